@@ -1,0 +1,411 @@
+/* module.c - the extension module zbpipe._C: parameter groups as Python objects, and the two passes.
+ *
+ * The work is the shim's (zbp_shim.h); here arguments are unpacked and results are wrapped. There is
+ * no static mutable state: types and exceptions live in the module's state.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stddef.h>
+#include <structmember.h>
+
+#include "shim/zbp_shim.h"
+
+typedef struct {
+    PyTypeObject *group_type;
+    PyObject *run_error;
+} module_state;
+
+static module_state *get_state(PyObject *module)
+{
+    return (module_state *)PyModule_GetState(module);
+}
+
+/* ParamGroup ------------------------------------------------------------------------------------ */
+
+/* Owns its zbp_group, which refers to no Python object of ours: there is no cycle to collect. */
+typedef struct {
+    PyObject_HEAD
+    zbp_group *group;
+    PyObject *weakrefs;
+} group_object;
+
+static void group_dealloc(PyObject *op)
+{
+    group_object *self = (group_object *)op;
+    PyTypeObject *type = Py_TYPE(op);
+    if (self->weakrefs != NULL) {
+        PyObject_ClearWeakRefs(op);
+    }
+    zbp_group_free(self->group);
+    type->tp_free(op);
+    Py_DECREF(type);
+}
+
+/* Steals group; frees it on an error. */
+static PyObject *group_wrap(module_state *state, zbp_group *group)
+{
+    group_object *self = (group_object *)state->group_type->tp_alloc(state->group_type, 0);
+    if (self == NULL) {
+        zbp_group_free(group);
+        return NULL;
+    }
+    self->group = group;
+    return (PyObject *)self;
+}
+
+static PyObject *format_bytes(size_t bytes)
+{
+    static const char *const unit[] = {"bytes", "KiB", "MiB", "GiB", "TiB"};
+    size_t u = 0;
+    double value = (double)bytes;
+    while (value >= 1024.0 && u + 1 < sizeof unit / sizeof unit[0]) {
+        value /= 1024.0;
+        ++u;
+    }
+    char text[48];
+    PyOS_snprintf(text, sizeof text, u == 0 ? "%.0f %s" : "%.1f %s", value, unit[u]);
+    return PyUnicode_FromString(text);
+}
+
+static PyObject *group_repr(PyObject *op)
+{
+    const zbp_group_info info = zbp_group_get_info(((group_object *)op)->group);
+    if (info.spent) {
+        return PyUnicode_FromString("<zbpipe.ParamGroup: spent, its weight pass has run>");
+    }
+    PyObject *bytes = format_bytes(info.bytes_held);
+    if (bytes == NULL) {
+        return NULL;
+    }
+    PyObject *repr = PyUnicode_FromFormat(
+        "<zbpipe.ParamGroup: %zu parameter%s, %zu split node%s, %U held>", info.params,
+        info.params == 1 ? "" : "s", info.split_nodes, info.split_nodes == 1 ? "" : "s", bytes);
+    Py_DECREF(bytes);
+    return repr;
+}
+
+static const char *const group_keys[] = {"params", "intermediates", "grads"};
+enum { KEY_PARAMS, KEY_INTERMEDIATES, KEY_GRADS, KEY_COUNT };
+
+/* The key's number, or KEY_COUNT if it is none. */
+static int find_key(PyObject *key)
+{
+    int k = 0;
+    while (k < KEY_COUNT &&
+           !(PyUnicode_Check(key) && PyUnicode_CompareWithASCIIString(key, group_keys[k]) == 0)) {
+        ++k;
+    }
+    return k;
+}
+
+static PyObject *group_subscript(PyObject *op, PyObject *key)
+{
+    const zbp_group *group = ((group_object *)op)->group;
+    switch (find_key(key)) {
+    case KEY_PARAMS:
+        return zbp_group_params(group);
+    case KEY_INTERMEDIATES:
+        return zbp_group_intermediates(group);
+    case KEY_GRADS:
+        return zbp_group_grads(group);
+    default:
+        PyErr_SetObject(PyExc_KeyError, key);
+        return NULL;
+    }
+}
+
+static int group_assign(PyObject *op, PyObject *key, PyObject *value)
+{
+    if (find_key(key) != KEY_GRADS || value == NULL) {
+        PyErr_Format(PyExc_TypeError,
+                     "a ParamGroup takes an assignment to 'grads' alone, not %s %R",
+                     value == NULL ? "the deletion of" : "one to", key);
+        return -1;
+    }
+    return zbp_group_set_grads(((group_object *)op)->group, value) == ZBP_OK ? 0 : -1;
+}
+
+static int group_contains(PyObject *op, PyObject *key)
+{
+    return !zbp_group_get_info(((group_object *)op)->group).spent && find_key(key) < KEY_COUNT;
+}
+
+static PyObject *group_keys_method(PyObject *op, PyObject *Py_UNUSED(ignored))
+{
+    if (zbp_group_get_info(((group_object *)op)->group).spent) {
+        return PyList_New(0);
+    }
+    return Py_BuildValue("[sss]", group_keys[0], group_keys[1], group_keys[2]);
+}
+
+static PyObject *group_get(PyObject *op, PyObject *args)
+{
+    PyObject *key, *fallback = Py_None;
+    if (!PyArg_ParseTuple(args, "O|O:get", &key, &fallback)) {
+        return NULL;
+    }
+    return group_contains(op, key) ? group_subscript(op, key) : Py_NewRef(fallback);
+}
+
+static PyObject *group_get_bytes_held(PyObject *op, void *Py_UNUSED(closure))
+{
+    return PyLong_FromSize_t(zbp_group_get_info(((group_object *)op)->group).bytes_held);
+}
+
+static PyObject *group_get_spent(PyObject *op, void *Py_UNUSED(closure))
+{
+    return PyBool_FromLong(zbp_group_get_info(((group_object *)op)->group).spent);
+}
+
+static PyMethodDef group_methods[] = {
+    {"keys", group_keys_method, METH_NOARGS, "keys()\n--\n\nThe keys; none once spent."},
+    {"get", group_get, METH_VARARGS, "get(key, default=None, /)\n--\n\nself[key], or default."},
+    {NULL, NULL, 0, NULL}};
+
+static PyGetSetDef group_getset[] = {
+    {"bytes_held", group_get_bytes_held, NULL,
+     "Bytes of the tensors held for the weight pass, each storage counted once.", NULL},
+    {"spent", group_get_spent, NULL, "True once the weight pass has run.", NULL},
+    {NULL, NULL, NULL, NULL, NULL}};
+
+static PyMemberDef group_members[] = {
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(group_object, weakrefs), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL}};
+
+PyDoc_STRVAR(group_doc,
+             "A parameter group: the smallest piece of the weight pass that can run alone.\n\n"
+             "Made by stage_backward_input, spent by stage_backward_weight. It answers the keys of\n"
+             "torch's dictionaries: 'params' (a set of accumulator nodes), 'intermediates' (a list\n"
+             "of split nodes) and 'grads' (per intermediate a tuple with a gradient or None per\n"
+             "output), and takes an assignment to 'grads', from which the weight pass then starts.\n"
+             "Dropping it frees at once all that it holds.");
+
+static PyType_Slot group_slots[] = {{Py_tp_doc, (void *)group_doc},
+                                    {Py_tp_dealloc, group_dealloc},
+                                    {Py_tp_repr, group_repr},
+                                    {Py_tp_methods, group_methods},
+                                    {Py_tp_getset, group_getset},
+                                    {Py_tp_members, group_members},
+                                    {Py_mp_subscript, group_subscript},
+                                    {Py_mp_ass_subscript, group_assign},
+                                    {Py_sq_contains, group_contains},
+                                    {0, NULL}};
+
+static PyType_Spec group_spec = {
+    .name = "zbpipe.ParamGroup",
+    .basicsize = sizeof(group_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = group_slots,
+};
+
+/* The passes ------------------------------------------------------------------------------------ */
+
+/* *seq_out: new, or NULL for None. Consumes an iterator. */
+static int as_sequence(PyObject *object, const char *name, PyObject **seq_out)
+{
+    *seq_out = NULL;
+    if (object == Py_None) {
+        return 0;
+    }
+    *seq_out = PySequence_Fast(object, "");
+    if (*seq_out == NULL) {
+        if (PyErr_ExceptionMatches(PyExc_TypeError)) {
+            PyErr_Format(PyExc_TypeError, "%s is a %s; expected a list, a tuple or an iterator",
+                         name, Py_TYPE(object)->tp_name);
+        }
+        return -1;
+    }
+    return 0;
+}
+
+/* Replaces the current error by run_error, with the current one as its cause. */
+static void raise_run_error(module_state *state)
+{
+    PyObject *type, *cause, *traceback, *error, *ignored_type, *ignored_traceback;
+    PyErr_Fetch(&type, &cause, &traceback);
+    PyErr_NormalizeException(&type, &cause, &traceback);
+    if (traceback != NULL) {
+        PyException_SetTraceback(cause, traceback);
+    }
+    PyErr_SetString(state->run_error, "the backward raised");
+    PyErr_Fetch(&ignored_type, &error, &ignored_traceback);
+    PyErr_NormalizeException(&ignored_type, &error, &ignored_traceback);
+    PyException_SetCause(error, Py_NewRef(cause));
+    PyErr_Restore(ignored_type, error, ignored_traceback);
+    Py_XDECREF(type);
+    Py_XDECREF(cause);
+    Py_XDECREF(traceback);
+}
+
+/* Takes the groups over from their array, which it frees; new list, or NULL with an error set. */
+static PyObject *wrap_groups(module_state *state, zbp_group **groups, size_t count)
+{
+    PyObject *list = PyList_New((Py_ssize_t)count);
+    for (size_t i = 0; i < count; ++i) {
+        PyObject *group = list != NULL ? group_wrap(state, groups[i]) : NULL;
+        if (list == NULL) {
+            zbp_group_free(groups[i]);
+        } else if (group == NULL) {
+            Py_CLEAR(list);
+        } else {
+            PyList_SET_ITEM(list, (Py_ssize_t)i, group);
+        }
+    }
+    PyMem_Free(groups);
+    return list;
+}
+
+PyDoc_STRVAR(input_pass_doc,
+             "input_pass(outputs, output_grads, inputs, weights, /)\n--\n\n"
+             "The input pass: (dinputs, param_groups). See zbpipe.stage_backward_input.\n"
+             "Raises RunError, with the original as its cause, if the backward itself failed;\n"
+             "other errors refuse the arguments, and nothing was touched.");
+
+static PyObject *input_pass(PyObject *module, PyObject *args)
+{
+    PyObject *given[4], *seq[4] = {NULL, NULL, NULL, NULL};
+    static const char *const name[] = {"stage_outputs_or_loss", "output_grads", "input_values",
+                                       "weights"};
+    PyObject *dinputs = NULL, *list = NULL, *result = NULL;
+    zbp_group **groups = NULL;
+    size_t group_count = 0;
+    int ran = 0;
+
+    if (!PyArg_ParseTuple(args, "OOOO:input_pass", &given[0], &given[1], &given[2], &given[3])) {
+        return NULL;
+    }
+    for (int i = 0; i < 4; ++i) {
+        if (as_sequence(given[i], name[i], &seq[i]) < 0) {
+            goto done;
+        }
+    }
+    if (seq[0] == NULL || seq[2] == NULL) {
+        PyErr_Format(PyExc_TypeError, "%s is None; expected a list or a tuple",
+                     name[seq[0] == NULL ? 0 : 2]);
+        goto done;
+    }
+    if (zbp_input_pass(seq[0], seq[1], seq[2], seq[3], &dinputs, &groups, &group_count, &ran) !=
+        ZBP_OK) {
+        if (ran) {
+            raise_run_error(get_state(module));
+        }
+        goto done;
+    }
+    list = wrap_groups(get_state(module), groups, group_count);
+    if (list != NULL) {
+        result = PyTuple_Pack(2, dinputs, list);
+    }
+
+done:
+    for (int i = 0; i < 4; ++i) {
+        Py_XDECREF(seq[i]);
+    }
+    Py_XDECREF(dinputs);
+    Py_XDECREF(list);
+    return result;
+}
+
+PyDoc_STRVAR(weight_pass_doc,
+             "weight_pass(weights, param_groups, retain_graph, /)\n--\n\n"
+             "The weight pass of the groups. See zbpipe.stage_backward_weight.");
+
+static PyObject *weight_pass(PyObject *module, PyObject *args)
+{
+    PyObject *given_weights, *given_groups, *weights = NULL, *seq = NULL, *result = NULL;
+    zbp_group **groups = NULL;
+    Py_ssize_t count;
+    int retain;
+
+    if (!PyArg_ParseTuple(args, "OOp:weight_pass", &given_weights, &given_groups, &retain)) {
+        return NULL;
+    }
+    if (as_sequence(given_weights, "weights", &weights) < 0 ||
+        as_sequence(given_groups, "param_groups", &seq) < 0) {
+        goto done;
+    }
+    if (seq == NULL) {
+        PyErr_SetString(PyExc_TypeError, "param_groups is None; expected a list of ParamGroups");
+        goto done;
+    }
+    count = PySequence_Fast_GET_SIZE(seq);
+    groups = PyMem_New(zbp_group *, (size_t)count + 1);
+    if (groups == NULL) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        PyObject *item = PySequence_Fast_GET_ITEM(seq, i);
+        if (!Py_IS_TYPE(item, get_state(module)->group_type)) {
+            PyErr_Format(PyExc_TypeError,
+                         "param_groups[%zd] is a %s; expected a ParamGroup, as "
+                         "zbpipe.stage_backward_input returns them",
+                         i, Py_TYPE(item)->tp_name);
+            goto done;
+        }
+        groups[i] = ((group_object *)item)->group;
+    }
+    if (zbp_weight_pass(groups, (size_t)count, weights, retain) == ZBP_OK) {
+        result = Py_NewRef(Py_None);
+    }
+
+done:
+    PyMem_Free(groups);
+    Py_XDECREF(weights);
+    Py_XDECREF(seq);
+    return result;
+}
+
+/* The module ------------------------------------------------------------------------------------ */
+
+static PyMethodDef module_methods[] = {{"input_pass", input_pass, METH_VARARGS, input_pass_doc},
+                                       {"weight_pass", weight_pass, METH_VARARGS, weight_pass_doc},
+                                       {NULL, NULL, 0, NULL}};
+
+static int module_exec(PyObject *module)
+{
+    module_state *state = get_state(module);
+    state->group_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &group_spec, NULL);
+    state->run_error = PyErr_NewException("zbpipe._C.RunError", PyExc_RuntimeError, NULL);
+    if (state->group_type == NULL || state->run_error == NULL) {
+        return -1;
+    }
+    if (PyModule_AddObjectRef(module, "ParamGroup", (PyObject *)state->group_type) < 0) {
+        return -1;
+    }
+    return PyModule_AddObjectRef(module, "RunError", state->run_error);
+}
+
+static int module_traverse(PyObject *module, visitproc visit, void *arg)
+{
+    module_state *state = get_state(module);
+    Py_VISIT(state->group_type);
+    Py_VISIT(state->run_error);
+    return 0;
+}
+
+static int module_clear(PyObject *module)
+{
+    module_state *state = get_state(module);
+    Py_CLEAR(state->group_type);
+    Py_CLEAR(state->run_error);
+    return 0;
+}
+
+static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, module_exec}, {0, NULL}};
+
+static struct PyModuleDef module_def = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "zbpipe._C",
+    .m_doc = "The compiled part of zbpipe.",
+    .m_size = sizeof(module_state),
+    .m_methods = module_methods,
+    .m_slots = module_slots,
+    .m_traverse = module_traverse,
+    .m_clear = module_clear,
+};
+
+PyMODINIT_FUNC PyInit__C(void);
+PyMODINIT_FUNC PyInit__C(void)
+{
+    return PyModuleDef_Init(&module_def);
+}

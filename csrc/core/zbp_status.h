@@ -1,0 +1,37 @@
+/* zbp_status.h - what a zbp function returns.
+ *
+ * 0 is success, negative is an error. "Absent" is a value, never an error. A status must be used:
+ * the compiler says so where it can. After an error the object is what it was before the call,
+ * unless the function's own contract says otherwise.
+ */
+#ifndef ZBP_STATUS_H
+#define ZBP_STATUS_H
+
+#if defined(__GNUC__) || defined(__clang__)
+#define ZBP_MUST_USE __attribute__((warn_unused_result))
+#else
+#define ZBP_MUST_USE
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum {
+    ZBP_OK = 0,
+    ZBP_ENOMEM = -1,    /* the allocator returned NULL */
+    ZBP_EINVAL = -2,    /* an argument breaks the function's contract, or a check found a fault */
+    ZBP_EOVERFLOW = -3, /* a count or a size does not fit its type */
+    ZBP_ETORCH = -4,    /* the shim's: libtorch threw, a message is kept; never from the core */
+    ZBP_EPYTHON = -5    /* the shim's: a Python error is already set; never from the core */
+};
+
+/* The name of a status, "ZBP_EINVAL" for ZBP_EINVAL, "unknown status" for anything else.
+ * Returns a static string. Any thread. */
+const char *zbp_status_name(int status);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,108 @@
+// The differences between the torch releases that zbpipe supports, in one place.
+//
+// Nodes are held by std::shared_ptr up to torch 2.12 and by c10::intrusive_ptr from 2.13 on.
+// Nothing outside this header may name either: write NodePtr, NodeRef<T>, make_node and ref_of.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <type_traits>
+#include <utility>
+
+#include <torch/csrc/autograd/edge.h>
+#include <torch/csrc/autograd/function.h>
+#if __has_include(<torch/csrc/autograd/node.h>)
+#include <torch/csrc/autograd/node.h>
+#define ZBP_NODE_IS_INTRUSIVE 1
+#else
+#define ZBP_NODE_IS_INTRUSIVE 0
+#endif
+
+namespace zbp {
+
+using torch::autograd::Edge;
+using torch::autograd::edge_list;
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+
+using NodePtr = decltype(Edge::function);
+
+#if ZBP_NODE_IS_INTRUSIVE
+
+template <class T>
+using NodeRef = c10::intrusive_ptr<T>;
+
+template <class T, class... Args>
+NodeRef<T> make_node(Args&&... args) {
+  return c10::make_intrusive<T>(std::forward<Args>(args)...);
+}
+
+/// A new owning reference to a node that somebody owns already.
+inline NodePtr ref_of(Node& node) {
+  return node.getptr();
+}
+
+template <class T>
+NodeRef<T> ref_as(Node& node) {
+  return NodeRef<T>::reclaim_copy(static_cast<T*>(&node));
+}
+
+/// The node behind a Python autograd Function's context.
+template <class Cdata>
+NodePtr lock_py_node(const Cdata& cdata) {
+  return cdata;
+}
+
+#else
+
+template <class T>
+using NodeRef = std::shared_ptr<T>;
+
+// deleteNode is libtorch's own iterative deleter: without it a deep graph is freed recursively.
+template <class T, class... Args>
+NodeRef<T> make_node(Args&&... args) {
+  return NodeRef<T>(new T(std::forward<Args>(args)...), torch::autograd::deleteNode);
+}
+
+inline NodePtr ref_of(Node& node) {
+  return node.getptr();
+}
+
+template <class T>
+NodeRef<T> ref_as(Node& node) {
+  return std::static_pointer_cast<T>(node.getptr());
+}
+
+template <class Cdata>
+NodePtr lock_py_node(const Cdata& cdata) {
+  return cdata.lock();
+}
+
+#endif
+
+/// Node keeps the parts that a stand-in needs protected. A pointer to member that is named through
+/// a derived class is the sanctioned way to reach them; this struct is never instantiated.
+struct NodeParts : Node {
+  static variable_list apply_to(Node& node, variable_list&& grads) {
+    constexpr auto fn = static_cast<variable_list (Node::*)(variable_list&&)>(&NodeParts::apply);
+    return (node.*fn)(std::move(grads));
+  }
+
+  /// Copies what the engine reads of a node: the metadata of its inputs and its forward thread.
+  static void copy_identity(const Node& from, Node& to) {
+    for (const auto& metadata : from.*(&NodeParts::input_metadata_)) {
+      (to.*(&NodeParts::input_metadata_)).emplace_back(metadata);
+    }
+    to.*(&NodeParts::thread_id_) = from.*(&NodeParts::thread_id_);
+  }
+
+  static void swap_anomaly_metadata(Node& a, Node& b) {
+    std::swap(a.*(&NodeParts::anomaly_metadata_), b.*(&NodeParts::anomaly_metadata_));
+  }
+
+  static std::mutex& mutex_of(Node& node) {
+    return node.*(&NodeParts::mutex_);
+  }
+};
+
+}  // namespace zbp

@@ -1,0 +1,140 @@
+// What I leaves for W: parameter groups, their weight tasks and the weights that they serve.
+//
+// Ownership contract: a Group owns everything that its W needs: the matrices and gradients (detached,
+// so that none of them keeps the graph), the nodes that W runs again, the edges towards the weights
+// and the accumulators behind them. Nothing that a Group owns refers back to it. During a run, and
+// only then, stand-ins, task nodes and sinks share ownership of the Group, so that a worker thread
+// of the engine that is still busy when another one failed does not write into freed memory.
+//
+// Threads: a Group is used by one pass at a time; the bindings see to that.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include <c10/core/Stream.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+
+#include "shim/compat.h"
+
+namespace zbp {
+
+/// A tensor that W will read, and the version that it had when I kept it.
+class Watched {
+ public:
+  Watched() = default;
+  /// Keeps a detached alias of `tensor`: same memory, same version counter, no history.
+  explicit Watched(const at::Tensor& tensor);
+
+  const at::Tensor& tensor() const {
+    return tensor_;
+  }
+  uint32_t kept_version() const {
+    return version_;
+  }
+  bool was_modified() const;
+  void reset() {
+    tensor_.reset();
+  }
+
+ private:
+  at::Tensor tensor_;
+  uint32_t version_ = 0;
+};
+
+/// One edge of a task towards the weights.
+struct Face {
+  uint32_t slot = 0;        // position among the node's edges
+  Edge edge;                // where it leads
+  int32_t weight = -1;      // index into Group::weights when the edge ends there, else -1
+  bool transposed = false;  // it ends there through one transposition, which the task does itself
+  bool delivered = false;   // this edge's gradient has been added
+};
+
+enum class Kind : uint8_t {
+  product,   // W multiplies two matrices
+  deferred,  // W runs the node again with the edges towards the weights alone
+  whole,     // I ran the node with all its edges; W starts from the gradients that it gave
+  root,      // a stage output outside the input closure: W starts there
+};
+
+struct Task {
+  Kind kind = Kind::whole;
+  NodePtr node;              // null for a whole node that would hold memory
+  uint32_t input_nr = 0;     // root: which input of `node` the output gradient belongs to
+  uint64_t sequence_nr = 0;  // W runs tasks in the order of an ordinary backward
+  std::vector<Face> face;
+
+  Watched other;                // product: the matrix that is multiplied with the output gradient
+  uint32_t matrix_slot = 0;     // product: the edge of the weight matrix
+  bool weight_is_left = false;  // product: the weight is the left factor
+  std::vector<Watched> output_grads;  // product, deferred: per input of the node; root: one
+  std::vector<Watched> kept;          // whole: per face
+
+  std::optional<torch::autograd::InputMetadata> place;  // device and stream, when not the CPU
+};
+
+struct Weight {
+  NodeRef<torch::autograd::AccumulateGrad> accumulator;
+  bool added = false;
+};
+
+/// An edge between two nodes outside the closure that W has to redirect or to cut while it runs.
+struct OutsideEdge {
+  Node* node;      // borrowed: alive as long as the faces of the group
+  uint32_t slot;
+  int32_t weight;  // where it ends; -1: no weight of this pass can be reached through it
+};
+
+struct Group {
+  enum class State : uint8_t {
+    input_done,       // W can run, or go on
+    weight_done,      // nothing is left
+    done_unreported,  // finished inside a W that raised later on: a retry passes over it
+  };
+
+  State state = State::input_done;
+  std::vector<Task> tasks;
+  std::vector<Weight> weights;
+  std::vector<OutsideEdge> outside;
+  std::atomic<size_t> missing{0};  // weights that a running W has still to add
+
+  /// Lets go of everything that W read.
+  void release();
+  /// Bytes of the tensors held for W, each storage counted once.
+  size_t bytes_held() const;
+  /// The first tensor that was changed since I kept it, or null.
+  const Watched* find_modified() const;
+};
+
+using GroupPtr = std::shared_ptr<Group>;
+
+/// Runs I. Arguments as checked and converted by the caller; see zbp_shim.h.
+struct InputPassArgs {
+  std::vector<Edge> roots;            // where the backward starts
+  variable_list root_grads;           // one per root, defined
+  std::vector<at::Tensor> inputs;     // those that require a gradient
+  std::vector<at::Tensor> weights;    // ignored when `all_leaves`
+  bool all_leaves = false;
+};
+
+struct InputPassResult {
+  variable_list input_grads;  // one per entry of `inputs`, undefined where nothing reached it
+  std::vector<GroupPtr> groups;
+};
+
+/// Called with the GIL held; releases it while the engine runs. On an exception the graph has its
+/// original edges back, as far as its nodes have not run.
+InputPassResult run_input_pass(const InputPassArgs& args);
+
+/// Runs W for `groups`, all of them in a state that allows it. Called without the GIL. After an
+/// exception every group knows which of its weights have been added; the call can be repeated.
+void run_weight_pass(const std::vector<GroupPtr>& groups, bool retain);
+
+/// The gradients of a task, one per face; undefined where there is none. Leaves the task as it is.
+variable_list compute_task(const Task& task);
+
+}  // namespace zbp

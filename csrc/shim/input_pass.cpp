@@ -1,0 +1,286 @@
+// I: walk, plan, split, run, hand over. See docs/architecture.md.
+
+#include <unordered_map>
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/python_cpp_function.h>
+
+#include "shim/edits.h"
+#include "shim/gil.h"
+#include "shim/kinds.h"
+#include "shim/stand_in.h"
+#include "shim/streams.h"
+#include "shim/walk.h"
+
+namespace zbp {
+
+using torch::autograd::AccumulateGrad;
+
+namespace {
+
+/// The graph while it is split. Unless hand_over() is reached, every edge is put back.
+class Split {
+ public:
+  Split(const InputPassArgs& args, const Walk& walk);
+
+  void run();
+  InputPassResult hand_over();
+
+ private:
+  void make_group(uint32_t g);
+  void add_task(uint32_t g, uint32_t id);
+  Face face_of(const zbp_edge& edge) const;
+  void redirect_edges();
+  void redirect(const zbp_edge& edge);
+  Edge detour(const Edge& edge, uint32_t target);
+  void add_root(const Edge& root, const at::Tensor& grad);
+  variable_list input_grads() const;
+
+  const InputPassArgs& args_;
+  const Walk& walk_;
+  std::vector<GroupPtr> groups_;
+  std::vector<int32_t> weight_index_;            // per node id: position in its group's weights
+  std::vector<NodeRef<StandIn>> stand_in_;       // per node id
+  std::unordered_map<uint32_t, NodeRef<Capture>> capture_;  // by the id of an input's node
+  edge_list roots_;
+  variable_list root_grads_;
+  EdgeEdits detours_;  // to stand-ins: for good, once I has succeeded
+  EdgeEdits cuts_;     // all others: for the time of the run
+};
+
+Split::Split(const InputPassArgs& args, const Walk& walk)
+    : args_(args),
+      walk_(walk),
+      weight_index_(walk.graph().node_count, -1),
+      stand_in_(walk.graph().node_count) {
+  for (uint32_t g = 0; g < walk_.plan().group_count; ++g) {
+    make_group(g);
+  }
+  redirect_edges();
+  for (size_t i = 0; i < args_.roots.size(); ++i) {
+    add_root(args_.roots[i], args_.root_grads[i]);
+  }
+}
+
+void Split::make_group(uint32_t g) {
+  const zbp_plan& plan = walk_.plan();
+  Group& group = *groups_.emplace_back(std::make_shared<Group>());
+  for (uint32_t i = plan.weight_begin[g]; i < plan.weight_begin[g + 1]; ++i) {
+    weight_index_[plan.weight[i]] = static_cast<int32_t>(group.weights.size());
+    group.weights.push_back({ref_as<AccumulateGrad>(walk_.node(plan.weight[i]))});
+  }
+  for (uint32_t i = plan.weight_edge_begin[g]; i < plan.weight_edge_begin[g + 1]; ++i) {
+    const zbp_edge& edge = walk_.graph().edge[plan.weight_edge[i]];
+    const int32_t weight = weight_index_[edge.dst];
+    if (weight >= 0 || !walk_.has(edge.dst, ZBP_NODE_WEIGHTWARD)) {
+      group.outside.push_back({&walk_.node(edge.src), edge.slot, weight});
+    }
+  }
+  group.tasks.reserve(plan.split_begin[g + 1] - plan.split_begin[g]);
+  for (uint32_t i = plan.split_begin[g]; i < plan.split_begin[g + 1]; ++i) {
+    add_task(g, plan.split[i]);
+  }
+}
+
+void Split::add_task(uint32_t g, uint32_t id) {
+  const zbp_plan& plan = walk_.plan();
+  Node& node = walk_.node(id);
+  Task& task = groups_[g]->tasks.emplace_back();
+  task.node = ref_of(node);
+  task.sequence_nr = node.sequence_nr();
+  note_place(task, node);
+  for (uint32_t i = plan.out_begin[id]; i < plan.out_begin[id + 1]; ++i) {
+    const zbp_edge& edge = walk_.graph().edge[plan.out[i]];
+    if (walk_.has(edge.dst, ZBP_NODE_WEIGHTWARD)) {
+      task.face.push_back(face_of(edge));
+    }
+  }
+  task.kind = classify(node, task.face);
+  for (Face& face : task.face) {
+    // Only a product can give its gradient transposed; the others go through the transposing node.
+    if (face.transposed && task.kind != Kind::product) {
+      face.transposed = false;
+      face.weight = -1;
+    }
+  }
+  stand_in_[id] = make_node<StandIn>(task.node, groups_[g], groups_[g]->tasks.size() - 1);
+  stand_in_[id]->next_edges().resize(node.next_edges().size());
+}
+
+Face Split::face_of(const zbp_edge& edge) const {
+  Face face;
+  face.slot = edge.slot;
+  face.edge = walk_.node(edge.src).next_edge(edge.slot);
+  face.weight = weight_index_[edge.dst];
+  Edge behind;
+  if (face.weight < 0 && is_plain_transposition(face.edge, &behind)) {
+    face.weight = weight_index_[walk_.id_of(*behind.function)];
+    face.transposed = face.weight >= 0;
+  }
+  return face;
+}
+
+void Split::redirect_edges() {
+  const zbp_graph& graph = walk_.graph();
+  for (uint32_t i = 0; i < graph.edge_count; ++i) {
+    if (walk_.has(graph.edge[i].src, ZBP_NODE_CLOSURE)) {
+      redirect(graph.edge[i]);
+    }
+  }
+}
+
+void Split::redirect(const zbp_edge& edge) {
+  Node& node = walk_.node(edge.src);
+  Edge there = detour(node.next_edge(edge.slot), edge.dst);
+  const bool leaves = !there.is_valid();
+  if (const auto& stand_in = stand_in_[edge.src]) {
+    stand_in->next_edges()[edge.slot] = std::move(there);
+    if (leaves && stand_in->task().kind != Kind::whole) {
+      cuts_.cut(node, edge.slot);
+    }
+  } else if (stand_in_[edge.dst]) {
+    detours_.replace(node, edge.slot, std::move(there));
+  } else if (leaves || walk_.is_input(edge.dst)) {
+    cuts_.replace(node, edge.slot, std::move(there));
+  }
+}
+
+/// Where an edge of the closure leads while I runs; invalid if it leaves the closure.
+Edge Split::detour(const Edge& edge, uint32_t target) {
+  if (walk_.is_input(target)) {
+    NodeRef<Capture>& capture = capture_[target];
+    if (!capture) {
+      capture = make_node<Capture>(edge.function);
+    }
+    return Edge(capture, edge.input_nr);
+  }
+  if (stand_in_[target]) {
+    return Edge(stand_in_[target], edge.input_nr);
+  }
+  return walk_.has(target, ZBP_NODE_CLOSURE) ? edge : Edge();
+}
+
+void Split::add_root(const Edge& root, const at::Tensor& grad) {
+  const uint32_t id = walk_.id_of(*root.function);
+  if (Edge there = detour(root, id); there.is_valid()) {
+    roots_.push_back(std::move(there));
+    root_grads_.push_back(grad);
+  } else if (walk_.has(id, ZBP_NODE_WEIGHT_ROOT)) {
+    Task& task = groups_[walk_.plan().group[id]]->tasks.emplace_back();
+    task.kind = Kind::root;
+    task.node = root.function;
+    task.input_nr = root.input_nr;
+    task.sequence_nr = root.function->sequence_nr();
+    note_place(task, *root.function);
+    task.output_grads.emplace_back(grad);
+    Face& face = task.face.emplace_back();
+    face.edge = root;
+    face.weight = weight_index_[id];
+  }
+}
+
+void Split::run() {
+  if (roots_.empty()) {
+    return;
+  }
+  ReleaseGil no_gil;
+  // With no `outputs` the engine needs no exec_info: every edge that is left is to be followed.
+  torch::autograd::Engine::get_default_engine().execute(
+      roots_, root_grads_, /*keep_graph=*/false, /*create_graph=*/false, /*accumulate_grad=*/true);
+}
+
+/// A whole node is not needed any more. It is kept, for those who ask a group for its
+/// "intermediates", only if it holds no memory: a Function's context may have tensors as attributes.
+bool is_free_to_keep(Node& node) {
+  if (!is_python_function(node)) {
+    return is_generated(node);
+  }
+  THPObjectPtr context(torch::autograd::functionToPyObject(ref_of(node)));
+  THPObjectPtr attributes(context ? PyObject_GetAttrString(context, "__dict__") : nullptr);
+  const bool empty = attributes && PyDict_Check(attributes.get()) && PyDict_Size(attributes) == 0;
+  PyErr_Clear();
+  return empty;
+}
+
+/// What a task's node still refers to must not keep the closure, nor what the user's hooks hold.
+void let_go_of_closure(Task& task) {
+  if (task.kind == Kind::whole && !is_free_to_keep(*task.node)) {
+    task.node = nullptr;
+    return;
+  }
+  edge_list faces(task.node->next_edges().size());
+  for (const Face& face : task.face) {
+    faces[face.slot] = face.edge;
+  }
+  task.node->next_edges() = std::move(faces);
+  task.node->retains_grad_hooks().clear();
+  task.node->tensor_pre_hooks().clear();
+  task.node->pre_hooks().clear();
+  if (task.kind == Kind::deferred) {
+    task.node->add_pre_hook(std::make_unique<ConsumedGuard>());
+  }
+}
+
+bool shares_memory(const at::Tensor& a, const at::Tensor& b) {
+  return a.defined() && b.defined() && a.has_storage() && b.has_storage() &&
+      a.storage().is_alias_of(b.storage());
+}
+
+/// The caller may add to an input's gradient in place before W has run.
+void part_from(const variable_list& input_grads, Task& task) {
+  for (Watched& kept : task.kept) {
+    for (const at::Tensor& grad : input_grads) {
+      if (shares_memory(kept.tensor(), grad)) {
+        kept = Watched(kept.tensor().clone());
+      }
+    }
+  }
+}
+
+InputPassResult Split::hand_over() {
+  cuts_.undo();
+  detours_.commit();
+  InputPassResult result;
+  result.input_grads = input_grads();
+  for (const GroupPtr& group : groups_) {
+    join_streams(*group);
+    for (Task& task : group->tasks) {
+      if (task.kind != Kind::root) {
+        let_go_of_closure(task);
+        part_from(result.input_grads, task);
+      }
+    }
+  }
+  for (const auto& stand_in : stand_in_) {
+    if (stand_in) {
+      stand_in->retire();
+    }
+  }
+  result.groups = std::move(groups_);
+  return result;
+}
+
+variable_list Split::input_grads() const {
+  variable_list grads;
+  for (const Edge& edge : walk_.input_edges()) {
+    at::Tensor& grad = grads.emplace_back();
+    if (edge.is_valid()) {
+      const auto capture = capture_.find(walk_.id_of(*edge.function));
+      if (capture != capture_.end() && !capture->second->grads.empty()) {
+        grad = capture->second->grads[edge.input_nr];
+      }
+    }
+  }
+  return grads;
+}
+
+}  // namespace
+
+InputPassResult run_input_pass(const InputPassArgs& args) {
+  const Walk walk(args);
+  Split split(args, walk);
+  split.run();
+  return split.hand_over();
+}
+
+}  // namespace zbp

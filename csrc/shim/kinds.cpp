@@ -1,0 +1,179 @@
+#include "shim/kinds.h"
+
+#include <cstring>
+#include <typeinfo>
+
+#include <ATen/SavedTensorHooks.h>
+#include <ATen/TensorSubclassLikeUtils.h>
+#include <torch/csrc/autograd/generated/Functions.h>
+
+namespace zbp {
+
+namespace gen = torch::autograd::generated;
+using torch::autograd::SavedVariable;
+
+namespace {
+
+template <class T>
+T* as(Node& node) {
+  return typeid(node) == typeid(T) ? static_cast<T*>(&node) : nullptr;
+}
+
+bool is_one(const at::Scalar& scalar) {
+  return scalar.equal(1);
+}
+
+bool has_hooks(Node& node) {
+  return !node.pre_hooks().empty() || !node.tensor_pre_hooks().empty() ||
+      !node.retains_grad_hooks().empty() || !node.post_hooks().empty();
+}
+
+bool is_heavy(const Face& face) {
+  const auto& metadata = face.edge.function->input_metadata(face.edge.input_nr);
+  return metadata.is_nested_tensor() || metadata.shape_as_dim_vector().size() > 1;
+}
+
+/// While it lives, a SavedVariable that is made here is stored as it is: default hooks of a
+/// surrounding saved_tensors_hooks context would pack it once more.
+class NoSavedTensorHooks {
+ public:
+  NoSavedTensorHooks() : saved_(at::SavedTensorDefaultHooks::get_tls_state()) {
+    at::SavedTensorDefaultHooks::set_tls_state({});
+  }
+  ~NoSavedTensorHooks() {
+    at::SavedTensorDefaultHooks::set_tls_state(saved_);
+  }
+  NoSavedTensorHooks(const NoSavedTensorHooks&) = delete;
+  NoSavedTensorHooks& operator=(const NoSavedTensorHooks&) = delete;
+
+ private:
+  at::impl::SavedTensorDefaultHooksTLS saved_;
+};
+
+void pin(SavedVariable& saved, Node& node) {
+  if (!saved.has_hooks()) {
+    return;
+  }
+  at::Tensor tensor = saved.unpack(ref_of(node));
+  NoSavedTensorHooks guard;
+  saved = SavedVariable(tensor.detach(), /*is_output=*/false);
+}
+
+bool is_plain_matrix(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.layout() == at::kStrided && tensor.dim() == 2 &&
+      !tensor.is_complex() && !tensor.is_neg() && !at::isTensorSubclassLike(tensor);
+}
+
+const Face* face_at(const std::vector<Face>& face, uint32_t slot) {
+  for (const Face& f : face) {
+    if (f.slot == slot) {
+      return &f;
+    }
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+std::optional<TwoFactors> two_factors(Node& node) {
+  if (auto* n = as<gen::AddmmBackward0>(node)) {
+    return TwoFactors{&n->mat1_, &n->mat2_, 1, 2, is_one(n->alpha) && is_one(n->beta)};
+  }
+  if (auto* n = as<gen::MmBackward0>(node)) {
+    return TwoFactors{&n->self_, &n->mat2_, 0, 1, true};
+  }
+  if (auto* n = as<gen::BmmBackward0>(node)) {
+    return TwoFactors{&n->self_, &n->mat2_, 0, 1, false};
+  }
+  if (auto* n = as<gen::BaddbmmBackward0>(node)) {
+    return TwoFactors{&n->batch1_, &n->batch2_, 1, 2, false};
+  }
+  if (auto* n = as<gen::LinearBackward0>(node)) {
+    return TwoFactors{&n->input_, &n->weight_, 0, 1, false};
+  }
+  if (auto* n = as<gen::ConvolutionBackward0>(node)) {
+    return TwoFactors{&n->input_, &n->weight_, 0, 1, false};
+  }
+  return std::nullopt;
+}
+
+Kind classify(Node& node, const std::vector<Face>& face) {
+  // A post hook is owed all of the node's gradients at once.
+  if (!node.post_hooks().empty()) {
+    return Kind::whole;
+  }
+  const auto factors = two_factors(node);
+  if (!factors) {
+    return Kind::whole;
+  }
+  const Face* left = face_at(face, factors->left_slot);
+  const Face* right = face_at(face, factors->right_slot);
+  if (!((left && is_heavy(*left)) || (right && is_heavy(*right)))) {
+    return Kind::whole;
+  }
+  return factors->plain_product && (left == nullptr) != (right == nullptr) ? Kind::product
+                                                                           : Kind::deferred;
+}
+
+void take_matrices(Task& task, Node& node, const variable_list& grads) {
+  task.output_grads.clear();
+  for (const at::Tensor& grad : grads) {
+    task.output_grads.emplace_back(grad);
+  }
+  const TwoFactors factors = *two_factors(node);
+  if (task.kind == Kind::product) {
+    task.weight_is_left = face_at(task.face, factors.left_slot) != nullptr;
+    task.matrix_slot = task.weight_is_left ? factors.left_slot : factors.right_slot;
+    SavedVariable& saved = task.weight_is_left ? *factors.right : *factors.left;
+    pin(saved, node);
+    const at::Tensor other = saved.unpack(ref_of(node));
+    const bool gradient_is_plain = !grads[0].defined() || is_plain_matrix(grads[0]);
+    if (is_plain_matrix(other) && gradient_is_plain) {
+      task.other = Watched(other);
+      return;
+    }
+    task.kind = Kind::deferred;
+  }
+  pin(*factors.left, node);
+  pin(*factors.right, node);
+}
+
+variable_list saved_for_weights(const Task& task) {
+  variable_list saved;
+  const auto factors = task.node ? two_factors(*task.node) : std::nullopt;
+  if (factors && face_at(task.face, factors->right_slot)) {
+    saved.push_back(factors->left->get_raw_data().value_or(at::Tensor()));
+  }
+  if (factors && face_at(task.face, factors->left_slot)) {
+    saved.push_back(factors->right->get_raw_data().value_or(at::Tensor()));
+  }
+  return saved;
+}
+
+bool is_plain_transposition(const Edge& edge, Edge* next) {
+  Node& node = *edge.function;
+  bool transposes = false;
+  if (as<gen::TBackward0>(node)) {
+    transposes = node.input_metadata(0).shape_as_dim_vector().size() == 2;
+  } else if (auto* n = as<gen::TransposeBackward0>(node)) {
+    transposes =
+        node.input_metadata(0).shape_as_dim_vector().size() == 2 && (n->dim0 - n->dim1) % 2 != 0;
+  } else if (auto* n = as<gen::PermuteBackward0>(node)) {
+    transposes = n->dims.size() == 2 && (n->dims[0] - n->dims[1]) % 2 != 0 && n->dims[0] % 2 != 0;
+  }
+  if (!transposes || has_hooks(node)) {
+    return false;
+  }
+  *next = node.next_edge(0);
+  return next->is_valid();
+}
+
+bool is_generated(const Node& node) {
+  return std::strstr(typeid(node).name(), "5torch8autograd9generated") != nullptr;
+}
+
+bool is_python_function(const Node& node) {
+  return std::strstr(typeid(node).name(), "5torch8autograd6PyNode") != nullptr;
+}
+
+}  // namespace zbp

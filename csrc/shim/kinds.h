@@ -1,0 +1,47 @@
+// Which kind of split node a node is, and what is known about the nodes that can be split.
+#pragma once
+
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include "shim/group.h"
+
+namespace zbp {
+
+/// A node that computes a gradient from one output gradient and two saved matrices, each with an
+/// edge of its own, such that the two gradients can be computed apart at no extra cost.
+struct TwoFactors {
+  torch::autograd::SavedVariable* left = nullptr;
+  torch::autograd::SavedVariable* right = nullptr;
+  uint32_t left_slot = 0;
+  uint32_t right_slot = 0;
+  bool plain_product = false;  // d(left) = dY rightᵀ and d(right) = leftᵀ dY, nothing scaled
+};
+
+/// The two factors of `node`, or nothing if it is not of a type that is known to split well.
+std::optional<TwoFactors> two_factors(Node& node);
+
+/// product, deferred or whole, from the node's type, its hooks and `face`.
+/// A product is confirmed when its matrices are at hand: see take_matrices().
+Kind classify(Node& node, const std::vector<Face>& face);
+
+/// Fills `task` for W from a product or deferred node that is about to run in I with `grads`.
+/// Saved tensors behind hooks (checkpointing, offloading) are unpacked once and put back plainly, so
+/// that neither the node nor W unpacks them a second time. A product whose matrices turn out to need
+/// more than one multiplication (subclasses, sparse or complex ones) becomes deferred.
+void take_matrices(Task& task, Node& node, const variable_list& grads);
+
+/// What the node of a deferred task has saved and W will read.
+variable_list saved_for_weights(const Task& task);
+
+/// True if `edge` leads to a node that only transposes a matrix on its way to one further edge and
+/// that nobody watches; then `*next` is that edge.
+bool is_plain_transposition(const Edge& edge, Edge* next);
+
+/// True for a node that libtorch generated: its apply() computes exactly what its edges ask for,
+/// and release_variables() lets go of everything that it saved.
+bool is_generated(const Node& node);
+
+/// True for the node of a Python autograd Function.
+bool is_python_function(const Node& node);
+
+}  // namespace zbp

@@ -1,0 +1,67 @@
+// Between Python objects and libtorch, for the files that implement zbp_shim.h.
+#pragma once
+
+#include <Python.h>
+
+#include <optional>
+#include <string>
+
+#include <torch/csrc/Exceptions.h>
+
+#include "core/zbp_status.h"
+#include "shim/group.h"
+
+struct zbp_group {
+  zbp::GroupPtr group;
+  bool running = false;  // read and written with the GIL held
+};
+
+namespace zbp {
+
+/// Thrown when an argument is refused. `type` is borrowed (a static exception type).
+struct Refused {
+  PyObject* type;
+  std::string message;
+};
+
+template <class... Parts>
+[[noreturn]] void refuse(PyObject* type, const Parts&... parts) {
+  throw Refused{type, c10::str(parts...)};
+}
+
+/// The exception barrier: runs `body`; on an exception sets the Python error.
+template <class Body>
+int guarded(const Body& body) noexcept {
+  try {
+    torch::PyWarningHandler warnings;
+    try {
+      body();
+      return ZBP_OK;
+    } catch (const Refused& refused) {
+      PyErr_SetString(refused.type, refused.message.c_str());
+    } catch (...) {
+      warnings.set_in_exception();
+      torch::translate_exception_to_python(std::current_exception());
+    }
+  } catch (...) {
+    if (!PyErr_Occurred()) {
+      PyErr_SetString(PyExc_RuntimeError, "zbpipe: a warning was turned into an error");
+    }
+  }
+  return ZBP_EPYTHON;
+}
+
+/// The tensor in `object`, or nothing if it holds none. Borrowed from `object`.
+const at::Tensor* as_tensor(PyObject* object);
+
+/// The edge in `object`, or nothing if it is no torch.autograd.graph.GradientEdge.
+std::optional<Edge> as_gradient_edge(PyObject* object);
+
+/// A tensor, or the gradient that an edge takes, as "Float [2, 3] on cpu", for messages.
+std::string describe(const at::Tensor& tensor);
+std::string describe(const Edge& edge);
+
+/// True if `grad` has the shape, dtype and device that the engine expects at `edge`.
+bool fits(const at::Tensor& grad, const Edge& edge);
+
+}  // namespace zbp

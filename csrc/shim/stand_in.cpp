@@ -1,0 +1,122 @@
+#include "shim/stand_in.h"
+
+#include <typeinfo>
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include "shim/kinds.h"
+
+namespace zbp {
+
+variable_list call_tensor_hooks(Node& node, variable_list grads) {
+  for (const auto& hook : node.tensor_pre_hooks()) {
+    grads = (*hook)(grads);
+  }
+  for (const auto& [output, hook] : node.retains_grad_hooks()) {
+    grads = (*hook)(grads);
+  }
+  return grads;
+}
+
+variable_list call_pre_hooks(Node& node, variable_list grads) {
+  for (const auto& hook : node.pre_hooks()) {
+    grads = (*hook)(grads);
+  }
+  return grads;
+}
+
+variable_list call_post_hooks(Node& node, variable_list outputs, const variable_list& inputs) {
+  for (const auto& hook : node.post_hooks()) {
+    outputs = (*hook)(outputs, inputs);
+  }
+  return outputs;
+}
+
+StandIn::StandIn(NodePtr original, GroupPtr group, size_t task)
+    : Node(original->sequence_nr()),
+      original_(std::move(original)),
+      group_(std::move(group)),
+      task_(task) {
+  NodeParts::copy_identity(*original_, *this);
+  NodeParts::swap_anomaly_metadata(*original_, *this);
+}
+
+void StandIn::retire() noexcept {
+  NodeParts::swap_anomaly_metadata(*original_, *this);
+  next_edges().assign(next_edges().size(), Edge());
+  original_ = nullptr;
+  group_ = nullptr;
+}
+
+std::string StandIn::name() const {
+  return original_ ? original_->name() : "zbpipe::StandIn";
+}
+
+variable_list StandIn::apply(variable_list&& grads) {
+  TORCH_CHECK(original_, torch::autograd::ERR_BACKWARD_TWICE);
+  variable_list in =
+      call_pre_hooks(*original_, call_tensor_hooks(*original_, std::move(grads)));
+  return task().kind == Kind::whole ? run_whole(task(), std::move(in))
+                                    : run_split(task(), std::move(in));
+}
+
+variable_list StandIn::run_split(Task& task, variable_list&& grads) {
+  Node& node = *original_;
+  take_matrices(task, node, grads);
+  if (task.kind == Kind::product) {
+    node.will_release_variables();
+  }
+  variable_list outputs = NodeParts::apply_to(node, std::move(grads));
+  if (task.kind == Kind::product) {
+    node.release_variables();
+  }
+  return outputs;
+}
+
+variable_list StandIn::run_whole(Task& task, variable_list&& grads) {
+  Node& node = *original_;
+  node.will_release_variables();
+  const bool watched = !node.post_hooks().empty();
+  const variable_list inputs = watched ? grads : variable_list();
+  variable_list outputs = NodeParts::apply_to(node, std::move(grads));
+  torch::autograd::validate_outputs(node.next_edges(), outputs, [&](const std::string& message) {
+    return "Function " + node.name() + " returned an " + message;
+  });
+  if (watched) {
+    outputs = call_post_hooks(node, std::move(outputs), inputs);
+  }
+  node.release_variables();
+  task.kept.clear();
+  for (const Face& face : task.face) {
+    task.kept.emplace_back(outputs[face.slot]);
+    outputs[face.slot].reset();
+  }
+  return outputs;
+}
+
+Capture::Capture(NodePtr original)
+    : Node(original->sequence_nr()), original_(std::move(original)) {
+  NodeParts::copy_identity(*original_, *this);
+}
+
+std::string Capture::name() const {
+  return original_->name();
+}
+
+variable_list Capture::apply(variable_list&& in) {
+  grads = call_tensor_hooks(*original_, std::move(in));
+  // A leaf's own node would run in an ordinary backward; the node behind another input would not,
+  // it belongs to an older graph.
+  if (typeid(*original_) == typeid(torch::autograd::AccumulateGrad)) {
+    grads = call_pre_hooks(*original_, std::move(grads));
+    call_post_hooks(*original_, {}, grads);
+  }
+  return {};
+}
+
+variable_list ConsumedGuard::operator()(const variable_list& /*grads*/) {
+  TORCH_CHECK(false, torch::autograd::ERR_BACKWARD_TWICE);
+}
+
+}  // namespace zbp

@@ -1,0 +1,71 @@
+// The nodes that I puts into the graph for the time of one run.
+#pragma once
+
+#include "shim/group.h"
+
+namespace zbp {
+
+/// Takes the place of a split node: the engine runs the stand-in, the stand-in runs the node, with
+/// its hooks, and fills the weight task. Its edges are the node's input face.
+///
+/// Note [Why split nodes need a stand-in]
+/// The engine releases the saved tensors of every node that it ran. W still needs those of a deferred
+/// node, and a whole node must be given all its edges while the engine follows only some of them. So
+/// the engine must not see the node itself.
+class StandIn : public Node {
+ public:
+  StandIn(NodePtr original, GroupPtr group, size_t task);
+
+  /// Forgets node, group and edges, so that nothing is kept once I is over. From then on running the
+  /// stand-in is a second backward through the graph.
+  void retire() noexcept;
+
+  Task& task() {
+    return group_->tasks[task_];
+  }
+
+  std::string name() const override;
+
+ protected:
+  variable_list apply(variable_list&& grads) override;
+
+ private:
+  variable_list run_split(Task& task, variable_list&& grads);
+  variable_list run_whole(Task& task, variable_list&& grads);
+
+  NodePtr original_;
+  GroupPtr group_;
+  size_t task_;  // index into group_->tasks
+};
+
+/// Takes the place of the node behind a stage input, where I ends: runs the hooks that an ordinary
+/// backward would run there and keeps the gradients. What lies behind is never walked.
+class Capture : public Node {
+ public:
+  explicit Capture(NodePtr original);
+
+  /// One per input of the node that it stands for.
+  variable_list grads;
+
+  std::string name() const override;
+
+ protected:
+  variable_list apply(variable_list&& grads) override;
+
+ private:
+  NodePtr original_;
+};
+
+/// Refuses every run of a node that I has consumed and W still holds.
+class ConsumedGuard : public torch::autograd::FunctionPreHook {
+ public:
+  variable_list operator()(const variable_list& grads) override;
+};
+
+/// The hooks of the tensors that `node` produced, which fire wherever a gradient reaches it, and
+/// those of the node, which fire where it runs; in the engine's order.
+variable_list call_tensor_hooks(Node& node, variable_list grads);
+variable_list call_pre_hooks(Node& node, variable_list grads);
+variable_list call_post_hooks(Node& node, variable_list outputs, const variable_list& inputs);
+
+}  // namespace zbp

@@ -1,0 +1,105 @@
+#include "shim/walk.h"
+
+#include <typeinfo>
+
+#include <torch/csrc/autograd/variable.h>
+
+namespace zbp {
+
+namespace {
+
+void check(int status) {
+  TORCH_CHECK_WITH(OutOfMemoryError, status != ZBP_ENOMEM, "zbpipe: out of memory while planning");
+  TORCH_CHECK(status == ZBP_OK, "zbpipe: planning failed with ", zbp_status_name(status));
+}
+
+/// The edge along which gradients reach `tensor`. Unlike libtorch's gradient_edge() it makes no
+/// accumulator: a leaf that has none is in no graph.
+Edge existing_edge(const at::Tensor& tensor) {
+  if (!tensor.is_leaf()) {
+    return torch::autograd::impl::gradient_edge(tensor);
+  }
+  return Edge(torch::autograd::impl::try_get_grad_accumulator(tensor), 0);
+}
+
+}  // namespace
+
+Walk::Walk(const InputPassArgs& args) {
+  try {
+    check(zbp_graph_init(&graph_, nullptr));
+    add_inputs(args);
+    for (const Edge& root : args.roots) {
+      uint32_t id = 0;
+      check(zbp_graph_add_node(&graph_, root.function.get(), &id, nullptr));
+      check(zbp_graph_mark(&graph_, id, ZBP_MARK_ROOT));
+    }
+    add_reachable();
+    mark_weights(args);
+    check(zbp_plan_build(&plan_, &graph_, nullptr));
+  } catch (...) {
+    zbp_graph_fini(&graph_);
+    throw;
+  }
+}
+
+Walk::~Walk() {
+  zbp_plan_fini(&plan_);
+  zbp_graph_fini(&graph_);
+}
+
+uint32_t Walk::id_of(const Node& node) const {
+  uint32_t id = 0;
+  TORCH_INTERNAL_ASSERT(zbp_graph_find(&graph_, &node, &id));
+  return id;
+}
+
+void Walk::add_inputs(const InputPassArgs& args) {
+  for (const at::Tensor& input : args.inputs) {
+    input_edges_.push_back(existing_edge(input));
+    if (input_edges_.back().is_valid()) {
+      uint32_t id = 0;
+      check(zbp_graph_add_node(&graph_, input_edges_.back().function.get(), &id, nullptr));
+      check(zbp_graph_mark(&graph_, id, ZBP_MARK_INPUT));
+    }
+  }
+}
+
+// Ids are dense in the order of discovery, so the list of nodes is the queue of the search.
+void Walk::add_reachable() {
+  for (uint32_t id = 0; id < graph_.node_count; ++id) {
+    if (is_input(id)) {
+      continue;
+    }
+    const edge_list& edges = node(id).next_edges();
+    for (uint32_t slot = 0; slot < edges.size(); ++slot) {
+      if (edges[slot].is_valid()) {
+        uint32_t next = 0;
+        check(zbp_graph_add_node(&graph_, edges[slot].function.get(), &next, nullptr));
+        check(zbp_graph_add_edge(&graph_, id, slot, next));
+      }
+    }
+  }
+}
+
+void Walk::mark_weights(const InputPassArgs& args) {
+  if (args.all_leaves) {
+    for (uint32_t id = 0; id < graph_.node_count; ++id) {
+      if (typeid(node(id)) == typeid(torch::autograd::AccumulateGrad)) {
+        check(zbp_graph_mark(&graph_, id, ZBP_MARK_WEIGHT));
+      }
+    }
+    return;
+  }
+  for (const at::Tensor& weight : args.weights) {
+    const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(weight);
+    uint32_t id = 0;
+    if (accumulator && zbp_graph_find(&graph_, accumulator.get(), &id)) {
+      TORCH_CHECK(typeid(*accumulator) == typeid(torch::autograd::AccumulateGrad),
+                  "zbpipe: a weight of shape ", weight.sizes(), " accumulates through a ",
+                  accumulator->name(), ", which zbpipe does not know; expected AccumulateGrad");
+      check(zbp_graph_mark(&graph_, id, ZBP_MARK_WEIGHT));
+    }
+  }
+}
+
+}  // namespace zbp

@@ -1,0 +1,53 @@
+// Step 1 and 2 of I: libtorch's nodes become integers in a zbp_graph, and the core plans on those.
+#pragma once
+
+#include <vector>
+
+#include "core/zbp_plan.h"
+#include "shim/group.h"
+
+namespace zbp {
+
+/// The graph between the stage's outputs and its inputs, and the plan for it.
+/// Borrows the nodes: whoever holds the roots keeps them alive.
+class Walk {
+ public:
+  explicit Walk(const InputPassArgs& args);
+  ~Walk();
+  Walk(const Walk&) = delete;
+  Walk& operator=(const Walk&) = delete;
+
+  const zbp_graph& graph() const {
+    return graph_;
+  }
+  const zbp_plan& plan() const {
+    return plan_;
+  }
+  Node& node(uint32_t id) const {
+    return *static_cast<Node*>(const_cast<void*>(graph_.key[id]));
+  }
+  bool has(uint32_t id, uint8_t node_flag) const {
+    return (plan_.flag[id] & node_flag) != 0;
+  }
+  bool is_input(uint32_t id) const {
+    return (graph_.mark[id] & ZBP_MARK_INPUT) != 0;
+  }
+  uint32_t id_of(const Node& node) const;
+
+  /// The edges behind the inputs, in the order of InputPassArgs::inputs; invalid for a leaf that is
+  /// in no graph.
+  const edge_list& input_edges() const {
+    return input_edges_;
+  }
+
+ private:
+  void add_inputs(const InputPassArgs& args);
+  void add_reachable();
+  void mark_weights(const InputPassArgs& args);
+
+  edge_list input_edges_;
+  zbp_graph graph_{};
+  zbp_plan plan_{};
+};
+
+}  // namespace zbp

@@ -1,0 +1,486 @@
+#include "shim/zbp_shim.h"
+
+#include <unordered_set>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/ones_like.h>
+#include <torch/csrc/autograd/python_cpp_function.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "shim/gil.h"
+#include "shim/python.h"
+
+namespace {
+
+using namespace zbp;
+namespace impl = torch::autograd::impl;
+
+Py_ssize_t size_of(PyObject* seq) {
+  return PySequence_Fast_GET_SIZE(seq);
+}
+
+PyObject* item(PyObject* seq, Py_ssize_t i) {
+  return PySequence_Fast_GET_ITEM(seq, i);
+}
+
+const char* type_name(PyObject* object) {
+  return Py_TYPE(object)->tp_name;
+}
+
+// ---- arguments of I
+
+
+/// Adds output number `i` to the roots unless it takes no gradient.
+void parse_output(PyObject* outputs, PyObject* output_grads, Py_ssize_t i, InputPassArgs& args) {
+  PyObject* output = item(outputs, i);
+  PyObject* given = output_grads ? item(output_grads, i) : Py_None;
+  const at::Tensor* tensor = as_tensor(output);
+  std::optional<Edge> edge;
+  if (!tensor && output != Py_None) {
+    edge = as_gradient_edge(output);
+    if (!edge) {
+      refuse(PyExc_TypeError, "stage_outputs_or_loss[", i, "] is a ", type_name(output),
+             "; expected a tensor, a GradientEdge or None");
+    }
+  }
+  const at::Tensor* grad = as_tensor(given);
+  if (!grad && given != Py_None) {
+    refuse(PyExc_TypeError, "output_grads[", i, "] is a ", type_name(given),
+           "; expected a tensor or None");
+  }
+  if (edge && !grad) {
+    refuse(PyExc_AssertionError, "stage_outputs_or_loss[", i,
+           "] is a GradientEdge, which requires output gradients from the next stage, but "
+           "output_grads",
+           output_grads ? c10::str("[", i, "]") : "", " is None");
+  }
+  if (!edge) {
+    if (!tensor || !tensor->requires_grad()) {
+      return;
+    }
+    edge = impl::gradient_edge(*tensor);
+  }
+  if (grad && !fits(*grad, *edge)) {
+    refuse(PyExc_ValueError, "output_grads[", i, "] is a gradient of ", describe(*grad),
+           "; stage_outputs_or_loss[", i, "] needs one of ", describe(*edge));
+  }
+  if (!grad && output_grads && tensor->sym_numel() != 1) {
+    return;  // an output that the next stage did not use
+  }
+  args.roots.push_back(std::move(*edge));
+  args.root_grads.push_back(grad ? *grad : at::ones_like(*tensor));
+}
+
+void parse_inputs(PyObject* inputs, InputPassArgs& args, std::vector<Py_ssize_t>& position) {
+  for (Py_ssize_t i = 0; i < size_of(inputs); ++i) {
+    const at::Tensor* tensor = as_tensor(item(inputs, i));
+    if (tensor && tensor->requires_grad()) {
+      args.inputs.push_back(*tensor);
+      position.push_back(i);
+    }
+  }
+}
+
+void parse_weights(PyObject* weights, InputPassArgs& args) {
+  args.all_leaves = weights == nullptr;
+  for (Py_ssize_t i = 0; weights && i < size_of(weights); ++i) {
+    const at::Tensor* tensor = as_tensor(item(weights, i));
+    if (!tensor) {
+      refuse(PyExc_TypeError, "weights[", i, "] is a ", type_name(item(weights, i)),
+             "; expected a tensor");
+    }
+    if (!tensor->is_leaf()) {
+      refuse(PyExc_ValueError, "weights[", i, "] of ", describe(*tensor),
+             " is not a leaf; pass the parameters that it is computed from");
+    }
+    if (tensor->requires_grad()) {
+      args.weights.push_back(*tensor);
+    }
+  }
+}
+
+// ---- results of I
+
+/// As today: an input's .grad becomes its gradient, or is added to in place.
+void set_grad(const at::Tensor& input, const at::Tensor& grad) {
+  if (!input.is_leaf() && input.retains_grad()) {
+    return;  // its own hook has done it
+  }
+  const at::AutoGradMode no_grad(false);
+  at::Tensor& place = input.mutable_grad();
+  if (place.defined()) {
+    place.add_(grad);
+  } else {
+    place = grad;
+  }
+  if (input.is_leaf()) {
+    if (const auto& hook = impl::post_acc_grad_hooks(input)) {
+      (*hook)(input);
+    }
+  }
+}
+
+void set_input_grads(const InputPassArgs& args, const variable_list& grads) {
+  std::unordered_set<const void*> seen;
+  for (size_t i = 0; i < grads.size(); ++i) {
+    if (grads[i].defined() && seen.insert(args.inputs[i].unsafeGetTensorImpl()).second) {
+      set_grad(args.inputs[i], grads[i]);
+    }
+  }
+}
+
+/// Detaches a stage output in place. detach_() refuses views, and a view keeps its base and with it
+/// the graph: there the history goes with everything that autograd knows of the tensor but its grad.
+void detach_output(const at::Tensor& output) {
+  if (output.is_leaf()) {
+    return;
+  }
+  const auto* view = impl::get_view_autograd_meta(output);
+  if (!view || !view->has_bw_view()) {
+    output.detach_();
+    return;
+  }
+  auto fresh = std::make_unique<torch::autograd::AutogradMeta>();
+  fresh->grad_ = output.mutable_grad();
+  output.unsafeGetTensorImpl()->set_autograd_meta(std::move(fresh));
+}
+
+PyObject* wrap_input_grads(Py_ssize_t count, const std::vector<Py_ssize_t>& position,
+                           const variable_list& grads) {
+  THPObjectPtr tuple(PyTuple_New(count));
+  if (!tuple) {
+    throw python_error();
+  }
+  size_t next = 0;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    const bool takes_grad = next < position.size() && position[next] == i;
+    PyObject* grad = THPVariable_Wrap(takes_grad ? grads[next++] : at::Tensor());
+    if (!grad) {
+      throw python_error();
+    }
+    PyTuple_SET_ITEM(tuple.get(), i, grad);
+  }
+  return tuple.release();
+}
+
+/// Groups on their way to the caller; frees them if they do not get there.
+struct GroupArray {
+  explicit GroupArray(std::vector<GroupPtr>& groups)
+      : handles(static_cast<zbp_group**>(PyMem_Calloc(groups.size() + 1, sizeof(zbp_group*)))),
+        count(groups.size()) {
+    if (!handles) {
+      throw std::bad_alloc();
+    }
+    for (size_t i = 0; i < count; ++i) {
+      handles[i] = new zbp_group{std::move(groups[i])};
+    }
+  }
+  ~GroupArray() {
+    for (size_t i = 0; handles && i < count; ++i) {
+      delete handles[i];
+    }
+    PyMem_Free(handles);
+  }
+  GroupArray(const GroupArray&) = delete;
+  GroupArray& operator=(const GroupArray&) = delete;
+
+  zbp_group** handles;
+  size_t count;
+};
+
+// ---- arguments of W
+
+void check_state(zbp_group* const* groups, size_t count) {
+  std::unordered_set<const zbp_group*> seen;
+  for (size_t i = 0; i < count; ++i) {
+    if (groups[i]->group->state == Group::State::weight_done) {
+      refuse(PyExc_RuntimeError, "param_groups[", i,
+             "] is spent: its weight pass has already run; pass retain_graph=True to the first "
+             "call to run it again");
+    }
+    if (groups[i]->running) {
+      refuse(PyExc_RuntimeError, "param_groups[", i,
+             "] is already being run by another call of stage_backward_weight");
+    }
+    if (!seen.insert(groups[i]).second) {
+      refuse(PyExc_ValueError, "param_groups[", i, "] is listed twice");
+    }
+  }
+}
+
+void check_weights(zbp_group* const* groups, size_t count, PyObject* weights) {
+  std::unordered_set<const void*> listed;
+  for (Py_ssize_t i = 0; i < size_of(weights); ++i) {
+    const at::Tensor* tensor = as_tensor(item(weights, i));
+    if (!tensor) {
+      refuse(PyExc_TypeError, "weights[", i, "] is a ", type_name(item(weights, i)),
+             "; expected a tensor");
+    }
+    listed.insert(tensor->unsafeGetTensorImpl());
+  }
+  for (size_t i = 0; i < count; ++i) {
+    for (const Weight& weight : groups[i]->group->weights) {
+      const at::Tensor& variable = weight.accumulator->variable;
+      if (listed.count(variable.unsafeGetTensorImpl()) == 0) {
+        refuse(PyExc_ValueError, "param_groups[", i, "] holds a gradient for a parameter of ",
+               describe(variable), " that is not among the ", size_of(weights),
+               " weights; pass the weights that stage_backward_input was given");
+      }
+    }
+  }
+}
+
+void check_unmodified(zbp_group* const* groups, size_t count) {
+  for (size_t i = 0; i < count; ++i) {
+    if (const Watched* watched = groups[i]->group->find_modified()) {
+      refuse(PyExc_RuntimeError,
+             "one of the variables needed for gradient computation has been modified by an inplace "
+             "operation: ",
+             describe(watched->tensor()), ", which param_groups[", i,
+             "] holds for the weight pass, is at version ", watched->tensor()._version(),
+             "; expected version ", watched->kept_version(), " instead.");
+    }
+  }
+}
+
+/// Marks groups as running for the time of a call.
+class Running {
+ public:
+  Running(zbp_group* const* groups, size_t count) : groups_(groups, groups + count) {
+    set(true);
+  }
+  ~Running() {
+    set(false);
+  }
+  Running(const Running&) = delete;
+  Running& operator=(const Running&) = delete;
+
+ private:
+  void set(bool running) {
+    for (zbp_group* group : groups_) {
+      group->running = running;
+    }
+  }
+  std::vector<zbp_group*> groups_;
+};
+
+// ---- groups
+
+const Group& unspent(const zbp_group* handle, const char* key) {
+  if (handle->group->state != Group::State::input_done) {
+    refuse(PyExc_KeyError, key, ": the weight pass of this group has already run");
+  }
+  return *handle->group;
+}
+
+PyObject* wrap_node(const NodePtr& node) {
+  PyObject* wrapped = node ? torch::autograd::functionToPyObject(node) : Py_NewRef(Py_None);
+  if (!wrapped) {
+    throw python_error();
+  }
+  return wrapped;
+}
+
+/// The output gradients of a task, one per input of its node. A whole node's are gone.
+variable_list output_grads_of(const Task& task) {
+  const size_t inputs = task.node ? task.node->num_inputs() : 1;
+  variable_list grads(inputs);
+  for (size_t i = 0; i < task.output_grads.size(); ++i) {
+    const size_t nr = task.kind == Kind::root ? task.input_nr : i;
+    grads[nr] = task.output_grads[i].tensor();
+  }
+  return grads;
+}
+
+std::vector<Watched> parse_grads(const Task& task, PyObject* value, size_t index) {
+  const Node& node = *task.node;
+  THPObjectPtr seq(PySequence_Fast(value, ""));
+  if (!seq) {
+    PyErr_Clear();
+    refuse(PyExc_TypeError, "grads[", index, "] is a ", type_name(value),
+           "; expected a tuple with a tensor or None per output of ", node.name());
+  }
+  if (static_cast<size_t>(size_of(seq)) != node.num_inputs()) {
+    refuse(PyExc_ValueError, "grads[", index, "] has ", size_of(seq), " entries; ", node.name(),
+           " has ", node.num_inputs(), " outputs");
+  }
+  std::vector<Watched> grads;
+  for (uint32_t i = 0; i < node.num_inputs(); ++i) {
+    PyObject* entry = item(seq, i);
+    const at::Tensor* tensor = as_tensor(entry);
+    if (!tensor && entry != Py_None) {
+      refuse(PyExc_TypeError, "grads[", index, "][", i, "] is a ", type_name(entry),
+             "; expected a tensor or None");
+    }
+    const Edge edge(task.node, i);
+    if (tensor && !fits(*tensor, edge)) {
+      refuse(PyExc_ValueError, "grads[", index, "][", i, "] is a gradient of ", describe(*tensor),
+             "; ", node.name(), " needs one of ", describe(edge));
+    }
+    grads.emplace_back(tensor ? *tensor : at::Tensor());
+  }
+  return grads;
+}
+
+void set_grads(Task& task, std::vector<Watched>&& grads) {
+  if (task.kind == Kind::root) {
+    task.output_grads[0] = std::move(grads[task.input_nr]);
+    return;
+  }
+  task.output_grads = std::move(grads);
+  if (task.kind == Kind::whole) {
+    task.kind = Kind::deferred;
+    task.kept.clear();
+  }
+}
+
+/// For functions that return a new object.
+template <class Body>
+PyObject* guarded_object(const Body& body) noexcept {
+  PyObject* result = nullptr;
+  return guarded([&] { result = body(); }) == ZBP_OK ? result : nullptr;
+}
+
+}  // namespace
+
+int zbp_input_pass(PyObject* outputs, PyObject* output_grads, PyObject* inputs, PyObject* weights,
+                   PyObject** dinputs_out, zbp_group*** groups_out, size_t* group_count_out,
+                   int* ran_out) {
+  *ran_out = 0;
+  return guarded([&] {
+    if (output_grads && size_of(output_grads) != size_of(outputs)) {
+      refuse(PyExc_ValueError, "output_grads has ", size_of(output_grads),
+             " entries; expected one for each of the ", size_of(outputs), " stage outputs");
+    }
+    InputPassArgs args;
+    std::vector<Py_ssize_t> position;
+    for (Py_ssize_t i = 0; i < size_of(outputs); ++i) {
+      parse_output(outputs, output_grads, i, args);
+    }
+    parse_inputs(inputs, args, position);
+    parse_weights(weights, args);
+
+    *ran_out = 1;
+    InputPassResult result = run_input_pass(args);
+    GroupArray groups(result.groups);
+    args.roots.clear();
+    for (Py_ssize_t i = 0; i < size_of(outputs); ++i) {
+      if (const at::Tensor* output = as_tensor(item(outputs, i))) {
+        detach_output(*output);
+      }
+    }
+    set_input_grads(args, result.input_grads);
+    *dinputs_out = wrap_input_grads(size_of(inputs), position, result.input_grads);
+    *groups_out = std::exchange(groups.handles, nullptr);
+    *group_count_out = groups.count;
+  });
+}
+
+int zbp_weight_pass(zbp_group* const* groups, size_t group_count, PyObject* weights, int retain) {
+  return guarded([&] {
+    check_state(groups, group_count);
+    if (weights) {
+      check_weights(groups, group_count, weights);
+    }
+    check_unmodified(groups, group_count);
+    std::vector<GroupPtr> list;
+    for (size_t i = 0; i < group_count; ++i) {
+      list.push_back(groups[i]->group);
+    }
+    const Running running(groups, group_count);
+    const ReleaseGil no_gil;
+    run_weight_pass(list, retain != 0);
+    // What is left of the groups goes here, without the GIL, as in an ordinary backward.
+  });
+}
+
+void zbp_group_free(zbp_group* group) {
+  delete group;
+}
+
+zbp_group_info zbp_group_get_info(const zbp_group* handle) {
+  const Group& group = *handle->group;
+  return {group.weights.size(), group.tasks.size(), group.bytes_held(),
+          group.state != Group::State::input_done};
+}
+
+PyObject* zbp_group_params(const zbp_group* handle) {
+  return guarded_object([&] {
+    const Group& group = unspent(handle, "params");
+    THPObjectPtr set(PySet_New(nullptr));
+    for (const Weight& weight : group.weights) {
+      THPObjectPtr node(wrap_node(weight.accumulator));
+      if (!set || PySet_Add(set, node) < 0) {
+        throw python_error();
+      }
+    }
+    return set.release();
+  });
+}
+
+PyObject* zbp_group_intermediates(const zbp_group* handle) {
+  return guarded_object([&] {
+    const Group& group = unspent(handle, "intermediates");
+    THPObjectPtr list(PyList_New(0));
+    for (const Task& task : group.tasks) {
+      THPObjectPtr node(wrap_node(task.node));
+      if (!list || PyList_Append(list, node) < 0) {
+        throw python_error();
+      }
+    }
+    return list.release();
+  });
+}
+
+PyObject* zbp_group_grads(const zbp_group* handle) {
+  return guarded_object([&] {
+    const Group& group = unspent(handle, "grads");
+    THPObjectPtr list(PyList_New(0));
+    for (const Task& task : group.tasks) {
+      const variable_list grads = output_grads_of(task);
+      std::vector<Py_ssize_t> position(grads.size());
+      for (size_t i = 0; i < grads.size(); ++i) {
+        position[i] = static_cast<Py_ssize_t>(i);
+      }
+      THPObjectPtr tuple(
+          wrap_input_grads(static_cast<Py_ssize_t>(grads.size()), position, grads));
+      if (!list || PyList_Append(list, tuple) < 0) {
+        throw python_error();
+      }
+    }
+    return list.release();
+  });
+}
+
+int zbp_group_set_grads(zbp_group* handle, PyObject* value) {
+  return guarded([&] {
+    unspent(handle, "grads");
+    if (handle->running) {
+      refuse(PyExc_RuntimeError, "the group's weight pass is running");
+    }
+    std::vector<Task>& tasks = handle->group->tasks;
+    THPObjectPtr seq(PySequence_Fast(value, ""));
+    if (!seq) {
+      PyErr_Clear();
+      refuse(PyExc_TypeError, "grads is a ", type_name(value),
+             "; expected a list with a tuple per intermediate");
+    }
+    if (static_cast<size_t>(size_of(seq)) != tasks.size()) {
+      refuse(PyExc_ValueError, "grads has ", size_of(seq), " entries; the group has ",
+             tasks.size(), " intermediates");
+    }
+    std::vector<std::vector<Watched>> grads;
+    for (size_t i = 0; i < tasks.size(); ++i) {
+      if (!tasks[i].node) {
+        refuse(PyExc_ValueError, "grads[", i,
+               "] is for a node that ran whole in the input pass and is gone; its weights' "
+               "gradients cannot be computed again");
+      }
+      grads.push_back(parse_grads(tasks[i], item(seq, static_cast<Py_ssize_t>(i)), i));
+    }
+    for (size_t i = 0; i < tasks.size(); ++i) {
+      set_grads(tasks[i], std::move(grads[i]));
+    }
+  });
+}

@@ -1,0 +1,69 @@
+/* zbp_shim.h - the C interface of the shim: everything that the bindings need of libtorch.
+ *
+ * Conventions. Functions return a status: ZBP_OK or ZBP_EPYTHON, and then a Python error is set and
+ * no output has been written. No C++ exception leaves a function. All are called with the GIL held;
+ * those that run the engine release it meanwhile. `seq` arguments are borrowed results of
+ * PySequence_Fast(). "new" is a new reference, to be released by the caller.
+ */
+#ifndef ZBP_SHIM_H
+#define ZBP_SHIM_H
+
+#include <Python.h>
+
+#include "core/zbp_status.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* A parameter group: what I leaves for W. Owned by the caller. */
+typedef struct zbp_group zbp_group;
+
+typedef struct zbp_group_info {
+    size_t params;      /* weights */
+    size_t split_nodes; /* split nodes and weight roots */
+    size_t bytes_held;  /* of the tensors held for W, each storage once */
+    int spent;          /* W has run */
+} zbp_group_info;
+
+/* Runs I: the gradients of `inputs`, and the parameter groups for W.
+ *
+ * outputs:      seq of tensors, GradientEdges or None.
+ * output_grads: seq, as long as outputs, of tensors or None; or NULL: ones for every output.
+ * inputs:       seq of anything; tensors that require a gradient get one.
+ * weights:      seq of leaf tensors; or NULL: every leaf that accumulates.
+ * dinputs_out:  new tuple, a gradient or None per input. The inputs' .grad is set or added to.
+ * groups_out:   new array (PyMem_Free), of new groups (zbp_group_free), group_count_out of them.
+ * ran_out:      on an error, 1 if the backward had been started; 0 if the arguments were refused and
+ *               nothing was touched.
+ * Outputs are detached. After an error in the run the graph has its edges back, no gradient of an
+ * input was set, and what ran has released its saved tensors, as after a failed ordinary backward. */
+ZBP_MUST_USE int zbp_input_pass(PyObject *outputs, PyObject *output_grads, PyObject *inputs,
+                                PyObject *weights, PyObject **dinputs_out,
+                                zbp_group ***groups_out, size_t *group_count_out, int *ran_out);
+
+/* Runs W for `groups` (borrowed). weights: seq of tensors, or NULL for no check. Refuses, before
+ * anything is added: groups that are spent, listed twice or running elsewhere; groups none or only
+ * some of whose weights are listed; matrices that were modified since I.
+ * After another error the same groups can be given again: what was added is not added twice. */
+ZBP_MUST_USE int zbp_weight_pass(zbp_group *const *groups, size_t group_count, PyObject *weights,
+                                 int retain);
+
+void zbp_group_free(zbp_group *group); /* NULL is legal; frees all that W would have needed */
+zbp_group_info zbp_group_get_info(const zbp_group *group);
+
+/* New objects, or NULL with an error set; KeyError when the group is spent.
+ * params: set of the accumulators' nodes. intermediates: list of the split nodes, None for one that
+ * is gone. grads: list with, per intermediate, a tuple with a tensor or None per node input. */
+PyObject *zbp_group_params(const zbp_group *group);
+PyObject *zbp_group_intermediates(const zbp_group *group);
+PyObject *zbp_group_grads(const zbp_group *group);
+
+/* Replaces the output gradients from which W starts; value as zbp_group_grads returns it. */
+ZBP_MUST_USE int zbp_group_set_grads(zbp_group *group, PyObject *value);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

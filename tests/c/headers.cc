@@ -1,0 +1,28 @@
+// The headers are C++ too: the shim includes them. Compiled and run by `make test-core`.
+#include "zbp_alloc.h"
+#include "zbp_graph.h"
+#include "zbp_map.h"
+#include "zbp_plan.h"
+#include "zbp_status.h"
+
+#include <cstdio>
+
+int main()
+{
+    zbp_graph graph{};
+    zbp_plan plan{};
+    uint32_t node = 0, weight = 0;
+    bool ok = zbp_graph_init(&graph, nullptr) == ZBP_OK &&
+              zbp_graph_add_node(&graph, &graph, &node, nullptr) == ZBP_OK &&
+              zbp_graph_add_node(&graph, &plan, &weight, nullptr) == ZBP_OK &&
+              zbp_graph_mark(&graph, node, ZBP_MARK_ROOT) == ZBP_OK &&
+              zbp_graph_mark(&graph, weight, ZBP_MARK_WEIGHT) == ZBP_OK &&
+              zbp_graph_add_edge(&graph, node, 0, weight) == ZBP_OK &&
+              zbp_plan_build(&plan, &graph, nullptr) == ZBP_OK && plan.group_count == 1 &&
+              zbp_plan_check(&plan, &graph, nullptr) == ZBP_OK;
+
+    zbp_plan_fini(&plan);
+    zbp_graph_fini(&graph);
+    std::printf("%d passed, %d failed\n", ok ? 1 : 0, ok ? 0 : 1);
+    return ok ? 0 : 1;
+}

@@ -1,0 +1,219 @@
+#include "check.h"
+#include "counting.h"
+#include "model.h"
+#include "zbp_graph.h"
+
+static zbp_alloc alloc;
+static counting count;
+
+static void empty(void)
+{
+    zbp_graph zeroed = {0}, graph;
+    const char *reason = "unset";
+
+    CHECK_VALID(zbp_graph_check(&zeroed, &reason));
+    CHECK(zbp_graph_add_node(&zeroed, model_key(0), NULL, NULL) == ZBP_OK);
+    zbp_graph_fini(&zeroed);
+    zbp_graph_fini(&zeroed);
+    CHECK(zbp_graph_init(&graph, NULL) == ZBP_OK);
+    CHECK(!zbp_graph_find(&graph, model_key(0), NULL));
+    CHECK_VALID(zbp_graph_check(&graph, &reason));
+    zbp_graph_fini(&graph);
+}
+
+static void ids_are_dense_in_order_of_discovery(void)
+{
+    zbp_graph graph;
+    const char *reason = NULL;
+    uint64_t random = 2;
+    uint32_t next = 0;
+
+    CHECK(zbp_graph_init(&graph, &alloc) == ZBP_OK);
+    for (int i = 0; i < 20000; i++) {
+        const void *key = model_key(model_below(&random, 5000));
+        uint32_t id = ZBP_NONE, found = ZBP_NONE;
+        bool added = false, there = zbp_graph_find(&graph, key, &found);
+
+        REQUIRE(zbp_graph_add_node(&graph, key, &id, &added) == ZBP_OK && added == !there);
+        REQUIRE(id == (added ? next : found) && graph.key[id] == key && graph.mark[id] == 0);
+        next += added;
+    }
+    CHECK(graph.node_count == next);
+    CHECK_VALID(zbp_graph_check(&graph, &reason));
+    zbp_graph_fini(&graph);
+    CHECK(count.live == 0);
+}
+
+static void edges_keep_their_order(void)
+{
+    zbp_graph graph;
+    const char *reason = NULL;
+
+    CHECK(zbp_graph_init(&graph, NULL) == ZBP_OK);
+    for (uint32_t i = 0; i < 100; i++)
+        CHECK(zbp_graph_add_node(&graph, model_key(i), NULL, NULL) == ZBP_OK);
+    for (uint32_t e = 0; e < 1000; e++)
+        CHECK(zbp_graph_add_edge(&graph, e % 100, e, e / 10) == ZBP_OK);
+    CHECK(graph.edge_count == 1000);
+    for (uint32_t e = 0; e < 1000; e++)
+        CHECK(graph.edge[e].src == e % 100 && graph.edge[e].slot == e &&
+              graph.edge[e].dst == e / 10);
+    CHECK_VALID(zbp_graph_check(&graph, &reason));
+    zbp_graph_fini(&graph);
+}
+
+static void marks_are_or_ed(void)
+{
+    zbp_graph graph;
+
+    CHECK(zbp_graph_init(&graph, NULL) == ZBP_OK);
+    CHECK(zbp_graph_add_node(&graph, model_key(0), NULL, NULL) == ZBP_OK);
+    CHECK(zbp_graph_mark(&graph, 0, ZBP_MARK_INPUT) == ZBP_OK);
+    CHECK(zbp_graph_mark(&graph, 0, ZBP_MARK_ROOT) == ZBP_OK);
+    CHECK(graph.mark[0] == (ZBP_MARK_INPUT | ZBP_MARK_ROOT));
+    CHECK(zbp_graph_mark(&graph, 0, 0) == ZBP_OK);
+    CHECK(graph.mark[0] == (ZBP_MARK_INPUT | ZBP_MARK_ROOT));
+    zbp_graph_fini(&graph);
+}
+
+static void bad_arguments_change_nothing(void)
+{
+    zbp_graph graph;
+    const char *reason = NULL;
+    uint32_t id = 7;
+    bool added = true;
+
+    CHECK(zbp_graph_init(&graph, NULL) == ZBP_OK);
+    CHECK(zbp_graph_add_edge(&graph, 0, 0, 0) == ZBP_EINVAL);
+    CHECK(zbp_graph_mark(&graph, 0, ZBP_MARK_ROOT) == ZBP_EINVAL);
+    CHECK(zbp_graph_add_node(&graph, NULL, &id, &added) == ZBP_EINVAL && id == 7 && added);
+    CHECK(zbp_graph_add_node(&graph, model_key(0), NULL, NULL) == ZBP_OK);
+    CHECK(zbp_graph_add_edge(&graph, 1, 0, 0) == ZBP_EINVAL);
+    CHECK(zbp_graph_add_edge(&graph, 0, 0, 1) == ZBP_EINVAL);
+    CHECK(zbp_graph_add_edge(&graph, 0, 0, ZBP_NONE) == ZBP_EINVAL);
+    CHECK(zbp_graph_mark(&graph, 0, 8) == ZBP_EINVAL && graph.mark[0] == 0);
+    CHECK(graph.node_count == 1 && graph.edge_count == 0);
+    CHECK_VALID(zbp_graph_check(&graph, &reason));
+    zbp_graph_fini(&graph);
+}
+
+static void overflow(void)
+{
+    zbp_graph graph;
+    uint32_t id = 7;
+
+    CHECK(zbp_graph_init(&graph, NULL) == ZBP_OK);
+    CHECK(zbp_graph_add_node(&graph, model_key(0), NULL, NULL) == ZBP_OK);
+    graph.node_count = UINT32_MAX - 1;
+    CHECK(zbp_graph_add_node(&graph, model_key(1), &id, NULL) == ZBP_EOVERFLOW && id == 7);
+    CHECK(zbp_graph_add_node(&graph, model_key(0), &id, NULL) == ZBP_OK && id == 0);
+    graph.node_count = 1;
+    graph.edge_count = UINT32_MAX - 1;
+    CHECK(zbp_graph_add_edge(&graph, 0, 0, 0) == ZBP_EOVERFLOW);
+    graph.edge_count = 0;
+    zbp_graph_fini(&graph);
+}
+
+static int build(zbp_graph *graph, const zbp_alloc *from)
+{
+    int status = zbp_graph_init(graph, from);
+
+    for (uint32_t i = 0; status == ZBP_OK && i < 300; i++) {
+        status = zbp_graph_add_node(graph, model_key(i), NULL, NULL);
+        for (uint32_t k = 0; status == ZBP_OK && k < 2; k++)
+            status = zbp_graph_add_edge(graph, i, k, i / 2);
+    }
+    return status;
+}
+
+/* Every allocation of a build fails once: the graph is valid, and goes on where it stopped. */
+static void failed_allocations_keep_the_data(void)
+{
+    long calls = 0;
+
+    for (int n = 0; n == 0 || n < calls; n++) {
+        zbp_graph graph;
+        const char *reason = NULL;
+        uint32_t nodes, edges;
+        int status;
+
+        alloc = counting_alloc(&count);
+        count.fail_at = n == 0 ? -1 : n - 1;
+        status = build(&graph, &alloc);
+        calls = n == 0 ? count.calls + 1 : calls;
+        CHECK(status == (n == 0 ? ZBP_OK : ZBP_ENOMEM));
+        CHECK_VALID(zbp_graph_check(&graph, &reason));
+        nodes = graph.node_count;
+        edges = graph.edge_count;
+        CHECK(nodes <= 300 && edges <= 600 && edges + 2 >= nodes * 2);
+        for (uint32_t i = 0; i < nodes; i++)
+            CHECK(graph.key[i] == model_key(i));
+        count.fail_at = -1;
+        CHECK(zbp_graph_add_node(&graph, model_key(1000), NULL, NULL) == ZBP_OK);
+        CHECK(zbp_graph_add_edge(&graph, nodes, 0, nodes) == ZBP_OK);
+        CHECK_VALID(zbp_graph_check(&graph, &reason));
+        zbp_graph_fini(&graph);
+        CHECK(count.live == 0);
+    }
+    CHECK(calls > 8);
+}
+
+static void expect(const zbp_graph *graph, const char *wanted)
+{
+    const char *reason = NULL;
+
+    CHECK(zbp_graph_check(graph, &reason) == ZBP_EINVAL && reason != NULL &&
+          strstr(reason, wanted) != NULL);
+    CHECK(zbp_graph_check(graph, NULL) == ZBP_EINVAL);
+}
+
+static void check_names_planted_faults(void)
+{
+    zbp_graph graph, broken;
+    const char *reason = NULL;
+    const void *key;
+
+    CHECK(build(&graph, NULL) == ZBP_OK);
+    broken = graph;
+    broken.node_count = UINT32_MAX;
+    expect(&broken, "too many");
+    broken = graph;
+    broken.mark_capacity = 1;
+    expect(&broken, "capacity");
+    broken = graph;
+    broken.edge_count = broken.edge_capacity + 1;
+    expect(&broken, "capacity");
+    broken = graph;
+    broken.node_count--;
+    expect(&broken, "differ in number");
+    broken = graph;
+    broken.id_of.capacity--;
+    expect(&broken, "map: ");
+    key = graph.key[3];
+    graph.key[3] = graph.key[4];
+    expect(&graph, "under its key");
+    graph.key[3] = key;
+    graph.mark[5] = 8;
+    expect(&graph, "unknown bit");
+    graph.mark[5] = 0;
+    graph.edge[9].dst = graph.node_count;
+    expect(&graph, "ends at no node");
+    graph.edge[9].dst = 0;
+    CHECK_VALID(zbp_graph_check(&graph, &reason));
+    zbp_graph_fini(&graph);
+}
+
+int main(void)
+{
+    alloc = counting_alloc(&count);
+    check_sees_failure();
+    RUN(empty);
+    RUN(ids_are_dense_in_order_of_discovery);
+    RUN(edges_keep_their_order);
+    RUN(marks_are_or_ed);
+    RUN(bad_arguments_change_nothing);
+    RUN(overflow);
+    RUN(failed_allocations_keep_the_data);
+    RUN(check_names_planted_faults);
+    return check_end();
+}

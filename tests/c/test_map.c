@@ -1,0 +1,200 @@
+#include "check.h"
+#include "counting.h"
+#include "model.h"
+#include "zbp_map.h"
+
+static zbp_alloc alloc;
+static counting count;
+
+static void empty(void)
+{
+    zbp_map map = {0}, twice;
+    const char *reason = "unset";
+
+    CHECK(!zbp_map_find(&map, &map, NULL));
+    CHECK_VALID(zbp_map_check(&map, &reason));
+    zbp_map_fini(&map);
+    zbp_map_init(&twice, NULL);
+    CHECK(twice.capacity == 0);
+    zbp_map_fini(&twice);
+    zbp_map_fini(&twice);
+}
+
+static void add_and_find(void)
+{
+    zbp_map map;
+    uint32_t value = 7;
+    bool added = false;
+
+    zbp_map_init(&map, NULL);
+    CHECK(zbp_map_add(&map, model_key(1), 10, &value, &added) == ZBP_OK && value == 10 && added);
+    CHECK(zbp_map_add(&map, model_key(1), 11, &value, &added) == ZBP_OK && value == 10 && !added);
+    CHECK(zbp_map_add(&map, model_key(2), 0, NULL, NULL) == ZBP_OK && map.count == 2);
+    CHECK(zbp_map_find(&map, model_key(2), &value) && value == 0);
+    value = 7;
+    CHECK(!zbp_map_find(&map, model_key(3), &value) && value == 7);
+    CHECK(!zbp_map_find(&map, NULL, &value) && value == 7);
+    CHECK(zbp_map_add(&map, NULL, 1, &value, &added) == ZBP_EINVAL && map.count == 2);
+    zbp_map_fini(&map);
+}
+
+/* Against an array indexed by key: 200,000 random additions and look-ups. */
+static void model(void)
+{
+    enum { KEYS = 20000 };
+    static uint32_t expected[KEYS]; /* value + 1, 0 for absent */
+    uint64_t random = 1;
+    const char *reason = NULL;
+    zbp_map map;
+
+    memset(expected, 0, sizeof expected);
+    zbp_map_init(&map, &alloc);
+    for (uint32_t i = 0; i < 200000; i++) {
+        uint32_t k = model_below(&random, KEYS), value = 0;
+        const void *key = (const void *)((uintptr_t)(k + 1) * 64);
+        bool there = zbp_map_find(&map, key, &value), added = false;
+
+        REQUIRE(there == (expected[k] != 0) && (!there || value == expected[k] - 1));
+        if (model_below(&random, 4) != 0)
+            continue;
+        REQUIRE(zbp_map_add(&map, key, i, &value, &added) == ZBP_OK && added == !there);
+        if (added)
+            expected[k] = i + 1;
+        REQUIRE(value == expected[k] - 1);
+    }
+    CHECK_VALID(zbp_map_check(&map, &reason));
+    zbp_map_fini(&map);
+    CHECK(count.live == 0);
+}
+
+/* Keys that differ in high bits alone, or by large powers of two, must not crowd together. */
+static void strides(void)
+{
+    static const uintptr_t stride[] = {1, 8, 16, 48, 64, 4096, 1 << 16, 1 << 20, 1 << 24};
+
+    for (size_t s = 0; s < sizeof stride / sizeof stride[0]; s++) {
+        zbp_map map;
+        size_t longest = 0, run = 0;
+
+        zbp_map_init(&map, NULL);
+        for (uint32_t i = 1; i <= 10000; i++)
+            REQUIRE(zbp_map_add(&map, (const void *)(i * stride[s]), i, NULL, NULL) == ZBP_OK);
+        for (size_t i = 0; i < map.capacity; i++) {
+            run = map.slot[i].key == NULL ? 0 : run + 1;
+            longest = run > longest ? run : longest;
+        }
+        CHECK(longest < 200);
+        zbp_map_fini(&map);
+    }
+}
+
+static void failed_growth_keeps_the_data(void)
+{
+    const char *reason = NULL;
+    uint32_t i = 0, value = 0, before;
+    bool added = true;
+    zbp_map map;
+
+    zbp_map_init(&map, &alloc);
+    CHECK(zbp_map_add(&map, model_key(i), i, NULL, NULL) == ZBP_OK);
+    count.fail_at = count.calls;
+    while (i < 1000 && zbp_map_add(&map, model_key(i), i, NULL, NULL) == ZBP_OK)
+        i++;
+    before = map.count;
+    CHECK(i > 100 && i < 1000 && before == i);
+    CHECK(zbp_map_add(&map, model_key(i), i, &value, &added) == ZBP_ENOMEM && added);
+    CHECK(map.count == before && !zbp_map_find(&map, model_key(i), NULL));
+    for (uint32_t k = 0; k < i; k++)
+        CHECK(zbp_map_add(&map, model_key(k), 0, &value, &added) == ZBP_OK && value == k && !added);
+    CHECK_VALID(zbp_map_check(&map, &reason));
+    count.fail_at = -1;
+    CHECK(zbp_map_add(&map, model_key(i), i, &value, &added) == ZBP_OK && value == i && added);
+    zbp_map_fini(&map);
+    CHECK(count.live == 0);
+}
+
+static void overflow(void)
+{
+    zbp_map map;
+    uint32_t honest;
+
+    zbp_map_init(&map, NULL);
+    CHECK(zbp_map_add(&map, model_key(0), 0, NULL, NULL) == ZBP_OK);
+    honest = map.count;
+    map.count = UINT32_MAX;
+    CHECK(zbp_map_add(&map, model_key(1), 0, NULL, NULL) == ZBP_EOVERFLOW);
+    CHECK(zbp_map_add(&map, model_key(0), 0, NULL, NULL) == ZBP_OK);
+    map.count = honest;
+    zbp_map_fini(&map);
+}
+
+static void expect(zbp_map *map, const char *wanted)
+{
+    const char *reason = NULL;
+
+    CHECK(zbp_map_check(map, &reason) == ZBP_EINVAL && reason != NULL &&
+          strstr(reason, wanted) != NULL);
+    CHECK(zbp_map_check(map, NULL) == ZBP_EINVAL);
+}
+
+static void check_names_planted_faults(void)
+{
+    zbp_map map, broken;
+    zbp_map_slot *taken, saved;
+    size_t i = 0;
+
+    zbp_map_init(&map, NULL);
+    for (uint32_t k = 0; k < 100; k++)
+        CHECK(zbp_map_add(&map, model_key(k), k, NULL, NULL) == ZBP_OK);
+    broken = map;
+    broken.count++;
+    expect(&broken, "fewer slots");
+    broken.count -= 2;
+    expect(&broken, "more slots");
+    broken = map;
+    broken.capacity--;
+    expect(&broken, "power of two");
+    broken = map;
+    broken.slot = NULL;
+    expect(&broken, "disagree");
+    broken = map;
+    broken.count = 200;
+    expect(&broken, "5/8");
+    while (map.slot[i].key == NULL || map.slot[(i + 1) % map.capacity].key != NULL ||
+           map.slot[(i + 2) % map.capacity].key != NULL)
+        i++;
+    taken = &map.slot[i];
+    saved = *taken;
+    *taken = (zbp_map_slot){NULL, 0};
+    map.slot[(i + 2) % map.capacity] = saved; /* past a free slot: no look-up finds it */
+    expect(&map, "not where");
+    map.slot[(i + 2) % map.capacity] = (zbp_map_slot){NULL, 0};
+    *taken = saved;
+    zbp_map_fini(&map);
+}
+
+static void counting_sees_a_leak(void)
+{
+    zbp_map map;
+
+    zbp_map_init(&map, &alloc);
+    CHECK(zbp_map_add(&map, model_key(0), 0, NULL, NULL) == ZBP_OK);
+    CHECK(count.live == 1 && count.bytes > 0);
+    zbp_map_fini(&map);
+    CHECK(count.live == 0 && count.bytes == 0);
+}
+
+int main(void)
+{
+    alloc = counting_alloc(&count);
+    check_sees_failure();
+    RUN(counting_sees_a_leak);
+    RUN(empty);
+    RUN(add_and_find);
+    RUN(model);
+    RUN(strides);
+    RUN(failed_growth_keeps_the_data);
+    RUN(overflow);
+    RUN(check_names_planted_faults);
+    return check_end();
+}

@@ -1,0 +1,71 @@
+#include "check.h"
+#include "zbp_status.h"
+#include "zbpi_alloc.h"
+
+static void names(void)
+{
+    CHECK(strcmp(zbp_status_name(ZBP_OK), "ZBP_OK") == 0);
+    CHECK(strcmp(zbp_status_name(ZBP_ENOMEM), "ZBP_ENOMEM") == 0);
+    CHECK(strcmp(zbp_status_name(ZBP_EINVAL), "ZBP_EINVAL") == 0);
+    CHECK(strcmp(zbp_status_name(ZBP_EOVERFLOW), "ZBP_EOVERFLOW") == 0);
+    CHECK(strcmp(zbp_status_name(ZBP_ETORCH), "ZBP_ETORCH") == 0);
+    CHECK(strcmp(zbp_status_name(ZBP_EPYTHON), "ZBP_EPYTHON") == 0);
+    CHECK(strcmp(zbp_status_name(1), "unknown status") == 0);
+    CHECK(strcmp(zbp_status_name(-6), "unknown status") == 0);
+}
+
+static void numbers(void)
+{
+    CHECK(ZBP_OK == 0 && ZBP_ENOMEM == -1 && ZBP_EINVAL == -2 && ZBP_EOVERFLOW == -3);
+    CHECK(ZBP_ETORCH == -4 && ZBP_EPYTHON == -5);
+}
+
+static void libc_is_the_default(void)
+{
+    zbp_alloc zeroed = {0};
+    uint32_t capacity = 0;
+    char *p = zbpi_resize(NULL, NULL, 0, 3);
+
+    REQUIRE(p != NULL);
+    memcpy(p, "ab", 3);
+    p = zbpi_resize(&zeroed, p, 3, 5000);
+    REQUIRE(p != NULL && strcmp(p, "ab") == 0);
+    zbpi_free(NULL, p, 5000);
+    zbpi_free(NULL, NULL, 0);
+    p = zbpi_grow(NULL, NULL, &capacity, 8);
+    CHECK(p != NULL && capacity == 64);
+    p = zbpi_grow(NULL, p, &capacity, 8);
+    CHECK(p != NULL && capacity == 128);
+    zbpi_free(NULL, p, (size_t)capacity * 8);
+}
+
+/* Remembers what was asked for, gives nothing. */
+static void *refuse(void *ctx, void *p, size_t old_size, size_t new_size)
+{
+    (void)p;
+    (void)old_size;
+    *(size_t *)ctx = new_size;
+    return NULL;
+}
+
+static void growth_stops_at_the_largest_count(void)
+{
+    size_t asked = 0;
+    zbp_alloc alloc = {refuse, &asked};
+    uint32_t capacity = UINT32_MAX / 2 + 1;
+
+    CHECK(zbpi_grow(&alloc, NULL, &capacity, 1) == NULL);
+    CHECK(asked == UINT32_MAX && capacity == UINT32_MAX / 2 + 1);
+    asked = 0;
+    CHECK(zbpi_grow(&alloc, NULL, &capacity, SIZE_MAX / 1000) == NULL && asked == 0);
+}
+
+int main(void)
+{
+    check_sees_failure();
+    RUN(names);
+    RUN(numbers);
+    RUN(libc_is_the_default);
+    RUN(growth_stops_at_the_largest_count);
+    return check_end();
+}

@@ -1,0 +1,116 @@
+# core.mk - builds and tests the C core (csrc/core), which knows neither torch nor Python.
+# Included by the Makefile; also works alone: make -f tests/core.mk test-core
+# All output goes to build/core. CC, CXX, CORE_CFLAGS, FUZZ_CC, FUZZ_SECONDS can be set.
+
+CORE_BUILD := build/core
+CORE_WARN := -Wall -Wextra -Wpedantic -Wconversion -Wshadow -Werror
+CORE_INCLUDE := -Icsrc/core -Itests/c
+CORE_CFLAGS ?=
+CORE_SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+FUZZ_CC ?= clang
+FUZZ_SECONDS ?= 60
+
+CORE_SOURCES := $(sort $(notdir $(wildcard csrc/core/*.c)))
+CORE_HEADERS := $(sort $(wildcard csrc/core/*.h))
+CORE_TESTS := test_status test_map test_graph test_plan test_plan_check
+CORE_LIB := $(CORE_BUILD)/libzbpcore.a
+
+# The flavours: plain is what the library ships; asan (no NDEBUG) also validates every plan it builds;
+# count calls a function per basic block, for test_large.
+CORE_FLAGS_plain := -O2 -g -fPIC -DNDEBUG
+CORE_FLAGS_asan := -O1 -g -UNDEBUG $(CORE_SANITIZE)
+CORE_FLAGS_count := -O2 -g -DNDEBUG
+CORE_FLAGS_cov := -O0 -g --coverage
+CORE_LINK_asan := $(CORE_SANITIZE)
+CORE_LINK_cov := --coverage
+
+# $(1): the flavour. Objects, the library, and a program per tests/c/X.c that has a main.
+define CORE_FLAVOUR
+CORE_OBJECTS_$(1) := $$(CORE_SOURCES:%.c=$$(CORE_BUILD)/$(1)/core/%.o)
+
+$$(CORE_BUILD)/$(1)/core/%.o: csrc/core/%.c tests/core.mk
+	@mkdir -p $$(@D)
+	@$$(CC) -std=c11 $$(CORE_WARN) $$(CORE_FLAGS_$(1)) $$(CORE_TRACE_$(1)) $$(CORE_CFLAGS) \
+		-MMD -MP -c $$< -o $$@
+
+$$(CORE_BUILD)/$(1)/tests/%.o: tests/c/%.c tests/core.mk
+	@mkdir -p $$(@D)
+	@$$(CC) -std=c11 $$(CORE_WARN) $$(CORE_FLAGS_$(1)) $$(CORE_CFLAGS) $$(CORE_INCLUDE) \
+		-DZBP_FUZZ_STANDALONE -MMD -MP -c $$< -o $$@
+
+$$(CORE_BUILD)/$(1)/bin/%: $$(CORE_BUILD)/$(1)/tests/%.o $$(CORE_BUILD)/$(1)/tests/model.o \
+		$$(CORE_OBJECTS_$(1))
+	@mkdir -p $$(@D)
+	@$$(CC) $$(CORE_LINK_$(1)) $$^ -pthread -o $$@
+
+.SECONDARY: $$(CORE_OBJECTS_$(1)) $$(patsubst tests/c/%.c,$$(CORE_BUILD)/$(1)/tests/%.o,$$(wildcard tests/c/*.c))
+-include $$(wildcard $$(CORE_BUILD)/$(1)/core/*.d $$(CORE_BUILD)/$(1)/tests/*.d)
+endef
+
+CORE_TRACE_count := -fsanitize-coverage=trace-pc
+$(foreach flavour,plain asan count cov,$(eval $(call CORE_FLAVOUR,$(flavour))))
+
+$(CORE_LIB): $(CORE_OBJECTS_plain)
+	@rm -f $@
+	@$(AR) rcs $@ $^
+
+# Each header alone, as C and as C++; then a C++ program that uses them.
+$(CORE_BUILD)/headers: tests/c/headers.cc $(CORE_HEADERS) $(CORE_LIB) tests/core.mk
+	@for header in $(CORE_HEADERS); do \
+		$(CC) -std=c11 $(CORE_WARN) -fsyntax-only -x c $$header && \
+		$(CXX) -std=c++17 -Wall -Wextra -Werror \
+			-fsyntax-only -x c++ $$header || exit 1; \
+	done
+	@$(CXX) -std=c++17 -Wall -Wextra -Wpedantic -Wshadow -Werror $(CORE_INCLUDE) $< $(CORE_LIB) -o $@
+
+CORE_PROGRAMS := $(CORE_BUILD)/headers \
+	$(CORE_TESTS:%=$(CORE_BUILD)/plain/bin/%) $(CORE_BUILD)/count/bin/test_large \
+	$(CORE_TESTS:%=$(CORE_BUILD)/asan/bin/%) $(CORE_BUILD)/asan/bin/fuzz_plan
+
+.PHONY: core test-core valgrind fuzz cov bench-core
+
+core: $(CORE_LIB) ## build the C core as a static library (build/core/libzbpcore.a)
+
+test-core: $(CORE_LIB) $(CORE_PROGRAMS) $(CORE_BUILD)/asan/bin/planted ## test the C core, plain and under AddressSanitizer and UBSan, and fuzz it briefly
+	@sh tests/c/run.sh core \
+		"!AddressSanitizer $(CORE_BUILD)/asan/bin/planted overrun" \
+		"!LeakSanitizer $(CORE_BUILD)/asan/bin/planted leak" \
+		"!overflow $(CORE_BUILD)/asan/bin/planted overflow" \
+		$(filter-out %/fuzz_plan,$(CORE_PROGRAMS)) \
+		"$(CORE_BUILD)/asan/bin/fuzz_plan 40000 1"
+
+CORE_VALGRIND := valgrind -q --error-exitcode=99 --leak-check=full --errors-for-leak-kinds=all
+
+valgrind: $(CORE_TESTS:%=$(CORE_BUILD)/plain/bin/%) $(CORE_BUILD)/plain/bin/fuzz_plan $(CORE_BUILD)/plain/bin/planted ## test the C core under Valgrind
+	@command -v valgrind >/dev/null || { echo "valgrind is not installed (Debian: apt-get install valgrind)"; exit 1; }
+	@sh tests/c/run.sh valgrind \
+		"!Invalid.read $(CORE_VALGRIND) $(CORE_BUILD)/plain/bin/planted overrun" \
+		"!definitely.lost $(CORE_VALGRIND) $(CORE_BUILD)/plain/bin/planted leak" \
+		$(CORE_TESTS:%="$(CORE_VALGRIND) $(CORE_BUILD)/plain/bin/%") \
+		"$(CORE_VALGRIND) $(CORE_BUILD)/plain/bin/fuzz_plan 2000 2"
+
+fuzz: ## fuzz the C core with libFuzzer (needs clang; FUZZ_SECONDS=60, FUZZ_CC=clang)
+	@command -v $(FUZZ_CC) >/dev/null || { echo "libFuzzer needs clang (Debian: apt-get install clang; or FUZZ_CC=clang-14). With gcc: make test-core runs the same target on its own inputs."; exit 1; }
+	@mkdir -p $(CORE_BUILD)/fuzz/corpus
+	@$(FUZZ_CC) -std=c11 -g -O1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all \
+		$(CORE_INCLUDE) tests/c/fuzz_plan.c tests/c/model.c $(CORE_SOURCES:%=csrc/core/%) \
+		-o $(CORE_BUILD)/fuzz/fuzz_plan
+	$(CORE_BUILD)/fuzz/fuzz_plan -max_total_time=$(FUZZ_SECONDS) -max_len=2048 \
+		-artifact_prefix=$(CORE_BUILD)/fuzz/ -print_final_stats=1 $(CORE_BUILD)/fuzz/corpus
+
+cov: $(CORE_TESTS:%=$(CORE_BUILD)/cov/bin/%) $(CORE_BUILD)/cov/bin/fuzz_plan ## line and branch coverage of the C core (needs gcov)
+	@rm -f $(CORE_BUILD)/cov/core/*.gcda $(CORE_BUILD)/cov/tests/*.gcda
+	@sh tests/c/run.sh core $(CORE_TESTS:%=$(CORE_BUILD)/cov/bin/%) "$(CORE_BUILD)/cov/bin/fuzz_plan 2000 3"
+	@gcov -b -n $(CORE_BUILD)/cov/core/*.gcda 2>/dev/null | awk -F "[':%]" \
+		'/^File/ { file = $$2; show = file ~ /csrc\/core\/.*\.c$$/ } \
+		show && /^Lines/ { lines = $$2 } \
+		show && /^Taken at least/ { printf "%-32s lines %6s %%  branches %6s %%\n", file, lines, $$2; n++ } \
+		END { exit n == 0 }'
+
+# First on a heap that goes back to the system after every run, then on one that stays, as in a process
+# that has been training for a while.
+CORE_WARM := GLIBC_TUNABLES=glibc.malloc.mmap_threshold=1000000000:glibc.malloc.trim_threshold=4000000000
+
+bench-core: $(CORE_BUILD)/plain/bin/bench_plan ## time the graph and the plan of the C core alone
+	@for nodes in 3000 1000000; do \
+		echo "fresh heap: $$($< $$nodes)"; echo "warm heap:  $$($(CORE_WARM) $< $$nodes)"; done

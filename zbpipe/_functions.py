@@ -1,0 +1,307 @@
+"""The functions of ``torch.distributed.pipelining._backward``, on zbpipe's passes.
+
+Names, signatures and results are those of the replaced module (as of torch 2.15), so that nothing
+that calls it notices.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, Node
+
+from zbpipe import _C
+
+ParamGroup = _C.ParamGroup
+Grads = tuple[torch.Tensor | None, ...]
+
+
+def stage_backward_input(
+    stage_outputs_or_loss: Sequence[torch.Tensor | GradientEdge | None],
+    output_grads: Sequence[torch.Tensor | None] | None,
+    input_values: Sequence[Any],
+    weights: Iterable[torch.Tensor] | None,
+) -> tuple[Grads, list[ParamGroup]]:
+    """The input pass (I): gradients of the stage's inputs, and what the weight pass needs.
+
+    Args:
+        stage_outputs_or_loss: the stage's outputs, or its loss. An entry may be a
+            ``torch.autograd.graph.GradientEdge`` in place of a tensor whose memory is gone; None
+            and tensors that require no gradient are passed over.
+        output_grads: a gradient per output, of its shape, dtype and device; None for an output
+            that got none (a scalar's is then 1, as everywhere in autograd). None in place of the
+            list stands for ones.
+        input_values: the stage's inputs. Nothing behind them is visited; entries that are no tensor
+            or require no gradient are allowed.
+        weights: the leaves whose gradients W is to compute; None for every leaf that accumulates.
+            Other leaves are left alone.
+
+    Returns:
+        ``(dinputs, param_groups)``: per input its gradient or None, and the groups to give to
+        :func:`stage_backward_weight`, in any order and any subsets. Each tensor input's ``.grad``
+        is set, or added to. The weights' ``.grad`` is untouched. The output tensors are detached.
+
+    Raises:
+        TypeError, ValueError: an argument is refused; nothing has been changed.
+        AssertionError: a GradientEdge came without an output gradient.
+        RuntimeError: the backward itself failed; the original error is the cause.
+    """
+    outputs = list(stage_outputs_or_loss)
+    inputs = list(input_values)
+    grads = None if output_grads is None else list(output_grads)
+    try:
+        return _C.input_pass(outputs, grads, inputs, weights)
+    except _C.RunError as error:
+        raise _failed("stage backward input", outputs, grads, inputs) from error.__cause__
+
+
+def stage_backward_weight(
+    weights: Iterable[torch.Tensor] | None,
+    param_groups: Iterable[ParamGroup],
+    retain_graph: bool = False,
+) -> Grads:
+    """The weight pass (W): adds the weights' gradients, through their accumulators.
+
+    Args:
+        weights: the weights of the stage; all of the groups' weights must be among them. None for
+            those of the groups, unchecked.
+        param_groups: groups of one or of several calls of :func:`stage_backward_input`. Each can be
+            given once.
+        retain_graph: keep what the groups hold, so that they can be given again.
+
+    Returns:
+        The current ``.grad`` of each of ``weights``; empty for None.
+
+    Raises:
+        TypeError, ValueError: an argument is refused; nothing has been changed.
+        RuntimeError: a group is spent, or what it holds was modified in place; nothing has been
+            changed.
+
+    After any other error (a hook that raised, memory that ran out) the call can be repeated with the
+    same groups: it goes on where it stopped, and adds nothing twice.
+    """
+    listed = None if weights is None else list(weights)
+    _C.weight_pass(listed, param_groups, retain_graph)
+    return tuple(weight.grad for weight in listed or ())
+
+
+def stage_backward(
+    stage_output: Any,
+    output_grads: Any,
+    input_values: Iterable[Any],
+    outputs_with_grads_idxs: list[int] | None = None,
+) -> Grads:
+    """The whole backward of a stage: accumulates into the weights, returns the inputs' gradients.
+
+    Args:
+        stage_output: the stage's output: tensors and GradientEdges in nested tuples, lists and
+            dicts; other things are ignored.
+        output_grads: gradients in the same structure; None for a part that got none.
+        input_values: the stage's inputs.
+        outputs_with_grads_idxs: which outputs and gradients to use; deprecated in torch, used by its
+            traced pipelines alone.
+
+    Returns:
+        Per input its gradient or None. The inputs' ``.grad`` is None afterwards.
+
+    Raises:
+        RuntimeError: structures that do not match, or a backward that failed; the original error
+            is the cause.
+    """
+    if outputs_with_grads_idxs is not None:
+        stage_output = [stage_output[i] for i in outputs_with_grads_idxs]
+        output_grads = [output_grads[i] for i in outputs_with_grads_idxs]
+    inputs = list(input_values)
+    try:
+        roots, root_grads = _flatten(stage_output, output_grads)
+        torch.autograd.backward(roots, grad_tensors=root_grads)
+    except Exception as error:
+        raise _failed("stage backward", stage_output, output_grads, inputs) from error
+    return tuple(_take_grad(value) for value in inputs)
+
+
+def _take_grad(value: Any) -> torch.Tensor | None:
+    if not isinstance(value, torch.Tensor):
+        return None
+    grad = value.grad
+    # The gradient goes to the previous stage; kept here it would live until the step's end.
+    value.grad = None
+    return grad
+
+
+def _flatten(output: Any, grad: Any) -> tuple[list[Any], list[torch.Tensor | None]]:
+    """The tensors and edges of a nested output that take a gradient, in order, and the gradients."""
+    roots: list[Any] = []
+    root_grads: list[torch.Tensor | None] = []
+    pending: list[tuple[Any, Any]] = [(output, grad)]
+    while pending:
+        output, grad = pending.pop()
+        if isinstance(output, GradientEdge):
+            if not isinstance(grad, torch.Tensor):
+                raise AssertionError(
+                    "a GradientEdge requires output gradients: it requires a gradient but got "
+                    f"{type(grad)}"
+                )
+        elif isinstance(output, torch.Tensor):
+            if not output.requires_grad and output.grad_fn is None:
+                continue
+            if not isinstance(grad, (torch.Tensor, type(None))):
+                raise AssertionError(f"Expected Tensor or None gradient but got {type(grad)}")
+        else:
+            pending.extend(reversed(_children(output, grad)))
+            continue
+        roots.append(output)
+        root_grads.append(grad)
+    return roots, root_grads
+
+
+def _children(output: Any, grad: Any) -> list[tuple[Any, Any]]:
+    if isinstance(output, (tuple, list)):
+        if grad is None:
+            return [(edge, None) for edge in output if isinstance(edge, GradientEdge)]
+        if not isinstance(grad, (tuple, list)):
+            raise AssertionError(
+                f"grad_value expected to have type {type(output)} but got {type(grad)}"
+            )
+        if len(output) != len(grad):
+            raise AssertionError(
+                f"Expected len(output_val) == len(grad_val), got {len(output)} != {len(grad)}"
+            )
+        return list(zip(output, grad, strict=True))
+    if isinstance(output, dict):
+        if grad is None:
+            return []
+        if not isinstance(grad, dict):
+            raise AssertionError(f"Expected dict, got {type(grad)}")
+        if output.keys() != grad.keys():
+            raise AssertionError(f"Expected keys {set(output)}, got {set(grad)}")
+        return [(value, grad[key]) for key, value in output.items()]
+    return []
+
+
+def _failed(what: str, outputs: Any, grads: Any, inputs: Any) -> RuntimeError:
+    """torch's message for a failed backward, with the shapes of all that went in."""
+    # Not at the top: it imports torch.fx and with it much that importing zbpipe does not need.
+    from torch.distributed.pipelining._debug import map_debug_info
+
+    return RuntimeError(
+        f"Failed to run {what}:\n"
+        f"Stage output: {map_debug_info(outputs)}\n"
+        f"Output gradient: {map_debug_info(grads)}\n"
+        f"Input: {map_debug_info(inputs)}"
+    )
+
+
+# The rest of the module's names. zbpipe's passes do not use them; code that imported them does.
+
+
+def _get_grad_fn_or_grad_acc(t: torch.Tensor | GradientEdge) -> Node | None:
+    """The node that gradients of ``t`` reach: its ``grad_fn``, its accumulator, its edge's node."""
+    if isinstance(t, GradientEdge):
+        return t.node
+    if t.requires_grad and t.grad_fn is None:
+        return torch.autograd.graph.get_gradient_edge(t).node
+    return t.grad_fn
+
+
+def construct_reverse_graph(roots: list[Node]) -> dict[Node, list[Node]]:
+    """For every node that can be reached from ``roots``, the nodes with an edge to it."""
+    queue = deque(dict.fromkeys(root for root in roots if root is not None))
+    seen = set(queue)
+    reverse_edges: dict[Node, list[Node]] = {}
+    while queue:
+        node = queue.popleft()
+        for child, _ in node.next_functions:
+            if child is None:
+                continue
+            reverse_edges.setdefault(child, []).append(node)
+            if child not in seen:
+                seen.add(child)
+                queue.append(child)
+    return _ReverseEdges(reverse_edges)
+
+
+class _ReverseEdges(dict[Node, list[Node]]):
+    """As a defaultdict, but asking for a node that has no edges adds none."""
+
+    def __missing__(self, node: Node) -> list[Node]:
+        return []
+
+
+def reverse_closure(
+    roots: list[Node], target_nodes: set[Node], reverse_edges_dict: dict[Node, list[Node]]
+) -> tuple[set[Node], set[Node]]:
+    """The nodes from which ``roots`` can be reached without passing ``target_nodes``.
+
+    Returns:
+        The closure, roots included, and the target nodes where it ended.
+    """
+    closure = {root for root in roots if root is not None}
+    reached: set[Node] = set()
+    queue = deque(closure)
+    while queue:
+        for node in reverse_edges_dict[queue.popleft()]:
+            if node is None or node in closure:
+                continue
+            if node in target_nodes:
+                reached.add(node)
+            else:
+                closure.add(node)
+                queue.append(node)
+    return closure, reached
+
+
+def get_param_groups(
+    inputs: list[Node], params: list[Node], reverse_edges_dict: dict[Node, list[Node]]
+) -> list[dict[str, Any]]:
+    """The parameter groups as dictionaries of sets: ``"params"`` and ``"intermediates"``.
+
+    Parameters that reach a common split node, directly or through others, are in one group; those
+    that reach none are in no group.
+    """
+    inputs_closure, _ = reverse_closure(inputs, set(), reverse_edges_dict)
+    group_of: dict[Node, dict[str, Any]] = {}
+    for param in params:
+        _, intermediates = reverse_closure([param], inputs_closure, reverse_edges_dict)
+        if not intermediates:
+            continue
+        group: dict[str, Any] = {"params": {param}, "intermediates": intermediates}
+        for met in {id(g): g for n in intermediates if (g := group_of.get(n))}.values():
+            group["params"] |= met["params"]
+            group["intermediates"] |= met["intermediates"]
+        group_of.update(dict.fromkeys(group["intermediates"], group))
+    return list({id(group): group for group in group_of.values()}.values())
+
+
+def _autograd_grad_for_inputs(
+    outputs: Sequence[torch.Tensor | GradientEdge],
+    inputs: Sequence[Any],
+    grad_outputs: Sequence[torch.Tensor | None] | None = None,
+    retain_graph: bool = False,
+    allow_unused: bool = False,
+) -> Grads:
+    """``torch.autograd.grad`` with None for inputs that are no tensor or require no gradient."""
+    wanted = [i for i in inputs if isinstance(i, torch.Tensor) and i.requires_grad]
+    if not wanted:
+        return (None,) * len(inputs)
+    grads = torch.autograd.grad(
+        outputs=outputs,  # type: ignore[arg-type]
+        inputs=wanted,
+        grad_outputs=grad_outputs,
+        retain_graph=retain_graph,
+        allow_unused=allow_unused,
+    )
+    given = iter(grads)
+    return tuple(
+        next(given) if isinstance(i, torch.Tensor) and i.requires_grad else None for i in inputs
+    )
+
+
+def _null_coalesce_accumulate(lhs: Any, rhs: Any) -> Any:
+    """``lhs + rhs``, where None stands for zero."""
+    if lhs is None:
+        return rhs
+    if rhs is None:
+        return lhs
+    return torch.add(lhs, rhs)
