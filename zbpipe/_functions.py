@@ -47,13 +47,10 @@ def stage_backward_input(
         AssertionError: a GradientEdge came without an output gradient.
         RuntimeError: the backward itself failed; the original error is the cause.
     """
-    outputs = list(stage_outputs_or_loss)
-    inputs = list(input_values)
-    grads = None if output_grads is None else list(output_grads)
     try:
-        return _C.input_pass(outputs, grads, inputs, weights)
+        return _C.input_pass(stage_outputs_or_loss, output_grads, input_values, weights)
     except _C.RunError as error:
-        raise _failed("stage backward input", outputs, grads, inputs) from error.__cause__
+        raise _failed("stage backward input", stage_outputs_or_loss, output_grads, input_values) from error.__cause__
 
 
 def stage_backward_weight(
@@ -81,9 +78,8 @@ def stage_backward_weight(
     After any other error (a hook that raised, memory that ran out) the call can be repeated with the
     same groups: it goes on where it stopped, and adds nothing twice.
     """
-    listed = None if weights is None else list(weights)
-    _C.weight_pass(listed, param_groups, retain_graph)
-    return tuple(weight.grad for weight in listed or ())
+    listed = _C.weight_pass(weights, param_groups, retain_graph)
+    return tuple(weight.grad for weight in listed)
 
 
 def stage_backward(
@@ -140,8 +136,7 @@ def _flatten(output: Any, grad: Any) -> tuple[list[Any], list[torch.Tensor | Non
         if isinstance(output, GradientEdge):
             if not isinstance(grad, torch.Tensor):
                 raise AssertionError(
-                    "a GradientEdge requires output gradients: it requires a gradient but got "
-                    f"{type(grad)}"
+                    f"a GradientEdge requires output gradients: it requires a gradient but got {type(grad)}"
                 )
         elif isinstance(output, torch.Tensor):
             if not output.requires_grad and output.grad_fn is None:
@@ -161,13 +156,9 @@ def _children(output: Any, grad: Any) -> list[tuple[Any, Any]]:
         if grad is None:
             return [(edge, None) for edge in output if isinstance(edge, GradientEdge)]
         if not isinstance(grad, (tuple, list)):
-            raise AssertionError(
-                f"grad_value expected to have type {type(output)} but got {type(grad)}"
-            )
+            raise AssertionError(f"grad_value expected to have type {type(output)} but got {type(grad)}")
         if len(output) != len(grad):
-            raise AssertionError(
-                f"Expected len(output_val) == len(grad_val), got {len(output)} != {len(grad)}"
-            )
+            raise AssertionError(f"Expected len(output_val) == len(grad_val), got {len(output)} != {len(grad)}")
         return list(zip(output, grad, strict=True))
     if isinstance(output, dict):
         if grad is None:
@@ -293,9 +284,7 @@ def _autograd_grad_for_inputs(
         allow_unused=allow_unused,
     )
     given = iter(grads)
-    return tuple(
-        next(given) if isinstance(i, torch.Tensor) and i.requires_grad else None for i in inputs
-    )
+    return tuple(next(given) if isinstance(i, torch.Tensor) and i.requires_grad else None for i in inputs)
 
 
 def _null_coalesce_accumulate(lhs: Any, rhs: Any) -> Any:

@@ -24,8 +24,7 @@ static module_state *get_state(PyObject *module)
 
 /* Owns its zbp_group, which refers to no Python object of ours: there is no cycle to collect. */
 typedef struct {
-    PyObject_HEAD
-    zbp_group *group;
+    PyObject_HEAD zbp_group *group;
     PyObject *weakrefs;
 } group_object;
 
@@ -172,24 +171,21 @@ static PyMemberDef group_members[] = {
     {"__weaklistoffset__", T_PYSSIZET, offsetof(group_object, weakrefs), READONLY, NULL},
     {NULL, 0, 0, 0, NULL}};
 
-PyDoc_STRVAR(group_doc,
-             "A parameter group: the smallest piece of the weight pass that can run alone.\n\n"
-             "Made by stage_backward_input, spent by stage_backward_weight. It answers the keys of\n"
-             "torch's dictionaries: 'params' (a set of accumulator nodes), 'intermediates' (a list\n"
-             "of split nodes) and 'grads' (per intermediate a tuple with a gradient or None per\n"
-             "output), and takes an assignment to 'grads', from which the weight pass then starts.\n"
-             "Dropping it frees at once all that it holds.");
+PyDoc_STRVAR(
+    group_doc,
+    "A parameter group: the smallest piece of the weight pass that can run alone.\n\n"
+    "Made by stage_backward_input, spent by stage_backward_weight. It answers the keys of\n"
+    "torch's dictionaries: 'params' (a set of accumulator nodes), 'intermediates' (a list\n"
+    "of split nodes) and 'grads' (per intermediate a tuple with a gradient or None per\n"
+    "output), and takes an assignment to 'grads', from which the weight pass then starts.\n"
+    "Dropping it frees at once all that it holds.");
 
-static PyType_Slot group_slots[] = {{Py_tp_doc, (void *)group_doc},
-                                    {Py_tp_dealloc, group_dealloc},
-                                    {Py_tp_repr, group_repr},
-                                    {Py_tp_methods, group_methods},
-                                    {Py_tp_getset, group_getset},
-                                    {Py_tp_members, group_members},
-                                    {Py_mp_subscript, group_subscript},
-                                    {Py_mp_ass_subscript, group_assign},
-                                    {Py_sq_contains, group_contains},
-                                    {0, NULL}};
+static PyType_Slot group_slots[] = {
+    {Py_tp_doc, (void *)group_doc},     {Py_tp_dealloc, group_dealloc},
+    {Py_tp_repr, group_repr},           {Py_tp_methods, group_methods},
+    {Py_tp_getset, group_getset},       {Py_tp_members, group_members},
+    {Py_mp_subscript, group_subscript}, {Py_mp_ass_subscript, group_assign},
+    {Py_sq_contains, group_contains},   {0, NULL}};
 
 static PyType_Spec group_spec = {
     .name = "zbpipe.ParamGroup",
@@ -307,7 +303,8 @@ done:
 
 PyDoc_STRVAR(weight_pass_doc,
              "weight_pass(weights, param_groups, retain_graph, /)\n--\n\n"
-             "The weight pass of the groups. See zbpipe.stage_backward_weight.");
+             "The weight pass of the groups; returns the weights as a list or tuple, empty for\n"
+             "None. See zbpipe.stage_backward_weight.");
 
 static PyObject *weight_pass(PyObject *module, PyObject *args)
 {
@@ -345,7 +342,7 @@ static PyObject *weight_pass(PyObject *module, PyObject *args)
         groups[i] = ((group_object *)item)->group;
     }
     if (zbp_weight_pass(groups, (size_t)count, weights, retain) == ZBP_OK) {
-        result = Py_NewRef(Py_None);
+        result = weights != NULL ? Py_NewRef(weights) : PyTuple_New(0);
     }
 
 done:

@@ -100,9 +100,7 @@ struct NodeParts : Node {
     std::swap(a.*(&NodeParts::anomaly_metadata_), b.*(&NodeParts::anomaly_metadata_));
   }
 
-  static std::mutex& mutex_of(Node& node) {
-    return node.*(&NodeParts::mutex_);
-  }
+  static std::mutex& mutex_of(Node& node) { return node.*(&NodeParts::mutex_); }
 };
 
 }  // namespace zbp

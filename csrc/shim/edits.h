@@ -5,7 +5,10 @@
 // An EdgeEdits that goes out of scope puts every edge back, the last one first.
 #pragma once
 
+#include <typeinfo>
 #include <vector>
+
+#include <torch/csrc/autograd/functions/tensor.h>
 
 #include "shim/compat.h"
 
@@ -16,34 +19,26 @@ class EdgeEdits {
   EdgeEdits() = default;
   EdgeEdits(const EdgeEdits&) = delete;
   EdgeEdits& operator=(const EdgeEdits&) = delete;
-  ~EdgeEdits() {
-    undo();
-  }
+  ~EdgeEdits() { undo(); }
 
   /// Makes the edge invalid: the engine and the node's should_compute_output() skip it.
-  void cut(Node& node, size_t slot) {
-    replace(node, slot, Edge());
-  }
+  void cut(Node& node, size_t slot) { replace(node, slot, Edge()); }
 
-  // set_next_edge() would assert that the node has no parent yet, hence next_edges().
   void replace(Node& node, size_t slot, Edge edge) {
-    Edge& place = node.next_edges()[slot];
-    edits_.push_back({&node, slot, std::move(place)});
-    place = std::move(edge);
+    edits_.push_back({&node, slot, node.next_edge(slot)});
+    assign(node, slot, std::move(edge));
   }
 
   void undo() noexcept {
     while (!edits_.empty()) {
       Edit& edit = edits_.back();
-      edit.node->next_edges()[edit.slot] = std::move(edit.old);
+      assign(*edit.node, edit.slot, std::move(edit.old));
       edits_.pop_back();
     }
   }
 
   /// Keeps the changes and lets go of the replaced edges.
-  void commit() noexcept {
-    edits_.clear();
-  }
+  void commit() noexcept { edits_.clear(); }
 
  private:
   struct Edit {
@@ -51,6 +46,19 @@ class EdgeEdits {
     size_t slot;
     Edge old;
   };
+
+  // set_next_edge() would assert that the node has no parent yet, hence next_edges().
+  static void assign(Node& node, size_t slot, Edge edge) {
+    // The node of an in-place write to a view asserts that the node within it has the same edges,
+    // but for the first; that one is gone once it has run.
+    if (typeid(node) == typeid(torch::autograd::CopySlices) && slot > 0) {
+      if (const auto& inner = static_cast<torch::autograd::CopySlices&>(node).fn) {
+        inner->next_edges()[slot] = edge;
+      }
+    }
+    node.next_edges()[slot] = std::move(edge);
+  }
+
   std::vector<Edit> edits_;
 };
 

@@ -8,9 +8,7 @@ namespace zbp {
 class ReleaseGil {
  public:
   ReleaseGil() : state_(PyEval_SaveThread()) {}
-  ~ReleaseGil() {
-    PyEval_RestoreThread(state_);
-  }
+  ~ReleaseGil() { PyEval_RestoreThread(state_); }
   ReleaseGil(const ReleaseGil&) = delete;
   ReleaseGil& operator=(const ReleaseGil&) = delete;
 

@@ -29,16 +29,10 @@ class Watched {
   /// Keeps a detached alias of `tensor`: same memory, same version counter, no history.
   explicit Watched(const at::Tensor& tensor);
 
-  const at::Tensor& tensor() const {
-    return tensor_;
-  }
-  uint32_t kept_version() const {
-    return version_;
-  }
+  const at::Tensor& tensor() const { return tensor_; }
+  uint32_t kept_version() const { return version_; }
   bool was_modified() const;
-  void reset() {
-    tensor_.reset();
-  }
+  void reset() { tensor_.reset(); }
 
  private:
   at::Tensor tensor_;
@@ -63,7 +57,9 @@ enum class Kind : uint8_t {
 
 struct Task {
   Kind kind = Kind::whole;
-  NodePtr node;              // null for a whole node that would hold memory
+  NodePtr node;  // null for a whole node that would hold memory
+  bool can_run_again =
+      true;                  // with other output gradients; not a whole node that had saved tensors
   uint32_t input_nr = 0;     // root: which input of `node` the output gradient belongs to
   uint64_t sequence_nr = 0;  // W runs tasks in the order of an ordinary backward
   std::vector<Face> face;
@@ -80,11 +76,16 @@ struct Task {
 struct Weight {
   NodeRef<torch::autograd::AccumulateGrad> accumulator;
   bool added = false;
+  // When a hook of the weight raised, or adding failed, the sum of its gradients waits here for the
+  // next call; `hooked` if the hooks that see it before it is added are through.
+  bool arrived = false;
+  bool hooked = false;
+  at::Tensor grad;
 };
 
 /// An edge between two nodes outside the closure that W has to redirect or to cut while it runs.
 struct OutsideEdge {
-  Node* node;      // borrowed: alive as long as the faces of the group
+  Node* node;  // borrowed: alive as long as the faces of the group
   uint32_t slot;
   int32_t weight;  // where it ends; -1: no weight of this pass can be reached through it
 };
@@ -97,10 +98,13 @@ struct Group {
   };
 
   State state = State::input_done;
+  bool failed = false;  // a W raised before the group was complete
   std::vector<Task> tasks;
   std::vector<Weight> weights;
   std::vector<OutsideEdge> outside;
   std::atomic<size_t> missing{0};  // weights that a running W has still to add
+  // Stage outputs that W's nodes may have saved: they can be detached only after W.
+  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> outputs;
 
   /// Lets go of everything that W read.
   void release();
@@ -114,10 +118,11 @@ using GroupPtr = std::shared_ptr<Group>;
 
 /// Runs I. Arguments as checked and converted by the caller; see zbp_shim.h.
 struct InputPassArgs {
-  std::vector<Edge> roots;            // where the backward starts
-  variable_list root_grads;           // one per root, defined
-  std::vector<at::Tensor> inputs;     // those that require a gradient
-  std::vector<at::Tensor> weights;    // ignored when `all_leaves`
+  std::vector<Edge> roots;          // where the backward starts
+  variable_list root_grads;         // one per root, defined
+  std::vector<at::Tensor> inputs;   // those that require a gradient
+  std::vector<at::Tensor> weights;  // ignored when `all_leaves`
+  variable_list outputs;            // the output tensors that have a history, to be detached
   bool all_leaves = false;
 };
 
@@ -126,7 +131,8 @@ struct InputPassResult {
   std::vector<GroupPtr> groups;
 };
 
-/// Called with the GIL held; releases it while the engine runs. On an exception the graph has its
+/// Called with the GIL held; releases it while the engine runs. `args.outputs` are detached, at once
+/// or, where W still needs their history, by W. On an exception the graph has its
 /// original edges back, as far as its nodes have not run.
 InputPassResult run_input_pass(const InputPassArgs& args);
 

@@ -2,13 +2,14 @@
 
 #include <unordered_map>
 
-#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
 
+#include "shim/detach.h"
 #include "shim/edits.h"
 #include "shim/gil.h"
 #include "shim/kinds.h"
 #include "shim/stand_in.h"
+#include "shim/start.h"
 #include "shim/streams.h"
 #include "shim/walk.h"
 
@@ -39,8 +40,8 @@ class Split {
   const InputPassArgs& args_;
   const Walk& walk_;
   std::vector<GroupPtr> groups_;
-  std::vector<int32_t> weight_index_;            // per node id: position in its group's weights
-  std::vector<NodeRef<StandIn>> stand_in_;       // per node id
+  std::vector<int32_t> weight_index_;       // per node id: position in its group's weights
+  std::vector<NodeRef<StandIn>> stand_in_;  // per node id
   std::unordered_map<uint32_t, NodeRef<Capture>> capture_;  // by the id of an input's node
   edge_list roots_;
   variable_list root_grads_;
@@ -67,7 +68,7 @@ void Split::make_group(uint32_t g) {
   Group& group = *groups_.emplace_back(std::make_shared<Group>());
   for (uint32_t i = plan.weight_begin[g]; i < plan.weight_begin[g + 1]; ++i) {
     weight_index_[plan.weight[i]] = static_cast<int32_t>(group.weights.size());
-    group.weights.push_back({ref_as<AccumulateGrad>(walk_.node(plan.weight[i]))});
+    group.weights.emplace_back().accumulator = ref_as<AccumulateGrad>(walk_.node(plan.weight[i]));
   }
   for (uint32_t i = plan.weight_edge_begin[g]; i < plan.weight_edge_begin[g + 1]; ++i) {
     const zbp_edge& edge = walk_.graph().edge[plan.weight_edge[i]];
@@ -96,11 +97,10 @@ void Split::add_task(uint32_t g, uint32_t id) {
     }
   }
   task.kind = classify(node, task.face);
+  task.can_run_again = task.kind != Kind::whole || saved_nothing(node);
   for (Face& face : task.face) {
-    // Only a product can give its gradient transposed; the others go through the transposing node.
-    if (face.transposed && task.kind != Kind::product) {
-      face.transposed = false;
-      face.weight = -1;
+    if (task.kind != Kind::product) {
+      give_up_transposition(face);
     }
   }
   stand_in_[id] = make_node<StandIn>(task.node, groups_[g], groups_[g]->tasks.size() - 1);
@@ -183,10 +183,18 @@ void Split::run() {
   if (roots_.empty()) {
     return;
   }
-  ReleaseGil no_gil;
-  // With no `outputs` the engine needs no exec_info: every edge that is left is to be followed.
-  torch::autograd::Engine::get_default_engine().execute(
-      roots_, root_grads_, /*keep_graph=*/false, /*create_graph=*/false, /*accumulate_grad=*/true);
+  std::vector<Node*> represented;
+  for (const auto& [id, capture] : capture_) {
+    represented.push_back(&walk_.node(id));
+  }
+  for (uint32_t id = 0; id < stand_in_.size(); ++id) {
+    if (stand_in_[id]) {
+      represented.push_back(&walk_.node(id));
+    }
+  }
+  const ReleaseGil no_gil;
+  run_engine(make_node<Start>(std::move(roots_), std::move(root_grads_), std::move(represented)),
+             /*keep_graph=*/false);
 }
 
 /// A whole node is not needed any more. It is kept, for those who ask a group for its
@@ -216,14 +224,12 @@ void let_go_of_closure(Task& task) {
   task.node->retains_grad_hooks().clear();
   task.node->tensor_pre_hooks().clear();
   task.node->pre_hooks().clear();
-  if (task.kind == Kind::deferred) {
-    task.node->add_pre_hook(std::make_unique<ConsumedGuard>());
-  }
+  task.node->add_pre_hook(std::make_unique<ConsumedGuard>());
 }
 
 bool shares_memory(const at::Tensor& a, const at::Tensor& b) {
   return a.defined() && b.defined() && a.has_storage() && b.has_storage() &&
-      a.storage().is_alias_of(b.storage());
+         a.storage().is_alias_of(b.storage());
 }
 
 /// The caller may add to an input's gradient in place before W has run.
@@ -254,6 +260,14 @@ InputPassResult Split::hand_over() {
   for (const auto& stand_in : stand_in_) {
     if (stand_in) {
       stand_in->retire();
+    }
+  }
+  for (const at::Tensor& output : args_.outputs) {
+    const int32_t g = walk_.group_that_reads(*output.grad_fn());
+    if (g < 0) {
+      detach_output(output);
+    } else {
+      groups_[g]->outputs.emplace_back(output.getIntrusivePtr());
     }
   }
   result.groups = std::move(groups_);

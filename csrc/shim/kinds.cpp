@@ -4,8 +4,9 @@
 #include <typeinfo>
 
 #include <ATen/SavedTensorHooks.h>
-#include <ATen/TensorSubclassLikeUtils.h>
 #include <torch/csrc/autograd/generated/Functions.h>
+#include <torch/csrc/autograd/python_cpp_function.h>
+#include <torch/csrc/autograd/python_function.h>
 
 namespace zbp {
 
@@ -25,7 +26,7 @@ bool is_one(const at::Scalar& scalar) {
 
 bool has_hooks(Node& node) {
   return !node.pre_hooks().empty() || !node.tensor_pre_hooks().empty() ||
-      !node.retains_grad_hooks().empty() || !node.post_hooks().empty();
+         !node.retains_grad_hooks().empty() || !node.post_hooks().empty();
 }
 
 bool is_heavy(const Face& face) {
@@ -40,9 +41,7 @@ class NoSavedTensorHooks {
   NoSavedTensorHooks() : saved_(at::SavedTensorDefaultHooks::get_tls_state()) {
     at::SavedTensorDefaultHooks::set_tls_state({});
   }
-  ~NoSavedTensorHooks() {
-    at::SavedTensorDefaultHooks::set_tls_state(saved_);
-  }
+  ~NoSavedTensorHooks() { at::SavedTensorDefaultHooks::set_tls_state(saved_); }
   NoSavedTensorHooks(const NoSavedTensorHooks&) = delete;
   NoSavedTensorHooks& operator=(const NoSavedTensorHooks&) = delete;
 
@@ -50,18 +49,24 @@ class NoSavedTensorHooks {
   at::impl::SavedTensorDefaultHooksTLS saved_;
 };
 
-void pin(SavedVariable& saved, Node& node) {
-  if (!saved.has_hooks()) {
-    return;
-  }
-  at::Tensor tensor = saved.unpack(ref_of(node));
-  NoSavedTensorHooks guard;
-  saved = SavedVariable(tensor.detach(), /*is_output=*/false);
+/// Unpacks a saved tensor once and puts it back plainly and without history.
+at::Tensor pin(SavedVariable& saved, Node& node) {
+  const at::Tensor tensor = saved.unpack(ref_of(node)).detach();
+  const NoSavedTensorHooks guard;
+  saved = SavedVariable(tensor, /*is_output=*/false);
+  return tensor;
 }
 
 bool is_plain_matrix(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.layout() == at::kStrided && tensor.dim() == 2 &&
-      !tensor.is_complex() && !tensor.is_neg() && !at::isTensorSubclassLike(tensor);
+  return tensor.defined() && !is_subclass(tensor) && tensor.dim() == 2 && !tensor.is_complex() &&
+         !tensor.is_neg();
+}
+
+void become_deferred(Task& task) {
+  task.kind = Kind::deferred;
+  for (Face& face : task.face) {
+    give_up_transposition(face);
+  }
 }
 
 const Face* face_at(const std::vector<Face>& face, uint32_t slot) {
@@ -125,17 +130,33 @@ void take_matrices(Task& task, Node& node, const variable_list& grads) {
     task.weight_is_left = face_at(task.face, factors.left_slot) != nullptr;
     task.matrix_slot = task.weight_is_left ? factors.left_slot : factors.right_slot;
     SavedVariable& saved = task.weight_is_left ? *factors.right : *factors.left;
-    pin(saved, node);
-    const at::Tensor other = saved.unpack(ref_of(node));
+    const at::Tensor other = saved.has_hooks() ? pin(saved, node) : saved.unpack(ref_of(node));
     const bool gradient_is_plain = !grads[0].defined() || is_plain_matrix(grads[0]);
     if (is_plain_matrix(other) && gradient_is_plain) {
       task.other = Watched(other);
       return;
     }
-    task.kind = Kind::deferred;
+    become_deferred(task);
   }
+  // Also without hooks: a saved tensor that is a stage output is about to lose its history.
   pin(*factors.left, node);
   pin(*factors.right, node);
+}
+
+void give_up_transposition(Face& face) {
+  if (face.transposed) {
+    face.transposed = false;
+    face.weight = -1;
+  }
+}
+
+// at::isTensorSubclassLike() would also say yes to every tensor under a dispatch mode.
+bool is_subclass(const at::Tensor& tensor) {
+  using c10::DispatchKey;
+  return tensor.layout() != at::kStrided ||
+         tensor.key_set().has_any(c10::DispatchKeySet(
+             {DispatchKey::Python, DispatchKey::Batched, DispatchKey::FuncTorchBatched,
+              DispatchKey::FuncTorchGradWrapper, DispatchKey::Functionalize}));
 }
 
 variable_list saved_for_weights(const Task& task) {
@@ -170,6 +191,14 @@ bool is_plain_transposition(const Edge& edge, Edge* next) {
 
 bool is_generated(const Node& node) {
   return std::strstr(typeid(node).name(), "5torch8autograd9generated") != nullptr;
+}
+
+bool saved_nothing(Node& node) {
+  if (is_python_function(node)) {
+    THPObjectPtr context(torch::autograd::functionToPyObject(ref_of(node)));
+    return context && reinterpret_cast<THPFunction*>(context.get())->saved_variables.empty();
+  }
+  return as<gen::AddBackward0>(node) || as<gen::SubBackward0>(node);
 }
 
 bool is_python_function(const Node& node) {

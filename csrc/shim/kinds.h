@@ -26,7 +26,7 @@ Kind classify(Node& node, const std::vector<Face>& face);
 
 /// Fills `task` for W from a product or deferred node that is about to run in I with `grads`.
 /// Saved tensors behind hooks (checkpointing, offloading) are unpacked once and put back plainly, so
-/// that neither the node nor W unpacks them a second time. A product whose matrices turn out to need
+/// that neither the node nor W unpacks them a second time; so are all that W needs. A product whose matrices turn out to need
 /// more than one multiplication (subclasses, sparse or complex ones) becomes deferred.
 void take_matrices(Task& task, Node& node, const variable_list& grads);
 
@@ -37,9 +37,20 @@ variable_list saved_for_weights(const Task& task);
 /// that nobody watches; then `*next` is that edge.
 bool is_plain_transposition(const Edge& edge, Edge* next);
 
+/// Only a product can give its gradient transposed; any other task goes through the transposing node.
+void give_up_transposition(Face& face);
+
+/// True for a tensor whose memory is not simply its own: DTensors and other Python subclasses,
+/// wrappers of torch.func, sparse tensors.
+bool is_subclass(const at::Tensor& tensor);
+
 /// True for a node that libtorch generated: its apply() computes exactly what its edges ask for,
 /// and release_variables() lets go of everything that it saved.
 bool is_generated(const Node& node);
+
+/// True if a node that has not run yet has no saved tensors that running it would release; false
+/// where this is not known. Called with the GIL held.
+bool saved_nothing(Node& node);
 
 /// True for the node of a Python autograd Function.
 bool is_python_function(const Node& node);

@@ -70,7 +70,7 @@ std::string describe(const Edge& edge) {
 bool fits(const at::Tensor& grad, const Edge& edge) {
   const auto& metadata = edge.function->input_metadata(edge.input_nr);
   return metadata.is_same_shape(grad) && grad.dtype() == metadata.dtype() &&
-      grad.device() == metadata.device();
+         grad.device() == metadata.device();
 }
 
 }  // namespace zbp

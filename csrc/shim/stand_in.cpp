@@ -55,8 +55,7 @@ std::string StandIn::name() const {
 
 variable_list StandIn::apply(variable_list&& grads) {
   TORCH_CHECK(original_, torch::autograd::ERR_BACKWARD_TWICE);
-  variable_list in =
-      call_pre_hooks(*original_, call_tensor_hooks(*original_, std::move(grads)));
+  variable_list in = call_pre_hooks(*original_, call_tensor_hooks(*original_, std::move(grads)));
   return task().kind == Kind::whole ? run_whole(task(), std::move(in))
                                     : run_split(task(), std::move(in));
 }
@@ -95,8 +94,7 @@ variable_list StandIn::run_whole(Task& task, variable_list&& grads) {
   return outputs;
 }
 
-Capture::Capture(NodePtr original)
-    : Node(original->sequence_nr()), original_(std::move(original)) {
+Capture::Capture(NodePtr original) : Node(original->sequence_nr()), original_(std::move(original)) {
   NodeParts::copy_identity(*original_, *this);
 }
 
@@ -113,6 +111,18 @@ variable_list Capture::apply(variable_list&& in) {
     call_post_hooks(*original_, {}, grads);
   }
   return {};
+}
+
+bool is_consumed(Node& node) {
+  if (auto* stand_in = dynamic_cast<StandIn*>(&node)) {
+    return stand_in->is_retired();
+  }
+  for (const auto& hook : node.pre_hooks()) {
+    if (dynamic_cast<ConsumedGuard*>(hook.get())) {
+      return true;
+    }
+  }
+  return false;
 }
 
 variable_list ConsumedGuard::operator()(const variable_list& /*grads*/) {

@@ -20,9 +20,9 @@ class StandIn : public Node {
   /// stand-in is a second backward through the graph.
   void retire() noexcept;
 
-  Task& task() {
-    return group_->tasks[task_];
-  }
+  bool is_retired() const { return original_ == nullptr; }
+
+  Task& task() { return group_->tasks[task_]; }
 
   std::string name() const override;
 
@@ -56,11 +56,14 @@ class Capture : public Node {
   NodePtr original_;
 };
 
-/// Refuses every run of a node that I has consumed and W still holds.
+/// Refuses every run of a node that I has consumed and a group still holds.
 class ConsumedGuard : public torch::autograd::FunctionPreHook {
  public:
   variable_list operator()(const variable_list& grads) override;
 };
+
+/// True for what is left of a split node after I: a second backward must not get past it.
+bool is_consumed(Node& node);
 
 /// The hooks of the tensors that `node` produced, which fire wherever a gradient reaches it, and
 /// those of the node, which fire where it runs; in the engine's order.

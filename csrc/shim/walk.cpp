@@ -2,7 +2,10 @@
 
 #include <typeinfo>
 
+#include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/autograd/variable.h>
+
+#include "shim/stand_in.h"
 
 namespace zbp {
 
@@ -35,8 +38,10 @@ Walk::Walk(const InputPassArgs& args) {
     }
     add_reachable();
     mark_weights(args);
+    note_consumed();
     check(zbp_plan_build(&plan_, &graph_, nullptr));
   } catch (...) {
+    zbp_plan_fini(&plan_);
     zbp_graph_fini(&graph_);
     throw;
   }
@@ -45,6 +50,13 @@ Walk::Walk(const InputPassArgs& args) {
 Walk::~Walk() {
   zbp_plan_fini(&plan_);
   zbp_graph_fini(&graph_);
+}
+
+int32_t Walk::group_that_reads(const Node& node) const {
+  uint32_t id = 0;
+  const bool is_read =
+      zbp_graph_find(&graph_, &node, &id) && has(id, ZBP_NODE_WEIGHTWARD) && is_consumed_[id];
+  return is_read ? static_cast<int32_t>(plan_.group[id]) : -1;
 }
 
 uint32_t Walk::id_of(const Node& node) const {
@@ -70,6 +82,7 @@ void Walk::add_reachable() {
     if (is_input(id)) {
       continue;
     }
+    TORCH_CHECK(!is_consumed(node(id)), torch::autograd::ERR_BACKWARD_TWICE);
     const edge_list& edges = node(id).next_edges();
     for (uint32_t slot = 0; slot < edges.size(); ++slot) {
       if (edges[slot].is_valid()) {
@@ -78,6 +91,13 @@ void Walk::add_reachable() {
         check(zbp_graph_add_edge(&graph_, id, slot, next));
       }
     }
+  }
+}
+
+void Walk::note_consumed() {
+  is_consumed_.resize(graph_.node_count);
+  for (uint32_t i = 0; i < graph_.edge_count; ++i) {
+    is_consumed_[graph_.edge[i].dst] = true;
   }
 }
 

@@ -17,35 +17,28 @@ class Walk {
   Walk(const Walk&) = delete;
   Walk& operator=(const Walk&) = delete;
 
-  const zbp_graph& graph() const {
-    return graph_;
-  }
-  const zbp_plan& plan() const {
-    return plan_;
-  }
-  Node& node(uint32_t id) const {
-    return *static_cast<Node*>(const_cast<void*>(graph_.key[id]));
-  }
-  bool has(uint32_t id, uint8_t node_flag) const {
-    return (plan_.flag[id] & node_flag) != 0;
-  }
-  bool is_input(uint32_t id) const {
-    return (graph_.mark[id] & ZBP_MARK_INPUT) != 0;
-  }
+  const zbp_graph& graph() const { return graph_; }
+  const zbp_plan& plan() const { return plan_; }
+  Node& node(uint32_t id) const { return *static_cast<Node*>(const_cast<void*>(graph_.key[id])); }
+  bool has(uint32_t id, uint8_t node_flag) const { return (plan_.flag[id] & node_flag) != 0; }
+  bool is_input(uint32_t id) const { return (graph_.mark[id] & ZBP_MARK_INPUT) != 0; }
   uint32_t id_of(const Node& node) const;
+  /// The group whose W may still read what `node` gave to other nodes: that of a node outside the
+  /// closure with consumers in the graph; -1 for all others.
+  int32_t group_that_reads(const Node& node) const;
 
   /// The edges behind the inputs, in the order of InputPassArgs::inputs; invalid for a leaf that is
   /// in no graph.
-  const edge_list& input_edges() const {
-    return input_edges_;
-  }
+  const edge_list& input_edges() const { return input_edges_; }
 
  private:
   void add_inputs(const InputPassArgs& args);
   void add_reachable();
   void mark_weights(const InputPassArgs& args);
+  void note_consumed();
 
   edge_list input_edges_;
+  std::vector<bool> is_consumed_;  // per node: another node of the graph has an edge to it
   zbp_graph graph_{};
   zbp_plan plan_{};
 };

@@ -1,5 +1,6 @@
 #include "shim/weight_nodes.h"
 
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/utils/grad_layout_contract.h>
 
 #include "shim/stand_in.h"
@@ -8,12 +9,17 @@ namespace zbp {
 
 using torch::autograd::AccumulateGrad;
 
-Start::Start(edge_list&& tasks) : Node(UINT64_MAX, std::move(tasks)) {
-  add_input_metadata(at::TensorOptions(at::kFloat), {}, false, false, at::kFloat);
+void FirstError::note(std::exception_ptr error) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!error_) {
+    error_ = std::move(error);
+  }
 }
 
-variable_list Start::apply(variable_list&& /*grads*/) {
-  return variable_list(num_outputs());
+void FirstError::rethrow() {
+  if (error_) {
+    std::rethrow_exception(std::exchange(error_, nullptr));
+  }
 }
 
 TaskNode::TaskNode(GroupPtr group, size_t task)
@@ -26,19 +32,37 @@ TaskNode::TaskNode(GroupPtr group, size_t task)
   }
 }
 
+// A group that is complete has no tasks any more. In a retry a task can come late: all its weights
+// have been added before.
 std::string TaskNode::name() const {
-  const Task& t = group_->tasks[task_];
-  return t.node ? t.node->name() : "zbpipe::TaskNode";
+  const bool is_named = task_ < group_->tasks.size() && group_->tasks[task_].node;
+  return is_named ? group_->tasks[task_].node->name() : "zbpipe::TaskNode";
 }
 
 variable_list TaskNode::apply(variable_list&& /*grads*/) {
-  return compute_task(group_->tasks[task_]);
+  return task_ < group_->tasks.size() ? compute_task(group_->tasks[task_])
+                                      : variable_list(num_outputs());
 }
 
-Sink::Sink(GroupPtr group, size_t weight, bool retain, bool release)
+Resend::Resend(GroupPtr group, size_t weight)
+    : Node(UINT64_MAX), group_(std::move(group)), weight_(weight) {
+  NodeParts::copy_identity(*group_->weights[weight_].accumulator, *this);
+}
+
+std::string Resend::name() const {
+  return "zbpipe::Resend";
+}
+
+variable_list Resend::apply(variable_list&& /*grads*/) {
+  return {std::move(group_->weights[weight_].grad)};
+}
+
+Sink::Sink(GroupPtr group, size_t weight, std::shared_ptr<FirstError> error, bool retain,
+           bool release)
     : Node(UINT64_MAX),
       group_(std::move(group)),
       weight_(weight),
+      error_(std::move(error)),
       retain_(retain),
       release_(release) {
   NodeParts::copy_identity(*this->weight().accumulator, *this);
@@ -48,45 +72,77 @@ std::string Sink::name() const {
   return group_->weights[weight_].accumulator->name();
 }
 
+// See Note [Why a sink does not stop the engine].
 variable_list Sink::apply(variable_list&& grads) {
-  AccumulateGrad& accumulator = *weight().accumulator;
-  variable_list in =
-      call_pre_hooks(accumulator, call_tensor_hooks(accumulator, std::move(grads)));
-  // As in the engine: an accumulator with post hooks expects them to hold one more reference.
-  const variable_list inputs = accumulator.post_hooks().empty() ? variable_list() : in;
-
-  Watched* kept = nullptr;
-  if (served.size() == 1 && !retain_) {
-    Task& task = group_->tasks[served[0].first];
-    kept = task.kind == Kind::whole ? &task.kept[served[0].second] : nullptr;
+  try {
+    add(std::move(grads));
+  } catch (python_error& error) {
+    error.persist();
+    error_->note(std::current_exception());
+  } catch (...) {
+    error_->note(std::current_exception());
   }
-  at::Tensor grad = std::move(in[0]);
-  in.clear();
-  accumulate(weight(), std::move(grad), kept);
+  return {};
+}
 
+void Sink::add(variable_list&& grads) {
+  AccumulateGrad& accumulator = *weight().accumulator;
+  weight().grad = grads[0];
+  weight().arrived = true;
+  if (!weight().hooked) {
+    grads = call_pre_hooks(accumulator, call_tensor_hooks(accumulator, std::move(grads)));
+    weight().grad = grads[0];
+    weight().hooked = true;
+  }
+  const bool has_grad = grads[0].defined();
+  // As in the engine: an accumulator with post hooks expects them to hold one more reference.
+  const variable_list inputs = accumulator.post_hooks().empty() ? variable_list() : grads;
+  grads.clear();
+  accumulate(accumulator, weight().grad, kept_gradient());
+  mark_added();
+  if (const auto& hook = accumulator.tensor_post_acc_grad_hooks(); hook && has_grad) {
+    (*hook)(accumulator.variable);
+  }
+  call_post_hooks(accumulator, {}, inputs);
+}
+
+void Sink::mark_added() {
   weight().added = true;
+  weight().arrived = false;
+  weight().grad.reset();
   for (const auto& [task, face] : served) {
     group_->tasks[task].face[face].delivered = true;
   }
   if (group_->missing.fetch_sub(1) == 1 && release_) {
     group_->release();
   }
-  call_post_hooks(accumulator, {}, inputs);
-  return {};
 }
 
-void accumulate(Weight& weight, at::Tensor grad, Watched* kept) {
-  AccumulateGrad& accumulator = *weight.accumulator;
-  const bool can_be_taken = kept && grad.defined() && grad.has_storage() &&
-      kept->tensor().is_same(grad) && !accumulator.variable.grad().defined() &&
+/// Where the only task that serves the weight keeps the gradient that arrives here, if it does.
+Watched* Sink::kept_gradient() {
+  if (served.size() != 1 || retain_) {
+    return nullptr;
+  }
+  Task& task = group_->tasks[served[0].first];
+  return task.kind == Kind::whole ? &task.kept[served[0].second] : nullptr;
+}
+
+void accumulate(AccumulateGrad& accumulator, const at::Tensor& grad, Watched* kept) {
+  if (!grad.defined() || !accumulator.variable.requires_grad()) {
+    return;
+  }
+  const std::lock_guard<std::mutex> lock(NodeParts::mutex_of(accumulator));
+  at::Tensor& place = accumulator.variable.mutable_grad();
+  const bool can_be_taken =
+      kept && kept->tensor().is_same(grad) && !place.defined() && grad.has_storage() &&
       grad.storage().use_count() == 1 &&
       torch::autograd::utils::obeys_layout_contract(grad, accumulator.variable);
   if (can_be_taken) {
     kept->reset();
   }
-  variable_list grads;
-  grads.push_back(std::move(grad));
-  accumulator.apply(std::move(grads));
+  AccumulateGrad::accumulateGrad(accumulator.variable, place, grad,
+                                 1 + (accumulator.post_hooks().empty() ? 0 : 1),
+                                 [&place](at::Tensor&& updated) { place = std::move(updated); });
 }
 
 }  // namespace zbp

@@ -1,21 +1,29 @@
 // The nodes of the graph that a W runs when hooks, or nodes between a task and its weights, ask for
-// the engine:  start -> task nodes -> (nodes outside the closure) -> sinks.
+// the engine:  Start -> task nodes -> (nodes outside the closure) -> sinks.
 #pragma once
 
+#include <exception>
+#include <mutex>
 #include <utility>
 
 #include "shim/group.h"
 
 namespace zbp {
 
-/// Where a W starts: has an edge to every task node and gives them nothing but their turn. It exists
-/// because gradients that were handed to the engine as roots would be held by it until the end.
-class Start : public Node {
+/// The first error of a run that went on all the same. Shared by the sinks of the run.
+///
+/// Note [Why a sink does not stop the engine]
+/// When the engine stops at an error, gradients that were on their way are lost, and what the nodes
+/// between a task and its weights had saved is gone: those weights could never be completed. So a
+/// sink keeps its gradient for the next call, notes the error, and lets the run finish.
+class FirstError {
  public:
-  explicit Start(edge_list&& tasks);
+  void note(std::exception_ptr error);
+  void rethrow();
 
- protected:
-  variable_list apply(variable_list&& grads) override;
+ private:
+  std::mutex mutex_;
+  std::exception_ptr error_;
 };
 
 /// Computes what a task owes to its weights and sends it along the task's faces.
@@ -33,17 +41,10 @@ class TaskNode : public Node {
   size_t task_;
 };
 
-/// Takes the place of a weight's accumulator: receives the sum of all gradients of the weight, runs
-/// the accumulator with all its hooks, and notes that the weight is done. When it was the last one of
-/// its group, the group lets go of what it held.
-class Sink : public Node {
+/// Sends on the gradient that a weight's sink has kept from a run that failed.
+class Resend : public Node {
  public:
-  /// The edges of `tasks` that end here, as (task, face).
-  using Served = std::vector<std::pair<uint32_t, uint32_t>>;
-
-  Sink(GroupPtr group, size_t weight, bool retain, bool release);
-
-  Served served;
+  Resend(GroupPtr group, size_t weight);
 
   std::string name() const override;
 
@@ -51,19 +52,42 @@ class Sink : public Node {
   variable_list apply(variable_list&& grads) override;
 
  private:
-  Weight& weight() {
-    return group_->weights[weight_];
-  }
+  GroupPtr group_;
+  size_t weight_;
+};
+
+/// Takes the place of a weight's accumulator: receives the sum of all gradients of the weight, adds it
+/// as the accumulator would, with all hooks, and notes that the weight is done. When it was the last
+/// one of its group, the group lets go of what it held.
+class Sink : public Node {
+ public:
+  Sink(GroupPtr group, size_t weight, std::shared_ptr<FirstError> error, bool retain, bool release);
+
+  /// The edges of tasks that end here, as (task, face).
+  std::vector<std::pair<uint32_t, uint32_t>> served;
+
+  std::string name() const override;
+
+ protected:
+  variable_list apply(variable_list&& grads) override;
+
+ private:
+  void add(variable_list&& grads);
+  void mark_added();
+  Watched* kept_gradient();
+  Weight& weight() { return group_->weights[weight_]; }
 
   GroupPtr group_;
   size_t weight_;
+  std::shared_ptr<FirstError> error_;
   bool retain_;   // the tasks are to run again: nothing of theirs may be taken
   bool release_;  // the group lets go of its tasks with its last weight
 };
 
-/// Adds `grad` to the weight through its accumulator, without hooks other than the weight's
-/// post-accumulate hook. When `task` keeps `grad` for a retry and nobody else has it, and the weight
-/// has no gradient yet, the task's reference goes first so that the gradient is taken, not copied.
-void accumulate(Weight& weight, at::Tensor grad, Watched* kept);
+/// Adds `grad` to the weight's gradient, as its accumulator does, without any hook. When `kept` is
+/// this same gradient, nobody else has it, and the weight has none yet, `kept` is let go first so
+/// that the gradient is taken and not copied. On an exception nothing was added and `grad` is whole.
+void accumulate(torch::autograd::AccumulateGrad& accumulator, const at::Tensor& grad,
+                Watched* kept);
 
 }  // namespace zbp

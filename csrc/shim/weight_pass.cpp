@@ -1,16 +1,18 @@
 // W: products and kept gradients straight into the weights where nobody watches, everything else in
 // one engine run. See docs/architecture.md.
 
-#include <ATen/TensorSubclassLikeUtils.h>
+#include <algorithm>
+
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/zeros.h>
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/autograd/saved_variable.h>
 
+#include "shim/detach.h"
 #include "shim/edits.h"
 #include "shim/kinds.h"
+#include "shim/start.h"
 #include "shim/streams.h"
 #include "shim/weight_nodes.h"
 
@@ -68,8 +70,8 @@ at::Tensor face_grad(const Task& task, size_t i, variable_list& outputs) {
 
 bool is_watched(AccumulateGrad& accumulator) {
   return !accumulator.tensor_pre_hooks().empty() || !accumulator.pre_hooks().empty() ||
-      !accumulator.post_hooks().empty() || !accumulator.retains_grad_hooks().empty() ||
-      accumulator.tensor_post_acc_grad_hooks() != nullptr;
+         !accumulator.post_hooks().empty() || !accumulator.retains_grad_hooks().empty() ||
+         accumulator.tensor_post_acc_grad_hooks() != nullptr;
 }
 
 /// True if the group's gradients can be added without the engine: every face ends at a weight and
@@ -83,7 +85,7 @@ bool runs_directly(const Group& group) {
     }
   }
   for (const Weight& weight : group.weights) {
-    if (is_watched(*weight.accumulator)) {
+    if (weight.arrived || is_watched(*weight.accumulator)) {
       return false;
     }
   }
@@ -98,10 +100,9 @@ bool add_product(const Task& task, const Face& face, AccumulateGrad& accumulator
   const std::lock_guard<std::mutex> lock(NodeParts::mutex_of(accumulator));
   at::Tensor& grad = accumulator.variable.mutable_grad();
   const at::Tensor& output_grad = task.output_grads[0].tensor();
-  if (!grad.defined() || !output_grad.defined() || grad.layout() != at::kStrided ||
-      grad.dim() != 2 || grad.requires_grad() || grad.scalar_type() != output_grad.scalar_type() ||
-      grad.device() != output_grad.device() || at::isTensorSubclassLike(grad) ||
-      at::isTensorSubclassLike(accumulator.variable)) {
+  if (!grad.defined() || !output_grad.defined() || grad.dim() != 2 || grad.requires_grad() ||
+      grad.scalar_type() != output_grad.scalar_type() || grad.device() != output_grad.device() ||
+      is_subclass(grad) || is_subclass(accumulator.variable)) {
     return false;
   }
   const auto [left, right] = factors(task, face);
@@ -130,11 +131,11 @@ void add_directly(Group& group, Task& task, bool retain) {
     }
     if (!add_product(task, face, *weight.accumulator)) {
       variable_list grad{face_grad(task, i, outputs)};
-      torch::autograd::validate_outputs({Edge(weight.accumulator, 0)}, grad, [&](const std::string& message) {
-        return "a weight task returned an " + message;
-      });
+      torch::autograd::validate_outputs(
+          {Edge(weight.accumulator, 0)}, grad,
+          [&](const std::string& message) { return "a weight task returned an " + message; });
       const bool may_take = task.kind == Kind::whole && !retain;
-      accumulate(weight, std::move(grad[0]), may_take ? &task.kept[i] : nullptr);
+      accumulate(*weight.accumulator, grad[0], may_take ? &task.kept[i] : nullptr);
     }
     face.delivered = true;
   }
@@ -148,87 +149,113 @@ void run_directly(Group& group, bool retain) {
     weight.added = true;
   }
   join_streams(group);
+  if (!retain) {
+    group.release();
+  }
 }
 
 /// The graph of one W, put in front of the accumulators for the time of one engine run.
 class WeightGraph {
  public:
-  explicit WeightGraph(bool retain) : retain_(retain) {}
+  explicit WeightGraph(bool retain) : retain_(retain), error_(std::make_shared<FirstError>()) {}
 
   void add(const GroupPtr& group);
   void run();
 
  private:
+  void add_task(const GroupPtr& group, uint32_t t, const std::vector<NodeRef<Sink>>& sinks);
+  std::vector<NodeRef<Sink>> make_sinks(const GroupPtr& group);
+
   const bool retain_;
-  edge_list tasks_;
+  const std::shared_ptr<FirstError> error_;
+  edge_list starts_;
+  std::vector<Node*> represented_;
+  std::vector<NodePtr>
+      edited_;  // a complete group lets go of its nodes before their edges are back
   EdgeEdits edits_;
 };
 
-void WeightGraph::add(const GroupPtr& group) {
-  const size_t count = group->weights.size();
-  size_t missing = 0;
-  for (const Weight& weight : group->weights) {
-    missing += weight.added ? 0 : 1;
-  }
-  group->missing = missing;
-  const bool release = !retain_ && missing == count;
+/// An edge to the sink of a weight that is still to be computed, else an invalid one.
+Edge edge_to(const Group& group, const std::vector<NodeRef<Sink>>& sinks, int32_t weight) {
+  const bool wanted = weight >= 0 && sinks[weight] && !group.weights[weight].arrived;
+  return wanted ? Edge(sinks[weight], 0) : Edge();
+}
 
+std::vector<NodeRef<Sink>> WeightGraph::make_sinks(const GroupPtr& group) {
+  const size_t count = group->weights.size();
+  group->missing = std::count_if(group->weights.begin(), group->weights.end(),
+                                 [](const Weight& weight) { return !weight.added; });
+  const bool release = !retain_ && group->missing == count;
   std::vector<NodeRef<Sink>> sinks(count);
   for (size_t i = 0; i < count; ++i) {
-    if (!group->weights[i].added) {
-      sinks[i] = make_node<Sink>(group, i, retain_, release);
+    if (group->weights[i].added) {
+      continue;
+    }
+    sinks[i] = make_node<Sink>(group, i, error_, retain_, release);
+    represented_.push_back(group->weights[i].accumulator.get());
+    if (group->weights[i].arrived) {
+      auto resend = make_node<Resend>(group, i);
+      resend->next_edges().emplace_back(sinks[i], 0);
+      starts_.emplace_back(std::move(resend), 0);
     }
   }
-  const auto edge_to = [&](int32_t weight) {
-    return sinks[weight] ? Edge(sinks[weight], 0) : Edge();
-  };
+  return sinks;
+}
+
+void WeightGraph::add(const GroupPtr& group) {
+  const std::vector<NodeRef<Sink>> sinks = make_sinks(group);
   for (const OutsideEdge& outside : group->outside) {
-    edits_.replace(*outside.node, outside.slot,
-                   outside.weight < 0 ? Edge() : edge_to(outside.weight));
+    edited_.push_back(ref_of(*outside.node));
+    edits_.replace(*outside.node, outside.slot, edge_to(*group, sinks, outside.weight));
   }
   for (uint32_t t = 0; t < group->tasks.size(); ++t) {
-    const Task& task = group->tasks[t];
-    auto node = make_node<TaskNode>(group, t);
-    for (uint32_t f = 0; f < task.face.size(); ++f) {
-      const Face& face = task.face[f];
-      if (face.weight < 0) {
-        node->next_edges().push_back(face.edge);
-        continue;
-      }
-      node->next_edges().push_back(face.delivered ? Edge() : edge_to(face.weight));
-      if (sinks[face.weight] && !face.delivered) {
-        sinks[face.weight]->served.emplace_back(t, f);
-      }
-    }
-    tasks_.emplace_back(std::move(node), 0);
+    add_task(group, t, sinks);
   }
+}
+
+void WeightGraph::add_task(const GroupPtr& group, uint32_t t,
+                           const std::vector<NodeRef<Sink>>& sinks) {
+  const std::vector<Face>& face = group->tasks[t].face;
+  auto node = make_node<TaskNode>(group, t);
+  for (uint32_t f = 0; f < face.size(); ++f) {
+    Edge edge = face[f].weight < 0  ? face[f].edge
+                : face[f].delivered ? Edge()
+                                    : edge_to(*group, sinks, face[f].weight);
+    if (face[f].weight >= 0 && edge.is_valid()) {
+      sinks[face[f].weight]->served.emplace_back(t, f);
+    }
+    node->next_edges().push_back(std::move(edge));
+  }
+  starts_.emplace_back(std::move(node), 0);
 }
 
 void WeightGraph::run() {
-  const Edge start(make_node<Start>(std::move(tasks_)), 0);
-  torch::autograd::Engine::get_default_engine().execute(
-      {start}, {at::zeros({}, at::kFloat)}, /*keep_graph=*/retain_, /*create_graph=*/false,
-      /*accumulate_grad=*/true);
-}
-
-bool all_added(const Group& group) {
-  for (const Weight& weight : group.weights) {
-    if (!weight.added) {
-      return false;
-    }
-  }
-  return true;
-}
-
-void finish(Group& group, bool retain, Group::State state) {
-  if (!retain) {
-    group.release();
-    group.weights.clear();
-    group.state = state;
+  if (starts_.empty()) {
     return;
   }
+  variable_list turns(starts_.size());  // the nodes need no gradient to start from
+  run_engine(make_node<Start>(std::move(starts_), std::move(turns), std::move(represented_)),
+             /*keep_graph=*/retain_);
+  error_->rethrow();
+}
+
+/// The group is complete: nothing is held any more, and its stage outputs lose their history.
+void close(Group& group, Group::State state) {
+  group.release();
+  group.weights.clear();
+  for (const auto& output : group.outputs) {
+    if (auto tensor = output.lock()) {
+      detach_output(at::Tensor(std::move(tensor)));
+    }
+  }
+  group.outputs.clear();
+  group.state = state;
+}
+
+void make_ready_again(Group& group) {
   for (Weight& weight : group.weights) {
     weight.added = false;
+    weight.hooked = false;
   }
   for (Task& task : group.tasks) {
     for (Face& face : task.face) {
@@ -237,12 +264,46 @@ void finish(Group& group, bool retain, Group::State state) {
   }
 }
 
-/// After a W that raised: what is complete stays complete, a retry passes over it.
-void finish_complete(const std::vector<GroupPtr>& groups, bool retain) {
+/// After a W that raised: what is complete stays complete and a retry passes over it; of the rest, what
+/// a retry does not need goes.
+void settle(Group& group, bool retain) {
+  if (group.state != Group::State::input_done || retain) {
+    return;
+  }
+  const auto is_added = [](const Weight& weight) { return weight.added; };
+  const auto is_computed = [](const Weight& weight) { return weight.added || weight.arrived; };
+  if (std::all_of(group.weights.begin(), group.weights.end(), is_added)) {
+    close(group, Group::State::done_unreported);
+    return;
+  }
+  group.failed = true;
+  if (std::all_of(group.weights.begin(), group.weights.end(), is_computed)) {
+    group.release();
+  }
+}
+
+/// A retry that meets a node without its saved tensors cannot complete its group: says which weights.
+[[noreturn]] void rethrow_named(const std::vector<GroupPtr>& groups) {
+  std::string lost;
   for (const GroupPtr& group : groups) {
-    if (!retain && group->state == Group::State::input_done && all_added(*group)) {
-      finish(*group, retain, Group::State::done_unreported);
+    for (const Weight& weight : group->weights) {
+      if (group->failed && !weight.added && !weight.arrived) {
+        lost += c10::str(lost.empty() ? "" : ", ", weight.accumulator->variable.scalar_type(), " ",
+                         weight.accumulator->variable.sym_sizes());
+      }
     }
+  }
+  try {
+    throw;
+  } catch (const c10::Error& error) {
+    const std::string message = error.what_without_backtrace();
+    TORCH_CHECK(
+        lost.empty() || message.find(torch::autograd::ERR_BACKWARD_TWICE) == std::string::npos,
+        "the weight pass failed before, between the split nodes and these weights, and what the "
+        "nodes there had saved is gone; the gradients of this microbatch cannot be added any more "
+        "to the weights of ",
+        lost, "; run the microbatch again");
+    throw;
   }
 }
 
@@ -262,33 +323,37 @@ variable_list compute_task(const Task& task) {
 }
 
 void run_weight_pass(const std::vector<GroupPtr>& groups, bool retain) {
+  const bool is_retry = std::any_of(groups.begin(), groups.end(),
+                                    [](const GroupPtr& group) { return group->failed; });
   try {
     const at::AutoGradMode no_grad(false);
     WeightGraph graph(retain);
-    bool needs_engine = false;
     for (const GroupPtr& group : groups) {
       if (group->state == Group::State::done_unreported) {
         continue;
       }
       if (runs_directly(*group)) {
         run_directly(*group, retain);
-        if (!retain) {
-          group->release();
-        }
       } else {
         graph.add(group);
-        needs_engine = true;
       }
     }
-    if (needs_engine) {
-      graph.run();
-    }
+    graph.run();
   } catch (...) {
-    finish_complete(groups, retain);
+    for (const GroupPtr& group : groups) {
+      settle(*group, retain);
+    }
+    if (is_retry) {
+      rethrow_named(groups);
+    }
     throw;
   }
   for (const GroupPtr& group : groups) {
-    finish(*group, retain, Group::State::weight_done);
+    if (retain && group->state == Group::State::input_done) {
+      make_ready_again(*group);
+    } else {
+      close(*group, Group::State::weight_done);
+    }
   }
 }
 

@@ -30,7 +30,6 @@ const char* type_name(PyObject* object) {
 
 // ---- arguments of I
 
-
 /// Adds output number `i` to the roots unless it takes no gradient.
 void parse_output(PyObject* outputs, PyObject* output_grads, Py_ssize_t i, InputPassArgs& args) {
   PyObject* output = item(outputs, i);
@@ -60,6 +59,9 @@ void parse_output(PyObject* outputs, PyObject* output_grads, Py_ssize_t i, Input
       return;
     }
     edge = impl::gradient_edge(*tensor);
+    if (!tensor->is_leaf()) {
+      args.outputs.push_back(*tensor);
+    }
   }
   if (grad && !fits(*grad, *edge)) {
     refuse(PyExc_ValueError, "output_grads[", i, "] is a gradient of ", describe(*grad),
@@ -128,22 +130,6 @@ void set_input_grads(const InputPassArgs& args, const variable_list& grads) {
       set_grad(args.inputs[i], grads[i]);
     }
   }
-}
-
-/// Detaches a stage output in place. detach_() refuses views, and a view keeps its base and with it
-/// the graph: there the history goes with everything that autograd knows of the tensor but its grad.
-void detach_output(const at::Tensor& output) {
-  if (output.is_leaf()) {
-    return;
-  }
-  const auto* view = impl::get_view_autograd_meta(output);
-  if (!view || !view->has_bw_view()) {
-    output.detach_();
-    return;
-  }
-  auto fresh = std::make_unique<torch::autograd::AutogradMeta>();
-  fresh->grad_ = output.mutable_grad();
-  output.unsafeGetTensorImpl()->set_autograd_meta(std::move(fresh));
 }
 
 PyObject* wrap_input_grads(Py_ssize_t count, const std::vector<Py_ssize_t>& position,
@@ -247,12 +233,8 @@ void check_unmodified(zbp_group* const* groups, size_t count) {
 /// Marks groups as running for the time of a call.
 class Running {
  public:
-  Running(zbp_group* const* groups, size_t count) : groups_(groups, groups + count) {
-    set(true);
-  }
-  ~Running() {
-    set(false);
-  }
+  Running(zbp_group* const* groups, size_t count) : groups_(groups, groups + count) { set(true); }
+  ~Running() { set(false); }
   Running(const Running&) = delete;
   Running& operator=(const Running&) = delete;
 
@@ -291,6 +273,19 @@ variable_list output_grads_of(const Task& task) {
     grads[nr] = task.output_grads[i].tensor();
   }
   return grads;
+}
+
+/// As a whole node's gradients read: given back like that they change nothing.
+bool is_tuple_of_none(PyObject* value) {
+  if (!PyTuple_Check(value)) {
+    return false;
+  }
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value); ++i) {
+    if (PyTuple_GET_ITEM(value, i) != Py_None) {
+      return false;
+    }
+  }
+  return true;
 }
 
 std::vector<Watched> parse_grads(const Task& task, PyObject* value, size_t index) {
@@ -364,12 +359,6 @@ int zbp_input_pass(PyObject* outputs, PyObject* output_grads, PyObject* inputs, 
     *ran_out = 1;
     InputPassResult result = run_input_pass(args);
     GroupArray groups(result.groups);
-    args.roots.clear();
-    for (Py_ssize_t i = 0; i < size_of(outputs); ++i) {
-      if (const at::Tensor* output = as_tensor(item(outputs, i))) {
-        detach_output(*output);
-      }
-    }
     set_input_grads(args, result.input_grads);
     *dinputs_out = wrap_input_grads(size_of(inputs), position, result.input_grads);
     *groups_out = std::exchange(groups.handles, nullptr);
@@ -443,8 +432,7 @@ PyObject* zbp_group_grads(const zbp_group* handle) {
       for (size_t i = 0; i < grads.size(); ++i) {
         position[i] = static_cast<Py_ssize_t>(i);
       }
-      THPObjectPtr tuple(
-          wrap_input_grads(static_cast<Py_ssize_t>(grads.size()), position, grads));
+      THPObjectPtr tuple(wrap_input_grads(static_cast<Py_ssize_t>(grads.size()), position, grads));
       if (!list || PyList_Append(list, tuple) < 0) {
         throw python_error();
       }
@@ -467,20 +455,28 @@ int zbp_group_set_grads(zbp_group* handle, PyObject* value) {
              "; expected a list with a tuple per intermediate");
     }
     if (static_cast<size_t>(size_of(seq)) != tasks.size()) {
-      refuse(PyExc_ValueError, "grads has ", size_of(seq), " entries; the group has ",
-             tasks.size(), " intermediates");
+      refuse(PyExc_ValueError, "grads has ", size_of(seq), " entries; the group has ", tasks.size(),
+             " intermediates");
     }
     std::vector<std::vector<Watched>> grads;
     for (size_t i = 0; i < tasks.size(); ++i) {
-      if (!tasks[i].node) {
-        refuse(PyExc_ValueError, "grads[", i,
-               "] is for a node that ran whole in the input pass and is gone; its weights' "
+      PyObject* entry = item(seq, static_cast<Py_ssize_t>(i));
+      if (tasks[i].kind == Kind::whole && is_tuple_of_none(entry)) {
+        grads.emplace_back();
+        continue;
+      }
+      if (!tasks[i].node || !tasks[i].can_run_again) {
+        refuse(PyExc_ValueError, "grads[", i, "] is for ",
+               tasks[i].node ? tasks[i].node->name() : "a node",
+               " that ran whole in the input pass and let go of what it had saved; its weights' "
                "gradients cannot be computed again");
       }
-      grads.push_back(parse_grads(tasks[i], item(seq, static_cast<Py_ssize_t>(i)), i));
+      grads.push_back(parse_grads(tasks[i], entry, i));
     }
     for (size_t i = 0; i < tasks.size(); ++i) {
-      set_grads(tasks[i], std::move(grads[i]));
+      if (!grads[i].empty()) {
+        set_grads(tasks[i], std::move(grads[i]));
+      }
     }
   });
 }

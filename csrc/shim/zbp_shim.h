@@ -39,8 +39,8 @@ typedef struct zbp_group_info {
  * Outputs are detached. After an error in the run the graph has its edges back, no gradient of an
  * input was set, and what ran has released its saved tensors, as after a failed ordinary backward. */
 ZBP_MUST_USE int zbp_input_pass(PyObject *outputs, PyObject *output_grads, PyObject *inputs,
-                                PyObject *weights, PyObject **dinputs_out,
-                                zbp_group ***groups_out, size_t *group_count_out, int *ran_out);
+                                PyObject *weights, PyObject **dinputs_out, zbp_group ***groups_out,
+                                size_t *group_count_out, int *ran_out);
 
 /* Runs W for `groups` (borrowed). weights: seq of tensors, or NULL for no check. Refuses, before
  * anything is added: groups that are spent, listed twice or running elsewhere; groups none or only
@@ -59,7 +59,9 @@ PyObject *zbp_group_params(const zbp_group *group);
 PyObject *zbp_group_intermediates(const zbp_group *group);
 PyObject *zbp_group_grads(const zbp_group *group);
 
-/* Replaces the output gradients from which W starts; value as zbp_group_grads returns it. */
+/* Replaces the output gradients from which W starts; value as zbp_group_grads returns it. A node that
+ * ran whole has no output gradients any more, it reads as a tuple of None, and given back so it is
+ * left alone; others are refused unless it can run again. */
 ZBP_MUST_USE int zbp_group_set_grads(zbp_group *group, PyObject *value);
 
 #ifdef __cplusplus

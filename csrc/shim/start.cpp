@@ -1,0 +1,45 @@
+#include "shim/start.h"
+
+#include <unordered_set>
+
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/engine.h>
+
+namespace zbp {
+
+// As libtorch's GraphRoot: with the gradients' metadata the engine finds the streams that they are on.
+Start::Start(edge_list&& edges, variable_list&& grads, std::vector<Node*>&& represented)
+    : Node(UINT64_MAX, std::move(edges)),
+      grads_(std::move(grads)),
+      represented_(std::move(represented)) {
+  add_input_metadata(seed());
+  for (const at::Tensor& grad : grads_) {
+    if (grad.defined()) {
+      add_input_metadata(grad);
+    }
+  }
+}
+
+at::Tensor Start::seed() {
+  return at::zeros({}, at::kFloat);
+}
+
+std::string Start::name() const {
+  return "zbpipe::Start";
+}
+
+variable_list Start::apply(variable_list&& /*grads*/) {
+  // Nothing else runs yet, so nobody reads the set.
+  const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+  const_cast<std::unordered_set<Node*>*>(nodes)->insert(represented_.begin(), represented_.end());
+  return std::move(grads_);
+}
+
+void run_engine(NodeRef<Start> start, bool keep_graph) {
+  // With no `outputs` the engine needs no exec_info: every edge that is left is to be followed.
+  torch::autograd::Engine::get_default_engine().execute(
+      {Edge(std::move(start), 0)}, {Start::seed()}, keep_graph, /*create_graph=*/false,
+      /*accumulate_grad=*/true);
+}
+
+}  // namespace zbp

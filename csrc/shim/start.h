@@ -1,0 +1,35 @@
+// One run of libtorch's engine over a graph that zbpipe has changed.
+#pragma once
+
+#include <vector>
+
+#include "shim/compat.h"
+
+namespace zbp {
+
+/// Where a run starts: sends `grads` along `edges`, one each.
+///
+/// Unlike a root that the engine makes, it lets go of the gradients as it sends them, and it tells
+/// the engine which nodes are `represented` in the run by stand-ins: hooks that count (as
+/// torch.autograd.graph.register_multi_grad_hook does) ask whether a node will run.
+class Start : public Node {
+ public:
+  Start(edge_list&& edges, variable_list&& grads, std::vector<Node*>&& represented);
+
+  /// The gradient that the engine is given for the start itself; it goes nowhere.
+  static at::Tensor seed();
+
+  std::string name() const override;
+
+ protected:
+  variable_list apply(variable_list&& grads) override;
+
+ private:
+  variable_list grads_;
+  std::vector<Node*> represented_;  // borrowed for the run
+};
+
+/// Runs the engine from `start`, accumulating. Called without the GIL.
+void run_engine(NodeRef<Start> start, bool keep_graph);
+
+}  // namespace zbp

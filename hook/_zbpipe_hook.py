@@ -1,0 +1,75 @@
+"""Start-up hook behind ZBPIPE_PATCH=1, for scripts that import torch.distributed.pipelining and never zbpipe.
+
+zbpipe.pth calls install() when the interpreter starts, if the variable is set. Neither torch nor zbpipe is imported
+then: a finder waits for torch.distributed.pipelining, and patches when that has been imported.
+"""
+
+import importlib
+import os
+import sys
+import threading
+
+PIPELINING = "torch.distributed.pipelining"
+ON = ("1", "true", "yes")
+OFF = ("", "0", "false", "no")
+
+
+def install():
+    """Arrange what ZBPIPE_PATCH asks for.
+
+    A value that is none of 1, true, yes, 0, false, no makes the import of torch.distributed.pipelining raise
+    RuntimeError: to ignore it would be a silent fall-back, to stop every Python of the environment too much.
+    """
+    value = os.environ.get("ZBPIPE_PATCH", "").strip().lower()
+    if value not in OFF and not any(isinstance(finder, Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, Finder(value))
+
+
+class Finder:
+    """Finds nothing itself: it has torch.distributed.pipelining and zbpipe tell it when they have been imported."""
+
+    def __init__(self, value):
+        self.value = value
+        self.lock = threading.Lock()
+        self.started = set()
+        self.finished = set()
+
+    def find_spec(self, name, path=None, target=None):
+        if name not in (PIPELINING, "zbpipe"):
+            return None
+        if self.value not in ON:
+            if name == "zbpipe":
+                return None
+            raise RuntimeError(f"ZBPIPE_PATCH is {self.value!r}: set it to 1 to patch {PIPELINING}, or to 0 not to.")
+        for finder in sys.meta_path:
+            if finder is not self and hasattr(finder, "find_spec"):
+                spec = finder.find_spec(name, path, target)
+                if spec is not None:
+                    if spec.loader is not None:
+                        self.watch(name, spec.loader)
+                    return spec
+        return None
+
+    def watch(self, name, loader):
+        exec_module = loader.exec_module
+
+        def exec_and_tell(module):
+            loader.exec_module = exec_module
+            with self.lock:
+                self.started.add(name)
+            try:
+                exec_module(module)
+            except BaseException:
+                with self.lock:
+                    self.started.discard(name)
+                raise
+            with self.lock:
+                self.finished.add(name)
+                # zbpipe may be what imports torch.distributed.pipelining: then patch when zbpipe is complete.
+                ready = PIPELINING in self.finished and self.started == self.finished
+            if ready:
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                importlib.import_module("zbpipe.patch").patch()
+
+        loader.exec_module = exec_and_tell

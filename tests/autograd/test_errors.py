@@ -1,0 +1,509 @@
+"""Bad input is refused before anything is touched; failures come out as torch's; a weight pass that failed goes on."""
+
+import pytest
+import torch
+from oracle import Stage, needs_zbpipe, wrong_on_torch, zb
+from torch import nn
+
+f64 = torch.float64
+
+
+class Case:
+    """One microbatch of a two-layer stage, forward done."""
+
+    def __init__(self, forward=lambda m, x: (x @ m.a).sin() @ m.b, **parts):
+        self.m = Stage(forward, **(parts or {"a": (4, 4), "b": (4, 4)}))
+        self.x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+        self.out = self.m(self.x)
+        self.grad = torch.randn_like(self.out)
+        self.expected = list(torch.autograd.grad(self.m(self.x), [self.x, *self.m.parameters()], self.grad))
+
+    def input(self, outputs=None, grads="mine", inputs=None, weights=None):
+        grads = [self.grad] if isinstance(grads, str) else grads
+        return zb.stage_backward_input(
+            [self.out] if outputs is None else outputs,
+            grads,
+            [self.x] if inputs is None else inputs,
+            self.m.parameters() if weights is None else weights,
+        )
+
+    def weight(self, groups, weights=None):
+        return zb.stage_backward_weight(self.m.parameters() if weights is None else weights, groups)
+
+    def assert_untouched(self):
+        assert self.x.grad is None
+        assert all(w.grad is None for w in self.m.parameters())
+        assert self.out.requires_grad
+        self.assert_still_works()
+
+    def assert_still_works(self):
+        _, groups = self.input()
+        self.weight(groups)
+        self.assert_right()
+
+    def assert_right(self):
+        torch.testing.assert_close([self.x.grad, *(w.grad for w in self.m.parameters())], self.expected)
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("outputs", [3, [3], ["text"], [object()]], ids=["no sequence", "int", "str", "object"])
+def test_outputs_that_are_no_tensors(outputs):
+    case = Case()
+    with pytest.raises(TypeError, match="stage_outputs_or_loss"):
+        case.input(outputs=outputs)
+    case.assert_untouched()
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("grads", [3, ["text"], [3.0]], ids=["no sequence", "str", "float"])
+def test_output_gradients_that_are_no_tensors(grads):
+    case = Case()
+    with pytest.raises(TypeError, match="output_grads"):
+        case.input(grads=grads)
+    case.assert_untouched()
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("number", [0, 2])
+def test_wrong_number_of_output_gradients(number):
+    case = Case()
+    with pytest.raises(ValueError, match=rf"(?s)output_grads.*{number}") as failure:
+        case.input(grads=[case.grad] * number)
+    assert "1" in str(failure.value)
+    case.assert_untouched()
+
+
+@needs_zbpipe
+def test_output_gradient_of_wrong_shape():
+    case = Case()
+    with pytest.raises(ValueError, match="output_grads") as failure:
+        case.input(grads=[torch.ones(3, 5, dtype=f64)])
+    assert "[3, 5]" in str(failure.value) and "[3, 4]" in str(failure.value)
+    case.assert_untouched()
+
+
+@needs_zbpipe
+def test_output_gradient_of_wrong_dtype():
+    case = Case()
+    with pytest.raises(ValueError, match="output_grads") as failure:
+        case.input(grads=[case.grad.float()])
+    assert "float" in str(failure.value).lower() and (
+        "double" in str(failure.value).lower() or "float64" in str(failure.value)
+    )
+    case.assert_untouched()
+
+
+@needs_zbpipe
+def test_output_gradient_on_another_device():
+    case = Case()
+    with pytest.raises(ValueError, match="output_grads") as failure:
+        case.input(grads=[case.grad.to("meta")])
+    assert "meta" in str(failure.value) and "cpu" in str(failure.value)
+    case.assert_untouched()
+
+
+@needs_zbpipe
+def test_wrong_gradient_of_the_second_output_names_it():
+    case = Case(lambda m, x: (x @ m.a).sin() @ m.b)
+    second = case.m(case.x)
+    with pytest.raises(ValueError, match=r"output_grads\[1\]"):
+        case.input(outputs=[case.out, second], grads=[case.grad, torch.ones(7, dtype=f64)])
+    case.assert_untouched()
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("inputs", [3, None], ids=["int", "none"])
+def test_inputs_that_are_no_sequence(inputs):
+    case = Case()
+    with pytest.raises(TypeError, match="input_values"):
+        zb.stage_backward_input([case.out], [case.grad], inputs, case.m.parameters())
+    case.assert_untouched()
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("weights", [3, [3], ["text"]], ids=["no iterable", "int", "str"])
+def test_weights_of_the_input_pass_that_are_no_tensors(weights):
+    case = Case()
+    with pytest.raises(TypeError, match="weights"):
+        case.input(weights=weights)
+    case.assert_untouched()
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("weights", [3, [3], ["text"]], ids=["no iterable", "int", "str"])
+def test_weights_of_the_weight_pass_that_are_no_tensors(weights):
+    case = Case()
+    _, groups = case.input()
+    with pytest.raises(TypeError, match="weights"):
+        case.weight(groups, weights=weights)
+    case.weight(groups)
+    case.assert_right()
+
+
+@needs_zbpipe
+@pytest.mark.parametrize(
+    "groups",
+    [3, [3], [{}], [{"params": set(), "intermediates": []}], [None]],
+    ids=["int", "ints", "dict", "torch's", "none"],
+)
+def test_groups_of_another_type(groups):
+    case = Case()
+    _, mine = case.input()
+    with pytest.raises(TypeError, match="param_groups"):
+        case.weight(groups)
+    with pytest.raises(TypeError, match="param_groups"):
+        case.weight([*mine, *(groups if isinstance(groups, list) else [groups])])
+    case.weight(mine)
+    case.assert_right()
+
+
+@needs_zbpipe
+def test_weights_that_own_none_of_the_groups():
+    case, other = Case(), Case()
+    _, groups = case.input()
+    with pytest.raises(ValueError, match="weights"):
+        case.weight(groups, weights=other.m.parameters())
+    assert all(w.grad is None for w in [*case.m.parameters(), *other.m.parameters()])
+    case.weight(groups)
+    case.assert_right()
+
+
+@needs_zbpipe
+def test_weights_that_lack_one_of_a_groups_parameters():
+    case = Case(lambda m, x: x @ (m.a + m.b), a=(4, 4), b=(4, 4))
+    _, groups = case.input()
+    with pytest.raises(ValueError, match="weights"):
+        case.weight(groups, weights=[case.m.a])
+    assert case.m.a.grad is None
+    case.weight(groups)
+    case.assert_right()
+
+
+@needs_zbpipe
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: zb.stage_backward_input(),
+        lambda: zb.stage_backward_weight(),
+        lambda: zb.stage_backward_input(1, 2, 3, 4, 5),
+    ],
+)
+def test_wrong_number_of_arguments(call):
+    with pytest.raises(TypeError):
+        call()
+
+
+def test_arguments_by_name():
+    case = Case()
+    _, groups = zb.stage_backward_input(
+        stage_outputs_or_loss=(case.out,),
+        output_grads=(case.grad,),
+        input_values=(case.x,),
+        weights=case.m.parameters(),
+    )
+    zb.stage_backward_weight(weights=case.m.parameters(), param_groups=groups, retain_graph=False)
+    case.assert_right()
+
+
+def test_stage_backward_arguments_by_name():
+    case = Case()
+    (dinput,) = zb.stage_backward(
+        stage_output=case.out, output_grads=case.grad, input_values=(case.x,), outputs_with_grads_idxs=None
+    )
+    torch.testing.assert_close(dinput, case.expected[0])
+
+
+class Planned(Exception):
+    pass
+
+
+def raising(times=1):
+    """A hook that raises the first times it is called."""
+    calls = []
+
+    def hook(*_):
+        calls.append(1)
+        if len(calls) <= times:
+            raise Planned("from the hook")
+
+    hook.calls = calls
+    return hook
+
+
+def test_failure_in_the_input_pass_comes_out_as_torchs():
+    case = Case()
+    case.x.register_hook(raising())
+    with pytest.raises(RuntimeError, match="Failed to run stage backward input") as failure:
+        case.input()
+    assert isinstance(failure.value.__cause__, Planned)
+    text = str(failure.value)
+    assert "Stage output" in text and "Output gradient" in text and "Input" in text
+    assert "torch.Size([3, 4])" in text
+    assert all(w.grad is None for w in case.m.parameters())
+    assert case.x.grad is None
+
+
+def test_failure_in_stage_backward_comes_out_as_torchs():
+    case = Case()
+    case.x.register_hook(raising())
+    with pytest.raises(RuntimeError, match="Failed to run stage backward") as failure:
+        zb.stage_backward(case.out, case.grad, (case.x,))
+    assert isinstance(failure.value.__cause__, Planned)
+    assert "torch.Size([3, 4])" in str(failure.value)
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        return x + w
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise Planned("from the Function")
+
+
+def test_failure_in_a_python_function():
+    m = Stage(lambda m, x: Fails.apply(x @ m.b, m.a).sin(), a=(3, 4), b=(4, 4))
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    out = m(x)
+    with pytest.raises(RuntimeError, match="Failed to run stage backward input") as failure:
+        zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+    assert isinstance(failure.value.__cause__, Planned)
+    assert m.a.grad is None and m.b.grad is None
+
+
+def test_stage_works_again_after_a_failed_input_pass():
+    case = Case()
+    handle = case.x.register_hook(raising())
+    with pytest.raises(RuntimeError):
+        case.input()
+    handle.remove()
+    case.out = case.m(case.x)
+    case.assert_still_works()
+
+
+def test_failed_input_pass_leaves_no_hook_of_its_own():
+    case = Case(lambda m, x: (x.exp() @ m.a).sin() @ m.b)
+    handle = case.x.register_hook(raising())
+    with pytest.raises(RuntimeError):
+        case.input()
+    handle.remove()
+    assert not case.x._backward_hooks
+    assert all(not w._backward_hooks for w in case.m.parameters())
+    case.out = case.m(case.x)
+    case.assert_still_works()
+
+
+def heavy_and_light():
+    return Case(
+        lambda m, x: torch.nn.functional.conv1d(((m.one(x) * m.s).sin() @ (m.a @ m.b) + m.two(x))[None], m.k)[0],
+        one=nn.Linear(4, 4, dtype=f64),
+        two=nn.Linear(4, 4, dtype=f64),
+        s=(4,),
+        a=(4, 4),
+        b=(4, 4),
+        k=(3, 3, 1),
+    )
+
+
+names = [name for name, _ in heavy_and_light().m.named_parameters()]
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("name", names)
+@pytest.mark.parametrize("kind", ["hook", "post-accumulate hook"])
+def test_weight_pass_that_failed_goes_on_where_it_stopped(name, kind):
+    """One weight's hook raises once; hooks of the finished weights are not run again, nothing is added twice."""
+    case = heavy_and_light()
+    weights = dict(case.m.named_parameters())
+    raiser = raising()
+    if kind == "hook":
+        weights[name].register_hook(raiser)
+    else:
+        weights[name].register_post_accumulate_grad_hook(raiser)
+    for other, w in weights.items():
+        if other != name:
+            w.register_post_accumulate_grad_hook(case.m.log(other))
+    _, groups = case.input()
+    with pytest.raises((Planned, RuntimeError)):
+        case.weight(groups)
+    case.weight(groups)
+    case.assert_right()
+    assert {key[0]: len(calls) for key, calls in case.m.records.items()} == {
+        other: 1 for other in weights if other != name
+    }
+
+
+@needs_zbpipe
+def test_weight_pass_that_failed_twice_goes_on():
+    case = heavy_and_light()
+    case.m.a.register_hook(raising(times=2))
+    _, groups = case.input()
+    for _ in range(2):
+        with pytest.raises((Planned, RuntimeError)):
+            case.weight(groups)
+    case.weight(groups)
+    case.assert_right()
+
+
+@needs_zbpipe
+def test_weight_pass_that_failed_goes_on_group_by_group():
+    case = heavy_and_light()
+    case.m.k.register_hook(raising())
+    _, groups = case.input()
+    with pytest.raises((Planned, RuntimeError)):
+        case.weight(groups)
+    for group in reversed(groups):
+        try:
+            case.weight([group])
+        except RuntimeError as spent:
+            assert "already" in str(spent)
+    case.assert_right()
+
+
+@needs_zbpipe
+def test_failed_weight_pass_on_top_of_existing_gradients():
+    case = heavy_and_light()
+    for w in case.m.parameters():
+        w.grad = torch.ones_like(w)
+    case.m.s.register_hook(raising())
+    case.m.two.weight.register_hook(raising())
+    _, groups = case.input()
+    failures = 0
+    while True:
+        try:
+            case.weight(groups)
+            break
+        except (Planned, RuntimeError):
+            failures += 1
+            assert failures < 5
+    torch.testing.assert_close([w.grad - 1 for w in case.m.parameters()], case.expected[1:])
+
+
+@needs_zbpipe
+def test_failed_function_in_the_weights_own_computation_goes_on():
+    raiser = raising()
+
+    def forward(m, x):
+        w = m.a @ m.b
+        if w.requires_grad:
+            w.register_hook(lambda grad: raiser(grad))
+        return x @ w + x.sin() @ m.c
+
+    m = Stage(forward, a=(4, 4), b=(4, 4), c=(4, 4))
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    out = m(x)
+    _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+    with pytest.raises((Planned, RuntimeError)):
+        zb.stage_backward_weight(m.parameters(), groups)
+    try:
+        zb.stage_backward_weight(m.parameters(), groups)
+    except RuntimeError as lost:
+        # or it names the weights that it can no longer add
+        assert "0" in str(lost) or "a" in str(lost)
+    else:
+        expected = torch.autograd.grad(m(x).sum(), [m.a, m.b, m.c])
+        torch.testing.assert_close([m.a.grad, m.b.grad, m.c.grad], list(expected))
+
+
+CHANGED = "modified by an inplace operation"
+
+
+@needs_zbpipe
+def test_activation_changed_between_the_passes_is_refused():
+    m = Stage(lambda m, h: (h @ m.a).sin(), a=(4, 4))
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    h = x * 2.0
+    out = m(h)
+    _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+    with torch.no_grad():
+        h.mul_(2.0)
+    with pytest.raises(RuntimeError, match=CHANGED):
+        zb.stage_backward_weight(m.parameters(), groups)
+    assert m.a.grad is None
+
+
+@needs_zbpipe
+def test_input_changed_between_the_passes_is_refused():
+    case = Case()
+    _, groups = case.input()
+    with torch.no_grad():
+        case.x.add_(1.0)
+    with pytest.raises(RuntimeError, match=CHANGED):
+        case.weight(groups)
+    assert case.m.a.grad is None
+
+
+@needs_zbpipe
+def test_input_of_a_convolution_changed_between_the_passes_is_refused():
+    m = Stage(lambda m, x: m.net(x), net=nn.Conv1d(2, 3, 2, dtype=f64))
+    x = torch.randn(2, 2, 5, dtype=f64, requires_grad=True)
+    out = m(x)
+    _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+    with torch.no_grad():
+        x.zero_()
+    with pytest.raises(RuntimeError, match=CHANGED):
+        zb.stage_backward_weight(m.parameters(), groups)
+    assert m.net.weight.grad is None
+
+
+def test_activation_changed_before_the_input_pass_is_refused_as_autograd_does():
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    m = Stage(lambda m, x: x, a=(4, 4))
+    h = x.exp()
+    out = h.sin() @ m.a
+    with torch.no_grad():
+        h.mul_(2.0)
+    with pytest.raises(RuntimeError, match="Failed to run stage backward input") as failure:
+        zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+    assert CHANGED in str(failure.value.__cause__)
+
+
+SECOND = "Trying to backward through the graph a second time"
+
+
+@wrong_on_torch("I keeps the whole graph")
+def test_second_backward_through_a_consumed_graph_gives_torchs_error():
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    m = Stage(lambda m, x: x.exp().sin(), a=(4, 4))
+    h = m(x)
+    out = h @ m.a
+    zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+    with pytest.raises(RuntimeError, match=SECOND):
+        h.sum().backward()
+
+
+@needs_zbpipe
+def test_second_input_pass_through_a_consumed_graph_gives_torchs_error():
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    m = Stage(lambda m, x: (x.exp() @ m.a).sin(), a=(4, 4))
+    h = m(x)
+    out, again = h.tanh(), h.cos()
+    zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+    with pytest.raises(RuntimeError, match="Failed to run stage backward input") as failure:
+        zb.stage_backward_input([again], [torch.ones_like(again)], [x], m.parameters())
+    assert SECOND in str(failure.value.__cause__)
+
+
+@needs_zbpipe
+def test_ordinary_backward_through_a_split_node_of_a_consumed_graph_gives_torchs_error():
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    m = Stage(lambda m, x: x @ m.a, a=(4, 4))
+    h = m(x)
+    out = h.sin()
+    zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+    with pytest.raises(RuntimeError, match=SECOND):
+        h.sum().backward()
+    assert m.a.grad is None
+
+
+@needs_zbpipe
+def test_graph_shared_by_two_losses_can_be_backpropagated_where_i_did_not_go():
+    """What I did not reach is left as it was."""
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    y = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    m = Stage(lambda m, x: x @ m.a, a=(4, 4))
+    out, apart = m(x).sin(), (y * 2.0).exp()
+    zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+    apart.sum().backward()
+    torch.testing.assert_close(y.grad, 2.0 * (y.detach() * 2.0).exp())

@@ -1,0 +1,359 @@
+"""Parameter groups: the dict protocol that torch's callers know, subsets and order, spent groups, retain_graph."""
+
+import gc
+import re
+
+import pytest
+import torch
+from oracle import Stage, at_once, check, needs_zbpipe, wrong_on_torch, zb
+from torch import nn
+
+f64 = torch.float64
+
+
+def layers():
+    return Stage(
+        lambda m, x: m.net(x), net=nn.Sequential(nn.Linear(4, 8, dtype=f64), nn.Tanh(), nn.Linear(8, 4, dtype=f64))
+    )
+
+
+def run_input(m, x=None):
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True) if x is None else x
+    out = m(x)
+    grad = torch.ones_like(out)
+    _, groups = zb.stage_backward_input([out], [grad], [x], m.parameters())
+    return groups, list(torch.autograd.grad(m(x), list(m.parameters()), grad, allow_unused=True))
+
+
+def grads_of(m):
+    return [w.grad for w in m.parameters()]
+
+
+def test_one_group_per_layer():
+    groups, _ = run_input(layers())
+    assert type(groups) is list
+    assert [len(list(g["params"])) for g in groups] == [2, 2]
+
+
+@wrong_on_torch("a later weight does not join groups, depending on the order of a set", always=False)
+def test_bridged_layers_are_one_group():
+    m = Stage(lambda m, x: x @ m.a + x.sin() @ m.b + x.cos() @ (m.a @ m.b), a=(4, 4), b=(4, 4))
+    groups, _ = run_input(m)
+    assert len(groups) == 1
+    assert len(list(groups[0]["params"])) == 2
+    assert len(list(groups[0]["intermediates"])) == 3
+
+
+def test_no_weight_in_the_graph_gives_no_group():
+    groups, _ = run_input(Stage(lambda m, x: x.sin(), a=(4, 4)))
+    assert groups == []
+    assert type(zb.stage_backward_weight([], groups)) is tuple
+
+
+def test_params_and_intermediates_are_autograd_nodes():
+    m = Stage(lambda m, x: x @ m.a, a=(4, 4))
+    (group,), _ = run_input(m)
+    assert [node.name() for node in group["intermediates"]] == ["MmBackward0"]
+    (param,) = group["params"]
+    assert "AccumulateGrad" in param.name()
+    assert param.variable is m.a
+
+
+def test_grads_are_a_tuple_per_intermediate():
+    m = Stage(lambda m, x: x @ m.a, a=(4, 4))
+    (group,), _ = run_input(m)
+    grads = group["grads"]
+    assert len(grads) == len(list(group["intermediates"])) == 1
+    torch.testing.assert_close(grads[0][0], torch.ones(3, 4, dtype=f64))
+
+
+def test_asking_for_fields_changes_nothing():
+    m = layers()
+    groups, expected = run_input(m)
+    for group in groups:
+        for key in ("params", "intermediates", "grads"):
+            assert len(list(group[key])) == len(list(group[key]))
+    zb.stage_backward_weight(m.parameters(), groups)
+    torch.testing.assert_close(grads_of(m), expected)
+
+
+@needs_zbpipe
+def test_unknown_field_is_a_key_error():
+    (group, *_), _ = run_input(layers())
+    with pytest.raises(KeyError):
+        group["nothing"]
+    with pytest.raises((KeyError, TypeError)):
+        group["nothing"] = 1
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("key", ["params", "intermediates"])
+def test_only_grads_can_be_assigned(key):
+    (group, *_), _ = run_input(layers())
+    with pytest.raises((KeyError, TypeError)):
+        group[key] = []
+
+
+@needs_zbpipe
+def test_fields_can_be_asked_for_as_of_a_dict():
+    (group, *_), _ = run_input(layers())
+    assert group.get("grads", None) is not None
+    assert group.get("nothing", 7) == 7
+    assert "grads" in group and "nothing" not in group
+
+
+def test_assigned_gradients_are_what_the_weight_pass_uses():
+    m = Stage(lambda m, x: x @ m.a, a=(4, 4))
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    (group,), _ = run_input(m, x)
+    mine = torch.randn(3, 4, dtype=f64)
+    group["grads"] = [(mine,)]
+    zb.stage_backward_weight(m.parameters(), [group])
+    torch.testing.assert_close(m.a.grad, x.detach().t() @ mine)
+
+
+def test_assigned_gradients_of_a_linear_layer_reach_its_bias_too():
+    m = Stage(lambda m, x: m.net(x), net=nn.Linear(4, 4, dtype=f64))
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    (group,), _ = run_input(m, x)
+    mine = torch.randn(3, 4, dtype=f64)
+    group["grads"] = [(mine,)]
+    zb.stage_backward_weight(m.parameters(), [group])
+    torch.testing.assert_close(m.net.weight.grad, mine.t() @ x.detach())
+    torch.testing.assert_close(m.net.bias.grad, mine.sum(0))
+
+
+def test_assigned_gradients_may_be_none():
+    m = Stage(lambda m, x: x @ m.a, a=(4, 4))
+    (group,), _ = run_input(m)
+    group["grads"] = [(None,)]
+    zb.stage_backward_weight(m.parameters(), [group])
+    assert m.a.grad is None or not m.a.grad.any()
+
+
+def test_assigned_gradients_of_a_node_that_ran_whole_are_refused():
+    """layer_norm over a matrix of scales has let go of its input: W could not start from them."""
+
+    def forward(m, x):
+        out, mean, rstd = torch.native_layer_norm(x, [3, 4], m.g, None, 1e-5)
+        return out
+
+    m = Stage(forward, g=(3, 4))
+    x = torch.randn(2, 3, 4, dtype=f64, requires_grad=True)
+    (group,), _ = run_input(m, x)
+    mine = torch.randn(2, 3, 4, dtype=f64)
+    with pytest.raises(ValueError, match="ran whole"):
+        group["grads"] = [(mine,) + (None,) * (len(group["grads"][0]) - 1)]
+    zb.stage_backward_weight(m.parameters(), [group])
+    torch.testing.assert_close(m.g.grad, torch.autograd.grad(m(x), m.g, torch.ones_like(mine))[0])
+
+
+class Both(torch.autograd.Function):
+    """Passes two tensors through; runs whole."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        return x.clone(), w.clone()
+
+    @staticmethod
+    def backward(ctx, dx, dw):
+        return dx, dw
+
+
+@pytest.mark.parametrize("missing", [(), (0,), (1,)])
+def test_assigned_gradients_of_a_python_function_are_accepted(missing):
+    """As torch's own test of mock gradients does, which asks for no value."""
+
+    def forward(m, x):
+        y, w = Both.apply(x, m.a)
+        return y @ w
+
+    m = Stage(forward, a=(4, 4))
+    (group,), _ = run_input(m)
+    mine = (torch.randn(3, 4, dtype=f64), torch.randn(4, 4, dtype=f64))
+    group["grads"] = [tuple(None if i in missing else g for i, g in enumerate(mine))]
+    zb.stage_backward_weight(m.parameters(), [group])
+
+
+@needs_zbpipe
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        (3, TypeError),
+        ([], ValueError),
+        ([(torch.ones(3, 4),), (torch.ones(3, 4),)], ValueError),
+        (["text"], (TypeError, ValueError)),
+        ([("text",)], TypeError),
+    ],
+)
+def test_assigned_gradients_are_checked(value, error):
+    m = Stage(lambda m, x: x @ m.a, a=(4, 4))
+    (group,), expected = run_input(m)
+    with pytest.raises(error):
+        group["grads"] = value
+    zb.stage_backward_weight(m.parameters(), [group])
+    torch.testing.assert_close(grads_of(m), expected)
+
+
+@needs_zbpipe
+def test_a_group_says_what_it_is():
+    (group, *_), _ = run_input(layers())
+    text = repr(group)
+    assert re.search(r"\b2 param", text), text
+    assert re.search(r"\b1 split node", text), text
+    assert re.search(r"\d+(\.\d+)? ?(B|KB|kB|KiB|MB|bytes)", text), text
+
+
+@needs_zbpipe
+def test_a_spent_group_says_so():
+    m = layers()
+    groups, _ = run_input(m)
+    zb.stage_backward_weight(m.parameters(), groups)
+    assert "spent" in repr(groups[0]) or "released" in repr(groups[0]) or "done" in repr(groups[0])
+
+
+def test_weight_pass_of_some_groups_leaves_the_other_weights_alone():
+    m = layers()
+    groups, expected = run_input(m)
+    first, second = groups
+    zb.stage_backward_weight(m.parameters(), [second])
+    done = [w.grad is not None for w in m.parameters()]
+    assert sorted(done) == [False, False, True, True]
+    zb.stage_backward_weight(m.parameters(), [first])
+    torch.testing.assert_close(grads_of(m), expected)
+
+
+def test_weight_pass_of_no_group_does_nothing():
+    m = layers()
+    groups, expected = run_input(m)
+    assert zb.stage_backward_weight(m.parameters(), []) == (None,) * 4
+    zb.stage_backward_weight(m.parameters(), groups)
+    torch.testing.assert_close(grads_of(m), expected)
+
+
+def test_groups_in_a_tuple():
+    m = layers()
+    groups, expected = run_input(m)
+    zb.stage_backward_weight(list(m.parameters()), tuple(groups))
+    torch.testing.assert_close(grads_of(m), expected)
+
+
+@needs_zbpipe
+def test_groups_of_two_microbatches_in_one_weight_pass():
+    m = layers()
+    first, a = run_input(m)
+    second, b = run_input(m)
+    zb.stage_backward_weight(m.parameters(), [second[0], *first, *second[1:]])
+    torch.testing.assert_close(grads_of(m), [g + h for g, h in zip(a, b, strict=True)])
+
+
+@needs_zbpipe
+def test_spent_groups_are_refused():
+    m = layers()
+    groups, expected = run_input(m)
+    zb.stage_backward_weight(m.parameters(), groups)
+    for again in (groups, groups[:1], groups[1:]):
+        with pytest.raises(RuntimeError, match="already"):
+            zb.stage_backward_weight(m.parameters(), again)
+    torch.testing.assert_close(grads_of(m), expected)
+
+
+@needs_zbpipe
+def test_one_spent_group_among_fresh_ones_is_refused_before_anything_is_touched():
+    m = layers()
+    groups, expected = run_input(m)
+    zb.stage_backward_weight(m.parameters(), groups[:1])
+    before = [None if g is None else g.clone() for g in grads_of(m)]
+    with pytest.raises(RuntimeError, match="already"):
+        zb.stage_backward_weight(m.parameters(), [groups[1], groups[0]])
+    assert [g is None for g in before] == [g is None for g in grads_of(m)]
+    zb.stage_backward_weight(m.parameters(), groups[1:])
+    torch.testing.assert_close(grads_of(m), expected)
+
+
+@needs_zbpipe
+def test_one_group_listed_twice_is_refused_or_runs_once():
+    m = layers()
+    groups, expected = run_input(m)
+    try:
+        zb.stage_backward_weight(m.parameters(), [*groups, groups[0]])
+    except (RuntimeError, ValueError):
+        zb.stage_backward_weight(m.parameters(), groups)
+    torch.testing.assert_close(grads_of(m), expected)
+
+
+@wrong_on_torch("the first W deletes the group's keys")
+def test_retain_graph_keeps_the_groups():
+    m = layers()
+    groups, expected = run_input(m)
+    zb.stage_backward_weight(m.parameters(), groups, retain_graph=True)
+    torch.testing.assert_close(grads_of(m), expected)
+    zb.stage_backward_weight(m.parameters(), groups, retain_graph=True)
+    zb.stage_backward_weight(m.parameters(), groups)
+    torch.testing.assert_close(grads_of(m), [g * 3 for g in expected])
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("what", ["product", "deferred", "whole", "weights' own computation"])
+def test_retain_graph_of_each_kind_of_split_node(what):
+    from test_functions import Ignoring
+
+    forward = {
+        "product": lambda m, x: x @ m.a,
+        "deferred": lambda m, x: x * m.b,
+        "whole": lambda m, x: Ignoring.apply(x, m.a, m),
+        "weights' own computation": lambda m, x: x @ (m.a @ m.a.sin()),
+    }[what]
+    m = Stage(forward, a=(4, 4), b=(3, 4))
+    groups, expected = run_input(m)
+    for _ in range(2):
+        zb.stage_backward_weight(m.parameters(), groups, retain_graph=True)
+    zb.stage_backward_weight(m.parameters(), groups)
+    for grad, once in zip(grads_of(m), expected, strict=True):
+        assert (grad is None) == (once is None)
+        if once is not None:
+            torch.testing.assert_close(grad, once * 3)
+
+
+@needs_zbpipe
+def test_groups_are_native_and_hold_no_dict():
+    groups, _ = run_input(layers())
+    assert not isinstance(groups[0], dict)
+    assert not hasattr(groups[0], "__dict__")
+
+
+@needs_zbpipe
+def test_groups_outlive_the_list_the_weights_and_the_outputs():
+    m = layers()
+    groups, _ = run_input(m)
+    last = groups[-1]
+    del groups, m
+    gc.collect()
+    zb.stage_backward_weight(None, [last])
+
+
+def test_weights_may_come_in_any_order_and_only_those_of_the_groups():
+    m = layers()
+    groups, expected = run_input(m)
+    for group in groups:
+        mine = [node.variable for node in group["params"]]
+        zb.stage_backward_weight(mine, [group])
+    torch.testing.assert_close(grads_of(m), expected)
+
+
+@needs_zbpipe
+def test_weight_pass_with_weights_none():
+    m = layers()
+    groups, expected = run_input(m)
+    assert type(zb.stage_backward_weight(None, groups)) is tuple
+    torch.testing.assert_close(grads_of(m), expected)
+
+
+def test_many_small_groups_one_at_a_time():
+    m = Stage(lambda m, x: m.net(x), net=nn.Sequential(*(nn.Linear(4, 4, dtype=f64) for _ in range(30))))
+    check(m, (3, 4), orders=(at_once,))
+    groups, expected = run_input(m)
+    assert len(groups) == 30
+    for group in groups[::2] + groups[1::2]:
+        zb.stage_backward_weight(m.parameters(), [group])
+    torch.testing.assert_close(grads_of(m), expected)

@@ -1,0 +1,236 @@
+"""Stage inputs: what they may be, what they get, and that nothing behind them is touched."""
+
+import pytest
+import torch
+from oracle import Stage, check, needs_zbpipe, wrong_on_torch, zb
+
+f64 = torch.float64
+
+
+def split(m, outputs, grads, inputs):
+    dinputs, groups = zb.stage_backward_input(outputs, grads, inputs, m.parameters())
+    zb.stage_backward_weight(m.parameters(), groups)
+    return dinputs
+
+
+def test_several_inputs():
+    check(Stage(lambda m, x, y, z: (x @ m.a) * y + z @ m.b, a=(4, 4), b=(4, 4)), (3, 4), (3, 4), (3, 4))
+
+
+def test_inputs_that_are_not_tensors_get_none():
+    check(Stage(lambda m, n, x, s, o: x @ m.a * n, a=(4, 4)), 3, (3, 4), "text", None)
+
+
+def test_input_that_needs_no_gradient():
+    check(Stage(lambda m, x, y: (x @ m.a) * (y @ m.b), a=(4, 4), b=(4, 4)), (3, 4), torch.ones(3, 4, dtype=f64))
+
+
+def test_integer_input():
+    check(Stage(lambda m, x, i: x[i] @ m.a, a=(4, 4)), (3, 4), torch.tensor([0, 2, 2]))
+
+
+def test_unused_input_gets_none():
+    check(Stage(lambda m, x, y: x @ m.a, a=(4, 4)), (3, 4), (3, 4))
+
+
+@wrong_on_torch("without an input that needs a gradient there are no groups")
+def test_no_input_needs_a_gradient():
+    check(Stage(lambda m, x: (x @ m.a).sin() @ m.b + m.c, a=(4, 4), b=(4, 4), c=(4,)), torch.ones(3, 4, dtype=f64))
+
+
+@wrong_on_torch("without an input that needs a gradient there are no groups")
+def test_stage_without_inputs():
+    check(Stage(lambda m: (m.a @ m.b).sin() * m.c, a=(4, 4), b=(4, 4), c=(4,)))
+
+
+@wrong_on_torch("no input is in the graph, so there are no groups")
+def test_only_unused_inputs_need_gradients():
+    check(Stage(lambda m, x, y: (x @ m.a).sin(), a=(4, 4)), torch.ones(3, 4, dtype=f64), (3, 4))
+
+
+def test_embedding_as_first_stage_with_a_second_float_input():
+    check(Stage(lambda m, ids, x: m.table[ids] + x, table=(9, 4)), torch.tensor([1, 1, 8]), (3, 4))
+
+
+def test_input_used_twice():
+    check(Stage(lambda m, x: (x @ m.a) * (x @ m.b) + x, a=(4, 4), b=(4, 4)), (3, 4))
+
+
+def test_input_used_as_both_sides_of_a_product():
+    check(Stage(lambda m, x: (x @ x) @ m.a, a=(4, 4)), (4, 4))
+
+
+@wrong_on_torch("adds the gradient to itself")
+def test_one_input_listed_twice_gets_the_same_gradient_once():
+    m = Stage(lambda m, x: x @ m.a, a=(4, 4))
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    out = m(x)
+    first, second = split(m, [out], [torch.ones_like(out)], [x, x])
+    expected = torch.ones(3, 4, dtype=f64) @ m.a.detach().t()
+    torch.testing.assert_close([first, second], [expected, expected])
+
+
+@wrong_on_torch("adds the gradient to itself")
+def test_one_input_listed_twice_has_its_grad_set_once():
+    m = Stage(lambda m, x: x @ m.a, a=(4, 4))
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    out = m(x)
+    split(m, [out], [torch.ones_like(out)], [x, x])
+    torch.testing.assert_close(x.grad, torch.ones(3, 4, dtype=f64) @ m.a.detach().t())
+
+
+def test_existing_gradient_of_an_input_is_added_to():
+    m = Stage(lambda m, x: x @ m.a, a=(4, 4))
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    x.grad = torch.full_like(x, 5.0)
+    out = m(x)
+    (dinput,) = split(m, [out], [torch.ones_like(out)], [x])
+    expected = torch.ones(3, 4, dtype=f64) @ m.a.detach().t()
+    torch.testing.assert_close(dinput, expected)
+    torch.testing.assert_close(x.grad, expected + 5.0)
+
+
+def test_receive_buffer_used_step_after_step_collects_no_hooks():
+    m = Stage(lambda m, x: x @ m.a, a=(4, 4))
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    for step in range(3):
+        x.grad = None
+        out = m(x)
+        (dinput,) = split(m, [out], [torch.full_like(out, step + 1.0)], [x])
+        torch.testing.assert_close(dinput, (step + 1.0) * torch.ones(3, 4, dtype=f64) @ m.a.detach().t())
+        assert not x._backward_hooks
+
+
+def older_graph():
+    """A stage input that is no leaf, and the leaf behind it."""
+    leaf = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    return leaf, leaf.exp()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_graph_behind_a_non_leaf_input_is_not_walked():
+    m = Stage(lambda m, x: (x @ m.a).sin(), a=(4, 4))
+    leaf, x = older_graph()
+    out = m(x)
+    (dinput,) = split(m, [out], [torch.ones_like(out)], [x])
+    ref = x.detach().requires_grad_()
+    expected, weight = torch.autograd.grad(m(ref).sum(), [ref, m.a])
+    torch.testing.assert_close([dinput, x.grad, m.a.grad], [expected, expected, weight])
+    assert leaf.grad is None
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_graph_behind_a_non_leaf_input_still_works_afterwards():
+    m = Stage(lambda m, x: (x @ m.a).sin(), a=(4, 4))
+    leaf, x = older_graph()
+    out = m(x)
+    (dinput,) = split(m, [out], [torch.ones_like(out)], [x])
+    x.backward(dinput)
+    torch.testing.assert_close(leaf.grad, dinput * leaf.detach().exp())
+
+
+@wrong_on_torch("a weight behind an input gets its gradient from before the input too")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_weight_that_also_made_the_non_leaf_input():
+    m = Stage(lambda m, x: (x @ m.a).sin(), a=(4, 4))
+    x = torch.randn(3, 4, dtype=f64) @ m.a
+    out = m(x)
+    _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+    zb.stage_backward_weight(m.parameters(), groups)
+    ref = x.detach().requires_grad_()
+    expected = torch.autograd.grad(m(ref).sum(), [ref, m.a])
+    torch.testing.assert_close([x.grad, m.a.grad], list(expected))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_non_leaf_input_that_is_one_output_of_a_multi_output_node():
+    m = Stage(lambda m, x, y: (x @ m.a) * y, a=(2, 2))
+    leaf = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    x, y = leaf.chunk(2, dim=1)
+    out = m(x, y)
+    dinputs = split(m, [out], [torch.ones_like(out)], [x, y])
+    rx, ry = x.detach().requires_grad_(), y.detach().requires_grad_()
+    expected = torch.autograd.grad(m(rx, ry).sum(), [rx, ry, m.a])
+    torch.testing.assert_close([*dinputs, m.a.grad], list(expected))
+    assert leaf.grad is None
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_only_one_output_of_a_multi_output_node_is_an_input():
+    """The stage reaches the other output by a way that is not an input: no gradient may be taken for the input's."""
+    m = Stage(lambda m, x, other: (x @ m.a) * other, a=(2, 2))
+    leaf = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    x, other = leaf.chunk(2, dim=1)
+    out = m(x, other)
+    (dinput,) = split(m, [out], [torch.ones_like(out)], [x])
+    rx = x.detach().requires_grad_()
+    expected = torch.autograd.grad(m(rx, other.detach()).sum(), [rx, m.a])
+    torch.testing.assert_close([dinput, m.a.grad], list(expected))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_one_input_computed_from_another():
+    m = Stage(lambda m, x, y: (x @ m.a) * (y @ m.b), a=(4, 4), b=(4, 4))
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    y = x.sin()
+    out = m(x, y)
+    dinputs = split(m, [out], [torch.ones_like(out)], [x, y])
+    rx, ry = x.detach().requires_grad_(), y.detach().requires_grad_()
+    expected = torch.autograd.grad(m(rx, ry).sum(), [rx, ry, m.a, m.b])
+    torch.testing.assert_close([dinputs[1], m.a.grad, m.b.grad], list(expected[1:]))
+
+
+def test_weight_that_is_also_an_input_is_an_input():
+    m = Stage(lambda m, x: (x @ m.a).sin(), a=(4, 4))
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    out = m(x)
+    dinputs, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x, m.a], [])
+    expected = torch.autograd.grad(m(x).sum(), [x, m.a])
+    torch.testing.assert_close(list(dinputs), list(expected))
+    zb.stage_backward_weight([], groups)
+    torch.testing.assert_close(m.a.grad, expected[1])
+
+
+def test_input_passed_through_as_an_output():
+    check(Stage(lambda m, x, y: (x @ m.a, y), a=(4, 4)), (3, 4), (3, 4))
+
+
+def test_input_as_only_output():
+    check(Stage(lambda m, x: x, a=(4, 4)), (3, 4))
+
+
+@wrong_on_torch("a view made inside the stage cannot be detached in place")
+def test_input_passed_through_as_a_view():
+    check(Stage(lambda m, x, y: (x @ m.a, y.view(-1)), a=(4, 4)), (3, 4), (3, 4))
+
+
+def test_dinputs_are_plain_gradients():
+    m = Stage(lambda m, x: x @ m.a, a=(4, 4))
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    out = m(x)
+    dinputs, _ = zb.stage_backward_input((out,), (torch.ones_like(out),), (x,), m.parameters())
+    assert type(dinputs) is tuple
+    assert dinputs[0].grad_fn is None and not dinputs[0].requires_grad
+
+
+def test_inputs_of_stage_backward_are_released():
+    m = Stage(lambda m, x, n, y: x @ m.a + y, a=(4, 4))
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    y = torch.ones(3, 4, dtype=f64)
+    grads = zb.stage_backward(m(x, 7, y), torch.ones(3, 4, dtype=f64), (x, 7, y))
+    assert type(grads) is tuple
+    torch.testing.assert_close(grads[0], torch.ones(3, 4, dtype=f64) @ m.a.detach().t())
+    assert grads[1:] == (None, None)
+    assert x.grad is None
+
+
+@needs_zbpipe
+def test_inference_tensor_as_an_input_gets_none():
+    with torch.inference_mode():
+        x = torch.randn(3, 4, dtype=f64)
+    m = Stage(lambda m, x, y: (y @ m.a) + x, a=(4, 4))
+    y = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    out = m(x, y)
+    dinputs = split(m, [out], [torch.ones_like(out)], [x, y])
+    assert dinputs[0] is None
+    torch.testing.assert_close(dinputs[1], torch.ones(3, 4, dtype=f64) @ m.a.detach().t())

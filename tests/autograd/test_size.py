@@ -1,0 +1,279 @@
+"""Large and deep stages: no crash, and work that grows with the number of nodes and no faster.
+
+Linearity is counted in node runs and operations, not in seconds. What may crash runs in a process of its own.
+"""
+
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from oracle import Stage, needs_zbpipe, wrong_on_torch, zb
+from torch import nn
+
+f64 = torch.float64
+
+
+def in_own_process(body, timeout=200):
+    """A crash of the process is a failure of the test."""
+    start = """
+        import sys, time
+        import torch
+        from oracle import zb
+
+        torch.set_num_threads(1)
+
+        def passes(out, x, weights):
+            (dinput,), groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], weights)
+            assert all(w.grad is None for w in weights)
+            zb.stage_backward_weight(weights, groups)
+            return dinput
+    """
+    script = textwrap.dedent(start) + textwrap.dedent(body) + "\nprint('finished')\n"
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    run = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert run.returncode == 0, f"exit status {run.returncode}\n{run.stderr[-2000:]}"
+    assert "finished" in run.stdout
+
+
+@wrong_on_torch("segmentation fault: nodes that Python wrapped are freed recursively")
+def test_chain_of_100_000_nodes_that_each_have_a_weight():
+    in_own_process("""
+        x = torch.ones(2, requires_grad=True)
+        weights = [torch.ones(2, requires_grad=True) for _ in range(4)]
+        y = x
+        for i in range(100_000):
+            y = y + weights[i % 4]
+        dinput = passes(y, x, weights)
+        assert dinput.tolist() == [1.0, 1.0]
+        assert [w.grad.tolist() for w in weights] == [[25_000.0] * 2] * 4
+        del y
+    """)
+
+
+@wrong_on_torch("segmentation fault: nodes that Python wrapped are freed recursively")
+def test_chain_of_100_000_nodes_without_weights():
+    in_own_process("""
+        x, w = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+        y = x * w
+        for i in range(100_000):
+            y = y + 1.0
+        assert passes(y, x, [w]).tolist() == [1.0, 1.0]
+        assert w.grad.tolist() == [1.0, 1.0]
+        del y
+    """)
+
+
+@wrong_on_torch("segmentation fault: nodes that Python wrapped are freed recursively")
+def test_chain_of_100_000_nodes_in_the_weights_own_computation():
+    in_own_process("""
+        x, w = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+        v = w
+        for i in range(100_000):
+            v = v + 1.0
+        y = x * v
+        passes(y, x, [w])
+        assert w.grad.tolist() == [1.0, 1.0]
+        del y, v
+    """)
+
+
+@needs_zbpipe
+def test_chain_of_100_000_products_whose_groups_are_dropped():
+    in_own_process("""
+        x = torch.ones(1, 1, requires_grad=True)
+        weights = [torch.ones(1, 1, requires_grad=True) for _ in range(4)]
+        y = x
+        for i in range(100_000):
+            y = y @ weights[i % 4]
+        dinputs, groups = zb.stage_backward_input([y], [torch.ones(1, 1)], [x], weights)
+        assert dinputs[0].item() == 1.0
+        del groups, y
+        assert all(w.grad is None for w in weights)
+    """)
+
+
+@needs_zbpipe
+@pytest.mark.slow
+def test_a_million_nodes():
+    """50 strands of 20,000 nodes."""
+    in_own_process("""
+        x = torch.ones(2, requires_grad=True)
+        weights = [torch.ones(2, requires_grad=True) for _ in range(50)]
+        y = x
+        for w in weights:
+            strand = x * w
+            for _ in range(9_999):
+                strand = strand + 1.0
+                strand = strand + w
+            y = y + strand
+        started = time.process_time()
+        dinput = passes(y, x, weights)
+        print(time.process_time() - started, "s of processor time")
+        assert dinput.tolist() == [51.0, 51.0]
+        assert [w.grad.tolist() for w in weights] == [[10_000.0] * 2] * 50
+        del y, strand
+    """)
+
+
+@needs_zbpipe
+def test_a_hundred_thousand_weights():
+    in_own_process("""
+        x = torch.ones(1, requires_grad=True)
+        weights = [torch.ones(1, requires_grad=True) for _ in range(100_000)]
+        y = x
+        for w in weights:
+            y = y * w
+        passes(y, x, weights)
+        assert all(w.grad.item() == 1.0 for w in weights)
+        del y
+    """)
+
+
+def blocks(n):
+    net = nn.ModuleList(nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True) for _ in range(n))
+
+    def forward(m, x):
+        for block in m.net:
+            x = block(x)
+        return x
+
+    return Stage(forward, net=net)
+
+
+def activity(function):
+    """Runs of graph nodes and operations, counted by torch's profiler."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        function()
+    counts = {event.key: event.count for event in profile.key_averages()}
+    nodes = sum(count for key, count in counts.items() if key.startswith("autograd::engine::evaluate_function"))
+    operations = sum(count for key, count in counts.items() if key.startswith("aten::"))
+    return nodes, operations
+
+
+def split_activity(n):
+    m, x = blocks(n), torch.randn(1, 3, 4, requires_grad=True)
+    out, grad = m(x), torch.ones(1, 3, 4)
+    groups = []
+    first = activity(lambda: groups.extend(zb.stage_backward_input([out], [grad], [x], m.parameters())[1]))
+    second = activity(lambda: zb.stage_backward_weight(m.parameters(), groups))
+    return first, second
+
+
+def whole_activity(n):
+    m, x = blocks(n), torch.randn(1, 3, 4, requires_grad=True)
+    out, grad = m(x), torch.ones(1, 3, 4)
+    return activity(lambda: out.backward(grad))
+
+
+def test_operations_of_both_passes_grow_linearly_with_the_number_of_blocks():
+    (in4, wt4), (in16, wt16) = split_activity(4), split_activity(16)
+    for few, many in zip((*in4, *wt4), (*in16, *wt16), strict=True):
+        assert many <= 4 * few + 8
+
+
+def processor_time_of_weight_pass(layers):
+    """The best of five, of a chain of scales: the walk over the graph is most of it."""
+    x = torch.ones(2, requires_grad=True)
+    weights = [torch.ones(2, requires_grad=True) for _ in range(layers)]
+    times = []
+    for _ in range(5):
+        y = x
+        for w in weights:
+            y = (y * w).neg()
+        _, groups = zb.stage_backward_input([y], [torch.ones(2)], [x], weights)
+        started = time.process_time()
+        zb.stage_backward_weight(weights, groups)
+        times.append(time.process_time() - started)
+    return min(times)
+
+
+@wrong_on_torch("W walks the whole graph below each group: 16 times the time for 4 times the layers")
+def test_time_of_the_weight_pass_is_not_quadratic_in_depth():
+    processor_time_of_weight_pass(50)
+    assert processor_time_of_weight_pass(1600) < 9 * processor_time_of_weight_pass(400)
+
+
+@needs_zbpipe
+def test_both_passes_together_run_few_operations_more_than_one_backward():
+    (_, i), (_, w) = split_activity(8)
+    _, whole = whole_activity(8)
+    assert i + w <= 1.25 * whole
+
+
+@needs_zbpipe
+def test_one_engine_run_in_the_input_pass_and_at_most_one_in_the_weight_pass():
+    m, x = blocks(4), torch.randn(1, 3, 4, requires_grad=True)
+    tasks = {"input": set(), "weight": set()}
+    now = "input"
+
+    def note(_):
+        tasks[now].add(torch._C._current_graph_task_id())
+
+    for w in m.parameters():
+        w.register_hook(note)
+    x.register_hook(note)
+    out = m(x)
+    out.register_hook(note)
+    _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+    now = "weight"
+    zb.stage_backward_weight(m.parameters(), groups)
+    assert len(tasks["input"] - {-1}) == 1
+    assert len(tasks["weight"] - {-1}) <= 1
+
+
+def python_blocks_made_by_input_pass(nodes):
+    """Python's allocated blocks before and after I of a stage of 8 weights and so many nodes."""
+    x = torch.ones(2, 2, requires_grad=True)
+    weights = [torch.ones(2, 2, requires_grad=True) for _ in range(8)]
+    y = x
+    for w in weights:
+        y = y @ w
+        for _ in range(nodes // 8):
+            y = y + 1.0
+    outputs, grads = [y], [torch.ones(2, 2)]
+    gc.collect()
+    before = sys.getallocatedblocks()
+    result = zb.stage_backward_input(outputs, grads, [x], weights)
+    made = sys.getallocatedblocks() - before
+    del result
+    return made
+
+
+@needs_zbpipe
+def test_no_python_object_per_node():
+    python_blocks_made_by_input_pass(80)
+    few, many = python_blocks_made_by_input_pass(80), python_blocks_made_by_input_pass(8_000)
+    assert abs(many - few) < 50
+
+
+def python_blocks_made_for_weights(count):
+    """Of one group: all weights are summed, so that groups are not counted."""
+    x = torch.ones(2, 2, requires_grad=True)
+    weights = [torch.ones(2, 2, requires_grad=True) for _ in range(count)]
+    y = x @ torch.stack(weights).sum(0)
+    outputs, grads = [y], [torch.ones(2, 2)]
+    gc.collect()
+    before = sys.getallocatedblocks()
+    result = zb.stage_backward_input(outputs, grads, [x], weights)
+    made = sys.getallocatedblocks() - before
+    del result
+    return made
+
+
+@needs_zbpipe
+def test_no_python_object_per_weight():
+    python_blocks_made_for_weights(10)
+    few, many = python_blocks_made_for_weights(10), python_blocks_made_for_weights(1_000)
+    assert abs(many - few) < 50

@@ -1,0 +1,195 @@
+"""I and W on different threads, several microbatches at once, groups dropped elsewhere."""
+
+import queue
+import threading
+
+import pytest
+import torch
+from oracle import Stage, zb
+from torch import nn
+
+f64 = torch.float64
+
+
+def on_thread(function, *args):
+    """Run on a thread of its own; hand back its result or its exception."""
+    results = queue.Queue()
+
+    def body():
+        try:
+            results.put((function(*args), None))
+        except BaseException as error:
+            results.put((None, error))
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join(timeout=60)
+    assert not thread.is_alive(), "the thread hangs"
+    result, error = results.get()
+    if error is not None:
+        raise error
+    return result
+
+
+def network():
+    net = nn.Sequential(nn.Linear(4, 8, dtype=f64), nn.Tanh(), nn.Linear(8, 4, dtype=f64))
+    return Stage(lambda m, x: (m.net(x) * m.s).sin() @ (m.a @ m.b), net=net, s=(4,), a=(4, 4), b=(4, 4))
+
+
+def microbatch(m):
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    out = m(x)
+    grad = torch.randn_like(out)
+    expected = torch.autograd.grad(m(x), [x, *m.parameters()], grad)
+    return x, out, grad, expected
+
+
+def run_input(m, x, out, grad):
+    return zb.stage_backward_input([out], [grad], [x], m.parameters())[1]
+
+
+def run_weight(m, groups):
+    return zb.stage_backward_weight(m.parameters(), groups)
+
+
+def assert_right(m, x, expected):
+    torch.testing.assert_close([x.grad, *(w.grad for w in m.parameters())], list(expected))
+
+
+def test_input_pass_on_another_thread_than_forward():
+    m = network()
+    x, out, grad, expected = microbatch(m)
+    groups = on_thread(run_input, m, x, out, grad)
+    run_weight(m, groups)
+    assert_right(m, x, expected)
+
+
+def test_weight_pass_on_another_thread_than_the_input_pass():
+    m = network()
+    x, out, grad, expected = microbatch(m)
+    groups = run_input(m, x, out, grad)
+    on_thread(run_weight, m, groups)
+    assert_right(m, x, expected)
+
+
+def test_each_group_on_a_thread_of_its_own():
+    m = network()
+    x, out, grad, expected = microbatch(m)
+    for group in run_input(m, x, out, grad):
+        on_thread(run_weight, m, [group])
+    assert_right(m, x, expected)
+
+
+def test_hooks_in_python_run_on_the_other_thread():
+    m = network()
+    seen = []
+    m.a.register_hook(lambda grad: seen.append(threading.current_thread().name))
+    x, out, grad, expected = microbatch(m)
+    seen.clear()
+    groups = run_input(m, x, out, grad)
+    on_thread(run_weight, m, groups)
+    assert len(seen) == 1
+    assert_right(m, x, expected)
+
+
+def test_two_stages_on_two_threads():
+    stages = [network(), network()]
+    jobs = [(m, microbatch(m)) for m in stages]
+    barrier = threading.Barrier(2, timeout=60)
+    failures = []
+
+    def run(m, x, out, grad):
+        try:
+            barrier.wait()
+            for _ in range(20):
+                x.grad = None
+                m.zero_grad()
+                run_weight(m, run_input(m, x, m(x), grad))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(m, *job[:3])) for m, job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive(), "the thread hangs"
+    assert failures == []
+    for m, (x, _, _, expected) in jobs:
+        assert_right(m, x, expected)
+
+
+def test_input_passes_of_two_microbatches_of_one_stage_at_once():
+    m = network()
+    jobs = [microbatch(m) for _ in range(8)]
+    groups = [None] * len(jobs)
+    barrier = threading.Barrier(len(jobs), timeout=60)
+
+    def run(i):
+        barrier.wait()
+        groups[i] = run_input(m, *jobs[i][:3])
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(jobs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive(), "the thread hangs"
+    for each in groups:
+        run_weight(m, each)
+    for x, _, _, expected in jobs:
+        torch.testing.assert_close(x.grad, expected[0])
+    sums = [sum(job[3][i] for job in jobs) for i in range(1, 1 + len(list(m.parameters())))]
+    torch.testing.assert_close([w.grad for w in m.parameters()], sums)
+
+
+def test_input_pass_of_one_microbatch_beside_the_weight_pass_of_another():
+    m = network()
+    first, second = microbatch(m), microbatch(m)
+    groups = run_input(m, *first[:3])
+    results = []
+    thread = threading.Thread(target=lambda: results.append(run_input(m, *second[:3])))
+    thread.start()
+    run_weight(m, groups)
+    thread.join(timeout=60)
+    assert not thread.is_alive(), "the thread hangs"
+    run_weight(m, results[0])
+    sums = [a + b for a, b in zip(first[3][1:], second[3][1:], strict=True)]
+    torch.testing.assert_close([w.grad for w in m.parameters()], sums)
+
+
+@pytest.mark.parametrize("with_python_objects", [False, True])
+def test_groups_dropped_on_another_thread(with_python_objects):
+    """Freeing tensors and nodes may run Python destructors."""
+    m = network()
+    x, out, grad, _ = microbatch(m)
+    if with_python_objects:
+        out.grad_fn.metadata["mark"] = object()
+    holder = [run_input(m, x, out, grad)]
+    on_thread(holder.clear)
+    assert all(w.grad is None for w in m.parameters())
+
+
+def test_one_group_cannot_run_twice_at_once():
+    """Two threads ask for the same groups: each weight's gradient is added once."""
+    m = network()
+    x, out, grad, expected = microbatch(m)
+    groups = run_input(m, x, out, grad)
+    barrier = threading.Barrier(2, timeout=60)
+    refused = []
+
+    def run():
+        barrier.wait()
+        try:
+            run_weight(m, groups)
+        except (RuntimeError, KeyError) as error:
+            refused.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive(), "the thread hangs"
+    assert len(refused) == 1
+    assert_right(m, x, expected)

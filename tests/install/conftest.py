@@ -1,0 +1,100 @@
+"""A small project with zbpipe's own build files and a few lines of C and C++, and environments for it.
+
+What is tested is the build, not what it builds: a stand-in for csrc compiles in a second.
+"""
+
+import os
+import shutil
+import subprocess
+import venv
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+COPIED = ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "build_backend", "hook")
+COPIED_MODULES = ("_version.py", "_build_check.py", "patch.py", "auto.py", "py.typed")
+
+SOURCES = {
+    "README.md": "a stand-in for zbpipe\n",
+    "csrc/core/zbp_answer.h": '#pragma once\n#ifdef __cplusplus\nextern "C"\n#endif\nint zbp_answer(void);\n',
+    # The variable's name is a C++ keyword: compiled as C++, as BuildExtension alone would, this fails.
+    "csrc/core/zbp_answer.c": '#include "core/zbp_answer.h"\nint zbp_answer(void) { int class = 42; return class; }\n',
+    "csrc/shim/zbp_shim.h": '#pragma once\n#ifdef __cplusplus\nextern "C"\n#endif\nint zbp_shim_answer(void);\n',
+    "csrc/shim/shim.cpp": '#include "shim/zbp_shim.h"\n#include "core/zbp_answer.h"\n#include <c10/core/GradMode.h>\n'
+    "int zbp_shim_answer(void) { return c10::GradMode::is_enabled() ? zbp_answer() : 0; }\n",
+    "csrc/bindings/module.c": '#include <Python.h>\n#include "shim/zbp_shim.h"\n'
+    "static PyObject *answer(PyObject *self, PyObject *args) "
+    "{ (void)self; (void)args; return PyLong_FromLong(zbp_shim_answer()); }\n"
+    'static PyMethodDef methods[] = {{"answer", answer, METH_NOARGS, NULL}, {NULL, NULL, 0, NULL}};\n'
+    'static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", NULL, 0, methods, NULL, NULL, NULL, NULL};\n'
+    "PyMODINIT_FUNC PyInit__C(void) { return PyModule_Create(&module); }\n",
+    "zbpipe/__init__.py": "from zbpipe._build_check import check\n\ncheck()\n\n"
+    "import torch\nfrom zbpipe._C import answer\nfrom zbpipe.patch import is_patched, patch, patched, unpatch\n",
+    "zbpipe/_functions.py": "from torch.distributed.pipelining._backward import *\n"
+    "from torch.distributed.pipelining import _backward\n\n\ndef __getattr__(name):\n    return getattr(_backward, name)\n\n\n"
+    "def stage_backward(stage_output, output_grads, input_values, outputs_with_grads_idxs=None):\n"
+    '    """Stand-in."""\n',
+}
+
+
+class Environment:
+    """A virtual environment whose pip and Python can be run."""
+
+    def __init__(self, path, sees_torch):
+        venv.create(path, with_pip=True, symlinks=True)
+        self.path = path
+        self.python = str(path / "bin" / "python")
+        self.site = next(path.glob("lib/python3*/site-packages"))
+        if sees_torch:
+            # The torch of the environment that runs the tests, as if it were installed in this one.
+            packages = Path(torch.__file__).parents[1]
+            (self.site / "sees_torch.pth").write_text(f"{packages}\n")
+
+    def run(self, *command, cwd="/", **environment):
+        outer = {k: v for k, v in os.environ.items() if not k.startswith(("ZBPIPE_", "PYTHONPATH", "LD_PRELOAD"))}
+        return subprocess.run(
+            [self.python, *map(str, command)],
+            cwd=cwd,
+            env={**outer, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+
+    def pip(self, *command, cwd, fails=False):
+        done = self.run("-m", "pip", "--no-cache-dir", *command, cwd=cwd)
+        assert (done.returncode != 0) == fails, done.stdout
+        return done.stdout
+
+    def zbpipe(self, code="import zbpipe; print(zbpipe.answer())", **environment):
+        return self.run("-W", "error", "-c", code, **environment).stdout
+
+    def remove_zbpipe(self):
+        self.pip("uninstall", "-y", "zbpipe", cwd=self.path)
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory):
+    return Environment(tmp_path_factory.mktemp("environment") / "with_torch", sees_torch=True)
+
+
+@pytest.fixture
+def bare_environment(tmp_path):
+    return Environment(tmp_path / "without_torch", sees_torch=False)
+
+
+@pytest.fixture
+def project(tmp_path):
+    project = tmp_path / "project"
+    for name, text in SOURCES.items():
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / name).write_text(text)
+    for name in COPIED:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, project / name)
+    for name in COPIED_MODULES:
+        shutil.copy(ROOT / "zbpipe" / name, project / "zbpipe" / name)
+    return project

@@ -1,0 +1,145 @@
+"""pip install in every way that people use, with torch and without."""
+
+import re
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.slow
+
+PATCHED = "import torch.distributed.pipelining.stage as s; print(s.stage_backward.__module__)"
+IDLE = "import sys; print({'torch', 'zbpipe', '_zbpipe_hook'} & set(sys.modules))"
+
+
+def test_isolated_install_uses_the_torch_that_is_there(environment, project):
+    said = environment.pip("install", ".", cwd=project)
+    assert "Downloading torch" not in said
+    assert not list(environment.site.glob("torch*"))
+    assert environment.zbpipe() == "42\n"
+
+    # The hook came with it: silent unless asked for, and then a script needs no edit.
+    assert environment.zbpipe(IDLE) == "set()\n"
+    assert environment.zbpipe(IDLE, ZBPIPE_PATCH="1") == "{'_zbpipe_hook'}\n"
+    assert environment.zbpipe(PATCHED) == "torch.distributed.pipelining._backward\n"
+    assert environment.zbpipe(PATCHED, ZBPIPE_PATCH="1") == "zbpipe._functions\n"
+
+    environment.remove_zbpipe()
+    assert not list(environment.site.glob("*zbpipe*"))
+
+
+def test_editable_install_and_a_torch_that_changed_since(environment, project):
+    environment.pip("install", "--editable", ".", cwd=project)
+    assert environment.zbpipe("import zbpipe; print(zbpipe.__file__)") == f"{project / 'zbpipe' / '__init__.py'}\n"
+    assert environment.zbpipe() == "42\n"
+    assert environment.zbpipe(PATCHED, ZBPIPE_PATCH="1") == "zbpipe._functions\n"
+
+    info = project / "zbpipe" / "_build_info.py"
+    written = info.read_text()
+    assert f"torch_version = '{torch.__version__}'" in written
+    mend = "pip install --force-reinstall --no-cache-dir --no-deps --no-build-isolation ."
+
+    def complaint():
+        return environment.zbpipe().splitlines()[-1]
+
+    for built, words in [
+        (f"torch_version = '{torch.__version__}'", ("torch_version = '2.11.0'", "torch 2.11.0", torch.__version__)),
+        (f"torch_git_version = '{torch.version.git_version}'", ("torch_git_version = 'abc'", "git abc", "git ")),
+        ("torch_cxx11_abi = True", ("torch_cxx11_abi = False", "C++11 ABI 0", "C++11 ABI 1")),
+        (f"'{sys.implementation.cache_tag}'", ("'cpython-310'", "Python cpython-310", sys.implementation.cache_tag)),
+        ("zbpipe_version = '", ("zbpipe_version = '9.", "zbpipe 9.", "this process has zbpipe")),
+    ]:
+        assert built in written
+        info.write_text(written.replace(built, words[0]))
+        said = complaint()
+        assert said.startswith("ImportError: zbpipe was built with ")
+        assert all(word in said for word in [*words[1:], mend])
+
+    info.write_text(written)
+    (extension,) = project.glob("zbpipe/_C*.so")
+    extension.rename(project / "elsewhere.so")
+    assert re.match(r"ImportError: zbpipe's compiled part zbpipe._C is gone from ", complaint())
+    info.unlink()
+    said = complaint()
+    assert said.startswith("ImportError: zbpipe was never built in ")
+    assert mend in said
+    (environment.site / "sees_torch.pth").rename(environment.path / "kept")
+    try:
+        said = complaint()
+    finally:
+        (environment.path / "kept").rename(environment.site / "sees_torch.pth")
+    assert said.startswith("ImportError: zbpipe needs torch, and the Python at ")
+    environment.remove_zbpipe()
+
+
+def test_source_distribution_builds_the_same_wheel(environment, project, tmp_path):
+    (project / "zbpipe" / "_build_info.py").write_text("a leftover of another build")
+    code = "import sys; sys.path[:0] = ['build_backend']; import zbpipe_build as b; b.build_sdist(sys.argv[1])"
+    environment.pip("install", "setuptools>=77.0.3", "ninja", cwd=project)
+    done = environment.run("-c", code, tmp_path, cwd=project)
+    assert done.returncode == 0, done.stdout
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as file:
+        names = {name.partition("/")[2] for name in file.getnames()}
+    assert {
+        "build_backend/zbpipe_build.py",
+        "hook/zbpipe.pth",
+        "hook/_zbpipe_hook.py",
+        "csrc/core/zbp_answer.h",
+    } <= names
+    assert "zbpipe/_build_info.py" not in names
+
+    environment.pip("wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path, archive, cwd=tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as file:
+        names = file.namelist()
+        record = file.read("zbpipe-0.1.0.dist-info/RECORD").decode()
+    assert len(names) == len(set(names)) == len(record.splitlines())
+    assert {"zbpipe.pth", "_zbpipe_hook.py", "zbpipe/_build_info.py", "zbpipe/py.typed"} <= set(names)
+    assert not [name for name in names if Path(name).suffix in (".c", ".h", ".cpp") or name.startswith("build_backend")]
+
+
+def test_no_torch_is_one_sentence_and_downloads_none(bare_environment, project):
+    said = bare_environment.pip("install", ".", cwd=project, fails=True)
+    sentence = [line.strip() for line in said.splitlines() if "zbpipe: torch" in line]
+    assert sentence == [
+        f"zbpipe: torch is not installed in {bare_environment.path}, and zbpipe is built against the torch that will "
+        "import it: install torch 2.11 or newer there, then install zbpipe again."
+    ]
+    assert "Traceback" not in said
+    assert "Collecting torch" not in said
+
+    (bare_environment.site / "torch").mkdir()
+    (bare_environment.site / "torch-2.6.0.dist-info").mkdir()
+    (bare_environment.site / "torch" / "__init__.py").touch()
+    (bare_environment.site / "torch-2.6.0.dist-info" / "METADATA").write_text("Name: torch\nVersion: 2.6.0\n")
+    said = bare_environment.pip("install", ".", cwd=project, fails=True)
+    assert "zbpipe: torch 2.6.0 is installed in " in said
+    assert "Collecting torch" not in said
+
+
+@pytest.mark.parametrize("prefix", ["/tmp/build-env-abc123", "/home/me/.cache/uv/builds-v0/.tmpAbC"])
+def test_a_hidden_torch_gets_its_own_sentence(monkeypatch, prefix):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "build_backend")
+    import zbpipe_build
+
+    monkeypatch.setattr(zbpipe_build, "see_environment", lambda: None)
+    monkeypatch.setattr(zbpipe_build.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(zbpipe_build.sys, "prefix", prefix)
+    with pytest.raises(
+        SystemExit, match=rf"isolated environment \({prefix}\) that hides the torch .*--no-build-isolation"
+    ):
+        zbpipe_build.require_torch()
+
+
+def test_warnings_in_c_stop_a_strict_build(environment, project):
+    (project / "csrc" / "core" / "zbp_answer.c").write_text(
+        '#include "core/zbp_answer.h"\nint zbp_answer(void) { long class = 42; return class; }\n'
+    )
+    environment.pip("install", "setuptools>=77.0.3", "ninja", cwd=project)
+    done = environment.run("setup.py", "build_ext", cwd=project, ZBPIPE_WERROR="1")
+    assert done.returncode != 0
+    assert "-Werror=conversion" in done.stdout

@@ -1,0 +1,492 @@
+"""Nothing outlives its use: with the garbage collector off, storages and nodes are gone at once.
+
+`StorageWeakRef`s look at the memory itself, so that holders in C++ count too; weak references in `Node.metadata` look at
+the nodes. The detectors first catch planted leaks.
+"""
+
+import contextlib
+import gc
+import sys
+import weakref
+
+import pytest
+import torch
+import torch.distributed.pipelining  # imported by the first failure otherwise, and counted
+from oracle import ON_TORCH, Stage, needs_zbpipe, wrong_on_torch, zb
+from test_functions import Fused, Heeding
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+
+
+class Watch(TorchDispatchMode):
+    """Remembers, without holding it, the storage of every tensor that an operation makes inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
+                self.storages.append(StorageWeakRef(tensor.untyped_storage()))
+        return result
+
+    def alive(self, *kept):
+        """Number of watched storages that live, but for those of the tensors in `kept`."""
+        ours = {t.untyped_storage()._cdata for t in kept if t is not None}
+        return len({ref.cdata for ref in self.storages if not ref.expired()} - ours)
+
+
+class Mark:
+    """An object that lives as long as the node that carries it."""
+
+
+def mark(node, marks):
+    seen, todo = set(), [node]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen or "AccumulateGrad" in node.name():
+            continue
+        seen.add(node)
+        thing = Mark()
+        marks.append(weakref.ref(thing))
+        node.metadata["mark"] = thing
+        todo += [parent for parent, _ in node.next_functions]
+
+
+def living(marks):
+    return sum(ref() is not None for ref in marks)
+
+
+def python_tensors():
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _collect_only_what_is_made_here():
+    """Collecting all that torch has imported takes a second each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@contextlib.contextmanager
+def no_collector():
+    """The collector off; at the end no tensor may be found in its garbage."""
+    gc.collect()
+    gc.disable()
+    flags = gc.get_debug()
+    try:
+        yield
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        found = [
+            type(thing).__name__ for thing in gc.garbage if isinstance(thing, (torch.Tensor, torch.autograd.graph.Node))
+        ]
+        native = [type(thing).__name__ for thing in gc.garbage if "ParamGroup" in type(thing).__name__]
+    finally:
+        gc.set_debug(flags)
+        gc.garbage.clear()
+        gc.enable()
+        gc.collect()
+    assert found == [], "tensors or nodes in gc.garbage"
+    assert native == [], "groups in gc.garbage"
+
+
+class Quiet:
+    """Stands for the stage on which the Functions of test_functions record their calls."""
+
+    microbatch = 0
+
+    def __init__(self):
+        self.records = {}
+
+
+def attention(m, x):
+    h = m.norm(x)
+    q, k, v = m.qkv(h).chunk(3, dim=-1)
+    return x + m.out(torch.nn.functional.scaled_dot_product_attention(q, k, v))
+
+
+class Parts:
+    """Stages of each kind; new ones each time, and no closure that could hold one."""
+
+    @staticmethod
+    def layers():
+        net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        return Stage(lambda m, x: m.net(x.exp()).sin(), net=net)
+
+    @staticmethod
+    def attention():
+        return Stage(attention, norm=nn.LayerNorm(8), qkv=nn.Linear(8, 24), out=nn.Linear(8, 8))
+
+    @staticmethod
+    def weights_own_computation():
+        a, b = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))
+        return Stage(lambda m, x: (x @ (m.a @ m.b).tanh()).sin() @ (m.a + m.b), a=a, b=b)
+
+    @staticmethod
+    def convolution():
+        net = nn.Sequential(nn.Conv1d(2, 4, 3, padding=1), nn.BatchNorm1d(4), nn.ReLU(), nn.Conv1d(4, 2, 3, padding=1))
+        return Stage(lambda m, x: m.net(x[:, None].expand(-1, 2, -1).sin()), net=net)
+
+    @staticmethod
+    def function():
+        return Stage(lambda m, x: Heeding.apply(x.exp(), m.a, Quiet()).sin(), a=nn.Parameter(torch.randn(8, 8)))
+
+    @staticmethod
+    def checkpointed():
+        net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        return Stage(lambda m, x: checkpoint(m.net, x.exp(), use_reentrant=False).sin(), net=net)
+
+    @staticmethod
+    def view_output():
+        return Stage(lambda m, x: m.net(x.exp()).sin().view(-1), net=nn.Linear(8, 8))
+
+    @staticmethod
+    def hooked():
+        def forward(m, x):
+            h = m.net(x.exp())
+            h.register_hook(print_nothing)
+            h.grad_fn.register_prehook(print_nothing)
+            h.grad_fn.register_hook(print_nothing)
+            return h.sin()
+
+        return Stage(forward, net=nn.Linear(8, 8))
+
+
+def print_nothing(*_):
+    return None
+
+
+view_fails = wrong_on_torch("can't detach views in place")
+
+
+def kinds(*but):
+    names = [name for name in vars(Parts) if not name.startswith("_") and name not in but]
+    return pytest.mark.parametrize(
+        "kind", [pytest.param(n, marks=view_fails if n == "view_output" else ()) for n in names]
+    )
+
+
+def make(kind, device="cpu"):
+    return getattr(Parts, kind)().to(device)
+
+
+def forward(m, device="cpu", marks=None):
+    x = torch.randn(4, 8, device=device, requires_grad=True)
+    out = m(x)
+    if marks is not None:
+        mark(out.grad_fn, marks)
+    return x, out
+
+
+def run_input(m, x, out):
+    return zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+
+
+def run_weight(m, groups):
+    zb.stage_backward_weight(m.parameters(), groups)
+
+
+def weights_and_buffers(m):
+    return [*m.parameters(), *(w.grad for w in m.parameters()), *m.buffers()]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@kinds()
+def test_after_both_passes_all_is_gone(kind, device):
+    m = make(kind, device)
+    with no_collector():
+        with Watch() as watch:
+            x, out = forward(m, device)
+            dinputs, groups = run_input(m, x, out)
+            run_weight(m, groups)
+            del x, out, dinputs, groups
+        assert watch.storages
+        assert watch.alive(*weights_and_buffers(m)) == 0
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("device", DEVICES)
+@kinds()
+def test_after_both_passes_spent_groups_hold_no_memory(kind, device):
+    m = make(kind, device)
+    with no_collector():
+        with Watch() as watch:
+            x, out = forward(m, device)
+            _, groups = run_input(m, x, out)
+            run_weight(m, groups)
+            del x, out, _
+        assert watch.alive(*weights_and_buffers(m)) == 0
+        del groups
+
+
+@kinds()
+def test_after_both_passes_all_nodes_are_gone(kind):
+    m, marks = make(kind), []
+    with no_collector():
+        x, out = forward(m, marks=marks)
+        _, groups = run_input(m, x, out)
+        run_weight(m, groups)
+        del x, out, _, groups
+        assert len(marks) > 2
+        assert living(marks) == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@kinds()
+def test_input_pass_alone_and_groups_dropped(kind, device):
+    m = make(kind, device)
+    with no_collector():
+        with Watch() as watch:
+            x, out = forward(m, device)
+            dinputs, groups = run_input(m, x, out)
+            del x, out, dinputs
+            del groups
+        assert watch.alive(*m.parameters(), *m.buffers()) == 0
+
+
+@kinds()
+def test_input_pass_alone_and_groups_dropped_frees_all_nodes(kind):
+    m, marks = make(kind), []
+    with no_collector():
+        x, out = forward(m, marks=marks)
+        _, groups = run_input(m, x, out)
+        del x, out, _
+        del groups
+        assert living(marks) == 0
+
+
+@needs_zbpipe
+@kinds()
+def test_groups_dropped_frees_all_though_outputs_and_inputs_live(kind):
+    """Holding the outputs, as a send in flight does, keeps their own memory and no more."""
+    m = make(kind)
+    with no_collector():
+        with Watch() as watch:
+            x, out = forward(m)
+            _, groups = run_input(m, x, out)
+            del _, groups
+            x.grad = None
+        assert watch.alive(x, out, *m.parameters(), *m.buffers()) == 0
+
+
+@needs_zbpipe
+@kinds("convolution")
+def test_input_pass_frees_what_the_weight_pass_does_not_need(kind):
+    """`exp` and `sin` save tensors that no weight gradient reads."""
+    m = make(kind)
+    with no_collector():
+        x = torch.randn(4, 8, requires_grad=True)
+        saved = x.detach() * 1.0
+        y = x + 0.0
+        pre = StorageWeakRef(saved.untyped_storage())
+        shifted = y * saved  # `mul` saves `saved`; nothing in W reads it
+        out = m(shifted)
+        del shifted, y, saved
+        assert not pre.expired()
+        _, groups = run_input(m, x, out)
+        assert pre.expired()
+        run_weight(m, groups)
+
+
+class Planned(Exception):
+    pass
+
+
+def raise_planned(*_):
+    raise Planned
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@kinds(*(["view_output"] if ON_TORCH else []))
+@pytest.mark.parametrize("where", ["input", "output"])
+def test_exception_by_a_hook_in_the_input_pass(kind, where, device):
+    m, marks = make(kind, device), []
+    with no_collector():
+        with Watch() as watch:
+            x, out = forward(m, device, marks)
+            (x if where == "input" else out).register_hook(raise_planned)
+            with pytest.raises(RuntimeError, match="Failed to run stage backward input"):
+                run_input(m, x, out)
+            # the traceback, which pytest held, is gone
+            del x, out
+        assert watch.alive(*m.parameters(), *m.buffers()) == 0
+        assert living(marks) == 0
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("device", DEVICES)
+@kinds()
+def test_exception_by_a_hook_in_the_weight_pass(kind, device):
+    m, marks = make(kind, device), []
+    handles = [w.register_hook(raise_planned) for w in m.parameters()]
+    with no_collector():
+        with Watch() as watch:
+            x, out = forward(m, device, marks)
+            _, groups = run_input(m, x, out)
+            with pytest.raises((Planned, RuntimeError)):
+                run_weight(m, groups)
+            del x, out, _, groups
+        assert watch.alive(*weights_and_buffers(m)) == 0
+        assert living(marks) == 0
+    for handle in handles:
+        handle.remove()
+
+
+@needs_zbpipe
+@kinds()
+def test_refused_input_leaves_nothing(kind):
+    m, marks = make(kind), []
+    with no_collector():
+        with Watch() as watch:
+            x, out = forward(m, marks=marks)
+            with pytest.raises(ValueError, match="output_grads"):
+                zb.stage_backward_input([out], [torch.ones(1, 2, 3)], [x], m.parameters())
+            del x, out
+        assert watch.alive(*m.parameters(), *m.buffers()) == 0
+        assert living(marks) == 0
+
+
+def split_step(m):
+    x, out = forward(m)
+    _, groups = run_input(m, x, out)
+    run_weight(m, groups)
+
+
+def whole_step(m):
+    _, out = forward(m)
+    out.backward(torch.ones_like(out))
+
+
+def growth(m, step):
+    """What 200 steps leave behind, the collector off.
+
+    Python's blocks that no collector frees, objects in cycles, and tensors.
+    """
+    for _ in range(3):
+        step(m)
+    with no_collector():
+        blocks, tensors = sys.getallocatedblocks(), python_tensors()
+        for _ in range(200):
+            step(m)
+        tensors = python_tensors() - tensors
+        cycles = gc.collect()
+        return sys.getallocatedblocks() - blocks, cycles, tensors
+
+
+@needs_zbpipe
+@kinds()
+def test_many_microbatches_leave_no_more_than_ordinary_backwards(kind):
+    """References, Python objects and storages do not pile up."""
+    _, usual_cycles, _ = growth(make(kind), whole_step)
+    blocks, cycles, tensors = growth(make(kind), split_step)
+    assert tensors == 0
+    assert cycles <= usual_cycles
+    assert blocks < 150
+
+
+@needs_zbpipe
+@kinds()
+def test_groups_asked_for_their_fields_leave_nothing(kind):
+    m, marks = make(kind), []
+    with no_collector():
+        x, out = forward(m, marks=marks)
+        _, groups = run_input(m, x, out)
+        for group in groups:
+            repr(group)
+            fields = [list(group["params"]), list(group["intermediates"]), list(group["grads"])]
+            with contextlib.suppress(ValueError):  # a node that ran whole takes none
+                group["grads"] = group["grads"]
+        del x, out, _, groups, group, fields
+        assert living(marks) == 0
+
+
+def test_weights_and_output_gradients_have_no_more_references_than_before():
+    m = make("layers")
+    x, out = forward(m)
+    grad = torch.ones_like(out)
+    counted = [grad, *m.parameters()]
+    before = [sys.getrefcount(thing) for thing in counted]
+    _, groups = zb.stage_backward_input([out], [grad], [x], m.parameters())
+    zb.stage_backward_weight(m.parameters(), groups)
+    del groups, _
+    after = [sys.getrefcount(thing) for thing in counted]
+    assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
+
+
+def test_inputs_and_outputs_are_not_held_by_stage_backward():
+    m = make("layers")
+    with no_collector():
+        with Watch() as watch:
+            x, out = forward(m)
+            grads = zb.stage_backward((out, {"a": [out]}), (torch.ones_like(out), {"a": [torch.ones_like(out)]}), (x,))
+            del x, out, grads
+        assert watch.alive(*weights_and_buffers(m)) == 0
+
+
+@needs_zbpipe
+def test_input_pass_that_adds_main_grad_itself_leaves_nothing():
+    a = nn.Parameter(torch.randn(8, 8))
+    a.main_grad = torch.zeros(8, 8)
+    m = Stage(lambda m, x: Fused.apply(x.exp(), m.a, Quiet()).sin(), a=a)
+    with no_collector():
+        with Watch() as watch:
+            x, out = forward(m)
+            _, groups = run_input(m, x, out)
+            run_weight(m, groups)
+            del x, out, _, groups
+        assert watch.alive(a.main_grad, *weights_and_buffers(m)) == 0
+
+
+# The detectors themselves.
+
+
+def test_the_detector_sees_a_storage_that_is_held():
+    m = make("layers")
+    with Watch() as watch:
+        _, out = forward(m)
+    held = out.grad_fn
+    del out
+    assert watch.alive(*m.parameters()) > 0
+    del held
+    assert watch.alive(*m.parameters(), _) == 0
+
+
+def test_the_detector_sees_nodes_that_are_held():
+    marks = []
+    _, out = forward(make("layers"), marks=marks)
+    assert living(marks) == len(marks) > 2
+    del out
+    assert living(marks) == 0
+
+
+def leave_a_cycle():
+    with no_collector():
+        cycle = [torch.ones(2)]
+        cycle.append(cycle)
+        del cycle
+
+
+def test_the_detector_sees_a_tensor_in_a_cycle():
+    with pytest.raises(AssertionError, match=r"gc\.garbage"):
+        leave_a_cycle()
+
+
+def test_the_detector_sees_a_hook_that_holds_its_own_output():
+    """A cycle through a C++ node, which the collector cannot see."""
+    m, marks = make("layers"), []
+    with Watch() as watch:
+        x, out = forward(m, marks=marks)
+        handle = out.grad_fn.register_prehook(lambda grads, out=out: None)
+        del x, out
+    assert watch.alive(*m.parameters()) > 0
+    assert living(marks) > 0
+    handle.remove()

@@ -1,0 +1,408 @@
+"""patch(), unpatch(), patched(), zbpipe.auto and ZBPIPE_PATCH."""
+
+import importlib
+import importlib.util
+import logging
+import os
+import subprocess
+import sys
+import threading
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.pipelining._backward as backward
+import torch.distributed.pipelining._IR as IR
+import torch.distributed.pipelining.stage as stage
+
+import zbpipe
+from zbpipe import _functions
+
+patch_module = importlib.import_module("zbpipe.patch")
+ROOT = Path(__file__).parents[1]
+BACKWARD = "torch.distributed.pipelining._backward"
+NAMES = [name for name in patch_module.PARAMETERS if hasattr(backward, name)]
+
+
+def everything():
+    """What torch's modules hold under the names that patch() knows."""
+    return {(m.__name__, name): vars(m)[name] for m in (backward, stage, IR) for name in NAMES if name in vars(m)}
+
+
+@pytest.fixture(autouse=True)
+def torch_as_it_was():
+    zbpipe.unpatch()
+    before = everything()
+    yield
+    zbpipe.unpatch()
+    assert everything() == before
+
+
+@pytest.fixture
+def add_module(monkeypatch):
+    def add(name, module):
+        monkeypatch.setitem(sys.modules, name, module)
+        return module
+
+    return add
+
+
+def run(code, tmp_path, **environment):
+    """Run a script that is not zbpipe's, in its own process, and return what it printed and logged."""
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    path = os.pathsep.join(filter(None, [str(Path(zbpipe.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": path, "ZBPIPE_PATCH": "", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_every_place_is_rebound_and_restored():
+    before = everything()
+    zbpipe.patch()
+    assert zbpipe.is_patched()
+    after = everything()
+    assert after.keys() == before.keys()
+    for (_, name), function in after.items():
+        assert function is getattr(_functions, name)
+    zbpipe.unpatch()
+    assert not zbpipe.is_patched()
+    assert everything() == before
+
+
+def test_nothing_is_added_that_torch_lacks(monkeypatch):
+    monkeypatch.delattr(backward, "_autograd_grad_for_inputs", raising=False)
+    with zbpipe.patched():
+        assert not hasattr(backward, "_autograd_grad_for_inputs")
+        assert backward.stage_backward is _functions.stage_backward
+    assert not hasattr(backward, "_autograd_grad_for_inputs")
+
+
+def test_patching_twice_and_unpatching_twice_is_once():
+    before = everything()
+    zbpipe.patch()
+    zbpipe.patch()
+    zbpipe.unpatch()
+    assert everything() == before
+    zbpipe.unpatch()
+    assert everything() == before
+
+
+def test_modules_that_imported_by_name_follow(add_module):
+    user = add_module("a_users_module", types.ModuleType("a_users_module"))
+    user.sb, user.other = backward.stage_backward, 1
+    torchs = backward.stage_backward
+    with zbpipe.patched():
+        assert user.sb is _functions.stage_backward
+        assert user.other == 1
+    assert user.sb is torchs
+
+
+def test_zbpipes_own_modules_keep_torchs_functions(add_module):
+    module = add_module("zbpipe.a_helper", types.ModuleType("zbpipe.a_helper"))
+    module.oracle = torchs = backward.stage_backward
+    with zbpipe.patched():
+        assert module.oracle is torchs
+
+
+def test_odd_modules_are_survived(add_module):
+    class Lazy(types.ModuleType):
+        def __getattr__(self, name):
+            raise AssertionError(f"woke a lazy module for {name}")
+
+    class Grumpy:
+        def __eq__(self, other):
+            raise AssertionError("compared")
+
+        __hash__ = None
+
+    class Slots:
+        __slots__ = ()
+
+    lazy = add_module("a_lazy_module", Lazy("a_lazy_module"))
+    lazy.grumpy = Grumpy()
+    add_module("a_none", None)
+    add_module("a_slotted_thing", Slots())
+    add_module("a_number", 7)
+    spec = importlib.util.find_spec("this")
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    late = add_module("a_late_module", importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(late)
+    with zbpipe.patched():
+        pass
+    assert object.__getattribute__(late, "__class__") is not types.ModuleType, "the lazy module was loaded"
+
+
+def test_nested_blocks_restore_at_the_end_of_the_outermost():
+    before = everything()
+    with zbpipe.patched():
+        with zbpipe.patched():
+            assert zbpipe.is_patched()
+        assert zbpipe.is_patched()
+    assert not zbpipe.is_patched()
+    assert everything() == before
+
+
+def test_unpatch_inside_a_block_restores_and_the_end_of_the_block_is_quiet():
+    before = everything()
+    with zbpipe.patched():
+        zbpipe.unpatch()
+        assert everything() == before
+    assert everything() == before
+
+
+def test_unpatch_in_an_inner_block_holds_for_that_block():
+    with zbpipe.patched():
+        with zbpipe.patched():
+            zbpipe.unpatch()
+        assert zbpipe.is_patched()
+    assert not zbpipe.is_patched()
+
+
+def test_a_block_leaves_an_earlier_patch_in_force():
+    zbpipe.patch()
+    with zbpipe.patched():
+        pass
+    assert zbpipe.is_patched()
+
+
+def test_a_block_restores_after_an_exception():
+    with pytest.raises(KeyError), zbpipe.patched():
+        raise KeyError
+    assert not zbpipe.is_patched()
+
+
+def test_overlapping_blocks_in_threads_stay_patched_until_the_last_ends():
+    entered, leave, seen = threading.Event(), threading.Event(), []
+
+    def longer():
+        with zbpipe.patched():
+            entered.set()
+            leave.wait(30)
+            seen.append(zbpipe.is_patched())
+
+    with zbpipe.patched():
+        thread = threading.Thread(target=longer)
+        thread.start()
+        assert entered.wait(30)
+    assert zbpipe.is_patched()
+    leave.set()
+    thread.join()
+    assert seen == [True]
+    assert not zbpipe.is_patched()
+
+
+def test_many_threads():
+    before = everything()
+
+    def work():
+        for _ in range(5):
+            with zbpipe.patched():
+                if stage.stage_backward is not _functions.stage_backward:
+                    failures.append("torch's function inside a block")
+
+    failures = []
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert everything() == before
+
+
+def test_a_place_that_somebody_rebound_meanwhile_is_left_and_named(caplog):
+    torchs = stage.stage_backward
+    zbpipe.patch()
+    stage.stage_backward = somebodys = lambda: None
+    try:
+        with caplog.at_level(logging.INFO, "zbpipe"):
+            zbpipe.unpatch()
+        assert stage.stage_backward is somebodys
+        assert backward.stage_backward is torchs
+        (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+        assert "torch.distributed.pipelining.stage.stage_backward" in warning.getMessage()
+    finally:
+        stage.stage_backward = torchs
+
+
+def test_a_place_that_somebody_deleted_meanwhile_is_left(caplog):
+    torchs = stage.stage_backward
+    zbpipe.patch()
+    del stage.stage_backward
+    try:
+        zbpipe.unpatch()
+        assert not hasattr(stage, "stage_backward")
+    finally:
+        stage.stage_backward = torchs
+
+
+def test_a_place_that_somebody_rebound_before_is_left_and_named(caplog):
+    torchs = stage.stage_backward
+    stage.stage_backward = somebodys = lambda: None
+    try:
+        with caplog.at_level(logging.INFO, "zbpipe"), zbpipe.patched():
+            assert stage.stage_backward is somebodys
+        assert any(
+            "rebound by somebody else" in message and "stage.stage_backward" in message for message in caplog.messages
+        )
+        assert stage.stage_backward is somebodys
+    finally:
+        stage.stage_backward = torchs
+
+
+def test_a_module_of_torch_that_is_loaded_while_patched_is_restored(add_module):
+    torchs = backward.stage_backward
+    with zbpipe.patched():
+        late = add_module("torch.a_late_module", types.ModuleType("torch.a_late_module"))
+        late.stage_backward = backward.stage_backward
+    assert late.stage_backward is torchs
+
+
+def test_one_line_names_every_place(caplog):
+    with caplog.at_level(logging.INFO, "zbpipe"):
+        zbpipe.patch()
+        zbpipe.patch()
+    (record,) = caplog.records
+    assert record.name == "zbpipe"
+    assert record.levelno == logging.INFO
+    for module, name in everything():
+        assert f"{module}.{name}" in record.getMessage()
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "1.13.0+cu117", "unknown"])
+def test_an_old_torch_is_refused(monkeypatch, version):
+    monkeypatch.setattr(torch, "__version__", version)
+    with pytest.raises(RuntimeError, match=rf"cannot patch torch {version.split('+')[0]}.*needs torch 2\.11 or newer"):
+        zbpipe.patch()
+    assert not zbpipe.is_patched()
+
+
+def test_a_torch_without_distributed_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match=r"built without torch\.distributed"):
+        zbpipe.patch()
+
+
+def test_a_torch_without_the_module_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, BACKWARD, None)
+    with pytest.raises(RuntimeError, match=r"has no module torch\.distributed\.pipelining\._backward"):
+        zbpipe.patch()
+
+
+def test_every_difference_is_listed_and_nothing_changed(monkeypatch):
+    def stranger():
+        pass
+
+    stranger.__module__ = BACKWARD
+    monkeypatch.delattr(backward, "reverse_closure")
+    monkeypatch.setattr(backward, "stage_backward", lambda stage_output, grads: None)
+    monkeypatch.setattr(stage, "stage_backward_all", stranger, raising=False)
+    before = everything()
+    with pytest.raises(RuntimeError) as caught:
+        zbpipe.patch()
+    message = str(caught.value)
+    assert "reverse_closure is missing" in message
+    assert "stage_backward takes (stage_output, grads) where zbpipe knows (stage_output, output_grads," in message
+    assert "torch.distributed.pipelining.stage uses stranger, which zbpipe does not know" in message
+    assert everything() == before
+    with pytest.raises(RuntimeError), zbpipe.patched():
+        pytest.fail("the block ran")
+    assert everything() == before
+
+
+def test_zbpipes_functions_take_what_torchs_take():
+    for name in NAMES:
+        assert patch_module._parameters(getattr(_functions, name)) == patch_module.PARAMETERS[name]
+
+
+def test_importing_zbpipe_changes_nothing(tmp_path):
+    done = run(
+        "import torch.distributed.pipelining.stage as stage\n"
+        "before = stage.stage_backward\n"
+        "import zbpipe\n"
+        "assert stage.stage_backward is before and not zbpipe.is_patched()",
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout + done.stderr == ""
+
+
+def test_auto_patches_and_torch_logs_shows_it(tmp_path):
+    done = run("import zbpipe.auto\nprint(zbpipe.is_patched())", tmp_path, TORCH_LOGS="+zbpipe")
+    assert done.stdout == "True\n", done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "patched" in line]
+    assert "torch.distributed.pipelining.stage.stage_backward," in line
+
+
+HOOKED = f"""
+import sys
+sys.path.insert(0, {str(ROOT / "hook")!r})
+import _zbpipe_hook
+_zbpipe_hook.install()
+assert not {{"torch", "zbpipe", "zbpipe.patch"}} & sys.modules.keys()
+"""
+SHOW = "\nprint(sys.modules['torch.distributed.pipelining.stage'].stage_backward.__module__)"
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "from torch.distributed.pipelining._backward import stage_backward\n"
+        "print(stage_backward.__module__)\nimport zbpipe, inspect\n"
+        "import torch.distributed.pipelining as p\nassert inspect.getsource(p) and p.__spec__.loader is p.__loader__\n"
+        "assert not [f for f in sys.meta_path if 'hook' in type(f).__module__]",
+        "import torch\nimport zbpipe.auto\nimport torch.distributed.pipelining",
+        "import threading\nt = threading.Thread(target=__import__, args=('torch.distributed.pipelining',))\n"
+        "t.start()\nimport zbpipe\nt.join()",
+    ],
+    ids=["script", "zbpipe first", "two threads"],
+)
+def test_the_variable_patches_a_script_that_never_heard_of_zbpipe(tmp_path, imports):
+    done = run(HOOKED + imports + SHOW, tmp_path, ZBPIPE_PATCH="1")
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.split()) == {"zbpipe._functions"}
+
+
+@pytest.fixture
+def hook(monkeypatch):
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    spec = importlib.util.spec_from_file_location("_zbpipe_hook", ROOT / "hook" / "_zbpipe_hook.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(("value", "finders"), [("", 0), ("0", 0), ("false", 0), (" No ", 0), ("1", 1), ("True", 1)])
+def test_off_is_off_and_on_is_on_once(hook, monkeypatch, value, finders):
+    monkeypatch.setenv("ZBPIPE_PATCH", value)
+    hook.install()
+    hook.install()
+    assert sum(isinstance(finder, hook.Finder) for finder in sys.meta_path) == finders
+
+
+def test_the_variable_unset_is_off(hook, monkeypatch):
+    monkeypatch.delenv("ZBPIPE_PATCH", raising=False)
+    hook.install()
+    assert not any(isinstance(finder, hook.Finder) for finder in sys.meta_path)
+
+
+def test_any_other_value_is_refused_where_it_matters(tmp_path):
+    done = run(HOOKED + "print('runs')\nimport torch.distributed.pipelining", tmp_path, ZBPIPE_PATCH="maybe")
+    assert done.stdout == "runs\n"
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        "RuntimeError: ZBPIPE_PATCH is 'maybe': set it to 1 to patch torch.distributed.pipelining, or to 0 not to."
+    )
+
+
+def test_a_zbpipe_that_cannot_patch_stops_the_import(tmp_path):
+    code = "import torch\ntorch.__version__ = '2.10.0'\nimport torch.distributed.pipelining"
+    done = run(HOOKED + code, tmp_path, ZBPIPE_PATCH="yes")
+    assert done.returncode == 1
+    assert "ImportError: zbpipe was built with torch" in done.stderr.splitlines()[-1]

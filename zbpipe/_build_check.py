@@ -1,0 +1,65 @@
+"""Compares what zbpipe._C was built with to what runs now, before the library is loaded.
+
+A library that was built against another torch fails with `undefined symbol`, or worse; this fails with a sentence.
+"""
+
+import importlib
+import importlib.util
+import sys
+import sysconfig
+from pathlib import Path
+
+from zbpipe._version import __version__
+
+MEND = "pip install --force-reinstall --no-cache-dir --no-deps --no-build-isolation ."
+
+
+def check() -> None:
+    """Return if zbpipe._C can be loaded by this Python and this torch.
+
+    Raises ImportError, with both sides and the command that mends it, if torch is not installed, if the extension was
+    never built, or if it was built with another Python, zbpipe or torch (version, git revision or C++ ABI).
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise ImportError(
+            f"zbpipe needs torch, and the Python at {sys.executable} has none: install torch 2.11 or newer, "
+            f"then build zbpipe against it: in zbpipe's source tree, run `{MEND}`."
+        )
+    try:
+        info = importlib.import_module("zbpipe._build_info")
+    except ModuleNotFoundError:
+        raise ImportError(
+            f"zbpipe was never built in {Path(__file__).parent}, its compiled part zbpipe._C is not there: "
+            f"in zbpipe's source tree, run `{MEND}`."
+        ) from None
+
+    suffix = str(sysconfig.get_config_var("EXT_SUFFIX"))
+    _compare(
+        "Python", f"{info.python_cache_tag} ({info.python_ext_suffix})", f"{sys.implementation.cache_tag} ({suffix})"
+    )
+    _compare("zbpipe", info.zbpipe_version, __version__)
+    if importlib.util.find_spec("zbpipe._C") is None:
+        raise ImportError(
+            f"zbpipe's compiled part zbpipe._C is gone from {Path(__file__).parent}: "
+            f"in zbpipe's source tree, run `{MEND}`."
+        )
+
+    import torch
+
+    _compare(
+        "torch",
+        _torch_words(info.torch_version, info.torch_git_version, info.torch_cxx11_abi),
+        _torch_words(torch.__version__, torch.version.git_version, torch._C._GLIBCXX_USE_CXX11_ABI),
+    )
+
+
+def _torch_words(version: str, revision: str | None, cxx11_abi: bool) -> str:
+    return f"{version} (git {str(revision)[:12]}, C++11 ABI {int(cxx11_abi)})"
+
+
+def _compare(what: str, built: str, now: str) -> None:
+    if built != now:
+        raise ImportError(
+            f"zbpipe was built with {what} {built}, but this process has {what} {now}: "
+            f"build it again: in zbpipe's source tree, run `{MEND}`."
+        )

@@ -1,0 +1,123 @@
+"""The picture: loss curves, what one step holds in memory, and bars of time and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+from .config import SCHEDULES, Config
+from .report import Result, pairs
+
+COLOURS = {"torch": "#c4622d", "zbpipe": "#1f6f8b"}
+INK = "#33373d"
+
+STYLE: dict[Any, Any] = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#9aa0a8",
+    "axes.labelcolor": INK,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.grid": True,
+    "grid.color": "#e6e8eb",
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+}
+
+
+def draw(results: Sequence[Result], config: Config) -> None:
+    """Writes the picture to ``config.out``. A side that failed is left out of its panels."""
+    couples = pairs(results)
+    with plt.rc_context(STYLE):
+        figure = plt.figure(figsize=(13, 10.5), layout="constrained", dpi=120)
+        figure.suptitle(
+            f"Pipeline training on torch's own split backward and on zbpipe: {config.ranks} processes, "
+            f"{config.num_stages} stages, {config.microbatches} microbatches",
+            fontsize=13,
+            fontweight="bold",
+        )
+        (upper,), (lower,) = figure.subfigures(2, 1, squeeze=False, height_ratios=[2, 1], hspace=0.03)
+        panels = upper.subplots(2, len(couples), squeeze=False, sharey="row")
+        for column, couple in enumerate(couples):
+            _losses(panels[0][column], couple)
+            _timeline(panels[1][column], couple)
+        highest = max((memory.peak for result in results for memory in result.memory), default=0)
+        panels[1][0].set_ylim(0, highest / 1e6 * 1.06 or 1)
+        panels[0][0].set_ylabel("loss, nats per byte")
+        panels[1][0].set_ylabel("live bytes in one step, MB")
+        bars = lower.subplots(1, 4)
+        _bars(bars[0], couples, "Step time, ms", lambda r: f"{r.seconds * 1e3:.0f}", lambda r: r.seconds * 1e3)
+        _bars(bars[1], couples, "CPU time, ms", lambda r: f"{r.cpu_seconds * 1e3:.0f}", lambda r: r.cpu_seconds * 1e3)
+        _bars(bars[2], couples, "Held from I to W, MB", lambda r: f"{r.held / 1e6:.3g}", lambda r: r.held / 1e6)
+        _bars(bars[3], couples, "Peak, MB", lambda r: f"{r.peak / 1e6:.3g}", lambda r: r.peak / 1e6)
+        figure.savefig(config.out, format="png")
+        plt.close(figure)
+
+
+def _losses(axes: Axes, couple: Sequence[Result]) -> None:
+    """Both curves; torch's is broad, so that zbpipe's shows on top where they agree."""
+    look: dict[str, dict[str, Any]] = {
+        "torch": {"lw": 5.0, "alpha": 0.45},
+        "zbpipe": {"lw": 1.6, "marker": "o", "ms": 3.0},
+    }
+    for result in couple:
+        if result.error is None:
+            steps = range(1, len(result.losses) + 1)
+            axes.plot(steps, result.losses, color=COLOURS[result.side], label=result.side, **look[result.side])
+    axes.set_title(f"{SCHEDULES[couple[0].schedule].label}: loss")
+    axes.set_xlabel("step")
+    axes.legend()
+
+
+def _timeline(axes: Axes, couple: Sequence[Result]) -> None:
+    """Live bytes over the actions of one step, on the rank where torch (or what ran) has the highest peak."""
+    shown = [result for result in couple if result.error is None]
+    if not shown:
+        return
+    rank = max(range(len(shown[0].memory)), key=lambda r: shown[0].memory[r].peak)
+    for result in shown:
+        memory = result.memory[rank]
+        megabytes = [level / 1e6 for level in memory.live]
+        axes.plot(memory.position, megabytes, color=COLOURS[result.side], lw=1.4, label=result.side)
+        axes.fill_between(memory.position, megabytes, color=COLOURS[result.side], alpha=0.15, lw=0)
+    kinds = shown[0].memory[rank].kinds
+    axes.set_xlim(0, len(kinds))
+    axes.set_xticks([i + 0.5 for i in range(len(kinds))], kinds, fontsize=6.5)
+    axes.tick_params(axis="x", length=0)
+    axes.grid(axis="x", visible=False)
+    axes.set_title(f"{SCHEDULES[couple[0].schedule].label}: memory on rank {rank}")
+    axes.set_xlabel("the rank's actions in order (F forward, B whole backward, I, W)")
+    axes.legend(loc="lower center", ncols=2)
+
+
+def _bars(
+    axes: Axes,
+    couples: Sequence[Sequence[Result]],
+    title: str,
+    caption: Callable[[Result], str],
+    value: Callable[[Result], float],
+) -> None:
+    for number, couple in enumerate(couples):
+        for offset, result in zip((-0.2, 0.2), couple, strict=True):
+            if result.error is None:
+                bar = axes.bar(number + offset, value(result), 0.36, color=COLOURS[result.side])
+                axes.bar_label(bar, [caption(result)], padding=2, fontsize=8)
+            else:
+                axes.text(number + offset, 0, "failed", ha="center", va="bottom", rotation=90, fontsize=8)
+    axes.set_xticks(range(len(couples)), [SCHEDULES[c[0].schedule].label.replace(" ", "\n") for c in couples])
+    axes.grid(axis="x", visible=False)
+    axes.tick_params(axis="x", length=0)
+    axes.margins(y=0.15)
+    axes.set_title(title)

@@ -1,0 +1,256 @@
+"""Puts zbpipe's functions in the place of torch.distributed.pipelining's own, and takes them out again.
+
+Each patching logs one line, at INFO on the logger `zbpipe`, that names every place; `TORCH_LOGS=+zbpipe` in the
+environment shows it, as does `logging.getLogger("zbpipe").setLevel(logging.INFO)` beside a handler.
+
+What was captured elsewhere than in a module's namespace before patching (a default argument, a `functools.partial`,
+the graph of a traced `Pipe`) keeps torch's function, which goes on working.
+
+For scripts that nobody wants to edit there is `ZBPIPE_PATCH=1` in the environment: a hook that is installed beside
+zbpipe patches as soon as the script, or a process that it starts, imports torch.distributed.pipelining.
+"""
+
+import contextlib
+import importlib
+import inspect
+import logging
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
+
+logger = logging.getLogger("zbpipe")
+
+PIPELINING = "torch.distributed.pipelining"
+BACKWARD = f"{PIPELINING}._backward"
+IMPORTERS = (f"{PIPELINING}.stage", f"{PIPELINING}._IR")
+OLDEST_TORCH = (2, 11)
+
+PARAMETERS = {
+    "stage_backward": ("stage_output", "output_grads", "input_values", "outputs_with_grads_idxs"),
+    "stage_backward_input": ("stage_outputs_or_loss", "output_grads", "input_values", "weights"),
+    "stage_backward_weight": ("weights", "param_groups", "retain_graph"),
+    "_get_grad_fn_or_grad_acc": ("t",),
+    "construct_reverse_graph": ("roots",),
+    "reverse_closure": ("roots", "target_nodes", "reverse_edges_dict"),
+    "get_param_groups": ("inputs", "params", "reverse_edges_dict"),
+    "_autograd_grad_for_inputs": ("outputs", "inputs", "grad_outputs", "retain_graph", "allow_unused"),
+    "_null_coalesce_accumulate": ("lhs", "rhs"),
+}
+ABSENT_IN_OLD_TORCH = {"_autograd_grad_for_inputs"}
+
+_Function = Callable[..., Any]
+
+
+class _Place(NamedTuple):
+    """A name in a module's namespace, what it held before patching and what it holds since."""
+
+    module: str
+    name: str
+    namespace: dict[str, Any]
+    original: _Function
+    replacement: _Function
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+class _State:
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.places: list[_Place] = []
+        self.open_contexts = 0
+        self.patched_before_contexts = False
+
+
+_state = _State()
+
+
+def patch() -> None:
+    """Rebind every place in torch, and in modules that imported from it by name, to zbpipe's functions.
+
+    Does nothing when torch is patched already. Raises RuntimeError, and changes nothing, if this torch is not one
+    that zbpipe knows: older than 2.11, built without torch.distributed, or with functions that are missing, new, or
+    take other parameters.
+    """
+    modules = _import()
+    with _state.lock:
+        _rebind(modules)
+
+
+def unpatch() -> None:
+    """Restore what patch() replaced; do nothing when torch is not patched.
+
+    A place that somebody else rebound meanwhile is left as it is and named in a warning. A module of torch that took
+    zbpipe's functions over while they were in place gets torch's; other modules keep what they imported.
+    """
+    with _state.lock:
+        if not _state.places:
+            return
+        rebound = []
+        for place in _state.places:
+            if place.namespace.get(place.name) is place.replacement:
+                place.namespace[place.name] = place.original
+            else:
+                rebound.append(place)
+        originals = {place.replacement: place.original for place in _state.places}
+        for module, namespace in _namespaces():
+            if module.split(".")[0] == "torch":
+                for name, value in list(namespace.items()):
+                    for replacement, original in originals.items():
+                        if value is replacement:
+                            namespace[name] = original
+        restored = [place for place in _state.places if place not in rebound]
+        _state.places = []
+        logger.info("unpatched %s", ", ".join(map(str, restored)))
+        if rebound:
+            logger.warning("not restored, because rebound since patching: %s", ", ".join(map(str, rebound)))
+
+
+def is_patched() -> bool:
+    """Tell whether patch() is in force."""
+    return bool(_state.places)
+
+
+@contextlib.contextmanager
+def patched() -> Iterator[None]:
+    """Patch for the length of a `with` block, then go back to how things were before it.
+
+    Blocks may nest, and may overlap in several threads: patching is for the process, and the last block to end
+    restores. Raises what patch() raises.
+    """
+    modules = _import()
+    with _state.lock:
+        before = is_patched()
+        _rebind(modules)
+        if _state.open_contexts == 0:
+            _state.patched_before_contexts = before
+        _state.open_contexts += 1
+    try:
+        yield
+    finally:
+        with _state.lock:
+            _state.open_contexts -= 1
+            if _state.open_contexts or _state.patched_before_contexts:
+                _rebind(modules)
+            else:
+                unpatch()
+
+
+class _Modules(NamedTuple):
+    backward: ModuleType
+    importers: list[ModuleType]
+    replacements: ModuleType
+
+
+def _import() -> _Modules:
+    """Return the modules of torch and of zbpipe that patching needs.
+
+    Nobody may hold the lock here: who waits for it may be in the middle of importing one of these modules.
+    Raises RuntimeError if this torch is too old, or has no pipelining.
+    """
+    import torch
+
+    numbers = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    if numbers is None or (int(numbers[1]), int(numbers[2])) < OLDEST_TORCH:
+        raise RuntimeError(f"zbpipe cannot patch torch {torch.__version__}: it needs torch 2.11 or newer.")
+    if not torch.distributed.is_available():
+        raise RuntimeError(f"zbpipe cannot patch torch {torch.__version__}: it was built without torch.distributed.")
+    try:
+        backward = importlib.import_module(BACKWARD)
+        importers = [importlib.import_module(name) for name in IMPORTERS]
+    except ImportError as error:
+        raise RuntimeError(f"zbpipe cannot patch torch {torch.__version__}: it has no module {error.name}.") from error
+    return _Modules(backward, importers, importlib.import_module("zbpipe._functions"))
+
+
+def _rebind(modules: _Modules) -> None:
+    """Do patch()'s work, with the lock held."""
+    if _state.places:
+        return
+    originals = _originals(modules)
+    places = list(_find(originals, {name: getattr(modules.replacements, name) for name in originals}))
+    for place in places:
+        place.namespace[place.name] = place.replacement
+    _state.places = places
+    _warn_of_strangers(modules, places)
+    logger.info("patched %s", ", ".join(map(str, places)))
+
+
+def _originals(modules: _Modules) -> dict[str, _Function]:
+    """Return torch's functions by name.
+
+    Raises RuntimeError that lists every difference between this torch's functions and those that zbpipe knows.
+    """
+    originals, differences = {}, []
+    for name, known in PARAMETERS.items():
+        function = vars(modules.backward).get(name)
+        if function is None:
+            if name not in ABSENT_IN_OLD_TORCH:
+                differences.append(f"{name} is missing")
+            continue
+        parameters = _parameters(function)
+        if parameters != known:
+            differences.append(f"{name} takes {_listed(parameters)} where zbpipe knows {_listed(known)}")
+        originals[name] = function
+    for module in modules.importers:
+        for value in vars(module).values():
+            if inspect.isfunction(value) and value.__module__ == BACKWARD and value.__name__ not in PARAMETERS:
+                differences.append(f"{module.__name__} uses {value.__name__}, which zbpipe does not know")
+    if differences:
+        raise RuntimeError(
+            f"zbpipe cannot patch this torch, whose {BACKWARD} it does not know: {'; '.join(differences)}; "
+            "use a torch that zbpipe knows, or a newer zbpipe."
+        )
+    return originals
+
+
+def _parameters(function: _Function) -> tuple[str, ...]:
+    try:
+        return tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return ("?",)
+
+
+def _listed(parameters: Iterable[str]) -> str:
+    return f"({', '.join(parameters)})"
+
+
+def _namespaces() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name and the namespace of each loaded module but zbpipe's own, without waking lazy ones."""
+    seen = set()
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] == "zbpipe" or module is None:
+            continue
+        try:
+            namespace = object.__getattribute__(module, "__dict__")
+        except AttributeError:
+            continue
+        if isinstance(namespace, dict) and id(namespace) not in seen:
+            seen.add(id(namespace))
+            yield name, namespace
+
+
+def _find(originals: dict[str, _Function], replacements: dict[str, _Function]) -> Iterator[_Place]:
+    """Yield every place that holds one of `originals`, under whatever name."""
+    names = {id(function): name for name, function in originals.items()}
+    for module, namespace in _namespaces():
+        for attribute, value in list(namespace.items()):
+            name = names.get(id(value))
+            if name is not None:
+                yield _Place(module, attribute, namespace, value, replacements[name])
+
+
+def _warn_of_strangers(modules: _Modules, places: list[_Place]) -> None:
+    """Warn of names in torch's pipelining modules that somebody else rebound before us, and that we leave alone."""
+    ours = {id(place.replacement) for place in places}
+    strangers = [
+        f"{module.__name__}.{name}"
+        for module in modules.importers
+        for name in PARAMETERS
+        if name in vars(module) and id(vars(module)[name]) not in ours
+    ]
+    if strangers:
+        logger.warning("not patched, because rebound by somebody else: %s", ", ".join(strangers))
