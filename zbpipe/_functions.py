@@ -102,6 +102,7 @@ def stage_backward(
         Per input its gradient or None. The inputs' ``.grad`` is None afterwards.
 
     Raises:
+        AssertionError: a GradientEdge came without an output gradient.
         RuntimeError: structures that do not match, or a backward that failed; the original error
             is the cause.
     """
@@ -112,9 +113,15 @@ def stage_backward(
     try:
         roots, root_grads = _flatten(stage_output, output_grads)
         torch.autograd.backward(roots, grad_tensors=root_grads)
+    except _EdgeWithoutGradient:
+        raise
     except Exception as error:
         raise _failed("stage backward", stage_output, output_grads, inputs) from error
     return tuple(_take_grad(value) for value in inputs)
+
+
+class _EdgeWithoutGradient(AssertionError):
+    """Refused before anything ran, hence not wrapped as a failed backward."""
 
 
 def _take_grad(value: Any) -> torch.Tensor | None:
@@ -135,7 +142,7 @@ def _flatten(output: Any, grad: Any) -> tuple[list[Any], list[torch.Tensor | Non
         output, grad = pending.pop()
         if isinstance(output, GradientEdge):
             if not isinstance(grad, torch.Tensor):
-                raise AssertionError(
+                raise _EdgeWithoutGradient(
                     f"a GradientEdge requires output gradients: it requires a gradient but got {type(grad)}"
                 )
         elif isinstance(output, torch.Tensor):

@@ -263,6 +263,9 @@ InputPassResult Split::hand_over() {
     }
   }
   for (const at::Tensor& output : args_.outputs) {
+    if (output.is_leaf()) {
+      continue;  // listed twice
+    }
     const int32_t g = walk_.group_that_reads(*output.grad_fn());
     if (g < 0) {
       detach_output(output);

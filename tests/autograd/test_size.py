@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -181,28 +180,6 @@ def test_operations_of_both_passes_grow_linearly_with_the_number_of_blocks():
     (in4, wt4), (in16, wt16) = split_activity(4), split_activity(16)
     for few, many in zip((*in4, *wt4), (*in16, *wt16), strict=True):
         assert many <= 4 * few + 8
-
-
-def processor_time_of_weight_pass(layers):
-    """The best of five, of a chain of scales: the walk over the graph is most of it."""
-    x = torch.ones(2, requires_grad=True)
-    weights = [torch.ones(2, requires_grad=True) for _ in range(layers)]
-    times = []
-    for _ in range(5):
-        y = x
-        for w in weights:
-            y = (y * w).neg()
-        _, groups = zb.stage_backward_input([y], [torch.ones(2)], [x], weights)
-        started = time.process_time()
-        zb.stage_backward_weight(weights, groups)
-        times.append(time.process_time() - started)
-    return min(times)
-
-
-@wrong_on_torch("W walks the whole graph below each group: 16 times the time for 4 times the layers")
-def test_time_of_the_weight_pass_is_not_quadratic_in_depth():
-    processor_time_of_weight_pass(50)
-    assert processor_time_of_weight_pass(1600) < 9 * processor_time_of_weight_pass(400)
 
 
 @needs_zbpipe
