@@ -8,6 +8,8 @@ namespace zbp {
 
 namespace {
 
+using WatchedList = c10::ArrayRef<Watched>;
+
 bool has_version(const at::Tensor& tensor) {
   return tensor.defined() && !tensor.is_inference();
 }
@@ -32,8 +34,8 @@ const Watched* Group::find_modified() const {
     if (task.other.was_modified()) {
       return &task.other;
     }
-    for (const auto* list : {&task.output_grads, &task.kept}) {
-      for (const Watched& watched : *list) {
+    for (const WatchedList list : {WatchedList(task.output_grads), WatchedList(task.kept)}) {
+      for (const Watched& watched : list) {
         if (watched.was_modified()) {
           return &watched;
         }
@@ -54,8 +56,8 @@ size_t Group::bytes_held() const {
   };
   for (const Task& task : tasks) {
     add(task.other.tensor());
-    for (const auto* list : {&task.output_grads, &task.kept}) {
-      for (const Watched& watched : *list) {
+    for (const WatchedList list : {WatchedList(task.output_grads), WatchedList(task.kept)}) {
+      for (const Watched& watched : list) {
         add(watched.tensor());
       }
     }

@@ -16,11 +16,14 @@
 #include <vector>
 
 #include <c10/core/Stream.h>
+#include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include "shim/compat.h"
 
 namespace zbp {
+
+using c10::SmallVector;
 
 /// A tensor that W will read, and the version that it had when I kept it.
 class Watched {
@@ -62,13 +65,13 @@ struct Task {
       true;                  // with other output gradients; not a whole node that had saved tensors
   uint32_t input_nr = 0;     // root: which input of `node` the output gradient belongs to
   uint64_t sequence_nr = 0;  // W runs tasks in the order of an ordinary backward
-  std::vector<Face> face;
+  SmallVector<Face, 2> face;
 
   Watched other;                // product: the matrix that is multiplied with the output gradient
   uint32_t matrix_slot = 0;     // product: the edge of the weight matrix
   bool weight_is_left = false;  // product: the weight is the left factor
-  std::vector<Watched> output_grads;  // product, deferred: per input of the node; root: one
-  std::vector<Watched> kept;          // whole: per face
+  SmallVector<Watched, 1> output_grads;  // product, deferred: per input of the node; root: one
+  SmallVector<Watched, 2> kept;          // whole: per face
 
   std::optional<torch::autograd::InputMetadata> place;  // device and stream, when not the CPU
 };
@@ -99,8 +102,8 @@ struct Group {
 
   State state = State::input_done;
   bool failed = false;  // a W raised before the group was complete
-  std::vector<Task> tasks;
-  std::vector<Weight> weights;
+  SmallVector<Task, 1> tasks;
+  SmallVector<Weight, 2> weights;
   std::vector<OutsideEdge> outside;
   std::atomic<size_t> missing{0};  // weights that a running W has still to add
   // Stage outputs that W's nodes may have saved: they can be detached only after W.

@@ -35,6 +35,8 @@ class Split {
   void redirect(const zbp_edge& edge);
   Edge detour(const Edge& edge, uint32_t target);
   void add_root(const Edge& root, const at::Tensor& grad);
+  void retire_split_nodes();
+  void detach_outputs();
   variable_list input_grads() const;
 
   const InputPassArgs& args_;
@@ -216,11 +218,15 @@ void let_go_of_closure(Task& task) {
     task.node = nullptr;
     return;
   }
-  edge_list faces(task.node->next_edges().size());
-  for (const Face& face : task.face) {
-    faces[face.slot] = face.edge;
+  edge_list& edges = task.node->next_edges();
+  size_t f = 0;
+  for (size_t slot = 0; slot < edges.size(); ++slot) {
+    if (f < task.face.size() && task.face[f].slot == slot) {
+      ++f;  // the faces are in the order of their slots
+    } else {
+      edges[slot] = Edge();
+    }
   }
-  task.node->next_edges() = std::move(faces);
   task.node->retains_grad_hooks().clear();
   task.node->tensor_pre_hooks().clear();
   task.node->pre_hooks().clear();
@@ -244,37 +250,43 @@ void part_from(const variable_list& input_grads, Task& task) {
 }
 
 InputPassResult Split::hand_over() {
-  cuts_.undo();
-  detours_.commit();
   InputPassResult result;
   result.input_grads = input_grads();
   for (const GroupPtr& group : groups_) {
     join_streams(*group);
     for (Task& task : group->tasks) {
-      if (task.kind != Kind::root) {
-        let_go_of_closure(task);
-        part_from(result.input_grads, task);
-      }
+      part_from(result.input_grads, task);
     }
   }
+  cuts_.undo();
+  detours_.commit();
+  retire_split_nodes();
+  detach_outputs();
+  result.groups = std::move(groups_);
+  return result;
+}
+
+void Split::retire_split_nodes() {
   for (const auto& stand_in : stand_in_) {
     if (stand_in) {
+      let_go_of_closure(stand_in->task());
       stand_in->retire();
     }
   }
+}
+
+void Split::detach_outputs() {
   for (const at::Tensor& output : args_.outputs) {
     if (output.is_leaf()) {
       continue;  // listed twice
     }
-    const int32_t g = walk_.group_that_reads(*output.grad_fn());
-    if (g < 0) {
+    const int32_t reader = walk_.group_that_reads(*output.grad_fn());
+    if (reader < 0) {
       detach_output(output);
     } else {
-      groups_[g]->outputs.emplace_back(output.getIntrusivePtr());
+      groups_[reader]->outputs.emplace_back(output.getIntrusivePtr());
     }
   }
-  result.groups = std::move(groups_);
-  return result;
 }
 
 variable_list Split::input_grads() const {

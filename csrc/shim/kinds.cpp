@@ -69,7 +69,7 @@ void become_deferred(Task& task) {
   }
 }
 
-const Face* face_at(const std::vector<Face>& face, uint32_t slot) {
+const Face* face_at(c10::ArrayRef<Face> face, uint32_t slot) {
   for (const Face& f : face) {
     if (f.slot == slot) {
       return &f;
@@ -102,7 +102,7 @@ std::optional<TwoFactors> two_factors(Node& node) {
   return std::nullopt;
 }
 
-Kind classify(Node& node, const std::vector<Face>& face) {
+Kind classify(Node& node, c10::ArrayRef<Face> face) {
   // A post hook is owed all of the node's gradients at once.
   if (!node.post_hooks().empty()) {
     return Kind::whole;

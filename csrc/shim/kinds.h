@@ -22,7 +22,7 @@ std::optional<TwoFactors> two_factors(Node& node);
 
 /// product, deferred or whole, from the node's type, its hooks and `face`.
 /// A product is confirmed when its matrices are at hand: see take_matrices().
-Kind classify(Node& node, const std::vector<Face>& face);
+Kind classify(Node& node, c10::ArrayRef<Face> face);
 
 /// Fills `task` for W from a product or deferred node that is about to run in I with `grads`.
 /// Saved tensors behind hooks (checkpointing, offloading) are unpacked once and put back plainly, so

@@ -114,11 +114,12 @@ variable_list Capture::apply(variable_list&& in) {
 }
 
 bool is_consumed(Node& node) {
-  if (auto* stand_in = dynamic_cast<StandIn*>(&node)) {
-    return stand_in->is_retired();
+  if (typeid(node) == typeid(StandIn)) {
+    return static_cast<StandIn&>(node).is_retired();
   }
   for (const auto& hook : node.pre_hooks()) {
-    if (dynamic_cast<ConsumedGuard*>(hook.get())) {
+    const torch::autograd::FunctionPreHook& h = *hook;
+    if (typeid(h) == typeid(ConsumedGuard)) {
       return true;
     }
   }

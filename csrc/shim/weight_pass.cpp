@@ -126,8 +126,8 @@ void add_directly(Group& group, Task& task, bool retain) {
   for (size_t i = 0; i < task.face.size(); ++i) {
     Face& face = task.face[i];
     Weight& weight = group.weights[face.weight];
-    if (face.delivered) {
-      continue;
+    if (face.delivered || !weight.accumulator->variable.requires_grad()) {
+      continue;  // or frozen since, where an accumulator would add nothing either
     }
     if (!add_product(task, face, *weight.accumulator)) {
       variable_list grad{face_grad(task, i, outputs)};
@@ -215,7 +215,7 @@ void WeightGraph::add(const GroupPtr& group) {
 
 void WeightGraph::add_task(const GroupPtr& group, uint32_t t,
                            const std::vector<NodeRef<Sink>>& sinks) {
-  const std::vector<Face>& face = group->tasks[t].face;
+  const c10::ArrayRef<Face> face = group->tasks[t].face;
   auto node = make_node<TaskNode>(group, t);
   for (uint32_t f = 0; f < face.size(); ++f) {
     Edge edge = face[f].weight < 0  ? face[f].edge

@@ -288,7 +288,7 @@ bool is_tuple_of_none(PyObject* value) {
   return true;
 }
 
-std::vector<Watched> parse_grads(const Task& task, PyObject* value, size_t index) {
+SmallVector<Watched, 1> parse_grads(const Task& task, PyObject* value, size_t index) {
   const Node& node = *task.node;
   THPObjectPtr seq(PySequence_Fast(value, ""));
   if (!seq) {
@@ -300,7 +300,7 @@ std::vector<Watched> parse_grads(const Task& task, PyObject* value, size_t index
     refuse(PyExc_ValueError, "grads[", index, "] has ", size_of(seq), " entries; ", node.name(),
            " has ", node.num_inputs(), " outputs");
   }
-  std::vector<Watched> grads;
+  SmallVector<Watched, 1> grads;
   for (uint32_t i = 0; i < node.num_inputs(); ++i) {
     PyObject* entry = item(seq, i);
     const at::Tensor* tensor = as_tensor(entry);
@@ -318,7 +318,7 @@ std::vector<Watched> parse_grads(const Task& task, PyObject* value, size_t index
   return grads;
 }
 
-void set_grads(Task& task, std::vector<Watched>&& grads) {
+void set_grads(Task& task, SmallVector<Watched, 1>&& grads) {
   if (task.kind == Kind::root) {
     task.output_grads[0] = std::move(grads[task.input_nr]);
     return;
@@ -380,7 +380,6 @@ int zbp_weight_pass(zbp_group* const* groups, size_t group_count, PyObject* weig
     const Running running(groups, group_count);
     const ReleaseGil no_gil;
     run_weight_pass(list, retain != 0);
-    // What is left of the groups goes here, without the GIL, as in an ordinary backward.
   });
 }
 
@@ -447,7 +446,7 @@ int zbp_group_set_grads(zbp_group* handle, PyObject* value) {
     if (handle->running) {
       refuse(PyExc_RuntimeError, "the group's weight pass is running");
     }
-    std::vector<Task>& tasks = handle->group->tasks;
+    auto& tasks = handle->group->tasks;
     THPObjectPtr seq(PySequence_Fast(value, ""));
     if (!seq) {
       PyErr_Clear();
@@ -458,7 +457,7 @@ int zbp_group_set_grads(zbp_group* handle, PyObject* value) {
       refuse(PyExc_ValueError, "grads has ", size_of(seq), " entries; the group has ", tasks.size(),
              " intermediates");
     }
-    std::vector<std::vector<Watched>> grads;
+    std::vector<SmallVector<Watched, 1>> grads;
     for (size_t i = 0; i < tasks.size(); ++i) {
       PyObject* entry = item(seq, static_cast<Py_ssize_t>(i));
       if (tasks[i].kind == Kind::whole && is_tuple_of_none(entry)) {

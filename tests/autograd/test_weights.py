@@ -1,8 +1,9 @@
 """Weights: shared, combined, bridged, frozen, unused, viewed, expanded."""
 
+import pytest
 import torch
 import torch.nn.functional as F
-from oracle import Stage, check, no_grads, random_input, weight, wrong_on_torch, zb
+from oracle import Stage, check, needs_zbpipe, no_grads, random_input, weight, wrong_on_torch, zb
 from torch import nn
 
 f64 = torch.float64
@@ -351,3 +352,19 @@ def test_ten_microbatches():
 
 def test_weight_of_one_element():
     check(Stage(lambda m, x: (x * m.s).sin() + m.t, s=weight(), t=weight(1)), (3, 4))
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("watched", [False, True])
+def test_weight_frozen_between_the_passes_gets_nothing(watched):
+    """As from an accumulator in an ordinary backward; on both ways of adding, over an existing gradient."""
+    m = Stage(lambda m, x: x @ m.a + m.b, a=(4, 4), b=(4,))
+    if watched:
+        m.a.register_hook(lambda grad: None)
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    m.a.grad = torch.ones(4, 4, dtype=f64)
+    _, groups = zb.stage_backward_input([m(x)], [torch.ones(3, 4, dtype=f64)], [x], m.parameters())
+    m.a.requires_grad_(False)
+    zb.stage_backward_weight([m.a, m.b], groups)
+    assert m.a.grad.eq(1).all()
+    torch.testing.assert_close(m.b.grad, torch.full((4,), 3.0, dtype=f64))
