@@ -36,5 +36,6 @@ def weight_pass(
     weights: Iterable[torch.Tensor] | None,
     param_groups: Iterable[ParamGroup],
     retain_graph: bool,
+    fuse: bool,
     /,
 ) -> Sequence[torch.Tensor]: ...

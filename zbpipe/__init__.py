@@ -17,6 +17,7 @@ _build_check.check()
 
 from zbpipe._C import ParamGroup  # noqa: E402
 from zbpipe._functions import (  # noqa: E402
+    set_fused_accumulation,
     stage_backward,
     stage_backward_input,
     stage_backward_weight,
@@ -30,6 +31,7 @@ __all__ = [
     "is_patched",
     "patch",
     "patched",
+    "set_fused_accumulation",
     "stage_backward",
     "stage_backward_input",
     "stage_backward_weight",

@@ -78,8 +78,25 @@ def stage_backward_weight(
     After any other error (a hook that raised, memory that ran out) the call can be repeated with the
     same groups: it goes on where it stopped, and adds nothing twice.
     """
-    listed = _C.weight_pass(weights, param_groups, retain_graph)
+    listed = _C.weight_pass(weights, param_groups, retain_graph, _fused)
     return tuple(weight.grad for weight in listed)
+
+
+_fused = False
+
+
+def set_fused_accumulation(enabled: bool) -> None:
+    """Whether W adds a matrix product to an existing gradient in place, without a temporary.
+
+    Off by default. On, a product that no hook watches is added by ``grad.addmm_``: no weight-sized
+    temporary, one pass over memory less; it rounds once where an ordinary backward's ``mm`` and
+    ``+=`` round twice, so gradients agree with it within rounding and no longer bit for bit.
+
+    Args:
+        enabled: for the whole process.
+    """
+    global _fused
+    _fused = bool(enabled)
 
 
 def stage_backward(

@@ -69,8 +69,10 @@ static PyObject *format_bytes(size_t bytes)
 static PyObject *group_repr(PyObject *op)
 {
     const zbp_group_info info = zbp_group_get_info(((group_object *)op)->group);
-    if (info.spent) {
-        return PyUnicode_FromString("<zbpipe.ParamGroup: spent, its weight pass has run>");
+    if (info.state != ZBP_GROUP_READY) {
+        return PyUnicode_FromString(info.state == ZBP_GROUP_SPENT
+                                        ? "<zbpipe.ParamGroup: spent, its weight pass has run>"
+                                        : "<zbpipe.ParamGroup: its weight pass is running>");
     }
     PyObject *bytes = format_bytes(info.bytes_held);
     if (bytes == NULL) {
@@ -126,12 +128,13 @@ static int group_assign(PyObject *op, PyObject *key, PyObject *value)
 
 static int group_contains(PyObject *op, PyObject *key)
 {
-    return !zbp_group_get_info(((group_object *)op)->group).spent && find_key(key) < KEY_COUNT;
+    return zbp_group_get_info(((group_object *)op)->group).state == ZBP_GROUP_READY &&
+           find_key(key) < KEY_COUNT;
 }
 
 static PyObject *group_keys_method(PyObject *op, PyObject *Py_UNUSED(ignored))
 {
-    if (zbp_group_get_info(((group_object *)op)->group).spent) {
+    if (zbp_group_get_info(((group_object *)op)->group).state != ZBP_GROUP_READY) {
         return PyList_New(0);
     }
     return Py_BuildValue("[sss]", group_keys[0], group_keys[1], group_keys[2]);
@@ -153,7 +156,8 @@ static PyObject *group_get_bytes_held(PyObject *op, void *Py_UNUSED(closure))
 
 static PyObject *group_get_spent(PyObject *op, void *Py_UNUSED(closure))
 {
-    return PyBool_FromLong(zbp_group_get_info(((group_object *)op)->group).spent);
+    return PyBool_FromLong(zbp_group_get_info(((group_object *)op)->group).state ==
+                           ZBP_GROUP_SPENT);
 }
 
 static PyMethodDef group_methods[] = {
@@ -196,22 +200,21 @@ static PyType_Spec group_spec = {
 
 /* The passes ------------------------------------------------------------------------------------ */
 
-/* *seq_out: new, or NULL for None. Consumes an iterator. */
+/* *seq_out: a new tuple, or NULL for None. A copy even of a list: hooks may change the caller's while
+ * the passes run. */
 static int as_sequence(PyObject *object, const char *name, PyObject **seq_out)
 {
     *seq_out = NULL;
     if (object == Py_None) {
         return 0;
     }
-    *seq_out = PySequence_Fast(object, "");
-    if (*seq_out == NULL) {
-        if (PyErr_ExceptionMatches(PyExc_TypeError)) {
-            PyErr_Format(PyExc_TypeError, "%s is a %s; expected a list, a tuple or an iterator",
-                         name, Py_TYPE(object)->tp_name);
-        }
+    if (Py_TYPE(object)->tp_iter == NULL && !PySequence_Check(object)) {
+        PyErr_Format(PyExc_TypeError, "%s is a %s; expected a list, a tuple or an iterator", name,
+                     Py_TYPE(object)->tp_name);
         return -1;
     }
-    return 0;
+    *seq_out = PySequence_Tuple(object);
+    return *seq_out != NULL ? 0 : -1;
 }
 
 /* Replaces the current error by run_error, with the current one as its cause. */
@@ -282,7 +285,7 @@ static PyObject *input_pass(PyObject *module, PyObject *args)
     }
     if (zbp_input_pass(seq[0], seq[1], seq[2], seq[3], &dinputs, &groups, &group_count, &ran) !=
         ZBP_OK) {
-        if (ran) {
+        if (ran && PyErr_ExceptionMatches(PyExc_Exception)) {
             raise_run_error(get_state(module));
         }
         goto done;
@@ -302,7 +305,7 @@ done:
 }
 
 PyDoc_STRVAR(weight_pass_doc,
-             "weight_pass(weights, param_groups, retain_graph, /)\n--\n\n"
+             "weight_pass(weights, param_groups, retain_graph, fuse, /)\n--\n\n"
              "The weight pass of the groups; returns the weights as a list or tuple, empty for\n"
              "None. See zbpipe.stage_backward_weight.");
 
@@ -311,9 +314,10 @@ static PyObject *weight_pass(PyObject *module, PyObject *args)
     PyObject *given_weights, *given_groups, *weights = NULL, *seq = NULL, *result = NULL;
     zbp_group **groups = NULL;
     Py_ssize_t count;
-    int retain;
+    int retain, fuse;
 
-    if (!PyArg_ParseTuple(args, "OOp:weight_pass", &given_weights, &given_groups, &retain)) {
+    if (!PyArg_ParseTuple(args, "OOpp:weight_pass", &given_weights, &given_groups, &retain,
+                          &fuse)) {
         return NULL;
     }
     if (as_sequence(given_weights, "weights", &weights) < 0 ||
@@ -341,7 +345,7 @@ static PyObject *weight_pass(PyObject *module, PyObject *args)
         }
         groups[i] = ((group_object *)item)->group;
     }
-    if (zbp_weight_pass(groups, (size_t)count, weights, retain) == ZBP_OK) {
+    if (zbp_weight_pass(groups, (size_t)count, weights, retain, fuse) == ZBP_OK) {
         result = weights != NULL ? Py_NewRef(weights) : PyTuple_New(0);
     }
 
@@ -388,6 +392,11 @@ static int module_clear(PyObject *module)
     return 0;
 }
 
+static void module_free(void *module)
+{
+    module_clear((PyObject *)module);
+}
+
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, module_exec}, {0, NULL}};
 
 static struct PyModuleDef module_def = {
@@ -399,6 +408,7 @@ static struct PyModuleDef module_def = {
     .m_slots = module_slots,
     .m_traverse = module_traverse,
     .m_clear = module_clear,
+    .m_free = module_free,
 };
 
 PyMODINIT_FUNC PyInit__C(void);

@@ -1,14 +1,11 @@
 #include "shim/group.h"
 
 #include <unordered_set>
-
-#include "shim/kinds.h"
+#include <utility>
 
 namespace zbp {
 
 namespace {
-
-using WatchedList = c10::ArrayRef<Watched>;
 
 bool has_version(const at::Tensor& tensor) {
   return tensor.defined() && !tensor.is_inference();
@@ -25,47 +22,34 @@ bool Watched::was_modified() const {
 }
 
 void Group::release() {
-  tasks.clear();
-  outside.clear();
+  // Freeing may run Python code that looks at this group: it must find it empty, not half freed.
+  const auto dead_tasks = std::exchange(tasks, {});
+  const auto dead_outside = std::exchange(outside, {});
 }
 
 const Watched* Group::find_modified() const {
+  const Watched* modified = nullptr;
   for (const Task& task : tasks) {
-    if (task.other.was_modified()) {
-      return &task.other;
-    }
-    for (const WatchedList list : {WatchedList(task.output_grads), WatchedList(task.kept)}) {
-      for (const Watched& watched : list) {
-        if (watched.was_modified()) {
-          return &watched;
-        }
+    for_each_watched(task, [&](const Watched& watched) {
+      if (!modified && watched.was_modified()) {
+        modified = &watched;
       }
-    }
+    });
   }
-  return nullptr;
+  return modified;
 }
 
 size_t Group::bytes_held() const {
   size_t bytes = 0;
   std::unordered_set<const void*> seen;
-  const auto add = [&](const at::Tensor& tensor) {
-    if (tensor.defined() && tensor.has_storage() &&
-        seen.insert(tensor.storage().unsafeGetStorageImpl()).second) {
-      bytes += tensor.storage().nbytes();
-    }
-  };
   for (const Task& task : tasks) {
-    add(task.other.tensor());
-    for (const WatchedList list : {WatchedList(task.output_grads), WatchedList(task.kept)}) {
-      for (const Watched& watched : list) {
-        add(watched.tensor());
+    for_each_watched(task, [&](const Watched& watched) {
+      const at::Tensor& tensor = watched.tensor();
+      if (tensor.defined() && tensor.has_storage() &&
+          seen.insert(tensor.storage().unsafeGetStorageImpl()).second) {
+        bytes += tensor.storage().nbytes();
       }
-    }
-    if (task.kind == Kind::deferred) {
-      for (const at::Tensor& tensor : saved_for_weights(task)) {
-        add(tensor);
-      }
-    }
+    });
   }
   return bytes;
 }

@@ -47,6 +47,7 @@ struct Face {
   uint32_t slot = 0;        // position among the node's edges
   Edge edge;                // where it leads
   int32_t weight = -1;      // index into Group::weights when the edge ends there, else -1
+  int32_t outside = -1;     // index into Group::outside of the node it leads to, -1 for a weight
   bool transposed = false;  // it ends there through one transposition, which the task does itself
   bool delivered = false;   // this edge's gradient has been added
 };
@@ -72,9 +73,24 @@ struct Task {
   bool weight_is_left = false;  // product: the weight is the left factor
   SmallVector<Watched, 1> output_grads;  // product, deferred: per input of the node; root: one
   SmallVector<Watched, 2> kept;          // whole: per face
+  SmallVector<Watched, 1> saved;         // deferred: what the node has saved and W will read
 
-  std::optional<torch::autograd::InputMetadata> place;  // device and stream, when not the CPU
+  std::unique_ptr<const torch::autograd::InputMetadata>
+      place;  // device and stream, when not the CPU
 };
+
+/// Calls `visit` with every tensor that the task's W reads.
+template <class Visit>
+void for_each_watched(const Task& task, const Visit& visit) {
+  visit(task.other);
+  for (const c10::ArrayRef<Watched> list :
+       {c10::ArrayRef<Watched>(task.output_grads), c10::ArrayRef<Watched>(task.kept),
+        c10::ArrayRef<Watched>(task.saved)}) {
+    for (const Watched& watched : list) {
+      visit(watched);
+    }
+  }
+}
 
 struct Weight {
   NodeRef<torch::autograd::AccumulateGrad> accumulator;
@@ -86,11 +102,15 @@ struct Weight {
   at::Tensor grad;
 };
 
-/// An edge between two nodes outside the closure that W has to redirect or to cut while it runs.
-struct OutsideEdge {
+/// A node between the tasks and the weights, and its edges that W follows. Other groups may share it.
+struct Outside {
+  struct Hop {
+    uint32_t slot;
+    int32_t outside;  // where it leads: a node of the group, or
+    int32_t weight;   // a weight; the other is -1
+  };
   Node* node;  // borrowed: alive as long as the faces of the group
-  uint32_t slot;
-  int32_t weight;  // where it ends; -1: no weight of this pass can be reached through it
+  SmallVector<Hop, 1> hops;
 };
 
 struct Group {
@@ -104,7 +124,7 @@ struct Group {
   bool failed = false;  // a W raised before the group was complete
   SmallVector<Task, 1> tasks;
   SmallVector<Weight, 2> weights;
-  std::vector<OutsideEdge> outside;
+  std::vector<Outside> outside;
   std::atomic<size_t> missing{0};  // weights that a running W has still to add
   // Stage outputs that W's nodes may have saved: they can be detached only after W.
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> outputs;
@@ -139,9 +159,14 @@ struct InputPassResult {
 /// original edges back, as far as its nodes have not run.
 InputPassResult run_input_pass(const InputPassArgs& args);
 
+struct WeightPassOptions {
+  bool retain = false;  // keep what the groups hold, so that they can run again
+  bool fuse = false;    // add a product to an existing gradient without a temporary
+};
+
 /// Runs W for `groups`, all of them in a state that allows it. Called without the GIL. After an
 /// exception every group knows which of its weights have been added; the call can be repeated.
-void run_weight_pass(const std::vector<GroupPtr>& groups, bool retain);
+void run_weight_pass(const std::vector<GroupPtr>& groups, WeightPassOptions options);
 
 /// The gradients of a task, one per face; undefined where there is none. Leaves the task as it is.
 variable_list compute_task(const Task& task);

@@ -1,6 +1,7 @@
 // I: walk, plan, split, run, hand over. See docs/architecture.md.
 
 #include <unordered_map>
+#include <unordered_set>
 
 #include <torch/csrc/autograd/python_cpp_function.h>
 
@@ -23,12 +24,16 @@ namespace {
 class Split {
  public:
   Split(const InputPassArgs& args, const Walk& walk);
+  ~Split();
+  Split(const Split&) = delete;
+  Split& operator=(const Split&) = delete;
 
   void run();
   InputPassResult hand_over();
 
  private:
   void make_group(uint32_t g);
+  void add_outside(uint32_t g);
   void add_task(uint32_t g, uint32_t id);
   Face face_of(const zbp_edge& edge) const;
   void redirect_edges();
@@ -38,11 +43,14 @@ class Split {
   void retire_split_nodes();
   void detach_outputs();
   variable_list input_grads() const;
+  at::Tensor captured(const Edge& edge) const;
+  std::unordered_set<const void*> storages_in_use() const;
 
   const InputPassArgs& args_;
   const Walk& walk_;
   std::vector<GroupPtr> groups_;
   std::vector<int32_t> weight_index_;       // per node id: position in its group's weights
+  std::vector<int32_t> outside_index_;      // per node id: position in its group's outside nodes
   std::vector<NodeRef<StandIn>> stand_in_;  // per node id
   std::unordered_map<uint32_t, NodeRef<Capture>> capture_;  // by the id of an input's node
   edge_list roots_;
@@ -55,6 +63,7 @@ Split::Split(const InputPassArgs& args, const Walk& walk)
     : args_(args),
       walk_(walk),
       weight_index_(walk.graph().node_count, -1),
+      outside_index_(walk.graph().node_count, -1),
       stand_in_(walk.graph().node_count) {
   for (uint32_t g = 0; g < walk_.plan().group_count; ++g) {
     make_group(g);
@@ -65,6 +74,14 @@ Split::Split(const InputPassArgs& args, const Walk& walk)
   }
 }
 
+Split::~Split() {
+  for (const auto& stand_in : stand_in_) {
+    if (stand_in) {
+      stand_in->give_back_metadata();
+    }
+  }
+}
+
 void Split::make_group(uint32_t g) {
   const zbp_plan& plan = walk_.plan();
   Group& group = *groups_.emplace_back(std::make_shared<Group>());
@@ -72,16 +89,31 @@ void Split::make_group(uint32_t g) {
     weight_index_[plan.weight[i]] = static_cast<int32_t>(group.weights.size());
     group.weights.emplace_back().accumulator = ref_as<AccumulateGrad>(walk_.node(plan.weight[i]));
   }
-  for (uint32_t i = plan.weight_edge_begin[g]; i < plan.weight_edge_begin[g + 1]; ++i) {
-    const zbp_edge& edge = walk_.graph().edge[plan.weight_edge[i]];
-    const int32_t weight = weight_index_[edge.dst];
-    if (weight >= 0 || !walk_.has(edge.dst, ZBP_NODE_WEIGHTWARD)) {
-      group.outside.push_back({&walk_.node(edge.src), edge.slot, weight});
-    }
-  }
+  add_outside(g);
   group.tasks.reserve(plan.split_begin[g + 1] - plan.split_begin[g]);
   for (uint32_t i = plan.split_begin[g]; i < plan.split_begin[g + 1]; ++i) {
     add_task(g, plan.split[i]);
+  }
+}
+
+void Split::add_outside(uint32_t g) {
+  const zbp_plan& plan = walk_.plan();
+  Group& group = *groups_[g];
+  const auto edges = c10::ArrayRef<uint32_t>(plan.weight_edge + plan.weight_edge_begin[g],
+                                             plan.weight_edge + plan.weight_edge_begin[g + 1]);
+  for (const uint32_t e : edges) {
+    int32_t& index = outside_index_[walk_.graph().edge[e].src];
+    if (index < 0) {
+      index = static_cast<int32_t>(group.outside.size());
+      group.outside.push_back({&walk_.node(walk_.graph().edge[e].src), {}});
+    }
+  }
+  for (const uint32_t e : edges) {
+    const zbp_edge& edge = walk_.graph().edge[e];
+    if (walk_.has(edge.dst, ZBP_NODE_WEIGHTWARD)) {
+      group.outside[outside_index_[edge.src]].hops.push_back(
+          {edge.slot, outside_index_[edge.dst], weight_index_[edge.dst]});
+    }
   }
 }
 
@@ -101,7 +133,7 @@ void Split::add_task(uint32_t g, uint32_t id) {
   task.kind = classify(node, task.face);
   task.can_run_again = task.kind != Kind::whole || saved_nothing(node);
   for (Face& face : task.face) {
-    if (task.kind != Kind::product) {
+    if (!gives_matrix_gradient(task, node, face)) {
       give_up_transposition(face);
     }
   }
@@ -114,6 +146,7 @@ Face Split::face_of(const zbp_edge& edge) const {
   face.slot = edge.slot;
   face.edge = walk_.node(edge.src).next_edge(edge.slot);
   face.weight = weight_index_[edge.dst];
+  face.outside = outside_index_[edge.dst];
   Edge behind;
   if (face.weight < 0 && is_plain_transposition(face.edge, &behind)) {
     face.weight = weight_index_[walk_.id_of(*behind.function)];
@@ -178,6 +211,7 @@ void Split::add_root(const Edge& root, const at::Tensor& grad) {
     Face& face = task.face.emplace_back();
     face.edge = root;
     face.weight = weight_index_[id];
+    face.outside = outside_index_[id];
   }
 }
 
@@ -233,20 +267,9 @@ void let_go_of_closure(Task& task) {
   task.node->add_pre_hook(std::make_unique<ConsumedGuard>());
 }
 
-bool shares_memory(const at::Tensor& a, const at::Tensor& b) {
-  return a.defined() && b.defined() && a.has_storage() && b.has_storage() &&
-         a.storage().is_alias_of(b.storage());
-}
-
-/// The caller may add to an input's gradient in place before W has run.
-void part_from(const variable_list& input_grads, Task& task) {
-  for (Watched& kept : task.kept) {
-    for (const at::Tensor& grad : input_grads) {
-      if (shares_memory(kept.tensor(), grad)) {
-        kept = Watched(kept.tensor().clone());
-      }
-    }
-  }
+const void* storage_of(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl()
+                                                  : nullptr;
 }
 
 InputPassResult Split::hand_over() {
@@ -254,9 +277,6 @@ InputPassResult Split::hand_over() {
   result.input_grads = input_grads();
   for (const GroupPtr& group : groups_) {
     join_streams(*group);
-    for (Task& task : group->tasks) {
-      part_from(result.input_grads, task);
-    }
   }
   cuts_.undo();
   detours_.commit();
@@ -277,8 +297,9 @@ void Split::retire_split_nodes() {
 
 void Split::detach_outputs() {
   for (const at::Tensor& output : args_.outputs) {
-    if (output.is_leaf()) {
-      continue;  // listed twice
+    // A leaf was listed twice; an input that is passed through has its history from elsewhere.
+    if (output.is_leaf() || walk_.is_input_node(*output.grad_fn())) {
+      continue;
     }
     const int32_t reader = walk_.group_that_reads(*output.grad_fn());
     if (reader < 0) {
@@ -289,18 +310,60 @@ void Split::detach_outputs() {
   }
 }
 
+/// The gradient of each input, detached, in memory of its own: the caller may add to it in place while
+/// other inputs' gradients, the caller's output gradients or a task share the storage.
 variable_list Split::input_grads() const {
+  const auto shared = storages_in_use();
+  std::unordered_map<const void*, const void*> owner;  // storage -> the input's node that has it
   variable_list grads;
   for (const Edge& edge : walk_.input_edges()) {
-    at::Tensor& grad = grads.emplace_back();
-    if (edge.is_valid()) {
-      const auto capture = capture_.find(walk_.id_of(*edge.function));
-      if (capture != capture_.end() && !capture->second->grads.empty()) {
-        grad = capture->second->grads[edge.input_nr];
-      }
+    at::Tensor& grad = grads.emplace_back(captured(edge));
+    const void* storage = storage_of(grad);
+    if (!storage) {
+      continue;
+    }
+    grad = grad.requires_grad() ? grad.detach() : grad;
+    const auto [place, is_first] = owner.try_emplace(storage, edge.function.get());
+    if (shared.count(storage) || (!is_first && place->second != edge.function.get())) {
+      grad = grad.clone();
     }
   }
   return grads;
+}
+
+at::Tensor Split::captured(const Edge& edge) const {
+  if (!edge.is_valid()) {
+    return {};
+  }
+  const auto capture = capture_.find(walk_.id_of(*edge.function));
+  const bool reached = capture != capture_.end() && !capture->second->grads.empty();
+  return reached ? capture->second->grads[edge.input_nr] : at::Tensor();
+}
+
+/// Those of the inputs' gradients that a task or the caller reads as well.
+std::unordered_set<const void*> Split::storages_in_use() const {
+  std::unordered_set<const void*> candidates;
+  for (const auto& [id, capture] : capture_) {
+    for (const at::Tensor& grad : capture->grads) {
+      candidates.insert(storage_of(grad));
+    }
+  }
+  std::unordered_set<const void*> in_use;
+  const auto note = [&](const at::Tensor& tensor) {
+    if (const void* storage = storage_of(tensor); candidates.count(storage)) {
+      in_use.insert(storage);
+    }
+  };
+  for (const at::Tensor& grad : args_.root_grads) {
+    note(grad);
+  }
+  for (const GroupPtr& group : groups_) {
+    for (const Task& task : group->tasks) {
+      for_each_watched(task, [&](const Watched& watched) { note(watched.tensor()); });
+    }
+  }
+  in_use.erase(nullptr);
+  return in_use;
 }
 
 }  // namespace

@@ -51,7 +51,11 @@ class NoSavedTensorHooks {
 
 /// Unpacks a saved tensor once and puts it back plainly and without history.
 at::Tensor pin(SavedVariable& saved, Node& node) {
-  const at::Tensor tensor = saved.unpack(ref_of(node)).detach();
+  at::Tensor tensor = saved.unpack(ref_of(node));
+  if (!tensor.defined()) {
+    return tensor;  // not saved: the other factor takes no gradient
+  }
+  tensor = tensor.detach();
   const NoSavedTensorHooks guard;
   saved = SavedVariable(tensor, /*is_output=*/false);
   return tensor;
@@ -139,8 +143,20 @@ void take_matrices(Task& task, Node& node, const variable_list& grads) {
     become_deferred(task);
   }
   // Also without hooks: a saved tensor that is a stage output is about to lose its history.
-  pin(*factors.left, node);
-  pin(*factors.right, node);
+  const at::Tensor left = pin(*factors.left, node);
+  const at::Tensor right = pin(*factors.right, node);
+  task.saved.clear();
+  if (face_at(task.face, factors.right_slot)) {
+    task.saved.emplace_back(left);
+  }
+  if (face_at(task.face, factors.left_slot)) {
+    task.saved.emplace_back(right);
+  }
+}
+
+bool gives_matrix_gradient(const Task& task, Node& node, const Face& face) {
+  const auto factors = task.kind == Kind::product ? two_factors(node) : std::nullopt;
+  return factors && (face.slot == factors->left_slot || face.slot == factors->right_slot);
 }
 
 void give_up_transposition(Face& face) {
@@ -157,18 +173,6 @@ bool is_subclass(const at::Tensor& tensor) {
          tensor.key_set().has_any(c10::DispatchKeySet(
              {DispatchKey::Python, DispatchKey::Batched, DispatchKey::FuncTorchBatched,
               DispatchKey::FuncTorchGradWrapper, DispatchKey::Functionalize}));
-}
-
-variable_list saved_for_weights(const Task& task) {
-  variable_list saved;
-  const auto factors = task.node ? two_factors(*task.node) : std::nullopt;
-  if (factors && face_at(task.face, factors->right_slot)) {
-    saved.push_back(factors->left->get_raw_data().value_or(at::Tensor()));
-  }
-  if (factors && face_at(task.face, factors->left_slot)) {
-    saved.push_back(factors->right->get_raw_data().value_or(at::Tensor()));
-  }
-  return saved;
 }
 
 bool is_plain_transposition(const Edge& edge, Edge* next) {

@@ -26,18 +26,17 @@ Kind classify(Node& node, c10::ArrayRef<Face> face);
 
 /// Fills `task` for W from a product or deferred node that is about to run in I with `grads`.
 /// Saved tensors behind hooks (checkpointing, offloading) are unpacked once and put back plainly, so
-/// that neither the node nor W unpacks them a second time; so are all that W needs. A product whose matrices turn out to need
+/// that neither the node nor W unpacks them a second time; a deferred node's always are. A product whose matrices turn out to need
 /// more than one multiplication (subclasses, sparse or complex ones) becomes deferred.
 void take_matrices(Task& task, Node& node, const variable_list& grads);
-
-/// What the node of a deferred task has saved and W will read.
-variable_list saved_for_weights(const Task& task);
 
 /// True if `edge` leads to a node that only transposes a matrix on its way to one further edge and
 /// that nobody watches; then `*next` is that edge.
 bool is_plain_transposition(const Edge& edge, Edge* next);
 
-/// Only a product can give its gradient transposed; any other task goes through the transposing node.
+/// True if the gradient at `face` is the product of a product's two matrices. Only such a gradient can be
+/// given transposed; any other goes through the transposing node.
+bool gives_matrix_gradient(const Task& task, Node& node, const Face& face);
 void give_up_transposition(Face& face);
 
 /// True for a tensor whose memory is not simply its own: DTensors and other Python subclasses,

@@ -4,6 +4,8 @@
 #include <torch/csrc/autograd/python_function.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include "shim/kinds.h"
+
 namespace zbp {
 
 const at::Tensor* as_tensor(PyObject* object) {
@@ -45,31 +47,39 @@ std::optional<Edge> as_gradient_edge(PyObject* object) {
   if (nr == -1 && PyErr_Occurred()) {
     throw python_error();
   }
-  Edge edge(as_node(node), static_cast<uint32_t>(nr));
+  Edge edge(as_node(node), 0);
   if (!edge.is_valid()) {
     refuse(PyExc_TypeError, "a GradientEdge's node is a ", Py_TYPE(node.get())->tp_name,
            "; expected a node of an autograd graph that still exists");
   }
-  if (nr < 0 || edge.input_nr >= edge.function->num_inputs()) {
+  if (nr < 0 || static_cast<unsigned long>(nr) >= edge.function->num_inputs()) {
     refuse(PyExc_ValueError, "a GradientEdge names output ", nr, " of ", edge.function->name(),
            ", which has ", edge.function->num_inputs());
   }
+  edge.input_nr = static_cast<uint32_t>(nr);
   return edge;
 }
 
 std::string describe(const at::Tensor& tensor) {
+  if (tensor.is_nested() && !is_subclass(tensor)) {
+    return "a nested tensor";
+  }
   return describe(tensor.scalar_type(), tensor.sym_sizes(), tensor.device());
 }
 
 std::string describe(const Edge& edge) {
   const auto& metadata = edge.function->input_metadata(edge.input_nr);
+  if (metadata.is_cpp_nested_tensor()) {
+    return "a nested tensor";
+  }
   return describe(c10::typeMetaToScalarType(metadata.dtype()), metadata.shape_as_dim_vector(),
                   metadata.device());
 }
 
 bool fits(const at::Tensor& grad, const Edge& edge) {
   const auto& metadata = edge.function->input_metadata(edge.input_nr);
-  return metadata.is_same_shape(grad) && grad.dtype() == metadata.dtype() &&
+  return metadata.is_cpp_nested_tensor() == (grad.is_nested() && !is_subclass(grad)) &&
+         metadata.is_same_shape(grad) && grad.dtype() == metadata.dtype() &&
          grad.device() == metadata.device();
 }
 

@@ -1,6 +1,7 @@
 #include "shim/stand_in.h"
 
 #include <typeinfo>
+#include <utility>
 
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/saved_variable.h>
@@ -43,10 +44,16 @@ StandIn::StandIn(NodePtr original, GroupPtr group, size_t task)
 }
 
 void StandIn::retire() noexcept {
-  NodeParts::swap_anomaly_metadata(*original_, *this);
+  give_back_metadata();
   next_edges().assign(next_edges().size(), Edge());
   original_ = nullptr;
   group_ = nullptr;
+}
+
+void StandIn::give_back_metadata() noexcept {
+  if (original_ && std::exchange(has_metadata_, false)) {
+    NodeParts::swap_anomaly_metadata(*original_, *this);
+  }
 }
 
 std::string StandIn::name() const {
@@ -55,18 +62,21 @@ std::string StandIn::name() const {
 
 variable_list StandIn::apply(variable_list&& grads) {
   TORCH_CHECK(original_, torch::autograd::ERR_BACKWARD_TWICE);
-  variable_list in = call_pre_hooks(*original_, call_tensor_hooks(*original_, std::move(grads)));
-  return task().kind == Kind::whole ? run_whole(task(), std::move(in))
-                                    : run_split(task(), std::move(in));
+  return task().kind == Kind::whole ? run_whole(task(), std::move(grads))
+                                    : run_split(task(), std::move(grads));
 }
 
 variable_list StandIn::run_split(Task& task, variable_list&& grads) {
   Node& node = *original_;
-  take_matrices(task, node, grads);
+  variable_list in = call_pre_hooks(node, call_tensor_hooks(node, std::move(grads)));
+  take_matrices(task, node, in);
+  const variable_list inputs = node.post_hooks().empty() ? variable_list() : in;
   if (task.kind == Kind::product) {
     node.will_release_variables();
   }
-  variable_list outputs = NodeParts::apply_to(node, std::move(grads));
+  variable_list outputs = NodeParts::apply_to(node, std::move(in));
+  // A post hook makes a node whole; one that another hook has added meanwhile comes too late for that.
+  outputs = call_post_hooks(node, std::move(outputs), inputs);
   if (task.kind == Kind::product) {
     node.release_variables();
   }
@@ -74,22 +84,28 @@ variable_list StandIn::run_split(Task& task, variable_list&& grads) {
 }
 
 variable_list StandIn::run_whole(Task& task, variable_list&& grads) {
-  Node& node = *original_;
-  node.will_release_variables();
-  const bool watched = !node.post_hooks().empty();
-  const variable_list inputs = watched ? grads : variable_list();
-  variable_list outputs = NodeParts::apply_to(node, std::move(grads));
-  torch::autograd::validate_outputs(node.next_edges(), outputs, [&](const std::string& message) {
-    return "Function " + node.name() + " returned an " + message;
-  });
-  if (watched) {
-    outputs = call_post_hooks(node, std::move(outputs), inputs);
-  }
-  node.release_variables();
+  variable_list outputs = run_node(*original_, std::move(grads), /*release=*/true);
   task.kept.clear();
   for (const Face& face : task.face) {
     task.kept.emplace_back(outputs[face.slot]);
     outputs[face.slot].reset();
+  }
+  return outputs;
+}
+
+variable_list run_node(Node& node, variable_list&& grads, bool release) {
+  variable_list in = call_pre_hooks(node, call_tensor_hooks(node, std::move(grads)));
+  if (release) {
+    node.will_release_variables();
+  }
+  const variable_list inputs = node.post_hooks().empty() ? variable_list() : in;
+  variable_list outputs = NodeParts::apply_to(node, std::move(in));
+  torch::autograd::validate_outputs(node.next_edges(), outputs, [&](const std::string& message) {
+    return "Function " + node.name() + " returned an " + message;
+  });
+  outputs = call_post_hooks(node, std::move(outputs), inputs);
+  if (release) {
+    node.release_variables();
   }
   return outputs;
 }

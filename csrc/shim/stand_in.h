@@ -20,6 +20,9 @@ class StandIn : public Node {
   /// stand-in is a second backward through the graph.
   void retire() noexcept;
 
+  /// Gives the anomaly metadata back that the node lent for the run. Repeating it does no harm.
+  void give_back_metadata() noexcept;
+
   bool is_retired() const { return original_ == nullptr; }
 
   Task& task() { return group_->tasks[task_]; }
@@ -32,6 +35,8 @@ class StandIn : public Node {
  private:
   variable_list run_split(Task& task, variable_list&& grads);
   variable_list run_whole(Task& task, variable_list&& grads);
+
+  bool has_metadata_ = true;
 
   NodePtr original_;
   GroupPtr group_;
@@ -70,5 +75,8 @@ bool is_consumed(Node& node);
 variable_list call_tensor_hooks(Node& node, variable_list grads);
 variable_list call_pre_hooks(Node& node, variable_list grads);
 variable_list call_post_hooks(Node& node, variable_list outputs, const variable_list& inputs);
+
+/// Runs `node` as the engine does: all its hooks, its edges as they are.
+variable_list run_node(Node& node, variable_list&& grads, bool release);
 
 }  // namespace zbp

@@ -28,6 +28,12 @@ std::string Start::name() const {
   return "zbpipe::Start";
 }
 
+void Start::compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const {
+  TORCH_CHECK_NOT_IMPLEMENTED(false,
+                              "zbpipe's passes cannot run under compiled autograd; leave "
+                              "torch._dynamo.compiled_autograd off around them");
+}
+
 variable_list Start::apply(variable_list&& /*grads*/) {
   // Nothing else runs yet, so nobody reads the set.
   const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();

@@ -20,6 +20,8 @@ class Start : public Node {
   static at::Tensor seed();
 
   std::string name() const override;
+  /// Compiled autograd asks every node for its arguments first; ours cannot be compiled.
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override;
 
  protected:
   variable_list apply(variable_list&& grads) override;

@@ -12,7 +12,7 @@ namespace zbp {
 inline void note_place(Task& task, const Node& node) {
   for (uint32_t i = 0; i < node.num_inputs(); ++i) {
     if (!node.input_metadata(i).device().is_cpu()) {
-      task.place.emplace(node.input_metadata(i));
+      task.place = std::make_unique<const torch::autograd::InputMetadata>(node.input_metadata(i));
       return;
     }
   }

@@ -22,6 +22,10 @@ class Walk {
   Node& node(uint32_t id) const { return *static_cast<Node*>(const_cast<void*>(graph_.key[id])); }
   bool has(uint32_t id, uint8_t node_flag) const { return (plan_.flag[id] & node_flag) != 0; }
   bool is_input(uint32_t id) const { return (graph_.mark[id] & ZBP_MARK_INPUT) != 0; }
+  bool is_input_node(const Node& node) const {
+    uint32_t id = 0;
+    return zbp_graph_find(&graph_, &node, &id) && is_input(id);
+  }
   uint32_t id_of(const Node& node) const;
   /// The group whose W may still read what `node` gave to other nodes: that of a node outside the
   /// closure with consumers in the graph; -1 for all others.

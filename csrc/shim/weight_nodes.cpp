@@ -1,6 +1,7 @@
 #include "shim/weight_nodes.h"
 
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/utils/grad_layout_contract.h>
 
 #include "shim/stand_in.h"
@@ -44,6 +45,27 @@ variable_list TaskNode::apply(variable_list&& /*grads*/) {
                                       : variable_list(num_outputs());
 }
 
+Proxy::Proxy(NodePtr original, bool retain)
+    : Node(original->sequence_nr()), original_(std::move(original)), retain_(retain) {
+  NodeParts::copy_identity(*original_, *this);
+  next_edges().resize(original_->next_edges().size());
+}
+
+std::string Proxy::name() const {
+  return original_->name();
+}
+
+variable_list Proxy::apply(variable_list&& grads) {
+  try {
+    return run_node(*original_, std::move(grads), !retain_);
+  } catch (...) {
+    if (torch::autograd::AnomalyMode::is_enabled()) {
+      original_->metadata()->print_stack(original_->name());
+    }
+    throw;
+  }
+}
+
 Resend::Resend(GroupPtr group, size_t weight)
     : Node(UINT64_MAX), group_(std::move(group)), weight_(weight) {
   NodeParts::copy_identity(*group_->weights[weight_].accumulator, *this);
@@ -54,7 +76,7 @@ std::string Resend::name() const {
 }
 
 variable_list Resend::apply(variable_list&& /*grads*/) {
-  return {std::move(group_->weights[weight_].grad)};
+  return {group_->weights[weight_].grad};
 }
 
 Sink::Sink(GroupPtr group, size_t weight, std::shared_ptr<FirstError> error, bool retain,
@@ -74,15 +96,20 @@ std::string Sink::name() const {
 
 // See Note [Why a sink does not stop the engine].
 variable_list Sink::apply(variable_list&& grads) {
+  noting_errors([&] { add(std::move(grads)); });
+  return {};
+}
+
+template <class Body>
+void Sink::noting_errors(const Body& body) {
   try {
-    add(std::move(grads));
+    body();
   } catch (python_error& error) {
     error.persist();
     error_->note(std::current_exception());
   } catch (...) {
     error_->note(std::current_exception());
   }
-  return {};
 }
 
 void Sink::add(variable_list&& grads) {
@@ -100,9 +127,12 @@ void Sink::add(variable_list&& grads) {
   grads.clear();
   accumulate(accumulator, weight().grad, kept_gradient());
   mark_added();
-  if (const auto& hook = accumulator.tensor_post_acc_grad_hooks(); hook && has_grad) {
-    (*hook)(accumulator.variable);
-  }
+  // It is added: the hooks behind it are not run again, so each gets its turn whatever the other does.
+  noting_errors([&] {
+    if (const auto& hook = accumulator.tensor_post_acc_grad_hooks(); hook && has_grad) {
+      (*hook)(accumulator.variable);
+    }
+  });
   call_post_hooks(accumulator, {}, inputs);
 }
 

@@ -1,5 +1,5 @@
 // The nodes of the graph that a W runs when hooks, or nodes between a task and its weights, ask for
-// the engine:  Start -> task nodes -> (nodes outside the closure) -> sinks.
+// the engine:  Start -> task nodes -> (proxies of the nodes outside the closure) -> sinks.
 #pragma once
 
 #include <exception>
@@ -41,6 +41,26 @@ class TaskNode : public Node {
   size_t task_;
 };
 
+/// Runs a node outside the closure for one group.
+///
+/// Note [Why W mirrors the nodes outside the closure]
+/// Their edges would have to lead to sinks. But the node may belong to other groups too, of other
+/// microbatches (a weight that was computed once, a cast in autocast's cache), whose I walks it or whose
+/// W runs it at the same moment. So the node's own edges are never touched.
+class Proxy : public Node {
+ public:
+  Proxy(NodePtr original, bool retain);
+
+  std::string name() const override;
+
+ protected:
+  variable_list apply(variable_list&& grads) override;
+
+ private:
+  NodePtr original_;
+  bool retain_;
+};
+
 /// Sends on the gradient that a weight's sink has kept from a run that failed.
 class Resend : public Node {
  public:
@@ -72,6 +92,8 @@ class Sink : public Node {
   variable_list apply(variable_list&& grads) override;
 
  private:
+  template <class Body>
+  void noting_errors(const Body& body);
   void add(variable_list&& grads);
   void mark_added();
   Watched* kept_gradient();

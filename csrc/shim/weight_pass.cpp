@@ -10,7 +10,6 @@
 #include <torch/csrc/autograd/saved_variable.h>
 
 #include "shim/detach.h"
-#include "shim/edits.h"
 #include "shim/kinds.h"
 #include "shim/start.h"
 #include "shim/streams.h"
@@ -74,6 +73,18 @@ bool is_watched(AccumulateGrad& accumulator) {
          accumulator.tensor_post_acc_grad_hooks() != nullptr;
 }
 
+/// A hook that was put on a transposed weight since I is owed its gradient.
+void heed_new_hooks(Group& group) {
+  for (Task& task : group.tasks) {
+    for (Face& face : task.face) {
+      Edge behind;
+      if (face.transposed && !is_plain_transposition(face.edge, &behind)) {
+        give_up_transposition(face);
+      }
+    }
+  }
+}
+
 /// True if the group's gradients can be added without the engine: every face ends at a weight and
 /// nobody could tell the difference.
 bool runs_directly(const Group& group) {
@@ -106,14 +117,15 @@ bool add_product(const Task& task, const Face& face, AccumulateGrad& accumulator
     return false;
   }
   const auto [left, right] = factors(task, face);
-  if (grad.size(0) != left.size(0) || grad.size(1) != right.size(1)) {
+  if (grad.size(0) != left.size(0) || grad.size(1) != right.size(1) || grad.is_alias_of(left) ||
+      grad.is_alias_of(right)) {
     return false;
   }
   grad.addmm_(left, right);
   return true;
 }
 
-void add_directly(Group& group, Task& task, bool retain) {
+void add_directly(Group& group, Task& task, WeightPassOptions options) {
   std::optional<c10::Stream> stream;
   if (task.place) {
     stream = task.place->stream();
@@ -129,27 +141,27 @@ void add_directly(Group& group, Task& task, bool retain) {
     if (face.delivered || !weight.accumulator->variable.requires_grad()) {
       continue;  // or frozen since, where an accumulator would add nothing either
     }
-    if (!add_product(task, face, *weight.accumulator)) {
+    if (!(options.fuse && add_product(task, face, *weight.accumulator))) {
       variable_list grad{face_grad(task, i, outputs)};
       torch::autograd::validate_outputs(
           {Edge(weight.accumulator, 0)}, grad,
           [&](const std::string& message) { return "a weight task returned an " + message; });
-      const bool may_take = task.kind == Kind::whole && !retain;
+      const bool may_take = task.kind == Kind::whole && !options.retain;
       accumulate(*weight.accumulator, grad[0], may_take ? &task.kept[i] : nullptr);
     }
     face.delivered = true;
   }
 }
 
-void run_directly(Group& group, bool retain) {
+void run_directly(Group& group, WeightPassOptions options) {
   for (Task& task : group.tasks) {
-    add_directly(group, task, retain);
+    add_directly(group, task, options);
   }
   for (Weight& weight : group.weights) {
     weight.added = true;
   }
   join_streams(group);
-  if (!retain) {
+  if (!options.retain) {
     group.release();
   }
 }
@@ -163,68 +175,89 @@ class WeightGraph {
   void run();
 
  private:
-  void add_task(const GroupPtr& group, uint32_t t, const std::vector<NodeRef<Sink>>& sinks);
-  std::vector<NodeRef<Sink>> make_sinks(const GroupPtr& group);
+  /// What takes the places of a group's weights and of its nodes outside the closure.
+  struct Mirror {
+    const GroupPtr& group;
+    std::vector<NodeRef<Sink>> sinks;  // null for a weight that has been added
+    std::vector<NodeRef<Proxy>> proxies;
+
+    Edge to_weight(int32_t weight) const;
+  };
+  void make_sinks(Mirror& mirror);
+  void make_proxies(Mirror& mirror);
+  void add_task(const Mirror& mirror, uint32_t t);
 
   const bool retain_;
   const std::shared_ptr<FirstError> error_;
   edge_list starts_;
   std::vector<Node*> represented_;
-  std::vector<NodePtr>
-      edited_;  // a complete group lets go of its nodes before their edges are back
-  EdgeEdits edits_;
 };
 
-/// An edge to the sink of a weight that is still to be computed, else an invalid one.
-Edge edge_to(const Group& group, const std::vector<NodeRef<Sink>>& sinks, int32_t weight) {
-  const bool wanted = weight >= 0 && sinks[weight] && !group.weights[weight].arrived;
-  return wanted ? Edge(sinks[weight], 0) : Edge();
+/// An edge to the sink of a weight whose gradient is still to be computed, else an invalid one.
+Edge WeightGraph::Mirror::to_weight(int32_t weight) const {
+  const bool is_wanted = sinks[weight] && !group->weights[weight].arrived;
+  return is_wanted ? Edge(sinks[weight], 0) : Edge();
 }
 
-std::vector<NodeRef<Sink>> WeightGraph::make_sinks(const GroupPtr& group) {
+void WeightGraph::add(const GroupPtr& group) {
+  Mirror mirror{group, {}, {}};
+  make_sinks(mirror);
+  make_proxies(mirror);
+  for (uint32_t t = 0; t < group->tasks.size(); ++t) {
+    add_task(mirror, t);
+  }
+}
+
+void WeightGraph::make_sinks(Mirror& mirror) {
+  const GroupPtr& group = mirror.group;
   const size_t count = group->weights.size();
   group->missing = std::count_if(group->weights.begin(), group->weights.end(),
                                  [](const Weight& weight) { return !weight.added; });
   const bool release = !retain_ && group->missing == count;
-  std::vector<NodeRef<Sink>> sinks(count);
+  mirror.sinks.resize(count);
   for (size_t i = 0; i < count; ++i) {
     if (group->weights[i].added) {
       continue;
     }
-    sinks[i] = make_node<Sink>(group, i, error_, retain_, release);
+    mirror.sinks[i] = make_node<Sink>(group, i, error_, retain_, release);
     represented_.push_back(group->weights[i].accumulator.get());
     if (group->weights[i].arrived) {
       auto resend = make_node<Resend>(group, i);
-      resend->next_edges().emplace_back(sinks[i], 0);
+      resend->next_edges().emplace_back(mirror.sinks[i], 0);
       starts_.emplace_back(std::move(resend), 0);
     }
   }
-  return sinks;
 }
 
-void WeightGraph::add(const GroupPtr& group) {
-  const std::vector<NodeRef<Sink>> sinks = make_sinks(group);
-  for (const OutsideEdge& outside : group->outside) {
-    edited_.push_back(ref_of(*outside.node));
-    edits_.replace(*outside.node, outside.slot, edge_to(*group, sinks, outside.weight));
+void WeightGraph::make_proxies(Mirror& mirror) {
+  const std::vector<Outside>& outside = mirror.group->outside;
+  for (const Outside& o : outside) {
+    mirror.proxies.push_back(make_node<Proxy>(ref_of(*o.node), retain_));
+    represented_.push_back(o.node);
   }
-  for (uint32_t t = 0; t < group->tasks.size(); ++t) {
-    add_task(group, t, sinks);
-  }
-}
-
-void WeightGraph::add_task(const GroupPtr& group, uint32_t t,
-                           const std::vector<NodeRef<Sink>>& sinks) {
-  const c10::ArrayRef<Face> face = group->tasks[t].face;
-  auto node = make_node<TaskNode>(group, t);
-  for (uint32_t f = 0; f < face.size(); ++f) {
-    Edge edge = face[f].weight < 0  ? face[f].edge
-                : face[f].delivered ? Edge()
-                                    : edge_to(*group, sinks, face[f].weight);
-    if (face[f].weight >= 0 && edge.is_valid()) {
-      sinks[face[f].weight]->served.emplace_back(t, f);
+  for (size_t i = 0; i < outside.size(); ++i) {
+    for (const Outside::Hop& hop : outside[i].hops) {
+      mirror.proxies[i]->next_edges()[hop.slot] =
+          hop.weight >= 0
+              ? mirror.to_weight(hop.weight)
+              : Edge(mirror.proxies[hop.outside], outside[i].node->next_edge(hop.slot).input_nr);
     }
-    node->next_edges().push_back(std::move(edge));
+  }
+}
+
+void WeightGraph::add_task(const Mirror& mirror, uint32_t t) {
+  auto node = make_node<TaskNode>(mirror.group, t);
+  const c10::ArrayRef<Face> face = mirror.group->tasks[t].face;
+  for (uint32_t f = 0; f < face.size(); ++f) {
+    Edge& edge = node->next_edges().emplace_back();
+    if (face[f].weight < 0) {
+      edge = Edge(mirror.proxies[face[f].outside], face[f].edge.input_nr);
+    } else if (!face[f].delivered) {
+      edge = mirror.to_weight(face[f].weight);
+      if (edge.is_valid()) {
+        mirror.sinks[face[f].weight]->served.emplace_back(t, f);
+      }
+    }
   }
   starts_.emplace_back(std::move(node), 0);
 }
@@ -241,15 +274,14 @@ void WeightGraph::run() {
 
 /// The group is complete: nothing is held any more, and its stage outputs lose their history.
 void close(Group& group, Group::State state) {
+  group.state = state;
   group.release();
-  group.weights.clear();
-  for (const auto& output : group.outputs) {
+  const auto weights = std::exchange(group.weights, {});
+  for (const auto& output : std::exchange(group.outputs, {})) {
     if (auto tensor = output.lock()) {
       detach_output(at::Tensor(std::move(tensor)));
     }
   }
-  group.outputs.clear();
-  group.state = state;
 }
 
 void make_ready_again(Group& group) {
@@ -322,18 +354,19 @@ variable_list compute_task(const Task& task) {
   return grads;
 }
 
-void run_weight_pass(const std::vector<GroupPtr>& groups, bool retain) {
+void run_weight_pass(const std::vector<GroupPtr>& groups, WeightPassOptions options) {
   const bool is_retry = std::any_of(groups.begin(), groups.end(),
                                     [](const GroupPtr& group) { return group->failed; });
   try {
     const at::AutoGradMode no_grad(false);
-    WeightGraph graph(retain);
+    WeightGraph graph(options.retain);
     for (const GroupPtr& group : groups) {
       if (group->state == Group::State::done_unreported) {
         continue;
       }
+      heed_new_hooks(*group);
       if (runs_directly(*group)) {
-        run_directly(*group, retain);
+        run_directly(*group, options);
       } else {
         graph.add(group);
       }
@@ -341,7 +374,7 @@ void run_weight_pass(const std::vector<GroupPtr>& groups, bool retain) {
     graph.run();
   } catch (...) {
     for (const GroupPtr& group : groups) {
-      settle(*group, retain);
+      settle(*group, options.retain);
     }
     if (is_retry) {
       rethrow_named(groups);
@@ -349,7 +382,7 @@ void run_weight_pass(const std::vector<GroupPtr>& groups, bool retain) {
     throw;
   }
   for (const GroupPtr& group : groups) {
-    if (retain && group->state == Group::State::input_done) {
+    if (options.retain && group->state == Group::State::input_done) {
       make_ready_again(*group);
     } else {
       close(*group, Group::State::weight_done);

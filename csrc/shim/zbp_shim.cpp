@@ -1,5 +1,6 @@
 #include "shim/zbp_shim.h"
 
+#include <unordered_map>
 #include <unordered_set>
 
 #include <ATen/core/grad_mode.h>
@@ -150,29 +151,35 @@ PyObject* wrap_input_grads(Py_ssize_t count, const std::vector<Py_ssize_t>& posi
   return tuple.release();
 }
 
-/// Groups on their way to the caller; frees them if they do not get there.
+/// Groups on their way to the caller; frees those that do not get there.
 struct GroupArray {
-  explicit GroupArray(std::vector<GroupPtr>& groups)
-      : handles(static_cast<zbp_group**>(PyMem_Calloc(groups.size() + 1, sizeof(zbp_group*)))),
-        count(groups.size()) {
-    if (!handles) {
-      throw std::bad_alloc();
-    }
-    for (size_t i = 0; i < count; ++i) {
-      handles[i] = new zbp_group{std::move(groups[i])};
-    }
-  }
+  GroupArray() = default;
+  GroupArray(const GroupArray&) = delete;
+  GroupArray& operator=(const GroupArray&) = delete;
   ~GroupArray() {
-    for (size_t i = 0; handles && i < count; ++i) {
+    for (size_t i = 0; i < count; ++i) {
       delete handles[i];
     }
     PyMem_Free(handles);
   }
-  GroupArray(const GroupArray&) = delete;
-  GroupArray& operator=(const GroupArray&) = delete;
 
-  zbp_group** handles;
-  size_t count;
+  void take(std::vector<GroupPtr>& groups) {
+    handles = static_cast<zbp_group**>(PyMem_Calloc(groups.size() + 1, sizeof(zbp_group*)));
+    if (!handles) {
+      throw std::bad_alloc();
+    }
+    for (GroupPtr& group : groups) {
+      handles[count] = new zbp_group{std::move(group)};
+      ++count;
+    }
+  }
+  zbp_group** release() {
+    count = 0;
+    return std::exchange(handles, nullptr);
+  }
+
+  zbp_group** handles = nullptr;
+  size_t count = 0;
 };
 
 // ---- arguments of W
@@ -196,23 +203,29 @@ void check_state(zbp_group* const* groups, size_t count) {
 }
 
 void check_weights(zbp_group* const* groups, size_t count, PyObject* weights) {
-  std::unordered_set<const void*> listed;
+  std::unordered_map<const void*, size_t> wanted;  // the groups' weights, and a group of each
+  for (size_t i = 0; i < count; ++i) {
+    for (const Weight& weight : groups[i]->group->weights) {
+      wanted.emplace(weight.accumulator->variable.unsafeGetTensorImpl(), i);
+    }
+  }
   for (Py_ssize_t i = 0; i < size_of(weights); ++i) {
     const at::Tensor* tensor = as_tensor(item(weights, i));
     if (!tensor) {
       refuse(PyExc_TypeError, "weights[", i, "] is a ", type_name(item(weights, i)),
              "; expected a tensor");
     }
-    listed.insert(tensor->unsafeGetTensorImpl());
+    wanted.erase(tensor->unsafeGetTensorImpl());
   }
-  for (size_t i = 0; i < count; ++i) {
-    for (const Weight& weight : groups[i]->group->weights) {
-      const at::Tensor& variable = weight.accumulator->variable;
-      if (listed.count(variable.unsafeGetTensorImpl()) == 0) {
-        refuse(PyExc_ValueError, "param_groups[", i, "] holds a gradient for a parameter of ",
-               describe(variable), " that is not among the ", size_of(weights),
-               " weights; pass the weights that stage_backward_input was given");
-      }
+  if (wanted.empty()) {
+    return;
+  }
+  const auto& [missing, i] = *wanted.begin();
+  for (const Weight& weight : groups[i]->group->weights) {
+    if (weight.accumulator->variable.unsafeGetTensorImpl() == missing) {
+      refuse(PyExc_ValueError, "param_groups[", i, "] holds a gradient for a parameter of ",
+             describe(weight.accumulator->variable), " that is not among the ", size_of(weights),
+             " weights; pass the weights that stage_backward_input was given");
     }
   }
 }
@@ -226,6 +239,16 @@ void check_unmodified(zbp_group* const* groups, size_t count) {
              describe(watched->tensor()), ", which param_groups[", i,
              "] holds for the weight pass, is at version ", watched->tensor()._version(),
              "; expected version ", watched->kept_version(), " instead.");
+    }
+  }
+}
+
+/// The call raises though these groups are complete (a warning was turned into an error): it can be
+/// repeated, like any W that raised.
+void report_again(const std::vector<GroupPtr>& groups) {
+  for (const GroupPtr& group : groups) {
+    if (group->state == Group::State::weight_done) {
+      group->state = Group::State::done_unreported;
     }
   }
 }
@@ -250,6 +273,9 @@ class Running {
 // ---- groups
 
 const Group& unspent(const zbp_group* handle, const char* key) {
+  if (handle->running) {
+    refuse(PyExc_RuntimeError, "'", key, "' cannot be read while the group's weight pass runs");
+  }
   if (handle->group->state != Group::State::input_done) {
     refuse(PyExc_KeyError, key, ": the weight pass of this group has already run");
   }
@@ -343,7 +369,10 @@ int zbp_input_pass(PyObject* outputs, PyObject* output_grads, PyObject* inputs, 
                    PyObject** dinputs_out, zbp_group*** groups_out, size_t* group_count_out,
                    int* ran_out) {
   *ran_out = 0;
-  return guarded([&] {
+  // Outside of the barrier: a warning that is an error raises only when the body is through.
+  THPObjectPtr dinputs;
+  GroupArray groups;
+  const int status = guarded([&] {
     if (output_grads && size_of(output_grads) != size_of(outputs)) {
       refuse(PyExc_ValueError, "output_grads has ", size_of(output_grads),
              " entries; expected one for each of the ", size_of(outputs), " stage outputs");
@@ -358,39 +387,53 @@ int zbp_input_pass(PyObject* outputs, PyObject* output_grads, PyObject* inputs, 
 
     *ran_out = 1;
     InputPassResult result = run_input_pass(args);
-    GroupArray groups(result.groups);
+    groups.take(result.groups);
     set_input_grads(args, result.input_grads);
-    *dinputs_out = wrap_input_grads(size_of(inputs), position, result.input_grads);
-    *groups_out = std::exchange(groups.handles, nullptr);
-    *group_count_out = groups.count;
+    dinputs = wrap_input_grads(size_of(inputs), position, result.input_grads);
   });
+  if (status == ZBP_OK) {
+    *dinputs_out = dinputs.release();
+    *group_count_out = groups.count;
+    *groups_out = groups.release();
+  }
+  return status;
 }
 
-int zbp_weight_pass(zbp_group* const* groups, size_t group_count, PyObject* weights, int retain) {
-  return guarded([&] {
+int zbp_weight_pass(zbp_group* const* groups, size_t group_count, PyObject* weights, int retain,
+                    int fuse) {
+  std::vector<GroupPtr> list;
+  const int status = guarded([&] {
     check_state(groups, group_count);
     if (weights) {
       check_weights(groups, group_count, weights);
     }
     check_unmodified(groups, group_count);
-    std::vector<GroupPtr> list;
     for (size_t i = 0; i < group_count; ++i) {
       list.push_back(groups[i]->group);
     }
     const Running running(groups, group_count);
     const ReleaseGil no_gil;
-    run_weight_pass(list, retain != 0);
+    run_weight_pass(list, {retain != 0, fuse != 0});
   });
+  if (status != ZBP_OK) {
+    report_again(list);
+  }
+  return status;
 }
 
 void zbp_group_free(zbp_group* group) {
   delete group;
 }
 
+// A W that runs without the GIL changes the group: nothing of it may be looked at meanwhile.
 zbp_group_info zbp_group_get_info(const zbp_group* handle) {
+  if (handle->running) {
+    return {0, 0, 0, ZBP_GROUP_RUNNING};
+  }
   const Group& group = *handle->group;
+  const bool ready = group.state == Group::State::input_done;
   return {group.weights.size(), group.tasks.size(), group.bytes_held(),
-          group.state != Group::State::input_done};
+          ready ? ZBP_GROUP_READY : ZBP_GROUP_SPENT};
 }
 
 PyObject* zbp_group_params(const zbp_group* handle) {
@@ -443,9 +486,6 @@ PyObject* zbp_group_grads(const zbp_group* handle) {
 int zbp_group_set_grads(zbp_group* handle, PyObject* value) {
   return guarded([&] {
     unspent(handle, "grads");
-    if (handle->running) {
-      refuse(PyExc_RuntimeError, "the group's weight pass is running");
-    }
     auto& tasks = handle->group->tasks;
     THPObjectPtr seq(PySequence_Fast(value, ""));
     if (!seq) {

@@ -16,6 +16,8 @@
 extern "C" {
 #endif
 
+enum { ZBP_GROUP_READY, ZBP_GROUP_RUNNING, ZBP_GROUP_SPENT };
+
 /* A parameter group: what I leaves for W. Owned by the caller. */
 typedef struct zbp_group zbp_group;
 
@@ -23,7 +25,7 @@ typedef struct zbp_group_info {
     size_t params;      /* weights */
     size_t split_nodes; /* split nodes and weight roots */
     size_t bytes_held;  /* of the tensors held for W, each storage once */
-    int spent;          /* W has run */
+    int state;          /* ZBP_GROUP_*; while W runs, the counts read 0 */
 } zbp_group_info;
 
 /* Runs I: the gradients of `inputs`, and the parameter groups for W.
@@ -44,10 +46,11 @@ ZBP_MUST_USE int zbp_input_pass(PyObject *outputs, PyObject *output_grads, PyObj
 
 /* Runs W for `groups` (borrowed). weights: seq of tensors, or NULL for no check. Refuses, before
  * anything is added: groups that are spent, listed twice or running elsewhere; groups none or only
- * some of whose weights are listed; matrices that were modified since I.
+ * some of whose weights are listed; matrices that were modified since I. retain: the groups can be
+ * given again. fuse: products are added to existing gradients in place, rounding once.
  * After another error the same groups can be given again: what was added is not added twice. */
 ZBP_MUST_USE int zbp_weight_pass(zbp_group *const *groups, size_t group_count, PyObject *weights,
-                                 int retain);
+                                 int retain, int fuse);
 
 void zbp_group_free(zbp_group *group); /* NULL is legal; frees all that W would have needed */
 zbp_group_info zbp_group_get_info(const zbp_group *group);
