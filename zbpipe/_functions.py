@@ -30,7 +30,7 @@ def stage_backward_input(
             ``torch.autograd.graph.GradientEdge`` in place of a tensor whose memory is gone; None
             and tensors that require no gradient are passed over.
         output_grads: a gradient per output, of its shape, dtype and device; None for an output
-            that got none (a scalar's is then 1, as everywhere in autograd). None in place of the
+            that got none (a scalar's is then 1, as everywhere in autograd), not for all. None in place of the
             list stands for ones.
         input_values: the stage's inputs. Nothing behind them is visited; entries that are no tensor
             or require no gradient are allowed.

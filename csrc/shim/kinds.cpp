@@ -49,13 +49,14 @@ class NoSavedTensorHooks {
   at::impl::SavedTensorDefaultHooksTLS saved_;
 };
 
-/// Unpacks a saved tensor once and puts it back plainly and without history.
-at::Tensor pin(SavedVariable& saved, Node& node) {
+/// Unpacks a saved tensor once and puts it back plainly and without history. What W will read shares its
+/// version counter with the original; of the rest W needs the shape alone, and it may change.
+at::Tensor pin(SavedVariable& saved, Node& node, bool is_read_by_w) {
   at::Tensor tensor = saved.unpack(ref_of(node));
   if (!tensor.defined()) {
     return tensor;  // not saved: the other factor takes no gradient
   }
-  tensor = tensor.detach();
+  tensor = is_read_by_w ? tensor.detach() : tensor.variable_data();
   const NoSavedTensorHooks guard;
   saved = SavedVariable(tensor, /*is_output=*/false);
   return tensor;
@@ -134,7 +135,8 @@ void take_matrices(Task& task, Node& node, const variable_list& grads) {
     task.weight_is_left = face_at(task.face, factors.left_slot) != nullptr;
     task.matrix_slot = task.weight_is_left ? factors.left_slot : factors.right_slot;
     SavedVariable& saved = task.weight_is_left ? *factors.right : *factors.left;
-    const at::Tensor other = saved.has_hooks() ? pin(saved, node) : saved.unpack(ref_of(node));
+    const at::Tensor other =
+        saved.has_hooks() ? pin(saved, node, true) : saved.unpack(ref_of(node));
     const bool gradient_is_plain = !grads[0].defined() || is_plain_matrix(grads[0]);
     if (is_plain_matrix(other) && gradient_is_plain) {
       task.other = Watched(other);
@@ -143,15 +145,12 @@ void take_matrices(Task& task, Node& node, const variable_list& grads) {
     become_deferred(task);
   }
   // Also without hooks: a saved tensor that is a stage output is about to lose its history.
-  const at::Tensor left = pin(*factors.left, node);
-  const at::Tensor right = pin(*factors.right, node);
-  task.saved.clear();
-  if (face_at(task.face, factors.right_slot)) {
-    task.saved.emplace_back(left);
-  }
-  if (face_at(task.face, factors.left_slot)) {
-    task.saved.emplace_back(right);
-  }
+  const bool reads_left = face_at(task.face, factors.right_slot) != nullptr;
+  const bool reads_right = face_at(task.face, factors.left_slot) != nullptr;
+  const at::Tensor left = pin(*factors.left, node, reads_left);
+  const at::Tensor right = pin(*factors.right, node, reads_right);
+  task.saved = {Watched(reads_left ? left : at::Tensor()),
+                Watched(reads_right ? right : at::Tensor())};
 }
 
 bool gives_matrix_gradient(const Task& task, Node& node, const Face& face) {

@@ -43,7 +43,8 @@ std::optional<Edge> as_gradient_edge(PyObject* object) {
   if (!node || !output_nr) {
     throw python_error();
   }
-  const long nr = PyLong_AsLong(output_nr);
+  int overflow = 0;
+  const long nr = PyLong_AsLongAndOverflow(output_nr, &overflow);
   if (nr == -1 && PyErr_Occurred()) {
     throw python_error();
   }
@@ -52,8 +53,9 @@ std::optional<Edge> as_gradient_edge(PyObject* object) {
     refuse(PyExc_TypeError, "a GradientEdge's node is a ", Py_TYPE(node.get())->tp_name,
            "; expected a node of an autograd graph that still exists");
   }
-  if (nr < 0 || static_cast<unsigned long>(nr) >= edge.function->num_inputs()) {
-    refuse(PyExc_ValueError, "a GradientEdge names output ", nr, " of ", edge.function->name(),
+  if (overflow || nr < 0 || static_cast<unsigned long>(nr) >= edge.function->num_inputs()) {
+    refuse(PyExc_ValueError, "a GradientEdge names output ",
+           overflow ? "beyond any" : std::to_string(nr), " of ", edge.function->name(),
            ", which has ", edge.function->num_inputs());
   }
   edge.input_nr = static_cast<uint32_t>(nr);

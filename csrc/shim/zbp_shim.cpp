@@ -31,8 +31,9 @@ const char* type_name(PyObject* object) {
 
 // ---- arguments of I
 
-/// Adds output number `i` to the roots unless it takes no gradient.
-void parse_output(PyObject* outputs, PyObject* output_grads, Py_ssize_t i, InputPassArgs& args) {
+/// Adds output number `i` to the roots unless it takes no gradient. Returns false if it could take one
+/// and was given none.
+bool parse_output(PyObject* outputs, PyObject* output_grads, Py_ssize_t i, InputPassArgs& args) {
   PyObject* output = item(outputs, i);
   PyObject* given = output_grads ? item(output_grads, i) : Py_None;
   const at::Tensor* tensor = as_tensor(output);
@@ -57,7 +58,7 @@ void parse_output(PyObject* outputs, PyObject* output_grads, Py_ssize_t i, Input
   }
   if (!edge) {
     if (!tensor || !tensor->requires_grad()) {
-      return;
+      return true;
     }
     edge = impl::gradient_edge(*tensor);
     if (!tensor->is_leaf()) {
@@ -69,10 +70,11 @@ void parse_output(PyObject* outputs, PyObject* output_grads, Py_ssize_t i, Input
            "; stage_outputs_or_loss[", i, "] needs one of ", describe(*edge));
   }
   if (!grad && output_grads && tensor->sym_numel() != 1) {
-    return;  // an output that the next stage did not use
+    return false;  // an output that the next stage did not use
   }
   args.roots.push_back(std::move(*edge));
   args.root_grads.push_back(grad ? *grad : at::ones_like(*tensor));
+  return true;
 }
 
 void parse_inputs(PyObject* inputs, InputPassArgs& args, std::vector<Py_ssize_t>& position) {
@@ -379,8 +381,13 @@ int zbp_input_pass(PyObject* outputs, PyObject* output_grads, PyObject* inputs, 
     }
     InputPassArgs args;
     std::vector<Py_ssize_t> position;
+    Py_ssize_t without_grad = 0;
     for (Py_ssize_t i = 0; i < size_of(outputs); ++i) {
-      parse_output(outputs, output_grads, i, args);
+      without_grad += parse_output(outputs, output_grads, i, args) ? 0 : 1;
+    }
+    if (args.roots.empty() && without_grad > 0) {
+      refuse(PyExc_ValueError, "output_grads holds no gradient for any of the ", without_grad,
+             " stage outputs that require one; the backward would lose them all");
     }
     parse_inputs(inputs, args, position);
     parse_weights(weights, args);

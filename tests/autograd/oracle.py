@@ -130,6 +130,26 @@ def interleaved(run):
                 run.weight(k, [group])
 
 
+def one_weight_pass(run):
+    """One call of W for all microbatches. Not among `ORDERS`: W has no microbatch then to which a hook's call belongs."""
+    for step in (run.forward, run.input):
+        for k in run.microbatches:
+            step(k)
+    run.order = list(run.microbatches)
+    run.weight(0, [group for groups in run.groups for group in groups])
+
+
+def sharing(compute):
+    """`x @ w`, where `w = compute(stage)` is computed in the first microbatch and serves all: nodes that they share."""
+
+    def forward(m, x):
+        if not hasattr(m, "shared"):
+            m.shared = compute(m)
+        return x @ m.shared
+
+    return forward
+
+
 ORDERS = (at_once, late, last_microbatch_first, group_by_group, groups_reversed, interleaved)
 
 

@@ -4,7 +4,18 @@ import copy
 
 import pytest
 import torch
-from oracle import ON_TORCH, Stage, at_once, check, last_microbatch_first, late, random_input, wrong_on_torch, zb
+from oracle import (
+    ON_TORCH,
+    Stage,
+    at_once,
+    check,
+    last_microbatch_first,
+    late,
+    needs_zbpipe,
+    random_input,
+    wrong_on_torch,
+    zb,
+)
 from torch import nn
 
 pytestmark = [
@@ -123,3 +134,25 @@ def test_module_compiled_in_place():
         reference(ref).sum().backward()
         torch.testing.assert_close(x.grad, ref.grad)
     torch.testing.assert_close([w.grad for w in stage.parameters()], [w.grad for w in reference.parameters()])
+
+
+@needs_zbpipe
+def test_compiled_autograd_is_refused_by_name():
+    """Its engine compiles every node of a backward; those that a pass adds cannot be."""
+    m = Stage(lambda m, x: (x @ m.a).sin() @ m.b, a=(4, 4), b=(4, 4))
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    out = m(x)
+    try:
+        on = torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager"))
+    except AttributeError:
+        pytest.skip("this torch has another way to switch compiled autograd on")
+    with on, pytest.raises((NotImplementedError, RuntimeError)) as failure:
+        zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+    refusal = failure.value.__cause__ or failure.value
+    assert isinstance(refusal, NotImplementedError)
+    assert "compiled autograd" in str(refusal)
+    out = m(x)
+    expected = torch.autograd.grad(m(x).sum(), [m.a, m.b])
+    _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+    zb.stage_backward_weight(m.parameters(), groups)
+    torch.testing.assert_close([m.a.grad, m.b.grad], list(expected))

@@ -1,8 +1,10 @@
 """Bad input is refused before anything is touched; failures come out as torch's; a weight pass that failed goes on."""
 
+import warnings
+
 import pytest
 import torch
-from oracle import Stage, needs_zbpipe, wrong_on_torch, zb
+from oracle import Stage, check, needs_zbpipe, sharing, wrong_on_torch, zb
 from torch import nn
 
 f64 = torch.float64
@@ -507,3 +509,120 @@ def test_graph_shared_by_two_losses_can_be_backpropagated_where_i_did_not_go():
     zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
     apart.sum().backward()
     torch.testing.assert_close(y.grad, 2.0 * (y.detach() * 2.0).exp())
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("name", ["a", "b", "c"])
+def test_weight_pass_of_two_microbatches_that_failed_once_adds_their_shared_nodes_once(name, kind):
+    def failing_once(run):
+        for step in (run.forward, run.input):
+            for k in run.microbatches:
+                step(k)
+        getattr(getattr(run.stage, name), kind)(raising())
+        run.order = list(run.microbatches)
+        groups = [group for groups in run.groups for group in groups]
+        with pytest.raises((Planned, RuntimeError)):
+            run.weight(0, groups)
+        run.weight(0, groups)
+
+    product = sharing(lambda m: m.a + m.b)
+    check(Stage(lambda m, x: product(m, x) + m.c, a=(4, 4), b=(4, 4), c=(4,)), (3, 4), orders=(failing_once,))
+    check(Stage(lambda m, x: product(m, x) @ m.c, a=(4, 4), b=(4, 4), c=(4, 4)), (3, 4), orders=(failing_once,))
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("backwards", [False, True])
+def test_changed_matrix_of_a_batched_product_is_refused_before_any_weight_is_added(backwards):
+    m = Stage(lambda m, h: torch.bmm(h, m.k).sum(0) @ m.b, k=(2, 4, 4), b=(4, 4))
+    net = nn.Linear(4, 4, dtype=f64)
+    weights = [*net.parameters(), *m.parameters()]
+    for _ in range(2):
+        x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+        h = net(x).sin().expand(2, 3, 4) * 1.0
+        out = m(h)
+        _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], weights)
+        with torch.no_grad():
+            h.add_(1.0)
+        with pytest.raises(RuntimeError, match=CHANGED):
+            zb.stage_backward_weight(weights, groups[::-1] if backwards else groups)
+        assert [w.grad for w in weights] == [None] * 4
+
+
+def warns_in_its_backward(tensor):
+    """Rows picked by a mask of bytes: forward and backward warn, from C++, that it is deprecated."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return tensor[torch.tensor([1, 1, 0, 1], dtype=torch.uint8)]
+
+
+@needs_zbpipe
+def test_warning_made_an_error_in_the_weight_pass_lets_it_be_repeated():
+    m = Stage(lambda m, x: x @ warns_in_its_backward(m.a) @ m.b, a=(4, 4), b=(4, 4))
+    total = 0
+    for _ in range(2):
+        x = torch.randn(2, 3, dtype=f64, requires_grad=True)
+        out = m(x)
+        _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises((RuntimeError, UserWarning)):
+                zb.stage_backward_weight(m.parameters(), groups)
+            warnings.simplefilter("ignore")
+            zb.stage_backward_weight(m.parameters(), groups)
+            expected = torch.autograd.grad(m(x).sum(), list(m.parameters()))
+        total = [g + e for g, e in zip(total or [0, 0], expected, strict=True)]
+        torch.testing.assert_close([w.grad for w in m.parameters()], total)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_interruption_of_the_input_pass_is_not_wrapped(error):
+    def hook(_):
+        raise error("from the hook")
+
+    case = Case()
+    handle = case.x.register_hook(hook)
+    with pytest.raises(error, match="from the hook"):
+        case.input()
+    handle.remove()
+    case.out = case.m(case.x)
+    case.assert_still_works()
+
+
+def fails_as_it_is_read():
+    raise TypeError("from the generator")
+    yield
+
+
+@pytest.mark.parametrize("argument", ["weights of I", "weights of W", "groups"])
+def test_error_within_the_callers_generator_passes_through(argument):
+    case = Case()
+    groups = None if argument == "weights of I" else case.input()[1]
+    call = {
+        "weights of I": lambda broken: case.input(weights=broken),
+        "weights of W": lambda broken: case.weight(groups, weights=broken),
+        "groups": case.weight,
+    }[argument]
+    with pytest.raises(TypeError, match="from the generator") as failure:
+        call(fails_as_it_is_read())
+    assert str(failure.value) == "from the generator"
+    groups = groups or case.input()[1]
+    case.weight(groups)
+    case.assert_right()
+
+
+@needs_zbpipe
+def test_post_accumulate_hook_that_raises_does_not_skip_the_hooks_of_the_accumulator():
+    """The gradient is added, so what waits for the accumulator (DDP's reducer) must hear of it: once."""
+    case = Case()
+    seen = []
+    node = torch.autograd.graph.get_gradient_edge(case.m.a).node
+    node.register_hook(lambda *_: seen.append(1))
+    case.m.a.register_post_accumulate_grad_hook(raising())
+    _, groups = case.input()
+    with pytest.raises((Planned, RuntimeError)):
+        case.weight(groups)
+    assert seen == [1]
+    case.weight(groups)
+    assert seen == [1]
+    case.assert_right()

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from oracle import Stage, at_once, check, needs_zbpipe, wrong_on_torch, zb
+from test_size import in_own_process
 from torch import nn
 
 f64 = torch.float64
@@ -357,3 +358,93 @@ def test_many_small_groups_one_at_a_time():
     for group in groups[::2] + groups[1::2]:
         zb.stage_backward_weight(m.parameters(), [group])
     torch.testing.assert_close(grads_of(m), expected)
+
+
+@needs_zbpipe
+def test_hook_that_clears_the_callers_lists_during_the_weight_pass():
+    """And has their memory used again, which ends in a crash where a group was still in use."""
+    in_own_process("""
+        from torch import nn
+
+        net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+        expected = [torch.zeros_like(w) for w in net.parameters()]
+        lists, kept = [], []
+
+        def hook(_):
+            for mine in lists:
+                mine.clear()
+            kept.append([bytearray(16 * n) for n in range(64)])
+
+        for _ in range(20):
+            x = torch.randn(3, 4, requires_grad=True)
+            weights = list(net.parameters())
+            for total, grad in zip(expected, torch.autograd.grad(net(x).sum(), weights)):
+                total += grad
+            out = net(x)
+            groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], weights)[1]
+            del out
+            lists[:] = [groups, weights]
+            handles = [w.register_hook(hook) for w in weights]
+            zb.stage_backward_weight(weights, groups)
+            assert groups == weights == []
+            for handle in handles:
+                handle.remove()
+        torch.testing.assert_close([w.grad for w in net.parameters()], expected)
+    """)
+
+
+@needs_zbpipe
+def test_group_asked_by_a_hook_during_its_own_weight_pass():
+    m = layers()
+    groups, expected = run_input(m)
+    answers = []
+
+    def hook(_):
+        for group in groups:
+            answers.append(repr(group))
+            assert group.bytes_held >= 0
+            for key in ("params", "intermediates", "grads"):
+                with pytest.raises(RuntimeError):
+                    group[key]
+
+    m.net[0].weight.register_hook(hook)
+    zb.stage_backward_weight(m.parameters(), groups)
+    assert len(answers) == 2
+    assert all("running" in answer for answer in answers), answers
+    torch.testing.assert_close(grads_of(m), expected)
+
+
+@needs_zbpipe
+def test_group_asked_by_a_destructor_during_its_own_weight_pass():
+    """Of an object that a tensor carries which the weight pass lets go of."""
+    in_own_process("""
+        class Last:
+            def __del__(self):
+                freed.append(1)
+                try:
+                    ask(groups)
+                except RuntimeError:
+                    pass
+
+        for ask in (
+            lambda groups: repr(groups),
+            lambda groups: groups[0].bytes_held,
+            lambda groups: groups[0].get("grads"),
+            lambda groups: groups.clear(),
+        ):
+            freed = []
+            w = torch.randn(3, 3, requires_grad=True)
+            x = torch.randn(2, 3, requires_grad=True)
+            h = x
+            for _ in range(3):
+                data = torch.randn(2, 3)
+                data.mark = Last()
+                h = torch.addmm(torch.tanh(h), data, w)
+                del data
+            w.register_hook(lambda grad: None)
+            groups = zb.stage_backward_input([h], [torch.ones(2, 3)], [x], [w])[1]
+            del h
+            zb.stage_backward_weight([w], groups)
+            assert len(freed) == 3, freed
+            assert w.grad is not None
+    """)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from oracle import Stage, check, no_grads, wrong_on_torch, zb
+from oracle import Stage, check, needs_zbpipe, no_grads, sharing, weight, wrong_on_torch, zb
 from torch import nn
 
 f64 = torch.float64
@@ -369,3 +369,56 @@ def test_no_new_hook_is_left_on_weights_inputs_or_nodes():
         assert not tensor._backward_hooks
         assert not getattr(tensor, "_post_accumulate_grad_hooks", None)
     assert node.metadata == {}
+
+
+@wrong_on_torch("finds no accumulators while gradients are off")
+@pytest.mark.parametrize("dtype", [f64, torch.float32], ids=["sum", "cast"])
+def test_hook_in_the_weight_pass_that_runs_the_input_pass_of_the_next_microbatch(dtype):
+    def nested(run):
+        def hook(_):
+            if run.groups[1] is None:
+                run.input(1)
+
+        for k in run.microbatches:
+            run.forward(k)
+        run.input(0)
+        run.stage.a.register_hook(hook)
+        run.weight(0)
+        assert run.groups[1]
+        run.weight(1)
+
+    compute = sharing(lambda m: m.a + 1.0 if dtype == f64 else m.a.double())
+    check(Stage(compute, a=weight(4, 4, dtype=dtype)), (3, 4), orders=(nested,))
+
+
+@wrong_on_torch("runs in I and in W")
+def test_posthook_registered_on_a_split_node_by_a_hook_during_the_input_pass():
+    def forward(m, x):
+        h = x @ m.a
+        node, log = h.grad_fn, m.log("post")
+        out = h.sin()
+        if node is not None:
+            out.register_hook(lambda _: node.register_hook(lambda *_: log()) and None)
+        return out
+
+    check(Stage(forward, a=(4, 4)), (3, 4))
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("how", ["tensor hook", "prehook", "posthook"])
+def test_hook_registered_on_a_transposed_weight_between_the_passes(how):
+    m = Stage(lambda m, x: None, a=(5, 4))
+    seen = []
+    for k in range(2):
+        x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+        t = m.a.t()
+        out = x @ t
+        _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+        if how == "tensor hook":
+            t.register_hook(lambda grad: seen.append(grad.shape))
+        elif how == "prehook":
+            t.grad_fn.register_prehook(lambda grads: seen.append(grads[0].shape))
+        else:
+            t.grad_fn.register_hook(lambda grads, _: seen.append(grads[0].shape))
+        zb.stage_backward_weight(m.parameters(), groups)
+        assert seen == [(5, 4) if how == "posthook" else (4, 5)] * (k + 1)

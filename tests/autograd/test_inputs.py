@@ -3,6 +3,7 @@
 import pytest
 import torch
 from oracle import Stage, check, needs_zbpipe, wrong_on_torch, zb
+from torch import nn
 
 f64 = torch.float64
 
@@ -234,3 +235,127 @@ def test_inference_tensor_as_an_input_gets_none():
     dinputs = split(m, [out], [torch.ones_like(out)], [x, y])
     assert dinputs[0] is None
     torch.testing.assert_close(dinputs[1], torch.ones(3, 4, dtype=f64) @ m.a.detach().t())
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("what", ["outputs", "output gradients", "inputs", "weights"])
+def test_hook_that_clears_the_callers_lists_during_the_input_pass(what):
+    m = Stage(lambda m, x, y: (x @ m.a).sin() @ m.b * y, a=(4, 4), b=(4, 4))
+    for _ in range(2):
+        x, y = (torch.randn(3, 4, dtype=f64, requires_grad=True) for _ in range(2))
+        expected = torch.autograd.grad(m(x, y).sum(), [x, y, *m.parameters()])
+        out = m(x, y)
+        lists = {
+            "outputs": [out],
+            "output gradients": [torch.ones_like(out)],
+            "inputs": [x, y],
+            "weights": list(m.parameters()),
+        }
+        out.register_hook(lambda _, lists=lists: lists[what].clear())
+        dinputs, groups = zb.stage_backward_input(*lists.values())
+        zb.stage_backward_weight(m.parameters(), groups)
+        torch.testing.assert_close([*dinputs, *(w.grad for w in m.parameters())], list(expected))
+        assert lists[what] == []
+        m.zero_grad()
+
+
+@wrong_on_torch("inputs' gradients share memory with the output gradients")
+@pytest.mark.parametrize("change", ["nothing", "dinputs", "inputs' gradients"])
+@pytest.mark.parametrize(
+    "forward", [lambda m, x, y: y + x @ m.w, lambda m, x, y: y + x @ m.w + m.b], ids=["product", "product and bias"]
+)
+def test_inputs_of_all_microbatches_are_the_same_tensors(forward, change):
+    """What I hands out is the caller's to change: it shares no memory with what W keeps, nor with another input's."""
+    m = Stage(forward, w=(4, 4), b=(3, 4))
+    x, y = (torch.randn(3, 4, dtype=f64, requires_grad=True) for _ in range(2))
+    grads = [torch.randn(3, 4, dtype=f64) for _ in range(2)]
+    given = [grad.clone() for grad in grads]
+    wanted = [x, y, *m.parameters()]
+    expected = torch.autograd.grad(m(x, y), wanted, sum(grads), allow_unused=True)
+    groups = []
+    for grad in grads:
+        out = m(x, y)
+        dinputs, each = zb.stage_backward_input([out], [grad], [x, y], m.parameters())
+        groups += each
+    torch.testing.assert_close([x.grad, y.grad], list(expected[:2]))
+    torch.testing.assert_close(grads, given)
+    handed_out = {"nothing": [], "dinputs": dinputs, "inputs' gradients": [x.grad, y.grad]}
+    for tensor in handed_out[change]:
+        tensor.mul_(2.0).zero_()
+    zb.stage_backward_weight(m.parameters(), groups)
+    for w, grad in zip(m.parameters(), expected[2:], strict=True):
+        assert (w.grad is None) == (grad is None)
+        if grad is not None:
+            torch.testing.assert_close(w.grad, grad)
+
+
+@wrong_on_torch("inputs' gradients share memory")
+@pytest.mark.parametrize("forward", [lambda x, y: (x + y) * 2.0, lambda x, y: x + y], ids=["scaled sum", "sum"])
+def test_inputs_that_receive_one_gradient_add_up_by_themselves(forward):
+    x, y = (torch.randn(3, 4, dtype=f64, requires_grad=True) for _ in range(2))
+    given = [torch.randn(3, 4, dtype=f64) for _ in range(2)]
+    grads = [grad.clone() for grad in given]
+    for grad in grads:
+        zb.stage_backward_input([forward(x, y)], [grad], [x, y], [])
+    torch.testing.assert_close(grads, given)
+    expected = torch.autograd.grad(forward(x, y), [x, y], sum(given))
+    torch.testing.assert_close([x.grad, y.grad], list(expected))
+
+
+@wrong_on_torch("they do")
+def test_dinputs_require_no_gradient_though_the_output_gradient_does():
+    m = Stage(lambda m, x, y: y + x @ m.w, w=(4, 4))
+    for _ in range(2):
+        x, y = (torch.randn(3, 4, dtype=f64, requires_grad=True) for _ in range(2))
+        grad = torch.randn(3, 4, dtype=f64, requires_grad=True) * 2.0
+        dinputs, groups = zb.stage_backward_input([m(x, y)], [grad], [x, y], m.parameters())
+        zb.stage_backward_weight(m.parameters(), groups)
+        assert not any(t.requires_grad for t in (*dinputs, x.grad, y.grad, m.w.grad))
+        assert grad.requires_grad
+
+
+@wrong_on_torch("reads the .grad of an input that is no leaf, which warns")
+@pytest.mark.parametrize("view", [False, True])
+def test_non_leaf_input_returned_as_an_output_keeps_its_own_history(view):
+    m = Stage(lambda m, x: x @ m.w, w=(4, 4))
+    for _ in range(2):
+        older = torch.randn(3, 4, dtype=f64, requires_grad=True)
+        x = older.exp().sin()
+        x = x.view(3, 4) if view else x
+        node = x.grad_fn
+        grads = [torch.randn(3, 4, dtype=f64) for _ in range(2)]
+        (dinput,), groups = zb.stage_backward_input([x, m(x)], grads, [x], m.parameters())
+        zb.stage_backward_weight(m.parameters(), groups)
+        assert x.grad_fn is node
+        torch.testing.assert_close(dinput, grads[0] + grads[1] @ m.w.detach().t())
+        x.backward(dinput)
+        torch.testing.assert_close(older.grad, dinput * older.detach().exp().cos() * older.detach().exp())
+
+
+@pytest.mark.parametrize(
+    ("forward", "parts", "shape"),
+    [
+        (lambda m, x: m.net(x), {"net": nn.Linear(4, 5, dtype=f64)}, (3, 4)),
+        (lambda m, x: x.t() @ m.a, {"a": (3, 5)}, (3, 4)),
+        (lambda m, x: m.net(x), {"net": nn.Conv1d(2, 3, 2, dtype=f64)}, (2, 2, 5)),
+        (lambda m, x: x.sum() * m.a, {"a": (4,)}, (3, 4)),
+        (lambda m, x: x[:, 1:3] @ m.a, {"a": (2, 4)}, (3, 4)),
+        (lambda m, x: m.net(x), {"net": nn.LayerNorm(4, dtype=f64)}, (3, 4)),
+    ],
+    ids=["linear", "transposed", "convolution", "expanded", "slice", "layer norm"],
+)
+def test_strides_of_dinputs_are_those_of_autograd(forward, parts, shape):
+    m = Stage(forward, **parts)
+    for transposed in (False, True):
+        x = torch.randn(shape, dtype=f64, requires_grad=True)
+        out = m(x)
+        grad = (
+            torch.randn_like(out).transpose(0, -1).contiguous().transpose(0, -1)
+            if transposed
+            else torch.randn_like(out)
+        )
+        (expected,) = torch.autograd.grad(m(x), x, grad)
+        (dinput,), groups = zb.stage_backward_input([out], [grad], [x], m.parameters())
+        zb.stage_backward_weight(m.parameters(), groups)
+        assert dinput.stride() == expected.stride()
+        torch.testing.assert_close(dinput, expected)

@@ -254,3 +254,18 @@ def test_no_python_object_per_weight():
     python_blocks_made_for_weights(10)
     few, many = python_blocks_made_for_weights(10), python_blocks_made_for_weights(1_000)
     assert abs(many - few) < 50
+
+
+def test_stack_of_2000_inputs_that_each_have_a_bias():
+    xs = [torch.randn(2, dtype=f64, requires_grad=True) for _ in range(2000)]
+    biases = [torch.randn(2, dtype=f64, requires_grad=True) for _ in range(2000)]
+    for k in (1, 2):
+        out = torch.stack([x + b for x, b in zip(xs, biases, strict=True)])
+        grad = torch.randn_like(out)
+        dinputs, groups = zb.stage_backward_input([out], [grad], xs, biases)
+        assert len(groups) == 2000
+        before = torch.zeros_like(grad) if k == 1 else torch.stack([b.grad for b in biases])
+        zb.stage_backward_weight(biases, groups)
+        torch.testing.assert_close(torch.stack([b.grad for b in biases]), before + grad)
+        if k == 1:
+            torch.testing.assert_close(torch.stack(dinputs), grad)

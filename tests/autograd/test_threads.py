@@ -1,11 +1,12 @@
 """I and W on different threads, several microbatches at once, groups dropped elsewhere."""
 
+import functools
 import queue
 import threading
 
 import pytest
 import torch
-from oracle import Stage, zb
+from oracle import Stage, needs_zbpipe, zb
 from torch import nn
 
 f64 = torch.float64
@@ -29,6 +30,27 @@ def on_thread(function, *args):
     if error is not None:
         raise error
     return result
+
+
+def run_all(functions):
+    """Run each on a thread of its own, all at once."""
+    barrier = threading.Barrier(len(functions), timeout=60)
+    failures = []
+
+    def body(function):
+        try:
+            barrier.wait()
+            function()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=body, args=(function,)) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive(), "the thread hangs"
+    assert failures == []
 
 
 def network():
@@ -193,3 +215,66 @@ def test_one_group_cannot_run_twice_at_once():
         assert not thread.is_alive(), "the thread hangs"
     assert len(refused) == 1
     assert_right(m, x, expected)
+
+
+def sharing_microbatches(number):
+    """A stage whose effective weight, after a chain of nodes, is computed once for all microbatches."""
+    m = Stage(lambda m, x: x @ m.shared, a=(8, 8))
+    m.a.register_hook(lambda grad: None)
+    m.shared = m.a + 0.0
+    for _ in range(300):
+        m.shared = m.shared + 0.0
+    xs = [torch.randn(4, 8, dtype=f64, requires_grad=True) for _ in range(number)]
+    jobs = [(x, m(x), torch.randn(4, 8, dtype=f64)) for x in xs]
+    return m, jobs, sum(x.detach().t() @ grad for x, _, grad in jobs)
+
+
+def test_weight_passes_at_once_of_microbatches_that_share_nodes():
+    for _ in range(10):
+        m, jobs, expected = sharing_microbatches(4)
+        groups = [run_input(m, *job) for job in jobs]
+        run_all([functools.partial(run_weight, m, each) for each in groups])
+        torch.testing.assert_close(m.a.grad, expected)
+
+
+def test_weight_pass_beside_the_input_pass_of_a_microbatch_that_shares_nodes():
+    m, jobs, expected = sharing_microbatches(20)
+    groups = run_input(m, *jobs[0])
+    for job in jobs[1:]:
+        worker = threading.Thread(target=run_weight, args=(m, groups))
+        worker.start()
+        groups = run_input(m, *job)
+        worker.join(timeout=60)
+        assert not worker.is_alive(), "the thread hangs"
+    run_weight(m, groups)
+    torch.testing.assert_close(m.a.grad, expected)
+
+
+@needs_zbpipe
+def test_group_read_on_another_thread_while_its_weight_pass_runs():
+    """Every answer is a state or a refusal."""
+    m = network()
+    m.a.register_hook(lambda grad: None)
+    done, current, answers = threading.Event(), [], set()
+
+    def read():
+        finished = False
+        while not finished:
+            finished = done.is_set()
+            for group in list(current):
+                try:
+                    answers.add(type((repr(group), group.bytes_held, group["grads"])))
+                except (RuntimeError, KeyError) as refusal:
+                    answers.add(type(refusal))
+
+    def work():
+        try:
+            for _ in range(10):
+                x, out, grad, _ = microbatch(m)
+                current[:] = run_input(m, x, out, grad)
+                run_weight(m, current)
+        finally:
+            done.set()
+
+    run_all([read, work])
+    assert answers

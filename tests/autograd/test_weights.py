@@ -3,7 +3,19 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import Stage, check, needs_zbpipe, no_grads, random_input, weight, wrong_on_torch, zb
+from oracle import (
+    ORDERS,
+    Stage,
+    check,
+    needs_zbpipe,
+    no_grads,
+    one_weight_pass,
+    random_input,
+    sharing,
+    weight,
+    wrong_on_torch,
+    zb,
+)
 from torch import nn
 
 f64 = torch.float64
@@ -368,3 +380,106 @@ def test_weight_frozen_between_the_passes_gets_nothing(watched):
     zb.stage_backward_weight([m.a, m.b], groups)
     assert m.a.grad.eq(1).all()
     torch.testing.assert_close(m.b.grad, torch.full((4,), 3.0, dtype=f64))
+
+
+@wrong_on_torch("two weights that receive one tensor share their gradients' memory", always=False)
+@pytest.mark.parametrize(
+    "compute",
+    [lambda m: m.a + 1.0, lambda m: m.a + m.b, lambda m: (m.a + m.b) - m.a.t() + m.a],
+    ids=["one weight", "two weights", "three uses"],
+)
+def test_weights_own_computation_shared_by_microbatches(compute):
+    m = Stage(sharing(compute), a=(4, 4), b=(4, 4))
+    check(m, (3, 4), microbatches=3, orders=(*ORDERS, one_weight_pass))
+
+
+@pytest.mark.parametrize("order", [*ORDERS, one_weight_pass], ids=lambda order: order.__name__)
+def test_hook_on_a_weight_below_a_shared_computation_gets_each_microbatch_by_itself(order):
+    """A clamp of the sum is not the sum of the clamps."""
+
+    def setup(m):
+        m.a.register_hook(lambda grad: m.records.setdefault("calls", []).append(1))
+        m.a.register_hook(lambda grad: grad.clamp(-0.5, 0.5))
+
+    check(Stage(sharing(lambda m: m.a + 1.0), a=(4, 4)), (3, 4), setup=setup, orders=(order,))
+
+
+def under_one_autocast(run):
+    """The cast of each weight is cached until the outermost block ends."""
+    with torch.autocast("cpu", torch.bfloat16):
+        for k in run.microbatches:
+            run.forward(k)
+    for k in run.microbatches:
+        run.input(k)
+    run.order = list(run.microbatches)
+    run.weight(0, [group for groups in run.groups for group in groups])
+
+
+@wrong_on_torch("accumulators do not run")
+def test_casts_cached_by_one_autocast_block_around_all_forwards():
+    def setup(m):
+        for name, w in m.named_parameters():
+            w.register_post_accumulate_grad_hook(lambda w, name=name: m.records.setdefault(name, []).append(1))
+
+    m = Stage(lambda m, x: m.net(x), net=nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    check(
+        m,
+        random_input(4, 8),
+        setup=setup,
+        orders=(under_one_autocast,),
+        forward_context=lambda: torch.autocast("cpu", torch.bfloat16),
+        rtol=2e-2,
+        atol=2e-2,
+    )
+
+
+@wrong_on_torch("the gradient has other strides than the weight", always=False)
+@pytest.mark.parametrize(("rows", "columns"), [(4, 4), (3, 5), (1, 5), (3, 1)])
+def test_transposed_weight_as_bias_of_addmm(rows, columns):
+    """Of the product's shape, or broadcast."""
+    size = max(rows, 3)
+    m = Stage(lambda m, x: torch.addmm(m.b.t(), x, m.w), b=(columns, rows), w=(4, max(columns, 4)))
+    check(m, (size, 4))
+
+
+def test_one_weight_transposed_as_bias_and_as_matrix_of_addmm():
+    check(Stage(lambda m, x: torch.addmm(m.w.t(), x, m.w.t()), w=(4, 4)), (4, 4))
+
+
+@pytest.mark.parametrize(
+    ("forward", "bias", "data", "w"),
+    [
+        (lambda m, x, d: torch.baddbmm(x, d, m.w), (2, 3, 5), (2, 3, 4), (2, 4, 5)),
+        (lambda m, x, d: torch.baddbmm(x, m.w, d), (2, 3, 5), (2, 4, 5), (2, 3, 4)),
+        (lambda m, x, d: x.clone().baddbmm_(d, m.w), (2, 3, 5), (2, 3, 4), (2, 4, 5)),
+        (lambda m, x, d: torch.addmm(x, d, m.w, beta=2), (3, 5), (3, 4), (4, 5)),
+    ],
+    ids=["baddbmm", "baddbmm left", "baddbmm_", "addmm"],
+)
+def test_product_of_data_and_a_weight_added_to_an_activation(forward, bias, data, w):
+    """The product's input needs no gradient; the node is a split node by its bias alone."""
+    check(Stage(forward, w=w), bias, torch.randn(data, dtype=f64))
+
+
+@wrong_on_torch("the whole graph lives until W, with the old weights")
+@pytest.mark.parametrize(
+    ("forward", "parts", "shape"),
+    [
+        (lambda m, x: m.net(x), {"net": nn.Linear(4, 3, dtype=f64)}, (3, 4)),
+        (lambda m, x: m.net(x), {"net": nn.Conv1d(2, 3, 2, dtype=f64)}, (2, 2, 5)),
+        (lambda m, x: torch.bmm(x, m.w), {"w": (2, 4, 3)}, (2, 3, 4)),
+    ],
+    ids=["linear", "convolution", "bmm"],
+)
+def test_weights_stepped_in_place_between_two_weight_passes(forward, parts, shape):
+    def stepping(run):
+        for step in (run.forward, run.input):
+            for k in run.microbatches:
+                step(k)
+        for k in run.microbatches:
+            run.weight(k)
+            with torch.no_grad():
+                for w in run.stage.parameters():
+                    w.add_(1.0)
+
+    check(Stage(forward, **parts), shape, orders=(stepping,))

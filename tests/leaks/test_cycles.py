@@ -7,6 +7,7 @@ the nodes. The detectors first catch planted leaks.
 import contextlib
 import gc
 import sys
+import warnings
 import weakref
 
 import pytest
@@ -320,6 +321,26 @@ def test_exception_by_a_hook_in_the_input_pass(kind, where, device):
             del x, out
         assert watch.alive(*m.parameters(), *m.buffers()) == 0
         assert living(marks) == 0
+
+
+@needs_zbpipe
+def test_warning_made_an_error_in_the_input_pass_frees_all():
+    """It is raised when the engine's run is over, past the point where groups are handed over."""
+    a = nn.Parameter(torch.randn(8, 8))
+    m = Stage(lambda m, x: (x @ m.a).sin()[torch.tensor([1, 0, 1], dtype=torch.uint8)] @ m.a, a=a)
+    for _ in range(2):
+        with no_collector(), Watch() as watch, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            x = torch.randn(3, 8, requires_grad=True)
+            out, marks = m(x), []
+            mark(out.grad_fn, marks)
+            warnings.simplefilter("error")
+            with pytest.raises((RuntimeError, UserWarning)):
+                run_input(m, x, out)
+            del x, out
+            assert watch.alive(a) == 0
+            assert living(marks) == 0
+    assert a.grad is None
 
 
 @needs_zbpipe
