@@ -135,20 +135,18 @@ void set_input_grads(const InputPassArgs& args, const variable_list& grads) {
   }
 }
 
-PyObject* wrap_input_grads(Py_ssize_t count, const std::vector<Py_ssize_t>& position,
-                           const variable_list& grads) {
-  THPObjectPtr tuple(PyTuple_New(count));
+/// New tuple; None for what is undefined.
+PyObject* wrap_tensors(const variable_list& tensors) {
+  THPObjectPtr tuple(PyTuple_New(static_cast<Py_ssize_t>(tensors.size())));
   if (!tuple) {
     throw python_error();
   }
-  size_t next = 0;
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    const bool takes_grad = next < position.size() && position[next] == i;
-    PyObject* grad = THPVariable_Wrap(takes_grad ? grads[next++] : at::Tensor());
-    if (!grad) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    PyObject* wrapped = THPVariable_Wrap(tensors[i]);
+    if (!wrapped) {
       throw python_error();
     }
-    PyTuple_SET_ITEM(tuple.get(), i, grad);
+    PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i), wrapped);
   }
   return tuple.release();
 }
@@ -396,7 +394,11 @@ int zbp_input_pass(PyObject* outputs, PyObject* output_grads, PyObject* inputs, 
     InputPassResult result = run_input_pass(args);
     groups.take(result.groups);
     set_input_grads(args, result.input_grads);
-    dinputs = wrap_input_grads(size_of(inputs), position, result.input_grads);
+    variable_list grads(size_of(inputs));
+    for (size_t i = 0; i < position.size(); ++i) {
+      grads[position[i]] = std::move(result.input_grads[i]);
+    }
+    dinputs = wrap_tensors(grads);
   });
   if (status == ZBP_OK) {
     *dinputs_out = dinputs.release();
@@ -476,12 +478,7 @@ PyObject* zbp_group_grads(const zbp_group* handle) {
     const Group& group = unspent(handle, "grads");
     THPObjectPtr list(PyList_New(0));
     for (const Task& task : group.tasks) {
-      const variable_list grads = output_grads_of(task);
-      std::vector<Py_ssize_t> position(grads.size());
-      for (size_t i = 0; i < grads.size(); ++i) {
-        position[i] = static_cast<Py_ssize_t>(i);
-      }
-      THPObjectPtr tuple(wrap_input_grads(static_cast<Py_ssize_t>(grads.size()), position, grads));
+      THPObjectPtr tuple(wrap_tensors(output_grads_of(task)));
       if (!list || PyList_Append(list, tuple) < 0) {
         throw python_error();
       }
