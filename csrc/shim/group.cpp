@@ -13,6 +13,11 @@ bool has_version(const at::Tensor& tensor) {
 
 }  // namespace
 
+const void* storage_of(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl()
+                                                  : nullptr;
+}
+
 Watched::Watched(const at::Tensor& tensor)
     : tensor_(tensor.defined() && tensor.requires_grad() ? tensor.detach() : tensor),
       version_(has_version(tensor) ? tensor._version() : 0) {}
@@ -44,10 +49,9 @@ size_t Group::bytes_held() const {
   std::unordered_set<const void*> seen;
   for (const Task& task : tasks) {
     for_each_watched(task, [&](const Watched& watched) {
-      const at::Tensor& tensor = watched.tensor();
-      if (tensor.defined() && tensor.has_storage() &&
-          seen.insert(tensor.storage().unsafeGetStorageImpl()).second) {
-        bytes += tensor.storage().nbytes();
+      const void* storage = storage_of(watched.tensor());
+      if (storage && seen.insert(storage).second) {
+        bytes += watched.tensor().storage().nbytes();
       }
     });
   }

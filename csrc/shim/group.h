@@ -42,6 +42,9 @@ class Watched {
   uint32_t version_ = 0;
 };
 
+/// The identity of the tensor's storage; null if it has none.
+const void* storage_of(const at::Tensor& tensor);
+
 /// One edge of a task towards the weights.
 struct Face {
   uint32_t slot = 0;        // position among the node's edges

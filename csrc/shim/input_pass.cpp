@@ -267,11 +267,6 @@ void let_go_of_closure(Task& task) {
   task.node->add_pre_hook(std::make_unique<ConsumedGuard>());
 }
 
-const void* storage_of(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl()
-                                                  : nullptr;
-}
-
 InputPassResult Split::hand_over() {
   InputPassResult result;
   result.input_grads = input_grads();

@@ -24,11 +24,6 @@ bool is_one(const at::Scalar& scalar) {
   return scalar.equal(1);
 }
 
-bool has_hooks(Node& node) {
-  return !node.pre_hooks().empty() || !node.tensor_pre_hooks().empty() ||
-         !node.retains_grad_hooks().empty() || !node.post_hooks().empty();
-}
-
 bool is_heavy(const Face& face) {
   const auto& metadata = face.edge.function->input_metadata(face.edge.input_nr);
   return metadata.is_nested_tensor() || metadata.shape_as_dim_vector().size() > 1;
@@ -172,6 +167,11 @@ bool is_subclass(const at::Tensor& tensor) {
          tensor.key_set().has_any(c10::DispatchKeySet(
              {DispatchKey::Python, DispatchKey::Batched, DispatchKey::FuncTorchBatched,
               DispatchKey::FuncTorchGradWrapper, DispatchKey::Functionalize}));
+}
+
+bool has_hooks(Node& node) {
+  return !node.pre_hooks().empty() || !node.tensor_pre_hooks().empty() ||
+         !node.retains_grad_hooks().empty() || !node.post_hooks().empty();
 }
 
 bool is_plain_transposition(const Edge& edge, Edge* next) {

@@ -30,6 +30,9 @@ Kind classify(Node& node, c10::ArrayRef<Face> face);
 /// more than one multiplication (subclasses, sparse or complex ones) becomes deferred.
 void take_matrices(Task& task, Node& node, const variable_list& grads);
 
+/// True if a hook would see `node` run.
+bool has_hooks(Node& node);
+
 /// True if `edge` leads to a node that only transposes a matrix on its way to one further edge and
 /// that nobody watches; then `*next` is that edge.
 bool is_plain_transposition(const Edge& edge, Edge* next);

@@ -68,9 +68,7 @@ at::Tensor face_grad(const Task& task, size_t i, variable_list& outputs) {
 }
 
 bool is_watched(AccumulateGrad& accumulator) {
-  return !accumulator.tensor_pre_hooks().empty() || !accumulator.pre_hooks().empty() ||
-         !accumulator.post_hooks().empty() || !accumulator.retains_grad_hooks().empty() ||
-         accumulator.tensor_post_acc_grad_hooks() != nullptr;
+  return has_hooks(accumulator) || accumulator.tensor_post_acc_grad_hooks() != nullptr;
 }
 
 /// A hook that was put on a transposed weight since I is owed its gradient.

@@ -210,15 +210,8 @@ def test_one_engine_run_in_the_input_pass_and_at_most_one_in_the_weight_pass():
     assert len(tasks["weight"] - {-1}) <= 1
 
 
-def python_blocks_made_by_input_pass(nodes):
-    """Python's allocated blocks before and after I of a stage of 8 weights and so many nodes."""
-    x = torch.ones(2, 2, requires_grad=True)
-    weights = [torch.ones(2, 2, requires_grad=True) for _ in range(8)]
-    y = x
-    for w in weights:
-        y = y @ w
-        for _ in range(nodes // 8):
-            y = y + 1.0
+def python_blocks_made(y, x, weights):
+    """Python's allocated blocks after I less those before."""
     outputs, grads = [y], [torch.ones(2, 2)]
     gc.collect()
     before = sys.getallocatedblocks()
@@ -226,6 +219,18 @@ def python_blocks_made_by_input_pass(nodes):
     made = sys.getallocatedblocks() - before
     del result
     return made
+
+
+def python_blocks_made_by_input_pass(nodes):
+    """Of a stage of 8 weights and so many nodes."""
+    x = torch.ones(2, 2, requires_grad=True)
+    weights = [torch.ones(2, 2, requires_grad=True) for _ in range(8)]
+    y = x
+    for w in weights:
+        y = y @ w
+        for _ in range(nodes // 8):
+            y = y + 1.0
+    return python_blocks_made(y, x, weights)
 
 
 @needs_zbpipe
@@ -240,13 +245,7 @@ def python_blocks_made_for_weights(count):
     x = torch.ones(2, 2, requires_grad=True)
     weights = [torch.ones(2, 2, requires_grad=True) for _ in range(count)]
     y = x @ torch.stack(weights).sum(0)
-    outputs, grads = [y], [torch.ones(2, 2)]
-    gc.collect()
-    before = sys.getallocatedblocks()
-    result = zb.stage_backward_input(outputs, grads, [x], weights)
-    made = sys.getallocatedblocks() - before
-    del result
-    return made
+    return python_blocks_made(y, x, weights)
 
 
 @needs_zbpipe
