@@ -1,4 +1,4 @@
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, final, overload
 
 import torch
@@ -30,6 +30,8 @@ def input_pass(
     output_grads: Iterable[torch.Tensor | None] | None,
     inputs: Iterable[Any],
     weights: Iterable[torch.Tensor] | None,
+    defer: int | Callable[[torch.Tensor], int],
+    checkpoint: int | Callable[[torch.Tensor], int],
     /,
 ) -> tuple[tuple[torch.Tensor | None, ...], list[ParamGroup]]: ...
 def weight_pass(
@@ -37,5 +39,6 @@ def weight_pass(
     param_groups: Iterable[ParamGroup],
     retain_graph: bool,
     fuse: bool,
+    main_grad: bool,
     /,
 ) -> Sequence[torch.Tensor]: ...

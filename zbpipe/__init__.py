@@ -17,21 +17,24 @@ _build_check.check()
 
 from zbpipe._C import ParamGroup  # noqa: E402
 from zbpipe._functions import (  # noqa: E402
-    set_fused_accumulation,
     stage_backward,
     stage_backward_input,
     stage_backward_weight,
 )
 from zbpipe._version import __version__  # noqa: E402
 from zbpipe.patch import is_patched, patch, patched, unpatch  # noqa: E402
+from zbpipe.policy import Policy, get_policy, policy, set_policy  # noqa: E402
 
 __all__ = [
     "ParamGroup",
+    "Policy",
     "__version__",
+    "get_policy",
     "is_patched",
     "patch",
     "patched",
-    "set_fused_accumulation",
+    "policy",
+    "set_policy",
     "stage_backward",
     "stage_backward_input",
     "stage_backward_weight",

@@ -12,6 +12,7 @@ import torch
 from torch.autograd.graph import GradientEdge, Node
 
 from zbpipe import _C
+from zbpipe.policy import get_policy
 
 ParamGroup = _C.ParamGroup
 Grads = tuple[torch.Tensor | None, ...]
@@ -47,8 +48,11 @@ def stage_backward_input(
         AssertionError: a GradientEdge came without an output gradient.
         RuntimeError: the backward itself failed; the original error is the cause.
     """
+    policy = get_policy()
     try:
-        return _C.input_pass(stage_outputs_or_loss, output_grads, input_values, weights)
+        return _C.input_pass(
+            stage_outputs_or_loss, output_grads, input_values, weights, policy._defer(), policy._checkpoint()
+        )
     except _C.RunError as error:
         raise _failed("stage backward input", stage_outputs_or_loss, output_grads, input_values) from error.__cause__
 
@@ -78,25 +82,9 @@ def stage_backward_weight(
     After any other error (a hook that raised, memory that ran out) the call can be repeated with the
     same groups: it goes on where it stopped, and adds nothing twice.
     """
-    listed = _C.weight_pass(weights, param_groups, retain_graph, _fused)
+    policy = get_policy()
+    listed = _C.weight_pass(weights, param_groups, retain_graph, policy.fused, policy.main_grad)
     return tuple(weight.grad for weight in listed)
-
-
-_fused = False
-
-
-def set_fused_accumulation(enabled: bool) -> None:
-    """Whether W adds a matrix product to an existing gradient in place, without a temporary.
-
-    Off by default. On, a product that no hook watches is added by ``grad.addmm_``: no weight-sized
-    temporary, one pass over memory less; it rounds once where an ordinary backward's ``mm`` and
-    ``+=`` round twice, so gradients agree with it within rounding and no longer bit for bit.
-
-    Args:
-        enabled: for the whole process.
-    """
-    global _fused
-    _fused = bool(enabled)
 
 
 def stage_backward(
@@ -129,12 +117,21 @@ def stage_backward(
     inputs = list(input_values)
     try:
         roots, root_grads = _flatten(stage_output, output_grads)
-        torch.autograd.backward(roots, grad_tensors=root_grads)
+        if get_policy().main_grad:
+            _backward_into_main_grad(roots, root_grads, inputs)
+        else:
+            torch.autograd.backward(roots, grad_tensors=root_grads)
     except _EdgeWithoutGradient:
         raise
     except Exception as error:
         raise _failed("stage backward", stage_output, output_grads, inputs) from error
     return tuple(_take_grad(value) for value in inputs)
+
+
+def _backward_into_main_grad(roots: list[Any], root_grads: list[torch.Tensor | None], inputs: list[Any]) -> None:
+    """Only the weight pass adds to main_grad; it comes at once."""
+    _, groups = _C.input_pass(roots, root_grads, inputs, None, get_policy()._defer(), get_policy()._checkpoint())
+    _C.weight_pass(None, groups, False, get_policy().fused, True)
 
 
 class _EdgeWithoutGradient(AssertionError):

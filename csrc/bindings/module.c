@@ -254,8 +254,29 @@ static PyObject *wrap_groups(module_state *state, zbp_group **groups, size_t cou
     return list;
 }
 
+/* One of the numbers 0 to `last`, or a function that returns one. Returns -1 with an error set. */
+static int parse_choice(PyObject *value, const char *name, int last, int *number, PyObject **function)
+{
+    *function = PyCallable_Check(value) ? value : NULL;
+    *number = 0;
+    if (*function != NULL) {
+        return 0;
+    }
+    const long given = PyLong_AsLong(value);
+    if (given == -1 && PyErr_Occurred()) {
+        return -1;
+    }
+    if (given < 0 || given > last) {
+        PyErr_Format(PyExc_ValueError, "%s is %ld; expected 0 to %d or a function", name, given,
+                     last);
+        return -1;
+    }
+    *number = (int)given;
+    return 0;
+}
+
 PyDoc_STRVAR(input_pass_doc,
-             "input_pass(outputs, output_grads, inputs, weights, /)\n--\n\n"
+             "input_pass(outputs, output_grads, inputs, weights, defer, checkpoint, /)\n--\n\n"
              "The input pass: (dinputs, param_groups). See zbpipe.stage_backward_input.\n"
              "Raises RunError, with the original as its cause, if the backward itself failed;\n"
              "other errors refuse the arguments, and nothing was touched.");
@@ -265,12 +286,17 @@ static PyObject *input_pass(PyObject *module, PyObject *args)
     PyObject *given[4], *seq[4] = {NULL, NULL, NULL, NULL};
     static const char *const name[] = {"stage_outputs_or_loss", "output_grads", "input_values",
                                        "weights"};
-    PyObject *dinputs = NULL, *list = NULL, *result = NULL;
+    PyObject *dinputs = NULL, *list = NULL, *result = NULL, *defer, *checkpoint;
     zbp_group **groups = NULL;
     size_t group_count = 0;
+    zbp_policy policy;
     int ran = 0;
 
-    if (!PyArg_ParseTuple(args, "OOOO:input_pass", &given[0], &given[1], &given[2], &given[3])) {
+    if (!PyArg_ParseTuple(args, "OOOOOO:input_pass", &given[0], &given[1], &given[2], &given[3],
+                          &defer, &checkpoint) ||
+        parse_choice(defer, "defer", ZBP_DEFER_ALL, &policy.defer, &policy.defer_of) < 0 ||
+        parse_choice(checkpoint, "checkpoint", ZBP_CHECKPOINT_INPUT_PASS, &policy.checkpoint,
+                     &policy.checkpoint_of) < 0) {
         return NULL;
     }
     for (int i = 0; i < 4; ++i) {
@@ -283,8 +309,8 @@ static PyObject *input_pass(PyObject *module, PyObject *args)
                      name[seq[0] == NULL ? 0 : 2]);
         goto done;
     }
-    if (zbp_input_pass(seq[0], seq[1], seq[2], seq[3], &dinputs, &groups, &group_count, &ran) !=
-        ZBP_OK) {
+    if (zbp_input_pass(seq[0], seq[1], seq[2], seq[3], policy, &dinputs, &groups, &group_count,
+                       &ran) != ZBP_OK) {
         if (ran && PyErr_ExceptionMatches(PyExc_Exception)) {
             raise_run_error(get_state(module));
         }
@@ -305,7 +331,7 @@ done:
 }
 
 PyDoc_STRVAR(weight_pass_doc,
-             "weight_pass(weights, param_groups, retain_graph, fuse, /)\n--\n\n"
+             "weight_pass(weights, param_groups, retain_graph, fuse, main_grad, /)\n--\n\n"
              "The weight pass of the groups; returns the weights as a list or tuple, empty for\n"
              "None. See zbpipe.stage_backward_weight.");
 
@@ -314,10 +340,10 @@ static PyObject *weight_pass(PyObject *module, PyObject *args)
     PyObject *given_weights, *given_groups, *weights = NULL, *seq = NULL, *result = NULL;
     zbp_group **groups = NULL;
     Py_ssize_t count;
-    int retain, fuse;
+    int retain, fuse, main_grad;
 
-    if (!PyArg_ParseTuple(args, "OOpp:weight_pass", &given_weights, &given_groups, &retain,
-                          &fuse)) {
+    if (!PyArg_ParseTuple(args, "OOppp:weight_pass", &given_weights, &given_groups, &retain, &fuse,
+                          &main_grad)) {
         return NULL;
     }
     if (as_sequence(given_weights, "weights", &weights) < 0 ||
@@ -345,7 +371,8 @@ static PyObject *weight_pass(PyObject *module, PyObject *args)
         }
         groups[i] = ((group_object *)item)->group;
     }
-    if (zbp_weight_pass(groups, (size_t)count, weights, retain, fuse) == ZBP_OK) {
+    if (zbp_weight_pass(groups, (size_t)count, weights, retain, fuse, main_grad) ==
+        ZBP_OK) {
         result = weights != NULL ? Py_NewRef(weights) : PyTuple_New(0);
     }
 

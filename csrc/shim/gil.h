@@ -16,4 +16,15 @@ class ReleaseGil {
   PyThreadState* state_;
 };
 
+class AcquireGil {
+ public:
+  AcquireGil() : state_(PyGILState_Ensure()) {}
+  ~AcquireGil() { PyGILState_Release(state_); }
+  AcquireGil(const AcquireGil&) = delete;
+  AcquireGil& operator=(const AcquireGil&) = delete;
+
+ private:
+  PyGILState_STATE state_;
+};
+
 }  // namespace zbp

@@ -3,6 +3,8 @@
 #include <unordered_set>
 #include <utility>
 
+#include "shim/kinds.h"
+
 namespace zbp {
 
 namespace {
@@ -24,6 +26,13 @@ Watched::Watched(const at::Tensor& tensor)
 
 bool Watched::was_modified() const {
   return has_version(tensor_) && tensor_._version() != version_;
+}
+
+void Group::pin_outside() {
+  const std::lock_guard<std::mutex> lock(packed_outside_mutex);
+  for (const auto& [node, saved] : std::exchange(packed_outside, {})) {
+    pin(*saved, *node, /*is_read_by_w=*/true);
+  }
 }
 
 void Group::release() {

@@ -12,14 +12,19 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
+#include <utility>
 #include <vector>
 
+#include <c10/core/SafePyObject.h>
 #include <c10/core/Stream.h>
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/saved_variable.h>
 
 #include "shim/compat.h"
+#include "shim/zbp_shim.h"
 
 namespace zbp {
 
@@ -47,12 +52,14 @@ const void* storage_of(const at::Tensor& tensor);
 
 /// One edge of a task towards the weights.
 struct Face {
-  uint32_t slot = 0;        // position among the node's edges
-  Edge edge;                // where it leads
-  int32_t weight = -1;      // index into Group::weights when the edge ends there, else -1
-  int32_t outside = -1;     // index into Group::outside of the node it leads to, -1 for a weight
-  bool transposed = false;  // it ends there through one transposition, which the task does itself
-  bool delivered = false;   // this edge's gradient has been added
+  uint32_t slot = 0;     // position among the node's edges
+  Edge edge;             // where it leads
+  int32_t weight = -1;   // index into Group::weights when it ends there, at once or by `path`; else -1
+  int32_t outside = -1;  // index into Group::outside of the node it leads to, -1 for a weight
+  SmallVector<Node*, 2> path;  // plain steps before the weight; borrowed: alive as long as `edge`
+  bool simple = true;          // the path does no more than to transpose a matrix and cast it
+  bool transposed = false;     // and transposes it
+  bool delivered = false;      // this edge's gradient has been added
 };
 
 enum class Kind : uint8_t {
@@ -62,11 +69,28 @@ enum class Kind : uint8_t {
   root,      // a stage output outside the input closure: W starts there
 };
 
+/// What a node has saved behind hooks (checkpointing, offloading), left packed until W.
+struct Packed {
+  c10::SafePyObject unpack_hook;
+  c10::SafePyObject data;
+
+  /// Takes the GIL. Raises what the hook raises.
+  at::Tensor unpack() const;
+};
+
+/// A factor that a deferred node insists on and W does not read: only its shape is kept.
+struct Blank {
+  torch::autograd::SavedVariable* place;  // the node's, borrowed
+  std::vector<int64_t> sizes;
+  std::vector<int64_t> strides;
+  at::TensorOptions options;
+};
+
 struct Task {
   Kind kind = Kind::whole;
   NodePtr node;  // null for a whole node that would hold memory
-  bool can_run_again =
-      true;                  // with other output gradients; not a whole node that had saved tensors
+  bool can_run_again = true;   // with other output gradients; not a whole node that had saved tensors
+  bool leaves_packed = false;  // what is saved behind hooks is unpacked by W and not by I
   uint32_t input_nr = 0;     // root: which input of `node` the output gradient belongs to
   uint64_t sequence_nr = 0;  // W runs tasks in the order of an ordinary backward
   SmallVector<Face, 2> face;
@@ -77,6 +101,8 @@ struct Task {
   SmallVector<Watched, 1> output_grads;  // product, deferred: per input of the node; root: one
   SmallVector<Watched, 2> kept;          // whole: per face
   SmallVector<Watched, 1> saved;         // deferred: what the node has saved and W will read
+  std::unique_ptr<const Packed> packed;  // product: `other`, where that is left packed
+  std::vector<Blank> blanks;             // deferred
 
   std::unique_ptr<const torch::autograd::InputMetadata>
       place;  // device and stream, when not the CPU
@@ -103,6 +129,7 @@ struct Weight {
   bool arrived = false;
   bool hooked = false;
   at::Tensor grad;
+  at::Tensor main_grad;  // where W adds instead of .grad; see MainGrads
 };
 
 /// A node between the tasks and the weights, and its edges that W follows. Other groups may share it.
@@ -128,10 +155,15 @@ struct Group {
   SmallVector<Task, 1> tasks;
   SmallVector<Weight, 2> weights;
   std::vector<Outside> outside;
+  // What nodes outside the closure have saved behind hooks, while I has still to unpack it for W.
+  std::vector<std::pair<Node*, torch::autograd::SavedVariable*>> packed_outside;
+  std::mutex packed_outside_mutex;
   std::atomic<size_t> missing{0};  // weights that a running W has still to add
   // Stage outputs that W's nodes may have saved: they can be detached only after W.
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> outputs;
 
+  /// Unpacks what nodes outside the closure have saved, once; called by I, within its run.
+  void pin_outside();
   /// Lets go of everything that W read.
   void release();
   /// Bytes of the tensors held for W, each storage counted once.
@@ -150,6 +182,7 @@ struct InputPassArgs {
   std::vector<at::Tensor> weights;  // ignored when `all_leaves`
   variable_list outputs;            // the output tensors that have a history, to be detached
   bool all_leaves = false;
+  zbp_policy policy{};
 };
 
 struct InputPassResult {
@@ -164,14 +197,15 @@ InputPassResult run_input_pass(const InputPassArgs& args);
 
 struct WeightPassOptions {
   bool retain = false;  // keep what the groups hold, so that they can run again
-  bool fuse = false;    // add a product to an existing gradient without a temporary
+  bool fuse = false;    // add a product to an existing gradient in one operation, rounding once
 };
 
 /// Runs W for `groups`, all of them in a state that allows it. Called without the GIL. After an
 /// exception every group knows which of its weights have been added; the call can be repeated.
 void run_weight_pass(const std::vector<GroupPtr>& groups, WeightPassOptions options);
 
-/// The gradients of a task, one per face; undefined where there is none. Leaves the task as it is.
+/// The gradients of a task, one per face, at its weight where the face has a path; undefined where there
+/// is none. Leaves the task as it is.
 variable_list compute_task(const Task& task);
 
 }  // namespace zbp

@@ -1,5 +1,6 @@
 // I: walk, plan, split, run, hand over. See docs/architecture.md.
 
+#include <algorithm>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -9,6 +10,8 @@
 #include "shim/edits.h"
 #include "shim/gil.h"
 #include "shim/kinds.h"
+#include "shim/path.h"
+#include "shim/python.h"
 #include "shim/stand_in.h"
 #include "shim/start.h"
 #include "shim/streams.h"
@@ -19,6 +22,10 @@ namespace zbp {
 using torch::autograd::AccumulateGrad;
 
 namespace {
+
+Decision decision_of(int defer, int checkpoint) {
+  return {static_cast<Decision::Defer>(defer), static_cast<Decision::Hooked>(checkpoint)};
+}
 
 /// The graph while it is split. Unless hand_over() is reached, every edge is put back.
 class Split {
@@ -34,8 +41,13 @@ class Split {
  private:
   void make_group(uint32_t g);
   void add_outside(uint32_t g);
-  void add_task(uint32_t g, uint32_t id);
+  void note_packed(Group& group) const;
+  std::vector<Decision> ask_policy(const Group& group) const;
+  Decision decide(const Group& group, const Task& task,
+                  const std::vector<Decision>& decisions) const;
+  void add_task(uint32_t g, uint32_t id, const std::vector<Decision>& decisions);
   Face face_of(const zbp_edge& edge) const;
+  void note_path(Face& face) const;
   void redirect_edges();
   void redirect(const zbp_edge& edge);
   Edge detour(const Edge& edge, uint32_t target);
@@ -90,9 +102,11 @@ void Split::make_group(uint32_t g) {
     group.weights.emplace_back().accumulator = ref_as<AccumulateGrad>(walk_.node(plan.weight[i]));
   }
   add_outside(g);
+  note_packed(group);
+  const std::vector<Decision> decisions = ask_policy(group);
   group.tasks.reserve(plan.split_begin[g + 1] - plan.split_begin[g]);
   for (uint32_t i = plan.split_begin[g]; i < plan.split_begin[g + 1]; ++i) {
-    add_task(g, plan.split[i]);
+    add_task(g, plan.split[i], decisions);
   }
 }
 
@@ -117,7 +131,70 @@ void Split::add_outside(uint32_t g) {
   }
 }
 
-void Split::add_task(uint32_t g, uint32_t id) {
+/// W would unpack them in a run of its own, and a checkpointed region would be recomputed once more.
+void Split::note_packed(Group& group) const {
+  if (args_.policy.checkpoint == ZBP_CHECKPOINT_RECOMPUTE) {
+    return;
+  }
+  for (const Outside& outside : group.outside) {
+    if (!is_generated(*outside.node) || saves_nothing(*outside.node)) {
+      continue;
+    }
+    for (torch::autograd::SavedVariable* saved : saved_by(*outside.node)) {
+      if (saved->has_hooks()) {
+        group.packed_outside.emplace_back(outside.node, saved);
+      }
+    }
+  }
+}
+
+/// What the policy's functions say of each weight; empty if it has none.
+std::vector<Decision> Split::ask_policy(const Group& group) const {
+  const zbp_policy& policy = args_.policy;
+  std::vector<Decision> decisions;
+  if (policy.defer_of || policy.checkpoint_of) {
+    for (const Weight& weight : group.weights) {
+      const at::Tensor& parameter = weight.accumulator->variable;
+      decisions.push_back(decision_of(
+          policy.defer_of ? ask(policy.defer_of, parameter) : policy.defer,
+          policy.checkpoint_of ? ask(policy.checkpoint_of, parameter) : policy.checkpoint));
+    }
+  }
+  return decisions;
+}
+
+/// Of the answers for the weights behind a task, W wins over I, and keeping over recomputing.
+Decision Split::decide(const Group& group, const Task& task,
+                       const std::vector<Decision>& decisions) const {
+  if (decisions.empty()) {
+    return decision_of(args_.policy.defer, args_.policy.checkpoint);
+  }
+  Decision decision = decision_of(ZBP_DEFER_NOTHING, ZBP_CHECKPOINT_INPUT_PASS);
+  std::vector<bool> seen(group.outside.size());
+  std::vector<int32_t> pending;
+  const auto follow = [&](int32_t weight, int32_t outside) {
+    if (weight >= 0) {
+      decision.defer = std::max(decision.defer, decisions[weight].defer);
+      decision.hooked = std::min(decision.hooked, decisions[weight].hooked);
+    } else if (!seen[outside]) {
+      seen[outside] = true;
+      pending.push_back(outside);
+    }
+  };
+  for (const Face& face : task.face) {
+    follow(face.weight, face.outside);
+  }
+  while (!pending.empty()) {
+    const Outside& outside = group.outside[pending.back()];
+    pending.pop_back();
+    for (const Outside::Hop& hop : outside.hops) {
+      follow(hop.weight, hop.outside);
+    }
+  }
+  return decision;
+}
+
+void Split::add_task(uint32_t g, uint32_t id, const std::vector<Decision>& decisions) {
   const zbp_plan& plan = walk_.plan();
   Node& node = walk_.node(id);
   Task& task = groups_[g]->tasks.emplace_back();
@@ -130,13 +207,11 @@ void Split::add_task(uint32_t g, uint32_t id) {
       task.face.push_back(face_of(edge));
     }
   }
-  task.kind = classify(node, task.face);
+  const Decision decision = decide(*groups_[g], task, decisions);
+  task.kind = classify(node, task.face, decision);
+  task.leaves_packed =
+      task.kind != Kind::whole && decision.hooked == Decision::Hooked::leave;
   task.can_run_again = task.kind != Kind::whole || saved_nothing(node);
-  for (Face& face : task.face) {
-    if (!gives_matrix_gradient(task, node, face)) {
-      give_up_transposition(face);
-    }
-  }
   stand_in_[id] = make_node<StandIn>(task.node, groups_[g], groups_[g]->tasks.size() - 1);
   stand_in_[id]->next_edges().resize(node.next_edges().size());
 }
@@ -147,12 +222,23 @@ Face Split::face_of(const zbp_edge& edge) const {
   face.edge = walk_.node(edge.src).next_edge(edge.slot);
   face.weight = weight_index_[edge.dst];
   face.outside = outside_index_[edge.dst];
-  Edge behind;
-  if (face.weight < 0 && is_plain_transposition(face.edge, &behind)) {
-    face.weight = weight_index_[walk_.id_of(*behind.function)];
-    face.transposed = face.weight >= 0;
-  }
+  note_path(face);
   return face;
+}
+
+/// Follows the face to its weight, if nothing but plain steps lies between them.
+void Split::note_path(Face& face) const {
+  if (face.weight >= 0) {
+    return;
+  }
+  const Edge behind = follow_plain_steps(face);
+  face.weight = weight_index_[walk_.id_of(*behind.function)];
+  const auto is_met = [&](Node* node) { return walk_.consumers_of(*node) > 1; };
+  const bool adds_before_cast =
+      casts(face) && std::any_of(face.path.begin(), face.path.end(), is_met);
+  if (face.weight < 0 || adds_before_cast) {
+    give_up_path(face);
+  }
 }
 
 void Split::redirect_edges() {
@@ -212,6 +298,7 @@ void Split::add_root(const Edge& root, const at::Tensor& grad) {
     face.edge = root;
     face.weight = weight_index_[id];
     face.outside = outside_index_[id];
+    note_path(face);
   }
 }
 

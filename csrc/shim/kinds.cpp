@@ -1,12 +1,15 @@
 #include "shim/kinds.h"
 
+#include <algorithm>
 #include <cstring>
-#include <typeinfo>
 
 #include <ATen/SavedTensorHooks.h>
+#include <ATen/ops/empty_strided.h>
 #include <torch/csrc/autograd/generated/Functions.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_function.h>
+
+#include "shim/gil.h"
 
 namespace zbp {
 
@@ -15,18 +18,126 @@ using torch::autograd::SavedVariable;
 
 namespace {
 
-template <class T>
-T* as(Node& node) {
-  return typeid(node) == typeid(T) ? static_cast<T*>(&node) : nullptr;
+constexpr uint32_t bit(uint32_t slot) {
+  return uint32_t{1} << slot;
+}
+
+constexpr uint32_t no_slot = UINT32_MAX;
+
+/// Something that a node has saved.
+struct Part {
+  SavedVariable* saved;
+  uint32_t readers;            // the edges, as bits, whose gradients are computed from it
+  uint32_t own_slot = no_slot;  // the edge that takes its gradient
+  bool is_insisted_on = false;  // the node wants a tensor of its shape where it does not read it
+};
+
+/// A node of a type that is known to compute the gradients of its edges apart, at no extra cost worth
+/// naming, as often as one likes.
+struct Separable {
+  SmallVector<Part, 5> parts;
+  bool has_factors = false;  // it multiplies its first part with its second; its weights may be heavy
+  bool is_plain_product = false;  // d(left) = dY rightᵀ and d(right) = leftᵀ dY, nothing scaled
+};
+
+Separable two_factors(SavedVariable& left, SavedVariable& right, uint32_t left_slot,
+                      bool is_plain_product, bool is_insisted_on = false) {
+  const uint32_t right_slot = left_slot + 1;
+  return {{{&left, bit(right_slot), left_slot, is_insisted_on},
+           {&right, bit(left_slot), right_slot, is_insisted_on}},
+          true,
+          is_plain_product};
+}
+
+/// The weights of such a node are light: it is deferred only where the policy asks for it.
+Separable without_factors(std::initializer_list<Part> parts) {
+  Separable separable;
+  separable.parts.assign(parts.begin(), parts.end());
+  return separable;
 }
 
 bool is_one(const at::Scalar& scalar) {
   return scalar.equal(1);
 }
 
+std::optional<Separable> separate(Node& node) {
+  if (auto* n = as<gen::AddmmBackward0>(node)) {
+    return two_factors(n->mat1_, n->mat2_, 1, is_one(n->alpha) && is_one(n->beta));
+  }
+  if (auto* n = as<gen::MmBackward0>(node)) {
+    return two_factors(n->self_, n->mat2_, 0, true);
+  }
+  if (auto* n = as<gen::BmmBackward0>(node)) {
+    return two_factors(n->self_, n->mat2_, 0, true);
+  }
+  if (auto* n = as<gen::BaddbmmBackward0>(node)) {
+    return two_factors(n->batch1_, n->batch2_, 1, is_one(n->alpha) && is_one(n->beta));
+  }
+  if (auto* n = as<gen::GroupedMmBackward0>(node)) {
+    Separable separable = two_factors(n->self_, n->mat2_, 0, false);
+    separable.parts.push_back({&n->offs_, bit(0) | bit(1)});
+    return separable;
+  }
+  if (auto* n = as<gen::LinearBackward0>(node)) {
+    return two_factors(n->input_, n->weight_, 0, false, true);
+  }
+  if (auto* n = as<gen::ConvolutionBackward0>(node)) {
+    return two_factors(n->input_, n->weight_, 0, false, true);
+  }
+  if (auto* n = as<gen::NativeLayerNormBackward0>(node)) {
+    constexpr uint32_t all = bit(0) | bit(1) | bit(2);
+    return without_factors({{&n->input_, all, 0},
+                            {&n->result1_, all},
+                            {&n->result2_, all},
+                            {&n->weight_, bit(0), 1, true},
+                            {&n->bias_, 0, 2, true}});
+  }
+  if (auto* n = as<gen::FusedRmsNormBackward0>(node)) {
+    constexpr uint32_t all = bit(0) | bit(1);
+    return without_factors(
+        {{&n->input_, all, 0}, {&n->result1_, all}, {&n->weight_, bit(0), 1, true}});
+  }
+  if (auto* n = as<gen::NativeGroupNormBackward0>(node)) {
+    constexpr uint32_t all = bit(0) | bit(1) | bit(2);
+    return without_factors({{&n->input_, all, 0},
+                            {&n->result1_, all},
+                            {&n->result2_, all},
+                            {&n->weight_, bit(0), 1, true}});
+  }
+  if (auto* n = as<gen::MulBackward0>(node)) {
+    return without_factors({{&n->self_, bit(1), 0}, {&n->other_, bit(0), 1}});
+  }
+  if (as<gen::AddBackward0>(node) || as<gen::SubBackward0>(node)) {
+    return without_factors({});
+  }
+  return std::nullopt;
+}
+
 bool is_heavy(const Face& face) {
   const auto& metadata = face.edge.function->input_metadata(face.edge.input_nr);
   return metadata.is_nested_tensor() || metadata.shape_as_dim_vector().size() > 1;
+}
+
+const Face* face_at(c10::ArrayRef<Face> face, uint32_t slot) {
+  for (const Face& f : face) {
+    if (f.slot == slot) {
+      return &f;
+    }
+  }
+  return nullptr;
+}
+
+uint32_t bits_of(c10::ArrayRef<Face> face) {
+  uint32_t bits = 0;
+  for (const Face& f : face) {
+    bits |= bit(f.slot);
+  }
+  return bits;
+}
+
+bool has_packed_part(const Separable& separable) {
+  return std::any_of(separable.parts.begin(), separable.parts.end(),
+                     [](const Part& part) { return part.saved->has_hooks(); });
 }
 
 /// While it lives, a SavedVariable that is made here is stored as it is: default hooks of a
@@ -44,120 +155,159 @@ class NoSavedTensorHooks {
   at::impl::SavedTensorDefaultHooksTLS saved_;
 };
 
-/// Unpacks a saved tensor once and puts it back plainly and without history. What W will read shares its
-/// version counter with the original; of the rest W needs the shape alone, and it may change.
-at::Tensor pin(SavedVariable& saved, Node& node, bool is_read_by_w) {
-  at::Tensor tensor = saved.unpack(ref_of(node));
-  if (!tensor.defined()) {
-    return tensor;  // not saved: the other factor takes no gradient
-  }
-  tensor = is_read_by_w ? tensor.detach() : tensor.variable_data();
+SavedVariable save_plainly(const at::Tensor& tensor) {
   const NoSavedTensorHooks guard;
-  saved = SavedVariable(tensor, /*is_output=*/false);
-  return tensor;
+  return SavedVariable(tensor, /*is_output=*/false);
 }
 
 bool is_plain_matrix(const at::Tensor& tensor) {
-  return tensor.defined() && !is_subclass(tensor) && tensor.dim() == 2 && !tensor.is_complex() &&
-         !tensor.is_neg();
+  return tensor.defined() && !is_subclass(tensor) && (tensor.dim() == 2 || tensor.dim() == 3) &&
+         !tensor.is_complex() && !tensor.is_neg();
 }
 
-void become_deferred(Task& task) {
-  task.kind = Kind::deferred;
-  for (Face& face : task.face) {
-    give_up_transposition(face);
+/// What the hooks have packed, taken from `saved`; nothing if they are none of Python's.
+std::unique_ptr<const Packed> take_packed(SavedVariable& saved) {
+  const AcquireGil gil;
+  auto data = saved.retrieve_unpack_hook_data();
+  if (!data) {
+    return nullptr;
   }
-}
-
-const Face* face_at(c10::ArrayRef<Face> face, uint32_t slot) {
-  for (const Face& f : face) {
-    if (f.slot == slot) {
-      return &f;
-    }
-  }
-  return nullptr;
+  auto packed =
+      std::make_unique<const Packed>(Packed{std::move(data->first), std::move(data->second)});
+  saved = SavedVariable();
+  return packed;
 }
 
 }  // namespace
 
-std::optional<TwoFactors> two_factors(Node& node) {
-  if (auto* n = as<gen::AddmmBackward0>(node)) {
-    return TwoFactors{&n->mat1_, &n->mat2_, 1, 2, is_one(n->alpha) && is_one(n->beta)};
+Kind classify(Node& node, c10::ArrayRef<Face> face, Decision decision) {
+  // A post hook is owed all of the node's gradients at once.
+  if (!node.post_hooks().empty() || decision.defer == Decision::Defer::nothing) {
+    return Kind::whole;
   }
-  if (auto* n = as<gen::MmBackward0>(node)) {
-    return TwoFactors{&n->self_, &n->mat2_, 0, 1, true};
+  const auto separable = separate(node);
+  if (!separable || (decision.hooked == Decision::Hooked::input_pass && has_packed_part(*separable))) {
+    return Kind::whole;
   }
-  if (auto* n = as<gen::BmmBackward0>(node)) {
-    return TwoFactors{&n->self_, &n->mat2_, 0, 1, false};
+  const bool has_factors = separable->has_factors;
+  const Face* left = has_factors ? face_at(face, separable->parts[0].own_slot) : nullptr;
+  const Face* right = has_factors ? face_at(face, separable->parts[1].own_slot) : nullptr;
+  const bool has_matrix = (left && is_heavy(*left)) || (right && is_heavy(*right));
+  if (decision.defer != Decision::Defer::all && !has_matrix) {
+    return Kind::whole;
   }
-  if (auto* n = as<gen::BaddbmmBackward0>(node)) {
-    return TwoFactors{&n->batch1_, &n->batch2_, 1, 2, false};
-  }
-  if (auto* n = as<gen::LinearBackward0>(node)) {
-    return TwoFactors{&n->input_, &n->weight_, 0, 1, false};
-  }
-  if (auto* n = as<gen::ConvolutionBackward0>(node)) {
-    return TwoFactors{&n->input_, &n->weight_, 0, 1, false};
-  }
-  return std::nullopt;
+  return separable->is_plain_product && (left == nullptr) != (right == nullptr) ? Kind::product
+                                                                               : Kind::deferred;
 }
 
-Kind classify(Node& node, c10::ArrayRef<Face> face) {
-  // A post hook is owed all of the node's gradients at once.
-  if (!node.post_hooks().empty()) {
-    return Kind::whole;
+at::Tensor pin(SavedVariable& saved, Node& node, bool is_read_by_w) {
+  at::Tensor tensor = saved.unpack(ref_of(node));
+  if (tensor.defined()) {  // else the other factor takes no gradient
+    tensor = is_read_by_w ? tensor.detach() : tensor.variable_data();
+    saved = save_plainly(tensor);
   }
-  const auto factors = two_factors(node);
-  if (!factors) {
-    return Kind::whole;
-  }
-  const Face* left = face_at(face, factors->left_slot);
-  const Face* right = face_at(face, factors->right_slot);
-  if (!((left && is_heavy(*left)) || (right && is_heavy(*right)))) {
-    return Kind::whole;
-  }
-  return factors->plain_product && (left == nullptr) != (right == nullptr) ? Kind::product
-                                                                           : Kind::deferred;
+  return tensor;
 }
 
 void take_matrices(Task& task, Node& node, const variable_list& grads) {
   task.output_grads.clear();
+  task.saved.clear();
   for (const at::Tensor& grad : grads) {
     task.output_grads.emplace_back(grad);
   }
-  const TwoFactors factors = *two_factors(node);
+  Separable separable = *separate(node);
   if (task.kind == Kind::product) {
-    task.weight_is_left = face_at(task.face, factors.left_slot) != nullptr;
-    task.matrix_slot = task.weight_is_left ? factors.left_slot : factors.right_slot;
-    SavedVariable& saved = task.weight_is_left ? *factors.right : *factors.left;
+    task.weight_is_left = face_at(task.face, separable.parts[0].own_slot) != nullptr;
+    task.matrix_slot = separable.parts[task.weight_is_left ? 0 : 1].own_slot;
+    SavedVariable& saved = *separable.parts[task.weight_is_left ? 1 : 0].saved;
+    const bool gradient_is_plain = !grads[0].defined() || is_plain_matrix(grads[0]);
+    if (task.leaves_packed && saved.has_hooks() && gradient_is_plain) {
+      task.packed = take_packed(saved);
+    }
+    task.leaves_packed = task.packed != nullptr;
+    if (task.packed) {
+      return;
+    }
     const at::Tensor other =
         saved.has_hooks() ? pin(saved, node, true) : saved.unpack(ref_of(node));
-    const bool gradient_is_plain = !grads[0].defined() || is_plain_matrix(grads[0]);
     if (is_plain_matrix(other) && gradient_is_plain) {
       task.other = Watched(other);
       return;
     }
-    become_deferred(task);
+    task.kind = Kind::deferred;
   }
-  // Also without hooks: a saved tensor that is a stage output is about to lose its history.
-  const bool reads_left = face_at(task.face, factors.right_slot) != nullptr;
-  const bool reads_right = face_at(task.face, factors.left_slot) != nullptr;
-  const at::Tensor left = pin(*factors.left, node, reads_left);
-  const at::Tensor right = pin(*factors.right, node, reads_right);
-  task.saved = {Watched(reads_left ? left : at::Tensor()),
-                Watched(reads_right ? right : at::Tensor())};
+  const uint32_t faces = bits_of(task.face);
+  const bool may_stay_packed = std::exchange(task.leaves_packed, false);
+  for (const Part& part : separable.parts) {
+    const bool is_read = (part.readers & faces) != 0;
+    const bool stays_packed = may_stay_packed && part.saved->has_hooks();
+    task.leaves_packed = task.leaves_packed || (is_read && stays_packed);
+    // Also without hooks: a saved tensor that is a stage output is about to lose its history.
+    if ((is_read || part.is_insisted_on) && !stays_packed) {
+      const at::Tensor tensor = pin(*part.saved, node, is_read);
+      if (is_read && tensor.defined()) {
+        task.saved.emplace_back(tensor);
+      }
+    }
+  }
 }
 
-bool gives_matrix_gradient(const Task& task, Node& node, const Face& face) {
-  const auto factors = task.kind == Kind::product ? two_factors(node) : std::nullopt;
-  return factors && (face.slot == factors->left_slot || face.slot == factors->right_slot);
+void let_go_of_unread(Task& task, Node& node, const Group& group) {
+  const Separable separable = *separate(node);
+  const uint32_t faces = bits_of(task.face);
+  for (const Part& part : separable.parts) {
+    if ((part.readers & faces) != 0 || part.saved->has_hooks()) {
+      continue;
+    }
+    const at::Tensor tensor =
+        part.is_insisted_on ? part.saved->unpack(ref_of(node)) : at::Tensor();
+    const Face* face = face_at(task.face, part.own_slot);
+    const bool is_weight =
+        face && face->weight >= 0 &&
+        storage_of(group.weights[face->weight].accumulator->variable) == storage_of(tensor);
+    if (tensor.defined() && (is_weight || is_subclass(tensor))) {
+      continue;
+    }
+    if (tensor.defined()) {
+      task.blanks.push_back(
+          {part.saved, tensor.sizes().vec(), tensor.strides().vec(), tensor.options()});
+    }
+    *part.saved = SavedVariable();
+  }
 }
 
-void give_up_transposition(Face& face) {
-  if (face.transposed) {
-    face.transposed = false;
-    face.weight = -1;
+namespace {
+
+/// Puts tensors of the right shapes, whose values nobody reads, where a node insists on them.
+class FilledBlanks {
+ public:
+  explicit FilledBlanks(const std::vector<Blank>& blanks) : blanks_(blanks) {
+    for (const Blank& blank : blanks_) {
+      *blank.place = save_plainly(at::empty_strided(blank.sizes, blank.strides, blank.options));
+    }
   }
+  ~FilledBlanks() {
+    for (const Blank& blank : blanks_) {
+      *blank.place = SavedVariable();
+    }
+  }
+  FilledBlanks(const FilledBlanks&) = delete;
+  FilledBlanks& operator=(const FilledBlanks&) = delete;
+
+ private:
+  const std::vector<Blank>& blanks_;
+};
+
+}  // namespace
+
+variable_list run_deferred(const Task& task) {
+  variable_list grads;
+  grads.reserve(task.output_grads.size());
+  for (const Watched& grad : task.output_grads) {
+    grads.push_back(grad.tensor());
+  }
+  const FilledBlanks blanks(task.blanks);
+  return NodeParts::apply_to(*task.node, std::move(grads));
 }
 
 // at::isTensorSubclassLike() would also say yes to every tensor under a dispatch mode.
@@ -172,24 +322,6 @@ bool is_subclass(const at::Tensor& tensor) {
 bool has_hooks(Node& node) {
   return !node.pre_hooks().empty() || !node.tensor_pre_hooks().empty() ||
          !node.retains_grad_hooks().empty() || !node.post_hooks().empty();
-}
-
-bool is_plain_transposition(const Edge& edge, Edge* next) {
-  Node& node = *edge.function;
-  bool transposes = false;
-  if (as<gen::TBackward0>(node)) {
-    transposes = node.input_metadata(0).shape_as_dim_vector().size() == 2;
-  } else if (auto* n = as<gen::TransposeBackward0>(node)) {
-    transposes =
-        node.input_metadata(0).shape_as_dim_vector().size() == 2 && (n->dim0 - n->dim1) % 2 != 0;
-  } else if (auto* n = as<gen::PermuteBackward0>(node)) {
-    transposes = n->dims.size() == 2 && (n->dims[0] - n->dims[1]) % 2 != 0 && n->dims[0] % 2 != 0;
-  }
-  if (!transposes || has_hooks(node)) {
-    return false;
-  }
-  *next = node.next_edge(0);
-  return next->is_valid();
 }
 
 bool is_generated(const Node& node) {

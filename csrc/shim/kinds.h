@@ -1,46 +1,61 @@
 // Which kind of split node a node is, and what is known about the nodes that can be split.
 #pragma once
 
+#include <typeinfo>
+
 #include <torch/csrc/autograd/saved_variable.h>
 
 #include "shim/group.h"
 
 namespace zbp {
 
-/// A node that computes a gradient from one output gradient and two saved matrices, each with an
-/// edge of its own, such that the two gradients can be computed apart at no extra cost.
-struct TwoFactors {
-  torch::autograd::SavedVariable* left = nullptr;
-  torch::autograd::SavedVariable* right = nullptr;
-  uint32_t left_slot = 0;
-  uint32_t right_slot = 0;
-  bool plain_product = false;  // d(left) = dY rightᵀ and d(right) = leftᵀ dY, nothing scaled
-};
+/// `node` as a T if it is exactly one.
+template <class T>
+T* as(Node& node) {
+  return typeid(node) == typeid(T) ? static_cast<T*>(&node) : nullptr;
+}
 
-/// The two factors of `node`, or nothing if it is not of a type that is known to split well.
-std::optional<TwoFactors> two_factors(Node& node);
+/// What the policy says of one split node.
+struct Decision {
+  enum class Defer : uint8_t {
+    nothing = ZBP_DEFER_NOTHING,
+    matrices = ZBP_DEFER_MATRICES,
+    all = ZBP_DEFER_ALL,
+  };
+  /// For what is saved behind hooks.
+  enum class Hooked : uint8_t {
+    keep = ZBP_CHECKPOINT_KEEP,
+    leave = ZBP_CHECKPOINT_RECOMPUTE,
+    input_pass = ZBP_CHECKPOINT_INPUT_PASS,
+  };
+  Defer defer = Defer::matrices;
+  Hooked hooked = Hooked::keep;
+};
 
 /// product, deferred or whole, from the node's type, its hooks and `face`.
 /// A product is confirmed when its matrices are at hand: see take_matrices().
-Kind classify(Node& node, c10::ArrayRef<Face> face);
+Kind classify(Node& node, c10::ArrayRef<Face> face, Decision decision);
 
 /// Fills `task` for W from a product or deferred node that is about to run in I with `grads`.
-/// Saved tensors behind hooks (checkpointing, offloading) are unpacked once and put back plainly, so
-/// that neither the node nor W unpacks them a second time; a deferred node's always are. A product whose matrices turn out to need
-/// more than one multiplication (subclasses, sparse or complex ones) becomes deferred.
+/// Unless the task leaves them packed, saved tensors behind hooks that W reads are unpacked once and put
+/// back plainly, so that neither the node nor W unpacks them a second time; a deferred node's always are.
+/// A product whose matrices turn out to need more than one multiplication (subclasses, sparse or complex
+/// ones) becomes deferred.
 void take_matrices(Task& task, Node& node, const variable_list& grads);
+
+/// Lets go of what a deferred node has saved, has read in I, and W does not read.
+/// `group` tells weights, which cost nothing to keep, from what was computed.
+void let_go_of_unread(Task& task, Node& node, const Group& group);
+
+/// Runs a deferred task's node for the edges that I has left it.
+variable_list run_deferred(const Task& task);
+
+/// Unpacks a saved tensor once and puts it back plainly and without history. What W will read shares its
+/// version counter with the original; of the rest W needs the shape alone, and it may change.
+at::Tensor pin(torch::autograd::SavedVariable& saved, Node& node, bool is_read_by_w);
 
 /// True if a hook would see `node` run.
 bool has_hooks(Node& node);
-
-/// True if `edge` leads to a node that only transposes a matrix on its way to one further edge and
-/// that nobody watches; then `*next` is that edge.
-bool is_plain_transposition(const Edge& edge, Edge* next);
-
-/// True if the gradient at `face` is the product of a product's two matrices. Only such a gradient can be
-/// given transposed; any other goes through the transposing node.
-bool gives_matrix_gradient(const Task& task, Node& node, const Face& face);
-void give_up_transposition(Face& face);
 
 /// True for a tensor whose memory is not simply its own: DTensors and other Python subclasses,
 /// wrappers of torch.func, sparse tensors.

@@ -1,9 +1,14 @@
 #include "shim/python.h"
 
+#include <string_view>
+
+#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_function.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
 
+#include "shim/gil.h"
 #include "shim/kinds.h"
 
 namespace zbp {
@@ -60,6 +65,62 @@ std::optional<Edge> as_gradient_edge(PyObject* object) {
   }
   edge.input_nr = static_cast<uint32_t>(nr);
   return edge;
+}
+
+std::vector<torch::autograd::SavedVariable*> saved_by(Node& node) {
+  constexpr std::string_view prefix = "_raw_saved_";
+  THPObjectPtr object(torch::autograd::functionToPyObject(ref_of(node)));
+  if (!object) {
+    throw python_error();
+  }
+  std::vector<torch::autograd::SavedVariable*> saved;
+  const auto add = [&](PyObject* value) {
+    if (value != Py_None) {
+      saved.push_back(pybind11::cast<torch::autograd::SavedVariable*>(pybind11::handle(value)));
+    }
+  };
+  for (const PyGetSetDef* def = Py_TYPE(object.get())->tp_getset; def && def->name; ++def) {
+    if (std::string_view(def->name).substr(0, prefix.size()) != prefix) {
+      continue;
+    }
+    THPObjectPtr value(def->get(object, def->closure));
+    if (!value) {
+      throw python_error();
+    }
+    if (!PyTuple_Check(value.get())) {
+      add(value);
+      continue;
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value.get()); ++i) {
+      add(PyTuple_GET_ITEM(value.get(), i));
+    }
+  }
+  return saved;
+}
+
+int ask(PyObject* function, const at::Tensor& parameter) {
+  THPObjectPtr wrapped(THPVariable_Wrap(parameter));
+  THPObjectPtr answer(wrapped ? PyObject_CallFunctionObjArgs(function, wrapped.get(), nullptr)
+                              : nullptr);
+  const long number = answer ? PyLong_AsLong(answer) : -1;
+  if (number == -1 && PyErr_Occurred()) {
+    throw python_error();
+  }
+  return static_cast<int>(number);
+}
+
+at::Tensor Packed::unpack() const {
+  const AcquireGil gil;
+  c10::impl::PyInterpreter* const interpreter = getPyInterpreter();
+  THPObjectPtr tensor(PyObject_CallFunctionObjArgs(unpack_hook.ptr(interpreter),
+                                                   data.ptr(interpreter), nullptr));
+  if (!tensor) {
+    throw python_error();
+  }
+  TORCH_CHECK_TYPE(THPVariable_Check(tensor.get()),
+                   "a saved tensor's unpack hook returned a ", Py_TYPE(tensor.get())->tp_name,
+                   "; expected a tensor");
+  return THPVariable_Unpack(tensor.get()).detach();
 }
 
 std::string describe(const at::Tensor& tensor) {

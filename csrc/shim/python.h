@@ -57,6 +57,13 @@ const at::Tensor* as_tensor(PyObject* object);
 /// The edge in `object`, or nothing if it is no torch.autograd.graph.GradientEdge.
 std::optional<Edge> as_gradient_edge(PyObject* object);
 
+/// Everything that `node` has saved, without unpacking it, by the getters that libtorch gives its nodes
+/// for Python. Borrowed from the node; empty for a node of a kind that has none.
+std::vector<torch::autograd::SavedVariable*> saved_by(Node& node);
+
+/// `function(parameter)`, an int.
+int ask(PyObject* function, const at::Tensor& parameter);
+
 /// A tensor, or the gradient that an edge takes, as "Float [2, 3] on cpu", for messages.
 std::string describe(const at::Tensor& tensor);
 std::string describe(const Edge& edge);

@@ -62,6 +62,7 @@ std::string StandIn::name() const {
 
 variable_list StandIn::apply(variable_list&& grads) {
   TORCH_CHECK(original_, torch::autograd::ERR_BACKWARD_TWICE);
+  group_->pin_outside();
   return task().kind == Kind::whole ? run_whole(task(), std::move(grads))
                                     : run_split(task(), std::move(grads));
 }
@@ -79,6 +80,8 @@ variable_list StandIn::run_split(Task& task, variable_list&& grads) {
   outputs = call_post_hooks(node, std::move(outputs), inputs);
   if (task.kind == Kind::product) {
     node.release_variables();
+  } else {
+    let_go_of_unread(task, node, *group_);
   }
   return outputs;
 }

@@ -38,7 +38,7 @@ Walk::Walk(const InputPassArgs& args) {
     }
     add_reachable();
     mark_weights(args);
-    note_consumed();
+    count_consumers();
     check(zbp_plan_build(&plan_, &graph_, nullptr));
   } catch (...) {
     zbp_plan_fini(&plan_);
@@ -55,7 +55,7 @@ Walk::~Walk() {
 int32_t Walk::group_that_reads(const Node& node) const {
   uint32_t id = 0;
   const bool is_read =
-      zbp_graph_find(&graph_, &node, &id) && has(id, ZBP_NODE_WEIGHTWARD) && is_consumed_[id];
+      zbp_graph_find(&graph_, &node, &id) && has(id, ZBP_NODE_WEIGHTWARD) && consumers_[id] > 0;
   return is_read ? static_cast<int32_t>(plan_.group[id]) : -1;
 }
 
@@ -94,10 +94,10 @@ void Walk::add_reachable() {
   }
 }
 
-void Walk::note_consumed() {
-  is_consumed_.resize(graph_.node_count);
+void Walk::count_consumers() {
+  consumers_.resize(graph_.node_count);
   for (uint32_t i = 0; i < graph_.edge_count; ++i) {
-    is_consumed_[graph_.edge[i].dst] = true;
+    ++consumers_[graph_.edge[i].dst];
   }
 }
 

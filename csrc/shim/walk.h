@@ -27,6 +27,7 @@ class Walk {
     return zbp_graph_find(&graph_, &node, &id) && is_input(id);
   }
   uint32_t id_of(const Node& node) const;
+  uint32_t consumers_of(const Node& node) const { return consumers_[id_of(node)]; }
   /// The group whose W may still read what `node` gave to other nodes: that of a node outside the
   /// closure with consumers in the graph; -1 for all others.
   int32_t group_that_reads(const Node& node) const;
@@ -39,10 +40,10 @@ class Walk {
   void add_inputs(const InputPassArgs& args);
   void add_reachable();
   void mark_weights(const InputPassArgs& args);
-  void note_consumed();
+  void count_consumers();
 
   edge_list input_edges_;
-  std::vector<bool> is_consumed_;  // per node: another node of the graph has an edge to it
+  std::vector<uint32_t> consumers_;  // per node: how many edges of the graph lead to it
   zbp_graph graph_{};
   zbp_plan plan_{};
 };

@@ -125,7 +125,7 @@ void Sink::add(variable_list&& grads) {
   // As in the engine: an accumulator with post hooks expects them to hold one more reference.
   const variable_list inputs = accumulator.post_hooks().empty() ? variable_list() : grads;
   grads.clear();
-  accumulate(accumulator, weight().grad, kept_gradient());
+  accumulate(weight(), weight().grad, kept_gradient());
   mark_added();
   // It is added: the hooks behind it are not run again, so each gets its turn whatever the other does.
   noting_errors([&] {
@@ -157,11 +157,16 @@ Watched* Sink::kept_gradient() {
   return task.kind == Kind::whole ? &task.kept[served[0].second] : nullptr;
 }
 
-void accumulate(AccumulateGrad& accumulator, const at::Tensor& grad, Watched* kept) {
+void accumulate(Weight& weight, const at::Tensor& grad, Watched* kept) {
+  AccumulateGrad& accumulator = *weight.accumulator;
   if (!grad.defined() || !accumulator.variable.requires_grad()) {
     return;
   }
   const std::lock_guard<std::mutex> lock(NodeParts::mutex_of(accumulator));
+  if (weight.main_grad.defined()) {
+    weight.main_grad.add_(grad);
+    return;
+  }
   at::Tensor& place = accumulator.variable.mutable_grad();
   const bool can_be_taken =
       kept && kept->tensor().is_same(grad) && !place.defined() && grad.has_storage() &&

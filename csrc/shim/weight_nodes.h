@@ -106,10 +106,10 @@ class Sink : public Node {
   bool release_;  // the group lets go of its tasks with its last weight
 };
 
-/// Adds `grad` to the weight's gradient, as its accumulator does, without any hook. When `kept` is
-/// this same gradient, nobody else has it, and the weight has none yet, `kept` is let go first so
-/// that the gradient is taken and not copied. On an exception nothing was added and `grad` is whole.
-void accumulate(torch::autograd::AccumulateGrad& accumulator, const at::Tensor& grad,
-                Watched* kept);
+/// Adds `grad` to the weight's gradient, as its accumulator does, without any hook; or to its main_grad.
+/// When `kept` is this same gradient, nobody else has it, and the weight has none yet, `kept` is let go
+/// first so that the gradient is taken and not copied. On an exception nothing was added and `grad` is
+/// whole.
+void accumulate(Weight& weight, const at::Tensor& grad, Watched* kept);
 
 }  // namespace zbp

@@ -11,6 +11,7 @@
 
 #include "shim/detach.h"
 #include "shim/kinds.h"
+#include "shim/path.h"
 #include "shim/start.h"
 #include "shim/streams.h"
 #include "shim/weight_nodes.h"
@@ -21,63 +22,66 @@ using torch::autograd::AccumulateGrad;
 
 namespace {
 
-/// The two matrices whose product is the gradient at `face`, in the weight's orientation when the
-/// face is transposed. For Y = A B: dA = dY Bᵀ, dB = Aᵀ dY.
-std::pair<at::Tensor, at::Tensor> factors(const Task& task, const Face& face) {
+/// The two matrices whose product is the gradient of the weight: `left` times `right`.
+struct Factors {
+  at::Tensor left;
+  at::Tensor right;
+
+  at::Tensor multiply() const { return left.dim() == 2 ? left.mm(right) : left.bmm(right); }
+};
+
+/// In the weight's orientation when the face is transposed. For Y = A B: dA = dY Bᵀ, dB = Aᵀ dY.
+Factors factors_of(const Task& task, const Face& face) {
   const at::Tensor& grad = task.output_grads[0].tensor();
-  const at::Tensor& other = task.other.tensor();
+  const at::Tensor other = task.packed ? task.packed->unpack() : task.other.tensor();
   if (task.weight_is_left) {
-    return face.transposed ? std::pair(other, grad.t()) : std::pair(grad, other.t());
+    return face.transposed ? Factors{other, grad.mT()} : Factors{grad, other.mT()};
   }
-  return face.transposed ? std::pair(grad.t(), other) : std::pair(other.t(), grad);
+  return face.transposed ? Factors{grad.mT(), other} : Factors{other.mT(), grad};
 }
 
-at::Tensor product_grad(const Task& task, const Face& face) {
-  if (!task.output_grads[0].tensor().defined()) {
-    return {};
-  }
-  if (face.slot != task.matrix_slot) {
-    return task.output_grads[0].tensor();  // the added matrix or bias; the engine's rules reduce it
-  }
-  const auto [left, right] = factors(task, face);
-  return left.mm(right);
-}
-
-variable_list run_deferred(const Task& task) {
-  variable_list grads;
-  grads.reserve(task.output_grads.size());
-  for (const Watched& grad : task.output_grads) {
-    grads.push_back(grad.tensor());
-  }
-  return NodeParts::apply_to(*task.node, std::move(grads));
-}
-
-/// The gradient for face number `i`; `outputs` are a deferred node's.
+/// The gradient for face number `i`, at its weight where it has a path; `outputs` are a deferred node's.
 at::Tensor face_grad(const Task& task, size_t i, variable_list& outputs) {
+  const Face& face = task.face[i];
+  at::Tensor grad;
   switch (task.kind) {
     case Kind::product:
-      return product_grad(task, task.face[i]);
+      if (!task.output_grads[0].tensor().defined()) {
+        return {};
+      }
+      if (face.slot == task.matrix_slot) {
+        grad = factors_of(task, face).multiply();
+        if (face.simple) {
+          return grad;
+        }
+      } else {
+        grad = task.output_grads[0].tensor();  // the added matrix or bias; the engine's rules reduce it
+      }
+      break;
     case Kind::deferred:
-      return std::move(outputs[task.face[i].slot]);
+      grad = std::move(outputs[face.slot]);
+      break;
     case Kind::whole:
-      return task.kept[i].tensor();
+      grad = task.kept[i].tensor();
+      break;
     case Kind::root:
+      grad = task.output_grads[0].tensor();
       break;
   }
-  return task.output_grads[0].tensor();
+  return face.path.empty() ? grad : take_along(face, std::move(grad));
 }
 
 bool is_watched(AccumulateGrad& accumulator) {
   return has_hooks(accumulator) || accumulator.tensor_post_acc_grad_hooks() != nullptr;
 }
 
-/// A hook that was put on a transposed weight since I is owed its gradient.
+/// A hook that was put on a node of a path since I is owed its gradient.
 void heed_new_hooks(Group& group) {
   for (Task& task : group.tasks) {
     for (Face& face : task.face) {
-      Edge behind;
-      if (face.transposed && !is_plain_transposition(face.edge, &behind)) {
-        give_up_transposition(face);
+      const auto is_plain = [](Node* node) { return is_plain_step(*node); };
+      if (!std::all_of(face.path.begin(), face.path.end(), is_plain)) {
+        give_up_path(face);
       }
     }
   }
@@ -87,6 +91,9 @@ void heed_new_hooks(Group& group) {
 /// nobody could tell the difference.
 bool runs_directly(const Group& group) {
   for (const Task& task : group.tasks) {
+    if (task.leaves_packed) {
+      return false;  // within one run of the engine, a checkpointed region is recomputed only once
+    }
     for (const Face& face : task.face) {
       if (face.weight < 0) {
         return false;
@@ -101,25 +108,57 @@ bool runs_directly(const Group& group) {
   return !torch::autograd::AnomalyMode::is_enabled();
 }
 
-/// Adds a product to a gradient that exists, in place and without a temporary.
-bool add_product(const Task& task, const Face& face, AccumulateGrad& accumulator) {
-  if (task.kind != Kind::product || face.slot != task.matrix_slot) {
+/// Adds the product to `sum`, a gradient on the CPU, a panel of rows at a time: as `sum += left @ right`
+/// to the bit, without a temporary of its size. BLAS's own accumulation (beta = 1) rounds once per block
+/// of the inner dimension where this rounds twice in all, and differs from an ordinary backward.
+void add_in_panels(at::Tensor sum, Factors f) {
+  constexpr int64_t rows = 512;  // so many that packing the right factor anew for each panel costs little
+  if (sum.stride(-1) > 1 && sum.stride(-2) == 1) {
+    sum = sum.mT();
+    f = {f.right.mT(), f.left.mT()};
+  }
+  // Panels are cut along the first dimension: of a batch, whole matrices.
+  const int64_t step = sum.dim() == 2 ? rows : std::max<int64_t>(1, rows / std::max<int64_t>(1, sum.size(1)));
+  for (int64_t i = 0; i < sum.size(0); i += step) {
+    const int64_t count = std::min(step, sum.size(0) - i);
+    const Factors panel{f.left.narrow(0, i, count),
+                        sum.dim() == 2 ? f.right : f.right.narrow(0, i, count)};
+    sum.narrow(0, i, count).add_(panel.multiply().to(sum.scalar_type()));
+  }
+}
+
+/// Adds a product in place to the gradient that the weight has. False if it has none, or one that forbids
+/// it; then nothing was done.
+bool add_product(const Task& task, const Face& face, Weight& weight, bool fuse) {
+  if (task.kind != Kind::product || face.slot != task.matrix_slot ||
+      !task.output_grads[0].tensor().defined()) {
     return false;
   }
+  AccumulateGrad& accumulator = *weight.accumulator;
   const std::lock_guard<std::mutex> lock(NodeParts::mutex_of(accumulator));
-  at::Tensor& grad = accumulator.variable.mutable_grad();
-  const at::Tensor& output_grad = task.output_grads[0].tensor();
-  if (!grad.defined() || !output_grad.defined() || grad.dim() != 2 || grad.requires_grad() ||
-      grad.scalar_type() != output_grad.scalar_type() || grad.device() != output_grad.device() ||
-      is_subclass(grad) || is_subclass(accumulator.variable)) {
+  const at::Tensor& grad =
+      weight.main_grad.defined() ? weight.main_grad : accumulator.variable.grad();
+  if (!grad.defined() || grad.requires_grad() || grad.is_complex() || is_subclass(grad) ||
+      is_subclass(accumulator.variable) || !grad.sizes().equals(accumulator.variable.sizes())) {
     return false;
   }
-  const auto [left, right] = factors(task, face);
-  if (grad.size(0) != left.size(0) || grad.size(1) != right.size(1) || grad.is_alias_of(left) ||
-      grad.is_alias_of(right)) {
+  const std::optional<at::Tensor> sum = face.simple ? grad : view_along(face, grad);
+  if (!sum) {
     return false;
   }
-  grad.addmm_(left, right);
+  const Factors f = factors_of(task, face);
+  if (sum->dim() != f.left.dim() || sum->size(-2) != f.left.size(-2) ||
+      sum->size(-1) != f.right.size(-1) || sum->device() != f.left.device() ||
+      sum->is_alias_of(f.left) || sum->is_alias_of(f.right)) {
+    return false;
+  }
+  if (sum->scalar_type() == f.left.scalar_type() && (fuse || !sum->is_cpu())) {
+    sum->dim() == 2 ? sum->addmm_(f.left, f.right) : sum->baddbmm_(f.left, f.right);
+  } else if (sum->is_cpu()) {
+    add_in_panels(*sum, f);
+  } else {
+    sum->add_(f.multiply().to(sum->scalar_type()));
+  }
   return true;
 }
 
@@ -139,13 +178,13 @@ void add_directly(Group& group, Task& task, WeightPassOptions options) {
     if (face.delivered || !weight.accumulator->variable.requires_grad()) {
       continue;  // or frozen since, where an accumulator would add nothing either
     }
-    if (!(options.fuse && add_product(task, face, *weight.accumulator))) {
+    if (!add_product(task, face, weight, options.fuse)) {
       variable_list grad{face_grad(task, i, outputs)};
       torch::autograd::validate_outputs(
           {Edge(weight.accumulator, 0)}, grad,
           [&](const std::string& message) { return "a weight task returned an " + message; });
       const bool may_take = task.kind == Kind::whole && !options.retain;
-      accumulate(*weight.accumulator, grad[0], may_take ? &task.kept[i] : nullptr);
+      accumulate(weight, grad[0], may_take ? &task.kept[i] : nullptr);
     }
     face.delivered = true;
   }

@@ -1,5 +1,6 @@
 #include "shim/zbp_shim.h"
 
+#include <algorithm>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -270,6 +271,79 @@ class Running {
   std::vector<zbp_group*> groups_;
 };
 
+/// For the time of one W, where the weights' main_grad are. Refuses one that does not fit; then no
+/// weight has been touched.
+class MainGrads {
+ public:
+  MainGrads(const std::vector<GroupPtr>& groups, bool enabled) : groups_(groups) {
+    if (!enabled) {
+      return;
+    }
+    try {
+      visit([](Weight& weight) { weight.main_grad = find(weight.accumulator->variable); });
+      visit([](Weight& weight) { announce(weight); });
+    } catch (...) {
+      visit([](Weight& weight) { weight.main_grad.reset(); });
+      throw;
+    }
+  }
+  ~MainGrads() {
+    visit([](Weight& weight) { weight.main_grad.reset(); });
+  }
+  MainGrads(const MainGrads&) = delete;
+  MainGrads& operator=(const MainGrads&) = delete;
+
+ private:
+  template <class Visit>
+  void visit(const Visit& visit_weight) const {
+    for (const GroupPtr& group : groups_) {
+      std::for_each(group->weights.begin(), group->weights.end(), visit_weight);
+    }
+  }
+
+  static at::Tensor find(const at::Tensor& variable) {
+    THPObjectPtr parameter(THPVariable_Wrap(variable));
+    THPObjectPtr value(parameter ? PyObject_GetAttrString(parameter, "main_grad") : nullptr);
+    if (!value && PyErr_ExceptionMatches(PyExc_AttributeError)) {
+      PyErr_Clear();
+      return {};
+    }
+    if (!value) {
+      throw python_error();
+    }
+    if (value.get() == Py_None) {
+      return {};
+    }
+    const at::Tensor* tensor = as_tensor(value);
+    if (!tensor) {
+      refuse(PyExc_TypeError, "the main_grad of the weight of ", describe(variable), " is a ",
+             type_name(value), "; expected a tensor or None");
+    }
+    if (!tensor->sym_sizes().equals(variable.sym_sizes()) || tensor->device() != variable.device() ||
+        !tensor->is_floating_point() || tensor->requires_grad()) {
+      refuse(PyExc_ValueError, "the main_grad of the weight of ", describe(variable), " is ",
+             describe(*tensor), tensor->requires_grad() ? " and requires a gradient" : "",
+             "; expected a floating-point tensor of the weight's shape and device that requires none");
+    }
+    return *tensor;
+  }
+
+  /// So that hooks that would add .grad to main_grad see that there is nothing left to add.
+  static void announce(const Weight& weight) {
+    constexpr const char* flag = "grad_added_to_main_grad";
+    if (!weight.main_grad.defined()) {
+      return;
+    }
+    THPObjectPtr parameter(THPVariable_Wrap(weight.accumulator->variable));
+    if (!parameter || (PyObject_HasAttrString(parameter, flag) &&
+                       PyObject_SetAttrString(parameter, flag, Py_True) < 0)) {
+      throw python_error();
+    }
+  }
+
+  const std::vector<GroupPtr>& groups_;
+};
+
 // ---- groups
 
 const Group& unspent(const zbp_group* handle, const char* key) {
@@ -366,7 +440,7 @@ PyObject* guarded_object(const Body& body) noexcept {
 }  // namespace
 
 int zbp_input_pass(PyObject* outputs, PyObject* output_grads, PyObject* inputs, PyObject* weights,
-                   PyObject** dinputs_out, zbp_group*** groups_out, size_t* group_count_out,
+                   zbp_policy policy, PyObject** dinputs_out, zbp_group*** groups_out, size_t* group_count_out,
                    int* ran_out) {
   *ran_out = 0;
   // Outside of the barrier: a warning that is an error raises only when the body is through.
@@ -378,6 +452,7 @@ int zbp_input_pass(PyObject* outputs, PyObject* output_grads, PyObject* inputs, 
              " entries; expected one for each of the ", size_of(outputs), " stage outputs");
     }
     InputPassArgs args;
+    args.policy = policy;
     std::vector<Py_ssize_t> position;
     Py_ssize_t without_grad = 0;
     for (Py_ssize_t i = 0; i < size_of(outputs); ++i) {
@@ -409,7 +484,7 @@ int zbp_input_pass(PyObject* outputs, PyObject* output_grads, PyObject* inputs, 
 }
 
 int zbp_weight_pass(zbp_group* const* groups, size_t group_count, PyObject* weights, int retain,
-                    int fuse) {
+                    int fuse, int main_grad) {
   std::vector<GroupPtr> list;
   const int status = guarded([&] {
     check_state(groups, group_count);
@@ -420,6 +495,7 @@ int zbp_weight_pass(zbp_group* const* groups, size_t group_count, PyObject* weig
     for (size_t i = 0; i < group_count; ++i) {
       list.push_back(groups[i]->group);
     }
+    const MainGrads main_grads(list, main_grad != 0);
     const Running running(groups, group_count);
     const ReleaseGil no_gil;
     run_weight_pass(list, {retain != 0, fuse != 0});

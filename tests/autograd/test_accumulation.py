@@ -14,9 +14,8 @@ f64 = torch.float64
 
 @pytest.fixture(params=[False, True], ids=["default", "fused"])
 def fused(request):
-    zb.set_fused_accumulation(request.param)
-    yield request.param
-    zb.set_fused_accumulation(False)
+    with zb.policy(fused=request.param):
+        yield request.param
 
 
 def network():

@@ -1,0 +1,153 @@
+"""What is left to the weight pass, what is kept for it, and how it adds: a policy of four choices.
+
+Note [What each choice costs]
+
+defer: which weights' gradients W computes. ("heavy": a matrix or more; "light": a vector, a scale, a bias.)
+
+    "matrices"      The default. W computes the heavy weights' gradients; I those of the light ones and keeps them, a
+                    vector each, until W adds them, so that the activations behind them go in I. A bias beside a
+                    deferred matrix waits with it: its output gradient is kept anyway. Held from I to W: per heavy
+                    weight its input and its output gradient, each storage once.
+    "all"           W also computes what light weights need, where the node can be split (norms, elementwise products,
+                    added biases). I is shortest; more is held: a norm's input beside that of the linear layer behind it.
+    "nothing"       I computes every gradient and keeps it, W only adds. I is as long as a whole backward and W fills no
+                    bubble; held is one gradient per weight and microbatch in flight, no activation.
+    function        Called with each weight in I; true: its gradient is left to W where its node can be split, light
+                    or not; false: it is computed in I. A node with several weights is deferred if any of them is.
+
+checkpoint: what W needs of activations that are saved behind hooks: ``torch.utils.checkpoint`` (not reentrant, nested
+and selective too), ``save_on_cpu``, packing hooks.
+
+    "keep"          The default. Unpacked in I, as an ordinary backward does, and what W reads is kept: the same bytes
+                    as without checkpointing, no second recomputation.
+    "recompute"     Stays packed until W, which unpacks it: a checkpointed region is recomputed once more in each call
+                    of the weight pass, region by region, from the last one to the first. Held from I to W: output
+                    gradients, and the regions' inputs (or the copies on the CPU).
+    "input_pass"    These weights' gradients are computed in I and kept: one recomputation, no activation is held.
+    function        Called with each weight in I; returns one of the three words.
+
+fused: False adds a product to an existing gradient as ``grad += a @ b`` would, to the bit, a panel of rows at a time:
+    no temporary of the weight's size. True adds it by ``grad.addmm_(a, b)``: up to a third faster where the inner
+    dimension is short; BLAS rounds once per block of that dimension, so after some microbatches gradients differ from
+    an ordinary backward's by more than the last bit. On other devices than the CPU products of the gradient's dtype
+    are always added so: there the accumulation rounds once.
+
+main_grad: True accumulates a weight that has an attribute ``main_grad``, a floating-point tensor of its shape and
+    device (usually float32), there and leaves its ``.grad`` alone, as Megatron's fused kernels do; its attribute
+    ``grad_added_to_main_grad``, if it has one, becomes True. Hooks of the weight see the gradient as always.
+
+``defer`` and ``checkpoint`` count when I is called, ``fused`` and ``main_grad`` when W is.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# The numbers of zbp_shim.h.
+_DEFER = {"nothing": 0, "matrices": 1, "all": 2}
+_CHECKPOINT = {"keep": 0, "recompute": 1, "input_pass": 2}
+_VARIABLE = "ZBPIPE_POLICY"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The four choices; see Note [What each choice costs]. Raises TypeError or ValueError for values that are none."""
+
+    defer: str | Callable[[torch.Tensor], bool] = "matrices"
+    checkpoint: str | Callable[[torch.Tensor], str] = "keep"
+    fused: bool = False
+    main_grad: bool = False
+
+    def __post_init__(self) -> None:
+        for name, words in (("defer", _DEFER), ("checkpoint", _CHECKPOINT)):
+            value = getattr(self, name)
+            if not callable(value):
+                _number(name, words, value, " or a function of a parameter")
+        for name in ("fused", "main_grad"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} is {getattr(self, name)!r}; expected True or False")
+
+    def _defer(self) -> int | Callable[[torch.Tensor], int]:
+        choice = self.defer
+        if isinstance(choice, str):
+            return _DEFER[choice]
+        return lambda parameter: _DEFER["all" if choice(parameter) else "nothing"]
+
+    def _checkpoint(self) -> int | Callable[[torch.Tensor], int]:
+        choice = self.checkpoint
+        if isinstance(choice, str):
+            return _CHECKPOINT[choice]
+        return lambda parameter: _number("what the checkpoint function returned", _CHECKPOINT, choice(parameter))
+
+
+def _number(name: str, words: Mapping[str, int], value: object, alternative: str = "") -> int:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is {value!r}; expected one of {', '.join(map(repr, words))}{alternative}")
+    if value not in words:
+        raise ValueError(f"{name} is {value!r}; expected one of {', '.join(map(repr, words))}{alternative}")
+    return words[value]
+
+
+def _from_environment() -> Policy:
+    """The policy that ZBPIPE_POLICY names, such as ``defer=all,checkpoint=recompute,fused=1``."""
+    choices: dict[str, Any] = {}
+    for item in filter(None, os.environ.get(_VARIABLE, "").replace(" ", "").split(",")):
+        name, _, value = item.partition("=")
+        if name in ("fused", "main_grad"):
+            if value not in ("0", "1"):
+                raise ValueError(f"{_VARIABLE} says {item!r}; expected {name}=0 or {name}=1")
+            choices[name] = value == "1"
+        elif name in ("defer", "checkpoint"):
+            choices[name] = value
+        else:
+            raise ValueError(f"{_VARIABLE} says {item!r}; expected defer=, checkpoint=, fused= or main_grad=")
+    try:
+        return Policy(**choices)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{_VARIABLE} is {os.environ[_VARIABLE]!r}: {error}") from None
+
+
+_default = _from_environment()
+_current: contextvars.ContextVar[Policy | None] = contextvars.ContextVar("zbpipe_policy", default=None)
+
+
+def get_policy() -> Policy:
+    """The policy that a pass called now would follow: that of the innermost :func:`policy` block, or the process's."""
+    return _current.get() or _default
+
+
+def set_policy(**choices: Any) -> Policy:
+    """Changes the process's default policy, for all threads, and returns what it was.
+
+    Args:
+        choices: ``defer``, ``checkpoint``, ``fused``, ``main_grad``; those that are not named stay. See :class:`Policy`.
+
+    Raises:
+        TypeError, ValueError: a choice that there is none of; nothing has been changed.
+    """
+    global _default
+    before, _default = _default, dataclasses.replace(_default, **choices)
+    return before
+
+
+@contextlib.contextmanager
+def policy(**choices: Any) -> Iterator[Policy]:
+    """Changes the policy for the passes that are called in a ``with`` block, in this thread or task.
+
+    Args:
+        choices: ``defer``, ``checkpoint``, ``fused``, ``main_grad``; those that are not named stay. See :class:`Policy`.
+
+    Raises:
+        TypeError, ValueError: a choice that there is none of.
+    """
+    token = _current.set(dataclasses.replace(get_policy(), **choices))
+    try:
+        yield get_policy()
+    finally:
+        _current.reset(token)
