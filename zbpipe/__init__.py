@@ -24,13 +24,17 @@ from zbpipe._functions import (  # noqa: E402
 )
 from zbpipe._version import __version__  # noqa: E402
 from zbpipe.patch import is_patched, patch, patched, unpatch  # noqa: E402
+from zbpipe.release import deallocate_output, make_viewless, release_storage  # noqa: E402
 
 __all__ = [
     "ParamGroup",
     "__version__",
+    "deallocate_output",
     "is_patched",
+    "make_viewless",
     "patch",
     "patched",
+    "release_storage",
     "set_fused_accumulation",
     "stage_backward",
     "stage_backward_input",

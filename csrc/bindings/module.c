@@ -8,6 +8,7 @@
 #include <stddef.h>
 #include <structmember.h>
 
+#include "bindings/parts.h"
 #include "shim/zbp_shim.h"
 
 typedef struct {
@@ -373,7 +374,10 @@ static int module_exec(PyObject *module)
     if (PyModule_AddObjectRef(module, "ParamGroup", (PyObject *)state->group_type) < 0) {
         return -1;
     }
-    return PyModule_AddObjectRef(module, "RunError", state->run_error);
+    if (PyModule_AddObjectRef(module, "RunError", state->run_error) < 0) {
+        return -1;
+    }
+    return zbp_add_release(module);
 }
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg)
