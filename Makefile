@@ -61,7 +61,7 @@ pytest: $(VENV)/.built $(VENV)/.extras-test $(VENV)/.extras-demo
 # Without inductor: the compiler that it starts would itself run under the sanitizer, and leaks.
 asan: $(VENV)/.built $(VENV)/.extras-test ## run the autograd tests under AddressSanitizer and UBSan
 	ZBPIPE_SANITIZE=address,undefined ZBPIPE_WERROR=1 $(RUN) setup.py --quiet build --build-lib $(ASAN)
-	tools/asan $(RUN) $(ASAN) tests/autograd tests/leaks -k "not inductor"
+	tools/asan $(RUN) $(ASAN) tests/autograd tests/leaks tests/release -k "not inductor"
 
 lint: dev ## ruff, mypy, clang-format
 	$(VENV)/bin/ruff check .

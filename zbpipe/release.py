@@ -70,6 +70,7 @@ def make_viewless(tensor: torch.Tensor) -> torch.Tensor:
         new ``torch.Tensor``: on the same memory, without a copy, if ``tensor`` fills its storage, and if
         not, on a copy of its own elements. Where memory is shared the version counter is shared as well,
         so that a change in place is noticed by nodes that saved either; it is not recorded for the other.
+        Within what ``torch.compile`` traces, the call is a graph break.
 
     Raises:
         TypeError: no tensor, one whose memory is not one plain storage, or a view of a class other than

@@ -130,6 +130,9 @@ at::Tensor make_shell(const at::Tensor& tensor) {
   if (tensor.requires_grad()) {
     impl::set_gradient_edge(shell, impl::gradient_edge(tensor));
   }
+  if (const auto* meta = impl::get_autograd_meta(tensor); meta && meta->grad_.defined()) {
+    shell.mutable_grad() = meta->grad_;
+  }
   return shell;
 }
 
@@ -246,7 +249,7 @@ PyObject* make_viewless(PyObject* object) {
   }
   if (reinterpret_cast<PyObject*>(Py_TYPE(object)) != THPVariableClass) {
     refuse(PyExc_TypeError, "tensor is a ", Py_TYPE(object)->tp_name,
-           ", whose class the result could not have; expected a torch.Tensor");
+           ", whose class the result could not have; pass tensor.as_subclass(torch.Tensor)");
   }
   if (tensor._fw_grad(/*level=*/0).defined()) {
     refuse(PyExc_ValueError, "tensor of ", describe(tensor),

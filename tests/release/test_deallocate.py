@@ -131,6 +131,15 @@ def test_an_output_without_history_an_empty_one_and_a_scalar():
     loss.backward()
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("function", [zbpipe.deallocate_output, zbpipe.release_storage])
+def test_pinned_memory(function):
+    pinned = torch.ones(3).pin_memory()
+    assert function(pinned) == 12
+    with pytest.raises(RuntimeError, match=r"given up by zbpipe"):
+        pinned.cuda()
+
+
 def test_an_inference_tensor():
     with torch.inference_mode():
         out = torch.ones(3) * 2
@@ -265,13 +274,14 @@ def test_hooks_stay_when_a_node_keeps_the_tensor():
     x = torch.randn(3, 4, requires_grad=True)
     out, seen = x * 2, []
     out.register_hook(lambda grad: seen.append(grad.clone()))
-    out.tag = "mine"
+    out.tag, out.grad = "mine", torch.zeros(3, 4)
     square = out * out
     values = out.detach().clone()
     zbpipe.deallocate_output(out)
     out.register_hook(lambda grad: seen.append(grad.clone()))
     torch.autograd.backward([out, square], [torch.ones(3, 4), torch.ones(3, 4)])
     assert out.tag == "mine" and len(seen) == 2
+    assert torch.equal(out.grad, torch.zeros(3, 4))
     torch.testing.assert_close(seen[0], 1 + 2 * values)
     assert torch.equal(seen[1], seen[0]) and torch.equal(x.grad, 2 * seen[0])
 

@@ -199,6 +199,8 @@ def test_a_view_of_another_class_is_refused():
     tensor = torch.ones(3, 4).as_subclass(Named)
     with pytest.raises(TypeError, match="Named, whose class the result could not have"):
         zbpipe.make_viewless(tensor[1])
+    viewless = zbpipe.make_viewless(tensor[1].as_subclass(torch.Tensor))
+    assert type(viewless) is torch.Tensor and viewless.untyped_storage().nbytes() == 16
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # the first dual tensor imports it
