@@ -173,7 +173,7 @@ size_t deallocate_output(PyObject* object) {
   check_output(tensor);
   c10::StorageImpl& storage = memory_of(tensor);
   const size_t bytes = is_torchs_own(storage) ? storage.nbytes() : 0;
-  const auto old = c10::weak_intrusive_ptr<c10::StorageImpl>::reclaim_copy(&storage);
+  const auto old = tensor.storage().getWeakStorageImpl();
   if (other_holders(tensor) == 0) {
     set_storage(impl_of(tensor), gone_storage(tensor.device(), deallocated));
   } else {
