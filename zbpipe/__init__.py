@@ -16,24 +16,24 @@ from zbpipe import _build_check
 _build_check.check()
 
 from zbpipe._C import ParamGroup  # noqa: E402
-from zbpipe._functions import (  # noqa: E402
-    stage_backward,
-    stage_backward_input,
-    stage_backward_weight,
-)
+from zbpipe._functions import stage_backward, stage_backward_input, stage_backward_weight  # noqa: E402
+from zbpipe._policy import Policy, get_policy, policy, set_policy  # noqa: E402
 from zbpipe._version import __version__  # noqa: E402
 from zbpipe.patch import is_patched, patch, patched, unpatch  # noqa: E402
-from zbpipe.policy import Policy, get_policy, policy, set_policy  # noqa: E402
+from zbpipe.release import deallocate_output, make_viewless, release_storage  # noqa: E402
 
 __all__ = [
     "ParamGroup",
     "Policy",
     "__version__",
+    "deallocate_output",
     "get_policy",
     "is_patched",
+    "make_viewless",
     "patch",
     "patched",
     "policy",
+    "release_storage",
     "set_policy",
     "stage_backward",
     "stage_backward_input",

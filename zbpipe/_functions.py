@@ -12,7 +12,7 @@ import torch
 from torch.autograd.graph import GradientEdge, Node
 
 from zbpipe import _C
-from zbpipe.policy import get_policy
+from zbpipe._policy import get_policy
 
 ParamGroup = _C.ParamGroup
 Grads = tuple[torch.Tensor | None, ...]
@@ -130,8 +130,12 @@ def stage_backward(
 
 def _backward_into_main_grad(roots: list[Any], root_grads: list[torch.Tensor | None], inputs: list[Any]) -> None:
     """Only the weight pass adds to main_grad; it comes at once."""
-    _, groups = _C.input_pass(roots, root_grads, inputs, None, get_policy()._defer(), get_policy()._checkpoint())
-    _C.weight_pass(None, groups, False, get_policy().fused, True)
+    policy = get_policy()
+    try:
+        _, groups = _C.input_pass(roots, root_grads, inputs, None, policy._defer(), policy._checkpoint())
+    except _C.RunError as error:
+        raise error.__cause__ or error from None
+    _C.weight_pass(None, groups, False, policy.fused, True)
 
 
 class _EdgeWithoutGradient(AssertionError):

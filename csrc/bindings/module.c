@@ -8,6 +8,7 @@
 #include <stddef.h>
 #include <structmember.h>
 
+#include "bindings/parts.h"
 #include "shim/zbp_shim.h"
 
 typedef struct {
@@ -255,7 +256,8 @@ static PyObject *wrap_groups(module_state *state, zbp_group **groups, size_t cou
 }
 
 /* One of the numbers 0 to `last`, or a function that returns one. Returns -1 with an error set. */
-static int parse_choice(PyObject *value, const char *name, int last, int *number, PyObject **function)
+static int parse_choice(PyObject *value, const char *name, int last, int *number,
+                        PyObject **function)
 {
     *function = PyCallable_Check(value) ? value : NULL;
     *number = 0;
@@ -371,8 +373,7 @@ static PyObject *weight_pass(PyObject *module, PyObject *args)
         }
         groups[i] = ((group_object *)item)->group;
     }
-    if (zbp_weight_pass(groups, (size_t)count, weights, retain, fuse, main_grad) ==
-        ZBP_OK) {
+    if (zbp_weight_pass(groups, (size_t)count, weights, retain, fuse, main_grad) == ZBP_OK) {
         result = weights != NULL ? Py_NewRef(weights) : PyTuple_New(0);
     }
 
@@ -400,7 +401,10 @@ static int module_exec(PyObject *module)
     if (PyModule_AddObjectRef(module, "ParamGroup", (PyObject *)state->group_type) < 0) {
         return -1;
     }
-    return PyModule_AddObjectRef(module, "RunError", state->run_error);
+    if (PyModule_AddObjectRef(module, "RunError", state->run_error) < 0) {
+        return -1;
+    }
+    return zbp_add_release(module);
 }
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg)

@@ -52,10 +52,11 @@ const void* storage_of(const at::Tensor& tensor);
 
 /// One edge of a task towards the weights.
 struct Face {
-  uint32_t slot = 0;     // position among the node's edges
-  Edge edge;             // where it leads
-  int32_t weight = -1;   // index into Group::weights when it ends there, at once or by `path`; else -1
-  int32_t outside = -1;  // index into Group::outside of the node it leads to, -1 for a weight
+  uint32_t slot = 0;  // position among the node's edges
+  Edge edge;          // where it leads
+  int32_t weight =
+      -1;  // index into Group::weights when it ends there, at once or by `path`; else -1
+  int32_t outside = -1;        // index into Group::outside of the node it leads to, -1 for a weight
   SmallVector<Node*, 2> path;  // plain steps before the weight; borrowed: alive as long as `edge`
   bool simple = true;          // the path does no more than to transpose a matrix and cast it
   bool transposed = false;     // and transposes it
@@ -89,10 +90,11 @@ struct Blank {
 struct Task {
   Kind kind = Kind::whole;
   NodePtr node;  // null for a whole node that would hold memory
-  bool can_run_again = true;   // with other output gradients; not a whole node that had saved tensors
+  bool can_run_again =
+      true;  // with other output gradients; not a whole node that had saved tensors
   bool leaves_packed = false;  // what is saved behind hooks is unpacked by W and not by I
-  uint32_t input_nr = 0;     // root: which input of `node` the output gradient belongs to
-  uint64_t sequence_nr = 0;  // W runs tasks in the order of an ordinary backward
+  uint32_t input_nr = 0;       // root: which input of `node` the output gradient belongs to
+  uint64_t sequence_nr = 0;    // W runs tasks in the order of an ordinary backward
   SmallVector<Face, 2> face;
 
   Watched other;                // product: the matrix that is multiplied with the output gradient

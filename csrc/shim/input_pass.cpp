@@ -209,8 +209,7 @@ void Split::add_task(uint32_t g, uint32_t id, const std::vector<Decision>& decis
   }
   const Decision decision = decide(*groups_[g], task, decisions);
   task.kind = classify(node, task.face, decision);
-  task.leaves_packed =
-      task.kind != Kind::whole && decision.hooked == Decision::Hooked::leave;
+  task.leaves_packed = task.kind != Kind::whole && decision.hooked == Decision::Hooked::leave;
   task.can_run_again = task.kind != Kind::whole || saved_nothing(node);
   stand_in_[id] = make_node<StandIn>(task.node, groups_[g], groups_[g]->tasks.size() - 1);
   stand_in_[id]->next_edges().resize(node.next_edges().size());

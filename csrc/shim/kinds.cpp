@@ -8,8 +8,10 @@
 #include <torch/csrc/autograd/generated/Functions.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_function.h>
+#include <torch/csrc/PyInterpreter.h>
 
 #include "shim/gil.h"
+#include "shim/python.h"
 
 namespace zbp {
 
@@ -27,7 +29,7 @@ constexpr uint32_t no_slot = UINT32_MAX;
 /// Something that a node has saved.
 struct Part {
   SavedVariable* saved;
-  uint32_t readers;            // the edges, as bits, whose gradients are computed from it
+  uint32_t readers;             // the edges, as bits, whose gradients are computed from it
   uint32_t own_slot = no_slot;  // the edge that takes its gradient
   bool is_insisted_on = false;  // the node wants a tensor of its shape where it does not read it
 };
@@ -36,7 +38,8 @@ struct Part {
 /// naming, as often as one likes.
 struct Separable {
   SmallVector<Part, 5> parts;
-  bool has_factors = false;  // it multiplies its first part with its second; its weights may be heavy
+  bool has_factors =
+      false;  // it multiplies its first part with its second; its weights may be heavy
   bool is_plain_product = false;  // d(left) = dY rightᵀ and d(right) = leftᵀ dY, nothing scaled
 };
 
@@ -165,17 +168,14 @@ bool is_plain_matrix(const at::Tensor& tensor) {
          !tensor.is_complex() && !tensor.is_neg();
 }
 
-/// What the hooks have packed, taken from `saved`; nothing if they are none of Python's.
-std::unique_ptr<const Packed> take_packed(SavedVariable& saved) {
+/// What Python hooks have packed in `saved`; nothing if W could not unpack it.
+std::unique_ptr<const Packed> packed_in(const SavedVariable& saved) {
   const AcquireGil gil;
   auto data = saved.retrieve_unpack_hook_data();
-  if (!data) {
+  if (!data || !can_unpack_again(data->first.ptr(getPyInterpreter()))) {
     return nullptr;
   }
-  auto packed =
-      std::make_unique<const Packed>(Packed{std::move(data->first), std::move(data->second)});
-  saved = SavedVariable();
-  return packed;
+  return std::make_unique<const Packed>(Packed{std::move(data->first), std::move(data->second)});
 }
 
 }  // namespace
@@ -186,7 +186,8 @@ Kind classify(Node& node, c10::ArrayRef<Face> face, Decision decision) {
     return Kind::whole;
   }
   const auto separable = separate(node);
-  if (!separable || (decision.hooked == Decision::Hooked::input_pass && has_packed_part(*separable))) {
+  if (!separable ||
+      (decision.hooked == Decision::Hooked::input_pass && has_packed_part(*separable))) {
     return Kind::whole;
   }
   const bool has_factors = separable->has_factors;
@@ -197,7 +198,7 @@ Kind classify(Node& node, c10::ArrayRef<Face> face, Decision decision) {
     return Kind::whole;
   }
   return separable->is_plain_product && (left == nullptr) != (right == nullptr) ? Kind::product
-                                                                               : Kind::deferred;
+                                                                                : Kind::deferred;
 }
 
 at::Tensor pin(SavedVariable& saved, Node& node, bool is_read_by_w) {
@@ -216,16 +217,18 @@ void take_matrices(Task& task, Node& node, const variable_list& grads) {
     task.output_grads.emplace_back(grad);
   }
   Separable separable = *separate(node);
+  const bool may_leave_packed = std::exchange(task.leaves_packed, false);
   if (task.kind == Kind::product) {
     task.weight_is_left = face_at(task.face, separable.parts[0].own_slot) != nullptr;
     task.matrix_slot = separable.parts[task.weight_is_left ? 0 : 1].own_slot;
     SavedVariable& saved = *separable.parts[task.weight_is_left ? 1 : 0].saved;
     const bool gradient_is_plain = !grads[0].defined() || is_plain_matrix(grads[0]);
-    if (task.leaves_packed && saved.has_hooks() && gradient_is_plain) {
-      task.packed = take_packed(saved);
+    if (may_leave_packed && saved.has_hooks() && gradient_is_plain) {
+      task.packed = packed_in(saved);
     }
-    task.leaves_packed = task.packed != nullptr;
     if (task.packed) {
+      task.leaves_packed = true;
+      saved = SavedVariable();
       return;
     }
     const at::Tensor other =
@@ -237,10 +240,10 @@ void take_matrices(Task& task, Node& node, const variable_list& grads) {
     task.kind = Kind::deferred;
   }
   const uint32_t faces = bits_of(task.face);
-  const bool may_stay_packed = std::exchange(task.leaves_packed, false);
   for (const Part& part : separable.parts) {
     const bool is_read = (part.readers & faces) != 0;
-    const bool stays_packed = may_stay_packed && part.saved->has_hooks();
+    const bool stays_packed =
+        may_leave_packed && part.saved->has_hooks() && packed_in(*part.saved) != nullptr;
     task.leaves_packed = task.leaves_packed || (is_read && stays_packed);
     // Also without hooks: a saved tensor that is a stage output is about to lose its history.
     if ((is_read || part.is_insisted_on) && !stays_packed) {
@@ -259,8 +262,7 @@ void let_go_of_unread(Task& task, Node& node, const Group& group) {
     if ((part.readers & faces) != 0 || part.saved->has_hooks()) {
       continue;
     }
-    const at::Tensor tensor =
-        part.is_insisted_on ? part.saved->unpack(ref_of(node)) : at::Tensor();
+    const at::Tensor tensor = part.is_insisted_on ? part.saved->unpack(ref_of(node)) : at::Tensor();
     const Face* face = face_at(task.face, part.own_slot);
     const bool is_weight =
         face && face->weight >= 0 &&

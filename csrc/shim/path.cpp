@@ -40,16 +40,15 @@ Step step_of(Node& node) {
     return dim() == 2 && swaps_two(n->dim0, n->dim1) ? Step::transposition : Step::other;
   }
   if (auto* n = as<gen::PermuteBackward0>(node)) {
-    const bool transposes = n->dims.size() == 2 && swaps_two(n->dims[0], n->dims[1]) &&
-                            n->dims[0] % 2 != 0;
+    const bool transposes =
+        n->dims.size() == 2 && swaps_two(n->dims[0], n->dims[1]) && n->dims[0] % 2 != 0;
     return transposes ? Step::transposition : Step::other;
   }
-  const bool is_known =
-      as<gen::ViewBackward0>(node) || as<gen::UnsafeViewBackward0>(node) ||
-      as<gen::ReshapeAliasBackward0>(node) || as<gen::UnsqueezeBackward0>(node) ||
-      as<gen::SqueezeBackward0>(node) || as<gen::SqueezeBackward1>(node) ||
-      as<gen::SqueezeBackward2>(node) || as<gen::ExpandBackward0>(node) ||
-      as<gen::AliasBackward0>(node) || as<gen::CloneBackward0>(node);
+  const bool is_known = as<gen::ViewBackward0>(node) || as<gen::UnsafeViewBackward0>(node) ||
+                        as<gen::ReshapeAliasBackward0>(node) || as<gen::UnsqueezeBackward0>(node) ||
+                        as<gen::SqueezeBackward0>(node) || as<gen::SqueezeBackward1>(node) ||
+                        as<gen::SqueezeBackward2>(node) || as<gen::ExpandBackward0>(node) ||
+                        as<gen::AliasBackward0>(node) || as<gen::CloneBackward0>(node);
   return is_known ? Step::other : Step::none;
 }
 
@@ -129,7 +128,7 @@ at::Tensor take_along(const Face& face, at::Tensor grad) {
     if (!grads[0].defined()) {
       break;
     }
-    grads = NodeParts::apply_to(*node, std::move(grads));
+    grads = NodeParts::apply_without_views_to(*node, std::move(grads));
     check(node->next_edge(0));
   }
   return std::move(grads[0]);

@@ -98,6 +98,42 @@ std::vector<torch::autograd::SavedVariable*> saved_by(Node& node) {
   return saved;
 }
 
+namespace {
+
+/// Calls `visit` with what each cell of a Python function's closure holds, until it returns true.
+template <class Visit>
+bool find_in_closure(PyObject* function, const Visit& visit) {
+  PyObject* closure = PyFunction_Check(function) ? PyFunction_GetClosure(function) : nullptr;
+  for (Py_ssize_t i = 0; closure && i < PyTuple_GET_SIZE(closure); ++i) {
+    THPObjectPtr held(PyCell_Get(PyTuple_GET_ITEM(closure, i)));
+    if (held && visit(held.get())) {
+      return true;
+    }
+  }
+  return false;
+}
+
+}  // namespace
+
+// torch.utils.checkpoint has no question for this. Its hook's closure holds the frame of the region (or,
+// with debug on, the hook proper, which does), whose function for computing it again holds the mode that
+// hands the selected results out, each once.
+bool can_unpack_again(PyObject* unpack_hook) {
+  THPObjectPtr module(PyImport_ImportModule("torch.utils.checkpoint"));
+  THPObjectPtr mode(module ? PyObject_GetAttrString(module, "_CachedTorchDispatchMode") : nullptr);
+  const auto is_mode = [&](PyObject* held) { return PyObject_IsInstance(held, mode) == 1; };
+  const auto is_selective_frame = [&](PyObject* held) {
+    THPObjectPtr recompute(PyObject_GetAttrString(held, "recompute_fn"));
+    return recompute && find_in_closure(recompute, is_mode);
+  };
+  const bool is_selective = mode && (find_in_closure(unpack_hook, is_selective_frame) ||
+                                     find_in_closure(unpack_hook, [&](PyObject* held) {
+                                       return find_in_closure(held, is_selective_frame);
+                                     }));
+  PyErr_Clear();
+  return !is_selective;
+}
+
 int ask(PyObject* function, const at::Tensor& parameter) {
   THPObjectPtr wrapped(THPVariable_Wrap(parameter));
   THPObjectPtr answer(wrapped ? PyObject_CallFunctionObjArgs(function, wrapped.get(), nullptr)
@@ -112,14 +148,13 @@ int ask(PyObject* function, const at::Tensor& parameter) {
 at::Tensor Packed::unpack() const {
   const AcquireGil gil;
   c10::impl::PyInterpreter* const interpreter = getPyInterpreter();
-  THPObjectPtr tensor(PyObject_CallFunctionObjArgs(unpack_hook.ptr(interpreter),
-                                                   data.ptr(interpreter), nullptr));
+  THPObjectPtr tensor(
+      PyObject_CallFunctionObjArgs(unpack_hook.ptr(interpreter), data.ptr(interpreter), nullptr));
   if (!tensor) {
     throw python_error();
   }
-  TORCH_CHECK_TYPE(THPVariable_Check(tensor.get()),
-                   "a saved tensor's unpack hook returned a ", Py_TYPE(tensor.get())->tp_name,
-                   "; expected a tensor");
+  TORCH_CHECK_TYPE(THPVariable_Check(tensor.get()), "a saved tensor's unpack hook returned a ",
+                   Py_TYPE(tensor.get())->tp_name, "; expected a tensor");
   return THPVariable_Unpack(tensor.get()).detach();
 }
 

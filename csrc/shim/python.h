@@ -61,6 +61,10 @@ std::optional<Edge> as_gradient_edge(PyObject* object);
 /// for Python. Borrowed from the node; empty for a node of a kind that has none.
 std::vector<torch::autograd::SavedVariable*> saved_by(Node& node);
 
+/// False for the unpack hook of a selectively checkpointed region: torch computes such a region again only
+/// once. Called with the GIL held.
+bool can_unpack_again(PyObject* unpack_hook);
+
 /// `function(parameter)`, an int.
 int ask(PyObject* function, const at::Tensor& parameter);
 

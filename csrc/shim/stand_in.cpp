@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/saved_variable.h>
 
 #include "shim/kinds.h"
+#include "shim/path.h"
 
 namespace zbp {
 
@@ -96,13 +97,15 @@ variable_list StandIn::run_whole(Task& task, variable_list&& grads) {
   return outputs;
 }
 
-variable_list run_node(Node& node, variable_list&& grads, bool release) {
+variable_list run_node(Node& node, variable_list&& grads, bool release, bool track_views) {
   variable_list in = call_pre_hooks(node, call_tensor_hooks(node, std::move(grads)));
   if (release) {
     node.will_release_variables();
   }
   const variable_list inputs = node.post_hooks().empty() ? variable_list() : in;
-  variable_list outputs = NodeParts::apply_to(node, std::move(in));
+  variable_list outputs = track_views || !saves_nothing(node)
+                              ? NodeParts::apply_to(node, std::move(in))
+                              : NodeParts::apply_without_views_to(node, std::move(in));
   torch::autograd::validate_outputs(node.next_edges(), outputs, [&](const std::string& message) {
     return "Function " + node.name() + " returned an " + message;
   });

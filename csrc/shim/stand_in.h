@@ -76,7 +76,8 @@ variable_list call_tensor_hooks(Node& node, variable_list grads);
 variable_list call_pre_hooks(Node& node, variable_list grads);
 variable_list call_post_hooks(Node& node, variable_list outputs, const variable_list& inputs);
 
-/// Runs `node` as the engine does: all its hooks, its edges as they are.
-variable_list run_node(Node& node, variable_list&& grads, bool release);
+/// Runs `node` as the engine does: all its hooks, its edges as they are. Unless `track_views`, a node that
+/// only changes the layout gives away gradients that do not know of what they are views.
+variable_list run_node(Node& node, variable_list&& grads, bool release, bool track_views = true);
 
 }  // namespace zbp

@@ -57,7 +57,7 @@ std::string Proxy::name() const {
 
 variable_list Proxy::apply(variable_list&& grads) {
   try {
-    return run_node(*original_, std::move(grads), !retain_);
+    return run_node(*original_, std::move(grads), !retain_, /*track_views=*/false);
   } catch (...) {
     if (torch::autograd::AnomalyMode::is_enabled()) {
       original_->metadata()->print_stack(original_->name());
@@ -175,8 +175,11 @@ void accumulate(Weight& weight, const at::Tensor& grad, Watched* kept) {
   if (can_be_taken) {
     kept->reset();
   }
-  AccumulateGrad::accumulateGrad(accumulator.variable, place, grad,
-                                 1 + (accumulator.post_hooks().empty() ? 0 : 1),
+  // Memory that somebody else has too (a view of what a task keeps, of the caller's own gradient) must
+  // not be taken for the weight's own: with no reference expected it is copied.
+  const bool is_shared = grad.has_storage() && grad.storage().use_count() > 1;
+  const int references = is_shared ? 0 : 1 + (accumulator.post_hooks().empty() ? 0 : 1);
+  AccumulateGrad::accumulateGrad(accumulator.variable, place, grad, references,
                                  [&place](at::Tensor&& updated) { place = std::move(updated); });
 }
 

@@ -55,7 +55,8 @@ at::Tensor face_grad(const Task& task, size_t i, variable_list& outputs) {
           return grad;
         }
       } else {
-        grad = task.output_grads[0].tensor();  // the added matrix or bias; the engine's rules reduce it
+        grad = task.output_grads[0]
+                   .tensor();  // the added matrix or bias; the engine's rules reduce it
       }
       break;
     case Kind::deferred:
@@ -108,22 +109,44 @@ bool runs_directly(const Group& group) {
   return !torch::autograd::AnomalyMode::is_enabled();
 }
 
-/// Adds the product to `sum`, a gradient on the CPU, a panel of rows at a time: as `sum += left @ right`
-/// to the bit, without a temporary of its size. BLAS's own accumulation (beta = 1) rounds once per block
-/// of the inner dimension where this rounds twice in all, and differs from an ordinary backward.
-void add_in_panels(at::Tensor sum, Factors f) {
-  constexpr int64_t rows = 512;  // so many that packing the right factor anew for each panel costs little
-  if (sum.stride(-1) > 1 && sum.stride(-2) == 1) {
-    sum = sum.mT();
-    f = {f.right.mT(), f.left.mT()};
+/// So many rows or columns at the most that packing the other factor anew for each panel costs little,
+/// cut where the kernels of BLAS (6, 8, 12, 16, 24, 48 wide) begin a new tile anyway.
+constexpr int64_t tile = 48;
+constexpr int64_t panel_size = 11 * tile;
+
+void add_matrix_in_panels(const at::Tensor& sum, const Factors& f) {
+  const bool by_rows = sum.size(0) >= sum.size(1);
+  const int64_t dim = by_rows ? 0 : 1;
+  const int64_t size = sum.size(dim);
+  const int64_t panels = (size + panel_size - 1) / panel_size;
+  const int64_t step = panels <= 1 ? size : (size + panels * tile - 1) / (panels * tile) * tile;
+  for (int64_t i = 0; i < size; i += step) {
+    const int64_t count = std::min(step, size - i);
+    const at::Tensor panel =
+        by_rows ? f.left.narrow(0, i, count).mm(f.right) : f.left.mm(f.right.narrow(1, i, count));
+    sum.narrow(dim, i, count).add_(panel.to(sum.scalar_type()));
   }
-  // Panels are cut along the first dimension: of a batch, whole matrices.
-  const int64_t step = sum.dim() == 2 ? rows : std::max<int64_t>(1, rows / std::max<int64_t>(1, sum.size(1)));
-  for (int64_t i = 0; i < sum.size(0); i += step) {
+}
+
+/// Adds the product to `sum`, a gradient on the CPU, panel by panel: as `sum += left @ right` to the bit,
+/// and no temporary is larger than `panel_size` rows or columns. BLAS's own accumulation (beta = 1) rounds
+/// once per block of the inner dimension where this rounds twice in all, and differs from an ordinary
+/// backward.
+void add_in_panels(const at::Tensor& sum, const Factors& f) {
+  if (sum.dim() == 2) {
+    add_matrix_in_panels(sum, f);
+    return;
+  }
+  const int64_t matrix_size = std::max<int64_t>(1, sum.size(1) * sum.size(2));
+  const int64_t step = panel_size * panel_size / matrix_size;
+  for (int64_t i = 0; i < sum.size(0); i += std::max<int64_t>(1, step)) {
+    if (step < 1) {
+      add_matrix_in_panels(sum.select(0, i), {f.left.select(0, i), f.right.select(0, i)});
+      continue;
+    }
     const int64_t count = std::min(step, sum.size(0) - i);
-    const Factors panel{f.left.narrow(0, i, count),
-                        sum.dim() == 2 ? f.right : f.right.narrow(0, i, count)};
-    sum.narrow(0, i, count).add_(panel.multiply().to(sum.scalar_type()));
+    const Factors matrices{f.left.narrow(0, i, count), f.right.narrow(0, i, count)};
+    sum.narrow(0, i, count).add_(matrices.multiply().to(sum.scalar_type()));
   }
 }
 

@@ -319,11 +319,13 @@ class MainGrads {
       refuse(PyExc_TypeError, "the main_grad of the weight of ", describe(variable), " is a ",
              type_name(value), "; expected a tensor or None");
     }
-    if (!tensor->sym_sizes().equals(variable.sym_sizes()) || tensor->device() != variable.device() ||
-        !tensor->is_floating_point() || tensor->requires_grad()) {
-      refuse(PyExc_ValueError, "the main_grad of the weight of ", describe(variable), " is ",
-             describe(*tensor), tensor->requires_grad() ? " and requires a gradient" : "",
-             "; expected a floating-point tensor of the weight's shape and device that requires none");
+    if (!tensor->sym_sizes().equals(variable.sym_sizes()) ||
+        tensor->device() != variable.device() || !tensor->is_floating_point() ||
+        tensor->requires_grad()) {
+      refuse(
+          PyExc_ValueError, "the main_grad of the weight of ", describe(variable), " is ",
+          describe(*tensor), tensor->requires_grad() ? " and requires a gradient" : "",
+          "; expected a floating-point tensor of the weight's shape and device that requires none");
     }
     return *tensor;
   }
@@ -440,8 +442,8 @@ PyObject* guarded_object(const Body& body) noexcept {
 }  // namespace
 
 int zbp_input_pass(PyObject* outputs, PyObject* output_grads, PyObject* inputs, PyObject* weights,
-                   zbp_policy policy, PyObject** dinputs_out, zbp_group*** groups_out, size_t* group_count_out,
-                   int* ran_out) {
+                   zbp_policy policy, PyObject** dinputs_out, zbp_group*** groups_out,
+                   size_t* group_count_out, int* ran_out) {
   *ran_out = 0;
   // Outside of the barrier: a warning that is an error raises only when the body is through.
   THPObjectPtr dinputs;

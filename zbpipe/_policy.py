@@ -8,8 +8,9 @@ defer: which weights' gradients W computes. ("heavy": a matrix or more; "light":
                     vector each, until W adds them, so that the activations behind them go in I. A bias beside a
                     deferred matrix waits with it: its output gradient is kept anyway. Held from I to W: per heavy
                     weight its input and its output gradient, each storage once.
-    "all"           W also computes what light weights need, where the node can be split (norms, elementwise products,
-                    added biases). I is shortest; more is held: a norm's input beside that of the linear layer behind it.
+    "all"           W also computes what light weights need, where the node can be split (norms, elementwise
+                    products, added biases). I is shortest; more is held: a norm's input beside that of the linear
+                    layer behind it.
     "nothing"       I computes every gradient and keeps it, W only adds. I is as long as a whole backward and W fills no
                     bubble; held is one gradient per weight and microbatch in flight, no activation.
     function        Called with each weight in I; true: its gradient is left to W where its node can be split, light
@@ -22,7 +23,8 @@ and selective too), ``save_on_cpu``, packing hooks.
                     as without checkpointing, no second recomputation.
     "recompute"     Stays packed until W, which unpacks it: a checkpointed region is recomputed once more in each call
                     of the weight pass, region by region, from the last one to the first. Held from I to W: output
-                    gradients, and the regions' inputs (or the copies on the CPU).
+                    gradients, and the regions' inputs (or the copies on the CPU). A region under a CheckpointPolicy,
+                    which torch recomputes only once, is kept all the same.
     "input_pass"    These weights' gradients are computed in I and kept: one recomputation, no activation is held.
     function        Called with each weight in I; returns one of the three words.
 
@@ -126,7 +128,7 @@ def set_policy(**choices: Any) -> Policy:
     """Changes the process's default policy, for all threads, and returns what it was.
 
     Args:
-        choices: ``defer``, ``checkpoint``, ``fused``, ``main_grad``; those that are not named stay. See :class:`Policy`.
+        choices: ``defer``, ``checkpoint``, ``fused``, ``main_grad``; the others stay. See :class:`Policy`.
 
     Raises:
         TypeError, ValueError: a choice that there is none of; nothing has been changed.
@@ -141,7 +143,7 @@ def policy(**choices: Any) -> Iterator[Policy]:
     """Changes the policy for the passes that are called in a ``with`` block, in this thread or task.
 
     Args:
-        choices: ``defer``, ``checkpoint``, ``fused``, ``main_grad``; those that are not named stay. See :class:`Policy`.
+        choices: ``defer``, ``checkpoint``, ``fused``, ``main_grad``; the others stay. See :class:`Policy`.
 
     Raises:
         TypeError, ValueError: a choice that there is none of.

@@ -1,0 +1,529 @@
+"""deallocate_output: the memory goes, the backward stays what it was, and reading what is gone raises."""
+
+import contextlib
+import copy
+import gc
+import io
+import pickle
+import threading
+from multiprocessing.reduction import ForkingPickler
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+import zbpipe
+
+GONE = "given up by zbpipe.deallocate_output"
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+
+
+def output(device="cpu"):
+    """An output of 3 x 4 float32, 48 bytes, that its own node does not need."""
+    return torch.randn(3, 4, device=device, requires_grad=True) * 2
+
+
+def memory(tensor):
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+# What is freed.
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_memory_goes_and_the_identity_stays(device):
+    out = output(device)
+    node, ref = out.grad_fn, memory(out)
+    assert not ref.expired()
+    assert zbpipe.deallocate_output(out) == 48
+    assert ref.expired()
+    assert out.untyped_storage().nbytes() == 0
+    assert (out.shape, out.stride(), out.dtype, out.device.type) == ((3, 4), (4, 1), torch.float32, device)
+    assert out.grad_fn is node and out.requires_grad and out.output_nr == 0
+
+
+def test_the_allocator_gets_exactly_its_bytes_back_during_the_call():
+    x = torch.randn(1000, requires_grad=True)
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as trace:
+        out = x * 2
+        with torch.profiler.record_function("the call"):
+            zbpipe.deallocate_output(out)
+    used = {e.name: e.cpu_memory_usage for e in trace.events()}
+    assert (used["aten::mul"], used["the call"]) == (4000, -4000)
+
+
+def test_a_second_call_frees_nothing_more():
+    out = output()
+    assert [zbpipe.deallocate_output(out) for _ in range(3)] == [48, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        pytest.param(lambda out: out.detach(), id="detached alias"),
+        pytest.param(lambda out: out.view(-1), id="view"),
+        pytest.param(lambda out: out[1], id="row"),
+        pytest.param(lambda out: out.untyped_storage(), id="storage"),
+        pytest.param(lambda out: out.detach().numpy(), id="numpy"),
+        pytest.param(lambda out: torch.utils.dlpack.to_dlpack(out.detach()), id="dlpack"),
+        pytest.param(lambda out: out * out, id="saved by the next node"),
+        pytest.param(lambda out: torch._C._autograd._make_saved_tensor(out, False), id="held in C++"),
+    ],
+)
+def test_other_holders_keep_the_memory_until_the_last_is_gone(hold):
+    out = output()
+    ref, other = memory(out), hold(out)
+    assert zbpipe.deallocate_output(out) == 0
+    with pytest.raises(RuntimeError, match=GONE):
+        out.sum()
+    assert not ref.expired()
+    del other
+    assert ref.expired()
+
+
+@pytest.mark.parametrize(
+    "view", [lambda t: t.detach().numpy(), lambda t: np.from_dlpack(t.detach()), lambda t: t[1:].data]
+)
+def test_other_holders_read_the_right_values(view):
+    out = output()
+    other = view(out)
+    expected = np.array(other.tolist())
+    zbpipe.deallocate_output(out)
+    junk = [torch.full((3, 4), -1.0) for _ in range(20)]
+    assert np.array_equal(other.tolist(), expected) and junk
+
+
+@pytest.mark.parametrize("make", [lambda: torch.from_numpy(np.ones(4)), lambda: torch.ones(4).share_memory_()])
+def test_memory_that_is_not_torchs_own_is_let_go_and_not_counted(make):
+    lent = make()
+    ref = memory(lent)
+    assert zbpipe.deallocate_output(lent) == 0
+    assert ref.expired()
+
+
+def test_memory_that_was_lent_to_numpy_once_is_counted_again():
+    out = torch.ones(4) * 2
+    out.numpy()
+    assert zbpipe.deallocate_output(out) == 16
+
+
+def test_lazy_clones_are_not_counted():
+    one = torch.ones(4)
+    two = torch._lazy_clone(one)
+    assert zbpipe.deallocate_output(one) == 0
+    assert two.tolist() == [1, 1, 1, 1]
+
+
+def test_an_output_without_history_an_empty_one_and_a_scalar():
+    assert zbpipe.deallocate_output(torch.ones(3) * 2) == 12
+    alias = torch.ones(3)
+    alias = alias.detach()  # torch forbids changes of its metadata
+    assert zbpipe.deallocate_output(alias) == 12
+    assert zbpipe.deallocate_output(torch.randn(0, 3, requires_grad=True) * 2) == 0
+    loss = torch.randn(3, requires_grad=True).sum()
+    assert zbpipe.deallocate_output(loss) == 4
+    loss.backward()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("function", [zbpipe.deallocate_output, zbpipe.release_storage])
+def test_pinned_memory(function):
+    pinned = torch.ones(3).pin_memory()
+    assert function(pinned) == 12
+    with pytest.raises(RuntimeError, match=r"given up by zbpipe"):
+        pinned.cuda()
+
+
+def test_an_inference_tensor():
+    with torch.inference_mode():
+        out = torch.ones(3) * 2
+        assert zbpipe.deallocate_output(out) == 12
+        with pytest.raises(RuntimeError, match=GONE):
+            out + 1
+
+
+# The backward.
+
+
+def plain(x, w):
+    return x @ w
+
+
+def saved_by_the_next(x, w):
+    out = x @ w
+    return out, (out * out).sum()
+
+
+def view_saved_by_the_next(x, w):
+    out = x @ w
+    return out, out[0].sin().sum()
+
+
+def changed_through_a_view(x, w):
+    out = x @ w
+    out.view(-1).mul_(3)
+    return out
+
+
+def a_view_is_changed_later(x, w):
+    out = x @ w
+    return out, (out.view(-1) * 2).square_().sum()
+
+
+class Saving(torch.autograd.Function):
+    """Saves its input and its output."""
+
+    @staticmethod
+    def forward(ctx, x):
+        out = x.exp()
+        ctx.save_for_backward(x, out)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, out = ctx.saved_tensors
+        return grad * out + 0 * x
+
+
+STAGES = {
+    "plain": (plain, 48),
+    "own node saves it: exp": (lambda x, w: (x @ w).exp(), 0),
+    "own node saves it: softmax": (lambda x, w: (x @ w).softmax(-1), 0),
+    "own node saves it: sigmoid": (lambda x, w: (x @ w).sigmoid(), 0),
+    "own node saves it: relu in place": (lambda x, w: (x @ w).relu_(), 0),
+    "own node saves it: Function": (lambda x, w: Saving.apply(x @ w), 0),
+    "saved by the next": (saved_by_the_next, 0),
+    "a view saved by the next": (view_saved_by_the_next, 0),
+    "changed in place through a view": (changed_through_a_view, 48),
+    "a view's result is changed in place": (a_view_is_changed_later, 48),
+    "viewless": (lambda x, w: zbpipe.make_viewless((x @ w).view(2, 6)), 48),
+    "checkpoint": (lambda x, w: checkpoint(lambda y: (y @ w).exp(), x, use_reentrant=False), 48),
+    "reentrant checkpoint": (lambda x, w: checkpoint(lambda y: (y @ w).exp(), x, use_reentrant=True), 48),
+    "compiled": (torch.compile(lambda x, w: (x @ w) * 2, backend="aot_eager"), 48),
+}
+
+
+def backward(out, grad, more, x, w):
+    torch.autograd.backward([out, *more], [grad, *[None] * len(more)])
+    return x.grad
+
+
+def backward_through_the_edge(out, grad, more, x, w):
+    edge = torch.autograd.graph.get_gradient_edge(out)
+    torch.autograd.backward([edge, *more], [grad, *[None] * len(more)])
+    return x.grad
+
+
+def split(out, grad, more, x, w):
+    dinputs, groups = zbpipe.stage_backward_input([out, *more], [grad, *map(torch.ones_like, more)], [x], [w])
+    zbpipe.stage_backward_weight([w], groups)
+    return dinputs[0]
+
+
+def unsplit(out, grad, more, x, w):
+    return zbpipe.stage_backward([out, *more], [grad, *map(torch.ones_like, more)], [x])[0]
+
+
+def two_microbatches(stage, run, deallocate):
+    """Gradients of both inputs and of the weight; and the bytes that each deallocation freed."""
+    torch.manual_seed(1)
+    w = torch.randn(4, 4, requires_grad=True)
+    made, freed, grads = [], [], []
+    for _ in range(2):
+        x = torch.randn(3, 4, requires_grad=True)
+        result = stage(x, w)
+        out, *more = result if isinstance(result, tuple) else (result,)
+        del result
+        grad = torch.randn(out.shape)
+        if deallocate:
+            freed.append(zbpipe.deallocate_output(out))
+        made.append((out, grad, more, x))
+        del out, more
+    for out, grad, more, x in made:
+        grads.append(run(out, grad, more, x, w))
+    return [*grads, w.grad], freed
+
+
+@pytest.mark.parametrize("run", [backward, backward_through_the_edge, split, unsplit])
+@pytest.mark.parametrize("name", STAGES)
+def test_gradients_are_those_of_an_ordinary_backward(name, run):
+    stage, bytes_freed = STAGES[name]
+    expected, _ = two_microbatches(stage, backward, deallocate=False)
+    grads, freed = two_microbatches(stage, run, deallocate=True)
+    assert freed == [bytes_freed] * 2
+    for grad, want in zip(grads, expected, strict=True):
+        assert torch.equal(grad, want)
+
+
+def test_hooks_and_the_retained_gradient_stay_with_the_tensor():
+    out, seen = output(), []
+    out.retain_grad()
+    out.register_hook(lambda grad: seen.append(grad.clone()))
+    assert zbpipe.deallocate_output(out) == 48
+    out.backward(torch.ones(3, 4))
+    assert torch.equal(out.grad, torch.ones(3, 4)) and len(seen) == 1
+
+
+def test_hooks_stay_when_a_node_keeps_the_tensor():
+    x = torch.randn(3, 4, requires_grad=True)
+    out, seen = x * 2, []
+    out.register_hook(lambda grad: seen.append(grad.clone()))
+    out.tag, out.grad = "mine", torch.zeros(3, 4)
+    square = out * out
+    values = out.detach().clone()
+    zbpipe.deallocate_output(out)
+    out.register_hook(lambda grad: seen.append(grad.clone()))
+    torch.autograd.backward([out, square], [torch.ones(3, 4), torch.ones(3, 4)])
+    assert out.tag == "mine" and len(seen) == 2
+    assert torch.equal(out.grad, torch.zeros(3, 4))
+    torch.testing.assert_close(seen[0], 1 + 2 * values)
+    assert torch.equal(seen[1], seen[0]) and torch.equal(x.grad, 2 * seen[0])
+
+
+def test_a_change_in_place_of_what_was_saved_is_still_noticed():
+    out = output()
+    alias, square = out.detach(), out * out
+    zbpipe.deallocate_output(out)
+    alias.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        square.sum().backward()
+
+
+def test_packing_hooks_that_copy_or_keep_an_alias_are_not_disturbed():
+    x = torch.randn(3, 4, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t):
+        out = x * 2
+        square = out * out
+    assert zbpipe.deallocate_output(out) == 0
+    square.sum().backward()
+    assert torch.equal(x.grad, 8 * x.detach())
+
+
+def test_a_hook_that_keeps_the_object_itself_raises_and_gives_no_wrong_gradient():
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        out = output()
+        square = out * out
+    zbpipe.deallocate_output(out)
+    with pytest.raises(RuntimeError, match=GONE):
+        square.sum().backward()
+
+
+def test_a_tensor_that_is_being_sent_arrives_whole(tmp_path):
+    store = dist.HashStore()
+    groups = [None, None]
+    received = torch.zeros(1 << 16)
+
+    def rank(i):
+        groups[i] = dist.ProcessGroupGloo(store, i, 2)
+
+    threads = [threading.Thread(target=rank, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    out = torch.randn(1 << 16, requires_grad=True) * 2
+    expected = out.detach().clone()
+    ref = memory(out)
+    work = groups[0].send([out], 1, 0)
+    freed = zbpipe.deallocate_output(out)
+    if freed:  # the work was done and let go at once
+        assert ref.expired()
+    junk = [torch.full((1 << 16,), -1.0) for _ in range(5)]
+    groups[1].recv([received], 0, 0).wait()
+    work.wait()
+    assert torch.equal(received, expected) and junk
+    del work
+    assert ref.expired()
+
+
+# Reading what is gone.
+
+
+READS = {
+    "add": lambda t: t + 1,
+    "matmul": lambda t: t @ torch.ones(4, 2),
+    "item": lambda t: t.sum().item(),
+    "bool": lambda t: bool((t > 0).all()),
+    "repr": repr,
+    "print": lambda t: print(t, file=io.StringIO()),
+    "format": lambda t: f"{t}",
+    "tolist": lambda t: t.tolist(),
+    "numpy": lambda t: t.detach().numpy(),
+    "asarray": lambda t: np.asarray(t.detach()),
+    "data_ptr": lambda t: t.data_ptr(),
+    "copy_ into": lambda t: t.data.copy_(torch.zeros(3, 4)),
+    "copy_ out of": lambda t: torch.zeros(3, 4).copy_(t.detach()),
+    "in place": lambda t: t.data.add_(1),
+    "zero_": lambda t: t.data.zero_(),
+    "normal_": lambda t: t.data.normal_(),
+    "out=": lambda t: torch.add(torch.ones(3, 4), 1, out=t.data),
+    "clone": lambda t: t.clone(),
+    "to": lambda t: t.to(torch.float64),
+    "cat": lambda t: torch.cat([t, t]),
+    "view": lambda t: t.view(-1) + 1,
+    "reinterpreted": lambda t: t.view(torch.int32) + 1,
+    "detach": lambda t: t.detach() + 1,
+    "data": lambda t: t.data + 1,
+    "equal": lambda t: torch.equal(t, t.clone()),
+    "nonzero": lambda t: t.nonzero(),
+    "sparse": lambda t: t.to_sparse(),
+    "lazy clone": lambda t: torch._lazy_clone(t),
+    "foreach": lambda t: torch._foreach_add([t.detach()], 1.0),
+    "deepcopy": lambda t: copy.deepcopy(t.detach()),
+    "pickle": lambda t: pickle.dumps(t.detach()),
+    "save": lambda t: torch.save(t.detach(), io.BytesIO()),
+    "share_memory_": lambda t: t.detach().share_memory_(),
+    "another process": lambda t: ForkingPickler.dumps(t.detach()),
+    "dlpack": lambda t: torch.utils.dlpack.to_dlpack(t.detach()),
+    "storage pointer": lambda t: t.untyped_storage().data_ptr(),
+    "storage clone": lambda t: t.untyped_storage().clone(),
+    "storage resize_": lambda t: t.untyped_storage().resize_(48),
+    "viewless": zbpipe.make_viewless,
+}
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["alone", "kept by a node"])
+@pytest.mark.parametrize("read", READS)
+def test_reading_raises_and_says_why(read, held):
+    out = output()
+    square = out * out if held else None
+    zbpipe.deallocate_output(out)
+    with pytest.raises(RuntimeError, match=GONE):
+        READS[read](out)
+    del square
+
+
+@pytest.mark.parametrize(
+    "touch", [lambda t: t[0], lambda t: t.t(), lambda t: t.unbind(), lambda t: t.data.resize_(100)]
+)
+def test_what_needs_the_size_of_the_storage_raises_torchs_error(touch):
+    out = output()
+    zbpipe.deallocate_output(out)
+    with pytest.raises(RuntimeError, match=r"out of bounds for storage of size 0|not resizable"):
+        touch(out)
+
+
+def test_new_memory_can_be_put_in():
+    out = output()
+    zbpipe.deallocate_output(out)
+    out.data = torch.ones(3, 4)
+    assert out.sum().item() == 12
+
+
+# Refusals change nothing.
+
+
+@contextlib.contextmanager
+def refused(tensor, error, match):
+    values, ref = tensor.detach().clone(), memory(tensor)
+    with pytest.raises(error, match=match):
+        yield
+    assert not ref.expired() and torch.equal(tensor.detach(), values)
+
+
+def test_views_are_refused_with_their_base():
+    base = output()
+    with refused(base, ValueError, r"Float \[4\] on cpu is a view, and its base of Float \[3, 4\] .* the 48 bytes"):
+        zbpipe.deallocate_output(base[1])
+    with torch.no_grad(), refused(base, ValueError, "is a view"):
+        zbpipe.deallocate_output(base[1])
+
+
+def test_leaves_and_parameters_are_refused():
+    leaf = torch.ones(3, requires_grad=True)
+    with refused(leaf, ValueError, r"Float \[3\] on cpu is a leaf that requires a gradient"):
+        zbpipe.deallocate_output(leaf)
+    for requires_grad in (True, False):
+        weight = nn.Parameter(torch.ones(3), requires_grad=requires_grad)
+        with refused(weight, ValueError, r"parameter of float32 \[3\] on cpu, and no output"):
+            zbpipe.deallocate_output(weight)
+
+
+def test_a_tensor_that_is_held_and_referred_to_weakly_is_refused():
+    out = output()
+    out.retain_grad()
+    square = out * out
+    with refused(out, RuntimeError, r"Float \[3, 4\] on cpu has 2 other holders in C\+\+ and is referred to weakly"):
+        zbpipe.deallocate_output(out)
+    square.sum().backward()
+    assert out.grad is not None
+
+
+def fake():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        return torch.ones(3)
+
+
+class Wrapping(torch.Tensor):
+    """A subclass with a dispatch of its own."""
+
+    @staticmethod
+    def __new__(cls):
+        return torch.Tensor._make_wrapper_subclass(cls, (3,))
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        fake,
+        Wrapping,
+        lambda: torch.ones(3).to_sparse(),
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    ],
+)
+@pytest.mark.parametrize("function", [zbpipe.deallocate_output, zbpipe.make_viewless, zbpipe.release_storage])
+def test_what_is_no_plain_tensor_is_refused(function, make):
+    with pytest.raises(TypeError, match="whose memory is not one plain strided storage"):
+        function(make())
+
+
+@pytest.mark.parametrize("function", [zbpipe.deallocate_output, zbpipe.make_viewless, zbpipe.release_storage])
+def test_wrappers_meta_tensors_and_other_objects_are_refused(function):
+    with pytest.raises(TypeError, match="not one plain strided storage"):
+        torch.func.vmap(lambda t: function(t) and t)(torch.ones(2, 3))
+    with pytest.raises(ValueError, match=r"Float \[3\] on meta, which has no memory"):
+        function(torch.ones(3, device="meta"))
+    for other in (None, 3, [torch.ones(3)]):
+        with pytest.raises(TypeError, match=f"tensor is a {type(other).__name__}; expected a torch.Tensor"):
+            function(other)
+
+
+# Leaks.
+
+
+def test_a_hundred_calls_leave_nothing_with_the_collector_off():
+    def once():
+        out = output()
+        square = out * out
+        kept = [memory(out)]
+        zbpipe.deallocate_output(out)
+        viewless = zbpipe.make_viewless((square * 2)[1:])
+        kept += [memory(square), memory(viewless)]
+        zbpipe.deallocate_output(viewless)
+        torch.autograd.backward([out, viewless], [torch.ones(3, 4), torch.ones(2, 4)])
+        kept += [memory(out), memory(viewless)]
+        return kept
+
+    once()
+    gc.collect()
+    gc.disable()
+    try:
+        before = sum(issubclass(type(thing), (torch.Tensor, torch.UntypedStorage)) for thing in gc.get_objects())
+        refs = [ref for _ in range(100) for ref in once()]
+        after = sum(issubclass(type(thing), (torch.Tensor, torch.UntypedStorage)) for thing in gc.get_objects())
+    finally:
+        gc.enable()
+    assert all(ref.expired() for ref in refs)
+    assert after == before

@@ -1,0 +1,232 @@
+"""release_storage: frees what nobody else needs; otherwise says who does, and changes nothing."""
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import zbpipe
+
+
+@pytest.fixture(autouse=True)
+def _search_only_what_is_made_here():
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def product():
+    """3 x 4 float32, 48 bytes; its node needs the factors alone."""
+    return torch.randn(3, 4, requires_grad=True) @ torch.randn(4, 4)
+
+
+def holders(tensor):
+    """What the refusal names; the tensor is as before."""
+    values = tensor.detach().clone()
+    with pytest.raises(RuntimeError) as refusal:
+        zbpipe.release_storage(tensor)
+    assert torch.equal(tensor.detach(), values)
+    text = str(refusal.value)
+    listed = text.split(": ", 1)[1].removesuffix("; drop it first").removesuffix("; drop them first").split("; ")
+    count = int(text.split("because it has ")[1].split()[0])
+    assert (count == 1) == text.endswith("drop it first")
+    return count, listed
+
+
+def test_the_last_use_frees_the_bytes():
+    tensor = product()
+    ref = StorageWeakRef(tensor.untyped_storage())
+    assert zbpipe.release_storage(tensor) == 48
+    assert ref.expired() and tensor.untyped_storage().nbytes() == 0
+    assert zbpipe.release_storage(tensor) == 0
+    with pytest.raises(RuntimeError, match=r"given up by zbpipe.release_storage"):
+        tensor + 1
+    tensor.backward(torch.ones(3, 4))
+
+
+def test_a_leaf_a_parameter_and_a_detached_view_can_be_released():
+    for tensor in (torch.ones(3), torch.ones(3, requires_grad=True), nn.Parameter(torch.ones(3))):
+        assert zbpipe.release_storage(tensor) == 12
+    alias = torch.ones(3)
+    alias = alias.detach()
+    assert zbpipe.release_storage(alias) == 12
+    assert zbpipe.release_storage(zbpipe.make_viewless(product()[1:])) == 32
+
+
+def test_asking_for_the_storage_once_is_no_use():
+    tensor = product()
+    tensor.untyped_storage().nbytes()
+    assert zbpipe.release_storage(tensor) == 48
+
+
+def test_a_storage_in_python_is_named():
+    tensor = product()
+    storage = tensor.untyped_storage()
+    assert holders(tensor) == (1, ["an UntypedStorage in Python"])
+    assert storage.nbytes() == 48
+
+
+def test_views_aliases_and_bases_are_named():
+    tensor = product()
+    view, alias = tensor.view(-1), tensor.detach()
+    count, listed = holders(tensor)
+    assert count == 2
+    assert sorted(listed) == [
+        "a tensor without history of float32 [3, 4] on cpu",
+        "a view of float32 [12] on cpu",
+    ]
+    del alias
+    assert holders(view) == (1, ["its base, a result of MmBackward0 of float32 [3, 4] on cpu"])
+
+
+def test_a_base_that_python_has_forgotten_is_named():
+    view = product()[1:]
+    assert holders(view) == (1, ["its base, a result of MmBackward0 of float32 [3, 4] on cpu"])
+
+
+def test_parameters_and_leaves_are_named():
+    weight = nn.Parameter(torch.ones(3, 4))
+    assert holders(weight.detach()) == (1, ["a parameter of float32 [3, 4] on cpu"])
+    leaf = torch.ones(3, requires_grad=True)
+    assert holders(leaf.detach()) == (1, ["a leaf that requires a gradient of float32 [3] on cpu"])
+
+
+def test_a_gradient_is_named_as_such():
+    leaf = torch.ones(3, requires_grad=True)
+    (leaf * 2).sum().backward()
+    assert holders(leaf.grad) == (1, ["the .grad of a leaf that requires a gradient of float32 [3] on cpu"])
+
+
+def test_nodes_that_saved_it_are_named():
+    out = product().exp()
+    assert holders(out) == (1, ["ExpBackward0, which keeps a tensor on the same memory as result"])
+    tensor = product()
+    square = tensor * tensor
+    count, listed = holders(tensor)
+    assert count == 2
+    assert sorted(listed) == ["MulBackward0, which keeps it as other", "MulBackward0, which keeps it as self"]
+    del square
+    weight = nn.Parameter(torch.ones(4, 4))
+    out = torch.ones(3, 4, requires_grad=True) @ weight
+    count, listed = holders(weight)
+    assert count == 2
+    assert sorted(listed) == [
+        "MmBackward0, which keeps it as mat2",
+        "torch::autograd::AccumulateGrad, which keeps it as its leaf",
+    ]
+
+
+def test_a_view_that_a_node_saved_is_one_holder_of_the_storage():
+    tensor = product()
+    row = tensor[0]
+    wave = row.sin()
+    count, listed = holders(tensor)
+    assert count == 2
+    assert listed == [
+        "a view of float32 [4] on cpu",
+        "SinBackward0, which keeps a tensor on the same memory as self",
+    ]
+    del wave
+
+
+class Saving(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+def test_what_a_function_saved_is_named():
+    tensor = product()
+    out = Saving.apply(tensor)
+    assert holders(tensor) == (1, ["SavingBackward, which keeps it as tensors"])
+    out.backward(torch.ones(3, 4))
+    del out
+    assert zbpipe.release_storage(tensor) == 48
+
+
+def test_what_python_cannot_see_is_counted():
+    tensor = product()
+    held = torch._C._autograd._make_saved_tensor(tensor, False)
+    assert holders(tensor) == (1, ["1 that cannot be seen from Python, such as a send under way"])
+    del held
+    assert zbpipe.release_storage(tensor) == 48
+
+
+def test_hooks_are_not_run_and_what_they_packed_is_said_to_be_unknown():
+    ran = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (t.detach().numpy(),), lambda n: ran.append(n)):
+        tensor = product()
+        wave = tensor.sin()
+    count, listed = holders(tensor)
+    assert count == 1 and listed == ["a tensor without history of float32 [3, 4] on cpu"]
+
+    def pack(tensor):  # into a tensor that only C++ has
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        packed = torch._C._autograd._make_saved_tensor(tensor, True)
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, ran.append)
+        return packed
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, ran.append):
+        tensor = product()
+        wave = tensor.sin()
+    count, listed = holders(tensor)
+    assert count == 1
+    assert listed[0].startswith("1 that cannot be seen from Python, such as a send under way or one of ")
+    assert listed[0].endswith("saved tensors that hooks have packed")
+    assert not ran and wave is not None
+
+
+def test_only_eight_are_described_and_all_are_counted():
+    tensor = torch.ones(12)
+    views = [tensor[i:] for i in range(12)]
+    count, listed = holders(tensor)
+    assert count == 12 and len(listed) == 9 and listed[-1] == "4 more that Python can see"
+    views.clear()
+    assert zbpipe.release_storage(tensor) == 48
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: torch.from_numpy(np.ones(3)), lambda: torch.ones(6).share_memory_(), lambda: torch._lazy_clone(ones)],
+)
+def test_memory_that_is_not_torchs_to_free_is_refused(make):
+    with pytest.raises(ValueError, match=r"on cpu lies in 24 bytes that are not torch's alone to free"):
+        zbpipe.release_storage(make())
+
+
+ones = torch.ones(6)
+
+
+def test_memory_lent_to_numpy_is_kept_until_it_comes_back():
+    tensor = torch.ones(3)
+    array = tensor.numpy()
+    assert holders(tensor) == (1, ["a tensor without history of float32 [3] on cpu"])
+    del array
+    assert zbpipe.release_storage(tensor) == 12
+
+
+def test_the_refusal_keeps_nothing_alive():
+    tensor = product()
+    view = tensor[1:]
+    square = view * view
+    dead = [weakref.ref(view), weakref.ref(square)]
+    gc.disable()
+    try:
+        for _ in range(100):
+            with pytest.raises(RuntimeError, match="3 other holders"):
+                zbpipe.release_storage(tensor)
+        del view, square
+        assert [ref() for ref in dead] == [None, None]
+        assert zbpipe.release_storage(tensor) == 48
+    finally:
+        gc.enable()
