@@ -7,8 +7,8 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 BUILD_FILES := pyproject.toml setup.py zbpipe/_version.py $(wildcard build_backend/*.py hook/*)
 C_FILES := $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cpp)
-C_STYLE := $(wildcard csrc/core/*.[ch] csrc/bindings/*.[ch] csrc/shim/zbp_shim.h tests/c/*.[ch])
-CXX_STYLE := $(filter-out csrc/shim/zbp_shim.h, $(wildcard csrc/shim/*))
+C_STYLE := $(wildcard csrc/core/*.[ch] csrc/bindings/*.[ch] csrc/shim/zbp_*.h tests/c/*.[ch])
+CXX_STYLE := $(filter-out $(C_STYLE), $(wildcard csrc/shim/*))
 ASAN := build/asan
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1

@@ -8,13 +8,14 @@ schedule. This package replaces ``torch.distributed.pipelining._backward``:
     zbpipe.patch()          # every torch schedule now runs on zbpipe
 
 or call :func:`stage_backward_input`, :func:`stage_backward_weight` and :func:`stage_backward`
-directly. Importing changes nothing in torch.
+directly. :mod:`zbpipe.memory` counts what the passes hold. Importing changes nothing in torch.
 """
 
 from zbpipe import _build_check
 
 _build_check.check()
 
+from zbpipe import memory  # noqa: E402
 from zbpipe._C import ParamGroup  # noqa: E402
 from zbpipe._functions import (  # noqa: E402
     set_fused_accumulation,
@@ -29,6 +30,7 @@ __all__ = [
     "ParamGroup",
     "__version__",
     "is_patched",
+    "memory",
     "patch",
     "patched",
     "set_fused_accumulation",

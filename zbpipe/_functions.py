@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node
 
-from zbpipe import _C
+from zbpipe import _C, _observer
 
 ParamGroup = _C.ParamGroup
 Grads = tuple[torch.Tensor | None, ...]
@@ -47,8 +47,9 @@ def stage_backward_input(
         AssertionError: a GradientEdge came without an output gradient.
         RuntimeError: the backward itself failed; the original error is the cause.
     """
+    run = _observer.current.input_pass if _observer.current else _C.input_pass
     try:
-        return _C.input_pass(stage_outputs_or_loss, output_grads, input_values, weights)
+        return run(stage_outputs_or_loss, output_grads, input_values, weights)
     except _C.RunError as error:
         raise _failed("stage backward input", stage_outputs_or_loss, output_grads, input_values) from error.__cause__
 
@@ -78,7 +79,8 @@ def stage_backward_weight(
     After any other error (a hook that raised, memory that ran out) the call can be repeated with the
     same groups: it goes on where it stopped, and adds nothing twice.
     """
-    listed = _C.weight_pass(weights, param_groups, retain_graph, _fused)
+    run = _observer.current.weight_pass if _observer.current else _C.weight_pass
+    listed = run(weights, param_groups, retain_graph, _fused)
     return tuple(weight.grad for weight in listed)
 
 
@@ -127,9 +129,10 @@ def stage_backward(
         stage_output = [stage_output[i] for i in outputs_with_grads_idxs]
         output_grads = [output_grads[i] for i in outputs_with_grads_idxs]
     inputs = list(input_values)
+    run = _observer.current.backward if _observer.current else torch.autograd.backward
     try:
         roots, root_grads = _flatten(stage_output, output_grads)
-        torch.autograd.backward(roots, grad_tensors=root_grads)
+        run(roots, grad_tensors=root_grads)
     except _EdgeWithoutGradient:
         raise
     except Exception as error:
