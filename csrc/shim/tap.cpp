@@ -192,7 +192,7 @@ Tap& tap_of(c10::Allocator* allocator) {
     }
   }
   refuse(PyExc_RuntimeError, "memory cannot be recorded: the CPU allocator was replaced ", SLOTS,
-         " times since the process started; record before it is replaced again");
+         " times between recordings; make them while one of the first ", SLOTS, " is installed");
 }
 
 c10::Allocator* installed() {

@@ -16,17 +16,15 @@ from zbpipe.memory._recorder import Path, Phase, Recording
 def export(recording: Recording, path: Path) -> None:
     """See :meth:`Recording.export`."""
     name = os.fspath(path)
-    if name.endswith(".json.gz"):
-        with gzip.open(name, "wt", encoding="utf-8") as file:
-            json.dump(chrome_trace(recording), file)
-    elif name.endswith(".json"):
-        with open(name, "w", encoding="utf-8") as file:
-            json.dump(chrome_trace(recording), file)
-    elif name.endswith(".pickle"):
-        with open(name, "wb") as file:
-            pickle.dump(memory_viz(recording), file)
+    # The content first: a recording that cannot be exported leaves no file behind.
+    if name.endswith(".pickle"):
+        content = pickle.dumps(memory_viz(recording))
+    elif name.endswith((".json", ".json.gz")):
+        content = json.dumps(chrome_trace(recording)).encode()
     else:
         raise ValueError(f"{name!r} does not say which format to write; end it in .json, .json.gz or .pickle")
+    with gzip.open(name, "wb") if name.endswith(".gz") else open(name, "wb") as file:
+        file.write(content)
 
 
 def chrome_trace(recording: Recording) -> dict[str, Any]:
