@@ -1,6 +1,10 @@
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 torch.set_num_threads(1)
 
 
