@@ -141,7 +141,9 @@ class Schedule:
             stage.backward_one_chunk(0, loss=None, full_backward=False)
             stage.backward_weight_one_chunk(0)
             stage.forward_one_chunk(fwd_chunk_id=1)
-            stage.backward_one_chunk(bwd_chunk_id=1)
+            stage.backward_one_chunk(1, None, True)
+            with pytest.raises(TypeError):
+                stage.forward_one_chunk()
 
 
 def test_watched_stages():
@@ -182,9 +184,11 @@ def test_stages_watched_by_two_recordings_that_overlap():
 
 def test_what_cannot_be_watched():
     with memory.record() as rec:
-        for bad in (3, nn.Linear(1, 1), [None]):
+        stage = Stage(1)
+        for bad in (3, nn.Linear(1, 1), [None], [stage, None]):
             with pytest.raises(TypeError, match="expected a pipeline stage"):
                 rec.watch(bad)
+        assert "forward_one_chunk" not in vars(stage), "refused before anything is changed"
     with pytest.raises(RuntimeError, match="outside of the recording"):
         rec.watch(Stage(1))
 

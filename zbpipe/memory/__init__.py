@@ -19,9 +19,10 @@ Nothing is sampled, and nothing that is watched is kept alive.
 """
 
 from zbpipe.memory._accounting import Held, HeldStorage, ParameterRow, held
-from zbpipe.memory._recorder import HeldMicrobatch, Phase, Recording, phase, record
+from zbpipe.memory._recorder import Allocation, HeldMicrobatch, Phase, Recording, phase, record
 
 __all__ = [
+    "Allocation",
     "Held",
     "HeldMicrobatch",
     "HeldStorage",

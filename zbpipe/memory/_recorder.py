@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import struct
 import threading
 import warnings
@@ -40,11 +41,12 @@ ALLOC, FREE, FREE_OLDER = range(3)
 
 PASSES = ("I", "W", "B")
 
-_METHODS: dict[str, Callable[..., str]] = {
-    "forward_one_chunk": lambda **_: "forward",
-    "backward_one_chunk": lambda full_backward=True, **_: "B" if full_backward else "I",
-    "backward_weight_one_chunk": lambda **_: "W",
+_METHODS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "forward_one_chunk": lambda _: "forward",
+    "backward_one_chunk": lambda arguments: "B" if arguments.get("full_backward", True) else "I",
+    "backward_weight_one_chunk": lambda _: "W",
 }
+"""A stage's methods, and from their arguments the kind of phase that a call is."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,8 @@ class _PhaseContext:
                 self._open.append((recording, opened))
 
     def __exit__(self, *error: object) -> None:
-        for recording, opened in reversed(self._open):
+        while self._open:
+            recording, opened = self._open.pop()
             recording._end(opened)
 
 
@@ -223,7 +226,8 @@ class Recording:
     ) -> contextlib.AbstractContextManager[None]:
         """A context manager that marks a phase, such as ``rec.phase("forward", microbatch=3)``.
 
-        Phases may nest and overlap; outside of the recording they mark nothing. "I" and "W" of the same stage and
+        Phases may nest and overlap; each ends on the thread on which it began. Outside of the recording they mark
+        nothing. "I" and "W" of the same stage and
         microbatch are paired for ``held``; of "I", "W" and "B" within one another only the outermost is marked, so
         that zbpipe's own marks go away where there are better ones.
         """
@@ -236,8 +240,8 @@ class Recording:
         microbatch, unless a watched stage makes them.
 
         Args:
-            stages: a stage or a schedule of ``torch.distributed.pipelining``, or an iterable of them. A method of
-                each stage is hidden by an attribute meanwhile.
+            stages: a stage or a schedule of ``torch.distributed.pipelining``, or an iterable of them. The methods that
+                a schedule calls are hidden by attributes of the stage meanwhile.
 
         Raises:
             TypeError: it is none of these.
@@ -245,23 +249,27 @@ class Recording:
         """
         if not self._is_running:
             raise RuntimeError("watch() was called outside of the recording; call it within its with block")
-        for stage in _stages_of(stages):
+        for stage in list(_stages_of(stages)):
             if getattr(stage, "is_first", False):
                 self._unsplit.add(stage.stage_index)
             for name, kind_of in _METHODS.items():
                 self._undo.append(_hide(stage, name, self._marked(getattr(stage, name), stage.stage_index, kind_of)))
 
-    def _marked(self, method: Callable[..., Any], stage: int, kind_of: Callable[..., str]) -> Callable[..., Any]:
+    def _marked(
+        self, method: Callable[..., Any], stage: int, kind_of: Callable[[dict[str, Any]], str]
+    ) -> Callable[..., Any]:
         # The method outlives the recording if somebody keeps it: it must not keep the recording.
         ref = weakref.ref(self)
+        signature = inspect.signature(method)
 
         @functools.wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
             recording = ref()
             if recording is None or not recording._is_running:
                 return method(*args, **kwargs)
-            microbatch = args[0] if args else kwargs.get("fwd_chunk_id", kwargs.get("bwd_chunk_id"))
-            with _PhaseContext([recording], kind_of(**kwargs), stage, microbatch):
+            arguments = signature.bind(*args, **kwargs).arguments
+            microbatch = arguments.get("fwd_chunk_id", arguments.get("bwd_chunk_id"))
+            with _PhaseContext([recording], kind_of(arguments), stage, microbatch):
                 return method(*args, **kwargs)
 
         return run
