@@ -59,9 +59,9 @@ pytest: $(VENV)/.built $(VENV)/.extras-test $(VENV)/.extras-demo
 	$(RUN) -m pytest
 
 # Without inductor: the compiler that it starts would itself run under the sanitizer, and leaks.
-asan: $(VENV)/.built $(VENV)/.extras-test ## run the autograd tests under AddressSanitizer and UBSan
+asan: $(VENV)/.built $(VENV)/.extras-test ## run the tests of autograd and memory under AddressSanitizer and UBSan
 	ZBPIPE_SANITIZE=address,undefined ZBPIPE_WERROR=1 $(RUN) setup.py --quiet build --build-lib $(ASAN)
-	tools/asan $(RUN) $(ASAN) tests/autograd tests/leaks -k "not inductor"
+	tools/asan $(RUN) $(ASAN) tests/autograd tests/leaks tests/memory -k "not inductor"
 
 lint: dev ## ruff, mypy, clang-format
 	$(VENV)/bin/ruff check .
