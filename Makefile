@@ -8,7 +8,7 @@ RUN := $(VENV)/bin/python
 BUILD_FILES := pyproject.toml setup.py zbpipe/_version.py $(wildcard build_backend/*.py hook/*)
 C_FILES := $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cpp)
 C_STYLE := $(wildcard csrc/core/*.[ch] csrc/bindings/*.[ch] csrc/shim/zbp_*.h tests/c/*.[ch])
-CXX_STYLE := $(filter-out $(wildcard csrc/shim/zbp_*.h), $(wildcard csrc/shim/*))
+CXX_STYLE := $(filter-out $(C_STYLE), $(wildcard csrc/shim/*))
 ASAN := build/asan
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -59,9 +59,9 @@ pytest: $(VENV)/.built $(VENV)/.extras-test $(VENV)/.extras-demo
 	$(RUN) -m pytest
 
 # Without inductor: the compiler that it starts would itself run under the sanitizer, and leaks.
-asan: $(VENV)/.built $(VENV)/.extras-test ## run the autograd tests under AddressSanitizer and UBSan
+asan: $(VENV)/.built $(VENV)/.extras-test ## run the tests of autograd and memory under AddressSanitizer and UBSan
 	ZBPIPE_SANITIZE=address,undefined ZBPIPE_WERROR=1 $(RUN) setup.py --quiet build --build-lib $(ASAN)
-	tools/asan $(RUN) $(ASAN) tests/autograd tests/leaks tests/release -k "not inductor"
+	tools/asan $(RUN) $(ASAN) tests/autograd tests/leaks tests/memory tests/release -k "not inductor"
 
 lint: dev ## ruff, mypy, clang-format
 	$(VENV)/bin/ruff check .

@@ -12,7 +12,7 @@ FUZZ_SECONDS ?= 60
 
 CORE_SOURCES := $(sort $(notdir $(wildcard csrc/core/*.c)))
 CORE_HEADERS := $(sort $(wildcard csrc/core/*.h))
-CORE_TESTS := test_status test_map test_graph test_plan test_plan_check
+CORE_TESTS := test_status test_map test_graph test_plan test_plan_check test_blocks test_record
 CORE_LIB := $(CORE_BUILD)/libzbpcore.a
 
 # The flavours: plain is what the library ships; asan (no NDEBUG) also validates every plan it builds;

@@ -8,13 +8,14 @@ schedule. This package replaces ``torch.distributed.pipelining._backward``:
     zbpipe.patch()          # every torch schedule now runs on zbpipe
 
 or call :func:`stage_backward_input`, :func:`stage_backward_weight` and :func:`stage_backward`
-directly. Importing changes nothing in torch.
+directly. :mod:`zbpipe.memory` counts what the passes hold. Importing changes nothing in torch.
 """
 
 from zbpipe import _build_check
 
 _build_check.check()
 
+from zbpipe import memory  # noqa: E402
 from zbpipe._C import ParamGroup  # noqa: E402
 from zbpipe._functions import stage_backward, stage_backward_input, stage_backward_weight  # noqa: E402
 from zbpipe._policy import Policy, get_policy, policy, set_policy  # noqa: E402
@@ -30,6 +31,7 @@ __all__ = [
     "get_policy",
     "is_patched",
     "make_viewless",
+    "memory",
     "patch",
     "patched",
     "policy",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node
 
-from zbpipe import _C
+from zbpipe import _C, _observer
 from zbpipe._policy import get_policy
 
 ParamGroup = _C.ParamGroup
@@ -48,11 +48,10 @@ def stage_backward_input(
         AssertionError: a GradientEdge came without an output gradient.
         RuntimeError: the backward itself failed; the original error is the cause.
     """
+    run = _observer.current.input_pass if _observer.current else _C.input_pass
     policy = get_policy()
     try:
-        return _C.input_pass(
-            stage_outputs_or_loss, output_grads, input_values, weights, policy._defer(), policy._checkpoint()
-        )
+        return run(stage_outputs_or_loss, output_grads, input_values, weights, policy._defer(), policy._checkpoint())
     except _C.RunError as error:
         raise _failed("stage backward input", stage_outputs_or_loss, output_grads, input_values) from error.__cause__
 
@@ -82,8 +81,9 @@ def stage_backward_weight(
     After any other error (a hook that raised, memory that ran out) the call can be repeated with the
     same groups: it goes on where it stopped, and adds nothing twice.
     """
+    run = _observer.current.weight_pass if _observer.current else _C.weight_pass
     policy = get_policy()
-    listed = _C.weight_pass(weights, param_groups, retain_graph, policy.fused, policy.main_grad)
+    listed = run(weights, param_groups, retain_graph, policy.fused, policy.main_grad)
     return tuple(weight.grad for weight in listed)
 
 
@@ -115,12 +115,13 @@ def stage_backward(
         stage_output = [stage_output[i] for i in outputs_with_grads_idxs]
         output_grads = [output_grads[i] for i in outputs_with_grads_idxs]
     inputs = list(input_values)
+    backward = _backward_into_main_grad if get_policy().main_grad else torch.autograd.backward
     try:
         roots, root_grads = _flatten(stage_output, output_grads)
-        if get_policy().main_grad:
-            _backward_into_main_grad(roots, root_grads, inputs)
+        if _observer.current:
+            _observer.current.backward(backward, roots, root_grads)
         else:
-            torch.autograd.backward(roots, grad_tensors=root_grads)
+            backward(roots, root_grads)
     except _EdgeWithoutGradient:
         raise
     except Exception as error:
@@ -128,11 +129,11 @@ def stage_backward(
     return tuple(_take_grad(value) for value in inputs)
 
 
-def _backward_into_main_grad(roots: list[Any], root_grads: list[torch.Tensor | None], inputs: list[Any]) -> None:
-    """Only the weight pass adds to main_grad; it comes at once."""
+def _backward_into_main_grad(roots: Sequence[Any], root_grads: Sequence[torch.Tensor | None]) -> None:
+    """torch.autograd.backward, where only the weight pass adds to main_grad: it comes at once."""
     policy = get_policy()
     try:
-        _, groups = _C.input_pass(roots, root_grads, inputs, None, policy._defer(), policy._checkpoint())
+        _, groups = _C.input_pass(roots, root_grads, (), None, policy._defer(), policy._checkpoint())
     except _C.RunError as error:
         raise error.__cause__ or error from None
     _C.weight_pass(None, groups, False, policy.fused, True)

@@ -9,6 +9,7 @@
 #include <structmember.h>
 
 #include "bindings/parts.h"
+#include "shim/zbp_account.h"
 #include "shim/zbp_shim.h"
 
 typedef struct {
@@ -161,7 +162,14 @@ static PyObject *group_get_spent(PyObject *op, void *Py_UNUSED(closure))
                            ZBP_GROUP_SPENT);
 }
 
+static PyObject *group_account(PyObject *op, PyObject *Py_UNUSED(ignored))
+{
+    return zbp_group_account(((group_object *)op)->group);
+}
+
 static PyMethodDef group_methods[] = {
+    {"account", group_account, METH_NOARGS,
+     "account()\n--\n\nWhat each weight task holds; zbpipe.memory.held() makes it readable."},
     {"keys", group_keys_method, METH_NOARGS, "keys()\n--\n\nThe keys; none once spent."},
     {"get", group_get, METH_VARARGS, "get(key, default=None, /)\n--\n\nself[key], or default."},
     {NULL, NULL, 0, NULL}};
@@ -404,7 +412,7 @@ static int module_exec(PyObject *module)
     if (PyModule_AddObjectRef(module, "RunError", state->run_error) < 0) {
         return -1;
     }
-    return zbp_add_release(module);
+    return zbp_add_release(module) < 0 ? -1 : zbp_add_memory(module);
 }
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg)

@@ -17,9 +17,11 @@ import pytest
 pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 
+from recording_by_hand import ByHand
+
 from zbpipe.demo import report
 from zbpipe.demo.config import SCHEDULES, Config
-from zbpipe.demo.measure import Action, Event, count
+from zbpipe.demo.measure import read
 from zbpipe.demo.train import Difference, Step, difference
 
 ROWS = (
@@ -107,38 +109,34 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
         assert arguments[0] in err
 
 
-def test_counting_memory_on_a_trace_made_by_hand() -> None:
-    """Held: live when I returned and freed by W. Not: freed in between, born later, older than the step, stage 0's."""
-    actions = [
-        Action("F", 1, 0, 0, 10),
-        Action("I", 1, 0, 10, 20),
-        Action("I", 0, 0, 20, 25),
-        Action("I", 1, 1, 25, 29),
-        Action("W", 1, 0, 30, 40),
-        Action("W", 0, 0, 40, 45),
-        Action("W", 1, 1, 45, 50),
-    ]
-    events = [
-        Event(1, 0xA, 100),  # held for microbatch 0
-        Event(2, 0xB, 1000),  # freed by I
-        Event(3, 0xC, 10),  # held for microbatch 1
-        Event(4, 0xD, 7),  # stage 0's
-        Event(15, 0xB, -1000),
-        Event(16, 0xE, 5000),  # freed between I and W
-        Event(22, 0xE, -5000),
-        Event(31, 0xF, 300),  # W's own
-        Event(32, 0xF, -300),
-        Event(35, 0xA, -100),
-        Event(36, 0x9, -1),  # older than the step
-        Event(42, 0xD, -7),
-        Event(49, 0xC, -10),
-    ]
-    memory = count(actions, events)
-    assert memory.held == 110
-    assert memory.peak == 100 + 10 + 7 + 5000
-    assert memory.kinds == ["F", "I", "I", "I", "W", "W", "W"]
+def test_counting_memory_on_a_step_made_by_hand() -> None:
+    hand = ByHand()
+    actions = [("forward", 1, 0), ("I", 1, 0), ("I", 2, 0), ("W", 1, 0), ("W", 2, 0)]
+    with hand.recording as recording:
+        for number, (kind, stage, microbatch) in enumerate(actions):
+            begin = 100 * number
+            hand.now = begin
+            with recording.phase(kind, stage=stage, microbatch=microbatch):
+                if kind == "forward":
+                    hand.alloc(begin + 10, 0xA, 100)  # held
+                    hand.alloc(begin + 20, 0xB, 1000)  # freed by I
+                    hand.alloc(begin + 30, 0xC, 7)  # held for another stage
+                elif kind == "I" and stage == 1:
+                    hand.free(begin + 50, 0xB)
+                    hand.alloc(begin + 60, 0xD, 5000)
+                elif kind == "W":
+                    hand.free(begin + 50, 0xA if stage == 1 else 0xC)
+                    hand.free(begin + 60, 0xD)
+                hand.now = begin + 90
+    memory = read(recording)
+    assert memory.kinds == ["F", "I", "I", "W", "W"]
+    assert memory.held == 5107
+    assert memory.peak == 5107
     assert max(memory.live) == memory.peak
     assert memory.live[-1] == 0
+    assert len(memory.position) == len(memory.live)
+    first_of_w = next(i for i, position in enumerate(memory.position) if position > 3)
+    assert memory.live[first_of_w] == 5107
 
 
 def test_a_planted_fault_is_found() -> None:

@@ -7,7 +7,7 @@ and prints one table per schedule. The files, in reading order:
 ``data.py``     the text and its batches
 ``model.py``    the language model, cut into stages
 ``train.py``    one training run of one rank; the ordinary backward that all runs are compared with
-``measure.py``  what one step holds in memory, from the allocator's own events
+``measure.py``  what one step holds in memory, counted by zbpipe.memory
 ``worker.py``   what a rank does from start to end
 ``launch.py``   starts the ranks and ends them
 ``report.py``   the tables and the verdict

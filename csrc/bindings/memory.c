@@ -1,0 +1,393 @@
+/* memory.c - zbpipe._C.Recorder: a recording of an allocator, as a Python object.
+ *
+ * A recorder is made once and used once: either started and stopped, and fed by torch's CPU allocator
+ * meanwhile (zbp_tap.h), or fed by hand (replay_*), with what another allocator's log says. What it
+ * has seen can be asked for at any time; its log when it has stopped.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "bindings/parts.h"
+#include "core/zbp_blocks.h"
+#include "core/zbp_record.h"
+#include "shim/zbp_tap.h"
+
+enum { FRESH, RUNNING, STOPPED, REPLAYED };
+
+/* Owns its record; refers to no Python object. While RUNNING the record is the tap's to change. */
+typedef struct {
+    PyObject_HEAD zbp_record record;
+    zbp_blocks blocks; /* REPLAYED: the blocks in use */
+    uint64_t next_serial;
+    uint64_t max_events;
+    int state;
+} recorder;
+
+static PyObject *recorder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"max_events", NULL};
+    unsigned long long max_events;
+    recorder *self;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "K:Recorder", names, &max_events)) {
+        return NULL;
+    }
+    self = (recorder *)type->tp_alloc(type, 0);
+    if (self != NULL) {
+        self->max_events = max_events;
+    }
+    return (PyObject *)self;
+}
+
+static void recorder_dealloc(PyObject *op)
+{
+    recorder *self = (recorder *)op;
+    PyTypeObject *type = Py_TYPE(op);
+    int displaced;
+
+    if (self->state == RUNNING) {
+        zbp_tap_stop(&self->record, &displaced);
+    }
+    zbp_record_fini(&self->record);
+    zbp_blocks_fini(&self->blocks);
+    type->tp_free(op);
+    Py_DECREF(type);
+}
+
+static int require(const recorder *self, int state, const char *what)
+{
+    static const char *const name[] = {"not started", "running", "stopped", "fed by hand"};
+
+    if (self->state == state) {
+        return 0;
+    }
+    PyErr_Format(PyExc_RuntimeError, "%s needs a recorder that is %s; this one is %s", what,
+                 name[state], name[self->state]);
+    return -1;
+}
+
+static PyObject *recorder_start(PyObject *op, PyObject *Py_UNUSED(ignored))
+{
+    recorder *self = (recorder *)op;
+
+    if (require(self, FRESH, "start()") < 0 ||
+        zbp_tap_start(&self->record, self->max_events) != ZBP_OK) {
+        return NULL;
+    }
+    self->state = RUNNING;
+    Py_RETURN_NONE;
+}
+
+static PyObject *recorder_stop(PyObject *op, PyObject *Py_UNUSED(ignored))
+{
+    recorder *self = (recorder *)op;
+    int displaced;
+
+    if (require(self, RUNNING, "stop()") < 0) {
+        return NULL;
+    }
+    zbp_tap_stop(&self->record, &displaced);
+    self->state = STOPPED;
+    return PyBool_FromLong(displaced);
+}
+
+/* None stands for a mark that found no memory: what is measured must not fail for it. */
+static PyObject *wrap_mark(int status, uint32_t index)
+{
+    if (status == ZBP_OK) {
+        return PyLong_FromUnsignedLong(index);
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *recorder_mark(PyObject *op, PyObject *Py_UNUSED(ignored))
+{
+    recorder *self = (recorder *)op;
+    uint32_t index = 0;
+
+    if (self->state == STOPPED) { /* by another thread, a moment ago */
+        Py_RETURN_NONE;
+    }
+    if (require(self, RUNNING, "mark()") < 0) {
+        return NULL;
+    }
+    const int status = zbp_tap_mark(&self->record, &index);
+    return wrap_mark(status, index);
+}
+
+/* By hand --------------------------------------------------------------------------------------- */
+
+static PyObject *recorder_replay_begin(PyObject *op, PyObject *args)
+{
+    recorder *self = (recorder *)op;
+    unsigned long long time_ns;
+
+    if (!PyArg_ParseTuple(args, "K:replay_begin", &time_ns) ||
+        require(self, FRESH, "replay_begin()") < 0) {
+        return NULL;
+    }
+    if (zbp_record_init(&self->record, time_ns, 0, 0, self->max_events, NULL) != ZBP_OK) {
+        return PyErr_NoMemory();
+    }
+    self->state = REPLAYED;
+    Py_RETURN_NONE;
+}
+
+static PyObject *recorder_replay_mark(PyObject *op, PyObject *args)
+{
+    recorder *self = (recorder *)op;
+    unsigned long long time_ns;
+    uint32_t index = 0;
+
+    if (!PyArg_ParseTuple(args, "K:replay_mark", &time_ns) ||
+        require(self, REPLAYED, "replay_mark()") < 0) {
+        return NULL;
+    }
+    const int status = zbp_record_mark(&self->record, time_ns, self->next_serial, 0, &index);
+    return wrap_mark(status, index);
+}
+
+static PyObject *recorder_replay_alloc(PyObject *op, PyObject *args)
+{
+    recorder *self = (recorder *)op;
+    unsigned long long time_ns, address, bytes;
+    zbp_block block, old = {0};
+
+    if (!PyArg_ParseTuple(args, "KKK:replay_alloc", &time_ns, &address, &bytes) ||
+        require(self, REPLAYED, "replay_alloc()") < 0) {
+        return NULL;
+    }
+    block = (zbp_block){address, bytes, self->next_serial};
+    switch (zbp_blocks_add(&self->blocks, block, &old)) {
+    case ZBP_OK:
+        break;
+    case ZBP_EINVAL:
+        PyErr_SetString(PyExc_ValueError, "replay_alloc() takes the address of a block, not 0");
+        return NULL;
+    default:
+        return PyErr_NoMemory();
+    }
+    if (old.address != 0) {
+        zbp_record_free(&self->record, time_ns, 0, old);
+    }
+    ++self->next_serial;
+    zbp_record_alloc(&self->record, time_ns, 0, block);
+    Py_RETURN_NONE;
+}
+
+/* A block that was never handed out here is older: it counts with the bytes that the log gives it. */
+static PyObject *recorder_replay_free(PyObject *op, PyObject *args)
+{
+    recorder *self = (recorder *)op;
+    unsigned long long time_ns, address, bytes;
+    zbp_block block;
+
+    if (!PyArg_ParseTuple(args, "KKK:replay_free", &time_ns, &address, &bytes) ||
+        require(self, REPLAYED, "replay_free()") < 0) {
+        return NULL;
+    }
+    if (zbp_blocks_take(&self->blocks, address, &block)) {
+        zbp_record_free(&self->record, time_ns, 0, block);
+    } else {
+        zbp_record_free_older(&self->record, time_ns, 0, (zbp_block){address, bytes, 0});
+    }
+    Py_RETURN_NONE;
+}
+
+/* What it has seen ------------------------------------------------------------------------------ */
+
+static int require_begun(const recorder *self, const char *what)
+{
+    return self->state == FRESH ? require(self, RUNNING, what) : 0;
+}
+
+/* Only a record that the tap feeds changes under our eyes. */
+static void lock(const recorder *self)
+{
+    if (self->state == RUNNING) {
+        zbp_tap_lock();
+    }
+}
+
+static void unlock(const recorder *self)
+{
+    if (self->state == RUNNING) {
+        zbp_tap_unlock();
+    }
+}
+
+static PyObject *recorder_counters(PyObject *op, PyObject *Py_UNUSED(ignored))
+{
+    const recorder *self = (const recorder *)op;
+    zbp_record r;
+
+    if (require_begun(self, "counters()") < 0) {
+        return NULL;
+    }
+    lock(self);
+    r = self->record;
+    unlock(self);
+#define COUNT(value) (unsigned long long)(value)
+    return Py_BuildValue("{sKsKsKsKsKsKsKsKsKsK}", "live", COUNT(r.live), "peak",
+                         COUNT(r.total.peak), "allocated", COUNT(r.total.allocated), "freed",
+                         COUNT(r.total.freed), "allocations", COUNT(r.total.allocations), "frees",
+                         COUNT(r.total.frees), "older_frees", COUNT(r.older_frees), "older_freed",
+                         COUNT(r.older_freed), "dropped", COUNT(r.dropped), "untracked",
+                         COUNT(r.untracked));
+}
+
+static PyObject *wrap_one_mark(const zbp_mark *m)
+{
+    return Py_BuildValue("(KKKKKKKKI)", COUNT(m->time_ns), COUNT(m->events), COUNT(m->live),
+                         COUNT(m->span.peak), COUNT(m->span.allocated), COUNT(m->span.freed),
+                         COUNT(m->span.allocations), COUNT(m->span.frees), (unsigned int)m->thread);
+}
+#undef COUNT
+
+static PyObject *recorder_marks(PyObject *op, PyObject *Py_UNUSED(ignored))
+{
+    const recorder *self = (const recorder *)op;
+    zbp_mark *mark;
+    PyObject *list;
+    size_t count;
+
+    if (require_begun(self, "marks()") < 0) {
+        return NULL;
+    }
+    /* A copy: under the lock no Python object may be made. */
+    lock(self);
+    count = self->record.mark_count;
+    mark = malloc(count * sizeof *mark);
+    if (mark != NULL) {
+        memcpy(mark, self->record.mark, count * sizeof *mark);
+    }
+    unlock(self);
+    if (mark == NULL) {
+        return PyErr_NoMemory();
+    }
+    list = PyList_New((Py_ssize_t)count);
+    for (size_t i = 0; list != NULL && i < count; ++i) {
+        PyObject *tuple = wrap_one_mark(&mark[i]);
+        if (tuple == NULL) {
+            Py_CLEAR(list);
+        } else {
+            PyList_SET_ITEM(list, (Py_ssize_t)i, tuple);
+        }
+    }
+    free(mark);
+    return list;
+}
+
+static int require_log(const recorder *self, const char *what)
+{
+    return self->state == REPLAYED ? 0 : require(self, STOPPED, what);
+}
+
+static PyObject *recorder_events(PyObject *op, PyObject *Py_UNUSED(ignored))
+{
+    const recorder *self = (const recorder *)op;
+    const size_t chunk = (size_t)ZBP_EVENTS_PER_CHUNK;
+    PyObject *bytes;
+    size_t count;
+
+    if (require_log(self, "events()") < 0) {
+        return NULL;
+    }
+    count = (size_t)self->record.event_count;
+    bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(count * sizeof(zbp_event)));
+    for (size_t i = 0; bytes != NULL && i < count; i += chunk) {
+        memcpy(PyBytes_AS_STRING(bytes) + i * sizeof(zbp_event), zbp_record_event(&self->record, i),
+               (count - i < chunk ? count - i : chunk) * sizeof(zbp_event));
+    }
+    return bytes;
+}
+
+static PyObject *recorder_held(PyObject *op, PyObject *args)
+{
+    const recorder *self = (const recorder *)op;
+    unsigned int at, begin, end;
+    uint64_t bytes = 0;
+
+    if (!PyArg_ParseTuple(args, "III:held", &at, &begin, &end) || require_log(self, "held()") < 0) {
+        return NULL;
+    }
+    if (zbp_record_held(&self->record, at, begin, end, &bytes) != ZBP_OK) {
+        return PyErr_Format(PyExc_ValueError,
+                            "held(%u, %u, %u) needs marks in that order, below %u", at, begin, end,
+                            (unsigned int)self->record.mark_count);
+    }
+    return PyLong_FromUnsignedLongLong(bytes);
+}
+
+static PyObject *recorder_check(PyObject *op, PyObject *Py_UNUSED(ignored))
+{
+    const recorder *self = (const recorder *)op;
+    const char *reason = NULL;
+
+    if (require_begun(self, "check()") < 0) {
+        return NULL;
+    }
+    lock(self);
+    const int status = zbp_record_check(&self->record, &reason);
+    unlock(self);
+    if (status != ZBP_OK) {
+        PyErr_SetString(PyExc_AssertionError, reason);
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef recorder_methods[] = {
+    {"start", recorder_start, METH_NOARGS,
+     "start()\n--\n\nBegin to be fed by torch's CPU allocator."},
+    {"stop", recorder_stop, METH_NOARGS,
+     "stop()\n--\n\nEnd it. True if another allocator was installed meanwhile."},
+    {"mark", recorder_mark, METH_NOARGS,
+     "mark()\n--\n\nMark this moment; the mark's number, None without memory or when stopped."},
+    {"replay_begin", recorder_replay_begin, METH_VARARGS,
+     "replay_begin(time_ns, /)\n--\n\nBegin to be fed by hand."},
+    {"replay_alloc", recorder_replay_alloc, METH_VARARGS,
+     "replay_alloc(time_ns, address, bytes, /)\n--\n\nA block was handed out."},
+    {"replay_free", recorder_replay_free, METH_VARARGS,
+     "replay_free(time_ns, address, bytes, /)\n--\n\nA block was taken back."},
+    {"replay_mark", recorder_replay_mark, METH_VARARGS,
+     "replay_mark(time_ns, /)\n--\n\nAs mark()."},
+    {"counters", recorder_counters, METH_NOARGS, "counters()\n--\n\nThe totals so far, by name."},
+    {"marks", recorder_marks, METH_NOARGS,
+     "marks()\n--\n\nPer mark (time_ns, events, live, peak, allocated, freed, allocations,\n"
+     "frees, thread); from peak on, of the span up to the next mark."},
+    {"events", recorder_events, METH_NOARGS,
+     "events()\n--\n\nThe log as bytes: struct 'QQQQII' of time_ns, address, bytes, serial,\n"
+     "thread, kind (0 handed out, 1 taken back, 2 taken back, older than the recording)."},
+    {"held", recorder_held, METH_VARARGS,
+     "held(at, begin, end, /)\n--\n\nBytes live at mark `at` and taken back between marks."},
+    {"check", recorder_check, METH_NOARGS,
+     "check()\n--\n\nRaise AssertionError if log, marks and totals disagree."},
+    {NULL, NULL, 0, NULL}};
+
+static PyType_Slot recorder_slots[] = {
+    {Py_tp_doc, "Recorder(max_events)\n--\n\nA recording of an allocator, with a bounded log."},
+    {Py_tp_new, recorder_new},
+    {Py_tp_dealloc, recorder_dealloc},
+    {Py_tp_methods, recorder_methods},
+    {0, NULL}};
+
+static PyType_Spec recorder_spec = {
+    .name = "zbpipe._C.Recorder",
+    .basicsize = sizeof(recorder),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = recorder_slots,
+};
+
+int zbp_add_memory(PyObject *module)
+{
+    PyObject *type = PyType_FromModuleAndSpec(module, &recorder_spec, NULL);
+    if (type == NULL) {
+        return -1;
+    }
+    const int status = PyModule_AddObjectRef(module, "Recorder", type);
+    Py_DECREF(type);
+    return status;
+}

@@ -1,0 +1,182 @@
+#include "shim/zbp_account.h"
+
+#include <torch/csrc/Device.h>
+#include <torch/csrc/DynamicTypes.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/object_ptr.h>
+
+#include "shim/python.h"
+
+namespace {
+
+using namespace zbp;
+
+const char* name_of(Kind kind) {
+  switch (kind) {
+    case Kind::product:
+      return "product";
+    case Kind::deferred:
+      return "deferred";
+    case Kind::whole:
+      return "whole";
+    case Kind::root:
+      break;
+  }
+  return "root";
+}
+
+bool is_among(const Watched& watched, c10::ArrayRef<Watched> list) {
+  return !list.empty() && &watched >= list.begin() && &watched < list.end();
+}
+
+const char* role_of(const Watched& watched, const Task& task) {
+  if (&watched == &task.other) {
+    return "matrix";
+  }
+  if (is_among(watched, task.output_grads)) {
+    return "output gradient";
+  }
+  if (is_among(watched, task.kept)) {
+    return watched.tensor().dim() > 1 ? "kept gradient" : "light gradient";
+  }
+  return "saved";
+}
+
+/// Appends `value` to `list`, and takes it over. Throws with a Python error set.
+void append(PyObject* list, PyObject* value) {
+  THPObjectPtr owned(value);
+  if (!owned || PyList_Append(list, owned.get()) < 0) {
+    throw python_error();
+  }
+}
+
+PyObject* new_list() {
+  PyObject* list = PyList_New(0);
+  if (!list) {
+    throw python_error();
+  }
+  return list;
+}
+
+/// Tuple of ints, -1 for a size that is not known as a number; empty for a nested tensor.
+PyObject* shape_of(const at::Tensor& tensor) {
+  THPObjectPtr list(new_list());
+  if (!tensor.is_nested()) {
+    for (const c10::SymInt& size : tensor.sym_sizes()) {
+      append(list, PyLong_FromLongLong(size.maybe_as_int().value_or(-1)));
+    }
+  }
+  return PyList_AsTuple(list);
+}
+
+PyObject* wrap_weights(const std::vector<const Weight*>& weights) {
+  THPObjectPtr list(new_list());
+  for (const Weight* weight : weights) {
+    append(list, THPVariable_Wrap(weight->accumulator->variable));
+  }
+  return list.release();
+}
+
+void append_tensor(PyObject* list, const char* role, const at::Tensor& tensor,
+                   const std::vector<const Weight*>& weights) {
+  const void* storage = storage_of(tensor);
+  THPObjectPtr shape(shape_of(tensor));
+  THPObjectPtr device(THPDevice_New(tensor.device()));
+  THPObjectPtr wrapped(wrap_weights(weights));
+  if (!shape || !device) {
+    throw python_error();
+  }
+  append(list, Py_BuildValue("sNnOOOO", role, PyLong_FromVoidPtr(const_cast<void*>(storage)),
+                             static_cast<Py_ssize_t>(storage ? tensor.storage().nbytes() : 0),
+                             shape.get(),
+                             reinterpret_cast<PyObject*>(torch::getTHPDtype(tensor.scalar_type())),
+                             device.get(), wrapped.get()));
+}
+
+/// Whether the gradient that the task gives at face number `f` is computed from the tensor.
+bool serves(const Watched& watched, const Task& task, size_t f) {
+  if (is_among(watched, task.kept)) {
+    return &watched == &task.kept[f];
+  }
+  return &watched != &task.other || task.face[f].slot == task.matrix_slot;
+}
+
+/// The weights whose gradients are computed from the tensor, behind the task's faces directly or
+/// through nodes outside the closure.
+std::vector<const Weight*> weights_of(const Watched& watched, const Task& task,
+                                      const Group& group) {
+  std::vector<bool> found(group.weights.size());
+  std::vector<bool> seen(group.outside.size());
+  std::vector<int32_t> todo;
+  const auto visit = [&](int32_t weight, int32_t outside) {
+    if (weight >= 0) {
+      found[weight] = true;
+    } else if (outside >= 0 && !seen[outside]) {
+      seen[outside] = true;
+      todo.push_back(outside);
+    }
+  };
+  for (size_t f = 0; f < task.face.size(); ++f) {
+    if (serves(watched, task, f)) {
+      visit(task.face[f].weight, task.face[f].outside);
+    }
+  }
+  while (!todo.empty()) {
+    const Outside& outside = group.outside[todo.back()];
+    todo.pop_back();
+    for (const Outside::Hop& hop : outside.hops) {
+      visit(hop.weight, hop.outside);
+    }
+  }
+  std::vector<const Weight*> weights;
+  for (size_t i = 0; i < found.size(); ++i) {
+    if (found[i]) {
+      weights.push_back(&group.weights[i]);
+    }
+  }
+  return weights;
+}
+
+PyObject* account_of(const Task& task, const Group& group) {
+  THPObjectPtr tensors(new_list());
+  for_each_watched(task, [&](const Watched& watched) {
+    if (watched.tensor().defined()) {
+      append_tensor(tensors, role_of(watched, task), watched.tensor(),
+                    weights_of(watched, task, group));
+    }
+  });
+  return Py_BuildValue("zsO", task.node ? task.node->name().c_str() : nullptr, name_of(task.kind),
+                       tensors.get());
+}
+
+/// What a W that raised has computed for `weight` and could not add.
+PyObject* account_of_waiting(const Weight& weight) {
+  THPObjectPtr tensors(new_list());
+  append_tensor(tensors, "waiting gradient", weight.grad, {&weight});
+  return Py_BuildValue("zsO", nullptr, "waiting", tensors.get());
+}
+
+}  // namespace
+
+PyObject* zbp_group_account(const zbp_group* handle) {
+  PyObject* result = nullptr;
+  const int status = guarded([&] {
+    if (handle->running) {
+      refuse(PyExc_RuntimeError,
+             "what a parameter group holds cannot be listed while its weight pass runs; wait for "
+             "stage_backward_weight to return");
+    }
+    THPObjectPtr list(new_list());
+    const Group& group = *handle->group;
+    for (const Task& task : group.tasks) {
+      append(list, account_of(task, group));
+    }
+    for (const Weight& weight : group.weights) {
+      if (weight.grad.defined()) {
+        append(list, account_of_waiting(weight));
+      }
+    }
+    result = list.release();
+  });
+  return status == ZBP_OK ? result : nullptr;
+}

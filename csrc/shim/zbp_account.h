@@ -1,0 +1,36 @@
+/* zbp_account.h - what a parameter group holds, one weight task at a time. Conventions: zbp_shim.h. */
+#ifndef ZBP_ACCOUNT_H
+#define ZBP_ACCOUNT_H
+
+#include <Python.h>
+
+#include "shim/zbp_shim.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* New list with a tuple per weight task:
+ *
+ *     (node, kind, tensors)
+ *
+ * node: the name of its autograd node, None if I let go of it. kind: "product", "deferred", "whole"
+ * or "root"; "waiting" for a weight to which a W that raised could not add its gradient. tensors:
+ * list with a tuple per tensor that W will read:
+ *
+ *     (role, storage, bytes, shape, dtype, device, weights)
+ *
+ * role: "matrix", "output gradient", "light gradient" (of a vector, computed in I), "kept gradient"
+ * (of a matrix, likewise), "saved" (by the node) or "waiting gradient". storage: an int, the same for
+ * tensors that share memory, 0 for one without a storage; bytes: of the whole storage. weights: list
+ * of the leaf tensors whose gradients are computed from it, each once.
+ *
+ * A spent group gives an empty list. The tensors themselves are not in it: nothing is unpacked, and
+ * nothing but the weights is kept alive. NULL with RuntimeError set while the group's W runs. */
+PyObject *zbp_group_account(const zbp_group *group);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

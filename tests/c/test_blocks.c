@@ -1,0 +1,160 @@
+#include "check.h"
+#include "counting.h"
+#include "model.h"
+#include "zbp_blocks.h"
+
+static zbp_alloc alloc;
+static counting count;
+
+static zbp_block block(uint64_t address, uint64_t bytes, uint64_t serial)
+{
+    return (zbp_block){address, bytes, serial};
+}
+
+static void empty(void)
+{
+    zbp_blocks blocks = {0};
+    zbp_block found = {7, 7, 7};
+    const char *reason = "unset";
+
+    CHECK(!zbp_blocks_take(&blocks, 16, &found) && found.address == 7);
+    CHECK_VALID(zbp_blocks_check(&blocks, &reason));
+    zbp_blocks_fini(&blocks);
+    zbp_blocks_init(&blocks, NULL);
+    CHECK(blocks.capacity == 0);
+    zbp_blocks_fini(&blocks);
+    zbp_blocks_fini(&blocks);
+}
+
+static void add_take_replace(void)
+{
+    zbp_blocks blocks;
+    zbp_block old = {7, 7, 7}, found = {0};
+
+    zbp_blocks_init(&blocks, &alloc);
+    CHECK(zbp_blocks_add(&blocks, block(0, 1, 0), &old) == ZBP_EINVAL && old.address == 7);
+    CHECK(zbp_blocks_add(&blocks, block(64, 10, 0), &old) == ZBP_OK && old.address == 0);
+    CHECK(zbp_blocks_add(&blocks, block(128, 20, 1), &old) == ZBP_OK && old.address == 0);
+    CHECK(zbp_blocks_add(&blocks, block(64, 30, 2), &old) == ZBP_OK && old.bytes == 10);
+    CHECK(blocks.count == 2);
+    CHECK(zbp_blocks_take(&blocks, 64, &found) && found.bytes == 30 && found.serial == 2);
+    CHECK(!zbp_blocks_take(&blocks, 64, &found) && !zbp_blocks_take(&blocks, 0, &found));
+    CHECK(zbp_blocks_take(&blocks, 128, &found) && found.bytes == 20 && blocks.count == 0);
+    zbp_blocks_fini(&blocks);
+    CHECK(count.live == 0);
+}
+
+/* Against an array indexed by address: blocks come and go in random order, as an allocator's do. */
+static void model(void)
+{
+    enum { ADDRESSES = 3000 };
+    static uint64_t serial_at[ADDRESSES]; /* + 1; 0: no block */
+    static const uint64_t stride[] = {16, 64, 4096, 1 << 21};
+
+    for (size_t s = 0; s < sizeof stride / sizeof stride[0]; s++) {
+        uint64_t random = s + 1;
+        const char *reason = NULL;
+        zbp_blocks blocks;
+
+        memset(serial_at, 0, sizeof serial_at);
+        zbp_blocks_init(&blocks, &alloc);
+        for (uint32_t i = 0; i < 100000; i++) {
+            uint32_t k = model_below(&random, ADDRESSES);
+            zbp_block got = {0};
+
+            if (serial_at[k] == 0 && model_below(&random, 3) != 0) {
+                REQUIRE(zbp_blocks_add(&blocks, block((k + 1) * stride[s], k, i), &got) == ZBP_OK);
+                REQUIRE(got.address == 0);
+                serial_at[k] = i + 1;
+            } else {
+                bool there = zbp_blocks_take(&blocks, (k + 1) * stride[s], &got);
+
+                REQUIRE(there == (serial_at[k] != 0));
+                REQUIRE(!there || (got.bytes == k && got.serial == serial_at[k] - 1));
+                serial_at[k] = 0;
+            }
+            if (i % 1000 == 0)
+                CHECK_VALID(zbp_blocks_check(&blocks, &reason));
+        }
+        zbp_blocks_fini(&blocks);
+        CHECK(count.live == 0);
+    }
+}
+
+static void failed_growth_keeps_the_blocks(void)
+{
+    const char *reason = NULL;
+    uint64_t i = 0;
+    zbp_block got;
+    zbp_blocks blocks;
+
+    zbp_blocks_init(&blocks, &alloc);
+    CHECK(zbp_blocks_add(&blocks, block(16, 0, 0), &got) == ZBP_OK);
+    count.fail_at = count.calls;
+    for (i = 1; i < 1000; i++)
+        if (zbp_blocks_add(&blocks, block((i + 1) * 16, i, i), &got) != ZBP_OK)
+            break;
+    CHECK(i > 100 && i < 1000 && blocks.count == i);
+    CHECK(zbp_blocks_add(&blocks, block((i + 1) * 16, i, i), &got) == ZBP_ENOMEM);
+    CHECK(zbp_blocks_add(&blocks, block(16, 5, 5), &got) == ZBP_OK); /* in place */
+    CHECK_VALID(zbp_blocks_check(&blocks, &reason));
+    for (uint64_t k = 0; k < i; k++)
+        CHECK(zbp_blocks_take(&blocks, (k + 1) * 16, &got));
+    count.fail_at = -1;
+    zbp_blocks_fini(&blocks);
+    CHECK(count.live == 0);
+}
+
+static void expect(zbp_blocks *blocks, const char *wanted)
+{
+    const char *reason = NULL;
+
+    CHECK(zbp_blocks_check(blocks, &reason) == ZBP_EINVAL && reason != NULL &&
+          strstr(reason, wanted) != NULL);
+    CHECK(zbp_blocks_check(blocks, NULL) == ZBP_EINVAL);
+}
+
+static void check_names_planted_faults(void)
+{
+    zbp_blocks blocks, broken;
+    zbp_block got, saved;
+    size_t i = 0;
+
+    zbp_blocks_init(&blocks, NULL);
+    for (uint64_t k = 1; k <= 100; k++)
+        CHECK(zbp_blocks_add(&blocks, block(k * 64, k, k), &got) == ZBP_OK);
+    broken = blocks;
+    broken.count++;
+    expect(&broken, "fewer slots");
+    broken.count -= 2;
+    expect(&broken, "more slots");
+    broken = blocks;
+    broken.capacity--;
+    expect(&broken, "power of two");
+    broken = blocks;
+    broken.slot = NULL;
+    expect(&broken, "disagree");
+    broken = blocks;
+    broken.count = 200;
+    expect(&broken, "5/8");
+    while (blocks.slot[i].address == 0 || blocks.slot[(i + 1) % blocks.capacity].address != 0 ||
+           blocks.slot[(i + 2) % blocks.capacity].address != 0)
+        i++;
+    saved = blocks.slot[i];
+    blocks.slot[i] = (zbp_block){0};
+    blocks.slot[(i + 2) % blocks.capacity] = saved; /* past a free slot: no look-up finds it */
+    expect(&blocks, "not where");
+    zbp_blocks_fini(&blocks);
+}
+
+int main(void)
+{
+    alloc = counting_alloc(&count);
+    check_sees_failure();
+    RUN(empty);
+    RUN(add_take_replace);
+    RUN(model);
+    RUN(failed_growth_keeps_the_blocks);
+    RUN(check_names_planted_faults);
+    return check_end();
+}

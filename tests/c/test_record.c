@@ -1,0 +1,211 @@
+#include "check.h"
+#include "counting.h"
+#include "model.h"
+#include "zbp_record.h"
+
+static zbp_alloc alloc;
+static counting count;
+
+static zbp_block block(uint64_t bytes, uint64_t serial)
+{
+    return (zbp_block){(serial + 1) * 64, bytes, serial};
+}
+
+/* Serials below 10 are older than the recording. */
+static void begin(zbp_record *record, uint64_t max_events)
+{
+    REQUIRE(zbp_record_init(record, 100, 10, 1, max_events, &alloc) == ZBP_OK);
+}
+
+static void spans_and_held_by_hand(void)
+{
+    zbp_record record;
+    uint32_t mark[4];
+    uint64_t bytes = 0;
+    const char *reason = NULL;
+
+    begin(&record, 100);
+    zbp_record_alloc(&record, 101, 1, block(1000, 10));
+    zbp_record_alloc(&record, 102, 2, block(200, 11));
+    CHECK(zbp_record_mark(&record, 103, 12, 1, &mark[0]) == ZBP_OK && mark[0] == 1);
+    zbp_record_alloc(&record, 104, 1, block(30, 12));
+    zbp_record_free(&record, 105, 1, block(1000, 10));
+    zbp_record_free(&record, 106, 1, block(5, 3)); /* older */
+    CHECK(zbp_record_mark(&record, 107, 13, 1, &mark[1]) == ZBP_OK);
+    CHECK(zbp_record_mark(&record, 108, 13, 1, &mark[2]) == ZBP_OK);
+    zbp_record_alloc(&record, 109, 1, block(4, 13));
+    zbp_record_free(&record, 110, 1, block(4, 13));
+    zbp_record_free(&record, 111, 1, block(200, 11));
+    CHECK(zbp_record_mark(&record, 112, 14, 1, &mark[3]) == ZBP_OK);
+    CHECK_VALID(zbp_record_check(&record, &reason));
+
+    CHECK(record.live == 30 && record.total.peak == 1230 && record.total.allocated == 1234);
+    CHECK(record.total.freed == 1204 && record.total.allocations == 4 && record.total.frees == 3);
+    CHECK(record.older_frees == 1 && record.older_freed == 5 && record.event_count == 8);
+    CHECK(record.mark[1].live == 1200 && record.mark[1].span.peak == 1230);
+    CHECK(record.mark[2].live == 230 && record.mark[2].span.peak == 230);
+    CHECK(record.mark[3].live == 230 && record.mark[3].span.peak == 234 &&
+          record.mark[3].span.freed == 204);
+    CHECK(record.mark[1].thread == 1 && zbp_record_event(&record, 1)->thread == 2);
+    CHECK(zbp_record_event(&record, 4)->kind == ZBP_EVENT_FREE_OLDER);
+
+    /* Live at mark 2 and freed behind mark 3: the 200, not the 4 that came later. */
+    CHECK(zbp_record_held(&record, mark[1], mark[2], mark[3], &bytes) == ZBP_OK && bytes == 200);
+    CHECK(zbp_record_held(&record, mark[0], mark[0], mark[3], &bytes) == ZBP_OK && bytes == 1200);
+    CHECK(zbp_record_held(&record, mark[2], mark[1], mark[3], &bytes) == ZBP_EINVAL);
+    CHECK(zbp_record_held(&record, 0, 0, 5, &bytes) == ZBP_EINVAL && bytes == 1200);
+    zbp_record_fini(&record);
+    CHECK(count.live == 0);
+}
+
+static void the_log_is_bounded_and_the_counters_are_not(void)
+{
+    zbp_record record;
+    const char *reason = NULL;
+    uint32_t mark = 0;
+
+    for (uint64_t most = 0; most <= 2 * ZBP_EVENTS_PER_CHUNK; most += ZBP_EVENTS_PER_CHUNK / 2) {
+        begin(&record, most);
+        for (uint64_t i = 0; i < 3 * ZBP_EVENTS_PER_CHUNK; i++)
+            zbp_record_alloc(&record, 200 + i, 1, block(1, 10 + i));
+        CHECK(record.event_count == most && record.live == 3 * ZBP_EVENTS_PER_CHUNK);
+        CHECK(record.dropped == (most == 0 ? 0 : 3 * ZBP_EVENTS_PER_CHUNK - most));
+        CHECK(zbp_record_mark(&record, 1u << 30, 1u << 30, 1, &mark) == ZBP_OK);
+        CHECK(record.mark[mark].live == 3 * ZBP_EVENTS_PER_CHUNK);
+        CHECK_VALID(zbp_record_check(&record, &reason));
+        zbp_record_fini(&record);
+    }
+    CHECK(count.live == 0);
+}
+
+/* The n-th allocation fails, for each n: counters stay right, the log is a prefix, nothing leaks. */
+static void memory_runs_out(void)
+{
+    for (long n = 0; n < 12; n++) {
+        zbp_record record;
+        const char *reason = NULL;
+        uint32_t mark = 0;
+        int status;
+
+        count.fail_once = count.calls + n;
+        status = zbp_record_init(&record, 1, 0, 1, UINT64_MAX, &alloc);
+        CHECK(status == (n == 0 ? ZBP_ENOMEM : ZBP_OK));
+        if (status == ZBP_OK) {
+            for (uint64_t i = 0; i < 4 * ZBP_EVENTS_PER_CHUNK; i++) {
+                zbp_record_alloc(&record, i + 1, 1, block(2, i));
+                if (i % 100 == 0) {
+                    uint32_t before = record.mark_count;
+
+                    status = zbp_record_mark(&record, i + 1, i + 1, 1, &mark);
+                    CHECK(status == ZBP_OK ? mark == before : record.mark_count == before);
+                }
+            }
+            CHECK(record.live == 8 * ZBP_EVENTS_PER_CHUNK);
+            CHECK(record.event_count + record.dropped == 4 * ZBP_EVENTS_PER_CHUNK);
+            CHECK_VALID(zbp_record_check(&record, &reason));
+        }
+        zbp_record_fini(&record);
+        count.fail_once = -1;
+        CHECK(count.live == 0);
+    }
+}
+
+/* Against sums over an array of blocks. */
+static void model(void)
+{
+    enum { BLOCKS = 500 };
+    static uint64_t bytes[BLOCKS], serial[BLOCKS];
+    uint64_t random = 3, live = 0, peak = 0, next = 10;
+    const char *reason = NULL;
+    zbp_record record;
+    uint32_t mark = 0;
+
+    memset(bytes, 0, sizeof bytes);
+    begin(&record, UINT64_MAX);
+    for (uint64_t i = 0; i < 50000; i++) {
+        uint32_t k = model_below(&random, BLOCKS);
+
+        if (bytes[k] == 0) {
+            bytes[k] = 1 + model_below(&random, 1000);
+            serial[k] = next++;
+            live += bytes[k];
+            zbp_record_alloc(&record, 100 + i, 1, block(bytes[k], serial[k]));
+        } else {
+            zbp_record_free(&record, 100 + i, 1, block(bytes[k], serial[k]));
+            live -= bytes[k];
+            bytes[k] = 0;
+        }
+        peak = live > peak ? live : peak;
+        if (model_below(&random, 50) == 0) {
+            REQUIRE(zbp_record_mark(&record, 100 + i, next, 1, &mark) == ZBP_OK);
+            CHECK(record.mark[mark].live == live && record.mark[mark - 1].span.peak <= peak);
+        }
+    }
+    CHECK(record.live == live && record.total.peak == peak);
+    CHECK_VALID(zbp_record_check(&record, &reason));
+    zbp_record_fini(&record);
+    CHECK(count.live == 0);
+}
+
+static void expect(const zbp_record *record, const char *wanted)
+{
+    const char *reason = NULL;
+
+    CHECK(zbp_record_check(record, &reason) == ZBP_EINVAL && reason != NULL &&
+          strstr(reason, wanted) != NULL);
+}
+
+static void check_names_planted_faults(void)
+{
+    zbp_record record, broken;
+    zbp_event *event;
+    uint32_t mark = 0;
+
+    begin(&record, 100);
+    zbp_record_alloc(&record, 101, 1, block(8, 10));
+    zbp_record_alloc(&record, 102, 1, block(8, 11));
+    CHECK(zbp_record_mark(&record, 103, 12, 1, &mark) == ZBP_OK);
+    zbp_record_free(&record, 104, 1, block(8, 10));
+    broken = record;
+    broken.mark_count = 0;
+    expect(&broken, "no mark 0");
+    broken = record;
+    broken.live++;
+    expect(&broken, "live is not");
+    broken = record;
+    broken.total.peak++;
+    expect(&broken, "add up");
+    record.mark[1].live++;
+    expect(&record, "lead to the next");
+    record.mark[1].live--;
+    record.mark[1].span.peak = 0;
+    expect(&record, "lower than its ends");
+    record.mark[1].span.peak = 16;
+    record.mark[1].events = 1;
+    expect(&record, "a mark disagree");
+    record.mark[1].events = 9;
+    expect(&record, "behind the log");
+    record.mark[1].events = 2;
+    event = (zbp_event *)zbp_record_event(&record, 2);
+    event->time_ns = 1;
+    expect(&record, "backwards");
+    event->time_ns = 104;
+    event->block.serial = 2;
+    expect(&record, "own");
+    event->block.serial = 10;
+    event->kind = ZBP_EVENT_FREE_OLDER;
+    expect(&record, "counters disagree");
+    zbp_record_fini(&record);
+}
+
+int main(void)
+{
+    alloc = counting_alloc(&count);
+    check_sees_failure();
+    RUN(spans_and_held_by_hand);
+    RUN(the_log_is_bounded_and_the_counters_are_not);
+    RUN(memory_runs_out);
+    RUN(model);
+    RUN(check_names_planted_faults);
+    return check_end();
+}

@@ -1,0 +1,258 @@
+"""What groups hold, against sizes computed by hand."""
+
+import gc
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.pipelining import _backward as torch_backward
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import zbpipe
+from zbpipe import memory
+
+N = 8
+
+
+def groups_of(net, x, passes=zbpipe, outputs=lambda y: [y]):
+    x = x.clone().requires_grad_()
+    out = outputs(net(x))
+    return passes.stage_backward_input(out, [torch.ones_like(y) for y in out], [x], list(net.parameters()))[1]
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 4), nn.LayerNorm(4))
+
+
+def test_a_stack_of_layers():
+    net = mlp()
+    held = memory.held(groups_of(net, torch.randn(N, 4)), net)
+    x, hidden = N * 4 * 4, N * 16 * 4
+    assert held.bytes == 2 * x + 2 * hidden + 2 * 4 * 4
+    assert held.by_role == {"matrix": x + hidden, "output gradient": x + hidden, "light gradient": 32}
+    both = x + hidden
+    assert held.by_parameter == {
+        "0.weight": both,
+        "0.bias": hidden,  # its output gradient
+        "2.weight": both,
+        "2.bias": x,
+        "3.weight": 16,
+        "3.bias": 16,
+    }
+    assert held.by_module == {"": held.bytes, "0": both, "2": both, "3": 32}
+    alone = {row.name: row.alone for row in held.parameters}
+    assert alone == {"0.weight": x, "0.bias": 0, "2.weight": hidden, "2.bias": 0, "3.weight": 16, "3.bias": 16}
+    assert (held.groups, held.spent, held.incomplete) == (3, 0, "")
+    text = str(held)
+    assert "0.weight" in text
+    assert "[16, 4]" in text
+    rows = [line.split()[0] for line in text.splitlines() if "[" in line]
+    assert len(rows) == 6
+    assert {"0.weight", "2.weight"} == set(rows[:2]), "the most first"
+
+
+def test_sums_equal_what_each_group_says():
+    net = mlp()
+    groups = groups_of(net, torch.randn(N, 4))
+    assert sum(group.bytes_held for group in groups) == memory.held(groups).bytes
+    for group in groups:
+        assert memory.held(group).bytes == group.bytes_held
+
+
+def test_a_storage_that_several_hold_counts_once():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+        def forward(self, x):
+            h = x.tanh()
+            return self.a(h) + self.b(h)
+
+    net = Two()
+    groups = groups_of(net, torch.randn(N, 4))
+    held = memory.held(groups, net)
+    size = N * 4 * 4
+    assert sum(group.bytes_held for group in groups) == 4 * size
+    assert held.bytes == 2 * size, "both read one X, and one dY"
+    assert held.by_parameter == {"a.weight": 2 * size, "b.weight": 2 * size}
+    assert [row.alone for row in held.parameters] == [0, 0]
+    assert held.by_module == {"": 2 * size, "a": 2 * size, "b": 2 * size}
+    assert all(storage.parameters == ("a.weight", "b.weight") for storage in held.storages)
+
+
+def test_several_microbatches():
+    net = mlp()
+    groups = groups_of(net, torch.randn(N, 4)) + groups_of(net, torch.randn(2 * N, 4))
+    one = memory.held(groups[:3], net).bytes
+    assert memory.held(groups, net).bytes == one + (one - 32) * 2 + 32
+
+
+def test_kinds_of_tensors():
+    class Parts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv1d(2, 3, 3, bias=False)
+            self.table = nn.Parameter(torch.randn(3, 6))  # a matrix behind a node that runs whole
+            self.late = nn.Parameter(torch.randn(3, 6))
+
+        def forward(self, x):
+            return self.conv(x) * self.table, self.late * 2.0
+
+    net = Parts()
+    groups = groups_of(net, torch.randn(N, 2, 8), outputs=list)
+    held = memory.held(groups, net)
+    roles = {storage.parameters[0]: set() for storage in held.storages}
+    for storage in held.storages:
+        roles[storage.parameters[0]] |= set(storage.roles)
+    assert roles["conv.weight"] == {"output gradient", "saved"}
+    assert roles["table"] == {"kept gradient"}
+    assert roles["late"] == {"output gradient"}
+    assert held.by_parameter["table"] == 3 * 6 * 4
+    assert {"ConvolutionBackward0", "MulBackward0"} <= {node for storage in held.storages for node in storage.nodes}
+    (late,) = (storage for storage in held.storages if storage.parameters == ("late",))
+    assert (late.bytes, late.dtype, late.device.type, late.shapes) == (72, torch.float32, "cpu", ((3, 6),))
+
+
+def test_weights_behind_other_nodes_and_unknown_ones():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x):
+            return x @ (self.a * 2.0 + self.b.sin())
+
+    net = Masked()
+    groups = groups_of(net, torch.randn(N, 4))
+    held = memory.held(groups, net)
+    assert set(held.by_parameter) == {"a", "b"}
+    assert held.by_parameter["a"] == held.bytes
+    assert list(memory.held(groups).by_parameter) == ["float32[4, 4] #0", "float32[4, 4] #1"]
+    assert memory.held(groups).by_module == {}
+    assert list(memory.held(groups, mlp()).by_parameter) == ["float32[4, 4] #0", "float32[4, 4] #1"]
+
+
+def test_tied_parameters_count_for_both_modules():
+    net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False))
+    net[2].weight = net[0].weight
+    held = memory.held(groups_of(net, torch.randn(N, 4)), net)
+    assert held.by_parameter == {"0.weight": held.bytes}
+    assert held.by_module == {"": held.bytes, "0": held.bytes, "2": held.bytes}
+
+
+def test_spent_groups_hold_nothing():
+    net = mlp()
+    groups = groups_of(net, torch.randn(N, 4))
+    zbpipe.stage_backward_weight(net.parameters(), groups[:1])
+    left = memory.held(groups, net)
+    assert (left.spent, left.groups) == (1, 3)
+    assert left.bytes == sum(group.bytes_held for group in groups[1:])
+    assert "1 of them spent" in str(left)
+    zbpipe.stage_backward_weight(net.parameters(), groups[1:])
+    assert memory.held(groups, net).bytes == 0
+    assert memory.held([]).bytes == 0
+    assert str(memory.held([]))
+
+
+def test_a_running_group_is_refused():
+    net = mlp()
+    groups = groups_of(net, torch.randn(N, 4))
+    refused = []
+
+    def hook(_):
+        with pytest.raises(RuntimeError, match="while its weight pass runs"):
+            memory.held(groups)
+        refused.append(True)
+
+    net[0].weight.register_post_accumulate_grad_hook(hook)
+    zbpipe.stage_backward_weight(net.parameters(), groups)
+    assert refused == [True]
+
+
+def test_what_a_failed_weight_pass_could_not_add_is_held():
+    net = nn.Sequential(nn.Linear(4, 4, bias=False))
+    groups = groups_of(net, torch.randn(N, 4))
+
+    def fail(_):
+        raise KeyError("planted")
+
+    handle = net[0].weight.register_hook(fail)
+    with pytest.raises(Exception, match="planted"):
+        zbpipe.stage_backward_weight(net.parameters(), groups)
+    held = memory.held(groups, net)
+    assert held.by_role.get("waiting gradient") == 4 * 4 * 4
+    handle.remove()
+    zbpipe.stage_backward_weight(net.parameters(), groups)
+    assert memory.held(groups).bytes == 0
+
+
+def test_groups_of_torchs_own_module():
+    net = mlp()
+    groups = groups_of(net, torch.randn(N, 4), passes=torch_backward)
+    held = memory.held(groups, net)
+    assert held.by_role == {"output gradient": 2 * N * 4 * 4 + N * 16 * 4}
+    assert "torch's own module" in held.incomplete
+    assert "incomplete" in str(held)
+    assert set(held.by_parameter) == {name for name, _ in net.named_parameters()}
+
+
+@pytest.mark.parametrize("bad", [[3], [None], [{"a": 1}], ["group"]])
+def test_what_is_no_group_is_refused(bad):
+    with pytest.raises(TypeError, match=r"groups\[0\] is a"):
+        memory.held(bad)
+
+
+def test_tensors_without_a_storage_are_said_to_be_missing():
+    weight = nn.Parameter(torch.randn(4, 4))
+
+    class Sparse(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(10, 4, sparse=True)
+
+        def forward(self, x):
+            return self.table(torch.tensor([1, 2])).sum() * x.sum()
+
+    net = Sparse()
+    groups = groups_of(net, torch.randn(N, 4))
+    held = memory.held(groups, net)
+    assert set(held.by_parameter) == {"table.weight"}
+    del weight
+
+
+def test_counting_keeps_and_unpacks_nothing():
+    unpacked = []
+
+    def unpack(t):
+        unpacked.append(1)
+        return t
+
+    net = nn.Sequential(nn.Conv1d(2, 3, 3), nn.Tanh(), nn.Conv1d(3, 2, 3))
+    x = torch.randn(N, 2, 16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+        y = net(x)
+    groups = zbpipe.stage_backward_input([y], [torch.ones_like(y)], [x], net.parameters())[1]
+    storage = StorageWeakRef(groups[0]["grads"][0][0].untyped_storage())
+    before = len(unpacked)
+    gc.collect()
+    gc.disable()
+    try:
+        held = memory.held(groups, net)
+        assert held.bytes > 0
+        assert len(unpacked) == before
+        del groups, y, x
+        assert storage.expired()
+    finally:
+        gc.enable()
+
+
+def test_counting_on_another_thread():
+    net = mlp()
+    groups = groups_of(net, torch.randn(N, 4))
+    found = []
+    thread = threading.Thread(target=lambda: found.append(memory.held(groups).bytes))
+    thread.start()
+    thread.join()
+    assert found == [memory.held(groups).bytes]

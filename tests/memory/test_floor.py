@@ -1,0 +1,305 @@
+"""Between I and W a stage holds the floor, exactly; I and W take no more than they must. Bytes, on the CPU.
+
+The floor is what any W needs: per heavy weight the storage of its X and that of its dY, each storage once, and the
+gradients of the light weights that I computed. It is found without zbpipe, by hooks on a copy of the stage that runs an
+ordinary backward; what the caller owns (the stage's input, the output's gradient) is not counted.
+"""
+
+import copy
+from dataclasses import dataclass
+
+import pytest
+import torch
+from _stages import STAGES
+from torch import nn
+
+import zbpipe
+from zbpipe import memory
+
+HEAVY = (nn.Linear, nn.Conv2d)
+PRODUCTS = ("AddmmBackward0", "MmBackward0", "ConvolutionBackward0", "LinearBackward0")
+
+
+START = 4
+"""Bytes of the one number from which zbpipe starts the engine; it gives the output's gradient to its nodes later on."""
+
+
+class Watcher:
+    """Notes on a copy of a stage the storage of each heavy module's input and of the gradient that its product gets.
+
+    Keeps the tensors themselves: two that live at once cannot share memory by chance.
+    """
+
+    def __init__(self, stage):
+        self.checkpointed = stage.checkpointed
+        self.kept = []
+        self.convolutions = {}  # (module, X, dY) by module
+        for module in stage.modules():
+            if isinstance(module, HEAVY):
+                module.register_forward_pre_hook(self.note_input)
+                module.register_forward_hook(self.note_output)
+
+    def note_input(self, module, args):
+        # What a checkpoint computes in forward is gone: X is then what it computes again, within the backward.
+        if (torch._C._current_graph_task_id() != -1) == self.checkpointed:
+            self.kept.append(args[0].detach())
+
+    def note_output(self, module, args, out):
+        if torch._C._current_graph_task_id() == -1:
+            node = out.grad_fn
+            while node.name() not in PRODUCTS:
+                node = node.next_functions[0][0]
+            node.register_prehook(lambda grads: self.note_gradient(module, grads[0].detach()))
+
+    def note_gradient(self, module, grad):
+        self.kept.append(grad)
+        if isinstance(module, nn.Conv2d):
+            self.convolutions[module] = (module, torch.empty(grad.shape[0], module.in_channels, *grad.shape[2:]), grad)
+
+    def bytes(self, *callers):
+        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self.kept}
+        for t in callers:
+            storages.pop(t.untyped_storage()._cdata, None)
+        return sum(storages.values())
+
+
+@dataclass
+class Reference:
+    """Of ordinary backwards of copies: bytes after forward, the peak, and the floor of a split one.
+
+    ``keeping`` is the peak of an ordinary backward that keeps all that W needs and drops the gradients that W computes:
+    with these kernels in this order no I can do with less. ``kernel`` is the most that a convolution's kernel takes
+    to compute its weight's gradient, the gradient included.
+    """
+
+    forward: int
+    peak: int
+    floor: int
+    keeping: int
+    kernel: int
+
+
+def ordinary(stage, x, grad):
+    run = copy.deepcopy(stage)
+    with memory.record() as rec:
+        y = run(x.detach().requires_grad_())
+        forward = rec.live
+        y.backward(grad)
+        del y
+    watched = copy.deepcopy(stage)
+    watcher = Watcher(watched)
+    light = drop_gradients(watched)
+    entered = x.detach().requires_grad_()
+    with memory.record() as keeping:
+        y = watched(entered)
+        y.backward(grad)
+        del y
+    return Reference(
+        forward=forward,
+        peak=rec.peak,
+        floor=watcher.bytes(entered, grad) + sum(t.untyped_storage().nbytes() for t in light),
+        keeping=keeping.peak,
+        kernel=max(map(kernel_bytes, watcher.convolutions.values()), default=0),
+    )
+
+
+def drop_gradients(stage):
+    """Drops each gradient as it comes. Returns the list that keeps those which I computes: no heavy module's."""
+    kept = []
+
+    def drop(p, is_light):
+        if is_light:
+            kept.append(p.grad)
+        p.grad = None
+
+    for module in stage.modules():
+        for p in module.parameters(recurse=False):
+            is_light = not isinstance(module, HEAVY)
+            p.register_post_accumulate_grad_hook(lambda p, is_light=is_light: drop(p, is_light))
+    return kept
+
+
+def kernel_bytes(convolution):
+    module, x, grad = convolution
+    bias = None if module.bias is None else list(module.bias.shape)
+    with memory.record() as rec:
+        torch.ops.aten.convolution_backward(
+            grad, x, module.weight.detach(), bias, module.stride, module.padding, module.dilation, False, [0, 0], 1,
+            [False, True, bias is not None],
+        )  # fmt: skip
+    return rec.peak
+
+
+def grads_of(stage):
+    return sum(p.grad.untyped_storage().nbytes() for p in stage.parameters())
+
+
+def make(kind, checkpointed):
+    stage = STAGES[kind](checkpointed=checkpointed)
+    return stage, torch.randn(stage.shape), torch.randn(stage.shape)
+
+
+every_stage = pytest.mark.parametrize(
+    ("kind", "checkpointed"), [(kind, checkpointed) for kind in STAGES for checkpointed in (False, True)]
+)
+
+
+def test_the_watcher_by_hand():
+    """One block of the MLP: X and dY of two products, four times [1024, 256 or 1024], less the caller's x."""
+    stage = STAGES["mlp"](blocks=1)
+    x, grad = torch.randn(stage.shape), torch.randn(stage.shape)
+    small, large = 1024 * 256 * 4, 1024 * 1024 * 4
+    assert ordinary(stage, x, grad).floor == 2 * large + small
+    assert ordinary(STAGES["transformer"](), *2 * [torch.randn(1, 1024, 256)]).floor == 4 * (16 * small + 4096) - small
+
+
+@every_stage
+def test_held_between_i_and_w(kind, checkpointed):
+    stage, x, grad = make(kind, checkpointed)
+    reference = ordinary(stage, x, grad)
+    x.requires_grad_()
+    with memory.record() as rec:
+        y = stage(x)
+        assert rec.live == reference.forward
+        _, groups = zbpipe.stage_backward_input([y], [grad], [x], stage.parameters())
+        x.grad = None
+        del y, _
+        assert rec.live == reference.floor
+        held = memory.held(groups, stage)
+        outside = {t.untyped_storage()._cdata for t in (x, grad)}
+        assert held.bytes >= reference.floor
+        assert held.bytes - reference.floor <= sum(t.untyped_storage().nbytes() for t in (x, grad)), outside
+        zbpipe.stage_backward_weight(stage.parameters(), groups)
+        assert rec.live == grads_of(stage), "W gives all back"
+        stage.zero_grad(set_to_none=True)
+        assert rec.live == 0
+
+
+def peak_in_i(stage, x, grad):
+    x.requires_grad_()
+    with memory.record() as rec:
+        y = stage(x)
+        result = zbpipe.stage_backward_input([y], [grad], [x], stage.parameters())
+        del y, result
+    return rec.phases[0].peak
+
+
+@every_stage
+def test_peak_in_i_is_that_of_keeping_the_floor(kind, checkpointed):
+    stage, x, grad = make(kind, checkpointed)
+    assert peak_in_i(stage, x, grad) <= ordinary(stage, x, grad).keeping + START
+
+
+above = pytest.mark.xfail(
+    reason="out of reach for any I with these kernels: at I's end the floor has grown and an ordinary backward has freed "
+    "its tensors, see the test above; the bound assumes that both peak at the beginning"
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "checkpointed"),
+    [
+        pytest.param("mlp", False, marks=above),
+        ("mlp", True),
+        pytest.param("transformer", False, marks=above),
+        ("transformer", True),
+        pytest.param("moe", False, marks=above),
+        ("moe", True),
+        ("convolution", False),
+        ("convolution", True),
+    ],
+)
+def test_peak_in_i_against_an_ordinary_backward(kind, checkpointed):
+    stage, x, grad = make(kind, checkpointed)
+    reference = ordinary(stage, x, grad)
+    bound = reference.peak + max(0, reference.floor - reference.forward)
+    assert peak_in_i(stage, x, grad) <= 1.02 * bound
+
+
+@every_stage
+def test_peak_in_w(kind, checkpointed):
+    """W adds weight by weight: beyond what is held and the gradients, what computing the largest one takes."""
+    stage, x, grad = make(kind, checkpointed)
+    reference = ordinary(stage, x, grad)
+    largest = max(p.numel() * p.element_size() for p in stage.parameters())
+    x.requires_grad_()
+    for again in (False, True):
+        with memory.record() as rec:
+            y = stage(x)
+            _, groups = zbpipe.stage_backward_input([y], [grad], [x], stage.parameters())
+            x.grad = None
+            del y, _
+            zbpipe.stage_backward_weight(stage.parameters(), groups)
+        w = rec.phases[-1]
+        new = 0 if again else grads_of(stage)
+        assert w.peak <= reference.floor + new + max(largest, reference.kernel), "again" if again else "first"
+        assert w.live_end == new
+
+
+@every_stage
+def test_two_microbatches_in_flight(kind, checkpointed):
+    stage, x, grad = make(kind, checkpointed)
+    other = x + 0.5
+    floors = [ordinary(stage, value, grad).floor for value in (x, other)]
+    with memory.record() as rec:
+        groups = []
+        for value in (x, other):
+            value.requires_grad_()
+            y = stage(value)
+            groups.append(zbpipe.stage_backward_input([y], [grad], [value], stage.parameters())[1])
+            value.grad = None
+            del y
+        assert rec.live == sum(floors)
+        zbpipe.stage_backward_weight(stage.parameters(), groups.pop())
+        assert rec.live == floors[0] + grads_of(stage)
+        zbpipe.stage_backward_weight(stage.parameters(), groups.pop())
+        assert rec.live == grads_of(stage)
+
+
+@pytest.mark.parametrize("kind", STAGES)
+def test_group_by_group_gives_back_step_by_step(kind):
+    stage, x, grad = make(kind, checkpointed=False)
+    x.requires_grad_()
+    with memory.record() as rec:
+        y = stage(x)
+        groups = zbpipe.stage_backward_input([y], [grad], [x], stage.parameters())[1]
+        x.grad = None
+        del y
+        left = memory.held(groups).bytes
+        while groups:
+            before = rec.live
+            had = sum(p.grad.untyped_storage().nbytes() for p in stage.parameters() if p.grad is not None)
+            zbpipe.stage_backward_weight(stage.parameters(), [groups.pop()])
+            still = memory.held(groups).bytes
+            new = sum(p.grad.untyped_storage().nbytes() for p in stage.parameters() if p.grad is not None) - had
+            owned = min(left - still, sum(t.untyped_storage().nbytes() for t in (x, grad)))
+            assert before + new - (left - still) <= rec.live <= before + new - (left - still) + owned
+            left = still
+        assert rec.live == grads_of(stage)
+
+
+@pytest.mark.parametrize("kind", STAGES)
+def test_recomputations(kind):
+    stage, x, grad = make(kind, checkpointed=True)
+    blocks = len(stage.blocks)
+    x.requires_grad_()
+    y = stage(x)
+    assert stage.computed == blocks
+    _, groups = zbpipe.stage_backward_input([y], [grad], [x], stage.parameters())
+    assert stage.computed == 2 * blocks, "each block once more, in I"
+    zbpipe.stage_backward_weight(stage.parameters(), groups)
+    assert stage.computed == 2 * blocks
+
+
+def test_the_detector_sees_a_storage_that_stays():
+    """A planted fault: groups of which somebody keeps one gradient."""
+    stage, x, grad = make("mlp", checkpointed=False)
+    reference = ordinary(stage, x, grad)
+    x.requires_grad_()
+    with memory.record() as rec:
+        y = stage(x)
+        _, groups = zbpipe.stage_backward_input([y], [grad], [x], stage.parameters())
+        kept = groups[0]["grads"][0][0].clone()
+        x.grad = None
+        del y, _
+        assert rec.live == reference.floor + kept.untyped_storage().nbytes()

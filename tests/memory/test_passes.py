@@ -1,0 +1,272 @@
+"""The phases that zbpipe's passes and pipeline stages make by themselves, and what a recording says of them."""
+
+import gzip
+import json
+import pickle
+import struct
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.cuda import _memory_viz
+
+import zbpipe
+from zbpipe import memory
+
+N, D = 8, 16
+BYTES = N * D * 4
+
+
+def model():
+    return nn.Sequential(nn.Linear(D, D, bias=False), nn.Tanh(), nn.Linear(D, D, bias=False))
+
+
+def forward(net):
+    x = torch.randn(N, D, requires_grad=True)
+    return x, net(x)
+
+
+def input_pass(net, x, y):
+    return zbpipe.stage_backward_input([y], [torch.ones_like(y)], [x], net.parameters())
+
+
+def test_calls_of_the_passes_are_phases():
+    net = model()
+    with memory.record() as rec:
+        groups = []
+        for _ in range(2):
+            x, y = forward(net)
+            groups += input_pass(net, x, y)[1]
+            del x, y
+        zbpipe.stage_backward_weight(net.parameters(), groups[2:3])
+        zbpipe.stage_backward_weight(net.parameters(), groups[:2])
+        zbpipe.stage_backward_weight(net.parameters(), groups[3:])
+        x, y = forward(net)
+        zbpipe.stage_backward([y], [torch.ones_like(y)], [x])
+    assert [(p.kind, p.microbatch) for p in rec.phases] == [
+        ("I", 0),
+        ("I", 1),
+        ("W", 1),
+        ("W", 0),
+        ("W", 1),
+        ("B", None),
+    ]
+    # X and dY of both products: the input, tanh's output, the gradients of both products' outputs.
+    assert [(h.microbatch, h.bytes) for h in rec.held] == [(0, 4 * BYTES), (1, 4 * BYTES)]
+    assert rec.held_peak == 8 * BYTES
+
+
+def test_one_weight_pass_of_several_microbatches():
+    net = model()
+    with memory.record() as rec:
+        groups = []
+        for _ in range(2):
+            x, y = forward(net)
+            groups += input_pass(net, x, y)[1]
+            del x, y
+        zbpipe.stage_backward_weight(net.parameters(), groups)
+    assert [(p.kind, p.microbatch) for p in rec.phases] == [("I", 0), ("I", 1), ("W", None)]
+    assert [(h.microbatch, h.bytes) for h in rec.held] == [(None, 8 * BYTES)]
+    assert rec.held_peak == 8 * BYTES
+
+
+def test_a_better_name_hides_the_passes_own():
+    net = model()
+    with memory.record() as rec:
+        x, y = forward(net)
+        with rec.phase("I", stage=3, microbatch=7):
+            _, groups = input_pass(net, x, y)
+        del x, y
+        with memory.phase("W", stage=3, microbatch=7):
+            zbpipe.stage_backward_weight(net.parameters(), groups)
+    assert [p.label for p in rec.phases] == ["I stage 3 microbatch 7", "W stage 3 microbatch 7"]
+    assert [(h.stage, h.microbatch, h.bytes) for h in rec.held] == [(3, 7, 4 * BYTES)]
+
+
+def test_the_passes_refuse_and_fail_as_without_a_recording():
+    net = model()
+    with memory.record() as rec:
+        x, y = forward(net)
+        with pytest.raises(ValueError, match="output_grads"):
+            zbpipe.stage_backward_input([y], [], [x], net.parameters())
+        _, groups = input_pass(net, x, y)
+        for bad in (None, 3, [3]):
+            with pytest.raises(TypeError, match="param_groups"):
+                zbpipe.stage_backward_weight(net.parameters(), bad)
+        zbpipe.stage_backward_weight(iter(net.parameters()), iter(groups))
+        with pytest.raises(RuntimeError, match="spent"):
+            zbpipe.stage_backward_weight(net.parameters(), groups)
+        with pytest.raises(RuntimeError, match="Failed to run stage backward"):
+            zbpipe.stage_backward([y], [], [x])
+    assert [p.kind for p in rec.phases] == ["I", "I", "W", "W", "W", "W", "W"]
+    assert zbpipe._observer.current is None
+
+
+class Stage:
+    """As schedules see a PipelineStage."""
+
+    def __init__(self, index):
+        self.stage_index = index
+        self.is_first = index == 0
+        self.net = model()
+        self.chunks = {}
+
+    def forward_one_chunk(self, fwd_chunk_id, *args):
+        self.chunks[fwd_chunk_id] = forward(self.net)
+
+    def backward_one_chunk(self, bwd_chunk_id, loss=None, full_backward=True):
+        x, y = self.chunks[bwd_chunk_id]
+        if full_backward:
+            self.chunks[bwd_chunk_id] = zbpipe.stage_backward([y], [torch.ones_like(y)], [x])
+        elif not self.is_first:
+            self.chunks[bwd_chunk_id] = input_pass(self.net, x, y)[1]
+
+    def backward_weight_one_chunk(self, bwd_chunk_id, last_backward=False):
+        held = self.chunks.pop(bwd_chunk_id)
+        if self.is_first:
+            x, y = held
+            zbpipe.stage_backward([y], [torch.ones_like(y)], [x])
+        else:
+            zbpipe.stage_backward_weight(self.net.parameters(), held)
+
+
+class Schedule:
+    def __init__(self, *stages):
+        self._stages = list(stages)
+
+    def step(self):
+        for stage in self._stages:
+            stage.forward_one_chunk(0, ())
+            stage.backward_one_chunk(0, loss=None, full_backward=False)
+            stage.backward_weight_one_chunk(0)
+            stage.forward_one_chunk(fwd_chunk_id=1)
+            stage.backward_one_chunk(1, None, True)
+            with pytest.raises(TypeError):
+                stage.forward_one_chunk()
+
+
+def test_watched_stages():
+    schedule = Schedule(Stage(0), Stage(1))
+    with memory.record() as rec:
+        rec.watch(schedule)
+        schedule.step()
+    assert [p.label for p in rec.phases] == [
+        f"{kind} stage {stage} microbatch {microbatch}"
+        for stage in (0, 1)
+        for kind, microbatch in (("forward", 0), ("I", 0), ("W", 0), ("forward", 1), ("B", 1))
+    ]
+    assert [(h.stage, h.microbatch, h.bytes) for h in rec.held] == [(1, 0, 4 * BYTES)], "the first stage is not split"
+    assert all(name not in vars(stage) for stage in schedule._stages for name in memory._recorder._METHODS)
+    schedule.step()
+    assert len(rec.phases) == 10
+
+
+def test_stages_watched_by_two_recordings_that_overlap():
+    stage = Stage(1)
+    own = stage.forward_one_chunk
+    stage.forward_one_chunk = own  # as somebody's own wrapper would be
+    first, second = memory.record(), memory.record()
+    first.__enter__()
+    first.watch([stage])
+    second.__enter__()
+    second.watch(stage)
+    stage.forward_one_chunk(0)
+    first.__exit__(None, None, None)
+    stage.forward_one_chunk(1)
+    second.__exit__(None, None, None)
+    stage.forward_one_chunk(2)
+    assert [p.microbatch for p in first.phases] == [0]
+    assert [p.microbatch for p in second.phases] == [0, 1]
+    stage.forward_one_chunk.__wrapped__(3)  # the first one's wrapper, which has stayed below the second's
+    assert sorted(stage.chunks) == [0, 1, 2, 3]
+
+
+def test_what_cannot_be_watched():
+    with memory.record() as rec:
+        stage = Stage(1)
+        for bad in (3, nn.Linear(1, 1), [None], [stage, None]):
+            with pytest.raises(TypeError, match="expected a pipeline stage"):
+                rec.watch(bad)
+        assert "forward_one_chunk" not in vars(stage), "refused before anything is changed"
+    with pytest.raises(RuntimeError, match="outside of the recording"):
+        rec.watch(Stage(1))
+
+
+# ---- files
+
+
+@pytest.fixture
+def step():
+    net = model()
+    with memory.record() as rec:
+        for k in range(2):
+            with rec.phase("forward", microbatch=k):
+                x, y = forward(net)
+            _, groups = input_pass(net, x, y)
+            del x, y
+            zbpipe.stage_backward_weight(net.parameters(), groups)
+    return rec
+
+
+def test_chrome_trace(step, tmp_path):
+    for name, load in (("a.json", open), ("a.json.gz", gzip.open)):
+        step.export(tmp_path / name)
+        with load(tmp_path / name, "rt") as file:
+            rows = json.load(file)["traceEvents"]
+        counter = [row for row in rows if row["ph"] == "C"]
+        assert max(row["args"]["bytes"] for row in counter) == step.peak
+        assert counter[-1]["args"]["bytes"] == step.live
+        assert len(counter) == 1 + len(list(step.events()))
+        slices = [row for row in rows if row["ph"] == "X"]
+        assert [row["name"] for row in slices] == [p.label for p in step.phases]
+        assert [row["args"]["peak bytes"] for row in slices] == [p.peak for p in step.phases]
+        assert all(row["dur"] >= 0 and row["ts"] >= 0 for row in slices)
+
+
+def test_snapshot_for_torchs_viewer(step, tmp_path):
+    step.export(tmp_path / "a.pickle")
+    snapshot = pickle.loads((tmp_path / "a.pickle").read_bytes())
+    trace = snapshot["device_traces"][0]
+    assert sum(row["size"] for row in trace if row["action"] == "alloc") == step.allocated
+    assert {row["frames"][0]["name"] for row in trace} >= {"forward microbatch 0", "I microbatch 1", "W microbatch 1"}
+    assert "del " in _memory_viz.trace(snapshot)
+    assert "<script" in _memory_viz.trace_plot(snapshot)
+
+
+def test_unknown_formats_are_refused(step, tmp_path):
+    with pytest.raises(ValueError, match=r"a\.txt"):
+        step.export(tmp_path / "a.txt")
+    assert not (tmp_path / "a.txt").exists()
+
+
+def test_picture(step, tmp_path):
+    pytest.importorskip("matplotlib")
+    step.plot(tmp_path / "a.png", title="a step")
+    header = (tmp_path / "a.png").read_bytes()[:24]
+    assert header[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", header[16:])
+    assert width > 600
+    assert height > 300
+    with memory.record() as empty:
+        pass
+    empty.plot(tmp_path / "b.png")
+
+
+def test_a_thinned_curve_keeps_its_peak(monkeypatch, step):
+    from zbpipe.memory import _plot
+
+    monkeypatch.setattr(_plot, "POINTS", 4)
+    times, levels = _plot.curve(step)
+    assert len(times) <= 6
+    assert max(levels) == step.peak / 1e6
+    assert times == sorted(times)
+    assert levels[-1] == step.live / 1e6
+
+
+def test_without_matplotlib_the_error_says_what_to_do(step, tmp_path, monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ModuleNotFoundError, match="pip install matplotlib"):
+        step.plot(tmp_path / "a.png")

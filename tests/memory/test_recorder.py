@@ -1,0 +1,531 @@
+"""Recordings against byte counts computed by hand, on all threads, together with whatever else looks on."""
+
+import gc
+import json
+import subprocess
+import sys
+import textwrap
+import threading
+import weakref
+from itertools import pairwise
+from typing import ClassVar
+
+import pytest
+import torch
+from recording_by_hand import ByHand
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.profiler import ProfilerActivity, profile
+
+from zbpipe import memory
+
+
+def of(recording):
+    return recording.live, recording.peak, recording.allocated, recording.freed, recording.allocations
+
+
+def run_python(code):
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_block_is_counted_once():
+    with memory.record() as rec:
+        a = torch.empty(100)
+        assert of(rec) == (400, 400, 400, 0, 1)
+        b = torch.empty(3, 5, dtype=torch.float64)
+        assert of(rec) == (520, 520, 520, 0, 2)
+        del a
+        assert of(rec) == (120, 520, 520, 400, 2)
+        c = b + b
+        assert of(rec) == (240, 520, 640, 400, 3)
+    del b, c
+    assert of(rec) == (240, 520, 640, 400, 3), "what comes after the recording is not in it"
+    rec._source.log.check()
+
+
+def test_views_and_empty_tensors_are_free():
+    with memory.record() as rec:
+        a = torch.empty(10, 10)
+        views = [a.t(), a[2:], a.view(-1), a.detach(), a.expand(2, 10, 10), torch.empty(0), torch.empty(0, 5)]
+    assert of(rec) == (400, 400, 400, 0, 1)
+    del a, views
+
+
+def test_resize_is_a_new_block_and_the_end_of_the_old_one():
+    with memory.record() as rec:
+        a = torch.empty(10)
+        a.resize_(30)
+        assert of(rec) == (120, 160, 160, 40, 2)
+        a.resize_(20)
+        assert of(rec) == (120, 160, 160, 40, 2), "a storage does not shrink"
+        a.untyped_storage().resize_(0)
+        assert of(rec) == (0, 160, 160, 160, 2)
+
+
+def test_tensors_that_outlive_their_recording():
+    with memory.record() as first:
+        kept = torch.ones(1000)
+    assert first.live == 4000
+    kept.resize_(2000)  # its storage allocates where it was allocated
+    assert float(kept[:1000].sum()) == 1000
+    assert of(first) == (4000, 4000, 4000, 0, 1)
+    with memory.record() as second:
+        survivor = torch.empty(5)
+    with memory.record() as third:
+        del survivor
+        fresh = torch.empty(7)
+    assert second.live == 20
+    assert of(third) == (28, 28, 28, 0, 1), "older blocks are not the recording's own"
+    assert third.older_frees == (1, 20)
+    del fresh, kept
+
+
+def test_what_was_there_before_any_recording_is_not_seen():
+    old = torch.empty(1000)
+    with memory.record() as rec:
+        del old
+        torch.empty(1)
+    assert of(rec) == (0, 4, 4, 4, 1)
+    assert rec.older_frees == (0, 0)
+
+
+def test_nested_recordings_count_for_themselves():
+    with memory.record() as outer:
+        a = torch.empty(10)
+        with memory.record() as inner:
+            b = torch.empty(20)
+            del a
+        c = torch.empty(30)
+    assert of(inner) == (80, 80, 80, 0, 1)
+    assert inner.older_frees == (1, 40)
+    assert of(outer) == (200, 200, 240, 40, 3)
+    assert outer.older_frees == (0, 0)
+    del b, c
+
+
+def test_recordings_that_overlap():
+    first, second = memory.record(), memory.record()
+    first.__enter__()
+    a = torch.empty(10)
+    second.__enter__()
+    b = torch.empty(20)
+    first.__exit__(None, None, None)
+    c = torch.empty(30)
+    second.__exit__(None, None, None)
+    torch.empty(40)
+    assert (first.allocated, second.allocated) == (120, 200)
+    del a, b, c
+
+
+def test_a_recording_is_entered_once():
+    rec = memory.record()
+    with rec, pytest.raises(RuntimeError, match="entered once"):
+        rec.__enter__()
+    with pytest.raises(RuntimeError, match="entered once"):
+        rec.__enter__()
+
+
+def test_an_exception_ends_the_recording_and_leaves_nothing():
+    def fail():
+        raise KeyError
+
+    rec = memory.record()
+    with pytest.raises(KeyError), rec, rec.phase("broken"):  # noqa: PT012
+        a = torch.empty(10)
+        fail()
+    torch.empty(20)
+    assert of(rec) == (40, 40, 40, 0, 1)
+    assert [p.label for p in rec.phases] == ["broken"]
+    with memory.record() as again:
+        torch.empty(1)
+    assert again.allocated == 4
+    del a
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"device": "meta"}, ValueError, "cpu and cuda"),
+        ({"max_events": -1}, ValueError, "-1"),
+        pytest.param(
+            {"device": "cuda"},
+            RuntimeError,
+            "sees no CUDA device",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+        ),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, error, words):
+    with pytest.raises(error, match=words):
+        memory.record(**arguments)
+
+
+# ---- threads
+
+
+def test_all_threads_are_seen_and_blocks_may_die_on_another():
+    handed_over = []
+
+    def work():
+        handed_over.append(torch.empty(100))
+        torch.empty(50)
+
+    with memory.record() as rec:
+        mine = torch.empty(10)
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert rec.live == 40 + 4 * 400
+        handed_over.clear()
+    assert (rec.live, rec.allocated, rec.allocations) == (40, 40 + 4 * 600, 9)
+    assert len({event.thread for event in rec.events()}) == 5
+    del mine
+
+
+def test_hammering_threads_lose_nothing():
+    count, threads = 3000, 4
+    start = threading.Barrier(threads)
+
+    def work(seed):
+        start.wait()
+        kept = []
+        for i in range(count):
+            kept.append(torch.empty(1 + (i * seed) % 7))
+            if len(kept) > 20:
+                kept.pop((i * seed) % 20)
+
+    with memory.record() as rec:
+        running = [threading.Thread(target=work, args=(seed,)) for seed in range(1, threads + 1)]
+        for thread in running:
+            thread.start()
+        for thread in running:
+            thread.join()
+    expected = 4 * sum(1 + (i * seed) % 7 for seed in range(1, threads + 1) for i in range(count))
+    assert (rec.live, rec.allocated, rec.freed) == (0, expected, expected)
+    assert rec.allocations == threads * count
+    rec._source.log.check()
+
+
+class Deep(torch.autograd.Function):
+    """A backward that starts a backward within, and so on: beyond a depth the engine goes on in its pool's threads."""
+
+    seen: ClassVar = set()
+
+    @staticmethod
+    def forward(ctx, x, depth):
+        ctx.depth = depth
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        Deep.seen.add(threading.get_native_id())
+        if ctx.depth:
+            with torch.enable_grad():
+                x = torch.ones(1, requires_grad=True)
+                Deep.apply(x, ctx.depth - 1).backward()
+        torch.empty(1000)
+        return grad, None
+
+
+def test_the_engines_worker_threads_are_seen():
+    Deep.seen.clear()
+    x = torch.ones(1, requires_grad=True)
+    y = Deep.apply(x, 100)
+    with memory.record() as rec:
+        y.backward()
+    assert len(Deep.seen) > 1, "the test must reach the engine's pool"
+    big = [event for event in rec.events() if event.bytes == 4000]
+    assert len(big) == 101
+    assert len({event.thread for event in big}) == len(Deep.seen)
+
+
+def test_fork_counts_apart_and_does_not_hang():
+    run_python(
+        """
+        import os, threading, warnings, torch
+        from zbpipe import memory
+        torch.set_num_threads(1)
+        warnings.simplefilter("ignore")  # from Python 3.12 on a fork beside threads warns
+        stop = threading.Event()
+        def work():
+            while not stop.is_set():
+                torch.empty(3)
+        with memory.record() as rec:
+            a = torch.empty(10)
+            thread = threading.Thread(target=work)
+            thread.start()
+            children = []
+            for _ in range(20):
+                child = os.fork()
+                if child == 0:
+                    b = torch.empty(20)
+                    os._exit(0 if rec.live >= 120 else 1)
+                children.append(child)
+            stop.set()
+            thread.join()
+        assert all(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0 for child in children)
+        assert rec.live == 40, rec.live
+        """
+    )
+
+
+# ---- beside torch.profiler
+
+
+def handed_out(trace, path):
+    """Bytes that torch.profiler saw the allocator hand out."""
+    trace.export_chrome_trace(str(path))
+    rows = json.loads(path.read_text())["traceEvents"]
+    sizes = [row["args"]["Bytes"] for row in rows if row.get("name") == "[memory]"]
+    return sum(size for size in sizes if size > 0)
+
+
+def test_beside_the_profiler_both_see_the_same(tmp_path):
+    linear = torch.nn.Linear(64, 64)
+    x = torch.randn(32, 64)
+
+    def step():
+        linear.zero_grad(set_to_none=True)
+        linear(x).sum().backward()
+
+    step()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as outside, memory.record() as rec:
+        step()
+    with memory.record() as around, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as inside:
+        step()
+    assert rec.allocated > 64 * 64 * 4
+    assert rec.allocated == handed_out(outside, tmp_path / "outside.json")
+    assert around.allocated == handed_out(inside, tmp_path / "inside.json")
+
+
+def test_the_profiler_alone_afterwards_is_as_before():
+    def profiled():
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+            torch.ones(1000).add_(1)
+        return sum(event.self_cpu_memory_usage for event in trace.key_averages())
+
+    before = profiled()
+    with memory.record():
+        torch.ones(1000)
+    assert profiled() == before
+
+
+# ---- the log
+
+
+def test_a_full_log_leaves_the_counters_exact():
+    with memory.record(max_events=5) as rec:
+        for _ in range(10):
+            with rec.phase("two"):
+                torch.empty(2)
+    assert (rec.allocated, rec.peak, rec.allocations) == (80, 8, 10)
+    assert [p.peak for p in rec.phases] == [8] * 10
+    assert "15 events did not fit" in rec.incomplete
+    assert "incomplete" in str(rec)
+    for use in (lambda: rec.held, lambda: list(rec.events()), lambda: rec.export("x.json"), lambda: rec.plot("x.png")):
+        with pytest.raises(RuntimeError, match="max_events=5"):
+            use()
+
+
+def test_no_log_at_all():
+    with memory.record(max_events=0) as rec, rec.phase("a"):
+        torch.empty(10)
+    assert of(rec) == (0, 40, 40, 40, 1)
+    assert rec.phases[0].peak == 40
+    assert rec.incomplete == ""
+    with pytest.raises(RuntimeError, match="has none"):
+        list(rec.events())
+
+
+def test_the_log_is_read_when_the_recording_is_over():
+    with memory.record() as rec, pytest.raises(RuntimeError, match="still runs"):
+        list(rec.events())
+
+
+def test_events_say_what_happened():
+    with memory.record() as rec:
+        a = torch.empty(10)
+        address = a.data_ptr()
+        b = torch.empty(20)
+        del a
+    events = list(rec.events())
+    assert [(e.bytes, e.live, e.older) for e in events] == [(40, 40, False), (80, 120, False), (-40, 80, False)]
+    assert events[0].address == events[2].address == address
+    assert all(x.time_ns <= y.time_ns for x, y in pairwise(events))
+    del b
+
+
+# ---- phases
+
+
+def test_a_phase_has_its_own_peak():
+    with memory.record() as rec:
+        a = torch.empty(100)
+        with rec.phase("first", stage=1, microbatch=2):
+            b = torch.empty(50)
+            del b
+            c = torch.empty(10)
+        with rec.phase("second"):
+            del a
+    first, second = rec.phases
+    assert (first.kind, first.stage, first.microbatch) == ("first", 1, 2)
+    assert (first.live_begin, first.live_end, first.peak) == (400, 440, 600)
+    assert (first.allocated, first.freed, first.allocations, first.frees) == (240, 200, 2, 1)
+    assert (second.live_begin, second.live_end, second.peak) == (440, 40, 440)
+    assert (second.allocated, second.freed) == (0, 400)
+    assert first.begin_ns <= first.end_ns <= second.begin_ns
+    assert "first" in str(rec)
+    del c
+
+
+def test_phases_nest_overlap_and_go_on_in_other_threads():
+    ready, go = threading.Event(), threading.Event()
+
+    def work(rec):
+        with rec.phase("other"):
+            ready.set()
+            go.wait()
+            torch.empty(5)
+
+    with memory.record() as rec:
+        thread = threading.Thread(target=work, args=(rec,))
+        thread.start()
+        ready.wait()
+        with rec.phase("outer"), rec.phase("inner"):
+            torch.empty(10)
+        go.set()
+        thread.join()
+    peaks = {p.kind: p.peak for p in rec.phases}
+    assert peaks == {"other": 40, "outer": 40, "inner": 40}
+    assert {p.kind: p.allocated for p in rec.phases} == {"other": 60, "outer": 40, "inner": 40}
+    assert len({p.thread for p in rec.phases}) == 2
+
+
+def test_phases_can_be_read_while_it_runs():
+    with memory.record() as rec:
+        with rec.phase("done"):
+            torch.empty(1)
+        with rec.phase("open"):
+            assert [p.kind for p in rec.phases] == ["done"]
+    assert [p.kind for p in rec.phases] == ["done", "open"]
+
+
+def test_module_phase_marks_every_recording_and_none():
+    with memory.phase("nobody looks"):
+        pass
+    with memory.record() as a, memory.record() as b, memory.phase("both", microbatch=1):
+        torch.empty(1)
+    assert [p.label for p in a.phases] == [p.label for p in b.phases] == ["both microbatch 1"]
+
+
+def test_a_phase_that_outlasts_the_recording_is_left_out():
+    with memory.record() as rec:
+        late = rec.phase("late")
+        late.__enter__()
+    late.__exit__(None, None, None)
+    with rec.phase("too late"):
+        pass
+    assert rec.phases == []
+    assert str(rec)
+
+
+def test_held_from_i_to_w_by_hand():
+    """Held: live when I returned and freed by W. Not: freed in between, born later, older than the recording."""
+    hand = ByHand()
+    with hand.recording as rec:
+        hand.alloc(1, 0xA, 100)  # held for microbatch 0
+        hand.alloc(2, 0xB, 1000)  # freed by I
+        hand.alloc(3, 0xC, 10)  # held for microbatch 1
+        with rec.phase("I", stage=1, microbatch=0):
+            hand.free(15, 0xB)
+            hand.alloc(16, 0xE, 5000)  # freed between I and W
+        hand.free(22, 0xE)
+        with rec.phase("I", stage=1, microbatch=1):
+            hand.now = 25
+        with rec.phase("W", stage=1, microbatch=0):
+            hand.alloc(31, 0xF, 300)  # W's own
+            hand.free(32, 0xF)
+            hand.free(35, 0xA)
+            hand.free(36, 0x9, 77)  # older
+        with rec.phase("W", stage=1, microbatch=1):
+            hand.free(49, 0xC)
+        with rec.phase("W", stage=2, microbatch=1):  # its I was not recorded
+            hand.alloc(50, 0xF, 1)
+    assert [(h.stage, h.microbatch, h.bytes) for h in rec.held] == [(1, 0, 100), (1, 1, 10)]
+    assert rec.held_peak == 110
+    assert rec.peak == 100 + 10 + 5000
+    assert rec.older_frees == (1, 77)
+    assert "at most 0.000 MB" in str(rec)
+    rec._source.log.check()
+
+
+def test_the_same_microbatch_again_is_another_one():
+    hand = ByHand()
+    with hand.recording as rec:
+        for step in range(2):
+            hand.alloc(10 * step, 0xA, 8 * (step + 1))
+            with rec.phase("I", stage=1, microbatch=0):
+                pass
+            with rec.phase("W", stage=1, microbatch=0):
+                hand.free(10 * step + 5, 0xA)
+    assert [h.bytes for h in rec.held] == [8, 16]
+    assert rec.held_peak == 16
+
+
+# ---- nothing is kept
+
+
+def test_a_recording_keeps_no_tensor_and_no_stage():
+    class Stage:
+        stage_index, is_first = 1, False
+
+        def forward_one_chunk(self, fwd_chunk_id):
+            return torch.empty(4)
+
+        def backward_one_chunk(self, bwd_chunk_id, full_backward=True):
+            pass
+
+        def backward_weight_one_chunk(self, bwd_chunk_id):
+            pass
+
+    gc.collect()
+    gc.disable()
+    try:
+        stage = Stage()
+        with memory.record() as rec:
+            rec.watch(stage)
+            a = stage.forward_one_chunk(0)
+            method = stage.forward_one_chunk
+        storage, left, recording = StorageWeakRef(a.untyped_storage()), weakref.ref(stage), weakref.ref(rec)
+        del a
+        assert storage.expired()
+        assert method(0).numel() == 4, "a method that somebody kept still works"
+        assert [p.kind for p in rec.phases] == ["forward"]
+        del method, stage
+        assert left() is None
+        del rec
+        assert recording() is None
+    finally:
+        gc.enable()
+
+
+def test_a_recording_that_is_dropped_while_it_runs_ends():
+    """As when a generator that holds it is dropped. Without an end the allocator would feed freed memory."""
+    log = memory.record()._source.log
+    log.start()
+    kept = torch.empty(10)
+    del log
+    del kept
+    with memory.record() as rec:
+        torch.empty(10)
+    assert rec.allocated == 40
+
+
+def test_importing_brings_no_drawing():
+    out = run_python("import sys, zbpipe, zbpipe.memory; print([m for m in sys.modules if 'matplotlib' in m])")
+    assert out.strip() == "[]"

@@ -1,0 +1,30 @@
+"""Who watches zbpipe's passes: nobody, or what zbpipe.memory puts here while something records.
+
+A module of its own, so that neither the passes nor ``import zbpipe`` need zbpipe.memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from zbpipe._C import ParamGroup
+
+
+class Observer(Protocol):
+    """Runs the passes as ``_C.input_pass`` and ``_C.weight_pass`` do, and a whole backward as it is told."""
+
+    def input_pass(
+        self, outputs: Any, output_grads: Any, inputs: Any, weights: Any, defer: Any, checkpoint: Any, /
+    ) -> tuple[tuple[torch.Tensor | None, ...], list[ParamGroup]]: ...
+
+    def weight_pass(
+        self, weights: Any, param_groups: Iterable[ParamGroup], retain_graph: bool, fuse: bool, main_grad: bool, /
+    ) -> Sequence[torch.Tensor]: ...
+
+    def backward(self, backward: Callable[..., None], /, *args: Any) -> None: ...
+
+
+current: Observer | None = None

@@ -1,0 +1,252 @@
+"""What parameter groups hold between I and W.
+
+Note [To whom held bytes belong]
+
+A storage is counted once in every sum, however many tensors, tasks and groups hold it. It belongs to
+each parameter whose gradient is computed from it: to one alone, or shared, and then it shows in full in
+each of their rows (a layer's output gradient: the weight's and the bias's). So rows may add up to more than
+the total, and ``alone`` (what is held for that parameter and no other) to less. A module's bytes are those of
+all parameters below it, each storage once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from zbpipe._C import ParamGroup
+from zbpipe.memory._format import megabytes, table
+
+
+@dataclass(frozen=True)
+class HeldStorage:
+    """One block of memory that W will read.
+
+    ``bytes`` is its whole size. ``roles`` are those of the tensors in it: "matrix" and "output gradient" (the two
+    factors of a product), "saved" (by a node that W runs again), "light gradient" (of a vector, computed in I),
+    "kept gradient" (of a matrix whose node ran whole in I), "waiting gradient" (a W that raised could not add it).
+    ``nodes`` names the autograd nodes that hold it, ``shapes`` the tensors' shapes, ``parameters`` whom it serves.
+    """
+
+    bytes: int
+    device: torch.device
+    dtype: torch.dtype
+    roles: tuple[str, ...]
+    nodes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ParameterRow:
+    """What is held for one parameter: ``bytes`` in all, ``alone`` for no other one. ``shape`` is the parameter's.
+
+    ``name`` is the one in the module, or "dtype[shape] #n" for the n-th unknown parameter.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    bytes: int
+    alone: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """What groups hold. See Note [To whom held bytes belong]; all sizes in bytes. ``print`` shows a table.
+
+    ``parameters`` is sorted by bytes, the most first. ``incomplete`` is empty, or says what could not be counted.
+    """
+
+    storages: tuple[HeldStorage, ...]
+    parameters: tuple[ParameterRow, ...]
+    groups: int
+    spent: int
+    incomplete: str = ""
+    _names: dict[str, tuple[str, ...]] = field(default_factory=dict, repr=False)
+
+    @property
+    def bytes(self) -> int:
+        """Of all storages, each once."""
+        return sum(storage.bytes for storage in self.storages)
+
+    @property
+    def by_parameter(self) -> dict[str, int]:
+        """Bytes held for each parameter, shared storages in full."""
+        return {row.name: row.bytes for row in self.parameters}
+
+    @property
+    def by_module(self) -> dict[str, int]:
+        """Bytes held for the parameters of each module, "" for the whole; empty if no module was given.
+
+        A parameter under several names counts for each module that has one.
+        """
+        sums: dict[str, int] = {}
+        for storage in self.storages:
+            names = {name for parameter in storage.parameters for name in self._names.get(parameter, ())}
+            for prefix in {prefix for name in names for prefix in _prefixes(name)}:
+                sums[prefix] = sums.get(prefix, 0) + storage.bytes
+        return dict(sorted(sums.items()))
+
+    @property
+    def by_role(self) -> dict[str, int]:
+        """Bytes by role; a storage in several roles counts under all of them, joined by " + "."""
+        sums: dict[str, int] = {}
+        for storage in self.storages:
+            role = " + ".join(storage.roles)
+            sums[role] = sums.get(role, 0) + storage.bytes
+        return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+    def __str__(self) -> str:
+        spent = f", {self.spent} of them spent" if self.spent else ""
+        lines = [
+            f"{megabytes(self.bytes)} MB held in {len(self.storages)} storages by {self.groups} groups{spent}",
+            *(f"  {megabytes(size)} MB {role}" for role, size in self.by_role.items()),
+        ]
+        if self.incomplete:
+            lines.append(f"incomplete: {self.incomplete}")
+        rows = [(r.name, str(list(r.shape)), megabytes(r.bytes), megabytes(r.alone)) for r in self.parameters]
+        if rows:
+            lines += ["", table(("parameter", "shape", "held, MB", "alone, MB"), rows, left=2)]
+        return "\n".join(lines)
+
+
+def held(groups: ParamGroup | Iterable[Any], module: torch.nn.Module | None = None) -> Held:
+    """Counts what parameter groups hold for W, without running, unpacking or keeping anything.
+
+    Args:
+        groups: a group or groups of :func:`zbpipe.stage_backward_input`, of any number of microbatches. Spent ones
+            hold nothing. Dictionaries of torch's own module are taken as well, as far as they can be seen: their
+            output gradients ("grads"); the saved tensors of the graph that they also keep are not counted, and
+            ``incomplete`` says so.
+        module: whose parameters' names to use.
+
+    Raises:
+        TypeError: an entry is no group.
+        RuntimeError: a group's weight pass is running.
+    """
+    listed = [groups] if isinstance(groups, (ParamGroup, dict)) else list(groups)
+    book = _Book(module)
+    spent = 0
+    for i, group in enumerate(listed):
+        if isinstance(group, ParamGroup):
+            spent += group.spent
+            for node, _, tensors in group.account():
+                book.add(node, tensors)
+        elif isinstance(group, dict) and "params" in group and "intermediates" in group:
+            book.add_torch_group(group)
+        else:
+            raise TypeError(
+                f"groups[{i}] is a {type(group).__name__}; expected a ParamGroup, as zbpipe.stage_backward_input "
+                "returns them"
+            )
+    return book.close(len(listed), spent)
+
+
+_Tensor = tuple[str, int, int, tuple[int, ...], torch.dtype, torch.device, list[torch.Tensor]]
+"""As ParamGroup.account() gives them: role, storage, bytes, shape, dtype, device, the weights that it serves."""
+
+
+@dataclass
+class _Entry:
+    """A storage while it is being counted: lists without repetition, in order of discovery."""
+
+    bytes: int
+    device: torch.device
+    dtype: torch.dtype
+    roles: dict[str, None] = field(default_factory=dict)
+    nodes: dict[str, None] = field(default_factory=dict)
+    shapes: dict[tuple[int, ...], None] = field(default_factory=dict)
+    parameters: dict[str, None] = field(default_factory=dict)
+
+
+class _Book:
+    """Collects; keeps names and numbers alone. The module is borrowed until close()."""
+
+    def __init__(self, module: torch.nn.Module | None) -> None:
+        self.names_of: dict[int, list[str]] = {}
+        self.name_of: dict[int, str] = {}  # by id(): the parameters are alive while a group is
+        self.shape_of: dict[str, tuple[int, ...]] = {}
+        self.entries: dict[int, _Entry] = {}
+        self.unknown = 0
+        self.incomplete: dict[str, None] = {}
+        if module is not None:
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                self.names_of.setdefault(id(parameter), []).append(name)
+
+    def name(self, weight: torch.Tensor) -> str:
+        name = self.name_of.get(id(weight))
+        if name is None:
+            known = self.names_of.get(id(weight))
+            if known is None:
+                dtype = str(weight.dtype).removeprefix("torch.")
+                name = f"{dtype}{list(weight.shape)} #{self.unknown}"
+                self.unknown += 1
+            else:
+                name = known[0]
+            self.name_of[id(weight)] = name
+            self.shape_of[name] = tuple(weight.shape)
+        return name
+
+    def add(self, node: str | None, tensors: Iterable[_Tensor]) -> None:
+        for role, storage, size, shape, dtype, device, weights in tensors:
+            names = [self.name(weight) for weight in weights]
+            if storage == 0:
+                self.incomplete["tensors without a storage (sparse ones, wrappers) are not counted"] = None
+                continue
+            entry = self.entries.setdefault(storage, _Entry(size, device, dtype))
+            entry.roles[role] = None
+            entry.shapes[shape] = None
+            entry.nodes.update({node: None} if node is not None else {})
+            entry.parameters.update(dict.fromkeys(names))
+
+    def add_torch_group(self, group: dict[str, Any]) -> None:
+        self.incomplete["the saved tensors of the graph that groups of torch's own module keep cannot be seen"] = None
+        weights = [node.variable for node in group["params"]]
+        for node, grads in zip(group["intermediates"] or (), group.get("grads") or (), strict=False):
+            tensors = [_seen(t, weights) for t in grads if isinstance(t, torch.Tensor)]
+            self.add(node.name() if node is not None else None, tensors)
+
+    def close(self, groups: int, spent: int) -> Held:
+        sums = dict.fromkeys(self.shape_of, 0)
+        alone = dict.fromkeys(self.shape_of, 0)
+        for entry in self.entries.values():
+            for name in entry.parameters:
+                sums[name] += entry.bytes
+            if len(entry.parameters) == 1:
+                alone[next(iter(entry.parameters))] += entry.bytes
+        rows = [ParameterRow(name, shape, sums[name], alone[name]) for name, shape in self.shape_of.items()]
+        storages = [
+            HeldStorage(
+                bytes=e.bytes,
+                device=e.device,
+                dtype=e.dtype,
+                roles=tuple(e.roles),
+                nodes=tuple(e.nodes),
+                shapes=tuple(e.shapes),
+                parameters=tuple(e.parameters),
+            )
+            for e in self.entries.values()
+        ]
+        names = {known[0]: tuple(known) for known in self.names_of.values()}
+        return Held(
+            storages=tuple(sorted(storages, key=lambda storage: -storage.bytes)),
+            parameters=tuple(sorted(rows, key=lambda row: -row.bytes)),
+            groups=groups,
+            spent=spent,
+            incomplete="; ".join(self.incomplete),
+            _names=names,
+        )
+
+
+def _seen(t: torch.Tensor, weights: list[torch.Tensor]) -> _Tensor:
+    storage = t.untyped_storage()
+    return "output gradient", storage._cdata, storage.nbytes(), tuple(t.shape), t.dtype, t.device, weights
+
+
+def _prefixes(name: str) -> list[str]:
+    """The modules that a parameter is in: "" and "a", "a.b" for "a.b.weight"."""
+    parts = name.split(".")[:-1]
+    return ["", *(".".join(parts[: i + 1]) for i in range(len(parts)))]

@@ -1,0 +1,156 @@
+"""What feeds a recording of a CUDA device: torch's own history of its caching allocator.
+
+Note [How the history and the phases come together]
+
+The history's clock and ours differ by more than an allocation takes. But the allocator counts what it hands out and
+takes back, one by one, and the history has one entry for each: a mark is the sum of the two counts at that moment, and
+so a place in the history.
+
+``free_requested`` is when a tensor gave its block back, and what counts here as free; that another stream may still use
+the block (``free_completed``) is the allocator's business.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from zbpipe import _C
+
+_ATTEMPTS = 100
+
+
+class _History:
+    """torch's history, switched on as long as one of our recordings needs it. It is one for all devices."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+
+    def acquire(self, entries: int) -> None:
+        with self._lock:
+            if self._users == 0:
+                if torch._C._cuda_isHistoryEnabled():
+                    raise RuntimeError(
+                        "torch.cuda.memory._record_memory_history is already on, and a recording would end it; switch "
+                        "it off first"
+                    )
+                torch.cuda.memory._record_memory_history("all", context=None, max_entries=entries, clear_history=True)
+            self._users += 1
+
+    def release(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                torch.cuda.memory._record_memory_history(None)
+
+
+_history = _History()
+
+
+class CudaSource:
+    """See the note above. All that it has seen is known when it has stopped."""
+
+    def __init__(self, device: torch.device, max_events: int) -> None:
+        if not torch.cuda.is_available():
+            raise RuntimeError(f"memory cannot be recorded on {device}: torch sees no CUDA device")
+        if max_events == 0:
+            raise ValueError("max_events is 0; a recording on CUDA is made from its log and needs one")
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self._max_events = max_events
+        self._marks: list[tuple[int, int]] = []
+        self._log: _C.Recorder | None = None
+        self._missing = 0
+
+    def start(self) -> None:
+        if torch.cuda.get_allocator_backend() != "native":
+            raise RuntimeError(
+                f"memory cannot be recorded with the CUDA allocator {torch.cuda.get_allocator_backend()}, which keeps "
+                "no history; use the native one"
+            )
+        _history.acquire(2 * self._max_events)  # a block may leave four entries, two of which count
+        self._begin = (self._position(), time.monotonic_ns())
+
+    def mark(self) -> int | None:
+        self._marks.append((self._position(), time.monotonic_ns()))
+        return len(self._marks)  # mark 0 is the beginning
+
+    def stop(self) -> bool:
+        try:
+            end, trace = self._read()
+        finally:
+            _history.release()
+        begin, begin_ns = self._begin
+        self._log, self._missing = replay(
+            trace, begin, end, begin_ns, self._marks, self._max_events, time.time_ns() - time.monotonic_ns()
+        )
+        return False
+
+    @property
+    def log(self) -> _C.Recorder:
+        if self._log is None:
+            raise RuntimeError("on CUDA a recording can be read when it is over; leave its with block first")
+        if self._missing:
+            raise RuntimeError(
+                f"the history of {self.device} has lost {self._missing} of the recording's events, which were more "
+                f"than max_events={self._max_events}; record with a larger one"
+            )
+        return self._log
+
+    def counters(self) -> dict[str, int]:
+        return self.log.counters()
+
+    def _position(self) -> int:
+        count = torch._C._cuda_memoryStats(self.device.index)["allocation"]["all"]
+        return int(count["allocated"] + count["freed"])
+
+    def _read(self) -> tuple[int, list[dict[str, Any]]]:
+        """The history, and the position of its end: read while no other thread allocates."""
+        for _ in range(_ATTEMPTS):
+            before = self._position()
+            traces = torch.cuda.memory._snapshot()["device_traces"]
+            if self._position() == before:
+                return before, traces[self.device.index]
+        raise RuntimeError(
+            f"the history of {self.device} could not be read: other threads allocate all the time; end the recording "
+            "when they are done"
+        )
+
+
+def replay(
+    trace: Iterable[dict[str, Any]],
+    begin: int,
+    end: int,
+    begin_ns: int,
+    marks: Sequence[tuple[int, int]],
+    max_events: int,
+    unix_minus_monotonic_ns: int,
+) -> tuple[_C.Recorder, int]:
+    """Makes a log of a device's history between the positions ``begin`` and ``end``, at which the history ends.
+
+    ``marks`` are positions and monotonic times. Returns the log and the number of events that the history has lost;
+    the log is of use only if that is 0.
+    """
+    entries = [e for e in trace if e["action"] in ("alloc", "free_requested")]
+    missing = max(end - begin - len(entries), 0)
+    entries = entries[len(entries) - (end - begin - missing) :]
+    log = _C.Recorder(max_events)
+    log.replay_begin(begin_ns)
+    last = begin_ns
+    waiting = list(reversed(marks))
+    for position, entry in enumerate(entries, start=begin + missing):
+        while waiting and waiting[-1][0] <= position:
+            last = max(last, waiting.pop()[1])
+            log.replay_mark(last)
+        last = max(last, entry["time_us"] * 1000 - unix_minus_monotonic_ns)
+        put = log.replay_alloc if entry["action"] == "alloc" else log.replay_free
+        put(last, entry["addr"], entry["size"])
+    for _, when in reversed(waiting):
+        last = max(last, when)
+        log.replay_mark(last)
+    return log, missing
