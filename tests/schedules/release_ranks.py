@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import zbpipe
 
 STEPS = {"plain": 3, "odd": 2}
-PATIENCE = 20.0  # seconds for a send to be done; the receive has been posted or will be without our doing
+PATIENCE = 10.0  # seconds for a send to be done; the receive has been posted or will be without our doing
 ZERO_BUBBLE = ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 
 
@@ -124,7 +124,7 @@ class Watch:
     def gone(self, when, microbatch, *kinds, patience=0.0):
         for what in kinds:
             storage = self.held.get((what, microbatch))
-            end = time.monotonic() + patience
+            end = time.monotonic() + (0.0 if self.found else patience)  # patient no longer with what fails anyhow
             while storage is not None and not storage.expired() and time.monotonic() < end:
                 time.sleep(0.002)
             if storage is not None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,7 +20,7 @@ pytest.importorskip("matplotlib")
 
 from zbpipe.demo import report
 from zbpipe.demo.config import SCHEDULES, Config
-from zbpipe.demo.measure import Action, Event, count
+from zbpipe.demo.measure import Action, Event, count, receive_buffers
 from zbpipe.demo.train import Difference, Step, difference
 
 ROWS = (
@@ -139,6 +140,21 @@ def test_counting_memory_on_a_trace_made_by_hand() -> None:
     assert memory.kinds == ["F", "I", "I", "I", "W", "W", "W"]
     assert max(memory.live) == memory.peak
     assert memory.live[-1] == 0
+
+    standing = [Event(float("-inf"), 0x9, 20), Event(float("-inf"), 0x8, 3)]  # the first is freed in the step
+    memory = count(actions, events, standing)
+    assert memory.held == 110 + 20  # while W of microbatch 0 ran
+    assert memory.peak == 100 + 10 + 7 + 5000 + 23
+    assert memory.live[-1] == 3
+
+
+def test_receive_buffers_are_counted_once_and_only_where_they_have_memory() -> None:
+    import torch
+
+    buffer = torch.empty(3, 4)
+    infos = tuple(SimpleNamespace(buffer=b) for b in (buffer, buffer.view(12), None, torch.empty(5, device="meta")))
+    stage = SimpleNamespace(args_recv_info={0: infos}, grad_recv_info={0: (SimpleNamespace(buffer=torch.empty(2)),)})
+    assert sorted(event.size for event in receive_buffers([stage])) == [8, 48]
 
 
 def test_a_planted_fault_is_found() -> None:

@@ -3,6 +3,7 @@
 Over two gloo processes; what needs no second process runs here, on one rank that has both stages of a V.
 """
 
+import contextlib
 import gc
 import os
 import subprocess
@@ -38,8 +39,9 @@ def folder(tmp_path_factory):
             command = [sys.executable, script, str(rank), str(WORLD), str(folder)]
             ranks.append(subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT))
     try:
-        for rank in ranks:
-            rank.wait(timeout=240)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the tests tell what did not finish
+            for rank in ranks:
+                rank.wait(timeout=150)
     finally:
         for rank in ranks:
             rank.kill()

@@ -7,8 +7,8 @@ every storage that it hands out or takes back, in bytes, with a time. Nothing is
 From these events:
 
 live bytes
-    Storages that were allocated since the step began and not freed yet. Weights, optimizer state and receive buffers
-    exist before the step and are not in it; gradients are.
+    Storages that were allocated since the step began and not freed yet, and the stages' receive buffers, which torch
+    keeps from step to step and zbpipe does not. Weights and optimizer state are not in it; gradients are.
 peak
     The most live bytes at any moment of the step.
 held for a microbatch
@@ -76,6 +76,7 @@ class StepMemory:
 def measure_step(step: Callable[[], object], stages: Sequence[PipelineStage], device: torch.device) -> StepMemory:
     """Runs ``step`` once under the profiler and counts. The stages' methods are wrapped for that step alone."""
     gc.collect()
+    standing = receive_buffers(stages)
     for stage in stages:
         _mark_methods(stage)
     try:
@@ -89,7 +90,19 @@ def measure_step(step: Callable[[], object], stages: Sequence[PipelineStage], de
         trace.export_chrome_trace(str(path))
         rows = json.loads(path.read_text())["traceEvents"]
     actions, events = read_trace(rows, device_type=0 if device.type == "cpu" else 1)
-    return count(actions, events)
+    return count(actions, events, standing)
+
+
+def receive_buffers(stages: Sequence[PipelineStage]) -> list[Event]:
+    """The receive buffers that exist now, as if handed out before all time."""
+    events: dict[int, Event] = {}
+    for stage in stages:
+        for recv_infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
+            for info in recv_infos:
+                if info.buffer is not None and not info.buffer.is_meta:
+                    storage = info.buffer.untyped_storage()
+                    events[storage.data_ptr()] = Event(float("-inf"), storage.data_ptr(), storage.nbytes())
+    return list(events.values())
 
 
 def read_trace(rows: Sequence[dict[str, Any]], device_type: int) -> tuple[list[Action], list[Event]]:
@@ -109,15 +122,15 @@ def read_trace(rows: Sequence[dict[str, Any]], device_type: int) -> tuple[list[A
     return sorted(actions, key=lambda a: a.start), sorted(events, key=lambda e: e.time)
 
 
-def count(actions: Sequence[Action], events: Sequence[Event]) -> StepMemory:
-    """Computes a step's memory from its actions and events, both by ascending time."""
+def count(actions: Sequence[Action], events: Sequence[Event], standing: Sequence[Event] = ()) -> StepMemory:
+    """Computes a step's memory from its actions and events, both by ascending time, and from what stands before it."""
     returned = {(a.stage, a.microbatch): a.end for a in actions if a.kind == "I" and a.stage != 0}
     weight_passes = [a for a in actions if a.kind == "W" and (a.stage, a.microbatch) in returned]
     held_for = dict.fromkeys(returned, 0)
 
     result = StepMemory(kinds=[a.kind for a in actions])
-    born: dict[int, Event] = {}
-    live = 0
+    born = {event.address: event for event in standing}
+    live = sum(event.size for event in standing)
     levels: list[tuple[float, int]] = []
     for event in events:
         if event.size > 0:
