@@ -41,7 +41,7 @@ def methods():
         for n in _stage_release.PARAMETERS
     }
     for name in _stage_release.SUBCLASSES:
-        for method in _stage_release.PREPARE:
+        for method in set(_stage_release.PREPARE) & vars(getattr(stage, name)).keys():
             places[f"{_stage_release.STAGE}.{name}.{method}"] = vars(getattr(stage, name))[method]
     return places
 

@@ -22,6 +22,8 @@ schedule never waits behind a send that it did not ask for. When a stage's backw
 the output has arrived: what is left of its send is waited for then.
 """
 
+import atexit
+import contextlib
 import functools
 import importlib
 import inspect
@@ -29,6 +31,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +43,7 @@ STAGE = "torch.distributed.pipelining.stage"
 SCHEDULES = "torch.distributed.pipelining.schedules"
 BASE = "_PipelineStageBase"
 
-# Of _PipelineStageBase, but for those that its subclasses define each, and for a function of the schedules.
+# Of _PipelineStageBase, but for a function of the schedules, and for PREPARE, which its subclasses define each.
 PARAMETERS = {
     "forward_one_chunk": ("self", "fwd_chunk_id", "args", "kwargs", "save_forward_output"),
     "backward_one_chunk": ("self", "bwd_chunk_id", "loss", "full_backward", "last_backward"),
@@ -144,7 +147,8 @@ def _find() -> tuple[list[tuple[Any, str]], str | None]:
         differences = []
     else:
         places = [(schedules if name == "_batch_p2p" else base, name) for name in PARAMETERS]
-        places += [(getattr(stage, owner, None), name) for owner in SUBCLASSES for name in PREPARE]
+        owners = [base, *(getattr(stage, name, None) for name in SUBCLASSES)]
+        places += [(owner, name) for owner in owners for name in PREPARE if _is_defined(owner, name)]
         has_buffer = "buffer" in _parameters(getattr(stage, "_RecvInfo", None))
         differences = [] if has_buffer else ["_RecvInfo takes no buffer"]
     for owner, name in places:
@@ -157,6 +161,11 @@ def _find() -> tuple[list[tuple[Any, str]], str | None]:
     if differences:
         return [], f"stages hold what they hold in torch, whose ways zbpipe does not know: {'; '.join(differences)}"
     return places, note
+
+
+def _is_defined(owner: Any, name: str) -> bool:
+    function = vars(owner or object).get(name)
+    return function is not None and not getattr(function, "__isabstractmethod__", False)
 
 
 def _parameters(function: Any) -> tuple[str, ...]:
@@ -241,8 +250,9 @@ def _get_bwd_recv_ops(original: _Function, self: Any, bwd_chunk_id: int) -> Any:
 def _set_local_bwd_input(original: _Function, self: Any, next_stage_bwd_outputs: Any, mb_index: int) -> Any:
     if isinstance(next_stage_bwd_outputs, tuple):
         for info, grad in zip(self.grad_recv_info.get(mb_index, ()), next_stage_bwd_outputs, strict=False):
-            if grad is None:  # torch zeroes the buffer
+            if grad is None and getattr(info, "buffer", None) is not None:  # torch leaves the buffer, or zeroes it
                 _allocate([info], self.device)
+                info.buffer.zero_()
     return original(self, next_stage_bwd_outputs, mb_index)
 
 
@@ -383,6 +393,7 @@ class _Transfer:
         self.done = threading.Event()
         self.error: Exception | None = None
         self.watched = False
+        self.current: Any = None
 
     def carries_output(self, stage: Any, microbatch: int) -> bool:
         return (stage, microbatch) in self.parcels
@@ -408,11 +419,13 @@ class _Transfer:
             return
         try:
             while works:
-                works.pop(0).wait()  # no local name may hold it when others hear that it is done
+                self.current = works.pop(0)  # not a local name: none may hold it when others hear that it is done
+                self.current.wait()
         except Exception as error:
             self.error = error
         finally:
             works.clear()
+            self.current = None
             self._let_go()
             self.done.set()
 
@@ -442,6 +455,7 @@ def _sends() -> list["_Transfer"]:
 
 
 _queues: dict[int, deque[_Transfer]] = {}
+_waiting: dict[int, tuple[threading.Thread, _Transfer]] = {}
 _queues_lock = threading.Lock()
 
 
@@ -459,12 +473,34 @@ def _watch(peer: int, transfer: _Transfer) -> None:
 def _finish_queue(peer: int) -> None:
     while True:
         with _queues_lock:
+            _waiting.pop(peer, None)
             if not _queues[peer]:
                 del _queues[peer]
                 return
             transfer = _queues[peer].popleft()
+            _waiting[peer] = threading.current_thread(), transfer
         transfer.finish()
         del transfer
+
+
+@atexit.register
+def _give_up() -> None:
+    """Ends the threads that still wait when the program exits, because a step failed and the peer does not receive.
+
+    A thread that came back from gloo into an interpreter that is gone would abort the process. To time out on the same
+    work wakes it: gloo then declares the whole group broken.
+    """
+    with _queues_lock:
+        for queue in _queues.values():
+            queue.clear()
+        waiting = list(_waiting.values())
+    for thread, transfer in waiting:
+        work = transfer.current
+        if work is not None:
+            with contextlib.suppress(RuntimeError):
+                work.wait(timedelta(milliseconds=1))
+        del work
+        thread.join(5)
 
 
 _state = _State()

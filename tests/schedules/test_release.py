@@ -343,3 +343,39 @@ def test_what_others_send_is_left_alone(send):
     assert _stage_release._batch_p2p(lambda ops, desc: works, [op]) is works
     assert op.tensor.sum() == 4
     assert threading.active_count() == 1
+
+
+EXIT = """
+import os, sys, time
+import torch, torch.distributed as dist
+from zbpipe import _stage_release
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
+if rank == 1:
+    time.sleep(0.4)
+    os._exit(0)
+_stage_release._state.places.append(None)
+op = dist.P2POp(dist.isend, torch.ones(1_000_000), 1)
+op.zbpipe_parcel = _stage_release._Parcel("a stage", 0, None)
+_stage_release._batch_p2p(lambda ops, desc: [op.op(op.tensor, group_dst=op.group_peer) for op in ops], [op])
+_stage_release._state.places.clear()
+time.sleep(0.2)
+raise KeyError("planted")
+"""
+
+
+@pytest.mark.dist
+def test_a_send_that_nobody_receives_does_not_abort_a_failed_program(tmp_path):
+    """The waiting thread is ended before the interpreter is."""
+    script = tmp_path / "script.py"
+    script.write_text(EXIT)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, str(script)]
+    store = str(tmp_path / "store")
+    with subprocess.Popen([*command, "1", store], env=env):
+        failed = subprocess.run(
+            [*command, "0", store], env=env, capture_output=True, text=True, timeout=60, check=False
+        )
+    assert failed.returncode == 1, failed.stderr
+    assert "KeyError: 'planted'" in failed.stderr
