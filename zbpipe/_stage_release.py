@@ -18,7 +18,8 @@ Note [When a send is done]
 Most backends' works tell (``is_completed``), and are asked whenever a stage or the schedule passes here. gloo's tell
 only a caller of ``wait``, which blocks until the peer receives; so a thread waits for them, one per peer, that lives
 while there are sends under way. Whoever comes first claims the works and waits for them, the others wait for him: the
-schedule never waits behind a send that it did not ask for. When a stage's backward begins, the gradient has come, hence
+schedule never waits behind a send that it did not ask for. Memory is freed by the schedule's thread, when it passes
+here: a profiler sees no other. When a stage's backward begins, the gradient has come, hence
 the output has arrived: what is left of its send is waited for then.
 """
 
@@ -386,14 +387,14 @@ class _Transfer:
     """Works that were started together, as one that holds the tensors until it is done and no longer."""
 
     def __init__(self, works: list[Any], ops: Sequence[Any]) -> None:
-        self.works: list[Any] | None = works
+        self.works = works
         self.ops = list(ops)
         self.parcels = [(op.zbpipe_parcel.stage, op.zbpipe_parcel.microbatch) for op in ops]
         self.lock = threading.Lock()
+        self.claimed = False
         self.done = threading.Event()
         self.error: Exception | None = None
         self.watched = False
-        self.current: Any = None
 
     def carries_output(self, stage: Any, microbatch: int) -> bool:
         return (stage, microbatch) in self.parcels
@@ -402,40 +403,40 @@ class _Transfer:
         """Return when all works are done; raises what one of them raised."""
         self.finish()
         self.done.wait()
+        self._let_go()
         if self.error is not None:
             raise self.error
         return True
 
     def poll(self) -> None:
-        works = self.works
-        if not self.watched and works is not None and all(work.is_completed() for work in works):
+        """Let go if all works are done."""
+        if not self.watched and all(work.is_completed() for work in self.works):
             self.finish()
+        if self.done.is_set():
+            self._let_go()
 
     def finish(self) -> None:
-        """Wait and let go, unless somebody else does so or has done so."""
+        """Wait, unless somebody else does so or has done so."""
         with self.lock:
-            works, self.works = self.works, None
-        if works is None:
+            claimed, self.claimed = self.claimed, True
+        if claimed:
             return
         try:
-            while works:
-                self.current = works.pop(0)  # not a local name: none may hold it when others hear that it is done
-                self.current.wait()
+            for index in range(len(self.works)):
+                self.works[index].wait()  # no local name: who hears that it is done may free it
         except Exception as error:
             self.error = error
         finally:
-            works.clear()
-            self.current = None
-            self._let_go()
             self.done.set()
 
     def _let_go(self) -> None:
-        for op in self.ops:
+        with self.lock:
+            ops, self.ops, self.works = self.ops, [], []
+        for op in ops:
             if op.zbpipe_parcel.outputs is not None:
                 op.zbpipe_parcel.outputs.clear()
             op.tensor = _description(op.tensor)  # the schedule's frame may hold the operation until the step ends
             del op.zbpipe_parcel
-        self.ops = []
         with _state.lock:
             _state.sends.discard(self)
 
@@ -495,11 +496,9 @@ def _give_up() -> None:
             queue.clear()
         waiting = list(_waiting.values())
     for thread, transfer in waiting:
-        work = transfer.current
-        if work is not None:
+        for work in transfer.works:
             with contextlib.suppress(RuntimeError):
                 work.wait(timedelta(milliseconds=1))
-        del work
         thread.join(5)
 
 
