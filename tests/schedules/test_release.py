@@ -317,7 +317,8 @@ def test_a_backward_knows_that_its_output_has_arrived(send):
     """Whatever the works tell: the gradient is there. Other microbatches' sends are not waited for."""
 
     class Stage:
-        grad_recv_info = args_recv_info = backward_state = {}
+        def __init__(self):
+            self.grad_recv_info = self.args_recv_info = self.backward_state = {}
 
     stage, work = Stage(), Work(tells=False)
     mine, _, _result = send(work, "a backend that does not tell", stage=stage, microbatch=3)
