@@ -14,10 +14,11 @@ import pytest
 import torch
 import torch.distributed.pipelining._backward as backward
 import torch.distributed.pipelining._IR as IR
+import torch.distributed.pipelining.schedules as schedules
 import torch.distributed.pipelining.stage as stage
 
 import zbpipe
-from zbpipe import _functions
+from zbpipe import _functions, _stage_release
 
 patch_module = importlib.import_module("zbpipe.patch")
 ROOT = Path(__file__).parents[1]
@@ -30,13 +31,28 @@ def everything():
     return {(m.__name__, name): vars(m)[name] for m in (backward, stage, IR) for name in NAMES if name in vars(m)}
 
 
+def methods():
+    """The stages' methods and the schedules' function that patch() wraps, in torch before 2.15."""
+    base = stage._PipelineStageBase
+    places = {
+        f"{_stage_release.SCHEDULES}.{n}" if n == "_batch_p2p" else f"{_stage_release.STAGE}.{base.__name__}.{n}": (
+            vars(schedules)[n] if n == "_batch_p2p" else vars(base)[n]
+        )
+        for n in _stage_release.PARAMETERS
+    }
+    for name in _stage_release.SUBCLASSES:
+        for method in set(_stage_release.PREPARE) & vars(getattr(stage, name)).keys():
+            places[f"{_stage_release.STAGE}.{name}.{method}"] = vars(getattr(stage, name))[method]
+    return places
+
+
 @pytest.fixture(autouse=True)
 def torch_as_it_was():
     zbpipe.unpatch()
-    before = everything()
+    before = everything(), methods()
     yield
     zbpipe.unpatch()
-    assert everything() == before
+    assert (everything(), methods()) == before
 
 
 @pytest.fixture
@@ -321,6 +337,132 @@ def test_zbpipes_functions_take_what_torchs_take():
         assert patch_module._parameters(getattr(_functions, name)) == patch_module.PARAMETERS[name]
 
 
+def releases():
+    """Whether stages release their outputs; None when torch is not patched."""
+    return _stage_release._state.release_outputs if zbpipe.is_patched() else None
+
+
+def test_the_stages_methods_are_wrapped_and_named_and_restored(caplog):
+    before = methods()
+    with caplog.at_level(logging.INFO, "zbpipe"):
+        zbpipe.patch()
+    (record,) = caplog.records
+    for name, method in methods().items():
+        assert method is not before[name]
+        assert method.__wrapped__ is before[name]
+        assert f"{name}," in record.getMessage() or f"{name};" in record.getMessage()
+    zbpipe.unpatch()
+    assert methods() == before
+
+
+def test_outputs_are_kept_unless_told_otherwise():
+    zbpipe.patch()
+    assert releases() is False
+
+
+def test_the_last_word_on_release_outputs_holds_and_none_says_nothing(caplog):
+    zbpipe.patch(release_outputs=True)
+    assert releases() is True
+    zbpipe.patch()
+    assert releases() is True
+    with caplog.at_level(logging.INFO, "zbpipe"):
+        zbpipe.patch(release_outputs=False)
+        zbpipe.patch(release_outputs=False)
+    assert releases() is False
+    assert caplog.messages == ["release_outputs is False from now on"]
+    zbpipe.unpatch()
+    zbpipe.patch()
+    assert releases() is False
+
+
+def test_a_block_brings_back_what_was_said_before_it():
+    with zbpipe.patched(release_outputs=True):
+        assert releases() is True
+        with zbpipe.patched():
+            assert releases() is True
+            with zbpipe.patched(release_outputs=False):
+                assert releases() is False
+            assert releases() is True
+    assert releases() is None
+    zbpipe.patch(release_outputs=False)
+    with zbpipe.patched(release_outputs=True):
+        zbpipe.unpatch()
+    assert releases() is False
+
+
+@pytest.mark.parametrize("value", [1, "yes", 0.0])
+def test_release_outputs_that_is_no_bool_is_refused(value):
+    with pytest.raises(TypeError, match=rf"release_outputs is {value!r}: give True, False, or None"):
+        zbpipe.patch(release_outputs=value)
+    with pytest.raises(TypeError), zbpipe.patched(release_outputs=value):
+        pytest.fail("the block ran")
+    assert not zbpipe.is_patched()
+
+
+@pytest.mark.parametrize(("said", "released"), [("1", True), (" True ", True), ("", False), ("0", False)])
+def test_the_environment_has_the_first_word(monkeypatch, said, released):
+    monkeypatch.setenv("ZBPIPE_RELEASE_OUTPUTS", said)
+    with zbpipe.patched():
+        assert releases() is released
+    with zbpipe.patched(release_outputs=not released):
+        assert releases() is not released
+    zbpipe.patch(release_outputs=False)
+    zbpipe.patch()
+    assert releases() is False
+
+
+def test_an_environment_that_makes_no_sense_is_refused(monkeypatch):
+    monkeypatch.setenv("ZBPIPE_RELEASE_OUTPUTS", "maybe")
+    before = everything()
+    with pytest.raises(RuntimeError, match="ZBPIPE_RELEASE_OUTPUTS is 'maybe': set it to 1"):
+        zbpipe.patch()
+    assert everything() == before
+    assert not zbpipe.is_patched()
+
+
+def test_a_torch_with_other_stages_is_patched_but_for_them(monkeypatch, caplog):
+    monkeypatch.setattr(stage._PipelineStageBase, "get_fwd_send_ops", lambda self, chunk, group: None)
+    monkeypatch.delattr(stage._PipelineStageBase, "set_local_fwd_input")
+    before = dict(vars(stage._PipelineStageBase)), schedules._batch_p2p
+    with caplog.at_level(logging.INFO, "zbpipe"), zbpipe.patched(release_outputs=True):
+        assert stage.stage_backward is _functions.stage_backward
+        assert (dict(vars(stage._PipelineStageBase)), schedules._batch_p2p) == before
+    (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "set_local_fwd_input is missing" in warning.getMessage()
+    assert "get_fwd_send_ops takes (self, chunk, group) where zbpipe knows (self, fwd_chunk_id)" in warning.getMessage()
+    monkeypatch.undo()
+
+
+def test_a_torch_that_releases_outputs_itself_keeps_its_way(monkeypatch, caplog):
+    """As 2.15 does: what is left is what it keeps from I to W."""
+    base = stage._PipelineStageBase
+    monkeypatch.setattr(base, "release_fwd_send_outputs", lambda self, fwd_chunk_id: None, raising=False)
+    before = methods()
+    with caplog.at_level(logging.INFO, "zbpipe"), zbpipe.patched(release_outputs=True):
+        changed = [name for name, method in methods().items() if method is not before[name]]
+        assert changed == [f"{_stage_release.STAGE}._PipelineStageBase.backward_one_chunk"]
+    assert any("release_outputs changes nothing" in message for message in caplog.messages)
+    monkeypatch.undo()
+
+
+def test_a_method_that_somebody_rebound_meanwhile_is_left_named_and_harmless(caplog):
+    torchs = stage._PipelineStageBase.clear_runtime_states
+    zbpipe.patch()
+    ours = stage._PipelineStageBase.clear_runtime_states
+    stage._PipelineStageBase.clear_runtime_states = somebodys = lambda self: ours(self)
+    try:
+        with caplog.at_level(logging.INFO, "zbpipe"):
+            zbpipe.unpatch()
+        assert stage._PipelineStageBase.clear_runtime_states is somebodys
+        (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+        assert "stage._PipelineStageBase.clear_runtime_states" in warning.getMessage()
+        one = types.SimpleNamespace(fwd_cache={0: 1}, output_chunks=[1], args_recv_info={})
+        stage._PipelineStageBase.clear_runtime_states(one)
+        assert one.fwd_cache == {} and one.output_chunks == []
+    finally:
+        stage._PipelineStageBase.clear_runtime_states = torchs
+
+
 def test_importing_zbpipe_changes_nothing(tmp_path):
     done = run(
         "import torch.distributed.pipelining.stage as stage\n"
@@ -367,6 +509,12 @@ def test_the_variable_patches_a_script_that_never_heard_of_zbpipe(tmp_path, impo
     done = run(HOOKED + imports + SHOW, tmp_path, ZBPIPE_PATCH="1")
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.split()) == {"zbpipe._functions"}
+
+
+def test_the_variable_beside_it_releases_outputs(tmp_path):
+    code = HOOKED + "import torch.distributed.pipelining\nimport zbpipe._stage_release as r\n"
+    done = run(code + "print(r._state.release_outputs)", tmp_path, ZBPIPE_PATCH="1", ZBPIPE_RELEASE_OUTPUTS="1")
+    assert done.stdout == "True\n", done.stderr
 
 
 @pytest.fixture

@@ -6,14 +6,19 @@ environment shows it, as does `logging.getLogger("zbpipe").setLevel(logging.INFO
 What was captured elsewhere than in a module's namespace before patching (a default argument, a `functools.partial`,
 the graph of a traced `Pipe`) keeps torch's function, which goes on working.
 
+Patching also makes pipeline stages and schedules let go of what nothing needs: see zbpipe/_stage_release.py. Patch
+and unpatch between steps, not within one.
+
 For scripts that nobody wants to edit there is `ZBPIPE_PATCH=1` in the environment: a hook that is installed beside
 zbpipe patches as soon as the script, or a process that it starts, imports torch.distributed.pipelining.
+`ZBPIPE_RELEASE_OUTPUTS=1` beside it is patch(release_outputs=True).
 """
 
 import contextlib
 import importlib
 import inspect
 import logging
+import os
 import re
 import sys
 import threading
@@ -21,12 +26,17 @@ from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from zbpipe import _stage_release
+
 logger = logging.getLogger("zbpipe")
 
 PIPELINING = "torch.distributed.pipelining"
 BACKWARD = f"{PIPELINING}._backward"
 IMPORTERS = (f"{PIPELINING}.stage", f"{PIPELINING}._IR")
 OLDEST_TORCH = (2, 11)
+RELEASE_OUTPUTS = "ZBPIPE_RELEASE_OUTPUTS"
+ON = ("1", "true", "yes")
+OFF = ("", "0", "false", "no")
 
 PARAMETERS = {
     "stage_backward": ("stage_output", "output_grads", "input_values", "outputs_with_grads_idxs"),
@@ -63,21 +73,33 @@ class _State:
         self.places: list[_Place] = []
         self.open_contexts = 0
         self.patched_before_contexts = False
+        self.release_outputs = False
+        self.release_before_contexts = False
 
 
 _state = _State()
 
 
-def patch() -> None:
+def patch(release_outputs: bool | None = None) -> None:
     """Rebind every place in torch, and in modules that imported from it by name, to zbpipe's functions.
 
-    Does nothing when torch is patched already. Raises RuntimeError, and changes nothing, if this torch is not one
-    that zbpipe knows: older than 2.11, built without torch.distributed, or with functions that are missing, new, or
-    take other parameters.
+    When torch is patched already, only `release_outputs` is looked at.
+
+    Args:
+        release_outputs: whether the memory of a stage's outputs goes as soon as the next stage has them; the stage
+            keeps their place in the graph, a GradientEdge. Then nothing may look at an output after the stage's
+            forward, and `forward_one_chunk` returns, for stages that are not the last, a list that is emptied when
+            the outputs have been sent. True and False hold from the next forward on, whatever was said before. None
+            leaves it as it is; that is at first what ZBPIPE_RELEASE_OUTPUTS in the environment says, or False.
+
+    Raises TypeError if `release_outputs` is something else. Raises RuntimeError, and changes nothing, if this torch is
+    not one that zbpipe knows (older than 2.11, built without torch.distributed, or with functions that are missing,
+    new, or take other parameters), or if ZBPIPE_RELEASE_OUTPUTS has a value that it cannot have.
     """
+    _check(release_outputs)
     modules = _import()
     with _state.lock:
-        _rebind(modules)
+        _rebind(modules, release_outputs)
 
 
 def unpatch() -> None:
@@ -104,9 +126,11 @@ def unpatch() -> None:
                             namespace[name] = original
         restored = [place for place in _state.places if place not in rebound]
         _state.places = []
-        logger.info("unpatched %s", ", ".join(map(str, restored)))
-        if rebound:
-            logger.warning("not restored, because rebound since patching: %s", ", ".join(map(str, rebound)))
+        methods_restored, methods_rebound = _stage_release.uninstall()
+        logger.info("unpatched %s", ", ".join([*map(str, restored), *methods_restored]))
+        if rebound or methods_rebound:
+            names = ", ".join([*map(str, rebound), *methods_rebound])
+            logger.warning("not restored, because rebound since patching: %s", names)
 
 
 def is_patched() -> bool:
@@ -115,28 +139,45 @@ def is_patched() -> bool:
 
 
 @contextlib.contextmanager
-def patched() -> Iterator[None]:
+def patched(release_outputs: bool | None = None) -> Iterator[None]:
     """Patch for the length of a `with` block, then go back to how things were before it.
 
     Blocks may nest, and may overlap in several threads: patching is for the process, and the last block to end
-    restores. Raises what patch() raises.
+    restores. `release_outputs` is as for patch(); its value from before the block comes back with the block's end.
+    Raises what patch() raises.
     """
+    _check(release_outputs)
     modules = _import()
     with _state.lock:
-        before = is_patched()
-        _rebind(modules)
+        before, release_before = is_patched(), _state.release_outputs
+        _rebind(modules, release_outputs)
         if _state.open_contexts == 0:
-            _state.patched_before_contexts = before
+            _state.patched_before_contexts, _state.release_before_contexts = before, release_before
         _state.open_contexts += 1
     try:
         yield
     finally:
         with _state.lock:
             _state.open_contexts -= 1
-            if _state.open_contexts or _state.patched_before_contexts:
-                _rebind(modules)
+            if _state.open_contexts:
+                _rebind(modules, release_before if before else _state.release_outputs)
+            elif _state.patched_before_contexts:
+                _rebind(modules, _state.release_before_contexts)
             else:
                 unpatch()
+
+
+def _check(release_outputs: bool | None) -> None:
+    if release_outputs is not None and not isinstance(release_outputs, bool):
+        raise TypeError(f"release_outputs is {release_outputs!r}: give True, False, or None to leave it as it is.")
+
+
+def _environments_release_outputs() -> bool:
+    """What holds when nobody said anything. Raises RuntimeError for a value that is neither on nor off."""
+    said = os.environ.get(RELEASE_OUTPUTS, "").strip().lower()
+    if said not in ON and said not in OFF:
+        raise RuntimeError(f"{RELEASE_OUTPUTS} is {said!r}: set it to 1 to release outputs, or to 0 not to.")
+    return said in ON
 
 
 class _Modules(NamedTuple):
@@ -166,17 +207,28 @@ def _import() -> _Modules:
     return _Modules(backward, importers, importlib.import_module("zbpipe._functions"))
 
 
-def _rebind(modules: _Modules) -> None:
+def _rebind(modules: _Modules, release_outputs: bool | None) -> None:
     """Do patch()'s work, with the lock held."""
     if _state.places:
+        if release_outputs is not None and release_outputs != _state.release_outputs:
+            _state.release_outputs = release_outputs
+            _stage_release.set_release_outputs(release_outputs)
+            logger.info("release_outputs is %s from now on", release_outputs)
         return
+    if release_outputs is None:
+        release_outputs = _environments_release_outputs()
     originals = _originals(modules)
     places = list(_find(originals, {name: getattr(modules.replacements, name) for name in originals}))
     for place in places:
         place.namespace[place.name] = place.replacement
     _state.places = places
+    _state.release_outputs = release_outputs
     _warn_of_strangers(modules, places)
-    logger.info("patched %s", ", ".join(map(str, places)))
+    methods, note = _stage_release.install(release_outputs)
+    if note is not None:
+        logger.warning("not all is patched: %s", note)
+    names = ", ".join([*map(str, places), *methods])
+    logger.info("patched %s; release_outputs is %s", names, release_outputs)
 
 
 def _originals(modules: _Modules) -> dict[str, _Function]:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,7 +22,7 @@ from recording_by_hand import ByHand
 
 from zbpipe.demo import report
 from zbpipe.demo.config import SCHEDULES, Config
-from zbpipe.demo.measure import read
+from zbpipe.demo.measure import read, receive_buffers
 from zbpipe.demo.train import Difference, Step, difference
 
 ROWS = (
@@ -128,7 +129,7 @@ def test_counting_memory_on_a_step_made_by_hand() -> None:
                     hand.free(begin + 50, 0xA if stage == 1 else 0xC)
                     hand.free(begin + 60, 0xD)
                 hand.now = begin + 90
-    memory = read(recording)
+    memory = read(recording, 0)
     assert memory.kinds == ["F", "I", "I", "W", "W"]
     assert memory.held == 5107
     assert memory.peak == 5107
@@ -137,6 +138,19 @@ def test_counting_memory_on_a_step_made_by_hand() -> None:
     assert len(memory.position) == len(memory.live)
     first_of_w = next(i for i, position in enumerate(memory.position) if position > 3)
     assert memory.live[first_of_w] == 5107
+
+    standing = read(recording, 30)
+    assert (standing.held, standing.peak) == (5107, 5137)
+    assert standing.live == [30 + level for level in memory.live]
+
+
+def test_receive_buffers_are_counted_once_and_only_where_they_have_memory() -> None:
+    import torch
+
+    buffer = torch.empty(3, 4)
+    infos = tuple(SimpleNamespace(buffer=b) for b in (buffer, buffer.view(12), None, torch.empty(5, device="meta")))
+    stage = SimpleNamespace(args_recv_info={0: infos}, grad_recv_info={0: (SimpleNamespace(buffer=torch.empty(2)),)})
+    assert receive_buffers([stage]) == 48 + 8
 
 
 def test_a_planted_fault_is_found() -> None:

@@ -3,14 +3,16 @@
 Note [What the demo counts]
 
 One extra step is recorded: every block that the allocator hands out or takes back, in bytes; nothing is sampled. What
-the numbers mean is said in zbpipe/memory/_recorder.py, Note [What a recording counts]. Weights, optimizer state and
-receive buffers exist before the step and are not in it; gradients are. Stage 0 is left out of what is held from I to
-W: the schedules do not split it (its I does nothing, its W is a whole backward).
+the numbers mean is said in zbpipe/memory/_recorder.py, Note [What a recording counts]. Weights and optimizer state
+exist before the step and are not in it; gradients are, and the stages' receive buffers, which torch keeps from step to
+step and zbpipe does not. Stage 0 is left out of what is held from I to W: the schedules do not split it (its I does
+nothing, its W is a whole backward).
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -40,17 +42,28 @@ class StepMemory:
 def measure_step(step: Callable[[], object], stages: Sequence[PipelineStage], device: torch.device) -> StepMemory:
     """Runs ``step`` once and counts. The stages' methods are wrapped for that step alone."""
     gc.collect()
+    standing = receive_buffers(stages)
     with memory.record(device) as recording:
         recording.watch(stages)
         step()
-    return read(recording)
+    return read(recording, standing)
 
 
-def read(recording: memory.Recording) -> StepMemory:
-    """A step's memory from its recording, which is over."""
+def receive_buffers(stages: Sequence[PipelineStage]) -> int:
+    """Bytes of the receive buffers that exist now, each storage once."""
+    infos = itertools.chain.from_iterable(
+        (*stage.args_recv_info.values(), *stage.grad_recv_info.values()) for stage in stages
+    )
+    buffers = [info.buffer for recv_infos in infos for info in recv_infos if info.buffer is not None]
+    storages = [buffer.untyped_storage() for buffer in buffers if not buffer.is_meta]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def read(recording: memory.Recording, standing: int) -> StepMemory:
+    """A step's memory from its recording, which is over, and the bytes that stand before it and after."""
     position, live = _draw(recording)
     kinds = ["F" if action.kind == "forward" else action.kind for action in recording.phases]
-    return StepMemory(recording.peak, recording.held_peak, kinds, position, live)
+    return StepMemory(recording.peak + standing, recording.held_peak, kinds, position, [standing + x for x in live])
 
 
 def _draw(recording: memory.Recording) -> tuple[list[float], list[int]]:

@@ -1,0 +1,399 @@
+"""What stages and schedules hold while torch is patched: see release_ranks.py, and zbpipe/_stage_release.py.
+
+Over two gloo processes; what needs no second process runs here, on one rank that has both stages of a V.
+"""
+
+import contextlib
+import gc
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import SCHEDULES, batch, loss_function
+from release_ranks import MICROBATCHES, RUNS, WIDTH, ZERO_BUBBLE, Block, parts, reference
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import zbpipe
+from zbpipe import _stage_release
+
+WORLD = 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two processes run all, once."""
+    folder = tmp_path_factory.mktemp("release")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    script = str(Path(__file__).with_name("release_ranks.py"))
+    ranks = []
+    for rank in range(WORLD):
+        with open(folder / f"output.{rank}", "w") as output:
+            command = [sys.executable, script, str(rank), str(WORLD), str(folder)]
+            ranks.append(subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT))
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the tests tell what did not finish
+            for rank in ranks:
+                rank.wait(timeout=150)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return folder
+
+
+def results(folder, name, kind, release):
+    files = [folder / f"{name}.{kind}.{release}.{rank}" for rank in range(WORLD)]
+    if not all(file.exists() for file in files):
+        said = "\n".join((folder / f"output.{rank}").read_text()[-3000:] for rank in range(WORLD))
+        pytest.fail(f"{name} did not finish\n{said}")
+    return [torch.load(file) for file in files]
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "kind", "release"), RUNS)
+def test_losses_and_gradients_equal_the_unpipelined_models(name, kind, release, folder):
+    """Two patched steps, an evaluation between them where torch has one, and a step on torch's own after unpatch()."""
+    ranks = results(folder, name, kind, release)
+    for step, (losses, wanted) in enumerate(reference(kind, WORLD * SCHEDULES[name][0])):
+        got = {weight: grad for rank in ranks for weight, grad in rank["steps"][step][1].items()}
+        assert got.keys() == wanted.keys()
+        for weight, grad in wanted.items():
+            torch.testing.assert_close(got[weight], grad, msg=f"step {step}, weight {weight}")
+        torch.testing.assert_close([loss for rank in ranks for loss in rank["steps"][step][0]], losses)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "kind", "release"), [run for run in RUNS if run[1] == "plain"])
+def test_nothing_lives_longer_than_it_is_needed(name, kind, release, folder):
+    for rank in results(folder, name, kind, release):
+        assert rank["found"] == []
+        assert rank["seen"] >= MICROBATCHES * (2 if name in ZERO_BUBBLE else 1)
+
+
+# One rank.
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+    zbpipe.unpatch()
+    dist.destroy_process_group()
+
+
+def two_stages(modules, **last):
+    return [PipelineStage(m, i, 2, torch.device("cpu"), **(last if i else {})) for i, m in enumerate(modules)]
+
+
+def schedule_of(stages):
+    return ScheduleZBVZeroBubble(stages, MICROBATCHES, loss_fn=loss_function, scale_grads=False)
+
+
+def step(stages, number=0, schedule=None):
+    x, target = batch(number)
+    losses = []
+    (schedule or schedule_of(stages)).step(x, target=target, losses=losses)
+    grads = {f"{i}.{n}": w.grad for i, s in enumerate(stages) for n, w in s.submod.named_parameters()}
+    return [loss.detach() for loss in losses], grads
+
+
+def assert_equal(got, wanted):
+    torch.testing.assert_close(got[0], wanted[0])
+    assert got[1].keys() == wanted[1].keys()
+    torch.testing.assert_close(got[1], wanted[1])
+
+
+@pytest.mark.parametrize("release", [False, True])
+def test_a_custom_dw_builder_runs_and_finds_the_stage_empty(one_rank, release):
+    """The schedule keeps nothing for it; what it captured itself it has."""
+    storages, held, ran = {}, [], []
+
+    def build():
+        microbatch = len(storages) - 1
+
+        def run():
+            ran.append(microbatch)
+            held.extend(not storage.expired() for storage in storages[microbatch])
+
+        return run
+
+    modules = parts("plain", 2)
+    stages = two_stages(modules)
+    stages[0].dw_builder = build
+    outputs = []
+    modules[0].register_forward_hook(lambda module, args, out: outputs.append(StorageWeakRef(out.untyped_storage())))
+    with zbpipe.patched(release):
+        backward = stages[0].backward_one_chunk
+
+        def watched(microbatch, *args, **kwargs):
+            grad = stages[0].grad_recv_info[microbatch][0].buffer
+            # The first forward is the one that infers shapes.
+            storages[microbatch] = [outputs[1 + microbatch], StorageWeakRef(grad.untyped_storage())]
+            del grad
+            return backward(microbatch, *args, **kwargs)
+
+        stages[0].backward_one_chunk = watched
+        assert_equal(step(stages), reference("plain", 2)[0])
+    assert sorted(ran) == list(range(MICROBATCHES))
+    assert len(held) == 2 * MICROBATCHES
+    assert not any(held)
+
+
+@pytest.mark.parametrize("release", [False, True])
+def test_a_step_after_one_that_failed(one_rank, release):
+    modules = parts("plain", 2)
+    fail = [True]
+
+    def maybe(module, args):
+        if fail and len(fail) == 4:
+            fail.clear()
+            raise KeyError("planted")
+        if fail:
+            fail.append(True)
+
+    modules[1].register_forward_pre_hook(maybe)
+    stages = two_stages(modules)
+    with zbpipe.patched(release):
+        with pytest.raises(RuntimeError, match="failed to run forward"):
+            step(stages)
+        stages[0].clear_runtime_states()  # as the next step does first
+        assert stages[0] not in _stage_release._state.outputs
+        for module in modules:
+            module.zero_grad()
+        assert_equal(step(stages), reference("plain", 2)[0])
+
+
+def test_a_gradient_that_is_none_is_handed_over_as_zero(one_rank):
+    """The next stage does not use the output: torch zeroes the buffer, which must be there again in every step."""
+
+    class Ignores(Block):
+        def forward(self, x, unused):
+            return super().forward(x)
+
+    class Two(Block):
+        def forward(self, x):
+            y = super().forward(x)
+            return y, 3 * self.up(y)
+
+    torch.manual_seed(1)
+    modules = [Two(), Ignores()]
+    wanted = []
+    for number in range(2):
+        x, target = batch(number)
+        for part, goal in zip(x.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True):
+            loss_function(modules[1](*modules[0](part)), goal).backward()
+        wanted.append({f"{i}.{n}": w.grad.clone() for i, m in enumerate(modules) for n, w in m.named_parameters()})
+    for module in modules:
+        module.zero_grad()
+    stages = two_stages(modules)
+    schedule = schedule_of(stages)
+    with zbpipe.patched():
+        for number in range(2):
+            torch.testing.assert_close(step(stages, number, schedule)[1], wanted[number])
+            assert all(info.buffer.is_meta for infos in stages[0].grad_recv_info.values() for info in infos)
+    assert not any(info.buffer.is_meta for infos in stages[0].grad_recv_info.values() for info in infos)
+    assert not any(info.buffer.is_meta for infos in stages[1].args_recv_info.values() for info in infos)
+
+
+def test_outputs_are_the_users_unless_told_otherwise(one_rank):
+    stages = two_stages(parts("plain", 2))
+
+    def outputs(release):
+        seen = []
+        with zbpipe.patched(release):
+            forward = stages[0].forward_one_chunk
+            stages[0].forward_one_chunk = lambda *args, **kwargs: seen.append(forward(*args, **kwargs)) or seen[-1]
+            step(stages)
+            del stages[0].forward_one_chunk
+        return seen
+
+    assert all(isinstance(output, torch.Tensor) and output.shape == (2, WIDTH) for output in outputs(False))
+    assert outputs(True) == [[]] * MICROBATCHES
+    assert all(isinstance(output, torch.Tensor) and output.shape == (2, WIDTH) for output in outputs(None))
+
+
+def test_outputs_cannot_be_sent_when_they_are_gone(one_rank):
+    stages = two_stages(parts("plain", 2))
+    with zbpipe.patched(release_outputs=True):
+        failures = []
+        hand_over = stages[1].set_local_fwd_input
+
+        def send_again(outputs, microbatch):
+            hand_over(outputs, microbatch)
+            with pytest.raises(RuntimeError, match=r"released the outputs of stage 0, microbatch \d.*send them once"):
+                stages[0].get_fwd_send_ops(microbatch)
+            failures.append(microbatch)
+
+        stages[1].set_local_fwd_input = send_again
+        step(stages)
+    assert len(failures) == MICROBATCHES
+
+
+# Sends, with works that do as they are told.
+
+
+class Work:
+    def __init__(self, tells=True, error=None):
+        self.tells, self.error, self.is_done, self.waited = tells, error, threading.Event(), 0
+
+    def is_completed(self):
+        return self.tells and self.is_done.is_set()
+
+    def wait(self):
+        self.waited += 1
+        assert self.is_done.wait(30)
+        if self.error is not None:
+            raise self.error
+        return True
+
+
+class Group:
+    def __init__(self, backend):
+        self.backend = SimpleNamespace(name=lambda: backend)
+
+    def _get_backend(self, device):
+        return self.backend
+
+
+@pytest.fixture
+def send(monkeypatch):
+    """Sends a tensor by way of the schedules' function; returns the tensor's storage, its operation and the result."""
+    monkeypatch.setattr(_stage_release._state, "places", [None])
+
+    def start(work, backend="nccl", op=dist.isend, stage="a stage", microbatch=0):
+        tensor, outputs = torch.ones(4), _stage_release._Outputs()
+        outputs.append(tensor)
+        parcel = _stage_release._Parcel(stage, microbatch, outputs)
+        p2p = SimpleNamespace(op=op, tensor=tensor, group=Group(backend), peer=1, zbpipe_parcel=parcel)
+        (result,) = _stage_release._batch_p2p(lambda ops, desc: [work], [p2p])
+        return StorageWeakRef(tensor.untyped_storage()), p2p, result
+
+    return start
+
+
+def test_works_that_tell_are_asked_and_no_thread_is_started(send):
+    work = Work()
+    storage, op, result = send(work)
+    _stage_release._poll()
+    assert not storage.expired()
+    assert work.waited == 0
+    assert threading.active_count() == 1
+    work.is_done.set()
+    _stage_release._poll()
+    assert storage.expired()
+    assert op.tensor.is_meta and op.tensor.shape == (4,)
+    assert result.wait()
+    assert work.waited == 1
+
+
+def test_gloos_works_are_waited_for_and_the_thread_ends(send):
+    work = Work(tells=False)
+    storage, op, result = send(work, "gloo")
+    assert not storage.expired()
+    work.is_done.set()
+    assert result.wait()
+    assert storage.expired()
+    assert work.waited == 1
+    for thread in threading.enumerate():
+        if thread.name.startswith("zbpipe"):
+            thread.join(30)
+    assert _stage_release._queues == {}
+
+
+def test_a_backward_knows_that_its_output_has_arrived(send):
+    """Whatever the works tell: the gradient is there. Other microbatches' sends are not waited for."""
+
+    class Stage:
+        def __init__(self):
+            self.grad_recv_info = self.args_recv_info = self.backward_state = {}
+
+    stage, work = Stage(), Work(tells=False)
+    mine, _, _result = send(work, "a backend that does not tell", stage=stage, microbatch=3)
+    others, _, _other = send(Work(tells=False), "a backend that does not tell", stage=stage, microbatch=4)
+    work.is_done.set()
+    _stage_release._poll()
+    assert not mine.expired()
+    assert _stage_release._backward_one_chunk(lambda self, microbatch: mine.expired(), stage, 3)
+    assert not others.expired()
+
+
+def test_the_schedule_does_not_wait_behind_a_send_that_it_did_not_ask_for(send):
+    stuck, work = Work(tells=False), Work(tells=False)
+    first, _, one = send(stuck, "gloo")
+    second, _, two = send(work, "gloo")
+    work.is_done.set()
+    assert two.wait()
+    assert second.expired()
+    assert not first.expired()
+    stuck.is_done.set()
+    assert one.wait()
+    assert first.expired()
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_the_schedule_gets_a_sends_error_whoever_found_it(send, backend):
+    work = Work(error=RuntimeError("connection lost"))
+    storage, _, result = send(work, backend)
+    work.is_done.set()
+    _stage_release._poll()
+    with pytest.raises(RuntimeError, match="connection lost"):
+        result.wait()
+    assert storage.expired()
+    assert work.waited == 1
+
+
+def test_what_others_send_is_left_alone(send):
+    op = SimpleNamespace(op=dist.isend, tensor=torch.ones(4), group=Group("gloo"), peer=1)
+    works = [Work()]
+    assert _stage_release._batch_p2p(lambda ops, desc: works, [op]) is works
+    assert op.tensor.sum() == 4
+    assert threading.active_count() == 1
+
+
+EXIT = """
+import os, sys, time
+import torch, torch.distributed as dist
+from zbpipe import _stage_release
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
+if rank == 1:
+    time.sleep(0.4)
+    os._exit(0)
+_stage_release._state.places.append(None)
+op = dist.P2POp(dist.isend, torch.ones(1_000_000), 1)
+op.zbpipe_parcel = _stage_release._Parcel("a stage", 0, None)
+_stage_release._batch_p2p(lambda ops, desc: [op.op(op.tensor, group_dst=op.group_peer) for op in ops], [op])
+_stage_release._state.places.clear()
+time.sleep(0.2)
+raise KeyError("planted")
+"""
+
+
+@pytest.mark.dist
+def test_a_send_that_nobody_receives_does_not_abort_a_failed_program(tmp_path):
+    """The waiting thread is ended before the interpreter is."""
+    script = tmp_path / "script.py"
+    script.write_text(EXIT)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, str(script)]
+    store = str(tmp_path / "store")
+    with subprocess.Popen([*command, "1", store], env=env):
+        failed = subprocess.run(
+            [*command, "0", store], env=env, capture_output=True, text=True, timeout=60, check=False
+        )
+    assert failed.returncode == 1, failed.stderr
+    assert "KeyError: 'planted'" in failed.stderr

@@ -1,0 +1,521 @@
+"""Lets go of what a pipeline stage and its schedule hold for longer than anything needs it.
+
+zbpipe's groups hold little between I and W; torch's schedule (up to 2.14) holds much beside them. While torch is
+patched, the methods below of ``_PipelineStageBase`` and the schedules' ``_batch_p2p`` are wrapped, so that
+
+- after I a stage keeps the parameter groups: no outputs, output gradients or inputs, and no ``.grad`` of a received
+  input. Stage 0, whose W is a whole backward, keeps what that needs;
+- a received tensor belongs to the microbatch: memory is allocated when its receive is posted, and goes with the
+  microbatch. In between a tensor on the meta device describes it;
+- a send keeps its tensor until it is done, not until the end of the step;
+- with ``release_outputs`` the stage keeps a ``GradientEdge`` in place of each output that another stage consumes, so
+  that the output's memory goes with the send, or with the next stage's input where that is on the same rank.
+
+torch 2.15 has the last three itself; of these methods only ``backward_one_chunk`` is wrapped there.
+
+Note [When a send is done]
+
+Most backends' works tell (``is_completed``), and are asked whenever a stage or the schedule passes here. gloo's tell
+only a caller of ``wait``, which blocks until the peer receives; so a thread waits for them, one per peer, that lives
+while there are sends under way. Whoever comes first claims the works and waits for them, the others wait for him: the
+schedule never waits behind a send that it did not ask for. Memory is freed by the schedule's thread, when it passes
+here: a profiler sees no other. When a stage's backward begins, the gradient has come, hence
+the output has arrived: what is left of its send is waited for then.
+"""
+
+import atexit
+import contextlib
+import functools
+import importlib
+import inspect
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
+
+STAGE = "torch.distributed.pipelining.stage"
+SCHEDULES = "torch.distributed.pipelining.schedules"
+BASE = "_PipelineStageBase"
+
+# Of _PipelineStageBase, but for a function of the schedules, and for PREPARE, which its subclasses define each.
+PARAMETERS = {
+    "forward_one_chunk": ("self", "fwd_chunk_id", "args", "kwargs", "save_forward_output"),
+    "backward_one_chunk": ("self", "bwd_chunk_id", "loss", "full_backward", "last_backward"),
+    "backward_weight_one_chunk": ("self", "bwd_chunk_id", "last_backward"),
+    "get_fwd_recv_ops": ("self", "fwd_chunk_id"),
+    "get_bwd_recv_ops": ("self", "bwd_chunk_id"),
+    "get_fwd_send_ops": ("self", "fwd_chunk_id"),
+    "get_bwd_send_ops": ("self", "bwd_chunk_id"),
+    "set_local_fwd_input": ("self", "prev_stage_outputs", "mb_index"),
+    "set_local_bwd_input": ("self", "next_stage_bwd_outputs", "mb_index"),
+    "clear_runtime_states": ("self",),
+    "_batch_p2p": ("p2p_ops", "desc"),
+}
+SUBCLASSES = ("PipelineStage", "_PipelineStage")
+PREPARE = ("_prepare_forward_infra", "_prepare_backward_infra")
+
+_Function = Callable[..., Any]
+
+
+class _Place(NamedTuple):
+    """A method of the stages' base class, or the schedules' function: what it was and what it is since."""
+
+    owner: Any
+    name: str
+    original: _Function
+    replacement: _Function
+
+    def __str__(self) -> str:
+        if inspect.isclass(self.owner):
+            return f"{self.owner.__module__}.{self.owner.__qualname__}.{self.name}"
+        return f"{self.owner.__name__}.{self.name}"
+
+
+class _State:
+    """``stages`` may have descriptions in place of receive buffers. ``outputs`` are not with the next stage yet, or
+    were and are empty lists. ``sends`` are under way; ``lock`` is theirs."""
+
+    def __init__(self) -> None:
+        self.places: list[_Place] = []
+        self.release_outputs = False
+        self.stages: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.outputs: weakref.WeakKeyDictionary[Any, dict[int, _Outputs]] = weakref.WeakKeyDictionary()
+        self.sends: weakref.WeakSet[_Transfer] = weakref.WeakSet()
+        self.lock = threading.Lock()
+
+
+def install(release_outputs: bool) -> tuple[list[str], str | None]:
+    """Wrap the places. The caller holds patch()'s lock, and has called nothing but uninstall() since the last time.
+
+    Returns:
+        The places' names, and what there is to be said of a torch where some or all are left alone.
+    """
+    found, note = _find()
+    _state.release_outputs = release_outputs
+    for owner, name in found:
+        original = vars(owner)[name]
+        _state.places.append(_Place(owner, name, original, _wrap(original, _WRAPPERS[name])))
+    for place in _state.places:
+        setattr(place.owner, place.name, place.replacement)
+    return [str(place) for place in _state.places], note
+
+
+def uninstall() -> tuple[list[str], list[str]]:
+    """Restore the places, and give every stage back the receive buffers that torch expects it to have.
+
+    Returns:
+        The names of the places restored, and of those that somebody else rebound meanwhile and that are left.
+    """
+    restored, rebound = [], []
+    for place in _state.places:
+        if vars(place.owner).get(place.name) is place.replacement:
+            setattr(place.owner, place.name, place.original)
+            restored.append(str(place))
+        else:
+            rebound.append(str(place))
+    _state.places = []
+    for stage in list(_state.stages):
+        for recv_infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
+            _allocate(recv_infos, stage.device)
+    _state.stages.clear()
+    _state.outputs.clear()
+    return restored, rebound
+
+
+def set_release_outputs(enabled: bool) -> None:
+    """Takes effect with the next forward of each stage."""
+    _state.release_outputs = enabled
+
+
+def _find() -> tuple[list[tuple[Any, str]], str | None]:
+    """The places that can be wrapped in this torch, as owner and name, and why it is not all of them.
+
+    What is held too long costs memory and no more: a torch that is different is no reason to refuse the patch.
+    """
+    stage, schedules = importlib.import_module(STAGE), importlib.import_module(SCHEDULES)
+    base = getattr(stage, BASE, None)
+    note = None
+    if hasattr(base, "release_fwd_send_outputs"):
+        places = [(base, "backward_one_chunk")]
+        note = "this torch frees receive buffers and sent outputs itself, release_outputs changes nothing"
+        differences = []
+    else:
+        places = [(schedules if name == "_batch_p2p" else base, name) for name in PARAMETERS]
+        owners = [base, *(getattr(stage, name, None) for name in SUBCLASSES)]
+        places += [(owner, name) for owner in owners for name in PREPARE if _is_defined(owner, name)]
+        has_buffer = "buffer" in _parameters(getattr(stage, "_RecvInfo", None))
+        differences = [] if has_buffer else ["_RecvInfo takes no buffer"]
+    for owner, name in places:
+        function = vars(owner or object).get(name)
+        if function is None:
+            differences.append(f"{name} is missing")
+        elif name in PARAMETERS and _parameters(function) != PARAMETERS[name]:
+            known = ", ".join(PARAMETERS[name])
+            differences.append(f"{name} takes ({', '.join(_parameters(function))}) where zbpipe knows ({known})")
+    if differences:
+        return [], f"stages hold what they hold in torch, whose ways zbpipe does not know: {'; '.join(differences)}"
+    return places, note
+
+
+def _is_defined(owner: Any, name: str) -> bool:
+    function = vars(owner or object).get(name)
+    return function is not None and not getattr(function, "__isabstractmethod__", False)
+
+
+def _parameters(function: Any) -> tuple[str, ...]:
+    try:
+        return tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return ()
+
+
+def _wrap(original: _Function, wrapper: _Function) -> _Function:
+    """``wrapper(original, ...)`` while torch is patched; somebody may hold on to it for longer."""
+
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs) if _state.places else original(*args, **kwargs)
+
+    return replacement
+
+
+# A stage's methods, in the order in which a microbatch meets them.
+
+
+def _prepare(original: _Function, self: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(self, *args, **kwargs)
+    for recv_infos in (*self.args_recv_info.values(), *self.grad_recv_info.values()):
+        _describe_buffers(self, recv_infos)
+    return result
+
+
+def _get_fwd_recv_ops(original: _Function, self: Any, fwd_chunk_id: int) -> Any:
+    _allocate(self.args_recv_info[fwd_chunk_id], self.device)
+    return _marked(original(self, fwd_chunk_id), self, fwd_chunk_id)
+
+
+def _set_local_fwd_input(original: _Function, self: Any, prev_stage_outputs: Any, mb_index: int) -> Any:
+    if not isinstance(prev_stage_outputs, _Outputs):
+        return original(self, prev_stage_outputs, mb_index)
+    result = original(self, tuple(prev_stage_outputs), mb_index)
+    prev_stage_outputs.clear()
+    return result
+
+
+def _forward_one_chunk(original: _Function, self: Any, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+    _poll()
+    output = original(self, fwd_chunk_id, *args, **kwargs)
+    # The inputs are the microbatch's now: fwd_cache holds them.
+    _describe_buffers(self, self.args_recv_info.get(fwd_chunk_id, ()))
+    if not _state.release_outputs or self.is_last or isinstance(output, _Outputs):
+        return output
+    if isinstance(self.submod, DistributedDataParallel):  # its reducer looks for unused weights from the outputs
+        return output
+    stage_output, *rest = self.fwd_cache[fwd_chunk_id]
+    self.fwd_cache[fwd_chunk_id] = (tuple(_edge(value, self.has_backward) for value in stage_output), *rest)
+    outputs = _Outputs(stage_output)
+    _state.outputs.setdefault(self, {})[fwd_chunk_id] = outputs
+    return outputs
+
+
+def _get_fwd_send_ops(original: _Function, self: Any, fwd_chunk_id: int) -> Any:
+    outputs = _state.outputs.get(self, {}).get(fwd_chunk_id)
+    if outputs is None:
+        return _marked(original(self, fwd_chunk_id), self, fwd_chunk_id)
+    if self.fwd_cache[fwd_chunk_id][0] and not outputs:
+        raise RuntimeError(
+            f"zbpipe released the outputs of stage {self.stage_index}, microbatch {fwd_chunk_id}, when they had been "
+            "sent: send them once, or patch with release_outputs=False."
+        )
+    entry = self.fwd_cache[fwd_chunk_id]
+    self.fwd_cache[fwd_chunk_id] = (tuple(outputs), *entry[1:])
+    try:
+        ops = original(self, fwd_chunk_id)
+    finally:
+        self.fwd_cache[fwd_chunk_id] = entry
+    return _marked(ops, self, fwd_chunk_id, outputs)
+
+
+def _get_bwd_recv_ops(original: _Function, self: Any, bwd_chunk_id: int) -> Any:
+    _allocate(self.grad_recv_info.get(bwd_chunk_id, ()), self.device)
+    return _marked(original(self, bwd_chunk_id), self, bwd_chunk_id)
+
+
+def _set_local_bwd_input(original: _Function, self: Any, next_stage_bwd_outputs: Any, mb_index: int) -> Any:
+    if isinstance(next_stage_bwd_outputs, tuple):
+        for info, grad in zip(self.grad_recv_info.get(mb_index, ()), next_stage_bwd_outputs, strict=False):
+            if grad is None and getattr(info, "buffer", None) is not None:  # torch leaves the buffer, or zeroes it
+                _allocate([info], self.device)
+                info.buffer.zero_()
+    return original(self, next_stage_bwd_outputs, mb_index)
+
+
+def _backward_one_chunk(original: _Function, self: Any, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+    _poll()
+    for send in _sends():
+        if send.carries_output(self, bwd_chunk_id):
+            send.wait()
+    result = original(self, bwd_chunk_id, *args, **kwargs)
+    _describe_buffers(self, self.grad_recv_info.get(bwd_chunk_id, ()))
+    _state.outputs.get(self, {}).pop(bwd_chunk_id, None)
+    _keep_groups_alone(self, bwd_chunk_id)
+    return result
+
+
+def _get_bwd_send_ops(original: _Function, self: Any, bwd_chunk_id: int) -> Any:
+    return _marked(original(self, bwd_chunk_id), self, None)
+
+
+def _backward_weight_one_chunk(original: _Function, self: Any, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+    _poll()
+    return original(self, bwd_chunk_id, *args, **kwargs)
+
+
+def _clear_runtime_states(original: _Function, self: Any) -> Any:
+    _state.outputs.pop(self, None)  # of a step that failed
+    return original(self)
+
+
+class _Outputs(list[Any]):
+    """A stage's outputs on their way to the next one. A list, because frames of the schedule hold it: it is emptied."""
+
+
+def _edge(value: Any, has_backward: bool) -> Any:
+    """What backward needs of an output.
+
+    A leaf (an input that is handed on, a weight) is held elsewhere anyhow. Other types than plain tensors take their
+    gradients in ways of their own.
+    """
+    if type(value) is not torch.Tensor:
+        return value
+    if not has_backward or not value.requires_grad:
+        return None
+    return value if value.is_leaf else get_gradient_edge(value)
+
+
+def _keep_groups_alone(stage: Any, microbatch: int) -> None:
+    """After I: what W does not read goes. Stage 0 has no groups then, its W reads everything."""
+    entry = stage.backward_state.get(microbatch)
+    if entry is None or entry[1] is None:
+        return
+    input_values, param_groups = entry[:2]
+    received = sum(_is_received(info) for info in stage.args_recv_info.get(microbatch, ()))
+    for value in input_values[:received]:  # keyword arguments follow, and are the user's
+        if isinstance(value, torch.Tensor):
+            value.grad = None
+    # The outputs are for DDP, which looks for tensors in them; after I they have no history and tell it nothing.
+    stage.backward_state[microbatch] = ((), param_groups, (), None)
+
+
+# Receive buffers. A description is a tensor on the meta device: it has the buffer's layout and no memory, and torch's
+# code, which tells a missing gradient by None, goes on working.
+
+
+def _is_received(info: Any) -> bool:
+    return not getattr(info, "is_root_arg", not hasattr(info, "buffer"))
+
+
+def _describe_buffers(stage: Any, recv_infos: Iterable[Any]) -> None:
+    for info in recv_infos:
+        buffer = getattr(info, "buffer", None)
+        if type(buffer) is torch.Tensor and not buffer.is_meta:
+            info.buffer = _description(buffer)
+            _state.stages.add(stage)
+
+
+def _description(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad
+    )
+
+
+def _allocate(recv_infos: Iterable[Any], device: Any) -> None:
+    for info in recv_infos:
+        buffer = getattr(info, "buffer", None)
+        if type(buffer) is torch.Tensor and buffer.is_meta:
+            # Not empty_strided: a gradient handed over on the same rank may be expanded, and nothing can be written so.
+            info.buffer = torch.empty_like(buffer, device=device, requires_grad=buffer.requires_grad)
+
+
+# Sends and receives.
+
+
+class _Parcel(NamedTuple):
+    """Whose tensor an operation carries. ``microbatch`` is None unless it is a forward's."""
+
+    stage: Any
+    microbatch: int | None
+    outputs: _Outputs | None
+
+
+def _marked(ops: Any, stage: Any, microbatch: int | None, outputs: _Outputs | None = None) -> Any:
+    for op in ops:
+        op.zbpipe_parcel = _Parcel(stage, microbatch, outputs)
+    return ops
+
+
+def _batch_p2p(original: _Function, p2p_ops: list[Any], desc: str | None = None) -> Any:
+    _poll()
+    works = original(p2p_ops, desc)
+    if not works or isinstance(works[0], _Transfer) or not all(hasattr(op, "zbpipe_parcel") for op in p2p_ops):
+        return works  # nothing to wait for, or operations of somebody else's
+    transfer = _Transfer(works, p2p_ops)
+    if all(op.op is dist.isend for op in p2p_ops):
+        with _state.lock:
+            _state.sends.add(transfer)
+        if _tells_only_who_waits(p2p_ops[0]):
+            transfer.watched = True
+            _watch(p2p_ops[0].peer, transfer)
+    return [transfer]
+
+
+def _tells_only_who_waits(op: Any) -> bool:
+    try:
+        return bool(op.group._get_backend(op.tensor.device).name() == "gloo")
+    except (AttributeError, RuntimeError):
+        return False
+
+
+class _Transfer:
+    """Works that were started together, as one that holds the tensors until it is done and no longer."""
+
+    def __init__(self, works: list[Any], ops: Sequence[Any]) -> None:
+        self.works = works
+        self.ops = list(ops)
+        self.parcels = [(op.zbpipe_parcel.stage, op.zbpipe_parcel.microbatch) for op in ops]
+        self.lock = threading.Lock()
+        self.claimed = False
+        self.done = threading.Event()
+        self.error: Exception | None = None
+        self.watched = False
+
+    def carries_output(self, stage: Any, microbatch: int) -> bool:
+        return (stage, microbatch) in self.parcels
+
+    def wait(self) -> bool:
+        """Return when all works are done; raises what one of them raised."""
+        self.finish()
+        self.done.wait()
+        self._let_go()
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def poll(self) -> None:
+        """Let go if all works are done."""
+        if not self.watched and all(work.is_completed() for work in self.works):
+            self.finish()
+        if self.done.is_set():
+            self._let_go()
+
+    def finish(self) -> None:
+        """Wait, unless somebody else does so or has done so."""
+        with self.lock:
+            claimed, self.claimed = self.claimed, True
+        if claimed:
+            return
+        try:
+            for index in range(len(self.works)):
+                self.works[index].wait()  # no local name: who hears that it is done may free it
+        except Exception as error:
+            self.error = error
+        finally:
+            self.done.set()
+
+    def _let_go(self) -> None:
+        with self.lock:
+            ops, self.ops, self.works = self.ops, [], []
+        for op in ops:
+            if op.zbpipe_parcel.outputs is not None:
+                op.zbpipe_parcel.outputs.clear()
+            op.tensor = _description(op.tensor)  # the schedule's frame may hold the operation until the step ends
+            del op.zbpipe_parcel
+        with _state.lock:
+            _state.sends.discard(self)
+
+
+def _poll() -> None:
+    """Let go of sends that are done."""
+    sends = _sends()
+    if sends and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+        return  # to ask would break the capture
+    for send in sends:
+        send.poll()
+
+
+def _sends() -> list["_Transfer"]:
+    with _state.lock:
+        return list(_state.sends)
+
+
+_queues: dict[int, deque[_Transfer]] = {}
+_waiting: dict[int, tuple[threading.Thread, _Transfer]] = {}
+_queues_lock = threading.Lock()
+
+
+def _watch(peer: int, transfer: _Transfer) -> None:
+    """Have a thread wait for ``transfer``. One thread per peer, because its sends are done in order."""
+    with _queues_lock:
+        queue = _queues.get(peer)
+        if queue is not None:
+            queue.append(transfer)
+            return
+        _queues[peer] = deque([transfer])
+    threading.Thread(target=_finish_queue, args=(peer,), name=f"zbpipe-send-{peer}", daemon=True).start()
+
+
+def _finish_queue(peer: int) -> None:
+    while True:
+        with _queues_lock:
+            _waiting.pop(peer, None)
+            if not _queues[peer]:
+                del _queues[peer]
+                return
+            transfer = _queues[peer].popleft()
+            _waiting[peer] = threading.current_thread(), transfer
+        transfer.finish()
+        del transfer
+
+
+@atexit.register
+def _give_up() -> None:
+    """Ends the threads that still wait when the program exits, because a step failed and the peer does not receive.
+
+    A thread that came back from gloo into an interpreter that is gone would abort the process. To time out on the same
+    work wakes it: gloo then declares the whole group broken.
+    """
+    with _queues_lock:
+        for queue in _queues.values():
+            queue.clear()
+        waiting = list(_waiting.values())
+    for thread, transfer in waiting:
+        for work in transfer.works:
+            with contextlib.suppress(RuntimeError):
+                work.wait(timedelta(milliseconds=1))
+        thread.join(5)
+
+
+_state = _State()
+
+_WRAPPERS: dict[str, _Function] = {
+    "_prepare_forward_infra": _prepare,
+    "_prepare_backward_infra": _prepare,
+    "forward_one_chunk": _forward_one_chunk,
+    "backward_one_chunk": _backward_one_chunk,
+    "backward_weight_one_chunk": _backward_weight_one_chunk,
+    "get_fwd_recv_ops": _get_fwd_recv_ops,
+    "get_bwd_recv_ops": _get_bwd_recv_ops,
+    "get_fwd_send_ops": _get_fwd_send_ops,
+    "get_bwd_send_ops": _get_bwd_send_ops,
+    "set_local_fwd_input": _set_local_fwd_input,
+    "set_local_bwd_input": _set_local_bwd_input,
+    "clear_runtime_states": _clear_runtime_states,
+    "_batch_p2p": _batch_p2p,
+}
