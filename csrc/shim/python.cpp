@@ -115,9 +115,8 @@ bool find_in_closure(PyObject* function, const Visit& visit) {
 
 }  // namespace
 
-// torch.utils.checkpoint has no question for this. Its hook's closure holds the frame of the region (or,
-// with debug on, the hook proper, which does), whose function for computing it again holds the mode that
-// hands the selected results out, each once.
+// torch.utils.checkpoint has no question for this. Its hook's closure holds the frame of the region, whose
+// function for computing it again holds the mode that hands the selected results out, each once.
 bool can_unpack_again(PyObject* unpack_hook) {
   THPObjectPtr module(PyImport_ImportModule("torch.utils.checkpoint"));
   THPObjectPtr mode(module ? PyObject_GetAttrString(module, "_CachedTorchDispatchMode") : nullptr);

@@ -1,10 +1,12 @@
 """Activation checkpointing: each block is computed again once a microbatch, in I."""
 
 import functools
+import gc
+import weakref
 
 import pytest
 import torch
-from oracle import Stage, at_once, check, interleaved, late, wrong_on_torch
+from oracle import Stage, at_once, check, interleaved, late, needs_zbpipe, wrong_on_torch, zb
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -150,3 +152,229 @@ def test_saved_tensors_hooks_that_move_activations_elsewhere():
 def test_save_on_cpu():
     net = nn.Sequential(nn.Linear(4, 8, dtype=f64), nn.Tanh(), nn.Linear(8, 4, dtype=f64))
     check(Stage(lambda m, x: m.net(x).sin(), net=net), (3, 4), forward_context=torch.autograd.graph.save_on_cpu)
+
+
+# The policy for what checkpointing has packed: kept in I, left packed until W, or computed whole in I.
+
+CHOICES = ("keep", "recompute", "input_pass")
+
+
+def block_without_count(m, x, a, b):
+    return (x @ a).sin() @ b + x
+
+
+def calls_of(stage, choice, weight_passes=1):
+    """How often the blocks of `stage` (which logs each run as "block") run in a microbatch's forward, I and W."""
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    stage.records.clear()
+    calls = []
+
+    def count():
+        calls.append(sum(len(runs) for runs in stage.records.values()) - sum(calls))
+
+    with zb.policy(checkpoint=choice):
+        out = stage(x)
+        count()
+        _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], stage.parameters())
+        count()
+        for part in [groups] if weight_passes == 1 else [[group] for group in groups]:
+            zb.stage_backward_weight(stage.parameters(), part)
+        count()
+    return tuple(calls)
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("choice", CHOICES)
+def test_each_block_is_computed_again_once_or_with_recompute_twice(choice):
+    assert calls_of(blocks(use_reentrant=False), choice) == (2, 2, 2 if choice == "recompute" else 0)
+
+
+def nested(m, x):
+    def outer(m, x):
+        x = checkpoint(block_without_count, m, x, m.a, m.b, use_reentrant=False)
+        return checkpoint(block_without_count, m, x, m.c, m.d, use_reentrant=False).sin()
+
+    return checkpoint(outer, m, x, use_reentrant=False)
+
+
+def dropped_out(m, x):
+    def inside(m, x):
+        return nn.functional.dropout(x @ m.a, 0.5).sin() @ m.b
+
+    return checkpoint(inside, m, x, use_reentrant=False, preserve_rng_state=True) @ (m.c @ m.d)
+
+
+def selected(m, x):
+    contexts = functools.partial(create_selective_checkpoint_contexts, save_products)
+    x = checkpoint(block_without_count, m, x, m.a, m.b, use_reentrant=False, context_fn=contexts)
+    return checkpoint(block_without_count, m, x, m.c, m.d, use_reentrant=False)
+
+
+def offloaded(m, x):
+    with torch.autograd.graph.save_on_cpu():
+        return block_without_count(m, x, m.a, m.b) @ (m.c @ m.d)
+
+
+def repacked(m, x):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t.clone()):
+        return block_without_count(m, x, m.a, m.b) @ (m.c @ m.d)
+
+
+def mixed(m, x):
+    """Checkpointed, plain and reentrant parts that share weights."""
+    x = checkpoint(block_without_count, m, x, m.a, m.b, use_reentrant=False)
+    x = block_without_count(m, x, m.a, m.d)
+    return checkpoint(block_without_count, m, x, m.c, m.b, use_reentrant=False)
+
+
+def convolved(m, x):
+    def inside(m, x):
+        h = nn.functional.conv1d(x.view(3, 1, 4), m.a.view(4, 1, 8)[:, :, :3], padding=1)
+        return nn.functional.layer_norm(h.flatten(1) @ m.b.view(16, 2), (2,), m.s) @ m.b.view(2, 16)
+
+    return checkpoint(inside, m, x, use_reentrant=False)
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("forward", [nested, dropped_out, selected, offloaded, repacked, mixed, convolved])
+def test_gradients_under_every_choice(forward, choice):
+    m = Stage(forward, a=(4, 8), b=(8, 4), c=(4, 8), d=(8, 4), s=(2,))
+    with zb.policy(checkpoint=choice):
+        check(m, (3, 4))
+        with zb.policy(defer="all"):
+            check(m, (3, 4), orders=(late, interleaved))
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_early_stop_under_every_choice(early_stop):
+    from torch.utils.checkpoint import set_checkpoint_early_stop
+
+    for choice in CHOICES:
+        with set_checkpoint_early_stop(early_stop):
+            assert calls_of(blocks(use_reentrant=False), choice)[:2] == (2, 2)
+
+
+@needs_zbpipe
+def test_weight_passes_one_by_one_each_compute_their_block_again():
+    """A GraphExecGroup around them shares one recomputation, as it does for ordinary backwards."""
+    from torch.utils.checkpoint import GraphExecGroup
+
+    assert calls_of(blocks(use_reentrant=False), "recompute", weight_passes=4) == (2, 2, 4)
+    stage = blocks(use_reentrant=False)
+    with GraphExecGroup():
+        assert calls_of(stage, "recompute", weight_passes=4) == (2, 2, 0), (
+            "what I computed again lives as long as the group"
+        )
+
+
+@needs_zbpipe
+def test_choice_by_parameter():
+    stage = blocks(use_reentrant=False)
+    in_first = {id(stage.a), id(stage.b)}
+    choice = lambda p: "recompute" if id(p) in in_first else "keep"  # noqa: E731
+    assert calls_of(stage, choice) == (2, 2, 1)
+    with zb.policy(checkpoint=lambda p: CHOICES[p.shape[0] % 3]):
+        check(Stage(mixed, a=(4, 8), b=(8, 4), c=(4, 8), d=(8, 4)), (3, 4))
+
+
+@needs_zbpipe
+def test_regions_are_computed_again_last_one_first_and_one_after_the_other():
+    order = []
+
+    def inside(number, x, w):
+        order.append(number)
+        return (x @ w).sin()
+
+    def forward(m, x):
+        for number, w in enumerate(m.parameters()):
+            x = checkpoint(inside, number, x, w, use_reentrant=False)
+        return x
+
+    m = Stage(forward, a=(4, 4), b=(4, 4), c=(4, 4))
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    out = m(x)
+    with zb.policy(checkpoint="recompute"):
+        _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+        order.clear()
+        zb.stage_backward_weight(m.parameters(), groups)
+    assert order == [2, 1, 0]
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("normalization", ["weight_norm", "spectral_norm", "orthogonal"])
+def test_parametrised_weights_are_computed_again_once(normalization):
+    """What the nodes between product and weight have saved is unpacked in I too."""
+    layer = getattr(nn.utils.parametrizations, normalization)(nn.Linear(4, 4, dtype=f64))
+    layer.eval()  # spectral_norm changes its buffers when it trains, and so in each computation
+
+    def inside(m, x):
+        m.records.setdefault(("block", m.microbatch), []).append(1)
+        return m.layer(x).sin()
+
+    m = Stage(lambda m, x: checkpoint(inside, m, x, use_reentrant=False) * 2.0, layer=layer)
+    check(m, (3, 4), orders=(at_once, late))
+    assert calls_of(m, "keep") == (1, 1, 0)
+    assert calls_of(m, "recompute")[:2] == (1, 1)
+
+
+@needs_zbpipe
+def test_unpack_hook_that_raises_in_the_weight_pass_can_be_tried_again():
+    broken = []
+
+    def unpack(t):
+        if broken:
+            raise OSError("the disk is away")
+        return t
+
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    m = Stage(block_without_count_forward, a=(4, 8), b=(8, 4))
+    expected = torch.autograd.grad(m(x).sum(), list(m.parameters()))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), unpack):
+        out = m(x)
+    with zb.policy(checkpoint="recompute"):
+        _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+        broken.append(1)
+        with pytest.raises(OSError, match="the disk is away"):
+            zb.stage_backward_weight(m.parameters(), groups)
+        broken.clear()
+        zb.stage_backward_weight(m.parameters(), groups)
+    for w, grad in zip(m.parameters(), expected, strict=True):
+        torch.testing.assert_close(w.grad, grad)
+
+
+def block_without_count_forward(m, x):
+    return block_without_count(m, x, m.a, m.b)
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("choice", CHOICES)
+def test_packed_data_is_free_after_the_weight_pass(choice):
+    """Nothing is held by the hooks' data, whichever way it went."""
+
+    class Box:
+        def __init__(self, tensor):
+            self.tensor = tensor.detach()
+
+    boxes = []
+
+    def pack(tensor):
+        box = Box(tensor)
+        boxes.append(weakref.ref(box))
+        return box
+
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    m = Stage(block_without_count_forward, a=(4, 8), b=(8, 4))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box.tensor):
+        out = m(x)
+    gc.disable()
+    try:
+        with zb.policy(checkpoint=choice):
+            _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+            del out
+            assert sum(box() is not None for box in boxes) == (2 if choice == "recompute" else 0)
+            zb.stage_backward_weight(m.parameters(), groups)
+        assert all(box() is None for box in boxes)
+    finally:
+        gc.enable()

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from oracle import ON_TORCH, Stage, at_once, check, groups_reversed, interleaved, late
+from oracle import ON_TORCH, Stage, at_once, check, groups_reversed, interleaved, late, needs_zbpipe, zb
 from test_functions import Fused, Heeding, Ignoring, SameTensorTwice, TwoOutputs
 
 pytestmark = pytest.mark.skipif(ON_TORCH, reason="torch's own module fails on most of them")
@@ -234,3 +234,23 @@ def test_random_stages_with_functions_hooks_and_in_place_operations(batch):
             run(seed, PLAIN + ODD + ODD)
         except Exception as error:
             raise AssertionError(f"random stage: run({seed}, PLAIN + ODD + ODD)") from error
+
+
+POLICIES = (
+    {"defer": "all"},
+    {"defer": "nothing"},
+    {"fused": True},
+    {"defer": lambda parameter: parameter.sum() > 0, "fused": True},
+)
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("choices", range(len(POLICIES)))
+@pytest.mark.parametrize("batch", range(3))
+def test_random_stages_under_policies(batch, choices):
+    for seed in range(20_000 + batch * BATCH, 20_000 + (batch + 1) * BATCH):
+        try:
+            with zb.policy(**POLICIES[choices]):
+                run(seed, PLAIN + ODD)
+        except Exception as error:
+            raise AssertionError(f"random stage: run({seed}, PLAIN + ODD), {POLICIES[choices]}") from error
