@@ -3,7 +3,7 @@
 Four kinds of stages, float32, on the CPU. Bytes are exact (zbpipe.memory.record) and count from before the forward, so
 that neither the weights nor the stage's input are in them; each measured step runs on a stage of its own whose
 gradients start from None. What a pipeline would send away (the output, the input's gradient) is dropped before "held"
-is read. Times are medians of runs that take turns; ratios are to the unsplit backward's median, or to plain mm and add.
+is read. Times are medians of runs that take turns; ratios are to the unsplit backward's median, or to torch's W.
 
     python benchmarks/memory.py --png memory.png --json memory.json
 """
@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from _stages import Stage, convolution, mlp, moe, transformer
@@ -29,12 +29,30 @@ from torch.distributed.pipelining import _backward as torch_backward
 
 import zbpipe
 
-SIDES: dict[str, Any] = {"unsplit": None, "torch": torch_backward, "zbpipe": zbpipe}
+
+class Side(NamedTuple):
+    """Who runs the backward, None for an unsplit one, and under which policy."""
+
+    passes: Any
+    choices: dict[str, Any]
+
+
+SIDES = {"unsplit": Side(None, {}), "torch": Side(torch_backward, {}), "zbpipe": Side(zbpipe, {})}
+POLICIES = {
+    "unsplit": Side(None, {}),
+    "default": Side(zbpipe, {}),
+    "defer=all": Side(zbpipe, {"defer": "all"}),
+    "defer=nothing": Side(zbpipe, {"defer": "nothing"}),
+    "checkpoint=recompute": Side(zbpipe, {"checkpoint": "recompute"}),
+    "checkpoint=input_pass": Side(zbpipe, {"checkpoint": "input_pass"}),
+}
+EXISTING = {**SIDES, "zbpipe, fused": Side(zbpipe, {"fused": True})}
 
 STAGES: dict[str, Callable[[], Stage]] = {
     "MLP": mlp,
     "transformer": transformer,
     "transformer, checkpointed": lambda: transformer(checkpointed=True),
+    "transformer of width 1,024": lambda: transformer(blocks=2, width=1024, tokens=512),
     "mixture of experts": moe,
     "convolution": convolution,
 }
@@ -77,8 +95,8 @@ class Result:
 class Microbatch:
     """One microbatch of a stage, pass by pass."""
 
-    def __init__(self, stage: Stage, side: str) -> None:
-        self.stage, self.passes = stage, SIDES[side]
+    def __init__(self, stage: Stage, side: Side) -> None:
+        self.stage, self.passes, self.choices = stage, side.passes, side.choices
         self.weights = list(stage.parameters())
         self.x = torch.randn(stage.shape, requires_grad=True)
         self.grad = torch.randn(stage.shape)
@@ -92,7 +110,8 @@ class Microbatch:
         if self.passes is None:
             torch.autograd.backward([self.y], [self.grad])
         else:
-            _, self.groups = self.passes.stage_backward_input([self.y], [self.grad], [self.x], self.weights)
+            with zbpipe.policy(**self.choices):
+                _, self.groups = self.passes.stage_backward_input([self.y], [self.grad], [self.x], self.weights)
 
     def send(self) -> None:
         del self.y
@@ -100,11 +119,12 @@ class Microbatch:
 
     def weight_pass(self) -> None:
         if self.passes is not None:
-            self.passes.stage_backward_weight(self.weights, self.groups)
+            with zbpipe.policy(**self.choices):
+                self.passes.stage_backward_weight(self.weights, self.groups)
         self.groups = None
 
 
-def count(stage: Stage, side: str) -> Bytes:
+def count(stage: Stage, side: Side) -> Bytes:
     run = Microbatch(copy.deepcopy(stage), side)
     gc.collect()  # torch's groups are cycles: nothing of an earlier run may die in this one
     gc.disable()
@@ -121,7 +141,7 @@ def count(stage: Stage, side: str) -> Bytes:
     finally:
         gc.enable()
     first, second = rec.phases
-    split = side != "unsplit"
+    split = side.passes is not None
     return Bytes(
         after_forward=after_forward,
         peak_input=first.peak,
@@ -131,9 +151,9 @@ def count(stage: Stage, side: str) -> Bytes:
     )
 
 
-def clock(stage: Stage, sides: list[str], repeat: int) -> dict[str, Times]:
+def clock(stage: Stage, sides: dict[str, Side], repeat: int) -> dict[str, Times]:
     """With gradients that exist: the sides take turns, on one stage each."""
-    runs = {side: Microbatch(copy.deepcopy(stage), side) for side in sides}
+    runs = {name: Microbatch(copy.deepcopy(stage), side) for name, side in sides.items()}
     taken: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
     for number in range(repeat + 1):
         for side, run in runs.items():
@@ -156,20 +176,20 @@ def clock(stage: Stage, sides: list[str], repeat: int) -> dict[str, Times]:
     }
 
 
-def measure(make: Callable[[], Stage], repeat: int) -> dict[str, Result]:
+def measure(make: Callable[[], Stage], sides: dict[str, Side], repeat: int) -> dict[str, Result]:
     torch.manual_seed(0)
     stage = make()
     results = {}
-    for side in SIDES:
-        results[side] = Result()
+    for name, side in sides.items():
+        results[name] = Result()
         try:
             count(stage, side)  # warms up
-            results[side].bytes = count(stage, side)
+            results[name].bytes = count(stage, side)
         except RuntimeError as error:
-            results[side].error = str(error).splitlines()[0]
-    sides = [side for side, result in results.items() if not result.error]
-    for side, times in clock(stage, sides, repeat).items():
-        results[side].times = times
+            results[name].error = str(error).splitlines()[0]
+    whole = {name: side for name, side in sides.items() if not results[name].error}
+    for name, times in clock(stage, whole, repeat).items():
+        results[name].times = times
     return results
 
 
@@ -182,26 +202,27 @@ def plain_products(net: nn.Sequential, inputs: list[torch.Tensor], grads: list[t
 def time_existing(tokens: int, repeat: int) -> dict[str, float]:
     """Median ms of W on LAYERS matrices of WIDTH x WIDTH whose gradients exist."""
     torch.manual_seed(0)
-    nets = {side: nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))) for side in SIDES}
+    nets = {name: nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))) for name in EXISTING}
     x, grad = torch.randn(tokens, WIDTH, requires_grad=True), torch.randn(tokens, WIDTH)
     matrices = [[torch.randn(tokens, WIDTH) for _ in range(LAYERS)] for _ in range(2)]
-    taken: dict[str, list[float]] = {side: [] for side in SIDES}
+    taken: dict[str, list[float]] = {name: [] for name in EXISTING}
     for number in range(repeat + 1):
-        for side, net in nets.items():
-            groups = None
-            if SIDES[side] is not None:
-                _, groups = SIDES[side].stage_backward_input([net(x)], [grad], [x], net.parameters())
+        for name, net in nets.items():
+            side, groups = EXISTING[name], None
+            if side.passes is not None:
+                _, groups = side.passes.stage_backward_input([net(x)], [grad], [x], net.parameters())
             elif number == 0:
                 net(x).backward(grad)
-            start = time.perf_counter()
-            if groups is None:
-                plain_products(net, *matrices)
-            else:
-                SIDES[side].stage_backward_weight(net.parameters(), groups)
-            if number:
-                taken[side].append(1e3 * (time.perf_counter() - start))
+            with zbpipe.policy(**side.choices):
+                start = time.perf_counter()
+                if groups is None:
+                    plain_products(net, *matrices)
+                else:
+                    side.passes.stage_backward_weight(net.parameters(), groups)
+                if number:
+                    taken[name].append(1e3 * (time.perf_counter() - start))
             del groups
-    return {"plain mm and add" if side == "unsplit" else side: statistics.median(t) for side, t in taken.items()}
+    return {"plain mm and add" if name == "unsplit" else name: statistics.median(t) for name, t in taken.items()}
 
 
 def megabytes(count: int | None) -> str:
@@ -237,17 +258,23 @@ def print_markdown(header: list[str], rows: list[list[str]], left: int) -> None:
         print("| " + " | ".join(row) + " |")
 
 
-def print_tables(results: dict[str, dict[str, Result]], existing: dict[int, dict[str, float]]) -> None:
+def print_tables(
+    results: dict[str, dict[str, Result]],
+    policies: dict[str, dict[str, Result]],
+    existing: dict[int, dict[str, float]],
+) -> None:
     print(f"torch {torch.__version__}, {platform.machine()}, {torch.get_num_threads()} thread; MB (10^6 bytes)\n")
     header = ["stage", "backward", "after forward", "peak in I", "held", "peak in W", "computed again"]
     header += ["I / unsplit", "W / unsplit", "I + W / unsplit"]
     print_markdown(header, [row for name, sides in results.items() for row in rows_of(name, sides)], 2)
-    print(f"\nW on {LAYERS} matrices of {WIDTH} x {WIDTH} whose gradients exist, ms (ratio to plain mm and add)\n")
+    print("\nPolicies of zbpipe\n")
+    header[1] = "policy"
+    print_markdown(header, [row for name, sides in policies.items() for row in rows_of(name, sides)], 2)
+    print(f"\nW on {LAYERS} matrices of {WIDTH} x {WIDTH} whose gradients exist, ms (ratio to torch)\n")
     names = list(next(iter(existing.values())))
     rows = []
     for tokens, times in existing.items():
-        plain = times[names[0]]
-        rows.append([str(tokens), *(f"{times[name]:.2f} ({times[name] / plain:.2f}x)" for name in names)])
+        rows.append([str(tokens), *(f"{times[name]:.2f} ({times[name] / times['torch']:.2f}x)" for name in names)])
     print_markdown(["tokens", *names], rows, 0)
 
 
@@ -296,14 +323,26 @@ def main() -> None:
     if zbpipe.is_patched():
         parser.error("torch's module is patched, so there is nothing to compare with; unset ZBPIPE_PATCH")
     torch.set_num_threads(1)
-    results = {name: measure(STAGES[name], args.repeat) for name in args.stages}
+    results = {name: measure(STAGES[name], SIDES, args.repeat) for name in args.stages}
+    policies = {
+        name: measure(STAGES[name], {side: POLICIES[side] for side in sides}, args.repeat)
+        for name, sides in (
+            ("transformer", ("unsplit", "default", "defer=all", "defer=nothing")),
+            ("transformer, checkpointed", ("unsplit", "default", "checkpoint=recompute", "checkpoint=input_pass")),
+        )
+        if name in args.stages
+    }
     existing = {tokens: time_existing(tokens, args.repeat) for tokens in TOKENS}
-    print_tables(results, existing)
+    print_tables(results, policies, existing)
     if args.png:
         draw(results, args.png)
     if args.json:
-        figures = {name: {side: asdict(result) for side, result in sides.items()} for name, sides in results.items()}
-        args.json.write_text(json.dumps({"stages": figures, "existing_gradients_ms": existing}, indent=1) + "\n")
+        figures, choices = (
+            {name: {side: asdict(result) for side, result in sides.items()} for name, sides in table.items()}
+            for table in (results, policies)
+        )
+        everything = {"stages": figures, "policies": choices, "existing_gradients_ms": existing}
+        args.json.write_text(json.dumps(everything, indent=1) + "\n")
 
 
 if __name__ == "__main__":

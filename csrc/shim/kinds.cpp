@@ -172,10 +172,20 @@ bool is_plain_matrix(const at::Tensor& tensor) {
 std::unique_ptr<const Packed> packed_in(const SavedVariable& saved) {
   const AcquireGil gil;
   auto data = saved.retrieve_unpack_hook_data();
-  if (!data || !can_unpack_again(data->first.ptr(getPyInterpreter()))) {
+  if (!data || recognise(data->first.ptr(getPyInterpreter())) == UnpackHook::selective_checkpoint) {
     return nullptr;
   }
   return std::make_unique<const Packed>(Packed{std::move(data->first), std::move(data->second)});
+}
+
+/// What I computes of a region is kept for whoever has not unpacked it in I. W computes it once more, so
+/// nobody will.
+void drop_what_i_computes(const Packed& packed) {
+  const AcquireGil gil;
+  const UnpackHook hook = recognise(packed.unpack_hook.ptr(getPyInterpreter()));
+  if (hook == UnpackHook::checkpoint && !in_graph_exec_group()) {
+    packed.unpack();
+  }
 }
 
 }  // namespace
@@ -229,6 +239,7 @@ void take_matrices(Task& task, Node& node, const variable_list& grads) {
     if (task.packed) {
       task.leaves_packed = true;
       saved = SavedVariable();
+      drop_what_i_computes(*task.packed);
       return;
     }
     const at::Tensor other =

@@ -116,21 +116,37 @@ bool find_in_closure(PyObject* function, const Visit& visit) {
 }  // namespace
 
 // torch.utils.checkpoint has no question for this. Its hook's closure holds the frame of the region, whose
-// function for computing it again holds the mode that hands the selected results out, each once.
-bool can_unpack_again(PyObject* unpack_hook) {
+// function for computing it again holds, of a selective one, the mode that hands results out, each once.
+UnpackHook recognise(PyObject* unpack_hook) {
   THPObjectPtr module(PyImport_ImportModule("torch.utils.checkpoint"));
-  THPObjectPtr mode(module ? PyObject_GetAttrString(module, "_CachedTorchDispatchMode") : nullptr);
-  const auto is_mode = [&](PyObject* held) { return PyObject_IsInstance(held, mode) == 1; };
-  const auto is_selective_frame = [&](PyObject* held) {
+  THPObjectPtr frame_type(module ? PyObject_GetAttrString(module, "_CheckpointFrame") : nullptr);
+  THPObjectPtr mode_type(module ? PyObject_GetAttrString(module, "_CachedTorchDispatchMode")
+                                : nullptr);
+  if (!frame_type || !mode_type) {
+    throw python_error();
+  }
+  UnpackHook hook = UnpackHook::other;
+  find_in_closure(unpack_hook, [&](PyObject* held) {
+    if (PyObject_IsInstance(held, frame_type) != 1) {
+      return false;
+    }
     THPObjectPtr recompute(PyObject_GetAttrString(held, "recompute_fn"));
-    return recompute && find_in_closure(recompute, is_mode);
-  };
-  const bool is_selective = mode && (find_in_closure(unpack_hook, is_selective_frame) ||
-                                     find_in_closure(unpack_hook, [&](PyObject* held) {
-                                       return find_in_closure(held, is_selective_frame);
-                                     }));
+    const bool is_selective = recompute && find_in_closure(recompute, [&](PyObject* inner) {
+                                return PyObject_IsInstance(inner, mode_type) == 1;
+                              });
+    hook = is_selective ? UnpackHook::selective_checkpoint : UnpackHook::checkpoint;
+    return true;
+  });
   PyErr_Clear();
-  return !is_selective;
+  return hook;
+}
+
+bool in_graph_exec_group() {
+  THPObjectPtr module(PyImport_ImportModule("torch._C"));
+  THPObjectPtr group(module ? PyObject_CallMethod(module, "_get_graph_exec_group", nullptr)
+                            : nullptr);
+  PyErr_Clear();  // a torch that has none
+  return group && group.get() != Py_None;
 }
 
 int ask(PyObject* function, const at::Tensor& parameter) {

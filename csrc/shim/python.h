@@ -61,9 +61,18 @@ std::optional<Edge> as_gradient_edge(PyObject* object);
 /// for Python. Borrowed from the node; empty for a node of a kind that has none.
 std::vector<torch::autograd::SavedVariable*> saved_by(Node& node);
 
-/// False for the unpack hook of a selectively checkpointed region: torch computes such a region again only
-/// once. Called with the GIL held.
-bool can_unpack_again(PyObject* unpack_hook);
+/// Whose unpack hook it is.
+enum class UnpackHook : uint8_t {
+  other,
+  checkpoint,  // torch.utils.checkpoint's: computes a region again in each run that unpacks
+  selective_checkpoint,  // one with a policy: torch computes such a region again only once
+};
+/// Called with the GIL held.
+UnpackHook recognise(PyObject* unpack_hook);
+
+/// True within a torch.utils.checkpoint.GraphExecGroup, whose runs share one recomputation. Called with
+/// the GIL held.
+bool in_graph_exec_group();
 
 /// `function(parameter)`, an int.
 int ask(PyObject* function, const at::Tensor& parameter);
