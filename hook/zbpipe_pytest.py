@@ -49,7 +49,10 @@ def asks(item):
 
 def load(config):
     """Import and register what checks; it imports torch."""
-    checks = importlib.import_module(CHECKS)
+    try:
+        checks = importlib.import_module(CHECKS)
+    except ImportError as error:
+        raise pytest.UsageError(f"tensor leaks cannot be looked for: {error}") from error
     if not config.pluginmanager.is_registered(checks):
         config.pluginmanager.register(checks, CHECKS)
     return checks

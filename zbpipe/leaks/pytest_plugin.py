@@ -18,7 +18,6 @@ import importlib.util
 import itertools
 import re
 import traceback
-import types
 import warnings
 import weakref
 from collections.abc import Generator, Iterable, Iterator
@@ -58,11 +57,10 @@ class _Watch:
     def __init__(self, item: pytest.Item) -> None:
         arguments = _arguments(item)
         self.action: str = arguments.pop("action", "error")
-        self.allowed: list[Any] = list(arguments.pop("allow", ()))
+        self.allowed: list[Any] = [arguments.pop("allow", ())]  # the check looks into it when it is left
         self.wide = item.session.stash[_wide]
         self.raised = False
-        self.storages: set[int] | None = None  # those of all that is allowed, while the report is being made
-        self.check: Any = check_tensor_leak(action="record", allow=[self.is_allowed], **arguments)
+        self.check: Any = check_tensor_leak(action="record", allow=[self.allowed], **arguments)
         self.check.__enter__()
 
     def end(self) -> Report | None:
@@ -70,16 +68,12 @@ class _Watch:
         check, self.check = self.check, None
         if check is None:
             return None
-        things = [*self.allowed, *self.wide.values()]
-        self.storages = self.wide.storages | {_storage(t) for thing in things for t in _tensors(thing, DEPTH)}
-        del things
+        self.allowed.append([t for value in self.wide.values() for t in _tensors(value, DEPTH)])
         check.__exit__(None, None, None)
-        return None if self.raised else check.report
-
-    def is_allowed(self, tensor: torch.Tensor) -> bool:
-        if self.storages is not None and _storage(tensor) in self.storages:
-            return True
-        return any(thing(tensor) for thing in self.allowed if _is_predicate(thing))
+        self.allowed.clear()
+        report: Report = check.report
+        report.leaks = [leak for leak in report.leaks if leak.storage not in self.wide.storages]
+        return None if self.raised else report
 
 
 _wide = pytest.StashKey[_Wide]()
@@ -113,9 +107,11 @@ class TensorLeaks:
         with check_tensor_leak(action="record", **options) as check:
             yield check
         if check.report and action == "warn":
-            warnings.warn(TensorLeakWarning(_text(self._item, check.report), check.report), stacklevel=3)
+            _warn(self._item, check.report)
         elif check.report and action == "error":
-            raise TensorLeakError(_text(self._item, check.report), check.report)
+            error = TensorLeakError(check.report)
+            error.args = (_text(self._item, check.report),)
+            raise error
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -179,11 +175,10 @@ def pytest_runtest_teardown(item: pytest.Item) -> _Wrapper:
             _let_go(item)
         report = watch.end()
         if report:
-            text = _text(item, report)
             if watch.action == "warn":
-                warnings.warn(TensorLeakWarning(text, report), stacklevel=1)
+                _warn(item, report)
             else:
-                pytest.fail(text, pytrace=False)
+                pytest.fail(_text(item, report), pytrace=False)
     return result
 
 
@@ -245,12 +240,18 @@ def _let_go(item: pytest.Item) -> None:
 
 
 def _text(item: pytest.Item, report: Report) -> str:
-    count = len(report.leaks)
     text = (
-        f"{item.nodeid} leaks {count} tensor{'' if count == 1 else 's'}, {report.bytes} bytes: born in it, and neither "
-        f"gone by reference counts nor owned by its fixtures\n{report}"
+        f"{item.nodeid} leaks {report.bytes} bytes of tensors: born in it, and neither gone by reference counts nor owned "
+        f"by its fixtures\n{report}"
     )
     return text + "".join(f"\npicture: {path}" for path in _draw(item, report))
+
+
+def _warn(item: pytest.Item, report: Report) -> None:
+    warning = TensorLeakWarning(report)
+    warning.args = (_text(item, report),)
+    path, line, _ = item.reportinfo()
+    warnings.warn_explicit(warning, None, str(path), (line or 0) + 1)
 
 
 def _draw(item: pytest.Item, report: Report) -> list[Path]:
@@ -287,40 +288,22 @@ def _unused(folder: Path, base: str, suffix: str) -> Path:
     raise AssertionError
 
 
-def _is_predicate(thing: Any) -> bool:
-    return callable(thing) and not isinstance(thing, (torch.nn.Module, torch.optim.Optimizer, torch.Tensor))
-
-
 def _tensors(thing: Any, depth: int) -> Iterator[torch.Tensor]:
-    """The tensors that a fixture's value or what a test allows owns."""
-    if issubclass(type(thing), torch.Tensor):  # type(): a lazy object's __class__ may run anything
+    """The tensors that a fixture's value owns."""
+    kind = type(thing)  # not isinstance(): a lazy object's __class__ may run anything
+    if issubclass(kind, torch.Tensor):
         yield thing
-        if thing.is_leaf and thing.grad is not None:
-            yield thing.grad
-    elif depth == 0:
+    elif issubclass(kind, torch.nn.Module):
+        yield from (*thing.parameters(), *thing.buffers())
+    elif depth == 0 or issubclass(kind, type):
         return
-    elif issubclass(type(thing), torch.nn.Module):
-        for tensor in (*thing.parameters(), *thing.buffers()):
-            yield from _tensors(tensor, depth)
-    elif issubclass(type(thing), torch.optim.Optimizer):
-        for held in (thing.state, thing.param_groups):
-            yield from _tensors(held, depth + 2)
-    elif issubclass(type(thing), dict):
-        for key, value in list(dict.items(thing)):
-            yield from _tensors(key, depth - 1)
+    elif issubclass(kind, dict):
+        for value in [*thing.keys(), *thing.values()]:
             yield from _tensors(value, depth - 1)
-    elif issubclass(type(thing), (list, tuple, set, frozenset)):
+    elif issubclass(kind, (list, tuple, set, frozenset)):
         for value in list(thing):
             yield from _tensors(value, depth - 1)
-    elif isinstance(getattr(type(thing), "__dict__", None), types.MappingProxyType) and not isinstance(thing, type):
+    else:
+        # An object's attributes; of an optimizer its state, where that of a parameter is one level deeper.
         with contextlib.suppress(Exception):
-            yield from _tensors(object.__getattribute__(thing, "__dict__"), depth - 1)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    """The identity of a tensor's storage; the tensor's own where it has none."""
-    with torch._C.DisableTorchFunctionSubclass():
-        try:
-            return int(tensor.untyped_storage()._cdata)
-        except (RuntimeError, NotImplementedError):
-            return id(tensor)
+            yield from _tensors(object.__getattribute__(thing, "__dict__"), depth)
