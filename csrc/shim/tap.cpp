@@ -3,8 +3,10 @@
 #include <pthread.h>
 #include <time.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
+#include <cstdlib>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -278,6 +280,38 @@ int zbp_tap_mark(zbp_record* record, uint32_t* index_out) {
   Books& b = books();
   const std::lock_guard<std::mutex> lock(b.mutex);
   return zbp_record_mark(record, zbp_tap_now(), b.next_serial, zbp_tap_thread(), index_out);
+}
+
+uint64_t zbp_tap_serial(void) {
+  Books& b = books();
+  const std::lock_guard<std::mutex> lock(b.mutex);
+  return b.next_serial;
+}
+
+int zbp_tap_blocks(uint64_t since, zbp_block** blocks_out, size_t* count_out) {
+  Books& b = books();
+  const std::lock_guard<std::mutex> lock(b.mutex);
+  *blocks_out = nullptr;
+  *count_out = 0;
+  if (b.blocks.count == 0) {
+    return ZBP_OK;
+  }
+  auto* const blocks = static_cast<zbp_block*>(std::malloc(b.blocks.count * sizeof(zbp_block)));
+  if (blocks == nullptr) {
+    return ZBP_ENOMEM;
+  }
+  size_t count = 0;
+  for (size_t i = 0; i < b.blocks.capacity; ++i) {
+    const zbp_block& block = b.blocks.slot[i];
+    if (block.address != 0 && block.serial >= since) {
+      blocks[count++] = block;
+    }
+  }
+  std::sort(blocks, blocks + count,
+            [](const zbp_block& x, const zbp_block& y) { return x.serial < y.serial; });
+  *blocks_out = blocks;
+  *count_out = count;
+  return ZBP_OK;
 }
 
 void zbp_tap_lock(void) {

@@ -51,6 +51,13 @@ void zbp_tap_stop(zbp_record *record, int *displaced_out);
 /* Marks a record that is being fed, now. Errors as zbp_record_mark's. Any thread. */
 ZBP_MUST_USE int zbp_tap_mark(zbp_record *record, uint32_t *index_out);
 
+/* The number of the next block: those that are handed out from now on have it or a larger one. */
+uint64_t zbp_tap_serial(void);
+
+/* The blocks in use with serials from `since` on: an array that is the caller's to free() (NULL for
+ * none), and their count. Error: ZBP_ENOMEM. Any thread. O(blocks in use). */
+ZBP_MUST_USE int zbp_tap_blocks(uint64_t since, zbp_block **blocks_out, size_t *count_out);
+
 /* While held, no record is fed: for reading one. Nothing that could free a tensor may run meanwhile,
  * Python's collector included: no Python call. */
 void zbp_tap_lock(void);
