@@ -19,6 +19,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 import zbpipe
 from zbpipe.leaks import Growth, check_tensor_leak
 
+LOOK_EVERY = 5  # steps, through all objects
 WARMUP = 3  # steps in which buffers, gradients and the optimizer's state come to be
 
 
@@ -29,7 +30,7 @@ class Training:
         self.mine = stages_of(rank, world, per_rank, shape)
         parts = blocks(count)
         self.modules = [parts[i] for i in self.mine]
-        stages = [PipelineStage(parts[i], i, count, torch.device("cpu")) for i in self.mine]
+        stages = self.stages = [PipelineStage(parts[i], i, count, torch.device("cpu")) for i in self.mine]
         kind = getattr(schedules, name)
         one = per_rank == 1
         self.schedule = kind(stages[0] if one else stages, MICROBATCHES, loss_fn=loss_function, scale_grads=False)
@@ -45,6 +46,22 @@ class Training:
         self.optimizer.zero_grad()
 
 
+    def let_go(self):
+        """Of the outputs of the last stage, which torch's stage keeps until its next step, for its user."""
+        for stage in self.stages:
+            stage.clear_runtime_states()
+
+
+def tensors_in_garbage():
+    """How many tensors only the collector can free."""
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    gc.collect()
+    count = sum(issubclass(type(thing), torch.Tensor) for thing in gc.garbage)
+    gc.set_debug(0)
+    gc.garbage.clear()
+    return count
+
+
 def tensors_alive():
     return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 
@@ -56,34 +73,28 @@ def run(name, rank, world, steps):
             training.step()
         dist.barrier()
         gc.collect()
-        gc.freeze()  # what torch has imported need not be collected again by every check
         gc.disable()
-        tensors, live = [], []
-        for _ in range(steps):
-            training.step()
-            live.append(memory.live)
-            tensors.append(tensors_alive())
-    reports = []
-    for _ in range(steps):
-        with check_tensor_leak(action="record", allow=[*training.modules, training.optimizer]) as check:
-            training.step()
-        reports.append(str(check.report) if check.report else "")
-    growth = Growth()
-    for _ in range(steps):
-        training.step()
-        growth.step()
-    gc.set_debug(gc.DEBUG_SAVEALL)
-    gc.collect()
-    garbage = [type(thing).__name__ for thing in gc.garbage if issubclass(type(thing), torch.Tensor)]
-    gc.set_debug(0)
-    gc.garbage.clear()
+        tensors, live, reports = [], [], []
+        with Growth() as growth:
+            for number in range(steps):
+                with check_tensor_leak(action="record", allow=[*training.modules, training.optimizer]) as check:
+                    training.step()
+                    training.let_go()
+                reports.append(str(check.report) if check.report else "")
+                growth.step()
+                live.append(memory.live)
+                if number % LOOK_EVERY == 0:
+                    tensors.append(tensors_alive())
+            grown = growth.table() if growth.grown() else ""
+        garbage = tensors_in_garbage()
     gc.enable()
-    gc.unfreeze()
     return {
         "tensors": tensors,
         "live": live,
         "reports": reports,
-        "growth": growth.table() if growth else "",
+        "counts": growth.counts,
+        "bytes": growth.bytes,
+        "grown": grown,
         "garbage": garbage,
     }
 

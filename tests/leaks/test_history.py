@@ -106,12 +106,14 @@ def test_hooks_pile_up_on_reused_receive_buffers(stage):
         assert leak.fate == "alive"
         assert "hook" in [holder.kind for holder in leak.chain]
         assert "capture" in words(leak)
-    growth = Growth()
-    for _ in range(4):
-        stage.step()
-        growth.step()
-    assert growth
-    assert "capture" in growth.table()
+    with Growth() as growth:
+        for _ in range(5):
+            stage.step()
+            growth.step()
+        grown = growth.grown()
+        assert sum(len(group.leaks) for group in grown) >= 3
+        assert all("capture" in words(leak) for group in grown for leak in group.leaks)
+        assert "receive_buffer" in growth.table() or "input_nodes" in growth.table()
 
 
 def test_output_deallocated_by_data():
@@ -169,6 +171,7 @@ def test_exception_in_the_middle():
     assert "step" in said
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own look
 @pytest.mark.parametrize("compile_block", [False, True])
 def test_checkpointed_output_kept_is_not_computed_again_to_be_looked_at(compile_block):
     stage = faults.CheckpointedStage(compile_block)
@@ -177,7 +180,7 @@ def test_checkpointed_output_kept_is_not_computed_again_to_be_looked_at(compile_
     stage.runs = 0
     report = find(faults.checkpointed_output_kept, stage)
     assert stage.runs == 2  # the forwards
-    assert {leak.bytes for leak in report.leaks} == {4 * 16 * 4}
+    assert of_bytes(report, 4 * 16 * 4)
     for leak in report.leaks:
         assert "outputs" in words(leak)
 
@@ -283,6 +286,7 @@ USES = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own look
 @pytest.mark.parametrize("kind", ["plain", "checkpointed", "compiled", "compiled and checkpointed"])
 @pytest.mark.parametrize("use", USES)
 def test_zbpipe_leaves_nothing(use, kind):
@@ -298,16 +302,15 @@ def test_zbpipe_leaves_nothing(use, kind):
 
 def test_zbpipe_hangs_nothing_on_reused_receive_buffers():
     stage, buffer = Stage(), torch.ones(4, 16, requires_grad=True)
-    growth = Growth()
-    for step in range(8):
-        zbpipe.stage_backward_weight(stage.parameters(), split_backward(stage, buffer))
-        buffer.grad = None
-        if step > 1:
+    with Growth() as growth:
+        for _ in range(6):
+            zbpipe.stage_backward_weight(stage.parameters(), split_backward(stage, buffer))
+            buffer.grad = None
             growth.step()
-    assert not growth, growth.table()
+        assert growth.counts == [growth.counts[0]] * 6
+        assert growth.bytes == [growth.bytes[0]] * 6
+        assert growth.grown() == []
     assert not buffer._backward_hooks
-    edge = torch.autograd.graph.get_gradient_edge(buffer).node
-    assert not edge._input_metadata[0].shape == ()
 
 
 # Schedules.
@@ -348,16 +351,19 @@ def ten_steps(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two_hundred_steps(tmp_path_factory):
-    return run_ranks(tmp_path_factory.mktemp("two_hundred"), 200, 900)
+    return run_ranks(tmp_path_factory.mktemp("two_hundred"), 200, 1500)
 
 
 def check_schedule(folder, name, steps):
     for rank in results(folder, name):
-        assert rank["tensors"] == [rank["tensors"][0]] * steps
+        assert rank["tensors"] == [rank["tensors"][0]] * len(rank["tensors"])
+        assert len(rank["tensors"]) > 1
         assert rank["live"] == [rank["live"][0]] * steps
         assert rank["reports"] == [""] * steps
-        assert rank["growth"] == ""
-        assert rank["garbage"] == []
+        assert rank["counts"] == [rank["counts"][0]] * steps
+        assert rank["bytes"] == [rank["bytes"][0]] * steps
+        assert rank["grown"] == ""
+        assert rank["garbage"] == 0
 
 
 @pytest.mark.dist

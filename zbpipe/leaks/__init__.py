@@ -2,6 +2,7 @@
 
 from zbpipe.leaks._check import Check, TensorLeakError, TensorLeakWarning, check_tensor_leak, find_holders
 from zbpipe.leaks._growth import Growth
+from zbpipe.leaks._marker import step
 from zbpipe.leaks._report import Cycle, Holder, Leak, Report
 
 __all__ = [
@@ -15,4 +16,5 @@ __all__ = [
     "TensorLeakWarning",
     "check_tensor_leak",
     "find_holders",
+    "step",
 ]
