@@ -5,6 +5,7 @@ storages by weak references.
 """
 
 import gc
+import itertools
 import json
 import os
 import subprocess
@@ -13,10 +14,13 @@ import warnings
 from pathlib import Path
 
 import faults
+import leak_ranks
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.pipelining  # imported in a check otherwise, and what it makes is not the checked code's
 from faults import BYTES, SIZE
+from leak_ranks import Training, run
 from ranks import SCHEDULES
 from test_cycles import Watch, no_collector
 from torch import nn
@@ -354,8 +358,8 @@ def two_hundred_steps(tmp_path_factory):
     return run_ranks(tmp_path_factory.mktemp("two_hundred"), 200, 1500)
 
 
-def check_schedule(folder, name, steps):
-    for rank in results(folder, name):
+def check(ranks, steps):
+    for rank in ranks:
         assert rank["tensors"] == [rank["tensors"][0]] * len(rank["tensors"])
         assert len(rank["tensors"]) > 1
         assert rank["live"] == [rank["live"][0]] * steps
@@ -366,14 +370,50 @@ def check_schedule(folder, name, steps):
         assert rank["garbage"] == 0
 
 
+@pytest.fixture
+def one_rank(tmp_path):
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    with zbpipe.patched():
+        yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_ten_steps_of_a_schedule_on_one_rank_leave_nothing(name, one_rank):
+    check([run(name, 0, 1, 10)], 10)
+
+
+class Forgetful(Training):
+    """Keeps a tensor of each step."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.losses = []
+
+    def step(self):
+        super().step()
+        self.losses.append(torch.ones(SIZE))
+
+
+def test_a_leak_of_one_tensor_a_step_is_seen_in_a_schedule(one_rank, monkeypatch):
+    monkeypatch.setattr(leak_ranks, "Training", Forgetful)
+    result = run("ScheduleZBVZeroBubble", 0, 1, 10)
+    first = result["bytes"][0]
+    assert result["bytes"] == [first + BYTES * step for step in range(10)]
+    assert [after - before for before, after in itertools.pairwise(result["live"])] == [BYTES] * 9
+    assert all(f"{BYTES} bytes" in report and "losses" in report for report in result["reports"])
+    assert "losses" in result["grown"]
+
+
 @pytest.mark.dist
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_ten_steps_of_a_schedule_leave_nothing(name, ten_steps):
-    check_schedule(ten_steps, name, 10)
+    check(results(ten_steps, name), 10)
 
 
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_no_false_alarm_over_200_steps(name, two_hundred_steps):
-    check_schedule(two_hundred_steps, name, 200)
+    check(results(two_hundred_steps, name), 200)
