@@ -68,6 +68,15 @@ static PyObject *storages_since(PyObject *module, PyObject *capsule)
     return PyLong_FromSize_t(count);
 }
 
+PyDoc_STRVAR(storages_gone_doc, "storages_gone(storages, /)\n--\n\n"
+                                "The identities of those that have been freed since, as a set.");
+
+static PyObject *storages_gone(PyObject *Py_UNUSED(module), PyObject *capsule)
+{
+    zbp_storages *storages = (zbp_storages *)PyCapsule_GetPointer(capsule, capsule_name);
+    return storages != NULL ? zbp_storages_gone(storages) : NULL;
+}
+
 PyDoc_STRVAR(storages_of_doc, "storages_of(tensors, /)\n--\n\n"
                               "The identities of the tensors' storages, as a set of ints.");
 
@@ -101,21 +110,22 @@ static int check_roots(PyObject *roots)
 }
 
 PyDoc_STRVAR(search_holders_doc,
-             "search_holders(roots, ignored, target, allowed, since, older, /)\n--\n\n"
+             "search_holders(roots, ignored, target, allowed, since, older, work, /)\n--\n\n"
              "Who holds the storages that were born since, or the target's. See zbp_holders.h.");
 
 static PyObject *search_holders(PyObject *module, PyObject *args)
 {
     zbp_search search = {.groups = access_of(module)};
-    PyObject *older;
+    PyObject *older, *work;
     unsigned long long since;
 
-    if (!PyArg_ParseTuple(args, "O!O!OO!KO:search_holders", &PyList_Type, &search.roots, &PyList_Type,
+    if (!PyArg_ParseTuple(args, "O!O!OO!KOO:search_holders", &PyList_Type, &search.roots, &PyList_Type,
                           &search.ignored, &search.target, &PySet_Type, &search.allowed, &since,
-                          &older) ||
+                          &older, &work) ||
         check_roots(search.roots) < 0) {
         return NULL;
     }
+    search.work = PyType_Check(work) ? (PyTypeObject *)work : NULL;
     search.since = since;
     search.target = search.target == Py_None ? NULL : search.target;
     if (older != Py_None) {
@@ -147,6 +157,43 @@ static PyObject *live_blocks(PyObject *Py_UNUSED(module), PyObject *since)
         return NULL;
     }
     return zbp_live_blocks(serial);
+}
+
+PyDoc_STRVAR(trace_start_doc, "trace_start()\n--\n\nKeep where blocks come from, until trace_stop().");
+
+static PyObject *trace_start(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+{
+    zbp_tap_trace_start();
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(trace_stop_doc, "trace_stop()\n--\n\nOnce for each trace_start().");
+
+static PyObject *trace_stop(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+{
+    zbp_tap_trace_stop();
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(trace_of_doc, "trace_of(address, /)\n--\n\n"
+                           "Where a block comes from: list of (file, function, line), innermost first.");
+
+static PyObject *trace_of(PyObject *Py_UNUSED(module), PyObject *address)
+{
+    const unsigned long long number = PyLong_AsUnsignedLongLong(address);
+    if (number == (unsigned long long)-1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    return zbp_tap_trace_of(number);
+}
+
+PyDoc_STRVAR(storage_spans_doc, "storage_spans(storages, /)\n--\n\n"
+                                "List of (device, address, bytes) of those that still live.");
+
+static PyObject *storage_spans(PyObject *Py_UNUSED(module), PyObject *capsule)
+{
+    zbp_storages *storages = (zbp_storages *)PyCapsule_GetPointer(capsule, capsule_name);
+    return storages != NULL ? zbp_storages_spans(storages) : NULL;
 }
 
 /* Frames ------------------------------------------------------------------------------------------- */
@@ -254,11 +301,16 @@ static PyObject *frame_variables(PyObject *Py_UNUSED(module), PyObject *frame)
 static PyMethodDef leaks_methods[] = {
     {"storages_now", storages_now, METH_NOARGS, storages_now_doc},
     {"storages_since", storages_since, METH_O, storages_since_doc},
+    {"storages_gone", storages_gone, METH_O, storages_gone_doc},
     {"storages_of", storages_of, METH_O, storages_of_doc},
     {"addresses_of", addresses_of, METH_O, addresses_of_doc},
     {"search_holders", search_holders, METH_VARARGS, search_holders_doc},
     {"next_serial", next_serial, METH_NOARGS, next_serial_doc},
     {"live_blocks", live_blocks, METH_O, live_blocks_doc},
+    {"storage_spans", storage_spans, METH_O, storage_spans_doc},
+    {"trace_start", trace_start, METH_NOARGS, trace_start_doc},
+    {"trace_stop", trace_stop, METH_NOARGS, trace_stop_doc},
+    {"trace_of", trace_of, METH_O, trace_of_doc},
     {"frame_variables", frame_variables, METH_O, frame_variables_doc},
     {NULL, NULL, 0, NULL}};
 

@@ -43,6 +43,11 @@ bool is_named(const std::type_info& type, const char* name) {
   return std::strcmp(type.name(), name) == 0;
 }
 
+/// Ours hold nothing.
+bool is_ours(const std::type_info& type) {
+  return std::strstr(type.name(), "3zbp") != nullptr;
+}
+
 /// The dictionary of a Python hook; null for a C++ hook.
 PyObject* dict_of(const torch::autograd::FunctionPreHook& hook) {
   using torch::autograd::PyFunctionPreHook;
@@ -101,7 +106,7 @@ bool visit_hooks(const Hooks& hooks, const char* label, Visit visit) {
   for (const auto& hook : hooks) {
     if (PyObject* dict = hook ? dict_of(*hook) : nullptr) {
       visit({Thing::python, dict, label, index, true});
-    } else {
+    } else if (hook && !is_ours(typeid(*hook))) {
       all = false;
     }
     ++index;
@@ -115,7 +120,7 @@ PyTypeObject* as_type(PyObject* object) {
 
 }  // namespace
 
-Heap::Heap(zbp_group_access groups) : groups_(groups) {
+Heap::Heap(zbp_group_access groups, PyTypeObject* work) : groups_(groups), work_(work) {
   zbp_map_init(&map_, nullptr);
 }
 
@@ -143,6 +148,8 @@ Heap::Type Heap::type_of(PyObject* object) const {
     result = Type::cpp_node;
   } else if (type == groups_.type) {
     result = Type::group;
+  } else if (is(work_)) {
+    result = Type::work;
   }
   types_.emplace(type, result);
   return result;
@@ -150,7 +157,8 @@ Heap::Type Heap::type_of(PyObject* object) const {
 
 bool Heap::is_torchs(PyObject* object) const {
   const Type type = type_of(object);
-  return type != Type::skipped && type != Type::plain && type != Type::group;
+  return type != Type::skipped && type != Type::plain && type != Type::group &&
+         type != Type::work;
 }
 
 /// False if the object is of no interest.
@@ -190,6 +198,8 @@ bool Heap::resolve(PyObject* object, Thing* thing, const void** key) const {
     case Type::group:
       *thing = Thing::group;
       return true;
+    case Type::work:
+      return true;
     case Type::plain:
       break;
   }
@@ -220,6 +230,9 @@ uint32_t Heap::meet(const Reference& reference, uint32_t parent) {
   }
   if (added) {
     vertex_.push_back({key, parent, 0, 0, thing});
+    if (work_ && thing == Thing::python && type_of(static_cast<PyObject*>(const_cast<void*>(key))) == Type::work) {
+      works_.push_back(v);
+    }
   }
   if (parent != none) {
     ++(reference.counts_python ? vertex_[v].python_refs : vertex_[v].native_refs);

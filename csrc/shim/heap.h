@@ -48,7 +48,7 @@ class Heap {
     Thing thing;
   };
 
-  explicit Heap(zbp_group_access groups);
+  explicit Heap(zbp_group_access groups, PyTypeObject* work = nullptr);
   ~Heap() { zbp_map_fini(&map_); }
   Heap(const Heap&) = delete;
   Heap& operator=(const Heap&) = delete;
@@ -78,13 +78,15 @@ class Heap {
 
   /// The Python object of a vertex, if it has one; borrowed.
   PyObject* object_of(uint32_t v) const;
+  /// The works of torch.distributed, in the order of discovery.
+  const std::vector<uint32_t>& works() const { return works_; }
   /// What could not be looked at, and how often.
   const std::map<std::string, size_t>& unseen() const { return unseen_; }
   /// References that are counted and that no edge explains; `listed`: one of them is the caller's.
   int64_t unexplained(uint32_t v, bool listed) const;
 
  private:
-  enum class Type : uint8_t { skipped, plain, tensor, storage, cpp_node, py_node, group };
+  enum class Type : uint8_t { skipped, plain, tensor, storage, cpp_node, py_node, group, work };
 
   Type type_of(PyObject* object) const;
   bool resolve(PyObject* object, Thing* thing, const void** key) const;
@@ -103,6 +105,8 @@ class Heap {
   void note_unseen(const std::string& what) { ++unseen_[what]; }
 
   zbp_group_access groups_;
+  PyTypeObject* work_;
+  std::vector<uint32_t> works_;
   zbp_map map_{};
   std::vector<Vertex> vertex_;
   uint32_t explored_ = 0;

@@ -171,11 +171,23 @@ const char* name_of(Rank rank) {
 /// One search: see Note [How holders are searched].
 class Search {
  public:
-  explicit Search(const zbp_search& search) : search_(search), heap_(search.groups) {}
+  explicit Search(const zbp_search& search) : search_(search), heap_(search.groups, search.work) {}
 
   PyObject* run();
 
  private:
+  /// How a vertex is reached: a shortest way, from outside.
+  struct Way {
+    uint32_t parent = Heap::none;
+    uint32_t depth = 0;
+    uint32_t head = Heap::none;  // on the way, the vertex where what is shown of its beginning ends
+    Rank rank = Rank::none;
+  };
+
+  /// Of a long chain, so many steps at its ends are described.
+  static constexpr uint32_t HEAD = 12;
+  static constexpr uint32_t TAIL = 6;
+
   using Edges = std::vector<std::pair<uint32_t, uint32_t>>;
 
   /// Edges by the vertex that they lead from, or to.
@@ -191,12 +203,14 @@ class Search {
   void explore_the_rest();
   void find_hidden_roots(const Adjacency& out);
   void find_components(const Adjacency& out);
+  void find_ways_from_cycles(const Adjacency& out);
+  void spread(std::vector<uint32_t> queue, const Adjacency& out, Rank rank);
+  void measure_ways();
   void find_sought();
   bool is_sought(uint32_t v) const;
 
-  Rank rank_of(uint32_t v) const;
-  std::vector<uint32_t> chain_to(const Sought& sought, Rank rank);
-  std::vector<uint32_t> chain_from_cycle(const Sought& sought, uint32_t* component);
+  std::vector<uint32_t> chain_to(uint32_t v) const;
+  bool is_part(uint32_t v) const;
   std::vector<uint32_t> cycle_through(uint32_t v) const;
 
   PyObject* step(uint32_t v, uint32_t before);
@@ -210,8 +224,9 @@ class Search {
   uint32_t reached_ = 0;  // vertices that the roots reach come first
   Edges edges_;           // between the others
   std::vector<bool> listed_;
-  std::vector<uint32_t> hidden_parent_;  // Heap::none: not reached; itself: a hidden root
-  std::vector<uint32_t> component_;      // of garbage: the number of its cycle, Heap::none for none
+  std::vector<Way> way_;
+  std::vector<uint32_t> component_;  // of garbage: the number of its cycle; Heap::none for none
+  std::vector<bool> is_cyclic_;      // by component
   std::unique_ptr<Adjacency> in_;
   std::vector<Sought> sought_;
   Blocks blocks_;
@@ -274,26 +289,64 @@ void Search::explore_the_rest() {
   const Adjacency out(edges_, heap_.size(), false);
   in_ = std::make_unique<Adjacency>(edges_, heap_.size(), true);
   // While the collector's list still holds them once more, as listed_ says.
+  measure_ways();
   find_hidden_roots(out);
   find_components(out);
+  find_ways_from_cycles(out);
 }
 
 void Search::find_hidden_roots(const Adjacency& out) {
-  hidden_parent_.assign(heap_.size(), Heap::none);
   std::vector<uint32_t> queue;
   for (uint32_t v = reached_; v < heap_.size(); ++v) {
     if (heap_.at(v).thing != Thing::storage && heap_.unexplained(v, listed_[v]) > 0) {
-      hidden_parent_[v] = v;
       queue.push_back(v);
     }
   }
+  spread(std::move(queue), out, Rank::hidden);
+}
+
+void Search::find_ways_from_cycles(const Adjacency& out) {
+  std::vector<uint32_t> queue;
+  for (uint32_t v = reached_; v < heap_.size(); ++v) {
+    if (component_[v] != Heap::none && is_cyclic_[component_[v]] && !is_part(v)) {
+      queue.push_back(v);
+    }
+  }
+  spread(std::move(queue), out, Rank::cycle);
+  queue.clear();
+  for (uint32_t v = reached_; v < heap_.size(); ++v) {  // cycles of nothing but parts
+    if (component_[v] != Heap::none && is_cyclic_[component_[v]] && way_[v].rank == Rank::none) {
+      queue.push_back(v);
+    }
+  }
+  spread(std::move(queue), out, Rank::cycle);
+}
+
+/// Breadth first from `queue` over what has no way yet.
+void Search::spread(std::vector<uint32_t> queue, const Adjacency& out, Rank rank) {
+  for (const uint32_t v : queue) {
+    way_[v].rank = rank;
+    way_[v].head = v;
+  }
   for (size_t i = 0; i < queue.size(); ++i) {
-    for (const uint32_t to : out.of(queue[i])) {
-      if (to >= reached_ && hidden_parent_[to] == Heap::none) {
-        hidden_parent_[to] = queue[i];
+    const uint32_t v = queue[i];
+    for (const uint32_t to : out.of(v)) {
+      if (to >= reached_ && way_[to].rank == Rank::none) {
+        const uint32_t depth = way_[v].depth + 1;
+        way_[to] = {v, depth, depth < HEAD ? to : way_[v].head, rank};
         queue.push_back(to);
       }
     }
+  }
+}
+
+/// Of what the roots reach: parents come before their children.
+void Search::measure_ways() {
+  way_.resize(heap_.size());
+  for (uint32_t v = 0; v < reached_; ++v) {
+    const uint32_t parent = heap_.at(v).parent;
+    const uint32_t depth = parent == Heap::none ? 0 : way_[parent].depth + 1;
+    way_[v] = {parent, depth, depth < HEAD ? v : way_[parent].head, Rank::root};
   }
 }
 
@@ -305,7 +358,7 @@ void Search::find_components(const Adjacency& out) {
   uint32_t time = 0;
   uint32_t components = 0;
   for (uint32_t root = reached_; root < count; ++root) {
-    if (index[root] != Heap::none || hidden_parent_[root] != Heap::none) {
+    if (index[root] != Heap::none || way_[root].rank != Rank::none) {
       continue;
     }
     path.push_back(root);
@@ -319,7 +372,7 @@ void Search::find_components(const Adjacency& out) {
       bool descends = false;
       while (next[v] < edges.size() && !descends) {
         const uint32_t to = edges[next[v]++];
-        if (to < reached_ || hidden_parent_[to] != Heap::none) {
+        if (to < reached_ || way_[to].rank != Rank::none) {
           continue;
         }
         if (index[to] == Heap::none) {
@@ -337,6 +390,9 @@ void Search::find_components(const Adjacency& out) {
         low[path.back()] = std::min(low[path.back()], low[v]);
       }
       if (low[v] == index[v]) {
+        const auto edges_of_v = out.of(v);
+        is_cyclic_.push_back(stack.back() != v ||
+                             std::find(edges_of_v.begin(), edges_of_v.end(), v) != edges_of_v.end());
         uint32_t member = 0;
         do {
           member = stack.back();
@@ -393,58 +449,27 @@ void Search::find_sought() {
 
 // ---- chains
 
-Rank Search::rank_of(uint32_t v) const {
-  if (v < reached_) {
-    return Rank::root;
-  }
-  return hidden_parent_[v] != Heap::none ? Rank::hidden : Rank::cycle;
-}
-
-/// From the outermost holder to one of the tensors, the one that is found first.
-std::vector<uint32_t> Search::chain_to(const Sought& sought, Rank rank) {
+/// From the outermost holder to `v`, which is the last one; Heap::none stands for a middle that is left out.
+std::vector<uint32_t> Search::chain_to(uint32_t v) const {
   std::vector<uint32_t> chain;
-  if (rank == Rank::root) {
-    const auto& parent = [&](uint32_t v) { return heap_.at(v).parent; };
-    for (uint32_t v = parent(sought.storage); v != Heap::none; v = parent(v)) {
+  const Way& end = way_[v];
+  const bool is_long = end.depth > HEAD + TAIL;
+  for (uint32_t i = 0; v != Heap::none && !(is_long && i == TAIL); v = way_[v].parent, ++i) {
+    chain.push_back(v);
+  }
+  if (is_long) {
+    chain.push_back(Heap::none);
+    for (v = end.head; v != Heap::none; v = way_[v].parent) {
       chain.push_back(v);
-    }
-  } else {
-    for (uint32_t v = hidden_parent_[sought.storage];; v = hidden_parent_[v]) {
-      chain.push_back(v);
-      if (hidden_parent_[v] == v) {
-        break;
-      }
     }
   }
   std::reverse(chain.begin(), chain.end());
   return chain;
 }
 
-/// Of garbage: the nearest cycle that holds it, and the way from there.
-std::vector<uint32_t> Search::chain_from_cycle(const Sought& sought, uint32_t* component) {
-  std::unordered_map<uint32_t, uint32_t> towards{{sought.storage, sought.storage}};
-  std::vector<uint32_t> queue{sought.storage};
-  *component = Heap::none;
-  uint32_t v = sought.storage;
-  for (size_t i = 0; i < queue.size(); ++i) {
-    v = queue[i];
-    const auto holders = in_->of(v);
-    if (std::any_of(holders.begin(), holders.end(),
-                    [&](uint32_t h) { return component_[h] == component_[v]; })) {
-      *component = component_[v];
-      break;
-    }
-    for (const uint32_t holder : holders) {
-      if (towards.emplace(holder, v).second) {
-        queue.push_back(holder);
-      }
-    }
-  }
-  std::vector<uint32_t> chain;
-  for (; v != sought.storage; v = towards[v]) {
-    chain.push_back(v);
-  }
-  return chain;
+bool Search::is_part(uint32_t v) const {
+  PyObject* const object = heap_.at(v).thing == Thing::python ? heap_.object_of(v) : nullptr;
+  return object && (PyTuple_CheckExact(object) || PyCell_Check(object) || PyDict_CheckExact(object));
 }
 
 /// A shortest way from `v` back to it, `v` first, not repeated; against the edges.
@@ -520,6 +545,9 @@ std::string describe_briefly(const c10::TensorImpl& tensor) {
 /// How `from` holds `to`, where C++ knows.
 std::string edge_between(Heap& heap, uint32_t from, uint32_t to) {
   std::string label;
+  if (heap.at(from).thing == Thing::python && !heap.is_torchs(heap.object_of(from))) {
+    return label;
+  }
   heap.for_each_reference(from, [&](const Reference& reference) {
     if (label.empty() && reference.label &&
         (reference.counts_python
@@ -557,7 +585,7 @@ PyObject* Search::step(uint32_t v, uint32_t before) {
       Node& node = *static_cast<Node*>(const_cast<void*>(vertex.key));
       kind = "node";
       name = node.name();
-      object = is_python_function(node) ? python_object_of(node) : nullptr;
+      object = python_object_of(node);
       break;
     }
   }
@@ -569,8 +597,14 @@ PyObject* Search::step(uint32_t v, uint32_t before) {
 PyObject* Search::steps(const std::vector<uint32_t>& chain) {
   THPObjectPtr list = new_list();
   uint32_t before = Heap::none;
-  for (const uint32_t v : chain) {
-    append(list, step(v, before));
+  for (size_t i = 0; i < chain.size(); ++i) {
+    const uint32_t v = chain[i];
+    if (v == Heap::none) {
+      const uint32_t count = way_[chain[i + 1]].depth - way_[chain[i - 1]].depth - 1;
+      append(list, Py_BuildValue("(sOsO)", "more", Py_None, std::to_string(count).c_str(), Py_None));
+    } else {
+      append(list, step(v, before));
+    }
     before = v;
   }
   return list.release();
@@ -587,30 +621,34 @@ PyObject* Search::describe_tensor(uint32_t v) const {
   PyObject* dtype = reinterpret_cast<PyObject*>(
       torch::getTHPDtype(c10::typeMetaToScalarType(tensor.dtype())));
   PyObject* object = heap_.object_of(v);
-  return Py_BuildValue("(NOO)", PyList_AsTuple(shape), dtype, object ? object : Py_None);
+  const auto bytes = has_plain_shape(tensor) ? tensor.numel() * static_cast<int64_t>(tensor.itemsize()) : 0;
+  return Py_BuildValue("(NOOL)", PyList_AsTuple(shape), dtype, object ? object : Py_None,
+                       static_cast<long long>(bytes));
 }
 
 PyObject* Search::describe(const Sought& sought) {
   const c10::StorageImpl& storage = storage_at(heap_, sought.storage);
-  Rank rank = rank_of(sought.storage);
+  const Way& way = way_[sought.storage];
   std::vector<uint32_t> chain;
-  if (rank == Rank::cycle) {
-    uint32_t component = Heap::none;
-    chain = chain_from_cycle(sought, &component);
-    if (component == Heap::none) {
-      rank = Rank::none;
-    } else {
-      auto& cycle = cycles_.try_emplace(component, chain.front(), std::vector<const void*>()).first->second;
-      cycle.second.push_back(&storage);
-    }
-  } else {
-    chain = chain_to(sought, rank);
+  if (way.rank != Rank::none) {
+    chain = chain_to(sought.storage);
+    chain.pop_back();
+  }
+  if (way.rank == Rank::cycle && !chain.empty()) {
+    const uint32_t start = chain.front();
+    auto& cycle = cycles_.try_emplace(component_[start], start, std::vector<const void*>()).first->second;
+    cycle.second.push_back(&storage);
   }
   int64_t others = -1;
   int64_t unseen = std::max<int64_t>(heap_.unexplained(sought.storage, false), 0);
   THPObjectPtr tensors = new_list();
+  if (!chain.empty() && heap_.at(chain.back()).thing == Thing::tensor) {
+    append(tensors, describe_tensor(chain.back()));
+  }
   for (const uint32_t v : sought.tensors) {
-    append(tensors, describe_tensor(v));
+    if (chain.empty() || v != chain.back()) {
+      append(tensors, describe_tensor(v));
+    }
     others += heap_.at(v).python_refs + heap_.at(v).native_refs;
     const bool listed = v < listed_.size() && listed_[v];
     unseen += std::max<int64_t>(heap_.unexplained(v, listed), 0);
@@ -619,7 +657,7 @@ PyObject* Search::describe(const Sought& sought) {
       "(NnsKNNsLL)", PyLong_FromVoidPtr(const_cast<c10::StorageImpl*>(&storage)),
       static_cast<Py_ssize_t>(storage.nbytes()), storage.device().str().c_str(),
       static_cast<unsigned long long>(sought.address), tensors.release(), steps(chain),
-      name_of(rank), static_cast<long long>(std::max<int64_t>(others, 0)),
+      name_of(way.rank), static_cast<long long>(std::max<int64_t>(others, 0)),
       static_cast<long long>(unseen));
 }
 
@@ -633,6 +671,7 @@ PyObject* Search::run() {
   add_roots();
   heap_.explore();
   reached_ = heap_.size();
+  measure_ways();
   find_sought();
   const bool are_all_found = std::all_of(blocks_.begin(), blocks_.end(),
                                          [](const auto& entry) { return entry.second.found; });
@@ -662,12 +701,19 @@ PyObject* Search::run() {
     }
     append(cycles, Py_BuildValue("(NN)", steps(cycle_through(cycle.first)), storages.release()));
   }
+  THPObjectPtr works = new_list();
+  for (const uint32_t v : heap_.works()) {
+    if (v < reached_) {
+      append(works, steps(chain_to(v)));
+    }
+  }
   THPObjectPtr unseen(PyDict_New());
   for (const auto& [what, count] : heap_.unseen()) {
     set_item(unseen, what.c_str(), PyLong_FromSize_t(count));
   }
   set_item(result, "leaks", leaks.release());
   set_item(result, "cycles", cycles.release());
+  set_item(result, "works", works.release());
   set_item(result, "unseen", unseen.release());
   set_item(result, "visited", PyLong_FromUnsignedLong(heap_.size()));
   return result.release();
@@ -716,12 +762,44 @@ int zbp_storages_since(zbp_group_access groups, const zbp_storages* older, size_
   return guarded([&] {
     std::unordered_set<uint64_t> tapped;
     blocks_since(UINT64_MAX, tapped);
-    size_t count = 0;
-    for (const auto& [storage, weak] : storages_now(groups)->storage) {
-      count += is_foreign(*storage, *older, tapped);
-    }
-    *count_out = count;
+    const auto now = storages_now(groups);
+    *count_out = static_cast<size_t>(
+        std::count_if(now->storage.begin(), now->storage.end(), [&](const auto& entry) {
+          return !entry.second.expired() && is_foreign(*entry.first, *older, tapped);
+        }));
   });
+}
+
+PyObject* zbp_storages_gone(const zbp_storages* storages) {
+  PyObject* result = nullptr;
+  const int status = guarded([&] {
+    THPObjectPtr set(PySet_New(nullptr));
+    for (const auto& [storage, weak] : storages->storage) {
+      THPObjectPtr id(weak.expired() ? PyLong_FromVoidPtr(const_cast<c10::StorageImpl*>(storage))
+                                     : Py_NewRef(Py_None));
+      if (!set || !id || (id != Py_None && PySet_Add(set, id) < 0)) {
+        throw python_error();
+      }
+    }
+    result = set.release();
+  });
+  return status == ZBP_OK ? result : nullptr;
+}
+
+PyObject* zbp_storages_spans(const zbp_storages* storages) {
+  PyObject* result = nullptr;
+  const int status = guarded([&] {
+    THPObjectPtr list = new_list();
+    for (const auto& [storage, weak] : storages->storage) {
+      if (const auto living = weak.lock()) {
+        append(list, Py_BuildValue("(sKK)", living->device().str().c_str(),
+                                   static_cast<unsigned long long>(address_of(*living)),
+                                   static_cast<unsigned long long>(living->nbytes())));
+      }
+    }
+    result = list.release();
+  });
+  return status == ZBP_OK ? result : nullptr;
 }
 
 PyObject* zbp_storages_of(PyObject* tensors) {

@@ -45,6 +45,12 @@ typedef struct zbp_storages zbp_storages;
 ZBP_MUST_USE int zbp_storages_new(zbp_group_access groups, zbp_storages **storages_out);
 void zbp_storages_free(zbp_storages *storages);
 
+/* New set of the identities (ints) of those that have been freed since. NULL with an error set. */
+PyObject *zbp_storages_gone(const zbp_storages *storages);
+
+/* New list of (device, address, bytes) of those that still live. NULL with an error set. */
+PyObject *zbp_storages_spans(const zbp_storages *storages);
+
 /* *count_out: how many storages with memory there are now that are not among `older` and that the
  * tap (zbp_tap.h) does not know. Error: ZBP_EPYTHON. */
 ZBP_MUST_USE int zbp_storages_since(zbp_group_access groups, const zbp_storages *older,
@@ -62,6 +68,7 @@ typedef struct zbp_search {
     PyObject *roots;   /* list of (object, None or a list of what it holds besides its referents) */
     PyObject *ignored; /* list of objects that are not looked at; the list and the roots are not, too */
     PyObject *target;  /* a tensor whose storage alone is searched for; or NULL: all that were born */
+    PyTypeObject *work; /* torch.distributed's Work, or NULL */
     PyObject *allowed; /* set of identities of storages that are not searched for */
     uint64_t since;    /* without a target: CPU blocks from this serial on, zbp_tap_serial() */
     const zbp_storages *older; /* or NULL. Others' memory was born since if it is not among these */
@@ -71,16 +78,18 @@ typedef struct zbp_search {
  *
  *   "leaks": list of (storage, bytes, device, address, tensors, chain, rank, others, unseen)
  *       storage: its identity, 0 for a block that nothing visible holds. tensors: list of (shape,
- *       dtype, object or None) with a tuple per tensor on it, in the order of discovery.
+ *       dtype, object or None, bytes that it uses, 0 where unknown) with a tuple per tensor on it, that of the chain first.
  *       chain: list of steps from the outermost holder to a tensor. rank: "root", "hidden" (the
  *       chain begins with something that is held from where nobody can look), "cycle" (garbage)
  *       or "none". others: references to its tensors besides the chain's. unseen: references to
  *       the storage and its tensors that no edge explains.
  *   "cycles": list of (steps, list of storages): each cycle that garbage hangs on.
+ *   "works": list of chains (as above) to the works that the roots reach: what these hold they do not tell.
  *   "unseen": dict of what could not be looked at, and how often.
  *   "visited": number of vertices.
  *
- * A step is (kind, object or None, name, edge): kind is "python", "tensor", "node", "storage" or "group";
+ * A step is (kind, object or None, name, edge): kind is "python", "tensor", "node", "storage", "group", or
+ * "more" for the left out middle of a long chain (name: how many steps);
  * name says what it is, for what is not Python's; edge says how the step before holds it, where C++
  * knows, else None. The steps hold their objects: whoever describes them must let them go.
  * NULL with an error set. */

@@ -51,6 +51,16 @@ void zbp_tap_stop(zbp_record *record, int *displaced_out);
 /* Marks a record that is being fed, now. Errors as zbp_record_mark's. Any thread. */
 ZBP_MUST_USE int zbp_tap_mark(zbp_record *record, uint32_t *index_out);
 
+/* From start to stop (they nest) the Python stack that asks for a block is kept with it, at some
+ * microseconds a block, and forgotten when it is freed or at the last stop. For that the GIL is taken, on
+ * threads that Python knows: whoever holds it must not wait for another thread that allocates. */
+void zbp_tap_trace_start(void);
+void zbp_tap_trace_stop(void);
+
+/* New list of (file, function, line), innermost first; empty for a block without a trace. With the
+ * GIL. NULL with an error set. */
+PyObject *zbp_tap_trace_of(uint64_t address);
+
 /* The number of the next block: those that are handed out from now on have it or a larger one. */
 uint64_t zbp_tap_serial(void);
 

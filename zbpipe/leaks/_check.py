@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 
 from zbpipe import _C
+from zbpipe.leaks import _cuda
 from zbpipe.leaks._collector import collector
-from zbpipe.leaks._report import Leak, Report
-from zbpipe.leaks._search import search
+from zbpipe.leaks._report import Holder, Leak, Report
+from zbpipe.leaks._search import Found, Scope, search
 
 F = TypeVar("F", bound=Callable[..., Any])
+Action = Literal["warn", "error", "record"]
 
 ACTIONS = ("warn", "error", "record")
+_KNOWN = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, dict, list, tuple, set, frozenset)
 
 
 class TensorLeakWarning(UserWarning):
@@ -37,53 +43,73 @@ class TensorLeakError(AssertionError):
 
 
 class Check:
-    """What :func:`check_tensor_leak` returns: a context manager, once, and a decorator."""
+    """What :func:`check_tensor_leak` returns: a context manager, to be entered once, and a decorator.
 
-    def __init__(self, action: str, allow: tuple[Any, ...], trace: bool, device: torch.device | None) -> None:
+    Attributes:
+        report: what was found; None until the block was left.
+    """
+
+    report: Report | None
+
+    def __init__(self, action: Action, allow: tuple[Any, ...], trace: bool, device: torch.device | None) -> None:
+        self.report = None
         self._arguments = (action, allow, trace, device)
         self._action = action
         self._allow = allow
         self._trace = trace
         self._device = device
         self._recorder: _C.Recorder | None = None
-        self.report: Report | None = None
+        self._older: object = None
+        self._since = 0
+        self._returned: Any = None
 
     def __call__(self, function: F) -> F:
+        """``function``, checked whenever it is called. What it returns is no leak; what that holds may be."""
+        if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+            raise TypeError(
+                f"{function.__qualname__} runs after its call has returned (a coroutine or generator function); check "
+                "what it does with a with block inside it"
+            )
         arguments = self._arguments
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            with Check(*arguments):
-                return function(*args, **kwargs)
+            with Check(*arguments) as check:
+                check._returned = function(*args, **kwargs)
+                return check._returned
 
         return run  # type: ignore[return-value]
 
     def __enter__(self) -> Check:
         if self._recorder is not None:
             raise RuntimeError("a check can be entered once; call check_tensor_leak() again for another one")
+        recorder = _C.Recorder(0)
+        recorder.start()
         collector.switch_off()
-        try:
-            recorder = _C.Recorder(0)
-            recorder.start()
-            self._recorder = recorder
-            self._older = _C.storages_now()
-            self._since = _C.next_serial()
-        except BaseException:
-            collector.give_back()
-            raise
+        self._recorder = recorder
+        self._collections = _collections()
+        self._cuda_before = _cuda.blocks_now(self._device)
+        self._older = _C.storages_now()
+        self._since = _C.next_serial()
+        if self._trace:
+            _C.trace_start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         assert self._recorder is not None
         try:
             report = self._look()
         finally:
+            if self._trace:
+                _C.trace_stop()
             displaced = self._recorder.stop()
-            self._older = None
+            self._older = self._returned = None
             self._allow = ()
             collector.give_back()
         if displaced:
-            report.unseen.append("memory that another CPU allocator handed out, which was installed meanwhile")
+            report.unseen.append("what another CPU allocator handed out that was installed inside")
         self.report = report
         if not report or kind is not None or self._action == "record":
             return
@@ -92,41 +118,146 @@ class Check:
         warnings.warn(TensorLeakWarning(report), stacklevel=2)
 
     def _look(self) -> Report:
-        tensors, predicates, holders = _split(self._allow)
-        allowed = _C.storages_of(tensors)
-        blocks = {address for address, _, _ in _C.live_blocks(self._since)}
-        blocks -= _C.addresses_of(tensors)
-        if not blocks and _C.storages_since(self._older) == 0:
-            return Report()
-        trimmed = {id(holder) for holder in (*tensors, *holders)}
-        del tensors, holders
-
-        def keep(candidates: list[torch.Tensor]) -> bool:
-            return not any(predicate(tensor) for predicate in predicates for tensor in candidates)
-
-        found, cycles, report = search(
-            since=self._since, older=self._older, allowed=allowed, trimmed=trimmed, keep=keep if predicates else None
-        )
-        report.cycles = cycles
-        report.leaks = _fates(found, self._since)
+        report = Report()
+        collections = _collections() - self._collections
+        if collections:
+            report.unseen.append(f"what the collector freed inside, where it ran {collections} times")
+        untracked = self._recorder.counters()["untracked"] if self._recorder else 0
+        if untracked:
+            report.unseen.append(f"{untracked} blocks that could not be followed for want of memory")
+        tensors, predicates, holders = _split((*self._allow, *_tensors_in(self._returned)))
+        blocks = {address for address, _, _ in _C.live_blocks(self._since)} - _C.addresses_of(tensors)
+        if blocks or _C.storages_since(self._older) or _cuda.is_in_use():
+            result = search(
+                Scope(
+                    since=self._since,
+                    older=self._older,
+                    allowed=_C.storages_of(tensors),
+                    trimmed={id(holder) for holder in (*tensors, *holders)},
+                    returned=self._returned,
+                    keep=functools.partial(_is_leak, predicates) if predicates else None,
+                    traced=self._trace,
+                )
+            )
+            del tensors, holders
+            found = [entry for entry in result.found if self._is_asked_for(entry.leak)]
+            report.leaks = _fates(found, self._since) + self._blocks_of_cuda()
+            report.leaks.sort(key=lambda leak: -leak.bytes)
+            report.cycles = result.cycles
+            report.visited = result.visited
+            report.unseen += result.unseen if report.leaks else []
         return report
 
+    def _is_asked_for(self, leak: Leak) -> bool:
+        return self._device is None or torch.device(leak.device).type == self._device.type
 
-def _fates(found: list[tuple[Leak, str, int]], since: int) -> list[Leak]:
+    def _blocks_of_cuda(self) -> list[Leak]:
+        if not _cuda.is_in_use() or (self._device is not None and self._device.type != "cuda"):
+            return []
+        chain = [Holder("unknown", "C++ that cannot be seen; the allocator counts the block as in use")]
+        lost = _cuda.unexplained(
+            self._cuda_before, _cuda.blocks_now(self._device), _C.storage_spans(_C.storages_now())
+        )
+        return [Leak((), "", device, size, 0, 0, "alive", None, chain, 0) for device, _, size in lost]
+
+
+def _checked_allow(action: object, allow: Any, device: torch.device | str | None) -> tuple[Any, ...]:
+    """``allow`` as a tuple, when all is legal."""
+    if action not in ACTIONS:
+        raise ValueError(f"action is {action!r}; expected one of {', '.join(map(repr, ACTIONS))}")
+    if device is not None and torch.device(device).type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {device}; tensors can be checked on cpu and cuda")
+    allow = allow if isinstance(allow, (list, tuple, set, frozenset)) else (allow,)
+    for thing in allow:
+        if not issubclass(type(thing), _KNOWN) and not callable(thing):
+            raise TypeError(
+                f"allow holds a {type(thing).__name__}; expected tensors, modules, optimizers, collections of them, or "
+                "functions that say of a tensor whether it may live"
+            )
+    return tuple(allow)
+
+
+@overload
+def check_tensor_leak(function: F, /) -> F: ...
+
+
+@overload
+def check_tensor_leak(
+    *, action: Action = "warn", allow: Any = (), trace: bool = False, device: torch.device | str | None = None
+) -> Check: ...
+
+
+def check_tensor_leak(
+    function: Callable[..., Any] | None = None,
+    *,
+    action: Action = "warn",
+    allow: Any = (),
+    trace: bool = False,
+    device: torch.device | str | None = None,
+) -> Any:
+    """Find tensors that were born inside and outlive it, or that only the garbage collector frees.
+
+    ``with check_tensor_leak() as check:``, ``@check_tensor_leak`` or ``@check_tensor_leak(action="error")``. The
+    collector is off inside, and as it was before afterwards; checks may be nested and run on several threads, each
+    sees what is born anywhere while it runs. A clean check costs a look at the collector's list at its two ends; one
+    that finds something looks at all that lives, and runs the collector if something is in no chain of references.
+
+    Args:
+        action: "warn" (a :class:`TensorLeakWarning`), "error" (a :class:`TensorLeakError`), or "record" (neither: see
+            ``check.report``). Neither happens if the block raises.
+        allow: what may live on: tensors and their ``.grad``, modules with their parameters and buffers, optimizers with
+            their state, collections of these, looked at when the block is left; and functions that are given a tensor and
+            return True if it may. What these objects hold besides is named by a chain that begins with them.
+        trace: remember the line that made each block of CPU memory, at some microseconds a block.
+        device: report what is on ``cpu`` or ``cuda`` alone.
+
+    Raises:
+        TypeError, ValueError: an argument is none of these.
+        RuntimeError: on entering: the CPU allocator cannot be watched (``csrc/shim/zbp_tap.h``).
+    """
+    checked = _checked_allow(action, allow, device)
+    check = Check(action, checked, trace, None if device is None else torch.device(device))
+    return check if function is None else check(function)
+
+
+def find_holders(tensor: torch.Tensor) -> Leak:
+    """Find who holds the memory of a living tensor, besides variables of running functions that are that very tensor.
+
+    Raises:
+        TypeError: no tensor.
+        ValueError: a tensor whose memory is not one storage of its own (sparse, a wrapper).
+    """
+    if not issubclass(type(tensor), torch.Tensor):
+        raise TypeError(f"tensor is a {type(tensor).__name__}; expected a torch.Tensor")
+    found = search(Scope(target=tensor)).found
+    if not found:
+        raise ValueError(f"tensor is a {type(tensor).__name__} without one storage of its own; pass those it is made of")
+    return found[0].leak
+
+
+def _collections() -> int:
+    return sum(int(generation["collections"]) for generation in gc.get_stats())
+
+
+def _is_leak(predicates: list[Callable[[torch.Tensor], bool]], tensors: list[torch.Tensor]) -> bool:
+    return not any(predicate(tensor) for predicate in predicates for tensor in tensors)
+
+
+def _fates(found: list[Found], since: int) -> list[Leak]:
     """The leaks, with what became of them when the collector ran; it runs only if it can make a difference."""
-    if all(rank == "root" for _, rank, _ in found):
-        return [leak for leak, _, _ in found]
+    if all(entry.rank == "root" for entry in found):
+        return [entry.leak for entry in found]
+    watched = _C.storages_now()
     gc.collect()
+    gone = _C.storages_gone(watched)
     living = {address for address, _, _ in _C.live_blocks(since)}
-    return [
-        leak if rank == "root" or address in living or (not address) else _collected(leak)
-        for leak, rank, address in found
-    ]
 
+    def is_gone(entry: Found) -> bool:
+        if entry.leak.storage:
+            return entry.leak.storage in gone
+        return entry.address not in living
 
-def _collected(leak: Leak) -> Leak:
-    values = {name: getattr(leak, name) for name in Leak.__dataclass_fields__}
-    return Leak(**{**values, "fate": "freed by the collector"})
+    return [replace(entry.leak, fate="freed by the collector") if is_gone(entry) else entry.leak for entry in found]
 
 
 def _split(allow: Iterable[Any]) -> tuple[list[torch.Tensor], list[Callable[[torch.Tensor], bool]], list[Any]]:
@@ -135,8 +266,12 @@ def _split(allow: Iterable[Any]) -> tuple[list[torch.Tensor], list[Callable[[tor
     predicates: list[Callable[[torch.Tensor], bool]] = []
     holders: list[Any] = []
     todo = list(allow)
+    seen: set[int] = set()
     while todo:
         thing = todo.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
         if issubclass(type(thing), torch.Tensor):
             tensors.append(thing)
             if thing.is_leaf and thing.grad is not None:
@@ -146,51 +281,23 @@ def _split(allow: Iterable[Any]) -> tuple[list[torch.Tensor], list[Callable[[tor
             todo += [*thing.parameters(), *thing.buffers()]
         elif issubclass(type(thing), torch.optim.Optimizer):
             holders.append(thing)
-            todo += [thing.state, thing.param_groups]
-        elif issubclass(type(thing), dict):
-            todo += [*thing.keys(), *thing.values()]
-        elif issubclass(type(thing), (list, tuple, set, frozenset)):
-            todo += thing
+            todo += [*_tensors_in(thing.state), *_tensors_in(thing.param_groups)]
+        elif issubclass(type(thing), (dict, list, tuple, set, frozenset)):
+            todo += thing if not issubclass(type(thing), dict) else [*thing.keys(), *thing.values()]
         elif callable(thing):
             predicates.append(thing)
     return tensors, predicates, holders
 
 
-def _check_allow(allow: Any) -> tuple[Any, ...]:
-    if not isinstance(allow, (list, tuple, set, frozenset)):
-        allow = (allow,)
-    for thing in allow:
-        known = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, dict, list, tuple, set, frozenset)
-        if not issubclass(type(thing), known) and not callable(thing):
-            raise TypeError(
-                f"allow holds a {type(thing).__name__}; expected tensors, modules, optimizers, collections of them, or "
-                "functions that say of a tensor whether it may live"
-            )
-    return tuple(allow)
-
-
-def check_tensor_leak(
-    function: Any = None,
-    *,
-    action: str = "warn",
-    allow: Any = (),
-    trace: bool = False,
-    device: torch.device | str | None = None,
-) -> Any:
-    """See :mod:`zbpipe.leaks`."""
-    if action not in ACTIONS:
-        raise ValueError(f"action is {action!r}; expected one of {', '.join(map(repr, ACTIONS))}")
-    check = Check(action, _check_allow(allow), trace, None if device is None else torch.device(device))
-    return check if function is None else check(function)
-
-
-def find_holders(tensor: torch.Tensor) -> Leak:
-    """Who holds a living tensor, besides the variables of the caller that are the tensor itself."""
-    if not issubclass(type(tensor), torch.Tensor):
-        raise TypeError(f"tensor is a {type(tensor).__name__}; expected a torch.Tensor")
-    found, _, _ = search(target=tensor)
-    if not found:
-        raise ValueError(f"a {type(tensor).__name__} without a storage of its own has no holders of memory to find")
-    return found[0][0]
-
-
+def _tensors_in(thing: Any) -> list[torch.Tensor]:
+    """The tensors in nested collections."""
+    found: list[torch.Tensor] = []
+    todo, seen = [thing], set()
+    while todo:
+        item = todo.pop()
+        if issubclass(type(item), torch.Tensor):
+            found.append(item)
+        elif issubclass(type(item), (dict, list, tuple, set, frozenset)) and id(item) not in seen:
+            seen.add(id(item))
+            todo += [*item.keys(), *item.values()] if issubclass(type(item), dict) else item
+    return found

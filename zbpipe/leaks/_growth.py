@@ -11,7 +11,7 @@ from typing import Any
 from zbpipe import _C
 from zbpipe.leaks._collector import collector
 from zbpipe.leaks._report import Leak, Report, words
-from zbpipe.leaks._search import search
+from zbpipe.leaks._search import Scope, search
 from zbpipe.memory._format import table
 
 SHOWN_HOLDERS = 10
@@ -86,14 +86,13 @@ class Growth:
         if len(self.counts) < 3:
             return []
         born = {address: serial for address, _, serial in _C.live_blocks(self._starts[1])}
-        found, _, _ = search(since=self._starts[1], older=None)
         groups: dict[str, Grown] = {}
-        for leak, _, address in found:
-            step = sum(born.get(address, 0) >= start for start in self._starts)
+        for entry in search(Scope(since=self._starts[1])).found:
+            step = sum(born.get(entry.address, 0) >= start for start in self._starts)
             if step < len(self.counts):
-                chain = re.sub(r"item \d+", "item *", words(leak.chain))
+                chain = re.sub(r"item \d+", "item *", words(entry.leak.chain))
                 group = groups.setdefault(chain, Grown(chain))
-                group.leaks.append(leak)
+                group.leaks.append(entry.leak)
                 group.steps.append(step)
         several = [group for group in groups.values() if len(set(group.steps)) > 1]
         return sorted(several, key=lambda group: -group.bytes)

@@ -3,103 +3,176 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType
+from types import CellType, FrameType
 from typing import Any
 
 import torch
 
 from zbpipe import _C
 from zbpipe.leaks import _source
-from zbpipe.leaks._report import Cycle, Holder, Leak, Report
-from zbpipe.leaks._words import Step, in_words, thread_names
+from zbpipe.leaks._report import Cycle, Holder, Leak
+from zbpipe.leaks._words import Step, Words, thread_names
 
 _HERE = str(Path(__file__).parent)
+_OWN_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_PERHAPS_HELD_BY = 3  # works that are named
 
-Found = tuple[Leak, str, int]
-"""A leak, its rank and the address of its block."""
+Root = tuple[Any, "list[Any] | None"]
 
 
-def roots(skipped: Any = None) -> tuple[list[tuple[Any, list[Any] | None]], dict[int, str]]:
-    """The modules and the frames of all threads with their variables, and names of threads.
+@dataclass(frozen=True)
+class Found:
+    """A leak; ``rank`` as in zbp_holders.h; ``address`` of its memory."""
 
-    Frames of this package are left out, and variables that are ``skipped`` themselves.
+    leak: Leak
+    rank: str
+    address: int
+
+
+@dataclass
+class Result:
+    """What a search found; nothing in it refers to what was looked at."""
+
+    found: list[Found] = field(default_factory=list)
+    cycles: list[Cycle] = field(default_factory=list)
+    unseen: list[str] = field(default_factory=list)
+    visited: int = 0
+
+
+@dataclass
+class Scope:
+    """What a search is for: see zbp_search in csrc/shim/zbp_holders.h.
+
+    ``trimmed`` are identities of objects that may hold tensors: a chain begins behind the last of them. ``returned`` is
+    held by nobody but the caller. ``keep`` is asked for each leak, with its tensors that Python knows, whether it is one.
     """
-    found: list[tuple[Any, list[Any] | None]] = [(module, None) for module in list(sys.modules.values())]
+
+    since: int = 0
+    older: Any = None
+    target: torch.Tensor | None = None
+    allowed: set[int] = field(default_factory=set)
+    trimmed: set[int] = field(default_factory=set)
+    returned: Any = None
+    keep: Callable[[list[torch.Tensor]], bool] | None = None
+    traced: bool = False
+
+
+def search(scope: Scope) -> Result:
+    roots, threads = _roots(scope)
+    found = _C.search_holders(
+        roots, [scope.__dict__], scope.target, scope.allowed, scope.since, scope.older, _type_of_work()
+    )
+    roots.clear()
+    try:
+        return _in_words(found, scope, Words(threads))
+    finally:
+        # The steps refer to all that was found: nothing of it may live on.
+        found.clear()
+        _source.forget()
+
+
+def _roots(scope: Scope) -> tuple[list[Root], dict[int, str]]:
+    """The modules and the frames of all threads with their variables, and the names of the threads.
+
+    Frames of this package are left out, and variables that are the target itself.
+    """
+    found: list[Root] = [] if scope.returned is None else [(scope.returned, None)]
+    found += [(module, None) for module in list(sys.modules.values())]
     current = sys._current_frames()
     for frame in current.values():
         at: FrameType | None = frame
         while at is not None:
             if not at.f_code.co_filename.startswith(_HERE):
-                held = [value for _, value in _C.frame_variables(at) if not _is(value, skipped)]
-                found.append((at, [*held, at.f_globals]))
+                held = [value for _, value in _C.frame_variables(at) if scope.target is None or value is not scope.target]
+                held.append(at.f_globals)
+                if not at.f_code.co_flags & 1:  # a module's or a class's body: its variables are in a dictionary
+                    held.append(at.f_locals)
+                found.append((at, held))
             at = at.f_back
     return found, thread_names(current.items())
 
 
-def _is(value: Any, skipped: Any) -> bool:
-    return skipped is not None and value is skipped
+def _type_of_work() -> Any:
+    c10d = sys.modules.get("torch._C._distributed_c10d")
+    return getattr(c10d, "Work", None)
 
 
-def search(
-    *,
-    since: int = 0,
-    older: Any = None,
-    target: torch.Tensor | None = None,
-    allowed: set[int] | None = None,
-    trimmed: set[int] | None = None,
-    keep: Any = None,
-) -> tuple[list[Found], list[Cycle], Report]:
-    """Search the holders of what was born since, or of the target.
-
-    ``trimmed`` are identities of objects that may hold: a chain begins behind the last of them. ``keep`` is asked for
-    each leak with its Python tensors, and says whether it is one.
-    """
-    where, threads = roots(target)
-    ignored: list[Any] = []
-    result = _C.search_holders(where, ignored, target, allowed or set(), since, older)
-    where.clear()
-    found: list[Found] = []
-    try:
-        for leak in result["leaks"]:
-            if keep is None or keep([tensor for _, _, tensor in leak[4] if tensor is not None]):
-                found.append(_leak(leak, threads, trimmed or set()))
-        cycles = [_cycle(steps, storages, found, threads) for steps, storages in result["cycles"]]
-        report = Report(unseen=[f"{count} {what}" for what, count in result["unseen"].items()], visited=result["visited"])
-    finally:
-        # The steps refer to all that was found: nothing of it may live on.
-        result.clear()
-        _source.forget()
-    found.sort(key=lambda entry: -entry[0].bytes)
-    return found, [cycle for cycle in cycles if cycle.bytes], report
-
-
-def _leak(leak: tuple[Any, ...], threads: dict[int, str], trimmed: set[int]) -> Found:
-    storage, size, device, address, tensors, steps, rank, others, unseen = leak
-    shape, dtype, _ = tensors[0] if tensors else ((), "", None)
-    chain = in_words(_behind(steps, trimmed), threads)
-    if rank == "hidden":
-        chain.insert(0, Holder("unknown", "something in C or C++ that cannot be seen"))
-    elif rank == "none":
-        chain.insert(0, Holder("unknown", "C++ that cannot be seen from here (a node of a C++ Function, a work, a variable)"))
-    if unseen and rank in ("root", "cycle"):
-        chain = [*chain]
-    name = f"{str(dtype).removeprefix('torch.')}"
-    return (
-        Leak(shape, name, device, size, storage, len(tensors), "alive", None, chain, others),
-        rank,
-        address,
+def _in_words(result: dict[str, Any], scope: Scope, words: Words) -> Result:
+    works = [words.holders(steps) for steps in result["works"][:_PERHAPS_HELD_BY]]
+    found = []
+    for leak in result["leaks"]:
+        tensors = [tensor for _, _, tensor, _ in leak[4] if tensor is not None]
+        if scope.keep is None or scope.keep(tensors):
+            found.append(_leak(leak, scope, words, works))
+        del tensors
+    found.sort(key=lambda entry: -entry.leak.bytes)
+    cycles = [_cycle(steps, set(storages), found, words) for steps, storages in result["cycles"]]
+    return Result(
+        found,
+        sorted((cycle for cycle in cycles if cycle.bytes), key=lambda cycle: -cycle.bytes),
+        [f"{what}: {count}" for what, count in result["unseen"].items()],
+        result["visited"],
     )
 
 
+def _leak(leak: tuple[Any, ...], scope: Scope, words: Words, works: list[list[Holder]]) -> Found:
+    storage, size, device, address, tensors, steps, rank, others, _ = leak
+    shape, dtype, _, used = tensors[0] if tensors else ((), "", None, 0)
+    chain = words.holders(_behind(steps, scope.trimmed))
+    if steps and scope.returned is not None and steps[0][1] is scope.returned:
+        chain.insert(0, Holder("object", "what the function returned"))
+    elif rank == "hidden":
+        chain.insert(0, Holder("unknown", "something in C or C++ that cannot be seen"))
+    elif rank == "none":
+        chain = _perhaps(works) + chain
+    if chain and used and used < size:
+        chain[-1] = replace(chain[-1], text=f"{chain[-1].text}, which uses {used} of {size} bytes")
+    if chain and chain[-1].kind in ("tensor", "saved"):
+        chain[-1] = replace(chain[-1], bytes=size)
+    created = _created(address) if scope.traced and address else None
+    name = str(dtype).removeprefix("torch.")
+    return Found(Leak(shape, name, device, size, storage, len(tensors), "alive", created, chain, others), rank, address)
+
+
+def _perhaps(works: list[list[Holder]]) -> list[Holder]:
+    """Of memory that nothing visible holds: works hold tensors and do not tell which."""
+    if not works:
+        return [Holder("unknown", "C++ that cannot be seen (a node of a C++ Function, a variable)")]
+    count = f"one of {len(works)} works, say " if len(works) > 1 else ""
+    *before, work = works[0]
+    return [*before, Holder("work", f"{count}{work.text}, which does not tell what it holds", work.where)]
+
+
+def _created(address: int) -> str | None:
+    """The innermost line that is neither torch's nor ours; else the innermost."""
+    trace = _C.trace_of(address)
+    for filename, _, line in trace:
+        if not filename.startswith(_OWN_CODE):
+            return _source.place(filename, line)
+    return _source.place(trace[0][0], trace[0][2]) if trace else None
+
+
 def _behind(steps: list[Step], trimmed: set[int]) -> list[Step]:
-    last = max((i for i, step in enumerate(steps[:-1]) if step[1] is not None and id(step[1]) in trimmed), default=None)
-    return steps if last is None else steps[last:]
+    last = max((i for i, step in enumerate(steps[:-1]) if step[1] is not None and id(step[1]) in trimmed), default=0)
+    return steps[last:]
 
 
-def _cycle(steps: list[Step], storages: list[int], found: list[Found], threads: dict[int, str]) -> Cycle:
-    mine = set(storages)
-    held = sum(leak.bytes for leak, _, _ in found if leak.storage in mine)
-    holders = in_words([*steps, steps[0]], threads)
-    text = " -> ".join([str(holder) for holder in holders[:-1]] + ["back"])
-    return Cycle(text, holders[:-1], held)
+def _cycle(steps: list[Step], storages: set[int], found: list[Found], words: Words) -> Cycle:
+    held = sum(entry.leak.bytes for entry in found if entry.leak.storage in storages)
+    first = next((i for i, step in enumerate(steps) if not _is_part(step[1])), 0)
+    turned = [*steps[first:], *steps[:first]]
+    holders = words.holders([*turned, turned[0]])[:-1]
+    return Cycle(" -> ".join([*map(_with_line, holders), "back"]), holders, held)
+
+
+def _is_part(thing: Any) -> bool:
+    """What belongs to something else, and says little without it."""
+    return type(thing) in (tuple, dict, CellType)
+
+
+def _with_line(holder: Holder) -> str:
+    line = _source.line_at(holder.where)
+    return f"{holder.text} ({holder.where}: {line})" if line else str(holder)
