@@ -92,7 +92,11 @@ def _roots(scope: Scope) -> tuple[list[Root], dict[int, str]]:
                     held.append(at.f_locals)
                 found.append((at, held))
             at = at.f_back
-    return found, thread_names(current.items())
+    names = thread_names(current.items())
+    # This frame among its own variables would be a cycle, which keeps all callers' frames and what they hold.
+    current.clear()
+    frame = at = None  # type: ignore[assignment]
+    return found, names
 
 
 def _type_of_work() -> Any:
