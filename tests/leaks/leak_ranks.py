@@ -45,7 +45,6 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-
     def let_go(self):
         """Of the outputs of the last stage, which torch's stage keeps until its next step, for its user."""
         for stage in self.stages:

@@ -96,7 +96,8 @@ def test_a_number_of_steps_ends_the_script(run):
 def test_marker_says_what_a_step_is(run):
     source = TRAINING.replace("        optimizer.zero_grad()\n", "        optimizer.zero_grad()\n        after()\n")
     source = source.replace(
-        "def train", "from zbpipe import leaks\nseen = []\ndef after():\n    seen.append(1)\n    len(seen) % 2 or leaks.step()\n\ndef train"
+        "def train",
+        "from zbpipe import leaks\nseen = []\ndef after():\n    seen.append(1)\n    len(seen) % 2 or leaks.step()\n\ndef train",
     )
     status, said = run(source, "12")
     assert status == 0

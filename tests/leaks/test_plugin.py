@@ -66,7 +66,9 @@ def test_marked_test_that_does_not_leak_passes(inner):
 
 
 def test_unmarked_tests_are_left_alone(inner):
-    inner(f"def test_it():\n    {LEAK}\n@pytest.mark.no_tensor_leak\ndef test_other(): pass\n").assert_outcomes(passed=2)
+    inner(f"def test_it():\n    {LEAK}\n@pytest.mark.no_tensor_leak\ndef test_other(): pass\n").assert_outcomes(
+        passed=2
+    )
 
 
 def test_option_checks_every_test(inner):
@@ -77,8 +79,7 @@ def test_option_checks_every_test(inner):
 def test_ini_checks_every_test_but_those_that_are_ignored(inner, pytester):
     pytester.makeini("[pytest]\nno_tensor_leaks = true\n")
     inner(
-        f"def test_it():\n    {LEAK}\n"
-        f"@pytest.mark.no_tensor_leak(action='ignore')\ndef test_ignored():\n    {LEAK}\n"
+        f"def test_it():\n    {LEAK}\n@pytest.mark.no_tensor_leak(action='ignore')\ndef test_ignored():\n    {LEAK}\n"
     ).assert_outcomes(passed=2, errors=1)
 
 
@@ -168,7 +169,9 @@ def test_wrong_arguments_are_refused_in_a_sentence(inner, given, words):
 
 
 def test_marker_is_known_to_strict_runs(inner):
-    inner("@pytest.mark.no_tensor_leak\ndef test_it(): pass\n", "--strict-markers", "-W", "error").assert_outcomes(passed=1)
+    inner("@pytest.mark.no_tensor_leak\ndef test_it(): pass\n", "--strict-markers", "-W", "error").assert_outcomes(
+        passed=1
+    )
 
 
 # Fixtures.
@@ -442,9 +445,9 @@ def test_asked_for_it_is_imported(process):
 
 
 def test_deselected_tests_do_not_ask(process):
-    process(IDLE + "import pytest\n@pytest.mark.no_tensor_leak\ndef test_other(): pass\n", "-k", "nothing").assert_outcomes(
-        passed=1, deselected=1
-    )
+    process(
+        IDLE + "import pytest\n@pytest.mark.no_tensor_leak\ndef test_other(): pass\n", "-k", "nothing"
+    ).assert_outcomes(passed=1, deselected=1)
 
 
 def test_it_is_installed_for_pytest_to_find():

@@ -41,7 +41,9 @@ KINDS = ("Optimizer.step", "Schedule.step", "zbpipe.leaks.step()")  # a later on
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=_steps_to_watch, metavar="N", help="watch N steps, then end the script (default: all)")
+    parser.add_argument(
+        "--steps", type=_steps_to_watch, metavar="N", help="watch N steps, then end the script (default: all)"
+    )
     parser.add_argument(
         "--warmup", type=_natural, default=2, metavar="N", help="steps that are not watched (default: %(default)s)"
     )
