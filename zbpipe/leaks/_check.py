@@ -155,7 +155,9 @@ class Check:
         if not _cuda.is_in_use() or (self._device is not None and self._device.type != "cuda"):
             return []
         chain = [Holder("unknown", "C++ that cannot be seen; the allocator counts the block as in use")]
-        lost = _cuda.unexplained(self._cuda_before, _cuda.blocks_now(self._device), _C.storage_spans(_C.storages_now()))
+        lost = _cuda.unexplained(
+            self._cuda_before, _cuda.blocks_now(self._device), _C.storage_spans(_C.storages_now())
+        )
         return [Leak((), "", device, size, 0, 0, "alive", None, chain, 0) for device, _, size in lost]
 
 
@@ -229,9 +231,7 @@ def find_holders(tensor: torch.Tensor) -> Leak:
         raise TypeError(f"tensor is a {type(tensor).__name__}; expected a torch.Tensor")
     found = search(Scope(target=tensor)).found
     if not found:
-        raise ValueError(
-            f"tensor is a {type(tensor).__name__} without one storage of its own; pass those it is made of"
-        )
+        raise ValueError(f"tensor is a {type(tensor).__name__} without one storage of its own; pass those it is made of")
     return found[0].leak
 
 

@@ -54,9 +54,7 @@ def unexplained(before: set[Block], now: Iterable[Block], spans: Iterable[Block]
             begins.setdefault(device, []).append(address)
     for addresses in begins.values():
         addresses.sort()
-    return [
-        block for block in now if block not in before and not _has_one(begins.get(block[0], []), block[1], block[2])
-    ]
+    return [block for block in now if block not in before and not _has_one(begins.get(block[0], []), block[1], block[2])]
 
 
 def _has_one(sorted_addresses: list[int], begin: int, size: int) -> bool:

@@ -58,13 +58,8 @@ def draw(report: Report, path: Path, max_leaks: int) -> Path:
         raise ValueError(f"max_leaks is {max_leaks}; expected 1 or more")
     suffix = path.suffix.lower()
     if suffix not in (".png", ".svg", ".html"):
-        raise ValueError(
-            f"a picture cannot be written to {path.name!r}; expected a name that ends in .png, .svg or .html"
-        )
-    roots, cycles = (
-        tree(report, max_leaks),
-        [cycle_row(cycle.steps, cycle.bytes) for cycle in report.cycles[:max_leaks]],
-    )
+        raise ValueError(f"a picture cannot be written to {path.name!r}; expected a name that ends in .png, .svg or .html")
+    roots, cycles = tree(report, max_leaks), [cycle_row(cycle.steps, cycle.bytes) for cycle in report.cycles[:max_leaks]]
     rows = place(roots, cycles)
     if suffix == ".html":
         path.write_text(_page(report, roots, cycles, rows), encoding="utf-8")
@@ -221,9 +216,7 @@ def _figure(report: Report, roots: list[Box], cycles: list[list[Box]], rows: flo
             curve = -0.5 if begin is end else curve
         style = f"arc3,rad={curve}"
         axes.add_patch(
-            FancyArrowPatch(
-                start, stop, arrowstyle="-|>", mutation_scale=9, color="#555b62", lw=0.9, connectionstyle=style
-            )
+            FancyArrowPatch(start, stop, arrowstyle="-|>", mutation_scale=9, color="#555b62", lw=0.9, connectionstyle=style)
         )
 
     for box in boxes:
@@ -240,15 +233,7 @@ def _figure(report: Report, roots: list[Box], cycles: list[list[Box]], rows: flo
         else:
             dashes = {"linestyle": "--"} if box.family == "unknown" else {}
             axes.add_patch(FancyBboxPatch((x, y), _BOX_X, _BOX_Y, boxstyle="square,pad=0", **style, **dashes))
-        axes.text(
-            x + _BOX_X / 2,
-            y + _BOX_Y / 2,
-            "\n".join(_lines(box)),
-            ha="center",
-            va="center",
-            fontsize=6.2,
-            parse_math=False,
-        )
+        axes.text(x + _BOX_X / 2, y + _BOX_Y / 2, "\n".join(_lines(box)), ha="center", va="center", fontsize=6.2, parse_math=False)
     for box in _all(roots):
         for child in box.children:
             arrow(box, child)
@@ -261,12 +246,7 @@ def _figure(report: Report, roots: list[Box], cycles: list[list[Box]], rows: flo
     patches = [Patch(facecolor=f, edgecolor=e, label=n) for family, (f, e, n) in FAMILIES.items() if family in families]
     if patches:
         axes.legend(
-            handles=patches,
-            loc="upper left",
-            bbox_to_anchor=(0.2 / width, 1 - 0.3 / height),
-            ncols=4,
-            fontsize=6.5,
-            frameon=False,
+            handles=patches, loc="upper left", bbox_to_anchor=(0.2 / width, 1 - 0.3 / height), ncols=4, fontsize=6.5, frameon=False
         )
     figure.savefig(path)
 

@@ -166,3 +166,5 @@ def _by_chain(leaks: list[Leak]) -> list[tuple[str, list[int]]]:
         more = f" (and {leak.chains_more} more references)" if leak.chains_more else ""
         found.setdefault(words(leak.chain) + more, []).append(number)
     return list(found.items())
+
+

@@ -86,9 +86,7 @@ def _roots(scope: Scope) -> tuple[list[Root], dict[int, str]]:
         at: FrameType | None = frame
         while at is not None:
             if not at.f_code.co_filename.startswith(_HERE):
-                held = [
-                    value for _, value in _C.frame_variables(at) if scope.target is None or value is not scope.target
-                ]
+                held = [value for _, value in _C.frame_variables(at) if scope.target is None or value is not scope.target]
                 held.append(at.f_globals)
                 if not at.f_code.co_flags & 1:  # a module's or a class's body: its variables are in a dictionary
                     held.append(at.f_locals)

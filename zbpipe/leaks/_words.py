@@ -270,9 +270,7 @@ def callable_name(thing: Any) -> str:
         return f"partial of {callable_name(thing.func)}"
     if type(thing) is types.FunctionType:
         module = thing.__module__
-        return (
-            thing.__qualname__ if type(module) is not str or module == "__main__" else f"{module}.{thing.__qualname__}"
-        )
+        return thing.__qualname__ if type(module) is not str or module == "__main__" else f"{module}.{thing.__qualname__}"
     return f"a {type_name(thing)}"
 
 

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -227,8 +226,9 @@ def _report(steps: _Steps, given: argparse.Namespace) -> int:
     if growth is None or steps.watched_steps < ENOUGH:
         what = f"{steps.seen} steps ({KINDS[steps.kind]}) were seen" if steps.seen else "no step was seen"
         _say(
-            f"zbpipe leaks: {what}, and {steps.warmup} of warm-up and {ENOUGH} more are needed to tell what grows. A step is "
-            "a call of a pipeline schedule's step() or an optimizer's; for any other, call zbpipe.leaks.step() at its end."
+            f"zbpipe leaks: {what}, and to tell what grows {steps.warmup} of warm-up and {ENOUGH} more are needed. A "
+            "step is a call of a pipeline schedule's step() or an optimizer's; for any other, call zbpipe.leaks.step() "
+            "at its end."
         )
         return TOO_FEW
     head = f"zbpipe leaks: {steps.watched_steps} steps ({KINDS[steps.kind]}) after {steps.warmup} of warm-up"

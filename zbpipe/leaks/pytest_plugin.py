@@ -20,7 +20,7 @@ import re
 import traceback
 import warnings
 import weakref
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +150,7 @@ def pytest_fixture_setup(fixturedef: Any, request: pytest.FixtureRequest) -> _Wr
         return (yield)
     with check_tensor_leak(action="record") as check:
         result = yield
-    wide.storages.update(leak.storage for leak in check.report.leaks)
+    wide.storages.update(leak.storage for leak in check.report.leaks)  # type: ignore[union-attr]
     return result
 
 
@@ -233,16 +233,16 @@ def _let_go(item: pytest.Item) -> None:
         item._obj = None  # type: ignore[attr-defined]
         del item._instance  # type: ignore[attr-defined]
     for thing in gc.get_objects():
-        # The variable of `with pytest.raises(...) as e` holds a traceback, that the test's frame, and that the variable.
-        if type(thing) is pytest.ExceptionInfo and thing._excinfo is not None:
-            if any(frame.f_code is code for frame, _ in traceback.walk_tb(thing.tb)):
-                traceback.clear_frames(thing.tb)
+        # `with pytest.raises(...) as e`: e holds a traceback, that the test's frame, and that e.
+        filled = type(thing) is pytest.ExceptionInfo and thing._excinfo is not None
+        if filled and any(frame.f_code is code for frame, _ in traceback.walk_tb(thing.tb)):
+            traceback.clear_frames(thing.tb)
 
 
 def _text(item: pytest.Item, report: Report) -> str:
     text = (
-        f"{item.nodeid} leaks {report.bytes} bytes of tensors: born in it, and neither gone by reference counts nor owned "
-        f"by its fixtures\n{report}"
+        f"{item.nodeid} leaks {report.bytes} bytes of tensors: born in it, and neither gone by reference counts nor "
+        f"owned by its fixtures\n{report}"
     )
     return text + "".join(f"\npicture: {path}" for path in _draw(item, report))
 
