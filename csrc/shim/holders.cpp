@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstdlib>
 #include <memory>
-#include <set>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>

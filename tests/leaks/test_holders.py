@@ -320,6 +320,7 @@ def test_a_hidden_holder_is_said():
     assert (leak.chain[0].kind, leak.fate) == ("unknown", "alive")
 
 
+@pytest.mark.slow
 def test_cpp_functions_are_said_to_be_unseen(cpp_function):
     weight = torch.ones(3, requires_grad=True)
     report = checked(lambda: KEPT.append(cpp_function.keep(weight)), allow=weight)
@@ -330,7 +331,7 @@ def test_cpp_functions_are_said_to_be_unseen(cpp_function):
 
 
 @pytest.fixture(scope="module")
-def cpp_function():
+def cpp_function(tmp_path_factory):
     from torch.utils.cpp_extension import load_inline
 
     source = """
@@ -347,7 +348,7 @@ def cpp_function():
     };
     at::Tensor keep(at::Tensor x) { return Keep::apply(x); }
     """
-    return load_inline("zbpipe_keep", source, functions=["keep"])
+    return load_inline("zbpipe_keep", source, functions=["keep"], build_directory=str(tmp_path_factory.mktemp("keep")))
 
 
 # ---- cycles
