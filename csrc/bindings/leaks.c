@@ -24,6 +24,20 @@ static zbp_group_access access_of(PyObject *module)
     return (zbp_group_access){zbp_group_type(module), zbp_group_in};
 }
 
+static int check_roots(PyObject *roots)
+{
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(roots); ++i) {
+        PyObject *root = PyList_GET_ITEM(roots, i);
+        if (!PyTuple_Check(root) || PyTuple_GET_SIZE(root) != 2 ||
+            (PyTuple_GET_ITEM(root, 1) != Py_None && !PyList_Check(PyTuple_GET_ITEM(root, 1)))) {
+            PyErr_Format(PyExc_TypeError,
+                         "roots[%zd] is %R; expected an object with a list or None", i, root);
+            return -1;
+        }
+    }
+    return 0;
+}
+
 /* Storages of a moment ----------------------------------------------------------------------------- */
 
 static const char *const capsule_name = "zbpipe.storages";
@@ -34,15 +48,18 @@ static void free_capsule(PyObject *capsule)
 }
 
 PyDoc_STRVAR(storages_now_doc,
-             "storages_now()\n--\n\n"
-             "The storages of all living tensors, as something for search_holders().");
+             "storages_now(roots, /)\n--\n\n"
+             "The storages of all living tensors, as something for search_holders(). roots: as\n"
+             "there, or empty unless something is frozen.");
 
-static PyObject *storages_now(PyObject *module, PyObject *Py_UNUSED(ignored))
+static PyObject *storages_now(PyObject *module, PyObject *args)
 {
+    PyObject *roots;
     zbp_storages *storages = NULL;
     PyObject *capsule;
 
-    if (zbp_storages_new(access_of(module), &storages) != ZBP_OK) {
+    if (!PyArg_ParseTuple(args, "O!:storages_now", &PyList_Type, &roots) ||
+        check_roots(roots) < 0 || zbp_storages_new(access_of(module), roots, &storages) != ZBP_OK) {
         return NULL;
     }
     capsule = PyCapsule_New(storages, capsule_name, free_capsule);
@@ -53,16 +70,22 @@ static PyObject *storages_now(PyObject *module, PyObject *Py_UNUSED(ignored))
 }
 
 PyDoc_STRVAR(storages_since_doc,
-             "storages_since(older, /)\n--\n\n"
+             "storages_since(roots, older, /)\n--\n\n"
              "How many storages of living tensors there are now that were not in what\n"
              "storages_now() returned.");
 
-static PyObject *storages_since(PyObject *module, PyObject *capsule)
+static PyObject *storages_since(PyObject *module, PyObject *args)
 {
-    zbp_storages *older = (zbp_storages *)PyCapsule_GetPointer(capsule, capsule_name);
+    PyObject *roots, *capsule;
+    zbp_storages *older;
     size_t count = 0;
 
-    if (older == NULL || zbp_storages_since(access_of(module), older, &count) != ZBP_OK) {
+    if (!PyArg_ParseTuple(args, "O!O:storages_since", &PyList_Type, &roots, &capsule) ||
+        check_roots(roots) < 0) {
+        return NULL;
+    }
+    older = (zbp_storages *)PyCapsule_GetPointer(capsule, capsule_name);
+    if (older == NULL || zbp_storages_since(access_of(module), roots, older, &count) != ZBP_OK) {
         return NULL;
     }
     return PyLong_FromSize_t(count);
@@ -95,20 +118,6 @@ static PyObject *addresses_of(PyObject *Py_UNUSED(module), PyObject *tensors)
 
 /* The search --------------------------------------------------------------------------------------- */
 
-static int check_roots(PyObject *roots)
-{
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(roots); ++i) {
-        PyObject *root = PyList_GET_ITEM(roots, i);
-        if (!PyTuple_Check(root) || PyTuple_GET_SIZE(root) != 2 ||
-            (PyTuple_GET_ITEM(root, 1) != Py_None && !PyList_Check(PyTuple_GET_ITEM(root, 1)))) {
-            PyErr_Format(PyExc_TypeError,
-                         "roots[%zd] is %R; expected an object with a list or None", i, root);
-            return -1;
-        }
-    }
-    return 0;
-}
-
 PyDoc_STRVAR(search_holders_doc,
              "search_holders(roots, ignored, target, allowed, since, older, work, /)\n--\n\n"
              "Who holds the storages that were born since, or the target's. See zbp_holders.h.");
@@ -119,9 +128,9 @@ static PyObject *search_holders(PyObject *module, PyObject *args)
     PyObject *older, *work;
     unsigned long long since;
 
-    if (!PyArg_ParseTuple(args, "O!O!OO!KOO:search_holders", &PyList_Type, &search.roots, &PyList_Type,
-                          &search.ignored, &search.target, &PySet_Type, &search.allowed, &since,
-                          &older, &work) ||
+    if (!PyArg_ParseTuple(args, "O!O!OO!KOO:search_holders", &PyList_Type, &search.roots,
+                          &PyList_Type, &search.ignored, &search.target, &PySet_Type,
+                          &search.allowed, &since, &older, &work) ||
         check_roots(search.roots) < 0) {
         return NULL;
     }
@@ -137,8 +146,9 @@ static PyObject *search_holders(PyObject *module, PyObject *args)
     return zbp_search_holders(&search);
 }
 
-PyDoc_STRVAR(next_serial_doc, "next_serial()\n--\n\n"
-                              "The serial of the next block of CPU memory, while something records.");
+PyDoc_STRVAR(next_serial_doc,
+             "next_serial()\n--\n\n"
+             "The serial of the next block of CPU memory, while something records.");
 
 static PyObject *next_serial(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
@@ -159,7 +169,8 @@ static PyObject *live_blocks(PyObject *Py_UNUSED(module), PyObject *since)
     return zbp_live_blocks(serial);
 }
 
-PyDoc_STRVAR(trace_start_doc, "trace_start()\n--\n\nKeep where blocks come from, until trace_stop().");
+PyDoc_STRVAR(trace_start_doc,
+             "trace_start()\n--\n\nKeep where blocks come from, until trace_stop().");
 
 static PyObject *trace_start(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
@@ -175,8 +186,9 @@ static PyObject *trace_stop(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ign
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(trace_of_doc, "trace_of(address, /)\n--\n\n"
-                           "Where a block comes from: list of (file, function, line), innermost first.");
+PyDoc_STRVAR(trace_of_doc,
+             "trace_of(address, /)\n--\n\n"
+             "Where a block comes from: list of (file, function, line), innermost first.");
 
 static PyObject *trace_of(PyObject *Py_UNUSED(module), PyObject *address)
 {
@@ -299,8 +311,8 @@ static PyObject *frame_variables(PyObject *Py_UNUSED(module), PyObject *frame)
 }
 
 static PyMethodDef leaks_methods[] = {
-    {"storages_now", storages_now, METH_NOARGS, storages_now_doc},
-    {"storages_since", storages_since, METH_O, storages_since_doc},
+    {"storages_now", storages_now, METH_VARARGS, storages_now_doc},
+    {"storages_since", storages_since, METH_VARARGS, storages_since_doc},
     {"storages_gone", storages_gone, METH_O, storages_gone_doc},
     {"storages_of", storages_of, METH_O, storages_of_doc},
     {"addresses_of", addresses_of, METH_O, addresses_of_doc},

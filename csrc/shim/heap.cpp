@@ -126,8 +126,8 @@ Heap::Heap(zbp_group_access groups, PyTypeObject* work) : groups_(groups), work_
 
 Heap::Type Heap::type_of(PyObject* object) const {
   PyTypeObject* const type = Py_TYPE(object);
-  constexpr unsigned long atoms = Py_TPFLAGS_UNICODE_SUBCLASS | Py_TPFLAGS_LONG_SUBCLASS |
-                                  Py_TPFLAGS_BYTES_SUBCLASS;
+  constexpr unsigned long atoms =
+      Py_TPFLAGS_UNICODE_SUBCLASS | Py_TPFLAGS_LONG_SUBCLASS | Py_TPFLAGS_BYTES_SUBCLASS;
   if ((type->tp_flags & (atoms | Py_TPFLAGS_HAVE_GC)) != Py_TPFLAGS_HAVE_GC &&
       (type->tp_flags & atoms)) {
     return Type::skipped;
@@ -157,8 +157,7 @@ Heap::Type Heap::type_of(PyObject* object) const {
 
 bool Heap::is_torchs(PyObject* object) const {
   const Type type = type_of(object);
-  return type != Type::skipped && type != Type::plain && type != Type::group &&
-         type != Type::work;
+  return type != Type::skipped && type != Type::plain && type != Type::group && type != Type::work;
 }
 
 /// False if the object is of no interest.
@@ -230,7 +229,8 @@ uint32_t Heap::meet(const Reference& reference, uint32_t parent) {
   }
   if (added) {
     vertex_.push_back({key, parent, 0, 0, thing});
-    if (work_ && thing == Thing::python && type_of(static_cast<PyObject*>(const_cast<void*>(key))) == Type::work) {
+    if (work_ && thing == Thing::python &&
+        type_of(static_cast<PyObject*>(const_cast<void*>(key))) == Type::work) {
       works_.push_back(v);
     }
   }
@@ -585,8 +585,7 @@ int64_t Heap::unexplained(uint32_t v, bool listed) const {
   switch (vertex.thing) {
     case Thing::tensor: {
       const auto* tensor = static_cast<c10::TensorImpl*>(key);
-      const auto count =
-          c10::raw::intrusive_ptr::use_count(const_cast<c10::TensorImpl*>(tensor));
+      const auto count = c10::raw::intrusive_ptr::use_count(const_cast<c10::TensorImpl*>(tensor));
       return unexplained_of(static_cast<int64_t>(count), vertex.native_refs, object_of(v),
                             vertex.python_refs, listed);
     }

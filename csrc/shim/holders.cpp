@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstdlib>
 #include <memory>
-#include <set>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -74,21 +73,34 @@ THPObjectPtr collectors_list() {
   return list;
 }
 
-/// What an application has frozen (gc.freeze) is not in the collector's list.
-bool is_anything_frozen() {
-  THPObjectPtr gc(PyImport_ImportModule("gc"));
-  THPObjectPtr count(gc ? PyObject_CallMethod(gc, "get_freeze_count", nullptr) : nullptr);
-  PyErr_Clear();
-  return count && PyLong_AsLong(count) > 0;
+/// As zbp_search's roots: adds them to `heap`.
+void add_roots_to(Heap& heap, PyObject* roots) {
+  heap.ignore(roots);
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(roots); ++i) {
+    heap.ignore(PyList_GET_ITEM(roots, i));
+  }
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(roots); ++i) {
+    PyObject* const root = PyList_GET_ITEM(roots, i);
+    PyObject* const held = PyTuple_GET_ITEM(root, 1);
+    const uint32_t v = heap.add_root(PyTuple_GET_ITEM(root, 0));
+    if (held == Py_None || v == Heap::none) {
+      continue;
+    }
+    heap.ignore(held);
+    for (Py_ssize_t k = 0; k < PyList_GET_SIZE(held); ++k) {
+      heap.add_held(v, PyList_GET_ITEM(held, k));
+    }
+  }
 }
 
-std::unique_ptr<zbp_storages> storages_now(zbp_group_access groups) {
+std::unique_ptr<zbp_storages> storages_now(zbp_group_access groups, PyObject* roots) {
   const NoCollection no_collection;
   auto storages = std::make_unique<zbp_storages>();
   THPObjectPtr list = collectors_list();
   Heap heap(groups);
   heap.ignore(list);
-  const bool is_whole = is_anything_frozen();
+  const bool is_whole = PyList_GET_SIZE(roots) > 0;
+  add_roots_to(heap, roots);
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list.get()); ++i) {
     PyObject* object = PyList_GET_ITEM(list.get(), i);
     if (is_whole || heap.is_torchs(object)) {
@@ -249,26 +261,12 @@ Search::Adjacency::Adjacency(const Edges& edges, uint32_t count, bool reversed)
 }
 
 void Search::add_roots() {
-  const auto each = [](PyObject* list, const auto& body) {
-    for (Py_ssize_t i = 0; list && i < PyList_GET_SIZE(list); ++i) {
-      body(PyList_GET_ITEM(list, i));
-    }
-  };
-  each(search_.ignored, [&](PyObject* object) { heap_.ignore(object); });
-  for (PyObject* own : {search_.ignored, search_.roots, search_.allowed}) {
-    if (own) {
-      heap_.ignore(own);
-    }
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(search_.ignored); ++i) {
+    heap_.ignore(PyList_GET_ITEM(search_.ignored, i));
   }
-  each(search_.roots, [&](PyObject* root) { heap_.ignore(root); });
-  each(search_.roots, [&](PyObject* root) {
-    const uint32_t v = heap_.add_root(PyTuple_GET_ITEM(root, 0));
-    PyObject* held = PyTuple_GET_ITEM(root, 1);
-    if (held != Py_None && v != Heap::none) {
-      heap_.ignore(held);
-      each(held, [&](PyObject* object) { heap_.add_held(v, object); });
-    }
-  });
+  heap_.ignore(search_.ignored);
+  heap_.ignore(search_.allowed);
+  add_roots_to(heap_, search_.roots);
 }
 
 void Search::explore_the_rest() {
@@ -391,8 +389,8 @@ void Search::find_components(const Adjacency& out) {
       }
       if (low[v] == index[v]) {
         const auto edges_of_v = out.of(v);
-        is_cyclic_.push_back(stack.back() != v ||
-                             std::find(edges_of_v.begin(), edges_of_v.end(), v) != edges_of_v.end());
+        is_cyclic_.push_back(stack.back() != v || std::find(edges_of_v.begin(), edges_of_v.end(),
+                                                            v) != edges_of_v.end());
         uint32_t member = 0;
         do {
           member = stack.back();
@@ -469,7 +467,8 @@ std::vector<uint32_t> Search::chain_to(uint32_t v) const {
 
 bool Search::is_part(uint32_t v) const {
   PyObject* const object = heap_.at(v).thing == Thing::python ? heap_.object_of(v) : nullptr;
-  return object && (PyTuple_CheckExact(object) || PyCell_Check(object) || PyDict_CheckExact(object));
+  return object &&
+         (PyTuple_CheckExact(object) || PyCell_Check(object) || PyDict_CheckExact(object));
 }
 
 /// A shortest way from `v` back to it, `v` first, not repeated; against the edges.
@@ -601,7 +600,8 @@ PyObject* Search::steps(const std::vector<uint32_t>& chain) {
     const uint32_t v = chain[i];
     if (v == Heap::none) {
       const uint32_t count = way_[chain[i + 1]].depth - way_[chain[i - 1]].depth - 1;
-      append(list, Py_BuildValue("(sOsO)", "more", Py_None, std::to_string(count).c_str(), Py_None));
+      append(list,
+             Py_BuildValue("(sOsO)", "more", Py_None, std::to_string(count).c_str(), Py_None));
     } else {
       append(list, step(v, before));
     }
@@ -618,10 +618,11 @@ PyObject* Search::describe_tensor(uint32_t v) const {
       append(shape, PyLong_FromLongLong(size.maybe_as_int().value_or(-1)));
     }
   }
-  PyObject* dtype = reinterpret_cast<PyObject*>(
-      torch::getTHPDtype(c10::typeMetaToScalarType(tensor.dtype())));
+  PyObject* dtype =
+      reinterpret_cast<PyObject*>(torch::getTHPDtype(c10::typeMetaToScalarType(tensor.dtype())));
   PyObject* object = heap_.object_of(v);
-  const auto bytes = has_plain_shape(tensor) ? tensor.numel() * static_cast<int64_t>(tensor.itemsize()) : 0;
+  const auto bytes =
+      has_plain_shape(tensor) ? tensor.numel() * static_cast<int64_t>(tensor.itemsize()) : 0;
   return Py_BuildValue("(NOOL)", PyList_AsTuple(shape), dtype, object ? object : Py_None,
                        static_cast<long long>(bytes));
 }
@@ -636,7 +637,8 @@ PyObject* Search::describe(const Sought& sought) {
   }
   if (way.rank == Rank::cycle && !chain.empty()) {
     const uint32_t start = chain.front();
-    auto& cycle = cycles_.try_emplace(component_[start], start, std::vector<const void*>()).first->second;
+    auto& cycle =
+        cycles_.try_emplace(component_[start], start, std::vector<const void*>()).first->second;
     cycle.second.push_back(&storage);
   }
   int64_t others = -1;
@@ -653,16 +655,16 @@ PyObject* Search::describe(const Sought& sought) {
     const bool listed = v < listed_.size() && listed_[v];
     unseen += std::max<int64_t>(heap_.unexplained(v, listed), 0);
   }
-  return Py_BuildValue(
-      "(NnsKNNsLL)", PyLong_FromVoidPtr(const_cast<c10::StorageImpl*>(&storage)),
-      static_cast<Py_ssize_t>(storage.nbytes()), storage.device().str().c_str(),
-      static_cast<unsigned long long>(sought.address), tensors.release(), steps(chain),
-      name_of(way.rank), static_cast<long long>(std::max<int64_t>(others, 0)),
-      static_cast<long long>(unseen));
+  return Py_BuildValue("(NnsKNNsLL)", PyLong_FromVoidPtr(const_cast<c10::StorageImpl*>(&storage)),
+                       static_cast<Py_ssize_t>(storage.nbytes()), storage.device().str().c_str(),
+                       static_cast<unsigned long long>(sought.address), tensors.release(),
+                       steps(chain), name_of(way.rank),
+                       static_cast<long long>(std::max<int64_t>(others, 0)),
+                       static_cast<long long>(unseen));
 }
 
 PyObject* Search::describe_lost(uint64_t address, const Block& block) const {
-  return Py_BuildValue("(inssK[][]siL)", 0, static_cast<Py_ssize_t>(block.bytes), "cpu",
+  return Py_BuildValue("(insK[][]siL)", 0, static_cast<Py_ssize_t>(block.bytes), "cpu",
                        static_cast<unsigned long long>(address), "none", 0, 1LL);
 }
 
@@ -750,19 +752,20 @@ PyObject* set_of(PyObject* tensors, const Number& number) {
 
 }  // namespace
 
-int zbp_storages_new(zbp_group_access groups, zbp_storages** storages_out) {
-  return guarded([&] { *storages_out = storages_now(groups).release(); });
+int zbp_storages_new(zbp_group_access groups, PyObject* roots, zbp_storages** storages_out) {
+  return guarded([&] { *storages_out = storages_now(groups, roots).release(); });
 }
 
 void zbp_storages_free(zbp_storages* storages) {
   delete storages;
 }
 
-int zbp_storages_since(zbp_group_access groups, const zbp_storages* older, size_t* count_out) {
+int zbp_storages_since(zbp_group_access groups, PyObject* roots, const zbp_storages* older,
+                       size_t* count_out) {
   return guarded([&] {
     std::unordered_set<uint64_t> tapped;
     blocks_since(UINT64_MAX, tapped);
-    const auto now = storages_now(groups);
+    const auto now = storages_now(groups, roots);
     *count_out = static_cast<size_t>(
         std::count_if(now->storage.begin(), now->storage.end(), [&](const auto& entry) {
           return !entry.second.expired() && is_foreign(*entry.first, *older, tapped);

@@ -40,9 +40,12 @@ typedef struct zbp_group_access {
 /* The storages of a moment, each referred to weakly: the memory itself is not kept. */
 typedef struct zbp_storages zbp_storages;
 
-/* The storages of all tensors that the collector lists, and of what these reach through autograd.
+/* The storages of all tensors that the collector lists, and of what these reach through autograd. With
+ * roots (a list as zbp_search's, else empty) of all that the roots reach, too: where an application
+ * has frozen what lived, the collector's list lacks it.
  * *storages_out: new. Error: ZBP_EPYTHON. */
-ZBP_MUST_USE int zbp_storages_new(zbp_group_access groups, zbp_storages **storages_out);
+ZBP_MUST_USE int zbp_storages_new(zbp_group_access groups, PyObject *roots,
+                                  zbp_storages **storages_out);
 void zbp_storages_free(zbp_storages *storages);
 
 /* New set of the identities (ints) of those that have been freed since. NULL with an error set. */
@@ -53,8 +56,8 @@ PyObject *zbp_storages_spans(const zbp_storages *storages);
 
 /* *count_out: how many storages with memory there are now that are not among `older` and that the
  * tap (zbp_tap.h) does not know. Error: ZBP_EPYTHON. */
-ZBP_MUST_USE int zbp_storages_since(zbp_group_access groups, const zbp_storages *older,
-                                    size_t *count_out);
+ZBP_MUST_USE int zbp_storages_since(zbp_group_access groups, PyObject *roots,
+                                    const zbp_storages *older, size_t *count_out);
 
 /* New set of the identities (ints) of the storages of `tensors`, a sequence; what is no tensor or has no
  * storage adds nothing. NULL with an error set. */
@@ -65,12 +68,14 @@ PyObject *zbp_addresses_of(PyObject *tensors);
 
 typedef struct zbp_search {
     zbp_group_access groups;
-    PyObject *roots;   /* list of (object, None or a list of what it holds besides its referents) */
-    PyObject *ignored; /* list of objects that are not looked at; the list and the roots are not, too */
-    PyObject *target;  /* a tensor whose storage alone is searched for; or NULL: all that were born */
+    PyObject *roots; /* list of (object, None or a list of what it holds besides its referents) */
+    PyObject
+        *ignored; /* list of objects that are not looked at; the list and the roots are not, too */
+    PyObject
+        *target; /* a tensor whose storage alone is searched for; or NULL: all that were born */
     PyTypeObject *work; /* torch.distributed's Work, or NULL */
-    PyObject *allowed; /* set of identities of storages that are not searched for */
-    uint64_t since;    /* without a target: CPU blocks from this serial on, zbp_tap_serial() */
+    PyObject *allowed;  /* set of identities of storages that are not searched for */
+    uint64_t since;     /* without a target: CPU blocks from this serial on, zbp_tap_serial() */
     const zbp_storages *older; /* or NULL. Others' memory was born since if it is not among these */
 } zbp_search;
 

@@ -17,7 +17,7 @@ from zbpipe import _C
 from zbpipe.leaks import _cuda
 from zbpipe.leaks._collector import collector
 from zbpipe.leaks._report import Holder, Leak, Report
-from zbpipe.leaks._search import Found, Scope, search
+from zbpipe.leaks._search import Found, Scope, are_there_others, search, storages_now
 
 F = TypeVar("F", bound=Callable[..., Any])
 Action = Literal["warn", "error", "record"]
@@ -89,7 +89,7 @@ class Check:
         self._recorder = recorder
         self._collections = _collections()
         self._cuda_before = _cuda.blocks_now(self._device)
-        self._older = _C.storages_now()
+        self._older = storages_now()
         self._since = _C.next_serial()
         if self._trace:
             _C.trace_start()
@@ -127,7 +127,7 @@ class Check:
             report.unseen.append(f"{untracked} blocks that could not be followed for want of memory")
         tensors, predicates, holders = _split((*self._allow, *_tensors_in(self._returned)))
         blocks = {address for address, _, _ in _C.live_blocks(self._since)} - _C.addresses_of(tensors)
-        if blocks or _C.storages_since(self._older) or _cuda.is_in_use():
+        if blocks or are_there_others(self._older) or _cuda.is_in_use():
             result = search(
                 Scope(
                     since=self._since,
@@ -155,26 +155,23 @@ class Check:
         if not _cuda.is_in_use() or (self._device is not None and self._device.type != "cuda"):
             return []
         chain = [Holder("unknown", "C++ that cannot be seen; the allocator counts the block as in use")]
-        lost = _cuda.unexplained(
-            self._cuda_before, _cuda.blocks_now(self._device), _C.storage_spans(_C.storages_now())
-        )
+        lost = _cuda.unexplained(self._cuda_before, _cuda.blocks_now(self._device), _C.storage_spans(storages_now()))
         return [Leak((), "", device, size, 0, 0, "alive", None, chain, 0) for device, _, size in lost]
 
 
 def _checked_allow(action: object, allow: Any, device: torch.device | str | None) -> tuple[Any, ...]:
-    """``allow`` as a tuple, when all is legal."""
+    """``allow`` as it is to be kept, when all is legal: a collection may get more members until it is looked at."""
     if action not in ACTIONS:
         raise ValueError(f"action is {action!r}; expected one of {', '.join(map(repr, ACTIONS))}")
     if device is not None and torch.device(device).type not in ("cpu", "cuda"):
         raise ValueError(f"device is {device}; tensors can be checked on cpu and cuda")
-    allow = allow if isinstance(allow, (list, tuple, set, frozenset)) else (allow,)
-    for thing in allow:
+    for thing in allow if isinstance(allow, (list, tuple, set, frozenset)) else (allow,):
         if not issubclass(type(thing), _KNOWN) and not callable(thing):
             raise TypeError(
                 f"allow holds a {type(thing).__name__}; expected tensors, modules, optimizers, collections of them, or "
                 "functions that say of a tensor whether it may live"
             )
-    return tuple(allow)
+    return (allow,)
 
 
 @overload
@@ -206,8 +203,8 @@ def check_tensor_leak(
         action: "warn" (a :class:`TensorLeakWarning`), "error" (a :class:`TensorLeakError`), or "record" (neither: see
             ``check.report``). Neither happens if the block raises.
         allow: what may live on: tensors and their ``.grad``, modules with their parameters and buffers, optimizers with
-            their state, collections of these, looked at when the block is left; and functions that are given a tensor and
-            return True if it may. What these objects hold besides is named by a chain that begins with them.
+            their state, collections of these, looked at when the block is left; and functions that are given a tensor
+            and return True if it may. What these objects hold besides is named by a chain that begins with them.
         trace: remember the line that made each block of CPU memory, at some microseconds a block.
         device: report what is on ``cpu`` or ``cuda`` alone.
 
@@ -231,7 +228,9 @@ def find_holders(tensor: torch.Tensor) -> Leak:
         raise TypeError(f"tensor is a {type(tensor).__name__}; expected a torch.Tensor")
     found = search(Scope(target=tensor)).found
     if not found:
-        raise ValueError(f"tensor is a {type(tensor).__name__} without one storage of its own; pass those it is made of")
+        raise ValueError(
+            f"tensor is a {type(tensor).__name__} without one storage of its own; pass those it is made of"
+        )
     return found[0].leak
 
 
@@ -247,7 +246,7 @@ def _fates(found: list[Found], since: int) -> list[Leak]:
     """The leaks, with what became of them when the collector ran; it runs only if it can make a difference."""
     if all(entry.rank == "root" for entry in found):
         return [entry.leak for entry in found]
-    watched = _C.storages_now()
+    watched = storages_now()
     gc.collect()
     gone = _C.storages_gone(watched)
     living = {address for address, _, _ in _C.live_blocks(since)}

@@ -1,12 +1,13 @@
 """Blocks of CUDA memory, from the snapshot of torch's caching allocator.
 
-A tensor on a device is found as any other one is. What this adds are blocks that the allocator counts as handed out and on
-which no tensor lies that can be seen: those that C++ holds. A block is told by its address and size; one that was freed inside
-a check and handed out again for something else of its size counts as the old one.
+A tensor on a device is found as any other one is. What this adds are blocks that the allocator counts as handed out and
+on which no tensor lies that can be seen: those that C++ holds. A block is told by its address and size; one that was
+freed inside a check and handed out again for something else of its size counts as the old one.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -18,7 +19,7 @@ Block = tuple[str, int, int]
 
 def is_in_use() -> bool:
     """True if this process has a CUDA context, without making one."""
-    return torch.cuda.is_available() and torch.cuda.is_initialized()
+    return torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
 
 
 def blocks_now(device: torch.device | None) -> set[Block]:
@@ -44,7 +45,7 @@ def active(segments: Iterable[Mapping[str, Any]], device: torch.device | None = 
 
 
 def unexplained(before: set[Block], now: Iterable[Block], spans: Iterable[Block]) -> list[Block]:
-    """The blocks of ``now`` that were not there before and in which no storage begins; ``spans`` are the storages that live.
+    """The blocks of ``now`` that were not there before and in which none of ``spans``, the living storages, begins.
 
     O(n log n) in blocks and storages.
     """
@@ -54,11 +55,11 @@ def unexplained(before: set[Block], now: Iterable[Block], spans: Iterable[Block]
             begins.setdefault(device, []).append(address)
     for addresses in begins.values():
         addresses.sort()
-    return [block for block in now if block not in before and not _has_one(begins.get(block[0], []), block[1], block[2])]
+    return [
+        block for block in now if block not in before and not _has_one(begins.get(block[0], []), block[1], block[2])
+    ]
 
 
 def _has_one(sorted_addresses: list[int], begin: int, size: int) -> bool:
-    from bisect import bisect_left
-
     at = bisect_left(sorted_addresses, begin)
     return at < len(sorted_addresses) and sorted_addresses[at] < begin + max(size, 1)

@@ -2,17 +2,19 @@
 
 Note [What the picture shows]
 
-Chains that begin alike share their beginning. Of a long chain the middle is one box, of many branches the largest few are
-shown. Python's objects are squares, autograd nodes and groups hexagons, tensors rounded; each family has its colour. A cycle is
-a row of its own, with an arrow back.
+Chains that begin alike share their beginning. Of a long chain the middle is one box, of many branches the largest few
+are shown. Python's objects are square, autograd nodes and groups hexagons, tensors round; each family has its colour. A
+cycle is a row of its own, with an arrow back.
 """
 
 from __future__ import annotations
 
 import html
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from zbpipe.leaks._report import Holder, Leak, Report
 
@@ -58,8 +60,13 @@ def draw(report: Report, path: Path, max_leaks: int) -> Path:
         raise ValueError(f"max_leaks is {max_leaks}; expected 1 or more")
     suffix = path.suffix.lower()
     if suffix not in (".png", ".svg", ".html"):
-        raise ValueError(f"a picture cannot be written to {path.name!r}; expected a name that ends in .png, .svg or .html")
-    roots, cycles = tree(report, max_leaks), [cycle_row(cycle.steps, cycle.bytes) for cycle in report.cycles[:max_leaks]]
+        raise ValueError(
+            f"a picture cannot be written to {path.name!r}; expected a name that ends in .png, .svg or .html"
+        )
+    roots, cycles = (
+        tree(report, max_leaks),
+        [cycle_row(cycle.steps, cycle.bytes) for cycle in report.cycles[:max_leaks]],
+    )
     rows = place(roots, cycles)
     if suffix == ".html":
         path.write_text(_page(report, roots, cycles, rows), encoding="utf-8")
@@ -173,7 +180,7 @@ def _lines(box: Box) -> list[str]:
     return [*lines, f"{box.bytes} bytes"] if box.bytes else lines
 
 
-def _title(report: Report, max_leaks: int | None = None) -> str:
+def _title(report: Report) -> str:
     return f"{len(report.leaks)} leaked storages, {report.bytes} bytes"
 
 
@@ -216,13 +223,17 @@ def _figure(report: Report, roots: list[Box], cycles: list[list[Box]], rows: flo
             curve = -0.5 if begin is end else curve
         style = f"arc3,rad={curve}"
         axes.add_patch(
-            FancyArrowPatch(start, stop, arrowstyle="-|>", mutation_scale=9, color="#555b62", lw=0.9, connectionstyle=style)
+            FancyArrowPatch(
+                start, stop, arrowstyle="-|>", mutation_scale=9, color="#555b62", lw=0.9, connectionstyle=style
+            )
         )
 
     for box in boxes:
         x, y = corner(box)
         fill, line, _ = FAMILIES[box.family]
-        style = {"facecolor": fill, "edgecolor": line, "linewidth": 1.1}
+        style: dict[str, Any] = {"facecolor": fill, "edgecolor": line, "linewidth": 1.1}
+        if box.family == "unknown":
+            style["linestyle"] = "--"
         if box.family == "tensor":
             axes.add_patch(FancyBboxPatch((x, y), _BOX_X, _BOX_Y, boxstyle="round,pad=0,rounding_size=0.24", **style))
         elif box.family == "node":
@@ -231,14 +242,21 @@ def _figure(report: Report, roots: list[Box], cycles: list[list[Box]], rows: flo
             corners += [(x + _BOX_X, y + _BOX_Y / 2), (x + _BOX_X - tip, y + _BOX_Y), (x + tip, y + _BOX_Y)]
             axes.add_patch(Polygon(corners, closed=True, **style))
         else:
-            dashes = {"linestyle": "--"} if box.family == "unknown" else {}
-            axes.add_patch(FancyBboxPatch((x, y), _BOX_X, _BOX_Y, boxstyle="square,pad=0", **style, **dashes))
-        axes.text(x + _BOX_X / 2, y + _BOX_Y / 2, "\n".join(_lines(box)), ha="center", va="center", fontsize=6.2, parse_math=False)
+            axes.add_patch(FancyBboxPatch((x, y), _BOX_X, _BOX_Y, boxstyle="square,pad=0", **style))
+        axes.text(
+            x + _BOX_X / 2,
+            y + _BOX_Y / 2,
+            "\n".join(_lines(box)),
+            ha="center",
+            va="center",
+            fontsize=6.2,
+            parse_math=False,
+        )
     for box in _all(roots):
         for child in box.children:
             arrow(box, child)
     for cycle in cycles:
-        for begin, end in zip(cycle, cycle[1:], strict=False):
+        for begin, end in itertools.pairwise(cycle):
             arrow(begin, end)
         arrow(cycle[-1], cycle[0], curve=-0.12)
     axes.text(0.2, 0.2, _title(report), fontsize=9, va="center", fontweight="bold")
@@ -246,7 +264,12 @@ def _figure(report: Report, roots: list[Box], cycles: list[list[Box]], rows: flo
     patches = [Patch(facecolor=f, edgecolor=e, label=n) for family, (f, e, n) in FAMILIES.items() if family in families]
     if patches:
         axes.legend(
-            handles=patches, loc="upper left", bbox_to_anchor=(0.2 / width, 1 - 0.3 / height), ncols=4, fontsize=6.5, frameon=False
+            handles=patches,
+            loc="upper left",
+            bbox_to_anchor=(0.2 / width, 1 - 0.3 / height),
+            ncols=4,
+            fontsize=6.5,
+            frameon=False,
         )
     figure.savefig(path)
 
@@ -265,7 +288,8 @@ g.box {{ cursor: pointer; }} g.box:hover > :first-of-type {{ stroke-width: 2.5; 
 svg.picked g.box, svg.picked path.edge {{ opacity: .22; }}
 svg.picked g.box.on, svg.picked path.edge.on {{ opacity: 1; }}
 details {{ margin: .3em 0; }} summary {{ cursor: pointer; }} li {{ margin: .15em 0; }}
-.key {{ display: inline-block; width: 1em; height: 1em; vertical-align: -.15em; margin: 0 .4em 0 1em; border: 1px solid; }}
+.key {{ display: inline-block; width: 1em; height: 1em; vertical-align: -.15em; margin: 0 .4em 0 1em;
+  border: 1px solid; }}
 </style></head><body>
 <h1>{title}</h1>
 <p>Click a box to see what it holds and what holds it; click beside it to see all.{keys}</p>
@@ -298,7 +322,8 @@ def _page(report: Report, roots: list[Box], cycles: list[list[Box]], rows: float
     for number, cycle in enumerate(cycles, len(roots)):
         parts += _svg_cycle(cycle, str(number))
     svg = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{columns * _PX + 20}" height="{round(max(rows, 1) * _PY) + 30}">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{columns * _PX + 20}" '
+        f'height="{round(max(rows, 1) * _PY) + 30}">'
         '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
         '<path d="M0 0L8 4L0 8z" fill="#555b62"/></marker></defs>' + "".join(parts) + "</svg>"
     )
@@ -338,14 +363,12 @@ def _svg_tree(root: Box, path: str) -> Iterator[str]:
 
 
 def _svg_cycle(cycle: list[Box], path: str) -> Iterator[str]:
-    for begin, end in zip(cycle, cycle[1:], strict=False):
+    for begin, end in itertools.pairwise(cycle):
         yield _svg_edge(begin, end, path)
     (x0, y0), (x1, y1) = _at(cycle[-1]), _at(cycle[0])
     low = y0 + _BY + 14
-    yield (
-        f'<path class="edge" data-path="{path}" d="M{x0 + _BX * 0.6:.0f} {y0 + _BY:.0f}V{low:.0f}H{x1 + _BX * 0.4:.0f}V{y1 + _BY:.0f}" '
-        'fill="none" stroke="#555b62" marker-end="url(#tip)"/>'
-    )
+    way = f"M{x0 + _BX * 0.6:.0f} {y0 + _BY:.0f}V{low:.0f}H{x1 + _BX * 0.4:.0f}V{y1 + _BY:.0f}"
+    yield _svg_line(way, path)
     for box in cycle:
         yield _svg_box(box, path)
 
@@ -354,10 +377,12 @@ def _svg_edge(begin: Box, end: Box, path: str) -> str:
     (x0, y0), (x1, y1) = _at(begin), _at(end)
     x0, y0, y1 = x0 + _BX, y0 + _BY / 2, y1 + _BY / 2
     middle = (x0 + x1) / 2
-    return (
-        f'<path class="edge" data-path="{path}" d="M{x0:.0f} {y0:.0f}C{middle:.0f} {y0:.0f} {middle:.0f} {y1:.0f} {x1:.0f} {y1:.0f}" '
-        'fill="none" stroke="#555b62" marker-end="url(#tip)"/>'
-    )
+    way = f"M{x0:.0f} {y0:.0f}C{middle:.0f} {y0:.0f} {middle:.0f} {y1:.0f} {x1:.0f} {y1:.0f}"
+    return _svg_line(way, path)
+
+
+def _svg_line(way: str, path: str) -> str:
+    return f'<path class="edge" data-path="{path}" d="{way}" fill="none" stroke="#555b62" marker-end="url(#tip)"/>'
 
 
 def _svg_box(box: Box, path: str) -> str:
@@ -374,8 +399,9 @@ def _svg_box(box: Box, path: str) -> str:
         dashes = ' stroke-dasharray="5 3"' if box.family == "unknown" else ""
         shape = f'<rect x="{x:.0f}" y="{y:.0f}" width="{_BX}" height="{_BY}" rx="{radius}" {style}{dashes}/>'
     lines = _lines(box)
+    middle = y + _BY / 2 - (len(lines) - 1) * 6.5
     texts = "".join(
-        f'<text x="{x + _BX / 2:.0f}" y="{y + _BY / 2 + (i - (len(lines) - 1) / 2) * 13:.0f}">{html.escape(text)}</text>'
+        f'<text x="{x + _BX / 2:.0f}" y="{middle + i * 13:.0f}">{html.escape(text)}</text>'
         for i, text in enumerate(lines)
     )
     return f'<g class="box" data-path="{path}"><title>{html.escape(box.detail)}</title>{shape}{texts}</g>'

@@ -94,6 +94,8 @@ class Growth:
                 group = groups.setdefault(chain, Grown(chain))
                 group.leaks.append(entry.leak)
                 group.steps.append(step)
+        for group in groups.values():
+            group.steps.sort()
         several = [group for group in groups.values() if len(set(group.steps)) > 1]
         return sorted(several, key=lambda group: -group.bytes)
 

@@ -36,11 +36,11 @@ class Holder:
 class Leak:
     """A storage that outlived what made it.
 
-    ``shape``, ``dtype`` and ``device`` are those of the first of the ``views`` tensors on it; without any visible
-    tensor ``views`` is 0, ``shape`` is empty and ``dtype`` is "". ``bytes`` are the storage's, ``storage`` its identity
-    while it lived. ``fate`` is "alive" or "freed by the collector". ``created`` is the ``file:line`` that made it, where
-    creation was traced. ``chain`` leads from the outermost holder, the one to blame, to the tensor; ``chains_more``
-    counts further references to its tensors.
+    ``shape``, ``dtype`` and ``device`` are those of the tensor at the chain's end, one of the ``views`` tensors on the
+    storage; without any visible tensor ``views`` is 0, ``shape`` is empty and ``dtype`` is "". ``bytes`` are the
+    storage's, ``storage`` its identity while it lived. ``fate`` is "alive" or "freed by the collector". ``created`` is
+    the ``file:line`` that made it, where creation was traced. ``chain`` leads from the outermost holder, the one to
+    blame, to the tensor; ``chains_more`` counts further references to its tensors.
     """
 
     shape: tuple[int, ...]
@@ -166,5 +166,3 @@ def _by_chain(leaks: list[Leak]) -> list[tuple[str, list[int]]]:
         more = f" (and {leak.chains_more} more references)" if leak.chains_more else ""
         found.setdefault(words(leak.chain) + more, []).append(number)
     return list(found.items())
-
-

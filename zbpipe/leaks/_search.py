@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -47,7 +48,7 @@ class Scope:
     """What a search is for: see zbp_search in csrc/shim/zbp_holders.h.
 
     ``trimmed`` are identities of objects that may hold tensors: a chain begins behind the last of them. ``returned`` is
-    held by nobody but the caller. ``keep`` is asked for each leak, with its tensors that Python knows, whether it is one.
+    held by nobody but the caller. ``keep`` is asked for each leak, with its tensors that Python knows, if it is one.
     """
 
     since: int = 0
@@ -61,7 +62,7 @@ class Scope:
 
 
 def search(scope: Scope) -> Result:
-    roots, threads = _roots(scope)
+    roots, threads = _roots(scope.target, scope.returned)
     found = _C.search_holders(
         roots, [scope.__dict__], scope.target, scope.allowed, scope.since, scope.older, _type_of_work()
     )
@@ -74,19 +75,33 @@ def search(scope: Scope) -> Result:
         _source.forget()
 
 
-def _roots(scope: Scope) -> tuple[list[Root], dict[int, str]]:
+def storages_now() -> object:
+    """The storages of all living tensors, each referred to weakly: for ``Scope.older``."""
+    return _C.storages_now(_roots_if_frozen())
+
+
+def are_there_others(older: object) -> bool:
+    """Whether tensors live on memory that was not there and that is not torch's CPU allocator's."""
+    return _C.storages_since(_roots_if_frozen(), older) > 0
+
+
+def _roots_if_frozen() -> list[Root]:
+    return _roots()[0] if gc.get_freeze_count() else []
+
+
+def _roots(target: Any = None, returned: Any = None) -> tuple[list[Root], dict[int, str]]:
     """The modules and the frames of all threads with their variables, and the names of the threads.
 
     Frames of this package are left out, and variables that are the target itself.
     """
-    found: list[Root] = [] if scope.returned is None else [(scope.returned, None)]
+    found: list[Root] = [] if returned is None else [(returned, None)]
     found += [(module, None) for module in list(sys.modules.values())]
     current = sys._current_frames()
     for frame in current.values():
         at: FrameType | None = frame
         while at is not None:
             if not at.f_code.co_filename.startswith(_HERE):
-                held = [value for _, value in _C.frame_variables(at) if scope.target is None or value is not scope.target]
+                held = [value for _, value in _C.frame_variables(at) if target is None or value is not target]
                 held.append(at.f_globals)
                 if not at.f_code.co_flags & 1:  # a module's or a class's body: its variables are in a dictionary
                     held.append(at.f_locals)
@@ -128,6 +143,8 @@ def _leak(leak: tuple[Any, ...], scope: Scope, words: Words, works: list[list[Ho
     chain = words.holders(_behind(steps, scope.trimmed))
     if steps and scope.returned is not None and steps[0][1] is scope.returned:
         chain.insert(0, Holder("object", "what the function returned"))
+    elif rank == "hidden" and works and steps[0][0] == "tensor":
+        chain = _perhaps(works) + chain
     elif rank == "hidden":
         chain.insert(0, Holder("unknown", "something in C or C++ that cannot be seen"))
     elif rank == "none":

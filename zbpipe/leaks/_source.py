@@ -11,11 +11,16 @@ from collections.abc import Iterator
 
 def place(filename: str, line: int) -> str:
     """``file:line``, the file as short as it is from here."""
+    return f"{_relative(filename)}:{line}"
+
+
+@functools.lru_cache(maxsize=256)
+def _relative(filename: str) -> str:
     try:
         relative = os.path.relpath(filename)
-    except (ValueError, OSError):
-        relative = filename
-    return f"{filename if relative.startswith('..') else relative}:{line}"
+    except (ValueError, OSError):  # another drive, a working directory that is gone
+        return filename
+    return filename if relative.startswith("..") else relative
 
 
 def line_at(where: str | None) -> str:
@@ -36,15 +41,16 @@ def attribute_line(filename: str, qualname: str, name: str) -> int | None:
     return _attributes(filename).get((qualname, name))
 
 
-def assignment_line(filename: str, name: str, first: int, last: int) -> int | None:
-    """The last line between two at which the local ``name`` is bound."""
+def assignment_line(filename: str, name: str, first: int, now: int, last: int) -> int | None:
+    """Where in a function, from line ``first`` to ``last``, a local was bound last when it is at line ``now``."""
     lines = [line for line, bound in _bindings(filename) if bound == name and first <= line <= last]
-    return max(lines, default=None)
+    # Leaving a with block, a function is at the line where that begins.
+    return max((line for line in lines if line <= now), default=max(lines, default=None))
 
 
 def forget() -> None:
     """Drops what was parsed."""
-    for cache in (_tree, _globals, _attributes, _bindings):
+    for cache in (_relative, _tree, _globals, _attributes, _bindings):
         cache.cache_clear()
 
 

@@ -1,9 +1,10 @@
-"""Chains of holders in words. Looks at objects by their types alone: no repr, no equality, no property of theirs runs."""
+"""Chains of holders in words. Looks at objects by their types alone: no repr, no equality, no property of them runs."""
 
 from __future__ import annotations
 
 import collections
 import functools
+import gc
 import sys
 import threading
 import types
@@ -115,8 +116,10 @@ class Words:
         if type(key) is not str:
             return Holder("module", f"the globals of module {_module_name(namespace)}")
         filename = dict.get(namespace, "__file__")
-        line = _source.global_line(filename, key) if type(filename) is str else None
-        where = _source.place(filename, line) if line else None
+        where = None
+        if isinstance(filename, str):
+            line = _source.global_line(filename, key)
+            where = _source.place(filename, line) if line else None
         return Holder("module", f"module global {_module_name(namespace)}.{key}", where)
 
     def _frame(self, frame: types.FrameType, after: Any) -> tuple[Holder | None, int]:
@@ -128,7 +131,10 @@ class Words:
         for name, value in _C.frame_variables(frame):
             if value is after:
                 variable, taken = name, 2 if type(value) is types.CellType else 1
-        bound = _source.assignment_line(code.co_filename, variable, code.co_firstlineno, line) if variable else None
+        bound = None
+        if variable is not None:
+            last = max((number for _, _, number in code.co_lines() if number is not None), default=line)
+            bound = _source.assignment_line(code.co_filename, variable, code.co_firstlineno, line, last)
         where = _source.place(code.co_filename, bound or line)
         text = f"variable {variable} of {_qualname(code)}()" if variable else f"a call of {_qualname(code)}()"
         thread = self._threads.get(id(frame))
@@ -167,7 +173,7 @@ class Words:
         _, thing, _, edge = steps[at]
         after, taken = _object_at(steps, at + 1), 1
         is_class = issubclass(type(thing), type)
-        namespace = dict(type.__getattribute__(thing, "__dict__")) if is_class else _namespace(thing)
+        namespace = _namespace_of_class(thing) if is_class else _namespace(thing)
         if namespace is not None and after is namespace:
             after, taken = _object_at(steps, at + 2), 2
         name = class_name(thing) if is_class else type_name(thing)
@@ -270,7 +276,9 @@ def callable_name(thing: Any) -> str:
         return f"partial of {callable_name(thing.func)}"
     if type(thing) is types.FunctionType:
         module = thing.__module__
-        return thing.__qualname__ if type(module) is not str or module == "__main__" else f"{module}.{thing.__qualname__}"
+        return (
+            thing.__qualname__ if type(module) is not str or module == "__main__" else f"{module}.{thing.__qualname__}"
+        )
     return f"a {type_name(thing)}"
 
 
@@ -326,6 +334,12 @@ def _namespace(thing: Any) -> Any:
     return namespace if issubclass(type(namespace), dict) else None
 
 
+def _namespace_of_class(cls: type) -> Any:
+    """The dictionary itself, which is behind a proxy."""
+    namespace = gc.get_referents(type.__getattribute__(cls, "__dict__"))[0]
+    return namespace if issubclass(type(namespace), dict) else None
+
+
 def _slot_of(thing: Any, value: Any) -> str | None:
     for name, member in _slots(type(thing)):
         try:
@@ -348,9 +362,9 @@ def _attribute_place(cls: type, attribute: str) -> str | None:
         module = sys.modules.get(type.__getattribute__(base, "__module__"))
         is_module = issubclass(type(module), types.ModuleType)
         filename = dict.get(types.ModuleType.__getattribute__(module, "__dict__"), "__file__") if is_module else None
-        line = None
-        if type(filename) is str:
-            line = _source.attribute_line(filename, type.__getattribute__(base, "__qualname__"), attribute)
+        if not isinstance(filename, str):
+            continue
+        line = _source.attribute_line(filename, type.__getattribute__(base, "__qualname__"), attribute)
         if line is not None:
             return _source.place(filename, line)
     return None
