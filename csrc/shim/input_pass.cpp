@@ -6,6 +6,7 @@
 
 #include <torch/csrc/autograd/python_cpp_function.h>
 
+#include "shim/decisions.h"
 #include "shim/detach.h"
 #include "shim/edits.h"
 #include "shim/gil.h"
@@ -23,10 +24,6 @@ using torch::autograd::AccumulateGrad;
 
 namespace {
 
-Decision decision_of(int defer, int checkpoint) {
-  return {static_cast<Decision::Defer>(defer), static_cast<Decision::Hooked>(checkpoint)};
-}
-
 /// The graph while it is split. Unless hand_over() is reached, every edge is put back.
 class Split {
  public:
@@ -42,10 +39,7 @@ class Split {
   void make_group(uint32_t g);
   void add_outside(uint32_t g);
   void note_packed(Group& group) const;
-  std::vector<Decision> ask_policy(const Group& group) const;
-  Decision decide(const Group& group, const Task& task,
-                  const std::vector<Decision>& decisions) const;
-  void add_task(uint32_t g, uint32_t id, const std::vector<Decision>& decisions);
+  void add_task(uint32_t g, uint32_t id, const Decisions& decisions);
   Face face_of(const zbp_edge& edge) const;
   void note_path(Face& face) const;
   void redirect_edges();
@@ -103,7 +97,7 @@ void Split::make_group(uint32_t g) {
   }
   add_outside(g);
   note_packed(group);
-  const std::vector<Decision> decisions = ask_policy(group);
+  const Decisions decisions(args_.policy, group);
   group.tasks.reserve(plan.split_begin[g + 1] - plan.split_begin[g]);
   for (uint32_t i = plan.split_begin[g]; i < plan.split_begin[g + 1]; ++i) {
     add_task(g, plan.split[i], decisions);
@@ -148,53 +142,7 @@ void Split::note_packed(Group& group) const {
   }
 }
 
-/// What the policy's functions say of each weight; empty if it has none.
-std::vector<Decision> Split::ask_policy(const Group& group) const {
-  const zbp_policy& policy = args_.policy;
-  std::vector<Decision> decisions;
-  if (policy.defer_of || policy.checkpoint_of) {
-    for (const Weight& weight : group.weights) {
-      const at::Tensor& parameter = weight.accumulator->variable;
-      decisions.push_back(decision_of(
-          policy.defer_of ? ask(policy.defer_of, parameter) : policy.defer,
-          policy.checkpoint_of ? ask(policy.checkpoint_of, parameter) : policy.checkpoint));
-    }
-  }
-  return decisions;
-}
-
-/// Of the answers for the weights behind a task, W wins over I, and keeping over recomputing.
-Decision Split::decide(const Group& group, const Task& task,
-                       const std::vector<Decision>& decisions) const {
-  if (decisions.empty()) {
-    return decision_of(args_.policy.defer, args_.policy.checkpoint);
-  }
-  Decision decision = decision_of(ZBP_DEFER_NOTHING, ZBP_CHECKPOINT_INPUT_PASS);
-  std::vector<bool> seen(group.outside.size());
-  std::vector<int32_t> pending;
-  const auto follow = [&](int32_t weight, int32_t outside) {
-    if (weight >= 0) {
-      decision.defer = std::max(decision.defer, decisions[weight].defer);
-      decision.hooked = std::min(decision.hooked, decisions[weight].hooked);
-    } else if (!seen[outside]) {
-      seen[outside] = true;
-      pending.push_back(outside);
-    }
-  };
-  for (const Face& face : task.face) {
-    follow(face.weight, face.outside);
-  }
-  while (!pending.empty()) {
-    const Outside& outside = group.outside[pending.back()];
-    pending.pop_back();
-    for (const Outside::Hop& hop : outside.hops) {
-      follow(hop.weight, hop.outside);
-    }
-  }
-  return decision;
-}
-
-void Split::add_task(uint32_t g, uint32_t id, const std::vector<Decision>& decisions) {
+void Split::add_task(uint32_t g, uint32_t id, const Decisions& decisions) {
   const zbp_plan& plan = walk_.plan();
   Node& node = walk_.node(id);
   Task& task = groups_[g]->tasks.emplace_back();
@@ -207,7 +155,7 @@ void Split::add_task(uint32_t g, uint32_t id, const std::vector<Decision>& decis
       task.face.push_back(face_of(edge));
     }
   }
-  const Decision decision = decide(*groups_[g], task, decisions);
+  const Decision decision = decisions.of(task);
   task.kind = classify(node, task.face, decision);
   task.leaves_packed = task.kind != Kind::whole && decision.hooked == Decision::Hooked::leave;
   task.can_run_again = task.kind != Kind::whole || saved_nothing(node);
