@@ -3,8 +3,11 @@
 #include <algorithm>
 
 #include "shim/python.h"
+#include "shim/walk.h"
 
 namespace zbp {
+
+using torch::autograd::AccumulateGrad;
 
 namespace {
 
@@ -23,23 +26,44 @@ Decision none() {
 
 }  // namespace
 
-Decisions::Decisions(const zbp_policy& policy, const Group& group)
-    : asks_(policy.defer_of || policy.checkpoint_of),
-      for_all_(decision_of(policy.defer, policy.checkpoint)) {
-  if (!asks_) {
+Answers::Answers(const InputPassArgs& args)
+    : for_all_(decision_of(args.policy.defer, args.policy.checkpoint)) {
+  const zbp_policy& policy = args.policy;
+  if (!policy.defer_of && !policy.checkpoint_of) {
     return;
   }
-  for (const Weight& weight : group.weights) {
-    const at::Tensor& parameter = weight.accumulator->variable;
-    weight_.push_back(decision_of(
-        policy.defer_of ? ask(policy.defer_of, parameter) : policy.defer,
-        policy.checkpoint_of ? ask(policy.checkpoint_of, parameter) : policy.checkpoint));
+  {
+    const Walk walk(args);
+    const zbp_plan& plan = walk.plan();
+    for (uint32_t i = 0; i < plan.weight_begin[plan.group_count]; ++i) {
+      accumulators_.push_back(ref_of(walk.node(plan.weight[i])));
+    }
   }
-  decide_outside(group);
+  for (const NodePtr& node : accumulators_) {
+    const at::Tensor& parameter = static_cast<AccumulateGrad&>(*node).variable;
+    weight_[node.get()] = decision_of(
+        policy.defer_of ? ask(policy.defer_of, parameter) : policy.defer,
+        policy.checkpoint_of ? ask(policy.checkpoint_of, parameter) : policy.checkpoint);
+  }
+}
+
+Decision Answers::of(const Weight& weight) const {
+  const auto found = weight_.find(weight.accumulator.get());
+  return found == weight_.end() ? for_all_ : found->second;
+}
+
+Decisions::Decisions(const Answers& answers, const Group& group)
+    : differ_(answers.differ()), for_all_(answers.for_all()) {
+  if (differ_) {
+    for (const Weight& weight : group.weights) {
+      weight_.push_back(answers.of(weight));
+    }
+    decide_outside(group);
+  }
 }
 
 Decision Decisions::of(const Task& task) const {
-  if (!asks_) {
+  if (!differ_) {
     return for_all_;
   }
   Decision decision = none();
