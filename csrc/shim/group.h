@@ -137,9 +137,9 @@ struct Weight {
 
 /// What a node outside the closure has saved behind hooks.
 struct PackedOutside {
-  Node* node;                              // borrowed
+  Node* node;                             // borrowed
   torch::autograd::SavedVariable* saved;  // the node's
-  bool is_left;                            // W unpacks it, if it can
+  bool is_left;                           // W unpacks it, if it can
 };
 
 /// A node between the tasks and the weights, and its edges that W follows. Other groups may share it.

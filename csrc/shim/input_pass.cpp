@@ -69,8 +69,8 @@ class Split {
   const Walk& walk_;
   const Answers& answers_;
   std::vector<GroupPtr> groups_;
-  std::vector<int32_t> weight_index_;       // per node id: position in its group's weights
-  std::vector<int32_t> outside_index_;      // per node id: position in its group's outside nodes
+  std::vector<int32_t> weight_index_;   // per node id: position in its group's weights
+  std::vector<int32_t> outside_index_;  // per node id: position in its group's outside nodes
   StandIns stand_in_;
   std::unordered_map<uint32_t, NodeRef<Capture>> capture_;  // by the id of an input's node
   edge_list roots_;

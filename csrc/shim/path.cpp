@@ -103,9 +103,9 @@ Edge follow_plain_steps(Face& face) {
 }
 
 size_t count_casts(const Face& face) {
-  return static_cast<size_t>(
-      std::count_if(face.path.begin(), face.path.end(),
-                    [](Node* node) { return as<gen::ToCopyBackward0>(*node) != nullptr; }));
+  return static_cast<size_t>(std::count_if(face.path.begin(), face.path.end(), [](Node* node) {
+    return as<gen::ToCopyBackward0>(*node) != nullptr;
+  }));
 }
 
 void give_up_path(Face& face) {

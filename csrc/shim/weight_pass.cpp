@@ -148,8 +148,9 @@ class PanelAdder {
     const int64_t step = panels <= 1 ? size : (size + panels * tile - 1) / (panels * tile) * tile;
     for (int64_t i = 0; i < size; i += step) {
       const int64_t count = std::min(step, size - i);
-      add_panel(sum.narrow(dim, i, count), by_rows ? Factors{f.left.narrow(dim, i, count), f.right}
-                                                   : Factors{f.left, f.right.narrow(dim, i, count)});
+      add_panel(sum.narrow(dim, i, count), by_rows
+                                               ? Factors{f.left.narrow(dim, i, count), f.right}
+                                               : Factors{f.left, f.right.narrow(dim, i, count)});
     }
   }
 
@@ -168,8 +169,9 @@ class PanelAdder {
 /// A product of which a W that raised has added some panels can only be gone on with.
 void check_untouched(const Face& face, const Weight& weight) {
   const at::Tensor& variable = weight.accumulator->variable;
-  TORCH_CHECK(face.panels_added == 0, "the weight pass failed before, while it added to the gradient of the ",
-              "weight of ", variable.scalar_type(), " ", variable.sym_sizes(),
+  TORCH_CHECK(face.panels_added == 0,
+              "the weight pass failed before, while it added to the gradient of the ", "weight of ",
+              variable.scalar_type(), " ", variable.sym_sizes(),
               ", and since then its .grad was replaced or a hook was registered; the rest of this "
               "microbatch's gradient cannot be added any more; run the microbatch again");
 }
@@ -202,8 +204,8 @@ bool add_product(const Task& task, Face& face, Weight& weight, bool fuse) {
       sum->is_alias_of(f.left) || sum->is_alias_of(f.right)) {
     return false;
   }
-  const bool adds_in_one =
-      sum->scalar_type() == f.left.scalar_type() && (fuse || !sum->is_cpu()) && face.panels_added == 0;
+  const bool adds_in_one = sum->scalar_type() == f.left.scalar_type() && (fuse || !sum->is_cpu()) &&
+                           face.panels_added == 0;
   if (adds_in_one) {
     sum->dim() == 2 ? sum->addmm_(f.left, f.right) : sum->baddbmm_(f.left, f.right);
   } else if (sum->is_cpu()) {
