@@ -38,9 +38,10 @@ struct Part {
 /// naming, as often as one likes.
 struct Separable {
   SmallVector<Part, 5> parts;
-  bool has_factors =
-      false;  // it multiplies its first part with its second; its weights may be heavy
-  bool is_plain_product = false;  // d(left) = dY rightᵀ and d(right) = leftᵀ dY, nothing scaled
+  // It multiplies its first part with its second: its weights may be heavy.
+  bool has_factors = false;
+  // d(left) = dY rightᵀ and d(right) = leftᵀ dY, nothing scaled.
+  bool is_plain_product = false;
 };
 
 Separable two_factors(SavedVariable& left, SavedVariable& right, uint32_t left_slot,
