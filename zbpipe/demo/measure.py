@@ -11,8 +11,8 @@ on another rank torch keeps a buffer from step to step, and never frees it. For 
 step before stands there, until this step puts another one in its place. zbpipe has no buffers between steps.
 
 Stage 0 is left out of what is held from I to W: the schedules do not split it (its I does nothing, its W is a whole
-backward). A gradient that torch received from another rank is not in it either: it lies in the standing buffer, whose
-bytes are in the peak; zbpipe's received gradients are in both. So the ratio of what is held is in torch's favour.
+backward). Nor is in it what torch received from another rank, inputs and gradients: they lie in the standing buffers,
+whose bytes are in the peak; what zbpipe received is in both. So the ratio of what is held is in torch's favour.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ memory         counted from the allocator's events in one extra step, exact byte
                when it began, until it is freed
 held I to W    what was live when I returned and was freed while W ran, over all microbatches between their I
                and their W at one time (stage 0 is left out: torch does not split it); not in it on torch's side:
-               gradients received from another rank, which lie in buffers that torch never frees (they are in the
-               peak), where zbpipe's are freed in W and counted: the ratio is in torch's favour"""
+               inputs and gradients received from another rank, which lie in buffers that torch never frees (they
+               are in the peak), where zbpipe's are freed in W and counted: the ratio is in torch's favour"""
 
 
 @dataclass

@@ -13,8 +13,9 @@ held from I to W
     Blocks that were live when I of a microbatch returned and that were taken back while its W ran: all that was
     kept for W, needed or not. But for blocks that were handed out within another microbatch's forward, I, W or B, on
     that phase's thread: they are that one's (what it sent, say), and it is chance that they go during this W.
-    What no W takes back is not in it, however much W reads it: torch keeps a gradient that it received from another
-    rank in a buffer that it never frees, where zbpipe holds it from I to W and frees it in W.
+    What no W takes back is not in it, however much W reads it: torch keeps inputs and gradients that it received from
+    another rank in buffers that it never frees, where zbpipe holds them until W frees them.
+    One kind of chance remains: a send of what this very I computed that is let go of within its W.
 """
 
 from __future__ import annotations
