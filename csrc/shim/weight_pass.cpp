@@ -130,6 +130,10 @@ class PanelAdder {
     }
     const int64_t matrix_size = std::max<int64_t>(1, sum.size(1) * sum.size(2));
     const int64_t step = std::max<int64_t>(1, panel_size * panel_size / matrix_size);
+    if (step >= sum.size(0) && sum.size(0) > 1) {
+      add_panel(sum, f);
+      return;
+    }
     for (int64_t i = 0; i < sum.size(0); i += step) {
       const int64_t count = std::min(step, sum.size(0) - i);
       const at::Tensor matrices = sum.narrow(0, i, count);
@@ -145,7 +149,11 @@ class PanelAdder {
     const int64_t dim = by_rows ? -2 : -1;
     const int64_t size = sum.size(dim);
     const int64_t panels = (size + panel_size - 1) / panel_size;
-    const int64_t step = panels <= 1 ? size : (size + panels * tile - 1) / (panels * tile) * tile;
+    if (panels <= 1) {
+      add_panel(sum, f);
+      return;
+    }
+    const int64_t step = (size + panels * tile - 1) / (panels * tile) * tile;
     for (int64_t i = 0; i < size; i += step) {
       const int64_t count = std::min(step, size - i);
       add_panel(sum.narrow(dim, i, count), by_rows
