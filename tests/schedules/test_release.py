@@ -11,12 +11,12 @@ import sys
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from processes import run_ranks
 from ranks import SCHEDULES, batch, loss_function
 from release_ranks import MICROBATCHES, RUNS, WIDTH, ZERO_BUBBLE, Block, parts, reference
 from torch.distributed.pipelining import PipelineStage
@@ -33,21 +33,8 @@ WORLD = 2
 def folder(tmp_path_factory):
     """Two processes run all, once."""
     folder = tmp_path_factory.mktemp("release")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    script = str(Path(__file__).with_name("release_ranks.py"))
-    ranks = []
-    for rank in range(WORLD):
-        with open(folder / f"output.{rank}", "w") as output:
-            command = [sys.executable, script, str(rank), str(WORLD), str(folder)]
-            ranks.append(subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT))
-    try:
-        with contextlib.suppress(subprocess.TimeoutExpired):  # the tests tell what did not finish
-            for rank in ranks:
-                rank.wait(timeout=150)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):  # the tests tell what did not finish
+        run_ranks("release_ranks.py", WORLD, folder)
     return folder
 
 
