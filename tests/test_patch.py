@@ -370,9 +370,22 @@ def test_the_last_word_on_release_outputs_holds_and_none_says_nothing(caplog):
         zbpipe.patch(release_outputs=False)
     assert releases() is False
     assert caplog.messages == ["release_outputs is False from now on"]
+
+
+@pytest.mark.parametrize(("environments", "at_first"), [(None, False), ("1", True)])
+def test_unpatching_forgets_what_was_said_of_release_outputs(monkeypatch, environments, at_first):
+    """As documented: then None is what it is at first."""
+    if environments is not None:
+        monkeypatch.setenv("ZBPIPE_RELEASE_OUTPUTS", environments)
+    zbpipe.patch(release_outputs=not at_first)
     zbpipe.unpatch()
     zbpipe.patch()
-    assert releases() is False
+    assert releases() is at_first
+    zbpipe.unpatch()
+    with zbpipe.patched(release_outputs=not at_first):
+        pass
+    zbpipe.patch()
+    assert releases() is at_first
 
 
 def test_a_block_brings_back_what_was_said_before_it():

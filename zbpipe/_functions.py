@@ -48,7 +48,7 @@ def stage_backward_input(
         AssertionError: a GradientEdge came without an output gradient.
         RuntimeError: the backward itself failed; the original error is the cause.
     """
-    run = _observer.current.input_pass if _observer.current else _C.input_pass
+    run = (_observer.current or _C).input_pass
     policy = get_policy()
     try:
         return run(stage_outputs_or_loss, output_grads, input_values, weights, policy._defer(), policy._checkpoint())
@@ -81,7 +81,7 @@ def stage_backward_weight(
     After any other error (a hook that raised, memory that ran out) the call can be repeated with the
     same groups: it goes on where it stopped, and adds nothing twice.
     """
-    run = _observer.current.weight_pass if _observer.current else _C.weight_pass
+    run = (_observer.current or _C).weight_pass
     policy = get_policy()
     listed = run(weights, param_groups, retain_graph, policy.fused, policy.main_grad)
     return tuple(weight.grad for weight in listed)
@@ -118,8 +118,8 @@ def stage_backward(
     backward = _backward_into_main_grad if get_policy().main_grad else torch.autograd.backward
     try:
         roots, root_grads = _flatten(stage_output, output_grads)
-        if _observer.current:
-            _observer.current.backward(backward, roots, root_grads)
+        if observer := _observer.current:  # read once: a recording may end on another thread
+            observer.backward(backward, roots, root_grads)
         else:
             backward(roots, root_grads)
     except _EdgeWithoutGradient:

@@ -1,6 +1,6 @@
 """Who watches zbpipe's passes: nobody, or what zbpipe.memory puts here while something records.
 
-A module of its own, so that neither the passes nor ``import zbpipe`` need zbpipe.memory.
+A module of its own, so that the passes do not need zbpipe.memory, which needs them.
 """
 
 from __future__ import annotations

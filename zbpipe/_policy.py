@@ -24,8 +24,9 @@ and selective too), ``save_on_cpu``, packing hooks.
     "recompute"     Stays packed until W, which unpacks it: a checkpointed region is recomputed once more in each call
                     of the weight pass, region by region, from the last one to the first. Held from I to W: output
                     gradients, and the regions' inputs (or the copies on the CPU). A region under a CheckpointPolicy,
-                    which torch recomputes only once, is kept all the same.
-    "input_pass"    These weights' gradients are computed in I and kept: one recomputation, no activation is held.
+                    which torch recomputes only once, is kept all the same; so is everything in a GraphExecGroup.
+    "input_pass"    These weights' gradients are computed in I and kept: one recomputation, no activation is held but
+                    what nodes between a node of I and a weight (a computed weight) have saved.
     function        Called with each weight in I; returns one of the three words.
 
 fused: False adds a product to an existing gradient as ``grad += a @ b`` would, to the bit, a panel of rows at a time:

@@ -15,12 +15,15 @@ torch 2.15 has the last three itself; of these methods only ``backward_one_chunk
 
 Note [When a send is done]
 
-Most backends' works tell (``is_completed``), and are asked whenever a stage or the schedule passes here. gloo's tell
-only a caller of ``wait``, which blocks until the peer receives; so a thread waits for them, one per peer, that lives
-while there are sends under way. Whoever comes first claims the works and waits for them, the others wait for him: the
-schedule never waits behind a send that it did not ask for. Memory is freed by the schedule's thread, when it passes
-here: a profiler sees no other. When a stage's backward begins, the gradient has come, hence
-the output has arrived: what is left of its send is waited for then.
+Most backends' works tell (``is_completed``), and are asked when the schedule posts sends or receives, when it has
+waited for a receive, and when a forward begins; never within a backward or W, of which a recording says what they
+free: that must not depend on when a peer received. gloo's works tell only a caller of ``wait``, which blocks until
+the peer receives; so a thread waits for them, one per group and peer, that lives while there are sends under way.
+Whoever comes first claims the work and waits for it, the others wait for him: the schedule never waits behind a send
+that it did not ask for. Memory is freed by the schedule's thread, when it passes here: a profiler sees no other. When
+an output's gradient has been received, the output has arrived: what is left of its send is waited for then. That holds
+within a step; sends of one that failed may never be received, so a later forward of the microbatch, or the stage's
+next step, disowns them. After unpatch() nobody passes here, and a thread that waits frees what it waited for.
 """
 
 import atexit
@@ -48,7 +51,6 @@ BASE = "_PipelineStageBase"
 PARAMETERS = {
     "forward_one_chunk": ("self", "fwd_chunk_id", "args", "kwargs", "save_forward_output"),
     "backward_one_chunk": ("self", "bwd_chunk_id", "loss", "full_backward", "last_backward"),
-    "backward_weight_one_chunk": ("self", "bwd_chunk_id", "last_backward"),
     "get_fwd_recv_ops": ("self", "fwd_chunk_id"),
     "get_bwd_recv_ops": ("self", "bwd_chunk_id"),
     "get_fwd_send_ops": ("self", "fwd_chunk_id"),
@@ -87,7 +89,7 @@ class _State:
         self.release_outputs = False
         self.stages: weakref.WeakSet[Any] = weakref.WeakSet()
         self.outputs: weakref.WeakKeyDictionary[Any, dict[int, _Outputs]] = weakref.WeakKeyDictionary()
-        self.sends: weakref.WeakSet[_Transfer] = weakref.WeakSet()
+        self.sends: weakref.WeakSet[_Send] = weakref.WeakSet()
         self.lock = threading.Lock()
 
 
@@ -126,6 +128,11 @@ def uninstall() -> tuple[list[str], list[str]]:
             _allocate(recv_infos, stage.device)
     _state.stages.clear()
     _state.outputs.clear()
+    _poll()
+    for send in _sends():
+        send.leave()
+    with _state.lock:
+        _state.sends.clear()
     return restored, rebound
 
 
@@ -198,7 +205,7 @@ def _prepare(original: _Function, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _get_fwd_recv_ops(original: _Function, self: Any, fwd_chunk_id: int) -> Any:
     _allocate(self.args_recv_info[fwd_chunk_id], self.device)
-    return _marked(original(self, fwd_chunk_id), self, fwd_chunk_id)
+    return _marked(original(self, fwd_chunk_id), self, None)
 
 
 def _set_local_fwd_input(original: _Function, self: Any, prev_stage_outputs: Any, mb_index: int) -> Any:
@@ -211,6 +218,7 @@ def _set_local_fwd_input(original: _Function, self: Any, prev_stage_outputs: Any
 
 def _forward_one_chunk(original: _Function, self: Any, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
     _poll()
+    _disown(self, fwd_chunk_id)
     output = original(self, fwd_chunk_id, *args, **kwargs)
     # The inputs are the microbatch's now: fwd_cache holds them.
     _describe_buffers(self, self.args_recv_info.get(fwd_chunk_id, ()))
@@ -258,10 +266,6 @@ def _set_local_bwd_input(original: _Function, self: Any, next_stage_bwd_outputs:
 
 
 def _backward_one_chunk(original: _Function, self: Any, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-    _poll()
-    for send in _sends():
-        if send.carries_output(self, bwd_chunk_id):
-            send.wait()
     result = original(self, bwd_chunk_id, *args, **kwargs)
     _describe_buffers(self, self.grad_recv_info.get(bwd_chunk_id, ()))
     _state.outputs.get(self, {}).pop(bwd_chunk_id, None)
@@ -273,13 +277,9 @@ def _get_bwd_send_ops(original: _Function, self: Any, bwd_chunk_id: int) -> Any:
     return _marked(original(self, bwd_chunk_id), self, None)
 
 
-def _backward_weight_one_chunk(original: _Function, self: Any, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-    _poll()
-    return original(self, bwd_chunk_id, *args, **kwargs)
-
-
 def _clear_runtime_states(original: _Function, self: Any) -> Any:
-    _state.outputs.pop(self, None)  # of a step that failed
+    _state.outputs.pop(self, None)  # of a step that failed, as are sends that are left
+    _disown(self)
     return original(self)
 
 
@@ -348,7 +348,8 @@ def _allocate(recv_infos: Iterable[Any], device: Any) -> None:
 
 
 class _Parcel(NamedTuple):
-    """Whose tensor an operation carries. ``microbatch`` is None unless it is a forward's."""
+    """Whose tensor an operation carries. ``microbatch`` is None unless it is an output that is sent (then ``outputs``
+    are what holds it, if it is to be released), or the gradient that comes back for it."""
 
     stage: Any
     microbatch: int | None
@@ -366,14 +367,35 @@ def _batch_p2p(original: _Function, p2p_ops: list[Any], desc: str | None = None)
     works = original(p2p_ops, desc)
     if not works or isinstance(works[0], _Transfer) or not all(hasattr(op, "zbpipe_parcel") for op in p2p_ops):
         return works  # nothing to wait for, or operations of somebody else's
-    transfer = _Transfer(works, p2p_ops)
-    if all(op.op is dist.isend for op in p2p_ops):
-        with _state.lock:
-            _state.sends.add(transfer)
-        if _tells_only_who_waits(p2p_ops[0]):
-            transfer.watched = True
-            _watch(p2p_ops[0].peer, transfer)
-    return [transfer]
+    if len(works) == len(p2p_ops):
+        batches = [[op] for op in p2p_ops]
+    elif len(works) == 1:  # the backend made one of them
+        batches = [p2p_ops]
+    else:
+        return works
+    all_sent = all(_is_send(op) for op in p2p_ops)
+    transfers: list[_Transfer] = []
+    for work, ops in zip(works, batches, strict=True):
+        if not all(_is_send(op) for op in ops):
+            transfers.append(_Receive(work, ops))
+            continue
+        send = _Send(work, ops)
+        transfers.append(send)
+        if all_sent:  # else the schedule waits at once
+            with _state.lock:
+                _state.sends.add(send)
+            if _tells_only_who_waits(ops[0]):
+                send.watched = True
+                _watch((id(ops[0].group), ops[0].peer), send)
+    for op in p2p_ops:
+        if op.zbpipe_parcel.outputs is not None:
+            op.zbpipe_parcel.outputs.clear()  # the operations hold them now
+        del op.zbpipe_parcel
+    return transfers
+
+
+def _is_send(op: Any) -> bool:
+    return op.op is dist.isend
 
 
 def _tells_only_who_waits(op: Any) -> bool:
@@ -383,62 +405,165 @@ def _tells_only_who_waits(op: Any) -> bool:
         return False
 
 
-class _Transfer:
-    """Works that were started together, as one that holds the tensors until it is done and no longer."""
+_Work: Any = getattr(dist, "Work", object)  # a torch without torch.distributed can import this, and do nothing with it
 
-    def __init__(self, works: list[Any], ops: Sequence[Any]) -> None:
-        self.works = works
+
+class _Transfer(_Work):  # type: ignore[misc]
+    """Stands for a work: what it is asked, beside ``wait``, it asks the work; see ``_asked`` below."""
+
+    def __init__(self, work: Any) -> None:
+        super().__init__()
+        self.work = work
+
+    def __getattr__(self, name: str) -> Any:
+        """What works of this backend have and others have not."""
+        if name == "work" or self.work is None:
+            raise AttributeError(f"{type(self).__name__} has no {name}")
+        return getattr(self.work, name)
+
+    def _answer_afterwards(self, question: str) -> Any:
+        raise NotImplementedError
+
+
+class _Receive(_Transfer):
+    """The work of a receive, or of sends and receives that the backend made one of. The operations keep what came."""
+
+    def __init__(self, work: Any, ops: Sequence[Any]) -> None:
+        super().__init__(work)
+        self.sent = [op for op in ops if _is_send(op)]
+        self.gradients_of = {
+            (op.zbpipe_parcel.stage, op.zbpipe_parcel.microbatch)
+            for op in ops
+            if not _is_send(op) and op.zbpipe_parcel.microbatch is not None
+        }
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """As the work's; then lets go of sends, those of the outputs whose gradients have come among them."""
+        result = bool(_wait(self.work, timeout))
+        sent, self.sent = self.sent, []
+        _describe_sent(sent)
+        gradients_of, self.gradients_of = self.gradients_of, set()
+        for send in _sends() if gradients_of else ():
+            if not gradients_of.isdisjoint(send.outputs_of):
+                send.wait()
+        _poll()
+        return result
+
+
+class _Send(_Transfer):
+    """The work of a send; holds the tensor until it is done and no longer."""
+
+    def __init__(self, work: Any, ops: Sequence[Any]) -> None:
+        super().__init__(work)
         self.ops = list(ops)
-        self.parcels = [(op.zbpipe_parcel.stage, op.zbpipe_parcel.microbatch) for op in ops]
+        parcels = [op.zbpipe_parcel for op in ops]
+        self.outputs_of = {(parcel.stage, parcel.microbatch) for parcel in parcels if parcel.microbatch is not None}
         self.lock = threading.Lock()
         self.claimed = False
         self.done = threading.Event()
+        self.result_of_wait = True
         self.error: Exception | None = None
         self.watched = False
+        self.is_polled = True
 
-    def carries_output(self, stage: Any, microbatch: int) -> bool:
-        return (stage, microbatch) in self.parcels
-
-    def wait(self) -> bool:
-        """Return when all works are done; raises what one of them raised."""
-        self.finish()
-        self.done.wait()
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return when the work is done; raises what it raised, whoever waited for it."""
+        self.finish(timeout)
+        if not self.done.wait(timeout.total_seconds() if timeout else None):
+            with contextlib.suppress(AttributeError):  # done meanwhile, and gone
+                self.work.wait(timedelta(milliseconds=1))  # the timeout is the work's to raise
+            self.done.wait()
         self._let_go()
         if self.error is not None:
             raise self.error
-        return True
+        return self.result_of_wait
 
     def poll(self) -> None:
-        """Let go if all works are done."""
-        if not self.watched and all(work.is_completed() for work in self.works):
+        """Let go if the work is done."""
+        if not self.watched and not self.done.is_set() and self.is_completed():
             self.finish()
         if self.done.is_set():
             self._let_go()
 
-    def finish(self) -> None:
+    def finish(self, timeout: timedelta | None = None) -> None:
         """Wait, unless somebody else does so or has done so."""
         with self.lock:
             claimed, self.claimed = self.claimed, True
         if claimed:
             return
         try:
-            for index in range(len(self.works)):
-                self.works[index].wait()  # no local name: who hears that it is done may free it
+            # No local name for the work: who hears that it is done may free it.
+            self.result_of_wait = bool(_wait(self.work, timeout))
         except Exception as error:
             self.error = error
         finally:
             self.done.set()
+        if not self.is_polled:
+            self._let_go()
+
+    def disown(self, stage: Any, microbatch: int | None) -> None:
+        """No gradient is going to tell of this send: it is of a step that failed. Without a microbatch, of any."""
+        self.outputs_of = {
+            of for of in self.outputs_of if of[0] is not stage or (microbatch is not None and of[1] != microbatch)
+        }
+
+    def leave(self) -> None:
+        """Nobody polls any more: whoever waits for the work lets go."""
+        self.outputs_of = set()
+        self.is_polled = False
+        if self.done.is_set():
+            self._let_go()
 
     def _let_go(self) -> None:
         with self.lock:
-            ops, self.ops, self.works = self.ops, [], []
-        for op in ops:
-            if op.zbpipe_parcel.outputs is not None:
-                op.zbpipe_parcel.outputs.clear()
-            op.tensor = _description(op.tensor)  # the schedule's frame may hold the operation until the step ends
-            del op.zbpipe_parcel
+            ops, self.ops, self.work = self.ops, [], None
+        _describe_sent(ops)
         with _state.lock:
             _state.sends.discard(self)
+
+    def _answer_afterwards(self, question: str) -> Any:
+        """As a work that is done answers, which has nothing more to show."""
+        if question == "is_completed":
+            return True
+        if question == "is_success":
+            return self.error is None
+        if question == "exception":
+            return self.error
+        if question == "result":
+            return []
+        if question == "get_future":
+            future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+            if self.error is None:
+                future.set_result([])
+            else:
+                future.set_exception(self.error)  # type: ignore[arg-type]
+            return future
+        if question in ("synchronize", "block_current_stream"):
+            return None
+        raise RuntimeError(f"this send is done, and its work gone: ask for its {question} before it is waited for.")
+
+
+def _wait(work: Any, timeout: timedelta | None) -> Any:
+    return work.wait(timeout) if timeout else work.wait()  # to most works a timeout of 0 is none
+
+
+def _describe_sent(ops: Iterable[Any]) -> None:
+    for op in ops:
+        op.tensor = _description(op.tensor)  # the schedule's frame may hold the operation until the step ends
+
+
+def _asked(question: str) -> _Function:
+    def ask(self: _Transfer, *args: Any, **kwargs: Any) -> Any:
+        work = self.work
+        return self._answer_afterwards(question) if work is None else getattr(work, question)(*args, **kwargs)
+
+    ask.__name__ = question
+    return ask
+
+
+for _question in dir(_Work):
+    if not _question.startswith(("__", "_pybind11")) and _question not in ("wait", "unbox"):
+        setattr(_Transfer, _question, _asked(_question))
 
 
 def _poll() -> None:
@@ -450,38 +575,45 @@ def _poll() -> None:
         send.poll()
 
 
-def _sends() -> list["_Transfer"]:
+def _sends() -> list[_Send]:
     with _state.lock:
         return list(_state.sends)
 
 
-_queues: dict[int, deque[_Transfer]] = {}
-_waiting: dict[int, tuple[threading.Thread, _Transfer]] = {}
+def _disown(stage: Any, microbatch: int | None = None) -> None:
+    for send in _sends():
+        send.disown(stage, microbatch)
+
+
+_Line = tuple[int, int]  # group (its id) and peer
+
+_queues: dict[_Line, deque[_Send]] = {}
+_waiting: dict[_Line, tuple[threading.Thread, _Send]] = {}
 _queues_lock = threading.Lock()
 
 
-def _watch(peer: int, transfer: _Transfer) -> None:
-    """Have a thread wait for ``transfer``. One thread per peer, because its sends are done in order."""
+def _watch(line: _Line, send: _Send) -> None:
+    """Have a thread wait for ``send``. One thread per group and peer, because its sends are done in order."""
     with _queues_lock:
-        queue = _queues.get(peer)
+        queue = _queues.get(line)
         if queue is not None:
-            queue.append(transfer)
+            queue.append(send)
             return
-        _queues[peer] = deque([transfer])
-    threading.Thread(target=_finish_queue, args=(peer,), name=f"zbpipe-send-{peer}", daemon=True).start()
+        _queues[line] = deque([send])
+    threading.Thread(target=_finish_queue, args=(line,), name=f"zbpipe-send-{line[1]}", daemon=True).start()
 
 
-def _finish_queue(peer: int) -> None:
+def _finish_queue(line: _Line) -> None:
     while True:
         with _queues_lock:
-            _waiting.pop(peer, None)
-            if not _queues[peer]:
-                del _queues[peer]
+            _waiting.pop(line, None)
+            if not _queues[line]:
+                del _queues[line]
                 return
-            transfer = _queues[peer].popleft()
-            _waiting[peer] = threading.current_thread(), transfer
-        transfer.finish()
-        del transfer
+            send = _queues[line].popleft()
+            _waiting[line] = threading.current_thread(), send
+        send.finish()
+        del send
 
 
 @atexit.register
@@ -495,10 +627,9 @@ def _give_up() -> None:
         for queue in _queues.values():
             queue.clear()
         waiting = list(_waiting.values())
-    for thread, transfer in waiting:
-        for work in transfer.works:
-            with contextlib.suppress(RuntimeError):
-                work.wait(timedelta(milliseconds=1))
+    for thread, send in waiting:
+        with contextlib.suppress(RuntimeError, AttributeError):  # it may be done, and the work gone
+            send.work.wait(timedelta(milliseconds=1))
         thread.join(5)
 
 
@@ -509,7 +640,6 @@ _WRAPPERS: dict[str, _Function] = {
     "_prepare_backward_infra": _prepare,
     "forward_one_chunk": _forward_one_chunk,
     "backward_one_chunk": _backward_one_chunk,
-    "backward_weight_one_chunk": _backward_weight_one_chunk,
     "get_fwd_recv_ops": _get_fwd_recv_ops,
     "get_bwd_recv_ops": _get_bwd_recv_ops,
     "get_fwd_send_ops": _get_fwd_send_ops,

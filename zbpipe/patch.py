@@ -89,8 +89,9 @@ def patch(release_outputs: bool | None = None) -> None:
         release_outputs: whether the memory of a stage's outputs goes as soon as the next stage has them; the stage
             keeps their place in the graph, a GradientEdge. Then nothing may look at an output after the stage's
             forward, and `forward_one_chunk` returns, for stages that are not the last, a list that is emptied when
-            the outputs have been sent. True and False hold from the next forward on, whatever was said before. None
-            leaves it as it is; that is at first what ZBPIPE_RELEASE_OUTPUTS in the environment says, or False.
+            the outputs are sent. True and False hold from the next forward on, whatever was said before. None
+            leaves it as it is while torch is patched; when it is not, None is what ZBPIPE_RELEASE_OUTPUTS in the
+            environment says at that moment, or False. unpatch() forgets what was said.
 
     Raises TypeError if `release_outputs` is something else. Raises RuntimeError, and changes nothing, if this torch is
     not one that zbpipe knows (older than 2.11, built without torch.distributed, or with functions that are missing,
@@ -104,6 +105,9 @@ def patch(release_outputs: bool | None = None) -> None:
 
 def unpatch() -> None:
     """Restore what patch() replaced; do nothing when torch is not patched.
+
+    It forgets what was said of `release_outputs`: the next patch() begins anew. Works that schedules were given while
+    torch was patched can still be waited for; a tensor whose send is not done yet stays until it is.
 
     A place that somebody else rebound meanwhile is left as it is and named in a warning. A module of torch that took
     zbpipe's functions over while they were in place gets torch's; other modules keep what they imported.

@@ -93,6 +93,20 @@ static PyObject *recorder_stop(PyObject *op, PyObject *Py_UNUSED(ignored))
     return PyBool_FromLong(displaced);
 }
 
+static PyObject *recorder_adopt(PyObject *op, PyObject *objects)
+{
+    const recorder *self = (const recorder *)op;
+
+    if (!PyList_Check(objects)) {
+        return PyErr_Format(PyExc_TypeError, "adopt() takes a list of objects, not a %s",
+                            Py_TYPE(objects)->tp_name);
+    }
+    if (require(self, RUNNING, "adopt()") < 0 || zbp_tap_adopt(objects) != ZBP_OK) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
 /* None stands for a mark that found no memory: what is measured must not fail for it. */
 static PyObject *wrap_mark(int status, uint32_t index)
 {
@@ -307,16 +321,35 @@ static PyObject *recorder_events(PyObject *op, PyObject *Py_UNUSED(ignored))
 static PyObject *recorder_held(PyObject *op, PyObject *args)
 {
     const recorder *self = (const recorder *)op;
-    unsigned int at, begin, end;
+    zbp_range range, *other = NULL;
+    unsigned int at;
     uint64_t bytes = 0;
+    const char *packed = NULL;
+    Py_ssize_t length = 0;
 
-    if (!PyArg_ParseTuple(args, "III:held", &at, &begin, &end) || require_log(self, "held()") < 0) {
+    if (!PyArg_ParseTuple(args, "III|y#:held", &at, &range.begin, &range.end, &packed, &length) ||
+        require_log(self, "held()") < 0) {
         return NULL;
     }
-    if (zbp_record_held(&self->record, at, begin, end, &bytes) != ZBP_OK) {
+    if (length % (Py_ssize_t)sizeof *other != 0) {
         return PyErr_Format(PyExc_ValueError,
-                            "held(%u, %u, %u) needs marks in that order, below %u", at, begin, end,
-                            (unsigned int)self->record.mark_count);
+                            "held() takes pairs of marks as struct '2I', not %zd bytes", length);
+    }
+    if (length != 0) { /* a copy: bytes need not be aligned */
+        other = malloc((size_t)length);
+        if (other == NULL) {
+            return PyErr_NoMemory();
+        }
+        memcpy(other, packed, (size_t)length);
+    }
+    const int status =
+        zbp_record_held(&self->record, at, range, other, (size_t)length / sizeof *other, &bytes);
+    free(other);
+    if (status != ZBP_OK) {
+        return PyErr_Format(
+            PyExc_ValueError,
+            "held(%u, %u, %u) needs marks in that order, and others in theirs, below %u", at,
+            range.begin, range.end, (unsigned int)self->record.mark_count);
     }
     return PyLong_FromUnsignedLongLong(bytes);
 }
@@ -344,6 +377,9 @@ static PyMethodDef recorder_methods[] = {
      "start()\n--\n\nBegin to be fed by torch's CPU allocator."},
     {"stop", recorder_stop, METH_NOARGS,
      "stop()\n--\n\nEnd it. True if another allocator was installed meanwhile."},
+    {"adopt", recorder_adopt, METH_O,
+     "adopt(objects, /)\n--\n\nLet storages among them that are older see the recording when they "
+     "grow."},
     {"mark", recorder_mark, METH_NOARGS,
      "mark()\n--\n\nMark this moment; the mark's number, None without memory or when stopped."},
     {"replay_begin", recorder_replay_begin, METH_VARARGS,
@@ -362,7 +398,9 @@ static PyMethodDef recorder_methods[] = {
      "events()\n--\n\nThe log as bytes: struct 'QQQQII' of time_ns, address, bytes, serial,\n"
      "thread, kind (0 handed out, 1 taken back, 2 taken back, older than the recording)."},
     {"held", recorder_held, METH_VARARGS,
-     "held(at, begin, end, /)\n--\n\nBytes live at mark `at` and taken back between marks."},
+     "held(at, begin, end, other=b'', /)\n--\n\nBytes live at mark `at` and taken back between "
+     "marks, but\n"
+     "for those handed out between a pair of marks (struct '2I') in `other`, on its thread."},
     {"check", recorder_check, METH_NOARGS,
      "check()\n--\n\nRaise AssertionError if log, marks and totals disagree."},
     {NULL, NULL, 0, NULL}};

@@ -3,20 +3,13 @@
 #include <string.h>
 
 #include "zbpi_alloc.h"
+#include "zbpi_hash.h"
 
 enum { FIRST_CAPACITY = 256 };
 
-/* Allocators hand out multiples of 16 to 4096: every bit has to reach the low ones. */
 static size_t home_of(const zbp_blocks *blocks, uint64_t address)
 {
-    uint64_t x = address;
-
-    x ^= x >> 32;
-    x *= UINT64_C(0x9E3779B97F4A7C15);
-    x ^= x >> 29;
-    x *= UINT64_C(0xD6E8FEB86659FD93);
-    x ^= x >> 32;
-    return (size_t)x & (blocks->capacity - 1);
+    return zbpi_hash(address) & (blocks->capacity - 1);
 }
 
 /* The slot of address, or the free one where it belongs. Ends because one slot is free. */

@@ -3,28 +3,15 @@
 #include <string.h>
 
 #include "zbpi_alloc.h"
+#include "zbpi_hash.h"
 
 enum { FIRST_CAPACITY = 256 };
-
-/* Pointers differ in few bits and share their low ones: mix all into all (a 64-bit finaliser of
- * the multiply-and-shift kind), so that the low bits alone can choose the slot. */
-static size_t hash(const void *key)
-{
-    uint64_t x = (uint64_t)(uintptr_t)key;
-
-    x ^= x >> 32;
-    x *= UINT64_C(0x9E3779B97F4A7C15);
-    x ^= x >> 29;
-    x *= UINT64_C(0xD6E8FEB86659FD93);
-    x ^= x >> 32;
-    return (size_t)x;
-}
 
 /* The slot that holds key, or the free one where it belongs. Ends because one slot is free. */
 static zbp_map_slot *probe(zbp_map_slot *slot, size_t capacity, const void *key)
 {
     size_t mask = capacity - 1;
-    size_t i = hash(key) & mask;
+    size_t i = zbpi_hash((uintptr_t)key) & mask;
 
     while (slot[i].key != NULL && slot[i].key != key)
         i = (i + 1) & mask;

@@ -152,17 +152,66 @@ const zbp_event *zbp_record_event(const zbp_record *record, uint64_t i)
     return &record->chunk[i / ZBP_EVENTS_PER_CHUNK][i % ZBP_EVENTS_PER_CHUNK];
 }
 
-int zbp_record_held(const zbp_record *record, uint32_t at, uint32_t begin, uint32_t end,
-                    uint64_t *bytes_out)
+/* The number of the event that handed out the block with this serial; event_count if the log has none.
+ * Those that hand out have ascending serials, so halving works on them. */
+static uint64_t find_alloc(const zbp_record *record, uint64_t serial)
+{
+    uint64_t low = 0, high = record->event_count;
+
+    while (low < high) {
+        uint64_t middle = low + (high - low) / 2, i = middle;
+
+        while (i < high && zbp_record_event(record, i)->kind != ZBP_EVENT_ALLOC)
+            i++;
+        if (i == high) {
+            high = middle;
+            continue;
+        }
+        const zbp_event *event = zbp_record_event(record, i);
+        if (event->block.serial == serial)
+            return i;
+        if (event->block.serial < serial)
+            low = i + 1;
+        else
+            high = middle;
+    }
+    return record->event_count;
+}
+
+static bool is_from(const zbp_record *record, uint64_t i, const zbp_range *range, size_t count)
+{
+    if (count == 0 || i == record->event_count)
+        return false;
+    for (size_t r = 0; r < count; r++) {
+        const zbp_mark *begin = &record->mark[range[r].begin];
+
+        if (begin->events <= i && i < record->mark[range[r].end].events &&
+            begin->thread == zbp_record_event(record, i)->thread)
+            return true;
+    }
+    return false;
+}
+
+static bool is_range(const zbp_record *record, zbp_range range)
+{
+    return range.begin <= range.end && range.end < record->mark_count;
+}
+
+int zbp_record_held(const zbp_record *record, uint32_t at, zbp_range range, const zbp_range *other,
+                    size_t other_count, uint64_t *bytes_out)
 {
     uint64_t bytes = 0;
 
-    if (at > begin || begin > end || end >= record->mark_count)
+    if (at > range.begin || !is_range(record, range))
         return ZBP_EINVAL;
-    for (uint64_t i = record->mark[begin].events; i < record->mark[end].events; i++) {
+    for (size_t r = 0; r < other_count; r++)
+        if (!is_range(record, other[r]))
+            return ZBP_EINVAL;
+    for (uint64_t i = record->mark[range.begin].events; i < record->mark[range.end].events; i++) {
         const zbp_event *event = zbp_record_event(record, i);
 
-        if (event->kind == ZBP_EVENT_FREE && event->block.serial < record->mark[at].serial)
+        if (event->kind == ZBP_EVENT_FREE && event->block.serial < record->mark[at].serial &&
+            !is_from(record, find_alloc(record, event->block.serial), other, other_count))
             bytes += event->block.bytes;
     }
     *bytes_out = bytes;

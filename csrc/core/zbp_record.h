@@ -93,11 +93,18 @@ ZBP_MUST_USE int zbp_record_mark(zbp_record *record, uint64_t time_ns, uint64_t 
 /* Event number i of the log. Borrowed until zbp_record_fini. Precondition: i < event_count. */
 const zbp_event *zbp_record_event(const zbp_record *record, uint64_t i);
 
-/* *bytes_out: of the own blocks that were live at mark `at` and taken back between the marks `begin`
- * and `end`, as far as the log goes. O(events between them).
- * Error: ZBP_EINVAL (no such marks, or not at <= begin <= end). */
-ZBP_MUST_USE int zbp_record_held(const zbp_record *record, uint32_t at, uint32_t begin,
-                                 uint32_t end, uint64_t *bytes_out);
+/* From mark `begin` to mark `end`, on the thread that made `begin`. */
+typedef struct zbp_range {
+    uint32_t begin, end;
+} zbp_range;
+
+/* *bytes_out: of the own blocks that were live at mark `at` and taken back from mark range.begin to
+ * range.end, on whatever thread, as far as the log goes; but for those that were handed out within one
+ * of the ranges other[0..other_count) (borrowed), on its thread.
+ * Error: ZBP_EINVAL (no such marks, or not at <= range.begin, or a range that ends before it begins).
+ * O(n (log events + other_count)) for n events in the range. */
+ZBP_MUST_USE int zbp_record_held(const zbp_record *record, uint32_t at, zbp_range range,
+                                 const zbp_range *other, size_t other_count, uint64_t *bytes_out);
 
 /* Whether the invariant holds. ZBP_OK, or ZBP_EINVAL with *reason_out (may be NULL) a static string
  * that says what is wrong. O(marks + events). */

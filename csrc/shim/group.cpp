@@ -30,8 +30,13 @@ bool Watched::was_modified() const {
 
 void Group::pin_outside() {
   const std::lock_guard<std::mutex> lock(packed_outside_mutex);
-  for (const auto& [node, saved] : std::exchange(packed_outside, {})) {
-    pin(*saved, *node, /*is_read_by_w=*/true);
+  for (const PackedOutside& packed : std::exchange(packed_outside, {})) {
+    // Another microbatch's I may see to the same node.
+    const std::lock_guard<std::mutex> node_lock(NodeParts::mutex_of(*packed.node));
+    const bool is_done = !packed.saved->has_hooks();
+    if (!is_done && !(packed.is_left && leave_packed(*packed.saved))) {
+      pin(*packed.saved, *packed.node, /*is_read_by_w=*/true);
+    }
   }
 }
 

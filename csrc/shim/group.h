@@ -58,6 +58,7 @@ struct Face {
       -1;  // index into Group::weights when it ends there, at once or by `path`; else -1
   int32_t outside = -1;        // index into Group::outside of the node it leads to, -1 for a weight
   SmallVector<Node*, 2> path;  // plain steps before the weight; borrowed: alive as long as `edge`
+  int64_t panels_added = 0;    // of the product, by a W that raised before it had added all
   bool simple = true;          // the path does no more than to transpose a matrix and cast it
   bool transposed = false;     // and transposes it
   bool delivered = false;      // this edge's gradient has been added
@@ -134,6 +135,13 @@ struct Weight {
   at::Tensor main_grad;  // where W adds instead of .grad; see MainGrads
 };
 
+/// What a node outside the closure has saved behind hooks.
+struct PackedOutside {
+  Node* node;                             // borrowed
+  torch::autograd::SavedVariable* saved;  // the node's
+  bool is_left;                           // W unpacks it, if it can
+};
+
 /// A node between the tasks and the weights, and its edges that W follows. Other groups may share it.
 struct Outside {
   struct Hop {
@@ -157,8 +165,7 @@ struct Group {
   SmallVector<Task, 1> tasks;
   SmallVector<Weight, 2> weights;
   std::vector<Outside> outside;
-  // What nodes outside the closure have saved behind hooks, while I has still to unpack it for W.
-  std::vector<std::pair<Node*, torch::autograd::SavedVariable*>> packed_outside;
+  std::vector<PackedOutside> packed_outside;  // what I has still to see to
   std::mutex packed_outside_mutex;
   std::atomic<size_t> missing{0};  // weights that a running W has still to add
   // Stage outputs that W's nodes may have saved: they can be detached only after W.

@@ -6,6 +6,7 @@
 
 #include <torch/csrc/autograd/python_cpp_function.h>
 
+#include "shim/decisions.h"
 #include "shim/detach.h"
 #include "shim/edits.h"
 #include "shim/gil.h"
@@ -23,15 +24,24 @@ using torch::autograd::AccumulateGrad;
 
 namespace {
 
-Decision decision_of(int defer, int checkpoint) {
-  return {static_cast<Decision::Defer>(defer), static_cast<Decision::Hooked>(checkpoint)};
-}
+/// Those of the split nodes, by node id. However I ends, none keeps what its node has lent it, and if it
+/// has failed, none leaves its node half used.
+struct StandIns {
+  explicit StandIns(size_t node_count) : by_id(node_count) {}
+  ~StandIns();
+  StandIns(const StandIns&) = delete;
+  StandIns& operator=(const StandIns&) = delete;
+
+  const NodeRef<StandIn>& operator[](uint32_t id) const { return by_id[id]; }
+  NodeRef<StandIn>& operator[](uint32_t id) { return by_id[id]; }
+
+  std::vector<NodeRef<StandIn>> by_id;
+};
 
 /// The graph while it is split. Unless hand_over() is reached, every edge is put back.
 class Split {
  public:
-  Split(const InputPassArgs& args, const Walk& walk);
-  ~Split();
+  Split(const InputPassArgs& args, const Walk& walk, const Answers& answers);
   Split(const Split&) = delete;
   Split& operator=(const Split&) = delete;
 
@@ -41,11 +51,8 @@ class Split {
  private:
   void make_group(uint32_t g);
   void add_outside(uint32_t g);
-  void note_packed(Group& group) const;
-  std::vector<Decision> ask_policy(const Group& group) const;
-  Decision decide(const Group& group, const Task& task,
-                  const std::vector<Decision>& decisions) const;
-  void add_task(uint32_t g, uint32_t id, const std::vector<Decision>& decisions);
+  void note_packed(Group& group, const Decisions& decisions) const;
+  void add_task(uint32_t g, uint32_t id, const Decisions& decisions);
   Face face_of(const zbp_edge& edge) const;
   void note_path(Face& face) const;
   void redirect_edges();
@@ -60,10 +67,11 @@ class Split {
 
   const InputPassArgs& args_;
   const Walk& walk_;
+  const Answers& answers_;
   std::vector<GroupPtr> groups_;
-  std::vector<int32_t> weight_index_;       // per node id: position in its group's weights
-  std::vector<int32_t> outside_index_;      // per node id: position in its group's outside nodes
-  std::vector<NodeRef<StandIn>> stand_in_;  // per node id
+  std::vector<int32_t> weight_index_;   // per node id: position in its group's weights
+  std::vector<int32_t> outside_index_;  // per node id: position in its group's outside nodes
+  StandIns stand_in_;
   std::unordered_map<uint32_t, NodeRef<Capture>> capture_;  // by the id of an input's node
   edge_list roots_;
   variable_list root_grads_;
@@ -71,9 +79,10 @@ class Split {
   EdgeEdits cuts_;     // all others: for the time of the run
 };
 
-Split::Split(const InputPassArgs& args, const Walk& walk)
+Split::Split(const InputPassArgs& args, const Walk& walk, const Answers& answers)
     : args_(args),
       walk_(walk),
+      answers_(answers),
       weight_index_(walk.graph().node_count, -1),
       outside_index_(walk.graph().node_count, -1),
       stand_in_(walk.graph().node_count) {
@@ -86,10 +95,10 @@ Split::Split(const InputPassArgs& args, const Walk& walk)
   }
 }
 
-Split::~Split() {
-  for (const auto& stand_in : stand_in_) {
+StandIns::~StandIns() {
+  for (const auto& stand_in : by_id) {
     if (stand_in) {
-      stand_in->give_back_metadata();
+      stand_in->give_up();
     }
   }
 }
@@ -102,8 +111,8 @@ void Split::make_group(uint32_t g) {
     group.weights.emplace_back().accumulator = ref_as<AccumulateGrad>(walk_.node(plan.weight[i]));
   }
   add_outside(g);
-  note_packed(group);
-  const std::vector<Decision> decisions = ask_policy(group);
+  const Decisions decisions(answers_, group);
+  note_packed(group, decisions);
   group.tasks.reserve(plan.split_begin[g + 1] - plan.split_begin[g]);
   for (uint32_t i = plan.split_begin[g]; i < plan.split_begin[g + 1]; ++i) {
     add_task(g, plan.split[i], decisions);
@@ -131,70 +140,23 @@ void Split::add_outside(uint32_t g) {
   }
 }
 
-/// W would unpack them in a run of its own, and a checkpointed region would be recomputed once more.
-void Split::note_packed(Group& group) const {
-  if (args_.policy.checkpoint == ZBP_CHECKPOINT_RECOMPUTE) {
-    return;
-  }
-  for (const Outside& outside : group.outside) {
-    if (!is_generated(*outside.node) || saves_nothing(*outside.node)) {
+/// What the group's outside nodes have saved behind hooks: I unpacks it, lest W computes a region again.
+void Split::note_packed(Group& group, const Decisions& decisions) const {
+  for (size_t i = 0; i < group.outside.size(); ++i) {
+    Node& node = *group.outside[i].node;
+    if (!is_generated(node) || saves_nothing(node)) {
       continue;
     }
-    for (torch::autograd::SavedVariable* saved : saved_by(*outside.node)) {
+    const bool is_left = decisions.of_outside(i).hooked == Decision::Hooked::leave;
+    for (torch::autograd::SavedVariable* saved : saved_by(node)) {
       if (saved->has_hooks()) {
-        group.packed_outside.emplace_back(outside.node, saved);
+        group.packed_outside.push_back({&node, saved, is_left});
       }
     }
   }
 }
 
-/// What the policy's functions say of each weight; empty if it has none.
-std::vector<Decision> Split::ask_policy(const Group& group) const {
-  const zbp_policy& policy = args_.policy;
-  std::vector<Decision> decisions;
-  if (policy.defer_of || policy.checkpoint_of) {
-    for (const Weight& weight : group.weights) {
-      const at::Tensor& parameter = weight.accumulator->variable;
-      decisions.push_back(decision_of(
-          policy.defer_of ? ask(policy.defer_of, parameter) : policy.defer,
-          policy.checkpoint_of ? ask(policy.checkpoint_of, parameter) : policy.checkpoint));
-    }
-  }
-  return decisions;
-}
-
-/// Of the answers for the weights behind a task, W wins over I, and keeping over recomputing.
-Decision Split::decide(const Group& group, const Task& task,
-                       const std::vector<Decision>& decisions) const {
-  if (decisions.empty()) {
-    return decision_of(args_.policy.defer, args_.policy.checkpoint);
-  }
-  Decision decision = decision_of(ZBP_DEFER_NOTHING, ZBP_CHECKPOINT_INPUT_PASS);
-  std::vector<bool> seen(group.outside.size());
-  std::vector<int32_t> pending;
-  const auto follow = [&](int32_t weight, int32_t outside) {
-    if (weight >= 0) {
-      decision.defer = std::max(decision.defer, decisions[weight].defer);
-      decision.hooked = std::min(decision.hooked, decisions[weight].hooked);
-    } else if (!seen[outside]) {
-      seen[outside] = true;
-      pending.push_back(outside);
-    }
-  };
-  for (const Face& face : task.face) {
-    follow(face.weight, face.outside);
-  }
-  while (!pending.empty()) {
-    const Outside& outside = group.outside[pending.back()];
-    pending.pop_back();
-    for (const Outside::Hop& hop : outside.hops) {
-      follow(hop.weight, hop.outside);
-    }
-  }
-  return decision;
-}
-
-void Split::add_task(uint32_t g, uint32_t id, const std::vector<Decision>& decisions) {
+void Split::add_task(uint32_t g, uint32_t id, const Decisions& decisions) {
   const zbp_plan& plan = walk_.plan();
   Node& node = walk_.node(id);
   Task& task = groups_[g]->tasks.emplace_back();
@@ -207,7 +169,7 @@ void Split::add_task(uint32_t g, uint32_t id, const std::vector<Decision>& decis
       task.face.push_back(face_of(edge));
     }
   }
-  const Decision decision = decide(*groups_[g], task, decisions);
+  const Decision decision = decisions.of(task);
   task.kind = classify(node, task.face, decision);
   task.leaves_packed = task.kind != Kind::whole && decision.hooked == Decision::Hooked::leave;
   task.can_run_again = task.kind != Kind::whole || saved_nothing(node);
@@ -232,10 +194,11 @@ void Split::note_path(Face& face) const {
   }
   const Edge behind = follow_plain_steps(face);
   face.weight = weight_index_[walk_.id_of(*behind.function)];
-  const auto is_met = [&](Node* node) { return walk_.consumers_of(*node) > 1; };
-  const bool adds_before_cast =
-      casts(face) && std::any_of(face.path.begin(), face.path.end(), is_met);
-  if (face.weight < 0 || adds_before_cast) {
+  const auto adds_up = [&](Node* node) { return walk_.adds_up(*node); };
+  const size_t casts = count_casts(face);
+  const bool rounds_between =
+      casts > 1 || (casts == 1 && std::any_of(face.path.begin(), face.path.end(), adds_up));
+  if (face.weight < 0 || rounds_between) {
     give_up_path(face);
   }
 }
@@ -309,13 +272,23 @@ void Split::run() {
   for (const auto& [id, capture] : capture_) {
     represented.push_back(&walk_.node(id));
   }
-  for (uint32_t id = 0; id < stand_in_.size(); ++id) {
+  for (uint32_t id = 0; id < stand_in_.by_id.size(); ++id) {
     if (stand_in_[id]) {
       represented.push_back(&walk_.node(id));
     }
   }
+  // Of a group without split nodes nothing runs in I; a region that it is a part of may.
+  const auto pin_outside_of_roots = [this] {
+    const zbp_plan& plan = walk_.plan();
+    for (uint32_t g = 0; g < plan.group_count; ++g) {
+      if (plan.split_begin[g] == plan.split_begin[g + 1]) {
+        groups_[g]->pin_outside();
+      }
+    }
+  };
   const ReleaseGil no_gil;
-  run_engine(make_node<Start>(std::move(roots_), std::move(root_grads_), std::move(represented)),
+  run_engine(make_node<Start>(std::move(roots_), std::move(root_grads_), std::move(represented),
+                              pin_outside_of_roots),
              /*keep_graph=*/false);
 }
 
@@ -368,7 +341,7 @@ InputPassResult Split::hand_over() {
 }
 
 void Split::retire_split_nodes() {
-  for (const auto& stand_in : stand_in_) {
+  for (const auto& stand_in : stand_in_.by_id) {
     if (stand_in) {
       let_go_of_closure(stand_in->task());
       stand_in->retire();
@@ -450,8 +423,9 @@ std::unordered_set<const void*> Split::storages_in_use() const {
 }  // namespace
 
 InputPassResult run_input_pass(const InputPassArgs& args) {
+  const Answers answers(args);
   const Walk walk(args);
-  Split split(args, walk);
+  Split split(args, walk, answers);
   split.run();
   return split.hand_over();
 }

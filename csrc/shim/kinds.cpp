@@ -38,9 +38,10 @@ struct Part {
 /// naming, as often as one likes.
 struct Separable {
   SmallVector<Part, 5> parts;
-  bool has_factors =
-      false;  // it multiplies its first part with its second; its weights may be heavy
-  bool is_plain_product = false;  // d(left) = dY rightᵀ and d(right) = leftᵀ dY, nothing scaled
+  // It multiplies its first part with its second: its weights may be heavy.
+  bool has_factors = false;
+  // d(left) = dY rightᵀ and d(right) = leftᵀ dY, nothing scaled.
+  bool is_plain_product = false;
 };
 
 Separable two_factors(SavedVariable& left, SavedVariable& right, uint32_t left_slot,
@@ -168,24 +169,16 @@ bool is_plain_matrix(const at::Tensor& tensor) {
          !tensor.is_complex() && !tensor.is_neg();
 }
 
-/// What Python hooks have packed in `saved`; nothing if W could not unpack it.
+/// What Python hooks have packed in `saved`; nothing if W cannot unpack it, or need not pay for it: a
+/// selectively checkpointed region is computed again only once, and runs in a GraphExecGroup share.
 std::unique_ptr<const Packed> packed_in(const SavedVariable& saved) {
   const AcquireGil gil;
   auto data = saved.retrieve_unpack_hook_data();
-  if (!data || recognise(data->first.ptr(getPyInterpreter())) == UnpackHook::selective_checkpoint) {
+  if (!data || in_graph_exec_group() ||
+      recognise(data->first.ptr(getPyInterpreter())) == UnpackHook::selective_checkpoint) {
     return nullptr;
   }
   return std::make_unique<const Packed>(Packed{std::move(data->first), std::move(data->second)});
-}
-
-/// What I computes of a region is kept for whoever has not unpacked it in I. W computes it once more, so
-/// nobody will.
-void drop_what_i_computes(const Packed& packed) {
-  const AcquireGil gil;
-  const UnpackHook hook = recognise(packed.unpack_hook.ptr(getPyInterpreter()));
-  if (hook == UnpackHook::checkpoint && !in_graph_exec_group()) {
-    packed.unpack();
-  }
 }
 
 }  // namespace
@@ -220,6 +213,17 @@ at::Tensor pin(SavedVariable& saved, Node& node, bool is_read_by_w) {
   return tensor;
 }
 
+bool leave_packed(const SavedVariable& saved) {
+  const auto packed = packed_in(saved);
+  if (packed) {
+    const AcquireGil gil;
+    if (recognise(packed->unpack_hook.ptr(getPyInterpreter())) == UnpackHook::checkpoint) {
+      packed->unpack();
+    }
+  }
+  return packed != nullptr;
+}
+
 void take_matrices(Task& task, Node& node, const variable_list& grads) {
   task.output_grads.clear();
   task.saved.clear();
@@ -238,8 +242,6 @@ void take_matrices(Task& task, Node& node, const variable_list& grads) {
     }
     if (task.packed) {
       task.leaves_packed = true;
-      saved = SavedVariable();
-      drop_what_i_computes(*task.packed);
       return;
     }
     const at::Tensor other =

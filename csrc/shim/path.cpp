@@ -102,9 +102,10 @@ Edge follow_plain_steps(Face& face) {
   return edge;
 }
 
-bool casts(const Face& face) {
-  return std::any_of(face.path.begin(), face.path.end(),
-                     [](Node* node) { return as<gen::ToCopyBackward0>(*node) != nullptr; });
+size_t count_casts(const Face& face) {
+  return static_cast<size_t>(std::count_if(face.path.begin(), face.path.end(), [](Node* node) {
+    return as<gen::ToCopyBackward0>(*node) != nullptr;
+  }));
 }
 
 void give_up_path(Face& face) {

@@ -16,8 +16,9 @@ bool saves_nothing(Node& node);
 /// the steps, and whether they only transpose a matrix and cast it.
 Edge follow_plain_steps(Face& face);
 
-/// True if the path casts: then gradients that meet on it are to be added before the cast.
-bool casts(const Face& face);
+/// How often the path casts. Gradients that meet before a cast are to be added there, and a second cast
+/// rounds what the first one has left.
+size_t count_casts(const Face& face);
 
 /// The face leads to the first node of its path again, not to the weight.
 void give_up_path(Face& face);

@@ -51,6 +51,14 @@ void StandIn::retire() noexcept {
   group_ = nullptr;
 }
 
+void StandIn::give_up() noexcept {
+  give_back_metadata();
+  if (original_ && std::exchange(has_run_, false)) {
+    original_->release_variables();
+    original_->add_pre_hook(std::make_unique<ConsumedGuard>());
+  }
+}
+
 void StandIn::give_back_metadata() noexcept {
   if (original_ && std::exchange(has_metadata_, false)) {
     NodeParts::swap_anomaly_metadata(*original_, *this);
@@ -77,6 +85,7 @@ variable_list StandIn::run_split(Task& task, variable_list&& grads) {
     node.will_release_variables();
   }
   variable_list outputs = NodeParts::apply_to(node, std::move(in));
+  has_run_ = true;
   // A post hook makes a node whole; one that another hook has added meanwhile comes too late for that.
   outputs = call_post_hooks(node, std::move(outputs), inputs);
   if (task.kind == Kind::product) {

@@ -20,8 +20,9 @@ class StandIn : public Node {
   /// stand-in is a second backward through the graph.
   void retire() noexcept;
 
-  /// Gives the anomaly metadata back that the node lent for the run. Repeating it does no harm.
-  void give_back_metadata() noexcept;
+  /// Gives back what the node lent for the run. Unless retired, I has failed: if the node has run, it is
+  /// spent, as after a failed ordinary backward. Repeating it does no harm.
+  void give_up() noexcept;
 
   bool is_retired() const { return original_ == nullptr; }
 
@@ -36,7 +37,10 @@ class StandIn : public Node {
   variable_list run_split(Task& task, variable_list&& grads);
   variable_list run_whole(Task& task, variable_list&& grads);
 
+  void give_back_metadata() noexcept;
+
   bool has_metadata_ = true;
+  bool has_run_ = false;
 
   NodePtr original_;
   GroupPtr group_;

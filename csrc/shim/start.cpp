@@ -8,10 +8,12 @@
 namespace zbp {
 
 // As libtorch's GraphRoot: with the gradients' metadata the engine finds the streams that they are on.
-Start::Start(edge_list&& edges, variable_list&& grads, std::vector<Node*>&& represented)
+Start::Start(edge_list&& edges, variable_list&& grads, std::vector<Node*>&& represented,
+             std::function<void()>&& first)
     : Node(UINT64_MAX, std::move(edges)),
       grads_(std::move(grads)),
-      represented_(std::move(represented)) {
+      represented_(std::move(represented)),
+      first_(std::move(first)) {
   add_input_metadata(seed());
   for (const at::Tensor& grad : grads_) {
     if (grad.defined()) {
@@ -38,6 +40,9 @@ variable_list Start::apply(variable_list&& /*grads*/) {
   // Nothing else runs yet, so nobody reads the set.
   const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
   const_cast<std::unordered_set<Node*>*>(nodes)->insert(represented_.begin(), represented_.end());
+  if (first_) {
+    first_();
+  }
   return std::move(grads_);
 }
 

@@ -1,6 +1,7 @@
 // One run of libtorch's engine over a graph that zbpipe has changed.
 #pragma once
 
+#include <functional>
 #include <vector>
 
 #include "shim/compat.h"
@@ -14,7 +15,9 @@ namespace zbp {
 /// torch.autograd.graph.register_multi_grad_hook does) ask whether a node will run.
 class Start : public Node {
  public:
-  Start(edge_list&& edges, variable_list&& grads, std::vector<Node*>&& represented);
+  /// `first`, if any, is called within the run before anything else.
+  Start(edge_list&& edges, variable_list&& grads, std::vector<Node*>&& represented,
+        std::function<void()>&& first = {});
 
   /// The gradient that the engine is given for the start itself; it goes nowhere.
   static at::Tensor seed();
@@ -29,6 +32,7 @@ class Start : public Node {
  private:
   variable_list grads_;
   std::vector<Node*> represented_;  // borrowed for the run
+  std::function<void()> first_;
 };
 
 /// Runs the engine from `start`, accumulating. Called without the GIL.

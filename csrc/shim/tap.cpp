@@ -16,6 +16,9 @@
 #include <c10/core/Allocator.h>
 #include <torch/csrc/profiler/combined_traceback.h>
 #include <torch/csrc/utils/object_ptr.h>
+#include <c10/core/StorageImpl.h>
+#include <torch/csrc/Storage.h>
+#include <torch/csrc/autograd/python_variable.h>
 
 #include "shim/python.h"
 
@@ -251,6 +254,21 @@ bool uninstall() {
   return true;
 }
 
+/// The storage of a tensor or of a torch.UntypedStorage, nullptr if `object` has none. By its type alone:
+/// isinstance() would run the code of whoever fakes __class__.
+c10::StorageImpl* storage_of(PyObject* object) {
+  if (PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(THPVariableClass))) {
+    const at::Tensor& tensor = THPVariable_Unpack(object);
+    return tensor.defined() && tensor.has_storage()
+               ? tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()
+               : nullptr;
+  }
+  if (PyObject_TypeCheck(object, THPStorageClass)) {
+    return THPStorage_Unpack(object).unsafeGetStorageImpl();
+  }
+  return nullptr;
+}
+
 [[noreturn]] void refuse_for_memory() {
   refuse(PyExc_MemoryError, "there is no memory to record memory with");
 }
@@ -300,6 +318,22 @@ void zbp_tap_stop(zbp_record* record, int* displaced_out) {
     b.is_fed.store(false, std::memory_order_relaxed);
     uninstall();
   }
+}
+
+int zbp_tap_adopt(PyObject* objects) {
+  return guarded([&] {
+    c10::Allocator* const current = installed();
+    if (!is_tap(current)) {
+      return;
+    }
+    const c10::Allocator* const inner = static_cast<Tap*>(current)->inner;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(objects); ++i) {
+      c10::StorageImpl* const storage = storage_of(PyList_GET_ITEM(objects, i));
+      if (storage != nullptr && storage->allocator() == inner) {
+        storage->set_allocator(current);
+      }
+    }
+  });
 }
 
 int zbp_tap_mark(zbp_record* record, uint32_t* index_out) {

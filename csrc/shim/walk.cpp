@@ -38,7 +38,7 @@ Walk::Walk(const InputPassArgs& args) {
     }
     add_reachable();
     mark_weights(args);
-    count_consumers();
+    count_consumers(args);
     check(zbp_plan_build(&plan_, &graph_, nullptr));
   } catch (...) {
     zbp_plan_fini(&plan_);
@@ -94,10 +94,14 @@ void Walk::add_reachable() {
   }
 }
 
-void Walk::count_consumers() {
+void Walk::count_consumers(const InputPassArgs& args) {
   consumers_.resize(graph_.node_count);
   for (uint32_t i = 0; i < graph_.edge_count; ++i) {
     ++consumers_[graph_.edge[i].dst];
+  }
+  starts_.resize(graph_.node_count);
+  for (const Edge& root : args.roots) {
+    ++starts_[id_of(*root.function)];
   }
 }
 

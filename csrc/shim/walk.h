@@ -27,7 +27,11 @@ class Walk {
     return zbp_graph_find(&graph_, &node, &id) && is_input(id);
   }
   uint32_t id_of(const Node& node) const;
-  uint32_t consumers_of(const Node& node) const { return consumers_[id_of(node)]; }
+  /// True if gradients from several sides arrive at `node`: from nodes, or where the backward starts.
+  bool adds_up(const Node& node) const {
+    const uint32_t id = id_of(node);
+    return consumers_[id] + starts_[id] > 1;
+  }
   /// The group whose W may still read what `node` gave to other nodes: that of a node outside the
   /// closure with consumers in the graph; -1 for all others.
   int32_t group_that_reads(const Node& node) const;
@@ -40,10 +44,11 @@ class Walk {
   void add_inputs(const InputPassArgs& args);
   void add_reachable();
   void mark_weights(const InputPassArgs& args);
-  void count_consumers();
+  void count_consumers(const InputPassArgs& args);
 
   edge_list input_edges_;
   std::vector<uint32_t> consumers_;  // per node: how many edges of the graph lead to it
+  std::vector<uint32_t> starts_;     // per node: how many roots are there
   zbp_graph graph_{};
   zbp_plan plan_{};
 };

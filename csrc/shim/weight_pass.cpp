@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
@@ -114,45 +115,78 @@ bool runs_directly(const Group& group) {
 constexpr int64_t tile = 48;
 constexpr int64_t panel_size = 11 * tile;
 
-void add_matrix_in_panels(const at::Tensor& sum, const Factors& f) {
-  const bool by_rows = sum.size(0) >= sum.size(1);
-  const int64_t dim = by_rows ? 0 : 1;
-  const int64_t size = sum.size(dim);
-  const int64_t panels = (size + panel_size - 1) / panel_size;
-  const int64_t step = panels <= 1 ? size : (size + panels * tile - 1) / (panels * tile) * tile;
-  for (int64_t i = 0; i < size; i += step) {
-    const int64_t count = std::min(step, size - i);
-    const at::Tensor panel =
-        by_rows ? f.left.narrow(0, i, count).mm(f.right) : f.left.mm(f.right.narrow(1, i, count));
-    sum.narrow(dim, i, count).add_(panel.to(sum.scalar_type()));
-  }
-}
+/// Adds `left @ right`, rounded to `type`, to `sum`, a gradient on the CPU: as `sum += ...` to the bit, and
+/// no temporary is larger than `panel_size` rows or columns. BLAS's own accumulation (beta = 1) rounds once
+/// per block of the inner dimension where this rounds twice in all, and differs from an ordinary backward.
+/// Panels that a W that raised has `added` are passed over.
+class PanelAdder {
+ public:
+  PanelAdder(c10::ScalarType type, int64_t& added) : type_(type), added_(added) {}
 
-/// Adds the product to `sum`, a gradient on the CPU, panel by panel: as `sum += left @ right` to the bit,
-/// and no temporary is larger than `panel_size` rows or columns. BLAS's own accumulation (beta = 1) rounds
-/// once per block of the inner dimension where this rounds twice in all, and differs from an ordinary
-/// backward.
-void add_in_panels(const at::Tensor& sum, const Factors& f) {
-  if (sum.dim() == 2) {
-    add_matrix_in_panels(sum, f);
-    return;
-  }
-  const int64_t matrix_size = std::max<int64_t>(1, sum.size(1) * sum.size(2));
-  const int64_t step = panel_size * panel_size / matrix_size;
-  for (int64_t i = 0; i < sum.size(0); i += std::max<int64_t>(1, step)) {
-    if (step < 1) {
-      add_matrix_in_panels(sum.select(0, i), {f.left.select(0, i), f.right.select(0, i)});
-      continue;
+  void add(const at::Tensor& sum, const Factors& f) {
+    if (sum.dim() == 2) {
+      add_matrix(sum, f);
+      return;
     }
-    const int64_t count = std::min(step, sum.size(0) - i);
-    const Factors matrices{f.left.narrow(0, i, count), f.right.narrow(0, i, count)};
-    sum.narrow(0, i, count).add_(matrices.multiply().to(sum.scalar_type()));
+    const int64_t matrix_size = std::max<int64_t>(1, sum.size(1) * sum.size(2));
+    const int64_t step = std::max<int64_t>(1, panel_size * panel_size / matrix_size);
+    if (step >= sum.size(0) && sum.size(0) > 1) {
+      add_panel(sum, f);
+      return;
+    }
+    for (int64_t i = 0; i < sum.size(0); i += step) {
+      const int64_t count = std::min(step, sum.size(0) - i);
+      const at::Tensor matrices = sum.narrow(0, i, count);
+      const Factors factors{f.left.narrow(0, i, count), f.right.narrow(0, i, count)};
+      count == 1 ? add_matrix(matrices, factors) : add_panel(matrices, factors);
+    }
   }
+
+ private:
+  /// Of a matrix, or of a batch of one.
+  void add_matrix(const at::Tensor& sum, const Factors& f) {
+    const bool by_rows = sum.size(-2) >= sum.size(-1);
+    const int64_t dim = by_rows ? -2 : -1;
+    const int64_t size = sum.size(dim);
+    const int64_t panels = (size + panel_size - 1) / panel_size;
+    if (panels <= 1) {
+      add_panel(sum, f);
+      return;
+    }
+    const int64_t step = (size + panels * tile - 1) / (panels * tile) * tile;
+    for (int64_t i = 0; i < size; i += step) {
+      const int64_t count = std::min(step, size - i);
+      add_panel(sum.narrow(dim, i, count), by_rows
+                                               ? Factors{f.left.narrow(dim, i, count), f.right}
+                                               : Factors{f.left, f.right.narrow(dim, i, count)});
+    }
+  }
+
+  void add_panel(const at::Tensor& panel, const Factors& f) {
+    if (seen_++ >= added_) {
+      panel.add_(f.multiply().to(type_));
+      ++added_;
+    }
+  }
+
+  c10::ScalarType type_;
+  int64_t& added_;
+  int64_t seen_ = 0;
+};
+
+/// A product of which a W that raised has added some panels can only be gone on with.
+void check_untouched(const Face& face, const Weight& weight) {
+  const at::Tensor& variable = weight.accumulator->variable;
+  TORCH_CHECK(face.panels_added == 0,
+              "the weight pass failed before, while it added to the gradient of the ", "weight of ",
+              variable.scalar_type(), " ", variable.sym_sizes(),
+              ", and since then its .grad was replaced or a hook was registered; the rest of this "
+              "microbatch's gradient cannot be added any more; run the microbatch again");
 }
 
 /// Adds a product in place to the gradient that the weight has. False if it has none, or one that forbids
 /// it; then nothing was done.
-bool add_product(const Task& task, const Face& face, Weight& weight, bool fuse) {
+bool add_product(const Task& task, Face& face, Weight& weight, bool fuse) {
   if (task.kind != Kind::product || face.slot != task.matrix_slot ||
       !task.output_grads[0].tensor().defined()) {
     return false;
@@ -161,8 +195,11 @@ bool add_product(const Task& task, const Face& face, Weight& weight, bool fuse) 
   const std::lock_guard<std::mutex> lock(NodeParts::mutex_of(accumulator));
   const at::Tensor& grad =
       weight.main_grad.defined() ? weight.main_grad : accumulator.variable.grad();
+  const at::Tensor& variable = accumulator.variable;
   if (!grad.defined() || grad.requires_grad() || grad.is_complex() || is_subclass(grad) ||
-      is_subclass(accumulator.variable) || !grad.sizes().equals(accumulator.variable.sizes())) {
+      is_subclass(variable) || !grad.sizes().equals(variable.sizes()) ||
+      at::has_internal_overlap(grad) != at::MemOverlap::No ||
+      (!weight.main_grad.defined() && grad.scalar_type() != variable.scalar_type())) {
     return false;
   }
   const std::optional<at::Tensor> sum = face.simple ? grad : view_along(face, grad);
@@ -175,14 +212,27 @@ bool add_product(const Task& task, const Face& face, Weight& weight, bool fuse) 
       sum->is_alias_of(f.left) || sum->is_alias_of(f.right)) {
     return false;
   }
-  if (sum->scalar_type() == f.left.scalar_type() && (fuse || !sum->is_cpu())) {
+  const bool adds_in_one = sum->scalar_type() == f.left.scalar_type() && (fuse || !sum->is_cpu()) &&
+                           face.panels_added == 0;
+  if (adds_in_one) {
     sum->dim() == 2 ? sum->addmm_(f.left, f.right) : sum->baddbmm_(f.left, f.right);
   } else if (sum->is_cpu()) {
-    add_in_panels(*sum, f);
+    PanelAdder(variable.scalar_type(), face.panels_added).add(*sum, f);
+    face.panels_added = 0;
   } else {
-    sum->add_(f.multiply().to(sum->scalar_type()));
+    sum->add_(f.multiply().to(variable.scalar_type()));
   }
   return true;
+}
+
+void check_untouched(const Group& group) {
+  for (const Task& task : group.tasks) {
+    for (const Face& face : task.face) {
+      if (face.weight >= 0) {
+        check_untouched(face, group.weights[face.weight]);
+      }
+    }
+  }
 }
 
 void add_directly(Group& group, Task& task, WeightPassOptions options) {
@@ -202,6 +252,7 @@ void add_directly(Group& group, Task& task, WeightPassOptions options) {
       continue;  // or frozen since, where an accumulator would add nothing either
     }
     if (!add_product(task, face, weight, options.fuse)) {
+      check_untouched(face, weight);
       variable_list grad{face_grad(task, i, outputs)};
       torch::autograd::validate_outputs(
           {Edge(weight.accumulator, 0)}, grad,
@@ -428,6 +479,7 @@ void run_weight_pass(const std::vector<GroupPtr>& groups, WeightPassOptions opti
       if (runs_directly(*group)) {
         run_directly(*group, options);
       } else {
+        check_untouched(*group);
         graph.add(group);
       }
     }

@@ -19,9 +19,14 @@
  *   For others the block gets a context of ours around theirs.
  * - An allocator that somebody installs while we record stays; what goes past ours is not seen, and
  *   zbp_tap_stop says so. Chains (theirs forwards to ours) are seen once.
- * - Not seen: blocks from before the first recording, memory that is not the CPU allocator's
- *   (shared memory, numpy's, oneDNN's scratch) and storages that name the default allocator
- *   themselves (torch.UntypedStorage(n), torch.load).
+ * - A storage allocates again, when it grows, from the allocator that it names: the one behind ours if
+ *   it was made while nothing recorded. So when a recording begins, the storages that Python's collector
+ *   knows of are made to name ours (zbp_tap_adopt), and do so for life.
+ * - Not seen: blocks from before the first recording; memory that is not the CPU allocator's (shared
+ *   memory, numpy's, oneDNN's scratch); storages that are made while something records and name the
+ *   default allocator themselves (torch.UntypedStorage(n), torch.load); the growth of an older storage
+ *   that no Python tensor shows when the recording begins (one that C++ alone holds, or that
+ *   gc.freeze() has hidden). None of these is noticed, hence none is in Recording.incomplete.
  *
  * Threads: the recordings are fed under one lock, a leaf: nothing is called under it that takes
  * another, and no Python. c10::SetAllocator is a plain store, as torch itself uses it. A forked child
@@ -47,6 +52,11 @@ ZBP_MUST_USE int zbp_tap_start(zbp_record *record, uint64_t max_events);
 /* Ends feeding `record`, which then is the caller's alone. *displaced_out: 1 if somebody installed
  * another allocator meanwhile, else 0. Cannot fail. With the GIL, from any thread. */
 void zbp_tap_stop(zbp_record *record, int *displaced_out);
+
+/* Lets the CPU storages of the tensors and torch.UntypedStorages among `objects` (borrowed: a list) that
+ * name the allocator behind ours name ours, so that their growth is seen. Other objects are passed over.
+ * With the GIL, while something is fed; runs no Python. ZBP_OK, or ZBP_EPYTHON with a Python error set. */
+ZBP_MUST_USE int zbp_tap_adopt(PyObject *objects);
 
 /* Marks a record that is being fed, now. Errors as zbp_record_mark's. Any thread. */
 ZBP_MUST_USE int zbp_tap_mark(zbp_record *record, uint32_t *index_out);

@@ -413,3 +413,103 @@ def test_what_the_input_pass_computes_again_is_not_kept_for_a_weight_pass_that_w
     )  # the first input, the last gradient are ours
     assert held["recompute"] == 2 * inputs + 2 * inputs + 3 * hidden
     assert held["input_pass"] == sum(w.nbytes for w in m.parameters())
+
+
+def root_in_a_region(m, x):
+    return checkpoint(lambda m, x: (torch.sin(x) @ m.a, (m.b * m.c.t()).sum()), m, x, use_reentrant=False)
+
+
+def root_alone_in_a_region(m, x):
+    return (x * 2) @ m.a, checkpoint(lambda m: (m.b * m.c.t()).sin(), m, use_reentrant=False)
+
+
+def root_in_a_selected_region(m, x):
+    contexts = functools.partial(create_selective_checkpoint_contexts, save_products)
+    return checkpoint(
+        lambda m, x: (torch.sin(x) @ m.a, (m.b * m.c.t()).sum(), x @ (m.a * m.a)),
+        m,
+        x,
+        use_reentrant=False,
+        context_fn=contexts,
+    )
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("forward", [root_in_a_region, root_alone_in_a_region, root_in_a_selected_region])
+def test_output_on_weights_alone_within_a_region(forward, choice):
+    with zb.policy(checkpoint=choice):
+        check(Stage(forward, a=(4, 8), b=(8, 4), c=(4, 8)), (3, 4))
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("forward", [nested, convolved, root_in_a_region, mixed])
+def test_within_a_graph_exec_group(forward, choice):
+    from torch.utils.checkpoint import GraphExecGroup
+
+    m = Stage(forward, a=(4, 8), b=(8, 4), c=(4, 8), d=(8, 4), s=(2,))
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    expected = torch.autograd.grad([out.sum() for out in outputs_of(m, x)], list(m.parameters()), allow_unused=True)
+    outs = outputs_of(m, x)
+    with zb.policy(checkpoint=choice), GraphExecGroup():
+        _, groups = zb.stage_backward_input(outs, [torch.ones_like(out) for out in outs], [x], m.parameters())
+        zb.stage_backward_weight(m.parameters(), groups)
+    for w, grad in zip(m.parameters(), expected, strict=True):
+        assert (w.grad is None) == (grad is None)
+        if grad is not None:
+            torch.testing.assert_close(w.grad, grad)
+
+
+def outputs_of(m, x):
+    outs = m(x)
+    return list(outs) if isinstance(outs, tuple) else [outs]
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("choice", CHOICES)
+def test_unpack_hook_that_raises_in_the_input_pass_leaves_the_graph_usable(choice):
+    calls = []
+
+    def unpack(t):
+        calls.append(t)
+        if len(calls) == 1:
+            raise OSError("the disk is away")
+        return t
+
+    w = torch.randn(4, 4, dtype=f64, requires_grad=True)
+    x = torch.randn(2, 4, dtype=f64, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), unpack):
+        out = x @ w
+    with zb.policy(checkpoint=choice), pytest.raises(RuntimeError):
+        zb.stage_backward_input([out], [torch.ones_like(out)], [x], [w])
+    out.backward(torch.ones_like(out))
+    torch.testing.assert_close(w.grad, x.detach().sum(0)[:, None].expand(4, 4))
+
+
+@needs_zbpipe
+def test_what_nodes_behind_a_split_node_have_saved_is_left_too():
+    """A product of weights and constants within a region: with recompute, none of it is alive between I and W."""
+    from zbpipe import memory
+
+    def inside(m, x, constant):
+        return x @ m.a + (constant @ m.b).relu() @ m.c
+
+    m = Stage(lambda m, x: None, a=(4, 4), b=(4, 4), c=(4, 4))
+    held = {}
+    for choice in ("keep", "recompute"):
+        x, constant = torch.randn(64, 4, dtype=f64, requires_grad=True), torch.randn(64, 4, dtype=f64)
+        with zb.policy(checkpoint=choice), memory.record() as rec:
+            out = checkpoint(inside, m, x, constant, use_reentrant=False, preserve_rng_state=False)
+            grad = torch.ones_like(out)
+            _, groups = zb.stage_backward_input([out], [grad], [x], m.parameters())
+            del out, _
+            x.grad = None
+            held[choice] = rec.live
+        zb.stage_backward_weight(m.parameters(), groups)
+        del groups
+    rows = 64 * 4 * 8
+    assert held == {
+        "keep": 2 * rows,
+        "recompute": rows,
+    }  # the output's gradient, and what relu gave, which two nodes read

@@ -249,6 +249,74 @@ def test_activation_that_a_deferred_norm_reads_is_watched():
     assert m.w.grad is None
 
 
+class Boom(Exception):
+    pass
+
+
+@pytest.mark.parametrize("name", normalizations())
+def test_node_that_ran_in_an_input_pass_that_failed_is_spent(name):
+    """As after a failed ordinary backward, and not half usable."""
+    forward, weights = normalizations()[name]
+    m = Stage(forward, **weights)
+    x = torch.randn(T, D, dtype=f64, requires_grad=True)
+    h = x.sin()
+    armed = [True]
+
+    def hook(grad):
+        if armed:
+            raise Boom
+
+    h.register_hook(hook)
+    outs = m(h)
+    outs = list(outs) if isinstance(outs, tuple) else [outs]
+    grads = [torch.ones_like(out) for out in outs]
+    with zb.policy(defer="all"), pytest.raises(RuntimeError) as error:
+        zb.stage_backward_input(outs, grads, [x], m.parameters())
+    assert isinstance(error.value.__cause__, Boom)
+    armed.clear()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.backward(outs, grads)
+    with pytest.raises(RuntimeError):
+        zb.stage_backward_input(outs, grads, [x], m.parameters())
+
+
+def test_function_that_runs_a_backward_of_the_same_graph():
+    m = Stage(lambda m, x: x @ m.w.exp() @ m.v.exp(), w=(D, D), v=(D, D))
+    x = torch.randn(T, D, dtype=f64, requires_grad=True)
+    out = m(x)
+
+    def defer(parameter):
+        if not asked:
+            asked.append(parameter)
+            zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+        return True
+
+    asked = []
+    with zb.policy(defer=defer), pytest.raises(RuntimeError, match="Failed to run") as error:
+        zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+    assert "backward through the graph a second time" in str(error.value.__cause__)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_function_that_raises_leaves_the_nodes_their_tracebacks():
+    m = Stage(lambda m, x: (x @ m.a) @ m.b, a=(D, D), b=(D, D))
+    with torch.autograd.detect_anomaly(check_nan=False):
+        out = m(torch.randn(T, D, dtype=f64, requires_grad=True))
+    nodes = [out.grad_fn, out.grad_fn.next_functions[0][0]]
+    asked = []
+
+    def defer(parameter):
+        asked.append(parameter)
+        if len(asked) == 2:
+            raise Boom
+        return True
+
+    assert all(node.metadata.get("traceback_") for node in nodes)
+    with zb.policy(defer=defer), pytest.raises(RuntimeError):
+        zb.stage_backward_input([out], [torch.ones_like(out)], [], m.parameters())
+    assert all(node.metadata.get("traceback_") for node in nodes)
+
+
 # main_grad
 
 

@@ -119,6 +119,7 @@ def test_held_are_the_input_and_the_output_gradient(form):
     assert sum(group.bytes_held for group in groups) == sum(sizes)
 
 
+@pytest.mark.filterwarnings("ignore:grad and param do not obey")
 def test_gradient_that_cannot_be_viewed_in_the_products_shape_goes_another_way():
     m = Stage(lambda m, x: x @ m.w.view(K, N), w=parameter(N * K))
     m.w.grad = torch.zeros(N * K, 2)[
@@ -306,3 +307,98 @@ def test_products_of_one_panel_are_equal_bit_for_bit():
     for dtype in (f32, torch.float64):
         m = Stage(lambda m, x: m.net(x), net=net.to(dtype))
         check(m, random_input(300, 64, dtype=dtype), microbatches=4, existing=True, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("existing", [False, True])
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("view", [False, True])
+def test_weight_that_is_cast_down_and_up_again(low, existing, view):
+    """Fake quantisation: the lower dtype rounds, or overflows, on the way back too."""
+    shape = (16, 4) if view else (8, 8)
+    m = Stage(lambda m, x: x @ m.w.to(low).to(f32).view(8, 8), w=parameter(*shape))
+    check(m, random_input(16, 8), output_grads=lambda outs: [1e4 * torch.ones_like(outs[0])], existing=existing)
+
+
+@pytest.mark.parametrize("outputs", [lambda m, x, c: (x @ c, c), lambda m, x, c: (c, x.sum(), c)])
+def test_gradients_that_meet_at_a_cast_are_added_before_it(outputs):
+    """One of them comes from a stage output."""
+    m = Stage(lambda m, x: outputs(m, x, m.w.to(torch.bfloat16)), w=parameter(8, 8))
+    check(m, random_input(16, 8, dtype=torch.bfloat16), rtol=0, atol=0)
+
+
+class FailingProduct(torch.utils._python_dispatch.TorchDispatchMode):
+    """Runs out of memory at one of the products."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.left = number
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default):
+            self.left -= 1
+            if self.left < 0:
+                raise torch.OutOfMemoryError("out of memory")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("form", ["mm", "linear of 3 dimensions", "bmm", "einsum bthd,hde->bthe"])
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_panels_that_a_failed_weight_pass_has_added_are_not_added_again(form, main_grad):
+    m, make_input = stage_of(form)
+    x = make_input()
+    expected = torch.ones(m.w.shape)
+    out = m(x)
+    grad = torch.randn_like(out)
+    expected += torch.autograd.grad(out, m.w, grad)[0]
+    place = torch.ones(m.w.shape)
+    if main_grad:
+        m.w.main_grad = place
+    else:
+        m.w.grad = place
+    with zb.policy(main_grad=main_grad):
+        _, groups = zb.stage_backward_input([m(x)], [grad], [x], [m.w])
+        for number in (1, 1, 0):
+            with FailingProduct(number), pytest.raises(torch.OutOfMemoryError):
+                zb.stage_backward_weight([m.w], groups)
+            if number:
+                assert place.ne(1).any()
+        with zb.policy(fused=True):
+            zb.stage_backward_weight([m.w], groups)
+    torch.testing.assert_close(place, expected, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("change", ["replaced gradient", "hook"])
+def test_half_added_product_that_cannot_go_on_says_so(change):
+    m, make_input = stage_of("mm")
+    m.w.grad = torch.ones(m.w.shape)
+    groups, _ = passes(m, make_input())
+    with FailingProduct(1), pytest.raises(torch.OutOfMemoryError):
+        zb.stage_backward_weight([m.w], groups)
+    if change == "hook":
+        m.w.register_hook(lambda grad: None)
+    else:
+        m.w.grad = None
+    with pytest.raises(
+        RuntimeError, match=r"weight of Float \[260, 1280\], and since then its .grad was replaced or a hook"
+    ):
+        zb.stage_backward_weight([m.w], groups)
+
+
+@pytest.mark.parametrize("form", ["mm", "bmm"])
+def test_gradient_whose_elements_share_memory_is_refused_as_by_torch(form):
+    m, make_input = stage_of(form)
+    m.w.grad = torch.zeros([1] * m.w.dim()).expand(m.w.shape)
+    groups, _ = passes(m, make_input())
+    with pytest.raises(RuntimeError, match="single memory location"):
+        zb.stage_backward_weight([m.w], groups)
+    assert m.w.grad.eq(0).all()
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
+@pytest.mark.parametrize("grad_dtype", [None, torch.bfloat16, f32])
+def test_gradient_of_another_dtype_than_the_weight(grad_dtype):
+    def setup(m):
+        m.w.grad_dtype = grad_dtype
+        m.w.grad = torch.ones(K, N, dtype=torch.bfloat16 if grad_dtype is not f32 else f32)
+
+    check(Stage(lambda m, x: x @ m.w, w=parameter(K, N)), random_input(M, K), setup=setup, microbatches=3)

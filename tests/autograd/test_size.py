@@ -140,6 +140,28 @@ def test_a_hundred_thousand_weights():
     """)
 
 
+@needs_zbpipe
+@pytest.mark.parametrize("choices", ["", "defer=all", "defer=function"])
+def test_products_whose_weights_lie_behind_shared_nodes(choices):
+    """20,000 products in one group, each behind a longer chain of nodes outside the closure; and through one cast."""
+    in_own_process(f"""
+        import zbpipe
+
+        name, _, value = {choices!r}.partition("=")
+        if name:
+            zbpipe.set_policy(**{{name: value if value == "all" else lambda parameter: True}})
+        x = torch.ones(1, 1, requires_grad=True)
+        v, w = (torch.ones(1, 1, dtype=dtype, requires_grad=True) for dtype in (torch.float32, torch.float64))
+        y, chain, cast = x, v, w.float()
+        for _ in range(20_000):
+            chain = chain * 1.0
+            y = (y @ chain) @ cast
+        passes(y, x, [v, w])
+        assert v.grad.item() == w.grad.item() == 20_000.0
+        del y, chain
+    """)
+
+
 def blocks(n):
     net = nn.ModuleList(nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True) for _ in range(n))
 

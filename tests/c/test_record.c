@@ -50,10 +50,19 @@ static void spans_and_held_by_hand(void)
     CHECK(zbp_record_event(&record, 4)->kind == ZBP_EVENT_FREE_OLDER);
 
     /* Live at mark 2 and freed behind mark 3: the 200, not the 4 that came later. */
-    CHECK(zbp_record_held(&record, mark[1], mark[2], mark[3], &bytes) == ZBP_OK && bytes == 200);
-    CHECK(zbp_record_held(&record, mark[0], mark[0], mark[3], &bytes) == ZBP_OK && bytes == 1200);
-    CHECK(zbp_record_held(&record, mark[2], mark[1], mark[3], &bytes) == ZBP_EINVAL);
-    CHECK(zbp_record_held(&record, 0, 0, 5, &bytes) == ZBP_EINVAL && bytes == 1200);
+    const zbp_range last = {mark[2], mark[3]}, both = {mark[0], mark[3]};
+    CHECK(zbp_record_held(&record, mark[1], last, NULL, 0, &bytes) == ZBP_OK && bytes == 200);
+    CHECK(zbp_record_held(&record, mark[0], both, NULL, 0, &bytes) == ZBP_OK && bytes == 1200);
+    CHECK(zbp_record_held(&record, mark[2], (zbp_range){mark[1], mark[3]}, NULL, 0, &bytes) ==
+          ZBP_EINVAL);
+    CHECK(zbp_record_held(&record, 0, (zbp_range){0, 5}, NULL, 0, &bytes) == ZBP_EINVAL);
+    CHECK(bytes == 1200);
+
+    /* The 1000 and the 200 were handed out before mark 1, on threads 1 and 2; mark 0 is thread 1's. */
+    const zbp_range others[] = {{mark[1], mark[2]}, {0, mark[0]}, {9, 10}};
+    CHECK(zbp_record_held(&record, mark[0], both, others, 1, &bytes) == ZBP_OK && bytes == 1200);
+    CHECK(zbp_record_held(&record, mark[0], both, others, 2, &bytes) == ZBP_OK && bytes == 200);
+    CHECK(zbp_record_held(&record, mark[0], both, others, 3, &bytes) == ZBP_EINVAL && bytes == 200);
     zbp_record_fini(&record);
     CHECK(count.live == 0);
 }

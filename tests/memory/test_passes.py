@@ -1,10 +1,12 @@
 """The phases that zbpipe's passes and pipeline stages make by themselves, and what a recording says of them."""
 
+import gc
 import gzip
 import json
 import pickle
 import struct
 import sys
+import weakref
 
 import pytest
 import torch
@@ -178,8 +180,87 @@ def test_stages_watched_by_two_recordings_that_overlap():
     stage.forward_one_chunk(2)
     assert [p.microbatch for p in first.phases] == [0]
     assert [p.microbatch for p in second.phases] == [0, 1]
-    stage.forward_one_chunk.__wrapped__(3)  # the first one's wrapper, which has stayed below the second's
-    assert sorted(stage.chunks) == [0, 1, 2, 3]
+    assert stage.forward_one_chunk is own, "the last one puts back what was there"
+    assert "backward_one_chunk" not in vars(stage)
+    assert sorted(stage.chunks) == [0, 1, 2]
+
+
+def test_a_stage_that_is_watched_twice_is_watched_once():
+    schedule = Schedule(Stage(0), Stage(1))
+    with memory.record() as rec:
+        rec.watch([schedule, *schedule._stages])
+        rec.watch(schedule)
+        schedule.step()
+    kinds = [p.kind for p in rec.phases]
+    assert [kinds.count(kind) for kind in ("forward", "I", "W", "B")] == [4, 2, 2, 2]
+
+
+def test_a_watched_stage_calls_what_its_class_has_at_that_time():
+    """zbpipe.patch() changes the class: within a recording, and after recordings that overlapped."""
+
+    class Changing(Stage):
+        calls = ()
+
+    def forward_one_chunk(self, fwd_chunk_id, *args):
+        type(self).calls += (fwd_chunk_id,)
+        return Stage.forward_one_chunk(self, fwd_chunk_id, *args)
+
+    stage = Changing(1)
+    with memory.record() as rec:
+        rec.watch(stage)
+        kept = stage.forward_one_chunk
+        stage.forward_one_chunk(0)
+        Changing.forward_one_chunk = forward_one_chunk
+        stage.forward_one_chunk(1)
+        kept(2)
+        del Changing.forward_one_chunk
+        stage.forward_one_chunk(3)
+    Changing.forward_one_chunk = forward_one_chunk
+    stage.forward_one_chunk(4)
+    kept(5)
+    assert Changing.calls == (1, 2, 4, 5)
+    assert [p.microbatch for p in rec.phases] == [0, 1, 2, 3]
+
+
+def test_a_wrapper_put_in_front_of_a_watched_method():
+    """It stays, the recording's method below it passes calls on, and layers do not pile up."""
+    stage = Stage(1)
+    seen = []
+    with memory.record() as rec:
+        rec.watch(stage)
+        ours = stage.forward_one_chunk
+
+        def theirs(*args):
+            seen.append(args)
+            return ours(*args)
+
+        stage.forward_one_chunk = theirs
+        stage.forward_one_chunk(0)
+    assert stage.forward_one_chunk is theirs
+    stage.forward_one_chunk(1)
+    stage.forward_one_chunk = ours  # they undo theirs
+    with memory.record() as again:
+        again.watch(stage)
+        stage.forward_one_chunk(2)
+    assert "forward_one_chunk" not in vars(stage)
+    assert seen == [(0,), (1,)]
+    assert [p.microbatch for p in rec.phases] == [0]
+    assert [p.microbatch for p in again.phases] == [2]
+
+
+def test_a_watched_stage_that_is_dropped_goes():
+    stage = Stage(1)
+    left = weakref.ref(stage)
+    with memory.record() as rec:
+        rec.watch(stage)
+        del stage
+        gc.collect()
+        assert left() is None
+        other = Stage(1)  # perhaps at the same place
+        rec.watch(other)
+        other.forward_one_chunk(0)
+    assert [p.label for p in rec.phases] == ["forward stage 1 microbatch 0"]
+    assert "forward_one_chunk" not in vars(other)
 
 
 def test_what_cannot_be_watched():

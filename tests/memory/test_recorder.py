@@ -65,6 +65,35 @@ def test_resize_is_a_new_block_and_the_end_of_the_old_one():
         assert of(rec) == (0, 160, 160, 160, 2)
 
 
+def test_older_storages_that_grow():
+    """By resize_, by out=, and as FSDP2's unshard does; a storage that nothing but itself shows; then without any
+    recording. They allocate from the allocator that they were made with: when a recording begins it becomes ours."""
+    by_resize, by_out, unsharded, alone = (torch.empty(n) for n in (10, 0, 1000, 5))
+    alone = alone.untyped_storage()
+    parameter = torch.nn.Parameter(torch.empty(7))
+    for _ in range(2):
+        for storage in (by_resize.untyped_storage(), by_out.untyped_storage(), unsharded.untyped_storage(), alone):
+            storage.resize_(0)
+        by_resize.resize_(0)
+        by_out.resize_(0)
+        with memory.record() as rec:
+            by_resize.resize_(20)
+            assert of(rec) == (80, 80, 80, 0, 1)
+            torch.add(torch.ones(1000), 1, out=by_out)
+            unsharded.untyped_storage().resize_(4000)
+            alone.resize_(100)
+            assert rec.live == 80 + 4000 + 4000 + 100
+            parameter.data.untyped_storage().resize_(280)
+            assert rec.live == 80 + 4000 + 4000 + 100 + 280
+            parameter.data.untyped_storage().resize_(0)
+            by_resize.untyped_storage().resize_(0)
+            assert rec.live == 4000 + 4000 + 100
+        assert rec.incomplete == ""
+        rec._source.log.check()
+    unsharded.untyped_storage().resize_(8000)
+    assert float(by_out.sum()) == 2000
+
+
 def test_tensors_that_outlive_their_recording():
     with memory.record() as first:
         kept = torch.ones(1000)
@@ -126,6 +155,27 @@ def test_a_recording_is_entered_once():
         rec.__enter__()
     with pytest.raises(RuntimeError, match="entered once"):
         rec.__enter__()
+
+
+def test_a_recording_that_has_not_been_entered_says_so(tmp_path):
+    rec = memory.record()
+    for use in (
+        lambda: rec.peak,
+        lambda: rec.live,
+        lambda: rec.older_frees,
+        lambda: rec.incomplete,
+        lambda: rec.phases,
+        lambda: rec.held,
+        lambda: rec.held_peak,
+        lambda: list(rec.events()),
+        lambda: rec.export(tmp_path / "x.json"),
+    ):
+        with pytest.raises(RuntimeError, match="has not been entered yet"):
+            use()
+    assert str(rec) == "cpu: not entered yet"
+    with rec:
+        torch.empty(10)
+    assert rec.peak == 40
 
 
 def test_an_exception_ends_the_recording_and_leaves_nothing():
@@ -406,6 +456,35 @@ def test_phases_nest_overlap_and_go_on_in_other_threads():
     assert len({p.thread for p in rec.phases}) == 2
 
 
+def test_a_pass_that_ends_on_another_thread():
+    """It must not hide all later passes of the thread on which it began, nor end those of the other thread."""
+
+    def run(function):
+        thread = threading.Thread(target=function)
+        thread.start()
+        thread.join()
+
+    with memory.record() as rec:
+        first = rec.phase("I", stage=1, microbatch=0)
+        first.__enter__()
+        with rec.phase("W", stage=1, microbatch=9):
+            pass  # within the first: not marked
+
+        def end_within_another():
+            with rec.phase("W", stage=1, microbatch=5):
+                first.__exit__(None, None, None)
+                with rec.phase("B", stage=1, microbatch=6):
+                    pass  # still within the thread's own
+
+        run(end_within_another)
+        with rec.phase("W", stage=1, microbatch=0):
+            torch.ones(3)
+        with rec.phase("I", stage=1, microbatch=1):
+            torch.ones(3)
+    assert [(p.kind, p.microbatch) for p in rec.phases] == [("I", 0), ("W", 5), ("W", 0), ("I", 1)]
+    assert rec.incomplete == ""
+
+
 def test_phases_can_be_read_while_it_runs():
     with memory.record() as rec:
         with rec.phase("done"):
@@ -475,6 +554,57 @@ def test_the_same_microbatch_again_is_another_one():
                 hand.free(10 * step + 5, 0xA)
     assert [h.bytes for h in rec.held] == [8, 16]
     assert rec.held_peak == 16
+
+
+def test_held_is_not_what_another_microbatch_happens_to_free_meanwhile():
+    """A send of microbatch 1 that is done while W of microbatch 0 runs frees what the forward, or I, of 1 handed out."""
+    hand = ByHand()
+    with hand.recording as rec:
+        hand.alloc(1, 0x1, 1)  # received for 0, between phases
+        with rec.phase("forward", stage=1, microbatch=0):
+            hand.alloc(2, 0xA, 100)
+        with rec.phase("forward", stage=1, microbatch=1):
+            hand.alloc(3, 0xB, 1000)
+        with rec.phase("forward", stage=2, microbatch=0):
+            hand.alloc(4, 0xC, 20)  # handed over on the rank: what stage 1 gives, stage 2 has
+        with rec.phase("I", stage=1, microbatch=1):
+            hand.alloc(5, 0xD, 30_000)
+        with rec.phase("step", microbatch=1):  # no pass: whose its blocks are is not known
+            hand.alloc(6, 0xE, 400_000)
+        with rec.phase("I", stage=1, microbatch=0):
+            hand.now = 7
+        with rec.phase("W", stage=1, microbatch=0):
+            for time, address in enumerate((0x1, 0xA, 0xB, 0xC, 0xD, 0xE), start=8):
+                hand.free(time, address)
+        with rec.phase("W", stage=1, microbatch=1):
+            pass
+    assert [(h.microbatch, h.bytes) for h in rec.held] == [(1, 0), (0, 400_121)]
+    assert rec.held_peak == 400_121
+
+
+def test_held_goes_by_the_thread_that_a_microbatch_ran_on():
+    """Another microbatch's forward on another thread does not claim what this thread hands out meanwhile."""
+    inside, go = threading.Event(), threading.Event()
+
+    def forward_of_another(rec):
+        with rec.phase("forward", stage=1, microbatch=1):
+            kept.append(torch.empty(1000))
+            inside.set()
+            go.wait()
+
+    kept = []
+    with memory.record() as rec:
+        thread = threading.Thread(target=forward_of_another, args=(rec,))
+        thread.start()
+        inside.wait()
+        kept.append(torch.empty(10))
+        go.set()
+        thread.join()
+        with rec.phase("I", stage=1, microbatch=0):
+            pass
+        with rec.phase("W", stage=1, microbatch=0):
+            kept.clear()
+    assert [(h.microbatch, h.bytes) for h in rec.held] == [(0, 40)]
 
 
 # ---- nothing is kept

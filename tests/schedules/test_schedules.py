@@ -1,13 +1,9 @@
 """torch's schedules over two gloo processes, patched, against the same model unpipelined."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from oracle import wrong_on_torch
+from processes import run_ranks
 from ranks import SCHEDULES, reference
 
 WORLD = 2
@@ -18,20 +14,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 def folder(tmp_path_factory):
     """Two processes run all schedules, once."""
     folder = tmp_path_factory.mktemp("schedules")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    script = str(Path(__file__).with_name("ranks.py"))
-    ranks = []
-    for rank in range(WORLD):
-        with open(folder / f"output.{rank}", "w") as output:
-            command = [sys.executable, script, str(rank), str(WORLD), str(folder)]
-            ranks.append(subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT))
-    try:
-        for rank in ranks:
-            rank.wait(timeout=150)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    run_ranks("ranks.py", WORLD, folder)
     return folder
 
 

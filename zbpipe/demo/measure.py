@@ -4,20 +4,28 @@ Note [What the demo counts]
 
 One extra step is recorded: every block that the allocator hands out or takes back, in bytes; nothing is sampled. What
 the numbers mean is said in zbpipe/memory/_recorder.py, Note [What a recording counts]. Weights and optimizer state
-exist before the step and are not in it; gradients are, and the stages' receive buffers, which torch keeps from step to
-step and zbpipe does not. Stage 0 is left out of what is held from I to W: the schedules do not split it (its I does
-nothing, its W is a whole backward).
+exist before the step and are not in it; gradients are.
+
+What stands in the stages' receive buffers when the step begins is counted as well, until it is freed. For a neighbour
+on another rank torch keeps a buffer from step to step, and never frees it. For one on the same rank the tensor of the
+step before stands there, until this step puts another one in its place. zbpipe has no buffers between steps.
+
+Stage 0 is left out of what is held from I to W: the schedules do not split it (its I does nothing, its W is a whole
+backward). Nor is in it what torch received from another rank, inputs and gradients: they lie in the standing buffers,
+whose bytes are in the peak; what zbpipe received is in both. So the ratio of what is held is in torch's favour.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch.distributed.pipelining import PipelineStage
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from zbpipe import memory
 
@@ -39,48 +47,82 @@ class StepMemory:
     live: list[int] = field(default_factory=list)
 
 
+@contextlib.contextmanager
+def knowing_blocks(device: torch.device) -> Iterator[None]:
+    """Around a step and the :func:`measure_step` after it, which has to know the blocks that the former leaves in the
+    receive buffers when they are freed. CUDA's history knows all blocks."""
+    with memory.record(device, max_events=0) if device.type == "cpu" else contextlib.nullcontext():
+        yield
+
+
 def measure_step(step: Callable[[], object], stages: Sequence[PipelineStage], device: torch.device) -> StepMemory:
-    """Runs ``step`` once and counts. The stages' methods are wrapped for that step alone."""
+    """Runs ``step`` once and counts. The stages' methods are wrapped for that step alone.
+
+    Raises:
+        RuntimeError: a receive buffer from before the step was freed unseen, so that the counts would be wrong.
+    """
     gc.collect()
-    standing = receive_buffers(stages)
+    storages = receive_buffers(stages)
+    standing = {address: storage.nbytes() for address, storage in storages.items()}
+    refs = {a: StorageWeakRef(storage) for a, storage in storages.items()}  # type: ignore[no-untyped-call]
+    del storages
     with memory.record(device) as recording:
         recording.watch(stages)
         step()
+    seen = {event.address for event in recording.events() if event.older}
+    gone = [address for address, ref in refs.items() if ref.expired()]  # type: ignore[no-untyped-call]
+    unseen = sum(standing[address] for address in gone if address not in seen)
+    if unseen:
+        raise RuntimeError(
+            f"{unseen} bytes of receive buffers that are older than the measured step were freed in it unseen; run it "
+            "and the step before it within knowing_blocks()"
+        )
     return read(recording, standing)
 
 
-def receive_buffers(stages: Sequence[PipelineStage]) -> int:
-    """Bytes of the receive buffers that exist now, each storage once."""
+def receive_buffers(stages: Sequence[PipelineStage]) -> dict[int, torch.UntypedStorage]:
+    """The storages of the receive buffers that exist now, by their addresses."""
     infos = itertools.chain.from_iterable(
         (*stage.args_recv_info.values(), *stage.grad_recv_info.values()) for stage in stages
     )
     buffers = [info.buffer for recv_infos in infos for info in recv_infos if info.buffer is not None]
     storages = [buffer.untyped_storage() for buffer in buffers if not buffer.is_meta]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    return {storage.data_ptr(): storage for storage in storages}
 
 
-def read(recording: memory.Recording, standing: int) -> StepMemory:
-    """A step's memory from its recording, which is over, and the bytes that stand before it and after."""
-    position, live = _draw(recording)
+def read(recording: memory.Recording, standing: Mapping[int, int]) -> StepMemory:
+    """A step's memory from its recording, which is over, and the bytes that stood at each address before it."""
+    levels = list(_levels(recording, standing))
+    position, live = _draw(recording.phases, levels)
     kinds = ["F" if action.kind == "forward" else action.kind for action in recording.phases]
-    return StepMemory(recording.peak + standing, recording.held_peak, kinds, position, [standing + x for x in live])
+    return StepMemory(max(level for _, level in levels), recording.held_peak, kinds, position, live)
 
 
-def _draw(recording: memory.Recording) -> tuple[list[float], list[int]]:
-    """Maps time to position (action i spans i to i + 1) and keeps the highest level of each bin."""
-    actions = recording.phases
-    bins = [-1] * (len(actions) * _BINS_PER_ACTION)
-    number = 0
+def _levels(recording: memory.Recording, standing: Mapping[int, int]) -> Iterator[tuple[int, int]]:
+    """Times and the bytes that are live from then on."""
+    left = dict(standing)
+    stands = sum(left.values())
+    yield 0, stands
     for event in recording.events():
-        while number + 1 < len(actions) and event.time_ns >= actions[number + 1].begin_ns:
+        if event.older:
+            stands -= left.pop(event.address, 0)
+        yield event.time_ns, event.live + stands
+
+
+def _draw(actions: Sequence[memory.Phase], levels: Iterable[tuple[int, int]]) -> tuple[list[float], list[int]]:
+    """Maps time to position (action i spans i to i + 1) and keeps the highest level of each bin."""
+    bins = [-1] * (len(actions) * _BINS_PER_ACTION)
+    number = last = 0
+    for time_ns, level in levels:
+        while number + 1 < len(actions) and time_ns >= actions[number + 1].begin_ns:
             number += 1
-        if not actions or event.time_ns < actions[0].begin_ns:
+        if not actions or time_ns < actions[0].begin_ns:
+            last = level
             continue
         action = actions[number]
-        share = min((event.time_ns - action.begin_ns) / max(action.end_ns - action.begin_ns, 1), 1.0)
+        share = min((time_ns - action.begin_ns) / max(action.end_ns - action.begin_ns, 1), 1.0)
         index = number * _BINS_PER_ACTION + min(int(share * _BINS_PER_ACTION), _BINS_PER_ACTION - 1)
-        bins[index] = max(bins[index], event.live)
-    last = 0
+        bins[index] = max(bins[index], level)
     for index, level in enumerate(bins):  # a bin without events keeps the level before it
         if level < 0:
             bins[index] = last

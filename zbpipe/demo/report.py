@@ -25,9 +25,12 @@ CPU time       of the same, all ranks and threads together: depends less on what
 gradients      of the first step, on the same weights: the largest difference of any element, and in brackets
                the largest in one parameter over that parameter's largest gradient
 memory         counted from the allocator's events in one extra step, exact bytes, on the rank with the most;
-               storages allocated since the step began (gradients, not weights)
+               storages allocated since the step began (gradients, not weights), and what stood in receive buffers
+               when it began, until it is freed
 held I to W    what was live when I returned and was freed while W ran, over all microbatches between their I
-               and their W at one time (stage 0 is left out: torch does not split it)"""
+               and their W at one time (stage 0 is left out: torch does not split it); not in it on torch's side:
+               inputs and gradients received from another rank, which lie in buffers that torch never frees (they
+               are in the peak), where zbpipe's are freed in W and counted: the ratio is in torch's favour"""
 
 
 @dataclass

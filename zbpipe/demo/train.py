@@ -15,7 +15,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
 from .config import Config, ScheduleKind
-from .measure import StepMemory, measure_step
+from .measure import StepMemory, knowing_blocks, measure_step
 from .model import loss_fn
 from .text import batch
 
@@ -175,7 +175,7 @@ def train(
     on_first_gradients: Callable[[Gradients], None],
     on_step: Callable[[Step], None],
 ) -> None:
-    """Trains for ``config.steps`` steps, then measures the memory of one more, and fills ``run``.
+    """Trains for ``config.steps`` steps, then measures the memory of another one, and fills ``run``.
 
     ``on_first_gradients`` gets the gradients of step 0 (computed once more, on untouched weights, before training
     starts, so that step times stay clean). ``on_step`` gets each step.
@@ -188,5 +188,7 @@ def train(
         run.steps.append(step)
         on_step(step)
     last = batch(text, config.steps, config)
-    trainer.clear()
-    run.memory = measure_step(lambda: trainer.forward_backward(*last), trainer.stages, trainer.device)
+    with knowing_blocks(trainer.device):
+        trainer.forward_backward(*last)
+        trainer.clear()
+        run.memory = measure_step(lambda: trainer.forward_backward(*last), trainer.stages, trainer.device)

@@ -11,13 +11,18 @@ a phase's peak
     The most live bytes at any moment between its beginning and its end, whichever thread they come from.
 held from I to W
     Blocks that were live when I of a microbatch returned and that were taken back while its W ran: all that was
-    kept for W, needed or not.
+    kept for W, needed or not. But for blocks that were handed out within another microbatch's forward, I, W or B, on
+    that phase's thread: they are that one's (what it sent, say), and it is chance that they go during this W.
+    What no W takes back is not in it, however much W reads it: torch keeps inputs and gradients that it received from
+    another rank in buffers that it never frees, where zbpipe holds them until W frees them.
+    One kind of chance remains: a send of what this very I computed that is let go of within its W.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import inspect
 import struct
 import threading
@@ -37,6 +42,7 @@ from zbpipe.memory._format import megabytes, table
 Path = str | PathLike[str]
 
 EVENT = struct.Struct("QQQQII")
+RANGE = struct.Struct("2I")
 ALLOC, FREE, FREE_OLDER = range(3)
 
 PASSES = ("I", "W", "B")
@@ -125,19 +131,39 @@ class _CpuSource:
 
     def __init__(self, max_events: int) -> None:
         self.log = _C.Recorder(max_events)
-        self.start, self.stop = self.log.start, self.log.stop
-        self.mark, self.counters = self.log.mark, self.log.counters
+        self.stop, self.mark, self.counters = self.log.stop, self.log.mark, self.log.counters
+
+    def start(self) -> None:
+        self.log.start()
+        try:
+            self.log.adopt(gc.get_objects())
+        except BaseException:
+            self.log.stop()
+            raise
+
+
+class _Thread(threading.local):
+    """The pass within which a thread of a recording is: of those within one another only the outermost is marked."""
+
+    def __init__(self) -> None:
+        self.place = _Place()
+
+
+class _Place:
+    outermost: _Open | None = None
 
 
 @dataclass
 class _Open:
     """A phase by the numbers of its marks; ``end`` is None while it runs. ``calls``: the numbers of the calls of
-    zbpipe's I that it is or that it is the W of; None if it was not zbpipe's passes that made it."""
+    zbpipe's I that it is or that it is the W of; None if it was not zbpipe's passes that made it. ``place`` is that
+    of the thread on which it began: it may end on another one."""
 
     kind: str
     stage: int | None
     microbatch: int | None
     begin: int
+    place: _Place
     end: int | None = None
     calls: tuple[int, ...] | None = None
 
@@ -188,10 +214,11 @@ class Recording:
         self._is_over = False
         self._phases: list[_Open] = []
         self._lost_phases = 0  # for want of memory
-        self._undo: list[Callable[[], None]] = []
+        self._watched: weakref.WeakSet[_Watch] = weakref.WeakSet()
         self._unsplit: set[int] = set()
-        self._thread = threading.local()
+        self._thread = _Thread()
         self._calls = 0
+        self._held_pairs: list[_Pair] | None = None  # when it is over
         self._call_of: weakref.WeakKeyDictionary[_C.ParamGroup, int] = weakref.WeakKeyDictionary()
 
     # ---- recording
@@ -208,9 +235,7 @@ class Recording:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         _running.remove(self)
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
+        _leave(self)
         self._mark()
         self._is_running = False
         self._is_over = True
@@ -226,10 +251,10 @@ class Recording:
     ) -> contextlib.AbstractContextManager[None]:
         """A context manager that marks a phase, such as ``rec.phase("forward", microbatch=3)``.
 
-        Phases may nest and overlap; each ends on the thread on which it began. Outside of the recording they mark
-        nothing. "I" and "W" of the same stage and
-        microbatch are paired for ``held``; of "I", "W" and "B" within one another only the outermost is marked, so
-        that zbpipe's own marks go away where there are better ones.
+        Phases may nest and overlap, and end on another thread than their own. Outside of the recording they mark
+        nothing. "I" and "W" of the same stage and microbatch are paired for ``held``; of "I", "W" and "B" within one
+        another on a thread only the outermost is marked, so that zbpipe's own marks go away where there are better
+        ones.
         """
         return _PhaseContext([self], kind, stage, microbatch)
 
@@ -241,7 +266,9 @@ class Recording:
 
         Args:
             stages: a stage or a schedule of ``torch.distributed.pipelining``, or an iterable of them. The methods that
-                a schedule calls are hidden by attributes of the stage meanwhile.
+                a schedule calls are hidden by attributes of the stage meanwhile, one for all recordings that watch
+                it, which call what the stage's class has at that time: zbpipe may be patched in and out meanwhile.
+                A stage that is watched already is watched once.
 
         Raises:
             TypeError: it is none of these.
@@ -252,27 +279,7 @@ class Recording:
         for stage in list(_stages_of(stages)):
             if getattr(stage, "is_first", False):
                 self._unsplit.add(stage.stage_index)
-            for name, kind_of in _METHODS.items():
-                self._undo.append(_hide(stage, name, self._marked(getattr(stage, name), stage.stage_index, kind_of)))
-
-    def _marked(
-        self, method: Callable[..., Any], stage: int, kind_of: Callable[[dict[str, Any]], str]
-    ) -> Callable[..., Any]:
-        # The method outlives the recording if somebody keeps it: it must not keep the recording.
-        ref = weakref.ref(self)
-        signature = inspect.signature(method)
-
-        @functools.wraps(method)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            recording = ref()
-            if recording is None or not recording._is_running:
-                return method(*args, **kwargs)
-            arguments = signature.bind(*args, **kwargs).arguments
-            microbatch = arguments.get("fwd_chunk_id", arguments.get("bwd_chunk_id"))
-            with _PhaseContext([recording], kind_of(arguments), stage, microbatch):
-                return method(*args, **kwargs)
-
-        return run
+            _join(self, stage)
 
     def _mark(self) -> int | None:
         return self._source.mark() if self._is_running else None
@@ -280,20 +287,21 @@ class Recording:
     def _begin(
         self, kind: str, stage: int | None, microbatch: int | None, calls: tuple[int, ...] | None
     ) -> _Open | None:
-        if not self._is_running or (kind in PASSES and getattr(self._thread, "in_pass", False)):
+        if not self._is_running or (kind in PASSES and self._thread.place.outermost is not None):
             return None
         mark = self._mark()
         if mark is None:
             self._lost_phases += 1
             return None
-        self._thread.in_pass = kind in PASSES or getattr(self._thread, "in_pass", False)
-        opened = _Open(kind, stage, microbatch, mark, calls=calls)
+        opened = _Open(kind, stage, microbatch, mark, self._thread.place, calls=calls)
+        if kind in PASSES:
+            opened.place.outermost = opened
         self._phases.append(opened)
         return opened
 
     def _end(self, opened: _Open) -> None:
-        if opened.kind in PASSES:
-            self._thread.in_pass = False
+        if opened.place.outermost is opened:
+            opened.place.outermost = None
         opened.end = self._mark()
 
     def _next_call(self) -> int:
@@ -309,30 +317,38 @@ class Recording:
 
     # ---- totals
 
+    def _counters(self) -> dict[str, int]:
+        self._require_begun()
+        return self._source.counters()
+
+    def _require_begun(self) -> None:
+        if not self._is_running and not self._is_over:
+            raise RuntimeError("the recording has not been entered yet, and knows nothing; use it in a with statement")
+
     @property
     def live(self) -> int:
         """Live bytes now, or at the recording's end."""
-        return self._source.counters()["live"]
+        return self._counters()["live"]
 
     @property
     def peak(self) -> int:
         """The most live bytes at any moment."""
-        return self._source.counters()["peak"]
+        return self._counters()["peak"]
 
     @property
     def allocated(self) -> int:
         """Bytes handed out."""
-        return self._source.counters()["allocated"]
+        return self._counters()["allocated"]
 
     @property
     def freed(self) -> int:
         """Bytes taken back, of those that were handed out in the recording."""
-        return self._source.counters()["freed"]
+        return self._counters()["freed"]
 
     @property
     def allocations(self) -> int:
         """Blocks handed out."""
-        return self._source.counters()["allocations"]
+        return self._counters()["allocations"]
 
     @property
     def older_frees(self) -> tuple[int, int]:
@@ -340,13 +356,13 @@ class Recording:
 
         On the CPU only blocks from earlier or enclosing recordings are known, and counted; on CUDA all are.
         """
-        counters = self._source.counters()
+        counters = self._counters()
         return counters["older_frees"], counters["older_freed"]
 
     @property
     def incomplete(self) -> str:
         """Empty, or what the recording lacks. Counters and phases are exact even when the log is not whole."""
-        counters = self._source.counters()
+        counters = self._counters()
         return "; ".join(
             f"{count} {what}"
             for count, what in (
@@ -362,6 +378,7 @@ class Recording:
     @property
     def phases(self) -> list[Phase]:
         """The phases that have ended, by their beginnings."""
+        self._require_begun()
         ended = self._ended()
         marks = self._source.log.marks()
         return [_phase_of(p, p.end, marks) for p in ended]
@@ -399,9 +416,15 @@ class Recording:
 
     def _pairs(self) -> list[_Pair]:
         log = self._whole_log("held")
+        if self._held_pairs is None:
+            self._held_pairs = self._pair(log)
+        return self._held_pairs
+
+    def _pair(self, log: _C.Recorder) -> list[_Pair]:
         pairs: dict[object, _Pair] = {}
         found: list[_Pair] = []
-        for p in self._ended():
+        ended = self._ended()
+        for p in ended:
             assert p.end is not None
             key: object = (p.stage, p.microbatch) if p.calls is None else p.calls
             if p.kind == "I" and p.stage not in self._unsplit:
@@ -417,12 +440,13 @@ class Recording:
                 else:
                     continue  # its I was before the recording
                 pair.begins.append(p.begin)
-                pair.bytes.append(log.held(pair.at, p.begin, p.end))
+                pair.bytes.append(log.held(pair.at, p.begin, p.end, _of_others(p, ended)))
         return [pair for pair in found if pair.begins]
 
     # ---- the log
 
     def _whole_log(self, what: str) -> _C.Recorder:
+        self._require_begun()
         if not self._is_over:
             raise RuntimeError(f"{what} needs the recording's log, and it still runs; leave its with block first")
         if self._max_events == 0:
@@ -475,6 +499,8 @@ class Recording:
         export(self, path)
 
     def __str__(self) -> str:
+        if not self._is_running and not self._is_over:
+            return f"{self.device}: not entered yet"
         counters = self._source.counters()
         lines = [
             f"{self.device}: peak {megabytes(counters['peak'])} MB, live {megabytes(counters['live'])} MB, "
@@ -507,6 +533,22 @@ class _Pair:
     at: int
     begins: list[int] = field(default_factory=list)
     bytes: list[int] = field(default_factory=list)
+
+
+def _of_others(w: _Open, phases: Iterable[_Open]) -> bytes:
+    """The marks of the other microbatches' forwards and passes, as _C.Recorder.held takes them. Microbatches that
+    zbpipe numbered by its calls are not to be compared with those that stages or the user numbered."""
+    return b"".join(
+        RANGE.pack(p.begin, p.end)
+        for p in phases
+        if p.kind in (*PASSES, "forward") and (p.calls is None) == (w.calls is None) and _is_another(p, w)
+    )
+
+
+def _is_another(p: _Open, w: _Open) -> bool:
+    if p.calls is not None and w.calls is not None:
+        return not set(p.calls) & set(w.calls)
+    return p.microbatch is not None and w.microbatch is not None and p.microbatch != w.microbatch
 
 
 def _phase_of(p: _Open, end: int | None, marks: Sequence[tuple[int, ...]]) -> Phase:
@@ -571,21 +613,83 @@ def _stages_of(stages: Any) -> Iterator[Any]:
         )
 
 
-def _hide(stage: Any, name: str, method: Callable[..., Any]) -> Callable[[], None]:
-    """Puts ``method`` in front of the stage's own. Returns what takes it away again."""
-    attributes = vars(stage)
-    before = attributes.get(name)
-    attributes[name] = method
+class _Watch:
+    """A stage whose methods mark their calls in the recordings that watch it. It holds the stage, and the stage's own
+    attributes hold it: a stage that is dropped meanwhile goes with the next garbage collection."""
 
-    def undo() -> None:
+    def __init__(self, stage: Any) -> None:
+        self.stage = stage
+        self.recordings: tuple[Recording, ...] = ()
+        self.methods = {name: _WatchedMethod(self, name) for name in _METHODS}
+
+
+class _WatchedMethod:
+    """Stands in front of a stage's method. Somebody may keep it for longer, or put another one in front of it: when
+    nothing watches any more it only passes calls on."""
+
+    def __init__(self, watch: _Watch, name: str) -> None:
+        stage = watch.stage
+        method = getattr(stage, name)
+        functools.update_wrapper(self, method)
+        before = vars(stage).get(name)
+        while isinstance(before, _WatchedMethod):  # of an earlier watch, which somebody's own undoing has put back
+            before = before.before
+        self.before: Callable[..., Any] | None = before
+        self._own = method if before is None and not hasattr(type(stage), name) else before
+        self._watch = watch
+        self._name = name
+        self._signature = inspect.signature(method)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        stage, recordings = self._watch.stage, self._watch.recordings
+        # By its class, now: zbpipe's patch and whoever else changes the class between two calls must be met.
+        method = self._own or functools.partial(getattr(type(stage), self._name), stage)
+        if not recordings:
+            return method(*args, **kwargs)
+        arguments = self._signature.bind(*args, **kwargs).arguments
+        microbatch = arguments.get("fwd_chunk_id", arguments.get("bwd_chunk_id"))
+        with _PhaseContext(recordings, _METHODS[self._name](arguments), stage.stage_index, microbatch):
+            return method(*args, **kwargs)
+
+
+_watches: weakref.WeakValueDictionary[int, _Watch] = weakref.WeakValueDictionary()
+"""By their stages' ids: a watch keeps its stage. Those that some recording has joined and not left."""
+
+_watches_lock = threading.Lock()
+
+
+def _join(recording: Recording, stage: Any) -> None:
+    with _watches_lock:
+        watch = _watches.get(id(stage))
+        if watch is None:
+            watch = _Watch(stage)
+            vars(stage).update(watch.methods)
+            _watches[id(stage)] = watch
+        if recording not in watch.recordings:
+            watch.recordings = (*watch.recordings, recording)
+            recording._watched.add(watch)
+
+
+def _leave(recording: Recording) -> None:
+    with _watches_lock:
+        for watch in list(recording._watched):
+            watch.recordings = tuple(r for r in watch.recordings if r is not recording)
+            if not watch.recordings:
+                _watches.pop(id(watch.stage), None)
+                _restore(watch)
+        recording._watched.clear()
+
+
+def _restore(watch: _Watch) -> None:
+    attributes = vars(watch.stage)
+    for name, method in watch.methods.items():
         if attributes.get(name) is not method:
-            return  # somebody has put another one in front; ours passes calls on
-        if before is None:
+            continue  # somebody has put another one in front; ours passes calls on
+        if method.before is None:
             del attributes[name]
         else:
-            attributes[name] = before
-
-    return undo
+            attributes[name] = method.before
+    watch.methods.clear()  # no cycle is left for the garbage collector
 
 
 # ---- all that run
@@ -647,7 +751,8 @@ def record(device: torch.device | str = "cpu", *, max_events: int = 4_000_000) -
     Recordings may nest and overlap on several threads; each sees all. Nothing is sampled, no tensor is kept. On the
     CPU an allocator of zbpipe's stands in front of torch's meanwhile (csrc/shim/zbp_tap.h says how, why it goes
     together with torch.profiler, and what it does not see); on CUDA torch's own allocator history is used, which must
-    not be in use already. A forked child inherits the recording, and counts for itself alone.
+    not be in use already. Entering looks once at all objects that Python's collector knows, for storages that may
+    grow. A forked child inherits the recording, and counts for itself alone.
 
     Args:
         device: "cpu", or a CUDA device, whose allocator is recorded.
