@@ -20,6 +20,8 @@
 
 namespace zbp {
 
+using torch::autograd::SavedVariable;
+
 /// What a vertex is. Its key is the PyObject* of python, work and group, else libtorch's own object.
 enum class Thing : uint8_t { python, tensor, storage, node, group };
 
@@ -86,7 +88,17 @@ class Heap {
   int64_t unexplained(uint32_t v, bool listed) const;
 
  private:
-  enum class Type : uint8_t { skipped, plain, tensor, storage, cpp_node, py_node, group, work };
+  enum class Type : uint8_t {
+    skipped,
+    plain,
+    tensor,
+    storage,
+    cpp_node,
+    py_node,
+    group,
+    work,
+    saved
+  };
 
   Type type_of(PyObject* object) const;
   bool resolve(PyObject* object, Thing* thing, const void** key) const;
@@ -95,24 +107,21 @@ class Heap {
   void tensor_references(const c10::TensorImpl& tensor, Visit visit);
   void node_references(Node& node, Visit visit);
   void group_references(PyObject* object, Visit visit);
-  void saved_reference(const torch::autograd::SavedVariable& saved, const char* name, int32_t index,
-                       Visit visit);
-  struct Getters {
-    PyTypeObject* type = nullptr;
-    std::vector<const PyGetSetDef*> saved;
-  };
-  const Getters& getters_of(const Node& node);
+  void saved_reference(const SavedVariable& saved, const char* name, int32_t index, Visit visit);
+  PyTypeObject* python_type_of(const Node& node);
   void note_unseen(const std::string& what) { ++unseen_[what]; }
 
   zbp_group_access groups_;
   PyTypeObject* work_;
+  PyTypeObject*
+      saved_;  // of a saved variable that Python holds; null before torch has made one known
   std::vector<uint32_t> works_;
   zbp_map map_{};
   std::vector<Vertex> vertex_;
   uint32_t explored_ = 0;
   std::unordered_map<uint32_t, std::vector<PyObject*>> held_;
   mutable std::unordered_map<PyTypeObject*, Type> types_;
-  std::unordered_map<std::string, Getters> getters_;  // by the typeid's name
+  std::unordered_map<std::string, PyTypeObject*> python_types_;  // by the typeid's name
   std::map<std::string, size_t> unseen_;
 };
 

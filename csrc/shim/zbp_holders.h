@@ -51,7 +51,7 @@ void zbp_storages_free(zbp_storages *storages);
 /* New set of the identities (ints) of those that have been freed since. NULL with an error set. */
 PyObject *zbp_storages_gone(const zbp_storages *storages);
 
-/* New list of (device, address, bytes) of those that still live. NULL with an error set. */
+/* New list of (device, address, bytes, identity) of those that still live. NULL with an error set. */
 PyObject *zbp_storages_spans(const zbp_storages *storages);
 
 /* *count_out: how many storages with memory there are now that are not among `older` and that the

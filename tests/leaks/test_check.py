@@ -13,7 +13,7 @@ from torch import nn
 
 import zbpipe
 from zbpipe import _C
-from zbpipe.leaks import Growth, TensorLeakError, TensorLeakWarning, _cuda, check_tensor_leak, find_holders
+from zbpipe.leaks import TensorLeakError, TensorLeakWarning, _cuda, check_tensor_leak, find_holders
 
 KEPT = []
 
@@ -469,37 +469,6 @@ def test_sparse_tensors_are_looked_into():
     chains = " ".join(str(holder) for leak in checked(step).leaks for holder in leak.chain)
     assert "values: Tensor float32 [4]" in chains and "indices: Tensor int64 [2, 4]" in chains
     assert "compressed indices: Tensor int64 [5]" in chains
-
-
-# ---- growth
-
-
-def test_growth_counts_and_names_what_grows():
-    with Growth() as growth:
-        for _ in range(5):
-            keep(2)
-            (torch.ones(8, requires_grad=True) * 2).sum().backward()
-            growth.step()
-        assert growth.counts == [1, 2, 3, 4, 5] and growth.bytes == [8, 16, 24, 32, 40]
-        (grown,) = growth.grown()
-        table = growth.table()
-    assert grown.steps == [2, 3, 4] and grown.bytes == 24
-    assert f"3 tensors (24 bytes) from steps 2 to 4: module global {__name__}.KEPT" in table
-    assert gc.isenabled()
-    with pytest.raises(RuntimeError, match="after close"):
-        growth.step()
-
-
-def test_growth_of_steady_steps_is_none():
-    model = nn.Linear(3, 3)
-    optimizer = torch.optim.Adam(model.parameters())
-    with Growth() as growth:
-        for _ in range(5):
-            optimizer.zero_grad()
-            model(torch.ones(2, 3)).sum().backward()
-            optimizer.step()
-            growth.step()
-        assert len(set(growth.counts)) == 1 and growth.grown() == []
 
 
 # ---- CUDA's snapshot

@@ -80,8 +80,8 @@ def test_self_recursive_closure_cell():
     report = find(faults.self_recursive_closure)
     leak = of_bytes(report, BYTES)[0]
     assert leak.fate == "freed by the collector"
-    assert leak.chain[0].kind in ("function", "cell")
-    assert "extract_tensors_with_grads" in words(leak).splitlines()[0]
+    assert leak.blame.kind in ("function", "cell")
+    assert "extract_tensors_with_grads" in leak.blame.text
     (cycle,) = [c for c in report.cycles if "extract_tensors_with_grads" in c.text]
     assert {step.kind for step in cycle.steps} <= {"function", "cell"}
     assert line_of("def extract_tensors_with_grads") in cycle.text + "".join(s.where or "" for s in cycle.steps)
@@ -92,23 +92,11 @@ def test_hook_group_intermediates_hook():
     report = find(faults.hook_group_intermediates_hook)
     leak = of_bytes(report, BYTES)[0]
     assert leak.fate == "alive"
+    assert all("store_gradients" in leak.blame.text for leak in report.leaks)
     (cycle, *_) = report.cycles
     text = cycle.text + " ".join(f"{step.kind} {step.text}" for step in cycle.steps)
-    assert all(word in text for word in ("store_gradients", "param_group", "intermediates", "ExpBackward0"))
+    assert all(word in text for word in ("store_gradients", "param_group", "intermediates", "SinBackward0"))
     assert line_of("def store_gradients") in cycle.text
-
-
-@pytest.mark.xfail(reason="a chain in an unreachable cycle begins with the member that is nearest to the tensor")
-@pytest.mark.parametrize(
-    ("fault", "holder"),
-    [
-        (faults.hook_group_intermediates_hook, "store_gradients"),
-        (faults.graph_kept_by_its_saved_output, "KeepsItsOutput"),
-    ],
-)
-def test_chains_out_of_a_cycle_begin_with_what_made_it(fault, holder):
-    for leak in find(fault).leaks:
-        assert holder in words(leak).splitlines()[0]
 
 
 @pytest.mark.parametrize("stage", [faults.StageWithReusedBuffers, faults.StageWithPrehooksOnAccumulators])
@@ -121,15 +109,16 @@ def test_hooks_pile_up_on_reused_receive_buffers(stage):
     assert len(check.report.leaks) >= 3
     for leak in check.report.leaks:
         assert leak.fate == "alive"
-        assert "hook" in [holder.kind for holder in leak.chain]
-        assert "capture" in words(leak)
+        assert leak.blame.kind == "hook"
+        assert "capture" in leak.blame.text
     with Growth() as growth:
         for _ in range(5):
             stage.step()
             growth.step()
         grown = growth.grown()
         assert sum(len(group.leaks) for group in grown) >= 3
-        assert all("capture" in words(leak) for group in grown for leak in group.leaks)
+        assert all("capture" in leak.blame.text for group in grown for leak in group.leaks)
+        assert "capture" in growth.table()
         assert "receive_buffer" in growth.table() or "input_nodes" in growth.table()
 
 
@@ -137,9 +126,8 @@ def test_output_deallocated_by_data():
     report = find(faults.output_deallocated_by_data)
     leak = of_bytes(report, BYTES)[0]
     assert leak.fate == "alive"
-    said = words(leak)
-    assert "output_tensors" in said
-    assert "ExpBackward0" in said
+    assert "output_tensors" in leak.blame.text
+    assert "ExpBackward0" in words(leak)
     assert leak.chain[-1].kind == "saved"
     assert "result" in leak.chain[-1].text
 
@@ -148,6 +136,7 @@ def test_graph_kept_by_its_saved_output():
     report = find(faults.graph_kept_by_its_saved_output)
     leak = of_bytes(report, BYTES)[0]
     assert leak.fate == "freed by the collector"
+    assert all("KeepsItsOutput" in leak.blame.text for leak in report.leaks)
     (cycle, *_) = report.cycles
     assert "KeepsItsOutput" in cycle.text
     assert "result" in cycle.text
@@ -158,7 +147,7 @@ def test_view_of_a_padded_buffer():
     (leak,) = report.leaks
     assert leak.bytes == BYTES
     assert leak.shape in ((2, 5), (SIZE,))
-    assert "gathered" in words(leak)
+    assert "gathered" in leak.blame.text
     assert str(BYTES) in str(report).replace(",", "") or "4.0 KiB" in str(report) or "4.1 kB" in str(report)
 
 
@@ -170,7 +159,7 @@ def test_groups_never_run(module):
     }[module]
     report = find(faults.groups_never_run, backward_input, nn.Linear(16, 16))
     for leak in report.leaks:
-        assert "deferred" in words(leak)
+        assert "deferred" in leak.blame.text
         if module == "zbpipe":
             assert "group" in [holder.kind for holder in leak.chain]
         else:
@@ -181,9 +170,9 @@ def test_exception_in_the_middle():
     report = find(faults.exception_in_the_middle)
     leak = of_bytes(report, BYTES)[0]
     said = words(leak)
-    assert "errors" in said
+    assert "errors" in leak.blame.text
     assert "RuntimeError" in said
-    assert "frame" in [holder.kind for holder in leak.chain]
+    assert "traceback" in [holder.kind for holder in leak.chain]
     assert "step" in said
 
 
@@ -196,12 +185,9 @@ def test_checkpointed_output_kept_is_not_computed_again_to_be_looked_at(compile_
     stage.runs = 0
     report = find(faults.checkpointed_output_kept, stage)
     assert stage.runs == 2  # the forwards
-    seen = [leak for leak in report.leaks if leak.chain[0].kind != "unknown"]
-    assert all("outputs" in words(leak) for leak in seen)
+    assert all("outputs" in leak.blame.text for leak in report.leaks)
     assert of_bytes(report, 4 * 16 * 4)
-    assert "recompute_fn" in "".join(words(leak) for leak in seen)
-    if len(seen) < len(report.leaks):
-        pytest.xfail(f"of {len(report.leaks)} holders {len(report.leaks) - len(seen)} are said to be unseen")
+    assert "recompute_fn" in "".join(words(leak) for leak in report.leaks)
 
 
 # The same, on zbpipe: nothing is left, the collector off, and gc.garbage holds no tensor.

@@ -147,7 +147,7 @@ def keep_a_weak_references_callback():
         (keep_a_closure, "cell", "closure variable held of "),
         (keep_a_default, "function", "default argument of "),
         (keep_a_generator, "frame", "suspended keep_a_generator.<locals>.produce()"),
-        (keep_an_exception, "frame", "the traceback of an exception, in "),
+        (keep_an_exception, "traceback", "the traceback of an exception, in "),
         (keep_a_weak_references_callback, "object", "the callback of a weak reference"),
     ],
 )
@@ -256,8 +256,8 @@ def test_hooks_of_modules():
 
 
 class Keeping(torch.autograd.Function):
-    @staticmethod  # the Function
-    def forward(ctx, x):
+    @staticmethod
+    def forward(ctx, x):  # the Function
         ctx.save_for_backward(x * 2)
         ctx.extra = torch.zeros(5)
         return x.clone()
@@ -398,10 +398,16 @@ def test_a_cycle_through_a_node():
     report = checked(step, allow=weight)
     (leak,), (cycle,) = report.leaks, report.cycles
     assert leak.fate == "freed by the collector"
-    assert texts(leak.chain) == ["ExpBackward0", "result, saved: Tensor float32 [3]"]
+    assert "closure variable group of " in leak.chain[0].text and "capture" in leak.chain[0].text
+    assert texts(leak.chain)[1:] == [
+        "dict item 'intermediates'",
+        "list item 0",
+        "ExpBackward0",
+        "result, saved: Tensor float32 [3]",
+    ]  # what is nearest is the node
     words = [text.rpartition(".")[2] if "capture" in text else text for text in texts(cycle.steps)]
-    assert words == ["ExpBackward0", "capture", "capture", "dict item 'intermediates'", "list item 0"]
-    assert [holder.kind for holder in cycle.steps] == ["node", "hook", "cell", "dict", "list"]
+    assert words == ["capture", "dict item 'intermediates'", "list item 0", "ExpBackward0", "capture"]
+    assert [holder.kind for holder in cycle.steps] == ["cell", "dict", "list", "node", "hook"]
     assert line_of("the capture") in cycle.text
 
 

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
-from zbpipe.leaks import Cycle, Holder, Leak, Report, _draw, check_tensor_leak
+from zbpipe.leaks import Cycle, Holder, Leak, Report, _draw, _report, check_tensor_leak
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -53,11 +53,14 @@ def test_the_text():
         "4  (no visible tensor)  cpu     alive                                    0      8\n"
         "\n"
         "held by\n"
-        "  #1: module global train.cache (train.py:12) -> next node 0: N0 -> Tensor float32 [2, 2]\n"
-        "  #2: module global train.cache (train.py:12) -> next node 0: N0 -> next node 0: N1 -> next node 0: N2"
-        " -> ... 14 more ... -> next node 0: N17 -> Tensor float32 [2, 2] (and 2 more references)\n"
-        "  #3: closure variable f of f (a.py:3) -> dict item 'x' -> Tensor float32 [2, 2]\n"
-        "  #4: C++ that cannot be seen\n"
+        "  module global train.cache (train.py:12): 96 bytes\n"
+        "    #1: next node 0: N0 -> Tensor float32 [2, 2]\n"
+        "    #2: next node 0: N0 -> next node 0: N1 -> next node 0: N2 -> next node 0: N3 -> next node 0: N4"
+        " -> ... 12 more ... -> next node 0: N17 -> Tensor float32 [2, 2] (and 2 more references)\n"
+        "  closure variable f of f (a.py:3): 16 bytes\n"
+        "    #3: dict item 'x' -> Tensor float32 [2, 2]\n"
+        "  C++ that cannot be seen: 8 bytes\n"
+        "    #4\n"
         "\n"
         "cycles\n"
         "  16 bytes: closure variable f of f (a.py:3: def f():) -> dict item 'x' -> back\n"
@@ -80,6 +83,7 @@ def test_the_data():
         "where": "train.py:12",
         "bytes": 0,
     }
+    assert data["leaks"][1]["blame"] == data["leaks"][1]["chain"][0]
     assert data["cycles"][0]["bytes"] == 16 and data["unseen"] == ["nodes with C++ hooks: 1"]
     assert report() and not Report()
 
@@ -95,7 +99,7 @@ def test_chains_share_their_beginning_and_lose_their_middle():
     depth, box = 1, roots[0]
     while box.children:
         depth, box = depth + 1, box.children[-1]
-    assert depth == _draw.LONGEST_CHAIN
+    assert depth == _draw.LONGEST_CHAIN + 1  # and the box for the middle
     assert [box.family for box in roots] == ["python", "python", "unknown"]
 
 
@@ -198,3 +202,39 @@ def test_a_real_one(tmp_path):
     assert len(found.leaks) == 3 and len(found.cycles) == 1
     for name in ("a.png", "a.svg", "a.html"):
         assert found.draw(tmp_path / name).stat().st_size > 1000
+
+
+def holders(*kinds):
+    return [Holder(kind, f"{kind} {number}") for number, kind in enumerate(kinds)]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "blamed"),
+    [
+        (("frame", "attribute", "list", "tensor"), 1),
+        (("module", "dict", "tensor"), 0),
+        (("frame", "attribute", "list", "tensor", "node", "cell", "attribute", "saved"), 1),
+        (("attribute", "tensor", "hook", "cell", "tensor"), 2),
+        (("attribute", "list", "accumulator", "hook", "function", "tensor"), 3),
+        (("frame", "tensor", "node", "node", "hook", "cell", "tensor"), 0),  # an innocent hook in a kept graph
+        (("frame", "attribute", "list", "group", "saved"), 1),
+        (("attribute", "list", "object", "traceback", "frame", "tensor"), 0),
+        (("unknown", "attribute", "tensor"), 1),
+        (("unknown", "tensor", "node", "saved"), 0),
+        (("node", "attribute", "tensor"), 0),
+        (("tensor",), 0),
+    ],
+)
+def test_who_is_to_blame(kinds, blamed):
+    chain = holders(*kinds)
+    assert leak(chain).blame is chain[blamed]
+
+
+def test_of_a_long_chain_what_tells_most_is_kept():
+    chain = holders("frame", *["list"] * 4, "attribute", "tensor", *["node"] * 20, "group", *["node"] * 9, "saved")
+    kept = _report.shortened(chain, 7)
+    assert [holder.kind for holder in kept if holder.kind != "more"].count("group") == 1
+    assert chain[5] in kept and chain[0] is kept[0] and chain[-1] is kept[-1]
+    hidden = sum(int(holder.text.split()[1]) for holder in kept if holder.kind == "more")
+    assert hidden + sum(holder.kind != "more" for holder in kept) == len(chain)
+    assert _report.shortened(chain[:7], 7) == chain[:7]

@@ -155,7 +155,8 @@ class Check:
         if not _cuda.is_in_use() or (self._device is not None and self._device.type != "cuda"):
             return []
         chain = [Holder("unknown", "C++ that cannot be seen; the allocator counts the block as in use")]
-        lost = _cuda.unexplained(self._cuda_before, _cuda.blocks_now(self._device), _C.storage_spans(storages_now()))
+        spans = [span[:3] for span in _C.storage_spans(storages_now())]
+        lost = _cuda.unexplained(self._cuda_before, _cuda.blocks_now(self._device), spans)
         return [Leak((), "", device, size, 0, 0, "alive", None, chain, 0) for device, _, size in lost]
 
 

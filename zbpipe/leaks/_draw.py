@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zbpipe.leaks._report import Holder, Leak, Report
+from zbpipe.leaks._report import Holder, Leak, Report, shortened
 
 LONGEST_CHAIN = 7
 BRANCHES = 5
@@ -43,12 +43,13 @@ _FAMILY = {
 
 @dataclass
 class Box:
-    """A holder in the picture; ``column`` and ``row`` are its place."""
+    """A holder in the picture; ``column`` and ``row`` are its place. One that is to blame has a thick line."""
 
     text: str
     family: str
     detail: str
     bytes: int = 0
+    blamed: bool = False
     children: list[Box] = field(default_factory=list)
     column: int = 0
     row: float = 0.0
@@ -63,10 +64,8 @@ def draw(report: Report, path: Path, max_leaks: int) -> Path:
         raise ValueError(
             f"a picture cannot be written to {path.name!r}; expected a name that ends in .png, .svg or .html"
         )
-    roots, cycles = (
-        tree(report, max_leaks),
-        [cycle_row(cycle.steps, cycle.bytes) for cycle in report.cycles[:max_leaks]],
-    )
+    roots = tree(report, max_leaks)
+    cycles = [cycle_row(cycle.steps, cycle.bytes) for cycle in report.cycles[:max_leaks]]
     rows = place(roots, cycles)
     if suffix == ".html":
         path.write_text(_page(report, roots, cycles, rows), encoding="utf-8")
@@ -83,12 +82,13 @@ def tree(report: Report, max_leaks: int) -> list[Box]:
     roots: list[Box] = []
     for leak in report.leaks[:max_leaks]:
         boxes = roots
-        for holder in _collapsed(leak.chain)[:-1]:
+        for holder in shortened(leak.chain, LONGEST_CHAIN)[:-1]:
             box = next((b for b in boxes if (b.text, b.detail) == (_short(holder), str(holder))), None)
             if box is None:
                 box = _box(holder)
                 boxes.append(box)
             box.bytes += leak.bytes
+            box.blamed |= holder is leak.blame
             boxes = box.children
         boxes.append(_leaf(leak))
     for box in _all(roots):
@@ -97,7 +97,7 @@ def tree(report: Report, max_leaks: int) -> list[Box]:
 
 
 def cycle_row(steps: list[Holder], size: int) -> list[Box]:
-    row = [_box(holder) for holder in _collapsed(steps)]
+    row = [_box(holder) for holder in shortened(steps, LONGEST_CHAIN)]
     row[0].bytes = size
     return row
 
@@ -124,16 +124,6 @@ def _place(box: Box, column: int, row: float) -> float:
         row = _place(child, column + 1, row)
     box.row = (box.children[0].row + box.children[-1].row) / 2
     return row
-
-
-def _collapsed(chain: list[Holder]) -> list[Holder]:
-    if len(chain) <= LONGEST_CHAIN:
-        return chain
-    head, tail = LONGEST_CHAIN // 2, LONGEST_CHAIN // 2
-    hidden = chain[head:-tail]
-    kinds = {_FAMILY.get(holder.kind, "python") for holder in hidden}
-    kind = "node" if kinds == {"node"} else "object"
-    return [*chain[:head], Holder(kind, f"... {len(hidden)} more ..."), *chain[-tail:]]
 
 
 def _box(holder: Holder) -> Box:
@@ -181,7 +171,7 @@ def _lines(box: Box) -> list[str]:
 
 
 def _title(report: Report) -> str:
-    return f"{len(report.leaks)} leaked storages, {report.bytes} bytes"
+    return f"{len(report.leaks)} leaked storages, {report.bytes} bytes; a thick line: look there first"
 
 
 # ---- with matplotlib
@@ -231,7 +221,7 @@ def _figure(report: Report, roots: list[Box], cycles: list[list[Box]], rows: flo
     for box in boxes:
         x, y = corner(box)
         fill, line, _ = FAMILIES[box.family]
-        style: dict[str, Any] = {"facecolor": fill, "edgecolor": line, "linewidth": 1.1}
+        style: dict[str, Any] = {"facecolor": fill, "edgecolor": line, "linewidth": 2.6 if box.blamed else 1.1}
         if box.family == "unknown":
             style["linestyle"] = "--"
         if box.family == "tensor":
@@ -338,7 +328,10 @@ def _page(report: Report, roots: list[Box], cycles: list[list[Box]], rows: float
 
 
 def _details(leak: Leak) -> str:
-    items = "".join(f"<li>{html.escape(str(holder))}</li>" for holder in leak.chain)
+    items = "".join(
+        f"<li>{'<b>' if holder is leak.blame else ''}{html.escape(str(holder))}{'</b>' if holder is leak.blame else ''}</li>"
+        for holder in leak.chain
+    )
     created = f", created at {html.escape(leak.created)}" if leak.created else ""
     more = f"<p>and {leak.chains_more} more references</p>" if leak.chains_more else ""
     return (
@@ -388,7 +381,7 @@ def _svg_line(way: str, path: str) -> str:
 def _svg_box(box: Box, path: str) -> str:
     x, y = _at(box)
     fill, line, _ = FAMILIES[box.family]
-    style = f'fill="{fill}" stroke="{line}"'
+    style = f'fill="{fill}" stroke="{line}"' + (' stroke-width="2.6"' if box.blamed else "")
     if box.family == "node":
         tip = 14
         points = [(x, y + _BY / 2), (x + tip, y), (x + _BX - tip, y)]

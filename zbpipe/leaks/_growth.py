@@ -1,4 +1,8 @@
-"""Growth from step to step: what lives after each, and who holds what came on top."""
+"""Growth from step to step: what lives after each, and who holds what came on top.
+
+The memory of torch's CPU allocator is counted block by block, seen or not. Of other memory (CUDA's) the storages of the
+tensors that can be seen are counted, once CUDA is in use.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,10 @@ from types import TracebackType
 from typing import Any
 
 from zbpipe import _C
+from zbpipe.leaks import _cuda
 from zbpipe.leaks._collector import collector
-from zbpipe.leaks._report import Leak, Report, words
-from zbpipe.leaks._search import Scope, search
+from zbpipe.leaks._report import Holder, Leak, Report, held_by
+from zbpipe.leaks._search import Found, Scope, search, storages_now
 from zbpipe.memory._format import table
 
 SHOWN_HOLDERS = 10
@@ -19,9 +24,9 @@ SHOWN_HOLDERS = 10
 
 @dataclass
 class Grown:
-    """Leaks with one chain (but for places in lists), and the steps in which they were born."""
+    """Leaks that are held alike: by the same holders, but for places in lists and how often one holds its like (a
+    linked list, a chain of nodes). ``steps`` are those in which they were born; ``held_by`` is said of the largest."""
 
-    chain: str
     leaks: list[Leak] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
 
@@ -29,9 +34,46 @@ class Grown:
     def bytes(self) -> int:
         return sum(leak.bytes for leak in self.leaks)
 
+    @property
+    def held_by(self) -> list[str]:
+        return held_by(max(self.leaks, key=lambda leak: leak.bytes))
+
+
+class _OtherMemory:
+    """Storages on memory that is not the CPU allocator's, with the steps after which they were first seen.
+
+    A weak reference to a storage keeps its identity from being given to another one.
+    """
+
+    def __init__(self) -> None:
+        self.older = self._last = storages_now()
+        self._born = dict.fromkeys(self._living(self.older), 0)
+
+    def see(self, step: int) -> None:
+        now = storages_now()
+        self._born = {storage: self._born.get(storage, step) for storage in self._living(now)}
+        self._last = now
+
+    def alive(self) -> list[int]:
+        """The bytes of each that was not there at the beginning."""
+        return [size for storage, size in self._living(self._last).items() if self._born[storage]]
+
+    def born(self, storage: int) -> int:
+        """The step, or 0 for one that was not seen after any."""
+        return self._born.get(storage, 0)
+
+    @staticmethod
+    def _living(storages: object) -> dict[int, int]:
+        tapped = {address for address, _, _ in _C.live_blocks(0)}
+        return {
+            storage: size
+            for device, address, size, storage in _C.storage_spans(storages)
+            if size and device != "meta" and address not in tapped
+        }
+
 
 class Growth:
-    """Counts the CPU storages, and their bytes, that were born since it was made and that live after each step.
+    """Counts the storages, and their bytes, that were born since it was made and that live after each step.
 
     Call :meth:`step` after each step and :meth:`table` at the end. The garbage collector is off until :meth:`close`,
     the end of a ``with`` block, or the end of the object. Keeps nothing alive.
@@ -47,6 +89,7 @@ class Growth:
         collector.switch_off()
         self._end = weakref.finalize(self, _end, recorder)
         self._starts = [_C.next_serial()]  # of each step, and of the next one
+        self._other: _OtherMemory | None = _OtherMemory() if _cuda.is_in_use() else None
         self.counts: list[int] = []
         self.bytes: list[int] = []
 
@@ -61,6 +104,7 @@ class Growth:
     def close(self) -> None:
         """Ends the counting. What was counted stays; who holds it can no longer be asked."""
         self._end()
+        self._other = None
 
     def step(self) -> None:
         """A step has ended.
@@ -69,9 +113,14 @@ class Growth:
             RuntimeError: after :meth:`close`.
         """
         self._require_open("step()")
-        blocks = _C.live_blocks(self._starts[0])
-        self.counts.append(len(blocks))
-        self.bytes.append(sum(block[1] for block in blocks))
+        sizes = [size for _, size, _ in _C.live_blocks(self._starts[0])]
+        if self._other is not None:
+            self._other.see(len(self._starts))
+            sizes += self._other.alive()
+        elif _cuda.is_in_use():
+            self._other = _OtherMemory()
+        self.counts.append(len(sizes))
+        self.bytes.append(sum(sizes))
         self._starts.append(_C.next_serial())
 
     def grown(self) -> list[Grown]:
@@ -86,18 +135,22 @@ class Growth:
         if len(self.counts) < 3:
             return []
         born = {address: serial for address, _, serial in _C.live_blocks(self._starts[1])}
-        groups: dict[str, Grown] = {}
-        for entry in search(Scope(since=self._starts[1])).found:
-            step = sum(born.get(entry.address, 0) >= start for start in self._starts)
-            if step < len(self.counts):
-                chain = re.sub(r"item \d+", "item *", words(entry.leak.chain))
-                group = groups.setdefault(chain, Grown(chain))
+        groups: dict[tuple[str, ...], Grown] = {}
+        for entry in search(Scope(since=self._starts[1], older=self._other and self._other.older)).found:
+            step = self._born_in(entry, born)
+            if 1 < step < len(self.counts):
+                group = groups.setdefault(_likeness(entry.leak.chain), Grown())
                 group.leaks.append(entry.leak)
                 group.steps.append(step)
         for group in groups.values():
             group.steps.sort()
         several = [group for group in groups.values() if len(set(group.steps)) > 1]
         return sorted(several, key=lambda group: -group.bytes)
+
+    def _born_in(self, entry: Found, serials: dict[int, int]) -> int:
+        if entry.address in serials:
+            return sum(serials[entry.address] >= start for start in self._starts)
+        return self._other.born(entry.leak.storage) if self._other is not None else 0
 
     def table(self) -> str:
         """The counts after each step, and, until :meth:`close`, what grew and who holds it."""
@@ -117,8 +170,9 @@ class Growth:
                 count = len(group.leaks)
                 lines.append(
                     f"  {count} tensor{'s' * (count > 1)} ({group.bytes} bytes) from steps {min(group.steps)} to "
-                    f"{max(group.steps)}: {group.chain}"
+                    f"{max(group.steps)}: {group.held_by[0]}"
                 )
+                lines += [f"      {line}" for line in group.held_by[1:]]
             if len(grown) > SHOWN_HOLDERS:
                 lines.append(f"  and {len(grown) - SHOWN_HOLDERS} more")
         return "\n".join(lines)
@@ -131,6 +185,11 @@ class Growth:
     def _require_open(self, what: str) -> None:
         if not self._end.alive:
             raise RuntimeError(f"{what} was called after close(); make another Growth")
+
+
+def _likeness(chain: list[Holder]) -> tuple[str, ...]:
+    """Equal for chains of the same holders, but for numbers and repetitions."""
+    return tuple(dict.fromkeys(re.sub(r"\b\d+\b", "*", str(holder)) for holder in chain if holder.kind != "more"))
 
 
 def _end(recorder: Any) -> None:

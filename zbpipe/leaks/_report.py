@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,10 @@ SHOWN_HOLDERS = 7  # of a chain; longer ones lose their middle
 class Holder:
     """A link of a chain.
 
-    ``kind`` is "module", "frame", "thread", "cell", "function", "dict", "list", "object", "hook", "node", "saved" (a
-    tensor that a node has saved), "accumulator", "group", "work", "tensor" or "unknown". ``text`` says in one line what
-    it is and how it holds what comes next. ``where`` is the ``file:line`` that made it so, or None. ``bytes`` are a
-    tensor's or a group's own, else 0.
+    ``kind`` is "module", "frame", "traceback", "thread", "cell", "function", "attribute", "dict", "list", "object",
+    "hook", "node", "saved" (a tensor that a node has saved), "accumulator", "group", "work", "tensor", "unknown", or
+    "more" (the middle of a very long chain). ``text`` says in one line what it is and how it holds what comes next.
+    ``where`` is the ``file:line`` that made it so, or None. ``bytes`` are a tensor's or a group's own, else 0.
     """
 
     kind: str
@@ -57,7 +58,14 @@ class Leak:
     def __str__(self) -> str:
         made = f", created at {self.created}" if self.created else ""
         more = f"\n  and {self.chains_more} more reference{'s' * (self.chains_more > 1)}" if self.chains_more else ""
-        return f"{self.name}: {self.bytes} bytes, {self.fate}{made}\n  {words(self.chain)}{more}"
+        lines = [f"{self.name}: {self.bytes} bytes, {self.fate}{made}", *held_by(self)]
+        return "\n  ".join(lines) + more
+
+    @property
+    def blame(self) -> Holder | None:
+        """The last place with a name in the program before the chain goes through what autograd, a parameter group, a
+        work or an exception holds, or the hook that hangs there; else the outermost holder. None without a chain."""
+        return self.chain[_place_of_blame(self.chain)] if self.chain else None
 
     @property
     def name(self) -> str:
@@ -119,8 +127,7 @@ class Report:
         if count > len(shown):
             lines.append(f"and {count - len(shown)} smaller ones")
         lines += ["", "held by"]
-        for chain, numbers in _by_chain(shown):
-            lines.append(f"  {', '.join(f'#{n}' for n in numbers)}: {chain}")
+        lines += _held_by(shown)
         if self.cycles:
             lines += ["", "cycles"]
             lines += [f"  {cycle.bytes} bytes: {cycle.text}" for cycle in self.cycles]
@@ -131,7 +138,8 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, for ``json.dumps``."""
-        return {"bytes": self.bytes, **asdict(self)}
+        leaks = [{**asdict(leak), "blame": leak.blame and asdict(leak.blame)} for leak in self.leaks]
+        return {"bytes": self.bytes, **asdict(self), "leaks": leaks}
 
     def draw(self, path: str | PathLike[str], max_leaks: int = 10) -> Path:
         """Draw the graph of the holders of the ``max_leaks`` largest leaks. Returns the path.
@@ -148,21 +156,72 @@ class Report:
         return draw(self, Path(path), max_leaks)
 
 
+_NAMED = {"module", "frame", "thread", "cell", "function", "attribute"}
+_TELLING = {"hook", "group", "work", "traceback"}
+_OF_AUTOGRAD = {"node", "accumulator", "saved"}
+
+
+def _place_of_blame(chain: list[Holder]) -> int:
+    place = 0
+    for i, (holder, after) in enumerate(pairwise(chain)):
+        if holder.kind in _NAMED:
+            place = i
+        elif holder.kind == "hook":
+            return i
+        elif holder.kind in _OF_AUTOGRAD | _TELLING | {"tensor"} and after.kind != "hook":
+            leads_on = holder.kind == "tensor" and after.kind not in _OF_AUTOGRAD
+            if not leads_on:
+                return place
+    return place
+
+
+def held_by(leak: Leak) -> list[str]:
+    """Lines that begin with who is to blame: who holds that, and how it leads to the tensor."""
+    if not leak.chain:
+        return ["nothing that can be seen"]
+    place = _place_of_blame(leak.chain)
+    held = [f"  which hangs on {words(leak.chain[:place])}"] if place else []
+    return [
+        str(leak.chain[place]),
+        *held,
+        *([f"  -> {words(leak.chain[place + 1 :])}"] if leak.chain[place + 1 :] else []),
+    ]
+
+
 def words(chain: list[Holder]) -> str:
-    """A chain in one line, a long one without its middle."""
-    if not chain:
-        return "nothing that can be seen"
-    shown = [str(holder) for holder in chain]
-    if len(shown) > SHOWN_HOLDERS:
-        head, tail = SHOWN_HOLDERS // 2 + 1, SHOWN_HOLDERS // 2 - 1
-        shown = [*shown[:head], f"... {len(shown) - head - tail} more ...", *shown[-tail:]]
-    return " -> ".join(shown)
+    """A chain, or a part of one, in one line; a long one without what tells least."""
+    return " -> ".join(map(str, shortened(chain, SHOWN_HOLDERS)))
 
 
-def _by_chain(leaks: list[Leak]) -> list[tuple[str, list[int]]]:
-    """Leaks with equal chains share a line."""
-    found: dict[str, list[int]] = {}
+def shortened(chain: list[Holder], most: int) -> list[Holder]:
+    """A chain with at most so many of its own holders, and one of kind "more" for each gap."""
+    if len(chain) <= most:
+        return chain
+    last = len(chain) - 1
+    by_weight = [0, last, _place_of_blame(chain)]
+    by_weight += [i for i, holder in enumerate(chain) if holder.kind in _TELLING]
+    by_weight += [last - 1, *range(1, last)]
+    kept = sorted(list(dict.fromkeys(by_weight))[:most])
+    shown = [chain[0]]
+    for before, place in pairwise(kept):
+        hidden = chain[before + 1 : place]
+        shown += [Holder("more", f"... {len(hidden)} more ...")] if len(hidden) > 1 else hidden
+        shown.append(chain[place])
+    return shown
+
+
+def _held_by(leaks: list[Leak]) -> list[str]:
+    """Leaks that are held alike share their lines; ``leaks`` are numbered as they come."""
+    found: dict[tuple[str, ...], dict[str, list[int]]] = {}
     for number, leak in enumerate(leaks, 1):
-        more = f" (and {leak.chains_more} more references)" if leak.chains_more else ""
-        found.setdefault(words(leak.chain) + more, []).append(number)
-    return list(found.items())
+        lines = held_by(leak)
+        way = lines.pop()[len("  -> ") :] if lines[-1].startswith("  -> ") else ""
+        more = f" (and {leak.chains_more} more reference{'s' * (leak.chains_more > 1)})" if leak.chains_more else ""
+        found.setdefault(tuple(lines), {}).setdefault(f"{way}{more}", []).append(number)
+    shown: list[str] = []
+    for (holder, *rest), ways in found.items():
+        size = sum(leaks[number - 1].bytes for numbers in ways.values() for number in numbers)
+        shown += [f"  {holder}: {size} bytes", *(f"  {line}" for line in rest)]
+        for way, numbers in ways.items():
+            shown.append(f"    {', '.join(f'#{n}' for n in numbers)}{': ' * bool(way)}{way}")
+    return shown

@@ -48,9 +48,14 @@ def assignment_line(filename: str, name: str, first: int, now: int, last: int) -
     return max((line for line in lines if line <= now), default=max(lines, default=None))
 
 
+def definition_line(filename: str, first: int) -> int:
+    """The line of a function's ``def``; its code begins at line ``first``, with its decorators if it has any."""
+    return _decorated(filename).get(first, first)
+
+
 def forget() -> None:
     """Drops what was parsed."""
-    for cache in (_relative, _tree, _globals, _attributes, _bindings):
+    for cache in (_relative, _tree, _globals, _attributes, _bindings, _decorated):
         cache.cache_clear()
 
 
@@ -77,6 +82,15 @@ def _bindings(filename: str) -> tuple[tuple[int, str], ...]:
         for node in ast.walk(_tree(filename))
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
     )
+
+
+@functools.lru_cache(maxsize=64)
+def _decorated(filename: str) -> dict[int, int]:
+    return {
+        node.decorator_list[0].lineno: node.lineno
+        for node in ast.walk(_tree(filename))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.decorator_list
+    }
 
 
 @functools.lru_cache(maxsize=64)

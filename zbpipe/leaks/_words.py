@@ -55,7 +55,7 @@ class Words:
         """The holder at a step, if it is worth a word, and how many steps it takes up."""
         kind, thing, name, edge = steps[at]
         if kind == "more":
-            return Holder("unknown", f"... {name} more ..."), 1
+            return Holder("more", f"... {name} more ..."), 1
         if kind == "tensor":
             return _tensor(thing, name, edge), 1
         if kind == "node":
@@ -98,7 +98,7 @@ class Words:
         if cls is types.TracebackType:
             code = thing.tb_frame.f_code
             where = _source.place(code.co_filename, thing.tb_lineno)
-            return Holder("frame", f"{_said(edge)}the traceback of an exception, in {_qualname(code)}()", where), 1
+            return Holder("traceback", f"{_said(edge)}the traceback of an exception, in {_qualname(code)}()", where), 1
         if _is_work(cls):
             return Holder("work", f"{_said(edge)}a {type_name(thing)}"), 1
         return self._instance(steps, at)
@@ -163,7 +163,7 @@ class Words:
         before = steps[at - 1][0] if at else ""
         if before in ("tensor", "node") and edge is None:
             owner = "the tensor" if before == "tensor" else "its context"
-            return Holder("object", f"attribute {_key_text(self._key(thing, after))} of {owner}")
+            return Holder("attribute", f"attribute {_key_text(self._key(thing, after))} of {owner}")
         if type(thing) is dict and type(dict.get(thing, "__name__")) is str and "__builtins__" in thing:
             return self._global(thing, after)
         return Holder("dict", f"{_said(edge)}{type_name(thing)} item {_key_text(self._key(thing, after), quoted=True)}")
@@ -184,7 +184,7 @@ class Words:
             return Holder("object", f"{_said(edge)}{'class' if is_class else 'a'} {name}"), 1
         where = _attribute_place(thing if is_class else type(thing), attribute)
         kind = "class attribute" if is_class else "attribute"
-        return Holder("object", f"{_said(edge)}{kind} {attribute} of {name}", where), taken
+        return Holder("attribute", f"{_said(edge)}{kind} {attribute} of {name}", where), taken
 
     # ---- places in containers, by identity
 
@@ -297,7 +297,7 @@ def code_place(thing: Any) -> str | None:
     if name is None:
         return None
     code = getattr(thing, name)
-    return _source.place(code.co_filename, code.co_firstlineno)
+    return _source.place(code.co_filename, _source.definition_line(code.co_filename, code.co_firstlineno))
 
 
 def _object_at(steps: list[Step], at: int) -> Any:
