@@ -328,10 +328,8 @@ def _page(report: Report, roots: list[Box], cycles: list[list[Box]], rows: float
 
 
 def _details(leak: Leak) -> str:
-    items = "".join(
-        f"<li>{'<b>' if holder is leak.blame else ''}{html.escape(str(holder))}{'</b>' if holder is leak.blame else ''}</li>"
-        for holder in leak.chain
-    )
+    texts = [(html.escape(str(holder)), holder is leak.blame) for holder in leak.chain]
+    items = "".join(f"<li><b>{text}</b></li>" if blamed else f"<li>{text}</li>" for text, blamed in texts)
     created = f", created at {html.escape(leak.created)}" if leak.created else ""
     more = f"<p>and {leak.chains_more} more references</p>" if leak.chains_more else ""
     return (

@@ -164,14 +164,13 @@ _OF_AUTOGRAD = {"node", "accumulator", "saved"}
 def _place_of_blame(chain: list[Holder]) -> int:
     place = 0
     for i, (holder, after) in enumerate(pairwise(chain)):
+        of_autograd = holder.kind in _OF_AUTOGRAD or (holder.kind == "tensor" and after.kind in _OF_AUTOGRAD)
         if holder.kind in _NAMED:
             place = i
         elif holder.kind == "hook":
             return i
-        elif holder.kind in _OF_AUTOGRAD | _TELLING | {"tensor"} and after.kind != "hook":
-            leads_on = holder.kind == "tensor" and after.kind not in _OF_AUTOGRAD
-            if not leads_on:
-                return place
+        elif (of_autograd or holder.kind in _TELLING) and after.kind != "hook":
+            return place
     return place
 
 
