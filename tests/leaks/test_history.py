@@ -358,7 +358,7 @@ def ten_steps(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two_hundred_steps(tmp_path_factory):
-    return run_ranks(tmp_path_factory.mktemp("two_hundred"), 200, 1500)
+    return run_ranks(tmp_path_factory.mktemp("two_hundred"), 200, 2700)
 
 
 def check(ranks, steps):
@@ -416,7 +416,7 @@ def test_ten_steps_of_a_schedule_leave_nothing(name, ten_steps):
 
 
 @pytest.mark.dist
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_no_false_alarm_over_200_steps(name, two_hundred_steps):
     check(results(two_hundred_steps, name), 200)

@@ -172,7 +172,7 @@ class Growth:
                     f"  {count} tensor{'s' * (count > 1)} ({group.bytes} bytes) from steps {min(group.steps)} to "
                     f"{max(group.steps)}: {group.held_by[0]}"
                 )
-                lines += [f"      {line}" for line in group.held_by[1:]]
+                lines += [f"    {line}" for line in group.held_by[1:]]
             if len(grown) > SHOWN_HOLDERS:
                 lines.append(f"  and {len(grown) - SHOWN_HOLDERS} more")
         return "\n".join(lines)
