@@ -15,7 +15,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo dev test test-core asan valgrind fuzz cov lint fmt bench clean pytest
+.PHONY: help demo dev test test-core test-long asan valgrind fuzz cov lint fmt bench clean pytest
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,6 +57,9 @@ test: test-core pytest ## run every test: the C core's, then Python's
 
 pytest: $(VENV)/.built $(VENV)/.extras-test $(VENV)/.extras-demo
 	$(RUN) -m pytest
+
+test-long: $(VENV)/.built $(VENV)/.extras-test ## 200 steps of every schedule under the leak tools
+	$(RUN) -m pytest -m long -o faulthandler_timeout=3000
 
 # Without inductor: the compiler that it starts would itself run under the sanitizer, and leaks.
 asan: $(VENV)/.built $(VENV)/.extras-test ## run the tests of autograd and memory under AddressSanitizer and UBSan

@@ -54,6 +54,16 @@ static PyObject *group_wrap(module_state *state, zbp_group *group)
     return (PyObject *)self;
 }
 
+const zbp_group *zbp_group_in(PyObject *object)
+{
+    return ((group_object *)object)->group;
+}
+
+PyTypeObject *zbp_group_type(PyObject *module)
+{
+    return get_state(module)->group_type;
+}
+
 static PyObject *format_bytes(size_t bytes)
 {
     static const char *const unit[] = {"bytes", "KiB", "MiB", "GiB", "TiB"};
@@ -412,7 +422,10 @@ static int module_exec(PyObject *module)
     if (PyModule_AddObjectRef(module, "RunError", state->run_error) < 0) {
         return -1;
     }
-    return zbp_add_release(module) < 0 ? -1 : zbp_add_memory(module);
+    if (zbp_add_release(module) < 0 || zbp_add_memory(module) < 0) {
+        return -1;
+    }
+    return zbp_add_leaks(module);
 }
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg)

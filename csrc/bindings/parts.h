@@ -7,7 +7,16 @@
 
 #include <Python.h>
 
+#include "shim/zbp_shim.h"
+
+int zbp_add_leaks(PyObject *module);
 int zbp_add_memory(PyObject *module);
 int zbp_add_release(PyObject *module);
+
+/* The group in a ParamGroup. Precondition: object is one. Borrowed from it. */
+const zbp_group *zbp_group_in(PyObject *object);
+
+/* The type ParamGroup of zbpipe._C, borrowed. Cannot fail. */
+PyTypeObject *zbp_group_type(PyObject *module);
 
 #endif

@@ -42,25 +42,9 @@ const char* role_of(const Watched& watched, const Task& task) {
   return "saved";
 }
 
-/// Appends `value` to `list`, and takes it over. Throws with a Python error set.
-void append(PyObject* list, PyObject* value) {
-  THPObjectPtr owned(value);
-  if (!owned || PyList_Append(list, owned.get()) < 0) {
-    throw python_error();
-  }
-}
-
-PyObject* new_list() {
-  PyObject* list = PyList_New(0);
-  if (!list) {
-    throw python_error();
-  }
-  return list;
-}
-
 /// Tuple of ints, -1 for a size that is not known as a number; empty for a nested tensor.
 PyObject* shape_of(const at::Tensor& tensor) {
-  THPObjectPtr list(new_list());
+  THPObjectPtr list = new_list();
   if (!tensor.is_nested()) {
     for (const c10::SymInt& size : tensor.sym_sizes()) {
       append(list, PyLong_FromLongLong(size.maybe_as_int().value_or(-1)));
@@ -70,7 +54,7 @@ PyObject* shape_of(const at::Tensor& tensor) {
 }
 
 PyObject* wrap_weights(const std::vector<const Weight*>& weights) {
-  THPObjectPtr list(new_list());
+  THPObjectPtr list = new_list();
   for (const Weight* weight : weights) {
     append(list, THPVariable_Wrap(weight->accumulator->variable));
   }
@@ -138,7 +122,7 @@ std::vector<const Weight*> weights_of(const Watched& watched, const Task& task,
 }
 
 PyObject* account_of(const Task& task, const Group& group) {
-  THPObjectPtr tensors(new_list());
+  THPObjectPtr tensors = new_list();
   for_each_watched(task, [&](const Watched& watched) {
     if (watched.tensor().defined()) {
       append_tensor(tensors, role_of(watched, task), watched.tensor(),
@@ -151,7 +135,7 @@ PyObject* account_of(const Task& task, const Group& group) {
 
 /// What a W that raised has computed for `weight` and could not add.
 PyObject* account_of_waiting(const Weight& weight) {
-  THPObjectPtr tensors(new_list());
+  THPObjectPtr tensors = new_list();
   append_tensor(tensors, "waiting gradient", weight.grad, {&weight});
   return Py_BuildValue("zsO", nullptr, "waiting", tensors.get());
 }
@@ -166,7 +150,7 @@ PyObject* zbp_group_account(const zbp_group* handle) {
              "what a parameter group holds cannot be listed while its weight pass runs; wait for "
              "stage_backward_weight to return");
     }
-    THPObjectPtr list(new_list());
+    THPObjectPtr list = new_list();
     const Group& group = *handle->group;
     for (const Task& task : group.tasks) {
       append(list, account_of(task, group));

@@ -4,6 +4,8 @@
 // Nothing outside this header may name either: write NodePtr, NodeRef<T>, make_node and ref_of.
 #pragma once
 
+#include <Python.h>
+
 #include <memory>
 #include <mutex>
 #include <type_traits>
@@ -54,6 +56,13 @@ NodePtr lock_py_node(const Cdata& cdata) {
   return cdata;
 }
 
+/// The Python object that stands for the node, if one was made; borrowed. It owns the node; the node owns
+/// it as long as others hold the node too.
+inline PyObject* python_object_of(Node& node) {
+  return node.pyobj_slot()->load_pyobj();
+}
+constexpr bool NODES_KEEP_PYTHON_OBJECTS = true;
+
 #else
 
 template <class T>
@@ -78,6 +87,13 @@ template <class Cdata>
 NodePtr lock_py_node(const Cdata& cdata) {
   return cdata.lock();
 }
+
+/// Likewise. It owns the node, which never owns it; but a Python Function's is owned by its node, which it
+/// does not own.
+inline PyObject* python_object_of(Node& node) {
+  return node.pyobj();
+}
+constexpr bool NODES_KEEP_PYTHON_OBJECTS = false;
 
 #endif
 

@@ -13,6 +13,21 @@
 
 namespace zbp {
 
+THPObjectPtr new_list() {
+  THPObjectPtr list(PyList_New(0));
+  if (!list) {
+    throw python_error();
+  }
+  return list;
+}
+
+void append(PyObject* list, PyObject* value) {
+  THPObjectPtr owned(value);
+  if (!owned || PyList_Append(list, owned.get()) < 0) {
+    throw python_error();
+  }
+}
+
 const at::Tensor* as_tensor(PyObject* object) {
   return THPVariable_Check(object) ? &THPVariable_Unpack(object) : nullptr;
 }
@@ -67,34 +82,42 @@ std::optional<Edge> as_gradient_edge(PyObject* object) {
   return edge;
 }
 
-std::vector<torch::autograd::SavedVariable*> saved_by(Node& node) {
+void for_each_saved(PyTypeObject* type, PyObject* object,
+                    c10::function_ref<void(SavedVariable&, const char*, int32_t)> visit) {
   constexpr std::string_view prefix = "_raw_saved_";
-  THPObjectPtr object(torch::autograd::functionToPyObject(ref_of(node)));
-  if (!object) {
-    throw python_error();
-  }
-  std::vector<torch::autograd::SavedVariable*> saved;
-  const auto add = [&](PyObject* value) {
-    if (value != Py_None) {
-      saved.push_back(pybind11::cast<torch::autograd::SavedVariable*>(pybind11::handle(value)));
-    }
-  };
-  for (const PyGetSetDef* def = Py_TYPE(object.get())->tp_getset; def && def->name; ++def) {
+  for (const PyGetSetDef* def = type->tp_getset; def && def->name; ++def) {
     if (std::string_view(def->name).substr(0, prefix.size()) != prefix) {
       continue;
     }
     THPObjectPtr value(def->get(object, def->closure));
-    if (!value) {
-      throw python_error();
+    if (!value) {  // a list that a backward has released
+      PyErr_Clear();
+      continue;
     }
+    const char* const name = def->name + 5;  // without "_raw_"
+    const auto visit_one = [&](PyObject* item, int32_t index) {
+      if (item != Py_None) {
+        visit(*pybind11::cast<SavedVariable*>(pybind11::handle(item)), name, index);
+      }
+    };
     if (!PyTuple_Check(value.get())) {
-      add(value);
+      visit_one(value, -1);
       continue;
     }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value.get()); ++i) {
-      add(PyTuple_GET_ITEM(value.get(), i));
+      visit_one(PyTuple_GET_ITEM(value.get(), i), static_cast<int32_t>(i));
     }
   }
+}
+
+std::vector<SavedVariable*> saved_by(Node& node) {
+  THPObjectPtr object(torch::autograd::functionToPyObject(ref_of(node)));
+  if (!object) {
+    throw python_error();
+  }
+  std::vector<SavedVariable*> saved;
+  for_each_saved(Py_TYPE(object.get()), object,
+                 [&](SavedVariable& one, const char*, int32_t) { saved.push_back(&one); });
   return saved;
 }
 

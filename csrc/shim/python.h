@@ -6,7 +6,10 @@
 #include <optional>
 #include <string>
 
+#include <c10/util/FunctionRef.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/utils/object_ptr.h>
 
 #include "core/zbp_status.h"
 #include "shim/group.h"
@@ -51,15 +54,28 @@ int guarded(const Body& body) noexcept {
   return ZBP_EPYTHON;
 }
 
+/// Python objects in the making; both throw python_error. append() takes over `value`, which may be null with an
+/// error set.
+THPObjectPtr new_list();
+void append(PyObject* list, PyObject* value);
+
 /// The tensor in `object`, or nothing if it holds none. Borrowed from `object`.
 const at::Tensor* as_tensor(PyObject* object);
 
 /// The edge in `object`, or nothing if it is no torch.autograd.graph.GradientEdge.
 std::optional<Edge> as_gradient_edge(PyObject* object);
 
-/// Everything that `node` has saved, without unpacking it, by the getters that libtorch gives its nodes
-/// for Python. Borrowed from the node; empty for a node of a kind that has none.
-std::vector<torch::autograd::SavedVariable*> saved_by(Node& node);
+using torch::autograd::SavedVariable;
+
+/// Calls `visit` with everything that a node has saved, its name, and its place in a list or -1; nothing is
+/// unpacked. By the getters that libtorch gives `type`, a node's for Python, called on `object`. None of
+/// what a backward has released.
+void for_each_saved(PyTypeObject* type, PyObject* object,
+                    c10::function_ref<void(SavedVariable&, const char* name, int32_t index)> visit);
+
+/// Everything that `node` has saved, as for_each_saved(). Borrowed from the node; empty for a node of a kind that
+/// has no such getters.
+std::vector<SavedVariable*> saved_by(Node& node);
 
 /// Whose unpack hook it is.
 enum class UnpackHook : uint8_t {

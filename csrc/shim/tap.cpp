@@ -3,13 +3,19 @@
 #include <pthread.h>
 #include <time.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
+#include <cstdlib>
 #include <memory>
 #include <mutex>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include <c10/core/Allocator.h>
+#include <torch/csrc/profiler/combined_traceback.h>
+#include <torch/csrc/utils/object_ptr.h>
 #include <c10/core/StorageImpl.h>
 #include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -20,6 +26,8 @@ namespace {
 
 using namespace zbp;
 
+using Trace = std::shared_ptr<torch::CapturedTraceback>;
+
 /// What all recordings share. Never destroyed: tensors are freed until the process ends.
 struct Books {
   std::mutex mutex;
@@ -28,6 +36,8 @@ struct Books {
   std::vector<zbp_record*> records;    // being fed
   std::atomic<bool> is_fed{false};     // records is not empty; to be read without the lock
   std::atomic<size_t> block_count{0};  // likewise, of blocks
+  std::atomic<int> tracers{0};         // who wants to know where blocks come from
+  std::unordered_map<uint64_t, Trace> traces;
 };
 
 Books& books() {
@@ -57,8 +67,19 @@ void note_untracked() {
   feed_untracked(b);
 }
 
+/// The Python stack of this thread, if somebody wants it. Takes the GIL, so not on a thread that Python does
+/// not know: whoever waits for that one may have it.
+Trace trace_now() {
+  if (books().tracers.load(std::memory_order_relaxed) == 0 || !Py_IsInitialized() ||
+      PyGILState_GetThisThreadState() == nullptr) {
+    return nullptr;
+  }
+  return torch::CapturedTraceback::gather(/*python=*/true, /*script=*/false, /*cpp=*/false);
+}
+
 /// Without memory for the books the block is not followed: nobody will know it when it is freed.
 void note_alloc(const void* data, size_t bytes) {
+  const Trace trace = trace_now();
   Books& b = books();
   const std::lock_guard<std::mutex> lock(b.mutex);
   const zbp_block block{address_of(data), bytes, b.next_serial};
@@ -69,6 +90,9 @@ void note_alloc(const void* data, size_t bytes) {
   }
   if (old.address != 0) {
     feed_free(b, old);  // freed past our deleter: raw_deallocate() after we were taken out
+  }
+  if (trace) {
+    b.traces.insert_or_assign(block.address, trace);
   }
   ++b.next_serial;
   b.block_count.store(b.blocks.count, std::memory_order_relaxed);
@@ -83,7 +107,11 @@ void note_free(const void* data) {
   if (b.block_count.load(std::memory_order_relaxed) == 0) {
     return;
   }
+  decltype(b.traces)::node_type trace;  // goes when the lock is given back
   const std::lock_guard<std::mutex> lock(b.mutex);
+  if (!b.traces.empty()) {
+    trace = b.traces.extract(address_of(data));
+  }
   zbp_block block{};
   if (zbp_blocks_take(&b.blocks, address_of(data), &block)) {
     b.block_count.store(b.blocks.count, std::memory_order_relaxed);
@@ -312,6 +340,77 @@ int zbp_tap_mark(zbp_record* record, uint32_t* index_out) {
   Books& b = books();
   const std::lock_guard<std::mutex> lock(b.mutex);
   return zbp_record_mark(record, zbp_tap_now(), b.next_serial, zbp_tap_thread(), index_out);
+}
+
+void zbp_tap_trace_start(void) {
+  ++books().tracers;
+}
+
+void zbp_tap_trace_stop(void) {
+  Books& b = books();
+  decltype(b.traces) traces;
+  const std::lock_guard<std::mutex> lock(b.mutex);
+  if (--b.tracers == 0) {
+    traces.swap(b.traces);
+  }
+}
+
+PyObject* zbp_tap_trace_of(uint64_t address) {
+  THPObjectPtr list(PyList_New(0));
+  const int status = guarded([&] {
+    Books& b = books();
+    Trace trace;
+    {
+      const std::lock_guard<std::mutex> lock(b.mutex);
+      const auto found = b.traces.find(address);
+      trace = found != b.traces.end() ? found->second : nullptr;
+    }
+    if (!trace || !list) {
+      return;
+    }
+    const torch::SymbolizedTracebacks symbolized = torch::symbolize({trace.get()});
+    for (const uint64_t i : symbolized.tracebacks.at(0)) {
+      const auto& frame = symbolized.all_frames.at(i);
+      THPObjectPtr place(Py_BuildValue("(ssK)", frame.filename.c_str(), frame.funcname.c_str(),
+                                       static_cast<unsigned long long>(frame.lineno)));
+      if (!place || PyList_Append(list, place.get()) < 0) {
+        throw python_error();
+      }
+    }
+  });
+  return status == ZBP_OK ? list.release() : nullptr;
+}
+
+uint64_t zbp_tap_serial(void) {
+  Books& b = books();
+  const std::lock_guard<std::mutex> lock(b.mutex);
+  return b.next_serial;
+}
+
+int zbp_tap_blocks(uint64_t since, zbp_block** blocks_out, size_t* count_out) {
+  Books& b = books();
+  const std::lock_guard<std::mutex> lock(b.mutex);
+  *blocks_out = nullptr;
+  *count_out = 0;
+  if (b.blocks.count == 0) {
+    return ZBP_OK;
+  }
+  auto* const blocks = static_cast<zbp_block*>(std::malloc(b.blocks.count * sizeof(zbp_block)));
+  if (blocks == nullptr) {
+    return ZBP_ENOMEM;
+  }
+  size_t count = 0;
+  for (size_t i = 0; i < b.blocks.capacity; ++i) {
+    const zbp_block& block = b.blocks.slot[i];
+    if (block.address != 0 && block.serial >= since) {
+      blocks[count++] = block;
+    }
+  }
+  std::sort(blocks, blocks + count,
+            [](const zbp_block& x, const zbp_block& y) { return x.serial < y.serial; });
+  *blocks_out = blocks;
+  *count_out = count;
+  return ZBP_OK;
 }
 
 void zbp_tap_lock(void) {

@@ -61,6 +61,23 @@ ZBP_MUST_USE int zbp_tap_adopt(PyObject *objects);
 /* Marks a record that is being fed, now. Errors as zbp_record_mark's. Any thread. */
 ZBP_MUST_USE int zbp_tap_mark(zbp_record *record, uint32_t *index_out);
 
+/* From start to stop (they nest) the Python stack that asks for a block is kept with it, at some
+ * microseconds a block, and forgotten when it is freed or at the last stop. For that the GIL is taken, on
+ * threads that Python knows: whoever holds it must not wait for another thread that allocates. */
+void zbp_tap_trace_start(void);
+void zbp_tap_trace_stop(void);
+
+/* New list of (file, function, line), innermost first; empty for a block without a trace. With the
+ * GIL. NULL with an error set. */
+PyObject *zbp_tap_trace_of(uint64_t address);
+
+/* The number of the next block: those that are handed out from now on have it or a larger one. */
+uint64_t zbp_tap_serial(void);
+
+/* The blocks in use with serials from `since` on: an array that is the caller's to free() (NULL for
+ * none), and their count. Error: ZBP_ENOMEM. Any thread. O(blocks in use). */
+ZBP_MUST_USE int zbp_tap_blocks(uint64_t since, zbp_block **blocks_out, size_t *count_out);
+
 /* While held, no record is fed: for reading one. Nothing that could free a tensor may run meanwhile,
  * Python's collector included: no Python call. */
 void zbp_tap_lock(void);

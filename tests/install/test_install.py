@@ -98,7 +98,9 @@ def test_source_distribution_builds_the_same_wheel(environment, project, tmp_pat
         names = file.namelist()
         record = file.read("zbpipe-0.1.0.dist-info/RECORD").decode()
     assert len(names) == len(set(names)) == len(record.splitlines())
-    assert {"zbpipe.pth", "_zbpipe_hook.py", "zbpipe/_build_info.py", "zbpipe/py.typed"} <= set(names)
+    assert {"zbpipe.pth", "_zbpipe_hook.py", "zbpipe_pytest.py", "zbpipe/_build_info.py", "zbpipe/py.typed"} <= set(
+        names
+    )
     assert not [name for name in names if Path(name).suffix in (".c", ".h", ".cpp") or name.startswith("build_backend")]
 
 

@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "autograd"))
+for folder in ("autograd", "schedules", "leaks"):
+    sys.path.insert(0, str(Path(__file__).parents[1] / folder))
 torch.set_num_threads(1)  # the tensors are tiny; a pool of threads costs a hundred times what it saves
 
 

@@ -1,0 +1,111 @@
+"""What the leak tools cost: a clean check, a look at a large heap, one tensor's holders, a step of Growth.
+
+The heap holds N living tensors in graphs of 4 N nodes that also save N tensors each, beside all that Python and torch have
+loaded. Times are medians in ms; what is counted is exact. The reference is what Python offers for one question of many:
+`gc.get_referrers` of one tensor, one level of holders, no node.
+
+    python benchmarks/leaks.py --tensors 5000 --json leaks.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.pipelining  # what a training script has loaded
+
+from zbpipe.leaks import Growth, check_tensor_leak, find_holders
+from zbpipe.memory._format import table
+
+ROUNDS = 7
+GRAPHS = 500  # one graph's depth is 4 N / GRAPHS nodes
+
+
+def median_ms(function: Callable[[], Any]) -> float:
+    times = []
+    for _ in range(ROUNDS):
+        begin = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - begin)
+    return 1e3 * statistics.median(times)
+
+
+def clean_check() -> None:
+    with check_tensor_leak(action="record") as check:
+        torch.ones(8)
+    assert not check.report
+
+
+def kept_tensors(count: int, weight: torch.Tensor) -> list[torch.Tensor]:
+    """Tensors in graphs with four nodes each; what those save is memory of its own but for the tensors themselves."""
+    kept: list[torch.Tensor] = []
+    for i in range(count):
+        before = kept[-1] if i % max(count // GRAPHS, 1) else weight
+        kept.append((before * 1.5).sin().cos().exp())
+    return kept
+
+
+def look(count: int, in_a_cycle: bool) -> tuple[float, Any]:
+    """The time from the end of the block to the report's text, and the report."""
+    weight = torch.ones(4, 4, requires_grad=True)
+    kept: list[Any] = []
+    with check_tensor_leak(action="record", allow=weight) as check:
+        kept = kept_tensors(count, weight)
+        if in_a_cycle:
+            kept.append(kept)
+            kept = []
+        begin = time.perf_counter()
+    text = str(check.report)
+    spent = 1e3 * (time.perf_counter() - begin)
+    assert text
+    kept.clear()
+    gc.collect()
+    return spent, check.report
+
+
+def measure(count: int) -> dict[str, Any]:
+    result: dict[str, Any] = {"objects": len(gc.get_objects()), "tensors": count}
+    result["clean check"] = median_ms(clean_check)
+    for name, in_a_cycle in (("check, all held", False), ("check, all in a cycle", True)):
+        spent, reports = zip(*(look(count, in_a_cycle) for _ in range(3)), strict=True)
+        result[name] = statistics.median(spent)
+        result["visited"], result["leaks"] = reports[-1].visited, len(reports[-1].leaks)
+    weight = torch.ones(4, 4, requires_grad=True)
+    kept = kept_tensors(count, weight)
+    result["find_holders of one"] = median_ms(lambda: find_holders(kept[-1]))
+    result["gc.get_referrers of one"] = median_ms(lambda: gc.get_referrers(kept[-1]))
+    with Growth() as growth:
+        result["Growth.step"] = median_ms(growth.step)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tensors", type=int, default=5000, help="living tensors (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="write the numbers to this file")
+    given = parser.parse_args()
+    if given.tensors < 1:
+        parser.error(f"--tensors {given.tensors}: give 1 or more")
+    result = measure(given.tensors)
+    print(f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}")
+    print(
+        f"{result['tensors']} tensors, {4 * result['tensors']} nodes, {result['objects']} other objects of Python's; "
+        f"{result['visited']} things looked at, {result['leaks']} leaks"
+    )
+    times = ["clean check", "check, all held", "check, all in a cycle", "find_holders of one"]
+    times += ["gc.get_referrers of one", "Growth.step"]
+    print(table(["", "ms"], [[name, f"{result[name]:.1f}"] for name in times]))
+    if given.json:
+        given.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

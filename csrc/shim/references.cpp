@@ -1,0 +1,319 @@
+#include "shim/heap.h"
+
+#include <cstring>
+#include <mutex>
+#include <typeinfo>
+
+#include <ATen/SparseCsrTensorImpl.h>
+#include <ATen/SparseTensorImpl.h>
+#include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/forward_grad.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/functions/tensor.h>
+#include <torch/csrc/autograd/python_anomaly_mode.h>
+#include <torch/csrc/autograd/python_cpp_function.h>
+#include <torch/csrc/autograd/python_function.h>
+#include <torch/csrc/autograd/python_hook.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/utils/object_ptr.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "shim/group.h"
+#include "shim/kinds.h"
+#include "shim/python.h"
+
+// What a vertex of the heap holds.
+
+namespace zbp {
+
+namespace {
+
+struct NodeAccess : Node {
+  static const torch::autograd::AnomalyMetadata* anomaly_of(const Node& node) {
+    return (node.*(&NodeAccess::anomaly_metadata_)).get();
+  }
+};
+
+/// libtorch_python hides the type information of its hooks: they are told by name.
+bool is_named(const std::type_info& type, const char* name) {
+  return std::strcmp(type.name(), name) == 0;
+}
+
+/// Ours hold nothing.
+bool is_ours(const std::type_info& type) {
+  return std::strstr(type.name(), "3zbp") != nullptr;
+}
+
+/// The dictionary of a Python hook; null for a C++ hook.
+PyObject* dict_of(const torch::autograd::FunctionPreHook& hook) {
+  using torch::autograd::PyFunctionPreHook;
+  using torch::autograd::PyFunctionTensorPreHook;
+  if (is_named(typeid(hook), "N5torch8autograd23PyFunctionTensorPreHookE")) {
+    return static_cast<const PyFunctionTensorPreHook&>(hook).dict;
+  }
+  if (is_named(typeid(hook), "N5torch8autograd17PyFunctionPreHookE")) {
+    return static_cast<const PyFunctionPreHook&>(hook).dict;
+  }
+  return nullptr;
+}
+
+PyObject* dict_of(const torch::autograd::FunctionPostHook& hook) {
+  return is_named(typeid(hook), "N5torch8autograd18PyFunctionPostHookE")
+             ? static_cast<const torch::autograd::PyFunctionPostHook&>(hook).dict
+             : nullptr;
+}
+
+PyObject* dict_of(const torch::autograd::PostAccumulateGradHook& hook) {
+  return is_named(typeid(hook), "N5torch8autograd32PyFunctionTensorPostAccGradHooksE")
+             ? static_cast<const torch::autograd::PyFunctionTensorPostAccGradHooks&>(hook).dict
+             : nullptr;
+}
+
+bool is_compressed(c10::Layout layout) {
+  return layout == c10::kSparseCsr || layout == c10::kSparseCsc || layout == c10::kSparseBsr ||
+         layout == c10::kSparseBsc;
+}
+
+struct Traversal {
+  Visit visit;
+};
+
+int visit_referent(PyObject* object, void* traversal) {
+  static_cast<Traversal*>(traversal)->visit({Thing::python, object, nullptr, -1, true});
+  return 0;
+}
+
+void visit_tensor(const at::Tensor& tensor, const char* label, int32_t index, Visit visit) {
+  if (tensor.defined()) {
+    visit({Thing::tensor, tensor.unsafeGetTensorImpl(), label, index, false});
+  }
+}
+
+void visit_node(const Node* node, const char* label, int32_t index, Visit visit) {
+  if (node) {
+    visit({Thing::node, node, label, index, false});
+  }
+}
+
+template <class Hooks>
+bool visit_hooks(const Hooks& hooks, const char* label, Visit visit) {
+  bool all = true;
+  int32_t index = 0;
+  for (const auto& hook : hooks) {
+    if (PyObject* dict = hook ? dict_of(*hook) : nullptr) {
+      visit({Thing::python, dict, label, index, true});
+    } else if (hook && !is_ours(typeid(*hook))) {
+      all = false;
+    }
+    ++index;
+  }
+  return all;
+}
+
+}  // namespace
+
+void Heap::python_references(PyObject* object, Visit visit) {
+  if (PyObject_IS_GC(object) && Py_TYPE(object)->tp_traverse) {
+    Traversal traversal{visit};
+    Py_TYPE(object)->tp_traverse(object, &visit_referent, &traversal);
+  }
+  const Type type = type_of(object);
+  if (type == Type::saved) {
+    saved_reference(*py::cast<SavedVariable*>(py::handle(object)), "saved tensor", -1, visit);
+  } else if (type == Type::py_node) {
+    int32_t index = 0;
+    for (const SavedVariable& saved : reinterpret_cast<THPFunction*>(object)->saved_variables) {
+      saved_reference(saved, "saved tensor", index++, visit);
+    }
+  }
+}
+
+void Heap::tensor_references(const c10::TensorImpl& tensor, Visit visit) {
+  if (tensor.has_storage()) {
+    if (c10::StorageImpl* storage = tensor.unsafe_storage().unsafeGetStorageImpl()) {
+      visit({Thing::storage, storage, "storage", -1, false});
+    }
+  } else if (tensor.layout() == c10::kSparse) {
+    const auto& sparse = static_cast<const at::SparseTensorImpl&>(tensor);
+    visit_tensor(sparse.indices(), "indices", -1, visit);
+    visit_tensor(sparse.values(), "values", -1, visit);
+  } else if (is_compressed(tensor.layout())) {
+    const auto& sparse = static_cast<const at::SparseCsrTensorImpl&>(tensor);
+    visit_tensor(sparse.compressed_indices(), "compressed indices", -1, visit);
+    visit_tensor(sparse.plain_indices(), "plain indices", -1, visit);
+    visit_tensor(sparse.values(), "values", -1, visit);
+  } else if (!tensor.key_set().has(c10::DispatchKey::Python)) {
+    note_unseen("tensors of an opaque kind (functorch wrappers, oneDNN)");
+  }
+  if (PyObject* object = tensor.pyobj_slot()->load_pyobj()) {
+    python_references(object, visit);
+  }
+  const auto* meta = static_cast<torch::autograd::AutogradMeta*>(tensor.autograd_meta());
+  if (!meta) {
+    return;
+  }
+  visit_node(meta->grad_fn_.get(), "grad_fn", -1, visit);
+  visit_tensor(meta->grad_, "grad", -1, visit);
+  if (!visit_hooks(meta->hooks_, "tensor hooks", visit) || meta->cpp_hooks_list_) {
+    note_unseen("tensors with C++ hooks");
+  }
+  if (const auto& hook = meta->post_acc_grad_hooks_) {
+    if (PyObject* dict = dict_of(*hook)) {
+      visit({Thing::python, dict, "post-accumulate hooks", -1, true});
+    } else {
+      note_unseen("tensors with C++ hooks");
+    }
+  }
+  if (meta->is_view_) {
+    const auto& view = static_cast<const torch::autograd::DifferentiableViewMeta&>(*meta);
+    if (view.has_bw_view()) {
+      visit_tensor(view.get_backward_view().base_, "base of the view", -1, visit);
+    }
+    if (view.has_fw_view() && !view.shared_view_info()) {
+      visit_tensor(view.get_forward_view().base_, "base of the view", -1, visit);
+    }
+  }
+  if (meta->fw_grad_ && meta->fw_grad_->contains(0)) {
+    visit_tensor(meta->fw_grad_->value(0), "forward gradient", -1, visit);
+  }
+}
+
+void Heap::saved_reference(const SavedVariable& saved, const char* name, int32_t index,
+                           Visit visit) {
+  if (!saved.has_hooks()) {
+    if (const auto data = saved.get_raw_data()) {
+      visit_tensor(*data, name, index, visit);
+    }
+    return;
+  }
+  // What Python hooks have packed; the hooks are not run.
+  const auto packed = saved.retrieve_unpack_hook_data();
+  if (!packed) {
+    note_unseen("saved tensors that C++ hooks have packed");
+    return;
+  }
+  c10::impl::PyInterpreter* const interpreter = getPyInterpreter();
+  visit({Thing::python, packed->second.ptr(interpreter), name, index, true});
+  visit({Thing::python, packed->first.ptr(interpreter), name, index, true});
+}
+
+/// What Python sees a node of libtorch's own as; null for others. Its getters are called on a stand-in for the
+/// Python object: a real one, once made, would stay with the node.
+PyTypeObject* Heap::python_type_of(const Node& node) {
+  const auto [it, added] = python_types_.try_emplace(typeid(node).name(), nullptr);
+  if (!added || !is_generated(node)) {
+    return it->second;
+  }
+  THPObjectPtr module(PyImport_ImportModule("torch._C"));
+  THPObjectPtr functions(module ? PyObject_GetAttrString(module, "_functions") : nullptr);
+  THPObjectPtr type(functions ? PyObject_GetAttrString(functions, node.name().c_str()) : nullptr);
+  if (type && PyType_Check(type.get())) {
+    it->second =
+        reinterpret_cast<PyTypeObject*>(type.get());  // static: lives as long as the process
+  } else {
+    PyErr_Clear();
+    note_unseen("what nodes of type " + node.name() + " have saved");
+  }
+  return it->second;
+}
+
+void Heap::node_references(Node& node, Visit visit) {
+  int32_t index = 0;
+  for (const Edge& edge : node.next_edges()) {
+    visit_node(edge.function.get(), "next node", index++, visit);
+  }
+  bool all_hooks = visit_hooks(node.pre_hooks(), "pre hooks", visit);
+  all_hooks = visit_hooks(node.tensor_pre_hooks(), "tensor hooks", visit) && all_hooks;
+  all_hooks = visit_hooks(node.post_hooks(), "post hooks", visit) && all_hooks;
+  if (!all_hooks) {
+    note_unseen("nodes with C++ hooks");
+  }
+  if (const auto* anomaly = NodeAccess::anomaly_of(node);
+      anomaly && is_named(typeid(*anomaly), "N5torch8autograd17PyAnomalyMetadataE")) {
+    auto* python = static_cast<torch::autograd::PyAnomalyMetadata*>(
+        const_cast<torch::autograd::AnomalyMetadata*>(anomaly));
+    visit({Thing::python, python->dict(), "metadata", -1, true});
+  }
+  // Held by a thread that runs the node.
+  const std::unique_lock<std::mutex> lock(NodeParts::mutex_of(node), std::try_to_lock);
+  if (!lock.owns_lock()) {
+    note_unseen("nodes that were running");
+    return;
+  }
+  if (auto* accumulator = as<torch::autograd::AccumulateGrad>(node)) {
+    visit_tensor(accumulator->variable, "its leaf", -1, visit);
+    return;
+  }
+  if (auto* slices = as<torch::autograd::CopySlices>(node)) {
+    visit_node(slices->fn.get(), "inner node", -1, visit);
+    return;
+  }
+  if (is_python_function(node)) {
+    THPObjectPtr object(torch::autograd::functionToPyObject(ref_of(node)));
+    if (object) {
+      python_references(object, visit);
+    }
+    PyErr_Clear();
+    return;
+  }
+  if (std::strstr(typeid(node).name(), "CppNode")) {
+    note_unseen("what nodes of C++ Functions have saved");
+    return;
+  }
+  PyTypeObject* const type = python_type_of(node);
+  if (!type) {
+    return;
+  }
+  torch::autograd::THPCppFunction stand_in{};
+  stand_in.ob_base.ob_refcnt = 1;
+  stand_in.ob_base.ob_type = type;
+  stand_in.cdata = ref_of(node);
+  for_each_saved(type, reinterpret_cast<PyObject*>(&stand_in),
+                 [&](const SavedVariable& saved, const char* name, int32_t i) {
+                   saved_reference(saved, name, i, visit);
+                 });
+}
+
+void Heap::group_references(PyObject* object, Visit visit) {
+  const zbp_group* handle = groups_.get(object);
+  if (handle->running) {
+    note_unseen("parameter groups whose weight pass was running");
+    return;
+  }
+  const Group& group = *handle->group;
+  int32_t index = 0;
+  for (const Task& task : group.tasks) {
+    visit_node(task.node.get(), "weight task", index, visit);
+    for (const Face& face : task.face) {
+      visit_node(face.edge.function.get(), "weight face of task", index, visit);
+    }
+    visit_tensor(task.other.tensor(), "matrix of weight task", index, visit);
+    for (const Watched& grad : task.output_grads) {
+      visit_tensor(grad.tensor(), "output gradient of weight task", index, visit);
+    }
+    for (const Watched& kept : task.kept) {
+      visit_tensor(kept.tensor(), "kept gradient of weight task", index, visit);
+    }
+    for (const Watched& saved : task.saved) {
+      visit_tensor(saved.tensor(), "saved tensor of weight task", index, visit);
+    }
+    if (task.packed) {
+      c10::impl::PyInterpreter* const interpreter = getPyInterpreter();
+      visit({Thing::python, task.packed->data.ptr(interpreter), "packed matrix of weight task",
+             index, true});
+      visit({Thing::python, task.packed->unpack_hook.ptr(interpreter),
+             "packed matrix of weight task", index, true});
+    }
+    ++index;
+  }
+  index = 0;
+  for (const Weight& weight : group.weights) {
+    visit_node(weight.accumulator.get(), "accumulator", index, visit);
+    visit_tensor(weight.grad, "waiting gradient", index, visit);
+    visit_tensor(weight.main_grad, "main gradient", index, visit);
+    ++index;
+  }
+}
+
+}  // namespace zbp

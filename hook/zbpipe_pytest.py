@@ -1,0 +1,67 @@
+"""The part of zbpipe's pytest plugin that every run of pytest loads: options, marker, fixture.
+
+It lies outside the package, because importing anything of zbpipe imports torch. When a test that was collected asks
+for the check, the rest is imported: zbpipe/leaks/pytest_plugin.py.
+"""
+
+import importlib
+
+import pytest
+
+CHECKS = "zbpipe.leaks.pytest_plugin"
+MARKER = (
+    "no_tensor_leak(allow=(), trace=False, device=None, action='error'): fail the test if a tensor born in it outlives "
+    "it and its fixtures; allow: tensors, modules, optimizers, predicates; trace: say where tensors were created; "
+    "action: 'error', 'warn', or 'ignore' to leave a test out of --no-tensor-leaks"
+)
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("zbpipe")
+    group.addoption(
+        "--no-tensor-leaks",
+        action="store_true",
+        default=None,
+        help="check every test as if it had the marker no_tensor_leak",
+    )
+    group.addoption(
+        "--tensor-leak-pictures",
+        metavar="DIR",
+        help="where pictures of leaks go (otherwise tensor-leaks in the base temporary directory)",
+    )
+    parser.addini("no_tensor_leaks", "as --no-tensor-leaks", type="bool", default=False)
+    parser.addini("tensor_leak_pictures", "as --tensor-leak-pictures, relative to the root directory", default="")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", MARKER)
+
+
+def pytest_collection_finish(session):
+    everything = session.config.getoption("no_tensor_leaks") or session.config.getini("no_tensor_leaks")
+    if session.items and (everything or any(asks(item) for item in session.items)):
+        load(session.config)
+
+
+def asks(item):
+    return item.get_closest_marker("no_tensor_leak") or "tensor_leaks" in getattr(item, "fixturenames", ())
+
+
+def load(config):
+    """Import and register what checks; it imports torch."""
+    try:
+        checks = importlib.import_module(CHECKS)
+    except ImportError as error:
+        raise pytest.UsageError(f"tensor leaks cannot be looked for: {error}") from error
+    if not config.pluginmanager.is_registered(checks):
+        config.pluginmanager.register(checks, CHECKS)
+    return checks
+
+
+@pytest.fixture
+def tensor_leaks(request):
+    """Checks the test as the marker no_tensor_leak does, and lets it say more.
+
+    `tensor_leaks.allow(x)`: x is no leak. `with tensor_leaks.check():` checks a part of the test, on the spot.
+    """
+    return load(request.config).TensorLeaks(request.node)

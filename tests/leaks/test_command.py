@@ -1,0 +1,261 @@
+"""python -m zbpipe leaks, on small training scripts."""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch.distributed.pipelining
+from torch.optim.optimizer import _global_optimizer_post_hooks
+
+from zbpipe.__main__ import main
+
+TRAINING = """
+import sys
+import torch
+
+net = torch.nn.Linear(16, 16)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+history = []
+
+def train(steps, leak):
+    for _ in range(steps):
+        loss = net(torch.ones(4, 16)).sum()
+        loss.backward()
+        if leak:
+            history.append(torch.ones(1024) * loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+
+if __name__ == "__main__":
+    train(int(sys.argv[1]), "leak" in sys.argv)
+    print("the script's end")
+"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Runs the command on a script, in this process. Returns the exit status and what was printed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("WORLD_SIZE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(source, *arguments, options=()):
+        (tmp_path / "train.py").write_text(source)
+        status = main(["leaks", *options, "train.py", *arguments])
+        printed = capsys.readouterr()
+        return status, printed.out + printed.err
+
+    yield run
+    assert gc.isenabled()
+
+
+def test_growth_is_shown_step_by_step_with_its_holder(run):
+    status, said = run(TRAINING, "7", "leak")
+    assert status == 0
+    assert "the script's end" in said
+    assert "5 steps (Optimizer.step) after 2 of warm-up" in said
+    assert "history" in said
+    assert "4096" in said
+
+
+def test_error_is_an_exit_status(run):
+    assert run(TRAINING, "7", "leak", options=["--error"])[0] == 1
+    status, said = run(TRAINING, "7", options=["--error"])
+    assert status == 0
+    assert "history" not in said
+
+
+def test_what_only_the_collector_frees_is_growth(run):
+    source = TRAINING.replace("history.append(torch.ones(1024) * loss.item())", "c = [torch.ones(1024)]; c.append(c)")
+    assert run(source, "7", "leak", options=["--error"])[0] == 1
+
+
+def test_warm_up_may_grow(run):
+    source = TRAINING.replace("torch.optim.SGD", "torch.optim.Adam").replace("if leak:", "if leak and _ < 4:")
+    assert run(source, "12", "leak", options=["--error", "--warmup", "5"])[0] == 0
+    assert run(source, "12", "leak", options=["--error", "--warmup", "0"])[0] == 1
+
+
+def test_a_number_of_steps_ends_the_script(run):
+    source = TRAINING + "    raise SystemExit(7)\n"
+    source = source.replace("    train(int", "    try:\n        train(int").replace(
+        '    print("the', '    finally:\n        print("cleaned up")\n    print("the'
+    )
+    status, said = run(source, "100000000", options=["--steps", "5", "--warmup", "1"])
+    assert status == 0
+    assert "5 steps" in said
+    assert "cleaned up" in said
+    assert "the script's end" not in said
+
+
+def test_marker_says_what_a_step_is(run):
+    source = TRAINING.replace("        optimizer.zero_grad()\n", "        optimizer.zero_grad()\n        after()\n")
+    source = source.replace(
+        "def train",
+        "from zbpipe import leaks\nseen = []\ndef after():\n    seen.append(1)\n    len(seen) % 2 or leaks.step()\n\ndef train",
+    )
+    status, said = run(source, "12")
+    assert status == 0
+    assert "4 steps (zbpipe.leaks.step()) after 2 of warm-up" in said
+
+
+def test_marker_does_nothing_elsewhere():
+    from zbpipe import leaks
+
+    assert leaks.step() is None
+
+
+SCHEDULE = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
+import zbpipe
+
+def loss(output, target):
+    return (output - target).pow(2).sum()
+
+class Run:
+    def __init__(self):
+        self.losses = []
+
+    def train(self, schedule, optimizers, steps, leak):
+        for step in range(steps):
+            losses = self.losses if leak else []
+            schedule.step(torch.ones(8, 4), target=torch.ones(8, 4), losses=losses)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            if step % 2:
+                {eval}
+
+def main():
+    dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 1), rank=0, world_size=1)
+    try:
+        nets = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]
+        stages = [PipelineStage(net, i, 2, torch.device("cpu")) for i, net in enumerate(nets)]
+        schedule = ScheduleZBVZeroBubble(stages, 8, loss_fn=loss, scale_grads=False)
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+        with zbpipe.patched():
+            Run().train(schedule, optimizers, 8, "leak" in sys.argv)
+    finally:
+        dist.destroy_process_group()
+
+main()
+"""
+
+
+def test_schedules_steps_are_steps(run, tmp_path):
+    status, said = run(SCHEDULE.format(eval="pass"), str(tmp_path / "store"), options=["--error"])
+    assert "6 steps (Schedule.step) after 2 of warm-up" in said
+    assert status == 0, said
+
+
+def test_losses_kept_by_a_schedules_caller_are_named(run, tmp_path):
+    source = SCHEDULE.format(eval="pass").replace(
+        "losses = self.losses if leak else []", "losses = []; self.losses.append(losses)"
+    )
+    status, said = run(source, str(tmp_path / "store"), options=["--error"])
+    assert status == 1
+    assert "losses" in said
+
+
+def test_schedules_and_optimizers_are_torchs_own_afterwards(run):
+    schedules = torch.distributed.pipelining.schedules
+    before = [vars(c).get("step") for c in vars(schedules).values() if isinstance(c, type)]
+    hooks = len(_global_optimizer_post_hooks)
+    run(TRAINING, "4")
+    assert [vars(c).get("step") for c in vars(schedules).values() if isinstance(c, type)] == before
+    assert len(_global_optimizer_post_hooks) == hooks
+
+
+def test_json_and_picture(run, tmp_path):
+    status, _ = run(TRAINING, "6", "leak", options=["--json", "grown.json", "--picture", "grown.html"])
+    assert status == 0
+    data = json.loads((tmp_path / "grown.json").read_text())
+    assert [row["bytes"] - data["steps"][0]["bytes"] for row in data["steps"]] == [0, 4096, 8192, 12288]
+    assert [row["tensors"] - data["steps"][0]["tensors"] for row in data["steps"]] == [0, 1, 2, 3]
+    assert "history" in json.dumps(data["grown"])
+    assert (tmp_path / "grown.html").stat().st_size > 0
+
+
+def test_a_script_finds_what_python_would_give_it(run, tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "beside.py").write_text("value = 42\n")
+    (tmp_path / "folder" / "it.py").write_text(
+        "import sys, beside\nassert __name__ == '__main__'\nassert sys.modules['__main__'].beside.value == 42\n"
+        "assert sys.argv == [__file__, '--steps', 'a'], sys.argv\n"
+    )
+    assert main(["leaks", "folder/it.py", "--steps", "a"]) == 2
+
+
+def test_a_module_runs_as_python_m_would(run, tmp_path):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__main__.py").write_text(TRAINING)
+    sys.path.insert(0, str(tmp_path))
+    assert main(["leaks", "--error", "-m", "package", "6", "leak"]) == 1
+
+
+def test_the_scripts_own_end_is_kept(run, capsys):
+    assert run(TRAINING + "    sys.exit(7)\n", "6")[0] == 7
+    status, said = run(TRAINING + "    sys.exit('a word')\n", "6")
+    assert status == 1
+    assert "a word" in said
+    with pytest.raises(ZeroDivisionError):
+        run(TRAINING + "    1 / 0\n", "6")
+    assert "4 steps" in capsys.readouterr().out
+
+
+def test_nothing_to_compare_is_said(run):
+    status, said = run("print(1)\n")
+    assert status == 2
+    assert "no step was seen" in said
+    status, said = run(TRAINING, "2")
+    assert status == 2
+    assert "2 steps (Optimizer.step) were seen" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["absent.py"], "there is no file absent.py"),
+        (["--steps", "3", "x.py"], "it must be 4 or more"),
+        (["--warmup", "-1", "x.py"], "is not a number of steps"),
+        (["--picture", "x.gif", "train.py"], "must end in .png, .svg or .html"),
+    ],
+)
+def test_bad_arguments_are_refused_before_the_script_runs(arguments, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("raise AssertionError\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["leaks", *arguments])
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.dist
+def test_under_torchrun_each_rank_reports(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import os\nimport torch.distributed as dist\ndist.init_process_group('gloo')\n"
+        + TRAINING.replace('"leak" in sys.argv', 'os.environ["RANK"] == "1"')
+        + "    dist.destroy_process_group()\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "zbpipe", "leaks"]
+    done = subprocess.run(
+        [sys.executable, *command, "--json", "grown.json", "train.py", "6"],
+        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        lines = [line for line in done.stdout.splitlines() if line.startswith(f"[rank {rank}] ")]
+        assert any("4 steps (Optimizer.step)" in line for line in lines)
+        assert any("history" in line for line in lines) == (rank == 1)
+        data = json.loads((tmp_path / f"grown.rank{rank}.json").read_text())
+        assert (data["steps"][-1]["bytes"] > data["steps"][0]["bytes"]) == (rank == 1)

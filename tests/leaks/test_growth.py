@@ -1,0 +1,122 @@
+"""Growth from step to step: counted to the byte, and said who holds it."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from zbpipe.leaks import Growth, _cuda
+
+KEPT = []
+
+
+@pytest.fixture(autouse=True)
+def _nothing_kept():
+    KEPT.clear()
+    yield
+    KEPT.clear()
+
+
+def grow(step, count=6):
+    """What grew in so many steps, and the table."""
+    with Growth() as growth:
+        for _ in range(count):
+            step()
+            growth.step()
+        return growth, growth.grown(), growth.table()
+
+
+def test_growth_counts_and_names_what_grows():
+    with Growth() as growth:
+        for _ in range(5):
+            KEPT.append(torch.ones(2))
+            (torch.ones(8, requires_grad=True) * 2).sum().backward()
+            growth.step()
+        assert growth.counts == [1, 2, 3, 4, 5] and growth.bytes == [8, 16, 24, 32, 40]
+        (grown,) = growth.grown()
+        table = growth.table()
+    assert grown.steps == [2, 3, 4] and grown.bytes == 24
+    assert f"3 tensors (24 bytes) from steps 2 to 4: module global {__name__}.KEPT" in table
+    assert gc.isenabled()
+    with pytest.raises(RuntimeError, match="after close"):
+        growth.step()
+
+
+def test_growth_of_steady_steps_is_none():
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step():
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+
+    growth, grown, table = grow(step)
+    assert len(set(growth.counts)) == 1 and grown == []
+    assert "grew" not in table
+
+
+class Link:
+    def __init__(self, before):
+        self.before = before
+        self.value = torch.ones(2)
+
+
+def test_a_list_of_links_grows_though_each_chain_is_longer():
+    def step():
+        KEPT[:] = [Link(KEPT[0] if KEPT else None)]
+
+    growth, (grown,), table = grow(step, 8)
+    assert growth.bytes == [8 * n for n in range(1, 9)]
+    assert grown.steps == [2, 3, 4, 5, 6, 7]
+    assert "attribute value of" in table and "Link" in table
+
+
+def test_a_loss_that_is_summed_with_its_graph():
+    weight = torch.ones(4, requires_grad=True)
+    KEPT.append(torch.zeros(()))
+
+    def step():
+        KEPT[0] = KEPT[0] + (weight * torch.ones(4)).sum()
+
+    _, grown, table = grow(step, 8)
+    assert [leak.bytes for leak in grown[0].leaks] == [16] * len(grown[0].leaks)
+    assert grown[0].steps == [2, 3, 4, 5, 6, 7]
+    assert f"module global {__name__}.KEPT" in table and "saved: Tensor float32 [4]" in table
+
+
+def of_other_memory(value):
+    """On memory that torch's allocator does not know, as CUDA's."""
+    return torch.frombuffer(bytearray(8), dtype=torch.float32).fill_(value)
+
+
+def test_other_memory_is_counted_by_its_storages_and_by_the_steps_that_made_them(monkeypatch):
+    monkeypatch.setattr(_cuda, "is_in_use", lambda: True)
+    older = of_other_memory(0)
+    KEPT.append(older)
+
+    def step():
+        of_other_memory(1)
+        KEPT.append(of_other_memory(2))
+
+    growth, (grown,), table = grow(step)
+    assert growth.counts == [1, 2, 3, 4, 5, 6] and growth.bytes == [8, 16, 24, 32, 40, 48]
+    assert grown.steps == [2, 3, 4, 5] and grown.bytes == 32
+    assert f"module global {__name__}.KEPT" in table
+
+
+def test_other_memory_that_comes_into_use_in_a_step_is_counted_from_there(monkeypatch):
+    used = iter([False, False, True])
+    monkeypatch.setattr(_cuda, "is_in_use", lambda: next(used))
+    growth, (grown,), _ = grow(lambda: KEPT.append(of_other_memory(2)))
+    assert growth.counts == [0, 0, 1, 2, 3, 4]
+    assert grown.steps == [3, 4, 5]
+
+
+@pytest.mark.cuda
+def test_growth_on_cuda():
+    KEPT.append(torch.ones(1, device="cuda"))
+    growth, (grown,), table = grow(lambda: KEPT.append(torch.ones(100, device="cuda")))
+    assert growth.bytes == [400 * n for n in range(1, 7)]
+    assert grown.steps == [2, 3, 4, 5] and "on cuda:0" in str(grown.leaks[0]) and "KEPT" in table

@@ -1,0 +1,29 @@
+"""Leak tools: which tensors outlive their step, and what holds them, in Python and in C++.
+
+    with zbpipe.leaks.check_tensor_leak(allow=[model, optimizer]):
+        train_step()
+
+says by a warning, on leaving, which tensors were born inside and are still alive, or went only because the garbage
+collector ran, with the shortest chain of holders from a module, a running function or a cycle to each: dictionaries,
+closures, hooks, autograd nodes with the field that saved the tensor, parameter groups. :func:`find_holders` says it of
+a living tensor; :class:`Growth` of what piles up from step to step. Nothing is unpacked, run or kept alive by looking.
+"""
+
+from zbpipe.leaks._check import Check, TensorLeakError, TensorLeakWarning, check_tensor_leak, find_holders
+from zbpipe.leaks._growth import Growth
+from zbpipe.leaks._marker import step
+from zbpipe.leaks._report import Cycle, Holder, Leak, Report
+
+__all__ = [
+    "Check",
+    "Cycle",
+    "Growth",
+    "Holder",
+    "Leak",
+    "Report",
+    "TensorLeakError",
+    "TensorLeakWarning",
+    "check_tensor_leak",
+    "find_holders",
+    "step",
+]

@@ -1,0 +1,303 @@
+"""The check: what was born inside and outlived it."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Literal, TypeVar, overload
+
+import torch
+
+from zbpipe import _C
+from zbpipe.leaks import _cuda
+from zbpipe.leaks._collector import collector
+from zbpipe.leaks._report import Holder, Leak, Report
+from zbpipe.leaks._search import Found, Scope, are_there_others, search, storages_now
+
+F = TypeVar("F", bound=Callable[..., Any])
+Action = Literal["warn", "error", "record"]
+
+ACTIONS = ("warn", "error", "record")
+_KNOWN = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, dict, list, tuple, set, frozenset)
+
+
+class TensorLeakWarning(UserWarning):
+    """Tensors outlived a check; ``report`` says which."""
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(str(report))
+        self.report = report
+
+
+class TensorLeakError(AssertionError):
+    """Tensors outlived a check; ``report`` says which."""
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(str(report))
+        self.report = report
+
+
+class Check:
+    """What :func:`check_tensor_leak` returns: a context manager, to be entered once, and a decorator.
+
+    Attributes:
+        report: what was found; None until the block was left.
+    """
+
+    report: Report | None
+
+    def __init__(self, action: Action, allow: tuple[Any, ...], trace: bool, device: torch.device | None) -> None:
+        self.report = None
+        self._arguments = (action, allow, trace, device)
+        self._action = action
+        self._allow = allow
+        self._trace = trace
+        self._device = device
+        self._recorder: _C.Recorder | None = None
+        self._older: object = None
+        self._since = 0
+        self._returned: Any = None
+
+    def __call__(self, function: F) -> F:
+        """``function``, checked whenever it is called. What it returns is no leak; what that holds may be."""
+        if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+            raise TypeError(
+                f"{function.__qualname__} runs after its call has returned (a coroutine or generator function); check "
+                "what it does with a with block inside it"
+            )
+        arguments = self._arguments
+
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with Check(*arguments) as check:
+                check._returned = function(*args, **kwargs)
+                return check._returned
+
+        return run  # type: ignore[return-value]
+
+    def __enter__(self) -> Check:
+        if self._recorder is not None:
+            raise RuntimeError("a check can be entered once; call check_tensor_leak() again for another one")
+        recorder = _C.Recorder(0)
+        recorder.start()
+        collector.switch_off()
+        self._recorder = recorder
+        self._collections = _collections()
+        self._cuda_before = _cuda.blocks_now(self._device)
+        self._older = storages_now()
+        self._since = _C.next_serial()
+        if self._trace:
+            _C.trace_start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._recorder is not None
+        try:
+            report = self._look()
+        finally:
+            if self._trace:
+                _C.trace_stop()
+            displaced = self._recorder.stop()
+            self._older = self._returned = None
+            self._allow = ()
+            collector.give_back()
+        if displaced:
+            report.unseen.append("what another CPU allocator handed out that was installed inside")
+        self.report = report
+        if not report or kind is not None or self._action == "record":
+            return
+        if self._action == "error":
+            raise TensorLeakError(report)
+        warnings.warn(TensorLeakWarning(report), stacklevel=2)
+
+    def _look(self) -> Report:
+        report = Report()
+        collections = _collections() - self._collections
+        if collections:
+            report.unseen.append(f"what the collector freed inside, where it ran {collections} times")
+        untracked = self._recorder.counters()["untracked"] if self._recorder else 0
+        if untracked:
+            report.unseen.append(f"{untracked} blocks that could not be followed for want of memory")
+        tensors, predicates, holders = _split((*self._allow, *_tensors_in(self._returned)))
+        blocks = {address for address, _, _ in _C.live_blocks(self._since)} - _C.addresses_of(tensors)
+        if blocks or are_there_others(self._older) or _cuda.is_in_use():
+            result = search(
+                Scope(
+                    since=self._since,
+                    older=self._older,
+                    allowed=_C.storages_of(tensors),
+                    trimmed={id(holder) for holder in (*tensors, *holders)},
+                    returned=self._returned,
+                    keep=functools.partial(_is_leak, predicates) if predicates else None,
+                    traced=self._trace,
+                )
+            )
+            del tensors, holders
+            found = [entry for entry in result.found if self._is_asked_for(entry.leak)]
+            report.leaks = _fates(found, self._since) + self._blocks_of_cuda()
+            report.leaks.sort(key=lambda leak: -leak.bytes)
+            report.cycles = result.cycles
+            report.visited = result.visited
+            report.unseen += result.unseen if report.leaks else []
+        return report
+
+    def _is_asked_for(self, leak: Leak) -> bool:
+        return self._device is None or torch.device(leak.device).type == self._device.type
+
+    def _blocks_of_cuda(self) -> list[Leak]:
+        if not _cuda.is_in_use() or (self._device is not None and self._device.type != "cuda"):
+            return []
+        chain = [Holder("unknown", "C++ that cannot be seen; the allocator counts the block as in use")]
+        spans = [span[:3] for span in _C.storage_spans(storages_now())]
+        lost = _cuda.unexplained(self._cuda_before, _cuda.blocks_now(self._device), spans)
+        return [Leak((), "", device, size, 0, 0, "alive", None, chain, 0) for device, _, size in lost]
+
+
+def _checked_allow(action: object, allow: Any, device: torch.device | str | None) -> tuple[Any, ...]:
+    """``allow`` as it is to be kept, when all is legal: a collection may get more members until it is looked at."""
+    if action not in ACTIONS:
+        raise ValueError(f"action is {action!r}; expected one of {', '.join(map(repr, ACTIONS))}")
+    if device is not None and torch.device(device).type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {device}; tensors can be checked on cpu and cuda")
+    for thing in allow if isinstance(allow, (list, tuple, set, frozenset)) else (allow,):
+        if not issubclass(type(thing), _KNOWN) and not callable(thing):
+            raise TypeError(
+                f"allow holds a {type(thing).__name__}; expected tensors, modules, optimizers, collections of them, or "
+                "functions that say of a tensor whether it may live"
+            )
+    return (allow,)
+
+
+@overload
+def check_tensor_leak(function: F, /) -> F: ...
+
+
+@overload
+def check_tensor_leak(
+    *, action: Action = "warn", allow: Any = (), trace: bool = False, device: torch.device | str | None = None
+) -> Check: ...
+
+
+def check_tensor_leak(
+    function: Callable[..., Any] | None = None,
+    *,
+    action: Action = "warn",
+    allow: Any = (),
+    trace: bool = False,
+    device: torch.device | str | None = None,
+) -> Any:
+    """Find tensors that were born inside and outlive it, or that only the garbage collector frees.
+
+    ``with check_tensor_leak() as check:``, ``@check_tensor_leak`` or ``@check_tensor_leak(action="error")``. The
+    collector is off inside, and as it was before afterwards; checks may be nested and run on several threads, each
+    sees what is born anywhere while it runs. A clean check costs a look at the collector's list at its two ends; one
+    that finds something looks at all that lives, and runs the collector if something is in no chain of references.
+
+    Args:
+        action: "warn" (a :class:`TensorLeakWarning`), "error" (a :class:`TensorLeakError`), or "record" (neither: see
+            ``check.report``). Neither happens if the block raises.
+        allow: what may live on: tensors and their ``.grad``, modules with their parameters and buffers, optimizers with
+            their state, collections of these, looked at when the block is left; and functions that are given a tensor
+            and return True if it may. What these objects hold besides is named by a chain that begins with them.
+        trace: remember the line that made each block of CPU memory, at some microseconds a block.
+        device: report what is on ``cpu`` or ``cuda`` alone.
+
+    Raises:
+        TypeError, ValueError: an argument is none of these.
+        RuntimeError: on entering: the CPU allocator cannot be watched (``csrc/shim/zbp_tap.h``).
+    """
+    checked = _checked_allow(action, allow, device)
+    check = Check(action, checked, trace, None if device is None else torch.device(device))
+    return check if function is None else check(function)
+
+
+def find_holders(tensor: torch.Tensor) -> Leak:
+    """Find who holds the memory of a living tensor, besides variables of running functions that are that very tensor.
+
+    Raises:
+        TypeError: no tensor.
+        ValueError: a tensor whose memory is not one storage of its own (sparse, a wrapper).
+    """
+    if not issubclass(type(tensor), torch.Tensor):
+        raise TypeError(f"tensor is a {type(tensor).__name__}; expected a torch.Tensor")
+    found = search(Scope(target=tensor)).found
+    if not found:
+        raise ValueError(
+            f"tensor is a {type(tensor).__name__} without one storage of its own; pass those it is made of"
+        )
+    return found[0].leak
+
+
+def _collections() -> int:
+    return sum(int(generation["collections"]) for generation in gc.get_stats())
+
+
+def _is_leak(predicates: list[Callable[[torch.Tensor], bool]], tensors: list[torch.Tensor]) -> bool:
+    return not any(predicate(tensor) for predicate in predicates for tensor in tensors)
+
+
+def _fates(found: list[Found], since: int) -> list[Leak]:
+    """The leaks, with what became of them when the collector ran; it runs only if it can make a difference."""
+    if all(entry.rank == "root" for entry in found):
+        return [entry.leak for entry in found]
+    watched = storages_now()
+    gc.collect()
+    gone = _C.storages_gone(watched)
+    living = {address for address, _, _ in _C.live_blocks(since)}
+
+    def is_gone(entry: Found) -> bool:
+        if entry.leak.storage:
+            return entry.leak.storage in gone
+        return entry.address not in living
+
+    return [replace(entry.leak, fate="freed by the collector") if is_gone(entry) else entry.leak for entry in found]
+
+
+def _split(allow: Iterable[Any]) -> tuple[list[torch.Tensor], list[Callable[[torch.Tensor], bool]], list[Any]]:
+    """What ``allow`` names: tensors, predicates, and the objects that may hold tensors."""
+    tensors: list[torch.Tensor] = []
+    predicates: list[Callable[[torch.Tensor], bool]] = []
+    holders: list[Any] = []
+    todo = list(allow)
+    seen: set[int] = set()
+    while todo:
+        thing = todo.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if issubclass(type(thing), torch.Tensor):
+            tensors.append(thing)
+            if thing.is_leaf and thing.grad is not None:
+                tensors.append(thing.grad)
+        elif issubclass(type(thing), torch.nn.Module):
+            holders += thing.modules()
+            todo += [*thing.parameters(), *thing.buffers()]
+        elif issubclass(type(thing), torch.optim.Optimizer):
+            holders.append(thing)
+            todo += [*_tensors_in(thing.state), *_tensors_in(thing.param_groups)]
+        elif issubclass(type(thing), (dict, list, tuple, set, frozenset)):
+            todo += thing if not issubclass(type(thing), dict) else [*thing.keys(), *thing.values()]
+        elif callable(thing):
+            predicates.append(thing)
+    return tensors, predicates, holders
+
+
+def _tensors_in(thing: Any) -> list[torch.Tensor]:
+    """The tensors in nested collections."""
+    found: list[torch.Tensor] = []
+    todo, seen = [thing], set()
+    while todo:
+        item = todo.pop()
+        if issubclass(type(item), torch.Tensor):
+            found.append(item)
+        elif issubclass(type(item), (dict, list, tuple, set, frozenset)) and id(item) not in seen:
+            seen.add(id(item))
+            todo += [*item.keys(), *item.values()] if issubclass(type(item), dict) else item
+    return found

@@ -1,0 +1,65 @@
+"""Blocks of CUDA memory, from the snapshot of torch's caching allocator.
+
+A tensor on a device is found as any other one is. What this adds are blocks that the allocator counts as handed out and
+on which no tensor lies that can be seen: those that C++ holds. A block is told by its address and size; one that was
+freed inside a check and handed out again for something else of its size counts as the old one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+Block = tuple[str, int, int]
+"""Device, address, bytes."""
+
+
+def is_in_use() -> bool:
+    """True if this process has a CUDA context, without making one."""
+    return torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+
+
+def blocks_now(device: torch.device | None) -> set[Block]:
+    """The blocks in use on a device, or on all; nothing where CUDA is not used or its allocator keeps no account."""
+    if not is_in_use() or torch.cuda.get_allocator_backend() != "native":
+        return set()
+    return set(active(torch.cuda.memory._snapshot()["segments"], device))
+
+
+def active(segments: Iterable[Mapping[str, Any]], device: torch.device | None = None) -> list[Block]:
+    """The blocks in use in a snapshot's segments, with the bytes that were asked for."""
+    found: list[Block] = []
+    for segment in segments:
+        if device is not None and device.index not in (None, segment["device"]):
+            continue
+        address = segment["address"]
+        for block in segment["blocks"]:
+            if block["state"] == "active_allocated":
+                size = block.get("requested_size", block["size"])
+                found.append((f"cuda:{segment['device']}", block.get("address", address), size))
+            address += block["size"]
+    return found
+
+
+def unexplained(before: set[Block], now: Iterable[Block], spans: Iterable[Block]) -> list[Block]:
+    """The blocks of ``now`` that were not there before and in which none of ``spans``, the living storages, begins.
+
+    O(n log n) in blocks and storages.
+    """
+    begins: dict[str, list[int]] = {}
+    for device, address, size in spans:
+        if size:
+            begins.setdefault(device, []).append(address)
+    for addresses in begins.values():
+        addresses.sort()
+    return [
+        block for block in now if block not in before and not _has_one(begins.get(block[0], []), block[1], block[2])
+    ]
+
+
+def _has_one(sorted_addresses: list[int], begin: int, size: int) -> bool:
+    at = bisect_left(sorted_addresses, begin)
+    return at < len(sorted_addresses) and sorted_addresses[at] < begin + max(size, 1)

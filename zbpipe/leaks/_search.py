@@ -1,0 +1,199 @@
+"""From the process to a report: calls the native search and puts what it found into words, then lets go of it."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import CellType, FrameType
+from typing import Any
+
+import torch
+
+from zbpipe import _C
+from zbpipe.leaks import _source
+from zbpipe.leaks._report import Cycle, Holder, Leak
+from zbpipe.leaks._words import Step, Words, thread_names
+
+_HERE = str(Path(__file__).parent)
+_OWN_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_PERHAPS_HELD_BY = 3  # works that are named
+
+Root = tuple[Any, "list[Any] | None"]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A leak; ``rank`` as in zbp_holders.h; ``address`` of its memory."""
+
+    leak: Leak
+    rank: str
+    address: int
+
+
+@dataclass
+class Result:
+    """What a search found; nothing in it refers to what was looked at."""
+
+    found: list[Found] = field(default_factory=list)
+    cycles: list[Cycle] = field(default_factory=list)
+    unseen: list[str] = field(default_factory=list)
+    visited: int = 0
+
+
+@dataclass
+class Scope:
+    """What a search is for: see zbp_search in csrc/shim/zbp_holders.h.
+
+    ``trimmed`` are identities of objects that may hold tensors: a chain begins behind the last of them. ``returned`` is
+    held by nobody but the caller. ``keep`` is asked for each leak, with its tensors that Python knows, if it is one.
+    """
+
+    since: int = 0
+    older: Any = None
+    target: torch.Tensor | None = None
+    allowed: set[int] = field(default_factory=set)
+    trimmed: set[int] = field(default_factory=set)
+    returned: Any = None
+    keep: Callable[[list[torch.Tensor]], bool] | None = None
+    traced: bool = False
+
+
+def search(scope: Scope) -> Result:
+    roots, threads = _roots(scope.target, scope.returned)
+    found = _C.search_holders(
+        roots, [scope.__dict__], scope.target, scope.allowed, scope.since, scope.older, _type_of_work()
+    )
+    roots.clear()
+    try:
+        return _in_words(found, scope, Words(threads))
+    finally:
+        # The steps refer to all that was found: nothing of it may live on.
+        found.clear()
+        _source.forget()
+
+
+def storages_now() -> object:
+    """The storages of all living tensors, each referred to weakly: for ``Scope.older``."""
+    return _C.storages_now(_roots_if_frozen())
+
+
+def are_there_others(older: object) -> bool:
+    """Whether tensors live on memory that was not there and that is not torch's CPU allocator's."""
+    return _C.storages_since(_roots_if_frozen(), older) > 0
+
+
+def _roots_if_frozen() -> list[Root]:
+    return _roots()[0] if gc.get_freeze_count() else []
+
+
+def _roots(target: Any = None, returned: Any = None) -> tuple[list[Root], dict[int, str]]:
+    """The modules and the frames of all threads with their variables, and the names of the threads.
+
+    Frames of this package are left out, and variables that are the target itself.
+    """
+    found: list[Root] = [] if returned is None else [(returned, None)]
+    found += [(module, None) for module in list(sys.modules.values())]
+    current = sys._current_frames()
+    for frame in current.values():
+        at: FrameType | None = frame
+        while at is not None:
+            if not at.f_code.co_filename.startswith(_HERE):
+                held = [value for _, value in _C.frame_variables(at) if target is None or value is not target]
+                held.append(at.f_globals)
+                if not at.f_code.co_flags & 1:  # a module's or a class's body: its variables are in a dictionary
+                    held.append(at.f_locals)
+                found.append((at, held))
+            at = at.f_back
+    names = thread_names(current.items())
+    # This frame among its own variables would be a cycle, which keeps all callers' frames and what they hold.
+    current.clear()
+    frame = at = None  # type: ignore[assignment]
+    return found, names
+
+
+def _type_of_work() -> Any:
+    c10d = sys.modules.get("torch._C._distributed_c10d")
+    return getattr(c10d, "Work", None)
+
+
+def _in_words(result: dict[str, Any], scope: Scope, words: Words) -> Result:
+    works = [words.holders(steps) for steps in result["works"][:_PERHAPS_HELD_BY]]
+    found = []
+    for leak in result["leaks"]:
+        tensors = [tensor for _, _, tensor, _ in leak[4] if tensor is not None]
+        if scope.keep is None or scope.keep(tensors):
+            found.append(_leak(leak, scope, words, works))
+        del tensors
+    found.sort(key=lambda entry: -entry.leak.bytes)
+    cycles = [_cycle(steps, set(storages), found, words) for steps, storages in result["cycles"]]
+    return Result(
+        found,
+        sorted((cycle for cycle in cycles if cycle.bytes), key=lambda cycle: -cycle.bytes),
+        [f"{what}: {count}" for what, count in result["unseen"].items()],
+        result["visited"],
+    )
+
+
+def _leak(leak: tuple[Any, ...], scope: Scope, words: Words, works: list[list[Holder]]) -> Found:
+    storage, size, device, address, tensors, steps, rank, others, _ = leak
+    shape, dtype, _, used = tensors[0] if tensors else ((), "", None, 0)
+    chain = words.holders(_behind(steps, scope.trimmed))
+    if steps and scope.returned is not None and steps[0][1] is scope.returned:
+        chain.insert(0, Holder("object", "what the function returned"))
+    elif rank == "hidden" and works and steps[0][0] == "tensor":
+        chain = _perhaps(works) + chain
+    elif rank == "hidden":
+        chain.insert(0, Holder("unknown", "something in C or C++ that cannot be seen"))
+    elif rank == "none":
+        chain = _perhaps(works) + chain
+    if chain and used and used < size:
+        chain[-1] = replace(chain[-1], text=f"{chain[-1].text}, which uses {used} of {size} bytes")
+    if chain and chain[-1].kind in ("tensor", "saved"):
+        chain[-1] = replace(chain[-1], bytes=size)
+    created = _created(address) if scope.traced and address else None
+    name = str(dtype).removeprefix("torch.")
+    return Found(Leak(shape, name, device, size, storage, len(tensors), "alive", created, chain, others), rank, address)
+
+
+def _perhaps(works: list[list[Holder]]) -> list[Holder]:
+    """Of memory that nothing visible holds: works hold tensors and do not tell which."""
+    if not works:
+        return [Holder("unknown", "C++ that cannot be seen (a node of a C++ Function, a variable)")]
+    count = f"one of {len(works)} works, say " if len(works) > 1 else ""
+    *before, work = works[0]
+    return [*before, Holder("work", f"{count}{work.text}, which does not tell what it holds", work.where)]
+
+
+def _created(address: int) -> str | None:
+    """The innermost line that is neither torch's nor ours; else the innermost."""
+    trace = _C.trace_of(address)
+    for filename, _, line in trace:
+        if not filename.startswith(_OWN_CODE):
+            return _source.place(filename, line)
+    return _source.place(trace[0][0], trace[0][2]) if trace else None
+
+
+def _behind(steps: list[Step], trimmed: set[int]) -> list[Step]:
+    last = max((i for i, step in enumerate(steps[:-1]) if step[1] is not None and id(step[1]) in trimmed), default=0)
+    return steps[last:]
+
+
+def _cycle(steps: list[Step], storages: set[int], found: list[Found], words: Words) -> Cycle:
+    held = sum(entry.leak.bytes for entry in found if entry.leak.storage in storages)
+    first = next((i for i, step in enumerate(steps) if not _is_part(step[1])), 0)
+    turned = [*steps[first:], *steps[:first]]
+    holders = words.holders([*turned, turned[0]])[:-1]
+    return Cycle(" -> ".join([*map(_with_line, holders), "back"]), holders, held)
+
+
+def _is_part(thing: Any) -> bool:
+    """What belongs to something else, and says little without it."""
+    return type(thing) in (tuple, dict, CellType)
+
+
+def _with_line(holder: Holder) -> str:
+    line = _source.line_at(holder.where)
+    return f"{holder.text} ({holder.where}: {line})" if line else str(holder)
