@@ -1,6 +1,6 @@
 """What the leak tools cost: a clean check, a look at a large heap, one tensor's holders, a step of Growth.
 
-The heap holds N living tensors in graphs of 4 N nodes that also save N tensors each, beside all that Python and torch have
+The heap holds N living tensors in graphs of 4 N nodes, which have saved as many, beside all that Python and torch have
 loaded. Times are medians in ms; what is counted is exact. The reference is what Python offers for one question of many:
 `gc.get_referrers` of one tensor, one level of holders, no node.
 
