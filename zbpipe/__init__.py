@@ -17,6 +17,7 @@ _build_check.check()
 
 from zbpipe import memory  # noqa: E402
 from zbpipe._C import ParamGroup  # noqa: E402
+from zbpipe._compile import compile, compile_backend  # noqa: E402
 from zbpipe._functions import stage_backward, stage_backward_input, stage_backward_weight  # noqa: E402
 from zbpipe._policy import Policy, get_policy, policy, set_policy  # noqa: E402
 from zbpipe._version import __version__  # noqa: E402
@@ -27,6 +28,8 @@ __all__ = [
     "ParamGroup",
     "Policy",
     "__version__",
+    "compile",
+    "compile_backend",
     "deallocate_output",
     "get_policy",
     "is_patched",

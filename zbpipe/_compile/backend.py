@@ -1,0 +1,331 @@
+"""What becomes of one graph of dynamo: a forward as torch compiles it, and a backward that can run in halves."""
+
+import contextlib
+import itertools
+import logging
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._functorch.config
+from torch import fx
+from torch._guards import CompileContext, TracingContext, compile_context, tracing
+
+from zbpipe import _C
+from zbpipe._compile.split import CannotSplitError, Halves, split
+
+logger = logging.getLogger("zbpipe")
+
+Values = list[Any]
+Compiled = Callable[[Values], Sequence[Any]]  # takes its arguments out of the list
+CompilePiece = Callable[[fx.GraphModule, Sequence[Any], Sequence[int]], Compiled]
+
+_numbers = itertools.count()
+
+
+def compile_graph(
+    graph: fx.GraphModule,
+    inputs: list[Any],
+    inner: str,
+    recompute: bool,
+    mode: str | None,
+    options: Mapping[str, Any] | None,
+) -> Callable[..., Any]:
+    """Compile a graph of dynamo with `inner`. Raises what that raises."""
+    if inner == "aot_eager":
+        if mode not in (None, "default") or options:
+            raise ValueError(f"mode is {mode!r} and options are {options!r}: aot_eager takes neither; leave them out.")
+        return _with_aot_eager(graph, inputs, recompute)
+    return _with_inductor(graph, inputs, recompute, mode, options)
+
+
+def _with_aot_eager(graph: fx.GraphModule, inputs: list[Any], recompute: bool) -> Callable[..., Any]:
+    from torch._dynamo.backends.debugging import aot_eager, boxed_nop
+
+    def compile_backward(backward: fx.GraphModule, values: Sequence[Any]) -> Compiled:
+        def compile_piece(piece: fx.GraphModule, values: Sequence[Any], _: Sequence[int]) -> Compiled:
+            return boxed_nop(piece, values)
+
+        return _Backward(backward, values, compile_piece, recompute).as_function()
+
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        return aot_eager(graph, inputs, bw_compiler=compile_backward)
+
+
+def _with_inductor(
+    graph: fx.GraphModule, inputs: list[Any], recompute: bool, mode: str | None, options: Mapping[str, Any] | None
+) -> Callable[..., Any]:
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.utils import BoxedBool
+
+    patches = torch._TorchCompileInductorWrapper(mode, dict(options or {}), None).config
+
+    def compile_any(graph: fx.GraphModule, values: Sequence[Any], **given: Any) -> Any:
+        if not given.get("is_backward"):
+            return compile_fx_inner(graph, values, **given)
+        if given.get("cudagraphs") and any(isinstance(v, torch.Tensor) and v.is_cuda for v in values):
+            _log_not_split("CUDA graphs would overwrite what is kept for W; leave mode='reduce-overhead' out")
+            return compile_fx_inner(graph, values, **given)
+        fixed = set(given.get("static_input_idxs", ()))
+
+        def compile_piece(piece: fx.GraphModule, values: Sequence[Any], origins: Sequence[int]) -> Compiled:
+            now = {
+                **given,
+                "static_input_idxs": [i for i, origin in enumerate(origins) if origin in fixed],
+                "cudagraphs": BoxedBool(False),
+            }
+            with config.patch(patches):
+                return compile_fx_inner(piece, values, **now)
+
+        return _Backward(graph, values, compile_piece, recompute).as_function()
+
+    # A hit in AOTAutograd's cache brings a backward that somebody else compiled, whole.
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        return compile_fx(graph, inputs, inner_compile=compile_any, config_patches=patches or None)
+
+
+def _log_not_split(reason: str) -> None:
+    context = CompileContext.current_compile_id()
+    where = f"the compiled graph [{context}]" if context else f"compiled graph {next(_numbers)}"
+    logger.warning("%s is not split: %s; its weights' gradients are computed in I", where, reason)
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    halves: Halves
+    input_half: Compiled
+    weight_half: Compiled
+
+
+class _WeightWork:
+    """What W does for one compiled backward. Holds no tensor: it is called with those that were kept for it."""
+
+    __slots__ = ("_compiled",)
+
+    def __init__(self, compiled: Compiled) -> None:
+        self._compiled = compiled
+
+    def __call__(self, *values: Any) -> Sequence[Any]:
+        with torch._C._DisableAutocast():
+            return self._compiled(list(values))
+
+
+class _Backward:
+    """A traced backward, compiled as it is needed: whole, or in the halves for a set of deferred gradients.
+
+    Backwards of several microbatches may run it in several threads.
+    """
+
+    def __init__(
+        self, graph: fx.GraphModule, values: Sequence[Any], compile_piece: CompilePiece, recompute: bool
+    ) -> None:
+        self._graph = graph
+        self._values = list(values)
+        self._compile_piece = compile_piece
+        self._recompute = recompute
+        self._tracing = TracingContext.try_get()
+        self._compiling = CompileContext.try_get()
+        self._lock = threading.RLock()
+        self._whole: Compiled | None = None
+        self._pieces: dict[tuple[frozenset[int], bool], _Pieces | None] = {}
+        self._is_logged = False
+        self._matrices, self._vectors = _by_dimension(graph)
+        if any(isinstance(value, torch.SymInt) for value in values):
+            self._compile_whole()  # as torch does: its guards on sizes must be known before the forward is used
+
+    def as_function(self) -> Compiled:
+        def run(values: Values) -> Sequence[Any]:
+            return self._run(values)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    def _run(self, values: Values) -> Sequence[Any]:
+        pieces = self._halves(*self._deferrable()) if _C.will_defer(None) else None
+        if pieces is None:
+            return (self._whole or self._compile_whole())(values)
+        halves = pieces.halves
+        taken = [values[i] for i in halves.input_inputs]
+        for_w = [values[i] for i in halves.weight_inputs]
+        values.clear()
+        results = list(pieces.input_half(taken))
+        count = len(halves.input_outputs)
+        for_w += results[count:]
+        _C.defer(_WeightWork(pieces.weight_half), halves.weight_outputs, for_w)
+        gradients: list[Any] = [None] * halves.output_count
+        for i, gradient in zip(halves.input_outputs, results[:count], strict=True):
+            gradients[i] = gradient
+        return gradients
+
+    def _deferrable(self) -> tuple[frozenset[int], bool]:
+        """The gradients that lead to weights alone, by position, and whether all of them are to wait. Called in I."""
+        heavy = [i for i in self._matrices if _C.will_defer(i)]
+        light = [i for i in self._vectors if _C.will_defer((i, *heavy[:1]))]
+        return frozenset(heavy + light), any(_C.will_defer(i) for i in light[:1])
+
+    def _halves(self, deferred: frozenset[int], everything: bool) -> _Pieces | None:
+        key = (deferred, everything)
+        with self._lock:
+            if key not in self._pieces:
+                try:
+                    self._pieces[key] = self._compile_halves(deferred, everything)
+                except CannotSplitError as error:
+                    self._pieces[key] = None
+                    self._log(str(error))
+            return self._pieces[key]
+
+    def _log(self, reason: str) -> None:
+        if not self._is_logged:
+            self._is_logged = True
+            with compile_context(self._compiling):
+                _log_not_split(reason)
+
+    def _compile_whole(self) -> Compiled:
+        with self._lock:
+            if self._whole is None:
+                with self._as_when_traced():
+                    self._whole = self._compile_piece(_copy(self._graph), self._values, range(len(self._values)))
+            return self._whole
+
+    def _compile_halves(self, deferred: frozenset[int], everything: bool) -> _Pieces:
+        metadata = self._tracing.fw_metadata if self._tracing else None
+        _refuse(metadata)
+        static = set(metadata.static_input_indices) if metadata else set()
+        halves = split(
+            self._graph,
+            deferred,
+            parameters=_parameters(self._graph, static),
+            everything=everything,
+            recompute=self._recompute,
+        )
+        if metadata and halves.output_count != len(metadata.input_info):
+            raise CannotSplitError(
+                f"its backward returns {halves.output_count} gradients for {len(metadata.input_info)} inputs"
+            )
+        _set_visible(self._graph, halves)
+        kept = _kept_values(halves)
+        with self._as_when_traced(), _no_donations(metadata), self._no_guards():
+            try:
+                return _Pieces(
+                    halves,
+                    self._compile_piece(
+                        halves.input_half, [self._values[i] for i in halves.input_inputs], halves.input_inputs
+                    ),
+                    self._compile_piece(
+                        halves.weight_half,
+                        [*(self._values[i] for i in halves.weight_inputs), *kept],
+                        halves.weight_inputs,
+                    ),
+                )
+            except CannotSplitError:
+                raise
+            except Exception as error:
+                raise CannotSplitError(f"its halves do not compile ({type(error).__name__}: {error})") from error
+
+    @contextlib.contextmanager
+    def _as_when_traced(self) -> Iterator[None]:
+        """The surroundings in which AOTAutograd compiles a backward."""
+        with (
+            tracing(self._tracing),
+            compile_context(self._compiling),
+            torch._C._DisableAutocast(),
+            torch.no_grad(),
+        ):
+            yield
+
+    @contextlib.contextmanager
+    def _no_guards(self) -> Iterator[None]:
+        """The halves are compiled after the forward was guarded: they must hold for all sizes that it holds for."""
+        mode = self._tracing.fake_mode if self._tracing else None
+        shapes = mode.shape_env if mode else None
+        before = _knowledge(shapes)
+        yield
+        if _knowledge(shapes) != before:
+            raise CannotSplitError("its halves would be compiled for these sizes alone, the whole is for others too")
+
+
+def _knowledge(shapes: Any) -> tuple[int, int]:
+    return (0, 0) if shapes is None else (len(shapes.guards), len(shapes.replacements))
+
+
+def _refuse(metadata: Any) -> None:
+    """Raises CannotSplitError where the graph's gradients are not those of the node's inputs, one by one."""
+    if metadata is None:
+        return
+    descriptions = [*metadata.subclass_inp_meta, *metadata.subclass_fw_graph_out_meta]
+    for description in descriptions:
+        kind = getattr(description, "original_subclass_type", None)
+        if kind is not None or type(description).__name__ == "SubclassCreationMeta":
+            raise CannotSplitError(f"it takes or gives tensors of the subclass {getattr(kind, '__name__', kind)}")
+    if metadata.num_backward_tokens:
+        raise CannotSplitError("its backward has ordered side effects")
+    if metadata.is_rng_op_functionalized:
+        raise CannotSplitError("its random numbers are functionalised")
+
+
+def _parameters(graph: fx.GraphModule, static: set[int]) -> list[int]:
+    """Which inputs of the backward are parameters, by position: they are held anyway."""
+    names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
+    matches = [re.fullmatch(r"primals_(\d+)", name) for name in names]
+    return [i for i, match in enumerate(matches) if match and int(match[1]) - 1 in static]
+
+
+def _by_dimension(graph: fx.GraphModule) -> tuple[list[int], list[int]]:
+    """The gradients that the backward gives: those of matrices and more, and those of vectors and scalars."""
+    results = _results(graph).args[0]
+    dimensions = {
+        i: result.meta["val"].dim() if isinstance(result.meta.get("val"), torch.Tensor) else 0
+        for i, result in enumerate(results if isinstance(results, (list, tuple)) else ())
+        if isinstance(result, fx.Node)
+    }
+    return [i for i, d in dimensions.items() if d > 1], [i for i, d in dimensions.items() if d <= 1]
+
+
+def _results(graph: fx.GraphModule) -> fx.Node:
+    return next(iter(reversed(graph.graph.nodes)))
+
+
+def _kept_values(halves: Halves) -> list[Any]:
+    results = _results(halves.input_half).args[0]
+    return [node.meta["val"] for node in results[len(halves.input_outputs) :]]
+
+
+def _set_visible(graph: fx.GraphModule, halves: Halves) -> None:
+    """Inductor may give any other result than these another layout than was traced; W is compiled for that one."""
+    visible = set(_results(graph).meta.get("user_visible_output_idxs", ()))
+    count = len(halves.input_outputs)
+    _results(halves.input_half).meta["user_visible_output_idxs"] = [
+        *(k for k, i in enumerate(halves.input_outputs) if i in visible),
+        *range(count, count + halves.kept_count),
+    ]
+    _results(halves.weight_half).meta["user_visible_output_idxs"] = [
+        k for k, i in enumerate(halves.weight_outputs) if i in visible
+    ]
+
+
+@contextlib.contextmanager
+def _no_donations(metadata: Any) -> Iterator[None]:
+    """Inductor writes over inputs whose numbers are noted as donated; those are numbers of the whole's inputs, and W
+    needs some of them after I."""
+    if metadata is None:
+        yield
+        return
+    before, metadata.bw_donated_idxs = metadata.bw_donated_idxs, []
+    try:
+        yield
+    finally:
+        metadata.bw_donated_idxs = before
+
+
+def _copy(module: fx.GraphModule) -> fx.GraphModule:
+    """Compilers change what they are given; the constants are shared."""
+    graph = fx.Graph()
+    results = graph.graph_copy(module.graph, {})
+    graph.output(results).meta = dict(_results(module).meta)
+    copied = fx.GraphModule(module, graph)
+    copied.meta = dict(module.meta)
+    return copied
