@@ -20,6 +20,7 @@ from zbpipe._C import ParamGroup  # noqa: E402
 from zbpipe._functions import stage_backward, stage_backward_input, stage_backward_weight  # noqa: E402
 from zbpipe._policy import Policy, get_policy, policy, set_policy  # noqa: E402
 from zbpipe._version import __version__  # noqa: E402
+from zbpipe._work import defer, will_defer  # noqa: E402
 from zbpipe.patch import is_patched, patch, patched, unpatch  # noqa: E402
 from zbpipe.release import deallocate_output, make_viewless, release_storage  # noqa: E402
 
@@ -28,6 +29,7 @@ __all__ = [
     "Policy",
     "__version__",
     "deallocate_output",
+    "defer",
     "get_policy",
     "is_patched",
     "make_viewless",
@@ -41,4 +43,5 @@ __all__ = [
     "stage_backward_input",
     "stage_backward_weight",
     "unpatch",
+    "will_defer",
 ]
