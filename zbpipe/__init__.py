@@ -21,6 +21,7 @@ from zbpipe._compile import compile, compile_backend  # noqa: E402
 from zbpipe._functions import stage_backward, stage_backward_input, stage_backward_weight  # noqa: E402
 from zbpipe._policy import Policy, get_policy, policy, set_policy  # noqa: E402
 from zbpipe._version import __version__  # noqa: E402
+from zbpipe._work import defer, will_defer  # noqa: E402
 from zbpipe.patch import is_patched, patch, patched, unpatch  # noqa: E402
 from zbpipe.release import deallocate_output, make_viewless, release_storage  # noqa: E402
 
@@ -31,6 +32,7 @@ __all__ = [
     "compile",
     "compile_backend",
     "deallocate_output",
+    "defer",
     "get_policy",
     "is_patched",
     "make_viewless",
@@ -44,4 +46,5 @@ __all__ = [
     "stage_backward_input",
     "stage_backward_weight",
     "unpatch",
+    "will_defer",
 ]

@@ -9,5 +9,6 @@
 
 int zbp_add_memory(PyObject *module);
 int zbp_add_release(PyObject *module);
+int zbp_add_work(PyObject *module);
 
 #endif

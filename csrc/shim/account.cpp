@@ -1,5 +1,7 @@
 #include "shim/zbp_account.h"
 
+#include <algorithm>
+
 #include <torch/csrc/Device.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -36,7 +38,9 @@ const char* role_of(const Watched& watched, const Task& task) {
   if (is_among(watched, task.output_grads)) {
     return "output gradient";
   }
-  if (is_among(watched, task.kept)) {
+  const auto is_computed = [&](const Work& work) { return is_among(watched, work.grads); };
+  if (is_among(watched, task.kept) ||
+      std::any_of(task.works.begin(), task.works.end(), is_computed)) {
     return watched.tensor().dim() > 1 ? "kept gradient" : "light gradient";
   }
   return "saved";
@@ -93,8 +97,18 @@ void append_tensor(PyObject* list, const char* role, const at::Tensor& tensor,
                              device.get(), wrapped.get()));
 }
 
+bool is_of(const Watched& watched, const Work& work) {
+  return is_among(watched, work.grads) || (work.call && is_among(watched, work.call->saved));
+}
+
 /// Whether the gradient that the task gives at face number `f` is computed from the tensor.
 bool serves(const Watched& watched, const Task& task, size_t f) {
+  for (const Work& work : task.works) {
+    if (is_of(watched, work)) {
+      return std::find(work.faces.begin(), work.faces.end(), static_cast<int32_t>(f)) !=
+             work.faces.end();
+    }
+  }
   if (is_among(watched, task.kept)) {
     return &watched == &task.kept[f];
   }
@@ -145,8 +159,8 @@ PyObject* account_of(const Task& task, const Group& group) {
                     weights_of(watched, task, group));
     }
   });
-  return Py_BuildValue("zsO", task.node ? task.node->name().c_str() : nullptr, name_of(task.kind),
-                       tensors.get());
+  return Py_BuildValue("zsO", task.node ? task.node->name().c_str() : nullptr,
+                       task.works.empty() ? name_of(task.kind) : "handed over", tensors.get());
 }
 
 /// What a W that raised has computed for `weight` and could not add.

@@ -54,6 +54,12 @@ const Watched* Group::find_modified() const {
         modified = &watched;
       }
     });
+    for (const Work& work : task.works) {
+      for (size_t i = 0; work.call && !modified && i < work.call->parameters.size(); ++i) {
+        const Watched& parameter = work.call->parameters[i];
+        modified = parameter.was_modified() ? &parameter : nullptr;
+      }
+    }
   }
   return modified;
 }

@@ -80,12 +80,36 @@ struct Packed {
   at::Tensor unpack() const;
 };
 
+/// Autocast on one type of device, as it was where work was handed over.
+struct Autocast {
+  c10::DeviceType device;
+  c10::ScalarType dtype;
+};
+
 /// A factor that a deferred node insists on and W does not read: only its shape is kept.
 struct Blank {
   torch::autograd::SavedVariable* place;  // the node's, borrowed
   std::vector<int64_t> sizes;
   std::vector<int64_t> strides;
   at::TensorOptions options;
+};
+
+/// What the backward of a Function handed over in I: a Python callable that computes in W the gradients at
+/// some of its task's faces. See work.h.
+struct Work {
+  struct Call {
+    c10::SafePyObject function;
+    c10::SafePyObject arguments;         // a tuple
+    SmallVector<Watched, 3> saved;       // the tensors in it, but for parameters,
+    SmallVector<Watched, 1> parameters;  // which cost nothing to keep
+    std::vector<Autocast> autocast;      // where it is on
+    bool is_single;                      // it returns one gradient and no tuple
+  };
+  std::unique_ptr<const Call> call;  // null once it has run, unless it is to run again
+  SmallVector<int32_t, 2> faces;     // per gradient: its face, -1 where nobody wants it
+  SmallVector<Watched, 2> grads;     // what it returned, per entry of `faces`
+  bool is_done = false;
+  bool is_checked = false;  // the gradients fit their faces
 };
 
 struct Task {
@@ -106,6 +130,8 @@ struct Task {
   SmallVector<Watched, 1> saved;         // deferred: what the node has saved and W will read
   std::unique_ptr<const Packed> packed;  // product: `other`, where that is left packed
   std::vector<Blank> blanks;             // deferred
+  std::vector<Work> works;               // whole: adds to `kept`
+  int takes_work = ZBP_DEFER_NOTHING;    // whole: of which weights
 
   std::unique_ptr<const torch::autograd::InputMetadata>
       place;  // device and stream, when not the CPU
@@ -120,6 +146,15 @@ void for_each_watched(const Task& task, const Visit& visit) {
         c10::ArrayRef<Watched>(task.saved)}) {
     for (const Watched& watched : list) {
       visit(watched);
+    }
+  }
+  for (const Work& work : task.works) {
+    for (const c10::ArrayRef<Watched> list :
+         {work.call ? c10::ArrayRef<Watched>(work.call->saved) : c10::ArrayRef<Watched>(),
+          c10::ArrayRef<Watched>(work.grads)}) {
+      for (const Watched& watched : list) {
+        visit(watched);
+      }
     }
   }
 }

@@ -173,6 +173,7 @@ void Split::add_task(uint32_t g, uint32_t id, const Decisions& decisions) {
   task.kind = classify(node, task.face, decision);
   task.leaves_packed = task.kind != Kind::whole && decision.hooked == Decision::Hooked::leave;
   task.can_run_again = task.kind != Kind::whole || saved_nothing(node);
+  task.takes_work = task.kind == Kind::whole ? takes_work(node, decision) : ZBP_DEFER_NOTHING;
   stand_in_[id] = make_node<StandIn>(task.node, groups_[g], groups_[g]->tasks.size() - 1);
   stand_in_[id]->next_edges().resize(node.next_edges().size());
 }

@@ -117,11 +117,6 @@ std::optional<Separable> separate(Node& node) {
   return std::nullopt;
 }
 
-bool is_heavy(const Face& face) {
-  const auto& metadata = face.edge.function->input_metadata(face.edge.input_nr);
-  return metadata.is_nested_tensor() || metadata.shape_as_dim_vector().size() > 1;
-}
-
 const Face* face_at(c10::ArrayRef<Face> face, uint32_t slot) {
   for (const Face& f : face) {
     if (f.slot == slot) {
@@ -202,6 +197,30 @@ Kind classify(Node& node, c10::ArrayRef<Face> face, Decision decision) {
   }
   return separable->is_plain_product && (left == nullptr) != (right == nullptr) ? Kind::product
                                                                                 : Kind::deferred;
+}
+
+int takes_work(Node& node, Decision decision) {
+  // A post hook is owed all gradients at once.
+  if (!is_python_function(node) || !node.post_hooks().empty()) {
+    return ZBP_DEFER_NOTHING;
+  }
+  if (decision.hooked == Decision::Hooked::input_pass) {
+    THPObjectPtr context(torch::autograd::functionToPyObject(ref_of(node)));
+    if (!context) {
+      throw python_error();
+    }
+    const auto& saved = reinterpret_cast<THPFunction*>(context.get())->saved_variables;
+    if (std::any_of(saved.begin(), saved.end(),
+                    [](const SavedVariable& variable) { return variable.has_hooks(); })) {
+      return ZBP_DEFER_NOTHING;
+    }
+  }
+  return static_cast<int>(decision.defer);
+}
+
+bool is_heavy(const Face& face) {
+  const auto& metadata = face.edge.function->input_metadata(face.edge.input_nr);
+  return metadata.is_nested_tensor() || metadata.shape_as_dim_vector().size() > 1;
 }
 
 at::Tensor pin(SavedVariable& saved, Node& node, bool is_read_by_w) {

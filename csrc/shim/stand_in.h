@@ -27,6 +27,7 @@ class StandIn : public Node {
   bool is_retired() const { return original_ == nullptr; }
 
   Task& task() { return group_->tasks[task_]; }
+  Node& original() { return *original_; }
 
   std::string name() const override;
 

@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/utils/grad_layout_contract.h>
 
 #include "shim/stand_in.h"
+#include "shim/work.h"
 
 namespace zbp {
 
@@ -23,8 +24,8 @@ void FirstError::rethrow() {
   }
 }
 
-TaskNode::TaskNode(GroupPtr group, size_t task)
-    : Node(group->tasks[task].sequence_nr), group_(std::move(group)), task_(task) {
+TaskNode::TaskNode(GroupPtr group, size_t task, bool retain)
+    : Node(group->tasks[task].sequence_nr), group_(std::move(group)), task_(task), retain_(retain) {
   const Task& t = group_->tasks[task_];
   if (t.place) {
     input_metadata_.emplace_back(*t.place);
@@ -41,8 +42,16 @@ std::string TaskNode::name() const {
 }
 
 variable_list TaskNode::apply(variable_list&& /*grads*/) {
-  return task_ < group_->tasks.size() ? compute_task(group_->tasks[task_])
-                                      : variable_list(num_outputs());
+  if (task_ >= group_->tasks.size()) {
+    return variable_list(num_outputs());
+  }
+  Task& task = group_->tasks[task_];
+  for (size_t i = 0; i < task.face.size(); ++i) {
+    if (next_edge(i).is_valid()) {
+      run_works_for(task, i, retain_);
+    }
+  }
+  return compute_task(task);
 }
 
 Proxy::Proxy(NodePtr original, bool retain)
@@ -154,7 +163,7 @@ Watched* Sink::kept_gradient() {
     return nullptr;
   }
   Task& task = group_->tasks[served[0].first];
-  return task.kind == Kind::whole ? &task.kept[served[0].second] : nullptr;
+  return only_kept_grad(task, served[0].second);
 }
 
 void accumulate(Weight& weight, const at::Tensor& grad, Watched* kept) {

@@ -16,6 +16,7 @@
 #include "shim/start.h"
 #include "shim/streams.h"
 #include "shim/weight_nodes.h"
+#include "shim/work.h"
 
 namespace zbp {
 
@@ -64,7 +65,7 @@ at::Tensor face_grad(const Task& task, size_t i, variable_list& outputs) {
       grad = std::move(outputs[face.slot]);
       break;
     case Kind::whole:
-      grad = task.kept[i].tensor();
+      grad = kept_grad(task, i);
       break;
     case Kind::root:
       grad = task.output_grads[0].tensor();
@@ -253,12 +254,12 @@ void add_directly(Group& group, Task& task, WeightPassOptions options) {
     }
     if (!add_product(task, face, weight, options.fuse)) {
       check_untouched(face, weight);
+      run_works_for(task, i, options.retain);
       variable_list grad{face_grad(task, i, outputs)};
       torch::autograd::validate_outputs(
           {Edge(weight.accumulator, 0)}, grad,
           [&](const std::string& message) { return "a weight task returned an " + message; });
-      const bool may_take = task.kind == Kind::whole && !options.retain;
-      accumulate(weight, grad[0], may_take ? &task.kept[i] : nullptr);
+      accumulate(weight, grad[0], options.retain ? nullptr : only_kept_grad(task, i));
     }
     face.delivered = true;
   }
@@ -300,6 +301,8 @@ class WeightGraph {
 
   const bool retain_;
   const std::shared_ptr<FirstError> error_;
+  bool has_proxies_ = false;
+  std::vector<GroupPtr> groups_;
   edge_list starts_;
   std::vector<Node*> represented_;
 };
@@ -314,6 +317,8 @@ void WeightGraph::add(const GroupPtr& group) {
   Mirror mirror{group, {}, {}};
   make_sinks(mirror);
   make_proxies(mirror);
+  has_proxies_ = has_proxies_ || !mirror.proxies.empty();
+  groups_.push_back(group);
   for (uint32_t t = 0; t < group->tasks.size(); ++t) {
     add_task(mirror, t);
   }
@@ -357,7 +362,7 @@ void WeightGraph::make_proxies(Mirror& mirror) {
 }
 
 void WeightGraph::add_task(const Mirror& mirror, uint32_t t) {
-  auto node = make_node<TaskNode>(mirror.group, t);
+  auto node = make_node<TaskNode>(mirror.group, t, retain_);
   const c10::ArrayRef<Face> face = mirror.group->tasks[t].face;
   for (uint32_t f = 0; f < face.size(); ++f) {
     Edge& edge = node->next_edges().emplace_back();
@@ -376,6 +381,13 @@ void WeightGraph::add_task(const Mirror& mirror, uint32_t t) {
 void WeightGraph::run() {
   if (starts_.empty()) {
     return;
+  }
+  // A task node that raises ends the run, and what proxies have released by then is gone: where there are
+  // any, what may raise comes first. Where there are none, one gradient at a time is in memory.
+  if (has_proxies_) {
+    for (const GroupPtr& group : groups_) {
+      run_works(*group, retain_);
+    }
   }
   variable_list turns(starts_.size());  // the nodes need no gradient to start from
   run_engine(make_node<Start>(std::move(starts_), std::move(turns), std::move(represented_)),
@@ -403,6 +415,9 @@ void make_ready_again(Group& group) {
   for (Task& task : group.tasks) {
     for (Face& face : task.face) {
       face.delivered = false;
+    }
+    for (Work& work : task.works) {
+      make_ready_again(work);
     }
   }
 }
