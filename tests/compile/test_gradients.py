@@ -3,7 +3,7 @@
 import pytest
 import torch
 from oracle import at_once, groups_reversed, interleaved, one_weight_pass, random_input
-from stages import ORDERS, Block, bytes_held, check_compiled, mlp, not_split, run_input
+from stages import INEXACT, ORDERS, Block, bytes_held, check_compiled, mlp, not_split, run_input
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -201,7 +201,10 @@ def test_checkpoint_around_a_compiled_block(backend):
     def forward(net, x):
         return net[1](checkpoint(run, net[0], x, use_reentrant=False))
 
-    check_compiled(nn.ModuleList([Block(), mlp(16)]), random_input(2, 6, 16), forward=forward, orders=ORDERS[:2])
+    inexact = INEXACT if backend == "inductor" else {}
+    check_compiled(
+        nn.ModuleList([Block(), mlp(16)]), random_input(2, 6, 16), forward=forward, orders=ORDERS[:2], **inexact
+    )
 
 
 @pytest.mark.parametrize("choice", ["keep", "recompute", "input_pass"])

@@ -207,20 +207,17 @@ class _Backward:
                 f"its backward returns {halves.output_count} gradients for {len(metadata.input_info)} inputs"
             )
         _set_visible(self._graph, halves)
-        kept = _kept_values(halves)
         with self._as_when_traced(), _no_donations(metadata), self._no_guards():
             try:
-                return _Pieces(
-                    halves,
-                    self._compile_piece(
+                with TracingContext.report_output_strides() as strides:
+                    input_half = self._compile_piece(
                         halves.input_half, [self._values[i] for i in halves.input_inputs], halves.input_inputs
-                    ),
-                    self._compile_piece(
-                        halves.weight_half,
-                        [*(self._values[i] for i in halves.weight_inputs), *kept],
-                        halves.weight_inputs,
-                    ),
+                    )
+                kept = _kept_values(halves, strides)
+                weight_half = self._compile_piece(
+                    halves.weight_half, [*(self._values[i] for i in halves.weight_inputs), *kept], halves.weight_inputs
                 )
+                return _Pieces(halves, input_half, weight_half)
             except CannotSplitError:
                 raise
             except Exception as error:
@@ -289,13 +286,18 @@ def _results(graph: fx.GraphModule) -> fx.Node:
     return next(iter(reversed(graph.graph.nodes)))
 
 
-def _kept_values(halves: Halves) -> list[Any]:
-    results = _results(halves.input_half).args[0]
-    return [node.meta["val"] for node in results[len(halves.input_outputs) :]]
+def _kept_values(halves: Halves, strides: Sequence[tuple[int, ...] | None] | None) -> list[Any]:
+    """What the input half keeps, as the weight half is compiled for it. `strides`: of the input half's results, if its
+    compiler told."""
+    values = [node.meta["val"] for node in _results(halves.input_half).args[0][len(halves.input_outputs) :]]
+    for i, stride in enumerate((strides or ())[len(halves.input_outputs) :]):
+        if stride is not None and all(isinstance(size, int) for size in (*values[i].size(), *values[i].stride())):
+            values[i] = values[i].as_strided(values[i].size(), stride)
+    return values
 
 
 def _set_visible(graph: fx.GraphModule, halves: Halves) -> None:
-    """Inductor may give any other result than these another layout than was traced; W is compiled for that one."""
+    """Inductor may give results that nobody sees any layout; where sizes are symbolic, it could not tell which."""
     visible = set(_results(graph).meta.get("user_visible_output_idxs", ()))
     count = len(halves.input_outputs)
     _results(halves.input_half).meta["user_visible_output_idxs"] = [
