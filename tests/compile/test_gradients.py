@@ -53,14 +53,24 @@ def test_weight_used_twice(backend):
     check_compiled(nn.Linear(8, 8), random_input(4, 8), forward=lambda net, x: net(net(x).tanh()), backend=backend)
 
 
+@backends
+def test_two_weights_with_one_gradient(backend):
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = (nn.Parameter(torch.randn(8, 8)) for _ in range(2))
+
+        def forward(self, x):
+            return x @ (self.a + self.b)
+
+    check_compiled(Sum(), random_input(4, 8), backend=backend, microbatches=3)
+
+
 def test_weight_shared_with_plain_code():
     run = zbpipe.compile(lambda net, x: net(x).tanh(), backend="aot_eager")
 
-    def forward(net, x):
-        return run(net, x) @ net.weight + x
-
-    torch._dynamo.disable(forward)
-    check_compiled(nn.Linear(8, 8), random_input(4, 8), forward=torch._dynamo.disable(forward))
+    forward = torch._dynamo.disable(lambda net, x: run(net, x) @ net.weight + x)
+    check_compiled(nn.Linear(8, 8), random_input(4, 8), forward=forward)
 
 
 def test_tied_embedding():

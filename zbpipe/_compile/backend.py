@@ -13,6 +13,7 @@ import torch
 import torch._functorch.config
 from torch import fx
 from torch._guards import CompileContext, TracingContext, compile_context, tracing
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zbpipe import _C
 from zbpipe._compile.split import CannotSplitError, Halves, split
@@ -35,28 +36,36 @@ def compile_graph(
     options: Mapping[str, Any] | None,
 ) -> Callable[..., Any]:
     """Compile a graph of dynamo with `inner`. Raises what that raises."""
+    subclasses = sorted({type(value).__name__ for value in inputs if is_traceable_wrapper_subclass(value)})
     if inner == "aot_eager":
         if mode not in (None, "default") or options:
             raise ValueError(f"mode is {mode!r} and options are {options!r}: aot_eager takes neither; leave them out.")
-        return _with_aot_eager(graph, inputs, recompute)
-    return _with_inductor(graph, inputs, recompute, mode, options)
+        return _with_aot_eager(graph, inputs, recompute, subclasses)
+    return _with_inductor(graph, inputs, recompute, subclasses, mode, options)
 
 
-def _with_aot_eager(graph: fx.GraphModule, inputs: list[Any], recompute: bool) -> Callable[..., Any]:
+def _with_aot_eager(
+    graph: fx.GraphModule, inputs: list[Any], recompute: bool, subclasses: list[str]
+) -> Callable[..., Any]:
     from torch._dynamo.backends.debugging import aot_eager, boxed_nop
 
     def compile_backward(backward: fx.GraphModule, values: Sequence[Any]) -> Compiled:
         def compile_piece(piece: fx.GraphModule, values: Sequence[Any], _: Sequence[int]) -> Compiled:
             return boxed_nop(piece, values)
 
-        return _Backward(backward, values, compile_piece, recompute).as_function()
+        return _Backward(backward, values, compile_piece, recompute, subclasses).as_function()
 
     with torch._functorch.config.patch(enable_autograd_cache=False):
         return aot_eager(graph, inputs, bw_compiler=compile_backward)
 
 
 def _with_inductor(
-    graph: fx.GraphModule, inputs: list[Any], recompute: bool, mode: str | None, options: Mapping[str, Any] | None
+    graph: fx.GraphModule,
+    inputs: list[Any],
+    recompute: bool,
+    subclasses: list[str],
+    mode: str | None,
+    options: Mapping[str, Any] | None,
 ) -> Callable[..., Any]:
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -81,7 +90,7 @@ def _with_inductor(
             with config.patch(patches):
                 return compile_fx_inner(piece, values, **now)
 
-        return _Backward(graph, values, compile_piece, recompute).as_function()
+        return _Backward(graph, values, compile_piece, recompute, subclasses).as_function()
 
     # A hit in AOTAutograd's cache brings a backward that somebody else compiled, whole.
     with torch._functorch.config.patch(enable_autograd_cache=False):
@@ -121,14 +130,22 @@ class _Backward:
     """
 
     def __init__(
-        self, graph: fx.GraphModule, values: Sequence[Any], compile_piece: CompilePiece, recompute: bool
+        self,
+        graph: fx.GraphModule,
+        values: Sequence[Any],
+        compile_piece: CompilePiece,
+        recompute: bool,
+        subclasses: list[str],
     ) -> None:
         self._graph = graph
         self._values = list(values)
         self._compile_piece = compile_piece
         self._recompute = recompute
+        self._subclasses = subclasses  # of tensor, among what the compiled code takes
         self._tracing = TracingContext.try_get()
         self._compiling = CompileContext.try_get()
+        self._metadata = self._tracing.fw_metadata if self._tracing else None
+        self._parameters = _parameters(graph, self._metadata)
         self._lock = threading.RLock()
         self._whole: Compiled | None = None
         self._pieces: dict[tuple[frozenset[int], bool], _Pieces | None] = {}
@@ -145,12 +162,12 @@ class _Backward:
         return run
 
     def _run(self, values: Values) -> Sequence[Any]:
-        pieces = self._halves(*self._deferrable()) if _C.will_defer(None) else None
+        pieces = self._halves() if _C.will_defer(None) else None
         if pieces is None:
             return (self._whole or self._compile_whole())(values)
         halves = pieces.halves
         taken = [values[i] for i in halves.input_inputs]
-        for_w = [values[i] for i in halves.weight_inputs]
+        for_w = [values[i] if i in self._parameters else _without_history(values[i]) for i in halves.weight_inputs]
         values.clear()
         results = list(pieces.input_half(taken))
         count = len(halves.input_outputs)
@@ -167,16 +184,33 @@ class _Backward:
         light = [i for i in self._vectors if _C.will_defer((i, *heavy[:1]))]
         return frozenset(heavy + light), any(_C.will_defer(i) for i in light[:1])
 
-    def _halves(self, deferred: frozenset[int], everything: bool) -> _Pieces | None:
-        key = (deferred, everything)
+    def _halves(self) -> _Pieces | None:
+        """The halves for the gradients that wait in the I that runs; None if the graph cannot be split so."""
         with self._lock:
-            if key not in self._pieces:
-                try:
-                    self._pieces[key] = self._compile_halves(deferred, everything)
-                except CannotSplitError as error:
+            try:
+                self._check_results()
+                key = self._deferrable()
+                if key not in self._pieces:
                     self._pieces[key] = None
-                    self._log(str(error))
-            return self._pieces[key]
+                    self._pieces[key] = self._compile_halves(*key)
+                return self._pieces[key]
+            except CannotSplitError as error:
+                self._log(str(error))
+                return None
+
+    def _check_results(self) -> None:
+        """Raises CannotSplitError where the graph's results are not the gradients of the node's inputs, one by one."""
+        if self._subclasses:
+            raise CannotSplitError(f"it takes tensors of the subclass {', '.join(self._subclasses)}")
+        if self._metadata is None:
+            raise CannotSplitError("it was compiled without a tracing context")
+        if self._metadata.num_backward_tokens:
+            raise CannotSplitError("its backward has ordered side effects")
+        if self._metadata.is_rng_op_functionalized:
+            raise CannotSplitError("its random numbers are functionalised")
+        results = _results(self._graph).args[0]
+        if not isinstance(results, (list, tuple)) or len(results) != len(self._metadata.input_info):
+            raise CannotSplitError("its backward does not return one gradient per input")
 
     def _log(self, reason: str) -> None:
         if not self._is_logged:
@@ -192,22 +226,11 @@ class _Backward:
             return self._whole
 
     def _compile_halves(self, deferred: frozenset[int], everything: bool) -> _Pieces:
-        metadata = self._tracing.fw_metadata if self._tracing else None
-        _refuse(metadata)
-        static = set(metadata.static_input_indices) if metadata else set()
         halves = split(
-            self._graph,
-            deferred,
-            parameters=_parameters(self._graph, static),
-            everything=everything,
-            recompute=self._recompute,
+            self._graph, deferred, parameters=self._parameters, everything=everything, recompute=self._recompute
         )
-        if metadata and halves.output_count != len(metadata.input_info):
-            raise CannotSplitError(
-                f"its backward returns {halves.output_count} gradients for {len(metadata.input_info)} inputs"
-            )
         _set_visible(self._graph, halves)
-        with self._as_when_traced(), _no_donations(metadata), self._no_guards():
+        with self._as_when_traced(), _no_donations(self._metadata), self._no_guards():
             try:
                 with TracingContext.report_output_strides() as strides:
                     input_half = self._compile_piece(
@@ -249,26 +272,17 @@ def _knowledge(shapes: Any) -> tuple[int, int]:
     return (0, 0) if shapes is None else (len(shapes.guards), len(shapes.replacements))
 
 
-def _refuse(metadata: Any) -> None:
-    """Raises CannotSplitError where the graph's gradients are not those of the node's inputs, one by one."""
-    if metadata is None:
-        return
-    descriptions = [*metadata.subclass_inp_meta, *metadata.subclass_fw_graph_out_meta]
-    for description in descriptions:
-        kind = getattr(description, "original_subclass_type", None)
-        if kind is not None or type(description).__name__ == "SubclassCreationMeta":
-            raise CannotSplitError(f"it takes or gives tensors of the subclass {getattr(kind, '__name__', kind)}")
-    if metadata.num_backward_tokens:
-        raise CannotSplitError("its backward has ordered side effects")
-    if metadata.is_rng_op_functionalized:
-        raise CannotSplitError("its random numbers are functionalised")
-
-
-def _parameters(graph: fx.GraphModule, static: set[int]) -> list[int]:
+def _parameters(graph: fx.GraphModule, metadata: Any) -> frozenset[int]:
     """Which inputs of the backward are parameters, by position: they are held anyway."""
+    static = {i + 1 for i in metadata.static_input_indices} if metadata else set()
     names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
     matches = [re.fullmatch(r"primals_(\d+)", name) for name in names]
-    return [i for i, match in enumerate(matches) if match and int(match[1]) - 1 in static]
+    return frozenset(i for i, match in enumerate(matches) if match and int(match[1]) in static)
+
+
+def _without_history(value: Any) -> Any:
+    """Without what hangs on a stage's input: its gradient."""
+    return value.detach() if isinstance(value, torch.Tensor) and value.requires_grad else value
 
 
 def _by_dimension(graph: fx.GraphModule) -> tuple[list[int], list[int]]:

@@ -93,8 +93,6 @@ def split(
     graph = fx.Graph()
     results = graph.graph_copy(backward.graph, {})
     graph.output(results)
-    if not isinstance(results, (tuple, list)):
-        raise CannotSplitError(f"its backward returns a {type(results).__name__}, not a list of gradients")
     separate_fused_gradients(graph, list(results), deferred)
     outputs = list(next(iter(reversed(graph.nodes))).args[0])
     refuse_side_effects(graph)
