@@ -15,7 +15,7 @@ from zbpipe import _build_check
 
 _build_check.check()
 
-from zbpipe import memory  # noqa: E402
+from zbpipe import memory, stores  # noqa: E402
 from zbpipe._C import ParamGroup  # noqa: E402
 from zbpipe._compile import compile, compile_backend  # noqa: E402
 from zbpipe._functions import stage_backward, stage_backward_input, stage_backward_weight  # noqa: E402
@@ -45,6 +45,7 @@ __all__ = [
     "stage_backward",
     "stage_backward_input",
     "stage_backward_weight",
+    "stores",
     "unpatch",
     "will_defer",
 ]

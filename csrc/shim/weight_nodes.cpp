@@ -130,7 +130,6 @@ void Sink::add(variable_list&& grads) {
     weight().grad = grads[0];
     weight().hooked = true;
   }
-  const bool has_grad = grads[0].defined();
   // As in the engine: an accumulator with post hooks expects them to hold one more reference.
   const variable_list inputs = accumulator.post_hooks().empty() ? variable_list() : grads;
   grads.clear();
@@ -138,7 +137,8 @@ void Sink::add(variable_list&& grads) {
   mark_added();
   // It is added: the hooks behind it are not run again, so each gets its turn whatever the other does.
   noting_errors([&] {
-    if (const auto& hook = accumulator.tensor_post_acc_grad_hooks(); hook && has_grad) {
+    // As in libtorch also where no gradient came: a kernel may have added it elsewhere.
+    if (const auto& hook = accumulator.tensor_post_acc_grad_hooks()) {
       (*hook)(accumulator.variable);
     }
   });

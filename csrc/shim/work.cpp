@@ -299,7 +299,25 @@ int32_t slot_of_position(PyObject* weight, const std::vector<bool>& is_tensor, c
   return node.next_edge(slot).is_valid() ? static_cast<int32_t>(slot) : -1;
 }
 
-int32_t slot_of_tensor(const at::Tensor& tensor, const Node& node, const std::string& name) {
+/// True if I has cut an edge of the node for the time of its run: that of a weight that is not its own.
+bool has_cut_edge(PyObject* context, const std::vector<bool>& is_tensor, const Node& node) {
+  THPObjectPtr needed(PyObject_GetAttrString(context, "needs_input_grad"));
+  if (!needed) {
+    throw python_error();
+  }
+  size_t slot = 0;
+  for (size_t i = 0; i < is_tensor.size(); ++i) {
+    if (is_tensor[i] && !node.next_edge(slot++).is_valid() &&
+        PyTuple_GetItem(needed, static_cast<Py_ssize_t>(i)) == Py_True) {
+      return true;
+    }
+  }
+  return false;
+}
+
+int32_t slot_of_tensor(const at::Tensor& tensor, PyObject* context,
+                       const std::vector<bool>& is_tensor, const Node& node,
+                       const std::string& name) {
   if (!tensor.requires_grad()) {
     return -1;
   }
@@ -310,6 +328,9 @@ int32_t slot_of_tensor(const at::Tensor& tensor, const Node& node, const std::st
     if (node.next_edge(slot) == edge) {
       return static_cast<int32_t>(slot);
     }
+  }
+  if (has_cut_edge(context, is_tensor, node)) {
+    return -1;
   }
   refuse(PyExc_ValueError, name, " is a tensor of ", describe(tensor), " that was not given to ",
          node.name(), "; pass the tensor that apply() was given, or its position there");
@@ -342,8 +363,9 @@ Targets parse_weights(PyObject* weights, const Running& running) {
     PyObject* weight = item(weights, i, targets.is_single);
     const std::string name = name_of(i, targets.is_single);
     const at::Tensor* tensor = as_tensor(weight);
-    targets.slots.push_back(tensor ? slot_of_tensor(*tensor, *running.node, name)
-                                   : slot_of_position(weight, is_tensor, *running.node, name));
+    targets.slots.push_back(tensor
+                                ? slot_of_tensor(*tensor, context, is_tensor, *running.node, name)
+                                : slot_of_position(weight, is_tensor, *running.node, name));
   }
   return targets;
 }
