@@ -196,7 +196,9 @@ class _Backward:
                 return self._pieces[key]
             except CannotSplitError as error:
                 self._log(str(error))
-                return None
+            except Exception as error:  # of a compiler, which may fail on a half in ways that it does not on the whole
+                self._log(f"its halves do not compile ({type(error).__name__}: {error})")
+            return None
 
     def _check_results(self) -> None:
         """Raises CannotSplitError where the graph's results are not the gradients of the node's inputs, one by one."""
@@ -230,32 +232,38 @@ class _Backward:
             self._graph, deferred, parameters=self._parameters, everything=everything, recompute=self._recompute
         )
         _set_visible(self._graph, halves)
-        with self._as_when_traced(), _no_donations(self._metadata), self._no_guards():
-            try:
-                with TracingContext.report_output_strides() as strides:
-                    input_half = self._compile_piece(
-                        halves.input_half, [self._values[i] for i in halves.input_inputs], halves.input_inputs
-                    )
-                kept = _kept_values(halves, strides)
-                weight_half = self._compile_piece(
-                    halves.weight_half, [*(self._values[i] for i in halves.weight_inputs), *kept], halves.weight_inputs
+        with self._as_when_traced(donations=False), self._no_guards():
+            with TracingContext.report_output_strides() as strides:
+                input_half = self._compile_piece(
+                    halves.input_half, [self._values[i] for i in halves.input_inputs], halves.input_inputs
                 )
-                return _Pieces(halves, input_half, weight_half)
-            except CannotSplitError:
-                raise
-            except Exception as error:
-                raise CannotSplitError(f"its halves do not compile ({type(error).__name__}: {error})") from error
+            kept = _kept_values(halves, strides)
+            weight_half = self._compile_piece(
+                halves.weight_half, [*(self._values[i] for i in halves.weight_inputs), *kept], halves.weight_inputs
+            )
+        return _Pieces(halves, input_half, weight_half)
 
     @contextlib.contextmanager
-    def _as_when_traced(self) -> Iterator[None]:
-        """The surroundings in which AOTAutograd compiles a backward."""
-        with (
-            tracing(self._tracing),
-            compile_context(self._compiling),
-            torch._C._DisableAutocast(),
-            torch.no_grad(),
-        ):
-            yield
+    def _as_when_traced(self, donations: bool = True) -> Iterator[None]:
+        """The surroundings in which AOTAutograd compiles a backward.
+
+        donations: inductor writes over inputs whose numbers AOTAutograd has noted. Those are numbers of the whole's
+        inputs, and W needs some of them after I: not for the halves.
+        """
+        with tracing(self._tracing), compile_context(self._compiling), torch._C._DisableAutocast(), torch.no_grad():
+            metadata = self._metadata
+            if metadata is None:
+                yield
+                return
+            # DDP's optimizer has several graphs share one tracing context.
+            metadata_before, self._tracing.fw_metadata = self._tracing.fw_metadata, metadata
+            donated = metadata.bw_donated_idxs
+            metadata.bw_donated_idxs = donated if donations else []
+            try:
+                yield
+            finally:
+                metadata.bw_donated_idxs = donated
+                self._tracing.fw_metadata = metadata_before
 
     @contextlib.contextmanager
     def _no_guards(self) -> Iterator[None]:
@@ -321,20 +329,6 @@ def _set_visible(graph: fx.GraphModule, halves: Halves) -> None:
     _results(halves.weight_half).meta["user_visible_output_idxs"] = [
         k for k, i in enumerate(halves.weight_outputs) if i in visible
     ]
-
-
-@contextlib.contextmanager
-def _no_donations(metadata: Any) -> Iterator[None]:
-    """Inductor writes over inputs whose numbers are noted as donated; those are numbers of the whole's inputs, and W
-    needs some of them after I."""
-    if metadata is None:
-        yield
-        return
-    before, metadata.bw_donated_idxs = metadata.bw_donated_idxs, []
-    try:
-        yield
-    finally:
-        metadata.bw_donated_idxs = before
 
 
 def _copy(module: fx.GraphModule) -> fx.GraphModule:
