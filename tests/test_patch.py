@@ -98,7 +98,7 @@ def test_schedules_take_compiled_stages_while_patched():
     with zbpipe.patched():
         schedules._check_torch_compile_compatibility([compiled], "ScheduleZBVZeroBubble")
     assert schedules._check_torch_compile_compatibility is check
-    with pytest.raises(RuntimeError, match="not supported with stage modules that have used torch.compile"):
+    with pytest.raises(RuntimeError, match="not supported with stage modules that have used"):
         check([compiled], "ScheduleZBVZeroBubble")
 
 

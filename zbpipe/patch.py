@@ -7,7 +7,7 @@ What was captured elsewhere than in a module's namespace before patching (a defa
 the graph of a traced `Pipe`) keeps torch's function, which goes on working.
 
 Patching also makes pipeline stages and schedules let go of what nothing needs: see zbpipe/_stage_release.py. Patch
-and unpatch between steps, not within one. And it makes the zero-bubble schedules take compiled stages, which they refuse
+and unpatch between steps, not within one. And it makes zero-bubble schedules take compiled stages, which they refuse
 because torch's functions cannot split them.
 
 For scripts that nobody wants to edit there is `ZBPIPE_PATCH=1` in the environment: a hook that is installed beside

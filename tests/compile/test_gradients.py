@@ -248,9 +248,7 @@ def test_autocast(backend):
         with torch.autocast("cpu", torch.bfloat16):
             return net(x)
 
-    check_compiled(
-        mlp(), random_input(4, 8), forward=forward, backend=backend, rtol=2e-2, atol=2e-2, orders=[at_once]
-    )
+    check_compiled(mlp(), random_input(4, 8), forward=forward, backend=backend, rtol=2e-2, atol=2e-2, orders=[at_once])
 
 
 def test_passes_within_autocast():

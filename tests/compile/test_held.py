@@ -121,7 +121,9 @@ def test_recomputation_holds_less():
     for recompute in (False, True):
         net = Net()
         compiled = zbpipe.compile(
-            lambda x, net=net: checkpoint(forward, net, x, use_reentrant=False), backend="aot_eager", recompute=recompute
+            lambda x, net=net: checkpoint(forward, net, x, use_reentrant=False),
+            backend="aot_eager",
+            recompute=recompute,
         )
         held[recompute] = bytes_held(run_input(net, torch.randn(4, 8, requires_grad=True), compiled))
     gradients = 4 * (16 + 8)  # of up's output; of both outputs, which is one

@@ -7,7 +7,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch._functorch.config
@@ -51,7 +51,7 @@ def _with_aot_eager(
 
     def compile_backward(backward: fx.GraphModule, values: Sequence[Any]) -> Compiled:
         def compile_piece(piece: fx.GraphModule, values: Sequence[Any], _: Sequence[int]) -> Compiled:
-            return boxed_nop(piece, values)
+            return boxed_nop(piece, list(values))
 
         return _Backward(backward, values, compile_piece, recompute, subclasses).as_function()
 
@@ -71,7 +71,8 @@ def _with_inductor(
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.utils import BoxedBool
 
-    patches = torch._TorchCompileInductorWrapper(mode, dict(options or {}), None).config
+    wrapper: Any = torch._TorchCompileInductorWrapper  # which knows modes and checks options
+    patches = wrapper(mode, dict(options or {}), None).config
 
     def compile_any(graph: fx.GraphModule, values: Sequence[Any], **given: Any) -> Any:
         if not given.get("is_backward"):
@@ -94,7 +95,8 @@ def _with_inductor(
 
     # A hit in AOTAutograd's cache brings a backward that somebody else compiled, whole.
     with torch._functorch.config.patch(enable_autograd_cache=False):
-        return compile_fx(graph, inputs, inner_compile=compile_any, config_patches=patches or None)
+        compiled: Any = compile_fx(graph, inputs, inner_compile=compile_any, config_patches=patches or None)
+    return cast(Callable[..., Any], compiled)
 
 
 def _log_not_split(reason: str) -> None:
@@ -252,7 +254,7 @@ class _Backward:
         """
         with tracing(self._tracing), compile_context(self._compiling), torch._C._DisableAutocast(), torch.no_grad():
             metadata = self._metadata
-            if metadata is None:
+            if self._tracing is None or metadata is None:
                 yield
                 return
             # DDP's optimizer has several graphs share one tracing context.
@@ -304,7 +306,8 @@ def _by_dimension(graph: fx.GraphModule) -> tuple[list[int], list[int]]:
     return [i for i, d in dimensions.items() if d > 1], [i for i, d in dimensions.items() if d <= 1]
 
 
-def _results(graph: fx.GraphModule) -> fx.Node:
+def _results(graph: fx.GraphModule) -> Any:
+    """The node that returns the graph's results."""
     return next(iter(reversed(graph.graph.nodes)))
 
 

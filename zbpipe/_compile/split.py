@@ -27,28 +27,22 @@ from torch import fx
 
 aten = torch.ops.aten
 
-VIEWS = {
-    "alias", "as_strided", "chunk", "detach", "diagonal", "expand", "expand_as", "lift_fresh", "movedim", "mT", "narrow",
-    "permute", "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unflatten",
-    "unfold", "unsqueeze", "view", "view_as", "_reshape_alias", "_unsafe_view", "view_as_real", "view_as_complex",
-    "broadcast_in_dim", "squeeze_", "view_of",
-}  # fmt: skip
 CONSTANTS = {
-    "arange", "empty", "empty_strided", "eye", "full", "iota", "lift_fresh_copy", "linspace", "new_empty",
-    "new_empty_strided", "new_full", "new_ones", "new_zeros", "ones", "scalar_tensor", "zeros",
+    "arange", "empty", "empty_strided", "eye", "full", "iota", "linspace", "new_empty", "new_empty_strided", "new_full",
+    "new_ones", "new_zeros", "ones", "scalar_tensor", "zeros",
 }  # fmt: skip
-# Not all of them have the tag "pointwise", nor is there one for reductions in every torch.
-LIGHT = {
-    "_log_softmax", "_log_softmax_backward_data", "_softmax", "_softmax_backward_data", "_to_copy", "all", "amax",
-    "amin", "any", "bernoulli_p", "cat", "clone", "constant_pad_nd", "contiguous", "convert_element_type",
-    "div", "empty_like", "fill", "flip", "full_like", "gelu_backward", "logsumexp", "masked_fill", "max", "mean", "min",
-    "native_dropout_backward", "native_layer_norm", "native_layer_norm_backward", "native_group_norm",
-    "native_group_norm_backward", "ones_like", "prod", "repeat", "select_backward", "select_scatter", "slice_backward",
-    "slice_scatter", "stack", "std", "sum", "threshold_backward", "to", "type_as", "var", "var_mean", "where",
-    "zeros_like", "_fused_rms_norm", "_fused_rms_norm_backward", "silu_backward", "sigmoid_backward", "tanh_backward",
+# Those that have no tag "pointwise"; and reductions, which have a tag in newer releases of torch only.
+LIGHT_NAMES = {
+    "_fused_rms_norm", "_fused_rms_norm_backward", "_log_softmax", "_log_softmax_backward_data", "_softmax",
+    "_softmax_backward_data", "_to_copy", "all", "amax", "amin", "any", "cat", "clone", "constant_pad_nd",
+    "convert_element_type", "empty_like", "flip", "full_like", "gelu_backward", "logsumexp", "max", "mean", "min",
+    "native_dropout_backward", "native_group_norm", "native_group_norm_backward", "native_layer_norm",
+    "native_layer_norm_backward", "ones_like", "prod", "repeat", "select_backward", "select_scatter",
+    "sigmoid_backward", "silu_backward", "slice_backward", "slice_scatter", "std", "sum", "tanh_backward",
+    "threshold_backward", "var", "var_mean", "where", "zeros_like",
 }  # fmt: skip
 
-FREE, LIGHT_NODE, HEAVY, PINNED = "free", "light", "heavy", "pinned"
+FREE, LIGHT, HEAVY, PINNED = "free", "light", "heavy", "pinned"
 
 
 class CannotSplitError(Exception):
@@ -91,7 +85,7 @@ def split(
         CannotSplitError: the graph has side effects, or W would be left without a product.
     """
     graph = fx.Graph()
-    results = graph.graph_copy(backward.graph, {})
+    results: Any = graph.graph_copy(backward.graph, {})
     graph.output(results)
     separate_fused_gradients(graph, list(results), deferred)
     outputs = list(next(iter(reversed(graph.nodes))).args[0])
@@ -109,19 +103,18 @@ def classify(node: fx.Node) -> str:
     if node.op == "get_attr":
         return FREE
     if not has_tensor(node):  # a size: asking a tensor for it must not make W hold the tensor
-        return LIGHT_NODE if any(has_tensor(source) for source in node.all_input_nodes) else FREE
+        return LIGHT if any(has_tensor(source) for source in node.all_input_nodes) else FREE
     if node.target is operator.getitem:  # one of several results
-        return FREE if is_view(node) else LIGHT_NODE
+        return FREE if is_view(node) else LIGHT
     if not isinstance(node.target, torch._ops.OpOverload):  # a higher-order operator: cond, a Triton kernel
-        name = node.target.name() if isinstance(node.target, torch._ops.HigherOrderOperator) else str(node.target)
-        return PINNED if "rng" in name else HEAVY
+        return PINNED if "rng" in str(node.target) else HEAVY
     if torch.Tag.nondeterministic_seeded in node.target.tags:
         return PINNED
     name = base_name(node)
-    if name in VIEWS or (name in CONSTANTS and not any(has_tensor(source) for source in node.all_input_nodes)):
+    if is_view(node) or (name in CONSTANTS and not any(has_tensor(source) for source in node.all_input_nodes)):
         return FREE
     tags = {str(tag).rsplit(".", 1)[-1] for tag in node.target.tags}
-    return LIGHT_NODE if name in LIGHT or name in CONSTANTS or tags & {"pointwise", "reduction"} else HEAVY
+    return LIGHT if name in LIGHT_NAMES or name in CONSTANTS or tags & {"pointwise", "reduction"} else HEAVY
 
 
 def behind_free(value: Any) -> list[fx.Node]:
@@ -140,7 +133,9 @@ def behind_free(value: Any) -> list[fx.Node]:
 
 
 def base_name(node: fx.Node) -> str:
-    return str(node.target._schema.name).rsplit("::", 1)[-1]
+    """Of an OpOverload: "mm" of aten.mm.default."""
+    target: Any = node.target
+    return str(target._schema.name).rsplit("::", 1)[-1]
 
 
 def is_view(node: fx.Node) -> bool:
@@ -148,7 +143,11 @@ def is_view(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         source = node.args[0]
         return isinstance(source, fx.Node) and is_view(source)
-    return isinstance(node.target, torch._ops.OpOverload) and base_name(node) in VIEWS
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    returns = node.target._schema.returns
+    says_so = any(result.alias_info is not None and not result.alias_info.is_write for result in returns)
+    return says_so or base_name(node) == "_unsafe_view"
 
 
 def has_tensor(node: fx.Node) -> bool:
@@ -178,8 +177,8 @@ def refuse_side_effects(graph: fx.Graph) -> None:
         target = node.target
         if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
             raise CannotSplitError(f"its backward changes a tensor in place ({target})")
-        if isinstance(target, torch._ops.HigherOrderOperator) and "with_effects" in target.name():
-            raise CannotSplitError(f"its backward has ordered side effects ({target.name()})")
+        if isinstance(target, torch._ops.HigherOrderOperator) and "with_effects" in str(target):
+            raise CannotSplitError("its backward has ordered side effects")
 
 
 def above(results: Iterable[Any], within: Collection[fx.Node] | None = None) -> set[fx.Node]:
@@ -245,7 +244,7 @@ class Cut:
 
     def solve(self) -> set[fx.Node]:
         """The nodes that W computes, but for free ones."""
-        import networkx  # which torch needs, and imports late itself
+        import networkx  # type: ignore[import-untyped]  # which torch needs, and imports late itself
 
         flow = networkx.DiGraph()
         flow.add_nodes_from(["I", "W"])
@@ -272,9 +271,9 @@ class Cut:
         if kind == PINNED:
             connect(flow, "I", node)
         elif node in self.for_i:
-            connect(flow, "I", node, 1 if self.recompute and kind == LIGHT_NODE else None)
+            connect(flow, "I", node, 1 if self.recompute and kind == LIGHT else None)
         elif node.target is not operator.getitem:  # which goes with what it is taken from
-            connect(flow, node, "W", 1 if not self.everything and kind == LIGHT_NODE else None)
+            connect(flow, node, "W", 1 if not self.everything and kind == LIGHT else None)
 
 
 def connect(flow: Any, a: Any, b: Any, capacity: int | None = None) -> None:
@@ -297,9 +296,7 @@ def build(
     weight_inputs = [i for i, node in enumerate(placeholders) if node in read or is_size(node)]
     return Halves(
         input_half=extract(backward, graph, [placeholders[i] for i in input_inputs], by_i, input_results),
-        weight_half=extract(
-            backward, graph, [*(placeholders[i] for i in weight_inputs), *kept], by_w, weight_results
-        ),
+        weight_half=extract(backward, graph, [*(placeholders[i] for i in weight_inputs), *kept], by_w, weight_results),
         input_inputs=tuple(input_inputs),
         input_outputs=tuple(input_outputs),
         weight_inputs=tuple(weight_inputs),
