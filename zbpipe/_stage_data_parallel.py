@@ -21,6 +21,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -115,7 +116,7 @@ def _forward_maybe_with_nosync(original: _Function, self: Any, *args: Any, **kwa
 def _backward_maybe_with_nosync(
     original: _Function, self: Any, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
 ) -> Any:
-    if backward_type != "input" and _is_ddp(self.submod):
+    if backward_type != "input" and is_ddp(self.submod):
         return _contribute(original, self, backward_type, bwd_kwargs, last_backward)
     result = original(self, backward_type, bwd_kwargs, last_backward=last_backward)
     if backward_type == "weight":
@@ -129,13 +130,14 @@ def _backward_maybe_with_nosync(
 def _replicate_state(module: Any) -> Any:
     """What ``torch.distributed._composable.replicate`` keeps of a module; None for other modules, and for those of
     ``replicate_with_fsdp``, which are fully_shard's."""
-    from torch.distributed._composable_state import _get_module_state
+    composable = sys.modules.get("torch.distributed._composable")  # without it no module has such a state
+    if composable is None or "replicate" not in (composable._get_registry(module) or ()):
+        return None
+    return composable.replicate.state(module)
 
-    state = _get_module_state(module)
-    return state if hasattr(state, "_no_sync") and hasattr(state, "_param_list") else None
 
-
-def _is_ddp(module: Any) -> bool:
+def is_ddp(module: Any) -> bool:
+    """Tell whether DDP reduces the gradients of `module`'s weights."""
     return isinstance(module, DistributedDataParallel) or _replicate_state(module) is not None
 
 
