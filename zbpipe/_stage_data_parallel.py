@@ -118,9 +118,12 @@ def _backward_maybe_with_nosync(
 ) -> Any:
     if backward_type != "input" and is_ddp(self.submod):
         return _contribute(original, self, backward_type, bwd_kwargs, last_backward)
-    result = original(self, backward_type, bwd_kwargs, last_backward=last_backward)
+    if backward_type == "full" or not _is_sharded(self.submod):
+        return original(self, backward_type, bwd_kwargs, last_backward=last_backward)
+    with _with_unsharded_parameters(self.submod):
+        result = original(self, backward_type, bwd_kwargs, last_backward=last_backward)
     if backward_type == "weight":
-        _accumulate_sharded(self.submod)
+        _accumulate(self.submod)
     return result
 
 
@@ -215,19 +218,36 @@ def _mentions(param_groups: Iterable[Any]) -> list[torch.Tensor]:
 # fully_shard.
 
 
-def _accumulate_sharded(module: Any) -> None:
-    """Add the gradients of a W to the buffers in which fully_shard sums them up until it reduces.
-
-    It has such where it reduces in another dtype than it computes in. Weights whose memory is not there at the moment
-    (resharded after a forward that ran between I and W) have their gradients all the same.
-    """
+def _is_sharded(module: Any) -> bool:
     from torch.distributed.fsdp import FSDPModule
 
-    if not isinstance(module, FSDPModule):
-        return
-    for param in _sharded_params(module):
-        unsharded = getattr(param, "_unsharded_param", None)
-        if unsharded is None or unsharded.grad is None:
+    return isinstance(module, FSDPModule)
+
+
+@contextlib.contextmanager
+def _with_unsharded_parameters(module: Any) -> Iterator[None]:
+    """Within it ``module.parameters()`` gives the weights that are in the graph.
+
+    After a forward that reshards, the module's parameters are the shards until its backward gathers the weights; I is
+    asked before that, W may be when another microbatch's forward has resharded again.
+    """
+    unsharded = {param.sharded_param: param._unsharded_param for param in _gathered_params(module)}
+    parameters = [unsharded.get(parameter, parameter) for parameter in module.parameters()]
+    vars(module)["parameters"] = lambda recurse=True: iter(parameters)
+    try:
+        yield
+    finally:
+        del vars(module)["parameters"]
+
+
+def _accumulate(module: Any) -> None:
+    """Add the gradients of a W to the buffers in which fully_shard sums them up until it reduces.
+
+    It has such where it reduces in another dtype than it computes in, and adds to them when a backward is through: in I.
+    """
+    for param in _gathered_params(module):
+        unsharded = param._unsharded_param
+        if unsharded.grad is None:
             continue
         if param.unsharded_accumulated_grad is None:
             param.to_accumulated_grad_if_needed()
@@ -236,13 +256,14 @@ def _accumulate_sharded(module: Any) -> None:
             unsharded.grad = None
 
 
-def _sharded_params(module: Any) -> Iterator[Any]:
+def _gathered_params(module: Any) -> Iterator[Any]:
+    """What fully_shard keeps of each weight that it has gathered before, whether it is sharded now or not."""
     for state in module._get_fsdp_state()._state_ctx.all_states:
         groups = getattr(state, "_fsdp_param_groups", None)
         if groups is None:  # torch 2.11 has one group at most
             groups = [state._fsdp_param_group] if state._fsdp_param_group else []
         for group in groups:
-            yield from group.fsdp_params
+            yield from (param for param in group.fsdp_params if hasattr(param, "_unsharded_param"))
 
 
 _WRAPPERS: dict[str, _Function] = {

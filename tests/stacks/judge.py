@@ -31,6 +31,7 @@ class Runs:
         for rank in range(WORLD):
             result = folder / f"{name}.{rank}"
             said.append(result.read_text() if result.exists() else "did not come to it")
-        if said != ["passed"] * WORLD:
-            failed = {rank: text for rank, text in enumerate(said) if text != "passed"}
-            pytest.fail("\n".join(f"rank {rank}: {text}" for rank, text in failed.items()), pytrace=False)
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text != "passed"]
+        if failed:
+            printed = [(folder / f"output.{rank}").read_text()[-1000:] for rank in range(WORLD)]
+            pytest.fail("\n".join([*failed, "The last that each rank printed:", *printed]), pytrace=False)

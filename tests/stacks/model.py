@@ -34,10 +34,10 @@ class Block(nn.Module):
         return x + self.mixer(self.norm(x))
 
 
-def make_parts(block=Block, dtype=torch.float64):
+def make_parts(block=Block, dtype=torch.float64, count=STAGES):
     """A block for each stage."""
     torch.manual_seed(1)
-    return [block().to(dtype) for _ in range(STAGES)]
+    return [block().to(dtype) for _ in range(count)]
 
 
 def batch(step, replica, dtype=torch.float64):

@@ -14,10 +14,9 @@ ZERO_BUBBLE = ("ZBVZeroBubble", "InterleavedZeroBubble", "DualPipeV")
 
 
 def stages_of(name, pipeline_rank, pipeline_size):
-    if pipeline_size == 1:
-        return list(range(model.STAGES))
+    """Two of a rank."""
     if name in ("ZBVZeroBubble", "DualPipeV"):
-        return [pipeline_rank, model.STAGES - 1 - pipeline_rank]
+        return [pipeline_rank, 2 * pipeline_size - 1 - pipeline_rank]
     return [pipeline_rank, pipeline_rank + pipeline_size]
 
 
@@ -33,14 +32,15 @@ class Training:
         self.name = name
         pipeline = mesh["pp"]
         self.mine = stages_of(name, pipeline.get_local_rank(), pipeline.size())
-        self.parts = model.make_parts() if parts is None else parts
-        self.reference = model.make_parts() if reference is None else reference
+        count = 2 * pipeline.size()
+        self.parts = model.make_parts(count=count) if parts is None else parts
+        self.reference = model.make_parts(count=count) if reference is None else reference
         self.modules = {i: wrap(self.parts[i]) for i in self.mine}
         self.stages = [
             PipelineStage(
                 self.modules[i],
                 i,
-                model.STAGES,
+                count,
                 torch.device("cpu"),
                 group=pipeline.get_group(),
                 **stage_arguments(i),
@@ -64,7 +64,7 @@ class Training:
         dtype = next(self.reference[0].parameters()).dtype
         x, target = model.batch(step, replica, dtype)
         args = [prepare(x)] if 0 in self.mine else []
-        kwargs = {"target": prepare(target)} if model.STAGES - 1 in self.mine else {}
+        kwargs = {"target": prepare(target)} if len(self.parts) - 1 in self.mine else {}
         with zbpipe.patched() if patched else contextlib.nullcontext():
             events = Events()
             for stage in self.stages:
@@ -91,12 +91,21 @@ class Training:
         self.optimizer.step()
         self.reference_optimizer.step()
 
-    def run(self, replica, patched=True, steps=model.STEPS, prepare=lambda x: x, compute_dtype=None, **tolerances):
+    def run(
+        self,
+        replica,
+        replicas=model.REPLICAS,
+        patched=True,
+        steps=model.STEPS,
+        prepare=lambda x: x,
+        compute_dtype=None,
+        **tolerances,
+    ):
         """Steps with an optimizer between, checked after each. Returns the steps' events."""
         events = []
         for step in range(steps):
             events.append(self.step(step, replica, patched, prepare))
-            model.run_reference(self.reference, step, compute_dtype=compute_dtype)
+            model.run_reference(self.reference, step, replicas, compute_dtype)
             self.check(step, **tolerances)
             self.optimize()
         return events
