@@ -5,7 +5,7 @@ from collections import Counter
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-POINT_TO_POINT = ("send", "recv_", "recv_any_source_")
+NO_COLLECTIVES = ("send", "recv_", "recv_any_source_", "wait_tensor", "_wrap_tensor_autograd")
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm")
 PASSES = {"forward_one_chunk": "F", "backward_one_chunk": "I", "backward_weight_one_chunk": "W"}
 
@@ -27,7 +27,7 @@ class Events(TorchDispatchMode):
             return NotImplemented
         name = func._schema.name
         namespace, short = name.split("::")
-        if namespace in ("c10d", "_c10d_functional") and short not in (*POINT_TO_POINT, "wait_tensor"):
+        if namespace in ("c10d", "_c10d_functional") and short not in NO_COLLECTIVES:
             self.log.append(short)
         elif name in PRODUCTS:
             self.log.append("product")

@@ -227,5 +227,6 @@ for case in (
     frees_as_unsplit,
 ):
     for number, name in enumerate(ZERO_BUBBLE):
-        kind = "fast" if number == 0 or case in (reshards, mixed) else "slow"
+        of_all = case in (reshards, mixed)
+        kind = "fast" if of_all or (number == 0 and case not in (not_nested, mixed_and_reshards, checkpointed)) else "slow"
         CASES[f"{case.__name__}-{name}"] = (kind, functools.partial(case, name))

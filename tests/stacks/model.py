@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 STAGES = 4
 MICROBATCHES = 8
@@ -40,23 +41,26 @@ def make_parts(block=Block, dtype=torch.float64, count=STAGES):
     return [block().to(dtype) for _ in range(count)]
 
 
-def batch(step, replica, dtype=torch.float64):
+def batch(step, replica, dtype=torch.float64, sequence=()):
+    """Inputs and targets, (BATCH, *sequence, WIDTH) each."""
     torch.manual_seed(100 + 10 * step + replica)
-    return torch.randn(BATCH, WIDTH, dtype=dtype), torch.randn(BATCH, WIDTH, dtype=dtype)
+    shape = (BATCH, *sequence, WIDTH)
+    return torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype)
 
 
 def loss_function(out, target):
-    return (out - target).pow(2).sum()
+    loss = (out - target).pow(2).sum()
+    return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 
-def run_reference(parts, step, replicas=REPLICAS, compute_dtype=None):
+def run_reference(parts, step, replicas=REPLICAS, compute_dtype=None, sequence=()):
     """Adds to each weight of `parts` its gradient of the step: a sum over microbatches, a mean over replicas.
 
     With `compute_dtype`, forward and backward are in it, and the sum of the microbatches' gradients is not.
     """
     for replica in range(replicas):
         dtype = next(parts[0].parameters()).dtype
-        x, target = batch(step, replica, dtype)
+        x, target = batch(step, replica, dtype, sequence)
         for value, goal in zip(x.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True):
             add_gradients(parts, value, goal, replicas, compute_dtype)
 

@@ -25,11 +25,12 @@ class Training:
 
     mesh: has a dimension "pp".
     wrap: from a stage's block to the module of the stage; what it shards it shards in place.
+    sequence: the inputs' shape between batch and width.
     unsplit: the schedule's order of actions, with whole backwards in the place of I, and no W.
     """
 
-    def __init__(self, name, mesh, wrap, parts=None, reference=None, unsplit=False, stage_arguments=lambda i: {}):
-        self.name = name
+    def __init__(self, name, mesh, wrap, parts=None, reference=None, unsplit=False, sequence=(), **stage_arguments):
+        self.sequence = sequence
         pipeline = mesh["pp"]
         self.mine = stages_of(name, pipeline.get_local_rank(), pipeline.size())
         count = 2 * pipeline.size()
@@ -43,7 +44,7 @@ class Training:
                 count,
                 torch.device("cpu"),
                 group=pipeline.get_group(),
-                **stage_arguments(i),
+                **stage_arguments,
             )
             for i in self.mine
         ]
@@ -62,7 +63,7 @@ class Training:
         self.optimizer.zero_grad()
         self.reference_optimizer.zero_grad()
         dtype = next(self.reference[0].parameters()).dtype
-        x, target = model.batch(step, replica, dtype)
+        x, target = model.batch(step, replica, dtype, self.sequence)
         args = [prepare(x)] if 0 in self.mine else []
         kwargs = {"target": prepare(target)} if len(self.parts) - 1 in self.mine else {}
         with zbpipe.patched() if patched else contextlib.nullcontext():
@@ -105,7 +106,7 @@ class Training:
         events = []
         for step in range(steps):
             events.append(self.step(step, replica, patched, prepare))
-            model.run_reference(self.reference, step, replicas, compute_dtype)
+            model.run_reference(self.reference, step, replicas, compute_dtype, self.sequence)
             self.check(step, **tolerances)
             self.optimize()
         return events
