@@ -6,9 +6,10 @@ environment shows it, as does `logging.getLogger("zbpipe").setLevel(logging.INFO
 What was captured elsewhere than in a module's namespace before patching (a default argument, a `functools.partial`,
 the graph of a traced `Pipe`) keeps torch's function, which goes on working.
 
-Patching also makes pipeline stages and schedules let go of what nothing needs: see zbpipe/_stage_release.py. Patch
-and unpatch between steps, not within one. And it makes zero-bubble schedules take compiled stages, which they refuse
-because torch's functions cannot split them.
+Patching also makes pipeline stages and schedules let go of what nothing needs, see zbpipe/_stage_release.py, makes data
+parallel stages reduce when all gradients are there, see zbpipe/_stage_data_parallel.py, and makes zero-bubble schedules
+take compiled stages, which they refuse because torch's functions cannot split them. Patch and unpatch between steps, not
+within one.
 
 For scripts that nobody wants to edit there is `ZBPIPE_PATCH=1` in the environment: a hook that is installed beside
 zbpipe patches as soon as the script, or a process that it starts, imports torch.distributed.pipelining.
@@ -27,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from zbpipe import _stage_release
+from zbpipe import _stage_data_parallel, _stage_release
 
 logger = logging.getLogger("zbpipe")
 
@@ -133,10 +134,11 @@ def unpatch() -> None:
                             namespace[name] = original
         restored = [place for place in _state.places if place not in rebound]
         _state.places = []
+        driven_restored, driven_rebound = _stage_data_parallel.uninstall()
         methods_restored, methods_rebound = _stage_release.uninstall()
-        logger.info("unpatched %s", ", ".join([*map(str, restored), *methods_restored]))
-        if rebound or methods_rebound:
-            names = ", ".join([*map(str, rebound), *methods_rebound])
+        logger.info("unpatched %s", ", ".join([*map(str, restored), *methods_restored, *driven_restored]))
+        if rebound or methods_rebound or driven_rebound:
+            names = ", ".join([*map(str, rebound), *methods_rebound, *driven_rebound])
             logger.warning("not restored, because rebound since patching: %s", names)
 
 
@@ -234,9 +236,11 @@ def _rebind(modules: _Modules, release_outputs: bool | None) -> None:
     _state.places = places
     _state.release_outputs = release_outputs
     _warn_of_strangers(modules, places)
-    methods, note = _stage_release.install(release_outputs)
-    if note is not None:
-        logger.warning("not all is patched: %s", note)
+    methods = []
+    for wrapped, note in (_stage_release.install(release_outputs), _stage_data_parallel.install()):
+        methods += wrapped
+        if note is not None:
+            logger.warning("not all is patched: %s", note)
     names = ", ".join([*map(str, places), *methods])
     logger.info("patched %s; release_outputs is %s", names, release_outputs)
 

@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/object_ptr.h>
 
+#include "shim/dtensor.h"
 #include "shim/python.h"
 
 namespace {
@@ -83,18 +84,19 @@ PyObject* wrap_weights(const std::vector<const Weight*>& weights) {
 
 void append_tensor(PyObject* list, const char* role, const at::Tensor& tensor,
                    const std::vector<const Weight*>& weights) {
-  const void* storage = storage_of(tensor);
+  const at::Tensor held = local_part(tensor);
+  const void* storage = storage_of(held);
   THPObjectPtr shape(shape_of(tensor));
   THPObjectPtr device(THPDevice_New(tensor.device()));
   THPObjectPtr wrapped(wrap_weights(weights));
   if (!shape || !device) {
     throw python_error();
   }
-  append(list, Py_BuildValue("sNnOOOO", role, PyLong_FromVoidPtr(const_cast<void*>(storage)),
-                             static_cast<Py_ssize_t>(storage ? tensor.storage().nbytes() : 0),
-                             shape.get(),
-                             reinterpret_cast<PyObject*>(torch::getTHPDtype(tensor.scalar_type())),
-                             device.get(), wrapped.get()));
+  append(list,
+         Py_BuildValue("sNnOOOO", role, PyLong_FromVoidPtr(const_cast<void*>(storage)),
+                       static_cast<Py_ssize_t>(storage ? held.storage().nbytes() : 0), shape.get(),
+                       reinterpret_cast<PyObject*>(torch::getTHPDtype(tensor.scalar_type())),
+                       device.get(), wrapped.get()));
 }
 
 bool is_of(const Watched& watched, const Work& work) {

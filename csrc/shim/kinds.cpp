@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/python_function.h>
 #include <torch/csrc/PyInterpreter.h>
 
+#include "shim/dtensor.h"
 #include "shim/gil.h"
 #include "shim/python.h"
 
@@ -160,8 +161,8 @@ SavedVariable save_plainly(const at::Tensor& tensor) {
 }
 
 bool is_plain_matrix(const at::Tensor& tensor) {
-  return tensor.defined() && !is_subclass(tensor) && (tensor.dim() == 2 || tensor.dim() == 3) &&
-         !tensor.is_complex() && !tensor.is_neg();
+  return tensor.defined() && (tensor.dim() == 2 || tensor.dim() == 3) &&
+         (!is_subclass(tensor) || is_dtensor(tensor)) && !tensor.is_complex() && !tensor.is_neg();
 }
 
 /// What Python hooks have packed in `saved`; nothing if W cannot unpack it, or need not pay for it: a

@@ -11,6 +11,7 @@
 #include <torch/csrc/autograd/saved_variable.h>
 
 #include "shim/detach.h"
+#include "shim/dtensor.h"
 #include "shim/kinds.h"
 #include "shim/path.h"
 #include "shim/start.h"
@@ -32,14 +33,25 @@ struct Factors {
   at::Tensor multiply() const { return left.dim() == 2 ? left.mm(right) : left.bmm(right); }
 };
 
-/// In the weight's orientation when the face is transposed. For Y = A B: dA = dY Bᵀ, dB = Aᵀ dY.
-Factors factors_of(const Task& task, const Face& face) {
+/// What the factors are, in the weight's orientation when the face is transposed. For Y = A B: dA = dY Bᵀ, dB = Aᵀ dY.
+std::pair<Factor, Factor> matrices_of(const Task& task, const Face& face) {
   const at::Tensor& grad = task.output_grads[0].tensor();
   const at::Tensor other = task.packed ? task.packed->unpack() : task.other.tensor();
   if (task.weight_is_left) {
-    return face.transposed ? Factors{other, grad.mT()} : Factors{grad, other.mT()};
+    return face.transposed ? std::pair(Factor{other, false}, Factor{grad, true})
+                           : std::pair(Factor{grad, false}, Factor{other, true});
   }
-  return face.transposed ? Factors{grad.mT(), other} : Factors{other.mT(), grad};
+  return face.transposed ? std::pair(Factor{grad, true}, Factor{other, false})
+                         : std::pair(Factor{other, true}, Factor{grad, false});
+}
+
+at::Tensor oriented(const at::Tensor& matrix, bool is_transposed) {
+  return is_transposed ? matrix.mT() : matrix;
+}
+
+Factors factors_of(const Task& task, const Face& face) {
+  const auto [left, right] = matrices_of(task, face);
+  return {oriented(left.matrix, left.is_transposed), oriented(right.matrix, right.is_transposed)};
 }
 
 /// The gradient for face number `i`, at its weight where it has a path; `outputs` are a deferred node's.
@@ -197,20 +209,29 @@ bool add_product(const Task& task, Face& face, Weight& weight, bool fuse) {
   const at::Tensor& grad =
       weight.main_grad.defined() ? weight.main_grad : accumulator.variable.grad();
   const at::Tensor& variable = accumulator.variable;
-  if (!grad.defined() || grad.requires_grad() || grad.is_complex() || is_subclass(grad) ||
-      is_subclass(variable) || !grad.sizes().equals(variable.sizes()) ||
-      at::has_internal_overlap(grad) != at::MemOverlap::No ||
+  if (!grad.defined() || grad.requires_grad() || grad.is_complex() ||
+      is_subclass(grad) != is_subclass(variable) || !grad.sizes().equals(variable.sizes()) ||
       (!weight.main_grad.defined() && grad.scalar_type() != variable.scalar_type())) {
     return false;
   }
-  const std::optional<at::Tensor> sum = face.simple ? grad : view_along(face, grad);
+  std::optional<at::Tensor> sum = face.simple ? grad : view_along(face, grad);
   if (!sum) {
     return false;
   }
-  const Factors f = factors_of(task, face);
-  if (sum->dim() != f.left.dim() || sum->size(-2) != f.left.size(-2) ||
-      sum->size(-1) != f.right.size(-1) || sum->device() != f.left.device() ||
-      sum->is_alias_of(f.left) || sum->is_alias_of(f.right)) {
+  const auto [left, right] = matrices_of(task, face);
+  Factors f{left.matrix, right.matrix};
+  if (is_subclass(grad)) {
+    auto local = face.simple ? local_product(grad, left, right) : std::nullopt;
+    if (!local) {
+      return false;
+    }
+    sum = std::move(local->sum);
+    f = {std::move(local->left), std::move(local->right)};
+  }
+  f = {oriented(f.left, left.is_transposed), oriented(f.right, right.is_transposed)};
+  if (at::has_internal_overlap(*sum) != at::MemOverlap::No || sum->dim() != f.left.dim() ||
+      sum->size(-2) != f.left.size(-2) || sum->size(-1) != f.right.size(-1) ||
+      sum->device() != f.left.device() || sum->is_alias_of(f.left) || sum->is_alias_of(f.right)) {
     return false;
   }
   const bool adds_in_one = sum->scalar_type() == f.left.scalar_type() && (fuse || !sum->is_cpu()) &&
