@@ -1,5 +1,7 @@
 """Weights' and inputs' gradients and hooks of compiled stages in halves, against an eager copy's ordinary backward."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from oracle import at_once, groups_reversed, interleaved, one_weight_pass, random_input
@@ -363,3 +365,24 @@ def test_kept_tensor_that_is_changed_is_refused():
     with pytest.raises(RuntimeError, match="modified"):
         zbpipe.stage_backward_weight(net.parameters(), groups)
     assert all(w.grad is None for w in net.parameters())
+
+
+def test_passes_in_several_threads():
+    """Two microbatches' I at once, the first one that compiles the halves; W elsewhere."""
+    net, reference = mlp(), mlp()
+    reference.load_state_dict(net.state_dict())
+    compiled = zbpipe.compile(net, backend="aot_eager")
+    inputs = [torch.randn(4, 8, requires_grad=True) for _ in range(4)]
+    outputs = [compiled(x) for x in inputs]
+
+    def run_i(out, x):
+        return zbpipe.stage_backward_input([out], [torch.ones_like(out)], [x], net.parameters())[1]
+
+    with ThreadPoolExecutor(2) as pool:
+        pending = list(pool.map(run_i, outputs, inputs))
+    with ThreadPoolExecutor(1) as pool:
+        list(pool.map(lambda groups: zbpipe.stage_backward_weight(net.parameters(), groups), pending))
+    for x in inputs:
+        reference(x.detach()).sum().backward()
+    for w, expected in zip(net.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(w.grad, expected.grad)

@@ -200,3 +200,25 @@ def test_groups_print_and_are_accounted():
     assert memory.held(groups, net).bytes == FLOOR
     (group,) = groups
     assert len(group["params"]) == 12
+
+
+def test_parameter_that_w_reads_is_copied():
+    """fully_shard frees what it gathered after I; and an optimizer may step before W."""
+
+    class Chain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = (nn.Parameter(torch.randn(8, 8)) for _ in range(2))
+
+        def forward(self, x):
+            return x @ (self.a @ self.b)
+
+    net = Chain()
+    compiled = zbpipe.compile(net, backend="aot_eager")
+    x = torch.randn(4, 8, requires_grad=True)
+    expected = torch.autograd.grad(net(x).sum(), [net.a, net.b])
+    groups = run_input(net, x, compiled)
+    for w in net.parameters():
+        w.untyped_storage().resize_(0)
+    zbpipe.stage_backward_weight(net.parameters(), groups)
+    torch.testing.assert_close([net.a.grad, net.b.grad], list(expected))

@@ -169,7 +169,7 @@ class _Backward:
             return (self._whole or self._compile_whole())(values)
         halves = pieces.halves
         taken = [values[i] for i in halves.input_inputs]
-        for_w = [values[i] if i in self._parameters else _without_history(values[i]) for i in halves.weight_inputs]
+        for_w = [_for_w(values[i], i in self._parameters) for i in halves.weight_inputs]
         values.clear()
         results = list(pieces.input_half(taken))
         count = len(halves.input_outputs)
@@ -230,9 +230,7 @@ class _Backward:
             return self._whole
 
     def _compile_halves(self, deferred: frozenset[int], everything: bool) -> _Pieces:
-        halves = split(
-            self._graph, deferred, parameters=self._parameters, everything=everything, recompute=self._recompute
-        )
+        halves = split(self._graph, deferred, everything=everything, recompute=self._recompute)
         _set_visible(self._graph, halves)
         with self._as_when_traced(donations=False), self._no_guards():
             with TracingContext.report_output_strides() as strides:
@@ -283,16 +281,20 @@ def _knowledge(shapes: Any) -> tuple[int, int]:
 
 
 def _parameters(graph: fx.GraphModule, metadata: Any) -> frozenset[int]:
-    """Which inputs of the backward are parameters, by position: they are held anyway."""
+    """Which inputs of the backward are parameters or buffers, by position."""
     static = {i + 1 for i in metadata.static_input_indices} if metadata else set()
     names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
     matches = [re.fullmatch(r"primals_(\d+)", name) for name in names]
     return frozenset(i for i, match in enumerate(matches) if match and int(match[1]) in static)
 
 
-def _without_history(value: Any) -> Any:
-    """Without what hangs on a stage's input: its gradient."""
-    return value.detach() if isinstance(value, torch.Tensor) and value.requires_grad else value
+def _for_w(value: Any, is_parameter: bool) -> Any:
+    """A tensor without what hangs on it (a stage's input has its gradient); a copy of what may be freed before W."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if is_parameter:
+        return value.detach().clone()
+    return value.detach() if value.requires_grad else value
 
 
 def _by_dimension(graph: fx.GraphModule) -> tuple[list[int], list[int]]:

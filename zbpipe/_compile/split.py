@@ -3,8 +3,8 @@
 Note [The cut]
 W must compute the products that give the deferred gradients, I all that the other gradients need. In between lies
 what either could compute, and what I hands to W is the set of values along the cut. It is chosen by a minimum cut:
-the fewest bytes, counting a parameter as none, for its module holds it anyway. Among the cuts of the fewest bytes the
-one that leaves the most to W. So W reads the two matrices of each product, or what is smaller and gives them by cheap
+the fewest bytes; among those the one that leaves the most to W. A parameter counts too, and W is given a copy: fully_shard
+frees what it has gathered after I. So W reads the two matrices of each product, or what is smaller and gives them by cheap
 steps that I does not need; and where a vector's gradient needs more than the vector, I computes it.
 
 Each node of the graph is of one of these classes:
@@ -67,7 +67,6 @@ def split(
     backward: fx.GraphModule,
     deferred: Collection[int],
     *,
-    parameters: Collection[int] = (),
     everything: bool = False,
     recompute: bool = False,
 ) -> Halves:
@@ -77,7 +76,6 @@ def split(
         backward: a graph of aten operations without side effects, whose nodes have ``meta["val"]``.
         deferred: the outputs that W is to compute, by position. Those that I computes all the same, because that
             holds less, are among ``input_outputs`` of the result.
-        parameters: the inputs that are held anyway, by position.
         everything: W computes all that I does not need, even where holding its result would be less.
         recompute: W may compute light operations once more that I computes too, where that holds less.
 
@@ -90,7 +88,7 @@ def split(
     separate_fused_gradients(graph, list(results), deferred)
     outputs = list(next(iter(reversed(graph.nodes))).args[0])
     refuse_side_effects(graph)
-    by_w = Cut(graph, outputs, deferred, parameters, everything, recompute).solve()
+    by_w = Cut(graph, outputs, deferred, everything, recompute).solve()
     weight_outputs = [i for i in sorted(deferred) if any(node in by_w for node in behind_free(outputs[i]))]
     if not any(classify(node) == HEAVY for node in above((outputs[i] for i in weight_outputs), within=by_w)):
         raise CannotSplitError("no gradient of a weight is a product of its own")
@@ -229,12 +227,9 @@ class Cut:
         graph: fx.Graph,
         outputs: Sequence[Any],
         deferred: Collection[int],
-        parameters: Collection[int],
         everything: bool,
         recompute: bool,
     ) -> None:
-        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-        self.parameters = {placeholders[i] for i in parameters}
         self.for_i = above(out for i, out in enumerate(outputs) if i not in deferred)
         self.results = {node for i in deferred for node in behind_free(outputs[i])}
         for_w = above(self.results)
@@ -251,7 +246,7 @@ class Cut:
         byte = 2 * len(self.order) + 1  # outweighs all preferences together
         for node in self.order:
             self.place(flow, node)
-            cost = 0 if node in self.parameters else byte_count(node.meta.get("val"))
+            cost = byte_count(node.meta.get("val"))
             connect(flow, node, ("holding", node), None if cost is None else cost * byte)
             for source in {source for read in node.all_input_nodes for source in behind_free(read)}:
                 connect(flow, ("holding", source), node)
