@@ -18,6 +18,7 @@ _build_check.check()
 from zbpipe import memory, stores  # noqa: E402
 from zbpipe._C import ParamGroup  # noqa: E402
 from zbpipe._functions import stage_backward, stage_backward_input, stage_backward_weight  # noqa: E402
+from zbpipe._names import name_parameters  # noqa: E402
 from zbpipe._policy import Policy, get_policy, policy, set_policy  # noqa: E402
 from zbpipe._version import __version__  # noqa: E402
 from zbpipe._work import defer, will_defer  # noqa: E402
@@ -34,6 +35,7 @@ __all__ = [
     "is_patched",
     "make_viewless",
     "memory",
+    "name_parameters",
     "patch",
     "patched",
     "policy",

@@ -13,6 +13,7 @@
 #include "shim/kinds.h"
 #include "shim/path.h"
 #include "shim/python.h"
+#include "shim/ranges.h"
 #include "shim/stand_in.h"
 #include "shim/start.h"
 #include "shim/streams.h"
@@ -424,6 +425,7 @@ std::unordered_set<const void*> Split::storages_in_use() const {
 }  // namespace
 
 InputPassResult run_input_pass(const InputPassArgs& args) {
+  const Range range("zbpipe::input_pass");
   const Answers answers(args);
   const Walk walk(args);
   Split split(args, walk, answers);

@@ -16,6 +16,7 @@
 #include "shim/gil.h"
 #include "shim/kinds.h"
 #include "shim/python.h"
+#include "shim/ranges.h"
 #include "shim/stand_in.h"
 #include "shim/zbp_work.h"
 
@@ -107,6 +108,7 @@ variable_list parse_result(PyObject* result, size_t count, bool is_single) {
 }
 
 variable_list call(const Work::Call& call, size_t count) {
+  const Range range("zbpipe::work");
   const at::AutoGradMode no_grad(false);
   const AutocastAsThere autocast(call.autocast);
   const AcquireGil gil;
