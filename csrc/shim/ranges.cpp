@@ -30,9 +30,8 @@ std::string Range::name_of(const Group& group) {
   for (const Weight& weight : group.weights) {
     weights.push_back(weight.accumulator->variable);
   }
-  std::stable_sort(weights.begin(), weights.end(), [](const at::Tensor& a, const at::Tensor& b) {
-    return a.dim() > b.dim();
-  });
+  std::stable_sort(weights.begin(), weights.end(),
+                   [](const at::Tensor& a, const at::Tensor& b) { return a.dim() > b.dim(); });
   std::string name = "zbpipe::group ";
   for (size_t i = 0; i < std::min(weights.size(), most_names); ++i) {
     name += (i > 0 ? ", " : "") + name_of_weight(weights[i]);

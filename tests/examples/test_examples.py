@@ -12,6 +12,7 @@ import zbpipe
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SAYS = {
     "custom_linear.py": "gradients of 3 steps equal those of ordinary backwards, bit for bit",
+    "explain.py": "the FLOPs and bytes are those of a real step",
 }
 
 
