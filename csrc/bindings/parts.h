@@ -7,6 +7,7 @@
 
 #include <Python.h>
 
+int zbp_add_explain(PyObject *module);
 int zbp_add_memory(PyObject *module);
 int zbp_add_release(PyObject *module);
 int zbp_add_work(PyObject *module);

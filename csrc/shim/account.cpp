@@ -121,36 +121,13 @@ bool serves(const Watched& watched, const Task& task, size_t f) {
 /// through nodes outside the closure.
 std::vector<const Weight*> weights_of(const Watched& watched, const Task& task,
                                       const Group& group) {
-  std::vector<bool> found(group.weights.size());
-  std::vector<bool> seen(group.outside.size());
-  std::vector<int32_t> todo;
-  const auto visit = [&](int32_t weight, int32_t outside) {
-    if (weight >= 0) {
-      found[weight] = true;
-    } else if (outside >= 0 && !seen[outside]) {
-      seen[outside] = true;
-      todo.push_back(outside);
-    }
-  };
+  Reach reach(group);
   for (size_t f = 0; f < task.face.size(); ++f) {
     if (serves(watched, task, f)) {
-      visit(task.face[f].weight, task.face[f].outside);
+      reach.add(task.face[f]);
     }
   }
-  while (!todo.empty()) {
-    const Outside& outside = group.outside[todo.back()];
-    todo.pop_back();
-    for (const Outside::Hop& hop : outside.hops) {
-      visit(hop.weight, hop.outside);
-    }
-  }
-  std::vector<const Weight*> weights;
-  for (size_t i = 0; i < found.size(); ++i) {
-    if (found[i]) {
-      weights.push_back(&group.weights[i]);
-    }
-  }
-  return weights;
+  return reach.weights();
 }
 
 PyObject* account_of(const Task& task, const Group& group) {

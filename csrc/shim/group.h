@@ -11,6 +11,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -71,6 +72,18 @@ enum class Kind : uint8_t {
   root,      // a stage output outside the input closure: W starts there
 };
 
+/// Why a task has its kind.
+enum class Why : uint8_t {
+  separable,              // its type is known to be
+  root,                   // likewise
+  post_hook,              // whole, from here on: a hook is owed all of its gradients
+  policy_defers_nothing,  // for these weights
+  function,               // a Python autograd Function
+  unknown_type,           // nobody knows that it computes its gradients apart
+  packed,                 // checkpointed or offloaded, which the policy leaves to I
+  light,                  // its weights are vectors, which the policy leaves to I
+};
+
 /// What a node has saved behind hooks (checkpointing, offloading), left packed until W.
 struct Packed {
   c10::SafePyObject unpack_hook;
@@ -114,6 +127,7 @@ struct Work {
 
 struct Task {
   Kind kind = Kind::whole;
+  Why why = Why::root;
   NodePtr node;  // null for a whole node that would hold memory
   bool can_run_again =
       true;  // with other output gradients; not a whole node that had saved tensors
@@ -216,6 +230,25 @@ struct Group {
   const Watched* find_modified() const;
 };
 
+/// Finds a group's weights behind faces, at once or through nodes outside the closure.
+class Reach {
+ public:
+  explicit Reach(const Group& group)
+      : group_(group), weight_(group.weights.size()), outside_(group.outside.size()) {}
+
+  void add(const Face& face);
+  /// In the group's order.
+  std::vector<const Weight*> weights() const;
+
+ private:
+  void visit(int32_t weight, int32_t outside);
+
+  const Group& group_;
+  std::vector<bool> weight_;
+  std::vector<bool> outside_;
+  std::vector<int32_t> pending_;
+};
+
 using GroupPtr = std::shared_ptr<Group>;
 
 /// Runs I. Arguments as checked and converted by the caller; see zbp_shim.h.
@@ -238,6 +271,11 @@ struct InputPassResult {
 /// or, where W still needs their history, by W. On an exception the graph has its
 /// original edges back, as far as its nodes have not run.
 InputPassResult run_input_pass(const InputPassArgs& args);
+
+/// Plans I and calls `look` with the groups that it would hand over, their tasks not filled. Nothing runs, and
+/// afterwards the graph is as it was. Called with the GIL held.
+void look_at_input_pass(const InputPassArgs& args,
+                        const std::function<void(const std::vector<GroupPtr>&)>& look);
 
 struct WeightPassOptions {
   bool retain = false;  // keep what the groups hold, so that they can run again

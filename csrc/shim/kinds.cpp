@@ -179,23 +179,33 @@ std::unique_ptr<const Packed> packed_in(const SavedVariable& saved) {
 
 }  // namespace
 
-Kind classify(Node& node, c10::ArrayRef<Face> face, Decision decision) {
-  // A post hook is owed all of the node's gradients at once.
-  if (!node.post_hooks().empty() || decision.defer == Decision::Defer::nothing) {
+Kind classify(Node& node, c10::ArrayRef<Face> face, Decision decision, Why& why) {
+  const auto whole_since = [&why](Why reason) {
+    why = reason;
     return Kind::whole;
+  };
+  // A post hook is owed all of the node's gradients at once.
+  if (!node.post_hooks().empty()) {
+    return whole_since(Why::post_hook);
+  }
+  if (decision.defer == Decision::Defer::nothing) {
+    return whole_since(Why::policy_defers_nothing);
   }
   const auto separable = separate(node);
-  if (!separable ||
-      (decision.hooked == Decision::Hooked::input_pass && has_packed_part(*separable))) {
-    return Kind::whole;
+  if (!separable) {
+    return whole_since(is_python_function(node) ? Why::function : Why::unknown_type);
+  }
+  if (decision.hooked == Decision::Hooked::input_pass && has_packed_part(*separable)) {
+    return whole_since(Why::packed);
   }
   const bool has_factors = separable->has_factors;
   const Face* left = has_factors ? face_at(face, separable->parts[0].own_slot) : nullptr;
   const Face* right = has_factors ? face_at(face, separable->parts[1].own_slot) : nullptr;
   const bool has_matrix = (left && is_heavy(*left)) || (right && is_heavy(*right));
   if (decision.defer != Decision::Defer::all && !has_matrix) {
-    return Kind::whole;
+    return whole_since(Why::light);
   }
+  why = Why::separable;
   return separable->is_plain_product && (left == nullptr) != (right == nullptr) ? Kind::product
                                                                                 : Kind::deferred;
 }

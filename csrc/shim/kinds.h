@@ -32,9 +32,9 @@ struct Decision {
   Hooked hooked = Hooked::keep;
 };
 
-/// product, deferred or whole, from the node's type, its hooks and `face`.
+/// product, deferred or whole, from the node's type, its hooks and `face`; and why.
 /// A product is confirmed when its matrices are at hand: see take_matrices().
-Kind classify(Node& node, c10::ArrayRef<Face> face, Decision decision);
+Kind classify(Node& node, c10::ArrayRef<Face> face, Decision decision, Why& why);
 
 /// Of which weights a whole node's Function may hand over the work: a ZBP_DEFER_* number. Called with the GIL
 /// held.

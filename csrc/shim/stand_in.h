@@ -28,6 +28,7 @@ class StandIn : public Node {
 
   Task& task() { return group_->tasks[task_]; }
   Node& original() { return *original_; }
+  const Group& group() const { return *group_; }
 
   std::string name() const override;
 

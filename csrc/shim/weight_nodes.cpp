@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/utils/grad_layout_contract.h>
 
+#include "shim/ranges.h"
 #include "shim/stand_in.h"
 #include "shim/work.h"
 
@@ -45,6 +46,7 @@ variable_list TaskNode::apply(variable_list&& /*grads*/) {
   if (task_ >= group_->tasks.size()) {
     return variable_list(num_outputs());
   }
+  const Range range(*group_);
   Task& task = group_->tasks[task_];
   for (size_t i = 0; i < task.face.size(); ++i) {
     if (next_edge(i).is_valid()) {

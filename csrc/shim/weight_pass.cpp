@@ -14,6 +14,7 @@
 #include "shim/dtensor.h"
 #include "shim/kinds.h"
 #include "shim/path.h"
+#include "shim/ranges.h"
 #include "shim/start.h"
 #include "shim/streams.h"
 #include "shim/weight_nodes.h"
@@ -287,6 +288,7 @@ void add_directly(Group& group, Task& task, WeightPassOptions options) {
 }
 
 void run_directly(Group& group, WeightPassOptions options) {
+  const Range range(group);
   for (Task& task : group.tasks) {
     add_directly(group, task, options);
   }
@@ -502,6 +504,7 @@ variable_list compute_task(const Task& task) {
 }
 
 void run_weight_pass(const std::vector<GroupPtr>& groups, WeightPassOptions options) {
+  const Range range("zbpipe::weight_pass");
   const bool is_retry = std::any_of(groups.begin(), groups.end(),
                                     [](const GroupPtr& group) { return group->failed; });
   try {

@@ -16,6 +16,7 @@
 #include "shim/gil.h"
 #include "shim/kinds.h"
 #include "shim/python.h"
+#include "shim/ranges.h"
 #include "shim/stand_in.h"
 #include "shim/zbp_work.h"
 
@@ -107,6 +108,7 @@ variable_list parse_result(PyObject* result, size_t count, bool is_single) {
 }
 
 variable_list call(const Work::Call& call, size_t count) {
+  const Range range("zbpipe::work");
   const at::AutoGradMode no_grad(false);
   const AutocastAsThere autocast(call.autocast);
   const AcquireGil gil;
@@ -426,7 +428,21 @@ Plan plan_for(const Targets& targets, const Running& running) {
   return {is_wanted ? Verdict::at_once : Verdict::skip, {}};
 }
 
+/// Those that a callable is given.
 struct Tensors {
+  explicit Tensors(const Group& served) : group(served) {}
+
+  /// A stage input is a leaf as well, but it goes when I is over.
+  bool is_parameter(PyObject* object, const at::Tensor& tensor) const {
+    const auto is_it = [&](const Weight& weight) {
+      return weight.accumulator->variable.is_same(tensor);
+    };
+    return tensor.is_leaf() && tensor.requires_grad() &&
+           (PyObject_IsInstance(object, ParameterClass) == 1 ||
+            std::any_of(group.weights.begin(), group.weights.end(), is_it));
+  }
+
+  const Group& group;
   SmallVector<Watched, 3> saved;
   SmallVector<Watched, 1> parameters;
 };
@@ -435,9 +451,8 @@ struct Tensors {
 /// tuples and lists likewise, all else as it is. New reference, or null with an error set.
 PyObject* without_history(PyObject* object, Tensors& tensors) {
   if (const at::Tensor* tensor = as_tensor(object)) {
-    const bool is_parameter = tensor->is_leaf() && tensor->requires_grad();
-    if (is_parameter || !tensor->requires_grad()) {
-      is_parameter ? tensors.parameters.emplace_back(*tensor) : tensors.saved.emplace_back(*tensor);
+    if (tensors.is_parameter(object, *tensor)) {
+      tensors.parameters.emplace_back(*tensor);
       return Py_NewRef(object);
     }
     tensors.saved.emplace_back(*tensor);
@@ -460,13 +475,14 @@ PyObject* without_history(PyObject* object, Tensors& tensors) {
 }
 
 void hand_over(PyObject* function, PyObject* saved, const Targets& targets, Plan& plan,
-               Task& task) {
-  Tensors tensors;
+               StandIn& stand_in) {
+  Tensors tensors(stand_in.group());
   THPObjectPtr tuple(PySequence_Tuple(saved));
   THPObjectPtr arguments(tuple ? without_history(tuple, tensors) : nullptr);
   if (!arguments) {
     throw python_error();
   }
+  Task& task = stand_in.task();
   Work& work = task.works.emplace_back();
   work.call = std::make_unique<const Work::Call>(Work::Call{
       c10::SafePyObject(Py_NewRef(function), getPyInterpreter()),
@@ -517,7 +533,7 @@ PyObject* zbp_defer(PyObject* function, PyObject* weights, PyObject* saved) {
     variable_list grads(targets.slots.size());
     Plan plan = plan_for(targets, running);
     if (plan.verdict == Verdict::hand_over) {
-      hand_over(function, saved, targets, plan, running.stand_in->task());
+      hand_over(function, saved, targets, plan, *running.stand_in);
     } else if (plan.verdict == Verdict::at_once) {
       THPObjectPtr arguments(PySequence_Tuple(saved));
       THPObjectPtr returned(arguments ? PyObject_CallObject(function, arguments) : nullptr);

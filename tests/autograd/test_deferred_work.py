@@ -743,6 +743,17 @@ def test_saved_tensors_are_counted_each_storage_once_and_parameters_are_not():
     assert group.bytes_held == 0
 
 
+def test_a_stage_input_is_counted_and_goes_with_its_gradient():
+    """It is a leaf that requires a gradient, as parameters are."""
+    x, w = torch.randn(64, 32, dtype=f64, requires_grad=True), weight(32, 32)
+    out = Big.apply(x, w, [])
+    _, groups = zbpipe.stage_backward_input([out], [torch.ones_like(out)], [x], [w])
+    assert groups[0].bytes_held == 2 * 64 * 32 * 8
+    kept = weakref.ref(x)
+    del x
+    assert kept() is None
+
+
 @pytest.mark.parametrize("how", ["weight pass", "dropped"])
 def test_everything_is_freed_at_once(how):
     """Without the garbage collector: nothing is in a cycle."""

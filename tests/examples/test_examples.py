@@ -13,6 +13,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SAYS = {
     "compile_split.py": "gradients of 2 steps equal those of the model in one piece",
     "custom_linear.py": "gradients of 3 steps equal those of ordinary backwards, bit for bit",
+    "explain.py": "the FLOPs and bytes are those of a real step",
 }
 # inductor imports what torch itself deprecates, which these runs make an error
 ARGUMENTS = {"compile_split.py": ["aot_eager"]}

@@ -3,9 +3,9 @@
 Note [The cut]
 W must compute the products that give the deferred gradients, I all that the other gradients need. In between lies
 what either could compute, and what I hands to W is the set of values along the cut. It is chosen by a minimum cut:
-the fewest bytes; among those the one that leaves the most to W. A parameter counts too, and W is given a copy: fully_shard
-frees what it has gathered after I. So W reads the two matrices of each product, or what is smaller and gives them by cheap
-steps that I does not need; and where a vector's gradient needs more than the vector, I computes it.
+the fewest bytes; among those the one that leaves the most to W. So W reads the two matrices of each product, or what is
+smaller and gives them by cheap steps that I does not need; and where a vector's gradient needs more than the vector, I
+computes it. A parameter counts as any tensor, for W is given a copy: fully_shard frees what it has gathered after I.
 
 Each node of the graph is of one of these classes:
 
