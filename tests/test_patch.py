@@ -91,6 +91,17 @@ def test_every_place_is_rebound_and_restored():
     assert everything() == before
 
 
+def test_schedules_take_compiled_stages_while_patched():
+    net = torch.nn.Linear(2, 2)
+    compiled = types.SimpleNamespace(submod=torch.compile(net, backend="eager"))
+    check = schedules._check_torch_compile_compatibility
+    with zbpipe.patched():
+        schedules._check_torch_compile_compatibility([compiled], "ScheduleZBVZeroBubble")
+    assert schedules._check_torch_compile_compatibility is check
+    with pytest.raises(RuntimeError, match="not supported with stage modules that have used"):
+        check([compiled], "ScheduleZBVZeroBubble")
+
+
 def test_nothing_is_added_that_torch_lacks(monkeypatch):
     monkeypatch.delattr(backward, "_autograd_grad_for_inputs", raising=False)
     with zbpipe.patched():

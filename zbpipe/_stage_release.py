@@ -41,7 +41,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
-from torch.nn.parallel import DistributedDataParallel
+
+from zbpipe._stage_data_parallel import is_ddp
 
 STAGE = "torch.distributed.pipelining.stage"
 SCHEDULES = "torch.distributed.pipelining.schedules"
@@ -224,7 +225,7 @@ def _forward_one_chunk(original: _Function, self: Any, fwd_chunk_id: int, *args:
     _describe_buffers(self, self.args_recv_info.get(fwd_chunk_id, ()))
     if not _state.release_outputs or self.is_last or isinstance(output, _Outputs):
         return output
-    if isinstance(self.submod, DistributedDataParallel):  # its reducer looks for unused weights from the outputs
+    if is_ddp(self.submod):  # its reducer looks for unused weights from the outputs
         return output
     stage_output, *rest = self.fwd_cache[fwd_chunk_id]
     self.fwd_cache[fwd_chunk_id] = (tuple(_edge(value, self.has_backward) for value in stage_output), *rest)

@@ -6,8 +6,10 @@ environment shows it, as does `logging.getLogger("zbpipe").setLevel(logging.INFO
 What was captured elsewhere than in a module's namespace before patching (a default argument, a `functools.partial`,
 the graph of a traced `Pipe`) keeps torch's function, which goes on working.
 
-Patching also makes pipeline stages and schedules let go of what nothing needs: see zbpipe/_stage_release.py. Patch
-and unpatch between steps, not within one.
+Patching also makes pipeline stages and schedules let go of what nothing needs, see zbpipe/_stage_release.py, makes data
+parallel stages reduce when all gradients are there, see zbpipe/_stage_data_parallel.py, and makes zero-bubble schedules
+take compiled stages, which they refuse because torch's functions cannot split them. Patch and unpatch between steps, not
+within one.
 
 For scripts that nobody wants to edit there is `ZBPIPE_PATCH=1` in the environment: a hook that is installed beside
 zbpipe patches as soon as the script, or a process that it starts, imports torch.distributed.pipelining.
@@ -26,13 +28,15 @@ from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from zbpipe import _stage_release
+from zbpipe import _stage_data_parallel, _stage_release
 
 logger = logging.getLogger("zbpipe")
 
 PIPELINING = "torch.distributed.pipelining"
 BACKWARD = f"{PIPELINING}._backward"
 IMPORTERS = (f"{PIPELINING}.stage", f"{PIPELINING}._IR")
+SCHEDULES = f"{PIPELINING}.schedules"
+COMPILE_CHECK = "_check_torch_compile_compatibility"
 OLDEST_TORCH = (2, 11)
 RELEASE_OUTPUTS = "ZBPIPE_RELEASE_OUTPUTS"
 ON = ("1", "true", "yes")
@@ -130,10 +134,11 @@ def unpatch() -> None:
                             namespace[name] = original
         restored = [place for place in _state.places if place not in rebound]
         _state.places = []
+        driven_restored, driven_rebound = _stage_data_parallel.uninstall()
         methods_restored, methods_rebound = _stage_release.uninstall()
-        logger.info("unpatched %s", ", ".join([*map(str, restored), *methods_restored]))
-        if rebound or methods_rebound:
-            names = ", ".join([*map(str, rebound), *methods_rebound])
+        logger.info("unpatched %s", ", ".join([*map(str, restored), *methods_restored, *driven_restored]))
+        if rebound or methods_rebound or driven_rebound:
+            names = ", ".join([*map(str, rebound), *methods_rebound, *driven_rebound])
             logger.warning("not restored, because rebound since patching: %s", names)
 
 
@@ -187,6 +192,7 @@ def _environments_release_outputs() -> bool:
 class _Modules(NamedTuple):
     backward: ModuleType
     importers: list[ModuleType]
+    schedules: ModuleType
     replacements: ModuleType
 
 
@@ -206,9 +212,10 @@ def _import() -> _Modules:
     try:
         backward = importlib.import_module(BACKWARD)
         importers = [importlib.import_module(name) for name in IMPORTERS]
+        schedules = importlib.import_module(SCHEDULES)
     except ImportError as error:
         raise RuntimeError(f"zbpipe cannot patch torch {torch.__version__}: it has no module {error.name}.") from error
-    return _Modules(backward, importers, importlib.import_module("zbpipe._functions"))
+    return _Modules(backward, importers, schedules, importlib.import_module("zbpipe._functions"))
 
 
 def _rebind(modules: _Modules, release_outputs: bool | None) -> None:
@@ -223,14 +230,17 @@ def _rebind(modules: _Modules, release_outputs: bool | None) -> None:
         release_outputs = _environments_release_outputs()
     originals = _originals(modules)
     places = list(_find(originals, {name: getattr(modules.replacements, name) for name in originals}))
+    places += _find_compile_check(modules.schedules)
     for place in places:
         place.namespace[place.name] = place.replacement
     _state.places = places
     _state.release_outputs = release_outputs
     _warn_of_strangers(modules, places)
-    methods, note = _stage_release.install(release_outputs)
-    if note is not None:
-        logger.warning("not all is patched: %s", note)
+    methods = []
+    for wrapped, note in (_stage_release.install(release_outputs), _stage_data_parallel.install()):
+        methods += wrapped
+        if note is not None:
+            logger.warning("not all is patched: %s", note)
     names = ", ".join([*map(str, places), *methods])
     logger.info("patched %s; release_outputs is %s", names, release_outputs)
 
@@ -297,6 +307,17 @@ def _find(originals: dict[str, _Function], replacements: dict[str, _Function]) -
             name = names.get(id(value))
             if name is not None:
                 yield _Place(module, attribute, namespace, value, replacements[name])
+
+
+def _accept_compiled_stages(stages: Any, schedule_name: str) -> None:
+    """In place of torch's check, which raises."""
+
+
+def _find_compile_check(schedules: ModuleType) -> list[_Place]:
+    check = vars(schedules).get(COMPILE_CHECK)
+    if check is None or _parameters(check) != _parameters(_accept_compiled_stages):
+        return []
+    return list(_find({COMPILE_CHECK: check}, {COMPILE_CHECK: _accept_compiled_stages}))
 
 
 def _warn_of_strangers(modules: _Modules, places: list[_Place]) -> None:

@@ -9,9 +9,11 @@
 
 #include "shim/zbp_shim.h"
 
+int zbp_add_explain(PyObject *module);
 int zbp_add_leaks(PyObject *module);
 int zbp_add_memory(PyObject *module);
 int zbp_add_release(PyObject *module);
+int zbp_add_work(PyObject *module);
 
 /* The group in a ParamGroup. Precondition: object is one. Borrowed from it. */
 const zbp_group *zbp_group_in(PyObject *object);

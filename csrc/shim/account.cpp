@@ -1,10 +1,13 @@
 #include "shim/zbp_account.h"
 
+#include <algorithm>
+
 #include <torch/csrc/Device.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/object_ptr.h>
 
+#include "shim/dtensor.h"
 #include "shim/python.h"
 
 namespace {
@@ -36,7 +39,9 @@ const char* role_of(const Watched& watched, const Task& task) {
   if (is_among(watched, task.output_grads)) {
     return "output gradient";
   }
-  if (is_among(watched, task.kept)) {
+  const auto is_computed = [&](const Work& work) { return is_among(watched, work.grads); };
+  if (is_among(watched, task.kept) ||
+      std::any_of(task.works.begin(), task.works.end(), is_computed)) {
     return watched.tensor().dim() > 1 ? "kept gradient" : "light gradient";
   }
   return "saved";
@@ -63,22 +68,33 @@ PyObject* wrap_weights(const std::vector<const Weight*>& weights) {
 
 void append_tensor(PyObject* list, const char* role, const at::Tensor& tensor,
                    const std::vector<const Weight*>& weights) {
-  const void* storage = storage_of(tensor);
+  const at::Tensor held = local_part(tensor);
+  const void* storage = storage_of(held);
   THPObjectPtr shape(shape_of(tensor));
   THPObjectPtr device(THPDevice_New(tensor.device()));
   THPObjectPtr wrapped(wrap_weights(weights));
   if (!shape || !device) {
     throw python_error();
   }
-  append(list, Py_BuildValue("sNnOOOO", role, PyLong_FromVoidPtr(const_cast<void*>(storage)),
-                             static_cast<Py_ssize_t>(storage ? tensor.storage().nbytes() : 0),
-                             shape.get(),
-                             reinterpret_cast<PyObject*>(torch::getTHPDtype(tensor.scalar_type())),
-                             device.get(), wrapped.get()));
+  append(list,
+         Py_BuildValue("sNnOOOO", role, PyLong_FromVoidPtr(const_cast<void*>(storage)),
+                       static_cast<Py_ssize_t>(storage ? held.storage().nbytes() : 0), shape.get(),
+                       reinterpret_cast<PyObject*>(torch::getTHPDtype(tensor.scalar_type())),
+                       device.get(), wrapped.get()));
+}
+
+bool is_of(const Watched& watched, const Work& work) {
+  return is_among(watched, work.grads) || (work.call && is_among(watched, work.call->saved));
 }
 
 /// Whether the gradient that the task gives at face number `f` is computed from the tensor.
 bool serves(const Watched& watched, const Task& task, size_t f) {
+  for (const Work& work : task.works) {
+    if (is_of(watched, work)) {
+      return std::find(work.faces.begin(), work.faces.end(), static_cast<int32_t>(f)) !=
+             work.faces.end();
+    }
+  }
   if (is_among(watched, task.kept)) {
     return &watched == &task.kept[f];
   }
@@ -89,36 +105,13 @@ bool serves(const Watched& watched, const Task& task, size_t f) {
 /// through nodes outside the closure.
 std::vector<const Weight*> weights_of(const Watched& watched, const Task& task,
                                       const Group& group) {
-  std::vector<bool> found(group.weights.size());
-  std::vector<bool> seen(group.outside.size());
-  std::vector<int32_t> todo;
-  const auto visit = [&](int32_t weight, int32_t outside) {
-    if (weight >= 0) {
-      found[weight] = true;
-    } else if (outside >= 0 && !seen[outside]) {
-      seen[outside] = true;
-      todo.push_back(outside);
-    }
-  };
+  Reach reach(group);
   for (size_t f = 0; f < task.face.size(); ++f) {
     if (serves(watched, task, f)) {
-      visit(task.face[f].weight, task.face[f].outside);
+      reach.add(task.face[f]);
     }
   }
-  while (!todo.empty()) {
-    const Outside& outside = group.outside[todo.back()];
-    todo.pop_back();
-    for (const Outside::Hop& hop : outside.hops) {
-      visit(hop.weight, hop.outside);
-    }
-  }
-  std::vector<const Weight*> weights;
-  for (size_t i = 0; i < found.size(); ++i) {
-    if (found[i]) {
-      weights.push_back(&group.weights[i]);
-    }
-  }
-  return weights;
+  return reach.weights();
 }
 
 PyObject* account_of(const Task& task, const Group& group) {
@@ -129,8 +122,8 @@ PyObject* account_of(const Task& task, const Group& group) {
                     weights_of(watched, task, group));
     }
   });
-  return Py_BuildValue("zsO", task.node ? task.node->name().c_str() : nullptr, name_of(task.kind),
-                       tensors.get());
+  return Py_BuildValue("zsO", task.node ? task.node->name().c_str() : nullptr,
+                       task.works.empty() ? name_of(task.kind) : "handed over", tensors.get());
 }
 
 /// What a W that raised has computed for `weight` and could not add.

@@ -46,6 +46,36 @@ void Group::release() {
   const auto dead_outside = std::exchange(outside, {});
 }
 
+void Reach::visit(int32_t weight, int32_t outside) {
+  if (weight >= 0) {
+    weight_[weight] = true;
+  } else if (outside >= 0 && !outside_[outside]) {
+    outside_[outside] = true;
+    pending_.push_back(outside);
+  }
+}
+
+void Reach::add(const Face& face) {
+  visit(face.weight, face.outside);
+  while (!pending_.empty()) {
+    const Outside& outside = group_.outside[pending_.back()];
+    pending_.pop_back();
+    for (const Outside::Hop& hop : outside.hops) {
+      visit(hop.weight, hop.outside);
+    }
+  }
+}
+
+std::vector<const Weight*> Reach::weights() const {
+  std::vector<const Weight*> weights;
+  for (size_t i = 0; i < weight_.size(); ++i) {
+    if (weight_[i]) {
+      weights.push_back(&group_.weights[i]);
+    }
+  }
+  return weights;
+}
+
 const Watched* Group::find_modified() const {
   const Watched* modified = nullptr;
   for (const Task& task : tasks) {
@@ -54,6 +84,12 @@ const Watched* Group::find_modified() const {
         modified = &watched;
       }
     });
+    for (const Work& work : task.works) {
+      for (size_t i = 0; work.call && !modified && i < work.call->parameters.size(); ++i) {
+        const Watched& parameter = work.call->parameters[i];
+        modified = parameter.was_modified() ? &parameter : nullptr;
+      }
+    }
   }
   return modified;
 }

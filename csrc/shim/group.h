@@ -11,6 +11,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -71,6 +72,18 @@ enum class Kind : uint8_t {
   root,      // a stage output outside the input closure: W starts there
 };
 
+/// Why a task has its kind.
+enum class Why : uint8_t {
+  separable,              // its type is known to be
+  root,                   // likewise
+  post_hook,              // whole, from here on: a hook is owed all of its gradients
+  policy_defers_nothing,  // for these weights
+  function,               // a Python autograd Function
+  unknown_type,           // nobody knows that it computes its gradients apart
+  packed,                 // checkpointed or offloaded, which the policy leaves to I
+  light,                  // its weights are vectors, which the policy leaves to I
+};
+
 /// What a node has saved behind hooks (checkpointing, offloading), left packed until W.
 struct Packed {
   c10::SafePyObject unpack_hook;
@@ -78,6 +91,12 @@ struct Packed {
 
   /// Takes the GIL. Raises what the hook raises.
   at::Tensor unpack() const;
+};
+
+/// Autocast on one type of device, as it was where work was handed over.
+struct Autocast {
+  c10::DeviceType device;
+  c10::ScalarType dtype;
 };
 
 /// A factor that a deferred node insists on and W does not read: only its shape is kept.
@@ -88,8 +107,27 @@ struct Blank {
   at::TensorOptions options;
 };
 
+/// What the backward of a Function handed over in I: a Python callable that computes in W the gradients at
+/// some of its task's faces. See work.h.
+struct Work {
+  struct Call {
+    c10::SafePyObject function;
+    c10::SafePyObject arguments;         // a tuple
+    SmallVector<Watched, 3> saved;       // the tensors in it, but for parameters,
+    SmallVector<Watched, 1> parameters;  // which cost nothing to keep
+    std::vector<Autocast> autocast;      // where it is on
+    bool is_single;                      // it returns one gradient and no tuple
+  };
+  std::unique_ptr<const Call> call;  // null once it has run, unless it is to run again
+  SmallVector<int32_t, 2> faces;     // per gradient: its face, -1 where nobody wants it
+  SmallVector<Watched, 2> grads;     // what it returned, per entry of `faces`
+  bool is_done = false;
+  bool is_checked = false;  // the gradients fit their faces
+};
+
 struct Task {
   Kind kind = Kind::whole;
+  Why why = Why::root;
   NodePtr node;  // null for a whole node that would hold memory
   bool can_run_again =
       true;  // with other output gradients; not a whole node that had saved tensors
@@ -106,6 +144,8 @@ struct Task {
   SmallVector<Watched, 1> saved;         // deferred: what the node has saved and W will read
   std::unique_ptr<const Packed> packed;  // product: `other`, where that is left packed
   std::vector<Blank> blanks;             // deferred
+  std::vector<Work> works;               // whole: adds to `kept`
+  int takes_work = ZBP_DEFER_NOTHING;    // whole: of which weights
 
   std::unique_ptr<const torch::autograd::InputMetadata>
       place;  // device and stream, when not the CPU
@@ -120,6 +160,15 @@ void for_each_watched(const Task& task, const Visit& visit) {
         c10::ArrayRef<Watched>(task.saved)}) {
     for (const Watched& watched : list) {
       visit(watched);
+    }
+  }
+  for (const Work& work : task.works) {
+    for (const c10::ArrayRef<Watched> list :
+         {work.call ? c10::ArrayRef<Watched>(work.call->saved) : c10::ArrayRef<Watched>(),
+          c10::ArrayRef<Watched>(work.grads)}) {
+      for (const Watched& watched : list) {
+        visit(watched);
+      }
     }
   }
 }
@@ -181,6 +230,25 @@ struct Group {
   const Watched* find_modified() const;
 };
 
+/// Finds a group's weights behind faces, at once or through nodes outside the closure.
+class Reach {
+ public:
+  explicit Reach(const Group& group)
+      : group_(group), weight_(group.weights.size()), outside_(group.outside.size()) {}
+
+  void add(const Face& face);
+  /// In the group's order.
+  std::vector<const Weight*> weights() const;
+
+ private:
+  void visit(int32_t weight, int32_t outside);
+
+  const Group& group_;
+  std::vector<bool> weight_;
+  std::vector<bool> outside_;
+  std::vector<int32_t> pending_;
+};
+
 using GroupPtr = std::shared_ptr<Group>;
 
 /// Runs I. Arguments as checked and converted by the caller; see zbp_shim.h.
@@ -203,6 +271,11 @@ struct InputPassResult {
 /// or, where W still needs their history, by W. On an exception the graph has its
 /// original edges back, as far as its nodes have not run.
 InputPassResult run_input_pass(const InputPassArgs& args);
+
+/// Plans I and calls `look` with the groups that it would hand over, their tasks not filled. Nothing runs, and
+/// afterwards the graph is as it was. Called with the GIL held.
+void look_at_input_pass(const InputPassArgs& args,
+                        const std::function<void(const std::vector<GroupPtr>&)>& look);
 
 struct WeightPassOptions {
   bool retain = false;  // keep what the groups hold, so that they can run again

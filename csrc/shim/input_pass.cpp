@@ -13,6 +13,7 @@
 #include "shim/kinds.h"
 #include "shim/path.h"
 #include "shim/python.h"
+#include "shim/ranges.h"
 #include "shim/stand_in.h"
 #include "shim/start.h"
 #include "shim/streams.h"
@@ -47,6 +48,7 @@ class Split {
 
   void run();
   InputPassResult hand_over();
+  const std::vector<GroupPtr>& groups() const { return groups_; }
 
  private:
   void make_group(uint32_t g);
@@ -170,9 +172,10 @@ void Split::add_task(uint32_t g, uint32_t id, const Decisions& decisions) {
     }
   }
   const Decision decision = decisions.of(task);
-  task.kind = classify(node, task.face, decision);
+  task.kind = classify(node, task.face, decision, task.why);
   task.leaves_packed = task.kind != Kind::whole && decision.hooked == Decision::Hooked::leave;
   task.can_run_again = task.kind != Kind::whole || saved_nothing(node);
+  task.takes_work = task.kind == Kind::whole ? takes_work(node, decision) : ZBP_DEFER_NOTHING;
   stand_in_[id] = make_node<StandIn>(task.node, groups_[g], groups_[g]->tasks.size() - 1);
   stand_in_[id]->next_edges().resize(node.next_edges().size());
 }
@@ -423,11 +426,20 @@ std::unordered_set<const void*> Split::storages_in_use() const {
 }  // namespace
 
 InputPassResult run_input_pass(const InputPassArgs& args) {
+  const Range range("zbpipe::input_pass");
   const Answers answers(args);
   const Walk walk(args);
   Split split(args, walk, answers);
   split.run();
   return split.hand_over();
+}
+
+void look_at_input_pass(const InputPassArgs& args,
+                        const std::function<void(const std::vector<GroupPtr>&)>& look) {
+  const Answers answers(args);
+  const Walk walk(args);
+  const Split split(args, walk, answers);
+  look(split.groups());
 }
 
 }  // namespace zbp

@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/python_function.h>
 #include <torch/csrc/PyInterpreter.h>
 
+#include "shim/dtensor.h"
 #include "shim/gil.h"
 #include "shim/python.h"
 
@@ -117,11 +118,6 @@ std::optional<Separable> separate(Node& node) {
   return std::nullopt;
 }
 
-bool is_heavy(const Face& face) {
-  const auto& metadata = face.edge.function->input_metadata(face.edge.input_nr);
-  return metadata.is_nested_tensor() || metadata.shape_as_dim_vector().size() > 1;
-}
-
 const Face* face_at(c10::ArrayRef<Face> face, uint32_t slot) {
   for (const Face& f : face) {
     if (f.slot == slot) {
@@ -165,8 +161,8 @@ SavedVariable save_plainly(const at::Tensor& tensor) {
 }
 
 bool is_plain_matrix(const at::Tensor& tensor) {
-  return tensor.defined() && !is_subclass(tensor) && (tensor.dim() == 2 || tensor.dim() == 3) &&
-         !tensor.is_complex() && !tensor.is_neg();
+  return tensor.defined() && (tensor.dim() == 2 || tensor.dim() == 3) &&
+         (!is_subclass(tensor) || is_dtensor(tensor)) && !tensor.is_complex() && !tensor.is_neg();
 }
 
 /// What Python hooks have packed in `saved`; nothing if W cannot unpack it, or need not pay for it: a
@@ -183,25 +179,59 @@ std::unique_ptr<const Packed> packed_in(const SavedVariable& saved) {
 
 }  // namespace
 
-Kind classify(Node& node, c10::ArrayRef<Face> face, Decision decision) {
-  // A post hook is owed all of the node's gradients at once.
-  if (!node.post_hooks().empty() || decision.defer == Decision::Defer::nothing) {
+Kind classify(Node& node, c10::ArrayRef<Face> face, Decision decision, Why& why) {
+  const auto whole_since = [&why](Why reason) {
+    why = reason;
     return Kind::whole;
+  };
+  // A post hook is owed all of the node's gradients at once.
+  if (!node.post_hooks().empty()) {
+    return whole_since(Why::post_hook);
+  }
+  if (decision.defer == Decision::Defer::nothing) {
+    return whole_since(Why::policy_defers_nothing);
   }
   const auto separable = separate(node);
-  if (!separable ||
-      (decision.hooked == Decision::Hooked::input_pass && has_packed_part(*separable))) {
-    return Kind::whole;
+  if (!separable) {
+    return whole_since(is_python_function(node) ? Why::function : Why::unknown_type);
+  }
+  if (decision.hooked == Decision::Hooked::input_pass && has_packed_part(*separable)) {
+    return whole_since(Why::packed);
   }
   const bool has_factors = separable->has_factors;
   const Face* left = has_factors ? face_at(face, separable->parts[0].own_slot) : nullptr;
   const Face* right = has_factors ? face_at(face, separable->parts[1].own_slot) : nullptr;
   const bool has_matrix = (left && is_heavy(*left)) || (right && is_heavy(*right));
   if (decision.defer != Decision::Defer::all && !has_matrix) {
-    return Kind::whole;
+    return whole_since(Why::light);
   }
+  why = Why::separable;
   return separable->is_plain_product && (left == nullptr) != (right == nullptr) ? Kind::product
                                                                                 : Kind::deferred;
+}
+
+int takes_work(Node& node, Decision decision) {
+  // A post hook is owed all gradients at once.
+  if (!is_python_function(node) || !node.post_hooks().empty()) {
+    return ZBP_DEFER_NOTHING;
+  }
+  if (decision.hooked == Decision::Hooked::input_pass) {
+    THPObjectPtr context(torch::autograd::functionToPyObject(ref_of(node)));
+    if (!context) {
+      throw python_error();
+    }
+    const auto& saved = reinterpret_cast<THPFunction*>(context.get())->saved_variables;
+    if (std::any_of(saved.begin(), saved.end(),
+                    [](const SavedVariable& variable) { return variable.has_hooks(); })) {
+      return ZBP_DEFER_NOTHING;
+    }
+  }
+  return static_cast<int>(decision.defer);
+}
+
+bool is_heavy(const Face& face) {
+  const auto& metadata = face.edge.function->input_metadata(face.edge.input_nr);
+  return metadata.is_nested_tensor() || metadata.shape_as_dim_vector().size() > 1;
 }
 
 at::Tensor pin(SavedVariable& saved, Node& node, bool is_read_by_w) {

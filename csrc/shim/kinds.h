@@ -32,9 +32,16 @@ struct Decision {
   Hooked hooked = Hooked::keep;
 };
 
-/// product, deferred or whole, from the node's type, its hooks and `face`.
+/// product, deferred or whole, from the node's type, its hooks and `face`; and why.
 /// A product is confirmed when its matrices are at hand: see take_matrices().
-Kind classify(Node& node, c10::ArrayRef<Face> face, Decision decision);
+Kind classify(Node& node, c10::ArrayRef<Face> face, Decision decision, Why& why);
+
+/// Of which weights a whole node's Function may hand over the work: a ZBP_DEFER_* number. Called with the GIL
+/// held.
+int takes_work(Node& node, Decision decision);
+
+/// True for a weight that is a matrix or more.
+bool is_heavy(const Face& face);
 
 /// Fills `task` for W from a product or deferred node that is about to run in I with `grads`.
 /// Unless the task leaves them packed, saved tensors behind hooks that W reads are unpacked once and put

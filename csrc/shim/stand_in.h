@@ -27,6 +27,8 @@ class StandIn : public Node {
   bool is_retired() const { return original_ == nullptr; }
 
   Task& task() { return group_->tasks[task_]; }
+  Node& original() { return *original_; }
+  const Group& group() const { return *group_; }
 
   std::string name() const override;
 

@@ -4,7 +4,9 @@
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/utils/grad_layout_contract.h>
 
+#include "shim/ranges.h"
 #include "shim/stand_in.h"
+#include "shim/work.h"
 
 namespace zbp {
 
@@ -23,8 +25,8 @@ void FirstError::rethrow() {
   }
 }
 
-TaskNode::TaskNode(GroupPtr group, size_t task)
-    : Node(group->tasks[task].sequence_nr), group_(std::move(group)), task_(task) {
+TaskNode::TaskNode(GroupPtr group, size_t task, bool retain)
+    : Node(group->tasks[task].sequence_nr), group_(std::move(group)), task_(task), retain_(retain) {
   const Task& t = group_->tasks[task_];
   if (t.place) {
     input_metadata_.emplace_back(*t.place);
@@ -41,8 +43,17 @@ std::string TaskNode::name() const {
 }
 
 variable_list TaskNode::apply(variable_list&& /*grads*/) {
-  return task_ < group_->tasks.size() ? compute_task(group_->tasks[task_])
-                                      : variable_list(num_outputs());
+  if (task_ >= group_->tasks.size()) {
+    return variable_list(num_outputs());
+  }
+  const Range range(*group_);
+  Task& task = group_->tasks[task_];
+  for (size_t i = 0; i < task.face.size(); ++i) {
+    if (next_edge(i).is_valid()) {
+      run_works_for(task, i, retain_);
+    }
+  }
+  return compute_task(task);
 }
 
 Proxy::Proxy(NodePtr original, bool retain)
@@ -121,7 +132,6 @@ void Sink::add(variable_list&& grads) {
     weight().grad = grads[0];
     weight().hooked = true;
   }
-  const bool has_grad = grads[0].defined();
   // As in the engine: an accumulator with post hooks expects them to hold one more reference.
   const variable_list inputs = accumulator.post_hooks().empty() ? variable_list() : grads;
   grads.clear();
@@ -129,7 +139,8 @@ void Sink::add(variable_list&& grads) {
   mark_added();
   // It is added: the hooks behind it are not run again, so each gets its turn whatever the other does.
   noting_errors([&] {
-    if (const auto& hook = accumulator.tensor_post_acc_grad_hooks(); hook && has_grad) {
+    // As in libtorch also where no gradient came: a kernel may have added it elsewhere.
+    if (const auto& hook = accumulator.tensor_post_acc_grad_hooks()) {
       (*hook)(accumulator.variable);
     }
   });
@@ -154,7 +165,7 @@ Watched* Sink::kept_gradient() {
     return nullptr;
   }
   Task& task = group_->tasks[served[0].first];
-  return task.kind == Kind::whole ? &task.kept[served[0].second] : nullptr;
+  return only_kept_grad(task, served[0].second);
 }
 
 void accumulate(Weight& weight, const at::Tensor& grad, Watched* kept) {

@@ -29,7 +29,8 @@ class FirstError {
 /// Computes what a task owes to its weights and sends it along the task's faces.
 class TaskNode : public Node {
  public:
-  TaskNode(GroupPtr group, size_t task);
+  /// retain: W is to run again.
+  TaskNode(GroupPtr group, size_t task, bool retain);
 
   std::string name() const override;
 
@@ -39,6 +40,7 @@ class TaskNode : public Node {
  private:
   GroupPtr group_;
   size_t task_;
+  bool retain_;
 };
 
 /// Runs a node outside the closure for one group.

@@ -11,11 +11,14 @@
 #include <torch/csrc/autograd/saved_variable.h>
 
 #include "shim/detach.h"
+#include "shim/dtensor.h"
 #include "shim/kinds.h"
 #include "shim/path.h"
+#include "shim/ranges.h"
 #include "shim/start.h"
 #include "shim/streams.h"
 #include "shim/weight_nodes.h"
+#include "shim/work.h"
 
 namespace zbp {
 
@@ -31,14 +34,25 @@ struct Factors {
   at::Tensor multiply() const { return left.dim() == 2 ? left.mm(right) : left.bmm(right); }
 };
 
-/// In the weight's orientation when the face is transposed. For Y = A B: dA = dY Bᵀ, dB = Aᵀ dY.
-Factors factors_of(const Task& task, const Face& face) {
+/// What the factors are, in the weight's orientation when the face is transposed. For Y = A B: dA = dY Bᵀ, dB = Aᵀ dY.
+std::pair<Factor, Factor> matrices_of(const Task& task, const Face& face) {
   const at::Tensor& grad = task.output_grads[0].tensor();
   const at::Tensor other = task.packed ? task.packed->unpack() : task.other.tensor();
   if (task.weight_is_left) {
-    return face.transposed ? Factors{other, grad.mT()} : Factors{grad, other.mT()};
+    return face.transposed ? std::pair(Factor{other, false}, Factor{grad, true})
+                           : std::pair(Factor{grad, false}, Factor{other, true});
   }
-  return face.transposed ? Factors{grad.mT(), other} : Factors{other.mT(), grad};
+  return face.transposed ? std::pair(Factor{grad, true}, Factor{other, false})
+                         : std::pair(Factor{other, true}, Factor{grad, false});
+}
+
+at::Tensor oriented(const at::Tensor& matrix, bool is_transposed) {
+  return is_transposed ? matrix.mT() : matrix;
+}
+
+Factors factors_of(const Task& task, const Face& face) {
+  const auto [left, right] = matrices_of(task, face);
+  return {oriented(left.matrix, left.is_transposed), oriented(right.matrix, right.is_transposed)};
 }
 
 /// The gradient for face number `i`, at its weight where it has a path; `outputs` are a deferred node's.
@@ -64,7 +78,7 @@ at::Tensor face_grad(const Task& task, size_t i, variable_list& outputs) {
       grad = std::move(outputs[face.slot]);
       break;
     case Kind::whole:
-      grad = task.kept[i].tensor();
+      grad = kept_grad(task, i);
       break;
     case Kind::root:
       grad = task.output_grads[0].tensor();
@@ -196,20 +210,29 @@ bool add_product(const Task& task, Face& face, Weight& weight, bool fuse) {
   const at::Tensor& grad =
       weight.main_grad.defined() ? weight.main_grad : accumulator.variable.grad();
   const at::Tensor& variable = accumulator.variable;
-  if (!grad.defined() || grad.requires_grad() || grad.is_complex() || is_subclass(grad) ||
-      is_subclass(variable) || !grad.sizes().equals(variable.sizes()) ||
-      at::has_internal_overlap(grad) != at::MemOverlap::No ||
+  if (!grad.defined() || grad.requires_grad() || grad.is_complex() ||
+      is_subclass(grad) != is_subclass(variable) || !grad.sizes().equals(variable.sizes()) ||
       (!weight.main_grad.defined() && grad.scalar_type() != variable.scalar_type())) {
     return false;
   }
-  const std::optional<at::Tensor> sum = face.simple ? grad : view_along(face, grad);
+  std::optional<at::Tensor> sum = face.simple ? grad : view_along(face, grad);
   if (!sum) {
     return false;
   }
-  const Factors f = factors_of(task, face);
-  if (sum->dim() != f.left.dim() || sum->size(-2) != f.left.size(-2) ||
-      sum->size(-1) != f.right.size(-1) || sum->device() != f.left.device() ||
-      sum->is_alias_of(f.left) || sum->is_alias_of(f.right)) {
+  const auto [left, right] = matrices_of(task, face);
+  Factors f{left.matrix, right.matrix};
+  if (is_subclass(grad)) {
+    auto local = face.simple ? local_product(grad, left, right) : std::nullopt;
+    if (!local) {
+      return false;
+    }
+    sum = std::move(local->sum);
+    f = {std::move(local->left), std::move(local->right)};
+  }
+  f = {oriented(f.left, left.is_transposed), oriented(f.right, right.is_transposed)};
+  if (at::has_internal_overlap(*sum) != at::MemOverlap::No || sum->dim() != f.left.dim() ||
+      sum->size(-2) != f.left.size(-2) || sum->size(-1) != f.right.size(-1) ||
+      sum->device() != f.left.device() || sum->is_alias_of(f.left) || sum->is_alias_of(f.right)) {
     return false;
   }
   const bool adds_in_one = sum->scalar_type() == f.left.scalar_type() && (fuse || !sum->is_cpu()) &&
@@ -253,18 +276,19 @@ void add_directly(Group& group, Task& task, WeightPassOptions options) {
     }
     if (!add_product(task, face, weight, options.fuse)) {
       check_untouched(face, weight);
+      run_works_for(task, i, options.retain);
       variable_list grad{face_grad(task, i, outputs)};
       torch::autograd::validate_outputs(
           {Edge(weight.accumulator, 0)}, grad,
           [&](const std::string& message) { return "a weight task returned an " + message; });
-      const bool may_take = task.kind == Kind::whole && !options.retain;
-      accumulate(weight, grad[0], may_take ? &task.kept[i] : nullptr);
+      accumulate(weight, grad[0], options.retain ? nullptr : only_kept_grad(task, i));
     }
     face.delivered = true;
   }
 }
 
 void run_directly(Group& group, WeightPassOptions options) {
+  const Range range(group);
   for (Task& task : group.tasks) {
     add_directly(group, task, options);
   }
@@ -300,6 +324,8 @@ class WeightGraph {
 
   const bool retain_;
   const std::shared_ptr<FirstError> error_;
+  bool has_proxies_ = false;
+  std::vector<GroupPtr> groups_;
   edge_list starts_;
   std::vector<Node*> represented_;
 };
@@ -314,6 +340,8 @@ void WeightGraph::add(const GroupPtr& group) {
   Mirror mirror{group, {}, {}};
   make_sinks(mirror);
   make_proxies(mirror);
+  has_proxies_ = has_proxies_ || !mirror.proxies.empty();
+  groups_.push_back(group);
   for (uint32_t t = 0; t < group->tasks.size(); ++t) {
     add_task(mirror, t);
   }
@@ -357,7 +385,7 @@ void WeightGraph::make_proxies(Mirror& mirror) {
 }
 
 void WeightGraph::add_task(const Mirror& mirror, uint32_t t) {
-  auto node = make_node<TaskNode>(mirror.group, t);
+  auto node = make_node<TaskNode>(mirror.group, t, retain_);
   const c10::ArrayRef<Face> face = mirror.group->tasks[t].face;
   for (uint32_t f = 0; f < face.size(); ++f) {
     Edge& edge = node->next_edges().emplace_back();
@@ -376,6 +404,13 @@ void WeightGraph::add_task(const Mirror& mirror, uint32_t t) {
 void WeightGraph::run() {
   if (starts_.empty()) {
     return;
+  }
+  // A task node that raises ends the run, and what proxies have released by then is gone: where there are
+  // any, what may raise comes first. Where there are none, one gradient at a time is in memory.
+  if (has_proxies_) {
+    for (const GroupPtr& group : groups_) {
+      run_works(*group, retain_);
+    }
   }
   variable_list turns(starts_.size());  // the nodes need no gradient to start from
   run_engine(make_node<Start>(std::move(starts_), std::move(turns), std::move(represented_)),
@@ -403,6 +438,9 @@ void make_ready_again(Group& group) {
   for (Task& task : group.tasks) {
     for (Face& face : task.face) {
       face.delivered = false;
+    }
+    for (Work& work : task.works) {
+      make_ready_again(work);
     }
   }
 }
@@ -466,6 +504,7 @@ variable_list compute_task(const Task& task) {
 }
 
 void run_weight_pass(const std::vector<GroupPtr>& groups, WeightPassOptions options) {
+  const Range range("zbpipe::weight_pass");
   const bool is_retry = std::any_of(groups.begin(), groups.end(),
                                     [](const GroupPtr& group) { return group->failed; });
   try {

@@ -15,13 +15,14 @@ extern "C" {
  *     (node, kind, tensors)
  *
  * node: the name of its autograd node, None if I let go of it. kind: "product", "deferred", "whole"
- * or "root"; "waiting" for a weight to which a W that raised could not add its gradient. tensors:
+ * or "root"; "handed over" for a whole node whose Function has left work to W; "waiting" for a weight to which a W that raised could not add its gradient. tensors:
  * list with a tuple per tensor that W will read:
  *
  *     (role, storage, bytes, shape, dtype, device, weights)
  *
  * role: "matrix", "output gradient", "light gradient" (of a vector, computed in I), "kept gradient"
- * (of a matrix, likewise), "saved" (by the node) or "waiting gradient". storage: an int, the same for
+ * (of a matrix, likewise), "saved" (by the node, or
+ * what work was given) or "waiting gradient". storage: an int, the same for
  * tensors that share memory, 0 for one without a storage; bytes: of the whole storage. weights: list
  * of the leaf tensors whose gradients are computed from it, each once.
  *

@@ -6,17 +6,18 @@ import sys
 from pathlib import Path
 
 
-def run_ranks(script, world, folder):
-    """`script` of this folder, once per rank, with (rank, world, folder); what rank r prints goes to output.r in `folder`.
+def run_ranks(script, world, folder, *arguments):
+    """`script` (a path, or a name in this folder), once per rank, with (rank, world, folder, *arguments); what rank r
+    prints goes to output.r in `folder`.
 
     Raises subprocess.TimeoutExpired for a rank that has not ended after 150 s. None is left running.
     """
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    path = str(Path(__file__).with_name(script))
+    path = str(Path(__file__).parent / script)
     ranks = []
     for rank in range(world):
         with open(folder / f"output.{rank}", "w") as output:
-            command = [sys.executable, path, str(rank), str(world), str(folder)]
+            command = [sys.executable, path, str(rank), str(world), str(folder), *arguments]
             ranks.append(subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT))
     try:
         for rank in ranks:

@@ -1,0 +1,33 @@
+/* work.c - what Functions hand over in I: see zbpipe/_work.py. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "bindings/parts.h"
+#include "shim/zbp_work.h"
+
+PyDoc_STRVAR(defer_doc, "defer(function, weights, saved, /)\n--\n\nSee zbpipe.defer.");
+
+static PyObject *defer(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *function, *weights, *saved;
+    return PyArg_ParseTuple(args, "OOO:defer", &function, &weights, &saved)
+               ? zbp_defer(function, weights, saved)
+               : NULL;
+}
+
+PyDoc_STRVAR(will_defer_doc, "will_defer(weights, /)\n--\n\nSee zbpipe.will_defer.");
+
+static PyObject *will_defer(PyObject *Py_UNUSED(module), PyObject *weights)
+{
+    int answer = 0;
+    return zbp_will_defer(weights, &answer) == ZBP_OK ? PyBool_FromLong(answer) : NULL;
+}
+
+static PyMethodDef work_methods[] = {{"defer", defer, METH_VARARGS, defer_doc},
+                                     {"will_defer", will_defer, METH_O, will_defer_doc},
+                                     {NULL, NULL, 0, NULL}};
+
+int zbp_add_work(PyObject *module)
+{
+    return PyModule_AddFunctions(module, work_methods);
+}

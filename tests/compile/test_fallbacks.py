@@ -1,0 +1,166 @@
+"""Compiled code that is not split: it runs whole, in I, and one line says why."""
+
+import logging
+
+import pytest
+import torch
+from oracle import random_input
+from stages import check_compiled, mlp, not_split, run_input
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+import zbpipe
+from zbpipe._compile import backend as compile_backend
+
+pytestmark = pytest.mark.falls_back
+
+
+@pytest.fixture(autouse=True)
+def _log(caplog):
+    caplog.set_level(logging.INFO, logger="zbpipe")
+
+
+def the_reason(caplog):
+    """Of the one line that was logged."""
+    (line,) = not_split(caplog)
+    assert caplog.records[0].levelno == logging.WARNING
+    start, reason, end = line.split(": ")[0], line.split(": ", 1)[1].rsplit("; ", 1)[0], line.rsplit("; ", 1)[1]
+    assert start.startswith("the compiled graph [")
+    assert end == "its weights' gradients are computed in I"
+    return reason
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(4, 8))
+
+    def forward(self, x):
+        return x * self.matrix
+
+
+def test_no_product(caplog):
+    check_compiled(Scale(), random_input(2, 4, 8))
+    assert the_reason(caplog) == "no gradient of a weight is a product of its own"
+
+
+def test_vectors_alone_are_nothing_to_split(caplog):
+    check_compiled(nn.LayerNorm(8), random_input(2, 8))
+    assert not_split(caplog) == []
+
+
+class Counting(torch.autograd.Function):
+    """Its backward changes a tensor that the forward was given."""
+
+    @staticmethod
+    def forward(ctx, x, w, calls):
+        ctx.save_for_backward(x, w)
+        ctx.calls = calls
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        ctx.calls.add_(1)
+        return grad @ w.t(), x.t() @ grad, None
+
+
+def test_side_effect_in_the_backward(caplog):
+    class Counted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(8, 8))
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            return Counting.apply(x, self.w, self.calls)
+
+    net = Counted()
+    compiled = zbpipe.compile(net, backend="aot_eager")
+    for k in range(2):
+        x = torch.randn(4, 8, requires_grad=True)
+        groups = run_input(net, x, compiled)
+        assert net.calls == k + 1
+        zbpipe.stage_backward_weight(net.parameters(), groups)
+    assert the_reason(caplog) == "its backward changes a tensor in place (aten.copy_.default)"
+
+
+def test_tensor_subclass(caplog):
+    net, reference = nn.Linear(8, 8), nn.Linear(8, 8)
+    reference.load_state_dict(net.state_dict())
+    net.weight = nn.Parameter(TwoTensor(net.weight.detach(), net.weight.detach().clone()))
+    compiled = zbpipe.compile(net, backend="aot_eager")
+    x = torch.randn(4, 8, requires_grad=True)
+    ref = x.detach().clone().requires_grad_()
+    out = compiled(x)
+    _, groups = zbpipe.stage_backward_input([out], [torch.ones_like(out)], [x], net.parameters())
+    zbpipe.stage_backward_weight(net.parameters(), groups)
+    reference(ref).sum().backward()
+    for half in (net.weight.grad.a, net.weight.grad.b):
+        torch.testing.assert_close(half, reference.weight.grad)
+    assert the_reason(caplog) == "it takes tensors of the subclass TwoTensor"
+
+
+def test_halves_that_do_not_compile(caplog, monkeypatch):
+    def fail(*args):
+        raise NotImplementedError("no such kernel")
+
+    monkeypatch.setattr(compile_backend, "_kept_values", fail)
+    check_compiled(mlp(), random_input(4, 8))
+    assert the_reason(caplog) == "its halves do not compile (NotImplementedError: no such kernel)"
+
+
+def test_halves_that_hold_for_fewer_sizes_than_the_whole(caplog, monkeypatch):
+    def learn(halves, strides):
+        size = halves.input_half.graph.find_nodes(op="placeholder")[0].meta["val"]
+        assert int(size) == 4  # which makes a guard
+        return original(halves, strides)
+
+    original = compile_backend._kept_values
+    monkeypatch.setattr(compile_backend, "_kept_values", learn)
+    check_compiled(mlp(), random_input(4, 8), options={"dynamic": True})
+    assert the_reason(caplog) == "its halves would be compiled for these sizes alone, the whole is for others too"
+
+
+def test_one_line_per_graph(caplog):
+    net = nn.Sequential(Scale(), Scale())
+
+    def forward(x):
+        x = net[0](x)
+        torch._dynamo.graph_break()
+        return net[1](x).sin()
+
+    compiled = zbpipe.compile(forward, backend="aot_eager")
+    for _ in range(3):
+        x = torch.randn(2, 4, 8, requires_grad=True)
+        zbpipe.stage_backward_weight(net.parameters(), run_input(net, x, compiled))
+    lines = not_split(caplog)
+    assert len(lines) == 2
+    assert len({line.split("]")[0] for line in lines}) == 2
+
+
+def test_double_backward_is_refused_by_torch():
+    net = mlp()
+    compiled = zbpipe.compile(net, backend="aot_eager")
+    x = torch.randn(4, 8, requires_grad=True)
+    (grad,) = torch.autograd.grad(compiled(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"backend": "eager"}, ValueError, "backend is 'eager'; expected one of 'inductor', 'aot_eager'"),
+        ({"recompute": 1}, TypeError, "recompute is 1; expected True or False"),
+    ],
+)
+def test_bad_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        zbpipe.compile(mlp(), **arguments)
+
+
+def test_options_that_the_inner_compiler_does_not_take():
+    compiled = zbpipe.compile(mlp(), backend="aot_eager", mode="max-autotune")
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="aot_eager takes neither"):
+        compiled(torch.randn(4, 8))

@@ -1,0 +1,33 @@
+"""Each script in examples/ runs, and says that its results are right."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import zbpipe
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SAYS = {
+    "compile_split.py": "gradients of 2 steps equal those of the model in one piece",
+    "custom_linear.py": "gradients of 3 steps equal those of ordinary backwards, bit for bit",
+    "explain.py": "the FLOPs and bytes are those of a real step",
+}
+# inductor imports what torch itself deprecates, which these runs make an error
+ARGUMENTS = {"compile_split.py": ["aot_eager"]}
+
+
+def test_every_example_is_run():
+    assert {path.name for path in EXAMPLES.glob("*.py")} == SAYS.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAYS)
+def test_example(name, tmp_path):
+    env = {**os.environ, "PYTHONPATH": str(Path(zbpipe.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error", str(EXAMPLES / name), *ARGUMENTS.get(name, [])]
+    ran = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert SAYS[name] in ran.stdout

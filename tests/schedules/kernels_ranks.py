@@ -1,0 +1,199 @@
+"""What each process of test_kernels.py runs: stages of Functions that hand over their weights' gradients, two steps with an
+optimizer between, under schedules that split the backward.
+
+    python kernels_ranks.py RANK WORLD FOLDER
+"""
+
+import queue
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Function
+from torch.distributed.pipelining import PipelineStage, schedules
+
+import zbpipe
+from zbpipe import stores
+
+MICROBATCHES, BATCH, WIDTH, STEPS = 8, 16, 8, 2
+SCHEDULES = ("ScheduleZBVZeroBubble", "ScheduleInterleavedZeroBubble", "ScheduleDualPipeV")
+phase = ["outside"]  # of this process: which pass of zbpipe runs
+
+
+class Deferring(Function):
+    """x @ w + b by zbpipe.defer."""
+
+    @staticmethod
+    def forward(ctx, x, w, b, calls):
+        ctx.save_for_backward(x, w)
+        ctx.calls = calls
+        return x @ w + b
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        calls = ctx.calls
+
+        def work(x, grad):
+            calls.append(phase[-1])
+            return x.mT @ grad, grad.sum(0)
+
+        dw, db = zbpipe.defer(work, weights=(1, 2), saved=(x, grad))
+        return grad @ w.mT, dw, db, None
+
+
+class Storing(Function):
+    """x @ w + b by a store."""
+
+    @staticmethod
+    def forward(ctx, x, w, b, store, calls):
+        ctx.save_for_backward(x, w)
+        ctx.store, ctx.calls = store, calls
+        return x @ w + b
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        calls = ctx.calls
+
+        def gemm(x, grad):
+            calls.append(phase[-1])
+            return x.mT @ grad, grad.sum(0)
+
+        if not ctx.store.delay_wgrad_compute():
+            return grad @ w.mT, *gemm(x, grad), None, None
+        ctx.store.put([x, grad], gemm)
+        return grad @ w.mT, None, None, None, None
+
+
+class Queueing(Function):
+    """x @ w + b by a module's own queue."""
+
+    @staticmethod
+    def forward(ctx, x, w, b, entries):
+        ctx.save_for_backward(x, w)
+        ctx.entries = entries
+        return x @ w + b
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        ctx.entries.put((x.detach(), grad))
+        return grad @ w.mT, None, None, None
+
+
+class Layer(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.w = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.float64) / 3)
+        self.b = nn.Parameter(torch.randn(WIDTH, dtype=torch.float64))
+        self.calls = []
+        self.store = stores.WeightGradStore(weights=(1, 2))
+        self.entries = queue.Queue()
+        if kind == "queue":
+            stores.run_backward_dw(self)
+
+    def forward(self, x):
+        if self.kind == "plain":
+            return x @ self.w + self.b
+        if self.kind == "defer":
+            return Deferring.apply(x, self.w, self.b, self.calls)
+        if self.kind == "store":
+            return Storing.apply(x, self.w, self.b, self.store, self.calls)
+        return Queueing.apply(x, self.w, self.b, self.entries)
+
+    def backward_dw(self):
+        x, grad = self.entries.get_nowait()
+        self.calls.append(phase[-1])
+        self.w.grad, self.b.grad = x.mT @ grad, grad.sum(0)
+
+
+KINDS = ("defer", "store", "queue")
+
+
+def parts(count, plain=False):
+    torch.manual_seed(1)
+    return [nn.Sequential(*(Layer("plain" if plain else kind) for kind in KINDS), nn.Tanh()) for _ in range(count)]
+
+
+def batch(step):
+    torch.manual_seed(100 + step)
+    return [torch.randn(BATCH, WIDTH, dtype=torch.float64) for _ in range(2)]
+
+
+def loss_function(out, target):
+    return (out - target).pow(2).sum()
+
+
+def optimizer_of(nets):
+    return torch.optim.SGD([w for net in nets for w in net.parameters()], lr=1e-3)
+
+
+def reference(count):
+    """The weights' gradients after each step of the same model, by autograd alone and unpipelined."""
+    nets = parts(count, plain=True)
+    optimizer = optimizer_of(nets)
+    steps = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        x, target = batch(step)
+        for part, goal in zip(x.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True):
+            loss_function(nn.Sequential(*nets)(part), goal).backward()
+        steps.append({f"{i}.{n}": w.grad.clone() for i, net in enumerate(nets) for n, w in net.named_parameters()})
+        optimizer.step()
+    return steps
+
+
+def run(name, rank, world):
+    count = 2 * world
+    mine = [rank, rank + world] if name == "ScheduleInterleavedZeroBubble" else [rank, count - 1 - rank]
+    nets = parts(count)
+    stages = [PipelineStage(nets[i], i, count, torch.device("cpu")) for i in mine]
+    schedule = getattr(schedules, name)(stages, MICROBATCHES, loss_fn=loss_function, scale_grads=False)
+    optimizer = optimizer_of([nets[i] for i in mine])
+    steps = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        x, target = batch(step)
+        given = {"target": target, "losses": []} if count - 1 in mine else {}
+        schedule.step(*([x] if 0 in mine else []), **given)
+        steps.append({f"{i}.{n}": w.grad.clone() for i in mine for n, w in nets[i].named_parameters()})
+        optimizer.step()
+    return steps, {f"{i}.{j}": layer.calls for i in mine for j, layer in enumerate(nets[i]) if j < len(KINDS)}
+
+
+def watch_phases():
+    """Notes which of zbpipe's passes runs."""
+    from torch.distributed.pipelining import stage as stage_module
+
+    for name in ("stage_backward_input", "stage_backward_weight", "stage_backward"):
+        run_pass = getattr(stage_module, name)
+
+        def watched(*args, run_pass=run_pass, name=name, **kwargs):
+            phase.append(name)
+            try:
+                return run_pass(*args, **kwargs)
+            finally:
+                phase.pop()
+
+        setattr(stage_module, name, watched)
+
+
+def main(rank, world, folder):
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    zbpipe.patch()
+    watch_phases()
+    for name in SCHEDULES:
+        torch.save(run(name, rank, world), folder / f"{name}.{rank}")
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,167 @@
+"""Stages in DistributedDataParallel, or in the composable replicate that is made of it: two pipeline ranks, two replicas."""
+
+import functools
+
+import model
+import torch
+import torch.distributed as dist
+from events import Events
+from torch import nn
+from torch.distributed._composable import replicate
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from training import ZERO_BUBBLE, Training
+
+LARGE_WEIGHT = 2 * model.WIDTH * model.WIDTH * 8
+BUCKET_MB = LARGE_WEIGHT / 2**20  # every large weight fills a bucket, once the buckets are as DDP wants them
+
+
+class Unused(model.Block):
+    """Has a layer that nothing uses, and one that only some inputs use: not the same on all replicas."""
+
+    def __init__(self):
+        super().__init__()
+        self.never = nn.Linear(model.WIDTH, model.WIDTH)
+        self.sometimes = nn.Linear(model.WIDTH, model.WIDTH)
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y + self.sometimes(y) if x.detach().sum() > 0 else y
+
+
+class NeverUsed(model.Block):
+    def __init__(self):
+        super().__init__()
+        self.never = nn.Linear(model.WIDTH, model.WIDTH)
+
+
+@functools.cache
+def mesh():
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+
+
+def replica():
+    return mesh()["dp"].get_local_rank()
+
+
+def in_ddp(hook=None, **options):
+    def wrap(part):
+        group = mesh()["dp"].get_group()
+        ddp = DistributedDataParallel(part, process_group=group, bucket_cap_mb=BUCKET_MB, **options)
+        if hook is not None:
+            ddp.register_comm_hook(group, hook)
+        return ddp
+
+    return wrap
+
+
+def train(schedule, wrap, block=model.Block, is_static=False, **arguments):
+    ordinary = ordinary_reductions(wrap, block)
+    training = Training(schedule, mesh(), wrap, parts=model.make_parts(block), reference=model.make_parts(block))
+    events = training.run(replica(), **arguments)
+    # Broadcast are the buckets; replicate checks the weights when it makes its DDP.
+    check_reductions(training, events, ordinary, others=["broadcast_", "allgather_"], is_static=is_static)
+    return training
+
+
+def ordinary_reductions(wrap, block):
+    """How often DDP reduces in the first backward, and in later ones, of one block that is not pipelined. Once a backward
+    has shown the order of the gradients it has other buckets."""
+    module = wrap(model.make_parts(block)[0])
+    counts = []
+    for step in range(3):
+        x, target = model.batch(step, replica())
+        with Events() as events:
+            model.loss_function(module(x), target).backward()
+        counts.append(events.collectives()["allreduce_"])
+    return counts[0], counts[-1]
+
+
+def check_reductions(training, events, ordinary, others=(), is_static=False):
+    """All reductions are in the stage's last W or whole backward, as many as in an `ordinary` step, and they begin before
+    it ends. A static graph's first backward is reduced too."""
+    for step, log in enumerate(events):
+        expected = [0] * (model.MICROBATCHES - 1) + [ordinary[min(step, 1)]]
+        if is_static and step == 0:
+            expected = [ordinary[0], *expected[1:-1], ordinary[0] - 1]  # the map of used weights goes with the first
+        for i in training.mine:
+            contributions = [inner for _, _, inner in log.within("WB", i)]
+            reductions = [inner.count("allreduce_") for inner in contributions]
+            assert reductions == expected, (step, i, reductions, expected)
+            if step > 0:
+                last = contributions[-1]
+                assert last.index("allreduce_") < len(last) - 1 - last[::-1].index("product"), (step, i, last)
+        collectives = log.collectives()
+        assert collectives["allreduce_"] == len(training.mine) * sum(expected), collectives
+        assert set(collectives) <= {"allreduce_", *others}, collectives
+    assert ordinary[1] >= 4
+
+
+def plain(schedule):
+    train(schedule, in_ddp())
+
+
+def finds_unused(schedule):
+    train(schedule, in_ddp(find_unused_parameters=True), Unused)
+
+
+def static(schedule):
+    train(schedule, in_ddp(static_graph=True), NeverUsed, is_static=True, steps=3)
+
+
+def views_of_buckets(schedule):
+    training = train(schedule, in_ddp(gradient_as_bucket_view=True))
+    for i in training.mine:
+        grads = [weight.grad for weight in training.parts[i].parameters()]
+        assert len({grad.untyped_storage().data_ptr() for grad in grads}) < len(grads)
+    # Gradients that stay where they are, zeroed, from one step to the next.
+    training.optimizer.zero_grad = functools.partial(training.optimizer.zero_grad, set_to_none=False)
+    training.run(replica())
+
+
+def hooked(schedule):
+    seen = []
+
+    def double(group, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        seen.append(bucket.is_last())
+        work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])  # the sum: twice the mean of two
+
+    ordinary = ordinary_reductions(in_ddp(double), model.Block)
+    training = Training(schedule, mesh(), in_ddp(double))
+    events = []
+    for step in range(model.STEPS):
+        seen.clear()
+        events.append(training.step(step, replica()))
+        assert len(seen) == len(training.mine) * ordinary[step]
+        assert sum(seen) == len(training.mine)
+        model.run_reference(training.reference, step)
+        for part in training.reference:
+            for weight in part.parameters():
+                weight.grad *= 2
+        training.check(step)
+        training.optimize()
+    check_reductions(training, events, ordinary, others=["broadcast_"])
+
+
+def compressed(schedule):
+    train(schedule, in_ddp(fp16_compress_hook), rtol=2**-8, atol=2**-4)  # of gradients up to 30
+
+
+def composable(schedule, block=model.Block, **options):
+    def wrap(part):
+        return replicate(part, process_group=mesh()["dp"].get_group(), bucket_cap_mb=BUCKET_MB, **options)
+
+    train(schedule, wrap, block)
+
+
+def composable_finds_unused(schedule):
+    composable(schedule, Unused, find_unused_parameters=True)
+
+
+CASES = {}
+for case in (plain, finds_unused, static, views_of_buckets, hooked, compressed, composable, composable_finds_unused):
+    for number, name in enumerate(ZERO_BUBBLE):
+        kind = "fast" if number == 0 or case in (plain, finds_unused) else "slow"
+        CASES[f"{case.__name__}-{name}"] = (kind, functools.partial(case, name))

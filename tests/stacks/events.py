@@ -1,0 +1,69 @@
+"""What a step does, in order: collectives, products, and the stage's passes around them."""
+
+from collections import Counter
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+NO_COLLECTIVES = ("send", "recv_", "recv_any_source_", "wait_tensor", "_wrap_tensor_autograd")
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm")
+PASSES = {"forward_one_chunk": "F", "backward_one_chunk": "I", "backward_weight_one_chunk": "W"}
+
+
+class Events(TorchDispatchMode):
+    """The log of what happens within it: names of collectives ("allreduce_"), "product" for a matrix product, and
+    ("F" | "I" | "W", stage, microbatch) where a pass of a stage begins, with "end" behind it where it ends.
+
+    It sees what runs on this thread, libtorch's own calls and the engine's among them. DTensors take themselves apart
+    before it looks.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.log = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(t, torch.distributed.tensor.DTensor) for t in types):
+            return NotImplemented
+        name = func._schema.name
+        namespace, short = name.split("::")
+        if namespace in ("c10d", "_c10d_functional") and short not in NO_COLLECTIVES:
+            self.log.append(short)
+        elif name in PRODUCTS:
+            self.log.append("product")
+        return func(*args, **(kwargs or {}))
+
+    def watch(self, stage):
+        for name, letter in PASSES.items():
+            self._hide(stage, name, letter)
+
+    def _hide(self, stage, name, letter):
+        method = getattr(stage, name)
+
+        def watched(microbatch, *args, **kwargs):
+            full = letter == "I" and kwargs.get("full_backward", True)
+            mark = ("B" if full else letter, stage.stage_index, microbatch)
+            self.log.append(mark)
+            result = method(microbatch, *args, **kwargs)
+            self.log.append((*mark, "end"))
+            return result
+
+        vars(stage)[name] = watched
+
+    def collectives(self):
+        """How often each collective ran."""
+        return dict(Counter(event for event in self.log if isinstance(event, str) and event != "product"))
+
+    def within(self, letters, stage=None):
+        """The events of these passes, as [(stage, microbatch, [event, ...]), ...]."""
+        found, inner = [], None
+        for event in self.log:
+            if isinstance(event, str):
+                if inner is not None:
+                    inner.append(event)
+            elif event[-1] == "end":
+                inner = None
+            elif event[0] in letters and stage in (None, event[1]):
+                inner = []
+                found.append((*event[1:], inner))
+        return found

@@ -1,0 +1,232 @@
+"""Stages that fully_shard has sharded: two pipeline ranks of two shards, and two stages of one process on a 2x2 mesh."""
+
+import functools
+
+import model
+import torch
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+from training import ZERO_BUBBLE, Training
+
+GATHERS = ("_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_")
+SCATTERS = ("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_")
+
+
+class Checkpointed(model.Block):
+    def forward(self, x):
+        return x + checkpoint(self.mixer, self.norm(x), use_reentrant=False)
+
+
+class Convolution(model.Block):
+    """Its W wants the weight's shape: of a weight whose memory may be gone."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv1d(1, 1, 3, padding=1)
+
+    def forward(self, x):
+        return super().forward(x) + self.convolution(x.unsqueeze(1)).squeeze(1).sin()
+
+
+@functools.cache
+def mesh():
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+
+
+@functools.cache
+def mesh_of_one_pipeline_rank():
+    return init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "replicate", "shard"))
+
+
+def sharded(nested=True, mesh_of=lambda: mesh()["dp"], **options):
+    def wrap(part):
+        for module in (part.mixer, part) if nested else (part,):
+            fully_shard(module, mesh=mesh_of(), **options)
+        return part
+
+    return wrap
+
+
+def groups_of(stage_module):
+    for module in stage_module.modules():
+        if isinstance(module, FSDPModule):
+            yield from fsdp_groups(module)
+
+
+def fsdp_groups(module):
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return groups if groups is not None else [state._fsdp_param_group]
+
+
+def unsharded_bytes(stage_module):
+    return sum(
+        param._unsharded_param.untyped_storage().size()
+        for group in groups_of(stage_module)
+        for param in group.fsdp_params
+        if hasattr(param, "_unsharded_param")
+    )
+
+
+def watch_memory(training):
+    """What a stage's unsharded weights take after each of its forwards, and after each I or whole backward."""
+    seen = []
+
+    def watch(stage, name):
+        method = getattr(stage, name)
+
+        def watched(microbatch, *args, **kwargs):
+            result = method(microbatch, *args, **kwargs)
+            is_split_first = stage.is_first and kwargs.get("full_backward") is False  # nothing runs there
+            if not is_split_first:
+                seen.append((name, stage.stage_index, microbatch, unsharded_bytes(stage.submod)))
+            return result
+
+        vars(stage)[name] = watched
+
+    for stage in training.stages:
+        watch(stage, "forward_one_chunk")
+        watch(stage, "backward_one_chunk")
+    return seen
+
+
+def as_unsplit(schedule, wrap, replicas=model.REPLICAS, **arguments):
+    """Gradients right, and the collectives of the same schedule whose backwards are not split, on torch's own module."""
+    compute_dtype = arguments.pop("compute_dtype", None)
+    tolerances = arguments.pop("tolerances", {})
+    make = arguments.pop("make", model.make_parts)
+    this_mesh = arguments.pop("on", mesh)()
+    replica = replica_in(this_mesh)
+    runs = []
+    for patched in (True, False):
+        training = Training(schedule, this_mesh, wrap, parts=make(), reference=make(), unsplit=not patched)
+        events = training.run(replica, replicas, patched, compute_dtype=compute_dtype, **tolerances)
+        assert all(unsharded_bytes(module) == 0 for module in training.modules.values())
+        runs.append(events)
+    split, unsplit = runs
+    for log, expected in zip(split, unsplit, strict=True):
+        assert log.collectives() == expected.collectives(), (log.collectives(), expected.collectives())
+        for stage, microbatch, inner in log.within("W"):
+            gathered = [event for event in inner if event != "product"]
+            assert stage == 0 or not gathered, (stage, microbatch, gathered)
+    return split
+
+
+def replica_in(this_mesh):
+    sizes = [(this_mesh[name].get_local_rank(), this_mesh[name].size()) for name in this_mesh.mesh_dim_names[1:]]
+    replica = 0
+    for rank, size in sizes:
+        replica = replica * size + rank
+    return replica
+
+
+def counts(events):
+    """Of each step: how often weights were gathered, and gradients scattered."""
+    return [tuple(sum(log.collectives().get(name, 0) for name in names) for names in (GATHERS, SCATTERS)) for log in events]
+
+
+# In all of these the first step has a forward more, from which the stages learn their shapes.
+
+
+def stays_unsharded(schedule):
+    """As torch recommends for pipelines: each of a rank's two times two groups is gathered once and reduced once."""
+    events = as_unsplit(schedule, sharded(reshard_after_forward=False))
+    assert counts(events) == [(4 + 4, 4), (4, 4)]
+
+
+def reshards(schedule):
+    """The weights of the stage are not there when another forward has run between I and W."""
+    events = as_unsplit(schedule, sharded(reshard_after_forward=True))
+    assert [scatters for _, scatters in counts(events)] == [4, 4]
+    assert counts(events)[1][0] > 4
+
+
+def not_nested(schedule):
+    events = as_unsplit(schedule, sharded(nested=False))
+    assert counts(events) == [(2 + 2, 2), (2, 2)]
+
+
+def mixed(schedule, reshard_after_forward=False):
+    """Computes in bfloat16, sums the microbatches' gradients and reduces in float32."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    as_unsplit(
+        schedule,
+        sharded(mp_policy=policy, reshard_after_forward=reshard_after_forward),
+        make=functools.partial(model.make_parts, dtype=torch.float32),
+        compute_dtype=torch.bfloat16,
+        tolerances={"rtol": 1e-5, "atol": 1e-5},
+    )
+
+
+def mixed_and_reshards(schedule):
+    mixed(schedule, reshard_after_forward=True)
+
+
+def checkpointed(schedule):
+    as_unsplit(
+        schedule, sharded(reshard_after_forward=True), make=functools.partial(model.make_parts, block=Checkpointed)
+    )
+
+
+def convolution(schedule):
+    as_unsplit(
+        schedule, sharded(reshard_after_forward=True), make=functools.partial(model.make_parts, block=Convolution)
+    )
+
+
+def on_two_dimensions(schedule):
+    """Each gradient is scattered over one dimension of the mesh and summed over the other, once."""
+    of_mesh = mesh_of_one_pipeline_rank
+    wrap = sharded(mesh_of=lambda: of_mesh()["replicate", "shard"], reshard_after_forward=False)
+    make = functools.partial(model.make_parts, count=2)
+    events = as_unsplit(schedule, wrap, replicas=4, make=make, on=of_mesh)
+    assert counts(events) == [(4 + 4, 4), (4, 4)]
+    assert [log.collectives()["allreduce_"] for log in events] == [4, 4]
+
+
+def replicated(schedule):
+    def wrap(part):
+        replicate(part.mixer, mesh=mesh()["dp"])
+        return replicate(part, mesh=mesh()["dp"])
+
+    for log in as_unsplit(schedule, wrap):
+        assert log.collectives() == {"allreduce_": 4}, log.collectives()
+
+
+def frees_as_unsplit(schedule):
+    """After each forward and each I: as many bytes of unsharded weights as with whole backwards."""
+    for reshard_after_forward in (False, True):
+        seen = []
+        for unsplit in (False, True):
+            training = Training(
+                schedule, mesh(), sharded(reshard_after_forward=reshard_after_forward), unsplit=unsplit
+            )
+            training.step(0, replica_in(mesh()), patched=not unsplit)
+            watched = watch_memory(training)
+            training.step(1, replica_in(mesh()), patched=not unsplit)
+            seen.append([entry for entry in watched if entry[:2] != ("backward_one_chunk", 0)])
+        different = [(split, unsplit) for split, unsplit in zip(*seen, strict=True) if split != unsplit]
+        assert not different, (reshard_after_forward, different)
+        assert max(entry[-1] for entry in seen[0]) > 0
+
+
+CASES = {}
+for case in (
+    stays_unsharded,
+    reshards,
+    not_nested,
+    mixed,
+    mixed_and_reshards,
+    checkpointed,
+    convolution,
+    on_two_dimensions,
+    replicated,
+    frees_as_unsplit,
+):
+    for number, name in enumerate(ZERO_BUBBLE):
+        of_all = case in (reshards, mixed)
+        kind = "fast" if of_all or (number == 0 and case not in (not_nested, mixed_and_reshards, checkpointed)) else "slow"
+        CASES[f"{case.__name__}-{name}"] = (kind, functools.partial(case, name))

@@ -1,0 +1,37 @@
+"""Runs the cases of a module over four processes, and tells what became of one of them."""
+
+from pathlib import Path
+
+import pytest
+from processes import run_ranks
+
+WORLD = 4
+
+
+def parameters(cases):
+    """pytest's parameters, the slow cases marked as such."""
+    return [pytest.param(name, marks=pytest.mark.slow if kind == "slow" else ()) for name, (kind, _) in cases.items()]
+
+
+class Runs:
+    """Runs the fast and the slow cases of `module` once each, when the first of them is asked for."""
+
+    def __init__(self, module, cases, factory):
+        self.module, self.cases, self.factory = module, cases, factory
+        self.folders = {}
+
+    def judge(self, name):
+        kind = self.cases[name][0]
+        if kind not in self.folders:
+            self.folders[kind] = self.factory.mktemp(f"{self.module}_{kind}")
+            script = Path(__file__).with_name("run_cases.py")
+            run_ranks(script, WORLD, self.folders[kind], self.module, kind)
+        folder = self.folders[kind]
+        said = []
+        for rank in range(WORLD):
+            result = folder / f"{name}.{rank}"
+            said.append(result.read_text() if result.exists() else "did not come to it")
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text != "passed"]
+        if failed:
+            printed = [(folder / f"output.{rank}").read_text()[-1000:] for rank in range(WORLD)]
+            pytest.fail("\n".join([*failed, "The last that each rank printed:", *printed]), pytrace=False)

@@ -1,0 +1,17 @@
+"""Stages with DTensor weights under the zero-bubble schedules: gradients, collectives, products in place."""
+
+import tensor_cases
+import pytest
+from judge import Runs, parameters
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return Runs("tensor_cases", tensor_cases.CASES, tmp_path_factory)
+
+
+@pytest.mark.parametrize("case", parameters(tensor_cases.CASES))
+def test_gradients_and_collectives(case, runs):
+    runs.judge(case)

@@ -1,0 +1,86 @@
+"""``zbpipe.compile``: torch.compile whose backward comes in two halves, one for I and one for W.
+
+Importing this package imports no compiler: the rest of it is loaded with the first graph.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+INNER = ("inductor", "aot_eager")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A backend for ``torch.compile``. Two that are equal share compiled code."""
+
+    inner: str = "inductor"
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        if self.inner not in INNER:
+            raise ValueError(f"backend is {self.inner!r}; expected one of {', '.join(map(repr, INNER))}")
+        if not isinstance(self.recompute, bool):
+            raise TypeError(f"recompute is {self.recompute!r}; expected True or False")
+
+    @property
+    def __name__(self) -> str:
+        return "zbpipe"
+
+    def __call__(
+        self,
+        graph: torch.fx.GraphModule,
+        inputs: list[Any],
+        *,
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Callable[..., Any]:
+        from zbpipe._compile.backend import compile_graph
+
+        return compile_graph(graph, inputs, self.inner, self.recompute, mode, options)
+
+
+def compile_backend(
+    graph: torch.fx.GraphModule,
+    inputs: list[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """The backend that ``torch.compile(module, backend="zbpipe")`` finds.
+
+    ``options`` are inductor's, and besides ``backend`` and ``recompute`` as :func:`compile` has them.
+    """
+    rest = dict(options or {})
+    backend = Backend(rest.pop("backend", "inductor"), rest.pop("recompute", False))
+    return backend(graph, inputs, mode=mode, options=rest)
+
+
+def compile(
+    model: Callable[..., Any] | None = None,
+    *,
+    backend: str = "inductor",
+    recompute: bool = False,
+    **options: Any,
+) -> Any:
+    """``torch.compile``, with a backward that zbpipe's passes can split.
+
+    In an input pass the compiled backward computes the gradients that do not lead to weights alone, and leaves the
+    products that give weights' gradients to the weight pass, with what those need. Everywhere else it is the backward
+    that ``torch.compile`` makes. A graph that cannot be split runs whole, in I, and one line on the logger ``zbpipe``
+    says why. The policy (:func:`zbpipe.policy`) holds as in eager code: with ``defer="matrices"`` a vector's gradient
+    waits only where waiting holds no more; with ``defer="all"`` all wait that I does not compute on its way.
+
+    Args:
+        model: a module or a function; None returns a decorator.
+        backend: what compiles the halves: "inductor", or "aot_eager", which runs the graphs as they are.
+        recompute: W may compute cheap operations (elementwise, reductions, casts) a second time where that holds
+            fewer bytes between I and W.
+        options: as for ``torch.compile``: ``fullgraph``, ``dynamic``, ``mode``, ``options``, ``disable``.
+
+    Raises:
+        ValueError, TypeError: a backend or a value that there is none of.
+    """
+    return torch.compile(model, backend=Backend(backend, recompute), **options)

@@ -1,0 +1,346 @@
+"""What becomes of one graph of dynamo: a forward as torch compiles it, and a backward that can run in halves."""
+
+import contextlib
+import itertools
+import logging
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch._functorch.config
+from torch import fx
+from torch._guards import CompileContext, TracingContext, compile_context, tracing
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from zbpipe import _C
+from zbpipe._compile.split import CannotSplitError, Halves, split
+
+logger = logging.getLogger("zbpipe")
+
+Values = list[Any]
+Compiled = Callable[[Values], Sequence[Any]]  # takes its arguments out of the list
+CompilePiece = Callable[[fx.GraphModule, Sequence[Any], Sequence[int]], Compiled]
+
+_numbers = itertools.count()
+
+
+def compile_graph(
+    graph: fx.GraphModule,
+    inputs: list[Any],
+    inner: str,
+    recompute: bool,
+    mode: str | None,
+    options: Mapping[str, Any] | None,
+) -> Callable[..., Any]:
+    """Compile a graph of dynamo with `inner`. Raises what that raises."""
+    subclasses = sorted({type(value).__name__ for value in inputs if is_traceable_wrapper_subclass(value)})
+    if inner == "aot_eager":
+        if mode not in (None, "default") or options:
+            raise ValueError(f"mode is {mode!r} and options are {options!r}: aot_eager takes neither; leave them out.")
+        return _with_aot_eager(graph, inputs, recompute, subclasses)
+    return _with_inductor(graph, inputs, recompute, subclasses, mode, options)
+
+
+def _with_aot_eager(
+    graph: fx.GraphModule, inputs: list[Any], recompute: bool, subclasses: list[str]
+) -> Callable[..., Any]:
+    from torch._dynamo.backends.debugging import aot_eager, boxed_nop
+
+    def compile_backward(backward: fx.GraphModule, values: Sequence[Any]) -> Compiled:
+        def compile_piece(piece: fx.GraphModule, values: Sequence[Any], _: Sequence[int]) -> Compiled:
+            return boxed_nop(piece, list(values))
+
+        return _Backward(backward, values, compile_piece, recompute, subclasses).as_function()
+
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        return aot_eager(graph, inputs, bw_compiler=compile_backward)
+
+
+def _with_inductor(
+    graph: fx.GraphModule,
+    inputs: list[Any],
+    recompute: bool,
+    subclasses: list[str],
+    mode: str | None,
+    options: Mapping[str, Any] | None,
+) -> Callable[..., Any]:
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.utils import BoxedBool
+
+    wrapper: Any = torch._TorchCompileInductorWrapper  # which knows modes and checks options
+    patches = wrapper(mode, dict(options or {}), None).config
+
+    def compile_any(graph: fx.GraphModule, values: Sequence[Any], **given: Any) -> Any:
+        if not given.get("is_backward"):
+            return compile_fx_inner(graph, values, **given)
+        if given.get("cudagraphs") and any(isinstance(v, torch.Tensor) and v.is_cuda for v in values):
+            _log_not_split("CUDA graphs would overwrite what is kept for W; leave mode='reduce-overhead' out")
+            return compile_fx_inner(graph, values, **given)
+        fixed = set(given.get("static_input_idxs", ()))
+
+        def compile_piece(piece: fx.GraphModule, values: Sequence[Any], origins: Sequence[int]) -> Compiled:
+            now = {
+                **given,
+                "static_input_idxs": [i for i, origin in enumerate(origins) if origin in fixed],
+                "cudagraphs": BoxedBool(False),
+            }
+            with config.patch(patches):
+                return compile_fx_inner(piece, values, **now)
+
+        return _Backward(graph, values, compile_piece, recompute, subclasses).as_function()
+
+    # A hit in AOTAutograd's cache brings a backward that somebody else compiled, whole.
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        compiled: Any = compile_fx(graph, inputs, inner_compile=compile_any, config_patches=patches or None)
+    return cast(Callable[..., Any], compiled)
+
+
+def _log_not_split(reason: str) -> None:
+    context = CompileContext.current_compile_id()
+    where = f"the compiled graph [{context}]" if context else f"compiled graph {next(_numbers)}"
+    logger.warning("%s is not split: %s; its weights' gradients are computed in I", where, reason)
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    halves: Halves
+    input_half: Compiled
+    weight_half: Compiled
+
+
+class _WeightWork:
+    """What W does for one compiled backward. Holds no tensor: it is called with those that were kept for it."""
+
+    __slots__ = ("_compiled",)
+
+    def __init__(self, compiled: Compiled) -> None:
+        self._compiled = compiled
+
+    def __call__(self, *values: Any) -> Sequence[Any]:
+        with torch._C._DisableAutocast():
+            return self._compiled(list(values))
+
+
+class _Backward:
+    """A traced backward, compiled as it is needed: whole, or in the halves for a set of deferred gradients.
+
+    Backwards of several microbatches may run it in several threads.
+    """
+
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        values: Sequence[Any],
+        compile_piece: CompilePiece,
+        recompute: bool,
+        subclasses: list[str],
+    ) -> None:
+        self._graph = graph
+        self._values = list(values)
+        self._compile_piece = compile_piece
+        self._recompute = recompute
+        self._subclasses = subclasses  # of tensor, among what the compiled code takes
+        self._tracing = TracingContext.try_get()
+        self._compiling = CompileContext.try_get()
+        self._metadata = self._tracing.fw_metadata if self._tracing else None
+        self._parameters = _parameters(graph, self._metadata)
+        self._lock = threading.RLock()
+        self._whole: Compiled | None = None
+        self._pieces: dict[tuple[frozenset[int], bool], _Pieces | None] = {}
+        self._is_logged = False
+        self._matrices, self._vectors = _by_dimension(graph)
+        if any(isinstance(value, torch.SymInt) for value in values):
+            self._compile_whole()  # as torch does: its guards on sizes must be known before the forward is used
+
+    def as_function(self) -> Compiled:
+        def run(values: Values) -> Sequence[Any]:
+            return self._run(values)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    def _run(self, values: Values) -> Sequence[Any]:
+        pieces = self._halves() if _C.will_defer(None) else None
+        if pieces is None:
+            return (self._whole or self._compile_whole())(values)
+        halves = pieces.halves
+        taken = [values[i] for i in halves.input_inputs]
+        for_w = [_for_w(values[i], i in self._parameters) for i in halves.weight_inputs]
+        values.clear()
+        results = list(pieces.input_half(taken))
+        count = len(halves.input_outputs)
+        for_w += results[count:]
+        _C.defer(_WeightWork(pieces.weight_half), halves.weight_outputs, for_w)
+        gradients: list[Any] = [None] * halves.output_count
+        for i, gradient in zip(halves.input_outputs, results[:count], strict=True):
+            gradients[i] = gradient
+        return gradients
+
+    def _deferrable(self) -> tuple[frozenset[int], bool]:
+        """The gradients that lead to weights alone, by position, and whether all of them are to wait. Called in I."""
+        heavy = [i for i in self._matrices if _C.will_defer(i)]
+        light = [i for i in self._vectors if _C.will_defer((i, *heavy[:1]))]
+        return frozenset(heavy + light), any(_C.will_defer(i) for i in light[:1])
+
+    def _halves(self) -> _Pieces | None:
+        """The halves for the gradients that wait in the I that runs; None if the graph cannot be split so."""
+        with self._lock:
+            try:
+                self._check_results()
+                key = self._deferrable()
+                if key not in self._pieces:
+                    self._pieces[key] = None
+                    self._pieces[key] = self._compile_halves(*key)
+                return self._pieces[key]
+            except CannotSplitError as error:
+                self._log(str(error))
+            except Exception as error:  # of a compiler, which may fail on a half in ways that it does not on the whole
+                self._log(f"its halves do not compile ({type(error).__name__}: {error})")
+            return None
+
+    def _check_results(self) -> None:
+        """Raises CannotSplitError where the graph's results are not the gradients of the node's inputs, one by one."""
+        if self._subclasses:
+            raise CannotSplitError(f"it takes tensors of the subclass {', '.join(self._subclasses)}")
+        if self._metadata is None:
+            raise CannotSplitError("it was compiled without a tracing context")
+        if self._metadata.num_backward_tokens:
+            raise CannotSplitError("its backward has ordered side effects")
+        if self._metadata.is_rng_op_functionalized:
+            raise CannotSplitError("its random numbers are functionalised")
+        results = _results(self._graph).args[0]
+        if not isinstance(results, (list, tuple)) or len(results) != len(self._metadata.input_info):
+            raise CannotSplitError("its backward does not return one gradient per input")
+
+    def _log(self, reason: str) -> None:
+        if not self._is_logged:
+            self._is_logged = True
+            with compile_context(self._compiling):
+                _log_not_split(reason)
+
+    def _compile_whole(self) -> Compiled:
+        with self._lock:
+            if self._whole is None:
+                with self._as_when_traced():
+                    self._whole = self._compile_piece(_copy(self._graph), self._values, range(len(self._values)))
+            return self._whole
+
+    def _compile_halves(self, deferred: frozenset[int], everything: bool) -> _Pieces:
+        halves = split(self._graph, deferred, everything=everything, recompute=self._recompute)
+        _set_visible(self._graph, halves)
+        with self._as_when_traced(donations=False), self._no_guards():
+            with TracingContext.report_output_strides() as strides:
+                input_half = self._compile_piece(
+                    halves.input_half, [self._values[i] for i in halves.input_inputs], halves.input_inputs
+                )
+            kept = _kept_values(halves, strides)
+            weight_half = self._compile_piece(
+                halves.weight_half, [*(self._values[i] for i in halves.weight_inputs), *kept], halves.weight_inputs
+            )
+        return _Pieces(halves, input_half, weight_half)
+
+    @contextlib.contextmanager
+    def _as_when_traced(self, donations: bool = True) -> Iterator[None]:
+        """The surroundings in which AOTAutograd compiles a backward.
+
+        donations: inductor writes over inputs whose numbers AOTAutograd has noted. Those are numbers of the whole's
+        inputs, and W needs some of them after I: not for the halves.
+        """
+        with tracing(self._tracing), compile_context(self._compiling), torch._C._DisableAutocast(), torch.no_grad():
+            metadata = self._metadata
+            if self._tracing is None or metadata is None:
+                yield
+                return
+            # DDP's optimizer has several graphs share one tracing context.
+            metadata_before, self._tracing.fw_metadata = self._tracing.fw_metadata, metadata
+            donated = metadata.bw_donated_idxs
+            metadata.bw_donated_idxs = donated if donations else []
+            try:
+                yield
+            finally:
+                metadata.bw_donated_idxs = donated
+                self._tracing.fw_metadata = metadata_before
+
+    @contextlib.contextmanager
+    def _no_guards(self) -> Iterator[None]:
+        """The halves are compiled after the forward was guarded: they must hold for all sizes that it holds for."""
+        mode = self._tracing.fake_mode if self._tracing else None
+        shapes = mode.shape_env if mode else None
+        before = _knowledge(shapes)
+        yield
+        if _knowledge(shapes) != before:
+            raise CannotSplitError("its halves would be compiled for these sizes alone, the whole is for others too")
+
+
+def _knowledge(shapes: Any) -> tuple[int, int]:
+    return (0, 0) if shapes is None else (len(shapes.guards), len(shapes.replacements))
+
+
+def _parameters(graph: fx.GraphModule, metadata: Any) -> frozenset[int]:
+    """Which inputs of the backward are parameters or buffers, by position."""
+    static = {i + 1 for i in metadata.static_input_indices} if metadata else set()
+    names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
+    matches = [re.fullmatch(r"primals_(\d+)", name) for name in names]
+    return frozenset(i for i, match in enumerate(matches) if match and int(match[1]) in static)
+
+
+def _for_w(value: Any, is_parameter: bool) -> Any:
+    """A tensor without what hangs on it (a stage's input has its gradient); a copy of what may be freed before W."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if is_parameter:
+        return value.detach().clone()
+    return value.detach() if value.requires_grad else value
+
+
+def _by_dimension(graph: fx.GraphModule) -> tuple[list[int], list[int]]:
+    """The gradients that the backward gives: those of matrices and more, and those of vectors and scalars."""
+    results = _results(graph).args[0]
+    dimensions = {
+        i: result.meta["val"].dim() if isinstance(result.meta.get("val"), torch.Tensor) else 0
+        for i, result in enumerate(results if isinstance(results, (list, tuple)) else ())
+        if isinstance(result, fx.Node)
+    }
+    return [i for i, d in dimensions.items() if d > 1], [i for i, d in dimensions.items() if d <= 1]
+
+
+def _results(graph: fx.GraphModule) -> Any:
+    """The node that returns the graph's results."""
+    return next(iter(reversed(graph.graph.nodes)))
+
+
+def _kept_values(halves: Halves, strides: Sequence[tuple[int, ...] | None] | None) -> list[Any]:
+    """What the input half keeps, as the weight half is compiled for it. `strides`: of the input half's results, if its
+    compiler told."""
+    values = [node.meta["val"] for node in _results(halves.input_half).args[0][len(halves.input_outputs) :]]
+    for i, stride in enumerate((strides or ())[len(halves.input_outputs) :]):
+        if stride is not None and all(isinstance(size, int) for size in (*values[i].size(), *values[i].stride())):
+            values[i] = values[i].as_strided(values[i].size(), stride)
+    return values
+
+
+def _set_visible(graph: fx.GraphModule, halves: Halves) -> None:
+    """Inductor may give results that nobody sees any layout; where sizes are symbolic, it could not tell which."""
+    visible = set(_results(graph).meta.get("user_visible_output_idxs", ()))
+    count = len(halves.input_outputs)
+    _results(halves.input_half).meta["user_visible_output_idxs"] = [
+        *(k for k, i in enumerate(halves.input_outputs) if i in visible),
+        *range(count, count + halves.kept_count),
+    ]
+    _results(halves.weight_half).meta["user_visible_output_idxs"] = [
+        k for k, i in enumerate(halves.weight_outputs) if i in visible
+    ]
+
+
+def _copy(module: fx.GraphModule) -> fx.GraphModule:
+    """Compilers change what they are given; the constants are shared."""
+    graph = fx.Graph()
+    results = graph.graph_copy(module.graph, {})
+    graph.output(results).meta = dict(_results(module).meta)
+    copied = fx.GraphModule(module, graph)
+    copied.meta = dict(module.meta)
+    return copied

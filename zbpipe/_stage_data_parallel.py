@@ -1,0 +1,273 @@
+"""Drives data parallelism around I and W, where torch's stage drives it as if each were a whole backward.
+
+torch's stage makes DistributedDataParallel and fully_shard accumulate over microbatches and reduce once, by what it does
+around each forward and backward. With a backward in two parts that is not enough, or comes at the wrong moment. While
+torch is patched, these methods of its stages are wrapped:
+
+- ``_compute_outputs``, the forward from which a stage learns its shapes before the first step: as every other forward, it
+  must not make DDP expect a backward, or the first microbatch's W is reduced alone.
+- ``forward_maybe_with_nosync``: the composable ``replicate`` of ``torch.distributed._composable`` is DDP in hooks, and
+  torch's stage takes it for a plain module. With ``static_graph`` DDP would queue a reduction to the end of the first
+  engine run, which is I: before there are gradients.
+- ``backward_maybe_with_nosync``: before the last W, DDP looks for unused weights from the outputs, which have no history
+  any more; the groups know which weights are used. After each W, fully_shard has to move the gradients to its buffers of
+  the reduce dtype: its own hooks fired in I.
+
+Nothing is reduced here: DDP's hooks do it in the last W, bucket by bucket, while W runs; for fully_shard torch's
+schedule does it after the last W.
+"""
+
+import contextlib
+import functools
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+STAGE = "torch.distributed.pipelining.stage"
+
+# Owner, parameters as inspect gives them, and whether a torch without it needs it not (there the forward that tells the
+# shapes runs without gradients).
+METHODS: dict[str, tuple[str, tuple[str, ...], bool]] = {
+    "_compute_outputs": ("PipelineStage", ("self", "args", "module", "kwargs"), True),
+    "forward_maybe_with_nosync": ("_PipelineStageBase", ("self", "args", "kwargs"), False),
+    "backward_maybe_with_nosync": ("_PipelineStageBase", ("self", "backward_type", "bwd_kwargs", "last_backward"), False),
+}
+
+_Function = Callable[..., Any]
+_places: list[tuple[type, str, _Function, _Function]] = []  # owner, name, original, replacement
+
+
+def install() -> tuple[list[str], str | None]:
+    """Wrap the methods. The caller holds patch()'s lock, and has called nothing but uninstall() since the last time.
+
+    Returns:
+        The methods' names, and what there is to be said of a torch where they are left alone.
+    """
+    stage = importlib.import_module(STAGE)
+    found: list[tuple[type, str, _Function]] = []
+    differences = []
+    for name, (owner_name, known, is_optional) in METHODS.items():
+        owner = getattr(stage, owner_name, None)
+        original = vars(owner or object).get(name)
+        if owner is None or original is None:
+            if not is_optional:
+                differences.append(f"{name} is missing")
+            continue
+        parameters = tuple(inspect.signature(original).parameters)
+        if parameters != known:
+            differences.append(f"{name} takes ({', '.join(parameters)}) where zbpipe knows ({', '.join(known)})")
+        found.append((owner, name, original))
+    if differences:
+        ways = "; ".join(differences)
+        return [], f"data parallel stages are driven by torch alone, whose ways zbpipe does not know: {ways}"
+    for owner, name, original in found:
+        replacement = _wrap(original, _WRAPPERS[name])
+        setattr(owner, name, replacement)
+        _places.append((owner, name, original, replacement))
+    return [_listed(owner, name) for owner, name, _, _ in _places], None
+
+
+def uninstall() -> tuple[list[str], list[str]]:
+    """Restore the methods.
+
+    Returns:
+        The names of the methods restored, and of those that somebody else rebound meanwhile and that are left.
+    """
+    restored, rebound = [], []
+    for owner, name, original, replacement in _places:
+        if vars(owner).get(name) is replacement:
+            setattr(owner, name, original)
+            restored.append(_listed(owner, name))
+        else:
+            rebound.append(_listed(owner, name))
+    _places.clear()
+    return restored, rebound
+
+
+def _listed(owner: type, name: str) -> str:
+    return f"{owner.__module__}.{owner.__qualname__}.{name}"
+
+
+def _wrap(original: _Function, wrapper: _Function) -> _Function:
+    """``wrapper(original, ...)`` while torch is patched; somebody may hold on to it for longer."""
+
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs) if _places else original(*args, **kwargs)
+
+    return replacement
+
+
+def _compute_outputs(original: _Function, self: Any, *args: Any, module: Any, **kwargs: Any) -> Any:
+    with _accumulating(module):
+        return original(self, *args, module=module, **kwargs)
+
+
+def _forward_maybe_with_nosync(original: _Function, self: Any, *args: Any, **kwargs: Any) -> Any:
+    with _accumulating(self.submod):
+        return original(self, *args, **kwargs)
+
+
+def _backward_maybe_with_nosync(
+    original: _Function, self: Any, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+) -> Any:
+    if backward_type != "input" and is_ddp(self.submod):
+        return _contribute(original, self, backward_type, bwd_kwargs, last_backward)
+    if backward_type == "full" or not _is_sharded(self.submod):
+        return original(self, backward_type, bwd_kwargs, last_backward=last_backward)
+    with _with_unsharded_parameters(self.submod):
+        result = original(self, backward_type, bwd_kwargs, last_backward=last_backward)
+    if backward_type == "weight":
+        _accumulate(self.submod)
+    return result
+
+
+# DistributedDataParallel, as a wrapper, or as the composable replicate that keeps it in its state.
+
+
+def _replicate_state(module: Any) -> Any:
+    """What ``torch.distributed._composable.replicate`` keeps of a module; None for other modules, and for those of
+    ``replicate_with_fsdp``, which are fully_shard's."""
+    composable = sys.modules.get("torch.distributed._composable")  # without it no module has such a state
+    if composable is None or "replicate" not in (composable._get_registry(module) or ()):
+        return None
+    return composable.replicate.state(module)
+
+
+def is_ddp(module: Any) -> bool:
+    """Tell whether DDP reduces the gradients of `module`'s weights."""
+    return isinstance(module, DistributedDataParallel) or _replicate_state(module) is not None
+
+
+def _ddp(module: Any) -> Any:
+    return module if isinstance(module, DistributedDataParallel) else _replicate_state(module)._ddp
+
+
+@contextlib.contextmanager
+def _accumulating(module: Any) -> Iterator[None]:
+    """Within it a forward of `module` tells DDP nothing of a backward to come."""
+    if isinstance(module, DistributedDataParallel):
+        with module.no_sync(), _without_delayed_reduction(module):
+            yield
+    elif (state := _replicate_state(module)) is not None:
+        before, state._no_sync = state._no_sync, True
+        if state._init_args:
+            state.lazy_init()  # as its forward hook would
+        try:
+            with _without_delayed_reduction(state._ddp):
+                yield
+        finally:
+            state._no_sync = before
+    else:
+        yield
+
+
+@contextlib.contextmanager
+def _without_delayed_reduction(ddp: Any) -> Iterator[None]:
+    """In the first step of a static graph a forward adds a node that queues the reduction of all gradients to the end
+    of the engine run in which it comes, which is I; see Note [The first backward of a static graph]."""
+    if not ddp.static_graph:
+        yield
+        return
+    before, ddp._static_graph_delay_allreduce_enqueued = ddp._static_graph_delay_allreduce_enqueued, True
+    try:
+        yield
+    finally:
+        ddp._static_graph_delay_allreduce_enqueued = before
+
+
+def _contribute(
+    original: _Function, self: Any, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool
+) -> Any:
+    """A backward, or a W, that adds to the gradients which DDP reduces in the step's last one.
+
+    Note [The first backward of a static graph]
+    With static_graph DDP counts how often each weight's hook is called until it reduces for the first time, and waits for
+    as many calls from then on. It has to count one backward, not all of a step: so the first one of all is reduced by
+    itself, once it is through, as DDP does with no_sync outside of pipelines.
+    """
+    ddp = _ddp(self.submod)
+    counts = ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued
+    if counts:
+        ddp.reducer.prepare_for_backward([])
+    elif last_backward:
+        if backward_type == "weight":
+            searches = ddp.find_unused_parameters and not ddp.static_graph
+            bwd_kwargs = {**bwd_kwargs, "stage_output": _mentions(bwd_kwargs["param_groups"]) if searches else []}
+        if ddp is not self.submod:  # else torch's stage does it
+            outputs = torch.nn.parallel.distributed._find_tensors(bwd_kwargs["stage_output"])
+            ddp.reducer.prepare_for_backward(list(outputs))
+    result = original(self, backward_type, bwd_kwargs, last_backward=last_backward and not counts)
+    if counts:
+        ddp.reducer._delay_all_reduce()
+        ddp._static_graph_delay_allreduce_enqueued = True
+    return result
+
+
+def _mentions(param_groups: Iterable[Any]) -> list[torch.Tensor]:
+    """Tensors in whose graphs DDP finds the weights of the groups, and no others."""
+    with torch.enable_grad():
+        return [node.variable.view_as(node.variable) for group in param_groups for node in group["params"]]
+
+
+# fully_shard.
+
+
+def _is_sharded(module: Any) -> bool:
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)
+
+
+@contextlib.contextmanager
+def _with_unsharded_parameters(module: Any) -> Iterator[None]:
+    """Within it ``module.parameters()`` gives the weights that are in the graph.
+
+    After a forward that reshards, the module's parameters are the shards until its backward gathers the weights; I is
+    asked before that, W may be when another microbatch's forward has resharded again.
+    """
+    unsharded = {param.sharded_param: param._unsharded_param for param in _gathered_params(module)}
+    parameters = [unsharded.get(parameter, parameter) for parameter in module.parameters()]
+    vars(module)["parameters"] = lambda recurse=True: iter(parameters)
+    try:
+        yield
+    finally:
+        del vars(module)["parameters"]
+
+
+def _accumulate(module: Any) -> None:
+    """Add the gradients of a W to the buffers in which fully_shard sums them up until it reduces.
+
+    It has such where it reduces in another dtype than it computes in, and adds to them when a backward is through: in I.
+    """
+    for param in _gathered_params(module):
+        unsharded = param._unsharded_param
+        if unsharded.grad is None:
+            continue
+        if param.unsharded_accumulated_grad is None:
+            param.to_accumulated_grad_if_needed()
+        else:
+            param.unsharded_accumulated_grad += unsharded.grad
+            unsharded.grad = None
+
+
+def _gathered_params(module: Any) -> Iterator[Any]:
+    """What fully_shard keeps of each weight that it has gathered before, whether it is sharded now or not."""
+    for state in module._get_fsdp_state()._state_ctx.all_states:
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # torch 2.11 has one group at most
+            groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+        for group in groups:
+            yield from (param for param in group.fsdp_params if hasattr(param, "_unsharded_param"))
+
+
+_WRAPPERS: dict[str, _Function] = {
+    "_compute_outputs": _compute_outputs,
+    "forward_maybe_with_nosync": _forward_maybe_with_nosync,
+    "backward_maybe_with_nosync": _backward_maybe_with_nosync,
+}
