@@ -37,7 +37,8 @@ fused: False adds a product to an existing gradient as ``grad += a @ b`` would, 
 
 main_grad: True accumulates a weight that has an attribute ``main_grad``, a floating-point tensor of its shape and
     device (usually float32), there and leaves its ``.grad`` alone, as Megatron's fused kernels do; its attribute
-    ``grad_added_to_main_grad``, if it has one, becomes True. Hooks of the weight see the gradient as always.
+    ``grad_added_to_main_grad``, if it has one, becomes True. Hooks of the weight see the gradient as always. A patched
+    schedule with ``scale_grads`` divides it as it divides a ``.grad``.
 
 ``defer`` and ``checkpoint`` count when I is called, ``fused`` and ``main_grad`` when W is.
 """

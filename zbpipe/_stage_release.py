@@ -11,7 +11,10 @@ patched, the methods below of ``_PipelineStageBase`` and the schedules' ``_batch
 - with ``release_outputs`` the stage keeps a ``GradientEdge`` in place of each output that another stage consumes, so
   that the output's memory goes with the send, or with the next stage's input where that is on the same rank.
 
-torch 2.15 has the last three itself; of these methods only ``backward_one_chunk`` is wrapped there.
+torch 2.15 has the last three itself; of their methods only ``backward_one_chunk`` is wrapped there.
+
+Beside them ``scale_grads`` is wrapped: where W adds to ``main_grad``, a schedule's division by the number of
+microbatches is for that too.
 
 Note [When a send is done]
 
@@ -44,6 +47,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from zbpipe._stage_data_parallel import is_ddp
 
+from zbpipe._policy import get_policy
+
 STAGE = "torch.distributed.pipelining.stage"
 SCHEDULES = "torch.distributed.pipelining.schedules"
 BASE = "_PipelineStageBase"
@@ -58,6 +63,7 @@ PARAMETERS = {
     "get_bwd_send_ops": ("self", "bwd_chunk_id"),
     "set_local_fwd_input": ("self", "prev_stage_outputs", "mb_index"),
     "set_local_bwd_input": ("self", "next_stage_bwd_outputs", "mb_index"),
+    "scale_grads": ("self", "grad_scale_factor"),
     "clear_runtime_states": ("self",),
     "_batch_p2p": ("p2p_ops", "desc"),
 }
@@ -145,13 +151,14 @@ def set_release_outputs(enabled: bool) -> None:
 def _find() -> tuple[list[tuple[Any, str]], str | None]:
     """The places that can be wrapped in this torch, as owner and name, and why it is not all of them.
 
-    What is held too long costs memory and no more: a torch that is different is no reason to refuse the patch.
+    What is held too long costs memory, and what is not scaled is said: a torch that is different is no reason to
+    refuse the patch.
     """
     stage, schedules = importlib.import_module(STAGE), importlib.import_module(SCHEDULES)
     base = getattr(stage, BASE, None)
     note = None
     if hasattr(base, "release_fwd_send_outputs"):
-        places = [(base, "backward_one_chunk")]
+        places = [(base, "backward_one_chunk"), (base, "scale_grads")]
         note = "this torch frees receive buffers and sent outputs itself, release_outputs changes nothing"
         differences = []
     else:
@@ -168,7 +175,10 @@ def _find() -> tuple[list[tuple[Any, str]], str | None]:
             known = ", ".join(PARAMETERS[name])
             differences.append(f"{name} takes ({', '.join(_parameters(function))}) where zbpipe knows ({known})")
     if differences:
-        return [], f"stages hold what they hold in torch, whose ways zbpipe does not know: {'; '.join(differences)}"
+        return [], (
+            "stages hold what they hold in torch, whose ways zbpipe does not know, and scale no main_grad: "
+            + "; ".join(differences)
+        )
     return places, note
 
 
@@ -276,6 +286,16 @@ def _backward_one_chunk(original: _Function, self: Any, bwd_chunk_id: int, *args
 
 def _get_bwd_send_ops(original: _Function, self: Any, bwd_chunk_id: int) -> Any:
     return _marked(original(self, bwd_chunk_id), self, None)
+
+
+def _scale_grads(original: _Function, self: Any, grad_scale_factor: int) -> Any:
+    result = original(self, grad_scale_factor)
+    if grad_scale_factor != 1 and get_policy().main_grad:
+        for weight in self.submod.parameters():
+            main_grad = getattr(weight, "main_grad", None)
+            if main_grad is not None:
+                main_grad.div_(grad_scale_factor)
+    return result
 
 
 def _clear_runtime_states(original: _Function, self: Any) -> Any:
@@ -647,6 +667,7 @@ _WRAPPERS: dict[str, _Function] = {
     "get_bwd_send_ops": _get_bwd_send_ops,
     "set_local_fwd_input": _set_local_fwd_input,
     "set_local_bwd_input": _set_local_bwd_input,
+    "scale_grads": _scale_grads,
     "clear_runtime_states": _clear_runtime_states,
     "_batch_p2p": _batch_p2p,
 }

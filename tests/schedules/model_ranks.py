@@ -1,0 +1,366 @@
+"""What each process of test_models.py runs: models that others wrote, cut into stages, trained under ZBV.
+
+    python model_ranks.py RANK WORLD FOLDER
+
+Every model is trained on zbpipe and on torch's own module, each in a process forked for it, so that one's failure is
+its own. What was recorded, or the error, goes to FOLDER.
+"""
+
+import contextlib
+import os
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
+
+import zbpipe
+
+STAGES, MICROBATCHES, BATCH, STEPS = 4, 4, 8, 3
+LENGTH, WIDTH, VOCABULARY = 6, 16, 32
+
+
+def tokens():
+    return torch.randint(VOCABULARY, (BATCH, LENGTH)), torch.randint(VOCABULARY, (BATCH, LENGTH))
+
+
+def vectors():
+    return torch.randn(BATCH, LENGTH, WIDTH), torch.randn(BATCH, LENGTH, WIDTH)
+
+
+def images():
+    return torch.randn(BATCH, 3, 8, 8), torch.randint(10, (BATCH,))
+
+
+def cross_entropy(logits, target):
+    return nn.functional.cross_entropy(logits.flatten(0, -2), target.flatten(), reduction="sum")
+
+
+def squared(out, target):
+    return (out - target).square().sum()
+
+
+# Hugging Face's: the reference is the model's own forward.
+
+
+class Cut(nn.Module):
+    """Some layers of a causal language model whose body takes `inputs_embeds`, by that body's own forward."""
+
+    def __init__(self, whole, index):
+        super().__init__()
+        body = whole.model
+        self.first, self.last = index == 0, index == STAGES - 1
+        self.body = type(body)(body.config)
+        self.body.layers = body.layers[index : index + 1]
+        self.body.embed_tokens = body.embed_tokens if self.first else None
+        self.body.norm = body.norm if self.last else nn.Identity()
+        self.head = whole.lm_head if self.last else nn.Identity()
+
+    def forward(self, x):
+        given = {"input_ids": x} if self.first else {"inputs_embeds": x}
+        return self.head(self.body(**given, use_cache=False).last_hidden_state)
+
+
+class Logits(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x, use_cache=False).logits
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_hidden_layers=STAGES,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    whole = LlamaForCausalLM(config)
+    return Logits(whole), [Cut(whole, i) for i in range(STAGES)]
+
+
+def mixtral():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_hidden_layers=STAGES,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        experts_implementation="eager",
+    )
+    whole = MixtralForCausalLM(config)
+    return Logits(whole), [Cut(whole, i) for i in range(STAGES)]
+
+
+class CutGPT2(nn.Module):
+    def __init__(self, whole, index):
+        super().__init__()
+        body = whole.transformer
+        self.wte, self.wpe = (body.wte, body.wpe) if index == 0 else (None, None)
+        self.blocks = body.h[index : index + 1]
+        self.norm, self.head = (body.ln_f, whole.lm_head) if index == STAGES - 1 else (None, None)
+
+    def forward(self, x):
+        if self.wte is not None:
+            x = self.wte(x) + self.wpe(torch.arange(x.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return x if self.head is None else self.head(self.norm(x))
+
+
+def gpt2():
+    """Its head is its embedding: under ZBV the first and the last stage, on one rank, share a weight."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=LENGTH,
+        n_embd=WIDTH,
+        n_layer=STAGES,
+        n_head=4,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    whole = GPT2LMHeadModel(config)
+    assert whole.lm_head.weight is whole.transformer.wte.weight
+    return Logits(whole), [CutGPT2(whole, i) for i in range(STAGES)]
+
+
+# torch's own
+
+
+class ContiguousGradient(torch.autograd.Function):
+    """The gradient of attention's input is a transposed view, which torch's stages send as it is and gloo refuses."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()  # torch's own I cannot have a view as an output
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.contiguous()
+
+
+class Encoder(nn.Module):
+    def __init__(self, layer, first):
+        super().__init__()
+        self.layer = layer
+        self.target = nn.Linear(WIDTH, WIDTH) if first else None
+
+    def forward(self, source, target=None):
+        target = target if self.target is None else self.target(source)
+        return self.layer(ContiguousGradient.apply(source)), target
+
+
+class Decoder(nn.Module):
+    def __init__(self, layer, last):
+        super().__init__()
+        self.layer, self.last = layer, last
+
+    def forward(self, source, target):
+        mask = nn.Transformer.generate_square_subsequent_mask(LENGTH)
+        source, target = map(ContiguousGradient.apply, (source, target))
+        target = self.layer(target, source, tgt_mask=mask, tgt_is_causal=True)
+        return target if self.last else (source, target)
+
+
+class OneAfterAnother(nn.Sequential):
+    def forward(self, x):
+        for module in self:
+            x = module(*x) if isinstance(x, tuple) else module(x)
+        return x
+
+
+def transformer():
+    """Two encoder and two decoder layers; memory and target cross every boundary between them."""
+    given = {"d_model": WIDTH, "nhead": 4, "dim_feedforward": 2 * WIDTH, "dropout": 0.0, "batch_first": True}
+    parts = [Encoder(nn.TransformerEncoderLayer(**given), i == 0) for i in range(2)]
+    parts += [Decoder(nn.TransformerDecoderLayer(**given), i == 1) for i in range(2)]
+    return OneAfterAnother(*parts), parts
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.out(self.lstm(x)[0])
+
+
+def lstm():
+    parts = [Recurrent() for _ in range(STAGES)]
+    return OneAfterAnother(*parts), parts
+
+
+class Residual(nn.Module):
+    """A ResNet's basic block."""
+
+    def __init__(self, before, after, stride):
+        super().__init__()
+        self.conv1 = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(after)
+        self.conv2 = nn.Conv2d(after, after, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(after)
+        self.relu = nn.ReLU(inplace=True)
+        self.shortcut = nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
+
+    def forward(self, x):
+        out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        return self.relu(out + self.shortcut(x))
+
+
+class Head(nn.Sequential):
+    def __init__(self, width):
+        super().__init__(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
+
+
+def resnet():
+    parts = [
+        nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True)),
+        Residual(8, 8, 1),
+        Residual(8, 16, 2),
+        nn.Sequential(Residual(16, 16, 1), Head(16)),
+    ]
+    return OneAfterAnother(*parts), parts
+
+
+MODELS = {
+    "llama": (llama, tokens, cross_entropy),
+    "gpt2": (gpt2, tokens, cross_entropy),
+    "mixtral": (mixtral, tokens, cross_entropy),
+    "transformer": (transformer, vectors, squared),
+    "lstm": (lstm, vectors, squared),
+    "resnet": (resnet, images, cross_entropy),
+}
+# torch infers a stage's shapes by a forward on memory as it finds it, which spoils the running statistics of batch norms.
+SHAPES_ARE_GIVEN = {"resnet"}
+HUGGING_FACE = {"llama", "gpt2", "mixtral"}
+
+
+def batch(draw, step):
+    torch.manual_seed(100 + step)
+    return draw()
+
+
+def build(name):
+    torch.manual_seed(1)
+    return MODELS[name][0]()
+
+
+def state(step, whole, wanted, seen):
+    """Adds the gradients, weights and buffers that `wanted` has, under the names they have in the whole model."""
+    kept = {id(tensor) for tensor in wanted}
+    for name, tensor in whole.state_dict(keep_vars=True).items():
+        if id(tensor) in kept:
+            seen[step, "value", name] = tensor.detach().clone()
+            if tensor.grad is not None:
+                seen[step, "grad", name] = tensor.grad.clone()
+
+
+def train(name, whole, mine, step_once):
+    """What `STEPS` steps left: losses of the microbatches, and gradients, weights and buffers of the modules `mine`."""
+    wanted = [tensor for module in mine for tensor in (*module.parameters(), *module.buffers())]
+    weights = {id(w): w for w in wanted if w.requires_grad}.values()
+    optimizer = torch.optim.SGD(weights, 1e-2, momentum=0.9)
+    _, draw, _ = MODELS[name]
+    seen = {}
+    for step in range(STEPS):
+        losses = step_once(*batch(draw, step))
+        seen.update({(step, "loss", k): loss.detach() for k, loss in enumerate(losses)})
+        state(step, whole, wanted, seen)
+        torch.nn.utils.clip_grad_value_(weights, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    state(STEPS, whole, wanted, seen)
+    return seen
+
+
+def reference(name):
+    """`train` of the whole model, unpipelined."""
+    whole, _ = build(name)
+    _, _, loss_function = MODELS[name]
+
+    def step_once(x, target):
+        losses = []
+        for part, goal in zip(x.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True):
+            losses.append(loss_function(whole(part), goal))
+            losses[-1].backward()
+        return losses
+
+    return train(name, whole, [whole], step_once)
+
+
+def shapes(name):
+    """The arguments that tell a PipelineStage the shapes of its inputs and outputs, per stage."""
+    _, parts = build(name)
+    x, _ = batch(MODELS[name][1], 0)
+    x = x.chunk(MICROBATCHES)[0]
+    given = []
+    for part in parts:
+        out = part(x)
+        given.append({"input_args": x, "output_args": out})
+        x = out.detach().requires_grad_()
+    return given
+
+
+def pipelined(name, rank, world):
+    whole, parts = build(name)
+    _, _, loss_function = MODELS[name]
+    given = shapes(name) if name in SHAPES_ARE_GIVEN else [{}] * STAGES
+    mine = [rank, 2 * world - 1 - rank]
+    stages = [PipelineStage(parts[i], i, STAGES, torch.device("cpu"), **given[i]) for i in mine]
+    schedule = ScheduleZBVZeroBubble(stages, MICROBATCHES, loss_fn=loss_function, scale_grads=False)
+
+    def step_once(x, target):
+        losses = []
+        given = {"target": target, "losses": losses} if STAGES - 1 in mine else {}
+        schedule.step(*([x] if 0 in mine else []), **given)
+        return losses
+
+    return train(name, whole, [parts[i] for i in mine], step_once)
+
+
+def main(rank, world, folder):
+    torch.set_num_threads(1)
+    with contextlib.suppress(ImportError):
+        import transformers  # noqa: F401  before the forks
+    for name in sys.argv[4:] or MODELS:
+        for module in ("zbpipe", "torch"):
+            child = os.fork()
+            if child == 0:
+                try:
+                    store = dist.FileStore(str(folder / f"store {name} {module}"), world)
+                    patience = timedelta(seconds=60)
+                    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=patience)
+                    with zbpipe.patched() if module == "zbpipe" else contextlib.nullcontext():
+                        torch.save(pipelined(name, rank, world), folder / f"{name} {module}.{rank}")
+                except BaseException:
+                    (folder / f"{name} {module}.{rank}.failed").write_text(traceback.format_exc())
+                finally:
+                    os._exit(0)
+            os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
