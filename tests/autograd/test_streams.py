@@ -171,6 +171,7 @@ def test_both_passes_in_one_captured_graph():
         assert_same(stage, [dinput], (expected, inputs))
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch cannot tell of a stream that it is captured")
 def test_passes_on_both_sides_of_a_capture_are_refused():
     stage = model()
     _, outside = input_pass(stage, 0)
