@@ -11,6 +11,7 @@
 #include <type_traits>
 #include <utility>
 
+#include <c10/core/Stream.h>
 #include <torch/csrc/autograd/edge.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/autograd/function.h>
@@ -96,6 +97,16 @@ inline PyObject* python_object_of(Node& node) {
 constexpr bool NODES_KEEP_PYTHON_OBJECTS = false;
 
 #endif
+
+/// Whether a graph of the device's is captured on the stream. torch 2.11 cannot tell: false.
+template <class Device>
+bool is_capturing(const Device& device, c10::Stream stream) {
+  if constexpr (requires { device.isStreamCapturing(stream); }) {
+    return device.isStreamCapturing(stream);
+  } else {
+    return false;
+  }
+}
 
 /// Node keeps the parts that a stand-in needs protected. A pointer to member that is named through
 /// a derived class is the sanctioned way to reach them; this struct is never instantiated.

@@ -334,6 +334,7 @@ InputPassResult Split::hand_over() {
   result.input_grads = input_grads();
   for (const GroupPtr& group : groups_) {
     join_streams(*group);
+    group->was_captured = is_capturing(*group);
   }
   cuts_.undo();
   detours_.commit();

@@ -515,6 +515,7 @@ void run_weight_pass(const std::vector<GroupPtr>& groups, WeightPassOptions opti
         continue;
       }
       heed_new_hooks(*group);
+      follow_caller(*group);
       if (runs_directly(*group)) {
         run_directly(*group, options);
       } else {

@@ -12,6 +12,7 @@
 
 #include "shim/gil.h"
 #include "shim/python.h"
+#include "shim/streams.h"
 
 namespace {
 
@@ -227,6 +228,20 @@ void check_weights(zbp_group* const* groups, size_t count, PyObject* weights) {
       refuse(PyExc_ValueError, "param_groups[", i, "] holds a gradient for a parameter of ",
              describe(weight.accumulator->variable), " that is not among the ", size_of(weights),
              " weights; pass the weights that stage_backward_input was given");
+    }
+  }
+}
+
+void check_capture(zbp_group* const* groups, size_t count) {
+  for (size_t i = 0; i < count; ++i) {
+    const Group& group = *groups[i]->group;
+    if (is_capturing(group) != group.was_captured) {
+      refuse(PyExc_RuntimeError, "param_groups[", i, "] was made by an input pass ",
+             group.was_captured ? "within" : "outside",
+             " the capture of a CUDA graph, and its weight pass is called ",
+             group.was_captured ? "outside of it" : "within one",
+             ", where it would read memory that a replay overwrites; capture both passes in one "
+             "graph, or neither");
     }
   }
 }
@@ -494,6 +509,7 @@ int zbp_weight_pass(zbp_group* const* groups, size_t group_count, PyObject* weig
       check_weights(groups, group_count, weights);
     }
     check_unmodified(groups, group_count);
+    check_capture(groups, group_count);
     for (size_t i = 0; i < group_count; ++i) {
       list.push_back(groups[i]->group);
     }
