@@ -23,6 +23,8 @@ Step = tuple[str, Any, str, "str | None"]
 
 _PLAIN_KEYS = (str, int, float, bool, bytes, type(None))
 _LONGEST_KEY = 60
+_Ordered = collections.OrderedDict
+_OF_MODULES = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "submodule"}
 _NOTHING = object()
 
 
@@ -182,8 +184,12 @@ class Words:
             attribute = _slot_of(thing, after)
         if attribute is None:
             return Holder("object", f"{_said(edge)}{'class' if is_class else 'a'} {name}"), 1
-        where = _attribute_place(thing if is_class else type(thing), attribute)
         kind = "class attribute" if is_class else "attribute"
+        if attribute in _OF_MODULES and issubclass(type(thing), torch.nn.Module) and type(after) in (dict, _Ordered):
+            key = self._key(after, _object_at(steps, at + taken + 1))
+            if type(key) is str:
+                kind, attribute, taken = _OF_MODULES[attribute], key, taken + 1
+        where = _attribute_place(thing if is_class else type(thing), attribute)
         return Holder("attribute", f"{_said(edge)}{kind} {attribute} of {name}", where), taken
 
     # ---- places in containers, by identity
