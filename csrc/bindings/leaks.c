@@ -124,7 +124,7 @@ PyDoc_STRVAR(search_holders_doc,
 
 static PyObject *search_holders(PyObject *module, PyObject *args)
 {
-    zbp_search search = {.groups = access_of(module)};
+    zbp_search search = {.groups = access_of(module), .call = args};
     PyObject *older, *work;
     unsigned long long since;
 

@@ -222,8 +222,7 @@ void Heap::tensor_references(const c10::TensorImpl& tensor, Visit visit) {
     has_components = true;
     visit_tensor(component, label, -1, visit);
   });
-  if (!tensor.has_storage() && !has_components &&
-      !tensor.key_set().has(c10::DispatchKey::Python)) {
+  if (!tensor.has_storage() && !has_components && !tensor.key_set().has(c10::DispatchKey::Python)) {
     note_unseen("tensors of an opaque kind (functorch wrappers, oneDNN)");
   }
   if (PyObject* object = tensor.pyobj_slot()->load_pyobj()) {

@@ -28,6 +28,7 @@ void Search::add_roots() {
     heap_.ignore(PyList_GET_ITEM(search_.ignored, i));
   }
   heap_.ignore(search_.ignored);
+  heap_.ignore(search_.call);
   heap_.ignore(search_.allowed);
   add_roots_to(heap_, search_.roots);
 }
@@ -189,7 +190,8 @@ void Search::find_components(const Adjacency& out) {
 }
 
 bool Search::is_target(uint32_t v) const {
-  return search_.target && THPVariable_Unpack(search_.target).unsafeGetTensorImpl() == heap_.at(v).key;
+  return search_.target &&
+         THPVariable_Unpack(search_.target).unsafeGetTensorImpl() == heap_.at(v).key;
 }
 
 bool Search::is_sought(uint32_t v) const {

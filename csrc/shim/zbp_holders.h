@@ -74,6 +74,7 @@ typedef struct zbp_search {
     PyObject *roots; /* list of (object, None or a list of what it holds besides its referents) */
     PyObject
         *ignored; /* list of objects that are not looked at; the list and the roots are not, too */
+    PyObject *call; /* the caller's arguments, which refer to the target; not looked at */
     PyObject
         *target; /* a tensor whose storage alone is searched for; or NULL: all that were born */
     PyTypeObject *work; /* torch.distributed's Work, or NULL */

@@ -177,7 +177,7 @@ def test_warning_instead(inner):
         ("(alow=[])", "was given alow, but takes only"),
         ("(action='eror')", "was given action='eror'; give one of error, warn, ignore"),
         ("(allow='weights')", "was given a wrong argument: allow holds a str; expected tensors"),
-        ("(device='meta')", "was given a wrong argument: device is meta"),
+        ("(device='meta')", "was given a wrong argument: device is 'meta'"),
     ],
 )
 def test_wrong_arguments_are_refused_in_a_sentence(inner, given, words):

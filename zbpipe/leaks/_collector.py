@@ -28,7 +28,6 @@ class Collector:
             if self._users == 0 and self._was_enabled:
                 gc.enable()
 
-
     def forget(self) -> None:
         """In a child process, where none of its users goes on."""
         self._lock = threading.Lock()
