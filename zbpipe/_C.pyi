@@ -93,6 +93,7 @@ def search_holders(
     since: int,
     older: object,
     work: object,
+    wraps: bool,
     /,
 ) -> dict[str, Any]: ...
 def next_serial() -> int: ...

@@ -119,18 +119,18 @@ static PyObject *addresses_of(PyObject *Py_UNUSED(module), PyObject *tensors)
 /* The search --------------------------------------------------------------------------------------- */
 
 PyDoc_STRVAR(search_holders_doc,
-             "search_holders(roots, ignored, target, allowed, since, older, work, /)\n--\n\n"
+             "search_holders(roots, ignored, target, allowed, since, older, work, wraps, /)\n--\n\n"
              "Who holds the storages that were born since, or the target's. See zbp_holders.h.");
 
 static PyObject *search_holders(PyObject *module, PyObject *args)
 {
-    zbp_search search = {.groups = access_of(module)};
+    zbp_search search = {.groups = access_of(module), .call = args};
     PyObject *older, *work;
     unsigned long long since;
 
-    if (!PyArg_ParseTuple(args, "O!O!OO!KOO:search_holders", &PyList_Type, &search.roots,
+    if (!PyArg_ParseTuple(args, "O!O!OO!KOOp:search_holders", &PyList_Type, &search.roots,
                           &PyList_Type, &search.ignored, &search.target, &PySet_Type,
-                          &search.allowed, &since, &older, &work) ||
+                          &search.allowed, &since, &older, &work, &search.wraps) ||
         check_roots(search.roots) < 0) {
         return NULL;
     }

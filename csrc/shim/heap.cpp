@@ -1,6 +1,7 @@
 #include "shim/heap.h"
 
 #include <algorithm>
+#include <cstring>
 #include <new>
 
 #include <torch/csrc/Storage.h>
@@ -35,8 +36,7 @@ Heap::Type Heap::type_of(PyObject* object) const {
   PyTypeObject* const type = Py_TYPE(object);
   constexpr unsigned long atoms =
       Py_TPFLAGS_UNICODE_SUBCLASS | Py_TPFLAGS_LONG_SUBCLASS | Py_TPFLAGS_BYTES_SUBCLASS;
-  if ((type->tp_flags & (atoms | Py_TPFLAGS_HAVE_GC)) != Py_TPFLAGS_HAVE_GC &&
-      (type->tp_flags & atoms)) {
+  if ((type->tp_flags & atoms) && !(type->tp_flags & Py_TPFLAGS_HAVE_GC)) {
     return Type::skipped;
   }
   const auto known = types_.find(type);
@@ -59,6 +59,8 @@ Heap::Type Heap::type_of(PyObject* object) const {
     result = Type::work;
   } else if (is(saved_)) {
     result = Type::saved;
+  } else if (std::strcmp(type->tp_name, "numpy.ndarray") == 0) {
+    result = Type::array;
   }
   types_.emplace(type, result);
   return result;
@@ -109,6 +111,7 @@ bool Heap::resolve(PyObject* object, Thing* thing, const void** key) const {
       return true;
     case Type::work:
     case Type::saved:
+    case Type::array:
       return true;
     case Type::plain:
       break;
@@ -123,6 +126,45 @@ void Heap::ignore(PyObject* object) {
   }
 }
 
+namespace {
+
+/// Null if the object is being destroyed: its last reference has gone, and the thread that let it go waits for the
+/// GIL, to let go of the Python object.
+template <class Ref, class Weak, class Object>
+Ref lock(Object* object) {
+  Weak weak = Weak::reclaim(object);
+  Ref strong = weak.lock();
+  weak.release();
+  return strong;
+}
+
+}  // namespace
+
+/// Sees to it that the object lives as long as this heap; false if it is dying.
+bool Heap::own(Thing thing, const void* key) {
+  void* const object = const_cast<void*>(key);
+  switch (thing) {
+    case Thing::tensor: {
+      auto ref =
+          lock<TensorRef, c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>>(
+              static_cast<c10::TensorImpl*>(object));
+      return ref && (tensors_.push_back(std::move(ref)), true);
+    }
+    case Thing::storage: {
+      auto ref = lock<StorageRef, c10::weak_intrusive_ptr<c10::StorageImpl>>(
+          static_cast<c10::StorageImpl*>(object));
+      return ref && (storages_.push_back(std::move(ref)), true);
+    }
+    case Thing::node:
+      nodes_.push_back(ref_of(*static_cast<Node*>(object)));
+      return true;
+    case Thing::python:
+    case Thing::group:
+      break;
+  }
+  return true;
+}
+
 uint32_t Heap::meet(const Reference& reference, uint32_t parent) {
   Thing thing = reference.thing;
   const void* key = reference.key;
@@ -131,19 +173,22 @@ uint32_t Heap::meet(const Reference& reference, uint32_t parent) {
     return none;
   }
   uint32_t v = 0;
-  bool added = false;
-  if (zbp_map_add(&map_, key, size(), &v, &added) != ZBP_OK) {
-    throw std::bad_alloc();
-  }
-  if (v == IGNORED) {
-    return none;
-  }
-  if (added) {
+  if (!zbp_map_find(&map_, key, &v)) {
+    if (!own(thing, key)) {
+      return none;
+    }
+    v = size();
+    if (zbp_map_add(&map_, key, v, &v, nullptr) != ZBP_OK) {
+      throw std::bad_alloc();
+    }
     vertex_.push_back({key, parent, 0, 0, thing});
     if (work_ && thing == Thing::python &&
         type_of(static_cast<PyObject*>(const_cast<void*>(key))) == Type::work) {
       works_.push_back(v);
     }
+  }
+  if (v == IGNORED) {
+    return none;
   }
   if (parent != none) {
     ++(reference.counts_python ? vertex_[v].python_refs : vertex_[v].native_refs);
@@ -243,33 +288,36 @@ PyObject* Heap::object_of(uint32_t v) const {
 
 namespace {
 
-/// Of a libtorch object and its Python object, which owns it once; it owns the Python object once as long
-/// as others hold it too.
+constexpr int64_t OURS = 1;  // the heap's own reference to what is libtorch's
+
+/// `native`, `python`: how often libtorch's object and its Python object are referred to, and by how many edges. The
+/// Python object owns libtorch's once, and as others own that too, ours among them, is owned by it once.
 int64_t unexplained_of(int64_t native, int64_t native_refs, PyObject* object, int64_t python_refs,
-                       int64_t listed) {
+                       bool native_only) {
+  native -= OURS + native_refs;
   if (!object) {
-    return native - native_refs;
+    return native;
   }
-  const int64_t python = Py_REFCNT(object) - (native > 1 ? 1 : 0);
-  return std::max<int64_t>(native - 1 - native_refs, 0) +
-         std::max<int64_t>(python - python_refs - listed, 0);
+  const int64_t python = native_only ? 0 : Py_REFCNT(object) - 1 - python_refs;
+  return std::max<int64_t>(native - 1, 0) + std::max<int64_t>(python, 0);
 }
 
 int64_t unexplained_of_node(Node& node, const Heap::Vertex& vertex, bool listed) {
   const int64_t count = static_cast<int64_t>(ref_of(node).use_count()) - 1;  // without this one
   PyObject* const object = python_object_of(node);
   if (NODES_KEEP_PYTHON_OBJECTS || !object) {
-    return unexplained_of(count, vertex.native_refs, object, vertex.python_refs, listed);
+    return unexplained_of(count, vertex.native_refs, object, vertex.python_refs + (listed ? 1 : 0),
+                          false);
   }
   const int64_t python = Py_REFCNT(object) - vertex.python_refs - (listed ? 1 : 0);
   const bool owned = is_python_function(node);
-  return std::max<int64_t>(count - vertex.native_refs - (owned ? 0 : 1), 0) +
+  return std::max<int64_t>(count - OURS - vertex.native_refs - (owned ? 0 : 1), 0) +
          std::max<int64_t>(python - (owned ? 1 : 0), 0);
 }
 
 }  // namespace
 
-int64_t Heap::unexplained(uint32_t v, bool listed) const {
+int64_t Heap::unexplained(uint32_t v, bool listed, bool native_only) const {
   const Vertex& vertex = vertex_[v];
   void* const key = const_cast<void*>(vertex.key);
   switch (vertex.thing) {
@@ -277,12 +325,12 @@ int64_t Heap::unexplained(uint32_t v, bool listed) const {
       const auto* tensor = static_cast<c10::TensorImpl*>(key);
       const auto count = c10::raw::intrusive_ptr::use_count(const_cast<c10::TensorImpl*>(tensor));
       return unexplained_of(static_cast<int64_t>(count), vertex.native_refs, object_of(v),
-                            vertex.python_refs, listed);
+                            vertex.python_refs + (listed ? 1 : 0), native_only);
     }
     case Thing::storage: {
       const auto count = c10::raw::intrusive_ptr::use_count(static_cast<c10::StorageImpl*>(key));
       return unexplained_of(static_cast<int64_t>(count), vertex.native_refs, object_of(v),
-                            vertex.python_refs, 0);
+                            vertex.python_refs, native_only);
     }
     case Thing::node:
       return unexplained_of_node(*static_cast<Node*>(key), vertex, listed);

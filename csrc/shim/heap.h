@@ -37,7 +37,16 @@ struct Reference {
 
 using Visit = c10::function_ref<void(const Reference&)>;
 
-/// Borrows everything: usable until Python code runs or the GIL is let go of.
+using TensorRef = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+using StorageRef = c10::intrusive_ptr<c10::StorageImpl>;
+
+/// Calls `visit` with the tensors that one which has no storage of its own, or more than that, is made of: a sparse
+/// one's indices and values, a nested one's sizes, a quantized one's scales.
+void for_each_component(const c10::TensorImpl& tensor,
+                        c10::function_ref<void(const at::Tensor&, const char* label)> visit);
+
+/// Python's objects are borrowed: usable until Python code runs or the GIL is let go of. What is libtorch's is owned:
+/// other threads free it without the GIL.
 class Heap {
  public:
   static constexpr uint32_t none = UINT32_MAX;
@@ -74,6 +83,7 @@ class Heap {
 
   /// True for a tensor, a storage or a node.
   bool is_torchs(PyObject* object) const;
+  bool is_group(PyObject* object) const { return Py_TYPE(object) == groups_.type; }
 
   /// Calls `visit` for everything that the vertex holds.
   void for_each_reference(uint32_t v, Visit visit);
@@ -84,8 +94,9 @@ class Heap {
   const std::vector<uint32_t>& works() const { return works_; }
   /// What could not be looked at, and how often.
   const std::map<std::string, size_t>& unseen() const { return unseen_; }
-  /// References that are counted and that no edge explains; `listed`: one of them is the caller's.
-  int64_t unexplained(uint32_t v, bool listed) const;
+  /// References that are counted and that no edge explains; `listed`: one of them is the caller's. With
+  /// `native_only`, to libtorch's object alone.
+  int64_t unexplained(uint32_t v, bool listed, bool native_only = false) const;
 
  private:
   enum class Type : uint8_t {
@@ -97,12 +108,14 @@ class Heap {
     py_node,
     group,
     work,
-    saved
+    saved,
+    array  // of numpy
   };
 
   Type type_of(PyObject* object) const;
   bool resolve(PyObject* object, Thing* thing, const void** key) const;
   uint32_t meet(const Reference& reference, uint32_t parent);
+  bool own(Thing thing, const void* key);
   void python_references(PyObject* object, Visit visit);
   void tensor_references(const c10::TensorImpl& tensor, Visit visit);
   void node_references(Node& node, Visit visit);
@@ -118,6 +131,9 @@ class Heap {
   std::vector<uint32_t> works_;
   zbp_map map_{};
   std::vector<Vertex> vertex_;
+  std::vector<TensorRef> tensors_;
+  std::vector<StorageRef> storages_;
+  std::vector<NodePtr> nodes_;
   uint32_t explored_ = 0;
   std::unordered_map<uint32_t, std::vector<PyObject*>> held_;
   mutable std::unordered_map<PyTypeObject*, Type> types_;

@@ -164,6 +164,12 @@ PyObject* Description::describe_tensor(uint32_t v) const {
   PyObject* dtype =
       reinterpret_cast<PyObject*>(torch::getTHPDtype(c10::typeMetaToScalarType(tensor.dtype())));
   PyObject* object = heap_.object_of(v);
+  THPObjectPtr wrapper;
+  if (!object && search_.wraps()) {
+    wrapper = THPVariable_Wrap(
+        at::Tensor(TensorRef::reclaim_copy(const_cast<c10::TensorImpl*>(&tensor))));
+    object = wrapper;
+  }
   const auto bytes =
       has_plain_shape(tensor) ? tensor.numel() * static_cast<int64_t>(tensor.itemsize()) : 0;
   return Py_BuildValue("(NOOL)", PyList_AsTuple(shape), dtype, object ? object : Py_None,
@@ -195,7 +201,7 @@ PyObject* Description::describe(const Sought& sought) {
       append(tensors, describe_tensor(v));
     }
     others += heap_.at(v).python_refs + heap_.at(v).native_refs;
-    unseen += std::max<int64_t>(heap_.unexplained(v, search_.is_listed(v)), 0);
+    unseen += std::max<int64_t>(search_.unexplained(v), 0);
   }
   return Py_BuildValue("(NnsKNNsLL)", PyLong_FromVoidPtr(const_cast<c10::StorageImpl*>(&storage)),
                        static_cast<Py_ssize_t>(storage.nbytes()), storage.device().str().c_str(),

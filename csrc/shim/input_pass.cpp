@@ -220,7 +220,7 @@ void Split::redirect(const zbp_edge& edge) {
   Edge there = detour(node.next_edge(edge.slot), edge.dst);
   const bool leaves = !there.is_valid();
   if (const auto& stand_in = stand_in_[edge.src]) {
-    stand_in->next_edges()[edge.slot] = std::move(there);
+    exchange_edge(*stand_in, edge.slot, std::move(there));
     if (leaves && stand_in->task().kind != Kind::whole) {
       cuts_.cut(node, edge.slot);
     }
@@ -314,7 +314,7 @@ void let_go_of_closure(Task& task) {
     task.node = nullptr;
     return;
   }
-  edge_list& edges = task.node->next_edges();
+  edge_list edges = task.node->next_edges();
   size_t f = 0;
   for (size_t slot = 0; slot < edges.size(); ++slot) {
     if (f < task.face.size() && task.face[f].slot == slot) {
@@ -323,9 +323,8 @@ void let_go_of_closure(Task& task) {
       edges[slot] = Edge();
     }
   }
-  task.node->retains_grad_hooks().clear();
-  task.node->tensor_pre_hooks().clear();
-  task.node->pre_hooks().clear();
+  exchange_edges(*task.node, std::move(edges));
+  drop_hooks(*task.node);
   task.node->add_pre_hook(std::make_unique<ConsumedGuard>());
 }
 

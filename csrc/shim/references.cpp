@@ -1,11 +1,17 @@
 #include "shim/heap.h"
 
+#include <dlfcn.h>
+
 #include <cstring>
 #include <mutex>
 #include <typeinfo>
+#include <unordered_set>
 
+#include <ATen/NestedTensorImpl.h>
 #include <ATen/SparseCsrTensorImpl.h>
 #include <ATen/SparseTensorImpl.h>
+#include <ATen/quantized/QTensorImpl.h>
+#include <ATen/quantized/Quantizer.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
@@ -19,6 +25,7 @@
 #include <torch/csrc/utils/object_ptr.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "shim/edits.h"
 #include "shim/group.h"
 #include "shim/kinds.h"
 #include "shim/python.h"
@@ -70,11 +77,6 @@ PyObject* dict_of(const torch::autograd::PostAccumulateGradHook& hook) {
              : nullptr;
 }
 
-bool is_compressed(c10::Layout layout) {
-  return layout == c10::kSparseCsr || layout == c10::kSparseCsc || layout == c10::kSparseBsr ||
-         layout == c10::kSparseBsc;
-}
-
 struct Traversal {
   Visit visit;
 };
@@ -121,6 +123,12 @@ void Heap::python_references(PyObject* object, Visit visit) {
   const Type type = type_of(object);
   if (type == Type::saved) {
     saved_reference(*py::cast<SavedVariable*>(py::handle(object)), "saved tensor", -1, visit);
+  } else if (type == Type::array) {
+    THPObjectPtr base(PyObject_GetAttrString(object, "base"));
+    if (base && base.get() != Py_None) {
+      visit({Thing::python, base.get(), "base", -1, true});
+    }
+    PyErr_Clear();
   } else if (type == Type::py_node) {
     int32_t index = 0;
     for (const SavedVariable& saved : reinterpret_cast<THPFunction*>(object)->saved_variables) {
@@ -129,32 +137,106 @@ void Heap::python_references(PyObject* object, Visit visit) {
   }
 }
 
+void for_each_component(const c10::TensorImpl& tensor,
+                        c10::function_ref<void(const at::Tensor&, const char* label)> visit) {
+  const auto visit_defined = [&](const at::Tensor& component, const char* label) {
+    if (component.defined()) {
+      visit(component, label);
+    }
+  };
+  // By their types: functorch's wrappers have the layouts of what they wrap.
+  if (const auto* sparse = dynamic_cast<const at::SparseTensorImpl*>(&tensor)) {
+    visit_defined(sparse->indices(), "indices");
+    visit_defined(sparse->values(), "values");
+  } else if (const auto* csr = dynamic_cast<const at::SparseCsrTensorImpl*>(&tensor)) {
+    visit_defined(csr->compressed_indices(), "compressed indices");
+    visit_defined(csr->plain_indices(), "plain indices");
+    visit_defined(csr->values(), "values");
+  } else if (const auto* nested = dynamic_cast<const at::native::NestedTensorImpl*>(&tensor)) {
+    visit_defined(nested->get_nested_sizes(), "nested sizes");
+    visit_defined(nested->get_nested_strides(), "nested strides");
+    visit_defined(nested->get_storage_offsets(), "nested offsets");
+  } else if (const auto* quantized = dynamic_cast<const at::QTensorImpl*>(&tensor)) {
+    const at::QuantizerPtr quantizer = const_cast<at::QTensorImpl*>(quantized)->quantizer();
+    if (const auto* channels =
+            dynamic_cast<const at::PerChannelAffineQuantizer*>(quantizer.get())) {
+      visit_defined(channels->scales(), "scales");
+      visit_defined(channels->zero_points(), "zero points");
+    }
+  }
+}
+
+namespace {
+
+/// Whether a tensor lies there. Between the end of a gradient's Python object and the null that takes the gradient's
+/// place, `leaf.grad = None` gives the GIL away (libtorch's THPVariable_clear), and what the leaf refers to is freed
+/// memory: that begins with a pointer of malloc's, and not with one into a library.
+#if defined(__SANITIZE_ADDRESS__)
+__attribute__((no_sanitize_address))
+#endif
+bool is_tensor(const c10::TensorImpl* place) {
+  static auto* const known = new std::unordered_set<const void*>;  // with the GIL
+  const void* table = *reinterpret_cast<const void* const volatile*>(place);
+  Dl_info library{};
+  if (known->count(table) == 0) {
+    if (dladdr(table, &library) == 0) {
+      return false;
+    }
+    known->insert(table);
+  }
+  return true;
+}
+
+/// The gradient of a leaf, which an engine on another thread adds to under the lock of the leaf's accumulator.
+/// False if it is being added to or let go of.
+bool visit_grad(torch::autograd::AutogradMeta& meta, Visit visit) {
+  NodePtr accumulator;
+  {
+    const std::lock_guard<std::mutex> lock(meta.mutex_);
+    accumulator = meta.grad_accumulator_.lock();
+  }
+  std::unique_lock<std::mutex> lock;
+  if (accumulator) {
+    lock = std::unique_lock<std::mutex>(NodeParts::mutex_of(*accumulator), std::try_to_lock);
+    if (!lock.owns_lock()) {
+      return false;
+    }
+  }
+  if (meta.grad_.defined() && !is_tensor(meta.grad_.unsafeGetTensorImpl())) {
+    return false;
+  }
+  visit_tensor(meta.grad_, "grad", -1, visit);
+  return true;
+}
+
+}  // namespace
+
 void Heap::tensor_references(const c10::TensorImpl& tensor, Visit visit) {
   if (tensor.has_storage()) {
     if (c10::StorageImpl* storage = tensor.unsafe_storage().unsafeGetStorageImpl()) {
       visit({Thing::storage, storage, "storage", -1, false});
     }
-  } else if (tensor.layout() == c10::kSparse) {
-    const auto& sparse = static_cast<const at::SparseTensorImpl&>(tensor);
-    visit_tensor(sparse.indices(), "indices", -1, visit);
-    visit_tensor(sparse.values(), "values", -1, visit);
-  } else if (is_compressed(tensor.layout())) {
-    const auto& sparse = static_cast<const at::SparseCsrTensorImpl&>(tensor);
-    visit_tensor(sparse.compressed_indices(), "compressed indices", -1, visit);
-    visit_tensor(sparse.plain_indices(), "plain indices", -1, visit);
-    visit_tensor(sparse.values(), "values", -1, visit);
-  } else if (!tensor.key_set().has(c10::DispatchKey::Python)) {
+  }
+  bool has_components = false;
+  for_each_component(tensor, [&](const at::Tensor& component, const char* label) {
+    has_components = true;
+    visit_tensor(component, label, -1, visit);
+  });
+  if (!tensor.has_storage() && !has_components && !tensor.key_set().has(c10::DispatchKey::Python)) {
     note_unseen("tensors of an opaque kind (functorch wrappers, oneDNN)");
   }
   if (PyObject* object = tensor.pyobj_slot()->load_pyobj()) {
     python_references(object, visit);
   }
-  const auto* meta = static_cast<torch::autograd::AutogradMeta*>(tensor.autograd_meta());
+  auto* meta = static_cast<torch::autograd::AutogradMeta*>(
+      const_cast<c10::TensorImpl&>(tensor).autograd_meta());
   if (!meta) {
     return;
   }
   visit_node(meta->grad_fn_.get(), "grad_fn", -1, visit);
-  visit_tensor(meta->grad_, "grad", -1, visit);
+  if (!visit_grad(*meta, visit)) {
+    note_unseen("gradients that another thread was changing");
+  }
   if (!visit_hooks(meta->hooks_, "tensor hooks", visit) || meta->cpp_hooks_list_) {
     note_unseen("tensors with C++ hooks");
   }
@@ -219,15 +301,18 @@ PyTypeObject* Heap::python_type_of(const Node& node) {
 }
 
 void Heap::node_references(Node& node, Visit visit) {
-  int32_t index = 0;
-  for (const Edge& edge : node.next_edges()) {
-    visit_node(edge.function.get(), "next node", index++, visit);
-  }
-  bool all_hooks = visit_hooks(node.pre_hooks(), "pre hooks", visit);
-  all_hooks = visit_hooks(node.tensor_pre_hooks(), "tensor hooks", visit) && all_hooks;
-  all_hooks = visit_hooks(node.post_hooks(), "post hooks", visit) && all_hooks;
-  if (!all_hooks) {
-    note_unseen("nodes with C++ hooks");
+  {
+    const std::lock_guard<std::mutex> lock(edges_mutex());
+    int32_t index = 0;
+    for (const Edge& edge : node.next_edges()) {
+      visit_node(edge.function.get(), "next node", index++, visit);
+    }
+    bool all_hooks = visit_hooks(node.pre_hooks(), "pre hooks", visit);
+    all_hooks = visit_hooks(node.tensor_pre_hooks(), "tensor hooks", visit) && all_hooks;
+    all_hooks = visit_hooks(node.post_hooks(), "post hooks", visit) && all_hooks;
+    if (!all_hooks) {
+      note_unseen("nodes with C++ hooks");
+    }
   }
   if (const auto* anomaly = NodeAccess::anomaly_of(node);
       anomaly && is_named(typeid(*anomaly), "N5torch8autograd17PyAnomalyMetadataE")) {

@@ -28,6 +28,7 @@ void Search::add_roots() {
     heap_.ignore(PyList_GET_ITEM(search_.ignored, i));
   }
   heap_.ignore(search_.ignored);
+  heap_.ignore(search_.call);
   heap_.ignore(search_.allowed);
   add_roots_to(heap_, search_.roots);
 }
@@ -59,7 +60,7 @@ void Search::explore_the_rest() {
 void Search::find_hidden_roots(const Adjacency& out) {
   std::vector<uint32_t> queue;
   for (uint32_t v = reached_; v < heap_.size(); ++v) {
-    if (heap_.at(v).thing != Thing::storage && heap_.unexplained(v, listed_[v]) > 0) {
+    if (heap_.at(v).thing != Thing::storage && unexplained(v) > 0) {
       queue.push_back(v);
     }
   }
@@ -186,6 +187,11 @@ void Search::find_components(const Adjacency& out) {
       }
     }
   }
+}
+
+bool Search::is_target(uint32_t v) const {
+  return search_.target &&
+         THPVariable_Unpack(search_.target).unsafeGetTensorImpl() == heap_.at(v).key;
 }
 
 bool Search::is_sought(uint32_t v) const {

@@ -35,6 +35,9 @@ class Search {
   const Blocks& blocks() const { return blocks_; }
   bool is_reached_by_roots(uint32_t v) const { return v < reached_; }
   bool is_listed(uint32_t v) const { return v < listed_.size() && listed_[v]; }
+  bool wraps() const { return search_.wraps != 0; }
+  /// As Heap's, where the references of the search's own callers to its target count as explained.
+  int64_t unexplained(uint32_t v) const { return heap_.unexplained(v, is_listed(v), is_target(v)); }
   Rank rank(uint32_t v) const { return way_[v].rank; }
   uint32_t depth(uint32_t v) const { return way_[v].depth; }
   /// Of garbage in a cycle.
@@ -78,6 +81,7 @@ class Search {
   void measure_ways();
   void find_sought();
   bool is_sought(uint32_t v) const;
+  bool is_target(uint32_t v) const;
 
   uint32_t blame(uint32_t v) const;
 

@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
+#include "shim/edits.h"
 #include "shim/kinds.h"
 #include "shim/path.h"
 
@@ -46,7 +47,7 @@ StandIn::StandIn(NodePtr original, GroupPtr group, size_t task)
 
 void StandIn::retire() noexcept {
   give_back_metadata();
-  next_edges().assign(next_edges().size(), Edge());
+  exchange_edges(*this, edge_list(next_edges().size()));
   original_ = nullptr;
   group_ = nullptr;
 }

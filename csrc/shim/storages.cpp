@@ -80,7 +80,9 @@ Blocks blocks_since(uint64_t since, std::unordered_set<uint64_t>& older_out) {
 
 bool is_foreign(const c10::StorageImpl& storage, const zbp_storages& older,
                 const std::unordered_set<uint64_t>& tapped) {
-  return storage.nbytes() > 0 && storage.device_type() != c10::kMeta &&
+  // Memory of the CPU allocator that the tap does not know is older than the tap: a storage that came to be seen.
+  const bool is_older = storage.device_type() == c10::kCPU && zbp_tap_feeds(storage.allocator());
+  return storage.nbytes() > 0 && storage.device_type() != c10::kMeta && !is_older &&
          older.storage.count(&storage) == 0 && tapped.count(address_of(storage)) == 0;
 }
 
@@ -100,7 +102,7 @@ std::unique_ptr<zbp_storages> storages_now(zbp_group_access groups, PyObject* ro
   add_roots_to(heap, roots);
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list.get()); ++i) {
     PyObject* object = PyList_GET_ITEM(list.get(), i);
-    if (is_whole || heap.is_torchs(object)) {
+    if (is_whole || heap.is_torchs(object) || heap.is_group(object)) {
       heap.add_root(object);
     }
   }
@@ -112,6 +114,7 @@ std::unique_ptr<zbp_storages> storages_now(zbp_group_access groups, PyObject* ro
   for (uint32_t v = 0; v < heap.size(); ++v) {
     if (heap.at(v).thing == Thing::storage) {
       auto* storage = const_cast<c10::StorageImpl*>(&storage_at(heap, v));
+      zbp_tap_adopt_storage(storage);
       storages->storage.emplace(
           storage, WeakStorage(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage)));
     }
@@ -119,7 +122,18 @@ std::unique_ptr<zbp_storages> storages_now(zbp_group_access groups, PyObject* ro
   return storages;
 }
 
-/// New set of `number` of each tensor's storage; NULL with an error set.
+/// Calls `visit` with each storage of what `tensor` is made of.
+void for_each_storage(const c10::TensorImpl& tensor,
+                      c10::function_ref<void(const c10::StorageImpl&)> visit) {
+  if (const auto* storage = storage_key(tensor)) {
+    visit(*storage);
+  }
+  for_each_component(tensor, [&](const at::Tensor& component, const char*) {
+    for_each_storage(*component.unsafeGetTensorImpl(), visit);
+  });
+}
+
+/// New set of `number` of each storage of the tensors; NULL with an error set.
 template <class Number>
 PyObject* set_of(PyObject* tensors, const Number& number) {
   PyObject* result = nullptr;
@@ -131,17 +145,17 @@ PyObject* set_of(PyObject* tensors, const Number& number) {
     }
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(sequence.get()); ++i) {
       PyObject* item = PySequence_Fast_GET_ITEM(sequence.get(), i);
-      if (!PyType_IsSubtype(Py_TYPE(item), reinterpret_cast<PyTypeObject*>(THPVariableClass))) {
+      if (!PyType_IsSubtype(Py_TYPE(item), reinterpret_cast<PyTypeObject*>(THPVariableClass)) ||
+          !THPVariable_Unpack(item).defined()) {
         continue;
       }
-      const at::Tensor& tensor = THPVariable_Unpack(item);
-      const auto* storage = tensor.defined() ? storage_key(*tensor.unsafeGetTensorImpl()) : nullptr;
-      if (storage) {
-        THPObjectPtr value(number(*storage));
-        if (!value || PySet_Add(set, value) < 0) {
-          throw python_error();
-        }
-      }
+      for_each_storage(*THPVariable_Unpack(item).unsafeGetTensorImpl(),
+                       [&](const c10::StorageImpl& storage) {
+                         THPObjectPtr value(number(storage));
+                         if (!value || PySet_Add(set, value) < 0) {
+                           throw python_error();
+                         }
+                       });
     }
     result = set.release();
   });

@@ -322,18 +322,26 @@ void zbp_tap_stop(zbp_record* record, int* displaced_out) {
 
 int zbp_tap_adopt(PyObject* objects) {
   return guarded([&] {
-    c10::Allocator* const current = installed();
-    if (!is_tap(current)) {
-      return;
-    }
-    const c10::Allocator* const inner = static_cast<Tap*>(current)->inner;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(objects); ++i) {
-      c10::StorageImpl* const storage = storage_of(PyList_GET_ITEM(objects, i));
-      if (storage != nullptr && storage->allocator() == inner) {
-        storage->set_allocator(current);
+      if (c10::StorageImpl* const storage = storage_of(PyList_GET_ITEM(objects, i))) {
+        zbp_tap_adopt_storage(storage);
       }
     }
   });
+}
+
+void zbp_tap_adopt_storage(void* storage) {
+  c10::Allocator* const current = installed();
+  auto* const grows = static_cast<c10::StorageImpl*>(storage);
+  if (is_tap(current) && grows->allocator() == static_cast<Tap*>(current)->inner) {
+    grows->set_allocator(current);
+  }
+}
+
+int zbp_tap_feeds(const void* allocator) {
+  c10::Allocator* const current = installed();
+  return is_tap(current) &&
+         (allocator == current || allocator == static_cast<Tap*>(current)->inner);
 }
 
 int zbp_tap_mark(zbp_record* record, uint32_t* index_out) {

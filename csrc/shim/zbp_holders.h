@@ -14,8 +14,10 @@
  * and the cycle that keeps it is searched.
  *
  * Nothing is unpacked, no hook is run, no node is wrapped, no Python code runs during the search: it
- * sees one moment, as far as threads that need the GIL go. A graph that a backward on another thread is
- * running through is looked at node by node, under each node's own lock.
+ * sees one moment, as far as threads that need the GIL go. Others (a backward, another pass of zbpipe's) may free
+ * and change what is libtorch's meanwhile: what is met is owned until the search ends, a node's saved tensors and a
+ * leaf's gradient are read under the locks that the engine takes, edges and hooks under our own passes'. What is
+ * locked is said to be unseen.
  *
  * Linear in the objects, references and nodes that live. All functions: with the GIL.
  */
@@ -40,7 +42,8 @@ typedef struct zbp_group_access {
 /* The storages of a moment, each referred to weakly: the memory itself is not kept. */
 typedef struct zbp_storages zbp_storages;
 
-/* The storages of all tensors that the collector lists, and of what these reach through autograd. With
+/* Also sees to it that the growth of these storages is seen (zbp_tap_adopt).
+ * The storages of all tensors that the collector lists, and of what these reach through autograd. With
  * roots (a list as zbp_search's, else empty) of all that the roots reach, too: where an application
  * has frozen what lived, the collector's list lacks it.
  * *storages_out: new. Error: ZBP_EPYTHON. */
@@ -59,8 +62,8 @@ PyObject *zbp_storages_spans(const zbp_storages *storages);
 ZBP_MUST_USE int zbp_storages_since(zbp_group_access groups, PyObject *roots,
                                     const zbp_storages *older, size_t *count_out);
 
-/* New set of the identities (ints) of the storages of `tensors`, a sequence; what is no tensor or has no
- * storage adds nothing. NULL with an error set. */
+/* New set of the identities (ints) of the storages of `tensors`, a sequence, and of the tensors that sparse, nested
+ * and quantized ones are made of; what is no tensor adds nothing. NULL with an error set. */
 PyObject *zbp_storages_of(PyObject *tensors);
 
 /* Likewise, the addresses of their memory. */
@@ -71,10 +74,12 @@ typedef struct zbp_search {
     PyObject *roots; /* list of (object, None or a list of what it holds besides its referents) */
     PyObject
         *ignored; /* list of objects that are not looked at; the list and the roots are not, too */
+    PyObject *call; /* the caller's arguments, which refer to the target; not looked at */
     PyObject
         *target; /* a tensor whose storage alone is searched for; or NULL: all that were born */
     PyTypeObject *work; /* torch.distributed's Work, or NULL */
     PyObject *allowed;  /* set of identities of storages that are not searched for */
+    int wraps;          /* make a Python object for each tensor that is found and has none */
     uint64_t since;     /* without a target: CPU blocks from this serial on, zbp_tap_serial() */
     const zbp_storages *older; /* or NULL. Others' memory was born since if it is not among these */
 } zbp_search;

@@ -58,6 +58,12 @@ void zbp_tap_stop(zbp_record *record, int *displaced_out);
  * With the GIL, while something is fed; runs no Python. ZBP_OK, or ZBP_EPYTHON with a Python error set. */
 ZBP_MUST_USE int zbp_tap_adopt(PyObject *objects);
 
+/* Likewise a c10::StorageImpl*; does nothing while nothing is fed. */
+void zbp_tap_adopt_storage(void *storage);
+
+/* Whether memory from a c10::Allocator* is seen, while something is fed: it is ours or the one behind it. */
+int zbp_tap_feeds(const void *allocator);
+
 /* Marks a record that is being fed, now. Errors as zbp_record_mark's. Any thread. */
 ZBP_MUST_USE int zbp_tap_mark(zbp_record *record, uint32_t *index_out);
 

@@ -248,7 +248,7 @@ def test_threads():
     [
         ({"action": "shout"}, ValueError, "action is 'shout'; expected one of 'warn', 'error', 'record'"),
         ({"allow": [3]}, TypeError, "allow holds a int; expected tensors"),
-        ({"device": "meta"}, ValueError, "device is meta; tensors can be checked on cpu and cuda"),
+        ({"device": "meta"}, ValueError, "device is 'meta'; tensors can be checked on cpu and cuda"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, error, message):
@@ -268,14 +268,6 @@ def test_a_check_is_entered_once_and_coroutines_are_refused():
 
     with pytest.raises(TypeError, match="runs after its call has returned"):
         check_tensor_leak(later)
-
-
-def test_a_collection_inside_is_said():
-    def step():
-        keep(1)
-        gc.collect()
-
-    assert "what the collector freed inside, where it ran 1 times" in checked(step).unseen
 
 
 def test_the_device_that_is_asked_for():

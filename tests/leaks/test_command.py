@@ -1,6 +1,7 @@
 """python -m zbpipe leaks, on small training scripts."""
 
 import gc
+import importlib.util
 import json
 import os
 import subprocess
@@ -78,7 +79,34 @@ def test_what_only_the_collector_frees_is_growth(run):
 def test_warm_up_may_grow(run):
     source = TRAINING.replace("torch.optim.SGD", "torch.optim.Adam").replace("if leak:", "if leak and _ < 4:")
     assert run(source, "12", "leak", options=["--error", "--warmup", "5"])[0] == 0
-    assert run(source, "12", "leak", options=["--error", "--warmup", "0"])[0] == 1
+    assert run(source, "5", "leak", options=["--error", "--warmup", "0"])[0] == 1
+
+
+STEADY = {
+    "a window of losses": ("window = collections.deque(maxlen=10)", "window.append(torch.ones(5))", ""),
+    "losses of an epoch": ("losses = []", "losses.append(torch.ones(1))", "losses.clear()"),
+}
+
+
+@pytest.mark.parametrize("name", STEADY)
+def test_what_lets_go_again_did_not_grow(run, name, tmp_path):
+    """Though it looked so at first, when the script's variables could be named."""
+    made, kept, cleared = STEADY[name]
+    source = (
+        f"import collections, torch\nfrom zbpipe.leaks import step\n{made}\n"
+        f"for epoch in range(5):\n    for _ in range(8):\n        {kept}\n        step()\n    {cleared}\n"
+    )
+    status, said = run(source, options=["--error", "--json", "grown.json", "--picture", "grown.html"])
+    assert (status, said.splitlines()[-1]) == (0, "nothing grew")
+    assert json.loads((tmp_path / "grown.json").read_text())["grown"]["leaks"] == []
+    assert not (tmp_path / "grown.html").exists()
+
+
+def test_what_grew_is_named_though_its_function_has_returned(run):
+    source = TRAINING.replace("history = []\n", "").replace("    for _", "    history = []\n    for _")
+    status, said = run(source, "22", "leak", options=["--error"])
+    assert status == 1
+    assert "variable history of train()" in said
 
 
 def test_a_number_of_steps_ends_the_script(run):
@@ -207,6 +235,9 @@ def test_the_scripts_own_end_is_kept(run, capsys):
     status, said = run(TRAINING + "    sys.exit('a word')\n", "6")
     assert status == 1
     assert "a word" in said
+    status, said = run(TRAINING + "    sys.exit([1, 2])\n", "6")
+    assert status == 1
+    assert "[1, 2]" in said
     with pytest.raises(ZeroDivisionError):
         run(TRAINING + "    1 / 0\n", "6")
     assert "4 steps" in capsys.readouterr().out
@@ -228,6 +259,9 @@ def test_nothing_to_compare_is_said(run):
         (["--steps", "3", "x.py"], "it must be 4 or more"),
         (["--warmup", "-1", "x.py"], "is not a number of steps"),
         (["--picture", "x.gif", "train.py"], "must end in .png, .svg or .html"),
+        (["--picture", "absent/x.html", "train.py"], "--picture absent/x.html: there is no folder absent; make it"),
+        (["--json", "absent/x.json", "train.py"], "--json absent/x.json: there is no folder absent; make it first"),
+        (["--json", ".", "train.py"], "--json . is a folder; name a file in it"),
     ],
 )
 def test_bad_arguments_are_refused_before_the_script_runs(arguments, words, capsys, tmp_path, monkeypatch):
@@ -237,6 +271,22 @@ def test_bad_arguments_are_refused_before_the_script_runs(arguments, words, caps
         main(["leaks", *arguments])
     assert ended.value.code == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_picture_without_matplotlib_is_refused_before_the_script_runs(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    (tmp_path / "train.py").write_text("raise AssertionError\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["leaks", "--picture", "x.png", "train.py"])
+    assert ended.value.code == 2
+    assert "only matplotlib can draw it" in capsys.readouterr().err
+
+
+def test_files_go_where_the_command_was_given_though_the_script_goes_elsewhere(run, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    run(TRAINING + "    import os\n    os.chdir('elsewhere')\n", "6", options=["--json", "grown.json"])
+    assert (tmp_path / "grown.json").exists()
 
 
 @pytest.mark.dist

@@ -1,6 +1,8 @@
 """Growth from step to step: counted to the byte, and said who holds it."""
 
+import collections
 import gc
+import random
 
 import pytest
 import torch
@@ -55,6 +57,116 @@ def test_growth_of_steady_steps_is_none():
     growth, grown, table = grow(step)
     assert len(set(growth.counts)) == 1 and grown == []
     assert "grew" not in table
+
+
+def window_of(length):
+    """Keeps what the last steps made."""
+    window = collections.deque(maxlen=length)
+    KEPT.append(window)
+    return lambda: window.append(torch.ones(5))
+
+
+def window_of_any_size():
+    window, sizes = collections.deque(maxlen=6), random.Random(0)
+    KEPT.append(window)
+    return lambda: window.append(torch.ones(sizes.randrange(1, 200)))
+
+
+def list_that_is_cleared_each(steps):
+    def step():
+        if len(KEPT) == steps:
+            KEPT.clear()
+        KEPT.append(torch.ones(1))
+
+    return step
+
+
+def buffers_in_turns(number):
+    KEPT.extend([None] * number)
+    turns = iter(range(1000))
+
+    def step():
+        KEPT[next(turns) % number] = torch.ones(4)
+
+    return step
+
+
+def cache_that_forgets_any():
+    choice = random.Random(0)
+
+    def step():
+        KEPT.append(torch.ones(4))
+        if len(KEPT) > 8:
+            KEPT.pop(choice.randrange(8))
+
+    return step
+
+
+def list_that_is_filled_once():
+    return lambda: len(KEPT) < 8 and KEPT.append(torch.ones(4))
+
+
+STEADY = {
+    "window": (lambda: window_of(10), 12),
+    "window of any size": (window_of_any_size, 14),
+    "list cleared each epoch": (lambda: list_that_is_cleared_each(8), 9),
+    "two buffers": (lambda: buffers_in_turns(2), 4),
+    "three buffers": (lambda: buffers_in_turns(3), 6),
+    "cache": (cache_that_forgets_any, 17),
+    "list filled once": (list_that_is_filled_once, 16),
+}
+
+
+@pytest.mark.parametrize("name", STEADY)
+def test_what_lets_go_again_does_not_grow_whenever_it_is_looked_at(name):
+    make, from_step = STEADY[name]
+    step = make()
+    with Growth() as growth:
+        for number in range(1, 45):
+            step()
+            growth.step()
+            if number in (from_step, from_step + 1, 23, 32, 44):  # a search each time
+                assert growth.grown() == [], number
+
+
+def test_what_was_said_to_grow_is_withdrawn_once_it_is_let_go():
+    step = list_that_is_cleared_each(8)
+    with Growth() as growth:
+        for number in range(1, 18):
+            step()
+            growth.step()
+            if number == 8:
+                (before,) = growth.grown()
+            if number > 8:
+                assert growth.still_grown([before]) == []
+
+
+def of_every_second_step():
+    turns = iter(range(1000))
+    return lambda: next(turns) % 2 or KEPT.append(torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("beside", "leak", "within"),
+    [
+        (lambda: lambda: None, lambda: lambda: KEPT.append(torch.ones(4)), 4),
+        (lambda: lambda: None, of_every_second_step, 6),
+        (lambda: buffers_in_turns(2), lambda: lambda: KEPT.append(torch.ones(4)), 6),
+        (lambda: buffers_in_turns(2), of_every_second_step, 6),
+        (lambda: window_of(10), lambda: lambda: KEPT.append(torch.ones(4)), 4),
+        (lambda: window_of(10), of_every_second_step, 20),
+    ],
+)
+def test_a_leak_is_found_within_few_steps_and_stays_found(beside, leak, within):
+    steady, growing = beside(), leak()
+    with Growth() as growth:
+        for number in range(1, 45):
+            steady()
+            growing()
+            growth.step()
+            if number in (within, within + 1, 21, 32, 44):
+                (group,) = [group for group in growth.grown() if "deque" not in str(group.held_by)]
+                assert "KEPT" in group.held_by[0]
 
 
 class Link:

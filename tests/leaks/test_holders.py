@@ -249,6 +249,26 @@ def test_hooks_by_name_and_line(register, words):
     assert graph.grad_fn is not None
 
 
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)  # the layer
+        self.register_buffer("mask", torch.ones(3))
+
+
+def test_parts_of_modules():
+    report = checked(lambda: KEPT.append(Block()))
+    said = {leak.bytes: texts(leak.chain) for leak in report.leaks}
+    assert said[12][-2:] == [f"buffer mask of {Block.__module__}.Block", "Tensor float32 [3]"]
+    assert said[16][-3:] == [
+        f"submodule layer of {Block.__module__}.Block",
+        "parameter weight of torch.nn.modules.linear.Linear",
+        "Parameter float32 [2, 2]",
+    ]
+    (of_the_layer,) = [leak.chain[-3] for leak in report.leaks if leak.bytes == 16]
+    assert of_the_layer.where.endswith(line_of("the layer"))
+
+
 def test_hooks_of_modules():
     model = nn.Linear(2, 2)
     chain = chain_of(lambda: model.register_forward_hook(functools.partial(print, torch.zeros(3))), allow=model)

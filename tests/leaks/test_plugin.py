@@ -128,6 +128,22 @@ def test_allowed_by_the_fixture(inner):
     ).assert_outcomes(passed=2, errors=1)
 
 
+def test_iterators_are_allowed_as_what_they_give(inner):
+    inner(
+        "net = torch.nn.Linear(2, 2)\n"
+        "@pytest.mark.parametrize('i', [1, 2])\n@pytest.mark.no_tensor_leak(allow=net.parameters())\n"
+        "def test_marked(i): net(torch.ones(1, 2)).sum().backward()\n"
+        "def test_it(tensor_leaks):\n    other = torch.nn.Linear(2, 2)\n    kept.append(other)\n"
+        "    tensor_leaks.allow(other.parameters())\n"
+    ).assert_outcomes(passed=3)
+
+
+def test_fixture_refuses_what_cannot_be_allowed(inner):
+    result = inner("def test_it(tensor_leaks): tensor_leaks.allow(torch.ones(2), 'weights')\n")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*TypeError: test_inner.py::test_it: tensor_leaks.allow(): allow holds a str; *"])
+
+
 def test_fixture_checks_a_part_on_the_spot(inner):
     result = inner(
         "from zbpipe.leaks import TensorLeakError\n"
@@ -160,6 +176,8 @@ def test_warning_instead(inner):
         ("(3)", "was given 3, but takes only the keywords allow, trace, device, action"),
         ("(alow=[])", "was given alow, but takes only"),
         ("(action='eror')", "was given action='eror'; give one of error, warn, ignore"),
+        ("(allow='weights')", "was given a wrong argument: allow holds a str; expected tensors"),
+        ("(device='meta')", "was given a wrong argument: device is 'meta'"),
     ],
 )
 def test_wrong_arguments_are_refused_in_a_sentence(inner, given, words):
@@ -209,6 +227,109 @@ class TestIt:
         kept.append(net(torch.ones(2, 3)).detach())
 """
     ).assert_outcomes(passed=3, errors=1)
+
+
+def test_entries_of_a_fixtures_cached_function_are_its(inner):
+    inner(
+        """
+import functools
+
+@pytest.fixture(scope="session", params=[None, 100])
+def mask(request):
+    @functools.lru_cache(maxsize=request.param)
+    def mask(n):
+        return torch.ones(n)
+    return mask
+
+@pytest.mark.no_tensor_leak
+def test_makes(mask): mask(3)
+
+@pytest.mark.no_tensor_leak
+def test_gains(mask): mask(4), mask(5)
+
+@pytest.mark.no_tensor_leak
+def test_is_not_blind(mask): kept.append(mask(6) * 2)
+"""
+    ).assert_outcomes(passed=6, errors=2)
+
+
+def test_a_leak_where_memory_of_a_fixture_was_is_a_leak(inner):
+    result = inner(
+        """
+@pytest.fixture(scope="module")
+def data():
+    return [torch.ones(3) for _ in range(3000)]
+
+@pytest.mark.no_tensor_leak
+def test_leaks(data):
+    data.clear()
+    kept.extend(torch.ones(3) for _ in range(3000))
+
+@pytest.mark.no_tensor_leak
+def test_leaks_too(data):
+    kept.append(torch.ones(3))
+"""
+    )
+    result.assert_outcomes(passed=2, errors=2)
+    assert re.findall(r"::(\w+) leaks (\d+) bytes", result.stdout.str()) == [
+        ("test_leaks", "36000"),
+        ("test_leaks_too", "12"),
+    ]
+
+
+def test_what_a_wider_fixture_leaves_to_the_collector_is_its(inner):
+    inner(
+        "@pytest.fixture(scope='module')\ndef made():\n    cycle = [torch.ones(6)]\n    cycle.append(cycle)\n"
+        "@pytest.mark.no_tensor_leak\ndef test_it(made): pass\n"
+        "@pytest.mark.no_tensor_leak\ndef test_leaks():\n    cycle = [torch.ones(6)]\n    cycle.append(cycle)\n"
+    ).assert_outcomes(passed=2, errors=1)
+
+
+def test_a_leak_where_memory_of_a_torn_down_fixture_was_is_a_leak(inner, pytester):
+    pytester.makepyfile(
+        test_first="import pytest, torch\n@pytest.fixture(scope='module')\ndef data():\n"
+        "    d = [torch.ones(3) for _ in range(3000)]\n    yield d\n    d.clear()\n"
+        "@pytest.mark.no_tensor_leak\ndef test_uses(data): pass\n"
+    )
+    inner(
+        f"@pytest.mark.no_tensor_leak\ndef test_it():\n    {LEAK}\n", "test_first.py", "test_inner.py"
+    ).assert_outcomes(passed=2, errors=1)
+
+
+def test_memory_that_no_tensor_in_sight_explains_is_the_fixtures_that_made_it(inner):
+    result = inner(
+        """
+def lost():
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+@pytest.fixture(scope="session")
+def nested():
+    return lost()
+
+@pytest.mark.no_tensor_leak
+def test_uses(nested): pass
+
+@pytest.mark.no_tensor_leak
+def test_leaks():
+    kept.append(lost())
+
+@pytest.fixture(scope="session")
+def other():
+    return lost()
+
+@pytest.mark.no_tensor_leak
+def test_uses_and_leaks(other):
+    kept.append(lost())
+""",
+        "-W",
+        "ignore:The PyTorch API of nested tensors",
+    )
+    result.assert_outcomes(passed=3, errors=2)
+    # The 48 bytes of both tests' blocks that nothing in sight explains are leaks, other's are not.
+    assert sorted(re.findall(r"::(\w+) leaks (\d+) bytes", result.stdout.str())) == [
+        ("test_leaks", "68"),
+        ("test_uses_and_leaks", "68"),
+    ]
 
 
 def test_what_a_tests_own_fixtures_hold_goes_with_them(process):
@@ -363,6 +484,20 @@ def test_exception_that_is_kept_is_a_leak(inner):
     )
     result.assert_outcomes(passed=1, errors=1)
     result.stdout.fnmatch_lines(["*leaks 52 bytes of tensors*"])
+
+
+def test_an_expected_failure_hides_no_leak(inner):
+    result = inner(f"@pytest.mark.xfail(reason='numbers')\n@pytest.mark.no_tensor_leak\ndef test_it():\n    {LEAK}\n")
+    result.assert_outcomes(xpassed=1, errors=1)
+    result.stdout.fnmatch_lines(["*ERROR at teardown of test_it*", "*leaks 60 bytes of tensors*"])
+
+
+@pytest.mark.parametrize("raises", ["TensorLeakError", "(ValueError, TensorLeakError)"])
+def test_a_leak_that_is_expected_by_its_name(inner, raises):
+    inner(
+        "from zbpipe.leaks import TensorLeakError\n"
+        f"@pytest.mark.xfail(raises={raises})\n@pytest.mark.no_tensor_leak\ndef test_it():\n    {LEAK}\n"
+    ).assert_outcomes(xpassed=1, xfailed=1)
 
 
 def test_the_collector_is_what_it_was_after_every_outcome(inner):

@@ -62,19 +62,33 @@ class Check:
         self._older: object = None
         self._since = 0
         self._returned: Any = None
+        self._warns_at: tuple[str, int] | None = None
+        self._collected = _Collected()
 
     def __call__(self, function: F) -> F:
-        """``function``, checked whenever it is called. What it returns is no leak; what that holds may be."""
-        if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        """``function``, checked whenever it is called. What it returns is no leak; what that holds may be.
+
+        Raises:
+            TypeError: no function, or one that runs after its call has returned (a generator or coroutine function).
+        """
+        if not (inspect.isroutine(function) or isinstance(function, functools.partial)):
+            raise TypeError(
+                f"check_tensor_leak was given a {type(function).__name__} to check; expected a function, or pass what may "
+                "live on as allow=..."
+            )
+        runs_later = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+        if any(test(function) for test in runs_later):
             raise TypeError(
                 f"{function.__qualname__} runs after its call has returned (a coroutine or generator function); check "
                 "what it does with a with block inside it"
             )
         arguments = self._arguments
+        code = getattr(inspect.unwrap(function), "__code__", None)
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
             with Check(*arguments) as check:
+                check._warns_at = (code.co_filename, code.co_firstlineno) if code else None
                 check._returned = function(*args, **kwargs)
                 return check._returned
 
@@ -87,10 +101,10 @@ class Check:
         recorder.start()
         collector.switch_off()
         self._recorder = recorder
-        self._collections = _collections()
         self._cuda_before = _cuda.blocks_now(self._device)
         self._older = storages_now()
         self._since = _C.next_serial()
+        self._collected.watch(self._since)
         if self._trace:
             _C.trace_start()
         return self
@@ -98,7 +112,9 @@ class Check:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        assert self._recorder is not None
+        if self._recorder is None or self.report is not None:
+            raise RuntimeError("a check is left once, after it was entered; use it in a with statement")
+        self._collected.close()
         try:
             report = self._look()
         finally:
@@ -106,7 +122,7 @@ class Check:
                 _C.trace_stop()
             displaced = self._recorder.stop()
             self._older = self._returned = None
-            self._allow = ()
+            self._allow = self._arguments = ()  # type: ignore[assignment]
             collector.give_back()
         if displaced:
             report.unseen.append("what another CPU allocator handed out that was installed inside")
@@ -115,13 +131,13 @@ class Check:
             return
         if self._action == "error":
             raise TensorLeakError(report)
-        warnings.warn(TensorLeakWarning(report), stacklevel=2)
+        if self._warns_at is None:
+            warnings.warn(TensorLeakWarning(report), stacklevel=2)
+        else:
+            warnings.warn_explicit(TensorLeakWarning(report), None, *self._warns_at)  # type: ignore[arg-type]
 
     def _look(self) -> Report:
         report = Report()
-        collections = _collections() - self._collections
-        if collections:
-            report.unseen.append(f"what the collector freed inside, where it ran {collections} times")
         untracked = self._recorder.counters()["untracked"] if self._recorder else 0
         if untracked:
             report.unseen.append(f"{untracked} blocks that could not be followed for want of memory")
@@ -142,10 +158,11 @@ class Check:
             del tensors, holders
             found = [entry for entry in result.found if self._is_asked_for(entry.leak)]
             report.leaks = _fates(found, self._since) + self._blocks_of_cuda()
-            report.leaks.sort(key=lambda leak: -leak.bytes)
             report.cycles = result.cycles
             report.visited = result.visited
             report.unseen += result.unseen if report.leaks else []
+        report.leaks += self._collected.leaks if self._device is None or self._device.type == "cpu" else []
+        report.leaks.sort(key=lambda leak: -leak.bytes)
         return report
 
     def _is_asked_for(self, leak: Leak) -> bool:
@@ -164,8 +181,12 @@ def _checked_allow(action: object, allow: Any, device: torch.device | str | None
     """``allow`` as it is to be kept, when all is legal: a collection may get more members until it is looked at."""
     if action not in ACTIONS:
         raise ValueError(f"action is {action!r}; expected one of {', '.join(map(repr, ACTIONS))}")
-    if device is not None and torch.device(device).type not in ("cpu", "cuda"):
-        raise ValueError(f"device is {device}; tensors can be checked on cpu and cuda")
+    try:
+        kind = None if device is None else torch.device(device).type
+    except (RuntimeError, TypeError):
+        kind = "?"
+    if kind not in (None, "cpu", "cuda"):
+        raise ValueError(f"device is {device!r}; tensors can be checked on cpu and cuda")
     for thing in allow if isinstance(allow, (list, tuple, set, frozenset)) else (allow,):
         if not issubclass(type(thing), _KNOWN) and not callable(thing):
             raise TypeError(
@@ -235,8 +256,31 @@ def find_holders(tensor: torch.Tensor) -> Leak:
     return found[0].leak
 
 
-def _collections() -> int:
-    return sum(int(generation["collections"]) for generation in gc.get_stats())
+class _Collected:
+    """CPU blocks that were born inside a check, and that a collection inside it freed: no search saw who held them."""
+
+    def __init__(self) -> None:
+        self.leaks: list[Leak] = []
+        self._since = 0
+        self._before: dict[int, tuple[int, int]] = {}
+
+    def watch(self, since: int) -> None:
+        self._since = since
+        gc.callbacks.append(self._note)
+
+    def close(self) -> None:
+        gc.callbacks.remove(self._note)
+
+    def _note(self, phase: str, info: dict[str, int]) -> None:
+        blocks = {serial: (address, size) for address, size, serial in _C.live_blocks(self._since)}
+        if phase == "start":
+            self._before = blocks
+            return
+        for serial in self._before.keys() - blocks.keys():
+            chain = [Holder("unknown", "a cycle that a collection inside the check freed: nobody looked at it before")]
+            size = self._before[serial][1]
+            self.leaks.append(Leak((), "", "cpu", size, 0, 0, "freed by the collector", None, chain, 0))
+        self._before = {}
 
 
 def _is_leak(predicates: list[Callable[[torch.Tensor], bool]], tensors: list[torch.Tensor]) -> bool:
@@ -262,6 +306,13 @@ def _fates(found: list[Found], since: int) -> list[Leak]:
 
 def _split(allow: Iterable[Any]) -> tuple[list[torch.Tensor], list[Callable[[torch.Tensor], bool]], list[Any]]:
     """What ``allow`` names: tensors, predicates, and the objects that may hold tensors."""
+    with torch._C.DisableTorchFunctionSubclass():  # what a subclass would have to say
+        return _split_plainly(allow)
+
+
+def _split_plainly(
+    allow: Iterable[Any],
+) -> tuple[list[torch.Tensor], list[Callable[[torch.Tensor], bool]], list[Any]]:
     tensors: list[torch.Tensor] = []
     predicates: list[Callable[[torch.Tensor], bool]] = []
     holders: list[Any] = []
@@ -274,8 +325,9 @@ def _split(allow: Iterable[Any]) -> tuple[list[torch.Tensor], list[Callable[[tor
         seen.add(id(thing))
         if issubclass(type(thing), torch.Tensor):
             tensors.append(thing)
-            if thing.is_leaf and thing.grad is not None:
-                tensors.append(thing.grad)
+            todo += _inner_tensors(thing)
+            if (thing.is_leaf or thing.retains_grad) and thing.grad is not None:
+                todo.append(thing.grad)
         elif issubclass(type(thing), torch.nn.Module):
             holders += thing.modules()
             todo += [*thing.parameters(), *thing.buffers()]
@@ -289,6 +341,18 @@ def _split(allow: Iterable[Any]) -> tuple[list[torch.Tensor], list[Callable[[tor
     return tensors, predicates, holders
 
 
+def _inner_tensors(tensor: torch.Tensor) -> list[Any]:
+    """Those that a wrapper (a DTensor, a jagged tensor) is made of, by the protocol that torch.compile takes them
+    apart by."""
+    flatten = getattr(type(tensor), "__tensor_flatten__", None)
+    if flatten is None:
+        return []
+    try:
+        return [getattr(tensor, name) for name in flatten(tensor)[0]]
+    except Exception:
+        return []
+
+
 def _tensors_in(thing: Any) -> list[torch.Tensor]:
     """The tensors in nested collections."""
     found: list[torch.Tensor] = []
@@ -297,6 +361,8 @@ def _tensors_in(thing: Any) -> list[torch.Tensor]:
         item = todo.pop()
         if issubclass(type(item), torch.Tensor):
             found.append(item)
+        elif type(item).__name__ == "ndarray" and item.base is not None:
+            todo.append(item.base)
         elif issubclass(type(item), (dict, list, tuple, set, frozenset)) and id(item) not in seen:
             seen.add(id(item))
             todo += [*item.keys(), *item.values()] if issubclass(type(item), dict) else item

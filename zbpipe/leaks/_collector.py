@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 
 
@@ -23,9 +24,18 @@ class Collector:
 
     def give_back(self) -> None:
         with self._lock:
-            self._users -= 1
+            self._users = max(self._users - 1, 0)  # 0 in a child of a fork
             if self._users == 0 and self._was_enabled:
                 gc.enable()
 
+    def forget(self) -> None:
+        """In a child process, where none of its users goes on."""
+        self._lock = threading.Lock()
+        if self._users and self._was_enabled:
+            gc.enable()
+        self._users = 0
+
 
 collector = Collector()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=collector.forget)

@@ -111,7 +111,7 @@ def place(roots: list[Box], cycles: list[list[Box]]) -> float:
         row += 0.4
         for column, box in enumerate(cycle):
             box.column, box.row = column, row
-        row += 1
+        row += 1.4  # and the way back below
     return row
 
 

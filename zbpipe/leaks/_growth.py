@@ -2,6 +2,22 @@
 
 The memory of torch's CPU allocator is counted block by block, seen or not. Of other memory (CUDA's) the storages of the
 tensors that can be seen are counted, once CUDA is in use.
+
+What grows. A window of the last ten losses, a list that is cleared after each epoch, two buffers that take turns: each
+holds what several steps made, and none grows. Hence all of this must hold of what is held alike:
+
+- it was made by several steps, the first and the last one aside: the first makes what stays (gradients, optimizer
+  state), and what the last one made, the next one may let go;
+- tensors become more: there are more after one of the last quarter of the steps than after any of the quarter before.
+  So a window is no growth once it is full, nor is anything else that stays as full as it is;
+- it is old: its oldest tensor has lived for more than twice as many steps as any tensor of about its size that was let
+  go (no smaller than its smallest, no larger than its largest). So a list that is cleared is no growth, from the first
+  time that it was; twice, since that list may have been half full when the steps began to be watched.
+
+A tensor for each step, or for every second one, is found within six steps if nothing else of its size is kept for a
+while, and otherwise after twice that while. What is never let go within the steps that are watched is growth: what has
+not been cleared yet cannot be told from what will never be. A tensor that each step replaces by a larger one shows in
+the bytes of the table alone.
 """
 
 from __future__ import annotations
@@ -16,7 +32,7 @@ from zbpipe import _C
 from zbpipe.leaks import _cuda
 from zbpipe.leaks._collector import collector
 from zbpipe.leaks._report import Holder, Leak, Report, held_by
-from zbpipe.leaks._search import Found, Scope, search, storages_now
+from zbpipe.leaks._search import Scope, search, storages_now
 from zbpipe.memory._format import table
 
 SHOWN_HOLDERS = 10
@@ -25,10 +41,13 @@ SHOWN_HOLDERS = 10
 @dataclass
 class Grown:
     """Leaks that are held alike: by the same holders, but for places in lists and how often one holds its like (a
-    linked list, a chain of nodes). ``steps`` are those in which they were born; ``held_by`` is said of the largest."""
+    linked list, a chain of nodes). ``steps`` are those in which they were born, ``sizes`` the bytes of their blocks,
+    ``keys`` those blocks; ``held_by`` is said of the largest."""
 
     leaks: list[Leak] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    keys: list[int] = field(default_factory=list)
 
     @property
     def bytes(self) -> int:
@@ -40,27 +59,21 @@ class Grown:
 
 
 class _OtherMemory:
-    """Storages on memory that is not the CPU allocator's, with the steps after which they were first seen.
+    """Storages on memory that is not the CPU allocator's.
 
     A weak reference to a storage keeps its identity from being given to another one.
     """
 
     def __init__(self) -> None:
         self.older = self._last = storages_now()
-        self._born = dict.fromkeys(self._living(self.older), 0)
+        self._before = set(self._living(self.older))
 
-    def see(self, step: int) -> None:
+    def born(self) -> dict[int, int]:
+        """Those that live and were not there at the beginning, with their bytes."""
         now = storages_now()
-        self._born = {storage: self._born.get(storage, step) for storage in self._living(now)}
+        born = {storage: size for storage, size in self._living(now).items() if storage not in self._before}
         self._last = now
-
-    def alive(self) -> list[int]:
-        """The bytes of each that was not there at the beginning."""
-        return [size for storage, size in self._living(self._last).items() if self._born[storage]]
-
-    def born(self, storage: int) -> int:
-        """The step, or 0 for one that was not seen after any."""
-        return self._born.get(storage, 0)
+        return born
 
     @staticmethod
     def _living(storages: object) -> dict[int, int]:
@@ -88,7 +101,10 @@ class Growth:
         recorder.start()
         collector.switch_off()
         self._end = weakref.finalize(self, _end, recorder)
-        self._starts = [_C.next_serial()]  # of each step, and of the next one
+        self._since = _C.next_serial()
+        # What lived after the last step: its step of birth and its bytes, by a block's serial or a storage's negative.
+        self._living: dict[int, tuple[int, int]] = {}
+        self._longest: dict[int, int] = {}  # steps that anything of so many bytes lived on, of what was let go
         self._other: _OtherMemory | None = _OtherMemory() if _cuda.is_in_use() else None
         self.counts: list[int] = []
         self.bytes: list[int] = []
@@ -113,44 +129,59 @@ class Growth:
             RuntimeError: after :meth:`close`.
         """
         self._require_open("step()")
-        sizes = [size for _, size, _ in _C.live_blocks(self._starts[0])]
+        number = len(self.counts) + 1
+        living = {serial: size for _, size, serial in _C.live_blocks(self._since)}
         if self._other is not None:
-            self._other.see(len(self._starts))
-            sizes += self._other.alive()
+            living.update((-storage, size) for storage, size in self._other.born().items())
         elif _cuda.is_in_use():
             self._other = _OtherMemory()
-        self.counts.append(len(sizes))
-        self.bytes.append(sum(sizes))
-        self._starts.append(_C.next_serial())
+        for key, (born, size) in self._living.items():
+            if key not in living:
+                self._longest[size] = max(number - 1 - born, self._longest.get(size, 0))
+        self._living = {key: self._living.get(key, (number, size)) for key, size in living.items()}
+        self.counts.append(len(living))
+        self.bytes.append(sum(living.values()))
 
     def grown(self) -> list[Grown]:
-        """What is held in the same way from several steps, the first and the last one aside: by bytes, descending.
-
-        The first step makes what stays (gradients, optimizer state); what the last one made, the next one may let go.
+        """What grows, as this module says it: groups of tensors that are held alike, by bytes, descending.
 
         Raises:
             RuntimeError: after :meth:`close`.
         """
         self._require_open("grown()")
-        if len(self.counts) < 3:
+        if not self._tensors_become_more():
             return []
-        born = {address: serial for address, _, serial in _C.live_blocks(self._starts[1])}
+        serials = {address: serial for address, _, serial in _C.live_blocks(self._since)}
         groups: dict[tuple[str, ...], Grown] = {}
-        for entry in search(Scope(since=self._starts[1], older=self._other and self._other.older)).found:
-            step = self._born_in(entry, born)
-            if 1 < step < len(self.counts):
+        for entry in search(Scope(since=self._since, older=self._other and self._other.older)).found:
+            key = serials.get(entry.address, -entry.leak.storage)
+            born, size = self._living.get(key, (0, 0))
+            if 1 < born < len(self.counts):
                 group = groups.setdefault(_likeness(entry.leak.chain), Grown())
                 group.leaks.append(entry.leak)
-                group.steps.append(step)
+                group.steps.append(born)
+                group.sizes.append(size)
+                group.keys.append(key)
         for group in groups.values():
             group.steps.sort()
-        several = [group for group in groups.values() if len(set(group.steps)) > 1]
-        return sorted(several, key=lambda group: -group.bytes)
+        return sorted(self.still_grown([*groups.values()]), key=lambda group: -group.bytes)
 
-    def _born_in(self, entry: Found, serials: dict[int, int]) -> int:
-        if entry.address in serials:
-            return sum(serials[entry.address] >= start for start in self._starts)
-        return self._other.born(entry.leak.storage) if self._other is not None else 0
+    def still_grown(self, groups: list[Grown]) -> list[Grown]:
+        """Those, of what :meth:`grown` found some steps ago, that later steps have not shown to be let go in time."""
+        return [group for group in groups if self._tensors_become_more() and self._is_old(group)]
+
+    def _is_old(self, group: Grown) -> bool:
+        steps = {self._living[key][0] for key in group.keys if key in self._living}
+        return len(steps) > 1 and len(self.counts) - min(steps) > 2 * self._longest_of(group)
+
+    def _tensors_become_more(self) -> bool:
+        half = len(self.counts) // 2
+        last = half + (len(self.counts) - half) // 2
+        return len(self.counts) > 2 and max(self.counts[last:]) > max(self.counts[half:last])
+
+    def _longest_of(self, group: Grown) -> int:
+        smallest, largest = min(group.sizes), max(group.sizes)
+        return max((steps for size, steps in self._longest.items() if smallest <= size <= largest), default=0)
 
     def table(self) -> str:
         """The counts after each step, and, until :meth:`close`, what grew and who holds it."""
@@ -162,29 +193,35 @@ class Growth:
                 + (["", ""] if number == 1 else [f"{count - before[0]:+d}", f"{size - before[1]:+d}"])
             )
         lines = [table(["step", "live tensors", "live bytes", "tensors", "bytes"], rows)]
-        if self._end.alive:
-            grown = self.grown()
-            if grown:
-                lines += ["", "grew, and is held by"]
-            for group in grown[:SHOWN_HOLDERS]:
-                count = len(group.leaks)
-                lines.append(
-                    f"  {count} tensor{'s' * (count > 1)} ({group.bytes} bytes) from steps {min(group.steps)} to "
-                    f"{max(group.steps)}: {group.held_by[0]}"
-                )
-                lines += [f"    {line}" for line in group.held_by[1:]]
-            if len(grown) > SHOWN_HOLDERS:
-                lines.append(f"  and {len(grown) - SHOWN_HOLDERS} more")
-        return "\n".join(lines)
+        held_by = describe(self.grown()) if self._end.alive else ""
+        return "\n".join([*lines, "", held_by] if held_by else lines)
 
     def report(self) -> Report:
         """What grew, as a report: for :meth:`Report.draw` and :meth:`Report.as_dict`."""
-        leaks = [leak for group in self.grown() for leak in group.leaks]
-        return Report(leaks=sorted(leaks, key=lambda leak: -leak.bytes))
+        return report_of(self.grown())
 
     def _require_open(self, what: str) -> None:
         if not self._end.alive:
             raise RuntimeError(f"{what} was called after close(); make another Growth")
+
+
+def describe(groups: list[Grown]) -> str:
+    """What grew and who holds it, for people; empty if nothing grew."""
+    lines = ["grew, and is held by"] if groups else []
+    for group in groups[:SHOWN_HOLDERS]:
+        count = len(group.leaks)
+        lines.append(
+            f"  {count} tensor{'s' * (count > 1)} ({group.bytes} bytes) from steps {min(group.steps)} to "
+            f"{max(group.steps)}: {group.held_by[0]}"
+        )
+        lines += [f"    {line}" for line in group.held_by[1:]]
+    if len(groups) > SHOWN_HOLDERS:
+        lines.append(f"  and {len(groups) - SHOWN_HOLDERS} more")
+    return "\n".join(lines)
+
+
+def report_of(groups: list[Grown]) -> Report:
+    return Report(leaks=sorted((leak for group in groups for leak in group.leaks), key=lambda leak: -leak.bytes))
 
 
 def _likeness(chain: list[Holder]) -> tuple[str, ...]:

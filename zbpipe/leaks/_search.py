@@ -64,7 +64,14 @@ class Scope:
 def search(scope: Scope) -> Result:
     roots, threads = _roots(scope.target, scope.returned)
     found = _C.search_holders(
-        roots, [scope.__dict__], scope.target, scope.allowed, scope.since, scope.older, _type_of_work()
+        roots,
+        [scope.__dict__],
+        scope.target,
+        scope.allowed,
+        scope.since,
+        scope.older,
+        _type_of_work(),
+        scope.keep is not None,
     )
     roots.clear()
     try:
@@ -145,6 +152,8 @@ def _leak(leak: tuple[Any, ...], scope: Scope, words: Words, works: list[list[Ho
         chain.insert(0, Holder("object", "what the function returned"))
     elif rank == "hidden" and works and steps[0][0] == "tensor":
         chain = _perhaps(works) + chain
+    elif rank in ("hidden", "none") and scope.target is not None and not chain:
+        chain = [Holder("frame", "variables of running functions that are the tensor itself, as far as can be seen")]
     elif rank == "hidden":
         chain.insert(0, Holder("unknown", "something in C or C++ that cannot be seen"))
     elif rank == "none":

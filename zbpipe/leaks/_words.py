@@ -10,6 +10,7 @@ import threading
 import types
 import weakref
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,8 +22,12 @@ from zbpipe.leaks._report import Holder
 Step = tuple[str, Any, str, "str | None"]
 """As zbp_search_holders (csrc/shim/zbp_holders.h) gives them: kind, object or None, name, edge."""
 
+# A metaclass may have properties of these names.
+_MODULE, _QUALNAME, _MRO, _DICT = (vars(type)[name] for name in ("__module__", "__qualname__", "__mro__", "__dict__"))
 _PLAIN_KEYS = (str, int, float, bool, bytes, type(None))
 _LONGEST_KEY = 60
+_Ordered = collections.OrderedDict
+_OF_MODULES = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "submodule"}
 _NOTHING = object()
 
 
@@ -36,6 +41,7 @@ class Words:
     def __init__(self, threads: dict[int, str]) -> None:
         self._threads = threads
         self._places: dict[int, dict[int, Any]] = {}
+        self._of_modules: dict[int, bool] = {}
 
     def holders(self, steps: list[Step]) -> list[Holder]:
         """The steps as holders; some that only make sense together are one."""
@@ -45,9 +51,9 @@ class Words:
             try:
                 holder, taken = self._describe(steps, at)
             except Exception:  # an object that is odd beyond what is foreseen here
-                holder, taken = Holder("unknown", f"something of type {type_name(steps[at][1])}"), 1
+                holder, taken = Holder("unknown", "an object that does not let itself be described"), 1
             if holder is not None:
-                found.append(holder)
+                found.append(_printable(holder))
             at += taken
         return found
 
@@ -99,6 +105,8 @@ class Words:
             code = thing.tb_frame.f_code
             where = _source.place(code.co_filename, thing.tb_lineno)
             return Holder("traceback", f"{_said(edge)}the traceback of an exception, in {_qualname(code)}()", where), 1
+        if type_name(thing) == "numpy.ndarray":
+            return Holder("object", f"{_said(edge)}a numpy array on its memory"), 1
         if _is_work(cls):
             return Holder("work", f"{_said(edge)}a {type_name(thing)}"), 1
         return self._instance(steps, at)
@@ -164,7 +172,7 @@ class Words:
         if before in ("tensor", "node") and edge is None:
             owner = "the tensor" if before == "tensor" else "its context"
             return Holder("attribute", f"attribute {_key_text(self._key(thing, after))} of {owner}")
-        if type(thing) is dict and type(dict.get(thing, "__name__")) is str and "__builtins__" in thing:
+        if type(thing) is dict and self._is_of_a_module(thing):
             return self._global(thing, after)
         return Holder("dict", f"{_said(edge)}{type_name(thing)} item {_key_text(self._key(thing, after), quoted=True)}")
 
@@ -182,8 +190,12 @@ class Words:
             attribute = _slot_of(thing, after)
         if attribute is None:
             return Holder("object", f"{_said(edge)}{'class' if is_class else 'a'} {name}"), 1
-        where = _attribute_place(thing if is_class else type(thing), attribute)
         kind = "class attribute" if is_class else "attribute"
+        if attribute in _OF_MODULES and issubclass(type(thing), torch.nn.Module) and type(after) in (dict, _Ordered):
+            key = self._key(after, _object_at(steps, at + taken + 1))
+            if type(key) is str:
+                kind, attribute, taken = _OF_MODULES[attribute], key, taken + 1
+        where = _attribute_place(thing if is_class else type(thing), attribute)
         return Holder("attribute", f"{_said(edge)}{kind} {attribute} of {name}", where), taken
 
     # ---- places in containers, by identity
@@ -193,10 +205,18 @@ class Words:
         if value is None:
             return _NOTHING
         places = self._places.get(id(mapping))
-        if places is None or id(value) not in places:
+        if places is None:
             places = {id(held): key for key, held in dict.items(mapping)}
             self._places[id(mapping)] = places
         return places.get(id(value), _NOTHING)
+
+    def _is_of_a_module(self, mapping: dict[Any, Any]) -> bool:
+        """Without a look-up, which may compare the name with odd keys."""
+        known = self._of_modules.get(id(mapping))
+        if known is None:
+            names = {key for key in mapping if type(key) is str and key in ("__name__", "__builtins__")}
+            known = self._of_modules[id(mapping)] = len(names) == 2
+        return known
 
     def _item(self, sequence: Any, value: Any) -> str:
         places = self._places.get(id(sequence))
@@ -206,6 +226,12 @@ class Words:
             self._places[id(sequence)] = places
         index = places.get(id(value)) if value is not None else None
         return "" if index is None else f" item {index}"
+
+
+def _printable(holder: Holder) -> Holder:
+    """Names may hold what no encoding has."""
+    text = holder.text.encode("utf-8", "backslashreplace").decode()
+    return holder if text == holder.text else replace(holder, text=text)
 
 
 def thread_names(frames: Iterable[tuple[int, Any]]) -> dict[int, str]:
@@ -264,8 +290,8 @@ def type_name(thing: Any) -> str:
 
 
 def class_name(cls: type) -> str:
-    module = type.__getattribute__(cls, "__module__")
-    name: str = type.__getattribute__(cls, "__qualname__")
+    module = _MODULE.__get__(cls)
+    name: str = _QUALNAME.__get__(cls)
     return name if type(module) is not str or module in ("builtins", "__main__") else f"{module}.{name}"
 
 
@@ -327,16 +353,19 @@ def _key_text(key: Any, quoted: bool = False) -> str:
 
 
 def _namespace(thing: Any) -> Any:
-    try:
-        namespace = object.__getattribute__(thing, "__dict__")
-    except Exception:
-        return None
-    return namespace if issubclass(type(namespace), dict) else None
+    """The dictionary of an object's attributes, by the descriptor that its class has for it; a property of that name
+    is not run."""
+    for base in _MRO.__get__(type(thing)):
+        descriptor = dict.get(_namespace_of_class(base), "__dict__")
+        if type(descriptor) is types.GetSetDescriptorType:
+            namespace = descriptor.__get__(thing)
+            return namespace if issubclass(type(namespace), dict) else None
+    return None
 
 
 def _namespace_of_class(cls: type) -> Any:
     """The dictionary itself, which is behind a proxy."""
-    namespace = gc.get_referents(type.__getattribute__(cls, "__dict__"))[0]
+    namespace = gc.get_referents(_DICT.__get__(cls))[0]
     return namespace if issubclass(type(namespace), dict) else None
 
 
@@ -351,20 +380,20 @@ def _slot_of(thing: Any, value: Any) -> str | None:
 
 
 def _slots(cls: type) -> Iterator[tuple[str, Any]]:
-    for base in type.__getattribute__(cls, "__mro__"):
-        for name, member in dict(type.__getattribute__(base, "__dict__")).items():
+    for base in _MRO.__get__(cls):
+        for name, member in dict(_DICT.__get__(base)).items():
             if type(member) is types.MemberDescriptorType:
                 yield name, member
 
 
 def _attribute_place(cls: type, attribute: str) -> str | None:
-    for base in type.__getattribute__(cls, "__mro__"):
-        module = sys.modules.get(type.__getattribute__(base, "__module__"))
+    for base in _MRO.__get__(cls):
+        module = sys.modules.get(_MODULE.__get__(base))
         is_module = issubclass(type(module), types.ModuleType)
         filename = dict.get(types.ModuleType.__getattribute__(module, "__dict__"), "__file__") if is_module else None
         if not isinstance(filename, str):
             continue
-        line = _source.attribute_line(filename, type.__getattribute__(base, "__qualname__"), attribute)
+        line = _source.attribute_line(filename, _QUALNAME.__get__(base), attribute)
         if line is not None:
             return _source.place(filename, line)
     return None

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import functools
 import gc
+import importlib.util
 import json
 import os
 import runpy
@@ -22,7 +23,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from zbpipe.leaks import Growth, Report, _marker
+from zbpipe.leaks import Growth, _marker
+from zbpipe.leaks._growth import Grown, describe, report_of
 
 DESCRIPTION = """\
 Run a training script, and show the tensors and bytes that live after each of its steps, what grew, and who holds it.
@@ -59,9 +61,8 @@ def run(given: argparse.Namespace) -> int:
     """Run the script, then report. Returns the exit status; the script's exceptions pass, after the report."""
     if not given.module and not Path(given.script).is_file():
         given.parser.error(f"there is no file {given.script}; options of the script come after its name")
-    if given.picture and given.picture.suffix not in (".png", ".svg", ".html"):
-        given.parser.error(f"--picture {given.picture}: its name must end in .png, .svg or .html")
-    steps = _Steps(given.warmup, given.steps, bool(given.json or given.picture))
+    _refuse_files(given)
+    steps = _Steps(given.warmup, given.steps)
     status: Any = 0
     try:
         with steps.watched():
@@ -70,12 +71,31 @@ def run(given: argparse.Namespace) -> int:
         pass
     except SystemExit as ended:
         status = ended.code
-        if isinstance(status, str):  # as Python itself has it
+        if status is not None and not isinstance(status, int):  # as Python itself has it
             print(status, file=sys.stderr)
             status = 1
     finally:
         judged = _report(steps, given)
     return int(status or 0) or judged
+
+
+def _refuse_files(given: argparse.Namespace) -> None:
+    """Exit if a file that is asked for cannot be written; the script may change the working directory."""
+    if given.picture and given.picture.suffix not in (".png", ".svg", ".html"):
+        given.parser.error(f"--picture {given.picture}: its name must end in .png, .svg or .html")
+    if given.picture and given.picture.suffix != ".html" and importlib.util.find_spec("matplotlib") is None:
+        given.parser.error(f"--picture {given.picture}: only matplotlib can draw it; install that, or end it in .html")
+    for option in ("json", "picture"):
+        path = getattr(given, option)
+        if path is None:
+            continue
+        if path.is_dir():
+            given.parser.error(f"--{option} {path} is a folder; name a file in it")
+        if not path.absolute().parent.is_dir():
+            given.parser.error(f"--{option} {path}: there is no folder {path.parent}; make it first")
+        if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+            given.parser.error(f"--{option} {path}: it may not be written; name another file")
+        setattr(given, option, path.absolute())
 
 
 def _steps_to_watch(text: str) -> int:
@@ -107,10 +127,9 @@ class _EnoughSteps(SystemExit):
 class _Steps:
     """Sees the ends of a script's steps, and looks at what lives then, once the warm-up is over."""
 
-    def __init__(self, warmup: int, steps: int | None, with_report: bool) -> None:
+    def __init__(self, warmup: int, steps: int | None) -> None:
         self.warmup = warmup
         self.steps = steps
-        self.with_report = with_report
         self.kind = -1
         self.stepper: weakref.ref[Any] | None = None  # the schedule or optimizer that counts
         self.inside = threading.local()
@@ -124,8 +143,7 @@ class _Steps:
             self.growth.close()
         self.seen = 0
         self.growth = None
-        self.held_by = ""  # what grew and who held it at the last look that found something
-        self.report = Report()
+        self.found: list[Grown] = []  # what grew at the last look
         self.looked_at = 0
         if self.warmup == 0:
             self.begin()
@@ -142,11 +160,7 @@ class _Steps:
         """Look who holds what grew: a search through all that lives."""
         assert self.growth is not None
         self.looked_at = self.watched_steps
-        held_by = self.growth.table().partition("\n\n")[2]
-        if held_by:
-            self.held_by = f"{held_by}\n(as of step {self.watched_steps})"
-            if self.with_report:
-                self.report = self.growth.report()
+        self.found = self.growth.grown()
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -219,9 +233,10 @@ def _classes_that_step() -> list[Any]:
 def _report(steps: _Steps, given: argparse.Namespace) -> int:
     """Print, and write what files were asked for. Returns the exit status that the steps deserve."""
     growth = steps.growth
-    if growth is not None and not steps.held_by and steps.looked_at < steps.watched_steps >= ENOUGH:
-        steps.look()
     if growth is not None:
+        steps.found = growth.still_grown(steps.found)
+        if not steps.found and steps.looked_at < steps.watched_steps >= ENOUGH:
+            steps.look()
         growth.close()
     if growth is None or steps.watched_steps < ENOUGH:
         what = f"{steps.seen} steps ({KINDS[steps.kind]}) were seen" if steps.seen else "no step was seen"
@@ -232,19 +247,20 @@ def _report(steps: _Steps, given: argparse.Namespace) -> int:
         )
         return TOO_FEW
     head = f"zbpipe leaks: {steps.watched_steps} steps ({KINDS[steps.kind]}) after {steps.warmup} of warm-up"
-    _say(f"{head}\n{growth.table()}\n\n{steps.held_by or 'nothing grew'}")
+    grew = f"{describe(steps.found)}\n(as of step {steps.looked_at})" if steps.found else "nothing grew"
+    _say(f"{head}\n{growth.table()}\n\n{grew}")
     if given.json:
         rows = zip(growth.counts, growth.bytes, strict=True)
         data = {
             "kind": KINDS[steps.kind],
             "warmup": steps.warmup,
             "steps": [{"tensors": count, "bytes": size} for count, size in rows],
-            "grown": steps.report.as_dict(),
+            "grown": report_of(steps.found).as_dict(),
         }
         _of_rank(given.json).write_text(json.dumps(data, indent=1) + "\n")
-    if given.picture and steps.held_by:
-        steps.report.draw(_of_rank(given.picture))
-    return int(bool(given.error and steps.held_by))
+    if given.picture and steps.found:
+        report_of(steps.found).draw(_of_rank(given.picture))
+    return int(bool(given.error and steps.found))
 
 
 def _say(text: str) -> None:

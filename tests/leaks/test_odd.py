@@ -1,0 +1,408 @@
+"""Checks of odd things: threads that free what is looked at, wrappers, numpy's memory, objects that fight back."""
+
+import gc
+import os
+import subprocess
+import sys
+import warnings
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zbpipe
+from zbpipe.leaks import TensorLeakWarning, check_tensor_leak, find_holders
+
+KEPT = []
+
+
+@pytest.fixture(autouse=True)
+def _nothing_kept():
+    yield
+    KEPT.clear()
+    gc.collect()
+
+
+def checked(function, **arguments):
+    with check_tensor_leak(action="record", **arguments) as check:
+        function()
+    return check.report
+
+
+def said(report):
+    return "\n".join(str(holder) for leak in report.leaks for holder in leak.chain)
+
+
+# ---- threads
+
+TRAINING_BESIDE_CHECKS = """
+import sys, threading, time
+import torch
+from torch import nn
+import zbpipe
+from zbpipe.leaks import check_tensor_leak, find_holders
+
+torch.set_num_threads(1)
+stop = threading.Event()
+model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU()) for _ in range(12)])
+
+
+def ordinary():
+    while not stop.is_set():
+        model(torch.randn(4, 8)).sum().backward()
+        model.zero_grad()
+
+
+def split():
+    while not stop.is_set():
+        x = torch.randn(4, 8, requires_grad=True)
+        out = model(x)
+        zbpipe.stage_backward_weight(
+            model.parameters(), zbpipe.stage_backward_input([out], [torch.ones(4, 8)], [x], model.parameters())[1]
+        )
+        model.zero_grad()
+
+
+thread = threading.Thread(target={"ordinary": ordinary, "split": split}[sys.argv[1]])
+thread.start()
+end = time.monotonic() + 4
+looks = 0
+while time.monotonic() < end:
+    with check_tensor_leak(action="record"):
+        pass
+    find_holders(model[0][0].weight)
+    looks += 1
+stop.set()
+thread.join()
+print("looks", looks)
+"""
+
+
+@pytest.mark.parametrize("kind", ["ordinary", "split"])
+def test_another_thread_may_free_what_is_looked_at(kind, tmp_path):
+    script = tmp_path / "training.py"
+    script.write_text(TRAINING_BESIDE_CHECKS)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, str(script), kind], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.startswith("looks")
+
+
+def test_a_child_of_a_fork_inside_a_check_collects():
+    gc.enable()
+    with check_tensor_leak(action="record"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of fork() beside threads
+            child = os.fork()
+        if child == 0:
+            os._exit(0 if gc.isenabled() else 1)
+        _, status = os.waitpid(child, 0)
+        assert not gc.isenabled()
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert gc.isenabled()
+
+
+# ---- wrappers, and what tensors are made of
+
+
+def test_functorch_wrappers_of_sparse_tensors():
+    def step():
+        torch.func.vjp(lambda x: (KEPT.append(x), x)[1], torch.eye(3).to_sparse())
+
+    assert checked(step).bytes > 0
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_allowed_dtensors_and_their_gradients(one_rank):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    layer = nn.Linear(4, 4)
+    mesh = init_device_mesh("cpu", (1,))
+    for name, weight in list(layer.named_parameters()):
+        setattr(layer, name, nn.Parameter(distribute_tensor(weight.detach(), mesh, [Replicate()])))
+    optimizer = torch.optim.Adam(layer.parameters())
+    x = distribute_tensor(torch.ones(2, 4), mesh, [Replicate()])
+
+    def step():
+        optimizer.zero_grad()
+        layer(x).sum().backward()
+        optimizer.step()
+
+    step()
+    for _ in range(2):
+        report = checked(step, allow=[layer, optimizer])
+        assert not report, str(report)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_channel")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.eye(4).to_sparse(),
+        lambda: torch.eye(4).to_sparse_csr(),
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        lambda: torch.nested.nested_tensor([torch.ones(2, 2), torch.ones(3, 2)], layout=torch.jagged),
+    ],
+    ids=["sparse", "csr", "nested", "jagged"],
+)
+def test_allowed_tensors_that_are_made_of_several(make):
+    make()
+
+    def step():
+        KEPT.append(make())
+
+    assert checked(step).bytes > 0
+    report = checked(step, allow=KEPT)
+    assert not report, str(report)
+
+
+def test_sparse_gradients_of_an_embedding_are_its_own():
+    table = nn.Embedding(10, 4, sparse=True)
+    optimizer = torch.optim.SparseAdam(table.parameters())
+
+    def step():
+        optimizer.zero_grad()
+        table(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+
+    step()
+    report = checked(step, allow=[table, optimizer])
+    assert not report, str(report)
+
+
+def test_gradients_that_are_retained_are_the_tensors_own():
+    x = torch.ones(3, requires_grad=True)
+    hidden = x * 2
+    hidden.retain_grad()
+    report = checked(lambda: hidden.sum().backward(), allow=[x, hidden])
+    assert not report, str(report)
+
+
+def test_a_predicate_is_asked_of_tensors_that_python_has_not_seen():
+    weight = torch.ones(3, requires_grad=True)
+    asked = []
+    report = checked(lambda: weight.exp().sum().backward(), allow=lambda t: asked.append(t.shape) or True)
+    assert not report and asked == [(3,)]
+
+
+# ---- memory from elsewhere
+
+
+def test_what_an_older_storage_gains_is_seen():
+    storage = torch.ones(4).untyped_storage()
+    tensor = torch.empty(0)
+    tensor.set_(storage)
+    (leak,) = checked(lambda: storage.resize_(4_000_000)).leaks
+    assert leak.bytes == 4_000_000 and leak.fate == "alive"
+
+
+def test_what_a_group_holds_from_before_is_old():
+    layer = nn.Linear(3, 3)
+    x = torch.ones(2, 3, requires_grad=True)
+    output = layer(x.exp()).sin()
+    _, groups = zbpipe.stage_backward_input([output], [torch.ones_like(output)], [x], layer.parameters())
+    report = checked(lambda: zbpipe.stage_backward_weight(layer.parameters(), groups), allow=layer)
+    assert not report, str(report)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_tensor_that_comes_to_be_seen_is_old():
+    scripted = torch.jit.script(nn.Linear(3, 3))
+    report = checked(lambda: KEPT.append(scripted.weight))
+    assert not report, str(report)
+
+
+def test_an_array_of_numpy_is_a_holder():
+    report = checked(lambda: KEPT.append([torch.ones(4).numpy()]))
+    assert "a numpy array" in said(report) and "KEPT" in report.leaks[0].blame.text
+    assert not checked(lambda: None)
+
+    @check_tensor_leak(action="error")
+    def produce():
+        return torch.ones(4).numpy()
+
+    assert produce().sum() == 4
+
+
+# ---- find_holders
+
+
+def test_a_tensor_that_only_variables_hold():
+    x = torch.ones(3)
+    assert "variables of running functions" in find_holders(x).chain[0].text
+
+
+def test_a_tensor_in_a_dead_cycle():
+    x = torch.ones(3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "enable", lambda: None)
+        gc.disable()
+        cycle = {"tensor": x}
+        cycle["itself"] = cycle
+        del cycle
+        leak = find_holders(x)
+    gc.enable()
+    assert leak.chain[0].text == "dict item 'tensor'"
+
+
+# ---- objects that fight back
+
+
+class Name(str):
+    pass
+
+
+def test_subclasses_of_atoms_may_hold_tensors():
+    name = Name("n")
+    KEPT.append(name)
+
+    def step():
+        name.cache = torch.ones(3)
+
+    assert "attribute cache of" in said(checked(step))
+
+
+class Proud(type):
+    @property
+    def __module__(cls):
+        raise RuntimeError("no module for you")
+
+
+def test_a_metaclass_that_raises():
+    odd = Proud("Odd", (), {})()
+    KEPT.append(odd)
+
+    def step():
+        odd.tensor = torch.ones(3)
+
+    assert "attribute tensor of" in said(checked(step))
+
+
+def test_a_property_in_the_place_of_the_dictionary_is_not_run():
+    class Locked:
+        @property
+        def __dict__(self):
+            raise SystemExit("run")
+
+    locked = Locked()
+    KEPT.append(locked)
+    assert checked(lambda: setattr(locked, "tensor", torch.ones(3))).leaks[0].bytes == 12
+
+
+def test_keys_are_not_compared():
+    compared = []
+
+    class Key:
+        def __hash__(self):
+            return hash("__name__")
+
+        def __eq__(self, other):
+            compared.append(other)
+            return False
+
+    table = {Key(): None, "tensor": None}
+    KEPT.append(table)
+
+    def step():
+        table["tensor"] = torch.ones(3)
+        compared.clear()
+
+    assert "dict item 'tensor'" in said(checked(step)) and compared == []
+
+
+class Contrary(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        raise RuntimeError("no")
+
+
+def test_an_allowed_subclass_that_refuses_everything():
+    contrary = torch.ones(3).as_subclass(Contrary)
+    assert not checked(lambda: None, allow=[contrary])
+
+
+def test_names_that_no_encoding_has(tmp_path):
+    report = checked(lambda: KEPT.append({"\udcff": torch.ones(3)}))
+    str(report).encode("utf-8")
+    for suffix in (".html", ".svg", ".png"):
+        assert report.draw(tmp_path / f"leaks{suffix}").stat().st_size > 0
+
+
+# ---- the check itself
+
+
+def test_a_check_that_was_left_keeps_nothing_that_was_allowed():
+    model = nn.Linear(2, 2)
+    with check_tensor_leak(action="record", allow=model) as check:
+        pass
+    gone = weakref.ref(model)
+    del model
+    assert gone() is None and not check.report
+
+
+def test_what_a_collection_inside_frees_is_a_leak():
+    def step():
+        holder = {"tensor": torch.zeros(8)}
+        holder["itself"] = holder
+        del holder
+        gc.collect()
+
+    (leak,) = checked(step).leaks
+    assert (leak.bytes, leak.fate) == (32, "freed by the collector")
+    assert "a collection inside the check" in leak.chain[0].text
+    assert gc.callbacks == [c for c in gc.callbacks if "Collected" not in repr(c)]
+
+
+@pytest.mark.parametrize("thing", [5, nn.Linear(2, 2), "weights"])
+def test_what_is_no_function_is_not_decorated(thing):
+    with pytest.raises(TypeError, match=r"was given a \w+ to check; expected a function, or pass what may live on as"):
+        check_tensor_leak(thing)
+
+
+def test_an_async_generator_is_not_decorated():
+    async def produce():
+        yield 1
+
+    with pytest.raises(TypeError, match="runs after its call has returned"):
+        check_tensor_leak(produce)
+
+
+def test_warnings_of_a_decorated_function_point_at_it_each_time():
+    @check_tensor_leak
+    def leak():  # the function
+        KEPT.append(torch.ones(3))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        leak()
+        leak()
+    assert [w.category for w in caught] == [TensorLeakWarning] * 2
+    assert all(w.filename == __file__ for w in caught)
+
+
+def test_a_check_is_left_once_and_after_it_was_entered():
+    check = check_tensor_leak(action="record")
+    with pytest.raises(RuntimeError, match="a check is left once, after it was entered"):
+        check.__exit__(None, None, None)
+    with check:
+        pass
+    with pytest.raises(RuntimeError, match="a check is left once, after it was entered"):
+        check.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("device", ["foo", 3.5, "meta"])
+def test_devices_that_cannot_be_checked(device):
+    with pytest.raises(ValueError, match=r"^device is .*; tensors can be checked on cpu and cuda$"):
+        check_tensor_leak(device=device)
