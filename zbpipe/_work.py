@@ -43,8 +43,9 @@ def defer(function: Callable[..., Any], weights: Weights, saved: Sequence[Any] =
             ``function`` adds all gradients itself and returns None.
         saved: what ``function`` is called with. Tensors in it, also within tuples and lists, come without history, are
             counted in the group's ``bytes_held`` and freed when the call has been made; parameters come as they are
-            and are not counted. None may be modified in place until then, which the weight pass checks. What ``function`` closes over is held, but neither counted nor checked;
-            it should not close over ``ctx``, which holds the graph.
+            and are not counted. None may be modified in place until then, which the weight pass checks. What
+            ``function`` closes over is held, but neither counted nor checked; it should not close over ``ctx``, which
+            holds the graph, nor over anything that holds the groups.
 
     Returns:
         For a single weight its gradient or None; for several a tuple of such.
