@@ -38,8 +38,8 @@ class Use:
 class ParameterPlan:
     """One parameter: its ``uses``, none if it gets no gradient, which ``note`` explains.
 
-    ``bytes`` is what a microbatch holds for it from I to W, ``alone`` what it holds for no other parameter. ``note`` also
-    says what makes W go through libtorch's engine instead of adding directly: hooks, a computation between the
+    ``bytes`` is what a microbatch holds for it from I to W, ``alone`` what it holds for no other parameter. ``note``
+    also says what makes W go through libtorch's engine instead of adding directly: hooks, a computation between the
     parameter and its use.
     """
 
@@ -124,8 +124,8 @@ def explain(
     first_stage: bool = False,
     output_grads: Sequence[torch.Tensor | None] | None = None,
 ) -> Explanation:
-    """Tells what a split backward of ``module`` would do for one microbatch: which parameters' gradients W computes, which
-    ones I computes and why, the bytes held in between, the products and their FLOPs.
+    """Tells what a split backward of ``module`` would do for one microbatch: which parameters' gradients W computes,
+    which ones I computes and why, the bytes held in between, the products and their FLOPs.
 
     It runs one forward and one input pass, on aliases of the parameters that share their memory and have no
     hooks, and on clones of the buffers and inputs: gradients, buffers and random numbers stay as they are. No weight

@@ -24,11 +24,12 @@ def defer(function: Callable[..., Any], weights: Weights, saved: Sequence[Any] =
 
     Within an input pass (:func:`stage_backward_input`) the call is kept in the parameter group, made in its weight
     pass, once, and its gradients are added as all others are: hooks of the weights, ``.grad`` or ``main_grad``, the
-    way from a weight to the tensor that the Function was given (a cast, a view, any other computation). What is returned
-    here is then None, for ``backward`` to return. In every other case it is made at once and its gradients are returned
-    here: in an ordinary backward, in a backward within the input pass, where the policy leaves nothing to the
-    weight pass, where the Function's node has a post hook, and where a gradient is needed to go on, since
-    what was given for the weight is computed from the stage's inputs. Gradients that nobody asks for (a frozen weight,
+    way from a weight to the tensor that the Function was given (a cast, a view, any other computation). What is
+    returned here is then None, for ``backward`` to return. In every other case it is made at once and its gradients are
+    returned here: in an ordinary backward, in a backward within the input pass, where the policy leaves these weights
+    to the input pass (by default vectors that come without a matrix), where the Function's node has a post hook, and
+    where a gradient is needed to go on, since what was given for the weight is computed from the stage's inputs.
+    Gradients that nobody asks for (a frozen weight,
     one that is not among those given to the input pass) are not computed at all.
 
     Args:
@@ -38,12 +39,13 @@ def defer(function: Callable[..., Any], weights: Weights, saved: Sequence[Any] =
             itself; hooks then see what they see for such a Function in an ordinary backward. Without grad mode, with
             autocast as it is here, on the stream of the Function.
         weights: for each gradient the position of the argument of ``forward`` that it is for, counted as in
-            ``ctx.needs_input_grad``, or a tensor that was given there. None: all the Function's weights, and ``function``
-            adds all gradients itself and returns None.
-        saved: what ``function`` is called with. Tensors in it, also within tuples and lists, are counted in the
-            group's ``bytes_held``, freed when the call has been made, and must not be modified in place until
-            then, which the weight pass checks. What ``function`` closes over is held, but neither counted nor checked;
-            it should not close over ``ctx``, which holds the graph.
+            ``ctx.needs_input_grad``, or a tensor that was given there. None: all the Function's weights, and
+            ``function`` adds all gradients itself and returns None.
+        saved: what ``function`` is called with. Tensors in it, also within tuples and lists, come without history, are
+            counted in the group's ``bytes_held`` and freed when the call has been made; parameters come as they are
+            and are not counted. None may be modified in place until then, which the weight pass checks. What
+            ``function`` closes over is held, but neither counted nor checked; it should not close over ``ctx``, which
+            holds the graph, nor over anything that holds the groups.
 
     Returns:
         For a single weight its gradient or None; for several a tuple of such.

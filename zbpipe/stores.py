@@ -96,7 +96,9 @@ class WeightGradStore:
             _, prepare, _ = work
             return (lambda: function(*prepare(async_op=False))), ()
         if len(work) == 2 and not isinstance(work[0], (tuple, list)):
-            raise TypeError(f"put() was called with a {type(work[0]).__name__} and a function; expected a list of arguments")
+            raise TypeError(
+                f"put() was called with a {type(work[0]).__name__} and a function; expected a list of arguments"
+            )
         return function, tuple(work[0]) if len(work) == 2 else ()
 
     def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -107,30 +109,32 @@ class WeightGradStore:
 
     @staticmethod
     def _add(weights: Sequence[int | torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
-        pairs = [(weight, grad) for weight, grad in zip(weights, grads, strict=True) if grad is not None]
-        for i, (weight, _) in enumerate(pairs):
+        edges, added = [], []
+        for i, (weight, grad) in enumerate(zip(weights, grads, strict=True)):
+            if grad is None:
+                continue
             if isinstance(weight, int):
                 raise ValueError(
                     f"put() was called where no input pass takes the work, and weights[{i}] is a position, to which "
                     "nothing can be added here; ask `enabled` first, or give the store the tensor"
                 )
-        if pairs:
-            edges = [torch.autograd.graph.get_gradient_edge(weight) for weight, _ in pairs]
-            torch.autograd.backward(edges, [grad for _, grad in pairs])
+            edges.append(torch.autograd.graph.get_gradient_edge(weight))
+            added.append(grad)
+        if edges:
+            torch.autograd.backward(edges, added)
 
 
 def run_backward_dw(module: nn.Module, weights: Sequence[nn.Parameter] | None = None) -> RemovableHandle:
     """Lets the weight pass call ``module.backward_dw()``, for a module whose backward gives no weight gradients and
     which computes them in that method, one microbatch per call, first in, first out.
 
-    Where no input pass runs it is called at once, at the end of the module's backward, also of one for the inputs alone,
-    so that the module's queue stays in step. Each call may set, or add to,
-    the weights' ``.grad``: what it leaves there is the microbatch's gradient, which is then added as every other
-    one, with hooks, ``main_grad`` and whatever was in ``.grad`` before. A call that leaves ``.grad`` None has added
-    the gradient elsewhere itself.
+    Where no input pass runs it is called at once, at the end of the module's backward, also of one for the inputs
+    alone, so that the module's queue stays in step. Each call may set, or add to, the weights' ``.grad``:
+    what it leaves there is the microbatch's gradient, which is then added as every other one, with hooks, ``main_grad``
+    and whatever was in ``.grad`` before. A call that leaves ``.grad`` None has added the gradient elsewhere itself.
 
-    A hook on the module's forward passes its tensor inputs through a node that takes the module's place; inputs that
-    need no gradient get one computed, in vain, if none of the others needs one.
+    A hook on the module's forward passes its tensor inputs through a node that takes the module's place; where
+    none of them needs a gradient, the first one gets one computed, in vain.
 
     Args:
         module: has a method ``backward_dw()`` without arguments; its ``forward`` takes at least one floating-point
@@ -162,7 +166,9 @@ def run_backward_dw(module: nn.Module, weights: Sequence[nn.Parameter] | None = 
                 f"{type(module).__name__} was called without a floating-point tensor by position; "
                 "backward_dw() has no place in its graph"
             )
-        passed = _Entrance.apply(module, len(places), *(args[i] for i in places), *served)
+        passed = _Entrance.apply(  # type: ignore[no-untyped-call]
+            module, len(places), *(args[i] for i in places), *served
+        )
         entered = list(args)
         for i, tensor in zip(places, passed, strict=True):
             entered[i] = tensor

@@ -469,9 +469,7 @@ class Fails(Function):
 FAILING = {
     "directly": lambda m, x, f, c: Fails.apply(x @ m.b, m.a, f, c).sin(),
     "behind a cast": lambda m, x, f, c: Fails.apply(x @ m.b, m.a.mT.mT, f, c).sin(),
-    "behind nodes that have saved tensors": lambda m, x, f, c: Fails.apply(
-        x @ m.b.exp(), m.a.exp() * m.a, f, c
-    ).sin(),
+    "behind nodes that have saved tensors": lambda m, x, f, c: Fails.apply(x @ m.b.exp(), m.a.exp() * m.a, f, c).sin(),
 }
 
 
@@ -1024,8 +1022,9 @@ def test_weight_pass_on_another_thread():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it traces a Function
 def test_compiled_around_a_function_that_hands_over():
     """Traced, the work is part of the compiled backward; nothing is lost."""
-    stage = Stage(lambda m, x: torch.compile(lambda x: Linear.apply(x, m.a, m.b).sin(), backend="aot_eager")(x) @ m.c,
-                  **layers())
+    stage = Stage(
+        lambda m, x: torch.compile(lambda x: Linear.apply(x, m.a, m.b).sin(), backend="aot_eager")(x) @ m.c, **layers()
+    )
     check(stage, (3, 4), orders=(late,))
 
 

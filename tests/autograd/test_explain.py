@@ -46,9 +46,16 @@ STAGES = {
     "weight on the left": (lambda: Stage(lambda m, x: m.a @ x, a=weight(7, 3, dtype=torch.float32)), (3, 4)),
     "convolution": (lambda: nn.Conv2d(4, 6, 3, padding=1), (2, 4, 5, 5)),
     "transposed convolution": (lambda: nn.ConvTranspose2d(4, 6, 3, stride=2), (2, 4, 5, 5)),
-    "einsum": (lambda: Stage(lambda m, x: torch.einsum("bi,ijk->bjk", x, m.a), a=weight(4, 3, 2, dtype=torch.float32)), (3, 4)),
+    "einsum": (
+        lambda: Stage(lambda m, x: torch.einsum("bi,ijk->bjk", x, m.a), a=weight(4, 3, 2, dtype=torch.float32)),
+        (3, 4),
+    ),
     "both factors": (
-        lambda: Stage(lambda m, x: (x @ m.a) @ (x.mT @ m.b).mT, a=weight(4, 3, dtype=torch.float32), b=weight(3, 3, dtype=torch.float32)),
+        lambda: Stage(
+            lambda m, x: (x @ m.a) @ (x.mT @ m.b).mT,
+            a=weight(4, 3, dtype=torch.float32),
+            b=weight(3, 3, dtype=torch.float32),
+        ),
         (3, 4),
     ),
 }
@@ -100,7 +107,11 @@ def post_hook(m, x):
 
 
 I_REASONS = {
-    "a custom Function": (lambda m, x: Plain.apply(x, m.a), {}, "custom Function without zbpipe.defer: runs whole in I"),
+    "a custom Function": (
+        lambda m, x: Plain.apply(x, m.a),
+        {},
+        "custom Function without zbpipe.defer: runs whole in I",
+    ),
     "a post hook": (post_hook, {}, "a hook on its node is owed all of its gradients at once"),
     "the policy": (lambda m, x: x @ m.a, {"defer": "nothing"}, "policy defer='nothing'"),
     "the policy's function": (lambda m, x: x @ m.a, {"defer": lambda w: False}, "the policy's defer function says so"),
@@ -262,7 +273,9 @@ def test_nothing_is_changed():
     assert all(net.get_parameter(name) is parameter for name, parameter in objects.items())
     for name, value in net.state_dict().items():
         assert torch.equal(value, before[name]), name
-    assert torch.equal(net.out.weight.grad, torch.ones(2, 4)) and torch.equal(net.out.weight.main_grad, torch.ones(2, 4))
+    assert torch.equal(net.out.weight.grad, torch.ones(2, 4)) and torch.equal(
+        net.out.weight.main_grad, torch.ones(2, 4)
+    )
     assert net.conv.weight.grad is None and x.grad is None and x.grad_fn is None
     assert torch.equal(x.detach(), given)
     assert net.training
