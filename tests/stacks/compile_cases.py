@@ -11,7 +11,6 @@ from training import ZERO_BUBBLE, Training
 
 from zbpipe._compile import Backend, backend
 
-
 # Under any other dispatch mode dynamo leaves code as it is.
 Events.ignore_compile_internals = classmethod(lambda cls: True)
 # Dynamo takes a compiled module in DDP apart at DDP's buckets, the first of which is larger than these whole modules.
