@@ -22,6 +22,7 @@ import functools
 import importlib
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -40,6 +41,7 @@ METHODS: dict[str, tuple[str, tuple[str, ...], bool]] = {
 
 _Function = Callable[..., Any]
 _places: list[tuple[type, str, _Function, _Function]] = []  # owner, name, original, replacement
+_checked: weakref.WeakSet[Any] = weakref.WeakSet()  # stages whose modules _check_parts() has looked through
 
 
 def install() -> tuple[list[str], str | None]:
@@ -118,6 +120,8 @@ def _backward_maybe_with_nosync(
 ) -> Any:
     if backward_type != "input" and is_ddp(self.submod):
         return _contribute(original, self, backward_type, bwd_kwargs, last_backward)
+    if backward_type == "input":
+        _check_parts(self)
     if backward_type == "full" or not _is_sharded(self.submod):
         return original(self, backward_type, bwd_kwargs, last_backward=last_backward)
     with _with_unsharded_parameters(self.submod):
@@ -125,6 +129,22 @@ def _backward_maybe_with_nosync(
     if backward_type == "weight":
         _accumulate(self.submod)
     return result
+
+
+def _check_parts(stage: Any) -> None:
+    """Refuse a module of which only parts are data parallel: nobody would drive them, and they would reduce in I, or for
+    some microbatches alone. Raises RuntimeError."""
+    module = stage.submod
+    if stage in _checked or _is_sharded(module):
+        return
+    for name, part in module.named_modules():
+        if part is not module and (_is_sharded(part) or is_ddp(part)):
+            raise RuntimeError(
+                f"stage {stage.stage_index}'s module is a {type(module).__name__} whose part {name!r}, a "
+                f"{type(part).__name__}, reduces gradients by itself, which would come before the weight pass: apply "
+                "fully_shard, replicate or DistributedDataParallel to the stage's whole module too."
+            )
+    _checked.add(stage)
 
 
 # DistributedDataParallel, as a wrapper, or as the composable replicate that keeps it in its state.

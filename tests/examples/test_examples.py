@@ -1,0 +1,31 @@
+"""Each script in examples/ runs, and says that its results are right."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import zbpipe
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SAYS = {
+    "ddp.py": "gradients of 2 steps equal those of the model in one piece",
+    "fsdp2.py": "gradients of 2 steps equal those of the model in one piece, to bfloat16's precision",
+    "tensor_parallel.py": "gradients of 2 steps equal those of the model in one piece",
+}
+
+
+def test_every_example_is_run():
+    assert {path.name for path in EXAMPLES.glob("*.py")} == SAYS.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAYS)
+def test_example(name, tmp_path):
+    env = {**os.environ, "PYTHONPATH": str(Path(zbpipe.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error", str(EXAMPLES / name)]
+    ran = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert SAYS[name] in ran.stdout
