@@ -1,10 +1,10 @@
-"""Pipeline and data parallel: two pipeline ranks of two stages each, in DistributedDataParallel over two replicas, under ZBV.
+"""Pipeline and data parallel: two pipeline ranks of two stages each, in DistributedDataParallel, under ZBV.
 
     python examples/ddp.py          starts its four processes itself
     torchrun --nproc-per-node 4 examples/ddp.py
 
-Every replica trains on its own data. DDP reduces each gradient once, in a stage's last weight pass. The gradients of every
-step are compared with those of the same model in one piece, on the data of both replicas.
+Each of two replicas trains on its own data. DDP reduces each gradient once, in a stage's last weight pass. The
+gradients of every step are compared with those of the same model in one piece, on the data of both replicas.
 """
 
 import os

@@ -4,8 +4,8 @@ ranks, under interleaved zero bubble.
     python examples/fsdp2.py        starts its four processes itself
     torchrun --nproc-per-node 4 examples/fsdp2.py
 
-Forward and backward run in bfloat16; the microbatches' gradients are summed and reduced in float32, as often as without a
-pipeline. The gradients of every step are compared with those of the same model in one piece, computed in float32.
+Forward and backward run in bfloat16; the microbatches' gradients are summed and reduced in float32, each once a step.
+The gradients of every step are compared with those of the same model in one piece, computed in float32.
 """
 
 import os
@@ -80,7 +80,8 @@ def train():
 
     dist.barrier()
     if dist.get_rank() == 0:
-        print(f"fully_shard under interleaved zero bubble: gradients of {STEPS} steps equal those of the model in one piece, to bfloat16's precision")
+        same = f"gradients of {STEPS} steps equal those of the model in one piece, to bfloat16's precision"
+        print(f"fully_shard under interleaved zero bubble: {same}")
     dist.destroy_process_group()
 
 

@@ -1,11 +1,11 @@
-"""Pipeline, tensor and sequence parallel: two pipeline ranks of two stages each, whose weights and activations are DTensors
-over two ranks, under DualPipeV.
+"""Pipeline, tensor and sequence parallel: two pipeline ranks of two stages each, whose weights and activations are
+DTensors over two ranks, under DualPipeV.
 
     python examples/tensor_parallel.py     starts its four processes itself
     torchrun --nproc-per-node 4 examples/tensor_parallel.py
 
-Stages hand on DTensors that are sharded over the sequence. The weight pass multiplies each rank's parts of the matrices and
-communicates nothing. The gradients of every step are compared with those of the same model in one piece.
+Stages hand on DTensors that are sharded over the sequence. The weight pass multiplies each rank's parts of the matrices
+and communicates nothing. The gradients of every step are compared with those of the same model in one piece.
 """
 
 import os
@@ -101,7 +101,8 @@ def train():
 
     dist.barrier()
     if dist.get_rank() == 0:
-        print(f"tensor and sequence parallel under DualPipeV: gradients of {STEPS} steps equal those of the model in one piece")
+        same = f"gradients of {STEPS} steps equal those of the model in one piece"
+        print(f"tensor and sequence parallel under DualPipeV: {same}")
     dist.destroy_process_group()
 
 

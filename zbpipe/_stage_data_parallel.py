@@ -1,17 +1,18 @@
 """Drives data parallelism around I and W, where torch's stage drives it as if each were a whole backward.
 
-torch's stage makes DistributedDataParallel and fully_shard accumulate over microbatches and reduce once, by what it does
-around each forward and backward. With a backward in two parts that is not enough, or comes at the wrong moment. While
-torch is patched, these methods of its stages are wrapped:
+torch's stage makes DistributedDataParallel and fully_shard accumulate over microbatches and reduce once, by what it
+does around each forward and backward. With a backward in two parts that is not enough, or comes at the wrong moment.
+While torch is patched, these methods of its stages are wrapped:
 
-- ``_compute_outputs``, the forward from which a stage learns its shapes before the first step: as every other forward, it
-  must not make DDP expect a backward, or the first microbatch's W is reduced alone.
+- ``_compute_outputs``, the forward from which a stage learns its shapes before the first step: as every other forward,
+  it must not make DDP expect a backward, or the first microbatch's W is reduced alone.
 - ``forward_maybe_with_nosync``: the composable ``replicate`` of ``torch.distributed._composable`` is DDP in hooks, and
   torch's stage takes it for a plain module. With ``static_graph`` DDP would queue a reduction to the end of the first
   engine run, which is I: before there are gradients.
-- ``backward_maybe_with_nosync``: before the last W, DDP looks for unused weights from the outputs, which have no history
-  any more; the groups know which weights are used. After each W, fully_shard has to move the gradients to its buffers of
-  the reduce dtype: its own hooks fired in I.
+- ``backward_maybe_with_nosync``: before the last W, DDP looks for unused weights from the outputs, which have no
+  history any more; the groups know which weights are used. fully_shard may have the shards in the weights' place when
+  I or W is asked for them; and after each W the gradients have to go to its buffers of the reduce dtype, for its own
+  hooks fired in I.
 
 Nothing is reduced here: DDP's hooks do it in the last W, bucket by bucket, while W runs; for fully_shard torch's
 schedule does it after the last W.
@@ -36,7 +37,11 @@ STAGE = "torch.distributed.pipelining.stage"
 METHODS: dict[str, tuple[str, tuple[str, ...], bool]] = {
     "_compute_outputs": ("PipelineStage", ("self", "args", "module", "kwargs"), True),
     "forward_maybe_with_nosync": ("_PipelineStageBase", ("self", "args", "kwargs"), False),
-    "backward_maybe_with_nosync": ("_PipelineStageBase", ("self", "backward_type", "bwd_kwargs", "last_backward"), False),
+    "backward_maybe_with_nosync": (
+        "_PipelineStageBase",
+        ("self", "backward_type", "bwd_kwargs", "last_backward"),
+        False,
+    ),
 }
 
 _Function = Callable[..., Any]
@@ -132,8 +137,8 @@ def _backward_maybe_with_nosync(
 
 
 def _check_parts(stage: Any) -> None:
-    """Refuse a module of which only parts are data parallel: nobody would drive them, and they would reduce in I, or for
-    some microbatches alone. Raises RuntimeError."""
+    """Refuse a module of which only parts are data parallel: nobody would drive them, and they would reduce in I, or
+    for some microbatches alone. Raises RuntimeError."""
     module = stage.submod
     if stage in _checked or _is_sharded(module):
         return
@@ -207,9 +212,9 @@ def _contribute(
     """A backward, or a W, that adds to the gradients which DDP reduces in the step's last one.
 
     Note [The first backward of a static graph]
-    With static_graph DDP counts how often each weight's hook is called until it reduces for the first time, and waits for
-    as many calls from then on. It has to count one backward, not all of a step: so the first one of all is reduced by
-    itself, once it is through, as DDP does with no_sync outside of pipelines.
+    With static_graph DDP counts how often each weight's hook is called until it reduces for the first time, and waits
+    for as many calls from then on. It has to count one backward, not all of a step: so the first one of all is reduced
+    by itself, once it is through, as DDP does with no_sync outside of pipelines.
     """
     ddp = _ddp(self.submod)
     counts = ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued
@@ -220,7 +225,9 @@ def _contribute(
             searches = ddp.find_unused_parameters and not ddp.static_graph
             bwd_kwargs = {**bwd_kwargs, "stage_output": _mentions(bwd_kwargs["param_groups"]) if searches else []}
         if ddp is not self.submod:  # else torch's stage does it
-            outputs = torch.nn.parallel.distributed._find_tensors(bwd_kwargs["stage_output"])
+            outputs = torch.nn.parallel.distributed._find_tensors(  # type: ignore[no-untyped-call]
+                bwd_kwargs["stage_output"]
+            )
             ddp.reducer.prepare_for_backward(list(outputs))
     result = original(self, backward_type, bwd_kwargs, last_backward=last_backward and not counts)
     if counts:
@@ -263,7 +270,7 @@ def _with_unsharded_parameters(module: Any) -> Iterator[None]:
 def _accumulate(module: Any) -> None:
     """Add the gradients of a W to the buffers in which fully_shard sums them up until it reduces.
 
-    It has such where it reduces in another dtype than it computes in, and adds to them when a backward is through: in I.
+    It has such where it reduces in another dtype than it computes in, and adds to them at a backward's end: in I.
     """
     for param in _gathered_params(module):
         unsharded = param._unsharded_param

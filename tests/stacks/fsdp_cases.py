@@ -125,7 +125,9 @@ def replica_in(this_mesh):
 
 def counts(events):
     """Of each step: how often weights were gathered, and gradients scattered."""
-    return [tuple(sum(log.collectives().get(name, 0) for name in names) for names in (GATHERS, SCATTERS)) for log in events]
+    return [
+        tuple(sum(log.collectives().get(name, 0) for name in names) for names in (GATHERS, SCATTERS)) for log in events
+    ]
 
 
 # In all of these the first step has a forward more, from which the stages learn their shapes.
@@ -201,9 +203,7 @@ def frees_as_unsplit(schedule):
     for reshard_after_forward in (False, True):
         seen = []
         for unsplit in (False, True):
-            training = Training(
-                schedule, mesh(), sharded(reshard_after_forward=reshard_after_forward), unsplit=unsplit
-            )
+            training = Training(schedule, mesh(), sharded(reshard_after_forward=reshard_after_forward), unsplit=unsplit)
             training.step(0, replica_in(mesh()), patched=not unsplit)
             watched = watch_memory(training)
             training.step(1, replica_in(mesh()), patched=not unsplit)
@@ -228,5 +228,7 @@ for case in (
 ):
     for number, name in enumerate(ZERO_BUBBLE):
         of_all = case in (reshards, mixed)
-        kind = "fast" if of_all or (number == 0 and case not in (not_nested, mixed_and_reshards, checkpointed)) else "slow"
+        kind = (
+            "fast" if of_all or (number == 0 and case not in (not_nested, mixed_and_reshards, checkpointed)) else "slow"
+        )
         CASES[f"{case.__name__}-{name}"] = (kind, functools.partial(case, name))

@@ -43,7 +43,9 @@ def test_a_stage_of_which_a_part_alone_is_data_parallel_is_refused(module):
     kwargs = {"stage_output": (out,), "output_grads": (torch.ones_like(out),), "input_values": (x,)}
     with (
         zbpipe.patched(),
-        pytest.raises(RuntimeError, match=r"stage 1's module is a Sequential whose part '0', a .*Linear|'0', a Distrib"),
+        pytest.raises(
+            RuntimeError, match=r"stage 1's module is a Sequential whose part '0', a .*Linear|'0', a Distrib"
+        ),
     ):
         stage.backward_maybe_with_nosync("input", kwargs)
     assert x.grad is None

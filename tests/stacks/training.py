@@ -85,7 +85,7 @@ class Training:
             assert got.keys() == expected.keys()
             for name, grad in expected.items():
                 torch.testing.assert_close(
-                    got[name], grad, msg=lambda m, n=name: f"step {step}, stage {i}, {n}: {m}", **tolerances
+                    got[name], grad, msg=lambda m, n=f"stage {i}, {name}": f"step {step}, {n}: {m}", **tolerances
                 )
 
     def optimize(self):
