@@ -290,7 +290,7 @@ def _gathered_params(module: Any) -> Iterator[Any]:
         if groups is None:  # torch 2.11 has one group at most
             groups = [state._fsdp_param_group] if state._fsdp_param_group else []
         for group in groups:
-            yield from (param for param in group.fsdp_params if hasattr(param, "_unsharded_param"))
+            yield from (param for param in group.fsdp_params if getattr(param, "_unsharded_param", None) is not None)
 
 
 _WRAPPERS: dict[str, _Function] = {

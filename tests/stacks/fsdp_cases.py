@@ -11,6 +11,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from training import ZERO_BUBBLE, Training
 
+import zbpipe
+
 GATHERS = ("_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_")
 SCATTERS = ("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_")
 
@@ -173,6 +175,19 @@ def checkpointed(schedule):
     )
 
 
+def recomputed(schedule):
+    """W runs the checkpointed forward again, and gathers what has been resharded."""
+    make = functools.partial(model.make_parts, block=Checkpointed)
+    wrap = sharded(reshard_after_forward=True)
+    training = Training(schedule, mesh(), wrap, parts=make(), reference=make())
+    with zbpipe.policy(checkpoint="recompute"):
+        events = training.run(replica_in(mesh()))
+    assert [scatters for _, scatters in counts(events)] == [4, 4]
+    gathers = sum(event in GATHERS for _, _, inner in events[1].within("W") for event in inner)
+    assert gathers > 0
+    assert all(unsharded_bytes(module) == 0 for module in training.modules.values())
+
+
 def convolution(schedule):
     as_unsplit(
         schedule, sharded(reshard_after_forward=True), make=functools.partial(model.make_parts, block=Convolution)
@@ -221,6 +236,7 @@ for case in (
     mixed,
     mixed_and_reshards,
     checkpointed,
+    recomputed,
     convolution,
     on_two_dimensions,
     replicated,
@@ -229,6 +245,8 @@ for case in (
     for number, name in enumerate(ZERO_BUBBLE):
         of_all = case in (reshards, mixed)
         kind = (
-            "fast" if of_all or (number == 0 and case not in (not_nested, mixed_and_reshards, checkpointed)) else "slow"
+            "fast"
+            if of_all or (number == 0 and case not in (not_nested, mixed_and_reshards, checkpointed, recomputed))
+            else "slow"
         )
         CASES[f"{case.__name__}-{name}"] = (kind, functools.partial(case, name))
