@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 
-def run_ranks(script, world, folder, *arguments):
+def run_ranks(script, world, folder, *arguments, timeout=150):
     """`script` (a path, or a name in this folder), once per rank, with (rank, world, folder, *arguments); what rank r
     prints goes to output.r in `folder`.
 
-    Raises subprocess.TimeoutExpired for a rank that has not ended after 150 s. None is left running.
+    Raises subprocess.TimeoutExpired for a rank that has not ended after `timeout` s. None is left running.
     """
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
     path = str(Path(__file__).parent / script)
@@ -21,7 +21,7 @@ def run_ranks(script, world, folder, *arguments):
             ranks.append(subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT))
     try:
         for rank in ranks:
-            rank.wait(timeout=150)
+            rank.wait(timeout=timeout)
     finally:
         for rank in ranks:
             rank.kill()
