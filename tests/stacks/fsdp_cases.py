@@ -176,15 +176,13 @@ def checkpointed(schedule):
 
 
 def recomputed(schedule):
-    """W runs the checkpointed forward again, and gathers what has been resharded."""
+    """W runs the checkpointed forward again, hooks of fully_shard and all."""
     make = functools.partial(model.make_parts, block=Checkpointed)
     wrap = sharded(reshard_after_forward=True)
     training = Training(schedule, mesh(), wrap, parts=make(), reference=make())
     with zbpipe.policy(checkpoint="recompute"):
         events = training.run(replica_in(mesh()))
     assert [scatters for _, scatters in counts(events)] == [4, 4]
-    gathers = sum(event in GATHERS for _, _, inner in events[1].within("W") for event in inner)
-    assert gathers > 0
     assert all(unsharded_bytes(module) == 0 for module in training.modules.values())
 
 
