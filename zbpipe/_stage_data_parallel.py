@@ -1,17 +1,18 @@
 """Drives data parallelism around I and W, where torch's stage drives it as if each were a whole backward.
 
-torch's stage makes DistributedDataParallel and fully_shard accumulate over microbatches and reduce once, by what it does
-around each forward and backward. With a backward in two parts that is not enough, or comes at the wrong moment. While
-torch is patched, these methods of its stages are wrapped:
+torch's stage makes DistributedDataParallel and fully_shard accumulate over microbatches and reduce once, by what it
+does around each forward and backward. With a backward in two parts that is not enough, or comes at the wrong moment.
+While torch is patched, these methods of its stages are wrapped:
 
-- ``_compute_outputs``, the forward from which a stage learns its shapes before the first step: as every other forward, it
-  must not make DDP expect a backward, or the first microbatch's W is reduced alone.
+- ``_compute_outputs``, the forward from which a stage learns its shapes before the first step: as every other forward,
+  it must not make DDP expect a backward, or the first microbatch's W is reduced alone.
 - ``forward_maybe_with_nosync``: the composable ``replicate`` of ``torch.distributed._composable`` is DDP in hooks, and
   torch's stage takes it for a plain module. With ``static_graph`` DDP would queue a reduction to the end of the first
   engine run, which is I: before there are gradients.
-- ``backward_maybe_with_nosync``: before the last W, DDP looks for unused weights from the outputs, which have no history
-  any more; the groups know which weights are used. After each W, fully_shard has to move the gradients to its buffers of
-  the reduce dtype: its own hooks fired in I.
+- ``backward_maybe_with_nosync``: before the last W, DDP looks for unused weights from the outputs, which have no
+  history any more; the groups know which weights are used. fully_shard may have the shards in the weights' place when
+  I or W is asked for them; and after each W the gradients have to go to its buffers of the reduce dtype, for its own
+  hooks fired in I.
 
 Nothing is reduced here: DDP's hooks do it in the last W, bucket by bucket, while W runs; for fully_shard torch's
 schedule does it after the last W.
@@ -22,6 +23,7 @@ import functools
 import importlib
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -35,11 +37,16 @@ STAGE = "torch.distributed.pipelining.stage"
 METHODS: dict[str, tuple[str, tuple[str, ...], bool]] = {
     "_compute_outputs": ("PipelineStage", ("self", "args", "module", "kwargs"), True),
     "forward_maybe_with_nosync": ("_PipelineStageBase", ("self", "args", "kwargs"), False),
-    "backward_maybe_with_nosync": ("_PipelineStageBase", ("self", "backward_type", "bwd_kwargs", "last_backward"), False),
+    "backward_maybe_with_nosync": (
+        "_PipelineStageBase",
+        ("self", "backward_type", "bwd_kwargs", "last_backward"),
+        False,
+    ),
 }
 
 _Function = Callable[..., Any]
 _places: list[tuple[type, str, _Function, _Function]] = []  # owner, name, original, replacement
+_checked: weakref.WeakSet[Any] = weakref.WeakSet()  # stages whose modules _check_parts() has looked through
 
 
 def install() -> tuple[list[str], str | None]:
@@ -118,6 +125,8 @@ def _backward_maybe_with_nosync(
 ) -> Any:
     if backward_type != "input" and is_ddp(self.submod):
         return _contribute(original, self, backward_type, bwd_kwargs, last_backward)
+    if backward_type == "input":
+        _check_parts(self)
     if backward_type == "full" or not _is_sharded(self.submod):
         return original(self, backward_type, bwd_kwargs, last_backward=last_backward)
     with _with_unsharded_parameters(self.submod):
@@ -125,6 +134,22 @@ def _backward_maybe_with_nosync(
     if backward_type == "weight":
         _accumulate(self.submod)
     return result
+
+
+def _check_parts(stage: Any) -> None:
+    """Refuse a module of which only parts are data parallel: nobody would drive them, and they would reduce in I, or
+    for some microbatches alone. Raises RuntimeError."""
+    module = stage.submod
+    if stage in _checked or _is_sharded(module):
+        return
+    for name, part in module.named_modules():
+        if part is not module and (_is_sharded(part) or is_ddp(part)):
+            raise RuntimeError(
+                f"stage {stage.stage_index}'s module is a {type(module).__name__} whose part {name!r}, a "
+                f"{type(part).__name__}, reduces gradients by itself, which would come before the weight pass: apply "
+                "fully_shard, replicate or DistributedDataParallel to the stage's whole module too."
+            )
+    _checked.add(stage)
 
 
 # DistributedDataParallel, as a wrapper, or as the composable replicate that keeps it in its state.
@@ -187,9 +212,9 @@ def _contribute(
     """A backward, or a W, that adds to the gradients which DDP reduces in the step's last one.
 
     Note [The first backward of a static graph]
-    With static_graph DDP counts how often each weight's hook is called until it reduces for the first time, and waits for
-    as many calls from then on. It has to count one backward, not all of a step: so the first one of all is reduced by
-    itself, once it is through, as DDP does with no_sync outside of pipelines.
+    With static_graph DDP counts how often each weight's hook is called until it reduces for the first time, and waits
+    for as many calls from then on. It has to count one backward, not all of a step: so the first one of all is reduced
+    by itself, once it is through, as DDP does with no_sync outside of pipelines.
     """
     ddp = _ddp(self.submod)
     counts = ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued
@@ -200,7 +225,9 @@ def _contribute(
             searches = ddp.find_unused_parameters and not ddp.static_graph
             bwd_kwargs = {**bwd_kwargs, "stage_output": _mentions(bwd_kwargs["param_groups"]) if searches else []}
         if ddp is not self.submod:  # else torch's stage does it
-            outputs = torch.nn.parallel.distributed._find_tensors(bwd_kwargs["stage_output"])
+            outputs = torch.nn.parallel.distributed._find_tensors(  # type: ignore[no-untyped-call]
+                bwd_kwargs["stage_output"]
+            )
             ddp.reducer.prepare_for_backward(list(outputs))
     result = original(self, backward_type, bwd_kwargs, last_backward=last_backward and not counts)
     if counts:
@@ -243,7 +270,7 @@ def _with_unsharded_parameters(module: Any) -> Iterator[None]:
 def _accumulate(module: Any) -> None:
     """Add the gradients of a W to the buffers in which fully_shard sums them up until it reduces.
 
-    It has such where it reduces in another dtype than it computes in, and adds to them when a backward is through: in I.
+    It has such where it reduces in another dtype than it computes in, and adds to them at a backward's end: in I.
     """
     for param in _gathered_params(module):
         unsharded = param._unsharded_param
@@ -263,7 +290,7 @@ def _gathered_params(module: Any) -> Iterator[Any]:
         if groups is None:  # torch 2.11 has one group at most
             groups = [state._fsdp_param_group] if state._fsdp_param_group else []
         for group in groups:
-            yield from (param for param in group.fsdp_params if hasattr(param, "_unsharded_param"))
+            yield from (param for param in group.fsdp_params if getattr(param, "_unsharded_param", None) is not None)
 
 
 _WRAPPERS: dict[str, _Function] = {

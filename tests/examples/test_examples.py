@@ -14,6 +14,9 @@ SAYS = {
     "compile_split.py": "gradients of 2 steps equal those of the model in one piece",
     "custom_linear.py": "gradients of 3 steps equal those of ordinary backwards, bit for bit",
     "explain.py": "the FLOPs and bytes are those of a real step",
+    "ddp.py": "gradients of 2 steps equal those of the model in one piece",
+    "fsdp2.py": "gradients of 2 steps equal those of the model in one piece, to bfloat16's precision",
+    "tensor_parallel.py": "gradients of 2 steps equal those of the model in one piece",
 }
 # inductor imports what torch itself deprecates, which these runs make an error
 ARGUMENTS = {"compile_split.py": ["aot_eager"]}

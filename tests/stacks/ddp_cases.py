@@ -56,9 +56,16 @@ def in_ddp(hook=None, **options):
     return wrap
 
 
-def train(schedule, wrap, block=model.Block, is_static=False, **arguments):
+def train(schedule, wrap, block=model.Block, is_static=False, release_outputs=None, **arguments):
     ordinary = ordinary_reductions(wrap, block)
-    training = Training(schedule, mesh(), wrap, parts=model.make_parts(block), reference=model.make_parts(block))
+    training = Training(
+        schedule,
+        mesh(),
+        wrap,
+        parts=model.make_parts(block),
+        reference=model.make_parts(block),
+        release_outputs=release_outputs,
+    )
     events = training.run(replica(), **arguments)
     # Broadcast are the buckets; replicate checks the weights when it makes its DDP.
     check_reductions(training, events, ordinary, others=["broadcast_", "allgather_"], is_static=is_static)
@@ -149,15 +156,16 @@ def compressed(schedule):
     train(schedule, in_ddp(fp16_compress_hook), rtol=2**-8, atol=2**-4)  # of gradients up to 30
 
 
-def composable(schedule, block=model.Block, **options):
+def composable(schedule, block=model.Block, release_outputs=None, **options):
     def wrap(part):
         return replicate(part, process_group=mesh()["dp"].get_group(), bucket_cap_mb=BUCKET_MB, **options)
 
-    train(schedule, wrap, block)
+    train(schedule, wrap, block, release_outputs=release_outputs)
 
 
 def composable_finds_unused(schedule):
-    composable(schedule, Unused, find_unused_parameters=True)
+    """DDP looks for unused weights from the outputs, which are kept for it."""
+    composable(schedule, Unused, release_outputs=True, find_unused_parameters=True)
 
 
 CASES = {}

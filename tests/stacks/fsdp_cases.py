@@ -11,6 +11,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from training import ZERO_BUBBLE, Training
 
+import zbpipe
+
 GATHERS = ("_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_")
 SCATTERS = ("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_")
 
@@ -125,7 +127,9 @@ def replica_in(this_mesh):
 
 def counts(events):
     """Of each step: how often weights were gathered, and gradients scattered."""
-    return [tuple(sum(log.collectives().get(name, 0) for name in names) for names in (GATHERS, SCATTERS)) for log in events]
+    return [
+        tuple(sum(log.collectives().get(name, 0) for name in names) for names in (GATHERS, SCATTERS)) for log in events
+    ]
 
 
 # In all of these the first step has a forward more, from which the stages learn their shapes.
@@ -171,6 +175,17 @@ def checkpointed(schedule):
     )
 
 
+def recomputed(schedule):
+    """W runs the checkpointed forward again, hooks of fully_shard and all."""
+    make = functools.partial(model.make_parts, block=Checkpointed)
+    wrap = sharded(reshard_after_forward=True)
+    training = Training(schedule, mesh(), wrap, parts=make(), reference=make())
+    with zbpipe.policy(checkpoint="recompute"):
+        events = training.run(replica_in(mesh()))
+    assert [scatters for _, scatters in counts(events)] == [4, 4]
+    assert all(unsharded_bytes(module) == 0 for module in training.modules.values())
+
+
 def convolution(schedule):
     as_unsplit(
         schedule, sharded(reshard_after_forward=True), make=functools.partial(model.make_parts, block=Convolution)
@@ -201,9 +216,7 @@ def frees_as_unsplit(schedule):
     for reshard_after_forward in (False, True):
         seen = []
         for unsplit in (False, True):
-            training = Training(
-                schedule, mesh(), sharded(reshard_after_forward=reshard_after_forward), unsplit=unsplit
-            )
+            training = Training(schedule, mesh(), sharded(reshard_after_forward=reshard_after_forward), unsplit=unsplit)
             training.step(0, replica_in(mesh()), patched=not unsplit)
             watched = watch_memory(training)
             training.step(1, replica_in(mesh()), patched=not unsplit)
@@ -221,6 +234,7 @@ for case in (
     mixed,
     mixed_and_reshards,
     checkpointed,
+    recomputed,
     convolution,
     on_two_dimensions,
     replicated,
@@ -228,5 +242,9 @@ for case in (
 ):
     for number, name in enumerate(ZERO_BUBBLE):
         of_all = case in (reshards, mixed)
-        kind = "fast" if of_all or (number == 0 and case not in (not_nested, mixed_and_reshards, checkpointed)) else "slow"
+        kind = (
+            "fast"
+            if of_all or (number == 0 and case not in (not_nested, mixed_and_reshards, checkpointed, recomputed))
+            else "slow"
+        )
         CASES[f"{case.__name__}-{name}"] = (kind, functools.partial(case, name))

@@ -25,7 +25,7 @@ class Runs:
         if kind not in self.folders:
             self.folders[kind] = self.factory.mktemp(f"{self.module}_{kind}")
             script = Path(__file__).with_name("run_cases.py")
-            run_ranks(script, WORLD, self.folders[kind], self.module, kind)
+            run_ranks(script, WORLD, self.folders[kind], self.module, kind, timeout=500)
         folder = self.folders[kind]
         said = []
         for rank in range(WORLD):

@@ -177,7 +177,9 @@ def every_layout(on):
             with Events() as events:
                 for _ in range(2):
                     out = torch.matmul(leaf, weight)
-                    out_grad = distribute_tensor(grad, on, [Replicate()] * on.ndim).redistribute(on, plain(out.placements))
+                    out_grad = distribute_tensor(grad, on, [Replicate()] * on.ndim).redistribute(
+                        on, plain(out.placements)
+                    )
                     if split:
                         _, groups = zbpipe.stage_backward_input([out], [out_grad], [leaf], [weight])
                         zbpipe.stage_backward_weight([weight], groups)

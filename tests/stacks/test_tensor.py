@@ -1,7 +1,7 @@
 """Stages with DTensor weights under the zero-bubble schedules: gradients, collectives, products in place."""
 
-import tensor_cases
 import pytest
+import tensor_cases
 from judge import Runs, parameters
 
 pytestmark = pytest.mark.dist

@@ -29,8 +29,20 @@ class Training:
     unsplit: the schedule's order of actions, with whole backwards in the place of I, and no W.
     """
 
-    def __init__(self, name, mesh, wrap, parts=None, reference=None, unsplit=False, sequence=(), **stage_arguments):
+    def __init__(
+        self,
+        name,
+        mesh,
+        wrap,
+        parts=None,
+        reference=None,
+        unsplit=False,
+        sequence=(),
+        release_outputs=None,
+        **stage_arguments,
+    ):
         self.sequence = sequence
+        self.release_outputs = release_outputs
         pipeline = mesh["pp"]
         self.mine = stages_of(name, pipeline.get_local_rank(), pipeline.size())
         count = 2 * pipeline.size()
@@ -66,7 +78,7 @@ class Training:
         x, target = model.batch(step, replica, dtype, self.sequence)
         args = [prepare(x)] if 0 in self.mine else []
         kwargs = {"target": prepare(target)} if len(self.parts) - 1 in self.mine else {}
-        with zbpipe.patched() if patched else contextlib.nullcontext():
+        with zbpipe.patched(self.release_outputs) if patched else contextlib.nullcontext():
             events = Events()
             for stage in self.stages:
                 events.watch(stage)
@@ -85,7 +97,7 @@ class Training:
             assert got.keys() == expected.keys()
             for name, grad in expected.items():
                 torch.testing.assert_close(
-                    got[name], grad, msg=lambda m, n=name: f"step {step}, stage {i}, {n}: {m}", **tolerances
+                    got[name], grad, msg=lambda m, n=f"stage {i}, {name}": f"step {step}, {n}: {m}", **tolerances
                 )
 
     def optimize(self):
