@@ -1,0 +1,36 @@
+"""Each script in examples/ runs, and says that its results are right."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import zbpipe
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SAYS = {
+    "csv_schedule.py": "gradients of 2 steps equal those of the model in one piece",
+    "huggingface.py": "losses of 5 steps equal those of the model in one piece",
+    "mixed_precision.py": "weights after 3 steps equal those of the model in one piece",
+}
+NEEDS = {"huggingface.py": "transformers"}
+
+
+def test_every_example_is_run():
+    assert {path.name for path in EXAMPLES.glob("*.py")} == SAYS.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAYS)
+def test_example(name, tmp_path):
+    if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
+        pytest.skip(f"needs {NEEDS[name]}")
+    path = os.pathsep.join([str(Path(zbpipe.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error", str(EXAMPLES / name)]
+    ran = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert SAYS[name] in ran.stdout
