@@ -18,7 +18,7 @@ splits = wrong_on_torch("two weights that are summed get one .grad")
 def folder(tmp_path_factory):
     """Two processes run everything, once."""
     folder = tmp_path_factory.mktemp("runtime")
-    run_ranks("runtime_ranks.py", WORLD, folder)
+    run_ranks("runtime_ranks.py", WORLD, folder, timeout=400)
     return folder
 
 

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 def folder(tmp_path_factory):
     """Two processes run all recipes under all schedules, once."""
     folder = tmp_path_factory.mktemp("training")
-    run_ranks("training_ranks.py", WORLD, folder)
+    run_ranks("training_ranks.py", WORLD, folder, timeout=400)
     return folder
 
 

@@ -73,13 +73,13 @@ class Check:
         """
         if not (inspect.isroutine(function) or isinstance(function, functools.partial)):
             raise TypeError(
-                f"check_tensor_leak was given a {type(function).__name__} to check; expected a function, or pass what may "
-                "live on as allow=..."
+                f"check_tensor_leak was given a {type(function).__name__} to check; expected a function, or pass what "
+                "may live on as allow=..."
             )
         runs_later = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
         if any(test(function) for test in runs_later):
             raise TypeError(
-                f"{function.__qualname__} runs after its call has returned (a coroutine or generator function); check "
+                f"{getattr(function, '__qualname__', function)} runs after its call has returned (a coroutine or generator function); check "
                 "what it does with a with block inside it"
             )
         arguments = self._arguments
@@ -134,7 +134,7 @@ class Check:
         if self._warns_at is None:
             warnings.warn(TensorLeakWarning(report), stacklevel=2)
         else:
-            warnings.warn_explicit(TensorLeakWarning(report), None, *self._warns_at)  # type: ignore[arg-type]
+            warnings.warn_explicit(TensorLeakWarning(report), None, *self._warns_at)
 
     def _look(self) -> Report:
         report = Report()
