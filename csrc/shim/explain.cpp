@@ -66,22 +66,6 @@ std::vector<at::Tensor> tensors_in(PyObject* seq, const char* name) {
   return tensors;
 }
 
-/// Appends `value` to `list`, and takes it over. Throws with a Python error set.
-void append(PyObject* list, PyObject* value) {
-  THPObjectPtr owned(value);
-  if (!owned || PyList_Append(list, owned.get()) < 0) {
-    throw python_error();
-  }
-}
-
-PyObject* new_list() {
-  PyObject* list = PyList_New(0);
-  if (!list) {
-    throw python_error();
-  }
-  return list;
-}
-
 /// What makes W go through the engine to get from the face to its weight; nothing if it need not.
 std::optional<std::string> way_of(const Face& face) {
   if (face.weight >= 0) {
@@ -99,7 +83,7 @@ std::optional<std::string> way_of(const Face& face) {
 }
 
 PyObject* explain(const Face& face, const Group& group) {
-  THPObjectPtr shape(new_list());
+  THPObjectPtr shape = new_list();
   const auto& metadata = face.edge.function->input_metadata(face.edge.input_nr);
   if (!metadata.is_nested_tensor()) {
     for (const c10::SymInt& size : metadata.shape_as_dim_vector()) {
@@ -108,7 +92,7 @@ PyObject* explain(const Face& face, const Group& group) {
   }
   Reach reach(group);
   reach.add(face);
-  THPObjectPtr weights(new_list());
+  THPObjectPtr weights = new_list();
   for (const Weight* weight : reach.weights()) {
     append(weights, THPVariable_Wrap(weight->accumulator->variable));
   }
@@ -118,7 +102,7 @@ PyObject* explain(const Face& face, const Group& group) {
 }
 
 PyObject* explain(const Task& task, const Group& group) {
-  THPObjectPtr edges(new_list());
+  THPObjectPtr edges = new_list();
   for (const Face& face : task.face) {
     append(edges, explain(face, group));
   }
@@ -140,10 +124,10 @@ PyObject* zbp_explain(PyObject* outputs, PyObject* inputs, PyObject* weights, zb
     }
     args.inputs = tensors_in(inputs, "inputs");
     args.weights = tensors_in(weights, "weights");
-    THPObjectPtr list(new_list());
+    THPObjectPtr list = new_list();
     look_at_input_pass(args, [&](const std::vector<GroupPtr>& groups) {
       for (const GroupPtr& group : groups) {
-        THPObjectPtr tasks(new_list());
+        THPObjectPtr tasks = new_list();
         for (const Task& task : group->tasks) {
           append(tasks, explain(task, *group));
         }
