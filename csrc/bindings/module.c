@@ -9,6 +9,7 @@
 #include <structmember.h>
 
 #include "bindings/parts.h"
+#include "shim/zbp_work.h"
 #include "shim/zbp_account.h"
 #include "shim/zbp_shim.h"
 
@@ -24,7 +25,7 @@ static module_state *get_state(PyObject *module)
 
 /* ParamGroup ------------------------------------------------------------------------------------ */
 
-/* Owns its zbp_group, which refers to no Python object of ours: there is no cycle to collect. */
+/* Owns its zbp_group. What Functions have handed over may refer back to it. */
 typedef struct {
     PyObject_HEAD zbp_group *group;
     PyObject *weakrefs;
@@ -34,12 +35,26 @@ static void group_dealloc(PyObject *op)
 {
     group_object *self = (group_object *)op;
     PyTypeObject *type = Py_TYPE(op);
+    PyObject_GC_UnTrack(op);
     if (self->weakrefs != NULL) {
         PyObject_ClearWeakRefs(op);
     }
     zbp_group_free(self->group);
     type->tp_free(op);
     Py_DECREF(type);
+}
+
+static int group_traverse(PyObject *op, visitproc visit, void *arg)
+{
+    const group_object *self = (const group_object *)op;
+    Py_VISIT(Py_TYPE(op));
+    return self->group != NULL ? zbp_group_traverse(self->group, visit, arg) : 0;
+}
+
+static int group_clear(PyObject *op)
+{
+    zbp_group_clear(((group_object *)op)->group);
+    return 0;
 }
 
 /* Steals group; frees it on an error. */
@@ -205,6 +220,7 @@ PyDoc_STRVAR(
 
 static PyType_Slot group_slots[] = {
     {Py_tp_doc, (void *)group_doc},     {Py_tp_dealloc, group_dealloc},
+    {Py_tp_traverse, group_traverse},   {Py_tp_clear, group_clear},
     {Py_tp_repr, group_repr},           {Py_tp_methods, group_methods},
     {Py_tp_getset, group_getset},       {Py_tp_members, group_members},
     {Py_mp_subscript, group_subscript}, {Py_mp_ass_subscript, group_assign},
@@ -213,7 +229,8 @@ static PyType_Slot group_slots[] = {
 static PyType_Spec group_spec = {
     .name = "zbpipe.ParamGroup",
     .basicsize = sizeof(group_object),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION |
+             Py_TPFLAGS_IMMUTABLETYPE,
     .slots = group_slots,
 };
 

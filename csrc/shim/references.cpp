@@ -383,6 +383,18 @@ void Heap::group_references(PyObject* object, Visit visit) {
     for (const Watched& saved : task.saved) {
       visit_tensor(saved.tensor(), "saved tensor of weight task", index, visit);
     }
+    for (const Work& work : task.works) {
+      if (work.call) {
+        c10::impl::PyInterpreter* const interpreter = getPyInterpreter();
+        visit({Thing::python, work.call->function.ptr(interpreter), "work of weight task", index,
+               true});
+        visit({Thing::python, work.call->arguments.ptr(interpreter), "saved for the work of task",
+               index, true});
+      }
+      for (const Watched& grad : work.grads) {
+        visit_tensor(grad.tensor(), "gradient from the work of task", index, visit);
+      }
+    }
     if (task.packed) {
       c10::impl::PyInterpreter* const interpreter = getPyInterpreter();
       visit({Thing::python, task.packed->data.ptr(interpreter), "packed matrix of weight task",

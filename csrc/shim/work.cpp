@@ -561,3 +561,25 @@ int zbp_will_defer(PyObject* weights, int* out) {
     *out = plan_for(parse_weights(weights, running), running).verdict == Verdict::hand_over;
   });
 }
+
+int zbp_group_traverse(const zbp_group* handle, visitproc visit, void* arg) {
+  // While another owner has the group (an I, a W), what it holds is no business of the collector's.
+  if (handle->running || handle->group.use_count() != 1) {
+    return 0;
+  }
+  c10::impl::PyInterpreter* const interpreter = getPyInterpreter();
+  for (const zbp::Task& task : handle->group->tasks) {
+    for (const zbp::Work& work : task.works) {
+      if (work.call) {
+        Py_VISIT(work.call->function.ptr(interpreter));
+        Py_VISIT(work.call->arguments.ptr(interpreter));
+      }
+    }
+  }
+  return 0;
+}
+
+void zbp_group_clear(zbp_group* handle) {
+  handle->group->state = zbp::Group::State::weight_done;
+  handle->group->release();
+}

@@ -5,6 +5,7 @@
 #include <Python.h>
 
 #include "core/zbp_status.h"
+#include "shim/zbp_shim.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -27,6 +28,11 @@ PyObject *zbp_defer(PyObject *function, PyObject *weights, PyObject *saved);
 /* *out: 1 if zbp_defer() would hand over work for `weights` here, 0 if it would call it at once or not at
  * all. */
 ZBP_MUST_USE int zbp_will_defer(PyObject *weights, int *out);
+
+/* For the collector: visits the Python objects that were handed over and that the group alone holds; and makes the
+ * group one whose weight pass has run, with nothing left. Run no Python code before the group lets go. */
+int zbp_group_traverse(const zbp_group *group, visitproc visit, void *arg);
+void zbp_group_clear(zbp_group *group);
 
 #ifdef __cplusplus
 }
