@@ -29,8 +29,8 @@ def defer(function: Callable[..., Any], weights: Weights, saved: Sequence[Any] =
     returned here: in an ordinary backward, in a backward within the input pass, where the policy leaves these weights
     to the input pass (by default vectors that come without a matrix), where the Function's node has a post hook, and
     where a gradient is needed to go on, since what was given for the weight is computed from the stage's inputs.
-    Gradients that nobody asks for (a frozen weight,
-    one that is not among those given to the input pass) are not computed at all.
+    Gradients that nobody asks for (a frozen weight, one that is not among those given to the input pass) are not
+    computed at all.
 
     Args:
         function: gets what is in ``saved``; returns a gradient or None for a single weight, otherwise a tuple or
@@ -45,7 +45,7 @@ def defer(function: Callable[..., Any], weights: Weights, saved: Sequence[Any] =
             counted in the group's ``bytes_held`` and freed when the call has been made; parameters come as they are
             and are not counted. None may be modified in place until then, which the weight pass checks. What
             ``function`` closes over is held, but neither counted nor checked; it should not close over ``ctx``, which
-            holds the graph, nor over anything that holds the groups.
+            holds the graph. If it reaches its own group, only the garbage collector frees a group that is never run.
 
     Returns:
         For a single weight its gradient or None; for several a tuple of such.

@@ -780,6 +780,46 @@ def test_everything_is_freed_at_once(how):
         gc.enable()
 
 
+class Queue:
+    """Of a module that keeps its groups, and whose work asks it."""
+
+    def __init__(self):
+        self.groups = None
+
+    def compute(self, x, grad):
+        return x.mT @ grad
+
+    def input_pass(self, w):
+        x = torch.randn(8, 4, dtype=f64, requires_grad=True)
+        out = Asks.apply(x.sin(), w, lambda x, w, grad: zbpipe.defer(self.compute, 1, (x, grad)))
+        _, self.groups = zbpipe.stage_backward_input([out], [torch.ones_like(out)], [x], [w])
+
+
+def test_groups_that_their_own_work_reaches_are_garbage_when_nobody_else_has_them():
+    w = weight(4, 4)
+    gc.collect()
+    queue = Queue()
+    queue.input_pass(w)
+    gone, group = weakref.ref(queue), weakref.ref(queue.groups[0])
+    del queue
+    assert gone() is not None
+    gc.collect()
+    assert gone() is None and group() is None
+    assert w.grad is None
+
+
+def test_groups_that_somebody_has_are_no_garbage():
+    w = weight(4, 4)
+    queue = Queue()
+    queue.input_pass(w)
+    gc.collect()
+    assert queue.groups[0].bytes_held == 2 * 8 * 4 * 8
+    zbpipe.stage_backward_weight([w], queue.groups)
+    assert w.grad is not None
+    gc.collect()
+    assert queue.groups[0].spent
+
+
 def test_a_gradient_that_work_returns_becomes_the_weights_own():
     """It is taken, not copied, where nobody else has it."""
     addresses = []

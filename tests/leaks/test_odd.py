@@ -236,6 +236,35 @@ def test_an_array_of_numpy_is_a_holder():
     assert produce().sum() == 4
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        extra = torch.ones(7)
+        return grad, zbpipe.defer(lambda x, grad: x.mT @ grad * extra[0], weights=1, saved=(x, grad))
+
+
+def test_work_that_was_handed_over_is_a_holder():
+    w = torch.ones(3, 3, requires_grad=True)
+
+    def step():
+        x = torch.ones(2, 3, requires_grad=True)
+        out = Doubled.apply(x.exp(), w)
+        KEPT.append(zbpipe.stage_backward_input([out], [torch.ones_like(out)], [x], [w])[1])
+
+    report = checked(step, allow=w)
+    assert all(leak.chain[0].kind == "module" for leak in report.leaks), str(report)
+    (extra,) = [leak for leak in report.leaks if leak.bytes == 28]
+    assert any(holder.kind == "group" for holder in extra.chain)
+    assert "closure variable extra" in str(extra) and "work of weight task 0" in str(extra)
+    zbpipe.stage_backward_weight([w], KEPT.pop())
+
+
 # ---- find_holders
 
 
