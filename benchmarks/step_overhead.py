@@ -1,4 +1,4 @@
-"""The host time of a whole schedule step on deep tiny stages, where little else is done: torch's own module beside the patch.
+"""The host time of a whole schedule step on deep tiny stages: torch's own module beside the patch.
 
 One rank, a V of two stages, so that nothing is sent; stages are chains of blocks of width 8. Each side runs on stages
 of its own, in turns; medians of the runs, and their ratio to torch's.

@@ -45,9 +45,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
 
-from zbpipe._stage_data_parallel import is_ddp
-
 from zbpipe._policy import get_policy
+from zbpipe._stage_data_parallel import is_ddp
 
 STAGE = "torch.distributed.pipelining.stage"
 SCHEDULES = "torch.distributed.pipelining.schedules"

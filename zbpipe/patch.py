@@ -8,8 +8,8 @@ the graph of a traced `Pipe`) keeps torch's function, which goes on working.
 
 Patching also makes pipeline stages and schedules let go of what nothing needs, see zbpipe/_stage_release.py, makes data
 parallel stages reduce when all gradients are there, see zbpipe/_stage_data_parallel.py, and makes zero-bubble schedules
-take compiled stages, which they refuse because torch's functions cannot split them. Patch and unpatch between steps, not
-within one.
+take compiled stages, which they refuse because torch's functions cannot split them. Patch and unpatch between steps,
+not within one.
 
 For scripts that nobody wants to edit there is `ZBPIPE_PATCH=1` in the environment: a hook that is installed beside
 zbpipe patches as soon as the script, or a process that it starts, imports torch.distributed.pipelining.

@@ -211,7 +211,8 @@ struct Group {
 
   State state = State::input_done;
   bool failed = false;  // a W raised before the group was complete
-  bool was_captured = false;  // I ran within the capture of a graph of the device's: see Note [Streams]
+  bool was_captured =
+      false;  // I ran within the capture of a graph of the device's: see Note [Streams]
   SmallVector<Task, 1> tasks;
   SmallVector<Weight, 2> weights;
   std::vector<Outside> outside;

@@ -76,10 +76,11 @@ class Check:
                 f"check_tensor_leak was given a {type(function).__name__} to check; expected a function, or pass what "
                 "may live on as allow=..."
             )
+        name = getattr(function, "__qualname__", function)
         runs_later = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
         if any(test(function) for test in runs_later):
             raise TypeError(
-                f"{getattr(function, '__qualname__', function)} runs after its call has returned (a coroutine or generator function); check "
+                f"{name} runs after its call has returned (a coroutine or generator function); check "
                 "what it does with a with block inside it"
             )
         arguments = self._arguments
