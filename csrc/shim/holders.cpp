@@ -204,7 +204,7 @@ PyObject* Description::describe(const Sought& sought) {
     unseen += std::max<int64_t>(search_.unexplained(v), 0);
   }
   return Py_BuildValue("(NnsKNNsLL)", PyLong_FromVoidPtr(const_cast<c10::StorageImpl*>(&storage)),
-                       static_cast<Py_ssize_t>(storage.nbytes()), storage.device().str().c_str(),
+                       static_cast<Py_ssize_t>(bytes_of(storage)), storage.device().str().c_str(),
                        static_cast<unsigned long long>(sought.address), tensors.release(),
                        steps(chain), name_of(rank),
                        static_cast<long long>(std::max<int64_t>(others, 0)),

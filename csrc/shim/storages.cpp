@@ -31,6 +31,10 @@ uint64_t address_of(const c10::StorageImpl& storage) {
   return static_cast<uint64_t>(reinterpret_cast<uintptr_t>(data));
 }
 
+size_t bytes_of(const c10::StorageImpl& storage) {
+  return static_cast<size_t>(storage.sym_nbytes().maybe_as_int().value_or(0));
+}
+
 THPObjectPtr collectors_list() {
   THPObjectPtr gc(PyImport_ImportModule("gc"));
   THPObjectPtr list(gc ? PyObject_CallMethod(gc, "get_objects", nullptr) : nullptr);
@@ -82,7 +86,7 @@ bool is_foreign(const c10::StorageImpl& storage, const zbp_storages& older,
                 const std::unordered_set<uint64_t>& tapped) {
   // Memory of the CPU allocator that the tap does not know is older than the tap: a storage that came to be seen.
   const bool is_older = storage.device_type() == c10::kCPU && zbp_tap_feeds(storage.allocator());
-  return storage.nbytes() > 0 && storage.device_type() != c10::kMeta && !is_older &&
+  return bytes_of(storage) > 0 && storage.device_type() != c10::kMeta && !is_older &&
          older.storage.count(&storage) == 0 && tapped.count(address_of(storage)) == 0;
 }
 
@@ -209,7 +213,7 @@ PyObject* zbp_storages_spans(const zbp_storages* storages) {
       if (const auto living = weak.lock()) {
         append(list, Py_BuildValue("(sKKN)", living->device().str().c_str(),
                                    static_cast<unsigned long long>(address_of(*living)),
-                                   static_cast<unsigned long long>(living->nbytes()),
+                                   static_cast<unsigned long long>(bytes_of(*living)),
                                    PyLong_FromVoidPtr(living.get())));
       }
     }

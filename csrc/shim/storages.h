@@ -42,6 +42,8 @@ const c10::StorageImpl* storage_key(const c10::TensorImpl& tensor);
 const c10::TensorImpl& tensor_at(const Heap& heap, uint32_t v);
 const c10::StorageImpl& storage_at(const Heap& heap, uint32_t v);
 uint64_t address_of(const c10::StorageImpl& storage);
+/// 0 for a storage without memory whose size is symbolic (a tracer's).
+size_t bytes_of(const c10::StorageImpl& storage);
 
 /// All that Python's collector knows. Throws python_error.
 THPObjectPtr collectors_list();

@@ -14,7 +14,8 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 COPIED = ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "build_backend", "hook")
-COPIED_MODULES = ("_version.py", "_build_check.py", "_stage_release.py", "patch.py", "auto.py", "py.typed")
+COPIED_MODULES = ("_version.py", "_build_check.py", "_stage_release.py", "_stage_data_parallel.py", "_policy.py")
+COPIED_MODULES += ("patch.py", "auto.py", "py.typed")
 
 SOURCES = {
     "README.md": "a stand-in for zbpipe\n",

@@ -114,6 +114,15 @@ def test_functorch_wrappers_of_sparse_tensors():
     assert checked(step).bytes > 0
 
 
+def test_tensors_of_a_tracer_with_symbolic_sizes():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    KEPT.append(FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.ones(5, 7), static_shapes=False))
+    assert not checked(lambda: KEPT.append(KEPT[0] * 2))
+    assert find_holders(KEPT[0]).bytes >= 0
+
+
 @pytest.fixture
 def one_rank(tmp_path):
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
