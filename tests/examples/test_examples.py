@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import zbpipe
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SAYS = {
     "compile_split.py": "gradients of 2 steps equal those of the model in one piece",
+    "cuda_graph.py": "gradients of 3 steps equal" if torch.cuda.is_available() else "no GPU here",
     "custom_linear.py": "gradients of 3 steps equal those of ordinary backwards, bit for bit",
     "explain.py": "the FLOPs and bytes are those of a real step",
     "ddp.py": "gradients of 2 steps equal those of the model in one piece",
