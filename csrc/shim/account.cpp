@@ -8,25 +8,12 @@
 #include <torch/csrc/utils/object_ptr.h>
 
 #include "shim/dtensor.h"
+#include "shim/kinds.h"
 #include "shim/python.h"
 
 namespace {
 
 using namespace zbp;
-
-const char* name_of(Kind kind) {
-  switch (kind) {
-    case Kind::product:
-      return "product";
-    case Kind::deferred:
-      return "deferred";
-    case Kind::whole:
-      return "whole";
-    case Kind::root:
-      break;
-  }
-  return "root";
-}
 
 bool is_among(const Watched& watched, c10::ArrayRef<Watched> list) {
   return !list.empty() && &watched >= list.begin() && &watched < list.end();

@@ -15,20 +15,6 @@ namespace {
 using namespace zbp;
 namespace impl = torch::autograd::impl;
 
-const char* name_of(Kind kind) {
-  switch (kind) {
-    case Kind::product:
-      return "product";
-    case Kind::deferred:
-      return "deferred";
-    case Kind::whole:
-      return "whole";
-    case Kind::root:
-      break;
-  }
-  return "root";
-}
-
 const char* name_of(Why why) {
   switch (why) {
     case Why::separable:

@@ -210,6 +210,20 @@ Kind classify(Node& node, c10::ArrayRef<Face> face, Decision decision, Why& why)
                                                                                 : Kind::deferred;
 }
 
+const char* name_of(Kind kind) {
+  switch (kind) {
+    case Kind::product:
+      return "product";
+    case Kind::deferred:
+      return "deferred";
+    case Kind::whole:
+      return "whole";
+    case Kind::root:
+      break;
+  }
+  return "root";
+}
+
 int takes_work(Node& node, Decision decision) {
   // A post hook is owed all gradients at once.
   if (!is_python_function(node) || !node.post_hooks().empty()) {

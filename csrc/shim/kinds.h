@@ -36,6 +36,9 @@ struct Decision {
 /// A product is confirmed when its matrices are at hand: see take_matrices().
 Kind classify(Node& node, c10::ArrayRef<Face> face, Decision decision, Why& why);
 
+/// In one word, for people.
+const char* name_of(Kind kind);
+
 /// Of which weights a whole node's Function may hand over the work: a ZBP_DEFER_* number. Called with the GIL
 /// held.
 int takes_work(Node& node, Decision decision);
