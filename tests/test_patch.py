@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.pipelining._backward as backward
 import torch.distributed.pipelining._IR as IR
 import torch.distributed.pipelining.schedules as schedules
 import torch.distributed.pipelining.stage as stage
+from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
 from zbpipe import _functions, _stage_release
@@ -580,3 +582,22 @@ def test_a_zbpipe_that_cannot_patch_stops_the_import(tmp_path):
     done = run(HOOKED + code, tmp_path, ZBPIPE_PATCH="yes")
     assert done.returncode == 1
     assert "ImportError: zbpipe was built with torch" in done.stderr.splitlines()[-1]
+
+
+def test_scaling_divides_each_main_grad_once(tmp_path):
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, bias=False))
+        first, bias, second = module.parameters()
+        first.main_grad = first.grad = torch.full((2, 2), 8.0)
+        bias.main_grad = torch.full((2,), 8.0)
+        second.main_grad = torch.full((2, 2), 8.0)
+        bias.grad = torch.full((2,), 8.0)
+        module.register_parameter("shared", torch.nn.Parameter(torch.zeros(2, 2)))
+        module.shared.main_grad = second.main_grad
+        with zbpipe.patched(), zbpipe.policy(main_grad=True):
+            PipelineStage(module, 0, 1, torch.device("cpu")).scale_grads(4)
+        assert all((weight.main_grad == 2).all() for weight in module.parameters())
+        assert (bias.grad == 2).all()
+    finally:
+        dist.destroy_process_group()

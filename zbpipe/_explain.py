@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,9 +157,7 @@ def explain(
     policy = get_policy()
     choices = _on_originals(policy, {id(alias): originals[name] for name, alias in aliases.items()})
 
-    with torch.random.fork_rng(devices=devices):
-        with torch.enable_grad():
-            result = torch.func.functional_call(module, stand_ins, *given)
+    def run(result: Any) -> tuple[Any, Any]:
         outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if not any(output.requires_grad for output in outputs):
             raise TypeError(
@@ -170,7 +168,12 @@ def explain(
         weights = [alias for alias in aliases.values() if alias.requires_grad]
         planned = _without_nodes(_C.explain(tuple(outputs), tuple(tensors), tuple(weights), *choices))
         grads = [torch.ones_like(out) for out in outputs] if output_grads is None else list(output_grads)
-        _, groups = _C.input_pass(outputs, grads, tensors, weights, *choices)
+        return planned, _C.input_pass(outputs, grads, tensors, weights, *choices)[1]
+
+    # The input pass within the call: what it computes again of checkpointed regions finds the aliases, too.
+    with torch.random.fork_rng(devices=devices), torch.enable_grad():
+        stand_ins = {f"module.{name}": tensor for name, tensor in stand_ins.items()}
+        planned, groups = torch.func.functional_call(_Explained(module, run), stand_ins, *given)
 
     book = _Book(policy, {id(alias): name for name, alias in aliases.items()})
     for tasks, group in zip(planned, groups, strict=True):
@@ -196,6 +199,16 @@ class _Names(torch.nn.Module):
         yield from self.aliases.items()
 
 
+class _Explained(torch.nn.Module):
+    def __init__(self, module: torch.nn.Module, run: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.module = module
+        self.run = run
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(self.module(*args, **kwargs))
+
+
 def _alias(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
     """The same memory without .grad, hooks and history; a main_grad is a new one."""
     alias = torch.nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
@@ -211,10 +224,13 @@ def _clone(tensor: torch.Tensor, takes_grad: bool) -> torch.Tensor:
 
 
 def _on_originals(policy: Policy, original_of: Mapping[int, torch.Tensor]) -> tuple[Any, Any]:
-    """The policy's choices; its functions are asked about the module's own parameters."""
+    """The policy's choices; its functions are asked about the module's own parameters, now, while it has them."""
 
     def asked(choice: Any) -> Any:
-        return (lambda alias: choice(original_of.get(id(alias), alias))) if callable(choice) else choice
+        if not callable(choice):
+            return choice
+        answers = {alias: choice(original) for alias, original in original_of.items() if original.requires_grad}
+        return lambda alias: answers[id(alias)] if id(alias) in answers else choice(alias)
 
     return asked(policy._defer()), asked(policy._checkpoint())
 

@@ -290,9 +290,12 @@ def _get_bwd_send_ops(original: _Function, self: Any, bwd_chunk_id: int) -> Any:
 def _scale_grads(original: _Function, self: Any, grad_scale_factor: int) -> Any:
     result = original(self, grad_scale_factor)
     if grad_scale_factor != 1 and get_policy().main_grad:
+        # A buffer may be several weights', and a weight's .grad, which torch has divided.
+        divided = {id(weight.grad) for weight in self.submod.parameters()}
         for weight in self.submod.parameters():
             main_grad = getattr(weight, "main_grad", None)
-            if main_grad is not None:
+            if main_grad is not None and id(main_grad) not in divided:
+                divided.add(id(main_grad))
                 main_grad.div_(grad_scale_factor)
     return result
 

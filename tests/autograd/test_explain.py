@@ -325,3 +325,27 @@ def test_bad_arguments():
         zbpipe.explain(nn.Linear(2, 2).requires_grad_(False), torch.ones(2, 2), first_stage=True)
     with pytest.raises(TypeError, match="none of which requires a gradient"):
         zbpipe.explain(Stage(lambda m, x: 3), torch.ones(2, 2))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.head = nn.Linear(4, 4)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        return self.head(checkpoint(self.layers, x, use_reentrant=self.reentrant))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_is_computed_again_changes_nothing(reentrant):
+    stage = Checkpointed(reentrant)
+    calls = []
+    for parameter in stage.parameters():
+        parameter.register_post_accumulate_grad_hook(calls.append)
+    before = copy.deepcopy(stage.state_dict())
+    zbpipe.explain(stage, torch.randn(5, 4))
+    assert calls == []
+    assert all(parameter.grad is None for parameter in stage.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in stage.state_dict().items())

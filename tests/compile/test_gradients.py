@@ -386,3 +386,23 @@ def test_passes_in_several_threads():
         reference(x.detach()).sum().backward()
     for w, expected in zip(net.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(w.grad, expected.grad)
+
+
+class Pooling(nn.Module):
+    """A scale in the shape of a matrix, which the input pass computes on its way, and a vector with a product of its
+    own, which by default does not wait without a matrix."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1, 1, 4))
+        self.query = nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        hidden = x * self.scale
+        return ((hidden @ self.query).softmax(1).unsqueeze(-1) * hidden).sum(1)
+
+
+@pytest.mark.parametrize("defer", ["matrices", "all"])
+def test_vectors_that_the_cut_leaves_alone(defer):
+    with zbpipe.policy(defer=defer):
+        check_compiled(Pooling(), random_input(5, 6, 4))

@@ -174,8 +174,11 @@ class _Backward:
         results = list(pieces.input_half(taken))
         count = len(halves.input_outputs)
         for_w += results[count:]
-        _C.defer(_WeightWork(pieces.weight_half), halves.weight_outputs, for_w)
+        at_once = _C.defer(_WeightWork(pieces.weight_half), halves.weight_outputs, for_w)
         gradients: list[Any] = [None] * halves.output_count
+        # What the cut has left to W may be vectors alone, which by default do not wait.
+        for i, gradient in zip(halves.weight_outputs, at_once, strict=True):
+            gradients[i] = gradient
         for i, gradient in zip(halves.input_outputs, results[:count], strict=True):
             gradients[i] = gradient
         return gradients
