@@ -173,22 +173,23 @@ uint32_t Heap::meet(const Reference& reference, uint32_t parent) {
     return none;
   }
   uint32_t v = 0;
-  if (!zbp_map_find(&map_, key, &v)) {
-    if (!own(thing, key)) {
-      return none;
-    }
-    v = size();
-    if (zbp_map_add(&map_, key, v, &v, nullptr) != ZBP_OK) {
-      throw std::bad_alloc();
-    }
+  const bool is_to_be_owned = thing != Thing::python && thing != Thing::group;
+  if (is_to_be_owned && !zbp_map_find(&map_, key, &v) && !own(thing, key)) {
+    return none;
+  }
+  bool added = false;
+  if (zbp_map_add(&map_, key, size(), &v, &added) != ZBP_OK) {
+    throw std::bad_alloc();
+  }
+  if (v == IGNORED) {
+    return none;
+  }
+  if (added) {
     vertex_.push_back({key, parent, 0, 0, thing});
     if (work_ && thing == Thing::python &&
         type_of(static_cast<PyObject*>(const_cast<void*>(key))) == Type::work) {
       works_.push_back(v);
     }
-  }
-  if (v == IGNORED) {
-    return none;
   }
   if (parent != none) {
     ++(reference.counts_python ? vertex_[v].python_refs : vertex_[v].native_refs);

@@ -45,6 +45,9 @@ def _spawn(config: Config) -> int:
         print("\ninterrupted", file=sys.stderr)
         return INTERRUPTED
     except (ProcessRaisedException, ProcessExitedException) as error:
+        if getattr(error, "signal_name", None) == "SIGINT":  # Ctrl-C reached a rank before it reached this process
+            print("\ninterrupted", file=sys.stderr)
+            return INTERRUPTED
         print(f"\nThe demo failed: {str(error).strip()}", file=sys.stderr)
         return 1
     finally:
