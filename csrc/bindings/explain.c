@@ -5,14 +5,6 @@
 #include "bindings/parts.h"
 #include "shim/zbp_explain.h"
 
-/* A number, or a function that returns one. Returns -1 with an error set. */
-static int parse_choice(PyObject *value, int *number, PyObject **function)
-{
-    *function = PyCallable_Check(value) ? value : NULL;
-    *number = *function != NULL ? 0 : (int)PyLong_AsLong(value);
-    return *number == -1 && PyErr_Occurred() ? -1 : 0;
-}
-
 PyDoc_STRVAR(explain_doc, "explain(outputs, inputs, weights, defer, checkpoint, /)\n--\n\n"
                           "The plan of an input pass, which does not run. See zbpipe.explain.");
 
@@ -22,8 +14,9 @@ static PyObject *explain(PyObject *Py_UNUSED(module), PyObject *args)
     zbp_policy policy;
     if (!PyArg_ParseTuple(args, "O!O!O!OO:explain", &PyTuple_Type, &outputs, &PyTuple_Type, &inputs,
                           &PyTuple_Type, &weights, &defer, &checkpoint) ||
-        parse_choice(defer, &policy.defer, &policy.defer_of) < 0 ||
-        parse_choice(checkpoint, &policy.checkpoint, &policy.checkpoint_of) < 0) {
+        zbp_parse_choice(defer, "defer", ZBP_DEFER_ALL, &policy.defer, &policy.defer_of) < 0 ||
+        zbp_parse_choice(checkpoint, "checkpoint", ZBP_CHECKPOINT_INPUT_PASS, &policy.checkpoint,
+                         &policy.checkpoint_of) < 0) {
         return NULL;
     }
     return zbp_explain(outputs, inputs, weights, policy);

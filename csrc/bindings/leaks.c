@@ -199,8 +199,9 @@ static PyObject *trace_of(PyObject *Py_UNUSED(module), PyObject *address)
     return zbp_tap_trace_of(number);
 }
 
-PyDoc_STRVAR(storage_spans_doc, "storage_spans(storages, /)\n--\n\n"
-                                "List of (device, address, bytes) of those that still live.");
+PyDoc_STRVAR(storage_spans_doc,
+             "storage_spans(storages, /)\n--\n\n"
+             "List of (device, address, bytes, identity) of those that still live.");
 
 static PyObject *storage_spans(PyObject *Py_UNUSED(module), PyObject *capsule)
 {

@@ -291,8 +291,7 @@ static PyObject *wrap_groups(module_state *state, zbp_group **groups, size_t cou
 }
 
 /* One of the numbers 0 to `last`, or a function that returns one. Returns -1 with an error set. */
-static int parse_choice(PyObject *value, const char *name, int last, int *number,
-                        PyObject **function)
+int zbp_parse_choice(PyObject *value, const char *name, int last, int *number, PyObject **function)
 {
     *function = PyCallable_Check(value) ? value : NULL;
     *number = 0;
@@ -331,9 +330,9 @@ static PyObject *input_pass(PyObject *module, PyObject *args)
 
     if (!PyArg_ParseTuple(args, "OOOOOO:input_pass", &given[0], &given[1], &given[2], &given[3],
                           &defer, &checkpoint) ||
-        parse_choice(defer, "defer", ZBP_DEFER_ALL, &policy.defer, &policy.defer_of) < 0 ||
-        parse_choice(checkpoint, "checkpoint", ZBP_CHECKPOINT_INPUT_PASS, &policy.checkpoint,
-                     &policy.checkpoint_of) < 0) {
+        zbp_parse_choice(defer, "defer", ZBP_DEFER_ALL, &policy.defer, &policy.defer_of) < 0 ||
+        zbp_parse_choice(checkpoint, "checkpoint", ZBP_CHECKPOINT_INPUT_PASS, &policy.checkpoint,
+                         &policy.checkpoint_of) < 0) {
         return NULL;
     }
     for (int i = 0; i < 4; ++i) {

@@ -15,6 +15,10 @@ int zbp_add_memory(PyObject *module);
 int zbp_add_release(PyObject *module);
 int zbp_add_work(PyObject *module);
 
+/* A choice of a policy: a number up to `last`, or a function that returns one, which *function then is (borrowed; else
+ * NULL). Returns 0, or -1 with an error set. */
+int zbp_parse_choice(PyObject *value, const char *name, int last, int *number, PyObject **function);
+
 /* The group in a ParamGroup. Precondition: object is one. Borrowed from it. */
 const zbp_group *zbp_group_in(PyObject *object);
 

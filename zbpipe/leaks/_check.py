@@ -53,7 +53,6 @@ class Check:
 
     def __init__(self, action: Action, allow: tuple[Any, ...], trace: bool, device: torch.device | None) -> None:
         self.report = None
-        self._arguments = (action, allow, trace, device)
         self._action = action
         self._allow = allow
         self._trace = trace
@@ -83,7 +82,7 @@ class Check:
                 f"{name} runs after its call has returned (a coroutine or generator function); check "
                 "what it does with a with block inside it"
             )
-        arguments = self._arguments
+        arguments = (self._action, self._allow, self._trace, self._device)
         code = getattr(inspect.unwrap(function), "__code__", None)
 
         @functools.wraps(function)
@@ -123,7 +122,7 @@ class Check:
                 _C.trace_stop()
             displaced = self._recorder.stop()
             self._older = self._returned = None
-            self._allow = self._arguments = ()  # type: ignore[assignment]
+            self._allow = ()
             collector.give_back()
         if displaced:
             report.unseen.append("what another CPU allocator handed out that was installed inside")
