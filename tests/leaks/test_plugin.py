@@ -253,6 +253,15 @@ def test_is_not_blind(mask): kept.append(mask(6) * 2)
     ).assert_outcomes(passed=6, errors=2)
 
 
+@pytest.mark.parametrize("ci", [False, True])
+def test_a_report_is_printed_once(inner, monkeypatch, ci):
+    monkeypatch.setenv("CI", "1") if ci else monkeypatch.delenv("CI", raising=False)
+    result = inner(f"@pytest.mark.no_tensor_leak\ndef test_leaks():\n    {LEAK}\n")
+    result.assert_outcomes(passed=1, errors=1)
+    assert result.stdout.str().count("outlived the check") == 1
+    result.stdout.fnmatch_lines(["ERROR test_inner.py::test_leaks - leaks 60 bytes of tensors*"])
+
+
 def test_a_leak_where_memory_of_a_fixture_was_is_a_leak(inner):
     result = inner(
         """
@@ -271,7 +280,7 @@ def test_leaks_too(data):
 """
     )
     result.assert_outcomes(passed=2, errors=2)
-    assert re.findall(r"::(\w+) leaks (\d+) bytes", result.stdout.str()) == [
+    assert re.findall(r"(?m)^test_inner.py::(\w+) leaks (\d+) bytes", result.stdout.str()) == [
         ("test_leaks", "36000"),
         ("test_leaks_too", "12"),
     ]
@@ -326,7 +335,7 @@ def test_uses_and_leaks(other):
     )
     result.assert_outcomes(passed=3, errors=2)
     # The 48 bytes of both tests' blocks that nothing in sight explains are leaks, other's are not.
-    assert sorted(re.findall(r"::(\w+) leaks (\d+) bytes", result.stdout.str())) == [
+    assert sorted(re.findall(r"(?m)^test_inner.py::(\w+) leaks (\d+) bytes", result.stdout.str())) == [
         ("test_leaks", "68"),
         ("test_uses_and_leaks", "68"),
     ]

@@ -241,6 +241,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         if hasattr(report, "wasxfail") and not _expects_leaks(item):
             report.outcome = "failed"
             del report.wasxfail
+        _shorten(report, item)
         return report
     watch = item.stash.get(_watch, None)
     if call.excinfo is not None and watch is not None and watch.check is not None and not watch.raised:
@@ -265,6 +266,14 @@ def pytest_runtest_teardown(item: pytest.Item) -> _Wrapper:
             else:
                 raise _Leaked(_text(item, report), report)
     return result
+
+
+def _shorten(report: Any, item: pytest.Item) -> None:
+    """Leaves one line to the summary at the end, which under CI prints messages whole a second time."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    if crash is not None:
+        first = crash.message.partition("\n")[0]
+        crash.message = first.partition(f"{item.nodeid} ")[2] or first
 
 
 def _expects_leaks(item: pytest.Item) -> bool:
