@@ -1,9 +1,9 @@
 """The host time of a whole schedule step on deep tiny stages: torch's own module beside the patch.
 
-One rank, a V of two stages, so that nothing is sent; stages are chains of blocks of width 8. Each side runs on stages
-of its own, in turns; medians of the runs, and their ratio to torch's.
+Two stages per rank, chains of blocks of width 8; with one rank nothing is sent. Each side runs on stages of its own, in
+turns; a step takes as long as its slowest rank; medians of the runs, and their ratio to torch's.
 
-    python benchmarks/step_overhead.py --blocks 16 64 --json step_overhead.json
+    python benchmarks/step_overhead.py --ranks 1 2 --blocks 16 64 --json step_overhead.json
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
@@ -27,7 +28,8 @@ import zbpipe
 from zbpipe.memory._format import table
 
 WIDTH, ROWS, MICROBATCHES, ROUNDS = 8, 4, 4, 7
-SCHEDULES = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+INTERLEAVED = "ScheduleInterleavedZeroBubble"
+SCHEDULES = (INTERLEAVED, "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 
 
 class Block(nn.Module):
@@ -43,23 +45,31 @@ class Side:
     """A schedule on stages of its own, run under the patch or not."""
 
     def __init__(self, name: str, blocks: int, patched: bool) -> None:
-        torch.manual_seed(0)
+        rank, world = dist.get_rank(), dist.get_world_size()
+        places = (rank, rank + world) if name == INTERLEAVED else (rank, 2 * world - 1 - rank)
+        self.x = torch.ones(ROWS * MICROBATCHES, WIDTH)
         stages = [
-            PipelineStage(nn.Sequential(*(Block() for _ in range(blocks))), i, 2, torch.device("cpu")) for i in (0, 1)
+            PipelineStage(nn.Sequential(*(Block() for _ in range(blocks))), place, 2 * world, torch.device("cpu"))
+            for place in places
         ]
         self.weights = [w for stage in stages for w in stage.submod.parameters()]
+        self.is_first, self.is_last = 0 in places, 2 * world - 1 in places
         kind: Any = getattr(schedules, name)
         self.schedule = kind(stages, MICROBATCHES, loss_fn=nn.functional.mse_loss, scale_grads=False)
         self.patched = patched
         self.times: list[float] = []
 
     def step(self, is_timed: bool) -> None:
-        x = torch.ones(ROWS * MICROBATCHES, WIDTH)
+        given = (self.x,) if self.is_first else ()
+        target = {"target": self.x} if self.is_last else {}
         with zbpipe.patched() if self.patched else contextlib.nullcontext():
+            dist.barrier()
             begin = time.perf_counter()
-            self.schedule.step(x, target=x)
-            if is_timed:
-                self.times.append(time.perf_counter() - begin)
+            self.schedule.step(*given, **target)
+            took = torch.tensor(time.perf_counter() - begin)
+        dist.all_reduce(took, dist.ReduceOp.MAX)
+        if is_timed:
+            self.times.append(took.item())
         for weight in self.weights:
             weight.grad = None
 
@@ -71,24 +81,53 @@ def measure(name: str, blocks: int) -> dict[str, Any]:
             gc.collect()
             side.step(is_timed)
     medians = {key: 1e3 * statistics.median(side.times) for key, side in sides.items()}
-    return {"schedule": name, "blocks": blocks, **medians, "ratio": medians["zbpipe"] / medians["torch"]}
+    return {
+        "schedule": name,
+        "ranks": dist.get_world_size(),
+        "blocks": blocks,
+        **medians,
+        "ratio": medians["zbpipe"] / medians["torch"],
+    }
+
+
+def run_rank(rank: int, world: int, blocks: list[int], folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store{world}", world), rank=rank, world_size=world)
+    rows = [measure(name, count) for name in SCHEDULES for count in blocks]
+    if rank == 0:
+        Path(folder, f"rows{world}").write_text(json.dumps(rows))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--blocks", type=int, nargs="+", default=[4, 16, 64], help="blocks per stage")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help=f"at most {MICROBATCHES // 2}")
+    parser.add_argument("--blocks", type=int, nargs="+", default=[16, 64], help="blocks per stage")
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     given = parser.parse_args()
-    torch.set_num_threads(1)
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
-        rows = [measure(name, blocks) for name in SCHEDULES for blocks in given.blocks]
-        dist.destroy_process_group()
-    cells = [
-        [row["schedule"], str(row["blocks"]), f"{row['torch']:.1f}", f"{row['zbpipe']:.1f}", f"{row['ratio']:.2f}x"]
-        for row in rows
-    ]
-    print(table(["schedule", "blocks per stage", "torch ms", "zbpipe ms", "zbpipe to torch"], cells))
+        for world in given.ranks:
+            mp.spawn(run_rank, (world, given.blocks, folder), nprocs=world)
+            rows += json.loads(Path(folder, f"rows{world}").read_text())
+    columns = ("schedule", "ranks", "blocks per stage", "torch ms", "zbpipe ms", "zbpipe to torch")
+    print(
+        table(
+            columns,
+            [
+                [
+                    row["schedule"],
+                    str(row["ranks"]),
+                    str(row["blocks"]),
+                    f"{row['torch']:.1f}",
+                    f"{row['zbpipe']:.1f}",
+                    f"{row['ratio']:.2f}x",
+                ]
+                for row in rows
+            ],
+        )
+    )
     if given.json:
         given.json.write_text(json.dumps(rows, indent=1) + "\n")
 
