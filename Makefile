@@ -2,6 +2,7 @@
 SHELL := /bin/bash
 PYTHON ?= python3
 TORCH_VERSION ?= 2.13.0
+JOBS ?= 2
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -56,7 +57,7 @@ demo: $(VENV)/.built $(VENV)/.extras-demo ## train a small language model on tor
 test: test-core pytest ## run every test: the C core's, then Python's
 
 pytest: $(VENV)/.built $(VENV)/.extras-test $(VENV)/.extras-demo
-	$(RUN) -m pytest
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(JOBS) --dist loadgroup
 
 test-long: $(VENV)/.built $(VENV)/.extras-test ## 200 steps of every schedule under the leak tools
 	$(RUN) -m pytest -m long -o faulthandler_timeout=3000

@@ -19,6 +19,9 @@ def pytest_sessionstart():
 
 
 def pytest_collection_modifyitems(items):
+    for item in items:
+        if "dist" in item.keywords:  # of pytest-xdist's workers one runs these: each starts processes enough
+            item.add_marker(pytest.mark.xdist_group("processes"))
     if not torch.cuda.is_available():
         for item in items:
             if "cuda" in item.keywords:
