@@ -11,8 +11,9 @@ While torch is patched, these methods of its stages are wrapped:
   engine run, which is I: before there are gradients.
 - ``backward_maybe_with_nosync``: before the last W, DDP looks for unused weights from the outputs, which have no
   history any more; the groups know which weights are used. fully_shard may have the shards in the weights' place when
-  I or W is asked for them; and after each W the gradients have to go to its buffers of the reduce dtype, for its own
-  hooks fired in I.
+  I or W is asked for them, and have freed the weights that W reads; and after each W the gradients have to go to its
+  buffers of the reduce dtype, for its own hooks fired in I.
+- ``backward_weight_one_chunk``: what cannot be split is refused in stage 0, too, whose W is a whole backward.
 
 Nothing is reduced here: DDP's hooks do it in the last W, bucket by bucket, while W runs; for fully_shard torch's
 schedule does it after the last W.
@@ -30,6 +31,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from zbpipe._policy import get_policy
+
 STAGE = "torch.distributed.pipelining.stage"
 
 # Owner, parameters as inspect gives them, and whether a torch without it needs it not (there the forward that tells the
@@ -42,6 +45,7 @@ METHODS: dict[str, tuple[str, tuple[str, ...], bool]] = {
         ("self", "backward_type", "bwd_kwargs", "last_backward"),
         False,
     ),
+    "backward_weight_one_chunk": ("_PipelineStageBase", ("self", "bwd_chunk_id", "last_backward"), False),
 }
 
 _Function = Callable[..., Any]
@@ -123,31 +127,55 @@ def _forward_maybe_with_nosync(original: _Function, self: Any, *args: Any, **kwa
 def _backward_maybe_with_nosync(
     original: _Function, self: Any, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
 ) -> Any:
-    if backward_type != "input" and is_ddp(self.submod):
-        return _contribute(original, self, backward_type, bwd_kwargs, last_backward)
     if backward_type == "input":
-        _check_parts(self)
+        _refuse_what_cannot_be_split(self)
+    if is_ddp(self.submod):
+        _refuse_main_grad(self)
+        if backward_type != "input":
+            return _contribute(original, self, backward_type, bwd_kwargs, last_backward)
+        with _adding_nothing(self):
+            return original(self, backward_type, bwd_kwargs, last_backward=last_backward)
     if backward_type == "full" or not _is_sharded(self.submod):
         return original(self, backward_type, bwd_kwargs, last_backward=last_backward)
-    with _with_unsharded_parameters(self.submod):
+    reads_weights = backward_type == "weight" and any(group.reads_weights for group in bwd_kwargs["param_groups"])
+    with (
+        _gathered(self.submod) if reads_weights else contextlib.nullcontext(),
+        _with_unsharded_parameters(self.submod),
+    ):
         result = original(self, backward_type, bwd_kwargs, last_backward=last_backward)
     if backward_type == "weight":
         _accumulate(self.submod)
     return result
 
 
-def _check_parts(stage: Any) -> None:
+def _backward_weight_one_chunk(original: _Function, self: Any, *args: Any, **kwargs: Any) -> Any:
+    if self.is_first and self.dw_builder is None:
+        _refuse_what_cannot_be_split(self)
+    return original(self, *args, **kwargs)
+
+
+def _refuse_what_cannot_be_split(stage: Any) -> None:
     """Refuse a module of which only parts are data parallel: nobody would drive them, and they would reduce in I, or
-    for some microbatches alone. Raises RuntimeError."""
+    for some microbatches alone; and FSDP's first version, whose weights are not in the graph but views of them that go
+    with the forward. Raises RuntimeError."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
     module = stage.submod
     if stage in _checked or _is_sharded(module):
         return
     for name, part in module.named_modules():
+        where = f"stage {stage.stage_index}'s module is a {type(module).__name__}" + (
+            f" whose part {name!r}" if name else ""
+        )
+        if isinstance(part, FullyShardedDataParallel):
+            raise RuntimeError(
+                f"{where}{', a FullyShardedDataParallel,' if name else ', which'} takes its weights away after each "
+                "forward and backward, so that no weight pass can follow: apply fully_shard instead."
+            )
         if part is not module and (_is_sharded(part) or is_ddp(part)):
             raise RuntimeError(
-                f"stage {stage.stage_index}'s module is a {type(module).__name__} whose part {name!r}, a "
-                f"{type(part).__name__}, reduces gradients by itself, which would come before the weight pass: apply "
-                "fully_shard, replicate or DistributedDataParallel to the stage's whole module too."
+                f"{where}, a {type(part).__name__}, reduces gradients by itself, which would come before the weight "
+                "pass: apply fully_shard, replicate or DistributedDataParallel to the stage's whole module too."
             )
     _checked.add(stage)
 
@@ -223,6 +251,8 @@ def _contribute(
     elif last_backward:
         if backward_type == "weight":
             searches = ddp.find_unused_parameters and not ddp.static_graph
+            if not searches and not ddp.static_graph:
+                _refuse_unused(self, bwd_kwargs["param_groups"])
             bwd_kwargs = {**bwd_kwargs, "stage_output": _mentions(bwd_kwargs["param_groups"]) if searches else []}
         if ddp is not self.submod:  # else torch's stage does it
             outputs = torch.nn.parallel.distributed._find_tensors(  # type: ignore[no-untyped-call]
@@ -240,6 +270,59 @@ def _mentions(param_groups: Iterable[Any]) -> list[torch.Tensor]:
     """Tensors in whose graphs DDP finds the weights of the groups, and no others."""
     with torch.enable_grad():
         return [node.variable.view_as(node.variable) for group in param_groups for node in group["params"]]
+
+
+def _refuse_unused(stage: Any, param_groups: Iterable[Any]) -> None:
+    """Refuse a last W without weights that DDP waits for: it would reduce neither them nor what comes after them, and
+    tell so in the next step, if there is one. Raises RuntimeError."""
+    served = {id(node.variable) for group in param_groups for node in group["params"]}
+    ddp = _ddp(stage.submod)
+    awaited = {id(w) for name, w in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore}
+    missing = [
+        name
+        for name, weight in stage.submod.named_parameters()
+        if weight.requires_grad and id(weight) in awaited and id(weight) not in served
+    ]
+    if missing:
+        raise RuntimeError(
+            f"the step's last microbatch does not use {_enumeration(missing)} of stage {stage.stage_index}, and "
+            "DistributedDataParallel waits for their gradients: make it with find_unused_parameters=True."
+        )
+
+
+def _refuse_main_grad(stage: Any) -> None:
+    """Raises RuntimeError where W would add to what DDP does not reduce."""
+    if get_policy().main_grad:
+        names = [name for name, w in stage.submod.named_parameters() if getattr(w, "main_grad", None) is not None]
+        if names:
+            raise RuntimeError(
+                f"policy(main_grad=True) adds to the main_grad of {_enumeration(names)} of stage {stage.stage_index}, "
+                "and DistributedDataParallel reduces .grad alone: use one of the two."
+            )
+
+
+@contextlib.contextmanager
+def _adding_nothing(stage: Any) -> Iterator[None]:
+    """An I within it adds to no gradient; DDP, which waits for W, would not hear of it. Raises RuntimeError."""
+    weights = dict(stage.submod.named_parameters())
+    before = [_mark(weight.grad) for weight in weights.values()]
+    yield
+    added = [name for (name, weight), mark in zip(weights.items(), before, strict=True) if _mark(weight.grad) != mark]
+    if added:
+        raise RuntimeError(
+            f"the input pass of stage {stage.stage_index} has added to the gradients of {_enumeration(added)}, in a "
+            "backward within it, as checkpoint(use_reentrant=True) runs, and DistributedDataParallel would reduce "
+            "neither them nor what comes after them: checkpoint with use_reentrant=False, or apply fully_shard."
+        )
+
+
+def _mark(grad: torch.Tensor | None) -> tuple[int, int] | None:
+    return None if grad is None else (id(grad), grad._version)
+
+
+def _enumeration(names: list[str]) -> str:
+    more = len(names) - 3
+    return ", ".join(names[:3]) + (f" and {more} more" if more > 0 else "")
 
 
 # fully_shard.
@@ -267,6 +350,20 @@ def _with_unsharded_parameters(module: Any) -> Iterator[None]:
         del vars(module)["parameters"]
 
 
+@contextlib.contextmanager
+def _gathered(module: Any) -> Iterator[None]:
+    """Within it the weights are there that were gathered before, for what W runs again and reads them."""
+    groups = [group for group in _groups(module) if _has_gathered(group) and not group.is_unsharded]
+    for group in groups:
+        group.unshard()
+        group.wait_for_unshard()
+    try:
+        yield
+    finally:
+        for group in groups:
+            group.reshard()
+
+
 def _accumulate(module: Any) -> None:
     """Add the gradients of a W to the buffers in which fully_shard sums them up until it reduces.
 
@@ -285,16 +382,25 @@ def _accumulate(module: Any) -> None:
 
 def _gathered_params(module: Any) -> Iterator[Any]:
     """What fully_shard keeps of each weight that it has gathered before, whether it is sharded now or not."""
+    for group in filter(_has_gathered, _groups(module)):
+        yield from group.fsdp_params
+
+
+def _groups(module: Any) -> Iterator[Any]:
     for state in module._get_fsdp_state()._state_ctx.all_states:
         groups = getattr(state, "_fsdp_param_groups", None)
         if groups is None:  # torch 2.11 has one group at most
             groups = [state._fsdp_param_group] if state._fsdp_param_group else []
-        for group in groups:
-            yield from (param for param in group.fsdp_params if getattr(param, "_unsharded_param", None) is not None)
+        yield from groups
+
+
+def _has_gathered(group: Any) -> bool:
+    return all(getattr(param, "_unsharded_param", None) is not None for param in group.fsdp_params)
 
 
 _WRAPPERS: dict[str, _Function] = {
     "_compute_outputs": _compute_outputs,
     "forward_maybe_with_nosync": _forward_maybe_with_nosync,
     "backward_maybe_with_nosync": _backward_maybe_with_nosync,
+    "backward_weight_one_chunk": _backward_weight_one_chunk,
 }

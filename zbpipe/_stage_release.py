@@ -276,11 +276,28 @@ def _set_local_bwd_input(original: _Function, self: Any, next_stage_bwd_outputs:
 
 
 def _backward_one_chunk(original: _Function, self: Any, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+    _refuse_stale_loss(self, bwd_chunk_id, *args, **kwargs)
     result = original(self, bwd_chunk_id, *args, **kwargs)
     _describe_buffers(self, self.grad_recv_info.get(bwd_chunk_id, ()))
     _state.outputs.get(self, {}).pop(bwd_chunk_id, None)
     _keep_groups_alone(self, bwd_chunk_id)
     return result
+
+
+def _refuse_stale_loss(
+    stage: Any, microbatch: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+) -> None:
+    """A schedule keeps the losses of a step that failed, and gives them to the next one; I has detached them, and would
+    pass over them: all gradients 0. Raises RuntimeError."""
+    if full_backward or not isinstance(loss, torch.Tensor) or loss.requires_grad or not stage.is_last:
+        return
+    outputs = stage.fwd_cache.get(microbatch, ((),))[0]
+    if any(getattr(output, "requires_grad", False) for output in outputs):
+        raise RuntimeError(
+            f"the loss of microbatch {microbatch} requires no gradient, but stage {stage.stage_index}'s output does: "
+            "make a new schedule after a step that failed, whose losses this one keeps, or a loss function that does "
+            "not detach."
+        )
 
 
 def _get_bwd_send_ops(original: _Function, self: Any, bwd_chunk_id: int) -> Any:

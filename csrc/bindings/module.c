@@ -192,6 +192,11 @@ static PyObject *group_account(PyObject *op, PyObject *Py_UNUSED(ignored))
     return zbp_group_account(((group_object *)op)->group);
 }
 
+static PyObject *group_get_reads_weights(PyObject *op, void *Py_UNUSED(closure))
+{
+    return PyBool_FromLong(zbp_group_reads_weights(((group_object *)op)->group));
+}
+
 static PyMethodDef group_methods[] = {
     {"account", group_account, METH_NOARGS,
      "account()\n--\n\nWhat each weight task holds; zbpipe.memory.held() makes it readable."},
@@ -202,6 +207,9 @@ static PyMethodDef group_methods[] = {
 static PyGetSetDef group_getset[] = {
     {"bytes_held", group_get_bytes_held, NULL,
      "Bytes of the tensors held for the weight pass, each storage counted once.", NULL},
+    {"reads_weights", group_get_reads_weights, NULL,
+     "True if the weight pass may read weights themselves, so that their memory must be there.",
+     NULL},
     {"spent", group_get_spent, NULL, "True once the weight pass has run.", NULL},
     {NULL, NULL, NULL, NULL, NULL}};
 

@@ -9,6 +9,7 @@
 
 #include "shim/dtensor.h"
 #include "shim/kinds.h"
+#include "shim/path.h"
 #include "shim/python.h"
 
 namespace {
@@ -120,6 +121,14 @@ PyObject* account_of_waiting(const Weight& weight) {
   return Py_BuildValue("zsO", nullptr, "waiting", tensors.get());
 }
 
+bool reads_weights(const Task& task) {
+  const auto takes_parameters = [](const Work& work) {
+    return work.call && !work.call->parameters.empty();
+  };
+  return task.kind == Kind::deferred || task.packed || task.leaves_packed ||
+         std::any_of(task.works.begin(), task.works.end(), takes_parameters);
+}
+
 }  // namespace
 
 PyObject* zbp_group_account(const zbp_group* handle) {
@@ -143,4 +152,14 @@ PyObject* zbp_group_account(const zbp_group* handle) {
     result = list.release();
   });
   return status == ZBP_OK ? result : nullptr;
+}
+
+int zbp_group_reads_weights(const zbp_group* handle) {
+  const Group& group = *handle->group;
+  const auto has_saved = [](const Outside& outside) {
+    return !saves_nothing(*outside.node) && !saved_nothing(*outside.node);
+  };
+  return std::any_of(group.tasks.begin(), group.tasks.end(),
+                     [](const Task& task) { return reads_weights(task); }) ||
+         std::any_of(group.outside.begin(), group.outside.end(), has_saved);
 }

@@ -9,7 +9,7 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
-from training import ZERO_BUBBLE, Training
+from training import ZERO_BUBBLE, Training, with_late_weight_passes
 
 import zbpipe
 
@@ -31,6 +31,18 @@ class Convolution(model.Block):
 
     def forward(self, x):
         return super().forward(x) + self.convolution(x.unsqueeze(1)).squeeze(1).sin()
+
+
+class Adapted(Convolution):
+    """W runs a product of weights, which reads both, and views of one."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(model.WIDTH, 2) / 4)
+        self.b = nn.Parameter(torch.randn(2, model.WIDTH) / 4)
+
+    def forward(self, x):
+        return super().forward(x) + x @ (self.a @ self.b)
 
 
 @functools.cache
@@ -192,6 +204,27 @@ def convolution(schedule):
     )
 
 
+def late_weight_passes(schedule):
+    """Another forward has freed the weights, which W reads: they are gathered for it, and given back."""
+    of_mesh = mesh_of_one_pipeline_rank
+    wrap = sharded(mesh_of=lambda: of_mesh()["replicate", "shard"], reshard_after_forward=True)
+    for make, policy in (
+        (functools.partial(model.make_parts, block=Adapted, count=2), zbpipe.policy()),
+        (functools.partial(model.make_parts, block=Adapted, count=2), zbpipe.policy(defer="all")),
+        (functools.partial(model.make_parts, block=Checkpointed, count=2), zbpipe.policy(checkpoint="recompute")),
+        (functools.partial(model.make_parts, count=2), zbpipe.policy()),
+    ):
+        training = Training(schedule, of_mesh(), wrap, parts=make(), reference=make())
+        training.schedule = with_late_weight_passes(training.stages)
+        with policy:
+            events = training.run(replica_in(of_mesh()), replicas=4)
+        assert [scatters for _, scatters in counts(events)] == [4, 4]
+        assert all(unsharded_bytes(module) == 0 for module in training.modules.values())
+    for log in events:  # the last model's: its W reads no weight
+        for stage, _, inner in log.within("W"):
+            assert stage == 0 or set(inner) <= {"product"}, inner
+
+
 def on_two_dimensions(schedule):
     """Each gradient is scattered over one dimension of the mesh and summed over the other, once."""
     of_mesh = mesh_of_one_pipeline_rank
@@ -248,3 +281,4 @@ for case in (
             else "slow"
         )
         CASES[f"{case.__name__}-{name}"] = (kind, functools.partial(case, name))
+CASES["late_weight_passes"] = ("fast", functools.partial(late_weight_passes, "InterleavedZeroBubble"))

@@ -1,6 +1,7 @@
 """What is refused of data parallel stages, and what patching leaves as it was. One process, which is a pipeline alone."""
 
 import inspect
+from functools import partial
 
 import pytest
 import torch
@@ -8,10 +9,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import stage as torchs_stage
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import zbpipe
 
@@ -51,8 +53,94 @@ def test_a_stage_of_which_a_part_alone_is_data_parallel_is_refused(module):
     assert x.grad is None
 
 
+@pytest.mark.parametrize("module", [part_in_fsdp, part_in_ddp, part_replicated])
+def test_so_it_is_in_the_first_stage_whose_weight_pass_is_a_whole_backward(module):
+    stage = PipelineStage(module(), 0, 2, torch.device("cpu"))
+    with zbpipe.patched(), pytest.raises(RuntimeError, match=r"stage 0's module is a Sequential whose part '0', a "):
+        stage.backward_weight_one_chunk(0)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("wrap", "words"),
+    [
+        (lambda part: part, "module is a FullyShardedDataParallel, which takes its weights away"),
+        (nn.Sequential, "module is a Sequential whose part '0', a FullyShardedDataParallel, takes its weights away"),
+    ],
+)
+@pytest.mark.parametrize("index", [0, 1])
+def test_fsdps_first_version_is_refused(wrap, words, index):
+    module = wrap(FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"), use_orig_params=True))
+    stage = PipelineStage(module, index, 2, torch.device("cpu"))
+    with zbpipe.patched():
+        first = partial(stage.backward_maybe_with_nosync, "input", {}) if index else stage.backward_weight_one_chunk
+        with pytest.raises(RuntimeError, match=rf"stage {index}'s {words}.*fully_shard instead"):
+            first(0)
+
+
+class Checkpointed(nn.Linear):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=True)
+
+
+def passes(module):
+    """Runs a microbatch's forward, and gives functions for its I, and its W, the last of the step."""
+    stage = PipelineStage(module, 1, 2, torch.device("cpu"))
+    x = torch.randn(2, 2, requires_grad=True)
+    out = stage.forward_maybe_with_nosync(x)
+    kwargs = {"stage_output": (out,), "output_grads": (torch.ones_like(out),), "input_values": (x,)}
+    return (
+        lambda: stage.backward_maybe_with_nosync("input", kwargs)[1],
+        lambda groups: stage.backward_maybe_with_nosync(
+            "weight", {"stage_output": (), "param_groups": groups}, last_backward=True
+        ),
+    )
+
+
+@pytest.mark.parametrize("static_graph", [False, True])
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, replicate])
+def test_a_backward_within_the_input_pass_of_ddp_is_refused(wrap, static_graph):
+    module = wrap(nn.Sequential(Checkpointed(2, 2), nn.Linear(2, 2)), static_graph=static_graph)
+    with zbpipe.patched():
+        input_pass, _ = passes(module)
+        words = r"input pass of stage 1 has added to the gradients of (module\.)?0.weight, (module\.)?0.bias, in a "
+        with pytest.raises(RuntimeError, match=words + "backward within it.*use_reentrant=False"):
+            input_pass()
+
+
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, replicate])
+def test_unused_weights_that_ddp_was_not_told_of_are_refused(wrap):
+    part = nn.Linear(2, 2)
+    part.never = nn.Linear(2, 2, bias=False)
+    with zbpipe.patched():
+        input_pass, weight_pass = passes(wrap(part))
+        groups = input_pass()
+        with pytest.raises(
+            RuntimeError, match=r"does not use (module\.)?never.weight of stage 1, and Distrib.*unused_p"
+        ):
+            weight_pass(groups)
+        assert part.weight.grad is None
+        assert not any(group.spent for group in groups)
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_main_grad_in_ddp_is_refused(ignored):
+    part = nn.Linear(2, 2)
+    if not ignored:
+        part.weight.main_grad = torch.zeros(2, 2)
+    with zbpipe.patched(), zbpipe.policy(main_grad=True):
+        input_pass, weight_pass = passes(DistributedDataParallel(part))
+        if ignored:  # no weight has one
+            weight_pass(input_pass())
+            assert part.weight.grad is not None
+            return
+        with pytest.raises(RuntimeError, match=r"adds to the main_grad of module.weight of stage 1, .*use one"):
+            input_pass()
+    assert part.weight.main_grad.eq(0).all()
+
+
 def methods():
-    names = ("backward_maybe_with_nosync", "forward_maybe_with_nosync")
+    names = ("backward_maybe_with_nosync", "forward_maybe_with_nosync", "backward_weight_one_chunk")
     found = [inspect.getattr_static(torchs_stage._PipelineStageBase, name) for name in names]
     return [*found, inspect.getattr_static(PipelineStage, "_compute_outputs", None)]
 

@@ -128,6 +128,22 @@ def whole(grad):
     return grad.full_tensor() if isinstance(grad, DTensor) else grad
 
 
+def with_late_weight_passes(stages):
+    """A schedule of one pipeline rank, in which the next microbatch's forward comes between each I and its W."""
+    order = []
+    for microbatch in range(model.MICROBATCHES):
+        order += [f"{i}F{microbatch}" for i in range(len(stages))]
+        if microbatch:
+            order += [f"{i}W{microbatch - 1}" for i in reversed(range(len(stages)))]
+        order += [f"{i}I{microbatch}" for i in reversed(range(len(stages)))]
+    order += [f"{i}W{model.MICROBATCHES - 1}" for i in reversed(range(len(stages)))]
+    runtime = schedules._PipelineScheduleRuntime(
+        stages, model.MICROBATCHES, loss_fn=model.loss_function, scale_grads=False
+    )
+    runtime._prepare_schedule_with_comms({0: [schedules._Action.from_str(action) for action in order]})
+    return runtime
+
+
 def without_split(schedule, stages):
     """A schedule of the same order, in which each I is a whole backward, and which has no W."""
     orders = {}
