@@ -1,0 +1,158 @@
+"""FLOPs of what W runs beside its products: nodes between these and the parameters, and backwards that are whole in W.
+
+They are counted by running them once, on zeros, under a dispatch mode. torch's FlopCounterMode has the formulas, but
+multiplies what a grouped convolution's weight costs by the number of groups, and takes operators without a formula for
+free: here such an operator makes the sum unknown, if its name says that it multiplies matrices or if it is not torch's.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, Node
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+
+@dataclass
+class Computed:
+    """What W runs for a group beside its products: ``flops``, without the nodes or operators that ``unknown`` names.
+    ``on_the_way`` has per parameter's id the nodes on its way that multiply: name, FLOPs."""
+
+    flops: int = 0
+    unknown: list[str] = field(default_factory=list)
+    on_the_way: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
+
+
+def count(edges: Sequence[GradientEdge], parameters: Mapping[int, torch.Tensor]) -> Computed:
+    """Runs what leads from ``edges`` to the parameters (by id). The graph can run again afterwards."""
+    found = Computed()
+    nodes = list(_behind(edge.node for edge in edges))
+    names = {node.name() for node in nodes}
+    if not edges or all(name.rstrip("0123456789") in _FREE for name in names):
+        return found
+    foreign = [node.name() for node in nodes if _is_foreign(node)]
+    weights = [parameters[id(v)] for v in map(_variable, nodes) if id(v) in parameters]
+    if foreign or any(type(weight).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for weight in weights):
+        found.unknown = sorted(set(foreign)) or ["nodes of a tensor subclass"]
+        return found
+    if not weights:
+        return found
+    counter = _Counter()
+    with counter:
+        torch.autograd.grad(edges, weights, [_zeros(edge) for edge in edges], retain_graph=True, allow_unused=True)
+    found.flops = sum(flops for _, flops in counter.nodes.values())
+    found.unknown = sorted(counter.unknown)
+    for node, flops in counter.nodes.values():
+        if flops and node is not None:
+            _share(found, node, flops, parameters)
+    return found
+
+
+def _share(found: Computed, node: Node, flops: int, parameters: Mapping[int, torch.Tensor]) -> None:
+    """The gradients of a product's two factors cost the same; of other nodes nothing is known apart."""
+    edges = [follower for follower, _ in node.next_functions]
+    slots = FACTORS.get(node.name().removesuffix("0"))
+    shared = [[edges[slot]] for slot in slots] if slots else [edges]
+    behind = [{id(v) for v in map(_variable, _behind(part)) if id(v) in parameters} for part in shared]
+    computed = [ids for ids in behind if ids]
+    for ids in computed:
+        for i in ids:
+            found.on_the_way.setdefault(i, []).append((node.name(), flops // len(computed)))
+
+
+FACTORS = {
+    "AddmmBackward": (1, 2),
+    "MmBackward": (0, 1),
+    "BmmBackward": (0, 1),
+    "BaddbmmBackward": (1, 2),
+    "LinearBackward": (0, 1),
+    "ConvolutionBackward": (0, 1),
+    "GroupedMmBackward": (0, 1),
+}
+"""The edges of a product's two factors, by its node's name without the 0 at its end."""
+
+# These multiply no matrices, whatever their shapes are; they need not run.
+_FREE = {
+    *("torch::autograd::AccumulateGrad", "TBackward", "ToCopyBackward", "TransposeBackward", "PermuteBackward"),
+    *("ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward", "UnsqueezeBackward", "SqueezeBackward"),
+    *("ExpandBackward", "AliasBackward", "CloneBackward", "AddBackward", "SubBackward", "MulBackward"),
+}
+
+
+def _behind(nodes: Iterable[Node | None]) -> Iterator[Node]:
+    """The nodes and all that follow them, each once."""
+    seen: set[Node] = set()
+    pending = [node for node in nodes if node is not None]
+    while pending:
+        node = pending.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            pending.extend(follower for follower, _ in node.next_functions if follower is not None)
+
+
+def _variable(node: Node) -> torch.Tensor | None:
+    return node.variable if node.name() == "torch::autograd::AccumulateGrad" else None  # type: ignore[attr-defined]
+
+
+def _is_foreign(node: Node) -> bool:
+    """Its kernels need not be torch's: a Function in Python or C++, a compiled backward."""
+    return issubclass(type(node), torch.autograd.function.BackwardCFunction) or "CppNode" in node.name()
+
+
+def _zeros(edge: GradientEdge) -> torch.Tensor:
+    metadata = edge.node._input_metadata[edge.output_nr]
+    return torch.zeros(metadata.shape, dtype=metadata.dtype, device=metadata.device)
+
+
+class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.nodes: dict[int, tuple[Node | None, int]] = {}  # by id
+        self.unknown: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        packet = func._overloadpacket
+        formula = flop_registry.get(packet)
+        if formula is None and func is not torch.ops.prim.device.default:
+            with self:
+                decomposed = func.decompose(*args, **kwargs)
+            if decomposed is not NotImplemented:
+                return decomposed
+        result = func(*args, **kwargs)
+        if formula is not None:
+            flops = formula(*args, **kwargs, out_val=result)
+            if packet is torch.ops.aten.convolution_backward:
+                flops -= _counted_too_often(*args, **kwargs)
+            node = torch._C._current_autograd_node()
+            self.nodes[id(node)] = (node, self.nodes.get(id(node), (node, 0))[1] + flops)
+        elif _may_multiply(func):
+            self.unknown.add(str(packet))
+        return result
+
+
+def _counted_too_often(grad: Any, x: Any, weight: Any, *rest: Any) -> int:
+    """By torch's formula, of the gradient of a grouped convolution's weight."""
+    _, _, _, _, transposed, _, groups, output_mask = rest
+    over = (x if transposed else grad).shape
+    return 2 * weight.numel() * over[0] * math.prod(over[2:]) * (groups - 1) if output_mask[1] else 0
+
+
+def _may_multiply(func: Any) -> bool:
+    if func.namespace not in ("aten", "prim", "prims", "c10d", "_c10d_functional"):
+        return True
+    name = func._opname
+    return _PRODUCT.search(name) is not None and not name.startswith(("upsample", "_upsample", "_thnn_fused"))
+
+
+_PRODUCT = re.compile(
+    r"(^|_)(\w*mm|\w*mv|v?dot|ger|addr|inner|kron|matmul|linear|bilinear|trilinear|conv\w*|linalg|rnn|lstm|gru"
+    r"|attention|cdist|solve|cholesky|inverse|svd|eigh?|qr|lu|det|slogdet)(_|$|\d)"
+)
