@@ -158,9 +158,9 @@ def test_too_many_output_gradients():
 
 def test_inputs_on_another_device():
     with pytest.raises(
-        RuntimeError, match=r"the inputs are on meta and the parameters of Conv2d on cpu.*move the inputs"
+        RuntimeError, match=r"the inputs are on meta and the parameters of Linear on cpu.*move the inputs"
     ):
-        zbpipe.explain(nn.Conv2d(1, 1, 1), torch.ones(2, 1, 4, 4, device="meta"))
+        zbpipe.explain(nn.Linear(4, 4), torch.ones(2, 4, device="meta"))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
