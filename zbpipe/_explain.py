@@ -435,6 +435,8 @@ def _work(
     grad = next(iter(shapes.get("output gradient", ())), None)
     if len(shape) < 2 or grad is None:
         return "", 0
+    if not grad or min(*grad, *shape) < 0:
+        return "", None  # nested, or of sizes that are not numbers
     size = math.prod(shape)
     if task.name.startswith("LinearBackward"):
         rows = math.prod(grad[:-1])

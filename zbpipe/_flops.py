@@ -2,7 +2,8 @@
 
 They are counted by running them once, on zeros, under a dispatch mode. torch's FlopCounterMode has the formulas, but
 multiplies what a grouped convolution's weight costs by the number of groups, and takes operators without a formula for
-free: here such an operator makes the sum unknown, if its name says that it multiplies matrices or if it is not torch's.
+free, attention on the CPU and grouped products among them. Here these two have one, and another one makes the sum
+unknown, if its name says that it multiplies matrices or if it is not torch's.
 """
 
 from __future__ import annotations
@@ -44,8 +45,12 @@ def count(edges: Sequence[GradientEdge], parameters: Mapping[int, torch.Tensor])
     if not weights:
         return found
     counter = _Counter()
-    with counter:
-        torch.autograd.grad(edges, weights, [_zeros(edge) for edge in edges], retain_graph=True, allow_unused=True)
+    try:
+        with counter:
+            torch.autograd.grad(edges, weights, [_zeros(edge) for edge in edges], retain_graph=True, allow_unused=True)
+    except Exception as error:  # of a node that does not run on zeros, or not under a mode
+        found.unknown = [f"it raised a {type(error).__name__}: {error}"]
+        return found
     found.flops = sum(flops for _, flops in counter.nodes.values())
     found.unknown = sorted(counter.unknown)
     for node, flops in counter.nodes.values():
@@ -120,8 +125,10 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         packet = func._overloadpacket
-        formula = flop_registry.get(packet)
-        if formula is None and func is not torch.ops.prim.device.default:
+        if packet in _QUESTIONS:
+            return NotImplemented  # the subclass answers
+        formula = _FORMULAS.get(packet) or flop_registry.get(packet)
+        if formula is None:
             with self:
                 decomposed = func.decompose(*args, **kwargs)
             if decomposed is not NotImplemented:
@@ -136,6 +143,28 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif _may_multiply(func):
             self.unknown.add(str(packet))
         return result
+
+
+def _grouped_mm_flops(a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
+    """Two matrices of which the offsets cut rows, columns or the inner dimension, or batches of matrices."""
+    batch = a.shape[0] if a.dim() == b.dim() == 3 else 1
+    return int(2 * batch * a.shape[-2] * a.shape[-1] * b.shape[-1])
+
+
+_aten = torch.ops.aten
+_FORMULAS = {
+    _aten._grouped_mm: _grouped_mm_flops,
+    _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[_aten._scaled_dot_product_flash_attention],
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        _aten._scaled_dot_product_flash_attention_backward
+    ],
+}
+# Of tensors whose subclass says what their shapes are.
+_QUESTIONS = {
+    *(_aten.size, _aten.sym_size, _aten.stride, _aten.sym_stride, _aten.numel, _aten.sym_numel, _aten.dim),
+    *(_aten.storage_offset, _aten.sym_storage_offset, _aten.is_contiguous, _aten.sym_is_contiguous),
+    *(_aten.is_strides_like_format, _aten.is_non_overlapping_and_dense, torch.ops.prim.layout, torch.ops.prim.device),
+}
 
 
 def _counted_too_often(grad: Any, x: Any, weight: Any, *rest: Any) -> int:
