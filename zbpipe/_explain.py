@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from zbpipe import _C
@@ -204,7 +204,7 @@ def _check(module: Any, kwargs: Any, output_grads: Any) -> None:
             where = f"its part {name!r}, a {type(part).__name__}," if name else "it"
             raise RuntimeError(
                 f"module is a {type(module).__name__}, and {where} {way}, whose collectives would wait for other "
-                "ranks: explain the module before it is wrapped, or a copy that is not"
+                "ranks: explain the module before it is wrapped, the .module of a DistributedDataParallel, or a copy"
             )
     for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
         if torch.nn.parameter.is_lazy(tensor):
@@ -261,12 +261,15 @@ def _try(
         )
     inputs = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
     weights = {id(parameter): parameter for parameter in module.parameters() if parameter.requires_grad}
-    planned = _C.explain(tuple(outputs), tuple(inputs), tuple(weights.values()), *choices)
-    computing = [_computing_edges(tasks, outputs) for tasks in planned]
+    given_grads = _given_grads(module, outputs, output_grads)
+    roots = tuple(output for output, _ in given_grads)
+    planned = _C.explain(roots, tuple(inputs), tuple(weights.values()), *choices)
+    computing = [_computing_edges(tasks, roots) for tasks in planned]
     tasks_of = [[_Task.of(task) for task in tasks] for tasks in planned]
-    del planned, result
-    grads = [torch.ones_like(out) for out in outputs] if output_grads is None else list(output_grads)
-    groups = _C.input_pass(outputs, grads, inputs, list(weights.values()), *choices)[1]
+    # Edges, for I detaches outputs, and the module may have given a tensor of an earlier forward.
+    ends = [get_gradient_edge(output) for output in roots]
+    del planned, result, outputs, roots
+    groups = _C.input_pass(ends, [grad for _, grad in given_grads], inputs, list(weights.values()), *choices)[1]
 
     for tasks, group in zip(tasks_of, groups, strict=True):
         for task, account in zip(tasks, group.account(), strict=True):
@@ -282,6 +285,35 @@ def _try(
     for edges in computing:
         book.add_computed(count(edges, weights))
     return holding
+
+
+def _given_grads(
+    module: torch.nn.Module, outputs: Sequence[torch.Tensor], output_grads: Sequence[torch.Tensor | None] | None
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The outputs at which the backward begins, with their gradients."""
+    grads = [torch.ones_like(output) for output in outputs] if output_grads is None else list(output_grads)
+    if len(grads) != len(outputs):
+        raise ValueError(
+            f"output_grads has {len(grads)} entries; expected one for each of the {len(outputs)} tensors that "
+            f"{type(module).__name__} gave"
+        )
+    found = []
+    for i, (output, grad) in enumerate(zip(outputs, grads, strict=True)):
+        if grad is None or not output.requires_grad:
+            continue
+        if (grad.shape, grad.dtype, grad.device) != (output.shape, output.dtype, output.device):
+            raise ValueError(
+                f"output_grads[{i}] is a {_described(grad)}; output {i} of {type(module).__name__} is a "
+                f"{_described(output)}, and its gradient must be, too"
+            )
+        found.append((output, grad))
+    if not found:
+        raise ValueError(f"output_grads has no gradient for an output of {type(module).__name__} that requires one")
+    return found
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"
 
 
 def _forward(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:

@@ -44,7 +44,8 @@ def unchanged(module: nn.Module) -> Iterator[None]:
     Costs a copy of the module's tensors in main memory while it lasts.
     """
     with torch.inference_mode(False), torch.enable_grad(), contextlib.ExitStack() as stack:
-        state = _State(module)
+        with torch._C.DisableTorchFunctionSubclass():
+            state = _State(module)
         stack.callback(state.restore)
         stack.enter_context(_random_numbers({t.device for t in state.tensors.values()}))
         stack.enter_context(_without_caches())
@@ -60,7 +61,7 @@ class _State:
         self.containers: dict[int, tuple[Any, Any]] = {}  # by id: the container, its contents
         self.tensors: dict[int, torch.Tensor] = {}
         self.generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
-        self.in_step: set[int] = set()  # ids of modules whose queues zbpipe.stores keeps in step
+        self.in_step = {id(part) for kept in module.modules() if _is_kept_in_step(kept) for part in kept.modules()}
         self.pending: list[Any] = [module, *module.parameters(), *module.buffers()]
         seen: dict[int, Any] = {}
         while self.pending:
@@ -74,12 +75,9 @@ class _State:
     def _note(self, item: Any) -> None:
         kind = type(item)
         if isinstance(item, nn.Module):
-            if any(getattr(hook, "__module__", "") == "zbpipe.stores" for hook in item._forward_pre_hooks.values()):
-                self.in_step.update(id(part) for part in item.modules())
             own = vars(item)
-            self.pending += (
-                [own] if id(item) not in self.in_step else [own[name] for name in _REGISTRIES if name in own]
-            )
+            is_free = id(item) not in self.in_step
+            self.pending += [own] if is_free else [own[name] for name in _REGISTRIES if name in own]
         elif isinstance(item, torch.Tensor):
             self.tensors[id(item)] = item
             self.pending.append(getattr(item, "__dict__", None))
@@ -98,15 +96,27 @@ class _State:
     def restore(self) -> None:
         for container, contents in self.containers.values():
             _refill(container, contents)
+        with torch._C.DisableTorchFunctionSubclass():
+            self._restore_tensors()
+        for generator, state in self.generators.values():
+            generator.set_state(state)
+
+    def _restore_tensors(self) -> None:
         for value in self.values:
             value.restore()
         self.storages.restore()
-        versions = [(v.tensor, v.version) for v in self.values if v.version not in (None, v.tensor._version)]
+        versions = [
+            (v.tensor, v.version) for v in self.values if v.version is not None and v.version != v.tensor._version
+        ]
         if versions:
             tensors, numbers = zip(*versions, strict=True)
             torch._C._autograd._unsafe_set_version_counter(tensors, numbers)
-        for generator, state in self.generators.values():
-            generator.set_state(state)
+
+
+def _is_kept_in_step(module: nn.Module) -> bool:
+    """Whether zbpipe.stores has a book about the module's queue: what is put back there would be missing in it."""
+    hooks = module._forward_pre_hooks.values()
+    return any(getattr(hook, "__module__", "") in ("zbpipe.stores", "zbpipe._backward_dw") for hook in hooks)
 
 
 def _parts_of(tensor: Any) -> list[Any]:
@@ -165,8 +175,7 @@ def _alias_of(tensor: torch.Tensor) -> torch.Tensor | None:
     is_plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and tensor.layout is torch.strided
     if not is_plain or tensor.is_nested or tensor.is_inference():
         return None
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.detach()
+    return tensor.detach()
 
 
 def _place_of(tensor: torch.Tensor) -> Any:
@@ -174,9 +183,8 @@ def _place_of(tensor: torch.Tensor) -> Any:
         return None
     if tensor.is_nested:
         return None
-    with torch._C.DisableTorchFunctionSubclass():
-        storage = tensor.untyped_storage()._cdata
-        return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+    storage = tensor.untyped_storage()._cdata
+    return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 class _Storages:

@@ -43,12 +43,15 @@ static void aside_dealloc(PyObject *capsule)
     PyErr_Restore(type, value, traceback);
 }
 
-PyDoc_STRVAR(set_aside_doc, "set_aside(tensors, /)\n--\n\n"
-                            "Takes gradients and hooks from leaf tensors until put_back() of the result, or its end.");
+PyDoc_STRVAR(
+    set_aside_doc,
+    "set_aside(tensors, /)\n--\n\n"
+    "Takes gradients and hooks from leaf tensors until put_back() of the result, or its end.");
 
 static PyObject *set_aside(PyObject *Py_UNUSED(module), PyObject *arg)
 {
-    PyObject *tensors = PySequence_Fast(arg, "tensors is not iterable; expected a list or tuple of tensors");
+    PyObject *tensors =
+        PySequence_Fast(arg, "tensors is not iterable; expected a list or tuple of tensors");
     if (tensors == NULL) {
         return NULL;
     }
@@ -64,7 +67,9 @@ static PyObject *set_aside(PyObject *Py_UNUSED(module), PyObject *arg)
     return capsule;
 }
 
-PyDoc_STRVAR(put_back_doc, "put_back(aside, /)\n--\n\nGives back what set_aside() took; the second time nothing.");
+PyDoc_STRVAR(
+    put_back_doc,
+    "put_back(aside, /)\n--\n\nGives back what set_aside() took; the second time nothing.");
 
 static PyObject *put_back(PyObject *Py_UNUSED(module), PyObject *capsule)
 {

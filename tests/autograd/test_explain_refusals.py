@@ -74,7 +74,7 @@ def test_modules_that_are_replicated_or_sharded(name, one_rank):
         zbpipe.explain(module, torch.randn(2, 4))
     message = str(caught.value)
     assert way in message and "\n" not in message
-    assert message.endswith("explain the module before it is wrapped, or a copy that is not")
+    assert message.endswith("the module before it is wrapped, the .module of a DistributedDataParallel, or a copy")
     assert Counted.calls == 0
 
 
@@ -152,8 +152,30 @@ def test_lazy_modules_stay_lazy():
 
 
 def test_too_many_output_gradients():
-    with pytest.raises(ValueError, match="output_grads has 2 entries; expected one for each of the 1 stage outputs"):
+    with pytest.raises(
+        ValueError, match="output_grads has 2 entries; expected one for each of the 1 tensors that Linear gave"
+    ):
         zbpipe.explain(nn.Linear(4, 4), torch.ones(2, 4), output_grads=[None, torch.ones(2, 4)])
+
+
+def test_an_output_gradient_that_does_not_fit():
+    with pytest.raises(ValueError, match=r"output_grads\[0\] is a float32\[3, 4\] on cpu; output 0 of Linear"):
+        zbpipe.explain(nn.Linear(4, 4), torch.ones(2, 4), output_grads=[torch.ones(3, 4)])
+
+
+def test_no_output_gradient_at_all():
+    with pytest.raises(ValueError, match="no gradient for an output of Linear that requires one"):
+        zbpipe.explain(nn.Linear(4, 4), torch.ones(2, 4), output_grads=[None])
+
+
+def test_an_output_without_a_gradient():
+    module = Stage(lambda m, x: (x @ m.a, x @ m.b), a=(4, 4), b=(4, 4))
+    x = torch.ones(2, 4, dtype=torch.float64)
+    explained = zbpipe.explain(module, x, output_grads=[None, torch.ones(2, 4, dtype=torch.float64)])
+    assert {plan.name: (plan.runs_in, plan.note) for plan in explained.parameters} == {
+        "a": ("", "no gradient reaches it"),
+        "b": ("W", ""),
+    }
 
 
 def test_inputs_on_another_device():

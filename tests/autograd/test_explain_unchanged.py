@@ -307,6 +307,35 @@ def test_what_parametrizations_cache_is_left_alone():
     assert all(torch.equal(value, before[name]) for name, value in buffered.state_dict().items())
 
 
+def test_a_state_that_is_carried_on_from_an_earlier_forward():
+    class Stateful(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = weight(4, 4), weight(4, 4)
+            self.state = None
+
+        def forward(self, x):
+            before, self.state = self.state, (self.a @ self.b).sin()
+            return (x @ self.a if before is None else x @ before), before
+
+    stage, x = Stateful(), torch.randn(2, 4, dtype=torch.float64)
+    stage(x)
+    kept = stage.state
+    expected = torch.autograd.grad(kept.sum(), [stage.a, stage.b], retain_graph=True)
+    explained = zbpipe.explain(stage, x)
+    assert {plan.runs_in for plan in explained.parameters} == {"W"}
+    assert stage.state is kept and kept.grad_fn is not None
+    assert all(map(torch.equal, torch.autograd.grad(kept.sum(), [stage.a, stage.b]), expected))
+
+
+def test_tensors_made_for_inference_among_the_attributes():
+    stage = Stage(lambda m, x: x @ m.a, a=(4, 4))
+    with torch.inference_mode():
+        stage.seen = torch.ones(3)
+    zbpipe.explain(stage, torch.randn(2, 4, dtype=torch.float64))
+    assert torch.equal(stage.seen, torch.ones(3))
+
+
 def test_a_tied_weight_and_one_that_is_the_output():
     stage = Stage(lambda m, x: (x @ m.a, m.a, m.c), a=(4, 4), c=(4, 4))
     explained = zbpipe.explain(stage, torch.randn(2, 4, dtype=torch.float64))
@@ -350,6 +379,25 @@ def test_nothing_of_the_trial_lives_on():
     assert explained.groups == 3 or explained.groups == 2
 
 
+class Spied(nn.Parameter):
+    """Its operations can be seen from Python."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        seen = getattr(func, "__name__", str(func))
+        if seen in ("detach", "clone", "copy_", "untyped_storage"):
+            raise AssertionError(f"{seen} was called")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_what_puts_back_does_not_call_a_subclass():
+    stage = nn.Module()
+    stage.weight = Spied(torch.randn(4, 4))
+    stage.forward = lambda x: x @ stage.weight
+    (plan,) = zbpipe.explain(stage, torch.randn(2, 4)).parameters
+    assert plan.runs_in == "W"
+
+
 class Queued(nn.Module):
     """Computes its weight's gradient in backward_dw(), first in, first out."""
 
@@ -386,3 +434,12 @@ def test_a_queue_of_a_module_is_as_before():
     assert len(stage.queue) == 1
     stage.backward_dw()
     assert torch.equal(stage.weight.grad, torch.full((4, 4), 3.0))
+
+
+def test_a_queue_that_zbpipes_stores_keep_in_step_is_theirs():
+    """They have noted the trial's entry, and that its group is gone: without it they would take another one for it."""
+    stage = Queued()
+    zbpipe.stores.run_backward_dw(stage)
+    zbpipe.explain(stage, torch.ones(3, 4))
+    assert len(stage.queue) == 1
+    assert stage.weight.grad is None
