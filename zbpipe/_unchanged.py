@@ -248,7 +248,7 @@ def _random_numbers(devices: set[torch.device]) -> Iterator[None]:
     numpy: Any = sys.modules.get("numpy.random")
     numpys = None if numpy is None else numpy.get_state()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(torch.random.fork_rng(devices=[], device_type="cuda"))
         for kind, indices in by_type.items():
             stack.enter_context(torch.random.fork_rng(devices=indices, device_type=kind))
         try:
