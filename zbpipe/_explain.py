@@ -268,6 +268,7 @@ def _try(
     tasks_of = [[_Task.of(task) for task in tasks] for tasks in planned]
     # Edges, for I detaches outputs, and the module may have given a tensor of an earlier forward.
     ends = [get_gradient_edge(output) for output in roots]
+    ends_at = {edge.node for edge in ends}
     del planned, result, outputs, roots
     groups = _C.input_pass(ends, [grad for _, grad in given_grads], inputs, list(weights.values()), *choices)[1]
 
@@ -283,7 +284,7 @@ def _try(
     if holding.incomplete:
         book.notes[holding.incomplete] = None
     for edges in computing:
-        book.add_computed(count(edges, weights))
+        book.add_computed(count(edges, weights, apart=any(edge.node not in ends_at for edge in edges)))
     return holding
 
 

@@ -23,48 +23,55 @@ from torch.utils.flop_counter import flop_registry
 @dataclass
 class Computed:
     """What W runs for a group beside its products: ``flops``, without the nodes or operators that ``unknown`` names.
-    ``on_the_way`` has per parameter's id the nodes on its way that multiply: name, FLOPs."""
+    ``on_the_way`` has per parameter's id the nodes on its way that multiply: name, FLOPs, None if unknown."""
 
     flops: int = 0
     unknown: list[str] = field(default_factory=list)
-    on_the_way: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
+    on_the_way: dict[int, list[tuple[str, int | None]]] = field(default_factory=dict)
 
 
-def count(edges: Sequence[GradientEdge], parameters: Mapping[int, torch.Tensor]) -> Computed:
-    """Runs what leads from ``edges`` to the parameters (by id). The graph can run again afterwards."""
+def count(edges: Sequence[GradientEdge], parameters: Mapping[int, torch.Tensor], *, apart: bool) -> Computed:
+    """Runs what leads from ``edges`` to the parameters (by id). The graph can run again afterwards. ``on_the_way`` is
+    filled if ``apart``."""
     found = Computed()
     nodes = list(_behind(edge.node for edge in edges))
-    names = {node.name() for node in nodes}
-    if not edges or all(name.rstrip("0123456789") in _FREE for name in names):
-        return found
-    foreign = [node.name() for node in nodes if _is_foreign(node)]
     weights = [parameters[id(v)] for v in map(_variable, nodes) if id(v) in parameters]
-    if foreign or any(type(weight).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for weight in weights):
-        found.unknown = sorted(set(foreign)) or ["nodes of a tensor subclass"]
+    if not weights or all(node.name().rstrip("0123456789") in _FREE for node in nodes):
         return found
-    if not weights:
-        return found
+    if any(type(weight).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for weight in weights):
+        return _unknown("nodes of a tensor subclass", weights)
+    if foreign := sorted({node.name() for node in nodes if _is_foreign(node)}):
+        return _unknown(", ".join(foreign), weights)
     counter = _Counter()
     try:
         with counter:
             torch.autograd.grad(edges, weights, [_zeros(edge) for edge in edges], retain_graph=True, allow_unused=True)
     except Exception as error:  # of a node that does not run on zeros, or not under a mode
-        found.unknown = [f"it raised a {type(error).__name__}: {error}"]
-        return found
-    found.flops = sum(flops for _, flops in counter.nodes.values())
-    found.unknown = sorted(counter.unknown)
-    for node, flops in counter.nodes.values():
-        if flops and node is not None:
-            _share(found, node, flops, parameters)
+        return _unknown(f"it raised a {type(error).__name__}: {error}", weights)
+    found.flops = sum(flops for _, flops in counter.nodes.items())
+    found.unknown = sorted({name for name, _ in counter.unknown})
+    if apart:
+        for node, flops in counter.nodes.items():
+            if flops:
+                _share(found, node, flops, parameters)
+        for name, node in counter.unknown:
+            for i in _parameters_behind([node], parameters):
+                found.on_the_way.setdefault(i, []).append((name, None))
     return found
 
 
-def _share(found: Computed, node: Node, flops: int, parameters: Mapping[int, torch.Tensor]) -> None:
+def _unknown(what: str, weights: Iterable[torch.Tensor]) -> Computed:
+    return Computed(unknown=[what], on_the_way={id(weight): [(what, None)] for weight in weights})
+
+
+def _share(found: Computed, node: Node | None, flops: int, parameters: Mapping[int, torch.Tensor]) -> None:
     """The gradients of a product's two factors cost the same; of other nodes nothing is known apart."""
+    if node is None:
+        return
     edges = [follower for follower, _ in node.next_functions]
     slots = FACTORS.get(node.name().removesuffix("0"))
     shared = [[edges[slot]] for slot in slots] if slots else [edges]
-    behind = [{id(v) for v in map(_variable, _behind(part)) if id(v) in parameters} for part in shared]
+    behind = [_parameters_behind(part, parameters) for part in shared]
     computed = [ids for ids in behind if ids]
     for ids in computed:
         for i in ids:
@@ -102,6 +109,10 @@ def _behind(nodes: Iterable[Node | None]) -> Iterator[Node]:
             pending.extend(follower for follower, _ in node.next_functions if follower is not None)
 
 
+def _parameters_behind(nodes: Iterable[Node | None], parameters: Mapping[int, torch.Tensor]) -> set[int]:
+    return {id(v) for v in map(_variable, _behind(nodes)) if id(v) in parameters}
+
+
 def _variable(node: Node) -> torch.Tensor | None:
     return node.variable if node.name() == "torch::autograd::AccumulateGrad" else None  # type: ignore[attr-defined]
 
@@ -119,8 +130,8 @@ def _zeros(edge: GradientEdge) -> torch.Tensor:
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.nodes: dict[int, tuple[Node | None, int]] = {}  # by id
-        self.unknown: set[str] = set()
+        self.nodes: dict[Node | None, int] = {}
+        self.unknown: set[tuple[str, Node | None]] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -139,9 +150,9 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if packet is torch.ops.aten.convolution_backward:
                 flops -= _counted_too_often(*args, **kwargs)
             node = torch._C._current_autograd_node()
-            self.nodes[id(node)] = (node, self.nodes.get(id(node), (node, 0))[1] + flops)
+            self.nodes[node] = self.nodes.get(node, 0) + flops
         elif _may_multiply(func):
-            self.unknown.add(str(packet))
+            self.unknown.add((str(packet), torch._C._current_autograd_node()))
         return result
 
 

@@ -443,3 +443,33 @@ def test_a_queue_that_zbpipes_stores_keep_in_step_is_theirs():
     zbpipe.explain(stage, torch.ones(3, 4))
     assert len(stage.queue) == 1
     assert stage.weight.grad is None
+
+
+def test_what_is_set_aside_comes_back_however_it_ends():
+    leaf = torch.ones(2, requires_grad=True)
+    calls = []
+    leaf.register_hook(lambda grad: calls.append("own"))
+    leaf.grad = grad = torch.ones(2)
+
+    aside = zbpipe._C.set_aside([leaf, leaf, leaf * 2])
+    assert leaf.grad is None
+    leaf.sum().backward()
+    assert calls == [] and leaf.grad is not grad
+    zbpipe._C.put_back(aside)
+    zbpipe._C.put_back(aside)
+    assert leaf.grad is grad
+    leaf.sum().backward()
+    assert calls == ["own"]
+
+    aside = zbpipe._C.set_aside((leaf,))
+    del aside  # nobody gave it back
+    assert leaf.grad is grad
+    leaf.sum().backward()
+    assert calls == ["own"] * 2
+
+    for bad in ([leaf, 3], 3):
+        with pytest.raises(TypeError, match=r"tensors"):
+            zbpipe._C.set_aside(bad)
+    assert leaf.grad is grad
+    with pytest.raises(TypeError, match="aside is a int; expected what set_aside"):
+        zbpipe._C.put_back(3)
