@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from zbpipe import _C
+from zbpipe._flops import FACTORS, Computed, count
 from zbpipe._policy import Policy, get_policy
+from zbpipe._stage_data_parallel import is_ddp
+from zbpipe._unchanged import unchanged
 from zbpipe.memory._accounting import Held, held
 from zbpipe.memory._format import megabytes, table
 
@@ -24,7 +30,8 @@ class Use:
     ``node`` is the autograd node behind which the parameter is used. ``runs_in`` is "W" or "I": where the gradient is
     computed; W adds it in either case. ``why`` says why there. ``product`` has the shapes of the two matrices that W
     multiplies, such as "[16, 64] @ [64, 8]", or is empty. ``flops`` are floating-point operations in W, of products
-    alone: 0 for what runs in I, None where they are not known before it runs.
+    alone: 0 for what runs in I, None where they are not known, or not for this parameter apart ("?" in the table). A
+    parameter from which a weight is computed has further uses: the products that W runs on the way back to it.
     """
 
     node: str
@@ -67,14 +74,15 @@ class Explanation:
     """What zbpipe.explain found, for one microbatch; ``print`` shows a table.
 
     ``parameters`` are in the module's order. ``groups`` is the number of parameter groups, ``bytes_held`` what they
-    hold from I to W, each storage once; ``flops_in_w`` the known FLOPs of W, products that serve several
-    parameters once. ``notes`` say what is not counted.
+    hold from I to W, each storage once; ``flops_in_w`` the FLOPs of W, products that serve several parameters once;
+    all of them if ``flops_are_known``, else those that are known. ``notes`` say what is not counted.
     """
 
     parameters: tuple[ParameterPlan, ...]
     groups: int
     bytes_held: int
     flops_in_w: int
+    flops_are_known: bool
     policy: Policy
     notes: tuple[str, ...]
 
@@ -93,7 +101,8 @@ class Explanation:
         in_w = sum(1 for plan in self.parameters if "W" in plan.runs_in)
         lines = [
             f"W computes the gradients of {in_w} of {len(self.parameters)} parameters in {self.groups} groups: "
-            f"{self.flops_in_w / 1e6:.3f} MFLOP; {megabytes(self.bytes_held)} MB are held per microbatch",
+            f"{'' if self.flops_are_known else 'at least '}{self.flops_in_w / 1e6:.3f} MFLOP; "
+            f"{megabytes(self.bytes_held)} MB are held per microbatch",
             *self.notes,
             "",
         ]
@@ -127,13 +136,18 @@ def explain(
     """Tells what a split backward of ``module`` would do for one microbatch: which parameters' gradients W computes,
     which ones I computes and why, the bytes held in between, the products and their FLOPs.
 
-    It runs one forward and one input pass, on aliases of the parameters that share their memory and have no
-    hooks, and on clones of the buffers and inputs: gradients, buffers and random numbers stay as they are. No weight
-    pass runs. The policy in effect decides as in a training step.
+    It runs one forward and one input pass of the module itself, on clones of the inputs, and what W would run between
+    its products and the parameters, to count it; no gradient is added, no parameter's hook is called. Afterwards
+    everything is as before: parameters, gradients, hooks, buffers, the modules' attributes with what lists and
+    dictionaries in them contain, versions of tensors, random numbers, autocast's cache. That costs a copy of parameters
+    and buffers in main memory for as long as it runs. It may be called between the microbatches of a step, too. The
+    policy in effect decides as in a training step; gradients are recorded also under ``no_grad`` and
+    ``inference_mode``.
 
     What it cannot keep away from: hooks of modules, and hooks that the forward puts on tensors, are called once more;
-    counters that modules keep outside of their buffers count; a custom Function that in its backward changes
-    something by itself (adds to a ``main_grad``, fills a queue) does so. ``torch.compile`` may compile again.
+    what modules keep in globals or in objects of other classes; a custom Function that in its backward changes
+    something elsewhere. ``torch.compile`` may compile. With tensor parallel parameters, or SyncBatchNorm, a forward
+    runs collectives: call it on all ranks.
 
     Args:
         module: the stage. Unwrapped: what DDP and FSDP do with it is not a part of the plan.
@@ -141,80 +155,90 @@ def explain(
         kwargs: keyword arguments.
         first_stage: the inputs come from nowhere and take no gradient; otherwise every floating-point or complex tensor
             among them does.
-        output_grads: a gradient or None per tensor in the module's output; default: ones.
+        output_grads: a gradient or None per tensor in the module's output, with its shape, dtype and device; default:
+            ones.
 
     Raises:
-        TypeError: the module gave no tensor that requires a gradient.
-        RuntimeError: the input pass failed, as it would in training.
+        TypeError: an argument is not what is said here; or the module gave no tensor that requires a gradient.
+        ValueError: output_grads do not fit the outputs.
+        RuntimeError: a part of the module is replicated or sharded (its collectives would wait for other ranks); a
+            parameter or buffer is not initialized yet or an inference tensor; the inputs are on another device than the
+            parameters, and the forward failed; the input pass failed, as it would in training.
+        Exception: what the module's forward raises.
     """
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    originals = {names[id(parameter)]: parameter for parameter in module.parameters()}
-    aliases = {name: _alias(parameter) for name, parameter in originals.items()}
-    stand_ins = {**aliases, **{name: buffer.clone() for name, buffer in module.named_buffers()}}
     args = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-    given = pytree.tree_map_only(torch.Tensor, lambda t: _clone(t, not first_stage), (args, dict(kwargs or {})))
-    devices = sorted({p.device.index for p in originals.values() if p.device.type == "cuda"})
+    _check(module, kwargs, output_grads)
     policy = get_policy()
-    choices = _on_originals(policy, {id(alias): originals[name] for name, alias in aliases.items()})
+    choices = _asked(policy, module)
+    book = _Book(policy, {id(parameter): name for name, parameter in module.named_parameters()})
+    with unchanged(module):
+        given = pytree.tree_map_only(torch.Tensor, lambda t: _clone(t, not first_stage), (args, dict(kwargs or {})))
+        holding = _try(module, given, output_grads, choices, book)
+    if torch.is_autocast_cache_enabled() and book.is_within_autocast:
+        book.notes["autocast's cache is left alone: here every use casts its weight by itself"] = None
+    plans = [_plan(name, parameter, book, holding) for name, parameter in module.named_parameters()]
+    return Explanation(
+        tuple(plans), holding.groups, holding.bytes, book.flops, not book.unknown, policy, tuple(book.notes)
+    )
 
-    def run(result: Any) -> tuple[Any, Any]:
-        outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        if not any(output.requires_grad for output in outputs):
-            raise TypeError(
-                f"{type(module).__name__} gave {len(outputs)} tensors, none of which requires a gradient; "
-                "there is no backward to explain"
+
+def _check(module: Any, kwargs: Any, output_grads: Any) -> None:
+    """Refuses what cannot be explained, before anything runs."""
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(
+            f"module is a {type(module).__name__}; expected a torch.nn.Module, as a pipeline stage's submod"
+        )
+    if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(key, str) for key in kwargs)):
+        raise TypeError(
+            f"kwargs is {kwargs!r}; expected a dictionary of keyword arguments with strings as keys, or None"
+        )
+    if output_grads is not None and not isinstance(output_grads, (list, tuple)):
+        raise TypeError(
+            f"output_grads is a {type(output_grads).__name__}; expected a list with a tensor or None per output"
+        )
+    for i, grad in enumerate(output_grads or ()):
+        if grad is not None and not isinstance(grad, torch.Tensor):
+            raise TypeError(f"output_grads[{i}] is a {type(grad).__name__}; expected a tensor or None")
+    for name, part in module.named_modules():
+        if way := _data_parallel(part):
+            where = f"its part {name!r}, a {type(part).__name__}," if name else "it"
+            raise RuntimeError(
+                f"module is a {type(module).__name__}, and {where} {way}, whose collectives would wait for other "
+                "ranks: explain the module before it is wrapped, the .module of a DistributedDataParallel, or a copy"
             )
-        tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
-        weights = [alias for alias in aliases.values() if alias.requires_grad]
-        planned = _without_nodes(_C.explain(tuple(outputs), tuple(tensors), tuple(weights), *choices))
-        grads = [torch.ones_like(out) for out in outputs] if output_grads is None else list(output_grads)
-        return planned, _C.input_pass(outputs, grads, tensors, weights, *choices)[1]
-
-    # The input pass within the call: what it computes again of checkpointed regions finds the aliases, too.
-    with torch.random.fork_rng(devices=devices), torch.enable_grad():
-        stand_ins = {f"module.{name}": tensor for name, tensor in stand_ins.items()}
-        planned, groups = torch.func.functional_call(_Explained(module, run), stand_ins, *given)
-
-    book = _Book(policy, {id(alias): name for name, alias in aliases.items()})
-    for tasks, group in zip(planned, groups, strict=True):
-        for task, account in zip(tasks, group.account(), strict=True):
-            book.add(task, account)
-    holding = held(groups, _Names(aliases))
-    if book.has_roots:
-        book.notes["what the graph itself has saved is not counted where W runs it: no stage input is behind it"] = None
-    if holding.incomplete:
-        book.notes[holding.incomplete] = None
-    plans = [_plan(name, parameter, book, holding) for name, parameter in originals.items()]
-    return Explanation(tuple(plans), len(groups), holding.bytes, book.flops, policy, tuple(book.notes))
+    for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+        if torch.nn.parameter.is_lazy(tensor):
+            raise RuntimeError(
+                f"{name} is a {type(tensor).__name__}, to be made by the first forward, which explain must not be: run "
+                f"the {type(module).__name__} once before"
+            )
+        if tensor.is_inference():
+            raise RuntimeError(
+                f"{name} was made under torch.inference_mode(), and no gradient can reach it: make the "
+                f"{type(module).__name__} outside of it"
+            )
 
 
-class _Names(torch.nn.Module):
-    """The aliases under the parameters' names, for memory.held()."""
-
-    def __init__(self, aliases: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()
-        self.aliases = aliases
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        yield from self.aliases.items()
-
-
-class _Explained(torch.nn.Module):
-    def __init__(self, module: torch.nn.Module, run: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.module = module
-        self.run = run
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(self.module(*args, **kwargs))
+def _data_parallel(part: torch.nn.Module) -> str:
+    """By what the module's forward or backward starts collectives over replicas or shards; "" if by nothing."""
+    if is_ddp(part):
+        return "is replicated by DistributedDataParallel or replicate"
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # without it no module is sharded
+    if fsdp is not None and isinstance(part, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)):
+        return "is sharded by fully_shard or FSDP"
+    return "belongs to a module that fully_shard has wrapped" if getattr(part, "_is_fsdp_managed_module", False) else ""
 
 
-def _alias(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-    """The same memory without .grad, hooks and history; a main_grad is a new one."""
-    alias = torch.nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
-    for name, value in vars(parameter).items():
-        setattr(alias, name, torch.zeros_like(value) if name == "main_grad" and value is not None else value)
-    return alias
+def _asked(policy: Policy, module: torch.nn.Module) -> tuple[Any, Any]:
+    """The policy's choices; its functions are asked now, while the parameters have their gradients and hooks."""
+
+    def asked(choice: Any) -> Any:
+        if not callable(choice):
+            return choice
+        answers = {id(parameter): choice(parameter) for parameter in module.parameters() if parameter.requires_grad}
+        return lambda weight: answers[id(weight)] if id(weight) in answers else choice(weight)
+
+    return asked(policy._defer()), asked(policy._checkpoint())
 
 
 def _clone(tensor: torch.Tensor, takes_grad: bool) -> torch.Tensor:
@@ -223,16 +247,109 @@ def _clone(tensor: torch.Tensor, takes_grad: bool) -> torch.Tensor:
     return clone.requires_grad_() if takes_grad and differentiable else clone
 
 
-def _on_originals(policy: Policy, original_of: Mapping[int, torch.Tensor]) -> tuple[Any, Any]:
-    """The policy's choices; its functions are asked about the module's own parameters, now, while it has them."""
+def _try(
+    module: torch.nn.Module, given: Any, output_grads: Sequence[torch.Tensor | None] | None, choices: Any, book: _Book
+) -> Held:
+    """Runs a forward and an input pass, and enters in the book what it would leave to W."""
+    book.is_within_autocast = not torch.is_autocast_cache_enabled()
+    result = _forward(module, *given)
+    outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    if not any(output.requires_grad for output in outputs):
+        raise TypeError(
+            f"{type(module).__name__} gave a {type(result).__name__} with {len(outputs)} tensors, none of which "
+            "requires a gradient; there is no backward to explain"
+        )
+    inputs = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+    weights = {id(parameter): parameter for parameter in module.parameters() if parameter.requires_grad}
+    given_grads = _given_grads(module, outputs, output_grads)
+    roots = tuple(output for output, _ in given_grads)
+    planned = _C.explain(roots, tuple(inputs), tuple(weights.values()), *choices)
+    computing = [_computing_edges(tasks, roots) for tasks in planned]
+    tasks_of = [[_Task.of(task) for task in tasks] for tasks in planned]
+    # Edges, for I detaches outputs, and the module may have given a tensor of an earlier forward.
+    ends = [get_gradient_edge(output) for output in roots]
+    ends_at = {edge.node for edge in ends}
+    del planned, result, outputs, roots
+    groups = _C.input_pass(ends, [grad for _, grad in given_grads], inputs, list(weights.values()), *choices)[1]
 
-    def asked(choice: Any) -> Any:
-        if not callable(choice):
-            return choice
-        answers = {alias: choice(original) for alias, original in original_of.items() if original.requires_grad}
-        return lambda alias: answers[id(alias)] if id(alias) in answers else choice(alias)
+    for tasks, group in zip(tasks_of, groups, strict=True):
+        for task, account in zip(tasks, group.account(), strict=True):
+            book.add(task, account)
+    for weight in weights.values():
+        if weight.grad is not None:
+            book.add_inner(weight)
+    holding = held(groups, module)
+    if any(_is_distributed(weight) for weight in weights.values()):
+        book.notes["shapes and FLOPs are those of whole DTensors, of all ranks together"] = None
+    if holding.incomplete:
+        book.notes[holding.incomplete] = None
+    for edges in computing:
+        book.add_computed(count(edges, weights, apart=any(edge.node not in ends_at for edge in edges)))
+    return holding
 
-    return asked(policy._defer()), asked(policy._checkpoint())
+
+def _given_grads(
+    module: torch.nn.Module, outputs: Sequence[torch.Tensor], output_grads: Sequence[torch.Tensor | None] | None
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The outputs at which the backward begins, with their gradients."""
+    grads = [torch.ones_like(output) for output in outputs] if output_grads is None else list(output_grads)
+    if len(grads) != len(outputs):
+        raise ValueError(
+            f"output_grads has {len(grads)} entries; expected one for each of the {len(outputs)} tensors that "
+            f"{type(module).__name__} gave"
+        )
+    found = []
+    for i, (output, grad) in enumerate(zip(outputs, grads, strict=True)):
+        if grad is None or not output.requires_grad:
+            continue
+        if (grad.shape, grad.dtype, grad.device) != (output.shape, output.dtype, output.device):
+            raise ValueError(
+                f"output_grads[{i}] is a {_described(grad)}; output {i} of {type(module).__name__} is a "
+                f"{_described(output)}, and its gradient must be, too"
+            )
+        found.append((output, grad))
+    if not found:
+        raise ValueError(f"output_grads has no gradient for an output of {type(module).__name__} that requires one")
+    return found
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"
+
+
+def _forward(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    try:
+        return module(*args, **kwargs)
+    except Exception as error:
+        given = _devices(pytree.tree_leaves((args, kwargs)))
+        own = _devices(module.parameters())
+        if given and own and not set(given) & set(own):
+            raise RuntimeError(
+                f"the inputs are on {', '.join(given)} and the parameters of {type(module).__name__} on "
+                f"{', '.join(own)}, and its forward fails: move the inputs to the parameters' device"
+            ) from error
+        raise
+
+
+def _devices(objects: Iterable[Any]) -> list[str]:
+    return sorted({str(tensor.device) for tensor in objects if isinstance(tensor, torch.Tensor)})
+
+
+def _is_distributed(tensor: torch.Tensor) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")  # without it no tensor is
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def _computing_edges(tasks: Sequence[Any], outputs: Sequence[torch.Tensor]) -> list[GradientEdge]:
+    """Where W's engine run begins, but for what it only adds: between the tasks and the weights, or at outputs."""
+    edges: dict[Any, GradientEdge] = {}
+    for node, _, kind, _, faces in tasks:
+        if kind == "root":
+            places = [(output.grad_fn, output.output_nr) for output in outputs if output.grad_fn is node]
+        else:
+            places = [node.next_functions[slot] for slot, _, way, _ in faces if way is not None]
+        edges.update((place, GradientEdge(*place)) for place in places)
+    return list(edges.values())
 
 
 _Edge = tuple[int, tuple[int, ...], "str | None", list[torch.Tensor]]
@@ -248,15 +365,10 @@ class _Task:
     edges: list[_Edge]
     transposed: bool  # of a convolution
 
-
-def _without_nodes(groups: list[Any]) -> list[list[_Task]]:
-    return [
-        [
-            _Task(name, kind, why, edges, bool(getattr(node, "_saved_transposed", False)))
-            for node, name, kind, why, edges in tasks
-        ]
-        for tasks in groups
-    ]
+    @classmethod
+    def of(cls, planned: Any) -> _Task:
+        node, name, kind, why, edges = planned
+        return cls(name, kind, why, edges, bool(getattr(node, "_saved_transposed", False)))
 
 
 class _Book:
@@ -268,22 +380,30 @@ class _Book:
         self.uses: dict[str, list[Use]] = {}
         self.ways: dict[str, dict[str, None]] = {}
         self.flops = 0
-        self.has_roots = False
+        self.unknown = False  # whether there are FLOPs that `flops` lacks
+        self.is_within_autocast = False
         self.notes: dict[str, None] = {}
 
     def add(self, task: _Task, account: tuple[Any, str, list[Any]]) -> None:
         _, kind, tensors = account
-        self.has_roots = self.has_roots or kind == "root"
+        if kind == "root":
+            self.notes[
+                "what the graph itself has saved is not counted where W runs it: no stage input is behind it"
+            ] = None
         shapes: dict[str, list[tuple[int, ...]]] = {}
         done_in_i: set[int] = set()
         for role, _, _, shape, _, _, weights in tensors:
             shapes.setdefault(role, []).append(shape)
             if role in ("kept gradient", "light gradient"):
                 done_in_i.update(id(weight) for weight in weights)
+        if kind == "product" and "matrix" not in shapes:
+            self.notes["the FLOPs of what W computes again of checkpointed regions are not counted"] = None
+            self.unknown = True
         for slot, shape, way, weights in task.edges:
             runs_in, why = self._place(task, kind)
             product, flops = _work(task, kind, slot, shape, shapes) if runs_in == "W" else ("", 0)
             self.flops += flops or 0
+            self.unknown = self.unknown or (flops is None and kind != "root")
             for weight in weights:
                 name = self.name_of.get(id(weight), "")
                 here = (runs_in, why, product, flops)
@@ -293,11 +413,29 @@ class _Book:
                 if way:
                     self.ways.setdefault(name, {})[way] = None
 
+    def add_inner(self, weight: torch.Tensor) -> None:
+        """For one that has got its gradient within I."""
+        why = "it is added within I, by a backward in the backward, as that of a reentrant checkpoint"
+        self.uses.setdefault(self.name_of[id(weight)], []).append(Use("", "I", why, "", 0))
+
+    def add_computed(self, computed: Computed) -> None:
+        self.flops += computed.flops
+        if computed.unknown:
+            self.unknown = True
+            names = ", ".join(computed.unknown)
+            self.notes[f"FLOPs of what W runs beside its products are not known: {names}"] = None
+        for i, nodes in computed.on_the_way.items():
+            name = self.name_of[i]
+            if all(use.why != _ROOT for use in self.uses.get(name, ())):
+                for node, flops in nodes:
+                    why = "on the way from its use to the parameter"
+                    self.uses.setdefault(name, []).append(Use(node, "W", why, "", flops))
+
     def _place(self, task: _Task, kind: str) -> tuple[str, str]:
         if kind == "handed over":
             return "W", "handed over by zbpipe.defer"
         if kind == "root":
-            return "W", "no stage input is behind it: W runs its whole backward"
+            return "W", _ROOT
         if kind == "deferred" and task.kind == "product":
             return "W", "the node is run again: its matrices are of a subclass, sparse, complex or conjugated"
         if kind in ("product", "deferred"):
@@ -318,6 +456,9 @@ class _Book:
         }[task.why]
 
 
+_ROOT = "no stage input is behind it: W runs its whole backward"
+
+
 def _work(
     task: _Task, kind: str, slot: int, shape: tuple[int, ...], shapes: Mapping[str, list[tuple[int, ...]]]
 ) -> tuple[str, int | None]:
@@ -327,16 +468,9 @@ def _work(
     grad = next(iter(shapes.get("output gradient", ())), None)
     if len(shape) < 2 or grad is None:
         return "", 0
+    if not grad or min(*grad, *shape) < 0:
+        return "", None  # nested, or of sizes that are not numbers
     size = math.prod(shape)
-    factors = _FACTORS.get(task.name.removesuffix("0"))
-    if factors is not None:
-        if slot not in factors:
-            return "", 0  # the added matrix
-        is_left = slot == factors[0]
-        inner = grad[-1] if is_left else grad[-2]
-        batch = list(shape[:-2])
-        left, right = ([*batch, shape[-2], inner], [*batch, inner, shape[-1]])
-        return f"{left} @ {right}", 2 * inner * size
     if task.name.startswith("LinearBackward"):
         rows = math.prod(grad[:-1])
         return f"{[shape[0], rows]} @ {[rows, shape[1]]}", 2 * rows * size
@@ -345,11 +479,16 @@ def _work(
         return "convolution", None if over is None else 2 * size * math.prod(over) // over[1]
     if task.name.startswith("GroupedMmBackward"):
         return "grouped product", 2 * math.prod(shape[-2:]) * grad[0] if len(grad) == 2 and len(shape) == 3 else None
+    factors = FACTORS.get(task.name.removesuffix("0"))
+    if factors is not None:
+        if slot not in factors:
+            return "", 0  # the added matrix
+        is_left = slot == factors[0]
+        inner = grad[-1] if is_left else grad[-2]
+        batch = list(shape[:-2])
+        left, right = ([*batch, shape[-2], inner], [*batch, inner, shape[-1]])
+        return f"{left} @ {right}", 2 * inner * size
     return "", 0
-
-
-# The edges of the two factors of products, by node.
-_FACTORS = {"AddmmBackward": (1, 2), "MmBackward": (0, 1), "BmmBackward": (0, 1), "BaddbmmBackward": (1, 2)}
 
 
 def _plan(name: str, parameter: torch.nn.Parameter, book: _Book, holding: Held) -> ParameterPlan:

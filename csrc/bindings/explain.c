@@ -3,6 +3,7 @@
 #include <Python.h>
 
 #include "bindings/parts.h"
+#include "shim/zbp_aside.h"
 #include "shim/zbp_explain.h"
 
 PyDoc_STRVAR(explain_doc, "explain(outputs, inputs, weights, defer, checkpoint, /)\n--\n\n"
@@ -31,8 +32,63 @@ static PyObject *is_watched(PyObject *Py_UNUSED(module), PyObject *tensor)
     return zbp_is_watched(tensor, &answer) == ZBP_OK ? PyBool_FromLong(answer) : NULL;
 }
 
+static const char aside_name[] = "zbpipe._C.aside";
+
+/* Also where nobody called put_back(): hooks must not be lost. */
+static void aside_dealloc(PyObject *capsule)
+{
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    zbp_put_back(PyCapsule_GetContext(capsule));
+    PyErr_Restore(type, value, traceback);
+}
+
+PyDoc_STRVAR(
+    set_aside_doc,
+    "set_aside(tensors, /)\n--\n\n"
+    "Takes gradients and hooks from leaf tensors until put_back() of the result, or its end.");
+
+static PyObject *set_aside(PyObject *Py_UNUSED(module), PyObject *arg)
+{
+    PyObject *tensors =
+        PySequence_Fast(arg, "tensors is not iterable; expected a list or tuple of tensors");
+    if (tensors == NULL) {
+        return NULL;
+    }
+    /* The capsule first, so that nothing can fail once hooks have been taken. A capsule's pointer cannot be NULL:
+     * what it owns is its context. */
+    PyObject *capsule = PyCapsule_New((void *)aside_name, aside_name, aside_dealloc);
+    zbp_aside *aside = capsule == NULL ? NULL : zbp_set_aside(tensors);
+    Py_DECREF(tensors);
+    if (aside == NULL || PyCapsule_SetContext(capsule, aside) < 0) {
+        zbp_put_back(aside);
+        Py_CLEAR(capsule);
+    }
+    return capsule;
+}
+
+PyDoc_STRVAR(
+    put_back_doc,
+    "put_back(aside, /)\n--\n\nGives back what set_aside() took; the second time nothing.");
+
+static PyObject *put_back(PyObject *Py_UNUSED(module), PyObject *capsule)
+{
+    if (!PyCapsule_IsValid(capsule, aside_name)) {
+        return PyErr_Format(PyExc_TypeError, "aside is a %s; expected what set_aside() returned",
+                            Py_TYPE(capsule)->tp_name);
+    }
+    zbp_aside *aside = PyCapsule_GetContext(capsule);
+    if (PyCapsule_SetContext(capsule, NULL) < 0) {
+        return NULL;
+    }
+    zbp_put_back(aside);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef explain_methods[] = {{"explain", explain, METH_VARARGS, explain_doc},
                                         {"is_watched", is_watched, METH_O, is_watched_doc},
+                                        {"put_back", put_back, METH_O, put_back_doc},
+                                        {"set_aside", set_aside, METH_O, set_aside_doc},
                                         {NULL, NULL, 0, NULL}};
 
 int zbp_add_explain(PyObject *module)
