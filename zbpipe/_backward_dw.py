@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
@@ -70,6 +71,7 @@ class Registration:
             found = _unique(named.get(name, weight) for name, weight in self.given)
         return [weight for weight in found if weight.requires_grad]
 
+    @_disable_dynamo
     def enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -81,6 +83,7 @@ class Registration:
         self.running.calls.append((_depth(), call))
         return call.enter(args, kwargs)
 
+    @_disable_dynamo
     def leave(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         self._end_calls(_depth(), result)
 
@@ -117,12 +120,11 @@ class Call:
     """One forward of a module, and then its backward.
 
     Note [The entrance]
-    A node behind the module's inputs is what runs after all of the module's backward. Inputs that were computed are
-    given that node for the time of the forward (``_C.detour``), so that the module has the very tensors, also to
-    compute in place on. Where it computes in place on a view, its base is what gets a new history, so the base is given
-    the node, too. A leaf that requires a gradient has no edge to change: the module gets a view, and computing in place
-    on it is refused as it is for the leaf. Where no input requires a gradient the module gets an alias that does, of
-    the same memory and version.
+    A node behind the module's inputs is what runs after all of the module's backward. Inputs are given that node for
+    the time of the forward (``_C.detour``), so that the module has the very tensors, also to compute in place on. Where
+    it computes in place on a view, its base is what gets a new history, so the base is given the node, too. Where no
+    input requires a gradient the module gets an alias that does, of the same memory and version; no view, since one
+    that a custom Function made cannot be computed in place on.
     """
 
     def __init__(self, module: nn.Module, weights: Sequence[nn.Parameter], book: "Book") -> None:
@@ -146,17 +148,15 @@ class Call:
         places = _unique([*inputs, *bases])
         passed = _Entrance.apply(self, len(places), *places, *self.weights)  # type: ignore[no-untyped-call]
         self.entrance = passed[0].grad_fn
-        given = {}
         for i, (tensor, other) in enumerate(zip(places, passed, strict=True)):
-            if i >= len(inputs) or tensor.grad_fn is not None:
+            if i >= len(inputs) or tensor.requires_grad:
                 self.detours.append(_C.detour(tensor, other))
-                continue
-            given[id(tensor)] = other
-            if not tensor.requires_grad:
+            else:
                 self.alias = tensor, other
-        if not given:
+        if self.alias is None:
             return None
-        return pytree.tree_map(lambda leaf: given.get(id(leaf), leaf), (args, kwargs))  # type: ignore[no-any-return]
+        tensor, alias = self.alias
+        return pytree.tree_map(lambda leaf: alias if leaf is tensor else leaf, (args, kwargs))  # type: ignore[no-any-return]
 
     def leave(self, result: Any) -> None:
         """The forward is over, or has raised."""
@@ -229,7 +229,7 @@ class _Entrance(torch.autograd.Function):
     def forward(ctx: Any, call: Call, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        return tuple(tensor.view_as(tensor) if tensor.requires_grad else tensor.detach() for tensor in tensors[:count])
+        return tuple(tensor.detach() for tensor in tensors[:count])
 
     @staticmethod
     @once_differentiable

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <typeinfo>
 #include <utility>
 
@@ -26,13 +27,28 @@ using Hook = std::unique_ptr<torch::autograd::FunctionPreHook>;
 // A module's inputs need a node behind them for the time of its forward. A view in their place would not
 // do: computing in place on a view leaves out what lies between it and its base. So the tensor itself gets
 // another edge and, if nothing was computed in place, has its own again when the forward is over: whoever
-// uses it before or afterwards sees no difference. Hooks stay where they are: those of before at the
-// node of before, where the whole gradient arrives. retain_grad()'s is hidden meanwhile, as libtorch
-// insists on finding it at the present node when it computes in place.
+// uses it before or afterwards sees no difference. A leaf stays one: meanwhile the node is what
+// accumulates its gradient. Hooks stay where they are: those of before at the node of before, where the
+// whole gradient arrives. retain_grad()'s is hidden meanwhile, as libtorch insists on finding it at the
+// present node when it computes in place. It also insists on views being their node's first output, hence
+// a node for each tensor.
+class Passage : public Node {
+ public:
+  Passage(const Edge& edge, const at::Tensor& tensor) : Node(edge_list{edge}) {
+    add_input_metadata(tensor);
+  }
+
+  std::string name() const override { return "zbpipe::Passage"; }
+
+ protected:
+  variable_list apply(variable_list&& grads) override { return std::move(grads); }
+};
+
 struct Detour {
   at::Tensor tensor;
   Edge before;  // to nothing, if it required no gradient
   Edge during;
+  bool is_leaf = false;  // that requires a gradient
   bool retained = false;
 };
 
@@ -46,6 +62,12 @@ torch::autograd::AutogradMeta& meta_of(const at::Tensor& tensor) {
 bool has_edge(const at::Tensor& tensor, const Edge& edge) {
   const auto& meta = meta_of(tensor);
   return meta.grad_fn_ == edge.function && meta.output_nr_ == edge.input_nr;
+}
+
+void set_accumulator(const at::Tensor& leaf, const NodePtr& node) {
+  auto& meta = meta_of(leaf);
+  const std::lock_guard<std::mutex> lock(meta.mutex_);
+  meta.grad_accumulator_ = decltype(meta.grad_accumulator_)(node);
 }
 
 /// A view's edge is as up to date as it was.
@@ -111,6 +133,10 @@ void move_hooks(const Detour& detour) {
 
 bool end(const Detour& detour) {
   auto& meta = meta_of(detour.tensor);
+  if (detour.is_leaf) {
+    set_accumulator(detour.tensor, detour.before.function);
+    return !meta.grad_fn_;
+  }
   const bool is_as_it_was = has_edge(detour.tensor, detour.during);
   move_hooks(detour);
   if (is_as_it_was) {
@@ -135,13 +161,14 @@ Detour begin(PyObject* object, PyObject* like) {
     refuse(PyExc_ValueError, "like is a leaf of ", describe(*other),
            "; expected a tensor that was computed");
   }
-  if (tensor->is_leaf() && tensor->requires_grad()) {
-    refuse(PyExc_ValueError, "tensor is a leaf of ", describe(*tensor),
-           " that requires a gradient, which has no edge to change");
+  Detour detour{*tensor, {}, Edge(make_node<Passage>(impl::gradient_edge(*other), *other), 0)};
+  detour.is_leaf = tensor->is_leaf() && tensor->requires_grad();
+  if (tensor->requires_grad()) {
+    detour.before = impl::gradient_edge(*tensor);
   }
-  Detour detour{*tensor, {}, Edge(other->grad_fn(), static_cast<uint32_t>(other->output_nr()))};
-  if (tensor->grad_fn()) {
-    detour.before = Edge(tensor->grad_fn(), static_cast<uint32_t>(tensor->output_nr()));
+  if (detour.is_leaf) {
+    set_accumulator(*tensor, detour.during.function);
+    return detour;
   }
   detour.retained = std::exchange(meta_of(*tensor).retains_grad_, false);
   set_edge(*tensor, detour.during);

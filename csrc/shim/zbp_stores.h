@@ -10,10 +10,10 @@
 extern "C" {
 #endif
 
-/* Gives `tensor` the gradient edge of `like`, without a new version: what is computed from it from here on, in place
- * too, has the node of `like` behind it. Both are tensors, `like` has a grad_fn, `tensor` has one or requires no
- * gradient. New capsule for zbp_end_detour(), which holds the tensor and both edges; NULL with TypeError or ValueError
- * set, and nothing has changed. */
+/* Gives `tensor` an edge that leads to the gradient edge of `like`, without a new version: what is computed from it from
+ * here on, in place too, has the node of `like` behind it; a leaf stays a leaf. Both are tensors, of the same shape,
+ * dtype and device, and `like` has a grad_fn. New capsule for zbp_end_detour(), which holds the tensor and both edges
+ * and must live until then; NULL with TypeError or ValueError set, and nothing has changed. */
 PyObject *zbp_detour(PyObject *tensor, PyObject *like);
 
 /* Gives the tensor its edge back, with the hooks that it got meanwhile, if it still has the other one, that is if it
