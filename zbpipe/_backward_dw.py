@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from zbpipe import _C
@@ -136,13 +135,15 @@ class Call:
         self.detours: list[object] = []
         self.alias: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def enter(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        inputs = _unique(leaf for leaf in pytree.tree_leaves((args, kwargs)) if _is_differentiable(leaf))
-        inputs = [tensor for tensor in inputs if tensor.requires_grad] or inputs[:1]
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        inputs = _unique(tensor for tensor in _tensors_in((args, kwargs)) if _is_differentiable(tensor))
+        inputs = [tensor for tensor in inputs if tensor.requires_grad]
+        if not inputs:
+            inputs = [tensor for tensor in (*args, *kwargs.values()) if _is_differentiable(tensor)][:1]
         if not inputs:
             raise TypeError(
-                f"{type(self.module).__name__} was called without a floating-point tensor; "
-                "backward_dw() has no place in its graph"
+                f"{type(self.module).__name__} was called without a floating-point tensor, so that backward_dw() has "
+                "no place in its graph; expected one that requires a gradient, or one that is an argument by itself"
             )
         bases = [tensor._base for tensor in inputs if _can_change_its_base(tensor)]
         places = _unique([*inputs, *bases])
@@ -155,8 +156,11 @@ class Call:
                 self.alias = tensor, other
         if self.alias is None:
             return None
-        tensor, alias = self.alias
-        return pytree.tree_map(lambda leaf: alias if leaf is tensor else leaf, (args, kwargs))  # type: ignore[no-any-return]
+        original, alias = self.alias
+        return (
+            tuple(alias if arg is original else arg for arg in args),
+            {name: alias if arg is original else arg for name, arg in kwargs.items()},
+        )
 
     def leave(self, result: Any) -> None:
         """The forward is over, or has raised."""
@@ -169,8 +173,7 @@ class Call:
             self._hand_on_history(*alias, entrance)
         if entrance is None:
             return
-        outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        for node in _unique(output.grad_fn for output in outputs if output.grad_fn is not None):
+        for node in _unique(output.grad_fn for output in _tensors_in(result) if output.grad_fn is not None):
             if node is not entrance and node._sequence_nr() > entrance._sequence_nr():
                 node.register_prehook(self.begin)
 
@@ -191,8 +194,16 @@ class Call:
             self.book.begun[self] = torch._C._current_graph_task_id()
 
 
-def _is_differentiable(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(part)
+
+
+def _is_differentiable(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def _can_change_its_base(tensor: torch.Tensor) -> bool:

@@ -168,12 +168,14 @@ def run_backward_dw(module: nn.Module, weights: Sequence[nn.Parameter] | None = 
     Entries of groups that were dropped, also by :func:`zbpipe.explain`, stay in the queue until then, are computed and
     leave no trace in ``.grad`` and ``main_grad``.
 
-    Hooks on the module's forward give its tensor inputs, also within tuples, lists and dictionaries, a node that takes
-    the module's place in the graph; where none of them needs a gradient, the first one gets one computed, in vain.
+    Hooks on the module's forward give its inputs that require a gradient, also within tuples, lists and dictionaries, a
+    node that takes the module's place in the graph, for the time of the forward; meanwhile no other thread may run a
+    backward that ends in one of them. Where none does, the first floating-point argument is passed as an alias that
+    does, and gets one computed, in vain.
 
     Args:
         module: has a method ``backward_dw()`` without arguments, which nobody else calls, and whose queue is empty;
-            its ``forward`` takes a floating-point or complex tensor.
+            its ``forward`` takes a floating-point or complex tensor and computes with it what it queues.
         weights: whose gradients it computes; default: its parameters that require a gradient.
 
     Returns:
@@ -185,9 +187,9 @@ def run_backward_dw(module: nn.Module, weights: Sequence[nn.Parameter] | None = 
         ValueError: this was called for the module before, and the handle not removed.
 
     In a weight pass, or at the end of the module's backward, RuntimeError says so where the entries cannot be told
-    apart any more: a backward failed within the module, or ``backward_dw()`` raised while later entries were waiting;
-    and where weight passes of one module run at the same time, which they must not. If ``backward_dw()`` raised for the
-    only entry, a repeated weight pass calls it again.
+    apart any more: a backward failed or ended within the module, or ``backward_dw()`` raised while later entries were
+    waiting; and where weight passes of one module run at the same time, which they must not. If ``backward_dw()``
+    raised for the only entry, a repeated weight pass calls it again.
     """
     if not callable(getattr(module, "backward_dw", None)):
         raise TypeError(f"{type(module).__name__} has no method backward_dw; expected a module that delays its weights")

@@ -981,6 +981,52 @@ def raising(layer, message):
     return layer
 
 
+def test_a_leaf_stays_itself_for_the_module():
+    results = []
+    for kind in (Delayed, Plain):
+        calls, leaves = [], []
+
+        def looks(self, x, calls=calls, leaves=leaves):
+            assert x is leaves[-1] and x.is_leaf and x.requires_grad
+            x.register_hook(lambda grad: calls.append(grad.clone()))
+            with torch.no_grad():
+                x.add_(1)
+            (penalty,) = torch.autograd.grad(x.sin().sum(), x, create_graph=True)
+            return x.view(-1).view(5, 4) + penalty
+
+        torch.manual_seed(4)
+        net = InPlace(kind(4, 3), looks)
+        if kind is Delayed:
+            run_backward_dw(net)
+        for x in batches(2):
+            leaves.append(x)
+            out = net(x)
+            loss = out.sum() + (x * 3).sum()
+            if kind is Delayed:
+                _, groups = zbpipe.stage_backward_input([loss], None, [x], net.parameters())
+                zbpipe.stage_backward_weight(net.parameters(), groups)
+            else:
+                loss.backward()
+        results.append([*(x.grad for x in leaves), *calls, *(w.grad for w in net.parameters())])
+        assert len(calls) == 4  # for the penalty, too
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # torch's, of itself
+@pytest.mark.filterwarnings("ignore::UserWarning:torch")
+def test_a_compiled_model_around_it():
+    delayed, plain = delayed_and_plain()
+    compiled = torch.compile(delayed, backend="aot_eager")
+    inputs = batches(3)
+    groups = []
+    for x in inputs:
+        out = compiled(x)
+        groups.append(zbpipe.stage_backward_input([out], [torch.ones_like(out)], [x], delayed.parameters())[1])
+    for k in (2, 0, 1):
+        assert_gradients_of(weight_pass(delayed, groups[k]), plain, inputs[k])
+
+
 class Interrupts(Delayed):
     def forward(self, x):
         raise KeyboardInterrupt
