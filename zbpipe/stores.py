@@ -143,7 +143,8 @@ class WeightGradStore:
             edges.append(torch.autograd.graph.get_gradient_edge(weight))
             added.append(grad)
         if edges:
-            torch.autograd.backward(edges, added)
+            # The backward that is under way comes to what lies behind a weight once more, with the Function's None.
+            torch.autograd.backward(edges, added, retain_graph=True)
 
 
 class _Sum:

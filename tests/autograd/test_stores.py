@@ -219,6 +219,10 @@ def test_what_is_put_without_asking_is_added_in_an_ordinary_backward_too():
     expected = x.detach().mT @ torch.ones(3, 3)
     torch.testing.assert_close(w.grad, expected)
     assert len(hooks) == 2 and hooks[1] is None  # for the put, and for the None that the Function returns
+    w.grad = None
+    doubled = w * torch.full_like(w, 2.0)  # saves its factors
+    PutsAlways.apply(x, doubled, WeightGradStore(doubled)).sum().backward()
+    torch.testing.assert_close(w.grad, 2 * expected)
     with pytest.raises(ValueError, match=r"weights\[0\] is a position"):
         PutsAlways.apply(x, w, WeightGradStore(1)).sum().backward()
 
@@ -971,6 +975,26 @@ def test_the_module_gets_the_callers_tensors_and_the_caller_has_them_back():
     assert [(t.grad_fn, t.output_nr, t._base.grad_fn) for t in (x, y)] == before
     out.sum().backward()
     assert layer.queue.empty() and layer.w.grad is not None
+
+
+@pytest.mark.parametrize("select", [whole, row, flat])
+@pytest.mark.parametrize("compute", [None, twice])
+def test_the_adapter_takes_no_memory(select, compute):
+    figures = []
+    for registered in (True, False):
+        net = InPlace(Delayed(4, 3), *[compute] * (compute is not None))
+        if registered:
+            run_backward_dw(net)
+        x = torch.randn(8, 4, dtype=f64, requires_grad=True)
+        h = select(x * 1)
+        with zbpipe.memory.record() as rec:
+            with rec.phase("forward"):
+                out = net(h)
+            with rec.phase("I"):
+                _, groups = zbpipe.stage_backward_input([out], [torch.ones_like(out)], [x], net.parameters())
+        figures.append([(phase.kind, phase.peak, phase.live_end) for phase in rec.phases])
+        assert len(figures[-1]) == 2 and sum(group.bytes_held for group in groups) == 0
+    assert figures[0] == figures[1]
 
 
 def raising(layer, message):
