@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from zbpipe import _C
+from zbpipe._backward_dw import Registration, registrations
 from zbpipe._work import Weights, will_defer
 
 __all__ = ["WeightGradStore", "run_backward_dw"]
@@ -59,6 +60,10 @@ class WeightGradStore:
         """Takes work, in one of the three forms that stores have: ``put(function)``, ``put(arguments, function)`` or
         ``put(weight, prepare, function)``, for ``function(*prepare(async_op=False))``.
 
+        Arguments are held for the weight pass as what is ``saved`` in :func:`zbpipe.defer`, but for a weight's
+        ``main_grad`` or ``grad`` and views of them, also within tuples, lists and dictionaries: those are the weight's,
+        to be added to, are not counted in ``bytes_held``, and other microbatches may change them meanwhile.
+
         Where no input pass takes it (:attr:`enabled` is false) it is done at once, and gradients that the
         function returns are added to the weights in a backward of their own, as the Function that put them will
         return None: hooks of these weights fire for both.
@@ -67,7 +72,7 @@ class WeightGradStore:
             TypeError, ValueError: as :func:`zbpipe.defer`; or other arguments than these.
         """
         function, arguments = self._parse(work)
-        result = _C.defer(partial(self._run, function), self._weights, arguments)
+        result = _C.defer(partial(self._run, function), self._weights, self._without_sums(arguments))
         if self._weights is not None:
             single = isinstance(self._weights, (int, torch.Tensor))
             self._add(*([[self._weights], [result]] if single else [self._weights, result]))
@@ -101,7 +106,24 @@ class WeightGradStore:
             )
         return function, tuple(work[0]) if len(work) == 2 else ()
 
+    def _without_sums(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments, what the weights' gradients are added to in a wrapping each."""
+        leaves = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+        named = [self._weights] if isinstance(self._weights, torch.Tensor) else self._weights
+        weights = [*_C.weights_here(), *leaves, *(named if isinstance(named, (tuple, list)) else ())]
+        weights = [weight for weight in weights if isinstance(weight, torch.Tensor) and weight.is_leaf]
+        sums = [getattr(weight, name, None) for weight in weights for name in ("main_grad", "grad")]
+        ids, storages = {id(total) for total in sums if total is not None}, _C.storages_of(sums)
+
+        def is_sum(leaf: torch.Tensor) -> bool:
+            return id(leaf) in ids or not storages.isdisjoint(_C.storages_of([leaf]))
+
+        if not any(is_sum(leaf) for leaf in leaves):
+            return arguments
+        return pytree.tree_map_only(torch.Tensor, lambda leaf: _Sum(leaf) if is_sum(leaf) else leaf, arguments)  # type: ignore[no-any-return]
+
     def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        arguments = pytree.tree_map_only(_Sum, lambda wrapping: wrapping.tensor, arguments)
         result = function(*arguments)
         if self._weights is None:
             return None
@@ -121,91 +143,59 @@ class WeightGradStore:
             edges.append(torch.autograd.graph.get_gradient_edge(weight))
             added.append(grad)
         if edges:
-            torch.autograd.backward(edges, added)
+            # The backward that is under way comes to what lies behind a weight once more, with the Function's None.
+            torch.autograd.backward(edges, added, retain_graph=True)
+
+
+class _Sum:
+    """Hides a tensor that is added to from what holds, counts and watches tensors."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
 
 
 def run_backward_dw(module: nn.Module, weights: Sequence[nn.Parameter] | None = None) -> RemovableHandle:
-    """Lets the weight pass call ``module.backward_dw()``, for a module whose backward gives no weight gradients and
-    which computes them in that method, one microbatch per call, first in, first out.
+    """Lets the weight pass call ``module.backward_dw()``, for a module whose backward gives no weight gradients but
+    queues what they are computed from, one entry per call of the module, and which computes them in that method, one
+    entry per call, first in, first out.
 
     Where no input pass runs it is called at once, at the end of the module's backward, also of one for the inputs
-    alone, so that the module's queue stays in step. Each call may set, or add to, the weights' ``.grad``:
-    what it leaves there is the microbatch's gradient, which is then added as every other one, with hooks, ``main_grad``
-    and whatever was in ``.grad`` before. A call that leaves ``.grad`` None has added the gradient elsewhere itself.
+    alone. Each call may set, or add to, the weights' ``.grad``: what it leaves there is that entry's gradient, which is
+    then added as every other one, with hooks, ``main_grad`` and whatever was in ``.grad`` before. A call that leaves
+    all ``.grad`` None has added the gradients elsewhere itself.
 
-    A hook on the module's forward passes its tensor inputs through a node that takes the module's place; where
-    none of them needs a gradient, the first one gets one computed, in vain.
+    Every weight pass gets its own microbatch's gradients, in any order: entries in front of its own are computed
+    before it and kept for theirs (in memory that no group counts; gradients that are added elsewhere are added then).
+    Entries of groups that were dropped, also by :func:`zbpipe.explain`, stay in the queue until then, are computed and
+    leave no trace in ``.grad`` and ``main_grad``.
+
+    Hooks on the module's forward give its inputs that require a gradient, also within tuples, lists and dictionaries, a
+    node that takes the module's place in the graph, for the time of the forward; meanwhile no other thread may run a
+    backward that ends in one of them. Where none does, the first floating-point argument is passed as an alias that
+    does, and gets one computed, in vain.
 
     Args:
-        module: has a method ``backward_dw()`` without arguments; its ``forward`` takes at least one floating-point
-            tensor, by position.
+        module: has a method ``backward_dw()`` without arguments, which nobody else calls, and whose queue is empty;
+            its ``forward`` takes a floating-point or complex tensor and computes with it what it queues.
         weights: whose gradients it computes; default: its parameters that require a gradient.
 
     Returns:
-        A handle; its ``remove()`` undoes this for later calls of the module.
+        A handle; its ``remove()`` undoes this for later calls of the module. To start anew, empty the module's queue,
+        ``remove()`` and call this again.
 
     Raises:
         TypeError: the module has no such method.
+        ValueError: this was called for the module before, and the handle not removed.
 
-    As the module's queue says which microbatch is computed, weight passes in another order than the input passes
-    compute microbatches in the latter's order; after all of them the sums are right. Weight passes of one module must
-    not run at the same time.
+    In a weight pass, or at the end of the module's backward, RuntimeError says so where the entries cannot be told
+    apart any more: a backward failed or ended within the module, or ``backward_dw()`` raised while later entries were
+    waiting; and where weight passes of one module run at the same time, which they must not. If ``backward_dw()``
+    raised for the only entry, a repeated weight pass calls it again.
     """
     if not callable(getattr(module, "backward_dw", None)):
         raise TypeError(f"{type(module).__name__} has no method backward_dw; expected a module that delays its weights")
-    given = None if weights is None else tuple(weights)
-
-    def enter(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        served = [w for w in (module.parameters() if given is None else given) if w.requires_grad]
-        floating = [i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor) and arg.is_floating_point()]
-        places = [i for i in floating if args[i].requires_grad] or floating[:1]
-        if not served or not torch.is_grad_enabled():
-            return args
-        if not places:
-            raise TypeError(
-                f"{type(module).__name__} was called without a floating-point tensor by position; "
-                "backward_dw() has no place in its graph"
-            )
-        passed = _Entrance.apply(  # type: ignore[no-untyped-call]
-            module, len(places), *(args[i] for i in places), *served
+    if registrations(module):
+        raise ValueError(
+            f"run_backward_dw was called for this {type(module).__name__} before; remove() the handle that it returned"
         )
-        entered = list(args)
-        for i, tensor in zip(places, passed, strict=True):
-            entered[i] = tensor
-        return tuple(entered)
-
-    return module.register_forward_pre_hook(enter)
-
-
-class _Entrance(torch.autograd.Function):
-    """The identity of a module's inputs; its backward, the last of the module, hands over ``backward_dw``."""
-
-    @staticmethod
-    def forward(ctx: Any, module: nn.Module, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.module = module
-        ctx.weights = tensors[count:]
-        return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        first = 2 + len(grads)
-        positions = tuple(range(first, first + len(ctx.weights)))
-        if will_defer(positions):
-            taken = _C.defer(_backward_dw, positions, (ctx.module, ctx.weights))
-        else:  # also if nobody wants the gradients (torch's stages infer shapes so): the queue has an entry for them
-            taken = _backward_dw(ctx.module, ctx.weights)
-        return None, None, *grads, *taken
-
-
-def _backward_dw(module: Any, weights: Sequence[nn.Parameter]) -> list[torch.Tensor | None]:
-    """The gradients that one call of ``backward_dw()`` leaves in ``.grad``, which is then as it was."""
-    before = [weight.grad for weight in weights]
-    try:
-        for weight in weights:
-            weight.grad = None
-        module.backward_dw()
-        return [weight.grad for weight in weights]
-    finally:
-        for weight, grad in zip(weights, before, strict=True):
-            weight.grad = grad
+    return Registration(module, weights).register(module)

@@ -13,6 +13,7 @@ int zbp_add_explain(PyObject *module);
 int zbp_add_leaks(PyObject *module);
 int zbp_add_memory(PyObject *module);
 int zbp_add_release(PyObject *module);
+int zbp_add_stores(PyObject *module);
 int zbp_add_work(PyObject *module);
 
 /* A choice of a policy: a number up to `last`, or a function that returns one, which *function then is (borrowed; else

@@ -69,6 +69,33 @@ class Storing(Function):
         return grad @ w.mT, None, None, None, None
 
 
+class Fused(Function):
+    """x @ w + b by a store, with the buffers that it is added to among what is put."""
+
+    @staticmethod
+    def forward(ctx, x, w, b, store, calls):
+        ctx.save_for_backward(x, w)
+        ctx.buffers = [w.main_grad, b.main_grad]
+        ctx.store, ctx.calls = store, calls
+        return x @ w + b
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        calls = ctx.calls
+
+        def gemm(x, grad, buffers):
+            calls.append(phase[-1])
+            buffers[0].addmm_(x.mT, grad)
+            buffers[1].add_(grad.sum(0))
+
+        if ctx.store.split_bw():
+            ctx.store.put([x, grad, ctx.buffers], gemm)
+        elif phase[-1] != "outside":  # where torch's stages learn shapes, from memory that is not initialised
+            gemm(x, grad, ctx.buffers)
+        return grad @ w.mT, None, None, None, None
+
+
 class Queueing(Function):
     """x @ w + b by a module's own queue."""
 
@@ -86,25 +113,32 @@ class Queueing(Function):
 
 
 class Layer(nn.Module):
-    def __init__(self, kind):
+    """All kinds compute the same; the one with a queue halves its input first, in place."""
+
+    def __init__(self, kind, is_plain):
         super().__init__()
         self.kind = kind
+        self.is_plain = is_plain
         self.w = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.float64) / 3)
         self.b = nn.Parameter(torch.randn(WIDTH, dtype=torch.float64))
         self.calls = []
-        self.store = stores.WeightGradStore(weights=(1, 2))
+        self.store = stores.WeightGradStore(weights=None if kind == "fused" else (1, 2))
         self.entries = queue.Queue()
-        if kind == "queue":
+        if kind == "fused":
+            self.w.main_grad, self.b.main_grad = torch.zeros_like(self.w), torch.zeros_like(self.b)
+        if kind == "queue" and not is_plain:
             stores.run_backward_dw(self)
 
     def forward(self, x):
-        if self.kind == "plain":
-            return x @ self.w + self.b
+        if self.is_plain:
+            return (x / 2 if self.kind == "queue" else x) @ self.w + self.b
         if self.kind == "defer":
             return Deferring.apply(x, self.w, self.b, self.calls)
         if self.kind == "store":
             return Storing.apply(x, self.w, self.b, self.store, self.calls)
-        return Queueing.apply(x, self.w, self.b, self.entries)
+        if self.kind == "fused":
+            return Fused.apply(x, self.w, self.b, self.store, self.calls)
+        return Queueing.apply(x.div_(2), self.w, self.b, self.entries)
 
     def backward_dw(self):
         x, grad = self.entries.get_nowait()
@@ -112,12 +146,12 @@ class Layer(nn.Module):
         self.w.grad, self.b.grad = x.mT @ grad, grad.sum(0)
 
 
-KINDS = ("defer", "store", "queue")
+KINDS = ("defer", "store", "fused", "queue")
 
 
 def parts(count, plain=False):
     torch.manual_seed(1)
-    return [nn.Sequential(*(Layer("plain" if plain else kind) for kind in KINDS), nn.Tanh()) for _ in range(count)]
+    return [nn.Sequential(*(Layer(kind, plain) for kind in KINDS), nn.Tanh()) for _ in range(count)]
 
 
 def batch(step):
@@ -161,9 +195,18 @@ def run(name, rank, world):
         x, target = batch(step)
         given = {"target": target, "losses": []} if count - 1 in mine else {}
         schedule.step(*([x] if 0 in mine else []), **given)
+        for net in nets:
+            take_main_grads(net)
         steps.append({f"{i}.{n}": w.grad.clone() for i in mine for n, w in nets[i].named_parameters()})
         optimizer.step()
     return steps, {f"{i}.{j}": layer.calls for i in mine for j, layer in enumerate(nets[i]) if j < len(KINDS)}
+
+
+def take_main_grads(net):
+    for w in net.parameters():
+        if hasattr(w, "main_grad"):
+            w.grad = w.main_grad.clone()
+            w.main_grad.zero_()
 
 
 def watch_phases():

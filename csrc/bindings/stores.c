@@ -1,0 +1,46 @@
+/* stores.c - what zbpipe/stores.py needs of the graph. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "bindings/parts.h"
+#include "shim/zbp_stores.h"
+
+PyDoc_STRVAR(detour_doc,
+             "detour(tensor, like, /)\n--\n\n"
+             "Gives `tensor` the gradient edge of `like`. Returns what end_detour() takes.");
+
+static PyObject *detour(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *tensor, *like;
+    return PyArg_ParseTuple(args, "OO:detour", &tensor, &like) ? zbp_detour(tensor, like) : NULL;
+}
+
+PyDoc_STRVAR(end_detour_doc,
+             "end_detour(detour, /)\n--\n\n"
+             "Gives the tensor its edge back, unless it was computed in place. True if it did.");
+
+static PyObject *end_detour(PyObject *Py_UNUSED(module), PyObject *object)
+{
+    int is_back = 0;
+    return zbp_end_detour(object, &is_back) == ZBP_OK ? PyBool_FromLong(is_back) : NULL;
+}
+
+PyDoc_STRVAR(weights_here_doc,
+             "weights_here()\n--\n\n"
+             "The weights of the group for which an input pass runs the Function that calls this.");
+
+static PyObject *weights_here(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+{
+    return zbp_weights_here();
+}
+
+static PyMethodDef stores_methods[] = {
+    {"detour", detour, METH_VARARGS, detour_doc},
+    {"end_detour", end_detour, METH_O, end_detour_doc},
+    {"weights_here", weights_here, METH_NOARGS, weights_here_doc},
+    {NULL, NULL, 0, NULL}};
+
+int zbp_add_stores(PyObject *module)
+{
+    return PyModule_AddFunctions(module, stores_methods);
+}
