@@ -52,19 +52,6 @@ bool has_attributes(PyObject* object) {
   return PyDict_Check(attributes.get()) && PyDict_GET_SIZE(attributes.get()) > 0;
 }
 
-/// For one level of what is nested.
-class RecursiveCall {
- public:
-  RecursiveCall() {
-    if (Py_EnterRecursiveCall(" while looking for the tensors in saved")) {
-      throw python_error();
-    }
-  }
-  ~RecursiveCall() { Py_LeaveRecursiveCall(); }
-  RecursiveCall(const RecursiveCall&) = delete;
-  RecursiveCall& operator=(const RecursiveCall&) = delete;
-};
-
 }  // namespace
 
 THPObjectPtr WorkArguments::take(PyObject* saved) {
@@ -88,12 +75,18 @@ PyObject* WorkArguments::take_any(PyObject* object) {
     return taken.result.get();
   }
   taken.original = Py_NewRef(object);
+  constexpr size_t deepest = 500;
+  if (depth_ > deepest) {
+    refuse(PyExc_ValueError, "saved contains a ", Py_TYPE(object)->tp_name, " within more than ",
+           deepest, " others; expected tuples, lists and dictionaries that are nested less deeply");
+  }
+  ++depth_;
   taken.result = take_new(object);
+  --depth_;
   return taken.result.get();
 }
 
 THPObjectPtr WorkArguments::take_new(PyObject* object) {
-  const RecursiveCall level;
   if (const at::Tensor* tensor = as_tensor(object)) {
     return take_tensor(object, *tensor);
   }

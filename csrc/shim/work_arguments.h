@@ -38,6 +38,7 @@ class WorkArguments {
     THPObjectPtr result;  // null while the object is being taken
   };
   std::unordered_map<PyObject*, Taken> taken_;
+  size_t depth_ = 0;
 };
 
 }  // namespace zbp
