@@ -45,6 +45,29 @@ class Deferring(Function):
         return grad @ w.mT, dw, db, None
 
 
+class Gated(Function):
+    """x @ w by zbpipe.defer, for w that comes from the stage's input; the bias is None, the rest named by tensor."""
+
+    @staticmethod
+    def forward(ctx, x, w, frozen, b, calls):
+        ctx.save_for_backward(x, w, frozen)
+        ctx.calls = calls
+        return x @ (w + frozen)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w, frozen = ctx.saved_tensors
+        calls = ctx.calls
+
+        def work(saved):
+            calls.append(phase[-1])
+            product = saved["x"].mT @ saved["grad"]
+            return product, product, None
+
+        dw, dfrozen, db = zbpipe.defer(work, weights=(w, frozen, 3), saved=({"x": x, "grad": grad},))
+        return grad @ (w + frozen).mT, dw, dfrozen, db, None
+
+
 class Storing(Function):
     """x @ w + b by a store."""
 
@@ -86,19 +109,23 @@ class Queueing(Function):
 
 
 class Layer(nn.Module):
-    def __init__(self, kind):
+    def __init__(self, kind, plain=False):
         super().__init__()
-        self.kind = kind
+        self.kind, self.plain = kind, plain
         self.w = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.float64) / 3)
         self.b = nn.Parameter(torch.randn(WIDTH, dtype=torch.float64))
         self.calls = []
         self.store = stores.WeightGradStore(weights=(1, 2))
         self.entries = queue.Queue()
-        if kind == "queue":
+        self.register_buffer("frozen", torch.eye(WIDTH, dtype=torch.float64))
+        if kind == "queue" and not plain:
             stores.run_backward_dw(self)
 
     def forward(self, x):
-        if self.kind == "plain":
+        if self.kind == "gated":
+            w = self.w * torch.sigmoid(x.mean() + self.b[0])
+            return x @ (w + self.frozen) if self.plain else Gated.apply(x, w, self.frozen, None, self.calls)
+        if self.plain:
             return x @ self.w + self.b
         if self.kind == "defer":
             return Deferring.apply(x, self.w, self.b, self.calls)
@@ -112,12 +139,12 @@ class Layer(nn.Module):
         self.w.grad, self.b.grad = x.mT @ grad, grad.sum(0)
 
 
-KINDS = ("defer", "store", "queue")
+KINDS = ("defer", "gated", "store", "queue")
 
 
 def parts(count, plain=False):
     torch.manual_seed(1)
-    return [nn.Sequential(*(Layer("plain" if plain else kind) for kind in KINDS), nn.Tanh()) for _ in range(count)]
+    return [nn.Sequential(*(Layer(kind, plain) for kind in KINDS), nn.Tanh()) for _ in range(count)]
 
 
 def batch(step):
