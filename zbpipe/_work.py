@@ -1,5 +1,7 @@
 """How the backward of an ``autograd.Function`` leaves weight gradients to the weight pass."""
 
+import copy
+import copyreg
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,11 +28,11 @@ def defer(function: Callable[..., Any], weights: Weights, saved: Sequence[Any] =
     pass, once, and its gradients are added as all others are: hooks of the weights, ``.grad`` or ``main_grad``, the
     way from a weight to the tensor that the Function was given (a cast, a view, any other computation). What is
     returned here is then None, for ``backward`` to return. In every other case it is made at once and its gradients are
-    returned here: in an ordinary backward, in a backward within the input pass, where the policy leaves these weights
-    to the input pass (by default vectors that come without a matrix), where the Function's node has a post hook, and
-    where a gradient is needed to go on, since what was given for the weight is computed from the stage's inputs.
-    Gradients that nobody asks for (a frozen weight, one that is not among those given to the input pass) are not
-    computed at all.
+    returned here: in an ordinary backward, in a backward within the input pass or under ``torch.vmap``, where the
+    policy leaves these weights to the input pass (by default vectors that come without a matrix), where the Function's
+    node has a post hook, and where a gradient is needed to go on, since what was given for the weight is computed from
+    the stage's inputs. Gradients that nobody asks for (a frozen weight, one that is None, one that is not among those
+    given to the input pass) are not computed at all: if none of the weights' is asked for, the call is not made.
 
     Args:
         function: gets what is in ``saved``; returns a gradient or None for a single weight, otherwise a tuple or
@@ -39,20 +41,26 @@ def defer(function: Callable[..., Any], weights: Weights, saved: Sequence[Any] =
             itself; hooks then see what they see for such a Function in an ordinary backward. Without grad mode, with
             autocast as it is here, on the stream of the Function.
         weights: for each gradient the position of the argument of ``forward`` that it is for, counted as in
-            ``ctx.needs_input_grad``, or a tensor that was given there. None: all the Function's weights, and
-            ``function`` adds all gradients itself and returns None.
-        saved: what ``function`` is called with. Tensors in it, also within tuples and lists, come without history, are
-            counted in the group's ``bytes_held`` and freed when the call has been made; parameters come as they are
-            and are not counted. None may be modified in place until then, which the weight pass checks. What
-            ``function`` closes over is held, but neither counted nor checked; it should not close over ``ctx``, which
-            holds the graph. If it reaches its own group, only the garbage collector frees a group that is never run.
+            ``ctx.needs_input_grad``, or a tensor that was given there (not a view or a cast of it). None: all the
+            Function's weights, and ``function`` adds all gradients itself and returns None; then an ordinary backward
+            that asks for the gradients of some arguments, but not of all, makes the call if one of these is an
+            ``nn.Parameter`` or was computed from one alone, in a few steps. Name weights that are computed from more.
+        saved: what ``function`` is called with. Tensors in it, also within tuples, lists, dictionaries and subclasses
+            of these, come with their class and attributes, but without history, are counted in the group's
+            ``bytes_held`` and freed when the call has been made. An ``nn.Parameter`` comes as it is and is not counted;
+            nor is a view of one. None may be modified in place until then, which the weight pass checks. Lists and
+            dictionaries are copied. Nobody looks into other objects, dataclasses, sets and tensors' attributes among
+            them, nor into what ``function`` closes over: it is held, with its history, and neither counted nor
+            checked. ``function`` should not close over ``ctx``, which holds the graph. If it reaches its own group,
+            only the garbage collector frees a group that is never run.
 
     Returns:
         For a single weight its gradient or None; for several a tuple of such.
 
     Raises:
         TypeError, ValueError: an argument is refused, before ``function`` is called; or ``function`` returned what are
-            no gradients for ``weights``.
+            no gradients for ``weights``. What contains itself, or cannot be copied, is refused in ``saved`` where it
+            would be kept.
 
     If ``function`` raises in the weight pass, its gradients have not been added, and a repeated weight pass calls it
     again; if it returned, it is not called again. A group that is dropped without its weight pass never calls it.
@@ -70,3 +78,58 @@ def will_defer(weights: Weights) -> bool:
         TypeError, ValueError: as :func:`defer`.
     """
     return not torch.compiler.is_compiling() and _C.will_defer(weights)
+
+
+# What _C.defer() asks for, where what it is to hold is of a subclass.
+
+
+def without_history(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's memory and version counter, its class and attributes, but not its place in the graph."""
+    cls = type(tensor)
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        wraps = cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+        alias = tensor.detach() if wraps else torch.Tensor._make_subclass(cls, tensor)
+        if isinstance(alias, cls):
+            _copy_attributes(tensor, alias)
+    return alias
+
+
+def rebuilt(container: Any, contents: Any) -> Any:
+    """A copy of an instance of a subclass of tuple, list or dict, with what is in the list or dict `contents`.
+
+    Raises:
+        TypeError: there is no way to make one.
+    """
+    cls = type(container)
+    try:
+        copied: Any
+        if isinstance(container, dict):
+            copied = copy.copy(container)
+            for key, value in contents.items():
+                copied[key] = value
+        elif isinstance(container, list):
+            copied = copy.copy(container)
+            copied[:] = contents
+        elif hasattr(cls, "_make"):
+            copied = cls._make(contents)
+            _copy_attributes(container, copied)
+        elif hasattr(cls, "n_sequence_fields"):  # torch.return_types
+            copied = cls(contents)
+        else:
+            copied = tuple.__new__(cls, contents)
+            _copy_attributes(container, copied)
+    except Exception as error:
+        raise TypeError(
+            f"saved contains a {cls.__name__}, of which no copy without tensors' history can be made ({error}); "
+            "pass what is in it in a tuple, list or dict"
+        ) from error
+    return copied
+
+
+def _copy_attributes(source: Any, target: Any) -> None:
+    """Those that the target has not got when it was made."""
+    for name, value in getattr(source, "__dict__", {}).items():
+        target.__dict__.setdefault(name, value)
+    for name in copyreg._slotnames(type(source)):  # type: ignore[attr-defined]
+        if hasattr(source, name) and not hasattr(target, name):
+            setattr(target, name, getattr(source, name))

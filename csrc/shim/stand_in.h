@@ -55,6 +55,8 @@ class Capture : public Node {
  public:
   explicit Capture(NodePtr original);
 
+  Node& original() { return *original_; }
+
   /// One per input of the node that it stands for.
   variable_list grads;
 

@@ -53,6 +53,8 @@ class Proxy : public Node {
  public:
   Proxy(NodePtr original, bool retain);
 
+  Node& original() { return *original_; }
+
   std::string name() const override;
 
  protected:

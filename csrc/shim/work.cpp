@@ -1,15 +1,12 @@
 #include "shim/work.h"
 
 #include <algorithm>
-#include <typeinfo>
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/python_cpp_function.h>
-#include <torch/csrc/autograd/python_function.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -18,6 +15,8 @@
 #include "shim/python.h"
 #include "shim/ranges.h"
 #include "shim/stand_in.h"
+#include "shim/targets.h"
+#include "shim/work_arguments.h"
 #include "shim/zbp_work.h"
 
 namespace zbp {
@@ -233,145 +232,6 @@ namespace {
 
 // ---- I
 
-/// The Function whose backward runs on this thread, as its node; and its stand-in, if an I runs it.
-struct Running {
-  NodePtr node;
-  StandIn* stand_in = nullptr;
-};
-
-Running running_here() {
-  const NodePtr current = torch::autograd::get_current_node();
-  if (!current) {
-    return {};
-  }
-  if (typeid(*current) != typeid(StandIn)) {
-    return {is_python_function(*current) ? current : nullptr, nullptr};
-  }
-  auto& stand_in = static_cast<StandIn&>(*current);
-  if (stand_in.is_retired() || !is_python_function(stand_in.original())) {
-    return {};
-  }
-  return {ref_of(stand_in.original()), &stand_in};
-}
-
-/// Which of the node's edges the weights are; -1 for one that takes no gradient.
-struct Targets {
-  SmallVector<int32_t, 2> slots;
-  bool is_single = false;
-  bool are_all = false;  // all the weights that there are: the callable returns nothing
-};
-
-PyObject* item(PyObject* weights, size_t i, bool is_single) {
-  return is_single ? weights : PySequence_Fast_GET_ITEM(weights, i);
-}
-
-/// "weights" or "weights[i]", for messages.
-std::string name_of(size_t i, bool is_single) {
-  return is_single ? "weights" : c10::str("weights[", i, "]");
-}
-
-bool is_position(PyObject* object) {
-  return PyLong_Check(object) && !PyBool_Check(object);
-}
-
-void check_types(PyObject* weights, bool is_single, size_t count) {
-  for (size_t i = 0; i < count; ++i) {
-    PyObject* weight = item(weights, i, is_single);
-    if (!is_position(weight) && !as_tensor(weight)) {
-      refuse(PyExc_TypeError, name_of(i, is_single), " is a ", Py_TYPE(weight)->tp_name,
-             "; expected a tensor that was given to the Function, or its position among the "
-             "arguments of forward, as in ctx.needs_input_grad");
-    }
-  }
-}
-
-int32_t slot_of_position(PyObject* weight, const std::vector<bool>& is_tensor, const Node& node,
-                         const std::string& name) {
-  int overflow = 0;
-  const long position = PyLong_AsLongAndOverflow(weight, &overflow);
-  if (overflow || position < 0 || static_cast<size_t>(position) >= is_tensor.size()) {
-    refuse(PyExc_ValueError, name, " is ", overflow ? "a huge number" : std::to_string(position),
-           "; expected the position of an argument of the forward of ", node.name(), ", which has ",
-           is_tensor.size(), ", the first of which is 0");
-  }
-  if (!is_tensor[position]) {
-    return -1;  // None, for a weight that there may be or not
-  }
-  const auto slot = std::count(is_tensor.begin(), is_tensor.begin() + position, true);
-  return node.next_edge(slot).is_valid() ? static_cast<int32_t>(slot) : -1;
-}
-
-/// True if I has cut an edge of the node for the time of its run: that of a weight that is not its own.
-bool has_cut_edge(PyObject* context, const std::vector<bool>& is_tensor, const Node& node) {
-  THPObjectPtr needed(PyObject_GetAttrString(context, "needs_input_grad"));
-  if (!needed) {
-    throw python_error();
-  }
-  size_t slot = 0;
-  for (size_t i = 0; i < is_tensor.size(); ++i) {
-    if (is_tensor[i] && !node.next_edge(slot++).is_valid() &&
-        PyTuple_GetItem(needed, static_cast<Py_ssize_t>(i)) == Py_True) {
-      return true;
-    }
-  }
-  return false;
-}
-
-int32_t slot_of_tensor(const at::Tensor& tensor, PyObject* context,
-                       const std::vector<bool>& is_tensor, const Node& node,
-                       const std::string& name) {
-  if (!tensor.requires_grad()) {
-    return -1;
-  }
-  const Edge edge = tensor.is_leaf()
-                        ? Edge(torch::autograd::impl::try_get_grad_accumulator(tensor), 0)
-                        : torch::autograd::impl::gradient_edge(tensor);
-  for (size_t slot = 0; edge.is_valid() && slot < node.num_outputs(); ++slot) {
-    if (node.next_edge(slot) == edge) {
-      return static_cast<int32_t>(slot);
-    }
-  }
-  if (has_cut_edge(context, is_tensor, node)) {
-    return -1;
-  }
-  refuse(PyExc_ValueError, name, " is a tensor of ", describe(tensor), " that was not given to ",
-         node.name(), "; pass the tensor that apply() was given, or its position there");
-}
-
-Targets parse_weights(PyObject* weights, const Running& running) {
-  Targets targets;
-  targets.are_all = weights == Py_None;
-  if (targets.are_all) {
-    return targets;
-  }
-  targets.is_single = !PyTuple_Check(weights) && !PyList_Check(weights);
-  const size_t count = targets.is_single ? 1 : PySequence_Fast_GET_SIZE(weights);
-  if (count == 0) {
-    refuse(PyExc_ValueError,
-           "weights is empty; expected the weights whose gradients the function "
-           "returns, or None if it adds them itself");
-  }
-  check_types(weights, targets.is_single, count);
-  if (!running.node) {
-    targets.slots.assign(count, -1);
-    return targets;
-  }
-  THPObjectPtr context(torch::autograd::functionToPyObject(running.node));
-  if (!context) {
-    throw python_error();
-  }
-  const auto& is_tensor = reinterpret_cast<THPFunction*>(context.get())->is_variable_input;
-  for (size_t i = 0; i < count; ++i) {
-    PyObject* weight = item(weights, i, targets.is_single);
-    const std::string name = name_of(i, targets.is_single);
-    const at::Tensor* tensor = as_tensor(weight);
-    targets.slots.push_back(tensor
-                                ? slot_of_tensor(*tensor, context, is_tensor, *running.node, name)
-                                : slot_of_position(weight, is_tensor, *running.node, name));
-  }
-  return targets;
-}
-
 enum class Verdict : uint8_t { at_once, hand_over, skip };
 
 /// For I: per weight its face, -1 where it is not I's to compute; and what is to be done.
@@ -421,73 +281,19 @@ Plan plan_for(const Targets& targets, const Running& running) {
   if (running.stand_in) {
     return plan_for_stand_in(targets, *running.stand_in);
   }
-  const bool is_wanted = !running.node || targets.are_all ||
-                         std::any_of(targets.slots.begin(), targets.slots.end(), [&](int32_t slot) {
-                           return slot >= 0 && running.node->task_should_compute_output(slot);
-                         });
-  return {is_wanted ? Verdict::at_once : Verdict::skip, {}};
-}
-
-/// Those that a callable is given.
-struct Tensors {
-  explicit Tensors(const Group& served) : group(served) {}
-
-  /// A stage input is a leaf as well, but it goes when I is over.
-  bool is_parameter(PyObject* object, const at::Tensor& tensor) const {
-    const auto is_it = [&](const Weight& weight) {
-      return weight.accumulator->variable.is_same(tensor);
-    };
-    return tensor.is_leaf() && tensor.requires_grad() &&
-           (PyObject_IsInstance(object, ParameterClass) == 1 ||
-            std::any_of(group.weights.begin(), group.weights.end(), is_it));
-  }
-
-  const Group& group;
-  SmallVector<Watched, 3> saved;
-  SmallVector<Watched, 1> parameters;
-};
-
-/// What W gives to the callable: a parameter as it is, another tensor without its history, what is in
-/// tuples and lists likewise, all else as it is. New reference, or null with an error set.
-PyObject* without_history(PyObject* object, Tensors& tensors) {
-  if (const at::Tensor* tensor = as_tensor(object)) {
-    if (tensors.is_parameter(object, *tensor)) {
-      tensors.parameters.emplace_back(*tensor);
-      return Py_NewRef(object);
-    }
-    tensors.saved.emplace_back(*tensor);
-    return THPVariable_Wrap(tensors.saved.back().tensor());
-  }
-  const bool is_tuple = PyTuple_CheckExact(object);
-  if (!is_tuple && !PyList_CheckExact(object)) {
-    return Py_NewRef(object);
-  }
-  const Py_ssize_t size = PySequence_Fast_GET_SIZE(object);
-  THPObjectPtr copy(is_tuple ? PyTuple_New(size) : PyList_New(size));
-  for (Py_ssize_t i = 0; copy && i < size; ++i) {
-    PyObject* item = without_history(PySequence_Fast_GET_ITEM(object, i), tensors);
-    if (!item) {
-      return nullptr;
-    }
-    is_tuple ? PyTuple_SET_ITEM(copy.get(), i, item) : PyList_SET_ITEM(copy.get(), i, item);
-  }
-  return copy.release();
+  return {asks_for_weights(targets, running) ? Verdict::at_once : Verdict::skip, {}};
 }
 
 void hand_over(PyObject* function, PyObject* saved, const Targets& targets, Plan& plan,
                StandIn& stand_in) {
-  Tensors tensors(stand_in.group());
-  THPObjectPtr tuple(PySequence_Tuple(saved));
-  THPObjectPtr arguments(tuple ? without_history(tuple, tensors) : nullptr);
-  if (!arguments) {
-    throw python_error();
-  }
+  WorkArguments held(stand_in.group());
+  THPObjectPtr arguments = held.take(saved);
   Task& task = stand_in.task();
   Work& work = task.works.emplace_back();
   work.call = std::make_unique<const Work::Call>(Work::Call{
       c10::SafePyObject(Py_NewRef(function), getPyInterpreter()),
-      c10::SafePyObject(arguments.release(), getPyInterpreter()), std::move(tensors.saved),
-      std::move(tensors.parameters), autocast_here(), targets.is_single});
+      c10::SafePyObject(arguments.release(), getPyInterpreter()), std::move(held.tensors),
+      std::move(held.parameters), autocast_here(), targets.is_single});
   work.faces = std::move(plan.faces);
   task.can_run_again = false;
 }

@@ -4,7 +4,7 @@
 // While a node runs, libtorch says which (get_current_node, of the thread). While I runs a Function, that is
 // the stand-in of its node; then what the backward hands over goes into the stand-in's task. In every other
 // case the work runs at once: in an ordinary backward the node is the Function's own, in a backward within
-// I (a reentrant checkpoint) that of the inner graph, in W a proxy. So there is nothing to switch on and
+// I (a reentrant checkpoint) that of the inner graph, in W a proxy of it. So there is nothing to switch on and
 // off, and nothing that two microbatches, models or threads could mix up.
 //
 // Ownership: the task owns the callable and its arguments, and lets go of them as soon as the callable has

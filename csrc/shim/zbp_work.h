@@ -17,8 +17,8 @@ extern "C" {
  * function: callable.
  * weights:  an argument of the running Function's forward: its position (int) or a tensor that was given
  *           there; or a tuple or list of such; or None for all its weights, then the callable returns None.
- * saved:    tuple or list of anything; tensors in it, also in tuples and lists in it, are held as the
- *           tasks' other tensors are.
+ * saved:    tuple or list of anything; tensors in it, also in tuples, lists and dictionaries in it, are held
+ *           as the tasks' other tensors are.
  *
  * New reference: a gradient or None, or for several weights a tuple of such; None for what was handed
  * over and for what nobody wants. NULL with an error set: TypeError, ValueError (an argument was refused,

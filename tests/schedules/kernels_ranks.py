@@ -45,6 +45,29 @@ class Deferring(Function):
         return grad @ w.mT, dw, db, None
 
 
+class Gated(Function):
+    """x @ w by zbpipe.defer, for w that comes from the stage's input; the bias is None, the rest named by tensor."""
+
+    @staticmethod
+    def forward(ctx, x, w, frozen, b, calls):
+        ctx.save_for_backward(x, w, frozen)
+        ctx.calls = calls
+        return x @ (w + frozen)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w, frozen = ctx.saved_tensors
+        calls = ctx.calls
+
+        def work(saved):
+            calls.append(phase[-1])
+            product = saved["x"].mT @ saved["grad"]
+            return product, product, None
+
+        dw, dfrozen, db = zbpipe.defer(work, weights=(w, frozen, 3), saved=({"x": x, "grad": grad},))
+        return grad @ (w + frozen).mT, dw, dfrozen, db, None
+
+
 class Storing(Function):
     """x @ w + b by a store."""
 
@@ -113,7 +136,7 @@ class Queueing(Function):
 
 
 class Layer(nn.Module):
-    """All kinds compute the same; the one with a queue halves its input first, in place."""
+    """Most kinds compute the same; the one with a queue halves its input first, in place."""
 
     def __init__(self, kind, is_plain):
         super().__init__()
@@ -124,12 +147,16 @@ class Layer(nn.Module):
         self.calls = []
         self.store = stores.WeightGradStore(weights=None if kind == "fused" else (1, 2))
         self.entries = queue.Queue()
+        self.register_buffer("frozen", torch.eye(WIDTH, dtype=torch.float64))
         if kind == "fused":
             self.w.main_grad, self.b.main_grad = torch.zeros_like(self.w), torch.zeros_like(self.b)
         if kind == "queue" and not is_plain:
             stores.run_backward_dw(self)
 
     def forward(self, x):
+        if self.kind == "gated":
+            w = self.w * torch.sigmoid(x.mean() + self.b[0])
+            return x @ (w + self.frozen) if self.is_plain else Gated.apply(x, w, self.frozen, None, self.calls)
         if self.is_plain:
             return (x / 2 if self.kind == "queue" else x) @ self.w + self.b
         if self.kind == "defer":
@@ -146,7 +173,7 @@ class Layer(nn.Module):
         self.w.grad, self.b.grad = x.mT @ grad, grad.sum(0)
 
 
-KINDS = ("defer", "store", "fused", "queue")
+KINDS = ("defer", "gated", "store", "fused", "queue")
 
 
 def parts(count, plain=False):
