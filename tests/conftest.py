@@ -18,6 +18,7 @@ def pytest_sessionstart():
         raise pytest.UsageError(f"zbpipe comes from {zbpipe.__file__}, not from under {expected}")
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items):
     for item in items:
         if "dist" in item.keywords:  # of pytest-xdist's workers one runs these: each starts processes enough
