@@ -57,7 +57,7 @@ demo: $(VENV)/.built $(VENV)/.extras-demo ## train a small language model on tor
 test: test-core pytest ## run every test: the C core's, then Python's
 
 pytest: $(VENV)/.built $(VENV)/.extras-test $(VENV)/.extras-demo
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(JOBS) --dist loadgroup
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(JOBS) --dist loadfile
 
 test-long: $(VENV)/.built $(VENV)/.extras-test ## 200 steps of every schedule under the leak tools
 	$(RUN) -m pytest -m long -o faulthandler_timeout=3000

@@ -18,11 +18,7 @@ def pytest_sessionstart():
         raise pytest.UsageError(f"zbpipe comes from {zbpipe.__file__}, not from under {expected}")
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items):
-    for item in items:
-        if "dist" in item.keywords:  # of pytest-xdist's workers one runs these: each starts processes enough
-            item.add_marker(pytest.mark.xdist_group("processes"))
     if not torch.cuda.is_available():
         for item in items:
             if "cuda" in item.keywords:
