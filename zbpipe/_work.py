@@ -43,8 +43,8 @@ def defer(function: Callable[..., Any], weights: Weights, saved: Sequence[Any] =
         weights: for each gradient the position of the argument of ``forward`` that it is for, counted as in
             ``ctx.needs_input_grad``, or a tensor that was given there (not a view or a cast of it). None: all the
             Function's weights, and ``function`` adds all gradients itself and returns None; then an ordinary backward
-            that asks for the gradients of some arguments, but not of all, makes the call if one of these is an
-            ``nn.Parameter`` or was computed from one alone, in a few steps. Name weights that are computed from more.
+            that asks for the gradients of some arguments, but not of all, makes the call if one of these is a leaf or
+            was computed from leaves alone, by at most 256 nodes. Name weights that are computed by more, or frozen.
         saved: what ``function`` is called with. Tensors in it, also within tuples, lists, dictionaries and subclasses
             of these, come with their class and attributes, but without history, are counted in the group's
             ``bytes_held`` and freed when the call has been made. An ``nn.Parameter`` comes as it is and is not counted;

@@ -1,6 +1,8 @@
 #include "shim/targets.h"
 
 #include <algorithm>
+#include <unordered_set>
+#include <vector>
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/engine.h>
@@ -15,8 +17,6 @@
 #include "shim/weight_nodes.h"
 
 namespace zbp {
-
-using torch::autograd::AccumulateGrad;
 
 bool Running::asks_for(size_t slot) const {
   if (stand_in) {
@@ -233,28 +233,27 @@ Targets parse_weights(PyObject* weights, const Running& running) {
 
 namespace {
 
-/// True for the edge to a Parameter, or to what was computed from one alone in a few steps, as a view or a cast.
-bool comes_from_parameter(const Edge& edge) {
-  constexpr int most_steps = 8;
-  const Edge* there = &edge;
-  for (int step = 0; there->is_valid() && step < most_steps; ++step) {
-    Node& node = *there->function;
-    if (const auto* accumulator = as<AccumulateGrad>(node)) {
-      THPObjectPtr leaf(THPVariable_Wrap(accumulator->variable));
-      const int is_parameter = leaf ? PyObject_IsInstance(leaf, ParameterClass) : -1;
-      if (is_parameter < 0) {
-        throw python_error();
-      }
-      return is_parameter == 1;
-    }
-    const auto& next = node.next_edges();
-    const auto is_valid = [](const Edge& e) { return e.is_valid(); };
-    if (std::count_if(next.begin(), next.end(), is_valid) != 1) {
+/// True for the edge to a leaf, or to what was computed from leaves alone, in not too many steps: it may be a weight.
+/// What I redirects comes from the stage's inputs.
+bool comes_from_leaves(const Edge& start) {
+  constexpr size_t most_nodes = 256;
+  std::vector<Node*> pending{start.function.get()};
+  std::unordered_set<Node*> seen(pending.begin(), pending.end());
+  bool has_leaf = false;
+  while (!pending.empty()) {
+    Node& node = *pending.back();
+    pending.pop_back();
+    if (as<StandIn>(node) || as<Capture>(node) || seen.size() > most_nodes) {
       return false;
     }
-    there = &*std::find_if(next.begin(), next.end(), is_valid);
+    has_leaf = has_leaf || as<torch::autograd::AccumulateGrad>(node);
+    for (const Edge& edge : node.next_edges()) {
+      if (edge.is_valid() && seen.insert(edge.function.get()).second) {
+        pending.push_back(edge.function.get());
+      }
+    }
   }
-  return false;
+  return has_leaf;
 }
 
 }  // namespace
@@ -269,15 +268,15 @@ bool asks_for_weights(const Targets& targets, const Running& running) {
   }
   // See Note [Weights that nobody has named].
   size_t asked = 0;
-  bool is_parameter = running.proxy != nullptr;
+  bool is_weight = running.proxy != nullptr;
   const size_t count = running.node->num_outputs();
   for (size_t slot = 0; slot < count; ++slot) {
     if (running.asks_for(slot)) {
       ++asked;
-      is_parameter = is_parameter || comes_from_parameter(running.node->next_edge(slot));
+      is_weight = is_weight || comes_from_leaves(running.node->next_edge(slot));
     }
   }
-  return asked > 0 && (asked == count || is_parameter);
+  return asked > 0 && (asked == count || is_weight);
 }
 
 }  // namespace zbp

@@ -34,7 +34,8 @@ Targets parse_weights(PyObject* weights, const Running& running);
 /// Note [Weights that nobody has named]
 /// Of a Function that adds all gradients itself, nobody says which of its arguments are weights. A stand-in
 /// knows, and a proxy runs for nothing else. In other backwards there is no doubt where all of the arguments
-/// are asked for, or none. Otherwise those count that are a Parameter, or come from one alone.
+/// are asked for, or none. Otherwise those count that are leaves, or come from leaves alone: rather a call in
+/// vain than a gradient that is lost.
 bool asks_for_weights(const Targets& targets, const Running& running);
 
 }  // namespace zbp
