@@ -1,5 +1,4 @@
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,13 +16,6 @@ def pytest_sessionstart():
     expected = os.environ.get("ZBPIPE_UNDER")
     if expected and not Path(zbpipe.__file__).is_relative_to(Path(expected).resolve()):
         raise pytest.UsageError(f"zbpipe comes from {zbpipe.__file__}, not from under {expected}")
-
-
-@pytest.fixture(autouse=True)
-def _nothing_compiled():
-    """torch.compile stops compiling a function that other tests of the process have had compiled often enough."""
-    if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()
 
 
 def pytest_collection_modifyitems(items):

@@ -11,3 +11,10 @@ torch.set_num_threads(1)  # the tensors are tiny; a pool of threads costs a hund
 @pytest.fixture(autouse=True)
 def _same_numbers_every_run():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled():
+    """torch.compile stops compiling a function that other tests of the process have had compiled often enough."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
