@@ -158,11 +158,11 @@ def _refuse_what_cannot_be_split(stage: Any) -> None:
     """Refuse a module of which only parts are data parallel: nobody would drive them, and they would reduce in I, or
     for some microbatches alone; and FSDP's first version, whose weights are not in the graph but views of them that go
     with the forward. Raises RuntimeError."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
     module = stage.submod
     if stage in _checked or _is_sharded(module):
         return
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
     for name, part in module.named_modules():
         where = f"stage {stage.stage_index}'s module is a {type(module).__name__}" + (
             f" whose part {name!r}" if name else ""
@@ -250,10 +250,11 @@ def _contribute(
         ddp.reducer.prepare_for_backward([])
     elif last_backward:
         if backward_type == "weight":
-            searches = ddp.find_unused_parameters and not ddp.static_graph
-            if not searches and not ddp.static_graph:
-                _refuse_unused(self, bwd_kwargs["param_groups"])
-            bwd_kwargs = {**bwd_kwargs, "stage_output": _mentions(bwd_kwargs["param_groups"]) if searches else []}
+            groups, searches = bwd_kwargs["param_groups"], ddp.find_unused_parameters
+            if not ddp.static_graph and not searches:
+                _refuse_unused(self, groups)
+            mentions = _mentions(groups) if searches and not ddp.static_graph else []
+            bwd_kwargs = {**bwd_kwargs, "stage_output": mentions}
         if ddp is not self.submod:  # else torch's stage does it
             outputs = torch.nn.parallel.distributed._find_tensors(  # type: ignore[no-untyped-call]
                 bwd_kwargs["stage_output"]

@@ -172,19 +172,19 @@ class _Value:
 
 def _alias_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """None for tensors that hold others, or no memory that one could look at."""
-    is_plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and tensor.layout is torch.strided
-    if not is_plain or tensor.is_nested or tensor.is_inference():
-        return None
-    return tensor.detach()
+    return tensor.detach() if _is_dense(tensor) and not tensor.is_inference() else None
 
 
 def _place_of(tensor: torch.Tensor) -> Any:
-    if tensor.layout is not torch.strided or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        return None
-    if tensor.is_nested:
+    if not _is_dense(tensor):
         return None
     storage = tensor.untyped_storage()._cdata
     return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    has_own_memory = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return has_own_memory and tensor.layout is torch.strided and not tensor.is_nested
 
 
 class _Storages:
