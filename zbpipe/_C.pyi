@@ -57,7 +57,7 @@ class Recorder:
 
 def input_pass(
     outputs: Iterable[torch.Tensor | GradientEdge | None],
-    output_grads: Iterable[torch.Tensor | None] | None,
+    output_grads: Iterable[torch.Tensor | Literal[False] | None] | None,
     inputs: Iterable[Any],
     weights: Iterable[torch.Tensor] | None,
     defer: int | Callable[[torch.Tensor], int],

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node
 
-from zbpipe import _C, _observer
+from zbpipe import _C, _observer, _stage_pass
 from zbpipe._policy import get_policy
 
 ParamGroup = _C.ParamGroup
@@ -50,10 +50,26 @@ def stage_backward_input(
     """
     run = (_observer.current or _C).input_pass
     policy = get_policy()
+    outputs: Any = stage_outputs_or_loss
+    grads: Any = output_grads
+    if _stage_pass.has_outputs() and any(_requires_grad(loss) for loss in outputs):
+        outputs, grads = _with_outputs(outputs, grads)
     try:
-        return run(stage_outputs_or_loss, output_grads, input_values, weights, policy._defer(), policy._checkpoint())
+        return run(outputs, grads, input_values, weights, policy._defer(), policy._checkpoint())
     except _C.RunError as error:
         raise _failed("stage backward input", stage_outputs_or_loss, output_grads, input_values) from error.__cause__
+
+
+def _with_outputs(losses: Sequence[Any], grads: Sequence[Any] | None) -> tuple[list[Any], list[Any]]:
+    """The losses, and beside them the outputs that a stage wants detached with them."""
+    outputs = _stage_pass.take_outputs()
+    if grads is None:
+        grads = [torch.ones_like(loss) if _requires_grad(loss) else None for loss in losses]
+    return [*losses, *outputs], [*grads, *(False for _ in outputs)]
+
+
+def _requires_grad(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def stage_backward_weight(

@@ -368,11 +368,12 @@ def _gathered(module: Any) -> Iterator[None]:
 def _accumulate(module: Any) -> None:
     """Add the gradients of a W to the buffers in which fully_shard sums them up until it reduces.
 
-    It has such where it reduces in another dtype than it computes in, and adds to them at a backward's end: in I.
+    It has such where it reduces in another dtype than it computes in, and adds to them at a backward's end: in I. From
+    torch 2.15 on the weights in the graph sum their gradients up themselves, in that dtype.
     """
     for param in _gathered_params(module):
         unsharded = param._unsharded_param
-        if unsharded.grad is None:
+        if unsharded.grad is None or not hasattr(param, "to_accumulated_grad_if_needed"):
             continue
         if param.unsharded_accumulated_grad is None:
             param.to_accumulated_grad_if_needed()

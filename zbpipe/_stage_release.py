@@ -14,7 +14,13 @@ patched, the methods below of ``_PipelineStageBase`` and the schedules' ``_batch
 torch 2.15 has the last three itself; of their methods only ``backward_one_chunk`` is wrapped there.
 
 Beside them ``scale_grads`` is wrapped: where W adds to ``main_grad``, a schedule's division by the number of
-microbatches is for that too.
+microbatches is for that too. And the last stage's outputs are detached by the passes, not by torch's stage.
+
+Note [Who detaches the last stage's outputs]
+
+torch's stage detaches them in place when I is done. Nodes that W runs may have saved them, and could not use them any
+more: the loss's own, where nothing before the last stage's weights requires a gradient, so that W begins at the loss.
+I knows which ones those are (Split::detach_outputs), and leaves them to W; so it is given them beside the loss.
 
 Note [When a send is done]
 
@@ -45,6 +51,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
 
+from zbpipe import _stage_pass as stage_pass
 from zbpipe._policy import get_policy
 from zbpipe._stage_data_parallel import is_ddp
 
@@ -97,6 +104,7 @@ class _State:
         self.outputs: weakref.WeakKeyDictionary[Any, dict[int, _Outputs]] = weakref.WeakKeyDictionary()
         self.sends: weakref.WeakSet[_Send] = weakref.WeakSet()
         self.lock = threading.Lock()
+        self.spent_losses: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
 
 def install(release_outputs: bool) -> tuple[list[str], str | None]:
@@ -147,6 +155,12 @@ def set_release_outputs(enabled: bool) -> None:
     _state.release_outputs = enabled
 
 
+def torch_releases_outputs() -> bool:
+    """Tell whether this torch frees receive buffers, sends and sent outputs by itself, as torch does from 2.15 on."""
+    base = getattr(importlib.import_module(STAGE), BASE, None)
+    return hasattr(base, "release_fwd_send_outputs")
+
+
 def _find() -> tuple[list[tuple[Any, str]], str | None]:
     """The places that can be wrapped in this torch, as owner and name, and why it is not all of them.
 
@@ -155,10 +169,8 @@ def _find() -> tuple[list[tuple[Any, str]], str | None]:
     """
     stage, schedules = importlib.import_module(STAGE), importlib.import_module(SCHEDULES)
     base = getattr(stage, BASE, None)
-    note = None
-    if hasattr(base, "release_fwd_send_outputs"):
+    if torch_releases_outputs():
         places = [(base, "backward_one_chunk"), (base, "scale_grads")]
-        note = "this torch frees receive buffers and sent outputs itself, release_outputs changes nothing"
         differences = []
     else:
         places = [(schedules if name == "_batch_p2p" else base, name) for name in PARAMETERS]
@@ -178,7 +190,7 @@ def _find() -> tuple[list[tuple[Any, str]], str | None]:
             "stages hold what they hold in torch, whose ways zbpipe does not know, and scale no main_grad: "
             + "; ".join(differences)
         )
-    return places, note
+    return places, None
 
 
 def _is_defined(owner: Any, name: str) -> bool:
@@ -275,29 +287,51 @@ def _set_local_bwd_input(original: _Function, self: Any, next_stage_bwd_outputs:
     return original(self, next_stage_bwd_outputs, mb_index)
 
 
-def _backward_one_chunk(original: _Function, self: Any, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-    _refuse_stale_loss(self, bwd_chunk_id, *args, **kwargs)
-    result = original(self, bwd_chunk_id, *args, **kwargs)
+def _backward_one_chunk(
+    original: _Function,
+    self: Any,
+    bwd_chunk_id: int,
+    loss: Any = None,
+    full_backward: bool = True,
+    last_backward: bool = False,
+) -> Any:
+    arguments = {"loss": loss, "full_backward": full_backward, "last_backward": last_backward}
+    if full_backward or not isinstance(loss, torch.Tensor) or not self.is_last or self.is_first:
+        result = original(self, bwd_chunk_id, **arguments)
+    else:
+        _refuse_spent_loss(self, bwd_chunk_id, loss)
+        needs_grad = loss.requires_grad
+        with stage_pass.beside_the_loss(_take_outputs(self, bwd_chunk_id)):
+            result = original(self, bwd_chunk_id, **arguments)
+        if needs_grad:
+            _state.spent_losses[id(loss)] = loss
     _describe_buffers(self, self.grad_recv_info.get(bwd_chunk_id, ()))
     _state.outputs.get(self, {}).pop(bwd_chunk_id, None)
     _keep_groups_alone(self, bwd_chunk_id)
     return result
 
 
-def _refuse_stale_loss(
-    stage: Any, microbatch: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
-) -> None:
+def _refuse_spent_loss(stage: Any, microbatch: int, loss: torch.Tensor) -> None:
     """A schedule keeps the losses of a step that failed, and gives them to the next one; I has detached them, and would
     pass over them: all gradients 0. Raises RuntimeError."""
-    if full_backward or not isinstance(loss, torch.Tensor) or loss.requires_grad or not stage.is_last:
-        return
-    outputs = stage.fwd_cache.get(microbatch, ((),))[0]
-    if any(getattr(output, "requires_grad", False) for output in outputs):
+    if not loss.requires_grad and _state.spent_losses.get(id(loss)) is loss:
         raise RuntimeError(
-            f"the loss of microbatch {microbatch} requires no gradient, but stage {stage.stage_index}'s output does: "
-            "make a new schedule after a step that failed, whose losses this one keeps, or a loss function that does "
-            "not detach."
+            f"the loss of stage {stage.stage_index}, microbatch {microbatch}, has had its backward: make a new "
+            "schedule after a step that failed, whose losses this one keeps."
         )
+
+
+def _take_outputs(stage: Any, microbatch: int) -> tuple[Any, ...]:
+    """The last stage's outputs, for I to detach; torch's stage will find none. See Note [Who detaches the last stage's
+    outputs]."""
+    if hasattr(stage, "fwd_cache"):
+        outputs, *rest = stage.fwd_cache[microbatch]
+        stage.fwd_cache[microbatch] = ((), *rest)
+        return tuple(outputs)
+    state = stage._forward_chunk_states[microbatch]
+    outputs = tuple(state.live_outputs)
+    state.live_outputs, state.output_grad_edges = [], ()
+    return outputs
 
 
 def _get_bwd_send_ops(original: _Function, self: Any, bwd_chunk_id: int) -> Any:

@@ -242,7 +242,8 @@ def _rebind(modules: _Modules, release_outputs: bool | None) -> None:
         if note is not None:
             logger.warning("not all is patched: %s", note)
     names = ", ".join([*map(str, places), *methods])
-    logger.info("patched %s; release_outputs is %s", names, release_outputs)
+    effect = ", which changes nothing: this torch does so itself" if _stage_release.torch_releases_outputs() else ""
+    logger.info("patched %s; release_outputs is %s%s", names, release_outputs, effect)
 
 
 def _originals(modules: _Modules) -> dict[str, _Function]:

@@ -321,7 +321,8 @@ int zbp_parse_choice(PyObject *value, const char *name, int last, int *number, P
 
 PyDoc_STRVAR(input_pass_doc,
              "input_pass(outputs, output_grads, inputs, weights, defer, checkpoint, /)\n--\n\n"
-             "The input pass: (dinputs, param_groups). See zbpipe.stage_backward_input.\n"
+             "The input pass: (dinputs, param_groups). See zbpipe.stage_backward_input; an output\n"
+             "whose gradient is False is detached with the others, and no backward starts from it.\n"
              "Raises RunError, with the original as its cause, if the backward itself failed;\n"
              "other errors refuse the arguments, and nothing was touched.");
 

@@ -33,8 +33,8 @@ const char* type_name(PyObject* object) {
 
 // ---- arguments of I
 
-/// Adds output number `i` to the roots unless it takes no gradient. Returns false if it could take one
-/// and was given none.
+/// Adds output number `i` to the roots unless it takes no gradient, or its gradient is False: then it
+/// is detached with the others and no more. Returns false if it could take one and was given none.
 bool parse_output(PyObject* outputs, PyObject* output_grads, Py_ssize_t i, InputPassArgs& args) {
   PyObject* output = item(outputs, i);
   PyObject* given = output_grads ? item(output_grads, i) : Py_None;
@@ -47,8 +47,9 @@ bool parse_output(PyObject* outputs, PyObject* output_grads, Py_ssize_t i, Input
              "; expected a tensor, a GradientEdge or None");
     }
   }
+  const bool is_no_root = given == Py_False;
   const at::Tensor* grad = as_tensor(given);
-  if (!grad && given != Py_None) {
+  if (!grad && given != Py_None && !is_no_root) {
     refuse(PyExc_TypeError, "output_grads[", i, "] is a ", type_name(given),
            "; expected a tensor or None");
   }
@@ -66,6 +67,9 @@ bool parse_output(PyObject* outputs, PyObject* output_grads, Py_ssize_t i, Input
     if (!tensor->is_leaf()) {
       args.outputs.push_back(*tensor);
     }
+  }
+  if (is_no_root) {
+    return true;
   }
   if (grad && !fits(*grad, *edge)) {
     refuse(PyExc_ValueError, "output_grads[", i, "] is a gradient of ", describe(*grad),

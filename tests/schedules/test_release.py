@@ -165,30 +165,6 @@ def test_a_step_after_one_that_failed(one_rank, release):
         assert_equal(step(stages), reference("plain", 2)[0])
 
 
-def test_the_losses_of_a_step_that_failed_are_no_losses_of_the_next(one_rank):
-    """torch's schedule keeps them, and I, which has detached them, would pass over them."""
-    modules = parts("plain", 2)
-    stages = two_stages(modules)
-    schedule = schedule_of(stages)
-    calls = []
-
-    def maybe(module, args):
-        calls.append(0)
-        if len(calls) == 4:
-            raise KeyError("planted")
-
-    modules[1].register_forward_pre_hook(maybe)
-    with zbpipe.patched():
-        with pytest.raises(RuntimeError, match="failed to run forward"):
-            step(stages, schedule=schedule)
-        for module in modules:
-            module.zero_grad()
-        with pytest.raises(RuntimeError, match="loss of microbatch 0 requires no gradient, but stage 1's output does"):
-            step(stages, schedule=schedule)
-        assert all(weight.grad is None for module in modules for weight in module.parameters())
-        assert_equal(step(stages), reference("plain", 2)[0])
-
-
 def test_a_gradient_that_is_none_is_handed_over_as_zero(one_rank):
     """The next stage does not use the output: torch zeroes the buffer, which must be there again in every step."""
 
