@@ -28,13 +28,6 @@ WRONG_ON_TORCH = {
     "LoRA on the last two stages, a constant loss",
 }
 NEWER = torch.__version__ >= (2, 16)
-# What is still to mend: an output that the loss has saved where nothing of I runs, and a loss without gradient.
-FAILS = {
-    "the last stage alone",
-    "the last stage alone, smooth loss",
-    "LoRA on the last stage",
-    *(case for case in CASES if "constant" in case),
-}
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +63,7 @@ def close(got, wanted):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=pytest.mark.xfail(strict=False) if c in FAILS else ()) for c in CASES]
-)
+@pytest.mark.parametrize("case", CASES)
 def test_it_trains_as_it_does_unpipelined(case, schedule, folder):
     close(result(folder, schedule, "zbpipe", case), expected(case))
 
