@@ -215,15 +215,34 @@ def _children(output: Any, grad: Any) -> list[tuple[Any, Any]]:
 
 def _failed(what: str, outputs: Any, grads: Any, inputs: Any) -> RuntimeError:
     """torch's message for a failed backward, with the shapes of all that went in."""
-    # Not at the top: it imports torch.fx and with it much that importing zbpipe does not need.
-    from torch.distributed.pipelining._debug import map_debug_info
-
     return RuntimeError(
         f"Failed to run {what}:\n"
-        f"Stage output: {map_debug_info(outputs)}\n"
-        f"Output gradient: {map_debug_info(grads)}\n"
-        f"Input: {map_debug_info(inputs)}"
+        f"Stage output: {_text(outputs)}\n"
+        f"Output gradient: {_text(grads)}\n"
+        f"Input: {_text(inputs)}"
     )
+
+
+def _text(value: Any) -> str:
+    """What torch's ``pipelining._debug`` makes of it; importing that would take memory, which may have run out."""
+    try:
+        return str(_with_shapes(value))
+    except Exception:  # of the caller's own objects: the backward's error is the one to be told of
+        return f"a {type(value).__name__}"
+
+
+def _with_shapes(value: Any) -> Any:
+    """``value`` with a text in the place of each tensor, and of all else that is no tuple, list or dict."""
+    if isinstance(value, torch.Tensor):
+        return f"Tensor({value.shape}, grad={value.requires_grad}, dtype={value.dtype})"
+    if isinstance(value, tuple):
+        entries = [_with_shapes(entry) for entry in value]
+        return type(value)(*entries) if hasattr(value, "_fields") else tuple(entries)
+    if isinstance(value, list):
+        return [_with_shapes(entry) for entry in value]
+    if isinstance(value, dict):
+        return {key: _with_shapes(entry) for key, entry in value.items()}
+    return str(value)
 
 
 # The rest of the module's names. zbpipe's passes do not use them; code that imported them does.

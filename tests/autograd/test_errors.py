@@ -1,10 +1,12 @@
 """Bad input is refused before anything is touched; failures come out as torch's; a weight pass that failed goes on."""
 
+import collections
 import warnings
 
 import pytest
 import torch
 from oracle import Stage, check, needs_zbpipe, sharing, wrong_on_torch, zb
+from test_size import in_own_process
 from torch import nn
 
 f64 = torch.float64
@@ -252,6 +254,120 @@ def test_failure_in_stage_backward_comes_out_as_torchs():
         zb.stage_backward(case.out, case.grad, (case.x,))
     assert isinstance(failure.value.__cause__, Planned)
     assert "torch.Size([3, 4])" in str(failure.value)
+
+
+Pair = collections.namedtuple("Pair", "first second")
+
+
+@needs_zbpipe
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        lambda x: [x, 3, "text", None],
+        lambda x: (x, [x, (x,)], {"key": x, 1: [None]}),
+        lambda x: {"one": Pair(x, 2.5)},
+        lambda x: x,
+    ],
+    ids=["list", "nested", "named tuple", "tensor"],
+)
+def test_the_message_of_a_failure_is_torchs_word_for_word(inputs):
+    from torch.distributed.pipelining._debug import map_debug_info
+
+    case = Case()
+    case.x.register_hook(raising())
+    values = inputs(case.x)
+    with pytest.raises(RuntimeError) as failure:
+        zb.stage_backward(case.out, case.grad, values)
+    assert str(failure.value) == (
+        "Failed to run stage backward:\n"
+        f"Stage output: {map_debug_info(case.out)}\n"
+        f"Output gradient: {map_debug_info(case.grad)}\n"
+        f"Input: {map_debug_info(list(values))}"
+    )
+
+
+@needs_zbpipe
+def test_an_argument_that_has_no_text_does_not_hide_the_failure():
+    class Silent:
+        def __str__(self):
+            raise ValueError("has no text")
+
+    case = Case()
+    case.x.register_hook(raising())
+    with pytest.raises(RuntimeError, match=r"(?s)Failed to run stage backward input.*Input: a list") as failure:
+        case.input(inputs=[case.x, Silent()])
+    assert isinstance(failure.value.__cause__, Planned)
+
+
+@needs_zbpipe
+def test_a_failed_pass_imports_nothing():
+    """What torch's own module imports for its message takes memory, which may have run out, and seconds."""
+    in_own_process("""
+        x, w = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2, requires_grad=True)
+        (x @ w).backward(torch.ones(2, 2))  # the first one imports things of torch's own
+        x.register_hook(lambda grad: 1 / 0)
+        for run in (
+            lambda out: zb.stage_backward_input([out], [torch.ones(2, 2)], [x], [w]),
+            lambda out: zb.stage_backward(out, torch.ones(2, 2), [x]),
+        ):
+            before = set(sys.modules)
+            try:
+                run(x @ w)
+            except RuntimeError as error:
+                assert isinstance(error.__cause__, ZeroDivisionError)
+            assert set(sys.modules) == before
+        assert "torch.distributed.pipelining" not in sys.modules
+    """)
+
+
+@needs_zbpipe
+def test_an_error_of_the_input_pass_that_is_kept_keeps_no_activation():
+    """Without its tracebacks, whose frames have the caller's variables; without the collector's help."""
+    in_own_process("""
+        import gc
+        import weakref
+
+        def without_traces(error):
+            if error:
+                error.__traceback__ = None
+                without_traces(error.__cause__)
+                without_traces(error.__context__)
+
+        def fail():
+            x, w = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2, requires_grad=True)
+            x.register_hook(lambda grad: 1 / 0)
+            hidden = (x @ w).tanh()
+            try:
+                zb.stage_backward_input([hidden @ w], [torch.ones(2, 2)], [x], [w])
+            except RuntimeError as error:
+                without_traces(error)
+                return error, weakref.ref(hidden)
+
+        gc.disable()
+        error, hidden = fail()
+        assert isinstance(error.__cause__, ZeroDivisionError) and hidden() is None
+    """)
+
+
+@needs_zbpipe
+def test_memory_that_runs_out_in_the_input_pass_is_told_as_such():
+    in_own_process("""
+        import resource
+
+        w = torch.ones(512, 512, requires_grad=True)
+        x = torch.ones(4096, 512, requires_grad=True)
+        y = torch.tanh(torch.tanh(x @ w) @ w)
+        grad = torch.ones_like(y)
+        pages = int(open("/proc/self/statm").read().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (1 << 20), resource.RLIM_INFINITY))
+        try:
+            zb.stage_backward_input([y], [grad], [x], [w])
+        except RuntimeError as error:
+            assert str(error).startswith("Failed to run stage backward input"), error
+            assert "allocate" in str(error.__cause__), error.__cause__
+        else:
+            raise AssertionError("there was memory enough")
+    """)
 
 
 class Fails(torch.autograd.Function):
