@@ -24,6 +24,13 @@ Watched::Watched(const at::Tensor& tensor)
     : tensor_(tensor.defined() && tensor.requires_grad() ? tensor.detach() : tensor),
       version_(has_version(tensor) ? tensor._version() : 0) {}
 
+Watched Watched::with_history(at::Tensor&& tensor) noexcept {
+  Watched watched;
+  watched.version_ = has_version(tensor) ? tensor._version() : 0;
+  watched.tensor_ = std::move(tensor);
+  return watched;
+}
+
 bool Watched::was_modified() const {
   return has_version(tensor_) && tensor_._version() != version_;
 }

@@ -37,6 +37,8 @@ class Watched {
   Watched() = default;
   /// Keeps a detached alias of `tensor`: same memory, same version counter, no history.
   explicit Watched(const at::Tensor& tensor);
+  /// Keeps `tensor` itself, with its history: for what a second try could not have back if this threw.
+  static Watched with_history(at::Tensor&& tensor) noexcept;
 
   const at::Tensor& tensor() const { return tensor_; }
   uint32_t kept_version() const { return version_; }
@@ -59,10 +61,12 @@ struct Face {
       -1;  // index into Group::weights when it ends there, at once or by `path`; else -1
   int32_t outside = -1;        // index into Group::outside of the node it leads to, -1 for a weight
   SmallVector<Node*, 2> path;  // plain steps before the weight; borrowed: alive as long as `edge`
-  int64_t panels_added = 0;    // of the product, by a W that raised before it had added all
-  bool simple = true;          // the path does no more than to transpose a matrix and cast it
-  bool transposed = false;     // and transposes it
-  bool delivered = false;      // this edge's gradient has been added
+  // Of the product, by a W that raised before it had added all; and the memory to which.
+  int64_t panels_added = 0;
+  c10::weak_intrusive_ptr<c10::StorageImpl> panels_in{c10::intrusive_ptr<c10::StorageImpl>()};
+  bool simple = true;       // the path does no more than to transpose a matrix and cast it
+  bool transposed = false;  // and transposes it
+  bool delivered = false;   // this edge's gradient has been added
 };
 
 enum class Kind : uint8_t {

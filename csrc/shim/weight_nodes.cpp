@@ -183,15 +183,16 @@ void accumulate(Weight& weight, const at::Tensor& grad, Watched* kept) {
       kept && kept->tensor().is_same(grad) && !place.defined() && grad.has_storage() &&
       grad.storage().use_count() == 1 &&
       torch::autograd::utils::obeys_layout_contract(grad, accumulator.variable);
-  if (can_be_taken) {
-    kept->reset();
-  }
   // Memory that somebody else has too (a view of what a task keeps, of the caller's own gradient) must
   // not be taken for the weight's own: with no reference expected it is copied.
   const bool is_shared = grad.has_storage() && grad.storage().use_count() > 1;
-  const int references = is_shared ? 0 : 1 + (accumulator.post_hooks().empty() ? 0 : 1);
+  const int holders = 1 + (accumulator.post_hooks().empty() ? 0 : 1) + (can_be_taken ? 1 : 0);
+  const int references = is_shared ? 0 : holders;
   AccumulateGrad::accumulateGrad(accumulator.variable, place, grad, references,
                                  [&place](at::Tensor&& updated) { place = std::move(updated); });
+  if (can_be_taken) {
+    kept->reset();
+  }
 }
 
 }  // namespace zbp

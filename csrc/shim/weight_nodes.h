@@ -111,8 +111,8 @@ class Sink : public Node {
 };
 
 /// Adds `grad` to the weight's gradient, as its accumulator does, without any hook; or to its main_grad.
-/// When `kept` is this same gradient, nobody else has it, and the weight has none yet, `kept` is let go
-/// first so that the gradient is taken and not copied. On an exception nothing was added and `grad` is
+/// When `kept` is this same gradient, nobody else has its memory, and the weight has none yet, the gradient
+/// is taken and not copied, and `kept` is let go. On an exception nothing was added, `grad` and `kept` are
 /// whole.
 void accumulate(Weight& weight, const at::Tensor& grad, Watched* kept);
 

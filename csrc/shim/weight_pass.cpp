@@ -91,12 +91,38 @@ bool is_watched(AccumulateGrad& accumulator) {
   return has_hooks(accumulator) || accumulator.tensor_post_acc_grad_hooks() != nullptr;
 }
 
+/// Where the weight's gradients are added; undefined if there is nothing yet.
+const at::Tensor& sum_of(const Weight& weight) {
+  return weight.main_grad.defined() ? weight.main_grad : weight.accumulator->variable.grad();
+}
+
+/// True if the sum is still the one to which a W that raised has added some panels of the face's product.
+bool has_panels(const at::Tensor& sum, const Face& face) {
+  const auto storage = face.panels_in.lock();
+  return storage && sum.defined() && storage_of(local_part(sum)) == storage.get();
+}
+
+/// A product of which a W that raised has added some panels can only be gone on with, in the same memory.
+[[noreturn]] void refuse_half_added(const Weight& weight) {
+  const at::Tensor& variable = weight.accumulator->variable;
+  TORCH_CHECK(
+      false, "a weight pass failed while it added to the gradient of the weight of ",
+      variable.scalar_type(), " ", variable.sym_sizes(),
+      ", and since then its gradient was replaced by another tensor or a hook was registered "
+      "on its way; the rest of this microbatch's gradient can only be added to the tensor "
+      "that has the first part: put that back and remove the hook, or repeat the step from "
+      "zeroed gradients");
+}
+
 /// A hook that was put on a node of a path since I is owed its gradient.
 void heed_new_hooks(Group& group) {
   for (Task& task : group.tasks) {
     for (Face& face : task.face) {
       const auto is_plain = [](Node* node) { return is_plain_step(*node); };
       if (!std::all_of(face.path.begin(), face.path.end(), is_plain)) {
+        if (face.panels_added > 0) {
+          refuse_half_added(group.weights[face.weight]);
+        }
         give_up_path(face);
       }
     }
@@ -188,16 +214,6 @@ class PanelAdder {
   int64_t seen_ = 0;
 };
 
-/// A product of which a W that raised has added some panels can only be gone on with.
-void check_untouched(const Face& face, const Weight& weight) {
-  const at::Tensor& variable = weight.accumulator->variable;
-  TORCH_CHECK(face.panels_added == 0,
-              "the weight pass failed before, while it added to the gradient of the ", "weight of ",
-              variable.scalar_type(), " ", variable.sym_sizes(),
-              ", and since then its .grad was replaced or a hook was registered; the rest of this "
-              "microbatch's gradient cannot be added any more; run the microbatch again");
-}
-
 /// Adds a product in place to the gradient that the weight has. False if it has none, or one that forbids
 /// it; then nothing was done.
 bool add_product(const Task& task, Face& face, Weight& weight, bool fuse) {
@@ -207,8 +223,7 @@ bool add_product(const Task& task, Face& face, Weight& weight, bool fuse) {
   }
   AccumulateGrad& accumulator = *weight.accumulator;
   const std::lock_guard<std::mutex> lock(NodeParts::mutex_of(accumulator));
-  const at::Tensor& grad =
-      weight.main_grad.defined() ? weight.main_grad : accumulator.variable.grad();
+  const at::Tensor& grad = sum_of(weight);
   const at::Tensor& variable = accumulator.variable;
   if (!grad.defined() || grad.requires_grad() || grad.is_complex() ||
       is_subclass(grad) != is_subclass(variable) || !grad.sizes().equals(variable.sizes()) ||
@@ -240,7 +255,12 @@ bool add_product(const Task& task, Face& face, Weight& weight, bool fuse) {
   if (adds_in_one) {
     sum->dim() == 2 ? sum->addmm_(f.left, f.right) : sum->baddbmm_(f.left, f.right);
   } else if (sum->is_cpu()) {
-    PanelAdder(variable.scalar_type(), face.panels_added).add(*sum, f);
+    try {
+      PanelAdder(variable.scalar_type(), face.panels_added).add(*sum, f);
+    } catch (...) {
+      face.panels_in = sum->storage().getWeakStorageImpl();
+      throw;
+    }
     face.panels_added = 0;
   } else {
     sum->add_(f.multiply().to(variable.scalar_type()));
@@ -248,11 +268,13 @@ bool add_product(const Task& task, Face& face, Weight& weight, bool fuse) {
   return true;
 }
 
-void check_untouched(const Group& group) {
+/// Before anything is added: what a W that raised has begun can be gone on with.
+void check_half_added(const Group& group, bool directly) {
   for (const Task& task : group.tasks) {
     for (const Face& face : task.face) {
-      if (face.weight >= 0) {
-        check_untouched(face, group.weights[face.weight]);
+      if (face.panels_added > 0 &&
+          !(directly && has_panels(sum_of(group.weights[face.weight]), face))) {
+        refuse_half_added(group.weights[face.weight]);
       }
     }
   }
@@ -275,7 +297,9 @@ void add_directly(Group& group, Task& task, WeightPassOptions options) {
       continue;  // or frozen since, where an accumulator would add nothing either
     }
     if (!add_product(task, face, weight, options.fuse)) {
-      check_untouched(face, weight);
+      if (face.panels_added > 0) {
+        refuse_half_added(weight);
+      }
       run_works_for(task, i, options.retain);
       variable_list grad{face_grad(task, i, outputs)};
       torch::autograd::validate_outputs(
@@ -389,9 +413,12 @@ void WeightGraph::add_task(const Mirror& mirror, uint32_t t) {
   const c10::ArrayRef<Face> face = mirror.group->tasks[t].face;
   for (uint32_t f = 0; f < face.size(); ++f) {
     Edge& edge = node->next_edges().emplace_back();
+    if (face[f].delivered) {
+      continue;
+    }
     if (face[f].weight < 0) {
       edge = Edge(mirror.proxies[face[f].outside], face[f].edge.input_nr);
-    } else if (!face[f].delivered) {
+    } else {
       edge = mirror.to_weight(face[f].weight);
       if (edge.is_valid()) {
         mirror.sinks[face[f].weight]->served.emplace_back(t, f);
@@ -507,6 +534,10 @@ void run_weight_pass(const std::vector<GroupPtr>& groups, WeightPassOptions opti
   const Range range("zbpipe::weight_pass");
   const bool is_retry = std::any_of(groups.begin(), groups.end(),
                                     [](const GroupPtr& group) { return group->failed; });
+  for (const GroupPtr& group : groups) {
+    heed_new_hooks(*group);
+    check_half_added(*group, runs_directly(*group));
+  }
   try {
     const at::AutoGradMode no_grad(false);
     WeightGraph graph(options.retain);
@@ -514,12 +545,10 @@ void run_weight_pass(const std::vector<GroupPtr>& groups, WeightPassOptions opti
       if (group->state == Group::State::done_unreported) {
         continue;
       }
-      heed_new_hooks(*group);
       follow_caller(*group);
       if (runs_directly(*group)) {
         run_directly(*group, options);
       } else {
-        check_untouched(*group);
         graph.add(group);
       }
     }

@@ -132,18 +132,19 @@ void check_grads(Work& work, const Task& task) {
         {task.face[work.faces[i]].edge}, grad, [](const std::string& message) {
           return "a function given to zbpipe.defer returned an " + message;
         });
-    if (!grad[0].is_same(work.grads[i].tensor())) {
-      work.grads[i] = Watched(grad[0]);
-    }
+    work.grads[i] = Watched(grad[0]);
   }
   work.is_checked = true;
 }
 
 void run(Work& work, const Task& task, bool retain) {
   if (!work.is_done) {
-    for (at::Tensor& grad : call(*work.call, work.faces.size())) {
-      work.grads.emplace_back(std::exchange(grad, {}));
-    }
+    SmallVector<Watched, 2> grads(work.faces.size());
+    variable_list results = call(*work.call, work.faces.size());
+    // Nothing throws before all are stored: the callable is not called a second time.
+    std::transform(results.begin(), results.end(), grads.begin(),
+                   [](at::Tensor& grad) { return Watched::with_history(std::move(grad)); });
+    work.grads = std::move(grads);
     work.is_done = true;
     if (!retain) {
       work.call = nullptr;

@@ -509,6 +509,7 @@ int zbp_weight_pass(zbp_group* const* groups, size_t group_count, PyObject* weig
   std::vector<GroupPtr> list;
   const int status = guarded([&] {
     check_state(groups, group_count);
+    const Running running(groups, group_count);  // from here on Python code may run
     if (weights) {
       check_weights(groups, group_count, weights);
     }
@@ -518,7 +519,6 @@ int zbp_weight_pass(zbp_group* const* groups, size_t group_count, PyObject* weig
       list.push_back(groups[i]->group);
     }
     const MainGrads main_grads(list, main_grad != 0);
-    const Running running(groups, group_count);
     const ReleaseGil no_gil;
     run_weight_pass(list, {retain != 0, fuse != 0});
   });

@@ -10,6 +10,7 @@ import torch
 from oracle import ORDERS, Stage, check, late, one_weight_pass, weight
 from torch import nn
 from torch.autograd import Function
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import zbpipe
@@ -1072,3 +1073,57 @@ def test_a_group_whose_gradients_are_set_by_hand_is_refused_for_such_nodes():
     _, w, groups = split_big([])
     with pytest.raises(ValueError, match="ran whole in the input pass"):
         groups[0]["grads"] = [(torch.ones(64, 32, dtype=f64),)]
+
+
+class NoMemoryForAView(TorchDispatchMode):
+    """Fails at the second tensor that is to lose its history, once."""
+
+    def __init__(self):
+        super().__init__()
+        self.left = 2
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.detach.default:
+            self.left -= 1
+            if self.left == 0:
+                raise torch.OutOfMemoryError("no memory for a view")
+        return function(*args, **(kwargs or {}))
+
+
+class WithHistory(Function):
+    """x @ w + b, whose work returns gradients that have a history."""
+
+    @staticmethod
+    def forward(ctx, x, w, b, calls):
+        ctx.save_for_backward(x, w)
+        ctx.calls = calls
+        return x @ w + b
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        calls = ctx.calls
+
+        def work(x, grad):
+            calls.append(1)
+            return (x.mT @ grad).requires_grad_(), grad.sum(0).requires_grad_()
+
+        return grad @ w.mT, *zbpipe.defer(work, weights=(1, 2), saved=(x, grad)), None
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_results_of_work_are_kept_when_memory_runs_out_right_behind_it(watched):
+    calls = []
+    m = Stage(lambda m, x: WithHistory.apply(x, m.a, m.b, calls), a=(4, 5), b=(5,))
+    if watched:
+        m.b.register_hook(lambda grad: None)
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    out = m(x)
+    grad = torch.randn_like(out)
+    _, groups = zbpipe.stage_backward_input([out], [grad], [x], m.parameters())
+    with NoMemoryForAView(), pytest.raises(torch.OutOfMemoryError):
+        zbpipe.stage_backward_weight(m.parameters(), groups)
+    zbpipe.stage_backward_weight(m.parameters(), groups)
+    assert calls == [1]
+    torch.testing.assert_close((m.a.grad, m.b.grad), (x.detach().mT @ grad, grad.sum(0)))
+    assert m.a.grad.grad_fn is None and not m.a.grad.requires_grad

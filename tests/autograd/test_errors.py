@@ -742,3 +742,48 @@ def test_post_accumulate_hook_that_raises_does_not_skip_the_hooks_of_the_accumul
     case.weight(groups)
     assert seen == [1]
     case.assert_right()
+
+
+class Stashing(torch.autograd.Function):
+    """x @ w, whose weight's gradient the caller gets to see."""
+
+    @staticmethod
+    def forward(ctx, x, w, stash):
+        ctx.save_for_backward(x, w)
+        ctx.stash = stash
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        ctx.stash.append(x.t() @ grad)
+        return grad @ w.t(), ctx.stash[-1], None
+
+
+class NoMemoryForCopies(torch.utils._python_dispatch.TorchDispatchMode):
+    copies = (torch.ops.aten.clone, torch.ops.aten.new_empty_strided, torch.ops.aten.empty_strided)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function._overloadpacket in self.copies:
+            raise torch.OutOfMemoryError("no memory for a copy")
+        return function(*args, **(kwargs or {}))
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("watched", [False, True])
+def test_kept_gradient_that_could_not_be_copied_is_still_there_for_the_next_call(watched):
+    stash = []
+    m = Stage(lambda m, x: Stashing.apply(x, m.a, stash), a=(4, 4))
+    if watched:
+        m.a.register_hook(lambda grad: None)
+    for _ in range(2):
+        m.a.grad = None
+        x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+        out = m(x)
+        grad = torch.randn_like(out)
+        _, groups = zb.stage_backward_input([out], [grad], [x], m.parameters())
+        with NoMemoryForCopies(), pytest.raises(torch.OutOfMemoryError):
+            zb.stage_backward_weight(m.parameters(), groups)
+        zb.stage_backward_weight(m.parameters(), groups)
+        torch.testing.assert_close(m.a.grad, x.detach().t() @ grad)
+        assert m.a.grad.data_ptr() != stash[-1].data_ptr()

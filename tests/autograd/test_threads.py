@@ -266,3 +266,38 @@ def test_group_read_on_another_thread_while_its_weight_pass_runs():
 
     run_all([read, work])
     assert answers
+
+
+class LooksForItsMainGrad(nn.Parameter):
+    """Runs `looking` when a weight pass asks for the main_grad."""
+
+    looking = None
+
+    @property
+    def main_grad(self):
+        if self.looking is not None:
+            self.looking()
+        return None
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_groups_are_taken_before_a_weight_pass_asks_for_anything(elsewhere):
+    """Another weight pass of the same groups, which begins while this one looks for a main_grad, is refused."""
+    w = LooksForItsMainGrad(torch.randn(4, 4, dtype=f64))
+    m = Stage(lambda m, x: x @ m.w, w=w)
+    refusals = []
+
+    def again():
+        w.looking = None
+        with pytest.raises(RuntimeError, match="already being run by another call") as refusal:
+            run_weight(m, groups)
+        refusals.append(refusal)
+
+    x, out, grad, expected = microbatch(m)
+    groups = run_input(m, x, out, grad)
+    w.looking = functools.partial(on_thread, again) if elsewhere else again
+    with zb.policy(main_grad=True):
+        run_weight(m, groups)
+    assert len(refusals) == 1
+    assert_right(m, x, expected)
