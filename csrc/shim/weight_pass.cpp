@@ -109,9 +109,8 @@ bool has_panels(const at::Tensor& sum, const Face& face) {
       false, "a weight pass failed while it added to the gradient of the weight of ",
       variable.scalar_type(), " ", variable.sym_sizes(),
       ", and since then its gradient was replaced by another tensor or a hook was registered "
-      "on its way; the rest of this microbatch's gradient can only be added to the tensor "
-      "that has the first part: put that back and remove the hook, or repeat the step from "
-      "zeroed gradients");
+      "on its way; the rest of this microbatch's gradient can only be added, unwatched, to the "
+      "tensor that has the first part: put that back, or repeat the step from zeroed gradients");
 }
 
 /// A hook that was put on a node of a path since I is owed its gradient.

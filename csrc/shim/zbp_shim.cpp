@@ -200,7 +200,7 @@ void check_state(zbp_group* const* groups, size_t count) {
     }
     if (groups[i]->running) {
       refuse(PyExc_RuntimeError, "param_groups[", i,
-             "] is already being run by another call of stage_backward_weight");
+             "] is already running in another call of stage_backward_weight");
     }
     if (!seen.insert(groups[i]).second) {
       refuse(PyExc_ValueError, "param_groups[", i, "] is listed twice");
