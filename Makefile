@@ -1,16 +1,28 @@
 # zbpipe's commands; `make help` lists them.
+# Set on the command line: TORCH_VERSION=2.15.0 (newest: what requirements/newest.txt names), PYTHON=python3.12,
+# TESTS="autograd release" (what of tests/ to run), JOBS=4.
 SHELL := /bin/bash
 PYTHON ?= python3
 TORCH_VERSION ?= 2.13.0
 JOBS ?= 2
+TESTS ?= .
 
-VENV := .venv
-RUN := $(VENV)/bin/python
+NEWEST := $(shell sed -n 's/^torch==//p' requirements/newest.txt)
+TORCH := $(TORCH_VERSION:newest=$(NEWEST))
+
+# Torch 2.13.0 and python3 live in .venv, with zbpipe editable; every other pair in a virtual environment of its own,
+# with zbpipe installed: the source tree has room for one compiled part.
+OF_PYTHON := $(if $(filter python3,$(PYTHON)),,-$(or $(shell $(PYTHON) -c 'import sys; print("py%d.%d" % sys.version_info[:2])'),\
+	$(error PYTHON=$(PYTHON) does not run: name a Python 3.10 or newer)))
+VENV := .venv$(patsubst -2.13.0,,-$(TORCH)$(OF_PYTHON))
+EDITABLE := $(filter .venv,$(VENV))
+RUN := $(abspath $(VENV))/bin/python
 BUILD_FILES := pyproject.toml setup.py zbpipe/_version.py $(wildcard build_backend/*.py hook/*)
 C_FILES := $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cpp)
 C_STYLE := $(wildcard csrc/core/*.[ch] csrc/bindings/*.[ch] csrc/shim/zbp_*.h tests/c/*.[ch])
 CXX_STYLE := $(filter-out $(C_STYLE), $(wildcard csrc/shim/*))
-ASAN := build/asan
+PYTHON_FILES := $(if $(EDITABLE),,$(shell find zbpipe -type f -not -name '*.pyc' -not -name '*.so' -not -name _build_info.py))
+ASAN := build/asan$(VENV:.venv%=%)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -21,25 +33,25 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-# Set-up. Each stamp in .venv says that its step is done.
+# Set-up. Each stamp in the virtual environment says that its step is done.
 
-$(VENV)/bin/python:
+$(RUN):
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.torch-$(TORCH_VERSION): | $(VENV)/bin/python
-	$(RUN) tools/env.py torch $(TORCH_VERSION)
+$(VENV)/.torch-$(TORCH): | $(RUN)
+	$(RUN) tools/env.py torch $(TORCH)
 	@touch $@
 
-# The first time, and when the build itself changes, pip installs the tree; after that only what changed is compiled.
-$(VENV)/.built: $(VENV)/.torch-$(TORCH_VERSION) $(BUILD_FILES) $(C_FILES)
-	@set -e; export ZBPIPE_WERROR=1; \
-	if [ ! -e $(VENV)/.installed ] || [ -n "$$(find $(BUILD_FILES) -newer $(VENV)/.installed)" ]; then \
-		echo "building zbpipe and installing it into $(VENV)"; \
-		$(RUN) -m pip install --quiet --no-build-isolation --no-deps --editable .; \
+# Editable, pip installs the tree when the build itself changes, and after that only what changed is compiled.
+$(VENV)/.built: $(VENV)/.torch-$(TORCH) $(BUILD_FILES) $(C_FILES) $(PYTHON_FILES)
+	@set -e; export ZBPIPE_WERROR=1; mkdir -p build; log=build/build$(VENV:.venv%=%).log; \
+	if [ -z "$(EDITABLE)" ] || [ ! -e $(VENV)/.installed ] || [ -n "$$(find $(BUILD_FILES) -newer $(VENV)/.installed)" ]; then \
+		echo "building zbpipe for torch $(TORCH) and installing it into $(VENV)"; \
+		$(RUN) -m pip install --quiet --no-build-isolation --no-deps --force-reinstall $(if $(EDITABLE),--editable) .; \
 		touch $(VENV)/.installed; \
 	else \
 		echo "building zbpipe"; \
-		mkdir -p build; $(RUN) setup.py --quiet build_ext --inplace >build/build.log 2>&1 || { cat build/build.log; exit 1; }; \
+		$(RUN) setup.py --quiet build_ext --inplace >$$log 2>&1 || { cat $$log; exit 1; }; \
 	fi
 	@touch $@
 
@@ -52,15 +64,18 @@ $(VENV)/.extras-%: pyproject.toml | $(VENV)/.built
 dev: $(VENV)/.built $(VENV)/.extras-test $(VENV)/.extras-lint $(VENV)/.extras-demo ## set up .venv: torch, zbpipe built and editable, every tool
 
 demo: $(VENV)/.built $(VENV)/.extras-demo ## train a small language model on torch's module, then on zbpipe, and compare
-	$(RUN) -m zbpipe.demo
+	cd $(VENV) && $(RUN) -m zbpipe.demo --out $(CURDIR)/zbpipe_demo.png
 
-test: test-core pytest ## run every test: the C core's, then Python's
+test: test-core pytest ## run every test: the C core's, then Python's; with TORCH_VERSION=2.15.0 on that torch
+
+# From tests/: in the root the source tree would come before what is installed, here and in every process that a test starts.
+PYTEST := cd tests && OMP_NUM_THREADS=1 $(if $(EDITABLE),,ZBPIPE_UNDER=$(abspath $(VENV)) )$(RUN) -m pytest -c ../pyproject.toml --rootdir ..
 
 pytest: $(VENV)/.built $(VENV)/.extras-test $(VENV)/.extras-demo
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(JOBS) --dist loadfile
+	$(PYTEST) -n $(JOBS) --dist loadfile $(TESTS)
 
 test-long: $(VENV)/.built $(VENV)/.extras-test ## 200 steps of every schedule under the leak tools
-	$(RUN) -m pytest -m long -o faulthandler_timeout=3000
+	$(PYTEST) -m long -o faulthandler_timeout=3000 $(TESTS)
 
 # Without what starts a compiler: it would itself run under the sanitizer, and leaks.
 asan: $(VENV)/.built $(VENV)/.extras-test ## run the tests of autograd and memory under AddressSanitizer and UBSan
@@ -83,8 +98,8 @@ fmt: dev ## format Python and C in place
 bench: $(VENV)/.built $(VENV)/.extras-bench ## run the benchmarks side by side with torch's own module
 	@set -e; for file in benchmarks/[a-z]*.py; do echo "== $$file"; $(RUN) "$$file"; done
 
-clean: ## remove what was built, and .venv
-	rm -rf build dist *.egg-info .venv .pytest_cache .mypy_cache .ruff_cache
+clean: ## remove what was built, and every .venv
+	rm -rf build dist *.egg-info .venv .venv-* .pytest_cache .mypy_cache .ruff_cache
 	rm -f zbpipe/_C*.so zbpipe/_build_info.py
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

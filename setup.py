@@ -6,11 +6,13 @@ asserts; ZBPIPE_DEBUG=1 builds with asserts and debug information.
 
 import os
 import platform
+import shutil
 import sys
 import sysconfig
 from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.build import build
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "build_backend"))
@@ -64,20 +66,28 @@ def extension():
     # Headers that are not ours are system headers: their warnings are not ours to mend.
     torch_headers = [flag for path in [*include_paths(), python_include] for flag in ("-isystem", path)]
 
+    kind = SANITIZE.replace(",", "-") or ("debug" if DEBUG else "release")
+    # One place per Python, torch and kind: what is built for one is no part of another's wheel.
+    place = f"build/{sys.implementation.cache_tag}-{platform.machine()}-torch-{build_info['torch_version']}-{kind}"
+
+    class Build(build):
+        """build, which begins without the modules of earlier builds: one that is gone would go on being installed."""
+
+        def initialize_options(self):
+            super().initialize_options()
+            self.build_base = place
+
+        def run(self):
+            shutil.rmtree(self.build_lib, ignore_errors=True)
+            super().run()
+
     class BuildExt(BuildExtension):
         """BuildExtension, which compiles C as C++, with the .c files compiled as C and linked as extra objects."""
 
         def finalize_options(self):
             super().finalize_options()
             # Kept between builds, so that a second one compiles only what changed.
-            kind = "debug" if DEBUG else "release"
-            self.build_temp = str(
-                ROOT
-                / "build"
-                / f"objects-{sys.implementation.cache_tag}-{platform.machine()}"
-                / build_info["torch_version"]
-                / (SANITIZE.replace(",", "-") or kind)
-            )
+            self.build_temp = str(ROOT / place / "objects")
 
         def build_extension(self, ext):
             compiler = new_compiler()
@@ -109,7 +119,7 @@ def extension():
         extra_link_args=[f"-fsanitize={SANITIZE}"] if SANITIZE else [],
         depends=sources("*/*.h"),
     )
-    return {"ext_modules": [module], "cmdclass": {"build_ext": BuildExt}}
+    return {"ext_modules": [module], "cmdclass": {"build": Build, "build_ext": BuildExt}}
 
 
 setup(**(extension() if COMPILES & set(sys.argv) else {}))

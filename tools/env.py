@@ -23,7 +23,8 @@ def install_torch(version):
     """Install torch `version`, the CPU build unless this machine has an NVIDIA driver.
 
     On Linux the plain name brings gigabytes of CUDA libraries, so the CPU build is asked for by its local version:
-    first from where pip is set up to look, then from PyTorch's own index, or the one that TORCH_INDEX names.
+    first from where pip is set up to look, then from PyTorch's own index, or the one that TORCH_INDEX names. Where
+    there is none, the CUDA build will do: it runs on a CPU too.
     """
     if importlib.util.find_spec("torch") is not None:
         found = importlib.metadata.version("torch")
@@ -36,7 +37,7 @@ def install_torch(version):
     if index:
         attempts = [[plain, "--extra-index-url", index]]
     elif wants_cpu:
-        attempts = [[f"{plain}+cpu"], [f"{plain}+cpu", "--extra-index-url", CPU_INDEX], [plain]]
+        attempts = [[f"{plain}+cpu"], [f"{plain}+cpu", "--retries", "1", "--extra-index-url", CPU_INDEX], [plain]]
     else:
         attempts = [[plain]]
     for attempt in attempts:

@@ -14,8 +14,7 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 COPIED = ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "build_backend", "hook")
-COPIED_MODULES = ("_version.py", "_build_check.py", "_stage_release.py", "_stage_data_parallel.py", "_policy.py")
-COPIED_MODULES += ("patch.py", "auto.py", "py.typed")
+COPIED_MODULES = ("_version.py", "_build_check.py", "auto.py", "py.typed")
 
 SOURCES = {
     "README.md": "a stand-in for zbpipe\n",
@@ -32,11 +31,10 @@ SOURCES = {
     'static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", NULL, 0, methods, NULL, NULL, NULL, NULL};\n'
     "PyMODINIT_FUNC PyInit__C(void) { return PyModule_Create(&module); }\n",
     "zbpipe/__init__.py": "from zbpipe._build_check import check\n\ncheck()\n\n"
-    "import torch\nfrom zbpipe._C import answer\nfrom zbpipe.patch import is_patched, patch, patched, unpatch\n",
-    "zbpipe/_functions.py": "from torch.distributed.pipelining._backward import *\n"
-    "from torch.distributed.pipelining import _backward\n\n\ndef __getattr__(name):\n    return getattr(_backward, name)\n\n\n"
-    "def stage_backward(stage_output, output_grads, input_values, outputs_with_grads_idxs=None):\n"
-    '    """Stand-in."""\n',
+    "import torch\nfrom zbpipe._C import answer\nfrom zbpipe.patch import patch\n",
+    "zbpipe/patch.py": "from torch.distributed.pipelining import stage\n\n\n"
+    "def patch():\n    stage.stage_backward = stage_backward\n\n\n"
+    'def stage_backward():\n    """Stand-in."""\n',
 }
 
 
@@ -49,9 +47,13 @@ class Environment:
         self.python = str(path / "bin" / "python")
         self.site = next(path.glob("lib/python3*/site-packages"))
         if sees_torch:
-            # The torch of the environment that runs the tests, as if it were installed in this one.
-            packages = Path(torch.__file__).parents[1]
-            (self.site / "sees_torch.pth").write_text(f"{packages}\n")
+            # All that is installed where the tests run, as if it were installed here, but for zbpipe itself.
+            seen = path / "seen"
+            seen.mkdir()
+            for package in Path(torch.__file__).parents[1].iterdir():
+                if "zbpipe" not in package.name:
+                    (seen / package.name).symlink_to(package)
+            (self.site / "sees_torch.pth").write_text(f"{seen}\n")
 
     def run(self, *command, cwd="/", **environment):
         outer = {k: v for k, v in os.environ.items() if not k.startswith(("ZBPIPE_", "PYTHONPATH", "LD_PRELOAD"))}
