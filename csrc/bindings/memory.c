@@ -299,10 +299,16 @@ static int require_log(const recorder *self, const char *what)
     return self->state == REPLAYED ? 0 : require(self, STOPPED, what);
 }
 
+/* An event as Python gets it. */
+typedef struct logged {
+    uint64_t time_ns;
+    zbp_block block;
+    uint32_t thread, kind;
+} logged;
+
 static PyObject *recorder_events(PyObject *op, PyObject *Py_UNUSED(ignored))
 {
     const recorder *self = (const recorder *)op;
-    const size_t chunk = (size_t)ZBP_EVENTS_PER_CHUNK;
     PyObject *bytes;
     size_t count;
 
@@ -310,10 +316,11 @@ static PyObject *recorder_events(PyObject *op, PyObject *Py_UNUSED(ignored))
         return NULL;
     }
     count = (size_t)self->record.event_count;
-    bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(count * sizeof(zbp_event)));
-    for (size_t i = 0; bytes != NULL && i < count; i += chunk) {
-        memcpy(PyBytes_AS_STRING(bytes) + i * sizeof(zbp_event), zbp_record_event(&self->record, i),
-               (count - i < chunk ? count - i : chunk) * sizeof(zbp_event));
+    bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(count * sizeof(logged)));
+    for (size_t i = 0; bytes != NULL && i < count; ++i) {
+        const zbp_event *event = zbp_record_event(&self->record, i);
+        const logged one = {event->time_ns, event->block, event->thread, event->kind};
+        memcpy(PyBytes_AS_STRING(bytes) + i * sizeof one, &one, sizeof one);
     }
     return bytes;
 }

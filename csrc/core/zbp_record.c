@@ -48,7 +48,21 @@ static zbp_event *place_of_next(zbp_record *record)
     return &record->chunk[c][record->event_count % ZBP_EVENTS_PER_CHUNK];
 }
 
-static void log_event(zbp_record *record, zbp_event event)
+/* For an event of this kind that comes next. */
+static uint32_t since_alloc_of_next(const zbp_record *record, uint32_t kind)
+{
+    const zbp_event *last;
+
+    if (kind == ZBP_EVENT_ALLOC)
+        return 0;
+    if (record->event_count == 0)
+        return 1;
+    last = zbp_record_event(record, record->event_count - 1);
+    return last->since_alloc < ZBP_SINCE_MOST ? last->since_alloc + 1u : ZBP_SINCE_MOST;
+}
+
+static void log_event(zbp_record *record, uint64_t time_ns, uint32_t thread, zbp_block block,
+                      uint32_t kind)
 {
     zbp_event *place = place_of_next(record);
 
@@ -56,7 +70,11 @@ static void log_event(zbp_record *record, zbp_event event)
         record->dropped += record->max_events != 0;
         return;
     }
-    *place = event;
+    *place = (zbp_event){.time_ns = time_ns,
+                         .block = block,
+                         .thread = thread,
+                         .kind = kind & 3u,
+                         .since_alloc = since_alloc_of_next(record, kind) & ZBP_SINCE_MOST};
     record->event_count++;
 }
 
@@ -110,7 +128,7 @@ void zbp_record_alloc(zbp_record *record, uint64_t time_ns, uint32_t thread, zbp
     record->live += block.bytes;
     span_alloc(&record->total, block.bytes, record->live);
     span_alloc(open_span(record), block.bytes, record->live);
-    log_event(record, (zbp_event){time_ns, block, thread, ZBP_EVENT_ALLOC});
+    log_event(record, time_ns, thread, block, ZBP_EVENT_ALLOC);
 }
 
 void zbp_record_free(zbp_record *record, uint64_t time_ns, uint32_t thread, zbp_block block)
@@ -122,14 +140,14 @@ void zbp_record_free(zbp_record *record, uint64_t time_ns, uint32_t thread, zbp_
     record->live -= block.bytes;
     span_free(&record->total, block.bytes);
     span_free(open_span(record), block.bytes);
-    log_event(record, (zbp_event){time_ns, block, thread, ZBP_EVENT_FREE});
+    log_event(record, time_ns, thread, block, ZBP_EVENT_FREE);
 }
 
 void zbp_record_free_older(zbp_record *record, uint64_t time_ns, uint32_t thread, zbp_block block)
 {
     record->older_frees++;
     record->older_freed += block.bytes;
-    log_event(record, (zbp_event){time_ns, block, thread, ZBP_EVENT_FREE_OLDER});
+    log_event(record, time_ns, thread, block, ZBP_EVENT_FREE_OLDER);
 }
 
 void zbp_record_untracked(zbp_record *record)
@@ -152,35 +170,43 @@ const zbp_event *zbp_record_event(const zbp_record *record, uint64_t i)
     return &record->chunk[i / ZBP_EVENTS_PER_CHUNK][i % ZBP_EVENTS_PER_CHUNK];
 }
 
+/* Of events 0 to i, the number of the latest that handed out a block; event_count if none did. */
+static uint64_t latest_alloc(const zbp_record *record, uint64_t i)
+{
+    uint64_t since;
+
+    while ((since = zbp_record_event(record, i)->since_alloc) != 0) {
+        if (since > i)
+            return record->event_count;
+        i -= since;
+    }
+    return i;
+}
+
 /* The number of the event that handed out the block with this serial; event_count if the log has none.
- * Those that hand out have ascending serials, so halving works on them. */
+ * Those that hand out have ascending serials: looks for the first event that has it behind it. */
 static uint64_t find_alloc(const zbp_record *record, uint64_t serial)
 {
     uint64_t low = 0, high = record->event_count;
 
     while (low < high) {
-        uint64_t middle = low + (high - low) / 2, i = middle;
+        uint64_t middle = low + (high - low) / 2, latest = latest_alloc(record, middle);
 
-        while (i < high && zbp_record_event(record, i)->kind != ZBP_EVENT_ALLOC)
-            i++;
-        if (i == high) {
-            high = middle;
-            continue;
-        }
-        const zbp_event *event = zbp_record_event(record, i);
-        if (event->block.serial == serial)
-            return i;
-        if (event->block.serial < serial)
-            low = i + 1;
+        if (latest == record->event_count ||
+            zbp_record_event(record, latest)->block.serial < serial)
+            low = middle + 1;
         else
-            high = middle;
+            high = latest;
     }
-    return record->event_count;
+    return low < record->event_count && zbp_record_event(record, low)->kind == ZBP_EVENT_ALLOC &&
+                   zbp_record_event(record, low)->block.serial == serial
+               ? low
+               : record->event_count;
 }
 
 static bool is_from(const zbp_record *record, uint64_t i, const zbp_range *range, size_t count)
 {
-    if (count == 0 || i == record->event_count)
+    if (i == record->event_count)
         return false;
     for (size_t r = 0; r < count; r++) {
         const zbp_mark *begin = &record->mark[range[r].begin];
@@ -211,7 +237,8 @@ int zbp_record_held(const zbp_record *record, uint32_t at, zbp_range range, cons
         const zbp_event *event = zbp_record_event(record, i);
 
         if (event->kind == ZBP_EVENT_FREE && event->block.serial < record->mark[at].serial &&
-            !is_from(record, find_alloc(record, event->block.serial), other, other_count))
+            (other_count == 0 ||
+             !is_from(record, find_alloc(record, event->block.serial), other, other_count)))
             bytes += event->block.bytes;
     }
     *bytes_out = bytes;
@@ -221,7 +248,7 @@ int zbp_record_held(const zbp_record *record, uint32_t at, zbp_range range, cons
 /* Plays the log again: what it says must be what the marks and the counters say. */
 static const char *find_fault_of_log(const zbp_record *record)
 {
-    uint64_t live = 0, time_ns = record->mark[0].time_ns;
+    uint64_t live = 0, time_ns = record->mark[0].time_ns, since = 0;
     uint32_t m = 0;
 
     for (uint64_t i = 0; i <= record->event_count; i++) {
@@ -234,6 +261,9 @@ static const char *find_fault_of_log(const zbp_record *record)
         if (event->time_ns < time_ns)
             return "record: time runs backwards";
         time_ns = event->time_ns;
+        since = event->kind == ZBP_EVENT_ALLOC ? 0 : since + 1;
+        if (event->since_alloc != (since < ZBP_SINCE_MOST ? since : ZBP_SINCE_MOST))
+            return "record: an event does not tell when the latest block was handed out";
         if (event->kind == ZBP_EVENT_ALLOC)
             live += event->block.bytes;
         else if (event->kind == ZBP_EVENT_FREE)

@@ -27,13 +27,16 @@ extern "C" {
 #endif
 
 enum { ZBP_EVENT_ALLOC, ZBP_EVENT_FREE, ZBP_EVENT_FREE_OLDER };
-enum { ZBP_EVENTS_PER_CHUNK = 1 << 14 };
+enum { ZBP_EVENTS_PER_CHUNK = 1 << 14, ZBP_SINCE_MOST = (1 << 30) - 1 };
 
 typedef struct zbp_event {
     uint64_t time_ns;
     zbp_block block;
     uint32_t thread;
-    uint32_t kind; /* ZBP_EVENT_* */
+    uint32_t kind : 2; /* ZBP_EVENT_* */
+    /* How many events ago the latest block was handed out: 0 for one that does, more than there are if none
+     * was; ZBP_SINCE_MOST also for more, and then the event that many ago says on. */
+    uint32_t since_alloc : 30;
 } zbp_event;
 
 typedef struct zbp_span {
@@ -102,7 +105,7 @@ typedef struct zbp_range {
  * range.end, on whatever thread, as far as the log goes; but for those that were handed out within one
  * of the ranges other[0..other_count) (borrowed), on its thread.
  * Error: ZBP_EINVAL (no such marks, or not at <= range.begin, or a range that ends before it begins).
- * O(n (log events + other_count)) for n events in the range. */
+ * O(n) for n events in the range; with other_count > 0 O(n (log events + other_count)). */
 ZBP_MUST_USE int zbp_record_held(const zbp_record *record, uint32_t at, zbp_range range,
                                  const zbp_range *other, size_t other_count, uint64_t *bytes_out);
 

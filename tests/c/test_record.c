@@ -156,6 +156,92 @@ static void model(void)
     CHECK(count.live == 0);
 }
 
+/* Blocks that the log knows and that come and go in long runs, on two threads: against a walk over the log. */
+static void held_as_the_log_tells(void)
+{
+    enum { RUNS = 40, MOST = 200 };
+    uint64_t random = 5, next = 10, time_ns = 100, live[RUNS * MOST];
+    uint32_t live_count = 0, mark[RUNS] = {0};
+    const char *reason = NULL;
+    zbp_record record;
+
+    begin(&record, UINT64_MAX);
+    for (uint32_t r = 0; r < RUNS; r++) {
+        uint32_t length = 1 + model_below(&random, MOST - 1), thread = 1 + model_below(&random, 2);
+
+        for (uint32_t i = 0; i < length; i++) {
+            if (r % 3 == 0 || live_count == 0) {
+                live[live_count++] = next;
+                zbp_record_alloc(&record, time_ns++, thread, block(next % 100, next));
+                next += 1 + model_below(&random,
+                                        3); /* others have been handed out that this one missed */
+            } else {
+                uint32_t k = model_below(&random, live_count);
+
+                zbp_record_free(&record, time_ns++, thread, block(live[k] % 100, live[k]));
+                live[k] = live[--live_count];
+            }
+        }
+        zbp_record_free_older(&record, time_ns++, thread, block(7, 1));
+        REQUIRE(zbp_record_mark(&record, time_ns, next, thread, &mark[r]) == ZBP_OK);
+    }
+    CHECK_VALID(zbp_record_check(&record, &reason));
+    for (uint32_t q = 0; q < 200; q++) {
+        uint32_t m[4] = {model_below(&random, RUNS), model_below(&random, RUNS),
+                         model_below(&random, RUNS), model_below(&random, RUNS)};
+        const zbp_range range = {mark[m[0] < m[1] ? m[0] : m[1]], mark[m[0] < m[1] ? m[1] : m[0]]};
+        const zbp_range other = {mark[m[2] < m[3] ? m[2] : m[3]], mark[m[2] < m[3] ? m[3] : m[2]]};
+        uint64_t bytes = 0, expected = 0;
+
+        for (uint64_t i = record.mark[range.begin].events; i < record.mark[range.end].events; i++) {
+            const zbp_event *freed = zbp_record_event(&record, i);
+            bool is_others = false;
+
+            for (uint64_t k = record.mark[other.begin].events; k < record.mark[other.end].events;
+                 k++) {
+                const zbp_event *event = zbp_record_event(&record, k);
+
+                is_others |= event->kind == ZBP_EVENT_ALLOC &&
+                             event->block.serial == freed->block.serial &&
+                             event->thread == record.mark[other.begin].thread;
+            }
+            if (freed->kind == ZBP_EVENT_FREE && !is_others &&
+                freed->block.serial < record.mark[range.begin].serial)
+                expected += freed->block.bytes;
+        }
+        CHECK(zbp_record_held(&record, range.begin, range, &other, 1, &bytes) == ZBP_OK);
+        CHECK(bytes == expected);
+    }
+    zbp_record_fini(&record);
+    CHECK(count.live == 0);
+}
+
+/* More events in a row than since_alloc can tell. */
+static void a_longer_run_than_can_be_told(void)
+{
+    zbp_record record;
+    zbp_event *event;
+    uint32_t mark[2] = {0};
+    uint64_t bytes = 0;
+
+    begin(&record, 100);
+    zbp_record_free_older(&record, 101, 1, block(1, 1));
+    zbp_record_alloc(&record, 102, 1, block(8, 10));
+    REQUIRE(zbp_record_mark(&record, 103, 11, 1, &mark[0]) == ZBP_OK);
+    for (uint64_t i = 0; i < 20; i++)
+        zbp_record_free_older(&record, 104 + i, 1, block(1, 1));
+    zbp_record_free(&record, 150, 1, block(8, 10));
+    REQUIRE(zbp_record_mark(&record, 151, 11, 1, &mark[1]) == ZBP_OK);
+    for (uint64_t i = 2; i < 23; i++) { /* as if 5 were the most */
+        event = (zbp_event *)zbp_record_event(&record, i);
+        CHECK(event->since_alloc == i - 1);
+        event->since_alloc = i - 1 < 5 ? (unsigned)(i - 1) & 7u : 5;
+    }
+    const zbp_range range = {mark[0], mark[1]}, other = {0, mark[0]};
+    CHECK(zbp_record_held(&record, mark[0], range, &other, 1, &bytes) == ZBP_OK && bytes == 0);
+    zbp_record_fini(&record);
+}
+
 static void expect(const zbp_record *record, const char *wanted)
 {
     const char *reason = NULL;
@@ -204,6 +290,8 @@ static void check_names_planted_faults(void)
     event->block.serial = 10;
     event->kind = ZBP_EVENT_FREE_OLDER;
     expect(&record, "counters disagree");
+    event->since_alloc = 2;
+    expect(&record, "latest block");
     zbp_record_fini(&record);
 }
 
@@ -215,6 +303,8 @@ int main(void)
     RUN(the_log_is_bounded_and_the_counters_are_not);
     RUN(memory_runs_out);
     RUN(model);
+    RUN(held_as_the_log_tells);
+    RUN(a_longer_run_than_can_be_told);
     RUN(check_names_planted_faults);
     return check_end();
 }
