@@ -157,20 +157,17 @@ THPObjectPtr WorkArguments::take_sequence(PyObject* object) {
                                     : call_python("rebuilt", object, items.get());
 }
 
-/// Likewise.
+/// Likewise. No key is looked up: it may have changed since it was put in.
 THPObjectPtr WorkArguments::take_dict(PyObject* object) {
-  THPObjectPtr copy = checked(PyDict_Copy(object));
-  THPObjectPtr keys = checked(PyDict_Keys(copy));
+  THPObjectPtr items = checked(PyDict_Items(object));
+  THPObjectPtr copy = checked(PyDict_New());
   bool has_changed = PyDict_CheckExact(object);
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(keys.get()); ++i) {
-    PyObject* key = PyList_GET_ITEM(keys.get(), i);
-    PyObject* item = PyDict_GetItemWithError(copy, key);
-    if (!item) {
-      throw python_error();
-    }
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(items.get()); ++i) {
+    PyObject* pair = PyList_GET_ITEM(items.get(), i);
+    PyObject* item = PyTuple_GET_ITEM(pair, 1);
     PyObject* taken = take_any(item);
     has_changed = has_changed || taken != item;
-    if (PyDict_SetItem(copy, key, taken) < 0) {
+    if (PyDict_SetItem(copy, PyTuple_GET_ITEM(pair, 0), taken) < 0) {
       throw python_error();
     }
   }

@@ -807,3 +807,39 @@ def test_what_is_refused_leaves_nothing_behind():
         assert kept() is None
     finally:
         gc.enable()
+
+
+class ChangesItsHash:
+    def __init__(self):
+        self.hash = 1
+
+    def __hash__(self):
+        return self.hash
+
+
+def test_a_dictionary_whose_key_has_another_hash_by_now():
+    """It cannot be looked up in its dictionary any more; what belongs to it is there all the same."""
+    key = ChangesItsHash()
+    table = {key: 2.0, "other": [torch.ones(4, 4, dtype=f64)]}
+    key.hash = 2
+    seen = []
+
+    class Scaled(Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return x @ w * 2.0
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, w = ctx.saved_tensors
+
+            def weight_grad(x, grad, table):
+                seen.append(table)
+                (factor,) = (value for key, value in table.items() if key != "other")
+                return x.mT @ grad * factor
+
+            return 2.0 * grad @ w.mT, zbpipe.defer(weight_grad, 1, (x, grad, table))
+
+    check(Stage(lambda m, x: Scaled.apply(x, m.a).sin(), a=(4, 4)), (3, 4), orders=(late,))
+    assert {len(given) for given in seen} == {2} and any(given is not table for given in seen)
