@@ -32,14 +32,17 @@ class AutocastAsThere {
   explicit AutocastAsThere(c10::ArrayRef<Autocast> there)
       : is_cached_(at::autocast::is_autocast_cache_enabled()) {
     at::autocast::set_autocast_cache_enabled(false);
-    for (const c10::DeviceType device : devices()) {
-      here_.push_back({{device, at::autocast::get_autocast_dtype(device)},
-                       at::autocast::is_autocast_enabled(device)});
+    for (const c10::DeviceType device : at::autocast::_AUTOCAST_SUPPORTED_DEVICES) {
       const auto* found = std::find_if(there.begin(), there.end(), [&](const Autocast& autocast) {
         return autocast.device == device;
       });
-      at::autocast::set_autocast_enabled(device, found != there.end());
-      if (found != there.end()) {
+      const bool is_on_there = found != there.end();
+      const bool is_on_here = at::autocast::is_autocast_enabled(device);
+      if (is_on_there || is_on_here) {
+        here_.push_back({{device, at::autocast::get_autocast_dtype(device)}, is_on_here});
+        at::autocast::set_autocast_enabled(device, is_on_there);
+      }
+      if (is_on_there) {
         at::autocast::set_autocast_dtype(device, found->dtype);
       }
     }
@@ -54,11 +57,6 @@ class AutocastAsThere {
   AutocastAsThere(const AutocastAsThere&) = delete;
   AutocastAsThere& operator=(const AutocastAsThere&) = delete;
 
-  static c10::ArrayRef<c10::DeviceType> devices() {
-    static constexpr c10::DeviceType list[] = {c10::DeviceType::CPU, c10::DeviceType::CUDA};
-    return list;
-  }
-
  private:
   bool is_cached_;
   SmallVector<std::pair<Autocast, bool>, 2> here_;
@@ -66,7 +64,7 @@ class AutocastAsThere {
 
 std::vector<Autocast> autocast_here() {
   std::vector<Autocast> there;
-  for (const c10::DeviceType device : AutocastAsThere::devices()) {
+  for (const c10::DeviceType device : at::autocast::_AUTOCAST_SUPPORTED_DEVICES) {
     if (at::autocast::is_autocast_enabled(device)) {
       there.push_back({device, at::autocast::get_autocast_dtype(device)});
     }

@@ -1127,3 +1127,44 @@ def test_results_of_work_are_kept_when_memory_runs_out_right_behind_it(watched):
     assert calls == [1]
     torch.testing.assert_close((m.a.grad, m.b.grad), (x.detach().mT @ grad, grad.sum(0)))
     assert m.a.grad.grad_fn is None and not m.a.grad.requires_grad
+
+
+@pytest.mark.parametrize("device", ["xpu", "mps", "hpu"])
+def test_work_sees_autocast_of_any_device_as_it_was_where_it_was_handed_over(device):
+    """Whether the device is there does not matter for that."""
+    seen = []
+
+    class Looks(Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return x @ w
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, w = ctx.saved_tensors
+
+            def weight_grad(x, grad):
+                seen.append((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)))
+                return x.mT @ grad
+
+            return grad @ w.mT, zbpipe.defer(weight_grad, 1, (x, grad))
+
+    before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    x, w = (torch.randn(4, 4, dtype=f64, requires_grad=True) for _ in range(2))
+    try:
+        for on, dtype in ((True, torch.bfloat16), (False, torch.float16)):
+            out = Looks.apply(x, w)
+            torch.set_autocast_enabled(device, on)
+            torch.set_autocast_dtype(device, dtype)
+            _, groups = zbpipe.stage_backward_input([out], [torch.ones_like(out)], [x], [w])
+            torch.set_autocast_enabled(device, not on)
+            torch.set_autocast_dtype(device, torch.float16)
+            zbpipe.stage_backward_weight([w], groups)
+            assert torch.is_autocast_enabled(device) == (not on)
+            assert torch.get_autocast_dtype(device) == torch.float16
+    finally:
+        torch.set_autocast_enabled(device, before[0])
+        torch.set_autocast_dtype(device, before[1])
+    assert seen[0] == (True, torch.bfloat16)
+    assert seen[1][0] is False
