@@ -139,16 +139,21 @@ bool find_in_closure(PyObject* function, const Visit& visit) {
 }  // namespace
 
 // torch.utils.checkpoint has no question for this. Its hook's closure holds the frame of the region, whose
-// function for computing it again holds, of a selective one, the mode that hands results out, each once.
+// function for computing it again holds, of a selective one, the mode that hands results out, each once. Where torch
+// has no such mode to tell, a region may be a selective one.
 UnpackHook recognise(PyObject* unpack_hook) {
   THPObjectPtr module(PyImport_ImportModule("torch.utils.checkpoint"));
-  THPObjectPtr frame_type(module ? PyObject_GetAttrString(module, "_CheckpointFrame") : nullptr);
-  THPObjectPtr mode_type(module ? PyObject_GetAttrString(module, "_CachedTorchDispatchMode")
-                                : nullptr);
-  if (!frame_type || !mode_type) {
-    throw python_error();
-  }
+  const auto type_named = [&](const char* name) {
+    THPObjectPtr type(module ? PyObject_GetAttrString(module, name) : nullptr);
+    PyErr_Clear();
+    return type;
+  };
+  THPObjectPtr frame_type = type_named("_CheckpointFrame");
+  THPObjectPtr mode_type = type_named("_CachedTorchDispatchMode");
   UnpackHook hook = UnpackHook::other;
+  if (!frame_type) {
+    return hook;
+  }
   find_in_closure(unpack_hook, [&](PyObject* held) {
     if (PyObject_IsInstance(held, frame_type) != 1) {
       return false;

@@ -513,3 +513,48 @@ def test_what_nodes_behind_a_split_node_have_saved_is_left_too():
         "keep": 2 * rows,
         "recompute": rows,
     }  # the output's gradient, and what relu gave, which two nodes read
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("missing", ["_CheckpointFrame", "_CachedTorchDispatchMode"])
+def test_a_torch_without_the_names_that_tell_a_checkpoints_hook(missing, monkeypatch):
+    """The caller's own hooks are no checkpoint's, whatever torch calls its own."""
+    unpacked = []
+
+    def unpack(box):
+        unpacked.append(1)
+        return box[0]
+
+    m = Stage(lambda m, x: (x @ m.a).sin() @ m.b, a=(4, 4), b=(4, 4))
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    expected = torch.autograd.grad(m(x).sum(), [x, *m.parameters()])
+    monkeypatch.delattr(torch.utils.checkpoint, missing)
+    with zb.policy(checkpoint="recompute"):
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: [tensor.detach()], unpack):
+            out = m(x)
+        _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+        in_input_pass = len(unpacked)
+        zb.stage_backward_weight(m.parameters(), groups)
+    torch.testing.assert_close([x.grad, m.a.grad, m.b.grad], list(expected))
+    assert len(unpacked) - in_input_pass == 2, "W unpacks the two matrices that I has left packed"
+
+
+@needs_zbpipe
+def test_a_torch_that_cannot_tell_a_selective_region(monkeypatch):
+    """Then every region may be one, and I unpacks what W reads, as selective ones need it."""
+    stage = Stage(lambda m, x: checkpoint(block, m, x, m.a, m.b, use_reentrant=False).sin(), a=(4, 8), b=(8, 4))
+    context = functools.partial(create_selective_checkpoint_contexts, save_products)
+    selective = Stage(
+        lambda m, x: checkpoint(block, m, x, m.a, m.b, use_reentrant=False, context_fn=context).sin(),
+        a=(4, 8),
+        b=(8, 4),
+    )
+    for m in (stage, selective):
+        x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+        expected = torch.autograd.grad(m(x).sum(), [x, *m.parameters()])
+        out = m(x)
+        with zb.policy(checkpoint="recompute"), monkeypatch.context() as patch:
+            patch.delattr(torch.utils.checkpoint, "_CachedTorchDispatchMode")
+            _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+            zb.stage_backward_weight(m.parameters(), groups)
+        torch.testing.assert_close([x.grad, m.a.grad, m.b.grad], list(expected))
