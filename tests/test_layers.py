@@ -1,5 +1,6 @@
-"""core <- shim <- bindings, one direction; greps what each file of csrc/ includes."""
+"""core <- shim <- bindings, one direction: what each file of csrc/ includes; and one door to torch's private names."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -68,3 +69,83 @@ def test_core_is_c_and_shim_alone_is_cpp():
 )
 def test_the_detector_catches_a_planted_fault(layer, line):
     assert list(violations(layer, INCLUDE.findall(f"int x;\n{line}\n")))
+
+
+PACKAGE = Path(__file__).parents[1] / "zbpipe"
+# What is private in Python and in pytest.
+NOT_TORCHS = {"_getframe", "_current_frames", "_slotnames", "_make", "_fields", "_lru_cache_wrapper", "_pybind11"}
+NOT_TORCHS |= {"_pyfuncitem", "_obj", "_instance", "_excinfo", "_tmp_path_factory"}
+
+
+def modules():
+    return [path for path in PACKAGE.rglob("*.py") if "_torch" not in path.relative_to(PACKAGE).parts]
+
+
+def is_private(name):
+    return re.fullmatch(r"_(?!zbpipe)[A-Za-z]\w*", name) is not None
+
+
+def own_names():
+    """The private names that zbpipe gives: to functions, classes, attributes of self, fields and module variables."""
+    names = {"_C"}
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                names.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
+                names.add(node.attr)
+    return names
+
+
+def is_self(node):
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def private_names_of_torch(text, own):
+    """What a module's text says of torch's private parts."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            for name in (*node.module.split("."), *(alias.name for alias in node.names)):
+                if is_private(name):
+                    yield f"{node.lineno}: {node.module}, {name}"
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.startswith("torch.") and any(map(is_private, alias.name.split("."))):
+                    yield f"{node.lineno}: {alias.name}"
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            if ast.unparse(node).startswith("torch.") or node.attr not in own | NOT_TORCHS:
+                yield f"{node.lineno}: {ast.unparse(node)}"
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "delattr"):
+            for argument in node.args[1:2]:
+                name = getattr(argument, "value", None)
+                if isinstance(name, str) and is_private(name) and name not in own | NOT_TORCHS:
+                    yield f"{node.lineno}: {name!r}"
+
+
+def test_one_package_alone_says_private_names_of_torchs():
+    own = own_names()
+    found = [
+        f"{path.relative_to(PACKAGE)}:{where}"
+        for path in modules()
+        for where in private_names_of_torch(path.read_text(), own)
+    ]
+    assert len(modules()) > 40
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import torch._guards",
+        "from torch._guards import tracing",
+        "from torch.utils import _pytree as pytree",
+        "x = torch._C.anything()",
+        "x = tensor._version",
+        "x._base = 1",
+        "x = getattr(module, '_is_fsdp_managed_module', False)",
+    ],
+)
+def test_that_detector_catches_a_planted_fault_too(line):
+    assert list(private_names_of_torch(f"import torch\n{line}\n", own_names()))

@@ -20,12 +20,26 @@ import torch.distributed.pipelining.stage as stage
 from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
-from zbpipe import _functions, _stage_release
+from zbpipe import _functions, _stage_pass, _stage_release
+from zbpipe._torch import pipelining, probe
 
 patch_module = importlib.import_module("zbpipe.patch")
 ROOT = Path(__file__).parents[1]
 BACKWARD = "torch.distributed.pipelining._backward"
-NAMES = [name for name in patch_module.PARAMETERS if hasattr(backward, name)]
+NAMES = [name for name in pipelining.PASSES if hasattr(backward, name)]
+DRIVEN = ("forward_maybe_with_nosync", "backward_maybe_with_nosync", "backward_weight_one_chunk", "backward_one_chunk")
+RELEASED = (
+    "forward_one_chunk",
+    "get_fwd_recv_ops",
+    "get_bwd_recv_ops",
+    "get_fwd_send_ops",
+    "get_bwd_send_ops",
+    "set_local_fwd_input",
+    "set_local_bwd_input",
+    "clear_runtime_states",
+)
+releases_by_itself = torch.__version__ >= (2, 15)
+before_2_15 = pytest.mark.skipif(releases_by_itself, reason="torch 2.15 releases by itself")
 
 
 def everything():
@@ -34,23 +48,26 @@ def everything():
 
 
 def methods():
-    """The stages' methods and the schedules' function that patch() wraps, in torch before 2.15."""
-    base = stage._PipelineStageBase
-    places = {
-        f"{_stage_release.SCHEDULES}.{n}" if n == "_batch_p2p" else f"{_stage_release.STAGE}.{base.__name__}.{n}": (
-            vars(schedules)[n] if n == "_batch_p2p" else vars(base)[n]
-        )
-        for n in _stage_release.PARAMETERS
+    """The stages' methods and the schedules' function that patch() wraps with this torch."""
+    owners = [stage._PipelineStageBase, stage.PipelineStage, stage._PipelineStage]
+    names = [*DRIVEN, "scale_grads", "_compute_outputs"]
+    if not releases_by_itself:
+        names += [*RELEASED, "_prepare_forward_infra", "_prepare_backward_infra"]
+    found = {
+        f"{owner.__module__}.{owner.__qualname__}.{name}": vars(owner)[name]
+        for owner in owners
+        for name in names
+        if name in vars(owner) and not getattr(vars(owner)[name], "__isabstractmethod__", False)
     }
-    for name in _stage_release.SUBCLASSES:
-        for method in set(_stage_release.PREPARE) & vars(getattr(stage, name)).keys():
-            places[f"{_stage_release.STAGE}.{name}.{method}"] = vars(getattr(stage, name))[method]
-    return places
+    if not releases_by_itself:
+        found[f"{schedules.__name__}._batch_p2p"] = schedules._batch_p2p
+    return found
 
 
 @pytest.fixture(autouse=True)
 def torch_as_it_was():
     zbpipe.unpatch()
+    patch_module._state.said.clear()
     before = everything(), methods()
     yield
     zbpipe.unpatch()
@@ -347,7 +364,7 @@ def test_every_difference_is_listed_and_nothing_changed(monkeypatch):
 
 def test_zbpipes_functions_take_what_torchs_take():
     for name in NAMES:
-        assert patch_module._parameters(getattr(_functions, name)) == patch_module.PARAMETERS[name]
+        assert probe.parameters_of(getattr(_functions, name)) == probe.parameters_of(getattr(backward, name))
 
 
 def releases():
@@ -446,50 +463,154 @@ def test_an_environment_that_makes_no_sense_is_refused(monkeypatch):
     assert not zbpipe.is_patched()
 
 
-def test_a_torch_with_other_stages_is_patched_but_for_them(monkeypatch, caplog):
-    monkeypatch.setattr(stage._PipelineStageBase, "get_fwd_send_ops", lambda self, chunk, group: None)
-    monkeypatch.delattr(stage._PipelineStageBase, "set_local_fwd_input")
-    released = {name for name in _stage_release.PARAMETERS if name in vars(stage._PipelineStageBase)}
-    before = [vars(stage._PipelineStageBase)[name] for name in released], schedules._batch_p2p
+def warnings(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelno > logging.INFO]
+
+
+def test_a_torch_that_is_known_is_patched_without_a_warning(caplog):
     with caplog.at_level(logging.INFO, "zbpipe"), zbpipe.patched(release_outputs=True):
-        assert stage.stage_backward is _functions.stage_backward
-        assert ([vars(stage._PipelineStageBase)[name] for name in released], schedules._batch_p2p) == before
-    (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert "set_local_fwd_input is missing" in warning.getMessage()
-    assert "get_fwd_send_ops takes (self, chunk, group) where zbpipe knows (self, fwd_chunk_id)" in warning.getMessage()
+        pass
+    assert warnings(caplog) == []
+
+
+@before_2_15
+def test_a_torch_with_other_buffers_and_sends_is_patched_but_for_them(monkeypatch, caplog):
+    """It costs memory, and is said once."""
+    base = stage._PipelineStageBase
+    monkeypatch.setattr(base, "get_fwd_send_ops", lambda self, chunk, group: None)
+    monkeypatch.delattr(base, "set_local_fwd_input")
+    names = [name for name in RELEASED if name in vars(base)]
+    before = [vars(base)[name] for name in names], schedules._batch_p2p
+    with caplog.at_level(logging.INFO, "zbpipe"):
+        for _ in range(2):
+            with zbpipe.patched(release_outputs=True):
+                assert stage.stage_backward is _functions.stage_backward
+                assert hasattr(base.backward_one_chunk, "__wrapped__")
+                assert ([vars(base)[name] for name in names], schedules._batch_p2p) == before
+    (warning,) = warnings(caplog)
+    assert "stages and schedules hold what they hold in torch: " in warning
+    assert "_PipelineStageBase.set_local_fwd_input is missing" in warning
+    assert "get_fwd_send_ops takes (self, chunk, group) where zbpipe knows (self, fwd_chunk_id)" in warning
     monkeypatch.undo()
 
 
+@before_2_15
 def test_a_torch_that_releases_outputs_itself_keeps_its_way(monkeypatch, caplog):
     """As 2.15 does: what is left is what it keeps from I to W."""
     base = stage._PipelineStageBase
     monkeypatch.setattr(base, "release_fwd_send_outputs", lambda self, fwd_chunk_id: None, raising=False)
     before = methods()
     with caplog.at_level(logging.INFO, "zbpipe"), zbpipe.patched(release_outputs=True):
-        changed = [name for name, method in methods().items() if method is not before[name]]
-        names = ("backward_one_chunk", "scale_grads")
-        assert changed == [f"{_stage_release.STAGE}._PipelineStageBase.{name}" for name in names]
-    assert all(record.levelno == logging.INFO for record in caplog.records)
+        changed = {name.rpartition(".")[2] for name, method in methods().items() if method is not before[name]}
+    assert changed - {"_compute_outputs"} == {*DRIVEN, "scale_grads"}
+    assert warnings(caplog) == []
     assert any("release_outputs is True, which changes nothing" in message for message in caplog.messages)
     monkeypatch.undo()
 
 
+@pytest.mark.parametrize("name", DRIVEN)
+@pytest.mark.parametrize("difference", ["missing", "other parameters"])
+def test_a_torch_whose_stages_cannot_be_driven_is_refused(monkeypatch, name, difference):
+    if difference == "missing":
+        monkeypatch.delattr(stage._PipelineStageBase, name)
+    else:
+        monkeypatch.setattr(stage._PipelineStageBase, name, lambda self, other: None)
+    before = everything(), methods()
+    words = "is missing" if difference == "missing" else r"takes \(self, other\) where zbpipe knows \(self, "
+    with pytest.raises(
+        RuntimeError, match=rf"cannot patch torch .* of its stages .*\._PipelineStageBase\.{name} {words}"
+    ):
+        zbpipe.patch()
+    assert (everything(), methods()) == before
+    assert not zbpipe.is_patched()
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("name", ["backward_state", "dw_builder"])
+def test_a_torch_whose_stages_keep_other_state_is_refused(monkeypatch, name):
+    """Behind the same signatures."""
+    monkeypatch.setattr(stage._PipelineStageBase, "__init__", lambda self: None)
+    with pytest.raises(RuntimeError, match=rf"cannot patch torch .*_PipelineStageBase\.{name} is missing"):
+        zbpipe.patch()
+    monkeypatch.undo()
+
+
+def test_a_torch_that_keeps_a_forwards_outputs_elsewhere_is_refused(monkeypatch):
+    """As fwd_cache went in 2.15, behind the same signatures."""
+    name = "_forward_chunk_states" if releases_by_itself else "fwd_cache"
+    monkeypatch.setattr(stage._PipelineStageBase, name, property(lambda self: {}), raising=False)
+    with pytest.raises(RuntimeError, match=rf"_PipelineStageBase\.{name} is a read-only property"):
+        zbpipe.patch()
+    monkeypatch.undo()
+
+
+def test_main_grad_is_refused_where_a_schedule_would_not_scale_it(monkeypatch, caplog):
+    monkeypatch.setattr(stage._PipelineStageBase, "scale_grads", lambda self: None)
+    words = r"division by the number of microbatches would not reach main_grad: .*scale_grads takes \(self\) where"
+    with zbpipe.policy(main_grad=True), pytest.raises(RuntimeError, match=f"cannot patch torch .*{words}"):
+        zbpipe.patch()
+    assert not zbpipe.is_patched()
+    with caplog.at_level(logging.INFO, "zbpipe"), zbpipe.patched():
+        weight, x = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2, requires_grad=True)
+        weight.main_grad = torch.zeros(2, 2)
+
+        def groups():
+            return zbpipe.stage_backward_input([(x @ weight).sum()], None, [x], [weight])[1]
+
+        with zbpipe.policy(main_grad=True):
+            with pytest.raises(RuntimeError, match=rf"policy\(main_grad=True\) cannot be used while .*{words}"):
+                zbpipe.stage_backward_weight([weight], groups())
+            with pytest.raises(RuntimeError, match="Failed to run stage backward") as caught:
+                zbpipe.stage_backward((x @ weight).sum(), None, [x])
+            assert "main_grad=True) cannot be used" in str(caught.value.__cause__)
+        assert weight.grad is None and weight.main_grad.eq(0).all()
+        zbpipe.stage_backward_weight([weight], groups())
+        assert weight.grad.eq(2).all()
+    assert [text for text in warnings(caplog) if "not all is patched" in text and "main_grad" in text]
+    assert _stage_pass.main_grad_refusal is None
+    monkeypatch.undo()
+
+
+def test_a_torch_that_is_newer_than_the_newest_tested_is_said_once(monkeypatch, caplog):
+    monkeypatch.setattr(torch, "__version__", "2.16.0.dev20270101+cpu")
+    for _ in range(2):
+        with zbpipe.patched():
+            assert stage.stage_backward is _functions.stage_backward
+    assert warnings(caplog) == [
+        "torch 2.16.0.dev20270101+cpu is newer than 2.15, the newest that zbpipe has been tested with"
+    ]
+
+
+@pytest.mark.parametrize("check", [None, lambda stages: None])
+def test_compiled_stages_are_said_to_be_refused_only_where_they_are(monkeypatch, caplog, check):
+    if check is None:
+        monkeypatch.delattr(schedules, "_check_torch_compile_compatibility")
+    else:
+        monkeypatch.setattr(schedules, "_check_torch_compile_compatibility", check)
+    with zbpipe.patched():
+        assert vars(schedules).get("_check_torch_compile_compatibility") is check
+    said = [text for text in warnings(caplog) if "its schedules go on refusing compiled stages" in text]
+    assert len(said) == (check is not None)
+
+
 def test_a_method_that_somebody_rebound_meanwhile_is_left_named_and_harmless(caplog):
-    torchs = stage._PipelineStageBase.clear_runtime_states
+    torchs = stage._PipelineStageBase.scale_grads
     zbpipe.patch()
-    ours = stage._PipelineStageBase.clear_runtime_states
-    stage._PipelineStageBase.clear_runtime_states = somebodys = lambda self: ours(self)
+    ours = stage._PipelineStageBase.scale_grads
+    stage._PipelineStageBase.scale_grads = somebodys = lambda self, factor: ours(self, factor)
     try:
         with caplog.at_level(logging.INFO, "zbpipe"):
             zbpipe.unpatch()
-        assert stage._PipelineStageBase.clear_runtime_states is somebodys
-        (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
-        assert "stage._PipelineStageBase.clear_runtime_states" in warning.getMessage()
-        one = types.SimpleNamespace(fwd_cache={0: 1}, output_chunks=[1], args_recv_info={})
-        stage._PipelineStageBase.clear_runtime_states(one)
-        assert one.fwd_cache == {} and one.output_chunks == []
+        assert stage._PipelineStageBase.scale_grads is somebodys
+        (warning,) = warnings(caplog)
+        assert "stage._PipelineStageBase.scale_grads" in warning
+        module = torch.nn.Linear(1, 1)
+        module.weight.grad, module.weight.main_grad = torch.tensor([[6.0]]), torch.tensor([[6.0]])
+        with zbpipe.policy(main_grad=True):
+            stage._PipelineStageBase.scale_grads(types.SimpleNamespace(submod=module), 2)
+        assert (module.weight.grad, module.weight.main_grad) == (3, 6)
     finally:
-        stage._PipelineStageBase.clear_runtime_states = torchs
+        stage._PipelineStageBase.scale_grads = torchs
 
 
 def test_importing_zbpipe_changes_nothing(tmp_path):

@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 from torch.utils.hooks import RemovableHandle
 
 from zbpipe import _C
+from zbpipe._torch import autograd
+from zbpipe._torch.dispatch import disable_dynamo
+from zbpipe._torch.modules import hooks_before_forward
 from zbpipe._work import will_defer
 
 Grads = Sequence[torch.Tensor | None]
@@ -70,7 +72,7 @@ class Registration:
             found = _unique(named.get(name, weight) for name, weight in self.given)
         return [weight for weight in found if weight.requires_grad]
 
-    @_disable_dynamo
+    @disable_dynamo
     def enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -82,7 +84,7 @@ class Registration:
         self.running.calls.append((_depth(), call))
         return call.enter(args, kwargs)
 
-    @_disable_dynamo
+    @disable_dynamo
     def leave(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         self._end_calls(_depth(), result)
 
@@ -96,7 +98,7 @@ class Registration:
 
 def registrations(module: nn.Module) -> list[Registration]:
     """Those whose hooks the module has."""
-    owners = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
+    owners = [getattr(hook, "__self__", None) for hook in hooks_before_forward(module)]
     return [owner for owner in owners if isinstance(owner, Registration)]
 
 
@@ -145,7 +147,7 @@ class Call:
                 f"{type(self.module).__name__} was called without a floating-point tensor, so that backward_dw() has "
                 "no place in its graph; expected one that requires a gradient, or one that is an argument by itself"
             )
-        bases = [tensor._base for tensor in inputs if _can_change_its_base(tensor)]
+        bases = [autograd.base_of(tensor) for tensor in inputs if _can_change_its_base(tensor)]
         places = _unique([*inputs, *bases])
         passed = _Entrance.apply(self, len(places), *places, *self.weights)  # type: ignore[no-untyped-call]
         self.entrance = passed[0].grad_fn
@@ -174,14 +176,14 @@ class Call:
         if entrance is None:
             return
         for node in _unique(output.grad_fn for output in _tensors_in(result) if output.grad_fn is not None):
-            if node is not entrance and node._sequence_nr() > entrance._sequence_nr():
+            if node is not entrance and autograd.age(node) > autograd.age(entrance):
                 node.register_prehook(self.begin)
 
     def _hand_on_history(self, tensor: torch.Tensor, alias: torch.Tensor, entrance: Any) -> None:
         """What was computed in place on the alias is the tensor's, whose memory it is."""
         if alias.grad_fn is entrance or not _has_leaf(alias.grad_fn, entrance):
             return
-        if tensor._is_view():
+        if autograd.is_view(tensor):
             raise RuntimeError(
                 f"{type(self.module).__name__} computed in place, with gradient, on an input that is a view and "
                 "requires no gradient, to whose base run_backward_dw() cannot give that history; call it with a clone"
@@ -191,7 +193,7 @@ class Call:
     def begin(self, grads: Any) -> None:
         """The backward has come to the module's outputs."""
         if not self.has_run:
-            self.book.begun[self] = torch._C._current_graph_task_id()
+            self.book.begun[self] = autograd.run_id()
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -208,14 +210,11 @@ def _is_differentiable(value: Any) -> bool:
 
 def _can_change_its_base(tensor: torch.Tensor) -> bool:
     """Whether autograd lets one compute in place on it with gradient, and then changes the base's history."""
-    if tensor.grad_fn is None or not tensor._is_view():
+    if tensor.grad_fn is None or not autograd.is_view(tensor):
         return False
-    meta = torch._C._autograd
-    base = tensor._base
+    base = autograd.base_of(tensor)
     return (
-        meta._get_creation_meta(tensor) == meta.CreationMeta.DEFAULT
-        and _is_differentiable(base)
-        and not (base.is_leaf and base.requires_grad)  # type: ignore[union-attr]
+        autograd.may_be_written_to(tensor) and _is_differentiable(base) and not (base.is_leaf and base.requires_grad)  # type: ignore[union-attr]
     )
 
 
@@ -283,7 +282,7 @@ class Book:
         """Called where the queue has got the call's entry."""
         call.has_run = True
         self.begun.pop(call, None)
-        run = torch._C._current_graph_task_id()
+        run = autograd.run_id()
         failed = [other for other, its_run in list(self.begun.items()) if its_run != run]
         for other in failed:
             self.begun.pop(other, None)

@@ -49,7 +49,7 @@ def check() -> None:
     _compare(
         "torch",
         _torch_words(info.torch_version, info.torch_git_version, info.torch_cxx11_abi),
-        _torch_words(torch.__version__, torch.version.git_version, torch._C._GLIBCXX_USE_CXX11_ABI),
+        _torch_words(torch.__version__, torch.version.git_version, torch.compiled_with_cxx11_abi()),
     )
 
 

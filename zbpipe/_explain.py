@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils import _pytree as pytree
 
 from zbpipe import _C
 from zbpipe._flops import FACTORS, Computed, count
 from zbpipe._policy import Policy, get_policy
 from zbpipe._stage_data_parallel import is_ddp
+from zbpipe._torch import autograd
+from zbpipe._torch.dispatch import pytree
+from zbpipe._torch.modules import is_under_fully_shard
 from zbpipe._unchanged import unchanged
 from zbpipe.memory._accounting import Held, held
 from zbpipe.memory._format import megabytes, table
@@ -226,7 +228,7 @@ def _data_parallel(part: torch.nn.Module) -> str:
     fsdp = sys.modules.get("torch.distributed.fsdp")  # without it no module is sharded
     if fsdp is not None and isinstance(part, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)):
         return "is sharded by fully_shard or FSDP"
-    return "belongs to a module that fully_shard has wrapped" if getattr(part, "_is_fsdp_managed_module", False) else ""
+    return "belongs to a module that fully_shard has wrapped" if is_under_fully_shard(part) else ""
 
 
 def _asked(policy: Policy, module: torch.nn.Module) -> tuple[Any, Any]:
@@ -368,7 +370,7 @@ class _Task:
     @classmethod
     def of(cls, planned: Any) -> _Task:
         node, name, kind, why, edges = planned
-        return cls(name, kind, why, edges, bool(getattr(node, "_saved_transposed", False)))
+        return cls(name, kind, why, edges, autograd.is_transposed(node))
 
 
 class _Book:

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, Node
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from zbpipe._torch import autograd, dispatch
 
 
 @dataclass
@@ -123,11 +124,10 @@ def _is_foreign(node: Node) -> bool:
 
 
 def _zeros(edge: GradientEdge) -> torch.Tensor:
-    metadata = edge.node._input_metadata[edge.output_nr]
-    return torch.zeros(metadata.shape, dtype=metadata.dtype, device=metadata.device)
+    return autograd.zeros_for(edge.node, edge.output_nr)
 
 
-class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Counter(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.nodes: dict[Node | None, int] = {}
@@ -135,7 +135,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        packet = func._overloadpacket
+        packet = dispatch.packet_of(func)
         if packet in _QUESTIONS:
             return NotImplemented  # the subclass answers
         formula = _FORMULAS.get(packet) or flop_registry.get(packet)
@@ -149,10 +149,10 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             flops = formula(*args, **kwargs, out_val=result)
             if packet is torch.ops.aten.convolution_backward:
                 flops -= _counted_too_often(*args, **kwargs)
-            node = torch._C._current_autograd_node()
+            node = autograd.running_node()
             self.nodes[node] = self.nodes.get(node, 0) + flops
         elif _may_multiply(func):
-            self.unknown.add((str(packet), torch._C._current_autograd_node()))
+            self.unknown.add((str(packet), autograd.running_node()))
         return result
 
 
@@ -164,11 +164,9 @@ def _grouped_mm_flops(a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
 
 _aten = torch.ops.aten
 _FORMULAS = {
-    _aten._grouped_mm: _grouped_mm_flops,
-    _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[_aten._scaled_dot_product_flash_attention],
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
-        _aten._scaled_dot_product_flash_attention_backward
-    ],
+    dispatch.GROUPED_MM: _grouped_mm_flops,
+    dispatch.ATTENTION_ON_CPU: flop_registry[dispatch.ATTENTION],
+    dispatch.ATTENTION_BACKWARD_ON_CPU: flop_registry[dispatch.ATTENTION_BACKWARD],
 }
 # Of tensors whose subclass says what their shapes are.
 _QUESTIONS = {
@@ -188,7 +186,7 @@ def _counted_too_often(grad: Any, x: Any, weight: Any, *rest: Any) -> int:
 def _may_multiply(func: Any) -> bool:
     if func.namespace not in ("aten", "prim", "prims", "c10d", "_c10d_functional"):
         return True
-    name = func._opname
+    name = dispatch.operator_name(func)
     return _PRODUCT.search(name) is not None and not name.startswith(("upsample", "_upsample", "_thnn_fused"))
 
 

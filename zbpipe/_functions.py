@@ -54,6 +54,7 @@ def stage_backward_input(
     grads: Any = output_grads
     if _stage_pass.has_outputs() and any(_requires_grad(loss) for loss in outputs):
         outputs, grads = _with_outputs(outputs, grads)
+    weights = _stage_pass.in_graph(weights)
     try:
         return run(outputs, grads, input_values, weights, policy._defer(), policy._checkpoint())
     except _C.RunError as error:
@@ -91,15 +92,17 @@ def stage_backward_weight(
 
     Raises:
         TypeError, ValueError: an argument is refused; nothing has been changed.
-        RuntimeError: a group is spent, or what it holds was modified in place; nothing has been
-            changed.
+        RuntimeError: a group is spent, or what it holds was modified in place, or policy(main_grad=True)
+            asks for what the patched torch would not scale; nothing has been changed.
 
     After any other error (a hook that raised, memory that ran out) the call can be repeated with the
     same groups: it goes on where it stopped, and adds nothing twice.
     """
     run = (_observer.current or _C).weight_pass
     policy = get_policy()
-    listed = run(weights, param_groups, retain_graph, policy.fused, policy.main_grad)
+    if policy.main_grad:
+        _stage_pass.check_main_grad()
+    listed = run(_stage_pass.in_graph(weights), param_groups, retain_graph, policy.fused, policy.main_grad)
     return tuple(weight.grad for weight in listed)
 
 
@@ -147,6 +150,7 @@ def stage_backward(
 
 def _backward_into_main_grad(roots: Sequence[Any], root_grads: Sequence[torch.Tensor | None]) -> None:
     """torch.autograd.backward, where only the weight pass adds to main_grad: it comes at once."""
+    _stage_pass.check_main_grad()
     policy = get_policy()
     try:
         _, groups = _C.input_pass(roots, root_grads, (), None, policy._defer(), policy._checkpoint())

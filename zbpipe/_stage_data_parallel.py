@@ -21,66 +21,41 @@ schedule does it after the last W.
 
 import contextlib
 import functools
-import importlib
-import inspect
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 from torch.nn.parallel import DistributedDataParallel
 
+from zbpipe import _stage_pass as stage_pass
 from zbpipe._policy import get_policy
-
-STAGE = "torch.distributed.pipelining.stage"
-
-# Owner, parameters as inspect gives them, and whether a torch without it needs it not (there the forward that tells the
-# shapes runs without gradients).
-METHODS: dict[str, tuple[str, tuple[str, ...], bool]] = {
-    "_compute_outputs": ("PipelineStage", ("self", "args", "module", "kwargs"), True),
-    "forward_maybe_with_nosync": ("_PipelineStageBase", ("self", "args", "kwargs"), False),
-    "backward_maybe_with_nosync": (
-        "_PipelineStageBase",
-        ("self", "backward_type", "bwd_kwargs", "last_backward"),
-        False,
-    ),
-    "backward_weight_one_chunk": ("_PipelineStageBase", ("self", "bwd_chunk_id", "last_backward"), False),
-}
+from zbpipe._torch import ddp, fsdp, pipelining, probe
+from zbpipe._torch.autograd import version_of
 
 _Function = Callable[..., Any]
 _places: list[tuple[type, str, _Function, _Function]] = []  # owner, name, original, replacement
 _checked: weakref.WeakSet[Any] = weakref.WeakSet()  # stages whose modules _check_parts() has looked through
+_unknown: dict[str, str] = {}  # by need: why stages of that kind are refused with this torch
 
 
-def install() -> tuple[list[str], str | None]:
-    """Wrap the methods. The caller holds patch()'s lock, and has called nothing but uninstall() since the last time.
+def install() -> list[str]:
+    """Wrap the methods. The caller holds patch()'s lock, has called nothing but uninstall() since the last time, and
+    knows that the probe's need "stages" is met.
 
     Returns:
-        The methods' names, and what there is to be said of a torch where they are left alone.
+        The methods' names.
     """
-    stage = importlib.import_module(STAGE)
-    found: list[tuple[type, str, _Function]] = []
-    differences = []
-    for name, (owner_name, known, is_optional) in METHODS.items():
-        owner = getattr(stage, owner_name, None)
-        original = vars(owner or object).get(name)
-        if owner is None or original is None:
-            if not is_optional:
-                differences.append(f"{name} is missing")
-            continue
-        parameters = tuple(inspect.signature(original).parameters)
-        if parameters != known:
-            differences.append(f"{name} takes ({', '.join(parameters)}) where zbpipe knows ({', '.join(known)})")
-        found.append((owner, name, original))
-    if differences:
-        ways = "; ".join(differences)
-        return [], f"data parallel stages are driven by torch alone, whose ways zbpipe does not know: {ways}"
-    for owner, name, original in found:
-        replacement = _wrap(original, _WRAPPERS[name])
-        setattr(owner, name, replacement)
-        _places.append((owner, name, original, replacement))
-    return [_listed(owner, name) for owner, name, _, _ in _places], None
+    _unknown.update({need: refusal for need in KINDS if (refusal := probe.refusal(need)) is not None})
+    for owner in pipelining.stage_classes():
+        for name, wrapper in _WRAPPERS.items():
+            original = vars(owner).get(name)
+            if original is not None:
+                replacement = _wrap(original, wrapper)
+                setattr(owner, name, replacement)
+                _places.append((owner, name, original, replacement))
+    return [_listed(owner, name) for owner, name, _, _ in _places]
 
 
 def uninstall() -> tuple[list[str], list[str]]:
@@ -97,6 +72,7 @@ def uninstall() -> tuple[list[str], list[str]]:
         else:
             rebound.append(_listed(owner, name))
     _places.clear()
+    _unknown.clear()
     return restored, rebound
 
 
@@ -109,17 +85,22 @@ def _wrap(original: _Function, wrapper: _Function) -> _Function:
 
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs) if _places else original(*args, **kwargs)
+        if not _places:
+            return original(*args, **kwargs)
+        with stage_pass.within_stage():
+            return wrapper(original, *args, **kwargs)
 
     return replacement
 
 
 def _compute_outputs(original: _Function, self: Any, *args: Any, module: Any, **kwargs: Any) -> Any:
+    _refuse_what_is_unknown(self)
     with _accumulating(module):
         return original(self, *args, module=module, **kwargs)
 
 
 def _forward_maybe_with_nosync(original: _Function, self: Any, *args: Any, **kwargs: Any) -> Any:
+    _refuse_what_is_unknown(self)
     with _accumulating(self.submod):
         return original(self, *args, **kwargs)
 
@@ -140,11 +121,11 @@ def _backward_maybe_with_nosync(
     reads_weights = backward_type == "weight" and any(group.reads_weights for group in bwd_kwargs["param_groups"])
     with (
         _gathered(self.submod) if reads_weights else contextlib.nullcontext(),
-        _with_unsharded_parameters(self.submod),
+        stage_pass.with_weights(fsdp.gathered(self.submod)),
     ):
         result = original(self, backward_type, bwd_kwargs, last_backward=last_backward)
     if backward_type == "weight":
-        _accumulate(self.submod)
+        fsdp.accumulate(self.submod)
     return result
 
 
@@ -152,6 +133,17 @@ def _backward_weight_one_chunk(original: _Function, self: Any, *args: Any, **kwa
     if self.is_first and self.dw_builder is None:
         _refuse_what_cannot_be_split(self)
     return original(self, *args, **kwargs)
+
+
+def _refuse_what_is_unknown(stage: Any) -> None:
+    """Refuse a data parallel stage where torch's ways of driving such differ from those that zbpipe knows. All ranks
+    have them, and come here in their first forward. Raises RuntimeError."""
+    for need, refusal in _unknown.items():
+        if KINDS[need](stage.submod):
+            raise RuntimeError(
+                f"stage {stage.stage_index}'s module is a {type(stage.submod).__name__}, and with torch "
+                f"{torch.__version__} {refusal}; use a torch that zbpipe knows, a newer zbpipe, or zbpipe.unpatch()."
+            )
 
 
 def _refuse_what_cannot_be_split(stage: Any) -> None:
@@ -183,55 +175,22 @@ def _refuse_what_cannot_be_split(stage: Any) -> None:
 # DistributedDataParallel, as a wrapper, or as the composable replicate that keeps it in its state.
 
 
-def _replicate_state(module: Any) -> Any:
-    """What ``torch.distributed._composable.replicate`` keeps of a module; None for other modules, and for those of
-    ``replicate_with_fsdp``, which are fully_shard's."""
-    composable = sys.modules.get("torch.distributed._composable")  # without it no module has such a state
-    if composable is None or "replicate" not in (composable._get_registry(module) or ()):
-        return None
-    return composable.replicate.state(module)
-
-
 def is_ddp(module: Any) -> bool:
     """Tell whether DDP reduces the gradients of `module`'s weights."""
-    return isinstance(module, DistributedDataParallel) or _replicate_state(module) is not None
-
-
-def _ddp(module: Any) -> Any:
-    return module if isinstance(module, DistributedDataParallel) else _replicate_state(module)._ddp
+    return isinstance(module, DistributedDataParallel) or ddp.replicate_state(module) is not None
 
 
 @contextlib.contextmanager
 def _accumulating(module: Any) -> Iterator[None]:
     """Within it a forward of `module` tells DDP nothing of a backward to come."""
     if isinstance(module, DistributedDataParallel):
-        with module.no_sync(), _without_delayed_reduction(module):
+        with module.no_sync(), ddp.without_delayed_reduction(module):
             yield
-    elif (state := _replicate_state(module)) is not None:
-        before, state._no_sync = state._no_sync, True
-        if state._init_args:
-            state.lazy_init()  # as its forward hook would
-        try:
-            with _without_delayed_reduction(state._ddp):
-                yield
-        finally:
-            state._no_sync = before
+    elif (state := ddp.replicate_state(module)) is not None:
+        with ddp.without_sync(state) as driver, ddp.without_delayed_reduction(driver):
+            yield
     else:
         yield
-
-
-@contextlib.contextmanager
-def _without_delayed_reduction(ddp: Any) -> Iterator[None]:
-    """In the first step of a static graph a forward adds a node that queues the reduction of all gradients to the end
-    of the engine run in which it comes, which is I; see Note [The first backward of a static graph]."""
-    if not ddp.static_graph:
-        yield
-        return
-    before, ddp._static_graph_delay_allreduce_enqueued = ddp._static_graph_delay_allreduce_enqueued, True
-    try:
-        yield
-    finally:
-        ddp._static_graph_delay_allreduce_enqueued = before
 
 
 def _contribute(
@@ -244,26 +203,22 @@ def _contribute(
     for as many calls from then on. It has to count one backward, not all of a step: so the first one of all is reduced
     by itself, once it is through, as DDP does with no_sync outside of pipelines.
     """
-    ddp = _ddp(self.submod)
-    counts = ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued
+    driver = ddp.driver(self.submod)
+    counts = ddp.counts_first_backward(driver)
     if counts:
-        ddp.reducer.prepare_for_backward([])
+        ddp.expect_backward(driver, [])
     elif last_backward:
         if backward_type == "weight":
-            groups, searches = bwd_kwargs["param_groups"], ddp.find_unused_parameters
-            if not ddp.static_graph and not searches:
+            groups, searches = bwd_kwargs["param_groups"], driver.find_unused_parameters
+            if not driver.static_graph and not searches:
                 _refuse_unused(self, groups)
-            mentions = _mentions(groups) if searches and not ddp.static_graph else []
+            mentions = _mentions(groups) if searches and not driver.static_graph else []
             bwd_kwargs = {**bwd_kwargs, "stage_output": mentions}
-        if ddp is not self.submod:  # else torch's stage does it
-            outputs = torch.nn.parallel.distributed._find_tensors(  # type: ignore[no-untyped-call]
-                bwd_kwargs["stage_output"]
-            )
-            ddp.reducer.prepare_for_backward(list(outputs))
+        if driver is not self.submod:  # else torch's stage does it
+            ddp.expect_backward(driver, _with_tensors_for_edges(bwd_kwargs["stage_output"]))
     result = original(self, backward_type, bwd_kwargs, last_backward=last_backward and not counts)
     if counts:
-        ddp.reducer._delay_all_reduce()
-        ddp._static_graph_delay_allreduce_enqueued = True
+        ddp.reduce_all(driver)
     return result
 
 
@@ -273,12 +228,34 @@ def _mentions(param_groups: Iterable[Any]) -> list[torch.Tensor]:
         return [node.variable.view_as(node.variable) for group in param_groups for node in group["params"]]
 
 
+def _with_tensors_for_edges(outputs: Any) -> Any:
+    """A stage's outputs, for DDP to look for unused weights from: torch 2.15 keeps edges of those that it has sent, and
+    DDP looks at tensors. Others that lead to the same weights stand for them."""
+    if not isinstance(outputs, (tuple, list)):
+        return outputs
+    pending: list[Any] = [output.node for output in outputs if isinstance(output, GradientEdge)]
+    seen = set(pending)
+    leaves = []
+    while pending:
+        node = pending.pop()
+        if isinstance(leaf := getattr(node, "variable", None), torch.Tensor):
+            leaves.append(leaf)
+        further = {child for child, _ in node.next_functions if child is not None} - seen
+        seen |= further
+        pending += further
+    with torch.enable_grad():
+        return [
+            *(output for output in outputs if not isinstance(output, GradientEdge)),
+            *(x.view_as(x) for x in leaves),
+        ]
+
+
 def _refuse_unused(stage: Any, param_groups: Iterable[Any]) -> None:
     """Refuse a last W without weights that DDP waits for: it would reduce neither them nor what comes after them, and
     tell so in the next step, if there is one. Raises RuntimeError."""
     served = {id(node.variable) for group in param_groups for node in group["params"]}
-    ddp = _ddp(stage.submod)
-    awaited = {id(w) for name, w in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore}
+    driver = ddp.driver(stage.submod)
+    awaited = {id(w) for name, w in driver.module.named_parameters() if name not in driver.parameters_to_ignore}
     missing = [
         name
         for name, weight in stage.submod.named_parameters()
@@ -318,7 +295,7 @@ def _adding_nothing(stage: Any) -> Iterator[None]:
 
 
 def _mark(grad: torch.Tensor | None) -> tuple[int, int] | None:
-    return None if grad is None else (id(grad), grad._version)
+    return None if grad is None else (id(grad), version_of(grad))
 
 
 def _enumeration(names: list[str]) -> str:
@@ -336,25 +313,9 @@ def _is_sharded(module: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _with_unsharded_parameters(module: Any) -> Iterator[None]:
-    """Within it ``module.parameters()`` gives the weights that are in the graph.
-
-    After a forward that reshards, the module's parameters are the shards until its backward gathers the weights; I is
-    asked before that, W may be when another microbatch's forward has resharded again.
-    """
-    unsharded = {param.sharded_param: param._unsharded_param for param in _gathered_params(module)}
-    parameters = [unsharded.get(parameter, parameter) for parameter in module.parameters()]
-    vars(module)["parameters"] = lambda recurse=True: iter(parameters)
-    try:
-        yield
-    finally:
-        del vars(module)["parameters"]
-
-
-@contextlib.contextmanager
 def _gathered(module: Any) -> Iterator[None]:
     """Within it the weights are there that were gathered before, for what W runs again and reads them."""
-    groups = [group for group in _groups(module) if _has_gathered(group) and not group.is_unsharded]
+    groups = [group for group in fsdp.groups(module) if fsdp.has_gathered(group) and not group.is_unsharded]
     for group in groups:
         group.unshard()
         group.wait_for_unshard()
@@ -365,43 +326,13 @@ def _gathered(module: Any) -> Iterator[None]:
             group.reshard()
 
 
-def _accumulate(module: Any) -> None:
-    """Add the gradients of a W to the buffers in which fully_shard sums them up until it reduces.
-
-    It has such where it reduces in another dtype than it computes in, and adds to them at a backward's end: in I. From
-    torch 2.15 on the weights in the graph sum their gradients up themselves, in that dtype.
-    """
-    for param in _gathered_params(module):
-        unsharded = param._unsharded_param
-        if unsharded.grad is None or not hasattr(param, "to_accumulated_grad_if_needed"):
-            continue
-        if param.unsharded_accumulated_grad is None:
-            param.to_accumulated_grad_if_needed()
-        else:
-            param.unsharded_accumulated_grad += unsharded.grad
-            unsharded.grad = None
-
-
-def _gathered_params(module: Any) -> Iterator[Any]:
-    """What fully_shard keeps of each weight that it has gathered before, whether it is sharded now or not."""
-    for group in filter(_has_gathered, _groups(module)):
-        yield from group.fsdp_params
-
-
-def _groups(module: Any) -> Iterator[Any]:
-    for state in module._get_fsdp_state()._state_ctx.all_states:
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # torch 2.11 has one group at most
-            groups = [state._fsdp_param_group] if state._fsdp_param_group else []
-        yield from groups
-
-
-def _has_gathered(group: Any) -> bool:
-    return all(getattr(param, "_unsharded_param", None) is not None for param in group.fsdp_params)
-
-
+KINDS: dict[str, Callable[[Any], bool]] = {
+    "fully_shard": _is_sharded,
+    "DistributedDataParallel": is_ddp,
+    "the composable replicate": lambda module: ddp.replicate_state(module) is not None,
+}
 _WRAPPERS: dict[str, _Function] = {
-    "_compute_outputs": _compute_outputs,
+    pipelining.COMPUTE_OUTPUTS: _compute_outputs,
     "forward_maybe_with_nosync": _forward_maybe_with_nosync,
     "backward_maybe_with_nosync": _backward_maybe_with_nosync,
     "backward_weight_one_chunk": _backward_weight_one_chunk,

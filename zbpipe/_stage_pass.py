@@ -1,14 +1,41 @@
-"""What a stage says of the pass that it is about to call, beside what torch's stage hands over."""
+"""What a stage says of the pass that it is about to call, beside what torch's stage hands over; and that it runs."""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
 _outputs: contextvars.ContextVar[list[torch.Tensor]] = contextvars.ContextVar("zbpipe_outputs_beside_the_loss")
+_weights: contextvars.ContextVar[Mapping[torch.Tensor, torch.Tensor]] = contextvars.ContextVar("zbpipe_weights")
+
+# Why W may not add to main_grad while torch is patched; None where it may.
+main_grad_refusal: str | None = None
+
+
+class _Depth(threading.local):
+    value = 0
+
+
+_depth = _Depth()
+
+
+@contextlib.contextmanager
+def within_stage() -> Iterator[None]:
+    """A patched method of a stage runs within it."""
+    _depth.value += 1
+    try:
+        yield
+    finally:
+        _depth.value -= 1
+
+
+def is_in_step() -> bool:
+    """Tell whether this thread is within a method of a patched stage."""
+    return _depth.value > 0
 
 
 @contextlib.contextmanager
@@ -24,8 +51,9 @@ def beside_the_loss(outputs: Sequence[object]) -> Iterator[None]:
     finally:
         _outputs.reset(token)
     for output in waiting:
-        if not output._is_view():
-            output.detach_()
+        if output.grad_fn is not None:
+            with contextlib.suppress(RuntimeError):  # a view, whose history torch's stage leaves as well
+                output.detach_()
 
 
 def has_outputs() -> bool:
@@ -39,3 +67,28 @@ def take_outputs() -> list[torch.Tensor]:
     taken = [output for output in waiting if output.grad_fn is not None]
     waiting.clear()
     return taken
+
+
+@contextlib.contextmanager
+def with_weights(in_graph: Mapping[torch.Tensor, torch.Tensor]) -> Iterator[None]:
+    """A pass within it takes each weight for the one that is in the graph: the module's parameters may be shards, where
+    a forward has resharded them, and others by the time of W."""
+    token = _weights.set(in_graph)
+    try:
+        yield
+    finally:
+        _weights.reset(token)
+
+
+def in_graph(weights: Iterable[torch.Tensor] | None) -> Iterable[torch.Tensor] | None:
+    """The weights that a pass is asked for, as they are in the graph."""
+    known = _weights.get(None)
+    if not known or weights is None:
+        return weights
+    return [known.get(weight, weight) for weight in weights]
+
+
+def check_main_grad() -> None:
+    """Raises RuntimeError if a W that adds to main_grad would be given to an optimizer wrongly scaled."""
+    if main_grad_refusal is not None:
+        raise RuntimeError(main_grad_refusal)

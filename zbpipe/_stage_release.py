@@ -38,7 +38,6 @@ next step, disowns them. After unpatch() nobody passes here, and a thread that w
 import atexit
 import contextlib
 import functools
-import importlib
 import inspect
 import threading
 import weakref
@@ -54,27 +53,7 @@ from torch.autograd.graph import get_gradient_edge
 from zbpipe import _stage_pass as stage_pass
 from zbpipe._policy import get_policy
 from zbpipe._stage_data_parallel import is_ddp
-
-STAGE = "torch.distributed.pipelining.stage"
-SCHEDULES = "torch.distributed.pipelining.schedules"
-BASE = "_PipelineStageBase"
-
-# Of _PipelineStageBase, but for a function of the schedules, and for PREPARE, which its subclasses define each.
-PARAMETERS = {
-    "forward_one_chunk": ("self", "fwd_chunk_id", "args", "kwargs", "save_forward_output"),
-    "backward_one_chunk": ("self", "bwd_chunk_id", "loss", "full_backward", "last_backward"),
-    "get_fwd_recv_ops": ("self", "fwd_chunk_id"),
-    "get_bwd_recv_ops": ("self", "bwd_chunk_id"),
-    "get_fwd_send_ops": ("self", "fwd_chunk_id"),
-    "get_bwd_send_ops": ("self", "bwd_chunk_id"),
-    "set_local_fwd_input": ("self", "prev_stage_outputs", "mb_index"),
-    "set_local_bwd_input": ("self", "next_stage_bwd_outputs", "mb_index"),
-    "scale_grads": ("self", "grad_scale_factor"),
-    "clear_runtime_states": ("self",),
-    "_batch_p2p": ("p2p_ops", "desc"),
-}
-SUBCLASSES = ("PipelineStage", "_PipelineStage")
-PREPARE = ("_prepare_forward_infra", "_prepare_backward_infra")
+from zbpipe._torch import pipelining, probe
 
 _Function = Callable[..., Any]
 
@@ -107,24 +86,29 @@ class _State:
         self.spent_losses: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
 
-def install(release_outputs: bool) -> tuple[list[str], str | None]:
-    """Wrap the places. The caller holds patch()'s lock, and has called nothing but uninstall() since the last time.
+def install(release_outputs: bool) -> list[str]:
+    """Wrap the places. The caller holds patch()'s lock, has called nothing but uninstall() since the last time, and
+    knows that the probe's need "stages" is met.
 
     Returns:
-        The places' names, and what there is to be said of a torch where some or all are left alone.
+        The places' names.
     """
-    found, note = _find()
     _state.release_outputs = release_outputs
-    for owner, name in found:
+    for owner, name in _find():
         original = vars(owner)[name]
         _state.places.append(_Place(owner, name, original, _wrap(original, _WRAPPERS[name])))
     for place in _state.places:
         setattr(place.owner, place.name, place.replacement)
-    return [str(place) for place in _state.places], note
+    if refusal := probe.refusal("the scale of main_grad"):
+        stage_pass.main_grad_refusal = (
+            f"policy(main_grad=True) cannot be used while torch {torch.__version__} is patched: with it {refusal}; use "
+            "a torch that zbpipe knows, or a newer zbpipe."
+        )
+    return [str(place) for place in _state.places]
 
 
 def uninstall() -> tuple[list[str], list[str]]:
-    """Restore the places, and give every stage back the receive buffers that torch expects it to have.
+    """Restore the places. Stages have the receive buffers that torch expects them to have, each from when it is used.
 
     Returns:
         The names of the places restored, and of those that somebody else rebound meanwhile and that are left.
@@ -137,9 +121,10 @@ def uninstall() -> tuple[list[str], list[str]]:
         else:
             rebound.append(str(place))
     _state.places = []
+    stage_pass.main_grad_refusal = None
     for stage in list(_state.stages):
         for recv_infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
-            _allocate(recv_infos, stage.device)
+            _allocate_when_asked(recv_infos, stage.device)
     _state.stages.clear()
     _state.outputs.clear()
     _poll()
@@ -155,54 +140,23 @@ def set_release_outputs(enabled: bool) -> None:
     _state.release_outputs = enabled
 
 
-def torch_releases_outputs() -> bool:
-    """Tell whether this torch frees receive buffers, sends and sent outputs by itself, as torch does from 2.15 on."""
-    base = getattr(importlib.import_module(STAGE), BASE, None)
-    return hasattr(base, "release_fwd_send_outputs")
-
-
-def _find() -> tuple[list[tuple[Any, str]], str | None]:
-    """The places that can be wrapped in this torch, as owner and name, and why it is not all of them.
-
-    What is held too long costs memory, and what is not scaled is said: a torch that is different is no reason to
-    refuse the patch.
-    """
-    stage, schedules = importlib.import_module(STAGE), importlib.import_module(SCHEDULES)
-    base = getattr(stage, BASE, None)
-    if torch_releases_outputs():
-        places = [(base, "backward_one_chunk"), (base, "scale_grads")]
-        differences = []
-    else:
-        places = [(schedules if name == "_batch_p2p" else base, name) for name in PARAMETERS]
-        owners = [base, *(getattr(stage, name, None) for name in SUBCLASSES)]
-        places += [(owner, name) for owner in owners for name in PREPARE if _is_defined(owner, name)]
-        has_buffer = "buffer" in _parameters(getattr(stage, "_RecvInfo", None))
-        differences = [] if has_buffer else ["_RecvInfo takes no buffer"]
-    for owner, name in places:
-        function = vars(owner or object).get(name)
-        if function is None:
-            differences.append(f"{name} is missing")
-        elif name in PARAMETERS and _parameters(function) != PARAMETERS[name]:
-            known = ", ".join(PARAMETERS[name])
-            differences.append(f"{name} takes ({', '.join(_parameters(function))}) where zbpipe knows ({known})")
-    if differences:
-        return [], (
-            "stages hold what they hold in torch, whose ways zbpipe does not know, and scale no main_grad: "
-            + "; ".join(differences)
-        )
-    return places, None
+def _find() -> list[tuple[Any, str]]:
+    """The places that can be wrapped in this torch, as owner and name."""
+    base = pipelining.stage_base()
+    places = [(base, "backward_one_chunk")]
+    if not probe.differences("the scale of main_grad"):
+        places.append((base, "scale_grads"))
+    if pipelining.releases_by_itself() or probe.differences("releases"):
+        return places
+    classes = pipelining.stage_classes()
+    places += [(base, name) for name in _WRAPPERS if name in vars(base) and (base, name) not in places]
+    places += [(owner, name) for owner in classes for name in pipelining.PREPARE if _is_defined(owner, name)]
+    return [*dict.fromkeys(places), (pipelining.schedules_module(), pipelining.BATCH_P2P)]
 
 
 def _is_defined(owner: Any, name: str) -> bool:
-    function = vars(owner or object).get(name)
+    function = vars(owner).get(name)
     return function is not None and not getattr(function, "__isabstractmethod__", False)
-
-
-def _parameters(function: Any) -> tuple[str, ...]:
-    try:
-        return tuple(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return ()
 
 
 def _wrap(original: _Function, wrapper: _Function) -> _Function:
@@ -210,7 +164,10 @@ def _wrap(original: _Function, wrapper: _Function) -> _Function:
 
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs) if _state.places else original(*args, **kwargs)
+        if not _state.places:
+            return original(*args, **kwargs)
+        with stage_pass.within_stage():
+            return wrapper(original, *args, **kwargs)
 
     return replacement
 
@@ -301,7 +258,7 @@ def _backward_one_chunk(
     else:
         _refuse_spent_loss(self, bwd_chunk_id, loss)
         needs_grad = loss.requires_grad
-        with stage_pass.beside_the_loss(_take_outputs(self, bwd_chunk_id)):
+        with stage_pass.beside_the_loss(pipelining.take_outputs(self, bwd_chunk_id)):
             result = original(self, bwd_chunk_id, **arguments)
         if needs_grad:
             _state.spent_losses[id(loss)] = loss
@@ -319,19 +276,6 @@ def _refuse_spent_loss(stage: Any, microbatch: int, loss: torch.Tensor) -> None:
             f"the loss of stage {stage.stage_index}, microbatch {microbatch}, has had its backward: make a new "
             "schedule after a step that failed, whose losses this one keeps."
         )
-
-
-def _take_outputs(stage: Any, microbatch: int) -> tuple[Any, ...]:
-    """The last stage's outputs, for I to detach; torch's stage will find none. See Note [Who detaches the last stage's
-    outputs]."""
-    if hasattr(stage, "fwd_cache"):
-        outputs, *rest = stage.fwd_cache[microbatch]
-        stage.fwd_cache[microbatch] = ((), *rest)
-        return tuple(outputs)
-    state = stage._forward_chunk_states[microbatch]
-    outputs = tuple(state.live_outputs)
-    state.live_outputs, state.output_grad_edges = [], ()
-    return outputs
 
 
 def _get_bwd_send_ops(original: _Function, self: Any, bwd_chunk_id: int) -> Any:
@@ -397,6 +341,8 @@ def _is_received(info: Any) -> bool:
 
 
 def _describe_buffers(stage: Any, recv_infos: Iterable[Any]) -> None:
+    if not _state.places:  # unpatched meanwhile, from within the step
+        return
     for info in recv_infos:
         buffer = getattr(info, "buffer", None)
         if type(buffer) is torch.Tensor and not buffer.is_meta:
@@ -416,6 +362,35 @@ def _allocate(recv_infos: Iterable[Any], device: Any) -> None:
         if type(buffer) is torch.Tensor and buffer.is_meta:
             # Not empty_strided: a gradient handed over on the same rank may be expanded, and nothing can be written so.
             info.buffer = torch.empty_like(buffer, device=device, requires_grad=buffer.requires_grad)
+
+
+def _allocate_when_asked(recv_infos: Iterable[Any], device: Any) -> None:
+    """Where torch looks for a buffer and nobody of zbpipe's is there to make it: not before it looks."""
+    for info in recv_infos:
+        buffer = getattr(info, "buffer", None)
+        if type(buffer) is torch.Tensor and buffer.is_meta:
+            info.zbpipe_device = device
+            info.__class__ = _with_late_buffer(type(info))  # type: ignore[arg-type]
+
+
+@functools.cache
+def _with_late_buffer(kind: type) -> type:
+    """A class of what has a description in the place of its buffer, until somebody asks for that, or gives one."""
+
+    def become_plain(self: Any) -> Any:
+        self.__class__ = kind
+        return vars(self).pop("zbpipe_device")
+
+    def get(self: Any) -> torch.Tensor:
+        _allocate([self], become_plain(self))
+        buffer: torch.Tensor = self.buffer
+        return buffer
+
+    def give(self: Any, buffer: Any) -> None:
+        become_plain(self)
+        self.buffer = buffer
+
+    return type(kind.__name__, (kind,), {"buffer": property(get, give)})
 
 
 # Sends and receives.
@@ -473,10 +448,7 @@ def _is_send(op: Any) -> bool:
 
 
 def _tells_only_who_waits(op: Any) -> bool:
-    try:
-        return bool(op.group._get_backend(op.tensor.device).name() == "gloo")
-    except (AttributeError, RuntimeError):
-        return False
+    return pipelining.backend_name(op.group, op.tensor.device) == "gloo"
 
 
 _Work: Any = getattr(dist, "Work", object)  # a torch without torch.distributed can import this, and do nothing with it
@@ -710,8 +682,7 @@ def _give_up() -> None:
 _state = _State()
 
 _WRAPPERS: dict[str, _Function] = {
-    "_prepare_forward_infra": _prepare,
-    "_prepare_backward_infra": _prepare,
+    **dict.fromkeys(pipelining.PREPARE, _prepare),
     "forward_one_chunk": _forward_one_chunk,
     "backward_one_chunk": _backward_one_chunk,
     "get_fwd_recv_ops": _get_fwd_recv_ops,
@@ -722,5 +693,5 @@ _WRAPPERS: dict[str, _Function] = {
     "set_local_bwd_input": _set_local_bwd_input,
     "scale_grads": _scale_grads,
     "clear_runtime_states": _clear_runtime_states,
-    "_batch_p2p": _batch_p2p,
+    pipelining.BATCH_P2P: _batch_p2p,
 }

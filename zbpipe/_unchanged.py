@@ -30,10 +30,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zbpipe import _C
+from zbpipe._torch import autograd
+from zbpipe._torch.dispatch import is_traceable_wrapper_subclass
+from zbpipe._torch.modules import hooks_before_forward, parametrizations_cache
 
 
 @contextlib.contextmanager
@@ -44,7 +45,7 @@ def unchanged(module: nn.Module) -> Iterator[None]:
     Costs a copy of the module's tensors in main memory while it lasts.
     """
     with torch.inference_mode(False), torch.enable_grad(), contextlib.ExitStack() as stack:
-        with torch._C.DisableTorchFunctionSubclass():
+        with autograd.without_torch_functions():
             state = _State(module)
         stack.callback(state.restore)
         stack.enter_context(_random_numbers({t.device for t in state.tensors.values()}))
@@ -96,7 +97,7 @@ class _State:
     def restore(self) -> None:
         for container, contents in self.containers.values():
             _refill(container, contents)
-        with torch._C.DisableTorchFunctionSubclass():
+        with autograd.without_torch_functions():
             self._restore_tensors()
         for generator, state in self.generators.values():
             generator.set_state(state)
@@ -106,16 +107,18 @@ class _State:
             value.restore()
         self.storages.restore()
         versions = [
-            (v.tensor, v.version) for v in self.values if v.version is not None and v.version != v.tensor._version
+            (v.tensor, v.version)
+            for v in self.values
+            if v.version is not None and v.version != autograd.version_of(v.tensor)
         ]
         if versions:
             tensors, numbers = zip(*versions, strict=True)
-            torch._C._autograd._unsafe_set_version_counter(tensors, numbers)
+            autograd.set_versions(tensors, numbers)
 
 
 def _is_kept_in_step(module: nn.Module) -> bool:
     """Whether zbpipe.stores has a book about the module's queue: what is put back there would be missing in it."""
-    hooks = module._forward_pre_hooks.values()
+    hooks = hooks_before_forward(module)
     return any(getattr(hook, "__module__", "") in ("zbpipe.stores", "zbpipe._backward_dw") for hook in hooks)
 
 
@@ -158,7 +161,7 @@ class _Value:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-        self.version = None if tensor.is_inference() else tensor._version
+        self.version = None if tensor.is_inference() else autograd.version_of(tensor)
         self.requires_grad = tensor.requires_grad
         self.alias = _alias_of(tensor)
         self.place = _place_of(tensor)
@@ -178,7 +181,7 @@ def _alias_of(tensor: torch.Tensor) -> torch.Tensor | None:
 def _place_of(tensor: torch.Tensor) -> Any:
     if not _is_dense(tensor):
         return None
-    storage = tensor.untyped_storage()._cdata
+    storage = autograd.storage_id(tensor.untyped_storage())
     return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
@@ -196,9 +199,9 @@ class _Storages:
             if value.alias is None or value.alias.device.type == "meta":
                 continue
             storage = value.alias.untyped_storage()
-            if storage.nbytes() and storage._cdata not in self.copies:
+            if storage.nbytes() and autograd.storage_id(storage) not in self.copies:
                 copy = _copy(storage)
-                self.copies[storage._cdata] = (storage, copy)
+                self.copies[autograd.storage_id(storage)] = (storage, copy)
 
     def restore(self) -> None:
         for storage, copy in self.copies.values():
@@ -220,9 +223,8 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 @contextlib.contextmanager
 def _without_hooks(leaves: list[torch.Tensor]) -> Iterator[None]:
     """The leaves without gradients and without hooks on their accumulation."""
-    hooks: list[tuple[Any, Any, Any]]
-    hooks = [(leaf, leaf._backward_hooks, leaf._post_accumulate_grad_hooks) for leaf in leaves]
-    contents = [(held, list(held.items())) for _, *both in hooks for held in both if held is not None]
+    kinds = [(leaf, autograd.hook_kinds(leaf)) for leaf in leaves]
+    contents = [(held, list(held.items())) for leaf in leaves for held in autograd.hooks_of(leaf)]
     aside = _C.set_aside(leaves)
     try:
         yield
@@ -230,11 +232,8 @@ def _without_hooks(leaves: list[torch.Tensor]) -> Iterator[None]:
         # Python's side of hooks that were added meanwhile.
         for held, before in contents:
             _refill(held, before)
-        for leaf, own, post in hooks:
-            if own is None and leaf._backward_hooks is not None:
-                leaf._backward_hooks = None
-            if post is None and leaf._post_accumulate_grad_hooks is not None:
-                leaf._post_accumulate_grad_hooks = None
+        for leaf, had in kinds:
+            autograd.drop_hooks(leaf, but=had)
         _C.put_back(aside)
 
 
@@ -266,12 +265,13 @@ def _without_caches() -> Iterator[None]:
     torch.autocast_increment_nesting()
     is_nested = torch.autocast_decrement_nesting() > 0
     was_enabled = torch.is_autocast_cache_enabled()
-    cached = dict(parametrize._cache)
-    parametrize._cache.clear()
+    cache = parametrizations_cache()
+    cached = dict(cache)
+    cache.clear()
     torch.set_autocast_cache_enabled(was_enabled and not is_nested)
     try:
         yield
     finally:
         torch.set_autocast_cache_enabled(was_enabled)
-        parametrize._cache.clear()
-        parametrize._cache.update(cached)
+        cache.clear()
+        cache.update(cached)

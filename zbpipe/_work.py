@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from zbpipe import _C
+from zbpipe._torch import autograd
 
 Weights = int | torch.Tensor | Sequence[int | torch.Tensor] | None
 
@@ -86,9 +87,9 @@ def will_defer(weights: Weights) -> bool:
 def without_history(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's memory and version counter, its class and attributes, but not its place in the graph."""
     cls = type(tensor)
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+    with autograd.without_torch_functions(), torch.no_grad():
         wraps = cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-        alias = tensor.detach() if wraps else torch.Tensor._make_subclass(cls, tensor)
+        alias = tensor.detach() if wraps else autograd.alias_of_class(cls, tensor)
         if isinstance(alias, cls):
             _copy_attributes(tensor, alias)
     return alias

@@ -21,39 +21,21 @@ import importlib
 import inspect
 import logging
 import os
-import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from zbpipe import _stage_data_parallel, _stage_release
+from zbpipe import _stage_data_parallel, _stage_pass, _stage_release
+from zbpipe._policy import get_policy
+from zbpipe._torch import pipelining, probe
 
 logger = logging.getLogger("zbpipe")
 
-PIPELINING = "torch.distributed.pipelining"
-BACKWARD = f"{PIPELINING}._backward"
-IMPORTERS = (f"{PIPELINING}.stage", f"{PIPELINING}._IR")
-SCHEDULES = f"{PIPELINING}.schedules"
-COMPILE_CHECK = "_check_torch_compile_compatibility"
-OLDEST_TORCH = (2, 11)
 RELEASE_OUTPUTS = "ZBPIPE_RELEASE_OUTPUTS"
 ON = ("1", "true", "yes")
 OFF = ("", "0", "false", "no")
-
-PARAMETERS = {
-    "stage_backward": ("stage_output", "output_grads", "input_values", "outputs_with_grads_idxs"),
-    "stage_backward_input": ("stage_outputs_or_loss", "output_grads", "input_values", "weights"),
-    "stage_backward_weight": ("weights", "param_groups", "retain_graph"),
-    "_get_grad_fn_or_grad_acc": ("t",),
-    "construct_reverse_graph": ("roots",),
-    "reverse_closure": ("roots", "target_nodes", "reverse_edges_dict"),
-    "get_param_groups": ("inputs", "params", "reverse_edges_dict"),
-    "_autograd_grad_for_inputs": ("outputs", "inputs", "grad_outputs", "retain_graph", "allow_unused"),
-    "_null_coalesce_accumulate": ("lhs", "rhs"),
-}
-ABSENT_IN_OLD_TORCH = {"_autograd_grad_for_inputs"}
 
 _Function = Callable[..., Any]
 
@@ -79,6 +61,7 @@ class _State:
         self.patched_before_contexts = False
         self.release_outputs = False
         self.release_before_contexts = False
+        self.said: set[str] = set()  # warnings, which are not repeated
 
 
 _state = _State()
@@ -132,6 +115,10 @@ def unpatch() -> None:
                     for replacement, original in originals.items():
                         if value is replacement:
                             namespace[name] = original
+        if _stage_pass.is_in_step():
+            logger.warning(
+                "unpatched within a step, which goes on with torch's functions and may fail; unpatch between steps"
+            )
         restored = [place for place in _state.places if place not in rebound]
         _state.places = []
         driven_restored, driven_rebound = _stage_data_parallel.uninstall()
@@ -204,15 +191,15 @@ def _import() -> _Modules:
     """
     import torch
 
-    numbers = re.match(r"(\d+)\.(\d+)", torch.__version__)
-    if numbers is None or (int(numbers[1]), int(numbers[2])) < OLDEST_TORCH:
+    release = probe.release_of(torch.__version__)
+    if release is None or release < probe.OLDEST:
         raise RuntimeError(f"zbpipe cannot patch torch {torch.__version__}: it needs torch 2.11 or newer.")
     if not torch.distributed.is_available():
         raise RuntimeError(f"zbpipe cannot patch torch {torch.__version__}: it was built without torch.distributed.")
     try:
-        backward = importlib.import_module(BACKWARD)
-        importers = [importlib.import_module(name) for name in IMPORTERS]
-        schedules = importlib.import_module(SCHEDULES)
+        backward = importlib.import_module(pipelining.BACKWARD)
+        importers = [importlib.import_module(name) for name in pipelining.IMPORTERS]
+        schedules = pipelining.schedules_module()
     except ImportError as error:
         raise RuntimeError(f"zbpipe cannot patch torch {torch.__version__}: it has no module {error.name}.") from error
     return _Modules(backward, importers, schedules, importlib.import_module("zbpipe._functions"))
@@ -229,20 +216,19 @@ def _rebind(modules: _Modules, release_outputs: bool | None) -> None:
     if release_outputs is None:
         release_outputs = _environments_release_outputs()
     originals = _originals(modules)
+    _refuse_unknown()
     places = list(_find(originals, {name: getattr(modules.replacements, name) for name in originals}))
-    places += _find_compile_check(modules.schedules)
+    if not probe.differences("compiled stages"):
+        places += _find_compile_check(modules.schedules)
     for place in places:
         place.namespace[place.name] = place.replacement
     _state.places = places
     _state.release_outputs = release_outputs
     _warn_of_strangers(modules, places)
-    methods = []
-    for wrapped, note in (_stage_release.install(release_outputs), _stage_data_parallel.install()):
-        methods += wrapped
-        if note is not None:
-            logger.warning("not all is patched: %s", note)
+    methods = [*_stage_release.install(release_outputs), *_stage_data_parallel.install()]
+    _warn_of_unknown()
     names = ", ".join([*map(str, places), *methods])
-    effect = ", which changes nothing: this torch does so itself" if _stage_release.torch_releases_outputs() else ""
+    effect = ", which changes nothing: this torch does so itself" if pipelining.releases_by_itself() else ""
     logger.info("patched %s; release_outputs is %s%s", names, release_outputs, effect)
 
 
@@ -251,38 +237,51 @@ def _originals(modules: _Modules) -> dict[str, _Function]:
 
     Raises RuntimeError that lists every difference between this torch's functions and those that zbpipe knows.
     """
-    originals, differences = {}, []
-    for name, known in PARAMETERS.items():
-        function = vars(modules.backward).get(name)
-        if function is None:
-            if name not in ABSENT_IN_OLD_TORCH:
-                differences.append(f"{name} is missing")
-            continue
-        parameters = _parameters(function)
-        if parameters != known:
-            differences.append(f"{name} takes {_listed(parameters)} where zbpipe knows {_listed(known)}")
-        originals[name] = function
+    differences = probe.differences("passes")
     for module in modules.importers:
         for value in vars(module).values():
-            if inspect.isfunction(value) and value.__module__ == BACKWARD and value.__name__ not in PARAMETERS:
+            is_theirs = inspect.isfunction(value) and value.__module__ == pipelining.BACKWARD
+            if is_theirs and value.__name__ not in pipelining.PASSES:
                 differences.append(f"{module.__name__} uses {value.__name__}, which zbpipe does not know")
     if differences:
         raise RuntimeError(
-            f"zbpipe cannot patch this torch, whose {BACKWARD} it does not know: {'; '.join(differences)}; "
-            "use a torch that zbpipe knows, or a newer zbpipe."
+            f"zbpipe cannot patch this torch, whose {pipelining.BACKWARD} it does not know: {'; '.join(differences)}; "
+            f"{_ADVICE}"
         )
-    return originals
+    return {name: vars(modules.backward)[name] for name in pipelining.PASSES if name in vars(modules.backward)}
 
 
-def _parameters(function: _Function) -> tuple[str, ...]:
-    try:
-        return tuple(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return ("?",)
+_ADVICE = "use a torch that zbpipe knows, or a newer zbpipe."
 
 
-def _listed(parameters: Iterable[str]) -> str:
-    return f"({', '.join(parameters)})"
+def _refuse_unknown() -> None:
+    """Raises RuntimeError where numbers would depend on what this torch has not, or has otherwise."""
+    import torch
+
+    needs = ["stages"]
+    if get_policy().main_grad:
+        needs.append("the scale of main_grad")
+    for need in needs:
+        if refusal := probe.refusal(need):
+            raise RuntimeError(f"zbpipe cannot patch torch {torch.__version__}, with which {refusal}; {_ADVICE}")
+
+
+def _warn_of_unknown() -> None:
+    """Say once of what is not done with this torch, and of one that is newer than those that zbpipe was tested with."""
+    import torch
+
+    said = []
+    release = probe.release_of(torch.__version__)
+    if release is not None and release > probe.NEWEST:
+        newest = ".".join(map(str, probe.NEWEST))
+        said.append(f"torch {torch.__version__} is newer than {newest}, the newest that zbpipe has been tested with")
+    for need in probe.NEEDS:
+        if need.weight in (probe.Weight.SOME_NUMBERS, probe.Weight.MEMORY) and (refusal := probe.refusal(need.name)):
+            said.append(f"not all is patched, with torch {torch.__version__} {refusal} ({need.weight.value})")
+    for sentence in said:
+        if sentence not in _state.said:
+            _state.said.add(sentence)
+            logger.warning("%s", sentence)
 
 
 def _namespaces() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -315,10 +314,10 @@ def _accept_compiled_stages(stages: Any, schedule_name: str) -> None:
 
 
 def _find_compile_check(schedules: ModuleType) -> list[_Place]:
-    check = vars(schedules).get(COMPILE_CHECK)
-    if check is None or _parameters(check) != _parameters(_accept_compiled_stages):
+    check = vars(schedules).get(pipelining.COMPILE_CHECK)
+    if check is None:
         return []
-    return list(_find({COMPILE_CHECK: check}, {COMPILE_CHECK: _accept_compiled_stages}))
+    return list(_find({pipelining.COMPILE_CHECK: check}, {pipelining.COMPILE_CHECK: _accept_compiled_stages}))
 
 
 def _warn_of_strangers(modules: _Modules, places: list[_Place]) -> None:
@@ -327,7 +326,7 @@ def _warn_of_strangers(modules: _Modules, places: list[_Place]) -> None:
     strangers = [
         f"{module.__name__}.{name}"
         for module in modules.importers
-        for name in PARAMETERS
+        for name in pipelining.PASSES
         if name in vars(module) and id(vars(module)[name]) not in ours
     ]
     if strangers:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from zbpipe import _C
+from zbpipe._torch import autograd
 
 _LISTED = 8  # holders that a refusal describes; more are counted
 
@@ -120,15 +121,15 @@ class _GoneStorage(torch.UntypedStorage):
 
 
 def _mark_gone(tensor: torch.Tensor) -> None:
-    with torch._C.DisableTorchFunctionSubclass():
+    with autograd.without_torch_functions():
         tensor.untyped_storage().__class__ = _GoneStorage
 
 
 def _who_holds(tensor: torch.Tensor, size: int, of_storage: int, python_storage: bool, of_tensor: int) -> str:
     """Say who holds a tensor's memory besides it. Returns text alone: nothing is kept alive by it."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with autograd.without_torch_functions():
         seen: list[str] = []
-        base = tensor._base  # before the search, which finds objects
+        base = autograd.base_of(tensor)  # before the search, which finds objects
         others = [t for t in _living_tensors() if t is not tensor]
         sharing = [t for t in others if _C.find_hold(tensor, t)]
         for other in sharing:
@@ -174,7 +175,7 @@ def _refusal(tensor: torch.Tensor, size: int, seen: list[str], unseen: int, pack
 def _describe(tensor: torch.Tensor) -> str:
     if isinstance(tensor, torch.nn.Parameter):
         kind = "parameter"
-    elif tensor._is_view():
+    elif autograd.is_view(tensor):
         kind = "view"
     elif tensor.grad_fn is not None:
         kind = f"result of {tensor.grad_fn.name()}"
@@ -206,16 +207,7 @@ def _nodes_below(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
 
 
 def _held_by(node: Any) -> Iterator[tuple[str, Any]]:
-    """What a node saved, as name and torch._C._autograd.SavedTensor: no hook runs; and an accumulator's leaf."""
+    """What a node saved, as name and torch's SavedTensor: no hook runs; and an accumulator's leaf."""
     if hasattr(node, "variable"):
         yield "its leaf", node.variable
-    for attribute in dir(type(node)):
-        if not attribute.startswith("_raw_saved_"):
-            continue
-        try:
-            saved = getattr(node, attribute)
-        except RuntimeError:  # a backward has released it
-            continue
-        name = attribute.removeprefix("_raw_saved_")
-        for one in saved if isinstance(saved, (tuple, list)) else [saved]:
-            yield name, one
+    yield from autograd.saved_by(node)

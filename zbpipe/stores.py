@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from zbpipe import _C
 from zbpipe._backward_dw import Registration, registrations
+from zbpipe._torch.dispatch import pytree
 from zbpipe._work import Weights, will_defer
 
 __all__ = ["WeightGradStore", "run_backward_dw"]

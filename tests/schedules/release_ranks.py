@@ -27,6 +27,18 @@ PATIENCE = 10.0  # seconds for a send to be done; the receive has been posted or
 ZERO_BUBBLE = ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 
 
+RELEASES = torch.__version__ >= (2, 15)  # then torch sees to sends and sent outputs, and we to what is left from I to W
+
+
+def forward_entry(stage, microbatch):
+    """What a stage keeps of a forward: its first output, or what stands for it, and its inputs."""
+    if RELEASES:
+        state = stage._forward_chunk_states[microbatch]
+        return state.live_outputs[0], state.input_values
+    (output, *_), inputs = stage.fwd_cache[microbatch]
+    return output, inputs
+
+
 class Block(nn.Module):
     """W needs neither the block's input, output nor their gradients: the products' matrices are tensors of its own."""
 
@@ -139,7 +151,7 @@ class Watch:
         self.note("output", self.microbatch, output[0] if isinstance(output, tuple) else output)
 
     def sends_are_gone(self):
-        while self.sent and self.release_outputs:
+        while self.sent and self.release_outputs and not RELEASES:
             self.gone("after its send", self.sent.pop(), "output", patience=PATIENCE)
 
     def forward(self, original, microbatch, *args, **kwargs):
@@ -155,8 +167,8 @@ class Watch:
     def backward(self, original, microbatch, *args, **kwargs):
         stage = self.stage
         self.sends_are_gone()
-        (output, *_), inputs = stage.fwd_cache[microbatch]
-        if not stage.is_last and isinstance(output, torch.Tensor) == self.release_outputs:
+        output, inputs = forward_entry(stage, microbatch)
+        if not RELEASES and not stage.is_last and isinstance(output, torch.Tensor) == self.release_outputs:
             self.found.append(f"stage {stage.stage_index} keeps {type(output).__name__} from F to I")
         if not stage.is_last:
             self.note("output gradient", microbatch, stage.grad_recv_info[microbatch][0].buffer)
@@ -180,7 +192,7 @@ class Watch:
         self.gone("between I and W", microbatch, "output gradient")
         if self.release_outputs or not self.is_beside_previous:
             self.gone("between I and W", microbatch, "input")
-        if not self.is_beside_previous:
+        if not self.is_beside_previous and not RELEASES:
             self.gone("between I and W", microbatch, "input gradient", patience=PATIENCE)
         return original(microbatch, *args, **kwargs)
 
@@ -189,7 +201,7 @@ class Watch:
             self.gone("after the step", microbatch, "output gradient", "input gradient")
             if not self.stage.is_first and not self.stage.is_last:  # the losses, which are the user's, hold the last's
                 self.gone("after the step", microbatch, "input")
-        if self.stage.backward_state or self.stage.fwd_cache:
+        if self.stage.backward_state or getattr(self.stage, "_forward_chunk_states" if RELEASES else "fwd_cache"):
             self.found.append("the stage's state outlives the step")
         self.held.clear()
 

@@ -27,6 +27,7 @@ import zbpipe
 from zbpipe import _stage_release
 
 WORLD = 2
+before_2_15 = pytest.mark.skipif(torch.__version__ >= (2, 15), reason="torch 2.15 has other buffers, and frees them")
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +97,18 @@ def step(stages, number=0, schedule=None):
     losses = []
     (schedule or schedule_of(stages)).step(x, target=target, losses=losses)
     grads = {f"{i}.{n}": w.grad for i, s in enumerate(stages) for n, w in s.submod.named_parameters()}
+    return [loss.detach() for loss in losses], grads
+
+
+def reference_of_one_step(number):
+    """As `reference`, for one step of which no gradients are left by others."""
+    modules = parts("plain", 2)
+    x, target = batch(number)
+    losses = []
+    for value, goal in zip(x.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True):
+        losses.append(loss_function(modules[1](modules[0](value)), goal))
+        losses[-1].backward()
+    grads = {f"{i}.{n}": w.grad for i, m in enumerate(modules) for n, w in m.named_parameters()}
     return [loss.detach() for loss in losses], grads
 
 
@@ -192,9 +205,70 @@ def test_a_gradient_that_is_none_is_handed_over_as_zero(one_rank):
     with zbpipe.patched():
         for number in range(2):
             torch.testing.assert_close(step(stages, number, schedule)[1], wanted[number])
-            assert all(info.buffer.is_meta for infos in stages[0].grad_recv_info.values() for info in infos)
-    assert not any(info.buffer.is_meta for infos in stages[0].grad_recv_info.values() for info in infos)
-    assert not any(info.buffer.is_meta for infos in stages[1].args_recv_info.values() for info in infos)
+            assert all(is_let_go(info.buffer) for infos in stages[0].grad_recv_info.values() for info in infos)
+    assert not any(is_described(info.buffer) for infos in stages[0].grad_recv_info.values() for info in infos)
+    assert not any(is_described(info.buffer) for infos in stages[1].args_recv_info.values() for info in infos)
+
+
+def is_described(buffer):
+    return buffer is not None and buffer.is_meta
+
+
+def is_let_go(buffer):
+    """As torch does from 2.15 on, or with a description in its place."""
+    return buffer is None or buffer.is_meta
+
+
+def received(stages):
+    infos = [info for s in stages for of in (s.args_recv_info, s.grad_recv_info) for few in of.values() for info in few]
+    return [info for info in infos if vars(info)["buffer"] is not None]
+
+
+@before_2_15
+def test_the_end_of_a_block_allocates_no_receive_buffer_before_it_is_used(one_rank):
+    """Of all microbatches at once they would be a peak."""
+    modules = parts("plain", 2)
+    stages = two_stages(modules)
+    schedule = schedule_of(stages)
+    for number in range(3):
+        with zbpipe.patched() if number != 1 else contextlib.nullcontext():
+            got = step(stages, number, schedule)
+        if number != 1:
+            assert received(stages) and all(vars(info)["buffer"].is_meta for info in received(stages))
+        else:
+            assert not any(vars(info)["buffer"].is_meta for info in received(stages))
+        assert_equal(got, reference("plain", 2)[number])
+    info = received(stages)[0]
+    kind = type(info)
+    assert info.buffer.device.type == "cpu" and info.buffer is info.buffer
+    assert type(info) is not kind and vars(info)["buffer"] is info.buffer and "zbpipe_device" not in vars(info)
+
+
+@pytest.mark.parametrize("passing", ["forward", "backward"])
+def test_unpatching_within_a_step_is_said_and_ruins_no_stage(one_rank, passing, caplog):
+    modules = parts("plain", 2)
+    stages = two_stages(modules)
+    schedule = schedule_of(stages)
+    with zbpipe.patched():
+        step(stages, 0, schedule)
+    zbpipe.patch()
+    if passing == "forward":
+        handle = modules[1].register_forward_hook(lambda *_: zbpipe.unpatch())
+    else:
+        handle = next(iter(modules[1].parameters())).register_hook(lambda grad: zbpipe.unpatch())
+    with contextlib.suppress(RuntimeError, KeyError, AttributeError):
+        step(stages, 0, schedule)
+    handle.remove()
+    assert not zbpipe.is_patched()
+    assert [r.getMessage() for r in caplog.records if "unpatched within a step" in r.getMessage()]
+    for number, patched in ((1, False), (2, True)):
+        for module in modules:
+            module.zero_grad()
+        schedule = schedule_of(stages)
+        with zbpipe.patched() if patched else contextlib.nullcontext():
+            got = step(stages, number, schedule)
+        wanted = reference_of_one_step(number)
+        assert_equal(got, wanted)
 
 
 def test_outputs_are_the_users_unless_told_otherwise(one_rank):

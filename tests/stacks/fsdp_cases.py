@@ -240,7 +240,8 @@ def replicated(schedule):
         replicate(part.mixer, mesh=mesh()["dp"])
         return replicate(part, mesh=mesh()["dp"])
 
-    for log in as_unsplit(schedule, wrap):
+    _, *later = as_unsplit(schedule, wrap)  # torch 2.15 has a backward before the first step, to learn shapes from
+    for log in later:
         assert log.collectives() == {"allreduce_": 4}, log.collectives()
 
 

@@ -1,6 +1,7 @@
 """What is refused of data parallel stages, and what patching leaves as it was. One process, which is a pipeline alone."""
 
-import inspect
+import importlib
+import sys
 from functools import partial
 
 import pytest
@@ -11,7 +12,6 @@ from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining import stage as torchs_stage
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -139,26 +139,85 @@ def test_main_grad_in_ddp_is_refused(ignored):
     assert part.weight.main_grad.eq(0).all()
 
 
-def methods():
-    names = ("backward_maybe_with_nosync", "forward_maybe_with_nosync", "backward_weight_one_chunk")
-    found = [inspect.getattr_static(torchs_stage._PipelineStageBase, name) for name in names]
-    return [*found, inspect.getattr_static(PipelineStage, "_compute_outputs", None)]
-
-
-def test_patching_and_back():
-    before = methods()
-    with zbpipe.patched(), zbpipe.patched():
-        assert all(new is not old for new, old in zip(methods(), before, strict=True) if old is not None)
-    assert methods() == before
-
-
-def test_a_stage_method_of_other_parameters_is_left_alone_with_a_warning(monkeypatch, caplog):
-    def other(self, backward_type, kwargs):
-        raise AssertionError
-
-    monkeypatch.setattr(torchs_stage._PipelineStageBase, "backward_maybe_with_nosync", other)
-    before = methods()
+def test_whoever_asks_within_a_pass_gets_the_modules_own_parameters():
+    """I and W take the weights that are in the graph; the module has shards, and says so to hooks and other threads."""
+    module = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), mesh=init_device_mesh("cpu", (1,)))
+    own = module.parameters
+    module.parameters = lambda recurse=True: own(recurse)  # the user's
+    users = vars(module)["parameters"]
+    stage = PipelineStage(module, 1, 2, torch.device("cpu"))
+    stage.has_backward = True
     with zbpipe.patched():
-        assert methods() == before
-    said = [record.getMessage() for record in caplog.records if "data parallel" in record.getMessage()]
-    assert len(said) == 1 and "takes (self, backward_type, kwargs) where zbpipe knows" in said[0]
+        stage.forward_maybe_with_nosync(torch.ones(2, 2)).sum().backward()  # gathers for the first time
+        module.zero_grad()
+        x = torch.randn(2, 2, requires_grad=True)
+        out = stage.forward_maybe_with_nosync(x)
+        module.reshard()
+        seen = []
+        out.register_hook(lambda grad: seen.append(module.parameters is users))
+        kwargs = {"stage_output": (out,), "output_grads": (torch.ones_like(out),), "input_values": (x,)}
+        groups = stage.backward_maybe_with_nosync("input", kwargs)[1]
+        assert seen == [True]
+        stage.backward_maybe_with_nosync("weight", {"stage_output": (), "param_groups": groups}, last_backward=True)
+    assert len(groups) == 2 and all(group.spent for group in groups)
+    assert vars(module)["parameters"] is users
+
+
+def lose_a_method(monkeypatch):
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    monkeypatch.setattr(FSDPParamGroup, "unshard", lambda self, how: None)
+
+
+def lose_the_accumulation(monkeypatch):
+    """As it went in 2.15, and in none of the ways that are known."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    monkeypatch.delattr(FSDPParam, "to_accumulated_grad_if_needed", raising=False)
+    monkeypatch.setattr(FSDPParam, "unsharded_accumulated_grad", [], raising=False)
+
+
+def lose_the_reducer(monkeypatch):
+    monkeypatch.delattr(nn.parallel.distributed, "_find_tensors")
+
+
+def lose_a_flag(monkeypatch):
+    monkeypatch.setattr(DistributedDataParallel, "_set_static_graph", lambda self: None)
+    monkeypatch.setattr(DistributedDataParallel, "_post_forward", lambda self, output: output)
+
+
+def lose_replicates_state(monkeypatch):
+    state = sys.modules["torch.distributed._composable.replicate"]._ReplicateState
+    monkeypatch.setattr(state, "lazy_init", lambda self, when: None)
+
+
+def sharded(part):
+    return fully_shard(part, mesh=init_device_mesh("cpu", (1,)))
+
+
+@pytest.mark.parametrize(
+    ("wrap", "plant", "words"),
+    [
+        (sharded, lose_a_method, r"under fully_shard would be wrong: .*unshard takes \(self, how\) where zbpipe knows"),
+        (sharded, lose_the_accumulation, "under fully_shard would be wrong: .*accumulated_grad"),
+        (DistributedDataParallel, lose_the_reducer, "wrong moment, or never: .*_find_tensors is missing"),
+        (DistributedDataParallel, lose_a_flag, "_static_graph_delay_allreduce_enqueued is missing"),
+        (replicate, lose_the_reducer, "wrong moment, or never: .*_find_tensors is missing"),
+        (replicate, lose_replicates_state, r"lazy_init takes \(self, when\) where zbpipe knows \(self\)"),
+    ],
+)
+def test_a_stage_whose_ways_in_torch_are_unknown_is_refused_in_its_first_forward(
+    wrap, plant, words, monkeypatch, caplog
+):
+    """And no other stage is."""
+    stage = PipelineStage(wrap(nn.Linear(2, 2)), 1, 2, torch.device("cpu"))
+    other = PipelineStage(nn.Linear(2, 2), 1, 2, torch.device("cpu"))
+    monkeypatch.setattr(importlib.import_module("zbpipe.patch")._state, "said", set())
+    plant(monkeypatch)
+    with zbpipe.patched():
+        with pytest.raises(RuntimeError, match=f"stage 1's module is a .*{words}"):
+            stage.forward_maybe_with_nosync(torch.ones(2, 2))
+        other.forward_maybe_with_nosync(torch.ones(2, 2))
+    said = [record.getMessage() for record in caplog.records if "not all is patched" in record.getMessage()]
+    assert len(said) == 1 and "refused where it is met" in said[0]
+    monkeypatch.undo()

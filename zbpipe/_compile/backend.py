@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch._functorch.config
 from torch import fx
-from torch._guards import CompileContext, TracingContext, compile_context, tracing
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zbpipe import _C
 from zbpipe._compile.split import CannotSplitError, Halves, split
+from zbpipe._torch import compiler
+from zbpipe._torch.autograd import without_autocast
+from zbpipe._torch.compiler import CompileContext, TracingContext, compile_context, tracing
+from zbpipe._torch.dispatch import is_traceable_wrapper_subclass
 
 logger = logging.getLogger("zbpipe")
 
@@ -47,16 +48,13 @@ def compile_graph(
 def _with_aot_eager(
     graph: fx.GraphModule, inputs: list[Any], recompute: bool, subclasses: list[str]
 ) -> Callable[..., Any]:
-    from torch._dynamo.backends.debugging import aot_eager, boxed_nop
-
     def compile_backward(backward: fx.GraphModule, values: Sequence[Any]) -> Compiled:
         def compile_piece(piece: fx.GraphModule, values: Sequence[Any], _: Sequence[int]) -> Compiled:
-            return boxed_nop(piece, list(values))
+            return cast(Compiled, compiler.run_as_traced(piece, values))
 
         return _Backward(backward, values, compile_piece, recompute, subclasses).as_function()
 
-    with torch._functorch.config.patch(enable_autograd_cache=False):
-        return aot_eager(graph, inputs, bw_compiler=compile_backward)
+    return cast(Callable[..., Any], compiler.compile_with_aot_eager(graph, inputs, compile_backward))
 
 
 def _with_inductor(
@@ -67,36 +65,28 @@ def _with_inductor(
     mode: str | None,
     options: Mapping[str, Any] | None,
 ) -> Callable[..., Any]:
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-    from torch._inductor.utils import BoxedBool
-
-    wrapper: Any = torch._TorchCompileInductorWrapper  # which knows modes and checks options
-    patches = wrapper(mode, dict(options or {}), None).config
+    patches = compiler.options_of(mode, options)
 
     def compile_any(graph: fx.GraphModule, values: Sequence[Any], **given: Any) -> Any:
         if not given.get("is_backward"):
-            return compile_fx_inner(graph, values, **given)
+            return compiler.inductors_inner_compile(graph, values, **given)
         if given.get("cudagraphs") and any(isinstance(v, torch.Tensor) and v.is_cuda for v in values):
             _log_not_split("CUDA graphs would overwrite what is kept for W; leave mode='reduce-overhead' out")
-            return compile_fx_inner(graph, values, **given)
+            return compiler.inductors_inner_compile(graph, values, **given)
         fixed = set(given.get("static_input_idxs", ()))
 
         def compile_piece(piece: fx.GraphModule, values: Sequence[Any], origins: Sequence[int]) -> Compiled:
             now = {
                 **given,
                 "static_input_idxs": [i for i, origin in enumerate(origins) if origin in fixed],
-                "cudagraphs": BoxedBool(False),
+                "cudagraphs": compiler.no_cuda_graphs(),
             }
-            with config.patch(patches):
-                return compile_fx_inner(piece, values, **now)
+            with compiler.inductor_options(patches):
+                return cast(Compiled, compiler.inductors_inner_compile(piece, values, **now))
 
         return _Backward(graph, values, compile_piece, recompute, subclasses).as_function()
 
-    # A hit in AOTAutograd's cache brings a backward that somebody else compiled, whole.
-    with torch._functorch.config.patch(enable_autograd_cache=False):
-        compiled: Any = compile_fx(graph, inputs, inner_compile=compile_any, config_patches=patches or None)
-    return cast(Callable[..., Any], compiled)
+    return cast(Callable[..., Any], compiler.compile_with_inductor(graph, inputs, compile_any, patches))
 
 
 def _log_not_split(reason: str) -> None:
@@ -121,7 +111,7 @@ class _WeightWork:
         self._compiled = compiled
 
     def __call__(self, *values: Any) -> Sequence[Any]:
-        with torch._C._DisableAutocast():
+        with without_autocast():
             return self._compiled(list(values))
 
 
@@ -160,7 +150,7 @@ class _Backward:
         def run(values: Values) -> Sequence[Any]:
             return self._run(values)
 
-        run._boxed_call = True  # type: ignore[attr-defined]
+        compiler.mark_boxed(run)
         return run
 
     def _run(self, values: Values) -> Sequence[Any]:
@@ -253,7 +243,7 @@ class _Backward:
         donations: inductor writes over inputs whose numbers AOTAutograd has noted. Those are numbers of the whole's
         inputs, and W needs some of them after I: not for the halves.
         """
-        with tracing(self._tracing), compile_context(self._compiling), torch._C._DisableAutocast(), torch.no_grad():
+        with tracing(self._tracing), compile_context(self._compiling), without_autocast(), torch.no_grad():
             metadata = self._metadata
             if self._tracing is None or metadata is None:
                 yield

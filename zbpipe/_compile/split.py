@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from zbpipe._torch import dispatch
+
 aten = torch.ops.aten
 
 CONSTANTS = {
@@ -104,14 +106,15 @@ def classify(node: fx.Node) -> str:
         return LIGHT if any(has_tensor(source) for source in node.all_input_nodes) else FREE
     if node.target is operator.getitem:  # one of several results
         return FREE if is_view(node) else LIGHT
-    if not isinstance(node.target, torch._ops.OpOverload):  # a higher-order operator: cond, a Triton kernel
+    target: Any = node.target
+    if not dispatch.is_operator(target):  # a higher-order operator: cond, a Triton kernel
         return PINNED if "rng" in str(node.target) else HEAVY
-    if torch.Tag.nondeterministic_seeded in node.target.tags:
+    if torch.Tag.nondeterministic_seeded in target.tags:
         return PINNED
     name = base_name(node)
     if is_view(node) or (name in CONSTANTS and not any(has_tensor(source) for source in node.all_input_nodes)):
         return FREE
-    tags = {str(tag).rsplit(".", 1)[-1] for tag in node.target.tags}
+    tags = {str(tag).rsplit(".", 1)[-1] for tag in target.tags}
     return LIGHT if name in LIGHT_NAMES or name in CONSTANTS or tags & {"pointwise", "reduction"} else HEAVY
 
 
@@ -132,8 +135,7 @@ def behind_free(value: Any) -> list[fx.Node]:
 
 def base_name(node: fx.Node) -> str:
     """Of an OpOverload: "mm" of aten.mm.default."""
-    target: Any = node.target
-    return str(target._schema.name).rsplit("::", 1)[-1]
+    return dispatch.operator_name(node.target)
 
 
 def is_view(node: fx.Node) -> bool:
@@ -141,11 +143,7 @@ def is_view(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         source = node.args[0]
         return isinstance(source, fx.Node) and is_view(source)
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    returns = node.target._schema.returns
-    says_so = any(result.alias_info is not None and not result.alias_info.is_write for result in returns)
-    return says_so or base_name(node) == "_unsafe_view"
+    return dispatch.makes_view(node.target)
 
 
 def has_tensor(node: fx.Node) -> bool:
@@ -173,9 +171,9 @@ def refuse_side_effects(graph: fx.Graph) -> None:
         if node.op in ("call_module", "call_method"):
             raise CannotSplitError(f"its backward has the node {node.format_node()}")
         target = node.target
-        if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+        if dispatch.is_mutable(target):
             raise CannotSplitError(f"its backward changes a tensor in place ({target})")
-        if isinstance(target, torch._ops.HigherOrderOperator) and "with_effects" in str(target):
+        if dispatch.has_effects(target):
             raise CannotSplitError("its backward has ordered side effects")
 
 

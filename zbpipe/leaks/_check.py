@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 
 from zbpipe import _C
+from zbpipe._torch.autograd import without_torch_functions
 from zbpipe.leaks import _cuda
 from zbpipe.leaks._collector import collector
 from zbpipe.leaks._report import Holder, Leak, Report
@@ -306,7 +307,7 @@ def _fates(found: list[Found], since: int) -> list[Leak]:
 
 def _split(allow: Iterable[Any]) -> tuple[list[torch.Tensor], list[Callable[[torch.Tensor], bool]], list[Any]]:
     """What ``allow`` names: tensors, predicates, and the objects that may hold tensors."""
-    with torch._C.DisableTorchFunctionSubclass():  # what a subclass would have to say
+    with without_torch_functions():  # what a subclass would have to say
         return _split_plainly(allow)
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from zbpipe._torch import allocator
+
 Block = tuple[str, int, int]
 """Device, address, bytes."""
 
@@ -26,7 +28,7 @@ def blocks_now(device: torch.device | None) -> set[Block]:
     """The blocks in use on a device, or on all; nothing where CUDA is not used or its allocator keeps no account."""
     if not is_in_use() or torch.cuda.get_allocator_backend() != "native":
         return set()
-    return set(active(torch.cuda.memory._snapshot()["segments"], device))
+    return set(active(allocator.segments(), device))
 
 
 def active(segments: Iterable[Mapping[str, Any]], device: torch.device | None = None) -> list[Block]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from zbpipe import _C
+from zbpipe._torch.pipelining import work_type
 from zbpipe.leaks import _source
 from zbpipe.leaks._report import Cycle, Holder, Leak
 from zbpipe.leaks._words import Step, Words, thread_names
@@ -122,8 +123,7 @@ def _roots(target: Any = None, returned: Any = None) -> tuple[list[Root], dict[i
 
 
 def _type_of_work() -> Any:
-    c10d = sys.modules.get("torch._C._distributed_c10d")
-    return getattr(c10d, "Work", None)
+    return work_type()
 
 
 def _in_words(result: dict[str, Any], scope: Scope, words: Words) -> Result:

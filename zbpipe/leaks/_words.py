@@ -16,6 +16,9 @@ from typing import Any
 import torch
 
 from zbpipe import _C
+from zbpipe._torch.autograd import forward_of
+from zbpipe._torch.modules import REGISTERED
+from zbpipe._torch.pipelining import work_type
 from zbpipe.leaks import _source
 from zbpipe.leaks._report import Holder
 
@@ -27,7 +30,6 @@ _MODULE, _QUALNAME, _MRO, _DICT = (vars(type)[name] for name in ("__module__", "
 _PLAIN_KEYS = (str, int, float, bool, bytes, type(None))
 _LONGEST_KEY = 60
 _Ordered = collections.OrderedDict
-_OF_MODULES = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "submodule"}
 _NOTHING = object()
 
 
@@ -191,10 +193,10 @@ class Words:
         if attribute is None:
             return Holder("object", f"{_said(edge)}{'class' if is_class else 'a'} {name}"), 1
         kind = "class attribute" if is_class else "attribute"
-        if attribute in _OF_MODULES and issubclass(type(thing), torch.nn.Module) and type(after) in (dict, _Ordered):
+        if attribute in REGISTERED and issubclass(type(thing), torch.nn.Module) and type(after) in (dict, _Ordered):
             key = self._key(after, _object_at(steps, at + taken + 1))
             if type(key) is str:
-                kind, attribute, taken = _OF_MODULES[attribute], key, taken + 1
+                kind, attribute, taken = REGISTERED[attribute], key, taken + 1
         where = _attribute_place(thing if is_class else type(thing), attribute)
         return Holder("attribute", f"{_said(edge)}{kind} {attribute} of {name}", where), taken
 
@@ -262,8 +264,7 @@ def _node(thing: Any, name: str, edge: str | None) -> Holder:
     short = name.rpartition("::")[2]
     where = None
     if thing is not None and issubclass(type(thing), torch.autograd.function.BackwardCFunction):
-        forward = getattr(getattr(type(thing), "_forward_cls", None), "forward", None)
-        where = code_place(forward)
+        where = code_place(forward_of(type(thing)))
     return Holder("accumulator" if short == "AccumulateGrad" else "node", f"{_said(edge)}{short}", where)
 
 
@@ -277,7 +278,7 @@ def _hook(hook: Any, edge: str) -> Holder:
 
 
 def _is_work(cls: type) -> bool:
-    work = getattr(sys.modules.get("torch._C._distributed_c10d"), "Work", None)
+    work = work_type()
     return work is not None and issubclass(cls, work)
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from zbpipe._torch.pipelining import has_backward
 from zbpipe.leaks import Growth, _marker
 from zbpipe.leaks._growth import Grown, describe, report_of
 
@@ -188,7 +189,7 @@ class _Steps:
             finally:
                 if outermost:
                     self.inside.schedule = False
-            if outermost and getattr(schedule, "_has_backward", True):  # eval() calls step() too
+            if outermost and has_backward(schedule):  # eval() calls step() too
                 self.end(1, schedule)
             return result
 

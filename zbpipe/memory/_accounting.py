@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from zbpipe._C import ParamGroup
+from zbpipe._torch.autograd import storage_id
 from zbpipe.memory._format import megabytes, table
 
 
@@ -243,7 +244,7 @@ class _Book:
 
 def _seen(t: torch.Tensor, weights: list[torch.Tensor]) -> _Tensor:
     storage = t.untyped_storage()
-    return "output gradient", storage._cdata, storage.nbytes(), tuple(t.shape), t.dtype, t.device, weights
+    return "output gradient", storage_id(storage), storage.nbytes(), tuple(t.shape), t.dtype, t.device, weights
 
 
 def _prefixes(name: str) -> list[str]:

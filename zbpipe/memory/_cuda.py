@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from zbpipe import _C
+from zbpipe._torch import allocator
 
 _ATTEMPTS = 100
 
@@ -34,19 +35,19 @@ class _History:
     def acquire(self, entries: int) -> None:
         with self._lock:
             if self._users == 0:
-                if torch._C._cuda_isHistoryEnabled():
+                if allocator.is_recording():
                     raise RuntimeError(
                         "torch.cuda.memory._record_memory_history is already on, and a recording would end it; switch "
                         "it off first"
                     )
-                torch.cuda.memory._record_memory_history("all", context=None, max_entries=entries, clear_history=True)
+                allocator.begin_history(entries)
             self._users += 1
 
     def release(self) -> None:
         with self._lock:
             self._users -= 1
             if self._users == 0:
-                torch.cuda.memory._record_memory_history(None)
+                allocator.end_history()
 
 
 _history = _History()
@@ -106,14 +107,13 @@ class CudaSource:
         return self.log.counters()
 
     def _position(self) -> int:
-        count = torch._C._cuda_memoryStats(self.device.index)["allocation"]["all"]
-        return int(count["allocated"] + count["freed"])
+        return allocator.event_count(self.device.index)
 
     def _read(self) -> tuple[int, list[dict[str, Any]]]:
         """The history, and the position of its end: read while no other thread allocates."""
         for _ in range(_ATTEMPTS):
             before = self._position()
-            traces = torch.cuda.memory._snapshot()["device_traces"]
+            traces = allocator.history()
             if self._position() == before:
                 return before, traces[self.device.index]
         raise RuntimeError(

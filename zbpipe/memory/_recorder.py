@@ -37,6 +37,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from zbpipe import _C, _observer
+from zbpipe._torch.pipelining import stages_of
 from zbpipe.memory._format import megabytes, table
 
 Path = str | PathLike[str]
@@ -600,10 +601,8 @@ def _phase_table(phases: Sequence[Phase]) -> str:
 def _stages_of(stages: Any) -> Iterator[Any]:
     if all(hasattr(stages, name) for name in _METHODS):
         yield stages
-    elif hasattr(stages, "_stages"):
-        yield from stages._stages
-    elif hasattr(stages, "_stage"):
-        yield stages._stage
+    elif (of_schedule := stages_of(stages)) is not None:
+        yield from of_schedule
     elif isinstance(stages, Iterable):
         for stage in stages:
             yield from _stages_of(stage)

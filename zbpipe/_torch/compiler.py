@@ -1,0 +1,81 @@
+"""What is private in torch.compile: its backends, and what a compilation knows while it lasts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch._functorch.config
+from torch import fx
+from torch._guards import CompileContext, TracingContext, compile_context, tracing
+
+__all__ = [
+    "CompileContext",
+    "TracingContext",
+    "compile_context",
+    "compile_with_aot_eager",
+    "compile_with_inductor",
+    "inductor_options",
+    "inductors_inner_compile",
+    "mark_boxed",
+    "no_cuda_graphs",
+    "run_as_traced",
+    "tracing",
+]
+
+
+def mark_boxed(function: Callable[..., Any]) -> None:
+    """Tell AOTAutograd that a function takes its arguments out of the list that it is called with."""
+    function._boxed_call = True  # type: ignore[attr-defined]
+
+
+def run_as_traced(graph: fx.GraphModule, values: Sequence[Any]) -> Any:
+    """The graph as a function of a list, not compiled."""
+    from torch._dynamo.backends.debugging import boxed_nop
+
+    return boxed_nop(graph, list(values))
+
+
+def compile_with_aot_eager(graph: fx.GraphModule, inputs: list[Any], compile_backward: Callable[..., Any]) -> Any:
+    from torch._dynamo.backends.debugging import aot_eager
+
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        return aot_eager(graph, inputs, bw_compiler=compile_backward)
+
+
+def options_of(mode: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """inductor's configuration for a mode and options of torch.compile. Raises what torch.compile raises for them."""
+    wrapper: Any = torch._TorchCompileInductorWrapper
+    found: dict[str, Any] = wrapper(mode, dict(options or {}), None).config
+    return found
+
+
+def inductor_options(patches: dict[str, Any]) -> Any:
+    """A context in which inductor has this configuration."""
+    from torch._inductor import config
+
+    return config.patch(patches)
+
+
+def inductors_inner_compile(graph: fx.GraphModule, values: Sequence[Any], **given: Any) -> Any:
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    return compile_fx_inner(graph, values, **given)
+
+
+def no_cuda_graphs() -> Any:
+    """What inductor takes for ``cudagraphs``, so that it makes none."""
+    from torch._inductor.utils import BoxedBool
+
+    return BoxedBool(False)
+
+
+def compile_with_inductor(
+    graph: fx.GraphModule, inputs: list[Any], inner_compile: Callable[..., Any], patches: dict[str, Any]
+) -> Any:
+    from torch._inductor.compile_fx import compile_fx
+
+    # A hit in AOTAutograd's cache brings a backward that somebody else compiled, whole.
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        return compile_fx(graph, inputs, inner_compile=inner_compile, config_patches=patches or None)

@@ -1,0 +1,71 @@
+"""What is private in DistributedDataParallel, and in the composable ``replicate`` that is made of it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+
+def replicate_state(module: Any) -> Any:
+    """What ``torch.distributed._composable.replicate`` keeps of a module; None for other modules, and for those of
+    ``replicate_with_fsdp``, which are fully_shard's."""
+    composable = sys.modules.get("torch.distributed._composable")  # without it no module has such a state
+    registry = getattr(composable, "_get_registry", None)
+    if registry is None or "replicate" not in (registry(module) or ()):
+        return None
+    return composable.replicate.state(module)  # type: ignore[union-attr]
+
+
+def driver(module: Any) -> Any:
+    """The DistributedDataParallel that reduces the gradients of `module`'s weights."""
+    return module if isinstance(module, DistributedDataParallel) else replicate_state(module)._ddp
+
+
+@contextlib.contextmanager
+def without_sync(state: Any) -> Iterator[Any]:
+    """Within it a forward of the module that has this state of replicate's tells DDP of no backward to come. Yields the
+    DistributedDataParallel."""
+    before, state._no_sync = state._no_sync, True
+    if state._init_args:
+        state.lazy_init()  # as its forward hook would
+    try:
+        yield state._ddp
+    finally:
+        state._no_sync = before
+
+
+@contextlib.contextmanager
+def without_delayed_reduction(ddp: Any) -> Iterator[None]:
+    """In the first step of a static graph a forward adds a node that queues the reduction of all gradients to the end
+    of the engine run in which it comes, which is I: not within this."""
+    if not ddp.static_graph:
+        yield
+        return
+    before, ddp._static_graph_delay_allreduce_enqueued = ddp._static_graph_delay_allreduce_enqueued, True
+    try:
+        yield
+    finally:
+        ddp._static_graph_delay_allreduce_enqueued = before
+
+
+def counts_first_backward(ddp: Any) -> bool:
+    """Whether the next backward is the one in which a static graph learns its counts."""
+    return bool(ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued)
+
+
+def reduce_all(ddp: Any) -> None:
+    """Reduce the gradients of a static graph's first backward, which is through."""
+    ddp.reducer._delay_all_reduce()
+    ddp._static_graph_delay_allreduce_enqueued = True
+
+
+def expect_backward(ddp: Any, outputs: Any) -> None:
+    """Have DDP reduce in the backward to come, which begins at the tensors in `outputs`: where DDP looks for unused
+    weights, those that these do not lead to are."""
+    found = torch.nn.parallel.distributed._find_tensors(outputs)  # type: ignore[no-untyped-call]
+    ddp.reducer.prepare_for_backward(list(found))

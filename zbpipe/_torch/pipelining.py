@@ -1,0 +1,91 @@
+"""What is private in ``torch.distributed.pipelining``: its modules' names, its stages' methods and state."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import Any
+
+PIPELINING = "torch.distributed.pipelining"
+BACKWARD = f"{PIPELINING}._backward"
+IMPORTERS = (f"{PIPELINING}.stage", f"{PIPELINING}._IR")
+PASSES = (
+    "stage_backward",
+    "stage_backward_input",
+    "stage_backward_weight",
+    "_get_grad_fn_or_grad_acc",
+    "construct_reverse_graph",
+    "reverse_closure",
+    "get_param_groups",
+    "_autograd_grad_for_inputs",
+    "_null_coalesce_accumulate",
+)
+
+# Methods and functions that are wrapped.
+BATCH_P2P = "_batch_p2p"
+COMPILE_CHECK = "_check_torch_compile_compatibility"
+COMPUTE_OUTPUTS = "_compute_outputs"
+PREPARE = ("_prepare_forward_infra", "_prepare_backward_infra")
+
+
+def stage_module() -> ModuleType:
+    return importlib.import_module(f"{PIPELINING}.stage")
+
+
+def schedules_module() -> ModuleType:
+    return importlib.import_module(f"{PIPELINING}.schedules")
+
+
+def stage_base() -> Any:
+    """The class that all stages are of; None where this torch has none of that name."""
+    return getattr(stage_module(), "_PipelineStageBase", None)
+
+
+def stage_classes() -> list[Any]:
+    """That class and those of it that torch makes stages of."""
+    module = stage_module()
+    owners = (stage_base(), getattr(module, "PipelineStage", None), getattr(module, "_PipelineStage", None))
+    return [owner for owner in owners if owner is not None]
+
+
+def releases_by_itself() -> bool:
+    """Whether torch frees receive buffers, sends and sent outputs, as it does from 2.15 on."""
+    return hasattr(stage_base(), "release_fwd_send_outputs")
+
+
+def take_outputs(stage: Any, microbatch: int) -> tuple[Any, ...]:
+    """What a last stage's forward returned, for which its state has nothing afterwards."""
+    if hasattr(stage, "fwd_cache"):
+        outputs, *rest = stage.fwd_cache[microbatch]
+        stage.fwd_cache[microbatch] = ((), *rest)
+        return tuple(outputs)
+    state = stage._forward_chunk_states[microbatch]
+    outputs = tuple(state.live_outputs)
+    state.live_outputs, state.output_grad_edges = [], ()
+    return outputs
+
+
+def backend_name(group: Any, device: Any) -> str:
+    """The name of what a process group sends tensors of a device with; "" if it does not tell."""
+    try:
+        return str(group._get_backend(device).name())
+    except (AttributeError, RuntimeError):
+        return ""
+
+
+def stages_of(schedule: Any) -> list[Any] | None:
+    """A schedule's stages on this rank; None of what is no schedule."""
+    if hasattr(schedule, "_stages"):
+        return list(schedule._stages)
+    return [schedule._stage] if hasattr(schedule, "_stage") else None
+
+
+def has_backward(schedule: Any) -> bool:
+    """Whether the schedule's step that runs or has run trains; eval() calls step() too."""
+    return bool(getattr(schedule, "_has_backward", True))
+
+
+def work_type() -> Any:
+    """The class of the works of collectives; None where nothing has imported torch.distributed."""
+    return getattr(sys.modules.get("torch._C._distributed_c10d"), "Work", None)
