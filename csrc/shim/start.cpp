@@ -37,6 +37,10 @@ void Start::compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) c
 }
 
 variable_list Start::apply(variable_list&& /*grads*/) {
+  run_->has_begun = true;
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [end = std::shared_ptr<Run>(run_.get(), [run = run_](Run*) { run->is_over.set_value(); })] {
+      });
   // Nothing else runs yet, so nobody reads the set.
   const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
   const_cast<std::unordered_set<Node*>*>(nodes)->insert(represented_.begin(), represented_.end());
@@ -47,10 +51,19 @@ variable_list Start::apply(variable_list&& /*grads*/) {
 }
 
 void run_engine(NodeRef<Start> start, bool keep_graph) {
-  // With no `outputs` the engine needs no exec_info: every edge that is left is to be followed.
-  torch::autograd::Engine::get_default_engine().execute(
-      {Edge(std::move(start), 0)}, {Start::seed()}, keep_graph, /*create_graph=*/false,
-      /*accumulate_grad=*/true);
+  const auto run = std::make_shared<Run>();
+  start->tell(run);
+  try {
+    // With no `outputs` the engine needs no exec_info: every edge that is left is to be followed.
+    torch::autograd::Engine::get_default_engine().execute(
+        {Edge(std::move(start), 0)}, {Start::seed()}, keep_graph, /*create_graph=*/false,
+        /*accumulate_grad=*/true);
+  } catch (...) {
+    if (run->has_begun) {
+      run->is_over.get_future().wait();
+    }
+    throw;
+  }
 }
 
 }  // namespace zbp
