@@ -149,3 +149,54 @@ def test_one_package_alone_says_private_names_of_torchs():
 )
 def test_that_detector_catches_a_planted_fault_too(line):
     assert list(private_names_of_torch(f"import torch\n{line}\n", own_names()))
+
+
+# A function of the shim's C interface. Python must never see a C++ exception.
+FUNCTION = re.compile(
+    r"^(?!struct|class|static)[\w:*<> ]+?\*?\s?\b(zbp_\w+)\(([^;{]*)\)\s*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL
+)
+BARRIER = re.compile(r"\b(guarded|guarded_object|set_of)\(")
+# Behind no barrier: they free, read a flag or a clock, or hold a lock for that; called where no Python error may be set.
+CANNOT_THROW = {
+    "zbp_group_free",
+    "zbp_group_state",
+    "zbp_group_traverse",
+    "zbp_group_clear",
+    "zbp_put_back",
+    "zbp_storages_free",
+    "zbp_tap_stop",
+    "zbp_tap_adopt_storage",
+    "zbp_tap_feeds",
+    "zbp_tap_mark",
+    "zbp_tap_trace_start",
+    "zbp_tap_trace_stop",
+    "zbp_tap_serial",
+    "zbp_tap_blocks",
+    "zbp_tap_lock",
+    "zbp_tap_unlock",
+    "zbp_tap_now",
+    "zbp_tap_thread",
+}
+
+
+def unguarded(source):
+    return {name for name, _, body in FUNCTION.findall(source) if not BARRIER.search(body)}
+
+
+def test_every_function_of_the_c_interface_is_behind_the_exception_barrier():
+    sources = [path.read_text() for path in files("shim") if path.suffix == ".cpp"]
+    declared = {
+        name
+        for path in files("shim")
+        if path.name.startswith("zbp_")
+        for name in re.findall(r"\b(zbp_\w+)\([^)]*\);", path.read_text())
+    }
+    defined = {name for source in sources for name, _, _ in FUNCTION.findall(source)}
+    assert declared, "no header declares a function"
+    assert declared <= defined, "the pattern misses definitions"
+    found = set().union(*(unguarded(source) for source in sources))
+    assert found & declared == CANNOT_THROW
+
+
+def test_a_function_without_the_barrier_is_found():
+    assert unguarded("int zbp_new(void) {\n  return std::vector<int>(1).size();\n}\n") == {"zbp_new"}

@@ -5,7 +5,8 @@ that calls it notices.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -55,8 +56,13 @@ def stage_backward_input(
     if _stage_pass.has_outputs() and any(_requires_grad(loss) for loss in outputs):
         outputs, grads = _with_outputs(outputs, grads)
     weights = _stage_pass.in_graph(weights)
+    inner: AbstractContextManager[None] = nullcontext()
+    if isinstance(weights, Iterable) and policy.main_grad:
+        weights = tuple(weights)
+        inner = _inner_backwards_into_main_grad(weights)
     try:
-        return run(outputs, grads, input_values, weights, policy._defer(), policy._checkpoint())
+        with inner:
+            return run(outputs, grads, input_values, weights, policy._defer(), policy._checkpoint())
     except _C.RunError as error:
         raise _failed("stage backward input", stage_outputs_or_loss, output_grads, input_values) from error.__cause__
 
@@ -153,10 +159,32 @@ def _backward_into_main_grad(roots: Sequence[Any], root_grads: Sequence[torch.Te
     _stage_pass.check_main_grad()
     policy = get_policy()
     try:
-        _, groups = _C.input_pass(roots, root_grads, (), None, policy._defer(), policy._checkpoint())
+        _, groups = _C.input_pass(roots, root_grads, (), None, policy._defer(), policy._checkpoint(), True)
     except _C.RunError as error:
         raise error.__cause__ or error from None
     _C.weight_pass(None, groups, False, policy.fused, True)
+
+
+@contextmanager
+def _inner_backwards_into_main_grad(weights: Iterable[Any]) -> Iterator[None]:
+    """What a backward within I (a reentrant checkpoint's) adds to ``.grad`` goes where W adds: to ``main_grad``."""
+    given: dict[Any, torch.Tensor | None] = {}
+    for weight in weights:
+        place = getattr(weight, "main_grad", None)
+        # Another one is refused by W.
+        if isinstance(place, torch.Tensor) and place.shape == weight.shape:
+            given.setdefault(weight, weight.grad)
+            weight.grad = None
+    try:
+        yield
+    finally:
+        for weight, grad in given.items():
+            if weight.grad is not None:
+                with torch.no_grad():
+                    weight.main_grad.add_(weight.grad)
+                if hasattr(weight, "grad_added_to_main_grad"):
+                    weight.grad_added_to_main_grad = True
+            weight.grad = grad
 
 
 class _EdgeWithoutGradient(AssertionError):

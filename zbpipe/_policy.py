@@ -23,7 +23,8 @@ and selective too), ``save_on_cpu``, packing hooks.
                     as without checkpointing, no second recomputation.
     "recompute"     Stays packed until W, which unpacks it: a checkpointed region is recomputed once more in each call
                     of the weight pass, region by region, from the last one to the first. Held from I to W: output
-                    gradients, and the regions' inputs (or the copies on the CPU). A region under a CheckpointPolicy,
+                    gradients, and the regions' inputs (or the copies on the CPU). Weights must not change before the
+                    last W that computes a region with them: W refuses. A region under a CheckpointPolicy,
                     which torch recomputes only once, is kept all the same; so is everything in a GraphExecGroup.
     "input_pass"    These weights' gradients are computed in I and kept: one recomputation, no activation is held but
                     what nodes between a node of I and a weight (a computed weight) have saved.
@@ -40,7 +41,9 @@ main_grad: True accumulates a weight that has an attribute ``main_grad``, a floa
     ``grad_added_to_main_grad``, if it has one, becomes True. Hooks of the weight see the gradient as always. A patched
     schedule with ``scale_grads`` divides it as it divides a ``.grad``.
 
-``defer`` and ``checkpoint`` count when I is called, ``fused`` and ``main_grad`` when W is.
+``defer`` and ``checkpoint`` count when I is called, ``fused`` and ``main_grad`` when W is; ``main_grad`` in I too, for
+what a reentrant checkpoint's own backward adds there: it goes to ``main_grad`` when I ends. ``stage_backward`` is not
+told the weights and refuses such a checkpoint.
 """
 
 import contextlib

@@ -12,7 +12,7 @@ PyDoc_STRVAR(explain_doc, "explain(outputs, inputs, weights, defer, checkpoint, 
 static PyObject *explain(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *outputs, *inputs, *weights, *defer, *checkpoint;
-    zbp_policy policy;
+    zbp_policy policy = {0};
     if (!PyArg_ParseTuple(args, "O!O!O!OO:explain", &PyTuple_Type, &outputs, &PyTuple_Type, &inputs,
                           &PyTuple_Type, &weights, &defer, &checkpoint) ||
         zbp_parse_choice(defer, "defer", ZBP_DEFER_ALL, &policy.defer, &policy.defer_of) < 0 ||

@@ -95,13 +95,16 @@ static PyObject *format_bytes(size_t bytes)
 
 static PyObject *group_repr(PyObject *op)
 {
-    const zbp_group_info info = zbp_group_get_info(((group_object *)op)->group);
-    if (info.state != ZBP_GROUP_READY) {
-        return PyUnicode_FromString(info.state == ZBP_GROUP_SPENT
+    const zbp_group *group = ((group_object *)op)->group;
+    const int state = zbp_group_state(group);
+    if (state != ZBP_GROUP_READY) {
+        return PyUnicode_FromString(state == ZBP_GROUP_SPENT
                                         ? "<zbpipe.ParamGroup: spent, its weight pass has run>"
                                         : "<zbpipe.ParamGroup: its weight pass is running>");
     }
-    PyObject *bytes = format_bytes(info.bytes_held);
+    zbp_group_info info;
+    PyObject *bytes =
+        zbp_group_get_info(group, &info) == ZBP_OK ? format_bytes(info.bytes_held) : NULL;
     if (bytes == NULL) {
         return NULL;
     }
@@ -155,13 +158,13 @@ static int group_assign(PyObject *op, PyObject *key, PyObject *value)
 
 static int group_contains(PyObject *op, PyObject *key)
 {
-    return zbp_group_get_info(((group_object *)op)->group).state == ZBP_GROUP_READY &&
+    return zbp_group_state(((group_object *)op)->group) == ZBP_GROUP_READY &&
            find_key(key) < KEY_COUNT;
 }
 
 static PyObject *group_keys_method(PyObject *op, PyObject *Py_UNUSED(ignored))
 {
-    if (zbp_group_get_info(((group_object *)op)->group).state != ZBP_GROUP_READY) {
+    if (zbp_group_state(((group_object *)op)->group) != ZBP_GROUP_READY) {
         return PyList_New(0);
     }
     return Py_BuildValue("[sss]", group_keys[0], group_keys[1], group_keys[2]);
@@ -178,13 +181,15 @@ static PyObject *group_get(PyObject *op, PyObject *args)
 
 static PyObject *group_get_bytes_held(PyObject *op, void *Py_UNUSED(closure))
 {
-    return PyLong_FromSize_t(zbp_group_get_info(((group_object *)op)->group).bytes_held);
+    zbp_group_info info;
+    return zbp_group_get_info(((group_object *)op)->group, &info) == ZBP_OK
+               ? PyLong_FromSize_t(info.bytes_held)
+               : NULL;
 }
 
 static PyObject *group_get_spent(PyObject *op, void *Py_UNUSED(closure))
 {
-    return PyBool_FromLong(zbp_group_get_info(((group_object *)op)->group).state ==
-                           ZBP_GROUP_SPENT);
+    return PyBool_FromLong(zbp_group_state(((group_object *)op)->group) == ZBP_GROUP_SPENT);
 }
 
 static PyObject *group_account(PyObject *op, PyObject *Py_UNUSED(ignored))
@@ -194,7 +199,10 @@ static PyObject *group_account(PyObject *op, PyObject *Py_UNUSED(ignored))
 
 static PyObject *group_get_reads_weights(PyObject *op, void *Py_UNUSED(closure))
 {
-    return PyBool_FromLong(zbp_group_reads_weights(((group_object *)op)->group));
+    int answer = 0;
+    return zbp_group_reads_weights(((group_object *)op)->group, &answer) == ZBP_OK
+               ? PyBool_FromLong(answer)
+               : NULL;
 }
 
 static PyMethodDef group_methods[] = {
@@ -319,12 +327,15 @@ int zbp_parse_choice(PyObject *value, const char *name, int last, int *number, P
     return 0;
 }
 
-PyDoc_STRVAR(input_pass_doc,
-             "input_pass(outputs, output_grads, inputs, weights, defer, checkpoint, /)\n--\n\n"
-             "The input pass: (dinputs, param_groups). See zbpipe.stage_backward_input; an output\n"
-             "whose gradient is False is detached with the others, and no backward starts from it.\n"
-             "Raises RunError, with the original as its cause, if the backward itself failed;\n"
-             "other errors refuse the arguments, and nothing was touched.");
+PyDoc_STRVAR(
+    input_pass_doc,
+    "input_pass(outputs, output_grads, inputs, weights, defer, checkpoint,\n"
+    "           refuse_reentrant=False, /)\n--\n\n"
+    "The input pass: (dinputs, param_groups). See zbpipe.stage_backward_input; an output\n"
+    "whose gradient is False is detached with the others, and no backward starts from it.\n"
+    "refuse_reentrant: a graph with a reentrant checkpoint is an error.\n"
+    "Raises RunError, with the original as its cause, if the backward itself failed;\n"
+    "other errors refuse the arguments, and nothing was touched.");
 
 static PyObject *input_pass(PyObject *module, PyObject *args)
 {
@@ -334,11 +345,11 @@ static PyObject *input_pass(PyObject *module, PyObject *args)
     PyObject *dinputs = NULL, *list = NULL, *result = NULL, *defer, *checkpoint;
     zbp_group **groups = NULL;
     size_t group_count = 0;
-    zbp_policy policy;
+    zbp_policy policy = {0};
     int ran = 0;
 
-    if (!PyArg_ParseTuple(args, "OOOOOO:input_pass", &given[0], &given[1], &given[2], &given[3],
-                          &defer, &checkpoint) ||
+    if (!PyArg_ParseTuple(args, "OOOOOO|p:input_pass", &given[0], &given[1], &given[2], &given[3],
+                          &defer, &checkpoint, &policy.refuse_reentrant) ||
         zbp_parse_choice(defer, "defer", ZBP_DEFER_ALL, &policy.defer, &policy.defer_of) < 0 ||
         zbp_parse_choice(checkpoint, "checkpoint", ZBP_CHECKPOINT_INPUT_PASS, &policy.checkpoint,
                          &policy.checkpoint_of) < 0) {

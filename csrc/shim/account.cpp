@@ -64,11 +64,10 @@ void append_tensor(PyObject* list, const char* role, const at::Tensor& tensor,
   if (!shape || !device) {
     throw python_error();
   }
-  append(list,
-         Py_BuildValue("sNnOOOO", role, PyLong_FromVoidPtr(const_cast<void*>(storage)),
-                       static_cast<Py_ssize_t>(storage ? held.storage().nbytes() : 0), shape.get(),
-                       reinterpret_cast<PyObject*>(torch::getTHPDtype(tensor.scalar_type())),
-                       device.get(), wrapped.get()));
+  append(list, Py_BuildValue("sNnOOOO", role, PyLong_FromVoidPtr(const_cast<void*>(storage)),
+                             static_cast<Py_ssize_t>(bytes_of(held)), shape.get(),
+                             reinterpret_cast<PyObject*>(torch::getTHPDtype(tensor.scalar_type())),
+                             device.get(), wrapped.get()));
 }
 
 bool is_of(const Watched& watched, const Work& work) {
@@ -154,12 +153,14 @@ PyObject* zbp_group_account(const zbp_group* handle) {
   return status == ZBP_OK ? result : nullptr;
 }
 
-int zbp_group_reads_weights(const zbp_group* handle) {
-  const Group& group = *handle->group;
-  const auto has_saved = [](const Outside& outside) {
-    return !saves_nothing(*outside.node) && !saved_nothing(*outside.node);
-  };
-  return std::any_of(group.tasks.begin(), group.tasks.end(),
-                     [](const Task& task) { return reads_weights(task); }) ||
-         std::any_of(group.outside.begin(), group.outside.end(), has_saved);
+int zbp_group_reads_weights(const zbp_group* handle, int* out) {
+  return guarded([&] {
+    const Group& group = *handle->group;
+    const auto has_saved = [](const Outside& outside) {
+      return !saves_nothing(*outside.node) && !saved_nothing(*outside.node);
+    };
+    *out = std::any_of(group.tasks.begin(), group.tasks.end(),
+                       [](const Task& task) { return reads_weights(task); }) ||
+           std::any_of(group.outside.begin(), group.outside.end(), has_saved);
+  });
 }

@@ -1,19 +1,40 @@
 #include "shim/group.h"
 
+#include <algorithm>
 #include <unordered_set>
 #include <utility>
 
+#include <torch/csrc/autograd/variable.h>
+
 #include "shim/kinds.h"
+#include "shim/python.h"
 
 namespace zbp {
-
-namespace {
 
 bool has_version(const at::Tensor& tensor) {
   return tensor.defined() && !tensor.is_inference();
 }
 
-}  // namespace
+Version::Version(const at::Tensor& tensor)
+    : counter_(torch::autograd::impl::version_counter(tensor)),
+      seen_(counter_.current_version()),
+      type_(tensor.scalar_type()),
+      device_(tensor.device()) {
+  if (!tensor.is_nested()) {
+    const c10::SymIntArrayRef sizes = tensor.sym_sizes();
+    sizes_.assign(sizes.begin(), sizes.end());
+  }
+}
+
+std::string Version::describe() const {
+  return c10::str(type_, " ", c10::SymIntArrayRef(sizes_), " on ", device_);
+}
+
+size_t bytes_of(const at::Tensor& tensor) {
+  const bool has_bytes = tensor.defined() && tensor.has_storage();
+  return has_bytes ? static_cast<size_t>(tensor.storage().sym_nbytes().maybe_as_int().value_or(0))
+                   : 0;
+}
 
 const void* storage_of(const at::Tensor& tensor) {
   return tensor.defined() && tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl()
@@ -40,17 +61,33 @@ void Group::pin_outside() {
   for (const PackedOutside& packed : std::exchange(packed_outside, {})) {
     // Another microbatch's I may see to the same node.
     const std::lock_guard<std::mutex> node_lock(NodeParts::mutex_of(*packed.node));
-    const bool is_done = !packed.saved->has_hooks();
-    if (!is_done && !(packed.is_left && leave_packed(*packed.saved))) {
+    if (packed.saved->has_hooks()) {
+      if (packed.is_left && leave_packed(*packed.saved, arguments_outside)) {
+        outside_recomputed_for = std::max(outside_recomputed_for, packed.node->sequence_nr());
+        continue;
+      }
       pin(*packed.saved, *packed.node, /*is_read_by_w=*/true);
+    }
+    const at::Tensor saved = packed.saved->unpack(ref_of(*packed.node));
+    if (has_version(saved)) {
+      saved_outside.emplace_back(saved);
     }
   }
 }
 
-void Group::release() {
+void Group::release() noexcept {
   // Freeing may run Python code that looks at this group: it must find it empty, not half freed.
   const auto dead_tasks = std::exchange(tasks, {});
   const auto dead_outside = std::exchange(outside, {});
+  const auto dead_reads = std::exchange(reads, nullptr);
+  saved_outside.clear();
+  arguments_outside.clear();
+  outside_recomputed_for = 0;
+  for (const Task& task : dead_tasks) {
+    if (task.is_consumed && task.kind == Kind::deferred) {
+      task.node->release_variables();
+    }
+  }
 }
 
 void Reach::visit(int32_t weight, int32_t outside) {
@@ -83,22 +120,60 @@ std::vector<const Weight*> Reach::weights() const {
   return weights;
 }
 
-const Watched* Group::find_modified() const {
-  const Watched* modified = nullptr;
+namespace {
+
+Modified modified(const Watched& watched) {
+  return {Modified::Role::held, describe(watched.tensor()), watched.kept_version(),
+          watched.tensor()._version()};
+}
+
+std::optional<Modified> find_modified(const std::vector<Version>& versions, Modified::Role role) {
+  const auto found = std::find_if(versions.begin(), versions.end(),
+                                  [](const Version& version) { return version.was_modified(); });
+  if (found == versions.end()) {
+    return std::nullopt;
+  }
+  return Modified{role, found->describe(), found->seen(), found->now()};
+}
+
+}  // namespace
+
+std::optional<Modified> Group::find_modified() const {
+  using Role = Modified::Role;
   for (const Task& task : tasks) {
-    for_each_watched(task, [&](const Watched& watched) {
-      if (!modified && watched.was_modified()) {
-        modified = &watched;
-      }
-    });
+    const Watched* first = nullptr;
+    const auto look = [&first](const Watched& watched) {
+      first = first || !watched.was_modified() ? first : &watched;
+    };
+    for_each_watched(task, look);
     for (const Work& work : task.works) {
-      for (size_t i = 0; work.call && !modified && i < work.call->parameters.size(); ++i) {
-        const Watched& parameter = work.call->parameters[i];
-        modified = parameter.was_modified() ? &parameter : nullptr;
+      if (work.call) {
+        std::for_each(work.call->parameters.begin(), work.call->parameters.end(), look);
       }
     }
+    if (first) {
+      return modified(*first);
+    }
+    if (auto argument = zbp::find_modified(task.arguments, Role::recomputed)) {
+      return argument;
+    }
   }
-  return modified;
+  auto argument = zbp::find_modified(arguments_outside, Role::recomputed);
+  return argument ? argument : zbp::find_modified(saved_outside, Role::saved_outside);
+}
+
+uint64_t Group::recomputed_for() const {
+  // What a W that raised has computed already is not computed again.
+  const auto is_wanted = [this](const Face& face) {
+    return face.weight < 0 || !(weights[face.weight].added || weights[face.weight].arrived);
+  };
+  uint64_t last = outside_recomputed_for;
+  for (const Task& task : tasks) {
+    if (task.leaves_packed && std::any_of(task.face.begin(), task.face.end(), is_wanted)) {
+      last = std::max(last, task.sequence_nr);
+    }
+  }
+  return last;
 }
 
 size_t Group::bytes_held() const {
@@ -106,9 +181,8 @@ size_t Group::bytes_held() const {
   std::unordered_set<const void*> seen;
   for (const Task& task : tasks) {
     for_each_watched(task, [&](const Watched& watched) {
-      const void* storage = storage_of(watched.tensor());
-      if (storage && seen.insert(storage).second) {
-        bytes += watched.tensor().storage().nbytes();
+      if (seen.insert(storage_of(watched.tensor())).second) {
+        bytes += bytes_of(watched.tensor());
       }
     });
   }

@@ -50,8 +50,52 @@ class Watched {
   uint32_t version_ = 0;
 };
 
+/// The version of a tensor that W will read and that no group holds.
+class Version {
+ public:
+  /// Of a tensor for which has_version() is true.
+  explicit Version(const at::Tensor& tensor);
+
+  bool was_modified() const { return counter_.current_version() != seen_; }
+  uint32_t seen() const { return seen_; }
+  uint32_t now() const { return counter_.current_version(); }
+  /// The tensor as "Float [2, 3] on cpu", for messages.
+  std::string describe() const;
+
+ private:
+  c10::VariableVersion counter_;
+  uint32_t seen_;
+  c10::ScalarType type_;
+  c10::Device device_;
+  SmallVector<c10::SymInt, 4> sizes_;
+};
+
+bool has_version(const at::Tensor& tensor);
+
+/// What a W that computes checkpointed regions again may read beside what the groups hold: one list for all groups
+/// of an I, the first read in the forward first.
+struct Reads {
+  struct Read {
+    uint64_t sequence_nr;  // of the first node that read it
+    Version weight;
+  };
+  std::vector<Read> weights;
+};
+
+/// Something that W would read and that was modified since I.
+struct Modified {
+  enum class Role : uint8_t { held, saved_outside, recomputed };
+  Role role;
+  std::string tensor;
+  uint32_t seen;
+  uint32_t now;
+};
+
 /// The identity of the tensor's storage; null if it has none.
 const void* storage_of(const at::Tensor& tensor);
+
+/// Of the tensor's whole storage; 0 where there is none, or where its size is not known as a number.
+size_t bytes_of(const at::Tensor& tensor);
 
 /// One edge of a task towards the weights.
 struct Face {
@@ -148,8 +192,10 @@ struct Task {
   SmallVector<Watched, 1> saved;         // deferred: what the node has saved and W will read
   std::unique_ptr<const Packed> packed;  // product: `other`, where that is left packed
   std::vector<Blank> blanks;             // deferred
-  std::vector<Work> works;               // whole: adds to `kept`
-  int takes_work = ZBP_DEFER_NOTHING;    // whole: of which weights
+  std::vector<Version> arguments;        // of the regions that W computes again for it
+  bool is_consumed = false;            // I has run the node and is through: it is the task's alone
+  std::vector<Work> works;             // whole: adds to `kept`
+  int takes_work = ZBP_DEFER_NOTHING;  // whole: of which weights
 
   std::unique_ptr<const torch::autograd::InputMetadata>
       place;  // device and stream, when not the CPU
@@ -213,6 +259,11 @@ struct Group {
     done_unreported,  // finished inside a W that raised later on: a retry passes over it
   };
 
+  Group() = default;
+  ~Group() { release(); }
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
   State state = State::input_done;
   bool failed = false;  // a W raised before the group was complete
   bool was_captured =
@@ -221,6 +272,12 @@ struct Group {
   SmallVector<Weight, 2> weights;
   std::vector<Outside> outside;
   std::vector<PackedOutside> packed_outside;  // what I has still to see to
+  // What nodes outside the closure have saved, or the regions that W computes again for them read.
+  std::vector<Version> saved_outside;
+  std::vector<Version> arguments_outside;
+  std::shared_ptr<const Reads> reads;  // only if W may compute regions again
+  // Sequence number of the last node outside for which W computes a region again.
+  uint64_t outside_recomputed_for = 0;
   std::mutex packed_outside_mutex;
   std::atomic<size_t> missing{0};  // weights that a running W has still to add
   // Stage outputs that W's nodes may have saved: they can be detached only after W.
@@ -228,12 +285,15 @@ struct Group {
 
   /// Unpacks what nodes outside the closure have saved, once; called by I, within its run.
   void pin_outside();
-  /// Lets go of everything that W read.
-  void release();
+  /// Lets go of everything that W read; so do the nodes that only W could still run, whoever refers to them.
+  void release() noexcept;
   /// Bytes of the tensors held for W, each storage counted once.
   size_t bytes_held() const;
-  /// The first tensor that was changed since I kept it, or null.
-  const Watched* find_modified() const;
+  /// The first tensor that W reads and that was changed since I; weights that regions read are not among them.
+  std::optional<Modified> find_modified() const;
+  /// Of the nodes for which W computes a region again, the highest sequence number; 0 if there are none. What is
+  /// computed for a node has been computed before it in the forward.
+  uint64_t recomputed_for() const;
 };
 
 /// Finds a group's weights behind faces, at once or through nodes outside the closure.
@@ -263,6 +323,7 @@ struct InputPassArgs {
   variable_list root_grads;         // one per root, defined
   std::vector<at::Tensor> inputs;   // those that require a gradient
   std::vector<at::Tensor> weights;  // ignored when `all_leaves`
+  std::vector<at::Tensor> frozen;   // weights that require no gradient
   variable_list outputs;            // the output tensors that have a history, to be detached
   bool all_leaves = false;
   zbp_policy policy{};

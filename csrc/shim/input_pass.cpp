@@ -54,6 +54,7 @@ class Split {
   void make_group(uint32_t g);
   void add_outside(uint32_t g);
   void note_packed(Group& group, const Decisions& decisions) const;
+  std::shared_ptr<const Reads> note_reads() const;
   void add_task(uint32_t g, uint32_t id, const Decisions& decisions);
   Face face_of(const zbp_edge& edge) const;
   void note_path(Face& face) const;
@@ -70,6 +71,7 @@ class Split {
   const InputPassArgs& args_;
   const Walk& walk_;
   const Answers& answers_;
+  const std::shared_ptr<const Reads> reads_;
   std::vector<GroupPtr> groups_;
   std::vector<int32_t> weight_index_;   // per node id: position in its group's weights
   std::vector<int32_t> outside_index_;  // per node id: position in its group's outside nodes
@@ -85,6 +87,7 @@ Split::Split(const InputPassArgs& args, const Walk& walk, const Answers& answers
     : args_(args),
       walk_(walk),
       answers_(answers),
+      reads_(note_reads()),
       weight_index_(walk.graph().node_count, -1),
       outside_index_(walk.graph().node_count, -1),
       stand_in_(walk.graph().node_count) {
@@ -112,6 +115,7 @@ void Split::make_group(uint32_t g) {
     weight_index_[plan.weight[i]] = static_cast<int32_t>(group.weights.size());
     group.weights.emplace_back().accumulator = ref_as<AccumulateGrad>(walk_.node(plan.weight[i]));
   }
+  group.reads = reads_;
   add_outside(g);
   const Decisions decisions(answers_, group);
   note_packed(group, decisions);
@@ -142,16 +146,57 @@ void Split::add_outside(uint32_t g) {
   }
 }
 
-/// What the group's outside nodes have saved behind hooks: I unpacks it, lest W computes a region again.
+/// Where W computes regions again: what of the weights it may read, at their versions of now. Whatever a region gives
+/// to one of its nodes was computed of what earlier nodes have read.
+std::shared_ptr<const Reads> Split::note_reads() const {
+  if (!answers_.differ() && answers_.for_all().hooked != Decision::Hooked::leave) {
+    return nullptr;
+  }
+  const zbp_graph& graph = walk_.graph();
+  std::vector<uint64_t> first(graph.node_count, UINT64_MAX);
+  for (uint32_t i = 0; i < graph.edge_count; ++i) {
+    uint64_t& number = first[graph.edge[i].dst];
+    number = std::min(number, walk_.node(graph.edge[i].src).sequence_nr());
+  }
+  auto reads = std::make_shared<Reads>();
+  const auto note = [&reads](const at::Tensor& weight, uint64_t sequence_nr) {
+    if (has_version(weight)) {
+      reads->weights.push_back({sequence_nr, Version(weight)});
+    }
+  };
+  for (const at::Tensor& weight : args_.frozen) {
+    note(weight, 0);  // in no graph
+  }
+  for (uint32_t id = 0; id < graph.node_count; ++id) {
+    if (auto* accumulator = as<AccumulateGrad>(walk_.node(id));
+        accumulator && !walk_.is_input(id)) {
+      note(accumulator->variable, first[id]);
+    }
+  }
+  std::sort(
+      reads->weights.begin(), reads->weights.end(),
+      [](const Reads::Read& a, const Reads::Read& b) { return a.sequence_nr < b.sequence_nr; });
+  return reads;
+}
+
+/// What the group's outside nodes have saved. Behind hooks: I unpacks it, lest W computes a region again. Other tensors:
+/// their versions, which W's run would find wrong only after it has added some gradients.
 void Split::note_packed(Group& group, const Decisions& decisions) const {
   for (size_t i = 0; i < group.outside.size(); ++i) {
     Node& node = *group.outside[i].node;
-    if (!is_generated(node) || saves_nothing(node)) {
+    if (saves_nothing(node)) {
       continue;
     }
     const bool is_left = decisions.of_outside(i).hooked == Decision::Hooked::leave;
-    for (torch::autograd::SavedVariable* saved : saved_by(node)) {
-      if (saved->has_hooks()) {
+    const auto* slices = as<torch::autograd::CopySlices>(node);
+    Node& saver = slices && slices->fn ? *slices->fn : node;
+    for (torch::autograd::SavedVariable* saved : saved_by(saver)) {
+      if (!saved->has_hooks()) {
+        const at::Tensor tensor = saved->unpack(ref_of(saver));
+        if (has_version(tensor)) {
+          group.saved_outside.emplace_back(tensor);
+        }
+      } else if (is_generated(node)) {
         group.packed_outside.push_back({&node, saved, is_left});
       }
     }
@@ -325,6 +370,7 @@ void let_go_of_closure(Task& task) {
   }
   exchange_edges(*task.node, std::move(edges));
   drop_hooks(*task.node);
+  task.is_consumed = true;
   task.node->add_pre_hook(std::make_unique<ConsumedGuard>());
 }
 
@@ -423,12 +469,27 @@ std::unordered_set<const void*> Split::storages_in_use() const {
   return in_use;
 }
 
+/// torch's reentrant checkpoint runs a backward of its own within I: an accumulation that is nobody's to redirect.
+void refuse_reentrant(const Walk& walk) {
+  for (uint32_t id = 0; id < walk.graph().node_count; ++id) {
+    Node& node = walk.node(id);
+    TORCH_CHECK(
+        !is_python_function(node) || !is_reentrant_checkpoint(node),
+        "a reentrant checkpoint adds the gradients of its region to .grad, where main_grad=True "
+        "asks for main_grad, and a whole backward is not told of which weights; checkpoint with "
+        "use_reentrant=False");
+  }
+}
+
 }  // namespace
 
 InputPassResult run_input_pass(const InputPassArgs& args) {
   const Range range("zbpipe::input_pass");
   const Answers answers(args);
   const Walk walk(args);
+  if (args.policy.refuse_reentrant) {
+    refuse_reentrant(walk);
+  }
   Split split(args, walk, answers);
   split.run();
   return split.hand_over();

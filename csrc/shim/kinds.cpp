@@ -167,13 +167,20 @@ bool is_plain_matrix(const at::Tensor& tensor) {
 
 /// What Python hooks have packed in `saved`; nothing if W cannot unpack it, or need not pay for it: a
 /// selectively checkpointed region is computed again only once, and runs in a GraphExecGroup share.
-std::unique_ptr<const Packed> packed_in(const SavedVariable& saved) {
+/// `arguments` gets what computing it again reads.
+std::unique_ptr<const Packed> packed_in(const SavedVariable& saved,
+                                        std::vector<Version>& arguments) {
   const AcquireGil gil;
   auto data = saved.retrieve_unpack_hook_data();
   if (!data || in_graph_exec_group() ||
       recognise(data->first.ptr(getPyInterpreter())) == UnpackHook::selective_checkpoint) {
     return nullptr;
   }
+  for_each_argument(data->first.ptr(getPyInterpreter()), [&](const at::Tensor& tensor) {
+    if (has_version(tensor)) {
+      arguments.emplace_back(tensor);
+    }
+  });
   return std::make_unique<const Packed>(Packed{std::move(data->first), std::move(data->second)});
 }
 
@@ -257,8 +264,8 @@ at::Tensor pin(SavedVariable& saved, Node& node, bool is_read_by_w) {
   return tensor;
 }
 
-bool leave_packed(const SavedVariable& saved) {
-  const auto packed = packed_in(saved);
+bool leave_packed(const SavedVariable& saved, std::vector<Version>& arguments) {
+  const auto packed = packed_in(saved, arguments);
   if (packed) {
     const AcquireGil gil;
     if (recognise(packed->unpack_hook.ptr(getPyInterpreter())) == UnpackHook::checkpoint) {
@@ -271,6 +278,7 @@ bool leave_packed(const SavedVariable& saved) {
 void take_matrices(Task& task, Node& node, const variable_list& grads) {
   task.output_grads.clear();
   task.saved.clear();
+  task.arguments.clear();
   for (const at::Tensor& grad : grads) {
     task.output_grads.emplace_back(grad);
   }
@@ -282,7 +290,7 @@ void take_matrices(Task& task, Node& node, const variable_list& grads) {
     SavedVariable& saved = *separable.parts[task.weight_is_left ? 1 : 0].saved;
     const bool gradient_is_plain = !grads[0].defined() || is_plain_matrix(grads[0]);
     if (may_leave_packed && saved.has_hooks() && gradient_is_plain) {
-      task.packed = packed_in(saved);
+      task.packed = packed_in(saved, task.arguments);
     }
     if (task.packed) {
       task.leaves_packed = true;
@@ -299,8 +307,8 @@ void take_matrices(Task& task, Node& node, const variable_list& grads) {
   const uint32_t faces = bits_of(task.face);
   for (const Part& part : separable.parts) {
     const bool is_read = (part.readers & faces) != 0;
-    const bool stays_packed =
-        may_leave_packed && part.saved->has_hooks() && packed_in(*part.saved) != nullptr;
+    const bool stays_packed = may_leave_packed && part.saved->has_hooks() &&
+                              packed_in(*part.saved, task.arguments) != nullptr;
     task.leaves_packed = task.leaves_packed || (is_read && stays_packed);
     // Also without hooks: a saved tensor that is a stage output is about to lose its history.
     if ((is_read || part.is_insisted_on) && !stays_packed) {

@@ -65,8 +65,9 @@ variable_list run_deferred(const Task& task);
 at::Tensor pin(torch::autograd::SavedVariable& saved, Node& node, bool is_read_by_w);
 
 /// True if W can unpack what is saved behind hooks. Then it is unpacked now too, where the region that it
-/// belongs to keeps what I computes of it for whoever has not unpacked it in I.
-bool leave_packed(const torch::autograd::SavedVariable& saved);
+/// belongs to keeps what I computes of it for whoever has not unpacked it in I. `arguments` gets what computing the
+/// region again reads.
+bool leave_packed(const torch::autograd::SavedVariable& saved, std::vector<Version>& arguments);
 
 /// True if a hook would see `node` run.
 bool has_hooks(Node& node);

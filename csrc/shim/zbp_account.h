@@ -30,10 +30,10 @@ extern "C" {
  * nothing but the weights is kept alive. NULL with RuntimeError set while the group's W runs. */
 PyObject *zbp_group_account(const zbp_group *group);
 
-/* 1 if the group's W may read weights themselves, or what has their memory, beside what it holds: it runs nodes
+/* *out: 1 if the group's W may read weights themselves, or what has their memory, beside what it holds: it runs nodes
  * again, or ones between its tasks and the weights, or unpacks what was saved. 0 otherwise, and for a spent group.
  * Called with the GIL held and no W of the group running. */
-int zbp_group_reads_weights(const zbp_group *group);
+ZBP_MUST_USE int zbp_group_reads_weights(const zbp_group *group, int *out);
 
 #ifdef __cplusplus
 }

@@ -105,9 +105,7 @@ void parse_weights(PyObject* weights, InputPassArgs& args) {
       refuse(PyExc_ValueError, "weights[", i, "] of ", describe(*tensor),
              " is not a leaf; pass the parameters that it is computed from");
     }
-    if (tensor->requires_grad()) {
-      args.weights.push_back(*tensor);
-    }
+    (tensor->requires_grad() ? args.weights : args.frozen).push_back(*tensor);
   }
 }
 
@@ -250,17 +248,67 @@ void check_capture(zbp_group* const* groups, size_t count) {
   }
 }
 
-void check_unmodified(zbp_group* const* groups, size_t count) {
+[[noreturn]] void refuse_modified(size_t i, const Modified& modified) {
+  const char* reader = "";
+  const char* advice = "";
+  switch (modified.role) {
+    case Modified::Role::held:
+      reader = " holds for the weight pass";
+      break;
+    case Modified::Role::saved_outside:
+      reader = " needs where its weights were computed";
+      break;
+    case Modified::Role::recomputed:
+      reader = " would read to compute a checkpointed region again";
+      advice =
+          " With checkpoint=\"recompute\", run the weight pass of all groups of a microbatch "
+          "before "
+          "weights or inputs change, or choose checkpoint=\"keep\".";
+      break;
+  }
+  refuse(PyExc_RuntimeError,
+         "one of the variables needed for gradient computation has been modified by an inplace "
+         "operation: ",
+         modified.tensor, ", which param_groups[", i, "]", reader, ", is at version ", modified.now,
+         "; expected version ", modified.seen, " instead.", advice);
+}
+
+/// The weights that regions read which W computes again: each list once, up to the last node for which that is done.
+void check_recomputed(zbp_group* const* groups, size_t count) {
+  struct Last {
+    uint64_t recomputed_for = 0;
+    size_t group = 0;
+  };
+  std::unordered_map<const Reads*, Last> last;
   for (size_t i = 0; i < count; ++i) {
-    if (const Watched* watched = groups[i]->group->find_modified()) {
-      refuse(PyExc_RuntimeError,
-             "one of the variables needed for gradient computation has been modified by an inplace "
-             "operation: ",
-             describe(watched->tensor()), ", which param_groups[", i,
-             "] holds for the weight pass, is at version ", watched->tensor()._version(),
-             "; expected version ", watched->kept_version(), " instead.");
+    const Group& group = *groups[i]->group;
+    if (group.reads) {
+      Last& entry = last[group.reads.get()];
+      if (const uint64_t now = group.recomputed_for(); now > entry.recomputed_for) {
+        entry = {now, i};
+      }
     }
   }
+  for (const auto& [reads, entry] : last) {
+    for (const Reads::Read& read : reads->weights) {
+      if (read.sequence_nr >= entry.recomputed_for) {
+        break;
+      }
+      if (read.weight.was_modified()) {
+        refuse_modified(entry.group, {Modified::Role::recomputed, read.weight.describe(),
+                                      read.weight.seen(), read.weight.now()});
+      }
+    }
+  }
+}
+
+void check_unmodified(zbp_group* const* groups, size_t count) {
+  for (size_t i = 0; i < count; ++i) {
+    if (const auto modified = groups[i]->group->find_modified()) {
+      refuse_modified(i, *modified);
+    }
+  }
+  check_recomputed(groups, count);
 }
 
 /// The call raises though these groups are complete (a warning was turned into an error): it can be
@@ -367,6 +415,7 @@ class MainGrads {
 
 // ---- groups
 
+/// Whatever makes Python objects may run other Python code, and that a W: what is asked for is gathered first.
 const Group& unspent(const zbp_group* handle, const char* key) {
   if (handle->running) {
     refuse(PyExc_RuntimeError, "'", key, "' cannot be read while the group's weight pass runs");
@@ -398,7 +447,7 @@ variable_list output_grads_of(const Task& task) {
 
 /// As a whole node's gradients read: given back like that they change nothing.
 bool is_tuple_of_none(PyObject* value) {
-  if (!PyTuple_Check(value)) {
+  if (!value) {
     return false;
   }
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value); ++i) {
@@ -409,11 +458,10 @@ bool is_tuple_of_none(PyObject* value) {
   return true;
 }
 
-SmallVector<Watched, 1> parse_grads(const Task& task, PyObject* value, size_t index) {
+SmallVector<Watched, 1> parse_grads(const Task& task, PyObject* value, PyObject* seq,
+                                    size_t index) {
   const Node& node = *task.node;
-  THPObjectPtr seq(PySequence_Fast(value, ""));
   if (!seq) {
-    PyErr_Clear();
     refuse(PyExc_TypeError, "grads[", index, "] is a ", type_name(value),
            "; expected a tuple with a tensor or None per output of ", node.name());
   }
@@ -533,22 +581,32 @@ void zbp_group_free(zbp_group* group) {
 }
 
 // A W that runs without the GIL changes the group: nothing of it may be looked at meanwhile.
-zbp_group_info zbp_group_get_info(const zbp_group* handle) {
+int zbp_group_state(const zbp_group* handle) {
   if (handle->running) {
-    return {0, 0, 0, ZBP_GROUP_RUNNING};
+    return ZBP_GROUP_RUNNING;
   }
-  const Group& group = *handle->group;
-  const bool ready = group.state == Group::State::input_done;
-  return {group.weights.size(), group.tasks.size(), group.bytes_held(),
-          ready ? ZBP_GROUP_READY : ZBP_GROUP_SPENT};
+  return handle->group->state == Group::State::input_done ? ZBP_GROUP_READY : ZBP_GROUP_SPENT;
+}
+
+int zbp_group_get_info(const zbp_group* handle, zbp_group_info* info_out) {
+  return guarded([&] {
+    *info_out = {};
+    if (!handle->running) {
+      const Group& group = *handle->group;
+      *info_out = {group.weights.size(), group.tasks.size(), group.bytes_held()};
+    }
+  });
 }
 
 PyObject* zbp_group_params(const zbp_group* handle) {
   return guarded_object([&] {
-    const Group& group = unspent(handle, "params");
+    std::vector<NodePtr> nodes;
+    for (const Weight& weight : unspent(handle, "params").weights) {
+      nodes.emplace_back(weight.accumulator);
+    }
     THPObjectPtr set(PySet_New(nullptr));
-    for (const Weight& weight : group.weights) {
-      THPObjectPtr node(wrap_node(weight.accumulator));
+    for (const NodePtr& wanted : nodes) {
+      THPObjectPtr node(wrap_node(wanted));
       if (!set || PySet_Add(set, node) < 0) {
         throw python_error();
       }
@@ -559,10 +617,13 @@ PyObject* zbp_group_params(const zbp_group* handle) {
 
 PyObject* zbp_group_intermediates(const zbp_group* handle) {
   return guarded_object([&] {
-    const Group& group = unspent(handle, "intermediates");
+    std::vector<NodePtr> nodes;
+    for (const Task& task : unspent(handle, "intermediates").tasks) {
+      nodes.push_back(task.node);
+    }
     THPObjectPtr list(PyList_New(0));
-    for (const Task& task : group.tasks) {
-      THPObjectPtr node(wrap_node(task.node));
+    for (const NodePtr& wanted : nodes) {
+      THPObjectPtr node(wrap_node(wanted));
       if (!list || PyList_Append(list, node) < 0) {
         throw python_error();
       }
@@ -573,10 +634,13 @@ PyObject* zbp_group_intermediates(const zbp_group* handle) {
 
 PyObject* zbp_group_grads(const zbp_group* handle) {
   return guarded_object([&] {
-    const Group& group = unspent(handle, "grads");
+    std::vector<variable_list> grads;
+    for (const Task& task : unspent(handle, "grads").tasks) {
+      grads.push_back(output_grads_of(task));
+    }
     THPObjectPtr list(PyList_New(0));
-    for (const Task& task : group.tasks) {
-      THPObjectPtr tuple(wrap_tensors(output_grads_of(task)));
+    for (const variable_list& of_task : grads) {
+      THPObjectPtr tuple(wrap_tensors(of_task));
       if (!list || PyList_Append(list, tuple) < 0) {
         throw python_error();
       }
@@ -587,22 +651,26 @@ PyObject* zbp_group_grads(const zbp_group* handle) {
 
 int zbp_group_set_grads(zbp_group* handle, PyObject* value) {
   return guarded([&] {
-    unspent(handle, "grads");
-    auto& tasks = handle->group->tasks;
-    THPObjectPtr seq(PySequence_Fast(value, ""));
+    THPObjectPtr seq(PySequence_Tuple(value));
     if (!seq) {
       PyErr_Clear();
       refuse(PyExc_TypeError, "grads is a ", type_name(value),
              "; expected a list with a tuple per intermediate");
     }
+    std::vector<THPObjectPtr> entries;  // null for what is no sequence
+    for (Py_ssize_t i = 0; i < size_of(seq); ++i) {
+      entries.emplace_back(PySequence_Tuple(item(seq, i)));
+      PyErr_Clear();
+    }
+    unspent(handle, "grads");
+    auto& tasks = handle->group->tasks;
     if (static_cast<size_t>(size_of(seq)) != tasks.size()) {
       refuse(PyExc_ValueError, "grads has ", size_of(seq), " entries; the group has ", tasks.size(),
              " intermediates");
     }
     std::vector<SmallVector<Watched, 1>> grads;
     for (size_t i = 0; i < tasks.size(); ++i) {
-      PyObject* entry = item(seq, static_cast<Py_ssize_t>(i));
-      if (tasks[i].kind == Kind::whole && is_tuple_of_none(entry)) {
+      if (tasks[i].kind == Kind::whole && is_tuple_of_none(entries[i])) {
         grads.emplace_back();
         continue;
       }
@@ -612,7 +680,7 @@ int zbp_group_set_grads(zbp_group* handle, PyObject* value) {
                " that ran whole in the input pass and let go of what it had saved; its weights' "
                "gradients cannot be computed again");
       }
-      grads.push_back(parse_grads(tasks[i], entry, i));
+      grads.push_back(parse_grads(tasks[i], item(seq, static_cast<Py_ssize_t>(i)), entries[i], i));
     }
     for (size_t i = 0; i < tasks.size(); ++i) {
       if (!grads[i].empty()) {

@@ -24,8 +24,7 @@ typedef struct zbp_group zbp_group;
 typedef struct zbp_group_info {
     size_t params;      /* weights */
     size_t split_nodes; /* split nodes and weight roots */
-    size_t bytes_held;  /* of the tensors held for W, each storage once */
-    int state;          /* ZBP_GROUP_*; while W runs, the counts read 0 */
+    size_t bytes_held; /* of the tensors held for W, each storage once; 0 for one of unknown size */
 } zbp_group_info;
 
 /* What I leaves to W. Each number's function (borrowed; NULL for none) wins over it: it is called
@@ -45,6 +44,7 @@ typedef struct zbp_policy {
     int checkpoint;
     PyObject *defer_of;
     PyObject *checkpoint_of;
+    int refuse_reentrant; /* a backward of its own within I would add to .grad, and must not */
 } zbp_policy;
 
 /* Runs I: the gradients of `inputs`, and the parameter groups for W.
@@ -74,8 +74,10 @@ ZBP_MUST_USE int zbp_input_pass(PyObject *outputs, PyObject *output_grads, PyObj
 ZBP_MUST_USE int zbp_weight_pass(zbp_group *const *groups, size_t group_count, PyObject *weights,
                                  int retain, int fuse, int main_grad);
 
-void zbp_group_free(zbp_group *group); /* NULL is legal; frees all that W would have needed */
-zbp_group_info zbp_group_get_info(const zbp_group *group);
+void zbp_group_free(zbp_group *group);       /* NULL is legal; frees all that W would have needed */
+int zbp_group_state(const zbp_group *group); /* ZBP_GROUP_*; never fails, looks at a flag */
+/* While W runs, all is 0. */
+ZBP_MUST_USE int zbp_group_get_info(const zbp_group *group, zbp_group_info *info_out);
 
 /* New objects, or NULL with an error set; KeyError when the group is spent.
  * params: set of the accumulators' nodes. intermediates: list of the split nodes, None for one that

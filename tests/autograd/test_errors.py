@@ -787,3 +787,43 @@ def test_kept_gradient_that_could_not_be_copied_is_still_there_for_the_next_call
         zb.stage_backward_weight(m.parameters(), groups)
         torch.testing.assert_close(m.a.grad, x.detach().t() @ grad)
         assert m.a.grad.data_ptr() != stash[-1].data_ptr()
+
+
+def written_into(a, b):
+    """In place: the node of the write has the one that computed what was written within it."""
+    c = torch.zeros(4, 4, dtype=f64)
+    c[:2].addcmul_(a[:2], b[:2])
+    return c
+
+
+COMPUTED = {
+    "a product of elements": lambda a, b: a * b,
+    "a product of matrices": lambda a, b: a @ b,
+    "behind a chain": lambda a, b: (a.sin() + b.cos()).exp().t(),
+    "a list of tensors": lambda a, b: (
+        torch.einsum("ij,jk->ik", a, b).prod(0).expand(4, 4) + torch.cat([a[:2], b[2:]]) * a
+    ),
+    "written in place": written_into,
+}
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("computed", COMPUTED)
+@pytest.mark.parametrize("watched", [False, True])
+def test_what_nodes_of_a_computed_weight_have_saved_is_checked_before_anything_is_added(computed, watched):
+    """And where nothing was changed, the weight pass is as right as ever."""
+    m = Stage(lambda m, x: (x @ m.plain, x @ COMPUTED[computed](m.a, m.b)), plain=(4, 4), a=(4, 4), b=(4, 4))
+    check(m, (3, 4))
+    if watched:
+        m.plain.register_hook(lambda grad: None)
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    outs = m(x)
+    _, groups = zb.stage_backward_input(outs, [torch.ones_like(out) for out in outs], [x], m.parameters())
+    with torch.no_grad():
+        for w in m.parameters():
+            w.add_(1.0)
+    for part in (groups, groups[::-1]):
+        with pytest.raises(RuntimeError, match=CHANGED) as refusal:
+            zb.stage_backward_weight(m.parameters(), part)
+        assert "Double [" in str(refusal.value) and "expected version" in str(refusal.value)
+        assert all(w.grad is None for w in m.parameters())

@@ -448,3 +448,102 @@ def test_group_asked_by_a_destructor_during_its_own_weight_pass():
             assert len(freed) == 3, freed
             assert w.grad is not None
     """)
+
+
+class TwoBranches(nn.Module):
+    """A convolution, or a norm, whose output somebody keeps."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        kept = self.layer(x * 2.0)
+        return kept, kept.relu().sum()
+
+
+LAYERS = {
+    "convolution": (lambda: nn.Conv2d(3, 4, 3), "matrices", (2, 3, 6, 6)),
+    "norm": (lambda: nn.LayerNorm(6), "all", (2, 6)),
+    "product": (lambda: nn.Linear(6, 4), "matrices", (2, 6)),
+    "whole": (lambda: nn.LayerNorm(6), "nothing", (2, 6)),
+}
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("end", ["weight pass", "retried", "retained first", "dropped"])
+def test_what_a_node_has_saved_goes_with_its_weight_pass_whoever_keeps_its_output(layer, end):
+    make, defer, shape = LAYERS[layer]
+    m = TwoBranches(make())
+    x = torch.randn(shape, requires_grad=True)
+    kept, out = m(x)
+    node = kept.grad_fn
+    names = [name for name in dir(node) if name.startswith("_raw_saved_")]
+    assert names
+    expected = torch.autograd.grad(m(x)[1], list(m.parameters()))
+    raised = []
+
+    def fails_once(grad):
+        if end == "retried" and not raised:
+            raised.append(1)
+            raise ValueError("from the hook")
+
+    m.layer.weight.register_hook(fails_once)
+    with zb.policy(defer=defer):
+        _, groups = zb.stage_backward_input([out], None, [x], m.parameters())
+        if end == "retained first":
+            zb.stage_backward_weight(m.parameters(), groups, retain_graph=True)
+            m.zero_grad()
+        if end == "retried":
+            with pytest.raises(ValueError, match="from the hook"):
+                zb.stage_backward_weight(m.parameters(), groups)
+        if end != "dropped":
+            zb.stage_backward_weight(m.parameters(), groups)
+            torch.testing.assert_close([w.grad for w in m.parameters()], list(expected))
+    del groups
+    for name in names:
+        if isinstance(getattr(node, name), tuple):
+            continue
+        with pytest.raises(RuntimeError, match="after they have already been freed"):
+            getattr(node, name.replace("_raw", ""))
+
+
+@needs_zbpipe
+def test_graph_of_a_failed_input_pass_keeps_what_its_nodes_have_saved():
+    """The groups that it has made go, the nodes that have not run are the user's."""
+    conv = nn.Conv2d(3, 4, 3)
+    x = torch.randn(2, 3, 6, 6, requires_grad=True)
+
+    def fails(grad):
+        raise ValueError("from the hook")
+
+    h = conv(x)
+    handle = h.register_hook(fails)
+    out = h.relu().sum()
+    with pytest.raises(RuntimeError, match="Failed to run stage backward input"):
+        zb.stage_backward_input([out], None, [x], conv.parameters())
+    handle.remove()
+    h.sum().backward()
+    torch.testing.assert_close(conv.bias.grad, torch.full((4,), 2.0 * 16))
+
+
+@needs_zbpipe
+def test_groups_of_symbolic_sizes_can_be_asked_about():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    x = mode.from_tensor(torch.randn(6, 8))
+    with mode:
+        x.requires_grad_()
+        weights = [nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(1, 3, 3))]
+        out = nn.functional.conv1d((x @ weights[0])[:, None], weights[1][:, :1]).sum()
+        _, groups = zb.stage_backward_input([out], None, [x], weights)
+        for group in groups:
+            assert not group.spent
+            assert "grads" in group and group.keys() == ["params", "intermediates", "grads"]
+            assert "1 parameter" in repr(group)
+            assert group.bytes_held >= 0
+            assert group.reads_weights in (True, False)
+            assert all(size >= 0 for _, _, tensors in group.account() for _, _, size, *_ in tensors)
