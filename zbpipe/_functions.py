@@ -365,9 +365,13 @@ def _autograd_grad_for_inputs(
     retain_graph: bool = False,
     allow_unused: bool = False,
 ) -> Grads:
-    """``torch.autograd.grad`` with None for inputs that are no tensor or require no gradient."""
+    """``torch.autograd.grad`` with None for inputs that are no tensor or require no gradient, and where no output does.
+
+    A stage learns from it what its inputs' gradients look like, and takes None for "like the inputs": the first
+    microbatch's loss may be constant.
+    """
     wanted = [i for i in inputs if isinstance(i, torch.Tensor) and i.requires_grad]
-    if not wanted:
+    if not wanted or not any(isinstance(o, GradientEdge) or o.requires_grad for o in outputs):
         return (None,) * len(inputs)
     grads = torch.autograd.grad(
         outputs=outputs,  # type: ignore[arg-type]

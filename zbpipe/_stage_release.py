@@ -20,7 +20,8 @@ Note [Who detaches the last stage's outputs]
 
 torch's stage detaches them in place when I is done. Nodes that W runs may have saved them, and could not use them any
 more: the loss's own, where nothing before the last stage's weights requires a gradient, so that W begins at the loss.
-I knows which ones those are (Split::detach_outputs), and leaves them to W; so it is given them beside the loss.
+I knows which ones those are (Split::detach_outputs), and leaves them to W; so it is given them beside the loss. And an
+output may be a parameter (a prompt), which torch's stage, once it has detached it, trains no more: it is left alone.
 
 Note [When a send is done]
 
@@ -253,14 +254,15 @@ def _backward_one_chunk(
     last_backward: bool = False,
 ) -> Any:
     arguments = {"loss": loss, "full_backward": full_backward, "last_backward": last_backward}
-    if full_backward or not isinstance(loss, torch.Tensor) or not self.is_last or self.is_first:
+    if not isinstance(loss, torch.Tensor) or not self.is_last or self.is_first:
         result = original(self, bwd_chunk_id, **arguments)
     else:
-        _refuse_spent_loss(self, bwd_chunk_id, loss)
-        needs_grad = loss.requires_grad
+        if not full_backward:
+            _refuse_spent_loss(self, bwd_chunk_id, loss)
+        will_be_spent = loss.requires_grad and not full_backward
         with stage_pass.beside_the_loss(pipelining.take_outputs(self, bwd_chunk_id)):
             result = original(self, bwd_chunk_id, **arguments)
-        if needs_grad:
+        if will_be_spent:
             _state.spent_losses[id(loss)] = loss
     _describe_buffers(self, self.grad_recv_info.get(bwd_chunk_id, ()))
     _state.outputs.get(self, {}).pop(bwd_chunk_id, None)

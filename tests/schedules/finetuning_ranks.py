@@ -24,6 +24,7 @@ import zbpipe
 STAGES, MICROBATCHES, BATCH, WIDTH, STEPS = 4, 4, 8, 8, 2
 SCHEDULES = {"ScheduleInterleavedZeroBubble": "loop", "ScheduleZBVZeroBubble": "v", "ScheduleDualPipeV": "v"}
 MASKED = -100.0
+FROM_THE_FIRST_STEP_ON = "the first loss constant from the first step on"
 f64 = torch.float64
 
 
@@ -111,8 +112,8 @@ def masked(out, target):
     return (out[keep] - target[keep]).square().sum() if keep.any() else torch.zeros((), dtype=f64)
 
 
-# Name: what is trained, the loss, and the microbatches without any label: in the second step, for from the first one
-# torch learns the gradients' shapes, by a backward through the first microbatch's loss.
+# Name: what is trained, the loss, and the microbatches without any label. In the second step, or torch's own module
+# refuses a constant first loss: by a backward through it a stage learns its gradients' shapes.
 CASES = {
     "everything is trained": (everything, squared, ()),
     "the last stage alone": (only(3), squared, ()),
@@ -135,6 +136,7 @@ CASES = {
     "the first and the last loss constant": (everything, masked, (0, MICROBATCHES - 1)),
     "all losses constant but one": (everything, masked, (0, 1, 3)),
     "all losses constant": (everything, masked, range(MICROBATCHES)),
+    FROM_THE_FIRST_STEP_ON: (everything, masked, (0,)),
     "the last two stages, a constant loss": (only(2, 3), masked, (2,)),
     "LoRA on the last two stages, a constant loss": (lora_on(2, 3), masked, (2,)),
 }
@@ -150,7 +152,7 @@ def build(case):
 def batch(case, step):
     torch.manual_seed(100 + step)
     x, target = torch.randn(BATCH, WIDTH, dtype=f64), torch.randn(BATCH, WIDTH, dtype=f64)
-    for microbatch in CASES[case][2] if step > 0 else ():
+    for microbatch in CASES[case][2] if step > 0 or case == FROM_THE_FIRST_STEP_ON else ():
         target.chunk(MICROBATCHES)[microbatch].fill_(MASKED)
     return x, target
 
