@@ -28,10 +28,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo dev test test-core test-long asan valgrind fuzz cov lint fmt bench clean pytest
+.PHONY: help demo dev test test-core test-long test-clients clients asan valgrind fuzz cov lint fmt bench clean pytest
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # Set-up. Each stamp in the virtual environment says that its step is done.
 
@@ -55,6 +55,10 @@ $(VENV)/.built: $(VENV)/.torch-$(TORCH) $(BUILD_FILES) $(C_FILES) $(PYTHON_FILES
 	fi
 	@touch $@
 
+$(VENV)/.clients: requirements/clients.txt | $(VENV)/.extras-test
+	$(RUN) tools/env.py file $<
+	@touch $@
+
 $(VENV)/.extras-%: pyproject.toml | $(VENV)/.built
 	$(RUN) tools/env.py extras $*
 	@touch $@
@@ -74,8 +78,14 @@ PYTEST := cd tests && OMP_NUM_THREADS=1 $(if $(EDITABLE),,ZBPIPE_UNDER=$(abspath
 pytest: $(VENV)/.built $(VENV)/.extras-test $(VENV)/.extras-demo
 	$(PYTEST) -n $(JOBS) --dist loadfile $(TESTS)
 
-test-long: $(VENV)/.built $(VENV)/.extras-test ## 200 steps of every schedule under the leak tools
+test-long: $(VENV)/.built $(VENV)/.extras-test ## 200 steps of every schedule under the leak tools; thousands of random pipelines
 	$(PYTEST) -m long -o faulthandler_timeout=3000 $(TESTS)
+
+test-clients: ## torchtitan, PEFT and the like, in every configuration, on the newest torch
+	$(MAKE) clients TORCH_VERSION=newest
+
+clients: $(VENV)/.built $(VENV)/.extras-test $(VENV)/.clients
+	$(PYTEST) -m "long or not long" -o faulthandler_timeout=3000 clients schedules/test_models.py schedules/test_differential.py
 
 # Without what starts a compiler: it would itself run under the sanitizer, and leaks.
 asan: $(VENV)/.built $(VENV)/.extras-test ## run the tests of autograd and memory under AddressSanitizer and UBSan

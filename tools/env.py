@@ -2,6 +2,7 @@
 
 python tools/env.py torch 2.13.0     torch, setuptools and ninja
 python tools/env.py extras demo test the packages of zbpipe's extras, once zbpipe itself is installed
+python tools/env.py file FILE        what a requirements file names, and the torch that is there
 """
 
 import importlib.metadata
@@ -71,8 +72,11 @@ def main():
             raise SystemExit("cannot install setuptools and ninja: see pip's words above.")
     elif command == "extras":
         install_extras(names)
+    elif command == "file":
+        if not pip_install("-r", names[0], f"torch=={importlib.metadata.version('torch')}"):
+            raise SystemExit(f"cannot install what {names[0]} names: see pip's words above.")
     else:
-        raise SystemExit(f"unknown command {command!r}: use torch or extras.")
+        raise SystemExit(f"unknown command {command!r}: use torch, extras or file.")
 
 
 if __name__ == "__main__":
