@@ -228,7 +228,8 @@ def check_tensor_leak(
         allow: what may live on: tensors and their ``.grad``, modules with their parameters and buffers, optimizers with
             their state, collections of these, looked at when the block is left; and functions that are given a tensor
             and return True if it may. What these objects hold besides is named by a chain that begins with them.
-        trace: remember the line that made each block of CPU memory, at some microseconds a block.
+        trace: remember the line that made each block of CPU memory, at half a microsecond a block
+            (benchmarks/recorder.py).
         device: report what is on ``cpu`` or ``cuda`` alone.
 
     Raises:
