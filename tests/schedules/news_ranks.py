@@ -11,16 +11,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from ranks import MICROBATCHES, STEPS, batch, blocks, loss_function, stages_of
+from ranks import MICROBATCHES, STEPS, batch, blocks, loss_function, stages_of, under_test
 from torch.distributed.pipelining import PipelineStage, schedules
 
-import zbpipe
-
+SENDS = 3  # two are too few for these orders of actions, torch says
 ZERO_BUBBLE = {"ScheduleInterleavedZeroBubble": "loop", "ScheduleZBVZeroBubble": "v", "ScheduleDualPipeV": "v"}
 
 
 def run(name, rank, world):
-    """Microbatches that the caller has split, sends of which one at a time is under way, receives that are put off."""
+    """Microbatches that the caller has split, sends of which a few are under way, reductions that are waited for later."""
     count = 2 * world
     mine = stages_of(rank, world, 2, ZERO_BUBBLE[name])
     parts = blocks(count)
@@ -30,9 +29,8 @@ def run(name, rank, world):
         MICROBATCHES,
         loss_fn=loss_function,
         scale_grads=False,
-        defer_pp_recv=True,
         defer_reduce_grad_wait=True,
-        max_outstanding_sends=1,
+        max_outstanding_sends=SENDS,
     )
     actions = [str(action) for action in schedule.pipeline_order_with_comms[rank]]
     steps = []
@@ -52,7 +50,7 @@ def main(rank, world, folder):
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
-    with zbpipe.patched():
+    with under_test():
         for name in ZERO_BUBBLE:
             torch.save(run(name, rank, world), folder / f"{name}.{rank}")
             dist.barrier()

@@ -108,7 +108,8 @@ def test_a_recording_that_watches_passes_split_microbatches_on(name):
     net = nn.Sequential(*copy.deepcopy(modules))
     stages, schedule = schedule_of(name, modules)
     x, target = batch(0)
-    with zbpipe.patched(), memory.record() as recording, recording.watch(schedule):
+    with zbpipe.patched(), memory.record() as recording:
+        recording.watch(schedule)
         schedule.step(
             arg_mbs=[(part,) for part in x.chunk(MICROBATCHES)],
             kwarg_mbs=[{} for _ in range(MICROBATCHES)],
