@@ -190,7 +190,7 @@ class Watch:
         if not self.stage.is_last:  # the last stage's output is the user's
             self.gone("between I and W", microbatch, "output")
         self.gone("between I and W", microbatch, "output gradient")
-        if self.release_outputs or not self.is_beside_previous:
+        if (self.release_outputs and not RELEASES) or not self.is_beside_previous:
             self.gone("between I and W", microbatch, "input")
         if not self.is_beside_previous and not RELEASES:
             self.gone("between I and W", microbatch, "input gradient", patience=PATIENCE)

@@ -271,6 +271,7 @@ def test_unpatching_within_a_step_is_said_and_ruins_no_stage(one_rank, passing, 
         assert_equal(got, wanted)
 
 
+@before_2_15
 def test_outputs_are_the_users_unless_told_otherwise(one_rank):
     stages = two_stages(parts("plain", 2))
 
@@ -288,6 +289,7 @@ def test_outputs_are_the_users_unless_told_otherwise(one_rank):
     assert all(isinstance(output, torch.Tensor) and output.shape == (2, WIDTH) for output in outputs(None))
 
 
+@before_2_15
 def test_outputs_cannot_be_sent_when_they_are_gone(one_rank):
     stages = two_stages(parts("plain", 2))
     with zbpipe.patched(release_outputs=True):
