@@ -100,7 +100,8 @@ def check_reductions(training, events, ordinary, others=(), is_static=False):
                 last = contributions[-1]
                 assert last.index("allreduce_") < len(last) - 1 - last[::-1].index("product"), (step, i, last)
         collectives = log.collectives()
-        assert collectives["allreduce_"] == len(training.mine) * sum(expected), collectives
+        votes = len(training.mine) if step == 0 and torch.__version__ >= (2, 15) else 0  # how stages learn their shapes
+        assert collectives["allreduce_"] == len(training.mine) * sum(expected) + votes, collectives
         assert set(collectives) <= {"allreduce_", *others}, collectives
     assert ordinary[1] >= 4
 

@@ -240,7 +240,7 @@ def replicated(schedule):
         replicate(part.mixer, mesh=mesh()["dp"])
         return replicate(part, mesh=mesh()["dp"])
 
-    _, *later = as_unsplit(schedule, wrap)  # torch 2.15 has a backward before the first step, to learn shapes from
+    _, *later = as_unsplit(schedule, wrap)  # in the first one stages of torch 2.15 vote on how they learn their shapes
     for log in later:
         assert log.collectives() == {"allreduce_": 4}, log.collectives()
 
