@@ -8,6 +8,7 @@
 
 #include "shim/decisions.h"
 #include "shim/detach.h"
+#include "shim/dtensor.h"
 #include "shim/edits.h"
 #include "shim/gil.h"
 #include "shim/kinds.h"
@@ -413,6 +414,29 @@ void Split::detach_outputs() {
   }
 }
 
+/// True if several elements lie, or may lie, in one place, as after expand(): nobody could add to them in place.
+bool overlaps_itself(const at::Tensor& tensor) {
+  if (tensor.layout() != at::kStrided || is_subclass(tensor) || tensor.is_nested() ||
+      tensor.sym_numel() == 0) {
+    return false;
+  }
+  SmallVector<std::pair<c10::SymInt, c10::SymInt>, 5> dims;  // stride, size
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    if (tensor.sym_size(d) != 1) {
+      dims.emplace_back(tensor.sym_stride(d), tensor.sym_size(d));
+    }
+  }
+  std::sort(dims.begin(), dims.end());
+  c10::SymInt farthest = 0;
+  for (const auto& [stride, size] : dims) {
+    if (stride <= farthest) {
+      return true;
+    }
+    farthest = farthest + stride * (size - 1);
+  }
+  return false;
+}
+
 /// The gradient of each input, detached, in memory of its own: the caller may add to it in place while
 /// other inputs' gradients, the caller's output gradients or a task share the storage.
 variable_list Split::input_grads() const {
@@ -427,7 +451,9 @@ variable_list Split::input_grads() const {
     }
     grad = grad.requires_grad() ? grad.detach() : grad;
     const auto [place, is_first] = owner.try_emplace(storage, edge.function.get());
-    if (shared.count(storage) || (!is_first && place->second != edge.function.get())) {
+    const bool is_others =
+        shared.count(storage) || (!is_first && place->second != edge.function.get());
+    if (is_others || overlaps_itself(local_part(grad))) {
       grad = grad.clone();
     }
   }
