@@ -34,8 +34,9 @@ def stage_backward_input(
         output_grads: a gradient per output, of its shape, dtype and device; None for an output
             that got none (a scalar's is then 1, as everywhere in autograd), not for all. None in place of the
             list stands for ones.
-        input_values: the stage's inputs. Nothing behind them is visited; entries that are no tensor
-            or require no gradient are allowed.
+        input_values: the stage's inputs. Nothing behind them is visited, but another output of the operation that
+            made an input (of an unbind, a split) is no input unless it is listed; entries that are no tensor or
+            require no gradient are allowed.
         weights: the leaves whose gradients W is to compute; None for every leaf that accumulates.
             Other leaves are left alone.
 

@@ -250,6 +250,8 @@ struct Outside {
   };
   Node* node;  // borrowed: alive as long as the faces of the group
   SmallVector<Hop, 1> hops;
+  // It has outputs that are stage inputs: see Note [Other outputs of an input's node].
+  bool makes_input = false;
 };
 
 struct Group {

@@ -135,7 +135,8 @@ void Split::add_outside(uint32_t g) {
     int32_t& index = outside_index_[walk_.graph().edge[e].src];
     if (index < 0) {
       index = static_cast<int32_t>(group.outside.size());
-      group.outside.push_back({&walk_.node(walk_.graph().edge[e].src), {}});
+      Node& node = walk_.node(walk_.graph().edge[e].src);
+      group.outside.push_back({&node, {}, walk_.has_other_outputs(node)});
     }
   }
   for (const uint32_t e : edges) {
@@ -242,8 +243,8 @@ void Split::note_path(Face& face) const {
     return;
   }
   const Edge behind = follow_plain_steps(face);
-  face.weight = weight_index_[walk_.id_of(*behind.function)];
-  const auto adds_up = [&](Node* node) { return walk_.adds_up(*node); };
+  face.weight = weight_index_[walk_.id_of(behind)];
+  const auto adds_up = [&](Node* node) { return walk_.adds_up(Edge(ref_of(*node), 0)); };
   const size_t casts = count_casts(face);
   const bool rounds_between =
       casts > 1 || (casts == 1 && std::any_of(face.path.begin(), face.path.end(), adds_up));
@@ -282,7 +283,7 @@ Edge Split::detour(const Edge& edge, uint32_t target) {
   if (walk_.is_input(target)) {
     NodeRef<Capture>& capture = capture_[target];
     if (!capture) {
-      capture = make_node<Capture>(edge.function);
+      capture = make_node<Capture>(edge.function, walk_.has_other_outputs(*edge.function));
     }
     return Edge(capture, edge.input_nr);
   }
@@ -293,7 +294,7 @@ Edge Split::detour(const Edge& edge, uint32_t target) {
 }
 
 void Split::add_root(const Edge& root, const at::Tensor& grad) {
-  const uint32_t id = walk_.id_of(*root.function);
+  const uint32_t id = walk_.id_of(root);
   if (Edge there = detour(root, id); there.is_valid()) {
     roots_.push_back(std::move(there));
     root_grads_.push_back(grad);
@@ -402,10 +403,14 @@ void Split::retire_split_nodes() {
 void Split::detach_outputs() {
   for (const at::Tensor& output : args_.outputs) {
     // A leaf was listed twice; an input that is passed through has its history from elsewhere.
-    if (output.is_leaf() || walk_.is_input_node(*output.grad_fn())) {
+    if (output.is_leaf()) {
       continue;
     }
-    const int32_t reader = walk_.group_that_reads(*output.grad_fn());
+    const Edge edge = torch::autograd::impl::gradient_edge(output);
+    if (walk_.is_input(edge)) {
+      continue;
+    }
+    const int32_t reader = walk_.group_that_reads(edge);
     if (reader < 0) {
       detach_output(output);
     } else {
@@ -464,7 +469,7 @@ at::Tensor Split::captured(const Edge& edge) const {
   if (!edge.is_valid()) {
     return {};
   }
-  const auto capture = capture_.find(walk_.id_of(*edge.function));
+  const auto capture = capture_.find(walk_.id_of(edge));
   const bool reached = capture != capture_.end() && !capture->second->grads.empty();
   return reached ? capture->second->grads[edge.input_nr] : at::Tensor();
 }

@@ -1,9 +1,12 @@
 #include "shim/stand_in.h"
 
+#include <cstring>
 #include <typeinfo>
 #include <utility>
 
+#include <torch/csrc/autograd/cpp_hook.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/python_hook.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
 #include "shim/edits.h"
@@ -12,12 +15,39 @@
 
 namespace zbp {
 
-variable_list call_tensor_hooks(Node& node, variable_list grads) {
+namespace {
+
+/// By name, as libtorch does not export what a cast would ask for.
+template <class T>
+T* as_hook(torch::autograd::FunctionPreHook& hook, const char* name) {
+  return std::strstr(typeid(hook).name(), name) ? static_cast<T*>(&hook) : nullptr;
+}
+
+}  // namespace
+
+size_t* place_of(torch::autograd::FunctionPreHook& hook) {
+  namespace ag = torch::autograd;
+  if (auto* python = as_hook<ag::PyFunctionTensorPreHook>(hook, "23PyFunctionTensorPreHook")) {
+    return &python->value_idx;
+  }
+  if (auto* list = as_hook<ag::CppFunctionTensorPreHook>(hook, "24CppFunctionTensorPreHook")) {
+    return &list->value_idx_;
+  }
+  auto* one = as_hook<ag::CppFunctionSingleTensorPreHook>(hook, "30CppFunctionSingleTensorPreHook");
+  return one ? &one->value_idx_ : nullptr;
+}
+
+variable_list call_tensor_hooks(Node& node, variable_list grads, bool skip_undefined) {
   for (const auto& hook : node.tensor_pre_hooks()) {
-    grads = (*hook)(grads);
+    const size_t* place = skip_undefined ? place_of(*hook) : nullptr;
+    if (!place || grads[*place].defined()) {
+      grads = (*hook)(grads);
+    }
   }
   for (const auto& [output, hook] : node.retains_grad_hooks()) {
-    grads = (*hook)(grads);
+    if (!skip_undefined || grads[output].defined()) {
+      grads = (*hook)(grads);
+    }
   }
   return grads;
 }
@@ -107,8 +137,10 @@ variable_list StandIn::run_whole(Task& task, variable_list&& grads) {
   return outputs;
 }
 
-variable_list run_node(Node& node, variable_list&& grads, bool release, bool track_views) {
-  variable_list in = call_pre_hooks(node, call_tensor_hooks(node, std::move(grads)));
+variable_list run_node(Node& node, variable_list&& grads, bool release, bool track_views,
+                       bool skip_undefined) {
+  variable_list in =
+      call_pre_hooks(node, call_tensor_hooks(node, std::move(grads), skip_undefined));
   if (release) {
     node.will_release_variables();
   }
@@ -126,7 +158,10 @@ variable_list run_node(Node& node, variable_list&& grads, bool release, bool tra
   return outputs;
 }
 
-Capture::Capture(NodePtr original) : Node(original->sequence_nr()), original_(std::move(original)) {
+Capture::Capture(NodePtr original, bool skip_undefined)
+    : Node(original->sequence_nr()),
+      original_(std::move(original)),
+      skip_undefined_(skip_undefined) {
   NodeParts::copy_identity(*original_, *this);
 }
 
@@ -135,7 +170,7 @@ std::string Capture::name() const {
 }
 
 variable_list Capture::apply(variable_list&& in) {
-  grads = call_tensor_hooks(*original_, std::move(in));
+  grads = call_tensor_hooks(*original_, std::move(in), skip_undefined_);
   // A leaf's own node would run in an ordinary backward; the node behind another input would not,
   // it belongs to an older graph.
   if (typeid(*original_) == typeid(torch::autograd::AccumulateGrad)) {

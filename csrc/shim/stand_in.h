@@ -53,7 +53,9 @@ class StandIn : public Node {
 /// backward would run there and keeps the gradients. What lies behind is never walked.
 class Capture : public Node {
  public:
-  explicit Capture(NodePtr original);
+  /// skip_undefined: other outputs of the node are no inputs, and have hooks of their own. See Note [Other
+  /// outputs of an input's node].
+  Capture(NodePtr original, bool skip_undefined);
 
   Node& original() { return *original_; }
 
@@ -67,6 +69,7 @@ class Capture : public Node {
 
  private:
   NodePtr original_;
+  bool skip_undefined_;
 };
 
 /// Refuses every run of a node that I has consumed and a group still holds.
@@ -78,14 +81,19 @@ class ConsumedGuard : public torch::autograd::FunctionPreHook {
 /// True for what is left of a split node after I: a second backward must not get past it.
 bool is_consumed(Node& node);
 
+/// Which of its node's gradients a tensor's hook takes; nothing for a hook of another kind.
+size_t* place_of(torch::autograd::FunctionPreHook& hook);
+
 /// The hooks of the tensors that `node` produced, which fire wherever a gradient reaches it, and
-/// those of the node, which fire where it runs; in the engine's order.
-variable_list call_tensor_hooks(Node& node, variable_list grads);
+/// those of the node, which fire where it runs; in the engine's order. skip_undefined: not those of tensors
+/// that have got no gradient here.
+variable_list call_tensor_hooks(Node& node, variable_list grads, bool skip_undefined = false);
 variable_list call_pre_hooks(Node& node, variable_list grads);
 variable_list call_post_hooks(Node& node, variable_list outputs, const variable_list& inputs);
 
 /// Runs `node` as the engine does: all its hooks, its edges as they are. Unless `track_views`, a node that
-/// only changes the layout gives away gradients that do not know of what they are views.
-variable_list run_node(Node& node, variable_list&& grads, bool release, bool track_views = true);
+/// only changes the layout gives away gradients that do not know of what they are views. skip_undefined: as above.
+variable_list run_node(Node& node, variable_list&& grads, bool release, bool track_views = true,
+                       bool skip_undefined = false);
 
 }  // namespace zbp

@@ -1,15 +1,12 @@
 #include "shim/zbp_stores.h"
 
 #include <algorithm>
-#include <cstring>
 #include <memory>
 #include <mutex>
 #include <typeinfo>
 #include <utility>
 
-#include <torch/csrc/autograd/cpp_hook.h>
 #include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/python_hook.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -79,25 +76,6 @@ void set_edge(const at::Tensor& tensor, const Edge& edge) {
   if (is_view) {
     view->set_attr_version(version);
   }
-}
-
-/// By name, as libtorch does not export what a cast would ask for.
-template <class T>
-T* as_hook(torch::autograd::FunctionPreHook& hook, const char* name) {
-  return std::strstr(typeid(hook).name(), name) ? static_cast<T*>(&hook) : nullptr;
-}
-
-/// Which of its node's gradients a tensor's hook takes; nothing for a hook of another kind.
-size_t* place_of(torch::autograd::FunctionPreHook& hook) {
-  namespace ag = torch::autograd;
-  if (auto* python = as_hook<ag::PyFunctionTensorPreHook>(hook, "23PyFunctionTensorPreHook")) {
-    return &python->value_idx;
-  }
-  if (auto* list = as_hook<ag::CppFunctionTensorPreHook>(hook, "24CppFunctionTensorPreHook")) {
-    return &list->value_idx_;
-  }
-  auto* one = as_hook<ag::CppFunctionSingleTensorPreHook>(hook, "30CppFunctionSingleTensorPreHook");
-  return one ? &one->value_idx_ : nullptr;
 }
 
 /// libtorch's way to ask, pop, leaves an empty entry behind.

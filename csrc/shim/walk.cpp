@@ -1,5 +1,6 @@
 #include "shim/walk.h"
 
+#include <algorithm>
 #include <typeinfo>
 
 #include <torch/csrc/autograd/saved_variable.h>
@@ -33,7 +34,7 @@ Walk::Walk(const InputPassArgs& args) {
     add_inputs(args);
     for (const Edge& root : args.roots) {
       uint32_t id = 0;
-      check(zbp_graph_add_node(&graph_, root.function.get(), &id, nullptr));
+      check(zbp_graph_add_node(&graph_, key_of(root), &id, nullptr));
       check(zbp_graph_mark(&graph_, id, ZBP_MARK_ROOT));
     }
     add_reachable();
@@ -52,26 +53,42 @@ Walk::~Walk() {
   zbp_graph_fini(&graph_);
 }
 
-int32_t Walk::group_that_reads(const Node& node) const {
+int32_t Walk::group_that_reads(const Edge& edge) const {
   uint32_t id = 0;
-  const bool is_read =
-      zbp_graph_find(&graph_, &node, &id) && has(id, ZBP_NODE_WEIGHTWARD) && consumers_[id] > 0;
+  const bool is_read = zbp_graph_find(&graph_, key_of(edge), &id) && has(id, ZBP_NODE_WEIGHTWARD) &&
+                       consumers_[id] > 0;
   return is_read ? static_cast<int32_t>(plan_.group[id]) : -1;
 }
 
-uint32_t Walk::id_of(const Node& node) const {
+uint32_t Walk::id_of(const Edge& edge) const {
   uint32_t id = 0;
-  TORCH_INTERNAL_ASSERT(zbp_graph_find(&graph_, &node, &id));
+  TORCH_INTERNAL_ASSERT(zbp_graph_find(&graph_, key_of(edge), &id));
   return id;
+}
+
+/// See Note [Other outputs of an input's node].
+const void* Walk::key_of(const Edge& edge) const {
+  const Node* node = edge.function.get();
+  if (input_outputs_.empty()) {
+    return node;
+  }
+  const auto outputs = input_outputs_.find(node);
+  const bool is_other = outputs != input_outputs_.end() &&
+                        std::find(outputs->second.begin(), outputs->second.end(), edge.input_nr) ==
+                            outputs->second.end();
+  return reinterpret_cast<const char*>(node) + (is_other ? 1 : 0);
 }
 
 void Walk::add_inputs(const InputPassArgs& args) {
   for (const at::Tensor& input : args.inputs) {
-    input_edges_.push_back(existing_edge(input));
-    if (input_edges_.back().is_valid()) {
+    const Edge& edge = input_edges_.emplace_back(existing_edge(input));
+    if (edge.is_valid()) {
       uint32_t id = 0;
-      check(zbp_graph_add_node(&graph_, input_edges_.back().function.get(), &id, nullptr));
+      check(zbp_graph_add_node(&graph_, edge.function.get(), &id, nullptr));
       check(zbp_graph_mark(&graph_, id, ZBP_MARK_INPUT));
+      if (edge.function->num_inputs() > 1) {
+        input_outputs_[edge.function.get()].push_back(edge.input_nr);
+      }
     }
   }
 }
@@ -87,7 +104,7 @@ void Walk::add_reachable() {
     for (uint32_t slot = 0; slot < edges.size(); ++slot) {
       if (edges[slot].is_valid()) {
         uint32_t next = 0;
-        check(zbp_graph_add_node(&graph_, edges[slot].function.get(), &next, nullptr));
+        check(zbp_graph_add_node(&graph_, key_of(edges[slot]), &next, nullptr));
         check(zbp_graph_add_edge(&graph_, id, slot, next));
       }
     }
@@ -101,7 +118,7 @@ void Walk::count_consumers(const InputPassArgs& args) {
   }
   starts_.resize(graph_.node_count);
   for (const Edge& root : args.roots) {
-    ++starts_[id_of(*root.function)];
+    ++starts_[id_of(root)];
   }
 }
 

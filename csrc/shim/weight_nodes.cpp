@@ -56,8 +56,11 @@ variable_list TaskNode::apply(variable_list&& /*grads*/) {
   return compute_task(task);
 }
 
-Proxy::Proxy(NodePtr original, bool retain)
-    : Node(original->sequence_nr()), original_(std::move(original)), retain_(retain) {
+Proxy::Proxy(const Outside& outside, bool retain)
+    : Node(outside.node->sequence_nr()),
+      original_(ref_of(*outside.node)),
+      makes_input_(outside.makes_input),
+      retain_(retain) {
   NodeParts::copy_identity(*original_, *this);
   next_edges().resize(original_->next_edges().size());
 }
@@ -68,7 +71,7 @@ std::string Proxy::name() const {
 
 variable_list Proxy::apply(variable_list&& grads) {
   try {
-    return run_node(*original_, std::move(grads), !retain_, /*track_views=*/false);
+    return run_node(*original_, std::move(grads), !retain_, /*track_views=*/false, makes_input_);
   } catch (...) {
     if (torch::autograd::AnomalyMode::is_enabled()) {
       original_->metadata()->print_stack(original_->name());

@@ -51,7 +51,7 @@ class TaskNode : public Node {
 /// W runs it at the same moment. So the node's own edges are never touched.
 class Proxy : public Node {
  public:
-  Proxy(NodePtr original, bool retain);
+  Proxy(const Outside& outside, bool retain);
 
   Node& original() { return *original_; }
 
@@ -62,6 +62,7 @@ class Proxy : public Node {
 
  private:
   NodePtr original_;
+  bool makes_input_;
   bool retain_;
 };
 

@@ -394,7 +394,7 @@ void WeightGraph::make_sinks(Mirror& mirror) {
 void WeightGraph::make_proxies(Mirror& mirror) {
   const std::vector<Outside>& outside = mirror.group->outside;
   for (const Outside& o : outside) {
-    mirror.proxies.push_back(make_node<Proxy>(ref_of(*o.node), retain_));
+    mirror.proxies.push_back(make_node<Proxy>(o, retain_));
     represented_.push_back(o.node);
   }
   for (size_t i = 0; i < outside.size(); ++i) {

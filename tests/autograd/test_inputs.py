@@ -401,3 +401,87 @@ def test_a_part_of_another_gradient_is_not_copied():
     (dx, dy), _ = zb.stage_backward_input([torch.cat([x, y], 1).sin()], [torch.ones(3, 8, dtype=f64)], [x, y], [])
     assert dx.stride() == (8, 1)
     assert dx.untyped_storage().nbytes() == 3 * 8 * 8
+
+
+SIBLINGS = {
+    "unbind": lambda v: v[:2].unbind(0),
+    "split": lambda v: v.split(2),
+}
+
+
+def through_sibling(m, split, given=None):
+    """Outputs of a stage that uses two outputs of one node, the first of which is its input: `given`, if not None."""
+    first, second = split((m.w * m.scale).sin())
+    first = first if given is None else given
+    return first, second, (first * m.a).sin() * 2.0 + second * second * 3.0
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@wrong_on_torch("KeyError: 'grads'")
+@pytest.mark.parametrize("named", [True, False], ids=["weights listed", "all weights"])
+@pytest.mark.parametrize("hooks", [False, True], ids=["", "hooks"])
+@pytest.mark.parametrize("kind", ["unbind", "split"])
+def test_another_output_of_an_inputs_node_leads_to_its_weights(kind, hooks, named):
+    """As an ordinary backward does it when the input is cut off: what flows into the other output goes on."""
+    torch.manual_seed(3)
+    m = Stage(None, w=(4, 4), scale=(4, 4), a=(1, 4))
+    split = SIBLINGS[kind]
+    if kind == "unbind":
+        m.a = nn.Parameter(torch.randn(4, dtype=f64))
+    expected = [torch.zeros_like(w) for w in m.parameters()]
+    calls = []
+    for _ in range(2):
+        leaf = split((m.w * m.scale).sin().detach())[0].requires_grad_()
+        _, _, out = through_sibling(m, split, leaf)
+        grad = torch.randn_like(out)
+        dleaf, *each = torch.autograd.grad(out, [leaf, *m.parameters()], grad)
+        expected = [sum(pair) for pair in zip(expected, each, strict=True)]
+        first, second, out = through_sibling(m, split)
+        if hooks:
+            first.register_hook(lambda g: calls.append("first") or g * 1.0)
+            second.register_hook(lambda g: calls.append("second") or g * 1.0)
+        (dinput,), groups = zb.stage_backward_input([out], [grad], [first], m.parameters() if named else None)
+        torch.testing.assert_close(dinput, dleaf)
+        zb.stage_backward_weight(m.parameters() if named else None, groups)
+    torch.testing.assert_close([w.grad for w in m.parameters()], expected)
+    assert sorted(calls) == (["first", "first", "second", "second"] if hooks else [])
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@needs_zbpipe
+def test_another_output_of_an_inputs_node_is_a_stage_output():
+    m = Stage(None, w=(2, 4), a=(4,))
+    for k in (1, 2):
+        leaf, second = (m.w.detach().sin()[0].requires_grad_(), m.w.sin()[1])
+        expected = torch.autograd.grad([(leaf * m.a).sum(), second.sum()], [leaf, m.w, m.a])
+        first, second = m.w.sin().unbind(0)
+        out = (first * m.a).sum()
+        (dinput,), groups = zb.stage_backward_input(
+            [out, second], [torch.ones_like(out), torch.ones_like(second)], [first], m.parameters()
+        )
+        zb.stage_backward_weight(m.parameters(), groups)
+        torch.testing.assert_close([dinput, m.w.grad, m.a.grad], [expected[0], k * expected[1], k * expected[2]])
+        assert second.grad_fn is None
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@needs_zbpipe
+def test_another_output_of_an_inputs_node_leads_to_another_input():
+    """The node is in the closure then: I runs it, without a gradient for the output that is an input."""
+    m = Stage(None, w=(2, 4), a=(4,))
+    for k in (1, 2):
+        x = torch.randn(2, 4, dtype=f64, requires_grad=True)
+        leaf = (x * m.w).sin()[0].detach().requires_grad_()
+        second = (x * m.w).sin()[1]
+        expected = torch.autograd.grad((leaf * m.a + second * second).sum(), [x, leaf, m.w, m.a])
+        first, second = (x * m.w).sin().unbind(0)
+        out = (first * m.a + second * second).sum()
+        dinputs, groups = zb.stage_backward_input([out], None, [x, first], m.parameters())
+        zb.stage_backward_weight(m.parameters(), groups)
+        torch.testing.assert_close(list(dinputs), list(expected[:2]))
+        if k == 1:
+            before = [w.grad.clone() for w in m.parameters()]
+            torch.testing.assert_close(before, list(expected[2:]))
+        else:
+            added = [w.grad - b for w, b in zip(m.parameters(), before, strict=True)]
+            torch.testing.assert_close(added, list(expected[2:]))
