@@ -5,6 +5,7 @@
 #include <unordered_set>
 
 #include <torch/csrc/autograd/python_cpp_function.h>
+#include <torch/csrc/autograd/python_function.h>
 
 #include "shim/decisions.h"
 #include "shim/detach.h"
@@ -181,6 +182,24 @@ std::shared_ptr<const Reads> Split::note_reads() const {
   return reads;
 }
 
+/// What `node` has saved, and the node that unpacks it: of an in-place write to a view, the one within it.
+std::pair<std::vector<torch::autograd::SavedVariable*>, NodePtr> all_saved_by(Node& node) {
+  std::vector<torch::autograd::SavedVariable*> saved;
+  if (is_python_function(node)) {
+    THPObjectPtr context(torch::autograd::functionToPyObject(ref_of(node)));
+    if (!context) {
+      throw python_error();
+    }
+    for (auto& one : reinterpret_cast<THPFunction*>(context.get())->saved_variables) {
+      saved.push_back(&one);
+    }
+    return {std::move(saved), ref_of(node)};
+  }
+  const auto* slices = as<torch::autograd::CopySlices>(node);
+  Node& saver = slices && slices->fn ? *slices->fn : node;
+  return {saved_by(saver), ref_of(saver)};
+}
+
 /// What the group's outside nodes have saved. Behind hooks: I unpacks it, lest W computes a region again. Other tensors:
 /// their versions, which W's run would find wrong only after it has added some gradients.
 void Split::note_packed(Group& group, const Decisions& decisions) const {
@@ -190,11 +209,10 @@ void Split::note_packed(Group& group, const Decisions& decisions) const {
       continue;
     }
     const bool is_left = decisions.of_outside(i).hooked == Decision::Hooked::leave;
-    const auto* slices = as<torch::autograd::CopySlices>(node);
-    Node& saver = slices && slices->fn ? *slices->fn : node;
-    for (torch::autograd::SavedVariable* saved : saved_by(saver)) {
+    const auto [all, saver] = all_saved_by(node);
+    for (torch::autograd::SavedVariable* saved : all) {
       if (!saved->has_hooks()) {
-        const at::Tensor tensor = saved->unpack(ref_of(saver));
+        const at::Tensor tensor = saved->unpack(saver);
         if (has_version(tensor)) {
           group.saved_outside.emplace_back(tensor);
         }

@@ -789,6 +789,18 @@ def test_kept_gradient_that_could_not_be_copied_is_still_there_for_the_next_call
         assert m.a.grad.data_ptr() != stash[-1].data_ptr()
 
 
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, w):
+        ctx.save_for_backward(w)
+        return w * w
+
+    @staticmethod
+    def backward(ctx, grad):
+        (w,) = ctx.saved_tensors
+        return 2.0 * grad * w
+
+
 def written_into(a, b):
     """In place: the node of the write has the one that computed what was written within it."""
     c = torch.zeros(4, 4, dtype=f64)
@@ -803,6 +815,7 @@ COMPUTED = {
     "a list of tensors": lambda a, b: (
         torch.einsum("ij,jk->ik", a, b).prod(0).expand(4, 4) + torch.cat([a[:2], b[2:]]) * a
     ),
+    "a Function": lambda a, b: Twice.apply(a) + Twice.apply(b),
     "written in place": written_into,
 }
 
