@@ -1,5 +1,7 @@
 #include "shim/zbp_aside.h"
 
+#include <memory>
+
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -46,9 +48,9 @@ struct zbp_aside {
 };
 
 zbp_aside* zbp_set_aside(PyObject* tensors) {
-  zbp_aside* result = nullptr;
+  std::unique_ptr<zbp_aside, decltype(&zbp_put_back)> aside(nullptr, &zbp_put_back);
   const int status = guarded([&] {
-    auto aside = std::make_unique<zbp_aside>();
+    auto found = std::make_unique<zbp_aside>();
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(tensors); ++i) {
       PyObject* item = PySequence_Fast_GET_ITEM(tensors, i);
       const at::Tensor* tensor = as_tensor(item);
@@ -57,15 +59,15 @@ zbp_aside* zbp_set_aside(PyObject* tensors) {
                "; expected a tensor");
       }
       if (tensor->is_leaf()) {
-        aside->leaves.emplace_back(*tensor);
+        found->leaves.emplace_back(*tensor);
       }
     }
+    aside.reset(found.release());
     for (Leaf& leaf : aside->leaves) {
       leaf.exchange();
     }
-    result = aside.release();
   });
-  return status == ZBP_OK ? result : nullptr;
+  return status == ZBP_OK ? aside.release() : nullptr;
 }
 
 void zbp_put_back(zbp_aside* aside) {

@@ -1,4 +1,4 @@
-// Ending the history of a stage output.
+// What keeps a tensor's history, and ending that of a stage output.
 #pragma once
 
 #include <memory>
@@ -6,6 +6,21 @@
 #include <torch/csrc/autograd/variable.h>
 
 namespace zbp {
+
+/// That of which the tensor is a view, or undefined.
+inline at::Tensor base_of(const at::Tensor& tensor) {
+  const auto* view = torch::autograd::impl::get_view_autograd_meta(tensor);
+  return view && view->has_bw_view() ? view->get_backward_view().base_ : at::Tensor();
+}
+
+/// True for a view that was made without grad mode of something that was computed: nothing flows through it, but it
+/// keeps its base, and with it the graph.
+inline bool keeps_a_graph_unused(const at::Tensor& tensor) {
+  const at::Tensor base = base_of(tensor);
+  // As it is stored: for a view, asking for it could compute it anew.
+  return base.defined() && base.grad_fn() &&
+         !torch::autograd::impl::get_autograd_meta(tensor)->grad_fn_;
+}
 
 /// Detaches `output` in place; a leaf has nothing to be detached from and stays as it is. detach_()
 /// refuses views, and a view keeps its base and with it the graph: there the history goes together

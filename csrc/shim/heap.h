@@ -121,7 +121,6 @@ class Heap {
   void node_references(Node& node, Visit visit);
   void group_references(PyObject* object, Visit visit);
   void saved_reference(const SavedVariable& saved, const char* name, int32_t index, Visit visit);
-  PyTypeObject* python_type_of(const Node& node);
   void note_unseen(const std::string& what) { ++unseen_[what]; }
 
   zbp_group_access groups_;
@@ -137,7 +136,6 @@ class Heap {
   uint32_t explored_ = 0;
   std::unordered_map<uint32_t, std::vector<PyObject*>> held_;
   mutable std::unordered_map<PyTypeObject*, Type> types_;
-  std::unordered_map<std::string, PyTypeObject*> python_types_;  // by the typeid's name
   std::map<std::string, size_t> unseen_;
 };
 

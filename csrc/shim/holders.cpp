@@ -260,19 +260,16 @@ PyObject* Description::all() {
 }  // namespace
 
 PyObject* zbp_search_holders(const zbp_search* search) {
-  PyObject* result = nullptr;
-  const int status = guarded([&] {
+  return guarded_object([&] {
     const NoCollection no_collection;
     Search found(*search);
     found.run();
-    result = Description(found).all();
+    return Description(found).all();
   });
-  return status == ZBP_OK ? result : nullptr;
 }
 
 PyObject* zbp_live_blocks(uint64_t since) {
-  PyObject* result = nullptr;
-  const int status = guarded([&] {
+  return guarded_object([&] {
     const NoCollection no_collection;
     zbp_block* blocks = nullptr;
     size_t count = 0;
@@ -286,7 +283,6 @@ PyObject* zbp_live_blocks(uint64_t since) {
                                  static_cast<unsigned long long>(blocks[i].bytes),
                                  static_cast<unsigned long long>(blocks[i].serial)));
     }
-    result = list.release();
+    return list.release();
   });
-  return status == ZBP_OK ? result : nullptr;
 }

@@ -1,6 +1,8 @@
 #include "shim/python.h"
 
 #include <string_view>
+#include <typeindex>
+#include <unordered_map>
 
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
@@ -82,42 +84,119 @@ std::optional<Edge> as_gradient_edge(PyObject* object) {
   return edge;
 }
 
-void for_each_saved(PyTypeObject* type, PyObject* object,
-                    c10::function_ref<void(SavedVariable&, const char*, int32_t)> visit) {
+namespace {
+
+/// Where the nodes of one type have what they have saved.
+struct SavedPlaces {
+  struct Member {
+    ptrdiff_t offset;  // from the node
+    const char* name;
+  };
+  PyTypeObject* type = nullptr;  // what Python sees them as; null if libtorch has none
+  std::vector<Member> members;
+  std::vector<const PyGetSetDef*> lists;  // to be asked each time: a list can be released
+};
+
+/// A node's Python object for the time of a call, on the stack: a real one, once made, stays with the node from
+/// torch 2.13 on, and a graph whose nodes have one is freed recursively.
+struct ObjectOf {
+  ObjectOf(Node& node, PyTypeObject* type) {
+    object.ob_base.ob_refcnt = 1;
+    object.ob_base.ob_type = type;
+    object.cdata = ref_of(node);
+  }
+  THPObjectPtr get(const PyGetSetDef& def) {
+    return THPObjectPtr(def.get(reinterpret_cast<PyObject*>(&object), def.closure));
+  }
+  torch::autograd::THPCppFunction object{};
+};
+
+SavedVariable& saved_in(PyObject* object) {
+  return *pybind11::cast<SavedVariable*>(pybind11::handle(object));
+}
+
+const char* name_of(const PyGetSetDef& def) {
+  return def.name + std::string_view("_raw_").size();
+}
+
+/// Static: lives as long as the process. Null if there is none.
+PyTypeObject* python_type_of(const Node& node) {
+  THPObjectPtr module(PyImport_ImportModule("torch._C"));
+  THPObjectPtr functions(module ? PyObject_GetAttrString(module, "_functions") : nullptr);
+  THPObjectPtr type(functions ? PyObject_GetAttrString(functions, node.name().c_str()) : nullptr);
+  PyErr_Clear();
+  return type && PyType_Check(type.get()) ? reinterpret_cast<PyTypeObject*>(type.get()) : nullptr;
+}
+
+/// By libtorch's getters, which give a tensor's member of the node itself, and a list's entries in a tuple.
+SavedPlaces find_saved_places(Node& node) {
   constexpr std::string_view prefix = "_raw_saved_";
-  for (const PyGetSetDef* def = type->tp_getset; def && def->name; ++def) {
+  SavedPlaces places;
+  places.type = python_type_of(node);
+  if (!places.type) {
+    return places;
+  }
+  ObjectOf object(node, places.type);
+  for (const PyGetSetDef* def = places.type->tp_getset; def && def->name; ++def) {
     if (std::string_view(def->name).substr(0, prefix.size()) != prefix) {
       continue;
     }
-    THPObjectPtr value(def->get(object, def->closure));
-    if (!value) {  // a list that a backward has released
-      PyErr_Clear();
+    THPObjectPtr value = object.get(*def);
+    PyErr_Clear();  // a list that a backward has released
+    if (!value || !pybind11::isinstance<SavedVariable>(pybind11::handle(value.get()))) {
+      places.lists.push_back(def);
       continue;
     }
-    const char* const name = def->name + 5;  // without "_raw_"
-    const auto visit_one = [&](PyObject* item, int32_t index) {
+    const auto* member = reinterpret_cast<const char*>(&saved_in(value));
+    places.members.push_back({member - reinterpret_cast<const char*>(&node), name_of(*def)});
+  }
+  return places;
+}
+
+const SavedPlaces& saved_places_of(Node& node) {
+  static auto* const known = new std::unordered_map<std::type_index, SavedPlaces>;  // with the GIL
+  const auto place = known->find(typeid(node));
+  return place != known->end()
+             ? place->second
+             : known->emplace(typeid(node), find_saved_places(node)).first->second;
+}
+
+}  // namespace
+
+bool for_each_saved(Node& node,
+                    c10::function_ref<void(SavedVariable&, const char*, int32_t)> visit) {
+  const SavedPlaces& places = saved_places_of(node);
+  for (const SavedPlaces::Member& member : places.members) {
+    auto* saved = reinterpret_cast<char*>(&node) + member.offset;
+    visit(*reinterpret_cast<SavedVariable*>(saved), member.name, -1);
+  }
+  for (const PyGetSetDef* def : places.lists) {
+    THPObjectPtr list = ObjectOf(node, places.type).get(*def);
+    PyErr_Clear();
+    const Py_ssize_t size = list && PyTuple_Check(list.get()) ? PyTuple_GET_SIZE(list.get()) : 0;
+    for (Py_ssize_t i = 0; i < size; ++i) {
+      PyObject* item = PyTuple_GET_ITEM(list.get(), i);
       if (item != Py_None) {
-        visit(*pybind11::cast<SavedVariable*>(pybind11::handle(item)), name, index);
+        visit(saved_in(item), name_of(*def), static_cast<int32_t>(i));
       }
-    };
-    if (!PyTuple_Check(value.get())) {
-      visit_one(value, -1);
-      continue;
-    }
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value.get()); ++i) {
-      visit_one(PyTuple_GET_ITEM(value.get(), i), static_cast<int32_t>(i));
     }
   }
+  return places.type != nullptr;
 }
 
 std::vector<SavedVariable*> saved_by(Node& node) {
-  THPObjectPtr object(torch::autograd::functionToPyObject(ref_of(node)));
-  if (!object) {
-    throw python_error();
-  }
   std::vector<SavedVariable*> saved;
-  for_each_saved(Py_TYPE(object.get()), object,
-                 [&](SavedVariable& one, const char*, int32_t) { saved.push_back(&one); });
+  if (is_generated(node)) {
+    for_each_saved(node, [&](SavedVariable& one, const char*, int32_t) { saved.push_back(&one); });
+  } else if (is_python_function(node)) {
+    THPObjectPtr context(torch::autograd::functionToPyObject(ref_of(node)));  // the one it has
+    if (!context) {
+      throw python_error();
+    }
+    for (SavedVariable& one : reinterpret_cast<THPFunction*>(context.get())->saved_variables) {
+      saved.push_back(&one);
+    }
+  }
   return saved;
 }
 
@@ -159,9 +238,10 @@ UnpackHook recognise(PyObject* unpack_hook) {
       return false;
     }
     THPObjectPtr recompute(PyObject_GetAttrString(held, "recompute_fn"));
-    const bool is_selective = recompute && find_in_closure(recompute, [&](PyObject* inner) {
-                                return PyObject_IsInstance(inner, mode_type) == 1;
-                              });
+    const auto is_mode = [&](PyObject* inner) {
+      return PyObject_IsInstance(inner, mode_type) == 1;
+    };
+    const bool is_selective = !mode_type || (recompute && find_in_closure(recompute, is_mode));
     hook = is_selective ? UnpackHook::selective_checkpoint : UnpackHook::checkpoint;
     return true;
   });

@@ -54,6 +54,15 @@ int guarded(const Body& body) noexcept {
   return ZBP_EPYTHON;
 }
 
+/// The same for a body that gives a new reference: NULL if the Python error is set. A warning that is an error raises
+/// when the body is through; then the result goes.
+template <class Body>
+PyObject* guarded_object(const Body& body) noexcept {
+  THPObjectPtr result;
+  const int status = guarded([&] { result = THPObjectPtr(body()); });
+  return status == ZBP_OK ? result.release() : nullptr;
+}
+
 /// Python objects in the making; both throw python_error. append() takes over `value`, which may be null with an
 /// error set.
 THPObjectPtr new_list();
@@ -67,14 +76,13 @@ std::optional<Edge> as_gradient_edge(PyObject* object);
 
 using torch::autograd::SavedVariable;
 
-/// Calls `visit` with everything that a node has saved, its name, and its place in a list or -1; nothing is
-/// unpacked. By the getters that libtorch gives `type`, a node's for Python, called on `object`. None of
-/// what a backward has released.
-void for_each_saved(PyTypeObject* type, PyObject* object,
+/// Calls `visit` with everything that a node which libtorch generated has saved, its name, and its place in a list
+/// or -1; nothing is unpacked, and no Python object is made for the node. None of the lists that a backward has
+/// released. False if libtorch does not tell what nodes of this type save. Called with the GIL held.
+bool for_each_saved(Node& node,
                     c10::function_ref<void(SavedVariable&, const char* name, int32_t index)> visit);
 
-/// Everything that `node` has saved, as for_each_saved(). Borrowed from the node; empty for a node of a kind that
-/// has no such getters.
+/// Everything that `node` has saved, also a Python Function's. Borrowed from the node. Called with the GIL held.
 std::vector<SavedVariable*> saved_by(Node& node);
 
 /// Whose unpack hook it is.

@@ -1,8 +1,12 @@
 #include "shim/heap.h"
 
 #include <dlfcn.h>
+#include <sys/uio.h>
+#include <unistd.h>
 
+#include <cerrno>
 #include <cstring>
+#include <exception>
 #include <mutex>
 #include <typeinfo>
 #include <unordered_set>
@@ -77,13 +81,21 @@ PyObject* dict_of(const torch::autograd::PostAccumulateGradHook& hook) {
              : nullptr;
 }
 
+/// A traversal by CPython, through whose frames nothing may be thrown.
 struct Traversal {
   Visit visit;
+  std::exception_ptr error;
 };
 
-int visit_referent(PyObject* object, void* traversal) {
-  static_cast<Traversal*>(traversal)->visit({Thing::python, object, nullptr, -1, true});
-  return 0;
+int visit_referent(PyObject* object, void* argument) noexcept {
+  auto* traversal = static_cast<Traversal*>(argument);
+  try {
+    traversal->visit({Thing::python, object, nullptr, -1, true});
+    return 0;
+  } catch (...) {
+    traversal->error = std::current_exception();
+    return -1;  // ends it
+  }
 }
 
 void visit_tensor(const at::Tensor& tensor, const char* label, int32_t index, Visit visit) {
@@ -117,8 +129,11 @@ bool visit_hooks(const Hooks& hooks, const char* label, Visit visit) {
 
 void Heap::python_references(PyObject* object, Visit visit) {
   if (PyObject_IS_GC(object) && Py_TYPE(object)->tp_traverse) {
-    Traversal traversal{visit};
+    Traversal traversal{visit, nullptr};
     Py_TYPE(object)->tp_traverse(object, &visit_referent, &traversal);
+    if (traversal.error) {
+      std::rethrow_exception(traversal.error);
+    }
   }
   const Type type = type_of(object);
   if (type == Type::saved) {
@@ -168,15 +183,26 @@ void for_each_component(const c10::TensorImpl& tensor,
 
 namespace {
 
-/// Whether a tensor lies there. Between the end of a gradient's Python object and the null that takes the gradient's
-/// place, `leaf.grad = None` gives the GIL away (libtorch's THPVariable_clear), and what the leaf refers to is freed
-/// memory: that begins with a pointer of malloc's, and not with one into a library.
+/// The first word at `place`; null if there is no memory any more.
 #if defined(__SANITIZE_ADDRESS__)
 __attribute__((no_sanitize_address))
 #endif
+const void* first_word_at(const void* place) {
+  const void* word = nullptr;
+  const iovec to{&word, sizeof(word)};
+  const iovec from{const_cast<void*>(place), sizeof(word)};
+  if (process_vm_readv(getpid(), &to, 1, &from, 1, 0) == sizeof(word) || errno == EFAULT) {
+    return word;
+  }
+  return *static_cast<const void* const volatile*>(place);  // a sandbox forbids the call
+}
+
+/// Whether a tensor lies there. Between the end of a gradient's Python object and the null that takes the gradient's
+/// place, `leaf.grad = None` gives the GIL away (libtorch's THPVariable_clear), and what the leaf refers to is freed
+/// memory: that begins with a pointer of malloc's, and not with one into a library, or has gone back to the system.
 bool is_tensor(const c10::TensorImpl* place) {
   static auto* const known = new std::unordered_set<const void*>;  // with the GIL
-  const void* table = *reinterpret_cast<const void* const volatile*>(place);
+  const void* table = first_word_at(place);
   Dl_info library{};
   if (known->count(table) == 0) {
     if (dladdr(table, &library) == 0) {
@@ -280,26 +306,6 @@ void Heap::saved_reference(const SavedVariable& saved, const char* name, int32_t
   visit({Thing::python, packed->first.ptr(interpreter), name, index, true});
 }
 
-/// What Python sees a node of libtorch's own as; null for others. Its getters are called on a stand-in for the
-/// Python object: a real one, once made, would stay with the node.
-PyTypeObject* Heap::python_type_of(const Node& node) {
-  const auto [it, added] = python_types_.try_emplace(typeid(node).name(), nullptr);
-  if (!added || !is_generated(node)) {
-    return it->second;
-  }
-  THPObjectPtr module(PyImport_ImportModule("torch._C"));
-  THPObjectPtr functions(module ? PyObject_GetAttrString(module, "_functions") : nullptr);
-  THPObjectPtr type(functions ? PyObject_GetAttrString(functions, node.name().c_str()) : nullptr);
-  if (type && PyType_Check(type.get())) {
-    it->second =
-        reinterpret_cast<PyTypeObject*>(type.get());  // static: lives as long as the process
-  } else {
-    PyErr_Clear();
-    note_unseen("what nodes of type " + node.name() + " have saved");
-  }
-  return it->second;
-}
-
 void Heap::node_references(Node& node, Visit visit) {
   {
     const std::lock_guard<std::mutex> lock(edges_mutex());
@@ -346,18 +352,12 @@ void Heap::node_references(Node& node, Visit visit) {
     note_unseen("what nodes of C++ Functions have saved");
     return;
   }
-  PyTypeObject* const type = python_type_of(node);
-  if (!type) {
-    return;
+  const auto visit_saved = [&](const SavedVariable& saved, const char* name, int32_t i) {
+    saved_reference(saved, name, i, visit);
+  };
+  if (is_generated(node) && !for_each_saved(node, visit_saved)) {
+    note_unseen("what nodes of type " + node.name() + " have saved");
   }
-  torch::autograd::THPCppFunction stand_in{};
-  stand_in.ob_base.ob_refcnt = 1;
-  stand_in.ob_base.ob_type = type;
-  stand_in.cdata = ref_of(node);
-  for_each_saved(type, reinterpret_cast<PyObject*>(&stand_in),
-                 [&](const SavedVariable& saved, const char* name, int32_t i) {
-                   saved_reference(saved, name, i, visit);
-                 });
 }
 
 void Heap::group_references(PyObject* object, Visit visit) {

@@ -140,8 +140,7 @@ void for_each_storage(const c10::TensorImpl& tensor,
 /// New set of `number` of each storage of the tensors; NULL with an error set.
 template <class Number>
 PyObject* set_of(PyObject* tensors, const Number& number) {
-  PyObject* result = nullptr;
-  const int status = guarded([&] {
+  return guarded_object([&] {
     THPObjectPtr set(PySet_New(nullptr));
     THPObjectPtr sequence(PySequence_Fast(tensors, "expected a list of tensors"));
     if (!set || !sequence) {
@@ -161,15 +160,19 @@ PyObject* set_of(PyObject* tensors, const Number& number) {
                          }
                        });
     }
-    result = set.release();
+    return set.release();
   });
-  return status == ZBP_OK ? result : nullptr;
 }
 
 }  // namespace
 
 int zbp_storages_new(zbp_group_access groups, PyObject* roots, zbp_storages** storages_out) {
-  return guarded([&] { *storages_out = storages_now(groups, roots).release(); });
+  std::unique_ptr<zbp_storages> storages;
+  const int status = guarded([&] { storages = storages_now(groups, roots); });
+  if (status == ZBP_OK) {
+    *storages_out = storages.release();
+  }
+  return status;
 }
 
 void zbp_storages_free(zbp_storages* storages) {
@@ -190,8 +193,7 @@ int zbp_storages_since(zbp_group_access groups, PyObject* roots, const zbp_stora
 }
 
 PyObject* zbp_storages_gone(const zbp_storages* storages) {
-  PyObject* result = nullptr;
-  const int status = guarded([&] {
+  return guarded_object([&] {
     THPObjectPtr set(PySet_New(nullptr));
     for (const auto& [storage, weak] : storages->storage) {
       THPObjectPtr id(weak.expired() ? PyLong_FromVoidPtr(const_cast<c10::StorageImpl*>(storage))
@@ -200,14 +202,12 @@ PyObject* zbp_storages_gone(const zbp_storages* storages) {
         throw python_error();
       }
     }
-    result = set.release();
+    return set.release();
   });
-  return status == ZBP_OK ? result : nullptr;
 }
 
 PyObject* zbp_storages_spans(const zbp_storages* storages) {
-  PyObject* result = nullptr;
-  const int status = guarded([&] {
+  return guarded_object([&] {
     THPObjectPtr list = new_list();
     for (const auto& [storage, weak] : storages->storage) {
       if (const auto living = weak.lock()) {
@@ -217,9 +217,8 @@ PyObject* zbp_storages_spans(const zbp_storages* storages) {
                                    PyLong_FromVoidPtr(living.get())));
       }
     }
-    result = list.release();
+    return list.release();
   });
-  return status == ZBP_OK ? result : nullptr;
 }
 
 PyObject* zbp_storages_of(PyObject* tensors) {

@@ -160,19 +160,24 @@ void free_detour(PyObject* capsule) {
 }  // namespace
 
 PyObject* zbp_detour(PyObject* tensor, PyObject* like) {
-  PyObject* capsule = nullptr;
+  Detour* detour = nullptr;
+  THPObjectPtr capsule;
   const int status = guarded([&] {
-    auto detour = std::make_unique<Detour>();
-    capsule = PyCapsule_New(detour.get(), capsule_name, free_detour);
+    auto empty = std::make_unique<Detour>();
+    capsule = PyCapsule_New(empty.get(), capsule_name, free_detour);
     if (!capsule) {
       throw python_error();
     }
-    *detour.release() = begin(tensor, like);
+    detour = empty.release();  // the capsule's from here on
+    *detour = begin(tensor, like);
   });
-  if (status != ZBP_OK) {
-    Py_CLEAR(capsule);
+  if (status == ZBP_OK) {
+    return capsule.release();
   }
-  return capsule;
+  if (detour && detour->tensor.defined()) {
+    guarded([&] { end(std::exchange(*detour, {})); });  // a warning is an error
+  }
+  return nullptr;
 }
 
 int zbp_end_detour(PyObject* capsule, int* out) {
@@ -187,20 +192,19 @@ int zbp_end_detour(PyObject* capsule, int* out) {
 }
 
 PyObject* zbp_weights_here(void) {
-  THPObjectPtr list;
-  const int status = guarded([&] {
-    list = new_list();
+  return guarded_object([&] {
+    THPObjectPtr list = new_list();
     const NodePtr current = torch::autograd::get_current_node();
     if (!current || typeid(*current) != typeid(StandIn)) {
-      return;
+      return list.release();
     }
     auto& stand_in = static_cast<StandIn&>(*current);
     if (stand_in.is_retired()) {
-      return;
+      return list.release();
     }
     for (const Weight& weight : stand_in.group().weights) {
       append(list, THPVariable_Wrap(weight.accumulator->variable));
     }
+    return list.release();
   });
-  return status == ZBP_OK ? list.release() : nullptr;
 }

@@ -284,7 +284,8 @@ void unlock_after_fork() {
 }  // namespace
 
 int zbp_tap_start(zbp_record* record, uint64_t max_events) {
-  return guarded([&] {
+  bool is_fed = false;
+  const int status = guarded([&] {
     static const int at_fork =
         pthread_atfork(&lock_for_fork, &unlock_after_fork, &unlock_after_fork);
     if (at_fork != 0) {
@@ -306,7 +307,14 @@ int zbp_tap_start(zbp_record* record, uint64_t max_events) {
       refuse_for_memory();
     }
     b.is_fed.store(true, std::memory_order_relaxed);
+    is_fed = true;
   });
+  if (status != ZBP_OK && is_fed) {  // a warning is an error
+    int displaced = 0;
+    zbp_tap_stop(record, &displaced);
+    zbp_record_fini(record);
+  }
+  return status;
 }
 
 void zbp_tap_stop(zbp_record* record, int* displaced_out) {

@@ -323,8 +323,7 @@ PyObject* wrap(const variable_list& grads, const Targets& targets) {
 using namespace zbp;
 
 PyObject* zbp_defer(PyObject* function, PyObject* weights, PyObject* saved) {
-  PyObject* result = nullptr;
-  const int status = guarded([&] {
+  return guarded_object([&] {
     if (!PyCallable_Check(function)) {
       refuse(PyExc_TypeError, "function is a ", Py_TYPE(function)->tp_name,
              "; expected a callable that returns the gradients of the weights");
@@ -352,12 +351,12 @@ PyObject* zbp_defer(PyObject* function, PyObject* weights, PyObject* saved) {
         }
       }
     }
-    result = wrap(grads, targets);
+    PyObject* result = wrap(grads, targets);
     if (!result) {
       throw python_error();
     }
+    return result;
   });
-  return status == ZBP_OK ? result : nullptr;
 }
 
 int zbp_will_defer(PyObject* weights, int* out) {

@@ -5,6 +5,8 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "shim/detach.h"
+
 namespace zbp {
 
 namespace {
@@ -35,13 +37,7 @@ bool is_parameter_object(PyObject* object) {
   return answer == 1;
 }
 
-/// That of which the tensor is a view, or undefined.
-at::Tensor base_of(const at::Tensor& tensor) {
-  const auto* view = torch::autograd::impl::get_view_autograd_meta(tensor);
-  return view && view->has_bw_view() ? view->get_backward_view().base_ : at::Tensor();
-}
-
-/// Also a view that was made without grad mode keeps its base, and with it the graph.
+/// Also a view that was made without grad mode says so where its base requires a gradient.
 bool has_history(const at::Tensor& tensor) {
   const at::Tensor base = base_of(tensor);
   return tensor.requires_grad() || (base.defined() && base.requires_grad());

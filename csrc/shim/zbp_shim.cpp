@@ -499,13 +499,6 @@ void set_grads(Task& task, SmallVector<Watched, 1>&& grads) {
   }
 }
 
-/// For functions that return a new object.
-template <class Body>
-PyObject* guarded_object(const Body& body) noexcept {
-  PyObject* result = nullptr;
-  return guarded([&] { result = body(); }) == ZBP_OK ? result : nullptr;
-}
-
 }  // namespace
 
 int zbp_input_pass(PyObject* outputs, PyObject* output_grads, PyObject* inputs, PyObject* weights,

@@ -88,6 +88,25 @@ def test_chain_of_100_000_nodes_in_the_weights_own_computation():
     """)
 
 
+@wrong_on_torch("segmentation fault: nodes that Python wrapped are freed recursively")
+@pytest.mark.parametrize("ends", ["I and W", "groups dropped"])
+def test_chain_of_100_000_nodes_that_save_something_in_the_weights_own_computation(ends):
+    in_own_process(f"""
+        x, w = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+        v = w
+        for i in range(100_000):
+            v = v * 1.0 if i % 2 else torch.neg(v).abs()
+        y = x * v
+        if {ends!r} == "I and W":
+            passes(y, x, [w])
+            assert w.grad.tolist() == [1.0, 1.0]
+        else:
+            _, groups = zb.stage_backward_input([y], [torch.ones(2)], [x], [w])
+            del groups
+        del y, v
+    """)
+
+
 @needs_zbpipe
 def test_chain_of_100_000_products_whose_groups_are_dropped():
     in_own_process("""
@@ -260,6 +279,29 @@ def test_no_python_object_per_node():
     python_blocks_made_by_input_pass(80)
     few, many = python_blocks_made_by_input_pass(80), python_blocks_made_by_input_pass(8_000)
     assert abs(many - few) < 50
+
+
+def python_objects_made_for_computed_weight(nodes, compute):
+    """Of a stage whose weight is computed by so many nodes: objects for nodes, and Python's blocks."""
+    x, w = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2, requires_grad=True)
+    v = w
+    for _ in range(nodes):
+        v = compute(v)
+    blocks = python_blocks_made(x @ v, x, [w])
+    return blocks, sum(type(one).__name__.endswith("Backward0") for one in gc.get_objects())
+
+
+@needs_zbpipe
+@pytest.mark.parametrize(
+    "compute",
+    [lambda v: v.sin(), lambda v: v * 1.0, lambda v: v[torch.arange(2)]],
+    ids=["saves a tensor", "saves nothing", "saves a list"],
+)
+def test_no_python_object_per_node_of_a_computed_weight(compute):
+    python_objects_made_for_computed_weight(10, compute)
+    few, many = (python_objects_made_for_computed_weight(n, compute) for n in (10, 1_000))
+    assert abs(many[0] - few[0]) < 50
+    assert many[1] == few[1]
 
 
 def python_blocks_made_for_weights(count):

@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 from oracle import Stage, check, late, weight
+from test_size import in_own_process
 from torch import nn
 from torch.autograd import Function
 
@@ -1219,3 +1220,25 @@ def test_what_is_put_is_watched_as_before():
     with pytest.raises(RuntimeError, match="modified"):
         zbpipe.stage_backward_weight([w], groups)
     assert torch.count_nonzero(w.main_grad) == 0
+
+
+def test_a_detour_that_is_refused_changes_nothing():
+    in_own_process("""
+        from zbpipe import _C
+
+        leaf, computed = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True) * 2
+        node = computed.grad_fn
+        for tensor, like, error in (
+            (1, 2, TypeError),
+            (leaf, None, TypeError),
+            (None, computed, TypeError),
+            (computed, leaf, ValueError),
+        ):
+            try:
+                _C.detour(tensor, like)
+            except error:
+                pass
+            else:
+                raise AssertionError("not refused")
+        assert computed.grad_fn is node and leaf.grad_fn is None
+    """)
