@@ -30,11 +30,14 @@ and selective too), ``save_on_cpu``, packing hooks.
                     what nodes between a node of I and a weight (a computed weight) have saved.
     function        Called with each weight in I; returns one of the three words.
 
-fused: False adds a product to an existing gradient as ``grad += a @ b`` would, to the bit, a panel of rows at a time:
-    no temporary of the weight's size. True adds it by ``grad.addmm_(a, b)``: up to a third faster where the inner
-    dimension is short; BLAS rounds once per block of that dimension, so after some microbatches gradients differ from
-    an ordinary backward's by more than the last bit. On other devices than the CPU products of the gradient's dtype
-    are always added so: there the accumulation rounds once.
+fused: False adds a product to an existing gradient as ``grad += a @ b`` would, to the bit. Where BLAS computes a panel
+    of rows or columns as it computes the whole (one thread, float32 and float64, no side shorter than 256) it goes
+    panel by panel: no temporary of the weight's size. Several products for one weight are summed first, in one
+    temporary; an ordinary backward takes one for each. True adds each by ``grad.addmm_(a, b)``: up to a third faster
+    where the inner dimension is short; BLAS rounds once per block of that dimension, so after some microbatches
+    gradients differ from an ordinary backward's by more than the last bit. On other devices than the CPU products of
+    the gradient's dtype are always added so: there the accumulation rounds once, in 16 bits once less than an ordinary
+    backward.
 
 main_grad: True accumulates a weight that has an attribute ``main_grad``, a floating-point tensor of its shape and
     device (usually float32), there and leaves its ``.grad`` alone, as Megatron's fused kernels do; its attribute

@@ -120,13 +120,15 @@ bool is_same_mesh(PyObject* a, PyObject* b) {
   return a == b || PyObject_RichCompareBool(a, b, Py_EQ) == 1;
 }
 
-std::optional<LocalProduct> take_apart(const at::Tensor& sum, const Factor& left,
-                                       const Factor& right) {
-  auto s = part_of(sum);
+std::optional<LocalProduct> take_apart(const Factor& sum, const Factor& left, const Factor& right) {
+  auto s = part_of(sum.matrix);
   auto l = s ? part_of(left.matrix) : std::nullopt;
   auto r = l ? part_of(right.matrix) : std::nullopt;
   if (!r || !is_same_mesh(s->mesh, l->mesh) || !is_same_mesh(s->mesh, r->mesh)) {
     return std::nullopt;
+  }
+  if (sum.is_transposed) {
+    transpose(s->layout);
   }
   if (left.is_transposed) {
     transpose(l->layout);
@@ -167,9 +169,9 @@ at::Tensor local_part(const at::Tensor& tensor) {
   return local.value_or(tensor);
 }
 
-std::optional<LocalProduct> local_product(const at::Tensor& sum, const Factor& left,
+std::optional<LocalProduct> local_product(const Factor& sum, const Factor& left,
                                           const Factor& right) {
-  if (!is_subclass(sum) || !is_subclass(left.matrix) || !is_subclass(right.matrix)) {
+  if (!is_subclass(sum.matrix) || !is_subclass(left.matrix) || !is_subclass(right.matrix)) {
     return std::nullopt;
   }
   const AcquireGil gil;

@@ -13,6 +13,7 @@ bool is_dtensor(const at::Tensor& tensor);
 /// What this rank has of a DTensor; `tensor` itself if it is none, or if it is not there yet.
 at::Tensor local_part(const at::Tensor& tensor);
 
+/// A factor of a product, or where the product is added.
 struct Factor {
   at::Tensor matrix;
   bool is_transposed;
@@ -21,13 +22,13 @@ struct Factor {
 struct LocalProduct {
   at::Tensor sum;
   at::Tensor left;
-  at::Tensor right;  // both without the transposition
+  at::Tensor right;  // all three without the transposition
 };
 
 /// This rank's parts of three DTensors, where adding the product of its parts of `left` and `right` to its part of `sum`
 /// is all there is to adding the product itself: it needs no communication, and lies on the mesh as `sum` does. Else
 /// nothing.
-std::optional<LocalProduct> local_product(const at::Tensor& sum, const Factor& left,
+std::optional<LocalProduct> local_product(const Factor& sum, const Factor& left,
                                           const Factor& right);
 
 }  // namespace zbp

@@ -81,6 +81,7 @@ class Split {
   std::unordered_map<uint32_t, NodeRef<Capture>> capture_;  // by the id of an input's node
   edge_list roots_;
   variable_list root_grads_;
+  uint64_t root_tasks_ = 0;
   EdgeEdits detours_;  // to stand-ins: for good, once I has succeeded
   EdgeEdits cuts_;     // all others: for the time of the run
 };
@@ -262,11 +263,10 @@ void Split::note_path(Face& face) const {
   }
   const Edge behind = follow_plain_steps(face);
   face.weight = weight_index_[walk_.id_of(behind)];
+  // Gradients that meet on the way are to be added there: see Note [The order of sums].
   const auto adds_up = [&](Node* node) { return walk_.adds_up(Edge(ref_of(*node), 0)); };
-  const size_t casts = count_casts(face);
-  const bool rounds_between =
-      casts > 1 || (casts == 1 && std::any_of(face.path.begin(), face.path.end(), adds_up));
-  if (face.weight < 0 || rounds_between) {
+  if (face.weight < 0 || count_casts(face) > 1 ||
+      std::any_of(face.path.begin(), face.path.end(), adds_up)) {
     give_up_path(face);
   }
 }
@@ -321,7 +321,7 @@ void Split::add_root(const Edge& root, const at::Tensor& grad) {
     task.kind = Kind::root;
     task.node = root.function;
     task.input_nr = root.input_nr;
-    task.sequence_nr = root.function->sequence_nr();
+    task.sequence_nr = UINT64_MAX - ++root_tasks_;  // it starts there before any node runs
     note_place(task, *root.function);
     task.output_grads.emplace_back(grad);
     Face& face = task.face.emplace_back();

@@ -296,11 +296,13 @@ void take_matrices(Task& task, Node& node, const variable_list& grads) {
       task.leaves_packed = true;
       return;
     }
-    const at::Tensor other =
-        saved.has_hooks() ? pin(saved, node, true) : saved.unpack(ref_of(node));
-    if (is_plain_matrix(other) && gradient_is_plain) {
-      task.other = Watched(other);
-      return;
+    if (gradient_is_plain) {
+      const at::Tensor other =
+          saved.has_hooks() ? pin(saved, node, true) : saved.unpack(ref_of(node));
+      if (is_plain_matrix(other)) {
+        task.other = Watched(other);
+        return;
+      }
     }
     task.kind = Kind::deferred;
   }
@@ -324,7 +326,8 @@ void let_go_of_unread(Task& task, Node& node, const Group& group) {
   const Separable separable = *separate(node);
   const uint32_t faces = bits_of(task.face);
   for (const Part& part : separable.parts) {
-    if ((part.readers & faces) != 0 || part.saved->has_hooks()) {
+    const bool stays_packed = part.saved->has_hooks() && part.is_insisted_on;
+    if ((part.readers & faces) != 0 || stays_packed) {
       continue;
     }
     const at::Tensor tensor = part.is_insisted_on ? part.saved->unpack(ref_of(node)) : at::Tensor();

@@ -77,7 +77,24 @@ std::optional<at::Tensor> view_forward(Node& node, const at::Tensor& tensor) {
   return strides ? std::optional(tensor.as_strided(*shape, *strides)) : std::nullopt;
 }
 
+bool is_column_major(const std::vector<c10::SymInt>& sizes,
+                     const std::vector<c10::SymInt>& strides) {
+  return strides.size() == 2 && strides[0] == 1 && strides[1] == sizes[0];
+}
+
 }  // namespace
+
+bool is_multiplied_transposed(const Task& task) {
+  if (auto* n = as<gen::AddmmBackward0>(*task.node)) {
+    return task.weight_is_left ? is_column_major(n->mat1_sym_sizes, n->mat1_sym_strides)
+                               : is_column_major(n->mat2_sym_sizes, n->mat2_sym_strides);
+  }
+  if (auto* n = as<gen::MmBackward0>(*task.node)) {
+    return task.weight_is_left ? is_column_major(n->self_sym_sizes, n->self_sym_strides)
+                               : is_column_major(n->mat2_sym_sizes, n->mat2_sym_strides);
+  }
+  return false;  // products of batches are not
+}
 
 bool is_plain_step(Node& node) {
   return step_of(node) != Step::none && node.next_edge(0).is_valid() && !has_hooks(node);

@@ -9,6 +9,11 @@ namespace zbp {
 /// that nobody watches. Running it any number of times, on any thread, does no harm.
 bool is_plain_step(Node& node);
 
+/// True if a product's node computes the gradient of the task's weight transposed, which it does to lay it out
+/// as the weight, where that is column-major. BLAS may round otherwise where a product is computed the other way
+/// round.
+bool is_multiplied_transposed(const Task& task);
+
 /// True for a node of a kind that saves no tensor.
 bool saves_nothing(Node& node);
 
@@ -16,8 +21,7 @@ bool saves_nothing(Node& node);
 /// the steps, and whether they only transpose a matrix and cast it.
 Edge follow_plain_steps(Face& face);
 
-/// How often the path casts. Gradients that meet before a cast are to be added there, and a second cast
-/// rounds what the first one has left.
+/// How often the path casts. A second cast rounds what the first one has left.
 size_t count_casts(const Face& face);
 
 /// The face leads to the first node of its path again, not to the weight.

@@ -126,6 +126,12 @@ void Walk::mark_weights(const InputPassArgs& args) {
   if (args.all_leaves) {
     for (uint32_t id = 0; id < graph_.node_count; ++id) {
       if (typeid(node(id)) == typeid(torch::autograd::AccumulateGrad)) {
+        const at::Tensor& leaf = static_cast<torch::autograd::AccumulateGrad&>(node(id)).variable;
+        TORCH_CHECK(!leaf.grad_fn(),
+                    "leaf variable has been moved into the graph interior: ", leaf.scalar_type(),
+                    " ", leaf.sym_sizes(),
+                    " was changed in place, since the forward, by something that needs a gradient; "
+                    "change weights under torch.no_grad(), and run the microbatch again");
         check(zbp_graph_mark(&graph_, id, ZBP_MARK_WEIGHT));
       }
     }

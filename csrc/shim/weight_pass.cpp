@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include <ATen/MemoryOverlap.h>
+#include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
@@ -26,7 +27,7 @@ using torch::autograd::AccumulateGrad;
 
 namespace {
 
-/// The two matrices whose product is the gradient of the weight: `left` times `right`.
+/// The two matrices whose product is the gradient at a task's face, as the node's own backward multiplies them.
 struct Factors {
   at::Tensor left;
   at::Tensor right;
@@ -34,25 +35,35 @@ struct Factors {
   at::Tensor multiply() const { return left.dim() == 2 ? left.mm(right) : left.bmm(right); }
 };
 
-/// What the factors are, in the weight's orientation when the face is transposed. For Y = A B: dA = dY Bᵀ, dB = Aᵀ dY.
-std::pair<Factor, Factor> matrices_of(const Task& task, const Face& face) {
-  const at::Tensor& grad = task.output_grads[0].tensor();
-  const at::Tensor other = task.packed ? task.packed->unpack() : task.other.tensor();
-  if (task.weight_is_left) {
-    return face.transposed ? std::pair(Factor{other, false}, Factor{grad, true})
-                           : std::pair(Factor{grad, false}, Factor{other, true});
+/// For Y = A B: dA = dY Bᵀ, dB = Aᵀ dY, or both sides of that transposed.
+std::pair<Factor, Factor> matrices_of(const Task& task) {
+  const Factor grad{task.output_grads[0].tensor(), false};
+  const Factor other{task.packed ? task.packed->unpack() : task.other.tensor(), true};
+  const auto [left, right] = task.weight_is_left ? std::pair(grad, other) : std::pair(other, grad);
+  if (!is_multiplied_transposed(task)) {
+    return {left, right};
   }
-  return face.transposed ? std::pair(Factor{grad, true}, Factor{other, false})
-                         : std::pair(Factor{other, true}, Factor{grad, false});
+  return {{right.matrix, !right.is_transposed}, {left.matrix, !left.is_transposed}};
+}
+
+/// Whether what lies at the weight, or at the face where there is more than transpositions in between, is
+/// transposed against the product.
+bool is_transposed(const Task& task, const Face& face) {
+  return is_multiplied_transposed(task) != (face.simple && face.transposed);
 }
 
 at::Tensor oriented(const at::Tensor& matrix, bool is_transposed) {
   return is_transposed ? matrix.mT() : matrix;
 }
 
-Factors factors_of(const Task& task, const Face& face) {
-  const auto [left, right] = matrices_of(task, face);
-  return {oriented(left.matrix, left.is_transposed), oriented(right.matrix, right.is_transposed)};
+/// The product, at the weight where nothing but transpositions and casts lies in between, else at the face.
+at::Tensor multiply(const Task& task, const Face& face) {
+  const auto [left, right] = matrices_of(task);
+  const Factors factors{oriented(left.matrix, left.is_transposed),
+                        oriented(right.matrix, right.is_transposed)};
+  const at::Tensor product = factors.multiply();
+  const at::AutoDispatchBelowADInplaceOrView no_view;  // see NodeParts::apply_without_views_to()
+  return oriented(product, is_transposed(task, face));
 }
 
 /// The gradient for face number `i`, at its weight where it has a path; `outputs` are a deferred node's.
@@ -65,7 +76,7 @@ at::Tensor face_grad(const Task& task, size_t i, variable_list& outputs) {
         return {};
       }
       if (face.slot == task.matrix_slot) {
-        grad = factors_of(task, face).multiply();
+        grad = multiply(task, face);
         if (face.simple) {
           return grad;
         }
@@ -128,9 +139,61 @@ void heed_new_hooks(Group& group) {
   }
 }
 
+/// Note [The order of sums]
+/// An ordinary backward adds up gradients wherever they meet, in the order in which they come: first from where it
+/// starts, then from the last node of the forward to the first; and what has met at a weight is added to its
+/// gradient as one: (grad + a) + b would round otherwise than grad + (a + b). So tasks run in that order, a face's
+/// path is not followed past a node where gradients meet, and where several faces end at a weight their sum is
+/// formed first, unless the policy says `fused`.
+
+/// What the faces that end at one weight give, if they are several.
+struct Meeting {
+  SmallVector<Face*, 2> faces;  // of which nothing has been added
+  size_t came = 0;
+  at::Tensor sum;
+};
+
+/// Per weight of the group.
+std::vector<Meeting> meetings_in(Group& group) {
+  std::vector<Meeting> meetings(group.weights.size());
+  for (Task& task : group.tasks) {
+    for (Face& face : task.face) {
+      if (!face.delivered && face.panels_added == 0) {
+        meetings[face.weight].faces.push_back(&face);
+      }
+    }
+  }
+  return meetings;
+}
+
+/// True for two tasks whose gradients can be summed without the engine, which knows how gradients of all kinds
+/// and of several streams are summed.
+bool sum_directly(const Task& a, const Task& b) {
+  const bool on_one_stream =
+      a.place && b.place ? a.place->stream() == b.place->stream() : !a.place && !b.place;
+  return a.kind == Kind::product && b.kind == Kind::product && on_one_stream;
+}
+
+bool sums_directly(const Group& group) {
+  std::vector<const Task*> before(group.weights.size());
+  for (const Task& task : group.tasks) {
+    for (const Face& face : task.face) {
+      if (face.delivered) {
+        continue;
+      }
+      const Task* other = std::exchange(before[face.weight], &task);
+      const at::Tensor& variable = group.weights[face.weight].accumulator->variable;
+      if (other && (is_subclass(variable) || !sum_directly(task, *other))) {
+        return false;
+      }
+    }
+  }
+  return true;
+}
+
 /// True if the group's gradients can be added without the engine: every face ends at a weight and
 /// nobody could tell the difference.
-bool runs_directly(const Group& group) {
+bool runs_directly(const Group& group, WeightPassOptions options) {
   for (const Task& task : group.tasks) {
     if (task.leaves_packed) {
       return false;  // within one run of the engine, a checkpointed region is recomputed only once
@@ -146,23 +209,44 @@ bool runs_directly(const Group& group) {
       return false;
     }
   }
-  return !torch::autograd::AnomalyMode::is_enabled();
+  return (options.fuse || sums_directly(group)) && !torch::autograd::AnomalyMode::is_enabled();
 }
 
 /// So many rows or columns at the most that packing the other factor anew for each panel costs little,
 /// cut where the kernels of BLAS (6, 8, 12, 16, 24, 48 wide) begin a new tile anyway.
 constexpr int64_t tile = 48;
 constexpr int64_t panel_size = 11 * tile;
+/// With fewer of the other than this, BLAS has ways to cut a product that depend on all its sizes.
+constexpr int64_t narrowest = 256;
 
-/// Adds `left @ right`, rounded to `type`, to `sum`, a gradient on the CPU: as `sum += ...` to the bit, and
-/// no temporary is larger than `panel_size` rows or columns. BLAS's own accumulation (beta = 1) rounds once
-/// per block of the inner dimension where this rounds twice in all, and differs from an ordinary backward.
-/// Panels that a W that raised has `added` are passed over.
+/// Whether BLAS rounds each element of a part of a product, one of a batch or a panel, as in the whole.
+/// Measured by benchmarks/panels.py: several threads, or kernels for 16 bits, cut a product by all its sizes.
+bool rounds_parts_alike(const Factors& f) {
+  const c10::ScalarType type = f.left.scalar_type();
+  return (type == at::kFloat || type == at::kDouble) && at::get_num_threads() == 1;
+}
+
+/// Adds `product`, rounded to `type`, to `sum`. Where `sum` is of that type and it has all values of the
+/// product's, adding them rounds nothing that a cast would not, and needs no copy.
+void add_rounded(const at::Tensor& sum, const at::Tensor& product, c10::ScalarType type) {
+  const bool is_exact = sum.scalar_type() == type && product.is_floating_point() &&
+                        c10::promoteTypes(product.scalar_type(), type) == type;
+  sum.add_(is_exact ? product : product.to(type));
+}
+
+/// Adds `left @ right`, rounded to `type`, to `sum`, a gradient on the CPU, as `sum += ...` does. Where the
+/// bits are the same, no temporary is larger than `panel_size` rows or columns. BLAS's own accumulation
+/// (beta = 1) rounds once per block of the inner dimension where this rounds twice in all, and differs from
+/// an ordinary backward. Panels that a W that raised has `added` are passed over.
 class PanelAdder {
  public:
   PanelAdder(c10::ScalarType type, int64_t& added) : type_(type), added_(added) {}
 
   void add(const at::Tensor& sum, const Factors& f) {
+    if (!rounds_parts_alike(f) && added_ == 0) {
+      add_panel(sum, f);
+      return;
+    }
     if (sum.dim() == 2) {
       add_matrix(sum, f);
       return;
@@ -188,22 +272,27 @@ class PanelAdder {
     const int64_t dim = by_rows ? -2 : -1;
     const int64_t size = sum.size(dim);
     const int64_t panels = (size + panel_size - 1) / panel_size;
-    if (panels <= 1) {
+    if (panels <= 1 || std::min(sum.size(-2), sum.size(-1)) < narrowest) {
       add_panel(sum, f);
       return;
     }
-    const int64_t step = (size + panels * tile - 1) / (panels * tile) * tile;
-    for (int64_t i = 0; i < size; i += step) {
-      const int64_t count = std::min(step, size - i);
-      add_panel(sum.narrow(dim, i, count), by_rows
-                                               ? Factors{f.left.narrow(dim, i, count), f.right}
-                                               : Factors{f.left, f.right.narrow(dim, i, count)});
+    // Of the same size up to a tile: BLAS computes a few rows in another way than many.
+    const int64_t tiles = size / tile;
+    int64_t begin = 0;
+    for (int64_t i = 0; i < panels; ++i) {
+      const int64_t end =
+          i + 1 < panels ? begin + (tiles / panels + (i < tiles % panels ? 1 : 0)) * tile : size;
+      const int64_t count = end - begin;
+      add_panel(sum.narrow(dim, begin, count),
+                by_rows ? Factors{f.left.narrow(dim, begin, count), f.right}
+                        : Factors{f.left, f.right.narrow(dim, begin, count)});
+      begin = end;
     }
   }
 
   void add_panel(const at::Tensor& panel, const Factors& f) {
     if (seen_++ >= added_) {
-      panel.add_(f.multiply().to(type_));
+      add_rounded(panel, f.multiply(), type_);
       ++added_;
     }
   }
@@ -213,30 +302,24 @@ class PanelAdder {
   int64_t seen_ = 0;
 };
 
-/// Adds a product in place to the gradient that the weight has. False if it has none, or one that forbids
-/// it; then nothing was done.
-bool add_product(const Task& task, Face& face, Weight& weight, bool fuse) {
-  if (task.kind != Kind::product || face.slot != task.matrix_slot ||
-      !task.output_grads[0].tensor().defined()) {
-    return false;
-  }
-  AccumulateGrad& accumulator = *weight.accumulator;
-  const std::lock_guard<std::mutex> lock(NodeParts::mutex_of(accumulator));
-  const at::Tensor& grad = sum_of(weight);
-  const at::Tensor& variable = accumulator.variable;
-  if (!grad.defined() || grad.requires_grad() || grad.is_complex() ||
-      is_subclass(grad) != is_subclass(variable) || !grad.sizes().equals(variable.sizes()) ||
-      (!weight.main_grad.defined() && grad.scalar_type() != variable.scalar_type())) {
-    return false;
-  }
+bool is_product(const Task& task, const Face& face) {
+  return task.kind == Kind::product && face.slot == task.matrix_slot &&
+         task.output_grads[0].tensor().defined();
+}
+
+/// Adds a product, rounded to `type`, in place to `grad`, which is laid out as the weight is. False if that
+/// cannot be done; then nothing was done.
+bool add_product_to(const at::Tensor& grad, c10::ScalarType type, const Task& task,
+                    const Face& face, bool fuse, int64_t& panels_added) {
   std::optional<at::Tensor> sum = face.simple ? grad : view_along(face, grad);
   if (!sum) {
     return false;
   }
-  const auto [left, right] = matrices_of(task, face);
+  const auto [left, right] = matrices_of(task);
+  const bool sum_is_transposed = is_transposed(task, face);
   Factors f{left.matrix, right.matrix};
   if (is_subclass(grad)) {
-    auto local = face.simple ? local_product(grad, left, right) : std::nullopt;
+    auto local = face.simple ? local_product({grad, sum_is_transposed}, left, right) : std::nullopt;
     if (!local) {
       return false;
     }
@@ -244,27 +327,48 @@ bool add_product(const Task& task, Face& face, Weight& weight, bool fuse) {
     f = {std::move(local->left), std::move(local->right)};
   }
   f = {oriented(f.left, left.is_transposed), oriented(f.right, right.is_transposed)};
+  sum = oriented(*sum, sum_is_transposed);
   if (at::has_internal_overlap(*sum) != at::MemOverlap::No || sum->dim() != f.left.dim() ||
       sum->size(-2) != f.left.size(-2) || sum->size(-1) != f.right.size(-1) ||
       sum->device() != f.left.device() || sum->is_alias_of(f.left) || sum->is_alias_of(f.right)) {
     return false;
   }
-  const bool adds_in_one = sum->scalar_type() == f.left.scalar_type() && (fuse || !sum->is_cpu()) &&
-                           face.panels_added == 0;
+  const bool adds_in_one =
+      sum->scalar_type() == f.left.scalar_type() && (fuse || !sum->is_cpu()) && panels_added == 0;
   if (adds_in_one) {
     sum->dim() == 2 ? sum->addmm_(f.left, f.right) : sum->baddbmm_(f.left, f.right);
   } else if (sum->is_cpu()) {
-    try {
-      PanelAdder(variable.scalar_type(), face.panels_added).add(*sum, f);
-    } catch (...) {
-      face.panels_in = sum->storage().getWeakStorageImpl();
-      throw;
-    }
-    face.panels_added = 0;
+    PanelAdder(type, panels_added).add(*sum, f);
+    panels_added = 0;
   } else {
-    sum->add_(f.multiply().to(variable.scalar_type()));
+    add_rounded(*sum, f.multiply(), type);
   }
   return true;
+}
+
+/// Adds a product in place to the gradient that the weight has. False if it has none, or one that forbids
+/// it; then nothing was done.
+bool add_product(const Task& task, Face& face, Weight& weight, bool fuse) {
+  if (!is_product(task, face)) {
+    return false;
+  }
+  AccumulateGrad& accumulator = *weight.accumulator;
+  const std::lock_guard<std::mutex> lock(NodeParts::mutex_of(accumulator));
+  const at::Tensor& grad = sum_of(weight);
+  const at::Tensor& variable = accumulator.variable;
+  const bool takes_products =
+      grad.defined() && !grad.requires_grad() && !grad.is_complex() &&
+      is_subclass(grad) == is_subclass(variable) && grad.sizes().equals(variable.sizes()) &&
+      (weight.main_grad.defined() || grad.scalar_type() == variable.scalar_type());
+  try {
+    return takes_products &&
+           add_product_to(grad, variable.scalar_type(), task, face, fuse, face.panels_added);
+  } catch (...) {
+    if (face.panels_added > 0) {
+      face.panels_in = local_part(grad).storage().getWeakStorageImpl();
+    }
+    throw;
+  }
 }
 
 /// Before anything is added: what a W that raised has begun can be gone on with.
@@ -279,7 +383,45 @@ void check_half_added(const Group& group, bool directly) {
   }
 }
 
-void add_directly(Group& group, Task& task, WeightPassOptions options) {
+/// The gradient that face number `i` gives to its weight, as the accumulator expects it.
+at::Tensor checked_grad(const Task& task, size_t i, const Weight& weight, variable_list& outputs) {
+  variable_list grad{face_grad(task, i, outputs)};
+  torch::autograd::validate_outputs(
+      {Edge(weight.accumulator, 0)}, grad,
+      [&](const std::string& message) { return "a weight task returned an " + message; });
+  return std::move(grad[0]);
+}
+
+/// Adds what face number `i` of a product gives to the sum for its weight, and that to the weight with the
+/// last face. What a W that raises has not added to the weight, its retry computes again.
+void add_to_sum(const Task& task, size_t i, Weight& weight, Meeting& meeting) {
+  const Face& face = task.face[i];
+  at::Tensor& sum = meeting.sum;
+  int64_t panels_added = 0;
+  if (!sum.defined() || !sum.is_cpu() || !is_product(task, face) ||
+      !add_product_to(sum, weight.accumulator->variable.scalar_type(), task, face, /*fuse=*/false,
+                      panels_added)) {
+    variable_list outputs;
+    at::Tensor grad = checked_grad(task, i, weight, outputs);
+    if (!sum.defined()) {
+      sum = std::move(grad);
+    } else if (grad.defined()) {
+      // What is not a product may be the output gradient itself.
+      const bool is_own = sum.use_count() == 1 && sum.storage().use_count() == 1;
+      sum = is_own ? sum.add_(grad) : sum + grad;
+    }
+  }
+  if (++meeting.came == meeting.faces.size()) {
+    accumulate(weight, sum, nullptr);
+    sum.reset();
+    for (Face* other : meeting.faces) {
+      other->delivered = true;
+    }
+  }
+}
+
+void add_directly(Group& group, Task& task, std::vector<Meeting>& meetings,
+                  WeightPassOptions options) {
   std::optional<c10::Stream> stream;
   if (task.place) {
     stream = task.place->stream();
@@ -295,25 +437,39 @@ void add_directly(Group& group, Task& task, WeightPassOptions options) {
     if (face.delivered || !weight.accumulator->variable.requires_grad()) {
       continue;  // or frozen since, where an accumulator would add nothing either
     }
+    Meeting& meeting = meetings[face.weight];
+    if (meeting.faces.size() > 1 && face.panels_added == 0 && !options.fuse) {
+      add_to_sum(task, i, weight, meeting);
+      continue;
+    }
     if (!add_product(task, face, weight, options.fuse)) {
       if (face.panels_added > 0) {
         refuse_half_added(weight);
       }
       run_works_for(task, i, options.retain);
-      variable_list grad{face_grad(task, i, outputs)};
-      torch::autograd::validate_outputs(
-          {Edge(weight.accumulator, 0)}, grad,
-          [&](const std::string& message) { return "a weight task returned an " + message; });
-      accumulate(weight, grad[0], options.retain ? nullptr : only_kept_grad(task, i));
+      const at::Tensor grad = checked_grad(task, i, weight, outputs);
+      accumulate(weight, grad, options.retain ? nullptr : only_kept_grad(task, i));
     }
     face.delivered = true;
   }
 }
 
+/// See Note [The order of sums].
+SmallVector<Task*, 1> in_order(Group& group) {
+  SmallVector<Task*, 1> tasks;
+  for (Task& task : group.tasks) {
+    tasks.push_back(&task);
+  }
+  std::stable_sort(tasks.begin(), tasks.end(),
+                   [](const Task* a, const Task* b) { return a->sequence_nr > b->sequence_nr; });
+  return tasks;
+}
+
 void run_directly(Group& group, WeightPassOptions options) {
   const Range range(group);
-  for (Task& task : group.tasks) {
-    add_directly(group, task, options);
+  std::vector<Meeting> meetings = meetings_in(group);
+  for (Task* task : in_order(group)) {
+    add_directly(group, *task, meetings, options);
   }
   for (Weight& weight : group.weights) {
     weight.added = true;
@@ -535,7 +691,7 @@ void run_weight_pass(const std::vector<GroupPtr>& groups, WeightPassOptions opti
                                     [](const GroupPtr& group) { return group->failed; });
   for (const GroupPtr& group : groups) {
     heed_new_hooks(*group);
-    check_half_added(*group, runs_directly(*group));
+    check_half_added(*group, runs_directly(*group, options));
   }
   try {
     const at::AutoGradMode no_grad(false);
@@ -545,7 +701,7 @@ void run_weight_pass(const std::vector<GroupPtr>& groups, WeightPassOptions opti
         continue;
       }
       follow_caller(*group);
-      if (runs_directly(*group)) {
+      if (runs_directly(*group, options)) {
         run_directly(*group, options);
       } else {
         graph.add(group);

@@ -78,6 +78,12 @@ bool parse_output(PyObject* outputs, PyObject* output_grads, Py_ssize_t i, Input
   if (!grad && output_grads && tensor->sym_numel() != 1) {
     return false;  // an output that the next stage did not use
   }
+  if (!grad && tensor->is_complex()) {
+    refuse(PyExc_RuntimeError,
+           "grad can be implicitly created only for real outputs, and "
+           "stage_outputs_or_loss[",
+           i, "] is a tensor of ", describe(*tensor), "; give its gradient in output_grads");
+  }
   args.roots.push_back(std::move(*edge));
   args.root_grads.push_back(grad ? *grad : at::ones_like(*tensor));
   return true;
@@ -230,6 +236,22 @@ void check_weights(zbp_group* const* groups, size_t count, PyObject* weights) {
       refuse(PyExc_ValueError, "param_groups[", i, "] holds a gradient for a parameter of ",
              describe(weight.accumulator->variable), " that is not among the ", size_of(weights),
              " weights; pass the weights that stage_backward_input was given");
+    }
+  }
+}
+
+void check_leaves(zbp_group* const* groups, size_t count) {
+  for (size_t i = 0; i < count; ++i) {
+    for (const Weight& weight : groups[i]->group->weights) {
+      const at::Tensor& variable = weight.accumulator->variable;
+      if (!weight.added && variable.grad_fn()) {
+        refuse(
+            PyExc_RuntimeError,
+            "leaf variable has been moved into the graph interior: ", describe(variable),
+            ", for which param_groups[", i,
+            "] holds a gradient, was changed in place, since the forward, by something that needs "
+            "a gradient; change weights under torch.no_grad(), and run the microbatch again");
+      }
     }
   }
 }
@@ -554,6 +576,7 @@ int zbp_weight_pass(zbp_group* const* groups, size_t group_count, PyObject* weig
     if (weights) {
       check_weights(groups, group_count, weights);
     }
+    check_leaves(groups, group_count);
     check_unmodified(groups, group_count);
     check_capture(groups, group_count);
     for (size_t i = 0; i < group_count; ++i) {

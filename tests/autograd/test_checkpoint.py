@@ -811,3 +811,59 @@ def test_whole_backward_into_main_grad_refuses_a_reentrant_checkpoint():
     assert m.w.grad is None and m.w.main_grad.eq(1).all()
     out.backward(torch.ones_like(out))
     assert m.w.grad is not None
+
+
+# Products that W computes by running their node again, which unpacks all that it has saved.
+NOT_PLAIN = {
+    "scaled addmm": lambda m, x: torch.addmm(m.s, x, m.a, alpha=2),
+    "scaled addmm, weight on the left": lambda m, x: torch.addmm(m.t, m.a.t(), x.t(), beta=0.5).t(),
+    "scaled baddbmm": lambda m, x: torch.baddbmm(m.s, x[None], m.a[None].expand(1, 4, 4), beta=0.5)[0],
+    "complex": lambda m, x: (torch.complex(x, x) @ m.z).real,
+    "convolution": lambda m, x: nn.functional.conv1d(x[:, None], m.k, padding=1).sum(1),
+    "two weights": lambda m, x: torch.addmm(m.s, x, torch.addmm(m.t, m.a, m.b, alpha=2), alpha=2),
+}
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("packing", ["selective", "checkpoint", "hooks"])
+@pytest.mark.parametrize("form", NOT_PLAIN)
+def test_products_that_are_not_plain_are_unpacked_no_more_often_than_others(form, packing, choice):
+    """A checkpointed region is computed again once in I; hooks unpack each tensor once. With recompute, once more."""
+    counts = []
+
+    def region(m, x):
+        counts[-1] += packing != "hooks"
+        return NOT_PLAIN[form](m, x.sin()).sin()
+
+    def unpack(tensor):
+        counts[-1] += 1
+        return tensor
+
+    def forward(m, x):
+        counts.append(0)
+        if packing == "hooks":
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), unpack):
+                return region(m, x)
+        contexts = functools.partial(create_selective_checkpoint_contexts, save_products)
+        options = {"context_fn": contexts} if packing == "selective" else {}
+        return checkpoint(region, m, x, use_reentrant=False, **options)
+
+    m = Stage(
+        forward,
+        a=(4, 4),
+        b=(4, 4),
+        s=(4,),
+        t=(4, 4),
+        z=nn.Parameter(torch.randn(4, 4, dtype=torch.complex128)),
+        k=(2, 1, 3),
+    )
+    with zb.policy(checkpoint=choice):
+        check(m, (4, 4), orders=(at_once,))
+    split, ordinary = sum(counts[:2]), sum(counts[2:])  # two microbatches each
+    if choice != "recompute" or packing == "selective":
+        assert split == ordinary
+    elif packing == "checkpoint":
+        assert (ordinary, split) == (4, 6)
+    else:
+        assert ordinary < split <= 2 * ordinary

@@ -840,3 +840,69 @@ def test_what_nodes_of_a_computed_weight_have_saved_is_checked_before_anything_i
             zb.stage_backward_weight(m.parameters(), part)
         assert "Double [" in str(refusal.value) and "expected version" in str(refusal.value)
         assert all(w.grad is None for w in m.parameters())
+
+
+# A weight that is no leaf any more since the forward: an ordinary backward refuses to accumulate into it.
+
+INTERIOR = "leaf variable has been moved into the graph interior"
+
+
+def move_into_the_interior(w):
+    w.requires_grad_(False)
+    w.mul_(torch.ones((), dtype=f64, requires_grad=True))
+
+
+@needs_zbpipe
+def test_weight_that_has_been_moved_into_the_interior_is_refused_before_the_input_pass():
+    m = Stage(lambda m, x: (x + m.a).sin() @ m.b, a=(4,), b=(4, 4))
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    out = m(x)
+    move_into_the_interior(m.a)
+    with pytest.raises(RuntimeError) as failure:
+        zb.stage_backward_input([out], [torch.ones_like(out)], [x], None)
+    assert INTERIOR in str(failure.value.__cause__)
+    assert x.grad is None
+    with pytest.raises(ValueError, match=r"weights\[0\] of Double \[4\] on cpu is not a leaf"):
+        zb.stage_backward_input([out], [torch.ones_like(out)], [x], [m.a, m.b])
+    # Nothing has been changed: for the other weight alone, which nobody moved, both passes are right.
+    _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], [m.b])
+    zb.stage_backward_weight([m.b], groups)
+    torch.testing.assert_close(m.b.grad, (x + m.a).sin().sum(0).detach()[:, None].expand(4, 4))
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("weights", [True, False])
+@pytest.mark.parametrize("watched", [True, False])
+def test_weight_that_has_been_moved_into_the_interior_is_refused_before_the_weight_pass(weights, watched):
+    m = Stage(lambda m, x: (x + m.a).sin() @ m.b, a=(4,), b=(4, 4))
+    given = [m.a, m.b] if weights else None
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    out = m(x)
+    if watched:
+        m.b.register_hook(lambda grad: None)
+    _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], given)
+    move_into_the_interior(m.a)
+    with pytest.raises(RuntimeError, match=INTERIOR + r": Double \[4\] on cpu, for which param_groups\[\d\]"):
+        zb.stage_backward_weight(given, groups)
+    assert m.b.grad is None
+    (whole,) = [group for group in groups if m.b in set(group["params"])]
+    zb.stage_backward_weight([m.b] if weights else None, [whole])
+    assert m.b.grad is not None
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_complex_output_without_gradient_is_refused(shape):
+    m = Stage(
+        lambda m, x: (x * m.c).sum(0) if not shape else x * m.c, c=nn.Parameter(torch.ones(3, dtype=torch.complex128))
+    )
+    x = torch.randn(3, dtype=f64, requires_grad=True)
+    with pytest.raises(
+        RuntimeError, match=r"only for real outputs, and stage_outputs_or_loss\[0\] is a tensor of Compl"
+    ):
+        zb.stage_backward_input([m(x)], None, [x], m.parameters())
+    assert x.grad is None
+    out = m(x)
+    _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+    zb.stage_backward_weight(m.parameters(), groups)
+    torch.testing.assert_close(m.c.grad, x.detach().to(torch.complex128))

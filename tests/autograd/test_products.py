@@ -170,12 +170,12 @@ def test_autocast_casts_between_product_and_weight(bias, existing):
     check(m, random_input(M, K), forward_context=bfloat16_autocast, existing=existing, rtol=0, atol=0)
 
 
-def test_autocast_needs_no_temporary():
+def test_autocast_needs_no_temporary_but_the_product_in_its_own_dtype():
     m = Stage(lambda m, x: m.net(x).float(), net=nn.Linear(K, N, bias=False))
     m.net.weight.grad = torch.ones(N, K)
     groups, _ = passes(m, torch.randn(M, K, requires_grad=True), bfloat16_autocast)
     assert sum(group.bytes_held for group in groups) == 2 * (M * K + M * N)  # in bfloat16
-    assert largest_allocation(lambda: zb.stage_backward_weight(m.parameters(), groups)) < m.net.weight.nbytes
+    assert largest_allocation(lambda: zb.stage_backward_weight(m.parameters(), groups)) == m.net.weight.nbytes // 2
 
 
 def test_low_precision_weights():
@@ -301,8 +301,7 @@ def test_scaled_product_does_not_hold_the_computed_weight():
     assert sum(group.bytes_held for group in groups) == 4 * M * K + grad.nbytes
 
 
-def test_products_of_one_panel_are_equal_bit_for_bit():
-    """Larger ones too, as far as BLAS computes a panel as it computes the whole."""
+def test_stage_of_linear_layers_is_equal_bit_for_bit():
     net = nn.Sequential(nn.Linear(64, 500), nn.GELU(), nn.Linear(500, 64), nn.LayerNorm(64))
     for dtype in (f32, torch.float64):
         m = Stage(lambda m, x: m.net(x), net=net.to(dtype))
