@@ -1,7 +1,8 @@
 """Builds zbpipe._C: C core, C++ shim, C bindings, linked against the torch that is installed.
 
 Environment: ZBPIPE_WERROR=1 makes warnings errors; ZBPIPE_SANITIZE=address,undefined builds for the sanitizers, with
-asserts; ZBPIPE_DEBUG=1 builds with asserts and debug information.
+asserts; ZBPIPE_DEBUG=1 builds with asserts and debug information; ZBPIPE_UNITS=n compiles the shim in n pieces, 0 each
+file alone.
 """
 
 import os
@@ -23,12 +24,60 @@ WERROR = os.environ.get("ZBPIPE_WERROR") == "1"
 SANITIZE = os.environ.get("ZBPIPE_SANITIZE", "")
 DEBUG = bool(SANITIZE) or os.environ.get("ZBPIPE_DEBUG") == "1"
 
+# The shim's files are compiled some at a time: each alone would read libtorch's headers for most of its time.
+UNITS = int(os.environ.get("ZBPIPE_UNITS", "0" if DEBUG else "4"))
+# gcc warns of types in an included file that have parts from an unnamed namespace: elsewhere they might be others.
+ONE_FILE = '#ifndef __clang__\n#pragma GCC diagnostic ignored "-Wsubobject-linkage"\n#endif\n'
+
 C_FLAGS = ["-std=c11", "-Wall", "-Wextra", "-Wconversion", "-Wshadow"]
 CXX_FLAGS = ["-Wall", "-Wextra"]
 
 
 def sources(pattern):
     return sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").glob(pattern))
+
+
+def units(directory):
+    """Write files that include those of the shim, a share each, to `directory`, and return their names.
+
+    A file is written only if it changes, for what is newer than its object is compiled again.
+    """
+    files = sources("shim/*.cpp")
+    if UNITS == 0:
+        return files
+    directory.mkdir(parents=True, exist_ok=True)
+    names = []
+    for number in range(min(UNITS, len(files))):
+        # batched.cpp says why it comes first.
+        share = sorted(files[number::UNITS], key=lambda name: not name.endswith("/batched.cpp"))
+        text = ONE_FILE + "".join(f'#include "{Path(name).relative_to("csrc").as_posix()}"\n' for name in share)
+        unit = directory / f"shim_{number}.cpp"
+        if not unit.exists() or unit.read_text() != text:
+            unit.write_text(text)
+        names.append(unit.relative_to(ROOT).as_posix())
+    return names
+
+
+def check_compilers(python_include):
+    """Raise SystemExit with one sentence if there is no C or C++ compiler, or Python's headers are not installed."""
+    from distutils.ccompiler import new_compiler
+    from distutils.sysconfig import customize_compiler
+
+    compiler = new_compiler()
+    customize_compiler(compiler)
+    # What torch's BuildExtension takes.
+    commands = {"CC": compiler.compiler_so[0], "CXX": (os.environ.get("CXX") or "c++").split()[0]}
+    for variable, command in commands.items():
+        if shutil.which(command) is None:
+            raise SystemExit(
+                f"zbpipe: there is no compiler {command!r}, and zbpipe is C and C++: install gcc and g++ (Debian: "
+                f"apt-get install build-essential), or name another in {variable}, then install zbpipe again."
+            )
+    if not Path(python_include, "Python.h").exists():
+        raise SystemExit(
+            f"zbpipe: there is no Python.h in {python_include}: install the headers of this Python (Debian: apt-get "
+            "install python3-dev), then install zbpipe again."
+        )
 
 
 def common_flags():
@@ -63,6 +112,7 @@ def extension():
         "python_ext_suffix": sysconfig.get_config_var("EXT_SUFFIX"),
     }
     python_include = sysconfig.get_path("include")
+    check_compilers(python_include)
     # Headers that are not ours are system headers: their warnings are not ours to mend.
     torch_headers = [flag for path in [*include_paths(), python_include] for flag in ("-isystem", path)]
 
@@ -78,7 +128,8 @@ def extension():
             self.build_base = place
 
         def run(self):
-            shutil.rmtree(self.build_lib, ignore_errors=True)
+            if Path(self.build_lib).is_relative_to(place):
+                shutil.rmtree(self.build_lib, ignore_errors=True)
             super().run()
 
     class BuildExt(BuildExtension):
@@ -113,13 +164,17 @@ def extension():
 
     module = CppExtension(
         "zbpipe._C",
-        sources("shim/*.cpp"),
+        units(ROOT / place / "units"),
         include_dirs=[str(ROOT / "csrc")],
         extra_compile_args=[*torch_headers, *CXX_FLAGS, *common_flags()],
         extra_link_args=[f"-fsanitize={SANITIZE}"] if SANITIZE else [],
-        depends=sources("*/*.h"),
+        depends=sources("*/*.h") + sources("shim/*.cpp"),
     )
     return {"ext_modules": [module], "cmdclass": {"build": Build, "build_ext": BuildExt}}
 
 
-setup(**(extension() if COMPILES & set(sys.argv) else {}))
+# Nowhere in the tree: with a zbpipe.egg-info beside it, Python would take the tree for an installed zbpipe.
+Path("build").mkdir(exist_ok=True)
+EGG_INFO = {"egg_info": {"egg_base": "build"}}
+
+setup(options=EGG_INFO, **(extension() if COMPILES & set(sys.argv) else {}))

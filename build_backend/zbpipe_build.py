@@ -18,7 +18,14 @@ import sysconfig
 import zipfile
 from pathlib import Path
 
-from setuptools import build_meta
+try:
+    from setuptools import build_meta
+except ModuleNotFoundError:
+    # uv turns isolation off by itself (pyproject.toml, tool.uv), and then installs no build requirements.
+    raise SystemExit(
+        f"zbpipe: this build runs without isolation, and {sys.prefix} has no setuptools: install setuptools>=77.0.3 "
+        "and ninja there, then install zbpipe again."
+    ) from None
 
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST_TORCH = (2, 11)

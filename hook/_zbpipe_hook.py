@@ -1,7 +1,9 @@
 """Start-up hook behind ZBPIPE_PATCH=1, for scripts that import torch.distributed.pipelining and never zbpipe.
 
-zbpipe.pth calls install() when the interpreter starts, if the variable is set. Neither torch nor zbpipe is imported
-then: a finder waits for torch.distributed.pipelining, and patches when that has been imported.
+zbpipe.pth calls install() when the interpreter starts, if the variable is set. Where Python reads no .pth files, in the
+directories of PYTHONPATH for one, torch does so when it is imported: an entry point in pyproject.toml, torch.backends.
+Neither torch nor zbpipe is imported here: a finder waits for torch.distributed.pipelining, and patches when that has
+been imported.
 """
 
 import importlib
@@ -15,7 +17,7 @@ OFF = ("", "0", "false", "no")
 
 
 def install():
-    """Arrange what ZBPIPE_PATCH asks for.
+    """Arrange what ZBPIPE_PATCH asks for. Called again, it changes nothing.
 
     A value that is none of 1, true, yes, 0, false, no makes the import of torch.distributed.pipelining raise
     RuntimeError: to ignore it would be a silent fall-back, to stop every Python of the environment too much.

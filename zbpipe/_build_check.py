@@ -4,6 +4,7 @@ A library that was built against another torch fails with `undefined symbol`, or
 """
 
 import importlib
+import importlib.machinery
 import importlib.util
 import sys
 import sysconfig
@@ -11,14 +12,18 @@ from pathlib import Path
 
 from zbpipe._version import __version__
 
-MEND = "pip install --force-reinstall --no-cache-dir --no-deps --no-build-isolation ."
+HERE = Path(__file__).resolve().parent
+# In the source tree, whether built there or not, what is built must land there.
+IN_PLACE = "--editable " if (HERE.parent / "setup.py").exists() else ""
+MEND = f"pip install --force-reinstall --no-deps {IN_PLACE}."
 
 
 def check() -> None:
     """Return if zbpipe._C can be loaded by this Python and this torch.
 
     Raises ImportError, with both sides and the command that mends it, if torch is not installed, if the extension was
-    never built, or if it was built with another Python, zbpipe or torch (version, git revision or C++ ABI).
+    never built, or if it was built with another Python, zbpipe or torch (version, git revision or C++ ABI). If this is
+    the source tree and another zbpipe is installed behind it on sys.path, it says so.
     """
     if importlib.util.find_spec("torch") is None:
         raise ImportError(
@@ -29,8 +34,7 @@ def check() -> None:
         info = importlib.import_module("zbpipe._build_info")
     except ModuleNotFoundError:
         raise ImportError(
-            f"zbpipe was never built in {Path(__file__).parent}, its compiled part zbpipe._C is not there: "
-            f"in zbpipe's source tree, run `{MEND}`."
+            f"zbpipe was never built in {HERE}, its compiled part zbpipe._C is not there: {_how_to_mend()}"
         ) from None
 
     suffix = str(sysconfig.get_config_var("EXT_SUFFIX"))
@@ -39,10 +43,7 @@ def check() -> None:
     )
     _compare("zbpipe", info.zbpipe_version, __version__)
     if importlib.util.find_spec("zbpipe._C") is None:
-        raise ImportError(
-            f"zbpipe's compiled part zbpipe._C is gone from {Path(__file__).parent}: "
-            f"in zbpipe's source tree, run `{MEND}`."
-        )
+        raise ImportError(f"zbpipe's compiled part zbpipe._C is gone from {HERE}: {_how_to_mend()}")
 
     import torch
 
@@ -53,6 +54,27 @@ def check() -> None:
     )
 
 
+def _how_to_mend() -> str:
+    hidden = _hidden()
+    if hidden is None:
+        return f"in zbpipe's source tree, run `{MEND}`."
+    return (
+        f"a built zbpipe is installed in {hidden}, and {HERE.parent} comes before it on sys.path: run Python from "
+        f"another directory, or build the source tree, too: in {HERE.parent}, run `{MEND}`."
+    )
+
+
+def _hidden() -> Path | None:
+    """Where another zbpipe lies that was built, and that this one hides."""
+    for entry in sys.path:
+        spec = importlib.machinery.PathFinder.find_spec("zbpipe", [entry])
+        if spec is not None and spec.origin is not None:
+            found = Path(spec.origin).resolve().parent
+            if found != HERE and (found / "_build_info.py").exists():
+                return found
+    return None
+
+
 def _torch_words(version: str, revision: str | None, cxx11_abi: bool) -> str:
     return f"{version} (git {str(revision)[:12]}, C++11 ABI {int(cxx11_abi)})"
 
@@ -60,6 +82,5 @@ def _torch_words(version: str, revision: str | None, cxx11_abi: bool) -> str:
 def _compare(what: str, built: str, now: str) -> None:
     if built != now:
         raise ImportError(
-            f"zbpipe was built with {what} {built}, but this process has {what} {now}: "
-            f"build it again: in zbpipe's source tree, run `{MEND}`."
+            f"zbpipe was built with {what} {built}, but this process has {what} {now}: build it again: {_how_to_mend()}"
         )

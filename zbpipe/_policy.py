@@ -150,6 +150,8 @@ def set_policy(**choices: Any) -> Policy:
 def policy(**choices: Any) -> Iterator[Policy]:
     """Changes the policy for the passes that are called in a ``with`` block, in this thread or task.
 
+    Threads that are started within the block do not see it; they follow the process's policy.
+
     Args:
         choices: ``defer``, ``checkpoint``, ``fused``, ``main_grad``; the others stay. See :class:`Policy`.
 

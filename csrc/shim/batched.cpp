@@ -1,4 +1,4 @@
-// A file of its own: libtorch's headers of autograd and of vmap do not go together.
+// A file of its own, and the first of its unit: libtorch's header of vmap must come before those of autograd.
 #include "shim/batched.h"
 
 #include <ATen/functorch/BatchedTensorImpl.h>

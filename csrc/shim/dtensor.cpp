@@ -18,12 +18,12 @@ constexpr int64_t replicated = -1;
 constexpr int64_t partial = -2;  // a sum over the ranks
 
 /// How a matrix lies along each dimension of its mesh: the dimension that is sharded, or one of the above.
-using Layout = c10::SmallVector<int64_t, 2>;
+using PartLayout = c10::SmallVector<int64_t, 2>;
 
-struct Part {
+struct LocalPart {
   at::Tensor local;
   THPObjectPtr mesh;
-  Layout layout;
+  PartLayout layout;
 };
 
 /// A class of torch.distributed.tensor; null if nobody imported that, or it has none of the name. No error is set.
@@ -73,14 +73,14 @@ bool is_dtensor_object(PyObject* object) {
   return type && PyObject_IsInstance(object, type.get()) == 1;
 }
 
-std::optional<Part> part_of(const at::Tensor& tensor) {
+std::optional<LocalPart> part_of(const at::Tensor& tensor) {
   THPObjectPtr object(THPVariable_Wrap(tensor));
   if (!object || !is_dtensor_object(object.get()) || tensor.dim() != 2) {
     return std::nullopt;
   }
   THPObjectPtr spec(PyObject_GetAttrString(object.get(), "_spec"));
   THPObjectPtr placements(spec ? PyObject_GetAttrString(spec.get(), "placements") : nullptr);
-  Part part{{}, THPObjectPtr(spec ? PyObject_GetAttrString(spec.get(), "mesh") : nullptr), {}};
+  LocalPart part{{}, THPObjectPtr(spec ? PyObject_GetAttrString(spec.get(), "mesh") : nullptr), {}};
   auto local = memory_of(object.get());
   if (!local || !part.mesh || !placements || !PyTuple_Check(placements.get())) {
     return std::nullopt;
@@ -96,7 +96,7 @@ std::optional<Part> part_of(const at::Tensor& tensor) {
   return part;
 }
 
-void transpose(Layout& layout) {
+void transpose(PartLayout& layout) {
   for (int64_t& along : layout) {
     along = along >= 0 ? 1 - along : along;
   }

@@ -124,7 +124,7 @@ namespace {
 
 Modified modified(const Watched& watched) {
   return {Modified::Role::held, describe(watched.tensor()), watched.kept_version(),
-          watched.tensor()._version()};
+          static_cast<uint32_t>(watched.tensor()._version())};
 }
 
 std::optional<Modified> find_modified(const std::vector<Version>& versions, Modified::Role role) {

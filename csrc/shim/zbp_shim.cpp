@@ -344,12 +344,14 @@ void report_again(const std::vector<GroupPtr>& groups) {
 }
 
 /// Marks groups as running for the time of a call.
-class Running {
+class RunningMark {
  public:
-  Running(zbp_group* const* groups, size_t count) : groups_(groups, groups + count) { set(true); }
-  ~Running() { set(false); }
-  Running(const Running&) = delete;
-  Running& operator=(const Running&) = delete;
+  RunningMark(zbp_group* const* groups, size_t count) : groups_(groups, groups + count) {
+    set(true);
+  }
+  ~RunningMark() { set(false); }
+  RunningMark(const RunningMark&) = delete;
+  RunningMark& operator=(const RunningMark&) = delete;
 
  private:
   void set(bool running) {
@@ -572,7 +574,7 @@ int zbp_weight_pass(zbp_group* const* groups, size_t group_count, PyObject* weig
   std::vector<GroupPtr> list;
   const int status = guarded([&] {
     check_state(groups, group_count);
-    const Running running(groups, group_count);  // from here on Python code may run
+    const RunningMark running(groups, group_count);  // from here on Python code may run
     if (weights) {
       check_weights(groups, group_count, weights);
     }

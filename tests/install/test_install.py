@@ -31,6 +31,61 @@ def test_isolated_install_uses_the_torch_that_is_there(environment, project):
     assert not list(environment.site.glob("*zbpipe*"))
 
 
+def test_the_source_tree_in_front_of_an_install_says_where_that_is(environment, project):
+    environment.pip("install", ".", cwd=project)
+    said = environment.run("-c", "import zbpipe", cwd=project).stdout.splitlines()[-1]
+    assert said == (
+        f"ImportError: zbpipe was never built in {project / 'zbpipe'}, its compiled part zbpipe._C is not there: a built "
+        f"zbpipe is installed in {environment.site / 'zbpipe'}, and {project} comes before it on sys.path: run Python from "
+        f"another directory, or build the source tree, too: in {project}, run "
+        "`pip install --force-reinstall --no-deps --editable .`."
+    )
+    assert environment.zbpipe() == "42\n"
+    environment.remove_zbpipe()
+
+
+def test_what_pythonpath_finds_patches_too(environment, project, tmp_path):
+    target = tmp_path / "libraries"
+    environment.pip("install", "--no-deps", "--target", target, ".", cwd=project)
+    assert environment.zbpipe(IDLE, PYTHONPATH=str(target), ZBPIPE_PATCH="1") == "set()\n"
+    assert environment.zbpipe(PATCHED, PYTHONPATH=str(target)) == "torch.distributed.pipelining._backward\n"
+    assert environment.zbpipe(PATCHED, PYTHONPATH=str(target), ZBPIPE_PATCH="1") == "zbpipe.patch\n"
+    said = environment.zbpipe("import zbpipe\n" + PATCHED, PYTHONPATH=str(target), ZBPIPE_PATCH="1")
+    assert said == "zbpipe.patch\n"
+
+
+@pytest.mark.parametrize("variable", ["CC", "CXX"])
+def test_no_compiler_is_one_sentence(environment, project, variable):
+    environment.pip("install", "setuptools>=77.0.3", "ninja", cwd=project)
+    done = environment.run("setup.py", "build", cwd=project, **{variable: "no-such-compiler -O2"})
+    assert done.returncode == 1
+    assert done.stdout == (
+        "zbpipe: there is no compiler 'no-such-compiler', and zbpipe is C and C++: install gcc and g++ (Debian: apt-get "
+        f"install build-essential), or name another in {variable}, then install zbpipe again.\n"
+    )
+
+
+def test_no_setuptools_is_one_sentence(environment, project):
+    code = "import sys; sys.modules['setuptools'] = None; sys.path[:0] = ['build_backend']; import zbpipe_build"
+    done = environment.run("-c", code, cwd=project)
+    assert done.returncode == 1
+    assert done.stdout == (
+        f"zbpipe: this build runs without isolation, and {environment.path} has no setuptools: install "
+        "setuptools>=77.0.3 and ninja there, then install zbpipe again.\n"
+    )
+
+
+def test_a_module_that_is_gone_is_not_installed_again(environment, project):
+    environment.pip("install", "setuptools>=77.0.3", "ninja", cwd=project)
+    for there in (True, False):
+        extra = project / "zbpipe" / "extra.py"
+        extra.touch() if there else extra.unlink()
+        environment.pip("install", "--no-build-isolation", "--force-reinstall", "--no-deps", ".", cwd=project)
+        assert (environment.site / "zbpipe" / "extra.py").exists() == there
+    assert not list(project.glob("*.egg-info"))
+    environment.remove_zbpipe()
+
+
 def test_editable_install_and_a_torch_that_changed_since(environment, project):
     environment.pip("install", "--editable", ".", cwd=project)
     assert environment.zbpipe("import zbpipe; print(zbpipe.__file__)") == f"{project / 'zbpipe' / '__init__.py'}\n"
@@ -40,7 +95,7 @@ def test_editable_install_and_a_torch_that_changed_since(environment, project):
     info = project / "zbpipe" / "_build_info.py"
     written = info.read_text()
     assert f"torch_version = '{torch.__version__}'" in written
-    mend = "pip install --force-reinstall --no-cache-dir --no-deps --no-build-isolation ."
+    mend = "pip install --force-reinstall --no-deps --editable ."
 
     def complaint():
         return environment.zbpipe().splitlines()[-1]

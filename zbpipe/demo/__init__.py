@@ -4,7 +4,7 @@
 and prints one table per schedule. The files, in reading order:
 
 ``config.py``   what can be chosen, and the schedules
-``data.py``     the text and its batches
+``text.py``     the text and its batches
 ``model.py``    the language model, cut into stages
 ``train.py``    one training run of one rank; the ordinary backward that all runs are compared with
 ``measure.py``  what one step holds in memory, counted by zbpipe.memory
