@@ -7,9 +7,19 @@ from collections.abc import Sequence
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m zbpipe", description="zbpipe's commands")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-
+    from zbpipe import _doctor
     from zbpipe.leaks import command as leaks
+
+    parser.add_argument("--version", action="version", version=_doctor.version())
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    _doctor.add_arguments(
+        commands.add_parser(
+            "doctor",
+            help="say what is installed here, whether this torch is known, and whether all would work",
+            description=_doctor.DESCRIPTION,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+    )
 
     leaks.add_arguments(
         commands.add_parser(
@@ -20,6 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     )
     given = parser.parse_args(arguments)
+    if given.command is None:
+        parser.print_help()
+        return 0
     return int(given.run(given))
 
 

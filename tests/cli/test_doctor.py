@@ -1,0 +1,130 @@
+"""python -m zbpipe: its help and version, and the doctor, beside torch as it is and with faults planted."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.distributed.pipelining import _backward, schedules
+
+import zbpipe
+from zbpipe import _build_info
+from zbpipe.__main__ import main
+
+
+# What the probe imports of torch deprecates parts of torch itself.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch):
+    for name in ("ZBPIPE_PATCH", "ZBPIPE_RELEASE_OUTPUTS", "ZBPIPE_POLICY", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def doctor(capsys, monkeypatch):
+    """Runs the doctor in this process, without the script that it starts; returns its status and its lines."""
+    monkeypatch.setattr("zbpipe._doctor.would_patch", lambda faults: "not asked")
+
+    def doctor(*arguments):
+        status = main(["doctor", *arguments])
+        return status, capsys.readouterr().out.splitlines()
+
+    return doctor
+
+
+def process(*arguments, **environment):
+    path = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(
+        [sys.executable, *arguments], env={**os.environ, "PYTHONPATH": path, **environment}, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_without_a_command_it_says_what_there_is(capsys):
+    assert main([]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("usage: python -m zbpipe")
+    assert "doctor" in said
+    assert "leaks" in said
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    python = ".".join(map(str, sys.version_info[:3]))
+    assert capsys.readouterr().out == (
+        f"zbpipe {zbpipe.__version__} (built with torch {_build_info.torch_version}), torch {torch.__version__}, "
+        f"Python {python}\n"
+    )
+
+
+def test_all_is_well(doctor):
+    status, lines = doctor()
+    assert (status, lines[-1]) == (0, "all is well")
+    assert not [line for line in lines if line.startswith(("FAULT", "note", "  "))]
+    said = dict(line.split(":", 1) for line in lines[:-1])
+    assert said["torch"].strip().startswith(f"{torch.__version__}, tested")
+    assert said["private parts"].strip().endswith("all known")
+    assert said["patched now"].strip() == "no"
+    with zbpipe.patched():
+        _, lines = doctor()
+    assert "patched now:            yes" in lines
+
+
+def test_all_that_was_looked_at(doctor):
+    status, lines = doctor("--all")
+    assert status == 0
+    (line,) = [line for line in lines if "_backward.stage_backward_weight:" in line]
+    assert line.split()[0] == "ok"
+
+
+def test_a_function_of_torch_that_takes_something_else_is_a_fault(doctor, monkeypatch):
+    monkeypatch.setattr(_backward, "stage_backward_weight", lambda weights, groups: None)
+    status, lines = doctor()
+    assert (status, lines[-1]) == (1, "something would not work")
+    (fault,) = [line for line in lines if line.startswith("FAULT")]
+    assert "_backward.stage_backward_weight takes (weights, groups) where zbpipe knows (weights, param_groups" in fault
+
+
+def test_what_only_memory_depends_on_is_a_note(doctor, monkeypatch):
+    monkeypatch.setattr(schedules, "_check_torch_compile_compatibility", lambda: None)
+    status, lines = doctor()
+    assert (status, lines[-1]) == (0, "all is well")
+    (note,) = [line for line in lines if line.startswith("note")]
+    assert "_check_torch_compile_compatibility takes ()" in note
+
+
+def test_a_torch_that_is_newer_than_the_newest_tested_is_a_note(doctor, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "3.0.0")
+    status, lines = doctor()
+    assert status == 0
+    assert [line for line in lines if line.startswith("note: torch 3.0.0 is newer than ")]
+
+
+@pytest.mark.parametrize("name", ["ZBPIPE_PATCH", "ZBPIPE_RELEASE_OUTPUTS"])
+def test_a_variable_that_is_neither_on_nor_off_is_a_fault(doctor, monkeypatch, name):
+    monkeypatch.setenv(name, "maybe")
+    status, lines = doctor()
+    assert status == 1
+    assert f"FAULT: {name} is 'maybe': set it to 1 or to 0" in lines
+
+
+@pytest.mark.slow
+def test_whether_the_variable_patches_is_found_out_by_running_a_script():
+    status, said = process("-m", "zbpipe", "doctor")
+    assert status == 0, said
+    assert "yes, by zbpipe.pth when Python starts" in said
+    # Without site, nothing reads zbpipe.pth.
+    status, said = process("-S", "-m", "zbpipe", "doctor")
+    assert status == 0, said
+    assert "yes, when torch is imported" in said
+    status, said = process("-S", "-m", "zbpipe", "doctor", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert status == 1
+    (fault,) = [line for line in said.splitlines() if line.startswith("FAULT")]
+    assert fault.startswith("FAULT: ZBPIPE_PATCH=1 would not patch a script here (")
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in fault

@@ -1,0 +1,124 @@
+"""python -m zbpipe doctor: what zbpipe is, what it runs on, and whether everything would work here."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from zbpipe import _build_info, get_policy, is_patched
+from zbpipe._torch import probe
+from zbpipe._version import __version__
+from zbpipe.patch import OFF, ON, RELEASE_OUTPUTS
+
+DESCRIPTION = """\
+Says what zbpipe and torch are installed here, whether zbpipe knows this torch and every private part of it that it
+uses, whether ZBPIPE_PATCH=1 would patch a script that this Python runs, what is patched, and the policy. The exit
+status is 1 if something would not work.
+
+--all   a line for everything of torch that zbpipe looked at, not only for what differs
+"""
+
+# Run in a fresh interpreter with ZBPIPE_PATCH=1, as a script that knows nothing of zbpipe.
+SCRIPT = """
+import sys
+early = "_zbpipe_hook" in sys.modules
+import torch
+hooked = "_zbpipe_hook" in sys.modules
+import torch.distributed.pipelining.stage as stage
+patched = stage.stage_backward.__module__.startswith("zbpipe.")
+print("ZBPIPE", "start" if early else "torch" if hooked else "none", patched)
+"""
+HOW = {
+    "start": "yes, by zbpipe.pth when Python starts",
+    "torch": "yes, when torch is imported (Python reads no zbpipe.pth here)",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--all", action="store_true", help="a line for everything of torch that was looked at")
+    parser.set_defaults(run=lambda given: run(everything=given.all))
+
+
+def version() -> str:
+    """One line: zbpipe's version, what it was built with and what runs."""
+    python = ".".join(map(str, sys.version_info[:3]))
+    built = f"built with torch {_build_info.torch_version}"
+    return f"zbpipe {__version__} ({built}), torch {torch.__version__}, Python {python}"
+
+
+def run(everything: bool = False) -> int:
+    """Print the report; `everything`: also what is as it should be. Return the exit status."""
+    faults: list[str] = []
+    notes: list[str] = []
+    line("zbpipe", f"{__version__}, {Path(__file__).parent}")
+    line("built with", f"torch {_build_info.torch_version}, {_build_info.python_cache_tag}")
+    line("Python", f"{sys.version.split()[0]}, {sys.executable}")
+    line("torch", f"{torch.__version__}, {torch_is(notes)}, {Path(torch.__file__).parent}")
+    line("CUDA", f"{torch.version.cuda}, {torch.cuda.device_count()} devices" if torch.version.cuda else "none")
+    line("private parts", private_parts(everything, faults, notes))
+    for name in ("ZBPIPE_PATCH", RELEASE_OUTPUTS, "ZBPIPE_POLICY"):
+        value = os.environ.get(name)
+        line(name, "not set" if value is None else repr(value))
+        if name != "ZBPIPE_POLICY" and (value or "").strip().lower() not in (*ON, *OFF):
+            faults.append(f"{name} is {value!r}: set it to 1 or to 0")
+    line("ZBPIPE_PATCH=1", would_patch(faults))
+    line("patched now", "yes" if is_patched() else "no")
+    line("policy", str(get_policy()))
+    for note in notes:
+        print(f"note: {note}")
+    for fault in faults:
+        print(f"FAULT: {fault}")
+    print("something would not work" if faults else "all is well")
+    return 1 if faults else 0
+
+
+def line(name: str, text: str) -> None:
+    print(f"{name + ':':<24}{text}")
+
+
+def torch_is(notes: list[str]) -> str:
+    release = probe.release_of(torch.__version__)
+    if release is None or release > probe.NEWEST:
+        newest = ".".join(map(str, probe.NEWEST))
+        notes.append(f"torch {torch.__version__} is newer than {newest}, the newest that zbpipe was tested with")
+        return "not tested"
+    return "tested"
+
+
+def private_parts(everything: bool, faults: list[str], notes: list[str]) -> str:
+    """What the probe finds, as the rest of a line. Differences are faults, or notes where memory alone suffers."""
+    rows = probe.report()
+    different = [row for row in rows if not row.ok]
+    for row in rows if everything else different:
+        mark = "ok" if row.ok else "DIFFERS"
+        print(f"  {mark:<8}{row.name}: {row.expected}; {row.found} ({row.need}, torch {row.releases})")
+    for row in different:
+        memory_alone = row.consequence.startswith(probe.Weight.MEMORY.value)
+        (notes if memory_alone else faults).append(f"{row.name} {row.found}; {row.consequence}")
+    return f"{len(rows)} looked at, {len(different)} differ" if different else f"{len(rows)} looked at, all known"
+
+
+def would_patch(faults: list[str]) -> str:
+    """What ZBPIPE_PATCH=1 does to a script in this environment, found out by running one."""
+    flags = sys.flags
+    switches = {"-I": flags.isolated, "-E": flags.ignore_environment, "-S": flags.no_site, "-s": flags.no_user_site}
+    command = [sys.executable, *(switch for switch, is_on in switches.items() if is_on), "-c", SCRIPT]
+    environment = {**os.environ, "ZBPIPE_PATCH": "1"}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    said = [words.split()[1:] for words in ran.stdout.splitlines() if words.startswith("ZBPIPE ")]
+    if said and said[-1][1] == "True":
+        return HOW[said[-1][0]]
+    if said and importlib.util.find_spec("_zbpipe_hook") is None:
+        reason = "zbpipe was found on sys.path but never installed: its hook is not there; install it with pip"
+    elif said:
+        reason = "nobody ran the hook: TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set, and Python reads no zbpipe.pth here"
+    else:
+        reason = (ran.stderr.strip() or "it ended without a word").splitlines()[-1]
+    faults.append(f"ZBPIPE_PATCH=1 would not patch a script here ({reason}); zbpipe.patch() in the script does")
+    return "no"
