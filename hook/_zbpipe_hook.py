@@ -24,7 +24,17 @@ def install():
     """
     value = os.environ.get("ZBPIPE_PATCH", "").strip().lower()
     if value not in OFF and not any(isinstance(finder, Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, Finder(value))
+        finder = Finder(value)
+        if "zbpipe" in sys.modules:  # it imports torch, which calls this; it tells when it is complete
+            finder.started.add("zbpipe")
+        sys.meta_path.insert(0, finder)
+
+
+def complete():
+    """zbpipe/__init__.py calls this at its end: only then can it patch."""
+    for finder in list(sys.meta_path):
+        if isinstance(finder, Finder):
+            finder.tell("zbpipe")
 
 
 class Finder:
@@ -65,13 +75,17 @@ class Finder:
                 with self.lock:
                     self.started.discard(name)
                 raise
-            with self.lock:
-                self.finished.add(name)
-                # zbpipe may be what imports torch.distributed.pipelining: then patch when zbpipe is complete.
-                ready = PIPELINING in self.finished and self.started == self.finished
-            if ready:
-                if self in sys.meta_path:
-                    sys.meta_path.remove(self)
-                importlib.import_module("zbpipe.patch").patch()
+            self.tell(name)
 
         loader.exec_module = exec_and_tell
+
+    def tell(self, name):
+        """The module is complete: patch if both are, once."""
+        with self.lock:
+            self.finished.add(name)
+            # zbpipe may be what imports torch.distributed.pipelining: then patch when zbpipe is complete.
+            ready = PIPELINING in self.finished and self.started <= self.finished and self in sys.meta_path
+            if ready:
+                sys.meta_path.remove(self)
+        if ready:
+            importlib.import_module("zbpipe.patch").patch()

@@ -11,6 +11,8 @@ or call :func:`stage_backward_input`, :func:`stage_backward_weight` and :func:`s
 directly. :mod:`zbpipe.memory` counts what the passes hold. Importing changes nothing in torch.
 """
 
+import sys
+
 from zbpipe import _build_check
 
 _build_check.check()
@@ -54,3 +56,7 @@ __all__ = [
     "unpatch",
     "will_defer",
 ]
+
+# With ZBPIPE_PATCH=1 torch may have called the hook in the middle of this import: patching waits for its end.
+if "_zbpipe_hook" in sys.modules:
+    sys.modules["_zbpipe_hook"].complete()

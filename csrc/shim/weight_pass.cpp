@@ -226,14 +226,6 @@ bool rounds_parts_alike(const Factors& f) {
   return (type == at::kFloat || type == at::kDouble) && at::get_num_threads() == 1;
 }
 
-/// Adds `product`, rounded to `type`, to `sum`. Where `sum` is of that type and it has all values of the
-/// product's, adding them rounds nothing that a cast would not, and needs no copy.
-void add_rounded(const at::Tensor& sum, const at::Tensor& product, c10::ScalarType type) {
-  const bool is_exact = sum.scalar_type() == type && product.is_floating_point() &&
-                        c10::promoteTypes(product.scalar_type(), type) == type;
-  sum.add_(is_exact ? product : product.to(type));
-}
-
 /// Adds `left @ right`, rounded to `type`, to `sum`, a gradient on the CPU, as `sum += ...` does. Where the
 /// bits are the same, no temporary is larger than `panel_size` rows or columns. BLAS's own accumulation
 /// (beta = 1) rounds once per block of the inner dimension where this rounds twice in all, and differs from
@@ -292,7 +284,7 @@ class PanelAdder {
 
   void add_panel(const at::Tensor& panel, const Factors& f) {
     if (seen_++ >= added_) {
-      add_rounded(panel, f.multiply(), type_);
+      panel.add_(f.multiply().to(type_));
       ++added_;
     }
   }
@@ -341,7 +333,7 @@ bool add_product_to(const at::Tensor& grad, c10::ScalarType type, const Task& ta
     PanelAdder(type, panels_added).add(*sum, f);
     panels_added = 0;
   } else {
-    add_rounded(*sum, f.multiply(), type);
+    sum->add_(f.multiply().to(type));
   }
   return true;
 }

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ from torch.distributed.pipelining import _backward, schedules
 import zbpipe
 from zbpipe import _build_info
 from zbpipe.__main__ import main
-
 
 # What the probe imports of torch deprecates parts of torch itself.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
@@ -36,7 +36,8 @@ def doctor(capsys, monkeypatch):
 
 
 def process(*arguments, **environment):
-    path = os.pathsep.join(filter(None, sys.path))
+    # Without site, an editable install is found by its folder alone.
+    path = os.pathsep.join(filter(None, [*sys.path, str(Path(zbpipe.__file__).parents[1])]))
     done = subprocess.run(
         [sys.executable, *arguments], env={**os.environ, "PYTHONPATH": path, **environment}, capture_output=True,
         text=True, check=False,

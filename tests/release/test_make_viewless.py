@@ -204,6 +204,7 @@ def test_a_view_of_another_class_is_refused():
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # the first dual tensor imports it
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")
 def test_a_forward_mode_gradient_is_refused():
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(torch.ones(3, 4), torch.ones(3, 4))

@@ -37,7 +37,7 @@ BY_HAND = {
         "1F0,2F0,1F1,2F1,1F2,2F2,1F3,2F3,2I0,1I0,2I1,1B1,2I2,1I2,2B3,1I3,2W2,1W3,2W1,1W2,2W0,1W0",
     ),
 }
-FORWARD = {"FORWARD", "SEND_F", "RECV_F"}
+FORWARD = {"FORWARD", "SEND_F", "RECV_F", "WAIT_SEND_F"}
 
 
 def stages_of(rank, shape):
