@@ -364,11 +364,11 @@ bool add_product(const Task& task, Face& face, Weight& weight, bool fuse) {
 }
 
 /// Before anything is added: what a W that raised has begun can be gone on with.
-void check_half_added(const Group& group, bool directly) {
+void check_half_added(const Group& group, WeightPassOptions options) {
   for (const Task& task : group.tasks) {
     for (const Face& face : task.face) {
-      if (face.panels_added > 0 &&
-          !(directly && has_panels(sum_of(group.weights[face.weight]), face))) {
+      if (face.panels_added > 0 && !(has_panels(sum_of(group.weights[face.weight]), face) &&
+                                     runs_directly(group, options))) {
         refuse_half_added(group.weights[face.weight]);
       }
     }
@@ -683,7 +683,7 @@ void run_weight_pass(const std::vector<GroupPtr>& groups, WeightPassOptions opti
                                     [](const GroupPtr& group) { return group->failed; });
   for (const GroupPtr& group : groups) {
     heed_new_hooks(*group);
-    check_half_added(*group, runs_directly(*group, options));
+    check_half_added(*group, options);
   }
   try {
     const at::AutoGradMode no_grad(false);
