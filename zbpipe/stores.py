@@ -2,6 +2,8 @@
 later, or a method ``backward_dw()``. Both are given to the weight pass, through :func:`zbpipe.defer`.
 """
 
+import contextlib
+import queue
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -22,10 +24,11 @@ class WeightGradStore:
     """A store of weight gradient work that keeps nothing itself: what is put goes to the weight pass of the input pass
     that runs.
 
-    Give one to each module, where it expects its own store (TransformerEngine's ``module.wgrad_store``) or the
-    class that is used as a global one (zero-bubble Megatron, DualPipe). Their Functions ask the store whether to put
-    or to compute at once; here the answer is what :func:`zbpipe.will_defer` says, so that every ordinary backward
-    computes at once. Nobody has to flush or pop: the loop's calls of these do nothing.
+    Give one to each module, where it expects its own store (TransformerEngine's ``module.wgrad_store``), or put one
+    in place of the class that is used as a global one (zero-bubble Megatron, DualPipe). Their Functions ask the store
+    whether to put or to compute at once; here the answer is what :func:`zbpipe.will_defer` says, so that every
+    ordinary backward computes at once. Nobody has to switch, flush or pop: what a loop calls and sets for that is
+    there and does nothing, and the queue is always empty.
 
     Args:
         weights: for which arguments of the Function the work is, as in :func:`zbpipe.defer`: positions or
@@ -45,8 +48,13 @@ class WeightGradStore:
 
     @property
     def enabled(self) -> bool:
-        """True within an input pass that takes the work for the weights."""
+        """True within an input pass that takes the work for the weights, whatever was assigned: loops assign True
+        before a backward that they split and False after it."""
         return will_defer(self._weights)
+
+    @enabled.setter
+    def enabled(self, value: bool) -> None:
+        pass
 
     def split_bw(self) -> bool:
         """As :attr:`enabled`."""
@@ -55,6 +63,16 @@ class WeightGradStore:
     def delay_wgrad_compute(self) -> bool:
         """As :attr:`enabled`; false outside of a backward, so that ``module.backward_dw()`` does nothing."""
         return self.enabled
+
+    def enable_split_bw(self) -> None:
+        """Nothing: the pass that runs says whether to put."""
+
+    def disable_split_bw(self) -> None:
+        """Nothing, as :meth:`enable_split_bw`."""
+
+    def set_split_bw(self, enabled: bool) -> contextlib.AbstractContextManager[None]:
+        """Nothing, as :meth:`enable_split_bw`; for use in a ``with`` statement."""
+        return contextlib.nullcontext()
 
     def put(self, *work: Any) -> None:
         """Takes work, in one of the three forms that stores have: ``put(function)``, ``put(arguments, function)`` or
@@ -88,6 +106,15 @@ class WeightGradStore:
 
     def assert_empty(self) -> None:
         """Nothing: nothing is kept here."""
+
+    def queue_size(self, *args: Any, **kwargs: Any) -> int:
+        """0, of whatever chunk: nothing is kept here."""
+        return 0
+
+    @property
+    def funcs_queue(self) -> "queue.Queue[Any]":
+        """An empty queue, for those that ask whether it is."""
+        return queue.Queue()
 
     @staticmethod
     def _parse(work: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:

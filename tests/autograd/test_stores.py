@@ -212,6 +212,34 @@ class PutsAlways(Function):
         return grad @ w.mT, None, None
 
 
+def test_what_loops_call_to_switch_and_to_flush_does_nothing():
+    """In the order of DualPipe's and zero-bubble Megatron's loops, around I and W."""
+    store = WeightGradStore()
+    x, w = torch.randn(5, 3, dtype=f64, requires_grad=True), weight(3, 4)
+    for function in (InDualPipesStyle, InMegatronsStyle):
+        w.main_grad = torch.zeros_like(w)
+        store.clear()
+        store.disable_split_bw()
+        store.enable_split_bw()
+        out = function.apply(x.tanh(), w, store)
+        with store.set_split_bw(False):
+            store.enabled = True
+            _, groups = zbpipe.stage_backward_input([out], [torch.ones_like(out)], [x], iter([w]))
+            store.enabled = False
+        store.flush(chunk=0, seq_split_idx=0)
+        assert store.queue_size(0, 0) == store.queue_size(chunk=1) == 0
+        assert store.funcs_queue.empty()
+        store.pop(chunk=0)
+        store.assert_empty()
+        assert not w.main_grad.any()
+        zbpipe.stage_backward_weight(iter([w]), groups)
+        torch.testing.assert_close(w.main_grad, x.detach().tanh().mT @ torch.ones_like(out))
+        out = function.apply(x.tanh(), w, store)
+        store.enabled = True
+        out.sum().backward()  # nobody would pop
+        torch.testing.assert_close(w.main_grad, 2 * x.detach().tanh().mT @ torch.ones_like(out))
+
+
 def test_what_is_put_without_asking_is_added_in_an_ordinary_backward_too():
     x, w = torch.randn(3, 3, requires_grad=True), nn.Parameter(torch.randn(3, 3))
     hooks = []
