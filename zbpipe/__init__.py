@@ -8,10 +8,14 @@ schedule. This package replaces ``torch.distributed.pipelining._backward``:
     zbpipe.patch()          # every torch schedule now runs on zbpipe
 
 or call :func:`stage_backward_input`, :func:`stage_backward_weight` and :func:`stage_backward`
-directly. :mod:`zbpipe.memory` counts what the passes hold. Importing changes nothing in torch.
+directly. :mod:`zbpipe.memory` counts what the passes hold, :mod:`zbpipe.leaks`, imported when it is first used, finds
+what outlives its step. Importing changes nothing in torch.
 """
 
+import importlib
 import sys
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from zbpipe import _build_check
 
@@ -56,6 +60,19 @@ __all__ = [
     "unpatch",
     "will_defer",
 ]
+
+if TYPE_CHECKING:
+    from zbpipe import leaks as leaks
+else:
+
+    def __getattr__(name: str) -> ModuleType:
+        if name == "leaks":
+            return importlib.import_module("zbpipe.leaks")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), "leaks"})
+
 
 # With ZBPIPE_PATCH=1 torch may have called the hook in the middle of this import: patching waits for its end.
 if "_zbpipe_hook" in sys.modules:

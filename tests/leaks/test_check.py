@@ -1,6 +1,7 @@
 """check_tensor_leak: what it counts as a leak, to the byte, and what it leaves behind, which is nothing."""
 
 import gc
+import subprocess
 import sys
 import threading
 import types
@@ -73,6 +74,17 @@ def test_each_storage_is_a_leak_once_by_bytes():
 def test_what_was_there_before_is_no_leak():
     keep(5)
     assert not checked(lambda: KEPT.append(KEPT[0]))
+
+
+def test_the_tools_are_imported_when_they_are_first_used():
+    code = (
+        "import sys, zbpipe\n"
+        "assert 'zbpipe.leaks' not in sys.modules and 'leaks' in dir(zbpipe)\n"
+        "assert not hasattr(zbpipe, 'leeks')\n"
+        "assert zbpipe.leaks is sys.modules['zbpipe.leaks']\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_only_the_collector_frees_a_cycle():
@@ -212,6 +224,42 @@ def test_the_collector_is_off_inside_and_restored(was_enabled):
         assert gc.isenabled() is was_enabled
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("place", ["zbpipe.leaks._cuda.blocks_now", "zbpipe.leaks._check.storages_now"])
+def test_a_check_that_fails_on_entry_leaves_nothing_behind(place, monkeypatch):
+    def fail(*_):
+        raise ZeroDivisionError
+
+    callbacks = len(gc.callbacks)
+    with monkeypatch.context() as planted:
+        planted.setattr(place, fail)
+        with pytest.raises(ZeroDivisionError), check_tensor_leak(trace=True):
+            pytest.fail("it was entered")
+    assert gc.isenabled()
+    assert len(gc.callbacks) == callbacks
+    with check_tensor_leak(action="record") as check:
+        keep(5)
+    assert check.report.bytes == 20
+
+
+def test_a_check_that_fails_on_leaving_gives_the_collector_back(monkeypatch):
+    def fail(*_):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), check_tensor_leak():
+        monkeypatch.setattr("zbpipe.leaks._check._split", fail)
+    assert gc.isenabled()
+
+
+def test_somebody_who_empties_the_list_of_callbacks_inside():
+    callbacks = gc.callbacks[:]
+    with check_tensor_leak(action="record") as check:
+        keep(5)
+        gc.callbacks.clear()
+    gc.callbacks[:] = callbacks
+    assert gc.isenabled()
+    assert check.report.bytes == 20
 
 
 def test_nested_checks_see_what_is_theirs():

@@ -29,6 +29,16 @@ def grow(step, count=6):
         return growth, growth.grown(), growth.table()
 
 
+def test_growth_that_cannot_begin_leaves_the_collector_on(monkeypatch):
+    def fail():
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(_cuda, "is_in_use", fail)
+    with pytest.raises(ZeroDivisionError) as raised:
+        Growth()
+    assert gc.isenabled(), raised  # which keeps what was begun
+
+
 def test_growth_counts_and_names_what_grows():
     with Growth() as growth:
         for _ in range(5):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import inspect
@@ -99,15 +100,20 @@ class Check:
         if self._recorder is not None:
             raise RuntimeError("a check can be entered once; call check_tensor_leak() again for another one")
         recorder = _C.Recorder(0)
-        recorder.start()
-        collector.switch_off()
+        with contextlib.ExitStack() as undo:  # what is begun ends where a later step fails
+            recorder.start()
+            undo.callback(recorder.stop)
+            collector.switch_off()
+            undo.callback(collector.give_back)
+            self._cuda_before = _cuda.blocks_now(self._device)
+            self._older = storages_now()
+            self._since = _C.next_serial()
+            self._collected.watch(self._since)
+            undo.callback(self._collected.close)
+            if self._trace:
+                _C.trace_start()
+            undo.pop_all()
         self._recorder = recorder
-        self._cuda_before = _cuda.blocks_now(self._device)
-        self._older = storages_now()
-        self._since = _C.next_serial()
-        self._collected.watch(self._since)
-        if self._trace:
-            _C.trace_start()
         return self
 
     def __exit__(
@@ -115,16 +121,17 @@ class Check:
     ) -> None:
         if self._recorder is None or self.report is not None:
             raise RuntimeError("a check is left once, after it was entered; use it in a with statement")
-        self._collected.close()
-        try:
-            report = self._look()
-        finally:
-            if self._trace:
-                _C.trace_stop()
-            displaced = self._recorder.stop()
-            self._older = self._returned = None
-            self._allow = ()
-            collector.give_back()
+        with contextlib.ExitStack() as always:
+            always.callback(collector.give_back)
+            self._collected.close()
+            try:
+                report = self._look()
+            finally:
+                if self._trace:
+                    _C.trace_stop()
+                displaced = self._recorder.stop()
+                self._older = self._returned = None
+                self._allow = ()
         if displaced:
             report.unseen.append("what another CPU allocator handed out that was installed inside")
         self.report = report
@@ -271,7 +278,8 @@ class _Collected:
         gc.callbacks.append(self._note)
 
     def close(self) -> None:
-        gc.callbacks.remove(self._note)
+        with contextlib.suppress(ValueError):  # somebody emptied the list
+            gc.callbacks.remove(self._note)
 
     def _note(self, phase: str, info: dict[str, int]) -> None:
         blocks = {serial: (address, size) for address, size, serial in _C.live_blocks(self._since)}

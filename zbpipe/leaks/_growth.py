@@ -105,7 +105,11 @@ class Growth:
         # What lived after the last step: its step of birth and its bytes, by a block's serial or a storage's negative.
         self._living: dict[int, tuple[int, int]] = {}
         self._longest: dict[int, int] = {}  # steps that anything of so many bytes lived on, of what was let go
-        self._other: _OtherMemory | None = _OtherMemory() if _cuda.is_in_use() else None
+        try:
+            self._other: _OtherMemory | None = _OtherMemory() if _cuda.is_in_use() else None
+        except BaseException:
+            self._end()  # the error may keep this object
+            raise
         self.counts: list[int] = []
         self.bytes: list[int] = []
 
@@ -230,5 +234,7 @@ def _likeness(chain: list[Holder]) -> tuple[str, ...]:
 
 
 def _end(recorder: Any) -> None:
-    recorder.stop()
-    collector.give_back()
+    try:
+        recorder.stop()
+    finally:
+        collector.give_back()
