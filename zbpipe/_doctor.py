@@ -21,7 +21,8 @@ Says what zbpipe and torch are installed here, whether zbpipe knows this torch a
 uses, whether ZBPIPE_PATCH=1 would patch a script that this Python runs, what is patched, and the policy. The exit
 status is 1 if something would not work.
 
---all   a line for everything of torch that zbpipe looked at, not only for what differs
+--all   a line for everything of torch that zbpipe looked at, not only for what differs; looks at the compilers too,
+        whose import takes seconds
 """
 
 # Run in a fresh interpreter with ZBPIPE_PATCH=1, as a script that knows nothing of zbpipe.
@@ -83,17 +84,25 @@ def line(name: str, text: str) -> None:
 
 
 def torch_is(notes: list[str]) -> str:
+    """Whether the tests have run on this torch; a note says on which they have, if not."""
+    if probe.was_tested(torch.__version__):
+        return "tested"
+    ran = f"they have on {', '.join(probe.TESTED)}"
     release = probe.release_of(torch.__version__)
-    if release is None or release > probe.NEWEST:
-        newest = ".".join(map(str, probe.NEWEST))
-        notes.append(f"torch {torch.__version__} is newer than {newest}, the newest that zbpipe was tested with")
-        return "not tested"
-    return "tested"
+    if release is not None and probe.OLDEST <= release <= probe.NEWEST:
+        notes.append(f"zbpipe's tests have not run on torch {torch.__version__}; {ran}")
+        return "known, not run"
+    age = "older" if release is not None and release < probe.OLDEST else "newer"
+    notes.append(
+        f"torch {torch.__version__} is {age} than those that zbpipe knows; its tests have not run on it; {ran}"
+    )
+    return "not known"
 
 
 def private_parts(everything: bool, faults: list[str], notes: list[str]) -> str:
     """What the probe finds, as the rest of a line. Differences are faults, or notes where memory alone suffers."""
-    rows = probe.report()
+    left_out = [] if everything else probe.unread()
+    rows = probe.report(left_out)
     different = [row for row in rows if not row.ok]
     for row in rows if everything else different:
         mark = "ok" if row.ok else "DIFFERS"
@@ -101,7 +110,9 @@ def private_parts(everything: bool, faults: list[str], notes: list[str]) -> str:
     for row in different:
         memory_alone = row.consequence.startswith(probe.Weight.MEMORY.value)
         (notes if memory_alone else faults).append(f"{row.name} {row.found}; {row.consequence}")
-    return f"{len(rows)} looked at, {len(different)} differ" if different else f"{len(rows)} looked at, all known"
+    result = f"{len(rows)} looked at, {len(different)} differ" if different else f"{len(rows)} looked at, all known"
+    names = ", ".join(need.name for need in left_out)
+    return f"{result}; not those of {names}, which --all imports" if left_out else result
 
 
 def would_patch(faults: list[str]) -> str:

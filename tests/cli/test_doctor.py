@@ -12,6 +12,9 @@ from torch.distributed.pipelining import _backward, schedules
 import zbpipe
 from zbpipe import _build_info
 from zbpipe.__main__ import main
+from zbpipe._torch import probe
+
+ROOT = Path(__file__).parents[2]
 
 # What the probe imports of torch deprecates parts of torch itself.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
@@ -67,10 +70,10 @@ def test_version(capsys):
 def test_all_is_well(doctor):
     status, lines = doctor()
     assert (status, lines[-1]) == (0, "all is well")
-    assert not [line for line in lines if line.startswith(("FAULT", "note", "  "))]
+    assert not [line for line in lines if line.startswith(("FAULT", "  "))]
     said = dict(line.split(":", 1) for line in lines[:-1])
-    assert said["torch"].strip().startswith(f"{torch.__version__}, tested")
-    assert said["private parts"].strip().endswith("all known")
+    assert said["torch"].strip().startswith(f"{torch.__version__}, ")
+    assert " looked at, all known" in said["private parts"]
     assert said["patched now"].strip() == "no"
     with zbpipe.patched():
         _, lines = doctor()
@@ -100,11 +103,55 @@ def test_what_only_memory_depends_on_is_a_note(doctor, monkeypatch):
     assert "_check_torch_compile_compatibility takes ()" in note
 
 
-def test_a_torch_that_is_newer_than_the_newest_tested_is_a_note(doctor, monkeypatch):
-    monkeypatch.setattr(torch, "__version__", "3.0.0")
+@pytest.mark.parametrize(
+    ("version", "said", "noted"),
+    [
+        ("2.13.0", "tested", None),
+        ("2.13.0+cu130", "tested", None),
+        ("2.15.0+cpu", "tested", None),
+        ("2.13.1", "known, not run", "zbpipe's tests have not run on torch 2.13.1; they have on 2.1"),
+        ("2.15.0.dev20260801", "known, not run", "zbpipe's tests have not run on torch 2.15.0.dev20260801; "),
+        ("3.0.0", "not known", "torch 3.0.0 is newer than those that zbpipe knows; "),
+        ("2.10.0", "not known", "torch 2.10.0 is older than those that zbpipe knows; "),
+    ],
+)
+def test_a_torch_is_tested_only_if_the_tests_have_run_on_it(doctor, monkeypatch, version, said, noted):
+    monkeypatch.setattr(torch, "__version__", version)
     status, lines = doctor()
     assert status == 0
-    assert [line for line in lines if line.startswith("note: torch 3.0.0 is newer than ")]
+    (line,) = [line for line in lines if line.startswith("torch:")]
+    assert line.split(":", 1)[1].strip().startswith(f"{version}, {said}, ")
+    notes = [line for line in lines if line.startswith("note: ")]
+    assert [note.startswith(f"note: {noted}") for note in notes] == [True] * (noted is not None)
+
+
+def test_the_newest_torch_is_the_same_wherever_it_is_said():
+    (newest,) = (
+        line.removeprefix("torch==")
+        for line in (ROOT / "requirements" / "newest.txt").read_text().splitlines()
+        if line.startswith("torch==")
+    )
+    releases = [probe.release_of(version) for version in probe.TESTED]
+    assert newest == probe.TESTED[-1]
+    assert releases == sorted(set(releases))
+    assert releases[-1] == probe.NEWEST
+    assert releases[0] == probe.OLDEST
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("everything", [False, True])
+def test_compilers_are_imported_only_when_asked_for(everything):
+    arguments = ["doctor", "--all"] if everything else ["doctor"]
+    code = (
+        "import sys\nfrom zbpipe import _doctor\nfrom zbpipe.__main__ import main\n"
+        f"_doctor.would_patch = lambda faults: 'not asked'\nstatus = main({arguments})\n"
+        "print('imported:', 'torch._inductor.compile_fx' in sys.modules)\nsys.exit(status)"
+    )
+    status, said = process("-c", code)
+    assert status == 0, said
+    assert f"imported: {everything}" in said
+    assert ("; not those of compilers, which --all imports" in said) is not everything
+    assert ("torch._inductor.compile_fx.compile_fx: callable" in said) is everything
 
 
 @pytest.mark.parametrize("name", ["ZBPIPE_PATCH", "ZBPIPE_RELEASE_OUTPUTS"])

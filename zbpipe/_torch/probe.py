@@ -23,11 +23,14 @@ import functools
 import importlib
 import inspect
 import re
+import sys
 import types
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
+TESTED = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")  # the whole suite has run on these, and on no others
 OLDEST = (2, 11)
-NEWEST = (2, 15)  # that zbpipe has been tested with
+NEWEST = (2, 15)
 
 _PIPELINING = "torch.distributed.pipelining"
 _STAGE = f"{_PIPELINING}.stage"
@@ -38,6 +41,7 @@ _PARAM = f"{_FSDP}._fsdp_param:FSDPParam"
 _STATE = f"{_FSDP}._fsdp_state:FSDPState"
 _DDP = "torch.nn.parallel.distributed"
 _COMPOSABLE = "torch.distributed._composable"
+_INDUCTOR = "torch._inductor.compile_fx"
 _MISSING = object()
 
 
@@ -71,12 +75,14 @@ class Way(NamedTuple):
 
 
 class Need(NamedTuple):
-    """``consequence`` says what is not so where the need is not met, as the end of a sentence."""
+    """``consequence`` says what is not so where the need is not met, as the end of a sentence. ``slow`` names the
+    module of torch among what is looked at that takes seconds to import."""
 
     name: str
     weight: Weight
     consequence: str
     ways: tuple[Way, ...]
+    slow: str = ""
 
 
 class Row(NamedTuple):
@@ -333,7 +339,7 @@ NEEDS = (
                 "2.11 to 2.15",
                 (
                     *_callables("torch._dynamo.backends.debugging", "aot_eager boxed_nop"),
-                    *_callables("torch._inductor.compile_fx", "compile_fx compile_fx_inner"),
+                    *_callables(_INDUCTOR, "compile_fx compile_fx_inner"),
                     *_callables("torch._inductor.utils", "BoxedBool"),
                     *_callables("torch", "_TorchCompileInductorWrapper"),
                     *_callables("torch._guards", "CompileContext TracingContext compile_context tracing"),
@@ -341,17 +347,28 @@ NEEDS = (
                 ),
             ),
         ),
+        slow=_INDUCTOR,
     ),
 )
 _BY_NAME = {need.name: need for need in NEEDS}
 
 
-def report() -> list[Row]:
+def unread() -> list[Need]:
+    """The needs that take seconds to look at, as nobody has imported what they name."""
+    return [need for need in NEEDS if need.slow and need.slow not in sys.modules]
+
+
+def report(leave_out: Collection[Need] = ()) -> list[Row]:
     """The table for the torch at hand: a row per thing of each need, of the way that is there, or that is nearest.
 
     Imports what it looks at; a module that this torch does not have counts as missing.
     """
-    return [row for need in NEEDS for row in _rows(need)]
+    return [row for need in NEEDS if need not in leave_out for row in _rows(need)]
+
+
+def was_tested(version: str) -> bool:
+    """Whether the tests have run on this very torch, be it built for the CPU or for a GPU."""
+    return version.partition("+")[0] in TESTED
 
 
 def differences(name: str) -> list[str]:
