@@ -98,14 +98,15 @@ constexpr bool NODES_KEEP_PYTHON_OBJECTS = false;
 
 #endif
 
-/// Whether a graph of the device's is captured on the stream. torch 2.11 cannot tell: false.
+/// Whether a graph of the device's is captured on the stream. A torch that cannot tell (2.11) says false.
 template <class Device>
-bool is_capturing(const Device& device, c10::Stream stream) {
-  if constexpr (requires { device.isStreamCapturing(stream); }) {
-    return device.isStreamCapturing(stream);
-  } else {
-    return false;
-  }
+auto is_capturing(const Device& device, c10::Stream stream, int /*preferred*/)
+    -> decltype(device.isStreamCapturing(stream)) {
+  return device.isStreamCapturing(stream);
+}
+template <class Device>
+bool is_capturing(const Device& /*device*/, c10::Stream /*stream*/, long /*otherwise*/) {
+  return false;
 }
 
 /// Node keeps the parts that a stand-in needs protected. A pointer to member that is named through

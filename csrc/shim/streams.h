@@ -63,7 +63,7 @@ inline bool is_capturing(const Group& group) {
       return false;
     }
     const auto* device = c10::impl::getDeviceGuardImpl(task.place->stream().device_type());
-    return is_capturing(*device, device->getStream(task.place->stream().device()));
+    return is_capturing(*device, device->getStream(task.place->stream().device()), 0);
   });
 }
 

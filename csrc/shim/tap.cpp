@@ -321,7 +321,7 @@ void zbp_tap_stop(zbp_record* record, int* displaced_out) {
   Books& b = books();
   *displaced_out = !is_tap(installed());
   const std::lock_guard<std::mutex> lock(b.mutex);
-  std::erase(b.records, record);
+  b.records.erase(std::remove(b.records.begin(), b.records.end(), record), b.records.end());
   if (b.records.empty()) {
     b.is_fed.store(false, std::memory_order_relaxed);
     uninstall();
