@@ -57,18 +57,18 @@ bool Watched::was_modified() const {
 }
 
 void Group::pin_outside() {
-  const std::lock_guard<std::mutex> lock(packed_outside_mutex);
-  for (const PackedOutside& packed : std::exchange(packed_outside, {})) {
+  const std::lock_guard<std::mutex> lock(unpinned_outside_mutex);
+  for (const UnpinnedOutside& unpinned : std::exchange(unpinned_outside, {})) {
+    Node& node = *unpinned.node;
+    torch::autograd::SavedVariable before;  // freed behind the lock: that may run Python code
     // Another microbatch's I may see to the same node.
-    const std::lock_guard<std::mutex> node_lock(NodeParts::mutex_of(*packed.node));
-    if (packed.saved->has_hooks()) {
-      if (packed.is_left && leave_packed(*packed.saved, arguments_outside)) {
-        outside_recomputed_for = std::max(outside_recomputed_for, packed.node->sequence_nr());
-        continue;
-      }
-      pin(*packed.saved, *packed.node, /*is_read_by_w=*/true);
+    const std::lock_guard<std::mutex> node_lock(NodeParts::mutex_of(node));
+    if (unpinned.saved->has_hooks() && unpinned.is_left &&
+        leave_packed(*unpinned.saved, arguments_outside)) {
+      outside_recomputed_for = std::max(outside_recomputed_for, node.sequence_nr());
+      continue;
     }
-    const at::Tensor saved = packed.saved->unpack(ref_of(*packed.node));
+    const at::Tensor saved = pin_locked(*unpinned.saved, node, before);
     if (has_version(saved)) {
       saved_outside.emplace_back(saved);
     }

@@ -234,9 +234,9 @@ struct Weight {
   at::Tensor main_grad;  // where W adds instead of .grad; see MainGrads
 };
 
-/// What a node outside the closure has saved behind hooks.
-struct PackedOutside {
-  Node* node;                             // borrowed
+/// What a node outside the closure has saved behind hooks, or as a view that keeps its base for nothing.
+struct UnpinnedOutside {
+  NodePtr node;
   torch::autograd::SavedVariable* saved;  // the node's
   bool is_left;                           // W unpacks it, if it can
 };
@@ -273,19 +273,19 @@ struct Group {
   SmallVector<Task, 1> tasks;
   SmallVector<Weight, 2> weights;
   std::vector<Outside> outside;
-  std::vector<PackedOutside> packed_outside;  // what I has still to see to
+  std::vector<UnpinnedOutside> unpinned_outside;  // what I has still to see to
   // What nodes outside the closure have saved, or the regions that W computes again for them read.
   std::vector<Version> saved_outside;
   std::vector<Version> arguments_outside;
   std::shared_ptr<const Reads> reads;  // only if W may compute regions again
   // Sequence number of the last node outside for which W computes a region again.
   uint64_t outside_recomputed_for = 0;
-  std::mutex packed_outside_mutex;
+  std::mutex unpinned_outside_mutex;
   std::atomic<size_t> missing{0};  // weights that a running W has still to add
   // Stage outputs that W's nodes may have saved: they can be detached only after W.
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> outputs;
 
-  /// Unpacks what nodes outside the closure have saved, once; called by I, within its run.
+  /// Unpacks what nodes outside the closure have saved, once, and frees it of its history; called by I, within its run.
   void pin_outside();
   /// Lets go of everything that W read; so do the nodes that only W could still run, whoever refers to them.
   void release() noexcept;

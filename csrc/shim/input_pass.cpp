@@ -55,7 +55,7 @@ class Split {
  private:
   void make_group(uint32_t g);
   void add_outside(uint32_t g);
-  void note_packed(Group& group, const Decisions& decisions) const;
+  void note_saved(Group& group, const Decisions& decisions) const;
   std::shared_ptr<const Reads> note_reads() const;
   void add_task(uint32_t g, uint32_t id, const Decisions& decisions);
   Face face_of(const zbp_edge& edge) const;
@@ -121,7 +121,7 @@ void Split::make_group(uint32_t g) {
   group.reads = reads_;
   add_outside(g);
   const Decisions decisions(answers_, group);
-  note_packed(group, decisions);
+  note_saved(group, decisions);
   group.tasks.reserve(plan.split_begin[g + 1] - plan.split_begin[g]);
   for (uint32_t i = plan.split_begin[g]; i < plan.split_begin[g + 1]; ++i) {
     add_task(g, plan.split[i], decisions);
@@ -201,9 +201,10 @@ std::pair<std::vector<torch::autograd::SavedVariable*>, NodePtr> all_saved_by(No
   return {saved_by(saver), ref_of(saver)};
 }
 
-/// What the group's outside nodes have saved. Behind hooks: I unpacks it, lest W computes a region again. Other tensors:
-/// their versions, which W's run would find wrong only after it has added some gradients.
-void Split::note_packed(Group& group, const Decisions& decisions) const {
+/// What the group's outside nodes have saved. Behind hooks: I unpacks it, lest W computes a region again. Views that
+/// keep their bases for nothing: I makes them let go. Other tensors: their versions, which W's run would find wrong only
+/// after it has added some gradients.
+void Split::note_saved(Group& group, const Decisions& decisions) const {
   for (size_t i = 0; i < group.outside.size(); ++i) {
     Node& node = *group.outside[i].node;
     if (saves_nothing(node)) {
@@ -212,13 +213,18 @@ void Split::note_packed(Group& group, const Decisions& decisions) const {
     const bool is_left = decisions.of_outside(i).hooked == Decision::Hooked::leave;
     const auto [all, saver] = all_saved_by(node);
     for (torch::autograd::SavedVariable* saved : all) {
-      if (!saved->has_hooks()) {
-        const at::Tensor tensor = saved->unpack(saver);
-        if (has_version(tensor)) {
-          group.saved_outside.emplace_back(tensor);
+      if (saved->has_hooks()) {
+        if (is_generated(node)) {
+          group.unpinned_outside.push_back({saver, saved, is_left});
         }
-      } else if (is_generated(node)) {
-        group.packed_outside.push_back({&node, saved, is_left});
+        continue;
+      }
+      const at::Tensor tensor = saved->unpack(saver);
+      // A Function's is its backward's to look at, as it was saved.
+      if (tensor.defined() && is_generated(*saver) && keeps_base_unused(tensor)) {
+        group.unpinned_outside.push_back({saver, saved, is_left});
+      } else if (has_version(tensor)) {
+        group.saved_outside.emplace_back(tensor);
       }
     }
   }

@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/python_function.h>
 #include <torch/csrc/PyInterpreter.h>
 
+#include "shim/detach.h"
 #include "shim/dtensor.h"
 #include "shim/gil.h"
 #include "shim/python.h"
@@ -260,6 +261,15 @@ at::Tensor pin(SavedVariable& saved, Node& node, bool is_read_by_w) {
   if (tensor.defined()) {  // else the other factor takes no gradient
     tensor = is_read_by_w ? tensor.detach() : tensor.variable_data();
     saved = save_plainly(tensor);
+  }
+  return tensor;
+}
+
+at::Tensor pin_locked(SavedVariable& saved, Node& node, SavedVariable& before) {
+  at::Tensor tensor = saved.unpack(ref_of(node));
+  if (tensor.defined() && (saved.has_hooks() || keeps_base_unused(tensor))) {
+    tensor = tensor.detach();
+    before = std::exchange(saved, save_plainly(tensor));
   }
   return tensor;
 }

@@ -64,6 +64,11 @@ variable_list run_deferred(const Task& task);
 /// version counter with the original; of the rest W needs the shape alone, and it may change.
 at::Tensor pin(torch::autograd::SavedVariable& saved, Node& node, bool is_read_by_w);
 
+/// The same of what W will read, if it needs it: it is packed, or a view that keeps its base for nothing. Called with
+/// the node's mutex held; `before` gets what was there.
+at::Tensor pin_locked(torch::autograd::SavedVariable& saved, Node& node,
+                      torch::autograd::SavedVariable& before);
+
 /// True if W can unpack what is saved behind hooks. Then it is unpacked now too, where the region that it
 /// belongs to keeps what I computes of it for whoever has not unpacked it in I. `arguments` gets what computing the
 /// region again reads.

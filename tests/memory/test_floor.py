@@ -303,3 +303,48 @@ def test_the_detector_sees_a_storage_that_stays():
         x.grad = None
         del y, _
         assert rec.live == reference.floor + kept.untyped_storage().nbytes()
+
+
+class Big(torch.autograd.Function):
+    """Its node has memory of its own, which goes with the graph."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.big = torch.empty(1 << 20)
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def of_a_view(of, x, w, v):
+    """A product with a view of what `of` computes of the input, through which nothing flows, and one with the input."""
+    base = of(x)
+    with torch.no_grad():
+        view = base[:, :8]
+    return (x @ w).sum() + torch.mm(view, v * 2.0).sum()
+
+
+@pytest.mark.parametrize(("of", "matrices"), [(Big.apply, 2), (lambda x: x, 1)], ids=["computed", "the input"])
+def test_a_view_made_without_grad_mode_holds_no_more_than_its_memory(of, matrices):
+    weights = [nn.Parameter(torch.randn(16, 4)), nn.Parameter(torch.randn(8, 4))]
+    plain = copy.deepcopy(weights)
+    with memory.record() as rec:
+        held = []
+        for _ in range(2):
+            x = torch.randn(64, 16, requires_grad=True)
+            y = x.detach().clone().requires_grad_()
+            of_a_view(of, y, *plain).backward()
+            out = of_a_view(of, x, *weights)
+            (dinput,), groups = zbpipe.stage_backward_input([out], None, [x], weights)
+            assert torch.equal(dinput, y.grad)
+            del out, dinput, x, y
+            held.append(groups)
+        # Of the first product X and a dY of one number; of the second the view's memory, and v times two.
+        microbatch = matrices * 64 * 16 * 4 + 4 * START + 8 * 4 * 4
+        assert rec.live - sum(w.grad.nbytes for w in plain) <= 2 * microbatch
+        for groups in held:
+            zbpipe.stage_backward_weight(weights, groups)
+    for w, p in zip(weights, plain, strict=True):
+        torch.testing.assert_close(w.grad, p.grad, rtol=0, atol=0)
