@@ -1,12 +1,13 @@
-"""What each process of test_models.py runs: models that others wrote, cut into stages, trained under ZBV.
+"""What each process of test_models.py runs: models that others wrote, and odd stages, trained under ZBV and others.
 
-    python model_ranks.py RANK WORLD FOLDER
+    python model_ranks.py RANK WORLD FOLDER [MODEL ...]
 
 Every model is trained on zbpipe and on torch's own module, each in a process forked for it, so that one's failure is
 its own. What was recorded, or the error, goes to FOLDER.
 """
 
 import contextlib
+import importlib
 import os
 import sys
 import traceback
@@ -15,14 +16,16 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from ranks import stages_of
 from torch import nn
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
+from torch.distributed.pipelining import PipelineStage, schedules
 
 import zbpipe
 
 STAGES, MICROBATCHES, BATCH, STEPS = 4, 4, 8, 3
 LENGTH, WIDTH, VOCABULARY = 6, 16, 32
+ZBV = "ScheduleZBVZeroBubble"
+SHAPES = {"ScheduleInterleavedZeroBubble": "loop", ZBV: "v", "ScheduleDualPipeV": "v"}
 
 
 def tokens():
@@ -88,6 +91,22 @@ def llama():
     )
     whole = LlamaForCausalLM(config)
     return Logits(whole), [Cut(whole, i) for i in range(STAGES)]
+
+
+def lora(*layers):
+    """Llama with PEFT's adapters on these layers; all else is frozen."""
+
+    def build():
+        from peft import LoraConfig, get_peft_model
+
+        model, parts = llama()
+        given = {"target_modules": ["q_proj", "v_proj", "down_proj"], "layers_to_transform": list(layers)}
+        get_peft_model(
+            model.model, LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, **given)
+        )  # changes its layers
+        return model, parts
+
+    return build
 
 
 def mixtral():
@@ -245,6 +264,60 @@ def resnet():
     return OneAfterAnother(*parts), parts
 
 
+# Odd stages.
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Rotation(nn.Module):
+    """No parameters, and a gradient that depends on its input."""
+
+    def forward(self, x):
+        return x.roll(1, -1) + x.sin()
+
+
+def without_parameters(*bare):
+    def build():
+        parts = [Rotation() if i in bare else Block() for i in range(STAGES)]
+        return OneAfterAnother(*parts), parts
+
+    return build
+
+
+class Reading(nn.Module):
+    """Takes integers from stage to stage beside the activations, and embeds them in each; `step` is added to them."""
+
+    def __init__(self, index, step):
+        super().__init__()
+        self.first, self.last, self.step = index == 0, index == STAGES - 1, step
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.block = Block()
+        self.head = nn.Linear(WIDTH, VOCABULARY) if self.last else None
+
+    def forward(self, *given):
+        x, ids = (0, given[0]) if self.first else given
+        x = self.block(x + self.embedding(ids))
+        if self.last:
+            return self.head(x)
+        return x, (ids + self.step) % VOCABULARY if self.step else ids
+
+
+def integers(step):
+    def build():
+        parts = [Reading(i, step) for i in range(STAGES)]
+        return OneAfterAnother(*parts), parts
+
+    return build
+
+
 MODELS = {
     "llama": (llama, tokens, cross_entropy),
     "gpt2": (gpt2, tokens, cross_entropy),
@@ -252,10 +325,22 @@ MODELS = {
     "transformer": (transformer, vectors, squared),
     "lstm": (lstm, vectors, squared),
     "resnet": (resnet, images, cross_entropy),
+    "PEFT's LoRA on all layers": (lora(*range(STAGES)), tokens, cross_entropy),
+    "PEFT's LoRA on the last two layers": (lora(2, 3), tokens, cross_entropy),
+    "PEFT's LoRA on the last layer": (lora(3), tokens, cross_entropy),
+    "a stage without parameters": (without_parameters(1), vectors, squared),
+    "the first and the third stage without parameters": (without_parameters(0, 2), vectors, squared),
+    "the last stage without parameters": (without_parameters(3), vectors, squared),
+    "integers between stages": (integers(3), tokens, cross_entropy),
+    "the input's integers handed on": (integers(0), tokens, cross_entropy),
 }
-# torch infers a stage's shapes by a forward on memory as it finds it, which spoils the running statistics of batch norms.
-SHAPES_ARE_GIVEN = {"resnet"}
-HUGGING_FACE = {"llama", "gpt2", "mixtral"}
+OTHERS = {"llama", "gpt2", "mixtral", "transformer", "lstm", "resnet"}  # under ZBV alone
+RUNS = [(name, schedule) for name in MODELS for schedule in SHAPES if schedule == ZBV or name not in OTHERS]
+# torch infers a stage's shapes by a forward on memory as it finds it, which spoils the running statistics of batch norms,
+# and is no index into an embedding.
+SHAPES_ARE_GIVEN = {"resnet", "integers between stages", "the input's integers handed on"}
+NEEDS = dict.fromkeys(("llama", "gpt2", "mixtral"), "transformers")
+NEEDS.update({name: "peft" for name in MODELS if name.startswith("PEFT")})
 
 
 def batch(draw, step):
@@ -281,17 +366,20 @@ def state(step, whole, wanted, seen):
 def train(name, whole, mine, step_once):
     """What `STEPS` steps left: losses of the microbatches, and gradients, weights and buffers of the modules `mine`."""
     wanted = [tensor for module in mine for tensor in (*module.parameters(), *module.buffers())]
-    weights = {id(w): w for w in wanted if w.requires_grad}.values()
-    optimizer = torch.optim.SGD(weights, 1e-2, momentum=0.9)
+    weights = [*{id(w): w for w in wanted if w.requires_grad}.values()]
+    optimizer = torch.optim.SGD(weights, 1e-2, momentum=0.9) if weights else None
     _, draw, _ = MODELS[name]
     seen = {}
     for step in range(STEPS):
         losses = step_once(*batch(draw, step))
         seen.update({(step, "loss", k): loss.detach() for k, loss in enumerate(losses)})
         state(step, whole, wanted, seen)
-        torch.nn.utils.clip_grad_value_(weights, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        if optimizer is not None:
+            for w in weights:
+                if w.grad is not None:
+                    w.grad.clamp_(-1.0, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
     state(STEPS, whole, wanted, seen)
     return seen
 
@@ -315,27 +403,27 @@ def shapes(name):
     """The arguments that tell a PipelineStage the shapes of its inputs and outputs, per stage."""
     _, parts = build(name)
     x, _ = batch(MODELS[name][1], 0)
-    x = x.chunk(MICROBATCHES)[0]
+    x = (x.chunk(MICROBATCHES)[0],)
     given = []
     for part in parts:
-        out = part(x)
+        out = part(*x)
         given.append({"input_args": x, "output_args": out})
-        x = out.detach().requires_grad_()
+        x = [y.detach().requires_grad_(y.requires_grad) for y in (out if isinstance(out, tuple) else (out,))]
     return given
 
 
-def pipelined(name, rank, world):
+def pipelined(name, schedule, rank, world):
     whole, parts = build(name)
     _, _, loss_function = MODELS[name]
     given = shapes(name) if name in SHAPES_ARE_GIVEN else [{}] * STAGES
-    mine = [rank, 2 * world - 1 - rank]
+    mine = stages_of(rank, world, STAGES // world, SHAPES[schedule])
     stages = [PipelineStage(parts[i], i, STAGES, torch.device("cpu"), **given[i]) for i in mine]
-    schedule = ScheduleZBVZeroBubble(stages, MICROBATCHES, loss_fn=loss_function, scale_grads=False)
+    runtime = getattr(schedules, schedule)(stages, MICROBATCHES, loss_fn=loss_function, scale_grads=False)
 
     def step_once(x, target):
         losses = []
         given = {"target": target, "losses": losses} if STAGES - 1 in mine else {}
-        schedule.step(*([x] if 0 in mine else []), **given)
+        runtime.step(*([x] if 0 in mine else []), **given)
         return losses
 
     return train(name, whole, [parts[i] for i in mine], step_once)
@@ -343,20 +431,24 @@ def pipelined(name, rank, world):
 
 def main(rank, world, folder):
     torch.set_num_threads(1)
-    with contextlib.suppress(ImportError):
-        import transformers  # noqa: F401  before the forks
-    for name in sys.argv[4:] or MODELS:
+    for package in {*NEEDS.values()}:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(package)  # before the forks
+    for name, schedule in RUNS:
+        if sys.argv[4:] and name not in sys.argv[4:]:
+            continue
         for module in ("zbpipe", "torch"):
+            run = f"{name} {schedule} {module}"
             child = os.fork()
             if child == 0:
                 try:
-                    store = dist.FileStore(str(folder / f"store {name} {module}"), world)
+                    store = dist.FileStore(str(folder / f"store {run}"), world)
                     patience = timedelta(seconds=60)
                     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=patience)
                     with zbpipe.patched() if module == "zbpipe" else contextlib.nullcontext():
-                        torch.save(pipelined(name, rank, world), folder / f"{name} {module}.{rank}")
+                        torch.save(pipelined(name, schedule, rank, world), folder / f"{run}.{rank}")
                 except BaseException:
-                    (folder / f"{name} {module}.{rank}.failed").write_text(traceback.format_exc())
+                    (folder / f"{run}.{rank}.failed").write_text(traceback.format_exc())
                 finally:
                     os._exit(0)
             os.waitpid(child, 0)
