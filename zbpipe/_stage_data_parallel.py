@@ -218,7 +218,7 @@ def _contribute(
             ddp.expect_backward(driver, _with_tensors_for_edges(bwd_kwargs["stage_output"]))
     result = original(self, backward_type, bwd_kwargs, last_backward=last_backward and not counts)
     if counts:
-        ddp.reduce_all(driver)
+        ddp.reduce_all(driver, last_backward)
     return result
 
 

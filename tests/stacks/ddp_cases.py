@@ -153,6 +153,22 @@ def hooked(schedule):
     check_reductions(training, events, ordinary, others=["broadcast_"])
 
 
+def ended_by_hand(schedule):
+    """The user ends a step's reductions (torch 2.15). A static graph's first one of all, which is one more, ends before."""
+    for static_graph in (False, True):
+        training = Training(schedule, mesh(), in_ddp(static_graph=static_graph))
+        wrapped = [training.modules[i] for i in training.mine]
+        for module in wrapped:
+            module.require_manual_backward_finalization = True
+        for step in range(3):
+            training.step(step, replica())
+            for module in wrapped:
+                module.finalize_backward()
+            model.run_reference(training.reference, step)
+            training.check(step)
+            training.optimize()
+
+
 def compressed(schedule):
     train(schedule, in_ddp(fp16_compress_hook), rtol=2**-8, atol=2**-4)  # of gradients up to 30
 
@@ -170,7 +186,10 @@ def composable_finds_unused(schedule):
 
 
 CASES = {}
-for case in (plain, finds_unused, static, views_of_buckets, hooked, compressed, composable, composable_finds_unused):
+KINDS = [plain, finds_unused, static, views_of_buckets, hooked, compressed, composable, composable_finds_unused]
+if hasattr(DistributedDataParallel, "finalize_backward"):
+    KINDS.append(ended_by_hand)
+for case in KINDS:
     for number, name in enumerate(ZERO_BUBBLE):
         kind = "fast" if number == 0 or case in (plain, finds_unused) else "slow"
         CASES[f"{case.__name__}-{name}"] = (kind, functools.partial(case, name))

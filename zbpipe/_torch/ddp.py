@@ -1,4 +1,11 @@
-"""What is private in DistributedDataParallel, and in the composable ``replicate`` that is made of it."""
+"""What is private in DistributedDataParallel, and in the composable ``replicate`` that is made of it.
+
+Note [What DDP's public names do not do]
+Torch 2.15 has ``finalize_backward()``, for a DDP whose ``require_manual_backward_finalization`` is set: it waits for
+reductions that have begun, and writes their results back. It begins none: without ``prepare_for_backward`` before the
+last backward, or ``_delay_all_reduce`` after a static graph's first one, it raises. So both are called here in every
+torch, as torch's own stage calls the first.
+"""
 
 from __future__ import annotations
 
@@ -58,10 +65,13 @@ def counts_first_backward(ddp: Any) -> bool:
     return bool(ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued)
 
 
-def reduce_all(ddp: Any) -> None:
-    """Reduce the gradients of a static graph's first backward, which is through."""
+def reduce_all(ddp: Any, is_last: bool) -> None:
+    """Reduce the gradients of a static graph's first backward, which is through. Whoever has set
+    ``require_manual_backward_finalization`` ends a step's last reduction alone."""
     ddp.reducer._delay_all_reduce()
     ddp._static_graph_delay_allreduce_enqueued = True
+    if not is_last and getattr(ddp, "require_manual_backward_finalization", False):
+        ddp.finalize_backward()
 
 
 def expect_backward(ddp: Any, outputs: Any) -> None:
