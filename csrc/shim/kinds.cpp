@@ -166,6 +166,13 @@ bool is_plain_matrix(const at::Tensor& tensor) {
          (!is_subclass(tensor) || is_dtensor(tensor)) && !tensor.is_complex() && !tensor.is_neg();
 }
 
+/// Puts `fresh` in the place of what the node has saved, which other threads may read meanwhile. What was there goes
+/// when the lock is no longer held: it may run Python code.
+void exchange_saved(Node& node, SavedVariable& place, SavedVariable fresh) {
+  const std::lock_guard<std::mutex> lock(NodeParts::mutex_of(node));
+  std::swap(place, fresh);
+}
+
 /// What Python hooks have packed in `saved`; nothing if W cannot unpack it, or need not pay for it: a
 /// selectively checkpointed region is computed again only once, and runs in a GraphExecGroup share.
 /// `arguments` gets what computing it again reads.
@@ -260,7 +267,7 @@ at::Tensor pin(SavedVariable& saved, Node& node, bool is_read_by_w) {
   at::Tensor tensor = saved.unpack(ref_of(node));
   if (tensor.defined()) {  // else the other factor takes no gradient
     tensor = is_read_by_w ? tensor.detach() : tensor.variable_data();
-    saved = save_plainly(tensor);
+    exchange_saved(node, saved, save_plainly(tensor));
   }
   return tensor;
 }
@@ -352,7 +359,7 @@ void let_go_of_unread(Task& task, Node& node, const Group& group) {
       task.blanks.push_back(
           {part.saved, tensor.sizes().vec(), tensor.strides().vec(), tensor.options()});
     }
-    *part.saved = SavedVariable();
+    exchange_saved(node, *part.saved, SavedVariable());
   }
 }
 
@@ -361,20 +368,22 @@ namespace {
 /// Puts tensors of the right shapes, whose values nobody reads, where a node insists on them.
 class FilledBlanks {
  public:
-  explicit FilledBlanks(const std::vector<Blank>& blanks) : blanks_(blanks) {
+  explicit FilledBlanks(const Task& task) : node_(*task.node), blanks_(task.blanks) {
     for (const Blank& blank : blanks_) {
-      *blank.place = save_plainly(at::empty_strided(blank.sizes, blank.strides, blank.options));
+      exchange_saved(node_, *blank.place,
+                     save_plainly(at::empty_strided(blank.sizes, blank.strides, blank.options)));
     }
   }
   ~FilledBlanks() {
     for (const Blank& blank : blanks_) {
-      *blank.place = SavedVariable();
+      exchange_saved(node_, *blank.place, SavedVariable());
     }
   }
   FilledBlanks(const FilledBlanks&) = delete;
   FilledBlanks& operator=(const FilledBlanks&) = delete;
 
  private:
+  Node& node_;
   const std::vector<Blank>& blanks_;
 };
 
@@ -386,7 +395,7 @@ variable_list run_deferred(const Task& task) {
   for (const Watched& grad : task.output_grads) {
     grads.push_back(grad.tensor());
   }
-  const FilledBlanks blanks(task.blanks);
+  const FilledBlanks blanks(task);
   return NodeParts::apply_to(*task.node, std::move(grads));
 }
 

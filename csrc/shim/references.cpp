@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <mutex>
@@ -183,34 +184,60 @@ void for_each_component(const c10::TensorImpl& tensor,
 
 namespace {
 
-/// The first word at `place`; null if there is no memory any more.
-#if defined(__SANITIZE_ADDRESS__)
-__attribute__((no_sanitize_address))
-#endif
-const void* first_word_at(const void* place) {
-  const void* word = nullptr;
-  const iovec to{&word, sizeof(word)};
-  const iovec from{const_cast<void*>(place), sizeof(word)};
-  if (process_vm_readv(getpid(), &to, 1, &from, 1, 0) == sizeof(word) || errno == EFAULT) {
-    return word;
+/// The beginning of a tensor, as it is in memory that may have been freed.
+class Head {
+ public:
+  explicit Head(const c10::TensorImpl* place) { read(place); }
+
+  const void* table() const {
+    const void* table = nullptr;
+    std::memcpy(&table, bytes_, sizeof(table));
+    return table;
   }
-  return *static_cast<const void* const volatile*>(place);  // a sandbox forbids the call
+  size_t references() {
+    return c10::raw::intrusive_ptr::use_count(reinterpret_cast<c10::intrusive_ptr_target*>(bytes_));
+  }
+
+ private:
+#if defined(__SANITIZE_ADDRESS__)
+  __attribute__((no_sanitize_address))
+#endif
+  void read(const c10::TensorImpl* place) {
+    const iovec to{bytes_, sizeof(bytes_)};
+    const iovec from{const_cast<c10::TensorImpl*>(place), sizeof(bytes_)};
+    if (process_vm_readv(getpid(), &to, 1, &from, 1, 0) == sizeof(bytes_) || errno == EFAULT) {
+      return;
+    }
+    const auto* source = reinterpret_cast<const volatile unsigned char*>(place);
+    for (size_t i = 0; i < sizeof(bytes_); ++i) {  // a sandbox forbids the call
+      bytes_[i] = source[i];
+    }
+  }
+
+  alignas(c10::intrusive_ptr_target) unsigned char bytes_[sizeof(c10::intrusive_ptr_target)] = {};
+};
+
+const void* library_of(const void* place) {
+  Dl_info library{};
+  return dladdr(place, &library) == 0 ? nullptr : library.dli_fbase;
 }
 
 /// Whether a tensor lies there. Between the end of a gradient's Python object and the null that takes the gradient's
 /// place, `leaf.grad = None` gives the GIL away (libtorch's THPVariable_clear), and what the leaf refers to is freed
-/// memory: that begins with a pointer of malloc's, and not with one into a library, or has gone back to the system.
+/// memory: that begins with a pointer of malloc's, to other freed memory or into the C library, and not with one into
+/// another library; or is as the last reference has left it; or has gone back to the system.
 bool is_tensor(const c10::TensorImpl* place) {
   static auto* const known = new std::unordered_set<const void*>;  // with the GIL
-  const void* table = first_word_at(place);
-  Dl_info library{};
-  if (known->count(table) == 0) {
-    if (dladdr(table, &library) == 0) {
+  static const void* const malloc_library = library_of(reinterpret_cast<const void*>(&std::malloc));
+  Head head(place);
+  if (known->count(head.table()) == 0) {
+    const void* library = library_of(head.table());
+    if (!library || library == malloc_library) {
       return false;
     }
-    known->insert(table);
+    known->insert(head.table());
   }
-  return true;
+  return head.references() > 0;
 }
 
 /// The gradient of a leaf, which an engine on another thread adds to under the lock of the leaf's accumulator.

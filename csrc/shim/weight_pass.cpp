@@ -13,6 +13,7 @@
 
 #include "shim/detach.h"
 #include "shim/dtensor.h"
+#include "shim/gil.h"
 #include "shim/kinds.h"
 #include "shim/path.h"
 #include "shim/ranges.h"
@@ -597,6 +598,11 @@ void close(Group& group, Group::State state) {
   group.state = state;
   group.release();
   const auto weights = std::exchange(group.weights, {});
+  if (group.outputs.empty()) {
+    return;
+  }
+  // Others read what autograd knows of a tensor with the GIL and under no other lock.
+  const AcquireGil gil;
   for (const auto& output : std::exchange(group.outputs, {})) {
     if (auto tensor = output.lock()) {
       detach_output(at::Tensor(std::move(tensor)));

@@ -1,9 +1,7 @@
-"""Checks of odd things: threads that free what is looked at, wrappers, numpy's memory, objects that fight back."""
+"""Checks of odd things: forks, wrappers, numpy's memory, objects that fight back."""
 
 import gc
 import os
-import subprocess
-import sys
 import warnings
 import weakref
 
@@ -33,61 +31,6 @@ def checked(function, **arguments):
 
 def said(report):
     return "\n".join(str(holder) for leak in report.leaks for holder in leak.chain)
-
-
-# ---- threads
-
-TRAINING_BESIDE_CHECKS = """
-import sys, threading, time
-import torch
-from torch import nn
-import zbpipe
-from zbpipe.leaks import check_tensor_leak, find_holders
-
-torch.set_num_threads(1)
-stop = threading.Event()
-model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU()) for _ in range(12)])
-
-
-def ordinary():
-    while not stop.is_set():
-        model(torch.randn(4, 8)).sum().backward()
-        model.zero_grad()
-
-
-def split():
-    while not stop.is_set():
-        x = torch.randn(4, 8, requires_grad=True)
-        out = model(x)
-        zbpipe.stage_backward_weight(
-            model.parameters(), zbpipe.stage_backward_input([out], [torch.ones(4, 8)], [x], model.parameters())[1]
-        )
-        model.zero_grad()
-
-
-thread = threading.Thread(target={"ordinary": ordinary, "split": split}[sys.argv[1]])
-thread.start()
-end = time.monotonic() + 4
-looks = 0
-while time.monotonic() < end:
-    with check_tensor_leak(action="record"):
-        pass
-    find_holders(model[0][0].weight)
-    looks += 1
-stop.set()
-thread.join()
-print("looks", looks)
-"""
-
-
-@pytest.mark.parametrize("kind", ["ordinary", "split"])
-def test_another_thread_may_free_what_is_looked_at(kind, tmp_path):
-    script = tmp_path / "training.py"
-    script.write_text(TRAINING_BESIDE_CHECKS)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, str(script), kind], env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.startswith("looks")
 
 
 def test_a_child_of_a_fork_inside_a_check_collects():

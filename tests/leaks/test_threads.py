@@ -1,0 +1,119 @@
+"""Searches beside threads that change and free what is looked at."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+TRAINING_BESIDE_CHECKS = """
+import sys, threading, time
+import torch
+from torch import nn
+import zbpipe
+from zbpipe.leaks import check_tensor_leak, find_holders
+
+torch.set_num_threads(1)
+stop = threading.Event()
+model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU()) for _ in range(12)])
+
+
+def ordinary():
+    while not stop.is_set():
+        model(torch.randn(4, 8)).sum().backward()
+        model.zero_grad()
+
+
+def split():
+    while not stop.is_set():
+        x = torch.randn(4, 8, requires_grad=True)
+        out = model(x)
+        zbpipe.stage_backward_weight(
+            model.parameters(), zbpipe.stage_backward_input([out], [torch.ones(4, 8)], [x], model.parameters())[1]
+        )
+        model.zero_grad()
+
+
+thread = threading.Thread(target={"ordinary": ordinary, "split": split}[sys.argv[1]])
+thread.start()
+end = time.monotonic() + 4
+looks = 0
+while time.monotonic() < end:
+    with check_tensor_leak(action="record"):
+        pass
+    find_holders(model[0][0].weight)
+    looks += 1
+stop.set()
+thread.join()
+print("looks", looks)
+"""
+
+
+# Of little, to be often: what each search meets is nodes that somebody keeps, what they have saved, and weights.
+SEARCHES_BESIDE_PASSES = """
+import gc, sys, threading, time
+import torch
+from torch import nn
+import zbpipe
+from zbpipe import _C
+
+torch.set_num_threads(1)
+sys.setswitchinterval(1e-5)
+stop = threading.Event()
+stage = nn.Sequential(*[nn.Sequential(nn.Conv1d(4, 4, 1), nn.LayerNorm(8)) for _ in range(8)])
+nodes = []
+steps = 0
+
+
+def passes():
+    global steps
+    while not stop.is_set():
+        x = torch.randn(2, 4, 8, requires_grad=True)
+        out = x
+        kept = []
+        for part in stage.modules():
+            if not isinstance(part, nn.Sequential):
+                out = part(out)
+                kept.append(out.grad_fn)
+        nodes[:] = kept
+        with zbpipe.policy(defer="all"):
+            groups = zbpipe.stage_backward_input([out], [torch.ones_like(out)], [x], stage.parameters())[1]
+            zbpipe.stage_backward_weight(stage.parameters(), groups)
+        stage.zero_grad()
+        steps += 1
+
+
+ignored = [globals(), torch.Tensor, nn.Parameter, type(lambda: None), type(torch.ones(1, requires_grad=True).exp().grad_fn)]
+gc.collect()
+gc.freeze()
+thread = threading.Thread(target=passes)
+thread.start()
+end = time.monotonic() + 4
+looks = 0
+while time.monotonic() < end:
+    _C.search_holders([(nodes, None)], ignored, stage[0][0].weight, set(), 0, None, None, False)
+    looks += 1
+stop.set()
+thread.join()
+assert looks > 100 and steps > 10, (looks, steps)
+print("looks", looks)
+"""
+
+SCRIPTS = {
+    "ordinary": (TRAINING_BESIDE_CHECKS, "ordinary"),
+    "split": (TRAINING_BESIDE_CHECKS, "split"),
+    "often": (SEARCHES_BESIDE_PASSES,),
+}
+
+
+@pytest.mark.parametrize("kind", SCRIPTS)
+def test_another_thread_may_free_what_is_looked_at(kind, tmp_path):
+    text, *arguments = SCRIPTS[kind]
+    script = tmp_path / "training.py"
+    script.write_text(text)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, str(script), *arguments], env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.startswith("looks")
