@@ -15,6 +15,7 @@
 #include <torch/csrc/autograd/edge.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/headeronly/version.h>
 #if __has_include(<torch/csrc/autograd/node.h>)
 #include <torch/csrc/autograd/node.h>
 #define ZBP_NODE_IS_INTRUSIVE 1
@@ -30,6 +31,10 @@ using torch::autograd::Node;
 using torch::autograd::variable_list;
 
 using NodePtr = decltype(Edge::function);
+
+/// Whether a Python Function's context can ask for the buffers in which the engine adds up its inputs' gradients.
+constexpr bool CONTEXTS_ASK_FOR_BUFFERS =
+    TORCH_VERSION_MAJOR > 2 || (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 15);
 
 #if ZBP_NODE_IS_INTRUSIVE
 

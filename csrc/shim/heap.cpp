@@ -12,6 +12,7 @@
 
 #include "shim/kinds.h"
 #include "shim/python.h"
+#include "shim/targets.h"
 
 namespace zbp {
 
@@ -103,7 +104,7 @@ bool Heap::resolve(PyObject* object, Thing* thing, const void** key) const {
     case Type::py_node:
       if (const auto node = lock_py_node(reinterpret_cast<THPFunction*>(object)->cdata)) {
         *thing = Thing::node;
-        *key = static_cast<const Node*>(node.get());
+        *key = &original_of(*node);
       }
       return true;
     case Type::group:

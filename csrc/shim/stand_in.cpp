@@ -6,12 +6,16 @@
 
 #include <torch/csrc/autograd/cpp_hook.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/python_cpp_function.h>
+#include <torch/csrc/autograd/python_function.h>
 #include <torch/csrc/autograd/python_hook.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
 #include "shim/edits.h"
+#include "shim/gil.h"
 #include "shim/kinds.h"
 #include "shim/path.h"
+#include "shim/python.h"
 
 namespace zbp {
 
@@ -128,7 +132,7 @@ variable_list StandIn::run_split(Task& task, variable_list&& grads) {
 }
 
 variable_list StandIn::run_whole(Task& task, variable_list&& grads) {
-  variable_list outputs = run_node(*original_, std::move(grads), /*release=*/true);
+  variable_list outputs = run_node(*original_, *this, std::move(grads), /*release=*/true);
   task.kept.clear();
   for (const Face& face : task.face) {
     task.kept.emplace_back(outputs[face.slot]);
@@ -137,17 +141,78 @@ variable_list StandIn::run_whole(Task& task, variable_list&& grads) {
   return outputs;
 }
 
-variable_list run_node(Node& node, variable_list&& grads, bool release, bool track_views,
-                       bool skip_undefined) {
+namespace {
+
+/// While it lives, the context of a Function's node refers to the node that the engine runs in its place.
+///
+/// Note [Buffers of a Function's inputs]
+/// From torch 2.15 on a backward can ask for the buffers in which the engine adds up the gradients of the Function's
+/// inputs, and add to them itself. The context finds them by its node's edges, if that is the node that the engine runs.
+/// With a post hook torch refuses, and so do we.
+class Impersonation {
+ public:
+  Impersonation(Node& node, Node& in_place) {
+    if constexpr (CONTEXTS_ASK_FOR_BUFFERS) {
+      if (is_python_function(node) && node.post_hooks().empty()) {
+        const AcquireGil gil;
+        begin(node, ref_of(in_place));
+      }
+    }
+  }
+  ~Impersonation() {
+    if (context_) {
+      const AcquireGil gil;
+      std::swap(context_->cdata, other_);
+      other_.reset();
+      Py_DECREF(reinterpret_cast<PyObject*>(context_));
+    }
+  }
+  Impersonation(const Impersonation&) = delete;
+  Impersonation& operator=(const Impersonation&) = delete;
+
+ private:
+  using Cdata = decltype(THPFunction::cdata);
+
+  // A template, as the context of an older torch cannot refer to another's node.
+  template <class Other>
+  void begin(Node& node, Other in_place) {
+    if constexpr (std::is_same_v<Cdata, Other>) {
+      THPObjectPtr context(torch::autograd::functionToPyObject(ref_of(node)));
+      if (!context) {
+        throw python_error();
+      }
+      auto* function = reinterpret_cast<THPFunction*>(context.get());
+      // Else another thread runs the node as well.
+      if (function->cdata.get() == &node) {
+        context.release();
+        context_ = function;
+        other_ = std::move(in_place);
+        std::swap(context_->cdata, other_);  // no reference is counted: the node keeps its context
+      }
+    }
+  }
+
+  THPFunction* context_ = nullptr;
+  Cdata other_;
+};
+
+}  // namespace
+
+variable_list run_node(Node& node, Node& in_place, variable_list&& grads, bool release,
+                       bool track_views, bool skip_undefined) {
   variable_list in =
       call_pre_hooks(node, call_tensor_hooks(node, std::move(grads), skip_undefined));
   if (release) {
     node.will_release_variables();
   }
   const variable_list inputs = node.post_hooks().empty() ? variable_list() : in;
-  variable_list outputs = track_views || !saves_nothing(node)
-                              ? NodeParts::apply_to(node, std::move(in))
-                              : NodeParts::apply_without_views_to(node, std::move(in));
+  variable_list outputs;
+  {
+    const Impersonation impersonation(node, in_place);
+    outputs = track_views || !saves_nothing(node)
+                  ? NodeParts::apply_to(node, std::move(in))
+                  : NodeParts::apply_without_views_to(node, std::move(in));
+  }
   torch::autograd::validate_outputs(node.next_edges(), outputs, [&](const std::string& message) {
     return "Function " + node.name() + " returned an " + message;
   });

@@ -91,9 +91,10 @@ variable_list call_tensor_hooks(Node& node, variable_list grads, bool skip_undef
 variable_list call_pre_hooks(Node& node, variable_list grads);
 variable_list call_post_hooks(Node& node, variable_list outputs, const variable_list& inputs);
 
-/// Runs `node` as the engine does: all its hooks, its edges as they are. Unless `track_views`, a node that
-/// only changes the layout gives away gradients that do not know of what they are views. skip_undefined: as above.
-variable_list run_node(Node& node, variable_list&& grads, bool release, bool track_views = true,
-                       bool skip_undefined = false);
+/// Runs `node` as the engine does: all its hooks, its edges as they are. in_place: what the engine runs in its place.
+/// Unless `track_views`, a node that only changes the layout gives away gradients that do not know of what they are
+/// views. skip_undefined: as above.
+variable_list run_node(Node& node, Node& in_place, variable_list&& grads, bool release,
+                       bool track_views = true, bool skip_undefined = false);
 
 }  // namespace zbp

@@ -28,9 +28,6 @@ bool Running::asks_for(size_t slot) const {
   return proxy ? proxy->next_edge(slot).is_valid() : node->task_should_compute_output(slot);
 }
 
-namespace {
-
-/// The node of the user's graph that `node` has the place of, in I or W; often `node` itself.
 Node& original_of(Node& node) {
   if (auto* stand_in = as<StandIn>(node)) {
     return stand_in->is_retired() ? node : stand_in->original();
@@ -41,8 +38,6 @@ Node& original_of(Node& node) {
   auto* proxy = as<Proxy>(node);
   return proxy ? proxy->original() : node;
 }
-
-}  // namespace
 
 Running running_here() {
   const NodePtr current = torch::autograd::get_current_node();

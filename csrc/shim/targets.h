@@ -20,6 +20,9 @@ struct Running {
 
 Running running_here();
 
+/// The node of the user's graph that `node` has the place of, in I or W; often `node` itself.
+Node& original_of(Node& node);
+
 struct Targets {
   SmallVector<int32_t, 2> slots;  // the node's edges; -1 for a weight that takes no gradient
   bool is_single = false;

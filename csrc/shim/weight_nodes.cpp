@@ -71,7 +71,8 @@ std::string Proxy::name() const {
 
 variable_list Proxy::apply(variable_list&& grads) {
   try {
-    return run_node(*original_, std::move(grads), !retain_, /*track_views=*/false, makes_input_);
+    return run_node(*original_, *this, std::move(grads), !retain_, /*track_views=*/false,
+                    makes_input_);
   } catch (...) {
     if (torch::autograd::AnomalyMode::is_enabled()) {
       original_->metadata()->print_stack(original_->name());
