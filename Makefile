@@ -68,7 +68,7 @@ $(VENV)/.extras-%: pyproject.toml | $(VENV)/.built
 dev: $(VENV)/.built $(VENV)/.extras-test $(VENV)/.extras-lint $(VENV)/.extras-demo ## set up .venv: torch, zbpipe built and editable, every tool
 
 demo: $(VENV)/.built $(VENV)/.extras-demo ## train a small language model on torch's module, then on zbpipe, and compare
-	cd $(VENV) && $(RUN) -m zbpipe.demo --out $(CURDIR)/zbpipe_demo.png
+	cd examples && $(RUN) -m demo --out $(CURDIR)/zbpipe_demo.png
 
 test: test-core pytest ## run every test: the C core's, then Python's; with TORCH_VERSION=2.15.0 on that torch
 

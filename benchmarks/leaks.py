@@ -22,8 +22,8 @@ from typing import Any
 import torch
 import torch.distributed.pipelining  # what a training script has loaded
 
+from zbpipe._text import table
 from zbpipe.leaks import Growth, check_tensor_leak, find_holders
-from zbpipe.memory._format import table
 
 ROUNDS = 7
 GRAPHS = 500  # one graph's depth is 4 N / GRAPHS nodes

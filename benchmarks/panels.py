@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from zbpipe.memory._format import table
+from zbpipe._text import table
 
 TILE, PANEL = 48, 528  # as in csrc/shim/weight_pass.cpp
 SIDES = (1, 2, 16, 48, 96, 256, PANEL)

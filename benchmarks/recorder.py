@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from zbpipe import memory
+from zbpipe._text import table
 from zbpipe.leaks import check_tensor_leak
-from zbpipe.memory._format import table
 
 ROUNDS = 15
 

@@ -88,4 +88,4 @@ class Finder:
             if ready:
                 sys.meta_path.remove(self)
         if ready:
-            importlib.import_module("zbpipe.patch").patch()
+            importlib.import_module("zbpipe").patch()

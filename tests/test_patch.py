@@ -20,10 +20,11 @@ import torch.distributed.pipelining.stage as stage
 from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
-from zbpipe import _functions, _stage_pass, _stage_release
+from zbpipe import passes
+from zbpipe._stage import handover, sends
 from zbpipe._torch import pipelining, probe
 
-patch_module = importlib.import_module("zbpipe.patch")
+patch_module = importlib.import_module("zbpipe._patch")
 ROOT = Path(__file__).parents[1]
 BACKWARD = "torch.distributed.pipelining._backward"
 NAMES = [name for name in pipelining.PASSES if hasattr(backward, name)]
@@ -104,7 +105,7 @@ def test_every_place_is_rebound_and_restored():
     after = everything()
     assert after.keys() == before.keys()
     for (_, name), function in after.items():
-        assert function is getattr(_functions, name)
+        assert function is getattr(passes, name)
     zbpipe.unpatch()
     assert not zbpipe.is_patched()
     assert everything() == before
@@ -125,7 +126,7 @@ def test_nothing_is_added_that_torch_lacks(monkeypatch):
     monkeypatch.delattr(backward, "_autograd_grad_for_inputs", raising=False)
     with zbpipe.patched():
         assert not hasattr(backward, "_autograd_grad_for_inputs")
-        assert backward.stage_backward is _functions.stage_backward
+        assert backward.stage_backward is passes.stage_backward
     assert not hasattr(backward, "_autograd_grad_for_inputs")
 
 
@@ -144,7 +145,7 @@ def test_modules_that_imported_by_name_follow(add_module):
     user.sb, user.other = backward.stage_backward, 1
     torchs = backward.stage_backward
     with zbpipe.patched():
-        assert user.sb is _functions.stage_backward
+        assert user.sb is passes.stage_backward
         assert user.other == 1
     assert user.sb is torchs
 
@@ -249,7 +250,7 @@ def test_many_threads():
     def work():
         for _ in range(5):
             with zbpipe.patched():
-                if stage.stage_backward is not _functions.stage_backward:
+                if stage.stage_backward is not passes.stage_backward:
                     failures.append("torch's function inside a block")
 
     failures = []
@@ -364,12 +365,12 @@ def test_every_difference_is_listed_and_nothing_changed(monkeypatch):
 
 def test_zbpipes_functions_take_what_torchs_take():
     for name in NAMES:
-        assert probe.parameters_of(getattr(_functions, name)) == probe.parameters_of(getattr(backward, name))
+        assert probe.parameters_of(getattr(passes, name)) == probe.parameters_of(getattr(backward, name))
 
 
 def releases():
     """Whether stages release their outputs; None when torch is not patched."""
-    return _stage_release._state.release_outputs if zbpipe.is_patched() else None
+    return sends._state.release_outputs if zbpipe.is_patched() else None
 
 
 def test_the_stages_methods_are_wrapped_and_named_and_restored(caplog):
@@ -484,7 +485,7 @@ def test_a_torch_with_other_buffers_and_sends_is_patched_but_for_them(monkeypatc
     with caplog.at_level(logging.INFO, "zbpipe"):
         for _ in range(2):
             with zbpipe.patched(release_outputs=True):
-                assert stage.stage_backward is _functions.stage_backward
+                assert stage.stage_backward is passes.stage_backward
                 assert hasattr(base.backward_one_chunk, "__wrapped__")
                 assert ([vars(base)[name] for name in names], schedules._batch_p2p) == before
     (warning,) = warnings(caplog)
@@ -567,7 +568,7 @@ def test_main_grad_is_refused_where_a_schedule_would_not_scale_it(monkeypatch, c
         zbpipe.stage_backward_weight([weight], groups())
         assert weight.grad.eq(2).all()
     assert [text for text in warnings(caplog) if "not all is patched" in text and "main_grad" in text]
-    assert _stage_pass.main_grad_refusal is None
+    assert handover.main_grad_refusal is None
     monkeypatch.undo()
 
 
@@ -575,7 +576,7 @@ def test_a_torch_that_is_newer_than_the_newest_tested_is_said_once(monkeypatch, 
     monkeypatch.setattr(torch, "__version__", "2.16.0.dev20270101+cpu")
     for _ in range(2):
         with zbpipe.patched():
-            assert stage.stage_backward is _functions.stage_backward
+            assert stage.stage_backward is passes.stage_backward
     assert warnings(caplog) == [
         "torch 2.16.0.dev20270101+cpu is newer than 2.15, the newest that zbpipe has been tested with"
     ]
@@ -637,7 +638,7 @@ import sys
 sys.path.insert(0, {str(ROOT / "hook")!r})
 import _zbpipe_hook
 _zbpipe_hook.install()
-assert not {{"torch", "zbpipe", "zbpipe.patch"}} & sys.modules.keys()
+assert not {{"torch", "zbpipe", "zbpipe._patch"}} & sys.modules.keys()
 """
 SHOW = "\nprint(sys.modules['torch.distributed.pipelining.stage'].stage_backward.__module__)"
 
@@ -658,11 +659,11 @@ SHOW = "\nprint(sys.modules['torch.distributed.pipelining.stage'].stage_backward
 def test_the_variable_patches_a_script_that_never_heard_of_zbpipe(tmp_path, imports):
     done = run(HOOKED + imports + SHOW, tmp_path, ZBPIPE_PATCH="1")
     assert done.returncode == 0, done.stderr
-    assert set(done.stdout.split()) == {"zbpipe._functions"}
+    assert set(done.stdout.split()) == {"zbpipe.passes"}
 
 
 def test_the_variable_beside_it_releases_outputs(tmp_path):
-    code = HOOKED + "import torch.distributed.pipelining\nimport zbpipe._stage_release as r\n"
+    code = HOOKED + "import torch.distributed.pipelining\nimport zbpipe._stage.sends as r\n"
     done = run(code + "print(r._state.release_outputs)", tmp_path, ZBPIPE_PATCH="1", ZBPIPE_RELEASE_OUTPUTS="1")
     assert done.stdout == "True\n", done.stderr
 

@@ -7,16 +7,15 @@ from collections.abc import Sequence
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m zbpipe", description="zbpipe's commands")
-    from zbpipe import _doctor
-    from zbpipe.leaks import command as leaks
+    from zbpipe._cli import doctor, leaks
 
-    parser.add_argument("--version", action="version", version=_doctor.version())
+    parser.add_argument("--version", action="version", version=doctor.version())
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    _doctor.add_arguments(
+    doctor.add_arguments(
         commands.add_parser(
             "doctor",
             help="say what is installed here, whether this torch is known, and whether all would work",
-            description=_doctor.DESCRIPTION,
+            description=doctor.DESCRIPTION,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
     )

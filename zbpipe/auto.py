@@ -1,5 +1,5 @@
 """Importing this module patches torch: `import zbpipe.auto` is `zbpipe.patch()`, and raises what that raises."""
 
-from zbpipe.patch import patch
+import zbpipe
 
-patch()
+zbpipe.patch()

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zbpipe import _C
-from zbpipe._backward_dw import Registration, registrations
+from zbpipe._kernels.book import Registration, registrations
 from zbpipe._torch.dispatch import pytree
 from zbpipe._work import Weights, will_defer
 

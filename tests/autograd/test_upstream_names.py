@@ -21,7 +21,7 @@ NAMES = (
 
 def module():
     """Where `patch()` takes these names from."""
-    return zb if ON_TORCH else importlib.import_module("zbpipe._functions")
+    return zb if ON_TORCH else importlib.import_module("zbpipe.passes")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -29,7 +29,7 @@ def plain_environment(monkeypatch):
 @pytest.fixture
 def doctor(capsys, monkeypatch):
     """Runs the doctor in this process, without the script that it starts; returns its status and its lines."""
-    monkeypatch.setattr("zbpipe._doctor.would_patch", lambda faults: "not asked")
+    monkeypatch.setattr("zbpipe._cli.doctor.would_patch", lambda faults: "not asked")
 
     def doctor(*arguments):
         status = main(["doctor", *arguments])
@@ -143,8 +143,8 @@ def test_the_newest_torch_is_the_same_wherever_it_is_said():
 def test_compilers_are_imported_only_when_asked_for(everything):
     arguments = ["doctor", "--all"] if everything else ["doctor"]
     code = (
-        "import sys\nfrom zbpipe import _doctor\nfrom zbpipe.__main__ import main\n"
-        f"_doctor.would_patch = lambda faults: 'not asked'\nstatus = main({arguments})\n"
+        "import sys\nfrom zbpipe._cli import doctor\nfrom zbpipe.__main__ import main\n"
+        f"doctor.would_patch = lambda faults: 'not asked'\nstatus = main({arguments})\n"
         "print('imported:', 'torch._inductor.compile_fx' in sys.modules)\nsys.exit(status)"
     )
     status, said = process("-c", code)

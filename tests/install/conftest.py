@@ -31,9 +31,9 @@ SOURCES = {
     'static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", NULL, 0, methods, NULL, NULL, NULL, NULL};\n'
     "PyMODINIT_FUNC PyInit__C(void) { return PyModule_Create(&module); }\n",
     "zbpipe/__init__.py": "from zbpipe._build_check import check\n\ncheck()\n\n"
-    "import sys\n\nimport torch\nfrom zbpipe._C import answer\nfrom zbpipe.patch import patch\n\n"
+    "import sys\n\nimport torch\nfrom zbpipe._C import answer\nfrom zbpipe._patch import patch\n\n"
     'if "_zbpipe_hook" in sys.modules:\n    sys.modules["_zbpipe_hook"].complete()\n',
-    "zbpipe/patch.py": "from torch.distributed.pipelining import stage\n\n\n"
+    "zbpipe/_patch.py": "from torch.distributed.pipelining import stage\n\n\n"
     "def patch():\n    stage.stage_backward = stage_backward\n\n\n"
     'def stage_backward():\n    """Stand-in."""\n',
 }

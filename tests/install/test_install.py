@@ -25,7 +25,7 @@ def test_isolated_install_uses_the_torch_that_is_there(environment, project):
     assert environment.zbpipe(IDLE) == "set()\n"
     assert environment.zbpipe(IDLE, ZBPIPE_PATCH="1") == "{'_zbpipe_hook'}\n"
     assert environment.zbpipe(PATCHED) == "torch.distributed.pipelining._backward\n"
-    assert environment.zbpipe(PATCHED, ZBPIPE_PATCH="1") == "zbpipe.patch\n"
+    assert environment.zbpipe(PATCHED, ZBPIPE_PATCH="1") == "zbpipe._patch\n"
 
     environment.remove_zbpipe()
     assert not list(environment.site.glob("*zbpipe*"))
@@ -49,9 +49,9 @@ def test_what_pythonpath_finds_patches_too(environment, project, tmp_path):
     environment.pip("install", "--no-deps", "--target", target, ".", cwd=project)
     assert environment.zbpipe(IDLE, PYTHONPATH=str(target), ZBPIPE_PATCH="1") == "set()\n"
     assert environment.zbpipe(PATCHED, PYTHONPATH=str(target)) == "torch.distributed.pipelining._backward\n"
-    assert environment.zbpipe(PATCHED, PYTHONPATH=str(target), ZBPIPE_PATCH="1") == "zbpipe.patch\n"
+    assert environment.zbpipe(PATCHED, PYTHONPATH=str(target), ZBPIPE_PATCH="1") == "zbpipe._patch\n"
     said = environment.zbpipe("import zbpipe\n" + PATCHED, PYTHONPATH=str(target), ZBPIPE_PATCH="1")
-    assert said == "zbpipe.patch\n"
+    assert said == "zbpipe._patch\n"
 
 
 @pytest.mark.parametrize("variable", ["CC", "CXX"])
@@ -90,7 +90,7 @@ def test_editable_install_and_a_torch_that_changed_since(environment, project):
     environment.pip("install", "--editable", ".", cwd=project)
     assert environment.zbpipe("import zbpipe; print(zbpipe.__file__)") == f"{project / 'zbpipe' / '__init__.py'}\n"
     assert environment.zbpipe() == "42\n"
-    assert environment.zbpipe(PATCHED, ZBPIPE_PATCH="1") == "zbpipe.patch\n"
+    assert environment.zbpipe(PATCHED, ZBPIPE_PATCH="1") == "zbpipe._patch\n"
 
     info = project / "zbpipe" / "_build_info.py"
     written = info.read_text()

@@ -20,7 +20,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import zbpipe
-from zbpipe import _stage_release
+from zbpipe._stage import sends
 
 STEPS = {"plain": 3, "odd": 2}
 PATIENCE = 10.0  # seconds for a send to be done; the receive has been posted or will be without our doing
@@ -140,7 +140,7 @@ class Watch:
             end = time.monotonic() + (0.0 if self.found else patience)  # patient no longer with what fails anyhow
             while storage is not None and not storage.expired() and time.monotonic() < end:
                 time.sleep(0.002)
-                _stage_release._poll()
+                sends._poll()
             if storage is not None:
                 self.seen += 1
                 if not storage.expired():

@@ -18,12 +18,13 @@ import pytest
 pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 
+from demo import report
+from demo.config import SCHEDULES, Config
+from demo.measure import knowing_blocks, measure_step, read, receive_buffers
+from demo.train import Difference, Step, difference
 from recording_by_hand import ByHand
 
-from zbpipe.demo import report
-from zbpipe.demo.config import SCHEDULES, Config
-from zbpipe.demo.measure import knowing_blocks, measure_step, read, receive_buffers
-from zbpipe.demo.train import Difference, Step, difference
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 ROWS = (
     "loss of the first step",
@@ -42,12 +43,15 @@ ROWS = (
 def demo(out: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """Starts the demo in a process group of its own; whatever is left of it at the end is killed."""
     with subprocess.Popen(
-        [sys.executable, "-m", "zbpipe.demo", "--device", "cpu", "--out", str(out), *arguments],
+        [sys.executable, "-m", "demo", "--device", "cpu", "--out", str(out), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=out.parent,
-        env={name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")},
+        env={
+            **{name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")},
+            "PYTHONPATH": os.pathsep.join([str(EXAMPLES), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        },
         start_new_session=True,
     ) as process:
         try:

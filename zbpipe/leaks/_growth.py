@@ -29,11 +29,11 @@ from types import TracebackType
 from typing import Any
 
 from zbpipe import _C
+from zbpipe._text import table
 from zbpipe.leaks import _cuda
 from zbpipe.leaks._collector import collector
 from zbpipe.leaks._report import Holder, Leak, Report, held_by
 from zbpipe.leaks._search import Scope, search, storages_now
-from zbpipe.memory._format import table
 
 SHOWN_HOLDERS = 10
 

@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from zbpipe.memory._format import table
+from zbpipe._text import table
 
 SHOWN_LEAKS = 20  # in the text; more are counted
 SHOWN_HOLDERS = 7  # of a chain; longer ones lose their middle

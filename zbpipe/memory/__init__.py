@@ -18,8 +18,8 @@ phases of a step (forward, I, W) marked in it:
 Nothing is sampled, and nothing that is watched is kept alive.
 """
 
-from zbpipe.memory._accounting import Held, HeldStorage, ParameterRow, held
-from zbpipe.memory._recorder import Allocation, HeldMicrobatch, Phase, Recording, phase, record
+from zbpipe.memory._held import Held, HeldStorage, ParameterRow, held
+from zbpipe.memory._recording import Allocation, HeldMicrobatch, Phase, Recording, phase, record
 
 __all__ = [
     "Allocation",

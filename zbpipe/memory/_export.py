@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from zbpipe._version import __version__
-from zbpipe.memory._recorder import Path, Phase, Recording
+from zbpipe.memory._recording import Path, Phase, Recording
 
 
 def export(recording: Recording, path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zbpipe.memory._recorder import Path, Phase, Recording
+from zbpipe.memory._recording import Path, Phase, Recording
 
 COLOURS = {"forward": "#8fb8de", "I": "#f2b872", "W": "#a5cf9a", "B": "#d8a2b8"}
 OTHER = "#d5d8dc"

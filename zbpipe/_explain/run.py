@@ -14,15 +14,15 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zbpipe import _C
-from zbpipe._flops import FACTORS, Computed, count
+from zbpipe._explain.flops import FACTORS, Computed, count
+from zbpipe._explain.trial import unchanged
 from zbpipe._policy import Policy, get_policy
-from zbpipe._stage_data_parallel import is_ddp
+from zbpipe._stage.ddp import is_ddp
+from zbpipe._text import megabytes, table
 from zbpipe._torch import autograd
 from zbpipe._torch.dispatch import pytree
 from zbpipe._torch.modules import is_under_fully_shard
-from zbpipe._unchanged import unchanged
-from zbpipe.memory._accounting import Held, held
-from zbpipe.memory._format import megabytes, table
+from zbpipe.memory._held import Held, held
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ VOCABULARY = 256
 
 def load_text() -> torch.Tensor:
     """Returns the whole of Milton's "Paradise Lost" as ``uint8 [length]`` (see ``data/NOTICE.txt``)."""
-    raw = files("zbpipe.demo").joinpath("data/paradise_lost.txt").read_bytes()
+    raw = files(__package__).joinpath("data/paradise_lost.txt").read_bytes()
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
 
 

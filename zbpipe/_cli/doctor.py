@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from zbpipe import _build_info, get_policy, is_patched
+from zbpipe._patch import OFF, ON, RELEASE_OUTPUTS
 from zbpipe._torch import probe
 from zbpipe._version import __version__
-from zbpipe.patch import OFF, ON, RELEASE_OUTPUTS
 
 DESCRIPTION = """\
 Says what zbpipe and torch are installed here, whether zbpipe knows this torch and every private part of it that it
@@ -57,7 +57,7 @@ def run(everything: bool = False) -> int:
     """Print the report; `everything`: also what is as it should be. Return the exit status."""
     faults: list[str] = []
     notes: list[str] = []
-    line("zbpipe", f"{__version__}, {Path(__file__).parent}")
+    line("zbpipe", f"{__version__}, {Path(__file__).parents[1]}")
     line("built with", f"torch {_build_info.torch_version}, {_build_info.python_cache_tag}")
     line("Python", f"{sys.version.split()[0]}, {sys.executable}")
     line("torch", f"{torch.__version__}, {torch_is(notes)}, {Path(torch.__file__).parent}")

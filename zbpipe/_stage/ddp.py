@@ -29,8 +29,8 @@ import torch
 from torch.autograd.graph import GradientEdge
 from torch.nn.parallel import DistributedDataParallel
 
-from zbpipe import _stage_pass as stage_pass
 from zbpipe._policy import get_policy
+from zbpipe._stage import handover as stage_pass
 from zbpipe._torch import ddp, fsdp, pipelining, probe
 from zbpipe._torch.autograd import version_of
 

@@ -119,7 +119,7 @@ class _State:
 def _is_kept_in_step(module: nn.Module) -> bool:
     """Whether zbpipe.stores has a book about the module's queue: what is put back there would be missing in it."""
     hooks = hooks_before_forward(module)
-    return any(getattr(hook, "__module__", "") in ("zbpipe.stores", "zbpipe._backward_dw") for hook in hooks)
+    return any(getattr(hook, "__module__", "") in ("zbpipe.stores", "zbpipe._kernels.book") for hook in hooks)
 
 
 def _parts_of(tensor: Any) -> list[Any]:

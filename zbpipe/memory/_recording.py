@@ -37,8 +37,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from zbpipe import _C, _observer
+from zbpipe._text import megabytes, table
 from zbpipe._torch.pipelining import stages_of
-from zbpipe.memory._format import megabytes, table
 
 Path = str | PathLike[str]
 

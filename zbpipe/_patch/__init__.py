@@ -6,8 +6,8 @@ environment shows it, as does `logging.getLogger("zbpipe").setLevel(logging.INFO
 What was captured elsewhere than in a module's namespace before patching (a default argument, a `functools.partial`,
 the graph of a traced `Pipe`) keeps torch's function, which goes on working.
 
-Patching also makes pipeline stages and schedules let go of what nothing needs, see zbpipe/_stage_release.py, makes data
-parallel stages reduce when all gradients are there, see zbpipe/_stage_data_parallel.py, and makes zero-bubble schedules
+Patching also makes pipeline stages and schedules let go of what nothing needs, see zbpipe/_stage/sends.py, makes data
+parallel stages reduce when all gradients are there, see zbpipe/_stage/ddp.py, and makes zero-bubble schedules
 take compiled stages, which they refuse because torch's functions cannot split them. Patch and unpatch between steps,
 not within one.
 
@@ -27,8 +27,8 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from zbpipe import _stage_data_parallel, _stage_pass, _stage_release
 from zbpipe._policy import get_policy
+from zbpipe._stage import ddp, handover, sends
 from zbpipe._torch import pipelining, probe
 
 logger = logging.getLogger("zbpipe")
@@ -115,14 +115,14 @@ def unpatch() -> None:
                     for replacement, original in originals.items():
                         if value is replacement:
                             namespace[name] = original
-        if _stage_pass.is_in_step():
+        if handover.is_in_step():
             logger.warning(
                 "unpatched within a step, which goes on with torch's functions and may fail; unpatch between steps"
             )
         restored = [place for place in _state.places if place not in rebound]
         _state.places = []
-        driven_restored, driven_rebound = _stage_data_parallel.uninstall()
-        methods_restored, methods_rebound = _stage_release.uninstall()
+        driven_restored, driven_rebound = ddp.uninstall()
+        methods_restored, methods_rebound = sends.uninstall()
         logger.info("unpatched %s", ", ".join([*map(str, restored), *methods_restored, *driven_restored]))
         if rebound or methods_rebound or driven_rebound:
             names = ", ".join([*map(str, rebound), *methods_rebound, *driven_rebound])
@@ -202,7 +202,7 @@ def _import() -> _Modules:
         schedules = pipelining.schedules_module()
     except ImportError as error:
         raise RuntimeError(f"zbpipe cannot patch torch {torch.__version__}: it has no module {error.name}.") from error
-    return _Modules(backward, importers, schedules, importlib.import_module("zbpipe._functions"))
+    return _Modules(backward, importers, schedules, importlib.import_module("zbpipe.passes"))
 
 
 def _rebind(modules: _Modules, release_outputs: bool | None) -> None:
@@ -210,7 +210,7 @@ def _rebind(modules: _Modules, release_outputs: bool | None) -> None:
     if _state.places:
         if release_outputs is not None and release_outputs != _state.release_outputs:
             _state.release_outputs = release_outputs
-            _stage_release.set_release_outputs(release_outputs)
+            sends.set_release_outputs(release_outputs)
             logger.info("release_outputs is %s from now on", release_outputs)
         return
     if release_outputs is None:
@@ -225,7 +225,7 @@ def _rebind(modules: _Modules, release_outputs: bool | None) -> None:
     _state.places = places
     _state.release_outputs = release_outputs
     _warn_of_strangers(modules, places)
-    methods = [*_stage_release.install(release_outputs), *_stage_data_parallel.install()]
+    methods = [*sends.install(release_outputs), *ddp.install()]
     _warn_of_unknown()
     names = ", ".join([*map(str, places), *methods])
     effect = ", which changes nothing: this torch does so itself" if pipelining.releases_by_itself() else ""

@@ -1,4 +1,4 @@
-"""Command line of the demo: ``python -m zbpipe.demo --help``."""
+"""Command line of the demo: ``python -m demo --help``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def parse(arguments: Sequence[str] | None) -> Config:
     """Turns the command line into a ``Config``; ends the process with status 2 and a message if it makes no sense."""
     default = Config()
     parser = argparse.ArgumentParser(
-        prog="python -m zbpipe.demo",
+        prog="python -m demo",
         description="Trains a small language model by pipeline parallelism over several processes, with each schedule "
         "first on torch's own split backward and then on zbpipe, and compares losses, gradients, time and memory. "
         "The exit status is 0 if zbpipe's losses and gradients are right.",

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node
 
-from zbpipe import _C, _observer, _stage_pass
+from zbpipe import _C, _observer
 from zbpipe._policy import get_policy
+from zbpipe._stage import handover
 
 ParamGroup = _C.ParamGroup
 Grads = tuple[torch.Tensor | None, ...]
@@ -54,9 +55,9 @@ def stage_backward_input(
     policy = get_policy()
     outputs: Any = stage_outputs_or_loss
     grads: Any = output_grads
-    if _stage_pass.has_outputs() and any(_requires_grad(loss) for loss in outputs):
+    if handover.has_outputs() and any(_requires_grad(loss) for loss in outputs):
         outputs, grads = _with_outputs(outputs, grads)
-    weights = _stage_pass.in_graph(weights)
+    weights = handover.in_graph(weights)
     inner: AbstractContextManager[None] = nullcontext()
     if isinstance(weights, Iterable) and policy.main_grad:
         weights = tuple(weights)
@@ -70,7 +71,7 @@ def stage_backward_input(
 
 def _with_outputs(losses: Sequence[Any], grads: Sequence[Any] | None) -> tuple[list[Any], list[Any]]:
     """The losses, and beside them the outputs that a stage wants detached with them."""
-    outputs = _stage_pass.take_outputs()
+    outputs = handover.take_outputs()
     if grads is None:
         grads = [torch.ones_like(loss) if _requires_grad(loss) else None for loss in losses]
     return [*losses, *outputs], [*grads, *(False for _ in outputs)]
@@ -108,8 +109,8 @@ def stage_backward_weight(
     run = (_observer.current or _C).weight_pass
     policy = get_policy()
     if policy.main_grad:
-        _stage_pass.check_main_grad()
-    listed = run(_stage_pass.in_graph(weights), param_groups, retain_graph, policy.fused, policy.main_grad)
+        handover.check_main_grad()
+    listed = run(handover.in_graph(weights), param_groups, retain_graph, policy.fused, policy.main_grad)
     return tuple(weight.grad for weight in listed)
 
 
@@ -157,7 +158,7 @@ def stage_backward(
 
 def _backward_into_main_grad(roots: Sequence[Any], root_grads: Sequence[torch.Tensor | None]) -> None:
     """torch.autograd.backward, where only the weight pass adds to main_grad: it comes at once."""
-    _stage_pass.check_main_grad()
+    handover.check_main_grad()
     policy = get_policy()
     try:
         _, groups = _C.input_pass(roots, root_grads, (), None, policy._defer(), policy._checkpoint(), True)

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from zbpipe._C import ParamGroup
+from zbpipe._text import megabytes, table
 from zbpipe._torch.autograd import storage_id
-from zbpipe.memory._format import megabytes, table
 
 
 @dataclass(frozen=True)

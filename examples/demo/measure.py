@@ -3,7 +3,7 @@
 Note [What the demo counts]
 
 One extra step is recorded: every block that the allocator hands out or takes back, in bytes; nothing is sampled. What
-the numbers mean is said in zbpipe/memory/_recorder.py, Note [What a recording counts]. Weights and optimizer state
+the numbers mean is said in zbpipe/memory/_recording.py, Note [What a recording counts]. Weights and optimizer state
 exist before the step and are not in it; gradients are.
 
 What stands in the stages' receive buffers when the step begins is counted as well, until it is freed. For a neighbour

@@ -51,9 +51,9 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
 
-from zbpipe import _stage_pass as stage_pass
 from zbpipe._policy import get_policy
-from zbpipe._stage_data_parallel import is_ddp
+from zbpipe._stage import handover as stage_pass
+from zbpipe._stage.ddp import is_ddp
 from zbpipe._torch import pipelining, probe
 
 _Function = Callable[..., Any]
