@@ -1,6 +1,7 @@
 #include "shim/stand_in.h"
 
 #include <cstring>
+#include <type_traits>
 #include <typeinfo>
 #include <utility>
 
@@ -155,7 +156,11 @@ class Impersonation {
     if constexpr (CONTEXTS_ASK_FOR_BUFFERS) {
       if (is_python_function(node) && node.post_hooks().empty()) {
         const AcquireGil gil;
-        begin(node, ref_of(in_place));
+        THPObjectPtr context(torch::autograd::functionToPyObject(ref_of(node)));
+        if (!context) {
+          throw python_error();
+        }
+        begin(reinterpret_cast<THPFunction*>(context.get()), node, in_place);
       }
     }
   }
@@ -171,29 +176,22 @@ class Impersonation {
   Impersonation& operator=(const Impersonation&) = delete;
 
  private:
-  using Cdata = decltype(THPFunction::cdata);
-
   // A template, as the context of an older torch cannot refer to another's node.
-  template <class Other>
-  void begin(Node& node, Other in_place) {
-    if constexpr (std::is_same_v<Cdata, Other>) {
-      THPObjectPtr context(torch::autograd::functionToPyObject(ref_of(node)));
-      if (!context) {
-        throw python_error();
-      }
-      auto* function = reinterpret_cast<THPFunction*>(context.get());
+  template <class Context>
+  void begin(Context* context, Node& node, Node& in_place) {
+    if constexpr (std::is_same_v<decltype(context->cdata), NodePtr>) {
       // Else another thread runs the node as well.
-      if (function->cdata.get() == &node) {
-        context.release();
-        context_ = function;
-        other_ = std::move(in_place);
+      if (context->cdata.get() == &node) {
+        context_ = context;
+        Py_INCREF(reinterpret_cast<PyObject*>(context_));
+        other_ = ref_of(in_place);
         std::swap(context_->cdata, other_);  // no reference is counted: the node keeps its context
       }
     }
   }
 
   THPFunction* context_ = nullptr;
-  Cdata other_;
+  decltype(THPFunction::cdata) other_;
 };
 
 }  // namespace
