@@ -27,6 +27,7 @@ class Training:
     wrap: from a stage's block to the module of the stage; what it shards it shards in place.
     sequence: the inputs' shape between batch and width.
     unsplit: the schedule's order of actions, with whole backwards in the place of I, and no W.
+    sends: how many may be under way, of torch 2.15's schedules, which then free sent outputs before their backward.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Training:
         unsplit=False,
         sequence=(),
         release_outputs=None,
+        sends=None,
         **stage_arguments,
     ):
         self.sequence = sequence
@@ -61,7 +63,10 @@ class Training:
             for i in self.mine
         ]
         schedule = getattr(schedules, f"Schedule{name}")
-        self.schedule = schedule(self.stages, model.MICROBATCHES, loss_fn=model.loss_function, scale_grads=False)
+        limits = {} if sends is None else {"max_outstanding_sends": sends}
+        self.schedule = schedule(
+            self.stages, model.MICROBATCHES, loss_fn=model.loss_function, scale_grads=False, **limits
+        )
         if unsplit:
             self.schedule = without_split(self.schedule, self.stages)
         weights = [weight for i in self.mine for weight in self.modules[i].parameters()]
