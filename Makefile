@@ -1,6 +1,6 @@
 # zbpipe's commands; `make help` lists them.
 # Set on the command line: TORCH_VERSION=2.15.0 (newest: what requirements/newest.txt names), PYTHON=python3.12,
-# TESTS="autograd release" (what of tests/ to run), JOBS=4.
+# TESTS="autograd release" (what of tests/ to run), JOBS=4, CLIENTS=1 (`make pytest` with torchtitan and PEFT installed).
 SHELL := /bin/bash
 PYTHON ?= python3
 TORCH_VERSION ?= 2.13.0
@@ -75,7 +75,7 @@ test: test-core pytest ## run every test: the C core's, then Python's; with TORC
 # From tests/: in the root the source tree would come before what is installed, here and in every process that a test starts.
 PYTEST := cd tests && OMP_NUM_THREADS=1 $(if $(EDITABLE),,ZBPIPE_UNDER=$(abspath $(VENV)) )$(RUN) -m pytest -c ../pyproject.toml --rootdir ..
 
-pytest: $(VENV)/.built $(VENV)/.extras-test $(VENV)/.extras-demo
+pytest: $(VENV)/.built $(VENV)/.extras-test $(VENV)/.extras-demo $(if $(CLIENTS),$(VENV)/.clients)
 	$(PYTEST) -n $(JOBS) --dist loadfile --durations 25 --durations-min 5 $(TESTS)
 
 test-long: $(VENV)/.built $(VENV)/.extras-test ## 200 steps of every schedule under the leak tools; thousands of random pipelines
