@@ -6,6 +6,7 @@ What each run recorded goes to FOLDER.
 """
 
 import csv
+import functools
 import os
 import sys
 import traceback
@@ -18,9 +19,13 @@ from ranks import BATCH, STEPS, WIDTH, Block, batch, blocks, f64, loss_function,
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
+    FORWARD,
+    OVERLAP_F_B,
+    ScheduleDualPipeV,
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
     _PipelineScheduleRuntime,
+    _wait_batch_p2p,
 )
 
 STAGES, MICROBATCHES = 4, 4
@@ -37,7 +42,7 @@ BY_HAND = {
         "1F0,2F0,1F1,2F1,1F2,2F2,1F3,2F3,2I0,1I0,2I1,1B1,2I2,1I2,2B3,1I3,2W2,1W3,2W1,1W2,2W0,1W0",
     ),
 }
-FORWARD = {"FORWARD", "SEND_F", "RECV_F", "WAIT_SEND_F"}
+FORWARDS = {"FORWARD", "SEND_F", "RECV_F", "WAIT_SEND_F"}
 
 
 def stages_of(rank, shape):
@@ -209,7 +214,7 @@ def evaluated(rank, folder):
     twins = [PipelineStage(parts[i], i, STAGES, torch.device("cpu")) for i in mine]
     forwards = ScheduleZBVZeroBubble(twins, MICROBATCHES, loss_fn=loss_function)
     forwards.pipeline_order_with_comms = {
-        owner: [action for action in row if action.computation_type.name in FORWARD]
+        owner: [action for action in row if action.computation_type.name in FORWARDS]
         for owner, row in forwards.pipeline_order_with_comms.items()
     }
     outputs, evaluation_losses = [], []
@@ -227,10 +232,59 @@ def evaluated(rank, folder):
     return seen
 
 
+class OwnFunctions:
+    """A program's own functions for actions: a stage's forward, and one beside a backward, which is whole, or I and W."""
+
+    def __init__(self, schedule, stages, is_split):
+        self.schedule, self.is_split, self.overlaps = schedule, is_split, 0
+        self.stages = {stage.stage_index: stage for stage in stages}
+        schedule.register_custom_function(FORWARD, self.forward)
+        schedule.register_custom_function(OVERLAP_F_B, self.overlap)
+
+    def forward(self, action, context):
+        i, microbatch = action.stage_index, action.microbatch_index
+        if i > 0 and i - 1 not in self.stages:
+            _wait_batch_p2p(self.schedule.fwd_recv_ops.pop((i, microbatch)))
+        args, kwargs = context.arg_mbs[microbatch], context.kwarg_mbs[microbatch]
+        output = self.stages[i].forward_one_chunk(microbatch, args, kwargs)
+        self.schedule._maybe_compute_loss(self.stages[i], output, context.target_mbs, microbatch)
+        if i + 1 in self.stages:
+            self.stages[i + 1].set_local_fwd_input(output, microbatch)
+
+    def overlap(self, action, context):
+        forward, backward = action.sub_actions
+        self.forward(forward, context)
+        self.overlaps += 1
+        i, microbatch, stage = backward.stage_index, backward.microbatch_index, self.stages[backward.stage_index]
+        if i < STAGES - 1 and i + 1 not in self.stages:
+            _wait_batch_p2p(self.schedule.bwd_recv_ops.pop((i, microbatch)))
+        loss = self.schedule._maybe_get_loss(stage, microbatch)
+        self.schedule.backward_counter[i] += 1
+        is_last = self.schedule.backward_counter[i] == MICROBATCHES
+        if self.is_split:
+            stage.backward_one_chunk(microbatch, loss=loss, full_backward=False)
+            stage.backward_weight_one_chunk(microbatch, last_backward=is_last)
+        else:
+            stage.backward_one_chunk(microbatch, loss=loss, full_backward=True, last_backward=is_last)
+        if i - 1 in self.stages:
+            self.stages[i - 1].set_local_bwd_input(stage.get_local_bwd_output(microbatch), microbatch)
+
+
+def with_own_functions(rank, folder, is_split):
+    mine, parts = stages_of(rank, "v"), blocks(STAGES)
+    stages = [PipelineStage(parts[i], i, STAGES, torch.device("cpu")) for i in mine]
+    schedule = ScheduleDualPipeV(stages, MICROBATCHES, loss_fn=loss_function, scale_grads=False)
+    own = OwnFunctions(schedule, stages, is_split)
+    seen = train({i: parts[i] for i in mine}, stepper(schedule, mine))
+    return {**seen, ("overlaps", rank): own.overlaps}
+
+
 def main(rank, world, folder):
     torch.set_num_threads(1)
     runs = {name: lambda rank, folder, name=name: written_down(name, rank, folder) for name in SCHEDULES}
     runs |= {"dw_builder": stored, "evaluation": evaluated}
+    for kind in ("whole", "split"):
+        runs[f"own functions, {kind}"] = functools.partial(with_own_functions, is_split=kind == "split")
     for number, (name, run) in enumerate(runs.items()):
         child = os.fork()  # one that fails leaves its peer waiting, not the others
         if child == 0:

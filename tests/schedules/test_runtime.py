@@ -55,6 +55,14 @@ def test_stages_that_defer_their_own_weights_train_as_unpipelined(folder):
 
 
 @splits
+@pytest.mark.parametrize("kind", ["whole", "split"])
+def test_a_program_may_run_forwards_and_overlapped_backwards_itself(kind, folder):
+    got = result(folder, f"own functions, {kind}")
+    assert sum(got.pop(("overlaps", rank)) for rank in range(WORLD)) > 0
+    close(got, expected(Block))
+
+
+@splits
 def test_evaluations_between_steps_of_a_v_change_nothing(folder):
     got = result(folder, "evaluation")
     outputs = [got.pop((step, "evaluation", "")) for step in range(STEPS)]
