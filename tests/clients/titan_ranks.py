@@ -12,6 +12,7 @@ import hashlib
 import logging
 import os
 import sys
+import time
 import traceback
 import types
 import zlib
@@ -181,12 +182,21 @@ def train(case, alone):
     }
 
 
+def meet(name, rank, world, folder):
+    """All ranks begin a case together: those that the last one was not for would else wait for it in this one's name,
+    for longer than their patience."""
+    (folder / f"{name}.{rank}.here").touch()
+    while not all((folder / f"{name}.{other}.here").exists() for other in range(world)):
+        time.sleep(0.1)
+
+
 def main(rank, world, folder, how, names):
     torch.set_num_threads(1)
     logging.getLogger().setLevel(logging.WARNING)
     alone = how == "alone"
     for name in names:
         case = CASES[name]
+        meet(name, rank, world, folder)
         ranks = case.data_parallel * (1 if alone else 2)
         if rank >= ranks:
             continue
