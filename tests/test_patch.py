@@ -21,7 +21,8 @@ from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
 from zbpipe import passes
-from zbpipe._stage import handover, sends
+from zbpipe._patch import table
+from zbpipe._stage import scale, state
 from zbpipe._torch import pipelining, probe
 
 patch_module = importlib.import_module("zbpipe._patch")
@@ -105,7 +106,7 @@ def test_every_place_is_rebound_and_restored():
     after = everything()
     assert after.keys() == before.keys()
     for (_, name), function in after.items():
-        assert function is getattr(passes, name)
+        assert function is table.PASSES[name]
     zbpipe.unpatch()
     assert not zbpipe.is_patched()
     assert everything() == before
@@ -365,12 +366,12 @@ def test_every_difference_is_listed_and_nothing_changed(monkeypatch):
 
 def test_zbpipes_functions_take_what_torchs_take():
     for name in NAMES:
-        assert probe.parameters_of(getattr(passes, name)) == probe.parameters_of(getattr(backward, name))
+        assert probe.parameters_of(table.PASSES[name]) == probe.parameters_of(getattr(backward, name))
 
 
 def releases():
     """Whether stages release their outputs; None when torch is not patched."""
-    return sends._state.release_outputs if zbpipe.is_patched() else None
+    return state.release_outputs if zbpipe.is_patched() else None
 
 
 def test_the_stages_methods_are_wrapped_and_named_and_restored(caplog):
@@ -568,7 +569,7 @@ def test_main_grad_is_refused_where_a_schedule_would_not_scale_it(monkeypatch, c
         zbpipe.stage_backward_weight([weight], groups())
         assert weight.grad.eq(2).all()
     assert [text for text in warnings(caplog) if "not all is patched" in text and "main_grad" in text]
-    assert handover.main_grad_refusal is None
+    assert scale.refusal is None
     monkeypatch.undo()
 
 
@@ -663,8 +664,8 @@ def test_the_variable_patches_a_script_that_never_heard_of_zbpipe(tmp_path, impo
 
 
 def test_the_variable_beside_it_releases_outputs(tmp_path):
-    code = HOOKED + "import torch.distributed.pipelining\nimport zbpipe._stage.sends as r\n"
-    done = run(code + "print(r._state.release_outputs)", tmp_path, ZBPIPE_PATCH="1", ZBPIPE_RELEASE_OUTPUTS="1")
+    code = HOOKED + "import torch.distributed.pipelining\nimport zbpipe._stage.state as r\n"
+    done = run(code + "print(r.release_outputs)", tmp_path, ZBPIPE_PATCH="1", ZBPIPE_RELEASE_OUTPUTS="1")
     assert done.stdout == "True\n", done.stderr
 
 

@@ -21,7 +21,7 @@ NAMES = (
 
 def module():
     """Where `patch()` takes these names from."""
-    return zb if ON_TORCH else importlib.import_module("zbpipe.passes")
+    return zb if ON_TORCH else importlib.import_module("zbpipe._upstream")
 
 
 @pytest.mark.parametrize("name", NAMES)

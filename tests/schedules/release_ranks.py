@@ -140,7 +140,7 @@ class Watch:
             end = time.monotonic() + (0.0 if self.found else patience)  # patient no longer with what fails anyhow
             while storage is not None and not storage.expired() and time.monotonic() < end:
                 time.sleep(0.002)
-                sends._poll()
+                sends.poll()
             if storage is not None:
                 self.seen += 1
                 if not storage.expired():

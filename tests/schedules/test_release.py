@@ -1,4 +1,4 @@
-"""What stages and schedules hold while torch is patched: see release_ranks.py, and zbpipe/_stage/sends.py.
+"""What stages and schedules hold while torch is patched: see release_ranks.py, and zbpipe/_stage/.
 
 Over two gloo processes; what needs no second process runs here, on one rank that has both stages of a V.
 """
@@ -24,7 +24,7 @@ from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import zbpipe
-from zbpipe._stage import sends
+from zbpipe._stage import methods, outputs, sends, state, threads
 
 WORLD = 2
 before_2_15 = pytest.mark.skipif(torch.__version__ >= (2, 15), reason="torch 2.15 has other buffers, and frees them")
@@ -172,7 +172,7 @@ def test_a_step_after_one_that_failed(one_rank, release):
         with pytest.raises(RuntimeError, match="failed to run forward"):
             step(stages)
         stages[0].clear_runtime_states()  # as the next step does first
-        assert stages[0] not in sends._state.outputs
+        assert outputs.of(stages[0], 0) is None
         for module in modules:
             module.zero_grad()
         assert_equal(step(stages), reference("plain", 2)[0])
@@ -354,22 +354,22 @@ class Stage:
 @pytest.fixture
 def send(monkeypatch):
     """Sends a tensor by way of the schedules' function; returns the tensor's storage, its operation and the result."""
-    monkeypatch.setattr(sends._state, "places", [None])
+    monkeypatch.setattr(state, "in_force", True)
     groups = {}
 
     def start(work, backend="nccl", op=dist.isend, stage="a stage", microbatch=0, group=0):
-        tensor, outputs = torch.ones(4), sends._Outputs()
-        outputs.append(tensor)
-        parcel = sends._Parcel(stage, microbatch, outputs)
+        tensor, sent = torch.ones(4), outputs.Outputs()
+        sent.append(tensor)
+        parcel = sends.Parcel(stage, microbatch, sent)
         group = groups.setdefault((backend, group), Group(backend))
         p2p = SimpleNamespace(op=op, tensor=tensor, group=group, peer=1, zbpipe_parcel=parcel)
-        (result,) = sends._batch_p2p(lambda ops, desc: [work], [p2p])
+        (result,) = sends.batch_p2p(lambda ops, desc: [work], [p2p])
         return StorageWeakRef(tensor.untyped_storage()), p2p, result
 
     yield start
     for thread in waiting_threads():
         thread.join(30)
-    assert sends._queues == {}
+    assert threads._queues == {}
 
 
 def waiting_threads():
@@ -379,12 +379,12 @@ def waiting_threads():
 def test_works_that_tell_are_asked_and_no_thread_is_started(send):
     work = Work()
     storage, op, result = send(work)
-    sends._poll()
+    sends.poll()
     assert not storage.expired()
     assert work.waited == 0
     assert waiting_threads() == []
     work.is_done.set()
-    sends._poll()
+    sends.poll()
     assert storage.expired()
     assert op.tensor.is_meta and op.tensor.shape == (4,)
     assert result.wait()
@@ -421,9 +421,9 @@ def test_sends_of_a_step_that_failed_are_not_waited_for(send, backend, event):
     stage, stuck = Stage(), Work(tells=False)
     old, _, _old = send(stuck, backend, stage=stage)
     if event == "the next step":
-        sends._clear_runtime_states(lambda stage: None, stage)
+        methods.clear_runtime_states(lambda stage: None, stage)
     else:
-        sends._forward_one_chunk(lambda stage, microbatch: "output", stage, 0)
+        methods.forward_one_chunk(lambda stage, microbatch: "output", stage, 0)
     work, received = Work(tells=False), Work()
     new, _, _new = send(work, backend, stage=stage)
     work.is_done.set()
@@ -447,7 +447,7 @@ def test_a_new_groups_sends_do_not_queue_behind_a_stuck_one(send):
     done = result.done.wait(10)  # the thread's doing: nobody asked for it
     stuck.is_done.set()
     assert done
-    sends._poll()
+    sends.poll()
     assert storage.expired()
 
 
@@ -457,14 +457,14 @@ def test_nothing_that_was_sent_is_freed_within_a_backward_or_w(one_rank, send, n
     work = Work()
     storage, _, _result = send(work, stage=Stage())
     work.is_done.set()
-    sends._state.places.clear()  # the fixture's
+    state.in_force = False  # the fixture's
     seen = []
     with zbpipe.patched():
         stage = two_stages(parts("plain", 2))[0]
         stage.has_backward = False
         getattr(stage, name)(0)
         seen.append(storage.expired())
-        sends._poll()
+        sends.poll()
         seen.append(storage.expired())
     assert seen == [False, True]
 
@@ -477,11 +477,11 @@ def test_what_batch_p2p_returns_is_a_work_for_each_operation(send):
             tensor=torch.ones(n),
             group=Group("nccl"),
             peer=1,
-            zbpipe_parcel=sends._Parcel(stage, 0, None),
+            zbpipe_parcel=sends.Parcel(stage, 0, None),
         )
         for n in (3, 4)
     ]
-    first, second = sends._batch_p2p(lambda ops, desc: works, ops)
+    first, second = sends.batch_p2p(lambda ops, desc: works, ops)
     assert isinstance(first, dist.Work)
     works[1].is_done.set()
     assert second.wait()
@@ -525,7 +525,7 @@ def test_a_send_that_failed_says_so_afterwards(send):
     work = Work(error=error)
     _, _, result = send(work)
     work.is_done.set()
-    sends._poll()
+    sends.poll()
     assert result.is_completed()
     assert not result.is_success()
     assert result.exception() is error
@@ -565,11 +565,11 @@ def test_unpatching_lets_go_of_sends_and_loses_none(send, backend):
     done.is_done.set()
     if backend == "gloo":
         assert one.done.wait(10)
-    sends._state.places.clear()
-    sends.uninstall()
+    state.in_force = False
+    methods.restore()
     assert first.expired()
     assert not second.expired()
-    assert sends._sends() == []
+    assert sends.under_way() == []
     pending.is_done.set()
     if backend == "gloo":  # the thread frees it, whom nobody asks any more
         for _ in range(1000):
@@ -600,7 +600,7 @@ def test_the_schedule_gets_a_sends_error_whoever_found_it(send, backend):
     work = Work(error=RuntimeError("connection lost"))
     storage, _, result = send(work, backend)
     work.is_done.set()
-    sends._poll()
+    sends.poll()
     with pytest.raises(RuntimeError, match="connection lost"):
         result.wait()
     assert storage.expired()
@@ -610,7 +610,7 @@ def test_the_schedule_gets_a_sends_error_whoever_found_it(send, backend):
 def test_what_others_send_is_left_alone(send):
     op = SimpleNamespace(op=dist.isend, tensor=torch.ones(4), group=Group("gloo"), peer=1)
     works = [Work()]
-    assert sends._batch_p2p(lambda ops, desc: works, [op]) is works
+    assert sends.batch_p2p(lambda ops, desc: works, [op]) is works
     assert op.tensor.sum() == 4
     assert waiting_threads() == []
 
@@ -618,18 +618,18 @@ def test_what_others_send_is_left_alone(send):
 EXIT = """
 import os, sys, time
 import torch, torch.distributed as dist
-from zbpipe._stage import sends
+from zbpipe._stage import sends, state
 
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
 if rank == 1:
     time.sleep(0.4)
     os._exit(0)
-sends._state.places.append(None)
+state.in_force = True
 op = dist.P2POp(dist.isend, torch.ones(1_000_000), 1)
-op.zbpipe_parcel = sends._Parcel("a stage", 0, None)
-sends._batch_p2p(lambda ops, desc: [op.op(op.tensor, group_dst=op.group_peer) for op in ops], [op])
-sends._state.places.clear()
+op.zbpipe_parcel = sends.Parcel("a stage", 0, None)
+sends.batch_p2p(lambda ops, desc: [op.op(op.tensor, group_dst=op.group_peer) for op in ops], [op])
+state.in_force = False
 time.sleep(0.2)
 raise KeyError("planted")
 """

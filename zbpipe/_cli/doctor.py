@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from zbpipe import _build_info, get_policy, is_patched
-from zbpipe._patch import OFF, ON, RELEASE_OUTPUTS
+from zbpipe._patch.env import OFF, ON, RELEASE_OUTPUTS
 from zbpipe._torch import probe
 from zbpipe._version import __version__
 

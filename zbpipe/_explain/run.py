@@ -17,9 +17,9 @@ from zbpipe import _C
 from zbpipe._explain.flops import FACTORS, Computed, count
 from zbpipe._explain.trial import unchanged
 from zbpipe._policy import Policy, get_policy
-from zbpipe._stage.ddp import is_ddp
 from zbpipe._text import megabytes, table
 from zbpipe._torch import autograd
+from zbpipe._torch.ddp import is_ddp
 from zbpipe._torch.dispatch import pytree
 from zbpipe._torch.modules import is_under_fully_shard
 from zbpipe.memory._held import Held, held

@@ -6,10 +6,10 @@ environment shows it, as does `logging.getLogger("zbpipe").setLevel(logging.INFO
 What was captured elsewhere than in a module's namespace before patching (a default argument, a `functools.partial`,
 the graph of a traced `Pipe`) keeps torch's function, which goes on working.
 
-Patching also makes pipeline stages and schedules let go of what nothing needs, see zbpipe/_stage/sends.py, makes data
-parallel stages reduce when all gradients are there, see zbpipe/_stage/ddp.py, and makes zero-bubble schedules
-take compiled stages, which they refuse because torch's functions cannot split them. Patch and unpatch between steps,
-not within one.
+Patching also makes pipeline stages and schedules let go of what nothing needs, see zbpipe/_stage/methods.py, makes data
+parallel stages reduce when all gradients are there, see zbpipe/_stage/data_parallel.py, and makes zero-bubble schedules
+take compiled stages, which they refuse because torch's functions cannot split them. All that is changed is one table,
+table.py. Patch and unpatch between steps, not within one.
 
 For scripts that nobody wants to edit there is `ZBPIPE_PATCH=1` in the environment: a hook that is installed beside
 zbpipe patches as soon as the script, or a process that it starts, imports torch.distributed.pipelining.
@@ -20,46 +20,27 @@ import contextlib
 import importlib
 import inspect
 import logging
-import os
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import torch
+
+from zbpipe._patch import env, places, table
 from zbpipe._policy import get_policy
-from zbpipe._stage import ddp, handover, sends
+from zbpipe._stage import data_parallel, methods, scale, state
 from zbpipe._torch import pipelining, probe
 
 logger = logging.getLogger("zbpipe")
-
-RELEASE_OUTPUTS = "ZBPIPE_RELEASE_OUTPUTS"
-ON = ("1", "true", "yes")
-OFF = ("", "0", "false", "no")
-
-_Function = Callable[..., Any]
-
-
-class _Place(NamedTuple):
-    """A name in a module's namespace, what it held before patching and what it holds since."""
-
-    module: str
-    name: str
-    namespace: dict[str, Any]
-    original: _Function
-    replacement: _Function
-
-    def __str__(self) -> str:
-        return f"{self.module}.{self.name}"
 
 
 class _State:
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.places: list[_Place] = []
+        self.places: list[places.Place] = []
         self.open_contexts = 0
         self.patched_before_contexts = False
-        self.release_outputs = False
         self.release_before_contexts = False
         self.said: set[str] = set()  # warnings, which are not repeated
 
@@ -100,38 +81,26 @@ def unpatch() -> None:
     zbpipe's functions over while they were in place gets torch's; other modules keep what they imported.
     """
     with _state.lock:
-        if not _state.places:
+        if not state.in_force:
             return
-        rebound = []
-        for place in _state.places:
-            if place.namespace.get(place.name) is place.replacement:
-                place.namespace[place.name] = place.original
-            else:
-                rebound.append(place)
-        originals = {place.replacement: place.original for place in _state.places}
-        for module, namespace in _namespaces():
-            if module.split(".")[0] == "torch":
-                for name, value in list(namespace.items()):
-                    for replacement, original in originals.items():
-                        if value is replacement:
-                            namespace[name] = original
-        if handover.is_in_step():
+        restored, rebound = places.restore(_state.places)
+        if places.is_in_step():
             logger.warning(
                 "unpatched within a step, which goes on with torch's functions and may fail; unpatch between steps"
             )
-        restored = [place for place in _state.places if place not in rebound]
         _state.places = []
-        driven_restored, driven_rebound = ddp.uninstall()
-        methods_restored, methods_rebound = sends.uninstall()
-        logger.info("unpatched %s", ", ".join([*map(str, restored), *methods_restored, *driven_restored]))
-        if rebound or methods_rebound or driven_rebound:
-            names = ", ".join([*map(str, rebound), *methods_rebound, *driven_rebound])
-            logger.warning("not restored, because rebound since patching: %s", names)
+        state.in_force = False
+        scale.refusal = None
+        data_parallel.forget()
+        methods.restore()
+        logger.info("unpatched %s", ", ".join(map(str, restored)))
+        if rebound:
+            logger.warning("not restored, because rebound since patching: %s", ", ".join(map(str, rebound)))
 
 
 def is_patched() -> bool:
     """Tell whether patch() is in force."""
-    return bool(_state.places)
+    return state.in_force
 
 
 @contextlib.contextmanager
@@ -145,7 +114,7 @@ def patched(release_outputs: bool | None = None) -> Iterator[None]:
     _check(release_outputs)
     modules = _import()
     with _state.lock:
-        before, release_before = is_patched(), _state.release_outputs
+        before, release_before = is_patched(), state.release_outputs
         _rebind(modules, release_outputs)
         if _state.open_contexts == 0:
             _state.patched_before_contexts, _state.release_before_contexts = before, release_before
@@ -156,7 +125,7 @@ def patched(release_outputs: bool | None = None) -> Iterator[None]:
         with _state.lock:
             _state.open_contexts -= 1
             if _state.open_contexts:
-                _rebind(modules, release_before if before else _state.release_outputs)
+                _rebind(modules, release_before if before else state.release_outputs)
             elif _state.patched_before_contexts:
                 _rebind(modules, _state.release_before_contexts)
             else:
@@ -168,29 +137,18 @@ def _check(release_outputs: bool | None) -> None:
         raise TypeError(f"release_outputs is {release_outputs!r}: give True, False, or None to leave it as it is.")
 
 
-def _environments_release_outputs() -> bool:
-    """What holds when nobody said anything. Raises RuntimeError for a value that is neither on nor off."""
-    said = os.environ.get(RELEASE_OUTPUTS, "").strip().lower()
-    if said not in ON and said not in OFF:
-        raise RuntimeError(f"{RELEASE_OUTPUTS} is {said!r}: set it to 1 to release outputs, or to 0 not to.")
-    return said in ON
-
-
 class _Modules(NamedTuple):
     backward: ModuleType
     importers: list[ModuleType]
     schedules: ModuleType
-    replacements: ModuleType
 
 
 def _import() -> _Modules:
-    """Return the modules of torch and of zbpipe that patching needs.
+    """Return the modules of torch that patching needs.
 
     Nobody may hold the lock here: who waits for it may be in the middle of importing one of these modules.
     Raises RuntimeError if this torch is too old, or has no pipelining.
     """
-    import torch
-
     release = probe.release_of(torch.__version__)
     if release is None or release < probe.OLDEST:
         raise RuntimeError(f"zbpipe cannot patch torch {torch.__version__}: it needs torch 2.11 or newer.")
@@ -202,37 +160,39 @@ def _import() -> _Modules:
         schedules = pipelining.schedules_module()
     except ImportError as error:
         raise RuntimeError(f"zbpipe cannot patch torch {torch.__version__}: it has no module {error.name}.") from error
-    return _Modules(backward, importers, schedules, importlib.import_module("zbpipe.passes"))
+    return _Modules(backward, importers, schedules)
 
 
 def _rebind(modules: _Modules, release_outputs: bool | None) -> None:
     """Do patch()'s work, with the lock held."""
-    if _state.places:
-        if release_outputs is not None and release_outputs != _state.release_outputs:
-            _state.release_outputs = release_outputs
-            sends.set_release_outputs(release_outputs)
+    if state.in_force:
+        if release_outputs is not None and release_outputs != state.release_outputs:
+            state.release_outputs = release_outputs
             logger.info("release_outputs is %s from now on", release_outputs)
         return
     if release_outputs is None:
-        release_outputs = _environments_release_outputs()
+        release_outputs = env.release_outputs()
     originals = _originals(modules)
     _refuse_unknown()
-    places = list(_find(originals, {name: getattr(modules.replacements, name) for name in originals}))
-    if not probe.differences("compiled stages"):
-        places += _find_compile_check(modules.schedules)
-    for place in places:
-        place.namespace[place.name] = place.replacement
-    _state.places = places
-    _state.release_outputs = release_outputs
-    _warn_of_strangers(modules, places)
-    methods = [*sends.install(release_outputs), *ddp.install()]
+    _state.places = [*table.functions(originals, modules.schedules), *table.wraps(modules.schedules)]
+    data_parallel.look()
+    if refusal := probe.refusal("the scale of main_grad"):
+        scale.refusal = (
+            f"policy(main_grad=True) cannot be used while torch {torch.__version__} is patched: with it {refusal}; use "
+            "a torch that zbpipe knows, or a newer zbpipe."
+        )
+    state.release_outputs = release_outputs
+    for place in _state.places:
+        place.replace()
+    state.in_force = True
+    _warn_of_strangers(modules)
     _warn_of_unknown()
-    names = ", ".join([*map(str, places), *methods])
+    names = ", ".join(map(str, _state.places))
     effect = ", which changes nothing: this torch does so itself" if pipelining.releases_by_itself() else ""
     logger.info("patched %s; release_outputs is %s%s", names, release_outputs, effect)
 
 
-def _originals(modules: _Modules) -> dict[str, _Function]:
+def _originals(modules: _Modules) -> dict[str, places.Function]:
     """Return torch's functions by name.
 
     Raises RuntimeError that lists every difference between this torch's functions and those that zbpipe knows.
@@ -256,8 +216,6 @@ _ADVICE = "use a torch that zbpipe knows, or a newer zbpipe."
 
 def _refuse_unknown() -> None:
     """Raises RuntimeError where numbers would depend on what this torch has not, or has otherwise."""
-    import torch
-
     needs = ["stages"]
     if get_policy().main_grad:
         needs.append("the scale of main_grad")
@@ -268,8 +226,6 @@ def _refuse_unknown() -> None:
 
 def _warn_of_unknown() -> None:
     """Say once of what is not done with this torch, and of one that is newer than those that zbpipe was tested with."""
-    import torch
-
     said = []
     release = probe.release_of(torch.__version__)
     if release is not None and release > probe.NEWEST:
@@ -284,45 +240,9 @@ def _warn_of_unknown() -> None:
             logger.warning("%s", sentence)
 
 
-def _namespaces() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the name and the namespace of each loaded module but zbpipe's own, without waking lazy ones."""
-    seen = set()
-    for name, module in list(sys.modules.items()):
-        if name.split(".")[0] == "zbpipe" or module is None:
-            continue
-        try:
-            namespace = object.__getattribute__(module, "__dict__")
-        except AttributeError:
-            continue
-        if isinstance(namespace, dict) and id(namespace) not in seen:
-            seen.add(id(namespace))
-            yield name, namespace
-
-
-def _find(originals: dict[str, _Function], replacements: dict[str, _Function]) -> Iterator[_Place]:
-    """Yield every place that holds one of `originals`, under whatever name."""
-    names = {id(function): name for name, function in originals.items()}
-    for module, namespace in _namespaces():
-        for attribute, value in list(namespace.items()):
-            name = names.get(id(value))
-            if name is not None:
-                yield _Place(module, attribute, namespace, value, replacements[name])
-
-
-def _accept_compiled_stages(stages: Any, schedule_name: str) -> None:
-    """In place of torch's check, which raises."""
-
-
-def _find_compile_check(schedules: ModuleType) -> list[_Place]:
-    check = vars(schedules).get(pipelining.COMPILE_CHECK)
-    if check is None:
-        return []
-    return list(_find({pipelining.COMPILE_CHECK: check}, {pipelining.COMPILE_CHECK: _accept_compiled_stages}))
-
-
-def _warn_of_strangers(modules: _Modules, places: list[_Place]) -> None:
+def _warn_of_strangers(modules: _Modules) -> None:
     """Warn of names in torch's pipelining modules that somebody else rebound before us, and that we leave alone."""
-    ours = {id(place.replacement) for place in places}
+    ours = {id(place.replacement) for place in _state.places}
     strangers = [
         f"{module.__name__}.{name}"
         for module in modules.importers

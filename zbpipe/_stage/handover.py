@@ -1,41 +1,15 @@
-"""What a stage says of the pass that it is about to call, beside what torch's stage hands over; and that it runs."""
+"""What a stage says of the pass that it is about to call, beside what torch's stage hands over."""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
 _outputs: contextvars.ContextVar[list[torch.Tensor]] = contextvars.ContextVar("zbpipe_outputs_beside_the_loss")
 _weights: contextvars.ContextVar[Mapping[torch.Tensor, torch.Tensor]] = contextvars.ContextVar("zbpipe_weights")
-
-# Why W may not add to main_grad while torch is patched; None where it may.
-main_grad_refusal: str | None = None
-
-
-class _Depth(threading.local):
-    value = 0
-
-
-_depth = _Depth()
-
-
-@contextlib.contextmanager
-def within_stage() -> Iterator[None]:
-    """A patched method of a stage runs within it."""
-    _depth.value += 1
-    try:
-        yield
-    finally:
-        _depth.value -= 1
-
-
-def is_in_step() -> bool:
-    """Tell whether this thread is within a method of a patched stage."""
-    return _depth.value > 0
 
 
 @contextlib.contextmanager
@@ -86,9 +60,3 @@ def in_graph(weights: Iterable[torch.Tensor] | None) -> Iterable[torch.Tensor] |
     if not known or weights is None:
         return weights
     return [known.get(weight, weight) for weight in weights]
-
-
-def check_main_grad() -> None:
-    """Raises RuntimeError if a W that adds to main_grad would be given to an optimizer wrongly scaled."""
-    if main_grad_refusal is not None:
-        raise RuntimeError(main_grad_refusal)

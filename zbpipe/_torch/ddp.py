@@ -28,6 +28,11 @@ def replicate_state(module: Any) -> Any:
     return composable.replicate.state(module)  # type: ignore[union-attr]
 
 
+def is_ddp(module: Any) -> bool:
+    """Tell whether DDP reduces the gradients of `module`'s weights."""
+    return isinstance(module, DistributedDataParallel) or replicate_state(module) is not None
+
+
 def driver(module: Any) -> Any:
     """The DistributedDataParallel that reduces the gradients of `module`'s weights."""
     return module if isinstance(module, DistributedDataParallel) else replicate_state(module)._ddp

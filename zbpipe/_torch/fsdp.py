@@ -8,6 +8,13 @@ from typing import Any
 import torch
 
 
+def is_sharded(module: Any) -> bool:
+    """Tell whether `module` itself is under fully_shard."""
+    from torch.distributed.fsdp import FSDPModule  # which takes a second to import
+
+    return isinstance(module, FSDPModule)
+
+
 def groups(module: Any) -> Iterator[Any]:
     """The parameter groups of a module under fully_shard and of the modules in it. A group has ``is_unsharded``,
     ``unshard()``, ``wait_for_unshard()`` and ``reshard()``."""

@@ -1,0 +1,125 @@
+"""Places in torch, and in modules that imported from it by name, where patch() puts something of zbpipe's."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from zbpipe._stage import state
+
+Function = Callable[..., Any]
+
+
+class Place(NamedTuple):
+    """A name in a module's namespace or in a class, what it held before patching and what it holds since."""
+
+    where: str
+    name: str
+    holder: dict[str, Any] | type
+    original: Function
+    replacement: Function
+
+    def __str__(self) -> str:
+        return f"{self.where}.{self.name}"
+
+    def replace(self) -> None:
+        self._put(self.replacement)
+
+    def restore(self) -> bool:
+        """Whether nobody has rebound it meanwhile; otherwise it is left as it is."""
+        held = (self.holder if isinstance(self.holder, dict) else vars(self.holder)).get(self.name)
+        if held is not self.replacement:
+            return False
+        self._put(self.original)
+        return True
+
+    def _put(self, function: Function) -> None:
+        if isinstance(self.holder, dict):  # not by setattr(), which wakes lazy modules
+            self.holder[self.name] = function
+        else:
+            setattr(self.holder, self.name, function)
+
+
+def holding(originals: dict[str, Function], replacements: dict[str, Function]) -> Iterator[Place]:
+    """Every place in a module that holds one of `originals`, under whatever name."""
+    names = {id(function): name for name, function in originals.items()}
+    for module, namespace in namespaces():
+        for attribute, value in list(namespace.items()):
+            name = names.get(id(value))
+            if name is not None:
+                yield Place(module, attribute, namespace, value, replacements[name])
+
+
+def wrapping(owner: Any, name: str, wrapper: Function) -> Iterator[Place]:
+    """The place of a class's method, or of a module's function, that becomes ``wrapper(original, ...)``; none where the
+    owner itself has no such, or an abstract one."""
+    original = vars(owner).get(name)
+    if original is None or getattr(original, "__isabstractmethod__", False):
+        return
+    if isinstance(owner, type):
+        yield Place(f"{owner.__module__}.{owner.__qualname__}", name, owner, original, _wrapped(original, wrapper))
+    else:
+        yield Place(owner.__name__, name, vars(owner), original, _wrapped(original, wrapper))
+
+
+def restore(places: Iterable[Place]) -> tuple[list[Place], list[Place]]:
+    """Restore the places, and what modules of torch have taken over from a module meanwhile.
+
+    Returns:
+        The places restored, and those that somebody else rebound meanwhile and that are left.
+    """
+    places = list(places)
+    restored = [place for place in places if place.restore()]
+    taken_over = {id(place.replacement): place for place in places if isinstance(place.holder, dict)}
+    for module, namespace in namespaces():
+        if module.split(".")[0] == "torch":
+            for name, value in list(namespace.items()):
+                if (place := taken_over.get(id(value))) is not None:
+                    namespace[name] = place.original
+    return restored, [place for place in places if place not in restored]
+
+
+def namespaces() -> Iterator[tuple[str, dict[str, Any]]]:
+    """The name and the namespace of each loaded module but zbpipe's own, without waking lazy ones."""
+    seen = set()
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] == "zbpipe" or module is None:
+            continue
+        try:
+            namespace = object.__getattribute__(module, "__dict__")
+        except AttributeError:
+            continue
+        if isinstance(namespace, dict) and id(namespace) not in seen:
+            seen.add(id(namespace))
+            yield name, namespace
+
+
+class _Depth(threading.local):
+    value = 0
+
+
+_depth = _Depth()
+
+
+def is_in_step() -> bool:
+    """Whether this thread is within what was wrapped: a method of a stage, or the schedules' function."""
+    return _depth.value > 0
+
+
+def _wrapped(original: Function, wrapper: Function) -> Function:
+    """``wrapper(original, ...)`` while torch is patched; somebody may hold on to it for longer."""
+
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        if not state.in_force:
+            return original(*args, **kwargs)
+        _depth.value += 1
+        try:
+            return wrapper(original, *args, **kwargs)
+        finally:
+            _depth.value -= 1
+
+    return replacement

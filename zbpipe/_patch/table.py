@@ -1,0 +1,82 @@
+"""The table of what patch() changes in torch: every name, what takes its place, and what has to be so for that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from zbpipe import _upstream, passes
+from zbpipe._patch.places import Function, Place, holding, wrapping
+from zbpipe._stage import data_parallel, methods, scale, sends
+from zbpipe._torch import pipelining, probe
+
+# Instead of torch's functions of these names, wherever they were imported, under whatever name.
+PASSES: dict[str, Function] = {name: vars(passes).get(name) or getattr(_upstream, name) for name in pipelining.PASSES}
+
+
+def accept_compiled_stages(stages: Any, schedule_name: str) -> None:
+    """In place of torch's check, which raises."""
+
+
+class Wrap(NamedTuple):
+    """A function that is called around torch's method, or function, of this name. ``need`` is the probe's: without it
+    the method is left alone. ``by_torch``: torch 2.15 does it itself."""
+
+    name: str
+    wrapper: Function
+    need: str = "stages"
+    by_torch: bool = False
+
+
+# Of the class that all stages are of.
+OF_ALL_STAGES = (
+    Wrap("backward_one_chunk", methods.backward_one_chunk),
+    Wrap("scale_grads", scale.scale_grads, "the scale of main_grad"),
+    Wrap("forward_one_chunk", methods.forward_one_chunk, "releases", True),
+    Wrap("get_fwd_recv_ops", methods.get_fwd_recv_ops, "releases", True),
+    Wrap("get_bwd_recv_ops", methods.get_bwd_recv_ops, "releases", True),
+    Wrap("get_fwd_send_ops", methods.get_fwd_send_ops, "releases", True),
+    Wrap("get_bwd_send_ops", methods.get_bwd_send_ops, "releases", True),
+    Wrap("set_local_fwd_input", methods.set_local_fwd_input, "releases", True),
+    Wrap("set_local_bwd_input", methods.set_local_bwd_input, "releases", True),
+    Wrap("clear_runtime_states", methods.clear_runtime_states, "releases", True),
+)
+# Of that class and of those of it that torch makes stages of: whichever has its own.
+OF_EACH_CLASS = (
+    *(Wrap(name, methods.prepare, "releases", True) for name in pipelining.PREPARE),
+    Wrap(pipelining.COMPUTE_OUTPUTS, data_parallel.compute_outputs),
+    Wrap("forward_maybe_with_nosync", data_parallel.forward_maybe_with_nosync),
+    Wrap("backward_maybe_with_nosync", data_parallel.backward_maybe_with_nosync),
+    Wrap("backward_weight_one_chunk", data_parallel.backward_weight_one_chunk),
+)
+# Of the schedules' module.
+OF_SCHEDULES = (Wrap(pipelining.BATCH_P2P, sends.batch_p2p, "releases", True),)
+
+
+def functions(originals: dict[str, Function], schedules: ModuleType) -> Iterator[Place]:
+    """The places of the passes, which are `originals`, and of the check that refuses compiled stages."""
+    yield from holding(originals, PASSES)
+    check = vars(schedules).get(pipelining.COMPILE_CHECK)
+    if check is not None and not probe.differences("compiled stages"):
+        yield from holding({pipelining.COMPILE_CHECK: check}, {pipelining.COMPILE_CHECK: accept_compiled_stages})
+
+
+def wraps(schedules: ModuleType) -> Iterator[Place]:
+    """The places that are wrapped with the torch at hand. The probe's need "stages" is met."""
+    classes = pipelining.stage_classes()
+    for owners, rows in (
+        ([pipelining.stage_base()], OF_ALL_STAGES),
+        (classes, OF_EACH_CLASS),
+        ([schedules], OF_SCHEDULES),
+    ):
+        yield from _of(owners, rows)
+
+
+def _of(owners: Iterable[Any], rows: tuple[Wrap, ...]) -> Iterator[Place]:
+    by_torch = pipelining.releases_by_itself()
+    unmet = {need for need in {row.need for row in rows} - {"stages"} if probe.differences(need)}
+    for owner in owners:
+        for row in rows:
+            if row.need not in unmet and not (row.by_torch and by_torch):
+                yield from wrapping(owner, row.name, row.wrapper)

@@ -1,0 +1,122 @@
+"""Drives data parallelism around I and W, where torch's stage drives it as if each were a whole backward.
+
+torch's stage makes DistributedDataParallel and fully_shard accumulate over microbatches and reduce once, by what it
+does around each forward and backward. With a backward in two parts that is not enough, or comes at the wrong moment.
+While torch is patched, these methods of its stages are wrapped:
+
+- ``_compute_outputs``, the forward from which a stage learns its shapes before the first step: as every other forward,
+  it must not make DDP expect a backward, or the first microbatch's W is reduced alone.
+- ``forward_maybe_with_nosync``: the composable ``replicate`` of ``torch.distributed._composable`` is DDP in hooks, and
+  torch's stage takes it for a plain module. With ``static_graph`` DDP would queue a reduction to the end of the first
+  engine run, which is I: before there are gradients.
+- ``backward_maybe_with_nosync``: before the last W, DDP looks for unused weights from the outputs, which have no
+  history any more; the groups know which weights are used. fully_shard may have the shards in the weights' place when
+  I or W is asked for them, and have freed the weights that W reads; and after each W the gradients have to go to its
+  buffers of the reduce dtype, for its own hooks fired in I.
+- ``backward_weight_one_chunk``: what cannot be split is refused in stage 0, too, whose W is a whole backward.
+
+What is done for either is in ddp.py and fsdp.py.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from zbpipe._stage import ddp, fsdp
+from zbpipe._torch import probe
+from zbpipe._torch.ddp import is_ddp, replicate_state
+from zbpipe._torch.fsdp import is_sharded
+
+_Function = Callable[..., Any]
+_checked: weakref.WeakSet[Any] = weakref.WeakSet()  # stages whose modules _refuse_what_cannot_be_split() looked through
+_unknown: dict[str, str] = {}  # by need: why stages of that kind are refused with this torch
+
+
+def look() -> None:
+    """Ask of each kind of data parallel stages whether it can be driven with the torch at hand."""
+    _unknown.update({need: refusal for need in KINDS if (refusal := probe.refusal(need)) is not None})
+
+
+def forget() -> None:
+    _unknown.clear()
+
+
+def compute_outputs(original: _Function, self: Any, *args: Any, module: Any, **kwargs: Any) -> Any:
+    _refuse_what_is_unknown(self)
+    with ddp.accumulating(module):
+        return original(self, *args, module=module, **kwargs)
+
+
+def forward_maybe_with_nosync(original: _Function, self: Any, *args: Any, **kwargs: Any) -> Any:
+    _refuse_what_is_unknown(self)
+    with ddp.accumulating(self.submod):
+        return original(self, *args, **kwargs)
+
+
+def backward_maybe_with_nosync(
+    original: _Function, self: Any, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+) -> Any:
+    if backward_type == "input":
+        _refuse_what_cannot_be_split(self)
+    if is_ddp(self.submod):
+        ddp.refuse_main_grad(self)
+        if backward_type != "input":
+            return ddp.contribute(original, self, backward_type, bwd_kwargs, last_backward)
+        with ddp.adding_nothing(self):
+            return original(self, backward_type, bwd_kwargs, last_backward=last_backward)
+    if backward_type == "full" or not is_sharded(self.submod):
+        return original(self, backward_type, bwd_kwargs, last_backward=last_backward)
+    with fsdp.around(self.submod, backward_type, bwd_kwargs.get("param_groups", ())):
+        return original(self, backward_type, bwd_kwargs, last_backward=last_backward)
+
+
+def backward_weight_one_chunk(original: _Function, self: Any, *args: Any, **kwargs: Any) -> Any:
+    if self.is_first and self.dw_builder is None:
+        _refuse_what_cannot_be_split(self)
+    return original(self, *args, **kwargs)
+
+
+def _refuse_what_is_unknown(stage: Any) -> None:
+    """Refuse a data parallel stage where torch's ways of driving such differ from those that zbpipe knows. All ranks
+    have them, and come here in their first forward. Raises RuntimeError."""
+    for need, refusal in _unknown.items():
+        if KINDS[need](stage.submod):
+            raise RuntimeError(
+                f"stage {stage.stage_index}'s module is a {type(stage.submod).__name__}, and with torch "
+                f"{torch.__version__} {refusal}; use a torch that zbpipe knows, a newer zbpipe, or zbpipe.unpatch()."
+            )
+
+
+def _refuse_what_cannot_be_split(stage: Any) -> None:
+    """Refuse a module of which only parts are data parallel: nobody would drive them, and they would reduce in I, or
+    for some microbatches alone; and FSDP's first version, whose weights are not in the graph but views of them that go
+    with the forward. Raises RuntimeError."""
+    module = stage.submod
+    if stage in _checked or is_sharded(module):
+        return
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    for name, part in module.named_modules():
+        where = f"stage {stage.stage_index}'s module is a {type(module).__name__}" + (
+            f" whose part {name!r}" if name else ""
+        )
+        if isinstance(part, FullyShardedDataParallel):
+            raise RuntimeError(
+                f"{where}{', a FullyShardedDataParallel,' if name else ', which'} takes its weights away after each "
+                "forward and backward, so that no weight pass can follow: apply fully_shard instead."
+            )
+        if part is not module and (is_sharded(part) or is_ddp(part)):
+            raise RuntimeError(
+                f"{where}, a {type(part).__name__}, reduces gradients by itself, which would come before the weight "
+                "pass: apply fully_shard, replicate or DistributedDataParallel to the stage's whole module too."
+            )
+    _checked.add(stage)
+
+
+KINDS: dict[str, Callable[[Any], bool]] = {
+    "fully_shard": is_sharded,
+    "DistributedDataParallel": is_ddp,
+    "the composable replicate": lambda module: replicate_state(module) is not None,
+}

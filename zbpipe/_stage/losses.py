@@ -1,0 +1,43 @@
+"""The last stage's backward: its loss, and the outputs beside that.
+
+Note [Who detaches the last stage's outputs]
+
+torch's stage detaches them in place when I is done. Nodes that W runs may have saved them, and could not use them any
+more: the loss's own, where nothing before the last stage's weights requires a gradient, so that W begins at the loss.
+I knows which ones those are (Split::detach_outputs), and leaves them to W; so it is given them beside the loss. And an
+output may be a parameter (a prompt), which torch's stage, once it has detached it, trains no more: it is left alone.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from zbpipe._stage import handover
+from zbpipe._torch import pipelining
+
+_spent: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+
+
+@contextlib.contextmanager
+def backward_of(stage: Any, microbatch: int, loss: torch.Tensor, full_backward: bool) -> Iterator[None]:
+    """The last stage's backward runs within it, torch's. Raises RuntimeError."""
+    if not full_backward:
+        _refuse_spent(stage, microbatch, loss)
+    will_be_spent = loss.requires_grad and not full_backward
+    with handover.beside_the_loss(pipelining.take_outputs(stage, microbatch)):
+        yield
+    if will_be_spent:
+        _spent[id(loss)] = loss
+
+
+def _refuse_spent(stage: Any, microbatch: int, loss: torch.Tensor) -> None:
+    """A schedule keeps the losses of a step that failed, and gives them to the next one; I has detached them, and would
+    pass over them: all gradients 0. Raises RuntimeError."""
+    if not loss.requires_grad and _spent.get(id(loss)) is loss:
+        raise RuntimeError(
+            f"the loss of stage {stage.stage_index}, microbatch {microbatch}, has had its backward: make a new "
+            "schedule after a step that failed, whose losses this one keeps."
+        )
