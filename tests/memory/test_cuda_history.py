@@ -122,7 +122,7 @@ def test_simulated_refusals(monkeypatch):
     cuda.enabled = True
     with pytest.raises(RuntimeError, match="already on"):
         memory.record("cuda").__enter__()
-    assert memory._recording._running.recordings == ()
+    assert memory._running.running.recordings == ()
     with pytest.raises(ValueError, match="max_events is 0"):
         memory.record("cuda", max_events=0)
     Simulated(monkeypatch, backend="cudaMallocAsync")

@@ -159,7 +159,7 @@ def test_watched_stages():
         for kind, microbatch in (("forward", 0), ("I", 0), ("W", 0), ("forward", 1), ("B", 1))
     ]
     assert [(h.stage, h.microbatch, h.bytes) for h in rec.held] == [(1, 0, 4 * BYTES)], "the first stage is not split"
-    assert all(name not in vars(stage) for stage in schedule._stages for name in memory._recording._METHODS)
+    assert all(name not in vars(stage) for stage in schedule._stages for name in memory._watch.METHODS)
     schedule.step()
     assert len(rec.phases) == 10
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from zbpipe._version import __version__
-from zbpipe.memory._recording import Path, Phase, Recording
+from zbpipe.memory._results import Path, Phase, Recorded
 
 
-def export(recording: Recording, path: Path) -> None:
+def export(recording: Recorded, path: Path) -> None:
     """See :meth:`Recording.export`."""
     name = os.fspath(path)
     # The content first: a recording that cannot be exported leaves no file behind.
@@ -27,7 +27,7 @@ def export(recording: Recording, path: Path) -> None:
         file.write(content)
 
 
-def chrome_trace(recording: Recording) -> dict[str, Any]:
+def chrome_trace(recording: Recorded) -> dict[str, Any]:
     """The trace event format: a counter event per allocation, a complete event per phase; microseconds."""
     process = os.getpid()
     rows: list[dict[str, Any]] = [
@@ -63,7 +63,7 @@ def chrome_trace(recording: Recording) -> dict[str, Any]:
     return {"traceEvents": rows, "displayTimeUnit": "ms", "otherData": {"producer": f"zbpipe {__version__}"}}
 
 
-def memory_viz(recording: Recording) -> dict[str, Any]:
+def memory_viz(recording: Recorded) -> dict[str, Any]:
     """What torch.cuda.memory._snapshot() gives, with a single device, for torch's own viewer."""
     trace: list[dict[str, Any]] = []
     labels = _labels(recording.phases)

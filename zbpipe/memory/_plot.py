@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zbpipe.memory._recording import Path, Phase, Recording
+from zbpipe.memory._results import Path, Phase, Recorded
 
 COLOURS = {"forward": "#8fb8de", "I": "#f2b872", "W": "#a5cf9a", "B": "#d8a2b8"}
 OTHER = "#d5d8dc"
@@ -11,7 +11,7 @@ POINTS = 4000
 """Of the curve at most, each the highest level of its part: peaks stay."""
 
 
-def plot(recording: Recording, path: Path, title: str = "") -> None:
+def plot(recording: Recorded, path: Path, title: str = "") -> None:
     """See :meth:`Recording.plot`."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -57,7 +57,7 @@ def plot(recording: Recording, path: Path, title: str = "") -> None:
     figure.savefig(path)
 
 
-def curve(recording: Recording) -> tuple[list[float], list[float]]:
+def curve(recording: Recorded) -> tuple[list[float], list[float]]:
     """Times in ms and live megabytes, thinned to :data:`POINTS` with the peaks kept."""
     points = [(0, 0)] + [(event.time_ns, event.live) for event in recording.events() if not event.older]
     part = max(1, -(-len(points) // POINTS))

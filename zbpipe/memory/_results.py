@@ -1,0 +1,106 @@
+"""What a recording is made of for whoever reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import NamedTuple, Protocol
+
+import torch
+
+from zbpipe._text import megabytes, table
+
+Path = str | PathLike[str]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A named part of a recording, and the bytes in it: see Note [What a recording counts].
+
+    ``kind`` is "forward", "I", "W" or "B" (a backward that is not split) where zbpipe made the phase, else whatever it
+    was named. ``stage`` and ``microbatch`` are None where unknown. Times are in ns since the recording began.
+    ``allocated`` and ``freed`` are bytes, ``allocations`` and ``frees`` blocks. ``thread`` is a small number, 0 for a
+    device's allocator.
+    """
+
+    kind: str
+    stage: int | None
+    microbatch: int | None
+    thread: int
+    begin_ns: int
+    end_ns: int
+    live_begin: int
+    live_end: int
+    peak: int
+    allocated: int
+    freed: int
+    allocations: int
+    frees: int
+
+    @property
+    def label(self) -> str:
+        """As "I stage 1 microbatch 3"."""
+        parts = [self.kind]
+        parts += [] if self.stage is None else [f"stage {self.stage}"]
+        parts += [] if self.microbatch is None else [f"microbatch {self.microbatch}"]
+        return " ".join(parts)
+
+
+@dataclass(frozen=True)
+class HeldMicrobatch:
+    """Bytes held for one microbatch of a stage from I to W. ``microbatch`` is None if one W served several."""
+
+    stage: int | None
+    microbatch: int | None
+    bytes: int
+
+
+class Allocation(NamedTuple):
+    """An event of the log: ``bytes`` handed out at ``address`` (> 0) or taken back (< 0), ``live`` bytes afterwards.
+
+    ``older`` blocks were there before the recording; they do not change ``live``.
+    """
+
+    time_ns: int
+    address: int
+    bytes: int
+    live: int
+    thread: int
+    older: bool
+
+
+class Recorded(Protocol):
+    """A recording that is over, as its writers read it."""
+
+    device: torch.device
+
+    @property
+    def phases(self) -> list[Phase]: ...
+
+    @property
+    def peak(self) -> int: ...
+
+    def events(self) -> Iterator[Allocation]: ...
+
+
+def number_or_nothing(number: int | None) -> str:
+    return "" if number is None else str(number)
+
+
+def phase_table(phases: Sequence[Phase]) -> str:
+    header = ("phase", "stage", "microbatch", "ms", "begin, MB", "end, MB", "peak, MB", "allocated", "freed", "blocks")
+    return table(
+        header,
+        [
+            (
+                p.kind,
+                number_or_nothing(p.stage),
+                number_or_nothing(p.microbatch),
+                f"{(p.end_ns - p.begin_ns) / 1e6:.2f}",
+                *map(megabytes, (p.live_begin, p.live_end, p.peak, p.allocated, p.freed)),
+                str(p.allocations),
+            )
+            for p in phases
+        ],
+    )
