@@ -1,39 +1,8 @@
 """python -m zbpipe COMMAND"""
 
-import argparse
 import sys
-from collections.abc import Sequence
 
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m zbpipe", description="zbpipe's commands")
-    from zbpipe._cli import doctor, leaks
-
-    parser.add_argument("--version", action="version", version=doctor.version())
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    doctor.add_arguments(
-        commands.add_parser(
-            "doctor",
-            help="say what is installed here, whether this torch is known, and whether all would work",
-            description=doctor.DESCRIPTION,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-    )
-
-    leaks.add_arguments(
-        commands.add_parser(
-            "leaks",
-            help="run a training script and show what grows from step to step, and who holds it",
-            description=leaks.DESCRIPTION,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-    )
-    given = parser.parse_args(arguments)
-    if given.command is None:
-        parser.print_help()
-        return 0
-    return int(given.run(given))
-
+from zbpipe._cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -13,9 +13,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zbpipe import _C
-from zbpipe._kernels.book import Registration, registrations
+from zbpipe._kernels.book import books_of
+from zbpipe._kernels.defer import Weights, will_defer
+from zbpipe._kernels.registration import Registration
 from zbpipe._torch.dispatch import pytree
-from zbpipe._work import Weights, will_defer
 
 __all__ = ["WeightGradStore", "run_backward_dw"]
 
@@ -221,7 +222,7 @@ def run_backward_dw(module: nn.Module, weights: Sequence[nn.Parameter] | None = 
     """
     if not callable(getattr(module, "backward_dw", None)):
         raise TypeError(f"{type(module).__name__} has no method backward_dw; expected a module that delays its weights")
-    if registrations(module):
+    if books_of(module):
         raise ValueError(
             f"run_backward_dw was called for this {type(module).__name__} before; remove() the handle that it returned"
         )

@@ -11,8 +11,8 @@ from torch.distributed.pipelining import _backward, schedules
 
 import zbpipe
 from zbpipe import _build_info
-from zbpipe.__main__ import main
-from zbpipe._torch import probe
+from zbpipe._cli import main
+from zbpipe._torch import needs, probe
 
 ROOT = Path(__file__).parents[2]
 
@@ -131,11 +131,11 @@ def test_the_newest_torch_is_the_same_wherever_it_is_said():
         for line in (ROOT / "requirements" / "newest.txt").read_text().splitlines()
         if line.startswith("torch==")
     )
-    releases = [probe.release_of(version) for version in probe.TESTED]
-    assert newest == probe.TESTED[-1]
+    releases = [probe.release_of(version) for version in needs.TESTED]
+    assert newest == needs.TESTED[-1]
     assert releases == sorted(set(releases))
-    assert releases[-1] == probe.NEWEST
-    assert releases[0] == probe.OLDEST
+    assert releases[-1] == needs.NEWEST
+    assert releases[0] == needs.OLDEST
 
 
 @pytest.mark.slow
@@ -143,7 +143,7 @@ def test_the_newest_torch_is_the_same_wherever_it_is_said():
 def test_compilers_are_imported_only_when_asked_for(everything):
     arguments = ["doctor", "--all"] if everything else ["doctor"]
     code = (
-        "import sys\nfrom zbpipe._cli import doctor\nfrom zbpipe.__main__ import main\n"
+        "import sys\nfrom zbpipe._cli import doctor\nfrom zbpipe._cli import main\n"
         f"doctor.would_patch = lambda faults: 'not asked'\nstatus = main({arguments})\n"
         "print('imported:', 'torch._inductor.compile_fx' in sys.modules)\nsys.exit(status)"
     )

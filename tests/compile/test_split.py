@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import fx
 
-from zbpipe._compile.split import CannotSplitError, split
+from zbpipe._compile.cut import CannotSplitError
+from zbpipe._compile.split import split
 
 aten = torch.ops.aten
 

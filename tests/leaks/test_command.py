@@ -11,7 +11,7 @@ import pytest
 import torch.distributed.pipelining
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
-from zbpipe.__main__ import main
+from zbpipe._cli import main
 
 TRAINING = """
 import sys

@@ -13,7 +13,7 @@ import torch
 
 from zbpipe import _build_info, get_policy, is_patched
 from zbpipe._patch.env import OFF, ON, RELEASE_OUTPUTS
-from zbpipe._torch import probe
+from zbpipe._torch import needs, probe
 from zbpipe._version import __version__
 
 DESCRIPTION = """\
@@ -87,12 +87,12 @@ def torch_is(notes: list[str]) -> str:
     """Whether the tests have run on this torch; a note says on which they have, if not."""
     if probe.was_tested(torch.__version__):
         return "tested"
-    ran = f"they have on {', '.join(probe.TESTED)}"
+    ran = f"they have on {', '.join(needs.TESTED)}"
     release = probe.release_of(torch.__version__)
-    if release is not None and probe.OLDEST <= release <= probe.NEWEST:
+    if release is not None and needs.OLDEST <= release <= needs.NEWEST:
         notes.append(f"zbpipe's tests have not run on torch {torch.__version__}; {ran}")
         return "known, not run"
-    age = "older" if release is not None and release < probe.OLDEST else "newer"
+    age = "older" if release is not None and release < needs.OLDEST else "newer"
     notes.append(
         f"torch {torch.__version__} is {age} than those that zbpipe knows; its tests have not run on it; {ran}"
     )
@@ -108,7 +108,7 @@ def private_parts(everything: bool, faults: list[str], notes: list[str]) -> str:
         mark = "ok" if row.ok else "DIFFERS"
         print(f"  {mark:<8}{row.name}: {row.expected}; {row.found} ({row.need}, torch {row.releases})")
     for row in different:
-        memory_alone = row.consequence.startswith(probe.Weight.MEMORY.value)
+        memory_alone = row.consequence.startswith(needs.Weight.MEMORY.value)
         (notes if memory_alone else faults).append(f"{row.name} {row.found}; {row.consequence}")
     result = f"{len(rows)} looked at, {len(different)} differ" if different else f"{len(rows)} looked at, all known"
     names = ", ".join(need.name for need in left_out)

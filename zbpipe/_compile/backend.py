@@ -13,7 +13,8 @@ import torch
 from torch import fx
 
 from zbpipe import _C
-from zbpipe._compile.split import CannotSplitError, Halves, split
+from zbpipe._compile.cut import CannotSplitError
+from zbpipe._compile.split import Halves, split
 from zbpipe._torch import compiler
 from zbpipe._torch.autograd import without_autocast
 from zbpipe._torch.compiler import CompileContext, TracingContext, compile_context, tracing

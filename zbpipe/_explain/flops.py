@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge, Node
@@ -194,3 +194,45 @@ _PRODUCT = re.compile(
     r"(^|_)(\w*mm|\w*mv|v?dot|ger|addr|inner|kron|matmul|linear|bilinear|trilinear|conv\w*|linalg|rnn|lstm|gru"
     r"|attention|cdist|solve|cholesky|inverse|svd|eigh?|qr|lu|det|slogdet)(_|$|\d)"
 )
+
+
+class Task(Protocol):
+    """A weight task, as the C part plans it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def transposed(self) -> bool: ...
+
+
+def of_product(
+    task: Task, kind: str, slot: int, shape: tuple[int, ...], shapes: Mapping[str, list[tuple[int, ...]]]
+) -> tuple[str, int | None]:
+    """What W multiplies for an edge of the task, and the FLOPs."""
+    if kind in ("handed over", "root"):
+        return "", None
+    grad = next(iter(shapes.get("output gradient", ())), None)
+    if len(shape) < 2 or grad is None:
+        return "", 0
+    if not grad or min(*grad, *shape) < 0:
+        return "", None  # nested, or of sizes that are not numbers
+    size = math.prod(shape)
+    if task.name.startswith("LinearBackward"):
+        rows = math.prod(grad[:-1])
+        return f"{[shape[0], rows]} @ {[rows, shape[1]]}", 2 * rows * size
+    if task.name.startswith("ConvolutionBackward"):
+        over = next((s for s in shapes.get("saved", ()) if len(s) == len(grad)), None) if task.transposed else grad
+        return "convolution", None if over is None else 2 * size * math.prod(over) // over[1]
+    if task.name.startswith("GroupedMmBackward"):
+        return "grouped product", 2 * math.prod(shape[-2:]) * grad[0] if len(grad) == 2 and len(shape) == 3 else None
+    factors = FACTORS.get(task.name.removesuffix("0"))
+    if factors is not None:
+        if slot not in factors:
+            return "", 0  # the added matrix
+        is_left = slot == factors[0]
+        inner = grad[-1] if is_left else grad[-2]
+        batch = list(shape[:-2])
+        left, right = ([*batch, shape[-2], inner], [*batch, inner, shape[-1]])
+        return f"{left} @ {right}", 2 * inner * size
+    return "", 0

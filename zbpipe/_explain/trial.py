@@ -32,9 +32,10 @@ import torch
 from torch import nn
 
 from zbpipe import _C
+from zbpipe._kernels.book import books_of
 from zbpipe._torch import autograd
 from zbpipe._torch.dispatch import is_traceable_wrapper_subclass
-from zbpipe._torch.modules import hooks_before_forward, parametrizations_cache
+from zbpipe._torch.modules import parametrizations_cache
 
 
 @contextlib.contextmanager
@@ -118,8 +119,7 @@ class _State:
 
 def _is_kept_in_step(module: nn.Module) -> bool:
     """Whether zbpipe.stores has a book about the module's queue: what is put back there would be missing in it."""
-    hooks = hooks_before_forward(module)
-    return any(getattr(hook, "__module__", "") in ("zbpipe.stores", "zbpipe._kernels.book") for hook in hooks)
+    return bool(books_of(module))
 
 
 def _parts_of(tensor: Any) -> list[Any]:

@@ -30,7 +30,7 @@ import torch
 from zbpipe._patch import env, places, table
 from zbpipe._policy import get_policy
 from zbpipe._stage import data_parallel, methods, scale, state
-from zbpipe._torch import pipelining, probe
+from zbpipe._torch import needs, pipelining, probe
 
 logger = logging.getLogger("zbpipe")
 
@@ -150,7 +150,7 @@ def _import() -> _Modules:
     Raises RuntimeError if this torch is too old, or has no pipelining.
     """
     release = probe.release_of(torch.__version__)
-    if release is None or release < probe.OLDEST:
+    if release is None or release < needs.OLDEST:
         raise RuntimeError(f"zbpipe cannot patch torch {torch.__version__}: it needs torch 2.11 or newer.")
     if not torch.distributed.is_available():
         raise RuntimeError(f"zbpipe cannot patch torch {torch.__version__}: it was built without torch.distributed.")
@@ -216,10 +216,10 @@ _ADVICE = "use a torch that zbpipe knows, or a newer zbpipe."
 
 def _refuse_unknown() -> None:
     """Raises RuntimeError where numbers would depend on what this torch has not, or has otherwise."""
-    needs = ["stages"]
+    wanted = ["stages"]
     if get_policy().main_grad:
-        needs.append("the scale of main_grad")
-    for need in needs:
+        wanted.append("the scale of main_grad")
+    for need in wanted:
         if refusal := probe.refusal(need):
             raise RuntimeError(f"zbpipe cannot patch torch {torch.__version__}, with which {refusal}; {_ADVICE}")
 
@@ -228,11 +228,11 @@ def _warn_of_unknown() -> None:
     """Say once of what is not done with this torch, and of one that is newer than those that zbpipe was tested with."""
     said = []
     release = probe.release_of(torch.__version__)
-    if release is not None and release > probe.NEWEST:
-        newest = ".".join(map(str, probe.NEWEST))
+    if release is not None and release > needs.NEWEST:
+        newest = ".".join(map(str, needs.NEWEST))
         said.append(f"torch {torch.__version__} is newer than {newest}, the newest that zbpipe has been tested with")
-    for need in probe.NEEDS:
-        if need.weight in (probe.Weight.SOME_NUMBERS, probe.Weight.MEMORY) and (refusal := probe.refusal(need.name)):
+    for need in needs.NEEDS:
+        if need.weight in (needs.Weight.SOME_NUMBERS, needs.Weight.MEMORY) and (refusal := probe.refusal(need.name)):
             said.append(f"not all is patched, with torch {torch.__version__} {refusal} ({need.weight.value})")
     for sentence in said:
         if sentence not in _state.said:

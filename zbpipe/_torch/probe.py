@@ -2,11 +2,11 @@
 
 Note [What is probed]
 
-``NEEDS`` is the table: what zbpipe does, the things of torch that it needs for that, by dotted name, and what becomes
-of it where a thing differs. Signatures are compared by their parameters' names. The state behind methods is looked at
-too, without an instance: an attribute is there if the class defines or annotates it, or if one of its methods assigns
-it. Where releases of torch differ, a need has several ways, and holds if one of them is there whole: the state decides,
-not the version number.
+``NEEDS`` (needs.py) is the table: what zbpipe does, the things of torch that it needs for that, by dotted name, and
+what becomes of it where a thing differs. Signatures are compared by their parameters' names. The state behind methods
+is looked at too, without an instance: an attribute is there if the class defines or annotates it, or if one of its
+methods assigns it. Where releases of torch differ, a need has several ways, and holds if one of them is there whole:
+the state decides, not the version number.
 
 patch() asks for what it is about to change. What numbers depend on it refuses without, in one sentence that names it;
 where only some stages' numbers do (data parallel ones, main_grad), those are refused when they come; where only memory
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import dis
-import enum
 import functools
 import importlib
 import inspect
@@ -28,61 +27,9 @@ import types
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-TESTED = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")  # the whole suite has run on these, and on no others
-OLDEST = (2, 11)
-NEWEST = (2, 15)
+from zbpipe._torch.needs import NEEDS, TESTED, Need, Thing, Way
 
-_PIPELINING = "torch.distributed.pipelining"
-_STAGE = f"{_PIPELINING}.stage"
-_BASE = f"{_STAGE}:_PipelineStageBase"
-_FSDP = "torch.distributed.fsdp._fully_shard"
-_GROUP = f"{_FSDP}._fsdp_param_group:FSDPParamGroup"
-_PARAM = f"{_FSDP}._fsdp_param:FSDPParam"
-_STATE = f"{_FSDP}._fsdp_state:FSDPState"
-_DDP = "torch.nn.parallel.distributed"
-_COMPOSABLE = "torch.distributed._composable"
-_INDUCTOR = "torch._inductor.compile_fx"
 _MISSING = object()
-
-
-class Weight(enum.Enum):
-    """What becomes of zbpipe where a need is not met."""
-
-    NUMBERS = "patch() refuses"
-    SOME_NUMBERS = "refused where it is met"
-    MEMORY = "patch() goes without"
-    TOOL = "raises where it is used"
-
-
-class Thing(NamedTuple):
-    """A name in torch: ``module:path``. ``kind`` is "function", "property", "attribute" (of instances, or of a module)
-    or "callable" (a function that tells no signature). ``parameters``: of a function, by name."""
-
-    name: str
-    kind: str
-    parameters: tuple[str, ...] = ()
-    may_be_missing: bool = False
-
-    def __str__(self) -> str:
-        return f"function of ({', '.join(self.parameters)})" if self.kind == "function" else self.kind
-
-
-class Way(NamedTuple):
-    """Things that go together, and the releases of torch, "2.11 to 2.14", that have them."""
-
-    releases: str
-    things: tuple[Thing, ...]
-
-
-class Need(NamedTuple):
-    """``consequence`` says what is not so where the need is not met, as the end of a sentence. ``slow`` names the
-    module of torch among what is looked at that takes seconds to import."""
-
-    name: str
-    weight: Weight
-    consequence: str
-    ways: tuple[Way, ...]
-    slow: str = ""
 
 
 class Row(NamedTuple):
@@ -97,259 +44,6 @@ class Row(NamedTuple):
     consequence: str
 
 
-def _functions(owner: str, signatures: dict[str, str], may_be_missing: bool = False) -> tuple[Thing, ...]:
-    return tuple(
-        Thing(_join(owner, name), "function", tuple(parameters.split()), may_be_missing)
-        for name, parameters in signatures.items()
-    )
-
-
-def _join(owner: str, name: str) -> str:
-    return f"{owner}.{name}" if ":" in owner else f"{owner}:{name}"
-
-
-def _attributes(owner: str, names: str) -> tuple[Thing, ...]:
-    return tuple(Thing(_join(owner, name), "attribute") for name in names.split())
-
-
-def _callables(owner: str, names: str) -> tuple[Thing, ...]:
-    return tuple(Thing(_join(owner, name), "callable") for name in names.split())
-
-
-_OF_CUDA_BUILDS = _callables("torch._C", "_cuda_isHistoryEnabled _cuda_memoryStats")
-_PASSES = {
-    "stage_backward": "stage_output output_grads input_values outputs_with_grads_idxs",
-    "stage_backward_input": "stage_outputs_or_loss output_grads input_values weights",
-    "stage_backward_weight": "weights param_groups retain_graph",
-    "_get_grad_fn_or_grad_acc": "t",
-    "construct_reverse_graph": "roots",
-    "reverse_closure": "roots target_nodes reverse_edges_dict",
-    "get_param_groups": "inputs params reverse_edges_dict",
-    "_null_coalesce_accumulate": "lhs rhs",
-}
-_NEWER_PASSES = {"_autograd_grad_for_inputs": "outputs inputs grad_outputs retain_graph allow_unused"}
-_DRIVES = {
-    "forward_maybe_with_nosync": "self args kwargs",
-    "backward_maybe_with_nosync": "self backward_type bwd_kwargs last_backward",
-    "backward_one_chunk": "self bwd_chunk_id loss full_backward last_backward",
-    "backward_weight_one_chunk": "self bwd_chunk_id last_backward",
-}
-_DRIVEN = (
-    *_functions(_BASE, _DRIVES),
-    Thing(f"{_BASE}.is_first", "property"),
-    Thing(f"{_BASE}.is_last", "property"),
-    *_attributes(_BASE, "submod stage_index dw_builder backward_state args_recv_info grad_recv_info"),
-    # Where it is missing, the forward that tells a stage its shapes runs without gradients.
-    *_functions(f"{_STAGE}:PipelineStage", {"_compute_outputs": "self args module kwargs"}, may_be_missing=True),
-)
-_RELEASES = {
-    "forward_one_chunk": "self fwd_chunk_id args kwargs save_forward_output",
-    "get_fwd_recv_ops": "self fwd_chunk_id",
-    "get_bwd_recv_ops": "self bwd_chunk_id",
-    "get_fwd_send_ops": "self fwd_chunk_id",
-    "get_bwd_send_ops": "self bwd_chunk_id",
-    "set_local_fwd_input": "self prev_stage_outputs mb_index",
-    "set_local_bwd_input": "self next_stage_bwd_outputs mb_index",
-    "clear_runtime_states": "self",
-}
-_SHARDED = (
-    Thing("torch.distributed.fsdp:FSDPModule._get_fsdp_state", "function", ("self",)),
-    *_attributes(_STATE, "_state_ctx"),
-    *_attributes(f"{_FSDP}._fsdp_state:FSDPStateContext", "all_states"),
-    *_attributes(_GROUP, "fsdp_params"),
-    Thing(f"{_GROUP}.is_unsharded", "property"),
-    *_functions(_GROUP, {"unshard": "self async_op", "wait_for_unshard": "self", "reshard": "self"}),
-    *_attributes(_PARAM, "sharded_param _unsharded_param"),
-)
-_SUMS_IN_BUFFERS = (
-    *_attributes(_PARAM, "unsharded_accumulated_grad"),
-    *_functions(_PARAM, {"to_accumulated_grad_if_needed": "self"}),
-)
-
-NEEDS = (
-    Need(
-        "passes",
-        Weight.NUMBERS,
-        "I and W cannot take the place of torch's",
-        (
-            Way(
-                "2.11 to 2.15",
-                (
-                    *_functions(f"{_PIPELINING}._backward", _PASSES),
-                    *_functions(f"{_PIPELINING}._backward", _NEWER_PASSES, may_be_missing=True),
-                ),
-            ),
-        ),
-    ),
-    Need(
-        "stages",
-        Weight.NUMBERS,
-        "the losses and the weights of its stages cannot be seen to",
-        (
-            Way("2.11 to 2.14", (*_DRIVEN, *_attributes(_BASE, "fwd_cache"))),
-            Way(
-                "2.15",
-                (
-                    *_DRIVEN,
-                    *_attributes(_BASE, "_forward_chunk_states"),
-                    *_attributes(f"{_STAGE}:_ForwardChunkState", "live_outputs output_grad_edges"),
-                    *_functions(f"{_STAGE}:_ForwardChunkState", {"stage_output_for_backward": "self"}),
-                ),
-            ),
-        ),
-    ),
-    Need(
-        "the scale of main_grad",
-        Weight.SOME_NUMBERS,
-        "a schedule's division by the number of microbatches would not reach main_grad",
-        (Way("2.11 to 2.15", _functions(_BASE, {"scale_grads": "self grad_scale_factor"})),),
-    ),
-    Need(
-        "fully_shard",
-        Weight.SOME_NUMBERS,
-        "the gradients of stages under fully_shard would be wrong",
-        (
-            Way("2.12 to 2.14", (*_SHARDED, *_attributes(_STATE, "_fsdp_param_groups"), *_SUMS_IN_BUFFERS)),
-            Way("2.11", (*_SHARDED, *_attributes(_STATE, "_fsdp_param_group"), *_SUMS_IN_BUFFERS)),
-            Way(
-                "2.15",
-                (
-                    *_SHARDED,
-                    *_attributes(_STATE, "_fsdp_param_groups"),
-                    Thing(f"{_PARAM}.unsharded_accumulated_grad", "property"),
-                    Thing(f"{_PARAM}.unsharded_grad_dtype", "property"),
-                ),
-            ),
-        ),
-    ),
-    Need(
-        "DistributedDataParallel",
-        Weight.SOME_NUMBERS,
-        "DistributedDataParallel would reduce at the wrong moment, or never",
-        (
-            Way(
-                "2.11 to 2.15",
-                (
-                    *_attributes(
-                        f"{_DDP}:DistributedDataParallel",
-                        "reducer module static_graph find_unused_parameters parameters_to_ignore "
-                        "_static_graph_delay_allreduce_enqueued",
-                    ),
-                    *_functions(_DDP, {"_find_tensors": "obj"}),
-                    Thing("torch.distributed:Reducer.prepare_for_backward", "callable"),
-                    Thing("torch.distributed:Reducer._delay_all_reduce", "callable"),
-                ),
-            ),
-        ),
-    ),
-    Need(
-        "the composable replicate",
-        Weight.SOME_NUMBERS,
-        "replicate would reduce at the wrong moment, or never",
-        (
-            Way(
-                "2.11 to 2.15",
-                (
-                    *_functions(_COMPOSABLE, {"_get_registry": "module"}),
-                    Thing(f"{_COMPOSABLE}:replicate.state", "callable"),
-                    *_attributes(f"{_COMPOSABLE}.replicate:_ReplicateState", "_ddp _no_sync _init_args"),
-                    *_functions(f"{_COMPOSABLE}.replicate:_ReplicateState", {"lazy_init": "self"}),
-                ),
-            ),
-        ),
-    ),
-    Need(
-        "releases",
-        Weight.MEMORY,
-        "stages and schedules hold what they hold in torch",
-        (
-            Way("2.15", _functions(_BASE, {"release_fwd_send_outputs": "self fwd_chunk_id"})),
-            Way(
-                "2.11 to 2.14",
-                (
-                    *_functions(_BASE, _RELEASES),
-                    *_functions(f"{_PIPELINING}.schedules", {"_batch_p2p": "p2p_ops desc"}),
-                    *_attributes(f"{_STAGE}:_RecvInfo", "buffer"),
-                    *_attributes(_BASE, "device fwd_cache"),
-                    *_attributes("torch.distributed:P2POp", "op tensor group peer"),
-                ),
-            ),
-        ),
-    ),
-    Need(
-        "compiled stages",
-        Weight.MEMORY,
-        "its schedules go on refusing compiled stages",
-        (
-            Way(
-                "2.11 to 2.15",
-                _functions(
-                    f"{_PIPELINING}.schedules",
-                    {"_check_torch_compile_compatibility": "stages schedule_name"},
-                    may_be_missing=True,
-                ),
-            ),
-        ),
-    ),
-    Need(
-        "tensors and nodes",
-        Weight.TOOL,
-        "explain, defer, the stores, release and the leak tools",
-        (
-            Way(
-                "2.11 to 2.15",
-                (
-                    *_attributes("torch:Tensor", "_base _version _backward_hooks _post_accumulate_grad_hooks"),
-                    *_callables("torch:Tensor", "_is_view _make_subclass"),
-                    *_callables(
-                        "torch._C",
-                        "_current_graph_task_id _current_autograd_node _DisableAutocast DisableTorchFunctionSubclass",
-                    ),
-                    *_callables("torch._C:_autograd", "_get_creation_meta _unsafe_set_version_counter CreationMeta"),
-                    *_attributes("torch:UntypedStorage", "_cdata"),
-                    *_attributes("torch.nn:Module", "_forward_pre_hooks _parameters _buffers _modules"),
-                    *_attributes("torch.nn.utils.parametrize", "_cache"),
-                    *_callables("torch.utils._python_dispatch", "TorchDispatchMode is_traceable_wrapper_subclass"),
-                    *_callables("torch._compile", "_disable_dynamo"),
-                    *_callables("torch.utils._pytree", "tree_flatten tree_unflatten tree_map"),
-                ),
-            ),
-        ),
-    ),
-    Need(
-        "the CUDA allocator",
-        Weight.TOOL,
-        "zbpipe.memory and the leak tools on CUDA",
-        (
-            Way(
-                "2.11 to 2.15",
-                (
-                    *_callables("torch.cuda.memory", "_record_memory_history _snapshot"),
-                    *(thing._replace(may_be_missing=True) for thing in _OF_CUDA_BUILDS),
-                ),
-            ),
-        ),
-    ),
-    Need(
-        "compilers",
-        Weight.TOOL,
-        "zbpipe.compile",
-        (
-            Way(
-                "2.11 to 2.15",
-                (
-                    *_callables("torch._dynamo.backends.debugging", "aot_eager boxed_nop"),
-                    *_callables(_INDUCTOR, "compile_fx compile_fx_inner"),
-                    *_callables("torch._inductor.utils", "BoxedBool"),
-                    *_callables("torch", "_TorchCompileInductorWrapper"),
-                    *_callables("torch._guards", "CompileContext TracingContext compile_context tracing"),
-                    *_callables("torch._ops", "OpOverload HigherOrderOperator"),
-                ),
-            ),
-        ),
-        slow=_INDUCTOR,
-    ),
-)
 _BY_NAME = {need.name: need for need in NEEDS}
 
 

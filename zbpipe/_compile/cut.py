@@ -1,0 +1,84 @@
+"""Where a traced backward graph is cut between I and W.
+
+Note [The cut]
+W must compute the products that give the deferred gradients, I all that the other gradients need. In between lies
+what either could compute, and what I hands to W is the set of values along the cut. It is chosen by a minimum cut:
+the fewest bytes; among those the one that leaves the most to W. So W reads the two matrices of each product, or what is
+smaller and gives them by cheap steps that I does not need; and where a vector's gradient needs more than the vector, I
+computes it. A parameter counts as any tensor, for W is given a copy: fully_shard frees what it has gathered after I.
+
+The classes of nodes are in nodes.py.
+"""
+
+import operator
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from torch import fx
+
+from zbpipe._compile.nodes import FREE, LIGHT, PINNED, above, behind_free, byte_count, classify
+
+
+class CannotSplitError(Exception):
+    """The graph cannot be split; the message says why, to be read after "is not split: "."""
+
+
+class Cut:
+    """The minimum cut, over all nodes that W's results need but the free ones, as a flow network of networkx.
+
+    A node on the source's side is given to I or computed by it, one on the sink's side is computed by W. Between a node
+    and those that read it stands another one, so that holding it is paid once however many nodes of W read it.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        outputs: Sequence[Any],
+        deferred: Collection[int],
+        everything: bool,
+        recompute: bool,
+    ) -> None:
+        self.for_i = above(out for i, out in enumerate(outputs) if i not in deferred)
+        self.results = {node for i in deferred for node in behind_free(outputs[i])}
+        for_w = above(self.results)
+        self.order = [node for node in graph.nodes if node in for_w and classify(node) != FREE]
+        self.everything = everything
+        self.recompute = recompute
+
+    def solve(self) -> set[fx.Node]:
+        """The nodes that W computes, but for free ones."""
+        import networkx  # type: ignore[import-untyped]  # which torch needs, and imports late itself
+
+        flow = networkx.DiGraph()
+        flow.add_nodes_from(["I", "W"])
+        byte = 2 * len(self.order) + 1  # outweighs all preferences together
+        for node in self.order:
+            self.place(flow, node)
+            cost = byte_count(node.meta.get("val"))
+            connect(flow, node, ("holding", node), None if cost is None else cost * byte)
+            for source in {source for read in node.all_input_nodes for source in behind_free(read)}:
+                connect(flow, ("holding", source), node)
+                if source not in self.for_i:
+                    connect(flow, node, source)  # if it is I that computes the one, then the other too
+        for node in self.results:
+            connect(flow, ("holding", node), "W")
+        try:
+            _, (_, by_w) = networkx.minimum_cut(flow, "I", "W")
+        except networkx.NetworkXUnbounded:
+            raise CannotSplitError("random numbers are drawn between the products of its weights") from None
+        return {node for node in self.order if node in by_w}
+
+    def place(self, flow: Any, node: fx.Node) -> None:
+        """Says who may compute `node`, and which of the two is preferred."""
+        kind = classify(node)
+        if kind == PINNED:
+            connect(flow, "I", node)
+        elif node in self.for_i:
+            connect(flow, "I", node, 1 if self.recompute and kind == LIGHT else None)
+        elif node.target is not operator.getitem:  # which goes with what it is taken from
+            connect(flow, node, "W", 1 if not self.everything and kind == LIGHT else None)
+
+
+def connect(flow: Any, a: Any, b: Any, capacity: int | None = None) -> None:
+    """None: without limit, as networkx has it."""
+    flow.add_edge(a, b, **({} if capacity is None else {"capacity": capacity}))

@@ -1,0 +1,122 @@
+"""The nodes of a traced graph, each of one of these classes:
+
+
+free    views, constants, arithmetic on sizes: a half that needs one computes it; not part of the cut, in which what
+        reads a view reads what is viewed
+light   elementwise operations, reductions, casts: what only W needs may be computed by either; what I needs, by I,
+        and if `recompute` says so by W once more
+heavy   everything else, products above all: what I needs by I, what only W needs by W, never twice
+pinned  what draws random numbers: by I
+"""
+
+import operator
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from zbpipe._torch import dispatch
+
+CONSTANTS = {
+    "arange", "empty", "empty_strided", "eye", "full", "iota", "linspace", "new_empty", "new_empty_strided", "new_full",
+    "new_ones", "new_zeros", "ones", "scalar_tensor", "zeros",
+}  # fmt: skip
+# Those that have no tag "pointwise"; and reductions, which have a tag in newer releases of torch only.
+LIGHT_NAMES = {
+    "_fused_rms_norm", "_fused_rms_norm_backward", "_log_softmax", "_log_softmax_backward_data", "_softmax",
+    "_softmax_backward_data", "_to_copy", "all", "amax", "amin", "any", "cat", "clone", "constant_pad_nd",
+    "convert_element_type", "empty_like", "flip", "full_like", "gelu_backward", "logsumexp", "max", "mean", "min",
+    "native_dropout_backward", "native_group_norm", "native_group_norm_backward", "native_layer_norm",
+    "native_layer_norm_backward", "ones_like", "prod", "repeat", "select_backward", "select_scatter",
+    "sigmoid_backward", "silu_backward", "slice_backward", "slice_scatter", "std", "sum", "tanh_backward",
+    "threshold_backward", "var", "var_mean", "where", "zeros_like",
+}  # fmt: skip
+
+FREE, LIGHT, HEAVY, PINNED = "free", "light", "heavy", "pinned"
+
+
+def classify(node: fx.Node) -> str:
+    if node.op == "placeholder":
+        return PINNED
+    if node.op == "get_attr":
+        return FREE
+    if not has_tensor(node):  # a size: asking a tensor for it must not make W hold the tensor
+        return LIGHT if any(has_tensor(source) for source in node.all_input_nodes) else FREE
+    if node.target is operator.getitem:  # one of several results
+        return FREE if is_view(node) else LIGHT
+    target: Any = node.target
+    if not dispatch.is_operator(target):  # a higher-order operator: cond, a Triton kernel
+        return PINNED if "rng" in str(node.target) else HEAVY
+    if torch.Tag.nondeterministic_seeded in target.tags:
+        return PINNED
+    name = base_name(node)
+    if is_view(node) or (name in CONSTANTS and not any(has_tensor(source) for source in node.all_input_nodes)):
+        return FREE
+    tags = {str(tag).rsplit(".", 1)[-1] for tag in target.tags}
+    return LIGHT if name in LIGHT_NAMES or name in CONSTANTS or tags & {"pointwise", "reduction"} else HEAVY
+
+
+def behind_free(value: Any) -> list[fx.Node]:
+    """What `value` is computed from, past free nodes: itself, if it is not free."""
+    found: dict[fx.Node, None] = {}
+    stack, seen = [value] if isinstance(value, fx.Node) else [], set()
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            if classify(node) == FREE:
+                stack.extend(node.all_input_nodes)
+            else:
+                found[node] = None
+    return list(found)
+
+
+def base_name(node: fx.Node) -> str:
+    """Of an OpOverload: "mm" of aten.mm.default."""
+    return dispatch.operator_name(node.target)
+
+
+def is_view(node: fx.Node) -> bool:
+    """True if holding the value would hold another one's memory."""
+    if node.target is operator.getitem:
+        source = node.args[0]
+        return isinstance(source, fx.Node) and is_view(source)
+    return dispatch.makes_view(node.target)
+
+
+def has_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))
+
+
+def byte_count(value: Any) -> int | None:
+    """The bytes of a tensor (of its size when it was traced, if that is symbolic); 0 of a number, None of what cannot
+    be handed over."""
+    if isinstance(value, torch.Tensor):
+        return number(value.numel()) * value.element_size()
+    return 0 if isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)) else None
+
+
+def number(size: int | torch.SymInt) -> int:
+    """A size without a guard on it."""
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint
+    return 8192 if hint is None else int(hint)
+
+
+def above(results: Iterable[Any], within: Collection[fx.Node] | None = None) -> set[fx.Node]:
+    """`results` and all that they are computed from; `within`: only those of these nodes and free ones between them."""
+    found: set[fx.Node] = set()
+    stack = [result for result in results if isinstance(result, fx.Node)]
+    while stack:
+        node = stack.pop()
+        if node not in found and (within is None or node in within or classify(node) == FREE):
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
+
+
+def is_size(node: fx.Node) -> bool:
+    """A size that was saved: both halves take it, for their sizes may be written in it."""
+    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))

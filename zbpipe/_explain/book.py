@@ -1,0 +1,142 @@
+"""The book of a trial: which uses each parameter has, and what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zbpipe import _C
+from zbpipe._explain.flops import Computed, of_product
+from zbpipe._explain.result import ParameterPlan, Use
+from zbpipe._policy import Policy
+from zbpipe._torch import autograd
+from zbpipe.memory import Held
+
+_Edge = tuple[int, tuple[int, ...], "str | None", list[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A weight task as it is planned: _C.explain()'s, without the node."""
+
+    name: str
+    kind: str
+    why: str
+    edges: list[_Edge]
+    transposed: bool  # of a convolution
+
+    @classmethod
+    def of(cls, planned: Any) -> Task:
+        node, name, kind, why, edges = planned
+        return cls(name, kind, why, edges, autograd.is_transposed(node))
+
+
+class Book:
+    """Collects the uses of each parameter."""
+
+    def __init__(self, policy: Policy, name_of: Mapping[int, str]) -> None:
+        self.policy = policy
+        self.name_of = name_of
+        self.uses: dict[str, list[Use]] = {}
+        self.ways: dict[str, dict[str, None]] = {}
+        self.flops = 0
+        self.unknown = False  # whether there are FLOPs that `flops` lacks
+        self.is_within_autocast = False
+        self.notes: dict[str, None] = {}
+
+    def add(self, task: Task, account: tuple[Any, str, list[Any]]) -> None:
+        _, kind, tensors = account
+        if kind == "root":
+            self.notes[
+                "what the graph itself has saved is not counted where W runs it: no stage input is behind it"
+            ] = None
+        shapes: dict[str, list[tuple[int, ...]]] = {}
+        done_in_i: set[int] = set()
+        for role, _, _, shape, _, _, weights in tensors:
+            shapes.setdefault(role, []).append(shape)
+            if role in ("kept gradient", "light gradient"):
+                done_in_i.update(id(weight) for weight in weights)
+        if kind == "product" and "matrix" not in shapes:
+            self.notes["the FLOPs of what W computes again of checkpointed regions are not counted"] = None
+            self.unknown = True
+        for slot, shape, way, weights in task.edges:
+            runs_in, why = self._place(task, kind)
+            product, flops = ("", 0) if runs_in == "I" else of_product(task, kind, slot, shape, shapes)
+            self.flops += flops or 0
+            self.unknown = self.unknown or (flops is None and kind != "root")
+            for weight in weights:
+                name = self.name_of.get(id(weight), "")
+                here = (runs_in, why, product, flops)
+                if kind == "handed over" and id(weight) in done_in_i:
+                    here = ("I", f"{task.name} returns it there, beside what it hands over", "", 0)
+                self.uses.setdefault(name, []).append(Use(task.name, *here))
+                if way:
+                    self.ways.setdefault(name, {})[way] = None
+
+    def add_inner(self, weight: torch.Tensor) -> None:
+        """For one that has got its gradient within I."""
+        why = "it is added within I, by a backward in the backward, as that of a reentrant checkpoint"
+        self.uses.setdefault(self.name_of[id(weight)], []).append(Use("", "I", why, "", 0))
+
+    def add_computed(self, computed: Computed) -> None:
+        self.flops += computed.flops
+        if computed.unknown:
+            self.unknown = True
+            names = ", ".join(computed.unknown)
+            self.notes[f"FLOPs of what W runs beside its products are not known: {names}"] = None
+        for i, nodes in computed.on_the_way.items():
+            name = self.name_of[i]
+            if all(use.why != _ROOT for use in self.uses.get(name, ())):
+                for node, flops in nodes:
+                    why = "on the way from its use to the parameter"
+                    self.uses.setdefault(name, []).append(Use(node, "W", why, "", flops))
+
+    def _place(self, task: Task, kind: str) -> tuple[str, str]:
+        if kind == "handed over":
+            return "W", "handed over by zbpipe.defer"
+        if kind == "root":
+            return "W", _ROOT
+        if kind == "deferred" and task.kind == "product":
+            return "W", "the node is run again: its matrices are of a subclass, sparse, complex or conjugated"
+        if kind in ("product", "deferred"):
+            return "W", "" if kind == "product" else "the node is run again for its weights"
+        return "I", self._why_whole(task)
+
+    def _why_whole(self, task: Task) -> str:
+        defer = self.policy.defer
+        if task.why == "function":
+            compiled = task.name.startswith("CompiledFunction")
+            return f"{'compiled' if compiled else 'custom Function without zbpipe.defer'}: runs whole in I"
+        return {
+            "post hook": "a hook on its node is owed all of its gradients at once",
+            "policy": f"policy defer={defer!r}" if isinstance(defer, str) else "the policy's defer function says so",
+            "unknown": "the node is not known to compute its weights' gradients apart",
+            "packed": "the policy leaves what is checkpointed or packed to I (checkpoint)",
+            "light": "a vector: policy defer='matrices'",
+        }[task.why]
+
+
+_ROOT = "no stage input is behind it: W runs its whole backward"
+
+
+def plan_of(name: str, parameter: torch.nn.Parameter, book: Book, holding: Held) -> ParameterPlan:
+    row = next((row for row in holding.parameters if row.name == name), None)
+    uses = tuple(book.uses.get(name, ()))
+    notes = list(book.ways.get(name, ()))
+    if not parameter.requires_grad:
+        notes.append("frozen")
+    elif not uses:
+        notes.append("no gradient reaches it")
+    elif _C.is_watched(parameter):
+        notes.append("hooks watch it")
+    return ParameterPlan(
+        name=name,
+        shape=tuple(parameter.shape),
+        uses=uses,
+        bytes=row.bytes if row else 0,
+        alone=row.alone if row else 0,
+        note="; ".join(notes),
+    )

@@ -1,0 +1,113 @@
+"""What zbpipe.explain returns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zbpipe._policy import Policy
+from zbpipe._text import megabytes, table
+
+
+@dataclass(frozen=True)
+class Use:
+    """One gradient of a parameter, as the backward computes it.
+
+    ``node`` is the autograd node behind which the parameter is used. ``runs_in`` is "W" or "I": where the gradient is
+    computed; W adds it in either case. ``why`` says why there. ``product`` has the shapes of the two matrices that W
+    multiplies, such as "[16, 64] @ [64, 8]", or is empty. ``flops`` are floating-point operations in W, of products
+    alone: 0 for what runs in I, None where they are not known, or not for this parameter apart ("?" in the table). A
+    parameter from which a weight is computed has further uses: the products that W runs on the way back to it.
+    """
+
+    node: str
+    runs_in: str
+    why: str
+    product: str
+    flops: int | None
+
+
+@dataclass(frozen=True)
+class ParameterPlan:
+    """One parameter: its ``uses``, none if it gets no gradient, which ``note`` explains.
+
+    ``bytes`` is what a microbatch holds for it from I to W, ``alone`` what it holds for no other parameter. ``note``
+    also says what makes W go through libtorch's engine instead of adding directly: hooks, a computation between the
+    parameter and its use.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    uses: tuple[Use, ...]
+    bytes: int
+    alone: int
+    note: str
+
+    @property
+    def runs_in(self) -> str:
+        """ "W", "I", "I and W", or "" for a parameter that gets no gradient."""
+        return " and ".join(sorted({use.runs_in for use in self.uses}))
+
+    @property
+    def flops(self) -> int | None:
+        """Of all its uses; None if those of one are not known."""
+        counts = [use.flops for use in self.uses]
+        return None if None in counts else sum(count for count in counts if count is not None)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What zbpipe.explain found, for one microbatch; ``print`` shows a table.
+
+    ``parameters`` are in the module's order. ``groups`` is the number of parameter groups, ``bytes_held`` what they
+    hold from I to W, each storage once; ``flops_in_w`` the FLOPs of W, products that serve several parameters once;
+    all of them if ``flops_are_known``, else those that are known. ``notes`` say what is not counted.
+    """
+
+    parameters: tuple[ParameterPlan, ...]
+    groups: int
+    bytes_held: int
+    flops_in_w: int
+    flops_are_known: bool
+    policy: Policy
+    notes: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as dictionaries, lists, strings and numbers; a policy's function as its name."""
+        data = dataclasses.asdict(self)
+        for parameter, plan in zip(data["parameters"], self.parameters, strict=True):
+            parameter.update(runs_in=plan.runs_in, flops=plan.flops)
+        data["policy"] = {
+            name: getattr(value, "__qualname__", repr(value)) if callable(value) else value
+            for name, value in vars(self.policy).items()
+        }
+        return data
+
+    def __str__(self) -> str:
+        in_w = sum(1 for plan in self.parameters if "W" in plan.runs_in)
+        lines = [
+            f"W computes the gradients of {in_w} of {len(self.parameters)} parameters in {self.groups} groups: "
+            f"{'' if self.flops_are_known else 'at least '}{self.flops_in_w / 1e6:.3f} MFLOP; "
+            f"{megabytes(self.bytes_held)} MB are held per microbatch",
+            *self.notes,
+            "",
+        ]
+        rows = [row for plan in self.parameters for row in _rows(plan)]
+        header = ("parameter", "shape", "in", "by", "why", "held, MB", "product", "MFLOP")
+        return "\n".join([*lines, table(header, rows, left=5)])
+
+
+def _rows(plan: ParameterPlan) -> Iterator[tuple[str, ...]]:
+    uses: Sequence[Use | None] = plan.uses or (None,)
+    for i, use in enumerate(uses):
+        first = (plan.name, str(list(plan.shape))) if i == 0 else ("", "")
+        size = megabytes(plan.bytes) if i == 0 else ""
+        note = plan.note if i == 0 else ""
+        if use is None:
+            yield (*first, "-", "", note, size, "", "")
+        else:
+            why = "; ".join(filter(None, (use.why, note)))
+            flops = "?" if use.flops is None else f"{use.flops / 1e6:.3f}" if use.flops else ""
+            yield (*first, use.runs_in, use.node, why, size, use.product, flops)
