@@ -9,7 +9,8 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
-from zbpipe.leaks import Cycle, Holder, Leak, Report, _draw, _report, check_tensor_leak
+from zbpipe.leaks import Cycle, Holder, Leak, Report, _results, check_tensor_leak
+from zbpipe.leaks._draw import tree
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -89,7 +90,7 @@ def test_the_data():
 
 
 def test_chains_share_their_beginning_and_lose_their_middle():
-    roots = _draw.tree(report(), 10)
+    roots = tree.tree_of(report(), 10)
     assert [box.text for box in roots] == [
         "module global train.cache",
         "closure variable f of f",
@@ -99,22 +100,22 @@ def test_chains_share_their_beginning_and_lose_their_middle():
     depth, box = 1, roots[0]
     while box.children:
         depth, box = depth + 1, box.children[-1]
-    assert depth == _draw.LONGEST_CHAIN + 1  # and the box for the middle
+    assert depth == tree.LONGEST_CHAIN + 1  # and the box for the middle
     assert [box.family for box in roots] == ["python", "python", "unknown"]
 
 
 def test_many_branches_are_thinned():
     leaks = [leak([*chain(2)[:1], Holder("tensor", f"Tensor {i}")], size=100 - i) for i in range(30)]
-    (root,) = _draw.tree(Report(leaks=leaks), 30)
-    assert len(root.children) == _draw.BRANCHES
+    (root,) = tree.tree_of(Report(leaks=leaks), 30)
+    assert len(root.children) == tree.BRANCHES
     assert root.children[-1].text == "... 26 more ..." and root.children[0].bytes == 100
     assert sum(child.bytes for child in root.children) == root.bytes
 
 
 def test_no_two_boxes_have_one_place():
-    roots, cycles = _draw.tree(report(), 10), [_draw.cycle_row(report().cycles[0].steps, 16)]
-    _draw.place(roots, cycles)
-    boxes = [*_draw._all(roots), *cycles[0]]
+    roots, cycles = tree.tree_of(report(), 10), [tree.cycle_row(report().cycles[0].steps, 16)]
+    tree.place(roots, cycles)
+    boxes = [*tree.all_of(roots), *cycles[0]]
     assert len({(box.column, box.row) for box in boxes}) == len(boxes)
 
 
@@ -129,7 +130,7 @@ def test_an_svg_tells_the_families_apart(tmp_path):
     text = report().draw(tmp_path / "leaks.svg").read_text()
     ET.fromstring(text)
     for family in ("python", "node", "tensor", "unknown"):
-        fill, line, _ = _draw.FAMILIES[family]
+        fill, line, _ = tree.FAMILIES[family]
         assert fill in text and line in text
 
 
@@ -232,9 +233,9 @@ def test_who_is_to_blame(kinds, blamed):
 
 def test_of_a_long_chain_what_tells_most_is_kept():
     chain = holders("frame", *["list"] * 4, "attribute", "tensor", *["node"] * 20, "group", *["node"] * 9, "saved")
-    kept = _report.shortened(chain, 7)
+    kept = _results.shortened(chain, 7)
     assert [holder.kind for holder in kept if holder.kind != "more"].count("group") == 1
     assert chain[5] in kept and chain[0] is kept[0] and chain[-1] is kept[-1]
     hidden = sum(int(holder.text.split()[1]) for holder in kept if holder.kind == "more")
     assert hidden + sum(holder.kind != "more" for holder in kept) == len(chain)
-    assert _report.shortened(chain[:7], 7) == chain[:7]
+    assert _results.shortened(chain[:7], 7) == chain[:7]

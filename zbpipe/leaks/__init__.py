@@ -9,14 +9,17 @@ closures, hooks, autograd nodes with the field that saved the tensor, parameter 
 a living tensor; :class:`Growth` of what piles up from step to step. Nothing is unpacked, run or kept alive by looking.
 """
 
-from zbpipe.leaks._check import Check, TensorLeakError, TensorLeakWarning, check_tensor_leak, find_holders
-from zbpipe.leaks._growth import Growth
+from zbpipe.leaks._check import Check, TensorLeakError, TensorLeakWarning, check_tensor_leak
+from zbpipe.leaks._growth import Grown, Growth
 from zbpipe.leaks._marker import step
-from zbpipe.leaks._report import Cycle, Holder, Leak, Report
+from zbpipe.leaks._report import Report
+from zbpipe.leaks._results import Cycle, Holder, Leak
+from zbpipe.leaks._search import find_holders
 
 __all__ = [
     "Check",
     "Cycle",
+    "Grown",
     "Growth",
     "Holder",
     "Leak",

@@ -7,7 +7,7 @@ import functools
 import gc
 import inspect
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
@@ -15,17 +15,14 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 
 from zbpipe import _C
-from zbpipe._torch.autograd import without_torch_functions
-from zbpipe.leaks import _cuda
+from zbpipe.leaks import _allow, _cuda
 from zbpipe.leaks._collector import collector
-from zbpipe.leaks._report import Holder, Leak, Report
+from zbpipe.leaks._report import Report
+from zbpipe.leaks._results import Holder, Leak
 from zbpipe.leaks._search import Found, Scope, are_there_others, search, storages_now
 
 F = TypeVar("F", bound=Callable[..., Any])
 Action = Literal["warn", "error", "record"]
-
-ACTIONS = ("warn", "error", "record")
-_KNOWN = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, dict, list, tuple, set, frozenset)
 
 
 class TensorLeakWarning(UserWarning):
@@ -149,7 +146,7 @@ class Check:
         untracked = self._recorder.counters()["untracked"] if self._recorder else 0
         if untracked:
             report.unseen.append(f"{untracked} blocks that could not be followed for want of memory")
-        tensors, predicates, holders = _split((*self._allow, *_tensors_in(self._returned)))
+        tensors, predicates, holders = _allow.split((*self._allow, *_allow.tensors_in(self._returned)))
         blocks = {address for address, _, _ in _C.live_blocks(self._since)} - _C.addresses_of(tensors)
         if blocks or are_there_others(self._older) or _cuda.is_in_use():
             result = search(
@@ -183,25 +180,6 @@ class Check:
         spans = [span[:3] for span in _C.storage_spans(storages_now())]
         lost = _cuda.unexplained(self._cuda_before, _cuda.blocks_now(self._device), spans)
         return [Leak((), "", device, size, 0, 0, "alive", None, chain, 0) for device, _, size in lost]
-
-
-def _checked_allow(action: object, allow: Any, device: torch.device | str | None) -> tuple[Any, ...]:
-    """``allow`` as it is to be kept, when all is legal: a collection may get more members until it is looked at."""
-    if action not in ACTIONS:
-        raise ValueError(f"action is {action!r}; expected one of {', '.join(map(repr, ACTIONS))}")
-    try:
-        kind = None if device is None else torch.device(device).type
-    except (RuntimeError, TypeError):
-        kind = "?"
-    if kind not in (None, "cpu", "cuda"):
-        raise ValueError(f"device is {device!r}; tensors can be checked on cpu and cuda")
-    for thing in allow if isinstance(allow, (list, tuple, set, frozenset)) else (allow,):
-        if not issubclass(type(thing), _KNOWN) and not callable(thing):
-            raise TypeError(
-                f"allow holds a {type(thing).__name__}; expected tensors, modules, optimizers, collections of them, or "
-                "functions that say of a tensor whether it may live"
-            )
-    return (allow,)
 
 
 @overload
@@ -243,26 +221,9 @@ def check_tensor_leak(
         TypeError, ValueError: an argument is none of these.
         RuntimeError: on entering: the CPU allocator cannot be watched (``csrc/shim/zbp_tap.h``).
     """
-    checked = _checked_allow(action, allow, device)
+    checked = _allow.checked(action, allow, device)
     check = Check(action, checked, trace, None if device is None else torch.device(device))
     return check if function is None else check(function)
-
-
-def find_holders(tensor: torch.Tensor) -> Leak:
-    """Find who holds the memory of a living tensor, besides variables of running functions that are that very tensor.
-
-    Raises:
-        TypeError: no tensor.
-        ValueError: a tensor whose memory is not one storage of its own (sparse, a wrapper).
-    """
-    if not issubclass(type(tensor), torch.Tensor):
-        raise TypeError(f"tensor is a {type(tensor).__name__}; expected a torch.Tensor")
-    found = search(Scope(target=tensor)).found
-    if not found:
-        raise ValueError(
-            f"tensor is a {type(tensor).__name__} without one storage of its own; pass those it is made of"
-        )
-    return found[0].leak
 
 
 class _Collected:
@@ -312,68 +273,3 @@ def _fates(found: list[Found], since: int) -> list[Leak]:
         return entry.address not in living
 
     return [replace(entry.leak, fate="freed by the collector") if is_gone(entry) else entry.leak for entry in found]
-
-
-def _split(allow: Iterable[Any]) -> tuple[list[torch.Tensor], list[Callable[[torch.Tensor], bool]], list[Any]]:
-    """What ``allow`` names: tensors, predicates, and the objects that may hold tensors."""
-    with without_torch_functions():  # what a subclass would have to say
-        return _split_plainly(allow)
-
-
-def _split_plainly(
-    allow: Iterable[Any],
-) -> tuple[list[torch.Tensor], list[Callable[[torch.Tensor], bool]], list[Any]]:
-    tensors: list[torch.Tensor] = []
-    predicates: list[Callable[[torch.Tensor], bool]] = []
-    holders: list[Any] = []
-    todo = list(allow)
-    seen: set[int] = set()
-    while todo:
-        thing = todo.pop()
-        if id(thing) in seen:
-            continue
-        seen.add(id(thing))
-        if issubclass(type(thing), torch.Tensor):
-            tensors.append(thing)
-            todo += _inner_tensors(thing)
-            if (thing.is_leaf or thing.retains_grad) and thing.grad is not None:
-                todo.append(thing.grad)
-        elif issubclass(type(thing), torch.nn.Module):
-            holders += thing.modules()
-            todo += [*thing.parameters(), *thing.buffers()]
-        elif issubclass(type(thing), torch.optim.Optimizer):
-            holders.append(thing)
-            todo += [*_tensors_in(thing.state), *_tensors_in(thing.param_groups)]
-        elif issubclass(type(thing), (dict, list, tuple, set, frozenset)):
-            todo += thing if not issubclass(type(thing), dict) else [*thing.keys(), *thing.values()]
-        elif callable(thing):
-            predicates.append(thing)
-    return tensors, predicates, holders
-
-
-def _inner_tensors(tensor: torch.Tensor) -> list[Any]:
-    """Those that a wrapper (a DTensor, a jagged tensor) is made of, by the protocol that torch.compile takes them
-    apart by."""
-    flatten = getattr(type(tensor), "__tensor_flatten__", None)
-    if flatten is None:
-        return []
-    try:
-        return [getattr(tensor, name) for name in flatten(tensor)[0]]
-    except Exception:
-        return []
-
-
-def _tensors_in(thing: Any) -> list[torch.Tensor]:
-    """The tensors in nested collections."""
-    found: list[torch.Tensor] = []
-    todo, seen = [thing], set()
-    while todo:
-        item = todo.pop()
-        if issubclass(type(item), torch.Tensor):
-            found.append(item)
-        elif type(item).__name__ == "ndarray" and item.base is not None:
-            todo.append(item.base)
-        elif issubclass(type(item), (dict, list, tuple, set, frozenset)) and id(item) not in seen:
-            seen.add(id(item))
-            todo += [*item.keys(), *item.values()] if issubclass(type(item), dict) else item
-    return found

@@ -32,7 +32,8 @@ from zbpipe import _C
 from zbpipe._text import table
 from zbpipe.leaks import _cuda
 from zbpipe.leaks._collector import collector
-from zbpipe.leaks._report import Holder, Leak, Report, held_by
+from zbpipe.leaks._report import Report
+from zbpipe.leaks._results import Holder, Leak, held_by
 from zbpipe.leaks._search import Scope, search, storages_now
 
 SHOWN_HOLDERS = 10

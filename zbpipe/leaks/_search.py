@@ -15,10 +15,10 @@ import torch
 from zbpipe import _C
 from zbpipe._torch.pipelining import work_type
 from zbpipe.leaks import _source
-from zbpipe.leaks._report import Cycle, Holder, Leak
-from zbpipe.leaks._words import Step, Words, thread_names
+from zbpipe.leaks._results import Cycle, Holder, Leak
+from zbpipe.leaks._words.chains import Step, Words, thread_names
 
-_HERE = str(Path(__file__).parent)
+_HERE = (str(Path(__file__).parent), str(Path(__file__).parents[1] / "_cli"))  # whose frames hold nothing of the user's
 _OWN_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _PERHAPS_HELD_BY = 3  # works that are named
 
@@ -83,6 +83,23 @@ def search(scope: Scope) -> Result:
         _source.forget()
 
 
+def find_holders(tensor: torch.Tensor) -> Leak:
+    """Find who holds the memory of a living tensor, besides variables of running functions that are that very tensor.
+
+    Raises:
+        TypeError: no tensor.
+        ValueError: a tensor whose memory is not one storage of its own (sparse, a wrapper).
+    """
+    if not issubclass(type(tensor), torch.Tensor):
+        raise TypeError(f"tensor is a {type(tensor).__name__}; expected a torch.Tensor")
+    found = search(Scope(target=tensor)).found
+    if not found:
+        raise ValueError(
+            f"tensor is a {type(tensor).__name__} without one storage of its own; pass those it is made of"
+        )
+    return found[0].leak
+
+
 def storages_now() -> object:
     """The storages of all living tensors, each referred to weakly: for ``Scope.older``."""
     return _C.storages_now(_roots_if_frozen())
@@ -100,7 +117,7 @@ def _roots_if_frozen() -> list[Root]:
 def _roots(target: Any = None, returned: Any = None) -> tuple[list[Root], dict[int, str]]:
     """The modules and the frames of all threads with their variables, and the names of the threads.
 
-    Frames of this package are left out, and variables that are the target itself.
+    Frames of the leak tools are left out, and variables that are the target itself.
     """
     found: list[Root] = [] if returned is None else [(returned, None)]
     found += [(module, None) for module in list(sys.modules.values())]

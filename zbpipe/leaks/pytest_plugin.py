@@ -15,31 +15,19 @@ Processes share nothing: under pytest-xdist each worker judges its own tests, an
 """
 
 import contextlib
-import functools
 import gc
-import hashlib
-import importlib.util
-import itertools
-import re
 import traceback
-import warnings
-import weakref
-from collections import Counter
 from collections.abc import Generator, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from zbpipe import _C
-from zbpipe.leaks import Report, TensorLeakError, TensorLeakWarning, check_tensor_leak
-from zbpipe.leaks._check import _checked_allow
-from zbpipe.leaks._report import Leak
-from zbpipe.leaks._search import storages_now
+from zbpipe.leaks import Report, TensorLeakError, _allow, check_tensor_leak
+from zbpipe.leaks._plugin.fixtures import OfFixtures, Wide, tensors_in
+from zbpipe.leaks._plugin.marker import arguments_of, at_once, is_asked_for
+from zbpipe.leaks._plugin.told import text, warn
 
-ACTIONS = ("error", "warn", "ignore")
-ARGUMENTS = ("allow", "trace", "device", "action")
 NOT_JUDGED = "not judged: the test raised, and its traceback keeps the frames that it went through, with their tensors"
 DEPTH = 4  # of containers in a fixture's value, within which tensors are the fixture's
 
@@ -57,76 +45,15 @@ class _Leaked(_Failed, TensorLeakError):  # type: ignore[misc]
         self.report = report
 
 
-class _Wide:
-    """Fixtures of a wider scope than a test."""
-
-    def __init__(self) -> None:
-        self.definitions: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    def values(self) -> Iterator[Any]:
-        for definition in list(self.definitions):
-            cached = definition.cached_result
-            if cached is not None and cached[2] is None:
-                yield cached[0]
-
-
-class _OfFixtures:
-    """What fixtures of a wider scope made while one test was watched: no leaks of that test.
-
-    A storage is known by its identity, which a weak reference keeps from being given to another one. A block of CPU
-    memory that no tensor in sight explains is known by its serial, which none gets twice.
-    """
-
-    def __init__(self) -> None:
-        self._storages: set[int] = set()
-        self._references: list[object] = []
-        self._serials: list[range] = []
-        self._unexplained: Counter[tuple[str, int]] = Counter()  # blocks by device and bytes
-
-    def add(self, report: Report, since: int) -> None:
-        """A fixture was set up, from the block with that serial on, and this was left."""
-        self._references.append(storages_now())
-        self._storages |= {leak.storage for leak in report.leaks if leak.storage}
-        self._serials.append(range(since, _C.next_serial()))
-        # Of CUDA's blocks sizes alone are known; and the collector, which ran at the check's end, ran in the test.
-        self._unexplained.update(
-            (leak.device, leak.bytes)
-            for leak in report.leaks
-            if (not leak.storage and leak.device != "cpu") or leak.fate != "alive"
-        )
-
-    def look(self) -> None:
-        """The test has ended, and will be judged: look which blocks in question still live."""
-        if not self._serials:
-            return
-        in_sight = {address for _, address, _, _ in _C.storage_spans(storages_now())}
-        self._unexplained.update(
-            ("cpu", size)
-            for address, size, serial in _C.live_blocks(0)
-            if address not in in_sight and any(serial in serials for serials in self._serials)
-        )
-
-    def without(self, leaks: list[Leak]) -> list[Leak]:
-        """The leaks but for the fixtures'."""
-        left = self._unexplained.copy()
-        return [leak for leak in leaks if not self._owns(leak, left)]
-
-    def _owns(self, leak: Leak, left: Counter[tuple[str, int]]) -> bool:
-        if leak.storage:
-            return leak.storage in self._storages
-        left[leak.device, leak.bytes] -= 1
-        return left[leak.device, leak.bytes] >= 0
-
-
 class _Watch:
     """A test under way: what it is allowed to leave, and whether it can be judged."""
 
     def __init__(self, item: pytest.Item) -> None:
-        arguments = _arguments(item)
+        arguments = arguments_of(item)
         self.action: str = arguments.pop("action", "error")
         self.allowed: list[Any] = [arguments.pop("allow", ())]  # the check looks into it when it is left
         self.wide = item.session.stash[_wide]
-        self.of_fixtures = _OfFixtures()
+        self.of_fixtures = OfFixtures()
         self.raised = False
         self.check: Any = check_tensor_leak(action="record", allow=[self.allowed], **arguments)
         self.check.__enter__()
@@ -136,7 +63,7 @@ class _Watch:
         check, self.check = self.check, None
         if check is None:
             return None
-        self.allowed.append([t for value in self.wide.values() for t in _tensors(value, DEPTH)])
+        self.allowed.append([t for value in self.wide.values() for t in tensors_in(value, DEPTH)])
         self.of_fixtures.look()
         check.__exit__(None, None, None)
         self.allowed.clear()
@@ -145,7 +72,7 @@ class _Watch:
         return None if self.raised else report
 
 
-_wide = pytest.StashKey[_Wide]()
+_wide = pytest.StashKey[Wide]()
 _watch = pytest.StashKey[_Watch]()
 
 
@@ -166,10 +93,10 @@ class TensorLeaks:
         Raises:
             TypeError: one of them is none of these; then none is allowed.
         """
-        things = tuple(map(_at_once, things))
+        things = tuple(map(at_once, things))
         try:
             for thing in things:
-                _checked_allow("record", thing, None)
+                _allow.checked("record", thing, None)
         except TypeError as error:
             raise TypeError(f"{self._item.nodeid}: tensor_leaks.allow(): {error}") from None
         self._item.stash[_watch].allowed += things
@@ -185,16 +112,16 @@ class TensorLeaks:
         with check_tensor_leak(action="record", **options) as check:
             yield check
         if check.report and action == "warn":
-            _warn(self._item, check.report)
+            warn(self._item, check.report)
         elif check.report and action == "error":
             error = TensorLeakError(check.report)
-            error.args = (_text(self._item, check.report),)
+            error.args = (text(self._item, check.report),)
             raise error
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> _Wrapper:
-    item.session.stash.setdefault(_wide, _Wide())
+    item.session.stash.setdefault(_wide, Wide())
     try:
         return (yield)
     finally:
@@ -208,7 +135,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> _Wrapper:
 def pytest_runtest_setup(item: pytest.Item) -> _Wrapper:
     refused = None
     try:
-        if _is_asked_for(item):
+        if is_asked_for(item):
             _begin(item)
     except Exception as error:  # raised when the other plugins, which rely on each other's set-up, have had theirs
         refused = error
@@ -222,7 +149,7 @@ def pytest_runtest_setup(item: pytest.Item) -> _Wrapper:
 def pytest_fixture_setup(fixturedef: Any, request: pytest.FixtureRequest) -> _Wrapper:
     if fixturedef.scope == "function":
         return (yield)
-    wide = request.session.stash.setdefault(_wide, _Wide())
+    wide = request.session.stash.setdefault(_wide, Wide())
     wide.definitions.add(fixturedef)
     if not _watched(request):
         return (yield)
@@ -262,9 +189,9 @@ def pytest_runtest_teardown(item: pytest.Item) -> _Wrapper:
         report = watch.end()
         if report:
             if watch.action == "warn":
-                _warn(item, report)
+                warn(item, report)
             else:
-                raise _Leaked(_text(item, report), report)
+                raise _Leaked(text(item, report), report)
     return result
 
 
@@ -283,53 +210,8 @@ def _expects_leaks(item: pytest.Item) -> bool:
     return any(names_it(marker.kwargs.get("raises")) for marker in item.iter_markers("xfail"))
 
 
-def _is_asked_for(item: pytest.Item) -> bool:
-    marker = item.get_closest_marker("no_tensor_leak")
-    if marker is not None and marker.kwargs.get("action") == "ignore":
-        return "tensor_leaks" in getattr(item, "fixturenames", ())
-    config = item.config
-    return bool(
-        marker is not None
-        or "tensor_leaks" in getattr(item, "fixturenames", ())
-        or config.getoption("no_tensor_leaks")
-        or config.getini("no_tensor_leaks")
-    )
-
-
-def _arguments(item: pytest.Item) -> dict[str, Any]:
-    """The closest marker's arguments. Raises UsageError."""
-    marker = item.get_closest_marker("no_tensor_leak")
-    if marker is None:
-        return {}
-    unknown = [*map(repr, marker.args), *(name for name in marker.kwargs if name not in ARGUMENTS)]
-    if unknown:
-        raise pytest.UsageError(
-            f"{item.nodeid}: the marker no_tensor_leak was given {', '.join(unknown)}, but takes only the keywords "
-            f"{', '.join(ARGUMENTS)}"
-        )
-    action = marker.kwargs.get("action", "error")
-    if action not in ACTIONS:
-        raise pytest.UsageError(
-            f"{item.nodeid}: the marker no_tensor_leak was given action={action!r}; give one of {', '.join(ACTIONS)}"
-        )
-    arguments = {name: _at_once(value) for name, value in marker.kwargs.items()}
-    marker.kwargs.update(arguments)  # type: ignore[attr-defined]  # an iterator for the next test too, which shares it
-    try:
-        _checked_allow("record", arguments.get("allow", ()), arguments.get("device"))
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise pytest.UsageError(
-            f"{item.nodeid}: the marker no_tensor_leak was given a wrong argument: {error}"
-        ) from None
-    return arguments
-
-
-def _at_once(thing: Any) -> Any:
-    """An iterator, as of a module's parameters(), can be looked into once: its list."""
-    return list(thing) if issubclass(type(thing), Iterator) else thing
-
-
 def _begin(item: pytest.Item) -> None:
-    item.session.stash.setdefault(_wide, _Wide())
+    item.session.stash.setdefault(_wide, Wide())
     item.stash[_watch] = _Watch(item)
 
 
@@ -351,76 +233,3 @@ def _let_go(item: pytest.Item) -> None:
         filled = type(thing) is pytest.ExceptionInfo and thing._excinfo is not None
         if filled and any(frame.f_code is code for frame, _ in traceback.walk_tb(thing.tb)):
             traceback.clear_frames(thing.tb)
-
-
-def _text(item: pytest.Item, report: Report) -> str:
-    text = (
-        f"{item.nodeid} leaks {report.bytes} bytes of tensors: born in it, and neither gone by reference counts nor "
-        f"owned by its fixtures\n{report}"
-    )
-    return text + "".join(f"\npicture: {path}" for path in _draw(item, report))
-
-
-def _warn(item: pytest.Item, report: Report) -> None:
-    warning = TensorLeakWarning(report)
-    warning.args = (_text(item, report),)
-    path, line, _ = item.reportinfo()
-    warnings.warn_explicit(warning, None, str(path), (line or 0) + 1)
-
-
-def _draw(item: pytest.Item, report: Report) -> list[Path]:
-    """Write the pictures: the one to click through, and the one to look at if matplotlib is there."""
-    config = item.config
-    chosen = config.getoption("tensor_leak_pictures")
-    if chosen:
-        folder = Path(config.invocation_params.dir, chosen)
-    elif config.getini("tensor_leak_pictures"):
-        folder = Path(config.rootpath, config.getini("tensor_leak_pictures"))
-    else:
-        folder = config._tmp_path_factory.getbasetemp() / "tensor-leaks"  # type: ignore[attr-defined]
-    folder.mkdir(parents=True, exist_ok=True)
-    suffixes = [".html", ".png"] if importlib.util.find_spec("matplotlib") else [".html"]
-    base = _file_name(item)
-    return [report.draw(_unused(folder, base, suffix)) for suffix in suffixes]
-
-
-def _file_name(item: pytest.Item) -> str:
-    """Of a test, its parameters and the worker; short, and different for different tests."""
-    worker = getattr(item.config, "workerinput", {}).get("workerid", "")
-    file, _, name = item.nodeid.partition("::")
-    words = re.sub(r"[^A-Za-z0-9]+", "-", f"{Path(file).stem}-{name}").strip("-")[:80]
-    digest = hashlib.sha256(item.nodeid.encode()).hexdigest()[:8]
-    return "-".join(part for part in (words, digest, worker) if part)
-
-
-def _unused(folder: Path, base: str, suffix: str) -> Path:
-    """A file that is now made, empty; a test may leak, or run, several times."""
-    for number in itertools.count(1):
-        path = folder / (f"{base}{suffix}" if number == 1 else f"{base}-{number}{suffix}")
-        with contextlib.suppress(FileExistsError), path.open("x"):
-            return path
-    raise AssertionError
-
-
-def _tensors(thing: Any, depth: int) -> Iterator[torch.Tensor]:
-    """The tensors that a fixture's value owns."""
-    kind = type(thing)  # not isinstance(): a lazy object's __class__ may run anything
-    if issubclass(kind, torch.Tensor):
-        yield thing
-    elif issubclass(kind, torch.nn.Module):
-        yield from (*thing.parameters(), *thing.buffers())
-    elif depth == 0 or issubclass(kind, type):
-        return
-    elif kind is functools._lru_cache_wrapper:
-        for value in gc.get_referents(thing):  # its entries, by whatever they are kept in
-            yield from _tensors(value, depth - 1)
-    elif issubclass(kind, dict):
-        for value in [*thing.keys(), *thing.values()]:
-            yield from _tensors(value, depth - 1)
-    elif issubclass(kind, (list, tuple, set, frozenset)):
-        for value in list(thing):
-            yield from _tensors(value, depth - 1)
-    else:
-        # An object's attributes; of an optimizer its state, where that of a parameter is one level deeper.
-        with contextlib.suppress(Exception):
-            yield from _tensors(object.__getattribute__(thing, "__dict__"), depth)

@@ -1,36 +1,43 @@
-"""Chains of holders in words. Looks at objects by their types alone: no repr, no equality, no property of them runs."""
+"""The chains of one search, as holders."""
 
 from __future__ import annotations
 
 import collections
 import functools
-import gc
-import sys
 import threading
 import types
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from zbpipe import _C
-from zbpipe._torch.autograd import forward_of
 from zbpipe._torch.modules import REGISTERED
-from zbpipe._torch.pipelining import work_type
 from zbpipe.leaks import _source
-from zbpipe.leaks._report import Holder
+from zbpipe.leaks._results import Holder
+from zbpipe.leaks._words.of_python import (
+    NOTHING,
+    attribute_place,
+    callable_name,
+    class_name,
+    code_place,
+    key_text,
+    module_name,
+    namespace_of,
+    namespace_of_class,
+    qualname,
+    said,
+    slot_of,
+    type_name,
+)
+from zbpipe.leaks._words.of_torch import hook, is_work, node, tensor
 
 Step = tuple[str, Any, str, "str | None"]
 """As zbp_search_holders (csrc/shim/zbp_holders.h) gives them: kind, object or None, name, edge."""
 
-# A metaclass may have properties of these names.
-_MODULE, _QUALNAME, _MRO, _DICT = (vars(type)[name] for name in ("__module__", "__qualname__", "__mro__", "__dict__"))
-_PLAIN_KEYS = (str, int, float, bool, bytes, type(None))
-_LONGEST_KEY = 60
 _Ordered = collections.OrderedDict
-_NOTHING = object()
 
 
 class Words:
@@ -65,14 +72,14 @@ class Words:
         if kind == "more":
             return Holder("more", f"... {name} more ..."), 1
         if kind == "tensor":
-            return _tensor(thing, name, edge), 1
+            return tensor(thing, name, edge), 1
         if kind == "node":
-            return _node(thing, name, edge), 1
+            return node(thing, name, edge), 1
         if kind == "storage":
-            return Holder("tensor", f"{_said(edge)}a storage that Python holds"), 1
+            return Holder("tensor", f"{said(edge)}a storage that Python holds"), 1
         if kind == "group":
             size = thing.bytes_held
-            return Holder("group", f"{_said(edge)}parameter group of zbpipe", None, size if type(size) is int else 0), 1
+            return Holder("group", f"{said(edge)}parameter group of zbpipe", None, size if type(size) is int else 0), 1
         return self._describe_python(steps, at)
 
     def _describe_python(self, steps: list[Step], at: int) -> tuple[Holder | None, int]:
@@ -80,7 +87,7 @@ class Words:
         after = _object_at(steps, at + 1)
         cls = type(thing)
         if edge is not None and " hooks" in edge:
-            return _hook(after, edge), 1
+            return hook(after, edge), 1
         if issubclass(cls, types.ModuleType):
             return self._module(steps, at)
         if cls is types.FrameType:
@@ -90,27 +97,27 @@ class Words:
         if issubclass(cls, dict):
             return self._dict(steps, at), 1
         if issubclass(cls, (list, tuple, collections.deque)):
-            return Holder("list", f"{_said(edge)}{type_name(thing)}{self._item(thing, after)}"), 1
+            return Holder("list", f"{said(edge)}{type_name(thing)}{self._item(thing, after)}"), 1
         if issubclass(cls, (set, frozenset)):
-            return Holder("list", f"{_said(edge)}member of a {type_name(thing)}"), 1
+            return Holder("list", f"{said(edge)}member of a {type_name(thing)}"), 1
         if cls is types.CellType:
-            return Holder("cell", f"{_said(edge)}the cell of a closure"), 1
+            return Holder("cell", f"{said(edge)}the cell of a closure"), 1
         if cls is types.MethodType:
-            return Holder("function", f"{_said(edge)}bound method {callable_name(thing)}", code_place(thing)), 1
+            return Holder("function", f"{said(edge)}bound method {callable_name(thing)}", code_place(thing)), 1
         if cls is functools.partial:
-            return Holder("function", f"{_said(edge)}{callable_name(thing)}", code_place(thing)), 1
+            return Holder("function", f"{said(edge)}{callable_name(thing)}", code_place(thing)), 1
         if issubclass(cls, weakref.ReferenceType):
-            return Holder("object", f"{_said(edge)}the callback of a weak reference"), 1
+            return Holder("object", f"{said(edge)}the callback of a weak reference"), 1
         if cls in (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType):
-            return Holder("frame", f"{_said(edge)}suspended {thing.__qualname__}()", code_place(thing)), 1
+            return Holder("frame", f"{said(edge)}suspended {thing.__qualname__}()", code_place(thing)), 1
         if cls is types.TracebackType:
             code = thing.tb_frame.f_code
             where = _source.place(code.co_filename, thing.tb_lineno)
-            return Holder("traceback", f"{_said(edge)}the traceback of an exception, in {_qualname(code)}()", where), 1
+            return Holder("traceback", f"{said(edge)}the traceback of an exception, in {qualname(code)}()", where), 1
         if type_name(thing) == "numpy.ndarray":
-            return Holder("object", f"{_said(edge)}a numpy array on its memory"), 1
-        if _is_work(cls):
-            return Holder("work", f"{_said(edge)}a {type_name(thing)}"), 1
+            return Holder("object", f"{said(edge)}a numpy array on its memory"), 1
+        if is_work(cls):
+            return Holder("work", f"{said(edge)}a {type_name(thing)}"), 1
         return self._instance(steps, at)
 
     # ---- namespaces
@@ -119,18 +126,18 @@ class Words:
         namespace = types.ModuleType.__getattribute__(steps[at][1], "__dict__")
         if _object_at(steps, at + 1) is namespace:
             return self._global(namespace, _object_at(steps, at + 2)), 2
-        return Holder("module", f"module {_module_name(namespace)}"), 1
+        return Holder("module", f"module {module_name(namespace)}"), 1
 
     def _global(self, namespace: dict[str, Any], value: Any) -> Holder:
         key = self._key(namespace, value)
         if type(key) is not str:
-            return Holder("module", f"the globals of module {_module_name(namespace)}")
+            return Holder("module", f"the globals of module {module_name(namespace)}")
         filename = dict.get(namespace, "__file__")
         where = None
         if isinstance(filename, str):
             line = _source.global_line(filename, key)
             where = _source.place(filename, line) if line else None
-        return Holder("module", f"module global {_module_name(namespace)}.{key}", where)
+        return Holder("module", f"module global {module_name(namespace)}.{key}", where)
 
     def _frame(self, frame: types.FrameType, after: Any) -> tuple[Holder | None, int]:
         if after is frame.f_globals:
@@ -146,7 +153,7 @@ class Words:
             last = max((number for _, _, number in code.co_lines() if number is not None), default=line)
             bound = _source.assignment_line(code.co_filename, variable, code.co_firstlineno, line, last)
         where = _source.place(code.co_filename, bound or line)
-        text = f"variable {variable} of {_qualname(code)}()" if variable else f"a call of {_qualname(code)}()"
+        text = f"variable {variable} of {qualname(code)}()" if variable else f"a call of {qualname(code)}()"
         thread = self._threads.get(id(frame))
         if thread is not None:
             return Holder("thread", f"thread {thread}: {text}", where), taken
@@ -162,10 +169,10 @@ class Words:
         if after is not None and after is function.__closure__:
             for variable, candidate in zip(function.__code__.co_freevars, function.__closure__, strict=False):
                 if candidate is cell:
-                    return Holder("cell", f"{_said(edge)}closure variable {variable} of {name}", where), 3
+                    return Holder("cell", f"{said(edge)}closure variable {variable} of {name}", where), 3
         if after is not None and (after is function.__defaults__ or after is function.__kwdefaults__):
-            return Holder("function", f"{_said(edge)}default argument of {name}", where), 2
-        return Holder("function", f"{_said(edge)}function {name}", where), 1
+            return Holder("function", f"{said(edge)}default argument of {name}", where), 2
+        return Holder("function", f"{said(edge)}function {name}", where), 1
 
     def _dict(self, steps: list[Step], at: int) -> Holder:
         _, thing, _, edge = steps[at]
@@ -173,44 +180,44 @@ class Words:
         before = steps[at - 1][0] if at else ""
         if before in ("tensor", "node") and edge is None:
             owner = "the tensor" if before == "tensor" else "its context"
-            return Holder("attribute", f"attribute {_key_text(self._key(thing, after))} of {owner}")
+            return Holder("attribute", f"attribute {key_text(self._key(thing, after))} of {owner}")
         if type(thing) is dict and self._is_of_a_module(thing):
             return self._global(thing, after)
-        return Holder("dict", f"{_said(edge)}{type_name(thing)} item {_key_text(self._key(thing, after), quoted=True)}")
+        return Holder("dict", f"{said(edge)}{type_name(thing)} item {key_text(self._key(thing, after), quoted=True)}")
 
     def _instance(self, steps: list[Step], at: int) -> tuple[Holder, int]:
         """A class or an object of any other, with the attribute that leads on, by way of its dictionary or not."""
         _, thing, _, edge = steps[at]
         after, taken = _object_at(steps, at + 1), 1
         is_class = issubclass(type(thing), type)
-        namespace = _namespace_of_class(thing) if is_class else _namespace(thing)
+        namespace = namespace_of_class(thing) if is_class else namespace_of(thing)
         if namespace is not None and after is namespace:
             after, taken = _object_at(steps, at + 2), 2
         name = class_name(thing) if is_class else type_name(thing)
-        attribute = self._key(namespace, after) if namespace is not None else _NOTHING
+        attribute = self._key(namespace, after) if namespace is not None else NOTHING
         if type(attribute) is not str:
-            attribute = _slot_of(thing, after)
+            attribute = slot_of(thing, after)
         if attribute is None:
-            return Holder("object", f"{_said(edge)}{'class' if is_class else 'a'} {name}"), 1
+            return Holder("object", f"{said(edge)}{'class' if is_class else 'a'} {name}"), 1
         kind = "class attribute" if is_class else "attribute"
         if attribute in REGISTERED and issubclass(type(thing), torch.nn.Module) and type(after) in (dict, _Ordered):
             key = self._key(after, _object_at(steps, at + taken + 1))
             if type(key) is str:
                 kind, attribute, taken = REGISTERED[attribute], key, taken + 1
-        where = _attribute_place(thing if is_class else type(thing), attribute)
-        return Holder("attribute", f"{_said(edge)}{kind} {attribute} of {name}", where), taken
+        where = attribute_place(thing if is_class else type(thing), attribute)
+        return Holder("attribute", f"{said(edge)}{kind} {attribute} of {name}", where), taken
 
     # ---- places in containers, by identity
 
     def _key(self, mapping: Any, value: Any) -> Any:
-        """The key under which a dictionary holds a value; _NOTHING if it does not."""
+        """The key under which a dictionary holds a value; NOTHING if it does not."""
         if value is None:
-            return _NOTHING
+            return NOTHING
         places = self._places.get(id(mapping))
         if places is None:
             places = {id(held): key for key, held in dict.items(mapping)}
             self._places[id(mapping)] = places
-        return places.get(id(value), _NOTHING)
+        return places.get(id(value), NOTHING)
 
     def _is_of_a_module(self, mapping: dict[Any, Any]) -> bool:
         """Without a look-up, which may compare the name with odd keys."""
@@ -249,152 +256,5 @@ def thread_names(frames: Iterable[tuple[int, Any]]) -> dict[int, str]:
     return found
 
 
-# ---- torch's
-
-
-def _tensor(thing: Any, name: str, edge: str | None) -> Holder:
-    cls = "Tensor" if thing is None or type(thing) is torch.Tensor else type_name(thing).rpartition(".")[2]
-    text = f"{cls} {name}".rstrip()
-    if edge is not None and edge.startswith("saved_"):
-        return Holder("saved", f"{edge.removeprefix('saved_')}, saved: {text}")
-    return Holder("saved" if edge and edge.startswith("saved tensor") else "tensor", f"{_said(edge)}{text}")
-
-
-def _node(thing: Any, name: str, edge: str | None) -> Holder:
-    short = name.rpartition("::")[2]
-    where = None
-    if thing is not None and issubclass(type(thing), torch.autograd.function.BackwardCFunction):
-        where = code_place(forward_of(type(thing)))
-    return Holder("accumulator" if short == "AccumulateGrad" else "node", f"{_said(edge)}{short}", where)
-
-
-def _hook(hook: Any, edge: str) -> Holder:
-    """A dictionary of hooks; ``hook`` is the one that leads on."""
-    kind = edge.rstrip("0123456789 ").removesuffix("s")
-    if hook is None:
-        return Holder("hook", f"the {kind}s")
-    name = callable_name(hook)
-    return Holder("hook", f"{kind} {name}", code_place(hook))
-
-
-def _is_work(cls: type) -> bool:
-    work = work_type()
-    return work is not None and issubclass(cls, work)
-
-
-# ---- names and places
-
-
-def type_name(thing: Any) -> str:
-    """The class of an object, with its module unless it is built in or the script's own."""
-    return class_name(type(thing))
-
-
-def class_name(cls: type) -> str:
-    module = _MODULE.__get__(cls)
-    name: str = _QUALNAME.__get__(cls)
-    return name if type(module) is not str or module in ("builtins", "__main__") else f"{module}.{name}"
-
-
-def callable_name(thing: Any) -> str:
-    if type(thing) is types.MethodType:
-        return callable_name(thing.__func__)
-    if type(thing) is functools.partial:
-        return f"partial of {callable_name(thing.func)}"
-    if type(thing) is types.FunctionType:
-        module = thing.__module__
-        return (
-            thing.__qualname__ if type(module) is not str or module == "__main__" else f"{module}.{thing.__qualname__}"
-        )
-    return f"a {type_name(thing)}"
-
-
-def code_place(thing: Any) -> str | None:
-    """``file:line`` of a function, method, partial, generator or coroutine; None for what has no code of its own."""
-    if type(thing) is types.MethodType:
-        return code_place(thing.__func__)
-    if type(thing) is functools.partial:
-        return code_place(thing.func)
-    name = {
-        types.FunctionType: "__code__",
-        types.GeneratorType: "gi_code",
-        types.CoroutineType: "cr_code",
-        types.AsyncGeneratorType: "ag_code",
-    }.get(type(thing))
-    if name is None:
-        return None
-    code = getattr(thing, name)
-    return _source.place(code.co_filename, _source.definition_line(code.co_filename, code.co_firstlineno))
-
-
 def _object_at(steps: list[Step], at: int) -> Any:
     return steps[at][1] if at < len(steps) else None
-
-
-def _said(edge: str | None) -> str:
-    return f"{edge}: " if edge else ""
-
-
-def _qualname(code: types.CodeType) -> str:
-    return getattr(code, "co_qualname", code.co_name)
-
-
-def _module_name(namespace: dict[str, Any]) -> str:
-    name = dict.get(namespace, "__name__")
-    return name if type(name) is str else "(without a name)"
-
-
-def _key_text(key: Any, quoted: bool = False) -> str:
-    if key is _NOTHING:
-        return "(a key)"
-    if type(key) not in _PLAIN_KEYS:
-        return f"under a {type_name(key)}"
-    text = repr(key) if quoted or type(key) is not str else key
-    return text if len(text) <= _LONGEST_KEY else text[: _LONGEST_KEY - 3] + "..."
-
-
-def _namespace(thing: Any) -> Any:
-    """The dictionary of an object's attributes, by the descriptor that its class has for it; a property of that name
-    is not run."""
-    for base in _MRO.__get__(type(thing)):
-        descriptor = dict.get(_namespace_of_class(base), "__dict__")
-        if type(descriptor) is types.GetSetDescriptorType:
-            namespace = descriptor.__get__(thing)
-            return namespace if issubclass(type(namespace), dict) else None
-    return None
-
-
-def _namespace_of_class(cls: type) -> Any:
-    """The dictionary itself, which is behind a proxy."""
-    namespace = gc.get_referents(_DICT.__get__(cls))[0]
-    return namespace if issubclass(type(namespace), dict) else None
-
-
-def _slot_of(thing: Any, value: Any) -> str | None:
-    for name, member in _slots(type(thing)):
-        try:
-            if value is not None and member.__get__(thing) is value:
-                return name
-        except AttributeError:  # not set
-            continue
-    return None
-
-
-def _slots(cls: type) -> Iterator[tuple[str, Any]]:
-    for base in _MRO.__get__(cls):
-        for name, member in dict(_DICT.__get__(base)).items():
-            if type(member) is types.MemberDescriptorType:
-                yield name, member
-
-
-def _attribute_place(cls: type, attribute: str) -> str | None:
-    for base in _MRO.__get__(cls):
-        module = sys.modules.get(_MODULE.__get__(base))
-        is_module = issubclass(type(module), types.ModuleType)
-        filename = dict.get(types.ModuleType.__getattribute__(module, "__dict__"), "__file__") if is_module else None
-        if not isinstance(filename, str):
-            continue
-        line = _source.attribute_line(filename, _QUALNAME.__get__(base), attribute)
-        if line is not None:
-            return _source.place(filename, line)
-    return None

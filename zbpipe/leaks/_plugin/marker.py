@@ -1,0 +1,56 @@
+"""What the marker, the options and the fixture ask for."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from zbpipe.leaks import _allow
+
+ACTIONS = ("error", "warn", "ignore")
+ARGUMENTS = ("allow", "trace", "device", "action")
+
+
+def is_asked_for(item: pytest.Item) -> bool:
+    marker = item.get_closest_marker("no_tensor_leak")
+    if marker is not None and marker.kwargs.get("action") == "ignore":
+        return "tensor_leaks" in getattr(item, "fixturenames", ())
+    config = item.config
+    return bool(
+        marker is not None
+        or "tensor_leaks" in getattr(item, "fixturenames", ())
+        or config.getoption("no_tensor_leaks")
+        or config.getini("no_tensor_leaks")
+    )
+
+
+def arguments_of(item: pytest.Item) -> dict[str, Any]:
+    """The closest marker's arguments. Raises UsageError."""
+    marker = item.get_closest_marker("no_tensor_leak")
+    if marker is None:
+        return {}
+    unknown = [*map(repr, marker.args), *(name for name in marker.kwargs if name not in ARGUMENTS)]
+    if unknown:
+        raise pytest.UsageError(
+            f"{item.nodeid}: the marker no_tensor_leak was given {', '.join(unknown)}, but takes only the keywords "
+            f"{', '.join(ARGUMENTS)}"
+        )
+    action = marker.kwargs.get("action", "error")
+    if action not in ACTIONS:
+        raise pytest.UsageError(
+            f"{item.nodeid}: the marker no_tensor_leak was given action={action!r}; give one of {', '.join(ACTIONS)}"
+        )
+    arguments = {name: at_once(value) for name, value in marker.kwargs.items()}
+    marker.kwargs.update(arguments)  # type: ignore[attr-defined]  # an iterator for the next test too, which shares it
+    try:
+        _allow.checked("record", arguments.get("allow", ()), arguments.get("device"))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise pytest.UsageError(
+            f"{item.nodeid}: the marker no_tensor_leak was given a wrong argument: {error}"
+        ) from None
+    return arguments
+
+
+def at_once(thing: Any) -> Any:
+    """An iterator, as of a module's parameters(), can be looked into once: its list."""
+    return list(thing) if issubclass(type(thing), Iterator) else thing
