@@ -1,4 +1,5 @@
-"""core <- shim <- bindings, one direction: what each file of csrc/ includes; and one door to torch's private names."""
+"""core <- shim <- bindings, one direction: what each file of csrc/ includes; rooms of the package and which may import
+which; and one door to torch's private names."""
 
 import ast
 import re
@@ -149,6 +150,175 @@ def test_one_package_alone_says_private_names_of_torchs():
 )
 def test_that_detector_catches_a_planted_fault_too(line):
     assert list(private_names_of_torch(f"import torch\n{line}\n", own_names()))
+
+
+# Which room of the package, a folder or a module at its top, may import which. "zbpipe" is the package's own names.
+BASE = {"_C", "_torch"}
+ROOMS = {
+    "_version": set(),
+    "_text": set(),
+    "_names": set(),
+    "_build_check": {"_build_info", "_version"},
+    "_torch": set(),
+    "_observer": {"_C"},
+    "_policy": set(),
+    "_upstream": set(),
+    "_work": {"_torch"},
+    "release": BASE,
+    "_kernels": BASE,
+    "stores": {*BASE, "_kernels"},
+    "_compile": BASE,
+    "_stage": {"_policy", "_torch"},
+    "passes": {"_C", "_observer", "_policy", "_stage"},
+    "_patch": {"_policy", "_stage", "_torch", "_upstream", "passes"},
+    "memory": {*BASE, "_observer", "_text", "_version"},
+    "leaks": {*BASE, "_text"},
+    "_explain": {*BASE, "_kernels", "_policy", "_text", "memory"},
+    "zbpipe": {
+        *("_C", "_build_check", "_compile", "_explain", "_kernels", "_names", "_patch", "_policy", "_version"),
+        *("leaks", "memory", "passes", "release", "stores"),
+    },
+    "_cli": {"_build_info", "_patch", "_torch", "_version", "leaks", "zbpipe"},
+    "auto": {"zbpipe"},
+    "__main__": {"_cli"},
+}
+# What is imported where it is needed, within a function, and why.
+TIME, OPTIONAL = "takes long to import, and few need it", "need not be installed"
+LATE = {
+    ("__init__.py", "zbpipe.leaks"): TIME,
+    ("_build_check.py", "torch"): "what is not there is said in one sentence",
+    ("_build_check.py", "zbpipe._build_info"): "what is not there is said in one sentence",
+    ("_cli/leaks.py", "torch.distributed.pipelining"): TIME,
+    ("_compile/__init__.py", "zbpipe._compile.backend"): TIME,  # the compilers
+    ("_compile/cut.py", "networkx"): TIME,
+    ("_stage/data_parallel.py", "torch.distributed.fsdp"): TIME,
+    ("_torch/compiler.py", "torch._dynamo.backends.debugging"): TIME,
+    ("_torch/compiler.py", "torch._inductor"): TIME,
+    ("_torch/compiler.py", "torch._inductor.compile_fx"): TIME,
+    ("_torch/compiler.py", "torch._inductor.utils"): TIME,
+    ("_torch/fsdp.py", "torch.distributed.fsdp"): TIME,
+    ("leaks/_draw/figure.py", "matplotlib.backends.backend_agg"): OPTIONAL,
+    ("leaks/_draw/figure.py", "matplotlib.figure"): OPTIONAL,
+    ("leaks/_draw/figure.py", "matplotlib.patches"): OPTIONAL,
+    ("memory/_plot.py", "matplotlib.backends.backend_agg"): OPTIONAL,
+    ("memory/_plot.py", "matplotlib.figure"): OPTIONAL,
+    ("memory/_plot.py", "matplotlib.patches"): OPTIONAL,
+}
+LONGEST_MODULE = 400
+
+
+def every_module():
+    return sorted(path for path in PACKAGE.rglob("*.py") if path.name != "_build_info.py")
+
+
+def name_of(path):
+    return ".".join(("zbpipe", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
+
+
+def room_of(module):
+    return module.split(".")[1] if "." in module else "zbpipe"
+
+
+def imports(text):
+    """The modules that a text imports, each with whether it does so within a function."""
+
+    def found(node, within):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, within) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                path = PACKAGE.parent.joinpath(*node.module.split("."), alias.name)
+                is_module = path.with_suffix(".py").exists() or path.is_dir() or alias.name in ("_C", "_build_info")
+                ours = node.module.split(".")[0] == "zbpipe"
+                yield (f"{node.module}.{alias.name}" if ours and is_module else node.module), within
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "importlib.import_module":
+            yield from ((name.value, within) for name in node.args if isinstance(name, ast.Constant))
+        is_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        for child in ast.iter_child_nodes(node):
+            yield from found(child, within or is_function)
+
+    return set(found(ast.parse(text), False))
+
+
+def import_violations(room, modules):
+    return {
+        module for module in modules if module.split(".")[0] == "zbpipe" and room_of(module) not in {room, *ROOMS[room]}
+    }
+
+
+def circle(edges):
+    """A circle in a graph, as a list of its nodes; empty if there is none."""
+    done, way = set(), []
+
+    def visit(node):
+        if node in way:
+            return [*way[way.index(node) :], node]
+        if node in done:
+            return []
+        way.append(node)
+        for other in sorted(edges.get(node, ())):
+            if found := visit(other):
+                return found
+        done.add(way.pop())
+        return []
+
+    return next((found for node in sorted(edges) if (found := visit(node))), [])
+
+
+def test_each_room_imports_only_what_it_may():
+    used = {}
+    for path in every_module():
+        room = room_of(name_of(path))
+        modules = {module for module, _ in imports(path.read_text())}
+        assert not import_violations(room, modules), path
+        used.setdefault(room, set()).update(room_of(m) for m in modules if m.split(".")[0] == "zbpipe")
+    assert used.keys() == ROOMS.keys()
+    assert {room: ROOMS[room] - of for room, of in used.items() if ROOMS[room] - of} == {}, "allowed, and not used"
+
+
+def test_no_import_runs_back_up():
+    """Neither between rooms nor between modules; what is imported late counts, too."""
+    assert circle(ROOMS) == []
+    edges = {}
+    for path in every_module():
+        name = name_of(path)
+        edges[name] = {m for m, _ in imports(path.read_text()) if m.split(".")[0] == "zbpipe"} - {name}
+    assert len(edges) > 60
+    assert circle(edges) == []
+
+
+def test_what_is_imported_late_has_its_reason():
+    late = {
+        (path.relative_to(PACKAGE).as_posix(), module)
+        for path in every_module()
+        for module, within in imports(path.read_text())
+        if within
+    }
+    assert late == LATE.keys()
+
+
+def test_no_module_is_longer_than_one_reads():
+    found = {path.relative_to(PACKAGE).as_posix(): len(path.read_text().splitlines()) for path in every_module()}
+    assert {name: count for name, count in found.items() if count > LONGEST_MODULE} == {}
+
+
+@pytest.mark.parametrize(
+    ("room", "line"),
+    [
+        ("_stage", "from zbpipe import passes"),
+        ("_torch", "import zbpipe._policy"),
+        ("memory", "from zbpipe.leaks import Growth"),
+        ("leaks", "def f():\n    from zbpipe import get_policy"),
+        ("_kernels", "import importlib\nimportlib.import_module('zbpipe.stores')"),
+    ],
+)
+def test_an_import_back_up_is_found(room, line):
+    assert import_violations(room, {module for module, _ in imports(line)})
+
+
+def test_a_circle_is_found():
+    assert circle({"a": {"b"}, "b": {"c", "d"}, "d": {"a"}}) == ["a", "b", "d", "a"]
+    assert circle({"a": {"b", "c"}, "b": {"c"}}) == []
 
 
 # A function of the shim's C interface. Python must never see a C++ exception.
