@@ -14,7 +14,7 @@ class Case:
     reshard: None without data parallelism, else fully_shard's policy over two ranks beside two of the pipeline.
     backend: what compiles each block.
     on_torch: "right", "wrong" (silently), or words of the error that torch's own module raises.
-    exact: whether the kernels are those of the run without a pipeline, and so the bits.
+    exact: whether the kernels and the order of sums are those of the run without a pipeline, and so the bits.
     long: not in an ordinary run.
     """
 
@@ -50,7 +50,9 @@ CASES = {
     "ZBV, aot_eager, selective checkpointing": Case(backend="aot_eager", checkpointing="selective", on_torch=DONATED),
     "ZBV, zbpipe compiles": Case(backend="zbpipe", on_torch=DONATED, exact=False),
     "interleaved": Case("InterleavedZeroBubble"),
-    "interleaved, chunked loss": Case("InterleavedZeroBubble", loss="chunked", on_torch="wrong"),
+    # The loss reduces what is there of the last norm's gradient, which shares a group with the head it calls; here that
+    # is two microbatches' W at a time.
+    "interleaved, chunked loss": Case("InterleavedZeroBubble", loss="chunked", on_torch="wrong", exact=False),
     "interleaved, full checkpointing": Case("InterleavedZeroBubble", checkpointing="full"),
     "interleaved, selective checkpointing": Case(
         "InterleavedZeroBubble", checkpointing="selective", on_torch=EXTRA_TIME
