@@ -42,7 +42,7 @@ def units(directory):
 
     A file is written only if it changes, for what is newer than its object is compiled again.
     """
-    files = sources("shim/*.cpp")
+    files = sources("shim/*/*.cpp")
     if UNITS == 0:
         return files
     directory.mkdir(parents=True, exist_ok=True)
@@ -144,7 +144,7 @@ def extension():
             compiler = new_compiler()
             customize_compiler(compiler)
             c_objects = compiler.compile(
-                sources("core/*.c") + sources("bindings/*.c"),
+                sources("core/*/*.c") + sources("bindings/*.c"),
                 output_dir=self.build_temp,
                 include_dirs=["csrc"],
                 extra_postargs=["-isystem", python_include, *C_FLAGS, *common_flags()],
@@ -168,7 +168,7 @@ def extension():
         include_dirs=[str(ROOT / "csrc")],
         extra_compile_args=[*torch_headers, *CXX_FLAGS, *common_flags()],
         extra_link_args=[f"-fsanitize={SANITIZE}"] if SANITIZE else [],
-        depends=sources("*/*.h") + sources("shim/*.cpp"),
+        depends=sources("**/*.h") + sources("shim/*/*.cpp"),
     )
     return {"ext_modules": [module], "cmdclass": {"build": Build, "build_ext": BuildExt}}
 

@@ -4,14 +4,14 @@
 
 CORE_BUILD := build/core
 CORE_WARN := -Wall -Wextra -Wpedantic -Wconversion -Wshadow -Werror
-CORE_INCLUDE := -Icsrc/core -Itests/c
+CORE_INCLUDE := -Icsrc -Itests/c
 CORE_CFLAGS ?=
 CORE_SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 FUZZ_CC ?= clang
 FUZZ_SECONDS ?= 60
 
-CORE_SOURCES := $(sort $(notdir $(wildcard csrc/core/*.c)))
-CORE_HEADERS := $(sort $(wildcard csrc/core/*.h))
+CORE_SOURCES := $(sort $(patsubst csrc/core/%,%,$(wildcard csrc/core/*/*.c)))
+CORE_HEADERS := $(sort $(wildcard csrc/core/*/*.h))
 CORE_TESTS := test_status test_map test_graph test_plan test_plan_check test_blocks test_record
 CORE_LIB := $(CORE_BUILD)/libzbpcore.a
 
@@ -30,7 +30,7 @@ CORE_OBJECTS_$(1) := $$(CORE_SOURCES:%.c=$$(CORE_BUILD)/$(1)/core/%.o)
 
 $$(CORE_BUILD)/$(1)/core/%.o: csrc/core/%.c tests/core.mk
 	@mkdir -p $$(@D)
-	@$$(CC) -std=c11 $$(CORE_WARN) $$(CORE_FLAGS_$(1)) $$(CORE_TRACE_$(1)) $$(CORE_CFLAGS) \
+	@$$(CC) -std=c11 $$(CORE_WARN) $$(CORE_FLAGS_$(1)) $$(CORE_TRACE_$(1)) $$(CORE_CFLAGS) -Icsrc \
 		-MMD -MP -c $$< -o $$@
 
 $$(CORE_BUILD)/$(1)/tests/%.o: tests/c/%.c tests/core.mk
@@ -44,7 +44,7 @@ $$(CORE_BUILD)/$(1)/bin/%: $$(CORE_BUILD)/$(1)/tests/%.o $$(CORE_BUILD)/$(1)/tes
 	@$$(CC) $$(CORE_LINK_$(1)) $$^ -pthread -o $$@
 
 .SECONDARY: $$(CORE_OBJECTS_$(1)) $$(patsubst tests/c/%.c,$$(CORE_BUILD)/$(1)/tests/%.o,$$(wildcard tests/c/*.c))
--include $$(wildcard $$(CORE_BUILD)/$(1)/core/*.d $$(CORE_BUILD)/$(1)/tests/*.d)
+-include $$(wildcard $$(CORE_BUILD)/$(1)/core/*/*.d $$(CORE_BUILD)/$(1)/tests/*.d)
 endef
 
 CORE_TRACE_count := -fsanitize-coverage=trace-pc
@@ -57,8 +57,8 @@ $(CORE_LIB): $(CORE_OBJECTS_plain)
 # Each header alone, as C and as C++; then a C++ program that uses them.
 $(CORE_BUILD)/headers: tests/c/headers.cc $(CORE_HEADERS) $(CORE_LIB) tests/core.mk
 	@for header in $(CORE_HEADERS); do \
-		$(CC) -std=c11 $(CORE_WARN) -fsyntax-only -x c $$header && \
-		$(CXX) -std=c++17 -Wall -Wextra -Werror \
+		$(CC) -std=c11 $(CORE_WARN) -Icsrc -fsyntax-only -x c $$header && \
+		$(CXX) -std=c++17 -Wall -Wextra -Werror -Icsrc \
 			-fsyntax-only -x c++ $$header || exit 1; \
 	done
 	@$(CXX) -std=c++17 -Wall -Wextra -Wpedantic -Wshadow -Werror $(CORE_INCLUDE) $< $(CORE_LIB) -o $@
@@ -99,9 +99,9 @@ fuzz: ## fuzz the C core with libFuzzer (needs clang; FUZZ_SECONDS=60, FUZZ_CC=c
 		-artifact_prefix=$(CORE_BUILD)/fuzz/ -print_final_stats=1 $(CORE_BUILD)/fuzz/corpus
 
 cov: $(CORE_TESTS:%=$(CORE_BUILD)/cov/bin/%) $(CORE_BUILD)/cov/bin/fuzz_plan ## line and branch coverage of the C core (needs gcov)
-	@rm -f $(CORE_BUILD)/cov/core/*.gcda $(CORE_BUILD)/cov/tests/*.gcda
+	@rm -f $(CORE_BUILD)/cov/core/*/*.gcda $(CORE_BUILD)/cov/tests/*.gcda
 	@sh tests/c/run.sh core $(CORE_TESTS:%=$(CORE_BUILD)/cov/bin/%) "$(CORE_BUILD)/cov/bin/fuzz_plan 2000 3"
-	@gcov -b -n $(CORE_BUILD)/cov/core/*.gcda 2>/dev/null | awk -F "[':%]" \
+	@gcov -b -n $(CORE_BUILD)/cov/core/*/*.gcda 2>/dev/null | awk -F "[':%]" \
 		'/^File/ { file = $$2; show = file ~ /csrc\/core\/.*\.c$$/ } \
 		show && /^Lines/ { lines = $$2 } \
 		show && /^Taken at least/ { printf "%-32s lines %6s %%  branches %6s %%\n", file, lines, $$2; n++ } \

@@ -3,8 +3,8 @@
 #include <Python.h>
 
 #include "bindings/parts.h"
-#include "shim/zbp_aside.h"
-#include "shim/zbp_explain.h"
+#include "shim/explain/zbp_aside.h"
+#include "shim/explain/zbp_explain.h"
 
 PyDoc_STRVAR(explain_doc, "explain(outputs, inputs, weights, defer, checkpoint, /)\n--\n\n"
                           "The plan of an input pass, which does not run. See zbpipe.explain.");

@@ -16,8 +16,8 @@
 #endif
 
 #include "bindings/parts.h"
-#include "shim/zbp_holders.h"
-#include "shim/zbp_tap.h"
+#include "shim/holders/zbp_holders.h"
+#include "shim/memory/zbp_tap.h"
 
 static zbp_group_access access_of(PyObject *module)
 {

@@ -10,9 +10,9 @@
 #include <string.h>
 
 #include "bindings/parts.h"
-#include "core/zbp_blocks.h"
-#include "core/zbp_record.h"
-#include "shim/zbp_tap.h"
+#include "core/memory/zbp_blocks.h"
+#include "core/memory/zbp_record.h"
+#include "shim/memory/zbp_tap.h"
 
 enum { FRESH, RUNNING, STOPPED, REPLAYED };
 

@@ -9,9 +9,9 @@
 #include <structmember.h>
 
 #include "bindings/parts.h"
-#include "shim/zbp_account.h"
-#include "shim/zbp_shim.h"
-#include "shim/zbp_work.h"
+#include "shim/explain/zbp_account.h"
+#include "shim/pass/zbp_shim.h"
+#include "shim/work/zbp_work.h"
 
 typedef struct {
     PyTypeObject *group_type;

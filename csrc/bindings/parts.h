@@ -7,7 +7,7 @@
 
 #include <Python.h>
 
-#include "shim/zbp_shim.h"
+#include "shim/pass/zbp_shim.h"
 
 int zbp_add_explain(PyObject *module);
 int zbp_add_leaks(PyObject *module);

@@ -3,7 +3,7 @@
 #include <Python.h>
 
 #include "bindings/parts.h"
-#include "shim/zbp_release.h"
+#include "shim/release/zbp_release.h"
 
 PyDoc_STRVAR(deallocate_output_doc, "deallocate_output(tensor, /)\n--\n\n"
                                     "The bytes that this freed. See zbpipe.deallocate_output.");

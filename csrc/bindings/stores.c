@@ -3,7 +3,7 @@
 #include <Python.h>
 
 #include "bindings/parts.h"
-#include "shim/zbp_stores.h"
+#include "shim/stores/zbp_stores.h"
 
 PyDoc_STRVAR(detour_doc,
              "detour(tensor, like, /)\n--\n\n"

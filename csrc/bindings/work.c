@@ -3,7 +3,7 @@
 #include <Python.h>
 
 #include "bindings/parts.h"
-#include "shim/zbp_work.h"
+#include "shim/work/zbp_work.h"
 
 PyDoc_STRVAR(defer_doc, "defer(function, weights, saved, /)\n--\n\nSee zbpipe.defer.");
 

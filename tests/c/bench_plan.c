@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <time.h>
 
-#include "zbp_plan.h"
+#include "core/graph/zbp_plan.h"
 
 static double now(void)
 {

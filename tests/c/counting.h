@@ -12,7 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "zbp_alloc.h"
+#include "core/base/zbp_alloc.h"
 
 typedef struct counting {
     long calls;     /* that ask for memory */

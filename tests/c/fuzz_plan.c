@@ -13,7 +13,7 @@
 
 #include "counting.h"
 #include "model.h"
-#include "zbp_plan.h"
+#include "core/graph/zbp_plan.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 

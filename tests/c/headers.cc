@@ -1,9 +1,9 @@
 // The headers are C++ too: the shim includes them. Compiled and run by `make test-core`.
-#include "zbp_alloc.h"
-#include "zbp_graph.h"
-#include "zbp_map.h"
-#include "zbp_plan.h"
-#include "zbp_status.h"
+#include "core/base/zbp_alloc.h"
+#include "core/graph/zbp_graph.h"
+#include "core/base/zbp_map.h"
+#include "core/graph/zbp_plan.h"
+#include "core/base/zbp_status.h"
 
 #include <cstdio>
 

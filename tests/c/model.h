@@ -9,7 +9,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "zbp_plan.h"
+#include "core/graph/zbp_plan.h"
 
 enum { MODEL_NODES = 64 };
 

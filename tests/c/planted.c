@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "zbp_graph.h"
+#include "core/graph/zbp_graph.h"
 
 int main(int argc, char **argv)
 {

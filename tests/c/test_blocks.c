@@ -1,7 +1,7 @@
 #include "check.h"
 #include "counting.h"
 #include "model.h"
-#include "zbp_blocks.h"
+#include "core/memory/zbp_blocks.h"
 
 static zbp_alloc alloc;
 static counting count;

@@ -1,7 +1,7 @@
 #include "check.h"
 #include "counting.h"
 #include "model.h"
-#include "zbp_graph.h"
+#include "core/graph/zbp_graph.h"
 
 static zbp_alloc alloc;
 static counting count;

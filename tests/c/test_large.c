@@ -8,8 +8,8 @@
 #include "check.h"
 #include "counting.h"
 #include "model.h"
-#include "zbp_plan.h"
-#include "zbp_record.h"
+#include "core/graph/zbp_plan.h"
+#include "core/memory/zbp_record.h"
 
 void __sanitizer_cov_trace_pc(void);
 

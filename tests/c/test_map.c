@@ -1,7 +1,7 @@
 #include "check.h"
 #include "counting.h"
 #include "model.h"
-#include "zbp_map.h"
+#include "core/base/zbp_map.h"
 
 static zbp_alloc alloc;
 static counting count;

@@ -2,7 +2,7 @@
 #include "check.h"
 #include "counting.h"
 #include "model.h"
-#include "zbp_plan.h"
+#include "core/graph/zbp_plan.h"
 
 enum { I = ZBP_MARK_INPUT, W = ZBP_MARK_WEIGHT, R = ZBP_MARK_ROOT };
 enum {

@@ -2,7 +2,7 @@
  * zbp_plan_check and the model must say so, and name the field. */
 #include "check.h"
 #include "model.h"
-#include "zbp_plan.h"
+#include "core/graph/zbp_plan.h"
 
 static unsigned long planted;
 

@@ -1,7 +1,7 @@
 #include "check.h"
 #include "counting.h"
 #include "model.h"
-#include "zbp_record.h"
+#include "core/memory/zbp_record.h"
 
 static zbp_alloc alloc;
 static counting count;

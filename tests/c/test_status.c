@@ -1,6 +1,6 @@
 #include "check.h"
-#include "zbp_status.h"
-#include "zbpi_alloc.h"
+#include "core/base/zbp_status.h"
+#include "core/base/zbpi_alloc.h"
 
 static void names(void)
 {

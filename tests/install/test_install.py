@@ -143,7 +143,7 @@ def test_source_distribution_builds_the_same_wheel(environment, project, tmp_pat
         "build_backend/zbpipe_build.py",
         "hook/zbpipe.pth",
         "hook/_zbpipe_hook.py",
-        "csrc/core/zbp_answer.h",
+        "csrc/core/base/zbp_answer.h",
     } <= names
     assert "zbpipe/_build_info.py" not in names
 
@@ -193,8 +193,8 @@ def test_a_hidden_torch_gets_its_own_sentence(monkeypatch, prefix):
 
 
 def test_warnings_in_c_stop_a_strict_build(environment, project):
-    (project / "csrc" / "core" / "zbp_answer.c").write_text(
-        '#include "core/zbp_answer.h"\nint zbp_answer(void) { long class = 42; return class; }\n'
+    (project / "csrc" / "core" / "base" / "zbp_answer.c").write_text(
+        '#include "core/base/zbp_answer.h"\nint zbp_answer(void) { long class = 42; return class; }\n'
     )
     environment.pip("install", "setuptools>=77.0.3", "ninja", cwd=project)
     done = environment.run("setup.py", "build_ext", cwd=project, ZBPIPE_WERROR="1")

@@ -219,7 +219,7 @@ def check_tensor_leak(
 
     Raises:
         TypeError, ValueError: an argument is none of these.
-        RuntimeError: on entering: the CPU allocator cannot be watched (``csrc/shim/zbp_tap.h``).
+        RuntimeError: on entering: the CPU allocator cannot be watched (``csrc/shim/memory/zbp_tap.h``).
     """
     checked = _allow.checked(action, allow, device)
     check = Check(action, checked, trace, None if device is None else torch.device(device))

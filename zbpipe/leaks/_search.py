@@ -46,7 +46,7 @@ class Result:
 
 @dataclass
 class Scope:
-    """What a search is for: see zbp_search in csrc/shim/zbp_holders.h.
+    """What a search is for: see zbp_search in csrc/shim/holders/zbp_holders.h.
 
     ``trimmed`` are identities of objects that may hold tensors: a chain begins behind the last of them. ``returned`` is
     held by nobody but the caller. ``keep`` is asked for each leak, with its tensors that Python knows, if it is one.

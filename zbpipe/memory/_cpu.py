@@ -8,7 +8,7 @@ from zbpipe import _C
 
 
 class CpuSource:
-    """torch's CPU allocator, tapped natively: csrc/shim/zbp_tap.h."""
+    """torch's CPU allocator, tapped natively: csrc/shim/memory/zbp_tap.h."""
 
     def __init__(self, max_events: int) -> None:
         self.log = _C.Recorder(max_events)

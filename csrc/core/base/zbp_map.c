@@ -1,0 +1,128 @@
+#include "core/base/zbp_map.h"
+
+#include <string.h>
+
+#include "core/base/zbpi_alloc.h"
+#include "core/base/zbpi_hash.h"
+
+enum { FIRST_CAPACITY = 256 };
+
+/* The slot that holds key, or the free one where it belongs. Ends because one slot is free. */
+static zbp_map_slot *probe(zbp_map_slot *slot, size_t capacity, const void *key)
+{
+    size_t mask = capacity - 1;
+    size_t i = zbpi_hash((uintptr_t)key) & mask;
+
+    while (slot[i].key != NULL && slot[i].key != key)
+        i = (i + 1) & mask;
+    return &slot[i];
+}
+
+static bool is_full(const zbp_map *map)
+{
+    return map->count >= map->capacity / 8 * 5;
+}
+
+static int grow(zbp_map *map)
+{
+    size_t capacity = map->capacity == 0 ? FIRST_CAPACITY : map->capacity * 2;
+    zbp_map_slot *slot;
+
+    if (map->capacity > SIZE_MAX / sizeof *slot / 2)
+        return ZBP_EOVERFLOW;
+    slot = zbpi_resize(&map->alloc, NULL, 0, capacity * sizeof *slot);
+    if (slot == NULL)
+        return ZBP_ENOMEM;
+    memset(slot, 0, capacity * sizeof *slot);
+    for (size_t i = 0; i < map->capacity; i++)
+        if (map->slot[i].key != NULL)
+            *probe(slot, capacity, map->slot[i].key) = map->slot[i];
+    zbpi_free(&map->alloc, map->slot, map->capacity * sizeof *slot);
+    map->slot = slot;
+    map->capacity = capacity;
+    return ZBP_OK;
+}
+
+void zbp_map_init(zbp_map *map, const zbp_alloc *alloc)
+{
+    memset(map, 0, sizeof *map);
+    map->alloc = zbpi_alloc_copy(alloc);
+}
+
+void zbp_map_fini(zbp_map *map)
+{
+    zbpi_free(&map->alloc, map->slot, map->capacity * sizeof *map->slot);
+    memset(map, 0, sizeof *map);
+}
+
+int zbp_map_add(zbp_map *map, const void *key, uint32_t value, uint32_t *value_out, bool *added_out)
+{
+    zbp_map_slot *found = NULL;
+    bool added = false;
+
+    if (key == NULL)
+        return ZBP_EINVAL;
+    if (map->capacity != 0)
+        found = probe(map->slot, map->capacity, key);
+    if (found == NULL || found->key == NULL) {
+        if (map->count == UINT32_MAX)
+            return ZBP_EOVERFLOW;
+        if (is_full(map)) {
+            int status = grow(map);
+
+            if (status != ZBP_OK)
+                return status;
+            found = probe(map->slot, map->capacity, key);
+        }
+        found->key = key;
+        found->value = value;
+        map->count++;
+        added = true;
+    }
+    if (value_out != NULL)
+        *value_out = found->value;
+    if (added_out != NULL)
+        *added_out = added;
+    return ZBP_OK;
+}
+
+bool zbp_map_find(const zbp_map *map, const void *key, uint32_t *value_out)
+{
+    const zbp_map_slot *found;
+
+    if (key == NULL || map->capacity == 0)
+        return false;
+    found = probe(map->slot, map->capacity, key);
+    if (found->key == NULL)
+        return false;
+    if (value_out != NULL)
+        *value_out = found->value;
+    return true;
+}
+
+int zbp_map_check(const zbp_map *map, const char **reason_out)
+{
+    const char *reason = NULL;
+    size_t taken = 0;
+
+    if ((map->capacity & (map->capacity - 1)) != 0)
+        reason = "map: the capacity is not a power of two";
+    else if ((map->slot == NULL) != (map->capacity == 0))
+        reason = "map: slots and capacity disagree";
+    else if (map->count > map->capacity / 8 * 5)
+        reason = "map: more than 5/8 of the slots are taken";
+    for (size_t i = 0; reason == NULL && i < map->capacity; i++) {
+        if (map->slot[i].key == NULL)
+            continue;
+        taken++;
+        if (taken > map->count)
+            reason = "map: more slots are taken than count says";
+        else if (probe(map->slot, map->capacity, map->slot[i].key) != &map->slot[i])
+            reason = "map: a key is not where a look-up finds it";
+    }
+    if (reason == NULL && taken != map->count)
+        reason = "map: fewer slots are taken than count says";
+    if (reason_out != NULL)
+        *reason_out = reason;
+    return reason == NULL ? ZBP_OK : ZBP_EINVAL;
+}

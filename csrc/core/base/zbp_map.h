@@ -1,0 +1,62 @@
+/* zbp_map.h - from opaque pointers to 32-bit numbers, for look-up alone.
+ *
+ * Invariant: open addressing with linear probing, a power of two of slots, at most 5/8 of them
+ * taken, nothing is ever removed. There is no iteration, on purpose: the order of the slots
+ * depends on addresses, and results must be the same on every run.
+ * Allocation: one block, replaced when it is full. Threads: one at a time, or many that only read.
+ */
+#ifndef ZBP_MAP_H
+#define ZBP_MAP_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "core/base/zbp_alloc.h"
+#include "core/base/zbp_status.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct zbp_map_slot {
+    const void *key; /* NULL: the slot is free */
+    uint32_t value;
+} zbp_map_slot;
+
+/* Held by the caller; all fields are for reading alone. Zeroed is a legal empty map. */
+typedef struct zbp_map {
+    uint32_t count;
+    size_t capacity; /* slots: 0 or a power of two */
+    zbp_map_slot *slot;
+    zbp_alloc alloc;
+} zbp_map;
+
+/* Makes an empty map; allocates nothing. alloc is copied; NULL is libc. */
+void zbp_map_init(zbp_map *map, const zbp_alloc *alloc);
+
+/* Frees what the map holds and zeroes it. A zeroed map is legal. */
+void zbp_map_fini(zbp_map *map);
+
+/* Looks key up, and adds it with value if it is absent. *value_out is the value that the map holds
+ * afterwards (the old one if the key was there), *added_out whether it was added; either may be
+ * NULL. key is never read through.
+ * Errors, the map unchanged: ZBP_EINVAL (key is NULL), ZBP_ENOMEM, ZBP_EOVERFLOW (UINT32_MAX keys,
+ * or more bytes than size_t counts). A key that is already there cannot fail.
+ * Amortised O(1). */
+ZBP_MUST_USE int zbp_map_add(zbp_map *map, const void *key, uint32_t value, uint32_t *value_out,
+                             bool *added_out);
+
+/* Whether key is there; then *value_out (may be NULL) is its value, else it is left alone.
+ * NULL is never there. O(1). */
+bool zbp_map_find(const zbp_map *map, const void *key, uint32_t *value_out);
+
+/* Whether the invariant holds. ZBP_OK, or ZBP_EINVAL with *reason_out (may be NULL) a static
+ * string that says what is wrong. O(slots). */
+ZBP_MUST_USE int zbp_map_check(const zbp_map *map, const char **reason_out);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

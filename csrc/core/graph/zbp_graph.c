@@ -1,0 +1,130 @@
+#include "core/graph/zbp_graph.h"
+
+#include <string.h>
+
+#include "core/base/zbpi_alloc.h"
+
+enum { ALL_MARKS = ZBP_MARK_INPUT | ZBP_MARK_WEIGHT | ZBP_MARK_ROOT };
+
+static const uint32_t MOST = UINT32_MAX - 1;
+
+int zbp_graph_init(zbp_graph *graph, const zbp_alloc *alloc)
+{
+    memset(graph, 0, sizeof *graph);
+    graph->alloc = zbpi_alloc_copy(alloc);
+    zbp_map_init(&graph->id_of, alloc);
+    return ZBP_OK;
+}
+
+void zbp_graph_fini(zbp_graph *graph)
+{
+    zbpi_free(&graph->alloc, graph->key, graph->key_capacity * sizeof *graph->key);
+    zbpi_free(&graph->alloc, graph->mark, graph->mark_capacity * sizeof *graph->mark);
+    zbpi_free(&graph->alloc, graph->edge, graph->edge_capacity * sizeof *graph->edge);
+    zbp_map_fini(&graph->id_of);
+    memset(graph, 0, sizeof *graph);
+}
+
+/* Room for one more node; the map sees to itself. */
+static int make_room(zbp_graph *graph)
+{
+    if (graph->node_count >= MOST)
+        return ZBP_EOVERFLOW;
+    if (graph->node_count == graph->key_capacity) {
+        const void **key = zbpi_grow(&graph->alloc, graph->key, &graph->key_capacity, sizeof *key);
+
+        if (key == NULL)
+            return ZBP_ENOMEM;
+        graph->key = key;
+    }
+    if (graph->node_count == graph->mark_capacity) {
+        uint8_t *mark = zbpi_grow(&graph->alloc, graph->mark, &graph->mark_capacity, sizeof *mark);
+
+        if (mark == NULL)
+            return ZBP_ENOMEM;
+        graph->mark = mark;
+    }
+    return ZBP_OK;
+}
+
+int zbp_graph_add_node(zbp_graph *graph, const void *key, uint32_t *id_out, bool *added_out)
+{
+    uint32_t id = graph->node_count;
+    bool added = !zbp_map_find(&graph->id_of, key, &id);
+
+    if (added) {
+        int status = make_room(graph);
+
+        if (status == ZBP_OK)
+            status = zbp_map_add(&graph->id_of, key, id, NULL, NULL);
+        if (status != ZBP_OK)
+            return status;
+        graph->key[id] = key;
+        graph->mark[id] = 0;
+        graph->node_count++;
+    }
+    if (id_out != NULL)
+        *id_out = id;
+    if (added_out != NULL)
+        *added_out = added;
+    return ZBP_OK;
+}
+
+bool zbp_graph_find(const zbp_graph *graph, const void *key, uint32_t *id_out)
+{
+    return zbp_map_find(&graph->id_of, key, id_out);
+}
+
+int zbp_graph_add_edge(zbp_graph *graph, uint32_t src, uint32_t slot, uint32_t dst)
+{
+    if (src >= graph->node_count || dst >= graph->node_count)
+        return ZBP_EINVAL;
+    if (graph->edge_count >= MOST)
+        return ZBP_EOVERFLOW;
+    if (graph->edge_count == graph->edge_capacity) {
+        zbp_edge *edge = zbpi_grow(&graph->alloc, graph->edge, &graph->edge_capacity, sizeof *edge);
+
+        if (edge == NULL)
+            return ZBP_ENOMEM;
+        graph->edge = edge;
+    }
+    graph->edge[graph->edge_count++] = (zbp_edge){src, slot, dst};
+    return ZBP_OK;
+}
+
+int zbp_graph_mark(zbp_graph *graph, uint32_t id, uint8_t mark)
+{
+    if (id >= graph->node_count || (mark & ~ALL_MARKS) != 0)
+        return ZBP_EINVAL;
+    graph->mark[id] |= mark;
+    return ZBP_OK;
+}
+
+int zbp_graph_check(const zbp_graph *graph, const char **reason_out)
+{
+    const char *reason = NULL;
+
+    if (graph->node_count > MOST || graph->edge_count > MOST)
+        reason = "graph: too many nodes or edges";
+    else if (graph->node_count > graph->key_capacity || graph->node_count > graph->mark_capacity ||
+             graph->edge_count > graph->edge_capacity)
+        reason = "graph: a count is beyond its capacity";
+    else if (graph->id_of.count != graph->node_count)
+        reason = "graph: the map and the nodes differ in number";
+    else
+        (void)!zbp_map_check(&graph->id_of, &reason);
+    for (uint32_t i = 0; reason == NULL && i < graph->node_count; i++) {
+        uint32_t id = ZBP_NONE;
+
+        if (!zbp_map_find(&graph->id_of, graph->key[i], &id) || id != i)
+            reason = "graph: the map does not find a node under its key";
+        else if ((graph->mark[i] & ~ALL_MARKS) != 0)
+            reason = "graph: a mark has an unknown bit";
+    }
+    for (uint32_t e = 0; reason == NULL && e < graph->edge_count; e++)
+        if (graph->edge[e].src >= graph->node_count || graph->edge[e].dst >= graph->node_count)
+            reason = "graph: an edge ends at no node";
+    if (reason_out != NULL)
+        *reason_out = reason;
+    return reason == NULL ? ZBP_OK : ZBP_EINVAL;
+}

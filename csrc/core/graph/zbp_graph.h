@@ -1,0 +1,88 @@
+/* zbp_graph.h - the autograd graph as plain numbers.
+ *
+ * A node is an opaque pointer (libtorch's Node, which the core never reads), interned to a dense
+ * id 0, 1, 2, ... in the order in which it was first added: the walk's discovery order. So every
+ * array indexed by id, and every result derived from one, is the same on every run.
+ *
+ * Invariant: ids are < node_count; both ends of every edge are ids; keys are distinct and not
+ * NULL. Nothing is ever removed. Cycles, self loops and parallel edges are legal.
+ * Allocation: four growing arrays. Threads: one at a time, or many that only read.
+ */
+#ifndef ZBP_GRAPH_H
+#define ZBP_GRAPH_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "core/base/zbp_alloc.h"
+#include "core/base/zbp_map.h"
+#include "core/base/zbp_status.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* No node, no edge, no group. Never an id: a graph has at most UINT32_MAX - 1 of each. */
+#define ZBP_NONE UINT32_MAX
+
+/* What the caller says about a node; or-ed. A node that is INPUT and WEIGHT counts as INPUT. */
+enum {
+    ZBP_MARK_INPUT = 1,  /* produces a stage input: the walk stops here */
+    ZBP_MARK_WEIGHT = 2, /* accumulates (or produces) a weight */
+    ZBP_MARK_ROOT = 4    /* produces a stage output: the walk starts here */
+};
+
+/* Gradients flow from src to dst: dst is entry `slot` of src's next_edges. */
+typedef struct zbp_edge {
+    uint32_t src, slot, dst;
+} zbp_edge;
+
+/* Held by the caller; all fields are for reading alone. Zeroed is a legal empty graph. */
+typedef struct zbp_graph {
+    uint32_t node_count;
+    uint32_t edge_count;
+    const void **key; /* [node_count], borrowed pointers, never read through */
+    uint8_t *mark;    /* [node_count], ZBP_MARK_* */
+    zbp_edge *edge;   /* [edge_count], in the order of zbp_graph_add_edge */
+
+    uint32_t key_capacity, mark_capacity, edge_capacity;
+    zbp_map id_of; /* key -> id */
+    zbp_alloc alloc;
+} zbp_graph;
+
+/* Makes an empty graph; allocates nothing. alloc is copied; NULL is libc. Always ZBP_OK today. */
+ZBP_MUST_USE int zbp_graph_init(zbp_graph *graph, const zbp_alloc *alloc);
+
+/* Frees what the graph holds and zeroes it. A zeroed graph is legal. */
+void zbp_graph_fini(zbp_graph *graph);
+
+/* Finds the node of key, or adds one with the next id and no marks. *id_out is its id, *added_out
+ * whether it is new; either may be NULL. key is borrowed, never read through, and must stay the
+ * name of one node for as long as the graph is used.
+ * Errors, the graph unchanged: ZBP_EINVAL (key is NULL), ZBP_ENOMEM, ZBP_EOVERFLOW (UINT32_MAX - 1
+ * nodes). A key that is already there cannot fail. Amortised O(1). */
+ZBP_MUST_USE int zbp_graph_add_node(zbp_graph *graph, const void *key, uint32_t *id_out,
+                                    bool *added_out);
+
+/* Whether key has a node; then *id_out (may be NULL) is its id, else it is left alone. O(1). */
+bool zbp_graph_find(const zbp_graph *graph, const void *key, uint32_t *id_out);
+
+/* Adds an edge; its index is the edge_count before the call. slot is kept for the caller and not
+ * looked at; the same edge may be added twice.
+ * Errors, the graph unchanged: ZBP_EINVAL (src or dst is no id), ZBP_ENOMEM, ZBP_EOVERFLOW
+ * (UINT32_MAX - 1 edges). Amortised O(1). */
+ZBP_MUST_USE int zbp_graph_add_edge(zbp_graph *graph, uint32_t src, uint32_t slot, uint32_t dst);
+
+/* Ors mark into the node's marks. Error, the graph unchanged: ZBP_EINVAL (id is no id, or mark has
+ * a bit that is no ZBP_MARK_*). O(1). */
+ZBP_MUST_USE int zbp_graph_mark(zbp_graph *graph, uint32_t id, uint8_t mark);
+
+/* Whether the invariant holds. ZBP_OK, or ZBP_EINVAL with *reason_out (may be NULL) a static
+ * string that says what is wrong. Linear. */
+ZBP_MUST_USE int zbp_graph_check(const zbp_graph *graph, const char **reason_out);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

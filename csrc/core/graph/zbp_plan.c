@@ -1,0 +1,357 @@
+#include "core/graph/zbp_plan.h"
+
+#include <assert.h>
+#include <stdbool.h>
+#include <string.h>
+
+#include "core/base/zbpi_alloc.h"
+
+/* What lives only while a plan is built: one block of arrays, and the sizes of the plan's lists. */
+typedef struct work {
+    const zbp_graph *graph;
+
+    uint32_t *in_begin; /* [nodes + 1], the edges of each node backwards: */
+    uint32_t *in_src;   /* [edges], where they come from */
+    uint32_t *stack;    /* [nodes] */
+    uint32_t stack_count;
+    uint32_t *parent; /* [nodes], union-find */
+    uint32_t *size;   /* [nodes], of the set, at its representative */
+    uint32_t *number; /* [nodes], of the group, at its representative */
+    uint8_t *flag;    /* [nodes], as in the plan */
+
+    uint32_t group_count, split_count, root_count, weight_count, weight_edge_count;
+
+    zbp_alloc alloc;
+    void *block;
+    size_t block_size;
+} work;
+
+/* ---- one block, many arrays ---- */
+
+/* A block for this many 32-bit and 8-bit numbers, the latter last. */
+static int new_block(const zbp_alloc *alloc, uint64_t words, uint32_t bytes, void **block_out,
+                     size_t *size_out)
+{
+    uint64_t size = words * sizeof(uint32_t) + bytes;
+    void *block;
+
+    if (size > SIZE_MAX)
+        return ZBP_EOVERFLOW;
+    block = zbpi_resize(alloc, NULL, 0, (size_t)size);
+    if (block == NULL)
+        return ZBP_ENOMEM;
+    *block_out = block;
+    *size_out = (size_t)size;
+    return ZBP_OK;
+}
+
+static uint32_t *take(uint32_t **rest, size_t count)
+{
+    uint32_t *array = *rest;
+
+    *rest += count;
+    return array;
+}
+
+static int work_init(work *w, const zbp_graph *graph, const zbp_alloc *alloc)
+{
+    size_t nodes = graph->node_count, edges = graph->edge_count;
+    uint32_t *rest;
+    int status;
+
+    w->graph = graph;
+    w->alloc = zbpi_alloc_copy(alloc);
+    status = new_block(&w->alloc, (uint64_t)nodes * 5 + 1 + edges, graph->node_count, &w->block,
+                       &w->block_size);
+    if (status != ZBP_OK)
+        return status;
+    rest = w->block;
+    w->in_begin = take(&rest, nodes + 1);
+    w->in_src = take(&rest, edges);
+    w->stack = take(&rest, nodes);
+    w->parent = take(&rest, nodes);
+    w->size = take(&rest, nodes);
+    w->number = take(&rest, nodes);
+    w->flag = (uint8_t *)rest;
+    return ZBP_OK;
+}
+
+static void work_fini(work *w)
+{
+    zbpi_free(&w->alloc, w->block, w->block_size);
+}
+
+/* The plan's arrays; the lists' counts and the flags are known. */
+static int make_arrays(zbp_plan *plan, const work *w)
+{
+    size_t nodes = w->graph->node_count, edges = w->graph->edge_count;
+    size_t begins = (size_t)w->group_count + 1;
+    uint64_t words = (uint64_t)nodes * 2 + 1 + edges + (uint64_t)begins * 4 + w->split_count +
+                     w->root_count + w->weight_count + w->weight_edge_count;
+    uint32_t *rest;
+    int status;
+
+    plan->alloc = w->alloc;
+    status = new_block(&w->alloc, words, w->graph->node_count, &plan->block, &plan->block_size);
+    if (status != ZBP_OK)
+        return status;
+    rest = plan->block;
+    plan->node_count = w->graph->node_count;
+    plan->edge_count = w->graph->edge_count;
+    plan->group_count = w->group_count;
+    plan->group = take(&rest, nodes);
+    plan->out_begin = take(&rest, nodes + 1);
+    plan->out = take(&rest, edges);
+    plan->split_begin = take(&rest, begins);
+    plan->split = take(&rest, w->split_count);
+    plan->root_begin = take(&rest, begins);
+    plan->root = take(&rest, w->root_count);
+    plan->weight_begin = take(&rest, begins);
+    plan->weight = take(&rest, w->weight_count);
+    plan->weight_edge_begin = take(&rest, begins);
+    plan->weight_edge = take(&rest, w->weight_edge_count);
+    plan->flag = (uint8_t *)rest;
+    return ZBP_OK;
+}
+
+/* ---- lists by counting ----
+ * Count the items of each of n lists into begin[0 .. n-1], call end_lists, then place the items in
+ * descending order at --begin[list]: they come out ascending, and begin where each list begins. */
+
+static void clear_lists(uint32_t *begin, uint32_t n)
+{
+    memset(begin, 0, ((size_t)n + 1) * sizeof *begin);
+}
+
+static void end_lists(uint32_t *begin, uint32_t n)
+{
+    for (uint32_t i = 1; i <= n; i++)
+        begin[i] += begin[i - 1];
+}
+
+/* ---- flags ---- */
+
+static void list_edges_in(work *w)
+{
+    const zbp_edge *edge = w->graph->edge;
+    uint32_t nodes = w->graph->node_count, edges = w->graph->edge_count;
+
+    clear_lists(w->in_begin, nodes);
+    for (uint32_t e = 0; e < edges; e++)
+        w->in_begin[edge[e].dst]++;
+    end_lists(w->in_begin, nodes);
+    for (uint32_t e = edges; e-- > 0;)
+        w->in_src[--w->in_begin[edge[e].dst]] = edge[e].src;
+}
+
+/* Flags a node that was not yet, and puts it on the stack. Each node at most once per flag, so the
+ * stack has room. */
+static void flag_and_push(work *w, uint32_t id, uint8_t flag)
+{
+    w->flag[id] |= flag;
+    w->stack[w->stack_count++] = id;
+}
+
+/* Flags every node from which the nodes on the stack can be reached, but none that has a flag of
+ * `except` already. */
+static void flag_backwards(work *w, uint8_t flag, uint8_t except)
+{
+    while (w->stack_count > 0) {
+        uint32_t id = w->stack[--w->stack_count];
+
+        for (uint32_t i = w->in_begin[id]; i < w->in_begin[id + 1]; i++)
+            if ((w->flag[w->in_src[i]] & (flag | except)) == 0)
+                flag_and_push(w, w->in_src[i], flag);
+    }
+}
+
+static void flag_closure(work *w)
+{
+    for (uint32_t i = 0; i < w->graph->node_count; i++)
+        if ((w->graph->mark[i] & ZBP_MARK_INPUT) != 0)
+            flag_and_push(w, i, ZBP_NODE_CLOSURE);
+    flag_backwards(w, ZBP_NODE_CLOSURE, 0);
+}
+
+static void flag_weightward(work *w)
+{
+    for (uint32_t i = 0; i < w->graph->node_count; i++)
+        if ((w->graph->mark[i] & ZBP_MARK_WEIGHT) != 0 && (w->flag[i] & ZBP_NODE_CLOSURE) == 0)
+            flag_and_push(w, i, ZBP_NODE_WEIGHTWARD);
+    flag_backwards(w, ZBP_NODE_WEIGHTWARD, ZBP_NODE_CLOSURE);
+}
+
+/* ---- groups: union by size, path halving ---- */
+
+static uint32_t find(uint32_t *parent, uint32_t id)
+{
+    while (parent[id] != id) {
+        parent[id] = parent[parent[id]];
+        id = parent[id];
+    }
+    return id;
+}
+
+static void unite(work *w, uint32_t a, uint32_t b)
+{
+    a = find(w->parent, a);
+    b = find(w->parent, b);
+    if (a == b)
+        return;
+    if (w->size[a] < w->size[b]) {
+        uint32_t t = a;
+
+        a = b;
+        b = t;
+    }
+    w->parent[b] = a;
+    w->size[a] += w->size[b];
+}
+
+/* Flags the split nodes, and joins the groups over the edges that lead to WEIGHTWARD nodes. Those
+ * start at a WEIGHTWARD node, or in the closure: at an input, where the walk stops, or at what is
+ * thereby a split node. */
+static void flag_split_and_unite(work *w)
+{
+    const zbp_graph *graph = w->graph;
+
+    for (uint32_t i = 0; i < graph->node_count; i++) {
+        w->parent[i] = i;
+        w->size[i] = 1;
+        w->number[i] = ZBP_NONE;
+    }
+    for (uint32_t e = 0; e < graph->edge_count; e++) {
+        uint32_t src = graph->edge[e].src, dst = graph->edge[e].dst;
+
+        if ((w->flag[dst] & ZBP_NODE_WEIGHTWARD) == 0 || (graph->mark[src] & ZBP_MARK_INPUT) != 0)
+            continue;
+        if ((w->flag[src] & ZBP_NODE_CLOSURE) != 0)
+            w->flag[src] |= ZBP_NODE_SPLIT;
+        unite(w, src, dst);
+    }
+}
+
+static void number_group_of(work *w, uint32_t id)
+{
+    uint32_t set = find(w->parent, id);
+
+    if (w->number[set] == ZBP_NONE)
+        w->number[set] = w->group_count++;
+}
+
+/* Flags the weight roots, numbers the groups and counts the members of the lists to come. */
+static void number_groups(work *w)
+{
+    const zbp_graph *graph = w->graph;
+
+    for (uint32_t i = 0; i < graph->node_count; i++) {
+        bool weightward = (w->flag[i] & ZBP_NODE_WEIGHTWARD) != 0;
+
+        if (weightward && (graph->mark[i] & ZBP_MARK_ROOT) != 0)
+            w->flag[i] |= ZBP_NODE_WEIGHT_ROOT;
+        if ((w->flag[i] & (ZBP_NODE_SPLIT | ZBP_NODE_WEIGHT_ROOT)) != 0)
+            number_group_of(w, i);
+        w->split_count += (w->flag[i] & ZBP_NODE_SPLIT) != 0;
+        w->root_count += (w->flag[i] & ZBP_NODE_WEIGHT_ROOT) != 0;
+        w->weight_count += weightward && (graph->mark[i] & ZBP_MARK_WEIGHT) != 0;
+    }
+    for (uint32_t i = 0; i < graph->node_count; i++)
+        if ((w->flag[i] & ZBP_NODE_WEIGHTWARD) != 0)
+            number_group_of(w, i);
+    for (uint32_t e = 0; e < graph->edge_count; e++)
+        w->weight_edge_count += (w->flag[graph->edge[e].src] & ZBP_NODE_WEIGHTWARD) != 0;
+}
+
+/* ---- the plan's arrays ---- */
+
+static void fill_nodes(zbp_plan *plan, const work *w)
+{
+    if (plan->node_count > 0)
+        memcpy(plan->flag, w->flag, plan->node_count);
+    for (uint32_t i = 0; i < plan->node_count; i++) {
+        bool grouped = (w->flag[i] & (ZBP_NODE_SPLIT | ZBP_NODE_WEIGHTWARD)) != 0;
+
+        plan->group[i] = grouped ? w->number[find(w->parent, i)] : ZBP_NONE;
+    }
+}
+
+static void list_edges_out(zbp_plan *plan, const zbp_graph *graph)
+{
+    clear_lists(plan->out_begin, plan->node_count);
+    for (uint32_t e = 0; e < plan->edge_count; e++)
+        plan->out_begin[graph->edge[e].src]++;
+    end_lists(plan->out_begin, plan->node_count);
+    for (uint32_t e = plan->edge_count; e-- > 0;)
+        plan->out[--plan->out_begin[graph->edge[e].src]] = e;
+}
+
+/* Lists by group the nodes that have this flag and, unless it is 0, this mark. */
+static void list_nodes(const zbp_plan *plan, const zbp_graph *graph, uint8_t flag, uint8_t mark,
+                       uint32_t *begin, uint32_t *list)
+{
+    clear_lists(begin, plan->group_count);
+    for (uint32_t i = 0; i < plan->node_count; i++)
+        if ((plan->flag[i] & flag) != 0 && (graph->mark[i] & mark) == mark)
+            begin[plan->group[i]]++;
+    end_lists(begin, plan->group_count);
+    for (uint32_t i = plan->node_count; i-- > 0;)
+        if ((plan->flag[i] & flag) != 0 && (graph->mark[i] & mark) == mark)
+            list[--begin[plan->group[i]]] = i;
+}
+
+static void list_weight_edges(zbp_plan *plan, const zbp_graph *graph)
+{
+    uint32_t *begin = plan->weight_edge_begin;
+
+    clear_lists(begin, plan->group_count);
+    for (uint32_t e = 0; e < plan->edge_count; e++)
+        if ((plan->flag[graph->edge[e].src] & ZBP_NODE_WEIGHTWARD) != 0)
+            begin[plan->group[graph->edge[e].src]]++;
+    end_lists(begin, plan->group_count);
+    for (uint32_t e = plan->edge_count; e-- > 0;)
+        if ((plan->flag[graph->edge[e].src] & ZBP_NODE_WEIGHTWARD) != 0)
+            plan->weight_edge[--begin[plan->group[graph->edge[e].src]]] = e;
+}
+
+int zbp_plan_build(zbp_plan *plan, const zbp_graph *graph, const zbp_alloc *alloc)
+{
+    work w = {0};
+    zbp_plan built = {0};
+    int status;
+
+    memset(plan, 0, sizeof *plan);
+    status = work_init(&w, graph, alloc);
+    if (status != ZBP_OK)
+        goto done;
+    if (graph->node_count > 0)
+        memset(w.flag, 0, graph->node_count);
+    list_edges_in(&w);
+    flag_closure(&w);
+    flag_weightward(&w);
+    flag_split_and_unite(&w);
+    number_groups(&w);
+
+    status = make_arrays(&built, &w);
+    if (status != ZBP_OK)
+        goto done;
+    fill_nodes(&built, &w);
+    list_edges_out(&built, graph);
+    list_nodes(&built, graph, ZBP_NODE_SPLIT, 0, built.split_begin, built.split);
+    list_nodes(&built, graph, ZBP_NODE_WEIGHT_ROOT, 0, built.root_begin, built.root);
+    list_nodes(&built, graph, ZBP_NODE_WEIGHTWARD, ZBP_MARK_WEIGHT, built.weight_begin,
+               built.weight);
+    list_weight_edges(&built, graph);
+    *plan = built;
+#ifndef NDEBUG
+    assert(zbp_plan_check(plan, graph, NULL) != ZBP_EINVAL);
+#endif
+done:
+    work_fini(&w);
+    return status;
+}
+
+void zbp_plan_fini(zbp_plan *plan)
+{
+    zbpi_free(&plan->alloc, plan->block, plan->block_size);
+    memset(plan, 0, sizeof *plan);
+}

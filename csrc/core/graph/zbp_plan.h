@@ -1,0 +1,101 @@
+/* zbp_plan.h - which nodes run in the input pass, which in the weight pass, and in which groups.
+ *
+ * A plan is a pure function of a graph (see zbp_graph.h): same nodes, edges and marks in the same
+ * order, same plan. It says
+ *   - the input closure: the nodes from which a stage input can be reached;
+ *   - the split nodes: nodes of the closure, other than the inputs, with an edge towards a weight
+ *     outside the closure. I runs their edges into the closure, W the others;
+ *   - the weight roots: stage outputs outside the closure, from which W starts directly;
+ *   - the parameter groups: weights, split nodes and weight roots joined by "reaches".
+ *
+ * Note [Nothing outside the closure leads back into it]
+ * A node outside the closure reaches no input, so no node that it reaches does either: a path that
+ * has left the closure stays outside. Hence W, started at the edges of a split node that leave the
+ * closure, can meet neither an input nor another split node, and every group can run alone, or all
+ * of them in one engine run, without a node ever running twice. It also means that a weight from
+ * which an input can be reached is none for the plan: it is in the closure, in no group and in no
+ * list.
+ *
+ * Allocation: one block for all arrays; a second for the time of the build. Threads: a finished
+ * plan is read by any number.
+ */
+#ifndef ZBP_PLAN_H
+#define ZBP_PLAN_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "core/base/zbp_alloc.h"
+#include "core/graph/zbp_graph.h"
+#include "core/base/zbp_status.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* What the plan says about a node; or-ed. */
+enum {
+    ZBP_NODE_CLOSURE = 1,    /* an input is reachable from it, or it is one */
+    ZBP_NODE_WEIGHTWARD = 2, /* outside the closure, and reaches a weight or is one */
+    ZBP_NODE_SPLIT = 4,      /* in the closure, no input, has an edge to a WEIGHTWARD node */
+    ZBP_NODE_WEIGHT_ROOT = 8 /* marked ROOT, and WEIGHTWARD */
+};
+
+/* Held by the caller; all fields are for reading alone. Zeroed is a legal plan that was not built:
+ * its pointers are NULL. The arrays are borrowed until zbp_plan_fini.
+ *
+ * The lists come as "x_begin, x": those of number k are x[x_begin[k]] to x[x_begin[k + 1] - 1],
+ * ascending. Lists by group hold node ids, lists of edges hold indices into graph->edge. */
+typedef struct zbp_plan {
+    uint32_t node_count, edge_count; /* the graph's when the plan was built */
+
+    uint8_t *flag;   /* [node_count], ZBP_NODE_* */
+    uint32_t *group; /* [node_count], the group of a SPLIT or WEIGHTWARD node, else ZBP_NONE */
+
+    uint32_t *out_begin; /* [node_count + 1] */
+    uint32_t *out;       /* [edge_count], the edges of each node */
+
+    uint32_t group_count;
+    uint32_t *split_begin;       /* [group_count + 1] */
+    uint32_t *split;             /* SPLIT nodes */
+    uint32_t *root_begin;        /* [group_count + 1] */
+    uint32_t *root;              /* WEIGHT_ROOT nodes */
+    uint32_t *weight_begin;      /* [group_count + 1] */
+    uint32_t *weight;            /* WEIGHTWARD nodes marked WEIGHT */
+    uint32_t *weight_edge_begin; /* [group_count + 1] */
+    uint32_t *weight_edge;       /* all edges of WEIGHTWARD nodes, those that reach no weight too */
+
+    void *block; /* holds every array above */
+    size_t block_size;
+    zbp_alloc alloc;
+} zbp_plan;
+
+/* Builds the plan of a graph. plan is overwritten: fini an old one first. graph is borrowed for
+ * the call alone. alloc is copied; NULL is libc.
+ *
+ * Groups: a split node is united with the WEIGHTWARD nodes that its edges lead to, and a
+ * WEIGHTWARD node with those that its edges lead to. Numbers go by the lowest id among a group's
+ * split nodes and weight roots. In a graph walked from its roots every group has one; in another
+ * graph, groups that nothing starts come last, by the lowest id among their nodes.
+ *
+ * Errors, *plan zeroed: ZBP_ENOMEM, ZBP_EOVERFLOW (more bytes than size_t counts).
+ * Linear in nodes + edges (times the inverse Ackermann function), no recursion; cycles are legal.
+ */
+ZBP_MUST_USE int zbp_plan_build(zbp_plan *plan, const zbp_graph *graph, const zbp_alloc *alloc);
+
+/* Frees what the plan holds and zeroes it. A zeroed plan is legal. */
+void zbp_plan_fini(zbp_plan *plan);
+
+/* Whether the plan is the plan of this graph: derives every definition above anew, by other means
+ * than zbp_plan_build, and compares. Stands any content of the arrays and counts, as long as the
+ * arrays are as long as they were built.
+ * ZBP_OK; ZBP_EINVAL with *reason_out (may be NULL) a static string that begins with the name of
+ * the wrong field; ZBP_ENOMEM, *reason_out NULL. Linear time and scratch memory. */
+ZBP_MUST_USE int zbp_plan_check(const zbp_plan *plan, const zbp_graph *graph,
+                                const char **reason_out);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

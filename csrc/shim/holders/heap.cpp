@@ -1,0 +1,346 @@
+#include "shim/holders/heap.h"
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+
+#include <torch/csrc/Storage.h>
+#include <torch/csrc/autograd/python_cpp_function.h>
+#include <torch/csrc/autograd/python_function.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "shim/pass/kinds.h"
+#include "shim/torch/python.h"
+#include "shim/work/targets.h"
+
+namespace zbp {
+
+namespace {
+
+constexpr uint32_t IGNORED = UINT32_MAX;
+
+PyTypeObject* as_type(PyObject* object) {
+  return reinterpret_cast<PyTypeObject*>(object);
+}
+
+}  // namespace
+
+Heap::Heap(zbp_group_access groups, PyTypeObject* work)
+    : groups_(groups),
+      work_(work),
+      saved_(as_type(py::detail::get_type_handle(typeid(SavedVariable), false).ptr())) {
+  zbp_map_init(&map_, nullptr);
+}
+
+Heap::Type Heap::type_of(PyObject* object) const {
+  PyTypeObject* const type = Py_TYPE(object);
+  constexpr unsigned long atoms =
+      Py_TPFLAGS_UNICODE_SUBCLASS | Py_TPFLAGS_LONG_SUBCLASS | Py_TPFLAGS_BYTES_SUBCLASS;
+  if ((type->tp_flags & atoms) && !(type->tp_flags & Py_TPFLAGS_HAVE_GC)) {
+    return Type::skipped;
+  }
+  const auto known = types_.find(type);
+  if (known != types_.end()) {
+    return known->second;
+  }
+  const auto is = [&](PyTypeObject* base) { return base && PyType_IsSubtype(type, base); };
+  Type result = type->tp_flags & Py_TPFLAGS_HAVE_GC ? Type::plain : Type::skipped;
+  if (is(as_type(THPVariableClass))) {
+    result = Type::tensor;
+  } else if (is(THPStorageClass)) {
+    result = Type::storage;
+  } else if (is(&THPFunctionType)) {
+    result = Type::py_node;
+  } else if (torch::autograd::THPCppFunction_Check(object)) {
+    result = Type::cpp_node;
+  } else if (type == groups_.type) {
+    result = Type::group;
+  } else if (is(work_)) {
+    result = Type::work;
+  } else if (is(saved_)) {
+    result = Type::saved;
+  } else if (std::strcmp(type->tp_name, "numpy.ndarray") == 0) {
+    result = Type::array;
+  }
+  types_.emplace(type, result);
+  return result;
+}
+
+bool Heap::is_torchs(PyObject* object) const {
+  const Type type = type_of(object);
+  return type == Type::tensor || type == Type::storage || type == Type::cpp_node ||
+         type == Type::py_node;
+}
+
+/// False if the object is of no interest.
+bool Heap::resolve(PyObject* object, Thing* thing, const void** key) const {
+  const Type type = type_of(object);
+  *thing = Thing::python;
+  *key = object;
+  switch (type) {
+    case Type::skipped:
+      return false;
+    case Type::tensor: {
+      const at::Tensor& tensor = THPVariable_Unpack(object);
+      if (tensor.defined()) {
+        *thing = Thing::tensor;
+        *key = tensor.unsafeGetTensorImpl();
+      }
+      return true;
+    }
+    case Type::storage:
+      if (const auto& storage = THPStorage_Unpack(object)) {
+        *thing = Thing::storage;
+        *key = storage.unsafeGetStorageImpl();
+      }
+      return true;
+    case Type::cpp_node:
+      if (const auto& node = reinterpret_cast<torch::autograd::THPCppFunction*>(object)->cdata) {
+        *thing = Thing::node;
+        *key = node.get();
+      }
+      return true;
+    case Type::py_node:
+      if (const auto node = lock_py_node(reinterpret_cast<THPFunction*>(object)->cdata)) {
+        *thing = Thing::node;
+        *key = &original_of(*node);
+      }
+      return true;
+    case Type::group:
+      *thing = Thing::group;
+      return true;
+    case Type::work:
+    case Type::saved:
+    case Type::array:
+      return true;
+    case Type::plain:
+      break;
+  }
+  return PyObject_IS_GC(object) != 0;
+}
+
+void Heap::ignore(PyObject* object) {
+  uint32_t value = 0;
+  if (zbp_map_add(&map_, object, IGNORED, &value, nullptr) != ZBP_OK) {
+    throw std::bad_alloc();
+  }
+}
+
+namespace {
+
+/// Null if the object is being destroyed: its last reference has gone, and the thread that let it go waits for the
+/// GIL, to let go of the Python object.
+template <class Ref, class Weak, class Object>
+Ref lock(Object* object) {
+  Weak weak = Weak::reclaim(object);
+  Ref strong = weak.lock();
+  weak.release();
+  return strong;
+}
+
+}  // namespace
+
+/// Sees to it that the object lives as long as this heap; false if it is dying.
+bool Heap::own(Thing thing, const void* key) {
+  void* const object = const_cast<void*>(key);
+  switch (thing) {
+    case Thing::tensor: {
+      auto ref =
+          lock<TensorRef, c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>>(
+              static_cast<c10::TensorImpl*>(object));
+      return ref && (tensors_.push_back(std::move(ref)), true);
+    }
+    case Thing::storage: {
+      auto ref = lock<StorageRef, c10::weak_intrusive_ptr<c10::StorageImpl>>(
+          static_cast<c10::StorageImpl*>(object));
+      return ref && (storages_.push_back(std::move(ref)), true);
+    }
+    case Thing::node:
+      nodes_.push_back(ref_of(*static_cast<Node*>(object)));
+      return true;
+    case Thing::python:
+    case Thing::group:
+      break;
+  }
+  return true;
+}
+
+uint32_t Heap::meet(const Reference& reference, uint32_t parent) {
+  Thing thing = reference.thing;
+  const void* key = reference.key;
+  if (reference.counts_python &&
+      !resolve(static_cast<PyObject*>(const_cast<void*>(reference.key)), &thing, &key)) {
+    return none;
+  }
+  uint32_t v = 0;
+  const bool is_to_be_owned = thing != Thing::python && thing != Thing::group;
+  if (is_to_be_owned && !zbp_map_find(&map_, key, &v) && !own(thing, key)) {
+    return none;
+  }
+  bool added = false;
+  if (zbp_map_add(&map_, key, size(), &v, &added) != ZBP_OK) {
+    throw std::bad_alloc();
+  }
+  if (v == IGNORED) {
+    return none;
+  }
+  if (added) {
+    vertex_.push_back({key, parent, 0, 0, thing});
+    if (work_ && thing == Thing::python &&
+        type_of(static_cast<PyObject*>(const_cast<void*>(key))) == Type::work) {
+      works_.push_back(v);
+    }
+  }
+  if (parent != none) {
+    ++(reference.counts_python ? vertex_[v].python_refs : vertex_[v].native_refs);
+  }
+  return v;
+}
+
+uint32_t Heap::add_root(PyObject* object) {
+  return meet({Thing::python, object, nullptr, -1, true}, none);
+}
+
+void Heap::add_held(uint32_t vertex, PyObject* held) {
+  held_[vertex].push_back(held);
+}
+
+uint32_t Heap::find(Thing /*thing*/, const void* key) const {
+  uint32_t v = 0;
+  return zbp_map_find(&map_, key, &v) ? v : none;
+}
+
+uint32_t Heap::find(PyObject* object) const {
+  Thing thing{};
+  const void* key = nullptr;
+  return resolve(object, &thing, &key) ? find(thing, key) : none;
+}
+
+void Heap::explore(std::vector<std::pair<uint32_t, uint32_t>>* edges) {
+  for (; explored_ < size(); ++explored_) {
+    const uint32_t v = explored_;
+    for_each_reference(v, [&](const Reference& reference) {
+      const uint32_t to = meet(reference, v);
+      if (edges && to != none) {
+        edges->emplace_back(v, to);
+      }
+    });
+  }
+}
+
+void Heap::explore_autograd() {
+  for (; explored_ < size(); ++explored_) {
+    const uint32_t v = explored_;
+    if (at(v).thing == Thing::python) {
+      continue;
+    }
+    for_each_reference(v, [&](const Reference& reference) {
+      if (!reference.counts_python) {
+        meet(reference, v);
+      }
+    });
+  }
+}
+
+void Heap::for_each_reference(uint32_t v, Visit visit) {
+  const Vertex vertex = vertex_[v];
+  void* const key = const_cast<void*>(vertex.key);
+  switch (vertex.thing) {
+    case Thing::python:
+      python_references(static_cast<PyObject*>(key), visit);
+      break;
+    case Thing::tensor:
+      tensor_references(*static_cast<c10::TensorImpl*>(key), visit);
+      break;
+    case Thing::node:
+      node_references(*static_cast<Node*>(key), visit);
+      break;
+    case Thing::group:
+      group_references(static_cast<PyObject*>(key), visit);
+      break;
+    case Thing::storage:
+      break;
+  }
+  if (!held_.empty()) {
+    if (const auto held = held_.find(v); held != held_.end()) {
+      for (PyObject* object : held->second) {
+        visit({Thing::python, object, nullptr, -1, true});
+      }
+    }
+  }
+}
+
+PyObject* Heap::object_of(uint32_t v) const {
+  const Vertex& vertex = vertex_[v];
+  void* const key = const_cast<void*>(vertex.key);
+  switch (vertex.thing) {
+    case Thing::tensor:
+      return static_cast<c10::TensorImpl*>(key)->pyobj_slot()->load_pyobj();
+    case Thing::storage:
+      return static_cast<c10::StorageImpl*>(key)->pyobj_slot()->load_pyobj();
+    case Thing::node:
+      return nullptr;
+    case Thing::python:
+    case Thing::group:
+      break;
+  }
+  return static_cast<PyObject*>(key);
+}
+
+namespace {
+
+constexpr int64_t OURS = 1;  // the heap's own reference to what is libtorch's
+
+/// `native`, `python`: how often libtorch's object and its Python object are referred to, and by how many edges. The
+/// Python object owns libtorch's once, and as others own that too, ours among them, is owned by it once.
+int64_t unexplained_of(int64_t native, int64_t native_refs, PyObject* object, int64_t python_refs,
+                       bool native_only) {
+  native -= OURS + native_refs;
+  if (!object) {
+    return native;
+  }
+  const int64_t python = native_only ? 0 : Py_REFCNT(object) - 1 - python_refs;
+  return std::max<int64_t>(native - 1, 0) + std::max<int64_t>(python, 0);
+}
+
+int64_t unexplained_of_node(Node& node, const Heap::Vertex& vertex, bool listed) {
+  const int64_t count = static_cast<int64_t>(ref_of(node).use_count()) - 1;  // without this one
+  PyObject* const object = python_object_of(node);
+  if (NODES_KEEP_PYTHON_OBJECTS || !object) {
+    return unexplained_of(count, vertex.native_refs, object, vertex.python_refs + (listed ? 1 : 0),
+                          false);
+  }
+  const int64_t python = Py_REFCNT(object) - vertex.python_refs - (listed ? 1 : 0);
+  const bool owned = is_python_function(node);
+  return std::max<int64_t>(count - OURS - vertex.native_refs - (owned ? 0 : 1), 0) +
+         std::max<int64_t>(python - (owned ? 1 : 0), 0);
+}
+
+}  // namespace
+
+int64_t Heap::unexplained(uint32_t v, bool listed, bool native_only) const {
+  const Vertex& vertex = vertex_[v];
+  void* const key = const_cast<void*>(vertex.key);
+  switch (vertex.thing) {
+    case Thing::tensor: {
+      const auto* tensor = static_cast<c10::TensorImpl*>(key);
+      const auto count = c10::raw::intrusive_ptr::use_count(const_cast<c10::TensorImpl*>(tensor));
+      return unexplained_of(static_cast<int64_t>(count), vertex.native_refs, object_of(v),
+                            vertex.python_refs + (listed ? 1 : 0), native_only);
+    }
+    case Thing::storage: {
+      const auto count = c10::raw::intrusive_ptr::use_count(static_cast<c10::StorageImpl*>(key));
+      return unexplained_of(static_cast<int64_t>(count), vertex.native_refs, object_of(v),
+                            vertex.python_refs, native_only);
+    }
+    case Thing::node:
+      return unexplained_of_node(*static_cast<Node*>(key), vertex, listed);
+    case Thing::python:
+    case Thing::group:
+      break;
+  }
+  return Py_REFCNT(static_cast<PyObject*>(key)) - vertex.python_refs - (listed ? 1 : 0);
+}
+
+}  // namespace zbp

@@ -1,0 +1,443 @@
+#include "shim/holders/heap.h"
+
+#include <dlfcn.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <mutex>
+#include <typeinfo>
+#include <unordered_set>
+
+#include <ATen/NestedTensorImpl.h>
+#include <ATen/SparseCsrTensorImpl.h>
+#include <ATen/SparseTensorImpl.h>
+#include <ATen/quantized/QTensorImpl.h>
+#include <ATen/quantized/Quantizer.h>
+#include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/forward_grad.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/functions/tensor.h>
+#include <torch/csrc/autograd/python_anomaly_mode.h>
+#include <torch/csrc/autograd/python_cpp_function.h>
+#include <torch/csrc/autograd/python_function.h>
+#include <torch/csrc/autograd/python_hook.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/utils/object_ptr.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "shim/torch/edits.h"
+#include "shim/pass/group.h"
+#include "shim/pass/kinds.h"
+#include "shim/torch/python.h"
+
+// What a vertex of the heap holds.
+
+namespace zbp {
+
+namespace {
+
+struct NodeAccess : Node {
+  static const torch::autograd::AnomalyMetadata* anomaly_of(const Node& node) {
+    return (node.*(&NodeAccess::anomaly_metadata_)).get();
+  }
+};
+
+/// libtorch_python hides the type information of its hooks: they are told by name.
+bool is_named(const std::type_info& type, const char* name) {
+  return std::strcmp(type.name(), name) == 0;
+}
+
+/// Ours hold nothing.
+bool is_ours(const std::type_info& type) {
+  return std::strstr(type.name(), "3zbp") != nullptr;
+}
+
+/// The dictionary of a Python hook; null for a C++ hook.
+PyObject* dict_of(const torch::autograd::FunctionPreHook& hook) {
+  using torch::autograd::PyFunctionPreHook;
+  using torch::autograd::PyFunctionTensorPreHook;
+  if (is_named(typeid(hook), "N5torch8autograd23PyFunctionTensorPreHookE")) {
+    return static_cast<const PyFunctionTensorPreHook&>(hook).dict;
+  }
+  if (is_named(typeid(hook), "N5torch8autograd17PyFunctionPreHookE")) {
+    return static_cast<const PyFunctionPreHook&>(hook).dict;
+  }
+  return nullptr;
+}
+
+PyObject* dict_of(const torch::autograd::FunctionPostHook& hook) {
+  return is_named(typeid(hook), "N5torch8autograd18PyFunctionPostHookE")
+             ? static_cast<const torch::autograd::PyFunctionPostHook&>(hook).dict
+             : nullptr;
+}
+
+PyObject* dict_of(const torch::autograd::PostAccumulateGradHook& hook) {
+  return is_named(typeid(hook), "N5torch8autograd32PyFunctionTensorPostAccGradHooksE")
+             ? static_cast<const torch::autograd::PyFunctionTensorPostAccGradHooks&>(hook).dict
+             : nullptr;
+}
+
+/// A traversal by CPython, through whose frames nothing may be thrown.
+struct Traversal {
+  Visit visit;
+  std::exception_ptr error;
+};
+
+int visit_referent(PyObject* object, void* argument) noexcept {
+  auto* traversal = static_cast<Traversal*>(argument);
+  try {
+    traversal->visit({Thing::python, object, nullptr, -1, true});
+    return 0;
+  } catch (...) {
+    traversal->error = std::current_exception();
+    return -1;  // ends it
+  }
+}
+
+void visit_tensor(const at::Tensor& tensor, const char* label, int32_t index, Visit visit) {
+  if (tensor.defined()) {
+    visit({Thing::tensor, tensor.unsafeGetTensorImpl(), label, index, false});
+  }
+}
+
+void visit_node(const Node* node, const char* label, int32_t index, Visit visit) {
+  if (node) {
+    visit({Thing::node, node, label, index, false});
+  }
+}
+
+template <class Hooks>
+bool visit_hooks(const Hooks& hooks, const char* label, Visit visit) {
+  bool all = true;
+  int32_t index = 0;
+  for (const auto& hook : hooks) {
+    if (PyObject* dict = hook ? dict_of(*hook) : nullptr) {
+      visit({Thing::python, dict, label, index, true});
+    } else if (hook && !is_ours(typeid(*hook))) {
+      all = false;
+    }
+    ++index;
+  }
+  return all;
+}
+
+}  // namespace
+
+void Heap::python_references(PyObject* object, Visit visit) {
+  if (PyObject_IS_GC(object) && Py_TYPE(object)->tp_traverse) {
+    Traversal traversal{visit, nullptr};
+    Py_TYPE(object)->tp_traverse(object, &visit_referent, &traversal);
+    if (traversal.error) {
+      std::rethrow_exception(traversal.error);
+    }
+  }
+  const Type type = type_of(object);
+  if (type == Type::saved) {
+    saved_reference(*py::cast<SavedVariable*>(py::handle(object)), "saved tensor", -1, visit);
+  } else if (type == Type::array) {
+    THPObjectPtr base(PyObject_GetAttrString(object, "base"));
+    if (base && base.get() != Py_None) {
+      visit({Thing::python, base.get(), "base", -1, true});
+    }
+    PyErr_Clear();
+  } else if (type == Type::py_node) {
+    int32_t index = 0;
+    for (const SavedVariable& saved : reinterpret_cast<THPFunction*>(object)->saved_variables) {
+      saved_reference(saved, "saved tensor", index++, visit);
+    }
+  }
+}
+
+void for_each_component(const c10::TensorImpl& tensor,
+                        c10::function_ref<void(const at::Tensor&, const char* label)> visit) {
+  const auto visit_defined = [&](const at::Tensor& component, const char* label) {
+    if (component.defined()) {
+      visit(component, label);
+    }
+  };
+  // By their types: functorch's wrappers have the layouts of what they wrap.
+  if (const auto* sparse = dynamic_cast<const at::SparseTensorImpl*>(&tensor)) {
+    visit_defined(sparse->indices(), "indices");
+    visit_defined(sparse->values(), "values");
+  } else if (const auto* csr = dynamic_cast<const at::SparseCsrTensorImpl*>(&tensor)) {
+    visit_defined(csr->compressed_indices(), "compressed indices");
+    visit_defined(csr->plain_indices(), "plain indices");
+    visit_defined(csr->values(), "values");
+  } else if (const auto* nested = dynamic_cast<const at::native::NestedTensorImpl*>(&tensor)) {
+    visit_defined(nested->get_nested_sizes(), "nested sizes");
+    visit_defined(nested->get_nested_strides(), "nested strides");
+    visit_defined(nested->get_storage_offsets(), "nested offsets");
+  } else if (const auto* quantized = dynamic_cast<const at::QTensorImpl*>(&tensor)) {
+    const at::QuantizerPtr quantizer = const_cast<at::QTensorImpl*>(quantized)->quantizer();
+    if (const auto* channels =
+            dynamic_cast<const at::PerChannelAffineQuantizer*>(quantizer.get())) {
+      visit_defined(channels->scales(), "scales");
+      visit_defined(channels->zero_points(), "zero points");
+    }
+  }
+}
+
+namespace {
+
+/// The beginning of a tensor, as it is in memory that may have been freed.
+class Head {
+ public:
+  explicit Head(const c10::TensorImpl* place) { read(place); }
+
+  const void* table() const {
+    const void* table = nullptr;
+    std::memcpy(&table, bytes_, sizeof(table));
+    return table;
+  }
+  size_t references() {
+    return c10::raw::intrusive_ptr::use_count(reinterpret_cast<c10::intrusive_ptr_target*>(bytes_));
+  }
+
+ private:
+#if defined(__SANITIZE_ADDRESS__)
+  __attribute__((no_sanitize_address))
+#endif
+  void read(const c10::TensorImpl* place) {
+    const iovec to{bytes_, sizeof(bytes_)};
+    const iovec from{const_cast<c10::TensorImpl*>(place), sizeof(bytes_)};
+    if (process_vm_readv(getpid(), &to, 1, &from, 1, 0) == sizeof(bytes_) || errno == EFAULT) {
+      return;
+    }
+    const auto* source = reinterpret_cast<const volatile unsigned char*>(place);
+    for (size_t i = 0; i < sizeof(bytes_); ++i) {  // a sandbox forbids the call
+      bytes_[i] = source[i];
+    }
+  }
+
+  alignas(c10::intrusive_ptr_target) unsigned char bytes_[sizeof(c10::intrusive_ptr_target)] = {};
+};
+
+const void* library_of(const void* place) {
+  Dl_info library{};
+  return dladdr(place, &library) == 0 ? nullptr : library.dli_fbase;
+}
+
+/// Whether a tensor lies there. Between the end of a gradient's Python object and the null that takes the gradient's
+/// place, `leaf.grad = None` gives the GIL away (libtorch's THPVariable_clear), and what the leaf refers to is freed
+/// memory: that begins with a pointer of malloc's, to other freed memory or into the C library, and not with one into
+/// another library; or is as the last reference has left it; or has gone back to the system.
+bool is_tensor(const c10::TensorImpl* place) {
+  static auto* const known = new std::unordered_set<const void*>;  // with the GIL
+  static const void* const malloc_library = library_of(reinterpret_cast<const void*>(&std::malloc));
+  Head head(place);
+  if (known->count(head.table()) == 0) {
+    const void* library = library_of(head.table());
+    if (!library || library == malloc_library) {
+      return false;
+    }
+    known->insert(head.table());
+  }
+  return head.references() > 0;
+}
+
+/// The gradient of a leaf, which an engine on another thread adds to under the lock of the leaf's accumulator.
+/// False if it is being added to or let go of.
+bool visit_grad(torch::autograd::AutogradMeta& meta, Visit visit) {
+  NodePtr accumulator;
+  {
+    const std::lock_guard<std::mutex> lock(meta.mutex_);
+    accumulator = meta.grad_accumulator_.lock();
+  }
+  std::unique_lock<std::mutex> lock;
+  if (accumulator) {
+    lock = std::unique_lock<std::mutex>(NodeParts::mutex_of(*accumulator), std::try_to_lock);
+    if (!lock.owns_lock()) {
+      return false;
+    }
+  }
+  if (meta.grad_.defined() && !is_tensor(meta.grad_.unsafeGetTensorImpl())) {
+    return false;
+  }
+  visit_tensor(meta.grad_, "grad", -1, visit);
+  return true;
+}
+
+}  // namespace
+
+void Heap::tensor_references(const c10::TensorImpl& tensor, Visit visit) {
+  if (tensor.has_storage()) {
+    if (c10::StorageImpl* storage = tensor.unsafe_storage().unsafeGetStorageImpl()) {
+      visit({Thing::storage, storage, "storage", -1, false});
+    }
+  }
+  bool has_components = false;
+  for_each_component(tensor, [&](const at::Tensor& component, const char* label) {
+    has_components = true;
+    visit_tensor(component, label, -1, visit);
+  });
+  if (!tensor.has_storage() && !has_components && !tensor.key_set().has(c10::DispatchKey::Python)) {
+    note_unseen("tensors of an opaque kind (functorch wrappers, oneDNN)");
+  }
+  if (PyObject* object = tensor.pyobj_slot()->load_pyobj()) {
+    python_references(object, visit);
+  }
+  auto* meta = static_cast<torch::autograd::AutogradMeta*>(
+      const_cast<c10::TensorImpl&>(tensor).autograd_meta());
+  if (!meta) {
+    return;
+  }
+  visit_node(meta->grad_fn_.get(), "grad_fn", -1, visit);
+  if (!visit_grad(*meta, visit)) {
+    note_unseen("gradients that another thread was changing");
+  }
+  if (!visit_hooks(meta->hooks_, "tensor hooks", visit) || meta->cpp_hooks_list_) {
+    note_unseen("tensors with C++ hooks");
+  }
+  if (const auto& hook = meta->post_acc_grad_hooks_) {
+    if (PyObject* dict = dict_of(*hook)) {
+      visit({Thing::python, dict, "post-accumulate hooks", -1, true});
+    } else {
+      note_unseen("tensors with C++ hooks");
+    }
+  }
+  if (meta->is_view_) {
+    const auto& view = static_cast<const torch::autograd::DifferentiableViewMeta&>(*meta);
+    if (view.has_bw_view()) {
+      visit_tensor(view.get_backward_view().base_, "base of the view", -1, visit);
+    }
+    if (view.has_fw_view() && !view.shared_view_info()) {
+      visit_tensor(view.get_forward_view().base_, "base of the view", -1, visit);
+    }
+  }
+  if (meta->fw_grad_ && meta->fw_grad_->contains(0)) {
+    visit_tensor(meta->fw_grad_->value(0), "forward gradient", -1, visit);
+  }
+}
+
+void Heap::saved_reference(const SavedVariable& saved, const char* name, int32_t index,
+                           Visit visit) {
+  if (!saved.has_hooks()) {
+    if (const auto data = saved.get_raw_data()) {
+      visit_tensor(*data, name, index, visit);
+    }
+    return;
+  }
+  // What Python hooks have packed; the hooks are not run.
+  const auto packed = saved.retrieve_unpack_hook_data();
+  if (!packed) {
+    note_unseen("saved tensors that C++ hooks have packed");
+    return;
+  }
+  c10::impl::PyInterpreter* const interpreter = getPyInterpreter();
+  visit({Thing::python, packed->second.ptr(interpreter), name, index, true});
+  visit({Thing::python, packed->first.ptr(interpreter), name, index, true});
+}
+
+void Heap::node_references(Node& node, Visit visit) {
+  {
+    const std::lock_guard<std::mutex> lock(edges_mutex());
+    int32_t index = 0;
+    for (const Edge& edge : node.next_edges()) {
+      visit_node(edge.function.get(), "next node", index++, visit);
+    }
+    bool all_hooks = visit_hooks(node.pre_hooks(), "pre hooks", visit);
+    all_hooks = visit_hooks(node.tensor_pre_hooks(), "tensor hooks", visit) && all_hooks;
+    all_hooks = visit_hooks(node.post_hooks(), "post hooks", visit) && all_hooks;
+    if (!all_hooks) {
+      note_unseen("nodes with C++ hooks");
+    }
+  }
+  if (const auto* anomaly = NodeAccess::anomaly_of(node);
+      anomaly && is_named(typeid(*anomaly), "N5torch8autograd17PyAnomalyMetadataE")) {
+    auto* python = static_cast<torch::autograd::PyAnomalyMetadata*>(
+        const_cast<torch::autograd::AnomalyMetadata*>(anomaly));
+    visit({Thing::python, python->dict(), "metadata", -1, true});
+  }
+  // Held by a thread that runs the node.
+  const std::unique_lock<std::mutex> lock(NodeParts::mutex_of(node), std::try_to_lock);
+  if (!lock.owns_lock()) {
+    note_unseen("nodes that were running");
+    return;
+  }
+  if (auto* accumulator = as<torch::autograd::AccumulateGrad>(node)) {
+    visit_tensor(accumulator->variable, "its leaf", -1, visit);
+    return;
+  }
+  if (auto* slices = as<torch::autograd::CopySlices>(node)) {
+    visit_node(slices->fn.get(), "inner node", -1, visit);
+    return;
+  }
+  if (is_python_function(node)) {
+    THPObjectPtr object(torch::autograd::functionToPyObject(ref_of(node)));
+    if (object) {
+      python_references(object, visit);
+    }
+    PyErr_Clear();
+    return;
+  }
+  if (std::strstr(typeid(node).name(), "CppNode")) {
+    note_unseen("what nodes of C++ Functions have saved");
+    return;
+  }
+  const auto visit_saved = [&](const SavedVariable& saved, const char* name, int32_t i) {
+    saved_reference(saved, name, i, visit);
+  };
+  if (is_generated(node) && !for_each_saved(node, visit_saved)) {
+    note_unseen("what nodes of type " + node.name() + " have saved");
+  }
+}
+
+void Heap::group_references(PyObject* object, Visit visit) {
+  const zbp_group* handle = groups_.get(object);
+  if (handle->running) {
+    note_unseen("parameter groups whose weight pass was running");
+    return;
+  }
+  const Group& group = *handle->group;
+  int32_t index = 0;
+  for (const Task& task : group.tasks) {
+    visit_node(task.node.get(), "weight task", index, visit);
+    for (const Face& face : task.face) {
+      visit_node(face.edge.function.get(), "weight face of task", index, visit);
+    }
+    visit_tensor(task.other.tensor(), "matrix of weight task", index, visit);
+    for (const Watched& grad : task.output_grads) {
+      visit_tensor(grad.tensor(), "output gradient of weight task", index, visit);
+    }
+    for (const Watched& kept : task.kept) {
+      visit_tensor(kept.tensor(), "kept gradient of weight task", index, visit);
+    }
+    for (const Watched& saved : task.saved) {
+      visit_tensor(saved.tensor(), "saved tensor of weight task", index, visit);
+    }
+    for (const Work& work : task.works) {
+      if (work.call) {
+        c10::impl::PyInterpreter* const interpreter = getPyInterpreter();
+        visit({Thing::python, work.call->function.ptr(interpreter), "work of weight task", index,
+               true});
+        visit({Thing::python, work.call->arguments.ptr(interpreter), "saved for the work of task",
+               index, true});
+      }
+      for (const Watched& grad : work.grads) {
+        visit_tensor(grad.tensor(), "gradient from the work of task", index, visit);
+      }
+    }
+    if (task.packed) {
+      c10::impl::PyInterpreter* const interpreter = getPyInterpreter();
+      visit({Thing::python, task.packed->data.ptr(interpreter), "packed matrix of weight task",
+             index, true});
+      visit({Thing::python, task.packed->unpack_hook.ptr(interpreter),
+             "packed matrix of weight task", index, true});
+    }
+    ++index;
+  }
+  index = 0;
+  for (const Weight& weight : group.weights) {
+    visit_node(weight.accumulator.get(), "accumulator", index, visit);
+    visit_tensor(weight.grad, "waiting gradient", index, visit);
+    visit_tensor(weight.main_grad, "main gradient", index, visit);
+    ++index;
+  }
+}
+
+}  // namespace zbp

@@ -1,0 +1,450 @@
+#include "shim/memory/zbp_tap.h"
+
+#include <pthread.h>
+#include <time.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include <c10/core/Allocator.h>
+#include <torch/csrc/profiler/combined_traceback.h>
+#include <torch/csrc/utils/object_ptr.h>
+#include <c10/core/StorageImpl.h>
+#include <torch/csrc/Storage.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include "shim/torch/python.h"
+
+namespace {
+
+using namespace zbp;
+
+using Trace = std::shared_ptr<torch::CapturedTraceback>;
+
+/// What all recordings share. Never destroyed: tensors are freed until the process ends.
+struct Books {
+  std::mutex mutex;
+  zbp_blocks blocks{};
+  uint64_t next_serial = 0;
+  std::vector<zbp_record*> records;    // being fed
+  std::atomic<bool> is_fed{false};     // records is not empty; to be read without the lock
+  std::atomic<size_t> block_count{0};  // likewise, of blocks
+  std::atomic<int> tracers{0};         // who wants to know where blocks come from
+  std::unordered_map<uint64_t, Trace> traces;
+};
+
+Books& books() {
+  static Books* const the_books = new Books;
+  return *the_books;
+}
+
+uint64_t address_of(const void* data) {
+  return static_cast<uint64_t>(reinterpret_cast<uintptr_t>(data));
+}
+
+void feed_free(Books& b, const zbp_block& block) {
+  for (zbp_record* record : b.records) {
+    zbp_record_free(record, zbp_tap_now(), zbp_tap_thread(), block);
+  }
+}
+
+void feed_untracked(Books& b) {
+  for (zbp_record* record : b.records) {
+    zbp_record_untracked(record);
+  }
+}
+
+void note_untracked() {
+  Books& b = books();
+  const std::lock_guard<std::mutex> lock(b.mutex);
+  feed_untracked(b);
+}
+
+/// The Python stack of this thread, if somebody wants it. Takes the GIL, so not on a thread that Python does
+/// not know: whoever waits for that one may have it.
+Trace trace_now() {
+  if (books().tracers.load(std::memory_order_relaxed) == 0 || !Py_IsInitialized() ||
+      PyGILState_GetThisThreadState() == nullptr) {
+    return nullptr;
+  }
+  return torch::CapturedTraceback::gather(/*python=*/true, /*script=*/false, /*cpp=*/false);
+}
+
+/// Without memory for the books the block is not followed: nobody will know it when it is freed.
+void note_alloc(const void* data, size_t bytes) {
+  const Trace trace = trace_now();
+  Books& b = books();
+  const std::lock_guard<std::mutex> lock(b.mutex);
+  const zbp_block block{address_of(data), bytes, b.next_serial};
+  zbp_block old{};
+  if (zbp_blocks_add(&b.blocks, block, &old) != ZBP_OK) {
+    feed_untracked(b);
+    return;
+  }
+  if (old.address != 0) {
+    feed_free(b, old);  // freed past our deleter: raw_deallocate() after we were taken out
+  }
+  if (trace) {
+    b.traces.insert_or_assign(block.address, trace);
+  }
+  ++b.next_serial;
+  b.block_count.store(b.blocks.count, std::memory_order_relaxed);
+  for (zbp_record* record : b.records) {
+    zbp_record_alloc(record, zbp_tap_now(), zbp_tap_thread(), block);
+  }
+}
+
+/// Before the block is freed: afterwards another thread may be given its address.
+void note_free(const void* data) {
+  Books& b = books();
+  if (b.block_count.load(std::memory_order_relaxed) == 0) {
+    return;
+  }
+  decltype(b.traces)::node_type trace;  // goes when the lock is given back
+  const std::lock_guard<std::mutex> lock(b.mutex);
+  if (!b.traces.empty()) {
+    trace = b.traces.extract(address_of(data));
+  }
+  zbp_block block{};
+  if (zbp_blocks_take(&b.blocks, address_of(data), &block)) {
+    b.block_count.store(b.blocks.count, std::memory_order_relaxed);
+    feed_free(b, block);
+  }
+}
+
+/// Around the context of a block whose deleter needs one.
+struct Context {
+  void* data;
+  void* inner;
+  c10::DeleterFnPtr deleter;
+};
+
+void free_context(void* context) {
+  const std::unique_ptr<Context> c(static_cast<Context*>(context));
+  note_free(c->data);
+  c->deleter(c->inner);
+}
+
+/// One of these for each allocator that we have stood in front of. A deleter is a plain function: the
+/// slot's number is how it finds the allocator.
+constexpr size_t SLOTS = 4;
+
+class Tap final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t bytes) override;
+  c10::DeleterFnPtr raw_deleter() const override { return inner_deleter ? deleter : nullptr; }
+  void copy_data(void* dest, const void* src, std::size_t count) const override {
+    inner->copy_data(dest, src, count);
+  }
+  bool is_simple_data_ptr(const c10::DataPtr& data_ptr) const override {
+    return data_ptr.get_deleter() != &free_context && inner->is_simple_data_ptr(data_ptr);
+  }
+
+  c10::Allocator* inner = nullptr;  // set once, before anybody can call
+  c10::DeleterFnPtr inner_deleter = nullptr;
+  c10::DeleterFnPtr deleter = nullptr;
+};
+
+std::array<Tap, SLOTS>& taps() {
+  static auto* const the_taps = new std::array<Tap, SLOTS>;
+  return *the_taps;
+}
+
+template <size_t slot>
+void free_block(void* data) {
+  note_free(data);
+  taps()[slot].inner_deleter(data);
+}
+
+template <size_t... slot>
+c10::DeleterFnPtr deleter_of(size_t i, std::index_sequence<slot...> /*slots*/) {
+  constexpr std::array<c10::DeleterFnPtr, sizeof...(slot)> all{&free_block<slot>...};
+  return all[i];
+}
+
+/// True while a tap is within the allocator behind it, which may be a chain that leads to another tap.
+thread_local bool is_inside = false;
+
+struct Inside {
+  Inside() { is_inside = true; }
+  ~Inside() { is_inside = false; }
+};
+
+c10::DataPtr Tap::allocate(size_t bytes) {
+  if (is_inside || !books().is_fed.load(std::memory_order_relaxed)) {
+    return inner->allocate(bytes);
+  }
+  c10::DataPtr block = [&] {
+    const Inside inside;
+    return inner->allocate(bytes);
+  }();
+  if (block.get() == nullptr || block.get_context() == nullptr) {
+    return block;  // of no bytes, or nobody's to free
+  }
+  if (inner_deleter && block.get() == block.get_context() &&
+      block.compare_exchange_deleter(inner_deleter, deleter)) {
+    note_alloc(block.get(), bytes);
+    return block;
+  }
+  auto* context = new (std::nothrow) Context{block.get(), block.get_context(), block.get_deleter()};
+  if (context == nullptr) {
+    note_untracked();
+    return block;
+  }
+  note_alloc(block.get(), bytes);
+  block.release_context();
+  return {context->data, context, &free_context, block.device()};
+}
+
+bool is_tap(const c10::Allocator* allocator) {
+  return allocator >= taps().begin() && allocator < taps().end();
+}
+
+/// The tap that stands in front of `allocator`; a new one the first time.
+Tap& tap_of(c10::Allocator* allocator) {
+  for (size_t i = 0; i < SLOTS; ++i) {
+    Tap& tap = taps()[i];
+    if (tap.inner == nullptr) {
+      tap.inner_deleter = allocator->raw_deleter();
+      tap.deleter = deleter_of(i, std::make_index_sequence<SLOTS>());
+      tap.inner = allocator;
+      // Other threads meet the tap through a plain pointer that c10 stores.
+      std::atomic_thread_fence(std::memory_order_release);
+    }
+    if (tap.inner == allocator) {
+      return tap;
+    }
+  }
+  refuse(PyExc_RuntimeError, "memory cannot be recorded: the CPU allocator was replaced ", SLOTS,
+         " times between recordings; make them while one of the first ", SLOTS, " is installed");
+}
+
+c10::Allocator* installed() {
+  return c10::GetAllocator(c10::kCPU);
+}
+
+void install() {
+  c10::Allocator* const current = installed();
+  if (is_tap(current)) {
+    return;
+  }
+  Tap& tap = tap_of(current);
+  c10::SetAllocator(c10::kCPU, &tap);
+  if (installed() != &tap) {
+    refuse(PyExc_RuntimeError,
+           "memory cannot be recorded: the installed CPU allocator was set with a priority, which "
+           "forbids to stand in front of it; install it with priority 0");
+  }
+}
+
+/// False if what is installed is not ours.
+bool uninstall() {
+  c10::Allocator* const current = installed();
+  if (!is_tap(current)) {
+    return false;
+  }
+  c10::SetAllocator(c10::kCPU, static_cast<Tap*>(current)->inner);
+  return true;
+}
+
+/// The storage of a tensor or of a torch.UntypedStorage, nullptr if `object` has none. By its type alone:
+/// isinstance() would run the code of whoever fakes __class__.
+c10::StorageImpl* storage_of(PyObject* object) {
+  if (PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(THPVariableClass))) {
+    const at::Tensor& tensor = THPVariable_Unpack(object);
+    return tensor.defined() && tensor.has_storage()
+               ? tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()
+               : nullptr;
+  }
+  if (PyObject_TypeCheck(object, THPStorageClass)) {
+    return THPStorage_Unpack(object).unsafeGetStorageImpl();
+  }
+  return nullptr;
+}
+
+[[noreturn]] void refuse_for_memory() {
+  refuse(PyExc_MemoryError, "there is no memory to record memory with");
+}
+
+void lock_for_fork() {
+  books().mutex.lock();
+}
+
+void unlock_after_fork() {
+  books().mutex.unlock();
+}
+
+}  // namespace
+
+int zbp_tap_start(zbp_record* record, uint64_t max_events) {
+  bool is_fed = false;
+  const int status = guarded([&] {
+    static const int at_fork =
+        pthread_atfork(&lock_for_fork, &unlock_after_fork, &unlock_after_fork);
+    if (at_fork != 0) {
+      refuse_for_memory();
+    }
+    Books& b = books();
+    const bool is_first = !b.is_fed.load(std::memory_order_relaxed);
+    if (is_first) {
+      install();
+    }
+    const std::lock_guard<std::mutex> lock(b.mutex);
+    b.records.push_back(record);
+    if (zbp_record_init(record, zbp_tap_now(), b.next_serial, zbp_tap_thread(), max_events,
+                        nullptr) != ZBP_OK) {
+      b.records.pop_back();
+      if (is_first) {
+        uninstall();
+      }
+      refuse_for_memory();
+    }
+    b.is_fed.store(true, std::memory_order_relaxed);
+    is_fed = true;
+  });
+  if (status != ZBP_OK && is_fed) {  // a warning is an error
+    int displaced = 0;
+    zbp_tap_stop(record, &displaced);
+    zbp_record_fini(record);
+  }
+  return status;
+}
+
+void zbp_tap_stop(zbp_record* record, int* displaced_out) {
+  Books& b = books();
+  *displaced_out = !is_tap(installed());
+  const std::lock_guard<std::mutex> lock(b.mutex);
+  b.records.erase(std::remove(b.records.begin(), b.records.end(), record), b.records.end());
+  if (b.records.empty()) {
+    b.is_fed.store(false, std::memory_order_relaxed);
+    uninstall();
+  }
+}
+
+int zbp_tap_adopt(PyObject* objects) {
+  return guarded([&] {
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(objects); ++i) {
+      if (c10::StorageImpl* const storage = storage_of(PyList_GET_ITEM(objects, i))) {
+        zbp_tap_adopt_storage(storage);
+      }
+    }
+  });
+}
+
+void zbp_tap_adopt_storage(void* storage) {
+  c10::Allocator* const current = installed();
+  auto* const grows = static_cast<c10::StorageImpl*>(storage);
+  if (is_tap(current) && grows->allocator() == static_cast<Tap*>(current)->inner) {
+    grows->set_allocator(current);
+  }
+}
+
+int zbp_tap_feeds(const void* allocator) {
+  c10::Allocator* const current = installed();
+  return is_tap(current) &&
+         (allocator == current || allocator == static_cast<Tap*>(current)->inner);
+}
+
+int zbp_tap_mark(zbp_record* record, uint32_t* index_out) {
+  Books& b = books();
+  const std::lock_guard<std::mutex> lock(b.mutex);
+  return zbp_record_mark(record, zbp_tap_now(), b.next_serial, zbp_tap_thread(), index_out);
+}
+
+void zbp_tap_trace_start(void) {
+  ++books().tracers;
+}
+
+void zbp_tap_trace_stop(void) {
+  Books& b = books();
+  decltype(b.traces) traces;
+  const std::lock_guard<std::mutex> lock(b.mutex);
+  if (--b.tracers == 0) {
+    traces.swap(b.traces);
+  }
+}
+
+PyObject* zbp_tap_trace_of(uint64_t address) {
+  THPObjectPtr list(PyList_New(0));
+  const int status = guarded([&] {
+    Books& b = books();
+    Trace trace;
+    {
+      const std::lock_guard<std::mutex> lock(b.mutex);
+      const auto found = b.traces.find(address);
+      trace = found != b.traces.end() ? found->second : nullptr;
+    }
+    if (!trace || !list) {
+      return;
+    }
+    const torch::SymbolizedTracebacks symbolized = torch::symbolize({trace.get()});
+    for (const uint64_t i : symbolized.tracebacks.at(0)) {
+      const auto& frame = symbolized.all_frames.at(i);
+      THPObjectPtr place(Py_BuildValue("(ssK)", frame.filename.c_str(), frame.funcname.c_str(),
+                                       static_cast<unsigned long long>(frame.lineno)));
+      if (!place || PyList_Append(list, place.get()) < 0) {
+        throw python_error();
+      }
+    }
+  });
+  return status == ZBP_OK ? list.release() : nullptr;
+}
+
+uint64_t zbp_tap_serial(void) {
+  Books& b = books();
+  const std::lock_guard<std::mutex> lock(b.mutex);
+  return b.next_serial;
+}
+
+int zbp_tap_blocks(uint64_t since, zbp_block** blocks_out, size_t* count_out) {
+  Books& b = books();
+  const std::lock_guard<std::mutex> lock(b.mutex);
+  *blocks_out = nullptr;
+  *count_out = 0;
+  if (b.blocks.count == 0) {
+    return ZBP_OK;
+  }
+  auto* const blocks = static_cast<zbp_block*>(std::malloc(b.blocks.count * sizeof(zbp_block)));
+  if (blocks == nullptr) {
+    return ZBP_ENOMEM;
+  }
+  size_t count = 0;
+  for (size_t i = 0; i < b.blocks.capacity; ++i) {
+    const zbp_block& block = b.blocks.slot[i];
+    if (block.address != 0 && block.serial >= since) {
+      blocks[count++] = block;
+    }
+  }
+  std::sort(blocks, blocks + count,
+            [](const zbp_block& x, const zbp_block& y) { return x.serial < y.serial; });
+  *blocks_out = blocks;
+  *count_out = count;
+  return ZBP_OK;
+}
+
+void zbp_tap_lock(void) {
+  books().mutex.lock();
+}
+
+void zbp_tap_unlock(void) {
+  books().mutex.unlock();
+}
+
+uint64_t zbp_tap_now(void) {
+  timespec now{};
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<uint64_t>(now.tv_sec) * 1000000000u + static_cast<uint64_t>(now.tv_nsec);
+}
+
+uint32_t zbp_tap_thread(void) {
+  static std::atomic<uint32_t> next{0};
+  thread_local const uint32_t number = ++next;
+  return number;
+}

@@ -1,0 +1,362 @@
+// What I leaves for W: parameter groups, their weight tasks and the weights that they serve.
+//
+// Ownership contract: a Group owns everything that its W needs: the matrices and gradients (detached,
+// so that none of them keeps the graph), the nodes that W runs again, the edges towards the weights
+// and the accumulators behind them. Nothing that a Group owns refers back to it. During a run, and
+// only then, stand-ins, task nodes and sinks share ownership of the Group, so that a worker thread
+// of the engine that is still busy when another one failed does not write into freed memory.
+//
+// Threads: a Group is used by one pass at a time; the bindings see to that.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include <c10/core/SafePyObject.h>
+#include <c10/core/Stream.h>
+#include <c10/util/SmallVector.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include "shim/torch/compat.h"
+#include "shim/pass/zbp_shim.h"
+
+namespace zbp {
+
+using c10::SmallVector;
+
+/// A tensor that W will read, and the version that it had when I kept it.
+class Watched {
+ public:
+  Watched() = default;
+  /// Keeps a detached alias of `tensor`: same memory, same version counter, no history.
+  explicit Watched(const at::Tensor& tensor);
+  /// Keeps `tensor` itself, with its history: for what a second try could not have back if this threw.
+  static Watched with_history(at::Tensor&& tensor) noexcept;
+
+  const at::Tensor& tensor() const { return tensor_; }
+  uint32_t kept_version() const { return version_; }
+  bool was_modified() const;
+  void reset() { tensor_.reset(); }
+
+ private:
+  at::Tensor tensor_;
+  uint32_t version_ = 0;
+};
+
+/// The version of a tensor that W will read and that no group holds.
+class Version {
+ public:
+  /// Of a tensor for which has_version() is true.
+  explicit Version(const at::Tensor& tensor);
+
+  bool was_modified() const { return counter_.current_version() != seen_; }
+  uint32_t seen() const { return seen_; }
+  uint32_t now() const { return counter_.current_version(); }
+  /// The tensor as "Float [2, 3] on cpu", for messages.
+  std::string describe() const;
+
+ private:
+  c10::VariableVersion counter_;
+  uint32_t seen_;
+  c10::ScalarType type_;
+  c10::Device device_;
+  SmallVector<c10::SymInt, 4> sizes_;
+};
+
+bool has_version(const at::Tensor& tensor);
+
+/// What a W that computes checkpointed regions again may read beside what the groups hold: one list for all groups
+/// of an I, the first read in the forward first.
+struct Reads {
+  struct Read {
+    uint64_t sequence_nr;  // of the first node that read it
+    Version weight;
+  };
+  std::vector<Read> weights;
+};
+
+/// Something that W would read and that was modified since I.
+struct Modified {
+  enum class Role : uint8_t { held, saved_outside, recomputed };
+  Role role;
+  std::string tensor;
+  uint32_t seen;
+  uint32_t now;
+};
+
+/// The identity of the tensor's storage; null if it has none.
+const void* storage_of(const at::Tensor& tensor);
+
+/// Of the tensor's whole storage; 0 where there is none, or where its size is not known as a number.
+size_t bytes_of(const at::Tensor& tensor);
+
+/// One edge of a task towards the weights.
+struct Face {
+  uint32_t slot = 0;  // position among the node's edges
+  Edge edge;          // where it leads
+  int32_t weight =
+      -1;  // index into Group::weights when it ends there, at once or by `path`; else -1
+  int32_t outside = -1;        // index into Group::outside of the node it leads to, -1 for a weight
+  SmallVector<Node*, 2> path;  // plain steps before the weight; borrowed: alive as long as `edge`
+  // Of the product, by a W that raised before it had added all; and the memory to which.
+  int64_t panels_added = 0;
+  c10::weak_intrusive_ptr<c10::StorageImpl> panels_in{c10::intrusive_ptr<c10::StorageImpl>()};
+  bool simple = true;       // the path does no more than to transpose a matrix and cast it
+  bool transposed = false;  // and transposes it
+  bool delivered = false;   // this edge's gradient has been added
+};
+
+enum class Kind : uint8_t {
+  product,   // W multiplies two matrices
+  deferred,  // W runs the node again with the edges towards the weights alone
+  whole,     // I ran the node with all its edges; W starts from the gradients that it gave
+  root,      // a stage output outside the input closure: W starts there
+};
+
+/// Why a task has its kind.
+enum class Why : uint8_t {
+  separable,              // its type is known to be
+  root,                   // likewise
+  post_hook,              // whole, from here on: a hook is owed all of its gradients
+  policy_defers_nothing,  // for these weights
+  function,               // a Python autograd Function
+  unknown_type,           // nobody knows that it computes its gradients apart
+  packed,                 // checkpointed or offloaded, which the policy leaves to I
+  light,                  // its weights are vectors, which the policy leaves to I
+};
+
+/// What a node has saved behind hooks (checkpointing, offloading), left packed until W.
+struct Packed {
+  c10::SafePyObject unpack_hook;
+  c10::SafePyObject data;
+
+  /// Takes the GIL. Raises what the hook raises.
+  at::Tensor unpack() const;
+};
+
+/// Autocast on one type of device, as it was where work was handed over.
+struct Autocast {
+  c10::DeviceType device;
+  c10::ScalarType dtype;
+};
+
+/// A factor that a deferred node insists on and W does not read: only its shape is kept.
+struct Blank {
+  torch::autograd::SavedVariable* place;  // the node's, borrowed
+  std::vector<int64_t> sizes;
+  std::vector<int64_t> strides;
+  at::TensorOptions options;
+};
+
+/// What the backward of a Function handed over in I: a Python callable that computes in W the gradients at
+/// some of its task's faces. See work.h.
+struct Work {
+  struct Call {
+    c10::SafePyObject function;
+    c10::SafePyObject arguments;         // a tuple
+    SmallVector<Watched, 3> saved;       // the tensors in it, but for parameters,
+    SmallVector<Watched, 1> parameters;  // which cost nothing to keep
+    std::vector<Autocast> autocast;      // where it is on
+    bool is_single;                      // it returns one gradient and no tuple
+  };
+  std::unique_ptr<const Call> call;  // null once it has run, unless it is to run again
+  SmallVector<int32_t, 2> faces;     // per gradient: its face, -1 where nobody wants it
+  SmallVector<Watched, 2> grads;     // what it returned, per entry of `faces`
+  bool is_done = false;
+  bool is_checked = false;  // the gradients fit their faces
+};
+
+struct Task {
+  Kind kind = Kind::whole;
+  Why why = Why::root;
+  NodePtr node;  // null for a whole node that would hold memory
+  bool can_run_again =
+      true;  // with other output gradients; not a whole node that had saved tensors
+  bool leaves_packed = false;  // what is saved behind hooks is unpacked by W and not by I
+  uint32_t input_nr = 0;       // root: which input of `node` the output gradient belongs to
+  uint64_t sequence_nr = 0;    // W runs tasks in the order of an ordinary backward
+  SmallVector<Face, 2> face;
+
+  Watched other;                // product: the matrix that is multiplied with the output gradient
+  uint32_t matrix_slot = 0;     // product: the edge of the weight matrix
+  bool weight_is_left = false;  // product: the weight is the left factor
+  SmallVector<Watched, 1> output_grads;  // product, deferred: per input of the node; root: one
+  SmallVector<Watched, 2> kept;          // whole: per face
+  SmallVector<Watched, 1> saved;         // deferred: what the node has saved and W will read
+  std::unique_ptr<const Packed> packed;  // product: `other`, where that is left packed
+  std::vector<Blank> blanks;             // deferred
+  std::vector<Version> arguments;        // of the regions that W computes again for it
+  bool is_consumed = false;            // I has run the node and is through: it is the task's alone
+  std::vector<Work> works;             // whole: adds to `kept`
+  int takes_work = ZBP_DEFER_NOTHING;  // whole: of which weights
+
+  std::unique_ptr<const torch::autograd::InputMetadata>
+      place;  // device and stream, when not the CPU
+};
+
+/// Calls `visit` with every tensor that the task's W reads.
+template <class Visit>
+void for_each_watched(const Task& task, const Visit& visit) {
+  visit(task.other);
+  for (const c10::ArrayRef<Watched> list :
+       {c10::ArrayRef<Watched>(task.output_grads), c10::ArrayRef<Watched>(task.kept),
+        c10::ArrayRef<Watched>(task.saved)}) {
+    for (const Watched& watched : list) {
+      visit(watched);
+    }
+  }
+  for (const Work& work : task.works) {
+    for (const c10::ArrayRef<Watched> list :
+         {work.call ? c10::ArrayRef<Watched>(work.call->saved) : c10::ArrayRef<Watched>(),
+          c10::ArrayRef<Watched>(work.grads)}) {
+      for (const Watched& watched : list) {
+        visit(watched);
+      }
+    }
+  }
+}
+
+struct Weight {
+  NodeRef<torch::autograd::AccumulateGrad> accumulator;
+  bool added = false;
+  // When a hook of the weight raised, or adding failed, the sum of its gradients waits here for the
+  // next call; `hooked` if the hooks that see it before it is added are through.
+  bool arrived = false;
+  bool hooked = false;
+  at::Tensor grad;
+  at::Tensor main_grad;  // where W adds instead of .grad; see MainGrads
+};
+
+/// What a node outside the closure has saved behind hooks, or as a view that keeps its base for nothing.
+struct UnpinnedOutside {
+  NodePtr node;
+  torch::autograd::SavedVariable* saved;  // the node's
+  bool is_left;                           // W unpacks it, if it can
+};
+
+/// A node between the tasks and the weights, and its edges that W follows. Other groups may share it.
+struct Outside {
+  struct Hop {
+    uint32_t slot;
+    int32_t outside;  // where it leads: a node of the group, or
+    int32_t weight;   // a weight; the other is -1
+  };
+  Node* node;  // borrowed: alive as long as the faces of the group
+  SmallVector<Hop, 1> hops;
+  // It has outputs that are stage inputs: see Note [Other outputs of an input's node].
+  bool makes_input = false;
+};
+
+struct Group {
+  enum class State : uint8_t {
+    input_done,       // W can run, or go on
+    weight_done,      // nothing is left
+    done_unreported,  // finished inside a W that raised later on: a retry passes over it
+  };
+
+  Group() = default;
+  ~Group() { release(); }
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
+  State state = State::input_done;
+  bool failed = false;  // a W raised before the group was complete
+  bool was_captured =
+      false;  // I ran within the capture of a graph of the device's: see Note [Streams]
+  SmallVector<Task, 1> tasks;
+  SmallVector<Weight, 2> weights;
+  std::vector<Outside> outside;
+  std::vector<UnpinnedOutside> unpinned_outside;  // what I has still to see to
+  // What nodes outside the closure have saved, or the regions that W computes again for them read.
+  std::vector<Version> saved_outside;
+  std::vector<Version> arguments_outside;
+  std::shared_ptr<const Reads> reads;  // only if W may compute regions again
+  // Sequence number of the last node outside for which W computes a region again.
+  uint64_t outside_recomputed_for = 0;
+  std::mutex unpinned_outside_mutex;
+  std::atomic<size_t> missing{0};  // weights that a running W has still to add
+  // Stage outputs that W's nodes may have saved: they can be detached only after W.
+  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> outputs;
+
+  /// Unpacks what nodes outside the closure have saved, once, and frees it of its history; called by I, within its run.
+  void pin_outside();
+  /// Lets go of everything that W read; so do the nodes that only W could still run, whoever refers to them.
+  void release() noexcept;
+  /// Bytes of the tensors held for W, each storage counted once.
+  size_t bytes_held() const;
+  /// The first tensor that W reads and that was changed since I; weights that regions read are not among them.
+  std::optional<Modified> find_modified() const;
+  /// Of the nodes for which W computes a region again, the highest sequence number; 0 if there are none. What is
+  /// computed for a node has been computed before it in the forward.
+  uint64_t recomputed_for() const;
+};
+
+/// Finds a group's weights behind faces, at once or through nodes outside the closure.
+class Reach {
+ public:
+  explicit Reach(const Group& group)
+      : group_(group), weight_(group.weights.size()), outside_(group.outside.size()) {}
+
+  void add(const Face& face);
+  /// In the group's order.
+  std::vector<const Weight*> weights() const;
+
+ private:
+  void visit(int32_t weight, int32_t outside);
+
+  const Group& group_;
+  std::vector<bool> weight_;
+  std::vector<bool> outside_;
+  std::vector<int32_t> pending_;
+};
+
+using GroupPtr = std::shared_ptr<Group>;
+
+/// Runs I. Arguments as checked and converted by the caller; see zbp_shim.h.
+struct InputPassArgs {
+  std::vector<Edge> roots;          // where the backward starts
+  variable_list root_grads;         // one per root, defined
+  std::vector<at::Tensor> inputs;   // those that require a gradient
+  std::vector<at::Tensor> weights;  // ignored when `all_leaves`
+  std::vector<at::Tensor> frozen;   // weights that require no gradient
+  variable_list outputs;            // the output tensors that have a history, to be detached
+  bool all_leaves = false;
+  zbp_policy policy{};
+};
+
+struct InputPassResult {
+  variable_list input_grads;  // one per entry of `inputs`, undefined where nothing reached it
+  std::vector<GroupPtr> groups;
+};
+
+/// Called with the GIL held; releases it while the engine runs. `args.outputs` are detached, at once
+/// or, where W still needs their history, by W. On an exception the graph has its
+/// original edges back, as far as its nodes have not run.
+InputPassResult run_input_pass(const InputPassArgs& args);
+
+/// Plans I and calls `look` with the groups that it would hand over, their tasks not filled. Nothing runs, and
+/// afterwards the graph is as it was. Called with the GIL held.
+void look_at_input_pass(const InputPassArgs& args,
+                        const std::function<void(const std::vector<GroupPtr>&)>& look);
+
+struct WeightPassOptions {
+  bool retain = false;  // keep what the groups hold, so that they can run again
+  bool fuse = false;    // add a product to an existing gradient in one operation, rounding once
+};
+
+/// Runs W for `groups`, all of them in a state that allows it. Called without the GIL. After an
+/// exception every group knows which of its weights have been added; the call can be repeated.
+void run_weight_pass(const std::vector<GroupPtr>& groups, WeightPassOptions options);
+
+/// The gradients of a task, one per face, at its weight where the face has a path; undefined where there
+/// is none. Leaves the task as it is.
+variable_list compute_task(const Task& task);
+
+}  // namespace zbp

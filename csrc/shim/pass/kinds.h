@@ -1,0 +1,95 @@
+// Which kind of split node a node is, and what is known about the nodes that can be split.
+#pragma once
+
+#include <typeinfo>
+
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include "shim/pass/group.h"
+
+namespace zbp {
+
+/// `node` as a T if it is exactly one.
+template <class T>
+T* as(Node& node) {
+  return typeid(node) == typeid(T) ? static_cast<T*>(&node) : nullptr;
+}
+
+/// What the policy says of one split node.
+struct Decision {
+  enum class Defer : uint8_t {
+    nothing = ZBP_DEFER_NOTHING,
+    matrices = ZBP_DEFER_MATRICES,
+    all = ZBP_DEFER_ALL,
+  };
+  /// For what is saved behind hooks.
+  enum class Hooked : uint8_t {
+    keep = ZBP_CHECKPOINT_KEEP,
+    leave = ZBP_CHECKPOINT_RECOMPUTE,
+    input_pass = ZBP_CHECKPOINT_INPUT_PASS,
+  };
+  Defer defer = Defer::matrices;
+  Hooked hooked = Hooked::keep;
+};
+
+/// product, deferred or whole, from the node's type, its hooks and `face`; and why.
+/// A product is confirmed when its matrices are at hand: see take_matrices().
+Kind classify(Node& node, c10::ArrayRef<Face> face, Decision decision, Why& why);
+
+/// In one word, for people.
+const char* name_of(Kind kind);
+
+/// Of which weights a whole node's Function may hand over the work: a ZBP_DEFER_* number. Called with the GIL
+/// held.
+int takes_work(Node& node, Decision decision);
+
+/// True for a weight that is a matrix or more.
+bool is_heavy(const Face& face);
+
+/// Fills `task` for W from a product or deferred node that is about to run in I with `grads`.
+/// Unless the task leaves them packed, saved tensors behind hooks that W reads are unpacked once and put
+/// back plainly, so that neither the node nor W unpacks them a second time; a deferred node's always are.
+/// A product whose matrices turn out to need more than one multiplication (subclasses, sparse or complex
+/// ones) becomes deferred.
+void take_matrices(Task& task, Node& node, const variable_list& grads);
+
+/// Lets go of what a deferred node has saved, has read in I, and W does not read.
+/// `group` tells weights, which cost nothing to keep, from what was computed.
+void let_go_of_unread(Task& task, Node& node, const Group& group);
+
+/// Runs a deferred task's node for the edges that I has left it.
+variable_list run_deferred(const Task& task);
+
+/// Unpacks a saved tensor once and puts it back plainly and without history. What W will read shares its
+/// version counter with the original; of the rest W needs the shape alone, and it may change.
+at::Tensor pin(torch::autograd::SavedVariable& saved, Node& node, bool is_read_by_w);
+
+/// The same of what W will read, if it needs it: it is packed, or a view that keeps its base for nothing. Called with
+/// the node's mutex held; `before` gets what was there.
+at::Tensor pin_locked(torch::autograd::SavedVariable& saved, Node& node,
+                      torch::autograd::SavedVariable& before);
+
+/// True if W can unpack what is saved behind hooks. Then it is unpacked now too, where the region that it
+/// belongs to keeps what I computes of it for whoever has not unpacked it in I. `arguments` gets what computing the
+/// region again reads.
+bool leave_packed(const torch::autograd::SavedVariable& saved, std::vector<Version>& arguments);
+
+/// True if a hook would see `node` run.
+bool has_hooks(Node& node);
+
+/// True for a tensor whose memory is not simply its own: DTensors and other Python subclasses,
+/// wrappers of torch.func, sparse tensors.
+bool is_subclass(const at::Tensor& tensor);
+
+/// True for a node that libtorch generated: its apply() computes exactly what its edges ask for,
+/// and release_variables() lets go of everything that it saved.
+bool is_generated(const Node& node);
+
+/// True if a node that has not run yet has no saved tensors that running it would release; false
+/// where this is not known. Called with the GIL held.
+bool saved_nothing(Node& node);
+
+/// True for the node of a Python autograd Function.
+bool is_python_function(const Node& node);
+
+}  // namespace zbp

@@ -1,0 +1,263 @@
+#include "shim/pass/stand_in.h"
+
+#include <cstring>
+#include <type_traits>
+#include <typeinfo>
+#include <utility>
+
+#include <torch/csrc/autograd/cpp_hook.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/python_cpp_function.h>
+#include <torch/csrc/autograd/python_function.h>
+#include <torch/csrc/autograd/python_hook.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include "shim/torch/edits.h"
+#include "shim/torch/gil.h"
+#include "shim/pass/kinds.h"
+#include "shim/pass/path.h"
+#include "shim/torch/python.h"
+
+namespace zbp {
+
+namespace {
+
+/// By name, as libtorch does not export what a cast would ask for.
+template <class T>
+T* as_hook(torch::autograd::FunctionPreHook& hook, const char* name) {
+  return std::strstr(typeid(hook).name(), name) ? static_cast<T*>(&hook) : nullptr;
+}
+
+}  // namespace
+
+size_t* place_of(torch::autograd::FunctionPreHook& hook) {
+  namespace ag = torch::autograd;
+  if (auto* python = as_hook<ag::PyFunctionTensorPreHook>(hook, "23PyFunctionTensorPreHook")) {
+    return &python->value_idx;
+  }
+  if (auto* list = as_hook<ag::CppFunctionTensorPreHook>(hook, "24CppFunctionTensorPreHook")) {
+    return &list->value_idx_;
+  }
+  auto* one = as_hook<ag::CppFunctionSingleTensorPreHook>(hook, "30CppFunctionSingleTensorPreHook");
+  return one ? &one->value_idx_ : nullptr;
+}
+
+variable_list call_tensor_hooks(Node& node, variable_list grads, bool skip_undefined) {
+  for (const auto& hook : node.tensor_pre_hooks()) {
+    const size_t* place = skip_undefined ? place_of(*hook) : nullptr;
+    if (!place || grads[*place].defined()) {
+      grads = (*hook)(grads);
+    }
+  }
+  for (const auto& [output, hook] : node.retains_grad_hooks()) {
+    if (!skip_undefined || grads[output].defined()) {
+      grads = (*hook)(grads);
+    }
+  }
+  return grads;
+}
+
+variable_list call_pre_hooks(Node& node, variable_list grads) {
+  for (const auto& hook : node.pre_hooks()) {
+    grads = (*hook)(grads);
+  }
+  return grads;
+}
+
+variable_list call_post_hooks(Node& node, variable_list outputs, const variable_list& inputs) {
+  for (const auto& hook : node.post_hooks()) {
+    outputs = (*hook)(outputs, inputs);
+  }
+  return outputs;
+}
+
+StandIn::StandIn(NodePtr original, GroupPtr group, size_t task)
+    : Node(original->sequence_nr()),
+      original_(std::move(original)),
+      group_(std::move(group)),
+      task_(task) {
+  NodeParts::copy_identity(*original_, *this);
+  NodeParts::swap_anomaly_metadata(*original_, *this);
+}
+
+void StandIn::retire() noexcept {
+  give_back_metadata();
+  exchange_edges(*this, edge_list(next_edges().size()));
+  original_ = nullptr;
+  group_ = nullptr;
+}
+
+void StandIn::give_up() noexcept {
+  give_back_metadata();
+  if (original_ && std::exchange(has_run_, false)) {
+    original_->release_variables();
+    original_->add_pre_hook(std::make_unique<ConsumedGuard>());
+  }
+}
+
+void StandIn::give_back_metadata() noexcept {
+  if (original_ && std::exchange(has_metadata_, false)) {
+    NodeParts::swap_anomaly_metadata(*original_, *this);
+  }
+}
+
+std::string StandIn::name() const {
+  return original_ ? original_->name() : "zbpipe::StandIn";
+}
+
+variable_list StandIn::apply(variable_list&& grads) {
+  TORCH_CHECK(original_, torch::autograd::ERR_BACKWARD_TWICE);
+  group_->pin_outside();
+  return task().kind == Kind::whole ? run_whole(task(), std::move(grads))
+                                    : run_split(task(), std::move(grads));
+}
+
+variable_list StandIn::run_split(Task& task, variable_list&& grads) {
+  Node& node = *original_;
+  variable_list in = call_pre_hooks(node, call_tensor_hooks(node, std::move(grads)));
+  take_matrices(task, node, in);
+  const variable_list inputs = node.post_hooks().empty() ? variable_list() : in;
+  if (task.kind == Kind::product) {
+    node.will_release_variables();
+  }
+  variable_list outputs = NodeParts::apply_to(node, std::move(in));
+  has_run_ = true;
+  // A post hook makes a node whole; one that another hook has added meanwhile comes too late for that.
+  outputs = call_post_hooks(node, std::move(outputs), inputs);
+  if (task.kind == Kind::product) {
+    node.release_variables();
+  } else {
+    let_go_of_unread(task, node, *group_);
+  }
+  return outputs;
+}
+
+variable_list StandIn::run_whole(Task& task, variable_list&& grads) {
+  variable_list outputs = run_node(*original_, *this, std::move(grads), /*release=*/true);
+  task.kept.clear();
+  for (const Face& face : task.face) {
+    task.kept.emplace_back(outputs[face.slot]);
+    outputs[face.slot].reset();
+  }
+  return outputs;
+}
+
+namespace {
+
+/// While it lives, the context of a Function's node refers to the node that the engine runs in its place.
+///
+/// Note [Buffers of a Function's inputs]
+/// From torch 2.15 on a backward can ask for the buffers in which the engine adds up the gradients of the Function's
+/// inputs, and add to them itself. The context finds them by its node's edges, if that is the node that the engine runs.
+/// With a post hook torch refuses, and so do we.
+class Impersonation {
+ public:
+  Impersonation(Node& node, Node& in_place) {
+    if constexpr (CONTEXTS_ASK_FOR_BUFFERS) {
+      if (is_python_function(node) && node.post_hooks().empty()) {
+        const AcquireGil gil;
+        THPObjectPtr context(torch::autograd::functionToPyObject(ref_of(node)));
+        if (!context) {
+          throw python_error();
+        }
+        begin(reinterpret_cast<THPFunction*>(context.get()), node, in_place);
+      }
+    }
+  }
+  ~Impersonation() {
+    if (context_) {
+      const AcquireGil gil;
+      std::swap(context_->cdata, other_);
+      other_.reset();
+      Py_DECREF(reinterpret_cast<PyObject*>(context_));
+    }
+  }
+  Impersonation(const Impersonation&) = delete;
+  Impersonation& operator=(const Impersonation&) = delete;
+
+ private:
+  // A template, as the context of an older torch cannot refer to another's node.
+  template <class Context>
+  void begin(Context* context, Node& node, Node& in_place) {
+    if constexpr (std::is_same_v<decltype(context->cdata), NodePtr>) {
+      // Else another thread runs the node as well.
+      if (context->cdata.get() == &node) {
+        context_ = context;
+        Py_INCREF(reinterpret_cast<PyObject*>(context_));
+        other_ = ref_of(in_place);
+        std::swap(context_->cdata, other_);  // no reference is counted: the node keeps its context
+      }
+    }
+  }
+
+  THPFunction* context_ = nullptr;
+  decltype(THPFunction::cdata) other_;
+};
+
+}  // namespace
+
+variable_list run_node(Node& node, Node& in_place, variable_list&& grads, bool release,
+                       bool track_views, bool skip_undefined) {
+  variable_list in =
+      call_pre_hooks(node, call_tensor_hooks(node, std::move(grads), skip_undefined));
+  if (release) {
+    node.will_release_variables();
+  }
+  const variable_list inputs = node.post_hooks().empty() ? variable_list() : in;
+  variable_list outputs;
+  {
+    const Impersonation impersonation(node, in_place);
+    outputs = track_views || !saves_nothing(node)
+                  ? NodeParts::apply_to(node, std::move(in))
+                  : NodeParts::apply_without_views_to(node, std::move(in));
+  }
+  torch::autograd::validate_outputs(node.next_edges(), outputs, [&](const std::string& message) {
+    return "Function " + node.name() + " returned an " + message;
+  });
+  outputs = call_post_hooks(node, std::move(outputs), inputs);
+  if (release) {
+    node.release_variables();
+  }
+  return outputs;
+}
+
+Capture::Capture(NodePtr original, bool skip_undefined)
+    : Node(original->sequence_nr()),
+      original_(std::move(original)),
+      skip_undefined_(skip_undefined) {
+  NodeParts::copy_identity(*original_, *this);
+}
+
+std::string Capture::name() const {
+  return original_->name();
+}
+
+variable_list Capture::apply(variable_list&& in) {
+  grads = call_tensor_hooks(*original_, std::move(in), skip_undefined_);
+  // A leaf's own node would run in an ordinary backward; the node behind another input would not,
+  // it belongs to an older graph.
+  if (typeid(*original_) == typeid(torch::autograd::AccumulateGrad)) {
+    grads = call_pre_hooks(*original_, std::move(grads));
+    call_post_hooks(*original_, {}, grads);
+  }
+  return {};
+}
+
+bool is_consumed(Node& node) {
+  if (typeid(node) == typeid(StandIn)) {
+    return static_cast<StandIn&>(node).is_retired();
+  }
+  for (const auto& hook : node.pre_hooks()) {
+    const torch::autograd::FunctionPreHook& h = *hook;
+    if (typeid(h) == typeid(ConsumedGuard)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+variable_list ConsumedGuard::operator()(const variable_list& /*grads*/) {
+  TORCH_CHECK(false, torch::autograd::ERR_BACKWARD_TWICE);
+}
+
+}  // namespace zbp

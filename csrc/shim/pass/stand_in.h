@@ -1,0 +1,100 @@
+// The nodes that I puts into the graph for the time of one run.
+#pragma once
+
+#include "shim/pass/group.h"
+
+namespace zbp {
+
+/// Takes the place of a split node: the engine runs the stand-in, the stand-in runs the node, with
+/// its hooks, and fills the weight task. Its edges are the node's input face.
+///
+/// Note [Why split nodes need a stand-in]
+/// The engine releases the saved tensors of every node that it ran. W still needs those of a deferred
+/// node, and a whole node must be given all its edges while the engine follows only some of them. So
+/// the engine must not see the node itself.
+class StandIn : public Node {
+ public:
+  StandIn(NodePtr original, GroupPtr group, size_t task);
+
+  /// Forgets node, group and edges, so that nothing is kept once I is over. From then on running the
+  /// stand-in is a second backward through the graph.
+  void retire() noexcept;
+
+  /// Gives back what the node lent for the run. Unless retired, I has failed: if the node has run, it is
+  /// spent, as after a failed ordinary backward. Repeating it does no harm.
+  void give_up() noexcept;
+
+  bool is_retired() const { return original_ == nullptr; }
+
+  Task& task() { return group_->tasks[task_]; }
+  Node& original() { return *original_; }
+  const Group& group() const { return *group_; }
+
+  std::string name() const override;
+
+ protected:
+  variable_list apply(variable_list&& grads) override;
+
+ private:
+  variable_list run_split(Task& task, variable_list&& grads);
+  variable_list run_whole(Task& task, variable_list&& grads);
+
+  void give_back_metadata() noexcept;
+
+  bool has_metadata_ = true;
+  bool has_run_ = false;
+
+  NodePtr original_;
+  GroupPtr group_;
+  size_t task_;  // index into group_->tasks
+};
+
+/// Takes the place of the node behind a stage input, where I ends: runs the hooks that an ordinary
+/// backward would run there and keeps the gradients. What lies behind is never walked.
+class Capture : public Node {
+ public:
+  /// skip_undefined: other outputs of the node are no inputs, and have hooks of their own. See Note [Other
+  /// outputs of an input's node].
+  Capture(NodePtr original, bool skip_undefined);
+
+  Node& original() { return *original_; }
+
+  /// One per input of the node that it stands for.
+  variable_list grads;
+
+  std::string name() const override;
+
+ protected:
+  variable_list apply(variable_list&& grads) override;
+
+ private:
+  NodePtr original_;
+  bool skip_undefined_;
+};
+
+/// Refuses every run of a node that I has consumed and a group still holds.
+class ConsumedGuard : public torch::autograd::FunctionPreHook {
+ public:
+  variable_list operator()(const variable_list& grads) override;
+};
+
+/// True for what is left of a split node after I: a second backward must not get past it.
+bool is_consumed(Node& node);
+
+/// Which of its node's gradients a tensor's hook takes; nothing for a hook of another kind.
+size_t* place_of(torch::autograd::FunctionPreHook& hook);
+
+/// The hooks of the tensors that `node` produced, which fire wherever a gradient reaches it, and
+/// those of the node, which fire where it runs; in the engine's order. skip_undefined: not those of tensors
+/// that have got no gradient here.
+variable_list call_tensor_hooks(Node& node, variable_list grads, bool skip_undefined = false);
+variable_list call_pre_hooks(Node& node, variable_list grads);
+variable_list call_post_hooks(Node& node, variable_list outputs, const variable_list& inputs);
+
+/// Runs `node` as the engine does: all its hooks, its edges as they are. in_place: what the engine runs in its place.
+/// Unless `track_views`, a node that only changes the layout gives away gradients that do not know of what they are
+/// views. skip_undefined: as above.
+variable_list run_node(Node& node, Node& in_place, variable_list&& grads, bool release,
+                       bool track_views = true, bool skip_undefined = false);
+
+}  // namespace zbp

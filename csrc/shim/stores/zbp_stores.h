@@ -1,0 +1,31 @@
+/* zbp_stores.h - what zbpipe/stores.py needs of the graph. Conventions: zbp_shim.h. */
+#ifndef ZBP_STORES_H
+#define ZBP_STORES_H
+
+#include <Python.h>
+
+#include "core/base/zbp_status.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Gives `tensor` an edge that leads to the gradient edge of `like`, without a new version: what is computed from it from
+ * here on, in place too, has the node of `like` behind it; a leaf stays a leaf. Both are tensors, of the same shape,
+ * dtype and device, and `like` has a grad_fn. New capsule for zbp_end_detour(), which holds the tensor and both edges
+ * and must live until then; NULL with TypeError or ValueError set, and nothing has changed. */
+PyObject *zbp_detour(PyObject *tensor, PyObject *like);
+
+/* Gives the tensor its edge back, with the hooks that it got meanwhile, if it still has the other one, that is if it
+ * was not computed in place. *out: 1 if so. A second time it does nothing, *out: 0. Error: ZBP_EPYTHON. */
+ZBP_MUST_USE int zbp_end_detour(PyObject *detour, int *out);
+
+/* New list of the weights of the parameter group for which I runs the Function that calls this; empty where none does.
+ * NULL with an error set. */
+PyObject *zbp_weights_here(void);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

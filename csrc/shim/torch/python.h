@@ -1,0 +1,119 @@
+// Between Python objects and libtorch, for the files that implement zbp_shim.h.
+#pragma once
+
+#include <Python.h>
+
+#include <optional>
+#include <string>
+
+#include <c10/util/FunctionRef.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/utils/object_ptr.h>
+
+#include "core/base/zbp_status.h"
+#include "shim/pass/group.h"
+
+struct zbp_group {
+  zbp::GroupPtr group;
+  bool running = false;  // read and written with the GIL held
+};
+
+namespace zbp {
+
+/// Thrown when an argument is refused. `type` is borrowed (a static exception type).
+struct Refused {
+  PyObject* type;
+  std::string message;
+};
+
+template <class... Parts>
+[[noreturn]] void refuse(PyObject* type, const Parts&... parts) {
+  throw Refused{type, c10::str(parts...)};
+}
+
+/// The exception barrier: runs `body`; on an exception sets the Python error.
+template <class Body>
+int guarded(const Body& body) noexcept {
+  try {
+    torch::PyWarningHandler warnings;
+    try {
+      body();
+      return ZBP_OK;
+    } catch (const Refused& refused) {
+      PyErr_SetString(refused.type, refused.message.c_str());
+    } catch (...) {
+      warnings.set_in_exception();
+      torch::translate_exception_to_python(std::current_exception());
+    }
+  } catch (...) {
+    if (!PyErr_Occurred()) {
+      PyErr_SetString(PyExc_RuntimeError, "zbpipe: a warning was turned into an error");
+    }
+  }
+  return ZBP_EPYTHON;
+}
+
+/// The same for a body that gives a new reference: NULL if the Python error is set. A warning that is an error raises
+/// when the body is through; then the result goes.
+template <class Body>
+PyObject* guarded_object(const Body& body) noexcept {
+  THPObjectPtr result;
+  const int status = guarded([&] { result = THPObjectPtr(body()); });
+  return status == ZBP_OK ? result.release() : nullptr;
+}
+
+/// Python objects in the making; both throw python_error. append() takes over `value`, which may be null with an
+/// error set.
+THPObjectPtr new_list();
+void append(PyObject* list, PyObject* value);
+
+/// The tensor in `object`, or nothing if it holds none. Borrowed from `object`.
+const at::Tensor* as_tensor(PyObject* object);
+
+/// The edge in `object`, or nothing if it is no torch.autograd.graph.GradientEdge.
+std::optional<Edge> as_gradient_edge(PyObject* object);
+
+using torch::autograd::SavedVariable;
+
+/// Calls `visit` with everything that a node which libtorch generated has saved, its name, and its place in a list
+/// or -1; nothing is unpacked, and no Python object is made for the node. None of the lists that a backward has
+/// released. False if libtorch does not tell what nodes of this type save. Called with the GIL held.
+bool for_each_saved(Node& node,
+                    c10::function_ref<void(SavedVariable&, const char* name, int32_t index)> visit);
+
+/// Everything that `node` has saved, also a Python Function's. Borrowed from the node. Called with the GIL held.
+std::vector<SavedVariable*> saved_by(Node& node);
+
+/// Whose unpack hook it is.
+enum class UnpackHook : uint8_t {
+  other,
+  checkpoint,  // torch.utils.checkpoint's: computes a region again in each run that unpacks
+  selective_checkpoint,  // one with a policy: torch computes such a region again only once
+};
+/// Called with the GIL held.
+UnpackHook recognise(PyObject* unpack_hook);
+
+/// True for the node of torch's reentrant checkpoint, given one of a Python Function. Called with the GIL held.
+bool is_reentrant_checkpoint(Node& node);
+
+/// Calls `visit` with the tensors that torch's checkpointing gives a region when it computes it again: its arguments, and
+/// what its function has closed over but for leaves that require a gradient; those of the regions around it too. None
+/// for other hooks. Called with the GIL held. Raises libtorch's error for an argument that has been modified already.
+void for_each_argument(PyObject* unpack_hook, c10::function_ref<void(const at::Tensor&)> visit);
+
+/// True within a torch.utils.checkpoint.GraphExecGroup, whose runs share one recomputation. Called with
+/// the GIL held.
+bool in_graph_exec_group();
+
+/// `function(parameter)`, an int.
+int ask(PyObject* function, const at::Tensor& parameter);
+
+/// A tensor, or the gradient that an edge takes, as "Float [2, 3] on cpu", for messages.
+std::string describe(const at::Tensor& tensor);
+std::string describe(const Edge& edge);
+
+/// True if `grad` has the shape, dtype and device that the engine expects at `edge`.
+bool fits(const at::Tensor& grad, const Edge& edge);
+
+}  // namespace zbp

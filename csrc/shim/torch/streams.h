@@ -1,0 +1,82 @@
+// Order between I, W and the caller on devices that run asynchronously: see Note [Streams].
+//
+// Note [Streams]
+//
+// A task runs where its forward ran, in I and in W, whichever thread or stream calls: on the forward's stream. What I
+// keeps for W was made there or handed to that stream by the engine, and is used and let go of there, so that the
+// caching allocator may give it away again without a word. Between that stream and the caller's:
+//
+// - I starts after what the caller's streams have been given (the engine's rule for the roots of a graph), and the
+//   caller's streams wait for what I has given its own (join_streams).
+// - W likewise: follow_caller at its beginning, join_streams at its end.
+//
+// Whoever calls W on another thread or stream than I needs no synchronisation of his own but for gradients that a
+// third stream uses.
+//
+// I and W may be captured in one graph of the device's. A W outside of the capture of its I would read what no replay
+// has computed yet, one within a capture what every replay would find overwritten: both are refused.
+#pragma once
+
+#include <algorithm>
+
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "shim/pass/group.h"
+
+namespace zbp {
+
+/// Notes the device and the stream on which `node` runs; the CPU needs no ordering.
+inline void note_place(Task& task, const Node& node) {
+  for (uint32_t i = 0; i < node.num_inputs(); ++i) {
+    if (!node.input_metadata(i).device().is_cpu()) {
+      task.place = std::make_unique<const torch::autograd::InputMetadata>(node.input_metadata(i));
+      return;
+    }
+  }
+}
+
+/// Which of the caller's current stream and a task's stream does what it has been given first.
+enum class Order : uint8_t { caller_first, tasks_first };
+
+inline void order_streams(const Group& group, Order order) {
+  for (const Task& task : group.tasks) {
+    if (!task.place) {
+      continue;
+    }
+    const c10::Stream stream = task.place->stream();
+    const c10::impl::VirtualGuardImpl device(stream.device_type());
+    const c10::Stream current = device.getStream(stream.device());
+    if (current != stream) {
+      const bool caller_first = order == Order::caller_first;
+      c10::Event done(stream.device_type());
+      done.record(caller_first ? current : stream);
+      (caller_first ? stream : current).wait(done);
+    }
+  }
+}
+
+/// True if the caller captures a graph on a device where the group has tasks.
+inline bool is_capturing(const Group& group) {
+  return std::any_of(group.tasks.begin(), group.tasks.end(), [](const Task& task) {
+    if (!task.place) {
+      return false;
+    }
+    const auto* device = c10::impl::getDeviceGuardImpl(task.place->stream().device_type());
+    return is_capturing(*device, device->getStream(task.place->stream().device()), 0);
+  });
+}
+
+/// W runs on the tasks' streams, but adds to gradients that the caller may have zeroed, reduced or clipped on its
+/// own: those streams wait for what the caller's have been given.
+inline void follow_caller(const Group& group) {
+  order_streams(group, Order::caller_first);
+}
+
+/// The caller's current streams wait for what the tasks' have been given, as the engine has it for the leaves of a
+/// graph at the end of a backward.
+inline void join_streams(const Group& group) {
+  order_streams(group, Order::tasks_first);
+}
+
+}  // namespace zbp

@@ -1,0 +1,389 @@
+#include "shim/work/work.h"
+
+#include <algorithm>
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/StreamGuard.h>
+#include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "shim/torch/gil.h"
+#include "shim/pass/kinds.h"
+#include "shim/torch/python.h"
+#include "shim/torch/ranges.h"
+#include "shim/pass/stand_in.h"
+#include "shim/work/targets.h"
+#include "shim/work/work_arguments.h"
+#include "shim/work/zbp_work.h"
+
+namespace zbp {
+
+namespace {
+
+// ---- W
+
+/// Autocast as it was where the work was handed over. Its cache is left alone: a cast that is made here has
+/// no history, and the next forward would find it.
+class AutocastAsThere {
+ public:
+  explicit AutocastAsThere(c10::ArrayRef<Autocast> there)
+      : is_cached_(at::autocast::is_autocast_cache_enabled()) {
+    at::autocast::set_autocast_cache_enabled(false);
+    for (const c10::DeviceType device : at::autocast::_AUTOCAST_SUPPORTED_DEVICES) {
+      const auto* found = std::find_if(there.begin(), there.end(), [&](const Autocast& autocast) {
+        return autocast.device == device;
+      });
+      const bool is_on_there = found != there.end();
+      const bool is_on_here = at::autocast::is_autocast_enabled(device);
+      if (is_on_there || is_on_here) {
+        here_.push_back({{device, at::autocast::get_autocast_dtype(device)}, is_on_here});
+        at::autocast::set_autocast_enabled(device, is_on_there);
+      }
+      if (is_on_there) {
+        at::autocast::set_autocast_dtype(device, found->dtype);
+      }
+    }
+  }
+  ~AutocastAsThere() {
+    for (const auto& [autocast, is_enabled] : here_) {
+      at::autocast::set_autocast_enabled(autocast.device, is_enabled);
+      at::autocast::set_autocast_dtype(autocast.device, autocast.dtype);
+    }
+    at::autocast::set_autocast_cache_enabled(is_cached_);
+  }
+  AutocastAsThere(const AutocastAsThere&) = delete;
+  AutocastAsThere& operator=(const AutocastAsThere&) = delete;
+
+ private:
+  bool is_cached_;
+  SmallVector<std::pair<Autocast, bool>, 2> here_;
+};
+
+std::vector<Autocast> autocast_here() {
+  std::vector<Autocast> there;
+  for (const c10::DeviceType device : at::autocast::_AUTOCAST_SUPPORTED_DEVICES) {
+    if (at::autocast::is_autocast_enabled(device)) {
+      there.push_back({device, at::autocast::get_autocast_dtype(device)});
+    }
+  }
+  return there;
+}
+
+/// Throws the Python error that is set, kept safe from the loss of this thread's state.
+[[noreturn]] void throw_python_error() {
+  python_error error;
+  error.persist();
+  throw std::move(error);
+}
+
+/// The gradients in what a callable returned, `count` of them.
+variable_list parse_result(PyObject* result, size_t count, bool is_single) {
+  variable_list grads(count);
+  if (result == Py_None) {
+    return grads;
+  }
+  TORCH_CHECK_TYPE(count > 0, "a function given to zbpipe.defer with weights=None returned a ",
+                   Py_TYPE(result)->tp_name, "; expected None, as it adds the gradients itself");
+  const bool is_sequence = PyTuple_Check(result) || PyList_Check(result);
+  const size_t size = is_sequence ? static_cast<size_t>(PySequence_Fast_GET_SIZE(result)) : 1;
+  TORCH_CHECK_VALUE(size == count, "a function given to zbpipe.defer returned ", size,
+                    " gradients; expected ", count, ", one for each of its weights");
+  for (size_t i = 0; i < count; ++i) {
+    PyObject* item = is_sequence ? PySequence_Fast_GET_ITEM(result, i) : result;
+    const at::Tensor* tensor = as_tensor(item);
+    TORCH_CHECK_TYPE(tensor || item == Py_None, "a function given to zbpipe.defer returned a ",
+                     Py_TYPE(item)->tp_name, is_single ? "" : c10::str(" as gradient ", i),
+                     "; expected a tensor or None");
+    if (tensor) {
+      grads[i] = *tensor;
+    }
+  }
+  return grads;
+}
+
+variable_list call(const Work::Call& call, size_t count) {
+  const Range range("zbpipe::work");
+  const at::AutoGradMode no_grad(false);
+  const AutocastAsThere autocast(call.autocast);
+  const AcquireGil gil;
+  c10::impl::PyInterpreter* const interpreter = getPyInterpreter();
+  THPObjectPtr result(
+      PyObject_CallObject(call.function.ptr(interpreter), call.arguments.ptr(interpreter)));
+  if (!result) {
+    throw_python_error();
+  }
+  return parse_result(result, count, call.is_single);
+}
+
+/// As the engine would check it where the Function's own gradients are checked.
+void check_grads(Work& work, const Task& task) {
+  for (size_t i = 0; i < work.faces.size(); ++i) {
+    if (work.faces[i] < 0) {
+      work.grads[i].reset();
+      continue;
+    }
+    variable_list grad{work.grads[i].tensor()};
+    torch::autograd::validate_outputs(
+        {task.face[work.faces[i]].edge}, grad, [](const std::string& message) {
+          return "a function given to zbpipe.defer returned an " + message;
+        });
+    work.grads[i] = Watched(grad[0]);
+  }
+  work.is_checked = true;
+}
+
+void run(Work& work, const Task& task, bool retain) {
+  if (!work.is_done) {
+    SmallVector<Watched, 2> grads(work.faces.size());
+    variable_list results = call(*work.call, work.faces.size());
+    // Nothing throws before all are stored: the callable is not called a second time.
+    std::transform(results.begin(), results.end(), grads.begin(),
+                   [](at::Tensor& grad) { return Watched::with_history(std::move(grad)); });
+    work.grads = std::move(grads);
+    work.is_done = true;
+    if (!retain) {
+      work.call = nullptr;
+    }
+  }
+  if (!work.is_checked) {
+    check_grads(work, task);
+  }
+}
+
+bool serves(const Work& work, size_t face) {
+  return std::find(work.faces.begin(), work.faces.end(), static_cast<int32_t>(face)) !=
+         work.faces.end();
+}
+
+/// Calls `visit` with each place where a gradient for the face lies.
+template <class AnyTask, class Visit>
+void for_each_kept(AnyTask& task, size_t face, const Visit& visit) {
+  if (task.kept[face].tensor().defined()) {
+    visit(task.kept[face]);
+  }
+  for (auto& work : task.works) {
+    for (size_t i = 0; i < work.grads.size(); ++i) {
+      if (work.faces[i] == static_cast<int32_t>(face) && work.grads[i].tensor().defined()) {
+        visit(work.grads[i]);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void run_works_for(Task& task, size_t face, bool retain) {
+  for (Work& work : task.works) {
+    if (serves(work, face)) {
+      run(work, task, retain);
+    }
+  }
+}
+
+void run_works(Group& group, bool retain) {
+  for (Task& task : group.tasks) {
+    std::optional<c10::Stream> stream;
+    if (task.place) {
+      stream = task.place->stream();
+    }
+    const c10::OptionalStreamGuard guard(stream);
+    for (size_t i = 0; i < task.face.size(); ++i) {
+      if (!task.face[i].delivered) {
+        run_works_for(task, i, retain);
+      }
+    }
+  }
+}
+
+void make_ready_again(Work& work) {
+  work.is_done = work.is_done && !work.call;
+  work.is_checked = work.is_done;
+  if (!work.is_done) {
+    work.grads.clear();
+  }
+}
+
+at::Tensor kept_grad(const Task& task, size_t face) {
+  at::Tensor sum;
+  for_each_kept(task, face, [&](const Watched& kept) {
+    sum = sum.defined() ? sum + kept.tensor() : kept.tensor();
+  });
+  return sum;
+}
+
+Watched* only_kept_grad(Task& task, size_t face) {
+  if (task.kind != Kind::whole) {
+    return nullptr;
+  }
+  Watched* only = nullptr;
+  size_t count = 0;
+  for_each_kept(task, face, [&](Watched& kept) {
+    only = &kept;
+    ++count;
+  });
+  return count == 1 ? only : nullptr;
+}
+
+namespace {
+
+// ---- I
+
+enum class Verdict : uint8_t { at_once, hand_over, skip };
+
+/// For I: per weight its face, -1 where it is not I's to compute; and what is to be done.
+struct Plan {
+  Verdict verdict = Verdict::at_once;
+  SmallVector<int32_t, 2> faces;
+};
+
+Plan plan_for_stand_in(const Targets& targets, StandIn& stand_in) {
+  const Task& task = stand_in.task();
+  Plan plan;
+  bool needed_now = false;
+  bool has_heavy = false;
+  const auto add = [&](size_t f) {
+    plan.faces.push_back(static_cast<int32_t>(f));
+    has_heavy = has_heavy || is_heavy(task.face[f]);
+  };
+  if (targets.are_all) {
+    for (size_t f = 0; f < task.face.size(); ++f) {
+      add(f);
+    }
+  }
+  for (const int32_t slot : targets.slots) {
+    const auto* face = std::find_if(task.face.begin(), task.face.end(), [&](const Face& f) {
+      return slot >= 0 && f.slot == static_cast<uint32_t>(slot);
+    });
+    if (face != task.face.end()) {
+      add(face - task.face.begin());
+    } else {
+      plan.faces.push_back(-1);
+      needed_now = needed_now || (slot >= 0 && stand_in.next_edge(slot).is_valid());
+    }
+  }
+  const bool is_wanted =
+      std::any_of(plan.faces.begin(), plan.faces.end(), [](int32_t face) { return face >= 0; });
+  const bool is_taken =
+      task.takes_work == ZBP_DEFER_ALL || (task.takes_work == ZBP_DEFER_MATRICES && has_heavy);
+  if (!is_wanted && !needed_now) {
+    plan.verdict = Verdict::skip;
+  } else if (!needed_now && is_taken && stand_in.original().post_hooks().empty()) {
+    plan.verdict = Verdict::hand_over;
+  }
+  return plan;
+}
+
+Plan plan_for(const Targets& targets, const Running& running) {
+  if (running.stand_in) {
+    return plan_for_stand_in(targets, *running.stand_in);
+  }
+  return {asks_for_weights(targets, running) ? Verdict::at_once : Verdict::skip, {}};
+}
+
+void hand_over(PyObject* function, PyObject* saved, const Targets& targets, Plan& plan,
+               StandIn& stand_in) {
+  WorkArguments held(stand_in.group());
+  THPObjectPtr arguments = held.take(saved);
+  Task& task = stand_in.task();
+  Work& work = task.works.emplace_back();
+  work.call = std::make_unique<const Work::Call>(Work::Call{
+      c10::SafePyObject(Py_NewRef(function), getPyInterpreter()),
+      c10::SafePyObject(arguments.release(), getPyInterpreter()), std::move(held.tensors),
+      std::move(held.parameters), autocast_here(), targets.is_single});
+  work.faces = std::move(plan.faces);
+  task.can_run_again = false;
+}
+
+/// New reference: `grads` as the backward returns them.
+PyObject* wrap(const variable_list& grads, const Targets& targets) {
+  if (targets.are_all) {
+    return Py_NewRef(Py_None);
+  }
+  if (targets.is_single) {
+    return THPVariable_Wrap(grads[0]);
+  }
+  THPObjectPtr tuple(PyTuple_New(static_cast<Py_ssize_t>(grads.size())));
+  for (size_t i = 0; tuple && i < grads.size(); ++i) {
+    PyObject* wrapped = THPVariable_Wrap(grads[i]);
+    if (!wrapped) {
+      return nullptr;
+    }
+    PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i), wrapped);
+  }
+  return tuple.release();
+}
+
+}  // namespace
+
+}  // namespace zbp
+
+using namespace zbp;
+
+PyObject* zbp_defer(PyObject* function, PyObject* weights, PyObject* saved) {
+  return guarded_object([&] {
+    if (!PyCallable_Check(function)) {
+      refuse(PyExc_TypeError, "function is a ", Py_TYPE(function)->tp_name,
+             "; expected a callable that returns the gradients of the weights");
+    }
+    if (!PyTuple_Check(saved) && !PyList_Check(saved)) {
+      refuse(PyExc_TypeError, "saved is a ", Py_TYPE(saved)->tp_name,
+             "; expected a tuple or list of what the function is called with");
+    }
+    const Running running = running_here();
+    const Targets targets = parse_weights(weights, running);
+    variable_list grads(targets.slots.size());
+    Plan plan = plan_for(targets, running);
+    if (plan.verdict == Verdict::hand_over) {
+      hand_over(function, saved, targets, plan, *running.stand_in);
+    } else if (plan.verdict == Verdict::at_once) {
+      THPObjectPtr arguments(PySequence_Tuple(saved));
+      THPObjectPtr returned(arguments ? PyObject_CallObject(function, arguments) : nullptr);
+      if (!returned) {
+        throw python_error();
+      }
+      grads = parse_result(returned, grads.size(), targets.is_single);
+      for (size_t i = 0; running.node && i < grads.size(); ++i) {
+        if (targets.slots[i] < 0) {
+          grads[i].reset();  // as libtorch insists
+        }
+      }
+    }
+    PyObject* result = wrap(grads, targets);
+    if (!result) {
+      throw python_error();
+    }
+    return result;
+  });
+}
+
+int zbp_will_defer(PyObject* weights, int* out) {
+  return guarded([&] {
+    const Running running = running_here();
+    *out = plan_for(parse_weights(weights, running), running).verdict == Verdict::hand_over;
+  });
+}
+
+int zbp_group_traverse(const zbp_group* handle, visitproc visit, void* arg) {
+  // While another owner has the group (an I, a W), what it holds is no business of the collector's.
+  if (handle->running || handle->group.use_count() != 1) {
+    return 0;
+  }
+  c10::impl::PyInterpreter* const interpreter = getPyInterpreter();
+  for (const zbp::Task& task : handle->group->tasks) {
+    for (const zbp::Work& work : task.works) {
+      if (work.call) {
+        Py_VISIT(work.call->function.ptr(interpreter));
+        Py_VISIT(work.call->arguments.ptr(interpreter));
+      }
+    }
+  }
+  return 0;
+}
+
+void zbp_group_clear(zbp_group* handle) {
+  handle->group->state = zbp::Group::State::weight_done;
+  handle->group->release();
+}

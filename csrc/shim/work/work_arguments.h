@@ -1,0 +1,44 @@
+// What a callable that is handed over will be called with.
+#pragma once
+
+#include <Python.h>
+
+#include <unordered_map>
+
+#include "shim/torch/python.h"
+
+namespace zbp {
+
+/// Makes of `saved` what W may hold: tensors without their history, as they are otherwise; tuples, lists and
+/// dictionaries of such. Within one `saved`, what is one object stays one.
+///
+/// Called with the GIL held; runs Python code for subclasses.
+class WorkArguments {
+ public:
+  /// group: whose weights cost nothing to keep.
+  explicit WorkArguments(const Group& group) : group_(group) {}
+
+  /// A new tuple. Throws python_error, or Refused for a container that contains itself.
+  THPObjectPtr take(PyObject* saved);
+
+  SmallVector<Watched, 3> tensors;     // in what was taken, but for
+  SmallVector<Watched, 1> parameters;  // those whose memory is a parameter's
+
+ private:
+  PyObject* take_any(PyObject* object);
+  THPObjectPtr take_new(PyObject* object);
+  THPObjectPtr take_tensor(PyObject* object, const at::Tensor& tensor);
+  THPObjectPtr take_sequence(PyObject* object);
+  THPObjectPtr take_dict(PyObject* object);
+  bool is_parameters(const at::Tensor& tensor) const;
+
+  const Group& group_;
+  struct Taken {
+    THPObjectPtr original;
+    THPObjectPtr result;  // null while the object is being taken
+  };
+  std::unordered_map<PyObject*, Taken> taken_;
+  size_t depth_ = 0;
+};
+
+}  // namespace zbp

@@ -1,0 +1,41 @@
+/* zbp_work.h - what a Python autograd.Function's backward hands over in I, for W. Conventions: zbp_shim.h. */
+#ifndef ZBP_WORK_H
+#define ZBP_WORK_H
+
+#include <Python.h>
+
+#include "core/base/zbp_status.h"
+#include "shim/pass/zbp_shim.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Hands over function(*saved), which returns the gradients for `weights`; or calls it at once, where no I
+ * runs the Function that calls this, or where I computes these gradients.
+ *
+ * function: callable.
+ * weights:  an argument of the running Function's forward: its position (int) or a tensor that was given
+ *           there; or a tuple or list of such; or None for all its weights, then the callable returns None.
+ * saved:    tuple or list of anything; tensors in it, also in tuples, lists and dictionaries in it, are held
+ *           as the tasks' other tensors are.
+ *
+ * New reference: a gradient or None, or for several weights a tuple of such; None for what was handed
+ * over and for what nobody wants. NULL with an error set: TypeError, ValueError (an argument was refused,
+ * nothing was called), or what the callable raised. */
+PyObject *zbp_defer(PyObject *function, PyObject *weights, PyObject *saved);
+
+/* *out: 1 if zbp_defer() would hand over work for `weights` here, 0 if it would call it at once or not at
+ * all. */
+ZBP_MUST_USE int zbp_will_defer(PyObject *weights, int *out);
+
+/* For the collector: visits the Python objects that were handed over and that the group alone holds; and makes the
+ * group one whose weight pass has run, with nothing left. Run no Python code before the group lets go. */
+int zbp_group_traverse(const zbp_group *group, visitproc visit, void *arg);
+void zbp_group_clear(zbp_group *group);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
