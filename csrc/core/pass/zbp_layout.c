@@ -1,0 +1,209 @@
+#include "core/pass/zbp_layout.h"
+
+#include <string.h>
+
+#include "core/base/zbpi_alloc.h"
+
+static const uint32_t MOST = INT32_MAX; /* indices are also held as int32_t */
+
+void zbp_layout_init(zbp_layout *layout, uint32_t weight_count, uint32_t outside_count,
+                     const zbp_alloc *alloc)
+{
+    memset(layout, 0, sizeof *layout);
+    layout->weight_count = weight_count;
+    layout->outside_count = outside_count;
+    layout->alloc = zbpi_alloc_copy(alloc);
+}
+
+void zbp_layout_fini(zbp_layout *layout)
+{
+    const zbp_alloc *alloc = &layout->alloc;
+
+    zbpi_free(alloc, layout->task, layout->task_capacity * sizeof *layout->task);
+    zbpi_free(alloc, layout->face, layout->face_capacity * sizeof *layout->face);
+    zbpi_free(alloc, layout->hop, layout->hop_capacity * sizeof *layout->hop);
+    memset(layout, 0, sizeof *layout);
+}
+
+/* Room for one more in an array of so many; most groups have one task and two faces. */
+static int make_room(const zbp_layout *layout, void **array, uint32_t count, uint32_t *capacity,
+                     size_t item_size)
+{
+    const uint32_t wanted = count < 2 ? 2 : 2 * count;
+    void *grown;
+
+    if (count < *capacity)
+        return ZBP_OK;
+    if (count >= MOST / 2)
+        return ZBP_EOVERFLOW;
+    grown = zbpi_resize(&layout->alloc, *array, *capacity * item_size, wanted * item_size);
+    if (grown == NULL)
+        return ZBP_ENOMEM;
+    *array = grown;
+    *capacity = wanted;
+    return ZBP_OK;
+}
+
+int zbp_layout_add_task(zbp_layout *layout, uint8_t kind, uint64_t sequence_nr)
+{
+    void *array = layout->task;
+    const int status = make_room(layout, &array, layout->task_count, &layout->task_capacity,
+                                 sizeof *layout->task);
+
+    layout->task = array;
+    if (status == ZBP_OK)
+        layout->task[layout->task_count++] = (zbp_task){
+            .face_begin = layout->face_count,
+            .face_end = layout->face_count,
+            .sequence_nr = sequence_nr,
+            .kind = kind,
+        };
+    return status;
+}
+
+static bool is_index(int32_t i, uint32_t count)
+{
+    return i >= -1 && i < (int32_t)count;
+}
+
+static bool face_is_legal(const zbp_layout *layout, const zbp_face *face)
+{
+    const bool has_path = (face->flag & ZBP_FACE_PATH) != 0;
+
+    return is_index(face->weight, layout->weight_count) &&
+           is_index(face->outside, layout->outside_count) &&
+           (has_path ? face->weight >= 0 && face->outside >= 0
+                     : (face->weight < 0) != (face->outside < 0));
+}
+
+int zbp_layout_add_face(zbp_layout *layout, zbp_face face)
+{
+    void *array = layout->face;
+    int status;
+
+    if (layout->task_count == 0 || !face_is_legal(layout, &face))
+        return ZBP_EINVAL;
+    status = make_room(layout, &array, layout->face_count, &layout->face_capacity,
+                       sizeof *layout->face);
+    layout->face = array;
+    if (status == ZBP_OK) {
+        face.task = layout->task_count - 1;
+        layout->face[layout->face_count++] = face;
+        layout->task[face.task].face_end = layout->face_count;
+    }
+    return status;
+}
+
+static bool hop_is_legal(const zbp_layout *layout, const zbp_hop *hop)
+{
+    return hop->outside < layout->outside_count &&
+           is_index(hop->to_outside, layout->outside_count) &&
+           is_index(hop->to_weight, layout->weight_count) &&
+           (hop->to_outside < 0) != (hop->to_weight < 0);
+}
+
+int zbp_layout_add_hop(zbp_layout *layout, zbp_hop hop)
+{
+    void *array = layout->hop;
+    int status;
+
+    if (!hop_is_legal(layout, &hop))
+        return ZBP_EINVAL;
+    status =
+        make_room(layout, &array, layout->hop_count, &layout->hop_capacity, sizeof *layout->hop);
+    layout->hop = array;
+    if (status == ZBP_OK)
+        layout->hop[layout->hop_count++] = hop;
+    return status;
+}
+
+void zbp_layout_clear(zbp_layout *layout)
+{
+    const uint32_t weights = layout->weight_count;
+    const zbp_alloc alloc = layout->alloc;
+
+    zbp_layout_fini(layout);
+    zbp_layout_init(layout, weights, 0, &alloc);
+}
+
+void zbp_layout_give_up_path(zbp_layout *layout, uint32_t face)
+{
+    zbp_face *f = &layout->face[face];
+
+    if ((f->flag & ZBP_FACE_PATH) != 0) {
+        f->weight = -1;
+        f->flag = 0;
+    }
+}
+
+/* Merges two ordered runs that lie behind each other; of equals, the first one's comes first. */
+static void merge(const zbp_task *task, const uint32_t *from, uint32_t middle, uint32_t end,
+                  uint32_t *to)
+{
+    uint32_t left = 0, right = middle;
+
+    for (uint32_t i = 0; i < end; i++) {
+        const bool takes_right =
+            left == middle ||
+            (right < end && task[from[right]].sequence_nr > task[from[left]].sequence_nr);
+
+        to[i] = takes_right ? from[right++] : from[left++];
+    }
+}
+
+void zbp_layout_order(const zbp_layout *layout, uint32_t *order_out)
+{
+    const uint32_t count = layout->task_count;
+    uint32_t *from = order_out, *to = order_out + count;
+
+    for (uint32_t t = 0; t < count; t++)
+        order_out[t] = t;
+    for (uint32_t size = 1; size < count; size *= 2) {
+        for (uint32_t begin = 0; begin < count; begin += 2 * size) {
+            const uint32_t rest = count - begin;
+
+            merge(layout->task, from + begin, size < rest ? size : rest,
+                  2 * size < rest ? 2 * size : rest, to + begin);
+        }
+        from = to;
+        to = to == order_out ? order_out + count : order_out;
+    }
+    if (from != order_out)
+        memcpy(order_out, from, count * sizeof *order_out);
+}
+
+static const char *fault_in(const zbp_layout *layout)
+{
+    uint32_t face = 0;
+
+    for (uint32_t t = 0; t < layout->task_count; t++) {
+        const zbp_task *task = &layout->task[t];
+
+        if (task->face_begin != face || task->face_end < face || task->face_end > layout->face_count)
+            return "task: its faces do not follow those of the task before";
+        if (task->kind > ZBP_TASK_ROOT)
+            return "task.kind is none";
+        for (; face < task->face_end; face++) {
+            if (layout->face[face].task != t)
+                return "face.task is another";
+            if (!face_is_legal(layout, &layout->face[face]))
+                return "face leads nowhere, or to two places without a path";
+        }
+    }
+    if (face != layout->face_count)
+        return "face_count: faces without a task";
+    for (uint32_t h = 0; h < layout->hop_count; h++) {
+        if (!hop_is_legal(layout, &layout->hop[h]))
+            return "hop leads nowhere, or to two places";
+    }
+    return NULL;
+}
+
+int zbp_layout_check(const zbp_layout *layout, const char **reason_out)
+{
+    const char *reason = fault_in(layout);
+
+    if (reason_out != NULL)
+        *reason_out = reason;
+    return reason == NULL ? ZBP_OK : ZBP_EINVAL;
+}

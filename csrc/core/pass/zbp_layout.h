@@ -1,0 +1,104 @@
+/* zbp_layout.h - a parameter group as numbers: its weights, its tasks with their faces, and the
+ * nodes between the faces and the weights.
+ *
+ * The shim keeps nodes, edges and tensors in arrays of its own, by the same indices. A layout knows
+ * no tensor and decides nothing; what has been added of it is the book's (zbp_book.h).
+ *
+ * Allocation: three arrays that grow. Threads: one writer, or any number of readers.
+ */
+#ifndef ZBP_LAYOUT_H
+#define ZBP_LAYOUT_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "core/base/zbp_alloc.h"
+#include "core/base/zbp_status.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* What a weight task is. */
+enum {
+    ZBP_TASK_PRODUCT,  /* W multiplies two matrices */
+    ZBP_TASK_DEFERRED, /* W runs the node again with the edges towards the weights alone */
+    ZBP_TASK_WHOLE,    /* I ran the node with all its edges; W starts from the gradients that it gave */
+    ZBP_TASK_ROOT      /* a stage output outside the input closure: W starts there */
+};
+
+/* Of a face; or-ed. */
+enum {
+    ZBP_FACE_PATH = 1,      /* plain steps lie between it and its weight */
+    ZBP_FACE_SIMPLE = 2,    /* and do no more than to transpose a matrix and cast it */
+    ZBP_FACE_TRANSPOSED = 4 /* and transpose it */
+};
+
+/* One edge of a task towards the weights. */
+typedef struct zbp_face {
+    uint32_t task;
+    uint32_t slot;   /* position among the node's edges */
+    int32_t weight;  /* where it ends, at once or by a path; -1 where it does not */
+    int32_t outside; /* the node outside the closure that it leads to; -1 for a weight */
+    uint8_t flag;    /* ZBP_FACE_* */
+} zbp_face;
+
+typedef struct zbp_task {
+    uint32_t face_begin, face_end;
+    uint32_t stream;      /* tasks with equal numbers run on one; 0 is that of the CPU */
+    uint64_t sequence_nr; /* tasks run from the highest to the lowest */
+    uint8_t kind;         /* ZBP_TASK_* */
+    bool leaves_packed;   /* W unpacks what is saved behind hooks, within a run of the engine */
+} zbp_task;
+
+/* An edge of a node outside the closure that W follows: to another of them or to a weight, the
+ * other number is -1. */
+typedef struct zbp_hop {
+    uint32_t outside; /* whose edge it is */
+    uint32_t slot;
+    int32_t to_outside;
+    int32_t to_weight;
+} zbp_hop;
+
+/* Held by the caller. Zeroed is a legal empty layout. */
+typedef struct zbp_layout {
+    zbp_task *task;
+    zbp_face *face; /* those of a task lie together, in the order of their slots */
+    zbp_hop *hop;
+    uint32_t task_count, face_count, hop_count, outside_count, weight_count;
+    uint32_t task_capacity, face_capacity, hop_capacity;
+    zbp_alloc alloc;
+} zbp_layout;
+
+/* alloc is copied; NULL is libc. */
+void zbp_layout_init(zbp_layout *layout, uint32_t weight_count, uint32_t outside_count,
+                     const zbp_alloc *alloc);
+void zbp_layout_fini(zbp_layout *layout); /* zeroes it; a zeroed one is legal */
+
+/* Adds a task without faces, number task_count - 1 afterwards. ZBP_ENOMEM, ZBP_EOVERFLOW. */
+ZBP_MUST_USE int zbp_layout_add_task(zbp_layout *layout, uint8_t kind, uint64_t sequence_nr);
+
+/* Adds a face to the last task; `face.task` is set here. ZBP_EINVAL if there is no task, or a
+ * weight or outside node that it names; ZBP_ENOMEM, ZBP_EOVERFLOW. */
+ZBP_MUST_USE int zbp_layout_add_face(zbp_layout *layout, zbp_face face);
+ZBP_MUST_USE int zbp_layout_add_hop(zbp_layout *layout, zbp_hop hop); /* the same errors */
+
+/* Only the weights are left: the tasks have done what they are for. */
+void zbp_layout_clear(zbp_layout *layout);
+
+/* The face leads to the first node of its path again and no more to the weight. Without a path it
+ * stays as it is. */
+void zbp_layout_give_up_path(zbp_layout *layout, uint32_t face);
+
+/* Tasks as they run in: from the last node of the forward to the first, equals as they were added.
+ * order_out has room for twice task_count; the second half is scratch. See Note [The order of sums] in zbp_book.h. */
+void zbp_layout_order(const zbp_layout *layout, uint32_t *order_out);
+
+/* ZBP_OK, or ZBP_EINVAL with *reason_out (may be NULL) a static string. */
+ZBP_MUST_USE int zbp_layout_check(const zbp_layout *layout, const char **reason_out);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,91 @@
+/* W: look, refuse, add directly what nobody watches, run the rest in the engine, settle. */
+
+#include <stdlib.h>
+
+#include "pass/zbp_pass.h"
+
+/* What W does with a group, as it is now. */
+static int find_way(zbp_turn *turn, zbp_how how, zbp_way *way_out, zbp_error *error)
+{
+    uint32_t face = 0;
+    const int status = zbp_look(turn->held, turn->book, error);
+
+    if (status != ZBP_OK)
+        return status;
+    *way_out = zbp_book_way(turn->book, turn->layout, how, &face);
+    return *way_out == ZBP_WAY_REFUSED ? zbp_error_half_added(turn->held, face, error) : ZBP_OK;
+}
+
+static int start(zbp_turn *turn, zbp_how how, zbp_run *run, zbp_error *error)
+{
+    zbp_way way = ZBP_WAY_DONE;
+    /* Again: what ran for the groups before may have put hooks on this one's weights. */
+    int status = find_way(turn, how, &way, error);
+
+    if (status != ZBP_OK || way == ZBP_WAY_DONE)
+        return status;
+    status = zbp_follow_caller(turn->held, error);
+    if (status == ZBP_OK)
+        status = way == ZBP_WAY_DIRECT ? zbp_pass_directly(turn, how, error)
+                                       : zbp_run_add(run, turn->held, error);
+    return status;
+}
+
+static void settle(zbp_turn *turn, zbp_how how, bool failed)
+{
+    switch (zbp_book_settle(turn->book, how, failed)) {
+    case ZBP_FATE_KEEP:
+        break;
+    case ZBP_FATE_AGAIN:
+        zbp_held_again(turn->held);
+        break;
+    case ZBP_FATE_RELEASE:
+        zbp_layout_clear(turn->layout);
+        zbp_book_forget_faces(turn->book);
+        zbp_held_release(turn->held);
+        break;
+    case ZBP_FATE_CLOSE:
+        zbp_layout_fini(turn->layout);
+        zbp_book_close(turn->book);
+        zbp_held_close(turn->held);
+        break;
+    }
+}
+
+static void name_lost(const zbp_turn *turn, size_t count, zbp_error *error)
+{
+    zbp_held **held = malloc(count * sizeof *held);
+
+    if (held == NULL)
+        return; /* the error is told as it is */
+    for (size_t g = 0; g < count; g++)
+        held[g] = turn[g].held;
+    zbp_error_name_lost(error, held, count);
+    free(held);
+}
+
+int zbp_pass_weights(zbp_turn *turn, size_t count, zbp_how how, zbp_error *error)
+{
+    bool is_retry = false;
+    zbp_run *run = NULL;
+    zbp_way way = ZBP_WAY_DONE;
+    int status = ZBP_OK;
+
+    for (size_t g = 0; g < count && status == ZBP_OK; g++) { /* refuse before anything is added */
+        is_retry = is_retry || turn[g].book->has_failed;
+        status = find_way(&turn[g], how, &way, error);
+    }
+    if (status != ZBP_OK)
+        return status;
+    status = zbp_run_new(how, &run, error);
+    for (size_t g = 0; g < count && status == ZBP_OK; g++)
+        status = start(&turn[g], how, run, error);
+    if (status == ZBP_OK)
+        status = zbp_run_go(run, error);
+    for (size_t g = 0; g < count; g++)
+        settle(&turn[g], how, status != ZBP_OK);
+    zbp_run_free(run);
+    if (status != ZBP_OK && is_retry)
+        name_lost(turn, count, error);
+    return status;
+}

@@ -1,0 +1,58 @@
+#!/bin/sh
+# Puts faults back into the weight pass, one at a time, and lets the fuzzer look: each must be found.
+# usage: mutants.sh BUILD_DIR [INPUTS]. CC can be set. From the root of the tree.
+build=$1 inputs=${2:-200000} found=0 missed=0
+mkdir -p "$build"
+
+# mutant NAME FILE SED_EXPRESSION
+mutant() {
+    rm -rf "$build/csrc" && cp -r csrc "$build/csrc" || exit 1
+    sed -i "$3" "$build/csrc/$2"
+    if cmp -s "csrc/$2" "$build/csrc/$2"; then
+        echo "the mutant '$1' changes nothing: mend its pattern" >&2
+        exit 1
+    fi
+    ${CC:-cc} -std=c11 -O1 -DZBP_FUZZ_STANDALONE -I"$build/csrc" -Itests/c tests/c/fuzz_weight_pass.c \
+        tests/c/fake_shim.c "$build"/csrc/core/pass/*.c "$build"/csrc/core/base/*.c "$build"/csrc/pass/*.c \
+        -o "$build/mutant" || exit 1
+    if said=$(ulimit -c 0; "$build/mutant" "$inputs" 1 2>&1); then
+        missed=$((missed + 1))
+        echo "MISSED: $1"
+    else
+        found=$((found + 1))
+        echo "found: $1 ($(echo "$said" | grep -m1 fuzz_weight_pass))"
+    fi
+}
+
+# Defects that there were.
+mutant "a kept gradient goes before it is added" pass/direct.c \
+    's/^    bool is_added = false;/&\n\n    zbp_let_go(adding, face);/'
+mutant "a hook on the path of a half added product: all of it is added again" core/pass/zbp_book.c \
+    '/path_is_hooked)$/,/give_up/s/if (is_half_added(&book->face\[f\]))/if (false)/;s/if (is_half_added(face) \&\& !(is_direct/if (is_half_added(face) \&\& layout->face[f].weight >= 0 \&\& !(is_direct/'
+mutant "the rest of a product goes into another gradient" core/pass/zbp_book.c \
+    's/ && face->sum_now == face->half.sum/ || face->sum_now != 0/'
+mutant "two weight passes have one group" core/pass/zbp_book.c \
+    's/return __atomic_exchange_n.*/book->claimed = 1; return true;/'
+# Others of the kind.
+mutant "a delivered face is owed again" core/pass/zbp_book.c \
+    's/return !book->face\[face\].is_delivered && (weight->seen/return (weight->seen/'
+mutant "a weight that was added is wanted again" core/pass/zbp_book.c \
+    's/return !book->weight\[weight\].is_added && /return /'
+mutant "a gradient that waits is computed again" core/pass/zbp_book.c \
+    's/ && !book->weight\[weight\].has_arrived;/;/'
+mutant "a retried group is to run again" core/pass/zbp_book.c 's/ && !book->has_failed) {/) {/'
+mutant "what waits is released with the tasks" core/pass/zbp_book.c 's/is_computed = true;/is_computed = false;/;s/is_computed && !zbp_book_wants/is_computed || !zbp_book_wants/'
+mutant "a weight with a hook is added to directly" core/pass/zbp_book.c \
+    's/ || (book->weight\[w\].seen & ZBP_WEIGHT_HOOKED) != 0)/)/'
+mutant "a sum is added with every face" core/pass/zbp_book.c \
+    's/return --book->weight\[layout->face\[face\].weight\].meeting == 0;/return true;/'
+mutant "faces that met are not delivered" core/pass/zbp_book.c \
+    '/^void zbp_book_met/,/^}/s/is_delivered = true/is_delivered = false/'
+mutant "a half added product joins a sum" core/pass/zbp_book.c \
+    's/book->face\[f\].is_delivered || is_half_added(&book->face\[f\])/book->face[f].is_delivered/;s/!how.fuse && !is_half_added(&book->face\[face\])/!how.fuse/'
+mutant "nobody looks again before a group runs" pass/weight_pass.c \
+    '/^static int start/,/^}/s/int status = find_way.*/uint32_t face; int status = ZBP_OK; way = zbp_book_way(turn->book, turn->layout, how, \&face);/'
+mutant "a complete group runs again in a retry" core/pass/zbp_book.c \
+    's/^    if (book->state != ZBP_BOOK_OPEN)$/    if (false)/;s/book->state = ZBP_BOOK_UNREPORTED;/return ZBP_FATE_KEEP;/'
+echo "mutants: $found passed, $missed failed"
+[ "$missed" = 0 ]

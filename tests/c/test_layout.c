@@ -1,0 +1,166 @@
+/* Layouts: what may be added, the order of tasks, failing allocations, the validator. */
+#include "check.h"
+#include "core/pass/zbp_layout.h"
+#include "counting.h"
+
+static const zbp_face TO_WEIGHT = {.weight = 0, .outside = -1};
+
+static void adds_faces_to_the_last_task(void)
+{
+    zbp_layout layout = {0};
+    const char *reason = "?";
+
+    zbp_layout_init(&layout, 2, 1, NULL);
+    CHECK(zbp_layout_add_face(&layout, TO_WEIGHT) == ZBP_EINVAL); /* no task yet */
+    REQUIRE(zbp_layout_add_task(&layout, ZBP_TASK_PRODUCT, 7) == ZBP_OK);
+    REQUIRE(zbp_layout_add_face(&layout, TO_WEIGHT) == ZBP_OK);
+    REQUIRE(zbp_layout_add_task(&layout, ZBP_TASK_ROOT, 9) == ZBP_OK);
+    REQUIRE(zbp_layout_add_face(&layout, (zbp_face){.weight = -1, .outside = 0}) == ZBP_OK);
+    REQUIRE(zbp_layout_add_face(&layout, (zbp_face){.weight = 1,
+                                                    .outside = 0,
+                                                    .flag = ZBP_FACE_PATH}) == ZBP_OK);
+    CHECK(layout.task[0].face_begin == 0 && layout.task[0].face_end == 1);
+    CHECK(layout.task[1].face_begin == 1 && layout.task[1].face_end == 3);
+    CHECK(layout.face[2].task == 1);
+    CHECK_VALID(zbp_layout_check(&layout, &reason));
+    zbp_layout_give_up_path(&layout, 2);
+    CHECK(layout.face[2].weight == -1 && layout.face[2].outside == 0 && layout.face[2].flag == 0);
+    zbp_layout_give_up_path(&layout, 0); /* it has none */
+    CHECK(layout.face[0].weight == 0);
+    CHECK_VALID(zbp_layout_check(&layout, &reason));
+    zbp_layout_clear(&layout);
+    CHECK(layout.weight_count == 2 && layout.task_count == 0 && layout.task == NULL);
+    zbp_layout_fini(&layout);
+}
+
+static void refuses_what_leads_nowhere_or_to_two_places(void)
+{
+    const zbp_face wrong[] = {
+        {.weight = -1, .outside = -1},
+        {.weight = 0, .outside = 0},
+        {.weight = 2, .outside = -1},
+        {.weight = -2, .outside = 0},
+        {.weight = -1, .outside = 1},
+        {.weight = -1, .outside = 0, .flag = ZBP_FACE_PATH},
+        {.weight = 0, .outside = -1, .flag = ZBP_FACE_PATH},
+    };
+    const zbp_hop wrong_hop[] = {
+        {.outside = 1, .to_outside = -1, .to_weight = 0},
+        {.outside = 0, .to_outside = -1, .to_weight = -1},
+        {.outside = 0, .to_outside = 0, .to_weight = 1},
+        {.outside = 0, .to_outside = 3, .to_weight = -1},
+        {.outside = 0, .to_outside = -1, .to_weight = 2},
+    };
+    zbp_layout layout = {0};
+
+    zbp_layout_init(&layout, 2, 1, NULL);
+    REQUIRE(zbp_layout_add_task(&layout, ZBP_TASK_WHOLE, 1) == ZBP_OK);
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++)
+        CHECK(zbp_layout_add_face(&layout, wrong[i]) == ZBP_EINVAL);
+    for (size_t i = 0; i < sizeof wrong_hop / sizeof *wrong_hop; i++)
+        CHECK(zbp_layout_add_hop(&layout, wrong_hop[i]) == ZBP_EINVAL);
+    CHECK(layout.face_count == 0 && layout.hop_count == 0);
+    zbp_layout_fini(&layout);
+}
+
+static void tasks_run_from_the_last_node_to_the_first(void)
+{
+    enum { MOST = 70 };
+    zbp_layout layout = {0};
+    uint32_t order[2 * MOST];
+    uint32_t random = 1;
+
+    for (uint32_t count = 0; count <= MOST; count++) {
+        zbp_layout_init(&layout, 1, 0, NULL);
+        for (uint32_t t = 0; t < count; t++) {
+            random = random * 1664525u + 1013904223u;
+            REQUIRE(zbp_layout_add_task(&layout, ZBP_TASK_WHOLE, (random >> 24) % 16) == ZBP_OK);
+        }
+        zbp_layout_order(&layout, order);
+        for (uint32_t i = 1; i < count; i++) {
+            const uint64_t before = layout.task[order[i - 1]].sequence_nr;
+            const uint64_t after = layout.task[order[i]].sequence_nr;
+
+            CHECK(before > after || (before == after && order[i - 1] < order[i]));
+        }
+        zbp_layout_fini(&layout);
+    }
+}
+
+static int build(zbp_layout *layout)
+{
+    int status = ZBP_OK;
+
+    for (uint32_t i = 0; i < 9 && status == ZBP_OK; i++) {
+        status = zbp_layout_add_task(layout, ZBP_TASK_PRODUCT, i);
+        if (status == ZBP_OK)
+            status = zbp_layout_add_face(layout, TO_WEIGHT);
+        if (status == ZBP_OK)
+            status = zbp_layout_add_hop(layout, (zbp_hop){.outside = 0, .to_outside = -1});
+    }
+    return status;
+}
+
+static void a_failed_allocation_leaves_it_as_it_was(void)
+{
+    counting c;
+    const zbp_alloc alloc = counting_alloc(&c);
+    int status = ZBP_ENOMEM;
+
+    for (long n = 0; status != ZBP_OK; n++) {
+        zbp_layout layout;
+        const char *reason = "?";
+
+        c = (counting){.fail_at = n, .fail_once = -1};
+        zbp_layout_init(&layout, 1, 1, &alloc);
+        status = build(&layout);
+        CHECK(status == ZBP_OK || status == ZBP_ENOMEM);
+        CHECK_VALID(zbp_layout_check(&layout, &reason));
+        zbp_layout_fini(&layout);
+        CHECK(c.live == 0);
+        REQUIRE(n < 100);
+    }
+}
+
+static void the_check_sees_each_fault(void)
+{
+    zbp_layout layout = {0};
+    const char *reason = NULL;
+
+    zbp_layout_init(&layout, 1, 1, NULL);
+    REQUIRE(build(&layout) == ZBP_OK);
+    layout.task[3].kind = 9;
+    CHECK(zbp_layout_check(&layout, &reason) == ZBP_EINVAL && reason != NULL);
+    layout.task[3].kind = ZBP_TASK_ROOT;
+    layout.face[4].task = 3;
+    CHECK(zbp_layout_check(&layout, NULL) == ZBP_EINVAL);
+    layout.face[4].task = 4;
+    layout.face[4].weight = 1;
+    CHECK(zbp_layout_check(&layout, NULL) == ZBP_EINVAL);
+    layout.face[4].weight = 0;
+    layout.task[8].face_end = 8;
+    CHECK(zbp_layout_check(&layout, NULL) == ZBP_EINVAL);
+    layout.task[8].face_end = 9;
+    layout.hop[8].to_weight = 7;
+    CHECK(zbp_layout_check(&layout, NULL) == ZBP_EINVAL);
+    layout.hop[8].to_weight = 0;
+    layout.task[2].face_begin = 1;
+    CHECK(zbp_layout_check(&layout, NULL) == ZBP_EINVAL);
+    layout.task[2].face_begin = 2;
+    layout.face_count = 10;
+    CHECK(zbp_layout_check(&layout, NULL) == ZBP_EINVAL);
+    layout.face_count = 9;
+    CHECK(zbp_layout_check(&layout, &reason) == ZBP_OK && reason == NULL);
+    zbp_layout_fini(&layout);
+}
+
+int main(void)
+{
+    check_sees_failure();
+    RUN(adds_faces_to_the_last_task);
+    RUN(refuses_what_leads_nowhere_or_to_two_places);
+    RUN(tasks_run_from_the_last_node_to_the_first);
+    RUN(a_failed_allocation_leaves_it_as_it_was);
+    RUN(the_check_sees_each_fault);
+    return check_end();
+}
