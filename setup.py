@@ -144,7 +144,7 @@ def extension():
             compiler = new_compiler()
             customize_compiler(compiler)
             c_objects = compiler.compile(
-                sources("core/*/*.c") + sources("bindings/*.c"),
+                sources("core/*/*.c") + sources("pass/*.c") + sources("bindings/*.c"),
                 output_dir=self.build_temp,
                 include_dirs=["csrc"],
                 extra_postargs=["-isystem", python_include, *C_FLAGS, *common_flags()],

@@ -9,6 +9,7 @@
 #include <structmember.h>
 
 #include "bindings/parts.h"
+#include "pass/zbp_pass.h"
 #include "shim/explain/zbp_account.h"
 #include "shim/pass/zbp_shim.h"
 #include "shim/work/zbp_work.h"
@@ -391,12 +392,29 @@ PyDoc_STRVAR(weight_pass_doc,
              "The weight pass of the groups; returns the weights as a list or tuple, empty for\n"
              "None. See zbpipe.stage_backward_weight.");
 
+static int run_weight_pass(zbp_group *const *groups, size_t count, PyObject *weights, zbp_how how,
+                           int main_grad)
+{
+    zbp_call *call = NULL;
+    zbp_error error = {0};
+    int status = zbp_call_new(groups, count, weights, main_grad, &call);
+
+    if (status != ZBP_OK) {
+        return status;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = zbp_pass_weights(zbp_call_turns(call), count, how, &error);
+    Py_END_ALLOW_THREADS
+    return zbp_call_end(call, status, &error);
+}
+
 static PyObject *weight_pass(PyObject *module, PyObject *args)
 {
     PyObject *given_weights, *given_groups, *weights = NULL, *seq = NULL, *result = NULL;
     zbp_group **groups = NULL;
     Py_ssize_t count;
     int retain, fuse, main_grad;
+    zbp_how how;
 
     if (!PyArg_ParseTuple(args, "OOppp:weight_pass", &given_weights, &given_groups, &retain, &fuse,
                           &main_grad)) {
@@ -416,6 +434,7 @@ static PyObject *weight_pass(PyObject *module, PyObject *args)
         PyErr_NoMemory();
         goto done;
     }
+    how = (zbp_how){.retain = retain != 0, .fuse = fuse != 0, .is_anomaly = zbp_in_anomaly_mode() != 0};
     for (Py_ssize_t i = 0; i < count; ++i) {
         PyObject *item = PySequence_Fast_GET_ITEM(seq, i);
         if (!Py_IS_TYPE(item, get_state(module)->group_type)) {
@@ -427,7 +446,7 @@ static PyObject *weight_pass(PyObject *module, PyObject *args)
         }
         groups[i] = ((group_object *)item)->group;
     }
-    if (zbp_weight_pass(groups, (size_t)count, weights, retain, fuse, main_grad) == ZBP_OK) {
+    if (run_weight_pass(groups, (size_t)count, weights, how, main_grad) == ZBP_OK) {
         result = weights != NULL ? Py_NewRef(weights) : PyTuple_New(0);
     }
 

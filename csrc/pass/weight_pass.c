@@ -40,14 +40,14 @@ static void settle(zbp_turn *turn, zbp_how how, bool failed)
         zbp_held_again(turn->held);
         break;
     case ZBP_FATE_RELEASE:
+        zbp_held_release(turn->held); /* it reads the layout */
         zbp_layout_clear(turn->layout);
         zbp_book_forget_faces(turn->book);
-        zbp_held_release(turn->held);
         break;
     case ZBP_FATE_CLOSE:
+        zbp_held_close(turn->held);
         zbp_layout_fini(turn->layout);
         zbp_book_close(turn->book);
-        zbp_held_close(turn->held);
         break;
     }
 }

@@ -16,13 +16,6 @@
 extern "C" {
 #endif
 
-/* A group on its way through W; all three borrowed. */
-typedef struct zbp_turn {
-    zbp_layout *layout;
-    zbp_book *book;
-    zbp_held *held;
-} zbp_turn;
-
 /* Runs W for groups that nobody else runs: each adds its gradients, once. Called without the GIL.
  *
  * ZBP_OK: every group is complete, and closed, or with how.retain ready to run again.

@@ -24,7 +24,7 @@ static void adds_faces_to_the_last_task(void)
     CHECK(layout.face[2].task == 1);
     CHECK_VALID(zbp_layout_check(&layout, &reason));
     zbp_layout_give_up_path(&layout, 2);
-    CHECK(layout.face[2].weight == -1 && layout.face[2].outside == 0 && layout.face[2].flag == 0);
+    CHECK(layout.face[2].weight == -1 && layout.face[2].outside == 0 && layout.face[2].flag == ZBP_FACE_SIMPLE);
     zbp_layout_give_up_path(&layout, 0); /* it has none */
     CHECK(layout.face[0].weight == 0);
     CHECK_VALID(zbp_layout_check(&layout, &reason));

@@ -54,6 +54,12 @@ void zbp_book_close(zbp_book *book)
     *book = left;
 }
 
+void zbp_book_report_again(zbp_book *book)
+{
+    if (book->state == ZBP_BOOK_SPENT)
+        book->state = ZBP_BOOK_UNREPORTED;
+}
+
 bool zbp_book_claim(zbp_book *book)
 {
     return __atomic_exchange_n(&book->claimed, 1, __ATOMIC_ACQ_REL) == 0;

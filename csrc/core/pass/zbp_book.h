@@ -157,6 +157,9 @@ void zbp_book_forget_faces(zbp_book *book);
  * UNREPORTED. */
 void zbp_book_close(zbp_book *book);
 
+/* A call that completed the group raises all the same: it can be repeated, and passes over the group. */
+void zbp_book_report_again(zbp_book *book);
+
 /* Marks the book as in the hands of one call; false if another one has it. The only functions that two
  * threads may call at once. */
 bool zbp_book_claim(zbp_book *book);

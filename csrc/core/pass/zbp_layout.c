@@ -107,7 +107,8 @@ int zbp_layout_add_hop(zbp_layout *layout, zbp_hop hop)
     void *array = layout->hop;
     int status;
 
-    if (!hop_is_legal(layout, &hop))
+    if (!hop_is_legal(layout, &hop) ||
+        (layout->hop_count > 0 && hop.outside < layout->hop[layout->hop_count - 1].outside))
         return ZBP_EINVAL;
     status =
         make_room(layout, &array, layout->hop_count, &layout->hop_capacity, sizeof *layout->hop);
@@ -115,6 +116,21 @@ int zbp_layout_add_hop(zbp_layout *layout, zbp_hop hop)
     if (status == ZBP_OK)
         layout->hop[layout->hop_count++] = hop;
     return status;
+}
+
+uint32_t zbp_layout_first_hop(const zbp_layout *layout, uint32_t outside)
+{
+    uint32_t begin = 0, end = layout->hop_count;
+
+    while (begin < end) {
+        const uint32_t middle = begin + (end - begin) / 2;
+
+        if (layout->hop[middle].outside < outside)
+            begin = middle + 1;
+        else
+            end = middle;
+    }
+    return begin;
 }
 
 void zbp_layout_clear(zbp_layout *layout)
@@ -132,7 +148,7 @@ void zbp_layout_give_up_path(zbp_layout *layout, uint32_t face)
 
     if ((f->flag & ZBP_FACE_PATH) != 0) {
         f->weight = -1;
-        f->flag = 0;
+        f->flag = ZBP_FACE_SIMPLE; /* nothing lies between it and the outside node */
     }
 }
 
@@ -195,6 +211,8 @@ static const char *fault_in(const zbp_layout *layout)
     for (uint32_t h = 0; h < layout->hop_count; h++) {
         if (!hop_is_legal(layout, &layout->hop[h]))
             return "hop leads nowhere, or to two places";
+        if (h > 0 && layout->hop[h].outside < layout->hop[h - 1].outside)
+            return "hop: not in the order of the outside nodes";
     }
     return NULL;
 }

@@ -30,8 +30,8 @@ enum {
 /* Of a face; or-ed. */
 enum {
     ZBP_FACE_PATH = 1,      /* plain steps lie between it and its weight */
-    ZBP_FACE_SIMPLE = 2,    /* and do no more than to transpose a matrix and cast it */
-    ZBP_FACE_TRANSPOSED = 4 /* and transpose it */
+    ZBP_FACE_SIMPLE = 2,    /* what lies between does no more than to transpose a matrix and cast it */
+    ZBP_FACE_TRANSPOSED = 4 /* and transposes it */
 };
 
 /* One edge of a task towards the weights. */
@@ -81,7 +81,12 @@ ZBP_MUST_USE int zbp_layout_add_task(zbp_layout *layout, uint8_t kind, uint64_t 
 /* Adds a face to the last task; `face.task` is set here. ZBP_EINVAL if there is no task, or a
  * weight or outside node that it names; ZBP_ENOMEM, ZBP_EOVERFLOW. */
 ZBP_MUST_USE int zbp_layout_add_face(zbp_layout *layout, zbp_face face);
-ZBP_MUST_USE int zbp_layout_add_hop(zbp_layout *layout, zbp_hop hop); /* the same errors */
+/* The same errors. Hops come in the order of the nodes whose edges they are; else ZBP_EINVAL. */
+ZBP_MUST_USE int zbp_layout_add_hop(zbp_layout *layout, zbp_hop hop);
+
+/* Where the hops of an outside node begin, and end where those of the next one do; `outside` may be
+ * outside_count. In the logarithm of their number. */
+uint32_t zbp_layout_first_hop(const zbp_layout *layout, uint32_t outside);
 
 /* Only the weights are left: the tasks have done what they are for. */
 void zbp_layout_clear(zbp_layout *layout);

@@ -85,7 +85,7 @@ bool serves(const Watched& watched, const Task& task, size_t f) {
   if (is_among(watched, task.kept)) {
     return &watched == &task.kept[f];
   }
-  return &watched != &task.other || task.face[f].slot == task.matrix_slot;
+  return &watched != &task.other || task.plan(f).slot == task.matrix_slot;
 }
 
 /// The weights whose gradients are computed from the tensor, behind the task's faces directly or
@@ -95,7 +95,7 @@ std::vector<const Weight*> weights_of(const Watched& watched, const Task& task,
   Reach reach(group);
   for (size_t f = 0; f < task.face.size(); ++f) {
     if (serves(watched, task, f)) {
-      reach.add(task.face[f]);
+      reach.add(task.plan(f));
     }
   }
   return reach.weights();
@@ -110,7 +110,7 @@ PyObject* account_of(const Task& task, const Group& group) {
     }
   });
   return Py_BuildValue("zsO", task.node ? task.node->name().c_str() : nullptr,
-                       task.works.empty() ? name_of(task.kind) : "handed over", tensors.get());
+                       task.works.empty() ? name_of(task.kind()) : "handed over", tensors.get());
 }
 
 /// What a W that raised has computed for `weight` and could not add.
@@ -124,7 +124,7 @@ bool reads_weights(const Task& task) {
   const auto takes_parameters = [](const Work& work) {
     return work.call && !work.call->parameters.empty();
   };
-  return task.kind == Kind::deferred || task.packed || task.leaves_packed ||
+  return task.kind() == Kind::deferred || task.packed || task.plan().leaves_packed ||
          std::any_of(task.works.begin(), task.works.end(), takes_parameters);
 }
 
@@ -133,7 +133,7 @@ bool reads_weights(const Task& task) {
 PyObject* zbp_group_account(const zbp_group* handle) {
   PyObject* result = nullptr;
   const int status = guarded([&] {
-    if (handle->running) {
+    if (zbp_book_is_claimed(&handle->group->book)) {
       refuse(PyExc_RuntimeError,
              "what a parameter group holds cannot be listed while its weight pass runs; wait for "
              "stage_backward_weight to return");

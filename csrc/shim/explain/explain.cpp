@@ -53,13 +53,14 @@ std::vector<at::Tensor> tensors_in(PyObject* seq, const char* name) {
 }
 
 /// What makes W go through the engine to get from the face to its weight; nothing if it need not.
-std::optional<std::string> way_of(const Face& face) {
-  if (face.weight >= 0) {
+std::optional<std::string> way_of(const Face& face, const zbp_face& plan) {
+  if (plan.weight >= 0) {
     return std::nullopt;
   }
   Face probe;
   probe.edge = face.edge;
-  const Edge behind = follow_plain_steps(probe);
+  uint8_t flag = 0;
+  const Edge behind = follow_plain_steps(probe, flag);
   Node& node = *behind.function;
   if (as<torch::autograd::AccumulateGrad>(node)) {
     return count_casts(probe) > 1 ? "it is cast twice on its way"
@@ -68,7 +69,7 @@ std::optional<std::string> way_of(const Face& face) {
   return c10::str(has_hooks(node) ? "a hook watches " : "it is computed by ", node.name());
 }
 
-PyObject* explain(const Face& face, const Group& group) {
+PyObject* explain(const Face& face, const zbp_face& plan, const Group& group) {
   THPObjectPtr shape = new_list();
   const auto& metadata = face.edge.function->input_metadata(face.edge.input_nr);
   if (!metadata.is_nested_tensor()) {
@@ -77,23 +78,23 @@ PyObject* explain(const Face& face, const Group& group) {
     }
   }
   Reach reach(group);
-  reach.add(face);
+  reach.add(plan);
   THPObjectPtr weights = new_list();
   for (const Weight* weight : reach.weights()) {
     append(weights, THPVariable_Wrap(weight->accumulator->variable));
   }
-  const std::optional<std::string> way = way_of(face);
-  return Py_BuildValue("INzO", static_cast<unsigned>(face.slot), PyList_AsTuple(shape),
+  const std::optional<std::string> way = way_of(face, plan);
+  return Py_BuildValue("INzO", static_cast<unsigned>(plan.slot), PyList_AsTuple(shape),
                        way ? way->c_str() : nullptr, weights.get());
 }
 
 PyObject* explain(const Task& task, const Group& group) {
   THPObjectPtr edges = new_list();
-  for (const Face& face : task.face) {
-    append(edges, explain(face, group));
+  for (size_t f = 0; f < task.face.size(); ++f) {
+    append(edges, explain(task.face[f], task.plan(f), group));
   }
   return Py_BuildValue("NsssO", torch::autograd::functionToPyObject(task.node),
-                       task.node->name().c_str(), name_of(task.kind), name_of(task.why),
+                       task.node->name().c_str(), name_of(task.kind()), name_of(task.why),
                        edges.get());
 }
 

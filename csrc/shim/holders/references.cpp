@@ -389,7 +389,7 @@ void Heap::node_references(Node& node, Visit visit) {
 
 void Heap::group_references(PyObject* object, Visit visit) {
   const zbp_group* handle = groups_.get(object);
-  if (handle->running) {
+  if (zbp_book_is_claimed(&handle->group->book)) {
     note_unseen("parameter groups whose weight pass was running");
     return;
   }

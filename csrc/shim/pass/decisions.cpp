@@ -67,8 +67,8 @@ Decision Decisions::of(const Task& task) const {
     return for_all_;
   }
   Decision decision = none();
-  for (const Face& face : task.face) {
-    decision = combine(decision, behind(face.weight, face.outside));
+  for (size_t f = 0; f < task.face.size(); ++f) {
+    decision = combine(decision, behind(task.plan(f).weight, task.plan(f).outside));
   }
   return decision;
 }
@@ -87,11 +87,12 @@ void Decisions::decide_outside(const Group& group) {
     pending.push_back(first);
     while (!pending.empty()) {
       const size_t i = pending.back();
+      const auto [begin, end] = hops_of(group.layout, i);
       if (state[i] == State::unseen) {
         state[i] = State::open;
-        for (const Outside::Hop& hop : group.outside[i].hops) {
-          if (hop.weight < 0 && state[hop.outside] == State::unseen) {
-            pending.push_back(hop.outside);
+        for (const zbp_hop* hop = begin; hop != end; ++hop) {
+          if (hop->to_weight < 0 && state[hop->to_outside] == State::unseen) {
+            pending.push_back(hop->to_outside);
           }
         }
         continue;
@@ -99,8 +100,8 @@ void Decisions::decide_outside(const Group& group) {
       pending.pop_back();
       if (state[i] == State::open) {
         state[i] = State::decided;
-        for (const Outside::Hop& hop : group.outside[i].hops) {
-          outside_[i] = combine(outside_[i], behind(hop.weight, hop.outside));
+        for (const zbp_hop* hop = begin; hop != end; ++hop) {
+          outside_[i] = combine(outside_[i], behind(hop->to_weight, hop->to_outside));
         }
       }
     }

@@ -6,6 +6,7 @@
 
 #include <torch/csrc/autograd/variable.h>
 
+#include "shim/pass/dtensor.h"
 #include "shim/pass/kinds.h"
 #include "shim/torch/python.h"
 
@@ -41,6 +42,10 @@ const void* storage_of(const at::Tensor& tensor) {
                                                   : nullptr;
 }
 
+uint64_t identity_of(const at::Tensor& grad) {
+  return grad.defined() ? reinterpret_cast<uint64_t>(storage_of(local_part(grad))) : 0;
+}
+
 Watched::Watched(const at::Tensor& tensor)
     : tensor_(tensor.defined() && tensor.requires_grad() ? tensor.detach() : tensor),
       version_(has_version(tensor) ? tensor._version() : 0) {}
@@ -54,6 +59,15 @@ Watched Watched::with_history(at::Tensor&& tensor) noexcept {
 
 bool Watched::was_modified() const {
   return has_version(tensor_) && tensor_._version() != version_;
+}
+
+std::optional<size_t> face_at(const Task& task, uint32_t slot) {
+  for (size_t f = 0; f < task.face.size(); ++f) {
+    if (task.plan(f).slot == slot) {
+      return f;
+    }
+  }
+  return std::nullopt;
 }
 
 void Group::pin_outside() {
@@ -75,6 +89,12 @@ void Group::pin_outside() {
   }
 }
 
+Group::~Group() {
+  release();
+  zbp_book_fini(&book);
+  zbp_layout_fini(&layout);
+}
+
 void Group::release() noexcept {
   // Freeing may run Python code that looks at this group: it must find it empty, not half freed.
   const auto dead_tasks = std::exchange(tasks, {});
@@ -84,7 +104,7 @@ void Group::release() noexcept {
   arguments_outside.clear();
   outside_recomputed_for = 0;
   for (const Task& task : dead_tasks) {
-    if (task.is_consumed && task.kind == Kind::deferred) {
+    if (task.is_consumed && task.kind() == Kind::deferred) {
       task.node->release_variables();
     }
   }
@@ -99,13 +119,13 @@ void Reach::visit(int32_t weight, int32_t outside) {
   }
 }
 
-void Reach::add(const Face& face) {
+void Reach::add(const zbp_face& face) {
   visit(face.weight, face.outside);
   while (!pending_.empty()) {
-    const Outside& outside = group_.outside[pending_.back()];
+    const auto [begin, end] = hops_of(group_.layout, pending_.back());
     pending_.pop_back();
-    for (const Outside::Hop& hop : outside.hops) {
-      visit(hop.weight, hop.outside);
+    for (const zbp_hop* hop = begin; hop != end; ++hop) {
+      visit(hop->to_weight, hop->to_outside);
     }
   }
 }
@@ -163,17 +183,7 @@ std::optional<Modified> Group::find_modified() const {
 }
 
 uint64_t Group::recomputed_for() const {
-  // What a W that raised has computed already is not computed again.
-  const auto is_wanted = [this](const Face& face) {
-    return face.weight < 0 || !(weights[face.weight].added || weights[face.weight].arrived);
-  };
-  uint64_t last = outside_recomputed_for;
-  for (const Task& task : tasks) {
-    if (task.leaves_packed && std::any_of(task.face.begin(), task.face.end(), is_wanted)) {
-      last = std::max(last, task.sequence_nr);
-    }
-  }
-  return last;
+  return std::max(outside_recomputed_for, zbp_book_unpacks_up_to(&book, &layout));
 }
 
 size_t Group::bytes_held() const {

@@ -9,7 +9,6 @@
 // Threads: a Group is used by one pass at a time; the bindings see to that.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -24,8 +23,11 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
-#include "shim/torch/compat.h"
+#include "core/pass/zbp_book.h"
+#include "core/pass/zbp_layout.h"
 #include "shim/pass/zbp_shim.h"
+#include "shim/pass/zbp_touch.h"
+#include "shim/torch/compat.h"
 
 namespace zbp {
 
@@ -97,27 +99,21 @@ const void* storage_of(const at::Tensor& tensor);
 /// Of the tensor's whole storage; 0 where there is none, or where its size is not known as a number.
 size_t bytes_of(const at::Tensor& tensor);
 
-/// One edge of a task towards the weights.
+/// One edge of a task towards the weights; its numbers are in the layout.
 struct Face {
-  uint32_t slot = 0;  // position among the node's edges
-  Edge edge;          // where it leads
-  int32_t weight =
-      -1;  // index into Group::weights when it ends there, at once or by `path`; else -1
-  int32_t outside = -1;        // index into Group::outside of the node it leads to, -1 for a weight
+  Edge edge;                   // where it leads
   SmallVector<Node*, 2> path;  // plain steps before the weight; borrowed: alive as long as `edge`
-  // Of the product, by a W that raised before it had added all; and the memory to which.
-  int64_t panels_added = 0;
+  // The memory to which a W that raised has added some panels of the product. While it is held, no other gets
+  // its address.
   c10::weak_intrusive_ptr<c10::StorageImpl> panels_in{c10::intrusive_ptr<c10::StorageImpl>()};
-  bool simple = true;       // the path does no more than to transpose a matrix and cast it
-  bool transposed = false;  // and transposes it
-  bool delivered = false;   // this edge's gradient has been added
 };
 
+/// See zbp_layout.h.
 enum class Kind : uint8_t {
-  product,   // W multiplies two matrices
-  deferred,  // W runs the node again with the edges towards the weights alone
-  whole,     // I ran the node with all its edges; W starts from the gradients that it gave
-  root,      // a stage output outside the input closure: W starts there
+  product = ZBP_TASK_PRODUCT,
+  deferred = ZBP_TASK_DEFERRED,
+  whole = ZBP_TASK_WHOLE,
+  root = ZBP_TASK_ROOT,
 };
 
 /// Why a task has its kind.
@@ -174,14 +170,21 @@ struct Work {
 };
 
 struct Task {
-  Kind kind = Kind::whole;
+  Task(zbp_layout& of_layout, uint32_t of_number) : layout(&of_layout), number(of_number) {}
+
+  zbp_task& plan() const { return layout->task[number]; }
+  zbp_face& plan(size_t f) const { return layout->face[plan().face_begin + f]; }
+  Kind kind() const { return static_cast<Kind>(plan().kind); }
+  void set_kind(Kind kind) { plan().kind = static_cast<uint8_t>(kind); }
+  uint64_t sequence_nr() const { return plan().sequence_nr; }
+
+  zbp_layout* layout;  // the group's, where the task's numbers are; borrowed
+  uint32_t number;
   Why why = Why::root;
   NodePtr node;  // null for a whole node that would hold memory
   bool can_run_again =
       true;  // with other output gradients; not a whole node that had saved tensors
-  bool leaves_packed = false;  // what is saved behind hooks is unpacked by W and not by I
   uint32_t input_nr = 0;       // root: which input of `node` the output gradient belongs to
-  uint64_t sequence_nr = 0;    // W runs tasks in the order of an ordinary backward
   SmallVector<Face, 2> face;
 
   Watched other;                // product: the matrix that is multiplied with the output gradient
@@ -200,6 +203,9 @@ struct Task {
   std::unique_ptr<const torch::autograd::InputMetadata>
       place;  // device and stream, when not the CPU
 };
+
+/// The number of the task's face that is this edge of its node.
+std::optional<size_t> face_at(const Task& task, uint32_t slot);
 
 /// Calls `visit` with every tensor that the task's W reads.
 template <class Visit>
@@ -225,12 +231,7 @@ void for_each_watched(const Task& task, const Visit& visit) {
 
 struct Weight {
   NodeRef<torch::autograd::AccumulateGrad> accumulator;
-  bool added = false;
-  // When a hook of the weight raised, or adding failed, the sum of its gradients waits here for the
-  // next call; `hooked` if the hooks that see it before it is added are through.
-  bool arrived = false;
-  bool hooked = false;
-  at::Tensor grad;
+  at::Tensor grad;       // the sum of its gradients, while it waits to be added: see zbp_book_weight
   at::Tensor main_grad;  // where W adds instead of .grad; see MainGrads
 };
 
@@ -241,36 +242,25 @@ struct UnpinnedOutside {
   bool is_left;                           // W unpacks it, if it can
 };
 
-/// A node between the tasks and the weights, and its edges that W follows. Other groups may share it.
+/// A node between the tasks and the weights. Other groups may share it.
 struct Outside {
-  struct Hop {
-    uint32_t slot;
-    int32_t outside;  // where it leads: a node of the group, or
-    int32_t weight;   // a weight; the other is -1
-  };
   Node* node;  // borrowed: alive as long as the faces of the group
-  SmallVector<Hop, 1> hops;
   // It has outputs that are stage inputs: see Note [Other outputs of an input's node].
   bool makes_input = false;
 };
 
-struct Group {
-  enum class State : uint8_t {
-    input_done,       // W can run, or go on
-    weight_done,      // nothing is left
-    done_unreported,  // finished inside a W that raised later on: a retry passes over it
-  };
-
+struct Group : std::enable_shared_from_this<Group> {
   Group() = default;
-  ~Group() { release(); }
+  ~Group();
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
-  State state = State::input_done;
-  bool failed = false;  // a W raised before the group was complete
+  zbp_layout layout{};  // what leads where: tasks, weights and outside nodes have its indices
+  zbp_book book{};      // what has been added
   bool was_captured =
       false;  // I ran within the capture of a graph of the device's: see Note [Streams]
   SmallVector<Task, 1> tasks;
+  SmallVector<c10::Stream, 1> streams;  // those of the tasks: zbp_task.stream counts from 1
   SmallVector<Weight, 2> weights;
   std::vector<Outside> outside;
   std::vector<UnpinnedOutside> unpinned_outside;  // what I has still to see to
@@ -281,7 +271,6 @@ struct Group {
   // Sequence number of the last node outside for which W computes a region again.
   uint64_t outside_recomputed_for = 0;
   std::mutex unpinned_outside_mutex;
-  std::atomic<size_t> missing{0};  // weights that a running W has still to add
   // Stage outputs that W's nodes may have saved: they can be detached only after W.
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> outputs;
 
@@ -298,13 +287,19 @@ struct Group {
   uint64_t recomputed_for() const;
 };
 
+/// The edges that W follows of an outside node.
+inline std::pair<const zbp_hop*, const zbp_hop*> hops_of(const zbp_layout& layout, size_t outside) {
+  return {layout.hop + zbp_layout_first_hop(&layout, static_cast<uint32_t>(outside)),
+          layout.hop + zbp_layout_first_hop(&layout, static_cast<uint32_t>(outside) + 1)};
+}
+
 /// Finds a group's weights behind faces, at once or through nodes outside the closure.
 class Reach {
  public:
   explicit Reach(const Group& group)
       : group_(group), weight_(group.weights.size()), outside_(group.outside.size()) {}
 
-  void add(const Face& face);
+  void add(const zbp_face& face);
   /// In the group's order.
   std::vector<const Weight*> weights() const;
 
@@ -318,6 +313,17 @@ class Reach {
 };
 
 using GroupPtr = std::shared_ptr<Group>;
+
+/// The group behind the name that C knows it by.
+inline Group& group_of(zbp_held* held) {
+  return *reinterpret_cast<Group*>(held);
+}
+inline zbp_held* held_by(Group& group) {
+  return reinterpret_cast<zbp_held*>(&group);
+}
+
+/// What tells the memory of a gradient from that of others that exist at the same time; 0 for none.
+uint64_t identity_of(const at::Tensor& grad);
 
 /// Runs I. Arguments as checked and converted by the caller; see zbp_shim.h.
 struct InputPassArgs {
@@ -345,18 +351,5 @@ InputPassResult run_input_pass(const InputPassArgs& args);
 /// afterwards the graph is as it was. Called with the GIL held.
 void look_at_input_pass(const InputPassArgs& args,
                         const std::function<void(const std::vector<GroupPtr>&)>& look);
-
-struct WeightPassOptions {
-  bool retain = false;  // keep what the groups hold, so that they can run again
-  bool fuse = false;    // add a product to an existing gradient in one operation, rounding once
-};
-
-/// Runs W for `groups`, all of them in a state that allows it. Called without the GIL. After an
-/// exception every group knows which of its weights have been added; the call can be repeated.
-void run_weight_pass(const std::vector<GroupPtr>& groups, WeightPassOptions options);
-
-/// The gradients of a task, one per face, at its weight where the face has a path; undefined where there
-/// is none. Leaves the task as it is.
-variable_list compute_task(const Task& task);
 
 }  // namespace zbp

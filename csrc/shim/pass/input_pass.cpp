@@ -58,8 +58,9 @@ class Split {
   void note_saved(Group& group, const Decisions& decisions) const;
   std::shared_ptr<const Reads> note_reads() const;
   void add_task(uint32_t g, uint32_t id, const Decisions& decisions);
-  Face face_of(const zbp_edge& edge) const;
-  void note_path(Face& face) const;
+  static Task& new_task(Group& group, Kind kind, NodePtr node, uint64_t sequence_nr);
+  void add_face(Task& task, const Edge& edge, uint32_t slot, uint32_t target) const;
+  void note_path(Face& face, zbp_face& plan) const;
   void redirect_edges();
   void redirect(const zbp_edge& edge);
   Edge detour(const Edge& edge, uint32_t target);
@@ -101,6 +102,9 @@ Split::Split(const InputPassArgs& args, const Walk& walk, const Answers& answers
   for (size_t i = 0; i < args_.roots.size(); ++i) {
     add_root(args_.roots[i], args_.root_grads[i]);
   }
+  for (const GroupPtr& group : groups_) {
+    check_status(zbp_book_init(&group->book, &group->layout, nullptr));
+  }
 }
 
 StandIns::~StandIns() {
@@ -138,14 +142,17 @@ void Split::add_outside(uint32_t g) {
     if (index < 0) {
       index = static_cast<int32_t>(group.outside.size());
       Node& node = walk_.node(walk_.graph().edge[e].src);
-      group.outside.push_back({&node, {}, walk_.has_other_outputs(node)});
+      group.outside.push_back({&node, walk_.has_other_outputs(node)});
     }
   }
+  zbp_layout_init(&group.layout, static_cast<uint32_t>(group.weights.size()),
+                  static_cast<uint32_t>(group.outside.size()), nullptr);
   for (const uint32_t e : edges) {
     const zbp_edge& edge = walk_.graph().edge[e];
     if (walk_.has(edge.dst, ZBP_NODE_WEIGHTWARD)) {
-      group.outside[outside_index_[edge.src]].hops.push_back(
-          {edge.slot, outside_index_[edge.dst], weight_index_[edge.dst]});
+      check_status(zbp_layout_add_hop(
+          &group.layout, {static_cast<uint32_t>(outside_index_[edge.src]), edge.slot,
+                          outside_index_[edge.dst], weight_index_[edge.dst]}));
     }
   }
 }
@@ -233,47 +240,57 @@ void Split::note_saved(Group& group, const Decisions& decisions) const {
 void Split::add_task(uint32_t g, uint32_t id, const Decisions& decisions) {
   const zbp_plan& plan = walk_.plan();
   Node& node = walk_.node(id);
-  Task& task = groups_[g]->tasks.emplace_back();
-  task.node = ref_of(node);
-  task.sequence_nr = node.sequence_nr();
-  note_place(task, node);
+  Task& task = new_task(*groups_[g], Kind::whole, ref_of(node), node.sequence_nr());
   for (uint32_t i = plan.out_begin[id]; i < plan.out_begin[id + 1]; ++i) {
     const zbp_edge& edge = walk_.graph().edge[plan.out[i]];
     if (walk_.has(edge.dst, ZBP_NODE_WEIGHTWARD)) {
-      task.face.push_back(face_of(edge));
+      add_face(task, node.next_edge(edge.slot), edge.slot, edge.dst);
     }
   }
   const Decision decision = decisions.of(task);
-  task.kind = classify(node, task.face, decision, task.why);
-  task.leaves_packed = task.kind != Kind::whole && decision.hooked == Decision::Hooked::leave;
-  task.can_run_again = task.kind != Kind::whole || saved_nothing(node);
-  task.takes_work = task.kind == Kind::whole ? takes_work(node, decision) : ZBP_DEFER_NOTHING;
+  task.set_kind(classify(node, task, decision, task.why));
+  const bool is_whole = task.kind() == Kind::whole;
+  task.plan().leaves_packed = !is_whole && decision.hooked == Decision::Hooked::leave;
+  task.can_run_again = !is_whole || saved_nothing(node);
+  task.takes_work = is_whole ? takes_work(node, decision) : ZBP_DEFER_NOTHING;
   stand_in_[id] = make_node<StandIn>(task.node, groups_[g], groups_[g]->tasks.size() - 1);
   stand_in_[id]->next_edges().resize(node.next_edges().size());
 }
 
-Face Split::face_of(const zbp_edge& edge) const {
-  Face face;
-  face.slot = edge.slot;
-  face.edge = walk_.node(edge.src).next_edge(edge.slot);
-  face.weight = weight_index_[edge.dst];
-  face.outside = outside_index_[edge.dst];
-  note_path(face);
-  return face;
+/// The last task of its group.
+Task& Split::new_task(Group& group, Kind kind, NodePtr node, uint64_t sequence_nr) {
+  check_status(zbp_layout_add_task(&group.layout, static_cast<uint8_t>(kind), sequence_nr));
+  Task& task =
+      group.tasks.emplace_back(group.layout, static_cast<uint32_t>(group.tasks.size()));
+  note_place(task, *node);
+  task.plan().stream = stream_number(group, task);
+  task.node = std::move(node);
+  return task;
+}
+
+/// A face of the last task of a group: an edge to the node `target`.
+void Split::add_face(Task& task, const Edge& edge, uint32_t slot, uint32_t target) const {
+  Face& face = task.face.emplace_back();
+  face.edge = edge;
+  zbp_face plan{0, slot, weight_index_[target], outside_index_[target], ZBP_FACE_SIMPLE};
+  if (plan.weight < 0) {
+    note_path(face, plan);
+  }
+  check_status(zbp_layout_add_face(task.layout, plan));
 }
 
 /// Follows the face to its weight, if nothing but plain steps lies between them.
-void Split::note_path(Face& face) const {
-  if (face.weight >= 0) {
-    return;
-  }
-  const Edge behind = follow_plain_steps(face);
-  face.weight = weight_index_[walk_.id_of(behind)];
+void Split::note_path(Face& face, zbp_face& plan) const {
+  uint8_t flag = 0;
+  const int32_t weight = weight_index_[walk_.id_of(follow_plain_steps(face, flag))];
   // Gradients that meet on the way are to be added there: see Note [The order of sums].
   const auto adds_up = [&](Node* node) { return walk_.adds_up(Edge(ref_of(*node), 0)); };
-  if (face.weight < 0 || count_casts(face) > 1 ||
+  if (weight < 0 || count_casts(face) > 1 ||
       std::any_of(face.path.begin(), face.path.end(), adds_up)) {
-    give_up_path(face);
+    face.path.clear();
+  } else {
+    plan.weight = weight;
+    plan.flag = flag;
   }
 }
 
@@ -292,7 +309,7 @@ void Split::redirect(const zbp_edge& edge) {
   const bool leaves = !there.is_valid();
   if (const auto& stand_in = stand_in_[edge.src]) {
     exchange_edge(*stand_in, edge.slot, std::move(there));
-    if (leaves && stand_in->task().kind != Kind::whole) {
+    if (leaves && stand_in->task().kind() != Kind::whole) {
       cuts_.cut(node, edge.slot);
     }
   } else if (stand_in_[edge.dst]) {
@@ -323,18 +340,12 @@ void Split::add_root(const Edge& root, const at::Tensor& grad) {
     roots_.push_back(std::move(there));
     root_grads_.push_back(grad);
   } else if (walk_.has(id, ZBP_NODE_WEIGHT_ROOT)) {
-    Task& task = groups_[walk_.plan().group[id]]->tasks.emplace_back();
-    task.kind = Kind::root;
-    task.node = root.function;
+    // It starts there before any node runs.
+    Task& task = new_task(*groups_[walk_.plan().group[id]], Kind::root, root.function,
+                          UINT64_MAX - ++root_tasks_);
     task.input_nr = root.input_nr;
-    task.sequence_nr = UINT64_MAX - ++root_tasks_;  // it starts there before any node runs
-    note_place(task, *root.function);
     task.output_grads.emplace_back(grad);
-    Face& face = task.face.emplace_back();
-    face.edge = root;
-    face.weight = weight_index_[id];
-    face.outside = outside_index_[id];
-    note_path(face);
+    add_face(task, root, 0, id);
   }
 }
 
@@ -381,14 +392,14 @@ bool is_free_to_keep(Node& node) {
 
 /// What a task's node still refers to must not keep the closure, nor what the user's hooks hold.
 void let_go_of_closure(Task& task) {
-  if (task.kind == Kind::whole && !is_free_to_keep(*task.node)) {
+  if (task.kind() == Kind::whole && !is_free_to_keep(*task.node)) {
     task.node = nullptr;
     return;
   }
   edge_list edges = task.node->next_edges();
   size_t f = 0;
   for (size_t slot = 0; slot < edges.size(); ++slot) {
-    if (f < task.face.size() && task.face[f].slot == slot) {
+    if (f < task.face.size() && task.plan(f).slot == slot) {
       ++f;  // the faces are in the order of their slots
     } else {
       edges[slot] = Edge();

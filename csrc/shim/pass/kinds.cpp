@@ -119,19 +119,10 @@ std::optional<Separable> separate(Node& node) {
   return std::nullopt;
 }
 
-const Face* face_at(c10::ArrayRef<Face> face, uint32_t slot) {
-  for (const Face& f : face) {
-    if (f.slot == slot) {
-      return &f;
-    }
-  }
-  return nullptr;
-}
-
-uint32_t bits_of(c10::ArrayRef<Face> face) {
+uint32_t bits_of(const Task& task) {
   uint32_t bits = 0;
-  for (const Face& f : face) {
-    bits |= bit(f.slot);
+  for (size_t f = 0; f < task.face.size(); ++f) {
+    bits |= bit(task.plan(f).slot);
   }
   return bits;
 }
@@ -194,7 +185,7 @@ std::unique_ptr<const Packed> packed_in(const SavedVariable& saved,
 
 }  // namespace
 
-Kind classify(Node& node, c10::ArrayRef<Face> face, Decision decision, Why& why) {
+Kind classify(Node& node, const Task& task, Decision decision, Why& why) {
   const auto whole_since = [&why](Why reason) {
     why = reason;
     return Kind::whole;
@@ -214,14 +205,15 @@ Kind classify(Node& node, c10::ArrayRef<Face> face, Decision decision, Why& why)
     return whole_since(Why::packed);
   }
   const bool has_factors = separable->has_factors;
-  const Face* left = has_factors ? face_at(face, separable->parts[0].own_slot) : nullptr;
-  const Face* right = has_factors ? face_at(face, separable->parts[1].own_slot) : nullptr;
-  const bool has_matrix = (left && is_heavy(*left)) || (right && is_heavy(*right));
+  const auto left = has_factors ? face_at(task, separable->parts[0].own_slot) : std::nullopt;
+  const auto right = has_factors ? face_at(task, separable->parts[1].own_slot) : std::nullopt;
+  const bool has_matrix =
+      (left && is_heavy(task.face[*left])) || (right && is_heavy(task.face[*right]));
   if (decision.defer != Decision::Defer::all && !has_matrix) {
     return whole_since(Why::light);
   }
   why = Why::separable;
-  return separable->is_plain_product && (left == nullptr) != (right == nullptr) ? Kind::product
+  return separable->is_plain_product && left.has_value() != right.has_value() ? Kind::product
                                                                                 : Kind::deferred;
 }
 
@@ -300,9 +292,9 @@ void take_matrices(Task& task, Node& node, const variable_list& grads) {
     task.output_grads.emplace_back(grad);
   }
   Separable separable = *separate(node);
-  const bool may_leave_packed = std::exchange(task.leaves_packed, false);
-  if (task.kind == Kind::product) {
-    task.weight_is_left = face_at(task.face, separable.parts[0].own_slot) != nullptr;
+  const bool may_leave_packed = std::exchange(task.plan().leaves_packed, false);
+  if (task.kind() == Kind::product) {
+    task.weight_is_left = face_at(task, separable.parts[0].own_slot).has_value();
     task.matrix_slot = separable.parts[task.weight_is_left ? 0 : 1].own_slot;
     SavedVariable& saved = *separable.parts[task.weight_is_left ? 1 : 0].saved;
     const bool gradient_is_plain = !grads[0].defined() || is_plain_matrix(grads[0]);
@@ -310,7 +302,7 @@ void take_matrices(Task& task, Node& node, const variable_list& grads) {
       task.packed = packed_in(saved, task.arguments);
     }
     if (task.packed) {
-      task.leaves_packed = true;
+      task.plan().leaves_packed = true;
       return;
     }
     if (gradient_is_plain) {
@@ -321,14 +313,14 @@ void take_matrices(Task& task, Node& node, const variable_list& grads) {
         return;
       }
     }
-    task.kind = Kind::deferred;
+    task.set_kind(Kind::deferred);
   }
-  const uint32_t faces = bits_of(task.face);
+  const uint32_t faces = bits_of(task);
   for (const Part& part : separable.parts) {
     const bool is_read = (part.readers & faces) != 0;
     const bool stays_packed = may_leave_packed && part.saved->has_hooks() &&
                               packed_in(*part.saved, task.arguments) != nullptr;
-    task.leaves_packed = task.leaves_packed || (is_read && stays_packed);
+    task.plan().leaves_packed = task.plan().leaves_packed || (is_read && stays_packed);
     // Also without hooks: a saved tensor that is a stage output is about to lose its history.
     if ((is_read || part.is_insisted_on) && !stays_packed) {
       const at::Tensor tensor = pin(*part.saved, node, is_read);
@@ -341,17 +333,18 @@ void take_matrices(Task& task, Node& node, const variable_list& grads) {
 
 void let_go_of_unread(Task& task, Node& node, const Group& group) {
   const Separable separable = *separate(node);
-  const uint32_t faces = bits_of(task.face);
+  const uint32_t faces = bits_of(task);
   for (const Part& part : separable.parts) {
     const bool stays_packed = part.saved->has_hooks() && part.is_insisted_on;
     if ((part.readers & faces) != 0 || stays_packed) {
       continue;
     }
     const at::Tensor tensor = part.is_insisted_on ? part.saved->unpack(ref_of(node)) : at::Tensor();
-    const Face* face = face_at(task.face, part.own_slot);
+    const auto face = face_at(task, part.own_slot);
     const bool is_weight =
-        face && face->weight >= 0 &&
-        storage_of(group.weights[face->weight].accumulator->variable) == storage_of(tensor);
+        face && task.plan(*face).weight >= 0 &&
+        storage_of(group.weights[task.plan(*face).weight].accumulator->variable) ==
+            storage_of(tensor);
     if (tensor.defined() && (is_weight || is_subclass(tensor))) {
       continue;
     }

@@ -32,9 +32,9 @@ struct Decision {
   Hooked hooked = Hooked::keep;
 };
 
-/// product, deferred or whole, from the node's type, its hooks and `face`; and why.
+/// product, deferred or whole, from the node's type, its hooks and the faces of `task`; and why.
 /// A product is confirmed when its matrices are at hand: see take_matrices().
-Kind classify(Node& node, c10::ArrayRef<Face> face, Decision decision, Why& why);
+Kind classify(Node& node, const Task& task, Decision decision, Why& why);
 
 /// In one word, for people.
 const char* name_of(Kind kind);

@@ -104,18 +104,20 @@ bool saves_nothing(Node& node) {
   return step_of(node) != Step::none || as<gen::AddBackward0>(node) || as<gen::SubBackward0>(node);
 }
 
-Edge follow_plain_steps(Face& face) {
+Edge follow_plain_steps(Face& face, uint8_t& flag) {
   Edge edge = face.edge;
   bool is_simple = true;
+  bool is_transposed = false;
   while (face.path.size() < longest_path && is_plain_step(*edge.function)) {
     const Step step = step_of(*edge.function);
     is_simple = is_simple && step != Step::other;
-    face.transposed ^= step == Step::transposition;
+    is_transposed ^= step == Step::transposition;
     face.path.push_back(edge.function.get());
     edge = edge.function->next_edge(0);
   }
-  face.simple = is_simple;
-  face.transposed = face.transposed && is_simple;
+  flag = static_cast<uint8_t>((face.path.empty() ? 0 : ZBP_FACE_PATH) |
+                              (is_simple ? ZBP_FACE_SIMPLE : 0) |
+                              (is_simple && is_transposed ? ZBP_FACE_TRANSPOSED : 0));
   return edge;
 }
 
@@ -123,15 +125,6 @@ size_t count_casts(const Face& face) {
   return static_cast<size_t>(std::count_if(face.path.begin(), face.path.end(), [](Node* node) {
     return as<gen::ToCopyBackward0>(*node) != nullptr;
   }));
-}
-
-void give_up_path(Face& face) {
-  if (!face.path.empty()) {
-    face.path.clear();
-    face.simple = true;
-    face.transposed = false;
-    face.weight = -1;
-  }
 }
 
 at::Tensor take_along(const Face& face, at::Tensor grad) {

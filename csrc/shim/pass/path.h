@@ -17,15 +17,12 @@ bool is_multiplied_transposed(const Task& task);
 /// True for a node of a kind that saves no tensor.
 bool saves_nothing(Node& node);
 
-/// Follows plain steps from `face.edge`. Returns the edge behind the last of them and notes in `face`
-/// the steps, and whether they only transpose a matrix and cast it.
-Edge follow_plain_steps(Face& face);
+/// Follows plain steps from `face.edge`. Returns the edge behind the last of them, notes the steps in `face`, and in
+/// `flag` the ZBP_FACE_* of such a path.
+Edge follow_plain_steps(Face& face, uint8_t& flag);
 
 /// How often the path casts. A second cast rounds what the first one has left.
 size_t count_casts(const Face& face);
-
-/// The face leads to the first node of its path again, not to the weight.
-void give_up_path(Face& face);
 
 /// Takes `grad`, the gradient at `face.edge`, along the path, checked at every edge as by the engine.
 at::Tensor take_along(const Face& face, at::Tensor grad);

@@ -108,7 +108,7 @@ std::string StandIn::name() const {
 variable_list StandIn::apply(variable_list&& grads) {
   TORCH_CHECK(original_, torch::autograd::ERR_BACKWARD_TWICE);
   group_->pin_outside();
-  return task().kind == Kind::whole ? run_whole(task(), std::move(grads))
+  return task().kind() == Kind::whole ? run_whole(task(), std::move(grads))
                                     : run_split(task(), std::move(grads));
 }
 
@@ -117,14 +117,14 @@ variable_list StandIn::run_split(Task& task, variable_list&& grads) {
   variable_list in = call_pre_hooks(node, call_tensor_hooks(node, std::move(grads)));
   take_matrices(task, node, in);
   const variable_list inputs = node.post_hooks().empty() ? variable_list() : in;
-  if (task.kind == Kind::product) {
+  if (task.kind() == Kind::product) {
     node.will_release_variables();
   }
   variable_list outputs = NodeParts::apply_to(node, std::move(in));
   has_run_ = true;
   // A post hook makes a node whole; one that another hook has added meanwhile comes too late for that.
   outputs = call_post_hooks(node, std::move(outputs), inputs);
-  if (task.kind == Kind::product) {
+  if (task.kind() == Kind::product) {
     node.release_variables();
   } else {
     let_go_of_unread(task, node, *group_);
@@ -135,9 +135,10 @@ variable_list StandIn::run_split(Task& task, variable_list&& grads) {
 variable_list StandIn::run_whole(Task& task, variable_list&& grads) {
   variable_list outputs = run_node(*original_, *this, std::move(grads), /*release=*/true);
   task.kept.clear();
-  for (const Face& face : task.face) {
-    task.kept.emplace_back(outputs[face.slot]);
-    outputs[face.slot].reset();
+  for (size_t f = 0; f < task.face.size(); ++f) {
+    at::Tensor& grad = outputs[task.plan(f).slot];
+    task.kept.emplace_back(grad);
+    grad.reset();
   }
   return outputs;
 }

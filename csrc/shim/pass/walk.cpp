@@ -12,11 +12,6 @@ namespace zbp {
 
 namespace {
 
-void check(int status) {
-  TORCH_CHECK_WITH(OutOfMemoryError, status != ZBP_ENOMEM, "zbpipe: out of memory while planning");
-  TORCH_CHECK(status == ZBP_OK, "zbpipe: planning failed with ", zbp_status_name(status));
-}
-
 /// The edge along which gradients reach `tensor`. Unlike libtorch's gradient_edge() it makes no
 /// accumulator: a leaf that has none is in no graph.
 Edge existing_edge(const at::Tensor& tensor) {
@@ -30,17 +25,17 @@ Edge existing_edge(const at::Tensor& tensor) {
 
 Walk::Walk(const InputPassArgs& args) {
   try {
-    check(zbp_graph_init(&graph_, nullptr));
+    check_status(zbp_graph_init(&graph_, nullptr));
     add_inputs(args);
     for (const Edge& root : args.roots) {
       uint32_t id = 0;
-      check(zbp_graph_add_node(&graph_, key_of(root), &id, nullptr));
-      check(zbp_graph_mark(&graph_, id, ZBP_MARK_ROOT));
+      check_status(zbp_graph_add_node(&graph_, key_of(root), &id, nullptr));
+      check_status(zbp_graph_mark(&graph_, id, ZBP_MARK_ROOT));
     }
     add_reachable();
     mark_weights(args);
     count_consumers(args);
-    check(zbp_plan_build(&plan_, &graph_, nullptr));
+    check_status(zbp_plan_build(&plan_, &graph_, nullptr));
   } catch (...) {
     zbp_plan_fini(&plan_);
     zbp_graph_fini(&graph_);
@@ -84,8 +79,8 @@ void Walk::add_inputs(const InputPassArgs& args) {
     const Edge& edge = input_edges_.emplace_back(existing_edge(input));
     if (edge.is_valid()) {
       uint32_t id = 0;
-      check(zbp_graph_add_node(&graph_, edge.function.get(), &id, nullptr));
-      check(zbp_graph_mark(&graph_, id, ZBP_MARK_INPUT));
+      check_status(zbp_graph_add_node(&graph_, edge.function.get(), &id, nullptr));
+      check_status(zbp_graph_mark(&graph_, id, ZBP_MARK_INPUT));
       if (edge.function->num_inputs() > 1) {
         input_outputs_[edge.function.get()].push_back(edge.input_nr);
       }
@@ -104,8 +99,8 @@ void Walk::add_reachable() {
     for (uint32_t slot = 0; slot < edges.size(); ++slot) {
       if (edges[slot].is_valid()) {
         uint32_t next = 0;
-        check(zbp_graph_add_node(&graph_, key_of(edges[slot]), &next, nullptr));
-        check(zbp_graph_add_edge(&graph_, id, slot, next));
+        check_status(zbp_graph_add_node(&graph_, key_of(edges[slot]), &next, nullptr));
+        check_status(zbp_graph_add_edge(&graph_, id, slot, next));
       }
     }
   }
@@ -132,7 +127,7 @@ void Walk::mark_weights(const InputPassArgs& args) {
                     " ", leaf.sym_sizes(),
                     " was changed in place, since the forward, by something that needs a gradient; "
                     "change weights under torch.no_grad(), and run the microbatch again");
-        check(zbp_graph_mark(&graph_, id, ZBP_MARK_WEIGHT));
+        check_status(zbp_graph_mark(&graph_, id, ZBP_MARK_WEIGHT));
       }
     }
     return;
@@ -144,7 +139,7 @@ void Walk::mark_weights(const InputPassArgs& args) {
       TORCH_CHECK(typeid(*accumulator) == typeid(torch::autograd::AccumulateGrad),
                   "zbpipe: a weight of shape ", weight.sizes(), " accumulates through a ",
                   accumulator->name(), ", which zbpipe does not know; expected AccumulateGrad");
-      check(zbp_graph_mark(&graph_, id, ZBP_MARK_WEIGHT));
+      check_status(zbp_graph_mark(&graph_, id, ZBP_MARK_WEIGHT));
     }
   }
 }

@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/utils/grad_layout_contract.h>
 
 #include "shim/torch/ranges.h"
+#include "shim/pass/product.h"
 #include "shim/pass/stand_in.h"
 #include "shim/work/work.h"
 
@@ -26,7 +27,7 @@ void FirstError::rethrow() {
 }
 
 TaskNode::TaskNode(GroupPtr group, size_t task, bool retain)
-    : Node(group->tasks[task].sequence_nr), group_(std::move(group)), task_(task), retain_(retain) {
+    : Node(group->tasks[task].sequence_nr()), group_(std::move(group)), task_(task), retain_(retain) {
   const Task& t = group_->tasks[task_];
   if (t.place) {
     input_metadata_.emplace_back(*t.place);
@@ -94,14 +95,12 @@ variable_list Resend::apply(variable_list&& /*grads*/) {
   return {group_->weights[weight_].grad};
 }
 
-Sink::Sink(GroupPtr group, size_t weight, std::shared_ptr<FirstError> error, bool retain,
-           bool release)
+Sink::Sink(GroupPtr group, size_t weight, std::shared_ptr<FirstError> error, bool retain)
     : Node(UINT64_MAX),
       group_(std::move(group)),
       weight_(weight),
       error_(std::move(error)),
-      retain_(retain),
-      release_(release) {
+      retain_(retain) {
   NodeParts::copy_identity(*this->weight().accumulator, *this);
 }
 
@@ -129,12 +128,14 @@ void Sink::noting_errors(const Body& body) {
 
 void Sink::add(variable_list&& grads) {
   AccumulateGrad& accumulator = *weight().accumulator;
+  zbp_book& book = group_->book;
+  const auto number = static_cast<uint32_t>(weight_);
   weight().grad = grads[0];
-  weight().arrived = true;
-  if (!weight().hooked) {
+  zbp_book_arrived(&book, number);
+  if (!book.weight[weight_].is_hooked) {
     grads = call_pre_hooks(accumulator, call_tensor_hooks(accumulator, std::move(grads)));
     weight().grad = grads[0];
-    weight().hooked = true;
+    zbp_book_hooked(&book, number);
   }
   // As in the engine: an accumulator with post hooks expects them to hold one more reference.
   const variable_list inputs = accumulator.post_hooks().empty() ? variable_list() : grads;
@@ -152,13 +153,11 @@ void Sink::add(variable_list&& grads) {
 }
 
 void Sink::mark_added() {
-  weight().added = true;
-  weight().arrived = false;
   weight().grad.reset();
-  for (const auto& [task, face] : served) {
-    group_->tasks[task].face[face].delivered = true;
+  for (const uint32_t face : served) {
+    zbp_book_delivered(&group_->book, face);
   }
-  if (group_->missing.fetch_sub(1) == 1 && release_) {
+  if (zbp_book_added(&group_->book, static_cast<uint32_t>(weight_))) {
     group_->release();
   }
 }
@@ -168,8 +167,9 @@ Watched* Sink::kept_gradient() {
   if (served.size() != 1 || retain_) {
     return nullptr;
   }
-  Task& task = group_->tasks[served[0].first];
-  return only_kept_grad(task, served[0].second);
+  const uint32_t face = served[0];
+  Task& task = group_->tasks[group_->layout.face[face].task];
+  return only_kept_grad(task, face - task.plan().face_begin);
 }
 
 void accumulate(Weight& weight, const at::Tensor& grad, Watched* kept) {

@@ -86,10 +86,10 @@ class Resend : public Node {
 /// one of its group, the group lets go of what it held.
 class Sink : public Node {
  public:
-  Sink(GroupPtr group, size_t weight, std::shared_ptr<FirstError> error, bool retain, bool release);
+  Sink(GroupPtr group, size_t weight, std::shared_ptr<FirstError> error, bool retain);
 
-  /// The edges of tasks that end here, as (task, face).
-  std::vector<std::pair<uint32_t, uint32_t>> served;
+  /// The faces that end here.
+  std::vector<uint32_t> served;
 
   std::string name() const override;
 
@@ -107,9 +107,13 @@ class Sink : public Node {
   GroupPtr group_;
   size_t weight_;
   std::shared_ptr<FirstError> error_;
-  bool retain_;   // the tasks are to run again: nothing of theirs may be taken
-  bool release_;  // the group lets go of its tasks with its last weight
+  bool retain_;  // the tasks are to run again: nothing of theirs may be taken
 };
+
+/// Where the weight's gradients are added; undefined if there is nothing yet.
+inline const at::Tensor& sum_of(const Weight& weight) {
+  return weight.main_grad.defined() ? weight.main_grad : weight.accumulator->variable.grad();
+}
 
 /// Adds `grad` to the weight's gradient, as its accumulator does, without any hook; or to its main_grad.
 /// When `kept` is this same gradient, nobody else has its memory, and the weight has none yet, the gradient

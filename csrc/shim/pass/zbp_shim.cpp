@@ -19,18 +19,6 @@ namespace {
 using namespace zbp;
 namespace impl = torch::autograd::impl;
 
-Py_ssize_t size_of(PyObject* seq) {
-  return PySequence_Fast_GET_SIZE(seq);
-}
-
-PyObject* item(PyObject* seq, Py_ssize_t i) {
-  return PySequence_Fast_GET_ITEM(seq, i);
-}
-
-const char* type_name(PyObject* object) {
-  return Py_TYPE(object)->tp_name;
-}
-
 // ---- arguments of I
 
 /// Adds output number `i` to the roots unless it takes no gradient, or its gradient is False: then it
@@ -192,259 +180,14 @@ struct GroupArray {
   size_t count = 0;
 };
 
-// ---- arguments of W
-
-void check_state(zbp_group* const* groups, size_t count) {
-  std::unordered_set<const zbp_group*> seen;
-  for (size_t i = 0; i < count; ++i) {
-    if (groups[i]->group->state == Group::State::weight_done) {
-      refuse(PyExc_RuntimeError, "param_groups[", i,
-             "] is spent: its weight pass has already run; pass retain_graph=True to the first "
-             "call to run it again");
-    }
-    if (groups[i]->running) {
-      refuse(PyExc_RuntimeError, "param_groups[", i,
-             "] is already running in another call of stage_backward_weight");
-    }
-    if (!seen.insert(groups[i]).second) {
-      refuse(PyExc_ValueError, "param_groups[", i, "] is listed twice");
-    }
-  }
-}
-
-void check_weights(zbp_group* const* groups, size_t count, PyObject* weights) {
-  std::unordered_map<const void*, size_t> wanted;  // the groups' weights, and a group of each
-  for (size_t i = 0; i < count; ++i) {
-    for (const Weight& weight : groups[i]->group->weights) {
-      wanted.emplace(weight.accumulator->variable.unsafeGetTensorImpl(), i);
-    }
-  }
-  for (Py_ssize_t i = 0; i < size_of(weights); ++i) {
-    const at::Tensor* tensor = as_tensor(item(weights, i));
-    if (!tensor) {
-      refuse(PyExc_TypeError, "weights[", i, "] is a ", type_name(item(weights, i)),
-             "; expected a tensor");
-    }
-    wanted.erase(tensor->unsafeGetTensorImpl());
-  }
-  if (wanted.empty()) {
-    return;
-  }
-  const auto& [missing, i] = *wanted.begin();
-  for (const Weight& weight : groups[i]->group->weights) {
-    if (weight.accumulator->variable.unsafeGetTensorImpl() == missing) {
-      refuse(PyExc_ValueError, "param_groups[", i, "] holds a gradient for a parameter of ",
-             describe(weight.accumulator->variable), " that is not among the ", size_of(weights),
-             " weights; pass the weights that stage_backward_input was given");
-    }
-  }
-}
-
-void check_leaves(zbp_group* const* groups, size_t count) {
-  for (size_t i = 0; i < count; ++i) {
-    for (const Weight& weight : groups[i]->group->weights) {
-      const at::Tensor& variable = weight.accumulator->variable;
-      if (!weight.added && variable.grad_fn()) {
-        refuse(
-            PyExc_RuntimeError,
-            "leaf variable has been moved into the graph interior: ", describe(variable),
-            ", for which param_groups[", i,
-            "] holds a gradient, was changed in place, since the forward, by something that needs "
-            "a gradient; change weights under torch.no_grad(), and run the microbatch again");
-      }
-    }
-  }
-}
-
-void check_capture(zbp_group* const* groups, size_t count) {
-  for (size_t i = 0; i < count; ++i) {
-    const Group& group = *groups[i]->group;
-    if (is_capturing(group) != group.was_captured) {
-      refuse(PyExc_RuntimeError, "param_groups[", i, "] was made by an input pass ",
-             group.was_captured ? "within" : "outside",
-             " the capture of a CUDA graph, and its weight pass is called ",
-             group.was_captured ? "outside of it" : "within one",
-             ", where it would read memory that a replay overwrites; capture both passes in one "
-             "graph, or neither");
-    }
-  }
-}
-
-[[noreturn]] void refuse_modified(size_t i, const Modified& modified) {
-  const char* reader = "";
-  const char* advice = "";
-  switch (modified.role) {
-    case Modified::Role::held:
-      reader = " holds for the weight pass";
-      break;
-    case Modified::Role::saved_outside:
-      reader = " needs where its weights were computed";
-      break;
-    case Modified::Role::recomputed:
-      reader = " would read to compute a checkpointed region again";
-      advice =
-          " With checkpoint=\"recompute\", run the weight pass of all groups of a microbatch "
-          "before "
-          "weights or inputs change, or choose checkpoint=\"keep\".";
-      break;
-  }
-  refuse(PyExc_RuntimeError,
-         "one of the variables needed for gradient computation has been modified by an inplace "
-         "operation: ",
-         modified.tensor, ", which param_groups[", i, "]", reader, ", is at version ", modified.now,
-         "; expected version ", modified.seen, " instead.", advice);
-}
-
-/// The weights that regions read which W computes again: each list once, up to the last node for which that is done.
-void check_recomputed(zbp_group* const* groups, size_t count) {
-  struct Last {
-    uint64_t recomputed_for = 0;
-    size_t group = 0;
-  };
-  std::unordered_map<const Reads*, Last> last;
-  for (size_t i = 0; i < count; ++i) {
-    const Group& group = *groups[i]->group;
-    if (group.reads) {
-      Last& entry = last[group.reads.get()];
-      if (const uint64_t now = group.recomputed_for(); now > entry.recomputed_for) {
-        entry = {now, i};
-      }
-    }
-  }
-  for (const auto& [reads, entry] : last) {
-    for (const Reads::Read& read : reads->weights) {
-      if (read.sequence_nr >= entry.recomputed_for) {
-        break;
-      }
-      if (read.weight.was_modified()) {
-        refuse_modified(entry.group, {Modified::Role::recomputed, read.weight.describe(),
-                                      read.weight.seen(), read.weight.now()});
-      }
-    }
-  }
-}
-
-void check_unmodified(zbp_group* const* groups, size_t count) {
-  for (size_t i = 0; i < count; ++i) {
-    if (const auto modified = groups[i]->group->find_modified()) {
-      refuse_modified(i, *modified);
-    }
-  }
-  check_recomputed(groups, count);
-}
-
-/// The call raises though these groups are complete (a warning was turned into an error): it can be
-/// repeated, like any W that raised.
-void report_again(const std::vector<GroupPtr>& groups) {
-  for (const GroupPtr& group : groups) {
-    if (group->state == Group::State::weight_done) {
-      group->state = Group::State::done_unreported;
-    }
-  }
-}
-
-/// Marks groups as running for the time of a call.
-class RunningMark {
- public:
-  RunningMark(zbp_group* const* groups, size_t count) : groups_(groups, groups + count) {
-    set(true);
-  }
-  ~RunningMark() { set(false); }
-  RunningMark(const RunningMark&) = delete;
-  RunningMark& operator=(const RunningMark&) = delete;
-
- private:
-  void set(bool running) {
-    for (zbp_group* group : groups_) {
-      group->running = running;
-    }
-  }
-  std::vector<zbp_group*> groups_;
-};
-
-/// For the time of one W, where the weights' main_grad are. Refuses one that does not fit; then no
-/// weight has been touched.
-class MainGrads {
- public:
-  MainGrads(const std::vector<GroupPtr>& groups, bool enabled) : groups_(groups) {
-    if (!enabled) {
-      return;
-    }
-    try {
-      visit([](Weight& weight) { weight.main_grad = find(weight.accumulator->variable); });
-      visit([](Weight& weight) { announce(weight); });
-    } catch (...) {
-      visit([](Weight& weight) { weight.main_grad.reset(); });
-      throw;
-    }
-  }
-  ~MainGrads() {
-    visit([](Weight& weight) { weight.main_grad.reset(); });
-  }
-  MainGrads(const MainGrads&) = delete;
-  MainGrads& operator=(const MainGrads&) = delete;
-
- private:
-  template <class Visit>
-  void visit(const Visit& visit_weight) const {
-    for (const GroupPtr& group : groups_) {
-      std::for_each(group->weights.begin(), group->weights.end(), visit_weight);
-    }
-  }
-
-  static at::Tensor find(const at::Tensor& variable) {
-    THPObjectPtr parameter(THPVariable_Wrap(variable));
-    THPObjectPtr value(parameter ? PyObject_GetAttrString(parameter, "main_grad") : nullptr);
-    if (!value && PyErr_ExceptionMatches(PyExc_AttributeError)) {
-      PyErr_Clear();
-      return {};
-    }
-    if (!value) {
-      throw python_error();
-    }
-    if (value.get() == Py_None) {
-      return {};
-    }
-    const at::Tensor* tensor = as_tensor(value);
-    if (!tensor) {
-      refuse(PyExc_TypeError, "the main_grad of the weight of ", describe(variable), " is a ",
-             type_name(value), "; expected a tensor or None");
-    }
-    if (!tensor->sym_sizes().equals(variable.sym_sizes()) ||
-        tensor->device() != variable.device() || !tensor->is_floating_point() ||
-        tensor->requires_grad()) {
-      refuse(
-          PyExc_ValueError, "the main_grad of the weight of ", describe(variable), " is ",
-          describe(*tensor), tensor->requires_grad() ? " and requires a gradient" : "",
-          "; expected a floating-point tensor of the weight's shape and device that requires none");
-    }
-    return *tensor;
-  }
-
-  /// So that hooks that would add .grad to main_grad see that there is nothing left to add.
-  static void announce(const Weight& weight) {
-    constexpr const char* flag = "grad_added_to_main_grad";
-    if (!weight.main_grad.defined()) {
-      return;
-    }
-    THPObjectPtr parameter(THPVariable_Wrap(weight.accumulator->variable));
-    if (!parameter || (PyObject_HasAttrString(parameter, flag) &&
-                       PyObject_SetAttrString(parameter, flag, Py_True) < 0)) {
-      throw python_error();
-    }
-  }
-
-  const std::vector<GroupPtr>& groups_;
-};
-
 // ---- groups
 
 /// Whatever makes Python objects may run other Python code, and that a W: what is asked for is gathered first.
 const Group& unspent(const zbp_group* handle, const char* key) {
-  if (handle->running) {
+  if (zbp_book_is_claimed(&handle->group->book)) {
     refuse(PyExc_RuntimeError, "'", key, "' cannot be read while the group's weight pass runs");
   }
-  if (handle->group->state != Group::State::input_done) {
+  if (handle->group->book.state != ZBP_BOOK_OPEN) {
     refuse(PyExc_KeyError, key, ": the weight pass of this group has already run");
   }
   return *handle->group;
@@ -463,7 +206,7 @@ variable_list output_grads_of(const Task& task) {
   const size_t inputs = task.node ? task.node->num_inputs() : 1;
   variable_list grads(inputs);
   for (size_t i = 0; i < task.output_grads.size(); ++i) {
-    const size_t nr = task.kind == Kind::root ? task.input_nr : i;
+    const size_t nr = task.kind() == Kind::root ? task.input_nr : i;
     grads[nr] = task.output_grads[i].tensor();
   }
   return grads;
@@ -512,13 +255,13 @@ SmallVector<Watched, 1> parse_grads(const Task& task, PyObject* value, PyObject*
 }
 
 void set_grads(Task& task, SmallVector<Watched, 1>&& grads) {
-  if (task.kind == Kind::root) {
+  if (task.kind() == Kind::root) {
     task.output_grads[0] = std::move(grads[task.input_nr]);
     return;
   }
   task.output_grads = std::move(grads);
-  if (task.kind == Kind::whole) {
-    task.kind = Kind::deferred;
+  if (task.kind() == Kind::whole) {
+    task.set_kind(Kind::deferred);
     task.kept.clear();
   }
 }
@@ -569,47 +312,22 @@ int zbp_input_pass(PyObject* outputs, PyObject* output_grads, PyObject* inputs, 
   return status;
 }
 
-int zbp_weight_pass(zbp_group* const* groups, size_t group_count, PyObject* weights, int retain,
-                    int fuse, int main_grad) {
-  std::vector<GroupPtr> list;
-  const int status = guarded([&] {
-    check_state(groups, group_count);
-    const RunningMark running(groups, group_count);  // from here on Python code may run
-    if (weights) {
-      check_weights(groups, group_count, weights);
-    }
-    check_leaves(groups, group_count);
-    check_unmodified(groups, group_count);
-    check_capture(groups, group_count);
-    for (size_t i = 0; i < group_count; ++i) {
-      list.push_back(groups[i]->group);
-    }
-    const MainGrads main_grads(list, main_grad != 0);
-    const ReleaseGil no_gil;
-    run_weight_pass(list, {retain != 0, fuse != 0});
-  });
-  if (status != ZBP_OK) {
-    report_again(list);
-  }
-  return status;
-}
-
 void zbp_group_free(zbp_group* group) {
   delete group;
 }
 
 // A W that runs without the GIL changes the group: nothing of it may be looked at meanwhile.
 int zbp_group_state(const zbp_group* handle) {
-  if (handle->running) {
+  if (zbp_book_is_claimed(&handle->group->book)) {
     return ZBP_GROUP_RUNNING;
   }
-  return handle->group->state == Group::State::input_done ? ZBP_GROUP_READY : ZBP_GROUP_SPENT;
+  return handle->group->book.state == ZBP_BOOK_OPEN ? ZBP_GROUP_READY : ZBP_GROUP_SPENT;
 }
 
 int zbp_group_get_info(const zbp_group* handle, zbp_group_info* info_out) {
   return guarded([&] {
     *info_out = {};
-    if (!handle->running) {
+    if (!zbp_book_is_claimed(&handle->group->book)) {
       const Group& group = *handle->group;
       *info_out = {group.weights.size(), group.tasks.size(), group.bytes_held()};
     }
@@ -688,7 +406,7 @@ int zbp_group_set_grads(zbp_group* handle, PyObject* value) {
     }
     std::vector<SmallVector<Watched, 1>> grads;
     for (size_t i = 0; i < tasks.size(); ++i) {
-      if (tasks[i].kind == Kind::whole && is_tuple_of_none(entries[i])) {
+      if (tasks[i].kind() == Kind::whole && is_tuple_of_none(entries[i])) {
         grads.emplace_back();
         continue;
       }

@@ -11,6 +11,7 @@
 #include <Python.h>
 
 #include "core/base/zbp_status.h"
+#include "shim/pass/zbp_touch.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -64,15 +65,23 @@ ZBP_MUST_USE int zbp_input_pass(PyObject *outputs, PyObject *output_grads, PyObj
                                 PyObject *weights, zbp_policy policy, PyObject **dinputs_out,
                                 zbp_group ***groups_out, size_t *group_count_out, int *ran_out);
 
-/* Runs W for `groups` (borrowed). weights: seq of tensors, or NULL for no check. Refuses, before
- * anything is added: groups that are spent, listed twice or running elsewhere; groups none or only
- * some of whose weights are listed; matrices that were modified since I. retain: the groups can be
- * given again. fuse: products are added to existing gradients in one operation, rounding once.
- * main_grad: a weight with an attribute of that name that is a tensor is accumulated there, its .grad
- * is left alone, and its attribute grad_added_to_main_grad, if it has one, becomes True.
- * After another error the same groups can be given again: what was added is not added twice. */
-ZBP_MUST_USE int zbp_weight_pass(zbp_group *const *groups, size_t group_count, PyObject *weights,
-                                 int retain, int fuse, int main_grad);
+/* A call of W: its groups, which no other call can have meanwhile. Between _new and _end, which both
+ * need the GIL, zbp_pass_weights (csrc/pass) runs without it, on the same thread. */
+typedef struct zbp_call zbp_call;
+
+/* Begins a call for `groups` (borrowed). weights: seq of tensors, or NULL for no check. Refuses: groups that
+ * are spent, listed twice or running elsewhere; groups none or only some of whose weights are listed;
+ * matrices that were modified since I. main_grad: a weight with an attribute of that name that is a
+ * tensor is accumulated there, its .grad is left alone, and its attribute grad_added_to_main_grad, if
+ * it has one, becomes True. */
+ZBP_MUST_USE int zbp_call_new(zbp_group *const *groups, size_t group_count, PyObject *weights,
+                              int main_grad, zbp_call **call_out);
+zbp_turn *zbp_call_turns(zbp_call *call); /* one per group; borrowed from the call */
+int zbp_in_anomaly_mode(void);            /* of autograd */
+
+/* Ends it, with what zbp_pass_weights returned and raised. After an error the same groups can be given
+ * again: what was added is not added twice. Frees the call. */
+ZBP_MUST_USE int zbp_call_end(zbp_call *call, int status, zbp_error *error);
 
 void zbp_group_free(zbp_group *group);       /* NULL is legal; frees all that W would have needed */
 int zbp_group_state(const zbp_group *group); /* ZBP_GROUP_*; never fails, looks at a flag */

@@ -14,21 +14,21 @@
 
 #include "core/base/zbp_status.h"
 #include "core/pass/zbp_book.h"
+#include "shim/torch/zbp_error.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-/* What was raised, held by the caller; zeroed is none. What it keeps is freed by zbp_error_clear, or
- * when it is raised as a Python error. */
-typedef struct zbp_error {
-    void *raised;
-} zbp_error;
-
-void zbp_error_clear(zbp_error *error);
-
 /* What a group holds: tensors, nodes, accumulators. The caller's. */
 typedef struct zbp_held zbp_held;
+
+/* A group on its way through W; all three borrowed. */
+typedef struct zbp_turn {
+    zbp_layout *layout;
+    zbp_book *book;
+    zbp_held *held;
+} zbp_turn;
 
 /* Tells the book what it must know before it is asked for the way: each weight's hooks and kind, the
  * paths that are hooked, the gradients that have a part of a product. */

@@ -16,7 +16,6 @@
 
 struct zbp_group {
   zbp::GroupPtr group;
-  bool running = false;  // read and written with the GIL held
 };
 
 namespace zbp {
@@ -61,6 +60,19 @@ PyObject* guarded_object(const Body& body) noexcept {
   THPObjectPtr result;
   const int status = guarded([&] { result = THPObjectPtr(body()); });
   return status == ZBP_OK ? result.release() : nullptr;
+}
+
+/// Of a borrowed result of PySequence_Fast().
+inline Py_ssize_t size_of(PyObject* seq) {
+  return PySequence_Fast_GET_SIZE(seq);
+}
+
+inline PyObject* item(PyObject* seq, Py_ssize_t i) {
+  return PySequence_Fast_GET_ITEM(seq, i);
+}
+
+inline const char* type_name(PyObject* object) {
+  return Py_TYPE(object)->tp_name;
 }
 
 /// Python objects in the making; both throw python_error. append() takes over `value`, which may be null with an

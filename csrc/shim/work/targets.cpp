@@ -20,10 +20,8 @@ namespace zbp {
 
 bool Running::asks_for(size_t slot) const {
   if (stand_in) {
-    const auto& faces = stand_in->task().face;
     return stand_in->next_edge(slot).is_valid() ||
-           std::any_of(faces.begin(), faces.end(),
-                       [&](const Face& face) { return face.slot == slot; });
+           face_at(stand_in->task(), static_cast<uint32_t>(slot)).has_value();
   }
   return proxy ? proxy->next_edge(slot).is_valid() : node->task_should_compute_output(slot);
 }

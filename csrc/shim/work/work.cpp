@@ -191,7 +191,7 @@ void run_works(Group& group, bool retain) {
     }
     const c10::OptionalStreamGuard guard(stream);
     for (size_t i = 0; i < task.face.size(); ++i) {
-      if (!task.face[i].delivered) {
+      if (!group.book.face[task.plan().face_begin + i].is_delivered) {
         run_works_for(task, i, retain);
       }
     }
@@ -215,7 +215,7 @@ at::Tensor kept_grad(const Task& task, size_t face) {
 }
 
 Watched* only_kept_grad(Task& task, size_t face) {
-  if (task.kind != Kind::whole) {
+  if (task.kind() != Kind::whole) {
     return nullptr;
   }
   Watched* only = nullptr;
@@ -254,11 +254,9 @@ Plan plan_for_stand_in(const Targets& targets, StandIn& stand_in) {
     }
   }
   for (const int32_t slot : targets.slots) {
-    const auto* face = std::find_if(task.face.begin(), task.face.end(), [&](const Face& f) {
-      return slot >= 0 && f.slot == static_cast<uint32_t>(slot);
-    });
-    if (face != task.face.end()) {
-      add(face - task.face.begin());
+    const auto face = slot >= 0 ? face_at(task, static_cast<uint32_t>(slot)) : std::nullopt;
+    if (face) {
+      add(*face);
     } else {
       plan.faces.push_back(-1);
       needed_now = needed_now || (slot >= 0 && stand_in.next_edge(slot).is_valid());
@@ -368,7 +366,7 @@ int zbp_will_defer(PyObject* weights, int* out) {
 
 int zbp_group_traverse(const zbp_group* handle, visitproc visit, void* arg) {
   // While another owner has the group (an I, a W), what it holds is no business of the collector's.
-  if (handle->running || handle->group.use_count() != 1) {
+  if (zbp_book_is_claimed(&handle->group->book) || handle->group.use_count() != 1) {
     return 0;
   }
   c10::impl::PyInterpreter* const interpreter = getPyInterpreter();
@@ -384,6 +382,6 @@ int zbp_group_traverse(const zbp_group* handle, visitproc visit, void* arg) {
 }
 
 void zbp_group_clear(zbp_group* handle) {
-  handle->group->state = zbp::Group::State::weight_done;
   handle->group->release();
+  zbp_book_close(&handle->group->book);
 }

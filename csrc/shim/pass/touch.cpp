@@ -1,0 +1,148 @@
+// What the weight pass asks of the shim before a group runs and when it is through: the rest of zbp_touch.h.
+
+#include <algorithm>
+#include <exception>
+#include <memory>
+
+#include "shim/pass/dtensor.h"
+#include "shim/pass/kinds.h"
+#include "shim/pass/path.h"
+#include "shim/pass/weight_nodes.h"
+#include "shim/pass/zbp_touch.h"
+#include "shim/torch/detach.h"
+#include "shim/torch/error.h"
+#include "shim/torch/gil.h"
+#include "shim/torch/streams.h"
+#include "shim/work/work.h"
+
+using namespace zbp;
+using torch::autograd::AccumulateGrad;
+
+namespace {
+
+uint8_t seen_on(const Weight& weight) {
+  AccumulateGrad& accumulator = *weight.accumulator;
+  const bool is_hooked =
+      has_hooks(accumulator) || accumulator.tensor_post_acc_grad_hooks() != nullptr;
+  return static_cast<uint8_t>((is_hooked ? ZBP_WEIGHT_HOOKED : 0) |
+                              (is_subclass(accumulator.variable) ? ZBP_WEIGHT_SPECIAL : 0) |
+                              (accumulator.variable.requires_grad() ? 0 : ZBP_WEIGHT_FROZEN));
+}
+
+/// True once a hook was put on a node of the path: it is owed its gradient.
+bool is_hooked(const Face& face) {
+  return !std::all_of(face.path.begin(), face.path.end(),
+                      [](Node* node) { return is_plain_step(*node); });
+}
+
+void look(Group& group, zbp_book& book) {
+  for (uint32_t w = 0; w < book.weight_count; ++w) {
+    zbp_book_see_weight(&book, w, seen_on(group.weights[w]));
+  }
+  for (const Task& task : group.tasks) {
+    for (size_t i = 0; i < task.face.size(); ++i) {
+      const auto f = static_cast<uint32_t>(task.plan().face_begin + i);
+      zbp_book_see_path(&book, f, is_hooked(task.face[i]));
+      if (book.face[f].half.panels > 0) {
+        zbp_book_see_sum(&book, f, identity_of(sum_of(group.weights[task.plan(i).weight])));
+      }
+    }
+  }
+}
+
+/// Which weights of the groups a retry cannot give their gradients any more.
+std::string lost_weights(zbp_held* const* held, size_t count) {
+  std::string lost;
+  for (size_t g = 0; g < count; ++g) {
+    const Group& group = group_of(held[g]);
+    for (uint32_t w = 0; group.book.has_failed && w < group.book.weight_count; ++w) {
+      if (zbp_book_wants(&group.book, w)) {
+        const at::Tensor& variable = group.weights[w].accumulator->variable;
+        lost += c10::str(lost.empty() ? "" : ", ", variable.scalar_type(), " ",
+                         variable.sym_sizes());
+      }
+    }
+  }
+  return lost;
+}
+
+}  // namespace
+
+int zbp_look(zbp_held* held, zbp_book* book, zbp_error* error) {
+  return kept_in(error, [&] { look(group_of(held), *book); });
+}
+
+int zbp_follow_caller(zbp_held* held, zbp_error* error) {
+  return kept_in(error, [&] { follow_caller(group_of(held)); });
+}
+
+int zbp_join_streams(zbp_held* held, zbp_error* error) {
+  return kept_in(error, [&] { join_streams(group_of(held)); });
+}
+
+void zbp_held_release(zbp_held* held) {
+  group_of(held).release();
+}
+
+void zbp_held_close(zbp_held* held) {
+  Group& group = group_of(held);
+  group.release();
+  const auto weights = std::exchange(group.weights, {});
+  if (group.outputs.empty()) {
+    return;
+  }
+  // Others read what autograd knows of a tensor with the GIL and under no other lock.
+  const AcquireGil gil;
+  for (const auto& output : std::exchange(group.outputs, {})) {
+    if (auto tensor = output.lock()) {
+      detach_output(at::Tensor(std::move(tensor)));
+    }
+  }
+}
+
+void zbp_held_again(zbp_held* held) {
+  for (Task& task : group_of(held).tasks) {
+    for (Work& work : task.works) {
+      make_ready_again(work);
+    }
+  }
+}
+
+int zbp_error_half_added(zbp_held* held, uint32_t face, zbp_error* error) {
+  return kept_in(error, [&] {
+    const Group& group = group_of(held);
+    const at::Tensor& variable =
+        group.weights[group.layout.face[face].weight].accumulator->variable;
+    TORCH_CHECK(
+        false, "a weight pass failed while it added to the gradient of the weight of ",
+        variable.scalar_type(), " ", variable.sym_sizes(),
+        ", and since then its gradient was replaced by another tensor or a hook was registered "
+        "on its way; the rest of this microbatch's gradient can only be added, unwatched, to the "
+        "tensor that has the first part: put that back, or repeat the step from zeroed gradients");
+  });
+}
+
+void zbp_error_name_lost(zbp_error* error, zbp_held* const* held, size_t count) {
+  zbp_error named{};
+  const int status = kept_in(&named, [&] {
+    const std::string lost = lost_weights(held, count);
+    try {
+      if (error->raised) {
+        std::rethrow_exception(*static_cast<std::exception_ptr*>(error->raised));
+      }
+    } catch (const c10::Error& raised) {
+      const std::string message = raised.what_without_backtrace();
+      TORCH_CHECK(
+          lost.empty() || message.find(torch::autograd::ERR_BACKWARD_TWICE) == std::string::npos,
+          "the weight pass failed before, between the split nodes and these weights, and what the "
+          "nodes there had saved is gone; the gradients of this microbatch cannot be added any "
+          "more to the weights of ",
+          lost, "; run the microbatch again");
+    } catch (...) {  // others are told as they are
+    }
+  });
+  if (status == ZBP_ETORCH) {
+    std::swap(error->raised, named.raised);
+  }
+  zbp_error_clear(&named);
+}
