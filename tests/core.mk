@@ -1,4 +1,5 @@
-# core.mk - builds and tests the C core (csrc/core), which knows neither torch nor Python.
+# core.mk - builds and tests what is C and knows neither torch nor Python: the core (csrc/core) and the passes' conductor
+# (csrc/pass), which is linked with a fake shim.
 # Included by the Makefile; also works alone: make -f tests/core.mk test-core
 # All output goes to build/core. CC, CXX, CORE_CFLAGS, FUZZ_CC, FUZZ_SECONDS can be set.
 
@@ -9,10 +10,13 @@ CORE_CFLAGS ?=
 CORE_SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 FUZZ_CC ?= clang
 FUZZ_SECONDS ?= 60
+FUZZ_TARGET ?= fuzz_plan
 
-CORE_SOURCES := $(sort $(patsubst csrc/core/%,%,$(wildcard csrc/core/*/*.c)))
-CORE_HEADERS := $(sort $(wildcard csrc/core/*/*.h))
-CORE_TESTS := test_status test_map test_graph test_plan test_plan_check test_blocks test_record
+CORE_SOURCES := $(sort $(patsubst csrc/%,%,$(wildcard csrc/core/*/*.c)))
+PASS_SOURCES := $(sort $(patsubst csrc/%,%,$(wildcard csrc/pass/*.c)))
+CORE_HEADERS := $(sort $(wildcard csrc/core/*/*.h csrc/pass/*.h) csrc/shim/pass/zbp_touch.h csrc/shim/torch/zbp_error.h)
+CORE_TESTS := test_status test_map test_graph test_plan test_plan_check test_blocks test_record test_layout test_panels
+FUZZ_WITH_fuzz_weight_pass = tests/c/fake_shim.c $(PASS_SOURCES:%=csrc/%)
 CORE_LIB := $(CORE_BUILD)/libzbpcore.a
 
 # The flavours: plain is what the library ships; asan (no NDEBUG) also validates every plan it builds;
@@ -26,9 +30,10 @@ CORE_LINK_cov := --coverage
 
 # $(1): the flavour. Objects, the library, and a program per tests/c/X.c that has a main.
 define CORE_FLAVOUR
-CORE_OBJECTS_$(1) := $$(CORE_SOURCES:%.c=$$(CORE_BUILD)/$(1)/core/%.o)
+CORE_OBJECTS_$(1) := $$(CORE_SOURCES:%.c=$$(CORE_BUILD)/$(1)/objects/%.o)
+PASS_OBJECTS_$(1) := $$(PASS_SOURCES:%.c=$$(CORE_BUILD)/$(1)/objects/%.o)
 
-$$(CORE_BUILD)/$(1)/core/%.o: csrc/core/%.c tests/core.mk
+$$(CORE_BUILD)/$(1)/objects/%.o: csrc/%.c tests/core.mk
 	@mkdir -p $$(@D)
 	@$$(CC) -std=c11 $$(CORE_WARN) $$(CORE_FLAGS_$(1)) $$(CORE_TRACE_$(1)) $$(CORE_CFLAGS) -Icsrc \
 		-MMD -MP -c $$< -o $$@
@@ -43,8 +48,11 @@ $$(CORE_BUILD)/$(1)/bin/%: $$(CORE_BUILD)/$(1)/tests/%.o $$(CORE_BUILD)/$(1)/tes
 	@mkdir -p $$(@D)
 	@$$(CC) $$(CORE_LINK_$(1)) $$^ -pthread -o $$@
 
-.SECONDARY: $$(CORE_OBJECTS_$(1)) $$(patsubst tests/c/%.c,$$(CORE_BUILD)/$(1)/tests/%.o,$$(wildcard tests/c/*.c))
--include $$(wildcard $$(CORE_BUILD)/$(1)/core/*/*.d $$(CORE_BUILD)/$(1)/tests/*.d)
+# What runs passes has a fake shim in the shim's place.
+$$(CORE_BUILD)/$(1)/bin/fuzz_weight_pass: $$(CORE_BUILD)/$(1)/tests/fake_shim.o $$(PASS_OBJECTS_$(1))
+
+.SECONDARY: $$(CORE_OBJECTS_$(1)) $$(PASS_OBJECTS_$(1)) $$(patsubst tests/c/%.c,$$(CORE_BUILD)/$(1)/tests/%.o,$$(wildcard tests/c/*.c))
+-include $$(wildcard $$(CORE_BUILD)/$(1)/objects/*/*.d $$(CORE_BUILD)/$(1)/objects/*/*/*.d $$(CORE_BUILD)/$(1)/tests/*.d)
 endef
 
 CORE_TRACE_count := -fsanitize-coverage=trace-pc
@@ -65,7 +73,8 @@ $(CORE_BUILD)/headers: tests/c/headers.cc $(CORE_HEADERS) $(CORE_LIB) tests/core
 
 CORE_PROGRAMS := $(CORE_BUILD)/headers \
 	$(CORE_TESTS:%=$(CORE_BUILD)/plain/bin/%) $(CORE_BUILD)/count/bin/test_large \
-	$(CORE_TESTS:%=$(CORE_BUILD)/asan/bin/%) $(CORE_BUILD)/asan/bin/fuzz_plan
+	$(CORE_TESTS:%=$(CORE_BUILD)/asan/bin/%) $(CORE_BUILD)/asan/bin/fuzz_plan \
+	$(CORE_BUILD)/asan/bin/fuzz_weight_pass
 
 .PHONY: core test-core valgrind fuzz cov bench-core
 
@@ -76,8 +85,10 @@ test-core: $(CORE_LIB) $(CORE_PROGRAMS) $(CORE_BUILD)/asan/bin/planted ## test t
 		"!AddressSanitizer $(CORE_BUILD)/asan/bin/planted overrun" \
 		"!LeakSanitizer $(CORE_BUILD)/asan/bin/planted leak" \
 		"!overflow $(CORE_BUILD)/asan/bin/planted overflow" \
-		$(filter-out %/fuzz_plan,$(CORE_PROGRAMS)) \
-		"$(CORE_BUILD)/asan/bin/fuzz_plan 40000 1"
+		$(filter-out %/fuzz_plan %/fuzz_weight_pass,$(CORE_PROGRAMS)) \
+		"$(CORE_BUILD)/asan/bin/fuzz_plan 40000 1" \
+		"$(CORE_BUILD)/asan/bin/fuzz_weight_pass 40000 1"
+	@CC="$(CC)" sh tests/c/mutants.sh $(CORE_BUILD)/mutants 100000
 
 CORE_VALGRIND := valgrind -q --error-exitcode=99 --leak-check=full --errors-for-leak-kinds=all
 
@@ -89,20 +100,21 @@ valgrind: $(CORE_TESTS:%=$(CORE_BUILD)/plain/bin/%) $(CORE_BUILD)/plain/bin/fuzz
 		$(CORE_TESTS:%="$(CORE_VALGRIND) $(CORE_BUILD)/plain/bin/%") \
 		"$(CORE_VALGRIND) $(CORE_BUILD)/plain/bin/fuzz_plan 2000 2"
 
-fuzz: ## fuzz the C core with libFuzzer (needs clang; FUZZ_SECONDS=60, FUZZ_CC=clang)
+fuzz: ## fuzz the C core with libFuzzer (needs clang; FUZZ_TARGET=fuzz_plan or fuzz_weight_pass, FUZZ_SECONDS=60, FUZZ_CC=clang)
 	@command -v $(FUZZ_CC) >/dev/null || { echo "libFuzzer needs clang (Debian: apt-get install clang; or FUZZ_CC=clang-14). With gcc: make test-core runs the same target on its own inputs."; exit 1; }
-	@mkdir -p $(CORE_BUILD)/fuzz/corpus
+	@mkdir -p $(CORE_BUILD)/fuzz/corpus_$(FUZZ_TARGET)
 	@$(FUZZ_CC) -std=c11 -g -O1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all \
-		$(CORE_INCLUDE) tests/c/fuzz_plan.c tests/c/model.c $(CORE_SOURCES:%=csrc/core/%) \
-		-o $(CORE_BUILD)/fuzz/fuzz_plan
-	$(CORE_BUILD)/fuzz/fuzz_plan -max_total_time=$(FUZZ_SECONDS) -max_len=2048 \
-		-artifact_prefix=$(CORE_BUILD)/fuzz/ -print_final_stats=1 $(CORE_BUILD)/fuzz/corpus
+		$(CORE_INCLUDE) tests/c/$(FUZZ_TARGET).c tests/c/model.c $(FUZZ_WITH_$(FUZZ_TARGET)) \
+		$(CORE_SOURCES:%=csrc/%) -o $(CORE_BUILD)/fuzz/$(FUZZ_TARGET)
+	$(CORE_BUILD)/fuzz/$(FUZZ_TARGET) -max_total_time=$(FUZZ_SECONDS) -max_len=2048 \
+		-artifact_prefix=$(CORE_BUILD)/fuzz/ -print_final_stats=1 $(CORE_BUILD)/fuzz/corpus_$(FUZZ_TARGET)
 
-cov: $(CORE_TESTS:%=$(CORE_BUILD)/cov/bin/%) $(CORE_BUILD)/cov/bin/fuzz_plan ## line and branch coverage of the C core (needs gcov)
-	@rm -f $(CORE_BUILD)/cov/core/*/*.gcda $(CORE_BUILD)/cov/tests/*.gcda
-	@sh tests/c/run.sh core $(CORE_TESTS:%=$(CORE_BUILD)/cov/bin/%) "$(CORE_BUILD)/cov/bin/fuzz_plan 2000 3"
-	@gcov -b -n $(CORE_BUILD)/cov/core/*/*.gcda 2>/dev/null | awk -F "[':%]" \
-		'/^File/ { file = $$2; show = file ~ /csrc\/core\/.*\.c$$/ } \
+cov: $(CORE_TESTS:%=$(CORE_BUILD)/cov/bin/%) $(CORE_BUILD)/cov/bin/fuzz_plan $(CORE_BUILD)/cov/bin/fuzz_weight_pass ## line and branch coverage of the C core (needs gcov)
+	@rm -f $(CORE_BUILD)/cov/objects/*/*.gcda $(CORE_BUILD)/cov/objects/*/*/*.gcda $(CORE_BUILD)/cov/tests/*.gcda
+	@sh tests/c/run.sh core $(CORE_TESTS:%=$(CORE_BUILD)/cov/bin/%) "$(CORE_BUILD)/cov/bin/fuzz_plan 2000 3" \
+		"$(CORE_BUILD)/cov/bin/fuzz_weight_pass 20000 3"
+	@gcov -b -n $(CORE_BUILD)/cov/objects/*/*.gcda $(CORE_BUILD)/cov/objects/*/*/*.gcda 2>/dev/null | awk -F "[':%]" \
+		'/^File/ { file = $$2; show = file ~ /csrc\/(core|pass)\/.*\.c$$/ } \
 		show && /^Lines/ { lines = $$2 } \
 		show && /^Taken at least/ { printf "%-32s lines %6s %%  branches %6s %%\n", file, lines, $$2; n++ } \
 		END { exit n == 0 }'
