@@ -402,10 +402,8 @@ static int run_weight_pass(zbp_group *const *groups, size_t count, PyObject *wei
     if (status != ZBP_OK) {
         return status;
     }
-    Py_BEGIN_ALLOW_THREADS
-    status = zbp_pass_weights(zbp_call_turns(call), count, how, &error);
-    Py_END_ALLOW_THREADS
-    return zbp_call_end(call, status, &error);
+    Py_BEGIN_ALLOW_THREADS status = zbp_pass_weights(zbp_call_turns(call), count, how, &error);
+    Py_END_ALLOW_THREADS return zbp_call_end(call, status, &error);
 }
 
 static PyObject *weight_pass(PyObject *module, PyObject *args)
@@ -434,7 +432,8 @@ static PyObject *weight_pass(PyObject *module, PyObject *args)
         PyErr_NoMemory();
         goto done;
     }
-    how = (zbp_how){.retain = retain != 0, .fuse = fuse != 0, .is_anomaly = zbp_in_anomaly_mode() != 0};
+    how = (zbp_how){
+        .retain = retain != 0, .fuse = fuse != 0, .is_anomaly = zbp_in_anomaly_mode() != 0};
     for (Py_ssize_t i = 0; i < count; ++i) {
         PyObject *item = PySequence_Fast_GET_ITEM(seq, i);
         if (!Py_IS_TYPE(item, get_state(module)->group_type)) {

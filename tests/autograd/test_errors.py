@@ -744,6 +744,37 @@ def test_post_accumulate_hook_that_raises_does_not_skip_the_hooks_of_the_accumul
     case.assert_right()
 
 
+@needs_zbpipe
+@pytest.mark.parametrize("watched", ["all of its weights", "one of two", "none"])
+def test_groups_that_a_failed_call_has_begun_to_let_go_of_are_spent_by_the_retry(watched):
+    """Retained by the retry alone they would have nothing left to add, or a part: a third call must not seem right."""
+    case = (
+        heavy_and_light()
+        if watched != "none"
+        else Case(lambda m, x: (x @ m.a).sin() @ m.b + m.c, a=(4, 4), b=(4, 4), c=(4,))
+    )
+    raiser = raising()
+    if watched == "none":
+        case.m.b.register_hook(raiser)  # its group comes last: the others have been added without the engine
+    for w in list(case.m.parameters())[: {"all of its weights": None, "one of two": 1, "none": 0}[watched]]:
+        w.register_hook(raising())
+    _, groups = case.input()
+    with pytest.raises((Planned, RuntimeError)):
+        case.weight(groups)
+    for _ in range(9):
+        try:
+            zb.stage_backward_weight(case.m.parameters(), groups, retain_graph=True)
+        except (Planned, RuntimeError):
+            continue
+        break
+    case.assert_right()
+    begun = [group for group in groups if group.spent]
+    assert begun
+    with pytest.raises(RuntimeError, match="is spent"):
+        case.weight(begun)
+    case.assert_right()
+
+
 class Stashing(torch.autograd.Function):
     """x @ w, whose weight's gradient the caller gets to see."""
 

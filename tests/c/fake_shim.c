@@ -142,8 +142,8 @@ int zbp_look(zbp_held *held, zbp_book *book, zbp_error *error)
         const int32_t weight = held->layout.face[f].weight;
 
         zbp_book_see_path(book, f, held->face[f].is_hooked);
-        zbp_book_see_sum(book, f,
-                         weight >= 0 && held->weight[weight].has_grad ? held->weight[weight].sum : 0);
+        zbp_book_see_sum(
+            book, f, weight >= 0 && held->weight[weight].has_grad ? held->weight[weight].sum : 0);
     }
     return ZBP_OK;
 }

@@ -18,7 +18,7 @@ typedef struct fake_gradient {
 typedef struct fake_weight {
     bool has_grad, forbids_products; /* its .grad */
     bool is_cast; /* its dtype is another than the product's: nothing is added in one operation */
-    uint64_t sum;                    /* the identity of that */
+    uint64_t sum; /* the identity of that */
     fake_gradient grad;
     fake_gradient total; /* of all that was ever added, in whichever .grad */
     fake_gradient waiting;
@@ -36,7 +36,7 @@ typedef struct fake_face {
 } fake_face;
 
 typedef struct fake_outside {
-    bool saves;    /* it cannot run again once it was released */
+    bool saves; /* it cannot run again once it was released */
     bool is_spent;
 } fake_outside;
 
@@ -53,8 +53,8 @@ struct zbp_held {
 
 typedef struct fake_world {
     uint64_t random;
-    long touches, fail_at; /* -1: none fails */
-    uint64_t sums;         /* identities given away */
+    long touches, fail_at;  /* -1: none fails */
+    uint64_t sums;          /* identities given away */
     void (*surprise)(void); /* what a user's code that runs within a touch does; may be NULL */
     void (*look)(void);     /* likewise, while the weights are looked at */
 } fake_world;

@@ -55,8 +55,8 @@ static void make_face(zbp_held *h, uint32_t first_outside)
 
 static void make_group(zbp_held *h)
 {
-    const uint32_t weights = 1 + fake_random(MOST_WEIGHTS), outsides = fake_random(MOST_OUTSIDE + 1),
-                   tasks = 1 + fake_random(MOST_TASKS);
+    const uint32_t weights = 1 + fake_random(MOST_WEIGHTS),
+                   outsides = fake_random(MOST_OUTSIDE + 1), tasks = 1 + fake_random(MOST_TASKS);
 
     *h = (zbp_held){0};
     zbp_layout_init(&h->layout, weights, outsides, NULL);

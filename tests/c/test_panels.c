@@ -13,7 +13,8 @@ static void cover(int64_t batches, int64_t rows, int64_t columns)
 
     memset(seen, 0, sizeof seen);
     for (; zbp_panels_next(&panels, &piece); number++) {
-        REQUIRE(piece.batch >= 0 && piece.batch_count > 0 && piece.batch + piece.batch_count <= batches);
+        REQUIRE(piece.batch >= 0 && piece.batch_count > 0 &&
+                piece.batch + piece.batch_count <= batches);
         REQUIRE(piece.begin >= 0 && piece.count >= 0 && piece.begin + piece.count <= size);
         CHECK(piece.by_rows == (rows >= columns));
         CHECK(piece.is_cut || (piece.begin == 0 && piece.count == size));

@@ -11,8 +11,7 @@ int zbp_book_init(zbp_book *book, const zbp_layout *layout, const zbp_alloc *all
 
     memset(book, 0, sizeof *book);
     book->alloc = zbpi_alloc_copy(alloc);
-    if (weight_size > 0 &&
-        (book->weight = zbpi_resize(&book->alloc, NULL, 0, weight_size)) == NULL)
+    if (weight_size > 0 && (book->weight = zbpi_resize(&book->alloc, NULL, 0, weight_size)) == NULL)
         goto out_of_memory;
     book->weight_count = layout->weight_count;
     if (face_size > 0 && (book->face = zbpi_resize(&book->alloc, NULL, 0, face_size)) == NULL)
@@ -219,8 +218,7 @@ bool zbp_book_wants_face(const zbp_book *book, const zbp_layout *layout, uint32_
 {
     const int32_t weight = layout->face[face].weight;
 
-    return !book->face[face].is_delivered &&
-           (weight < 0 || zbp_book_wants(book, (uint32_t)weight));
+    return !book->face[face].is_delivered && (weight < 0 || zbp_book_wants(book, (uint32_t)weight));
 }
 
 static uint32_t count_missing(const zbp_book *book)

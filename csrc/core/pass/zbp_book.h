@@ -70,14 +70,15 @@ typedef enum zbp_fate {
 /* A product of which a W that raised has added some panels: how many, and to what. */
 typedef struct zbp_half {
     int64_t panels;
-    uint64_t sum; /* the identity of the memory; the shim sees to it that no other has it meanwhile */
+    uint64_t
+        sum; /* the identity of the memory; the shim sees to it that no other has it meanwhile */
 } zbp_half;
 
 typedef struct zbp_book_face {
     zbp_half half;
-    uint64_t sum_now;    /* of the weight's gradient before this W; looked at where half.panels > 0 */
-    uint32_t next;       /* of the faces that meet at the weight, ZBP_NO_FACE after the last */
-    bool is_delivered;   /* this edge's gradient has been added */
+    uint64_t sum_now;  /* of the weight's gradient before this W; looked at where half.panels > 0 */
+    uint32_t next;     /* of the faces that meet at the weight, ZBP_NO_FACE after the last */
+    bool is_delivered; /* this edge's gradient has been added */
     bool path_is_hooked; /* a hook on its way is owed its gradient */
 } zbp_book_face;
 
@@ -95,10 +96,10 @@ typedef struct zbp_book {
     zbp_book_weight *weight;
     zbp_book_face *face;
     uint32_t weight_count, face_count;
-    uint32_t missing;  /* weights that a running W has still to add; written by several threads */
-    uint8_t state;     /* ZBP_BOOK_* */
-    uint8_t claimed;   /* a call has it; read and written atomically */
-    bool has_failed;   /* a W that was not to retain it raised before the group was complete */
+    uint32_t missing;    /* weights that a running W has still to add; written by several threads */
+    uint8_t state;       /* ZBP_BOOK_* */
+    uint8_t claimed;     /* a call has it; read and written atomically */
+    bool has_failed;     /* a W that was not to retain it raised before the group was complete */
     bool goes_with_last; /* what the tasks hold goes with the last weight that is added */
     zbp_alloc alloc;
 } zbp_book;
@@ -110,7 +111,8 @@ void zbp_book_fini(zbp_book *book);
 /* Before each way: what the shim sees. */
 void zbp_book_see_weight(zbp_book *book, uint32_t weight, uint8_t seen);
 void zbp_book_see_path(zbp_book *book, uint32_t face, bool is_hooked);
-void zbp_book_see_sum(zbp_book *book, uint32_t face, uint64_t sum); /* of its weight, as it is now */
+void zbp_book_see_sum(zbp_book *book, uint32_t face,
+                      uint64_t sum); /* of its weight, as it is now */
 
 /* How the group's gradients are to be added. A path that is hooked by now is given up in the layout.
  * *face_out: of ZBP_WAY_REFUSED, the product that is half added; else unset. */

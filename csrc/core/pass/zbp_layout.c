@@ -47,8 +47,8 @@ static int make_room(const zbp_layout *layout, void **array, uint32_t count, uin
 int zbp_layout_add_task(zbp_layout *layout, uint8_t kind, uint64_t sequence_nr)
 {
     void *array = layout->task;
-    const int status = make_room(layout, &array, layout->task_count, &layout->task_capacity,
-                                 sizeof *layout->task);
+    const int status =
+        make_room(layout, &array, layout->task_count, &layout->task_capacity, sizeof *layout->task);
 
     layout->task = array;
     if (status == ZBP_OK)
@@ -83,8 +83,8 @@ int zbp_layout_add_face(zbp_layout *layout, zbp_face face)
 
     if (layout->task_count == 0 || !face_is_legal(layout, &face))
         return ZBP_EINVAL;
-    status = make_room(layout, &array, layout->face_count, &layout->face_capacity,
-                       sizeof *layout->face);
+    status =
+        make_room(layout, &array, layout->face_count, &layout->face_capacity, sizeof *layout->face);
     layout->face = array;
     if (status == ZBP_OK) {
         face.task = layout->task_count - 1;
@@ -195,7 +195,8 @@ static const char *fault_in(const zbp_layout *layout)
     for (uint32_t t = 0; t < layout->task_count; t++) {
         const zbp_task *task = &layout->task[t];
 
-        if (task->face_begin != face || task->face_end < face || task->face_end > layout->face_count)
+        if (task->face_begin != face || task->face_end < face ||
+            task->face_end > layout->face_count)
             return "task: its faces do not follow those of the task before";
         if (task->kind > ZBP_TASK_ROOT)
             return "task.kind is none";

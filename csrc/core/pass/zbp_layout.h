@@ -23,14 +23,14 @@ extern "C" {
 enum {
     ZBP_TASK_PRODUCT,  /* W multiplies two matrices */
     ZBP_TASK_DEFERRED, /* W runs the node again with the edges towards the weights alone */
-    ZBP_TASK_WHOLE,    /* I ran the node with all its edges; W starts from the gradients that it gave */
-    ZBP_TASK_ROOT      /* a stage output outside the input closure: W starts there */
+    ZBP_TASK_WHOLE, /* I ran the node with all its edges; W starts from the gradients that it gave */
+    ZBP_TASK_ROOT   /* a stage output outside the input closure: W starts there */
 };
 
 /* Of a face; or-ed. */
 enum {
-    ZBP_FACE_PATH = 1,      /* plain steps lie between it and its weight */
-    ZBP_FACE_SIMPLE = 2,    /* what lies between does no more than to transpose a matrix and cast it */
+    ZBP_FACE_PATH = 1,   /* plain steps lie between it and its weight */
+    ZBP_FACE_SIMPLE = 2, /* what lies between does no more than to transpose a matrix and cast it */
     ZBP_FACE_TRANSPOSED = 4 /* and transposes it */
 };
 

@@ -15,8 +15,10 @@ extern "C" {
 
 /* Sizes in elements. */
 enum {
-    ZBP_TILE = 48, /* the kernels of BLAS (6, 8, 12, 16, 24, 48 wide) begin a new tile here anyway */
-    ZBP_PANEL = 11 * ZBP_TILE, /* so many that packing the other factor anew for each panel costs little */
+    ZBP_TILE =
+        48, /* the kernels of BLAS (6, 8, 12, 16, 24, 48 wide) begin a new tile here anyway */
+    ZBP_PANEL = 11 *
+        ZBP_TILE,       /* so many that packing the other factor anew for each panel costs little */
     ZBP_NARROWEST = 256 /* with fewer of the other, BLAS has ways to cut that depend on all sizes */
 };
 

@@ -30,7 +30,7 @@ struct zbp_adding {
   const zbp_how how;
   const Range range;
   std::optional<c10::OptionalStreamGuard> stream;  // the task's
-  variable_list outputs;         // of its node, a deferred one, which gives all its gradients at once
+  variable_list outputs;  // of its node, a deferred one, which gives all its gradients at once
   std::vector<at::Tensor> sums;  // per weight
 };
 

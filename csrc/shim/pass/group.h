@@ -183,8 +183,8 @@ struct Task {
   Why why = Why::root;
   NodePtr node;  // null for a whole node that would hold memory
   bool can_run_again =
-      true;  // with other output gradients; not a whole node that had saved tensors
-  uint32_t input_nr = 0;       // root: which input of `node` the output gradient belongs to
+      true;               // with other output gradients; not a whole node that had saved tensors
+  uint32_t input_nr = 0;  // root: which input of `node` the output gradient belongs to
   SmallVector<Face, 2> face;
 
   Watched other;                // product: the matrix that is multiplied with the output gradient
@@ -231,7 +231,7 @@ void for_each_watched(const Task& task, const Visit& visit) {
 
 struct Weight {
   NodeRef<torch::autograd::AccumulateGrad> accumulator;
-  at::Tensor grad;       // the sum of its gradients, while it waits to be added: see zbp_book_weight
+  at::Tensor grad;  // the sum of its gradients, while it waits to be added: see zbp_book_weight
   at::Tensor main_grad;  // where W adds instead of .grad; see MainGrads
 };
 

@@ -150,9 +150,9 @@ void Split::add_outside(uint32_t g) {
   for (const uint32_t e : edges) {
     const zbp_edge& edge = walk_.graph().edge[e];
     if (walk_.has(edge.dst, ZBP_NODE_WEIGHTWARD)) {
-      check_status(zbp_layout_add_hop(
-          &group.layout, {static_cast<uint32_t>(outside_index_[edge.src]), edge.slot,
-                          outside_index_[edge.dst], weight_index_[edge.dst]}));
+      check_status(zbp_layout_add_hop(&group.layout,
+                                      {static_cast<uint32_t>(outside_index_[edge.src]), edge.slot,
+                                       outside_index_[edge.dst], weight_index_[edge.dst]}));
     }
   }
 }
@@ -260,8 +260,7 @@ void Split::add_task(uint32_t g, uint32_t id, const Decisions& decisions) {
 /// The last task of its group.
 Task& Split::new_task(Group& group, Kind kind, NodePtr node, uint64_t sequence_nr) {
   check_status(zbp_layout_add_task(&group.layout, static_cast<uint8_t>(kind), sequence_nr));
-  Task& task =
-      group.tasks.emplace_back(group.layout, static_cast<uint32_t>(group.tasks.size()));
+  Task& task = group.tasks.emplace_back(group.layout, static_cast<uint32_t>(group.tasks.size()));
   note_place(task, *node);
   task.plan().stream = stream_number(group, task);
   task.node = std::move(node);

@@ -214,7 +214,7 @@ Kind classify(Node& node, const Task& task, Decision decision, Why& why) {
   }
   why = Why::separable;
   return separable->is_plain_product && left.has_value() != right.has_value() ? Kind::product
-                                                                                : Kind::deferred;
+                                                                              : Kind::deferred;
 }
 
 const char* name_of(Kind kind) {

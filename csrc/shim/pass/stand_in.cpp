@@ -109,7 +109,7 @@ variable_list StandIn::apply(variable_list&& grads) {
   TORCH_CHECK(original_, torch::autograd::ERR_BACKWARD_TWICE);
   group_->pin_outside();
   return task().kind() == Kind::whole ? run_whole(task(), std::move(grads))
-                                    : run_split(task(), std::move(grads));
+                                      : run_split(task(), std::move(grads));
 }
 
 variable_list StandIn::run_split(Task& task, variable_list&& grads) {

@@ -58,8 +58,8 @@ std::string lost_weights(zbp_held* const* held, size_t count) {
     for (uint32_t w = 0; group.book.has_failed && w < group.book.weight_count; ++w) {
       if (zbp_book_wants(&group.book, w)) {
         const at::Tensor& variable = group.weights[w].accumulator->variable;
-        lost += c10::str(lost.empty() ? "" : ", ", variable.scalar_type(), " ",
-                         variable.sym_sizes());
+        lost +=
+            c10::str(lost.empty() ? "" : ", ", variable.scalar_type(), " ", variable.sym_sizes());
       }
     }
   }

@@ -27,7 +27,10 @@ void FirstError::rethrow() {
 }
 
 TaskNode::TaskNode(GroupPtr group, size_t task, bool retain)
-    : Node(group->tasks[task].sequence_nr()), group_(std::move(group)), task_(task), retain_(retain) {
+    : Node(group->tasks[task].sequence_nr()),
+      group_(std::move(group)),
+      task_(task),
+      retain_(retain) {
   const Task& t = group_->tasks[task_];
   if (t.place) {
     input_metadata_.emplace_back(*t.place);

@@ -53,8 +53,8 @@ ZBP_MUST_USE int zbp_adding_begin(zbp_adding *adding, uint32_t task, zbp_error *
 /* Adds the face's product in place to the gradient that the weight has. *added_out: false if the face has
  * no product, the weight no gradient, or one that forbids it; then nothing was done. `half`: how many
  * panels are in there already; after an error, how many are by now, and in what. */
-ZBP_MUST_USE int zbp_add_product(zbp_adding *adding, uint32_t face, zbp_half *half,
-                                 bool *added_out, zbp_error *error);
+ZBP_MUST_USE int zbp_add_product(zbp_adding *adding, uint32_t face, zbp_half *half, bool *added_out,
+                                 zbp_error *error);
 
 /* Computes the face's gradient and adds it to its weight, by the accumulator's rules. */
 ZBP_MUST_USE int zbp_add_gradient(zbp_adding *adding, uint32_t face, zbp_error *error);
