@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/object_ptr.h>
 
+#include "shim/explain/reach.h"
 #include "shim/pass/dtensor.h"
 #include "shim/pass/kinds.h"
 #include "shim/pass/path.h"
@@ -88,25 +89,23 @@ bool serves(const Watched& watched, const Task& task, size_t f) {
   return &watched != &task.other || task.plan(f).slot == task.matrix_slot;
 }
 
-/// The weights whose gradients are computed from the tensor, behind the task's faces directly or
-/// through nodes outside the closure.
-std::vector<const Weight*> weights_of(const Watched& watched, const Task& task,
-                                      const Group& group) {
-  Reach reach(group);
+/// The weights whose gradients are computed from the tensor.
+std::vector<const Weight*> weights_of(const Watched& watched, const Task& task, Reach& reach) {
+  reach.begin();
   for (size_t f = 0; f < task.face.size(); ++f) {
     if (serves(watched, task, f)) {
-      reach.add(task.plan(f));
+      reach.add(task, f);
     }
   }
   return reach.weights();
 }
 
-PyObject* account_of(const Task& task, const Group& group) {
+PyObject* account_of(const Task& task, Reach& reach) {
   THPObjectPtr tensors = new_list();
   for_each_watched(task, [&](const Watched& watched) {
     if (watched.tensor().defined()) {
       append_tensor(tensors, role_of(watched, task), watched.tensor(),
-                    weights_of(watched, task, group));
+                    weights_of(watched, task, reach));
     }
   });
   return Py_BuildValue("zsO", task.node ? task.node->name().c_str() : nullptr,
@@ -140,8 +139,9 @@ PyObject* zbp_group_account(const zbp_group* handle) {
     }
     THPObjectPtr list = new_list();
     const Group& group = *handle->group;
+    Reach reach(group);
     for (const Task& task : group.tasks) {
-      append(list, account_of(task, group));
+      append(list, account_of(task, reach));
     }
     for (const Weight& weight : group.weights) {
       if (weight.grad.defined()) {

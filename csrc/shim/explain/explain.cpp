@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/object_ptr.h>
 
+#include "shim/explain/reach.h"
 #include "shim/pass/kinds.h"
 #include "shim/pass/path.h"
 #include "shim/torch/python.h"
@@ -69,7 +70,9 @@ std::optional<std::string> way_of(const Face& face, const zbp_face& plan) {
   return c10::str(has_hooks(node) ? "a hook watches " : "it is computed by ", node.name());
 }
 
-PyObject* explain(const Face& face, const zbp_face& plan, const Group& group) {
+PyObject* explain(const Task& task, size_t f, Reach& reach) {
+  const Face& face = task.face[f];
+  const zbp_face& plan = task.plan(f);
   THPObjectPtr shape = new_list();
   const auto& metadata = face.edge.function->input_metadata(face.edge.input_nr);
   if (!metadata.is_nested_tensor()) {
@@ -77,8 +80,8 @@ PyObject* explain(const Face& face, const zbp_face& plan, const Group& group) {
       append(shape, PyLong_FromLongLong(size.maybe_as_int().value_or(-1)));
     }
   }
-  Reach reach(group);
-  reach.add(plan);
+  reach.begin();
+  reach.add(task, f);
   THPObjectPtr weights = new_list();
   for (const Weight* weight : reach.weights()) {
     append(weights, THPVariable_Wrap(weight->accumulator->variable));
@@ -88,10 +91,10 @@ PyObject* explain(const Face& face, const zbp_face& plan, const Group& group) {
                        way ? way->c_str() : nullptr, weights.get());
 }
 
-PyObject* explain(const Task& task, const Group& group) {
+PyObject* explain(const Task& task, Reach& reach) {
   THPObjectPtr edges = new_list();
   for (size_t f = 0; f < task.face.size(); ++f) {
-    append(edges, explain(task.face[f], task.plan(f), group));
+    append(edges, explain(task, f, reach));
   }
   return Py_BuildValue("NsssO", torch::autograd::functionToPyObject(task.node),
                        task.node->name().c_str(), name_of(task.kind()), name_of(task.why),
@@ -115,8 +118,9 @@ PyObject* zbp_explain(PyObject* outputs, PyObject* inputs, PyObject* weights, zb
     look_at_input_pass(args, [&](const std::vector<GroupPtr>& groups) {
       for (const GroupPtr& group : groups) {
         THPObjectPtr tasks = new_list();
+        Reach reach(*group);
         for (const Task& task : group->tasks) {
-          append(tasks, explain(task, *group));
+          append(tasks, explain(task, reach));
         }
         append(list, tasks.release());
       }

@@ -110,36 +110,6 @@ void Group::release() noexcept {
   }
 }
 
-void Reach::visit(int32_t weight, int32_t outside) {
-  if (weight >= 0) {
-    weight_[weight] = true;
-  } else if (outside >= 0 && !outside_[outside]) {
-    outside_[outside] = true;
-    pending_.push_back(outside);
-  }
-}
-
-void Reach::add(const zbp_face& face) {
-  visit(face.weight, face.outside);
-  while (!pending_.empty()) {
-    const auto [begin, end] = hops_of(group_.layout, pending_.back());
-    pending_.pop_back();
-    for (const zbp_hop* hop = begin; hop != end; ++hop) {
-      visit(hop->to_weight, hop->to_outside);
-    }
-  }
-}
-
-std::vector<const Weight*> Reach::weights() const {
-  std::vector<const Weight*> weights;
-  for (size_t i = 0; i < weight_.size(); ++i) {
-    if (weight_[i]) {
-      weights.push_back(&group_.weights[i]);
-    }
-  }
-  return weights;
-}
-
 namespace {
 
 Modified modified(const Watched& watched) {

@@ -293,25 +293,6 @@ inline std::pair<const zbp_hop*, const zbp_hop*> hops_of(const zbp_layout& layou
           layout.hop + zbp_layout_first_hop(&layout, static_cast<uint32_t>(outside) + 1)};
 }
 
-/// Finds a group's weights behind faces, at once or through nodes outside the closure.
-class Reach {
- public:
-  explicit Reach(const Group& group)
-      : group_(group), weight_(group.weights.size()), outside_(group.outside.size()) {}
-
-  void add(const zbp_face& face);
-  /// In the group's order.
-  std::vector<const Weight*> weights() const;
-
- private:
-  void visit(int32_t weight, int32_t outside);
-
-  const Group& group_;
-  std::vector<bool> weight_;
-  std::vector<bool> outside_;
-  std::vector<int32_t> pending_;
-};
-
 using GroupPtr = std::shared_ptr<Group>;
 
 /// The group behind the name that C knows it by.
