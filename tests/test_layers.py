@@ -208,6 +208,7 @@ LATE = {
     ("leaks/_draw/figure.py", "matplotlib.backends.backend_agg"): OPTIONAL,
     ("leaks/_draw/figure.py", "matplotlib.figure"): OPTIONAL,
     ("leaks/_draw/figure.py", "matplotlib.patches"): OPTIONAL,
+    ("leaks/__init__.py", "zbpipe.leaks.pytest_plugin"): OPTIONAL,  # pytest
     ("memory/_plot.py", "matplotlib.backends.backend_agg"): OPTIONAL,
     ("memory/_plot.py", "matplotlib.figure"): OPTIONAL,
     ("memory/_plot.py", "matplotlib.patches"): OPTIONAL,

@@ -23,30 +23,39 @@ _build_check.check()
 
 from zbpipe import memory, stores  # noqa: E402
 from zbpipe._C import ParamGroup  # noqa: E402
-from zbpipe._compile import compile, compile_backend  # noqa: E402
-from zbpipe._explain.result import Explanation  # noqa: E402
+from zbpipe._compile import compile  # noqa: E402
+from zbpipe._explain.result import Explanation, ParameterPlan, Use  # noqa: E402
 from zbpipe._explain.run import explain  # noqa: E402
-from zbpipe._kernels.defer import defer, will_defer  # noqa: E402
+from zbpipe._kernels.defer import defer  # noqa: E402
 from zbpipe._names import name_parameters  # noqa: E402
 from zbpipe._patch import is_patched, patch, patched, unpatch  # noqa: E402
 from zbpipe._policy import Policy, get_policy, policy, set_policy  # noqa: E402
 from zbpipe._version import __version__  # noqa: E402
 from zbpipe.passes import stage_backward, stage_backward_input, stage_backward_weight  # noqa: E402
-from zbpipe.release import deallocate_output, make_viewless, release_storage  # noqa: E402
+from zbpipe.release import (  # noqa: E402
+    deallocate_output,
+    deallocate_output_tensor,
+    make_viewless,
+    make_viewless_tensor,
+    release_storage,
+)
 
 __all__ = [
     "Explanation",
     "ParamGroup",
+    "ParameterPlan",
     "Policy",
+    "Use",
     "__version__",
     "compile",
-    "compile_backend",
     "deallocate_output",
+    "deallocate_output_tensor",
     "defer",
     "explain",
     "get_policy",
     "is_patched",
     "make_viewless",
+    "make_viewless_tensor",
     "memory",
     "name_parameters",
     "patch",
@@ -59,7 +68,6 @@ __all__ = [
     "stage_backward_weight",
     "stores",
     "unpatch",
-    "will_defer",
 ]
 
 if TYPE_CHECKING:

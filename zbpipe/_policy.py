@@ -55,7 +55,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -64,13 +64,45 @@ _DEFER = {"nothing": 0, "matrices": 1, "all": 2}
 _CHECKPOINT = {"keep": 0, "recompute": 1, "input_pass": 2}
 _VARIABLE = "ZBPIPE_POLICY"
 
+Defer = Literal["matrices", "all", "nothing"] | Callable[[torch.Tensor], bool]
+Checkpoint = Literal["keep", "recompute", "input_pass"] | Callable[[torch.Tensor], str]
+
+
+class _AsItIs:
+    """Of a choice that is not made."""
+
+    def __repr__(self) -> str:
+        return "as it is"
+
+
+_AS_IT_IS: Any = _AsItIs()
+
 
 @dataclass(frozen=True)
 class Policy:
-    """The four choices; see Note [What each choice costs]. Raises TypeError or ValueError for values that are none."""
+    """What W computes, what is kept for it, and how it adds. What each choice costs: Note [What each choice costs] in
+    ``zbpipe/_policy.py``.
 
-    defer: str | Callable[[torch.Tensor], bool] = "matrices"
-    checkpoint: str | Callable[[torch.Tensor], str] = "keep"
+    Attributes:
+        defer: which weights' gradients W computes: "matrices", "all" that can be split, "nothing"; or a function of a
+            weight (called in I) that returns whether W does.
+        checkpoint: what becomes of activations that are checkpointed, offloaded or packed otherwise: "keep" (what W
+            reads is unpacked in I and kept), "recompute" (they stay packed until W), "input_pass" (these weights'
+            gradients are computed in I); or a function of a weight (called in I) that returns one of these words.
+        fused: products are added by ``grad.addmm_(a, b)``; otherwise as ``grad += a @ b`` would, to the bit.
+        main_grad: a weight's gradient is added to its attribute ``main_grad``, a floating-point tensor of its shape and
+            device, where it has one, and not to ``.grad``.
+
+    Raises:
+        TypeError, ValueError: a value that is none of these.
+
+    Source:
+        ``torch.utils.checkpoint.CheckpointPolicy`` (MUST_SAVE, PREFER_RECOMPUTE) and pytorch/pytorch 136766 for
+        ``checkpoint``; Megatron-LM's ``gradient_accumulation_fusion`` for ``fused`` and ``main_grad``.
+    """
+
+    defer: Defer = "matrices"
+    checkpoint: Checkpoint = "keep"
     fused: bool = False
     main_grad: bool = False
 
@@ -128,38 +160,66 @@ _current: contextvars.ContextVar[Policy | None] = contextvars.ContextVar("zbpipe
 
 
 def get_policy() -> Policy:
-    """The policy that a pass called now would follow: that of the innermost :func:`policy` block, or the process's."""
+    """The policy that a pass called now would follow.
+
+    Returns:
+        That of the innermost :func:`policy` block of this thread or task, or else the process's.
+    """
     return _current.get() or _default
 
 
-def set_policy(**choices: Any) -> Policy:
-    """Changes the process's default policy, for all threads, and returns what it was.
+def set_policy(
+    *,
+    defer: Defer = _AS_IT_IS,
+    checkpoint: Checkpoint = _AS_IT_IS,
+    fused: bool = _AS_IT_IS,
+    main_grad: bool = _AS_IT_IS,
+) -> Policy:
+    """Changes the process's default policy, for all threads. What is not given stays.
 
     Args:
-        choices: ``defer``, ``checkpoint``, ``fused``, ``main_grad``; the others stay. See :class:`Policy`.
+        defer, checkpoint, fused, main_grad: see :class:`Policy`.
+
+    Returns:
+        The policy that it was.
 
     Raises:
         TypeError, ValueError: a choice that there is none of; nothing has been changed.
     """
     global _default
-    before, _default = _default, dataclasses.replace(_default, **choices)
+    before, _default = _default, _changed(_default, defer, checkpoint, fused, main_grad)
     return before
 
 
 @contextlib.contextmanager
-def policy(**choices: Any) -> Iterator[Policy]:
-    """Changes the policy for the passes that are called in a ``with`` block, in this thread or task.
+def policy(
+    *,
+    defer: Defer = _AS_IT_IS,
+    checkpoint: Checkpoint = _AS_IT_IS,
+    fused: bool = _AS_IT_IS,
+    main_grad: bool = _AS_IT_IS,
+) -> Iterator[Policy]:
+    """Changes the policy for the passes that are called in a ``with`` block, in this thread or task. What is not given
+    stays.
 
     Threads that are started within the block do not see it; they follow the process's policy.
 
     Args:
-        choices: ``defer``, ``checkpoint``, ``fused``, ``main_grad``; the others stay. See :class:`Policy`.
+        defer, checkpoint, fused, main_grad: see :class:`Policy`.
+
+    Returns:
+        A context manager, which gives the policy that holds within it.
 
     Raises:
         TypeError, ValueError: a choice that there is none of.
     """
-    token = _current.set(dataclasses.replace(get_policy(), **choices))
+    token = _current.set(_changed(get_policy(), defer, checkpoint, fused, main_grad))
     try:
         yield get_policy()
     finally:
         _current.reset(token)
+
+
+def _changed(before: Policy, defer: Any, checkpoint: Any, fused: Any, main_grad: Any) -> Policy:
+    choices = {"defer": defer, "checkpoint": checkpoint, "fused": fused, "main_grad": main_grad}
+    return dataclasses.replace(before, **{name: value for name, value in choices.items() if value is not _AS_IT_IS})

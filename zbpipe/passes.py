@@ -49,6 +49,10 @@ def stage_backward_input(
         TypeError, ValueError: an argument is refused; nothing has been changed.
         AssertionError: a GradientEdge came without an output gradient.
         RuntimeError: the backward itself failed; the original error is the cause.
+
+    Source:
+        ``torch.distributed.pipelining._backward.stage_backward_input`` (pytorch/pytorch PR 132691), the B of "Zero
+        Bubble Pipeline Parallelism" (Qi et al., 2023).
     """
     run = (_observer.current or _C).input_pass
     policy = get_policy()
@@ -104,6 +108,10 @@ def stage_backward_weight(
 
     After any other error (a hook that raised, memory that ran out) the call can be repeated with the
     same groups: it goes on where it stopped, and adds nothing twice.
+
+    Source:
+        ``torch.distributed.pipelining._backward.stage_backward_weight`` (pytorch/pytorch PR 132691), the W of "Zero
+        Bubble Pipeline Parallelism" (Qi et al., 2023).
     """
     run = (_observer.current or _C).weight_pass
     policy = get_policy()
@@ -136,6 +144,9 @@ def stage_backward(
         AssertionError: a GradientEdge came without an output gradient.
         RuntimeError: structures that do not match, or a backward that failed; the original error
             is the cause.
+
+    Source:
+        ``torch.distributed.pipelining._backward.stage_backward``; edges in place of outputs: pytorch/pytorch 128910.
     """
     if outputs_with_grads_idxs is not None:
         stage_output = [stage_output[i] for i in outputs_with_grads_idxs]

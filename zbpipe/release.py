@@ -13,6 +13,14 @@ import torch
 from zbpipe import _C
 from zbpipe._torch import autograd
 
+__all__ = [
+    "deallocate_output",
+    "deallocate_output_tensor",
+    "make_viewless",
+    "make_viewless_tensor",
+    "release_storage",
+]
+
 _LISTED = 8  # holders that a refusal describes; more are counted
 
 
@@ -43,6 +51,10 @@ def deallocate_output(tensor: torch.Tensor) -> int:
         ValueError: a view (see :func:`make_viewless`), a parameter, an input, a tensor on ``meta``.
         RuntimeError: C++ holds the tensor, and refers to it weakly too (``retain_grad``).
         After any of these nothing has been changed.
+
+    Source:
+        Megatron-LM's ``deallocate_output_tensor`` (megatron/core/pipeline_parallel/schedules.py), by which name it is
+        found, too; here without the flag, and with an ordinary backward afterwards in place of a custom one.
     """
     if isinstance(tensor, torch.nn.Parameter):
         raise ValueError(
@@ -77,6 +89,10 @@ def make_viewless(tensor: torch.Tensor) -> torch.Tensor:
         TypeError: no tensor, one whose memory is not one plain storage, or a view of a class other than
             ``torch.Tensor``.
         ValueError: a view that carries a forward-mode gradient; a tensor on ``meta``.
+
+    Source:
+        Megatron-LM's ``make_viewless_tensor`` (megatron/core/utils.py), by which name it is found, too; here without
+        flags. Views that cannot be detached: pytorch/pytorch 142229, 142237, 143589.
     """
     return _C.make_viewless(tensor)
 
@@ -103,6 +119,9 @@ def release_storage(tensor: torch.Tensor) -> int:
         TypeError: no tensor, or one whose memory is not one plain storage.
         ValueError: memory that torch cannot free: from numpy, DLPack, another process, a lazy clone;
             a tensor on ``meta``.
+
+    Source:
+        ``storage.resize_(0)`` at a buffer's last use, as in microsoft/DeepSpeed PR 8032.
     """
     released, size, of_storage, python_storage, of_tensor = _C.release_storage(tensor)
     if not released:
@@ -110,6 +129,11 @@ def release_storage(tensor: torch.Tensor) -> int:
     if size > 0:
         _mark_gone(tensor)
     return size
+
+
+# Megatron-LM's names.
+deallocate_output_tensor = deallocate_output
+make_viewless_tensor = make_viewless
 
 
 class _GoneStorage(torch.UntypedStorage):

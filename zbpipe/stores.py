@@ -27,7 +27,7 @@ class WeightGradStore:
 
     Give one to each module, where it expects its own store (TransformerEngine's ``module.wgrad_store``), or put one
     in place of the class that is used as a global one (zero-bubble Megatron, DualPipe). Their Functions ask the store
-    whether to put or to compute at once; here the answer is what :func:`zbpipe.will_defer` says, so that every
+    whether to put or to compute at once; here the answer is yes within an input pass that takes the work, so that every
     ordinary backward computes at once. Nobody has to switch, flush or pop: what a loop calls and sets for that is
     there and does nothing, and the queue is always empty.
 
@@ -37,6 +37,13 @@ class WeightGradStore:
             (to ``main_grad``, say) and return what nobody needs.
         gradients: called as ``gradients(result, arguments)`` with what a function returned and what it was called
             with; returns the gradients for ``weights``. Default: the result is the gradients.
+
+    Raises:
+        ValueError: `gradients` without `weights`.
+
+    Source:
+        ``WeightGradStore`` of NVIDIA/TransformerEngine (PR 1976), of zero-bubble Megatron (sail-sg) and of DualPipe
+        (deepseek-ai).
     """
 
     def __init__(self, weights: Weights = None, gradients: Callable[[Any, tuple[Any, ...]], Any] | None = None) -> None:
@@ -219,6 +226,9 @@ def run_backward_dw(module: nn.Module, weights: Sequence[nn.Parameter] | None = 
     apart any more: a backward failed or ended within the module, or ``backward_dw()`` raised while later entries were
     waiting; and where weight passes of one module run at the same time, which they must not. If ``backward_dw()``
     raised for the only entry, a repeated weight pass calls it again.
+
+    Source:
+        ``backward_dw()`` of NVIDIA/TransformerEngine's modules and of Megatron-LM, PR 1976 of the former.
     """
     if not callable(getattr(module, "backward_dw", None)):
         raise TypeError(f"{type(module).__name__} has no method backward_dw; expected a module that delays its weights")

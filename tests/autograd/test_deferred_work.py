@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import zbpipe
+from zbpipe._kernels.defer import will_defer
 
 f64 = torch.float64
 
@@ -663,14 +664,14 @@ def test_without_a_backward_the_function_is_called():
     w = torch.ones(2, requires_grad=True)
     assert torch.equal(zbpipe.defer(torch.neg, w, (torch.ones(2),)), -torch.ones(2))
     assert zbpipe.defer(lambda: None, (0, w)) == (None, None)
-    assert not zbpipe.will_defer(0)
+    assert not will_defer(0)
 
 
 def test_will_defer_says_what_defer_would_do():
     said = []
 
     def ask(x, w, grad):
-        said.append((zbpipe.will_defer(1), zbpipe.will_defer((w,)), zbpipe.will_defer(0), zbpipe.will_defer(None)))
+        said.append((will_defer(1), will_defer((w,)), will_defer(0), will_defer(None)))
         return x.mT @ grad
 
     def run(split, listed=True, **choices):

@@ -11,6 +11,7 @@ import torch
 from stages import Block, not_split, run_input
 
 import zbpipe
+from zbpipe._compile import compile_backend
 
 FLOOR = 4 * 12 * (16 + 16 + 16 + 64 + 48 + 16 + 64 + 16) + 4 * 4 * 16
 """Bytes that wait for W if the block is split."""
@@ -21,9 +22,9 @@ def test_other_ways_to_name_the_backend(how, caplog):
     caplog.set_level(logging.INFO, logger="zbpipe")
     net = Block()
     if how == "function":
-        compiled = torch.compile(net, backend=zbpipe.compile_backend, options={"backend": "aot_eager"})
+        compiled = torch.compile(net, backend=compile_backend, options={"backend": "aot_eager"})
     elif how == "in place":
-        net.compile(backend=zbpipe.compile_backend, options={"backend": "aot_eager", "recompute": True})
+        net.compile(backend=compile_backend, options={"backend": "aot_eager", "recompute": True})
         compiled = net
     else:
         compiled = zbpipe.compile(backend="aot_eager")(net)

@@ -49,7 +49,7 @@ def compile_backend(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """The backend that ``torch.compile(module, backend="zbpipe")`` finds.
+    """The backend that ``torch.compile(module, backend="zbpipe")`` finds, by the entry point in pyproject.toml.
 
     ``options`` are inductor's, and besides ``backend`` and ``recompute`` as :func:`compile` has them.
     """
@@ -80,7 +80,14 @@ def compile(
             fewer bytes between I and W.
         options: as for ``torch.compile``: ``fullgraph``, ``dynamic``, ``mode``, ``options``, ``disable``.
 
+    Returns:
+        What ``torch.compile`` returns: a module for a module, a function for a function.
+
     Raises:
         ValueError, TypeError: a backend or a value that there is none of.
+
+    Source:
+        ``torch.compile``. The cut is a minimum cut as in AOTAutograd's ``min_cut_rematerialization_partition``.
+        Zero-bubble schedules and compiled stages: pytorch/pytorch 161904, 143599, PR 162511; pytorch/torchtitan 2727.
     """
     return torch.compile(model, backend=Backend(backend, recompute), **options)

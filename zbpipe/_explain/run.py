@@ -55,6 +55,9 @@ def explain(
         output_grads: a gradient or None per tensor in the module's output, with its shape, dtype and device; default:
             ones.
 
+    Returns:
+        The plan: per parameter its uses, bytes and FLOPs; see :class:`Explanation`. It holds no tensor.
+
     Raises:
         TypeError: an argument is not what is said here; or the module gave no tensor that requires a gradient.
         ValueError: output_grads do not fit the outputs.
@@ -62,6 +65,9 @@ def explain(
             parameter or buffer is not initialized yet or an inference tensor; the inputs are on another device than the
             parameters, and the forward failed; the input pass failed, as it would in training.
         Exception: what the module's forward raises.
+
+    Source:
+        FLOPs are counted as ``torch.utils.flop_counter.FlopCounterMode`` counts them.
     """
     args = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
     _check(module, kwargs, output_grads)

@@ -62,6 +62,10 @@ def defer(function: Callable[..., Any], weights: Weights, saved: Sequence[Any] =
 
     If ``function`` raises in the weight pass, its gradients have not been added, and a repeated weight pass calls it
     again; if it returned, it is not called again. A group that is dropped without its weight pass never calls it.
+
+    Source:
+        Delayed weight gradients: NVIDIA/TransformerEngine PR 1976 (``wgrad_store.put``), which skip hooks:
+        NVIDIA/Megatron-LM 2999, 6697.
     """
     if torch.compiler.is_compiling():
         return function(*saved)

@@ -61,9 +61,15 @@ def patch(release_outputs: bool | None = None) -> None:
             leaves it as it is while torch is patched; when it is not, None is what ZBPIPE_RELEASE_OUTPUTS in the
             environment says at that moment, or False. unpatch() forgets what was said.
 
-    Raises TypeError if `release_outputs` is something else. Raises RuntimeError, and changes nothing, if this torch is
-    not one that zbpipe knows (older than 2.11, built without torch.distributed, or with functions that are missing,
-    new, or take other parameters), or if ZBPIPE_RELEASE_OUTPUTS has a value that it cannot have.
+    Raises:
+        TypeError: `release_outputs` is something else.
+        RuntimeError: this torch is not one that zbpipe knows (older than 2.11, built without torch.distributed, or with
+            functions that are missing, new, or take other parameters), or ZBPIPE_RELEASE_OUTPUTS has a value that it
+            cannot have; nothing has been changed.
+
+    Source:
+        What takes the place of ``torch.distributed.pipelining._backward``. ``release_outputs`` is Megatron-LM's
+        ``deallocate_pipeline_outputs``; pytorch/pytorch 128910.
     """
     _check(release_outputs)
     modules = _import()
@@ -78,7 +84,8 @@ def unpatch() -> None:
     torch was patched can still be waited for; a tensor whose send is not done yet stays until it is.
 
     A place that somebody else rebound meanwhile is left as it is and named in a warning. A module of torch that took
-    zbpipe's functions over while they were in place gets torch's; other modules keep what they imported.
+    zbpipe's functions over while they were in place gets torch's; other modules keep what they imported. Raises
+    nothing: what is not in order is logged.
     """
     with _state.lock:
         if not state.in_force:
@@ -99,7 +106,11 @@ def unpatch() -> None:
 
 
 def is_patched() -> bool:
-    """Tell whether patch() is in force."""
+    """Tell whether patch() is in force.
+
+    Returns:
+        True or False, for the process.
+    """
     return state.in_force
 
 
@@ -108,8 +119,16 @@ def patched(release_outputs: bool | None = None) -> Iterator[None]:
     """Patch for the length of a `with` block, then go back to how things were before it.
 
     Blocks may nest, and may overlap in several threads: patching is for the process, and the last block to end
-    restores. `release_outputs` is as for patch(); its value from before the block comes back with the block's end.
-    Raises what patch() raises.
+    restores.
+
+    Args:
+        release_outputs: as for :func:`patch`; its value from before the block comes back with the block's end.
+
+    Returns:
+        A context manager, which gives nothing.
+
+    Raises:
+        TypeError, RuntimeError: as :func:`patch`, on entering.
     """
     _check(release_outputs)
     modules = _import()

@@ -9,6 +9,9 @@ closures, hooks, autograd nodes with the field that saved the tensor, parameter 
 a living tensor; :class:`Growth` of what piles up from step to step. Nothing is unpacked, run or kept alive by looking.
 """
 
+import importlib
+from typing import TYPE_CHECKING
+
 from zbpipe.leaks._check import Check, TensorLeakError, TensorLeakWarning, check_tensor_leak
 from zbpipe.leaks._growth import Grown, Growth
 from zbpipe.leaks._marker import step
@@ -30,3 +33,12 @@ __all__ = [
     "find_holders",
     "step",
 ]
+
+if TYPE_CHECKING:
+    from zbpipe.leaks.pytest_plugin import TensorLeaks as TensorLeaks
+else:
+
+    def __getattr__(name: str) -> type:
+        if name == "TensorLeaks":  # what the fixture tensor_leaks is; it imports pytest
+            return importlib.import_module("zbpipe.leaks.pytest_plugin").TensorLeaks
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

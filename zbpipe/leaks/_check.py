@@ -26,7 +26,7 @@ Action = Literal["warn", "error", "record"]
 
 
 class TensorLeakWarning(UserWarning):
-    """Tensors outlived a check; ``report`` says which."""
+    """Tensors outlived a check; ``report``, a :class:`Report`, says which."""
 
     def __init__(self, report: Report) -> None:
         super().__init__(str(report))
@@ -34,7 +34,7 @@ class TensorLeakWarning(UserWarning):
 
 
 class TensorLeakError(AssertionError):
-    """Tensors outlived a check; ``report`` says which."""
+    """Tensors outlived a check; ``report``, a :class:`Report`, says which."""
 
     def __init__(self, report: Report) -> None:
         super().__init__(str(report))
@@ -45,7 +45,10 @@ class Check:
     """What :func:`check_tensor_leak` returns: a context manager, to be entered once, and a decorator.
 
     Attributes:
-        report: what was found; None until the block was left.
+        report: a :class:`Report` of what was found; None until the block was left.
+
+    Raises:
+        RuntimeError: it was entered twice, or left without having been entered.
     """
 
     report: Report | None
@@ -217,9 +220,16 @@ def check_tensor_leak(
             (benchmarks/recorder.py).
         device: report what is on ``cpu`` or ``cuda`` alone.
 
+    Returns:
+        A :class:`Check` to enter, or the function, checked whenever it is called.
+
     Raises:
         TypeError, ValueError: an argument is none of these.
         RuntimeError: on entering: the CPU allocator cannot be watched (``csrc/shim/memory/zbp_tap.h``).
+
+    Source:
+        ``check_tensor_leak`` of torch's own tests of pipelining (pytorch/pytorch PR 136584), which sees cycles in
+        Python alone.
     """
     checked = _allow.checked(action, allow, device)
     check = Check(action, checked, trace, None if device is None else torch.device(device))

@@ -52,10 +52,12 @@ class Grown:
 
     @property
     def bytes(self) -> int:
+        """Of all its leaks."""
         return sum(leak.bytes for leak in self.leaks)
 
     @property
     def held_by(self) -> list[str]:
+        """Lines: who is to blame for the largest leak, who holds that, and how it leads to the tensor."""
         return held_by(max(self.leaks, key=lambda leak: leak.bytes))
 
 
@@ -95,6 +97,12 @@ class Growth:
     Attributes:
         counts: storages that lived after each step.
         bytes: their bytes.
+
+    Raises:
+        RuntimeError: the CPU allocator cannot be watched (``csrc/shim/zbp_tap.h``).
+
+    Source:
+        ``objgraph.show_growth``, for storages.
     """
 
     def __init__(self) -> None:
@@ -202,7 +210,11 @@ class Growth:
         return "\n".join([*lines, "", held_by] if held_by else lines)
 
     def report(self) -> Report:
-        """What grew, as a report: for :meth:`Report.draw` and :meth:`Report.as_dict`."""
+        """What grew, as a report: for :meth:`Report.draw` and :meth:`Report.as_dict`.
+
+        Raises:
+            RuntimeError: after :meth:`close`.
+        """
         return report_of(self.grown())
 
     def _require_open(self, what: str) -> None:

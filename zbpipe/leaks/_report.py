@@ -16,7 +16,11 @@ SHOWN_LEAKS = 20  # in the text; more are counted
 
 @dataclass
 class Report:
-    """What a check found. True if there are leaks; ``str()`` is the text for people."""
+    """What a check found. True if there are leaks; ``str()`` is the text for people.
+
+    ``leaks`` are sorted by bytes, the most first. ``cycles`` are those that they hang on. ``unseen`` says, a line each,
+    what could not be looked at. ``visited`` counts the objects that were.
+    """
 
     leaks: list[Leak] = field(default_factory=list)
     cycles: list[Cycle] = field(default_factory=list)

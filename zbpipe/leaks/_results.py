@@ -69,7 +69,10 @@ class Leak:
 
 @dataclass(frozen=True)
 class Cycle:
-    """References in a circle that only the collector opens. ``bytes`` are those of the leaks that hang on it."""
+    """References in a circle that only the collector opens.
+
+    ``steps`` are its links, in order, ``text`` the same in one line. ``bytes`` are those of the leaks that hang on it.
+    """
 
     text: str
     steps: list[Holder]

@@ -86,9 +86,18 @@ def search(scope: Scope) -> Result:
 def find_holders(tensor: torch.Tensor) -> Leak:
     """Find who holds the memory of a living tensor, besides variables of running functions that are that very tensor.
 
+    Args:
+        tensor: a tensor with one storage of its own.
+
+    Returns:
+        A :class:`Leak`, whose ``chain`` leads from the outermost holder to the tensor. It does not hold the tensor.
+
     Raises:
         TypeError: no tensor.
         ValueError: a tensor whose memory is not one storage of its own (sparse, a wrapper).
+
+    Source:
+        ``objgraph.find_backref_chain``, which sees no holder in C++.
     """
     if not issubclass(type(tensor), torch.Tensor):
         raise TypeError(f"tensor is a {type(tensor).__name__}; expected a torch.Tensor")

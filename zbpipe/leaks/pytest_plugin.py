@@ -23,10 +23,12 @@ from typing import Any
 import pytest
 
 from zbpipe import _C
-from zbpipe.leaks import Report, TensorLeakError, _allow, check_tensor_leak
+from zbpipe.leaks import _allow
+from zbpipe.leaks._check import TensorLeakError, check_tensor_leak
 from zbpipe.leaks._plugin.fixtures import OfFixtures, Wide, tensors_in
 from zbpipe.leaks._plugin.marker import arguments_of, at_once, is_asked_for
 from zbpipe.leaks._plugin.told import text, warn
+from zbpipe.leaks._report import Report
 
 NOT_JUDGED = "not judged: the test raised, and its traceback keeps the frames that it went through, with their tensors"
 DEPTH = 4  # of containers in a fixture's value, within which tensors are the fixture's

@@ -65,6 +65,14 @@ class Recording:
 
     The counters and ``phases`` can be read while it runs; what needs the log (``held``, ``events``, :meth:`plot`,
     :meth:`export`) afterwards.
+
+    Attributes:
+        device: the ``torch.device`` whose allocator is recorded.
+        live, peak, allocated, freed: bytes; ``allocations`` are blocks, ``older_frees`` blocks and their bytes. Not
+            entered yet: RuntimeError.
+        phases: the :class:`Phase` objects that have ended, by their beginnings.
+        held, held_peak: per microbatch a :class:`HeldMicrobatch`, and bytes.
+        incomplete: "", or what is lacking, in words.
     """
 
     def __init__(self, source: Source, device: torch.device, max_events: int) -> None:
@@ -322,9 +330,15 @@ def record(device: torch.device | str = "cpu", *, max_events: int = 4_000_000) -
             log is lost. 0: no log at all, cheap enough to leave on: 0.1 us per block, where torch.empty takes 1.4
             (benchmarks/recorder.py).
 
+    Returns:
+        A recording, to be entered once; see :class:`Recording`.
+
     Raises:
         ValueError: another device, or a negative ``max_events``.
         RuntimeError: on entering: the allocator cannot be recorded.
+
+    Source:
+        ``torch.cuda.memory``'s history and snapshots (pytorch.org/memory_viz), for the CPU, and with the phases in it.
     """
     place = torch.device(device)
     if max_events < 0:
@@ -340,5 +354,16 @@ def record(device: torch.device | str = "cpu", *, max_events: int = 4_000_000) -
 def phase(
     kind: str, *, stage: int | None = None, microbatch: int | None = None
 ) -> contextlib.AbstractContextManager[None]:
-    """Marks a phase in every recording that runs; costs next to nothing when none does. See :meth:`Recording.phase`."""
+    """Marks a phase in every recording that runs; costs next to nothing when none does. See :meth:`Recording.phase`.
+
+    Args:
+        kind: the phase's name; "I" and "W" of the same stage and microbatch are paired for ``held``.
+        stage, microbatch: whose phase it is, None if it is nobody's.
+
+    Returns:
+        A context manager, which gives nothing.
+
+    Source:
+        ``torch.profiler.record_function``, for recordings.
+    """
     return PhaseContext(running.recordings, kind, stage, microbatch)

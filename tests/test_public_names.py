@@ -1,0 +1,108 @@
+"""The package's public names: each says what it takes, gives and raises, and what it comes from."""
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+from typing import get_args
+
+import pytest
+
+import zbpipe
+from zbpipe import _policy, leaks, memory, release, stores
+
+MODULES = (zbpipe, stores, release, memory, leaks)
+NAMES = {
+    f"{module.__name__}.{name}": getattr(module, name)
+    for module in MODULES
+    for name in module.__all__
+    if not inspect.ismodule(getattr(module, name)) and name != "__version__"
+}
+FUNCTIONS = {name: thing for name, thing in NAMES.items() if inspect.isfunction(thing)}
+# What takes the place of something else, or has its name from there.
+HAVE_A_SOURCE = {
+    *("compile", "deallocate_output", "defer", "explain", "make_viewless", "name_parameters", "patch", "Policy"),
+    *("release_storage", "stage_backward", "stage_backward_input", "stage_backward_weight"),
+    *("WeightGradStore", "run_backward_dw", "held", "phase", "record", "Growth", "check_tensor_leak", "find_holders"),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_documented(name):
+    assert len(NAMES[name].__doc__.split()) > 5
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_says_what_it_takes_gives_and_raises(name):
+    function = FUNCTIONS[name]
+    said, signature = inspect.getdoc(function), inspect.signature(function)
+    parameters = [parameter for parameter in signature.parameters if parameter not in ("function", "options")]
+    assert [p for p in parameters if not re.search(rf"^    (\w+, )*{p}(, \w+)*:", said, re.MULTILINE)] == []
+    assert ("Returns:" in said) == (signature.return_annotation not in (None, "None"))
+    assert signature.return_annotation not in (inspect.Signature.empty,)
+
+
+def test_what_takes_the_place_of_something_says_of_what():
+    said = {name.rpartition(".")[2] for name, thing in NAMES.items() if "\nSource:\n" in inspect.getdoc(thing)}
+    assert said - {"deallocate_output_tensor", "make_viewless_tensor"} == HAVE_A_SOURCE
+
+
+def test_megatrons_names_are_the_same_functions():
+    assert zbpipe.deallocate_output_tensor is zbpipe.deallocate_output is release.deallocate_output
+    assert zbpipe.make_viewless_tensor is zbpipe.make_viewless is release.make_viewless
+
+
+@pytest.mark.parametrize("function", [zbpipe.policy, zbpipe.set_policy])
+def test_the_policys_keywords_are_its_choices(function):
+    assert list(inspect.signature(function).parameters) == list(inspect.signature(zbpipe.Policy).parameters)
+    words = [set(get_args(get_args(choice)[0])) for choice in (_policy.Defer, _policy.Checkpoint)]
+    assert words == [_policy._DEFER.keys(), _policy._CHECKPOINT.keys()]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'defers'"):
+        function(defers="all")
+    assert "defer: " in str(inspect.signature(function)) and "= as it is" in str(inspect.signature(function))
+
+
+def test_a_choice_that_is_not_given_stays():
+    with zbpipe.policy(defer="all", fused=True), zbpipe.policy(fused=False) as inner:
+        assert inner == zbpipe.Policy(defer="all")
+        before = zbpipe.set_policy(main_grad=True)
+        try:
+            assert zbpipe.get_policy() == inner
+        finally:
+            assert zbpipe.set_policy(main_grad=before.main_grad).main_grad
+
+
+def test_names_of_modules_are_no_functions():
+    """A module that a function of the same name hides cannot be imported by its name, nor patched by mock."""
+    hidden = [
+        name
+        for module in MODULES
+        for name in dir(module)
+        if f"{module.__name__}.{name}" in sys.modules and not inspect.ismodule(getattr(module, name))
+    ]
+    assert hidden == []
+
+
+def test_nothing_is_imported_for_what_is_lazy():
+    code = (
+        "import sys, zbpipe\nassert 'zbpipe.leaks' not in sys.modules and 'leaks' in dir(zbpipe)\n"
+        "from zbpipe.leaks import *\nassert zbpipe.leaks.Grown and 'pytest' not in sys.modules\n"
+        "assert zbpipe.leaks.TensorLeaks.__module__ == 'zbpipe.leaks.pytest_plugin'\nprint('ok')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "ok\n", done.stderr
+
+
+def test_every_result_type_that_is_annotated_is_public():
+    """What a public function returns has a name to annotate it with, in the module where the function is."""
+    for name, function in FUNCTIONS.items():
+        module = sys.modules[name.rpartition(".")[0]]
+        annotation = inspect.signature(function).return_annotation
+        written = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+        names = {node.id for node in ast.walk(ast.parse(written)) if isinstance(node, ast.Name)} if written else set()
+        ours = {n for n in names if n in vars(sys.modules[function.__module__]) and n[0].isupper()}
+        found = {
+            n for n in ours if getattr(vars(sys.modules[function.__module__])[n], "__module__", "").startswith("zbpipe")
+        }
+        assert found <= {*module.__all__, "ParamGroup"}, name
