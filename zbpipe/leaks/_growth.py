@@ -99,7 +99,7 @@ class Growth:
         bytes: their bytes.
 
     Raises:
-        RuntimeError: the CPU allocator cannot be watched (``csrc/shim/zbp_tap.h``).
+        RuntimeError: the CPU allocator cannot be watched (``csrc/shim/memory/zbp_tap.h``).
 
     Source:
         ``objgraph.show_growth``, for storages.
