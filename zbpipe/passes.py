@@ -107,7 +107,8 @@ def stage_backward_weight(
             asks for what the patched torch would not scale; nothing has been changed.
 
     After any other error (a hook that raised, memory that ran out) the call can be repeated with the
-    same groups: it goes on where it stopped, and adds nothing twice.
+    same groups: it goes on where it stopped, and adds nothing twice. What a call without retain_graph
+    has begun is spent when it is complete, also by a repetition with retain_graph.
 
     Source:
         ``torch.distributed.pipelining._backward.stage_backward_weight`` (pytorch/pytorch PR 132691), the W of "Zero
