@@ -41,8 +41,8 @@ def stage_backward_input(
             Other leaves are left alone.
 
     Returns:
-        ``(dinputs, param_groups)``: per input its gradient or None, and the groups to give to
-        :func:`stage_backward_weight`, in any order and any subsets. Each tensor input's ``.grad``
+        ``(dinputs, param_groups)``: per input its gradient, of its shape, dtype and device, or None, and the groups to
+        give to :func:`stage_backward_weight`, in any order and any subsets. Each tensor input's ``.grad``
         is set, or added to. The weights' ``.grad`` is untouched. The output tensors are detached.
 
     Raises:
@@ -99,7 +99,8 @@ def stage_backward_weight(
         retain_graph: keep what the groups hold, so that they can be given again.
 
     Returns:
-        The current ``.grad`` of each of ``weights``; empty for None.
+        The current ``.grad`` of each of ``weights``, in their order: of the weight's shape and device, or None; empty
+        for None.
 
     Raises:
         TypeError, ValueError: an argument is refused; nothing has been changed.
@@ -139,7 +140,7 @@ def stage_backward(
             traced pipelines alone.
 
     Returns:
-        Per input its gradient or None. The inputs' ``.grad`` is None afterwards.
+        Per input its gradient, of its shape, dtype and device, or None. The inputs' ``.grad`` is None afterwards.
 
     Raises:
         AssertionError: a GradientEdge came without an output gradient.
