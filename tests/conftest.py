@@ -1,8 +1,15 @@
 import os
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+# Before anything imports torch's stages: torch_2_11/sitecustomize.py says what it changes, here and in ranks' processes.
+if torch.__version__ < (2, 12):
+    sys.path.insert(0, str(Path(__file__).parent / "torch_2_11"))
+    sys.modules.pop("sitecustomize", None)
+    __import__("sitecustomize")
 
 import zbpipe
 
