@@ -248,6 +248,12 @@ void Heap::for_each_reference(uint32_t v, Visit visit) {
   void* const key = const_cast<void*>(vertex.key);
   switch (vertex.thing) {
     case Thing::python:
+#if PY_VERSION_HEX < 0x030B0000
+      // A running frame: only here it tells its variables to who traverses it, those too that are left out of held_.
+      if (held_.count(v)) {
+        break;
+      }
+#endif
       python_references(static_cast<PyObject*>(key), visit);
       break;
     case Thing::tensor:
