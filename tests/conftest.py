@@ -18,6 +18,11 @@ def pytest_report_header():
     return f"zbpipe: {Path(zbpipe.__file__).parent}, torch: {torch.__version__}"
 
 
+def pytest_configure(config):
+    if torch.__version__ < (2, 12):  # said once in a process, of any use of the profiler
+        config.addinivalue_line("filterwarnings", "ignore:Warning. Profiler clears events")
+
+
 def pytest_sessionstart():
     """With ZBPIPE_UNDER set (make asan), refuse to test any other zbpipe than the one built there."""
     expected = os.environ.get("ZBPIPE_UNDER")

@@ -26,6 +26,8 @@ def module():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_name_exists_with_torchs_signature(name):
+    if name == "_autograd_grad_for_inputs" and torch.__version__ < (2, 12):
+        pytest.skip("torch 2.11 has no function of this name")
     ours = getattr(module(), name)
     assert list(inspect.signature(ours).parameters) == list(inspect.signature(getattr(torchs, name)).parameters)
 

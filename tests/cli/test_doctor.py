@@ -56,7 +56,8 @@ def test_without_a_command_it_says_what_there_is(capsys):
     assert "leaks" in said
 
 
-def test_version(capsys):
+def test_version_is_one_line_in_a_narrow_window_too(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0

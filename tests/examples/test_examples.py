@@ -24,6 +24,16 @@ SAYS = {
     "huggingface.py": "losses of 5 steps equal those of the model in one piece",
     "mixed_precision.py": "weights after 3 steps equal those of the model in one piece",
 }
+# Two stages of one rank are neighbours, where torch 2.11's schedules open a connection that gloo refuses.
+OLDER = torch.__version__ < (2, 12)
+OF_A_V = {
+    "compile_split.py",
+    "ddp.py",
+    "tensor_parallel.py",
+    "csv_schedule.py",
+    "huggingface.py",
+    "mixed_precision.py",
+}
 NEEDS = {"huggingface.py": "transformers"}
 # inductor imports what torch itself deprecates, which these runs make an error
 ARGUMENTS = {"compile_split.py": ["aot_eager"]}
@@ -38,9 +48,16 @@ def test_every_example_is_run():
 def test_example(name, tmp_path):
     if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
         pytest.skip(f"needs {NEEDS[name]}")
+    if OLDER and name in OF_A_V:
+        pytest.skip("torch 2.11 runs no V over gloo")
     path = os.pathsep.join([str(Path(zbpipe.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "error", str(EXAMPLES / name), *ARGUMENTS.get(name, [])]
+    warnings = [
+        "-W",
+        "error",
+        *(["-W", "ignore:Warning"] if OLDER else []),
+    ]  # 2.11's profiler: "Warning: Profiler clears"
+    command = [sys.executable, *warnings, str(EXAMPLES / name), *ARGUMENTS.get(name, [])]
     ran = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert SAYS[name] in ran.stdout

@@ -59,7 +59,10 @@ def test_no_compiler_is_one_sentence(environment, project, variable):
     environment.pip("install", "setuptools>=77.0.3", "ninja", cwd=project)
     done = environment.run("setup.py", "build", cwd=project, **{variable: "no-such-compiler -O2"})
     assert done.returncode == 1
-    assert done.stdout == (
+    said = [
+        line for line in done.stdout.splitlines(True) if "No CUDA runtime is found" not in line
+    ]  # torch's, of itself
+    assert "".join(said) == (
         "zbpipe: there is no compiler 'no-such-compiler', and zbpipe is C and C++: install gcc and g++ (Debian: apt-get "
         f"install build-essential), or name another in {variable}, then install zbpipe again.\n"
     )
@@ -101,10 +104,10 @@ def test_editable_install_and_a_torch_that_changed_since(environment, project):
         return environment.zbpipe().splitlines()[-1]
 
     for built, words in [
-        (f"torch_version = '{torch.__version__}'", ("torch_version = '2.11.0'", "torch 2.11.0", torch.__version__)),
+        (f"torch_version = '{torch.__version__}'", ("torch_version = '2.10.0'", "torch 2.10.0", torch.__version__)),
         (f"torch_git_version = '{torch.version.git_version}'", ("torch_git_version = 'abc'", "git abc", "git ")),
         ("torch_cxx11_abi = True", ("torch_cxx11_abi = False", "C++11 ABI 0", "C++11 ABI 1")),
-        (f"'{sys.implementation.cache_tag}'", ("'cpython-310'", "Python cpython-310", sys.implementation.cache_tag)),
+        (f"'{sys.implementation.cache_tag}'", ("'cpython-39'", "Python cpython-39", sys.implementation.cache_tag)),
         ("zbpipe_version = '", ("zbpipe_version = '9.", "zbpipe 9.", "this process has zbpipe")),
     ]:
         assert built in written

@@ -73,7 +73,14 @@ def test_a_second_call_frees_nothing_more():
         pytest.param(lambda out: out.detach().numpy(), id="numpy"),
         pytest.param(lambda out: torch.utils.dlpack.to_dlpack(out.detach()), id="dlpack"),
         pytest.param(lambda out: out * out, id="saved by the next node"),
-        pytest.param(lambda out: torch._C._autograd._make_saved_tensor(out, False), id="held in C++"),
+        pytest.param(
+            lambda out: torch._C._autograd._make_saved_tensor(out, False),
+            id="held in C++",
+            marks=pytest.mark.skipif(
+                not hasattr(torch._C._autograd, "_make_saved_tensor"),
+                reason="here Python cannot have C++ hold a tensor (2.11)",
+            ),
+        ),
     ],
 )
 def test_other_holders_keep_the_memory_until_the_last_is_gone(hold):

@@ -245,6 +245,7 @@ def run(name, kind, release_outputs, rank, world):
 
 
 RUNS = [(name, "plain", release) for name in SCHEDULES for release in (False, True)]
+SENDS_NONE = torch.__version__ >= (2, 12)  # 2.11's stage sends no gradient that is None, as odd stages have
 RUNS += [(name, "odd", True) for name in ("ScheduleGPipe", "Schedule1F1B", *ZERO_BUBBLE)]
 
 
@@ -254,6 +255,8 @@ def main(rank, world, folder):
     store = dist.FileStore(str(folder / "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
     for name, kind, release in RUNS:
+        if kind == "odd" and not SENDS_NONE:
+            continue
         file = f"{name}.{kind}.{release}.{rank}"
         try:
             result = run(name, kind, release, rank, world)

@@ -12,6 +12,15 @@ from processes import run_ranks
 WORLD = 2
 pytestmark = [pytest.mark.dist, pytest.mark.slow, needs_zbpipe]  # runs both modules itself
 
+# Torch 2.11's stage sends no gradient that is None, and asks for a gradient of every input: it fails on constant losses,
+# whatever the module, and the others that newer ones train wrong it trains right.
+OLDER = torch.__version__ < (2, 12)
+CONSTANT = [case for case, (_, _, microbatches) in CASES.items() if microbatches]
+trained = [
+    pytest.param(case, marks=pytest.mark.skipif(OLDER and case in CONSTANT, reason="torch 2.11 sends no gradient None"))
+    for case in CASES
+]
+
 # No input of a stage requires a gradient, and its weights do: torch's own I and W then give them none, or under
 # ScheduleDualPipeV, which does not split every backward, some microbatches' alone. Measured on torch 2.13 and 2.15.
 WRONG_ON_TORCH = {
@@ -68,18 +77,20 @@ def close(got, wanted):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", trained)
 def test_it_trains_as_it_does_unpipelined(case, schedule, folder):
     close(result(folder, schedule, "zbpipe", case), expected(case))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("case", [case for case in CASES if case not in {*WRONG_ON_TORCH, FROM_THE_FIRST_STEP_ON}])
+@pytest.mark.parametrize(
+    "case", [p for p in trained if p.values[0] not in {*(() if OLDER else WRONG_ON_TORCH), FROM_THE_FIRST_STEP_ON}]
+)
 def test_torchs_own_module_trains_it_as_well(case, schedule, folder):
     close(result(folder, schedule, "torch", case), expected(case))
 
 
-@pytest.mark.skipif(NEWER, reason="known of torch 2.11 to 2.15")
+@pytest.mark.skipif(NEWER or OLDER, reason="known of torch 2.12 to 2.15")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("case", [case for case in CASES if case in WRONG_ON_TORCH])
 def test_torchs_own_module_trains_it_wrong_silently(case, schedule, folder):
@@ -88,7 +99,7 @@ def test_torchs_own_module_trains_it_wrong_silently(case, schedule, folder):
     assert any(not torch.allclose(got[what], wanted[what]) for what in grads)
 
 
-@pytest.mark.skipif(NEWER, reason="known of torch 2.12 to 2.15")
+@pytest.mark.skipif(NEWER, reason="known of torch 2.11 to 2.15")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_torchs_own_module_refuses_a_constant_first_loss(schedule, folder):
     said = (folder / f"{schedule} torch {FROM_THE_FIRST_STEP_ON}.{LAST[schedule]}.failed").read_text()

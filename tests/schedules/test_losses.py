@@ -14,6 +14,8 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 import zbpipe
 
+# Where a microbatch's loss is constant its gradient is None.
+sends_none = pytest.mark.skipif(torch.__version__ < (2, 12), reason="torch 2.11's stage sends no gradient that is None")
 ZERO_BUBBLE = ("ScheduleZBVZeroBubble", "ScheduleInterleavedZeroBubble", "ScheduleDualPipeV")
 
 
@@ -62,11 +64,13 @@ def mask(target):
     return target
 
 
+@sends_none
 @pytest.mark.parametrize("name", ZERO_BUBBLE)
 def test_a_microbatch_whose_labels_are_all_masked_trains_nothing(name):
     check_steps(name, [Block(), Block()], masked, prepare=mask)
 
 
+@sends_none
 def test_one_tensor_that_is_every_masked_microbatchs_loss():
     """Told from a loss of an earlier step by having had no backward."""
     zero = torch.zeros((), dtype=torch.float64)

@@ -144,13 +144,15 @@ def counts(events):
     ]
 
 
-# In all of these the first step has a forward more, from which the stages learn their shapes.
+# In all of these the first step has a forward more, from which the stages learn their shapes. Torch 2.11 leaves gathered
+# what it has gathered for that one.
+TO_LEARN = 1 if torch.__version__ >= (2, 12) else 0
 
 
 def stays_unsharded(schedule):
     """As torch recommends for pipelines: each of a rank's two times two groups is gathered once and reduced once."""
     events = as_unsplit(schedule, sharded(reshard_after_forward=False))
-    assert counts(events) == [(4 + 4, 4), (4, 4)]
+    assert counts(events) == [(4 + 4 * TO_LEARN, 4), (4, 4)], counts(events)
 
 
 def reshards(schedule):
@@ -162,7 +164,7 @@ def reshards(schedule):
 
 def not_nested(schedule):
     events = as_unsplit(schedule, sharded(nested=False))
-    assert counts(events) == [(2 + 2, 2), (2, 2)]
+    assert counts(events) == [(2 + 2 * TO_LEARN, 2), (2, 2)], counts(events)
 
 
 def mixed(schedule, reshard_after_forward=False):
@@ -231,7 +233,7 @@ def on_two_dimensions(schedule):
     wrap = sharded(mesh_of=lambda: of_mesh()["replicate", "shard"], reshard_after_forward=False)
     make = functools.partial(model.make_parts, count=2)
     events = as_unsplit(schedule, wrap, replicas=4, make=make, on=of_mesh)
-    assert counts(events) == [(4 + 4, 4), (4, 4)]
+    assert counts(events) == [(4 + 4 * TO_LEARN, 4), (4, 4)], counts(events)
     assert [log.collectives()["allreduce_"] for log in events] == [4, 4]
 
 

@@ -9,8 +9,12 @@ WORLD = 4
 
 
 def parameters(cases):
-    """pytest's parameters, the slow cases marked as such."""
-    return [pytest.param(name, marks=pytest.mark.slow if kind == "slow" else ()) for name, (kind, _) in cases.items()]
+    """pytest's parameters, the slow cases marked as such. Any other kind than "fast" is why the case is skipped."""
+    marks = {"fast": (), "slow": pytest.mark.slow}
+    return [
+        pytest.param(name, marks=marks[kind] if kind in marks else pytest.mark.skip(reason=kind))
+        for name, (kind, _) in cases.items()
+    ]
 
 
 class Runs:

@@ -7,7 +7,11 @@ from zbpipe._cli import doctor, leaks
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m zbpipe", description="zbpipe's commands")
+    parser = argparse.ArgumentParser(
+        prog="python -m zbpipe",
+        description="zbpipe's commands",
+        formatter_class=argparse.RawDescriptionHelpFormatter,  # the others wrap the version, which is one line
+    )
     parser.add_argument("--version", action="version", version=doctor.version())
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     doctor.add_arguments(
