@@ -25,6 +25,12 @@ WRONG_ON_TORCH = {
     "the first and the third stage without parameters",
 }
 NEWER = torch.__version__ >= (2, 16)
+# Torch 2.11's stage asks for a gradient of every input, so that it takes no integers from another, and is right there.
+OLDER = torch.__version__ < (2, 12)
+if OLDER:
+    WRONG_ON_TORCH -= {"the first and the third stage without parameters"}
+FAILS_ON_TORCH = {"transformer"} if OLDER else set()  # "element 1 of tensors does not require grad", in the decoder
+INTEGERS = {"integers between stages", "the input's integers handed on"}
 
 
 def parameters(runs):
@@ -34,7 +40,13 @@ def parameters(runs):
         values = (run,) if isinstance(run, str) else run
         needed = NEEDS.get(values[0])
         is_missing = needed is not None and importlib.util.find_spec(needed) is None
-        found.append(pytest.param(*values, marks=pytest.mark.skipif(is_missing, reason=f"needs {needed}")))
+        marks = [
+            pytest.mark.skipif(is_missing, reason=f"needs {needed}"),
+            pytest.mark.skipif(
+                OLDER and len(values) > 1 and values[0] in INTEGERS, reason="torch 2.11's stages send no integers"
+            ),
+        ]
+        found.append(pytest.param(*values, marks=marks))
     return found
 
 
@@ -75,7 +87,9 @@ def test_a_model_trains_as_it_does_unpipelined(name, schedule, folder):
     close(result(folder, name, schedule, "zbpipe"), expected(name))
 
 
-@pytest.mark.parametrize(("name", "schedule"), parameters(run for run in RUNS if run[0] not in WRONG_ON_TORCH))
+@pytest.mark.parametrize(
+    ("name", "schedule"), parameters(run for run in RUNS if run[0] not in WRONG_ON_TORCH | FAILS_ON_TORCH)
+)
 def test_a_model_trains_as_on_torchs_own_module(name, schedule, folder):
     close(result(folder, name, schedule, "zbpipe"), result(folder, name, schedule, "torch"))
 
