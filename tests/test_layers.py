@@ -97,7 +97,7 @@ def is_private(name):
 def own_names():
     """The private names that zbpipe gives: to functions, classes, attributes of self, fields and module variables."""
     names = {"_C"}
-    for path in modules():
+    for path in (*modules(), PACKAGE / "_C.pyi"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 names.add(node.name)

@@ -1,4 +1,4 @@
-/* explain.c - what an input pass would leave to W: see zbpipe/_explain.py. */
+/* explain.c - what an input pass would leave to W: see zbpipe/_explain/run.py. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 

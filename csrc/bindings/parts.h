@@ -20,8 +20,15 @@ int zbp_add_work(PyObject *module);
  * NULL). Returns 0, or -1 with an error set. */
 int zbp_parse_choice(PyObject *value, const char *name, int last, int *number, PyObject **function);
 
+/* Adds the type ParamGroup. New reference, or NULL with an error set. */
+PyTypeObject *zbp_add_group(PyObject *module);
+
+/* A new ParamGroup. Steals group; frees it on an error. */
+PyObject *zbp_group_wrap(PyTypeObject *type, zbp_group *group);
+
 /* The group in a ParamGroup. Precondition: object is one. Borrowed from it. */
 const zbp_group *zbp_group_in(PyObject *object);
+zbp_group *zbp_group_of(PyObject *object); /* to run or change it */
 
 /* The type ParamGroup of zbpipe._C, borrowed. Cannot fail. */
 PyTypeObject *zbp_group_type(PyObject *module);

@@ -732,7 +732,7 @@ def test_saved_tensors_are_counted_each_storage_once_and_parameters_are_not():
     assert group.bytes_held == 2 * 64 * 32 * 8  # the input and the output gradient
     held = zbpipe.memory.held(groups)
     assert held.bytes == group.bytes_held
-    (task,) = group.account()
+    (task,) = group._account()
     assert task[1] == "handed over"
     assert [(role, shape) for role, _, _, shape, *_ in task[2]] == [("saved", (64, 32)), ("saved", (64, 32))]
     assert all(weights[0] is w for *_, weights in task[2])

@@ -545,5 +545,5 @@ def test_groups_of_symbolic_sizes_can_be_asked_about():
             assert "grads" in group and group.keys() == ["params", "intermediates", "grads"]
             assert "1 parameter" in repr(group)
             assert group.bytes_held >= 0
-            assert group.reads_weights in (True, False)
-            assert all(size >= 0 for _, _, tensors in group.account() for _, _, size, *_ in tensors)
+            assert group._reads_weights in (True, False)
+            assert all(size >= 0 for _, _, tensors in group._account() for _, _, size, *_ in tensors)

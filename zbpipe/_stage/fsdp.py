@@ -16,7 +16,7 @@ from zbpipe._torch import fsdp
 @contextlib.contextmanager
 def around(module: Any, backward_type: str, param_groups: Any) -> Iterator[None]:
     """I or W of a stage under fully_shard runs within it."""
-    reads_weights = backward_type == "weight" and any(group.reads_weights for group in param_groups)
+    reads_weights = backward_type == "weight" and any(group._reads_weights for group in param_groups)
     with (
         _gathered(module) if reads_weights else contextlib.nullcontext(),
         handover.with_weights(fsdp.gathered(module)),

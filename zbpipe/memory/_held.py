@@ -140,7 +140,7 @@ def held(groups: ParamGroup | Iterable[Any], module: torch.nn.Module | None = No
     for i, group in enumerate(listed):
         if isinstance(group, ParamGroup):
             spent += group.spent
-            for node, _, tensors in group.account():
+            for node, _, tensors in group._account():
                 book.add(node, tensors)
         elif isinstance(group, dict) and "params" in group and "intermediates" in group:
             book.add_torch_group(group)
@@ -153,7 +153,7 @@ def held(groups: ParamGroup | Iterable[Any], module: torch.nn.Module | None = No
 
 
 _Tensor = tuple[str, int, int, tuple[int, ...], torch.dtype, torch.device, list[torch.Tensor]]
-"""As ParamGroup.account() gives them: role, storage, bytes, shape, dtype, device, the weights that it serves."""
+"""As ParamGroup._account() gives them: role, storage, bytes, shape, dtype, device, the weights that it serves."""
 
 
 @dataclass

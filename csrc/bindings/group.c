@@ -1,0 +1,247 @@
+/* group.c - the type ParamGroup: a parameter group as a Python object.
+ *
+ * The group is the shim's (zbp_shim.h); here it is wrapped, and looked at as torch's dictionary is.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stddef.h>
+#include <structmember.h>
+
+#include "bindings/parts.h"
+#include "shim/explain/zbp_account.h"
+#include "shim/pass/zbp_shim.h"
+#include "shim/work/zbp_work.h"
+
+/* Owns its zbp_group. What Functions have handed over may refer back to it. */
+typedef struct {
+    PyObject_HEAD zbp_group *group;
+    PyObject *weakrefs;
+} group_object;
+
+static void group_dealloc(PyObject *op)
+{
+    group_object *self = (group_object *)op;
+    PyTypeObject *type = Py_TYPE(op);
+    PyObject_GC_UnTrack(op);
+    if (self->weakrefs != NULL) {
+        PyObject_ClearWeakRefs(op);
+    }
+    zbp_group_free(self->group);
+    type->tp_free(op);
+    Py_DECREF(type);
+}
+
+static int group_traverse(PyObject *op, visitproc visit, void *arg)
+{
+    const group_object *self = (const group_object *)op;
+    Py_VISIT(Py_TYPE(op));
+    return self->group != NULL ? zbp_group_traverse(self->group, visit, arg) : 0;
+}
+
+static int group_clear(PyObject *op)
+{
+    zbp_group_clear(((group_object *)op)->group);
+    return 0;
+}
+
+PyObject *zbp_group_wrap(PyTypeObject *type, zbp_group *group)
+{
+    group_object *self = (group_object *)type->tp_alloc(type, 0);
+    if (self == NULL) {
+        zbp_group_free(group);
+        return NULL;
+    }
+    self->group = group;
+    return (PyObject *)self;
+}
+
+const zbp_group *zbp_group_in(PyObject *object)
+{
+    return ((group_object *)object)->group;
+}
+
+zbp_group *zbp_group_of(PyObject *object)
+{
+    return ((group_object *)object)->group;
+}
+
+static PyObject *format_bytes(size_t bytes)
+{
+    static const char *const unit[] = {"bytes", "KiB", "MiB", "GiB", "TiB"};
+    size_t u = 0;
+    double value = (double)bytes;
+    while (value >= 1024.0 && u + 1 < sizeof unit / sizeof unit[0]) {
+        value /= 1024.0;
+        ++u;
+    }
+    char text[48];
+    PyOS_snprintf(text, sizeof text, u == 0 ? "%.0f %s" : "%.1f %s", value, unit[u]);
+    return PyUnicode_FromString(text);
+}
+
+static PyObject *group_repr(PyObject *op)
+{
+    const zbp_group *group = ((group_object *)op)->group;
+    const int state = zbp_group_state(group);
+    if (state != ZBP_GROUP_READY) {
+        return PyUnicode_FromString(state == ZBP_GROUP_SPENT
+                                        ? "<zbpipe.ParamGroup: spent, its weight pass has run>"
+                                        : "<zbpipe.ParamGroup: its weight pass is running>");
+    }
+    zbp_group_info info;
+    PyObject *bytes =
+        zbp_group_get_info(group, &info) == ZBP_OK ? format_bytes(info.bytes_held) : NULL;
+    if (bytes == NULL) {
+        return NULL;
+    }
+    PyObject *repr = PyUnicode_FromFormat(
+        "<zbpipe.ParamGroup: %zu parameter%s, %zu split node%s, %U held>", info.params,
+        info.params == 1 ? "" : "s", info.split_nodes, info.split_nodes == 1 ? "" : "s", bytes);
+    Py_DECREF(bytes);
+    return repr;
+}
+
+static const char *const group_keys[] = {"params", "intermediates", "grads"};
+enum { KEY_PARAMS, KEY_INTERMEDIATES, KEY_GRADS, KEY_COUNT };
+
+/* The key's number, or KEY_COUNT if it is none. */
+static int find_key(PyObject *key)
+{
+    int k = 0;
+    while (k < KEY_COUNT &&
+           !(PyUnicode_Check(key) && PyUnicode_CompareWithASCIIString(key, group_keys[k]) == 0)) {
+        ++k;
+    }
+    return k;
+}
+
+static PyObject *group_subscript(PyObject *op, PyObject *key)
+{
+    const zbp_group *group = ((group_object *)op)->group;
+    switch (find_key(key)) {
+    case KEY_PARAMS:
+        return zbp_group_params(group);
+    case KEY_INTERMEDIATES:
+        return zbp_group_intermediates(group);
+    case KEY_GRADS:
+        return zbp_group_grads(group);
+    default:
+        PyErr_SetObject(PyExc_KeyError, key);
+        return NULL;
+    }
+}
+
+static int group_assign(PyObject *op, PyObject *key, PyObject *value)
+{
+    if (find_key(key) != KEY_GRADS || value == NULL) {
+        PyErr_Format(PyExc_TypeError,
+                     "a ParamGroup takes an assignment to 'grads' alone, not %s %R",
+                     value == NULL ? "the deletion of" : "one to", key);
+        return -1;
+    }
+    return zbp_group_set_grads(((group_object *)op)->group, value) == ZBP_OK ? 0 : -1;
+}
+
+static int group_contains(PyObject *op, PyObject *key)
+{
+    return zbp_group_state(((group_object *)op)->group) == ZBP_GROUP_READY &&
+           find_key(key) < KEY_COUNT;
+}
+
+static PyObject *group_keys_method(PyObject *op, PyObject *Py_UNUSED(ignored))
+{
+    if (zbp_group_state(((group_object *)op)->group) != ZBP_GROUP_READY) {
+        return PyList_New(0);
+    }
+    return Py_BuildValue("[sss]", group_keys[0], group_keys[1], group_keys[2]);
+}
+
+static PyObject *group_get(PyObject *op, PyObject *args)
+{
+    PyObject *key, *fallback = Py_None;
+    if (!PyArg_ParseTuple(args, "O|O:get", &key, &fallback)) {
+        return NULL;
+    }
+    return group_contains(op, key) ? group_subscript(op, key) : Py_NewRef(fallback);
+}
+
+static PyObject *group_get_bytes_held(PyObject *op, void *Py_UNUSED(closure))
+{
+    zbp_group_info info;
+    return zbp_group_get_info(((group_object *)op)->group, &info) == ZBP_OK
+               ? PyLong_FromSize_t(info.bytes_held)
+               : NULL;
+}
+
+static PyObject *group_get_spent(PyObject *op, void *Py_UNUSED(closure))
+{
+    return PyBool_FromLong(zbp_group_state(((group_object *)op)->group) == ZBP_GROUP_SPENT);
+}
+
+static PyObject *group_account(PyObject *op, PyObject *Py_UNUSED(ignored))
+{
+    return zbp_group_account(((group_object *)op)->group);
+}
+
+static PyObject *group_get_reads_weights(PyObject *op, void *Py_UNUSED(closure))
+{
+    int answer = 0;
+    return zbp_group_reads_weights(((group_object *)op)->group, &answer) == ZBP_OK
+               ? PyBool_FromLong(answer)
+               : NULL;
+}
+
+static PyMethodDef group_methods[] = {
+    {"_account", group_account, METH_NOARGS,
+     "_account()\n--\n\nWhat each weight task holds; zbpipe.memory.held() makes it readable."},
+    {"keys", group_keys_method, METH_NOARGS, "keys()\n--\n\nThe keys; none once spent."},
+    {"get", group_get, METH_VARARGS, "get(key, default=None, /)\n--\n\nself[key], or default."},
+    {NULL, NULL, 0, NULL}};
+
+static PyGetSetDef group_getset[] = {
+    {"bytes_held", group_get_bytes_held, NULL,
+     "Bytes of the tensors held for the weight pass, each storage counted once.", NULL},
+    {"_reads_weights", group_get_reads_weights, NULL,
+     "True if the weight pass may read weights themselves, so that their memory must be there.",
+     NULL},
+    {"spent", group_get_spent, NULL, "True once the weight pass has run.", NULL},
+    {NULL, NULL, NULL, NULL, NULL}};
+
+static PyMemberDef group_members[] = {
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(group_object, weakrefs), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL}};
+
+PyDoc_STRVAR(
+    group_doc,
+    "A parameter group: the smallest piece of the weight pass that can run alone.\n\n"
+    "Made by stage_backward_input, spent by stage_backward_weight. It answers the keys of\n"
+    "torch's dictionaries: 'params' (a set of accumulator nodes), 'intermediates' (a list\n"
+    "of split nodes) and 'grads' (per intermediate a tuple with a gradient or None per\n"
+    "output), and takes an assignment to 'grads', from which the weight pass then starts.\n"
+    "Dropping it frees at once all that it holds.");
+
+static PyType_Slot group_slots[] = {
+    {Py_tp_doc, (void *)group_doc},     {Py_tp_dealloc, group_dealloc},
+    {Py_tp_traverse, group_traverse},   {Py_tp_clear, group_clear},
+    {Py_tp_repr, group_repr},           {Py_tp_methods, group_methods},
+    {Py_tp_getset, group_getset},       {Py_tp_members, group_members},
+    {Py_mp_subscript, group_subscript}, {Py_mp_ass_subscript, group_assign},
+    {Py_sq_contains, group_contains},   {0, NULL}};
+
+static PyType_Spec group_spec = {
+    .name = "zbpipe.ParamGroup",
+    .basicsize = sizeof(group_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION |
+             Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = group_slots,
+};
+
+PyTypeObject *zbp_add_group(PyObject *module)
+{
+    PyTypeObject *type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &group_spec, NULL);
+
+    if (type != NULL && PyModule_AddObjectRef(module, "ParamGroup", (PyObject *)type) < 0) {
+        Py_CLEAR(type);
+    }
+    return type;
+}
