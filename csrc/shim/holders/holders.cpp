@@ -10,6 +10,7 @@
 
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/DynamicTypes.h>
+#include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include "shim/torch/python.h"
@@ -128,6 +129,10 @@ PyObject* Description::step(uint32_t v, uint32_t before) {
       kind = "node";
       name = node.name();
       object = python_object_of(node);
+      if (!object && is_python_function(node)) {  // torch 2.11 does not note it
+        of_node = torch::autograd::functionToPyObject(ref_of(node));
+        object = of_node.get();
+      }
       break;
     }
   }
