@@ -19,7 +19,7 @@ def pytest_report_header():
 
 
 def pytest_configure(config):
-    if torch.__version__ < (2, 12):  # said once in a process, of any use of the profiler
+    if torch.__version__ < (2, 13):  # said once in a process, of any use of the profiler
         config.addinivalue_line("filterwarnings", "ignore:Warning. Profiler clears events")
 
 

@@ -103,11 +103,19 @@ constexpr bool NODES_KEEP_PYTHON_OBJECTS = false;
 
 #endif
 
-/// Whether a graph of the device's is captured on the stream. A torch that cannot tell (2.11) says false.
+/// Whether a graph of the device's is captured on the stream. A torch that cannot tell (2.11) says false; so does a
+/// device that has no graphs, of which torch 2.12 raises "Backend doesn't support stream capture query".
 template <class Device>
 auto is_capturing(const Device& device, c10::Stream stream, int /*preferred*/)
     -> decltype(device.isStreamCapturing(stream)) {
-  return device.isStreamCapturing(stream);
+  try {
+    return device.isStreamCapturing(stream);
+  } catch (const c10::Error&) {
+    if (stream.device_type() == c10::DeviceType::CUDA) {
+      throw;
+    }
+    return false;
+  }
 }
 template <class Device>
 bool is_capturing(const Device& /*device*/, c10::Stream /*stream*/, long /*otherwise*/) {
