@@ -1,7 +1,5 @@
 /* W: look, refuse, add directly what nobody watches, run the rest in the engine, settle. */
 
-#include <stdlib.h>
-
 #include "pass/zbp_pass.h"
 
 /* What W does with a group, as it is now. */
@@ -19,7 +17,7 @@ static int find_way(zbp_turn *turn, zbp_how how, zbp_way *way_out, zbp_error *er
 static int start(zbp_turn *turn, zbp_how how, zbp_run *run, zbp_error *error)
 {
     zbp_way way = ZBP_WAY_DONE;
-    /* Again: what ran for the groups before may have put hooks on this one's weights. */
+    /* Only now: what ran for the groups before may have put hooks on this one's weights. */
     int status = find_way(turn, how, &way, error);
 
     if (status != ZBP_OK || way == ZBP_WAY_DONE)
@@ -52,18 +50,6 @@ static void settle(zbp_turn *turn, zbp_how how, bool failed)
     }
 }
 
-static void name_lost(const zbp_turn *turn, size_t count, zbp_error *error)
-{
-    zbp_held **held = malloc(count * sizeof *held);
-
-    if (held == NULL)
-        return; /* the error is told as it is */
-    for (size_t g = 0; g < count; g++)
-        held[g] = turn[g].held;
-    zbp_error_name_lost(error, held, count);
-    free(held);
-}
-
 int zbp_pass_weights(zbp_turn *turn, size_t count, zbp_how how, zbp_error *error)
 {
     bool is_retry = false;
@@ -73,7 +59,8 @@ int zbp_pass_weights(zbp_turn *turn, size_t count, zbp_how how, zbp_error *error
 
     for (size_t g = 0; g < count && status == ZBP_OK; g++) { /* refuse before anything is added */
         is_retry = is_retry || turn[g].book->has_failed;
-        status = find_way(&turn[g], how, &way, error);
+        if (zbp_book_has_half(turn[g].book))
+            status = find_way(&turn[g], how, &way, error);
     }
     if (status != ZBP_OK)
         return status;
@@ -86,6 +73,6 @@ int zbp_pass_weights(zbp_turn *turn, size_t count, zbp_how how, zbp_error *error
         settle(&turn[g], how, status != ZBP_OK);
     zbp_run_free(run);
     if (status != ZBP_OK && is_retry)
-        name_lost(turn, count, error);
+        zbp_error_name_lost(error, turn, count);
     return status;
 }

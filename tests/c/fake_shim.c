@@ -496,7 +496,7 @@ void zbp_held_release(zbp_held *held)
 
 void zbp_held_close(zbp_held *held)
 {
-    held->is_released = held->is_closed = true;
+    held->is_released = true;
 }
 
 void zbp_held_again(zbp_held *held)
@@ -512,9 +512,9 @@ int zbp_error_half_added(zbp_held *held, uint32_t face, zbp_error *error)
     return raise_error(error, FAKE_HALF);
 }
 
-void zbp_error_name_lost(zbp_error *error, zbp_held *const *held, size_t count)
+void zbp_error_name_lost(zbp_error *error, const zbp_turn *turn, size_t count)
 {
-    (void)held, (void)count;
+    (void)turn, (void)count;
     if (error->raised == FAKE_TWICE)
         error->raised = (void *)(uintptr_t)FAKE_LOST;
 }

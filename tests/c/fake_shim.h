@@ -47,7 +47,7 @@ struct zbp_held {
     fake_gradient owed[MOST_WEIGHTS]; /* in one weight pass; of the layout as it was made */
     fake_face face[MOST_FACES];
     fake_outside outside[MOST_OUTSIDE];
-    bool is_released, is_closed, is_dropped;
+    bool is_released;
     int rounds; /* weight passes that are complete */
 };
 

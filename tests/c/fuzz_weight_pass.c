@@ -127,7 +127,7 @@ static void meddle(void)
     zbp_held *h = some_group();
     fake_weight *weight = &h->weight[fake_random(MOST_WEIGHTS)];
 
-    switch (fake_random(6)) {
+    switch (fake_random(7)) {
     case 0:
         add_a_hook();
         break;
@@ -144,6 +144,13 @@ static void meddle(void)
         break;
     case 4:
         weight->forbids_products = !weight->forbids_products;
+        break;
+    case 5: /* the groups' holder lets go of one, as zbp_group_clear does */
+        if (fake_random(8) == 0) {
+            zbp_held_release(h);
+            zbp_book_close(&h->book);
+            zbp_layout_fini(&h->layout);
+        }
         break;
     default:
         break;

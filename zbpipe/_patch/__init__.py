@@ -197,8 +197,8 @@ def _rebind(modules: _Modules, release_outputs: bool | None) -> None:
     data_parallel.look()
     if refusal := probe.refusal("the scale of main_grad"):
         scale.refusal = (
-            f"policy(main_grad=True) cannot be used while torch {torch.__version__} is patched: with it {refusal}; use "
-            "a torch that zbpipe knows, or a newer zbpipe."
+            f"policy(main_grad=True) cannot be used while torch {torch.__version__} is patched: with it {refusal}; "
+            f"{_ADVICE}"
         )
     state.release_outputs = release_outputs
     for place in _state.places:

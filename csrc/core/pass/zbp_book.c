@@ -94,6 +94,15 @@ static bool is_half_added(const zbp_book_face *face)
     return face->half.panels > 0;
 }
 
+bool zbp_book_has_half(const zbp_book *book)
+{
+    for (uint32_t f = 0; f < book->face_count; f++) {
+        if (is_half_added(&book->face[f]))
+            return true;
+    }
+    return false;
+}
+
 /* The engine knows how gradients of all kinds and of several streams are summed; without it only
  * products of one stream are. */
 static bool sum_directly(const zbp_task *a, const zbp_task *b)
@@ -305,10 +314,8 @@ uint64_t zbp_book_unpacks_up_to(const zbp_book *book, const zbp_layout *layout)
 
     for (uint32_t f = 0; f < book->face_count; f++) {
         const zbp_task *task = &layout->task[layout->face[f].task];
-        const int32_t weight = layout->face[f].weight;
-        const bool is_wanted = weight < 0 || zbp_book_wants(book, (uint32_t)weight);
 
-        if (task->leaves_packed && is_wanted && task->sequence_nr > last)
+        if (task->leaves_packed && task->sequence_nr > last && zbp_book_wants_face(book, layout, f))
             last = task->sequence_nr;
     }
     return last;

@@ -114,6 +114,9 @@ void zbp_book_see_path(zbp_book *book, uint32_t face, bool is_hooked);
 void zbp_book_see_sum(zbp_book *book, uint32_t face,
                       uint64_t sum); /* of its weight, as it is now */
 
+/* Whether a W that raised has added a part of a product: only then can a way be ZBP_WAY_REFUSED. */
+bool zbp_book_has_half(const zbp_book *book);
+
 /* How the group's gradients are to be added. A path that is hooked by now is given up in the layout.
  * *face_out: of ZBP_WAY_REFUSED, the product that is half added; else unset. */
 zbp_way zbp_book_way(zbp_book *book, zbp_layout *layout, zbp_how how, uint32_t *face_out);

@@ -1,6 +1,5 @@
 // A group's gradients on their way to its weights without the engine: the part of zbp_touch.h that adds directly.
 
-#include <algorithm>
 #include <optional>
 
 #include <c10/core/StreamGuard.h>

@@ -2,9 +2,7 @@
 
 #include <algorithm>
 #include <exception>
-#include <memory>
 
-#include "shim/pass/dtensor.h"
 #include "shim/pass/kinds.h"
 #include "shim/pass/path.h"
 #include "shim/pass/weight_nodes.h"
@@ -51,10 +49,10 @@ void look(Group& group, zbp_book& book) {
 }
 
 /// Which weights of the groups a retry cannot give their gradients any more.
-std::string lost_weights(zbp_held* const* held, size_t count) {
+std::string lost_weights(const zbp_turn* turn, size_t count) {
   std::string lost;
   for (size_t g = 0; g < count; ++g) {
-    const Group& group = group_of(held[g]);
+    const Group& group = group_of(turn[g].held);
     for (uint32_t w = 0; group.book.has_failed && w < group.book.weight_count; ++w) {
       if (zbp_book_wants(&group.book, w)) {
         const at::Tensor& variable = group.weights[w].accumulator->variable;
@@ -122,10 +120,10 @@ int zbp_error_half_added(zbp_held* held, uint32_t face, zbp_error* error) {
   });
 }
 
-void zbp_error_name_lost(zbp_error* error, zbp_held* const* held, size_t count) {
+void zbp_error_name_lost(zbp_error* error, const zbp_turn* turn, size_t count) {
   zbp_error named{};
   const int status = kept_in(&named, [&] {
-    const std::string lost = lost_weights(held, count);
+    const std::string lost = lost_weights(turn, count);
     try {
       if (error->raised) {
         std::rethrow_exception(*static_cast<std::exception_ptr*>(error->raised));

@@ -170,8 +170,9 @@ class Claims {
   explicit Claims(const std::vector<GroupPtr>& groups) {
     for (const GroupPtr& group : groups) {
       if (!zbp_book_claim(&group->book)) {
+        const size_t i = books_.size();
         give_back();
-        refuse(PyExc_RuntimeError, "param_groups[", books_.size(),
+        refuse(PyExc_RuntimeError, "param_groups[", i,
                "] is already running in another call of stage_backward_weight");
       }
       books_.push_back(&group->book);

@@ -97,7 +97,7 @@ ZBP_MUST_USE int zbp_error_half_added(zbp_held *held, uint32_t face, zbp_error *
 
 /* A retry has failed because what it needs went with the first W: says which weights of the groups lack
  * their gradients for good. Other errors are left as they are. */
-void zbp_error_name_lost(zbp_error *error, zbp_held *const *held, size_t count);
+void zbp_error_name_lost(zbp_error *error, const zbp_turn *turn, size_t count);
 
 #ifdef __cplusplus
 }
