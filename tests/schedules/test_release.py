@@ -689,6 +689,8 @@ try:
 except RuntimeError:
     allowed[0] = None
 stage.group = dist.new_group([0, 1], timeout=patience)
+if torch.__version__ >= (2, 14):  # from there on it sends and receives over a name for each direction
+    stage._downstream_group = stage._upstream_group = stage.group
 step()
 print("went on", flush=True)
 dist.barrier()
