@@ -1,6 +1,7 @@
 #include "check.h"
 #include "counting.h"
 #include "model.h"
+#include "core/base/zbpi_hash.h"
 #include "core/memory/zbp_blocks.h"
 
 static zbp_alloc alloc;
@@ -105,6 +106,38 @@ static void failed_growth_keeps_the_blocks(void)
     CHECK(count.live == 0);
 }
 
+/* Whose place in the largest of tables is 3: the hash, backwards. */
+static uint64_t address_of_place_3(void)
+{
+    uint64_t x = 3, inverse_1 = 1, inverse_2 = 1;
+
+    for (int i = 0; i < 6; i++) { /* Newton's: each step doubles the bits that are right */
+        inverse_1 *= 2 - UINT64_C(0x9E3779B97F4A7C15) * inverse_1;
+        inverse_2 *= 2 - UINT64_C(0xD6E8FEB86659FD93) * inverse_2;
+    }
+    x ^= x >> 32;
+    x *= inverse_2;
+    x ^= x >> 29 ^ x >> 58;
+    x *= inverse_1;
+    x ^= x >> 32;
+    return x;
+}
+
+/* As if it were so large that twice its size cannot be said. */
+static void a_table_cannot_outgrow_size_t(void)
+{
+    zbp_block slot[4] = {{0}}, got = {7, 7, 7};
+    const uint64_t address = address_of_place_3();
+    zbp_blocks blocks = {.slot = slot, .capacity = SIZE_MAX / sizeof *slot + 1};
+
+    while ((blocks.capacity & (blocks.capacity - 1)) != 0) /* the next lower power of two */
+        blocks.capacity &= blocks.capacity - 1;
+    REQUIRE((zbpi_hash(address) & (blocks.capacity - 1)) == 3);
+    blocks.count = blocks.capacity / 8 * 5;
+    CHECK(zbp_blocks_add(&blocks, block(address, 1, 1), &got) == ZBP_EOVERFLOW);
+    CHECK(got.address == 7 && slot[3].address == 0 && blocks.count == blocks.capacity / 8 * 5);
+}
+
 static void expect(zbp_blocks *blocks, const char *wanted)
 {
     const char *reason = NULL;
@@ -155,6 +188,7 @@ int main(void)
     RUN(add_take_replace);
     RUN(model);
     RUN(failed_growth_keeps_the_blocks);
+    RUN(a_table_cannot_outgrow_size_t);
     RUN(check_names_planted_faults);
     return check_end();
 }

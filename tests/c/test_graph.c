@@ -178,6 +178,12 @@ static void check_names_planted_faults(void)
     broken.node_count = UINT32_MAX;
     expect(&broken, "too many");
     broken = graph;
+    broken.edge_count = UINT32_MAX;
+    expect(&broken, "too many");
+    broken = graph;
+    broken.key_capacity = 1;
+    expect(&broken, "capacity");
+    broken = graph;
     broken.mark_capacity = 1;
     expect(&broken, "capacity");
     broken = graph;
@@ -192,6 +198,8 @@ static void check_names_planted_faults(void)
     key = graph.key[3];
     graph.key[3] = graph.key[4];
     expect(&graph, "under its key");
+    graph.key[3] = model_key(1000);
+    expect(&graph, "under its key");
     graph.key[3] = key;
     graph.mark[5] = 8;
     expect(&graph, "unknown bit");
@@ -199,6 +207,9 @@ static void check_names_planted_faults(void)
     graph.edge[9].dst = graph.node_count;
     expect(&graph, "ends at no node");
     graph.edge[9].dst = 0;
+    graph.edge[9].src = graph.node_count;
+    expect(&graph, "ends at no node");
+    graph.edge[9].src = 0;
     CHECK_VALID(zbp_graph_check(&graph, &reason));
     zbp_graph_fini(&graph);
 }

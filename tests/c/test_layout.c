@@ -63,6 +63,45 @@ static void refuses_what_leads_nowhere_or_to_two_places(void)
     zbp_layout_fini(&layout);
 }
 
+static void hops_come_in_the_order_of_their_nodes(void)
+{
+    const uint32_t nodes[] = {1, 1, 3};
+    zbp_hop hop = {.to_outside = -1};
+    zbp_layout layout = {0};
+    const char *reason = "?";
+
+    zbp_layout_init(&layout, 1, 5, NULL);
+    for (size_t i = 0; i < sizeof nodes / sizeof *nodes; i++) {
+        hop.outside = nodes[i];
+        REQUIRE(zbp_layout_add_hop(&layout, hop) == ZBP_OK);
+    }
+    hop.outside = 2;
+    CHECK(zbp_layout_add_hop(&layout, hop) == ZBP_EINVAL && layout.hop_count == 3);
+    CHECK(zbp_layout_first_hop(&layout, 0) == 0 && zbp_layout_first_hop(&layout, 1) == 0);
+    CHECK(zbp_layout_first_hop(&layout, 2) == 2 && zbp_layout_first_hop(&layout, 3) == 2);
+    CHECK(zbp_layout_first_hop(&layout, 4) == 3 && zbp_layout_first_hop(&layout, 5) == 3);
+    CHECK_VALID(zbp_layout_check(&layout, &reason));
+    layout.hop[1].outside = 4;
+    CHECK(zbp_layout_check(&layout, &reason) == ZBP_EINVAL && strstr(reason, "order") != NULL);
+    zbp_layout_fini(&layout);
+}
+
+/* Indices are held as int32_t, too. */
+static void arrays_end_before_their_indices_do(void)
+{
+    enum { MOST = INT32_MAX / 2 };
+    zbp_layout layout = {.task_count = MOST,
+                         .task_capacity = MOST,
+                         .face_count = MOST,
+                         .face_capacity = MOST,
+                         .weight_count = 1};
+
+    CHECK(zbp_layout_add_task(&layout, ZBP_TASK_WHOLE, 1) == ZBP_EOVERFLOW);
+    CHECK(zbp_layout_add_face(&layout, TO_WEIGHT) == ZBP_EOVERFLOW);
+    CHECK(layout.task_count == MOST && layout.task == NULL && layout.task_capacity == MOST);
+    CHECK(layout.face_count == MOST && layout.face == NULL && layout.face_capacity == MOST);
+}
+
 static void tasks_run_from_the_last_node_to_the_first(void)
 {
     enum { MOST = 70 };
@@ -147,6 +186,11 @@ static void the_check_sees_each_fault(void)
     layout.task[2].face_begin = 1;
     CHECK(zbp_layout_check(&layout, NULL) == ZBP_EINVAL);
     layout.task[2].face_begin = 2;
+    layout.task[2].face_end = 1;
+    CHECK(zbp_layout_check(&layout, NULL) == ZBP_EINVAL);
+    layout.task[2].face_end = 10;
+    CHECK(zbp_layout_check(&layout, NULL) == ZBP_EINVAL);
+    layout.task[2].face_end = 3;
     layout.face_count = 10;
     CHECK(zbp_layout_check(&layout, NULL) == ZBP_EINVAL);
     layout.face_count = 9;
@@ -159,6 +203,8 @@ int main(void)
     check_sees_failure();
     RUN(adds_faces_to_the_last_task);
     RUN(refuses_what_leads_nowhere_or_to_two_places);
+    RUN(hops_come_in_the_order_of_their_nodes);
+    RUN(arrays_end_before_their_indices_do);
     RUN(tasks_run_from_the_last_node_to_the_first);
     RUN(a_failed_allocation_leaves_it_as_it_was);
     RUN(the_check_sees_each_fault);

@@ -31,6 +31,7 @@ static void add_and_find(void)
     CHECK(zbp_map_add(&map, model_key(1), 11, &value, &added) == ZBP_OK && value == 10 && !added);
     CHECK(zbp_map_add(&map, model_key(2), 0, NULL, NULL) == ZBP_OK && map.count == 2);
     CHECK(zbp_map_find(&map, model_key(2), &value) && value == 0);
+    CHECK(zbp_map_find(&map, model_key(2), NULL));
     value = 7;
     CHECK(!zbp_map_find(&map, model_key(3), &value) && value == 7);
     CHECK(!zbp_map_find(&map, NULL, &value) && value == 7);

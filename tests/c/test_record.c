@@ -242,6 +242,56 @@ static void a_longer_run_than_can_be_told(void)
     zbp_record_fini(&record);
 }
 
+/* A block of the recording's own whose handing out the log lacks was handed out in no range. */
+static void what_the_log_lacks_is_nobodys(void)
+{
+    zbp_record record;
+    uint32_t mark[2] = {0};
+    uint64_t bytes = 0;
+
+    begin(&record, 100);
+    zbp_record_alloc(&record, 101, 1, block(8, 10));
+    zbp_record_alloc(&record, 102, 1, block(100, 12));
+    REQUIRE(zbp_record_mark(&record, 103, 15, 1, &mark[0]) == ZBP_OK);
+    zbp_record_free(&record, 104, 1, block(1, 11)); /* between two of the log */
+    zbp_record_free(&record, 105, 1, block(2, 14)); /* behind all of it */
+    zbp_record_free(&record, 106, 1, block(8, 10));
+    REQUIRE(zbp_record_mark(&record, 107, 15, 1, &mark[1]) == ZBP_OK);
+    const zbp_range range = {mark[0], mark[1]}, other = {0, mark[0]};
+    CHECK(zbp_record_held(&record, mark[0], range, &other, 1, &bytes) == ZBP_OK && bytes == 3);
+    CHECK(zbp_record_held(&record, 0, (zbp_range){2, 1}, NULL, 0, &bytes) == ZBP_EINVAL);
+    CHECK(zbp_record_held(&record, 0, range, &(zbp_range){2, 1}, 1, &bytes) == ZBP_EINVAL);
+    CHECK(bytes == 3);
+    zbp_record_fini(&record);
+    CHECK(count.live == 0);
+}
+
+static void counts_end_before_they_run_over(void)
+{
+    zbp_record record;
+    zbp_event *event;
+    uint32_t mark = 7;
+
+    begin(&record, UINT64_MAX);
+    zbp_record_free_older(&record, 101, 1, block(1, 1));
+    zbp_record_free_older(&record, 102, 1, block(1, 2));
+    event = (zbp_event *)zbp_record_event(&record, 1);
+    event->since_alloc = ZBP_SINCE_MOST; /* as after so many */
+    zbp_record_free_older(&record, 103, 1, block(1, 3));
+    CHECK(zbp_record_event(&record, 2)->since_alloc == ZBP_SINCE_MOST);
+    record.mark_count = UINT32_MAX;
+    CHECK(zbp_record_mark(&record, 104, 10, 1, &mark) == ZBP_EOVERFLOW && mark == 7);
+    CHECK(record.mark_count == UINT32_MAX);
+    record.mark_count = 1;
+    record.event_count = (uint64_t)UINT32_MAX * ZBP_EVENTS_PER_CHUNK; /* as many chunks as can be */
+    zbp_record_free_older(&record, 105, 1, block(1, 4));
+    CHECK(record.event_count == (uint64_t)UINT32_MAX * ZBP_EVENTS_PER_CHUNK);
+    CHECK(record.dropped == 1 && record.older_frees == 4);
+    record.event_count = 3;
+    zbp_record_fini(&record);
+    CHECK(count.live == 0);
+}
+
 static void expect(const zbp_record *record, const char *wanted)
 {
     const char *reason = NULL;
@@ -270,6 +320,17 @@ static void check_names_planted_faults(void)
     broken = record;
     broken.total.peak++;
     expect(&broken, "add up");
+    broken = record;
+    broken.total.allocations++;
+    expect(&broken, "add up");
+    broken = record;
+    broken.total.frees++;
+    expect(&broken, "add up");
+    CHECK(zbp_record_check(&broken, NULL) == ZBP_EINVAL);
+    CHECK(zbp_record_check(&record, NULL) == ZBP_OK);
+    record.mark[0].span.peak = 8; /* and 16 at its end */
+    expect(&record, "lower than its ends");
+    record.mark[0].span.peak = 16;
     record.mark[1].live++;
     expect(&record, "lead to the next");
     record.mark[1].live--;
@@ -305,6 +366,8 @@ int main(void)
     RUN(model);
     RUN(held_as_the_log_tells);
     RUN(a_longer_run_than_can_be_told);
+    RUN(what_the_log_lacks_is_nobodys);
+    RUN(counts_end_before_they_run_over);
     RUN(check_names_planted_faults);
     return check_end();
 }
