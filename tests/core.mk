@@ -16,7 +16,7 @@ CORE_SOURCES := $(sort $(patsubst csrc/%,%,$(wildcard csrc/core/*/*.c)))
 PASS_SOURCES := $(sort $(patsubst csrc/%,%,$(wildcard csrc/pass/*.c)))
 CORE_HEADERS := $(sort $(wildcard csrc/core/*/*.h csrc/pass/*.h) csrc/shim/pass/zbp_touch.h csrc/shim/torch/zbp_error.h)
 CORE_TESTS := test_status test_map test_graph test_plan test_plan_check test_blocks test_record test_layout test_panels test_reach \
-	test_book test_book_model
+	test_book test_book_model test_pass
 FUZZ_WITH_fuzz_weight_pass = tests/c/fake_shim.c $(PASS_SOURCES:%=csrc/%)
 CORE_LIB := $(CORE_BUILD)/libzbpcore.a
 
@@ -28,6 +28,7 @@ CORE_FLAGS_count := -O2 -g -DNDEBUG
 CORE_FLAGS_cov := -O0 -g --coverage
 CORE_LINK_asan := $(CORE_SANITIZE)
 CORE_LINK_cov := --coverage
+CORE_LINK_OF_test_pass := -Wl,--wrap=malloc
 
 # $(1): the flavour. Objects, the library, and a program per tests/c/X.c that has a main.
 define CORE_FLAVOUR
@@ -47,10 +48,10 @@ $$(CORE_BUILD)/$(1)/tests/%.o: tests/c/%.c tests/core.mk
 $$(CORE_BUILD)/$(1)/bin/%: $$(CORE_BUILD)/$(1)/tests/%.o $$(CORE_BUILD)/$(1)/tests/model.o \
 		$$(CORE_OBJECTS_$(1))
 	@mkdir -p $$(@D)
-	@$$(CC) $$(CORE_LINK_$(1)) $$^ -pthread -o $$@
+	@$$(CC) $$(CORE_LINK_$(1)) $$(CORE_LINK_OF_$$*) $$^ -pthread -o $$@
 
 # What runs passes has a fake shim in the shim's place.
-$$(CORE_BUILD)/$(1)/bin/fuzz_weight_pass: $$(CORE_BUILD)/$(1)/tests/fake_shim.o $$(PASS_OBJECTS_$(1))
+$$(CORE_BUILD)/$(1)/bin/fuzz_weight_pass $$(CORE_BUILD)/$(1)/bin/test_pass: $$(CORE_BUILD)/$(1)/tests/fake_shim.o $$(PASS_OBJECTS_$(1))
 
 .SECONDARY: $$(CORE_OBJECTS_$(1)) $$(PASS_OBJECTS_$(1)) $$(patsubst tests/c/%.c,$$(CORE_BUILD)/$(1)/tests/%.o,$$(wildcard tests/c/*.c))
 -include $$(wildcard $$(CORE_BUILD)/$(1)/objects/*/*.d $$(CORE_BUILD)/$(1)/objects/*/*/*.d $$(CORE_BUILD)/$(1)/tests/*.d)

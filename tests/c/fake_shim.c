@@ -133,9 +133,10 @@ static void accumulate(fake_weight *weight, const fake_gradient *gradient)
 
 int zbp_look(zbp_held *held, zbp_book *book, zbp_error *error)
 {
-    (void)error;
     if (fake.look != NULL)
         fake.look();
+    if (touch(error) != ZBP_OK)
+        return ZBP_ETORCH;
     for (uint32_t w = 0; w < book->weight_count; w++)
         zbp_book_see_weight(book, w, held->weight[w].seen);
     for (uint32_t f = 0; f < book->face_count; f++) {
@@ -482,6 +483,8 @@ int zbp_run_go(zbp_run *run, zbp_error *error)
     }
     if (run->count == 0)
         return ZBP_OK;
+    if (touch(error) != ZBP_OK) /* before anything runs */
+        return ZBP_ETORCH;
     while (status == ZBP_OK && step(run, error, &status))
         ;
     return error->raised == NULL ? ZBP_OK : ZBP_ETORCH;

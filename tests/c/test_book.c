@@ -5,43 +5,10 @@
 #include "check.h"
 #include "core/pass/zbp_book.h"
 #include "counting.h"
+#include "draw.h"
 
 static const zbp_how PLAIN = {0}, RETAIN = {.retain = true}, FUSE = {.fuse = true},
                      ANOMALY = {.is_anomaly = true};
-
-/* ---- groups, drawn: a task per letter, with its faces behind it
- *
- * P, D, W, R: a product, a deferred, a whole node, a root. 0 to 9: a face to that weight. a to z: a face to that outside
- * node. A digit behind a letter and a colon, as in a:1: by a path to that weight. */
-
-static void draw(zbp_layout *layout, uint32_t weights, uint32_t outsides, const char *tasks)
-{
-    uint64_t sequence_nr = 100;
-
-    zbp_layout_init(layout, weights, outsides, NULL);
-    for (const char *c = tasks; *c != '\0'; c++) {
-        static const char kinds[] = "PDWR";
-        const char *kind = strchr(kinds, *c);
-        zbp_face face = {.slot = layout->face_count, .weight = -1, .outside = -1};
-
-        if (*c == ' ')
-            continue;
-        if (kind != NULL) {
-            REQUIRE(zbp_layout_add_task(layout, (uint8_t)(kind - kinds), sequence_nr--) == ZBP_OK);
-            continue;
-        }
-        if (*c >= 'a')
-            face.outside = *c - 'a';
-        else
-            face.weight = *c - '0';
-        if (c[1] == ':') {
-            face.weight = c[2] - '0';
-            face.flag = ZBP_FACE_PATH;
-            c += 2;
-        }
-        REQUIRE(zbp_layout_add_face(layout, face) == ZBP_OK);
-    }
-}
 
 static void open_book(zbp_book *book, zbp_layout *layout, uint32_t weights, uint32_t outsides,
                       const char *tasks)
