@@ -1,7 +1,7 @@
 # core.mk - builds and tests what is C and knows neither torch nor Python: the core (csrc/core) and the passes' conductor
 # (csrc/pass), which is linked with a fake shim.
 # Included by the Makefile; also works alone: make -f tests/core.mk test-core
-# All output goes to build/core. CC, CXX, CORE_CFLAGS, FUZZ_CC, FUZZ_SECONDS can be set.
+# All output goes to build/core. CC, CXX, CORE_CFLAGS, FUZZ_CC, FUZZ_SECONDS, GCOV, PYTHON can be set.
 
 CORE_BUILD := build/core
 CORE_WARN := -Wall -Wextra -Wpedantic -Wconversion -Wshadow -Werror
@@ -9,6 +9,8 @@ CORE_INCLUDE := -Icsrc -Itests/c
 CORE_CFLAGS ?=
 CORE_SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 FUZZ_CC ?= clang
+PYTHON ?= python3
+GCOV ?= gcov
 FUZZ_SECONDS ?= 60
 FUZZ_TARGET ?= fuzz_plan
 
@@ -111,15 +113,15 @@ fuzz: ## fuzz the C core with libFuzzer (needs clang; FUZZ_TARGET=fuzz_plan or f
 	$(CORE_BUILD)/fuzz/$(FUZZ_TARGET) -max_total_time=$(FUZZ_SECONDS) -max_len=2048 \
 		-artifact_prefix=$(CORE_BUILD)/fuzz/ -print_final_stats=1 $(CORE_BUILD)/fuzz/corpus_$(FUZZ_TARGET)
 
-cov: $(CORE_TESTS:%=$(CORE_BUILD)/cov/bin/%) $(CORE_BUILD)/cov/bin/fuzz_plan $(CORE_BUILD)/cov/bin/fuzz_weight_pass ## line and branch coverage of the C core (needs gcov)
+COV_COUNTS = $(patsubst %.o,%.gcda,$(CORE_OBJECTS_cov) $(PASS_OBJECTS_cov))
+
+# Which branches need not be taken, and why: tests/c/uncovered.txt.
+cov: $(CORE_TESTS:%=$(CORE_BUILD)/cov/bin/%) $(CORE_BUILD)/cov/bin/fuzz_plan $(CORE_BUILD)/cov/bin/fuzz_weight_pass ## branches of the C core and the passes that their tests take: at least 95 % (needs gcov)
 	@rm -f $(CORE_BUILD)/cov/objects/*/*.gcda $(CORE_BUILD)/cov/objects/*/*/*.gcda $(CORE_BUILD)/cov/tests/*.gcda
 	@sh tests/c/run.sh core $(CORE_TESTS:%=$(CORE_BUILD)/cov/bin/%) "$(CORE_BUILD)/cov/bin/fuzz_plan 2000 3" \
 		"$(CORE_BUILD)/cov/bin/fuzz_weight_pass 20000 3"
-	@gcov -b -n $(CORE_BUILD)/cov/objects/*/*.gcda $(CORE_BUILD)/cov/objects/*/*/*.gcda 2>/dev/null | awk -F "[':%]" \
-		'/^File/ { file = $$2; show = file ~ /csrc\/(core|pass)\/.*\.c$$/ } \
-		show && /^Lines/ { lines = $$2 } \
-		show && /^Taken at least/ { printf "%-32s lines %6s %%  branches %6s %%\n", file, lines, $$2; n++ } \
-		END { exit n == 0 }'
+	@GCOV="$(GCOV)" sh tests/c/run.sh "cov, sees what nobody has listed" "!NOT.LISTED $(PYTHON) tests/c/branches.py /dev/null $(COV_COUNTS)"
+	@GCOV="$(GCOV)" $(PYTHON) tests/c/branches.py tests/c/uncovered.txt $(COV_COUNTS)
 
 # First on a heap that goes back to the system after every run, then on one that stays, as in a process
 # that has been training for a while.
