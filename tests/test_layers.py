@@ -1,8 +1,11 @@
-"""core <- shim <- bindings, one direction: what each file of csrc/ includes; rooms of the package and which may import
-which; and one door to torch's private names."""
+"""core <- shim <- bindings, one direction: what each file of csrc/ includes, and what the C files' objects ask of each
+other; rooms of the package and which may import which; and one door to torch's private names."""
 
 import ast
+import os
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -48,6 +51,100 @@ def test_each_layer_includes_only_what_it_may(layer):
         for include in violations(layer, INCLUDE.findall(path.read_text()))
     }
     assert not found
+
+
+# Includes of the shim that run back up, by the folder that has them; each would close a circle between folders.
+BACK = {
+    ("torch", "shim/pass/group.h"): "streams, ranges and what is unpacked are those of a group and its tasks",
+    ("torch", "shim/pass/kinds.h"): "what a node has saved is asked by the kind of node; so are subclasses of tensors",
+    ("pass", "shim/work/work.h"): "W runs what others have handed over",
+}
+
+
+def shim_includes():
+    """The shim's files, each with what it includes of the shim."""
+    return {
+        path.relative_to(CSRC).as_posix(): {i for i in INCLUDE.findall(path.read_text()) if i.startswith("shim/")}
+        for path in files("shim")
+    }
+
+
+def folder_of(file):
+    return file.split("/")[1]
+
+
+def test_no_header_of_the_shim_includes_itself_by_others():
+    headers = {file: includes for file, includes in shim_includes().items() if file.endswith(".h")}
+    assert len(headers) > 20
+    assert circle(headers) == []
+
+
+def test_folders_of_the_shim_have_no_circle_but_what_is_listed():
+    edges, used = {}, set()
+    for file, includes in shim_includes().items():
+        folder = folder_of(file)
+        back = {(folder, include) for include in includes} & BACK.keys()
+        used |= back
+        onward = includes - {include for _, include in back}
+        edges.setdefault(folder, set()).update({folder_of(include) for include in onward} - {folder})
+    assert circle(edges) == []
+    assert used == BACK.keys(), "listed, and gone"
+    for folder, include in BACK:
+        closed = {**edges, folder: edges[folder] | {folder_of(include)}}
+        assert circle(closed), f"{include} in {folder} closes no circle: it need not be listed"
+
+
+def symbols_of(objects):
+    """The graph between objects, by name: which refers to a symbol that another defines."""
+    defines, refers = {}, {}
+    for name, path in objects.items():
+        said = subprocess.run(["nm", "-g", "-P", path], check=True, capture_output=True, text=True).stdout
+        for symbol, kind, *_ in (line.split() for line in said.splitlines()):
+            if kind in ("U", "w"):
+                refers.setdefault(name, set()).add(symbol)
+            else:
+                assert defines.setdefault(symbol, name) == name, f"{symbol} is defined twice"
+    return {name: {defines[s] for s in refers.get(name, ()) if s in defines} for name in objects}
+
+
+@pytest.fixture(scope="module")
+def compile_c(tmp_path_factory):
+    """Compiles (name, source) to objects, with the asserts, which refer to the validators."""
+    compiler = os.environ.get("CC", "cc").split()
+    if shutil.which(compiler[0]) is None or shutil.which("nm") is None:
+        pytest.skip("needs a C compiler and nm")
+
+    def compile_all(sources):
+        folder, objects = tmp_path_factory.mktemp("objects"), {}
+        for number, (name, source) in enumerate(sorted(sources.items())):
+            objects[name] = folder / f"{number}.o"
+            command = [*compiler, "-std=c11", "-O0", "-UNDEBUG", f"-I{CSRC}", "-c", source, "-o", objects[name]]
+            subprocess.run(command, check=True)
+        return objects
+
+    return compile_all
+
+
+def test_objects_of_the_core_and_the_passes_refer_in_one_direction(compile_c):
+    sources = [path for layer in ("core", "pass") for path in files(layer) if path.suffix == ".c"]
+    edges = symbols_of(compile_c({path.relative_to(CSRC).as_posix(): path for path in sources}))
+    assert edges["pass/weight_pass.c"] >= {"pass/direct.c", "core/pass/zbp_book.c"}, "the detector sees nothing"
+    assert circle(edges) == []
+    assert {
+        file: of for file, of in edges.items() if file.startswith("core/") and any("core/" not in o for o in of)
+    } == {}
+    folders = {}
+    for file, of in edges.items():
+        folder = file.rpartition("/")[0]
+        folders.setdefault(folder, set()).update({o.rpartition("/")[0] for o in of} - {folder})
+    assert circle(folders) == []
+
+
+def test_a_circle_of_objects_is_found(compile_c, tmp_path):
+    for name, other in (("a", "b"), ("b", "c"), ("c", "a")):
+        (tmp_path / f"{name}.c").write_text(f"int {other}(void);\nint {name}(void) {{ return {other}(); }}\n")
+    edges = symbols_of(compile_c({path.name: path for path in tmp_path.glob("*.c")}))
+    assert circle(edges) == ["a.c", "b.c", "c.c", "a.c"]
 
 
 def test_headers_of_the_shim_that_bindings_include_are_plain_c():
