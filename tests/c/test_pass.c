@@ -13,7 +13,7 @@ static bool is_reversed; /* W is given the last group first */
 
 /* Linked with --wrap=malloc. Of the code under test the pass alone calls it, between setting this and unsetting it. */
 static bool malloc_fails;
-void *__real_malloc(size_t size); // NOLINT: the linker's names
+void *__real_malloc(size_t size); /* the linker's names */
 void *__wrap_malloc(size_t size);
 
 void *__wrap_malloc(size_t size)
