@@ -3,6 +3,7 @@
 #include <Python.h>
 
 #include "bindings/parts.h"
+#include "pass/zbp_pass.h"
 #include "shim/explain/zbp_aside.h"
 #include "shim/explain/zbp_explain.h"
 
@@ -13,6 +14,10 @@ static PyObject *explain(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *outputs, *inputs, *weights, *defer, *checkpoint;
     zbp_policy policy = {0};
+    zbp_survey survey = {0};
+    zbp_scene *scene = NULL;
+    zbp_error error = {0};
+
     if (!PyArg_ParseTuple(args, "O!O!O!OO:explain", &PyTuple_Type, &outputs, &PyTuple_Type, &inputs,
                           &PyTuple_Type, &weights, &defer, &checkpoint) ||
         zbp_parse_choice(defer, "defer", ZBP_DEFER_ALL, &policy.defer, &policy.defer_of) < 0 ||
@@ -20,7 +25,13 @@ static PyObject *explain(PyObject *Py_UNUSED(module), PyObject *args)
                          &policy.checkpoint_of) < 0) {
         return NULL;
     }
-    return zbp_explain(outputs, inputs, weights, policy);
+    if (zbp_explain_new(outputs, inputs, weights, policy, &scene) != ZBP_OK) {
+        return NULL;
+    }
+    const int status = zbp_pass_survey(scene, &survey, &error);
+    PyObject *explained = zbp_explain_end(scene, status, &error);
+    zbp_survey_fini(&survey);
+    return explained;
 }
 
 PyDoc_STRVAR(is_watched_doc,

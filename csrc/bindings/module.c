@@ -121,7 +121,9 @@ static PyObject *input_pass(PyObject *module, PyObject *args)
     zbp_group **groups = NULL;
     size_t group_count = 0;
     zbp_policy policy = {0};
-    int ran = 0;
+    zbp_scene *scene = NULL;
+    zbp_error error = {0};
+    int status;
 
     if (!PyArg_ParseTuple(args, "OOOOOO|p:input_pass", &given[0], &given[1], &given[2], &given[3],
                           &defer, &checkpoint, &policy.refuse_reentrant) ||
@@ -140,9 +142,12 @@ static PyObject *input_pass(PyObject *module, PyObject *args)
                      name[seq[0] == NULL ? 0 : 2]);
         goto done;
     }
-    if (zbp_input_pass(seq[0], seq[1], seq[2], seq[3], policy, &dinputs, &groups, &group_count,
-                       &ran) != ZBP_OK) {
-        if (ran && PyErr_ExceptionMatches(PyExc_Exception)) {
+    if (zbp_scene_new(seq[0], seq[1], seq[2], seq[3], policy, &scene) != ZBP_OK) {
+        goto done;
+    }
+    status = zbp_pass_inputs(scene, &error);
+    if (zbp_scene_end(scene, status, &error, &dinputs, &groups, &group_count) != ZBP_OK) {
+        if (PyErr_ExceptionMatches(PyExc_Exception)) {
             raise_run_error(get_state(module));
         }
         goto done;

@@ -1,7 +1,8 @@
-/* zbp_pass.h - the weight pass: which groups run how, in which order, and what becomes of them.
+/* zbp_pass.h - the two passes: what happens in which order, and what becomes of it after an error.
  *
- * Knows neither torch nor Python. What it decides stands in a layout and a book (core/pass), what it
- * touches it asks of the shim (shim/pass/zbp_touch.h), in whose place tests link one without torch.
+ * Knows neither torch nor Python. What is decided stands in a split, layouts and books (core/pass); what
+ * is touched it asks of the shim (shim/pass/zbp_scene.h for I, zbp_touch.h for W), in whose place tests
+ * link one without torch.
  */
 #ifndef ZBP_PASS_H
 #define ZBP_PASS_H
@@ -10,11 +11,24 @@
 
 #include "core/pass/zbp_book.h"
 #include "core/pass/zbp_layout.h"
+#include "shim/pass/zbp_scene.h"
 #include "shim/pass/zbp_touch.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+/* Runs I for a scene that has just begun. Called with the GIL held.
+ *
+ * ZBP_OK: the scene has the inputs' gradients and the groups. Another status: *error says what was
+ * raised, if it was the shim; the scene puts back what it has changed when it ends. */
+ZBP_MUST_USE int zbp_pass_inputs(zbp_scene *scene, zbp_error *error);
+
+/* The part of I that changes nothing: the groups are made, with what each is and why, and nothing runs.
+ * *survey, zeroed, is filled, also in part when another status than ZBP_OK is returned: give it to
+ * zbp_survey_fini in any case. */
+ZBP_MUST_USE int zbp_pass_survey(zbp_scene *scene, zbp_survey *survey, zbp_error *error);
+void zbp_survey_fini(zbp_survey *survey); /* zeroes it; a zeroed one is legal */
 
 /* Runs W for groups that nobody else runs: each adds its gradients, once. Called without the GIL.
  *

@@ -34,13 +34,23 @@ enum {
     ZBP_FACE_TRANSPOSED = 4 /* and transposes it */
 };
 
+/* Why a face that begins with plain steps, or none, has no path. */
+enum {
+    ZBP_OBSTACLE_NONE, /* it has one, or ends at its weight */
+    ZBP_OBSTACLE_NODE, /* behind the steps lies a node that is none, or is watched */
+    ZBP_OBSTACLE_CAST, /* a second cast would round what the first one has left */
+    ZBP_OBSTACLE_SUM   /* several gradients meet on the way, and are to be added there */
+};
+
 /* One edge of a task towards the weights. */
 typedef struct zbp_face {
     uint32_t task;
-    uint32_t slot;   /* position among the node's edges */
-    int32_t weight;  /* where it ends, at once or by a path; -1 where it does not */
-    int32_t outside; /* the node outside the closure that it leads to; -1 for a weight */
-    uint8_t flag;    /* ZBP_FACE_* */
+    uint32_t slot;    /* position among the node's edges */
+    int32_t weight;   /* where it ends, at once or by a path; -1 where it does not */
+    int32_t outside;  /* the node outside the closure that it leads to; -1 for a weight */
+    uint8_t flag;     /* ZBP_FACE_* */
+    uint8_t steps;    /* plain steps behind it: all that lies before the weight, if it has a path */
+    uint8_t obstacle; /* ZBP_OBSTACLE_* */
 } zbp_face;
 
 typedef struct zbp_task {
@@ -48,6 +58,8 @@ typedef struct zbp_task {
     uint32_t stream;      /* tasks with equal numbers run on one; 0 is that of the CPU */
     uint64_t sequence_nr; /* tasks run from the highest to the lowest */
     uint8_t kind;         /* ZBP_TASK_* */
+    uint8_t why;          /* it is of that kind: ZBP_WHY_* (zbp_kind.h) */
+    uint8_t takes_work;   /* of which weights a Function's backward may hand work over: ZBP_DEFER_* */
     bool leaves_packed;   /* W unpacks what is saved behind hooks, within a run of the engine */
 } zbp_task;
 

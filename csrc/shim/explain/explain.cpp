@@ -8,7 +8,9 @@
 
 #include "shim/explain/reach.h"
 #include "shim/pass/kinds.h"
-#include "shim/pass/path.h"
+#include "shim/pass/scene.h"
+#include "shim/pass/walk.h"
+#include "shim/torch/error.h"
 #include "shim/torch/python.h"
 
 namespace {
@@ -16,26 +18,25 @@ namespace {
 using namespace zbp;
 namespace impl = torch::autograd::impl;
 
-const char* name_of(Why why) {
+const char* name_of_why(uint8_t why) {
   switch (why) {
-    case Why::separable:
+    case ZBP_WHY_SEPARABLE:
       return "separable";
-    case Why::post_hook:
+    case ZBP_WHY_POST_HOOK:
       return "post hook";
-    case Why::policy_defers_nothing:
+    case ZBP_WHY_POLICY:
       return "policy";
-    case Why::function:
+    case ZBP_WHY_FUNCTION:
       return "function";
-    case Why::unknown_type:
+    case ZBP_WHY_UNKNOWN:
       return "unknown";
-    case Why::packed:
+    case ZBP_WHY_PACKED:
       return "packed";
-    case Why::light:
+    case ZBP_WHY_LIGHT:
       return "light";
-    case Why::root:
-      break;
+    default:
+      return "root";
   }
-  return "root";
 }
 
 std::vector<at::Tensor> tensors_in(PyObject* seq, const char* name) {
@@ -55,19 +56,21 @@ std::vector<at::Tensor> tensors_in(PyObject* seq, const char* name) {
 
 /// What makes W go through the engine to get from the face to its weight; nothing if it need not.
 std::optional<std::string> way_of(const Face& face, const zbp_face& plan) {
-  if (plan.weight >= 0) {
-    return std::nullopt;
+  switch (plan.obstacle) {
+    case ZBP_OBSTACLE_NONE:
+      return std::nullopt;
+    case ZBP_OBSTACLE_CAST:
+      return "it is cast twice on its way";
+    case ZBP_OBSTACLE_SUM:
+      return "several gradients meet before its cast";
+    default:
+      break;
   }
-  Face probe;
-  probe.edge = face.edge;
-  uint8_t flag = 0;
-  const Edge behind = follow_plain_steps(probe, flag);
-  Node& node = *behind.function;
-  if (as<torch::autograd::AccumulateGrad>(node)) {
-    return count_casts(probe) > 1 ? "it is cast twice on its way"
-                                  : "several gradients meet before its cast";
+  Node* node = face.edge.function.get();
+  for (uint8_t i = 0; i < plan.steps; ++i) {
+    node = node->next_edge(0).function.get();
   }
-  return c10::str(has_hooks(node) ? "a hook watches " : "it is computed by ", node.name());
+  return c10::str(has_hooks(*node) ? "a hook watches " : "it is computed by ", node->name());
 }
 
 PyObject* explain(const Task& task, size_t f, Reach& reach) {
@@ -97,37 +100,46 @@ PyObject* explain(const Task& task, Reach& reach) {
     append(edges, explain(task, f, reach));
   }
   return Py_BuildValue("NsssO", torch::autograd::functionToPyObject(task.node),
-                       task.node->name().c_str(), name_of(task.kind()), name_of(task.why),
+                       task.node->name().c_str(), name_of(task.kind()), name_of_why(task.plan().why),
                        edges.get());
 }
 
 }  // namespace
 
-PyObject* zbp_explain(PyObject* outputs, PyObject* inputs, PyObject* weights, zbp_policy policy) {
-  PyObject* result = nullptr;
+int zbp_explain_new(PyObject* outputs, PyObject* inputs, PyObject* weights, zbp_policy policy,
+                    zbp_scene** scene_out) {
+  std::unique_ptr<zbp_scene> scene;
   const int status = guarded([&] {
-    InputPassArgs args;
-    args.policy = policy;
+    scene = std::make_unique<zbp_scene>();
+    scene->args.policy = policy;
     for (const at::Tensor& output : tensors_in(outputs, "outputs")) {
-      args.roots.push_back(impl::gradient_edge(output));
-      args.root_grads.push_back(at::ones_like(output));
+      scene->args.roots.push_back(impl::gradient_edge(output));
+      scene->args.root_grads.push_back(at::ones_like(output));
     }
-    args.inputs = tensors_in(inputs, "inputs");
-    args.weights = tensors_in(weights, "weights");
-    THPObjectPtr list = new_list();
-    look_at_input_pass(args, [&](const std::vector<GroupPtr>& groups) {
-      for (const GroupPtr& group : groups) {
-        THPObjectPtr tasks = new_list();
-        Reach reach(*group);
-        for (const Task& task : group->tasks) {
-          append(tasks, explain(task, reach));
-        }
-        append(list, tasks.release());
-      }
-    });
-    result = list.release();
+    scene->args.inputs = tensors_in(inputs, "inputs");
+    scene->args.weights = tensors_in(weights, "weights");
   });
-  return status == ZBP_OK ? result : nullptr;
+  return status == ZBP_OK ? zbp_scene_begin(std::move(scene), nullptr, scene_out) : status;
+}
+
+PyObject* zbp_explain_end(zbp_scene* scene, int status, zbp_error* error) {
+  const std::unique_ptr<zbp_scene> owned(scene);
+  THPObjectPtr list;
+  const int result = owned->barrier.end([&] {
+    if (status != ZBP_OK) {
+      rethrow(*error, status);
+    }
+    list = new_list();
+    for (const GroupPtr& group : owned->groups) {
+      THPObjectPtr tasks = new_list();
+      Reach reach(*group);
+      for (const Task& task : group->tasks) {
+        append(tasks, explain(task, reach));
+      }
+      append(list, tasks.release());
+    }
+  });
+  return result == ZBP_OK ? list.release() : nullptr;
 }
 
 int zbp_is_watched(PyObject* object, int* out) {

@@ -10,15 +10,20 @@
 extern "C" {
 #endif
 
-/* Plans I, runs nothing and changes nothing. outputs, inputs, weights: seqs of tensors.
+/* Begins it; outputs, inputs, weights: seqs of tensors. zbp_pass_survey comes next (csrc/pass), with the GIL
+ * held: it plans I, runs nothing and changes nothing. Errors: what is no tensor. */
+ZBP_MUST_USE int zbp_explain_new(PyObject *outputs, PyObject *inputs, PyObject *weights,
+                                 zbp_policy policy, zbp_scene **scene_out);
+
+/* Ends it, with what zbp_pass_survey returned and raised, before the survey goes. Frees the scene.
  *
- * New list with a list per group, in zbp_input_pass()'s order, with a tuple per weight task, in
+ * New list with a list per group, in I's order, with a tuple per weight task, in
  * zbp_group_account()'s order:
  *
  *     (node, name, kind, why, edges)
  *
  * node: the autograd node, name: its name. kind: "product", "deferred", "whole" or "root". why: one of
- * "separable", "root", "post hook", "policy", "function", "unknown", "packed", "light": see group.h's Why.
+ * "separable", "root", "post hook", "policy", "function", "unknown", "packed", "light": see zbp_kind.h.
  * edges: list with a tuple per edge towards weights:
  *
  *     (slot, shape, way, weights)
@@ -27,7 +32,7 @@ extern "C" {
  * way: None where W adds to the weight directly; else what lies between, a str. weights: list of the leaf
  * tensors behind it.
  * NULL with an error set: what the policy's functions raise, a graph that has been consumed. */
-PyObject *zbp_explain(PyObject *outputs, PyObject *inputs, PyObject *weights, zbp_policy policy);
+PyObject *zbp_explain_end(zbp_scene *scene, int status, zbp_error *error);
 
 /* *out: 1 if hooks watch the accumulation of `tensor`: its own, its accumulator's, as those of DDP. */
 ZBP_MUST_USE int zbp_is_watched(PyObject *tensor, int *out);

@@ -116,18 +116,6 @@ enum class Kind : uint8_t {
   root = ZBP_TASK_ROOT,
 };
 
-/// Why a task has its kind.
-enum class Why : uint8_t {
-  separable,              // its type is known to be
-  root,                   // likewise
-  post_hook,              // whole, from here on: a hook is owed all of its gradients
-  policy_defers_nothing,  // for these weights
-  function,               // a Python autograd Function
-  unknown_type,           // nobody knows that it computes its gradients apart
-  packed,                 // checkpointed or offloaded, which the policy leaves to I
-  light,                  // its weights are vectors, which the policy leaves to I
-};
-
 /// What a node has saved behind hooks (checkpointing, offloading), left packed until W.
 struct Packed {
   c10::SafePyObject unpack_hook;
@@ -180,7 +168,6 @@ struct Task {
 
   zbp_layout* layout;  // the group's, where the task's numbers are; borrowed
   uint32_t number;
-  Why why = Why::root;
   NodePtr node;  // null for a whole node that would hold memory
   bool can_run_again =
       true;               // with other output gradients; not a whole node that had saved tensors
@@ -198,7 +185,6 @@ struct Task {
   std::vector<Version> arguments;        // of the regions that W computes again for it
   bool is_consumed = false;            // I has run the node and is through: it is the task's alone
   std::vector<Work> works;             // whole: adds to `kept`
-  int takes_work = ZBP_DEFER_NOTHING;  // whole: of which weights
 
   std::unique_ptr<const torch::autograd::InputMetadata>
       place;  // device and stream, when not the CPU
@@ -305,32 +291,5 @@ inline zbp_held* held_by(Group& group) {
 
 /// What tells the memory of a gradient from that of others that exist at the same time; 0 for none.
 uint64_t identity_of(const at::Tensor& grad);
-
-/// Runs I. Arguments as checked and converted by the caller; see zbp_shim.h.
-struct InputPassArgs {
-  std::vector<Edge> roots;          // where the backward starts
-  variable_list root_grads;         // one per root, defined
-  std::vector<at::Tensor> inputs;   // those that require a gradient
-  std::vector<at::Tensor> weights;  // ignored when `all_leaves`
-  std::vector<at::Tensor> frozen;   // weights that require no gradient
-  variable_list outputs;            // the output tensors that have a history, to be detached
-  bool all_leaves = false;
-  zbp_policy policy{};
-};
-
-struct InputPassResult {
-  variable_list input_grads;  // one per entry of `inputs`, undefined where nothing reached it
-  std::vector<GroupPtr> groups;
-};
-
-/// Called with the GIL held; releases it while the engine runs. `args.outputs` are detached, at once
-/// or, where W still needs their history, by W. On an exception the graph has its
-/// original edges back, as far as its nodes have not run.
-InputPassResult run_input_pass(const InputPassArgs& args);
-
-/// Plans I and calls `look` with the groups that it would hand over, their tasks not filled. Nothing runs, and
-/// afterwards the graph is as it was. Called with the GIL held.
-void look_at_input_pass(const InputPassArgs& args,
-                        const std::function<void(const std::vector<GroupPtr>&)>& look);
 
 }  // namespace zbp

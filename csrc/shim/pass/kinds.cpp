@@ -11,6 +11,7 @@
 #include <torch/csrc/PyInterpreter.h>
 
 #include "shim/pass/dtensor.h"
+#include "shim/pass/path.h"
 #include "shim/torch/detach.h"
 #include "shim/torch/gil.h"
 #include "shim/torch/python.h"
@@ -132,6 +133,16 @@ bool has_packed_part(const Separable& separable) {
                      [](const Part& part) { return part.saved->has_hooks(); });
 }
 
+bool context_has_packed(Node& node) {
+  THPObjectPtr context(torch::autograd::functionToPyObject(ref_of(node)));
+  if (!context) {
+    throw python_error();
+  }
+  const auto& saved = reinterpret_cast<THPFunction*>(context.get())->saved_variables;
+  return std::any_of(saved.begin(), saved.end(),
+                     [](const SavedVariable& variable) { return variable.has_hooks(); });
+}
+
 /// While it lives, a SavedVariable that is made here is stored as it is: default hooks of a
 /// surrounding saved_tensors_hooks context would pack it once more.
 class NoSavedTensorHooks {
@@ -185,36 +196,30 @@ std::unique_ptr<const Packed> packed_in(const SavedVariable& saved,
 
 }  // namespace
 
-Kind classify(Node& node, const Task& task, Decision decision, Why& why) {
-  const auto whole_since = [&why](Why reason) {
-    why = reason;
-    return Kind::whole;
-  };
-  // A post hook is owed all of the node's gradients at once.
+zbp_fact fact_of_split(Node& node) {
+  zbp_fact fact{};
+  fact.sequence_nr = node.sequence_nr();
   if (!node.post_hooks().empty()) {
-    return whole_since(Why::post_hook);
+    fact.flag = ZBP_FACT_POST_HOOK;
+  } else if (const auto separable = separate(node)) {
+    fact.type = ZBP_TYPE_SEPARABLE;
+    if (separable->has_factors) {
+      fact.type = separable->is_plain_product ? ZBP_TYPE_PRODUCT : ZBP_TYPE_FACTORS;
+      fact.left_slot = static_cast<uint8_t>(separable->parts[0].own_slot);
+    }
+    fact.flag = has_packed_part(*separable) ? ZBP_FACT_PACKED : 0;
+  } else if (is_python_function(node)) {
+    fact.type = ZBP_TYPE_FUNCTION;
+    fact.flag = context_has_packed(node) ? ZBP_FACT_PACKED : 0;
   }
-  if (decision.defer == Decision::Defer::nothing) {
-    return whole_since(Why::policy_defers_nothing);
-  }
-  const auto separable = separate(node);
-  if (!separable) {
-    return whole_since(is_python_function(node) ? Why::function : Why::unknown_type);
-  }
-  if (decision.hooked == Decision::Hooked::input_pass && has_packed_part(*separable)) {
-    return whole_since(Why::packed);
-  }
-  const bool has_factors = separable->has_factors;
-  const auto left = has_factors ? face_at(task, separable->parts[0].own_slot) : std::nullopt;
-  const auto right = has_factors ? face_at(task, separable->parts[1].own_slot) : std::nullopt;
-  const bool has_matrix =
-      (left && is_heavy(task.face[*left])) || (right && is_heavy(task.face[*right]));
-  if (decision.defer != Decision::Defer::all && !has_matrix) {
-    return whole_since(Why::light);
-  }
-  why = Why::separable;
-  return separable->is_plain_product && left.has_value() != right.has_value() ? Kind::product
-                                                                              : Kind::deferred;
+  return fact;
+}
+
+zbp_fact fact_of_outside(Node& node) {
+  zbp_fact fact{};
+  fact.step = step_of(node);
+  fact.flag = fact.step != ZBP_STEP_NONE && has_hooks(node) ? ZBP_FACT_WATCHED : 0;
+  return fact;
 }
 
 const char* name_of(Kind kind) {
@@ -231,27 +236,8 @@ const char* name_of(Kind kind) {
   return "root";
 }
 
-int takes_work(Node& node, Decision decision) {
-  // A post hook is owed all gradients at once.
-  if (!is_python_function(node) || !node.post_hooks().empty()) {
-    return ZBP_DEFER_NOTHING;
-  }
-  if (decision.hooked == Decision::Hooked::input_pass) {
-    THPObjectPtr context(torch::autograd::functionToPyObject(ref_of(node)));
-    if (!context) {
-      throw python_error();
-    }
-    const auto& saved = reinterpret_cast<THPFunction*>(context.get())->saved_variables;
-    if (std::any_of(saved.begin(), saved.end(),
-                    [](const SavedVariable& variable) { return variable.has_hooks(); })) {
-      return ZBP_DEFER_NOTHING;
-    }
-  }
-  return static_cast<int>(decision.defer);
-}
-
-bool is_heavy(const Face& face) {
-  const auto& metadata = face.edge.function->input_metadata(face.edge.input_nr);
+bool is_matrix(const Edge& edge) {
+  const auto& metadata = edge.function->input_metadata(edge.input_nr);
   return metadata.is_nested_tensor() || metadata.shape_as_dim_vector().size() > 1;
 }
 

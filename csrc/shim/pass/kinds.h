@@ -1,10 +1,11 @@
-// Which kind of split node a node is, and what is known about the nodes that can be split.
+// What is known about nodes: their types, what they have saved, what of it W reads.
 #pragma once
 
 #include <typeinfo>
 
 #include <torch/csrc/autograd/saved_variable.h>
 
+#include "core/pass/zbp_facts.h"
 #include "shim/pass/group.h"
 
 namespace zbp {
@@ -15,36 +16,16 @@ T* as(Node& node) {
   return typeid(node) == typeid(T) ? static_cast<T*>(&node) : nullptr;
 }
 
-/// What the policy says of one split node.
-struct Decision {
-  enum class Defer : uint8_t {
-    nothing = ZBP_DEFER_NOTHING,
-    matrices = ZBP_DEFER_MATRICES,
-    all = ZBP_DEFER_ALL,
-  };
-  /// For what is saved behind hooks.
-  enum class Hooked : uint8_t {
-    keep = ZBP_CHECKPOINT_KEEP,
-    leave = ZBP_CHECKPOINT_RECOMPUTE,
-    input_pass = ZBP_CHECKPOINT_INPUT_PASS,
-  };
-  Defer defer = Defer::matrices;
-  Hooked hooked = Hooked::keep;
-};
-
-/// product, deferred or whole, from the node's type, its hooks and the faces of `task`; and why.
-/// A product is confirmed when its matrices are at hand: see take_matrices().
-Kind classify(Node& node, const Task& task, Decision decision, Why& why);
+/// What the core decides on: of a split node, and of a node between it and the weights. See zbp_facts.h. Called with
+/// the GIL held.
+zbp_fact fact_of_split(Node& node);
+zbp_fact fact_of_outside(Node& node);
 
 /// In one word, for people.
 const char* name_of(Kind kind);
 
-/// Of which weights a whole node's Function may hand over the work: a ZBP_DEFER_* number. Called with the GIL
-/// held.
-int takes_work(Node& node, Decision decision);
-
-/// True for a weight that is a matrix or more.
-bool is_heavy(const Face& face);
+/// True for the edge to a weight, or to what is computed from one, that is a matrix or more.
+bool is_matrix(const Edge& edge);
 
 /// Fills `task` for W from a product or deferred node that is about to run in I with `grads`.
 /// Unless the task leaves them packed, saved tensors behind hooks that W reads are unpacked once and put

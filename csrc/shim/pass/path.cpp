@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/generated/Functions.h>
 
+#include "core/pass/zbp_facts.h"
 #include "shim/pass/kinds.h"
 
 namespace zbp {
@@ -14,42 +15,8 @@ namespace gen = torch::autograd::generated;
 
 namespace {
 
-/// Long enough for what einsum puts between a weight and its product.
-constexpr size_t longest_path = 8;
-
-enum class Step : uint8_t { none, transposition, cast, other };
-
 bool swaps_two(int64_t a, int64_t b) {
   return (a - b) % 2 != 0;
-}
-
-Step step_of(Node& node) {
-  if (node.num_inputs() != 1 || node.num_outputs() != 1 ||
-      node.input_metadata(0).is_nested_tensor()) {
-    return Step::none;
-  }
-  const auto dim = [&] { return node.input_metadata(0).shape_as_dim_vector().size(); };
-  if (as<gen::TBackward0>(node)) {
-    return dim() == 2 ? Step::transposition : Step::other;
-  }
-  if (auto* n = as<gen::ToCopyBackward0>(node)) {
-    const bool moves = n->self_options.device() != node.input_metadata(0).device();
-    return moves ? Step::other : Step::cast;
-  }
-  if (auto* n = as<gen::TransposeBackward0>(node)) {
-    return dim() == 2 && swaps_two(n->dim0, n->dim1) ? Step::transposition : Step::other;
-  }
-  if (auto* n = as<gen::PermuteBackward0>(node)) {
-    const bool transposes =
-        n->dims.size() == 2 && swaps_two(n->dims[0], n->dims[1]) && n->dims[0] % 2 != 0;
-    return transposes ? Step::transposition : Step::other;
-  }
-  const bool is_known = as<gen::ViewBackward0>(node) || as<gen::UnsafeViewBackward0>(node) ||
-                        as<gen::ReshapeAliasBackward0>(node) || as<gen::UnsqueezeBackward0>(node) ||
-                        as<gen::SqueezeBackward0>(node) || as<gen::SqueezeBackward1>(node) ||
-                        as<gen::SqueezeBackward2>(node) || as<gen::ExpandBackward0>(node) ||
-                        as<gen::AliasBackward0>(node) || as<gen::CloneBackward0>(node);
-  return is_known ? Step::other : Step::none;
 }
 
 /// What the node made of `tensor` in the forward, if that is a view of it.
@@ -84,6 +51,35 @@ bool is_column_major(const std::vector<c10::SymInt>& sizes,
 
 }  // namespace
 
+uint8_t step_of(Node& node) {
+  if (node.num_inputs() != 1 || node.num_outputs() != 1 ||
+      node.input_metadata(0).is_nested_tensor()) {
+    return ZBP_STEP_NONE;
+  }
+  const auto dim = [&] { return node.input_metadata(0).shape_as_dim_vector().size(); };
+  if (as<gen::TBackward0>(node)) {
+    return dim() == 2 ? ZBP_STEP_TRANSPOSITION : ZBP_STEP_OTHER;
+  }
+  if (auto* n = as<gen::ToCopyBackward0>(node)) {
+    const bool moves = n->self_options.device() != node.input_metadata(0).device();
+    return moves ? ZBP_STEP_OTHER : ZBP_STEP_CAST;
+  }
+  if (auto* n = as<gen::TransposeBackward0>(node)) {
+    return dim() == 2 && swaps_two(n->dim0, n->dim1) ? ZBP_STEP_TRANSPOSITION : ZBP_STEP_OTHER;
+  }
+  if (auto* n = as<gen::PermuteBackward0>(node)) {
+    const bool transposes =
+        n->dims.size() == 2 && swaps_two(n->dims[0], n->dims[1]) && n->dims[0] % 2 != 0;
+    return transposes ? ZBP_STEP_TRANSPOSITION : ZBP_STEP_OTHER;
+  }
+  const bool is_known = as<gen::ViewBackward0>(node) || as<gen::UnsafeViewBackward0>(node) ||
+                        as<gen::ReshapeAliasBackward0>(node) || as<gen::UnsqueezeBackward0>(node) ||
+                        as<gen::SqueezeBackward0>(node) || as<gen::SqueezeBackward1>(node) ||
+                        as<gen::SqueezeBackward2>(node) || as<gen::ExpandBackward0>(node) ||
+                        as<gen::AliasBackward0>(node) || as<gen::CloneBackward0>(node);
+  return is_known ? ZBP_STEP_OTHER : ZBP_STEP_NONE;
+}
+
 bool is_multiplied_transposed(const Task& task) {
   if (auto* n = as<gen::AddmmBackward0>(*task.node)) {
     return task.weight_is_left ? is_column_major(n->mat1_sym_sizes, n->mat1_sym_strides)
@@ -97,34 +93,11 @@ bool is_multiplied_transposed(const Task& task) {
 }
 
 bool is_plain_step(Node& node) {
-  return step_of(node) != Step::none && node.next_edge(0).is_valid() && !has_hooks(node);
+  return step_of(node) != ZBP_STEP_NONE && node.next_edge(0).is_valid() && !has_hooks(node);
 }
 
 bool saves_nothing(Node& node) {
-  return step_of(node) != Step::none || as<gen::AddBackward0>(node) || as<gen::SubBackward0>(node);
-}
-
-Edge follow_plain_steps(Face& face, uint8_t& flag) {
-  Edge edge = face.edge;
-  bool is_simple = true;
-  bool is_transposed = false;
-  while (face.path.size() < longest_path && is_plain_step(*edge.function)) {
-    const Step step = step_of(*edge.function);
-    is_simple = is_simple && step != Step::other;
-    is_transposed ^= step == Step::transposition;
-    face.path.push_back(edge.function.get());
-    edge = edge.function->next_edge(0);
-  }
-  flag = static_cast<uint8_t>((face.path.empty() ? 0 : ZBP_FACE_PATH) |
-                              (is_simple ? ZBP_FACE_SIMPLE : 0) |
-                              (is_simple && is_transposed ? ZBP_FACE_TRANSPOSED : 0));
-  return edge;
-}
-
-size_t count_casts(const Face& face) {
-  return static_cast<size_t>(std::count_if(face.path.begin(), face.path.end(), [](Node* node) {
-    return as<gen::ToCopyBackward0>(*node) != nullptr;
-  }));
+  return step_of(node) != ZBP_STEP_NONE || as<gen::AddBackward0>(node) || as<gen::SubBackward0>(node);
 }
 
 at::Tensor take_along(const Face& face, at::Tensor grad) {

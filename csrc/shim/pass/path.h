@@ -17,12 +17,8 @@ bool is_multiplied_transposed(const Task& task);
 /// True for a node of a kind that saves no tensor.
 bool saves_nothing(Node& node);
 
-/// Follows plain steps from `face.edge`. Returns the edge behind the last of them, notes the steps in `face`, and in
-/// `flag` the ZBP_FACE_* of such a path.
-Edge follow_plain_steps(Face& face, uint8_t& flag);
-
-/// How often the path casts. A second cast rounds what the first one has left.
-size_t count_casts(const Face& face);
+/// A ZBP_STEP_*; whether it is watched is not looked at.
+uint8_t step_of(Node& node);
 
 /// Takes `grad`, the gradient at `face.edge`, along the path, checked at every edge as by the engine.
 at::Tensor take_along(const Face& face, at::Tensor grad);

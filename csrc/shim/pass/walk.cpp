@@ -23,36 +23,22 @@ Edge existing_edge(const at::Tensor& tensor) {
 
 }  // namespace
 
-Walk::Walk(const InputPassArgs& args) {
-  try {
-    check_status(zbp_graph_init(&graph_, nullptr));
-    add_inputs(args);
-    for (const Edge& root : args.roots) {
-      uint32_t id = 0;
-      check_status(zbp_graph_add_node(&graph_, key_of(root), &id, nullptr));
-      check_status(zbp_graph_mark(&graph_, id, ZBP_MARK_ROOT));
-    }
-    add_reachable();
-    mark_weights(args);
-    count_consumers(args);
-    check_status(zbp_plan_build(&plan_, &graph_, nullptr));
-  } catch (...) {
-    zbp_plan_fini(&plan_);
-    zbp_graph_fini(&graph_);
-    throw;
+Walk::Walk(const InputPassArgs& args, zbp_graph& graph) : graph_(graph) {
+  add_inputs(args);
+  for (const Edge& root : args.roots) {
+    uint32_t& id = roots_.emplace_back();
+    check_status(zbp_graph_add_node(&graph_, key_of(root), &id, nullptr));
+    check_status(zbp_graph_mark(&graph_, id, ZBP_MARK_ROOT));
   }
+  add_reachable();
+  mark_weights(args);
 }
 
-Walk::~Walk() {
-  zbp_plan_fini(&plan_);
-  zbp_graph_fini(&graph_);
-}
-
-int32_t Walk::group_that_reads(const Edge& edge) const {
+int32_t Walk::group_that_reads(const Edge& edge, const zbp_plan& plan) const {
   uint32_t id = 0;
-  const bool is_read = zbp_graph_find(&graph_, key_of(edge), &id) && has(id, ZBP_NODE_WEIGHTWARD) &&
-                       consumers_[id] > 0;
-  return is_read ? static_cast<int32_t>(plan_.group[id]) : -1;
+  const bool is_read = zbp_graph_find(&graph_, key_of(edge), &id) &&
+                       (plan.flag[id] & ZBP_NODE_WEIGHTWARD) != 0 && has_consumers_[id];
+  return is_read ? static_cast<int32_t>(plan.group[id]) : -1;
 }
 
 uint32_t Walk::id_of(const Edge& edge) const {
@@ -104,16 +90,9 @@ void Walk::add_reachable() {
       }
     }
   }
-}
-
-void Walk::count_consumers(const InputPassArgs& args) {
-  consumers_.resize(graph_.node_count);
+  has_consumers_.resize(graph_.node_count);
   for (uint32_t i = 0; i < graph_.edge_count; ++i) {
-    ++consumers_[graph_.edge[i].dst];
-  }
-  starts_.resize(graph_.node_count);
-  for (const Edge& root : args.roots) {
-    ++starts_[id_of(root)];
+    has_consumers_[graph_.edge[i].dst] = true;
   }
 }
 

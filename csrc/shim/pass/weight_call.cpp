@@ -276,7 +276,6 @@ struct zbp_call {
       turns.push_back({&group->layout, &group->book, held_by(*group)});
     }
   }
-  ~zbp_call() { delete warnings; }
   zbp_call(const zbp_call&) = delete;
   zbp_call& operator=(const zbp_call&) = delete;
 
@@ -284,7 +283,7 @@ struct zbp_call {
   const Claims claims;  // from here on Python code may run
   std::vector<zbp_turn> turns;
   std::optional<MainGrads> main_grads;
-  torch::PyWarningHandler* warnings = nullptr;  // not by value: its end may throw
+  Barrier barrier;
   std::optional<at::AutoGradMode> no_grad;
   std::optional<Range> range;
 };
@@ -306,10 +305,7 @@ int zbp_call_new(zbp_group* const* groups, size_t count, PyObject* weights, int 
   if (status != ZBP_OK) {
     return status;
   }
-  // Behind that barrier's own handler: they end in the opposite order.
-  call->warnings = new (std::nothrow) torch::PyWarningHandler;
-  if (!call->warnings) {
-    PyErr_NoMemory();
+  if (call->barrier.begin() != ZBP_OK) {
     return ZBP_EPYTHON;
   }
   call->no_grad.emplace(false);
@@ -328,26 +324,13 @@ int zbp_in_anomaly_mode(void) {
 
 int zbp_call_end(zbp_call* call, int status, zbp_error* error) {
   const std::unique_ptr<zbp_call> owned(call);
-  int result = ZBP_EPYTHON;
   owned->range.reset();
   owned->no_grad.reset();
-  try {
-    try {
-      if (status != ZBP_OK) {
-        rethrow(*error, status);
-      }
-      result = ZBP_OK;
-    } catch (...) {
-      owned->warnings->set_in_exception();
-      torch::translate_exception_to_python(std::current_exception());
+  const int result = owned->barrier.end([&] {
+    if (status != ZBP_OK) {
+      rethrow(*error, status);
     }
-    delete std::exchange(owned->warnings, nullptr);
-  } catch (...) {  // a warning that is an error
-    result = ZBP_EPYTHON;
-    if (!PyErr_Occurred()) {
-      PyErr_SetString(PyExc_RuntimeError, "zbpipe: a warning was turned into an error");
-    }
-  }
+  });
   for (const GroupPtr& group : owned->groups) {
     if (result != ZBP_OK) {
       zbp_book_report_again(&group->book);

@@ -11,6 +11,8 @@
 #include <Python.h>
 
 #include "core/base/zbp_status.h"
+#include "core/pass/zbp_policy.h"
+#include "shim/pass/zbp_scene.h"
 #include "shim/pass/zbp_touch.h"
 
 #ifdef __cplusplus
@@ -28,18 +30,9 @@ typedef struct zbp_group_info {
     size_t bytes_held; /* of the tensors held for W, each storage once; 0 for one of unknown size */
 } zbp_group_info;
 
-/* What I leaves to W. Each number's function (borrowed; NULL for none) wins over it: it is called
- * once for each weight, with the parameter, and returns one of the numbers. */
-enum {
-    ZBP_DEFER_NOTHING,  /* no weight's gradient */
-    ZBP_DEFER_MATRICES, /* those of nodes with a matrix or more as a factor */
-    ZBP_DEFER_ALL       /* those of all nodes that can be split */
-};
-enum {
-    ZBP_CHECKPOINT_KEEP,      /* what W reads of a checkpointed region is unpacked in I and kept */
-    ZBP_CHECKPOINT_RECOMPUTE, /* it is unpacked in W, which recomputes the region */
-    ZBP_CHECKPOINT_INPUT_PASS /* the region's weights' gradients are computed in I */
-};
+/* What I leaves to W: a ZBP_DEFER_* and a ZBP_CHECKPOINT_* (zbp_policy.h). Each number's function (borrowed;
+ * NULL for none) wins over it: it is called once for each weight, with the parameter, and returns one of
+ * the numbers. */
 typedef struct zbp_policy {
     int defer;
     int checkpoint;
@@ -48,22 +41,27 @@ typedef struct zbp_policy {
     int refuse_reentrant; /* a backward of its own within I would add to .grad, and must not */
 } zbp_policy;
 
-/* Runs I: the gradients of `inputs`, and the parameter groups for W.
+/* Begins a call of I. Between _new and _end, on the same thread with the GIL held, goes zbp_pass_inputs
+ * (csrc/pass), or zbp_pass_survey.
  *
  * outputs:      seq of tensors, GradientEdges or None.
  * output_grads: seq, as long as outputs, of tensors or None; or NULL: ones for every output.
  * inputs:       seq of anything; tensors that require a gradient get one.
  * weights:      seq of leaf tensors; or NULL: every leaf that accumulates.
  * policy:       what is left to W.
+ * An error refuses the arguments; nothing was touched. */
+ZBP_MUST_USE int zbp_scene_new(PyObject *outputs, PyObject *output_grads, PyObject *inputs,
+                               PyObject *weights, zbp_policy policy, zbp_scene **scene_out);
+
+/* Ends it, with what zbp_pass_inputs returned and raised. Frees the scene.
+ *
  * dinputs_out:  new tuple, a gradient or None per input. The inputs' .grad is set or added to.
  * groups_out:   new array (PyMem_Free), of new groups (zbp_group_free), group_count_out of them.
- * ran_out:      on an error, 1 if the backward had been started; 0 if the arguments were refused and
- *               nothing was touched.
  * Outputs are detached. After an error in the run the graph has its edges back, no gradient of an
  * input was set, and what ran has released its saved tensors, as after a failed ordinary backward. */
-ZBP_MUST_USE int zbp_input_pass(PyObject *outputs, PyObject *output_grads, PyObject *inputs,
-                                PyObject *weights, zbp_policy policy, PyObject **dinputs_out,
-                                zbp_group ***groups_out, size_t *group_count_out, int *ran_out);
+ZBP_MUST_USE int zbp_scene_end(zbp_scene *scene, int status, zbp_error *error,
+                               PyObject **dinputs_out, zbp_group ***groups_out,
+                               size_t *group_count_out);
 
 /* A call of W: its groups, which no other call can have meanwhile. Between _new and _end, which both
  * need the GIL, zbp_pass_weights (csrc/pass) runs without it, on the same thread. */

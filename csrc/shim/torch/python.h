@@ -31,27 +31,40 @@ template <class... Parts>
   throw Refused{type, c10::str(parts...)};
 }
 
+/// Runs `body`; an exception becomes the Python error. ZBP_OK or ZBP_EPYTHON.
+int run_for_python(torch::PyWarningHandler& warnings, c10::function_ref<void()> body) noexcept;
+
+/// What the end of a handler of warnings has thrown becomes the Python error. ZBP_EPYTHON.
+int warning_became_error() noexcept;
+
 /// The exception barrier: runs `body`; on an exception sets the Python error.
 template <class Body>
 int guarded(const Body& body) noexcept {
   try {
     torch::PyWarningHandler warnings;
-    try {
-      body();
-      return ZBP_OK;
-    } catch (const Refused& refused) {
-      PyErr_SetString(refused.type, refused.message.c_str());
-    } catch (...) {
-      warnings.set_in_exception();
-      torch::translate_exception_to_python(std::current_exception());
-    }
+    const int status = run_for_python(warnings, body);
+    return status;
   } catch (...) {
-    if (!PyErr_Occurred()) {
-      PyErr_SetString(PyExc_RuntimeError, "zbpipe: a warning was turned into an error");
-    }
+    return warning_became_error();
   }
-  return ZBP_EPYTHON;
 }
+
+/// The barrier of a call that is spread over several functions: from begin() to end() its warnings are collected.
+class Barrier {
+ public:
+  Barrier() = default;
+  ~Barrier() { delete warnings_; }
+  Barrier(const Barrier&) = delete;
+  Barrier& operator=(const Barrier&) = delete;
+
+  /// Not within another barrier's body: handlers end in the opposite order. ZBP_OK or ZBP_EPYTHON.
+  int begin() noexcept;
+  /// Runs `body`, as guarded() does, and raises the warnings.
+  int end(c10::function_ref<void()> body) noexcept;
+
+ private:
+  torch::PyWarningHandler* warnings_ = nullptr;  // not by value: its end may throw
+};
 
 /// The same for a body that gives a new reference: NULL if the Python error is set. A warning that is an error raises
 /// when the body is through; then the result goes.
@@ -79,6 +92,8 @@ inline const char* type_name(PyObject* object) {
 /// error set.
 THPObjectPtr new_list();
 void append(PyObject* list, PyObject* value);
+/// New tuple; None for what is undefined.
+PyObject* wrap_tensors(const variable_list& tensors);
 
 /// The tensor in `object`, or nothing if it holds none. Borrowed from `object`.
 const at::Tensor* as_tensor(PyObject* object);

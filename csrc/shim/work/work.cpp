@@ -243,10 +243,10 @@ Plan plan_for_stand_in(const Targets& targets, StandIn& stand_in) {
   const Task& task = stand_in.task();
   Plan plan;
   bool needed_now = false;
-  bool has_heavy = false;
+  bool has_matrix = false;
   const auto add = [&](size_t f) {
     plan.faces.push_back(static_cast<int32_t>(f));
-    has_heavy = has_heavy || is_heavy(task.face[f]);
+    has_matrix = has_matrix || is_matrix(task.face[f].edge);
   };
   if (targets.are_all) {
     for (size_t f = 0; f < task.face.size(); ++f) {
@@ -265,7 +265,8 @@ Plan plan_for_stand_in(const Targets& targets, StandIn& stand_in) {
   const bool is_wanted =
       std::any_of(plan.faces.begin(), plan.faces.end(), [](int32_t face) { return face >= 0; });
   const bool is_taken =
-      task.takes_work == ZBP_DEFER_ALL || (task.takes_work == ZBP_DEFER_MATRICES && has_heavy);
+      task.plan().takes_work == ZBP_DEFER_ALL ||
+      (task.plan().takes_work == ZBP_DEFER_MATRICES && has_matrix);
   if (!is_wanted && !needed_now) {
     plan.verdict = Verdict::skip;
   } else if (!needed_now && is_taken && stand_in.original().post_hooks().empty()) {

@@ -1,0 +1,76 @@
+/* zbp_facts.h - what the shim has seen of a graph's nodes and edges, as numbers.
+ *
+ * Indices are those of a zbp_graph. The core asks for no more than this to decide how a backward is
+ * split; what a fact stands for in libtorch is the shim's (shim/pass/kinds.cpp, path.cpp).
+ *
+ * Allocation: one block. Threads: one writer, or any number of readers.
+ */
+#ifndef ZBP_FACTS_H
+#define ZBP_FACTS_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "core/base/zbp_alloc.h"
+#include "core/base/zbp_status.h"
+#include "core/graph/zbp_graph.h"
+#include "core/pass/zbp_policy.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* What a split node's type is known to do. */
+enum {
+    ZBP_TYPE_UNKNOWN,
+    ZBP_TYPE_FUNCTION,  /* a Python autograd Function */
+    ZBP_TYPE_SEPARABLE, /* computes its gradients apart, as often as one likes */
+    ZBP_TYPE_FACTORS,   /* likewise, and multiplies two tensors: its weights may be matrices */
+    ZBP_TYPE_PRODUCT    /* likewise: d(left) = dY rightT and d(right) = leftT dY, nothing scaled */
+};
+
+/* What an outside node does to its one gradient. */
+enum {
+    ZBP_STEP_NONE,          /* more than to lay it out anew, to copy or to cast it */
+    ZBP_STEP_TRANSPOSITION, /* of a matrix */
+    ZBP_STEP_CAST,
+    ZBP_STEP_OTHER
+};
+
+/* Or-ed. */
+enum {
+    ZBP_FACT_POST_HOOK = 1, /* split: a hook is owed all of its gradients at once */
+    ZBP_FACT_PACKED = 2,    /* split: something that it has saved lies behind hooks */
+    ZBP_FACT_WATCHED = 4    /* outside: a hook sees it run */
+};
+
+typedef struct zbp_fact {
+    uint64_t sequence_nr; /* split: of the forward */
+    uint8_t type;         /* split: ZBP_TYPE_* */
+    uint8_t left_slot;    /* split, two factors: the edge of the left one; the right one's is the next */
+    uint8_t step;         /* outside: ZBP_STEP_* */
+    uint8_t flag;         /* ZBP_FACT_* */
+} zbp_fact;
+
+/* Held by the caller, who fills it in. Zeroed is legal: it was not made, and has no nodes. */
+typedef struct zbp_facts {
+    uint32_t node_count, edge_count;
+    zbp_fact *of_node;       /* [node_count]; of split and outside nodes */
+    bool *is_matrix;         /* [edge_count]; of split nodes' edges to factors: two dimensions or more */
+    zbp_decision *of_weight; /* [node_count]; read only if they differ */
+    bool decisions_differ;
+    zbp_decision for_all; /* if they do not */
+
+    void *block;
+    zbp_alloc alloc;
+} zbp_facts;
+
+/* For a graph that is complete; everything is zero. alloc is copied; NULL is libc. ZBP_ENOMEM. */
+ZBP_MUST_USE int zbp_facts_init(zbp_facts *facts, const zbp_graph *graph, const zbp_alloc *alloc);
+void zbp_facts_fini(zbp_facts *facts); /* zeroes it; a zeroed one is legal */
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

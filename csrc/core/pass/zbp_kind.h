@@ -1,0 +1,43 @@
+/* zbp_kind.h - which kind of weight task a split node gets, and why.
+ *
+ * Whole is always right; product and deferred are the exceptions that pay. A product is confirmed by
+ * the shim when I has its matrices at hand: it may become deferred then.
+ */
+#ifndef ZBP_KIND_H
+#define ZBP_KIND_H
+
+#include "core/pass/zbp_facts.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum {
+    ZBP_WHY_SEPARABLE, /* its type is known to be */
+    ZBP_WHY_ROOT,      /* likewise */
+    ZBP_WHY_POST_HOOK, /* whole, from here on: a hook is owed all of its gradients */
+    ZBP_WHY_POLICY,    /* defers nothing for these weights */
+    ZBP_WHY_FUNCTION,  /* a Python autograd Function */
+    ZBP_WHY_UNKNOWN,   /* nobody knows that it computes its gradients apart */
+    ZBP_WHY_PACKED,    /* checkpointed or offloaded, which the policy leaves to I */
+    ZBP_WHY_LIGHT      /* its weights are vectors, which the policy leaves to I */
+};
+
+/* Of a node's faces, if it multiplies two factors. */
+typedef struct zbp_sides {
+    bool left, right; /* the factor is one of them */
+    bool has_matrix;  /* one of these with two dimensions or more */
+} zbp_sides;
+
+/* A ZBP_TASK_*; *why_out is a ZBP_WHY_*. */
+uint8_t zbp_kind_of(const zbp_fact *fact, zbp_sides sides, zbp_decision decision, uint8_t *why_out);
+
+/* Of which weights the node's backward may hand over the work to W: a ZBP_DEFER_*, and nothing unless
+ * it is a Function's. */
+uint8_t zbp_takes_work(const zbp_fact *fact, zbp_decision decision);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

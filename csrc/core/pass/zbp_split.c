@@ -1,0 +1,393 @@
+#include "core/pass/zbp_split.h"
+
+#include <string.h>
+
+#include "core/base/zbpi_alloc.h"
+
+/* Long enough for what einsum puts between a weight and its product. */
+enum { LONGEST_PATH = 8 };
+
+/* What lives only while a split is built. */
+typedef struct work {
+    const zbp_graph *graph;
+    const zbp_plan *plan;
+    const zbp_facts *facts;
+    zbp_split *split;
+
+    uint32_t *place;         /* [nodes], a weight's or outside node's index in its group */
+    uint32_t *arrivals;      /* [nodes], how many edges and roots lead there */
+    zbp_decision *of_weight; /* [nodes], of the group's weights */
+
+    void *block;
+    size_t block_size;
+} work;
+
+/* ---- memory */
+
+static int new_split(zbp_split *split)
+{
+    const size_t groups = split->group_count, nodes = split->node_count;
+    uint32_t *rest;
+
+    split->block_size = groups * sizeof *split->layout + split->edge_count * sizeof *split->edit +
+                        (groups + 1 + 2 * nodes + split->root_count) * sizeof *rest +
+                        nodes * sizeof *split->of_outside +
+                        split->root_count * sizeof *split->root_to;
+    split->block = zbpi_resize(&split->alloc, NULL, 0, split->block_size);
+    if (split->block == NULL)
+        return ZBP_ENOMEM;
+    split->layout = split->block;
+    memset(split->layout, 0, groups * sizeof *split->layout);
+    split->edit = (zbp_edit *)(split->layout + groups);
+    rest = (uint32_t *)(split->edit + split->edge_count);
+    split->outside_begin = rest;
+    split->outside = rest + groups + 1;
+    split->task = split->outside + nodes;
+    split->root_task = split->task + nodes;
+    split->of_outside = (zbp_decision *)(split->root_task + split->root_count);
+    split->root_to = (uint8_t *)(split->of_outside + nodes);
+    split->outside_begin[0] = 0;
+    memset(split->task, 0xff, nodes * sizeof *split->task); /* ZBP_NONE */
+    memset(split->root_task, 0xff, split->root_count * sizeof *split->root_task);
+    return ZBP_OK;
+}
+
+static int new_work(work *w)
+{
+    const size_t nodes = w->split->node_count;
+
+    w->block_size = nodes * (2 * sizeof(uint32_t) + sizeof(zbp_decision));
+    if (nodes == 0)
+        return ZBP_OK;
+    w->block = zbpi_resize(&w->split->alloc, NULL, 0, w->block_size);
+    if (w->block == NULL)
+        return ZBP_ENOMEM;
+    w->place = w->block;
+    memset(w->place, 0xff, nodes * sizeof *w->place); /* ZBP_NONE */
+    w->arrivals = w->place + nodes;
+    memset(w->arrivals, 0, nodes * sizeof *w->arrivals);
+    w->of_weight = (zbp_decision *)(w->arrivals + nodes);
+    return ZBP_OK;
+}
+
+void zbp_split_fini(zbp_split *split)
+{
+    for (uint32_t g = 0; split->layout != NULL && g < split->group_count; g++)
+        zbp_layout_fini(&split->layout[g]);
+    zbpi_free(&split->alloc, split->block, split->block_size);
+    memset(split, 0, sizeof *split);
+}
+
+/* ---- what nodes are */
+
+static bool is_input(const work *w, uint32_t node)
+{
+    return (w->graph->mark[node] & ZBP_MARK_INPUT) != 0;
+}
+
+static bool has(const work *w, uint32_t node, uint8_t flag)
+{
+    return (w->plan->flag[node] & flag) != 0;
+}
+
+/* Of a node that is WEIGHTWARD. */
+static bool is_weight(const work *w, uint32_t node)
+{
+    return (w->graph->mark[node] & ZBP_MARK_WEIGHT) != 0;
+}
+
+static const zbp_edge *out_edge(const work *w, uint32_t node, uint32_t i)
+{
+    return &w->graph->edge[w->plan->out[w->plan->out_begin[node] + i]];
+}
+
+static uint32_t out_count(const work *w, uint32_t node)
+{
+    return w->plan->out_begin[node + 1] - w->plan->out_begin[node];
+}
+
+static bool is_plain_step(const work *w, uint32_t node)
+{
+    const zbp_fact *fact = &w->facts->of_node[node];
+
+    return fact->step != ZBP_STEP_NONE && (fact->flag & ZBP_FACT_WATCHED) == 0 &&
+           out_count(w, node) == 1 && !is_weight(w, node);
+}
+
+/* ---- groups */
+
+static void place_group(work *w, uint32_t g)
+{
+    const zbp_plan *plan = w->plan;
+    zbp_split *split = w->split;
+    const uint32_t begin = split->outside_begin[g];
+    uint32_t end = begin;
+
+    for (uint32_t i = plan->weight_begin[g]; i < plan->weight_begin[g + 1]; i++)
+        w->place[plan->weight[i]] = i - plan->weight_begin[g];
+    for (uint32_t i = plan->weight_edge_begin[g]; i < plan->weight_edge_begin[g + 1]; i++) {
+        const uint32_t node = w->graph->edge[plan->weight_edge[i]].src;
+
+        if (w->place[node] == ZBP_NONE) { /* no weight, and not seen yet */
+            w->place[node] = end - begin;
+            split->outside[end++] = node;
+        }
+    }
+    split->outside_begin[g + 1] = end;
+}
+
+static int add_hops(work *w, uint32_t g)
+{
+    zbp_layout *layout = &w->split->layout[g];
+    int status = ZBP_OK;
+
+    for (uint32_t o = 0; o < layout->outside_count && status == ZBP_OK; o++) {
+        const uint32_t node = w->split->outside[w->split->outside_begin[g] + o];
+
+        for (uint32_t i = 0; i < out_count(w, node) && status == ZBP_OK; i++) {
+            const zbp_edge *edge = out_edge(w, node, i);
+            zbp_hop hop = {.outside = o, .slot = edge->slot, .to_outside = -1, .to_weight = -1};
+
+            if (!has(w, edge->dst, ZBP_NODE_WEIGHTWARD))
+                continue;
+            *(is_weight(w, edge->dst) ? &hop.to_weight : &hop.to_outside) =
+                (int32_t)w->place[edge->dst];
+            status = zbp_layout_add_hop(layout, hop);
+        }
+    }
+    return status;
+}
+
+static int decide_outside(work *w, uint32_t g)
+{
+    const zbp_layout *layout = &w->split->layout[g];
+    zbp_decision *of_outside = w->split->of_outside + w->split->outside_begin[g];
+
+    if (w->facts->decisions_differ) {
+        for (uint32_t i = 0; i < layout->weight_count; i++)
+            w->of_weight[i] = w->facts->of_weight[w->plan->weight[w->plan->weight_begin[g] + i]];
+        return zbp_policy_spread(layout, w->of_weight, of_outside);
+    }
+    for (uint32_t o = 0; o < layout->outside_count; o++)
+        of_outside[o] = w->facts->for_all;
+    return ZBP_OK;
+}
+
+/* ---- tasks */
+
+/* Follows a face that leads to an outside node to its weight, if only plain steps lie between. */
+static void follow(const work *w, zbp_face *face, uint32_t node)
+{
+    bool is_simple = true, is_transposed = false, adds_up = false;
+    uint32_t casts = 0;
+
+    for (; face->steps < LONGEST_PATH && is_plain_step(w, node); face->steps++) {
+        const uint8_t step = w->facts->of_node[node].step;
+
+        casts += step == ZBP_STEP_CAST;
+        is_simple = is_simple && step != ZBP_STEP_OTHER;
+        is_transposed = is_transposed != (step == ZBP_STEP_TRANSPOSITION);
+        adds_up = adds_up || w->arrivals[node] > 1;
+        node = out_edge(w, node, 0)->dst;
+    }
+    if (face->steps == 0 || !is_weight(w, node)) {
+        face->obstacle = ZBP_OBSTACLE_NODE;
+    } else if (casts > 1) {
+        face->obstacle = ZBP_OBSTACLE_CAST;
+    } else if (adds_up) {
+        face->obstacle = ZBP_OBSTACLE_SUM;
+    } else {
+        face->weight = (int32_t)w->place[node];
+        face->flag = (uint8_t)(ZBP_FACE_PATH | (is_simple ? ZBP_FACE_SIMPLE : 0) |
+                               (is_simple && is_transposed ? ZBP_FACE_TRANSPOSED : 0));
+    }
+}
+
+static int add_face(const work *w, zbp_layout *layout, uint32_t slot, uint32_t target)
+{
+    zbp_face face = {.slot = slot, .weight = -1, .outside = -1, .flag = ZBP_FACE_SIMPLE};
+
+    if (is_weight(w, target)) {
+        face.weight = (int32_t)w->place[target];
+    } else {
+        face.outside = (int32_t)w->place[target];
+        follow(w, &face, target);
+    }
+    return zbp_layout_add_face(layout, face);
+}
+
+/* Of the layout's last task, from the faces that it has by now. */
+static zbp_decision decision_of(const work *w, const zbp_layout *layout, uint32_t g)
+{
+    const zbp_task *task = &layout->task[layout->task_count - 1];
+    zbp_decision decision = zbp_decision_none();
+
+    if (!w->facts->decisions_differ)
+        return w->facts->for_all;
+    for (uint32_t f = task->face_begin; f < task->face_end; f++) {
+        decision = zbp_decision_join(
+            decision, zbp_decision_behind(w->of_weight,
+                                          w->split->of_outside + w->split->outside_begin[g],
+                                          layout->face[f].weight, layout->face[f].outside));
+    }
+    return decision;
+}
+
+static int add_split_task(work *w, uint32_t g, uint32_t node)
+{
+    zbp_layout *layout = &w->split->layout[g];
+    const zbp_fact *fact = &w->facts->of_node[node];
+    zbp_sides sides = {0};
+    zbp_decision decision;
+    zbp_task *task;
+    int status = zbp_layout_add_task(layout, ZBP_TASK_WHOLE, fact->sequence_nr);
+
+    for (uint32_t i = w->plan->out_begin[node]; i < w->plan->out_begin[node + 1] && status == ZBP_OK;
+         i++) {
+        const zbp_edge *edge = &w->graph->edge[w->plan->out[i]];
+
+        if (!has(w, edge->dst, ZBP_NODE_WEIGHTWARD))
+            continue;
+        if (fact->type >= ZBP_TYPE_FACTORS &&
+            (edge->slot == fact->left_slot || edge->slot == fact->left_slot + 1u)) {
+            *(edge->slot == fact->left_slot ? &sides.left : &sides.right) = true;
+            sides.has_matrix = sides.has_matrix || w->facts->is_matrix[w->plan->out[i]];
+        }
+        status = add_face(w, layout, edge->slot, edge->dst);
+    }
+    if (status != ZBP_OK)
+        return status;
+    decision = decision_of(w, layout, g);
+    task = &layout->task[layout->task_count - 1];
+    task->kind = zbp_kind_of(fact, sides, decision, &task->why);
+    task->takes_work = zbp_takes_work(fact, decision);
+    task->leaves_packed =
+        task->kind != ZBP_TASK_WHOLE && decision.checkpoint == ZBP_CHECKPOINT_RECOMPUTE;
+    w->split->task[node] = layout->task_count - 1;
+    return ZBP_OK;
+}
+
+static int add_group(work *w, uint32_t g)
+{
+    const zbp_plan *plan = w->plan;
+    zbp_split *split = w->split;
+    int status;
+
+    place_group(w, g);
+    zbp_layout_init(&split->layout[g], plan->weight_begin[g + 1] - plan->weight_begin[g],
+                    split->outside_begin[g + 1] - split->outside_begin[g], &split->alloc);
+    status = add_hops(w, g);
+    if (status == ZBP_OK)
+        status = decide_outside(w, g);
+    for (uint32_t i = plan->split_begin[g]; i < plan->split_begin[g + 1] && status == ZBP_OK; i++)
+        status = add_split_task(w, g, plan->split[i]);
+    return status;
+}
+
+/* ---- where gradients go */
+
+static uint8_t way_to(const work *w, uint32_t node)
+{
+    if (is_input(w, node))
+        return ZBP_TO_CAPTURE;
+    if (has(w, node, ZBP_NODE_SPLIT))
+        return ZBP_TO_STAND_IN;
+    return has(w, node, ZBP_NODE_CLOSURE) ? ZBP_TO_NODE : ZBP_TO_NOWHERE;
+}
+
+static void add_edit(zbp_split *split, uint32_t edge, uint8_t to, uint8_t how)
+{
+    split->edit[split->edit_count++] = (zbp_edit){edge, to, how};
+}
+
+static void edit_edge(work *w, uint32_t e)
+{
+    const zbp_edge *edge = &w->graph->edge[e];
+    const uint8_t to = way_to(w, edge->dst);
+
+    if (!has(w, edge->src, ZBP_NODE_CLOSURE) || is_input(w, edge->src))
+        return;
+    if (has(w, edge->src, ZBP_NODE_SPLIT)) {
+        const zbp_layout *layout = &w->split->layout[w->plan->group[edge->src]];
+        const bool is_whole = layout->task[w->split->task[edge->src]].kind == ZBP_TASK_WHOLE;
+
+        add_edit(w->split, e, to,
+                 to == ZBP_TO_NOWHERE && !is_whole ? ZBP_EDIT_OF_BOTH : ZBP_EDIT_OF_STAND_IN);
+    } else if (to == ZBP_TO_STAND_IN) {
+        add_edit(w->split, e, to, ZBP_EDIT_FOR_GOOD);
+    } else if (to != ZBP_TO_NODE) {
+        add_edit(w->split, e, to, ZBP_EDIT_FOR_THE_RUN);
+    }
+}
+
+/* A root outside the closure gets a task of its own: it starts there before any node runs. */
+static int add_root(work *w, const uint32_t *root, uint32_t r)
+{
+    zbp_layout *layout;
+    int status;
+
+    w->split->root_to[r] = way_to(w, root[r]);
+    if (w->split->root_to[r] != ZBP_TO_NOWHERE || !has(w, root[r], ZBP_NODE_WEIGHT_ROOT))
+        return ZBP_OK;
+    layout = &w->split->layout[w->plan->group[root[r]]];
+    status = zbp_layout_add_task(layout, ZBP_TASK_ROOT, UINT64_MAX - 1 - r);
+    if (status == ZBP_OK) {
+        layout->task[layout->task_count - 1].why = ZBP_WHY_ROOT;
+        w->split->root_task[r] = layout->task_count - 1;
+        status = add_face(w, layout, 0, root[r]);
+    }
+    return status;
+}
+
+/* ---- */
+
+static int build(work *w, const uint32_t *root)
+{
+    const uint32_t roots = w->split->root_count;
+    int status = new_split(w->split);
+
+    if (status == ZBP_OK)
+        status = new_work(w);
+    if (status != ZBP_OK)
+        return status;
+    for (uint32_t e = 0; e < w->graph->edge_count; e++)
+        w->arrivals[w->graph->edge[e].dst]++;
+    for (uint32_t r = 0; r < roots; r++)
+        w->arrivals[root[r]]++;
+    for (uint32_t g = 0; g < w->plan->group_count && status == ZBP_OK; g++)
+        status = add_group(w, g);
+    for (uint32_t r = 0; r < roots && status == ZBP_OK; r++)
+        status = add_root(w, root, r);
+    for (uint32_t e = 0; e < w->graph->edge_count && status == ZBP_OK; e++)
+        edit_edge(w, e);
+    return status;
+}
+
+int zbp_split_build(zbp_split *split, const zbp_graph *graph, const zbp_plan *plan,
+                    const zbp_facts *facts, const uint32_t *root, uint32_t root_count,
+                    const zbp_alloc *alloc)
+{
+    work w = {.graph = graph, .plan = plan, .facts = facts, .split = split};
+    int status = plan->node_count == graph->node_count && facts->node_count == graph->node_count &&
+                         facts->edge_count == graph->edge_count
+                     ? ZBP_OK
+                     : ZBP_EINVAL;
+
+    memset(split, 0, sizeof *split);
+    for (uint32_t r = 0; r < root_count; r++) {
+        if (root[r] >= graph->node_count)
+            status = ZBP_EINVAL;
+    }
+    if (status != ZBP_OK)
+        return status;
+    split->group_count = plan->group_count;
+    split->node_count = graph->node_count;
+    split->edge_count = graph->edge_count;
+    split->root_count = root_count;
+    split->alloc = zbpi_alloc_copy(alloc);
+    status = build(&w, root);
+    zbpi_free(&split->alloc, w.block, w.block_size);
+    if (status != ZBP_OK)
+        zbp_split_fini(split);
+    return status;
+}

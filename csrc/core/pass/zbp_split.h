@@ -1,0 +1,82 @@
+/* zbp_split.h - how a backward is split: what each parameter group is made of, and where every edge
+ * of the input closure leads while I runs.
+ *
+ * A pure function of a graph, its plan, what is known of its nodes, and the roots. It changes no edge
+ * and names no node but by its id: zbpipe.explain reads it, I has the shim make it true.
+ *
+ * Allocation: one block, and each group's layout. Threads: a finished one is read by any number.
+ */
+#ifndef ZBP_SPLIT_H
+#define ZBP_SPLIT_H
+
+#include "core/graph/zbp_plan.h"
+#include "core/pass/zbp_facts.h"
+#include "core/pass/zbp_kind.h"
+#include "core/pass/zbp_layout.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Where a gradient goes, while I runs, that an edge or a root leads to a node. */
+enum {
+    ZBP_TO_NODE,     /* there: a node of the closure that I runs as it is */
+    ZBP_TO_STAND_IN, /* to what stands in for a split node */
+    ZBP_TO_CAPTURE,  /* to what captures the gradient of an input */
+    ZBP_TO_NOWHERE   /* it leaves the closure */
+};
+
+/* How an edge gets there. */
+enum {
+    ZBP_EDIT_OF_STAND_IN, /* the stand-in of its node gets it; the node keeps its own */
+    ZBP_EDIT_OF_BOTH,     /* likewise, and the node's own is cut until the run is over */
+    ZBP_EDIT_FOR_GOOD,    /* the node's own is replaced, once I has succeeded for good */
+    ZBP_EDIT_FOR_THE_RUN  /* it is replaced until the run is over */
+};
+
+typedef struct zbp_edit {
+    uint32_t edge; /* of the graph */
+    uint8_t to;    /* ZBP_TO_* */
+    uint8_t how;   /* ZBP_EDIT_* */
+} zbp_edit;
+
+/* Held by the caller. Zeroed is legal: it was not built. */
+typedef struct zbp_split {
+    uint32_t group_count, node_count, edge_count, root_count;
+
+    zbp_layout *layout;       /* [group_count]; whoever moves one out leaves a zeroed one */
+    uint32_t *outside_begin;  /* [group_count + 1], into the next two */
+    uint32_t *outside;        /* ids, in the order of the group's layout */
+    zbp_decision *of_outside; /* of the weights that they lead to */
+    uint32_t *task;           /* [node_count], of a split node: its number in its layout; else ZBP_NONE */
+    uint32_t *root_task;      /* [root_count], of a root where W starts: likewise */
+    uint8_t *root_to;         /* [root_count], ZBP_TO_* */
+    zbp_edit *edit;           /* in the order of the edges; the others stay as they are */
+    uint32_t edit_count;
+
+    void *block;
+    size_t block_size;
+    zbp_alloc alloc;
+} zbp_split;
+
+/* Builds it; split is overwritten. plan is that of graph, facts were made for graph, root has the ids
+ * of the nodes from which the backward starts, one for each gradient that it starts with. All are
+ * borrowed for the call alone. alloc is copied; NULL is libc.
+ *
+ * A weight that a face reaches by plain steps alone is the face's (zbp_face.weight), unless gradients
+ * meet on the way: see Note [The order of sums] in zbp_book.h. Tasks come in the order of the plan's
+ * split nodes; those of roots behind them.
+ *
+ * Errors, *split zeroed: ZBP_ENOMEM, ZBP_EOVERFLOW; ZBP_EINVAL if facts or root do not fit the graph.
+ * Linear, but for the steps of paths, of which each has at most 8. */
+ZBP_MUST_USE int zbp_split_build(zbp_split *split, const zbp_graph *graph, const zbp_plan *plan,
+                                 const zbp_facts *facts, const uint32_t *root, uint32_t root_count,
+                                 const zbp_alloc *alloc);
+
+void zbp_split_fini(zbp_split *split); /* zeroes it; a zeroed one is legal */
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

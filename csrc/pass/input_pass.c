@@ -1,0 +1,72 @@
+/* I: walk, plan, decide, split, run, hand over. See docs/architecture.md. */
+
+#include "pass/zbp_pass.h"
+
+/* Step 1, and of step 2 what needs no more than marks. */
+static int walk(zbp_scene *scene, zbp_survey *survey, zbp_error *error)
+{
+    int status = zbp_graph_init(&survey->graph, NULL);
+
+    if (status == ZBP_OK)
+        status = zbp_scene_walk(scene, &survey->graph, error);
+    if (status == ZBP_OK)
+        status = zbp_plan_build(&survey->plan, &survey->graph, NULL);
+    return status;
+}
+
+/* The policy's functions first: what they run may change the graph. */
+static int ask(zbp_scene *scene, zbp_error *error)
+{
+    zbp_survey survey = {0};
+    int status = walk(scene, &survey, error);
+
+    if (status == ZBP_OK)
+        status = zbp_scene_ask(scene, &survey, error);
+    zbp_survey_fini(&survey);
+    return status;
+}
+
+int zbp_pass_survey(zbp_scene *scene, zbp_survey *survey, zbp_error *error)
+{
+    uint32_t root_count = 0;
+    const uint32_t *root;
+    int status = zbp_scene_asks(scene) ? ask(scene, error) : ZBP_OK;
+
+    if (status == ZBP_OK)
+        status = walk(scene, survey, error);
+    if (status == ZBP_OK)
+        status = zbp_facts_init(&survey->facts, &survey->graph, NULL);
+    if (status == ZBP_OK)
+        status = zbp_scene_look(scene, survey, error);
+    if (status == ZBP_OK) {
+        root = zbp_scene_roots(scene, &root_count);
+        status = zbp_split_build(&survey->split, &survey->graph, &survey->plan, &survey->facts,
+                                 root, root_count, NULL);
+    }
+    if (status == ZBP_OK)
+        status = zbp_scene_make_groups(scene, survey, error);
+    return status;
+}
+
+int zbp_pass_inputs(zbp_scene *scene, zbp_error *error)
+{
+    zbp_survey survey = {0};
+    int status = zbp_pass_survey(scene, &survey, error);
+
+    if (status == ZBP_OK)
+        status = zbp_scene_set(scene, &survey, error);
+    if (status == ZBP_OK)
+        status = zbp_scene_run(scene, &survey, error);
+    if (status == ZBP_OK)
+        status = zbp_scene_hand_over(scene, &survey, error);
+    zbp_survey_fini(&survey);
+    return status;
+}
+
+void zbp_survey_fini(zbp_survey *survey)
+{
+    zbp_split_fini(&survey->split);
+    zbp_facts_fini(&survey->facts);
+    zbp_plan_fini(&survey->plan);
+    zbp_graph_fini(&survey->graph);
+}

@@ -1,0 +1,99 @@
+// What W will read beside what its groups hold: noted in I, watched in W.
+
+#include <algorithm>
+
+#include <torch/csrc/autograd/functions/tensor.h>
+#include <torch/csrc/autograd/python_function.h>
+
+#include "shim/pass/kinds.h"
+#include "shim/pass/path.h"
+#include "shim/pass/scene.h"
+#include "shim/pass/walk.h"
+#include "shim/torch/detach.h"
+
+namespace zbp {
+
+using torch::autograd::AccumulateGrad;
+
+namespace {
+
+/// What `node` has saved, and the node that unpacks it: of an in-place write to a view, the one within it.
+std::pair<std::vector<torch::autograd::SavedVariable*>, NodePtr> all_saved_by(Node& node) {
+  std::vector<torch::autograd::SavedVariable*> saved;
+  if (is_python_function(node)) {
+    THPObjectPtr context(torch::autograd::functionToPyObject(ref_of(node)));
+    if (!context) {
+      throw python_error();
+    }
+    for (auto& one : reinterpret_cast<THPFunction*>(context.get())->saved_variables) {
+      saved.push_back(&one);
+    }
+    return {std::move(saved), ref_of(node)};
+  }
+  const auto* slices = as<torch::autograd::CopySlices>(node);
+  Node& saver = slices && slices->fn ? *slices->fn : node;
+  return {saved_by(saver), ref_of(saver)};
+}
+
+}  // namespace
+
+/// What the group's outside nodes have saved. Behind hooks: I unpacks it, lest W computes a region again. Views that
+/// keep their bases for nothing: I makes them let go. Other tensors: their versions, which W's run would find wrong only
+/// after it has added some gradients.
+void note_saved_outside(Group& group, const zbp_decision* of_outside) {
+  for (size_t i = 0; i < group.outside.size(); ++i) {
+    Node& node = *group.outside[i].node;
+    if (saves_nothing(node)) {
+      continue;
+    }
+    const bool is_left = of_outside[i].checkpoint == ZBP_CHECKPOINT_RECOMPUTE;
+    const auto [all, saver] = all_saved_by(node);
+    for (torch::autograd::SavedVariable* saved : all) {
+      if (saved->has_hooks()) {
+        if (is_generated(node)) {
+          group.unpinned_outside.push_back({saver, saved, is_left});
+        }
+        continue;
+      }
+      const at::Tensor tensor = saved->unpack(saver);
+      // A Function's is its backward's to look at, as it was saved.
+      if (tensor.defined() && is_generated(*saver) && keeps_base_unused(tensor)) {
+        group.unpinned_outside.push_back({saver, saved, is_left});
+      } else if (has_version(tensor)) {
+        group.saved_outside.emplace_back(tensor);
+      }
+    }
+  }
+}
+
+/// Where W computes regions again: what of the weights it may read, at their versions of now. Whatever a region gives
+/// to one of its nodes was computed of what earlier nodes have read.
+std::shared_ptr<const Reads> note_reads(const InputPassArgs& args, const Walk& walk,
+                                        const zbp_graph& graph) {
+  std::vector<uint64_t> first(graph.node_count, UINT64_MAX);
+  for (uint32_t i = 0; i < graph.edge_count; ++i) {
+    uint64_t& number = first[graph.edge[i].dst];
+    number = std::min(number, walk.node(graph.edge[i].src).sequence_nr());
+  }
+  auto reads = std::make_shared<Reads>();
+  const auto note = [&reads](const at::Tensor& weight, uint64_t sequence_nr) {
+    if (has_version(weight)) {
+      reads->weights.push_back({sequence_nr, Version(weight)});
+    }
+  };
+  for (const at::Tensor& weight : args.frozen) {
+    note(weight, 0);  // in no graph
+  }
+  for (uint32_t id = 0; id < graph.node_count; ++id) {
+    if (auto* accumulator = as<AccumulateGrad>(walk.node(id));
+        accumulator && !walk.is_input(id)) {
+      note(accumulator->variable, first[id]);
+    }
+  }
+  std::sort(
+      reads->weights.begin(), reads->weights.end(),
+      [](const Reads::Read& a, const Reads::Read& b) { return a.sequence_nr < b.sequence_nr; });
+  return reads;
+}
+
+}  // namespace zbp

@@ -1,0 +1,398 @@
+// zbp_scene.h: what I does to the graph.
+
+#include "shim/pass/scene.h"
+
+#include <torch/csrc/autograd/python_function.h>
+
+#include "shim/pass/kinds.h"
+#include "shim/pass/path.h"
+#include "shim/pass/start.h"
+#include "shim/pass/walk.h"
+#include "shim/torch/detach.h"
+#include "shim/torch/error.h"
+#include "shim/torch/gil.h"
+#include "shim/torch/streams.h"
+
+namespace zbp {
+
+using torch::autograd::AccumulateGrad;
+
+namespace {
+
+zbp_decision decision_for_all(const zbp_policy& policy) {
+  return {static_cast<uint8_t>(policy.defer), static_cast<uint8_t>(policy.checkpoint)};
+}
+
+/// torch's reentrant checkpoint runs a backward of its own within I: an accumulation that is nobody's to redirect.
+void refuse_reentrant(const Walk& walk, uint32_t node_count) {
+  for (uint32_t id = 0; id < node_count; ++id) {
+    Node& node = walk.node(id);
+    TORCH_CHECK(
+        !is_python_function(node) || !is_reentrant_checkpoint(node),
+        "a reentrant checkpoint adds the gradients of its region to .grad, where main_grad=True "
+        "asks for main_grad, and a whole backward is not told of which weights; checkpoint with "
+        "use_reentrant=False");
+  }
+}
+
+void note_facts(const zbp_scene& scene, const zbp_survey& survey, zbp_facts& facts) {
+  const zbp_plan& plan = survey.plan;
+  const Walk& walk = *scene.walk;
+  facts.for_all = decision_for_all(scene.args.policy);
+  facts.decisions_differ = scene.answers.has_value();
+  for (uint32_t i = 0; facts.decisions_differ && i < plan.weight_begin[plan.group_count]; ++i) {
+    const uint32_t id = plan.weight[i];
+    facts.of_weight[id] = scene.answers->of(walk.node(id), facts.for_all);
+  }
+  for (uint32_t i = 0; i < plan.split_begin[plan.group_count]; ++i) {
+    facts.of_node[plan.split[i]] = fact_of_split(walk.node(plan.split[i]));
+  }
+  for (uint32_t i = 0; i < survey.graph.edge_count; ++i) {
+    const zbp_edge& edge = survey.graph.edge[i];
+    if ((plan.flag[edge.src] & ZBP_NODE_WEIGHTWARD) != 0) {
+      facts.of_node[edge.src] = fact_of_outside(walk.node(edge.src));
+    } else if (facts.of_node[edge.src].type >= ZBP_TYPE_FACTORS &&
+               (plan.flag[edge.dst] & ZBP_NODE_WEIGHTWARD) != 0) {
+      facts.is_matrix[i] = is_matrix(walk.node(edge.src).next_edge(edge.slot));
+    }
+  }
+}
+
+// ---- groups
+
+Task& new_task(Group& group, NodePtr node) {
+  Task& task = group.tasks.emplace_back(group.layout, static_cast<uint32_t>(group.tasks.size()));
+  note_place(task, *node);
+  task.plan().stream = stream_number(group, task);
+  task.node = std::move(node);
+  return task;
+}
+
+Face& new_face(Task& task, Edge edge) {
+  const size_t f = task.face.size();
+  Face& face = task.face.emplace_back();
+  face.edge = std::move(edge);
+  if ((task.plan(f).flag & ZBP_FACE_PATH) != 0) {
+    Node* node = face.edge.function.get();
+    for (uint8_t i = 0; i < task.plan(f).steps; ++i) {
+      face.path.push_back(node);
+      node = node->next_edge(0).function.get();
+    }
+  }
+  return face;
+}
+
+GroupPtr make_group(const Walk& walk, zbp_survey& survey, uint32_t g) {
+  const zbp_plan& plan = survey.plan;
+  zbp_split& split = survey.split;
+  auto group = std::make_shared<Group>();
+  group->layout = std::exchange(split.layout[g], zbp_layout{});
+  for (uint32_t i = plan.weight_begin[g]; i < plan.weight_begin[g + 1]; ++i) {
+    group->weights.emplace_back().accumulator = ref_as<AccumulateGrad>(walk.node(plan.weight[i]));
+  }
+  for (uint32_t i = split.outside_begin[g]; i < split.outside_begin[g + 1]; ++i) {
+    Node& node = walk.node(split.outside[i]);
+    group->outside.push_back({&node, walk.has_other_outputs(node)});
+  }
+  group->tasks.reserve(group->layout.task_count);
+  for (uint32_t i = plan.split_begin[g]; i < plan.split_begin[g + 1]; ++i) {
+    Node& node = walk.node(plan.split[i]);
+    Task& task = new_task(*group, ref_of(node));
+    for (uint32_t f = task.plan().face_begin; f < task.plan().face_end; ++f) {
+      new_face(task, node.next_edge(group->layout.face[f].slot));
+    }
+    task.can_run_again = task.kind() != Kind::whole || saved_nothing(node);
+  }
+  return group;
+}
+
+void add_root_task(const zbp_scene& scene, Group& group, size_t root) {
+  const Edge& edge = scene.args.roots[root];
+  Task& task = new_task(group, edge.function);
+  task.input_nr = edge.input_nr;
+  task.output_grads.emplace_back(scene.args.root_grads[root]);
+  new_face(task, edge);
+}
+
+void make_groups(zbp_scene& scene, zbp_survey& survey) {
+  for (uint32_t g = 0; g < survey.plan.group_count; ++g) {
+    scene.groups.push_back(make_group(*scene.walk, survey, g));
+  }
+  for (uint32_t r = 0; r < survey.split.root_count; ++r) {
+    if (survey.split.root_task[r] != ZBP_NONE) {
+      add_root_task(scene, *scene.groups[survey.plan.group[scene.walk->roots()[r]]], r);
+    }
+  }
+}
+
+// ---- stand-ins and edges
+
+void note_reads_of_groups(zbp_scene& scene, const zbp_survey& survey) {
+  const bool recomputes = survey.facts.decisions_differ ||
+                          survey.facts.for_all.checkpoint == ZBP_CHECKPOINT_RECOMPUTE;
+  const std::shared_ptr<const Reads> reads =
+      recomputes ? note_reads(scene.args, *scene.walk, survey.graph) : nullptr;
+  for (uint32_t g = 0; g < survey.plan.group_count; ++g) {
+    scene.groups[g]->reads = reads;
+    note_saved_outside(*scene.groups[g], survey.split.of_outside + survey.split.outside_begin[g]);
+    check_status(zbp_book_init(&scene.groups[g]->book, &scene.groups[g]->layout, nullptr));
+  }
+}
+
+void make_stand_ins(zbp_scene& scene, const zbp_survey& survey) {
+  const zbp_plan& plan = survey.plan;
+  auto& by_id = scene.stand_ins.by_id;
+  by_id.resize(survey.graph.node_count);
+  for (uint32_t i = 0; i < plan.split_begin[plan.group_count]; ++i) {
+    const uint32_t id = plan.split[i];
+    Node& node = scene.walk->node(id);
+    by_id[id] = make_node<StandIn>(ref_of(node), scene.groups[plan.group[id]],
+                                   survey.split.task[id]);
+    by_id[id]->next_edges().resize(node.next_edges().size());
+  }
+}
+
+/// What an edge or a root that leads to the node `target` is in I.
+Edge edge_in_run(zbp_scene& scene, const Edge& edge, uint32_t target, uint8_t to) {
+  switch (to) {
+    case ZBP_TO_STAND_IN:
+      return Edge(scene.stand_ins.by_id[target], edge.input_nr);
+    case ZBP_TO_CAPTURE: {
+      NodeRef<Capture>& capture = scene.captures[target];
+      if (!capture) {
+        capture = make_node<Capture>(edge.function, scene.walk->has_other_outputs(*edge.function));
+      }
+      return Edge(capture, edge.input_nr);
+    }
+    case ZBP_TO_NODE:
+      return edge;
+    default:
+      return Edge();
+  }
+}
+
+void edit_edges(zbp_scene& scene, const zbp_survey& survey) {
+  for (uint32_t i = 0; i < survey.split.edit_count; ++i) {
+    const zbp_edit& edit = survey.split.edit[i];
+    const zbp_edge& edge = survey.graph.edge[edit.edge];
+    Node& node = scene.walk->node(edge.src);
+    Edge there = edge_in_run(scene, node.next_edge(edge.slot), edge.dst, edit.to);
+    switch (edit.how) {
+      case ZBP_EDIT_OF_BOTH:
+        scene.cuts.cut(node, edge.slot);
+        [[fallthrough]];
+      case ZBP_EDIT_OF_STAND_IN:
+        exchange_edge(*scene.stand_ins.by_id[edge.src], edge.slot, std::move(there));
+        break;
+      case ZBP_EDIT_FOR_GOOD:
+        scene.detours.replace(node, edge.slot, std::move(there));
+        break;
+      default:
+        scene.cuts.replace(node, edge.slot, std::move(there));
+    }
+  }
+}
+
+// ---- the run
+
+void run(zbp_scene& scene, const zbp_survey& survey) {
+  edge_list roots;
+  variable_list root_grads;
+  for (uint32_t r = 0; r < survey.split.root_count; ++r) {
+    Edge there = edge_in_run(scene, scene.args.roots[r], scene.walk->roots()[r],
+                             survey.split.root_to[r]);
+    if (there.is_valid()) {
+      roots.push_back(std::move(there));
+      root_grads.push_back(scene.args.root_grads[r]);
+    }
+  }
+  if (roots.empty()) {
+    return;
+  }
+  std::vector<Node*> represented;
+  for (const auto& [id, capture] : scene.captures) {
+    represented.push_back(&scene.walk->node(id));
+  }
+  for (uint32_t id = 0; id < scene.stand_ins.by_id.size(); ++id) {
+    if (scene.stand_ins.by_id[id]) {
+      represented.push_back(&scene.walk->node(id));
+    }
+  }
+  // Of a group without split nodes nothing runs in I; a region that it is a part of may.
+  const auto pin_outside_of_roots = [&] {
+    const zbp_plan& plan = survey.plan;
+    for (uint32_t g = 0; g < plan.group_count; ++g) {
+      if (plan.split_begin[g] == plan.split_begin[g + 1]) {
+        scene.groups[g]->pin_outside();
+      }
+    }
+  };
+  const ReleaseGil no_gil;
+  run_engine(make_node<Start>(std::move(roots), std::move(root_grads), std::move(represented),
+                              pin_outside_of_roots),
+             /*keep_graph=*/false);
+}
+
+// ---- hand over
+
+/// A whole node is not needed any more. It is kept, for those who ask a group for its
+/// "intermediates", only if it holds no memory: a Function's context may have tensors as attributes.
+bool is_free_to_keep(Node& node) {
+  if (!is_python_function(node)) {
+    return is_generated(node);
+  }
+  THPObjectPtr context(torch::autograd::functionToPyObject(ref_of(node)));
+  THPObjectPtr attributes(context ? PyObject_GetAttrString(context, "__dict__") : nullptr);
+  const bool empty = attributes && PyDict_Check(attributes.get()) && PyDict_Size(attributes) == 0;
+  PyErr_Clear();
+  return empty;
+}
+
+/// What a task's node still refers to must not keep the closure, nor what the user's hooks hold.
+void let_go_of_closure(Task& task) {
+  if (task.kind() == Kind::whole && !is_free_to_keep(*task.node)) {
+    task.node = nullptr;
+    return;
+  }
+  edge_list edges = task.node->next_edges();
+  size_t f = 0;
+  for (size_t slot = 0; slot < edges.size(); ++slot) {
+    if (f < task.face.size() && task.plan(f).slot == slot) {
+      ++f;  // the faces are in the order of their slots
+    } else {
+      edges[slot] = Edge();
+    }
+  }
+  exchange_edges(*task.node, std::move(edges));
+  drop_hooks(*task.node);
+  task.is_consumed = true;
+  task.node->add_pre_hook(std::make_unique<ConsumedGuard>());
+}
+
+void detach_outputs(const zbp_scene& scene, const zbp_plan& plan) {
+  for (const at::Tensor& output : scene.args.outputs) {
+    // A leaf was listed twice; an input that is passed through has its history from elsewhere.
+    if (output.is_leaf()) {
+      continue;
+    }
+    const Edge edge = torch::autograd::impl::gradient_edge(output);
+    if (scene.walk->is_input(edge)) {
+      continue;
+    }
+    const int32_t reader = scene.walk->group_that_reads(edge, plan);
+    if (reader < 0) {
+      detach_output(output);
+    } else {
+      scene.groups[reader]->outputs.emplace_back(output.getIntrusivePtr());
+    }
+  }
+}
+
+void hand_over(zbp_scene& scene, const zbp_survey& survey) {
+  scene.input_grads = input_grads(scene.args, *scene.walk, scene.captures, scene.groups);
+  for (const GroupPtr& group : scene.groups) {
+    join_streams(*group);
+    group->was_captured = is_capturing(*group);
+  }
+  scene.cuts.undo();
+  scene.detours.commit();
+  for (const auto& stand_in : scene.stand_ins.by_id) {
+    if (stand_in) {
+      let_go_of_closure(stand_in->task());
+      stand_in->retire();
+    }
+  }
+  detach_outputs(scene, survey.plan);
+  scene.captures.clear();
+  scene.stand_ins.by_id.clear();
+}
+
+}  // namespace
+
+Answers::Answers(const zbp_policy& policy, const Walk& walk, const zbp_plan& plan) {
+  for (uint32_t i = 0; i < plan.weight_begin[plan.group_count]; ++i) {
+    accumulators_.push_back(ref_of(walk.node(plan.weight[i])));
+  }
+  for (const NodePtr& node : accumulators_) {
+    const at::Tensor& parameter = static_cast<AccumulateGrad&>(*node).variable;
+    zbp_decision decision = decision_for_all(policy);
+    if (policy.defer_of) {
+      decision.defer = static_cast<uint8_t>(ask(policy.defer_of, parameter));
+    }
+    if (policy.checkpoint_of) {
+      decision.checkpoint = static_cast<uint8_t>(ask(policy.checkpoint_of, parameter));
+    }
+    weight_[node.get()] = decision;
+  }
+}
+
+zbp_decision Answers::of(const Node& accumulator, zbp_decision for_all) const {
+  const auto found = weight_.find(&accumulator);
+  return found == weight_.end() ? for_all : found->second;
+}
+
+void StandIns::give_up() noexcept {
+  for (const auto& stand_in : by_id) {
+    if (stand_in) {
+      stand_in->give_up();
+    }
+  }
+}
+
+}  // namespace zbp
+
+using namespace zbp;
+
+zbp_scene::~zbp_scene() {
+  put_back();
+}
+
+int zbp_scene_walk(zbp_scene* scene, zbp_graph* graph, zbp_error* error) {
+  return kept_in(error, [&] {
+    scene->walk.reset();
+    scene->walk = std::make_unique<Walk>(scene->args, *graph);
+  });
+}
+
+const uint32_t* zbp_scene_roots(const zbp_scene* scene, uint32_t* count_out) {
+  *count_out = static_cast<uint32_t>(scene->walk->roots().size());
+  return scene->walk->roots().data();
+}
+
+bool zbp_scene_asks(const zbp_scene* scene) {
+  return scene->args.policy.defer_of || scene->args.policy.checkpoint_of;
+}
+
+int zbp_scene_ask(zbp_scene* scene, const zbp_survey* survey, zbp_error* error) {
+  return kept_in(
+      error, [&] { scene->answers.emplace(scene->args.policy, *scene->walk, survey->plan); });
+}
+
+int zbp_scene_look(zbp_scene* scene, zbp_survey* survey, zbp_error* error) {
+  return kept_in(error, [&] {
+    if (scene->args.policy.refuse_reentrant) {
+      refuse_reentrant(*scene->walk, survey->graph.node_count);
+    }
+    note_facts(*scene, *survey, survey->facts);
+  });
+}
+
+int zbp_scene_make_groups(zbp_scene* scene, zbp_survey* survey, zbp_error* error) {
+  return kept_in(error, [&] { make_groups(*scene, *survey); });
+}
+
+int zbp_scene_set(zbp_scene* scene, const zbp_survey* survey, zbp_error* error) {
+  return kept_in(error, [&] {
+    note_reads_of_groups(*scene, *survey);
+    make_stand_ins(*scene, *survey);
+    edit_edges(*scene, *survey);
+  });
+}
+
+int zbp_scene_run(zbp_scene* scene, const zbp_survey* survey, zbp_error* error) {
+  return kept_in(error, [&] { run(*scene, *survey); });
+}
+
+int zbp_scene_hand_over(zbp_scene* scene, const zbp_survey* survey, zbp_error* error) {
+  return kept_in(error, [&] { hand_over(*scene, *survey); });
+}
