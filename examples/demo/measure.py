@@ -85,7 +85,9 @@ def receive_buffers(stages: Sequence[PipelineStage]) -> dict[int, torch.UntypedS
     infos = itertools.chain.from_iterable(
         (*stage.args_recv_info.values(), *stage.grad_recv_info.values()) for stage in stages
     )
-    buffers = [info.buffer for recv_infos in infos for info in recv_infos if info.buffer is not None]
+    # Torch 2.11 has placeholders without one where the caller gives the first stage its input.
+    of_all = (getattr(info, "buffer", None) for recv_infos in infos for info in recv_infos)
+    buffers = [buffer for buffer in of_all if buffer is not None]
     storages = [buffer.untyped_storage() for buffer in buffers if not buffer.is_meta]
     return {storage.data_ptr(): storage for storage in storages}
 

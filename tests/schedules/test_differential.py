@@ -5,6 +5,7 @@ zbpipe is right or raises, and no vaguer.
 """
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, assume, given, note, settings
 from odd_programs import KINDS, Program, judge, programs
@@ -15,6 +16,8 @@ bounded = settings(
     derandomize=True, database=None, deadline=None, max_examples=150, suppress_health_check=list(HealthCheck)
 )
 VAGUE = ("AttributeError", "KeyError", "IndexError", "UnboundLocalError", "AssertionError", "SystemError")
+# What torch 2.11's stage says of every gradient that is None for a neighbour on the same rank.
+NO_NONE = "AssertionError: expected tensor values as outputs from prev stage, got <class 'NoneType'>"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,7 +32,8 @@ def check(judged):
     assert ours != "wrong", said
     if ours == "raises":
         assert theirs != "right", said
-        assert not said.startswith(VAGUE) or said == judged["torch"][1]
+        is_torchs = said == judged["torch"][1] or (torch.__version__ < (2, 12) and said == NO_NONE)
+        assert not said.startswith(VAGUE) or is_torchs
 
 
 def check_drawn(program):
