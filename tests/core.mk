@@ -16,10 +16,10 @@ FUZZ_TARGET ?= fuzz_plan
 
 CORE_SOURCES := $(sort $(patsubst csrc/%,%,$(wildcard csrc/core/*/*.c)))
 PASS_SOURCES := $(sort $(patsubst csrc/%,%,$(wildcard csrc/pass/*.c)))
-CORE_HEADERS := $(sort $(wildcard csrc/core/*/*.h csrc/pass/*.h) csrc/shim/pass/zbp_touch.h csrc/shim/torch/zbp_error.h)
+CORE_HEADERS := $(sort $(wildcard csrc/core/*/*.h csrc/pass/*.h) csrc/shim/pass/zbp_scene.h csrc/shim/pass/zbp_touch.h csrc/shim/torch/zbp_error.h)
 CORE_TESTS := test_status test_map test_graph test_plan test_plan_check test_blocks test_record test_layout test_panels test_reach \
-	test_book test_book_model test_pass
-FUZZ_WITH_fuzz_weight_pass = tests/c/fake_shim.c $(PASS_SOURCES:%=csrc/%)
+	test_book test_book_model test_pass test_policy test_kind test_split test_input_pass
+FUZZ_WITH_fuzz_weight_pass = tests/c/fake_shim.c $(filter-out %/input_pass.c,$(PASS_SOURCES:%=csrc/%))
 CORE_LIB := $(CORE_BUILD)/libzbpcore.a
 
 # The flavours: plain is what the library ships; asan (no NDEBUG) also validates every plan it builds;
@@ -53,7 +53,9 @@ $$(CORE_BUILD)/$(1)/bin/%: $$(CORE_BUILD)/$(1)/tests/%.o $$(CORE_BUILD)/$(1)/tes
 	@$$(CC) $$(CORE_LINK_$(1)) $$(CORE_LINK_OF_$$*) $$^ -pthread -o $$@
 
 # What runs passes has a fake shim in the shim's place.
-$$(CORE_BUILD)/$(1)/bin/fuzz_weight_pass $$(CORE_BUILD)/$(1)/bin/test_pass: $$(CORE_BUILD)/$(1)/tests/fake_shim.o $$(PASS_OBJECTS_$(1))
+$$(CORE_BUILD)/$(1)/bin/test_input_pass: $$(CORE_BUILD)/$(1)/objects/pass/input_pass.o
+$$(CORE_BUILD)/$(1)/bin/fuzz_weight_pass $$(CORE_BUILD)/$(1)/bin/test_pass: $$(CORE_BUILD)/$(1)/tests/fake_shim.o \
+	$$(filter-out %/input_pass.o,$$(PASS_OBJECTS_$(1)))
 
 .SECONDARY: $$(CORE_OBJECTS_$(1)) $$(PASS_OBJECTS_$(1)) $$(patsubst tests/c/%.c,$$(CORE_BUILD)/$(1)/tests/%.o,$$(wildcard tests/c/*.c))
 -include $$(wildcard $$(CORE_BUILD)/$(1)/objects/*/*.d $$(CORE_BUILD)/$(1)/objects/*/*/*.d $$(CORE_BUILD)/$(1)/tests/*.d)

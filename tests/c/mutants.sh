@@ -1,26 +1,38 @@
 #!/bin/sh
-# Puts faults back into the weight pass, one at a time, and lets the fuzzer look: each must be found.
+# Puts faults back into the passes, one at a time, and lets the fuzzer of W, or the tests of I's split, look: each must
+# be found.
 # usage: mutants.sh BUILD_DIR [INPUTS]. CC can be set. From the root of the tree.
 build=$1 inputs=${2:-200000} found=0 missed=0
 mkdir -p "$build"
 
-# mutant NAME FILE SED_EXPRESSION
+# mutant NAME FILE SED_EXPRESSION: of W.
 mutant() {
+    look "$1" "$2" "$3" fuzz_weight_pass "tests/c/fuzz_weight_pass.c tests/c/fake_shim.c" \
+        "csrc/pass/weight_pass.c csrc/pass/direct.c" "$inputs 1"
+}
+
+# Likewise: of how I is split.
+mutant_of_split() {
+    look "$1" "$2" "$3" "failed: " "tests/c/test_split.c tests/c/model.c" "" ""
+}
+
+# look NAME FILE SED_EXPRESSION WHAT_IT_SAYS TESTS SOURCES ARGUMENTS
+look() {
     rm -rf "$build/csrc" && cp -r csrc "$build/csrc" || exit 1
     sed -i "$3" "$build/csrc/$2"
     if cmp -s "csrc/$2" "$build/csrc/$2"; then
         echo "the mutant '$1' changes nothing: mend its pattern" >&2
         exit 1
     fi
-    ${CC:-cc} -std=c11 -O1 -DZBP_FUZZ_STANDALONE -I"$build/csrc" -Itests/c tests/c/fuzz_weight_pass.c \
-        tests/c/fake_shim.c "$build"/csrc/core/pass/*.c "$build"/csrc/core/base/*.c "$build"/csrc/pass/*.c \
-        -o "$build/mutant" || exit 1
-    if said=$(ulimit -c 0; "$build/mutant" "$inputs" 1 2>&1); then
+    # shellcheck disable=SC2046,SC2086 # words
+    ${CC:-cc} -std=c11 -O1 -DZBP_FUZZ_STANDALONE -I"$build/csrc" -Itests/c $5 "$build"/csrc/core/*/*.c \
+        ${6:+$(printf "$build/%s " $6)} -o "$build/mutant" || exit 1
+    if said=$(ulimit -c 0; "$build/mutant" $7 2>&1); then
         missed=$((missed + 1))
         echo "MISSED: $1"
     else
         found=$((found + 1))
-        echo "found: $1 ($(echo "$said" | grep -m1 fuzz_weight_pass))"
+        echo "found: $1 ($(echo "$said" | grep -m1 "$4"))"
     fi
 }
 
@@ -54,5 +66,22 @@ mutant "nobody looks again before a group runs" pass/weight_pass.c \
     '/^static int start/,/^}/s/int status = find_way.*/uint32_t face; int status = ZBP_OK; way = zbp_book_way(turn->book, turn->layout, how, \&face);/'
 mutant "a complete group runs again in a retry" core/pass/zbp_book.c \
     's/^    if (book->state != ZBP_BOOK_OPEN)$/    if (false)/;/^zbp_fate zbp_book_settle/,/^}/s/book->state = ZBP_BOOK_UNREPORTED;/return ZBP_FATE_KEEP;/'
+# Of I.
+split=core/pass/zbp_split.c
+mutant_of_split "an edge to an input leads to the node behind it" $split \
+    's/return ZBP_TO_CAPTURE;/return ZBP_TO_NODE;/'
+mutant_of_split "a node that W runs again computes its weights' gradients in I too" $split \
+    's/to == ZBP_TO_NOWHERE \&\& !is_whole/false/'
+mutant_of_split "an edge that leaves the closure stays as it is" $split \
+    's/} else if (to != ZBP_TO_NODE) {/} else if (to == ZBP_TO_CAPTURE) {/'
+mutant_of_split "a path passes a node where gradients meet" $split \
+    's/} else if (adds_up) {/} else if (false) {/'
+mutant_of_split "a path passes a node that is watched" $split \
+    's/(fact->flag \& ZBP_FACT_WATCHED) == 0/true/'
+mutant_of_split "a weight is cast twice" $split 's/} else if (casts > 1) {/} else if (false) {/'
+mutant_of_split "an output on weights alone is forgotten" $split \
+    's/!has(w, root\[r\], ZBP_NODE_WEIGHT_ROOT)/true/'
+mutant_of_split "a weight that is a matrix is taken for a vector" $split \
+    's/sides.has_matrix || w->facts->is_matrix.*/false;/'
 echo "mutants: $found passed, $missed failed"
 [ "$missed" = 0 ]

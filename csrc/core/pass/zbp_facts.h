@@ -47,16 +47,17 @@ enum {
 typedef struct zbp_fact {
     uint64_t sequence_nr; /* split: of the forward */
     uint8_t type;         /* split: ZBP_TYPE_* */
-    uint8_t left_slot;    /* split, two factors: the edge of the left one; the right one's is the next */
-    uint8_t step;         /* outside: ZBP_STEP_* */
-    uint8_t flag;         /* ZBP_FACT_* */
+    uint8_t
+        left_slot; /* split, two factors: the edge of the left one; the right one's is the next */
+    uint8_t step;  /* outside: ZBP_STEP_* */
+    uint8_t flag;  /* ZBP_FACT_* */
 } zbp_fact;
 
 /* Held by the caller, who fills it in. Zeroed is legal: it was not made, and has no nodes. */
 typedef struct zbp_facts {
     uint32_t node_count, edge_count;
-    zbp_fact *of_node;       /* [node_count]; of split and outside nodes */
-    bool *is_matrix;         /* [edge_count]; of split nodes' edges to factors: two dimensions or more */
+    zbp_fact *of_node; /* [node_count]; of split and outside nodes */
+    bool *is_matrix;   /* [edge_count]; of split nodes' edges to factors: two dimensions or more */
     zbp_decision *of_weight; /* [node_count]; read only if they differ */
     bool decisions_differ;
     zbp_decision for_all; /* if they do not */

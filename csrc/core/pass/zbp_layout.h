@@ -59,8 +59,8 @@ typedef struct zbp_task {
     uint64_t sequence_nr; /* tasks run from the highest to the lowest */
     uint8_t kind;         /* ZBP_TASK_* */
     uint8_t why;          /* it is of that kind: ZBP_WHY_* (zbp_kind.h) */
-    uint8_t takes_work;   /* of which weights a Function's backward may hand work over: ZBP_DEFER_* */
-    bool leaves_packed;   /* W unpacks what is saved behind hooks, within a run of the engine */
+    uint8_t takes_work; /* of which weights a Function's backward may hand work over: ZBP_DEFER_* */
+    bool leaves_packed; /* W unpacks what is saved behind hooks, within a run of the engine */
 } zbp_task;
 
 /* An edge of a node outside the closure that W follows: to another of them or to a weight, the

@@ -28,7 +28,7 @@ zbp_decision zbp_decision_behind(const zbp_decision *of_weight, const zbp_decisi
 typedef struct search {
     struct {
         uint32_t outside, hop;
-    } * pending;
+    } *pending;
     bool *is_seen;
     uint32_t depth;
 } search;
@@ -52,7 +52,8 @@ static void decide_from(search *s, const zbp_layout *layout, const zbp_decision 
         if (*next == layout->hop_count || hop->outside != outside) {
             s->depth--;
         } else if (hop->to_weight < 0 && !s->is_seen[hop->to_outside]) {
-            enter(s, layout, (uint32_t)hop->to_outside); /* its decision first; this hop again then */
+            enter(s, layout,
+                  (uint32_t)hop->to_outside); /* its decision first; this hop again then */
         } else {
             of_outside[outside] = zbp_decision_join(
                 of_outside[outside],

@@ -226,9 +226,9 @@ static zbp_decision decision_of(const work *w, const zbp_layout *layout, uint32_
         return w->facts->for_all;
     for (uint32_t f = task->face_begin; f < task->face_end; f++) {
         decision = zbp_decision_join(
-            decision, zbp_decision_behind(w->of_weight,
-                                          w->split->of_outside + w->split->outside_begin[g],
-                                          layout->face[f].weight, layout->face[f].outside));
+            decision,
+            zbp_decision_behind(w->of_weight, w->split->of_outside + w->split->outside_begin[g],
+                                layout->face[f].weight, layout->face[f].outside));
     }
     return decision;
 }
@@ -242,8 +242,8 @@ static int add_split_task(work *w, uint32_t g, uint32_t node)
     zbp_task *task;
     int status = zbp_layout_add_task(layout, ZBP_TASK_WHOLE, fact->sequence_nr);
 
-    for (uint32_t i = w->plan->out_begin[node]; i < w->plan->out_begin[node + 1] && status == ZBP_OK;
-         i++) {
+    for (uint32_t i = w->plan->out_begin[node];
+         i < w->plan->out_begin[node + 1] && status == ZBP_OK; i++) {
         const zbp_edge *edge = &w->graph->edge[w->plan->out[i]];
 
         if (!has(w, edge->dst, ZBP_NODE_WEIGHTWARD))

@@ -100,8 +100,8 @@ PyObject* explain(const Task& task, Reach& reach) {
     append(edges, explain(task, f, reach));
   }
   return Py_BuildValue("NsssO", torch::autograd::functionToPyObject(task.node),
-                       task.node->name().c_str(), name_of(task.kind()), name_of_why(task.plan().why),
-                       edges.get());
+                       task.node->name().c_str(), name_of(task.kind()),
+                       name_of_why(task.plan().why), edges.get());
 }
 
 }  // namespace

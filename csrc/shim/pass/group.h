@@ -183,8 +183,8 @@ struct Task {
   std::unique_ptr<const Packed> packed;  // product: `other`, where that is left packed
   std::vector<Blank> blanks;             // deferred
   std::vector<Version> arguments;        // of the regions that W computes again for it
-  bool is_consumed = false;            // I has run the node and is through: it is the task's alone
-  std::vector<Work> works;             // whole: adds to `kept`
+  bool is_consumed = false;  // I has run the node and is through: it is the task's alone
+  std::vector<Work> works;   // whole: adds to `kept`
 
   std::unique_ptr<const torch::autograd::InputMetadata>
       place;  // device and stream, when not the CPU

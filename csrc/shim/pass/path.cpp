@@ -97,7 +97,8 @@ bool is_plain_step(Node& node) {
 }
 
 bool saves_nothing(Node& node) {
-  return step_of(node) != ZBP_STEP_NONE || as<gen::AddBackward0>(node) || as<gen::SubBackward0>(node);
+  return step_of(node) != ZBP_STEP_NONE || as<gen::AddBackward0>(node) ||
+         as<gen::SubBackward0>(node);
 }
 
 at::Tensor take_along(const Face& face, at::Tensor grad) {

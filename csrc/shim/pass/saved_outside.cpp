@@ -85,8 +85,7 @@ std::shared_ptr<const Reads> note_reads(const InputPassArgs& args, const Walk& w
     note(weight, 0);  // in no graph
   }
   for (uint32_t id = 0; id < graph.node_count; ++id) {
-    if (auto* accumulator = as<AccumulateGrad>(walk.node(id));
-        accumulator && !walk.is_input(id)) {
+    if (auto* accumulator = as<AccumulateGrad>(walk.node(id)); accumulator && !walk.is_input(id)) {
       note(accumulator->variable, first[id]);
     }
   }

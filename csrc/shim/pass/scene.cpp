@@ -128,8 +128,8 @@ void make_groups(zbp_scene& scene, zbp_survey& survey) {
 // ---- stand-ins and edges
 
 void note_reads_of_groups(zbp_scene& scene, const zbp_survey& survey) {
-  const bool recomputes = survey.facts.decisions_differ ||
-                          survey.facts.for_all.checkpoint == ZBP_CHECKPOINT_RECOMPUTE;
+  const bool recomputes =
+      survey.facts.decisions_differ || survey.facts.for_all.checkpoint == ZBP_CHECKPOINT_RECOMPUTE;
   const std::shared_ptr<const Reads> reads =
       recomputes ? note_reads(scene.args, *scene.walk, survey.graph) : nullptr;
   for (uint32_t g = 0; g < survey.plan.group_count; ++g) {
@@ -146,8 +146,8 @@ void make_stand_ins(zbp_scene& scene, const zbp_survey& survey) {
   for (uint32_t i = 0; i < plan.split_begin[plan.group_count]; ++i) {
     const uint32_t id = plan.split[i];
     Node& node = scene.walk->node(id);
-    by_id[id] = make_node<StandIn>(ref_of(node), scene.groups[plan.group[id]],
-                                   survey.split.task[id]);
+    by_id[id] =
+        make_node<StandIn>(ref_of(node), scene.groups[plan.group[id]], survey.split.task[id]);
     by_id[id]->next_edges().resize(node.next_edges().size());
   }
 }
@@ -199,8 +199,8 @@ void run(zbp_scene& scene, const zbp_survey& survey) {
   edge_list roots;
   variable_list root_grads;
   for (uint32_t r = 0; r < survey.split.root_count; ++r) {
-    Edge there = edge_in_run(scene, scene.args.roots[r], scene.walk->roots()[r],
-                             survey.split.root_to[r]);
+    Edge there =
+        edge_in_run(scene, scene.args.roots[r], scene.walk->roots()[r], survey.split.root_to[r]);
     if (there.is_valid()) {
       roots.push_back(std::move(there));
       root_grads.push_back(scene.args.root_grads[r]);
@@ -364,8 +364,8 @@ bool zbp_scene_asks(const zbp_scene* scene) {
 }
 
 int zbp_scene_ask(zbp_scene* scene, const zbp_survey* survey, zbp_error* error) {
-  return kept_in(
-      error, [&] { scene->answers.emplace(scene->args.policy, *scene->walk, survey->plan); });
+  return kept_in(error,
+                 [&] { scene->answers.emplace(scene->args.policy, *scene->walk, survey->plan); });
 }
 
 int zbp_scene_look(zbp_scene* scene, zbp_survey* survey, zbp_error* error) {

@@ -264,9 +264,8 @@ Plan plan_for_stand_in(const Targets& targets, StandIn& stand_in) {
   }
   const bool is_wanted =
       std::any_of(plan.faces.begin(), plan.faces.end(), [](int32_t face) { return face >= 0; });
-  const bool is_taken =
-      task.plan().takes_work == ZBP_DEFER_ALL ||
-      (task.plan().takes_work == ZBP_DEFER_MATRICES && has_matrix);
+  const bool is_taken = task.plan().takes_work == ZBP_DEFER_ALL ||
+                        (task.plan().takes_work == ZBP_DEFER_MATRICES && has_matrix);
   if (!is_wanted && !needed_now) {
     plan.verdict = Verdict::skip;
   } else if (!needed_now && is_taken && stand_in.original().post_hooks().empty()) {

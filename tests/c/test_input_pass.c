@@ -1,0 +1,139 @@
+/* I's conductor on a scene that is a list: what is called in which order, what an error stops, and that
+ * nothing is kept. */
+#include "check.h"
+#include "model.h"
+#include "pass/zbp_pass.h"
+
+enum { CALLS = 16 };
+
+struct zbp_scene {
+    char calls[CALLS]; /* a letter each */
+    int count, fail_at;
+    bool asks;
+    uint32_t root;
+};
+
+static const char FAILED[] = "failed";
+
+static int call(zbp_scene *scene, char letter, zbp_error *error)
+{
+    REQUIRE(scene->count < CALLS - 1);
+    scene->calls[scene->count] = letter;
+    if (scene->count++ != scene->fail_at)
+        return ZBP_OK;
+    error->raised = (void *)(uintptr_t)FAILED;
+    return ZBP_ETORCH;
+}
+
+/* Output -> input, and output -> weight. */
+int zbp_scene_walk(zbp_scene *scene, zbp_graph *graph, zbp_error *error)
+{
+    CHECK(graph->node_count == 0);
+    for (uint32_t i = 0; i < 3; i++)
+        REQUIRE(zbp_graph_add_node(graph, model_key(i), NULL, NULL) == ZBP_OK);
+    REQUIRE(zbp_graph_add_edge(graph, 0, 0, 1) == ZBP_OK &&
+            zbp_graph_add_edge(graph, 0, 1, 2) == ZBP_OK);
+    REQUIRE(zbp_graph_mark(graph, 0, ZBP_MARK_ROOT) == ZBP_OK);
+    REQUIRE(zbp_graph_mark(graph, 1, ZBP_MARK_INPUT) == ZBP_OK);
+    REQUIRE(zbp_graph_mark(graph, 2, ZBP_MARK_WEIGHT) == ZBP_OK);
+    return call(scene, 'w', error);
+}
+
+const uint32_t *zbp_scene_roots(const zbp_scene *scene, uint32_t *count_out)
+{
+    *count_out = 1;
+    return &scene->root;
+}
+
+bool zbp_scene_asks(const zbp_scene *scene)
+{
+    return scene->asks;
+}
+
+int zbp_scene_ask(zbp_scene *scene, const zbp_survey *survey, zbp_error *error)
+{
+    CHECK(survey->plan.group_count == 1);
+    return call(scene, 'a', error);
+}
+
+int zbp_scene_look(zbp_scene *scene, zbp_survey *survey, zbp_error *error)
+{
+    CHECK(survey->facts.node_count == 3 && survey->facts.edge_count == 2);
+    survey->facts.of_node[0] = (zbp_fact){.type = ZBP_TYPE_PRODUCT};
+    survey->facts.is_matrix[1] = true;
+    survey->facts.for_all = (zbp_decision){ZBP_DEFER_MATRICES, ZBP_CHECKPOINT_KEEP};
+    return call(scene, 'l', error);
+}
+
+int zbp_scene_make_groups(zbp_scene *scene, zbp_survey *survey, zbp_error *error)
+{
+    CHECK(survey->split.group_count == 1);
+    CHECK(survey->split.layout[0].task[0].kind == ZBP_TASK_PRODUCT);
+    return call(scene, 'g', error);
+}
+
+int zbp_scene_set(zbp_scene *scene, const zbp_survey *survey, zbp_error *error)
+{
+    CHECK(survey->split.edit_count == 2);
+    return call(scene, 's', error);
+}
+
+int zbp_scene_run(zbp_scene *scene, const zbp_survey *survey, zbp_error *error)
+{
+    CHECK(survey->split.root_to[0] == ZBP_TO_STAND_IN);
+    return call(scene, 'r', error);
+}
+
+int zbp_scene_hand_over(zbp_scene *scene, const zbp_survey *survey, zbp_error *error)
+{
+    (void)survey;
+    return call(scene, 'h', error);
+}
+
+static void the_steps_come_in_their_order(void)
+{
+    zbp_scene plain = {.fail_at = -1}, asking = {.fail_at = -1, .asks = true};
+    zbp_error error = {0};
+
+    CHECK(zbp_pass_inputs(&plain, &error) == ZBP_OK && error.raised == NULL);
+    CHECK(strcmp(plain.calls, "wlgsrh") == 0);
+    CHECK(zbp_pass_inputs(&asking, &error) == ZBP_OK && error.raised == NULL);
+    CHECK(strcmp(asking.calls, "wawlgsrh") ==
+          0); /* what the functions ran may have changed the graph */
+}
+
+static void an_error_ends_it(void)
+{
+    const char *steps = "wawlgsrh";
+
+    for (int n = 0; steps[n] != '\0'; n++) {
+        zbp_scene scene = {.fail_at = n, .asks = true};
+        zbp_error error = {0};
+
+        CHECK(zbp_pass_inputs(&scene, &error) == ZBP_ETORCH && error.raised == FAILED);
+        CHECK(scene.count == n + 1 && strncmp(scene.calls, steps, (size_t)n + 1) == 0);
+    }
+}
+
+static void a_survey_edits_nothing(void)
+{
+    zbp_scene scene = {.fail_at = -1};
+    zbp_survey survey = {0};
+    zbp_error error = {0};
+
+    CHECK(zbp_pass_survey(&scene, &survey, &error) == ZBP_OK);
+    CHECK(strcmp(scene.calls, "wlg") == 0);
+    CHECK(survey.split.group_count == 1);
+    zbp_survey_fini(&survey);
+    CHECK(survey.split.layout == NULL && survey.graph.node_count == 0);
+    zbp_survey_fini(&survey);
+}
+
+int main(void)
+{
+    check_sees_failure();
+    RUN(the_steps_come_in_their_order);
+    RUN(an_error_ends_it);
+    RUN(a_survey_edits_nothing);
+    return check_end();
+}
