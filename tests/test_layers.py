@@ -431,7 +431,7 @@ def test_a_circle_is_found():
 FUNCTION = re.compile(
     r"^(?!struct|class|static)[\w:*<> ]+?\*?\s?\b(zbp_\w+)\(([^;{]*)\)\s*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL
 )
-BARRIER = re.compile(r"\b(guarded|guarded_object|set_of|kept_in)\(")
+BARRIER = re.compile(r"\b(guarded|guarded_object|set_of|kept_in|barrier\.end)\(")
 # Behind no barrier: they free, read a flag or a clock, or hold a lock for that; called where no Python error may be set.
 CANNOT_THROW = {
     "zbp_error_clear",
@@ -442,8 +442,9 @@ CANNOT_THROW = {
     "zbp_held_close",
     "zbp_held_again",
     "zbp_call_turns",
+    "zbp_scene_asks",
+    "zbp_scene_roots",
     "zbp_in_anomaly_mode",
-    "zbp_call_end",  # has a barrier of its own, whose handler of warnings outlives a function
     "zbp_group_free",
     "zbp_group_state",
     "zbp_group_traverse",

@@ -426,9 +426,40 @@ static void gradients_that_meet_on_a_path_end_it(void)
     fini(&w);
 }
 
+/* Split node -> `steps` steps -> weight; and an input. */
+static uint8_t obstacle_behind(uint32_t steps)
+{
+    const uint32_t weight = steps + 1, input = steps + 2;
+    world w = {0};
+    uint8_t obstacle;
+
+    for (uint32_t i = 0; i <= input; i++)
+        REQUIRE(zbp_graph_add_node(&w.graph, model_key(i), NULL, NULL) == ZBP_OK);
+    for (uint32_t i = 0; i < weight; i++)
+        REQUIRE(zbp_graph_add_edge(&w.graph, i, 0, i + 1) == ZBP_OK);
+    REQUIRE(zbp_graph_add_edge(&w.graph, 0, 1, input) == ZBP_OK);
+    REQUIRE(zbp_graph_mark(&w.graph, weight, ZBP_MARK_WEIGHT) == ZBP_OK);
+    REQUIRE(zbp_graph_mark(&w.graph, input, ZBP_MARK_INPUT) == ZBP_OK);
+    REQUIRE(zbp_plan_build(&w.plan, &w.graph, NULL) == ZBP_OK);
+    REQUIRE(zbp_facts_init(&w.facts, &w.graph, NULL) == ZBP_OK);
+    for (uint32_t i = 1; i <= steps; i++)
+        w.facts.of_node[i].step = ZBP_STEP_OTHER;
+    REQUIRE(zbp_split_build(&w.split, &w.graph, &w.plan, &w.facts, NULL, 0, NULL) == ZBP_OK);
+    obstacle = w.split.layout[0].face[0].obstacle;
+    fini(&w);
+    return obstacle;
+}
+
+static void a_path_has_eight_steps_at_most(void)
+{
+    CHECK(obstacle_behind(8) == ZBP_OBSTACLE_NONE);
+    CHECK(obstacle_behind(9) == ZBP_OBSTACLE_NODE);
+}
+
 static void what_does_not_fit_is_refused(void)
 {
     zbp_facts none = {0};
+    zbp_plan no_plan = {0};
     world w;
 
     make_chain(&w, ZBP_STEP_OTHER, ZBP_STEP_CAST);
@@ -437,6 +468,10 @@ static void what_does_not_fit_is_refused(void)
     CHECK(w.split.layout == NULL && w.split.group_count == 0);
     w.root[0] = SPLIT;
     CHECK(zbp_split_build(&w.split, &w.graph, &w.plan, &none, w.root, 1, NULL) == ZBP_EINVAL);
+    CHECK(zbp_split_build(&w.split, &w.graph, &no_plan, &w.facts, w.root, 1, NULL) == ZBP_EINVAL);
+    w.facts.edge_count--;
+    CHECK(zbp_split_build(&w.split, &w.graph, &w.plan, &w.facts, w.root, 1, NULL) == ZBP_EINVAL);
+    w.facts.edge_count++;
     fini(&w);
 }
 
@@ -492,6 +527,7 @@ int main(void)
     RUN(groups_are_made_of_what_the_plan_says);
     RUN(a_path_is_what_its_steps_are);
     RUN(gradients_that_meet_on_a_path_end_it);
+    RUN(a_path_has_eight_steps_at_most);
     RUN(what_does_not_fit_is_refused);
     RUN(an_empty_graph_is_split_into_nothing);
     RUN(a_failed_allocation_leaves_nothing);
