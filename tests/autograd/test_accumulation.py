@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from oracle import Stage, at_once, check, needs_zbpipe, random_input, zb
+from support.oracle import Stage, at_once, check, needs_zbpipe, random_input, zb
 from torch import nn
 
 pytestmark = needs_zbpipe

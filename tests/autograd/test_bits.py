@@ -8,7 +8,7 @@ import random
 
 import pytest
 import torch
-from oracle import Stage, check, needs_zbpipe, random_input, weight, zb
+from support.oracle import Stage, check, needs_zbpipe, random_input, weight, zb
 from torch import nn
 from torch.nn import functional as F
 

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from oracle import Stage, at_once, check, interleaved, late, needs_zbpipe, wrong_on_torch, zb
+from support.oracle import Stage, at_once, check, interleaved, late, needs_zbpipe, wrong_on_torch, zb
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,

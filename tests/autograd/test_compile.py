@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from oracle import (
+from support.oracle import (
     ON_TORCH,
     Stage,
     at_once,

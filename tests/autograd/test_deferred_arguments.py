@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from oracle import Stage, check, groups_reversed, late, weight
+from support.oracle import Stage, check, groups_reversed, late, weight
 from torch import nn
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint

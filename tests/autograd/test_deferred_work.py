@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from oracle import ORDERS, Stage, check, late, one_weight_pass, weight
+from support.oracle import ORDERS, Stage, check, late, one_weight_pass, weight
 from torch import nn
 from torch.autograd import Function
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import Stage, at_once, check, late, needs_zbpipe, no_grads, random_input, weight, wrong_on_torch, zb
+from support.oracle import Stage, at_once, check, late, needs_zbpipe, no_grads, random_input, weight, wrong_on_torch, zb
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

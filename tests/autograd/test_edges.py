@@ -4,7 +4,7 @@ import weakref
 
 import pytest
 import torch
-from oracle import Stage, needs_zbpipe, zb
+from support.oracle import Stage, needs_zbpipe, zb
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef

@@ -5,8 +5,8 @@ import warnings
 
 import pytest
 import torch
-from oracle import Stage, check, needs_zbpipe, sharing, wrong_on_torch, zb
-from test_size import in_own_process
+from support.oracle import Stage, check, needs_zbpipe, sharing, wrong_on_torch, zb
+from support.processes import in_own_process
 from torch import nn
 
 f64 = torch.float64

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from oracle import Stage, needs_zbpipe, weight
+from support.oracle import Stage, needs_zbpipe, weight
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode

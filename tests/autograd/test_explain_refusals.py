@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import Stage, needs_zbpipe
+from support.oracle import Stage, needs_zbpipe
 from torch import nn
 from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh

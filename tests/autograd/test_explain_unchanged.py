@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from oracle import Stage, needs_zbpipe, weight
+from support.oracle import Stage, needs_zbpipe, weight
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint

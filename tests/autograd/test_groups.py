@@ -5,8 +5,9 @@ import re
 
 import pytest
 import torch
-from oracle import Stage, at_once, check, needs_zbpipe, wrong_on_torch, zb
-from test_size import in_own_process
+from support.functions import Ignoring
+from support.oracle import Stage, at_once, check, needs_zbpipe, wrong_on_torch, zb
+from support.processes import in_own_process
 from torch import nn
 
 f64 = torch.float64
@@ -297,8 +298,6 @@ def test_retain_graph_keeps_the_groups():
 @needs_zbpipe
 @pytest.mark.parametrize("what", ["product", "deferred", "whole", "weights' own computation"])
 def test_retain_graph_of_each_kind_of_split_node(what):
-    from test_functions import Ignoring
-
     forward = {
         "product": lambda m, x: x @ m.a,
         "deferred": lambda m, x: x * m.b,

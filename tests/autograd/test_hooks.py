@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from oracle import Stage, check, needs_zbpipe, no_grads, sharing, weight, wrong_on_torch, zb
+from support.oracle import Stage, check, needs_zbpipe, no_grads, sharing, weight, wrong_on_torch, zb
 from torch import nn
 
 f64 = torch.float64

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from oracle import needs_zbpipe
+from support.oracle import needs_zbpipe
 from torch import nn
 
 import zbpipe

@@ -4,8 +4,8 @@ import types
 
 import pytest
 import torch
-from oracle import Stage, at_once, check, late
-from test_random_graphs import PLAIN, run
+from support.oracle import Stage, at_once, check, late
+from support.random_graphs import PLAIN, run
 from torch import nn
 
 f64 = torch.float64

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import Stage, check, needs_zbpipe, no_grads, random_grads, wrong_on_torch, zb
+from support.oracle import Stage, check, needs_zbpipe, no_grads, random_grads, wrong_on_torch, zb
 from torch import nn
 
 f64 = torch.float64

@@ -1,13 +1,13 @@
 """The policy: what is left to W, what is kept for it, how it adds."""
 
-import os
 import subprocess
 import sys
 import threading
 
 import pytest
 import torch
-from oracle import Stage, check, needs_zbpipe, zb
+from support.oracle import Stage, check, needs_zbpipe, zb
+from support.processes import environment
 from torch import nn
 from torch.nn import functional as F
 
@@ -178,7 +178,7 @@ def test_process_default_holds_in_every_thread_and_a_block_in_its_own():
 def policy_from(variable):
     run = subprocess.run(
         [sys.executable, "-c", "import zbpipe; print(zbpipe.get_policy())"],
-        env={**os.environ, "ZBPIPE_POLICY": variable, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env=environment(ZBPIPE_POLICY=variable),
         capture_output=True,
         text=True,
     )

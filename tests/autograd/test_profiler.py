@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from oracle import needs_zbpipe
+from support.oracle import needs_zbpipe
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 

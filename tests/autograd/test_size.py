@@ -4,46 +4,15 @@ Linearity is counted in node runs and operations, not in seconds. What may crash
 """
 
 import gc
-import os
-import subprocess
 import sys
-import textwrap
-from pathlib import Path
 
 import pytest
 import torch
-from oracle import Stage, needs_zbpipe, wrong_on_torch, zb
+from support.oracle import Stage, needs_zbpipe, wrong_on_torch, zb
+from support.processes import in_own_process
 from torch import nn
 
 f64 = torch.float64
-
-
-def in_own_process(body, timeout=200):
-    """A crash of the process is a failure of the test."""
-    start = """
-        import sys, time
-        import torch
-        from oracle import zb
-
-        torch.set_num_threads(1)
-
-        def passes(out, x, weights):
-            (dinput,), groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], weights)
-            assert all(w.grad is None for w in weights)
-            zb.stage_backward_weight(weights, groups)
-            return dinput
-    """
-    script = textwrap.dedent(start) + textwrap.dedent(body) + "\nprint('finished')\n"
-    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-    run = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-    assert run.returncode == 0, f"exit status {run.returncode}\n{run.stderr[-2000:]}"
-    assert "finished" in run.stdout
 
 
 @wrong_on_torch("segmentation fault: nodes that Python wrapped are freed recursively")

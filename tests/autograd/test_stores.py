@@ -10,8 +10,8 @@ import weakref
 
 import pytest
 import torch
-from oracle import Stage, check, late, weight
-from test_size import in_own_process
+from support.oracle import Stage, check, late, weight
+from support.processes import in_own_process
 from torch import nn
 from torch.autograd import Function
 

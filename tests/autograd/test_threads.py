@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from oracle import Stage, needs_zbpipe, zb
+from support.oracle import Stage, needs_zbpipe, zb
 from torch import nn
 
 f64 = torch.float64

@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 import torch
-from oracle import ON_TORCH, Stage, zb
+from support.oracle import ON_TORCH, Stage, zb
 from torch.distributed.pipelining import _backward as torchs
 
 f64 = torch.float64

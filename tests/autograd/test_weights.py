@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import (
+from support.oracle import (
     ORDERS,
     Stage,
     check,

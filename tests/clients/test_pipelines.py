@@ -4,12 +4,11 @@ import functools
 
 import pytest
 import torch
-from oracle import needs_zbpipe
-from pipeline_ranks import MODULES, RESUMED, STEPS, TRACED, reference
-from processes import run_ranks
+from clients.pipeline_ranks import MODULES, RESUMED, STEPS, TRACED, reference
+from support.oracle import needs_zbpipe
+from support.processes import run_ranks
 
 WORLD = 2
-SCRIPT = __file__.replace("test_pipelines", "pipeline_ranks")
 pytestmark = [pytest.mark.dist, pytest.mark.slow, needs_zbpipe]  # runs both modules itself
 
 
@@ -17,7 +16,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow, needs_zbpipe]  # runs both mod
 def folder(tmp_path_factory):
     """Two processes run everything, once."""
     folder = tmp_path_factory.mktemp("pipelines")
-    run_ranks(SCRIPT, WORLD, folder, timeout=400)
+    run_ranks("clients/pipeline_ranks.py", WORLD, folder, timeout=400)
     return folder
 
 

@@ -3,12 +3,12 @@
 import gc
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 import torch.distributed.pipelining
+from support.processes import environment
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from zbpipe._cli import main
@@ -296,7 +296,7 @@ def test_under_torchrun_each_rank_reports(tmp_path):
         + TRAINING.replace('"leak" in sys.argv', 'os.environ["RANK"] == "1"')
         + "    dist.destroy_process_group()\n"
     )
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    env = environment(OMP_NUM_THREADS="1")
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "zbpipe", "leaks"]
     done = subprocess.run(
         [sys.executable, *command, "--json", "grown.json", "train.py", "6"],

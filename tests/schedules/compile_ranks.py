@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from ranks import MICROBATCHES, SCHEDULES, STEPS, batch, blocks, loss_function, stages_of
+from support.blocks import MICROBATCHES, SCHEDULES, STEPS, batch, blocks, loss_function, stages_of
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import zbpipe

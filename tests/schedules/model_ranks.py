@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from ranks import stages_of
+from support.blocks import stages_of
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 

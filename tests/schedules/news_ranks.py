@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from ranks import MICROBATCHES, STEPS, batch, blocks, loss_function, stages_of, under_test
+from support.blocks import MICROBATCHES, STEPS, batch, blocks, loss_function, stages_of, under_test
 from torch.distributed.pipelining import PipelineStage, schedules
 
 SENDS = 3  # two are too few for these orders of actions, torch says

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from ranks import BATCH, STEPS, WIDTH, Block, batch, blocks, f64, loss_function, under_test
+from support.blocks import BATCH, STEPS, WIDTH, Block, batch, blocks, f64, loss_function, under_test
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (

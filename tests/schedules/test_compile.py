@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from compile_ranks import MICROBATCHES, SPLIT, STEPS, reference
-from processes import run_ranks
-from ranks import SCHEDULES
+from schedules.compile_ranks import MICROBATCHES, SPLIT, STEPS, reference
+from support.blocks import SCHEDULES
+from support.processes import run_ranks
 
 WORLD = 2
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 def folder(tmp_path_factory):
     """Two processes run all schedules, once."""
     folder = tmp_path_factory.mktemp("compiled")
-    run_ranks("compile_ranks.py", WORLD, folder)
+    run_ranks("schedules/compile_ranks.py", WORLD, folder)
     return folder
 
 

@@ -7,8 +7,8 @@ zbpipe is right or raises, and no vaguer.
 import pytest
 import torch.distributed as dist
 from hypothesis import HealthCheck, assume, given, note, settings
-from odd_programs import KINDS, Program, judge, programs
-from oracle import needs_zbpipe
+from schedules.odd_programs import KINDS, Program, judge, programs
+from support.oracle import needs_zbpipe
 
 pytestmark = needs_zbpipe  # runs both modules itself
 bounded = settings(

@@ -5,9 +5,9 @@ import functools
 
 import pytest
 import torch
-from finetuning_ranks import CASES, FROM_THE_FIRST_STEP_ON, SCHEDULES, STEPS, build, reference
-from oracle import needs_zbpipe
-from processes import run_ranks
+from schedules.finetuning_ranks import CASES, FROM_THE_FIRST_STEP_ON, SCHEDULES, STEPS, build, reference
+from support.oracle import needs_zbpipe
+from support.processes import run_ranks
 
 WORLD = 2
 pytestmark = [pytest.mark.dist, pytest.mark.slow, needs_zbpipe]  # runs both modules itself
@@ -55,7 +55,7 @@ NEWER = torch.__version__ >= (2, 16)
 def folder(tmp_path_factory):
     """Two processes run all cases under all schedules on both modules, once."""
     folder = tmp_path_factory.mktemp("finetuning")
-    run_ranks("finetuning_ranks.py", WORLD, folder, timeout=600)
+    run_ranks("schedules/finetuning_ranks.py", WORLD, folder, timeout=600)
     return folder
 
 

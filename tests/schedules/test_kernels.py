@@ -4,9 +4,9 @@ import collections
 
 import pytest
 import torch
-from kernels_ranks import KINDS, MICROBATCHES, SCHEDULES, STEPS, reference
-from oracle import needs_zbpipe
-from processes import run_ranks
+from schedules.kernels_ranks import KINDS, MICROBATCHES, SCHEDULES, STEPS, reference
+from support.oracle import needs_zbpipe
+from support.processes import run_ranks
 
 WORLD = 2
 pytestmark = [pytest.mark.dist, pytest.mark.slow, needs_zbpipe]
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow, needs_zbpipe]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kernels")
-    run_ranks("kernels_ranks.py", WORLD, folder)
+    run_ranks("schedules/kernels_ranks.py", WORLD, folder)
     return folder
 
 

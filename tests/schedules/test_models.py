@@ -5,9 +5,9 @@ import importlib.util
 
 import pytest
 import torch
-from model_ranks import MODELS, NEEDS, RUNS, STEPS, reference
-from oracle import needs_zbpipe
-from processes import run_ranks
+from schedules.model_ranks import MODELS, NEEDS, RUNS, STEPS, reference
+from support.oracle import needs_zbpipe
+from support.processes import run_ranks
 from torch.nn.attention.flex_attention import flex_attention
 
 WORLD = 2
@@ -57,7 +57,7 @@ def parameters(runs):
 def folder(tmp_path_factory):
     """Two processes train all models on both modules, once."""
     folder = tmp_path_factory.mktemp("models")
-    run_ranks("model_ranks.py", WORLD, folder, timeout=400)
+    run_ranks("schedules/model_ranks.py", WORLD, folder, timeout=400)
     return folder
 
 

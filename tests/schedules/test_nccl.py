@@ -9,8 +9,8 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
-from processes import run_ranks
-from ranks import SCHEDULES
+from support.blocks import SCHEDULES
+from support.processes import run_ranks
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
@@ -26,7 +26,7 @@ pytestmark = [
 def results(tmp_path_factory):
     world = min(GPUS, 2)
     folder = tmp_path_factory.mktemp("nccl")
-    run_ranks("nccl_ranks.py", world, folder, timeout=400)
+    run_ranks("schedules/nccl_ranks.py", world, folder, timeout=400)
 
     def of(name):
         if world == 1 and SCHEDULES[name][1] != "v":

@@ -6,8 +6,8 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from processes import run_ranks
-from ranks import MICROBATCHES, Block, batch, loss_function, reference
+from support.blocks import MICROBATCHES, Block, batch, loss_function, reference
+from support.processes import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -24,7 +24,7 @@ WORLD = 2
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("news")
-    run_ranks("news_ranks.py", WORLD, folder)
+    run_ranks("schedules/news_ranks.py", WORLD, folder)
     return folder
 
 

@@ -4,10 +4,10 @@ import functools
 
 import pytest
 import torch
-from oracle import wrong_on_torch
-from processes import run_ranks
-from ranks import STEPS, Block, batch, blocks
-from runtime_ranks import SCHEDULES, STAGES, Ordinary, reference
+from schedules.runtime_ranks import SCHEDULES, STAGES, Ordinary, reference
+from support.blocks import STEPS, Block, batch, blocks
+from support.oracle import wrong_on_torch
+from support.processes import run_ranks
 
 WORLD = 2
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -18,7 +18,7 @@ splits = wrong_on_torch("two weights that are summed get one .grad")
 def folder(tmp_path_factory):
     """Two processes run everything, once."""
     folder = tmp_path_factory.mktemp("runtime")
-    run_ranks("runtime_ranks.py", WORLD, folder, timeout=400)
+    run_ranks("schedules/runtime_ranks.py", WORLD, folder, timeout=400)
     return folder
 
 

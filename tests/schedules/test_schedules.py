@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from oracle import wrong_on_torch
-from processes import run_ranks
-from ranks import SCHEDULES, reference
+from support.blocks import SCHEDULES, reference
+from support.oracle import wrong_on_torch
+from support.processes import run_ranks
 
 WORLD = 2
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 def folder(tmp_path_factory):
     """Two processes run all schedules, once."""
     folder = tmp_path_factory.mktemp("schedules")
-    run_ranks("ranks.py", WORLD, folder)
+    run_ranks("schedules/schedule_ranks.py", WORLD, folder)
     return folder
 
 

@@ -4,9 +4,9 @@ import functools
 
 import pytest
 import torch
-from oracle import wrong_on_torch
-from processes import run_ranks
-from training_ranks import MICROBATCHES, RECIPES, STEPS, ZERO_BUBBLE, Unpipelined, run
+from schedules.training_ranks import MICROBATCHES, RECIPES, STEPS, ZERO_BUBBLE, Unpipelined, run
+from support.oracle import wrong_on_torch
+from support.processes import run_ranks
 
 WORLD = 2
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 def folder(tmp_path_factory):
     """Two processes run all recipes under all schedules, once."""
     folder = tmp_path_factory.mktemp("training")
-    run_ranks("training_ranks.py", WORLD, folder, timeout=400)
+    run_ranks("schedules/training_ranks.py", WORLD, folder, timeout=400)
     return folder
 
 

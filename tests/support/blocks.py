@@ -1,20 +1,10 @@
-"""What each process of test_schedules.py runs: torch's pipeline schedules on the module under test.
-
-    python ranks.py RANK WORLD FOLDER
-
-For each schedule it writes the losses and the weights' gradients of two steps to FOLDER.
-"""
+"""A model of blocks and torch's schedules for it: what the ranks of several tests train, and the same model unpipelined."""
 
 import contextlib
 import os
-import sys
-from datetime import timedelta
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, schedules
 
 MICROBATCHES = 8
 BATCH, WIDTH = 16, 8
@@ -83,49 +73,9 @@ def stages_of(rank, world, per_rank, shape):
     return [rank + world * i for i in range(per_rank)]
 
 
-def run(name, rank, world):
-    per_rank, shape = SCHEDULES[name]
-    count = world * per_rank
-    mine = stages_of(rank, world, per_rank, shape)
-    parts = blocks(count)
-    stages = [PipelineStage(parts[i], i, count, torch.device("cpu")) for i in mine]
-    kind = getattr(schedules, name)
-    one = per_rank == 1
-    schedule = kind(stages[0] if one else stages, MICROBATCHES, loss_fn=loss_function, scale_grads=False)
-    steps = []
-    for step in range(STEPS):
-        x, target = batch(step)
-        losses = []
-        given = {"target": target, "losses": losses} if count - 1 in mine else {}
-        schedule.step(*([x] if 0 in mine else []), **given)
-        grads = {f"{i}.{n}": w.grad.clone() for i in mine for n, w in parts[i].named_parameters()}
-        steps.append(([loss.detach() for loss in losses], grads))
-    return steps
-
-
 def under_test():
     if os.environ.get("ZBPIPE_TEST_MODULE") == "torch":
         return contextlib.nullcontext()
     import zbpipe
 
     return zbpipe.patched()
-
-
-def main(rank, world, folder):
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
-    with under_test():
-        for name in SCHEDULES:
-            try:
-                result = run(name, rank, world)
-            except Exception as error:  # the other rank may wait for us: stop here, keep what we have
-                torch.save(f"{type(error).__name__}: {error}", folder / f"{name}.{rank}.failed")
-                raise
-            torch.save(result, folder / f"{name}.{rank}")
-            dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -2,13 +2,13 @@
 
 import contextlib
 
-import model
 import torch
-from events import Events
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor import DTensor
 
 import zbpipe
+from support.stacks import model
+from support.stacks.events import Events
 
 ZERO_BUBBLE = ("ZBVZeroBubble", "InterleavedZeroBubble", "DualPipeV")
 

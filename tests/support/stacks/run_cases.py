@@ -1,8 +1,8 @@
-"""What each process of the tests here runs: the cases of one module, one after the other.
+"""What each process of tests/stacks runs: the cases of one module, one after the other.
 
     python run_cases.py RANK WORLD FOLDER MODULE KIND
 
-MODULE has CASES, a dictionary from a case's name to (kind, function); the cases of KIND run. For each the process writes
+MODULE, by its full name, has CASES, a dictionary from a case's name to (kind, function); the cases of KIND run. For each the process writes
 "passed", or the error, to FOLDER/NAME.RANK. A case that fails ends the process: other ranks may wait for it.
 """
 
@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parent))
 warnings.simplefilter("ignore")  # torch's own, of the parts of it that are being tested
 
 

@@ -4,10 +4,10 @@ import contextlib
 import itertools
 
 import torch
-from oracle import Stage, at_once, check, last_microbatch_first, late
 from torch import nn
 
 import zbpipe
+from support.oracle import Stage, at_once, check, last_microbatch_first, late
 
 ORDERS = (at_once, late, last_microbatch_first)
 INEXACT = {"inexact_inputs": True, "rtol": 1e-4, "atol": 1e-5}

@@ -1,9 +1,8 @@
 """Runs the cases of a module over four processes, and tells what became of one of them."""
 
-from pathlib import Path
-
 import pytest
-from processes import run_ranks
+
+from support.processes import run_ranks
 
 WORLD = 4
 
@@ -20,16 +19,16 @@ def parameters(cases):
 class Runs:
     """Runs the fast and the slow cases of `module` once each, when the first of them is asked for."""
 
-    def __init__(self, module, cases, factory):
-        self.module, self.cases, self.factory = module, cases, factory
+    def __init__(self, module, factory):
+        self.module, self.factory = module.__name__, factory
+        self.cases = module.CASES
         self.folders = {}
 
     def judge(self, name):
         kind = self.cases[name][0]
         if kind not in self.folders:
             self.folders[kind] = self.factory.mktemp(f"{self.module}_{kind}")
-            script = Path(__file__).with_name("run_cases.py")
-            run_ranks(script, WORLD, self.folders[kind], self.module, kind, timeout=500)
+            run_ranks("support/stacks/run_cases.py", WORLD, self.folders[kind], self.module, kind, timeout=500)
         folder = self.folders[kind]
         said = []
         for rank in range(WORLD):
