@@ -1,4 +1,5 @@
-"""Compiled stages and blocks. Compiled backwards refuse `retain_graph=True`, which torch's own module needs."""
+"""Stages and blocks that torch.compile has compiled, on its own. Compiled backwards refuse `retain_graph=True`, which torch's
+own module needs."""
 
 import copy
 
@@ -18,22 +19,10 @@ from support.oracle import (
 )
 from torch import nn
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
-    pytest.mark.filterwarnings("ignore::UserWarning:torch"),
-    pytest.mark.filterwarnings("ignore::FutureWarning:torch"),
-]
+pytestmark = pytest.mark.slow
 refused_by_torch = wrong_on_torch("donated buffers refuse retain_graph, unless the compiler cached none", always=False)
 backends = pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 orders = (at_once, late, last_microbatch_first)
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def residual_block():
