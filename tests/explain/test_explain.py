@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from support.functions import Affine, Product
 from support.oracle import Stage, needs_zbpipe, weight
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -74,25 +75,15 @@ def test_flops_are_those_that_the_weight_pass_runs(name):
     assert counter.get_total_flops() == explained.flops_in_w > 0
 
 
-class Plain(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x @ w
-
+class Plain(Product):
     @staticmethod
     def backward(ctx, grad):
         x, w = ctx.saved_tensors
         return grad @ w.mT, x.mT @ grad
 
 
-class Handing(torch.autograd.Function):
+class Handing(Affine):
     """x @ w + b: the matrix's gradient is handed over, the bias's returned."""
-
-    @staticmethod
-    def forward(ctx, x, w, b):
-        ctx.save_for_backward(x, w)
-        return x @ w + b
 
     @staticmethod
     def backward(ctx, grad):

@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from support.functions import Product
 from support.oracle import Stage, needs_zbpipe, weight
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
@@ -347,12 +348,7 @@ def test_nothing_of_the_trial_lives_on():
     """Not even until the garbage collector runs: a group that dies unrun tells those who wait for it."""
     born = []
 
-    class Handing(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, w):
-            ctx.save_for_backward(x, w)
-            return x @ w
-
+    class Handing(Product):
         @staticmethod
         def backward(ctx, grad):
             x, w = ctx.saved_tensors

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.functions import Affine, Product
 from support.oracle import Stage, check, groups_reversed, late, weight
 from torch import nn
 from torch.autograd import Function
@@ -20,11 +21,11 @@ f64 = torch.float64
 
 
 def plain(x, w, b, *_):
-    """What Affine computes, by autograd alone."""
+    """What Naming computes, by autograd alone."""
     return x @ w if b is None else x @ w + b
 
 
-class Affine(Function):
+class Naming(Function):
     """x @ w + b; b may be None. `by`: how the backward names its weights; `calls`: what it was called for."""
 
     @staticmethod
@@ -52,7 +53,7 @@ both_ways = pytest.mark.parametrize("by", ["position", "tensor"])
 def hold(forward, *inputs, by, calls=None, **parts):
     """Against the oracle, and that against autograd without any Function of ours."""
     calls = [] if calls is None else calls
-    stage = Stage(lambda m, *x: forward(m, lambda *args: Affine.apply(*args, by, calls), *x), **parts)
+    stage = Stage(lambda m, *x: forward(m, lambda *args: Naming.apply(*args, by, calls), *x), **parts)
     reference = copy.deepcopy(stage)
     reference.function = lambda m, *x: forward(m, plain, *x)
     made = [torch.randn(shape, dtype=f64) if isinstance(shape, tuple) else shape() for shape in inputs]
@@ -104,7 +105,7 @@ def test_a_stage_input_that_is_no_leaf_is_a_weight():
     w, a = torch.randn(4, 4, dtype=f64, requires_grad=True), weight(4, 4)
     x = torch.randn(3, 4, dtype=f64, requires_grad=True)
     h = w * 2
-    out = Affine.apply(x, h, None, "tensor", []) @ a
+    out = Naming.apply(x, h, None, "tensor", []) @ a
     (dx, dh), groups = zbpipe.stage_backward_input([out], [torch.ones_like(out)], [x, h], [a])
     zbpipe.stage_backward_weight([a], groups)
     expected = torch.autograd.grad((x @ h @ a).sum(), [x, h, a])
@@ -130,13 +131,8 @@ def test_a_cast_that_autocast_caches_for_all_microbatches(by):
     torch.manual_seed(0)
     w, xs = nn.Parameter(torch.randn(4, 4)), [torch.randn(3, 4) for _ in range(2)]
 
-    class Casts(Function):
+    class Casts(Product):
         """Is given what F.linear makes of a weight."""
-
-        @staticmethod
-        def forward(ctx, x, w):
-            ctx.save_for_backward(x, w)
-            return x @ w
 
         @staticmethod
         def backward(ctx, grad):
@@ -169,7 +165,7 @@ def test_weights_computed_from_the_input_within_a_checkpoint(reentrant, by):
 
     def forward(m, x):
         def region(x):
-            return Affine.apply(x, m.a * x.mean(), m.b, by, calls).sin()
+            return Naming.apply(x, m.a * x.mean(), m.b, by, calls).sin()
 
         return checkpoint(region, x, use_reentrant=reentrant) @ m.a
 
@@ -190,7 +186,7 @@ UNKNOWN = {
 def test_a_tensor_that_was_not_given_is_refused(how, split):
     """Also one that needs no gradient: it is no frozen weight, and its gradient would be lost."""
 
-    class Wrong(Affine):
+    class Wrong(Naming):
         @staticmethod
         def backward(ctx, grad):
             x, w, _ = ctx.saved_tensors
@@ -215,7 +211,7 @@ def test_numbers_of_other_types_are_positions(split):
         def __index__(self):
             return 1
 
-    class By(Affine):
+    class By(Naming):
         @staticmethod
         def backward(ctx, grad):
             x, w, _ = ctx.saved_tensors
@@ -252,7 +248,7 @@ def test_a_function_with_a_vmap_rule(batched, by):
         @staticmethod
         def backward(ctx, grad):
             ctx.by, ctx.calls = by, calls
-            return Affine.backward(ctx, grad)[:3]
+            return Naming.backward(ctx, grad)[:3]
 
     def forward(m, x):
         if batched:
@@ -282,19 +278,13 @@ def test_a_frozen_weight_beside_one_that_is_not(needs_grad, by):
     hold(lambda m, layer, x: layer(x, m.a, m.b), *inputs, by=by, a=weight(4, 4).requires_grad_(False), b=(4,))
 
 
-class Alone(Function):
+class Alone(Affine):
     """x @ w + b; only w's gradient is handed over."""
-
-    @staticmethod
-    def forward(ctx, x, w, b, calls):
-        ctx.save_for_backward(x, w)
-        ctx.calls = calls
-        return x @ w + b
 
     @staticmethod
     def backward(ctx, grad):
         x, w = ctx.saved_tensors
-        calls = ctx.calls
+        calls = ctx.given
 
         def weight_grad(x, grad):
             calls.append(1)
@@ -334,26 +324,20 @@ def test_a_whole_backward_into_main_grad(bias, frozen, by):
         for total, grad in zip(expected, torch.autograd.grad((plain(x, w, b) @ c).sum(), trained), strict=True):
             total += grad
         with zbpipe.policy(main_grad=True):
-            out = Affine.apply(x, w, b, by, calls) @ c
+            out = Naming.apply(x, w, b, by, calls) @ c
             zbpipe.stage_backward(out, torch.ones_like(out), [x])
     torch.testing.assert_close([p.main_grad for p in trained], expected)
     assert all(p.grad is None for p in trained)
     assert len(calls) == (0 if frozen and not bias else 2)
 
 
-class AddsAll(Function):
+class AddsAll(Affine):
     """x @ w + shift whose work names no weight; `calls` instead of adding to a main_grad."""
-
-    @staticmethod
-    def forward(ctx, x, w, shift, calls):
-        ctx.save_for_backward(x, w)
-        ctx.calls = calls
-        return x @ w if shift is None else x @ w + shift
 
     @staticmethod
     def backward(ctx, grad):
         x, w = ctx.saved_tensors
-        calls = ctx.calls
+        calls = ctx.given
         assert zbpipe.defer(lambda x, grad: calls.append(1), None, (x, grad)) is None
         return grad @ w.mT, None, None, None
 

@@ -7,7 +7,8 @@ import weakref
 
 import pytest
 import torch
-from support.oracle import ORDERS, Stage, check, late, one_weight_pass, weight
+from support.functions import Affine, Product
+from support.oracle import ORDERS, MainGrad, Stage, check, late, one_weight_pass, watch_weights, weight
 from torch import nn
 from torch.autograd import Function
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -53,19 +54,13 @@ def phases(monkeypatch):
     return note
 
 
-class Linear(Function):
+class Linear(Affine):
     """x @ w + b; b may be None."""
-
-    @staticmethod
-    def forward(ctx, x, w, b, note=lambda name: None):
-        ctx.save_for_backward(x, w)
-        ctx.note = note
-        return x @ w if b is None else x @ w + b
 
     @staticmethod
     def backward(ctx, grad):
         x, w = ctx.saved_tensors
-        note = ctx.note
+        note = ctx.given or (lambda name: None)
 
         def weight_grads(x, grad):
             note("work")
@@ -97,12 +92,6 @@ def test_work_is_done_in_the_weight_pass(phases):
 
 def test_gradients_that_exist_are_added_to():
     check(Stage(two_layers, **layers()), (3, 4), existing=True, exact=True)
-
-
-def watch_weights(m):
-    for name, w in m.named_parameters():
-        w.register_hook(m.log(f"hook {name}"))
-        w.register_post_accumulate_grad_hook(m.log(f"post {name}", lambda w: w.grad))
 
 
 def test_hooks_of_the_weights_fire_once_each_in_the_weight_pass():
@@ -145,19 +134,13 @@ def test_hooks_around_the_function(where, phases):
     assert phases.calls[:2] == [("work", "I" if where == "post" else "W")] * 2
 
 
-class Partly(Function):
+class Partly(Affine):
     """x @ w + b: the weight's gradient is handed over in two halves, the bias's is returned."""
-
-    @staticmethod
-    def forward(ctx, x, w, b, note):
-        ctx.save_for_backward(x, w)
-        ctx.note = note
-        return x @ w + b
 
     @staticmethod
     def backward(ctx, grad):
         x, w = ctx.saved_tensors
-        note = ctx.note
+        note = ctx.given
 
         def half(x, grad):
             note("half")
@@ -179,13 +162,8 @@ def test_several_works_and_a_returned_gradient(phases, watched):
     assert phases.calls[:2] == [("half", "W")] * 2
 
 
-class HalfNow(Function):
+class HalfNow(Product):
     """x @ w: one half of the weight's gradient is returned in I, the other one handed over."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x @ w
 
     @staticmethod
     def backward(ctx, grad):
@@ -311,13 +289,8 @@ def test_autograd_grad_for_the_input_alone_computes_nothing_for_weights(phases):
     torch.testing.assert_close((dx, da), expected)
 
 
-class SecondOrder(Function):
+class SecondOrder(Product):
     """x @ w whose gradients can be differentiated again."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x @ w
 
     @staticmethod
     def backward(ctx, grad):
@@ -397,14 +370,8 @@ def test_main_grad_of_another_dtype(fused):
     torch.testing.assert_close(w.main_grad, expected, rtol=0, atol=0)
 
 
-class AddsItself(Function):
+class AddsItself(Product):
     """x @ w that accumulates into w.main_grad as fused kernels do."""
-
-    @staticmethod
-    def forward(ctx, x, w, which):
-        ctx.save_for_backward(x, w)
-        ctx.which = which
-        return x @ w
 
     @staticmethod
     def backward(ctx, grad):
@@ -413,7 +380,7 @@ class AddsItself(Function):
         def accumulate(x, grad, w):
             w.main_grad += x.mT @ grad
 
-        dw = zbpipe.defer(accumulate, weights=ctx.which, saved=(x, grad, w))
+        dw = zbpipe.defer(accumulate, weights=ctx.given, saved=(x, grad, w))
         return grad @ w.mT, dw, None
 
 
@@ -429,17 +396,6 @@ def test_a_kernel_that_adds_the_gradient_itself(which, watched):
             watch_weights(m)
 
     check(Stage(lambda m, x: AddsItself.apply(x, m.a, which).sin() @ m.b, a=(4, 5), b=(5, 2)), (3, 4), setup=setup)
-
-
-class MainGrad:
-    """Lets the oracle compare `main_grad` as it compares a retained gradient."""
-
-    def __init__(self, w):
-        self.w = w
-
-    @property
-    def grad(self):
-        return self.w.main_grad
 
 
 # Errors and retries
@@ -548,19 +504,13 @@ def test_retained_groups_do_the_work_again():
     torch.testing.assert_close(m.a.grad, 3 * expected)
 
 
-class Returns(Function):
+class Returns(Affine):
     """Work that returns whatever the test wants."""
-
-    @staticmethod
-    def forward(ctx, x, w, b, what):
-        ctx.save_for_backward(x, w)
-        ctx.what = what
-        return x @ w + b
 
     @staticmethod
     def backward(ctx, grad):
         x, w = ctx.saved_tensors
-        what = ctx.what
+        what = ctx.given
         dw, db = zbpipe.defer(lambda: what, weights=(1, 2))
         return grad @ w.mT, dw, db, None
 
@@ -590,13 +540,8 @@ def test_results_that_are_no_gradients_are_refused(what, watched):
         m(x).sum().backward()
 
 
-class Some(Function):
+class Some(Affine):
     """Returns None for the weight and a gradient, of a dtype and shape that autograd mends, for the bias."""
-
-    @staticmethod
-    def forward(ctx, x, w, b):
-        ctx.save_for_backward(x, w)
-        return x @ w + b
 
     @staticmethod
     def backward(ctx, grad):
@@ -610,19 +555,13 @@ def test_gradients_are_mended_as_a_functions_own_and_may_be_none(watched):
     check(Stage(lambda m, x: Some.apply(x, m.a, m.b).sin(), a=(4, 5), b=(5,)), (3, 4), setup=setup, rtol=1e-6, atol=0)
 
 
-class Asks(Function):
+class Asks(Product):
     """Calls zbpipe.defer with the arguments that a test wants."""
-
-    @staticmethod
-    def forward(ctx, x, w, ask):
-        ctx.ask = ask
-        ctx.save_for_backward(x, w)
-        return x @ w
 
     @staticmethod
     def backward(ctx, grad):
         x, w = ctx.saved_tensors
-        return grad @ w.mT, ctx.ask(x, w, grad), None
+        return grad @ w.mT, ctx.given(x, w, grad), None
 
 
 REFUSED = {
@@ -694,14 +633,8 @@ def test_will_defer_says_what_defer_would_do():
 # Memory
 
 
-class Big(Function):
+class Big(Product):
     """x @ w; what its work is given is told to `given`."""
-
-    @staticmethod
-    def forward(ctx, x, w, given):
-        ctx.save_for_backward(x, w)
-        ctx.given = given
-        return x @ w
 
     @staticmethod
     def backward(ctx, grad):
@@ -952,12 +885,7 @@ def test_work_may_run_autograd():
         with torch.enable_grad():
             return torch.autograd.grad(x @ w, [w], grad)
 
-    class Its(Function):
-        @staticmethod
-        def forward(ctx, x, w):
-            ctx.save_for_backward(x, w)
-            return x @ w
-
+    class Its(Product):
         @staticmethod
         def backward(ctx, grad):
             x, w = ctx.saved_tensors
@@ -1091,19 +1019,13 @@ class NoMemoryForAView(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-class WithHistory(Function):
+class WithHistory(Affine):
     """x @ w + b, whose work returns gradients that have a history."""
-
-    @staticmethod
-    def forward(ctx, x, w, b, calls):
-        ctx.save_for_backward(x, w)
-        ctx.calls = calls
-        return x @ w + b
 
     @staticmethod
     def backward(ctx, grad):
         x, w = ctx.saved_tensors
-        calls = ctx.calls
+        calls = ctx.given
 
         def work(x, grad):
             calls.append(1)
@@ -1135,12 +1057,7 @@ def test_work_sees_autocast_of_any_device_as_it_was_where_it_was_handed_over(dev
     """Whether the device is there does not matter for that."""
     seen = []
 
-    class Looks(Function):
-        @staticmethod
-        def forward(ctx, x, w):
-            ctx.save_for_backward(x, w)
-            return x @ w
-
+    class Looks(Product):
         @staticmethod
         def backward(ctx, grad):
             x, w = ctx.saved_tensors

@@ -10,7 +10,8 @@ import weakref
 
 import pytest
 import torch
-from support.oracle import Stage, check, late, weight
+from support.functions import Affine, Product
+from support.oracle import MainGrad, Stage, check, late, watch_weights, weight
 from support.processes import in_own_process
 from torch import nn
 from torch.autograd import Function
@@ -21,20 +22,8 @@ from zbpipe.stores import WeightGradStore, run_backward_dw
 f64 = torch.float64
 
 
-def watch_weights(m):
-    for name, w in m.named_parameters():
-        w.register_hook(m.log(f"hook {name}"))
-        w.register_post_accumulate_grad_hook(m.log(f"post {name}", lambda w: w.grad))
-
-
-class InTransformerEnginesStyle(Function):
+class InTransformerEnginesStyle(Affine):
     """x @ w + b. Asks its module's store whether to delay, puts tensors and a function of them."""
-
-    @staticmethod
-    def forward(ctx, x, w, b, store):
-        ctx.save_for_backward(x, w)
-        ctx.store = store
-        return x @ w + b
 
     @staticmethod
     def backward(ctx, grad):
@@ -44,21 +33,15 @@ class InTransformerEnginesStyle(Function):
             return x.mT @ grad, grad.sum(0), "an extra result"
 
         dw = db = None
-        if ctx.store.delay_wgrad_compute():
-            ctx.store.put([x, grad], gemm)
+        if ctx.given.delay_wgrad_compute():
+            ctx.given.put([x, grad], gemm)
         else:
             dw, db, _ = gemm(x, grad)
         return grad @ w.mT, dw, db, None
 
 
-class InGroupsStyle(Function):
+class InGroupsStyle(Product):
     """x @ w; the product is written into a tensor that is among what was put."""
-
-    @staticmethod
-    def forward(ctx, x, w, store):
-        ctx.save_for_backward(x, w)
-        ctx.store = store
-        return x @ w
 
     @staticmethod
     def backward(ctx, grad):
@@ -69,22 +52,16 @@ class InGroupsStyle(Function):
                 torch.mm(x.mT, grad, out=out)
 
         dw = torch.empty_like(w)
-        if ctx.store.delay_wgrad_compute():
-            ctx.store.put([[x], [grad], [dw]], gemm)
+        if ctx.given.delay_wgrad_compute():
+            ctx.given.put([[x], [grad], [dw]], gemm)
             dw = None
         else:
             gemm([x], [grad], [dw])
         return grad @ w.mT, dw, None
 
 
-class InMegatronsStyle(Function):
+class InMegatronsStyle(Product):
     """x @ w that adds to w.main_grad itself, after a preparation that may communicate."""
-
-    @staticmethod
-    def forward(ctx, x, w, store):
-        ctx.save_for_backward(x, w)
-        ctx.store = store
-        return x @ w
 
     @staticmethod
     def backward(ctx, grad):
@@ -97,20 +74,14 @@ class InMegatronsStyle(Function):
         def process(x, grad):
             w.main_grad.add_(x.mT @ grad)
 
-        if ctx.store.split_bw():
-            ctx.store.put(w, prepare, process)
+        if ctx.given.split_bw():
+            ctx.given.put(w, prepare, process)
         else:
             process(x, grad)
         return grad @ w.mT, None, None
 
 
-class InDualPipesStyle(Function):
-    @staticmethod
-    def forward(ctx, x, w, store):
-        ctx.save_for_backward(x, w)
-        ctx.store = store
-        return x @ w
-
+class InDualPipesStyle(Product):
     @staticmethod
     def backward(ctx, grad):
         x, w = ctx.saved_tensors
@@ -118,19 +89,8 @@ class InDualPipesStyle(Function):
         def add():
             w.main_grad.add_(x.detach().mT @ grad)
 
-        ctx.store.put(add) if ctx.store.enabled else add()
+        ctx.given.put(add) if ctx.given.enabled else add()
         return grad @ w.mT, None, None
-
-
-class MainGrad:
-    """Lets the oracle compare `main_grad` as it compares a retained gradient."""
-
-    def __init__(self, w):
-        self.w = w
-
-    @property
-    def grad(self):
-        return self.w.main_grad
 
 
 @pytest.mark.parametrize("watched", [False, True])
@@ -185,7 +145,7 @@ def test_work_that_is_put_waits_for_the_weight_pass():
     class Tells(InDualPipesStyle):
         @staticmethod
         def backward(ctx, grad):
-            ctx.store.put(lambda: order.append("work"))
+            ctx.given.put(lambda: order.append("work"))
             return grad, None, None
 
     x, w = torch.randn(3, 3, requires_grad=True), nn.Parameter(torch.randn(3, 3))
@@ -196,19 +156,13 @@ def test_work_that_is_put_waits_for_the_weight_pass():
     assert order == ["I is over", "work"]
 
 
-class PutsAlways(Function):
+class PutsAlways(Product):
     """Never asks its store."""
-
-    @staticmethod
-    def forward(ctx, x, w, store):
-        ctx.save_for_backward(x, w)
-        ctx.store = store
-        return x @ w
 
     @staticmethod
     def backward(ctx, grad):
         x, w = ctx.saved_tensors
-        ctx.store.put([x, grad], lambda x, grad: x.mT @ grad)
+        ctx.given.put([x, grad], lambda x, grad: x.mT @ grad)
         return grad @ w.mT, None, None
 
 
@@ -301,17 +255,11 @@ class Delayed(nn.Module):
         self.w.grad, self.b.grad = dw, db
 
 
-class DelayedFunction(Function):
-    @staticmethod
-    def forward(ctx, x, w, b, store):
-        ctx.save_for_backward(x, w)
-        ctx.store = store
-        return x @ w + b
-
+class DelayedFunction(Affine):
     @staticmethod
     def backward(ctx, grad):
         x, w = ctx.saved_tensors
-        ctx.store.put((x.detach(), grad))
+        ctx.given.put((x.detach(), grad))
         return grad @ w.mT, None, None, None
 
 

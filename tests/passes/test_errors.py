@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from support.functions import Product
 from support.oracle import Stage, check, needs_zbpipe, sharing, wrong_on_torch, zb
 from support.processes import in_own_process
 from torch import nn
@@ -775,20 +776,14 @@ def test_groups_that_a_failed_call_has_begun_to_let_go_of_are_spent_by_the_retry
     case.assert_right()
 
 
-class Stashing(torch.autograd.Function):
+class Stashing(Product):
     """x @ w, whose weight's gradient the caller gets to see."""
-
-    @staticmethod
-    def forward(ctx, x, w, stash):
-        ctx.save_for_backward(x, w)
-        ctx.stash = stash
-        return x @ w
 
     @staticmethod
     def backward(ctx, grad):
         x, w = ctx.saved_tensors
-        ctx.stash.append(x.t() @ grad)
-        return grad @ w.t(), ctx.stash[-1], None
+        ctx.given.append(x.t() @ grad)
+        return grad @ w.t(), ctx.given[-1], None
 
 
 class NoMemoryForCopies(torch.utils._python_dispatch.TorchDispatchMode):

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from support.functions import Fused, Heeding, Ignoring, SameTensorTwice, TwoOutputs, count
-from support.oracle import Stage, check, weight, wrong_on_torch
+from support.functions import Fused, Heeding, Ignoring, Product, SameTensorTwice, TwoOutputs, count
+from support.oracle import MainGrad, Stage, check, weight, wrong_on_torch
 from torch.autograd import Function
 
 f64 = torch.float64
@@ -92,16 +92,10 @@ class InPlace(Function):
         return grad * 2.0, None
 
 
-class AsksWhatIsNeeded(Function):
-    @staticmethod
-    def forward(ctx, x, w, stage):
-        ctx.save_for_backward(x, w)
-        ctx.stage = stage
-        return x @ w
-
+class AsksWhatIsNeeded(Product):
     @staticmethod
     def backward(ctx, grad):
-        ctx.stage.log("needs")(list(ctx.needs_input_grad))
+        ctx.given.log("needs")(list(ctx.needs_input_grad))
         x, w = ctx.saved_tensors
         return grad @ w.t(), x.t() @ grad, None
 
@@ -135,18 +129,7 @@ def with_main_grad(m):
     for name, w in list(m.named_parameters()):
         w.main_grad = torch.zeros_like(w)
         m.register_buffer(f"main_{name}", w.main_grad)
-        m.kept[name, "main"] = Holder(w)
-
-
-class Holder:
-    """Lets the oracle compare `main_grad` as it compares a retained gradient."""
-
-    def __init__(self, w):
-        self.w = w
-
-    @property
-    def grad(self):
-        return self.w.main_grad
+        m.kept[name, "main"] = MainGrad(w)
 
 
 @runs_twice

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from support.functions import Product
 from support.oracle import needs_zbpipe
 from torch import nn
 
@@ -58,16 +59,11 @@ def test_weights_that_say_in_which_dtype_they_sum(of_weights, of_gradients, poli
     compare(net, policy, dtype=of_weights)
 
 
-class IntoBuffers(torch.autograd.Function):
+class IntoBuffers(Product):
     """Adds its input's gradient to what is there already, where it may."""
 
     calls = 0
     added = 0
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x @ weight
 
     @staticmethod
     def backward(ctx, grad):
@@ -178,15 +174,10 @@ def test_a_function_that_names_its_output_gradients_dtype(policy):
     assert len(set(InFloat32.seen)) == 1
 
 
-class AsksForNeeds(torch.autograd.Function):
+class AsksForNeeds(Product):
     """torch 2.15 works out what needs a gradient when it is asked."""
 
     seen = None
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x @ weight
 
     @staticmethod
     def backward(ctx, grad):

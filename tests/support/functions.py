@@ -1,7 +1,27 @@
-"""Custom autograd.Functions that count their backwards on the stage they are given."""
+"""Custom autograd.Functions: what many have in common, and some that count their backwards on the stage they are given."""
 
 import torch
 from torch.autograd import Function
+
+
+class Product(Function):
+    """x @ w; what else it is given is `ctx.given`. A backward is for who inherits."""
+
+    @staticmethod
+    def forward(ctx, x, w, given=None):
+        ctx.save_for_backward(x, w)
+        ctx.given = given
+        return x @ w
+
+
+class Affine(Function):
+    """x @ w + b, without b where that is None; what else it is given is `ctx.given`. A backward is for who inherits."""
+
+    @staticmethod
+    def forward(ctx, x, w, b, given=None):
+        ctx.save_for_backward(x, w)
+        ctx.given = given
+        return x @ w if b is None else x @ w + b
 
 
 def count(ctx, stage, name="backward"):
@@ -9,52 +29,34 @@ def count(ctx, stage, name="backward"):
     stage.records.setdefault(key, []).append(1)
 
 
-class Heeding(Function):
+class Heeding(Product):
     """x @ w that computes only what it is asked for."""
 
     @staticmethod
-    def forward(ctx, x, w, stage):
-        ctx.save_for_backward(x, w)
-        ctx.stage = stage
-        return x @ w
-
-    @staticmethod
     def backward(ctx, grad):
-        count(ctx, ctx.stage)
+        count(ctx, ctx.given)
         x, w = ctx.saved_tensors
         dx = grad @ w.t() if ctx.needs_input_grad[0] else None
         dw = x.t() @ grad if ctx.needs_input_grad[1] else None
         return dx, dw, None
 
 
-class Ignoring(Function):
+class Ignoring(Product):
     """x @ w that computes both gradients always."""
 
     @staticmethod
-    def forward(ctx, x, w, stage):
-        ctx.save_for_backward(x, w)
-        ctx.stage = stage
-        return x @ w
-
-    @staticmethod
     def backward(ctx, grad):
-        count(ctx, ctx.stage)
+        count(ctx, ctx.given)
         x, w = ctx.saved_tensors
         return grad @ w.t(), x.t() @ grad, None
 
 
-class Fused(Function):
+class Fused(Product):
     """x @ w that adds the weight's gradient itself and returns None, as Megatron's and Apex's do."""
 
     @staticmethod
-    def forward(ctx, x, w, stage):
-        ctx.save_for_backward(x, w)
-        ctx.stage = stage
-        return x @ w
-
-    @staticmethod
     def backward(ctx, grad):
-        count(ctx, ctx.stage)
+        count(ctx, ctx.given)
         x, w = ctx.saved_tensors
         if ctx.needs_input_grad[1]:
             w.main_grad.add_(x.t() @ grad)

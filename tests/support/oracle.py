@@ -63,6 +63,24 @@ class Stage(nn.Module):
         self.kept[name, self.microbatch] = tensor
 
 
+class MainGrad:
+    """Among what a stage has kept, lets the oracle compare `main_grad` as it compares a retained gradient."""
+
+    def __init__(self, w):
+        self.w = w
+
+    @property
+    def grad(self):
+        return self.w.main_grad
+
+
+def watch_weights(m):
+    """Logs every call of a hook of each weight, as a stage's `setup`."""
+    for name, w in m.named_parameters():
+        w.register_hook(m.log(f"hook {name}"))
+        w.register_post_accumulate_grad_hook(m.log(f"post {name}", lambda w: w.grad))
+
+
 def weight(*shape, dtype=torch.float64):
     return nn.Parameter(torch.randn(shape, dtype=dtype))
 
