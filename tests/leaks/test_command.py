@@ -223,10 +223,10 @@ def test_a_script_finds_what_python_would_give_it(run, tmp_path):
     assert main(["leaks", "folder/it.py", "--steps", "a"]) == 2
 
 
-def test_a_module_runs_as_python_m_would(run, tmp_path):
+def test_a_module_runs_as_python_m_would(run, tmp_path, monkeypatch):
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__main__.py").write_text(TRAINING)
-    sys.path.insert(0, str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
     assert main(["leaks", "--error", "-m", "package", "6", "leak"]) == 1
 
 

@@ -6,7 +6,6 @@ storages by weak references.
 
 import gc
 import itertools
-import json
 import subprocess
 import warnings
 from pathlib import Path
@@ -22,7 +21,7 @@ from support import faults
 from support.blocks import SCHEDULES
 from support.faults import BYTES, SIZE
 from support.leaks import Watch, no_collector
-from support.processes import run_ranks
+from support.processes import from_json, results, run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -330,14 +329,6 @@ def ranks_of(folder, steps, limit):
     return folder
 
 
-def results(folder, name):
-    files = [folder / f"{name}.{rank}" for rank in range(WORLD)]
-    if not all(file.exists() for file in files):
-        said = "\n".join((folder / f"output.{rank}").read_text()[-3000:] for rank in range(WORLD))
-        pytest.fail(f"{name} did not finish\n{said}")
-    return [json.loads(file.read_text()) for file in files]
-
-
 @pytest.fixture(scope="module")
 def ten_steps(tmp_path_factory):
     return ranks_of(tmp_path_factory.mktemp("ten"), 10, 150)
@@ -399,14 +390,14 @@ def test_a_leak_of_one_tensor_a_step_is_seen_in_a_schedule(one_rank, monkeypatch
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_ten_steps_of_a_schedule_leave_nothing(name, ten_steps):
-    check(results(ten_steps, name), 10)
+    check(results(ten_steps, name, WORLD, from_json), 10)
 
 
 @pytest.mark.dist
 @pytest.mark.long
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_no_false_alarm_over_200_steps(name, two_hundred_steps):
-    check(results(two_hundred_steps, name), 200)
+    check(results(two_hundred_steps, name, WORLD, from_json), 200)
 
 
 # The tool itself.

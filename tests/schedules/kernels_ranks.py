@@ -6,12 +6,12 @@ optimizer between, under schedules that split the backward.
 
 import queue
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from support.functions import Affine
+from support.ranks import join
 from torch import nn
 from torch.autograd import Function
 from torch.distributed.pipelining import PipelineStage, schedules
@@ -243,9 +243,7 @@ def watch_phases():
 
 
 def main(rank, world, folder):
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    join(rank, world, folder)
     zbpipe.patch()
     watch_phases()
     for name in SCHEDULES:

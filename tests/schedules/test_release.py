@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from schedules.release_ranks import MICROBATCHES, RUNS, SENDS_NONE, WIDTH, ZERO_BUBBLE, Block, parts, reference
 from support.blocks import SCHEDULES, batch, loss_function
-from support.processes import environment, run_ranks
+from support.processes import environment, results, run_ranks
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -39,14 +39,6 @@ def folder(tmp_path_factory):
     return folder
 
 
-def results(folder, name, kind, release):
-    files = [folder / f"{name}.{kind}.{release}.{rank}" for rank in range(WORLD)]
-    if not all(file.exists() for file in files):
-        said = "\n".join((folder / f"output.{rank}").read_text()[-3000:] for rank in range(WORLD))
-        pytest.fail(f"{name} did not finish\n{said}")
-    return [torch.load(file) for file in files]
-
-
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -55,7 +47,7 @@ def results(folder, name, kind, release):
 )
 def test_losses_and_gradients_equal_the_unpipelined_models(name, kind, release, folder):
     """Two patched steps, an evaluation between them where torch has one, and a step on torch's own after unpatch()."""
-    ranks = results(folder, name, kind, release)
+    ranks = results(folder, f"{name}.{kind}.{release}", WORLD)
     for step, (losses, wanted) in enumerate(reference(kind, WORLD * SCHEDULES[name][0])):
         got = {weight: grad for rank in ranks for weight, grad in rank["steps"][step][1].items()}
         assert got.keys() == wanted.keys()
@@ -68,7 +60,7 @@ def test_losses_and_gradients_equal_the_unpipelined_models(name, kind, release, 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind", "release"), [run for run in RUNS if run[1] == "plain"])
 def test_nothing_lives_longer_than_it_is_needed(name, kind, release, folder):
-    for rank in results(folder, name, kind, release):
+    for rank in results(folder, f"{name}.{kind}.{release}", WORLD):
         assert rank["found"] == []
         assert rank["seen"] >= MICROBATCHES * (2 if name in ZERO_BUBBLE else 1)
 

@@ -1,8 +1,5 @@
 """A model of blocks and torch's schedules for it: what the ranks of several tests train, and the same model unpipelined."""
 
-import contextlib
-import os
-
 import torch
 from torch import nn
 
@@ -71,11 +68,3 @@ def stages_of(rank, world, per_rank, shape):
     if shape == "v":
         return [rank, 2 * world - 1 - rank]
     return [rank + world * i for i in range(per_rank)]
-
-
-def under_test():
-    if os.environ.get("ZBPIPE_TEST_MODULE") == "torch":
-        return contextlib.nullcontext()
-    import zbpipe
-
-    return zbpipe.patched()

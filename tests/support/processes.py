@@ -1,10 +1,14 @@
-"""Starts processes: the ranks of a job, each on one script, and code that may crash its process."""
+"""Starts processes, the ranks of a job on one script and code that may crash, and reads what ranks left."""
 
+import json
 import os
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+
+import pytest
+import torch
 
 TESTS = Path(__file__).parents[1]
 
@@ -34,6 +38,44 @@ def run_ranks(script, world, folder, *arguments, timeout=150, **variables):
         for rank in ranks:
             rank.kill()
             rank.wait()
+
+
+def folder_of(script, world, **options):
+    """A module's fixture: where the ranks of `script` leave their results. They run once, for its first test."""
+
+    @pytest.fixture(scope="module")
+    def folder(tmp_path_factory):
+        folder = tmp_path_factory.mktemp(Path(script).stem)
+        run_ranks(script, world, folder, **options)
+        return folder
+
+    return folder
+
+
+def results(folder, name, world, load=torch.load):
+    """What each rank left as NAME.RANK. Where one left nothing the test fails, with what the ranks said instead."""
+    files = [folder / f"{name}.{rank}" for rank in range(world)]
+    if not all(file.exists() for file in files):
+        failed = [file for rank in range(world) if (file := folder / f"{name}.{rank}.failed").exists()]
+        said = failed or [folder / f"output.{rank}" for rank in range(world)]
+        pytest.fail("\n".join([f"{name} did not finish", *(file.read_text()[-3000:] for file in said)]))
+    return [load(file) for file in files]
+
+
+def from_json(file):
+    return json.loads(file.read_text())
+
+
+def together(folder, name, world):
+    """What the ranks left, each a dictionary of its own part, as one."""
+    return {what: value for part in results(folder, name, world) for what, value in part.items()}
+
+
+def assert_close(got, wanted):
+    """Of dictionaries of tensors."""
+    assert got.keys() == wanted.keys(), f"on one side alone: {got.keys() ^ wanted.keys()}"
+    for what, value in wanted.items():
+        torch.testing.assert_close(got[what], value, msg=lambda text, what=what: f"{what}: {text}")
 
 
 def in_own_process(body, timeout=200):

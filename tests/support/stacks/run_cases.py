@@ -10,19 +10,17 @@ import importlib
 import sys
 import traceback
 import warnings
-from datetime import timedelta
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
+
+from support.ranks import join
 
 warnings.simplefilter("ignore")  # torch's own, of the parts of it that are being tested
 
 
 def main(rank, world, folder, module, kind):
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=45))
+    join(rank, world, folder, seconds=45)
     for name, (of_kind, case) in importlib.import_module(module).CASES.items():
         if of_kind != kind:
             continue
