@@ -1,6 +1,6 @@
 """The leaks that people lost days to, each caught by the tool with its holder named first, and absent in zbpipe.
 
-The reconstructions are in support/faults.py. That they leak is not the tool's word alone: `Watch` of support/leaks.py sees the
+The reconstructions are in support/faults.py. That they leak is not the tool's word alone: `Watch` of support sees the
 storages by weak references.
 """
 

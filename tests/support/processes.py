@@ -19,8 +19,8 @@ def environment(**variables):
 
 
 def run_ranks(script, world, folder, *arguments, timeout=150, **variables):
-    """`script`, named from tests/ on, once per rank, with (rank, world, folder, *arguments) and further environment `variables`; what rank r
-    prints goes to output.r in `folder`.
+    """`script`, named from tests/ on, once per rank, with (rank, world, folder, *arguments) and further environment
+    `variables`; what rank r prints goes to output.r in `folder`.
 
     Raises subprocess.TimeoutExpired for a rank that has not ended after `timeout` seconds. None is left running.
     """

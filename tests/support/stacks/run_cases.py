@@ -2,8 +2,9 @@
 
     python run_cases.py RANK WORLD FOLDER MODULE KIND
 
-MODULE, by its full name, has CASES, a dictionary from a case's name to (kind, function); the cases of KIND run. For each the process writes
-"passed", or the error, to FOLDER/NAME.RANK. A case that fails ends the process: other ranks may wait for it.
+MODULE (stacks.ddp_cases) has CASES, a dictionary from a case's name to (kind, function); the cases of KIND run. For each
+the process writes "passed", or the error, to FOLDER/NAME.RANK. A case that fails ends the process: other ranks may wait
+for it.
 """
 
 import importlib
