@@ -1,6 +1,6 @@
 # zbpipe's commands; `make help` lists them.
 # Set on the command line: TORCH_VERSION=2.15.0 (newest: what requirements/newest.txt names), PYTHON=python3.12,
-# TESTS="autograd release" (what of tests/ to run), JOBS=4, CLIENTS=1 (`make pytest` with torchtitan and PEFT installed).
+# TESTS="passes release" (what of tests/ to run), JOBS=4, CLIENTS=1 (`make pytest` with torchtitan and PEFT installed).
 SHELL := /bin/bash
 PYTHON ?= python3
 TORCH_VERSION ?= 2.13.0
@@ -88,9 +88,10 @@ clients: $(VENV)/.built $(VENV)/.extras-test $(VENV)/.clients
 	$(PYTEST) -m "long or not long" -o faulthandler_timeout=3000 clients schedules/test_models.py schedules/test_differential.py
 
 # Without what starts a compiler: it would itself run under the sanitizer, and leaks.
-asan: $(VENV)/.built $(VENV)/.extras-test ## run the tests of autograd and memory under AddressSanitizer and UBSan
+asan: $(VENV)/.built $(VENV)/.extras-test ## run the tests of passes, leaks and memory under AddressSanitizer and UBSan
 	ZBPIPE_SANITIZE=address,undefined ZBPIPE_WERROR=1 $(RUN) setup.py --quiet build --build-lib $(ASAN)
-	tools/asan $(RUN) $(ASAN) tests/autograd tests/leaks tests/memory tests/release -k "not inductor and not cpp_functions"
+	tools/asan $(RUN) $(ASAN) $(addprefix tests/,passes policy explain kernels compile/test_torch_compile.py leaks memory release) \
+		-k "not inductor and not cpp_functions"
 
 lint: dev ## ruff, mypy, clang-format
 	$(VENV)/bin/ruff check .

@@ -2,7 +2,7 @@
 
 Multiplies random matrices of more than a panel whole and in W's panels, and counts the products of which an element
 differs, by the shorter side of the product. W takes panels where none does, and multiplies whole elsewhere: see
-`rounds_panels_alike` in csrc/shim/weight_pass.cpp, and tests/autograd/test_bits.py for W itself. MKL's other kernels:
+`rounds_panels_alike` in csrc/shim/weight_pass.cpp, and tests/passes/test_bits.py for W itself. MKL's other kernels:
 set MKL_ENABLE_INSTRUCTIONS=AVX2; more threads than cores: MKL_DYNAMIC=FALSE.
 
     python benchmarks/panels.py --dtype float32 --threads 1 --seconds 60 --json panels.json

@@ -6,12 +6,15 @@ import pytest
 import torch
 
 # Before anything imports torch's stages: torch_2_11/sitecustomize.py says what it changes, here and in ranks' processes.
+# First in sys.path, which ranks get as PYTHONPATH: Python imports the first module of that name that it finds.
 if torch.__version__ < (2, 12):
     sys.path.insert(0, str(Path(__file__).parent / "torch_2_11"))
     sys.modules.pop("sitecustomize", None)
     __import__("sitecustomize")
 
 import zbpipe
+
+torch.set_num_threads(1)  # the tensors are tiny; a pool of threads costs a hundred times what it saves
 
 
 def pytest_report_header():
@@ -35,3 +38,15 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "cuda" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers_every_run():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled():
+    """torch.compile stops compiling a function that other tests of the process have had compiled often enough."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()

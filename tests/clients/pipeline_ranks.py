@@ -5,23 +5,16 @@
 Each run is a process forked for it, so that one's failure is its own. What was recorded, or the error, goes to FOLDER.
 """
 
-import contextlib
-import os
 import sys
-import traceback
-from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from ranks import stages_of
+from support.blocks import stages_of
+from support.ranks import MODULES, run_apart
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline, schedules
 
-import zbpipe
-
 STAGES, MICROBATCHES, BATCH, WIDTH, STEPS = 4, 4, 8, 8, 4
-MODULES = ("zbpipe", "torch")
 # Traced stages do not know a V.
 TRACED = ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleavedZeroBubble")
 # Schedule and shape, then the module that trains the first half of the steps, and the one that goes on.
@@ -143,30 +136,16 @@ def half(name, shape, part, file, rank, world):
 
 
 def main(rank, world, folder):
-    torch.set_num_threads(1)
-
-    def run(name, module, function, *arguments):
-        child = os.fork()
-        if child == 0:
-            try:
-                store = dist.FileStore(str(folder / f"store {name}"), world)
-                patience = timedelta(seconds=60)
-                dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=patience)
-                with zbpipe.patched() if module == "zbpipe" else contextlib.nullcontext():
-                    torch.save(function(*arguments, rank, world), folder / f"{name}.{rank}")
-            except BaseException:
-                (folder / f"{name}.{rank}.failed").write_text(traceback.format_exc())
-            finally:
-                os._exit(0)
-        os.waitpid(child, 0)
+    def apart(name, module, function, *arguments):
+        run_apart(name, module, lambda: function(*arguments, rank, world), rank, world, folder)
 
     for name in TRACED:
         for module in MODULES:
-            run(f"traced {name} {module}", module, traced, name)
+            apart(f"traced {name} {module}", module, traced, name)
     for name, shape, *modules in RESUMED:
         for part, module in enumerate(modules):
             together = f"resumed {name} {' '.join(modules)}"
-            run(f"{together} {part}", module, half, name, shape, part, folder / f"{together} kept.{rank}")
+            apart(f"{together} {part}", module, half, name, shape, part, folder / f"{together} kept.{rank}")
 
 
 if __name__ == "__main__":

@@ -3,15 +3,13 @@ without a pipeline, and as on torch's own module where that is right: of torchti
 
 import importlib.util
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from oracle import needs_zbpipe
-from processes import run_ranks
-from titan_cases import CASES
+from clients.titan_cases import CASES
+from support.oracle import needs_zbpipe
+from support.processes import run_ranks
 
-SCRIPT = Path(__file__).with_name("titan_ranks.py")
 TOO_OLD = torch.__version__ < (2, 14)
 NEWER = torch.__version__ >= (2, 16)
 pytestmark = [
@@ -63,7 +61,7 @@ class Runs:
             ranks = 2 if module == "alone" else 4
             how = "alone" if module == "alone" else "pipelined"
             variables = {"ZBPIPE_PATCH": "1"} if module == "zbpipe" else {"ZBPIPE_PATCH": "0"}
-            run_ranks(SCRIPT, ranks, folder, how, *names, timeout=120 * len(names), **variables)
+            run_ranks("clients/titan_ranks.py", ranks, folder, how, *names, timeout=120 * len(names), **variables)
         folder = self.folders[module, long]
         name = alone(name) if module == "alone" else name
         failed = sorted(folder.glob(f"{name}.?.failed"))

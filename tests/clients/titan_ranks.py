@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import torch._utils
 import torch.distributed as dist
-from titan_cases import CASES
+from clients.titan_cases import CASES
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 

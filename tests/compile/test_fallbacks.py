@@ -4,8 +4,8 @@ import logging
 
 import pytest
 import torch
-from oracle import random_input
-from stages import check_compiled, mlp, not_split, run_input
+from support.compiled import check_compiled, mlp, not_split, run_input
+from support.oracle import random_input
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 

@@ -4,8 +4,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from oracle import at_once, groups_reversed, interleaved, one_weight_pass, random_input
-from stages import INEXACT, ORDERS, Block, bytes_held, check_compiled, mlp, not_split, run_input
+from support.compiled import INEXACT, ORDERS, Block, bytes_held, check_compiled, mlp, not_split, run_input
+from support.oracle import at_once, groups_reversed, interleaved, one_weight_pass, random_input
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

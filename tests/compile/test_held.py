@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from stages import Block, bytes_held, mlp, run_input
+from support.compiled import Block, bytes_held, mlp, run_input
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.checkpoint import checkpoint

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from stages import Block, not_split, run_input
+from support.compiled import Block, not_split, run_input
 
 import zbpipe
 from zbpipe._compile import compile_backend

@@ -8,12 +8,12 @@ Writes, for each schedule, what every step left behind to FOLDER/NAME.RANK, as J
 import gc
 import json
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from ranks import MICROBATCHES, SCHEDULES, batch, blocks, loss_function, stages_of
+from support.blocks import MICROBATCHES, SCHEDULES, batch, blocks, loss_function, stages_of
+from support.ranks import join
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import zbpipe
@@ -99,9 +99,7 @@ def run(name, rank, world, steps):
 
 
 def main(rank, world, folder, steps):
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    join(rank, world, folder)
     with zbpipe.patched():
         for name in SCHEDULES:
             result = run(name, rank, world, steps)

@@ -3,12 +3,12 @@
 import gc
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 import torch.distributed.pipelining
+from support.processes import environment
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from zbpipe._cli import main
@@ -223,10 +223,10 @@ def test_a_script_finds_what_python_would_give_it(run, tmp_path):
     assert main(["leaks", "folder/it.py", "--steps", "a"]) == 2
 
 
-def test_a_module_runs_as_python_m_would(run, tmp_path):
+def test_a_module_runs_as_python_m_would(run, tmp_path, monkeypatch):
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__main__.py").write_text(TRAINING)
-    sys.path.insert(0, str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
     assert main(["leaks", "--error", "-m", "package", "6", "leak"]) == 1
 
 
@@ -296,7 +296,7 @@ def test_under_torchrun_each_rank_reports(tmp_path):
         + TRAINING.replace('"leak" in sys.argv', 'os.environ["RANK"] == "1"')
         + "    dist.destroy_process_group()\n"
     )
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    env = environment(OMP_NUM_THREADS="1")
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "zbpipe", "leaks"]
     done = subprocess.run(
         [sys.executable, *command, "--json", "grown.json", "train.py", "6"],

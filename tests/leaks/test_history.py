@@ -1,29 +1,27 @@
 """The leaks that people lost days to, each caught by the tool with its holder named first, and absent in zbpipe.
 
-The reconstructions are in faults.py. That they leak is not the tool's word alone: `Watch` of test_cycles.py sees the
+The reconstructions are in support/faults.py. That they leak is not the tool's word alone: `Watch` of support sees the
 storages by weak references.
 """
 
 import gc
 import itertools
-import json
-import os
 import subprocess
-import sys
 import warnings
 from pathlib import Path
 from types import FrameType
 
-import faults
-import leak_ranks
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.pipelining  # imported in a check otherwise, and what it makes is not the checked code's
-from faults import BYTES, SIZE
-from leak_ranks import Training, run
-from ranks import SCHEDULES
-from test_cycles import Watch, no_collector
+from leaks import leak_ranks
+from leaks.leak_ranks import Training, run
+from support import faults
+from support.blocks import SCHEDULES
+from support.faults import BYTES, SIZE
+from support.leaks import Watch, no_collector
+from support.processes import from_json, results, run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -323,42 +321,22 @@ def test_zbpipe_hangs_nothing_on_reused_receive_buffers():
 # Schedules.
 
 
-def run_ranks(folder, steps, limit):
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    script = str(Path(__file__).with_name("leak_ranks.py"))
-    ranks = []
-    for rank in range(WORLD):
-        with open(folder / f"output.{rank}", "w") as output:
-            command = [sys.executable, script, str(rank), str(WORLD), str(folder), str(steps)]
-            ranks.append(subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT))
+def ranks_of(folder, steps, limit):
     try:
-        for rank in ranks:
-            rank.wait(timeout=limit)
+        run_ranks("leaks/leak_ranks.py", WORLD, folder, str(steps), timeout=limit)
     except subprocess.TimeoutExpired:
         warnings.warn(f"the ranks took longer than {limit} s", stacklevel=1)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
     return folder
-
-
-def results(folder, name):
-    files = [folder / f"{name}.{rank}" for rank in range(WORLD)]
-    if not all(file.exists() for file in files):
-        said = "\n".join((folder / f"output.{rank}").read_text()[-3000:] for rank in range(WORLD))
-        pytest.fail(f"{name} did not finish\n{said}")
-    return [json.loads(file.read_text()) for file in files]
 
 
 @pytest.fixture(scope="module")
 def ten_steps(tmp_path_factory):
-    return run_ranks(tmp_path_factory.mktemp("ten"), 10, 150)
+    return ranks_of(tmp_path_factory.mktemp("ten"), 10, 150)
 
 
 @pytest.fixture(scope="module")
 def two_hundred_steps(tmp_path_factory):
-    return run_ranks(tmp_path_factory.mktemp("two_hundred"), 200, 2700)
+    return ranks_of(tmp_path_factory.mktemp("two_hundred"), 200, 2700)
 
 
 def check(ranks, steps):
@@ -412,14 +390,14 @@ def test_a_leak_of_one_tensor_a_step_is_seen_in_a_schedule(one_rank, monkeypatch
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_ten_steps_of_a_schedule_leave_nothing(name, ten_steps):
-    check(results(ten_steps, name), 10)
+    check(results(ten_steps, name, WORLD, from_json), 10)
 
 
 @pytest.mark.dist
 @pytest.mark.long
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_no_false_alarm_over_200_steps(name, two_hundred_steps):
-    check(results(two_hundred_steps, name), 200)
+    check(results(two_hundred_steps, name, WORLD, from_json), 200)
 
 
 # The tool itself.

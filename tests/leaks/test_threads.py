@@ -1,10 +1,10 @@
 """Searches beside threads that change and free what is looked at."""
 
-import os
 import subprocess
 import sys
 
 import pytest
+from support.processes import environment
 
 TRAINING_BESIDE_CHECKS = """
 import sys, threading, time
@@ -111,7 +111,7 @@ def test_another_thread_may_free_what_is_looked_at(kind, tmp_path):
     text, *arguments = SCRIPTS[kind]
     script = tmp_path / "training.py"
     script.write_text(text)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    env = environment()
     done = subprocess.run(
         [sys.executable, str(script), *arguments], env=env, capture_output=True, text=True, timeout=120
     )

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from recording_by_hand import ByHand
+from support.recording_by_hand import ByHand
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 

@@ -8,12 +8,12 @@ ran a compiled half, and what zbpipe logged.
 
 import logging
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from ranks import MICROBATCHES, SCHEDULES, STEPS, batch, blocks, loss_function, stages_of
+from support.blocks import MICROBATCHES, SCHEDULES, STEPS, batch, blocks, loss_function, stages_of
+from support.ranks import join
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import zbpipe
@@ -82,9 +82,7 @@ class Lines(logging.Handler):
 
 
 def main(rank, world, folder):
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=120))
+    join(rank, world, folder, seconds=120)
     lines = Lines()
     logging.getLogger("zbpipe").addHandler(lines)
     calls = []
@@ -93,11 +91,7 @@ def main(rank, world, folder):
     with zbpipe.patched():
         for name in SPLIT:
             calls.clear()
-            try:
-                result = run(name, rank, world, "aot_eager")
-            except Exception as error:  # the other rank may wait for us: stop here, keep what we have
-                torch.save(f"{type(error).__name__}: {error}", folder / f"{name}.{rank}.failed")
-                raise
+            result = run(name, rank, world, "aot_eager")
             torch.save((result, len(calls), lines.lines), folder / f"{name}.{rank}")
             dist.barrier()
     dist.destroy_process_group()

@@ -6,20 +6,15 @@ Every case trains under every schedule, on zbpipe and on torch's own module, eac
 one's failure is its own. What was recorded, or the error, goes to FOLDER.
 """
 
-import contextlib
-import os
 import sys
-import traceback
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from ranks import stages_of
+from support.blocks import stages_of
+from support.ranks import MODULES, run_apart
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
-
-import zbpipe
 
 STAGES, MICROBATCHES, BATCH, WIDTH, STEPS = 4, 4, 8, 8, 2
 SCHEDULES = {"ScheduleInterleavedZeroBubble": "loop", "ScheduleZBVZeroBubble": "v", "ScheduleDualPipeV": "v"}
@@ -212,24 +207,11 @@ def pipelined(case, schedule, rank, world):
 
 
 def main(rank, world, folder):
-    torch.set_num_threads(1)
     for case in sys.argv[4:] or CASES:
         for schedule in SCHEDULES:
-            for module in ("zbpipe", "torch"):
-                name = f"{schedule} {module} {case}"
-                child = os.fork()
-                if child == 0:
-                    try:
-                        store = dist.FileStore(str(folder / f"store {name}"), world)
-                        patience = timedelta(seconds=30)
-                        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=patience)
-                        with zbpipe.patched() if module == "zbpipe" else contextlib.nullcontext():
-                            torch.save(pipelined(case, schedule, rank, world), folder / f"{name}.{rank}")
-                    except BaseException:
-                        (folder / f"{name}.{rank}.failed").write_text(traceback.format_exc())
-                    finally:
-                        os._exit(0)
-                os.waitpid(child, 0)
+            for module in MODULES:
+                run = partial(pipelined, case, schedule, rank, world)
+                run_apart(f"{schedule} {module} {case}", module, run, rank, world, folder, seconds=30)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,12 @@ optimizer between, under schedules that split the backward.
 
 import queue
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from support.functions import Affine
+from support.ranks import join
 from torch import nn
 from torch.autograd import Function
 from torch.distributed.pipelining import PipelineStage, schedules
@@ -23,19 +24,13 @@ SCHEDULES = ("ScheduleZBVZeroBubble", "ScheduleInterleavedZeroBubble", "Schedule
 phase = ["outside"]  # of this process: which pass of zbpipe runs
 
 
-class Deferring(Function):
+class Deferring(Affine):
     """x @ w + b by zbpipe.defer."""
-
-    @staticmethod
-    def forward(ctx, x, w, b, calls):
-        ctx.save_for_backward(x, w)
-        ctx.calls = calls
-        return x @ w + b
 
     @staticmethod
     def backward(ctx, grad):
         x, w = ctx.saved_tensors
-        calls = ctx.calls
+        calls = ctx.given
 
         def work(x, grad):
             calls.append(phase[-1])
@@ -119,19 +114,13 @@ class Fused(Function):
         return grad @ w.mT, None, None, None, None
 
 
-class Queueing(Function):
+class Queueing(Affine):
     """x @ w + b by a module's own queue."""
-
-    @staticmethod
-    def forward(ctx, x, w, b, entries):
-        ctx.save_for_backward(x, w)
-        ctx.entries = entries
-        return x @ w + b
 
     @staticmethod
     def backward(ctx, grad):
         x, w = ctx.saved_tensors
-        ctx.entries.put((x.detach(), grad))
+        ctx.given.put((x.detach(), grad))
         return grad @ w.mT, None, None, None
 
 
@@ -254,9 +243,7 @@ def watch_phases():
 
 
 def main(rank, world, folder):
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    join(rank, world, folder)
     zbpipe.patch()
     watch_phases()
     for name in SCHEDULES:

@@ -7,20 +7,16 @@ its own. What was recorded, or the error, goes to FOLDER.
 """
 
 import contextlib
+import functools
 import importlib
-import os
 import sys
-import traceback
-from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from ranks import stages_of
+from support.blocks import stages_of
+from support.ranks import MODULES, run_apart
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
-
-import zbpipe
 
 STAGES, MICROBATCHES, BATCH, STEPS = 4, 4, 8, 3
 LENGTH, WIDTH, VOCABULARY = 6, 16, 32
@@ -430,28 +426,15 @@ def pipelined(name, schedule, rank, world):
 
 
 def main(rank, world, folder):
-    torch.set_num_threads(1)
     for package in {*NEEDS.values()}:
         with contextlib.suppress(ImportError):
             importlib.import_module(package)  # before the forks
     for name, schedule in RUNS:
         if sys.argv[4:] and name not in sys.argv[4:]:
             continue
-        for module in ("zbpipe", "torch"):
-            run = f"{name} {schedule} {module}"
-            child = os.fork()
-            if child == 0:
-                try:
-                    store = dist.FileStore(str(folder / f"store {run}"), world)
-                    patience = timedelta(seconds=60)
-                    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=patience)
-                    with zbpipe.patched() if module == "zbpipe" else contextlib.nullcontext():
-                        torch.save(pipelined(name, schedule, rank, world), folder / f"{run}.{rank}")
-                except BaseException:
-                    (folder / f"{run}.{rank}.failed").write_text(traceback.format_exc())
-                finally:
-                    os._exit(0)
-            os.waitpid(child, 0)
+        for module in MODULES:
+            run = functools.partial(pipelined, name, schedule, rank, world)
+            run_apart(f"{name} {schedule} {module}", module, run, rank, world, folder)
 
 
 if __name__ == "__main__":

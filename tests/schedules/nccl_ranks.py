@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from ranks import MICROBATCHES, SCHEDULES, batch, blocks, loss_function, stages_of
+from support.blocks import MICROBATCHES, SCHEDULES, batch, blocks, loss_function, stages_of
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 

@@ -6,12 +6,12 @@ For each schedule it writes the losses and the weights' gradients of two steps t
 """
 
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from ranks import MICROBATCHES, STEPS, batch, blocks, loss_function, stages_of, under_test
+from support.blocks import MICROBATCHES, STEPS, batch, blocks, loss_function, stages_of
+from support.ranks import UNDER_TEST, join, on
 from torch.distributed.pipelining import PipelineStage, schedules
 
 SENDS = 3  # two are too few for these orders of actions, torch says
@@ -47,10 +47,8 @@ def run(name, rank, world):
 
 
 def main(rank, world, folder):
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
-    with under_test():
+    join(rank, world, folder)
+    with on(UNDER_TEST):
         for name in ZERO_BUBBLE:
             torch.save(run(name, rank, world), folder / f"{name}.{rank}")
             dist.barrier()

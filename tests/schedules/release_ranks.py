@@ -9,12 +9,12 @@ The garbage collector is off.
 import gc
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from ranks import MICROBATCHES, SCHEDULES, WIDTH, batch, f64, loss_function, stages_of
+from support.blocks import MICROBATCHES, SCHEDULES, WIDTH, batch, f64, loss_function, stages_of
+from support.ranks import join
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -251,19 +251,11 @@ RUNS += [(name, "odd", True) for name in ("ScheduleGPipe", "Schedule1F1B", *ZERO
 
 def main(rank, world, folder):
     gc.disable()
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    join(rank, world, folder)
     for name, kind, release in RUNS:
         if kind == "odd" and not SENDS_NONE:
             continue
-        file = f"{name}.{kind}.{release}.{rank}"
-        try:
-            result = run(name, kind, release, rank, world)
-        except Exception as error:  # the other rank may wait for us: stop here, keep what we have
-            torch.save(f"{type(error).__name__}: {error}", folder / f"{file}.failed")
-            raise
-        torch.save(result, folder / file)
+        torch.save(run(name, kind, release, rank, world), folder / f"{name}.{kind}.{release}.{rank}")
         dist.barrier()
     dist.destroy_process_group()
 

@@ -7,15 +7,12 @@ What each run recorded goes to FOLDER.
 
 import csv
 import functools
-import os
 import sys
-import traceback
-from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from ranks import BATCH, STEPS, WIDTH, Block, batch, blocks, f64, loss_function, under_test
+from support.blocks import BATCH, STEPS, WIDTH, Block, batch, blocks, f64, loss_function
+from support.ranks import UNDER_TEST, run_apart
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
@@ -280,25 +277,12 @@ def with_own_functions(rank, folder, is_split):
 
 
 def main(rank, world, folder):
-    torch.set_num_threads(1)
     runs = {name: lambda rank, folder, name=name: written_down(name, rank, folder) for name in SCHEDULES}
     runs |= {"dw_builder": stored, "evaluation": evaluated}
     for kind in ("whole", "split"):
         runs[f"own functions, {kind}"] = functools.partial(with_own_functions, is_split=kind == "split")
-    for number, (name, run) in enumerate(runs.items()):
-        child = os.fork()  # one that fails leaves its peer waiting, not the others
-        if child == 0:
-            try:
-                store = dist.FileStore(str(folder / f"store {number}"), world)
-                patience = timedelta(seconds=60)
-                dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=patience)
-                with under_test():
-                    torch.save(run(rank, folder), folder / f"{name}.{rank}")
-            except BaseException:
-                (folder / f"{name}.{rank}.failed").write_text(traceback.format_exc())
-            finally:
-                os._exit(0)
-        os.waitpid(child, 0)
+    for name, run in runs.items():
+        run_apart(name, UNDER_TEST, functools.partial(run, rank, folder), rank, world, folder)
 
 
 if __name__ == "__main__":

@@ -2,33 +2,20 @@
 
 import pytest
 import torch
-from compile_ranks import MICROBATCHES, SPLIT, STEPS, reference
-from processes import run_ranks
-from ranks import SCHEDULES
+from schedules.compile_ranks import MICROBATCHES, SPLIT, STEPS, reference
+from support.blocks import SCHEDULES
+from support.processes import folder_of, results
 
 WORLD = 2
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Two processes run all schedules, once."""
-    folder = tmp_path_factory.mktemp("compiled")
-    run_ranks("compile_ranks.py", WORLD, folder)
-    return folder
-
-
-def results(folder, name):
-    if not all((folder / f"{name}.{rank}").exists() for rank in range(WORLD)):
-        said = "\n".join((folder / f"output.{rank}").read_text()[-3000:] for rank in range(WORLD))
-        pytest.fail(f"{name} did not finish\n{said}")
-    return [torch.load(folder / f"{name}.{rank}") for rank in range(WORLD)]
+folder = folder_of("schedules/compile_ranks.py", WORLD)
 
 
 @pytest.mark.parametrize("name", SPLIT)
 def test_compiled_stages(name, folder):
     """Losses, gradients and, after the optimizer, weights of both steps; and the split did take place."""
-    ranks = results(folder, name)
+    ranks = results(folder, name, WORLD)
     stages = WORLD * SCHEDULES[name][0]
     for step, (losses, wanted) in enumerate(reference(stages)):
         torch.testing.assert_close([loss for steps, _, _ in ranks for loss in steps[step][0]], losses)

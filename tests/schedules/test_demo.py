@@ -23,7 +23,7 @@ from demo import report
 from demo.config import SCHEDULES, Config
 from demo.measure import knowing_blocks, measure_step, read, receive_buffers
 from demo.train import Difference, Step, difference
-from recording_by_hand import ByHand
+from support.recording_by_hand import ByHand
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, assume, given, note, settings
-from odd_programs import KINDS, Program, judge, programs
-from oracle import needs_zbpipe
+from schedules.odd_programs import KINDS, Program, judge, programs
+from support.oracle import needs_zbpipe
 
 pytestmark = needs_zbpipe  # runs both modules itself
 bounded = settings(

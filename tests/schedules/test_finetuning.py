@@ -5,9 +5,9 @@ import functools
 
 import pytest
 import torch
-from finetuning_ranks import CASES, FROM_THE_FIRST_STEP_ON, SCHEDULES, STEPS, build, reference
-from oracle import needs_zbpipe
-from processes import run_ranks
+from schedules.finetuning_ranks import CASES, FROM_THE_FIRST_STEP_ON, SCHEDULES, STEPS, build, reference
+from support.oracle import needs_zbpipe
+from support.processes import assert_close, folder_of, together
 
 WORLD = 2
 pytestmark = [pytest.mark.dist, pytest.mark.slow, needs_zbpipe]  # runs both modules itself
@@ -50,43 +50,18 @@ LAST = {
 }  # rank of the last stage
 NEWER = torch.__version__ >= (2, 16)
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Two processes run all cases under all schedules on both modules, once."""
-    folder = tmp_path_factory.mktemp("finetuning")
-    run_ranks("finetuning_ranks.py", WORLD, folder, timeout=600)
-    return folder
-
-
-@functools.cache
-def expected(case):
-    return reference(case)
+folder = folder_of("schedules/finetuning_ranks.py", WORLD, timeout=600)
+expected = functools.cache(reference)
 
 
 def result(folder, schedule, module, case):
-    """What the ranks' processes left, together."""
-    together = {}
-    for rank in range(WORLD):
-        file = folder / f"{schedule} {module} {case}.{rank}"
-        if not file.exists():
-            said = [folder / f"{schedule} {module} {case}.{r}.failed" for r in range(WORLD)]
-            texts = "\n".join(f.read_text()[-3000:] for f in said if f.exists())
-            pytest.fail(f"{case} did not finish under {schedule} on {module}\n{texts}")
-        together.update(torch.load(file))
-    return together
-
-
-def close(got, wanted):
-    assert got.keys() == wanted.keys()
-    for what, value in wanted.items():
-        torch.testing.assert_close(got[what], value, msg=lambda text, what=what: f"{what}: {text}")
+    return together(folder, f"{schedule} {module} {case}", WORLD)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("case", trained)
 def test_it_trains_as_it_does_unpipelined(case, schedule, folder):
-    close(result(folder, schedule, "zbpipe", case), expected(case))
+    assert_close(result(folder, schedule, "zbpipe", case), expected(case))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -94,7 +69,7 @@ def test_it_trains_as_it_does_unpipelined(case, schedule, folder):
     "case", [p for p in trained if p.values[0] not in {*(() if OLDER else WRONG_ON_TORCH), FROM_THE_FIRST_STEP_ON}]
 )
 def test_torchs_own_module_trains_it_as_well(case, schedule, folder):
-    close(result(folder, schedule, "torch", case), expected(case))
+    assert_close(result(folder, schedule, "torch", case), expected(case))
 
 
 @pytest.mark.skipif(NEWER or OLDER, reason="known of torch 2.13 to 2.15")

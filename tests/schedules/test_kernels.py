@@ -4,31 +4,19 @@ import collections
 
 import pytest
 import torch
-from kernels_ranks import KINDS, MICROBATCHES, SCHEDULES, STEPS, reference
-from oracle import needs_zbpipe
-from processes import run_ranks
+from schedules.kernels_ranks import KINDS, MICROBATCHES, SCHEDULES, STEPS, reference
+from support.oracle import needs_zbpipe
+from support.processes import folder_of, results
 
 WORLD = 2
 pytestmark = [pytest.mark.dist, pytest.mark.slow, needs_zbpipe]
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("kernels")
-    run_ranks("kernels_ranks.py", WORLD, folder)
-    return folder
-
-
-def results(folder, name):
-    if not all((folder / f"{name}.{rank}").exists() for rank in range(WORLD)):
-        said = "\n".join((folder / f"output.{rank}").read_text()[-3000:] for rank in range(WORLD))
-        pytest.fail(f"{name} did not finish\n{said}")
-    return [torch.load(folder / f"{name}.{rank}") for rank in range(WORLD)]
+folder = folder_of("schedules/kernels_ranks.py", WORLD)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_weight_gradients_equal_those_of_plain_layers_unpipelined(name, folder):
-    ranks = results(folder, name)
+    ranks = results(folder, name, WORLD)
     for step, wanted in enumerate(reference(2 * WORLD)):
         got = {weight: grad for steps, _ in ranks for weight, grad in steps[step].items()}
         assert got.keys() == wanted.keys()
@@ -38,7 +26,7 @@ def test_weight_gradients_equal_those_of_plain_layers_unpipelined(name, folder):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_piece_of_work_is_done_once_and_in_the_weight_pass_where_the_schedule_has_one(name, folder):
-    for _, calls in results(folder, name):
+    for _, calls in results(folder, name, WORLD):
         for layer, phases in calls.items():
             # Before the first step, torch's stages run a backward for their inputs alone to learn its shapes.
             counts = collections.Counter(phase for phase in phases if phase != "outside")

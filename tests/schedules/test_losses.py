@@ -8,7 +8,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import MICROBATCHES, Block, batch, loss_function
+from support.blocks import MICROBATCHES, Block, batch, loss_function
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 

@@ -5,9 +5,9 @@ import importlib.util
 
 import pytest
 import torch
-from model_ranks import MODELS, NEEDS, RUNS, STEPS, reference
-from oracle import needs_zbpipe
-from processes import run_ranks
+from schedules.model_ranks import MODELS, NEEDS, RUNS, STEPS, reference
+from support.oracle import needs_zbpipe
+from support.processes import assert_close, folder_of, together
 from torch.nn.attention.flex_attention import flex_attention
 
 WORLD = 2
@@ -53,48 +53,24 @@ def parameters(runs):
     return found
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Two processes train all models on both modules, once."""
-    folder = tmp_path_factory.mktemp("models")
-    run_ranks("model_ranks.py", WORLD, folder, timeout=400)
-    return folder
+folder = folder_of("schedules/model_ranks.py", WORLD, timeout=400)
+expected = functools.cache(reference)
 
 
 def result(folder, name, schedule, module):
-    """What the ranks' processes left, together."""
-    together = {}
-    for rank in range(WORLD):
-        file = folder / f"{name} {schedule} {module}.{rank}"
-        if not file.exists():
-            failed = folder / f"{name} {schedule} {module}.{rank}.failed"
-            said = failed if failed.exists() else folder / f"output.{rank}"
-            pytest.fail(f"{name} did not finish under {schedule} on {module}\n{said.read_text()[-3000:]}")
-        together.update(torch.load(file))
-    return together
-
-
-def close(got, wanted):
-    assert got.keys() == wanted.keys()
-    for what, value in wanted.items():
-        torch.testing.assert_close(got[what], value, msg=lambda text, what=what: f"{what}: {text}")
-
-
-@functools.cache
-def expected(name):
-    return reference(name)
+    return together(folder, f"{name} {schedule} {module}", WORLD)
 
 
 @pytest.mark.parametrize(("name", "schedule"), parameters(RUNS))
 def test_a_model_trains_as_it_does_unpipelined(name, schedule, folder):
-    close(result(folder, name, schedule, "zbpipe"), expected(name))
+    assert_close(result(folder, name, schedule, "zbpipe"), expected(name))
 
 
 @pytest.mark.parametrize(
     ("name", "schedule"), parameters(run for run in RUNS if run[0] not in WRONG_ON_TORCH | FAILS_ON_TORCH)
 )
 def test_a_model_trains_as_on_torchs_own_module(name, schedule, folder):
-    close(result(folder, name, schedule, "zbpipe"), result(folder, name, schedule, "torch"))
+    assert_close(result(folder, name, schedule, "zbpipe"), result(folder, name, schedule, "torch"))
 
 
 @pytest.mark.skipif(NEWER, reason="known of torch 2.11 to 2.15")

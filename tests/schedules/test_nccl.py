@@ -4,13 +4,11 @@ Right, to the last weight; and with the collector off nothing lives on from step
 buffers that were received into.
 """
 
-import json
-
 import pytest
 import torch
 import torch.distributed as dist
-from processes import run_ranks
-from ranks import SCHEDULES
+from support.blocks import SCHEDULES
+from support.processes import from_json, results, run_ranks
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
@@ -23,30 +21,26 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def ranks(tmp_path_factory):
     world = min(GPUS, 2)
     folder = tmp_path_factory.mktemp("nccl")
-    run_ranks("nccl_ranks.py", world, folder, timeout=400)
+    run_ranks("schedules/nccl_ranks.py", world, folder, timeout=400)
 
     def of(name):
         if world == 1 and SCHEDULES[name][1] != "v":
             pytest.skip("needs two GPUs")
-        files = [folder / f"{name}.{rank}" for rank in range(world)]
-        if not all(file.exists() for file in files):
-            said = "\n".join((folder / f"output.{rank}").read_text()[-3000:] for rank in range(world))
-            pytest.fail(f"{name} did not finish\n{said}")
-        return [json.loads(file.read_text()) for file in files]
+        return results(folder, name, world, from_json)
 
     return of
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_gradients_over_nccl(name, results):
-    assert all(rank["equal"] for rank in results(name))
+def test_gradients_over_nccl(name, ranks):
+    assert all(rank["equal"] for rank in ranks(name))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_buffers_go_when_their_work_is_done(name, results):
-    for rank in results(name):
+def test_buffers_go_when_their_work_is_done(name, ranks):
+    for rank in ranks(name):
         assert rank["grown"] == ""
         assert len(set(rank["in_use"][1:])) == 1

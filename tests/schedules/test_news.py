@@ -6,8 +6,8 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from processes import run_ranks
-from ranks import MICROBATCHES, Block, batch, loss_function, reference
+from support.blocks import MICROBATCHES, Block, batch, loss_function, reference
+from support.processes import folder_of, results
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -20,12 +20,7 @@ pytestmark = pytest.mark.skipif(torch.__version__ < (2, 15), reason="new in torc
 ZERO_BUBBLE = ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 WORLD = 2
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("news")
-    run_ranks("news_ranks.py", WORLD, folder)
-    return folder
+folder = folder_of("schedules/news_ranks.py", WORLD)
 
 
 @pytest.mark.dist
@@ -33,10 +28,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("name", ZERO_BUBBLE)
 def test_split_microbatches_and_actions_that_wait_for_sends(name, folder):
     """WAIT_SEND_F and WAIT_SEND_B are in the order of actions, and what they wait for is."""
-    files = [folder / f"{name}.{rank}" for rank in range(WORLD)]
-    if not all(file.exists() for file in files):
-        pytest.fail("\n".join((folder / f"output.{rank}").read_text()[-3000:] for rank in range(WORLD)))
-    ranks = [torch.load(file) for file in files]
+    ranks = results(folder, name, WORLD)
     for rank in ranks:
         assert any("WAIT_SEND_F" in action for action in rank["actions"])
         assert any("WAIT_SEND_B" in action for action in rank["actions"])

@@ -5,7 +5,6 @@ Over two gloo processes; what needs no second process runs here, on one rank tha
 
 import contextlib
 import gc
-import os
 import subprocess
 import sys
 import threading
@@ -16,9 +15,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from processes import run_ranks
-from ranks import SCHEDULES, batch, loss_function
-from release_ranks import MICROBATCHES, RUNS, SENDS_NONE, WIDTH, ZERO_BUBBLE, Block, parts, reference
+from schedules.release_ranks import MICROBATCHES, RUNS, SENDS_NONE, WIDTH, ZERO_BUBBLE, Block, parts, reference
+from support.blocks import SCHEDULES, batch, loss_function
+from support.processes import environment, results, run_ranks
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -36,16 +35,8 @@ def folder(tmp_path_factory):
     """Two processes run all, once."""
     folder = tmp_path_factory.mktemp("release")
     with contextlib.suppress(subprocess.TimeoutExpired):  # the tests tell what did not finish
-        run_ranks("release_ranks.py", WORLD, folder)
+        run_ranks("schedules/release_ranks.py", WORLD, folder)
     return folder
-
-
-def results(folder, name, kind, release):
-    files = [folder / f"{name}.{kind}.{release}.{rank}" for rank in range(WORLD)]
-    if not all(file.exists() for file in files):
-        said = "\n".join((folder / f"output.{rank}").read_text()[-3000:] for rank in range(WORLD))
-        pytest.fail(f"{name} did not finish\n{said}")
-    return [torch.load(file) for file in files]
 
 
 @pytest.mark.dist
@@ -56,7 +47,7 @@ def results(folder, name, kind, release):
 )
 def test_losses_and_gradients_equal_the_unpipelined_models(name, kind, release, folder):
     """Two patched steps, an evaluation between them where torch has one, and a step on torch's own after unpatch()."""
-    ranks = results(folder, name, kind, release)
+    ranks = results(folder, f"{name}.{kind}.{release}", WORLD)
     for step, (losses, wanted) in enumerate(reference(kind, WORLD * SCHEDULES[name][0])):
         got = {weight: grad for rank in ranks for weight, grad in rank["steps"][step][1].items()}
         assert got.keys() == wanted.keys()
@@ -69,7 +60,7 @@ def test_losses_and_gradients_equal_the_unpipelined_models(name, kind, release, 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind", "release"), [run for run in RUNS if run[1] == "plain"])
 def test_nothing_lives_longer_than_it_is_needed(name, kind, release, folder):
-    for rank in results(folder, name, kind, release):
+    for rank in results(folder, f"{name}.{kind}.{release}", WORLD):
         assert rank["found"] == []
         assert rank["seen"] >= MICROBATCHES * (2 if name in ZERO_BUBBLE else 1)
 
@@ -645,7 +636,7 @@ def test_a_send_that_nobody_receives_does_not_abort_a_failed_program(tmp_path):
     """The waiting thread is ended before the interpreter is."""
     script = tmp_path / "script.py"
     script.write_text(EXIT)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    env = environment()
     command = [sys.executable, str(script)]
     store = str(tmp_path / "store")
     with subprocess.Popen([*command, "1", store], env=env):
@@ -708,7 +699,7 @@ def test_the_step_after_a_failed_one_goes_on_with_a_new_group(tmp_path, release)
     """Nobody ever receives what the failed step sent, and nobody waits for it."""
     script = tmp_path / "script.py"
     script.write_text(AFTER_A_FAILURE)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    env = environment(OMP_NUM_THREADS="1")
     ranks = []
     for rank in range(WORLD):
         command = [sys.executable, str(script), str(rank), str(tmp_path / "store"), str(release)]

@@ -2,28 +2,14 @@
 
 import pytest
 import torch
-from oracle import wrong_on_torch
-from processes import run_ranks
-from ranks import SCHEDULES, reference
+from support.blocks import SCHEDULES, reference
+from support.oracle import wrong_on_torch
+from support.processes import folder_of, results
 
 WORLD = 2
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Two processes run all schedules, once."""
-    folder = tmp_path_factory.mktemp("schedules")
-    run_ranks("ranks.py", WORLD, folder)
-    return folder
-
-
-def results(folder, name):
-    """The steps of each rank."""
-    if not all((folder / f"{name}.{rank}").exists() for rank in range(WORLD)):
-        said = "\n".join((folder / f"output.{rank}").read_text()[-3000:] for rank in range(WORLD))
-        pytest.fail(f"{name} did not finish\n{said}")
-    return [torch.load(folder / f"{name}.{rank}") for rank in range(WORLD)]
+folder = folder_of("schedules/schedule_ranks.py", WORLD)
 
 
 def expected(name):
@@ -37,7 +23,7 @@ zero_bubble = ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "Schedu
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=splits if n in zero_bubble else ()) for n in SCHEDULES])
 def test_weight_gradients_equal_the_unpipelined_models(name, folder):
-    ranks = results(folder, name)
+    ranks = results(folder, name, WORLD)
     for step, (_, wanted) in enumerate(expected(name)):
         got = {weight: grad for rank in ranks for weight, grad in rank[step][1].items()}
         assert got.keys() == wanted.keys()
@@ -47,7 +33,7 @@ def test_weight_gradients_equal_the_unpipelined_models(name, folder):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_losses_equal_the_unpipelined_models(name, folder):
-    ranks = results(folder, name)
+    ranks = results(folder, name, WORLD)
     for step, (wanted, _) in enumerate(expected(name)):
         got = [loss for rank in ranks for loss in rank[step][0]]
         torch.testing.assert_close(got, wanted)

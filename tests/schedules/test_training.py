@@ -4,31 +4,21 @@ import functools
 
 import pytest
 import torch
-from oracle import wrong_on_torch
-from processes import run_ranks
-from training_ranks import MICROBATCHES, RECIPES, STEPS, ZERO_BUBBLE, Unpipelined, run
+from schedules.training_ranks import MICROBATCHES, RECIPES, STEPS, ZERO_BUBBLE, Unpipelined, run
+from support.oracle import wrong_on_torch
+from support.processes import folder_of, results
 
 WORLD = 2
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Two processes run all recipes under all schedules, once."""
-    folder = tmp_path_factory.mktemp("training")
-    run_ranks("training_ranks.py", WORLD, folder, timeout=400)
-    return folder
+folder = folder_of("schedules/training_ranks.py", WORLD, timeout=400)
 
 
 def result(folder, schedule, recipe):
     """What the ranks recorded, together."""
-    files = [folder / f"{schedule} {recipe}.{rank}" for rank in range(WORLD)]
-    if not all(file.exists() for file in files):
-        said = "\n".join((folder / f"output.{rank}").read_text()[-3000:] for rank in range(WORLD))
-        pytest.fail(f"{recipe} did not finish under {schedule}\n{said}")
     together = {}
-    for file in files:
-        for what, value in torch.load(file).items():
+    for part in results(folder, f"{schedule} {recipe}", WORLD):
+        for what, value in part.items():
             assert what not in together or together[what] == value, f"the ranks differ in {what}"
             together[what] = value
     return together

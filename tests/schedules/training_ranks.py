@@ -6,15 +6,14 @@ Each recipe trains for two steps; what it recorded goes to FOLDER, for every sch
 same recipe on a driver that runs the microbatches one after another.
 """
 
-import contextlib
 import sys
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from ranks import stages_of, under_test
+from support.blocks import stages_of
+from support.ranks import UNDER_TEST, join, on
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.pipelining import PipelineStage, schedules
@@ -296,11 +295,8 @@ def run(recipe, driver):
 
 
 def main(rank, world, folder):
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(under_test())
+    join(rank, world, folder)
+    with on(UNDER_TEST):
         for recipe in RECIPES:
             for schedule in ZERO_BUBBLE:
                 torch.save(run(recipe, Pipelined(schedule, rank, world)), folder / f"{schedule} {recipe}.{rank}")

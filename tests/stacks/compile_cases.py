@@ -2,12 +2,10 @@
 
 import logging
 
-import ddp_cases
-import fsdp_cases
-import tensor_cases
 import torch
-from events import Events
-from training import ZERO_BUBBLE, Training
+from stacks import ddp_cases, fsdp_cases, tensor_cases
+from support.stacks.events import Events
+from support.stacks.training import ZERO_BUBBLE, Training
 
 from zbpipe._compile import Backend, backend
 

@@ -2,16 +2,16 @@
 
 import functools
 
-import model
 import torch
 import torch.distributed as dist
-from events import Events
+from support.stacks import model
+from support.stacks.events import Events
+from support.stacks.training import ZERO_BUBBLE, Training
 from torch import nn
 from torch.distributed._composable import replicate
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
-from training import ZERO_BUBBLE, Training
 
 LARGE_WEIGHT = 2 * model.WIDTH * model.WIDTH * 8
 BUCKET_MB = LARGE_WEIGHT / 2**20  # every large weight fills a bucket, once the buckets are as DDP wants them

@@ -2,14 +2,14 @@
 
 import functools
 
-import model
 import torch
+from support.stacks import model
+from support.stacks.training import ZERO_BUBBLE, Training, with_late_weight_passes
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
-from training import ZERO_BUBBLE, Training, with_late_weight_passes
 
 import zbpipe
 

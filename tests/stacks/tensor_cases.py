@@ -3,9 +3,10 @@
 import functools
 import itertools
 
-import model
 import torch
-from events import Events
+from support.stacks import model
+from support.stacks.events import Events
+from support.stacks.training import ZERO_BUBBLE, Training
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,7 +19,6 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from training import ZERO_BUBBLE, Training
 
 import zbpipe
 

@@ -1,15 +1,15 @@
 """Compiled stages under the zero-bubble schedules that are also parallel in another way."""
 
-import compile_cases
 import pytest
-from judge import Runs, parameters
+from stacks import compile_cases
+from support.stacks.judge import Runs, parameters
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    return Runs("compile_cases", compile_cases.CASES, tmp_path_factory)
+    return Runs(compile_cases, tmp_path_factory)
 
 
 @pytest.mark.parametrize("case", parameters(compile_cases.CASES))

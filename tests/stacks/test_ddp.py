@@ -1,15 +1,15 @@
 """Stages in DistributedDataParallel under the zero-bubble schedules: gradients, and when what is reduced."""
 
-import ddp_cases
 import pytest
-from judge import Runs, parameters
+from stacks import ddp_cases
+from support.stacks.judge import Runs, parameters
 
 pytestmark = pytest.mark.dist
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    return Runs("ddp_cases", ddp_cases.CASES, tmp_path_factory)
+    return Runs(ddp_cases, tmp_path_factory)
 
 
 @pytest.mark.parametrize("case", parameters(ddp_cases.CASES))

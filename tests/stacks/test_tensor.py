@@ -1,15 +1,15 @@
 """Stages with DTensor weights under the zero-bubble schedules: gradients, collectives, products in place."""
 
 import pytest
-import tensor_cases
-from judge import Runs, parameters
+from stacks import tensor_cases
+from support.stacks.judge import Runs, parameters
 
 pytestmark = pytest.mark.dist
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    return Runs("tensor_cases", tensor_cases.CASES, tmp_path_factory)
+    return Runs(tensor_cases, tmp_path_factory)
 
 
 @pytest.mark.parametrize("case", parameters(tensor_cases.CASES))

@@ -1,0 +1,342 @@
+"""zbpipe.explain says what the input pass of a stage leaves to the weight pass, truly, and changes nothing."""
+
+import copy
+import json
+
+import pytest
+import torch
+from support.functions import Affine, Product
+from support.oracle import Stage, needs_zbpipe, weight
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import zbpipe
+
+pytestmark = needs_zbpipe
+f64 = torch.float64
+
+
+def plans(stage, *shapes, **kwargs):
+    explained = zbpipe.explain(stage, [torch.randn(shape, dtype=f64) for shape in shapes or ((3, 4),)], **kwargs)
+    return {plan.name: plan for plan in explained.parameters}
+
+
+def only_use(plan):
+    (use,) = plan.uses
+    return use
+
+
+def test_a_linear_layer():
+    explained = zbpipe.explain(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)), torch.randn(3, 5, 4))
+    first, first_bias, second, _ = explained.parameters
+    assert [plan.name for plan in explained.parameters] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert all(plan.runs_in == "W" and plan.note == "" for plan in explained.parameters)
+    assert only_use(first).node == "AddmmBackward0"
+    assert only_use(first).product == "[4, 15] @ [15, 6]"  # of the transposed weight, as the node sees it
+    assert (first.flops, first_bias.flops, second.flops) == (2 * 4 * 15 * 6, 0, 2 * 6 * 15 * 2)
+    assert explained.flops_in_w == first.flops + second.flops
+    assert explained.groups == 2
+    assert first.bytes == 4 * (15 * 4 + 15 * 6) and first.alone == 4 * 15 * 4
+    assert explained.bytes_held == 4 * 15 * (4 + 6 + 6 + 2)
+
+
+STAGES = {
+    "linear": (lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)), (3, 4)),
+    "batched": (lambda: Stage(lambda m, x: x @ m.a, a=weight(5, 4, 3, dtype=torch.float32)), (5, 2, 4)),
+    "weight on the left": (lambda: Stage(lambda m, x: m.a @ x, a=weight(7, 3, dtype=torch.float32)), (3, 4)),
+    "convolution": (lambda: nn.Conv2d(4, 6, 3, padding=1), (2, 4, 5, 5)),
+    "transposed convolution": (lambda: nn.ConvTranspose2d(4, 6, 3, stride=2), (2, 4, 5, 5)),
+    "einsum": (
+        lambda: Stage(lambda m, x: torch.einsum("bi,ijk->bjk", x, m.a), a=weight(4, 3, 2, dtype=torch.float32)),
+        (3, 4),
+    ),
+    "both factors": (
+        lambda: Stage(
+            lambda m, x: (x @ m.a) @ (x.mT @ m.b).mT,
+            a=weight(4, 3, dtype=torch.float32),
+            b=weight(3, 3, dtype=torch.float32),
+        ),
+        (3, 4),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_flops_are_those_that_the_weight_pass_runs(name):
+    build, shape = STAGES[name]
+    stage, x = build(), torch.randn(shape, requires_grad=True)
+    explained = zbpipe.explain(stage, x)
+    out = stage(x)
+    _, groups = zbpipe.stage_backward_input([out], [torch.ones_like(out)], [x], stage.parameters())
+    assert explained.bytes_held == zbpipe.memory.held(groups).bytes
+    with FlopCounterMode(display=False) as counter:
+        zbpipe.stage_backward_weight(stage.parameters(), groups)
+    assert counter.get_total_flops() == explained.flops_in_w > 0
+
+
+class Plain(Product):
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return grad @ w.mT, x.mT @ grad
+
+
+class Handing(Affine):
+    """x @ w + b: the matrix's gradient is handed over, the bias's returned."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return grad @ w.mT, zbpipe.defer(lambda x, grad: x.mT @ grad, 1, (x, grad)), grad.sum(0)
+
+
+def post_hook(m, x):
+    h = x @ m.a
+    h.grad_fn.register_hook(lambda *args: None)
+    return h
+
+
+I_REASONS = {
+    "a custom Function": (
+        lambda m, x: Plain.apply(x, m.a),
+        {},
+        "custom Function without zbpipe.defer: runs whole in I",
+    ),
+    "a post hook": (post_hook, {}, "a hook on its node is owed all of its gradients at once"),
+    "the policy": (lambda m, x: x @ m.a, {"defer": "nothing"}, "policy defer='nothing'"),
+    "the policy's function": (lambda m, x: x @ m.a, {"defer": lambda w: False}, "the policy's defer function says so"),
+    "an unknown node": (
+        lambda m, x: torch.nn.functional.bilinear(x, x, m.a[None].expand(2, 4, 4)),
+        {},
+        "the node is not known to compute its weights' gradients apart",
+    ),
+    "checkpointing": (
+        lambda m, x: checkpoint(lambda x: x @ m.a, x, use_reentrant=False),
+        {"checkpoint": "input_pass"},
+        "the policy leaves what is checkpointed or packed to I (checkpoint)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", I_REASONS)
+def test_why_a_gradient_is_computed_in_the_input_pass(name):
+    forward, choices, why = I_REASONS[name]
+    with zbpipe.policy(**choices):
+        plan = plans(Stage(forward, a=(4, 4)))["a"]
+    assert plan.runs_in == "I"
+    assert why in {use.why for use in plan.uses}
+    assert plan.flops == 0
+
+
+def test_vectors_wait_only_if_the_policy_says_so():
+    stage = Stage(lambda m, x: torch.nn.functional.layer_norm(x, (4,), m.s, m.b) @ m.a, s=(4,), b=(4,), a=(4, 4))
+    light = plans(stage)
+    assert light["a"].runs_in == "W"
+    assert {only_use(light[name]).why for name in "sb"} == {"a vector: policy defer='matrices'"}
+    with zbpipe.policy(defer="all"):
+        assert {plan.runs_in for plan in plans(stage).values()} == {"W"}
+
+
+def test_a_function_that_hands_over():
+    found = plans(Stage(lambda m, x: Handing.apply(x, m.a, m.b), a=(4, 5), b=(5,)))
+    assert only_use(found["a"]).why == "handed over by zbpipe.defer"
+    assert found["a"].runs_in == "W" and found["a"].flops is None
+    assert found["a"].bytes == 8 * (3 * 4 + 3 * 5)
+    assert only_use(found["b"]).runs_in == "I"
+
+
+def cast_twice(m, x):
+    return x.float() @ m.a.half().float()
+
+
+WAYS = {
+    "cast twice": (cast_twice, "it is cast twice on its way"),
+    "computed": (lambda m, x: x @ m.a.sin(), "it is computed by SinBackward0"),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_what_lies_between_a_weight_and_its_use(name):
+    forward, way = WAYS[name]
+    plan = plans(Stage(forward, a=(4, 4)))["a"]
+    assert plan.runs_in == "W"
+    assert plan.note == way
+
+
+def test_gradients_that_meet_before_a_cast():
+    def forward(m, x):
+        w = m.a.float()
+        return (x.float() @ w).sin() @ w
+
+    assert plans(Stage(forward, a=(4, 4)))["a"].note == "several gradients meet before its cast"
+
+
+def test_a_hook_on_the_way():
+    def forward(m, x):
+        w = m.a.mT
+        w.register_hook(lambda grad: None)
+        return x @ w
+
+    assert plans(Stage(forward, a=(4, 4)))["a"].note.startswith("a hook watches ")
+
+
+def test_hooks_that_watch_a_weight_are_named_and_not_called():
+    stage = Stage(lambda m, x: x @ m.a + x @ m.b, a=(4, 4), b=(4, 4))
+    called = []
+    stage.a.register_hook(called.append)
+    found = plans(stage)
+    assert (found["a"].note, found["b"].note) == ("hooks watch it", "")
+    assert called == []
+
+
+def test_parameters_that_get_no_gradient():
+    stage = Stage(lambda m, x: x @ m.a + (x @ m.c).detach(), a=(4, 4), b=weight(4).requires_grad_(False), c=(4, 4))
+    found = plans(stage)
+    assert (found["b"].note, found["c"].note) == ("frozen", "no gradient reaches it")
+    assert found["b"].runs_in == found["c"].runs_in == ""
+    assert found["b"].bytes == 0
+
+
+def test_several_uses_of_one_weight():
+    plan = plans(Stage(lambda m, x: Plain.apply(x @ m.a, m.a), a=(4, 4)))["a"]
+    assert {use.runs_in for use in plan.uses} == {"I", "W"}
+    assert plan.runs_in == "I and W"
+
+
+def test_tied_weights_have_one_row():
+    net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False))
+    net[2].weight = net[0].weight
+    (plan,) = zbpipe.explain(net, torch.randn(3, 4)).parameters
+    assert plan.name == "0.weight"
+    assert len(plan.uses) == 2
+
+
+def test_a_weight_that_is_the_sum_of_two_shares_one_product():
+    explained = zbpipe.explain(Stage(lambda m, x: x @ (m.a + m.b), a=(4, 5), b=(4, 5)), torch.randn(3, 4, dtype=f64))
+    a, b = explained.parameters
+    assert a.flops == b.flops == explained.flops_in_w == 2 * 3 * 4 * 5
+    assert a.note == "it is computed by AddBackward0"
+
+
+def test_a_first_stage():
+    stage = Stage(lambda m, x: (x @ m.a).sin() @ m.b, a=(4, 4), b=(4, 4))
+    explained = zbpipe.explain(stage, torch.randn(3, 4, dtype=f64), first_stage=True)
+    assert {use.why for plan in explained.parameters for use in plan.uses} == {
+        "no stage input is behind it: W runs its whole backward"
+    }
+    assert explained.notes
+
+
+def test_the_policys_functions_are_asked_about_the_modules_own_parameters():
+    stage = Stage(lambda m, x: (x @ m.a).sin() @ m.b, a=(4, 4), b=(4, 4))
+    with zbpipe.policy(defer=lambda w: w is stage.a):
+        found = plans(stage)
+    assert (found["a"].runs_in, found["b"].runs_in) == ("W", "I")
+
+
+class Everything(nn.Module):
+    """Has what a forward and a backward might change."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(4, 4, 3, padding=1)
+        self.norm = nn.BatchNorm1d(4)
+        self.drop = nn.Dropout(0.5)
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, x, *, scale=None):
+        h = self.drop(self.norm(self.conv(x)))
+        return {"out": [self.out(h.mT) * (1 if scale is None else scale)], "name": "x"}
+
+
+def test_nothing_is_changed():
+    net = Everything()
+    net.out.weight.grad = torch.ones_like(net.out.weight)
+    net.out.weight.main_grad = torch.ones_like(net.out.weight)
+    before = copy.deepcopy(net.state_dict())
+    x = torch.randn(2, 4, 5, requires_grad=True)
+    given = x.detach().clone()
+    state = torch.get_rng_state()
+    objects = dict(net.named_parameters())
+    explained = zbpipe.explain(net, (x,), {"scale": torch.tensor(2.0)})
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(net.get_parameter(name) is parameter for name, parameter in objects.items())
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert torch.equal(net.out.weight.grad, torch.ones(2, 4)) and torch.equal(
+        net.out.weight.main_grad, torch.ones(2, 4)
+    )
+    assert net.conv.weight.grad is None and x.grad is None and x.grad_fn is None
+    assert torch.equal(x.detach(), given)
+    assert net.training
+    assert {plan.name: plan.runs_in for plan in explained.parameters} == {
+        "conv.weight": "W",
+        "conv.bias": "W",
+        "norm.weight": "I",
+        "norm.bias": "I",
+        "out.weight": "W",
+        "out.bias": "I",  # added by a node of its own, behind a product of three dimensions
+    }
+
+
+def test_nothing_is_kept():
+    """Of what it allocates, by the recorder's count."""
+    net, x = nn.Linear(40, 40), torch.randn(30, 40)
+    zbpipe.explain(net, x)
+    with zbpipe.memory.record() as rec:
+        explained = zbpipe.explain(net, x)
+        live = rec.live
+    assert explained.groups == 1
+    assert rec.allocated > 0
+    assert live == 0
+
+
+def test_groups_of_a_convolution_count():
+    explained = zbpipe.explain(nn.Conv2d(4, 6, 3, padding=1, groups=2, bias=False), torch.randn(2, 4, 5, 5))
+    assert explained.flops_in_w == 2 * (2 * 6 * 5 * 5) * (4 // 2 * 3 * 3)
+
+
+def test_as_dict_is_plain_data_and_str_is_a_table():
+    stage = Stage(lambda m, x: Handing.apply(x @ m.c, m.a, m.b).sin(), a=(4, 5), b=(5,), c=(4, 4))
+    with zbpipe.policy(defer=lambda w: True):
+        explained = zbpipe.explain(stage, torch.randn(3, 4, dtype=f64))
+    data = json.loads(json.dumps(explained.as_dict()))
+    assert data["bytes_held"] == explained.bytes_held
+    assert [p["name"] for p in data["parameters"]] == ["a", "b", "c"]
+    assert data["parameters"][0]["flops"] is None and data["parameters"][2]["runs_in"] == "W"
+    assert "lambda" in data["policy"]["defer"]
+    text = str(explained)
+    assert "handed over by zbpipe.defer" in text and "MmBackward0" in text and "?" in text
+    assert text.startswith("W computes the gradients of 2 of 3 parameters in 2 groups")
+
+
+def test_bad_arguments():
+    with pytest.raises(TypeError, match="none of which requires a gradient"):
+        zbpipe.explain(nn.Linear(2, 2).requires_grad_(False), torch.ones(2, 2), first_stage=True)
+    with pytest.raises(TypeError, match="none of which requires a gradient"):
+        zbpipe.explain(Stage(lambda m, x: 3), torch.ones(2, 2))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.head = nn.Linear(4, 4)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        return self.head(checkpoint(self.layers, x, use_reentrant=self.reentrant))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_is_computed_again_changes_nothing(reentrant):
+    stage = Checkpointed(reentrant)
+    calls = []
+    for parameter in stage.parameters():
+        parameter.register_post_accumulate_grad_hook(calls.append)
+    before = copy.deepcopy(stage.state_dict())
+    zbpipe.explain(stage, torch.randn(5, 4))
+    assert calls == []
+    assert all(parameter.grad is None for parameter in stage.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in stage.state_dict().items())

@@ -1,0 +1,256 @@
+"""What zbpipe.explain refuses, in one sentence and before anything runs; and where it works all the same."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.oracle import Stage, needs_zbpipe
+from torch import nn
+from torch.distributed._composable import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, distribute_module, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import zbpipe
+
+pytestmark = needs_zbpipe
+
+
+class Counted(nn.Linear):
+    calls = 0
+
+    def forward(self, x):
+        Counted.calls += 1
+        return super().forward(x)
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def sharded(net):
+    fully_shard(net[0], mesh=init_device_mesh("cpu", (1,)))
+    return fully_shard(net, mesh=init_device_mesh("cpu", (1,)))
+
+
+def sharded_part(net):
+    fully_shard(net[0], mesh=init_device_mesh("cpu", (1,)))
+    return net
+
+
+def replicated_with_fsdp(net):
+    from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_by_fsdp
+
+    return replicate_by_fsdp(net)
+
+
+WRAPPED = {
+    "DDP": (DistributedDataParallel, "it is replicated"),
+    "a part in DDP": (
+        lambda net: nn.Sequential(nn.Linear(4, 4), DistributedDataParallel(net)),
+        "its part '1', a DistributedDataParallel, is replicated",
+    ),
+    "composable replicate": (replicate, "it is replicated"),
+    "replicate by fully_shard": (replicated_with_fsdp, "it is sharded"),
+    "fully_shard": (sharded, "it is sharded"),
+    "fully_shard of a part": (sharded_part, "its part '0', a FSDP"),
+    "a part of what fully_shard has": (
+        lambda net: sharded(net)[1],
+        "it belongs to a module that fully_shard has wrapped",
+    ),
+    "compiled": (lambda net: torch.compile(DistributedDataParallel(net), backend="eager"), "its part '_orig_mod', a "),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_modules_that_are_replicated_or_sharded(name, one_rank):
+    wrap, way = WRAPPED[name]
+    Counted.calls = 0
+    module = wrap(nn.Sequential(Counted(4, 4), Counted(4, 4)))
+    with pytest.raises(RuntimeError) as caught:
+        zbpipe.explain(module, torch.randn(2, 4))
+    message = str(caught.value)
+    assert way in message and "\n" not in message
+    assert message.endswith("the module before it is wrapped, the .module of a DistributedDataParallel, or a copy")
+    assert Counted.calls == 0
+
+
+def test_what_is_in_ddp_can_be_explained(one_rank):
+    wrapped = DistributedDataParallel(nn.Linear(4, 4))
+    explained = zbpipe.explain(wrapped.module, torch.randn(2, 4))
+    assert [plan.note for plan in explained.parameters] == ["hooks watch it"] * 2
+    wrapped(torch.randn(2, 4)).sum().backward()
+    assert wrapped.module.weight.grad is not None
+
+
+def test_tensor_parallel_parameters(one_rank):
+    mesh = init_device_mesh("cpu", (1,))
+    module = distribute_module(nn.Linear(4, 6), mesh)
+    x = distribute_tensor(torch.randn(2, 4), mesh, [Replicate()])
+    before = module.weight.to_local().clone()
+    explained = zbpipe.explain(module, x)
+    assert {plan.runs_in for plan in explained.parameters} == {"W"}
+    assert torch.equal(module.weight.to_local(), before) and module.weight.grad is None
+    assert "shapes and FLOPs are those of whole DTensors, of all ranks together" in explained.notes
+
+
+BAD = {
+    "a function": (
+        lambda: (lambda x: x, torch.ones(2, 4)),
+        {},
+        TypeError,
+        "module is a function; expected a torch.nn.M",
+    ),
+    "kwargs": (lambda: (Counted(4, 4), torch.ones(2, 4), 3), {}, TypeError, "kwargs is 3; expected a dictionary"),
+    "keys of kwargs": (lambda: (Counted(4, 4), torch.ones(2, 4), {1: 2}), {}, TypeError, "with strings as keys"),
+    "gradients as one tensor": (
+        lambda: (Counted(4, 4), torch.ones(2, 4)),
+        {"output_grads": torch.ones(2, 4)},
+        TypeError,
+        "output_grads is a Tensor; expected a list with a tensor or None per output",
+    ),
+    "a gradient that is none": (
+        lambda: (Counted(4, 4), torch.ones(2, 4)),
+        {"output_grads": [3.0]},
+        TypeError,
+        r"output_grads\[0\] is a float; expected a tensor or None",
+    ),
+    "lazy parameters": (
+        lambda: (nn.Sequential(Counted(4, 4), nn.LazyLinear(3)), torch.ones(2, 4)),
+        {},
+        RuntimeError,
+        "1.weight is a UninitializedParameter, to be made by the first forward.*run the Sequential once before",
+    ),
+    "parameters made for inference": (
+        lambda: (torch.inference_mode()(lambda: Counted(4, 4))(), torch.ones(2, 4)),
+        {},
+        RuntimeError,
+        r"weight was made under torch.inference_mode\(\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_refused_before_anything_runs(name):
+    build, options, error, message = BAD[name]
+    Counted.calls = 0
+    with pytest.raises(error, match=message):
+        zbpipe.explain(*build(), **options)
+    assert Counted.calls == 0
+
+
+def test_lazy_modules_stay_lazy():
+    module = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
+    with pytest.raises(RuntimeError, match=r"0\.weight is a UninitializedParameter"):
+        zbpipe.explain(module, torch.ones(2, 4))
+    assert type(module[0]) is nn.LazyLinear
+    module(torch.ones(2, 4))
+    assert zbpipe.explain(module, torch.ones(2, 4)).parameters[0].shape == (3, 4)
+
+
+def test_too_many_output_gradients():
+    with pytest.raises(
+        ValueError, match="output_grads has 2 entries; expected one for each of the 1 tensors that Linear gave"
+    ):
+        zbpipe.explain(nn.Linear(4, 4), torch.ones(2, 4), output_grads=[None, torch.ones(2, 4)])
+
+
+def test_an_output_gradient_that_does_not_fit():
+    with pytest.raises(ValueError, match=r"output_grads\[0\] is a float32\[3, 4\] on cpu; output 0 of Linear"):
+        zbpipe.explain(nn.Linear(4, 4), torch.ones(2, 4), output_grads=[torch.ones(3, 4)])
+
+
+def test_no_output_gradient_at_all():
+    with pytest.raises(ValueError, match="no gradient for an output of Linear that requires one"):
+        zbpipe.explain(nn.Linear(4, 4), torch.ones(2, 4), output_grads=[None])
+
+
+def test_an_output_without_a_gradient():
+    module = Stage(lambda m, x: (x @ m.a, x @ m.b), a=(4, 4), b=(4, 4))
+    x = torch.ones(2, 4, dtype=torch.float64)
+    explained = zbpipe.explain(module, x, output_grads=[None, torch.ones(2, 4, dtype=torch.float64)])
+    assert {plan.name: (plan.runs_in, plan.note) for plan in explained.parameters} == {
+        "a": ("", "no gradient reaches it"),
+        "b": ("W", ""),
+    }
+
+
+def test_inputs_on_another_device():
+    with pytest.raises(
+        RuntimeError, match=r"the inputs are on meta and the parameters of Linear on cpu.*move the inputs"
+    ):
+        zbpipe.explain(nn.Linear(4, 4), torch.ones(2, 4, device="meta"))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_within_modes_that_record_no_gradients(mode):
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    expected = zbpipe.explain(module, torch.ones(2, 4)).as_dict()
+    with mode():
+        found = zbpipe.explain(module, torch.ones(2, 4))
+        assert torch.is_inference_mode_enabled() is (mode is torch.inference_mode) and not torch.is_grad_enabled()
+    assert found.as_dict() == expected
+    assert torch.equal(module[1].running_mean, torch.zeros(4))
+
+
+def test_on_the_meta_device():
+    """A plan without memory: bytes and FLOPs are those of the real module."""
+    build = lambda: nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 2))  # noqa: E731
+    with torch.device("meta"):
+        module, x = build(), torch.empty(3, 4)
+    assert zbpipe.explain(module, x).as_dict() == zbpipe.explain(build(), torch.randn(3, 4)).as_dict()
+
+
+@pytest.mark.parametrize("compiler", ["torch", "zbpipe"])
+def test_compiled_modules(compiler):
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    compiled = (torch.compile if compiler == "torch" else zbpipe.compile)(net, backend="aot_eager")
+    explained = zbpipe.explain(compiled, torch.randn(2, 4))
+    assert {plan.runs_in for plan in explained.parameters} == ({"I"} if compiler == "torch" else {"W"})
+    assert explained.flops_are_known is (compiler == "torch")  # there is nothing in W to be known
+    compiled(torch.randn(2, 4)).sum().backward()
+    assert net[0].weight.grad is not None
+
+
+ODD = {
+    "no parameters": (lambda: (nn.Tanh(), torch.randn(2, 4)), None),
+    "outputs that are no tensors": (
+        lambda: (Stage(lambda m, x: {"y": (x @ m.a, None), "n": 3}, a=(4, 4)), torch.randn(2, 4, dtype=torch.float64)),
+        {"a": "W"},
+    ),
+    "an output that needs no gradient": (
+        lambda: (Stage(lambda m, x: (x @ m.a, x.argmax()), a=(4, 4)), torch.randn(2, 4, dtype=torch.float64)),
+        {"a": "W"},
+    ),
+    "complex": (
+        lambda: (
+            Stage(lambda m, x: x.to(m.a.dtype) @ m.a, a=nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))),
+            torch.randn(2, 4),
+        ),
+        {"a": "W"},
+    ),
+    "an input that is the output": (
+        lambda: (Stage(lambda m, x: (x, x @ m.a), a=(4, 4)), torch.randn(2, 4, dtype=torch.float64)),
+        {"a": "W"},
+    ),
+    "a dictionary": (
+        lambda: (Stage(lambda m, d: d["x"] @ m.a, a=(4, 4)), {"x": torch.randn(2, 4, dtype=torch.float64)}),
+        {"a": "W"},
+    ),
+    "an input twice": (
+        lambda: (Stage(lambda m, x, y: x @ m.a @ y, a=(4, 4)), [torch.randn(4, 4, dtype=torch.float64)] * 2),
+        {"a": "W"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_modules(name):
+    build, where = ODD[name]
+    module, x = build()
+    explained = zbpipe.explain(module, x)
+    assert {plan.name: plan.runs_in for plan in explained.parameters} == (where or {})
+    assert str(explained)

@@ -1,0 +1,315 @@
+"""To the bit: with the default policy W gives the weights what an ordinary backward gives them, in the last bit too.
+
+In float32, over microbatches whose gradients add up: sums that are formed in another order, and products that are
+multiplied the other way round, differ there.
+"""
+
+import random
+
+import pytest
+import torch
+from support.oracle import Stage, check, needs_zbpipe, random_input, weight, zb
+from torch import nn
+from torch.nn import functional as F
+
+pytestmark = needs_zbpipe
+
+f32 = torch.float32
+N = 48  # wide enough that BLAS blocks, narrow enough for many cases
+
+
+def parameter(*shape):
+    return weight(*shape, dtype=f32)
+
+
+def column_major(rows, columns):
+    return nn.Parameter(torch.randn(columns, rows).t())
+
+
+def equal(stage, *inputs, **kwargs):
+    check(stage, *inputs, existing=True, microbatches=3, exact=True, rtol=0, atol=0, **kwargs)
+
+
+def recurrent(m, x):
+    h = x
+    for _ in range(5):
+        h = torch.tanh(F.linear(h, m.w, m.b))
+    return h
+
+
+def transposed_once(m, x):
+    """The gradients of two uses meet at the transposition, and with the third's at the weight."""
+    transposed = m.w.t()
+    return torch.tanh((torch.tanh(x @ transposed) @ m.w).tanh() @ transposed)
+
+
+def expanded_once(m, x):
+    """The gradients of two uses meet before the sum over what was expanded."""
+    expanded = m.w.expand(6, N, N)
+    return torch.bmm(torch.tanh(torch.bmm(x.view(6, -1, N), expanded)), expanded)
+
+
+def experts(m, x):
+    return torch.bmm(torch.tanh(torch.bmm(x.view(6, -1, N), m.w)), m.w).tanh() @ m.w
+
+
+def also_a_factor(m, x):
+    """One use is no product, so the sum is the engine's."""
+    return torch.tanh(torch.tanh(x @ m.w) @ m.w) @ (m.w * m.w)
+
+
+def computed_once(m, x):
+    """The sum of three products' gradients goes through the node that computed the weight."""
+    w = m.w.sin()
+    return torch.tanh(torch.tanh(x @ w) @ w.t()) @ w
+
+
+def behind_an_output(m, x):
+    """An output's gradient is there before all others."""
+    w = m.w.sin()
+    return torch.tanh(torch.tanh(x @ w) @ w) @ w, w
+
+
+def output_itself(m, x):
+    transposed = m.w.t()
+    return torch.tanh(torch.tanh(x @ transposed) @ transposed) @ transposed, transposed
+
+
+SHARED = {
+    "twice": lambda m, x: torch.tanh(x @ m.w) @ m.w,
+    "three times": lambda m, x: torch.tanh(torch.tanh(x @ m.w) @ m.w) @ m.w,
+    "three times, on either side": lambda m, x: m.w @ (torch.tanh(torch.tanh(x @ m.w) @ m.w.t())[:N]),
+    "recurrent, with a bias": recurrent,
+    "bias added as a matrix": lambda m, x: torch.addmm(torch.addmm(m.w, x[:N], m.w), torch.tanh(x[:N]), m.w),
+    "transposed once": transposed_once,
+    "expanded once": expanded_once,
+    "also a factor": also_a_factor,
+    "computed once": computed_once,
+    "behind an output": behind_an_output,
+    "an output itself": output_itself,
+}
+
+
+@pytest.mark.parametrize("form", SHARED)
+def test_weight_of_several_uses(form):
+    equal(Stage(SHARED[form], w=parameter(N, N), b=parameter(N)), random_input(96, N))
+
+
+def test_experts_of_several_uses():
+    m = Stage(lambda m, x: experts(m, x).sum((1, 2)), w=parameter(6, N, N))
+    equal(m, random_input(96, N))
+
+
+def test_weight_of_several_uses_and_panels():
+    m = Stage(lambda m, x: torch.tanh(torch.tanh(x @ m.w) @ m.w.t()) @ m.w, w=parameter(1100, 260))
+    equal(m, random_input(40, 1100))
+
+
+def test_embedding_that_is_the_head_too():
+    def forward(m, x):
+        tokens = F.embedding(torch.arange(64) % 40, m.w)
+        return F.linear(torch.tanh(F.linear(x + tokens, m.v)), m.w)
+
+    equal(Stage(forward, w=parameter(100, N), v=parameter(N, N)), random_input(64, N))
+
+
+def test_convolution_and_scale_of_several_uses():
+    def forward(m, x):
+        for _ in range(3):
+            x = F.conv1d(F.layer_norm(x, (N,), m.s), m.w, padding=1).tanh()
+        return x
+
+    equal(Stage(forward, w=parameter(8, 8, 3), s=parameter(N)), random_input(4, 8, N))
+
+
+@pytest.mark.parametrize("cache", [False, True])
+def test_casts_of_a_weight_of_several_uses(cache):
+    m = Stage(lambda m, x: F.linear(torch.tanh(F.linear(x, m.w)).tanh() @ m.w, m.w), w=parameter(N, N))
+    equal(
+        m,
+        random_input(96, N),
+        forward_context=lambda: torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache),
+    )
+
+
+def test_main_grad_gets_the_sum():
+    m = Stage(lambda m, x: torch.tanh(torch.tanh(x @ m.w) @ m.w) @ m.w, w=parameter(N, N))
+    x = torch.randn(96, N, requires_grad=True)
+    grad = torch.randn(96, N)
+    start = torch.randn(N, N)
+    expected = start + torch.autograd.grad(m(x), m.w, grad)[0]
+    m.w.main_grad = start.clone()
+    _, groups = zb.stage_backward_input([m(x)], [grad], [x], [m.w])
+    with zb.policy(main_grad=True):
+        zb.stage_backward_weight([m.w], groups)
+    assert torch.equal(m.w.main_grad, expected)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_hook_on_a_weight_of_several_uses_sees_the_sum(hooked):
+    def setup(m):
+        m.w.register_hook(m.log("w"))
+        if hooked:
+            m.w.register_post_accumulate_grad_hook(m.log("after", lambda w: w.grad))
+
+    equal(Stage(SHARED["three times"], w=parameter(N, N)), random_input(96, N), setup=setup)
+
+
+class CountingLarge(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts the tensors of the weight's size that operations make: no views, nothing in place."""
+
+    def __init__(self, numel):
+        super().__init__()
+        self.numel = numel
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        given = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
+        if isinstance(result, torch.Tensor) and result.numel() >= self.numel:
+            self.count += result.untyped_storage().data_ptr() not in given
+        return result
+
+
+def test_sum_of_several_products_takes_one_temporary():
+    """An ordinary backward makes one for each, and sums."""
+    m = Stage(lambda m, x: torch.tanh(torch.tanh(x @ m.w) @ m.w.t()) @ m.w, w=parameter(1100, 260))
+    m.w.grad = torch.ones_like(m.w)
+    x = torch.randn(40, 1100, requires_grad=True)
+    out = m(x)
+    _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], [m.w])
+    with CountingLarge(m.w.numel()) as large:
+        zb.stage_backward_weight([m.w], groups)
+    assert large.count == 1
+    with CountingLarge(m.w.numel()) as large:
+        m(x).sum().backward()
+    assert large.count >= 3
+
+
+def test_weight_pass_that_fails_within_a_sum_is_called_again():
+    """What was summed is computed again: nothing of it has reached the weight."""
+
+    class Failing(torch.utils._python_dispatch.TorchDispatchMode):
+        left = 2
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten.mm.default:
+                self.left -= 1
+                if self.left < 0:
+                    raise torch.OutOfMemoryError("out of memory")
+            return function(*args, **(kwargs or {}))
+
+    m = Stage(SHARED["three times"], w=parameter(N, N))
+    x = torch.randn(96, N, requires_grad=True)
+    grad = torch.randn(96, N)
+    m.w.grad = torch.ones(N, N)
+    expected = m.w.grad + torch.autograd.grad(m(x), m.w, grad)[0]
+    _, groups = zb.stage_backward_input([m(x)], [grad], [x], [m.w])
+    with Failing(), pytest.raises(torch.OutOfMemoryError):
+        zb.stage_backward_weight([m.w], groups)
+    assert m.w.grad.eq(1).all()
+    zb.stage_backward_weight([m.w], groups)
+    assert torch.equal(m.w.grad, expected)
+
+
+# Weights that are computed, or laid out otherwise: the layout in which a gradient is multiplied decides which call of
+# BLAS the next product is.
+
+LAYOUTS = {
+    "linear, merged": lambda m, x: F.linear(x, m.w + (m.a @ m.b) * 0.5),
+    "linear with a bias, merged": lambda m, x: F.linear(x, m.w + m.a @ m.b, m.c),
+    "linear of 3 dimensions, merged": lambda m, x: F.linear(x.view(2, -1, N), m.w + m.a @ m.b),
+    "matmul, merged": lambda m, x: x @ (m.w + m.a @ m.b),
+    "weight on the left, merged": lambda m, x: (m.w + m.a @ m.b) @ x.t(),
+    "transposed weight on the left, merged": lambda m, x: (m.w + m.a @ m.b).t() @ x.t(),
+    "merged and used twice": lambda m, x: (lambda w: F.linear(torch.tanh(x @ w), w))(m.w + m.a @ m.b),
+    "addmm, merged": lambda m, x: torch.addmm(m.c, x, (m.w + m.a @ m.b).t()),
+    "scaled addmm, merged": lambda m, x: torch.addmm(m.c, x, (m.w + m.a @ m.b).t(), beta=0.5, alpha=2),
+    "product of two, transposed": lambda m, x: F.linear(x, (m.a @ m.b).t()),
+    "einsum, merged": lambda m, x: torch.einsum("td,ed->te", x, m.w + m.a @ m.b),
+    "bmm, merged": lambda m, x: torch.bmm(x.view(2, -1, N), (m.w + m.a @ m.b).t().expand(2, N, N)),
+    "baddbmm, merged": lambda m, x: torch.baddbmm(m.c, x.view(2, -1, N), (m.w + m.a @ m.b).mT.expand(2, N, N)),
+}
+
+
+@pytest.mark.parametrize("layout", [parameter, column_major])
+@pytest.mark.parametrize("form", LAYOUTS)
+def test_computed_weight(form, layout):
+    m = Stage(LAYOUTS[form], w=layout(N, N), a=layout(N, 4), b=layout(4, N), c=parameter(N))
+    equal(m, random_input(96, N))
+
+
+PLAIN = {
+    "linear": lambda m, x: F.linear(x, m.w),
+    "matmul": lambda m, x: x @ m.w.t(),
+    "weight on the left": lambda m, x: m.w @ x.t(),
+    "column-major input": lambda m, x: F.linear(x.t().contiguous().t(), m.w),
+    "einsum": lambda m, x: torch.einsum("td,ed->te", x, m.w),
+    "bmm": lambda m, x: torch.bmm(x.view(2, -1, x.size(1)), m.w.t().expand(2, x.size(1), -1)),
+}
+
+
+@pytest.mark.parametrize("layout", [parameter, column_major])
+@pytest.mark.parametrize("form", PLAIN)
+@pytest.mark.parametrize("shape", [(N, 60), (1100, 260), (260, 1100), (700, 50), (1, 600), (600, 1)])
+def test_layout_of_a_weight(form, layout, shape):
+    equal(Stage(PLAIN[form], w=layout(*shape)), random_input(40, shape[1]))
+
+
+def random_sizes(count, seed):
+    """Weights of more than a panel, most with few tokens, which is quick."""
+    dice = random.Random(seed)
+    for _ in range(count):
+        large = dice.choice([dice.randint(529, 1200), 528 * dice.randint(2, 12) + dice.randint(1, 60)])
+        small = int(2 ** dice.uniform(0, 10))
+        tokens = int(2 ** dice.uniform(0, dice.choice([5, 9])))
+        sizes = (large, small) if dice.random() < 0.5 else (small, large)
+        yield (*sizes, 2 * tokens, dice.choice(list(PLAIN)), dice.choice([parameter, column_major]))
+
+
+@pytest.fixture
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [1, 2], indirect=True)
+@pytest.mark.parametrize("dtype", [f32, torch.float64, torch.bfloat16, torch.float16])
+def test_random_sizes(dtype, threads):
+    """A bounded version of benchmarks/panels.py, through W."""
+    wrong = []
+    torch.manual_seed(0)
+    for rows, columns, tokens, form, layout in random_sizes(60, seed=str(dtype)):
+        m = Stage(PLAIN[form], w=nn.Parameter(layout(rows, columns).detach().to(dtype)))
+        x = torch.randn(tokens, columns, dtype=dtype, requires_grad=True)
+        out = m(x)
+        grad = torch.randn_like(out)
+        start = torch.randn_like(m.w)
+        expected = start + torch.autograd.grad(out, m.w, grad)[0]
+        m.w.grad = start.detach().clone()
+        _, groups = zb.stage_backward_input([m(x)], [grad], [x], [m.w])
+        zb.stage_backward_weight([m.w], groups)
+        if not torch.equal(m.w.grad, expected):
+            wrong.append((form, layout.__name__, rows, columns, tokens))
+    assert not wrong
+
+
+@pytest.mark.parametrize("threads", [1, 2], indirect=True)
+def test_random_batches(threads):
+    wrong = []
+    dice = random.Random(threads)
+    for _ in range(40):
+        batch, inner, columns = dice.randint(1, 20), dice.randint(1, 700), dice.randint(1, 700)
+        m = Stage(lambda m, x: torch.bmm(x, m.w), w=parameter(batch, inner, columns))
+        x = torch.randn(batch, dice.randint(1, 20), inner, requires_grad=True)
+        out = m(x)
+        grad = torch.randn_like(out)
+        expected = torch.ones_like(m.w) + torch.autograd.grad(out, m.w, grad)[0]
+        m.w.grad = torch.ones_like(m.w)
+        _, groups = zb.stage_backward_input([m(x)], [grad], [x], [m.w])
+        zb.stage_backward_weight([m.w], groups)
+        if not torch.equal(m.w.grad, expected):
+            wrong.append((batch, inner, columns, x.size(1)))
+    assert not wrong

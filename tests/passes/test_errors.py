@@ -1,0 +1,934 @@
+"""Bad input is refused before anything is touched; failures come out as torch's; a weight pass that failed goes on."""
+
+import collections
+import warnings
+
+import pytest
+import torch
+from support.functions import Product
+from support.oracle import Stage, check, needs_zbpipe, sharing, wrong_on_torch, zb
+from support.processes import in_own_process
+from torch import nn
+
+f64 = torch.float64
+
+
+class Case:
+    """One microbatch of a two-layer stage, forward done."""
+
+    def __init__(self, forward=lambda m, x: (x @ m.a).sin() @ m.b, **parts):
+        self.m = Stage(forward, **(parts or {"a": (4, 4), "b": (4, 4)}))
+        self.x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+        self.out = self.m(self.x)
+        self.grad = torch.randn_like(self.out)
+        self.expected = list(torch.autograd.grad(self.m(self.x), [self.x, *self.m.parameters()], self.grad))
+
+    def input(self, outputs=None, grads="mine", inputs=None, weights=None):
+        grads = [self.grad] if isinstance(grads, str) else grads
+        return zb.stage_backward_input(
+            [self.out] if outputs is None else outputs,
+            grads,
+            [self.x] if inputs is None else inputs,
+            self.m.parameters() if weights is None else weights,
+        )
+
+    def weight(self, groups, weights=None):
+        return zb.stage_backward_weight(self.m.parameters() if weights is None else weights, groups)
+
+    def assert_untouched(self):
+        assert self.x.grad is None
+        assert all(w.grad is None for w in self.m.parameters())
+        assert self.out.requires_grad
+        self.assert_still_works()
+
+    def assert_still_works(self):
+        _, groups = self.input()
+        self.weight(groups)
+        self.assert_right()
+
+    def assert_right(self):
+        torch.testing.assert_close([self.x.grad, *(w.grad for w in self.m.parameters())], self.expected)
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("outputs", [3, [3], ["text"], [object()]], ids=["no sequence", "int", "str", "object"])
+def test_outputs_that_are_no_tensors(outputs):
+    case = Case()
+    with pytest.raises(TypeError, match="stage_outputs_or_loss"):
+        case.input(outputs=outputs)
+    case.assert_untouched()
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("grads", [3, ["text"], [3.0]], ids=["no sequence", "str", "float"])
+def test_output_gradients_that_are_no_tensors(grads):
+    case = Case()
+    with pytest.raises(TypeError, match="output_grads"):
+        case.input(grads=grads)
+    case.assert_untouched()
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("number", [0, 2])
+def test_wrong_number_of_output_gradients(number):
+    case = Case()
+    with pytest.raises(ValueError, match=rf"(?s)output_grads.*{number}") as failure:
+        case.input(grads=[case.grad] * number)
+    assert "1" in str(failure.value)
+    case.assert_untouched()
+
+
+@needs_zbpipe
+def test_output_gradient_of_wrong_shape():
+    case = Case()
+    with pytest.raises(ValueError, match="output_grads") as failure:
+        case.input(grads=[torch.ones(3, 5, dtype=f64)])
+    assert "[3, 5]" in str(failure.value) and "[3, 4]" in str(failure.value)
+    case.assert_untouched()
+
+
+@needs_zbpipe
+def test_output_gradient_of_wrong_dtype():
+    case = Case()
+    with pytest.raises(ValueError, match="output_grads") as failure:
+        case.input(grads=[case.grad.float()])
+    assert "float" in str(failure.value).lower() and (
+        "double" in str(failure.value).lower() or "float64" in str(failure.value)
+    )
+    case.assert_untouched()
+
+
+@needs_zbpipe
+def test_output_gradient_on_another_device():
+    case = Case()
+    with pytest.raises(ValueError, match="output_grads") as failure:
+        case.input(grads=[case.grad.to("meta")])
+    assert "meta" in str(failure.value) and "cpu" in str(failure.value)
+    case.assert_untouched()
+
+
+@needs_zbpipe
+def test_wrong_gradient_of_the_second_output_names_it():
+    case = Case(lambda m, x: (x @ m.a).sin() @ m.b)
+    second = case.m(case.x)
+    with pytest.raises(ValueError, match=r"output_grads\[1\]"):
+        case.input(outputs=[case.out, second], grads=[case.grad, torch.ones(7, dtype=f64)])
+    case.assert_untouched()
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("inputs", [3, None], ids=["int", "none"])
+def test_inputs_that_are_no_sequence(inputs):
+    case = Case()
+    with pytest.raises(TypeError, match="input_values"):
+        zb.stage_backward_input([case.out], [case.grad], inputs, case.m.parameters())
+    case.assert_untouched()
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("weights", [3, [3], ["text"]], ids=["no iterable", "int", "str"])
+def test_weights_of_the_input_pass_that_are_no_tensors(weights):
+    case = Case()
+    with pytest.raises(TypeError, match="weights"):
+        case.input(weights=weights)
+    case.assert_untouched()
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("weights", [3, [3], ["text"]], ids=["no iterable", "int", "str"])
+def test_weights_of_the_weight_pass_that_are_no_tensors(weights):
+    case = Case()
+    _, groups = case.input()
+    with pytest.raises(TypeError, match="weights"):
+        case.weight(groups, weights=weights)
+    case.weight(groups)
+    case.assert_right()
+
+
+@needs_zbpipe
+@pytest.mark.parametrize(
+    "groups",
+    [3, [3], [{}], [{"params": set(), "intermediates": []}], [None]],
+    ids=["int", "ints", "dict", "torch's", "none"],
+)
+def test_groups_of_another_type(groups):
+    case = Case()
+    _, mine = case.input()
+    with pytest.raises(TypeError, match="param_groups"):
+        case.weight(groups)
+    with pytest.raises(TypeError, match="param_groups"):
+        case.weight([*mine, *(groups if isinstance(groups, list) else [groups])])
+    case.weight(mine)
+    case.assert_right()
+
+
+@needs_zbpipe
+def test_weights_that_own_none_of_the_groups():
+    case, other = Case(), Case()
+    _, groups = case.input()
+    with pytest.raises(ValueError, match="weights"):
+        case.weight(groups, weights=other.m.parameters())
+    assert all(w.grad is None for w in [*case.m.parameters(), *other.m.parameters()])
+    case.weight(groups)
+    case.assert_right()
+
+
+@needs_zbpipe
+def test_weights_that_lack_one_of_a_groups_parameters():
+    case = Case(lambda m, x: x @ (m.a + m.b), a=(4, 4), b=(4, 4))
+    _, groups = case.input()
+    with pytest.raises(ValueError, match="weights"):
+        case.weight(groups, weights=[case.m.a])
+    assert case.m.a.grad is None
+    case.weight(groups)
+    case.assert_right()
+
+
+@needs_zbpipe
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: zb.stage_backward_input(),
+        lambda: zb.stage_backward_weight(),
+        lambda: zb.stage_backward_input(1, 2, 3, 4, 5),
+    ],
+)
+def test_wrong_number_of_arguments(call):
+    with pytest.raises(TypeError):
+        call()
+
+
+def test_arguments_by_name():
+    case = Case()
+    _, groups = zb.stage_backward_input(
+        stage_outputs_or_loss=(case.out,),
+        output_grads=(case.grad,),
+        input_values=(case.x,),
+        weights=case.m.parameters(),
+    )
+    zb.stage_backward_weight(weights=case.m.parameters(), param_groups=groups, retain_graph=False)
+    case.assert_right()
+
+
+def test_stage_backward_arguments_by_name():
+    case = Case()
+    (dinput,) = zb.stage_backward(
+        stage_output=case.out, output_grads=case.grad, input_values=(case.x,), outputs_with_grads_idxs=None
+    )
+    torch.testing.assert_close(dinput, case.expected[0])
+
+
+class Planned(Exception):
+    pass
+
+
+def raising(times=1):
+    """A hook that raises the first times it is called."""
+    calls = []
+
+    def hook(*_):
+        calls.append(1)
+        if len(calls) <= times:
+            raise Planned("from the hook")
+
+    hook.calls = calls
+    return hook
+
+
+def test_failure_in_the_input_pass_comes_out_as_torchs():
+    case = Case()
+    case.x.register_hook(raising())
+    with pytest.raises(RuntimeError, match="Failed to run stage backward input") as failure:
+        case.input()
+    assert isinstance(failure.value.__cause__, Planned)
+    text = str(failure.value)
+    assert "Stage output" in text and "Output gradient" in text and "Input" in text
+    assert "torch.Size([3, 4])" in text
+    assert all(w.grad is None for w in case.m.parameters())
+    assert case.x.grad is None
+
+
+def test_failure_in_stage_backward_comes_out_as_torchs():
+    case = Case()
+    case.x.register_hook(raising())
+    with pytest.raises(RuntimeError, match="Failed to run stage backward") as failure:
+        zb.stage_backward(case.out, case.grad, (case.x,))
+    assert isinstance(failure.value.__cause__, Planned)
+    assert "torch.Size([3, 4])" in str(failure.value)
+
+
+Pair = collections.namedtuple("Pair", "first second")
+
+
+@needs_zbpipe
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        lambda x: [x, 3, "text", None],
+        lambda x: (x, [x, (x,)], {"key": x, 1: [None]}),
+        lambda x: {"one": Pair(x, 2.5)},
+        lambda x: x,
+    ],
+    ids=["list", "nested", "named tuple", "tensor"],
+)
+def test_the_message_of_a_failure_is_torchs_word_for_word(inputs):
+    from torch.distributed.pipelining._debug import map_debug_info
+
+    case = Case()
+    case.x.register_hook(raising())
+    values = inputs(case.x)
+    with pytest.raises(RuntimeError) as failure:
+        zb.stage_backward(case.out, case.grad, values)
+    assert str(failure.value) == (
+        "Failed to run stage backward:\n"
+        f"Stage output: {map_debug_info(case.out)}\n"
+        f"Output gradient: {map_debug_info(case.grad)}\n"
+        f"Input: {map_debug_info(list(values))}"
+    )
+
+
+@needs_zbpipe
+def test_an_argument_that_has_no_text_does_not_hide_the_failure():
+    class Silent:
+        def __str__(self):
+            raise ValueError("has no text")
+
+    case = Case()
+    case.x.register_hook(raising())
+    with pytest.raises(RuntimeError, match=r"(?s)Failed to run stage backward input.*Input: a list") as failure:
+        case.input(inputs=[case.x, Silent()])
+    assert isinstance(failure.value.__cause__, Planned)
+
+
+@needs_zbpipe
+def test_a_failed_pass_imports_nothing():
+    """What torch's own module imports for its message takes memory, which may have run out, and seconds."""
+    in_own_process("""
+        x, w = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2, requires_grad=True)
+        (x @ w).backward(torch.ones(2, 2))  # the first one imports things of torch's own
+        x.register_hook(lambda grad: 1 / 0)
+        for run in (
+            lambda out: zb.stage_backward_input([out], [torch.ones(2, 2)], [x], [w]),
+            lambda out: zb.stage_backward(out, torch.ones(2, 2), [x]),
+        ):
+            before = set(sys.modules)
+            try:
+                run(x @ w)
+            except RuntimeError as error:
+                assert isinstance(error.__cause__, ZeroDivisionError)
+            assert set(sys.modules) == before
+        assert "torch.distributed.pipelining" not in sys.modules
+    """)
+
+
+@needs_zbpipe
+def test_an_error_of_the_input_pass_that_is_kept_keeps_no_activation():
+    """Without its tracebacks, whose frames have the caller's variables; without the collector's help."""
+    in_own_process("""
+        import gc
+        import weakref
+
+        def without_traces(error):
+            if error:
+                error.__traceback__ = None
+                without_traces(error.__cause__)
+                without_traces(error.__context__)
+
+        def fail():
+            x, w = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2, requires_grad=True)
+            x.register_hook(lambda grad: 1 / 0)
+            hidden = (x @ w).tanh()
+            try:
+                zb.stage_backward_input([hidden @ w], [torch.ones(2, 2)], [x], [w])
+            except RuntimeError as error:
+                without_traces(error)
+                return error, weakref.ref(hidden)
+
+        gc.disable()
+        error, hidden = fail()
+        assert isinstance(error.__cause__, ZeroDivisionError) and hidden() is None
+    """)
+
+
+@needs_zbpipe
+def test_memory_that_runs_out_in_the_input_pass_is_told_as_such():
+    in_own_process("""
+        import resource
+
+        w = torch.ones(512, 512, requires_grad=True)
+        x = torch.ones(4096, 512, requires_grad=True)
+        y = torch.tanh(torch.tanh(x @ w) @ w)
+        grad = torch.ones_like(y)
+        pages = int(open("/proc/self/statm").read().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (1 << 20), resource.RLIM_INFINITY))
+        try:
+            zb.stage_backward_input([y], [grad], [x], [w])
+        except RuntimeError as error:
+            assert str(error).startswith("Failed to run stage backward input"), error
+            assert "allocate" in str(error.__cause__), error.__cause__
+        else:
+            raise AssertionError("there was memory enough")
+    """)
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        return x + w
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise Planned("from the Function")
+
+
+def test_failure_in_a_python_function():
+    m = Stage(lambda m, x: Fails.apply(x @ m.b, m.a).sin(), a=(3, 4), b=(4, 4))
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    out = m(x)
+    with pytest.raises(RuntimeError, match="Failed to run stage backward input") as failure:
+        zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+    assert isinstance(failure.value.__cause__, Planned)
+    assert m.a.grad is None and m.b.grad is None
+
+
+def test_stage_works_again_after_a_failed_input_pass():
+    case = Case()
+    handle = case.x.register_hook(raising())
+    with pytest.raises(RuntimeError):
+        case.input()
+    handle.remove()
+    case.out = case.m(case.x)
+    case.assert_still_works()
+
+
+def test_failed_input_pass_leaves_no_hook_of_its_own():
+    case = Case(lambda m, x: (x.exp() @ m.a).sin() @ m.b)
+    handle = case.x.register_hook(raising())
+    with pytest.raises(RuntimeError):
+        case.input()
+    handle.remove()
+    assert not case.x._backward_hooks
+    assert all(not w._backward_hooks for w in case.m.parameters())
+    case.out = case.m(case.x)
+    case.assert_still_works()
+
+
+def heavy_and_light():
+    return Case(
+        lambda m, x: torch.nn.functional.conv1d(((m.one(x) * m.s).sin() @ (m.a @ m.b) + m.two(x))[None], m.k)[0],
+        one=nn.Linear(4, 4, dtype=f64),
+        two=nn.Linear(4, 4, dtype=f64),
+        s=(4,),
+        a=(4, 4),
+        b=(4, 4),
+        k=(3, 3, 1),
+    )
+
+
+names = [name for name, _ in heavy_and_light().m.named_parameters()]
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("name", names)
+@pytest.mark.parametrize("kind", ["hook", "post-accumulate hook"])
+def test_weight_pass_that_failed_goes_on_where_it_stopped(name, kind):
+    """One weight's hook raises once; hooks of the finished weights are not run again, nothing is added twice."""
+    case = heavy_and_light()
+    weights = dict(case.m.named_parameters())
+    raiser = raising()
+    if kind == "hook":
+        weights[name].register_hook(raiser)
+    else:
+        weights[name].register_post_accumulate_grad_hook(raiser)
+    for other, w in weights.items():
+        if other != name:
+            w.register_post_accumulate_grad_hook(case.m.log(other))
+    _, groups = case.input()
+    with pytest.raises((Planned, RuntimeError)):
+        case.weight(groups)
+    case.weight(groups)
+    case.assert_right()
+    assert {key[0]: len(calls) for key, calls in case.m.records.items()} == {
+        other: 1 for other in weights if other != name
+    }
+
+
+@needs_zbpipe
+def test_weight_pass_that_failed_twice_goes_on():
+    case = heavy_and_light()
+    case.m.a.register_hook(raising(times=2))
+    _, groups = case.input()
+    for _ in range(2):
+        with pytest.raises((Planned, RuntimeError)):
+            case.weight(groups)
+    case.weight(groups)
+    case.assert_right()
+
+
+@needs_zbpipe
+def test_weight_pass_that_failed_goes_on_group_by_group():
+    case = heavy_and_light()
+    case.m.k.register_hook(raising())
+    _, groups = case.input()
+    with pytest.raises((Planned, RuntimeError)):
+        case.weight(groups)
+    for group in reversed(groups):
+        try:
+            case.weight([group])
+        except RuntimeError as spent:
+            assert "already" in str(spent)
+    case.assert_right()
+
+
+@needs_zbpipe
+def test_failed_weight_pass_on_top_of_existing_gradients():
+    case = heavy_and_light()
+    for w in case.m.parameters():
+        w.grad = torch.ones_like(w)
+    case.m.s.register_hook(raising())
+    case.m.two.weight.register_hook(raising())
+    _, groups = case.input()
+    failures = 0
+    while True:
+        try:
+            case.weight(groups)
+            break
+        except (Planned, RuntimeError):
+            failures += 1
+            assert failures < 5
+    torch.testing.assert_close([w.grad - 1 for w in case.m.parameters()], case.expected[1:])
+
+
+@needs_zbpipe
+def test_failed_function_in_the_weights_own_computation_goes_on():
+    raiser = raising()
+
+    def forward(m, x):
+        w = m.a @ m.b
+        if w.requires_grad:
+            w.register_hook(lambda grad: raiser(grad))
+        return x @ w + x.sin() @ m.c
+
+    m = Stage(forward, a=(4, 4), b=(4, 4), c=(4, 4))
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    out = m(x)
+    _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+    with pytest.raises((Planned, RuntimeError)):
+        zb.stage_backward_weight(m.parameters(), groups)
+    try:
+        zb.stage_backward_weight(m.parameters(), groups)
+    except RuntimeError as lost:
+        # or it names the weights that it can no longer add
+        assert "0" in str(lost) or "a" in str(lost)
+    else:
+        expected = torch.autograd.grad(m(x).sum(), [m.a, m.b, m.c])
+        torch.testing.assert_close([m.a.grad, m.b.grad, m.c.grad], list(expected))
+
+
+CHANGED = "modified by an inplace operation"
+
+
+@needs_zbpipe
+def test_activation_changed_between_the_passes_is_refused():
+    m = Stage(lambda m, h: (h @ m.a).sin(), a=(4, 4))
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    h = x * 2.0
+    out = m(h)
+    _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+    with torch.no_grad():
+        h.mul_(2.0)
+    with pytest.raises(RuntimeError, match=CHANGED):
+        zb.stage_backward_weight(m.parameters(), groups)
+    assert m.a.grad is None
+
+
+@needs_zbpipe
+def test_input_changed_between_the_passes_is_refused():
+    case = Case()
+    _, groups = case.input()
+    with torch.no_grad():
+        case.x.add_(1.0)
+    with pytest.raises(RuntimeError, match=CHANGED):
+        case.weight(groups)
+    assert case.m.a.grad is None
+
+
+@needs_zbpipe
+def test_input_of_a_convolution_changed_between_the_passes_is_refused():
+    m = Stage(lambda m, x: m.net(x), net=nn.Conv1d(2, 3, 2, dtype=f64))
+    x = torch.randn(2, 2, 5, dtype=f64, requires_grad=True)
+    out = m(x)
+    _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+    with torch.no_grad():
+        x.zero_()
+    with pytest.raises(RuntimeError, match=CHANGED):
+        zb.stage_backward_weight(m.parameters(), groups)
+    assert m.net.weight.grad is None
+
+
+def test_activation_changed_before_the_input_pass_is_refused_as_autograd_does():
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    m = Stage(lambda m, x: x, a=(4, 4))
+    h = x.exp()
+    out = h.sin() @ m.a
+    with torch.no_grad():
+        h.mul_(2.0)
+    with pytest.raises(RuntimeError, match="Failed to run stage backward input") as failure:
+        zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+    assert CHANGED in str(failure.value.__cause__)
+
+
+SECOND = "Trying to backward through the graph a second time"
+
+
+@wrong_on_torch("I keeps the whole graph")
+def test_second_backward_through_a_consumed_graph_gives_torchs_error():
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    m = Stage(lambda m, x: x.exp().sin(), a=(4, 4))
+    h = m(x)
+    out = h @ m.a
+    zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+    with pytest.raises(RuntimeError, match=SECOND):
+        h.sum().backward()
+
+
+@needs_zbpipe
+def test_second_input_pass_through_a_consumed_graph_gives_torchs_error():
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    m = Stage(lambda m, x: (x.exp() @ m.a).sin(), a=(4, 4))
+    h = m(x)
+    out, again = h.tanh(), h.cos()
+    zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+    with pytest.raises(RuntimeError, match="Failed to run stage backward input") as failure:
+        zb.stage_backward_input([again], [torch.ones_like(again)], [x], m.parameters())
+    assert SECOND in str(failure.value.__cause__)
+
+
+@needs_zbpipe
+def test_ordinary_backward_through_a_split_node_of_a_consumed_graph_gives_torchs_error():
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    m = Stage(lambda m, x: x @ m.a, a=(4, 4))
+    h = m(x)
+    out = h.sin()
+    zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+    with pytest.raises(RuntimeError, match=SECOND):
+        h.sum().backward()
+    assert m.a.grad is None
+
+
+@needs_zbpipe
+def test_graph_shared_by_two_losses_can_be_backpropagated_where_i_did_not_go():
+    """What I did not reach is left as it was."""
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    y = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    m = Stage(lambda m, x: x @ m.a, a=(4, 4))
+    out, apart = m(x).sin(), (y * 2.0).exp()
+    zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+    apart.sum().backward()
+    torch.testing.assert_close(y.grad, 2.0 * (y.detach() * 2.0).exp())
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("name", ["a", "b", "c"])
+def test_weight_pass_of_two_microbatches_that_failed_once_adds_their_shared_nodes_once(name, kind):
+    def failing_once(run):
+        for step in (run.forward, run.input):
+            for k in run.microbatches:
+                step(k)
+        getattr(getattr(run.stage, name), kind)(raising())
+        run.order = list(run.microbatches)
+        groups = [group for groups in run.groups for group in groups]
+        with pytest.raises((Planned, RuntimeError)):
+            run.weight(0, groups)
+        run.weight(0, groups)
+
+    product = sharing(lambda m: m.a + m.b)
+    check(Stage(lambda m, x: product(m, x) + m.c, a=(4, 4), b=(4, 4), c=(4,)), (3, 4), orders=(failing_once,))
+    check(Stage(lambda m, x: product(m, x) @ m.c, a=(4, 4), b=(4, 4), c=(4, 4)), (3, 4), orders=(failing_once,))
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("backwards", [False, True])
+def test_changed_matrix_of_a_batched_product_is_refused_before_any_weight_is_added(backwards):
+    m = Stage(lambda m, h: torch.bmm(h, m.k).sum(0) @ m.b, k=(2, 4, 4), b=(4, 4))
+    net = nn.Linear(4, 4, dtype=f64)
+    weights = [*net.parameters(), *m.parameters()]
+    for _ in range(2):
+        x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+        h = net(x).sin().expand(2, 3, 4) * 1.0
+        out = m(h)
+        _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], weights)
+        with torch.no_grad():
+            h.add_(1.0)
+        with pytest.raises(RuntimeError, match=CHANGED):
+            zb.stage_backward_weight(weights, groups[::-1] if backwards else groups)
+        assert [w.grad for w in weights] == [None] * 4
+
+
+def warns_in_its_backward(tensor):
+    """Rows picked by a mask of bytes: forward and backward warn, from C++, that it is deprecated."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return tensor[torch.tensor([1, 1, 0, 1], dtype=torch.uint8)]
+
+
+@needs_zbpipe
+def test_warning_made_an_error_in_the_weight_pass_lets_it_be_repeated():
+    m = Stage(lambda m, x: x @ warns_in_its_backward(m.a) @ m.b, a=(4, 4), b=(4, 4))
+    total = 0
+    for _ in range(2):
+        x = torch.randn(2, 3, dtype=f64, requires_grad=True)
+        out = m(x)
+        _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises((RuntimeError, UserWarning)):
+                zb.stage_backward_weight(m.parameters(), groups)
+            warnings.simplefilter("ignore")
+            zb.stage_backward_weight(m.parameters(), groups)
+            expected = torch.autograd.grad(m(x).sum(), list(m.parameters()))
+        total = [g + e for g, e in zip(total or [0, 0], expected, strict=True)]
+        torch.testing.assert_close([w.grad for w in m.parameters()], total)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_interruption_of_the_input_pass_is_not_wrapped(error):
+    def hook(_):
+        raise error("from the hook")
+
+    case = Case()
+    handle = case.x.register_hook(hook)
+    with pytest.raises(error, match="from the hook"):
+        case.input()
+    handle.remove()
+    case.out = case.m(case.x)
+    case.assert_still_works()
+
+
+def fails_as_it_is_read():
+    raise TypeError("from the generator")
+    yield
+
+
+@pytest.mark.parametrize("argument", ["weights of I", "weights of W", "groups"])
+def test_error_within_the_callers_generator_passes_through(argument):
+    case = Case()
+    groups = None if argument == "weights of I" else case.input()[1]
+    call = {
+        "weights of I": lambda broken: case.input(weights=broken),
+        "weights of W": lambda broken: case.weight(groups, weights=broken),
+        "groups": case.weight,
+    }[argument]
+    with pytest.raises(TypeError, match="from the generator") as failure:
+        call(fails_as_it_is_read())
+    assert str(failure.value) == "from the generator"
+    groups = groups or case.input()[1]
+    case.weight(groups)
+    case.assert_right()
+
+
+@needs_zbpipe
+def test_post_accumulate_hook_that_raises_does_not_skip_the_hooks_of_the_accumulator():
+    """The gradient is added, so what waits for the accumulator (DDP's reducer) must hear of it: once."""
+    case = Case()
+    seen = []
+    node = torch.autograd.graph.get_gradient_edge(case.m.a).node
+    node.register_hook(lambda *_: seen.append(1))
+    case.m.a.register_post_accumulate_grad_hook(raising())
+    _, groups = case.input()
+    with pytest.raises((Planned, RuntimeError)):
+        case.weight(groups)
+    assert seen == [1]
+    case.weight(groups)
+    assert seen == [1]
+    case.assert_right()
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("watched", ["all of its weights", "one of two", "none"])
+def test_groups_that_a_failed_call_has_begun_to_let_go_of_are_spent_by_the_retry(watched):
+    """Retained by the retry alone they would have nothing left to add, or a part: a third call must not seem right."""
+    case = (
+        heavy_and_light()
+        if watched != "none"
+        else Case(lambda m, x: (x @ m.a).sin() @ m.b + m.c, a=(4, 4), b=(4, 4), c=(4,))
+    )
+    raiser = raising()
+    if watched == "none":
+        case.m.b.register_hook(raiser)  # its group comes last: the others have been added without the engine
+    for w in list(case.m.parameters())[: {"all of its weights": None, "one of two": 1, "none": 0}[watched]]:
+        w.register_hook(raising())
+    _, groups = case.input()
+    with pytest.raises((Planned, RuntimeError)):
+        case.weight(groups)
+    for _ in range(9):
+        try:
+            zb.stage_backward_weight(case.m.parameters(), groups, retain_graph=True)
+        except (Planned, RuntimeError):
+            continue
+        break
+    case.assert_right()
+    begun = [group for group in groups if group.spent]
+    assert begun
+    with pytest.raises(RuntimeError, match="is spent"):
+        case.weight(begun)
+    case.assert_right()
+
+
+class Stashing(Product):
+    """x @ w, whose weight's gradient the caller gets to see."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        ctx.given.append(x.t() @ grad)
+        return grad @ w.t(), ctx.given[-1], None
+
+
+class NoMemoryForCopies(torch.utils._python_dispatch.TorchDispatchMode):
+    copies = (torch.ops.aten.clone, torch.ops.aten.new_empty_strided, torch.ops.aten.empty_strided)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function._overloadpacket in self.copies:
+            raise torch.OutOfMemoryError("no memory for a copy")
+        return function(*args, **(kwargs or {}))
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("watched", [False, True])
+def test_kept_gradient_that_could_not_be_copied_is_still_there_for_the_next_call(watched):
+    stash = []
+    m = Stage(lambda m, x: Stashing.apply(x, m.a, stash), a=(4, 4))
+    if watched:
+        m.a.register_hook(lambda grad: None)
+    for _ in range(2):
+        m.a.grad = None
+        x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+        out = m(x)
+        grad = torch.randn_like(out)
+        _, groups = zb.stage_backward_input([out], [grad], [x], m.parameters())
+        with NoMemoryForCopies(), pytest.raises(torch.OutOfMemoryError):
+            zb.stage_backward_weight(m.parameters(), groups)
+        zb.stage_backward_weight(m.parameters(), groups)
+        torch.testing.assert_close(m.a.grad, x.detach().t() @ grad)
+        assert m.a.grad.data_ptr() != stash[-1].data_ptr()
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, w):
+        ctx.save_for_backward(w)
+        return w * w
+
+    @staticmethod
+    def backward(ctx, grad):
+        (w,) = ctx.saved_tensors
+        return 2.0 * grad * w
+
+
+def written_into(a, b):
+    """In place: the node of the write has the one that computed what was written within it."""
+    c = torch.zeros(4, 4, dtype=f64)
+    c[:2].addcmul_(a[:2], b[:2])
+    return c
+
+
+COMPUTED = {
+    "a product of elements": lambda a, b: a * b,
+    "a product of matrices": lambda a, b: a @ b,
+    "behind a chain": lambda a, b: (a.sin() + b.cos()).exp().t(),
+    "a list of tensors": lambda a, b: (
+        torch.einsum("ij,jk->ik", a, b).prod(0).expand(4, 4) + torch.cat([a[:2], b[2:]]) * a
+    ),
+    "a Function": lambda a, b: Twice.apply(a) + Twice.apply(b),
+    "written in place": written_into,
+}
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("computed", COMPUTED)
+@pytest.mark.parametrize("watched", [False, True])
+def test_what_nodes_of_a_computed_weight_have_saved_is_checked_before_anything_is_added(computed, watched):
+    """And where nothing was changed, the weight pass is as right as ever."""
+    m = Stage(lambda m, x: (x @ m.plain, x @ COMPUTED[computed](m.a, m.b)), plain=(4, 4), a=(4, 4), b=(4, 4))
+    check(m, (3, 4))
+    if watched:
+        m.plain.register_hook(lambda grad: None)
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    outs = m(x)
+    _, groups = zb.stage_backward_input(outs, [torch.ones_like(out) for out in outs], [x], m.parameters())
+    with torch.no_grad():
+        for w in m.parameters():
+            w.add_(1.0)
+    for part in (groups, groups[::-1]):
+        with pytest.raises(RuntimeError, match=CHANGED) as refusal:
+            zb.stage_backward_weight(m.parameters(), part)
+        assert "Double [" in str(refusal.value) and "expected version" in str(refusal.value)
+        assert all(w.grad is None for w in m.parameters())
+
+
+# A weight that is no leaf any more since the forward: an ordinary backward refuses to accumulate into it.
+
+INTERIOR = "leaf variable has been moved into the graph interior"
+
+
+def move_into_the_interior(w):
+    w.requires_grad_(False)
+    w.mul_(torch.ones((), dtype=f64, requires_grad=True))
+
+
+@needs_zbpipe
+def test_weight_that_has_been_moved_into_the_interior_is_refused_before_the_input_pass():
+    m = Stage(lambda m, x: (x + m.a).sin() @ m.b, a=(4,), b=(4, 4))
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    out = m(x)
+    move_into_the_interior(m.a)
+    with pytest.raises(RuntimeError) as failure:
+        zb.stage_backward_input([out], [torch.ones_like(out)], [x], None)
+    assert INTERIOR in str(failure.value.__cause__)
+    assert x.grad is None
+    with pytest.raises(ValueError, match=r"weights\[0\] of Double \[4\] on cpu is not a leaf"):
+        zb.stage_backward_input([out], [torch.ones_like(out)], [x], [m.a, m.b])
+    # Nothing has been changed: for the other weight alone, which nobody moved, both passes are right.
+    _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], [m.b])
+    zb.stage_backward_weight([m.b], groups)
+    torch.testing.assert_close(m.b.grad, (x + m.a).sin().sum(0).detach()[:, None].expand(4, 4))
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("weights", [True, False])
+@pytest.mark.parametrize("watched", [True, False])
+def test_weight_that_has_been_moved_into_the_interior_is_refused_before_the_weight_pass(weights, watched):
+    m = Stage(lambda m, x: (x + m.a).sin() @ m.b, a=(4,), b=(4, 4))
+    given = [m.a, m.b] if weights else None
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    out = m(x)
+    if watched:
+        m.b.register_hook(lambda grad: None)
+    _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], given)
+    move_into_the_interior(m.a)
+    with pytest.raises(RuntimeError, match=INTERIOR + r": Double \[4\] on cpu, for which param_groups\[\d\]"):
+        zb.stage_backward_weight(given, groups)
+    assert m.b.grad is None
+    (whole,) = [group for group in groups if any(node.variable is m.b for node in group["params"])]
+    zb.stage_backward_weight([m.b] if weights else None, [whole])
+    assert m.b.grad is not None
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_complex_output_without_gradient_is_refused(shape):
+    m = Stage(
+        lambda m, x: (x * m.c).sum(0) if not shape else x * m.c, c=nn.Parameter(torch.ones(3, dtype=torch.complex128))
+    )
+    x = torch.randn(3, dtype=f64, requires_grad=True)
+    with pytest.raises(
+        RuntimeError, match=r"only for real outputs, and stage_outputs_or_loss\[0\] is a tensor of Compl"
+    ):
+        zb.stage_backward_input([m(x)], None, [x], m.parameters())
+    assert x.grad is None
+    out = m(x)
+    _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+    zb.stage_backward_weight(m.parameters(), groups)
+    torch.testing.assert_close(m.c.grad, x.detach().to(torch.complex128))

@@ -1,0 +1,548 @@
+"""Parameter groups: the dict protocol that torch's callers know, subsets and order, spent groups, retain_graph."""
+
+import gc
+import re
+
+import pytest
+import torch
+from support.functions import Ignoring
+from support.oracle import Stage, at_once, check, needs_zbpipe, wrong_on_torch, zb
+from support.processes import in_own_process
+from torch import nn
+
+f64 = torch.float64
+
+
+def layers():
+    return Stage(
+        lambda m, x: m.net(x), net=nn.Sequential(nn.Linear(4, 8, dtype=f64), nn.Tanh(), nn.Linear(8, 4, dtype=f64))
+    )
+
+
+def run_input(m, x=None):
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True) if x is None else x
+    out = m(x)
+    grad = torch.ones_like(out)
+    _, groups = zb.stage_backward_input([out], [grad], [x], m.parameters())
+    return groups, list(torch.autograd.grad(m(x), list(m.parameters()), grad, allow_unused=True))
+
+
+def grads_of(m):
+    return [w.grad for w in m.parameters()]
+
+
+def test_one_group_per_layer():
+    groups, _ = run_input(layers())
+    assert type(groups) is list
+    assert [len(list(g["params"])) for g in groups] == [2, 2]
+
+
+@wrong_on_torch("a later weight does not join groups, depending on the order of a set", always=False)
+def test_bridged_layers_are_one_group():
+    m = Stage(lambda m, x: x @ m.a + x.sin() @ m.b + x.cos() @ (m.a @ m.b), a=(4, 4), b=(4, 4))
+    groups, _ = run_input(m)
+    assert len(groups) == 1
+    assert len(list(groups[0]["params"])) == 2
+    assert len(list(groups[0]["intermediates"])) == 3
+
+
+def test_no_weight_in_the_graph_gives_no_group():
+    groups, _ = run_input(Stage(lambda m, x: x.sin(), a=(4, 4)))
+    assert groups == []
+    assert type(zb.stage_backward_weight([], groups)) is tuple
+
+
+def test_params_and_intermediates_are_autograd_nodes():
+    m = Stage(lambda m, x: x @ m.a, a=(4, 4))
+    (group,), _ = run_input(m)
+    assert [node.name() for node in group["intermediates"]] == ["MmBackward0"]
+    (param,) = group["params"]
+    assert "AccumulateGrad" in param.name()
+    assert param.variable is m.a
+
+
+def test_grads_are_a_tuple_per_intermediate():
+    m = Stage(lambda m, x: x @ m.a, a=(4, 4))
+    (group,), _ = run_input(m)
+    grads = group["grads"]
+    assert len(grads) == len(list(group["intermediates"])) == 1
+    torch.testing.assert_close(grads[0][0], torch.ones(3, 4, dtype=f64))
+
+
+def test_asking_for_fields_changes_nothing():
+    m = layers()
+    groups, expected = run_input(m)
+    for group in groups:
+        for key in ("params", "intermediates", "grads"):
+            assert len(list(group[key])) == len(list(group[key]))
+    zb.stage_backward_weight(m.parameters(), groups)
+    torch.testing.assert_close(grads_of(m), expected)
+
+
+@needs_zbpipe
+def test_unknown_field_is_a_key_error():
+    (group, *_), _ = run_input(layers())
+    with pytest.raises(KeyError):
+        group["nothing"]
+    with pytest.raises((KeyError, TypeError)):
+        group["nothing"] = 1
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("key", ["params", "intermediates"])
+def test_only_grads_can_be_assigned(key):
+    (group, *_), _ = run_input(layers())
+    with pytest.raises((KeyError, TypeError)):
+        group[key] = []
+
+
+@needs_zbpipe
+def test_fields_can_be_asked_for_as_of_a_dict():
+    (group, *_), _ = run_input(layers())
+    assert group.get("grads", None) is not None
+    assert group.get("nothing", 7) == 7
+    assert "grads" in group and "nothing" not in group
+
+
+def test_assigned_gradients_are_what_the_weight_pass_uses():
+    m = Stage(lambda m, x: x @ m.a, a=(4, 4))
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    (group,), _ = run_input(m, x)
+    mine = torch.randn(3, 4, dtype=f64)
+    group["grads"] = [(mine,)]
+    zb.stage_backward_weight(m.parameters(), [group])
+    torch.testing.assert_close(m.a.grad, x.detach().t() @ mine)
+
+
+def test_assigned_gradients_of_a_linear_layer_reach_its_bias_too():
+    m = Stage(lambda m, x: m.net(x), net=nn.Linear(4, 4, dtype=f64))
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    (group,), _ = run_input(m, x)
+    mine = torch.randn(3, 4, dtype=f64)
+    group["grads"] = [(mine,)]
+    zb.stage_backward_weight(m.parameters(), [group])
+    torch.testing.assert_close(m.net.weight.grad, mine.t() @ x.detach())
+    torch.testing.assert_close(m.net.bias.grad, mine.sum(0))
+
+
+def test_assigned_gradients_may_be_none():
+    m = Stage(lambda m, x: x @ m.a, a=(4, 4))
+    (group,), _ = run_input(m)
+    group["grads"] = [(None,)]
+    zb.stage_backward_weight(m.parameters(), [group])
+    assert m.a.grad is None or not m.a.grad.any()
+
+
+def test_assigned_gradients_of_a_node_that_ran_whole_are_refused():
+    """layer_norm over a matrix of scales has let go of its input: W could not start from them."""
+
+    def forward(m, x):
+        out, mean, rstd = torch.native_layer_norm(x, [3, 4], m.g, None, 1e-5)
+        return out
+
+    m = Stage(forward, g=(3, 4))
+    x = torch.randn(2, 3, 4, dtype=f64, requires_grad=True)
+    (group,), _ = run_input(m, x)
+    mine = torch.randn(2, 3, 4, dtype=f64)
+    with pytest.raises(ValueError, match="ran whole"):
+        group["grads"] = [(mine,) + (None,) * (len(group["grads"][0]) - 1)]
+    zb.stage_backward_weight(m.parameters(), [group])
+    torch.testing.assert_close(m.g.grad, torch.autograd.grad(m(x), m.g, torch.ones_like(mine))[0])
+
+
+class Both(torch.autograd.Function):
+    """Passes two tensors through; runs whole."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        return x.clone(), w.clone()
+
+    @staticmethod
+    def backward(ctx, dx, dw):
+        return dx, dw
+
+
+@pytest.mark.parametrize("missing", [(), (0,), (1,)])
+def test_assigned_gradients_of_a_python_function_are_accepted(missing):
+    """As torch's own test of mock gradients does, which asks for no value."""
+
+    def forward(m, x):
+        y, w = Both.apply(x, m.a)
+        return y @ w
+
+    m = Stage(forward, a=(4, 4))
+    (group,), _ = run_input(m)
+    mine = (torch.randn(3, 4, dtype=f64), torch.randn(4, 4, dtype=f64))
+    group["grads"] = [tuple(None if i in missing else g for i, g in enumerate(mine))]
+    zb.stage_backward_weight(m.parameters(), [group])
+
+
+@needs_zbpipe
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        (3, TypeError),
+        ([], ValueError),
+        ([(torch.ones(3, 4),), (torch.ones(3, 4),)], ValueError),
+        (["text"], (TypeError, ValueError)),
+        ([("text",)], TypeError),
+    ],
+)
+def test_assigned_gradients_are_checked(value, error):
+    m = Stage(lambda m, x: x @ m.a, a=(4, 4))
+    (group,), expected = run_input(m)
+    with pytest.raises(error):
+        group["grads"] = value
+    zb.stage_backward_weight(m.parameters(), [group])
+    torch.testing.assert_close(grads_of(m), expected)
+
+
+@needs_zbpipe
+def test_a_group_says_what_it_is():
+    (group, *_), _ = run_input(layers())
+    text = repr(group)
+    assert re.search(r"\b2 param", text), text
+    assert re.search(r"\b1 split node", text), text
+    assert re.search(r"\d+(\.\d+)? ?(B|KB|kB|KiB|MB|bytes)", text), text
+
+
+@needs_zbpipe
+def test_a_spent_group_says_so():
+    m = layers()
+    groups, _ = run_input(m)
+    zb.stage_backward_weight(m.parameters(), groups)
+    assert "spent" in repr(groups[0]) or "released" in repr(groups[0]) or "done" in repr(groups[0])
+
+
+def test_weight_pass_of_some_groups_leaves_the_other_weights_alone():
+    m = layers()
+    groups, expected = run_input(m)
+    first, second = groups
+    zb.stage_backward_weight(m.parameters(), [second])
+    done = [w.grad is not None for w in m.parameters()]
+    assert sorted(done) == [False, False, True, True]
+    zb.stage_backward_weight(m.parameters(), [first])
+    torch.testing.assert_close(grads_of(m), expected)
+
+
+def test_weight_pass_of_no_group_does_nothing():
+    m = layers()
+    groups, expected = run_input(m)
+    assert zb.stage_backward_weight(m.parameters(), []) == (None,) * 4
+    zb.stage_backward_weight(m.parameters(), groups)
+    torch.testing.assert_close(grads_of(m), expected)
+
+
+def test_groups_in_a_tuple():
+    m = layers()
+    groups, expected = run_input(m)
+    zb.stage_backward_weight(list(m.parameters()), tuple(groups))
+    torch.testing.assert_close(grads_of(m), expected)
+
+
+@needs_zbpipe
+def test_groups_of_two_microbatches_in_one_weight_pass():
+    m = layers()
+    first, a = run_input(m)
+    second, b = run_input(m)
+    zb.stage_backward_weight(m.parameters(), [second[0], *first, *second[1:]])
+    torch.testing.assert_close(grads_of(m), [g + h for g, h in zip(a, b, strict=True)])
+
+
+@needs_zbpipe
+def test_spent_groups_are_refused():
+    m = layers()
+    groups, expected = run_input(m)
+    zb.stage_backward_weight(m.parameters(), groups)
+    for again in (groups, groups[:1], groups[1:]):
+        with pytest.raises(RuntimeError, match="already"):
+            zb.stage_backward_weight(m.parameters(), again)
+    torch.testing.assert_close(grads_of(m), expected)
+
+
+@needs_zbpipe
+def test_one_spent_group_among_fresh_ones_is_refused_before_anything_is_touched():
+    m = layers()
+    groups, expected = run_input(m)
+    zb.stage_backward_weight(m.parameters(), groups[:1])
+    before = [None if g is None else g.clone() for g in grads_of(m)]
+    with pytest.raises(RuntimeError, match="already"):
+        zb.stage_backward_weight(m.parameters(), [groups[1], groups[0]])
+    assert [g is None for g in before] == [g is None for g in grads_of(m)]
+    zb.stage_backward_weight(m.parameters(), groups[1:])
+    torch.testing.assert_close(grads_of(m), expected)
+
+
+@needs_zbpipe
+def test_one_group_listed_twice_is_refused_or_runs_once():
+    m = layers()
+    groups, expected = run_input(m)
+    try:
+        zb.stage_backward_weight(m.parameters(), [*groups, groups[0]])
+    except (RuntimeError, ValueError):
+        zb.stage_backward_weight(m.parameters(), groups)
+    torch.testing.assert_close(grads_of(m), expected)
+
+
+@wrong_on_torch("the first W deletes the group's keys")
+def test_retain_graph_keeps_the_groups():
+    m = layers()
+    groups, expected = run_input(m)
+    zb.stage_backward_weight(m.parameters(), groups, retain_graph=True)
+    torch.testing.assert_close(grads_of(m), expected)
+    zb.stage_backward_weight(m.parameters(), groups, retain_graph=True)
+    zb.stage_backward_weight(m.parameters(), groups)
+    torch.testing.assert_close(grads_of(m), [g * 3 for g in expected])
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("what", ["product", "deferred", "whole", "weights' own computation"])
+def test_retain_graph_of_each_kind_of_split_node(what):
+    forward = {
+        "product": lambda m, x: x @ m.a,
+        "deferred": lambda m, x: x * m.b,
+        "whole": lambda m, x: Ignoring.apply(x, m.a, m),
+        "weights' own computation": lambda m, x: x @ (m.a @ m.a.sin()),
+    }[what]
+    m = Stage(forward, a=(4, 4), b=(3, 4))
+    groups, expected = run_input(m)
+    for _ in range(2):
+        zb.stage_backward_weight(m.parameters(), groups, retain_graph=True)
+    zb.stage_backward_weight(m.parameters(), groups)
+    for grad, once in zip(grads_of(m), expected, strict=True):
+        assert (grad is None) == (once is None)
+        if once is not None:
+            torch.testing.assert_close(grad, once * 3)
+
+
+@needs_zbpipe
+def test_groups_are_native_and_hold_no_dict():
+    groups, _ = run_input(layers())
+    assert not isinstance(groups[0], dict)
+    assert not hasattr(groups[0], "__dict__")
+
+
+@needs_zbpipe
+def test_groups_outlive_the_list_the_weights_and_the_outputs():
+    m = layers()
+    groups, _ = run_input(m)
+    last = groups[-1]
+    del groups, m
+    gc.collect()
+    zb.stage_backward_weight(None, [last])
+
+
+def test_weights_may_come_in_any_order_and_only_those_of_the_groups():
+    m = layers()
+    groups, expected = run_input(m)
+    for group in groups:
+        mine = [node.variable for node in group["params"]]
+        zb.stage_backward_weight(mine, [group])
+    torch.testing.assert_close(grads_of(m), expected)
+
+
+@needs_zbpipe
+def test_weight_pass_with_weights_none():
+    m = layers()
+    groups, expected = run_input(m)
+    assert type(zb.stage_backward_weight(None, groups)) is tuple
+    torch.testing.assert_close(grads_of(m), expected)
+
+
+def test_many_small_groups_one_at_a_time():
+    m = Stage(lambda m, x: m.net(x), net=nn.Sequential(*(nn.Linear(4, 4, dtype=f64) for _ in range(30))))
+    check(m, (3, 4), orders=(at_once,))
+    groups, expected = run_input(m)
+    assert len(groups) == 30
+    for group in groups[::2] + groups[1::2]:
+        zb.stage_backward_weight(m.parameters(), [group])
+    torch.testing.assert_close(grads_of(m), expected)
+
+
+@needs_zbpipe
+def test_hook_that_clears_the_callers_lists_during_the_weight_pass():
+    """And has their memory used again, which ends in a crash where a group was still in use."""
+    in_own_process("""
+        from torch import nn
+
+        net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+        expected = [torch.zeros_like(w) for w in net.parameters()]
+        lists, kept = [], []
+
+        def hook(_):
+            for mine in lists:
+                mine.clear()
+            kept.append([bytearray(16 * n) for n in range(64)])
+
+        for _ in range(20):
+            x = torch.randn(3, 4, requires_grad=True)
+            weights = list(net.parameters())
+            for total, grad in zip(expected, torch.autograd.grad(net(x).sum(), weights)):
+                total += grad
+            out = net(x)
+            groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], weights)[1]
+            del out
+            lists[:] = [groups, weights]
+            handles = [w.register_hook(hook) for w in weights]
+            zb.stage_backward_weight(weights, groups)
+            assert groups == weights == []
+            for handle in handles:
+                handle.remove()
+        torch.testing.assert_close([w.grad for w in net.parameters()], expected)
+    """)
+
+
+@needs_zbpipe
+def test_group_asked_by_a_hook_during_its_own_weight_pass():
+    m = layers()
+    groups, expected = run_input(m)
+    answers = []
+
+    def hook(_):
+        for group in groups:
+            answers.append(repr(group))
+            assert group.bytes_held >= 0
+            for key in ("params", "intermediates", "grads"):
+                with pytest.raises(RuntimeError):
+                    group[key]
+
+    m.net[0].weight.register_hook(hook)
+    zb.stage_backward_weight(m.parameters(), groups)
+    assert len(answers) == 2
+    assert all("running" in answer for answer in answers), answers
+    torch.testing.assert_close(grads_of(m), expected)
+
+
+@needs_zbpipe
+def test_group_asked_by_a_destructor_during_its_own_weight_pass():
+    """Of an object that a tensor carries which the weight pass lets go of."""
+    in_own_process("""
+        class Last:
+            def __del__(self):
+                freed.append(1)
+                try:
+                    ask(groups)
+                except RuntimeError:
+                    pass
+
+        for ask in (
+            lambda groups: repr(groups),
+            lambda groups: groups[0].bytes_held,
+            lambda groups: groups[0].get("grads"),
+            lambda groups: groups.clear(),
+        ):
+            freed = []
+            w = torch.randn(3, 3, requires_grad=True)
+            x = torch.randn(2, 3, requires_grad=True)
+            h = x
+            for _ in range(3):
+                data = torch.randn(2, 3)
+                data.mark = Last()
+                h = torch.addmm(torch.tanh(h), data, w)
+                del data
+            w.register_hook(lambda grad: None)
+            groups = zb.stage_backward_input([h], [torch.ones(2, 3)], [x], [w])[1]
+            del h
+            zb.stage_backward_weight([w], groups)
+            assert len(freed) == 3, freed
+            assert w.grad is not None
+    """)
+
+
+class TwoBranches(nn.Module):
+    """A convolution, or a norm, whose output somebody keeps."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        kept = self.layer(x * 2.0)
+        return kept, kept.relu().sum()
+
+
+LAYERS = {
+    "convolution": (lambda: nn.Conv2d(3, 4, 3), "matrices", (2, 3, 6, 6)),
+    "norm": (lambda: nn.LayerNorm(6), "all", (2, 6)),
+    "product": (lambda: nn.Linear(6, 4), "matrices", (2, 6)),
+    "whole": (lambda: nn.LayerNorm(6), "nothing", (2, 6)),
+}
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("end", ["weight pass", "retried", "retained first", "dropped"])
+def test_what_a_node_has_saved_goes_with_its_weight_pass_whoever_keeps_its_output(layer, end):
+    make, defer, shape = LAYERS[layer]
+    m = TwoBranches(make())
+    x = torch.randn(shape, requires_grad=True)
+    kept, out = m(x)
+    node = kept.grad_fn
+    names = [name for name in dir(node) if name.startswith("_raw_saved_")]
+    assert names
+    expected = torch.autograd.grad(m(x)[1], list(m.parameters()))
+    raised = []
+
+    def fails_once(grad):
+        if end == "retried" and not raised:
+            raised.append(1)
+            raise ValueError("from the hook")
+
+    m.layer.weight.register_hook(fails_once)
+    with zb.policy(defer=defer):
+        _, groups = zb.stage_backward_input([out], None, [x], m.parameters())
+        if end == "retained first":
+            zb.stage_backward_weight(m.parameters(), groups, retain_graph=True)
+            m.zero_grad()
+        if end == "retried":
+            with pytest.raises(ValueError, match="from the hook"):
+                zb.stage_backward_weight(m.parameters(), groups)
+        if end != "dropped":
+            zb.stage_backward_weight(m.parameters(), groups)
+            torch.testing.assert_close([w.grad for w in m.parameters()], list(expected))
+    del groups
+    for name in names:
+        if isinstance(getattr(node, name), tuple):
+            continue
+        with pytest.raises(RuntimeError, match="after they have already been freed"):
+            getattr(node, name.replace("_raw", ""))
+
+
+@needs_zbpipe
+def test_graph_of_a_failed_input_pass_keeps_what_its_nodes_have_saved():
+    """The groups that it has made go, the nodes that have not run are the user's."""
+    conv = nn.Conv2d(3, 4, 3)
+    x = torch.randn(2, 3, 6, 6, requires_grad=True)
+
+    def fails(grad):
+        raise ValueError("from the hook")
+
+    h = conv(x)
+    handle = h.register_hook(fails)
+    out = h.relu().sum()
+    with pytest.raises(RuntimeError, match="Failed to run stage backward input"):
+        zb.stage_backward_input([out], None, [x], conv.parameters())
+    handle.remove()
+    h.sum().backward()
+    torch.testing.assert_close(conv.bias.grad, torch.full((4,), 2.0 * 16))
+
+
+@needs_zbpipe
+def test_groups_of_symbolic_sizes_can_be_asked_about():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    x = mode.from_tensor(torch.randn(6, 8))
+    with mode:
+        x.requires_grad_()
+        weights = [nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(1, 3, 3))]
+        out = nn.functional.conv1d((x @ weights[0])[:, None], weights[1][:, :1]).sum()
+        _, groups = zb.stage_backward_input([out], None, [x], weights)
+        for group in groups:
+            assert not group.spent
+            assert "grads" in group and group.keys() == ["params", "intermediates", "grads"]
+            assert "1 parameter" in repr(group)
+            assert group.bytes_held >= 0
+            assert group._reads_weights in (True, False)
+            assert all(size >= 0 for _, _, tensors in group._account() for _, _, size, *_ in tensors)

@@ -1,0 +1,467 @@
+"""Matrix products in every form that models write: what is held for W, and how W adds it."""
+
+import contextlib
+
+import pytest
+import torch
+from support.oracle import Stage, check, needs_zbpipe, random_input, weight, zb
+from torch import nn
+from torch.nn import functional as F
+
+pytestmark = needs_zbpipe
+
+f32 = torch.float32
+N, K, M = 1280, 260, 40  # larger than a panel, so that the product is added in several
+
+
+def parameter(*shape):
+    return weight(*shape, dtype=f32)
+
+
+# name: (function of stage and input, shape of the weight, shape of the input, W adds in place)
+FORMS = {
+    "mm": (lambda m, x: x @ m.w, (K, N), (M, K), True),
+    "mm, weight on the left": (lambda m, x: m.w @ x, (N, K), (K, M), True),
+    "mm, transposed weight": (lambda m, x: x @ m.w.t(), (N, K), (M, K), True),
+    "mm, twice transposed": (lambda m, x: x @ m.w.t().mT.permute(1, 0), (N, K), (M, K), True),
+    "addmm": (lambda m, x: torch.addmm(x[:, :1], x, m.w), (K, N), (M, K), True),
+    "linear of 3 dimensions": (lambda m, x: F.linear(x, m.w), (N, K), (2, M, K), True),
+    "linear of 4 dimensions": (lambda m, x: F.linear(x, m.w), (N, K), (2, 3, M, K), True),
+    "linear of 1 dimension": (lambda m, x: F.linear(x, m.w), (N, K), (K,), True),
+    "matmul of 4 and 2 dimensions": (lambda m, x: x @ m.w, (K, N), (2, 3, M, K), True),
+    "bmm": (lambda m, x: torch.bmm(x, m.w), (9, K, 300), (9, 5, K), True),
+    "bmm, weight on the left": (lambda m, x: torch.bmm(m.w, x), (9, 300, K), (9, K, 5), True),
+    "bmm, transposed weight": (lambda m, x: torch.bmm(x, m.w.mT), (9, 300, K), (9, 5, K), True),
+    "baddbmm": (lambda m, x: torch.baddbmm(x[:, :, :1], x, m.w), (9, K, 300), (9, 5, K), True),
+    "bmm, expanded weight": (lambda m, x: torch.bmm(x, m.w.expand(4, K, 30)), (K, 30), (4, 5, K), False),
+    "matmul, broadcast weight": (lambda m, x: x @ m.w, (3, K, 30), (2, 1, M, K), False),
+    "viewed weight": (lambda m, x: x @ m.w.view(K, N), (K * N,), (M, K), True),
+    "weight with heads": (lambda m, x: x @ m.w.flatten(1), (K, 20, N // 20), (M, K), True),
+    "einsum bd,de->be": (lambda m, x: torch.einsum("bd,de->be", x, m.w), (K, N), (M, K), True),
+    "einsum btd,ed->bte": (lambda m, x: torch.einsum("btd,ed->bte", x, m.w), (N, K), (2, M, K), True),
+    "einsum btd,dhe->bthe": (lambda m, x: torch.einsum("btd,dhe->bthe", x, m.w), (K, 40, 30), (2, M, K), True),
+    "einsum bthd,hde->bthe": (lambda m, x: torch.einsum("bthd,hde->bthe", x, m.w), (9, K, 300), (2, 5, 9, K), True),
+    "einsum btd,hde->bhte": (lambda m, x: torch.einsum("btd,hde->bhte", x, m.w), (20, K, 30), (2, M, K), False),
+    "tensordot": (lambda m, x: torch.tensordot(x, m.w, 1), (K, N), (2, M, K), True),
+}
+
+
+def stage_of(form):
+    forward, shape, input_shape, _ = FORMS[form]
+    return Stage(lambda m, x: forward(m, x), w=parameter(*shape)), random_input(*input_shape)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients(form):
+    m, make_input = stage_of(form)
+    check(m, make_input, exact=True, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_with_existing_ones(form):
+    m, make_input = stage_of(form)
+    check(m, make_input, existing=True, microbatches=3, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_when_fused(form):
+    m, make_input = stage_of(form)
+    with zb.policy(fused=True):
+        check(m, make_input, existing=True, microbatches=3, rtol=1e-4, atol=1e-4)
+
+
+def passes(m, x, context=contextlib.nullcontext):
+    """I of one microbatch; what W needs."""
+    with context():
+        out = m(x)
+    grad = torch.randn_like(out)
+    dinputs, groups = zb.stage_backward_input([out], [grad], [x], m.parameters())
+    del out, dinputs
+    return groups, grad
+
+
+def largest_allocation(function):
+    """Bytes of the largest block that `function` asks the allocator for."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        function()
+    sizes = [event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(sizes, default=0)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("form", [form for form, spec in FORMS.items() if spec[3]])
+def test_no_temporary_of_the_weights_size_is_made(form, fused):
+    m, make_input = stage_of(form)
+    m.w.grad = torch.ones_like(m.w)
+    groups, _ = passes(m, make_input())
+    address = m.w.grad.data_ptr()
+    with zb.policy(fused=fused):
+        largest = largest_allocation(lambda: zb.stage_backward_weight(m.parameters(), groups))
+    assert largest < m.w.nbytes
+    assert m.w.grad.data_ptr() == address
+
+
+def test_the_counter_of_temporaries_sees_one():
+    m, make_input = stage_of("mm")
+    groups, _ = passes(m, make_input())
+    assert largest_allocation(lambda: zb.stage_backward_weight(m.parameters(), groups)) == m.w.nbytes
+
+
+HOLDS = [form for form in FORMS if form not in ("matmul, broadcast weight", "einsum btd,hde->bhte")]
+
+
+@pytest.mark.parametrize("form", HOLDS)
+def test_held_are_the_input_and_the_output_gradient(form):
+    m, make_input = stage_of(form)
+    x = make_input()
+    groups, grad = passes(m, x)
+    sizes = {x.nbytes, grad.nbytes}
+    assert sum(group.bytes_held for group in groups) == sum(sizes)
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey")
+def test_gradient_that_cannot_be_viewed_in_the_products_shape_goes_another_way():
+    m = Stage(lambda m, x: x @ m.w.view(K, N), w=parameter(N * K))
+    m.w.grad = torch.zeros(N * K, 2)[
+        :, 0
+    ]  # strided: a view of it in two dimensions exists; of an expanded one none does
+    twin = torch.zeros(N * K)
+    for _ in range(2):
+        x = torch.randn(M, K, requires_grad=True)
+        groups, grad = passes(m, x)
+        zb.stage_backward_weight(m.parameters(), groups)
+        twin += (x.detach().t() @ grad).view(-1)
+    torch.testing.assert_close(m.w.grad, twin)
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey")
+@pytest.mark.parametrize("layout", ["transposed", "sliced", "expanded weight", "double", "requires grad"])
+def test_gradients_of_odd_layouts(layout):
+    """What the user has put into .grad is added to, or replaced, as an ordinary backward would."""
+
+    def grad_of(w):
+        if layout == "transposed":
+            return torch.ones(w.shape[1], w.shape[0]).t()
+        if layout == "sliced":
+            return torch.ones(w.shape[0], 2 * w.shape[1])[:, ::2]
+        if layout == "requires grad":
+            return torch.ones(w.shape).requires_grad_()
+        return torch.ones(w.shape)
+
+    def setup(m):
+        m.w.grad = grad_of(m.w)
+        m.kept_grad = m.w.grad
+
+    dtype = torch.float64 if layout == "double" else f32
+    m = Stage(lambda m, x: x @ m.w.t(), w=weight(N, K, dtype=dtype))
+    if layout == "expanded weight":
+        m = Stage(lambda m, x: x @ m.w, w=nn.Parameter(torch.randn(K, 1).expand(K, 4)))
+    check(m, random_input(M, K, dtype=dtype), setup=setup if layout != "double" else lambda m: None, microbatches=3)
+
+
+def bfloat16_autocast():
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("existing", [False, True])
+def test_autocast_casts_between_product_and_weight(bias, existing):
+    m = Stage(lambda m, x: m.net(x).float(), net=nn.Linear(K, N, bias=bias))
+    check(m, random_input(M, K), forward_context=bfloat16_autocast, existing=existing, rtol=0, atol=0)
+
+
+def test_autocast_needs_the_temporaries_of_an_ordinary_backward():
+    """The product in its own dtype, and that in the weight's."""
+    m = Stage(lambda m, x: m.net(x).float(), net=nn.Linear(K, N, bias=False))
+    m.net.weight.grad = torch.ones(N, K)
+    groups, _ = passes(m, torch.randn(M, K, requires_grad=True), bfloat16_autocast)
+    assert sum(group.bytes_held for group in groups) == 2 * (M * K + M * N)  # in bfloat16
+    assert largest_allocation(lambda: zb.stage_backward_weight(m.parameters(), groups)) == m.net.weight.nbytes
+
+
+def test_low_precision_weights():
+    for dtype in (torch.bfloat16, torch.float16):
+        m = Stage(lambda m, x: m.net(x), net=nn.Linear(K, N, dtype=dtype))
+        check(m, random_input(M, K, dtype=dtype), existing=True, rtol=0, atol=0)
+
+
+def test_hook_on_a_node_between_product_and_weight_fires():
+    def setup(m):
+        m.hook = m.log("view", lambda g: g)
+
+    def forward(m, x):
+        v = m.w.view(K, N)
+        v.register_hook(m.log("view"))
+        return x @ v
+
+    check(Stage(forward, w=parameter(K * N)), random_input(M, K), rtol=0, atol=0)
+
+
+def test_hook_that_comes_after_the_input_pass_fires():
+    m = Stage(lambda m, x: x @ m.v, w=parameter(K * N))
+    m.v = m.w.view(K, N)
+    groups, _ = passes(m, torch.randn(M, K, requires_grad=True))
+    seen = []
+    m.v.register_hook(lambda g: seen.append(g.shape))
+    zb.stage_backward_weight([m.w], groups)
+    assert seen == [(K, N)]
+    assert m.w.grad is not None
+
+
+def test_retained_groups_of_whole_nodes_behind_views():
+    """W must not give away memory that the next W reads."""
+    m = Stage(lambda m, x: x * m.w.view(4, 4), w=parameter(16))
+    x = torch.randn(4, 4, requires_grad=True)
+    groups, grad = passes(m, x)
+    for k in range(3):
+        zb.stage_backward_weight([m.w], groups, retain_graph=True)
+        torch.testing.assert_close(m.w.grad, (k + 1) * (grad * x.detach()).view(-1))
+
+
+def test_weight_root_behind_a_view_does_not_take_the_callers_gradient():
+    w = parameter(16)
+    grad = torch.ones(4, 4)
+    _, groups = zb.stage_backward_input([w.view(4, 4)], [grad], [], [w])
+    zb.stage_backward_weight([w], groups)
+    w.grad.add_(1)
+    assert grad.eq(1).all()
+
+
+needs_grouped_mm = pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no grouped product")
+
+
+def routed(m, x):
+    """A mixture of experts: rows sorted by expert, one grouped product."""
+    offsets = torch.tensor([8, 8, 24, 32], dtype=torch.int32)
+    hidden = torch._grouped_mm(x, m.up, offs=offsets)
+    return torch._grouped_mm(F.silu(hidden), m.down.mT, offs=offsets)
+
+
+@needs_grouped_mm
+def test_grouped_products_are_deferred():
+    m = Stage(routed, up=weight(4, 16, 64, dtype=torch.bfloat16), down=weight(4, 16, 64, dtype=torch.bfloat16))
+    make_input = random_input(32, 16, dtype=torch.bfloat16)
+    check(m, make_input, rtol=0, atol=0)
+    groups, _ = passes(m, make_input())
+    names = sorted(node.name() for group in groups for node in group["intermediates"])
+    assert names == ["GroupedMmBackward0"] * 2
+    offsets = 4 * 4
+    assert sum(group.bytes_held for group in groups) == 2 * (32 * 16 * 2 + 32 * 64 * 2) + 2 * offsets
+
+
+def convolutions(m, x):
+    return F.conv_transpose2d(F.conv2d(x, m.a, padding=1).relu(), m.b, stride=2)
+
+
+def test_convolutions_hold_input_and_output_gradient():
+    m = Stage(convolutions, a=parameter(6, 3, 3, 3), b=parameter(6, 4, 2, 2))
+    make_input = random_input(2, 3, 8, 8)
+    check(m, make_input, rtol=0, atol=0)
+    x = make_input()
+    groups, grad = passes(m, x)
+    hidden = 4 * 2 * 6 * 8 * 8
+    assert sum(group.bytes_held for group in groups) == x.nbytes + hidden + hidden + grad.nbytes
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_convolution_of_a_computed_weight_does_not_hold_it(channels_last):
+    """The node insists on a weight though its weight gradient does not read it."""
+
+    def forward(m, x):
+        x = x.contiguous(memory_format=torch.channels_last) if channels_last else x
+        return F.conv2d(x, m.a * 2, m.b)
+
+    m = Stage(forward, a=parameter(32, 8, 3, 3), b=parameter(32))
+    make_input = random_input(2, 8, 8, 8)
+    check(m, make_input, rtol=1e-6, atol=1e-6)
+    groups, grad = passes(m, make_input())
+    assert sum(group.bytes_held for group in groups) == 4 * 2 * 8 * 8 * 8 + grad.nbytes
+
+
+def test_convolution_of_a_computed_weight_can_run_again():
+    m = Stage(lambda m, x: F.conv2d(x, m.a * 2), a=parameter(4, 2, 3, 3))
+    groups, _ = passes(m, torch.randn(1, 2, 5, 5, requires_grad=True))
+    zb.stage_backward_weight([m.a], groups, retain_graph=True)
+    once = m.a.grad.clone()
+    zb.stage_backward_weight([m.a], groups, retain_graph=True)
+    torch.testing.assert_close(m.a.grad, 2 * once)
+
+
+def test_product_of_two_computed_factors_holds_what_it_reads():
+    """Neither factor of `x @ (a + b)` is a weight; the sum of the weights is not kept."""
+    m = Stage(lambda m, x: torch.bmm(x.exp(), m.a + m.b), a=parameter(3, 8, 64), b=parameter(3, 8, 64))
+    x = torch.randn(3, 2, 8, requires_grad=True)
+    groups, grad = passes(m, x)
+    assert sum(group.bytes_held for group in groups) == x.nbytes + grad.nbytes
+
+
+def test_scaled_product_does_not_hold_the_computed_weight():
+    m = Stage(lambda m, x: torch.addmm(x[:, :1], x, m.a * 2, alpha=3.0), a=parameter(K, N))
+    check(m, random_input(M, K), rtol=1e-5, atol=1e-5)
+    groups, grad = passes(m, torch.randn(M, K, requires_grad=True))
+    assert sum(group.bytes_held for group in groups) == 4 * M * K + grad.nbytes
+
+
+def test_stage_of_linear_layers_is_equal_bit_for_bit():
+    net = nn.Sequential(nn.Linear(64, 500), nn.GELU(), nn.Linear(500, 64), nn.LayerNorm(64))
+    for dtype in (f32, torch.float64):
+        m = Stage(lambda m, x: m.net(x), net=net.to(dtype))
+        check(m, random_input(300, 64, dtype=dtype), microbatches=4, existing=True, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("existing", [False, True])
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("view", [False, True])
+def test_weight_that_is_cast_down_and_up_again(low, existing, view):
+    """Fake quantisation: the lower dtype rounds, or overflows, on the way back too."""
+    shape = (16, 4) if view else (8, 8)
+    m = Stage(lambda m, x: x @ m.w.to(low).to(f32).view(8, 8), w=parameter(*shape))
+    check(m, random_input(16, 8), output_grads=lambda outs: [1e4 * torch.ones_like(outs[0])], existing=existing)
+
+
+@pytest.mark.parametrize("outputs", [lambda m, x, c: (x @ c, c), lambda m, x, c: (c, x.sum(), c)])
+def test_gradients_that_meet_at_a_cast_are_added_before_it(outputs):
+    """One of them comes from a stage output."""
+    m = Stage(lambda m, x: outputs(m, x, m.w.to(torch.bfloat16)), w=parameter(8, 8))
+    check(m, random_input(16, 8, dtype=torch.bfloat16), rtol=0, atol=0)
+
+
+class FailingProduct(torch.utils._python_dispatch.TorchDispatchMode):
+    """Runs out of memory at one of the products."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.left = number
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm_.default):
+            self.left -= 1
+            if self.left < 0:
+                raise torch.OutOfMemoryError("out of memory")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("form", ["mm", "linear of 3 dimensions", "bmm", "einsum bthd,hde->bthe"])
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_panels_that_a_failed_weight_pass_has_added_are_not_added_again(form, main_grad):
+    m, make_input = stage_of(form)
+    x = make_input()
+    expected = torch.ones(m.w.shape)
+    out = m(x)
+    grad = torch.randn_like(out)
+    expected += torch.autograd.grad(out, m.w, grad)[0]
+    place = torch.ones(m.w.shape)
+    if main_grad:
+        m.w.main_grad = place
+    else:
+        m.w.grad = place
+    with zb.policy(main_grad=main_grad):
+        _, groups = zb.stage_backward_input([m(x)], [grad], [x], [m.w])
+        for number in (1, 1, 0):
+            with FailingProduct(number), pytest.raises(torch.OutOfMemoryError):
+                zb.stage_backward_weight([m.w], groups)
+            if number:
+                assert place.ne(1).any()
+        with zb.policy(fused=True):
+            zb.stage_backward_weight([m.w], groups)
+    torch.testing.assert_close(place, expected, rtol=1e-6, atol=1e-5)
+
+
+def hook_on_the_weight(m, on_the_way):
+    m.w.register_hook(lambda grad: None)
+
+
+def hook_on_the_way(m, on_the_way):
+    on_the_way.grad_fn.register_prehook(lambda grads: None)
+
+
+def replaced_by(make):
+    def replace(m, on_the_way):
+        place = "main_grad" if hasattr(m.w, "main_grad") else "grad"
+        before = getattr(m.w, place)
+        setattr(m.w, place, make(before))
+        return lambda: setattr(m.w, place, before)
+
+    return replace
+
+
+CHANGES = {
+    "hook on the weight": hook_on_the_weight,
+    "hook on the way": hook_on_the_way,
+    "no gradient": replaced_by(lambda grad: None),
+    "zeros": replaced_by(torch.zeros_like),
+    "copy": replaced_by(torch.clone),
+    "another dtype": replaced_by(lambda grad: grad.half()),
+}
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_half_added_product_that_cannot_go_on_is_refused_before_anything_is_added(change, main_grad):
+    """And goes on when the gradient is put back."""
+    if change == "another dtype" and not main_grad:
+        pytest.skip("a .grad of another dtype is refused by torch")
+    w, other = parameter(N, K), parameter(4, 4)
+    m = Stage(lambda m, x: None, w=w, other=other)
+    x, y = (make() for make in (random_input(M, K), random_input(3, 4)))
+    place = torch.ones(N, K)
+    setattr(w, "main_grad" if main_grad else "grad", place)
+    on_the_way = w.t()
+    outs = [x @ on_the_way, y @ other]
+    grads = [torch.randn_like(out) for out in outs]
+    expected = 1 + grads[0].t() @ x.detach()
+    with zb.policy(main_grad=main_grad):
+        _, groups = zb.stage_backward_input(outs, grads, [x, y], [w, other])
+        groups.sort(key=lambda group: "w" if any(node.variable is w for node in group["params"]) else "other")
+        with FailingProduct(1), pytest.raises(torch.OutOfMemoryError):
+            zb.stage_backward_weight([w, other], groups[::-1])
+        assert place.ne(1).any() and place.eq(1).any()
+        other.grad = None
+        put_back = CHANGES[change](m, on_the_way)
+        with pytest.raises(
+            RuntimeError, match=r"weight of Float \[1280, 260\], and since then its gradient was replaced"
+        ):
+            zb.stage_backward_weight([w, other], groups)
+        assert other.grad is None
+        if put_back is not None:
+            put_back()
+            zb.stage_backward_weight([w, other], groups)
+            torch.testing.assert_close(place, expected, rtol=1e-6, atol=1e-5)
+
+
+def test_what_was_added_by_a_path_is_not_added_again_when_a_hook_is_put_on_it():
+    w = parameter(8, 6)
+    x, y = (make() for make in (random_input(3, 6), random_input(5, 6)))
+    transposed = [w.t(), w.t()]
+    outs = [x @ transposed[0], y @ transposed[1]]
+    grads = [torch.randn_like(out) for out in outs]
+    w.grad = torch.zeros_like(w)
+    expected = grads[0].t() @ x.detach() + grads[1].t() @ y.detach()
+    _, groups = zb.stage_backward_input(outs, grads, [x, y], [w])
+    with zb.policy(fused=True), FailingProduct(1), pytest.raises(torch.OutOfMemoryError):
+        zb.stage_backward_weight([w], groups)
+    assert w.grad.ne(0).any()
+    for way in transposed:
+        way.grad_fn.register_prehook(lambda grads: None)
+    zb.stage_backward_weight([w], groups)
+    torch.testing.assert_close(w.grad, expected)
+
+
+@pytest.mark.parametrize("form", ["mm", "bmm"])
+def test_gradient_whose_elements_share_memory_is_refused_as_by_torch(form):
+    m, make_input = stage_of(form)
+    m.w.grad = torch.zeros([1] * m.w.dim()).expand(m.w.shape)
+    groups, _ = passes(m, make_input())
+    with pytest.raises(RuntimeError, match="single memory location"):
+        zb.stage_backward_weight([m.w], groups)
+    assert m.w.grad.eq(0).all()
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
+@pytest.mark.parametrize("grad_dtype", [None, torch.bfloat16, f32])
+def test_gradient_of_another_dtype_than_the_weight(grad_dtype):
+    def setup(m):
+        m.w.grad_dtype = grad_dtype
+        m.w.grad = torch.ones(K, N, dtype=torch.bfloat16 if grad_dtype is not f32 else f32)
+
+    check(Stage(lambda m, x: x @ m.w, w=parameter(K, N)), random_input(M, K), setup=setup, microbatches=3)

@@ -1,0 +1,136 @@
+"""The passes and each group are ranges in torch's profiler, and what they compute lies in them."""
+
+import pytest
+import torch
+from support.functions import Product
+from support.oracle import needs_zbpipe
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import zbpipe
+
+pytestmark = needs_zbpipe
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.down(self.up(x).tanh())
+
+
+def profiled_passes(net, retry=False):
+    """The events of one I and one W."""
+    x = torch.randn(4, 8, requires_grad=True)
+    out = net(x)
+    with profile(activities=[ProfilerActivity.CPU]) as prof:
+        _, groups = zbpipe.stage_backward_input([out], [torch.ones_like(out)], [x], net.parameters())
+        zbpipe.stage_backward_weight(net.parameters(), groups)
+    return prof.events()
+
+
+def ranges(events, name):
+    return [event.time_range for event in events if event.name == name]
+
+
+def inside(inner, outer):
+    return outer.start <= inner.start and inner.end <= outer.end
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_products_of_the_weights_lie_in_their_groups_and_these_in_the_weight_pass(hooked):
+    net = Net()
+    zbpipe.name_parameters(net, "stage0.")
+    if hooked:
+        for w in net.parameters():
+            w.register_hook(lambda grad: None)
+    events = profiled_passes(net)
+    (i,), (w,) = ranges(events, "zbpipe::input_pass"), ranges(events, "zbpipe::weight_pass")
+    assert i.end <= w.start
+    groups = {event.name: event.time_range for event in events if event.name.startswith("zbpipe::group")}
+    assert groups.keys() == {
+        "zbpipe::group stage0.up.weight, stage0.up.bias",
+        "zbpipe::group stage0.down.weight, stage0.down.bias",
+    }
+    assert all(inside(group, w) for group in groups.values())
+    products = ranges(events, "aten::mm")
+    in_w = [product for product in products if inside(product, w)]
+    assert len(in_w) == 2
+    assert all(sum(inside(product, group) for group in groups.values()) == 1 for product in in_w)
+    assert len([product for product in products if inside(product, i)]) == 2
+
+
+def test_groups_without_names_show_shapes():
+    names = {event.name for event in profiled_passes(Net())}
+    assert {"zbpipe::group [16, 8], [16]", "zbpipe::group [8, 16], [8]"} <= names
+
+
+def test_many_names_are_cut_short():
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.ParameterList(torch.randn(8, 8) for _ in range(6))
+
+        def forward(self, x):
+            return x @ sum(self.w)
+
+    net = Sum()
+    zbpipe.name_parameters(net)
+    names = {event.name for event in profiled_passes(net)}
+    shown = [name for name in names if name.startswith("zbpipe::group")]
+    assert len(shown) == 1 and shown[0].endswith(" and 2 more") and shown[0].count("w.") == 4
+
+
+class Handing(Product):
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return grad @ w.mT, zbpipe.defer(lambda x, grad: x.mT @ grad, 1, (x, grad))
+
+
+def test_work_that_was_handed_over_is_a_range_of_its_own():
+    class HandingNet(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x):
+            return Handing.apply(x, self.w)
+
+    events = profiled_passes(HandingNet())
+    (w,), (work,) = ranges(events, "zbpipe::weight_pass"), ranges(events, "zbpipe::work")
+    assert inside(work, w)
+    assert sum(inside(product, work) for product in ranges(events, "aten::mm")) == 1
+
+
+def test_a_name_that_is_none_is_passed_over():
+    net = Net()
+    net.up.weight._zbpipe_name = 3
+    assert "zbpipe::group [16, 8], [16]" in {event.name for event in profiled_passes(net)}
+
+
+def test_ranges_end_when_a_pass_raises():
+    net = Net()
+    failing = []
+
+    def hook(grad):
+        if not failing:
+            failing.append(1)
+            raise ValueError("the hook")
+
+    net.up.weight.register_hook(hook)
+    x = torch.randn(4, 8, requires_grad=True)
+    out = net(x)
+    _, groups = zbpipe.stage_backward_input([out], [torch.ones_like(out)], [x], net.parameters())
+    with profile(activities=[ProfilerActivity.CPU]) as prof:
+        with pytest.raises(ValueError, match="the hook"):
+            zbpipe.stage_backward_weight(net.parameters(), groups)
+        zbpipe.stage_backward_weight(net.parameters(), groups)
+        torch.ones(2) + 1
+    events = prof.events()
+    first, second = sorted(ranges(events, "zbpipe::weight_pass"), key=lambda r: r.start)
+    assert first.end <= second.start
+    (after,) = ranges(events, "aten::add")
+    assert after.start >= second.end

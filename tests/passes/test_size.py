@@ -1,0 +1,303 @@
+"""Large and deep stages: no crash, and work that grows with the number of nodes and no faster.
+
+Linearity is counted in node runs and operations, not in seconds. What may crash runs in a process of its own.
+"""
+
+import gc
+import sys
+
+import pytest
+import torch
+from support.oracle import Stage, needs_zbpipe, wrong_on_torch, zb
+from support.processes import in_own_process
+from torch import nn
+
+f64 = torch.float64
+
+
+@wrong_on_torch("segmentation fault: nodes that Python wrapped are freed recursively")
+def test_chain_of_100_000_nodes_that_each_have_a_weight():
+    in_own_process("""
+        x = torch.ones(2, requires_grad=True)
+        weights = [torch.ones(2, requires_grad=True) for _ in range(4)]
+        y = x
+        for i in range(100_000):
+            y = y + weights[i % 4]
+        dinput = passes(y, x, weights)
+        assert dinput.tolist() == [1.0, 1.0]
+        assert [w.grad.tolist() for w in weights] == [[25_000.0] * 2] * 4
+        del y
+    """)
+
+
+@wrong_on_torch("segmentation fault: nodes that Python wrapped are freed recursively")
+def test_chain_of_100_000_nodes_without_weights():
+    in_own_process("""
+        x, w = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+        y = x * w
+        for i in range(100_000):
+            y = y + 1.0
+        assert passes(y, x, [w]).tolist() == [1.0, 1.0]
+        assert w.grad.tolist() == [1.0, 1.0]
+        del y
+    """)
+
+
+@wrong_on_torch("segmentation fault: nodes that Python wrapped are freed recursively")
+def test_chain_of_100_000_nodes_in_the_weights_own_computation():
+    in_own_process("""
+        x, w = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+        v = w
+        for i in range(100_000):
+            v = v + 1.0
+        y = x * v
+        passes(y, x, [w])
+        assert w.grad.tolist() == [1.0, 1.0]
+        del y, v
+    """)
+
+
+@wrong_on_torch("segmentation fault: nodes that Python wrapped are freed recursively")
+@pytest.mark.parametrize("ends", ["I and W", "groups dropped"])
+def test_chain_of_100_000_nodes_that_save_something_in_the_weights_own_computation(ends):
+    in_own_process(f"""
+        x, w = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+        v = w
+        for i in range(100_000):
+            v = v * 1.0 if i % 2 else torch.neg(v).abs()
+        y = x * v
+        if {ends!r} == "I and W":
+            passes(y, x, [w])
+            assert w.grad.tolist() == [1.0, 1.0]
+        else:
+            _, groups = zb.stage_backward_input([y], [torch.ones(2)], [x], [w])
+            del groups
+        del y, v
+    """)
+
+
+@needs_zbpipe
+def test_chain_of_100_000_products_whose_groups_are_dropped():
+    in_own_process("""
+        x = torch.ones(1, 1, requires_grad=True)
+        weights = [torch.ones(1, 1, requires_grad=True) for _ in range(4)]
+        y = x
+        for i in range(100_000):
+            y = y @ weights[i % 4]
+        dinputs, groups = zb.stage_backward_input([y], [torch.ones(1, 1)], [x], weights)
+        assert dinputs[0].item() == 1.0
+        del groups, y
+        assert all(w.grad is None for w in weights)
+    """)
+
+
+@needs_zbpipe
+@pytest.mark.slow
+def test_a_million_nodes():
+    """50 strands of 20,000 nodes."""
+    in_own_process("""
+        x = torch.ones(2, requires_grad=True)
+        weights = [torch.ones(2, requires_grad=True) for _ in range(50)]
+        y = x
+        for w in weights:
+            strand = x * w
+            for _ in range(9_999):
+                strand = strand + 1.0
+                strand = strand + w
+            y = y + strand
+        started = time.process_time()
+        dinput = passes(y, x, weights)
+        print(time.process_time() - started, "s of processor time")
+        assert dinput.tolist() == [51.0, 51.0]
+        assert [w.grad.tolist() for w in weights] == [[10_000.0] * 2] * 50
+        del y, strand
+    """)
+
+
+@needs_zbpipe
+def test_a_hundred_thousand_weights():
+    in_own_process("""
+        x = torch.ones(1, requires_grad=True)
+        weights = [torch.ones(1, requires_grad=True) for _ in range(100_000)]
+        y = x
+        for w in weights:
+            y = y * w
+        passes(y, x, weights)
+        assert all(w.grad.item() == 1.0 for w in weights)
+        del y
+    """)
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("choices", ["", "defer=all", "defer=function"])
+def test_products_whose_weights_lie_behind_shared_nodes(choices):
+    """20,000 products in one group, each behind a longer chain of nodes outside the closure; and through one cast."""
+    in_own_process(f"""
+        import zbpipe
+
+        name, _, value = {choices!r}.partition("=")
+        if name:
+            zbpipe.set_policy(**{{name: value if value == "all" else lambda parameter: True}})
+        x = torch.ones(1, 1, requires_grad=True)
+        v, w = (torch.ones(1, 1, dtype=dtype, requires_grad=True) for dtype in (torch.float32, torch.float64))
+        y, chain, cast = x, v, w.float()
+        for _ in range(20_000):
+            chain = chain * 1.0
+            y = (y @ chain) @ cast
+        passes(y, x, [v, w])
+        assert v.grad.item() == w.grad.item() == 20_000.0
+        del y, chain
+    """)
+
+
+def blocks(n):
+    net = nn.ModuleList(nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True) for _ in range(n))
+
+    def forward(m, x):
+        for block in m.net:
+            x = block(x)
+        return x
+
+    return Stage(forward, net=net)
+
+
+def activity(function):
+    """Runs of graph nodes and operations, counted by torch's profiler."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        function()
+    counts = {event.key: event.count for event in profile.key_averages()}
+    nodes = sum(count for key, count in counts.items() if key.startswith("autograd::engine::evaluate_function"))
+    operations = sum(count for key, count in counts.items() if key.startswith("aten::"))
+    return nodes, operations
+
+
+def split_activity(n):
+    m, x = blocks(n), torch.randn(1, 3, 4, requires_grad=True)
+    out, grad = m(x), torch.ones(1, 3, 4)
+    groups = []
+    first = activity(lambda: groups.extend(zb.stage_backward_input([out], [grad], [x], m.parameters())[1]))
+    second = activity(lambda: zb.stage_backward_weight(m.parameters(), groups))
+    return first, second
+
+
+def whole_activity(n):
+    m, x = blocks(n), torch.randn(1, 3, 4, requires_grad=True)
+    out, grad = m(x), torch.ones(1, 3, 4)
+    return activity(lambda: out.backward(grad))
+
+
+def test_operations_of_both_passes_grow_linearly_with_the_number_of_blocks():
+    (in4, wt4), (in16, wt16) = split_activity(4), split_activity(16)
+    for few, many in zip((*in4, *wt4), (*in16, *wt16), strict=True):
+        assert many <= 4 * few + 8
+
+
+@needs_zbpipe
+def test_both_passes_together_run_few_operations_more_than_one_backward():
+    (_, i), (_, w) = split_activity(8)
+    _, whole = whole_activity(8)
+    assert i + w <= 1.25 * whole
+
+
+@needs_zbpipe
+def test_one_engine_run_in_the_input_pass_and_at_most_one_in_the_weight_pass():
+    m, x = blocks(4), torch.randn(1, 3, 4, requires_grad=True)
+    tasks = {"input": set(), "weight": set()}
+    now = "input"
+
+    def note(_):
+        tasks[now].add(torch._C._current_graph_task_id())
+
+    for w in m.parameters():
+        w.register_hook(note)
+    x.register_hook(note)
+    out = m(x)
+    out.register_hook(note)
+    _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+    now = "weight"
+    zb.stage_backward_weight(m.parameters(), groups)
+    assert len(tasks["input"] - {-1}) == 1
+    assert len(tasks["weight"] - {-1}) <= 1
+
+
+def python_blocks_made(y, x, weights):
+    """Python's allocated blocks after I less those before."""
+    outputs, grads = [y], [torch.ones(2, 2)]
+    gc.collect()
+    before = sys.getallocatedblocks()
+    result = zb.stage_backward_input(outputs, grads, [x], weights)
+    made = sys.getallocatedblocks() - before
+    del result
+    return made
+
+
+def python_blocks_made_by_input_pass(nodes):
+    """Of a stage of 8 weights and so many nodes."""
+    x = torch.ones(2, 2, requires_grad=True)
+    weights = [torch.ones(2, 2, requires_grad=True) for _ in range(8)]
+    y = x
+    for w in weights:
+        y = y @ w
+        for _ in range(nodes // 8):
+            y = y + 1.0
+    return python_blocks_made(y, x, weights)
+
+
+@needs_zbpipe
+def test_no_python_object_per_node():
+    python_blocks_made_by_input_pass(80)
+    few, many = python_blocks_made_by_input_pass(80), python_blocks_made_by_input_pass(8_000)
+    assert abs(many - few) < 50
+
+
+def python_objects_made_for_computed_weight(nodes, compute):
+    """Of a stage whose weight is computed by so many nodes: objects for nodes, and Python's blocks."""
+    x, w = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2, requires_grad=True)
+    v = w
+    for _ in range(nodes):
+        v = compute(v)
+    blocks = python_blocks_made(x @ v, x, [w])
+    return blocks, sum(type(one).__name__.endswith("Backward0") for one in gc.get_objects())
+
+
+@needs_zbpipe
+@pytest.mark.parametrize(
+    "compute",
+    [lambda v: v.sin(), lambda v: v * 1.0, lambda v: v[torch.arange(2)]],
+    ids=["saves a tensor", "saves nothing", "saves a list"],
+)
+def test_no_python_object_per_node_of_a_computed_weight(compute):
+    python_objects_made_for_computed_weight(10, compute)
+    few, many = (python_objects_made_for_computed_weight(n, compute) for n in (10, 1_000))
+    assert abs(many[0] - few[0]) < 50
+    assert many[1] == few[1]
+
+
+def python_blocks_made_for_weights(count):
+    """Of one group: all weights are summed, so that groups are not counted."""
+    x = torch.ones(2, 2, requires_grad=True)
+    weights = [torch.ones(2, 2, requires_grad=True) for _ in range(count)]
+    y = x @ torch.stack(weights).sum(0)
+    return python_blocks_made(y, x, weights)
+
+
+@needs_zbpipe
+def test_no_python_object_per_weight():
+    python_blocks_made_for_weights(10)
+    few, many = python_blocks_made_for_weights(10), python_blocks_made_for_weights(1_000)
+    assert abs(many - few) < 50
+
+
+def test_stack_of_2000_inputs_that_each_have_a_bias():
+    xs = [torch.randn(2, dtype=f64, requires_grad=True) for _ in range(2000)]
+    biases = [torch.randn(2, dtype=f64, requires_grad=True) for _ in range(2000)]
+    for k in (1, 2):
+        out = torch.stack([x + b for x, b in zip(xs, biases, strict=True)])
+        grad = torch.randn_like(out)
+        dinputs, groups = zb.stage_backward_input([out], [grad], xs, biases)
+        assert len(groups) == 2000
+        before = torch.zeros_like(grad) if k == 1 else torch.stack([b.grad for b in biases])
+        zb.stage_backward_weight(biases, groups)
+        torch.testing.assert_close(torch.stack([b.grad for b in biases]), before + grad)
+        if k == 1:
+            torch.testing.assert_close(torch.stack(dinputs), grad)

@@ -1,0 +1,303 @@
+"""I and W on different threads, several microbatches at once, groups dropped elsewhere."""
+
+import functools
+import queue
+import threading
+
+import pytest
+import torch
+from support.oracle import Stage, needs_zbpipe, zb
+from torch import nn
+
+f64 = torch.float64
+
+
+def on_thread(function, *args):
+    """Run on a thread of its own; hand back its result or its exception."""
+    results = queue.Queue()
+
+    def body():
+        try:
+            results.put((function(*args), None))
+        except BaseException as error:
+            results.put((None, error))
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join(timeout=60)
+    assert not thread.is_alive(), "the thread hangs"
+    result, error = results.get()
+    if error is not None:
+        raise error
+    return result
+
+
+def run_all(functions):
+    """Run each on a thread of its own, all at once."""
+    barrier = threading.Barrier(len(functions), timeout=60)
+    failures = []
+
+    def body(function):
+        try:
+            barrier.wait()
+            function()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=body, args=(function,)) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive(), "the thread hangs"
+    assert failures == []
+
+
+def network():
+    net = nn.Sequential(nn.Linear(4, 8, dtype=f64), nn.Tanh(), nn.Linear(8, 4, dtype=f64))
+    return Stage(lambda m, x: (m.net(x) * m.s).sin() @ (m.a @ m.b), net=net, s=(4,), a=(4, 4), b=(4, 4))
+
+
+def microbatch(m):
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    out = m(x)
+    grad = torch.randn_like(out)
+    expected = torch.autograd.grad(m(x), [x, *m.parameters()], grad)
+    return x, out, grad, expected
+
+
+def run_input(m, x, out, grad):
+    return zb.stage_backward_input([out], [grad], [x], m.parameters())[1]
+
+
+def run_weight(m, groups):
+    return zb.stage_backward_weight(m.parameters(), groups)
+
+
+def assert_right(m, x, expected):
+    torch.testing.assert_close([x.grad, *(w.grad for w in m.parameters())], list(expected))
+
+
+def test_input_pass_on_another_thread_than_forward():
+    m = network()
+    x, out, grad, expected = microbatch(m)
+    groups = on_thread(run_input, m, x, out, grad)
+    run_weight(m, groups)
+    assert_right(m, x, expected)
+
+
+def test_weight_pass_on_another_thread_than_the_input_pass():
+    m = network()
+    x, out, grad, expected = microbatch(m)
+    groups = run_input(m, x, out, grad)
+    on_thread(run_weight, m, groups)
+    assert_right(m, x, expected)
+
+
+def test_each_group_on_a_thread_of_its_own():
+    m = network()
+    x, out, grad, expected = microbatch(m)
+    for group in run_input(m, x, out, grad):
+        on_thread(run_weight, m, [group])
+    assert_right(m, x, expected)
+
+
+def test_hooks_in_python_run_on_the_other_thread():
+    m = network()
+    seen = []
+    m.a.register_hook(lambda grad: seen.append(threading.current_thread().name))
+    x, out, grad, expected = microbatch(m)
+    seen.clear()
+    groups = run_input(m, x, out, grad)
+    on_thread(run_weight, m, groups)
+    assert len(seen) == 1
+    assert_right(m, x, expected)
+
+
+def test_two_stages_on_two_threads():
+    stages = [network(), network()]
+    jobs = [(m, microbatch(m)) for m in stages]
+
+    def run(m, x, out, grad):
+        for _ in range(20):
+            x.grad = None
+            m.zero_grad()
+            run_weight(m, run_input(m, x, m(x), grad))
+
+    run_all([functools.partial(run, m, *job[:3]) for m, job in jobs])
+    for m, (x, _, _, expected) in jobs:
+        assert_right(m, x, expected)
+
+
+def test_input_passes_of_two_microbatches_of_one_stage_at_once():
+    m = network()
+    jobs = [microbatch(m) for _ in range(8)]
+    groups = [None] * len(jobs)
+    barrier = threading.Barrier(len(jobs), timeout=60)
+
+    def run(i):
+        barrier.wait()
+        groups[i] = run_input(m, *jobs[i][:3])
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(jobs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive(), "the thread hangs"
+    for each in groups:
+        run_weight(m, each)
+    for x, _, _, expected in jobs:
+        torch.testing.assert_close(x.grad, expected[0])
+    sums = [sum(job[3][i] for job in jobs) for i in range(1, 1 + len(list(m.parameters())))]
+    torch.testing.assert_close([w.grad for w in m.parameters()], sums)
+
+
+def test_input_pass_of_one_microbatch_beside_the_weight_pass_of_another():
+    m = network()
+    first, second = microbatch(m), microbatch(m)
+    groups = run_input(m, *first[:3])
+    results = []
+    thread = threading.Thread(target=lambda: results.append(run_input(m, *second[:3])))
+    thread.start()
+    run_weight(m, groups)
+    thread.join(timeout=60)
+    assert not thread.is_alive(), "the thread hangs"
+    run_weight(m, results[0])
+    sums = [a + b for a, b in zip(first[3][1:], second[3][1:], strict=True)]
+    torch.testing.assert_close([w.grad for w in m.parameters()], sums)
+
+
+@pytest.mark.parametrize("with_python_objects", [False, True])
+def test_groups_dropped_on_another_thread(with_python_objects):
+    """Freeing tensors and nodes may run Python destructors."""
+    m = network()
+    x, out, grad, _ = microbatch(m)
+    if with_python_objects:
+        out.grad_fn.metadata["mark"] = object()
+    holder = [run_input(m, x, out, grad)]
+    on_thread(holder.clear)
+    assert all(w.grad is None for w in m.parameters())
+
+
+def test_one_group_cannot_run_twice_at_once():
+    """Two threads ask for the same groups: each weight's gradient is added once."""
+    m = network()
+    x, out, grad, expected = microbatch(m)
+    groups = run_input(m, x, out, grad)
+    barrier = threading.Barrier(2, timeout=60)
+    refused = []
+
+    def run():
+        barrier.wait()
+        try:
+            run_weight(m, groups)
+        except (RuntimeError, KeyError) as error:
+            refused.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive(), "the thread hangs"
+    assert len(refused) == 1
+    assert_right(m, x, expected)
+
+
+def sharing_microbatches(number):
+    """A stage whose effective weight, after a chain of nodes, is computed once for all microbatches."""
+    m = Stage(lambda m, x: x @ m.shared, a=(8, 8))
+    m.a.register_hook(lambda grad: None)
+    m.shared = m.a + 0.0
+    for _ in range(300):
+        m.shared = m.shared + 0.0
+    xs = [torch.randn(4, 8, dtype=f64, requires_grad=True) for _ in range(number)]
+    jobs = [(x, m(x), torch.randn(4, 8, dtype=f64)) for x in xs]
+    return m, jobs, sum(x.detach().t() @ grad for x, _, grad in jobs)
+
+
+def test_weight_passes_at_once_of_microbatches_that_share_nodes():
+    for _ in range(10):
+        m, jobs, expected = sharing_microbatches(4)
+        groups = [run_input(m, *job) for job in jobs]
+        run_all([functools.partial(run_weight, m, each) for each in groups])
+        torch.testing.assert_close(m.a.grad, expected)
+
+
+def test_weight_pass_beside_the_input_pass_of_a_microbatch_that_shares_nodes():
+    m, jobs, expected = sharing_microbatches(20)
+    groups = run_input(m, *jobs[0])
+    for job in jobs[1:]:
+        worker = threading.Thread(target=run_weight, args=(m, groups))
+        worker.start()
+        groups = run_input(m, *job)
+        worker.join(timeout=60)
+        assert not worker.is_alive(), "the thread hangs"
+    run_weight(m, groups)
+    torch.testing.assert_close(m.a.grad, expected)
+
+
+@needs_zbpipe
+def test_group_read_on_another_thread_while_its_weight_pass_runs():
+    """Every answer is a state or a refusal."""
+    m = network()
+    m.a.register_hook(lambda grad: None)
+    done, current, answers = threading.Event(), [], set()
+
+    def read():
+        finished = False
+        while not finished:
+            finished = done.is_set()
+            for group in list(current):
+                try:
+                    answers.add(type((repr(group), group.bytes_held, group["grads"])))
+                except (RuntimeError, KeyError) as refusal:
+                    answers.add(type(refusal))
+
+    def work():
+        try:
+            for _ in range(10):
+                x, out, grad, _ = microbatch(m)
+                current[:] = run_input(m, x, out, grad)
+                run_weight(m, current)
+        finally:
+            done.set()
+
+    run_all([read, work])
+    assert answers
+
+
+class LooksForItsMainGrad(nn.Parameter):
+    """Runs `looking` when a weight pass asks for the main_grad."""
+
+    looking = None
+
+    @property
+    def main_grad(self):
+        if self.looking is not None:
+            self.looking()
+        return None
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_groups_are_taken_before_a_weight_pass_asks_for_anything(elsewhere):
+    """Another weight pass of the same groups, which begins while this one looks for a main_grad, is refused."""
+    w = LooksForItsMainGrad(torch.randn(4, 4, dtype=f64))
+    m = Stage(lambda m, x: x @ m.w, w=w)
+    refusals = []
+
+    def again():
+        w.looking = None
+        with pytest.raises(RuntimeError, match="already running in another call") as refusal:
+            run_weight(m, groups)
+        refusals.append(refusal)
+
+    x, out, grad, expected = microbatch(m)
+    groups = run_input(m, x, out, grad)
+    w.looking = functools.partial(on_thread, again) if elsewhere else again
+    with zb.policy(main_grad=True):
+        run_weight(m, groups)
+    assert len(refusals) == 1
+    assert_right(m, x, expected)

@@ -1,0 +1,439 @@
+"""The policy: what is left to W, what is kept for it, how it adds."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from support.oracle import Stage, check, needs_zbpipe, zb
+from support.processes import environment
+from torch import nn
+from torch.nn import functional as F
+
+pytestmark = needs_zbpipe
+
+f32, f64 = torch.float32, torch.float64
+D, T = 8, 5
+
+
+def block():
+    return Stage(
+        lambda m, x: m.b(m.a(m.norm(x)).relu() * m.scale) + m.shift,
+        norm=nn.LayerNorm(D, dtype=f64),
+        a=nn.Linear(D, 2 * D, dtype=f64),
+        scale=(2 * D,),
+        b=nn.Linear(2 * D, D, dtype=f64),
+        shift=(D,),
+    )
+
+
+def groups_of(m, *shape, dtype=f64):
+    x = torch.randn(shape or (T, D), dtype=dtype, requires_grad=True)
+    out = m(x)
+    return zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())[1]
+
+
+def held(m, **choices):
+    with zb.policy(**choices):
+        return sum(group.bytes_held for group in groups_of(m))
+
+
+CHOICES = [
+    {"defer": "matrices"},
+    {"defer": "all"},
+    {"defer": "nothing"},
+    {"defer": lambda p: p.dim() == 1},
+    {"defer": lambda p: False},
+    {"defer": "all", "fused": True},
+]
+
+
+@pytest.mark.parametrize("choices", CHOICES)
+def test_gradients_under_every_choice(choices):
+    with zb.policy(**choices):
+        check(block(), (T, D), microbatches=3)
+
+
+def test_bytes_held_by_default_are_matrices_and_gradients_of_light_weights():
+    normed, scaled = T * D, T * 2 * D
+    output_grads = T * 2 * D + T * D
+    light = 2 * D + 2 * D + D  # the norm's, the scale's and the shift's own gradients
+    assert held(block()) == 8 * (normed + scaled + output_grads + light)
+
+
+def test_bytes_held_when_everything_waits():
+    inputs = T * D + T * D + T * 2 * D + T * 2 * D  # of norm, a, scale, b
+    statistics = 2 * T
+    output_grads = (
+        T * D + T * 2 * D + T * 2 * D + 2 * T * D
+    )  # of norm, a, scale, b and shift; each group counts its own
+    assert held(block(), defer="all") == 8 * (inputs + statistics + output_grads)
+
+
+def test_bytes_held_when_nothing_waits_are_the_weights_own():
+    m = block()
+    assert held(m, defer="nothing") == sum(w.nbytes for w in m.parameters())
+
+
+def test_function_is_asked_once_for_each_weight():
+    m = block()
+    asked = []
+
+    def defer(parameter):
+        asked.append(parameter)
+        return parameter is m.a.weight
+
+    assert held(m, defer=defer) == 8 * (T * D + T * 2 * D) + sum(
+        w.nbytes for w in m.parameters() if w is not m.a.weight and w is not m.a.bias
+    )
+    assert sorted(map(id, asked)) == sorted(map(id, m.parameters()))
+
+
+def test_function_sees_the_weight_behind_a_computed_one():
+    m = Stage(lambda m, x: x @ (m.w * 2), w=(D, D))
+    for answer, kind in ((True, 8 * 2 * T * D), (False, 8 * D * D)):
+        assert held(m, defer=lambda p, answer=answer: answer) == kind
+
+
+def failing(parameter):
+    raise KeyError("no such parameter")
+
+
+@pytest.mark.parametrize(
+    ("choices", "cause"),
+    [
+        ({"defer": failing}, KeyError),
+        ({"checkpoint": failing}, KeyError),
+        ({"checkpoint": lambda p: "sometimes"}, ValueError),
+        ({"checkpoint": lambda p: None}, TypeError),
+    ],
+)
+def test_function_that_fails_leaves_the_graph_as_it_was(choices, cause):
+    m = block()
+    x = torch.randn(T, D, dtype=f64, requires_grad=True)
+    out = m(x)
+    with zb.policy(**choices), pytest.raises(RuntimeError) as error:
+        zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+    assert isinstance(error.value.__cause__, cause)
+    out.sum().backward()
+    assert all(w.grad is not None for w in m.parameters())
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ({"defer": "some"}, "defer is 'some'; expected one of 'nothing', 'matrices', 'all' or a function"),
+        ({"defer": None}, "defer is None"),
+        ({"checkpoint": "drop"}, "checkpoint is 'drop'; expected one of 'keep', 'recompute', 'input_pass'"),
+        ({"fused": 1}, "fused is 1; expected True or False"),
+        ({"main_grad": "yes"}, "main_grad is 'yes'"),
+        ({"defr": "all"}, "defr"),
+    ],
+)
+def test_choices_that_there_are_none_of(choices, message):
+    before = zb.get_policy()
+    with pytest.raises((TypeError, ValueError), match=message), zb.policy(**choices):
+        pass
+    with pytest.raises((TypeError, ValueError), match=message):
+        zb.set_policy(**choices)
+    assert zb.get_policy() == before
+
+
+def test_blocks_nest_and_go_back():
+    def inner():
+        with zb.policy(fused=True):
+            assert zb.get_policy() == zb.Policy(defer="all", fused=True)
+            raise ZeroDivisionError
+
+    assert zb.get_policy() == zb.Policy()
+    with zb.policy(defer="all") as outer:
+        assert outer == zb.get_policy() == zb.Policy(defer="all")
+        with pytest.raises(ZeroDivisionError):
+            inner()
+        assert zb.get_policy() == outer
+    assert zb.get_policy() == zb.Policy()
+
+
+def test_process_default_holds_in_every_thread_and_a_block_in_its_own():
+    seen = {}
+
+    def look(name):
+        thread = threading.Thread(target=lambda: seen.update({name: zb.get_policy().defer}))
+        thread.start()
+        thread.join()
+
+    before = zb.set_policy(defer="nothing")
+    try:
+        look("default")
+        with zb.policy(defer="all"):
+            look("other thread")
+            assert zb.get_policy().defer == "all"
+        assert zb.get_policy().defer == "nothing"
+    finally:
+        zb.set_policy(defer=before.defer)
+    assert seen == {"default": "nothing", "other thread": "nothing"}
+
+
+def policy_from(variable):
+    run = subprocess.run(
+        [sys.executable, "-c", "import zbpipe; print(zbpipe.get_policy())"],
+        env=environment(ZBPIPE_POLICY=variable),
+        capture_output=True,
+        text=True,
+    )
+    return run.stdout.strip() or run.stderr.strip().splitlines()[-1]
+
+
+def test_environment_variable():
+    assert policy_from("") == str(zb.Policy())
+    assert policy_from("defer=all, checkpoint=recompute,fused=1,main_grad=0") == str(
+        zb.Policy(defer="all", checkpoint="recompute", fused=True)
+    )
+    assert "ZBPIPE_POLICY is 'defer=some': defer is 'some'" in policy_from("defer=some")
+    assert "ZBPIPE_POLICY says 'fused=yes'; expected fused=0 or fused=1" in policy_from("fused=yes")
+    assert "ZBPIPE_POLICY says 'all'" in policy_from("all")
+
+
+def normalizations():
+    return {
+        "layer norm": (lambda m, x: F.layer_norm(x, (D,), m.w, m.b), {"w": (D,), "b": (D,)}),
+        "layer norm, scale alone": (lambda m, x: F.layer_norm(x, (D,), m.w), {"w": (D,)}),
+        "layer norm, shift alone": (lambda m, x: F.layer_norm(x, (D,), None, m.b), {"b": (D,)}),
+        "layer norm of a computed scale": (lambda m, x: F.layer_norm(x, (D,), m.w.exp(), m.b), {"w": (D,), "b": (D,)}),
+        "rms norm": (lambda m, x: F.rms_norm(x, (D,), m.w), {"w": (D,)}),
+        "group norm": (lambda m, x: F.group_norm(x, 2, m.w, m.b), {"w": (D,), "b": (D,)}),
+        "group norm, scale alone": (lambda m, x: F.group_norm(x, 2, m.w), {"w": (D,)}),
+        "batch norm": (
+            lambda m, x: F.batch_norm(x, torch.zeros(D, dtype=f64), torch.ones(D, dtype=f64), m.w, m.b, training=True),
+            {"w": (D,), "b": (D,)},
+        ),
+        "scale": (lambda m, x: x * m.w, {"w": (D,)}),
+        "scale by a matrix": (lambda m, x: m.w * x, {"w": (T, D)}),
+        "shift": (lambda m, x: x + m.w, {"w": (D,)}),
+        "difference": (lambda m, x: m.w - x, {"w": (D,)}),
+        "shift in place": (lambda m, x: x.sin().add_(m.b), {"b": (D,)}),
+        "scale of itself": (lambda m, x: (x * m.w) * (x * m.w), {"w": (D,)}),
+        "bias of a frozen matrix": (lambda m, x: torch.addmm(m.b, x, x.detach().t()), {"b": (T,)}),
+        "output of a norm": (lambda m, x: (h := F.layer_norm(x, (D,), m.w), h.sin()), {"w": (D,)}),
+    }
+
+
+@pytest.mark.parametrize("name", normalizations())
+def test_light_weights_that_wait(name):
+    forward, weights = normalizations()[name]
+    with zb.policy(defer="all"):
+        check(Stage(forward, **weights), (T, D), microbatches=3)
+
+
+def test_light_weights_that_wait_behind_checkpointing():
+    from torch.utils.checkpoint import checkpoint
+
+    for choice in ("keep", "recompute", "input_pass"):
+        with zb.policy(defer="all", checkpoint=choice):
+            m = block()
+            check(Stage(lambda s, x: checkpoint(s.m, x, use_reentrant=False).sin(), m=m), (T, D))
+
+
+def test_activation_that_a_deferred_norm_reads_is_watched():
+    m = Stage(lambda m, x: F.layer_norm(m.kept_h[-1], (D,), m.w), w=(D,))
+    x = torch.randn(T, D, dtype=f64, requires_grad=True)
+    m.kept_h = [x * 2]
+    out = m(x)
+    with zb.policy(defer="all"):
+        _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+    m.kept_h[0].data.add_(0)  # through .data, nobody sees it
+    m.kept_h[0].detach().add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        zb.stage_backward_weight(m.parameters(), groups)
+    assert m.w.grad is None
+
+
+class Boom(Exception):
+    pass
+
+
+@pytest.mark.parametrize("name", normalizations())
+def test_node_that_ran_in_an_input_pass_that_failed_is_spent(name):
+    """As after a failed ordinary backward, and not half usable."""
+    forward, weights = normalizations()[name]
+    m = Stage(forward, **weights)
+    x = torch.randn(T, D, dtype=f64, requires_grad=True)
+    h = x.sin()
+    armed = [True]
+
+    def hook(grad):
+        if armed:
+            raise Boom
+
+    h.register_hook(hook)
+    outs = m(h)
+    outs = list(outs) if isinstance(outs, tuple) else [outs]
+    grads = [torch.ones_like(out) for out in outs]
+    with zb.policy(defer="all"), pytest.raises(RuntimeError) as error:
+        zb.stage_backward_input(outs, grads, [x], m.parameters())
+    assert isinstance(error.value.__cause__, Boom)
+    armed.clear()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.backward(outs, grads)
+    with pytest.raises(RuntimeError):
+        zb.stage_backward_input(outs, grads, [x], m.parameters())
+
+
+def test_function_that_runs_a_backward_of_the_same_graph():
+    m = Stage(lambda m, x: x @ m.w.exp() @ m.v.exp(), w=(D, D), v=(D, D))
+    x = torch.randn(T, D, dtype=f64, requires_grad=True)
+    out = m(x)
+
+    def defer(parameter):
+        if not asked:
+            asked.append(parameter)
+            zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+        return True
+
+    asked = []
+    with zb.policy(defer=defer), pytest.raises(RuntimeError, match="Failed to run") as error:
+        zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+    assert "backward through the graph a second time" in str(error.value.__cause__)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_function_that_raises_leaves_the_nodes_their_tracebacks():
+    m = Stage(lambda m, x: (x @ m.a) @ m.b, a=(D, D), b=(D, D))
+    with torch.autograd.detect_anomaly(check_nan=False):
+        out = m(torch.randn(T, D, dtype=f64, requires_grad=True))
+    nodes = [out.grad_fn, out.grad_fn.next_functions[0][0]]
+    asked = []
+
+    def defer(parameter):
+        asked.append(parameter)
+        if len(asked) == 2:
+            raise Boom
+        return True
+
+    assert all(node.metadata.get("traceback_") for node in nodes)
+    with zb.policy(defer=defer), pytest.raises(RuntimeError):
+        zb.stage_backward_input([out], [torch.ones_like(out)], [], m.parameters())
+    assert all(node.metadata.get("traceback_") for node in nodes)
+
+
+# main_grad
+
+
+def megatron(m, dtype=f32):
+    for w in m.parameters():
+        w.main_grad = torch.zeros(w.shape, dtype=dtype)
+        w.grad_added_to_main_grad = False
+
+
+def float32_reference(m, xs, grads):
+    """The sum over microbatches in float32 of gradients computed in the weights' dtype."""
+    sums = [torch.zeros(w.shape) for w in m.parameters()]
+    for x, grad in zip(xs, grads, strict=True):
+        for w in m.parameters():
+            w.grad = None
+        m(x).backward(grad)
+        for total, w in zip(sums, m.parameters(), strict=True):
+            total += w.grad
+    for w in m.parameters():
+        w.grad = None
+    return sums
+
+
+@pytest.mark.parametrize("how", ["split", "unsplit", "hooked"])
+@pytest.mark.parametrize("dtype", [f32, torch.bfloat16])
+def test_main_grad_takes_the_sums(dtype, how):
+    net = nn.Sequential(nn.Linear(16, 1200, dtype=dtype), nn.GELU(), nn.Linear(1200, 16, dtype=dtype))
+    m = Stage(lambda m, x: m.net(x) * m.scale, net=net, scale=nn.Parameter(torch.ones(16, dtype=dtype)))
+    xs = [torch.randn(6, 16, dtype=dtype, requires_grad=True) for _ in range(4)]
+    grads = [torch.randn(6, 16, dtype=dtype) for _ in range(4)]
+    expected = float32_reference(m, xs, grads)
+    dinputs = [x.grad for x in xs]
+    for x in xs:
+        x.grad = None
+    megatron(m)
+    calls = []
+    if how == "hooked":
+        for w in m.parameters():
+            w.register_post_accumulate_grad_hook(lambda w: calls.append((w.grad, w.grad_added_to_main_grad)))
+    with zb.policy(main_grad=True):
+        for x, grad, dinput in zip(xs, grads, dinputs, strict=True):
+            if how == "unsplit":
+                assert torch.equal(zb.stage_backward(m(x), grad, [x])[0], dinput)
+                assert x.grad is None
+            else:
+                (got,), groups = zb.stage_backward_input([m(x)], [grad], [x], m.parameters())
+                assert torch.equal(got, dinput)
+                assert zb.stage_backward_weight(m.parameters(), groups) == (None,) * 5
+    for w, total in zip(m.parameters(), expected, strict=True):
+        assert w.grad is None
+        assert w.grad_added_to_main_grad is True
+        torch.testing.assert_close(w.main_grad, total, rtol=1e-6, atol=1e-5)
+    assert calls == ([(None, True)] * 20 if how == "hooked" else [])
+
+
+def test_weights_without_main_grad_keep_their_grad():
+    m = block()
+    m.a.weight.main_grad = torch.zeros(m.a.weight.shape)
+    m.b.weight.main_grad = None
+    with zb.policy(main_grad=True):
+        zb.stage_backward_weight(m.parameters(), groups_of(m))
+    assert m.a.weight.grad is None
+    assert m.a.weight.main_grad.abs().sum() > 0
+    assert all(w.grad is not None for w in m.parameters() if w is not m.a.weight)
+    assert not hasattr(m.a.weight, "grad_added_to_main_grad")
+
+
+def test_main_grad_is_left_alone_unless_asked_for():
+    m = block()
+    megatron(m)
+    zb.stage_backward_weight(m.parameters(), groups_of(m))
+    assert all(w.grad is not None and not w.main_grad.any() for w in m.parameters())
+    assert not any(w.grad_added_to_main_grad for w in m.parameters())
+
+
+@pytest.mark.parametrize(
+    ("main_grad", "message"),
+    [
+        (torch.zeros(3), r"main_grad of the weight of Double \[16, 8\] on cpu is Float \[3\] on cpu"),
+        (torch.zeros(16, 8, dtype=torch.int64), "is Long"),
+        (torch.zeros(16, 8).requires_grad_(), "requires a gradient"),
+        (torch.zeros(16, 8, device="meta"), "on meta"),
+        (7, "is a int; expected a tensor or None"),
+    ],
+)
+def test_main_grad_that_does_not_fit_is_refused(main_grad, message):
+    m = block()
+    megatron(m)
+    m.a.weight.main_grad = main_grad
+    groups = groups_of(m)
+    with zb.policy(main_grad=True), pytest.raises((TypeError, ValueError), match=message):
+        zb.stage_backward_weight(m.parameters(), groups)
+    others = [w for w in m.parameters() if w is not m.a.weight]
+    assert all(not w.main_grad.any() and not w.grad_added_to_main_grad for w in others)
+    zb.stage_backward_weight(m.parameters(), groups)
+    assert all(w.grad is not None for w in m.parameters())
+
+
+def test_main_grad_of_a_hook_that_raises_is_added_once():
+    m = Stage(lambda m, x: (x @ m.a) @ m.b, a=(D, D), b=(D, D))
+    megatron(m, f64)
+    raised = []
+
+    def hook(w):
+        if not raised:
+            raised.append(w)
+            raise ZeroDivisionError
+
+    x = torch.randn(T, D, dtype=f64, requires_grad=True)
+    expected = torch.autograd.grad(m(x).sum(), list(m.parameters()))
+    m.a.register_post_accumulate_grad_hook(hook)
+    out = m(x)
+    _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+    with zb.policy(main_grad=True):
+        with pytest.raises(ZeroDivisionError):
+            zb.stage_backward_weight(m.parameters(), groups)
+        zb.stage_backward_weight(m.parameters(), groups)
+    assert raised == [m.a]
+    for w, total in zip(m.parameters(), expected, strict=True):
+        torch.testing.assert_close(w.main_grad, total)

@@ -1,0 +1,70 @@
+"""A model of blocks and torch's schedules for it: what the ranks of several tests train, and the same model unpipelined."""
+
+import torch
+from torch import nn
+
+MICROBATCHES = 8
+BATCH, WIDTH = 16, 8
+STEPS = 2
+f64 = torch.float64
+
+# name: number of stages of each rank, and whether the last ranks' stages come back (the V shape)
+SCHEDULES = {
+    "ScheduleGPipe": (1, "loop"),
+    "Schedule1F1B": (1, "loop"),
+    "ScheduleLoopedBFS": (2, "loop"),
+    "ScheduleInterleaved1F1B": (2, "loop"),
+    "ScheduleInterleavedZeroBubble": (2, "loop"),
+    "ScheduleZBVZeroBubble": (2, "v"),
+    "ScheduleDualPipeV": (2, "v"),
+}
+
+
+class Block(nn.Module):
+    """A residual block whose second product takes the sum of two weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH, dtype=f64)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH, dtype=f64)
+        self.down = nn.Parameter(torch.randn(2 * WIDTH, WIDTH, dtype=f64) / 4)
+        self.extra = nn.Parameter(torch.randn(2 * WIDTH, WIDTH, dtype=f64) / 4)
+
+    def forward(self, x):
+        return x + self.up(self.norm(x)).tanh() @ (self.down + self.extra)
+
+
+def blocks(count):
+    torch.manual_seed(1)
+    return [Block() for _ in range(count)]
+
+
+def batch(step):
+    torch.manual_seed(100 + step)
+    return torch.randn(BATCH, WIDTH, dtype=f64), torch.randn(BATCH, WIDTH, dtype=f64)
+
+
+def loss_function(out, target):
+    return (out - target).pow(2).sum()
+
+
+def reference(count):
+    """Losses per microbatch and the weights' gradients after each step, of the same model unpipelined."""
+    net = nn.Sequential(*blocks(count))
+    steps = []
+    for step in range(STEPS):
+        x, target = batch(step)
+        losses = []
+        for part, goal in zip(x.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True):
+            loss = loss_function(net(part), goal)
+            loss.backward()
+            losses.append(loss.detach())
+        grads = {name: w.grad.clone() for name, w in net.named_parameters()}
+        steps.append((losses, grads))
+    return steps
+
+
+def stages_of(rank, world, per_rank, shape):
+    if shape == "v":
+        return [rank, 2 * world - 1 - rank]
+    return [rank + world * i for i in range(per_rank)]

@@ -1,0 +1,42 @@
+"""What the scripts of ranks have in common: each is a process of a job, and leaves its results in the job's folder."""
+
+import contextlib
+import os
+import traceback
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+import zbpipe
+
+MODULES = ("zbpipe", "torch")
+UNDER_TEST = os.environ.get("ZBPIPE_TEST_MODULE") or "zbpipe"
+
+
+def on(module):
+    """What a run on that of MODULES is within."""
+    return zbpipe.patched() if module == "zbpipe" else contextlib.nullcontext()
+
+
+def join(rank, world, folder, store="store", seconds=60):
+    """The job's gloo group; on one thread, as the ranks of a machine share its cores."""
+    torch.set_num_threads(1)
+    meeting = dist.FileStore(str(folder / store), world)
+    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=world, timeout=timedelta(seconds=seconds))
+
+
+def run_apart(name, module, run, rank, world, folder, seconds=60):
+    """`run()` on `module`, in a process forked for it, so that one's failure is its own: what it returns goes to NAME.RANK in
+    `folder`, or its error to NAME.RANK.failed."""
+    child = os.fork()
+    if child == 0:
+        try:
+            join(rank, world, folder, f"store {name}", seconds)
+            with on(module):
+                torch.save(run(), folder / f"{name}.{rank}")
+        except BaseException:
+            (folder / f"{name}.{rank}.failed").write_text(traceback.format_exc())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
