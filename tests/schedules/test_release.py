@@ -26,7 +26,7 @@ import zbpipe
 from zbpipe._stage import methods, outputs, sends, state, threads
 
 WORLD = 2
-sends_none = pytest.mark.skipif(not SENDS_NONE, reason="torch 2.11's stage sends no gradient that is None")
+sends_none = pytest.mark.skipif(not SENDS_NONE, reason="a stage of torch before 2.13 sends no gradient that is None")
 before_2_15 = pytest.mark.skipif(torch.__version__ >= (2, 15), reason="torch 2.15 has other buffers, and frees them")
 
 
