@@ -56,7 +56,6 @@ def test_each_layer_includes_only_what_it_may(layer):
 # Includes of the shim that run back up, by the folder that has them; each would close a circle between folders.
 BACK = {
     ("torch", "shim/pass/group.h"): "streams, ranges and what is unpacked are those of a group and its tasks",
-    ("torch", "shim/pass/kinds.h"): "what a node has saved is asked by the kind of node; so are subclasses of tensors",
     ("pass", "shim/work/work.h"): "W runs what others have handed over",
 }
 

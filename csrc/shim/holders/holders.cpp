@@ -16,6 +16,7 @@
 #include "shim/torch/python.h"
 #include "shim/holders/search.h"
 #include "shim/memory/zbp_tap.h"
+#include "shim/torch/nodes.h"
 
 // What a search has found, as Python objects.
 

@@ -1,18 +1,9 @@
 #include "shim/holders/heap.h"
 
-#include <cxxabi.h>
-#include <sys/uio.h>
-#include <unistd.h>
-
-#include <algorithm>
-#include <cerrno>
-#include <cstddef>
 #include <cstring>
 #include <exception>
-#include <iterator>
 #include <mutex>
 #include <typeinfo>
-#include <unordered_set>
 
 #include <ATen/NestedTensorImpl.h>
 #include <ATen/SparseCsrTensorImpl.h>
@@ -32,9 +23,10 @@
 #include <torch/csrc/utils/object_ptr.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "shim/holders/freed.h"
 #include "shim/torch/edits.h"
 #include "shim/pass/group.h"
-#include "shim/pass/kinds.h"
+#include "shim/torch/nodes.h"
 #include "shim/torch/python.h"
 
 // What a vertex of the heap holds.
@@ -185,72 +177,6 @@ void for_each_component(const c10::TensorImpl& tensor,
 }
 
 namespace {
-
-/// Copies memory that may have been freed, and then reads as zeros if it has gone back to the system.
-#if defined(__SANITIZE_ADDRESS__)
-__attribute__((no_sanitize_address))
-#endif
-void read_freed(const void* place, void* bytes, size_t size) {
-  const iovec to{bytes, size};
-  const iovec from{const_cast<void*>(place), size};
-  std::memset(bytes, 0, size);
-  const ssize_t copied = process_vm_readv(getpid(), &to, 1, &from, 1, 0);
-  if (copied == static_cast<ssize_t>(size) || errno == EFAULT) {
-    return;
-  }
-  const auto* source = static_cast<const volatile unsigned char*>(place);
-  for (size_t i = 0; i < size; ++i) {  // a sandbox forbids the call
-    static_cast<unsigned char*>(bytes)[i] = source[i];
-  }
-}
-
-struct TwoBases : std::exception, std::nested_exception {};
-
-/// Whether an object whose memory begins with `table` is a tensor: the table is one of virtual functions, of a class
-/// that is derived from libtorch's (Itanium C++ ABI, 2.5.2 and 2.9).
-bool is_table_of_tensor(const void* table) {
-  const auto class_of = [](const std::type_info& type) {
-    return *reinterpret_cast<const void* const*>(&type);
-  };
-  static const void* const classes[] = {class_of(typeid(std::exception)),
-                                        class_of(typeid(c10::TensorImpl)),
-                                        class_of(typeid(TwoBases))};
-  struct {
-    std::ptrdiff_t offset_to_top;
-    const std::type_info* type;
-  } before{};
-  read_freed(static_cast<const char*>(table) - sizeof(before), &before, sizeof(before));
-  const void* class_of_type = nullptr;
-  if (before.offset_to_top != 0 || !before.type) {
-    return false;
-  }
-  read_freed(before.type, &class_of_type, sizeof(class_of_type));
-  if (std::find(std::begin(classes), std::end(classes), class_of_type) == std::end(classes)) {
-    return false;
-  }
-  void* object = nullptr;
-  const auto& base = static_cast<const abi::__class_type_info&>(typeid(c10::TensorImpl));
-  return before.type->__do_upcast(&base, &object);
-}
-
-/// Whether a tensor lies there. Between the end of a gradient's Python object and the null that takes the gradient's
-/// place, `leaf.grad = None` gives the GIL away (libtorch's THPVariable_clear), and what the leaf refers to is freed
-/// memory: that begins with what malloc writes there, or is another object's by now, or is as the last reference has
-/// left it, or has gone back to the system.
-bool is_tensor(const c10::TensorImpl* place) {
-  static auto* const known = new std::unordered_set<const void*>;  // with the GIL
-  alignas(c10::intrusive_ptr_target) unsigned char head[sizeof(c10::intrusive_ptr_target)];
-  read_freed(place, head, sizeof(head));
-  const void* table = nullptr;
-  std::memcpy(&table, head, sizeof(table));
-  if (known->count(table) == 0) {
-    if (!is_table_of_tensor(table)) {
-      return false;
-    }
-    known->insert(table);
-  }
-  return c10::raw::intrusive_ptr::use_count(reinterpret_cast<c10::intrusive_ptr_target*>(head)) > 0;
-}
 
 /// The gradient of a leaf, which an engine on another thread adds to under the lock of the leaf's accumulator.
 /// False if it is being added to or let go of.

@@ -5,7 +5,7 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
-#include "shim/pass/kinds.h"
+#include "shim/torch/nodes.h"
 
 namespace zbp {
 

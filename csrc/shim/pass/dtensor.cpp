@@ -7,7 +7,7 @@
 #include <torch/csrc/utils/object_ptr.h>
 
 #include "shim/torch/gil.h"
-#include "shim/pass/kinds.h"
+#include "shim/torch/nodes.h"
 #include "shim/torch/python.h"
 
 namespace zbp {

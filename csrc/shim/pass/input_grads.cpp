@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "shim/pass/dtensor.h"
-#include "shim/pass/kinds.h"
+#include "shim/torch/nodes.h"
 #include "shim/pass/scene.h"
 #include "shim/pass/walk.h"
 

@@ -12,6 +12,7 @@
 
 #include "shim/pass/dtensor.h"
 #include "shim/pass/path.h"
+#include "shim/torch/checkpoint.h"
 #include "shim/torch/detach.h"
 #include "shim/torch/gil.h"
 #include "shim/torch/python.h"
@@ -378,34 +379,12 @@ variable_list run_deferred(const Task& task) {
   return NodeParts::apply_to(*task.node, std::move(grads));
 }
 
-// at::isTensorSubclassLike() would also say yes to every tensor under a dispatch mode.
-bool is_subclass(const at::Tensor& tensor) {
-  using c10::DispatchKey;
-  return tensor.layout() != at::kStrided ||
-         tensor.key_set().has_any(c10::DispatchKeySet(
-             {DispatchKey::Python, DispatchKey::Batched, DispatchKey::FuncTorchBatched,
-              DispatchKey::FuncTorchGradWrapper, DispatchKey::Functionalize}));
-}
-
-bool has_hooks(Node& node) {
-  return !node.pre_hooks().empty() || !node.tensor_pre_hooks().empty() ||
-         !node.retains_grad_hooks().empty() || !node.post_hooks().empty();
-}
-
-bool is_generated(const Node& node) {
-  return std::strstr(typeid(node).name(), "5torch8autograd9generated") != nullptr;
-}
-
 bool saved_nothing(Node& node) {
   if (is_python_function(node)) {
     THPObjectPtr context(torch::autograd::functionToPyObject(ref_of(node)));
     return context && reinterpret_cast<THPFunction*>(context.get())->saved_variables.empty();
   }
   return as<gen::AddBackward0>(node) || as<gen::SubBackward0>(node);
-}
-
-bool is_python_function(const Node& node) {
-  return std::strstr(typeid(node).name(), "5torch8autograd6PyNode") != nullptr;
 }
 
 }  // namespace zbp

@@ -1,20 +1,13 @@
 // What is known about nodes: their types, what they have saved, what of it W reads.
 #pragma once
 
-#include <typeinfo>
-
 #include <torch/csrc/autograd/saved_variable.h>
 
 #include "core/pass/zbp_facts.h"
 #include "shim/pass/group.h"
+#include "shim/torch/nodes.h"
 
 namespace zbp {
-
-/// `node` as a T if it is exactly one.
-template <class T>
-T* as(Node& node) {
-  return typeid(node) == typeid(T) ? static_cast<T*>(&node) : nullptr;
-}
 
 /// What the core decides on: of a split node, and of a node between it and the weights. See zbp_facts.h. Called with
 /// the GIL held.
@@ -55,22 +48,8 @@ at::Tensor pin_locked(torch::autograd::SavedVariable& saved, Node& node,
 /// region again reads.
 bool leave_packed(const torch::autograd::SavedVariable& saved, std::vector<Version>& arguments);
 
-/// True if a hook would see `node` run.
-bool has_hooks(Node& node);
-
-/// True for a tensor whose memory is not simply its own: DTensors and other Python subclasses,
-/// wrappers of torch.func, sparse tensors.
-bool is_subclass(const at::Tensor& tensor);
-
-/// True for a node that libtorch generated: its apply() computes exactly what its edges ask for,
-/// and release_variables() lets go of everything that it saved.
-bool is_generated(const Node& node);
-
 /// True if a node that has not run yet has no saved tensors that running it would release; false
 /// where this is not known. Called with the GIL held.
 bool saved_nothing(Node& node);
-
-/// True for the node of a Python autograd Function.
-bool is_python_function(const Node& node);
 
 }  // namespace zbp

@@ -7,7 +7,7 @@
 #include <torch/csrc/autograd/generated/Functions.h>
 
 #include "core/pass/zbp_facts.h"
-#include "shim/pass/kinds.h"
+#include "shim/torch/nodes.h"
 
 namespace zbp {
 

@@ -1,6 +1,6 @@
 // One run of the engine for several groups: Start -> task nodes -> proxies -> sinks.
 
-#include "shim/pass/kinds.h"
+#include "shim/torch/nodes.h"
 #include "shim/pass/start.h"
 #include "shim/pass/weight_nodes.h"
 #include "shim/pass/zbp_touch.h"

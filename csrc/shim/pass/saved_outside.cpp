@@ -3,9 +3,10 @@
 #include <algorithm>
 
 #include <torch/csrc/autograd/functions/tensor.h>
+#include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_function.h>
 
-#include "shim/pass/kinds.h"
+#include "shim/torch/nodes.h"
 #include "shim/pass/path.h"
 #include "shim/pass/scene.h"
 #include "shim/pass/walk.h"

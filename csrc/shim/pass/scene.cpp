@@ -2,12 +2,14 @@
 
 #include "shim/pass/scene.h"
 
+#include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_function.h>
 
 #include "shim/pass/kinds.h"
 #include "shim/pass/path.h"
 #include "shim/pass/start.h"
 #include "shim/pass/walk.h"
+#include "shim/torch/checkpoint.h"
 #include "shim/torch/detach.h"
 #include "shim/torch/error.h"
 #include "shim/torch/gil.h"

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <exception>
 
-#include "shim/pass/kinds.h"
+#include "shim/torch/nodes.h"
 #include "shim/pass/path.h"
 #include "shim/pass/weight_nodes.h"
 #include "shim/pass/zbp_touch.h"

@@ -22,7 +22,7 @@
 #include <torch/csrc/utils/object_ptr.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "shim/pass/kinds.h"
+#include "shim/torch/nodes.h"
 #include "shim/torch/python.h"
 
 namespace {

@@ -10,7 +10,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include "shim/pass/kinds.h"
+#include "shim/torch/nodes.h"
 #include "shim/torch/python.h"
 #include "shim/pass/stand_in.h"
 

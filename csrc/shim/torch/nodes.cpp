@@ -1,0 +1,31 @@
+#include "shim/torch/nodes.h"
+
+#include <cstring>
+
+#include <torch/csrc/autograd/function_hook.h>
+
+namespace zbp {
+
+// at::isTensorSubclassLike() would also say yes to every tensor under a dispatch mode.
+bool is_subclass(const at::Tensor& tensor) {
+  using c10::DispatchKey;
+  return tensor.layout() != at::kStrided ||
+         tensor.key_set().has_any(c10::DispatchKeySet(
+             {DispatchKey::Python, DispatchKey::Batched, DispatchKey::FuncTorchBatched,
+              DispatchKey::FuncTorchGradWrapper, DispatchKey::Functionalize}));
+}
+
+bool has_hooks(Node& node) {
+  return !node.pre_hooks().empty() || !node.tensor_pre_hooks().empty() ||
+         !node.retains_grad_hooks().empty() || !node.post_hooks().empty();
+}
+
+bool is_generated(const Node& node) {
+  return std::strstr(typeid(node).name(), "5torch8autograd9generated") != nullptr;
+}
+
+bool is_python_function(const Node& node) {
+  return std::strstr(typeid(node).name(), "5torch8autograd6PyNode") != nullptr;
+}
+
+}  // namespace zbp
