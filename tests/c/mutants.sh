@@ -79,6 +79,7 @@ mutant_of_split "a path passes a node where gradients meet" $split \
 mutant_of_split "a path passes a node that is watched" $split \
     's/(fact->flag \& ZBP_FACT_WATCHED) == 0/true/'
 mutant_of_split "a weight is cast twice" $split 's/} else if (casts > 1) {/} else if (false) {/'
+mutant_of_split "a move to another device is no cast" $split 's/ || step == ZBP_STEP_MOVE//'
 mutant_of_split "an output on weights alone is forgotten" $split \
     's/!has(w, root\[r\], ZBP_NODE_WEIGHT_ROOT)/true/'
 mutant_of_split "a weight that is a matrix is taken for a vector" $split \

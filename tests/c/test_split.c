@@ -40,7 +40,7 @@ static void draw_facts(world *w, uint64_t *state)
             .sequence_nr = model_below(state, 100),
             .type = (uint8_t)model_below(state, 5),
             .left_slot = (uint8_t)model_below(state, 2),
-            .step = (uint8_t)model_below(state, 4),
+            .step = (uint8_t)model_below(state, ZBP_STEP_OTHER + 1),
             .flag = (uint8_t)(model_below(state, 4) == 0 ? model_below(state, 8) : 0),
         };
         w->facts.of_weight[i] =
@@ -239,7 +239,7 @@ static uint32_t naive_path(const world *w, uint32_t node)
         if (steps == 8 || out != 1 || fact->step == ZBP_STEP_NONE ||
             (fact->flag & ZBP_FACT_WATCHED) != 0)
             return ZBP_NONE;
-        casts += fact->step == ZBP_STEP_CAST;
+        casts += fact->step == ZBP_STEP_CAST || fact->step == ZBP_STEP_MOVE;
         meets = meets || arrivals_at(w, node) > 1;
         node = w->graph.edge[edge].dst;
         steps++;
@@ -408,6 +408,12 @@ static void a_path_is_what_its_steps_are(void)
     CHECK(face.flag == ZBP_FACE_PATH);
     face = face_of_chain(ZBP_STEP_CAST, ZBP_STEP_CAST, 0);
     CHECK(face.weight == -1 && face.obstacle == ZBP_OBSTACLE_CAST && face.steps == 2);
+    face = face_of_chain(ZBP_STEP_MOVE, ZBP_STEP_CAST, 0);
+    CHECK(face.weight == -1 && face.obstacle == ZBP_OBSTACLE_CAST);
+    face = face_of_chain(ZBP_STEP_MOVE, ZBP_STEP_MOVE, 0);
+    CHECK(face.weight == -1 && face.obstacle == ZBP_OBSTACLE_CAST);
+    face = face_of_chain(ZBP_STEP_MOVE, ZBP_STEP_TRANSPOSITION, 0);
+    CHECK(face.weight == 0 && face.flag == ZBP_FACE_PATH);
     face = face_of_chain(ZBP_STEP_OTHER, ZBP_STEP_CAST, ZBP_FACT_WATCHED);
     CHECK(face.weight == -1 && face.obstacle == ZBP_OBSTACLE_NODE && face.steps == 1);
     face = face_of_chain(ZBP_STEP_NONE, ZBP_STEP_CAST, 0);

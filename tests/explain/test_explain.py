@@ -164,6 +164,16 @@ def test_what_lies_between_a_weight_and_its_use(name):
     assert plan.note == way
 
 
+def test_a_move_to_another_device_counts_as_a_cast():
+    """It may cast as well; passed over together with a cast, what the first one rounds would not be rounded in W."""
+    x = torch.ones(3, 4, device="meta", requires_grad=True)
+    w = torch.nn.Parameter(torch.ones(4, 4, dtype=torch.float64))
+    moved = w.to("meta", torch.float32).to(torch.bfloat16)
+    out = x.to(moved) @ moved
+    ((task,),) = zbpipe._C.explain((out,), (x,), (w,), 1, 0)
+    assert task[4][0][2] == "it is cast twice on its way"
+
+
 def test_gradients_that_meet_before_a_cast():
     def forward(m, x):
         w = m.a.float()

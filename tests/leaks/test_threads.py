@@ -1,5 +1,6 @@
 """Searches beside threads that change and free what is looked at."""
 
+import platform
 import subprocess
 import sys
 
@@ -117,3 +118,66 @@ def test_another_thread_may_free_what_is_looked_at(kind, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.startswith("looks")
+
+
+FREED = """
+import ctypes, mmap, struct, sys
+import torch
+from zbpipe.leaks import find_holders
+
+what, is_sandboxed = sys.argv[1], sys.argv[2] == "True"
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+page = libc.mmap(None, 2 * mmap.PAGESIZE, 3, 0x22, -1, 0)
+assert libc.munmap(page + mmap.PAGESIZE, mmap.PAGESIZE) == 0
+library = ctypes.CDLL(torch._C.__file__)
+word = {
+    "nothing": 0,
+    "a mangled pointer": 0x7F1234567,
+    "the end of a mapping": page + mmap.PAGESIZE + 8,
+    "code of libtorch": ctypes.cast(library.PyInit__C, ctypes.c_void_p).value,
+    "code of the C library": ctypes.cast(libc.malloc, ctypes.c_void_p).value,
+}[what]
+leaf = torch.nn.Parameter(torch.ones(3))
+leaf.grad = torch.ones(3)
+kept = [torch.zeros(5)]
+holder = [leaf]
+if is_sandboxed:  # process_vm_readv (310) fails with EPERM, all else is allowed
+
+    def instruction(code, if_true, if_false, value):
+        return struct.pack("HBBI", code, if_true, if_false, value)
+
+    program = ctypes.create_string_buffer(
+        instruction(0x20, 0, 0, 0) + instruction(0x15, 0, 1, 310) + instruction(6, 0, 0, 0x50001) + instruction(6, 0, 0, 0x7FFF0000)
+    )
+    description = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", 4, ctypes.addressof(program)))
+    assert libc.prctl(38, 1, 0, 0, 0) == 0
+    if libc.prctl(22, 2, ctypes.c_void_p(ctypes.addressof(description)), 0, 0) != 0:
+        sys.exit("no seccomp")
+first = ctypes.cast(leaf.grad._cdata, ctypes.POINTER(ctypes.c_uint64))
+table, first[0] = first[0], word
+try:
+    found = find_holders(kept[0])
+finally:
+    first[0] = table
+print("found", len(found.chain))
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the number of a system call")
+@pytest.mark.parametrize("is_sandboxed", [False, True])
+@pytest.mark.parametrize(
+    "what",
+    ["nothing", "a mangled pointer", "the end of a mapping", "code of libtorch", "code of the C library"],
+)
+def test_a_gradient_whose_memory_was_freed_is_not_looked_at(what, is_sandboxed, tmp_path):
+    """Between the end of a gradient's Python object and the null in its place; its first word is malloc's by then."""
+    script = tmp_path / "freed.py"
+    script.write_text(FREED)
+    command = [sys.executable, str(script), what, str(is_sandboxed)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+    if "no seccomp" in done.stderr:
+        pytest.skip("this machine allows no seccomp")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.startswith("found")

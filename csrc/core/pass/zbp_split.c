@@ -184,8 +184,8 @@ static void follow(const work *w, zbp_face *face, uint32_t node)
     for (; face->steps < LONGEST_PATH && is_plain_step(w, node); face->steps++) {
         const uint8_t step = w->facts->of_node[node].step;
 
-        casts += step == ZBP_STEP_CAST;
-        is_simple = is_simple && step != ZBP_STEP_OTHER;
+        casts += step == ZBP_STEP_CAST || step == ZBP_STEP_MOVE;
+        is_simple = is_simple && (step == ZBP_STEP_CAST || step == ZBP_STEP_TRANSPOSITION);
         is_transposed = is_transposed != (step == ZBP_STEP_TRANSPOSITION);
         adds_up = adds_up || w->arrivals[node] > 1;
         node = out_edge(w, node, 0)->dst;

@@ -11,7 +11,8 @@ extern "C" {
 #endif
 
 /* Begins it; outputs, inputs, weights: seqs of tensors. zbp_pass_survey comes next (csrc/pass), with the GIL
- * held: it plans I, runs nothing and changes nothing. Errors: what is no tensor. */
+ * held: it plans I, runs nothing, changes nothing and
+ * looks at no saved tensor: what I would refuse for one that was changed is I's to refuse. Errors: what is no tensor. */
 ZBP_MUST_USE int zbp_explain_new(PyObject *outputs, PyObject *inputs, PyObject *weights,
                                  zbp_policy policy, zbp_scene **scene_out);
 

@@ -1,6 +1,7 @@
 #include "shim/holders/freed.h"
 
 #include <cxxabi.h>
+#include <dlfcn.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -17,22 +18,27 @@ namespace zbp {
 
 namespace {
 
-/// Copies memory that may have been freed, and then reads as zeros if it has gone back to the system.
+/// Copies memory that may not be there any more, what is there of it, and zeros for the rest. A sandbox may forbid the
+/// call that asks the system; then it is read if `is_mapped`, and else zeros.
 #if defined(__SANITIZE_ADDRESS__)
 __attribute__((no_sanitize_address))
 #endif
-void read_freed(const void* place, void* bytes, size_t size) {
+void read_freed(const void* place, void* bytes, size_t size, bool is_mapped) {
   const iovec to{bytes, size};
   const iovec from{const_cast<void*>(place), size};
   std::memset(bytes, 0, size);
-  const ssize_t copied = process_vm_readv(getpid(), &to, 1, &from, 1, 0);
-  if (copied == static_cast<ssize_t>(size) || errno == EFAULT) {
+  if (process_vm_readv(getpid(), &to, 1, &from, 1, 0) >= 0 || errno == EFAULT || !is_mapped) {
     return;
   }
   const auto* source = static_cast<const volatile unsigned char*>(place);
-  for (size_t i = 0; i < size; ++i) {  // a sandbox forbids the call
+  for (size_t i = 0; i < size; ++i) {
     static_cast<unsigned char*>(bytes)[i] = source[i];
   }
+}
+
+bool is_in_library(const void* place) {
+  Dl_info library{};
+  return dladdr(place, &library) != 0;
 }
 
 struct TwoBases : std::exception, std::nested_exception {};
@@ -50,12 +56,13 @@ bool is_table_of_tensor(const void* table) {
     std::ptrdiff_t offset_to_top;
     const std::type_info* type;
   } before{};
-  read_freed(static_cast<const char*>(table) - sizeof(before), &before, sizeof(before));
+  read_freed(static_cast<const char*>(table) - sizeof(before), &before, sizeof(before),
+             is_in_library(table));
   const void* class_of_type = nullptr;
   if (before.offset_to_top != 0 || !before.type) {
     return false;
   }
-  read_freed(before.type, &class_of_type, sizeof(class_of_type));
+  read_freed(before.type, &class_of_type, sizeof(class_of_type), is_in_library(before.type));
   if (std::find(std::begin(classes), std::end(classes), class_of_type) == std::end(classes)) {
     return false;
   }
@@ -69,7 +76,7 @@ bool is_table_of_tensor(const void* table) {
 bool is_tensor(const c10::TensorImpl* place) {
   static auto* const known = new std::unordered_set<const void*>;  // with the GIL
   alignas(c10::intrusive_ptr_target) unsigned char head[sizeof(c10::intrusive_ptr_target)];
-  read_freed(place, head, sizeof(head));
+  read_freed(place, head, sizeof(head), /*is_mapped=*/true);  // as good as always
   const void* table = nullptr;
   std::memcpy(&table, head, sizeof(table));
   if (known->count(table) == 0) {

@@ -62,7 +62,7 @@ uint8_t step_of(Node& node) {
   }
   if (auto* n = as<gen::ToCopyBackward0>(node)) {
     const bool moves = n->self_options.device() != node.input_metadata(0).device();
-    return moves ? ZBP_STEP_OTHER : ZBP_STEP_CAST;
+    return moves ? ZBP_STEP_MOVE : ZBP_STEP_CAST;
   }
   if (auto* n = as<gen::TransposeBackward0>(node)) {
     return dim() == 2 && swaps_two(n->dim0, n->dim1) ? ZBP_STEP_TRANSPOSITION : ZBP_STEP_OTHER;

@@ -180,19 +180,20 @@ void zbp_scene::put_back() noexcept {
   cuts.undo();
   detours.undo();
   stand_ins.give_up();
+  stand_ins.by_id.clear();
   captures.clear();
   groups.clear();
 }
 
 int zbp_scene_begin(std::unique_ptr<zbp_scene> scene, const char* range, zbp_scene** scene_out) {
-  if (scene->barrier.begin() != ZBP_OK) {
-    return ZBP_EPYTHON;
+  int status = range ? guarded([&] { scene->range.emplace(range); }) : ZBP_OK;
+  if (status == ZBP_OK) {
+    status = scene->barrier.begin();
   }
-  if (range) {
-    scene->range.emplace(range);
+  if (status == ZBP_OK) {
+    *scene_out = scene.release();
   }
-  *scene_out = scene.release();
-  return ZBP_OK;
+  return status;
 }
 
 int zbp_scene_new(PyObject* outputs, PyObject* output_grads, PyObject* inputs, PyObject* weights,
