@@ -354,11 +354,13 @@ def test_cpp_functions_are_said_to_be_unseen(cpp_function):
 def cpp_function(tmp_path_factory):
     from torch.utils.cpp_extension import load_inline
 
+    # Not torch/extension.h: reading that takes a compiler three quarters of a minute.
     source = """
-    #include <torch/torch.h>
+    #include <torch/csrc/autograd/custom_function.h>
+    #include <torch/library.h>
     struct Keep : torch::autograd::Function<Keep> {
       static at::Tensor forward(torch::autograd::AutogradContext* ctx, at::Tensor x) {
-        ctx->save_for_backward({x * 2});
+        ctx->save_for_backward({x.mul(at::Scalar(2))});
         return x.clone();
       }
       static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
@@ -366,9 +368,19 @@ def cpp_function(tmp_path_factory):
         return grads;
       }
     };
-    at::Tensor keep(at::Tensor x) { return Keep::apply(x); }
+    TORCH_LIBRARY(zbpipe_tests, library) {
+      library.def("keep", [](at::Tensor x) { return Keep::apply(x); });
+    }
     """
-    return load_inline("zbpipe_keep", source, functions=["keep"], build_directory=str(tmp_path_factory.mktemp("keep")))
+    load_inline(
+        "zbpipe_keep",
+        source,
+        is_python_module=False,
+        no_implicit_headers=True,
+        extra_cflags=["-O0"],
+        build_directory=str(tmp_path_factory.mktemp("keep")),
+    )
+    return torch.ops.zbpipe_tests
 
 
 # ---- cycles
