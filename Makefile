@@ -28,7 +28,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo dev test test-core test-long test-clients clients asan valgrind fuzz cov lint fmt bench clean pytest
+.PHONY: help demo dev test test-core test-long test-all test-clients clients asan valgrind fuzz cov lint fmt bench clean pytest
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -86,6 +86,8 @@ test-clients: ## torchtitan, PEFT and the like, in every configuration, on the n
 
 clients: $(VENV)/.built $(VENV)/.extras-test $(VENV)/.clients
 	$(PYTEST) -m "long or not long" -o faulthandler_timeout=3000 clients schedules/test_models.py schedules/test_differential.py
+
+test-all: test test-long test-clients ## all of these, one after the other: hours
 
 # Without what starts a compiler: it would itself run under the sanitizer, and leaks.
 asan: $(VENV)/.built $(VENV)/.extras-test ## run the tests of passes, leaks and memory under AddressSanitizer and UBSan
