@@ -9,13 +9,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.functions import Affine, Product
-from support.oracle import Stage, check, groups_reversed, late, weight
+from support.oracle import Stage, check, groups_reversed, late, needs_zbpipe, weight
 from torch import nn
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 import zbpipe
 from zbpipe._kernels.defer import will_defer
+
+pytestmark = needs_zbpipe  # torch's module takes no work over
 
 f64 = torch.float64
 

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 from support.functions import Affine, Product
-from support.oracle import ORDERS, MainGrad, Stage, check, late, one_weight_pass, watch_weights, weight
+from support.oracle import ORDERS, MainGrad, Stage, check, late, needs_zbpipe, one_weight_pass, watch_weights, weight
 from torch import nn
 from torch.autograd import Function
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import zbpipe
 from zbpipe._kernels.defer import will_defer
+
+pytestmark = needs_zbpipe  # torch's module takes no work over
 
 f64 = torch.float64
 

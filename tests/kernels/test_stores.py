@@ -11,13 +11,15 @@ import weakref
 import pytest
 import torch
 from support.functions import Affine, Product
-from support.oracle import MainGrad, Stage, check, late, watch_weights, weight
+from support.oracle import MainGrad, Stage, check, late, needs_zbpipe, watch_weights, weight
 from support.processes import in_own_process
 from torch import nn
 from torch.autograd import Function
 
 import zbpipe
 from zbpipe.stores import WeightGradStore, run_backward_dw
+
+pytestmark = needs_zbpipe  # torch's module takes no work over
 
 f64 = torch.float64
 
