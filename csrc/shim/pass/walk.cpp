@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "shim/pass/stand_in.h"
+#include "shim/torch/error.h"
 
 namespace zbp {
 
