@@ -134,16 +134,6 @@ bool has_packed_part(const Separable& separable) {
                      [](const Part& part) { return part.saved->has_hooks(); });
 }
 
-bool context_has_packed(Node& node) {
-  THPObjectPtr context(torch::autograd::functionToPyObject(ref_of(node)));
-  if (!context) {
-    throw python_error();
-  }
-  const auto& saved = reinterpret_cast<THPFunction*>(context.get())->saved_variables;
-  return std::any_of(saved.begin(), saved.end(),
-                     [](const SavedVariable& variable) { return variable.has_hooks(); });
-}
-
 /// While it lives, a SavedVariable that is made here is stored as it is: default hooks of a
 /// surrounding saved_tensors_hooks context would pack it once more.
 class NoSavedTensorHooks {
@@ -211,7 +201,10 @@ zbp_fact fact_of_split(Node& node) {
     fact.flag = has_packed_part(*separable) ? ZBP_FACT_PACKED : 0;
   } else if (is_python_function(node)) {
     fact.type = ZBP_TYPE_FUNCTION;
-    fact.flag = context_has_packed(node) ? ZBP_FACT_PACKED : 0;
+    const auto saved = saved_by(node);
+    const bool is_packed = std::any_of(saved.begin(), saved.end(),
+                                       [](const SavedVariable* one) { return one->has_hooks(); });
+    fact.flag = is_packed ? ZBP_FACT_PACKED : 0;
   }
   return fact;
 }

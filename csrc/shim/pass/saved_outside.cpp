@@ -3,8 +3,6 @@
 #include <algorithm>
 
 #include <torch/csrc/autograd/functions/tensor.h>
-#include <torch/csrc/autograd/python_cpp_function.h>
-#include <torch/csrc/autograd/python_function.h>
 
 #include "shim/torch/nodes.h"
 #include "shim/pass/path.h"
@@ -20,17 +18,6 @@ namespace {
 
 /// What `node` has saved, and the node that unpacks it: of an in-place write to a view, the one within it.
 std::pair<std::vector<torch::autograd::SavedVariable*>, NodePtr> all_saved_by(Node& node) {
-  std::vector<torch::autograd::SavedVariable*> saved;
-  if (is_python_function(node)) {
-    THPObjectPtr context(torch::autograd::functionToPyObject(ref_of(node)));
-    if (!context) {
-      throw python_error();
-    }
-    for (auto& one : reinterpret_cast<THPFunction*>(context.get())->saved_variables) {
-      saved.push_back(&one);
-    }
-    return {std::move(saved), ref_of(node)};
-  }
   const auto* slices = as<torch::autograd::CopySlices>(node);
   Node& saver = slices && slices->fn ? *slices->fn : node;
   return {saved_by(saver), ref_of(saver)};
