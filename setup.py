@@ -2,7 +2,8 @@
 
 Environment: ZBPIPE_WERROR=1 makes warnings errors; ZBPIPE_SANITIZE=address,undefined builds for the sanitizers, with
 asserts; ZBPIPE_DEBUG=1 builds with asserts and debug information; ZBPIPE_UNITS=n compiles the shim in n pieces, 0 each
-file alone.
+file alone. In place, where one file is changed at a time, the pieces are smaller: a whole build takes longer, the next
+one after a change is shorter.
 """
 
 import os
@@ -25,7 +26,7 @@ SANITIZE = os.environ.get("ZBPIPE_SANITIZE", "")
 DEBUG = bool(SANITIZE) or os.environ.get("ZBPIPE_DEBUG") == "1"
 
 # The shim's files are compiled some at a time: each alone would read libtorch's headers for most of its time.
-UNITS = int(os.environ.get("ZBPIPE_UNITS", "0" if DEBUG else "4"))
+UNITS = int(os.environ.get("ZBPIPE_UNITS", "0" if DEBUG else "12" if "--inplace" in sys.argv else "4"))
 # gcc warns of types in an included file that have parts from an unnamed namespace: elsewhere they might be others.
 ONE_FILE = '#ifndef __clang__\n#pragma GCC diagnostic ignored "-Wsubobject-linkage"\n#endif\n'
 
@@ -35,6 +36,10 @@ CXX_FLAGS = ["-Wall", "-Wextra"]
 
 def sources(pattern):
     return sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").glob(pattern))
+
+
+def is_older(made, sources):
+    return not os.path.exists(made) or os.path.getmtime(made) <= max(map(os.path.getmtime, sources))
 
 
 def units(directory):
@@ -111,6 +116,7 @@ def extension():
         "python_cache_tag": sys.implementation.cache_tag,
         "python_ext_suffix": sysconfig.get_config_var("EXT_SUFFIX"),
     }
+    headers = sources("**/*.h")
     python_include = sysconfig.get_path("include")
     check_compilers(python_include)
     # Headers that are not ours are system headers: their warnings are not ours to mend.
@@ -143,8 +149,10 @@ def extension():
         def build_extension(self, ext):
             compiler = new_compiler()
             customize_compiler(compiler)
-            c_objects = compiler.compile(
-                sources("core/*/*.c") + sources("pass/*.c") + sources("bindings/*.c"),
+            c_files = sources("core/*/*.c") + sources("pass/*.c") + sources("bindings/*.c")
+            c_objects = compiler.object_filenames(c_files, output_dir=self.build_temp)
+            compiler.compile(
+                [file for file, made in zip(c_files, c_objects) if is_older(made, [file, "setup.py", *headers])],
                 output_dir=self.build_temp,
                 include_dirs=["csrc"],
                 extra_postargs=["-isystem", python_include, *C_FLAGS, *common_flags()],
@@ -168,7 +176,7 @@ def extension():
         include_dirs=[str(ROOT / "csrc")],
         extra_compile_args=[*torch_headers, *CXX_FLAGS, *common_flags()],
         extra_link_args=[f"-fsanitize={SANITIZE}"] if SANITIZE else [],
-        depends=sources("**/*.h") + sources("shim/*/*.cpp"),
+        depends=headers + sources("shim/*/*.cpp"),
     )
     return {"ext_modules": [module], "cmdclass": {"build": Build, "build_ext": BuildExt}}
 

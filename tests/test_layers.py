@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from support.layers import circle, symbols_of
 
 CSRC = Path(__file__).parents[1] / "csrc"
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+["<]([^">]+)[">]', re.MULTILINE)
@@ -91,19 +92,6 @@ def test_folders_of_the_shim_have_no_circle_but_what_is_listed():
     for folder, include in BACK:
         closed = {**edges, folder: edges[folder] | {folder_of(include)}}
         assert circle(closed), f"{include} in {folder} closes no circle: it need not be listed"
-
-
-def symbols_of(objects):
-    """The graph between objects, by name: which refers to a symbol that another defines."""
-    defines, refers = {}, {}
-    for name, path in objects.items():
-        said = subprocess.run(["nm", "-g", "-P", path], check=True, capture_output=True, text=True).stdout
-        for symbol, kind, *_ in (line.split() for line in said.splitlines()):
-            if kind in ("U", "w"):
-                refers.setdefault(name, set()).add(symbol)
-            else:
-                assert defines.setdefault(symbol, name) == name, f"{symbol} is defined twice"
-    return {name: {defines[s] for s in refers.get(name, ()) if s in defines} for name in objects}
 
 
 @pytest.fixture(scope="module")
@@ -351,25 +339,6 @@ def import_violations(room, modules):
     }
 
 
-def circle(edges):
-    """A circle in a graph, as a list of its nodes; empty if there is none."""
-    done, way = set(), []
-
-    def visit(node):
-        if node in way:
-            return [*way[way.index(node) :], node]
-        if node in done:
-            return []
-        way.append(node)
-        for other in sorted(edges.get(node, ())):
-            if found := visit(other):
-                return found
-        done.add(way.pop())
-        return []
-
-    return next((found for node in sorted(edges) if (found := visit(node))), [])
-
-
 def test_each_room_imports_only_what_it_may():
     used = {}
     for path in every_module():
@@ -434,13 +403,16 @@ BARRIER = re.compile(r"\b(guarded|guarded_object|set_of|kept_in|barrier\.end)\("
 # Behind no barrier: they free, read a flag or a clock, or hold a lock for that; called where no Python error may be set.
 CANNOT_THROW = {
     "zbp_error_clear",
+    "zbp_error_raise",
     "zbp_adding_free",
     "zbp_let_go",
     "zbp_run_free",
     "zbp_held_release",
     "zbp_held_close",
     "zbp_held_again",
+    "zbp_call_free",
     "zbp_call_turns",
+    "zbp_scene_free",
     "zbp_scene_asks",
     "zbp_scene_roots",
     "zbp_in_anomaly_mode",

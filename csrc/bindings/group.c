@@ -10,6 +10,7 @@
 #include "bindings/parts.h"
 #include "shim/explain/zbp_account.h"
 #include "shim/pass/zbp_shim.h"
+#include "shim/torch/zbp_raise.h"
 #include "shim/work/zbp_work.h"
 
 /* Owns its zbp_group. What Functions have handed over may refer back to it. */
@@ -88,9 +89,12 @@ static PyObject *group_repr(PyObject *op)
                                         ? "<zbpipe.ParamGroup: spent, its weight pass has run>"
                                         : "<zbpipe.ParamGroup: its weight pass is running>");
     }
+    zbp_error error = {0};
     zbp_group_info info;
-    PyObject *bytes =
-        zbp_group_get_info(group, &info) == ZBP_OK ? format_bytes(info.bytes_held) : NULL;
+    if (zbp_group_get_info(group, &info, &error) != ZBP_OK) {
+        return zbp_error_raise(&error);
+    }
+    PyObject *bytes = format_bytes(info.bytes_held);
     if (bytes == NULL) {
         return NULL;
     }
@@ -118,17 +122,24 @@ static int find_key(PyObject *key)
 static PyObject *group_subscript(PyObject *op, PyObject *key)
 {
     const zbp_group *group = ((group_object *)op)->group;
+    zbp_error error = {0};
+    PyObject *value = NULL;
+
     switch (find_key(key)) {
     case KEY_PARAMS:
-        return zbp_group_params(group);
+        value = zbp_group_params(group, &error);
+        break;
     case KEY_INTERMEDIATES:
-        return zbp_group_intermediates(group);
+        value = zbp_group_intermediates(group, &error);
+        break;
     case KEY_GRADS:
-        return zbp_group_grads(group);
+        value = zbp_group_grads(group, &error);
+        break;
     default:
         PyErr_SetObject(PyExc_KeyError, key);
         return NULL;
     }
+    return value != NULL ? value : zbp_error_raise(&error);
 }
 
 static int group_assign(PyObject *op, PyObject *key, PyObject *value)
@@ -139,7 +150,12 @@ static int group_assign(PyObject *op, PyObject *key, PyObject *value)
                      value == NULL ? "the deletion of" : "one to", key);
         return -1;
     }
-    return zbp_group_set_grads(((group_object *)op)->group, value) == ZBP_OK ? 0 : -1;
+    zbp_error error = {0};
+    if (zbp_group_set_grads(((group_object *)op)->group, value, &error) != ZBP_OK) {
+        zbp_error_raise(&error);
+        return -1;
+    }
+    return 0;
 }
 
 static int group_contains(PyObject *op, PyObject *key)
@@ -167,10 +183,11 @@ static PyObject *group_get(PyObject *op, PyObject *args)
 
 static PyObject *group_get_bytes_held(PyObject *op, void *Py_UNUSED(closure))
 {
+    zbp_error error = {0};
     zbp_group_info info;
-    return zbp_group_get_info(((group_object *)op)->group, &info) == ZBP_OK
+    return zbp_group_get_info(((group_object *)op)->group, &info, &error) == ZBP_OK
                ? PyLong_FromSize_t(info.bytes_held)
-               : NULL;
+               : zbp_error_raise(&error);
 }
 
 static PyObject *group_get_spent(PyObject *op, void *Py_UNUSED(closure))

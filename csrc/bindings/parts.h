@@ -12,6 +12,7 @@
 int zbp_add_explain(PyObject *module);
 int zbp_add_leaks(PyObject *module);
 int zbp_add_memory(PyObject *module);
+int zbp_add_passes(PyObject *module);
 int zbp_add_release(PyObject *module);
 int zbp_add_stores(PyObject *module);
 int zbp_add_work(PyObject *module);
@@ -32,5 +33,8 @@ zbp_group *zbp_group_of(PyObject *object); /* to run or change it */
 
 /* The type ParamGroup of zbpipe._C, borrowed. Cannot fail. */
 PyTypeObject *zbp_group_type(PyObject *module);
+
+/* What a backward that failed raises. Borrowed. Cannot fail. */
+PyObject *zbp_run_error(PyObject *module);
 
 #endif

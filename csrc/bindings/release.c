@@ -4,22 +4,26 @@
 
 #include "bindings/parts.h"
 #include "shim/release/zbp_release.h"
+#include "shim/torch/zbp_raise.h"
 
 PyDoc_STRVAR(deallocate_output_doc, "deallocate_output(tensor, /)\n--\n\n"
                                     "The bytes that this freed. See zbpipe.deallocate_output.");
 
 static PyObject *deallocate_output(PyObject *Py_UNUSED(module), PyObject *tensor)
 {
+    zbp_error error = {0};
     size_t freed = 0;
-    return zbp_deallocate_output(tensor, &freed) == ZBP_OK ? PyLong_FromSize_t(freed) : NULL;
+    return zbp_deallocate_output(tensor, &freed, &error) == ZBP_OK ? PyLong_FromSize_t(freed)
+                                                                   : zbp_error_raise(&error);
 }
 
 PyDoc_STRVAR(make_viewless_doc, "make_viewless(tensor, /)\n--\n\nSee zbpipe.make_viewless.");
 
 static PyObject *make_viewless(PyObject *Py_UNUSED(module), PyObject *tensor)
 {
-    PyObject *viewless = NULL;
-    return zbp_make_viewless(tensor, &viewless) == ZBP_OK ? viewless : NULL;
+    zbp_error error = {0};
+    PyObject *viewless = zbp_make_viewless(tensor, &error);
+    return viewless != NULL ? viewless : zbp_error_raise(&error);
 }
 
 PyDoc_STRVAR(
@@ -32,9 +36,10 @@ PyDoc_STRVAR(
 static PyObject *release_storage(PyObject *Py_UNUSED(module), PyObject *tensor)
 {
     zbp_holders holders = {0, 0, 0, 0};
+    zbp_error error = {0};
     int released = 0;
-    if (zbp_release_storage(tensor, &holders, &released) != ZBP_OK) {
-        return NULL;
+    if (zbp_release_storage(tensor, &holders, &released, &error) != ZBP_OK) {
+        return zbp_error_raise(&error);
     }
     return Py_BuildValue("(NnnNn)", PyBool_FromLong(released), (Py_ssize_t)holders.bytes,
                          (Py_ssize_t)holders.storage, PyBool_FromLong(holders.python_storage),
@@ -48,12 +53,14 @@ PyDoc_STRVAR(find_hold_doc,
 static PyObject *find_hold(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *tensor, *other;
+    zbp_error error = {0};
     int hold = 0;
-    if (!PyArg_ParseTuple(args, "OO:find_hold", &tensor, &other) ||
-        zbp_find_hold(tensor, other, &hold) != ZBP_OK) {
+
+    if (!PyArg_ParseTuple(args, "OO:find_hold", &tensor, &other)) {
         return NULL;
     }
-    return PyLong_FromLong(hold);
+    return zbp_find_hold(tensor, other, &hold, &error) == ZBP_OK ? PyLong_FromLong(hold)
+                                                                 : zbp_error_raise(&error);
 }
 
 static PyMethodDef release_methods[] = {

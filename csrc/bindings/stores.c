@@ -4,6 +4,7 @@
 
 #include "bindings/parts.h"
 #include "shim/stores/zbp_stores.h"
+#include "shim/torch/zbp_raise.h"
 
 PyDoc_STRVAR(detour_doc,
              "detour(tensor, like, /)\n--\n\n"
@@ -12,7 +13,13 @@ PyDoc_STRVAR(detour_doc,
 static PyObject *detour(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *tensor, *like;
-    return PyArg_ParseTuple(args, "OO:detour", &tensor, &like) ? zbp_detour(tensor, like) : NULL;
+    zbp_error error = {0};
+
+    if (!PyArg_ParseTuple(args, "OO:detour", &tensor, &like)) {
+        return NULL;
+    }
+    PyObject *capsule = zbp_detour(tensor, like, &error);
+    return capsule != NULL ? capsule : zbp_error_raise(&error);
 }
 
 PyDoc_STRVAR(end_detour_doc,
@@ -21,8 +28,10 @@ PyDoc_STRVAR(end_detour_doc,
 
 static PyObject *end_detour(PyObject *Py_UNUSED(module), PyObject *object)
 {
+    zbp_error error = {0};
     int is_back = 0;
-    return zbp_end_detour(object, &is_back) == ZBP_OK ? PyBool_FromLong(is_back) : NULL;
+    return zbp_end_detour(object, &is_back, &error) == ZBP_OK ? PyBool_FromLong(is_back)
+                                                              : zbp_error_raise(&error);
 }
 
 PyDoc_STRVAR(weights_here_doc,
@@ -31,7 +40,9 @@ PyDoc_STRVAR(weights_here_doc,
 
 static PyObject *weights_here(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
-    return zbp_weights_here();
+    zbp_error error = {0};
+    PyObject *weights = zbp_weights_here(&error);
+    return weights != NULL ? weights : zbp_error_raise(&error);
 }
 
 static PyMethodDef stores_methods[] = {

@@ -109,6 +109,7 @@ PyObject* explain(const Task& task, Reach& reach) {
 int zbp_explain_new(PyObject* outputs, PyObject* inputs, PyObject* weights, zbp_policy policy,
                     zbp_scene** scene_out) {
   std::unique_ptr<zbp_scene> scene;
+  zbp_error error{};
   const int status = guarded([&] {
     scene = std::make_unique<zbp_scene>();
     scene->args.policy = policy;
@@ -119,13 +120,17 @@ int zbp_explain_new(PyObject* outputs, PyObject* inputs, PyObject* weights, zbp_
     scene->args.inputs = tensors_in(inputs, "inputs");
     scene->args.weights = tensors_in(weights, "weights");
   });
-  return status == ZBP_OK ? zbp_scene_begin(std::move(scene), nullptr, scene_out) : status;
+  if (status != ZBP_OK || zbp_scene_begin(scene.get(), nullptr, &error) != ZBP_OK) {
+    return ZBP_ETORCH;
+  }
+  *scene_out = scene.release();
+  return ZBP_OK;
 }
 
 PyObject* zbp_explain_end(zbp_scene* scene, int status, zbp_error* error) {
   const std::unique_ptr<zbp_scene> owned(scene);
   THPObjectPtr list;
-  const int result = owned->barrier.end([&] {
+  const int result = owned->barrier.end(error, [&] {
     if (status != ZBP_OK) {
       rethrow(*error, status);
     }
@@ -139,7 +144,7 @@ PyObject* zbp_explain_end(zbp_scene* scene, int status, zbp_error* error) {
       append(list, tasks.release());
     }
   });
-  return result == ZBP_OK ? list.release() : nullptr;
+  return result == ZBP_OK ? list.release() : zbp_error_raise(error);
 }
 
 int zbp_is_watched(PyObject* object, int* out) {

@@ -6,7 +6,8 @@
 #include <torch/csrc/autograd/engine.h>
 
 #include "shim/pass/dtensor.h"
-#include "shim/pass/kinds.h"
+#include "shim/pass/saved.h"
+#include "shim/torch/nodes.h"
 #include "shim/pass/product.h"
 #include "shim/pass/weight_nodes.h"
 #include "shim/pass/zbp_touch.h"

@@ -4,62 +4,9 @@
 #include <unordered_set>
 #include <utility>
 
-#include <torch/csrc/autograd/variable.h>
-
-#include "shim/pass/dtensor.h"
-#include "shim/pass/kinds.h"
 #include "shim/torch/python.h"
 
 namespace zbp {
-
-bool has_version(const at::Tensor& tensor) {
-  return tensor.defined() && !tensor.is_inference();
-}
-
-Version::Version(const at::Tensor& tensor)
-    : counter_(torch::autograd::impl::version_counter(tensor)),
-      seen_(counter_.current_version()),
-      type_(tensor.scalar_type()),
-      device_(tensor.device()) {
-  if (!tensor.is_nested()) {
-    const c10::SymIntArrayRef sizes = tensor.sym_sizes();
-    sizes_.assign(sizes.begin(), sizes.end());
-  }
-}
-
-std::string Version::describe() const {
-  return c10::str(type_, " ", c10::SymIntArrayRef(sizes_), " on ", device_);
-}
-
-size_t bytes_of(const at::Tensor& tensor) {
-  const bool has_bytes = tensor.defined() && tensor.has_storage();
-  return has_bytes ? static_cast<size_t>(tensor.storage().sym_nbytes().maybe_as_int().value_or(0))
-                   : 0;
-}
-
-const void* storage_of(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl()
-                                                  : nullptr;
-}
-
-uint64_t identity_of(const at::Tensor& grad) {
-  return grad.defined() ? reinterpret_cast<uint64_t>(storage_of(local_part(grad))) : 0;
-}
-
-Watched::Watched(const at::Tensor& tensor)
-    : tensor_(tensor.defined() && tensor.requires_grad() ? tensor.detach() : tensor),
-      version_(has_version(tensor) ? tensor._version() : 0) {}
-
-Watched Watched::with_history(at::Tensor&& tensor) noexcept {
-  Watched watched;
-  watched.version_ = has_version(tensor) ? tensor._version() : 0;
-  watched.tensor_ = std::move(tensor);
-  return watched;
-}
-
-bool Watched::was_modified() const {
-  return has_version(tensor_) && tensor_._version() != version_;
-}
 
 std::optional<size_t> face_at(const Task& task, uint32_t slot) {
   for (size_t f = 0; f < task.face.size(); ++f) {
@@ -68,25 +15,6 @@ std::optional<size_t> face_at(const Task& task, uint32_t slot) {
     }
   }
   return std::nullopt;
-}
-
-void Group::pin_outside() {
-  const std::lock_guard<std::mutex> lock(unpinned_outside_mutex);
-  for (const UnpinnedOutside& unpinned : std::exchange(unpinned_outside, {})) {
-    Node& node = *unpinned.node;
-    torch::autograd::SavedVariable before;  // freed behind the lock: that may run Python code
-    // Another microbatch's I may see to the same node.
-    const std::lock_guard<std::mutex> node_lock(NodeParts::mutex_of(node));
-    if (unpinned.saved->has_hooks() && unpinned.is_left &&
-        leave_packed(*unpinned.saved, arguments_outside)) {
-      outside_recomputed_for = std::max(outside_recomputed_for, node.sequence_nr());
-      continue;
-    }
-    const at::Tensor saved = pin_locked(*unpinned.saved, node, before);
-    if (has_version(saved)) {
-      saved_outside.emplace_back(saved);
-    }
-  }
 }
 
 Group::~Group() {

@@ -27,77 +27,10 @@
 #include "core/pass/zbp_layout.h"
 #include "shim/pass/zbp_shim.h"
 #include "shim/pass/zbp_touch.h"
+#include "shim/pass/watched.h"
 #include "shim/torch/compat.h"
 
 namespace zbp {
-
-using c10::SmallVector;
-
-/// A tensor that W will read, and the version that it had when I kept it.
-class Watched {
- public:
-  Watched() = default;
-  /// Keeps a detached alias of `tensor`: same memory, same version counter, no history.
-  explicit Watched(const at::Tensor& tensor);
-  /// Keeps `tensor` itself, with its history: for what a second try could not have back if this threw.
-  static Watched with_history(at::Tensor&& tensor) noexcept;
-
-  const at::Tensor& tensor() const { return tensor_; }
-  uint32_t kept_version() const { return version_; }
-  bool was_modified() const;
-  void reset() { tensor_.reset(); }
-
- private:
-  at::Tensor tensor_;
-  uint32_t version_ = 0;
-};
-
-/// The version of a tensor that W will read and that no group holds.
-class Version {
- public:
-  /// Of a tensor for which has_version() is true.
-  explicit Version(const at::Tensor& tensor);
-
-  bool was_modified() const { return counter_.current_version() != seen_; }
-  uint32_t seen() const { return seen_; }
-  uint32_t now() const { return counter_.current_version(); }
-  /// The tensor as "Float [2, 3] on cpu", for messages.
-  std::string describe() const;
-
- private:
-  c10::VariableVersion counter_;
-  uint32_t seen_;
-  c10::ScalarType type_;
-  c10::Device device_;
-  SmallVector<c10::SymInt, 4> sizes_;
-};
-
-bool has_version(const at::Tensor& tensor);
-
-/// What a W that computes checkpointed regions again may read beside what the groups hold: one list for all groups
-/// of an I, the first read in the forward first.
-struct Reads {
-  struct Read {
-    uint64_t sequence_nr;  // of the first node that read it
-    Version weight;
-  };
-  std::vector<Read> weights;
-};
-
-/// Something that W would read and that was modified since I.
-struct Modified {
-  enum class Role : uint8_t { held, saved_outside, recomputed };
-  Role role;
-  std::string tensor;
-  uint32_t seen;
-  uint32_t now;
-};
-
-/// The identity of the tensor's storage; null if it has none.
-const void* storage_of(const at::Tensor& tensor);
-
-/// Of the tensor's whole storage; 0 where there is none, or where its size is not known as a number.
-size_t bytes_of(const at::Tensor& tensor);
 
 /// One edge of a task towards the weights; its numbers are in the layout.
 struct Face {
@@ -218,7 +151,7 @@ void for_each_watched(const Task& task, const Visit& visit) {
 struct Weight {
   NodeRef<torch::autograd::AccumulateGrad> accumulator;
   at::Tensor grad;  // the sum of its gradients, while it waits to be added: see zbp_book_weight
-  at::Tensor main_grad;  // where W adds instead of .grad; see MainGrads
+  at::Tensor main_grad;  // for the time of a W: where it adds instead of .grad
 };
 
 /// What a node outside the closure has saved behind hooks, or as a view that keeps its base for nothing.
@@ -260,8 +193,6 @@ struct Group : std::enable_shared_from_this<Group> {
   // Stage outputs that W's nodes may have saved: they can be detached only after W.
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> outputs;
 
-  /// Unpacks what nodes outside the closure have saved, once, and frees it of its history; called by I, within its run.
-  void pin_outside();
   /// Lets go of everything that W read; so do the nodes that only W could still run, whoever refers to them.
   void release() noexcept;
   /// Bytes of the tensors held for W, each storage counted once.
@@ -288,8 +219,5 @@ inline Group& group_of(zbp_held* held) {
 inline zbp_held* held_by(Group& group) {
   return reinterpret_cast<zbp_held*>(&group);
 }
-
-/// What tells the memory of a gradient from that of others that exist at the same time; 0 for none.
-uint64_t identity_of(const at::Tensor& grad);
 
 }  // namespace zbp

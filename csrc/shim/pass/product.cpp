@@ -5,8 +5,9 @@
 
 #include "core/pass/zbp_panels.h"
 #include "shim/pass/dtensor.h"
-#include "shim/pass/kinds.h"
+#include "shim/pass/saved.h"
 #include "shim/pass/path.h"
+#include "shim/torch/nodes.h"
 #include "shim/work/work.h"
 
 namespace zbp {

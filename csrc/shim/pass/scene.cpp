@@ -7,6 +7,7 @@
 
 #include "shim/pass/kinds.h"
 #include "shim/pass/path.h"
+#include "shim/pass/saved.h"
 #include "shim/pass/start.h"
 #include "shim/pass/walk.h"
 #include "shim/torch/checkpoint.h"
@@ -225,7 +226,7 @@ void run(zbp_scene& scene, const zbp_survey& survey) {
     const zbp_plan& plan = survey.plan;
     for (uint32_t g = 0; g < plan.group_count; ++g) {
       if (plan.split_begin[g] == plan.split_begin[g + 1]) {
-        scene.groups[g]->pin_outside();
+        pin_outside(*scene.groups[g]);
       }
     }
   };
@@ -344,6 +345,15 @@ void StandIns::give_up() noexcept {
 }  // namespace zbp
 
 using namespace zbp;
+
+void zbp_scene::put_back() noexcept {
+  cuts.undo();
+  detours.undo();
+  stand_ins.give_up();
+  stand_ins.by_id.clear();
+  captures.clear();
+  groups.clear();
+}
 
 zbp_scene::~zbp_scene() {
   put_back();

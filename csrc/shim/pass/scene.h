@@ -85,8 +85,8 @@ struct zbp_scene {
   zbp::Barrier barrier;  // from the first touch to the end
   std::optional<zbp::Range> range;
   zbp::InputPassArgs args;
-  size_t input_count = 0;            // of all values that the caller has listed
-  std::vector<Py_ssize_t> position;  // among them, of args.inputs
+  size_t input_count = 0;        // of all values that the caller has listed
+  std::vector<size_t> position;  // among them, of args.inputs
 
   std::optional<zbp::Answers> answers;
   std::unique_ptr<zbp::Walk> walk;  // of the survey that is at hand
@@ -99,6 +99,3 @@ struct zbp_scene {
 
   zbp::variable_list input_grads;  // one per args.inputs, undefined where nothing reached it
 };
-
-/// Begins the call: what is raised from here on ends up in a zbp_error. range: its name for profilers, or NULL.
-int zbp_scene_begin(std::unique_ptr<zbp_scene> scene, const char* range, zbp_scene** scene_out);

@@ -1,4 +1,4 @@
-// A call of I as Python makes it: its arguments checked and converted; and its end.
+// A call of I as the bindings make it: its arguments checked and converted; and its end.
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/ones_like.h>
@@ -14,50 +14,49 @@ namespace {
 using namespace zbp;
 namespace impl = torch::autograd::impl;
 
-/// Adds output number `i` to the roots unless it takes no gradient, or its gradient is False: then it
-/// is detached with the others and no more. Returns false if it could take one and was given none.
-bool parse_output(PyObject* outputs, PyObject* output_grads, Py_ssize_t i, InputPassArgs& args) {
-  PyObject* output = item(outputs, i);
-  PyObject* given = output_grads ? item(output_grads, i) : Py_None;
-  const at::Tensor* tensor = as_tensor(output);
-  std::optional<Edge> edge;
-  if (!tensor && output != Py_None) {
-    edge = as_gradient_edge(output);
-    if (!edge) {
-      refuse(PyExc_TypeError, "stage_outputs_or_loss[", i, "] is a ", type_name(output),
-             "; expected a tensor, a GradientEdge or None");
-    }
+/// The edge of output number `i`; nothing for None.
+std::optional<Edge> edge_of(PyObject* output, size_t i) {
+  if (const at::Tensor* tensor = as_tensor(output)) {
+    return tensor->requires_grad() ? std::optional(impl::gradient_edge(*tensor)) : std::nullopt;
   }
-  const bool is_no_root = given == Py_False;
-  const at::Tensor* grad = as_tensor(given);
-  if (!grad && given != Py_None && !is_no_root) {
+  if (output == Py_None) {
+    return std::nullopt;
+  }
+  std::optional<Edge> edge = as_gradient_edge(output);
+  if (!edge) {
+    refuse(PyExc_TypeError, "stage_outputs_or_loss[", i, "] is a ", type_name(output),
+           "; expected a tensor, a GradientEdge or None");
+  }
+  return edge;
+}
+
+/// `given`: null where no gradients were given at all.
+int add_output(InputPassArgs& args, size_t i, PyObject* output, PyObject* given) {
+  const at::Tensor* tensor = as_tensor(output);
+  std::optional<Edge> edge = edge_of(output, i);
+  const at::Tensor* grad = given ? as_tensor(given) : nullptr;
+  if (given && !grad && given != Py_None && given != Py_False) {
     refuse(PyExc_TypeError, "output_grads[", i, "] is a ", type_name(given),
            "; expected a tensor or None");
   }
-  if (edge && !grad) {
+  if (edge && !tensor && !grad) {
     refuse(PyExc_AssertionError, "stage_outputs_or_loss[", i,
            "] is a GradientEdge, which requires output gradients from the next stage, but "
            "output_grads",
-           output_grads ? c10::str("[", i, "]") : "", " is None");
+           given ? c10::str("[", i, "]") : "", " is None");
   }
-  if (!edge) {
-    if (!tensor || !tensor->requires_grad()) {
-      return true;
-    }
-    edge = impl::gradient_edge(*tensor);
-    if (!tensor->is_leaf()) {
-      args.outputs.push_back(*tensor);
-    }
+  if (edge && tensor && !tensor->is_leaf()) {
+    args.outputs.push_back(*tensor);
   }
-  if (is_no_root) {
-    return true;
+  if (!edge || given == Py_False) {
+    return ZBP_OUTPUT_PASSIVE;
   }
   if (grad && !fits(*grad, *edge)) {
     refuse(PyExc_ValueError, "output_grads[", i, "] is a gradient of ", describe(*grad),
            "; stage_outputs_or_loss[", i, "] needs one of ", describe(*edge));
   }
-  if (!grad && output_grads && tensor->sym_numel() != 1) {
-    return false;  // an output that the next stage did not use
+  if (!grad && given && tensor->sym_numel() != 1) {
+    return ZBP_OUTPUT_UNUSED;
   }
   if (!grad && tensor->is_complex()) {
     refuse(PyExc_RuntimeError,
@@ -67,33 +66,19 @@ bool parse_output(PyObject* outputs, PyObject* output_grads, Py_ssize_t i, Input
   }
   args.roots.push_back(std::move(*edge));
   args.root_grads.push_back(grad ? *grad : at::ones_like(*tensor));
-  return true;
+  return ZBP_OUTPUT_ROOT;
 }
 
-void parse_inputs(PyObject* inputs, InputPassArgs& args, std::vector<Py_ssize_t>& position) {
-  for (Py_ssize_t i = 0; i < size_of(inputs); ++i) {
-    const at::Tensor* tensor = as_tensor(item(inputs, i));
-    if (tensor && tensor->requires_grad()) {
-      args.inputs.push_back(*tensor);
-      position.push_back(i);
-    }
+void add_weight(InputPassArgs& args, size_t i, PyObject* weight) {
+  const at::Tensor* tensor = as_tensor(weight);
+  if (!tensor) {
+    refuse(PyExc_TypeError, "weights[", i, "] is a ", type_name(weight), "; expected a tensor");
   }
-}
-
-void parse_weights(PyObject* weights, InputPassArgs& args) {
-  args.all_leaves = weights == nullptr;
-  for (Py_ssize_t i = 0; weights && i < size_of(weights); ++i) {
-    const at::Tensor* tensor = as_tensor(item(weights, i));
-    if (!tensor) {
-      refuse(PyExc_TypeError, "weights[", i, "] is a ", type_name(item(weights, i)),
-             "; expected a tensor");
-    }
-    if (!tensor->is_leaf()) {
-      refuse(PyExc_ValueError, "weights[", i, "] of ", describe(*tensor),
-             " is not a leaf; pass the parameters that it is computed from");
-    }
-    (tensor->requires_grad() ? args.weights : args.frozen).push_back(*tensor);
+  if (!tensor->is_leaf()) {
+    refuse(PyExc_ValueError, "weights[", i, "] of ", describe(*tensor),
+           " is not a leaf; pass the parameters that it is computed from");
   }
+  (tensor->requires_grad() ? args.weights : args.frozen).push_back(*tensor);
 }
 
 /// As torch's module has it: an input's .grad becomes its gradient, or is added to in place.
@@ -155,57 +140,48 @@ struct GroupArray {
   size_t count = 0;
 };
 
-void parse(PyObject* outputs, PyObject* output_grads, PyObject* inputs, PyObject* weights,
-           zbp_scene& scene) {
-  if (output_grads && size_of(output_grads) != size_of(outputs)) {
-    refuse(PyExc_ValueError, "output_grads has ", size_of(output_grads),
-           " entries; expected one for each of the ", size_of(outputs), " stage outputs");
-  }
-  Py_ssize_t without_grad = 0;
-  for (Py_ssize_t i = 0; i < size_of(outputs); ++i) {
-    without_grad += parse_output(outputs, output_grads, i, scene.args) ? 0 : 1;
-  }
-  if (scene.args.roots.empty() && without_grad > 0) {
-    refuse(PyExc_ValueError, "output_grads holds no gradient for any of the ", without_grad,
-           " stage outputs that require one; the backward would lose them all");
-  }
-  parse_inputs(inputs, scene.args, scene.position);
-  parse_weights(weights, scene.args);
-  scene.input_count = static_cast<size_t>(size_of(inputs));
-}
-
 }  // namespace
 
-void zbp_scene::put_back() noexcept {
-  cuts.undo();
-  detours.undo();
-  stand_ins.give_up();
-  stand_ins.by_id.clear();
-  captures.clear();
-  groups.clear();
-}
-
-int zbp_scene_begin(std::unique_ptr<zbp_scene> scene, const char* range, zbp_scene** scene_out) {
-  int status = range ? guarded([&] { scene->range.emplace(range); }) : ZBP_OK;
-  if (status == ZBP_OK) {
-    status = scene->barrier.begin();
-  }
-  if (status == ZBP_OK) {
-    *scene_out = scene.release();
-  }
-  return status;
-}
-
-int zbp_scene_new(PyObject* outputs, PyObject* output_grads, PyObject* inputs, PyObject* weights,
-                  zbp_policy policy, zbp_scene** scene_out) {
-  std::unique_ptr<zbp_scene> scene;
-  const int status = guarded([&] {
-    scene = std::make_unique<zbp_scene>();
+int zbp_scene_new(zbp_policy policy, bool all_leaves, zbp_scene** scene_out, zbp_error* error) {
+  return kept_in(error, [&] {
+    auto scene = std::make_unique<zbp_scene>();
     scene->args.policy = policy;
-    parse(outputs, output_grads, inputs, weights, *scene);
+    scene->args.all_leaves = all_leaves;
+    *scene_out = scene.release();
   });
-  return status == ZBP_OK ? zbp_scene_begin(std::move(scene), "zbpipe::input_pass", scene_out)
-                          : status;
+}
+
+void zbp_scene_free(zbp_scene* scene) {
+  delete scene;
+}
+
+int zbp_scene_add_output(zbp_scene* scene, size_t i, PyObject* output, PyObject* grad, int* use_out,
+                         zbp_error* error) {
+  return guarded(error, [&] { *use_out = add_output(scene->args, i, output, grad); });
+}
+
+int zbp_scene_add_input(zbp_scene* scene, PyObject* input, zbp_error* error) {
+  return kept_in(error, [&] {
+    const at::Tensor* tensor = as_tensor(input);
+    if (tensor && tensor->requires_grad()) {
+      scene->args.inputs.push_back(*tensor);
+      scene->position.push_back(scene->input_count);
+    }
+    ++scene->input_count;
+  });
+}
+
+int zbp_scene_add_weight(zbp_scene* scene, size_t i, PyObject* weight, zbp_error* error) {
+  return kept_in(error, [&] { add_weight(scene->args, i, weight); });
+}
+
+int zbp_scene_begin(zbp_scene* scene, const char* range, zbp_error* error) {
+  return kept_in(error, [&] {
+    if (range) {
+      scene->range.emplace(range);
+    }
+    scene->barrier.begin();
+  });
 }
 
 int zbp_scene_end(zbp_scene* scene, int status, zbp_error* error, PyObject** dinputs_out,
@@ -214,7 +190,7 @@ int zbp_scene_end(zbp_scene* scene, int status, zbp_error* error, PyObject** din
   THPObjectPtr dinputs;
   GroupArray groups;
   owned->range.reset();
-  const int result = owned->barrier.end([&] {
+  const int result = owned->barrier.end(error, [&] {
     if (status != ZBP_OK) {
       owned->put_back();
       rethrow(*error, status);

@@ -14,7 +14,8 @@
 
 #include "shim/torch/edits.h"
 #include "shim/torch/gil.h"
-#include "shim/pass/kinds.h"
+#include "shim/pass/saved.h"
+#include "shim/torch/nodes.h"
 #include "shim/pass/path.h"
 #include "shim/torch/python.h"
 
@@ -107,7 +108,7 @@ std::string StandIn::name() const {
 
 variable_list StandIn::apply(variable_list&& grads) {
   TORCH_CHECK(original_, torch::autograd::ERR_BACKWARD_TWICE);
-  group_->pin_outside();
+  pin_outside(*group_);
   return task().kind() == Kind::whole ? run_whole(task(), std::move(grads))
                                       : run_split(task(), std::move(grads));
 }

@@ -1,4 +1,4 @@
-// A call of W as Python makes it: its arguments checked, the groups claimed, main_grad found; and its end.
+// A call of W as the bindings make it: the groups claimed, what has changed since I found; and its end.
 
 #include <algorithm>
 #include <memory>
@@ -42,37 +42,9 @@ void check_state(zbp_group* const* groups, size_t count) {
   }
 }
 
-void check_weights(zbp_group* const* groups, size_t count, PyObject* weights) {
-  std::unordered_map<const void*, size_t> wanted;  // the groups' weights, and a group of each
-  for (size_t i = 0; i < count; ++i) {
-    for (const Weight& weight : groups[i]->group->weights) {
-      wanted.emplace(weight.accumulator->variable.unsafeGetTensorImpl(), i);
-    }
-  }
-  for (Py_ssize_t i = 0; i < size_of(weights); ++i) {
-    const at::Tensor* tensor = as_tensor(item(weights, i));
-    if (!tensor) {
-      refuse(PyExc_TypeError, "weights[", i, "] is a ", type_name(item(weights, i)),
-             "; expected a tensor");
-    }
-    wanted.erase(tensor->unsafeGetTensorImpl());
-  }
-  if (wanted.empty()) {
-    return;
-  }
-  const auto& [missing, i] = *wanted.begin();
-  for (const Weight& weight : groups[i]->group->weights) {
-    if (weight.accumulator->variable.unsafeGetTensorImpl() == missing) {
-      refuse(PyExc_ValueError, "param_groups[", i, "] holds a gradient for a parameter of ",
-             describe(weight.accumulator->variable), " that is not among the ", size_of(weights),
-             " weights; pass the weights that stage_backward_input was given");
-    }
-  }
-}
-
-void check_leaves(zbp_group* const* groups, size_t count) {
-  for (size_t i = 0; i < count; ++i) {
-    const Group& group = *groups[i]->group;
+void check_leaves(const std::vector<GroupPtr>& groups) {
+  for (size_t i = 0; i < groups.size(); ++i) {
+    const Group& group = *groups[i];
     for (size_t w = 0; w < group.weights.size(); ++w) {
       const at::Tensor& variable = group.weights[w].accumulator->variable;
       if (!group.book.weight[w].is_added && variable.grad_fn()) {
@@ -87,9 +59,9 @@ void check_leaves(zbp_group* const* groups, size_t count) {
   }
 }
 
-void check_capture(zbp_group* const* groups, size_t count) {
-  for (size_t i = 0; i < count; ++i) {
-    const Group& group = *groups[i]->group;
+void check_capture(const std::vector<GroupPtr>& groups) {
+  for (size_t i = 0; i < groups.size(); ++i) {
+    const Group& group = *groups[i];
     if (is_capturing(group) != group.was_captured) {
       refuse(PyExc_RuntimeError, "param_groups[", i, "] was made by an input pass ",
              group.was_captured ? "within" : "outside",
@@ -127,14 +99,14 @@ void check_capture(zbp_group* const* groups, size_t count) {
 }
 
 /// The weights that regions read which W computes again: each list once, up to the last node for which that is done.
-void check_recomputed(zbp_group* const* groups, size_t count) {
+void check_recomputed(const std::vector<GroupPtr>& groups) {
   struct Last {
     uint64_t recomputed_for = 0;
     size_t group = 0;
   };
   std::unordered_map<const Reads*, Last> last;
-  for (size_t i = 0; i < count; ++i) {
-    const Group& group = *groups[i]->group;
+  for (size_t i = 0; i < groups.size(); ++i) {
+    const Group& group = *groups[i];
     if (group.reads) {
       Last& entry = last[group.reads.get()];
       if (const uint64_t now = group.recomputed_for(); now > entry.recomputed_for) {
@@ -155,13 +127,13 @@ void check_recomputed(zbp_group* const* groups, size_t count) {
   }
 }
 
-void check_unmodified(zbp_group* const* groups, size_t count) {
-  for (size_t i = 0; i < count; ++i) {
-    if (const auto modified = groups[i]->group->find_modified()) {
+void check_unmodified(const std::vector<GroupPtr>& groups) {
+  for (size_t i = 0; i < groups.size(); ++i) {
+    if (const auto modified = groups[i]->find_modified()) {
       refuse_modified(i, *modified);
     }
   }
-  check_recomputed(groups, count);
+  check_recomputed(groups);
 }
 
 /// The groups' books, in the hands of this call.
@@ -192,80 +164,15 @@ class Claims {
   std::vector<zbp_book*> books_;
 };
 
-/// For the time of one W, where the weights' main_grad are. Refuses one that does not fit; then no
-/// weight has been touched.
-class MainGrads {
- public:
-  MainGrads(const std::vector<GroupPtr>& groups, bool enabled) : groups_(groups) {
-    if (!enabled) {
-      return;
-    }
-    try {
-      visit([](Weight& weight) { weight.main_grad = find(weight.accumulator->variable); });
-      visit([](Weight& weight) { announce(weight); });
-    } catch (...) {
-      visit([](Weight& weight) { weight.main_grad.reset(); });
-      throw;
-    }
+void check_fits(const at::Tensor& main_grad, const at::Tensor& weight) {
+  if (!main_grad.sym_sizes().equals(weight.sym_sizes()) || main_grad.device() != weight.device() ||
+      !main_grad.is_floating_point() || main_grad.requires_grad()) {
+    refuse(PyExc_ValueError, "the main_grad of the weight of ", describe(weight), " is ",
+           describe(main_grad), main_grad.requires_grad() ? " and requires a gradient" : "",
+           "; expected a floating-point tensor of the weight's shape and device that requires "
+           "none");
   }
-  ~MainGrads() {
-    visit([](Weight& weight) { weight.main_grad.reset(); });
-  }
-  MainGrads(const MainGrads&) = delete;
-  MainGrads& operator=(const MainGrads&) = delete;
-
- private:
-  template <class Visit>
-  void visit(const Visit& visit_weight) const {
-    for (const GroupPtr& group : groups_) {
-      std::for_each(group->weights.begin(), group->weights.end(), visit_weight);
-    }
-  }
-
-  static at::Tensor find(const at::Tensor& variable) {
-    THPObjectPtr parameter(THPVariable_Wrap(variable));
-    THPObjectPtr value(parameter ? PyObject_GetAttrString(parameter, "main_grad") : nullptr);
-    if (!value && PyErr_ExceptionMatches(PyExc_AttributeError)) {
-      PyErr_Clear();
-      return {};
-    }
-    if (!value) {
-      throw python_error();
-    }
-    if (value.get() == Py_None) {
-      return {};
-    }
-    const at::Tensor* tensor = as_tensor(value);
-    if (!tensor) {
-      refuse(PyExc_TypeError, "the main_grad of the weight of ", describe(variable), " is a ",
-             type_name(value), "; expected a tensor or None");
-    }
-    if (!tensor->sym_sizes().equals(variable.sym_sizes()) ||
-        tensor->device() != variable.device() || !tensor->is_floating_point() ||
-        tensor->requires_grad()) {
-      refuse(
-          PyExc_ValueError, "the main_grad of the weight of ", describe(variable), " is ",
-          describe(*tensor), tensor->requires_grad() ? " and requires a gradient" : "",
-          "; expected a floating-point tensor of the weight's shape and device that requires none");
-    }
-    return *tensor;
-  }
-
-  /// So that hooks that would add .grad to main_grad see that there is nothing left to add.
-  static void announce(const Weight& weight) {
-    constexpr const char* flag = "grad_added_to_main_grad";
-    if (!weight.main_grad.defined()) {
-      return;
-    }
-    THPObjectPtr parameter(THPVariable_Wrap(weight.accumulator->variable));
-    if (!parameter || (PyObject_HasAttrString(parameter, flag) &&
-                       PyObject_SetAttrString(parameter, flag, Py_True) < 0)) {
-      throw python_error();
-    }
-  }
-
-  const std::vector<GroupPtr>& groups_;
-};
+}
 
 }  // namespace
 
@@ -276,42 +183,127 @@ struct zbp_call {
       turns.push_back({&group->layout, &group->book, held_by(*group)});
     }
   }
+  ~zbp_call() {
+    for (const GroupPtr& group : groups) {
+      for (Weight& weight : group->weights) {
+        weight.main_grad.reset();
+      }
+    }
+  }
   zbp_call(const zbp_call&) = delete;
   zbp_call& operator=(const zbp_call&) = delete;
+
+  /// Those of the groups that are not listed yet, each with a group that it is of.
+  std::unordered_map<const void*, size_t>& unlisted() {
+    if (!unlisted_) {
+      unlisted_.emplace();
+      for (size_t i = 0; i < groups.size(); ++i) {
+        for (const Weight& weight : groups[i]->weights) {
+          unlisted_->emplace(key_of(weight), i);
+        }
+      }
+    }
+    return *unlisted_;
+  }
+  /// Those of all groups, one after the other; until W runs, which may close groups.
+  const std::vector<Weight*>& weights() {
+    if (weights_.empty()) {
+      for (const GroupPtr& group : groups) {
+        for (Weight& weight : group->weights) {
+          weights_.push_back(&weight);
+        }
+      }
+    }
+    return weights_;
+  }
+  static const void* key_of(const Weight& weight) {
+    return weight.accumulator->variable.unsafeGetTensorImpl();
+  }
 
   const std::vector<GroupPtr> groups;
   const Claims claims;  // from here on Python code may run
   std::vector<zbp_turn> turns;
-  std::optional<MainGrads> main_grads;
   Barrier barrier;
   std::optional<at::AutoGradMode> no_grad;
   std::optional<Range> range;
+
+ private:
+  std::optional<std::unordered_map<const void*, size_t>> unlisted_;
+  std::vector<Weight*> weights_;
 };
 
-int zbp_call_new(zbp_group* const* groups, size_t count, PyObject* weights, int main_grad,
-                 zbp_call** call_out) {
-  std::unique_ptr<zbp_call> call;
-  const int status = guarded([&] {
+int zbp_call_new(zbp_group* const* groups, size_t count, zbp_call** call_out, zbp_error* error) {
+  return kept_in(error, [&] {
     check_state(groups, count);
-    call = std::make_unique<zbp_call>(groups, count);
-    if (weights) {
-      check_weights(groups, count, weights);
-    }
-    check_leaves(groups, count);
-    check_unmodified(groups, count);
-    check_capture(groups, count);
-    call->main_grads.emplace(call->groups, main_grad != 0);
+    *call_out = new zbp_call(groups, count);
   });
-  if (status != ZBP_OK) {
-    return status;
-  }
-  if (call->barrier.begin() != ZBP_OK) {
-    return ZBP_EPYTHON;
-  }
-  call->no_grad.emplace(false);
-  call->range.emplace("zbpipe::weight_pass");
-  *call_out = call.release();
-  return ZBP_OK;
+}
+
+void zbp_call_free(zbp_call* call) {
+  delete call;
+}
+
+int zbp_call_list(zbp_call* call, size_t i, PyObject* weight, zbp_error* error) {
+  return kept_in(error, [&] {
+    const at::Tensor* tensor = as_tensor(weight);
+    if (!tensor) {
+      refuse(PyExc_TypeError, "weights[", i, "] is a ", type_name(weight), "; expected a tensor");
+    }
+    call->unlisted().erase(tensor->unsafeGetTensorImpl());
+  });
+}
+
+int zbp_call_check_listed(zbp_call* call, size_t count, zbp_error* error) {
+  return kept_in(error, [&] {
+    if (call->unlisted().empty()) {
+      return;
+    }
+    const auto& [missing, i] = *call->unlisted().begin();
+    for (const Weight& weight : call->groups[i]->weights) {
+      if (zbp_call::key_of(weight) == missing) {
+        refuse(PyExc_ValueError, "param_groups[", i, "] holds a gradient for a parameter of ",
+               describe(weight.accumulator->variable), " that is not among the ", count,
+               " weights; pass the weights that stage_backward_input was given");
+      }
+    }
+  });
+}
+
+int zbp_call_check(zbp_call* call, zbp_error* error) {
+  return guarded(error, [&] {
+    check_leaves(call->groups);
+    check_unmodified(call->groups);
+    check_capture(call->groups);
+  });
+}
+
+PyObject* zbp_call_weight(zbp_call* call, size_t i, zbp_error* error) {
+  return guarded_object(error, [&] {
+    const auto& weights = call->weights();
+    return i < weights.size() ? wrap_tensor(weights[i]->accumulator->variable) : nullptr;
+  });
+}
+
+int zbp_call_set_main_grad(zbp_call* call, size_t i, PyObject* main_grad, zbp_error* error) {
+  return guarded(error, [&] {
+    Weight& weight = *call->weights()[i];
+    const at::Tensor& variable = weight.accumulator->variable;
+    const at::Tensor* tensor = as_tensor(main_grad);
+    if (!tensor) {
+      refuse(PyExc_TypeError, "the main_grad of the weight of ", describe(variable), " is a ",
+             type_name(main_grad), "; expected a tensor or None");
+    }
+    check_fits(*tensor, variable);
+    weight.main_grad = *tensor;
+  });
+}
+
+int zbp_call_begin(zbp_call* call, zbp_error* error) {
+  return kept_in(error, [&] {
+    call->barrier.begin();
+    call->no_grad.emplace(false);
+    call->range.emplace("zbpipe::weight_pass");
+  });
 }
 
 zbp_turn* zbp_call_turns(zbp_call* call) {
@@ -326,7 +318,7 @@ int zbp_call_end(zbp_call* call, int status, zbp_error* error) {
   const std::unique_ptr<zbp_call> owned(call);
   owned->range.reset();
   owned->no_grad.reset();
-  const int result = owned->barrier.end([&] {
+  const int result = owned->barrier.end(error, [&] {
     if (status != ZBP_OK) {
       rethrow(*error, status);
     }

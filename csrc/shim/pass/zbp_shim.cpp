@@ -109,8 +109,8 @@ int zbp_group_state(const zbp_group* handle) {
   return handle->group->book.state == ZBP_BOOK_OPEN ? ZBP_GROUP_READY : ZBP_GROUP_SPENT;
 }
 
-int zbp_group_get_info(const zbp_group* handle, zbp_group_info* info_out) {
-  return guarded([&] {
+int zbp_group_get_info(const zbp_group* handle, zbp_group_info* info_out, zbp_error* error) {
+  return guarded(error, [&] {
     *info_out = {};
     if (!zbp_book_is_claimed(&handle->group->book)) {
       const Group& group = *handle->group;
@@ -119,8 +119,8 @@ int zbp_group_get_info(const zbp_group* handle, zbp_group_info* info_out) {
   });
 }
 
-PyObject* zbp_group_params(const zbp_group* handle) {
-  return guarded_object([&] {
+PyObject* zbp_group_params(const zbp_group* handle, zbp_error* error) {
+  return guarded_object(error, [&] {
     std::vector<NodePtr> nodes;
     for (const Weight& weight : unspent(handle, "params").weights) {
       nodes.emplace_back(weight.accumulator);
@@ -136,8 +136,8 @@ PyObject* zbp_group_params(const zbp_group* handle) {
   });
 }
 
-PyObject* zbp_group_intermediates(const zbp_group* handle) {
-  return guarded_object([&] {
+PyObject* zbp_group_intermediates(const zbp_group* handle, zbp_error* error) {
+  return guarded_object(error, [&] {
     std::vector<NodePtr> nodes;
     for (const Task& task : unspent(handle, "intermediates").tasks) {
       nodes.push_back(task.node);
@@ -153,8 +153,8 @@ PyObject* zbp_group_intermediates(const zbp_group* handle) {
   });
 }
 
-PyObject* zbp_group_grads(const zbp_group* handle) {
-  return guarded_object([&] {
+PyObject* zbp_group_grads(const zbp_group* handle, zbp_error* error) {
+  return guarded_object(error, [&] {
     std::vector<variable_list> grads;
     for (const Task& task : unspent(handle, "grads").tasks) {
       grads.push_back(output_grads_of(task));
@@ -170,8 +170,8 @@ PyObject* zbp_group_grads(const zbp_group* handle) {
   });
 }
 
-int zbp_group_set_grads(zbp_group* handle, PyObject* value) {
-  return guarded([&] {
+int zbp_group_set_grads(zbp_group* handle, PyObject* value, zbp_error* error) {
+  return guarded(error, [&] {
     THPObjectPtr seq(PySequence_Tuple(value));
     if (!seq) {
       PyErr_Clear();

@@ -1,19 +1,21 @@
-/* zbp_shim.h - the C interface of the shim: everything that the bindings need of libtorch.
+/* zbp_shim.h - the C interface of the shim for the two passes and their groups.
  *
- * Conventions. Functions return a status: ZBP_OK or ZBP_EPYTHON, and then a Python error is set and
- * no output has been written. No C++ exception leaves a function. All are called with the GIL held;
- * those that run the engine release it meanwhile. `seq` arguments are borrowed results of
- * PySequence_Fast(). "new" is a new reference, to be released by the caller.
+ * Conventions, also of the shim's other headers. Functions return a status: ZBP_OK, or what has been raised is in
+ * *error (zbp_error.h) and no output has been written; those that return an object return NULL then. No C++
+ * exception leaves a function. All are called with the GIL held; those that run the engine release it
+ * meanwhile. "new" is a new reference, to be released by the caller; arguments are borrowed.
  */
 #ifndef ZBP_SHIM_H
 #define ZBP_SHIM_H
 
 #include <Python.h>
+#include <stdbool.h>
 
 #include "core/base/zbp_status.h"
 #include "core/pass/zbp_policy.h"
 #include "shim/pass/zbp_scene.h"
 #include "shim/pass/zbp_touch.h"
+#include "shim/torch/zbp_error.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -38,20 +40,35 @@ typedef struct zbp_policy {
     int checkpoint;
     PyObject *defer_of;
     PyObject *checkpoint_of;
-    int refuse_reentrant; /* a backward of its own within I would add to .grad, and must not */
+    bool refuse_reentrant; /* a backward of its own within I would add to .grad, and must not */
 } zbp_policy;
 
-/* Begins a call of I. Between _new and _end, on the same thread with the GIL held, goes zbp_pass_inputs
- * (csrc/pass), or zbp_pass_survey.
- *
- * outputs:      seq of tensors, GradientEdges or None.
- * output_grads: seq, as long as outputs, of tensors or None; or NULL: ones for every output.
- * inputs:       seq of anything; tensors that require a gradient get one.
- * weights:      seq of leaf tensors; or NULL: every leaf that accumulates.
- * policy:       what is left to W.
- * An error refuses the arguments; nothing was touched. */
-ZBP_MUST_USE int zbp_scene_new(PyObject *outputs, PyObject *output_grads, PyObject *inputs,
-                               PyObject *weights, zbp_policy policy, zbp_scene **scene_out);
+/* A call of I: made, given its arguments in the order of the functions below, begun, and ended or, if that was
+ * refused, freed. all_leaves: its weights are every leaf that accumulates, and none is added. */
+ZBP_MUST_USE int zbp_scene_new(zbp_policy policy, bool all_leaves, zbp_scene **scene_out,
+                               zbp_error *error);
+void zbp_scene_free(zbp_scene *scene); /* NULL is legal */
+
+/* What an output is to I. */
+enum {
+    ZBP_OUTPUT_ROOT, /* the backward starts from it */
+    ZBP_OUTPUT_PASSIVE, /* it takes no gradient, or its gradient is False; it is detached with the others */
+    ZBP_OUTPUT_UNUSED, /* it could take a gradient and was given none */
+};
+
+/* Output number i: a tensor, a GradientEdge or None. grad: a tensor, None or False; NULL: no gradients were given, and
+ * every output that takes one gets ones. */
+ZBP_MUST_USE int zbp_scene_add_output(zbp_scene *scene, size_t i, PyObject *output, PyObject *grad,
+                                      int *use_out, zbp_error *error);
+/* The next input: anything; a tensor that requires a gradient gets one. */
+ZBP_MUST_USE int zbp_scene_add_input(zbp_scene *scene, PyObject *input, zbp_error *error);
+/* Weight number i: a leaf tensor. */
+ZBP_MUST_USE int zbp_scene_add_weight(zbp_scene *scene, size_t i, PyObject *weight,
+                                      zbp_error *error);
+
+/* Now zbp_pass_inputs (csrc/pass), or zbp_pass_survey, can run, on the same thread, with the GIL held. range: the
+ * call's name for profilers, or NULL. */
+ZBP_MUST_USE int zbp_scene_begin(zbp_scene *scene, const char *range, zbp_error *error);
 
 /* Ends it, with what zbp_pass_inputs returned and raised. Frees the scene.
  *
@@ -63,17 +80,30 @@ ZBP_MUST_USE int zbp_scene_end(zbp_scene *scene, int status, zbp_error *error,
                                PyObject **dinputs_out, zbp_group ***groups_out,
                                size_t *group_count_out);
 
-/* A call of W: its groups, which no other call can have meanwhile. Between _new and _end, which both
- * need the GIL, zbp_pass_weights (csrc/pass) runs without it, on the same thread. */
+/* A call of W: its groups, which no other call can have meanwhile. Made, checked, begun, and ended or, if that was
+ * refused, freed. zbp_pass_weights (csrc/pass) then runs without the GIL, on the same thread. */
 typedef struct zbp_call zbp_call;
 
-/* Begins a call for `groups` (borrowed). weights: seq of tensors, or NULL for no check. Refuses: groups that
- * are spent, listed twice or running elsewhere; groups none or only some of whose weights are listed;
- * matrices that were modified since I. main_grad: a weight with an attribute of that name that is a
- * tensor is accumulated there, its .grad is left alone, and its attribute grad_added_to_main_grad, if
- * it has one, becomes True. */
-ZBP_MUST_USE int zbp_call_new(zbp_group *const *groups, size_t group_count, PyObject *weights,
-                              int main_grad, zbp_call **call_out);
+/* Refuses groups that are spent, listed twice or running elsewhere. From here on Python code may run. */
+ZBP_MUST_USE int zbp_call_new(zbp_group *const *groups, size_t group_count, zbp_call **call_out,
+                              zbp_error *error);
+void zbp_call_free(zbp_call *call); /* NULL is legal */
+
+/* Weight number i of those that the caller lists: a tensor. */
+ZBP_MUST_USE int zbp_call_list(zbp_call *call, size_t i, PyObject *weight, zbp_error *error);
+/* All are listed, `count` of them: refuses groups none or only some of whose weights are. */
+ZBP_MUST_USE int zbp_call_check_listed(zbp_call *call, size_t count, zbp_error *error);
+/* Refuses weights that are no leaves any more, matrices that were modified since I, an I within another capture. */
+ZBP_MUST_USE int zbp_call_check(zbp_call *call, zbp_error *error);
+
+/* The call's weights, one after the other: new reference to number i, NULL without an error where there is none. */
+PyObject *zbp_call_weight(zbp_call *call, size_t i, zbp_error *error);
+/* Weight number i is accumulated in `main_grad`, a tensor, for the time of the call, and not in its .grad. Refuses one
+ * that does not fit. */
+ZBP_MUST_USE int zbp_call_set_main_grad(zbp_call *call, size_t i, PyObject *main_grad,
+                                        zbp_error *error);
+
+ZBP_MUST_USE int zbp_call_begin(zbp_call *call, zbp_error *error);
 zbp_turn *zbp_call_turns(zbp_call *call); /* one per group; borrowed from the call */
 int zbp_in_anomaly_mode(void);            /* of autograd */
 
@@ -84,19 +114,20 @@ ZBP_MUST_USE int zbp_call_end(zbp_call *call, int status, zbp_error *error);
 void zbp_group_free(zbp_group *group);       /* NULL is legal; frees all that W would have needed */
 int zbp_group_state(const zbp_group *group); /* ZBP_GROUP_*; never fails, looks at a flag */
 /* While W runs, all is 0. */
-ZBP_MUST_USE int zbp_group_get_info(const zbp_group *group, zbp_group_info *info_out);
+ZBP_MUST_USE int zbp_group_get_info(const zbp_group *group, zbp_group_info *info_out,
+                                    zbp_error *error);
 
-/* New objects, or NULL with an error set; KeyError when the group is spent.
+/* New objects, or NULL; KeyError when the group is spent.
  * params: set of the accumulators' nodes. intermediates: list of the split nodes, None for one that
  * is gone. grads: list with, per intermediate, a tuple with a tensor or None per node input. */
-PyObject *zbp_group_params(const zbp_group *group);
-PyObject *zbp_group_intermediates(const zbp_group *group);
-PyObject *zbp_group_grads(const zbp_group *group);
+PyObject *zbp_group_params(const zbp_group *group, zbp_error *error);
+PyObject *zbp_group_intermediates(const zbp_group *group, zbp_error *error);
+PyObject *zbp_group_grads(const zbp_group *group, zbp_error *error);
 
 /* Replaces the output gradients from which W starts; value as zbp_group_grads returns it. A node that
  * ran whole has no output gradients any more, it reads as a tuple of None, and given back so it is
  * left alone; others are refused unless it can run again. */
-ZBP_MUST_USE int zbp_group_set_grads(zbp_group *group, PyObject *value);
+ZBP_MUST_USE int zbp_group_set_grads(zbp_group *group, PyObject *value, zbp_error *error);
 
 #ifdef __cplusplus
 }

@@ -256,11 +256,7 @@ PyObject* make_viewless(PyObject* object) {
            " carries a forward-mode gradient, which the result would lose; take it off with "
            "torch.autograd.forward_ad.unpack_dual");
   }
-  PyObject* viewless = THPVariable_Wrap(make_viewless(tensor));
-  if (!viewless) {
-    throw python_error();
-  }
-  return viewless;
+  return wrap_tensor(make_viewless(tensor));
 }
 
 // ---- release_storage
@@ -305,22 +301,17 @@ int find_hold(const at::Tensor& tensor, PyObject* object) {
 
 }  // namespace
 
-int zbp_deallocate_output(PyObject* tensor, size_t* freed_out) {
-  return guarded([&] { *freed_out = deallocate_output(tensor); });
+int zbp_deallocate_output(PyObject* tensor, size_t* freed_out, zbp_error* error) {
+  return guarded(error, [&] { *freed_out = deallocate_output(tensor); });
 }
 
-int zbp_make_viewless(PyObject* tensor, PyObject** viewless_out) {
-  // Outside of the barrier: a warning that is an error raises only when the body is through.
-  THPObjectPtr viewless;
-  const int status = guarded([&] { viewless = make_viewless(tensor); });
-  if (status == ZBP_OK) {
-    *viewless_out = viewless.release();
-  }
-  return status;
+PyObject* zbp_make_viewless(PyObject* tensor, zbp_error* error) {
+  return guarded_object(error, [&] { return make_viewless(tensor); });
 }
 
-int zbp_release_storage(PyObject* object, zbp_holders* holders_out, int* released_out) {
-  return guarded([&] {
+int zbp_release_storage(PyObject* object, zbp_holders* holders_out, int* released_out,
+                        zbp_error* error) {
+  return guarded(error, [&] {
     const at::Tensor& tensor = plain_tensor(object);
     check_releasable(tensor);
     c10::StorageImpl& storage = memory_of(tensor);
@@ -333,6 +324,6 @@ int zbp_release_storage(PyObject* object, zbp_holders* holders_out, int* release
   });
 }
 
-int zbp_find_hold(PyObject* tensor, PyObject* other, int* hold_out) {
-  return guarded([&] { *hold_out = find_hold(plain_tensor(tensor), other); });
+int zbp_find_hold(PyObject* tensor, PyObject* other, int* hold_out, zbp_error* error) {
+  return guarded(error, [&] { *hold_out = find_hold(plain_tensor(tensor), other); });
 }

@@ -1,8 +1,8 @@
 /* zbp_release.h - giving tensors' memory back: what zbpipe's release helpers need of libtorch.
  *
  * Conventions as in zbp_shim.h. All run with the GIL held throughout, so no Python code can take a
- * reference between a check and what it allows. Tensors are borrowed. What is refused (a Python
- * error: TypeError, ValueError or RuntimeError) has changed nothing.
+ * reference between a check and what it allows. Tensors are borrowed. What is refused (TypeError,
+ * ValueError or RuntimeError) has changed nothing.
  *
  * Bytes: of whole storages, those of which the allocator got its memory back before the call returned.
  */
@@ -12,6 +12,7 @@
 #include <Python.h>
 
 #include "core/base/zbp_status.h"
+#include "shim/torch/zbp_error.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -36,21 +37,22 @@ enum {
 /* The Python object lets go of its storage and keeps all else: shape, dtype, device, history. Others
  * that hold the storage, or in C++ the very tensor, keep it. Reading the tensor raises from then on.
  * Refused: what is no plain tensor, views, leaves that require a gradient. */
-ZBP_MUST_USE int zbp_deallocate_output(PyObject *tensor, size_t *freed_out);
+ZBP_MUST_USE int zbp_deallocate_output(PyObject *tensor, size_t *freed_out, zbp_error *error);
 
-/* viewless_out: new tensor, the same values and gradient edge, no base and no storage larger than
+/* New tensor, the same values and gradient edge, no base and no storage larger than
  * itself; or `tensor` itself (a new reference) if it is so already. */
-ZBP_MUST_USE int zbp_make_viewless(PyObject *tensor, PyObject **viewless_out);
+PyObject *zbp_make_viewless(PyObject *tensor, zbp_error *error);
 
 /* Frees the storage if nobody else holds it: *released_out = 1, and the bytes in holders_out->bytes;
  * the tensor is left with one of no bytes, and reading it raises. So too if it has no bytes before.
  * Otherwise *released_out = 0, nothing has changed, and *holders_out says how many others there are.
  * Refused: what is no plain tensor, memory that is not an allocator's of torch. */
-ZBP_MUST_USE int zbp_release_storage(PyObject *tensor, zbp_holders *holders_out, int *released_out);
+ZBP_MUST_USE int zbp_release_storage(PyObject *tensor, zbp_holders *holders_out, int *released_out,
+                                     zbp_error *error);
 
 /* How `other` (a tensor, a torch._C._autograd.SavedTensor, or anything, which holds nothing) holds
  * the memory of `tensor`: ZBP_HOLDS_* bits. Runs no hook and takes no reference that outlives the call. */
-ZBP_MUST_USE int zbp_find_hold(PyObject *tensor, PyObject *other, int *hold_out);
+ZBP_MUST_USE int zbp_find_hold(PyObject *tensor, PyObject *other, int *hold_out, zbp_error *error);
 
 #ifdef __cplusplus
 }

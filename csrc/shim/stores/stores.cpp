@@ -159,10 +159,10 @@ void free_detour(PyObject* capsule) {
 
 }  // namespace
 
-PyObject* zbp_detour(PyObject* tensor, PyObject* like) {
+PyObject* zbp_detour(PyObject* tensor, PyObject* like, zbp_error* error) {
   Detour* detour = nullptr;
   THPObjectPtr capsule;
-  const int status = guarded([&] {
+  const int status = guarded(error, [&] {
     auto empty = std::make_unique<Detour>();
     capsule = PyCapsule_New(empty.get(), capsule_name, free_detour);
     if (!capsule) {
@@ -175,13 +175,14 @@ PyObject* zbp_detour(PyObject* tensor, PyObject* like) {
     return capsule.release();
   }
   if (detour && detour->tensor.defined()) {
-    guarded([&] { end(std::exchange(*detour, {})); });  // a warning is an error
+    // A warning is an error; that one stays.
+    guarded(error, [&] { end(std::exchange(*detour, {})); });
   }
   return nullptr;
 }
 
-int zbp_end_detour(PyObject* capsule, int* out) {
-  return guarded([&] {
+int zbp_end_detour(PyObject* capsule, int* out, zbp_error* error) {
+  return guarded(error, [&] {
     auto* detour = static_cast<Detour*>(PyCapsule_GetPointer(capsule, capsule_name));
     if (!detour) {
       throw python_error();
@@ -191,8 +192,8 @@ int zbp_end_detour(PyObject* capsule, int* out) {
   });
 }
 
-PyObject* zbp_weights_here(void) {
-  return guarded_object([&] {
+PyObject* zbp_weights_here(zbp_error* error) {
+  return guarded_object(error, [&] {
     THPObjectPtr list = new_list();
     const NodePtr current = torch::autograd::get_current_node();
     if (!current || typeid(*current) != typeid(StandIn)) {

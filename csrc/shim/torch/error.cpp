@@ -1,9 +1,29 @@
 #include "shim/torch/error.h"
 
+#include <exception>
 #include <memory>
 #include <utility>
 
 namespace zbp {
+
+namespace {
+
+std::unique_ptr<std::exception_ptr> take(zbp_error& error) noexcept {
+  return std::unique_ptr<std::exception_ptr>(
+      static_cast<std::exception_ptr*>(std::exchange(error.raised, nullptr)));
+}
+
+/// An exception that leaves `body` keeps the handler's own end from throwing another.
+void run(torch::PyWarningHandler& warnings, c10::function_ref<void()> body) {
+  try {
+    body();
+  } catch (...) {
+    warnings.set_in_exception();
+    throw;
+  }
+}
+
+}  // namespace
 
 int keep_exception(zbp_error* error) noexcept {
   try {
@@ -21,10 +41,21 @@ int keep_exception(zbp_error* error) noexcept {
   return error->raised ? ZBP_ETORCH : ZBP_ENOMEM;
 }
 
+int guarded(zbp_error* error, c10::function_ref<void()> body) noexcept {
+  return kept_in(error, [&] {
+    torch::PyWarningHandler warnings;
+    run(warnings, body);
+  });
+}
+
+int Barrier::end(zbp_error* error, c10::function_ref<void()> body) noexcept {
+  const int status = kept_in(error, [&] { run(*warnings_, body); });
+  const int warned = kept_in(error, [&] { delete std::exchange(warnings_, nullptr); });
+  return status != ZBP_OK ? status : warned;
+}
+
 void rethrow(zbp_error& error, int status) {
-  const std::unique_ptr<std::exception_ptr> raised(
-      static_cast<std::exception_ptr*>(std::exchange(error.raised, nullptr)));
-  if (raised) {
+  if (const auto raised = take(error)) {
     std::rethrow_exception(*raised);
   }
   check_status(status);
@@ -34,5 +65,20 @@ void rethrow(zbp_error& error, int status) {
 }  // namespace zbp
 
 void zbp_error_clear(zbp_error* error) {
-  delete static_cast<std::exception_ptr*>(std::exchange(error->raised, nullptr));
+  zbp::take(*error);
+}
+
+PyObject* zbp_error_raise(zbp_error* error) {
+  const auto raised = zbp::take(*error);
+  try {
+    if (!raised) {
+      throw std::bad_alloc();  // not even for an exception there was memory
+    }
+    std::rethrow_exception(*raised);
+  } catch (const zbp::Refused& refused) {
+    PyErr_SetString(refused.type, refused.message.c_str());
+  } catch (...) {
+    torch::translate_exception_to_python(std::current_exception());
+  }
+  return nullptr;
 }

@@ -1,22 +1,37 @@
-// Exceptions on their way through C: from the shim, through csrc/pass, to where they become Python's.
+// Exceptions on their way through C: from the shim, through csrc/pass and the bindings, to where they become Python's.
 #pragma once
 
-#include <exception>
+#include <Python.h>
+
 #include <new>
+#include <string>
 
 #include <c10/util/Exception.h>
+#include <c10/util/FunctionRef.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/object_ptr.h>
 
 #include "core/base/zbp_status.h"
 #include "shim/torch/zbp_error.h"
 
 namespace zbp {
 
+/// Thrown when an argument is refused. `type` is borrowed (a static exception type).
+struct Refused {
+  PyObject* type;
+  std::string message;
+};
+
+template <class... Parts>
+[[noreturn]] void refuse(PyObject* type, const Parts&... parts) {
+  throw Refused{type, c10::str(parts...)};
+}
+
 /// Keeps the exception that is being handled in `error`, unless one is there already; gives the status. Python's
 /// errors are taken off the thread.
 int keep_exception(zbp_error* error) noexcept;
 
-/// The barrier of functions that report to a zbp_error: runs `body`; an exception ends up in `error`.
+/// The barrier: runs `body`; an exception ends up in `error`.
 template <class Body>
 int kept_in(zbp_error* error, const Body& body) noexcept {
   try {
@@ -26,6 +41,35 @@ int kept_in(zbp_error* error, const Body& body) noexcept {
     return keep_exception(error);
   }
 }
+
+/// The barrier of a call that has the GIL: what libtorch warns of in `body` becomes Python's warnings when it is
+/// through. One that is an error ends up in `error`.
+int guarded(zbp_error* error, c10::function_ref<void()> body) noexcept;
+
+/// The same for a body that gives a new reference: NULL if `error` has something.
+template <class Body>
+PyObject* guarded_object(zbp_error* error, const Body& body) noexcept {
+  THPObjectPtr result;
+  const int status = guarded(error, [&] { result = THPObjectPtr(body()); });
+  return status == ZBP_OK ? result.release() : nullptr;
+}
+
+/// The barrier of a call that is spread over several functions: from begin() to end() its warnings are collected.
+class Barrier {
+ public:
+  Barrier() = default;
+  ~Barrier() { delete warnings_; }
+  Barrier(const Barrier&) = delete;
+  Barrier& operator=(const Barrier&) = delete;
+
+  /// Not within another barrier's body: handlers end in the opposite order. Throws std::bad_alloc.
+  void begin() { warnings_ = new torch::PyWarningHandler; }
+  /// Runs `body`, as guarded() does, and raises the warnings.
+  int end(zbp_error* error, c10::function_ref<void()> body) noexcept;
+
+ private:
+  torch::PyWarningHandler* warnings_ = nullptr;  // not by value: its end may throw
+};
 
 /// Throws what `error` keeps, which is cleared; for a status that keeps nothing, what stands for it.
 [[noreturn]] void rethrow(zbp_error& error, int status);

@@ -15,45 +15,6 @@
 
 namespace zbp {
 
-int run_for_python(torch::PyWarningHandler& warnings, c10::function_ref<void()> body) noexcept {
-  try {
-    body();
-    return ZBP_OK;
-  } catch (const Refused& refused) {
-    PyErr_SetString(refused.type, refused.message.c_str());
-  } catch (...) {
-    warnings.set_in_exception();
-    torch::translate_exception_to_python(std::current_exception());
-  }
-  return ZBP_EPYTHON;
-}
-
-int warning_became_error() noexcept {
-  if (!PyErr_Occurred()) {
-    PyErr_SetString(PyExc_RuntimeError, "zbpipe: a warning was turned into an error");
-  }
-  return ZBP_EPYTHON;
-}
-
-int Barrier::begin() noexcept {
-  warnings_ = new (std::nothrow) torch::PyWarningHandler;
-  if (!warnings_) {
-    PyErr_NoMemory();
-    return ZBP_EPYTHON;
-  }
-  return ZBP_OK;
-}
-
-int Barrier::end(c10::function_ref<void()> body) noexcept {
-  const int status = run_for_python(*warnings_, body);
-  try {
-    delete std::exchange(warnings_, nullptr);
-  } catch (...) {
-    return warning_became_error();
-  }
-  return status;
-}
-
 THPObjectPtr new_list() {
   THPObjectPtr list(PyList_New(0));
   if (!list) {
@@ -69,17 +30,21 @@ void append(PyObject* list, PyObject* value) {
   }
 }
 
+PyObject* wrap_tensor(const at::Tensor& tensor) {
+  PyObject* wrapped = THPVariable_Wrap(tensor);
+  if (!wrapped) {
+    throw python_error();
+  }
+  return wrapped;
+}
+
 PyObject* wrap_tensors(const variable_list& tensors) {
   THPObjectPtr tuple(PyTuple_New(static_cast<Py_ssize_t>(tensors.size())));
   if (!tuple) {
     throw python_error();
   }
   for (size_t i = 0; i < tensors.size(); ++i) {
-    PyObject* wrapped = THPVariable_Wrap(tensors[i]);
-    if (!wrapped) {
-      throw python_error();
-    }
-    PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i), wrapped);
+    PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i), wrap_tensor(tensors[i]));
   }
   return tuple.release();
 }

@@ -7,12 +7,12 @@
 #include <string>
 
 #include <c10/util/FunctionRef.h>
-#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/utils/object_ptr.h>
 
-#include "core/base/zbp_status.h"
 #include "shim/pass/group.h"
+#include "shim/torch/error.h"
+#include "shim/torch/zbp_raise.h"
 
 struct zbp_group {
   zbp::GroupPtr group;
@@ -20,59 +20,22 @@ struct zbp_group {
 
 namespace zbp {
 
-/// Thrown when an argument is refused. `type` is borrowed (a static exception type).
-struct Refused {
-  PyObject* type;
-  std::string message;
-};
-
-template <class... Parts>
-[[noreturn]] void refuse(PyObject* type, const Parts&... parts) {
-  throw Refused{type, c10::str(parts...)};
-}
-
-/// Runs `body`; an exception becomes the Python error. ZBP_OK or ZBP_EPYTHON.
-int run_for_python(torch::PyWarningHandler& warnings, c10::function_ref<void()> body) noexcept;
-
-/// What the end of a handler of warnings has thrown becomes the Python error. ZBP_EPYTHON.
-int warning_became_error() noexcept;
-
-/// The exception barrier: runs `body`; on an exception sets the Python error.
+/// Until their callers have an error of their own.
 template <class Body>
 int guarded(const Body& body) noexcept {
-  try {
-    torch::PyWarningHandler warnings;
-    const int status = run_for_python(warnings, body);
-    return status;
-  } catch (...) {
-    return warning_became_error();
+  zbp_error error{};
+  const int status = guarded(&error, body);
+  if (status != ZBP_OK) {
+    zbp_error_raise(&error);
   }
+  return status;
 }
 
-/// The barrier of a call that is spread over several functions: from begin() to end() its warnings are collected.
-class Barrier {
- public:
-  Barrier() = default;
-  ~Barrier() { delete warnings_; }
-  Barrier(const Barrier&) = delete;
-  Barrier& operator=(const Barrier&) = delete;
-
-  /// Not within another barrier's body: handlers end in the opposite order. ZBP_OK or ZBP_EPYTHON.
-  int begin() noexcept;
-  /// Runs `body`, as guarded() does, and raises the warnings.
-  int end(c10::function_ref<void()> body) noexcept;
-
- private:
-  torch::PyWarningHandler* warnings_ = nullptr;  // not by value: its end may throw
-};
-
-/// The same for a body that gives a new reference: NULL if the Python error is set. A warning that is an error raises
-/// when the body is through; then the result goes.
 template <class Body>
 PyObject* guarded_object(const Body& body) noexcept {
-  THPObjectPtr result;
-  const int status = guarded([&] { result = THPObjectPtr(body()); });
-  return status == ZBP_OK ? result.release() : nullptr;
+  zbp_error error{};
+  PyObject* const object = guarded_object(&error, body);
+  return object ? object : zbp_error_raise(&error);
 }
 
 /// Of a borrowed result of PySequence_Fast().
@@ -92,7 +55,9 @@ inline const char* type_name(PyObject* object) {
 /// error set.
 THPObjectPtr new_list();
 void append(PyObject* list, PyObject* value);
-/// New tuple; None for what is undefined.
+/// New; None for what is undefined. Throws python_error.
+PyObject* wrap_tensor(const at::Tensor& tensor);
+/// New tuple of such.
 PyObject* wrap_tensors(const variable_list& tensors);
 
 /// The tensor in `object`, or nothing if it holds none. Borrowed from `object`.

@@ -1,4 +1,4 @@
-/* zbp_error.h - what a function of the shim that runs without the GIL has raised. */
+/* zbp_error.h - what a function of the shim has raised. */
 #ifndef ZBP_ERROR_H
 #define ZBP_ERROR_H
 
@@ -6,8 +6,9 @@
 extern "C" {
 #endif
 
-/* Held by the caller; zeroed is none. What it keeps is freed by zbp_error_clear, or when it is raised as a
- * Python error. */
+/* An exception on its way to where it becomes Python's, which is the bindings; so that what runs without the GIL, and
+ * C that knows no Python, can raise too. Held by the caller; zeroed is none. What it keeps is freed by
+ * zbp_error_clear, with the GIL held, or by zbp_error_raise (zbp_raise.h). The first exception stays. */
 typedef struct zbp_error {
     void *raised;
 } zbp_error;

@@ -1,0 +1,246 @@
+#include "shim/pass/saved.h"
+
+#include <algorithm>
+#include <mutex>
+#include <utility>
+
+#include <ATen/SavedTensorHooks.h>
+#include <ATen/ops/empty_strided.h>
+#include <torch/csrc/PyInterpreter.h>
+
+#include "shim/pass/dtensor.h"
+#include "shim/torch/separable.h"
+#include "shim/torch/checkpoint.h"
+#include "shim/torch/detach.h"
+#include "shim/torch/gil.h"
+#include "shim/torch/nodes.h"
+
+namespace zbp {
+
+using torch::autograd::SavedVariable;
+
+namespace {
+
+uint32_t bits_of(const Task& task) {
+  uint32_t bits = 0;
+  for (size_t f = 0; f < task.face.size(); ++f) {
+    bits |= bit(task.plan(f).slot);
+  }
+  return bits;
+}
+
+/// While it lives, a SavedVariable that is made here is stored as it is: default hooks of a
+/// surrounding saved_tensors_hooks context would pack it once more.
+class NoSavedTensorHooks {
+ public:
+  NoSavedTensorHooks() : saved_(at::SavedTensorDefaultHooks::get_tls_state()) {
+    at::SavedTensorDefaultHooks::set_tls_state({});
+  }
+  ~NoSavedTensorHooks() { at::SavedTensorDefaultHooks::set_tls_state(saved_); }
+  NoSavedTensorHooks(const NoSavedTensorHooks&) = delete;
+  NoSavedTensorHooks& operator=(const NoSavedTensorHooks&) = delete;
+
+ private:
+  at::impl::SavedTensorDefaultHooksTLS saved_;
+};
+
+SavedVariable save_plainly(const at::Tensor& tensor) {
+  const NoSavedTensorHooks guard;
+  return SavedVariable(tensor, /*is_output=*/false);
+}
+
+bool is_plain_matrix(const at::Tensor& tensor) {
+  return tensor.defined() && (tensor.dim() == 2 || tensor.dim() == 3) &&
+         (!is_subclass(tensor) || is_dtensor(tensor)) && !tensor.is_complex() && !tensor.is_neg();
+}
+
+/// Puts `fresh` in the place of what the node has saved, which other threads may read meanwhile. What was there goes
+/// when the lock is no longer held: it may run Python code.
+void exchange_saved(Node& node, SavedVariable& place, SavedVariable fresh) {
+  const std::lock_guard<std::mutex> lock(NodeParts::mutex_of(node));
+  std::swap(place, fresh);
+}
+
+/// What Python hooks have packed in `saved`; nothing if W cannot unpack it, or need not pay for it: a
+/// selectively checkpointed region is computed again only once, and runs in a GraphExecGroup share.
+/// `arguments` gets what computing it again reads.
+std::unique_ptr<const Packed> packed_in(const SavedVariable& saved,
+                                        std::vector<Version>& arguments) {
+  const AcquireGil gil;
+  auto data = saved.retrieve_unpack_hook_data();
+  if (!data || in_graph_exec_group() ||
+      recognise(data->first.ptr(getPyInterpreter())) == UnpackHook::selective_checkpoint) {
+    return nullptr;
+  }
+  for_each_argument(data->first.ptr(getPyInterpreter()), [&](const at::Tensor& tensor) {
+    if (has_version(tensor)) {
+      arguments.emplace_back(tensor);
+    }
+  });
+  return std::make_unique<const Packed>(Packed{std::move(data->first), std::move(data->second)});
+}
+
+/// As pin(), of what W will read, if it needs it: it is packed, or a view that keeps its base for nothing. Called with
+/// the node's mutex held; `before` gets what was there.
+at::Tensor pin_locked(SavedVariable& saved, Node& node, SavedVariable& before) {
+  at::Tensor tensor = saved.unpack(ref_of(node));
+  if (tensor.defined() && (saved.has_hooks() || keeps_base_unused(tensor))) {
+    tensor = tensor.detach();
+    before = std::exchange(saved, save_plainly(tensor));
+  }
+  return tensor;
+}
+
+/// True if W can unpack what is saved behind hooks. Then it is unpacked now too, where the region that it
+/// belongs to keeps what I computes of it for whoever has not unpacked it in I. `arguments` gets what computing the
+/// region again reads.
+bool leave_packed(const SavedVariable& saved, std::vector<Version>& arguments) {
+  const auto packed = packed_in(saved, arguments);
+  if (packed) {
+    const AcquireGil gil;
+    if (recognise(packed->unpack_hook.ptr(getPyInterpreter())) == UnpackHook::checkpoint) {
+      packed->unpack();
+    }
+  }
+  return packed != nullptr;
+}
+
+}  // namespace
+
+at::Tensor pin(SavedVariable& saved, Node& node, bool is_read_by_w) {
+  at::Tensor tensor = saved.unpack(ref_of(node));
+  if (tensor.defined()) {  // else the other factor takes no gradient
+    tensor = is_read_by_w ? tensor.detach() : tensor.variable_data();
+    exchange_saved(node, saved, save_plainly(tensor));
+  }
+  return tensor;
+}
+
+void pin_outside(Group& group) {
+  const std::lock_guard<std::mutex> lock(group.unpinned_outside_mutex);
+  for (const UnpinnedOutside& unpinned : std::exchange(group.unpinned_outside, {})) {
+    Node& node = *unpinned.node;
+    torch::autograd::SavedVariable before;  // freed behind the lock: that may run Python code
+    // Another microbatch's I may see to the same node.
+    const std::lock_guard<std::mutex> node_lock(NodeParts::mutex_of(node));
+    if (unpinned.saved->has_hooks() && unpinned.is_left &&
+        leave_packed(*unpinned.saved, group.arguments_outside)) {
+      group.outside_recomputed_for = std::max(group.outside_recomputed_for, node.sequence_nr());
+      continue;
+    }
+    const at::Tensor saved = pin_locked(*unpinned.saved, node, before);
+    if (has_version(saved)) {
+      group.saved_outside.emplace_back(saved);
+    }
+  }
+}
+
+void take_matrices(Task& task, Node& node, const variable_list& grads) {
+  task.output_grads.clear();
+  task.saved.clear();
+  task.arguments.clear();
+  for (const at::Tensor& grad : grads) {
+    task.output_grads.emplace_back(grad);
+  }
+  Separable separable = *separate(node);
+  const bool may_leave_packed = std::exchange(task.plan().leaves_packed, false);
+  if (task.kind() == Kind::product) {
+    task.weight_is_left = face_at(task, separable.parts[0].own_slot).has_value();
+    task.matrix_slot = separable.parts[task.weight_is_left ? 0 : 1].own_slot;
+    SavedVariable& saved = *separable.parts[task.weight_is_left ? 1 : 0].saved;
+    const bool gradient_is_plain = !grads[0].defined() || is_plain_matrix(grads[0]);
+    if (may_leave_packed && saved.has_hooks() && gradient_is_plain) {
+      task.packed = packed_in(saved, task.arguments);
+    }
+    if (task.packed) {
+      task.plan().leaves_packed = true;
+      return;
+    }
+    if (gradient_is_plain) {
+      const at::Tensor other =
+          saved.has_hooks() ? pin(saved, node, true) : saved.unpack(ref_of(node));
+      if (is_plain_matrix(other)) {
+        task.other = Watched(other);
+        return;
+      }
+    }
+    task.set_kind(Kind::deferred);
+  }
+  const uint32_t faces = bits_of(task);
+  for (const Part& part : separable.parts) {
+    const bool is_read = (part.readers & faces) != 0;
+    const bool stays_packed = may_leave_packed && part.saved->has_hooks() &&
+                              packed_in(*part.saved, task.arguments) != nullptr;
+    task.plan().leaves_packed = task.plan().leaves_packed || (is_read && stays_packed);
+    // Also without hooks: a saved tensor that is a stage output is about to lose its history.
+    if ((is_read || part.is_insisted_on) && !stays_packed) {
+      const at::Tensor tensor = pin(*part.saved, node, is_read);
+      if (is_read && tensor.defined()) {
+        task.saved.emplace_back(tensor);
+      }
+    }
+  }
+}
+
+void let_go_of_unread(Task& task, Node& node, const Group& group) {
+  const Separable separable = *separate(node);
+  const uint32_t faces = bits_of(task);
+  for (const Part& part : separable.parts) {
+    const bool stays_packed = part.saved->has_hooks() && part.is_insisted_on;
+    if ((part.readers & faces) != 0 || stays_packed) {
+      continue;
+    }
+    const at::Tensor tensor = part.is_insisted_on ? part.saved->unpack(ref_of(node)) : at::Tensor();
+    const auto face = face_at(task, part.own_slot);
+    const bool is_weight =
+        face && task.plan(*face).weight >= 0 &&
+        storage_of(group.weights[task.plan(*face).weight].accumulator->variable) ==
+            storage_of(tensor);
+    if (tensor.defined() && (is_weight || is_subclass(tensor))) {
+      continue;
+    }
+    if (tensor.defined()) {
+      task.blanks.push_back(
+          {part.saved, tensor.sizes().vec(), tensor.strides().vec(), tensor.options()});
+    }
+    exchange_saved(node, *part.saved, SavedVariable());
+  }
+}
+
+namespace {
+
+/// Puts tensors of the right shapes, whose values nobody reads, where a node insists on them.
+class FilledBlanks {
+ public:
+  explicit FilledBlanks(const Task& task) : node_(*task.node), blanks_(task.blanks) {
+    for (const Blank& blank : blanks_) {
+      exchange_saved(node_, *blank.place,
+                     save_plainly(at::empty_strided(blank.sizes, blank.strides, blank.options)));
+    }
+  }
+  ~FilledBlanks() {
+    for (const Blank& blank : blanks_) {
+      exchange_saved(node_, *blank.place, SavedVariable());
+    }
+  }
+  FilledBlanks(const FilledBlanks&) = delete;
+  FilledBlanks& operator=(const FilledBlanks&) = delete;
+
+ private:
+  Node& node_;
+  const std::vector<Blank>& blanks_;
+};
+
+}  // namespace
+
+variable_list run_deferred(const Task& task) {
+  variable_list grads;
+  grads.reserve(task.output_grads.size());
+  for (const Watched& grad : task.output_grads) {
+    grads.push_back(grad.tensor());
+  }
+  const FilledBlanks blanks(task);
+  return NodeParts::apply_to(*task.node, std::move(grads));
+}
+
+}  // namespace zbp
