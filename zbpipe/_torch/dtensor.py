@@ -1,0 +1,66 @@
+"""What this rank has of DTensors, and which of their products it can add alone: for the shim, where it meets one."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+__all__ = ["local_part", "local_product"]
+
+_REPLICATED = "replicated"
+_PARTIAL = "partial"  # a sum over the ranks
+
+# How a matrix lies along a dimension of its mesh: the dimension that is sharded, or one of the above.
+_Lie = int | str
+
+
+def local_part(tensor: DTensor) -> Tensor:
+    """This rank's part, behind ``_local_tensor``. One that is still on its way from a collective is waited for."""
+    local = tensor._local_tensor
+    return local.trigger_wait() if hasattr(local, "trigger_wait") else local
+
+
+def local_product(
+    total: Tensor, left: Tensor, right: Tensor, is_transposed: tuple[bool, bool, bool]
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """This rank's parts of three matrices, where adding the product of its parts of ``left`` and ``right`` to its part
+    of ``total`` is all there is to adding the product itself: it needs no communication, and lies on the mesh as
+    ``total`` does. Else None.
+
+    Args:
+        is_transposed: of ``total``, ``left`` and ``right``: the product is one of their transposes. The parts are those
+            of the matrices as they are given.
+    """
+    matrices = [m for m in (total, left, right) if isinstance(m, DTensor) and m.dim() == 2]
+    if len(matrices) < 3:
+        return None
+    meshes = [matrix.device_mesh for matrix in matrices]
+    if not all(mesh is meshes[0] or mesh == meshes[0] for mesh in meshes):
+        return None
+    along = [[_lie(p, flip) for p in matrix.placements] for matrix, flip in zip(matrices, is_transposed)]
+    for wanted, of_left, of_right in zip(*along):
+        if wanted is None or _lie_of_product(of_left, of_right) != wanted:
+            return None
+    return local_part(matrices[0]), local_part(matrices[1]), local_part(matrices[2])
+
+
+def _lie(placement: object, is_transposed: bool) -> _Lie | None:
+    """None for a placement of another kind."""
+    if type(placement) is Replicate:
+        return _REPLICATED
+    if type(placement) is Shard and placement.dim in (0, 1):
+        return 1 - placement.dim if is_transposed else placement.dim
+    if type(placement) is Partial and placement.reduce_op == "sum":
+        return _PARTIAL
+    return None
+
+
+def _lie_of_product(left: _Lie | None, right: _Lie | None) -> _Lie | None:
+    """How the product of two matrices lies, where their parts alone make it up."""
+    if (left, right) == (1, 0):
+        return _PARTIAL
+    if right == _REPLICATED and left in (0, _REPLICATED):
+        return left
+    if left == _REPLICATED and right == 1:
+        return right
+    return None
