@@ -10,7 +10,7 @@
 #include <string.h>
 
 #include "bindings/parts.h"
-#include "core/memory/zbp_blocks.h"
+#include "core/memory/zbp_books.h"
 #include "core/memory/zbp_record.h"
 #include "shim/memory/zbp_tap.h"
 
@@ -19,8 +19,7 @@ enum { FRESH, RUNNING, STOPPED, REPLAYED };
 /* Owns its record; refers to no Python object. While RUNNING the record is the tap's to change. */
 typedef struct {
     PyObject_HEAD zbp_record record;
-    zbp_blocks blocks; /* REPLAYED: the blocks in use */
-    uint64_t next_serial;
+    zbp_books books; /* REPLAYED: which feed the record */
     uint64_t max_events;
     int state;
 } recorder;
@@ -50,8 +49,8 @@ static void recorder_dealloc(PyObject *op)
     if (self->state == RUNNING) {
         zbp_tap_stop(&self->record, &displaced);
     }
+    zbp_books_fini(&self->books);
     zbp_record_fini(&self->record);
-    zbp_blocks_fini(&self->blocks);
     type->tp_free(op);
     Py_DECREF(type);
 }
@@ -142,7 +141,7 @@ static PyObject *recorder_replay_begin(PyObject *op, PyObject *args)
         require(self, FRESH, "replay_begin()") < 0) {
         return NULL;
     }
-    if (zbp_record_init(&self->record, time_ns, 0, 0, self->max_events, NULL) != ZBP_OK) {
+    if (zbp_books_start(&self->books, &self->record, time_ns, 0, self->max_events) != ZBP_OK) {
         return PyErr_NoMemory();
     }
     self->state = REPLAYED;
@@ -159,7 +158,7 @@ static PyObject *recorder_replay_mark(PyObject *op, PyObject *args)
         require(self, REPLAYED, "replay_mark()") < 0) {
         return NULL;
     }
-    const int status = zbp_record_mark(&self->record, time_ns, self->next_serial, 0, &index);
+    const int status = zbp_books_mark(&self->books, &self->record, time_ns, 0, &index);
     return wrap_mark(status, index);
 }
 
@@ -167,28 +166,20 @@ static PyObject *recorder_replay_alloc(PyObject *op, PyObject *args)
 {
     recorder *self = (recorder *)op;
     unsigned long long time_ns, address, bytes;
-    zbp_block block, old = {0};
 
     if (!PyArg_ParseTuple(args, "KKK:replay_alloc", &time_ns, &address, &bytes) ||
         require(self, REPLAYED, "replay_alloc()") < 0) {
         return NULL;
     }
-    block = (zbp_block){address, bytes, self->next_serial};
-    switch (zbp_blocks_add(&self->blocks, block, &old)) {
+    switch (zbp_books_alloc(&self->books, time_ns, 0, address, bytes)) {
     case ZBP_OK:
-        break;
+        Py_RETURN_NONE;
     case ZBP_EINVAL:
         PyErr_SetString(PyExc_ValueError, "replay_alloc() takes the address of a block, not 0");
         return NULL;
     default:
         return PyErr_NoMemory();
     }
-    if (old.address != 0) {
-        zbp_record_free(&self->record, time_ns, 0, old);
-    }
-    ++self->next_serial;
-    zbp_record_alloc(&self->record, time_ns, 0, block);
-    Py_RETURN_NONE;
 }
 
 /* A block that was never handed out here is older: it counts with the bytes that the log gives it. */
@@ -196,15 +187,12 @@ static PyObject *recorder_replay_free(PyObject *op, PyObject *args)
 {
     recorder *self = (recorder *)op;
     unsigned long long time_ns, address, bytes;
-    zbp_block block;
 
     if (!PyArg_ParseTuple(args, "KKK:replay_free", &time_ns, &address, &bytes) ||
         require(self, REPLAYED, "replay_free()") < 0) {
         return NULL;
     }
-    if (zbp_blocks_take(&self->blocks, address, &block)) {
-        zbp_record_free(&self->record, time_ns, 0, block);
-    } else {
+    if (!zbp_books_free(&self->books, time_ns, 0, address)) {
         zbp_record_free_older(&self->record, time_ns, 0, (zbp_block){address, bytes, 0});
     }
     Py_RETURN_NONE;

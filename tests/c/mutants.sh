@@ -1,6 +1,6 @@
 #!/bin/sh
-# Puts faults back into the passes, one at a time, and lets the fuzzer of W, or the tests of I's split, look: each must
-# be found.
+# Puts faults back into the passes and the books of recordings, one at a time, and lets the fuzzer of W, the tests of I's
+# split, or the fuzzer of the books look: each must be found.
 # usage: mutants.sh BUILD_DIR [INPUTS]. CC can be set. From the root of the tree.
 build=$1 inputs=${2:-200000} found=0 missed=0
 mkdir -p "$build"
@@ -14,6 +14,11 @@ mutant() {
 # Likewise: of how I is split.
 mutant_of_split() {
     look "$1" "$2" "$3" "failed: " "tests/c/test_split.c tests/c/model.c" "" ""
+}
+
+# Likewise: of the books that recordings are fed from.
+mutant_of_books() {
+    look "$1" core/memory/zbp_books.c "$2" "fuzz_books: " "tests/c/fuzz_books.c tests/c/model.c" "" "300 1"
 }
 
 # look NAME FILE SED_EXPRESSION WHAT_IT_SAYS TESTS SOURCES ARGUMENTS
@@ -84,5 +89,13 @@ mutant_of_split "an output on weights alone is forgotten" $split \
     's/!has(w, root\[r\], ZBP_NODE_WEIGHT_ROOT)/true/'
 mutant_of_split "a weight that is a matrix is taken for a vector" $split \
     's/sides.has_matrix || w->facts->is_matrix.*/false;/'
+# Of the books.
+mutant_of_books "a block that was taken back unseen stays live" 's/if (old.address != 0)/if (false)/'
+mutant_of_books "a record that has ended is fed on" 's/if (books->record\[r\] != record)/if (true)/'
+mutant_of_books "a block without room in the table uses up a serial" \
+    '/^int zbp_books_alloc/,/^}/s/return status;/{ books->next_serial++; return status; }/'
+mutant_of_books "the first record alone is told" \
+    '/^static void tell_freed/,/^}/s/r < books->record_count/r < (books->record_count != 0)/'
+mutant_of_books "blocks come as the table has them" 's/if (count > 1)/if (count > 1000)/'
 echo "mutants: $found passed, $missed failed"
 [ "$missed" = 0 ]

@@ -3,7 +3,6 @@
 #include <pthread.h>
 #include <time.h>
 
-#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdlib>
@@ -11,7 +10,6 @@
 #include <mutex>
 #include <unordered_map>
 #include <utility>
-#include <vector>
 
 #include <c10/core/Allocator.h>
 #include <torch/csrc/profiler/combined_traceback.h>
@@ -20,6 +18,7 @@
 #include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include "core/memory/zbp_books.h"
 #include "shim/torch/python.h"
 
 namespace {
@@ -29,48 +28,40 @@ using namespace zbp;
 using Trace = std::shared_ptr<torch::CapturedTraceback>;
 
 /// What all recordings share. Never destroyed: tensors are freed until the process ends.
-struct Books {
+struct Tapped {
   std::mutex mutex;
-  zbp_blocks blocks{};
-  uint64_t next_serial = 0;
-  std::vector<zbp_record*> records;    // being fed
-  std::atomic<bool> is_fed{false};     // records is not empty; to be read without the lock
-  std::atomic<size_t> block_count{0};  // likewise, of blocks
-  std::atomic<int> tracers{0};         // who wants to know where blocks come from
+  zbp_books books{};
   std::unordered_map<uint64_t, Trace> traces;
+  // To be read without the lock:
+  std::atomic<bool> is_fed{false};     // some record is
+  std::atomic<size_t> block_count{0};  // in use
+  std::atomic<int> tracers{0};         // who wants to know where blocks come from
 };
 
-Books& books() {
-  static Books* const the_books = new Books;
-  return *the_books;
+Tapped& tapped() {
+  static Tapped* const all = new Tapped;
+  return *all;
 }
 
 uint64_t address_of(const void* data) {
   return static_cast<uint64_t>(reinterpret_cast<uintptr_t>(data));
 }
 
-void feed_free(Books& b, const zbp_block& block) {
-  for (zbp_record* record : b.records) {
-    zbp_record_free(record, zbp_tap_now(), zbp_tap_thread(), block);
-  }
-}
-
-void feed_untracked(Books& b) {
-  for (zbp_record* record : b.records) {
-    zbp_record_untracked(record);
-  }
+/// The clock is read under the lock, so that no log runs backwards; and not where nobody will be told.
+uint64_t now(const zbp_books& books) {
+  return books.record_count != 0 ? zbp_tap_now() : 0;
 }
 
 void note_untracked() {
-  Books& b = books();
-  const std::lock_guard<std::mutex> lock(b.mutex);
-  feed_untracked(b);
+  Tapped& t = tapped();
+  const std::lock_guard<std::mutex> lock(t.mutex);
+  zbp_books_untracked(&t.books);
 }
 
 /// The Python stack of this thread, if somebody wants it. Takes the GIL, so not on a thread that Python does
 /// not know: whoever waits for that one may have it.
 Trace trace_now() {
-  if (books().tracers.load(std::memory_order_relaxed) == 0 || !Py_IsInitialized() ||
+  if (tapped().tracers.load(std::memory_order_relaxed) == 0 || !Py_IsInitialized() ||
       PyGILState_GetThisThreadState() == nullptr) {
     return nullptr;
   }
@@ -78,44 +69,36 @@ Trace trace_now() {
 }
 
 /// Without memory for the books the block is not followed: nobody will know it when it is freed.
+/// One that the books have at its address was freed past our deleter: raw_deallocate() after we were taken out.
 void note_alloc(const void* data, size_t bytes) {
   const Trace trace = trace_now();
-  Books& b = books();
-  const std::lock_guard<std::mutex> lock(b.mutex);
-  const zbp_block block{address_of(data), bytes, b.next_serial};
-  zbp_block old{};
-  if (zbp_blocks_add(&b.blocks, block, &old) != ZBP_OK) {
-    feed_untracked(b);
+  Tapped& t = tapped();
+  const std::lock_guard<std::mutex> lock(t.mutex);
+  const uint64_t address = address_of(data);
+  if (zbp_books_alloc(&t.books, now(t.books), zbp_tap_thread(), address, bytes) != ZBP_OK) {
+    zbp_books_untracked(&t.books);
     return;
   }
-  if (old.address != 0) {
-    feed_free(b, old);  // freed past our deleter: raw_deallocate() after we were taken out
-  }
   if (trace) {
-    b.traces.insert_or_assign(block.address, trace);
+    t.traces.insert_or_assign(address, trace);
   }
-  ++b.next_serial;
-  b.block_count.store(b.blocks.count, std::memory_order_relaxed);
-  for (zbp_record* record : b.records) {
-    zbp_record_alloc(record, zbp_tap_now(), zbp_tap_thread(), block);
-  }
+  t.block_count.store(t.books.blocks.count, std::memory_order_relaxed);
 }
 
 /// Before the block is freed: afterwards another thread may be given its address.
 void note_free(const void* data) {
-  Books& b = books();
-  if (b.block_count.load(std::memory_order_relaxed) == 0) {
+  Tapped& t = tapped();
+  if (t.block_count.load(std::memory_order_relaxed) == 0) {
     return;
   }
-  decltype(b.traces)::node_type trace;  // goes when the lock is given back
-  const std::lock_guard<std::mutex> lock(b.mutex);
-  if (!b.traces.empty()) {
-    trace = b.traces.extract(address_of(data));
+  const uint64_t address = address_of(data);
+  decltype(t.traces)::node_type trace;  // goes when the lock is given back
+  const std::lock_guard<std::mutex> lock(t.mutex);
+  if (!t.traces.empty()) {
+    trace = t.traces.extract(address);
   }
-  zbp_block block{};
-  if (zbp_blocks_take(&b.blocks, address_of(data), &block)) {
-    b.block_count.store(b.blocks.count, std::memory_order_relaxed);
-    feed_free(b, block);
+  if (zbp_books_free(&t.books, now(t.books), zbp_tap_thread(), address)) {
+    t.block_count.store(t.books.blocks.count, std::memory_order_relaxed);
   }
 }
 
@@ -178,7 +161,7 @@ struct Inside {
 };
 
 c10::DataPtr Tap::allocate(size_t bytes) {
-  if (is_inside || !books().is_fed.load(std::memory_order_relaxed)) {
+  if (is_inside || !tapped().is_fed.load(std::memory_order_relaxed)) {
     return inner->allocate(bytes);
   }
   c10::DataPtr block = [&] {
@@ -274,11 +257,11 @@ c10::StorageImpl* storage_of(PyObject* object) {
 }
 
 void lock_for_fork() {
-  books().mutex.lock();
+  tapped().mutex.lock();
 }
 
 void unlock_after_fork() {
-  books().mutex.unlock();
+  tapped().mutex.unlock();
 }
 
 }  // namespace
@@ -291,22 +274,19 @@ int zbp_tap_start(zbp_record* record, uint64_t max_events) {
     if (at_fork != 0) {
       refuse_for_memory();
     }
-    Books& b = books();
-    const bool is_first = !b.is_fed.load(std::memory_order_relaxed);
+    Tapped& t = tapped();
+    const bool is_first = !t.is_fed.load(std::memory_order_relaxed);
     if (is_first) {
       install();
     }
-    const std::lock_guard<std::mutex> lock(b.mutex);
-    b.records.push_back(record);
-    if (zbp_record_init(record, zbp_tap_now(), b.next_serial, zbp_tap_thread(), max_events,
-                        nullptr) != ZBP_OK) {
-      b.records.pop_back();
+    const std::lock_guard<std::mutex> lock(t.mutex);
+    if (zbp_books_start(&t.books, record, zbp_tap_now(), zbp_tap_thread(), max_events) != ZBP_OK) {
       if (is_first) {
         uninstall();
       }
       refuse_for_memory();
     }
-    b.is_fed.store(true, std::memory_order_relaxed);
+    t.is_fed.store(true, std::memory_order_relaxed);
     is_fed = true;
   });
   if (status != ZBP_OK && is_fed) {  // a warning is an error
@@ -318,12 +298,12 @@ int zbp_tap_start(zbp_record* record, uint64_t max_events) {
 }
 
 void zbp_tap_stop(zbp_record* record, int* displaced_out) {
-  Books& b = books();
+  Tapped& t = tapped();
   *displaced_out = !is_tap(installed());
-  const std::lock_guard<std::mutex> lock(b.mutex);
-  b.records.erase(std::remove(b.records.begin(), b.records.end(), record), b.records.end());
-  if (b.records.empty()) {
-    b.is_fed.store(false, std::memory_order_relaxed);
+  const std::lock_guard<std::mutex> lock(t.mutex);
+  zbp_books_stop(&t.books, record);
+  if (t.books.record_count == 0) {
+    t.is_fed.store(false, std::memory_order_relaxed);
     uninstall();
   }
 }
@@ -353,33 +333,33 @@ int zbp_tap_feeds(const void* allocator) {
 }
 
 int zbp_tap_mark(zbp_record* record, uint32_t* index_out) {
-  Books& b = books();
-  const std::lock_guard<std::mutex> lock(b.mutex);
-  return zbp_record_mark(record, zbp_tap_now(), b.next_serial, zbp_tap_thread(), index_out);
+  Tapped& t = tapped();
+  const std::lock_guard<std::mutex> lock(t.mutex);
+  return zbp_books_mark(&t.books, record, zbp_tap_now(), zbp_tap_thread(), index_out);
 }
 
 void zbp_tap_trace_start(void) {
-  ++books().tracers;
+  ++tapped().tracers;
 }
 
 void zbp_tap_trace_stop(void) {
-  Books& b = books();
-  decltype(b.traces) traces;
-  const std::lock_guard<std::mutex> lock(b.mutex);
-  if (--b.tracers == 0) {
-    traces.swap(b.traces);
+  Tapped& t = tapped();
+  decltype(t.traces) traces;
+  const std::lock_guard<std::mutex> lock(t.mutex);
+  if (--t.tracers == 0) {
+    traces.swap(t.traces);
   }
 }
 
 PyObject* zbp_tap_trace_of(uint64_t address) {
   THPObjectPtr list(PyList_New(0));
   const int status = guarded([&] {
-    Books& b = books();
+    Tapped& t = tapped();
     Trace trace;
     {
-      const std::lock_guard<std::mutex> lock(b.mutex);
-      const auto found = b.traces.find(address);
-      trace = found != b.traces.end() ? found->second : nullptr;
+      const std::lock_guard<std::mutex> lock(t.mutex);
+      const auto found = t.traces.find(address);
+      trace = found != t.traces.end() ? found->second : nullptr;
     }
     if (!trace || !list) {
       return;
@@ -398,43 +378,35 @@ PyObject* zbp_tap_trace_of(uint64_t address) {
 }
 
 uint64_t zbp_tap_serial(void) {
-  Books& b = books();
-  const std::lock_guard<std::mutex> lock(b.mutex);
-  return b.next_serial;
+  Tapped& t = tapped();
+  const std::lock_guard<std::mutex> lock(t.mutex);
+  return t.books.next_serial;
 }
 
 int zbp_tap_blocks(uint64_t since, zbp_block** blocks_out, size_t* count_out) {
-  Books& b = books();
-  const std::lock_guard<std::mutex> lock(b.mutex);
+  Tapped& t = tapped();
+  const std::lock_guard<std::mutex> lock(t.mutex);
   *blocks_out = nullptr;
   *count_out = 0;
-  if (b.blocks.count == 0) {
+  const size_t in_use = t.books.blocks.count;
+  if (in_use == 0) {
     return ZBP_OK;
   }
-  auto* const blocks = static_cast<zbp_block*>(std::malloc(b.blocks.count * sizeof(zbp_block)));
+  auto* const blocks = static_cast<zbp_block*>(std::malloc(in_use * sizeof(zbp_block)));
   if (blocks == nullptr) {
     return ZBP_ENOMEM;
   }
-  size_t count = 0;
-  for (size_t i = 0; i < b.blocks.capacity; ++i) {
-    const zbp_block& block = b.blocks.slot[i];
-    if (block.address != 0 && block.serial >= since) {
-      blocks[count++] = block;
-    }
-  }
-  std::sort(blocks, blocks + count,
-            [](const zbp_block& x, const zbp_block& y) { return x.serial < y.serial; });
   *blocks_out = blocks;
-  *count_out = count;
+  *count_out = zbp_books_since(&t.books, since, blocks);
   return ZBP_OK;
 }
 
 void zbp_tap_lock(void) {
-  books().mutex.lock();
+  tapped().mutex.lock();
 }
 
 void zbp_tap_unlock(void) {
-  books().mutex.unlock();
+  tapped().mutex.unlock();
 }
 
 uint64_t zbp_tap_now(void) {

@@ -1,0 +1,82 @@
+/* zbp_books.h - many recordings of one allocator, fed from one table of the blocks that are in use.
+ *
+ * Every block that is handed out gets a serial, one more than the one before, and goes into the table; so
+ * that when it is taken back each recording can tell whether it is its own. The table outlives the
+ * recordings: a block may be taken back when others are fed, or none.
+ *
+ * Invariant: addresses and serials in the table are unique, serials are below next_serial; of each record
+ * that is being fed, the live blocks are those in the table with serials from its first on.
+ * Allocation: the table, an array of pointers, and what the records hold. Threads: one at a time; the shim
+ * has a lock (zbp_tap.h). Times and threads are the caller's to know, and go into the logs as they are given.
+ */
+#ifndef ZBP_BOOKS_H
+#define ZBP_BOOKS_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "core/base/zbp_alloc.h"
+#include "core/base/zbp_status.h"
+#include "core/memory/zbp_blocks.h"
+#include "core/memory/zbp_record.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Held by the caller; all fields are for reading alone. Zeroed is legal: empty books. */
+typedef struct zbp_books {
+    zbp_blocks blocks; /* in use */
+    uint64_t next_serial;
+    zbp_record **record; /* being fed; borrowed */
+    uint32_t record_count, record_capacity;
+    zbp_alloc alloc;
+} zbp_books;
+
+/* Makes empty books; allocates nothing. alloc is copied; NULL is libc. */
+void zbp_books_init(zbp_books *books, const zbp_alloc *alloc);
+
+/* Frees what the books hold and zeroes them; records are left as they are, and fed no more. Zeroed books are
+ * legal. */
+void zbp_books_fini(zbp_books *books);
+
+/* Begins `record` (uninitialised; borrowed until zbp_books_stop, the caller's to finish after that) and feeds
+ * it from now on. max_events: as zbp_record_init's.
+ * Error, the books unchanged and the record zeroed: ZBP_ENOMEM. */
+ZBP_MUST_USE int zbp_books_start(zbp_books *books, zbp_record *record, uint64_t time_ns,
+                                 uint32_t thread, uint64_t max_events);
+
+/* Feeds the record no more. Nothing happens if it was not fed. O(records). */
+void zbp_books_stop(zbp_books *books, zbp_record *record);
+
+/* Marks a record that is being fed. Errors as zbp_record_mark's. */
+ZBP_MUST_USE int zbp_books_mark(const zbp_books *books, zbp_record *record, uint64_t time_ns,
+                                uint32_t thread, uint32_t *index_out);
+
+/* A block was handed out. One that the table has at its address was taken back unseen: that is told first.
+ * Errors, the books unchanged and no serial used up: ZBP_EINVAL (address 0), ZBP_ENOMEM, ZBP_EOVERFLOW; the
+ * caller then says so by zbp_books_untracked, or not. O(records), amortised. */
+ZBP_MUST_USE int zbp_books_alloc(zbp_books *books, uint64_t time_ns, uint32_t thread,
+                                 uint64_t address, uint64_t bytes);
+
+/* The block at this address was taken back. False, and nothing told, if the table has none. O(records) on
+ * average. */
+bool zbp_books_free(zbp_books *books, uint64_t time_ns, uint32_t thread, uint64_t address);
+
+/* A block was handed out that could not be followed: in each record that is being fed it is counted, no more. */
+void zbp_books_untracked(zbp_books *books);
+
+/* The blocks in use with serials from `since` on, in that order, to block_out[], which the caller has made for
+ * books->blocks.count of them. Returns how many there are. O(slots + n log n) for n of them. */
+size_t zbp_books_since(const zbp_books *books, uint64_t since, zbp_block *block_out);
+
+/* Whether the invariant holds, and the table's and each fed record's own. ZBP_OK, or ZBP_EINVAL with
+ * *reason_out (may be NULL) a static string that says what is wrong. Quadratic in the blocks in use. */
+ZBP_MUST_USE int zbp_books_check(const zbp_books *books, const char **reason_out);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

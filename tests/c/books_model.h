@@ -1,0 +1,262 @@
+/* books_model.h - any bytes are what an allocator does while recordings begin and end; the books must say what a
+ * naive model says, also when an allocation fails.
+ *
+ * The model keeps everything that happened, in order, and of each record where it began and ended; each number is
+ * then counted again from the beginning.
+ *
+ * The bytes: [0] the allocation that fails (0: none), then three each: what happens, and two that say to what.
+ */
+#ifndef BOOKS_MODEL_H
+#define BOOKS_MODEL_H
+
+#include <stdbool.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "counting.h"
+#include "core/memory/zbp_books.h"
+
+enum { MODEL_ADDRESSES = 1024, MODEL_RECORDS = 4, MODEL_STEPS = 4000 };
+
+typedef struct model_event {
+    uint32_t kind; /* ZBP_EVENT_*; 3: a block that could not be followed */
+    uint64_t bytes, serial;
+} model_event;
+
+typedef struct model_record {
+    zbp_record record;
+    size_t first, last; /* events; until it has ended it goes on */
+    uint64_t first_serial;
+    bool is_fed;
+} model_record;
+
+typedef struct books_model {
+    zbp_books books;
+    model_event event[2 * MODEL_STEPS];
+    size_t event_count;
+    uint64_t bytes_at[MODEL_ADDRESSES], serial_at[MODEL_ADDRESSES];
+    bool is_used[MODEL_ADDRESSES];
+    uint64_t next_serial, time_ns;
+    model_record record[MODEL_RECORDS];
+    counting count;
+    const char *fault;
+} books_model;
+
+static inline void books_model_expect(books_model *m, bool is_so, const char *what)
+{
+    if (!is_so && m->fault == NULL)
+        m->fault = what;
+}
+
+/* An allocation may fail only where one was told to. */
+static inline bool books_model_went_well(books_model *m, int status)
+{
+    books_model_expect(m, status == ZBP_OK || (status == ZBP_ENOMEM && m->count.fail_once >= 0),
+                       "a status out of nowhere");
+    return status == ZBP_OK;
+}
+
+static inline void books_model_note(books_model *m, uint32_t kind, uint64_t bytes, uint64_t serial)
+{
+    m->event[m->event_count++] = (model_event){kind, bytes, serial};
+}
+
+static inline void books_model_alloc(books_model *m, uint32_t place, uint64_t bytes)
+{
+    if (!books_model_went_well(
+            m, zbp_books_alloc(&m->books, m->time_ns, 1, (place + 1) * 64u, bytes))) {
+        zbp_books_untracked(&m->books);
+        books_model_note(m, 3, bytes, 0);
+        return;
+    }
+    if (m->is_used[place])
+        books_model_note(m, ZBP_EVENT_FREE, m->bytes_at[place], m->serial_at[place]);
+    m->is_used[place] = true;
+    m->bytes_at[place] = bytes;
+    m->serial_at[place] = m->next_serial++;
+    books_model_note(m, ZBP_EVENT_ALLOC, bytes, m->serial_at[place]);
+}
+
+static inline void books_model_free(books_model *m, uint32_t place)
+{
+    bool is_known = zbp_books_free(&m->books, m->time_ns, 1, (place + 1) * 64u);
+
+    books_model_expect(m, is_known == m->is_used[place], "which blocks are known");
+    if (m->is_used[place])
+        books_model_note(m, ZBP_EVENT_FREE, m->bytes_at[place], m->serial_at[place]);
+    m->is_used[place] = false;
+}
+
+/* The record's numbers against all that happened while it was fed. */
+static inline void books_model_compare(books_model *m, model_record *mine)
+{
+    const size_t last = mine->is_fed ? m->event_count : mine->last;
+    zbp_record wanted = {0};
+    uint64_t logged = 0;
+
+    for (size_t i = mine->first; i < last; i++) {
+        const model_event *event = &m->event[i];
+
+        if (event->kind == 3) {
+            wanted.untracked++;
+            continue;
+        }
+        if (event->kind == ZBP_EVENT_ALLOC) {
+            wanted.total.allocations++;
+            wanted.total.allocated += event->bytes;
+            wanted.live += event->bytes;
+        } else if (event->serial >= mine->first_serial) {
+            wanted.total.frees++;
+            wanted.total.freed += event->bytes;
+            wanted.live -= event->bytes;
+        } else {
+            wanted.older_frees++;
+            wanted.older_freed += event->bytes;
+        }
+        if (wanted.live > wanted.total.peak)
+            wanted.total.peak = wanted.live;
+        if (logged < mine->record.event_count)
+            books_model_expect(
+                m, zbp_record_event(&mine->record, logged)->block.serial == event->serial,
+                "a record's log");
+        logged++;
+    }
+    books_model_expect(m, mine->record.first_serial == mine->first_serial,
+                       "a record's first serial");
+    books_model_expect(m, mine->record.live == wanted.live, "a record's live bytes");
+    books_model_expect(m, memcmp(&mine->record.total, &wanted.total, sizeof wanted.total) == 0,
+                       "a record's totals");
+    books_model_expect(m,
+                       mine->record.older_frees == wanted.older_frees &&
+                           mine->record.older_freed == wanted.older_freed,
+                       "a record's older blocks");
+    books_model_expect(m, mine->record.untracked == wanted.untracked,
+                       "a record's untracked blocks");
+    books_model_expect(m, mine->record.event_count + mine->record.dropped == logged,
+                       "a record's number of events");
+}
+
+static inline void books_model_start_or_stop(books_model *m, model_record *mine)
+{
+    if (mine->is_fed) {
+        zbp_books_stop(&m->books, &mine->record);
+        mine->is_fed = false;
+        mine->last = m->event_count;
+        return;
+    }
+    zbp_record_fini(&mine->record);
+    *mine = (model_record){.first = m->event_count, .last = m->event_count};
+    mine->is_fed = books_model_went_well(
+        m, zbp_books_start(&m->books, &mine->record, m->time_ns, 1, UINT64_MAX));
+    mine->first_serial = mine->is_fed ? m->next_serial : 0;
+}
+
+static inline void books_model_mark(books_model *m, model_record *mine)
+{
+    uint32_t index = 0;
+
+    if (mine->is_fed &&
+        books_model_went_well(m, zbp_books_mark(&m->books, &mine->record, m->time_ns, 1, &index)))
+        books_model_expect(m,
+                           index == mine->record.mark_count - 1 &&
+                               mine->record.mark[index].serial == m->next_serial,
+                           "a mark's number and serial");
+}
+
+/* A walk over all serials, each looked for everywhere, is in order by itself. */
+static inline void books_model_since(books_model *m, uint64_t since)
+{
+    static zbp_block got[MODEL_ADDRESSES];
+    size_t used = 0, count, i = 0;
+
+    for (uint32_t place = 0; place < MODEL_ADDRESSES; place++)
+        used += m->is_used[place];
+    books_model_expect(m, used == m->books.blocks.count, "how many blocks are in use");
+    if (used != m->books.blocks.count)
+        return;
+    count = zbp_books_since(&m->books, since, got);
+    for (uint64_t serial = since; serial < m->next_serial; serial++)
+        for (uint32_t place = 0; place < MODEL_ADDRESSES; place++)
+            if (m->is_used[place] && m->serial_at[place] == serial) {
+                books_model_expect(m,
+                                   i < count && got[i].serial == serial &&
+                                       got[i].address == (place + 1) * 64u &&
+                                       got[i].bytes == m->bytes_at[place],
+                                   "the blocks since a serial");
+                i++;
+            }
+    books_model_expect(m, i == count, "the number of blocks since a serial");
+}
+
+static inline void books_model_look(books_model *m)
+{
+    const char *reason = NULL;
+
+    if (zbp_books_check(&m->books, &reason) != ZBP_OK)
+        books_model_expect(m, false, reason);
+    books_model_expect(m, m->books.next_serial == m->next_serial, "the next serial");
+    for (uint32_t r = 0; r < MODEL_RECORDS; r++)
+        if (m->record[r].record.mark_count != 0)
+            books_model_compare(m, &m->record[r]);
+}
+
+static inline void books_model_step(books_model *m, uint8_t what, uint8_t high, uint8_t low)
+{
+    const uint32_t of = (uint32_t)high << 8 | low, place = of % MODEL_ADDRESSES;
+    model_record *record = &m->record[of % MODEL_RECORDS];
+
+    m->time_ns++;
+    switch (what % 16) {
+    case 0:
+        books_model_start_or_stop(m, record);
+        break;
+    case 1:
+        books_model_mark(m, record);
+        break;
+    case 2:
+        books_model_since(m,
+                          m->next_serial - (m->next_serial < of % 300 ? m->next_serial : of % 300));
+        break;
+    case 3:
+        zbp_books_untracked(&m->books);
+        books_model_note(m, 3, 0, 0);
+        break;
+    case 4:
+    case 5:
+    case 6:
+    case 7:
+    case 8:
+        books_model_free(m, place);
+        break;
+    default:
+        books_model_alloc(m, place, of * 3u);
+        break;
+    }
+}
+
+/* NULL, or a static string: what differs. Not for two threads. */
+static inline const char *books_model_run(const uint8_t *data, size_t size)
+{
+    static books_model m;
+    zbp_alloc alloc;
+    size_t i = 1;
+
+    memset(&m, 0, sizeof m);
+    alloc = counting_alloc(&m.count);
+    m.count.fail_once = size > 0 ? (long)data[0] - 1 : -1;
+    zbp_books_init(&m.books, &alloc);
+    for (size_t steps = 0; m.fault == NULL && i + 3 <= size && steps < MODEL_STEPS;
+         steps++, i += 3) {
+        books_model_step(&m, data[i], data[i + 1], data[i + 2]);
+        if (steps % 64 == 0)
+            books_model_look(&m);
+    }
+    books_model_look(&m);
+    zbp_books_fini(&m.books);
+    for (uint32_t r = 0; r < MODEL_RECORDS; r++)
+        zbp_record_fini(&m.record[r].record);
+    books_model_expect(&m, m.count.live == 0, "what was allocated is not freed");
+    return m.fault;
+}
+
+#endif
