@@ -7,6 +7,43 @@
 #include "shim/explain/zbp_aside.h"
 #include "shim/explain/zbp_explain.h"
 
+/* The groups so far: lists of tasks (node, name, kind, why, edges). */
+typedef struct explained {
+    PyObject *groups;
+    PyObject *weights; /* the last group's, borrowed */
+} explained;
+
+static PyObject *last_of(PyObject *list)
+{
+    return PyList_GET_ITEM(list, PyList_GET_SIZE(list) - 1);
+}
+
+static int add_group(void *arg, PyObject *weights)
+{
+    explained *self = arg;
+
+    self->weights = weights;
+    return zbp_append_new(self->groups, PyList_New(0));
+}
+
+static int add_task(void *arg, PyObject *node, const char *name, const char *kind, const char *why)
+{
+    return zbp_append_new(last_of(((explained *)arg)->groups),
+                          Py_BuildValue("OsssN", node, name, kind, why, PyList_New(0)));
+}
+
+/* (slot, shape, way, weights), to the last task. */
+static int add_edge(void *arg, const zbp_explain_edge *edge)
+{
+    const explained *self = arg;
+    PyObject *task = last_of(last_of(self->groups));
+
+    return zbp_append_new(PyTuple_GET_ITEM(task, 4),
+                          Py_BuildValue("INzN", (unsigned int)edge->slot,
+                                        zbp_wrap_shape(edge->shape), edge->way,
+                                        zbp_pick(self->weights, edge->weights)));
+}
+
 PyDoc_STRVAR(explain_doc, "explain(outputs, inputs, weights, defer, checkpoint, /)\n--\n\n"
                           "The plan of an input pass, which does not run. See zbpipe.explain.");
 
@@ -17,6 +54,8 @@ static PyObject *explain(PyObject *Py_UNUSED(module), PyObject *args)
     zbp_survey survey = {0};
     zbp_scene *scene = NULL;
     zbp_error error = {0};
+    explained self = {0};
+    const zbp_explain_visitor visitor = {&self, add_group, add_task, add_edge};
 
     if (!PyArg_ParseTuple(args, "O!O!O!OO:explain", &PyTuple_Type, &outputs, &PyTuple_Type, &inputs,
                           &PyTuple_Type, &weights, &defer, &checkpoint) ||
@@ -25,13 +64,18 @@ static PyObject *explain(PyObject *Py_UNUSED(module), PyObject *args)
                          &policy.checkpoint_of) < 0) {
         return NULL;
     }
-    if (zbp_explain_new(outputs, inputs, weights, policy, &scene) != ZBP_OK) {
+    self.groups = PyList_New(0);
+    if (self.groups == NULL ||
+        zbp_explain_new(outputs, inputs, weights, policy, &scene) != ZBP_OK) {
+        Py_XDECREF(self.groups);
         return NULL;
     }
     const int status = zbp_pass_survey(scene, &survey, &error);
-    PyObject *explained = zbp_explain_end(scene, status, &error);
+    if (zbp_explain_end(scene, status, &error, &visitor) != ZBP_OK) {
+        Py_CLEAR(self.groups);
+    }
     zbp_survey_fini(&survey);
-    return explained;
+    return self.groups;
 }
 
 PyDoc_STRVAR(is_watched_doc,

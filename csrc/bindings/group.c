@@ -197,7 +197,7 @@ static PyObject *group_get_spent(PyObject *op, void *Py_UNUSED(closure))
 
 static PyObject *group_account(PyObject *op, PyObject *Py_UNUSED(ignored))
 {
-    return zbp_group_account(((group_object *)op)->group);
+    return zbp_account_wrap(((group_object *)op)->group);
 }
 
 static PyObject *group_get_reads_weights(PyObject *op, void *Py_UNUSED(closure))

@@ -7,6 +7,7 @@
 
 #include <Python.h>
 
+#include "shim/explain/zbp_account.h"
 #include "shim/pass/zbp_shim.h"
 
 int zbp_add_explain(PyObject *module);
@@ -20,6 +21,18 @@ int zbp_add_work(PyObject *module);
 /* A choice of a policy: a number up to `last`, or a function that returns one, which *function then is (borrowed; else
  * NULL). Returns 0, or -1 with an error set. */
 int zbp_parse_choice(PyObject *value, const char *name, int last, int *number, PyObject **function);
+
+/* Appends value, which it steals and which may be NULL with an error set. Returns 0, or -1 with an error set. */
+int zbp_append_new(PyObject *list, PyObject *value);
+
+/* New tuple of ints; new list of those of `weights`, a tuple. NULL with an error set. */
+PyObject *zbp_wrap_shape(zbp_shape shape);
+PyObject *zbp_pick(PyObject *weights, zbp_places places);
+
+/* New list with a tuple (node, kind, tensors) per task: zbp_group_account()'s words, node None where it has none;
+ * tensors: list of tuples (role, storage, bytes, shape, dtype, device, weights), storage an int, 0 where there is
+ * none, weights a list of leaf tensors. NULL with an error set. */
+PyObject *zbp_account_wrap(const zbp_group *group);
 
 /* Adds the type ParamGroup. New reference, or NULL with an error set. */
 PyTypeObject *zbp_add_group(PyObject *module);

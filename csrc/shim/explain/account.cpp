@@ -4,7 +4,6 @@
 
 #include <torch/csrc/Device.h>
 #include <torch/csrc/DynamicTypes.h>
-#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/object_ptr.h>
 
 #include "shim/explain/reach.h"
@@ -36,39 +35,23 @@ const char* role_of(const Watched& watched, const Task& task) {
   return "saved";
 }
 
-/// Tuple of ints, -1 for a size that is not known as a number; empty for a nested tensor.
-PyObject* shape_of(const at::Tensor& tensor) {
-  THPObjectPtr list = new_list();
-  if (!tensor.is_nested()) {
-    for (const c10::SymInt& size : tensor.sym_sizes()) {
-      append(list, PyLong_FromLongLong(size.maybe_as_int().value_or(-1)));
-    }
-  }
-  return PyList_AsTuple(list);
-}
-
-PyObject* wrap_weights(const std::vector<const Weight*>& weights) {
-  THPObjectPtr list = new_list();
-  for (const Weight* weight : weights) {
-    append(list, THPVariable_Wrap(weight->accumulator->variable));
-  }
-  return list.release();
-}
-
-void append_tensor(PyObject* list, const char* role, const at::Tensor& tensor,
-                   const std::vector<const Weight*>& weights) {
+void tell(const zbp_account_visitor& visitor, const char* role, const at::Tensor& tensor,
+          zbp_places weights) {
   const at::Tensor held = local_part(tensor);
-  const void* storage = storage_of(held);
-  THPObjectPtr shape(shape_of(tensor));
+  const Sizes sizes = tensor.is_nested() ? Sizes() : numbers(tensor.sym_sizes());
   THPObjectPtr device(THPDevice_New(tensor.device()));
-  THPObjectPtr wrapped(wrap_weights(weights));
-  if (!shape || !device) {
+  if (!device) {
     throw python_error();
   }
-  append(list, Py_BuildValue("sNnOOOO", role, PyLong_FromVoidPtr(const_cast<void*>(storage)),
-                             static_cast<Py_ssize_t>(bytes_of(held)), shape.get(),
-                             reinterpret_cast<PyObject*>(torch::getTHPDtype(tensor.scalar_type())),
-                             device.get(), wrapped.get()));
+  const zbp_account_tensor told{
+      role,
+      storage_of(held),
+      bytes_of(held),
+      {sizes.data(), sizes.size()},
+      reinterpret_cast<PyObject*>(torch::getTHPDtype(tensor.scalar_type())),
+      device.get(),
+      weights};
+  check_told(visitor.tensor(visitor.arg, &told));
 }
 
 bool is_of(const Watched& watched, const Work& work) {
@@ -90,7 +73,7 @@ bool serves(const Watched& watched, const Task& task, size_t f) {
 }
 
 /// The weights whose gradients are computed from the tensor.
-std::vector<const Weight*> weights_of(const Watched& watched, const Task& task, Reach& reach) {
+zbp_places weights_of(const Watched& watched, const Task& task, Reach& reach) {
   reach.begin();
   for (size_t f = 0; f < task.face.size(); ++f) {
     if (serves(watched, task, f)) {
@@ -100,23 +83,21 @@ std::vector<const Weight*> weights_of(const Watched& watched, const Task& task, 
   return reach.weights();
 }
 
-PyObject* account_of(const Task& task, Reach& reach) {
-  THPObjectPtr tensors = new_list();
+void tell(const zbp_account_visitor& visitor, const Task& task, Reach& reach) {
+  const std::string name = task.node ? task.node->name() : "";
+  check_told(visitor.task(visitor.arg, task.node ? name.c_str() : nullptr,
+                          task.works.empty() ? name_of(task.kind()) : "handed over"));
   for_each_watched(task, [&](const Watched& watched) {
     if (watched.tensor().defined()) {
-      append_tensor(tensors, role_of(watched, task), watched.tensor(),
-                    weights_of(watched, task, reach));
+      tell(visitor, role_of(watched, task), watched.tensor(), weights_of(watched, task, reach));
     }
   });
-  return Py_BuildValue("zsO", task.node ? task.node->name().c_str() : nullptr,
-                       task.works.empty() ? name_of(task.kind()) : "handed over", tensors.get());
 }
 
-/// What a W that raised has computed for `weight` and could not add.
-PyObject* account_of_waiting(const Weight& weight) {
-  THPObjectPtr tensors = new_list();
-  append_tensor(tensors, "waiting gradient", weight.grad, {&weight});
-  return Py_BuildValue("zsO", nullptr, "waiting", tensors.get());
+/// What a W that raised has computed for weight number `place` and could not add.
+void tell_waiting(const zbp_account_visitor& visitor, const Weight& weight, uint32_t place) {
+  check_told(visitor.task(visitor.arg, nullptr, "waiting"));
+  tell(visitor, "waiting gradient", weight.grad, {&place, 1});
 }
 
 bool reads_weights(const Task& task) {
@@ -129,28 +110,26 @@ bool reads_weights(const Task& task) {
 
 }  // namespace
 
-PyObject* zbp_group_account(const zbp_group* handle) {
-  PyObject* result = nullptr;
-  const int status = guarded([&] {
+int zbp_group_account(const zbp_group* handle, const zbp_account_visitor* visitor) {
+  return guarded([&] {
     if (zbp_book_is_claimed(&handle->group->book)) {
       refuse(PyExc_RuntimeError,
              "what a parameter group holds cannot be listed while its weight pass runs; wait for "
              "stage_backward_weight to return");
     }
-    THPObjectPtr list = new_list();
     const Group& group = *handle->group;
+    THPObjectPtr weights(wrap_weights(group));
+    check_told(visitor->group(visitor->arg, weights.get()));
     Reach reach(group);
     for (const Task& task : group.tasks) {
-      append(list, account_of(task, reach));
+      tell(*visitor, task, reach);
     }
-    for (const Weight& weight : group.weights) {
-      if (weight.grad.defined()) {
-        append(list, account_of_waiting(weight));
+    for (size_t w = 0; w < group.weights.size(); ++w) {
+      if (group.weights[w].grad.defined()) {
+        tell_waiting(*visitor, group.weights[w], static_cast<uint32_t>(w));
       }
     }
-    result = list.release();
   });
-  return status == ZBP_OK ? result : nullptr;
 }
 
 int zbp_group_reads_weights(const zbp_group* handle, int* out) {

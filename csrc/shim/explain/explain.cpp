@@ -73,35 +73,30 @@ std::optional<std::string> way_of(const Face& face, const zbp_face& plan) {
   return c10::str(has_hooks(*node) ? "a hook watches " : "it is computed by ", node->name());
 }
 
-PyObject* explain(const Task& task, size_t f, Reach& reach) {
+void tell(const zbp_explain_visitor& visitor, const Task& task, size_t f, Reach& reach) {
   const Face& face = task.face[f];
   const zbp_face& plan = task.plan(f);
-  THPObjectPtr shape = new_list();
   const auto& metadata = face.edge.function->input_metadata(face.edge.input_nr);
-  if (!metadata.is_nested_tensor()) {
-    for (const c10::SymInt& size : metadata.shape_as_dim_vector()) {
-      append(shape, PyLong_FromLongLong(size.maybe_as_int().value_or(-1)));
-    }
-  }
+  const Sizes sizes =
+      metadata.is_nested_tensor() ? Sizes() : numbers(metadata.shape_as_dim_vector());
+  const std::optional<std::string> way = way_of(face, plan);
   reach.begin();
   reach.add(task, f);
-  THPObjectPtr weights = new_list();
-  for (const Weight* weight : reach.weights()) {
-    append(weights, THPVariable_Wrap(weight->accumulator->variable));
-  }
-  const std::optional<std::string> way = way_of(face, plan);
-  return Py_BuildValue("INzO", static_cast<unsigned>(plan.slot), PyList_AsTuple(shape),
-                       way ? way->c_str() : nullptr, weights.get());
+  const zbp_explain_edge edge{
+      plan.slot, {sizes.data(), sizes.size()}, way ? way->c_str() : nullptr, reach.weights()};
+  check_told(visitor.edge(visitor.arg, &edge));
 }
 
-PyObject* explain(const Task& task, Reach& reach) {
-  THPObjectPtr edges = new_list();
-  for (size_t f = 0; f < task.face.size(); ++f) {
-    append(edges, explain(task, f, reach));
+void tell(const zbp_explain_visitor& visitor, const Task& task, Reach& reach) {
+  THPObjectPtr node(torch::autograd::functionToPyObject(task.node));
+  if (!node) {
+    throw python_error();
   }
-  return Py_BuildValue("NsssO", torch::autograd::functionToPyObject(task.node),
-                       task.node->name().c_str(), name_of(task.kind()),
-                       name_of_why(task.plan().why), edges.get());
+  check_told(visitor.task(visitor.arg, node.get(), task.node->name().c_str(), name_of(task.kind()),
+                          name_of_why(task.plan().why)));
+  for (size_t f = 0; f < task.face.size(); ++f) {
+    tell(visitor, task, f, reach);
+  }
 }
 
 }  // namespace
@@ -127,24 +122,22 @@ int zbp_explain_new(PyObject* outputs, PyObject* inputs, PyObject* weights, zbp_
   return ZBP_OK;
 }
 
-PyObject* zbp_explain_end(zbp_scene* scene, int status, zbp_error* error) {
+int zbp_explain_end(zbp_scene* scene, int status, zbp_error* error,
+                    const zbp_explain_visitor* visitor) {
   const std::unique_ptr<zbp_scene> owned(scene);
-  THPObjectPtr list;
-  const int result = owned->barrier.end(error, [&] {
+  return owned->barrier.end(error, [&] {
     if (status != ZBP_OK) {
       rethrow(*error, status);
     }
-    list = new_list();
     for (const GroupPtr& group : owned->groups) {
-      THPObjectPtr tasks = new_list();
+      THPObjectPtr weights(wrap_weights(*group));
+      check_told(visitor->group(visitor->arg, weights.get()));
       Reach reach(*group);
       for (const Task& task : group->tasks) {
-        append(tasks, explain(task, reach));
+        tell(*visitor, task, reach);
       }
-      append(list, tasks.release());
     }
   });
-  return result == ZBP_OK ? list.release() : zbp_error_raise(error);
 }
 
 int zbp_is_watched(PyObject* object, int* out) {

@@ -1,9 +1,11 @@
-// A group's weights behind some of its faces.
+// A group's weights behind some of its faces, and how they and shapes are told.
 #pragma once
 
 #include "core/pass/zbp_reach.h"
+#include "shim/explain/zbp_account.h"
 #include "shim/pass/group.h"
 #include "shim/torch/error.h"
+#include "shim/torch/python.h"
 
 namespace zbp {
 
@@ -23,19 +25,41 @@ class Reach {
   void add(const Task& task, size_t f) {
     zbp_reach_add(&reach_, &group_.layout, static_cast<uint32_t>(task.plan().face_begin + f));
   }
-  /// In the group's order.
-  std::vector<const Weight*> weights() {
+  /// In the group's order; borrowed until the next question.
+  zbp_places weights() {
     zbp_reach_weights(&reach_);
-    std::vector<const Weight*> weights;
-    for (uint32_t i = 0; i < reach_.weight_count; ++i) {
-      weights.push_back(&group_.weights[reach_.weight[i]]);
-    }
-    return weights;
+    return {reach_.weight, reach_.weight_count};
   }
 
  private:
   const Group& group_;
   zbp_reach reach_{};
 };
+
+/// New tuple.
+inline PyObject* wrap_weights(const Group& group) {
+  variable_list weights;
+  for (const Weight& weight : group.weights) {
+    weights.push_back(weight.accumulator->variable);
+  }
+  return wrap_tensors(weights);
+}
+
+using Sizes = SmallVector<int64_t, 6>;
+
+inline Sizes numbers(c10::SymIntArrayRef sizes) {
+  Sizes numbers;
+  for (const c10::SymInt& size : sizes) {
+    numbers.push_back(size.maybe_as_int().value_or(-1));
+  }
+  return numbers;
+}
+
+/// What a visitor returned.
+inline void check_told(int status) {
+  if (status < 0) {
+    throw python_error();
+  }
+}
 
 }  // namespace zbp

@@ -4,6 +4,9 @@
 
 #include <Python.h>
 
+#include <stdint.h>
+
+#include "shim/explain/zbp_account.h"
 #include "shim/pass/zbp_shim.h"
 
 #ifdef __cplusplus
@@ -16,24 +19,30 @@ extern "C" {
 ZBP_MUST_USE int zbp_explain_new(PyObject *outputs, PyObject *inputs, PyObject *weights,
                                  zbp_policy policy, zbp_scene **scene_out);
 
-/* Ends it, with what zbp_pass_survey returned and raised, before the survey goes. Frees the scene.
- *
- * New list with a list per group, in I's order, with a tuple per weight task, in
- * zbp_group_account()'s order:
- *
- *     (node, name, kind, why, edges)
- *
- * node: the autograd node, name: its name. kind: "product", "deferred", "whole" or "root". why: one of
- * "separable", "root", "post hook", "policy", "function", "unknown", "packed", "light": see zbp_kind.h.
- * edges: list with a tuple per edge towards weights:
- *
- *     (slot, shape, way, weights)
- *
- * slot: its position among the node's edges. shape: of the gradient there, empty for a nested tensor.
- * way: None where W adds to the weight directly; else what lies between, a str. weights: list of the leaf
- * tensors behind it.
- * NULL with an error set: what the policy's functions raise, a graph that has been consumed. */
-PyObject *zbp_explain_end(zbp_scene *scene, int status, zbp_error *error);
+/* An edge towards weights. */
+typedef struct zbp_explain_edge {
+    uint32_t slot;      /* its position among the node's edges */
+    zbp_shape shape;    /* of the gradient there */
+    const char *way;    /* NULL where W adds to the weight directly; else what lies between */
+    zbp_places weights; /* behind it */
+} zbp_explain_edge;
+
+/* Who is told: of each group, in I's order, of its tasks, in zbp_group_account()'s order, and of their edges. As
+ * zbp_account_visitor; the weights are borrowed until the next group. */
+typedef struct zbp_explain_visitor {
+    void *arg;
+    int (*group)(void *arg, PyObject *weights);
+    /* node: the autograd node, name: its name. kind: "product", "deferred", "whole" or "root". why: one of
+     * "separable", "root", "post hook", "policy", "function", "unknown", "packed", "light": see zbp_kind.h. */
+    int (*task)(void *arg, PyObject *node, const char *name, const char *kind, const char *why);
+    int (*edge)(void *arg, const zbp_explain_edge *edge);
+} zbp_explain_visitor;
+
+/* Ends it, with what zbp_pass_survey returned and raised, before the survey goes; if that was ZBP_OK, tells what is
+ * planned. Frees the scene. Errors: what a visitor has set or the policy's functions raise, a graph that has been
+ * consumed. */
+ZBP_MUST_USE int zbp_explain_end(zbp_scene *scene, int status, zbp_error *error,
+                                 const zbp_explain_visitor *visitor);
 
 /* *out: 1 if hooks watch the accumulation of `tensor`: its own, its accumulator's, as those of DDP. */
 ZBP_MUST_USE int zbp_is_watched(PyObject *tensor, int *out);
