@@ -18,7 +18,8 @@ CORE_SOURCES := $(sort $(patsubst csrc/%,%,$(wildcard csrc/core/*/*.c)))
 PASS_SOURCES := $(sort $(patsubst csrc/%,%,$(wildcard csrc/pass/*.c)))
 CORE_HEADERS := $(sort $(wildcard csrc/core/*/*.h csrc/pass/*.h) csrc/shim/pass/zbp_scene.h csrc/shim/pass/zbp_touch.h csrc/shim/torch/zbp_error.h)
 CORE_TESTS := test_status test_map test_graph test_plan test_plan_check test_blocks test_record test_books test_layout test_panels test_reach \
-	test_book test_book_model test_pass test_policy test_kind test_split test_input_pass
+	test_book test_book_model test_pass test_policy test_kind test_split test_input_pass test_heap test_ways
+FUZZ_WITH_fuzz_ways = tests/c/ways_model.c
 FUZZ_WITH_fuzz_weight_pass = tests/c/fake_shim.c $(filter-out %/input_pass.c,$(PASS_SOURCES:%=csrc/%))
 CORE_LIB := $(CORE_BUILD)/libzbpcore.a
 
@@ -52,6 +53,8 @@ $$(CORE_BUILD)/$(1)/bin/%: $$(CORE_BUILD)/$(1)/tests/%.o $$(CORE_BUILD)/$(1)/tes
 	@mkdir -p $$(@D)
 	@$$(CC) $$(CORE_LINK_$(1)) $$(CORE_LINK_OF_$$*) $$^ -pthread -o $$@
 
+$$(CORE_BUILD)/$(1)/bin/test_ways $$(CORE_BUILD)/$(1)/bin/fuzz_ways: $$(CORE_BUILD)/$(1)/tests/ways_model.o
+
 # What runs passes has a fake shim in the shim's place.
 $$(CORE_BUILD)/$(1)/bin/test_input_pass: $$(CORE_BUILD)/$(1)/objects/pass/input_pass.o
 $$(CORE_BUILD)/$(1)/bin/fuzz_weight_pass $$(CORE_BUILD)/$(1)/bin/test_pass: $$(CORE_BUILD)/$(1)/tests/fake_shim.o \
@@ -80,7 +83,7 @@ $(CORE_BUILD)/headers: tests/c/headers.cc $(CORE_HEADERS) $(CORE_LIB) tests/core
 CORE_PROGRAMS := $(CORE_BUILD)/headers \
 	$(CORE_TESTS:%=$(CORE_BUILD)/plain/bin/%) $(CORE_BUILD)/count/bin/test_large \
 	$(CORE_TESTS:%=$(CORE_BUILD)/asan/bin/%) $(CORE_BUILD)/asan/bin/fuzz_plan \
-	$(CORE_BUILD)/asan/bin/fuzz_weight_pass $(CORE_BUILD)/asan/bin/fuzz_books
+	$(CORE_BUILD)/asan/bin/fuzz_weight_pass $(CORE_BUILD)/asan/bin/fuzz_books $(CORE_BUILD)/asan/bin/fuzz_ways
 
 .PHONY: core test-core valgrind fuzz cov bench-core
 
@@ -91,10 +94,11 @@ test-core: $(CORE_LIB) $(CORE_PROGRAMS) $(CORE_BUILD)/asan/bin/planted ## test t
 		"!AddressSanitizer $(CORE_BUILD)/asan/bin/planted overrun" \
 		"!LeakSanitizer $(CORE_BUILD)/asan/bin/planted leak" \
 		"!overflow $(CORE_BUILD)/asan/bin/planted overflow" \
-		$(filter-out %/fuzz_plan %/fuzz_weight_pass %/fuzz_books,$(CORE_PROGRAMS)) \
+		$(filter-out %/fuzz_plan %/fuzz_weight_pass %/fuzz_books %/fuzz_ways,$(CORE_PROGRAMS)) \
 		"$(CORE_BUILD)/asan/bin/fuzz_plan 40000 1" \
 		"$(CORE_BUILD)/asan/bin/fuzz_weight_pass 40000 1" \
-		"$(CORE_BUILD)/asan/bin/fuzz_books 300 1"
+		"$(CORE_BUILD)/asan/bin/fuzz_books 300 1" \
+		"$(CORE_BUILD)/asan/bin/fuzz_ways 10000 1"
 	@CC="$(CC)" sh tests/c/mutants.sh $(CORE_BUILD)/mutants 100000
 
 CORE_VALGRIND := valgrind -q --error-exitcode=99 --leak-check=full --errors-for-leak-kinds=all
@@ -107,7 +111,7 @@ valgrind: $(CORE_TESTS:%=$(CORE_BUILD)/plain/bin/%) $(CORE_BUILD)/plain/bin/fuzz
 		$(CORE_TESTS:%="$(CORE_VALGRIND) $(CORE_BUILD)/plain/bin/%") \
 		"$(CORE_VALGRIND) $(CORE_BUILD)/plain/bin/fuzz_plan 2000 2"
 
-fuzz: ## fuzz the C core with libFuzzer (needs clang; FUZZ_TARGET=fuzz_plan, fuzz_weight_pass or fuzz_books, FUZZ_SECONDS=60, FUZZ_CC=clang)
+fuzz: ## fuzz the C core with libFuzzer (needs clang; FUZZ_TARGET=fuzz_plan, fuzz_books, fuzz_ways or fuzz_weight_pass, FUZZ_SECONDS=60, FUZZ_CC=clang)
 	@command -v $(FUZZ_CC) >/dev/null || { echo "libFuzzer needs clang (Debian: apt-get install clang; or FUZZ_CC=clang-14). With gcc: make test-core runs the same target on its own inputs."; exit 1; }
 	@mkdir -p $(CORE_BUILD)/fuzz/corpus_$(FUZZ_TARGET)
 	@$(FUZZ_CC) -std=c11 -g -O1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all \
@@ -119,10 +123,10 @@ fuzz: ## fuzz the C core with libFuzzer (needs clang; FUZZ_TARGET=fuzz_plan, fuz
 COV_COUNTS = $(patsubst %.o,%.gcda,$(CORE_OBJECTS_cov) $(PASS_OBJECTS_cov))
 
 # Which branches need not be taken, and why: tests/c/uncovered.txt.
-cov: $(CORE_TESTS:%=$(CORE_BUILD)/cov/bin/%) $(CORE_BUILD)/cov/bin/fuzz_plan $(CORE_BUILD)/cov/bin/fuzz_weight_pass ## branches of the C core and the passes that their tests take: at least 95 % (needs gcov)
+cov: $(CORE_TESTS:%=$(CORE_BUILD)/cov/bin/%) $(CORE_BUILD)/cov/bin/fuzz_plan $(CORE_BUILD)/cov/bin/fuzz_weight_pass $(CORE_BUILD)/cov/bin/fuzz_ways ## branches of the C core and the passes that their tests take: at least 95 % (needs gcov)
 	@rm -f $(CORE_BUILD)/cov/objects/*/*.gcda $(CORE_BUILD)/cov/objects/*/*/*.gcda $(CORE_BUILD)/cov/tests/*.gcda
 	@sh tests/c/run.sh core $(CORE_TESTS:%=$(CORE_BUILD)/cov/bin/%) "$(CORE_BUILD)/cov/bin/fuzz_plan 2000 3" \
-		"$(CORE_BUILD)/cov/bin/fuzz_weight_pass 20000 3"
+		"$(CORE_BUILD)/cov/bin/fuzz_weight_pass 20000 3" "$(CORE_BUILD)/cov/bin/fuzz_ways 2000 3"
 	@GCOV="$(GCOV)" sh tests/c/run.sh "cov, sees what nobody has listed" "!NOT.LISTED $(PYTHON) tests/c/branches.py /dev/null $(COV_COUNTS)"
 	@GCOV="$(GCOV)" $(PYTHON) tests/c/branches.py tests/c/uncovered.txt $(COV_COUNTS)
 

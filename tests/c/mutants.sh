@@ -1,6 +1,6 @@
 #!/bin/sh
-# Puts faults back into the passes and the books of recordings, one at a time, and lets the fuzzer of W, the tests of I's
-# split, or the fuzzer of the books look: each must be found.
+# Puts faults into the passes, the books of recordings and the search for holders, one at a time, and lets the fuzzer
+# of each, or the tests of I's split, look: each must be found.
 # usage: mutants.sh BUILD_DIR [INPUTS]. CC can be set. From the root of the tree.
 build=$1 inputs=${2:-200000} found=0 missed=0
 mkdir -p "$build"
@@ -19,6 +19,11 @@ mutant_of_split() {
 # Likewise: of the books that recordings are fed from.
 mutant_of_books() {
     look "$1" core/memory/zbp_books.c "$2" "fuzz_books: " "tests/c/fuzz_books.c tests/c/model.c" "" "300 1"
+}
+
+# Likewise: of by which ways what lives is held.
+mutant_of_ways() {
+    look "$1" "core/holders/$2" "$3" "fuzz_ways\|Assertion" "tests/c/fuzz_ways.c tests/c/ways_model.c tests/c/model.c" "" "2000 1"
 }
 
 # look NAME FILE SED_EXPRESSION WHAT_IT_SAYS TESTS SOURCES ARGUMENTS
@@ -97,5 +102,12 @@ mutant_of_books "a block without room in the table uses up a serial" \
 mutant_of_books "the first record alone is told" \
     '/^static void tell_freed/,/^}/s/r < books->record_count/r < (books->record_count != 0)/'
 mutant_of_books "blocks come as the table has them" 's/if (count > 1)/if (count > 1000)/'
+# Of the search for holders.
+mutant_of_ways "what holds itself is in no cycle" zbp_ways.c 's/ || holds_itself(ways, v);/;/'
+mutant_of_ways "a component is left open" zbp_ways.c '/index\[member\] = CLOSED;/d'
+mutant_of_ways "every member of a cycle is to blame" zbp_ways.c 's/ \&\& blame\[i\] == least_blame\[c\]//'
+mutant_of_ways "a vertex forgets the search for a cycle that met it" zbp_ways.c \
+    '/i < met; i++)$/,/UNMET;/s/= UNMET/= 0/'
+mutant_of_ways "what is met again is not held once more" zbp_heap.c 's/if (v != ZBP_NO_VERTEX \&\& parent/if (added \&\& parent/'
 echo "mutants: $found passed, $missed failed"
 [ "$missed" = 0 ]

@@ -2,6 +2,7 @@
 
 #include <stdlib.h>
 
+#include "core/base/zbp_status.h"
 #include "core/base/zbpi_alloc.h"
 
 static void *libc_resize(void *ctx, void *p, size_t old_size, size_t new_size)
@@ -47,4 +48,28 @@ void *zbpi_grow(const zbp_alloc *alloc, void *p, uint32_t *capacity, size_t item
     if (grown != NULL)
         *capacity = wanted;
     return grown;
+}
+
+int zbpi_block_new(const zbp_alloc *alloc, uint64_t words, uint32_t bytes, void **block_out,
+                   size_t *size_out)
+{
+    uint64_t size = words * sizeof(uint32_t) + bytes;
+    void *block;
+
+    if (size > SIZE_MAX)
+        return ZBP_EOVERFLOW;
+    block = zbpi_resize(alloc, NULL, 0, (size_t)size);
+    if (block == NULL)
+        return ZBP_ENOMEM;
+    *block_out = block;
+    *size_out = (size_t)size;
+    return ZBP_OK;
+}
+
+uint32_t *zbpi_block_take(uint32_t **rest, size_t count)
+{
+    uint32_t *array = *rest;
+
+    *rest += count;
+    return array;
 }

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "core/base/zbpi_alloc.h"
+#include "core/base/zbpi_lists.h"
 
 /* What lives only while a plan is built: one block of arrays, and the sizes of the plan's lists. */
 typedef struct work {
@@ -26,33 +27,6 @@ typedef struct work {
     size_t block_size;
 } work;
 
-/* ---- one block, many arrays ---- */
-
-/* A block for this many 32-bit and 8-bit numbers, the latter last. */
-static int new_block(const zbp_alloc *alloc, uint64_t words, uint32_t bytes, void **block_out,
-                     size_t *size_out)
-{
-    uint64_t size = words * sizeof(uint32_t) + bytes;
-    void *block;
-
-    if (size > SIZE_MAX)
-        return ZBP_EOVERFLOW;
-    block = zbpi_resize(alloc, NULL, 0, (size_t)size);
-    if (block == NULL)
-        return ZBP_ENOMEM;
-    *block_out = block;
-    *size_out = (size_t)size;
-    return ZBP_OK;
-}
-
-static uint32_t *take(uint32_t **rest, size_t count)
-{
-    uint32_t *array = *rest;
-
-    *rest += count;
-    return array;
-}
-
 static int work_init(work *w, const zbp_graph *graph, const zbp_alloc *alloc)
 {
     size_t nodes = graph->node_count, edges = graph->edge_count;
@@ -61,17 +35,17 @@ static int work_init(work *w, const zbp_graph *graph, const zbp_alloc *alloc)
 
     w->graph = graph;
     w->alloc = zbpi_alloc_copy(alloc);
-    status = new_block(&w->alloc, (uint64_t)nodes * 5 + 1 + edges, graph->node_count, &w->block,
-                       &w->block_size);
+    status = zbpi_block_new(&w->alloc, (uint64_t)nodes * 5 + 1 + edges, graph->node_count,
+                            &w->block, &w->block_size);
     if (status != ZBP_OK)
         return status;
     rest = w->block;
-    w->in_begin = take(&rest, nodes + 1);
-    w->in_src = take(&rest, edges);
-    w->stack = take(&rest, nodes);
-    w->parent = take(&rest, nodes);
-    w->size = take(&rest, nodes);
-    w->number = take(&rest, nodes);
+    w->in_begin = zbpi_block_take(&rest, nodes + 1);
+    w->in_src = zbpi_block_take(&rest, edges);
+    w->stack = zbpi_block_take(&rest, nodes);
+    w->parent = zbpi_block_take(&rest, nodes);
+    w->size = zbpi_block_take(&rest, nodes);
+    w->number = zbpi_block_take(&rest, nodes);
     w->flag = (uint8_t *)rest;
     return ZBP_OK;
 }
@@ -92,41 +66,27 @@ static int make_arrays(zbp_plan *plan, const work *w)
     int status;
 
     plan->alloc = w->alloc;
-    status = new_block(&w->alloc, words, w->graph->node_count, &plan->block, &plan->block_size);
+    status =
+        zbpi_block_new(&w->alloc, words, w->graph->node_count, &plan->block, &plan->block_size);
     if (status != ZBP_OK)
         return status;
     rest = plan->block;
     plan->node_count = w->graph->node_count;
     plan->edge_count = w->graph->edge_count;
     plan->group_count = w->group_count;
-    plan->group = take(&rest, nodes);
-    plan->out_begin = take(&rest, nodes + 1);
-    plan->out = take(&rest, edges);
-    plan->split_begin = take(&rest, begins);
-    plan->split = take(&rest, w->split_count);
-    plan->root_begin = take(&rest, begins);
-    plan->root = take(&rest, w->root_count);
-    plan->weight_begin = take(&rest, begins);
-    plan->weight = take(&rest, w->weight_count);
-    plan->weight_edge_begin = take(&rest, begins);
-    plan->weight_edge = take(&rest, w->weight_edge_count);
+    plan->group = zbpi_block_take(&rest, nodes);
+    plan->out_begin = zbpi_block_take(&rest, nodes + 1);
+    plan->out = zbpi_block_take(&rest, edges);
+    plan->split_begin = zbpi_block_take(&rest, begins);
+    plan->split = zbpi_block_take(&rest, w->split_count);
+    plan->root_begin = zbpi_block_take(&rest, begins);
+    plan->root = zbpi_block_take(&rest, w->root_count);
+    plan->weight_begin = zbpi_block_take(&rest, begins);
+    plan->weight = zbpi_block_take(&rest, w->weight_count);
+    plan->weight_edge_begin = zbpi_block_take(&rest, begins);
+    plan->weight_edge = zbpi_block_take(&rest, w->weight_edge_count);
     plan->flag = (uint8_t *)rest;
     return ZBP_OK;
-}
-
-/* ---- lists by counting ----
- * Count the items of each of n lists into begin[0 .. n-1], call end_lists, then place the items in
- * descending order at --begin[list]: they come out ascending, and begin where each list begins. */
-
-static void clear_lists(uint32_t *begin, uint32_t n)
-{
-    memset(begin, 0, ((size_t)n + 1) * sizeof *begin);
-}
-
-static void end_lists(uint32_t *begin, uint32_t n)
-{
-    for (uint32_t i = 1; i <= n; i++)
-        begin[i] += begin[i - 1];
 }
 
 /* ---- flags ---- */
@@ -136,10 +96,10 @@ static void list_edges_in(work *w)
     const zbp_edge *edge = w->graph->edge;
     uint32_t nodes = w->graph->node_count, edges = w->graph->edge_count;
 
-    clear_lists(w->in_begin, nodes);
+    zbpi_lists_clear(w->in_begin, nodes);
     for (uint32_t e = 0; e < edges; e++)
         w->in_begin[edge[e].dst]++;
-    end_lists(w->in_begin, nodes);
+    zbpi_lists_end(w->in_begin, nodes);
     for (uint32_t e = edges; e-- > 0;)
         w->in_src[--w->in_begin[edge[e].dst]] = edge[e].src;
 }
@@ -277,10 +237,10 @@ static void fill_nodes(zbp_plan *plan, const work *w)
 
 static void list_edges_out(zbp_plan *plan, const zbp_graph *graph)
 {
-    clear_lists(plan->out_begin, plan->node_count);
+    zbpi_lists_clear(plan->out_begin, plan->node_count);
     for (uint32_t e = 0; e < plan->edge_count; e++)
         plan->out_begin[graph->edge[e].src]++;
-    end_lists(plan->out_begin, plan->node_count);
+    zbpi_lists_end(plan->out_begin, plan->node_count);
     for (uint32_t e = plan->edge_count; e-- > 0;)
         plan->out[--plan->out_begin[graph->edge[e].src]] = e;
 }
@@ -289,11 +249,11 @@ static void list_edges_out(zbp_plan *plan, const zbp_graph *graph)
 static void list_nodes(const zbp_plan *plan, const zbp_graph *graph, uint8_t flag, uint8_t mark,
                        uint32_t *begin, uint32_t *list)
 {
-    clear_lists(begin, plan->group_count);
+    zbpi_lists_clear(begin, plan->group_count);
     for (uint32_t i = 0; i < plan->node_count; i++)
         if ((plan->flag[i] & flag) != 0 && (graph->mark[i] & mark) == mark)
             begin[plan->group[i]]++;
-    end_lists(begin, plan->group_count);
+    zbpi_lists_end(begin, plan->group_count);
     for (uint32_t i = plan->node_count; i-- > 0;)
         if ((plan->flag[i] & flag) != 0 && (graph->mark[i] & mark) == mark)
             list[--begin[plan->group[i]]] = i;
@@ -303,11 +263,11 @@ static void list_weight_edges(zbp_plan *plan, const zbp_graph *graph)
 {
     uint32_t *begin = plan->weight_edge_begin;
 
-    clear_lists(begin, plan->group_count);
+    zbpi_lists_clear(begin, plan->group_count);
     for (uint32_t e = 0; e < plan->edge_count; e++)
         if ((plan->flag[graph->edge[e].src] & ZBP_NODE_WEIGHTWARD) != 0)
             begin[plan->group[graph->edge[e].src]]++;
-    end_lists(begin, plan->group_count);
+    zbpi_lists_end(begin, plan->group_count);
     for (uint32_t e = plan->edge_count; e-- > 0;)
         if ((plan->flag[graph->edge[e].src] & ZBP_NODE_WEIGHTWARD) != 0)
             plan->weight_edge[--begin[plan->group[graph->edge[e].src]]] = e;

@@ -1,6 +1,5 @@
 #include "shim/holders/heap.h"
 
-#include <algorithm>
 #include <cstring>
 #include <new>
 
@@ -18,7 +17,14 @@ namespace zbp {
 
 namespace {
 
-constexpr uint32_t IGNORED = UINT32_MAX;
+constexpr int64_t OURS = 1;  // the heap's own reference to what is libtorch's
+
+/// The core's statuses: there is no memory left, or not room enough for so many.
+void check(int status) {
+  if (status != ZBP_OK) {
+    throw std::bad_alloc();
+  }
+}
 
 PyTypeObject* as_type(PyObject* object) {
   return reinterpret_cast<PyTypeObject*>(object);
@@ -30,7 +36,7 @@ Heap::Heap(zbp_group_access groups, PyTypeObject* work)
     : groups_(groups),
       work_(work),
       saved_(as_type(py::detail::get_type_handle(typeid(SavedVariable), false).ptr())) {
-  zbp_map_init(&map_, nullptr);
+  zbp_heap_init(&graph_, nullptr);
 }
 
 Heap::Type Heap::type_of(PyObject* object) const {
@@ -120,11 +126,15 @@ bool Heap::resolve(PyObject* object, Thing* thing, const void** key) const {
   return PyObject_IS_GC(object) != 0;
 }
 
+bool Heap::resolve(const Reference& reference, Thing* thing, const void** key) const {
+  *thing = reference.thing;
+  *key = reference.key;
+  return !reference.counts_python ||
+         resolve(static_cast<PyObject*>(const_cast<void*>(reference.key)), thing, key);
+}
+
 void Heap::ignore(PyObject* object) {
-  uint32_t value = 0;
-  if (zbp_map_add(&map_, object, IGNORED, &value, nullptr) != ZBP_OK) {
-    throw std::bad_alloc();
-  }
+  check(zbp_heap_ignore(&graph_, object));
 }
 
 namespace {
@@ -167,33 +177,22 @@ bool Heap::own(Thing thing, const void* key) {
 }
 
 uint32_t Heap::meet(const Reference& reference, uint32_t parent) {
-  Thing thing = reference.thing;
-  const void* key = reference.key;
-  if (reference.counts_python &&
-      !resolve(static_cast<PyObject*>(const_cast<void*>(reference.key)), &thing, &key)) {
+  Thing thing{};
+  const void* key = nullptr;
+  if (!resolve(reference, &thing, &key)) {
     return none;
   }
-  uint32_t v = 0;
   const bool is_to_be_owned = thing != Thing::python && thing != Thing::group;
-  if (is_to_be_owned && !zbp_map_find(&map_, key, &v) && !own(thing, key)) {
+  if (is_to_be_owned && !zbp_heap_knows(&graph_, key) && !own(thing, key)) {
     return none;
   }
+  uint32_t v = none;
   bool added = false;
-  if (zbp_map_add(&map_, key, size(), &v, &added) != ZBP_OK) {
-    throw std::bad_alloc();
-  }
-  if (v == IGNORED) {
-    return none;
-  }
-  if (added) {
-    vertex_.push_back({key, parent, 0, 0, thing});
-    if (work_ && thing == Thing::python &&
-        type_of(static_cast<PyObject*>(const_cast<void*>(key))) == Type::work) {
-      works_.push_back(v);
-    }
-  }
-  if (parent != none) {
-    ++(reference.counts_python ? vertex_[v].python_refs : vertex_[v].native_refs);
+  check(zbp_heap_meet(&graph_, key, static_cast<uint8_t>(thing), parent, reference.counts_python,
+                      &v, &added));
+  if (added && work_ && thing == Thing::python &&
+      type_of(static_cast<PyObject*>(const_cast<void*>(key))) == Type::work) {
+    works_.push_back(v);
   }
   return v;
 }
@@ -206,33 +205,21 @@ void Heap::add_held(uint32_t vertex, PyObject* held) {
   held_[vertex].push_back(held);
 }
 
-uint32_t Heap::find(Thing /*thing*/, const void* key) const {
-  uint32_t v = 0;
-  return zbp_map_find(&map_, key, &v) ? v : none;
-}
-
-uint32_t Heap::find(PyObject* object) const {
+uint32_t Heap::find(const Reference& reference) const {
   Thing thing{};
   const void* key = nullptr;
-  return resolve(object, &thing, &key) ? find(thing, key) : none;
+  return resolve(reference, &thing, &key) ? zbp_heap_find(&graph_, key) : none;
 }
 
-void Heap::explore(std::vector<std::pair<uint32_t, uint32_t>>* edges) {
-  for (; explored_ < size(); ++explored_) {
-    const uint32_t v = explored_;
-    for_each_reference(v, [&](const Reference& reference) {
-      const uint32_t to = meet(reference, v);
-      if (edges && to != none) {
-        edges->emplace_back(v, to);
-      }
-    });
+void Heap::explore() {
+  for (uint32_t v = none; zbp_heap_next(&graph_, &v);) {
+    for_each_reference(v, [&](const Reference& reference) { meet(reference, v); });
   }
 }
 
 void Heap::explore_autograd() {
-  for (; explored_ < size(); ++explored_) {
-    const uint32_t v = explored_;
-    if (at(v).thing == Thing::python) {
+  for (uint32_t v = none; zbp_heap_next(&graph_, &v);) {
+    if (thing(v) == Thing::python) {
       continue;
     }
     for_each_reference(v, [&](const Reference& reference) {
@@ -244,9 +231,8 @@ void Heap::explore_autograd() {
 }
 
 void Heap::for_each_reference(uint32_t v, Visit visit) {
-  const Vertex vertex = vertex_[v];
-  void* const key = const_cast<void*>(vertex.key);
-  switch (vertex.thing) {
+  void* const key = const_cast<void*>(this->key(v));
+  switch (thing(v)) {
     case Thing::python:
 #if PY_VERSION_HEX < 0x030B0000
       // A running frame: only here it tells its variables to who traverses it, those too that are left out of held_.
@@ -278,9 +264,8 @@ void Heap::for_each_reference(uint32_t v, Visit visit) {
 }
 
 PyObject* Heap::object_of(uint32_t v) const {
-  const Vertex& vertex = vertex_[v];
-  void* const key = const_cast<void*>(vertex.key);
-  switch (vertex.thing) {
+  void* const key = const_cast<void*>(this->key(v));
+  switch (thing(v)) {
     case Thing::tensor:
       return static_cast<c10::TensorImpl*>(key)->pyobj_slot()->load_pyobj();
     case Thing::storage:
@@ -294,59 +279,46 @@ PyObject* Heap::object_of(uint32_t v) const {
   return static_cast<PyObject*>(key);
 }
 
-namespace {
-
-constexpr int64_t OURS = 1;  // the heap's own reference to what is libtorch's
-
-/// `native`, `python`: how often libtorch's object and its Python object are referred to, and by how many edges. The
-/// Python object owns libtorch's once, and as others own that too, ours among them, is owned by it once.
-int64_t unexplained_of(int64_t native, int64_t native_refs, PyObject* object, int64_t python_refs,
-                       bool native_only) {
-  native -= OURS + native_refs;
-  if (!object) {
-    return native;
-  }
-  const int64_t python = native_only ? 0 : Py_REFCNT(object) - 1 - python_refs;
-  return std::max<int64_t>(native - 1, 0) + std::max<int64_t>(python, 0);
-}
-
-int64_t unexplained_of_node(Node& node, const Heap::Vertex& vertex, bool listed) {
-  const int64_t count = static_cast<int64_t>(ref_of(node).use_count()) - 1;  // without this one
-  PyObject* const object = python_object_of(node);
-  if (NODES_KEEP_PYTHON_OBJECTS || !object) {
-    return unexplained_of(count, vertex.native_refs, object, vertex.python_refs + (listed ? 1 : 0),
-                          false);
-  }
-  const int64_t python = Py_REFCNT(object) - vertex.python_refs - (listed ? 1 : 0);
-  const bool owned = is_python_function(node);
-  return std::max<int64_t>(count - OURS - vertex.native_refs - (owned ? 0 : 1), 0) +
-         std::max<int64_t>(python - (owned ? 1 : 0), 0);
-}
-
-}  // namespace
-
-int64_t Heap::unexplained(uint32_t v, bool listed, bool native_only) const {
-  const Vertex& vertex = vertex_[v];
-  void* const key = const_cast<void*>(vertex.key);
-  switch (vertex.thing) {
-    case Thing::tensor: {
-      const auto* tensor = static_cast<c10::TensorImpl*>(key);
-      const auto count = c10::raw::intrusive_ptr::use_count(const_cast<c10::TensorImpl*>(tensor));
-      return unexplained_of(static_cast<int64_t>(count), vertex.native_refs, object_of(v),
-                            vertex.python_refs + (listed ? 1 : 0), native_only);
+/// Without the heap's own reference to what is libtorch's.
+zbp_counts Heap::counts(uint32_t v) const {
+  void* const key = const_cast<void*>(this->key(v));
+  zbp_counts counts{};
+  PyObject* object = object_of(v);
+  counts.has_native = counts.python_owns = counts.native_owns = true;
+  switch (thing(v)) {
+    case Thing::tensor:
+      counts.native = static_cast<int64_t>(
+          c10::raw::intrusive_ptr::use_count(static_cast<c10::TensorImpl*>(key)));
+      break;
+    case Thing::storage:
+      counts.native = static_cast<int64_t>(
+          c10::raw::intrusive_ptr::use_count(static_cast<c10::StorageImpl*>(key)));
+      break;
+    case Thing::node: {
+      Node& node = *static_cast<Node*>(key);
+      object = python_object_of(node);
+      counts.native = static_cast<int64_t>(ref_of(node).use_count()) - 1;  // without this one
+      if (!NODES_KEEP_PYTHON_OBJECTS) {
+        counts.native_owns = is_python_function(node);
+        counts.python_owns = !counts.native_owns;
+      }
+      break;
     }
-    case Thing::storage: {
-      const auto count = c10::raw::intrusive_ptr::use_count(static_cast<c10::StorageImpl*>(key));
-      return unexplained_of(static_cast<int64_t>(count), vertex.native_refs, object_of(v),
-                            vertex.python_refs, native_only);
-    }
-    case Thing::node:
-      return unexplained_of_node(*static_cast<Node*>(key), vertex, listed);
     case Thing::python:
     case Thing::group:
+      counts.has_native = false;
       break;
   }
-  return Py_REFCNT(static_cast<PyObject*>(key)) - vertex.python_refs - (listed ? 1 : 0);
+  counts.native -= OURS;
+  counts.has_python = object != nullptr;
+  counts.python = object ? static_cast<int64_t>(Py_REFCNT(object)) : 0;
+  return counts;
+}
+
+int64_t Heap::unexplained(uint32_t v, bool listed, bool native_only) const {
+  zbp_counts of_v = counts(v);
+  of_v.python -= listed ? 1 : 0;
+  return zbp_heap_unexplained(&graph_, v, of_v, native_only);
 }
 
 }  // namespace zbp

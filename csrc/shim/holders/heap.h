@@ -14,7 +14,7 @@
 #include <c10/util/FunctionRef.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
-#include "core/base/zbp_map.h"
+#include "core/holders/zbp_heap.h"
 #include "shim/torch/compat.h"
 #include "shim/holders/zbp_holders.h"
 
@@ -49,18 +49,10 @@ void for_each_component(const c10::TensorImpl& tensor,
 /// other threads free it without the GIL.
 class Heap {
  public:
-  static constexpr uint32_t none = UINT32_MAX;
-
-  struct Vertex {
-    const void* key;
-    uint32_t parent;       // from which it was discovered, none for a root
-    uint32_t python_refs;  // edges to its Python object
-    uint32_t native_refs;  // edges to libtorch's object
-    Thing thing;
-  };
+  static constexpr uint32_t none = ZBP_NO_VERTEX;
 
   explicit Heap(zbp_group_access groups, PyTypeObject* work = nullptr);
-  ~Heap() { zbp_map_fini(&map_); }
+  ~Heap() { zbp_heap_fini(&graph_); }
   Heap(const Heap&) = delete;
   Heap& operator=(const Heap&) = delete;
 
@@ -70,16 +62,20 @@ class Heap {
   uint32_t add_root(PyObject* object);
   /// What `vertex` holds besides what its type tells; borrowed.
   void add_held(uint32_t vertex, PyObject* held);
-  /// Looks at all that has been added and not been looked at, breadth first. With `edges`, appends what
-  /// it meets.
-  void explore(std::vector<std::pair<uint32_t, uint32_t>>* edges = nullptr);
+  /// Looks at all that has been added and not been looked at, breadth first.
+  void explore();
   /// Likewise, but only through tensors and nodes.
   void explore_autograd();
+  /// All that the roots reach has been explored.
+  void end_roots() { zbp_heap_end_roots(&graph_); }
 
-  uint32_t size() const { return static_cast<uint32_t>(vertex_.size()); }
-  const Vertex& at(uint32_t v) const { return vertex_[v]; }
-  uint32_t find(Thing thing, const void* key) const;
-  uint32_t find(PyObject* object) const;
+  const zbp_heap& graph() const { return graph_; }
+  uint32_t size() const { return graph_.count; }
+  uint32_t reached() const { return zbp_heap_reached(&graph_); }
+  Thing thing(uint32_t v) const { return static_cast<Thing>(graph_.vertex[v].thing); }
+  const void* key(uint32_t v) const { return graph_.vertex[v].key; }
+  /// The vertex of what a reference leads to, or none.
+  uint32_t find(const Reference& reference) const;
 
   /// True for a tensor, a storage or a node.
   bool is_torchs(PyObject* object) const;
@@ -94,8 +90,7 @@ class Heap {
   const std::vector<uint32_t>& works() const { return works_; }
   /// What could not be looked at, and how often.
   const std::map<std::string, size_t>& unseen() const { return unseen_; }
-  /// References that are counted and that no edge explains; `listed`: one of them is the caller's. With
-  /// `native_only`, to libtorch's object alone.
+  /// As zbp_heap_unexplained; `listed`: one reference to the Python object is the caller's.
   int64_t unexplained(uint32_t v, bool listed, bool native_only = false) const;
 
  private:
@@ -114,8 +109,10 @@ class Heap {
 
   Type type_of(PyObject* object) const;
   bool resolve(PyObject* object, Thing* thing, const void** key) const;
+  bool resolve(const Reference& reference, Thing* thing, const void** key) const;
   uint32_t meet(const Reference& reference, uint32_t parent);
   bool own(Thing thing, const void* key);
+  zbp_counts counts(uint32_t v) const;
   void python_references(PyObject* object, Visit visit);
   void tensor_references(const c10::TensorImpl& tensor, Visit visit);
   void node_references(Node& node, Visit visit);
@@ -128,12 +125,10 @@ class Heap {
   PyTypeObject*
       saved_;  // of a saved variable that Python holds; null before torch has made one known
   std::vector<uint32_t> works_;
-  zbp_map map_{};
-  std::vector<Vertex> vertex_;
+  zbp_heap graph_{};
   std::vector<TensorRef> tensors_;
   std::vector<StorageRef> storages_;
   std::vector<NodePtr> nodes_;
-  uint32_t explored_ = 0;
   std::unordered_map<uint32_t, std::vector<PyObject*>> held_;
   mutable std::unordered_map<PyTypeObject*, Type> types_;
   std::map<std::string, size_t> unseen_;

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include <c10/util/ArrayRef.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
@@ -24,35 +25,27 @@ namespace {
 
 using namespace zbp;
 
-const char* name_of(Rank rank) {
-  switch (rank) {
-    case Rank::root:
-      return "root";
-    case Rank::hidden:
-      return "hidden";
-    case Rank::cycle:
-      return "cycle";
-    case Rank::none:
-      break;
-  }
-  return "none";
-}
+// By ZBP_RANK_*.
+constexpr const char* RANKS[] = {"none", "root", "hidden", "cycle"};
 
 class Description {
  public:
-  explicit Description(Search& search) : search_(search), heap_(search.heap()) {}
+  explicit Description(Search& search)
+      : search_(search), heap_(search.heap()), ways_(search.ways()) {}
 
   PyObject* all();
 
  private:
   PyObject* step(uint32_t v, uint32_t before);
-  PyObject* steps(const std::vector<uint32_t>& chain);
+  std::vector<uint32_t> chain_to(uint32_t v) const;
+  PyObject* steps(c10::ArrayRef<uint32_t> chain);
   PyObject* describe_tensor(uint32_t v) const;
   PyObject* describe(const Sought& sought);
   PyObject* describe_lost(uint64_t address, const Block& block) const;
 
   Search& search_;
   Heap& heap_;
+  zbp_ways& ways_;
   // By component: where the chains out of a cycle begin, and the storages at their ends.
   std::unordered_map<uint32_t, std::pair<uint32_t, std::vector<const void*>>> cycles_;
 };
@@ -89,14 +82,11 @@ std::string describe_briefly(const c10::TensorImpl& tensor) {
 /// How `from` holds `to`, where C++ knows.
 std::string edge_between(Heap& heap, uint32_t from, uint32_t to) {
   std::string label;
-  if (heap.at(from).thing == Thing::python && !heap.is_torchs(heap.object_of(from))) {
+  if (heap.thing(from) == Thing::python && !heap.is_torchs(heap.object_of(from))) {
     return label;
   }
   heap.for_each_reference(from, [&](const Reference& reference) {
-    if (label.empty() && reference.label &&
-        (reference.counts_python
-             ? heap.find(static_cast<PyObject*>(const_cast<void*>(reference.key)))
-             : heap.find(reference.thing, reference.key)) == to) {
+    if (label.empty() && reference.label && heap.find(reference) == to) {
       label = reference.label;
       if (reference.index >= 0) {
         label += " " + std::to_string(reference.index);
@@ -107,12 +97,11 @@ std::string edge_between(Heap& heap, uint32_t from, uint32_t to) {
 }
 
 PyObject* Description::step(uint32_t v, uint32_t before) {
-  const Heap::Vertex& vertex = heap_.at(v);
   const char* kind = "python";
   std::string name;
   PyObject* object = heap_.object_of(v);
   THPObjectPtr of_node;
-  switch (vertex.thing) {
+  switch (heap_.thing(v)) {
     case Thing::python:
       break;
     case Thing::group:
@@ -126,7 +115,7 @@ PyObject* Description::step(uint32_t v, uint32_t before) {
       kind = "storage";
       break;
     case Thing::node: {
-      Node& node = *static_cast<Node*>(const_cast<void*>(vertex.key));
+      Node& node = *static_cast<Node*>(const_cast<void*>(heap_.key(v)));
       kind = "node";
       name = node.name();
       object = python_object_of(node);
@@ -142,13 +131,19 @@ PyObject* Description::step(uint32_t v, uint32_t before) {
                        edge.empty() ? nullptr : edge.c_str());
 }
 
-PyObject* Description::steps(const std::vector<uint32_t>& chain) {
+std::vector<uint32_t> Description::chain_to(uint32_t v) const {
+  std::vector<uint32_t> chain(ZBP_CHAIN_LONGEST);
+  chain.resize(zbp_ways_chain(&ways_, v, chain.data()));
+  return chain;
+}
+
+PyObject* Description::steps(c10::ArrayRef<uint32_t> chain) {
   THPObjectPtr list = new_list();
   uint32_t before = Heap::none;
   for (size_t i = 0; i < chain.size(); ++i) {
     const uint32_t v = chain[i];
     if (v == Heap::none) {
-      const uint32_t count = search_.depth(chain[i + 1]) - search_.depth(chain[i - 1]) - 1;
+      const uint32_t count = ways_.way[chain[i + 1]].depth - ways_.way[chain[i - 1]].depth - 1;
       append(list,
              Py_BuildValue("(sOsO)", "more", Py_None, std::to_string(count).c_str(), Py_None));
     } else {
@@ -184,37 +179,35 @@ PyObject* Description::describe_tensor(uint32_t v) const {
 
 PyObject* Description::describe(const Sought& sought) {
   const c10::StorageImpl& storage = storage_at(heap_, sought.storage);
-  const Rank rank = search_.rank(sought.storage);
+  const uint8_t rank = ways_.way[sought.storage].rank;
   std::vector<uint32_t> chain;
-  if (rank != Rank::none) {
-    chain = search_.chain_to(sought.storage);
+  if (rank != ZBP_RANK_NONE) {
+    chain = chain_to(sought.storage);
     chain.pop_back();
   }
-  if (rank == Rank::cycle && !chain.empty()) {
+  if (rank == ZBP_RANK_CYCLE && !chain.empty()) {
     const uint32_t start = chain.front();
-    auto& cycle = cycles_.try_emplace(search_.component(start), start, std::vector<const void*>())
-                      .first->second;
-    cycle.second.push_back(&storage);
+    cycles_.try_emplace(zbp_ways_component(&ways_, start), start, std::vector<const void*>())
+        .first->second.second.push_back(&storage);
   }
   int64_t others = -1;
   int64_t unseen = std::max<int64_t>(heap_.unexplained(sought.storage, false), 0);
   THPObjectPtr tensors = new_list();
-  if (!chain.empty() && heap_.at(chain.back()).thing == Thing::tensor) {
+  if (!chain.empty() && heap_.thing(chain.back()) == Thing::tensor) {
     append(tensors, describe_tensor(chain.back()));
   }
   for (const uint32_t v : sought.tensors) {
     if (chain.empty() || v != chain.back()) {
       append(tensors, describe_tensor(v));
     }
-    others += heap_.at(v).python_refs + heap_.at(v).native_refs;
+    others += heap_.graph().vertex[v].python_refs + heap_.graph().vertex[v].native_refs;
     unseen += std::max<int64_t>(search_.unexplained(v), 0);
   }
-  return Py_BuildValue("(NnsKNNsLL)", PyLong_FromVoidPtr(const_cast<c10::StorageImpl*>(&storage)),
-                       static_cast<Py_ssize_t>(bytes_of(storage)), storage.device().str().c_str(),
-                       static_cast<unsigned long long>(sought.address), tensors.release(),
-                       steps(chain), name_of(rank),
-                       static_cast<long long>(std::max<int64_t>(others, 0)),
-                       static_cast<long long>(unseen));
+  return Py_BuildValue(
+      "(NnsKNNsLL)", PyLong_FromVoidPtr(const_cast<c10::StorageImpl*>(&storage)),
+      static_cast<Py_ssize_t>(bytes_of(storage)), storage.device().str().c_str(),
+      static_cast<unsigned long long>(sought.address), tensors.release(), steps(chain), RANKS[rank],
+      static_cast<long long>(std::max<int64_t>(others, 0)), static_cast<long long>(unseen));
 }
 
 PyObject* Description::describe_lost(uint64_t address, const Block& block) const {
@@ -238,17 +231,18 @@ PyObject* Description::all() {
   }
   THPObjectPtr cycles = new_list();
   for (const auto& [component, cycle] : cycles_) {
+    const uint32_t* members = nullptr;
+    const uint32_t count = zbp_ways_cycle(&ways_, cycle.first, &members);
     THPObjectPtr storages = new_list();
     for (const void* storage : cycle.second) {
       append(storages, PyLong_FromVoidPtr(const_cast<void*>(storage)));
     }
-    append(cycles,
-           Py_BuildValue("(NN)", steps(search_.cycle_through(cycle.first)), storages.release()));
+    append(cycles, Py_BuildValue("(NN)", steps({members, count}), storages.release()));
   }
   THPObjectPtr works = new_list();
   for (const uint32_t v : heap_.works()) {
-    if (search_.is_reached_by_roots(v)) {
-      append(works, steps(search_.chain_to(v)));
+    if (v < heap_.reached()) {
+      append(works, steps(chain_to(v)));
     }
   }
   THPObjectPtr unseen(PyDict_New());

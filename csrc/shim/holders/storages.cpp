@@ -19,11 +19,11 @@ const c10::StorageImpl* storage_key(const c10::TensorImpl& tensor) {
 }
 
 const c10::TensorImpl& tensor_at(const Heap& heap, uint32_t v) {
-  return *static_cast<const c10::TensorImpl*>(heap.at(v).key);
+  return *static_cast<const c10::TensorImpl*>(heap.key(v));
 }
 
 const c10::StorageImpl& storage_at(const Heap& heap, uint32_t v) {
-  return *static_cast<const c10::StorageImpl*>(heap.at(v).key);
+  return *static_cast<const c10::StorageImpl*>(heap.key(v));
 }
 
 uint64_t address_of(const c10::StorageImpl& storage) {
@@ -116,7 +116,7 @@ std::unique_ptr<zbp_storages> storages_now(zbp_group_access groups, PyObject* ro
     heap.explore_autograd();
   }
   for (uint32_t v = 0; v < heap.size(); ++v) {
-    if (heap.at(v).thing == Thing::storage) {
+    if (heap.thing(v) == Thing::storage) {
       auto* storage = const_cast<c10::StorageImpl*>(&storage_at(heap, v));
       zbp_tap_adopt_storage(storage);
       storages->storage.emplace(
