@@ -5,7 +5,7 @@ import logging
 import torch
 from stacks import ddp_cases, fsdp_cases, tensor_cases
 from support.stacks.events import Events
-from support.stacks.training import ZERO_BUBBLE, Training
+from support.stacks.training import Training, cases_of
 
 from zbpipe._compile import Backend, backend
 
@@ -52,14 +52,14 @@ def compiled(module):
     return module
 
 
-def check_ddp(schedule):
+def ddp(schedule):
     with Watch() as watch:
         ddp_cases.train(schedule, lambda part: ddp_cases.in_ddp()(compiled(part)))
     assert watch.calls > 0
     assert watch.not_split == []
 
 
-def check_fsdp(schedule):
+def fsdp(schedule):
     def wrap(part):
         compiled(part.mixer)
         return fsdp_cases.sharded()(part)
@@ -71,7 +71,7 @@ def check_fsdp(schedule):
     assert watch.not_split == []
 
 
-def check_tensor_parallel(schedule):
+def tensor_parallel(schedule):
     """DTensor weights: the compiled code runs whole, and says so."""
 
     def make():
@@ -92,9 +92,4 @@ def check_tensor_parallel(schedule):
     assert all("it takes tensors of the subclass DTensor" in line for line in watch.not_split)
 
 
-KINDS = {"ddp": check_ddp, "fsdp": check_fsdp, "tensor_parallel": check_tensor_parallel}
-CASES = {
-    f"{kind}_{schedule}": (kind, lambda check=check, schedule=schedule: check(schedule))
-    for kind, check in KINDS.items()
-    for schedule in ZERO_BUBBLE
-}
+CASES = cases_of([ddp, fsdp, tensor_parallel])

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from support.stacks import model
 from support.stacks.events import Events
-from support.stacks.training import ZERO_BUBBLE, Training
+from support.stacks.training import Training, cases_of
 from torch import nn
 from torch.distributed._composable import replicate
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -188,11 +188,7 @@ def composable_finds_unused(schedule):
     composable(schedule, Unused, release_outputs=True, sends=sends, find_unused_parameters=True)
 
 
-CASES = {}
 KINDS = [plain, finds_unused, static, views_of_buckets, hooked, compressed, composable, composable_finds_unused]
 if hasattr(DistributedDataParallel, "finalize_backward"):
     KINDS.append(ended_by_hand)
-for case in KINDS:
-    for number, name in enumerate(ZERO_BUBBLE):
-        kind = "fast" if number == 0 or case in (plain, finds_unused) else "slow"
-        CASES[f"{case.__name__}-{name}"] = (kind, functools.partial(case, name))
+CASES = cases_of(KINDS)

@@ -4,7 +4,7 @@ import functools
 
 import torch
 from support.stacks import model
-from support.stacks.training import ZERO_BUBBLE, Training, with_late_weight_passes
+from support.stacks.training import ZERO_BUBBLE, Training, cases_of, with_late_weight_passes
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
@@ -262,26 +262,20 @@ def frees_as_unsplit(schedule):
         assert max(entry[-1] for entry in seen[0]) > 0
 
 
-CASES = {}
-for case in (
-    stays_unsharded,
-    reshards,
-    not_nested,
-    mixed,
-    mixed_and_reshards,
-    checkpointed,
-    recomputed,
-    convolution,
-    on_two_dimensions,
-    replicated,
-    frees_as_unsplit,
-):
-    for number, name in enumerate(ZERO_BUBBLE):
-        of_all = case in (reshards, mixed)
-        kind = (
-            "fast"
-            if of_all or (number == 0 and case not in (not_nested, mixed_and_reshards, checkpointed, recomputed))
-            else "slow"
-        )
-        CASES[f"{case.__name__}-{name}"] = (kind, functools.partial(case, name))
+CASES = cases_of(
+    [
+        stays_unsharded,
+        not_nested,
+        mixed,
+        mixed_and_reshards,
+        checkpointed,
+        recomputed,
+        convolution,
+        on_two_dimensions,
+        replicated,
+        frees_as_unsplit,
+    ]
+)
+# Whether another forward runs between I and W, which frees the weights, is the schedule's.
+CASES.update({f"reshards-{name}": ("fast", functools.partial(reshards, name)) for name in ZERO_BUBBLE})
 CASES["late_weight_passes"] = ("fast", functools.partial(late_weight_passes, "InterleavedZeroBubble"))

@@ -6,7 +6,7 @@ import itertools
 import torch
 from support.stacks import model
 from support.stacks.events import Events
-from support.stacks.training import ZERO_BUBBLE, Training
+from support.stacks.training import Training, cases_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -162,15 +162,20 @@ def tensor_and_sharded(schedule):
     assert steps[1]["_reduce_scatter_base_"] == 4
 
 
-def every_layout(on):
+# How the factors of a product lie on one dimension of a mesh, and on two: all, and as many that they meet on each.
+PAIRS = [*itertools.product((Replicate(), Shard(0), Shard(1)), repeat=2)]
+PAIRS_OF_PAIRS = [*itertools.product(PAIRS, repeat=2)]
+SOME_OF_THEM = [(pair, PAIRS[(number + ahead) % len(PAIRS)]) for number, pair in enumerate(PAIRS) for ahead in (0, 4)]
+
+
+def every_layout(on, layouts):
     """Gradients of a product of two DTensors, however they lie on the mesh; the second time there is a gradient to add to.
     No collective but an ordinary backward's."""
-    lies = (Replicate(), Shard(0), Shard(1))
     on = on()
     torch.manual_seed(0)
     x, w = torch.randn(8, 4, dtype=torch.float64), torch.randn(4, 12, dtype=torch.float64)
     grad = torch.randn(8, 12, dtype=torch.float64)
-    for x_lies, w_lies in itertools.product(itertools.product(lies, repeat=on.ndim), repeat=2):
+    for x_lies, w_lies in (zip(*pairs, strict=True) for pairs in layouts):
         seen = []
         for split in (True, False):
             leaf = distribute_tensor(x, on, x_lies).requires_grad_()
@@ -198,12 +203,16 @@ def plain(placements):
 
 
 CASES = {
-    "every_layout": ("fast", lambda: every_layout(lambda: mesh()["tp"])),
-    "every_layout-two_dimensions": ("slow", lambda: every_layout(mesh)),
+    "every_layout": ("fast", lambda: every_layout(lambda: mesh()["tp"], [(pair,) for pair in PAIRS])),
+    "some_layouts-two_dimensions": ("fast", lambda: every_layout(mesh, SOME_OF_THEM)),
+    "every_layout-two_dimensions": ("long", lambda: every_layout(mesh, PAIRS_OF_PAIRS)),
+    **cases_of([tensor, sequence, local_sequence, tensor_and_sharded]),
 }
-for case in (tensor, sequence, local_sequence, tensor_and_sharded):
-    for number, name in enumerate(ZERO_BUBBLE):
-        kind = "fast" if number == 0 else "slow"
-        if case is sequence and not KNOWS_DTENSORS:
-            kind = "torch 2.11's stages send no DTensors"
-        CASES[f"{case.__name__}-{name}"] = (kind, functools.partial(case, name))
+if not KNOWS_DTENSORS:
+    CASES.update(
+        {
+            name: ("torch 2.11's stages send no DTensors", case)
+            for name, (_, case) in CASES.items()
+            if name.startswith("sequence")
+        }
+    )

@@ -1,9 +1,12 @@
 """Starts processes, the ranks of a job on one script and code that may crash, and reads what ranks left."""
 
+import atexit
+import functools
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -18,26 +21,55 @@ def environment(**variables):
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **variables}
 
 
+class Forks:
+    """A process of support/forks.py, which forks others in the environment that it was started in."""
+
+    def __init__(self, env):
+        command = [sys.executable, "-m", "support.forks"]
+        self.process = subprocess.Popen(
+            command, env=env, cwd=TESTS, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        atexit.register(self.close)
+
+    def run(self, processes, timeout):
+        """Their exit statuses. Raises subprocess.TimeoutExpired if one had to be killed for the time it took."""
+        self.process.stdin.write(json.dumps({"processes": processes, "timeout": timeout}) + "\n")
+        self.process.stdin.flush()
+        statuses = json.loads(self.process.stdout.readline())
+        if None in statuses:
+            raise subprocess.TimeoutExpired(processes[statuses.index(None)]["argv"], timeout)
+        return statuses
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.wait()
+        self.process.stdout.close()
+
+
+@functools.cache
+def forks_of(env):
+    return Forks(dict(env))
+
+
+def forks(**variables):
+    """What forks processes in this one's environment, with further `variables`."""
+    env = environment(OMP_NUM_THREADS="1", **variables)
+    env.pop("PYTEST_CURRENT_TEST", None)
+    return forks_of(tuple(sorted(env.items())))
+
+
 def run_ranks(script, world, folder, *arguments, timeout=150, **variables):
     """`script`, named from tests/ on, once per rank, with (rank, world, folder, *arguments) and further environment
     `variables`; what rank r prints goes to output.r in `folder`.
 
-    Raises subprocess.TimeoutExpired for a rank that has not ended after `timeout` seconds. None is left running.
+    Raises subprocess.TimeoutExpired if one has not ended after `timeout` seconds. None is left running.
     """
-    env = environment(OMP_NUM_THREADS="1", **variables)
     path = str(TESTS / script)
     ranks = []
     for rank in range(world):
-        with open(folder / f"output.{rank}", "w") as output:
-            command = [sys.executable, path, str(rank), str(world), str(folder), *arguments]
-            ranks.append(subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT))
-    try:
-        for rank in ranks:
-            rank.wait(timeout=timeout)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+        output = str(folder / f"output.{rank}")
+        ranks.append({"argv": [path, str(rank), str(world), str(folder), *arguments], "output": [output, output]})
+    forks(**variables).run(ranks, timeout)
 
 
 def folder_of(script, world, **options):
@@ -94,12 +126,9 @@ def in_own_process(body, timeout=200):
             return dinput
     """
     script = textwrap.dedent(start) + textwrap.dedent(body) + "\nprint('finished')\n"
-    run = subprocess.run(
-        [sys.executable, "-c", script],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-    assert run.returncode == 0, f"exit status {run.returncode}\n{run.stderr[-2000:]}"
-    assert "finished" in run.stdout
+    with tempfile.TemporaryDirectory() as folder:
+        output, errors = Path(folder, "output"), Path(folder, "errors")
+        process = {"argv": ["-c"], "code": script, "output": [str(output), str(errors)]}
+        (status,) = forks().run([process], timeout)
+        assert status == 0, f"exit status {status}\n{errors.read_text()[-2000:]}"
+        assert "finished" in output.read_text()

@@ -8,8 +8,8 @@ WORLD = 4
 
 
 def parameters(cases):
-    """pytest's parameters, the slow cases marked as such. Any other kind than "fast" is why the case is skipped."""
-    marks = {"fast": (), "slow": pytest.mark.slow}
+    """pytest's parameters, the long cases marked as such. Any other kind is why the case is skipped."""
+    marks = {"fast": (), "long": pytest.mark.long}
     return [
         pytest.param(name, marks=marks[kind] if kind in marks else pytest.mark.skip(reason=kind))
         for name, (kind, _) in cases.items()
@@ -17,7 +17,7 @@ def parameters(cases):
 
 
 class Runs:
-    """Runs the fast and the slow cases of `module` once each, when the first of them is asked for."""
+    """Runs the fast and the long cases of `module` once each, when the first of them is asked for."""
 
     def __init__(self, module, factory):
         self.module, self.factory = module.__name__, factory

@@ -1,6 +1,7 @@
 """Trains a pipelined and otherwise parallel model two steps, beside a reference that is neither."""
 
 import contextlib
+import functools
 
 import torch
 from torch.distributed.pipelining import PipelineStage, schedules
@@ -11,6 +12,18 @@ from support.stacks import model
 from support.stacks.events import Events
 
 ZERO_BUBBLE = ("ZBVZeroBubble", "InterleavedZeroBubble", "DualPipeV")
+
+
+def cases_of(functions):
+    """CASES of `functions` of a schedule's name: each is fast on one schedule, these in turn, and long on the others."""
+    return {
+        f"{function.__name__}-{schedule}": (
+            "fast" if number % len(ZERO_BUBBLE) == of else "long",
+            functools.partial(function, schedule),
+        )
+        for number, function in enumerate(functions)
+        for of, schedule in enumerate(ZERO_BUBBLE)
+    }
 
 
 def stages_of(name, pipeline_rank, pipeline_size):
