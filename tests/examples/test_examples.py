@@ -2,12 +2,15 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from support.processes import forks
 
 import zbpipe
 
@@ -43,19 +46,70 @@ def test_every_example_is_run():
     assert {path.name for path in EXAMPLES.glob("*.py")} == SAYS.keys()
 
 
+def parameters(names, is_long=lambda name: False):
+    found = []
+    for name in names:
+        is_missing = name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None
+        marks = [
+            pytest.mark.skipif(is_missing, reason=f"needs {NEEDS.get(name)}"),
+            pytest.mark.skipif(OLDER and name in OF_A_V, reason="torch 2.11 runs no V over gloo"),
+            *([pytest.mark.long] if is_long(name) else []),
+        ]
+        found.append(pytest.param(name, marks=marks))
+    return found
+
+
+def ranks_of(name):
+    """As many as the script's own words start under torchrun."""
+    said = re.search(r"torchrun --nproc-per-node (\d) ", (EXAMPLES / name).read_text())
+    return int(said[1]) if said else 1
+
+
+# Older profilers warn once of any use: "Warning: Profiler clears ...".
+QUIET = ["ignore:Warning"] if torch.__version__ < (2, 13) else []
+# Started as a user starts them: one of each way in which they start their ranks.
+START_THEIRS = {"compile_split.py", "csv_schedule.py"}
+
+
+def test_they_start_their_ranks_in_the_same_words():
+    """Hence it is enough to start one of them so."""
+    ends = set()
+    for path in EXAMPLES.glob("*.py"):
+        start, found, end = path.read_text().partition("\ndef start(rank):")
+        if found:
+            world = str(ranks_of(path.name))
+            ends.add(end.replace(f'WORLD_SIZE="{world}"', "").replace(f"nprocs={world}", ""))
+    assert len(ends) == 1
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SAYS)
+@pytest.mark.parametrize("name", parameters(SAYS, is_long=lambda name: name not in START_THEIRS))
 def test_example(name, tmp_path):
-    if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
-        pytest.skip(f"needs {NEEDS[name]}")
-    if OLDER and name in OF_A_V:
-        pytest.skip("torch 2.11 runs no V over gloo")
     path = os.pathsep.join([str(Path(zbpipe.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    # Older profilers warn once of any use: "Warning: Profiler clears ...".
-    quiet = ["-W", "ignore:Warning"] if torch.__version__ < (2, 13) else []
-    warnings = ["-W", "error", *quiet]
+    warnings = [word for action in ["error", *QUIET] for word in ("-W", action)]
     command = [sys.executable, *warnings, str(EXAMPLES / name), *ARGUMENTS.get(name, [])]
     ran = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert SAYS[name] in ran.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", parameters(name for name in SAYS if name not in START_THEIRS))
+def test_example_as_ranks(name, tmp_path):
+    """Its ranks as torchrun starts them, but for torch, which each finds imported."""
+    world = ranks_of(name)
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    job = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(world)}
+    ranks = [
+        {
+            "argv": [str(EXAMPLES / name)],
+            "output": [str(tmp_path / f"output.{rank}")] * 2,
+            "variables": {**job, "TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": str(rank)} if world > 1 else {},
+        }
+        for rank in range(world)
+    ]
+    statuses = forks(PYTHONWARNINGS=",".join(["error", *QUIET])).run(ranks, timeout=300)
+    said = "".join(output.read_text() for output in sorted(tmp_path.glob("output.*")))
+    assert statuses == [0] * world, said
+    assert SAYS[name] in said

@@ -1,8 +1,8 @@
 """What each process of test_finetuning.py runs: a fine-tuner's cases under torch's zero-bubble schedules.
 
-    python finetuning_ranks.py RANK WORLD FOLDER
+    python finetuning_ranks.py RANK WORLD FOLDER LANE
 
-Every case trains under every schedule, on zbpipe and on torch's own module, each in a process forked for it, so that
+Every case trains under every schedule of the lane, on zbpipe and on torch's own module, each in a process forked for it, so that
 one's failure is its own. What was recorded, or the error, goes to FOLDER.
 """
 
@@ -135,6 +135,12 @@ CASES = {
     "the last two stages, a constant loss": (only(2, 3), masked, (2,)),
     "LoRA on the last two stages, a constant loss": (lora_on(2, 3), masked, (2,)),
 }
+RUNS = [(case, schedule) for case in CASES for schedule in SCHEDULES]
+
+
+def lane_of(case, schedule):
+    """Each case is fast on one schedule, these in turn, and long on the others."""
+    return "fast" if [*CASES].index(case) % len(SCHEDULES) == [*SCHEDULES].index(schedule) else "long"
 
 
 def build(case):
@@ -206,13 +212,13 @@ def pipelined(case, schedule, rank, world):
     return train(case, parts, mine, step_once)
 
 
-def main(rank, world, folder):
-    for case in sys.argv[4:] or CASES:
-        for schedule in SCHEDULES:
+def main(rank, world, folder, lane):
+    for case, schedule in RUNS:
+        if lane_of(case, schedule) == lane:
             for module in MODULES:
                 run = partial(pipelined, case, schedule, rank, world)
                 run_apart(f"{schedule} {module} {case}", module, run, rank, world, folder, seconds=30)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])

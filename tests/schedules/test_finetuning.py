@@ -5,9 +5,9 @@ import functools
 
 import pytest
 import torch
-from schedules.finetuning_ranks import CASES, FROM_THE_FIRST_STEP_ON, SCHEDULES, STEPS, build, reference
+from schedules.finetuning_ranks import CASES, FROM_THE_FIRST_STEP_ON, RUNS, STEPS, build, lane_of, reference
 from support.oracle import needs_zbpipe
-from support.processes import assert_close, folder_of, together
+from support.processes import assert_close, lanes_of, together
 
 WORLD = 2
 pytestmark = [pytest.mark.dist, pytest.mark.slow, needs_zbpipe]  # runs both modules itself
@@ -39,10 +39,6 @@ def is_refused(case):
     return (OLDER and case in CONSTANT) or (FAILS_WITHOUT_GRADIENTS and case in WRONG_ON_TORCH)
 
 
-trained = [
-    pytest.param(case, marks=pytest.mark.skipif(is_refused(case), reason="torch up to 2.12 sends no gradient None"))
-    for case in CASES
-]
 LAST = {
     "ScheduleInterleavedZeroBubble": 1,
     "ScheduleZBVZeroBubble": 0,
@@ -50,41 +46,51 @@ LAST = {
 }  # rank of the last stage
 NEWER = torch.__version__ >= (2, 16)
 
-folder = folder_of("schedules/finetuning_ranks.py", WORLD, timeout=600)
+folders = lanes_of("schedules/finetuning_ranks.py", WORLD, timeout=600)
 expected = functools.cache(reference)
 
 
-def result(folder, schedule, module, case):
-    return together(folder, f"{schedule} {module} {case}", WORLD)
+def result(folders, schedule, module, case):
+    return together(folders(lane_of(case, schedule)), f"{schedule} {module} {case}", WORLD)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("case", trained)
-def test_it_trains_as_it_does_unpipelined(case, schedule, folder):
-    assert_close(result(folder, schedule, "zbpipe", case), expected(case))
+def of_runs(is_one):
+    """A test's parameters: the runs of these cases."""
+    runs = [(run, lane_of(*run)) for run in RUNS if is_one(run[0])]
+    marked = [pytest.param(*run, marks=[pytest.mark.long] if lane == "long" else []) for run, lane in runs]
+    return pytest.mark.parametrize(("case", "schedule"), marked)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(
-    "case", [p for p in trained if p.values[0] not in {*(() if OLDER else WRONG_ON_TORCH), FROM_THE_FIRST_STEP_ON}]
-)
-def test_torchs_own_module_trains_it_as_well(case, schedule, folder):
-    assert_close(result(folder, schedule, "torch", case), expected(case))
+def skip_what_is_refused(case):
+    if is_refused(case):
+        pytest.skip("torch up to 2.12 sends no gradient None")
+
+
+@of_runs(lambda case: True)
+def test_it_trains_as_it_does_unpipelined(case, schedule, folders):
+    skip_what_is_refused(case)
+    assert_close(result(folders, schedule, "zbpipe", case), expected(case))
+
+
+@of_runs(lambda case: (OLDER or case not in WRONG_ON_TORCH) and case != FROM_THE_FIRST_STEP_ON)
+def test_torchs_own_module_trains_it_as_well(case, schedule, folders):
+    skip_what_is_refused(case)
+    assert_close(result(folders, schedule, "torch", case), expected(case))
 
 
 @pytest.mark.skipif(NEWER or OLDER, reason="known of torch 2.13 to 2.15")
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("case", [case for case in CASES if case in WRONG_ON_TORCH])
-def test_torchs_own_module_trains_it_wrong_silently(case, schedule, folder):
-    got, wanted = result(folder, schedule, "torch", case), expected(case)
+@of_runs(lambda case: case in WRONG_ON_TORCH)
+def test_torchs_own_module_trains_it_wrong_silently(case, schedule, folders):
+    got, wanted = result(folders, schedule, "torch", case), expected(case)
     grads = [what for what in wanted if what[:2] == (0, "grad")]
     assert any(not torch.allclose(got[what], wanted[what]) for what in grads)
 
 
 @pytest.mark.skipif(NEWER, reason="known of torch 2.11 to 2.15")
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_torchs_own_module_refuses_a_constant_first_loss(schedule, folder):
-    said = (folder / f"{schedule} torch {FROM_THE_FIRST_STEP_ON}.{LAST[schedule]}.failed").read_text()
+@of_runs(lambda case: case == FROM_THE_FIRST_STEP_ON)
+def test_torchs_own_module_refuses_a_constant_first_loss(case, schedule, folders):
+    folder = folders(lane_of(case, schedule))
+    said = (folder / f"{schedule} torch {case}.{LAST[schedule]}.failed").read_text()
     assert "element 0 of tensors does not require grad" in said
 
 

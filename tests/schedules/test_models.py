@@ -5,9 +5,9 @@ import importlib.util
 
 import pytest
 import torch
-from schedules.model_ranks import MODELS, NEEDS, RUNS, STEPS, reference
+from schedules.model_ranks import MODELS, NEEDS, RUNS, STEPS, lane_of, reference
 from support.oracle import needs_zbpipe
-from support.processes import assert_close, folder_of, together
+from support.processes import assert_close, lanes_of, together
 from torch.nn.attention.flex_attention import flex_attention
 
 WORLD = 2
@@ -49,34 +49,36 @@ def parameters(runs):
             ),
             pytest.mark.skipif(values[0] in REFUSED, reason="torch 2.12 sends no gradient None"),
         ]
+        if len(values) > 1 and lane_of(*values) == "long":
+            marks.append(pytest.mark.long)
         found.append(pytest.param(*values, marks=marks))
     return found
 
 
-folder = folder_of("schedules/model_ranks.py", WORLD, timeout=400)
+folders = lanes_of("schedules/model_ranks.py", WORLD, timeout=400)
 expected = functools.cache(reference)
 
 
-def result(folder, name, schedule, module):
-    return together(folder, f"{name} {schedule} {module}", WORLD)
+def result(folders, name, schedule, module):
+    return together(folders(lane_of(name, schedule)), f"{name} {schedule} {module}", WORLD)
 
 
 @pytest.mark.parametrize(("name", "schedule"), parameters(RUNS))
-def test_a_model_trains_as_it_does_unpipelined(name, schedule, folder):
-    assert_close(result(folder, name, schedule, "zbpipe"), expected(name))
+def test_a_model_trains_as_it_does_unpipelined(name, schedule, folders):
+    assert_close(result(folders, name, schedule, "zbpipe"), expected(name))
 
 
 @pytest.mark.parametrize(
     ("name", "schedule"), parameters(run for run in RUNS if run[0] not in WRONG_ON_TORCH | FAILS_ON_TORCH)
 )
-def test_a_model_trains_as_on_torchs_own_module(name, schedule, folder):
-    assert_close(result(folder, name, schedule, "zbpipe"), result(folder, name, schedule, "torch"))
+def test_a_model_trains_as_on_torchs_own_module(name, schedule, folders):
+    assert_close(result(folders, name, schedule, "zbpipe"), result(folders, name, schedule, "torch"))
 
 
 @pytest.mark.skipif(NEWER, reason="known of torch 2.11 to 2.15")
 @pytest.mark.parametrize(("name", "schedule"), parameters(run for run in RUNS if run[0] in WRONG_ON_TORCH))
-def test_torchs_own_module_trains_it_wrong_silently(name, schedule, folder):
-    got, wanted = result(folder, name, schedule, "torch"), expected(name)
+def test_torchs_own_module_trains_it_wrong_silently(name, schedule, folders):
+    got, wanted = result(folders, name, schedule, "torch"), expected(name)
     grads = [what for what in wanted if what[:2] == (0, "grad")]
     assert any(what not in got or not torch.allclose(got[what], wanted[what]) for what in grads)
 

@@ -70,6 +70,7 @@ def become(process):
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
+    os.environ.update(process.get("variables", {}))
     sys.argv = process["argv"]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     if sys.argv[0] == "-c":

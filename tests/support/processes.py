@@ -84,6 +84,22 @@ def folder_of(script, world, **options):
     return folder
 
 
+def lanes_of(script, world, **options):
+    """A module's fixture: a function from a lane to where the ranks of `script`, with it as their argument, leave results."""
+
+    @pytest.fixture(scope="module")
+    def folders(tmp_path_factory):
+        @functools.cache
+        def folder(lane):
+            folder = tmp_path_factory.mktemp(f"{Path(script).stem}_{lane}")
+            run_ranks(script, world, folder, lane, **options)
+            return folder
+
+        return folder
+
+    return folders
+
+
 def results(folder, name, world, load=torch.load):
     """What each rank left as NAME.RANK. Where one left nothing the test fails, with what the ranks said instead."""
     files = [folder / f"{name}.{rank}" for rank in range(world)]
