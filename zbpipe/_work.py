@@ -1,12 +1,88 @@
-"""What ``_C.defer`` asks for where what it is to hold is of a subclass. The C part imports this module by its name."""
+"""What ``_C.defer`` asks for where what it is to hold is no plain tensor. The C part imports this module by name."""
 
 import copy
 import copyreg
+from collections.abc import Generator
 from typing import Any
 
 import torch
 
 from zbpipe._torch import autograd
+
+_DEEPEST = 500
+_PENDING = object()
+
+
+class _Level:
+    """A tuple, list or dict, whose contents are being replaced one by one."""
+
+    def __init__(self, container: Any) -> None:
+        is_dict = issubclass(type(container), dict)
+        self.container = container
+        # No key is looked up: it may have changed since it was put in.
+        self.keys = list(dict.keys(container)) if is_dict else None
+        self.contents = list(dict.values(container)) if is_dict else list(container)
+        self.done = 0
+        self.has_changed = type(container) in (list, dict)
+
+    def put(self, replacement: Any) -> None:
+        self.has_changed = self.has_changed or replacement is not self.contents[self.done]
+        self.contents[self.done] = replacement
+        self.done += 1
+
+    def end(self) -> Any:
+        """Lists and dicts are copied in any case: theirs may change."""
+        if not self.has_changed:
+            return self.container
+        contents = self.contents if self.keys is None else dict(zip(self.keys, self.contents, strict=True))
+        cls = type(self.container)
+        return cls(contents) if cls in (tuple, list, dict) else rebuilt(self.container, contents)
+
+
+def taken(saved: tuple[Any, ...]) -> Generator[torch.Tensor, torch.Tensor, Any]:
+    """A copy of `saved`, and of the tuples, lists and dicts in it: yields each tensor, and is sent what replaces it.
+
+    Within one `saved`, what is one object stays one.
+
+    Raises:
+        ValueError: a container contains itself, or is nested too deeply.
+        TypeError: as `rebuilt`.
+    """
+    known: dict[int, tuple[Any, Any]] = {}  # the containers so far, which stay alive, and what became of them
+    levels = [_Level(saved)]
+    levels[0].has_changed = True
+    while True:
+        level = levels[-1]
+        if level.done == len(level.contents):
+            result = level.end()
+            levels.pop()
+            if not levels:
+                return result
+            known[id(level.container)] = level.container, result
+            levels[-1].put(result)
+            continue
+        item = level.contents[level.done]
+        cls = type(item)  # not isinstance(), which would run the code of whoever fakes __class__
+        if id(item) in known:
+            result = known[id(item)][1]
+            if result is _PENDING:
+                raise ValueError(
+                    f"saved contains a {cls.__name__} that contains itself; "
+                    "expected tuples, lists and dictionaries that end somewhere"
+                )
+            level.put(result)
+        elif len(levels) > _DEEPEST + 1:
+            raise ValueError(
+                f"saved contains a {cls.__name__} within more than {_DEEPEST} others; "
+                "expected tuples, lists and dictionaries that are nested less deeply"
+            )
+        elif issubclass(cls, torch.Tensor):
+            level.put((yield item))
+        elif issubclass(cls, (tuple, list, dict)):
+            known[id(item)] = item, _PENDING
+            levels.append(_Level(item))
+        else:
+            level.put(item)
 
 
 def without_history(tensor: torch.Tensor) -> torch.Tensor:

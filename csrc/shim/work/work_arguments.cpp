@@ -48,48 +48,52 @@ bool has_attributes(PyObject* object) {
   return PyDict_Check(attributes.get()) && PyDict_GET_SIZE(attributes.get()) > 0;
 }
 
+bool is_container(PyObject* object) {
+  return PyTuple_Check(object) || PyList_Check(object) || PyDict_Check(object);
+}
+
 }  // namespace
 
 THPObjectPtr WorkArguments::take(PyObject* saved) {
   THPObjectPtr tuple = checked(PySequence_Tuple(saved));
-  THPObjectPtr arguments = checked(PyTuple_New(PyTuple_GET_SIZE(tuple.get())));
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple.get()); ++i) {
-    PyTuple_SET_ITEM(arguments.get(), i, Py_NewRef(take_any(PyTuple_GET_ITEM(tuple.get(), i))));
+  const Py_ssize_t count = PyTuple_GET_SIZE(tuple.get());
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    if (is_container(PyTuple_GET_ITEM(tuple.get(), i))) {
+      return take_nested(tuple);
+    }
+  }
+  THPObjectPtr arguments = checked(PyTuple_New(count));
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* object = PyTuple_GET_ITEM(tuple.get(), i);
+    const at::Tensor* tensor = as_tensor(object);
+    PyTuple_SET_ITEM(arguments.get(), i, Py_NewRef(tensor ? take(object, *tensor) : object));
   }
   return arguments;
 }
 
-/// Borrowed from what was taken.
-PyObject* WorkArguments::take_any(PyObject* object) {
-  const auto [place, is_new] = taken_.try_emplace(object);
-  Taken& taken = place->second;  // stays where it is while others are added
-  if (!is_new) {
-    if (!taken.result) {
-      refuse(PyExc_ValueError, "saved contains a ", Py_TYPE(object)->tp_name,
-             " that contains itself; expected tuples, lists and dictionaries that end somewhere");
+/// The walk over containers is Python's: a generator that is sent, for each tensor that it yields, what W may hold.
+THPObjectPtr WorkArguments::take_nested(PyObject* tuple) {
+  THPObjectPtr walk = call_python("taken", tuple);
+  PyObject* alias = Py_None;
+  for (;;) {
+    PyObject* result = nullptr;
+    const PySendResult state = PyIter_Send(walk.get(), alias, &result);
+    THPObjectPtr object = checked(result);
+    if (state == PYGEN_RETURN) {
+      return object;
     }
-    return taken.result.get();
+    alias = take(object, *as_tensor(object));
   }
-  taken.original = Py_NewRef(object);
-  constexpr size_t deepest = 500;
-  if (depth_ > deepest) {
-    refuse(PyExc_ValueError, "saved contains a ", Py_TYPE(object)->tp_name, " within more than ",
-           deepest, " others; expected tuples, lists and dictionaries that are nested less deeply");
-  }
-  ++depth_;
-  taken.result = take_new(object);
-  --depth_;
-  return taken.result.get();
 }
 
-THPObjectPtr WorkArguments::take_new(PyObject* object) {
-  if (const at::Tensor* tensor = as_tensor(object)) {
-    return take_tensor(object, *tensor);
+/// Borrowed from what was taken.
+PyObject* WorkArguments::take(PyObject* object, const at::Tensor& tensor) {
+  const auto found = taken_.find(object);
+  if (found != taken_.end()) {
+    return found->second.result.get();
   }
-  if (PyTuple_Check(object) || PyList_Check(object)) {
-    return take_sequence(object);
-  }
-  return PyDict_Check(object) ? take_dict(object) : THPObjectPtr(Py_NewRef(object));
+  Taken taken{THPObjectPtr(Py_NewRef(object)), take_tensor(object, tensor)};
+  return taken_.emplace(object, std::move(taken)).first->second.result.get();
 }
 
 /// A parameter comes as it is: what adds to its main_grad needs it. A stage input is a leaf as well, but it goes
@@ -131,47 +135,6 @@ bool WorkArguments::is_parameters(const at::Tensor& tensor) const {
   const at::Tensor base = base_of(tensor);
   return base.defined() && base.is_leaf() &&
          is_parameter_object(checked(THPVariable_Wrap(base)).get());
-}
-
-/// Tuples and subclasses of lists are left as they are where nothing in them changes.
-THPObjectPtr WorkArguments::take_sequence(PyObject* object) {
-  THPObjectPtr items = checked(PySequence_List(object));
-  bool has_changed = PyList_CheckExact(object);
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(items.get()); ++i) {
-    PyObject* item = PyList_GET_ITEM(items.get(), i);
-    PyObject* taken = take_any(item);
-    has_changed = has_changed || taken != item;
-    PyList_SetItem(items.get(), i, Py_NewRef(taken));
-  }
-  if (!has_changed) {
-    return THPObjectPtr(Py_NewRef(object));
-  }
-  if (PyList_CheckExact(object)) {
-    return THPObjectPtr(Py_NewRef(items.get()));
-  }
-  return PyTuple_CheckExact(object) ? checked(PyList_AsTuple(items))
-                                    : call_python("rebuilt", object, items.get());
-}
-
-/// Likewise. No key is looked up: it may have changed since it was put in.
-THPObjectPtr WorkArguments::take_dict(PyObject* object) {
-  THPObjectPtr items = checked(PyDict_Items(object));
-  THPObjectPtr copy = checked(PyDict_New());
-  bool has_changed = PyDict_CheckExact(object);
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(items.get()); ++i) {
-    PyObject* pair = PyList_GET_ITEM(items.get(), i);
-    PyObject* item = PyTuple_GET_ITEM(pair, 1);
-    PyObject* taken = take_any(item);
-    has_changed = has_changed || taken != item;
-    if (PyDict_SetItem(copy, PyTuple_GET_ITEM(pair, 0), taken) < 0) {
-      throw python_error();
-    }
-  }
-  if (!has_changed) {
-    return THPObjectPtr(Py_NewRef(object));
-  }
-  return PyDict_CheckExact(object) ? THPObjectPtr(Py_NewRef(copy.get()))
-                                   : call_python("rebuilt", object, copy.get());
 }
 
 }  // namespace zbp

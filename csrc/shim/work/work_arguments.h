@@ -12,7 +12,7 @@ namespace zbp {
 /// Makes of `saved` what W may hold: tensors without their history, as they are otherwise; tuples, lists and
 /// dictionaries of such. Within one `saved`, what is one object stays one.
 ///
-/// Called with the GIL held; runs Python code for subclasses.
+/// Called with the GIL held; runs Python code for containers and for subclasses.
 class WorkArguments {
  public:
   /// group: whose weights cost nothing to keep.
@@ -25,20 +25,17 @@ class WorkArguments {
   SmallVector<Watched, 1> parameters;  // those whose memory is a parameter's
 
  private:
-  PyObject* take_any(PyObject* object);
-  THPObjectPtr take_new(PyObject* object);
+  THPObjectPtr take_nested(PyObject* tuple);
+  PyObject* take(PyObject* object, const at::Tensor& tensor);
   THPObjectPtr take_tensor(PyObject* object, const at::Tensor& tensor);
-  THPObjectPtr take_sequence(PyObject* object);
-  THPObjectPtr take_dict(PyObject* object);
   bool is_parameters(const at::Tensor& tensor) const;
 
   const Group& group_;
   struct Taken {
     THPObjectPtr original;
-    THPObjectPtr result;  // null while the object is being taken
+    THPObjectPtr result;
   };
-  std::unordered_map<PyObject*, Taken> taken_;
-  size_t depth_ = 0;
+  std::unordered_map<PyObject*, Taken> taken_;  // tensors
 };
 
 }  // namespace zbp
