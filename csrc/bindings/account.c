@@ -76,9 +76,11 @@ PyObject *zbp_account_wrap(const zbp_group *group)
 {
     account self = {PyList_New(0), NULL};
     const zbp_account_visitor visitor = {&self, begin_group, add_task, add_tensor};
+    zbp_error error = {0};
 
-    if (self.tasks != NULL && zbp_group_account(group, &visitor) != ZBP_OK) {
+    if (self.tasks != NULL && zbp_group_account(group, &visitor, &error) != ZBP_OK) {
         Py_CLEAR(self.tasks);
+        zbp_error_raise(&error);
     }
     return self.tasks;
 }

@@ -65,14 +65,17 @@ static PyObject *explain(PyObject *Py_UNUSED(module), PyObject *args)
         return NULL;
     }
     self.groups = PyList_New(0);
-    if (self.groups == NULL ||
-        zbp_explain_new(outputs, inputs, weights, policy, &scene) != ZBP_OK) {
-        Py_XDECREF(self.groups);
+    if (self.groups == NULL) {
         return NULL;
+    }
+    if (zbp_explain_new(outputs, inputs, weights, policy, &scene, &error) != ZBP_OK) {
+        Py_DECREF(self.groups);
+        return zbp_error_raise(&error);
     }
     const int status = zbp_pass_survey(scene, &survey, &error);
     if (zbp_explain_end(scene, status, &error, &visitor) != ZBP_OK) {
         Py_CLEAR(self.groups);
+        zbp_error_raise(&error);
     }
     zbp_survey_fini(&survey);
     return self.groups;
@@ -83,8 +86,10 @@ PyDoc_STRVAR(is_watched_doc,
 
 static PyObject *is_watched(PyObject *Py_UNUSED(module), PyObject *tensor)
 {
+    zbp_error error = {0};
     int answer = 0;
-    return zbp_is_watched(tensor, &answer) == ZBP_OK ? PyBool_FromLong(answer) : NULL;
+    return zbp_is_watched(tensor, &answer, &error) == ZBP_OK ? PyBool_FromLong(answer)
+                                                             : zbp_error_raise(&error);
 }
 
 static const char aside_name[] = "zbpipe._C.aside";
@@ -113,8 +118,12 @@ static PyObject *set_aside(PyObject *Py_UNUSED(module), PyObject *arg)
     /* The capsule first, so that nothing can fail once hooks have been taken. A capsule's pointer cannot be NULL:
      * what it owns is its context. */
     PyObject *capsule = PyCapsule_New((void *)aside_name, aside_name, aside_dealloc);
-    zbp_aside *aside = capsule == NULL ? NULL : zbp_set_aside(tensors);
+    zbp_error error = {0};
+    zbp_aside *aside = capsule == NULL ? NULL : zbp_set_aside(tensors, &error);
     Py_DECREF(tensors);
+    if (capsule != NULL && aside == NULL) {
+        zbp_error_raise(&error);
+    }
     if (aside == NULL || PyCapsule_SetContext(capsule, aside) < 0) {
         zbp_put_back(aside);
         Py_CLEAR(capsule);

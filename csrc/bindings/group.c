@@ -10,7 +10,6 @@
 #include "bindings/parts.h"
 #include "shim/explain/zbp_account.h"
 #include "shim/pass/zbp_shim.h"
-#include "shim/torch/zbp_raise.h"
 #include "shim/work/zbp_work.h"
 
 /* Owns its zbp_group. What Functions have handed over may refer back to it. */
@@ -139,7 +138,7 @@ static PyObject *group_subscript(PyObject *op, PyObject *key)
         PyErr_SetObject(PyExc_KeyError, key);
         return NULL;
     }
-    return value != NULL ? value : zbp_error_raise(&error);
+    return zbp_or_raise(value, &error);
 }
 
 static int group_assign(PyObject *op, PyObject *key, PyObject *value)
@@ -202,10 +201,11 @@ static PyObject *group_account(PyObject *op, PyObject *Py_UNUSED(ignored))
 
 static PyObject *group_get_reads_weights(PyObject *op, void *Py_UNUSED(closure))
 {
+    zbp_error error = {0};
     int answer = 0;
-    return zbp_group_reads_weights(((group_object *)op)->group, &answer) == ZBP_OK
+    return zbp_group_reads_weights(((group_object *)op)->group, &answer, &error) == ZBP_OK
                ? PyBool_FromLong(answer)
-               : NULL;
+               : zbp_error_raise(&error);
 }
 
 static PyMethodDef group_methods[] = {

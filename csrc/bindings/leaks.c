@@ -3,6 +3,7 @@
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <stdlib.h>
 
 #if PY_VERSION_HEX >= 0x030B0000 && PY_VERSION_HEX < 0x030C0000
 /* Python 3.11 alone has neither the frame's layout nor PyFrame_GetVar(). Its f_locals would keep what it
@@ -57,10 +58,14 @@ static PyObject *storages_now(PyObject *module, PyObject *args)
     PyObject *roots;
     zbp_storages *storages = NULL;
     PyObject *capsule;
+    zbp_error error = {0};
 
     if (!PyArg_ParseTuple(args, "O!:storages_now", &PyList_Type, &roots) ||
-        check_roots(roots) < 0 || zbp_storages_new(access_of(module), roots, &storages) != ZBP_OK) {
+        check_roots(roots) < 0) {
         return NULL;
+    }
+    if (zbp_storages_new(access_of(module), roots, &storages, &error) != ZBP_OK) {
+        return zbp_error_raise(&error);
     }
     capsule = PyCapsule_New(storages, capsule_name, free_capsule);
     if (capsule == NULL) {
@@ -79,16 +84,19 @@ static PyObject *storages_since(PyObject *module, PyObject *args)
     PyObject *roots, *capsule;
     zbp_storages *older;
     size_t count = 0;
+    zbp_error error = {0};
 
     if (!PyArg_ParseTuple(args, "O!O:storages_since", &PyList_Type, &roots, &capsule) ||
         check_roots(roots) < 0) {
         return NULL;
     }
     older = (zbp_storages *)PyCapsule_GetPointer(capsule, capsule_name);
-    if (older == NULL || zbp_storages_since(access_of(module), roots, older, &count) != ZBP_OK) {
+    if (older == NULL) {
         return NULL;
     }
-    return PyLong_FromSize_t(count);
+    return zbp_storages_since(access_of(module), roots, older, &count, &error) == ZBP_OK
+               ? PyLong_FromSize_t(count)
+               : zbp_error_raise(&error);
 }
 
 PyDoc_STRVAR(storages_gone_doc, "storages_gone(storages, /)\n--\n\n"
@@ -97,7 +105,8 @@ PyDoc_STRVAR(storages_gone_doc, "storages_gone(storages, /)\n--\n\n"
 static PyObject *storages_gone(PyObject *Py_UNUSED(module), PyObject *capsule)
 {
     zbp_storages *storages = (zbp_storages *)PyCapsule_GetPointer(capsule, capsule_name);
-    return storages != NULL ? zbp_storages_gone(storages) : NULL;
+    zbp_error error = {0};
+    return storages != NULL ? zbp_or_raise(zbp_storages_gone(storages, &error), &error) : NULL;
 }
 
 PyDoc_STRVAR(storages_of_doc, "storages_of(tensors, /)\n--\n\n"
@@ -105,7 +114,8 @@ PyDoc_STRVAR(storages_of_doc, "storages_of(tensors, /)\n--\n\n"
 
 static PyObject *storages_of(PyObject *Py_UNUSED(module), PyObject *tensors)
 {
-    return zbp_storages_of(tensors);
+    zbp_error error = {0};
+    return zbp_or_raise(zbp_storages_of(tensors, &error), &error);
 }
 
 PyDoc_STRVAR(addresses_of_doc, "addresses_of(tensors, /)\n--\n\n"
@@ -113,7 +123,8 @@ PyDoc_STRVAR(addresses_of_doc, "addresses_of(tensors, /)\n--\n\n"
 
 static PyObject *addresses_of(PyObject *Py_UNUSED(module), PyObject *tensors)
 {
-    return zbp_addresses_of(tensors);
+    zbp_error error = {0};
+    return zbp_or_raise(zbp_addresses_of(tensors, &error), &error);
 }
 
 /* The search --------------------------------------------------------------------------------------- */
@@ -127,6 +138,7 @@ static PyObject *search_holders(PyObject *module, PyObject *args)
     zbp_search search = {.groups = access_of(module), .call = args};
     PyObject *older, *work;
     unsigned long long since;
+    zbp_error error = {0};
 
     if (!PyArg_ParseTuple(args, "O!O!OO!KOOp:search_holders", &PyList_Type, &search.roots,
                           &PyList_Type, &search.ignored, &search.target, &PySet_Type,
@@ -143,7 +155,7 @@ static PyObject *search_holders(PyObject *module, PyObject *args)
             return NULL;
         }
     }
-    return zbp_search_holders(&search);
+    return zbp_or_raise(zbp_search_holders(&search, &error), &error);
 }
 
 PyDoc_STRVAR(next_serial_doc,
@@ -166,7 +178,28 @@ static PyObject *live_blocks(PyObject *Py_UNUSED(module), PyObject *since)
     if (serial == (unsigned long long)-1 && PyErr_Occurred()) {
         return NULL;
     }
-    return zbp_live_blocks(serial);
+    zbp_block *blocks = NULL;
+    size_t count = 0;
+    if (zbp_tap_blocks(serial, &blocks, &count) != ZBP_OK) {
+        return PyErr_NoMemory();
+    }
+    const int collects = PyGC_Disable(); /* a block that it freed would be listed */
+    PyObject *list = PyList_New((Py_ssize_t)count);
+    for (size_t i = 0; list != NULL && i < count; ++i) {
+        PyObject *block = Py_BuildValue("(KKK)", (unsigned long long)blocks[i].address,
+                                        (unsigned long long)blocks[i].bytes,
+                                        (unsigned long long)blocks[i].serial);
+        if (block == NULL) {
+            Py_CLEAR(list);
+        } else {
+            PyList_SET_ITEM(list, (Py_ssize_t)i, block);
+        }
+    }
+    if (collects) {
+        PyGC_Enable();
+    }
+    free(blocks);
+    return list;
 }
 
 PyDoc_STRVAR(trace_start_doc,
@@ -196,7 +229,8 @@ static PyObject *trace_of(PyObject *Py_UNUSED(module), PyObject *address)
     if (number == (unsigned long long)-1 && PyErr_Occurred()) {
         return NULL;
     }
-    return zbp_tap_trace_of(number);
+    zbp_error error = {0};
+    return zbp_or_raise(zbp_tap_trace_of(number, &error), &error);
 }
 
 PyDoc_STRVAR(storage_spans_doc,
@@ -206,7 +240,8 @@ PyDoc_STRVAR(storage_spans_doc,
 static PyObject *storage_spans(PyObject *Py_UNUSED(module), PyObject *capsule)
 {
     zbp_storages *storages = (zbp_storages *)PyCapsule_GetPointer(capsule, capsule_name);
-    return storages != NULL ? zbp_storages_spans(storages) : NULL;
+    zbp_error error = {0};
+    return storages != NULL ? zbp_or_raise(zbp_storages_spans(storages, &error), &error) : NULL;
 }
 
 /* Frames ------------------------------------------------------------------------------------------- */

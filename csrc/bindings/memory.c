@@ -70,10 +70,13 @@ static int require(const recorder *self, int state, const char *what)
 static PyObject *recorder_start(PyObject *op, PyObject *Py_UNUSED(ignored))
 {
     recorder *self = (recorder *)op;
+    zbp_error error = {0};
 
-    if (require(self, FRESH, "start()") < 0 ||
-        zbp_tap_start(&self->record, self->max_events) != ZBP_OK) {
+    if (require(self, FRESH, "start()") < 0) {
         return NULL;
+    }
+    if (zbp_tap_start(&self->record, self->max_events, &error) != ZBP_OK) {
+        return zbp_error_raise(&error);
     }
     self->state = RUNNING;
     Py_RETURN_NONE;
@@ -95,13 +98,17 @@ static PyObject *recorder_stop(PyObject *op, PyObject *Py_UNUSED(ignored))
 static PyObject *recorder_adopt(PyObject *op, PyObject *objects)
 {
     const recorder *self = (const recorder *)op;
+    zbp_error error = {0};
 
     if (!PyList_Check(objects)) {
         return PyErr_Format(PyExc_TypeError, "adopt() takes a list of objects, not a %s",
                             Py_TYPE(objects)->tp_name);
     }
-    if (require(self, RUNNING, "adopt()") < 0 || zbp_tap_adopt(objects) != ZBP_OK) {
+    if (require(self, RUNNING, "adopt()") < 0) {
         return NULL;
+    }
+    if (zbp_tap_adopt(objects, &error) != ZBP_OK) {
+        return zbp_error_raise(&error);
     }
     Py_RETURN_NONE;
 }

@@ -9,6 +9,13 @@
 
 #include "shim/explain/zbp_account.h"
 #include "shim/pass/zbp_shim.h"
+#include "shim/torch/zbp_raise.h"
+
+/* What a function of the shim returned, or NULL with what it raised as the Python error. */
+static inline PyObject *zbp_or_raise(PyObject *object, zbp_error *error)
+{
+    return object != NULL ? object : zbp_error_raise(error);
+}
 
 int zbp_add_explain(PyObject *module);
 int zbp_add_leaks(PyObject *module);

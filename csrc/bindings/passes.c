@@ -9,7 +9,6 @@
 #include "bindings/parts.h"
 #include "pass/zbp_pass.h"
 #include "shim/pass/zbp_shim.h"
-#include "shim/torch/zbp_raise.h"
 
 /* *seq_out: a new tuple, or NULL for None. A copy even of a list: hooks may change the caller's while
  * the passes run. */

@@ -4,7 +4,6 @@
 
 #include "bindings/parts.h"
 #include "shim/release/zbp_release.h"
-#include "shim/torch/zbp_raise.h"
 
 PyDoc_STRVAR(deallocate_output_doc, "deallocate_output(tensor, /)\n--\n\n"
                                     "The bytes that this freed. See zbpipe.deallocate_output.");
@@ -22,8 +21,7 @@ PyDoc_STRVAR(make_viewless_doc, "make_viewless(tensor, /)\n--\n\nSee zbpipe.make
 static PyObject *make_viewless(PyObject *Py_UNUSED(module), PyObject *tensor)
 {
     zbp_error error = {0};
-    PyObject *viewless = zbp_make_viewless(tensor, &error);
-    return viewless != NULL ? viewless : zbp_error_raise(&error);
+    return zbp_or_raise(zbp_make_viewless(tensor, &error), &error);
 }
 
 PyDoc_STRVAR(

@@ -4,7 +4,6 @@
 
 #include "bindings/parts.h"
 #include "shim/stores/zbp_stores.h"
-#include "shim/torch/zbp_raise.h"
 
 PyDoc_STRVAR(detour_doc,
              "detour(tensor, like, /)\n--\n\n"
@@ -18,8 +17,7 @@ static PyObject *detour(PyObject *Py_UNUSED(module), PyObject *args)
     if (!PyArg_ParseTuple(args, "OO:detour", &tensor, &like)) {
         return NULL;
     }
-    PyObject *capsule = zbp_detour(tensor, like, &error);
-    return capsule != NULL ? capsule : zbp_error_raise(&error);
+    return zbp_or_raise(zbp_detour(tensor, like, &error), &error);
 }
 
 PyDoc_STRVAR(end_detour_doc,
@@ -41,8 +39,7 @@ PyDoc_STRVAR(weights_here_doc,
 static PyObject *weights_here(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
     zbp_error error = {0};
-    PyObject *weights = zbp_weights_here(&error);
-    return weights != NULL ? weights : zbp_error_raise(&error);
+    return zbp_or_raise(zbp_weights_here(&error), &error);
 }
 
 static PyMethodDef stores_methods[] = {

@@ -10,17 +10,22 @@ PyDoc_STRVAR(defer_doc, "defer(function, weights, saved, /)\n--\n\nSee zbpipe.de
 static PyObject *defer(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *function, *weights, *saved;
-    return PyArg_ParseTuple(args, "OOO:defer", &function, &weights, &saved)
-               ? zbp_defer(function, weights, saved)
-               : NULL;
+    zbp_error error = {0};
+
+    if (!PyArg_ParseTuple(args, "OOO:defer", &function, &weights, &saved)) {
+        return NULL;
+    }
+    return zbp_or_raise(zbp_defer(function, weights, saved, &error), &error);
 }
 
 PyDoc_STRVAR(will_defer_doc, "will_defer(weights, /)\n--\n\nSee zbpipe.will_defer.");
 
 static PyObject *will_defer(PyObject *Py_UNUSED(module), PyObject *weights)
 {
+    zbp_error error = {0};
     int answer = 0;
-    return zbp_will_defer(weights, &answer) == ZBP_OK ? PyBool_FromLong(answer) : NULL;
+    return zbp_will_defer(weights, &answer, &error) == ZBP_OK ? PyBool_FromLong(answer)
+                                                              : zbp_error_raise(&error);
 }
 
 static PyMethodDef work_methods[] = {{"defer", defer, METH_VARARGS, defer_doc},

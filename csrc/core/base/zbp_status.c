@@ -13,8 +13,6 @@ const char *zbp_status_name(int status)
         return "ZBP_EOVERFLOW";
     case ZBP_ETORCH:
         return "ZBP_ETORCH";
-    case ZBP_EPYTHON:
-        return "ZBP_EPYTHON";
     default:
         return "unknown status";
     }

@@ -110,8 +110,9 @@ bool reads_weights(const Task& task) {
 
 }  // namespace
 
-int zbp_group_account(const zbp_group* handle, const zbp_account_visitor* visitor) {
-  return guarded([&] {
+int zbp_group_account(const zbp_group* handle, const zbp_account_visitor* visitor,
+                      zbp_error* error) {
+  return guarded(error, [&] {
     if (zbp_book_is_claimed(&handle->group->book)) {
       refuse(PyExc_RuntimeError,
              "what a parameter group holds cannot be listed while its weight pass runs; wait for "
@@ -132,8 +133,8 @@ int zbp_group_account(const zbp_group* handle, const zbp_account_visitor* visito
   });
 }
 
-int zbp_group_reads_weights(const zbp_group* handle, int* out) {
-  return guarded([&] {
+int zbp_group_reads_weights(const zbp_group* handle, int* out, zbp_error* error) {
+  return guarded(error, [&] {
     const Group& group = *handle->group;
     const auto has_saved = [](const Outside& outside) {
       return !saves_nothing(*outside.node) && !saved_nothing(*outside.node);

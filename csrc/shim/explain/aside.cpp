@@ -47,9 +47,9 @@ struct zbp_aside {
   std::vector<Leaf> leaves;
 };
 
-zbp_aside* zbp_set_aside(PyObject* tensors) {
+zbp_aside* zbp_set_aside(PyObject* tensors, zbp_error* error) {
   std::unique_ptr<zbp_aside, decltype(&zbp_put_back)> aside(nullptr, &zbp_put_back);
-  const int status = guarded([&] {
+  const int status = guarded(error, [&] {
     auto found = std::make_unique<zbp_aside>();
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(tensors); ++i) {
       PyObject* item = PySequence_Fast_GET_ITEM(tensors, i);

@@ -102,10 +102,9 @@ void tell(const zbp_explain_visitor& visitor, const Task& task, Reach& reach) {
 }  // namespace
 
 int zbp_explain_new(PyObject* outputs, PyObject* inputs, PyObject* weights, zbp_policy policy,
-                    zbp_scene** scene_out) {
+                    zbp_scene** scene_out, zbp_error* error) {
   std::unique_ptr<zbp_scene> scene;
-  zbp_error error{};
-  const int status = guarded([&] {
+  int status = guarded(error, [&] {
     scene = std::make_unique<zbp_scene>();
     scene->args.policy = policy;
     for (const at::Tensor& output : tensors_in(outputs, "outputs")) {
@@ -115,11 +114,13 @@ int zbp_explain_new(PyObject* outputs, PyObject* inputs, PyObject* weights, zbp_
     scene->args.inputs = tensors_in(inputs, "inputs");
     scene->args.weights = tensors_in(weights, "weights");
   });
-  if (status != ZBP_OK || zbp_scene_begin(scene.get(), nullptr, &error) != ZBP_OK) {
-    return ZBP_ETORCH;
+  if (status == ZBP_OK) {
+    status = zbp_scene_begin(scene.get(), nullptr, error);
   }
-  *scene_out = scene.release();
-  return ZBP_OK;
+  if (status == ZBP_OK) {
+    *scene_out = scene.release();
+  }
+  return status;
 }
 
 int zbp_explain_end(zbp_scene* scene, int status, zbp_error* error,
@@ -140,8 +141,8 @@ int zbp_explain_end(zbp_scene* scene, int status, zbp_error* error,
   });
 }
 
-int zbp_is_watched(PyObject* object, int* out) {
-  return guarded([&] {
+int zbp_is_watched(PyObject* object, int* out, zbp_error* error) {
+  return guarded(error, [&] {
     const at::Tensor* tensor = as_tensor(object);
     if (!tensor) {
       refuse(PyExc_TypeError, "tensor is a ", Py_TYPE(object)->tp_name, "; expected a tensor");

@@ -53,12 +53,13 @@ typedef struct zbp_account_visitor {
 
 /* A spent group has no task. The tensors themselves are not told: nothing is unpacked, and nothing but the weights
  * can be kept alive. Errors: what a visitor has set; RuntimeError, nobody told, while the group's W runs. */
-ZBP_MUST_USE int zbp_group_account(const zbp_group *group, const zbp_account_visitor *visitor);
+ZBP_MUST_USE int zbp_group_account(const zbp_group *group, const zbp_account_visitor *visitor,
+                                   zbp_error *error);
 
 /* *out: 1 if the group's W may read weights themselves, or what has their memory, beside what it holds: it runs nodes
  * again, or ones between its tasks and the weights, or unpacks what was saved. 0 otherwise, and for a spent group.
  * Called with the GIL held and no W of the group running. */
-ZBP_MUST_USE int zbp_group_reads_weights(const zbp_group *group, int *out);
+ZBP_MUST_USE int zbp_group_reads_weights(const zbp_group *group, int *out, zbp_error *error);
 
 #ifdef __cplusplus
 }

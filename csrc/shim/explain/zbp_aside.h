@@ -4,6 +4,8 @@
 
 #include <Python.h>
 
+#include "shim/torch/zbp_error.h"
+
 #include "shim/pass/zbp_shim.h"
 
 #ifdef __cplusplus
@@ -15,9 +17,9 @@ typedef struct zbp_aside zbp_aside;
 /* Takes from each leaf of `tensors` (a seq of tensors; others in it are left alone) its gradient and the hooks of its
  * accumulation: its own, and those of its accumulator, as DDP's. The tensors and accumulators stay the same objects,
  * and graphs that lead to them stay valid. The caller owns the result and gives it to zbp_put_back(); until then no
- * other thread may use the tensors. NULL with an error set, and nothing taken: TypeError for what is no tensor,
+ * other thread may use the tensors. NULL, and nothing taken: TypeError for what is no tensor,
  * MemoryError. */
-ZBP_MUST_USE zbp_aside *zbp_set_aside(PyObject *tensors);
+ZBP_MUST_USE zbp_aside *zbp_set_aside(PyObject *tensors, zbp_error *error);
 
 /* Gives all of it back, in place of gradients and hooks that the tensors got meanwhile, and frees `aside`. NULL is
  * allowed. GIL held; what is dropped may run Python code, with a Python error saved and restored by the caller. */

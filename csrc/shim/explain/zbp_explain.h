@@ -14,10 +14,10 @@ extern "C" {
 #endif
 
 /* Begins it; outputs, inputs, weights: seqs of tensors. zbp_pass_survey comes next (csrc/pass), with the GIL
- * held: it plans I, runs nothing, changes nothing and
- * looks at no saved tensor: what I would refuse for one that was changed is I's to refuse. Errors: what is no tensor. */
+ * held: it plans I, runs nothing, changes nothing and looks at no saved tensor: what I would refuse for one that was
+ * changed is I's to refuse. Errors: what is no tensor. */
 ZBP_MUST_USE int zbp_explain_new(PyObject *outputs, PyObject *inputs, PyObject *weights,
-                                 zbp_policy policy, zbp_scene **scene_out);
+                                 zbp_policy policy, zbp_scene **scene_out, zbp_error *error);
 
 /* An edge towards weights. */
 typedef struct zbp_explain_edge {
@@ -45,7 +45,7 @@ ZBP_MUST_USE int zbp_explain_end(zbp_scene *scene, int status, zbp_error *error,
                                  const zbp_explain_visitor *visitor);
 
 /* *out: 1 if hooks watch the accumulation of `tensor`: its own, its accumulator's, as those of DDP. */
-ZBP_MUST_USE int zbp_is_watched(PyObject *tensor, int *out);
+ZBP_MUST_USE int zbp_is_watched(PyObject *tensor, int *out, zbp_error *error);
 
 #ifdef __cplusplus
 }

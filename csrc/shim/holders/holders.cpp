@@ -1,7 +1,6 @@
 #include "shim/holders/zbp_holders.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <memory>
 #include <string>
 #include <unordered_map>
@@ -16,7 +15,6 @@
 
 #include "shim/torch/python.h"
 #include "shim/holders/search.h"
-#include "shim/memory/zbp_tap.h"
 #include "shim/torch/nodes.h"
 
 // What a search has found, as Python objects.
@@ -259,30 +257,11 @@ PyObject* Description::all() {
 
 }  // namespace
 
-PyObject* zbp_search_holders(const zbp_search* search) {
-  return guarded_object([&] {
+PyObject* zbp_search_holders(const zbp_search* search, zbp_error* error) {
+  return guarded_object(error, [&] {
     const NoCollection no_collection;
     Search found(*search);
     found.run();
     return Description(found).all();
-  });
-}
-
-PyObject* zbp_live_blocks(uint64_t since) {
-  return guarded_object([&] {
-    const NoCollection no_collection;
-    zbp_block* blocks = nullptr;
-    size_t count = 0;
-    if (zbp_tap_blocks(since, &blocks, &count) != ZBP_OK) {
-      throw std::bad_alloc();
-    }
-    const std::unique_ptr<zbp_block, decltype(&std::free)> owned(blocks, &std::free);
-    THPObjectPtr list = new_list();
-    for (size_t i = 0; i < count; ++i) {
-      append(list, Py_BuildValue("(KKK)", static_cast<unsigned long long>(blocks[i].address),
-                                 static_cast<unsigned long long>(blocks[i].bytes),
-                                 static_cast<unsigned long long>(blocks[i].serial)));
-    }
-    return list.release();
   });
 }

@@ -137,10 +137,10 @@ void for_each_storage(const c10::TensorImpl& tensor,
   });
 }
 
-/// New set of `number` of each storage of the tensors; NULL with an error set.
+/// New set of `number` of each storage of the tensors.
 template <class Number>
-PyObject* set_of(PyObject* tensors, const Number& number) {
-  return guarded_object([&] {
+PyObject* set_of(PyObject* tensors, zbp_error* error, const Number& number) {
+  return guarded_object(error, [&] {
     THPObjectPtr set(PySet_New(nullptr));
     THPObjectPtr sequence(PySequence_Fast(tensors, "expected a list of tensors"));
     if (!set || !sequence) {
@@ -166,9 +166,10 @@ PyObject* set_of(PyObject* tensors, const Number& number) {
 
 }  // namespace
 
-int zbp_storages_new(zbp_group_access groups, PyObject* roots, zbp_storages** storages_out) {
+int zbp_storages_new(zbp_group_access groups, PyObject* roots, zbp_storages** storages_out,
+                     zbp_error* error) {
   std::unique_ptr<zbp_storages> storages;
-  const int status = guarded([&] { storages = storages_now(groups, roots); });
+  const int status = guarded(error, [&] { storages = storages_now(groups, roots); });
   if (status == ZBP_OK) {
     *storages_out = storages.release();
   }
@@ -180,8 +181,8 @@ void zbp_storages_free(zbp_storages* storages) {
 }
 
 int zbp_storages_since(zbp_group_access groups, PyObject* roots, const zbp_storages* older,
-                       size_t* count_out) {
-  return guarded([&] {
+                       size_t* count_out, zbp_error* error) {
+  return guarded(error, [&] {
     std::unordered_set<uint64_t> tapped;
     blocks_since(UINT64_MAX, tapped);
     const auto now = storages_now(groups, roots);
@@ -192,8 +193,8 @@ int zbp_storages_since(zbp_group_access groups, PyObject* roots, const zbp_stora
   });
 }
 
-PyObject* zbp_storages_gone(const zbp_storages* storages) {
-  return guarded_object([&] {
+PyObject* zbp_storages_gone(const zbp_storages* storages, zbp_error* error) {
+  return guarded_object(error, [&] {
     THPObjectPtr set(PySet_New(nullptr));
     for (const auto& [storage, weak] : storages->storage) {
       THPObjectPtr id(weak.expired() ? PyLong_FromVoidPtr(const_cast<c10::StorageImpl*>(storage))
@@ -206,8 +207,8 @@ PyObject* zbp_storages_gone(const zbp_storages* storages) {
   });
 }
 
-PyObject* zbp_storages_spans(const zbp_storages* storages) {
-  return guarded_object([&] {
+PyObject* zbp_storages_spans(const zbp_storages* storages, zbp_error* error) {
+  return guarded_object(error, [&] {
     THPObjectPtr list = new_list();
     for (const auto& [storage, weak] : storages->storage) {
       if (const auto living = weak.lock()) {
@@ -221,14 +222,14 @@ PyObject* zbp_storages_spans(const zbp_storages* storages) {
   });
 }
 
-PyObject* zbp_storages_of(PyObject* tensors) {
-  return set_of(tensors, [](const c10::StorageImpl& storage) {
+PyObject* zbp_storages_of(PyObject* tensors, zbp_error* error) {
+  return set_of(tensors, error, [](const c10::StorageImpl& storage) {
     return PyLong_FromVoidPtr(const_cast<c10::StorageImpl*>(&storage));
   });
 }
 
-PyObject* zbp_addresses_of(PyObject* tensors) {
-  return set_of(tensors, [](const c10::StorageImpl& storage) {
+PyObject* zbp_addresses_of(PyObject* tensors, zbp_error* error) {
+  return set_of(tensors, error, [](const c10::StorageImpl& storage) {
     return PyLong_FromUnsignedLongLong(address_of(storage));
   });
 }

@@ -46,28 +46,28 @@ typedef struct zbp_storages zbp_storages;
  * The storages of all tensors that the collector lists, and of what these reach through autograd. With
  * roots (a list as zbp_search's, else empty) of all that the roots reach, too: where an application
  * has frozen what lived, the collector's list lacks it.
- * *storages_out: new. Error: ZBP_EPYTHON. */
+ * *storages_out: new. */
 ZBP_MUST_USE int zbp_storages_new(zbp_group_access groups, PyObject *roots,
-                                  zbp_storages **storages_out);
+                                  zbp_storages **storages_out, zbp_error *error);
 void zbp_storages_free(zbp_storages *storages);
 
-/* New set of the identities (ints) of those that have been freed since. NULL with an error set. */
-PyObject *zbp_storages_gone(const zbp_storages *storages);
+/* New set of the identities (ints) of those that have been freed since. */
+PyObject *zbp_storages_gone(const zbp_storages *storages, zbp_error *error);
 
-/* New list of (device, address, bytes, identity) of those that still live. NULL with an error set. */
-PyObject *zbp_storages_spans(const zbp_storages *storages);
+/* New list of (device, address, bytes, identity) of those that still live. */
+PyObject *zbp_storages_spans(const zbp_storages *storages, zbp_error *error);
 
 /* *count_out: how many storages with memory there are now that are not among `older` and that the
- * tap (zbp_tap.h) does not know. Error: ZBP_EPYTHON. */
+ * tap (zbp_tap.h) does not know. */
 ZBP_MUST_USE int zbp_storages_since(zbp_group_access groups, PyObject *roots,
-                                    const zbp_storages *older, size_t *count_out);
+                                    const zbp_storages *older, size_t *count_out, zbp_error *error);
 
 /* New set of the identities (ints) of the storages of `tensors`, a sequence, and of the tensors that sparse, nested
- * and quantized ones are made of; what is no tensor adds nothing. NULL with an error set. */
-PyObject *zbp_storages_of(PyObject *tensors);
+ * and quantized ones are made of; what is no tensor adds nothing. */
+PyObject *zbp_storages_of(PyObject *tensors, zbp_error *error);
 
 /* Likewise, the addresses of their memory. */
-PyObject *zbp_addresses_of(PyObject *tensors);
+PyObject *zbp_addresses_of(PyObject *tensors, zbp_error *error);
 
 typedef struct zbp_search {
     zbp_group_access groups;
@@ -102,12 +102,8 @@ typedef struct zbp_search {
  * "more" for the left out middle of a long chain (name: how many steps);
  * name says what it is, for what is not Python's; edge says how the step before holds it, where C++
  * knows, else None. The steps hold their objects: whoever describes them must let them go.
- * NULL with an error set. */
-PyObject *zbp_search_holders(const zbp_search *search);
-
-/* CPU blocks in use that were handed out from serial `since` on: new list of (address, bytes, serial). Knows
- * only what was handed out while something recorded (zbp_tap.h). NULL with an error set. */
-PyObject *zbp_live_blocks(uint64_t since);
+ */
+PyObject *zbp_search_holders(const zbp_search *search, zbp_error *error);
 
 #ifdef __cplusplus
 }

@@ -266,9 +266,9 @@ void unlock_after_fork() {
 
 }  // namespace
 
-int zbp_tap_start(zbp_record* record, uint64_t max_events) {
+int zbp_tap_start(zbp_record* record, uint64_t max_events, zbp_error* error) {
   bool is_fed = false;
-  const int status = guarded([&] {
+  const int status = guarded(error, [&] {
     static const int at_fork =
         pthread_atfork(&lock_for_fork, &unlock_after_fork, &unlock_after_fork);
     if (at_fork != 0) {
@@ -308,8 +308,8 @@ void zbp_tap_stop(zbp_record* record, int* displaced_out) {
   }
 }
 
-int zbp_tap_adopt(PyObject* objects) {
-  return guarded([&] {
+int zbp_tap_adopt(PyObject* objects, zbp_error* error) {
+  return guarded(error, [&] {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(objects); ++i) {
       if (c10::StorageImpl* const storage = storage_of(PyList_GET_ITEM(objects, i))) {
         zbp_tap_adopt_storage(storage);
@@ -351,9 +351,9 @@ void zbp_tap_trace_stop(void) {
   }
 }
 
-PyObject* zbp_tap_trace_of(uint64_t address) {
-  THPObjectPtr list(PyList_New(0));
-  const int status = guarded([&] {
+PyObject* zbp_tap_trace_of(uint64_t address, zbp_error* error) {
+  return guarded_object(error, [&] {
+    THPObjectPtr list = new_list();
     Tapped& t = tapped();
     Trace trace;
     {
@@ -361,20 +361,17 @@ PyObject* zbp_tap_trace_of(uint64_t address) {
       const auto found = t.traces.find(address);
       trace = found != t.traces.end() ? found->second : nullptr;
     }
-    if (!trace || !list) {
-      return;
+    if (!trace) {
+      return list.release();
     }
     const torch::SymbolizedTracebacks symbolized = torch::symbolize({trace.get()});
     for (const uint64_t i : symbolized.tracebacks.at(0)) {
       const auto& frame = symbolized.all_frames.at(i);
-      THPObjectPtr place(Py_BuildValue("(ssK)", frame.filename.c_str(), frame.funcname.c_str(),
-                                       static_cast<unsigned long long>(frame.lineno)));
-      if (!place || PyList_Append(list, place.get()) < 0) {
-        throw python_error();
-      }
+      append(list, Py_BuildValue("(ssK)", frame.filename.c_str(), frame.funcname.c_str(),
+                                 static_cast<unsigned long long>(frame.lineno)));
     }
+    return list.release();
   });
-  return status == ZBP_OK ? list.release() : nullptr;
 }
 
 uint64_t zbp_tap_serial(void) {

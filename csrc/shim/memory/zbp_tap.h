@@ -39,15 +39,16 @@
 #include <Python.h>
 
 #include "core/memory/zbp_record.h"
+#include "shim/torch/zbp_error.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
 /* Begins `record` (uninitialised; the caller's, and at rest until zbp_tap_stop) and feeds it.
- * Returns ZBP_OK, or ZBP_EPYTHON with a Python error set and nothing changed: MemoryError, or
- * RuntimeError when the installed allocator cannot be replaced. With the GIL. */
-ZBP_MUST_USE int zbp_tap_start(zbp_record *record, uint64_t max_events);
+ * Errors, with nothing changed: MemoryError, or RuntimeError when the installed allocator cannot be replaced.
+ * With the GIL. */
+ZBP_MUST_USE int zbp_tap_start(zbp_record *record, uint64_t max_events, zbp_error *error);
 
 /* Ends feeding `record`, which then is the caller's alone. *displaced_out: 1 if somebody installed
  * another allocator meanwhile, else 0. Cannot fail. With the GIL, from any thread. */
@@ -55,8 +56,8 @@ void zbp_tap_stop(zbp_record *record, int *displaced_out);
 
 /* Lets the CPU storages of the tensors and torch.UntypedStorages among `objects` (borrowed: a list) that
  * name the allocator behind ours name ours, so that their growth is seen. Other objects are passed over.
- * With the GIL, while something is fed; runs no Python. ZBP_OK, or ZBP_EPYTHON with a Python error set. */
-ZBP_MUST_USE int zbp_tap_adopt(PyObject *objects);
+ * With the GIL, while something is fed; runs no Python. */
+ZBP_MUST_USE int zbp_tap_adopt(PyObject *objects, zbp_error *error);
 
 /* Likewise a c10::StorageImpl*; does nothing while nothing is fed. */
 void zbp_tap_adopt_storage(void *storage);
@@ -74,8 +75,8 @@ void zbp_tap_trace_start(void);
 void zbp_tap_trace_stop(void);
 
 /* New list of (file, function, line), innermost first; empty for a block without a trace. With the
- * GIL. NULL with an error set. */
-PyObject *zbp_tap_trace_of(uint64_t address);
+ * GIL. */
+PyObject *zbp_tap_trace_of(uint64_t address, zbp_error *error);
 
 /* The number of the next block: those that are handed out from now on have it or a larger one. */
 uint64_t zbp_tap_serial(void);

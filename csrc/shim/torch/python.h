@@ -12,31 +12,12 @@
 
 #include "shim/pass/group.h"
 #include "shim/torch/error.h"
-#include "shim/torch/zbp_raise.h"
 
 struct zbp_group {
   zbp::GroupPtr group;
 };
 
 namespace zbp {
-
-/// Until their callers have an error of their own.
-template <class Body>
-int guarded(const Body& body) noexcept {
-  zbp_error error{};
-  const int status = guarded(&error, body);
-  if (status != ZBP_OK) {
-    zbp_error_raise(&error);
-  }
-  return status;
-}
-
-template <class Body>
-PyObject* guarded_object(const Body& body) noexcept {
-  zbp_error error{};
-  PyObject* const object = guarded_object(&error, body);
-  return object ? object : zbp_error_raise(&error);
-}
 
 /// Of a borrowed result of PySequence_Fast().
 inline Py_ssize_t size_of(PyObject* seq) {

@@ -320,8 +320,8 @@ PyObject* wrap(const variable_list& grads, const Targets& targets) {
 
 using namespace zbp;
 
-PyObject* zbp_defer(PyObject* function, PyObject* weights, PyObject* saved) {
-  return guarded_object([&] {
+PyObject* zbp_defer(PyObject* function, PyObject* weights, PyObject* saved, zbp_error* error) {
+  return guarded_object(error, [&] {
     if (!PyCallable_Check(function)) {
       refuse(PyExc_TypeError, "function is a ", Py_TYPE(function)->tp_name,
              "; expected a callable that returns the gradients of the weights");
@@ -357,8 +357,8 @@ PyObject* zbp_defer(PyObject* function, PyObject* weights, PyObject* saved) {
   });
 }
 
-int zbp_will_defer(PyObject* weights, int* out) {
-  return guarded([&] {
+int zbp_will_defer(PyObject* weights, int* out, zbp_error* error) {
+  return guarded(error, [&] {
     const Running running = running_here();
     *out = plan_for(parse_weights(weights, running), running).verdict == Verdict::hand_over;
   });

@@ -21,13 +21,13 @@ extern "C" {
  *           as the tasks' other tensors are.
  *
  * New reference: a gradient or None, or for several weights a tuple of such; None for what was handed
- * over and for what nobody wants. NULL with an error set: TypeError, ValueError (an argument was refused,
+ * over and for what nobody wants. Errors: TypeError, ValueError (an argument was refused,
  * nothing was called), or what the callable raised. */
-PyObject *zbp_defer(PyObject *function, PyObject *weights, PyObject *saved);
+PyObject *zbp_defer(PyObject *function, PyObject *weights, PyObject *saved, zbp_error *error);
 
 /* *out: 1 if zbp_defer() would hand over work for `weights` here, 0 if it would call it at once or not at
  * all. */
-ZBP_MUST_USE int zbp_will_defer(PyObject *weights, int *out);
+ZBP_MUST_USE int zbp_will_defer(PyObject *weights, int *out, zbp_error *error);
 
 /* For the collector: visits the Python objects that were handed over and that the group alone holds; and makes the
  * group one whose weight pass has run, with nothing left. Run no Python code before the group lets go. */
