@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from support.processes import in_own_process
 from torch import nn
 
 import zbpipe
@@ -387,3 +388,40 @@ def test_a_check_is_left_once_and_after_it_was_entered():
 def test_devices_that_cannot_be_checked(device):
     with pytest.raises(ValueError, match=r"^device is .*; tensors can be checked on cpu and cuda$"):
         check_tensor_leak(device=device)
+
+
+@pytest.mark.skipif(
+    "libasan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer hangs where memory runs out"
+)
+def test_a_search_that_runs_out_of_memory_lets_go_of_all_and_can_be_repeated():
+    in_own_process("""
+        import resource
+
+        from zbpipe.leaks import find_holders
+
+        tensor = torch.ones(4)
+        others = [torch.ones(1) for _ in range(1000)]
+        kept = [[i] for i in range(400_000)]
+        kept.append(tensor)
+        chain = [str(holder) for holder in find_holders(tensor).chain]
+
+        def counts():
+            of_storages = [torch._C._storage_Use_Count(t.untyped_storage()._cdata) for t in (tensor, others[0])]
+            return of_storages, [(sys.getrefcount(t), t._use_count()) for t in (tensor, others[0])]
+
+        before = counts()
+        for megabytes in (1, 8, 16):
+            pages = int(open("/proc/self/statm").read().split()[0])
+            most = pages * resource.getpagesize() + (megabytes << 20)
+            resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+            try:
+                find_holders(tensor)
+            except (MemoryError, RuntimeError) as error:
+                assert type(error) is MemoryError or "bad_alloc" in str(error), error
+            else:
+                raise AssertionError(f"{megabytes} MB are enough")
+            finally:
+                resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        assert counts() == before, (counts(), before)
+        assert [str(holder) for holder in find_holders(tensor).chain] == chain
+    """)
