@@ -1,13 +1,11 @@
 #include "shim/holders/heap.h"
 
-#include <cstring>
 #include <new>
 
 #include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_function.h>
 #include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include "shim/torch/nodes.h"
 #include "shim/torch/python.h"
@@ -26,62 +24,22 @@ void check(int status) {
   }
 }
 
-PyTypeObject* as_type(PyObject* object) {
-  return reinterpret_cast<PyTypeObject*>(object);
-}
-
 }  // namespace
 
 Heap::Heap(zbp_group_access groups, PyTypeObject* work)
-    : groups_(groups),
-      work_(work),
-      saved_(as_type(py::detail::get_type_handle(typeid(SavedVariable), false).ptr())) {
+    : groups_(groups), types_(groups.type, work) {
   zbp_heap_init(&graph_, nullptr);
 }
 
-Heap::Type Heap::type_of(PyObject* object) const {
-  PyTypeObject* const type = Py_TYPE(object);
-  constexpr unsigned long atoms =
-      Py_TPFLAGS_UNICODE_SUBCLASS | Py_TPFLAGS_LONG_SUBCLASS | Py_TPFLAGS_BYTES_SUBCLASS;
-  if ((type->tp_flags & atoms) && !(type->tp_flags & Py_TPFLAGS_HAVE_GC)) {
-    return Type::skipped;
-  }
-  const auto known = types_.find(type);
-  if (known != types_.end()) {
-    return known->second;
-  }
-  const auto is = [&](PyTypeObject* base) { return base && PyType_IsSubtype(type, base); };
-  Type result = type->tp_flags & Py_TPFLAGS_HAVE_GC ? Type::plain : Type::skipped;
-  if (is(as_type(THPVariableClass))) {
-    result = Type::tensor;
-  } else if (is(THPStorageClass)) {
-    result = Type::storage;
-  } else if (is(&THPFunctionType)) {
-    result = Type::py_node;
-  } else if (torch::autograd::THPCppFunction_Check(object)) {
-    result = Type::cpp_node;
-  } else if (type == groups_.type) {
-    result = Type::group;
-  } else if (is(work_)) {
-    result = Type::work;
-  } else if (is(saved_)) {
-    result = Type::saved;
-  } else if (std::strcmp(type->tp_name, "numpy.ndarray") == 0) {
-    result = Type::array;
-  }
-  types_.emplace(type, result);
-  return result;
-}
-
 bool Heap::is_torchs(PyObject* object) const {
-  const Type type = type_of(object);
+  const Type type = types_.of(object);
   return type == Type::tensor || type == Type::storage || type == Type::cpp_node ||
          type == Type::py_node;
 }
 
 /// False if the object is of no interest.
 bool Heap::resolve(PyObject* object, Thing* thing, const void** key) const {
-  const Type type = type_of(object);
+  const Type type = types_.of(object);
   *thing = Thing::python;
   *key = object;
   switch (type) {
@@ -190,8 +148,8 @@ uint32_t Heap::meet(const Reference& reference, uint32_t parent) {
   bool added = false;
   check(zbp_heap_meet(&graph_, key, static_cast<uint8_t>(thing), parent, reference.counts_python,
                       &v, &added));
-  if (added && work_ && thing == Thing::python &&
-      type_of(static_cast<PyObject*>(const_cast<void*>(key))) == Type::work) {
+  if (added && thing == Thing::python &&
+      types_.of(static_cast<PyObject*>(const_cast<void*>(key))) == Type::work) {
     works_.push_back(v);
   }
   return v;

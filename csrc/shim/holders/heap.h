@@ -16,6 +16,7 @@
 
 #include "core/holders/zbp_heap.h"
 #include "shim/torch/compat.h"
+#include "shim/holders/types.h"
 #include "shim/holders/zbp_holders.h"
 
 namespace zbp {
@@ -94,20 +95,6 @@ class Heap {
   int64_t unexplained(uint32_t v, bool listed, bool native_only = false) const;
 
  private:
-  enum class Type : uint8_t {
-    skipped,
-    plain,
-    tensor,
-    storage,
-    cpp_node,
-    py_node,
-    group,
-    work,
-    saved,
-    array  // of numpy
-  };
-
-  Type type_of(PyObject* object) const;
   bool resolve(PyObject* object, Thing* thing, const void** key) const;
   bool resolve(const Reference& reference, Thing* thing, const void** key) const;
   uint32_t meet(const Reference& reference, uint32_t parent);
@@ -121,16 +108,13 @@ class Heap {
   void note_unseen(const std::string& what) { ++unseen_[what]; }
 
   zbp_group_access groups_;
-  PyTypeObject* work_;
-  PyTypeObject*
-      saved_;  // of a saved variable that Python holds; null before torch has made one known
   std::vector<uint32_t> works_;
   zbp_heap graph_{};
   std::vector<TensorRef> tensors_;
   std::vector<StorageRef> storages_;
   std::vector<NodePtr> nodes_;
   std::unordered_map<uint32_t, std::vector<PyObject*>> held_;
-  mutable std::unordered_map<PyTypeObject*, Type> types_;
+  mutable Types types_;  // learns
   std::map<std::string, size_t> unseen_;
 };
 

@@ -130,7 +130,7 @@ void Heap::python_references(PyObject* object, Visit visit) {
       std::rethrow_exception(traversal.error);
     }
   }
-  const Type type = type_of(object);
+  const Type type = types_.of(object);
   if (type == Type::saved) {
     saved_reference(*py::cast<SavedVariable*>(py::handle(object)), "saved tensor", -1, visit);
   } else if (type == Type::array) {

@@ -70,13 +70,15 @@ void zbp_error_clear(zbp_error* error) {
 
 PyObject* zbp_error_raise(zbp_error* error) {
   const auto raised = zbp::take(*error);
+  if (!raised) {
+    return PyErr_NoMemory();  // not even for an exception there was any
+  }
   try {
-    if (!raised) {
-      throw std::bad_alloc();  // not even for an exception there was memory
-    }
     std::rethrow_exception(*raised);
   } catch (const zbp::Refused& refused) {
     PyErr_SetString(refused.type, refused.message.c_str());
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
   } catch (...) {
     torch::translate_exception_to_python(std::current_exception());
   }

@@ -1,0 +1,38 @@
+// What Python objects are to a search for holders, by their types alone: none of their code runs.
+#pragma once
+
+#include <Python.h>
+
+#include <cstdint>
+#include <unordered_map>
+
+namespace zbp {
+
+enum class Type : uint8_t {
+  skipped,
+  plain,
+  tensor,
+  storage,
+  cpp_node,
+  py_node,
+  group,
+  work,
+  saved,
+  array  // of numpy
+};
+
+class Types {
+ public:
+  /// group: ParamGroup; work: torch.distributed's Work, or null. Both outlive this.
+  Types(PyTypeObject* group, PyTypeObject* work);
+
+  Type of(PyObject* object);
+
+ private:
+  PyTypeObject* group_;
+  PyTypeObject* work_;
+  PyTypeObject* saved_;  // of a saved variable that Python holds; null before torch has made one known
+  std::unordered_map<PyTypeObject*, Type> known_;
+};
+
+}  // namespace zbp
