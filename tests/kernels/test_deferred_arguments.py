@@ -3,6 +3,7 @@
 import collections
 import copy
 import gc
+import sys
 import weakref
 from types import SimpleNamespace
 
@@ -583,6 +584,21 @@ def test_containers_that_share_parts_are_not_multiplied():
         return x, grad, nested
 
     assert take(saved).bytes == MATRICES
+
+
+def test_nested_containers_need_no_room_on_the_stack():
+    """Calls are nested as deeply as Python lets them be, but for what the passes need themselves."""
+
+    def saved(x, w, grad):
+        nested = x
+        for _ in range(499):
+            nested = [nested]
+        return x, grad, nested
+
+    def taken_below(calls):
+        return taken_below(calls - 1) if calls else take(saved)
+
+    assert taken_below(sys.getrecursionlimit() // 2).bytes == MATRICES
 
 
 def endless_list(x):

@@ -31,7 +31,8 @@ class Types {
  private:
   PyTypeObject* group_;
   PyTypeObject* work_;
-  PyTypeObject* saved_;  // of a saved variable that Python holds; null before torch has made one known
+  PyTypeObject*
+      saved_;  // of a saved variable that Python holds; null before torch has made one known
   std::unordered_map<PyTypeObject*, Type> known_;
 };
 

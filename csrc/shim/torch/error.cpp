@@ -1,4 +1,5 @@
 #include "shim/torch/error.h"
+#include "shim/torch/zbp_raise.h"
 
 #include <exception>
 #include <memory>
