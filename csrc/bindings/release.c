@@ -33,7 +33,7 @@ PyDoc_STRVAR(
 
 static PyObject *release_storage(PyObject *Py_UNUSED(module), PyObject *tensor)
 {
-    zbp_holders holders = {0, 0, 0, 0};
+    zbp_other_holders holders = {0, 0, 0, 0};
     zbp_error error = {0};
     int released = 0;
     if (zbp_release_storage(tensor, &holders, &released, &error) != ZBP_OK) {

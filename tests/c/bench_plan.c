@@ -39,7 +39,7 @@ static int one(uint32_t nodes, double *graph_s, double *plan_s, uint32_t *edges,
     if (status == ZBP_OK)
         status = zbp_graph_add_node(&g, key(0), &at, NULL);
     if (status == ZBP_OK)
-        status = zbp_graph_mark(&g, at, ZBP_MARK_ROOT);
+        status = zbp_graph_mark(&g, at, ZBP_ROLE_ROOT);
     for (uint32_t i = 0; status == ZBP_OK && i + 5 < nodes; i += 5) {
         uint32_t product = 0, transpose = 0, weight = 0, bias = 0, below = 0;
 
@@ -51,13 +51,13 @@ static int one(uint32_t nodes, double *graph_s, double *plan_s, uint32_t *edges,
         status |= step(&g, product, 1, i + 3, &transpose);
         status |= step(&g, transpose, 0, i + 4, &weight);
         if (status == ZBP_OK)
-            status = zbp_graph_mark(&g, weight, ZBP_MARK_WEIGHT);
+            status = zbp_graph_mark(&g, weight, ZBP_ROLE_WEIGHT);
         if (status == ZBP_OK)
-            status = zbp_graph_mark(&g, bias, ZBP_MARK_WEIGHT);
+            status = zbp_graph_mark(&g, bias, ZBP_ROLE_WEIGHT);
         at = below;
     }
     if (status == ZBP_OK)
-        status = zbp_graph_mark(&g, at, ZBP_MARK_INPUT);
+        status = zbp_graph_mark(&g, at, ZBP_ROLE_INPUT);
     *graph_s = now() - start;
     if (status == ZBP_OK)
         status = zbp_plan_build(&p, &g, NULL);

@@ -58,9 +58,9 @@ static void model_of(model *m, const zbp_graph *g)
         m->reach[i] = UINT64_C(1) << i;
         m->label[i] = i;
         m->group[i] = ZBP_NONE;
-        m->input[i] = (g->mark[i] & ZBP_MARK_INPUT) != 0;
-        m->weight[i] = (g->mark[i] & ZBP_MARK_WEIGHT) != 0 && !m->input[i];
-        m->root[i] = (g->mark[i] & ZBP_MARK_ROOT) != 0;
+        m->input[i] = (g->mark[i] & ZBP_ROLE_INPUT) != 0;
+        m->weight[i] = (g->mark[i] & ZBP_ROLE_WEIGHT) != 0 && !m->input[i];
+        m->root[i] = (g->mark[i] & ZBP_ROLE_ROOT) != 0;
     }
     for (uint32_t e = 0; e < g->edge_count; e++)
         m->reach[g->edge[e].src] |= UINT64_C(1) << g->edge[e].dst;
@@ -216,11 +216,11 @@ int model_random_graph(zbp_graph *g, uint64_t *state, uint32_t nodes)
 
         status = node(g, i);
         if (inputs != 0 && model_below(state, 4 + inputs) == 0)
-            mark |= ZBP_MARK_INPUT;
+            mark |= ZBP_ROLE_INPUT;
         if (model_below(state, weights) == 0)
-            mark |= ZBP_MARK_WEIGHT;
+            mark |= ZBP_ROLE_WEIGHT;
         if (i == 0 || model_below(state, 8) == 0)
-            mark |= ZBP_MARK_ROOT;
+            mark |= ZBP_ROLE_ROOT;
         if (status == ZBP_OK)
             status = zbp_graph_mark(g, i, mark);
         if (status == ZBP_OK && walked && i > 0)

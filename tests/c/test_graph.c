@@ -68,11 +68,11 @@ static void marks_are_or_ed(void)
 
     CHECK(zbp_graph_init(&graph, NULL) == ZBP_OK);
     CHECK(zbp_graph_add_node(&graph, model_key(0), NULL, NULL) == ZBP_OK);
-    CHECK(zbp_graph_mark(&graph, 0, ZBP_MARK_INPUT) == ZBP_OK);
-    CHECK(zbp_graph_mark(&graph, 0, ZBP_MARK_ROOT) == ZBP_OK);
-    CHECK(graph.mark[0] == (ZBP_MARK_INPUT | ZBP_MARK_ROOT));
+    CHECK(zbp_graph_mark(&graph, 0, ZBP_ROLE_INPUT) == ZBP_OK);
+    CHECK(zbp_graph_mark(&graph, 0, ZBP_ROLE_ROOT) == ZBP_OK);
+    CHECK(graph.mark[0] == (ZBP_ROLE_INPUT | ZBP_ROLE_ROOT));
     CHECK(zbp_graph_mark(&graph, 0, 0) == ZBP_OK);
-    CHECK(graph.mark[0] == (ZBP_MARK_INPUT | ZBP_MARK_ROOT));
+    CHECK(graph.mark[0] == (ZBP_ROLE_INPUT | ZBP_ROLE_ROOT));
     zbp_graph_fini(&graph);
 }
 
@@ -85,7 +85,7 @@ static void bad_arguments_change_nothing(void)
 
     CHECK(zbp_graph_init(&graph, NULL) == ZBP_OK);
     CHECK(zbp_graph_add_edge(&graph, 0, 0, 0) == ZBP_EINVAL);
-    CHECK(zbp_graph_mark(&graph, 0, ZBP_MARK_ROOT) == ZBP_EINVAL);
+    CHECK(zbp_graph_mark(&graph, 0, ZBP_ROLE_ROOT) == ZBP_EINVAL);
     CHECK(zbp_graph_add_node(&graph, NULL, &id, &added) == ZBP_EINVAL && id == 7 && added);
     CHECK(zbp_graph_add_node(&graph, model_key(0), NULL, NULL) == ZBP_OK);
     CHECK(zbp_graph_add_edge(&graph, 1, 0, 0) == ZBP_EINVAL);

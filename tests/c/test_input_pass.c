@@ -33,9 +33,9 @@ int zbp_scene_walk(zbp_scene *scene, zbp_graph *graph, zbp_error *error)
         REQUIRE(zbp_graph_add_node(graph, model_key(i), NULL, NULL) == ZBP_OK);
     REQUIRE(zbp_graph_add_edge(graph, 0, 0, 1) == ZBP_OK &&
             zbp_graph_add_edge(graph, 0, 1, 2) == ZBP_OK);
-    REQUIRE(zbp_graph_mark(graph, 0, ZBP_MARK_ROOT) == ZBP_OK);
-    REQUIRE(zbp_graph_mark(graph, 1, ZBP_MARK_INPUT) == ZBP_OK);
-    REQUIRE(zbp_graph_mark(graph, 2, ZBP_MARK_WEIGHT) == ZBP_OK);
+    REQUIRE(zbp_graph_mark(graph, 0, ZBP_ROLE_ROOT) == ZBP_OK);
+    REQUIRE(zbp_graph_mark(graph, 1, ZBP_ROLE_INPUT) == ZBP_OK);
+    REQUIRE(zbp_graph_mark(graph, 2, ZBP_ROLE_WEIGHT) == ZBP_OK);
     return call(scene, 'w', error);
 }
 

@@ -53,18 +53,18 @@ static int draw(zbp_graph *g, enum shape shape, uint32_t n)
     int status = ZBP_OK;
 
     for (uint32_t i = 0; status == ZBP_OK && i < n; i++) {
-        uint8_t mark = i == 0 ? ZBP_MARK_ROOT : i + 1 == n ? ZBP_MARK_INPUT : 0;
+        uint8_t mark = i == 0 ? ZBP_ROLE_ROOT : i + 1 == n ? ZBP_ROLE_INPUT : 0;
 
         if (shape == LAYERS && i % 3 == 2 && i + 1 != n)
-            mark = ZBP_MARK_WEIGHT;
+            mark = ZBP_ROLE_WEIGHT;
         else if (shape == FAN && i > 0 && i + 1 != n)
-            mark = ZBP_MARK_WEIGHT;
+            mark = ZBP_ROLE_WEIGHT;
         else if (shape == RING && i == n / 2)
-            mark = ZBP_MARK_WEIGHT;
+            mark = ZBP_ROLE_WEIGHT;
         else if (shape == ONE_GROUP)
-            mark = i % 2 == 1 ? ZBP_MARK_WEIGHT : i == 0 ? ZBP_MARK_ROOT : 0;
+            mark = i % 2 == 1 ? ZBP_ROLE_WEIGHT : i == 0 ? ZBP_ROLE_ROOT : 0;
         else if (shape == RANDOM && model_below(&random, 4) == 0)
-            mark |= ZBP_MARK_WEIGHT;
+            mark |= ZBP_ROLE_WEIGHT;
         status = add(g, i, mark);
     }
     for (uint32_t i = 0; status == ZBP_OK && i < n; i++) {

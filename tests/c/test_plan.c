@@ -4,7 +4,7 @@
 #include "model.h"
 #include "core/graph/zbp_plan.h"
 
-enum { I = ZBP_MARK_INPUT, W = ZBP_MARK_WEIGHT, R = ZBP_MARK_ROOT };
+enum { I = ZBP_ROLE_INPUT, W = ZBP_ROLE_WEIGHT, R = ZBP_ROLE_ROOT };
 enum {
     CLOSURE = ZBP_NODE_CLOSURE,
     WARD = ZBP_NODE_WEIGHTWARD,

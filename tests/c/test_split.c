@@ -58,7 +58,7 @@ static void draw_roots(world *w, uint64_t *state)
 {
     for (uint32_t i = 0; i < w->graph.node_count; i++) {
         for (uint32_t n = model_below(state, 3); n > 0 && w->root_count < ROOTS; n--) {
-            if (is_marked(w, i, ZBP_MARK_ROOT))
+            if (is_marked(w, i, ZBP_ROLE_ROOT))
                 w->root[w->root_count++] = i;
         }
     }
@@ -130,7 +130,7 @@ static void go_ordinarily(const world *w, bool *seen, uint32_t node)
     if (seen[node])
         return;
     seen[node] = true;
-    if (is_marked(w, node, ZBP_MARK_INPUT))
+    if (is_marked(w, node, ZBP_ROLE_INPUT))
         return;
     for (uint32_t e = 0; e < w->graph.edge_count; e++) {
         if (w->graph.edge[e].src == node)
@@ -153,7 +153,7 @@ static void i_runs_the_closure_and_nothing_else(void)
             go_ordinarily(&w, seen, w.root[i]);
         }
         for (uint32_t i = 0; i < w.graph.node_count; i++) {
-            const bool is_input = is_marked(&w, i, ZBP_MARK_INPUT);
+            const bool is_input = is_marked(&w, i, ZBP_ROLE_INPUT);
             const bool runs = seen[i] && !is_input && has(&w, i, ZBP_NODE_CLOSURE);
 
             CHECK(r.capture[i] == (seen[i] && is_input));
@@ -232,7 +232,7 @@ static uint32_t naive_path(const world *w, uint32_t node)
     uint32_t casts = 0, steps = 0, out = 0;
     bool meets = false;
 
-    while (!is_marked(w, node, ZBP_MARK_WEIGHT)) {
+    while (!is_marked(w, node, ZBP_ROLE_WEIGHT)) {
         const zbp_fact *fact = &w->facts.of_node[node];
         const uint32_t edge = only_edge_of(w, node, &out);
 
@@ -255,7 +255,7 @@ static void check_face(const world *w, uint32_t group, const zbp_face *face, uin
     CHECK((face->obstacle == ZBP_OBSTACLE_NONE) == (face->weight >= 0));
     if (face->weight >= 0)
         CHECK(weight_id(w, group, face->weight) == behind);
-    CHECK((face->outside < 0) == is_marked(w, target, ZBP_MARK_WEIGHT));
+    CHECK((face->outside < 0) == is_marked(w, target, ZBP_ROLE_WEIGHT));
     if (face->outside >= 0)
         CHECK(w->split.outside[w->split.outside_begin[group] + (uint32_t)face->outside] == target);
 }
@@ -314,7 +314,7 @@ static void check_group(const world *w, uint32_t g)
         const zbp_edge *edge = &w->graph.edge[e];
 
         hops += has(w, edge->src, ZBP_NODE_WEIGHTWARD) &&
-                !is_marked(w, edge->src, ZBP_MARK_WEIGHT) && w->plan.group[edge->src] == g &&
+                !is_marked(w, edge->src, ZBP_ROLE_WEIGHT) && w->plan.group[edge->src] == g &&
                 has(w, edge->dst, ZBP_NODE_WEIGHTWARD);
     }
     CHECK(layout->hop_count == hops);
@@ -366,9 +366,9 @@ static void make_chain(world *w, uint8_t first, uint8_t second)
         REQUIRE(zbp_graph_add_node(&w->graph, model_key(i), NULL, NULL) == ZBP_OK);
     for (size_t e = 0; e < sizeof chain / sizeof *chain; e++)
         REQUIRE(zbp_graph_add_edge(&w->graph, chain[e][0], chain[e][1], chain[e][2]) == ZBP_OK);
-    REQUIRE(zbp_graph_mark(&w->graph, SPLIT, ZBP_MARK_ROOT) == ZBP_OK);
-    REQUIRE(zbp_graph_mark(&w->graph, WEIGHT, ZBP_MARK_WEIGHT) == ZBP_OK);
-    REQUIRE(zbp_graph_mark(&w->graph, INPUT, ZBP_MARK_INPUT) == ZBP_OK);
+    REQUIRE(zbp_graph_mark(&w->graph, SPLIT, ZBP_ROLE_ROOT) == ZBP_OK);
+    REQUIRE(zbp_graph_mark(&w->graph, WEIGHT, ZBP_ROLE_WEIGHT) == ZBP_OK);
+    REQUIRE(zbp_graph_mark(&w->graph, INPUT, ZBP_ROLE_INPUT) == ZBP_OK);
     REQUIRE(zbp_plan_build(&w->plan, &w->graph, NULL) == ZBP_OK);
     REQUIRE(zbp_facts_init(&w->facts, &w->graph, NULL) == ZBP_OK);
     w->facts.of_node[SPLIT] = (zbp_fact){.sequence_nr = 7, .type = ZBP_TYPE_PRODUCT};
@@ -444,8 +444,8 @@ static uint8_t obstacle_behind(uint32_t steps)
     for (uint32_t i = 0; i < weight; i++)
         REQUIRE(zbp_graph_add_edge(&w.graph, i, 0, i + 1) == ZBP_OK);
     REQUIRE(zbp_graph_add_edge(&w.graph, 0, 1, input) == ZBP_OK);
-    REQUIRE(zbp_graph_mark(&w.graph, weight, ZBP_MARK_WEIGHT) == ZBP_OK);
-    REQUIRE(zbp_graph_mark(&w.graph, input, ZBP_MARK_INPUT) == ZBP_OK);
+    REQUIRE(zbp_graph_mark(&w.graph, weight, ZBP_ROLE_WEIGHT) == ZBP_OK);
+    REQUIRE(zbp_graph_mark(&w.graph, input, ZBP_ROLE_INPUT) == ZBP_OK);
     REQUIRE(zbp_plan_build(&w.plan, &w.graph, NULL) == ZBP_OK);
     REQUIRE(zbp_facts_init(&w.facts, &w.graph, NULL) == ZBP_OK);
     for (uint32_t i = 1; i <= steps; i++)

@@ -4,7 +4,7 @@
 
 #include "core/base/zbpi_alloc.h"
 
-enum { ALL_MARKS = ZBP_MARK_INPUT | ZBP_MARK_WEIGHT | ZBP_MARK_ROOT };
+enum { ALL_ROLES = ZBP_ROLE_INPUT | ZBP_ROLE_WEIGHT | ZBP_ROLE_ROOT };
 
 static const uint32_t MOST = UINT32_MAX - 1;
 
@@ -94,7 +94,7 @@ int zbp_graph_add_edge(zbp_graph *graph, uint32_t src, uint32_t slot, uint32_t d
 
 int zbp_graph_mark(zbp_graph *graph, uint32_t id, uint8_t mark)
 {
-    if (id >= graph->node_count || (mark & ~ALL_MARKS) != 0)
+    if (id >= graph->node_count || (mark & ~ALL_ROLES) != 0)
         return ZBP_EINVAL;
     graph->mark[id] |= mark;
     return ZBP_OK;
@@ -118,7 +118,7 @@ int zbp_graph_check(const zbp_graph *graph, const char **reason_out)
 
         if (!zbp_map_find(&graph->id_of, graph->key[i], &id) || id != i)
             reason = "graph: the map does not find a node under its key";
-        else if ((graph->mark[i] & ~ALL_MARKS) != 0)
+        else if ((graph->mark[i] & ~ALL_ROLES) != 0)
             reason = "graph: a mark has an unknown bit";
     }
     for (uint32_t e = 0; reason == NULL && e < graph->edge_count; e++)

@@ -27,9 +27,9 @@ extern "C" {
 
 /* What the caller says about a node; or-ed. A node that is INPUT and WEIGHT counts as INPUT. */
 enum {
-    ZBP_MARK_INPUT = 1,  /* produces a stage input: the walk stops here */
-    ZBP_MARK_WEIGHT = 2, /* accumulates (or produces) a weight */
-    ZBP_MARK_ROOT = 4    /* produces a stage output: the walk starts here */
+    ZBP_ROLE_INPUT = 1,  /* produces a stage input: the walk stops here */
+    ZBP_ROLE_WEIGHT = 2, /* accumulates (or produces) a weight */
+    ZBP_ROLE_ROOT = 4    /* produces a stage output: the walk starts here */
 };
 
 /* Gradients flow from src to dst: dst is entry `slot` of src's next_edges. */
@@ -42,7 +42,7 @@ typedef struct zbp_graph {
     uint32_t node_count;
     uint32_t edge_count;
     const void **key; /* [node_count], borrowed pointers, never read through */
-    uint8_t *mark;    /* [node_count], ZBP_MARK_* */
+    uint8_t *mark;    /* [node_count], ZBP_ROLE_* */
     zbp_edge *edge;   /* [edge_count], in the order of zbp_graph_add_edge */
 
     uint32_t key_capacity, mark_capacity, edge_capacity;
@@ -74,7 +74,7 @@ bool zbp_graph_find(const zbp_graph *graph, const void *key, uint32_t *id_out);
 ZBP_MUST_USE int zbp_graph_add_edge(zbp_graph *graph, uint32_t src, uint32_t slot, uint32_t dst);
 
 /* Ors mark into the node's marks. Error, the graph unchanged: ZBP_EINVAL (id is no id, or mark has
- * a bit that is no ZBP_MARK_*). O(1). */
+ * a bit that is no ZBP_ROLE_*). O(1). */
 ZBP_MUST_USE int zbp_graph_mark(zbp_graph *graph, uint32_t id, uint8_t mark);
 
 /* Whether the invariant holds. ZBP_OK, or ZBP_EINVAL with *reason_out (may be NULL) a static

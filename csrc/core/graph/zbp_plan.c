@@ -128,7 +128,7 @@ static void flag_backwards(work *w, uint8_t flag, uint8_t except)
 static void flag_closure(work *w)
 {
     for (uint32_t i = 0; i < w->graph->node_count; i++)
-        if ((w->graph->mark[i] & ZBP_MARK_INPUT) != 0)
+        if ((w->graph->mark[i] & ZBP_ROLE_INPUT) != 0)
             flag_and_push(w, i, ZBP_NODE_CLOSURE);
     flag_backwards(w, ZBP_NODE_CLOSURE, 0);
 }
@@ -136,7 +136,7 @@ static void flag_closure(work *w)
 static void flag_weightward(work *w)
 {
     for (uint32_t i = 0; i < w->graph->node_count; i++)
-        if ((w->graph->mark[i] & ZBP_MARK_WEIGHT) != 0 && (w->flag[i] & ZBP_NODE_CLOSURE) == 0)
+        if ((w->graph->mark[i] & ZBP_ROLE_WEIGHT) != 0 && (w->flag[i] & ZBP_NODE_CLOSURE) == 0)
             flag_and_push(w, i, ZBP_NODE_WEIGHTWARD);
     flag_backwards(w, ZBP_NODE_WEIGHTWARD, ZBP_NODE_CLOSURE);
 }
@@ -183,7 +183,7 @@ static void flag_split_and_unite(work *w)
     for (uint32_t e = 0; e < graph->edge_count; e++) {
         uint32_t src = graph->edge[e].src, dst = graph->edge[e].dst;
 
-        if ((w->flag[dst] & ZBP_NODE_WEIGHTWARD) == 0 || (graph->mark[src] & ZBP_MARK_INPUT) != 0)
+        if ((w->flag[dst] & ZBP_NODE_WEIGHTWARD) == 0 || (graph->mark[src] & ZBP_ROLE_INPUT) != 0)
             continue;
         if ((w->flag[src] & ZBP_NODE_CLOSURE) != 0)
             w->flag[src] |= ZBP_NODE_SPLIT;
@@ -207,13 +207,13 @@ static void number_groups(work *w)
     for (uint32_t i = 0; i < graph->node_count; i++) {
         bool weightward = (w->flag[i] & ZBP_NODE_WEIGHTWARD) != 0;
 
-        if (weightward && (graph->mark[i] & ZBP_MARK_ROOT) != 0)
+        if (weightward && (graph->mark[i] & ZBP_ROLE_ROOT) != 0)
             w->flag[i] |= ZBP_NODE_WEIGHT_ROOT;
         if ((w->flag[i] & (ZBP_NODE_SPLIT | ZBP_NODE_WEIGHT_ROOT)) != 0)
             number_group_of(w, i);
         w->split_count += (w->flag[i] & ZBP_NODE_SPLIT) != 0;
         w->root_count += (w->flag[i] & ZBP_NODE_WEIGHT_ROOT) != 0;
-        w->weight_count += weightward && (graph->mark[i] & ZBP_MARK_WEIGHT) != 0;
+        w->weight_count += weightward && (graph->mark[i] & ZBP_ROLE_WEIGHT) != 0;
     }
     for (uint32_t i = 0; i < graph->node_count; i++)
         if ((w->flag[i] & ZBP_NODE_WEIGHTWARD) != 0)
@@ -298,7 +298,7 @@ int zbp_plan_build(zbp_plan *plan, const zbp_graph *graph, const zbp_alloc *allo
     list_edges_out(&built, graph);
     list_nodes(&built, graph, ZBP_NODE_SPLIT, 0, built.split_begin, built.split);
     list_nodes(&built, graph, ZBP_NODE_WEIGHT_ROOT, 0, built.root_begin, built.root);
-    list_nodes(&built, graph, ZBP_NODE_WEIGHTWARD, ZBP_MARK_WEIGHT, built.weight_begin,
+    list_nodes(&built, graph, ZBP_NODE_WEIGHTWARD, ZBP_ROLE_WEIGHT, built.weight_begin,
                built.weight);
     list_weight_edges(&built, graph);
     *plan = built;

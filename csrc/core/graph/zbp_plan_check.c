@@ -73,12 +73,12 @@ static void reach(check *c, int mark, uint8_t flag)
 
 static void derive_flags(check *c)
 {
-    reach(c, ZBP_MARK_INPUT, ZBP_NODE_CLOSURE);
-    reach(c, ZBP_MARK_WEIGHT, ZBP_NODE_WEIGHTWARD);
+    reach(c, ZBP_ROLE_INPUT, ZBP_NODE_CLOSURE);
+    reach(c, ZBP_ROLE_WEIGHT, ZBP_NODE_WEIGHTWARD);
     for (uint32_t i = 0; i < c->graph->node_count; i++) {
-        if (has(c, i, ZBP_NODE_WEIGHTWARD) && marked(c, i, ZBP_MARK_ROOT))
+        if (has(c, i, ZBP_NODE_WEIGHTWARD) && marked(c, i, ZBP_ROLE_ROOT))
             c->flag[i] |= ZBP_NODE_WEIGHT_ROOT;
-        if (has(c, i, ZBP_NODE_CLOSURE) && !marked(c, i, ZBP_MARK_INPUT))
+        if (has(c, i, ZBP_NODE_CLOSURE) && !marked(c, i, ZBP_ROLE_INPUT))
             for (uint32_t e = c->first_out[i]; e != ZBP_NONE; e = c->next_out[e])
                 if (has(c, c->graph->edge[e].dst, ZBP_NODE_WEIGHTWARD))
                     c->flag[i] |= ZBP_NODE_SPLIT;
@@ -223,7 +223,7 @@ static uint32_t root_number(const check *c, uint32_t id)
 
 static uint32_t weight_number(const check *c, uint32_t id)
 {
-    return group_if(c, id, has(c, id, ZBP_NODE_WEIGHTWARD) && marked(c, id, ZBP_MARK_WEIGHT));
+    return group_if(c, id, has(c, id, ZBP_NODE_WEIGHTWARD) && marked(c, id, ZBP_ROLE_WEIGHT));
 }
 
 static uint32_t weight_edge_number(const check *c, uint32_t e)

@@ -82,7 +82,7 @@ void zbp_split_fini(zbp_split *split)
 
 static bool is_input(const work *w, uint32_t node)
 {
-    return (w->graph->mark[node] & ZBP_MARK_INPUT) != 0;
+    return (w->graph->mark[node] & ZBP_ROLE_INPUT) != 0;
 }
 
 static bool has(const work *w, uint32_t node, uint8_t flag)
@@ -93,7 +93,7 @@ static bool has(const work *w, uint32_t node, uint8_t flag)
 /* Of a node that is WEIGHTWARD. */
 static bool is_weight(const work *w, uint32_t node)
 {
-    return (w->graph->mark[node] & ZBP_MARK_WEIGHT) != 0;
+    return (w->graph->mark[node] & ZBP_ROLE_WEIGHT) != 0;
 }
 
 static const zbp_edge *out_edge(const work *w, uint32_t node, uint32_t i)

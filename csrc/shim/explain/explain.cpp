@@ -55,7 +55,7 @@ std::vector<at::Tensor> tensors_in(PyObject* seq, const char* name) {
 }
 
 /// What makes W go through the engine to get from the face to its weight; nothing if it need not.
-std::optional<std::string> way_of(const Face& face, const zbp_face& plan) {
+std::optional<std::string> obstacle_of(const Face& face, const zbp_face& plan) {
   switch (plan.obstacle) {
     case ZBP_OBSTACLE_NONE:
       return std::nullopt;
@@ -79,7 +79,7 @@ void tell(const zbp_explain_visitor& visitor, const Task& task, size_t f, Reach&
   const auto& metadata = face.edge.function->input_metadata(face.edge.input_nr);
   const Sizes sizes =
       metadata.is_nested_tensor() ? Sizes() : numbers(metadata.shape_as_dim_vector());
-  const std::optional<std::string> way = way_of(face, plan);
+  const std::optional<std::string> way = obstacle_of(face, plan);
   reach.begin();
   reach.add(task, f);
   const zbp_explain_edge edge{

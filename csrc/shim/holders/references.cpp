@@ -35,12 +35,6 @@ namespace zbp {
 
 namespace {
 
-struct NodeAccess : Node {
-  static const torch::autograd::AnomalyMetadata* anomaly_of(const Node& node) {
-    return (node.*(&NodeAccess::anomaly_metadata_)).get();
-  }
-};
-
 /// libtorch_python hides the type information of its hooks: they are told by name.
 bool is_named(const std::type_info& type, const char* name) {
   return std::strcmp(type.name(), name) == 0;
@@ -285,7 +279,7 @@ void Heap::node_references(Node& node, Visit visit) {
       note_unseen("nodes with C++ hooks");
     }
   }
-  if (const auto* anomaly = NodeAccess::anomaly_of(node);
+  if (const auto* anomaly = NodeParts::anomaly_of(node);
       anomaly && is_named(typeid(*anomaly), "N5torch8autograd17PyAnomalyMetadataE")) {
     auto* python = static_cast<torch::autograd::PyAnomalyMetadata*>(
         const_cast<torch::autograd::AnomalyMetadata*>(anomaly));

@@ -43,7 +43,7 @@ Tapped& tapped() {
   return *all;
 }
 
-uint64_t address_of(const void* data) {
+uint64_t number_of(const void* data) {
   return static_cast<uint64_t>(reinterpret_cast<uintptr_t>(data));
 }
 
@@ -74,7 +74,7 @@ void note_alloc(const void* data, size_t bytes) {
   const Trace trace = trace_now();
   Tapped& t = tapped();
   const std::lock_guard<std::mutex> lock(t.mutex);
-  const uint64_t address = address_of(data);
+  const uint64_t address = number_of(data);
   if (zbp_books_alloc(&t.books, now(t.books), zbp_tap_thread(), address, bytes) != ZBP_OK) {
     zbp_books_untracked(&t.books);
     return;
@@ -91,7 +91,7 @@ void note_free(const void* data) {
   if (t.block_count.load(std::memory_order_relaxed) == 0) {
     return;
   }
-  const uint64_t address = address_of(data);
+  const uint64_t address = number_of(data);
   decltype(t.traces)::node_type trace;  // goes when the lock is given back
   const std::lock_guard<std::mutex> lock(t.mutex);
   if (!t.traces.empty()) {
@@ -239,7 +239,7 @@ bool uninstall() {
 
 /// The storage of a tensor or of a torch.UntypedStorage, nullptr if `object` has none. By its type alone:
 /// isinstance() would run the code of whoever fakes __class__.
-c10::StorageImpl* storage_of(PyObject* object) {
+c10::StorageImpl* storage_in(PyObject* object) {
   if (PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(THPVariableClass))) {
     const at::Tensor& tensor = THPVariable_Unpack(object);
     return tensor.defined() && tensor.has_storage()
@@ -311,7 +311,7 @@ void zbp_tap_stop(zbp_record* record, int* displaced_out) {
 int zbp_tap_adopt(PyObject* objects, zbp_error* error) {
   return guarded(error, [&] {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(objects); ++i) {
-      if (c10::StorageImpl* const storage = storage_of(PyList_GET_ITEM(objects, i))) {
+      if (c10::StorageImpl* const storage = storage_in(PyList_GET_ITEM(objects, i))) {
         zbp_tap_adopt_storage(storage);
       }
     }

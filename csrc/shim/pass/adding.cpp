@@ -28,7 +28,7 @@ struct zbp_adding {
 
   Group& group;
   const zbp_how how;
-  const Range range;
+  const ProfiledRange range;
   std::optional<c10::OptionalStreamGuard> stream;  // the task's
   variable_list outputs;  // of its node, a deferred one, which gives all its gradients at once
   std::vector<at::Tensor> sums;  // per weight

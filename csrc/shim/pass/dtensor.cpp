@@ -39,7 +39,8 @@ std::optional<at::Tensor> plain_tensor_in(PyObject* object) {
   return tensor && !is_subclass(*tensor) ? std::optional(*tensor) : std::nullopt;
 }
 
-std::optional<LocalProduct> take_apart(const Factor& sum, const Factor& left, const Factor& right) {
+std::optional<LocalProduct> take_apart(const Operand& sum, const Operand& left,
+                                       const Operand& right) {
   THPObjectPtr function = python_function("local_product");
   THPObjectPtr transposed(Py_BuildValue("(iii)", static_cast<int>(sum.is_transposed),
                                         static_cast<int>(left.is_transposed),
@@ -87,8 +88,8 @@ at::Tensor local_part(const at::Tensor& tensor) {
   return plain_tensor_in(local.get()).value_or(tensor);
 }
 
-std::optional<LocalProduct> local_product(const Factor& sum, const Factor& left,
-                                          const Factor& right) {
+std::optional<LocalProduct> local_product(const Operand& sum, const Operand& left,
+                                          const Operand& right) {
   if (!is_subclass(sum.matrix) || !is_subclass(left.matrix) || !is_subclass(right.matrix) ||
       !is_dtensor(sum.matrix)) {
     return std::nullopt;

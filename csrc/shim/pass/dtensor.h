@@ -14,7 +14,7 @@ bool is_dtensor(const at::Tensor& tensor);
 at::Tensor local_part(const at::Tensor& tensor);
 
 /// A factor of a product, or where the product is added.
-struct Factor {
+struct Operand {
   at::Tensor matrix;
   bool is_transposed;
 };
@@ -28,7 +28,7 @@ struct LocalProduct {
 /// This rank's parts of three DTensors, where adding the product of its parts of `left` and `right` to its part of `sum`
 /// is all there is to adding the product itself: it needs no communication, and lies on the mesh as `sum` does. Else
 /// nothing.
-std::optional<LocalProduct> local_product(const Factor& sum, const Factor& left,
-                                          const Factor& right);
+std::optional<LocalProduct> local_product(const Operand& sum, const Operand& left,
+                                          const Operand& right);
 
 }  // namespace zbp

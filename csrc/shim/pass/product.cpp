@@ -23,9 +23,9 @@ struct Factors {
 };
 
 /// For Y = A B: dA = dY Bᵀ, dB = Aᵀ dY, or both sides of that transposed.
-std::pair<Factor, Factor> matrices_of(const Task& task) {
-  const Factor grad{task.output_grads[0].tensor(), false};
-  const Factor other{task.packed ? task.packed->unpack() : task.other.tensor(), true};
+std::pair<Operand, Operand> matrices_of(const Task& task) {
+  const Operand grad{task.output_grads[0].tensor(), false};
+  const Operand other{task.packed ? task.packed->unpack() : task.other.tensor(), true};
   const auto [left, right] = task.weight_is_left ? std::pair(grad, other) : std::pair(other, grad);
   if (!is_multiplied_transposed(task)) {
     return {left, right};

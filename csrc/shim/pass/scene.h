@@ -83,7 +83,7 @@ struct zbp_scene {
   void put_back() noexcept;
 
   zbp::Barrier barrier;  // from the first touch to the end
-  std::optional<zbp::Range> range;
+  std::optional<zbp::ProfiledRange> range;
   zbp::InputPassArgs args;
   size_t input_count = 0;        // of all values that the caller has listed
   std::vector<size_t> position;  // among them, of args.inputs

@@ -29,7 +29,7 @@ Walk::Walk(const InputPassArgs& args, zbp_graph& graph) : graph_(graph) {
   for (const Edge& root : args.roots) {
     uint32_t& id = roots_.emplace_back();
     check_status(zbp_graph_add_node(&graph_, key_of(root), &id, nullptr));
-    check_status(zbp_graph_mark(&graph_, id, ZBP_MARK_ROOT));
+    check_status(zbp_graph_mark(&graph_, id, ZBP_ROLE_ROOT));
   }
   add_reachable();
   mark_weights(args);
@@ -67,7 +67,7 @@ void Walk::add_inputs(const InputPassArgs& args) {
     if (edge.is_valid()) {
       uint32_t id = 0;
       check_status(zbp_graph_add_node(&graph_, edge.function.get(), &id, nullptr));
-      check_status(zbp_graph_mark(&graph_, id, ZBP_MARK_INPUT));
+      check_status(zbp_graph_mark(&graph_, id, ZBP_ROLE_INPUT));
       if (edge.function->num_inputs() > 1) {
         input_outputs_[edge.function.get()].push_back(edge.input_nr);
       }
@@ -107,7 +107,7 @@ void Walk::mark_weights(const InputPassArgs& args) {
                     " ", leaf.sym_sizes(),
                     " was changed in place, since the forward, by something that needs a gradient; "
                     "change weights under torch.no_grad(), and run the microbatch again");
-        check_status(zbp_graph_mark(&graph_, id, ZBP_MARK_WEIGHT));
+        check_status(zbp_graph_mark(&graph_, id, ZBP_ROLE_WEIGHT));
       }
     }
     return;
@@ -119,7 +119,7 @@ void Walk::mark_weights(const InputPassArgs& args) {
       TORCH_CHECK(typeid(*accumulator) == typeid(torch::autograd::AccumulateGrad),
                   "zbpipe: a weight of shape ", weight.sizes(), " accumulates through a ",
                   accumulator->name(), ", which zbpipe does not know; expected AccumulateGrad");
-      check_status(zbp_graph_mark(&graph_, id, ZBP_MARK_WEIGHT));
+      check_status(zbp_graph_mark(&graph_, id, ZBP_ROLE_WEIGHT));
     }
   }
 }

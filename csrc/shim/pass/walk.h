@@ -28,7 +28,7 @@ class Walk {
   Node& node(uint32_t id) const {
     return *reinterpret_cast<Node*>(reinterpret_cast<uintptr_t>(graph_.key[id]) & ~uintptr_t{1});
   }
-  bool is_input(uint32_t id) const { return (graph_.mark[id] & ZBP_MARK_INPUT) != 0; }
+  bool is_input(uint32_t id) const { return (graph_.mark[id] & ZBP_ROLE_INPUT) != 0; }
   bool is_input(const Edge& edge) const {
     uint32_t id = 0;
     return zbp_graph_find(&graph_, key_of(edge), &id) && is_input(id);

@@ -225,7 +225,7 @@ struct zbp_call {
   std::vector<zbp_turn> turns;
   Barrier barrier;
   std::optional<at::AutoGradMode> no_grad;
-  std::optional<Range> range;
+  std::optional<ProfiledRange> range;
 
  private:
   std::optional<std::unordered_map<const void*, size_t>> unlisted_;

@@ -50,7 +50,7 @@ variable_list TaskNode::apply(variable_list&& /*grads*/) {
   if (task_ >= group_->tasks.size()) {
     return variable_list(num_outputs());
   }
-  const Range range(*group_);
+  const ProfiledRange range(*group_);
   Task& task = group_->tasks[task_];
   for (size_t i = 0; i < task.face.size(); ++i) {
     if (next_edge(i).is_valid()) {

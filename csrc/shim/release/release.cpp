@@ -66,7 +66,7 @@ c10::StorageImpl& memory_of(const at::Tensor& tensor) {
 }
 
 /// What a view keeps alive; nothing for a tensor that is no view.
-const at::Tensor* base_of(const at::Tensor& tensor) {
+const at::Tensor* base_kept_by(const at::Tensor& tensor) {
   const auto* view = impl::get_view_autograd_meta(tensor);
   if (!view) {
     return nullptr;
@@ -156,7 +156,7 @@ void move_to_shell(PyObject* object, const at::Tensor& tensor) {
 }
 
 void check_output(const at::Tensor& tensor) {
-  if (const at::Tensor* base = base_of(tensor)) {
+  if (const at::Tensor* base = base_kept_by(tensor)) {
     refuse(PyExc_ValueError, "tensor of ", describe(tensor), " is a view, and its base of ",
            describe(*base), " would keep the ", memory_of(tensor).nbytes(),
            " bytes; deallocate what zbpipe.make_viewless(tensor) returns");
@@ -244,7 +244,7 @@ at::Tensor make_viewless(const at::Tensor& tensor) {
 
 PyObject* make_viewless(PyObject* object) {
   const at::Tensor& tensor = plain_tensor(object);
-  if (!base_of(tensor) && fills_its_storage(tensor)) {
+  if (!base_kept_by(tensor) && fills_its_storage(tensor)) {
     return Py_NewRef(object);
   }
   if (reinterpret_cast<PyObject*>(Py_TYPE(object)) != THPVariableClass) {
@@ -280,7 +280,7 @@ int hold_through_tensor(const at::Tensor& tensor, const at::Tensor& other) {
   if (&impl_of(other) == &impl_of(tensor)) {
     return ZBP_HOLDS_TENSOR;
   }
-  const at::Tensor* base = base_of(other);
+  const at::Tensor* base = base_kept_by(other);
   const bool as_base = base && &impl_of(*base) == &impl_of(tensor);
   const auto* storage = impl_of(other).unsafe_storage().unsafeGetStorageImpl();
   return (storage == &memory_of(tensor) ? ZBP_HOLDS_STORAGE : 0) |
@@ -309,7 +309,7 @@ PyObject* zbp_make_viewless(PyObject* tensor, zbp_error* error) {
   return guarded_object(error, [&] { return make_viewless(tensor); });
 }
 
-int zbp_release_storage(PyObject* object, zbp_holders* holders_out, int* released_out,
+int zbp_release_storage(PyObject* object, zbp_other_holders* holders_out, int* released_out,
                         zbp_error* error) {
   return guarded(error, [&] {
     const at::Tensor& tensor = plain_tensor(object);

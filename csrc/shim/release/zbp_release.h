@@ -19,12 +19,12 @@ extern "C" {
 #endif
 
 /* The holders of a tensor's memory that C++ counts. */
-typedef struct zbp_holders {
+typedef struct zbp_other_holders {
     size_t bytes;       /* of the storage */
     size_t storage;     /* holders of the storage besides this tensor: tensors, a Python storage */
     int python_storage; /* 1 if one of these is an UntypedStorage that is held in Python */
     size_t tensor;      /* holders of this tensor besides its Python object: nodes, views, C++ */
-} zbp_holders;
+} zbp_other_holders;
 
 /* How an object holds the memory of a tensor; bits. */
 enum {
@@ -47,8 +47,8 @@ PyObject *zbp_make_viewless(PyObject *tensor, zbp_error *error);
  * the tensor is left with one of no bytes, and reading it raises. So too if it has no bytes before.
  * Otherwise *released_out = 0, nothing has changed, and *holders_out says how many others there are.
  * Refused: what is no plain tensor, memory that is not an allocator's of torch. */
-ZBP_MUST_USE int zbp_release_storage(PyObject *tensor, zbp_holders *holders_out, int *released_out,
-                                     zbp_error *error);
+ZBP_MUST_USE int zbp_release_storage(PyObject *tensor, zbp_other_holders *holders_out,
+                                     int *released_out, zbp_error *error);
 
 /* How `other` (a tensor, a torch._C._autograd.SavedTensor, or anything, which holds nothing) holds
  * the memory of `tensor`: ZBP_HOLDS_* bits. Runs no hook and takes no reference that outlives the call. */

@@ -149,6 +149,11 @@ struct NodeParts : Node {
     std::swap(a.*(&NodeParts::anomaly_metadata_), b.*(&NodeParts::anomaly_metadata_));
   }
 
+  /// Null if there is none.
+  static const torch::autograd::AnomalyMetadata* anomaly_of(const Node& node) {
+    return (node.*(&NodeParts::anomaly_metadata_)).get();
+  }
+
   static std::mutex& mutex_of(Node& node) { return node.*(&NodeParts::mutex_); }
 };
 

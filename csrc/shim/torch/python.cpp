@@ -134,7 +134,7 @@ SavedVariable& saved_in(PyObject* object) {
   return *pybind11::cast<SavedVariable*>(pybind11::handle(object));
 }
 
-const char* name_of(const PyGetSetDef& def) {
+const char* saved_name(const PyGetSetDef& def) {
   return def.name + std::string_view("_raw_").size();
 }
 
@@ -167,7 +167,7 @@ SavedPlaces find_saved_places(Node& node) {
       continue;
     }
     const auto* member = reinterpret_cast<const char*>(&saved_in(value));
-    places.members.push_back({member - reinterpret_cast<const char*>(&node), name_of(*def)});
+    places.members.push_back({member - reinterpret_cast<const char*>(&node), saved_name(*def)});
   }
   return places;
 }
@@ -196,7 +196,7 @@ bool for_each_saved(Node& node,
     for (Py_ssize_t i = 0; i < size; ++i) {
       PyObject* item = PyTuple_GET_ITEM(list.get(), i);
       if (item != Py_None) {
-        visit(saved_in(item), name_of(*def), static_cast<int32_t>(i));
+        visit(saved_in(item), saved_name(*def), static_cast<int32_t>(i));
       }
     }
   }

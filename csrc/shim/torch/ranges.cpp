@@ -24,7 +24,7 @@ std::string name_of_weight(const at::Tensor& weight) {
 
 }  // namespace
 
-std::string Range::name_of(const Group& group) {
+std::string ProfiledRange::name_of(const Group& group) {
   const AcquireGil gil;
   std::vector<at::Tensor> weights;
   for (const Weight& weight : group.weights) {

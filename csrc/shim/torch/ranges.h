@@ -12,9 +12,9 @@
 namespace zbp {
 
 /// From its making to its end, what runs on this thread lies in the range.
-class Range {
+class ProfiledRange {
  public:
-  explicit Range(const char* name) : range_(at::RecordScope::USER_SCOPE) {
+  explicit ProfiledRange(const char* name) : range_(at::RecordScope::USER_SCOPE) {
     if (range_.isActive()) {
       begin(name);
     }
@@ -22,14 +22,14 @@ class Range {
 
   /// "zbpipe::group " and the names of the group's weights, matrices first, as zbpipe.name_parameters()
   /// gave them; their shapes where it did not. Takes the GIL, if a profiler runs.
-  explicit Range(const Group& group) : range_(at::RecordScope::USER_SCOPE) {
+  explicit ProfiledRange(const Group& group) : range_(at::RecordScope::USER_SCOPE) {
     if (range_.isActive()) {
       begin(name_of(group));
     }
   }
 
-  Range(const Range&) = delete;
-  Range& operator=(const Range&) = delete;
+  ProfiledRange(const ProfiledRange&) = delete;
+  ProfiledRange& operator=(const ProfiledRange&) = delete;
 
  private:
   void begin(std::string name) {

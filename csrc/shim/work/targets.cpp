@@ -144,7 +144,7 @@ PyObject* item(PyObject* weights, size_t i, bool is_single) {
 }
 
 /// "weights" or "weights[i]", for messages.
-std::string name_of(size_t i, bool is_single) {
+std::string argument_name(size_t i, bool is_single) {
   return is_single ? "weights" : c10::str("weights[", i, "]");
 }
 
@@ -157,7 +157,7 @@ void check_types(PyObject* weights, bool is_single, size_t count) {
   for (size_t i = 0; i < count; ++i) {
     PyObject* weight = item(weights, i, is_single);
     if (!is_position(weight) && !as_tensor(weight)) {
-      refuse(PyExc_TypeError, name_of(i, is_single), " is a ", Py_TYPE(weight)->tp_name,
+      refuse(PyExc_TypeError, argument_name(i, is_single), " is a ", Py_TYPE(weight)->tp_name,
              "; expected a tensor that was given to the Function, or its position among the "
              "arguments of forward, as in ctx.needs_input_grad");
     }
@@ -215,7 +215,7 @@ Targets parse_weights(PyObject* weights, const Running& running) {
   const Arguments arguments(*running.node);
   for (size_t i = 0; i < count; ++i) {
     PyObject* weight = item(weights, i, targets.is_single);
-    const std::string name = name_of(i, targets.is_single);
+    const std::string name = argument_name(i, targets.is_single);
     const at::Tensor* tensor = as_tensor(weight);
     targets.slots.push_back(
         tensor ? slot_of_tensor(without_vmap(*tensor), arguments, *running.node, name)

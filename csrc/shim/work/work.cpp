@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "core/pass/zbp_verdict.h"
 #include "shim/torch/gil.h"
 #include "shim/pass/kinds.h"
 #include "shim/torch/python.h"
@@ -105,7 +106,7 @@ variable_list parse_result(PyObject* result, size_t count, bool is_single) {
 }
 
 variable_list call(const Work::Call& call, size_t count) {
-  const Range range("zbpipe::work");
+  const ProfiledRange range("zbpipe::work");
   const at::AutoGradMode no_grad(false);
   const AutocastAsThere autocast(call.autocast);
   const AcquireGil gil;
@@ -231,57 +232,42 @@ namespace {
 
 // ---- I
 
-enum class Verdict : uint8_t { at_once, hand_over, skip };
-
-/// For I: per weight its face, -1 where it is not I's to compute; and what is to be done.
-struct Plan {
-  Verdict verdict = Verdict::at_once;
+/// What becomes of the work that is offered, and per weight its face, -1 where it is not I's to compute.
+struct Answer {
+  zbp_verdict verdict = ZBP_VERDICT_AT_ONCE;
   SmallVector<int32_t, 2> faces;
 };
 
-Plan plan_for_stand_in(const Targets& targets, StandIn& stand_in) {
+Answer answer_of(const StandIn& stand_in, const Targets& targets) {
   const Task& task = stand_in.task();
-  Plan plan;
-  bool needed_now = false;
-  bool has_matrix = false;
-  const auto add = [&](size_t f) {
-    plan.faces.push_back(static_cast<int32_t>(f));
-    has_matrix = has_matrix || is_matrix(task.face[f].edge);
-  };
-  if (targets.are_all) {
-    for (size_t f = 0; f < task.face.size(); ++f) {
-      add(f);
-    }
-  }
+  SmallVector<bool, 4> leads, is_matrix_face;
   for (const int32_t slot : targets.slots) {
-    const auto face = slot >= 0 ? face_at(task, static_cast<uint32_t>(slot)) : std::nullopt;
-    if (face) {
-      add(*face);
-    } else {
-      plan.faces.push_back(-1);
-      needed_now = needed_now || (slot >= 0 && stand_in.next_edge(slot).is_valid());
-    }
+    leads.push_back(slot >= 0 && stand_in.next_edge(slot).is_valid());
   }
-  const bool is_wanted =
-      std::any_of(plan.faces.begin(), plan.faces.end(), [](int32_t face) { return face >= 0; });
-  const bool is_taken = task.plan().takes_work == ZBP_DEFER_ALL ||
-                        (task.plan().takes_work == ZBP_DEFER_MATRICES && has_matrix);
-  if (!is_wanted && !needed_now) {
-    plan.verdict = Verdict::skip;
-  } else if (!needed_now && is_taken && stand_in.original().post_hooks().empty()) {
-    plan.verdict = Verdict::hand_over;
+  for (const Face& face : task.face) {
+    is_matrix_face.push_back(is_matrix(face.edge));
   }
-  return plan;
+  zbp_offer offer{};
+  offer.are_all = targets.are_all;
+  offer.is_watched = !stand_in.original().post_hooks().empty();
+  offer.slot = targets.slots.data();
+  offer.leads = leads.data();
+  offer.slot_count = targets.slots.size();
+  offer.is_matrix = is_matrix_face.data();
+  Answer answer;
+  answer.faces.resize(targets.are_all ? task.face.size() : targets.slots.size());
+  answer.verdict = zbp_verdict_of(task.layout, task.number, &offer, answer.faces.data());
+  return answer;
 }
 
-Plan plan_for(const Targets& targets, const Running& running) {
+Answer answer_to(const Targets& targets, const Running& running) {
   if (running.stand_in) {
-    return plan_for_stand_in(targets, *running.stand_in);
+    return answer_of(*running.stand_in, targets);
   }
-  return {asks_for_weights(targets, running) ? Verdict::at_once : Verdict::skip, {}};
+  return {asks_for_weights(targets, running) ? ZBP_VERDICT_AT_ONCE : ZBP_VERDICT_SKIP, {}};
 }
 
-void hand_over(PyObject* function, PyObject* saved, const Targets& targets, Plan& plan,
+void hand_over(PyObject* function, PyObject* saved, const Targets& targets, Answer& answer,
                StandIn& stand_in) {
   WorkArguments held(stand_in.group());
   THPObjectPtr arguments = held.take(saved);
@@ -291,7 +277,7 @@ void hand_over(PyObject* function, PyObject* saved, const Targets& targets, Plan
       c10::SafePyObject(Py_NewRef(function), getPyInterpreter()),
       c10::SafePyObject(arguments.release(), getPyInterpreter()), std::move(held.tensors),
       std::move(held.parameters), autocast_here(), targets.is_single});
-  work.faces = std::move(plan.faces);
+  work.faces = std::move(answer.faces);
   task.can_run_again = false;
 }
 
@@ -333,10 +319,10 @@ PyObject* zbp_defer(PyObject* function, PyObject* weights, PyObject* saved, zbp_
     const Running running = running_here();
     const Targets targets = parse_weights(weights, running);
     variable_list grads(targets.slots.size());
-    Plan plan = plan_for(targets, running);
-    if (plan.verdict == Verdict::hand_over) {
-      hand_over(function, saved, targets, plan, *running.stand_in);
-    } else if (plan.verdict == Verdict::at_once) {
+    Answer answer = answer_to(targets, running);
+    if (answer.verdict == ZBP_VERDICT_HAND_OVER) {
+      hand_over(function, saved, targets, answer, *running.stand_in);
+    } else if (answer.verdict == ZBP_VERDICT_AT_ONCE) {
       THPObjectPtr arguments(PySequence_Tuple(saved));
       THPObjectPtr returned(arguments ? PyObject_CallObject(function, arguments) : nullptr);
       if (!returned) {
@@ -360,7 +346,7 @@ PyObject* zbp_defer(PyObject* function, PyObject* weights, PyObject* saved, zbp_
 int zbp_will_defer(PyObject* weights, int* out, zbp_error* error) {
   return guarded(error, [&] {
     const Running running = running_here();
-    *out = plan_for(parse_weights(weights, running), running).verdict == Verdict::hand_over;
+    *out = answer_to(parse_weights(weights, running), running).verdict == ZBP_VERDICT_HAND_OVER;
   });
 }
 
