@@ -14,6 +14,8 @@ import zbpipe
 f32 = torch.float32
 inductor = pytest.param("inductor", marks=pytest.mark.slow)
 backends = pytest.mark.parametrize("backend", ["aot_eager", inductor])
+# Where inductor adds kernels of its own, and nothing to what is split.
+rarely_inductor = pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +26,7 @@ def _all_is_split(request, caplog):
         assert not_split(caplog) == []
 
 
-@backends
+@rarely_inductor
 def test_transformer_block(backend):
     check_compiled(Block(), random_input(2, 6, 16), backend=backend)
 
@@ -39,7 +41,7 @@ def test_order(order):
     check_compiled(mlp(), random_input(4, 8), orders=[order], microbatches=3)
 
 
-@backends
+@rarely_inductor
 def test_convolution(backend):
     net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.GELU(), nn.Conv2d(4, 2, 1), nn.GroupNorm(1, 2))
     check_compiled(net, random_input(2, 3, 6, 6), backend=backend)
@@ -244,7 +246,7 @@ def test_reentrant_checkpoint_around_a_compiled_block():
     check_compiled(mlp(), random_input(4, 8), forward=forward, untouched=False)
 
 
-@backends
+@rarely_inductor
 def test_autocast(backend):
     def forward(net, x):
         with torch.autocast("cpu", torch.bfloat16):

@@ -1,8 +1,8 @@
 """What each process of test_history.py's schedules runs: steps of every schedule, the collector off, looked at by the tool.
 
-    python leak_ranks.py RANK WORLD FOLDER STEPS
+    python leak_ranks.py RANK WORLD FOLDER STEPS SCHEDULE ...
 
-Writes, for each schedule, what every step left behind to FOLDER/NAME.RANK, as JSON.
+Writes, for each of these schedules, what every step left behind to FOLDER/NAME.RANK, as JSON.
 """
 
 import gc
@@ -98,10 +98,10 @@ def run(name, rank, world, steps):
     }
 
 
-def main(rank, world, folder, steps):
+def main(rank, world, folder, steps, names):
     join(rank, world, folder)
     with zbpipe.patched():
-        for name in SCHEDULES:
+        for name in names:
             result = run(name, rank, world, steps)
             (folder / f"{name}.{rank}").write_text(json.dumps(result))
             dist.barrier()
@@ -109,4 +109,4 @@ def main(rank, world, folder, steps):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]), sys.argv[5:])

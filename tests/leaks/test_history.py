@@ -321,9 +321,13 @@ def test_zbpipe_hangs_nothing_on_reused_receive_buffers():
 # Schedules.
 
 
-def ranks_of(folder, steps, limit):
+# Loop and V, with W and without, and one that overlaps passes: all others run as well, with more steps, in the long lane.
+SOME_SCHEDULES = ("Schedule1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+
+
+def ranks_of(folder, steps, names, limit):
     try:
-        run_ranks("leaks/leak_ranks.py", WORLD, folder, str(steps), timeout=limit)
+        run_ranks("leaks/leak_ranks.py", WORLD, folder, str(steps), *names, timeout=limit)
     except subprocess.TimeoutExpired:
         warnings.warn(f"the ranks took longer than {limit} s", stacklevel=1)
     return folder
@@ -331,12 +335,12 @@ def ranks_of(folder, steps, limit):
 
 @pytest.fixture(scope="module")
 def ten_steps(tmp_path_factory):
-    return ranks_of(tmp_path_factory.mktemp("ten"), 10, 150)
+    return ranks_of(tmp_path_factory.mktemp("ten"), 10, SOME_SCHEDULES, 150)
 
 
 @pytest.fixture(scope="module")
 def two_hundred_steps(tmp_path_factory):
-    return ranks_of(tmp_path_factory.mktemp("two_hundred"), 200, 2700)
+    return ranks_of(tmp_path_factory.mktemp("two_hundred"), 200, SCHEDULES, 2700)
 
 
 def check(ranks, steps):
@@ -388,7 +392,7 @@ def test_a_leak_of_one_tensor_a_step_is_seen_in_a_schedule(one_rank, monkeypatch
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", SOME_SCHEDULES)
 def test_ten_steps_of_a_schedule_leave_nothing(name, ten_steps):
     check(results(ten_steps, name, WORLD, from_json), 10)
 

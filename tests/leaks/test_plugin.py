@@ -195,7 +195,9 @@ def test_marker_is_known_to_strict_runs(inner):
 # Fixtures.
 
 
-@pytest.mark.parametrize("scope", ["class", "module", "package", "session"])
+@pytest.mark.parametrize(
+    "scope", ["class", *[pytest.param(s, marks=pytest.mark.long) for s in ("module", "package")], "session"]
+)
 def test_what_wider_fixtures_make_and_gain_is_theirs(inner, scope):
     inner(
         f"""

@@ -275,13 +275,18 @@ def threads(request):
     torch.set_num_threads(before)
 
 
+def draws(few, many):
+    return pytest.mark.parametrize("count", [few, pytest.param(many, marks=pytest.mark.long)])
+
+
+@draws(25, 200)
 @pytest.mark.parametrize("threads", [1, 2], indirect=True)
 @pytest.mark.parametrize("dtype", [f32, torch.float64, torch.bfloat16, torch.float16])
-def test_random_sizes(dtype, threads):
+def test_random_sizes(dtype, threads, count):
     """A bounded version of benchmarks/panels.py, through W."""
     wrong = []
     torch.manual_seed(0)
-    for rows, columns, tokens, form, layout in random_sizes(60, seed=str(dtype)):
+    for rows, columns, tokens, form, layout in random_sizes(count, seed=str(dtype)):
         m = Stage(PLAIN[form], w=nn.Parameter(layout(rows, columns).detach().to(dtype)))
         x = torch.randn(tokens, columns, dtype=dtype, requires_grad=True)
         out = m(x)
@@ -296,11 +301,12 @@ def test_random_sizes(dtype, threads):
     assert not wrong
 
 
+@draws(20, 100)
 @pytest.mark.parametrize("threads", [1, 2], indirect=True)
-def test_random_batches(threads):
+def test_random_batches(threads, count):
     wrong = []
     dice = random.Random(threads)
-    for _ in range(40):
+    for _ in range(count):
         batch, inner, columns = dice.randint(1, 20), dice.randint(1, 700), dice.randint(1, 700)
         m = Stage(lambda m, x: torch.bmm(x, m.w), w=parameter(batch, inner, columns))
         x = torch.randn(batch, dice.randint(1, 20), inner, requires_grad=True)

@@ -304,7 +304,7 @@ def test_an_argument_that_has_no_text_does_not_hide_the_failure():
 @needs_zbpipe
 def test_a_failed_pass_imports_nothing():
     """What torch's own module imports for its message takes memory, which may have run out, and seconds."""
-    in_own_process("""
+    body = """
         x, w = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2, requires_grad=True)
         (x @ w).backward(torch.ones(2, 2))  # the first one imports things of torch's own
         x.register_hook(lambda grad: 1 / 0)
@@ -319,7 +319,8 @@ def test_a_failed_pass_imports_nothing():
                 assert isinstance(error.__cause__, ZeroDivisionError)
             assert set(sys.modules) == before
         assert "torch.distributed.pipelining" not in sys.modules
-    """)
+    """
+    in_own_process(body, started_anew=True)
 
 
 @needs_zbpipe

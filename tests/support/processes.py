@@ -126,8 +126,8 @@ def assert_close(got, wanted):
         torch.testing.assert_close(got[what], value, msg=lambda text, what=what: f"{what}: {text}")
 
 
-def in_own_process(body, timeout=200):
-    """A crash of the process is a failure of the test."""
+def in_own_process(body, timeout=200, started_anew=False):
+    """A crash of the process is a failure of the test. Started anew, it has imported nothing of torch that `body` does not."""
     start = """
         import sys, time
         import torch
@@ -144,7 +144,12 @@ def in_own_process(body, timeout=200):
     script = textwrap.dedent(start) + textwrap.dedent(body) + "\nprint('finished')\n"
     with tempfile.TemporaryDirectory() as folder:
         output, errors = Path(folder, "output"), Path(folder, "errors")
-        process = {"argv": ["-c"], "code": script, "output": [str(output), str(errors)]}
-        (status,) = forks().run([process], timeout)
+        if started_anew:
+            with output.open("w") as out, errors.open("w") as err:
+                command = [sys.executable, "-c", script]
+                status = subprocess.run(command, env=environment(), stdout=out, stderr=err, timeout=timeout).returncode
+        else:
+            process = {"argv": ["-c"], "code": script, "output": [str(output), str(errors)]}
+            (status,) = forks().run([process], timeout)
         assert status == 0, f"exit status {status}\n{errors.read_text()[-2000:]}"
         assert "finished" in output.read_text()
