@@ -76,7 +76,7 @@ test: test-core pytest ## run every test: the C core's, then Python's; with TORC
 PYTEST := cd tests && OMP_NUM_THREADS=1 $(if $(EDITABLE),,ZBPIPE_UNDER=$(abspath $(VENV)) )$(RUN) -m pytest -c ../pyproject.toml --rootdir ..
 
 pytest: $(VENV)/.built $(VENV)/.extras-test $(VENV)/.extras-demo $(if $(CLIENTS),$(VENV)/.clients)
-	$(PYTEST) -n $(JOBS) --dist loadfile --durations 25 --durations-min 5 $(TESTS)
+	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 25 --durations-min 5 $(TESTS)
 
 test-long: $(VENV)/.built $(VENV)/.extras-test ## 200 steps of every schedule under the leak tools; thousands of random pipelines
 	$(PYTEST) -m long -o faulthandler_timeout=3000 $(TESTS)

@@ -5,6 +5,7 @@ import re
 import sys
 from pathlib import Path
 
+import hypothesis  # noqa: F401
 import matplotlib.pyplot  # noqa: F401
 import pytest
 import torch._dynamo  # noqa: F401

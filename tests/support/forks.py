@@ -10,6 +10,7 @@ When its input ends it kills what still runs, and ends.
 
 import json
 import os
+import random
 import select
 import signal
 import sys
@@ -18,7 +19,7 @@ import types
 from pathlib import Path
 
 import torch
-import torch.distributed.pipelining  # noqa: F401
+import torch.distributed.pipelining
 
 import zbpipe  # noqa: F401
 
@@ -71,14 +72,14 @@ def become(process):
         os.dup2(file, number)
         os.close(file)
     os.environ.update(process.get("variables", {}))
+    random.seed()
+    torch.default_generator.seed()
     sys.argv = process["argv"]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     if sys.argv[0] == "-c":
-        code, sys.path[0] = process["code"], ""
-        exec(compile(code, "<string>", "exec"), vars(main))
+        exec(compile(process["code"], "<string>", "exec"), vars(main))
     else:
         path = main.__file__ = sys.argv[0]
-        sys.path[0] = str(Path(path).parent)
         exec(compile(Path(path).read_text(), path, "exec"), vars(main))
 
 
