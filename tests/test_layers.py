@@ -134,6 +134,12 @@ def test_a_circle_of_objects_is_found(compile_c, tmp_path):
     assert circle(edges) == ["a.c", "b.c", "c.c", "a.c"]
 
 
+def test_no_native_file_is_longer_than_one_reads_nor_a_line_wider_than_a_window():
+    sources = [path for layer in MAY_USE for path in files(layer)]
+    assert {path.name: n for path in sources if (n := len(path.read_text().splitlines())) > 450} == {}
+    assert {path.name for path in sources if max(map(len, path.read_text().splitlines())) > 120} == set()
+
+
 def test_headers_of_the_shim_that_bindings_include_are_plain_c():
     wanted = {i for path in files("bindings") for i in INCLUDE.findall(path.read_text()) if i.startswith("shim/")}
     assert wanted

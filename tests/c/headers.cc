@@ -15,8 +15,8 @@ int main()
     bool ok = zbp_graph_init(&graph, nullptr) == ZBP_OK &&
               zbp_graph_add_node(&graph, &graph, &node, nullptr) == ZBP_OK &&
               zbp_graph_add_node(&graph, &plan, &weight, nullptr) == ZBP_OK &&
-              zbp_graph_mark(&graph, node, ZBP_MARK_ROOT) == ZBP_OK &&
-              zbp_graph_mark(&graph, weight, ZBP_MARK_WEIGHT) == ZBP_OK &&
+              zbp_graph_mark(&graph, node, ZBP_ROLE_ROOT) == ZBP_OK &&
+              zbp_graph_mark(&graph, weight, ZBP_ROLE_WEIGHT) == ZBP_OK &&
               zbp_graph_add_edge(&graph, node, 0, weight) == ZBP_OK &&
               zbp_plan_build(&plan, &graph, nullptr) == ZBP_OK && plan.group_count == 1 &&
               zbp_plan_check(&plan, &graph, nullptr) == ZBP_OK;

@@ -75,7 +75,8 @@ uint32_t zbp_ways_chain(const zbp_ways *ways, uint32_t v, uint32_t chain_out[ZBP
 uint32_t zbp_ways_component(const zbp_ways *ways, uint32_t v);
 
 /* A shortest way from v, which the roots do not reach, back to it: v first, each holds the next, the last one holds
- * v. Where v is in no cycle it is alone. Returns how many there are; *cycle_out: borrowed until the next call. Linear in the cycle's component. */
+ * v. Where v is in no cycle it is alone. Returns how many there are; *cycle_out: borrowed until the next call. Linear
+ * in the cycle's component. */
 uint32_t zbp_ways_cycle(zbp_ways *ways, uint32_t v, const uint32_t **cycle_out);
 
 /* Whether the invariant holds, for the heap of _build; not whether components could be larger. ZBP_OK, or ZBP_EINVAL

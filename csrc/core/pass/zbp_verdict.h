@@ -1,5 +1,5 @@
-/* zbp_verdict.h - what becomes of work that a Function offers from within its backward: W computes the gradients of some
- * of its weights later, it is computed at once, or nobody wants it.
+/* zbp_verdict.h - what becomes of work that a Function offers from within its backward: W computes the gradients of
+ * some of its weights later, it is computed at once, or nobody wants it.
  *
  * Pure: no state, no allocation.
  */

@@ -88,11 +88,10 @@ typedef struct zbp_search {
  *
  *   "leaks": list of (storage, bytes, device, address, tensors, chain, rank, others, unseen)
  *       storage: its identity, 0 for a block that nothing visible holds. tensors: list of (shape,
- *       dtype, object or None, bytes that it uses, 0 where unknown) with a tuple per tensor on it, that of the chain first.
- *       chain: list of steps from the outermost holder to a tensor. rank: "root", "hidden" (the
- *       chain begins with something that is held from where nobody can look), "cycle" (garbage)
- *       or "none". others: references to its tensors besides the chain's. unseen: references to
- *       the storage and its tensors that no edge explains.
+ *       dtype, object or None, bytes that it uses, 0 where unknown) with a tuple per tensor on it, that of the chain
+ *       first. chain: list of steps from the outermost holder to a tensor. rank: "root", "hidden" (the chain begins
+ *       with something that is held from where nobody can look), "cycle" (garbage) or "none". others: references to
+ *       its tensors besides the chain's. unseen: references to the storage and its tensors that no edge explains.
  *   "cycles": list of (steps, list of storages): each cycle that garbage hangs on.
  *   "works": list of chains (as above) to the works that the roots reach: what these hold they do not tell.
  *   "unseen": dict of what could not be looked at, and how often.

@@ -1,5 +1,5 @@
-// DTensors (torch.distributed.tensor): each rank of a mesh has a part of them. Asked of their Python objects, with the GIL,
-// which these functions take, but not for tensors that are no subclass.
+// DTensors (torch.distributed.tensor): each rank of a mesh has a part of them. Asked of their Python objects, with the
+// GIL, which these functions take, but not for tensors that are no subclass.
 #pragma once
 
 #include <optional>
@@ -25,9 +25,9 @@ struct LocalProduct {
   at::Tensor right;  // all three without the transposition
 };
 
-/// This rank's parts of three DTensors, where adding the product of its parts of `left` and `right` to its part of `sum`
-/// is all there is to adding the product itself: it needs no communication, and lies on the mesh as `sum` does. Else
-/// nothing.
+/// This rank's parts of three DTensors, where adding the product of its parts of `left` and `right` to its part of
+/// `sum` is all there is to adding the product itself: it needs no communication, and lies on the mesh as `sum` does.
+/// Else nothing.
 std::optional<LocalProduct> local_product(const Operand& sum, const Operand& left,
                                           const Operand& right);
 

@@ -26,8 +26,8 @@ std::pair<std::vector<torch::autograd::SavedVariable*>, NodePtr> all_saved_by(No
 }  // namespace
 
 /// What the group's outside nodes have saved. Behind hooks: I unpacks it, lest W computes a region again. Views that
-/// keep their bases for nothing: I makes them let go. Other tensors: their versions, which W's run would find wrong only
-/// after it has added some gradients.
+/// keep their bases for nothing: I makes them let go. Other tensors: their versions, which W's run would find wrong
+/// only after it has added some gradients.
 void note_saved_outside(Group& group, const zbp_decision* of_outside) {
   for (size_t i = 0; i < group.outside.size(); ++i) {
     Node& node = *group.outside[i].node;

@@ -149,9 +149,9 @@ namespace {
 /// While it lives, the context of a Function's node refers to the node that the engine runs in its place.
 ///
 /// Note [Buffers of a Function's inputs]
-/// From torch 2.15 on a backward can ask for the buffers in which the engine adds up the gradients of the Function's
-/// inputs, and add to them itself. The context finds them by its node's edges, if that is the node that the engine runs.
-/// With a post hook torch refuses, and so do we.
+/// From torch 2.15 on a backward can ask for the buffers in which the engine adds
+/// up the gradients of the Function's inputs, and add to them itself. The context finds them by its node's edges, if
+/// that is the node that the engine runs. With a post hook torch refuses, and so do we.
 class Impersonation {
  public:
   Impersonation(Node& node, Node& in_place) {

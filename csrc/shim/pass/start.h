@@ -14,9 +14,10 @@ namespace zbp {
 /// A run of the engine, and when the last thread has left it.
 ///
 /// Note [A run that raised]
-/// On an error the engine returns at once. A thread of another device may still be running a node, one of ours or of the
-/// user's graph, whose edges I puts back and whose task W's next call reads. So whoever ran it waits for such threads: the
-/// engine's own record of the run, which each of them holds, holds a callback for its end, which holds this.
+/// On an error the engine returns at once. A thread of another device may still be running a
+/// node, one of ours or of the user's graph, whose edges I puts back and whose task W's next call reads. So whoever ran
+/// it waits for such threads: the engine's own record of the run, which each of them holds, holds a callback for its
+/// end, which holds this.
 struct Run {
   std::atomic<bool> has_begun = false;
   std::promise<void> is_over;

@@ -1,8 +1,8 @@
 /* zbp_touch.h - what the weight pass asks of the shim: every look at a weight, every addition to a
  * gradient, every run of the engine. The shim decides nothing here; csrc/pass does.
  *
- * Conventions. Functions return ZBP_OK or ZBP_ETORCH; after that *error has what was raised and the
- * function has done nothing, unless it says otherwise. ZBP_ENOMEM leaves *error as it was. No C++ exception leaves a function. They are
+ * Conventions. Functions return ZBP_OK or ZBP_ETORCH; after that *error has what was raised and the function has done
+ * nothing, unless it says otherwise. ZBP_ENOMEM leaves *error as it was. No C++ exception leaves a function. They are
  * called without the GIL. Indices are those of the group's layout.
  */
 #ifndef ZBP_TOUCH_H

@@ -238,7 +238,7 @@ struct Answer {
   SmallVector<int32_t, 2> faces;
 };
 
-Answer answer_of(const StandIn& stand_in, const Targets& targets) {
+Answer answer_of(StandIn& stand_in, const Targets& targets) {
   const Task& task = stand_in.task();
   SmallVector<bool, 4> leads, is_matrix_face;
   for (const int32_t slot : targets.slots) {

@@ -23,16 +23,16 @@ extern "C" {
  * New reference: a gradient or None, or for several weights a tuple of such; None for what was handed
  * over and for what nobody wants. Errors: TypeError, ValueError (an argument was refused,
  * nothing was called), or what the callable raised. */
-PyObject* zbp_defer(PyObject* function, PyObject* weights, PyObject* saved, zbp_error* error);
+PyObject *zbp_defer(PyObject *function, PyObject *weights, PyObject *saved, zbp_error *error);
 
 /* *out: 1 if zbp_defer() would hand over work for `weights` here, 0 if it would call it at once or not at
  * all. */
-ZBP_MUST_USE int zbp_will_defer(PyObject* weights, int* out, zbp_error* error);
+ZBP_MUST_USE int zbp_will_defer(PyObject *weights, int *out, zbp_error *error);
 
 /* For the collector: visits the Python objects that were handed over and that the group alone holds; and makes the
  * group one whose weight pass has run, with nothing left. Run no Python code before the group lets go. */
-int zbp_group_traverse(const zbp_group* group, visitproc visit, void* arg);
-void zbp_group_clear(zbp_group* group);
+int zbp_group_traverse(const zbp_group *group, visitproc visit, void *arg);
+void zbp_group_clear(zbp_group *group);
 
 #ifdef __cplusplus
 }
