@@ -1,11 +1,16 @@
 """Searches beside threads that change and free what is looked at."""
 
+import os
 import platform
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from support.processes import environment, forks
+
+COMPILER = shutil.which(os.environ.get("CC", "cc"))
 
 TRAINING_BESIDE_CHECKS = """
 import sys, threading, time
@@ -118,6 +123,104 @@ def test_another_thread_may_free_what_is_looked_at(kind, seconds, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.startswith("looks")
+
+
+GRADIENTS_THAT_GO = """
+import ctypes, sys, threading, time
+import torch
+from zbpipe import _C
+
+slow = ctypes.c_int.in_dll(ctypes.CDLL(None), "times_given_away")
+torch.set_num_threads(1)
+stop = threading.Event()
+leaves = [torch.nn.Parameter(torch.ones(3)) for _ in range(4)]
+kept = [torch.zeros(5)]
+
+
+def zero_grads():
+    while not stop.is_set():
+        for leaf in leaves:
+            leaf.grad = torch.ones(3)
+        for leaf in leaves:
+            leaf.grad = None
+
+
+thread = threading.Thread(target=zero_grads)
+thread.start()
+end = time.monotonic() + 3
+looks = 0
+while time.monotonic() < end:
+    _C.search_holders([(leaves, None), (kept, None)], [globals()], kept[0], set(), 0, None, None, False)
+    looks += 1
+stop.set()
+thread.join()
+print("looks", looks, "times given away", slow.value)
+"""
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs a C compiler")
+def test_a_gradient_may_go_when_it_was_looked_at(tmp_path):
+    """`leaf.grad = None` gives the GIL away before it frees the gradient, which the leaf still refers to."""
+    library = tmp_path / "slow_threads.so"
+    source = Path(__file__).with_name("slow_threads.c")
+    preloaded = os.environ.get("LD_PRELOAD", "")
+    # make asan preloads a sanitizer, which would find the compiler's own leaks.
+    env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    subprocess.run([COMPILER, "-shared", "-fPIC", str(source), "-o", str(library), "-ldl"], check=True, env=env)
+    script = tmp_path / "zero_grads.py"
+    script.write_text(GRADIENTS_THAT_GO)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=environment(LD_PRELOAD=f"{preloaded}:{library}".lstrip(":")),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    if done.stdout.endswith(" 0\n"):
+        pytest.skip("this Python calls its own functions without the dynamic linker")
+
+
+DYING = """
+import sys
+import torch
+import zbpipe
+from zbpipe.leaks import find_holders
+
+
+class Last:
+    def __call__(self, *args):
+        pass
+
+    def __del__(self):
+        found.append(find_holders(wanted))
+
+
+found, wanted = [], torch.ones(3)
+linear = torch.nn.Linear(3, 3)
+x = torch.randn(2, 3, requires_grad=True)
+out = linear(x).exp()
+out.grad_fn.register_hook(Last())
+if sys.argv[1] == "input pass":
+    zbpipe.stage_backward_input([out], [torch.ones_like(out)], [x], linear.parameters())
+else:
+    out.detach_()
+assert len(found) == 1 and found[0].chain
+assert out.grad_fn is None
+print("found")
+"""
+
+
+@pytest.mark.parametrize("by", ["input pass", "detach_"])
+def test_a_node_that_is_dying_is_not_looked_at(by, tmp_path):
+    """The tensor refers to it until it has been freed, and what it frees may run Python code."""
+    script = tmp_path / "dying.py"
+    script.write_text(DYING)
+    done = subprocess.run(
+        [sys.executable, str(script), by], env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout == "found\n"
 
 
 FREED = """

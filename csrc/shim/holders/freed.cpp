@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstddef>
+#include <cstdint>
 #include <cstring>
 #include <exception>
 #include <iterator>
@@ -73,9 +74,10 @@ bool is_table_of_tensor(const void* table) {
 
 }  // namespace
 
-bool is_tensor(const c10::TensorImpl* place) {
+bool is_gradient(const c10::TensorImpl* place) {
   static auto* const known = new std::unordered_set<const void*>;  // with the GIL
-  alignas(c10::intrusive_ptr_target) unsigned char head[sizeof(c10::intrusive_ptr_target)];
+  unsigned char head[sizeof(void*) + sizeof(uint64_t)];
+  static_assert(sizeof(head) == sizeof(c10::intrusive_ptr_target));
   read_freed(place, head, sizeof(head), /*is_mapped=*/true);  // as good as always
   const void* table = nullptr;
   std::memcpy(&table, head, sizeof(table));
@@ -85,7 +87,11 @@ bool is_tensor(const c10::TensorImpl* place) {
     }
     known->insert(table);
   }
-  return c10::raw::intrusive_ptr::use_count(reinterpret_cast<c10::intrusive_ptr_target*>(head)) > 0;
+  uint64_t counts = 0;  // behind the table; libtorch keeps it to itself
+  std::memcpy(&counts, head + sizeof(table), sizeof(counts));
+  const uint32_t owners = c10::detail::refcount(counts);
+  // A Python object is one owner, and the leaf another.
+  return owners > (c10::detail::has_pyobject(counts) ? 1U : 0U);
 }
 
 }  // namespace zbp

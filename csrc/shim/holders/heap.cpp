@@ -124,9 +124,10 @@ bool Heap::own(Thing thing, const void* key) {
           static_cast<c10::StorageImpl*>(object));
       return ref && (storages_.push_back(std::move(ref)), true);
     }
-    case Thing::node:
-      nodes_.push_back(ref_of(*static_cast<Node*>(object)));
-      return true;
+    case Thing::node: {
+      auto ref = lock_node(*static_cast<Node*>(object));
+      return ref && (nodes_.push_back(std::move(ref)), true);
+    }
     case Thing::python:
     case Thing::group:
       break;

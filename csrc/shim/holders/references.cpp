@@ -187,7 +187,7 @@ bool visit_grad(torch::autograd::AutogradMeta& meta, Visit visit) {
       return false;
     }
   }
-  if (meta.grad_.defined() && !is_tensor(meta.grad_.unsafeGetTensorImpl())) {
+  if (meta.grad_.defined() && !is_gradient(meta.grad_.unsafeGetTensorImpl())) {
     return false;
   }
   visit_tensor(meta.grad_, "grad", -1, visit);

@@ -51,6 +51,14 @@ inline NodePtr ref_of(Node& node) {
   return node.getptr();
 }
 
+/// Likewise, of a node that may be dying: null if it is.
+inline NodePtr lock_node(Node& node) {
+  auto weak = c10::weak_intrusive_ptr<Node>::reclaim(&node);
+  NodePtr strong = weak.lock();
+  weak.release();
+  return strong;
+}
+
 template <class T>
 NodeRef<T> ref_as(Node& node) {
   return NodeRef<T>::reclaim_copy(static_cast<T*>(&node));
@@ -82,6 +90,10 @@ NodeRef<T> make_node(Args&&... args) {
 
 inline NodePtr ref_of(Node& node) {
   return node.getptr();
+}
+
+inline NodePtr lock_node(Node& node) {
+  return node.weak_from_this().lock();
 }
 
 template <class T>

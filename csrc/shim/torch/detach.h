@@ -5,6 +5,8 @@
 
 #include <torch/csrc/autograd/variable.h>
 
+#include "shim/torch/compat.h"
+
 namespace zbp {
 
 /// That of which the tensor is a view, or undefined.
@@ -31,6 +33,8 @@ inline void detach_output(const at::Tensor& output) {
   }
   const auto* view = torch::autograd::impl::get_view_autograd_meta(output);
   if (!view || !view->has_bw_view()) {
+    // Goes when the tensor no longer refers to it: that may run Python code and give the GIL away.
+    const NodePtr history = torch::autograd::impl::get_autograd_meta(output)->grad_fn_;
     output.detach_();
     return;
   }
