@@ -1,35 +1,15 @@
 /* module.c - the extension module zbpipe._C.
  *
- * There is no static mutable state: types and exceptions live in the module's state.
+ * There is no static mutable state: types and exceptions live in the module's state (state.c).
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include "bindings/parts.h"
 
-typedef struct {
-    PyTypeObject *group_type;
-    PyObject *run_error;
-} module_state;
-
-static module_state *get_state(PyObject *module)
-{
-    return (module_state *)PyModule_GetState(module);
-}
-
-PyTypeObject *zbp_group_type(PyObject *module)
-{
-    return get_state(module)->group_type;
-}
-
-PyObject *zbp_run_error(PyObject *module)
-{
-    return get_state(module)->run_error;
-}
-
 static int module_exec(PyObject *module)
 {
-    module_state *state = get_state(module);
+    zbp_module_state *state = zbp_state_of(module);
     state->group_type = zbp_add_group(module);
     state->run_error = PyErr_NewException("zbpipe._C.RunError", PyExc_RuntimeError, NULL);
     if (state->group_type == NULL || state->run_error == NULL) {
@@ -47,7 +27,7 @@ static int module_exec(PyObject *module)
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg)
 {
-    module_state *state = get_state(module);
+    zbp_module_state *state = zbp_state_of(module);
     Py_VISIT(state->group_type);
     Py_VISIT(state->run_error);
     return 0;
@@ -55,7 +35,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
 
 static int module_clear(PyObject *module)
 {
-    module_state *state = get_state(module);
+    zbp_module_state *state = zbp_state_of(module);
     Py_CLEAR(state->group_type);
     Py_CLEAR(state->run_error);
     return 0;
@@ -72,7 +52,7 @@ static struct PyModuleDef module_def = {
     PyModuleDef_HEAD_INIT,
     .m_name = "zbpipe._C",
     .m_doc = "The compiled part of zbpipe.",
-    .m_size = sizeof(module_state),
+    .m_size = sizeof(zbp_module_state),
     .m_slots = module_slots,
     .m_traverse = module_traverse,
     .m_clear = module_clear,

@@ -1,6 +1,6 @@
 /* parts.h - the parts of the extension module, each in a file of its own.
  *
- * Each function adds what its part offers to the module. Returns 0, or -1 with a Python error set.
+ * Each zbp_add_*(module) adds what its part offers to the module. Returns 0, or -1 with a Python error set.
  */
 #ifndef ZBP_PARTS_H
 #define ZBP_PARTS_H
@@ -50,6 +50,14 @@ PyObject *zbp_group_wrap(PyTypeObject *type, zbp_group *group);
 /* The group in a ParamGroup. Precondition: object is one. Borrowed from it. */
 const zbp_group *zbp_group_in(PyObject *object);
 zbp_group *zbp_group_of(PyObject *object); /* to run or change it */
+
+/* Of zbpipe._C; both are owned by it. */
+typedef struct zbp_module_state {
+    PyTypeObject *group_type;
+    PyObject *run_error;
+} zbp_module_state;
+
+zbp_module_state *zbp_state_of(PyObject *module);
 
 /* The type ParamGroup of zbpipe._C, borrowed. Cannot fail. */
 PyTypeObject *zbp_group_type(PyObject *module);

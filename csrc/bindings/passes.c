@@ -64,27 +64,6 @@ static PyObject *wrap_groups(PyTypeObject *type, zbp_group **groups, size_t coun
     return list;
 }
 
-/* One of the numbers 0 to `last`, or a function that returns one. Returns -1 with an error set. */
-int zbp_parse_choice(PyObject *value, const char *name, int last, int *number, PyObject **function)
-{
-    *function = PyCallable_Check(value) ? value : NULL;
-    *number = 0;
-    if (*function != NULL) {
-        return 0;
-    }
-    const long given = PyLong_AsLong(value);
-    if (given == -1 && PyErr_Occurred()) {
-        return -1;
-    }
-    if (given < 0 || given > last) {
-        PyErr_Format(PyExc_ValueError, "%s is %ld; expected 0 to %d or a function", name, given,
-                     last);
-        return -1;
-    }
-    *number = (int)given;
-    return 0;
-}
-
 PyDoc_STRVAR(
     input_pass_doc,
     "input_pass(outputs, output_grads, inputs, weights, defer, checkpoint,\n"
@@ -242,12 +221,16 @@ static int get_optional(PyObject *object, const char *attribute, PyObject **valu
  * Returns 1; 0 if there is no such weight; -1 with an error set. */
 static int take_main_grad(zbp_call *call, size_t i, PyObject **weight_out, zbp_error *error)
 {
-    PyObject *weight = zbp_call_weight(call, i, error), *main_grad = NULL;
-    int status = ZBP_OK;
+    PyObject *weight = NULL, *main_grad = NULL;
+    int status = zbp_call_weight(call, i, &weight, error);
 
     *weight_out = NULL;
+    if (status != ZBP_OK) {
+        zbp_error_raise(error);
+        return -1;
+    }
     if (weight == NULL) {
-        return error->raised != NULL ? (zbp_error_raise(error), -1) : 0;
+        return 0;
     }
     if (get_optional(weight, "main_grad", &main_grad) < 0) {
         Py_DECREF(weight);

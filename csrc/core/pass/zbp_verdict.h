@@ -17,7 +17,7 @@ extern "C" {
 #endif
 
 typedef enum zbp_verdict {
-    ZBP_VERDICT_AT_ONCE,   /* I needs a gradient of these, or the task takes no work */
+    ZBP_VERDICT_AT_ONCE,   /* I needs a gradient of these, or the task takes no such work */
     ZBP_VERDICT_HAND_OVER, /* W computes them */
     ZBP_VERDICT_SKIP       /* nobody wants any of them */
 } zbp_verdict;

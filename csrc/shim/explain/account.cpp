@@ -113,12 +113,16 @@ bool reads_weights(const Task& task) {
 int zbp_group_account(const zbp_group* handle, const zbp_account_visitor* visitor,
                       zbp_error* error) {
   return guarded(error, [&] {
-    if (zbp_book_is_claimed(&handle->group->book)) {
+    const GroupPtr owned = handle->group;
+    const Group& group = *owned;
+    if (!zbp_book_claim(&owned->book)) {
       refuse(PyExc_RuntimeError,
              "what a parameter group holds cannot be listed while its weight pass runs; wait for "
              "stage_backward_weight to return");
     }
-    const Group& group = *handle->group;
+    // Making Python objects may run other Python code, and that a W.
+    const std::unique_ptr<zbp_book, decltype(&zbp_book_give_back)> claim(&owned->book,
+                                                                         &zbp_book_give_back);
     THPObjectPtr weights(wrap_weights(group));
     check_told(visitor->group(visitor->arg, weights.get()));
     Reach reach(group);

@@ -23,7 +23,7 @@ namespace zbp {
 
 using torch::autograd::SavedVariable;
 
-/// What a vertex is. Its key is the PyObject* of python, work and group, else libtorch's own object.
+/// What a vertex is. Its key is the PyObject* of python and group, else libtorch's own object.
 enum class Thing : uint8_t { python, tensor, storage, node, group };
 
 /// How a vertex holds another one. `label` is static or lives as long as the visit; null where Python

@@ -201,11 +201,13 @@ PyObject* Description::describe(const Sought& sought) {
     others += heap_.graph().vertex[v].python_refs + heap_.graph().vertex[v].native_refs;
     unseen += std::max<int64_t>(search_.unexplained(v), 0);
   }
-  return Py_BuildValue(
-      "(NnsKNNsLL)", PyLong_FromVoidPtr(const_cast<c10::StorageImpl*>(&storage)),
-      static_cast<Py_ssize_t>(bytes_of(storage)), storage.device().str().c_str(),
-      static_cast<unsigned long long>(sought.address), tensors.release(), steps(chain), RANKS[rank],
-      static_cast<long long>(std::max<int64_t>(others, 0)), static_cast<long long>(unseen));
+  THPObjectPtr way(steps(chain));
+  return Py_BuildValue("(NnsKNNsLL)", PyLong_FromVoidPtr(const_cast<c10::StorageImpl*>(&storage)),
+                       static_cast<Py_ssize_t>(bytes_of(storage)), storage.device().str().c_str(),
+                       static_cast<unsigned long long>(sought.address), tensors.release(),
+                       way.release(), RANKS[rank],
+                       static_cast<long long>(std::max<int64_t>(others, 0)),
+                       static_cast<long long>(unseen));
 }
 
 PyObject* Description::describe_lost(uint64_t address, const Block& block) const {
@@ -235,7 +237,8 @@ PyObject* Description::all() {
     for (const void* storage : cycle.second) {
       append(storages, PyLong_FromVoidPtr(const_cast<void*>(storage)));
     }
-    append(cycles, Py_BuildValue("(NN)", steps({members, count}), storages.release()));
+    THPObjectPtr way(steps({members, count}));
+    append(cycles, Py_BuildValue("(NN)", way.release(), storages.release()));
   }
   THPObjectPtr works = new_list();
   for (const uint32_t v : heap_.works()) {

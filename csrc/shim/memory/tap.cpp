@@ -25,6 +25,20 @@ namespace {
 
 using namespace zbp;
 
+/// CLOCK_MONOTONIC in nanoseconds.
+uint64_t nanoseconds() {
+  timespec now{};
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<uint64_t>(now.tv_sec) * 1000000000u + static_cast<uint64_t>(now.tv_nsec);
+}
+
+/// A small number for the calling thread, from 1.
+uint32_t this_thread() {
+  static std::atomic<uint32_t> next{0};
+  thread_local const uint32_t number = ++next;
+  return number;
+}
+
 using Trace = std::shared_ptr<torch::CapturedTraceback>;
 
 /// What all recordings share. Never destroyed: tensors are freed until the process ends.
@@ -49,7 +63,7 @@ uint64_t number_of(const void* data) {
 
 /// The clock is read under the lock, so that no log runs backwards; and not where nobody will be told.
 uint64_t now(const zbp_books& books) {
-  return books.record_count != 0 ? zbp_tap_now() : 0;
+  return books.record_count != 0 ? nanoseconds() : 0;
 }
 
 void note_untracked() {
@@ -75,7 +89,7 @@ void note_alloc(const void* data, size_t bytes) {
   Tapped& t = tapped();
   const std::lock_guard<std::mutex> lock(t.mutex);
   const uint64_t address = number_of(data);
-  if (zbp_books_alloc(&t.books, now(t.books), zbp_tap_thread(), address, bytes) != ZBP_OK) {
+  if (zbp_books_alloc(&t.books, now(t.books), this_thread(), address, bytes) != ZBP_OK) {
     zbp_books_untracked(&t.books);
     return;
   }
@@ -97,7 +111,7 @@ void note_free(const void* data) {
   if (!t.traces.empty()) {
     trace = t.traces.extract(address);
   }
-  if (zbp_books_free(&t.books, now(t.books), zbp_tap_thread(), address)) {
+  if (zbp_books_free(&t.books, now(t.books), this_thread(), address)) {
     t.block_count.store(t.books.blocks.count, std::memory_order_relaxed);
   }
 }
@@ -280,7 +294,7 @@ int zbp_tap_start(zbp_record* record, uint64_t max_events, zbp_error* error) {
       install();
     }
     const std::lock_guard<std::mutex> lock(t.mutex);
-    if (zbp_books_start(&t.books, record, zbp_tap_now(), zbp_tap_thread(), max_events) != ZBP_OK) {
+    if (zbp_books_start(&t.books, record, nanoseconds(), this_thread(), max_events) != ZBP_OK) {
       if (is_first) {
         uninstall();
       }
@@ -335,7 +349,7 @@ int zbp_tap_feeds(const void* allocator) {
 int zbp_tap_mark(zbp_record* record, uint32_t* index_out) {
   Tapped& t = tapped();
   const std::lock_guard<std::mutex> lock(t.mutex);
-  return zbp_books_mark(&t.books, record, zbp_tap_now(), zbp_tap_thread(), index_out);
+  return zbp_books_mark(&t.books, record, nanoseconds(), this_thread(), index_out);
 }
 
 void zbp_tap_trace_start(void) {
@@ -404,16 +418,4 @@ void zbp_tap_lock(void) {
 
 void zbp_tap_unlock(void) {
   tapped().mutex.unlock();
-}
-
-uint64_t zbp_tap_now(void) {
-  timespec now{};
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return static_cast<uint64_t>(now.tv_sec) * 1000000000u + static_cast<uint64_t>(now.tv_nsec);
-}
-
-uint32_t zbp_tap_thread(void) {
-  static std::atomic<uint32_t> next{0};
-  thread_local const uint32_t number = ++next;
-  return number;
 }

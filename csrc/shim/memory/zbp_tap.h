@@ -90,10 +90,6 @@ ZBP_MUST_USE int zbp_tap_blocks(uint64_t since, zbp_block **blocks_out, size_t *
 void zbp_tap_lock(void);
 void zbp_tap_unlock(void);
 
-/* CLOCK_MONOTONIC in nanoseconds, and a small number for the calling thread, from 1. */
-uint64_t zbp_tap_now(void);
-uint32_t zbp_tap_thread(void);
-
 #ifdef __cplusplus
 }
 #endif

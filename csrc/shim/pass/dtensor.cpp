@@ -27,10 +27,22 @@ bool is_dtensor_object(PyObject* object) {
   return type && PyObject_IsInstance(object, type.get()) == 1;
 }
 
-/// A function of zbpipe/_torch/dtensor.py; null, with an error set, if it is not there.
+/// A function of zbpipe/_torch/dtensor.py. Throws python_error.
 THPObjectPtr python_function(const char* name) {
   THPObjectPtr module(PyImport_ImportModule("zbpipe._torch.dtensor"));
-  return THPObjectPtr(module ? PyObject_GetAttrString(module.get(), name) : nullptr);
+  THPObjectPtr function(module ? PyObject_GetAttrString(module.get(), name) : nullptr);
+  if (!function) {
+    throw python_error();
+  }
+  return function;
+}
+
+/// What could not be asked of a DTensor is as if it were none; but nobody's Ctrl-C is lost.
+void forget_error() {
+  if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) {
+    throw python_error();
+  }
+  PyErr_Clear();
 }
 
 /// The plain tensor in `object`, which may be null.
@@ -46,13 +58,13 @@ std::optional<LocalProduct> take_apart(const Operand& sum, const Operand& left,
                                         static_cast<int>(left.is_transposed),
                                         static_cast<int>(right.is_transposed)));
   THPObjectPtr matrices(wrap_tensors({sum.matrix, left.matrix, right.matrix}));
-  if (!function || !transposed) {
-    return std::nullopt;
+  if (!transposed) {
+    throw python_error();
   }
   THPObjectPtr parts(PyObject_CallFunctionObjArgs(
       function.get(), PyTuple_GET_ITEM(matrices.get(), 0), PyTuple_GET_ITEM(matrices.get(), 1),
       PyTuple_GET_ITEM(matrices.get(), 2), transposed.get(), nullptr));
-  if (!parts || parts.get() == Py_None) {
+  if (!parts || !PyTuple_Check(parts.get()) || PyTuple_GET_SIZE(parts.get()) != 3) {
     return std::nullopt;
   }
   const auto s = plain_tensor_in(PyTuple_GET_ITEM(parts.get(), 0));
@@ -84,7 +96,7 @@ at::Tensor local_part(const at::Tensor& tensor) {
   THPObjectPtr local(object && function
                          ? PyObject_CallFunctionObjArgs(function.get(), object.get(), nullptr)
                          : nullptr);
-  PyErr_Clear();
+  forget_error();
   return plain_tensor_in(local.get()).value_or(tensor);
 }
 
@@ -96,7 +108,7 @@ std::optional<LocalProduct> local_product(const Operand& sum, const Operand& lef
   }
   const AcquireGil gil;
   auto parts = take_apart(sum, left, right);
-  PyErr_Clear();  // whatever could not be asked: then the DTensors' own rules apply
+  forget_error();  // then the DTensors' own rules apply
   return parts;
 }
 

@@ -92,8 +92,11 @@ void zbp_held_close(zbp_held* held) {
   // Others read what autograd knows of a tensor with the GIL and under no other lock.
   const AcquireGil gil;
   for (const auto& output : std::exchange(group.outputs, {})) {
-    if (auto tensor = output.lock()) {
-      detach_output(at::Tensor(std::move(tensor)));
+    zbp_error error{};
+    if (auto tensor = output.lock(); tensor && kept_in(&error, [&] {
+                                                 detach_output(at::Tensor(std::move(tensor)));
+                                               }) != ZBP_OK) {
+      zbp_error_clear(&error);  // it keeps its history, which costs memory alone
     }
   }
 }
@@ -123,15 +126,18 @@ int zbp_error_half_added(zbp_held* held, uint32_t face, zbp_error* error) {
 void zbp_error_name_lost(zbp_error* error, const zbp_turn* turn, size_t count) {
   zbp_error named{};
   const int status = kept_in(&named, [&] {
-    const std::string lost = lost_weights(turn, count);
     try {
       if (error->raised) {
         std::rethrow_exception(*static_cast<std::exception_ptr*>(error->raised));
       }
     } catch (const c10::Error& raised) {
       const std::string message = raised.what_without_backtrace();
+      if (message.find(torch::autograd::ERR_BACKWARD_TWICE) == std::string::npos) {
+        return;
+      }
+      const std::string lost = lost_weights(turn, count);
       TORCH_CHECK(
-          lost.empty() || message.find(torch::autograd::ERR_BACKWARD_TWICE) == std::string::npos,
+          lost.empty(),
           "the weight pass failed before, between the split nodes and these weights, and what the "
           "nodes there had saved is gone; the gradients of this microbatch cannot be added any "
           "more to the weights of ",

@@ -277,10 +277,10 @@ int zbp_call_check(zbp_call* call, zbp_error* error) {
   });
 }
 
-PyObject* zbp_call_weight(zbp_call* call, size_t i, zbp_error* error) {
-  return guarded_object(error, [&] {
+int zbp_call_weight(zbp_call* call, size_t i, PyObject** weight_out, zbp_error* error) {
+  return kept_in(error, [&] {
     const auto& weights = call->weights();
-    return i < weights.size() ? wrap_tensor(weights[i]->accumulator->variable) : nullptr;
+    *weight_out = i < weights.size() ? wrap_tensor(weights[i]->accumulator->variable) : nullptr;
   });
 }
 

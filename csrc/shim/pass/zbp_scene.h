@@ -58,7 +58,8 @@ ZBP_MUST_USE int zbp_scene_set(zbp_scene *scene, const zbp_survey *survey, zbp_e
 ZBP_MUST_USE int zbp_scene_run(zbp_scene *scene, const zbp_survey *survey, zbp_error *error);
 
 /* I has succeeded: the inputs' gradients are taken, the cuts undone, the split nodes retired, the outputs
- * detached. After an error what was set is put back as after a run that failed. */
+ * detached. After an error what was set is put back as after a run that failed; where memory ran out for the last two,
+ * the edges stay as they are. */
 ZBP_MUST_USE int zbp_scene_hand_over(zbp_scene *scene, const zbp_survey *survey, zbp_error *error);
 
 #ifdef __cplusplus

@@ -1,9 +1,9 @@
 /* zbp_shim.h - the C interface of the shim for the two passes and their groups.
  *
  * Conventions, also of the shim's other headers. Functions return a status: ZBP_OK, or what has been raised is in
- * *error (zbp_error.h) and no output has been written; those that return an object return NULL then. No C++
- * exception leaves a function. All are called with the GIL held; those that run the engine release it
- * meanwhile. "new" is a new reference, to be released by the caller; arguments are borrowed.
+ * *error (zbp_error.h), and outputs are not to be used; those that return an object return NULL then. That is so,
+ * too, where all is done and a warning is an error. No C++ exception leaves a function. All are called with the GIL
+ * held. "new" is a new reference, to be released by the caller; arguments are borrowed.
  */
 #ifndef ZBP_SHIM_H
 #define ZBP_SHIM_H
@@ -96,8 +96,8 @@ ZBP_MUST_USE int zbp_call_check_listed(zbp_call *call, size_t count, zbp_error *
 /* Refuses weights that are no leaves any more, matrices that were modified since I, an I within another capture. */
 ZBP_MUST_USE int zbp_call_check(zbp_call *call, zbp_error *error);
 
-/* The call's weights, one after the other: new reference to number i, NULL without an error where there is none. */
-PyObject *zbp_call_weight(zbp_call *call, size_t i, zbp_error *error);
+/* The call's weights, one after the other: *weight_out is a new reference to number i, NULL where there is none. */
+ZBP_MUST_USE int zbp_call_weight(zbp_call *call, size_t i, PyObject **weight_out, zbp_error *error);
 /* Weight number i is accumulated in `main_grad`, a tensor, for the time of the call, and not in its .grad. Refuses one
  * that does not fit. */
 ZBP_MUST_USE int zbp_call_set_main_grad(zbp_call *call, size_t i, PyObject *main_grad,

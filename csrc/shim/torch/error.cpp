@@ -80,8 +80,10 @@ PyObject* zbp_error_raise(zbp_error* error) {
     PyErr_SetString(refused.type, refused.message.c_str());
   } catch (const std::bad_alloc&) {
     PyErr_NoMemory();
-  } catch (...) {
+  } catch (const std::exception&) {
     torch::translate_exception_to_python(std::current_exception());
+  } catch (...) {
+    PyErr_SetString(PyExc_RuntimeError, "zbpipe: something was thrown that is no exception");
   }
   return nullptr;
 }

@@ -8,7 +8,7 @@ extern "C" {
 
 /* An exception on its way to where it becomes Python's, which is the bindings; so that what runs without the GIL, and
  * C that knows no Python, can raise too. Held by the caller; zeroed is none. What it keeps is freed by
- * zbp_error_clear, with the GIL held, or by zbp_error_raise (zbp_raise.h). The first exception stays. */
+ * zbp_error_clear, or by zbp_error_raise (zbp_raise.h). The first exception stays. */
 typedef struct zbp_error {
     void *raised;
 } zbp_error;

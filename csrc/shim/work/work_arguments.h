@@ -18,7 +18,7 @@ class WorkArguments {
   /// group: whose weights cost nothing to keep.
   explicit WorkArguments(const Group& group) : group_(group) {}
 
-  /// A new tuple. Throws python_error, or Refused for a container that contains itself.
+  /// A new tuple. Throws python_error, also what zbpipe/_work.py says of a container that contains itself.
   THPObjectPtr take(PyObject* saved);
 
   SmallVector<Watched, 3> tensors;     // in what was taken, but for
