@@ -61,6 +61,7 @@ class Runs:
             ranks = 2 if module == "alone" else 4
             how = "alone" if module == "alone" else "pipelined"
             variables = {"ZBPIPE_PATCH": "1"} if module == "zbpipe" else {"ZBPIPE_PATCH": "0"}
+            variables["started_anew"] = True  # torchtitan is not made to find torch at work
             run_ranks("clients/titan_ranks.py", ranks, folder, how, *names, timeout=120 * len(names), **variables)
         folder = self.folders[module, long]
         name = alone(name) if module == "alone" else name

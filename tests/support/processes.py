@@ -1,6 +1,7 @@
 """Starts processes, the ranks of a job on one script and code that may crash, and reads what ranks left."""
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -58,9 +60,9 @@ def forks(**variables):
     return forks_of(tuple(sorted(env.items())))
 
 
-def run_ranks(script, world, folder, *arguments, timeout=150, **variables):
+def run_ranks(script, world, folder, *arguments, timeout=150, started_anew=False, **variables):
     """`script`, named from tests/ on, once per rank, with (rank, world, folder, *arguments) and further environment
-    `variables`; what rank r prints goes to output.r in `folder`.
+    `variables`; what rank r prints goes to output.r in `folder`. Started anew, a rank has imported nothing before.
 
     Raises subprocess.TimeoutExpired if one has not ended after `timeout` seconds. None is left running.
     """
@@ -69,7 +71,27 @@ def run_ranks(script, world, folder, *arguments, timeout=150, **variables):
     for rank in range(world):
         output = str(folder / f"output.{rank}")
         ranks.append({"argv": [path, str(rank), str(world), str(folder), *arguments], "output": [output, output]})
-    forks(**variables).run(ranks, timeout)
+    if started_anew:
+        start_ranks(ranks, timeout, environment(OMP_NUM_THREADS="1", **variables))
+    else:
+        forks(**variables).run(ranks, timeout)
+
+
+def start_ranks(ranks, timeout, env):
+    end = time.monotonic() + timeout
+    with contextlib.ExitStack() as files:
+        started = []
+        for rank in ranks:
+            output = files.enter_context(open(rank["output"][0], "a"))
+            command = [sys.executable, *rank["argv"]]
+            started.append(subprocess.Popen(command, env=env, cwd=TESTS, stdout=output, stderr=output))
+        try:
+            for process in started:
+                process.wait(max(0, end - time.monotonic()))
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
 
 
 def folder_of(script, world, **options):
