@@ -9,6 +9,7 @@ CORE_INCLUDE := -Icsrc -Itests/c
 CORE_CFLAGS ?=
 CORE_SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 FUZZ_CC ?= clang
+JOBS ?= 2
 PYTHON ?= python3
 GCOV ?= gcov
 FUZZ_SECONDS ?= 60
@@ -85,11 +86,14 @@ CORE_PROGRAMS := $(CORE_BUILD)/headers \
 	$(CORE_TESTS:%=$(CORE_BUILD)/asan/bin/%) $(CORE_BUILD)/asan/bin/fuzz_plan \
 	$(CORE_BUILD)/asan/bin/fuzz_weight_pass $(CORE_BUILD)/asan/bin/fuzz_books $(CORE_BUILD)/asan/bin/fuzz_ways
 
-.PHONY: core test-core valgrind fuzz cov bench-core
+.PHONY: core core-programs test-core valgrind fuzz cov bench-core
 
 core: $(CORE_LIB) ## build the C core as a static library (build/core/libzbpcore.a)
 
-test-core: $(CORE_LIB) $(CORE_PROGRAMS) $(CORE_BUILD)/asan/bin/planted ## test the C core, plain and under AddressSanitizer and UBSan, and fuzz it briefly
+core-programs: $(CORE_LIB) $(CORE_PROGRAMS) $(CORE_BUILD)/asan/bin/planted
+
+test-core: ## test the C core, plain and under AddressSanitizer and UBSan, and fuzz it briefly
+	@$(MAKE) --no-print-directory -s -j$(JOBS) -f $(firstword $(MAKEFILE_LIST)) core-programs
 	@sh tests/c/run.sh core \
 		"!AddressSanitizer $(CORE_BUILD)/asan/bin/planted overrun" \
 		"!LeakSanitizer $(CORE_BUILD)/asan/bin/planted leak" \
