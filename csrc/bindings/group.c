@@ -151,8 +151,7 @@ static int group_assign(PyObject *op, PyObject *key, PyObject *value)
     }
     zbp_error error = {0};
     if (zbp_group_set_grads(((group_object *)op)->group, value, &error) != ZBP_OK) {
-        zbp_error_raise(&error);
-        return -1;
+        return zbp_fail(&error);
     }
     return 0;
 }

@@ -17,6 +17,13 @@ static inline PyObject *zbp_or_raise(PyObject *object, zbp_error *error)
     return object != NULL ? object : zbp_error_raise(error);
 }
 
+/* Raises it. Always -1. */
+static inline int zbp_fail(zbp_error *error)
+{
+    zbp_error_raise(error);
+    return -1;
+}
+
 int zbp_add_explain(PyObject *module);
 int zbp_add_leaks(PyObject *module);
 int zbp_add_memory(PyObject *module);

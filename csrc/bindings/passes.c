@@ -93,8 +93,7 @@ static int add_outputs(zbp_scene *scene, PyObject *outputs, PyObject *grads, zbp
         int use = ZBP_OUTPUT_PASSIVE;
         if (zbp_scene_add_output(scene, (size_t)i, PyTuple_GET_ITEM(outputs, i), grad, &use,
                                  error) != ZBP_OK) {
-            zbp_error_raise(error);
-            return -1;
+            return zbp_fail(error);
         }
         roots += use == ZBP_OUTPUT_ROOT;
         unused += use == ZBP_OUTPUT_UNUSED;
@@ -127,8 +126,7 @@ static int add_arguments(zbp_scene *scene, PyObject *const *seq, zbp_error *erro
         status = zbp_scene_begin(scene, "zbpipe::input_pass", error);
     }
     if (status != ZBP_OK) {
-        zbp_error_raise(error);
-        return -1;
+        return zbp_fail(error);
     }
     return 0;
 }
@@ -226,8 +224,7 @@ static int take_main_grad(zbp_call *call, size_t i, PyObject **weight_out, zbp_e
 
     *weight_out = NULL;
     if (status != ZBP_OK) {
-        zbp_error_raise(error);
-        return -1;
+        return zbp_fail(error);
     }
     if (weight == NULL) {
         return 0;
@@ -244,8 +241,7 @@ static int take_main_grad(zbp_call *call, size_t i, PyObject **weight_out, zbp_e
     Py_DECREF(weight);
     if (status != ZBP_OK) {
         Py_CLEAR(*weight_out);
-        zbp_error_raise(error);
-        return -1;
+        return zbp_fail(error);
     }
     return 1;
 }
@@ -307,8 +303,7 @@ static int check_and_begin(zbp_call *call, PyObject *weights, int main_grad, zbp
         status = zbp_call_begin(call, error);
     }
     if (status != ZBP_OK) {
-        zbp_error_raise(error);
-        return -1;
+        return zbp_fail(error);
     }
     return 0;
 }
@@ -322,8 +317,7 @@ static int run_weight_pass(zbp_group *const *groups, size_t count, PyObject *wei
     int status;
 
     if (zbp_call_new(groups, count, &call, &error) != ZBP_OK) {
-        zbp_error_raise(&error);
-        return -1;
+        return zbp_fail(&error);
     }
     if (check_and_begin(call, weights, main_grad, &error) < 0) {
         zbp_call_free(call);
@@ -332,8 +326,7 @@ static int run_weight_pass(zbp_group *const *groups, size_t count, PyObject *wei
     Py_BEGIN_ALLOW_THREADS status = zbp_pass_weights(zbp_call_turns(call), count, how, &error);
     Py_END_ALLOW_THREADS if (zbp_call_end(call, status, &error) != ZBP_OK)
     {
-        zbp_error_raise(&error);
-        return -1;
+        return zbp_fail(&error);
     }
     return 0;
 }

@@ -25,12 +25,11 @@ typedef struct zbp_places {
 
 /* A tensor that W will read. */
 typedef struct zbp_account_tensor {
-    const char
-        *role; /* "matrix", "output gradient", "light gradient" (of a vector, computed in I), "kept
-                          * gradient" (of a matrix, likewise), "saved" (by the node, or what work was given) or
-                          * "waiting gradient" */
-    const void
-        *storage; /* the same for tensors that share memory, NULL for one without a storage */
+    /* "matrix", "output gradient", "light gradient" (of a vector, computed in I), "kept gradient" (of a matrix,
+     * likewise), "saved" (by the node, or what work was given) or "waiting gradient". */
+    const char *role;
+    /* The same for tensors that share memory, NULL for one without a storage. */
+    const void *storage;
     size_t bytes; /* of the whole storage */
     zbp_shape shape;
     PyObject *dtype, *device;

@@ -142,12 +142,9 @@ PyObject* zbp_group_intermediates(const zbp_group* handle, zbp_error* error) {
     for (const Task& task : unspent(handle, "intermediates").tasks) {
       nodes.push_back(task.node);
     }
-    THPObjectPtr list(PyList_New(0));
+    THPObjectPtr list = new_list();
     for (const NodePtr& wanted : nodes) {
-      THPObjectPtr node(wrap_node(wanted));
-      if (!list || PyList_Append(list, node) < 0) {
-        throw python_error();
-      }
+      append(list, wrap_node(wanted));
     }
     return list.release();
   });
@@ -159,12 +156,9 @@ PyObject* zbp_group_grads(const zbp_group* handle, zbp_error* error) {
     for (const Task& task : unspent(handle, "grads").tasks) {
       grads.push_back(output_grads_of(task));
     }
-    THPObjectPtr list(PyList_New(0));
+    THPObjectPtr list = new_list();
     for (const variable_list& of_task : grads) {
-      THPObjectPtr tuple(wrap_tensors(of_task));
-      if (!list || PyList_Append(list, tuple) < 0) {
-        throw python_error();
-      }
+      append(list, wrap_tensors(of_task));
     }
     return list.release();
   });

@@ -286,18 +286,7 @@ PyObject* wrap(const variable_list& grads, const Targets& targets) {
   if (targets.are_all) {
     return Py_NewRef(Py_None);
   }
-  if (targets.is_single) {
-    return THPVariable_Wrap(grads[0]);
-  }
-  THPObjectPtr tuple(PyTuple_New(static_cast<Py_ssize_t>(grads.size())));
-  for (size_t i = 0; tuple && i < grads.size(); ++i) {
-    PyObject* wrapped = THPVariable_Wrap(grads[i]);
-    if (!wrapped) {
-      return nullptr;
-    }
-    PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i), wrapped);
-  }
-  return tuple.release();
+  return targets.is_single ? wrap_tensor(grads[0]) : wrap_tensors(grads);
 }
 
 }  // namespace
@@ -335,11 +324,7 @@ PyObject* zbp_defer(PyObject* function, PyObject* weights, PyObject* saved, zbp_
         }
       }
     }
-    PyObject* result = wrap(grads, targets);
-    if (!result) {
-      throw python_error();
-    }
-    return result;
+    return wrap(grads, targets);
   });
 }
 
