@@ -304,6 +304,7 @@ LATE = {
     ("leaks/__init__.py", "zbpipe.leaks.pytest_plugin"): OPTIONAL,  # pytest
     ("memory/_plot.py", "matplotlib.backends.backend_agg"): OPTIONAL,
     ("memory/_plot.py", "matplotlib.figure"): OPTIONAL,
+    ("memory/_plot.py", "matplotlib.font_manager"): OPTIONAL,
     ("memory/_plot.py", "matplotlib.patches"): OPTIONAL,
 }
 LONGEST_MODULE = 400

@@ -3,11 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 
 def megabytes(count: int) -> str:
     """Bytes as megabytes (10^6) with three decimals; exact counts are in the attributes."""
     return f"{count / 1e6:.3f}"
+
+
+class Unit(NamedTuple):
+    """A unit of bytes: bytes, kB, MB or GB (10^9). Called, it is the number in it, with three decimals."""
+
+    bytes: int
+    name: str
+
+    @classmethod
+    def of(cls, most: int) -> Unit:
+        """That which fits a number of bytes, and all that are less."""
+        units = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
+        return cls(*next((unit for unit in units if most >= unit[0]), (1, "bytes")))
+
+    def __call__(self, count: int) -> str:
+        return f"{count / self.bytes:.3f}" if self.bytes > 1 else str(count)
+
+
+def in_words(count: int) -> str:
+    """As "3.200 MB"."""
+    unit = Unit.of(count)
+    return f"{unit(count)} {unit.name}"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:

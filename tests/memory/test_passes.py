@@ -1,17 +1,11 @@
 """The phases that zbpipe's passes and pipeline stages make by themselves, and what a recording says of them."""
 
 import gc
-import gzip
-import json
-import pickle
-import struct
-import sys
 import weakref
 
 import pytest
 import torch
 from torch import nn
-from torch.cuda import _memory_viz
 
 import zbpipe
 from zbpipe import memory
@@ -272,82 +266,3 @@ def test_what_cannot_be_watched():
         assert "forward_one_chunk" not in vars(stage), "refused before anything is changed"
     with pytest.raises(RuntimeError, match="outside of the recording"):
         rec.watch(Stage(1))
-
-
-# ---- files
-
-
-@pytest.fixture
-def step():
-    net = model()
-    with memory.record() as rec:
-        for k in range(2):
-            with rec.phase("forward", microbatch=k):
-                x, y = forward(net)
-            _, groups = input_pass(net, x, y)
-            del x, y
-            zbpipe.stage_backward_weight(net.parameters(), groups)
-    return rec
-
-
-def test_chrome_trace(step, tmp_path):
-    for name, load in (("a.json", open), ("a.json.gz", gzip.open)):
-        step.export(tmp_path / name)
-        with load(tmp_path / name, "rt") as file:
-            rows = json.load(file)["traceEvents"]
-        counter = [row for row in rows if row["ph"] == "C"]
-        assert max(row["args"]["bytes"] for row in counter) == step.peak
-        assert counter[-1]["args"]["bytes"] == step.live
-        assert len(counter) == 1 + len(list(step.events()))
-        slices = [row for row in rows if row["ph"] == "X"]
-        assert [row["name"] for row in slices] == [p.label for p in step.phases]
-        assert [row["args"]["peak bytes"] for row in slices] == [p.peak for p in step.phases]
-        assert all(row["dur"] >= 0 and row["ts"] >= 0 for row in slices)
-
-
-def test_snapshot_for_torchs_viewer(step, tmp_path):
-    step.export(tmp_path / "a.pickle")
-    snapshot = pickle.loads((tmp_path / "a.pickle").read_bytes())
-    trace = snapshot["device_traces"][0]
-    assert sum(row["size"] for row in trace if row["action"] == "alloc") == step.allocated
-    assert {row["frames"][0]["name"] for row in trace} >= {"forward microbatch 0", "I microbatch 1", "W microbatch 1"}
-    assert "del " in _memory_viz.trace(snapshot)
-    assert "<script" in _memory_viz.trace_plot(snapshot)
-
-
-def test_unknown_formats_are_refused(step, tmp_path):
-    with pytest.raises(ValueError, match=r"a\.txt"):
-        step.export(tmp_path / "a.txt")
-    assert not (tmp_path / "a.txt").exists()
-
-
-def test_picture(step, tmp_path):
-    pytest.importorskip("matplotlib")
-    step.plot(tmp_path / "a.png", title="a step")
-    header = (tmp_path / "a.png").read_bytes()[:24]
-    assert header[:8] == b"\x89PNG\r\n\x1a\n"
-    width, height = struct.unpack(">II", header[16:])
-    assert width > 600
-    assert height > 300
-    with memory.record() as empty:
-        pass
-    empty.plot(tmp_path / "b.png")
-
-
-def test_a_thinned_curve_keeps_its_peak(monkeypatch, step):
-    from zbpipe.memory import _plot
-
-    monkeypatch.setattr(_plot, "POINTS", 4)
-    times, levels = _plot.curve(step)
-    assert len(times) <= 6
-    assert max(levels) == step.peak / 1e6
-    assert times == sorted(times)
-    assert levels[-1] == step.live / 1e6
-
-
-def test_without_matplotlib_the_error_says_what_to_do(step, tmp_path, monkeypatch):
-    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ModuleNotFoundError, match="pip install matplotlib"):
-        step.plot(tmp_path / "a.png")

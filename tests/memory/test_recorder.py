@@ -539,7 +539,7 @@ def test_held_from_i_to_w_by_hand():
     assert rec.held_peak == 110
     assert rec.peak == 100 + 10 + 5000
     assert rec.older_frees == (1, 77)
-    assert "at most 0.000 MB" in str(rec)
+    assert "at most 110 bytes at once" in str(rec)
     rec._source.log.check()
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from zbpipe._text import megabytes, table
+from zbpipe._text import Unit, table
 
 Path = str | PathLike[str]
 
@@ -81,7 +81,13 @@ class Recorded(Protocol):
     @property
     def peak(self) -> int: ...
 
-    def events(self) -> Iterator[Allocation]: ...
+    def own_events(self) -> Iterator[tuple[int, int, int, int]]: ...
+
+
+def short(name: str, most: int = 28) -> str:
+    """A name in one line of at most so many characters."""
+    line = " ".join(name.split())
+    return line if len(line) <= most else line[: most - 1] + "…"
 
 
 def number_or_nothing(number: int | None) -> str:
@@ -89,16 +95,19 @@ def number_or_nothing(number: int | None) -> str:
 
 
 def phase_table(phases: Sequence[Phase]) -> str:
-    header = ("phase", "stage", "microbatch", "ms", "begin, MB", "end, MB", "peak, MB", "allocated", "freed", "blocks")
+    """All bytes in one unit, that of the largest."""
+    unit = Unit.of(max(max(p.peak, p.allocated, p.freed) for p in phases))
+    bytes_ = [f"{column}, {unit.name}" for column in ("begin", "end", "peak", "allocated", "freed")]
+    header = ("phase", "stage", "microbatch", "ms", *bytes_, "blocks")
     return table(
         header,
         [
             (
-                p.kind,
+                short(p.kind),
                 number_or_nothing(p.stage),
                 number_or_nothing(p.microbatch),
                 f"{(p.end_ns - p.begin_ns) / 1e6:.2f}",
-                *map(megabytes, (p.live_begin, p.live_end, p.peak, p.allocated, p.freed)),
+                *(unit(size) for size in (p.live_begin, p.live_end, p.peak, p.allocated, p.freed)),
                 str(p.allocations),
             )
             for p in phases
