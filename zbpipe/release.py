@@ -6,11 +6,11 @@ these functions let go of its values and keep the graph.
 
 import gc
 from collections.abc import Iterable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from zbpipe import _C
+from zbpipe import _C, _gone
 from zbpipe._torch import autograd
 
 __all__ = [
@@ -28,14 +28,18 @@ def deallocate_output(tensor: torch.Tensor) -> int:
     """Give up an output's memory, once it was sent, and keep its place in the autograd graph.
 
     The tensor keeps its shape, dtype, device, ``grad_fn`` and hooks, so that ``torch.autograd.backward``,
-    :func:`stage_backward_input` and :func:`stage_backward` take it as before. Reading its values raises a
-    RuntimeError from then on, through whatever name the object has; its ``untyped_storage()`` has no bytes.
+    :func:`stage_backward_input` and :func:`stage_backward` take it as before. Reading its values or taking a view of it
+    raises a RuntimeError from then on, through whatever name the object has, which says on which line its memory was
+    given up; printing it says that too. Its ``untyped_storage()`` has no bytes. For all this the object becomes one of
+    a subclass, ``zbpipe._gone.GoneTensor``, until it is given new memory (``tensor.data = ...``); other tensors, and
+    torch, are left as they are. So a tensor of a subclass of one's own keeps its class, and torch's words about bounds
+    where a view is taken of it; and so does what C++ alone does with the tensor.
 
     Whoever else holds the memory keeps it, and sees nothing of this: nodes that saved the output for
     their backward, views of it, detached aliases, numpy arrays, a send that is still under way. The memory
     goes back to the allocator with the last of them. What keeps the Python object itself (a hook of
-    ``saved_tensors_hooks`` that packs a tensor as itself, an attribute of an ``autograd.Function``'s
-    context) keeps no memory, and raises when it reads. On a device with streams all is as for ``del
+    ``saved_tensors_hooks`` that packs a tensor as itself, as ``save_on_cpu`` does with one that is on the CPU; an
+    attribute of an ``autograd.Function``'s context) keeps no memory, and raises when it reads. On a device with streams all is as for ``del
     tensor``: work on other streams must have been waited for, or recorded with ``record_stream``.
 
     Args:
@@ -60,8 +64,11 @@ def deallocate_output(tensor: torch.Tensor) -> int:
         raise ValueError(
             f"tensor is a {_describe(tensor)}, and no output; nothing could compute its values again, so keep it"
         )
-    freed = _C.deallocate_output(tensor)
-    _mark_gone(tensor)
+    if _gone.reason(tensor):
+        return 0
+    by = _gone.who("zbpipe.deallocate_output")
+    freed = _C.deallocate_output(tensor, _gone.why(by))
+    _gone.mark(tensor, by)
     return freed
 
 
@@ -94,6 +101,8 @@ def make_viewless(tensor: torch.Tensor) -> torch.Tensor:
         Megatron-LM's ``make_viewless_tensor`` (megatron/core/utils.py), by which name it is found, too; here without
         flags. Views that cannot be detached: pytorch/pytorch 142229, 142237, 143589.
     """
+    if reason := _gone.reason(tensor):
+        raise RuntimeError(reason)
     return _C.make_viewless(tensor)
 
 
@@ -102,7 +111,9 @@ def release_storage(tensor: torch.Tensor) -> int:
 
     The tensor's object may be known to any number of names, containers and hooks in Python: they are one
     holder, and reading through any of them raises a RuntimeError afterwards, for good: no new bytes can
-    be given to the storage. The tensor may be a leaf or a parameter.
+    be given to the storage. The tensor may be a leaf or a parameter. What it says when it is read or printed
+    is as after :func:`deallocate_output`. Who has nothing but an address (a ctypes array on ``data_ptr()``)
+    cannot be seen.
 
     Args:
         tensor: a dense tensor.
@@ -123,30 +134,18 @@ def release_storage(tensor: torch.Tensor) -> int:
     Source:
         ``storage.resize_(0)`` at a buffer's last use, as in microsoft/DeepSpeed PR 8032.
     """
-    released, size, of_storage, python_storage, of_tensor = _C.release_storage(tensor)
+    by = _gone.who("zbpipe.release_storage")
+    released, size, of_storage, python_storage, of_tensor = _C.release_storage(tensor, _gone.why(by))
     if not released:
         raise RuntimeError(_who_holds(tensor, size, of_storage, python_storage, of_tensor))
     if size > 0:
-        _mark_gone(tensor)
+        _gone.mark(tensor, by)
     return size
 
 
 # Megatron-LM's names.
 deallocate_output_tensor = deallocate_output
 make_viewless_tensor = make_viewless
-
-
-class _GoneStorage(torch.UntypedStorage):
-    """The storage of no bytes that is left. Another process would rebuild it with bytes of any content."""
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        self.data_ptr()  # raises, saying who gave the memory up
-        raise AssertionError("a storage that was given up has been given memory")
-
-
-def _mark_gone(tensor: torch.Tensor) -> None:
-    with autograd.without_torch_functions():
-        tensor.untyped_storage().__class__ = _GoneStorage
 
 
 def _who_holds(tensor: torch.Tensor, size: int, of_storage: int, python_storage: bool, of_tensor: int) -> str:

@@ -5,15 +5,23 @@
 #include "bindings/parts.h"
 #include "shim/release/zbp_release.h"
 
-PyDoc_STRVAR(deallocate_output_doc, "deallocate_output(tensor, /)\n--\n\n"
-                                    "The bytes that this freed. See zbpipe.deallocate_output.");
+PyDoc_STRVAR(deallocate_output_doc,
+             "deallocate_output(tensor, why, /)\n--\n\n"
+             "The bytes that this freed. Reading the tensor raises a RuntimeError that says why.\n"
+             "See zbpipe.deallocate_output.");
 
-static PyObject *deallocate_output(PyObject *Py_UNUSED(module), PyObject *tensor)
+static PyObject *deallocate_output(PyObject *Py_UNUSED(module), PyObject *args)
 {
+    PyObject *tensor;
+    const char *why;
     zbp_error error = {0};
     size_t freed = 0;
-    return zbp_deallocate_output(tensor, &freed, &error) == ZBP_OK ? PyLong_FromSize_t(freed)
-                                                                   : zbp_error_raise(&error);
+
+    if (!PyArg_ParseTuple(args, "Os:deallocate_output", &tensor, &why)) {
+        return NULL;
+    }
+    return zbp_deallocate_output(tensor, why, &freed, &error) == ZBP_OK ? PyLong_FromSize_t(freed)
+                                                                        : zbp_error_raise(&error);
 }
 
 PyDoc_STRVAR(make_viewless_doc, "make_viewless(tensor, /)\n--\n\nSee zbpipe.make_viewless.");
@@ -26,17 +34,23 @@ static PyObject *make_viewless(PyObject *Py_UNUSED(module), PyObject *tensor)
 
 PyDoc_STRVAR(
     release_storage_doc,
-    "release_storage(tensor, /)\n--\n\n"
+    "release_storage(tensor, why, /)\n--\n\n"
     "(released, bytes, holders of the storage besides the tensor, whether a Python storage\n"
     "is among them, holders of the tensor besides its Python object). See\n"
     "zbpipe.release_storage.");
 
-static PyObject *release_storage(PyObject *Py_UNUSED(module), PyObject *tensor)
+static PyObject *release_storage(PyObject *Py_UNUSED(module), PyObject *args)
 {
+    PyObject *tensor;
+    const char *why;
     zbp_other_holders holders = {0, 0, 0, 0};
     zbp_error error = {0};
     int released = 0;
-    if (zbp_release_storage(tensor, &holders, &released, &error) != ZBP_OK) {
+
+    if (!PyArg_ParseTuple(args, "Os:release_storage", &tensor, &why)) {
+        return NULL;
+    }
+    if (zbp_release_storage(tensor, why, &holders, &released, &error) != ZBP_OK) {
         return zbp_error_raise(&error);
     }
     return Py_BuildValue("(NnnNn)", PyBool_FromLong(released), (Py_ssize_t)holders.bytes,
@@ -62,9 +76,9 @@ static PyObject *find_hold(PyObject *Py_UNUSED(module), PyObject *args)
 }
 
 static PyMethodDef release_methods[] = {
-    {"deallocate_output", deallocate_output, METH_O, deallocate_output_doc},
+    {"deallocate_output", deallocate_output, METH_VARARGS, deallocate_output_doc},
     {"make_viewless", make_viewless, METH_O, make_viewless_doc},
-    {"release_storage", release_storage, METH_O, release_storage_doc},
+    {"release_storage", release_storage, METH_VARARGS, release_storage_doc},
     {"find_hold", find_hold, METH_VARARGS, find_hold_doc},
     {NULL, NULL, 0, NULL}};
 

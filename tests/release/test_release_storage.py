@@ -242,3 +242,19 @@ def test_the_refusal_keeps_nothing_alive():
         assert zbpipe.release_storage(tensor) == 48
     finally:
         gc.enable()
+
+
+def test_a_released_parameter_is_described_and_comes_back():
+    weight = torch.nn.Parameter(torch.ones(2, 3))
+    zbpipe.release_storage(weight)
+    assert isinstance(weight, torch.nn.Parameter) and weight.requires_grad
+    assert repr(weight).startswith("Parameter(..., size=(2, 3), dtype=torch.float32, device='cpu', requires_grad=True)")
+    assert "whose memory was given up by zbpipe.release_storage at " in repr(weight)
+    with pytest.raises(RuntimeError, match=r"given up by zbpipe.release_storage at .*test_release_storage.py:\d+"):
+        weight[0]
+    module = torch.nn.Module()
+    module.weight = weight
+    assert list(module.parameters()) == [weight]
+    weight.data = torch.ones(2, 3)
+    assert type(weight) is torch.nn.Parameter
+    assert repr(weight).startswith("Parameter containing:")

@@ -30,12 +30,6 @@ namespace {
 using namespace zbp;
 namespace impl = torch::autograd::impl;
 
-const char* const deallocated =
-    "the memory of this tensor was given up by zbpipe.deallocate_output: its values are gone, and "
-    "only its shape, dtype, device and autograd history can be used";
-const char* const released =
-    "the memory of this tensor was given up by zbpipe.release_storage: its values are gone";
-
 // ---- what a tensor holds
 
 /// The tensor in `object` if it is a plain one: memory of its own kind, reached through one storage.
@@ -102,7 +96,7 @@ bool is_torchs_own(c10::StorageImpl& storage) {
 
 // ---- tensors without memory
 
-/// A storage of no bytes; whoever tries to read it is told why.
+/// A storage of no bytes; whoever tries to read it is told why (copied).
 c10::Storage gone_storage(c10::Device device, const char* why) {
   c10::Storage storage(c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), 0, at::DataPtr(nullptr, device), /*allocator=*/nullptr,
@@ -122,11 +116,11 @@ void set_storage(at::TensorImpl& tensor, c10::Storage&& storage) {
 // ---- deallocate_output
 
 /// A tensor without memory, and else as `tensor`.
-at::Tensor make_shell(const at::Tensor& tensor) {
+at::Tensor make_shell(const at::Tensor& tensor, const char* why) {
   at::TensorImpl& from = impl_of(tensor);
   at::Tensor shell(
       from.shallow_copy_and_detach(from.version_counter(), from.allow_tensor_metadata_change()));
-  set_storage(impl_of(shell), gone_storage(tensor.device(), deallocated));
+  set_storage(impl_of(shell), gone_storage(tensor.device(), why));
   if (tensor.requires_grad()) {
     impl::set_gradient_edge(shell, impl::gradient_edge(tensor));
   }
@@ -137,7 +131,7 @@ at::Tensor make_shell(const at::Tensor& tensor) {
 }
 
 /// See Note [Where the memory of a deallocated output goes].
-void move_to_shell(PyObject* object, const at::Tensor& tensor) {
+void move_to_shell(PyObject* object, const at::Tensor& tensor, const char* why) {
   if (tensor.weak_use_count() > 1) {  // counts the strong ones as one
     refuse(
         PyExc_RuntimeError, "tensor of ", describe(tensor), " has ", other_holders(tensor),
@@ -145,7 +139,7 @@ void move_to_shell(PyObject* object, const at::Tensor& tensor) {
         "its memory cannot be given up; drop the holders first (wait for the sends, delete the "
         "views)");
   }
-  THPObjectPtr shell(THPVariable_Wrap(make_shell(tensor)));
+  THPObjectPtr shell(THPVariable_Wrap(make_shell(tensor, why)));
   THPObjectPtr module(PyImport_ImportModule("torch._C"));
   THPObjectPtr swapped(
       shell && module ? PyObject_CallMethod(module, "_swap_tensor_impl", "OO", object, shell.get())
@@ -168,16 +162,16 @@ void check_output(const at::Tensor& tensor) {
   }
 }
 
-size_t deallocate_output(PyObject* object) {
+size_t deallocate_output(PyObject* object, const char* why) {
   const at::Tensor& tensor = plain_tensor(object);
   check_output(tensor);
   c10::StorageImpl& storage = memory_of(tensor);
   const size_t bytes = is_torchs_own(storage) ? storage.nbytes() : 0;
   const auto old = tensor.storage().getWeakStorageImpl();
   if (other_holders(tensor) == 0) {
-    set_storage(impl_of(tensor), gone_storage(tensor.device(), deallocated));
+    set_storage(impl_of(tensor), gone_storage(tensor.device(), why));
   } else {
-    move_to_shell(object, tensor);
+    move_to_shell(object, tensor, why);
   }
   return old.expired() ? bytes : 0;
 }
@@ -301,16 +295,16 @@ int find_hold(const at::Tensor& tensor, PyObject* object) {
 
 }  // namespace
 
-int zbp_deallocate_output(PyObject* tensor, size_t* freed_out, zbp_error* error) {
-  return guarded(error, [&] { *freed_out = deallocate_output(tensor); });
+int zbp_deallocate_output(PyObject* tensor, const char* why, size_t* freed_out, zbp_error* error) {
+  return guarded(error, [&] { *freed_out = deallocate_output(tensor, why); });
 }
 
 PyObject* zbp_make_viewless(PyObject* tensor, zbp_error* error) {
   return guarded_object(error, [&] { return make_viewless(tensor); });
 }
 
-int zbp_release_storage(PyObject* object, zbp_other_holders* holders_out, int* released_out,
-                        zbp_error* error) {
+int zbp_release_storage(PyObject* object, const char* why, zbp_other_holders* holders_out,
+                        int* released_out, zbp_error* error) {
   return guarded(error, [&] {
     const at::Tensor& tensor = plain_tensor(object);
     check_releasable(tensor);
@@ -319,7 +313,7 @@ int zbp_release_storage(PyObject* object, zbp_other_holders* holders_out, int* r
                     held_as_python_storage(storage), other_holders(tensor)};
     *released_out = storage.nbytes() == 0 || holders_out->storage + holders_out->tensor == 0;
     if (*released_out && storage.nbytes() > 0) {
-      set_storage(impl_of(tensor), gone_storage(tensor.device(), released));
+      set_storage(impl_of(tensor), gone_storage(tensor.device(), why));
     }
   });
 }

@@ -35,20 +35,24 @@ enum {
 };
 
 /* The Python object lets go of its storage and keeps all else: shape, dtype, device, history. Others
- * that hold the storage, or in C++ the very tensor, keep it. Reading the tensor raises from then on.
+ * that hold the storage, or in C++ the very tensor, keep it. Reading the tensor raises a
+ * RuntimeError that says `why` (UTF-8, copied) from then on.
  * Refused: what is no plain tensor, views, leaves that require a gradient. */
-ZBP_MUST_USE int zbp_deallocate_output(PyObject *tensor, size_t *freed_out, zbp_error *error);
+ZBP_MUST_USE int zbp_deallocate_output(PyObject *tensor, const char *why, size_t *freed_out,
+                                       zbp_error *error);
 
 /* New tensor, the same values and gradient edge, no base and no storage larger than
  * itself; or `tensor` itself (a new reference) if it is so already. */
 PyObject *zbp_make_viewless(PyObject *tensor, zbp_error *error);
 
 /* Frees the storage if nobody else holds it: *released_out = 1, and the bytes in holders_out->bytes;
- * the tensor is left with one of no bytes, and reading it raises. So too if it has no bytes before.
+ * the tensor is left with one of no bytes, and reading it raises, saying `why` (copied). So too if it
+ * has no bytes before.
  * Otherwise *released_out = 0, nothing has changed, and *holders_out says how many others there are.
  * Refused: what is no plain tensor, memory that is not an allocator's of torch. */
-ZBP_MUST_USE int zbp_release_storage(PyObject *tensor, zbp_other_holders *holders_out,
-                                     int *released_out, zbp_error *error);
+ZBP_MUST_USE int zbp_release_storage(PyObject *tensor, const char *why,
+                                     zbp_other_holders *holders_out, int *released_out,
+                                     zbp_error *error);
 
 /* How `other` (a tensor, a torch._C._autograd.SavedTensor, or anything, which holds nothing) holds
  * the memory of `tensor`: ZBP_HOLDS_* bits. Runs no hook and takes no reference that outlives the call. */
