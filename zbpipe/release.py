@@ -37,10 +37,10 @@ def deallocate_output(tensor: torch.Tensor) -> int:
 
     Whoever else holds the memory keeps it, and sees nothing of this: nodes that saved the output for
     their backward, views of it, detached aliases, numpy arrays, a send that is still under way. The memory
-    goes back to the allocator with the last of them. What keeps the Python object itself (a hook of
-    ``saved_tensors_hooks`` that packs a tensor as itself, as ``save_on_cpu`` does with one that is on the CPU; an
-    attribute of an ``autograd.Function``'s context) keeps no memory, and raises when it reads. On a device with streams all is as for ``del
-    tensor``: work on other streams must have been waited for, or recorded with ``record_stream``.
+    goes back to the allocator with the last of them. What keeps the Python object itself keeps no memory, and
+    raises when it reads: a hook of ``saved_tensors_hooks`` that packs a tensor as itself, as ``save_on_cpu`` does
+    with one that is on the CPU; an attribute of an ``autograd.Function``'s context. On a device with streams all is
+    as for ``del tensor``: work on other streams must have been waited for, or recorded with ``record_stream``.
 
     Args:
         tensor: a dense tensor that is no view and no leaf that requires a gradient. A second call is legal.

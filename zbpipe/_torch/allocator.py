@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,12 @@ def begin_history(entries: int) -> None:
 
 def end_history() -> None:
     torch.cuda.memory._record_memory_history(None)
+
+
+def on_out_of_memory(tell: Callable[[int, int, int, int], None]) -> None:
+    """From now on, for good, ``tell`` is called before the allocator raises: with the device, the bytes that were asked
+    for, the device's, and those that are free there."""
+    torch._C._cuda_attach_out_of_memory_observer(tell)  # type: ignore[attr-defined]
 
 
 def event_count(device: int) -> int:

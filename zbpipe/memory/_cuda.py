@@ -12,6 +12,7 @@ the block (``free_completed``) is the allocator's business.
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -26,27 +27,30 @@ _ATTEMPTS = 100
 
 
 class _History:
-    """torch's history, switched on as long as one of our recordings needs it. It is one for all devices."""
+    """torch's history, on as long as one of our recordings needs it. It is one for all devices, and for all who use it:
+    one that is on already is read and left alone."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._users = 0
+        self._is_ours = False
 
-    def acquire(self, entries: int) -> None:
+    def acquire(self, entries: int) -> bool:
+        """Whether it is ours, with so many entries."""
         with self._lock:
             if self._users == 0:
-                if allocator.is_recording():
-                    raise RuntimeError(
-                        "torch.cuda.memory._record_memory_history is already on, and a recording would end it; switch "
-                        "it off first"
-                    )
-                allocator.begin_history(entries)
+                self._is_ours = not allocator.is_recording()
+                if self._is_ours:
+                    allocator.begin_history(entries)
             self._users += 1
+            return self._is_ours
 
-    def release(self) -> None:
+    def release(self, is_anothers: bool) -> None:
+        """``is_anothers``: somebody else has switched it on as well meanwhile."""
         with self._lock:
             self._users -= 1
-            if self._users == 0:
+            self._is_ours = self._is_ours and not is_anothers
+            if self._users == 0 and self._is_ours:
                 allocator.end_history()
 
 
@@ -67,6 +71,7 @@ class CudaSource:
         self._marks: list[tuple[int, int]] = []
         self._log: _C.Recorder | None = None
         self._missing = 0
+        self._is_ours = True
 
     def start(self) -> None:
         if torch.cuda.get_allocator_backend() != "native":
@@ -74,7 +79,7 @@ class CudaSource:
                 f"memory cannot be recorded with the CUDA allocator {torch.cuda.get_allocator_backend()}, which keeps "
                 "no history; use the native one"
             )
-        _history.acquire(2 * self._max_events)  # a block may leave four entries, two of which count
+        self._is_ours = _history.acquire(2 * self._max_events)  # a block may leave four entries, two of which count
         self._begin = (self._position(), time.monotonic_ns())
 
     def mark(self) -> int | None:
@@ -82,24 +87,38 @@ class CudaSource:
         return len(self._marks)  # mark 0 is the beginning
 
     def stop(self) -> bool:
+        trace: list[dict[str, Any]] = []
         try:
             end, trace = self._read()
         finally:
-            _history.release()
-        begin, begin_ns = self._begin
-        self._log, self._missing = replay(
-            trace, begin, end, begin_ns, self._marks, self._max_events, time.time_ns() - time.monotonic_ns()
-        )
+            # Ours keeps no stacks: where there are some, somebody else's is on.
+            _history.release(any(entry.get("frames") for entry in trace))
+        self._log, self._missing = self._replayed(end, trace)
         return False
+
+    def _replayed(self, end: int, trace: list[dict[str, Any]]) -> tuple[_C.Recorder, int]:
+        begin, begin_ns = self._begin
+        shift = time.time_ns() - time.monotonic_ns()
+        return replay(trace, begin, end, begin_ns, self._marks, self._max_events, shift)
+
+    def so_far(self) -> CudaSource:
+        """What would be known if it stopped now; it goes on."""
+        now = copy.copy(self)
+        now._log, now._missing = self._replayed(*self._read())
+        return now
 
     @property
     def log(self) -> _C.Recorder:
         if self._log is None:
             raise RuntimeError("on CUDA a recording can be read when it is over; leave its with block first")
         if self._missing:
+            lacks = f"the history of {self.device} has lost {self._missing} of the recording's events"
             raise RuntimeError(
-                f"the history of {self.device} has lost {self._missing} of the recording's events, which were more "
-                f"than max_events={self._max_events}; record with a larger one"
+                f"{lacks}, which were more than max_events={self._max_events}; record with a larger one (or it was "
+                "switched off meanwhile)"
+                if self._is_ours
+                else f"{lacks}: it is that of torch.cuda.memory._record_memory_history, which was on before, with too "
+                'few max_entries, as "state" or with skip_actions; give it "all" and more, or switch it off meanwhile'
             )
         return self._log
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from zbpipe import _C
@@ -38,6 +38,7 @@ class Open:
     place: _Place
     end: int | None = None
     calls: tuple[int, ...] | None = None
+    raised: int | None = None  # the identity of the exception that ended it
 
 
 class Marks:
@@ -69,7 +70,8 @@ class Marks:
         self._phases.append(opened)
         return opened
 
-    def end(self, opened: Open) -> None:
+    def end(self, opened: Open, error: object = None) -> None:
+        opened.raised = None if error is None else id(error)
         if opened.place.outermost is opened:
             opened.place.outermost = None
         opened.end = self.mark()
@@ -77,6 +79,21 @@ class Marks:
     def ended(self) -> list[Open]:
         """The phases that have ended, by their beginnings."""
         return sorted((p for p in list(self._phases) if p.end is not None), key=lambda p: p.begin)
+
+    def innermost(self, raised: Container[int | None] | None) -> Open | None:
+        """Of the phases that one of these exceptions has ended the one that began last; with None, of those that run,
+        on this thread if there are any."""
+        if raised is not None:
+            return max((p for p in list(self._phases) if p.raised in raised), key=lambda p: p.begin, default=None)
+        running = [p for p in list(self._phases) if p.end is None]
+        return ([None, *running] + [p for p in running if p.place is self._thread.place])[-1]
+
+    def so_far(self) -> Marks:
+        """A copy in which what runs ends now."""
+        now = self.mark()
+        copy = Marks(self._mark)
+        copy._phases = [p if p.end is not None else replace(p, end=now) for p in list(self._phases)]
+        return copy
 
     def next_call(self) -> int:
         """The number of a call of zbpipe's I."""
@@ -124,7 +141,7 @@ class PhaseContext:
     def __exit__(self, *error: object) -> None:
         while self._open:
             recording, opened = self._open.pop()
-            recording.end(opened)
+            recording.end(opened, error[1])
 
 
 def phase_of(p: Open, end: int | None, marks: Sequence[tuple[int, ...]]) -> Phase:

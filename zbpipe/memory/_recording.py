@@ -29,16 +29,17 @@ from typing import Any, Protocol
 import torch
 
 from zbpipe import _C
-from zbpipe._text import Unit, in_words, table
+from zbpipe._text import in_words
 from zbpipe.memory import _watch as watch
 from zbpipe.memory._cpu import CpuSource
 from zbpipe.memory._cuda import CudaSource
 from zbpipe.memory._export import export
 from zbpipe.memory._log import all_events, own_events
+from zbpipe.memory._out_of_memory import Hook, causes
 from zbpipe.memory._pairs import Pair, highest, pairs_of
 from zbpipe.memory._phases import Marks, PhaseContext, phase_of
 from zbpipe.memory._plot import plot
-from zbpipe.memory._results import Allocation, HeldMicrobatch, Path, Phase, number_or_nothing, phase_table
+from zbpipe.memory._results import Allocation, HeldMicrobatch, Path, Phase, held_table, label, phase_table
 from zbpipe.memory._running import running
 
 
@@ -72,8 +73,9 @@ class Recording:
         incomplete: "", or what is lacking, in words.
     """
 
-    def __init__(self, source: Source, device: torch.device, max_events: int) -> None:
+    def __init__(self, source: Source, device: torch.device, max_events: int, hook: Hook | None = None) -> None:
         self.device = device
+        self._hook = hook
         self._source = source
         self._max_events = max_events
         self._is_over = False
@@ -87,6 +89,8 @@ class Recording:
         if self._marks.is_running or self._is_over:
             raise RuntimeError("a recording can be entered once; call zbpipe.memory.record() again for another one")
         self._source.start()
+        if self._hook is not None:
+            self._hook.begin(self)
         self._marks.is_running = True
         running.add(self._marks)
         return self
@@ -99,7 +103,12 @@ class Recording:
         self._marks.mark()
         self._marks.is_running = False
         self._is_over = True
-        if self._source.stop():
+        try:
+            displaced = self._source.stop()
+        finally:
+            if self._hook is not None:
+                self._hook.end(self, error)
+        if displaced:
             warnings.warn(
                 "another CPU allocator was installed while memory was recorded; what it handed out is not counted",
                 RuntimeWarning,
@@ -140,6 +149,21 @@ class Recording:
             if getattr(stage, "is_first", False):
                 self._unsplit.add(stage.stage_index)
             watch.join(self._marks, stage)
+
+    # ---- for the hook
+
+    def _so_far(self) -> Recording:
+        """A recording of CUDA memory that ends now, while this one goes on."""
+        assert isinstance(self._source, CudaSource)
+        marks = self._marks.so_far()
+        now = Recording(self._source.so_far(), self.device, self._max_events)
+        now._marks, now._is_over, now._unsplit = marks, True, set(self._unsplit)
+        return now
+
+    def _phase_of(self, error: BaseException | None) -> str:
+        """The label of the innermost phase that the error has ended; without one, that now runs on this thread."""
+        found = self._marks.innermost({id(one) for one in causes(error)} if error else None)
+        return "no phase" if found is None else label(found.kind, found.stage, found.microbatch)
 
     # ---- totals
 
@@ -299,33 +323,34 @@ class Recording:
         if phases:
             lines += ["", phase_table(phases)]
         if self._is_over and self._max_events and not counters["dropped"] and (pairs := self.held):
-            unit = Unit.of(max(h.bytes for h in pairs))
-            lines += [
-                "",
-                f"held from I to W, at most {in_words(self.held_peak)} at once",
-                table(
-                    ("stage", "microbatch", f"held, {unit.name}"),
-                    [(number_or_nothing(h.stage), number_or_nothing(h.microbatch), unit(h.bytes)) for h in pairs],
-                    left=0,
-                ),
-            ]
+            lines += ["", f"held from I to W, at most {in_words(self.held_peak)} at once", held_table(pairs)]
         return "\n".join(lines)
 
 
-def record(device: torch.device | str = "cpu", *, max_events: int = 4_000_000) -> Recording:
+def record(
+    device: torch.device | str = "cpu", *, max_events: int = 4_000_000, on_out_of_memory: Path | None = None
+) -> Recording:
     """Records every block that an allocator hands out and takes back, on all threads, while its with block runs.
 
     Recordings may nest and overlap on several threads; each sees all. Nothing is sampled, no tensor is kept. On the
     CPU an allocator of zbpipe's stands in front of torch's meanwhile (csrc/shim/memory/zbp_tap.h says how, why it goes
-    together with torch.profiler, and what it does not see); on CUDA torch's own allocator history is used, which must
-    not be in use already. Entering looks once at all objects that Python's collector knows, for storages that may
-    grow. A forked child inherits the recording, and counts for itself alone.
+    together with torch.profiler, and what it does not see); on CUDA torch's own allocator history is used: one that is
+    on already is read, and left on. Entering looks once at all objects that Python's collector knows, for storages that
+    may grow. A forked child inherits the recording, and counts for itself alone.
 
     Args:
         device: "cpu", or a CUDA device, whose allocator is recorded.
         max_events: bounds the log, which takes 48 bytes an event. Beyond it counters and phases stay exact, and the
             log is lost. 0: no log at all, cheap enough to leave on: 0.1 us per block, where torch.empty takes 1.4
             (benchmarks/recorder.py).
+        on_out_of_memory: a folder, made when it is needed. If an allocation on the device fails for want of memory,
+            ``rank3.txt`` (``process4711.txt`` without a rank) is left there: what was asked for, in which phase and on
+            which line; all phases; what lived, by the phase that made it; the ten largest tensors that came since the
+            recording began, each with its holders. Beside it lie the picture, if matplotlib is installed, and the trace
+            (``.png``, ``.json.gz``); one log line of "zbpipe" says where. On CUDA that is written when the allocator
+            fails, also if the program catches the error and goes on (the last time counts); on the CPU when the
+            error leaves the with block, once the memory of what it left is still there: keep the block around what
+            handles errors, too. Entering then also notes the storages that are there. The error itself is not touched.
 
     Returns:
         A recording, to be entered once; see :class:`Recording`.
@@ -340,11 +365,12 @@ def record(device: torch.device | str = "cpu", *, max_events: int = 4_000_000) -
     place = torch.device(device)
     if max_events < 0:
         raise ValueError(f"max_events is {max_events}; expected the number of events to keep, or 0 for no log")
+    hook = None if on_out_of_memory is None else Hook(on_out_of_memory)
     if place.type == "cpu":
-        return Recording(CpuSource(max_events), place, max_events)
+        return Recording(CpuSource(max_events), place, max_events, hook)
     if place.type == "cuda":
         source = CudaSource(place, max_events)
-        return Recording(source, source.device, max_events)
+        return Recording(source, source.device, max_events, hook)
     raise ValueError(f"device is {place}; memory can be recorded on cpu and cuda")
 
 

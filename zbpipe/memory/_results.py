@@ -41,10 +41,14 @@ class Phase:
     @property
     def label(self) -> str:
         """As "I stage 1 microbatch 3"."""
-        parts = [self.kind]
-        parts += [] if self.stage is None else [f"stage {self.stage}"]
-        parts += [] if self.microbatch is None else [f"microbatch {self.microbatch}"]
-        return " ".join(parts)
+        return label(self.kind, self.stage, self.microbatch)
+
+
+def label(kind: str, stage: int | None, microbatch: int | None) -> str:
+    parts = [kind]
+    parts += [] if stage is None else [f"stage {stage}"]
+    parts += [] if microbatch is None else [f"microbatch {microbatch}"]
+    return " ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -112,4 +116,13 @@ def phase_table(phases: Sequence[Phase]) -> str:
             )
             for p in phases
         ],
+    )
+
+
+def held_table(held: Sequence[HeldMicrobatch]) -> str:
+    unit = Unit.of(max(h.bytes for h in held))
+    return table(
+        ("stage", "microbatch", f"held, {unit.name}"),
+        [(number_or_nothing(h.stage), number_or_nothing(h.microbatch), unit(h.bytes)) for h in held],
+        left=0,
     )

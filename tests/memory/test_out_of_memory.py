@@ -1,0 +1,197 @@
+"""What a recording of the CPU's memory leaves behind when that runs out: an allocation of 2^50 bytes fails anywhere."""
+
+import gc
+import gzip
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from zbpipe import memory
+from zbpipe.memory import _out_of_memory
+
+TOO_MUCH = 1 << 50
+
+
+class Model:
+    def __init__(self):
+        self.cache = []
+
+    def step(self, microbatch):
+        with memory.phase("forward", microbatch=microbatch):
+            activation = torch.ones(3000)
+            self.cache.append(torch.ones(5000))
+            torch.empty(TOO_MUCH)
+        return activation
+
+
+def failed(tmp_path, run, **options):
+    """The report of what ``run(recording)`` does, which must fail."""
+    with pytest.raises(Exception) as caught, memory.record(on_out_of_memory=tmp_path / "a" / "b", **options) as rec:  # noqa: PT011
+        run(rec)
+    (text,) = (tmp_path / "a" / "b").glob("*.txt")
+    return text.read_text(), caught, rec
+
+
+def test_the_report_names_the_phase_the_line_what_lived_and_who_held_it(tmp_path, caplog):
+    older = torch.ones(1000)
+    model = Model()
+
+    def run(rec):
+        with rec.phase("step"):
+            batch = torch.ones(10_000)
+            model.step(3)
+        return batch
+
+    text, caught, rec = failed(tmp_path, run)
+    line = Model.step.__code__.co_firstlineno + 4
+    head, asked, process, *_ = text.splitlines()
+    assert head == f"out of memory on cpu in forward microbatch 3 at {__file__}:{line}"
+    assert f"you tried to allocate {4 * TOO_MUCH} bytes" in asked
+    assert process.startswith(f"process {os.getpid()} on ")
+    assert "cpu: peak 72.000 kB, live 72.000 kB, 72.000 kB in 3 allocations" in text
+    assert str(rec) in text
+    by_phase = text.partition("by the phase in which it was handed out\n")[2].splitlines()[2:4]
+    assert [row.split() for row in by_phase] == [["step", "40.000", "1"], ["forward", "microbatch", "3", "32.000", "2"]]
+    tensors = text.partition("the largest of these:\n")[2].split("\n\n")
+    assert [part.strip().splitlines()[0] for part in tensors] == [
+        "float32 [10000] on cpu: 40000 bytes, alive",
+        "float32 [5000] on cpu: 20000 bytes, alive",
+        "float32 [3000] on cpu: 12000 bytes, alive",
+    ]
+    for part, holder in zip(
+        tensors, ("variable batch of ", "attribute cache of ", "variable activation of Model.step()"), strict=True
+    ):
+        assert part.strip().splitlines()[1].strip().startswith(holder)
+    stem = tmp_path / "a" / "b" / f"process{os.getpid()}"
+    assert caplog.messages == [f"out of memory on cpu in forward microbatch 3; what lived and who held it: {stem}.txt"]
+    assert isinstance(caught.value, RuntimeError) and "DefaultCPUAllocator" in str(caught.value)
+    assert caught.value.__cause__ is None and not getattr(caught.value, "__notes__", [])
+    with gzip.open(f"{stem}.json.gz", "rt") as file:
+        assert [row["name"] for row in json.load(file)["traceEvents"] if row["ph"] == "X"] == [
+            "step",
+            "forward microbatch 3",
+        ]
+    del older
+
+
+def test_the_picture_lies_beside_it(tmp_path):
+    pytest.importorskip("matplotlib")
+    failed(tmp_path, lambda rec: torch.empty(TOO_MUCH))
+    (picture,) = (tmp_path / "a" / "b").glob("*.png")
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_an_error_that_was_made_of_it_counts_too(tmp_path):
+    def run(rec):
+        try:
+            with rec.phase("forward"):
+                torch.empty(TOO_MUCH)
+        except RuntimeError as error:
+            raise ValueError("stage 3 failed") from error
+
+    text, caught, _ = failed(tmp_path, run)
+    assert text.startswith("out of memory on cpu in forward at ")
+    assert isinstance(caught.value, ValueError)
+
+
+def test_in_a_backward(tmp_path):
+    class Hungry(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad + torch.empty(TOO_MUCH)
+
+    def run(rec):
+        with rec.phase("B"):
+            Hungry.apply(torch.ones(3, requires_grad=True)).sum().backward()
+
+    text, _, _ = failed(tmp_path, run)
+    assert text.startswith("out of memory on cpu in B at ")
+
+
+@pytest.mark.parametrize("error", [ValueError("bad"), RuntimeError("shape mismatch"), KeyboardInterrupt()])
+def test_other_errors_leave_nothing(tmp_path, error, caplog):
+    with pytest.raises(type(error)), memory.record(on_out_of_memory=tmp_path / "oom"):
+        raise error
+    with memory.record(on_out_of_memory=tmp_path / "oom"):
+        pass
+    assert not (tmp_path / "oom").exists() and not caplog.messages
+
+
+def test_what_is_out_of_memory():
+    for error in (MemoryError(), torch.OutOfMemoryError("CUDA out of memory")):
+        assert _out_of_memory.is_out_of_memory(error)
+    assert not _out_of_memory.is_out_of_memory(RuntimeError("out of paper"))
+    assert not _out_of_memory.is_out_of_memory(None)
+
+
+def test_a_circle_of_causes_ends():
+    one, two = ValueError(), ValueError()
+    one.__cause__, two.__cause__ = two, one
+    assert list(_out_of_memory.causes(one)) == [one, two]
+
+
+def test_without_a_log_the_report_says_what_it_lacks(tmp_path):
+    text, _, _ = failed(tmp_path, lambda rec: torch.empty(TOO_MUCH), max_events=0)
+    assert "in which phases the live bytes were handed out is not known: own_events() needs a log" in text
+    assert "the largest of these" in text
+
+
+def test_a_report_that_cannot_be_written_leaves_the_error_as_it_is(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator"), memory.record(on_out_of_memory=tmp_path / "file"):
+        torch.empty(TOO_MUCH)
+    (message,) = caplog.messages
+    assert message.startswith("out of memory on cpu in no phase, and the report could not be written: ")
+
+
+def test_ranks_write_files_of_their_own_and_the_folder_is_that_of_the_beginning(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    with pytest.raises(RuntimeError), memory.record(on_out_of_memory="oom"):  # noqa: PT012
+        os.chdir("elsewhere")
+        torch.empty(TOO_MUCH)
+    assert "rank 3" in (tmp_path / "oom" / "rank3.txt").read_text()
+
+
+def test_nothing_is_kept_by_the_report(tmp_path):
+    left = []
+
+    def run(rec):
+        tensor = torch.ones(100)
+        left.append(torch.multiprocessing.reductions.StorageWeakRef(tensor.untyped_storage()))
+        torch.empty(TOO_MUCH)
+
+    _, caught, rec = failed(tmp_path, run)
+    del caught
+    gc.collect()  # the traceback refers to the frame that has caught it
+    assert rec.peak == 400
+    assert left[0].expired()
+
+
+def test_a_script_that_runs_out_of_memory_ends_as_ever_and_says_where_to_look(tmp_path):
+    script = """
+        import torch
+        from zbpipe import memory
+        def main():
+            with memory.record(on_out_of_memory="oom"), memory.phase("forward"):
+                batch = torch.ones(1000)
+                torch.empty(1 << 50)
+        main()
+    """
+    (tmp_path / "train.py").write_text(textwrap.dedent(script))
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "DefaultCPUAllocator" in done.stderr.splitlines()[-1]
+    assert "out of memory on cpu in forward; what lived and who held it: " in done.stderr
+    (report,) = (tmp_path / "oom").glob("*.txt")
+    assert "variable batch of main() (train.py:6)" in report.read_text()
