@@ -280,7 +280,7 @@ ROOMS = {
         *("_C", "_build_check", "_compile", "_explain", "_kernels", "_names", "_patch", "_policy", "_version"),
         *("leaks", "memory", "passes", "release", "stores"),
     },
-    "_cli": {"_build_info", "_patch", "_torch", "_version", "leaks", "zbpipe"},
+    "_cli": {"_build_info", "_patch", "_text", "_torch", "_version", "leaks", "memory", "zbpipe"},
     "auto": {"zbpipe"},
     "__main__": {"_cli"},
 }
@@ -303,6 +303,7 @@ LATE = {
     ("leaks/_draw/figure.py", "matplotlib.figure"): OPTIONAL,
     ("leaks/_draw/figure.py", "matplotlib.patches"): OPTIONAL,
     ("leaks/__init__.py", "zbpipe.leaks.pytest_plugin"): OPTIONAL,  # pytest
+    ("memory/_living.py", "zbpipe.leaks._search"): TIME,
     ("memory/_out_of_memory.py", "zbpipe.leaks._search"): TIME,
     ("memory/_plot.py", "matplotlib.backends.backend_agg"): OPTIONAL,
     ("memory/_plot.py", "matplotlib.figure"): OPTIONAL,

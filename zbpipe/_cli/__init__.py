@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from zbpipe._cli import doctor, leaks
+from zbpipe._cli import doctor, leaks, memory
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,6 +28,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "leaks",
             help="run a training script and show what grows from step to step, and who holds it",
             description=leaks.DESCRIPTION,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+    )
+    memory.add_arguments(
+        commands.add_parser(
+            "memory",
+            help="run a training script up to the end of one step, and show its memory phase by phase",
+            description=memory.DESCRIPTION,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
     )

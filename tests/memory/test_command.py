@@ -1,0 +1,258 @@
+"""python -m zbpipe memory, on small training scripts."""
+
+import gzip
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from support.processes import environment
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from zbpipe._cli import main
+
+TRAINING = """
+import sys
+import torch
+
+net = torch.nn.Linear(100, 100)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+def train(steps):
+    for step in range(steps):
+        for _ in range(2):
+            x = torch.ones(10, 100)
+            net(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+if __name__ == "__main__":
+    train(int(sys.argv[1]))
+    print("the script's end")
+"""
+GRADIENTS = 100 * 101 * 4
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Runs the command on a script, in this process. Returns the exit status and what was printed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("WORLD_SIZE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    before = torch.autograd.backward, len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)
+
+    def run(source, *arguments, options=()):
+        (tmp_path / "train.py").write_text(source)
+        status = main(["memory", *options, "train.py", *arguments])
+        printed = capsys.readouterr()
+        return status, printed.out + printed.err
+
+    yield run
+    after = torch.autograd.backward, len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)
+    assert after == before, "torch is as it was"
+
+
+def numbers(tmp_path, run, source, *arguments, options=()):
+    status, said = run(source, *arguments, options=["--json", "step.json", *options])
+    assert status == 0
+    return json.loads((tmp_path / "step.json").read_text()), said
+
+
+def test_the_second_step_is_recorded_phase_by_phase(run, tmp_path):
+    data, said = numbers(tmp_path, run, TRAINING, "100")
+    assert "the script's end" not in said
+    assert "step 2 (Optimizer.step) on cpu: peak " in said
+    kinds = [phase["kind"] for phase in data["phases"]]
+    assert kinds == ["forward", "backward", "between", "backward", "between", "optimizer"]
+    by_kind = {}
+    for phase in data["phases"]:
+        by_kind.setdefault(phase["kind"], phase)
+    assert by_kind["backward"]["live_end"] - by_kind["backward"]["live_begin"] <= GRADIENTS
+    assert data["live"] == GRADIENTS + 4000, "the gradients, and the script's x"
+    assert data["peak"] == max(phase["peak"] for phase in data["phases"])
+    # The weights, the momentum, the x of the first step.
+    assert data["before"] >= 2 * GRADIENTS
+    wanted = {"schema": 1, "kind": "Optimizer.step", "warmup": 1, "whole": True, "device": "cpu", "rank": 0}
+    assert wanted.items() <= data.items()
+    assert data["script"] == ["train.py", "100"]
+    for kind in ("forward", "backward", "optimizer"):
+        assert any(line.startswith(f"{kind} ") for line in said.splitlines())
+
+
+def test_without_warm_up_the_script_is_recorded_from_its_beginning(run, tmp_path):
+    data, _ = numbers(tmp_path, run, TRAINING, "100", options=["--warmup", "0"])
+    assert data["live"] == 3 * GRADIENTS + 4000, "weights, gradients and momentum"
+    later, _ = numbers(tmp_path, run, TRAINING, "100", options=["--warmup", "3"])
+    assert later["live"] == GRADIENTS + 4000
+    assert "step 4" in run(TRAINING, "100", options=["--warmup", "3"])[1]
+
+
+@pytest.mark.parametrize("name", ["step.png", "step.svg", "step.json.gz", "step.pickle"])
+def test_out_draws_or_exports(run, tmp_path, name):
+    if name.endswith(("png", "svg")):
+        pytest.importorskip("matplotlib")
+    (tmp_path / "elsewhere").mkdir()
+    away = TRAINING.replace('    print("the', "    pass\n").replace(
+        "    train(int", "    import os; os.chdir('elsewhere')\n    train(int"
+    )
+    away = away[: away.index("    pass")]
+    assert run(away, "100", options=["--out", name])[0] == 0
+    assert (tmp_path / name).stat().st_size > 100
+    if name.endswith("gz"):
+        with gzip.open(tmp_path / name, "rt") as file:
+            assert any(row["name"] == "optimizer" for row in json.load(file)["traceEvents"])
+
+
+def test_the_scripts_own_phases_stand_beside(run, tmp_path):
+    source = TRAINING.replace(
+        "            net(x)",
+        "            with zbpipe.memory.phase('mine', microbatch=_):\n                y = net(x)\n            net(x)",
+    )
+    data, _ = numbers(tmp_path, run, source.replace("import torch", "import torch, zbpipe", 1), "100")
+    assert [p["label"] for p in data["phases"] if p["kind"] == "mine"] == ["mine microbatch 0", "mine microbatch 1"]
+
+
+def test_the_marker_says_what_a_step_is(run, tmp_path):
+    source = TRAINING.replace(
+        "        optimizer.zero_grad()\n", "        optimizer.zero_grad()\n        step % 2 and zbpipe.leaks.step()\n"
+    )
+    source = source.replace("import torch", "import torch, zbpipe.leaks", 1)
+    data, _ = numbers(tmp_path, run, source, "100", options=["--warmup", "2"])
+    assert data["kind"] == "zbpipe.leaks.step()"
+    assert [phase["kind"] for phase in data["phases"]].count("optimizer") == 2
+
+
+def test_a_reentrant_backward_is_within_the_outer_one(run, tmp_path):
+    source = TRAINING.replace(
+        "net(x).sum()", "torch.utils.checkpoint.checkpoint(net, x.requires_grad_(), use_reentrant=True).sum()"
+    ).replace("import torch", "import torch, torch.utils.checkpoint", 1)
+    data, _ = numbers(tmp_path, run, source, "100")
+    assert [phase["kind"] for phase in data["phases"]].count("backward") == 2
+
+
+SCHEDULE = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
+import zbpipe
+
+def loss(output, target):
+    return (output - target).pow(2).sum()
+
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 1), rank=0, world_size=1)
+try:
+    nets = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]
+    stages = [PipelineStage(net, i, 2, torch.device("cpu")) for i, net in enumerate(nets)]
+    schedule = ScheduleZBVZeroBubble(stages, 8, loss_fn=loss, scale_grads=False)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    with zbpipe.patched():
+        for step in range(5):
+            schedule.step(torch.ones(8, 4), target=torch.ones(8, 4))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+finally:
+    dist.destroy_process_group()
+"""
+
+
+def test_a_schedules_step_has_the_phases_of_its_stages(run, tmp_path):
+    data, said = numbers(tmp_path, run, SCHEDULE, str(tmp_path / "store"))
+    assert data["kind"] == "Schedule.step"
+    kinds = {phase["kind"] for phase in data["phases"]}
+    assert kinds == {"forward", "I", "W", "optimizer"}
+    assert [(h["stage"], h["microbatch"]) for h in data["held"]] == [(1, k) for k in range(8)]
+    assert "microbatch" in said
+
+
+# ---- what goes wrong
+
+
+@pytest.mark.parametrize("steps", ["0", "1"])
+def test_too_few_steps_are_said(run, steps):
+    status, said = run(TRAINING, steps, options=["--json", "step.json"])
+    assert status == 4
+    assert "the script's end" in said
+    assert "takes 2" in said and "zbpipe.leaks.step()" in said
+
+
+def test_the_scripts_exit_status_is_the_commands(run):
+    assert run("raise SystemExit(7)")[0] == 7
+    status, said = run("raise SystemExit('no data')")
+    assert status == 1 and "no data" in said
+
+
+def test_a_script_that_fails_in_the_step_shows_what_was_recorded(run, tmp_path, capsys):
+    source = TRAINING.replace(
+        "        optimizer.step()", "        step and torch.empty(1 << 50)\n        optimizer.step()"
+    )
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
+        run(source, "100", options=["--on-out-of-memory", "oom", "--json", "step.json"])
+    said = capsys.readouterr().out
+    assert "up to where the script failed on cpu: peak " in said
+    data = json.loads((tmp_path / "step.json").read_text())
+    assert data["whole"] is False
+    (report,) = (tmp_path / "oom").glob("*.txt")
+    assert report.read_text().startswith("out of memory on cpu in between at train.py:")
+    assert torch.autograd.backward.__module__ == "torch.autograd"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--out", "step.txt"], "must end in one of .png"),
+        (["--out", "nowhere/step.png"], "there is no folder nowhere"),
+        (["--json", "."], "is a folder"),
+        (["--device", "meta"], "cpu and cuda"),
+        (["--device", "nonsense"], "cpu and cuda"),
+        (["--warmup", "-1"], "not a number of steps"),
+        pytest.param(
+            ["--device", "cuda"],
+            "no CUDA device",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+        ),
+    ],
+)
+def test_a_wrong_command_line_is_refused_before_the_script_runs(run, capsys, options, words):
+    with pytest.raises(SystemExit) as ended:
+        run("print('ran')", options=options)
+    assert ended.value.code == 2
+    said = capsys.readouterr()
+    assert words in said.err and "ran" not in said.out
+
+
+def test_a_script_that_is_not_there(run, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["memory", "nothing.py"])
+    assert ended.value.code == 2
+    assert "there is no file nothing.py" in capsys.readouterr().err
+
+
+def test_help_teaches(capsys):
+    with pytest.raises(SystemExit):
+        main(["memory", "--help"])
+    said = capsys.readouterr().out
+    for words in ("torchrun --nproc-per-node 2 -m zbpipe memory", "exit status:", "Phases are", "--on-out-of-memory"):
+        assert words in said
+
+
+@pytest.mark.dist
+def test_under_torchrun_each_rank_reports(tmp_path):
+    (tmp_path / "train.py").write_text("import torch.distributed as dist\ndist.init_process_group('gloo')\n" + TRAINING)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "zbpipe", "memory"]
+    done = subprocess.run(
+        [sys.executable, *command, "--json", "step.json", "--out", "step.json.gz", "train.py", "6"],
+        cwd=tmp_path, env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        lines = [line for line in done.stdout.splitlines() if line.startswith(f"[rank {rank}] ")]
+        assert any("step 2 (Optimizer.step) on cpu: peak" in line for line in lines)
+        assert json.loads((tmp_path / f"step.rank{rank}.json").read_text())["rank"] == rank
+        with gzip.open(tmp_path / f"step.rank{rank}.json.gz", "rt") as file:
+            assert json.load(file)["traceEvents"]

@@ -1,0 +1,312 @@
+"""python -m zbpipe memory script.py ...: the memory of one step of a training script, phase by phase.
+
+What a step is and how its end is seen is as for `python -m zbpipe leaks`. The phases of a pipeline schedule's step are
+those of its stages; of any other step they are seen from outside, by where backwards and optimizers begin and end.
+"""
+
+import argparse
+import contextlib
+import functools
+import importlib.util
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from zbpipe import memory
+from zbpipe._cli.leaks import KINDS, _EnoughSteps, _natural, _of_rank, _run_script, _say, _Steps
+from zbpipe._text import in_words
+from zbpipe._torch.pipelining import stages_of
+from zbpipe._version import __version__
+from zbpipe.memory._living import bytes_of_tensors
+from zbpipe.memory._results import phase_table
+
+DESCRIPTION = """\
+Run a training script up to the end of one step that is recorded, and print its peak and the bytes of each phase.
+
+The first step is warm-up: it allocates what later ones find (optimizer state, buffers). The next one is recorded, and
+then the script is ended. A step is a call of zbpipe.leaks.step() in the script; without any, a call of the step() of a
+schedule of torch.distributed.pipelining; without any, an optimizer's: from one end to the next. (A script whose
+optimizer steps twice before it says zbpipe.leaks.step() is not seen to say it: give --warmup 2 then.)
+
+Phases are forward, I, W and B of each stage of a schedule; in other scripts forward (up to the first backward),
+backward, between and optimizer; and what the script itself marks with zbpipe.memory.phase(). Bytes are those that
+were handed out in the step; how much was there before it is said. Options come before the script:
+
+    python -m zbpipe memory train.py --lr 1e-3
+    python -m zbpipe memory --out step.png --json step.json train.py
+    torchrun --nproc-per-node 2 -m zbpipe memory --out step.png train.py     one report and picture per rank
+    python -m zbpipe memory --warmup 0 --on-out-of-memory oom train.py       what lived when memory ran out
+
+--out draws (.png, .svg, .pdf) or exports, by its ending: .json.gz for Perfetto, .pickle for pytorch.org/memory_viz.
+"""
+EPILOG = """\
+exit status:
+  0  a step was recorded
+  2  the command line is wrong
+  4  the script ended before a step could be recorded
+  else the script's own: 1 if it failed
+"""
+SCHEMA = 1  # of --json
+NO_STEP = 4  # exit status
+OF_SCHEDULE = 1  # place in KINDS
+PICTURES, EXPORTS = (".png", ".svg", ".pdf"), (".json", ".json.gz", ".pickle")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EPILOG
+    parser.add_argument(
+        "--warmup", type=_natural, default=1, metavar="N", help="steps before the recorded one (default: %(default)s)"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="draw the step, or export it: see above")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to FILE")
+    parser.add_argument(
+        "--device", metavar="DEVICE", help="cpu, cuda or cuda:1 (default: cuda once the script uses it, else cpu)"
+    )
+    parser.add_argument(
+        "--on-out-of-memory", type=Path, metavar="FOLDER", help="if the recorded step runs out of memory, say there why"
+    )
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module's name, as for python -m")
+    parser.add_argument("script", metavar="SCRIPT")
+    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Run the script, then report. Returns the exit status; the script's exceptions pass, after the report."""
+    if not given.module and not Path(given.script).is_file():
+        given.parser.error(f"there is no file {given.script}; options of the script come after its name")
+    _refuse(given)
+    steps = _OneStep(given)
+    status: Any = 0
+    try:
+        with steps.seen_from_outside():
+            _run_script(given.script, given.module, given.args)
+    except _EnoughSteps:
+        pass
+    except SystemExit as ended:
+        status = ended.code
+        if status is not None and not isinstance(status, int):  # as Python itself has it
+            print(status)
+            status = 1
+    except BaseException as error:
+        steps.fail(error)
+        raise
+    finally:
+        judged = _report(steps, given)
+    return int(status or 0) or judged
+
+
+def _refuse(given: argparse.Namespace) -> None:
+    """Exit if what is asked for cannot be; the script may change the working directory."""
+    error = given.parser.error
+    if given.device is not None:
+        try:
+            kind = torch.device(given.device).type
+        except RuntimeError:
+            kind = ""
+        if kind not in ("cpu", "cuda"):
+            error(f"--device {given.device}: memory can be recorded on cpu and cuda")
+        if kind == "cuda" and not torch.cuda.is_available():
+            error(f"--device {given.device}: torch sees no CUDA device here")
+    if given.out and not given.out.name.endswith((*PICTURES, *EXPORTS)):
+        error(f"--out {given.out}: its name must end in one of {', '.join((*PICTURES, *EXPORTS))}")
+    if given.out and given.out.name.endswith(PICTURES) and importlib.util.find_spec("matplotlib") is None:
+        error(f"--out {given.out}: only matplotlib can draw it; install that, or end it in .json.gz or .pickle")
+    for option in ("json", "out"):
+        path = getattr(given, option)
+        if path is None:
+            continue
+        if path.is_dir():
+            error(f"--{option} {path} is a folder; name a file in it")
+        if not path.absolute().parent.is_dir():
+            error(f"--{option} {path}: there is no folder {path.parent}; make it first")
+        if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+            error(f"--{option} {path}: it may not be written; name another file")
+        setattr(given, option, path.absolute())
+    if given.on_out_of_memory is not None:
+        given.on_out_of_memory = given.on_out_of_memory.absolute()
+
+
+class _OneStep(_Steps):
+    """Sees the ends of a script's steps, and records the one after the warm-up."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.given = given
+        self.step: _Step | None = None
+        super().__init__(given.warmup, 1)
+
+    def restart(self) -> None:
+        # Without warm-up the step has begun with the script, and the first end that is seen is its own.
+        if self.warmup > 0 or self.step is None:
+            super().restart()
+
+    def begin(self) -> None:
+        schedule = self.stepper() if self.kind == OF_SCHEDULE and self.stepper is not None else None
+        self.step = _Step(self.given, schedule)
+        self.growth = self.step  # type: ignore[assignment]
+
+    def fail(self, error: BaseException) -> None:
+        if self.step is not None:
+            self.step.close(error)
+
+    @contextlib.contextmanager
+    def seen_from_outside(self) -> Iterator[None]:
+        def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+            self._turn("optimizer")
+
+        def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+            self._turn("between")
+
+        with contextlib.ExitStack() as undo:
+            # Before watched(): the step may end with an optimizer's, which is in it.
+            undo.callback(register_optimizer_step_pre_hook(before).remove)
+            undo.callback(register_optimizer_step_post_hook(after).remove)
+            undo.callback(setattr, torch.autograd, "backward", torch.autograd.backward)
+            torch.autograd.backward = self._marked_backward(torch.autograd.backward)
+            undo.enter_context(self.watched())
+            yield
+
+    def _turn(self, kind: str) -> None:
+        if self.step is not None:
+            self.step.turn(kind)
+
+    def _marked_backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(backward)
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            step = self.step
+            if step is None or not step.enter_backward():
+                return backward(*args, **kwargs)
+            try:
+                return backward(*args, **kwargs)
+            finally:
+                step.leave_backward()
+
+        return marked
+
+
+class _Step:
+    """The recording of one step. _Steps takes it for the Growth that it counts with."""
+
+    def __init__(self, given: argparse.Namespace, schedule: Any) -> None:
+        uses_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        device = torch.device(given.device or ("cuda" if uses_cuda else "cpu"))
+        self.before = bytes_of_tensors(device)
+        self.recording = memory.record(device, on_out_of_memory=given.on_out_of_memory)
+        self.is_whole = self.has_failed = False
+        self._is_open = True
+        self._thread = threading.get_ident()
+        self._is_in_backward = False
+        self._has_stages = schedule is not None and bool(stages_of(schedule))
+        self._phase: contextlib.AbstractContextManager[None] | None = None
+        self.recording.__enter__()
+        if self._has_stages:
+            self.recording.watch(schedule)
+        else:
+            self.turn("forward")
+
+    def turn(self, kind: str) -> None:
+        """From now on it is another phase; among stages' own only the optimizer's."""
+        if not self._is_open or threading.get_ident() != self._thread:
+            return
+        if self._phase is not None:
+            self._phase.__exit__(None, None, None)
+            self._phase = None
+        if not self._has_stages or kind == "optimizer":
+            self._phase = self.recording.phase(kind)
+            self._phase.__enter__()
+
+    def enter_backward(self) -> bool:
+        """Whether it is the outermost, on the step's thread: a reentrant checkpoint has one within."""
+        if self._is_in_backward or threading.get_ident() != self._thread or self._has_stages:
+            return False
+        self._is_in_backward = True
+        self.turn("backward")
+        return True
+
+    def leave_backward(self) -> None:
+        self._is_in_backward = False
+        self.turn("between")
+
+    def step(self) -> None:
+        """The step is over."""
+        if self._is_open:
+            self.is_whole = True
+            self.close()
+
+    def close(self, error: BaseException | None = None) -> None:
+        if not self._is_open:
+            return
+        self._is_open = False
+        self.has_failed = error is not None
+        raised = (None, None, None) if error is None else (type(error), error, error.__traceback__)
+        if self._phase is not None and error is not None:
+            self._phase.__exit__(*raised)
+        self.recording.__exit__(*raised)
+
+
+def _report(steps: _OneStep, given: argparse.Namespace) -> int:
+    """Print, and write what files were asked for. Returns the exit status that the step deserves."""
+    step = steps.step
+    if step is not None:
+        step.close()
+    if step is None or not (step.is_whole or step.has_failed):
+        what = f"the ends of {steps.seen} steps ({KINDS[steps.kind]})" if steps.seen else "no step's end"
+        _say(
+            f"zbpipe memory: {what} seen, and to record one after {steps.warmup} of warm-up takes {steps.warmup + 1}. "
+            "A step is a call of a pipeline schedule's step() or an optimizer's; for any other, call "
+            "zbpipe.leaks.step() at its end. --warmup 0 records from the script's beginning."
+        )
+        return NO_STEP
+    recording = step.recording
+    phases = [p for p in recording.phases if p.kind != "between" or p.allocations or p.frees]
+    highest = max(phases, key=lambda p: p.peak, default=None)
+    peak = f"peak {in_words(recording.peak)}{f' in {highest.label}' if highest else ''}"
+    which = f"step {steps.warmup + 1} ({KINDS[steps.kind]})" if step.is_whole else "up to where the script failed"
+    begin = f"zbpipe memory: {which} on {recording.device}"
+    allocated, live = in_words(recording.allocated), in_words(recording.live)
+    lines = [
+        f"{begin}: {peak}, above the {in_words(step.before)} that were there before",
+        f"{allocated} in {recording.allocations} allocations, of which {live} live at its end",
+    ]
+    lines += [f"incomplete: {recording.incomplete}"] if recording.incomplete else []
+    lines += ["", phase_table(phases)] if phases else []
+    _say("\n".join(lines))
+    if given.json:
+        _of_rank(given.json).write_text(json.dumps(_data(steps, step, given), indent=1) + "\n")
+    if given.out:
+        path = _out(given.out)
+        (recording.plot if path.name.endswith(PICTURES) else recording.export)(path)
+    return 0 if step.is_whole else NO_STEP
+
+
+def _out(path: Path) -> Path:
+    """The rank comes before the whole ending, .json.gz too."""
+    ending = next(ending for ending in reversed((*PICTURES, *EXPORTS)) if path.name.endswith(ending))
+    named = _of_rank(path.with_name(f"{path.name.removesuffix(ending)}.x"))
+    return named.with_name(named.name.removesuffix(".x") + ending)
+
+
+def _data(steps: _OneStep, step: _Step, given: argparse.Namespace) -> dict[str, Any]:
+    recording = step.recording
+    return {
+        "schema": SCHEMA,
+        "zbpipe": __version__,
+        "script": [given.script, *given.args],
+        "rank": int(os.environ.get("RANK", "0")),
+        "kind": KINDS[steps.kind],
+        "warmup": steps.warmup,
+        "whole": step.is_whole,
+        "device": str(recording.device),
+        "before": step.before,
+        **{name: getattr(recording, name) for name in ("peak", "live", "allocated", "freed", "allocations")},
+        "incomplete": recording.incomplete,
+        "phases": [{"label": phase.label, **asdict(phase)} for phase in recording.phases],
+        "held": [] if recording.incomplete else [asdict(held) for held in recording.held],
+    }
