@@ -1,9 +1,10 @@
 """What a recording and a leak check with `trace=True` cost per block of CPU memory: an empty tensor, made and dropped.
 
 A call of `torch.empty` alone is the measure. Microseconds per block, the least of the rounds: what else runs on the
-machine adds to all others.
+machine adds to all others. Then what it takes to write a recording of so many events, in 100 phases, to each kind of
+file: seconds of processor and wall time, MB of the file, and MB that the process grew by at most.
 
-    python benchmarks/recorder.py --blocks 20000 --json recorder.json
+    python benchmarks/recorder.py --blocks 20000 --events 1000000 --json recorder.json
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import argparse
 import contextlib
 import json
 import platform
+import tempfile
 import time
+import tracemalloc
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -25,6 +28,7 @@ from zbpipe._text import table
 from zbpipe.leaks import check_tensor_leak
 
 ROUNDS = 15
+PHASES = 100
 
 CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "nothing": contextlib.nullcontext,
@@ -46,9 +50,36 @@ def microseconds(context: Callable[[], AbstractContextManager[Any]], blocks: int
     return 1e6 * least / blocks
 
 
+def recording_of(events: int) -> memory.Recording:
+    with memory.record(max_events=events) as rec:
+        for phase in range(PHASES):
+            with rec.phase("forward", stage=1, microbatch=phase):
+                for i in range(events // PHASES // 2):
+                    torch.empty(64 + i % 1000)
+    return rec
+
+
+def written(rec: memory.Recording) -> dict[str, dict[str, float]]:
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("step.json", "step.json.gz", "step.pickle", "step.png"):
+            path = Path(folder, name)
+            write = rec.plot if name.endswith("png") else rec.export
+            wall, processor = time.perf_counter(), time.process_time()
+            write(path)
+            wall, processor = time.perf_counter() - wall, time.process_time() - processor
+            tracemalloc.start()  # in a round of its own, which it slows down
+            write(path)
+            most = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            found[name] = {"processor": processor, "wall": wall, "MB": path.stat().st_size / 1e6, "memory": most / 1e6}
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--blocks", type=int, default=20_000)
+    parser.add_argument("--events", type=int, default=1_000_000, help="of the recording that is written; 0: none")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -57,8 +88,13 @@ def main() -> None:
     rows = [[name, f"{us:.2f}", f"{us - alone:+.2f}"] for name, us in taken.items()]
     print(f"torch {torch.__version__}, {platform.machine()}, {args.blocks} blocks")
     print(table(["under", "us per block", "more than alone"], rows))
+    files = written(recording_of(args.events)) if args.events else {}
+    if files:
+        rows = [[n, *(f"{f[key]:.2f}" for key in ("processor", "wall", "MB", "memory"))] for n, f in files.items()]
+        print(f"\n{args.events} events")
+        print(table(["file", "s of processor", "s", "MB", "MB of memory"], rows))
     if args.json:
-        args.json.write_text(json.dumps({"blocks": args.blocks, "microseconds": taken}, indent=2))
+        args.json.write_text(json.dumps({"blocks": args.blocks, "microseconds": taken, "files": files}, indent=2))
 
 
 if __name__ == "__main__":

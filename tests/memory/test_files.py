@@ -168,6 +168,30 @@ def test_a_thinned_curve_keeps_its_peak(monkeypatch, step):
     assert points[-1][1] == step.live
 
 
+def test_a_thinned_curve_is_that_of_all_events_but_for_what_is_lower(monkeypatch):
+    monkeypatch.setattr(_plot, "POINTS", 16)
+    rng = random.Random(0)
+    for count in (*range(40), 500):
+        hand = ByHand(max_events=2000)
+        levels, alive = [(0, 0)], []
+        with hand.recording as rec:
+            for i in range(count):
+                if alive and rng.random() < 0.5:
+                    hand.free(10 * i + 1, alive.pop(rng.randrange(len(alive)))[0])
+                else:
+                    alive.append((i + 1, rng.randrange(1, 100)))
+                    hand.alloc(10 * i + 1, *alive[-1])
+                levels.append((10 * i + 1, sum(size for _, size in alive)))
+        points = _plot.curve(rec)
+        assert len(points) <= 19 and len(set(points)) == len(points)
+        assert points == sorted(points, key=lambda point: point[0])
+        assert set(points) <= set(levels)
+        assert points[0] == (0, 0) and points[-1] == levels[-1]
+        assert max(level for _, level in points) == max(level for _, level in levels)
+        if count < 16:
+            assert points == levels
+
+
 def texts(figure):
     """All texts that are drawn, with their boxes in pixels."""
     renderer = figure.canvas.get_renderer()

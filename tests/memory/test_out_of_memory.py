@@ -1,5 +1,6 @@
 """What a recording of the CPU's memory leaves behind when that runs out: an allocation of 2^50 bytes fails anywhere."""
 
+import contextlib
 import gc
 import gzip
 import json
@@ -97,6 +98,31 @@ def test_an_error_that_was_made_of_it_counts_too(tmp_path):
     text, caught, _ = failed(tmp_path, run)
     assert text.startswith("out of memory on cpu in forward at ")
     assert isinstance(caught.value, ValueError)
+
+
+def test_a_phase_that_an_error_of_before_has_ended_is_not_named(tmp_path):
+    def run(rec):
+        for _ in range(20):  # a later exception may lie where an earlier one lay
+            with contextlib.suppress(RuntimeError), rec.phase("handled"):
+                torch.ones(2) @ torch.ones(3)
+        with rec.phase("fine"):
+            pass
+        torch.empty(TOO_MUCH)
+
+    text, _, _ = failed(tmp_path, run)
+    assert text.startswith("out of memory on cpu in no phase at ")
+
+
+def test_a_recording_that_cannot_begin_leaves_no_hook(monkeypatch, tmp_path):
+    rec = memory.record(on_out_of_memory=tmp_path)
+
+    def fail():
+        raise KeyError
+
+    monkeypatch.setattr(rec._source, "start", fail)
+    with pytest.raises(KeyError):
+        rec.__enter__()
+    assert rec._hook._older is None
 
 
 def test_in_a_backward(tmp_path):

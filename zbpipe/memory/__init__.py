@@ -15,6 +15,8 @@ phases of a step (forward, I, W) marked in it:
     rec.plot("step.png")
     rec.export("step.json.gz")   # Perfetto, chrome://tracing; "step.pickle": pytorch.org/memory_viz
 
+``record(..., on_out_of_memory="oom")`` leaves a report in that folder when memory runs out.
+
 Nothing is sampled, and nothing that is watched is kept alive.
 """
 

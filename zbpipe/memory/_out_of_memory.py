@@ -40,7 +40,6 @@ class Hook:
         self.count = 0
         self._since = 0
         self._older: Any = None
-        self._noted: BaseException | None = None
 
     def begin(self, recording: Any) -> None:
         from zbpipe.leaks._search import storages_now
@@ -49,15 +48,19 @@ class Hook:
         if recording.device.type == "cuda":
             _observed.join(self, recording)
 
+    def leave(self) -> None:
+        """The recording is over, or has not begun."""
+        _observed.leave(self)
+        self._older = None
+
     def end(self, recording: Any, error: BaseException | None) -> None:
         """The recording is over, by ``error`` or without."""
-        _observed.leave(self)
         for raised in causes(error):
             # What CUDA's observer has told of is told once.
             if is_out_of_memory(raised) and not (self.count and recording.device.type == "cuda"):
                 self.report(recording, str(raised).partition("\n")[0], recording._phase_of(error), raised)
                 break
-        self._older = None
+        self.leave()
 
     def report(self, recording: Any, what: str, phase: str, error: BaseException | None) -> None:
         """Never raises: what cannot be written is said, and the program's own error goes its way."""

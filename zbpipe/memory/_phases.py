@@ -22,7 +22,11 @@ class _Thread(threading.local):
 
 
 class _Place:
-    outermost: Open | None = None
+    """Also the phases that exceptions have ended since the last one began, with the exceptions' identities."""
+
+    def __init__(self) -> None:
+        self.outermost: Open | None = None
+        self.raised: list[tuple[int, Open]] = []
 
 
 @dataclass
@@ -38,7 +42,6 @@ class Open:
     place: _Place
     end: int | None = None
     calls: tuple[int, ...] | None = None
-    raised: int | None = None  # the identity of the exception that ended it
 
 
 class Marks:
@@ -65,13 +68,15 @@ class Marks:
             self.lost += 1
             return None
         opened = Open(kind, stage, microbatch, mark, self._thread.place, calls=calls)
+        opened.place.raised.clear()  # the thread goes on: what it raised was handled
         if kind in PASSES:
             opened.place.outermost = opened
         self._phases.append(opened)
         return opened
 
     def end(self, opened: Open, error: object = None) -> None:
-        opened.raised = None if error is None else id(error)
+        if error is not None:
+            self._thread.place.raised.append((id(error), opened))
         if opened.place.outermost is opened:
             opened.place.outermost = None
         opened.end = self.mark()
@@ -80,11 +85,12 @@ class Marks:
         """The phases that have ended, by their beginnings."""
         return sorted((p for p in list(self._phases) if p.end is not None), key=lambda p: p.begin)
 
-    def innermost(self, raised: Container[int | None] | None) -> Open | None:
-        """Of the phases that one of these exceptions has ended the one that began last; with None, of those that run,
-        on this thread if there are any."""
+    def innermost(self, raised: Container[int] | None) -> Open | None:
+        """Of the phases of this thread the one that began last of those that one of these exceptions has ended; with
+        None, of those that run, on this thread if there are any there."""
         if raised is not None:
-            return max((p for p in list(self._phases) if p.raised in raised), key=lambda p: p.begin, default=None)
+            ended = [p for error, p in self._thread.place.raised if error in raised]
+            return max(ended, key=lambda p: p.begin, default=None)
         running = [p for p in list(self._phases) if p.end is None]
         return ([None, *running] + [p for p in running if p.place is self._thread.place])[-1]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -87,12 +88,22 @@ def draw(recording: Recorded, title: str = "") -> Any:
 
 def curve(recording: Recorded) -> list[tuple[int, int]]:
     """Times in ns and live bytes, from (0, 0) on, thinned to :data:`POINTS` with the peaks kept."""
-    points = [(0, 0), *((time, live) for time, _, _, live in recording.own_events())]
-    part = max(1, -(-len(points) // POINTS))
-    if part > 1:
-        thinned = [max(points[i : i + part], key=lambda point: point[1]) for i in range(1, len(points), part)]
-        points = [points[0], *thinned, points[-1]]
-    return points
+    points: list[tuple[int, int]] = []
+    part = 1  # events that are one point, the highest of them
+    highest = last = (0, -1)
+    for count, (time, _, _, live) in enumerate(recording.own_events(), start=1):
+        last = (time, live)
+        if live > highest[1]:
+            highest = last
+        if count % part == 0:
+            points.append(highest)
+            highest = (0, -1)
+            if len(points) >= POINTS:
+                by_height = operator.itemgetter(1)
+                points = [max(points[i : i + 2], key=by_height) for i in range(0, len(points), 2)]
+                part *= 2
+    rest = [point for point in (highest, last) if point[1] >= 0 and point not in points[-1:]]
+    return [(0, 0), *points, *dict.fromkeys(rest)]
 
 
 def _draw_curve(axes: Any, points: Sequence[tuple[int, int]], begin: int, span: int, recording: Recorded) -> None:

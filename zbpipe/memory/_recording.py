@@ -88,9 +88,12 @@ class Recording:
     def __enter__(self) -> Recording:
         if self._marks.is_running or self._is_over:
             raise RuntimeError("a recording can be entered once; call zbpipe.memory.record() again for another one")
-        self._source.start()
-        if self._hook is not None:
-            self._hook.begin(self)
+        with contextlib.ExitStack() as undo:  # what is begun ends where a later step fails
+            if self._hook is not None:
+                undo.callback(self._hook.leave)
+                self._hook.begin(self)
+            self._source.start()
+            undo.pop_all()
         self._marks.is_running = True
         running.add(self._marks)
         return self
