@@ -158,6 +158,28 @@ static PyObject *search_holders(PyObject *module, PyObject *args)
     return zbp_or_raise(zbp_search_holders(&search, &error), &error);
 }
 
+PyDoc_STRVAR(freed_with_doc,
+             "freed_with(groups, /)\n--\n\n"
+             "What would be freed if nobody held these ParamGroups. See zbp_holders.h.");
+
+static PyObject *freed_with(PyObject *module, PyObject *groups)
+{
+    const zbp_group_access access = access_of(module);
+    zbp_error error = {0};
+
+    if (!PyTuple_Check(groups)) {
+        return PyErr_Format(PyExc_TypeError, "freed_with() takes a tuple of groups, not a %s",
+                            Py_TYPE(groups)->tp_name);
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(groups); ++i) {
+        if (!Py_IS_TYPE(PyTuple_GET_ITEM(groups, i), access.type)) {
+            return PyErr_Format(PyExc_TypeError, "groups[%zd] is a %s; expected a ParamGroup", i,
+                                Py_TYPE(PyTuple_GET_ITEM(groups, i))->tp_name);
+        }
+    }
+    return zbp_or_raise(zbp_freed_with(access, groups, &error), &error);
+}
+
 PyDoc_STRVAR(next_serial_doc,
              "next_serial()\n--\n\n"
              "The serial of the next block of CPU memory, while something records.");
@@ -353,6 +375,7 @@ static PyMethodDef leaks_methods[] = {
     {"storages_of", storages_of, METH_O, storages_of_doc},
     {"addresses_of", addresses_of, METH_O, addresses_of_doc},
     {"search_holders", search_holders, METH_VARARGS, search_holders_doc},
+    {"freed_with", freed_with, METH_O, freed_with_doc},
     {"next_serial", next_serial, METH_NOARGS, next_serial_doc},
     {"live_blocks", live_blocks, METH_O, live_blocks_doc},
     {"storage_spans", storage_spans, METH_O, storage_spans_doc},

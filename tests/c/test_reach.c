@@ -68,8 +68,13 @@ static void answers_are_those_of_a_naive_search(void)
 
             zbp_reach_begin(&reach);
             for (uint32_t i = random_below(4); i > 0; i--) {
-                const uint32_t f = random_below(FACES);
+                const uint32_t f = random_below(FACES), node = random_below(NODES);
 
+                if (random_below(4) == 0) {
+                    zbp_reach_add_outside(&reach, &layout, node);
+                    visit(&layout, -1, (int32_t)node, weights, nodes);
+                    continue;
+                }
                 zbp_reach_add(&reach, &layout, f);
                 visit(&layout, layout.face[f].weight, layout.face[f].outside, weights, nodes);
             }

@@ -55,6 +55,64 @@ def test_gradients_under_every_choice(choices):
         check(block(), (T, D), microbatches=3)
 
 
+def tied(m, x):
+    h = m.f(m.f(m.f(x).tanh()).tanh())
+    return h @ m.f.weight + m.scale * (m.scale * h).sin()
+
+
+def mixed(m, x):
+    """Uses with a cast, of a computed weight, and in a Function, among plain ones."""
+    h = F.linear(F.linear(F.linear(x.float(), m.w).sin(), m.w.double().float()), m.w * 2.0)
+    return F.linear(Squared.apply(F.linear(h, m.w), m.w), m.w.t()).double()
+
+
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ (w * w)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return grad @ (w * w).t(), 2 * w * (x.t() @ grad)
+
+
+OFTEN = {
+    "tied": lambda: Stage(tied, f=nn.Linear(D, D, dtype=f64), scale=(D,)),
+    "mixed": lambda: Stage(mixed, w=nn.Parameter(torch.randn(D, D))),
+    "recurrent": lambda: Stage(lambda m, x: m.f(x.view(T, 1, D))[0], f=nn.GRU(D, D, bidirectional=True, dtype=f64)),
+    "branches": lambda: Stage(
+        lambda m, x: sum(m.f(m.g(x.roll(i, 0)).tanh() if i % 2 else x) for i in range(5)),
+        f=nn.Linear(D, D, dtype=f64),
+        g=nn.Linear(D, D, dtype=f64),
+    ),
+}
+
+
+@pytest.mark.parametrize("choices", CHOICES)
+@pytest.mark.parametrize("kind", OFTEN)
+def test_a_weight_that_is_used_often(kind, choices):
+    """Note [Sums in I], csrc/shim/pass/folding.h: to the bits of an ordinary backward."""
+    torch.manual_seed(0)
+    with zb.policy(**choices):
+        check(OFTEN[kind](), (T, D), microbatches=3, exact="fused" not in choices)
+
+
+@pytest.mark.parametrize("kind", OFTEN)
+def test_sums_of_a_weight_that_is_used_often_can_be_added_again(kind):
+    m, x = OFTEN[kind](), torch.randn(T, D, dtype=f64, requires_grad=True)
+    m(x).sum().backward()
+    wanted = [2 * w.grad for w in m.parameters()]
+    m.zero_grad()
+    with zb.policy(defer="nothing"):
+        groups = zb.stage_backward_input([m(x).sum()], None, [x], m.parameters())[1]
+    zb.stage_backward_weight(m.parameters(), groups, retain_graph=True)
+    zb.stage_backward_weight(m.parameters(), groups)
+    for w, grad in zip(m.parameters(), wanted, strict=True):
+        torch.testing.assert_close(w.grad, grad)
+
+
 def test_bytes_held_by_default_are_matrices_and_gradients_of_light_weights():
     normed, scaled = T * D, T * 2 * D
     output_grads = T * 2 * D + T * D

@@ -176,7 +176,7 @@ def _try(
     groups = _C.input_pass(ends, [grad for _, grad in given_grads], inputs, list(weights.values()), *choices)[1]
 
     for tasks, group in zip(tasks_of, groups, strict=True):
-        for task, account in zip(tasks, group._account(), strict=True):
+        for task, account in zip(tasks, group._account(), strict=False):
             book.add(task, account)
     for weight in weights.values():
         if weight.grad is not None:

@@ -7,6 +7,14 @@ each parameter whose gradient is computed from it: to one alone, or shared, and 
 each of their rows (a layer's output gradient: the weight's and the bias's). So rows may add up to more than
 the total, and ``alone`` (what is held for that parameter and no other) to less. A module's bytes are those of
 all parameters below it, each storage once.
+
+Note [What counts as held]
+
+What W will read, whoever else holds it too: what tasks hold, and what the nodes between them and the weights have
+saved. But not the memory of a parameter, or of a buffer of the module that was given: it lives anyway. Beside that, all
+that would be freed with the groups, found by letting go of one reference after the other (``freed_with`` in
+``csrc/shim/holders/zbp_holders.h``): what a checkpointed region keeps to be computed again, say. So where nobody else
+holds anything, ``bytes`` and ``freed`` are equal, and what dropping the groups gives back, to the byte.
 """
 
 from __future__ import annotations
@@ -17,6 +25,7 @@ from typing import Any
 
 import torch
 
+from zbpipe import _C
 from zbpipe._C import ParamGroup
 from zbpipe._text import megabytes, table
 from zbpipe._torch.autograd import storage_id
@@ -28,8 +37,10 @@ class HeldStorage:
 
     ``bytes`` is its whole size. ``roles`` are those of the tensors in it: "matrix" and "output gradient" (the two
     factors of a product), "saved" (by a node that W runs again), "light gradient" (of a vector, computed in I),
-    "kept gradient" (of a matrix whose node ran whole in I), "waiting gradient" (a W that raised could not add it).
+    "kept gradient" (of a matrix whose node ran whole in I), "waiting gradient" (a W that raised could not add it),
+    "packed" (what saved-tensor hooks or a checkpointed region keep: its inputs, random states).
     ``nodes`` names the autograd nodes that hold it, ``shapes`` the tensors' shapes, ``parameters`` whom it serves.
+    ``shared``: somebody else holds it as well, so that it stays when the groups go.
     """
 
     bytes: int
@@ -39,6 +50,7 @@ class HeldStorage:
     nodes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     parameters: tuple[str, ...]
+    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,6 +70,7 @@ class ParameterRow:
 class Held:
     """What groups hold. See Note [To whom held bytes belong]; all sizes in bytes. ``print`` shows a table.
 
+    ``bytes`` is what they hold, ``freed`` what dropping them would give back now; see Note [What counts as held].
     ``parameters`` is sorted by bytes, the most first. ``incomplete`` is empty, or says what could not be counted.
     """
 
@@ -72,6 +85,11 @@ class Held:
     def bytes(self) -> int:
         """Of all storages, each once."""
         return sum(storage.bytes for storage in self.storages)
+
+    @property
+    def freed(self) -> int:
+        """What dropping the groups would give back now: without what somebody else holds as well."""
+        return sum(storage.bytes for storage in self.storages if not storage.shared)
 
     @property
     def by_parameter(self) -> dict[str, int]:
@@ -106,6 +124,11 @@ class Held:
             f"{megabytes(self.bytes)} MB held in {len(self.storages)} storages by {self.groups} groups{spent}",
             *(f"  {megabytes(size)} MB {role}" for role, size in self.by_role.items()),
         ]
+        if self.freed != self.bytes:
+            lines.append(
+                f"somebody else holds {megabytes(self.bytes - self.freed)} MB of it as well: dropping the groups "
+                f"would free {megabytes(self.freed)} MB"
+            )
         if self.incomplete:
             lines.append(f"incomplete: {self.incomplete}")
         rows = [(r.name, str(list(r.shape)), megabytes(r.bytes), megabytes(r.alone)) for r in self.parameters]
@@ -122,7 +145,7 @@ def held(groups: ParamGroup | Iterable[Any], module: torch.nn.Module | None = No
             hold nothing. Dictionaries of torch's own module are taken as well, as far as they can be seen: their
             output gradients ("grads"); the saved tensors of the graph that they also keep are not counted, and
             ``incomplete`` says so.
-        module: whose parameters' names to use.
+        module: whose parameters' names to use, and whose buffers not to count.
 
     Returns:
         The bytes by storage, parameter, module and role; see :class:`Held`. It holds no tensor.
@@ -135,6 +158,8 @@ def held(groups: ParamGroup | Iterable[Any], module: torch.nn.Module | None = No
         The memory tests by forward, I and W that pytorch/pytorch PR 138119 and 138504 wished for.
     """
     listed = [groups] if isinstance(groups, (ParamGroup, dict)) else list(groups)
+    ours = tuple({id(group): group for group in listed if isinstance(group, ParamGroup)}.values())
+    freed = _C.freed_with(ours)
     book = _Book(module)
     spent = 0
     for i, group in enumerate(listed):
@@ -149,6 +174,7 @@ def held(groups: ParamGroup | Iterable[Any], module: torch.nn.Module | None = No
                 f"groups[{i}] is a {type(group).__name__}; expected a ParamGroup, as zbpipe.stage_backward_input "
                 "returns them"
             )
+    book.add_freed(*freed)
     return book.close(len(listed), spent)
 
 
@@ -168,6 +194,12 @@ class _Entry:
     shapes: dict[tuple[int, ...], None] = field(default_factory=dict)
     parameters: dict[str, None] = field(default_factory=dict)
 
+    def add(self, role: str, shape: tuple[int, ...], node: str | None, parameters: list[str]) -> None:
+        self.roles[role] = None
+        self.shapes[shape] = None
+        self.nodes.update({node: None} if node is not None else {})
+        self.parameters.update(dict.fromkeys(parameters))
+
 
 class _Book:
     """Collects; keeps names and numbers alone. The module is borrowed until close()."""
@@ -179,7 +211,10 @@ class _Book:
         self.entries: dict[int, _Entry] = {}
         self.unknown = 0
         self.incomplete: dict[str, None] = {}
+        self.freed: set[int] = set()  # storages
+        self.alive: set[int] = set()  # storages that live anyway
         if module is not None:
+            self.alive = _C.storages_of([*module.parameters(), *module.buffers()])
             for name, parameter in module.named_parameters(remove_duplicate=False):
                 self.names_of.setdefault(id(parameter), []).append(name)
 
@@ -194,20 +229,29 @@ class _Book:
             else:
                 name = known[0]
             self.name_of[id(weight)] = name
+            self.alive |= _C.storages_of([weight])
             self.shape_of[name] = tuple(weight.shape)
         return name
 
     def add(self, node: str | None, tensors: Iterable[_Tensor]) -> None:
         for role, storage, size, shape, dtype, device, weights in tensors:
             names = [self.name(weight) for weight in weights]
-            if storage == 0:
-                self.incomplete["tensors without a storage (sparse ones, wrappers) are not counted"] = None
-                continue
-            entry = self.entries.setdefault(storage, _Entry(size, device, dtype))
-            entry.roles[role] = None
-            entry.shapes[shape] = None
-            entry.nodes.update({node: None} if node is not None else {})
-            entry.parameters.update(dict.fromkeys(names))
+            if storage != 0:  # else what the tensor is made of is among what is freed
+                entry = self.entries.setdefault(storage, _Entry(size, device, dtype))
+                entry.add(role, shape, node, names)
+
+    def add_freed(
+        self, storages: Iterable[tuple[Any, ...]], weights: list[tuple[torch.Tensor, ...]], unseen: dict[str, int]
+    ) -> None:
+        """What _C.freed_with() gave: of what has not been added, that it is held."""
+        known = set(self.entries)
+        for storage, size, role, shape, dtype, device, node, groups in storages:
+            self.freed.add(storage)
+            if storage not in known:
+                names = [self.name(weight) for group in groups for weight in weights[group]]
+                self.entries.setdefault(storage, _Entry(size, device, dtype)).add(role, shape, node, names)
+        if unseen:
+            self.incomplete[f"what cannot be seen is not counted: {', '.join(unseen)}"] = None
 
     def add_torch_group(self, group: dict[str, Any]) -> None:
         self.incomplete["the saved tensors of the graph that groups of torch's own module keep cannot be seen"] = None
@@ -217,6 +261,8 @@ class _Book:
             self.add(node.name() if node is not None else None, tensors)
 
     def close(self, groups: int, spent: int) -> Held:
+        for storage in (self.alive & set(self.entries)) - self.freed:
+            del self.entries[storage]
         sums = dict.fromkeys(self.shape_of, 0)
         alone = dict.fromkeys(self.shape_of, 0)
         for entry in self.entries.values():
@@ -234,8 +280,9 @@ class _Book:
                 nodes=tuple(e.nodes),
                 shapes=tuple(e.shapes),
                 parameters=tuple(e.parameters),
+                shared=storage not in self.freed,
             )
-            for e in self.entries.values()
+            for storage, e in self.entries.items()
         ]
         names = {known[0]: tuple(known) for known in self.names_of.values()}
         return Held(

@@ -65,11 +65,11 @@ static void meet(zbp_reach *reach, int32_t weight, int32_t outside, uint32_t *pe
     }
 }
 
-void zbp_reach_add(zbp_reach *reach, const zbp_layout *layout, uint32_t face)
+static void add(zbp_reach *reach, const zbp_layout *layout, int32_t weight, int32_t outside)
 {
     uint32_t pending = 0;
 
-    meet(reach, layout->face[face].weight, layout->face[face].outside, &pending);
+    meet(reach, weight, outside, &pending);
     while (pending > 0) {
         const uint32_t node = reach->block[reach->weights + --pending];
         const uint32_t end = zbp_layout_first_hop(layout, node + 1);
@@ -77,6 +77,16 @@ void zbp_reach_add(zbp_reach *reach, const zbp_layout *layout, uint32_t face)
         for (uint32_t h = zbp_layout_first_hop(layout, node); h < end; h++)
             meet(reach, layout->hop[h].to_weight, layout->hop[h].to_outside, &pending);
     }
+}
+
+void zbp_reach_add(zbp_reach *reach, const zbp_layout *layout, uint32_t face)
+{
+    add(reach, layout, layout->face[face].weight, layout->face[face].outside);
+}
+
+void zbp_reach_add_outside(zbp_reach *reach, const zbp_layout *layout, uint32_t outside)
+{
+    add(reach, layout, -1, (int32_t)outside);
 }
 
 static int compare(const void *a, const void *b)

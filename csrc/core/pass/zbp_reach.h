@@ -36,6 +36,8 @@ void zbp_reach_fini(zbp_reach *reach);
 void zbp_reach_begin(zbp_reach *reach);
 /* And behind this one. `layout` is the one of _init. */
 void zbp_reach_add(zbp_reach *reach, const zbp_layout *layout, uint32_t face);
+/* And behind this node outside the closure. */
+void zbp_reach_add_outside(zbp_reach *reach, const zbp_layout *layout, uint32_t outside);
 /* Sorts what was found: reach->weight[0] to [weight_count - 1], valid until the next question. */
 void zbp_reach_weights(zbp_reach *reach);
 

@@ -1,6 +1,7 @@
 #include "shim/explain/zbp_account.h"
 
 #include <algorithm>
+#include <mutex>
 
 #include <torch/csrc/Device.h>
 #include <torch/csrc/DynamicTypes.h>
@@ -10,6 +11,7 @@
 #include "shim/pass/dtensor.h"
 #include "shim/pass/kinds.h"
 #include "shim/pass/path.h"
+#include "shim/pass/saved.h"
 #include "shim/torch/python.h"
 
 namespace {
@@ -94,6 +96,31 @@ void tell(const zbp_account_visitor& visitor, const Task& task, Reach& reach) {
   });
 }
 
+/// What outside node number `o` has saved and W will read. Unless it lies behind hooks: that nobody can see without
+/// running them. Nor while a thread runs the node, which may be another microbatch's too.
+void tell_outside(const zbp_account_visitor& visitor, const Group& group, size_t o, Reach& reach) {
+  Node& node = *group.outside[o].node;
+  if (saves_nothing(node)) {
+    return;
+  }
+  check_told(visitor.task(visitor.arg, node.name().c_str(), "outside"));
+  variable_list saved;
+  const auto all = all_saved_by(node).first;
+  if (const std::unique_lock<std::mutex> lock(NodeParts::mutex_of(node), std::try_to_lock); lock) {
+    for (const torch::autograd::SavedVariable* one : all) {
+      saved.push_back(one->get_raw_data().value_or(at::Tensor()));
+    }
+  }
+  reach.begin();
+  reach.add_outside(o);
+  const zbp_places weights = reach.weights();
+  for (const at::Tensor& tensor : saved) {
+    if (tensor.defined()) {
+      tell(visitor, "saved", tensor, weights);
+    }
+  }
+}
+
 /// What a W that raised has computed for weight number `place` and could not add.
 void tell_waiting(const zbp_account_visitor& visitor, const Weight& weight, uint32_t place) {
   check_told(visitor.task(visitor.arg, nullptr, "waiting"));
@@ -128,6 +155,9 @@ int zbp_group_account(const zbp_group* handle, const zbp_account_visitor* visito
     Reach reach(group);
     for (const Task& task : group.tasks) {
       tell(*visitor, task, reach);
+    }
+    for (size_t o = 0; o < group.outside.size(); ++o) {
+      tell_outside(*visitor, group, o, reach);
     }
     for (size_t w = 0; w < group.weights.size(); ++w) {
       if (group.weights[w].grad.defined()) {

@@ -25,6 +25,10 @@ class Reach {
   void add(const Task& task, size_t f) {
     zbp_reach_add(&reach_, &group_.layout, static_cast<uint32_t>(task.plan().face_begin + f));
   }
+  /// And behind outside node number `o`.
+  void add_outside(size_t o) {
+    zbp_reach_add_outside(&reach_, &group_.layout, static_cast<uint32_t>(o));
+  }
   /// In the group's order; borrowed until the next question.
   zbp_places weights() {
     zbp_reach_weights(&reach_);

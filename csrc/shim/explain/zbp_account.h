@@ -36,15 +36,16 @@ typedef struct zbp_account_tensor {
     zbp_places weights; /* whose gradients are computed from it */
 } zbp_account_tensor;
 
-/* Who is told: first of the group, then of each task, in the group's order, with its tensors. Each function returns
- * 0, or -1 with a Python error set, which ends the account. What they get is borrowed until they return; the weights
- * until the account ends. */
+/* Who is told: first of the group, then of each task, in the group's order, with its tensors; then of what is no task.
+ * Each function returns 0, or -1 with a Python error set, which ends the account. What they get is borrowed until they
+ * return; the weights until the account ends. */
 typedef struct zbp_account_visitor {
     void *arg; /* their first argument */
     /* weights: tuple of the group's leaf tensors. */
     int (*group)(void *arg, PyObject *weights);
     /* node: the name of its autograd node, NULL if I let go of it. kind: "product", "deferred", "whole" or "root";
-     * "handed over" for a whole node whose Function has left work to W; "waiting" for a weight to which a W that
+     * "handed over" for a whole node whose Function has left work to W; "outside" for a node between the tasks and
+     * the weights, which W runs and which has saved something; "waiting" for a weight to which a W that
      * raised could not add its gradient. */
     int (*task)(void *arg, const char *node, const char *kind);
     int (*tensor)(void *arg, const zbp_account_tensor *tensor);

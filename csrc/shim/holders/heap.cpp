@@ -1,5 +1,7 @@
 #include "shim/holders/heap.h"
 
+#include <algorithm>
+#include <cstring>
 #include <new>
 
 #include <torch/csrc/Storage.h>
@@ -173,6 +175,53 @@ uint32_t Heap::find(const Reference& reference) const {
 void Heap::explore() {
   for (uint32_t v = none; zbp_heap_next(&graph_, &v);) {
     for_each_reference(v, [&](const Reference& reference) { meet(reference, v); });
+  }
+}
+
+/// What nobody can see into goes: it may hold tensors, or memory that is not torch's. Numbers and words, and what is
+/// torch's of the kind (a dtype, a device) do not.
+void Heap::note_opaque(PyObject* object) {
+  const bool is_atom = PyLong_Check(object) || PyUnicode_Check(object) || PyFloat_Check(object) ||
+                       PyComplex_Check(object) || PyCode_Check(object) ||
+                       std::strncmp(Py_TYPE(object)->tp_name, "torch.", std::strlen("torch.")) == 0;
+  if (!is_atom && Py_REFCNT(object) == 1) {
+    note_unseen(std::string("what objects of type ") + Py_TYPE(object)->tp_name + " hold");
+  }
+}
+
+void Heap::let_go(std::vector<uint32_t> dying, c10::function_ref<void(uint32_t)> visit) {
+  std::vector<bool> goes(size());
+  for (const uint32_t v : dying) {
+    goes[v] = true;
+  }
+  std::vector<uint32_t> met;
+  std::vector<PyObject*> skipped;
+  while (!dying.empty()) {
+    const uint32_t v = dying.back();
+    dying.pop_back();
+    visit(v);
+    met.clear();
+    skipped.clear();
+    for_each_reference(v, [&](const Reference& reference) {
+      if (const uint32_t to = meet(reference, v); to != none) {
+        met.push_back(to);
+      } else if (reference.counts_python) {
+        skipped.push_back(static_cast<PyObject*>(const_cast<void*>(reference.key)));
+      }
+    });
+    // Not before: who tells of references may hold some of its own meanwhile.
+    std::for_each(skipped.begin(), skipped.end(), [this](PyObject* one) { note_opaque(one); });
+    if (PyObject* object = thing(v) == Thing::python ? object_of(v) : nullptr;
+        object && types_.of(object) == Type::array) {
+      note_opaque(object);
+    }
+    goes.resize(size());
+    for (const uint32_t to : met) {
+      if (!goes[to] && unexplained(to, /*listed=*/false) <= 0) {
+        goes[to] = true;
+        dying.push_back(to);
+      }
+    }
   }
 }
 

@@ -67,6 +67,9 @@ class Heap {
   void explore();
   /// Likewise, but only through tensors and nodes.
   void explore_autograd();
+  /// To be called instead of explore(). Looks at what would be freed if nobody held the vertices of `dying` any more,
+  /// and no further: whatever has no reference left goes, too. Calls `visit` with each vertex that goes. A cycle stays.
+  void let_go(std::vector<uint32_t> dying, c10::function_ref<void(uint32_t)> visit);
   /// All that the roots reach has been explored.
   void end_roots() { zbp_heap_end_roots(&graph_); }
 
@@ -104,6 +107,7 @@ class Heap {
   void tensor_references(const c10::TensorImpl& tensor, Visit visit);
   void node_references(Node& node, Visit visit);
   void group_references(PyObject* object, Visit visit);
+  void note_opaque(PyObject* object);
   void saved_reference(const SavedVariable& saved, const char* name, int32_t index, Visit visit);
   void note_unseen(const std::string& what) { ++unseen_[what]; }
 

@@ -27,6 +27,7 @@
 #include "shim/torch/edits.h"
 #include "shim/pass/group.h"
 #include "shim/torch/nodes.h"
+#include "shim/torch/saved_parts.h"
 #include "shim/torch/python.h"
 
 // What a vertex of the heap holds.
@@ -172,6 +173,14 @@ void for_each_component(const c10::TensorImpl& tensor,
 
 namespace {
 
+/// Where strides alone cannot tell the way back from a view to its base, libtorch's function for it has the base too.
+void visit_base(const torch::autograd::ViewInfo& info, Visit visit) {
+  visit_tensor(info.base_, "base of the view", -1, visit);
+  if (info.has_view_fn() && info.rev_view_fn_) {
+    visit_tensor(info.base_, "base of the view", -1, visit);
+  }
+}
+
 /// The gradient of a leaf, which an engine on another thread adds to under the lock of the leaf's accumulator.
 /// False if it is being added to or let go of.
 bool visit_grad(torch::autograd::AutogradMeta& meta, Visit visit) {
@@ -235,10 +244,10 @@ void Heap::tensor_references(const c10::TensorImpl& tensor, Visit visit) {
   if (meta->is_view_) {
     const auto& view = static_cast<const torch::autograd::DifferentiableViewMeta&>(*meta);
     if (view.has_bw_view()) {
-      visit_tensor(view.get_backward_view().base_, "base of the view", -1, visit);
+      visit_base(view.get_backward_view(), visit);
     }
     if (view.has_fw_view() && !view.shared_view_info()) {
-      visit_tensor(view.get_forward_view().base_, "base of the view", -1, visit);
+      visit_base(view.get_forward_view(), visit);
     }
   }
   if (meta->fw_grad_ && meta->fw_grad_->contains(0)) {
@@ -248,6 +257,8 @@ void Heap::tensor_references(const c10::TensorImpl& tensor, Visit visit) {
 
 void Heap::saved_reference(const SavedVariable& saved, const char* name, int32_t index,
                            Visit visit) {
+  visit_node(history_of(saved), name, index, visit);
+  visit_node(accumulator_of(saved), name, index, visit);
   if (!saved.has_hooks()) {
     if (const auto data = saved.get_raw_data()) {
       visit_tensor(*data, name, index, visit);
@@ -263,6 +274,9 @@ void Heap::saved_reference(const SavedVariable& saved, const char* name, int32_t
   c10::impl::PyInterpreter* const interpreter = getPyInterpreter();
   visit({Thing::python, packed->second.ptr(interpreter), name, index, true});
   visit({Thing::python, packed->first.ptr(interpreter), name, index, true});
+  if (PyObject* hook = pack_hook_of(saved)) {
+    visit({Thing::python, hook, name, index, true});
+  }
 }
 
 void Heap::node_references(Node& node, Visit visit) {
@@ -344,6 +358,12 @@ void Heap::group_references(PyObject* object, Visit visit) {
     }
     for (const Work& work : task.works) {
       if (work.call) {
+        for (const Watched& saved : work.call->saved) {
+          visit_tensor(saved.tensor(), "saved for the work of task", index, visit);
+        }
+        for (const Watched& parameter : work.call->parameters) {
+          visit_tensor(parameter.tensor(), "saved for the work of task", index, visit);
+        }
         c10::impl::PyInterpreter* const interpreter = getPyInterpreter();
         visit({Thing::python, work.call->function.ptr(interpreter), "work of weight task", index,
                true});

@@ -104,6 +104,18 @@ typedef struct zbp_search {
  */
 PyObject *zbp_search_holders(const zbp_search *search, zbp_error *error);
 
+/* What would be freed if nobody held `groups` any more, a tuple of ParamGroups, each once: found by letting go of one
+ * reference after the other, as Python and libtorch do; nothing is let go of. New tuple of
+ *
+ *   a list of the storages: (identity, bytes, role, shape, dtype, device, node, groups). role: "packed" for what
+ *       saved-tensor hooks or a checkpointed region keep, else "saved". shape, dtype: of a tensor on it. node: the name
+ *       of the last node on the way, or None. groups: places of those that hold it.
+ *   a list with a tuple of the weights of each group.
+ *   a dict of what could not be looked at, and how often.
+ *
+ * Linear in what goes and in what that refers to; what several groups share counts for each. */
+PyObject *zbp_freed_with(zbp_group_access access, PyObject *groups, zbp_error *error);
+
 #ifdef __cplusplus
 }
 #endif

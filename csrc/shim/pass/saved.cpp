@@ -5,8 +5,10 @@
 #include <utility>
 
 #include <ATen/SavedTensorHooks.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/saved_variable_hooks.h>
 
 #include "shim/pass/dtensor.h"
 #include "shim/torch/separable.h"
@@ -14,6 +16,7 @@
 #include "shim/torch/detach.h"
 #include "shim/torch/gil.h"
 #include "shim/torch/nodes.h"
+#include "shim/torch/python.h"
 
 namespace zbp {
 
@@ -49,6 +52,12 @@ SavedVariable save_plainly(const at::Tensor& tensor) {
   return SavedVariable(tensor, /*is_output=*/false);
 }
 
+/// A tensor without values. Leaked, as all of torch's that is static: it would be freed after torch.
+const at::Tensor& no_values() {
+  static const at::Tensor& tensor = *new at::Tensor(at::empty({0}));
+  return tensor;
+}
+
 bool is_plain_matrix(const at::Tensor& tensor) {
   return tensor.defined() && (tensor.dim() == 2 || tensor.dim() == 3) &&
          (!is_subclass(tensor) || is_dtensor(tensor)) && !tensor.is_complex() && !tensor.is_neg();
@@ -59,6 +68,36 @@ bool is_plain_matrix(const at::Tensor& tensor) {
 void exchange_saved(Node& node, SavedVariable& place, SavedVariable fresh) {
   const std::lock_guard<std::mutex> lock(NodeParts::mutex_of(node));
   std::swap(place, fresh);
+}
+
+/// The place of Python's hooks for what stays packed: without the hook that packed, and without the leaf that was.
+class LeftPacked : public torch::autograd::SavedVariableHooks {
+ public:
+  explicit LeftPacked(const Packed& packed) : packed_(packed) {}
+
+  void call_pack_hook(const at::Tensor& /*tensor*/) override {}
+  at::Tensor call_unpack_hook() override { return packed_.unpack(); }
+  std::optional<std::pair<c10::SafePyObject, c10::SafePyObject>> retrieve_unpack_hook_data()
+      const override {
+    return std::pair(packed_.unpack_hook, packed_.data);
+  }
+
+ private:
+  const Packed packed_;
+};
+
+/// What a backward leaves of a saved tensor: to unpack it raises.
+SavedVariable released_variable() {
+  SavedVariable saved = save_plainly(no_values());
+  saved.reset_data();
+  return saved;
+}
+
+/// Called with the GIL held.
+SavedVariable left_packed(const Packed& packed) {
+  SavedVariable saved = save_plainly(no_values());
+  saved.register_hooks(std::make_unique<LeftPacked>(packed));
+  return saved;
 }
 
 /// What Python hooks have packed in `saved`; nothing if W cannot unpack it, or need not pay for it: a
@@ -93,11 +132,12 @@ at::Tensor pin_locked(SavedVariable& saved, Node& node, SavedVariable& before) {
 
 /// True if W can unpack what is saved behind hooks. Then it is unpacked now too, where the region that it
 /// belongs to keeps what I computes of it for whoever has not unpacked it in I. `arguments` gets what computing the
-/// region again reads.
-bool leave_packed(const SavedVariable& saved, std::vector<Version>& arguments) {
+/// region again reads. Called with the node's mutex held; `before` gets what was there.
+bool leave_packed(SavedVariable& saved, SavedVariable& before, std::vector<Version>& arguments) {
   const auto packed = packed_in(saved, arguments);
   if (packed) {
     const AcquireGil gil;
+    before = std::exchange(saved, left_packed(*packed));
     if (recognise(packed->unpack_hook.ptr(getPyInterpreter())) == UnpackHook::checkpoint) {
       packed->unpack();
     }
@@ -116,6 +156,12 @@ at::Tensor pin(SavedVariable& saved, Node& node, bool is_read_by_w) {
   return tensor;
 }
 
+void forget_saved(Node& node) {
+  for (SavedVariable* const saved : saved_by(node)) {
+    exchange_saved(node, *saved, released_variable());
+  }
+}
+
 void pin_outside(Group& group) {
   const std::lock_guard<std::mutex> lock(group.unpinned_outside_mutex);
   for (const UnpinnedOutside& unpinned : std::exchange(group.unpinned_outside, {})) {
@@ -124,7 +170,7 @@ void pin_outside(Group& group) {
     // Another microbatch's I may see to the same node.
     const std::lock_guard<std::mutex> node_lock(NodeParts::mutex_of(node));
     if (unpinned.saved->has_hooks() && unpinned.is_left &&
-        leave_packed(*unpinned.saved, group.arguments_outside)) {
+        leave_packed(*unpinned.saved, before, group.arguments_outside)) {
       group.outside_recomputed_for = std::max(group.outside_recomputed_for, node.sequence_nr());
       continue;
     }
@@ -169,9 +215,15 @@ void take_matrices(Task& task, Node& node, const variable_list& grads) {
   const uint32_t faces = bits_of(task);
   for (const Part& part : separable.parts) {
     const bool is_read = (part.readers & faces) != 0;
-    const bool stays_packed = may_leave_packed && part.saved->has_hooks() &&
-                              packed_in(*part.saved, task.arguments) != nullptr;
+    const auto packed = may_leave_packed && part.saved->has_hooks()
+                            ? packed_in(*part.saved, task.arguments)
+                            : nullptr;
+    const bool stays_packed = packed != nullptr;
     task.plan().leaves_packed = task.plan().leaves_packed || (is_read && stays_packed);
+    if (stays_packed) {
+      const AcquireGil gil;
+      exchange_saved(node, *part.saved, left_packed(*packed));
+    }
     // Also without hooks: a saved tensor that is a stage output is about to lose its history.
     if ((is_read || part.is_insisted_on) && !stays_packed) {
       const at::Tensor tensor = pin(*part.saved, node, is_read);

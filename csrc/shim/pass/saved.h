@@ -1,6 +1,9 @@
 // What nodes have saved: what W reads of it is taken or pinned, the rest let go of.
 #pragma once
 
+#include <utility>
+#include <vector>
+
 #include <torch/csrc/autograd/saved_variable.h>
 
 #include "shim/pass/group.h"
@@ -24,6 +27,14 @@ variable_list run_deferred(const Task& task);
 /// Unpacks a saved tensor once and puts it back plainly and without history. What W will read shares its
 /// version counter with the original; of the rest W needs the shape alone, and it may change.
 at::Tensor pin(torch::autograd::SavedVariable& saved, Node& node, bool is_read_by_w);
+
+/// What `node` has saved, and the node that unpacks it: of an in-place write to a view, the one within it. Called with
+/// the GIL held.
+std::pair<std::vector<torch::autograd::SavedVariable*>, NodePtr> all_saved_by(Node& node);
+
+/// Lets go of what a node that has run and released its saved tensors still refers to for them: behind hooks, a leaf's
+/// accumulator, which keeps the leaf and its gradient. Called with the GIL held.
+void forget_saved(Node& node);
 
 /// Unpacks what the group's outside nodes have saved, once, and frees it of its history; called by I, within its run.
 void pin_outside(Group& group);

@@ -6,6 +6,7 @@
 
 #include "shim/torch/nodes.h"
 #include "shim/pass/path.h"
+#include "shim/pass/saved.h"
 #include "shim/pass/scene.h"
 #include "shim/pass/walk.h"
 #include "shim/torch/detach.h"
@@ -14,16 +15,11 @@ namespace zbp {
 
 using torch::autograd::AccumulateGrad;
 
-namespace {
-
-/// What `node` has saved, and the node that unpacks it: of an in-place write to a view, the one within it.
 std::pair<std::vector<torch::autograd::SavedVariable*>, NodePtr> all_saved_by(Node& node) {
   const auto* slices = as<torch::autograd::CopySlices>(node);
   Node& saver = slices && slices->fn ? *slices->fn : node;
   return {saved_by(saver), ref_of(saver)};
 }
-
-}  // namespace
 
 /// What the group's outside nodes have saved. Behind hooks: I unpacks it, lest W computes a region again. Views that
 /// keep their bases for nothing: I makes them let go. Other tensors: their versions, which W's run would find wrong

@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_function.h>
 
+#include "shim/pass/folding.h"
 #include "shim/pass/kinds.h"
 #include "shim/pass/path.h"
 #include "shim/pass/saved.h"
@@ -268,6 +269,9 @@ void let_go_of_closure(Task& task) {
   }
   exchange_edges(*task.node, std::move(edges));
   drop_hooks(*task.node);
+  if (task.kind() != Kind::deferred) {
+    forget_saved(*task.node);
+  }
   task.is_consumed = true;
   task.node->add_pre_hook(std::make_unique<ConsumedGuard>());
 }
@@ -395,6 +399,9 @@ int zbp_scene_make_groups(zbp_scene* scene, zbp_survey* survey, zbp_error* error
 
 int zbp_scene_set(zbp_scene* scene, const zbp_survey* survey, zbp_error* error) {
   return kept_in(error, [&] {
+    for (const GroupPtr& group : scene->groups) {
+      plan_folds(*group);
+    }
     note_reads_of_groups(*scene, *survey);
     make_stand_ins(*scene, *survey);
     edit_edges(*scene, *survey);

@@ -14,6 +14,7 @@
 
 #include "shim/torch/edits.h"
 #include "shim/torch/gil.h"
+#include "shim/pass/folding.h"
 #include "shim/pass/saved.h"
 #include "shim/torch/nodes.h"
 #include "shim/pass/path.h"
@@ -141,6 +142,7 @@ variable_list StandIn::run_whole(Task& task, variable_list&& grads) {
     task.kept.emplace_back(grad);
     grad.reset();
   }
+  fold_kept(*group_, task);
   return outputs;
 }
 

@@ -1,0 +1,70 @@
+// What libtorch keeps to itself of a saved variable behind hooks, and what it thereby holds.
+//
+// Note [Private members]
+// That members are private is not checked where a template is instantiated explicitly: so a function that hands out
+// a pointer to one can be made a friend there. A torch that has renamed one does not compile.
+#pragma once
+
+#include <cstring>
+#include <memory>
+#include <typeinfo>
+
+#include <torch/csrc/autograd/python_saved_variable_hooks.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include "shim/torch/compat.h"
+
+namespace zbp {
+
+struct HooksOfSaved {
+  using Place =
+      std::unique_ptr<torch::autograd::SavedVariableHooks> torch::autograd::SavedVariable::*;
+  friend Place member(HooksOfSaved);
+};
+
+struct HistoryOfSaved {
+  using Place = NodePtr torch::autograd::SavedVariable::*;
+  friend Place member(HistoryOfSaved);
+};
+
+struct AccumulatorOfSaved {
+  using Place = NodePtr torch::autograd::SavedVariable::*;
+  friend Place member(AccumulatorOfSaved);
+};
+
+struct PackHook {
+  using Place = PyObject* torch::autograd::PySavedVariableHooks::*;
+  friend Place member(PackHook);
+};
+
+template <class Of, typename Of::Place place>
+struct Opened {
+  friend typename Of::Place member(Of) { return place; }
+};
+
+template struct Opened<HooksOfSaved, &torch::autograd::SavedVariable::hooks_>;
+template struct Opened<HistoryOfSaved, &torch::autograd::SavedVariable::grad_fn_>;
+template struct Opened<AccumulatorOfSaved, &torch::autograd::SavedVariable::grad_accumulator_>;
+template struct Opened<PackHook, &torch::autograd::PySavedVariableHooks::pack_hook_>;
+
+/// The hook that has packed, which libtorch keeps though it is not called again; borrowed. Null for a hook of C++.
+inline PyObject* pack_hook_of(const torch::autograd::SavedVariable& saved) {
+  using torch::autograd::PySavedVariableHooks;
+  const auto& hooks = saved.*member(HooksOfSaved());
+  const auto* python = hooks && std::strstr(typeid(*hooks).name(), "20PySavedVariableHooks")
+                           ? static_cast<const PySavedVariableHooks*>(hooks.get())
+                           : nullptr;
+  return python ? python->*member(PackHook()) : nullptr;
+}
+
+/// The history of what is saved behind hooks; else null.
+inline const Node* history_of(const torch::autograd::SavedVariable& saved) {
+  return (saved.*member(HistoryOfSaved())).get();
+}
+
+/// The accumulator of a leaf that is saved behind hooks, also when it has been let go of; else null.
+inline const Node* accumulator_of(const torch::autograd::SavedVariable& saved) {
+  return (saved.*member(AccumulatorOfSaved())).get();
+}
+
+}  // namespace zbp
