@@ -63,6 +63,9 @@ bool add_next(Group& group, Fold& fold) {
 
 void plan_folds(Group& group) {
   const zbp_layout& layout = group.layout;
+  if (layout.task_count < 2) {
+    return;
+  }
   std::vector<Fold> of_weight(layout.weight_count);
   std::vector<bool> is_over(layout.weight_count);
   std::vector<uint32_t> order(2 * size_t{layout.task_count});

@@ -17,6 +17,7 @@
 #include "shim/torch/gil.h"
 #include "shim/torch/nodes.h"
 #include "shim/torch/python.h"
+#include "shim/torch/saved_parts.h"
 
 namespace zbp {
 
@@ -157,8 +158,12 @@ at::Tensor pin(SavedVariable& saved, Node& node, bool is_read_by_w) {
 }
 
 void forget_saved(Node& node) {
-  for (SavedVariable* const saved : saved_by(node)) {
-    exchange_saved(node, *saved, released_variable());
+  if (is_generated(node)) {  // a Function has dropped its list
+    for_each_saved(node, [&](SavedVariable& saved, const char*, int32_t) {
+      if (accumulator_of(saved)) {
+        exchange_saved(node, saved, released_variable());
+      }
+    });
   }
 }
 
