@@ -40,7 +40,8 @@ Going::Going(zbp_group_access access, PyObject* groups) : heap_(access) {
   heap_.let_go(groups_, [this](uint32_t v) {
     goes_.resize(heap_.size());
     goes_[v] = true;
-    if (heap_.thing(v) == Thing::storage) {
+    // Wrappers of tensors, and meta tensors, have storages without memory.
+    if (heap_.thing(v) == Thing::storage && address_of(storage_at(heap_, v)) != 0) {
       storages_.push_back(v);
     }
   });

@@ -6,9 +6,10 @@
 #pragma once
 
 #include <cstring>
-#include <memory>
+#include <optional>
 #include <typeinfo>
 
+#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/python_saved_variable_hooks.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
@@ -17,30 +18,32 @@
 namespace zbp {
 
 struct HooksOfSaved {
-  using Place =
-      std::unique_ptr<torch::autograd::SavedVariableHooks> torch::autograd::SavedVariable::*;
-  friend Place member(HooksOfSaved);
+  friend auto member(HooksOfSaved);
 };
 
 struct HistoryOfSaved {
-  using Place = NodePtr torch::autograd::SavedVariable::*;
-  friend Place member(HistoryOfSaved);
+  friend auto member(HistoryOfSaved);
 };
 
 struct AccumulatorOfSaved {
-  using Place = NodePtr torch::autograd::SavedVariable::*;
-  friend Place member(AccumulatorOfSaved);
+  friend auto member(AccumulatorOfSaved);
 };
 
 struct PackHook {
-  using Place = PyObject* torch::autograd::PySavedVariableHooks::*;
-  friend Place member(PackHook);
+  friend auto member(PackHook);  // of another type from torch 2.15 on
 };
 
-template <class Of, typename Of::Place place>
+template <class Of, auto place>
 struct Opened {
-  friend typename Of::Place member(Of) { return place; }
+  friend auto member(Of) { return place; }
 };
+
+inline PyObject* object_in(PyObject* object) {
+  return object;
+}
+inline PyObject* object_in(const std::optional<c10::SafePyObject>& object) {
+  return object ? object->ptr(getPyInterpreter()) : nullptr;
+}
 
 template struct Opened<HooksOfSaved, &torch::autograd::SavedVariable::hooks_>;
 template struct Opened<HistoryOfSaved, &torch::autograd::SavedVariable::grad_fn_>;
@@ -54,7 +57,7 @@ inline PyObject* pack_hook_of(const torch::autograd::SavedVariable& saved) {
   const auto* python = hooks && std::strstr(typeid(*hooks).name(), "20PySavedVariableHooks")
                            ? static_cast<const PySavedVariableHooks*>(hooks.get())
                            : nullptr;
-  return python ? python->*member(PackHook()) : nullptr;
+  return python ? object_in(python->*member(PackHook())) : nullptr;
 }
 
 /// The history of what is saved behind hooks; else null.
