@@ -235,7 +235,8 @@ def test_a_first_stage():
     assert {use.why for plan in explained.parameters for use in plan.uses} == {
         "no stage input is behind it: W runs its whole backward"
     }
-    assert explained.notes
+    assert explained.notes == ()
+    assert explained.bytes_held == 8 * 3 * 4 * 4, "what the three nodes have saved, and the output's gradient"
 
 
 def test_the_policys_functions_are_asked_about_the_modules_own_parameters():

@@ -338,3 +338,17 @@ def test_what_cannot_be_seen_is_said(pack, unpack, what):
     assert freed == held.bytes == N * D * 4, "the output gradient; the rest is not torch's"
     assert what in held.incomplete
     assert f"what objects of type {what} hold" in str(held)
+
+
+def test_a_stage_without_an_input_holds_what_its_graph_has_saved():
+    """W runs it whole. zbpipe.explain counts the same."""
+    net = nn.Sequential(nn.Embedding(10, D), nn.Linear(D, 2 * D), nn.GELU(), nn.Linear(2 * D, D))
+    tokens = TOKENS.clone()
+    y = net(tokens)
+    groups = zbpipe.stage_backward_input([y], [torch.ones_like(y)], [tokens], net.parameters())[1]
+    held = memory.held(groups, net)
+    saved = tokens.nbytes + 4 * N * (D + 2 * D + 2 * D)  # and what the layers and the activation have read
+    assert held.by_role == {"saved": saved, "output gradient": 4 * N * D}
+    assert held.freed == held.bytes - tokens.nbytes
+    explained = zbpipe.explain(net, tokens)
+    assert (explained.bytes_held, explained.notes) == (held.bytes, ())

@@ -49,10 +49,6 @@ class Book:
 
     def add(self, task: Task, account: tuple[Any, str, list[Any]]) -> None:
         _, kind, tensors = account
-        if kind == "root":
-            self.notes[
-                "what the graph itself has saved is not counted where W runs it: no stage input is behind it"
-            ] = None
         shapes: dict[str, list[tuple[int, ...]]] = {}
         done_in_i: set[int] = set()
         for role, _, _, shape, _, _, weights in tensors:
