@@ -12,7 +12,8 @@ defer: which weights' gradients W computes. ("heavy": a matrix or more; "light":
                     products, added biases). I is shortest; more is held: a norm's input beside that of the linear
                     layer behind it.
     "nothing"       I computes every gradient and keeps it, W only adds. I is as long as a whole backward and W fills no
-                    bubble; held is one gradient per weight and microbatch in flight, no activation.
+                    bubble; held is one gradient per weight and microbatch in flight, however often the weight is used,
+                    and no activation but what nodes between a node of I and a weight (a computed weight) have saved.
     function        Called with each weight in I; true: its gradient is left to W where its node can be split, light
                     or not; false: it is computed in I. A node with several weights is deferred if any of them is.
 
@@ -23,7 +24,8 @@ and selective too), ``save_on_cpu``, packing hooks.
                     as without checkpointing, no second recomputation.
     "recompute"     Stays packed until W, which unpacks it: a checkpointed region is recomputed once more in each call
                     of the weight pass, region by region, from the last one to the first. Held from I to W: output
-                    gradients, and the regions' inputs (or the copies on the CPU). Weights must not change before the
+                    gradients, and the regions' inputs and random states (or the copies on the CPU); a stage's input
+                    that is one keeps its ``.grad``. Weights must not change before the
                     last W that computes a region with them: W refuses. A region under a CheckpointPolicy,
                     which torch recomputes only once, is kept all the same; so is everything in a GraphExecGroup.
     "input_pass"    These weights' gradients are computed in I and kept: one recomputation, no activation is held but
