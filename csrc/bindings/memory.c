@@ -199,7 +199,7 @@ static PyObject *recorder_replay_free(PyObject *op, PyObject *args)
         require(self, REPLAYED, "replay_free()") < 0) {
         return NULL;
     }
-    if (!zbp_books_free(&self->books, time_ns, 0, address)) {
+    if (!zbp_books_free(&self->books, time_ns, 0, address, NULL)) {
         zbp_record_free_older(&self->record, time_ns, 0, (zbp_block){address, bytes, 0});
     }
     Py_RETURN_NONE;

@@ -79,9 +79,13 @@ static inline void books_model_alloc(books_model *m, uint32_t place, uint64_t by
 
 static inline void books_model_free(books_model *m, uint32_t place)
 {
-    bool is_known = zbp_books_free(&m->books, m->time_ns, 1, (place + 1) * 64u);
+    zbp_block block = {0};
+    bool is_known = zbp_books_free(&m->books, m->time_ns, 1, (place + 1) * 64u, &block);
 
     books_model_expect(m, is_known == m->is_used[place], "which blocks are known");
+    books_model_expect(
+        m, !is_known || (block.serial == m->serial_at[place] && block.bytes == m->bytes_at[place]),
+        "which block was freed");
     if (m->is_used[place])
         books_model_note(m, ZBP_EVENT_FREE, m->bytes_at[place], m->serial_at[place]);
     m->is_used[place] = false;

@@ -11,7 +11,7 @@ static void empty(void)
     zbp_record record = {0};
     const char *reason = "unset";
 
-    CHECK(!zbp_books_free(&books, 1, 1, 64));
+    CHECK(!zbp_books_free(&books, 1, 1, 64, NULL));
     CHECK(zbp_books_since(&books, 0, NULL) == 0);
     zbp_books_untracked(&books);
     zbp_books_stop(&books, &record);
@@ -36,8 +36,8 @@ static void two_records_by_hand(void)
     CHECK(zbp_books_alloc(&books, 3, 7, 128, 10) == ZBP_OK);
     CHECK(zbp_books_start(&books, &second, 4, 1, 100) == ZBP_OK && second.first_serial == 2);
     CHECK(zbp_books_alloc(&books, 5, 1, 192, 200) == ZBP_OK);
-    CHECK(zbp_books_free(&books, 6, 1, 128) && !zbp_books_free(&books, 6, 1, 128));
-    CHECK(zbp_books_free(&books, 7, 1, 64));
+    CHECK(zbp_books_free(&books, 6, 1, 128, NULL) && !zbp_books_free(&books, 6, 1, 128, NULL));
+    CHECK(zbp_books_free(&books, 7, 1, 64, NULL));
     CHECK_VALID(zbp_books_check(&books, &reason));
     CHECK(first.live == 200 && first.total.peak == 210 && first.older_freed == 1000);
     CHECK(second.live == 200 && second.total.frees == 0 && second.older_freed == 1010);

@@ -79,13 +79,16 @@ int zbp_books_alloc(zbp_books *books, uint64_t time_ns, uint32_t thread, uint64_
     return ZBP_OK;
 }
 
-bool zbp_books_free(zbp_books *books, uint64_t time_ns, uint32_t thread, uint64_t address)
+bool zbp_books_free(zbp_books *books, uint64_t time_ns, uint32_t thread, uint64_t address,
+                    zbp_block *block_out)
 {
     zbp_block block;
 
     if (!zbp_blocks_take(&books->blocks, address, &block))
         return false;
     tell_freed(books, time_ns, thread, block);
+    if (block_out != NULL)
+        *block_out = block;
     return true;
 }
 

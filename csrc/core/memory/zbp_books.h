@@ -60,9 +60,10 @@ ZBP_MUST_USE int zbp_books_mark(const zbp_books *books, zbp_record *record, uint
 ZBP_MUST_USE int zbp_books_alloc(zbp_books *books, uint64_t time_ns, uint32_t thread,
                                  uint64_t address, uint64_t bytes);
 
-/* The block at this address was taken back. False, and nothing told, if the table has none. O(records) on
- * average. */
-bool zbp_books_free(zbp_books *books, uint64_t time_ns, uint32_t thread, uint64_t address);
+/* The block at this address was taken back: *block_out (may be NULL). False, nothing told and *block_out as it was, if
+ * the table has none. O(records) on average. */
+bool zbp_books_free(zbp_books *books, uint64_t time_ns, uint32_t thread, uint64_t address,
+                    zbp_block *block_out);
 
 /* A block was handed out that could not be followed: in each record that is being fed it is counted, no more. */
 void zbp_books_untracked(zbp_books *books);

@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <time.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdlib>
@@ -10,15 +11,15 @@
 #include <mutex>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include <c10/core/Allocator.h>
-#include <torch/csrc/profiler/combined_traceback.h>
-#include <torch/csrc/utils/object_ptr.h>
 #include <c10/core/StorageImpl.h>
 #include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include "core/memory/zbp_books.h"
+#include "shim/memory/traces.h"
 #include "shim/torch/python.h"
 
 namespace {
@@ -39,17 +40,18 @@ uint32_t this_thread() {
   return number;
 }
 
-using Trace = std::shared_ptr<torch::CapturedTraceback>;
-
 /// What all recordings share. Never destroyed: tensors are freed until the process ends.
 struct Tapped {
   std::mutex mutex;
   zbp_books books{};
   std::unordered_map<uint64_t, Trace> traces;
   // To be read without the lock:
-  std::atomic<bool> is_fed{false};     // some record is
-  std::atomic<size_t> block_count{0};  // in use
-  std::atomic<int> tracers{0};         // who wants to know where blocks come from
+  std::atomic<bool> is_fed{false};      // some record is
+  std::atomic<size_t> block_count{0};   // in use
+  std::atomic<int> tracers{0};          // who wants to know where blocks come from
+  std::atomic<uint64_t> generation{0};  // of traces: an older one's codes may be gone
+  std::atomic<uint64_t> watchers{
+      0};  // changes when nobody wants to know any more what collections free
 };
 
 Tapped& tapped() {
@@ -72,29 +74,29 @@ void note_untracked() {
   zbp_books_untracked(&t.books);
 }
 
-/// The Python stack of this thread, if somebody wants it. Takes the GIL, so not on a thread that Python does
-/// not know: whoever waits for that one may have it.
-Trace trace_now() {
-  if (tapped().tracers.load(std::memory_order_relaxed) == 0 || !Py_IsInitialized() ||
-      PyGILState_GetThisThreadState() == nullptr) {
-    return nullptr;
-  }
-  return torch::CapturedTraceback::gather(/*python=*/true, /*script=*/false, /*cpp=*/false);
-}
+/// What a collection that runs on this thread has freed.
+struct Collection {
+  bool runs = false;
+  uint64_t watchers = 0;  // those that it began for
+  std::vector<zbp_block> freed;
+};
+
+thread_local Collection collection;
 
 /// Without memory for the books the block is not followed: nobody will know it when it is freed.
 /// One that the books have at its address was freed past our deleter: raw_deallocate() after we were taken out.
 void note_alloc(const void* data, size_t bytes) {
-  const Trace trace = trace_now();
   Tapped& t = tapped();
+  const uint64_t generation = t.generation.load(std::memory_order_acquire);
+  Trace trace = t.tracers.load(std::memory_order_relaxed) != 0 ? trace_now() : Trace();
   const std::lock_guard<std::mutex> lock(t.mutex);
   const uint64_t address = number_of(data);
   if (zbp_books_alloc(&t.books, now(t.books), this_thread(), address, bytes) != ZBP_OK) {
     zbp_books_untracked(&t.books);
     return;
   }
-  if (trace) {
-    t.traces.insert_or_assign(address, trace);
+  if (!trace.empty() && generation == t.generation.load(std::memory_order_relaxed)) {
+    t.traces.insert_or_assign(address, std::move(trace));
   }
   t.block_count.store(t.books.blocks.count, std::memory_order_relaxed);
 }
@@ -111,8 +113,12 @@ void note_free(const void* data) {
   if (!t.traces.empty()) {
     trace = t.traces.extract(address);
   }
-  if (zbp_books_free(&t.books, now(t.books), this_thread(), address)) {
+  zbp_block block{};
+  if (zbp_books_free(&t.books, now(t.books), this_thread(), address, &block)) {
     t.block_count.store(t.books.blocks.count, std::memory_order_relaxed);
+    if (collection.runs && collection.watchers == t.watchers.load(std::memory_order_relaxed)) {
+      collection.freed.push_back(block);
+    }
   }
 }
 
@@ -358,34 +364,57 @@ void zbp_tap_trace_start(void) {
 
 void zbp_tap_trace_stop(void) {
   Tapped& t = tapped();
-  decltype(t.traces) traces;
-  const std::lock_guard<std::mutex> lock(t.mutex);
-  if (--t.tracers == 0) {
-    traces.swap(t.traces);
+  if (--t.tracers != 0) {
+    return;
   }
+  decltype(t.traces) traces;
+  {
+    const std::lock_guard<std::mutex> lock(t.mutex);
+    traces.swap(t.traces);
+    ++t.generation;
+  }
+  forget_codes();
 }
 
 PyObject* zbp_tap_trace_of(uint64_t address, zbp_error* error) {
   return guarded_object(error, [&] {
-    THPObjectPtr list = new_list();
     Tapped& t = tapped();
     Trace trace;
     {
       const std::lock_guard<std::mutex> lock(t.mutex);
-      const auto found = t.traces.find(address);
-      trace = found != t.traces.end() ? found->second : nullptr;
+      if (const auto found = t.traces.find(address); found != t.traces.end()) {
+        trace = found->second;
+      }
     }
-    if (!trace) {
-      return list.release();
-    }
-    const torch::SymbolizedTracebacks symbolized = torch::symbolize({trace.get()});
-    for (const uint64_t i : symbolized.tracebacks.at(0)) {
-      const auto& frame = symbolized.all_frames.at(i);
-      append(list, Py_BuildValue("(ssK)", frame.filename.c_str(), frame.funcname.c_str(),
-                                 static_cast<unsigned long long>(frame.lineno)));
-    }
-    return list.release();
+    return described(trace);
   });
+}
+
+void zbp_tap_collection_begins(void) {
+  collection.freed.clear();
+  collection.watchers = tapped().watchers.load(std::memory_order_relaxed);
+  collection.runs = true;
+}
+
+int zbp_tap_collection_ends(zbp_block** blocks_out, size_t* count_out) {
+  *blocks_out = nullptr;
+  *count_out = 0;
+  const std::vector<zbp_block> freed = std::exchange(collection, {}).freed;
+  if (freed.empty()) {
+    return ZBP_OK;
+  }
+  auto* const blocks = static_cast<zbp_block*>(std::malloc(freed.size() * sizeof(zbp_block)));
+  if (blocks == nullptr) {
+    return ZBP_ENOMEM;
+  }
+  std::copy(freed.begin(), freed.end(), blocks);
+  *blocks_out = blocks;
+  *count_out = freed.size();
+  return ZBP_OK;
+}
+
+void zbp_tap_forget_collections(void) {
+  ++tapped().watchers;
 }
 
 uint64_t zbp_tap_serial(void) {

@@ -78,6 +78,14 @@ void zbp_tap_trace_stop(void);
  * GIL. */
 PyObject *zbp_tap_trace_of(uint64_t address, zbp_error *error);
 
+/* From begins to ends the blocks that the calling thread frees are listed: those that a run of Python's collector
+ * frees, and no other thread's. ends gives an array that is the caller's to free() (NULL for none) and its count, also
+ * without a begins on this thread; error: ZBP_ENOMEM, with nothing listed any more. forget: of runs that have begun
+ * nobody wants to know; they list no more. */
+void zbp_tap_collection_begins(void);
+ZBP_MUST_USE int zbp_tap_collection_ends(zbp_block **blocks_out, size_t *count_out);
+void zbp_tap_forget_collections(void);
+
 /* The number of the next block: those that are handed out from now on have it or a larger one. */
 uint64_t zbp_tap_serial(void);
 
