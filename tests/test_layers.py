@@ -290,7 +290,7 @@ LATE = {
     ("__init__.py", "zbpipe.leaks"): TIME,
     ("_build_check.py", "torch"): "what is not there is said in one sentence",
     ("_build_check.py", "zbpipe._build_info"): "what is not there is said in one sentence",
-    ("_cli/leaks.py", "torch.distributed.pipelining"): TIME,
+    ("_cli/steps.py", "torch.distributed.pipelining"): TIME,
     ("_compile/__init__.py", "zbpipe._compile.backend"): TIME,  # the compilers
     ("_compile/cut.py", "networkx"): TIME,
     ("_stage/data_parallel.py", "torch.distributed.fsdp"): TIME,
@@ -440,6 +440,9 @@ CANNOT_THROW = {
     "zbp_tap_mark",
     "zbp_tap_trace_start",
     "zbp_tap_trace_stop",
+    "zbp_tap_collection_begins",
+    "zbp_tap_collection_ends",
+    "zbp_tap_forget_collections",
     "zbp_tap_serial",
     "zbp_tap_blocks",
     "zbp_tap_lock",

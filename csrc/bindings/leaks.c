@@ -129,24 +129,26 @@ static PyObject *addresses_of(PyObject *Py_UNUSED(module), PyObject *tensors)
 
 /* The search --------------------------------------------------------------------------------------- */
 
-PyDoc_STRVAR(search_holders_doc,
-             "search_holders(roots, ignored, target, allowed, since, older, work, wraps, /)\n--\n\n"
-             "Who holds the storages that were born since, or the target's. See zbp_holders.h.");
+PyDoc_STRVAR(
+    search_holders_doc,
+    "search_holders(roots, ignored, target, allowed, since, older, work, array, wraps, /)\n--\n\n"
+    "Who holds the storages that were born since, or the target's. See zbp_holders.h.");
 
 static PyObject *search_holders(PyObject *module, PyObject *args)
 {
     zbp_search search = {.groups = access_of(module), .call = args};
-    PyObject *older, *work;
+    PyObject *older, *work, *array;
     unsigned long long since;
     zbp_error error = {0};
 
-    if (!PyArg_ParseTuple(args, "O!O!OO!KOOp:search_holders", &PyList_Type, &search.roots,
+    if (!PyArg_ParseTuple(args, "O!O!OO!KOOOp:search_holders", &PyList_Type, &search.roots,
                           &PyList_Type, &search.ignored, &search.target, &PySet_Type,
-                          &search.allowed, &since, &older, &work, &search.wraps) ||
+                          &search.allowed, &since, &older, &work, &array, &search.wraps) ||
         check_roots(search.roots) < 0) {
         return NULL;
     }
     search.work = PyType_Check(work) ? (PyTypeObject *)work : NULL;
+    search.array = PyType_Check(array) ? (PyTypeObject *)array : NULL;
     search.since = since;
     search.target = search.target == Py_None ? NULL : search.target;
     if (older != Py_None) {
@@ -194,17 +196,9 @@ PyDoc_STRVAR(live_blocks_doc,
              "The blocks of CPU memory in use from that serial on: list of (address, bytes,\n"
              "serial).");
 
-static PyObject *live_blocks(PyObject *Py_UNUSED(module), PyObject *since)
+/* Takes over the array. */
+static PyObject *list_of_blocks(zbp_block *blocks, size_t count)
 {
-    const unsigned long long serial = PyLong_AsUnsignedLongLong(since);
-    if (serial == (unsigned long long)-1 && PyErr_Occurred()) {
-        return NULL;
-    }
-    zbp_block *blocks = NULL;
-    size_t count = 0;
-    if (zbp_tap_blocks(serial, &blocks, &count) != ZBP_OK) {
-        return PyErr_NoMemory();
-    }
     const int collects = PyGC_Disable(); /* a block that it freed would be listed */
     PyObject *list = PyList_New((Py_ssize_t)count);
     for (size_t i = 0; list != NULL && i < count; ++i) {
@@ -222,6 +216,53 @@ static PyObject *live_blocks(PyObject *Py_UNUSED(module), PyObject *since)
     }
     free(blocks);
     return list;
+}
+
+static PyObject *live_blocks(PyObject *Py_UNUSED(module), PyObject *since)
+{
+    const unsigned long long serial = PyLong_AsUnsignedLongLong(since);
+    if (serial == (unsigned long long)-1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    zbp_block *blocks = NULL;
+    size_t count = 0;
+    if (zbp_tap_blocks(serial, &blocks, &count) != ZBP_OK) {
+        return PyErr_NoMemory();
+    }
+    return list_of_blocks(blocks, count);
+}
+
+PyDoc_STRVAR(collection_begins_doc,
+             "collection_begins()\n--\n\n"
+             "List the blocks of CPU memory that this thread frees, until collection_ends().");
+
+static PyObject *collection_begins(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+{
+    zbp_tap_collection_begins();
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(collection_ends_doc,
+             "collection_ends()\n--\n\nThe blocks: list of (address, bytes, serial).");
+
+static PyObject *collection_ends(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+{
+    zbp_block *blocks = NULL;
+    size_t count = 0;
+    if (zbp_tap_collection_ends(&blocks, &count) != ZBP_OK) {
+        return PyErr_NoMemory();
+    }
+    return list_of_blocks(blocks, count);
+}
+
+PyDoc_STRVAR(forget_collections_doc,
+             "forget_collections()\n--\n\n"
+             "Collections that have begun, on whichever thread, list no more.");
+
+static PyObject *forget_collections(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+{
+    zbp_tap_forget_collections();
+    Py_RETURN_NONE;
 }
 
 PyDoc_STRVAR(trace_start_doc,
@@ -378,6 +419,9 @@ static PyMethodDef leaks_methods[] = {
     {"freed_with", freed_with, METH_O, freed_with_doc},
     {"next_serial", next_serial, METH_NOARGS, next_serial_doc},
     {"live_blocks", live_blocks, METH_O, live_blocks_doc},
+    {"collection_begins", collection_begins, METH_NOARGS, collection_begins_doc},
+    {"collection_ends", collection_ends, METH_NOARGS, collection_ends_doc},
+    {"forget_collections", forget_collections, METH_NOARGS, forget_collections_doc},
     {"storage_spans", storage_spans, METH_O, storage_spans_doc},
     {"trace_start", trace_start, METH_NOARGS, trace_start_doc},
     {"trace_stop", trace_stop, METH_NOARGS, trace_stop_doc},

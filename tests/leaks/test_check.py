@@ -10,6 +10,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from support.leaks import collects
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -218,13 +219,29 @@ def test_the_collector_is_off_inside_and_restored(was_enabled):
     (gc.enable if was_enabled else gc.disable)()
     try:
         with check_tensor_leak():
-            assert not gc.isenabled()
+            assert not collects()
             with check_tensor_leak():
                 pass
-            assert not gc.isenabled()
-        assert gc.isenabled() is was_enabled
+            assert not collects()
+        assert collects() is was_enabled and gc.isenabled() is was_enabled
     finally:
         gc.enable()
+
+
+def test_what_is_said_to_the_collector_inside_stays():
+    before = gc.get_threshold()
+    try:
+        with check_tensor_leak():
+            assert gc.isenabled()  # as whoever asks in order to restore it must be told
+            gc.disable()
+        assert not gc.isenabled() and gc.get_threshold() == before
+        gc.enable()
+        with check_tensor_leak():
+            gc.set_threshold(123)
+        assert gc.get_threshold()[0] == 123
+    finally:
+        gc.enable()
+        gc.set_threshold(*before)
 
 
 @pytest.mark.parametrize("place", ["zbpipe.leaks._cuda.blocks_now", "zbpipe.leaks._check.storages_now"])
@@ -237,7 +254,7 @@ def test_a_check_that_fails_on_entry_leaves_nothing_behind(place, monkeypatch):
         planted.setattr(place, fail)
         with pytest.raises(ZeroDivisionError), check_tensor_leak(trace=True):
             pytest.fail("it was entered")
-    assert gc.isenabled()
+    assert collects()
     assert len(gc.callbacks) == callbacks
     with check_tensor_leak(action="record") as check:
         keep(5)
@@ -250,7 +267,7 @@ def test_a_check_that_fails_on_leaving_gives_the_collector_back(monkeypatch):
 
     with pytest.raises(ZeroDivisionError), check_tensor_leak():
         monkeypatch.setattr("zbpipe.leaks._allow.split", fail)
-    assert gc.isenabled()
+    assert collects()
 
 
 def test_somebody_who_empties_the_list_of_callbacks_inside():
@@ -259,7 +276,7 @@ def test_somebody_who_empties_the_list_of_callbacks_inside():
         keep(5)
         gc.callbacks.clear()
     gc.callbacks[:] = callbacks
-    assert gc.isenabled()
+    assert collects()
     assert check.report.bytes == 20
 
 
@@ -474,7 +491,7 @@ def test_odd_objects_are_survived():
     report = checked(step)
     assert [leak.bytes for leak in report.leaks] == [20, 16, 12, 8, 4]
     text = str(report)
-    for words in ("attribute held of ", "OddDict item 'key'", "OddList item 0", "dict item under a type"):
+    for words in ("attribute held of ", "OddDict item 'key'", "OddList item 0", "dict item at key type"):
         assert words in text
 
 

@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from support.leaks import collects
 from support.processes import in_own_process
 from torch import nn
 
@@ -41,11 +42,11 @@ def test_a_child_of_a_fork_inside_a_check_collects():
             warnings.simplefilter("ignore", DeprecationWarning)  # of fork() beside threads
             child = os.fork()
         if child == 0:
-            os._exit(0 if gc.isenabled() else 1)
+            os._exit(0 if collects() else 1)
         _, status = os.waitpid(child, 0)
-        assert not gc.isenabled()
+        assert not collects()
     assert os.waitstatus_to_exitcode(status) == 0
-    assert gc.isenabled()
+    assert collects()
 
 
 # ---- wrappers, and what tensors are made of

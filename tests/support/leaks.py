@@ -8,6 +8,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
+def collects():
+    """Whether the collector runs by itself."""
+    return gc.isenabled() and gc.get_threshold()[0] > 0
+
+
 class Watch(TorchDispatchMode):
     """Remembers, without holding it, the storage of every tensor that an operation makes inside."""
 

@@ -19,6 +19,13 @@ def without_autocast() -> Any:
     return torch._C._DisableAutocast()
 
 
+def cached_by_autocast() -> int:
+    """Bytes per element of what autocast makes of weights on the CPU and keeps; 0 where it is off or keeps nothing."""
+    if not torch.is_autocast_enabled("cpu") or not torch.is_autocast_cache_enabled():
+        return 0
+    return torch.get_autocast_dtype("cpu").itemsize
+
+
 # Tensors.
 
 
@@ -104,11 +111,6 @@ def zeros_for(node: Node, index: int) -> torch.Tensor:
 def is_transposed(node: Node | None) -> bool:
     """Whether it is the node of a transposed convolution."""
     return bool(getattr(node, "_saved_transposed", False))
-
-
-def forward_of(function_class: type) -> Any:
-    """The forward of the autograd.Function whose nodes are of this class; None if it has none."""
-    return getattr(getattr(function_class, "_forward_cls", None), "forward", None)
 
 
 def saved_by(node: Node) -> Iterator[tuple[str, Any]]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from zbpipe._torch.autograd import without_torch_functions
+from zbpipe.leaks._words.of_python import array_type
 
 ACTIONS = ("warn", "error", "record")
 _KNOWN = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, dict, list, tuple, set, frozenset)
@@ -84,13 +85,14 @@ def _inner_tensors(tensor: torch.Tensor) -> list[Any]:
 def tensors_in(thing: Any) -> list[torch.Tensor]:
     """The tensors in nested collections."""
     found: list[torch.Tensor] = []
+    array = array_type()
     todo, seen = [thing], set()
     while todo:
         item = todo.pop()
         if issubclass(type(item), torch.Tensor):
             found.append(item)
-        elif type(item).__name__ == "ndarray" and item.base is not None:
-            todo.append(item.base)
+        elif array is not None and issubclass(type(item), array):
+            todo.append(array.base.__get__(item))
         elif issubclass(type(item), (dict, list, tuple, set, frozenset)) and id(item) not in seen:
             seen.add(id(item))
             todo += [*item.keys(), *item.values()] if issubclass(type(item), dict) else item

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import inspect
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
 
@@ -16,10 +14,11 @@ import torch
 
 from zbpipe import _C
 from zbpipe.leaks import _allow, _cuda
-from zbpipe.leaks._collector import collector
+from zbpipe.leaks._collector import Block, collections, collector
+from zbpipe.leaks._judge import with_fates, without_excused
 from zbpipe.leaks._report import Report
 from zbpipe.leaks._results import Holder, Leak
-from zbpipe.leaks._search import Found, Scope, are_there_others, search, storages_now
+from zbpipe.leaks._search import Scope, are_there_others, search, storages_now
 
 F = TypeVar("F", bound=Callable[..., Any])
 Action = Literal["warn", "error", "record"]
@@ -150,8 +149,8 @@ class Check:
         if untracked:
             report.unseen.append(f"{untracked} blocks that could not be followed for want of memory")
         tensors, predicates, holders = _allow.split((*self._allow, *_allow.tensors_in(self._returned)))
-        blocks = {address for address, _, _ in _C.live_blocks(self._since)} - _C.addresses_of(tensors)
-        if blocks or are_there_others(self._older) or _cuda.is_in_use():
+        born = {address: serial for address, _, serial in _C.live_blocks(self._since)}
+        if born.keys() - _C.addresses_of(tensors) or are_there_others(self._older) or _cuda.is_in_use():
             result = search(
                 Scope(
                     since=self._since,
@@ -165,7 +164,8 @@ class Check:
             )
             del tensors, holders
             found = [entry for entry in result.found if self._is_asked_for(entry.leak)]
-            report.leaks = _fates(found, self._since) + self._blocks_of_cuda()
+            judged, report.notes = without_excused(with_fates(found, born, self._since))
+            report.leaks = [entry.leak for entry in judged] + self._blocks_of_cuda()
             report.cycles = result.cycles
             report.visited = result.visited
             report.unseen += result.unseen if report.leaks else []
@@ -242,44 +242,22 @@ class _Collected:
     def __init__(self) -> None:
         self.leaks: list[Leak] = []
         self._since = 0
-        self._before: dict[int, tuple[int, int]] = {}
 
     def watch(self, since: int) -> None:
         self._since = since
-        gc.callbacks.append(self._note)
+        collections.listen(self._note)
 
     def close(self) -> None:
-        with contextlib.suppress(ValueError):  # somebody emptied the list
-            gc.callbacks.remove(self._note)
+        collections.forget(self._note)
 
-    def _note(self, phase: str, info: dict[str, int]) -> None:
-        blocks = {serial: (address, size) for address, size, serial in _C.live_blocks(self._since)}
-        if phase == "start":
-            self._before = blocks
-            return
-        for serial in self._before.keys() - blocks.keys():
-            chain = [Holder("unknown", "a cycle that a collection inside the check freed: nobody looked at it before")]
-            size = self._before[serial][1]
-            self.leaks.append(Leak((), "", "cpu", size, 0, 0, "freed by the collector", None, chain, 0))
-        self._before = {}
+    def _note(self, freed: list[Block]) -> None:
+        for _, size, serial in freed:
+            if serial >= self._since:
+                held = "a cycle that a collection inside the check freed: nobody looked at it before"
+                self.leaks.append(
+                    Leak((), "", "cpu", size, 0, 0, "freed by the collector", None, [Holder("unknown", held)], 0)
+                )
 
 
 def _is_leak(predicates: list[Callable[[torch.Tensor], bool]], tensors: list[torch.Tensor]) -> bool:
     return not any(predicate(tensor) for predicate in predicates for tensor in tensors)
-
-
-def _fates(found: list[Found], since: int) -> list[Leak]:
-    """The leaks, with what became of them when the collector ran; it runs only if it can make a difference."""
-    if all(entry.rank == "root" for entry in found):
-        return [entry.leak for entry in found]
-    watched = storages_now()
-    gc.collect()
-    gone = _C.storages_gone(watched)
-    living = {address for address, _, _ in _C.live_blocks(since)}
-
-    def is_gone(entry: Found) -> bool:
-        if entry.leak.storage:
-            return entry.leak.storage in gone
-        return entry.address not in living
-
-    return [replace(entry.leak, fate="freed by the collector") if is_gone(entry) else entry.leak for entry in found]

@@ -8,7 +8,7 @@ from itertools import pairwise
 SHOWN_HOLDERS = 7  # of a chain; longer ones lose their middle
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Holder:
     """A link of a chain.
 
@@ -16,26 +16,29 @@ class Holder:
     "hook", "node", "saved" (a tensor that a node has saved), "accumulator", "group", "work", "tensor", "unknown", or
     "more" (the middle of a very long chain). ``text`` says in one line what it is and how it holds what comes next.
     ``where`` is the ``file:line`` that made it so, or None. ``bytes`` are a tensor's or a group's own, else 0.
+    ``is_library``: the standard library or an installed package made it so, not the program.
     """
 
     kind: str
     text: str
     where: str | None = None
     bytes: int = 0
+    is_library: bool = False
 
     def __str__(self) -> str:
         return f"{self.text} ({self.where})" if self.where else self.text
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Leak:
     """A storage that outlived what made it.
 
     ``shape``, ``dtype`` and ``device`` are those of the tensor at the chain's end, one of the ``views`` tensors on the
     storage; without any visible tensor ``views`` is 0, ``shape`` is empty and ``dtype`` is "". ``bytes`` are the
-    storage's, ``storage`` its identity while it lived. ``fate`` is "alive" or "freed by the collector". ``created`` is
-    the ``file:line`` that made it, where creation was traced. ``chain`` leads from the outermost holder, the one to
-    blame, to the tensor; ``chains_more`` counts further references to its tensors.
+    storage's, ``storage`` its identity while it lived. ``fate`` is "alive", "freed by the collector" or "uncollectable"
+    (in a cycle that no collector frees). ``created`` is the ``file:line`` that made it, where creation was traced.
+    ``chain`` leads from the outermost holder to the tensor; ``chains_more`` counts further references to its tensors.
+    Of a chain that begins in a cycle the first ``in_cycle`` links are the cycle's.
     """
 
     shape: tuple[int, ...]
@@ -48,18 +51,29 @@ class Leak:
     created: str | None
     chain: list[Holder]
     chains_more: int
+    in_cycle: int = 0
 
     def __str__(self) -> str:
         made = f", created at {self.created}" if self.created else ""
         more = f"\n  and {self.chains_more} more reference{'s' * (self.chains_more > 1)}" if self.chains_more else ""
-        lines = [f"{self.name}: {self.bytes} bytes, {self.fate}{made}", *held_by(self)]
+        lines = [f"{self.name}: {self.bytes} bytes, {self.fate}{made}", *chain_lines(self.chain, self.place_of_blame)]
         return "\n  ".join(lines) + more
 
     @property
+    def place_of_blame(self) -> int:
+        """Where ``blame`` stands in the chain; 0 without a chain."""
+        return _place_of_blame(self.chain, self.in_cycle)
+
+    @property
     def blame(self) -> Holder | None:
-        """The last place with a name in the program before the chain goes through what autograd, a parameter group, a
-        work or an exception holds, or the hook that hangs there; else the outermost holder. None without a chain."""
-        return self.chain[_place_of_blame(self.chain)] if self.chain else None
+        """The one to look at first. None without a chain.
+
+        The last place with a name in the program before the chain goes through what autograd, a parameter group, a work
+        or an exception holds, or the hook that hangs there; else the outermost holder. The standard library and
+        installed packages are passed over while the program has such a place; of a chain that begins in a cycle it is
+        one of the cycle's.
+        """
+        return self.chain[self.place_of_blame] if self.chain else None
 
     @property
     def name(self) -> str:
@@ -67,16 +81,18 @@ class Leak:
         return f"{self.dtype} {list(self.shape)} on {self.device}" if self.views else f"a block on {self.device}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Cycle:
     """References in a circle that only the collector opens.
 
-    ``steps`` are its links, in order, ``text`` the same in one line. ``bytes`` are those of the leaks that hang on it.
+    ``steps`` are its links, in order, ``text`` the same in one line. ``bytes`` are those of the leaks that hang on it,
+    and on the others of the ``count`` cycles that read like it.
     """
 
     text: str
     steps: list[Holder]
     bytes: int
+    count: int = 1
 
 
 _NAMED = {"module", "frame", "thread", "cell", "function", "attribute"}
@@ -84,43 +100,40 @@ _TELLING = {"hook", "group", "work", "traceback"}
 _OF_AUTOGRAD = {"node", "accumulator", "saved"}
 
 
-def _place_of_blame(chain: list[Holder]) -> int:
-    place = 0
+def _place_of_blame(chain: list[Holder], in_cycle: int = 0) -> int:
+    named = [place for place in _named_places(chain) if not in_cycle or place < in_cycle]
+    of_the_program = [place for place in named if not chain[place].is_library]
+    return (of_the_program or named or [0])[-1]
+
+
+def _named_places(chain: list[Holder]) -> list[int]:
+    found = []
     for i, (holder, after) in enumerate(pairwise(chain)):
         of_autograd = holder.kind in _OF_AUTOGRAD or (holder.kind == "tensor" and after.kind in _OF_AUTOGRAD)
         if holder.kind in _NAMED:
-            place = i
+            found.append(i)
         elif holder.kind == "hook":
-            return i
+            return [*found, i]
         elif (of_autograd or holder.kind in _TELLING) and after.kind != "hook":
-            return place
-    return place
+            return found
+    return found
 
 
-def held_by(leak: Leak) -> list[str]:
-    """Lines that begin with who is to blame: who holds that, and how it leads to the tensor."""
-    if not leak.chain:
+def chain_lines(chain: list[Holder], blamed: int) -> list[str]:
+    """A chain from top to bottom, a line each, the one to blame marked; of a long one what tells least is left out."""
+    if not chain:
         return ["nothing that can be seen"]
-    place = _place_of_blame(leak.chain)
-    held = [f"  which hangs on {words(leak.chain[:place])}"] if place else []
-    return [
-        str(leak.chain[place]),
-        *held,
-        *([f"  -> {words(leak.chain[place + 1 :])}"] if leak.chain[place + 1 :] else []),
-    ]
+    shown = shortened(chain, SHOWN_HOLDERS, blamed)
+    at = next(i for i, holder in enumerate(shown) if holder is chain[blamed])  # alike ones may follow
+    return [f"{'>> ' if i == at else '   '}{holder}" for i, holder in enumerate(shown)]
 
 
-def words(chain: list[Holder]) -> str:
-    """A chain, or a part of one, in one line; a long one without what tells least."""
-    return " -> ".join(map(str, shortened(chain, SHOWN_HOLDERS)))
-
-
-def shortened(chain: list[Holder], most: int) -> list[Holder]:
+def shortened(chain: list[Holder], most: int, blamed: int | None = None) -> list[Holder]:
     """A chain with at most so many of its own holders, and one of kind "more" for each gap."""
     if len(chain) <= most:
         return chain
     last = len(chain) - 1
-    by_weight = [0, last, _place_of_blame(chain)]
+    by_weight = [0, last, _place_of_blame(chain) if blamed is None else blamed]
     by_weight += [i for i, holder in enumerate(chain) if holder.kind in _TELLING]
     by_weight += [last - 1, *range(1, last)]
     kept = sorted(list(dict.fromkeys(by_weight))[:most])

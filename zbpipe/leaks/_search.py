@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import gc
 import sys
 from collections.abc import Callable
@@ -14,9 +15,11 @@ import torch
 
 from zbpipe import _C
 from zbpipe._torch.pipelining import work_type
-from zbpipe.leaks import _source
+from zbpipe.leaks import _excused, _source
+from zbpipe.leaks._alike import plain
 from zbpipe.leaks._results import Cycle, Holder, Leak
 from zbpipe.leaks._words.chains import Step, Words, thread_names
+from zbpipe.leaks._words.of_python import array_type
 
 _HERE = (str(Path(__file__).parent), str(Path(__file__).parents[1] / "_cli"))  # whose frames hold nothing of the user's
 _OWN_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
@@ -32,6 +35,7 @@ class Found:
     leak: Leak
     rank: str
     address: int
+    excused: str | None = None  # whose own cycle keeps it, if that is a library's
 
 
 @dataclass
@@ -71,7 +75,8 @@ def search(scope: Scope) -> Result:
         scope.allowed,
         scope.since,
         scope.older,
-        _type_of_work(),
+        work_type(),
+        array_type(),
         scope.keep is not None,
     )
     roots.clear()
@@ -130,6 +135,7 @@ def _roots(target: Any = None, returned: Any = None) -> tuple[list[Root], dict[i
     """
     found: list[Root] = [] if returned is None else [(returned, None)]
     found += [(module, None) for module in list(sys.modules.values())]
+    found += [(variable, [value]) for variable, value in contextvars.copy_context().items()]
     current = sys._current_frames()
     for frame in current.values():
         at: FrameType | None = frame
@@ -148,32 +154,48 @@ def _roots(target: Any = None, returned: Any = None) -> tuple[list[Root], dict[i
     return found, names
 
 
-def _type_of_work() -> Any:
-    return work_type()
-
-
 def _in_words(result: dict[str, Any], scope: Scope, words: Words) -> Result:
     works = [words.holders(steps) for steps in result["works"][:_PERHAPS_HELD_BY]]
-    found = []
+    cycle_of: dict[int, dict[int, Step]] = {}
+    for steps, storages in result["cycles"]:
+        before = {id(step[1]): steps[i - 1] for i, step in enumerate(steps) if step[1] is not None}
+        cycle_of.update(dict.fromkeys(storages, before))
+    found: dict[int, Found] = {}
+    lost: list[Found] = []
     for leak in result["leaks"]:
         tensors = [tensor for _, _, tensor, _ in leak[4] if tensor is not None]
         if scope.keep is None or scope.keep(tensors):
-            found.append(_leak(leak, scope, words, works))
+            entry = _leak(leak, scope, words, works, cycle_of.get(leak[0], {}))
+            if entry.leak.storage:
+                found[entry.leak.storage] = entry
+            else:
+                lost.append(entry)
         del tensors
-    found.sort(key=lambda entry: -entry.leak.bytes)
-    cycles = [_cycle(steps, set(storages), found, words) for steps, storages in result["cycles"]]
+    cycles = _cycles(result["cycles"], found, words)
     return Result(
-        found,
-        sorted((cycle for cycle in cycles if cycle.bytes), key=lambda cycle: -cycle.bytes),
+        sorted([*found.values(), *lost], key=lambda entry: -entry.leak.bytes),
+        cycles,
         [f"{what}: {count}" for what, count in result["unseen"].items()],
         result["visited"],
     )
 
 
-def _leak(leak: tuple[Any, ...], scope: Scope, words: Words, works: list[list[Holder]]) -> Found:
+def _leak(
+    leak: tuple[Any, ...],
+    scope: Scope,
+    words: Words,
+    works: list[list[Holder]],
+    cycle: dict[int, Step],
+) -> Found:
     storage, size, device, address, tensors, steps, rank, others, _ = leak
     shape, dtype, _, used = tensors[0] if tensors else ((), "", None, 0)
-    chain = words.holders(_behind(steps, scope.trimmed))
+    behind = _behind(steps, scope.trimmed)
+    placed = _placed(behind, rank, cycle, words)
+    chain = [holder for _, holder in placed]
+    in_cycle = 0
+    if rank == "cycle" and len(behind) == len(steps):
+        out = next((i for i, step in enumerate(steps) if id(step[1]) not in cycle), len(steps))
+        in_cycle = max(sum(at < out for at, _ in placed), 1)
     if steps and scope.returned is not None and steps[0][1] is scope.returned:
         chain.insert(0, Holder("object", "what the function returned"))
     elif rank == "hidden" and works and steps[0][0] == "tensor":
@@ -181,22 +203,33 @@ def _leak(leak: tuple[Any, ...], scope: Scope, words: Words, works: list[list[Ho
     elif rank in ("hidden", "none") and scope.target is not None and not chain:
         chain = [Holder("frame", "variables of running functions that are the tensor itself, as far as can be seen")]
     elif rank == "hidden":
-        chain.insert(0, Holder("unknown", "something in C or C++ that cannot be seen"))
+        chain.insert(0, Holder("unknown", "C or C++ that cannot be seen"))
     elif rank == "none":
         chain = _perhaps(works) + chain
     if chain and used and used < size:
         chain[-1] = replace(chain[-1], text=f"{chain[-1].text}, which uses {used} of {size} bytes")
     if chain and chain[-1].kind in ("tensor", "saved"):
-        chain[-1] = replace(chain[-1], bytes=size)
+        chain[-1] = words.one_for_all(replace(chain[-1], bytes=size))
     created = _created(address) if scope.traced and address else None
     name = str(dtype).removeprefix("torch.")
-    return Found(Leak(shape, name, device, size, storage, len(tensors), "alive", created, chain, others), rank, address)
+    described = Leak(shape, name, device, size, storage, len(tensors), "alive", created, chain, others, in_cycle)
+    return Found(described, rank, address)
+
+
+def _placed(steps: list[Step], rank: str, before: dict[int, Step], words: Words) -> list[tuple[int, Holder]]:
+    """The steps as holders. The dictionary of a tensor or node in a cycle is described as theirs, by who comes
+    ``before`` each member of the cycle, by identities."""
+    if rank == "cycle" and steps and type(steps[0][1]) is dict:
+        owner = before.get(id(steps[0][1]))
+        if owner is not None and owner[0] in ("tensor", "node"):
+            return [(at - 1, holder) for at, holder in words.placed_holders([owner, *steps]) if at > 0]
+    return words.placed_holders(steps)
 
 
 def _perhaps(works: list[list[Holder]]) -> list[Holder]:
     """Of memory that nothing visible holds: works hold tensors and do not tell which."""
     if not works:
-        return [Holder("unknown", "C++ that cannot be seen (a node of a C++ Function, a variable)")]
+        return [Holder("unknown", "C or C++ that cannot be seen")]
     count = f"one of {len(works)} works, say " if len(works) > 1 else ""
     *before, work = works[0]
     return [*before, Holder("work", f"{count}{work.text}, which does not tell what it holds", work.where)]
@@ -216,17 +249,35 @@ def _behind(steps: list[Step], trimmed: set[int]) -> list[Step]:
     return steps[last:]
 
 
-def _cycle(steps: list[Step], storages: set[int], found: list[Found], words: Words) -> Cycle:
-    held = sum(entry.leak.bytes for entry in found if entry.leak.storage in storages)
-    first = next((i for i, step in enumerate(steps) if not _is_part(step[1])), 0)
-    turned = [*steps[first:], *steps[:first]]
-    holders = words.holders([*turned, turned[0]])[:-1]
-    return Cycle(" -> ".join([*map(_with_line, holders), "back"]), holders, held)
+def _cycles(given: list[tuple[list[Step], list[int]]], found: dict[int, Found], words: Words) -> list[Cycle]:
+    """Those that leaks hang on, the most bytes first, those that read alike as one. What hangs on a library's own is
+    excused in ``found``."""
+    alike: dict[str, Cycle] = {}
+    for steps, storages in given:
+        held = sum(found[storage].leak.bytes for storage in storages if storage in found)
+        if not held:
+            continue
+        first = next((i for i, step in enumerate(steps) if not _is_part(step[1])), 0)
+        turned = [*steps[first:], *steps[:first]]
+        holders = words.holders([*turned, turned[0]])[:-1]
+        text = " -> ".join([*map(_with_line, holders), "back"])
+        if _excused.is_a_librarys_own(holders):
+            for storage in storages:
+                if storage in found:
+                    found[storage] = replace(found[storage], excused=text)
+            continue
+        before = alike.get(plain(text))
+        alike[plain(text)] = (
+            Cycle(text, holders, held)
+            if before is None
+            else replace(before, bytes=before.bytes + held, count=before.count + 1)
+        )
+    return sorted(alike.values(), key=lambda cycle: -cycle.bytes)
 
 
 def _is_part(thing: Any) -> bool:
     """What belongs to something else, and says little without it."""
-    return type(thing) in (tuple, dict, CellType)
+    return any(type(thing) is part for part in (tuple, dict, CellType))
 
 
 def _with_line(holder: Holder) -> str:

@@ -6,15 +6,56 @@ import ast
 import functools
 import linecache
 import os
+import sysconfig
 from collections.abc import Iterator
+from pathlib import Path
+
+_OURS = os.path.join(Path(__file__).parents[1], "")
 
 
 def place(filename: str, line: int) -> str:
-    """``file:line``, the file as short as it is from here."""
-    return f"{_relative(filename)}:{line}"
+    """``file:line``, the file as short as it is from here; a library's as it is imported."""
+    return f"{_shown(filename)}:{line}"
 
 
-@functools.lru_cache(maxsize=256)
+def is_library(where: str) -> bool:
+    """Whether a place that :func:`place` gave is the standard library's, an installed package's or zbpipe's."""
+    return where.rpartition(":")[0] in _of_libraries
+
+
+_full: dict[str, str] = {}  # of what was shortened
+_of_libraries: set[str] = set()
+
+
+@functools.lru_cache(maxsize=1)
+def _standard() -> tuple[str, ...]:
+    return tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib")})
+
+
+@functools.lru_cache(maxsize=1024)
+def _shown(filename: str) -> str:
+    inside = library_path(filename)
+    shown = _relative(filename) if inside is None else inside
+    _full[shown] = filename
+    if inside is not None:
+        _of_libraries.add(shown)
+    return shown
+
+
+def library_path(filename: str) -> str | None:
+    """The path of a library's file from the folder that it is imported from; None for another's file."""
+    for folder in (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"):
+        _, found, inside = filename.rpartition(folder)
+        if found:
+            return inside
+    for folder in _standard():
+        if filename.startswith(folder):
+            return filename[len(folder) :]
+    if filename.startswith(_OURS):
+        return os.path.join("zbpipe", filename[len(_OURS) :])
+    return filename if filename.startswith("<frozen ") else None
+
+
 def _relative(filename: str) -> str:
     try:
         relative = os.path.relpath(filename)
@@ -27,8 +68,8 @@ def line_at(where: str | None) -> str:
     """The source line at a ``file:line``, stripped; empty if there is none."""
     if where is None:
         return ""
-    filename, _, line = where.rpartition(":")
-    return linecache.getline(filename, int(line)).strip() if line.isdigit() else ""
+    shown, _, line = where.rpartition(":")
+    return linecache.getline(_full.get(shown, shown), int(line)).strip() if line.isdigit() else ""
 
 
 def global_line(filename: str, name: str) -> int | None:
@@ -55,7 +96,9 @@ def definition_line(filename: str, first: int) -> int:
 
 def forget() -> None:
     """Drops what was parsed."""
-    for cache in (_relative, _tree, _globals, _attributes, _bindings, _decorated):
+    _full.clear()
+    _of_libraries.clear()
+    for cache in (_shown, _tree, _globals, _attributes, _bindings, _decorated):
         cache.cache_clear()
 
 

@@ -167,7 +167,8 @@ def _line_of(error: BaseException | None) -> str:
 def _without_the_traceback(leak: Any) -> Any:
     """A variable of a function that the exception has left is held by its traceback, in our hands: say the variable."""
     places = [i for i, holder in enumerate(leak.chain) if holder.kind == "traceback"]
-    return replace(leak, chain=leak.chain[places[-1] + 1 :]) if places and places[-1] + 1 < len(leak.chain) else leak
+    behind = leak.chain[places[-1] + 1 :] if places else []
+    return replace(leak, chain=behind, in_cycle=0) if behind else leak
 
 
 class _Observed:

@@ -28,8 +28,8 @@ void check(int status) {
 
 }  // namespace
 
-Heap::Heap(zbp_group_access groups, PyTypeObject* work)
-    : groups_(groups), types_(groups.type, work) {
+Heap::Heap(zbp_group_access groups, PyTypeObject* work, PyTypeObject* array)
+    : groups_(groups), array_(array), types_(groups.type, work, array) {
   zbp_heap_init(&graph_, nullptr);
 }
 
@@ -79,6 +79,7 @@ bool Heap::resolve(PyObject* object, Thing* thing, const void** key) const {
     case Type::work:
     case Type::saved:
     case Type::array:
+    case Type::capsule:
       return true;
     case Type::plain:
       break;

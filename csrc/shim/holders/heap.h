@@ -52,7 +52,8 @@ class Heap {
  public:
   static constexpr uint32_t none = ZBP_NO_VERTEX;
 
-  explicit Heap(zbp_group_access groups, PyTypeObject* work = nullptr);
+  explicit Heap(zbp_group_access groups, PyTypeObject* work = nullptr,
+                PyTypeObject* array = nullptr);
   ~Heap() { zbp_heap_fini(&graph_); }
   Heap(const Heap&) = delete;
   Heap& operator=(const Heap&) = delete;
@@ -118,6 +119,7 @@ class Heap {
   std::vector<StorageRef> storages_;
   std::vector<NodePtr> nodes_;
   std::unordered_map<uint32_t, std::vector<PyObject*>> held_;
+  PyTypeObject* array_;  // numpy's, or null
   mutable Types types_;  // learns
   std::map<std::string, size_t> unseen_;
 };

@@ -35,6 +35,8 @@ class Description {
 
  private:
   PyObject* step(uint32_t v, uint32_t before);
+  PyObject* make_step(uint32_t v, uint32_t before);
+  PyObject* text(const std::string& text);
   std::vector<uint32_t> chain_to(uint32_t v) const;
   PyObject* steps(c10::ArrayRef<uint32_t> chain);
   PyObject* describe_tensor(uint32_t v) const;
@@ -46,6 +48,9 @@ class Description {
   zbp_ways& ways_;
   // By component: where the chains out of a cycle begin, and the storages at their ends.
   std::unordered_map<uint32_t, std::pair<uint32_t, std::vector<const void*>>> cycles_;
+  // Many chains go the same way: what comes before a vertex on a shortest way is always the same.
+  std::unordered_map<uint64_t, THPObjectPtr> steps_;
+  std::unordered_map<std::string, THPObjectPtr> texts_;
 };
 
 void set_item(PyObject* dict, const char* key, PyObject* value) {
@@ -94,7 +99,30 @@ std::string edge_between(Heap& heap, uint32_t from, uint32_t to) {
   return label;
 }
 
+/// New reference to the one string that says it.
+PyObject* Description::text(const std::string& text) {
+  THPObjectPtr& known = texts_[text];
+  if (!known) {
+    known = THPObjectPtr(
+        PyUnicode_FromStringAndSize(text.data(), static_cast<Py_ssize_t>(text.size())));
+    if (!known) {
+      throw python_error();
+    }
+  }
+  Py_INCREF(known.get());
+  return known.get();
+}
+
 PyObject* Description::step(uint32_t v, uint32_t before) {
+  THPObjectPtr& known = steps_[(static_cast<uint64_t>(before) << 32) | v];
+  if (!known) {
+    known = THPObjectPtr(make_step(v, before));
+  }
+  Py_XINCREF(known.get());
+  return known.get();
+}
+
+PyObject* Description::make_step(uint32_t v, uint32_t before) {
   const char* kind = "python";
   std::string name;
   PyObject* object = heap_.object_of(v);
@@ -125,8 +153,8 @@ PyObject* Description::step(uint32_t v, uint32_t before) {
     }
   }
   const std::string edge = before == Heap::none ? "" : edge_between(heap_, before, v);
-  return Py_BuildValue("(sOsz)", kind, object ? object : Py_None, name.c_str(),
-                       edge.empty() ? nullptr : edge.c_str());
+  return Py_BuildValue("(NONN)", text(kind), object ? object : Py_None, text(name),
+                       edge.empty() ? Py_NewRef(Py_None) : text(edge));
 }
 
 std::vector<uint32_t> Description::chain_to(uint32_t v) const {
@@ -181,7 +209,9 @@ PyObject* Description::describe(const Sought& sought) {
   std::vector<uint32_t> chain;
   if (rank != ZBP_RANK_NONE) {
     chain = chain_to(sought.storage);
-    chain.pop_back();
+    if (chain.size() < 2 || heap_.thing(chain[chain.size() - 2]) == Thing::tensor) {
+      chain.pop_back();
+    }
   }
   if (rank == ZBP_RANK_CYCLE && !chain.empty()) {
     const uint32_t start = chain.front();

@@ -23,6 +23,7 @@
 #include <torch/csrc/utils/object_ptr.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "shim/holders/arrays.h"
 #include "shim/holders/freed.h"
 #include "shim/torch/edits.h"
 #include "shim/pass/group.h"
@@ -129,11 +130,12 @@ void Heap::python_references(PyObject* object, Visit visit) {
   if (type == Type::saved) {
     saved_reference(*py::cast<SavedVariable*>(py::handle(object)), "saved tensor", -1, visit);
   } else if (type == Type::array) {
-    THPObjectPtr base(PyObject_GetAttrString(object, "base"));
-    if (base && base.get() != Py_None) {
-      visit({Thing::python, base.get(), "base", -1, true});
+    visit_array(object, array_,
+                [&](PyObject* held) { visit({Thing::python, held, nullptr, -1, true}); });
+  } else if (type == Type::capsule) {
+    if (const at::Tensor* tensor = tensor_of_capsule(object)) {
+      visit_tensor(*tensor, nullptr, -1, visit);
     }
-    PyErr_Clear();
   } else if (type == Type::py_node) {
     int32_t index = 0;
     for (const SavedVariable& saved : reinterpret_cast<THPFunction*>(object)->saved_variables) {

@@ -19,7 +19,8 @@ struct Sought {
 
 class Search {
  public:
-  explicit Search(const zbp_search& search) : search_(search), heap_(search.groups, search.work) {}
+  explicit Search(const zbp_search& search)
+      : search_(search), heap_(search.groups, search.work, search.array) {}
   ~Search() { zbp_ways_fini(&ways_); }
   Search(const Search&) = delete;
   Search& operator=(const Search&) = delete;

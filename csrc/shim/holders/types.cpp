@@ -1,7 +1,5 @@
 #include "shim/holders/types.h"
 
-#include <cstring>
-
 #include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_function.h>
@@ -19,9 +17,10 @@ PyTypeObject* as_type(PyObject* object) {
 
 }  // namespace
 
-Types::Types(PyTypeObject* group, PyTypeObject* work)
+Types::Types(PyTypeObject* group, PyTypeObject* work, PyTypeObject* array)
     : group_(group),
       work_(work),
+      array_(array),
       saved_(as_type(
           py::detail::get_type_handle(typeid(torch::autograd::SavedVariable), false).ptr())) {}
 
@@ -52,8 +51,10 @@ Type Types::of(PyObject* object) {
     result = Type::work;
   } else if (is(saved_)) {
     result = Type::saved;
-  } else if (std::strcmp(type->tp_name, "numpy.ndarray") == 0) {
+  } else if (is(array_)) {
     result = Type::array;
+  } else if (PyCapsule_CheckExact(object)) {
+    result = Type::capsule;
   }
   known_.emplace(type, result);
   return result;

@@ -18,19 +18,21 @@ enum class Type : uint8_t {
   group,
   work,
   saved,
-  array  // of numpy
+  array,   // of numpy
+  capsule  // of DLPack, or any other
 };
 
 class Types {
  public:
-  /// group: ParamGroup; work: torch.distributed's Work, or null. Both outlive this.
-  Types(PyTypeObject* group, PyTypeObject* work);
+  /// group: ParamGroup; work: torch.distributed's Work, or null; array: numpy's, or null. All outlive this.
+  Types(PyTypeObject* group, PyTypeObject* work, PyTypeObject* array);
 
   Type of(PyObject* object);
 
  private:
   PyTypeObject* group_;
   PyTypeObject* work_;
+  PyTypeObject* array_;
   PyTypeObject*
       saved_;  // of a saved variable that Python holds; null before torch has made one known
   std::unordered_map<PyTypeObject*, Type> known_;

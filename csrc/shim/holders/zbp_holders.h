@@ -77,10 +77,11 @@ typedef struct zbp_search {
     PyObject *call; /* the caller's arguments, which refer to the target; not looked at */
     PyObject
         *target; /* a tensor whose storage alone is searched for; or NULL: all that were born */
-    PyTypeObject *work; /* torch.distributed's Work, or NULL */
-    PyObject *allowed;  /* set of identities of storages that are not searched for */
-    int wraps;          /* make a Python object for each tensor that is found and has none */
-    uint64_t since;     /* without a target: CPU blocks from this serial on, zbp_tap_serial() */
+    PyTypeObject *work;  /* torch.distributed's Work, or NULL */
+    PyTypeObject *array; /* numpy.ndarray, or NULL */
+    PyObject *allowed;   /* set of identities of storages that are not searched for */
+    int wraps;           /* make a Python object for each tensor that is found and has none */
+    uint64_t since;      /* without a target: CPU blocks from this serial on, zbp_tap_serial() */
     const zbp_storages *older; /* or NULL. Others' memory was born since if it is not among these */
 } zbp_search;
 

@@ -6,10 +6,12 @@ import html
 import itertools
 from collections.abc import Iterator
 
+from zbpipe.leaks._alike import grouped, merged
 from zbpipe.leaks._draw.tree import FAMILIES, Box, Drawable, all_of, lines_of, title_of
 from zbpipe.leaks._results import Leak
 
 _PX, _PY, _BX, _BY = 270, 62, 232, 46
+_SHOWN_GROUPS = 500
 
 _PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
@@ -64,20 +66,26 @@ def page_of(report: Drawable, roots: list[Box], cycles: list[list[Box]], rows: f
         f'<span class="key" style="background:{fill};border-color:{line}"></span>{name}'
         for fill, line, name in FAMILIES.values()
     )
-    leaks = "".join(_details(leak) for leak in report.leaks)
+    groups = [[report.leaks[place] for place in places] for places in grouped(report.leaks)]
+    leaks = "".join(map(_details, groups[:_SHOWN_GROUPS]))
+    if len(groups) > _SHOWN_GROUPS:
+        leaks += f"<p>and {sum(map(len, groups[_SHOWN_GROUPS:]))} smaller ones</p>"
     return _PAGE.format(
         title=html.escape(title_of(report)), keys=keys, svg=svg, leaks=leaks, text=html.escape(str(report))
     )
 
 
-def _details(leak: Leak) -> str:
-    texts = [(html.escape(str(holder)), holder is leak.blame) for holder in leak.chain]
-    items = "".join(f"<li><b>{text}</b></li>" if blamed else f"<li>{text}</li>" for text, blamed in texts)
+def _details(alike: list[Leak]) -> str:
+    leak = alike[0]
+    blamed = leak.place_of_blame
+    texts = [html.escape(str(holder)) for holder in merged([each.chain for each in alike])]
+    items = "".join(f"<li><b>{text}</b></li>" if i == blamed else f"<li>{text}</li>" for i, text in enumerate(texts))
     created = f", created at {html.escape(leak.created)}" if leak.created else ""
-    more = f"<p>and {leak.chains_more} more references</p>" if leak.chains_more else ""
+    more = sum(each.chains_more for each in alike)
+    others = f" and {len(alike) - 1} like it" if len(alike) > 1 else ""
     return (
-        f"<details><summary>{leak.bytes} bytes: {html.escape(leak.name)}, {leak.fate}{created}</summary>"
-        f"<ol>{items}</ol>{more}</details>"
+        f"<details><summary>{sum(each.bytes for each in alike)} bytes: {html.escape(leak.name)}, {leak.fate}{created}"
+        f"{others}</summary><ol>{items}</ol>{f'<p>and {more} more references</p>' if more else ''}</details>"
     )
 
 

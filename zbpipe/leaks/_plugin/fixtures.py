@@ -51,7 +51,7 @@ class OfFixtures:
         self._unexplained.update(
             (leak.device, leak.bytes)
             for leak in report.leaks
-            if (not leak.storage and leak.device != "cpu") or leak.fate != "alive"
+            if (not leak.storage and leak.device != "cpu") or leak.fate == "freed by the collector"
         )
 
     def look(self) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import collections
+import datetime
 import functools
 import threading
 import types
 import weakref
 from collections.abc import Iterable
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -19,12 +21,15 @@ from zbpipe.leaks import _source
 from zbpipe.leaks._results import Holder
 from zbpipe.leaks._words.of_python import (
     NOTHING,
+    array_type,
     attribute_place,
     callable_name,
     class_name,
     code_place,
+    is_of_a_library,
     key_text,
     module_name,
+    module_of_class,
     namespace_of,
     namespace_of_class,
     qualname,
@@ -38,6 +43,9 @@ Step = tuple[str, Any, str, "str | None"]
 """As zbp_search_holders (csrc/shim/holders/zbp_holders.h) gives them: kind, object or None, name, edge."""
 
 _Ordered = collections.OrderedDict
+_Capsule = type(datetime.datetime_CAPI)
+_ALONE = ("node", "tensor", "group", "storage")  # kinds that are described without what is around them
+_SUSPENDED = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 
 
 class Words:
@@ -51,20 +59,54 @@ class Words:
         self._threads = threads
         self._places: dict[int, dict[int, Any]] = {}
         self._of_modules: dict[int, bool] = {}
+        self._known: dict[int, tuple[Holder | None, int]] = {}  # by identities of steps, which the search makes once
+        # The chain before this one; its holders with their first step, the next one's, and the last that was looked at.
+        self._last: tuple[list[Step], list[tuple[int, int, int, Holder | None]]] = [], []
+        self._alike: dict[Holder, Holder] = {}  # one for all that are equal
 
     def holders(self, steps: list[Step]) -> list[Holder]:
         """The steps as holders; some that only make sense together are one."""
-        found: list[Holder] = []
-        at = 0
+        return [holder for _, holder in self.placed_holders(steps)]
+
+    def placed_holders(self, steps: list[Step]) -> list[tuple[int, Holder]]:
+        """Likewise, each with the place of its first step."""
+        # Chains that follow each other begin alike, and a holder is described by the few steps around it.
+        before, described = self._last
+        common = next((i for i, (a, b) in enumerate(zip(steps, before, strict=False)) if a is not b), None)
+        common = min(len(steps), len(before)) if common is None else common
+        whole = len(steps) == len(before) == common
+        found = [entry for entry in described if whole or entry[2] < common]
+        at = found[-1][1] if found else 0
         while at < len(steps):
-            try:
-                holder, taken = self._describe(steps, at)
-            except Exception:  # an object that is odd beyond what is foreseen here
-                holder, taken = Holder("unknown", "an object that does not let itself be described"), 1
-            if holder is not None:
-                found.append(_printable(holder))
+            holder, taken = self._known_or_described(steps, at)
+            last_seen = at + taken + _looks_beyond(steps[at][1])
+            found.append((at, at + taken, last_seen, holder))
             at += taken
-        return found
+        self._last = steps, found
+        return [(first, holder) for first, _, _, holder in found if holder is not None]
+
+    def _known_or_described(self, steps: list[Step], at: int) -> tuple[Holder | None, int]:
+        if steps[at][0] not in _ALONE:
+            return self._describe_whole(steps, at)
+        known = self._known.get(id(steps[at]))
+        if known is None:
+            known = self._known[id(steps[at])] = self._describe_whole(steps, at)
+        return known
+
+    def _describe_whole(self, steps: list[Step], at: int) -> tuple[Holder | None, int]:
+        try:
+            holder, taken = self._describe(steps, at)
+            if holder is not None and _is_librarys(steps[at][1], holder):
+                holder = replace(holder, is_library=True)
+        except Exception:  # an object that is odd beyond what is foreseen here
+            holder, taken = Holder("unknown", "an object that does not let itself be described"), 1
+        if holder is None:
+            return None, taken
+        return self.one_for_all(_printable(holder)), taken
+
+    def one_for_all(self, holder: Holder) -> Holder:
+        """The same object for all holders that are equal."""
+        return self._alike.setdefault(holder, holder)
 
     def _describe(self, steps: list[Step], at: int) -> tuple[Holder | None, int]:
         """The holder at a step, if it is worth a word, and how many steps it takes up."""
@@ -108,14 +150,19 @@ class Words:
             return Holder("function", f"{said(edge)}{callable_name(thing)}", code_place(thing)), 1
         if issubclass(cls, weakref.ReferenceType):
             return Holder("object", f"{said(edge)}the callback of a weak reference"), 1
-        if cls in (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType):
+        if any(cls is suspended for suspended in _SUSPENDED):  # not "in": a metaclass may have an __eq__
             return Holder("frame", f"{said(edge)}suspended {thing.__qualname__}()", code_place(thing)), 1
         if cls is types.TracebackType:
             code = thing.tb_frame.f_code
             where = _source.place(code.co_filename, thing.tb_lineno)
             return Holder("traceback", f"{said(edge)}the traceback of an exception, in {qualname(code)}()", where), 1
-        if type_name(thing) == "numpy.ndarray":
-            return Holder("object", f"{said(edge)}a numpy array on its memory"), 1
+        array = array_type()
+        if array is not None and issubclass(cls, array):
+            return Holder("object", f"{said(edge)}{_of_array(thing, array)}"), 1
+        if cls is ContextVar:
+            return Holder("attribute", f"context variable {thing.name}"), 1
+        if cls is _Capsule:
+            return Holder("object", f"{said(edge)}a DLPack capsule on its memory"), 1
         if is_work(cls):
             return Holder("work", f"{said(edge)}a {type_name(thing)}"), 1
         return self._instance(steps, at)
@@ -200,11 +247,18 @@ class Words:
         if attribute is None:
             return Holder("object", f"{said(edge)}{'class' if is_class else 'a'} {name}"), 1
         kind = "class attribute" if is_class else "attribute"
-        if attribute in REGISTERED and issubclass(type(thing), torch.nn.Module) and type(after) in (dict, _Ordered):
+        if (
+            attribute in REGISTERED
+            and issubclass(type(thing), torch.nn.Module)
+            and (type(after) is dict or type(after) is _Ordered)
+        ):
             key = self._key(after, _object_at(steps, at + taken + 1))
             if type(key) is str:
                 kind, attribute, taken = REGISTERED[attribute], key, taken + 1
-        where = attribute_place(thing if is_class else type(thing), attribute)
+        cls = thing if is_class else type(thing)
+        where = attribute_place(cls, attribute)
+        if where is None and module_of_class(cls) == "builtins":  # fget of a property: nobody's place
+            return Holder("object", f"{said(edge)}{kind} {attribute} of {name}"), taken
         return Holder("attribute", f"{said(edge)}{kind} {attribute} of {name}", where), taken
 
     # ---- places in containers, by identity
@@ -235,6 +289,30 @@ class Words:
             self._places[id(sequence)] = places
         index = places.get(id(value)) if value is not None else None
         return "" if index is None else f" item {index}"
+
+
+def _looks_beyond(thing: Any) -> int:
+    """How many steps after the one behind what it takes up decide on a holder's words."""
+    return int(type(thing) is types.FunctionType or issubclass(type(thing), torch.nn.Module))
+
+
+def _of_array(thing: Any, array: Any) -> str:
+    name = type_name(thing)
+    what = "numpy array" if name == "numpy.ndarray" else f"{name} (a numpy array)"
+    holds_objects = array.dtype.__get__(thing).hasobject
+    return f"an item of a {what}" if holds_objects else f"a {what} on its memory"
+
+
+def _is_librarys(thing: Any, holder: Holder) -> bool:
+    if holder.where is not None:
+        return _source.is_library(holder.where)
+    if holder.kind == "module":
+        return issubclass(type(thing), types.ModuleType) and is_of_a_library(
+            module_name(types.ModuleType.__getattribute__(thing, "__dict__"))
+        )
+    if holder.kind == "attribute" and thing is not None:
+        return is_of_a_library(module_of_class(thing if issubclass(type(thing), type) else type(thing)))
+    return False
 
 
 def _printable(holder: Holder) -> Holder:

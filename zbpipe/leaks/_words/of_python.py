@@ -14,6 +14,12 @@ from zbpipe.leaks import _source
 # A metaclass may have properties of these names.
 _MODULE, _QUALNAME, _MRO, _DICT = (vars(type)[name] for name in ("__module__", "__qualname__", "__mro__", "__dict__"))
 _PLAIN_KEYS = (str, int, float, bool, bytes, type(None))
+_CODE = (
+    (types.FunctionType, "__code__"),
+    (types.GeneratorType, "gi_code"),
+    (types.CoroutineType, "cr_code"),
+    (types.AsyncGeneratorType, "ag_code"),
+)
 _LONGEST_KEY = 60
 NOTHING = object()
 
@@ -48,16 +54,35 @@ def code_place(thing: Any) -> str | None:
         return code_place(thing.__func__)
     if type(thing) is functools.partial:
         return code_place(thing.func)
-    name = {
-        types.FunctionType: "__code__",
-        types.GeneratorType: "gi_code",
-        types.CoroutineType: "cr_code",
-        types.AsyncGeneratorType: "ag_code",
-    }.get(type(thing))
+    name = next((name for cls, name in _CODE if type(thing) is cls), None)
     if name is None:
         return None
     code = getattr(thing, name)
     return _source.place(code.co_filename, _source.definition_line(code.co_filename, code.co_firstlineno))
+
+
+def module_of_class(cls: type) -> str:
+    module = _MODULE.__get__(cls)
+    return module if type(module) is str else ""
+
+
+def is_of_a_library(module: str) -> bool:
+    """Whether a module is the standard library's or an installed package's."""
+    if module.partition(".")[0] in sys.stdlib_module_names and module != "__main__":
+        return True
+    found = sys.modules.get(module)
+    if not issubclass(type(found), types.ModuleType):
+        return False
+    filename = dict.get(types.ModuleType.__getattribute__(found, "__dict__"), "__file__")
+    return type(filename) is str and _source.library_path(filename) is not None
+
+
+def array_type() -> Any:
+    """numpy.ndarray, if the program has imported it."""
+    numpy = sys.modules.get("numpy")
+    if not issubclass(type(numpy), types.ModuleType):
+        return None
+    return dict.get(types.ModuleType.__getattribute__(numpy, "__dict__"), "ndarray")
 
 
 def said(edge: str | None) -> str:
@@ -75,9 +100,9 @@ def module_name(namespace: dict[str, Any]) -> str:
 
 def key_text(key: Any, quoted: bool = False) -> str:
     if key is NOTHING:
-        return "(a key)"
-    if type(key) not in _PLAIN_KEYS:
-        return f"under a {type_name(key)}"
+        return "as a key"
+    if not any(type(key) is plain for plain in _PLAIN_KEYS):
+        return f"at key {type_name(key)}"
     text = repr(key) if quoted or type(key) is not str else key
     return text if len(text) <= _LONGEST_KEY else text[: _LONGEST_KEY - 3] + "..."
 
@@ -97,6 +122,15 @@ def namespace_of_class(cls: type) -> Any:
     """The dictionary itself, which is behind a proxy."""
     namespace = gc.get_referents(_DICT.__get__(cls))[0]
     return namespace if issubclass(type(namespace), dict) else None
+
+
+def found_in_class(cls: type, name: str) -> Any:
+    """What a class or one of its bases has under a name, as it is in their dictionaries; None if nothing."""
+    for base in _MRO.__get__(cls):
+        namespace = namespace_of_class(base)
+        if namespace is not None and (found := dict.get(namespace, name)) is not None:
+            return found
+    return None
 
 
 def slot_of(thing: Any, value: Any) -> str | None:

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from zbpipe._torch.autograd import forward_of
 from zbpipe._torch.pipelining import work_type
 from zbpipe.leaks._results import Holder
-from zbpipe.leaks._words.of_python import callable_name, code_place, said, type_name
+from zbpipe.leaks._words.of_python import callable_name, code_place, found_in_class, said, type_name
 
 
 def tensor(thing: Any, name: str, edge: str | None) -> Holder:
@@ -24,8 +23,15 @@ def node(thing: Any, name: str, edge: str | None) -> Holder:
     short = name.rpartition("::")[2]
     where = None
     if thing is not None and issubclass(type(thing), torch.autograd.function.BackwardCFunction):
-        where = code_place(forward_of(type(thing)))
+        where = code_place(_forward_of(type(thing)))
     return Holder("accumulator" if short == "AccumulateGrad" else "node", f"{said(edge)}{short}", where)
+
+
+def _forward_of(cls: type) -> Any:
+    """The forward of the autograd.Function whose nodes are of this class, without running a descriptor for it."""
+    function = found_in_class(cls, "_forward_cls")
+    forward = found_in_class(function, "forward") if issubclass(type(function), type) else None
+    return forward.__func__ if type(forward) is staticmethod else forward
 
 
 def hook(hook: Any, edge: str) -> Holder:

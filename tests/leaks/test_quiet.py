@@ -1,0 +1,279 @@
+"""What is nobody's leak: other threads' tensors, libraries' own cycles, what torch keeps and bounds."""
+
+import functools
+import gc
+import subprocess
+import sys
+import threading
+import unittest.mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.processes import environment
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from zbpipe.leaks import Growth, check_tensor_leak
+from zbpipe.leaks._growth import rises
+
+KEPT = []
+SEEN = None
+
+
+@pytest.fixture(autouse=True)
+def _nothing_kept():
+    KEPT.clear()
+    yield
+    KEPT.clear()
+
+
+def checked(function, **arguments):
+    with check_tensor_leak(action="record", **arguments) as check:
+        function()
+    return check.report
+
+
+def cycle(size):
+    held = [torch.ones(size)]
+    held.append(held)
+
+
+# ---- what collections free
+
+
+class Churn(threading.Thread):
+    """Makes and drops tensors, and in each round a cycle that it collects itself if asked to."""
+
+    def __init__(self):
+        super().__init__()
+        self.ends, self.begun = threading.Event(), threading.Event()
+
+    def run(self):
+        while not self.ends.is_set():
+            torch.ones(300, 300).exp()
+            self.begun.set()
+
+    def __enter__(self):
+        self.start()
+        self.begun.wait()
+
+    def __exit__(self, *_):
+        self.ends.set()
+        self.join()
+
+
+def test_what_another_thread_drops_while_the_collector_runs_is_no_cycle():
+    with Churn():
+        for _ in range(20):
+            report = checked(lambda: [gc.collect() for _ in range(3)])
+            assert report.leaks == [], report
+
+
+def test_what_the_collector_frees_inside_is_told_beside_another_thread():
+    with Churn():
+        report = checked(lambda: (cycle(1000), gc.collect()))
+    (leak,) = report.leaks
+    assert (leak.bytes, leak.fate) == (4000, "freed by the collector")
+    assert "a collection inside the check freed" in leak.chain[0].text
+
+
+def test_a_callback_that_lets_go_of_a_cache_is_no_cycle():
+    def clear(phase, info):
+        KEPT.clear()
+
+    gc.callbacks.append(clear)
+    try:
+        report = checked(lambda: (KEPT.append(torch.ones(1000)), gc.collect()))
+    finally:
+        gc.callbacks.remove(clear)
+    assert report.leaks == [], report
+
+
+def test_no_callback_is_left_behind():
+    before = list(gc.callbacks)
+    with check_tensor_leak(action="record"), check_tensor_leak(action="record"):
+        gc.collect()
+        cycle(10)
+    assert gc.callbacks == before
+
+
+# ---- libraries' own cycles
+
+
+def mock():
+    machine = unittest.mock.Mock()
+    machine.part.run(torch.ones(50))
+
+
+def compare():
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(torch.ones(50), torch.zeros(50))
+
+
+def symbolic():
+    torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+
+
+def weight_norm():
+    parametrizations.weight_norm(nn.Linear(4, 4))(torch.ones(1, 4))
+
+
+@pytest.mark.parametrize("act", [mock, compare, symbolic, weight_norm])
+def test_a_librarys_own_cycle_is_a_line_and_no_leak(act):
+    act()  # what it imports and keeps
+    report = checked(act)
+    assert report.leaks == [] and report.cycles == [], report
+    for note in report.notes:
+        assert "a library's own" in note and " -> back" in note
+
+
+def test_of_such_a_cycle_a_line_is_left():
+    (note,) = checked(mock).notes
+    assert note.startswith("1 storage (200 bytes) that hung on a cycle of a library's own")
+    assert "unittest/mock.py" in note
+
+
+class Parent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.layer.parent = [self]
+
+
+def hook_on_itself():
+    out = torch.ones(3, requires_grad=True).exp()
+    out.register_hook(lambda grad: out)
+
+
+def of_a_mocks_child():
+    class Mine(unittest.mock.Mock):
+        pass
+
+    mine = Mine()
+    mine.child.back = [mine, torch.ones(50)]
+
+
+@pytest.mark.parametrize("act", [Parent, hook_on_itself, of_a_mocks_child, functools.partial(cycle, 5)])
+def test_a_cycle_with_anything_of_the_programs_is_a_leak(act):
+    report = checked(act)
+    assert report.leaks and not report.notes
+
+
+FIRST_OPTIMIZER = """
+import sys, torch
+from zbpipe.leaks import check_tensor_leak
+
+assert "torch._dynamo" not in sys.modules
+
+def train():
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+
+with check_tensor_leak(action="error", trace=True):
+    train()
+assert "torch._dynamo" in sys.modules  # whose import leaves a cycle with all the caller's variables
+"""
+
+
+def test_the_first_optimizer_of_a_process_is_no_leak():
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_OPTIMIZER],
+        env=environment(), capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+# ---- what torch keeps and bounds
+
+
+def test_autocasts_weight_cache_is_called_so():
+    layer = nn.Linear(64, 64, bias=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        report = checked(lambda: layer(torch.ones(1, 64)).float().sum().backward(), allow=[layer])
+        assert report.leaks == []
+        (note,) = report.notes
+        assert note.startswith("1 storage (8192 bytes) as large as autocast's weight cache")
+        assert checked(lambda: KEPT.append(torch.ones(2048))).leaks  # of the same size, and held in sight
+        torch.clear_autocast_cache()
+
+
+@pytest.mark.dist
+def test_a_bucket_of_ddp_is_called_so(tmp_path):
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        ddp = nn.parallel.DistributedDataParallel(nn.Linear(64, 64))
+        ddp(torch.ones(2, 64)).sum().backward()
+        reports = [checked(lambda: ddp(torch.ones(2, 64)).sum().backward(), allow=[ddp]) for _ in range(3)]
+        assert all(report.leaks == [] for report in reports), reports
+        (note,) = [note for report in reports for note in report.notes]  # it is made anew once
+        assert "16640 bytes" in note and "a bucket of DistributedDataParallel" in note
+    finally:
+        dist.destroy_process_group()
+
+
+def test_layers_that_are_unfrozen_late_do_not_grow():
+    layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(8)).requires_grad_(False)
+    optimizer = torch.optim.AdamW(layers.parameters(), lr=0.1)
+    with Growth() as growth:
+        for step in range(40):
+            if step % 5 == 0:
+                layers[step // 5].requires_grad_(True)
+            x = torch.ones(2, 8)
+            for layer in layers:
+                x = layer(x)
+            x.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            growth.step()
+        assert growth.grown() == []
+
+
+def test_state_of_parameters_that_an_optimizer_has_no_more_grows():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(4))], lr=0.1)
+    with Growth() as growth:
+        for _ in range(12):
+            optimizer.state[nn.Parameter(torch.ones(4))] = {"momentum": torch.ones(4)}
+            growth.step()
+        assert sum(len(group.leaks) for group in growth.grown()) == 20
+
+
+# ---- what becomes larger
+
+
+def test_a_tensor_that_each_step_replaces_by_a_larger_one_is_named():
+    global SEEN
+    SEEN = torch.empty(0, 4)
+    with Growth() as growth:
+        for _ in range(12):
+            SEEN = torch.cat([SEEN, torch.ones(2, 4)])
+            growth.step()
+        (group,) = growth.grown()
+        assert group.is_larger and group.bytes == SEEN.nbytes
+        assert group.held_by[0].startswith(f">> module global {__name__}.SEEN (")
+        assert "1 tensor (384 bytes), larger than any of earlier steps:" in growth.table()
+        for _ in range(12):  # as many steps again, and no more
+            growth.step()
+        assert growth.still_grown([group]) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (range(8), True),
+        (range(6), False),  # too few
+        ([5] * 60, False),
+        ([5] * 40 + [9] * 20, False),  # one jump
+        ([5] * 35 + [7] * 10 + [9] * 15, False),
+        ([(i * 7919) % 101 for i in range(200)], False),
+        ([i * 20 + (i * 7919) % 101 for i in range(200)], True),
+        ([i // 30 for i in range(400)], True),
+        (range(60, 0, -1), False),
+        ([i % 20 for i in range(400)], False),  # by length, epoch after epoch
+        (range(100_000), True),
+    ],
+)
+def test_what_rises(values, expected):
+    assert rises(list(values)) is expected
