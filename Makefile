@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 PYTHON ?= python3
 TORCH_VERSION ?= 2.13.0
-JOBS ?= 2
+JOBS ?= 3
 TESTS ?= .
 
 NEWEST := $(shell sed -n 's/^torch==//p' requirements/newest.txt)

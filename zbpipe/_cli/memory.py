@@ -9,7 +9,6 @@ import contextlib
 import functools
 import importlib.util
 import json
-import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -20,7 +19,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zbpipe import memory
-from zbpipe._cli.leaks import KINDS, _EnoughSteps, _natural, _of_rank, _run_script, _say, _Steps
+from zbpipe._cli import ranks
+from zbpipe._cli.arguments import add_script, natural, refuse_files, refuse_script, run_given
+from zbpipe._cli.steps import KINDS, OF_SCHEDULE, Steps
 from zbpipe._text import in_words
 from zbpipe._torch.pipelining import stages_of
 from zbpipe._version import __version__
@@ -55,14 +56,13 @@ exit status:
 """
 SCHEMA = 1  # of --json
 NO_STEP = 4  # exit status
-OF_SCHEDULE = 1  # place in KINDS
 PICTURES, EXPORTS = (".png", ".svg", ".pdf"), (".json", ".json.gz", ".pickle")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument(
-        "--warmup", type=_natural, default=1, metavar="N", help="steps before the recorded one (default: %(default)s)"
+        "--warmup", type=natural, default=1, metavar="N", help="steps before the recorded one (default: %(default)s)"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="draw the step, or export it: see above")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to FILE")
@@ -72,35 +72,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--on-out-of-memory", type=Path, metavar="FOLDER", help="if the recorded step runs out of memory, say there why"
     )
-    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module's name, as for python -m")
-    parser.add_argument("script", metavar="SCRIPT")
-    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
+    add_script(parser)
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(given: argparse.Namespace) -> int:
     """Run the script, then report. Returns the exit status; the script's exceptions pass, after the report."""
-    if not given.module and not Path(given.script).is_file():
-        given.parser.error(f"there is no file {given.script}; options of the script come after its name")
+    refuse_script(given)
     _refuse(given)
     steps = _OneStep(given)
-    status: Any = 0
     try:
         with steps.seen_from_outside():
-            _run_script(given.script, given.module, given.args)
-    except _EnoughSteps:
-        pass
-    except SystemExit as ended:
-        status = ended.code
-        if status is not None and not isinstance(status, int):  # as Python itself has it
-            print(status)
-            status = 1
+            status = run_given(given)
     except BaseException as error:
         steps.fail(error)
         raise
     finally:
         judged = _report(steps, given)
-    return int(status or 0) or judged
+    return status or judged
 
 
 def _refuse(given: argparse.Namespace) -> None:
@@ -119,22 +108,12 @@ def _refuse(given: argparse.Namespace) -> None:
         error(f"--out {given.out}: its name must end in one of {', '.join((*PICTURES, *EXPORTS))}")
     if given.out and given.out.name.endswith(PICTURES) and importlib.util.find_spec("matplotlib") is None:
         error(f"--out {given.out}: only matplotlib can draw it; install that, or end it in .json.gz or .pickle")
-    for option in ("json", "out"):
-        path = getattr(given, option)
-        if path is None:
-            continue
-        if path.is_dir():
-            error(f"--{option} {path} is a folder; name a file in it")
-        if not path.absolute().parent.is_dir():
-            error(f"--{option} {path}: there is no folder {path.parent}; make it first")
-        if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-            error(f"--{option} {path}: it may not be written; name another file")
-        setattr(given, option, path.absolute())
+    refuse_files(given, "json", "out")
     if given.on_out_of_memory is not None:
         given.on_out_of_memory = given.on_out_of_memory.absolute()
 
 
-class _OneStep(_Steps):
+class _OneStep(Steps):
     """Sees the ends of a script's steps, and records the one after the warm-up."""
 
     def __init__(self, given: argparse.Namespace) -> None:
@@ -150,7 +129,10 @@ class _OneStep(_Steps):
     def begin(self) -> None:
         schedule = self.stepper() if self.kind == OF_SCHEDULE and self.stepper is not None else None
         self.step = _Step(self.given, schedule)
-        self.growth = self.step  # type: ignore[assignment]
+
+    def ended(self, is_last: bool) -> None:
+        assert self.step is not None
+        self.step.end()
 
     def fail(self, error: BaseException) -> None:
         if self.step is not None:
@@ -170,7 +152,7 @@ class _OneStep(_Steps):
             undo.callback(register_optimizer_step_post_hook(after).remove)
             undo.callback(setattr, torch.autograd, "backward", torch.autograd.backward)
             torch.autograd.backward = self._marked_backward(torch.autograd.backward)
-            undo.enter_context(self.watched())
+            undo.enter_context(super().seen_from_outside())
             yield
 
     def _turn(self, kind: str) -> None:
@@ -192,7 +174,7 @@ class _OneStep(_Steps):
 
 
 class _Step:
-    """The recording of one step. _Steps takes it for the Growth that it counts with."""
+    """The recording of one step."""
 
     def __init__(self, given: argparse.Namespace, schedule: Any) -> None:
         uses_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -234,7 +216,7 @@ class _Step:
         self._is_in_backward = False
         self.turn("between")
 
-    def step(self) -> None:
+    def end(self) -> None:
         """The step is over."""
         if self._is_open:
             self.is_whole = True
@@ -258,11 +240,12 @@ def _report(steps: _OneStep, given: argparse.Namespace) -> int:
         step.close()
     if step is None or not (step.is_whole or step.has_failed):
         what = f"the ends of {steps.seen} steps ({KINDS[steps.kind]})" if steps.seen else "no step's end"
-        _say(
+        text = (
             f"zbpipe memory: {what} seen, and to record one after {steps.warmup} of warm-up takes {steps.warmup + 1}. "
             "A step is a call of a pipeline schedule's step() or an optimizer's; for any other, call "
             "zbpipe.leaks.step() at its end. --warmup 0 records from the script's beginning."
         )
+        ranks.say(text, with_rank=True)
         return NO_STEP
     recording = step.recording
     phases = [p for p in recording.phases if p.kind != "between" or p.allocations or p.frees]
@@ -277,9 +260,9 @@ def _report(steps: _OneStep, given: argparse.Namespace) -> int:
     ]
     lines += [f"incomplete: {recording.incomplete}"] if recording.incomplete else []
     lines += ["", phase_table(phases)] if phases else []
-    _say("\n".join(lines))
+    ranks.say("\n".join(lines), with_rank=True)
     if given.json:
-        _of_rank(given.json).write_text(json.dumps(_data(steps, step, given), indent=1) + "\n")
+        ranks.file_of(given.json).write_text(json.dumps(_data(steps, step, given), indent=1) + "\n")
     if given.out:
         path = _out(given.out)
         (recording.plot if path.name.endswith(PICTURES) else recording.export)(path)
@@ -289,7 +272,7 @@ def _report(steps: _OneStep, given: argparse.Namespace) -> int:
 def _out(path: Path) -> Path:
     """The rank comes before the whole ending, .json.gz too."""
     ending = next(ending for ending in reversed((*PICTURES, *EXPORTS)) if path.name.endswith(ending))
-    named = _of_rank(path.with_name(f"{path.name.removesuffix(ending)}.x"))
+    named = ranks.file_of(path.with_name(f"{path.name.removesuffix(ending)}.x"))
     return named.with_name(named.name.removesuffix(".x") + ending)
 
 
@@ -299,7 +282,7 @@ def _data(steps: _OneStep, step: _Step, given: argparse.Namespace) -> dict[str, 
         "schema": SCHEMA,
         "zbpipe": __version__,
         "script": [given.script, *given.args],
-        "rank": int(os.environ.get("RANK", "0")),
+        "rank": ranks.rank(),
         "kind": KINDS[steps.kind],
         "warmup": steps.warmup,
         "whole": step.is_whole,
