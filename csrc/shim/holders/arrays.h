@@ -1,9 +1,8 @@
-// What memory that others share with tensors refers to: numpy's arrays, DLPack's capsules.
+// What numpy's arrays refer to.
 #pragma once
 
 #include <Python.h>
 
-#include <ATen/core/Tensor.h>
 #include <c10/util/FunctionRef.h>
 
 namespace zbp {
@@ -12,8 +11,5 @@ namespace zbp {
 /// `type` is numpy.ndarray, by whose own getters and buffers it is looked at: a subclass runs no code. Visits new
 /// references' objects, which the array keeps alive. Of what does not let itself be looked at nothing is visited.
 void visit_array(PyObject* array, PyTypeObject* type, c10::function_ref<void(PyObject*)> visit);
-
-/// The tensor that a DLPack capsule of torch's holds, whoever has it now; null for any other object.
-const at::Tensor* tensor_of_capsule(PyObject* capsule);
 
 }  // namespace zbp

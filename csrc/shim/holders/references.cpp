@@ -27,6 +27,7 @@
 #include "shim/holders/freed.h"
 #include "shim/torch/edits.h"
 #include "shim/pass/group.h"
+#include "shim/torch/dlpack.h"
 #include "shim/torch/nodes.h"
 #include "shim/torch/saved_parts.h"
 #include "shim/torch/python.h"
