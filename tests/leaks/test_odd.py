@@ -426,3 +426,42 @@ def test_a_search_that_runs_out_of_memory_lets_go_of_all_and_can_be_repeated():
         assert counts() == before, (counts(), before)
         assert [str(holder) for holder in find_holders(tensor).chain] == chain
     """)
+
+
+class Unequal(type):
+    def __eq__(cls, other):
+        pytest.fail("a class was compared")
+
+    def __hash__(cls):
+        pytest.fail("a class was hashed")
+
+
+class Watched:
+    def __get__(self, instance, owner):
+        pytest.fail("a descriptor was run")
+
+
+def test_no_code_of_the_programs_runs():
+    class Held(metaclass=Unequal):
+        __slots__ = ("__weakref__", "tensor")
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.kept = x.exp()
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2
+
+    def keep():
+        held = Held()
+        held.tensor = torch.ones(3)
+        out = Double.apply(torch.ones(5, requires_grad=True))
+        Double.forward = Watched()
+        KEPT.extend([held, out])
+
+    report = checked(keep)
+    assert {leak.bytes for leak in report.leaks} == {12, 20}
+    str(report)
