@@ -297,7 +297,9 @@ def test_files_go_where_the_command_was_given_though_the_script_goes_elsewhere(r
 def test_under_torchrun_one_report_tells_of_all_ranks(tmp_path):
     (tmp_path / "train.py").write_text(
         "import os\nimport torch.distributed as dist\ndist.init_process_group('gloo')\n"
-        + TRAINING.replace('"leak" in sys.argv', 'os.environ["RANK"] == "1"')
+        + TRAINING.replace('"leak" in sys.argv', 'os.environ["RANK"] == "1"').replace(
+            "torch.nn.Linear(16, 16)", "torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(16, 16))"
+        )
         + "    dist.destroy_process_group()\n"
     )
     env = environment(OMP_NUM_THREADS="1")
