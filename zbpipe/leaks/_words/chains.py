@@ -306,6 +306,8 @@ def _of_array(thing: Any, array: Any) -> str:
 def _is_librarys(thing: Any, holder: Holder) -> bool:
     if holder.where is not None:
         return _source.is_library(holder.where)
+    if holder.kind == "function":  # in C, or a partial of one
+        return True
     if holder.kind == "module":
         return issubclass(type(thing), types.ModuleType) and is_of_a_library(
             module_name(types.ModuleType.__getattribute__(thing, "__dict__"))
