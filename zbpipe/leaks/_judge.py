@@ -13,7 +13,8 @@ from zbpipe.leaks._collector import collect
 from zbpipe.leaks._excused import bounded_blocks
 from zbpipe.leaks._search import Found, storages_now
 
-_LOOKS = 25  # at what other threads' operations may be about to let go of
+_LOOKS = 25  # at what other threads may be about to let go of
+_LOOKS_ALONE = 5  # where Python has no other thread; torch may have
 _SECONDS_BETWEEN = 0.02
 
 
@@ -44,12 +45,12 @@ def with_fates(found: list[Found], born: dict[int, int], since: int) -> list[Fou
 
 
 def _living_after_others(found: list[Found], born: dict[int, int], freed: set[int], since: int) -> dict[int, int]:
-    """The blocks that live now, addresses by serials; what nothing visible holds is given a moment if there are other
-    threads, one of which may be computing with it."""
+    """The blocks that live now, addresses by serials; what nothing visible holds is given a moment, for a thread of
+    Python's or torch's (an operation, a process group) may be about to let go of it."""
     unheld = {born[entry.address] for entry in found if entry.rank == "none" and entry.address in born} - freed
-    for _ in range(_LOOKS):
+    for _ in range(_LOOKS if threading.active_count() > 1 else _LOOKS_ALONE):
         living = {serial: address for address, _, serial in _C.live_blocks(since)}
-        if threading.active_count() == 1 or not unheld & living.keys():
+        if not unheld & living.keys():
             break
         time.sleep(_SECONDS_BETWEEN)
     return living
