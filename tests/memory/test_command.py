@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from support.leaks import records
 from support.processes import environment
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
@@ -51,6 +52,7 @@ def run(tmp_path, monkeypatch, capsys):
         return status, printed.out + printed.err
 
     yield run
+    assert not records()
     after = torch.autograd.backward, len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)
     assert after == before, "torch is as it was"
 

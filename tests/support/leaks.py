@@ -7,10 +7,19 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zbpipe import _C
+
 
 def collects():
     """Whether the collector runs by itself."""
     return gc.isenabled() and gc.get_threshold()[0] > 0
+
+
+def records():
+    """Whether anything watches torch's CPU allocator."""
+    before = _C.next_serial()
+    torch.empty(1)
+    return _C.next_serial() != before
 
 
 class Watch(TorchDispatchMode):

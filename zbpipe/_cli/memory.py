@@ -124,6 +124,9 @@ class _OneStep(Steps):
     def restart(self) -> None:
         # Without warm-up the step has begun with the script, and the first end that is seen is its own.
         if self.warmup > 0 or self.step is None:
+            if self.step is not None:
+                self.step.close()
+                self.step = None
             super().restart()
 
     def begin(self) -> None:
