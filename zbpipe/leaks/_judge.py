@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
 from dataclasses import replace
@@ -14,7 +13,6 @@ from zbpipe.leaks._excused import bounded_blocks
 from zbpipe.leaks._search import Found, storages_now
 
 _LOOKS = 25  # at what other threads may be about to let go of
-_LOOKS_ALONE = 5  # where Python has no other thread; torch may have
 _SECONDS_BETWEEN = 0.02
 
 
@@ -48,7 +46,7 @@ def _living_after_others(found: list[Found], born: dict[int, int], freed: set[in
     """The blocks that live now, addresses by serials; what nothing visible holds is given a moment, for a thread of
     Python's or torch's (an operation, a process group) may be about to let go of it."""
     unheld = {born[entry.address] for entry in found if entry.rank == "none" and entry.address in born} - freed
-    for _ in range(_LOOKS if threading.active_count() > 1 else _LOOKS_ALONE):
+    for _ in range(_LOOKS):
         living = {serial: address for address, _, serial in _C.live_blocks(since)}
         if not unheld & living.keys():
             break
