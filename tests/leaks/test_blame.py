@@ -9,8 +9,7 @@ import unittest.mock
 import numpy as np
 import pytest
 import torch
-
-from zbpipe.leaks import check_tensor_leak
+from support.checks import checked
 
 KEPT = []
 
@@ -19,12 +18,6 @@ KEPT = []
 def _nothing_kept():
     yield
     KEPT.clear()
-
-
-def checked(function):
-    with check_tensor_leak(action="record") as check:
-        function()
-    return check.report
 
 
 def texts(chain):

@@ -10,6 +10,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from support.checks import checked
 from support.leaks import collects
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -26,13 +27,6 @@ def _nothing_kept():
     yield
     KEPT.clear()
     gc.collect()
-
-
-def checked(function, **arguments):
-    """The report of a call of `function`."""
-    with check_tensor_leak(action="record", **arguments) as check:
-        function()
-    return check.report
 
 
 def keep(*sizes):

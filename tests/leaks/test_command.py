@@ -9,7 +9,7 @@ import zipfile
 
 import pytest
 import torch.distributed.pipelining
-from support.leaks import collects, records
+from support.commands import running
 from support.processes import environment
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
@@ -41,22 +41,8 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """Runs the command on a script, in this process. Returns the exit status and what was printed."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", list(sys.argv))
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
-    for name in ("WORLD_SIZE", "RANK"):
-        monkeypatch.delenv(name, raising=False)
-
-    def run(source, *arguments, options=()):
-        (tmp_path / "train.py").write_text(source)
-        status = main(["leaks", *options, "train.py", *arguments])
-        printed = capsys.readouterr()
-        return status, printed.out + printed.err
-
-    yield run
-    assert collects() and not records()
+    with running("leaks", tmp_path, monkeypatch, capsys) as run:
+        yield run
 
 
 def test_growth_is_shown_step_by_step_with_its_holder(run):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.checks import checked
 from torch import nn
 
 import zbpipe
@@ -31,12 +32,6 @@ def line_of(text):
     """The place of the one line of this file that ends in the comment `# text`."""
     (number,) = [i for i, line in enumerate(SOURCE, 1) if line.endswith(f"# {text}")]
     return f"test_holders.py:{number}"
-
-
-def checked(function, **arguments):
-    with check_tensor_leak(action="record", **arguments) as check:
-        function()
-    return check.report
 
 
 def chain_of(function, **arguments):

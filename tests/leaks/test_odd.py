@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from support.checks import checked
 from support.leaks import collects
 from support.processes import in_own_process
 from torch import nn
@@ -23,12 +24,6 @@ def _nothing_kept():
     yield
     KEPT.clear()
     gc.collect()
-
-
-def checked(function, **arguments):
-    with check_tensor_leak(action="record", **arguments) as check:
-        function()
-    return check.report
 
 
 def said(report):

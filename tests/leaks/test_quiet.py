@@ -9,6 +9,7 @@ import unittest.mock
 
 import pytest
 import torch
+from support.checks import checked
 from support.processes import environment, in_own_process
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -25,12 +26,6 @@ def _nothing_kept():
     KEPT.clear()
     yield
     KEPT.clear()
-
-
-def checked(function, **arguments):
-    with check_tensor_leak(action="record", **arguments) as check:
-        function()
-    return check.report
 
 
 def cycle(size):

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from support.leaks import records
+from support.commands import running
 from support.processes import environment
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
@@ -37,22 +37,9 @@ GRADIENTS = 100 * 101 * 4
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """Runs the command on a script, in this process. Returns the exit status and what was printed."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", list(sys.argv))
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    for name in ("WORLD_SIZE", "RANK"):
-        monkeypatch.delenv(name, raising=False)
     before = torch.autograd.backward, len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)
-
-    def run(source, *arguments, options=()):
-        (tmp_path / "train.py").write_text(source)
-        status = main(["memory", *options, "train.py", *arguments])
-        printed = capsys.readouterr()
-        return status, printed.out + printed.err
-
-    yield run
-    assert not records()
+    with running("memory", tmp_path, monkeypatch, capsys) as run:
+        yield run
     after = torch.autograd.backward, len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)
     assert after == before, "torch is as it was"
 

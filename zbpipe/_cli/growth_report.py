@@ -6,9 +6,7 @@ from typing import Any
 
 from zbpipe._text import table
 from zbpipe.leaks._alike import numbered_spans, plain
-from zbpipe.leaks._growth import Grown, Growth, headline
-
-SHOWN = 10  # ways in which memory is held
+from zbpipe.leaks._growth import SHOWN_HOLDERS, Grown, Growth, headline
 
 
 def of_rank(head: str, growth: Growth | None, grown: list[Grown], looked_at: int) -> dict[str, Any]:
@@ -68,13 +66,13 @@ def _grown(reports: dict[int, dict[str, Any]], with_ranks: bool) -> list[str]:
         return ["", "nothing grew"] if judged else []
     lines = ["", "grew, and is held by"]
     keys = sorted(alike, key=lambda key: -first[key]["bytes"] * len(alike[key]))
-    for key in keys[:SHOWN]:
+    for key in keys[:SHOWN_HOLDERS]:
         group, ranks = first[key], alike[key]
         each = ", each" if len(ranks) > 1 else ""
         lines.append(f"  {_ranks(ranks)}{each}: {group['head']}" if with_ranks else f"  {group['head']}")
         lines += [f"    {line}" for line in group["lines"]]
-    if len(keys) > SHOWN:
-        lines.append(f"  and {len(keys) - SHOWN} more")
+    if len(keys) > SHOWN_HOLDERS:
+        lines.append(f"  and {len(keys) - SHOWN_HOLDERS} more")
     if not with_ranks:
         lines.append(f"(as of step {next(iter(reports.values()))['looked_at']})")
     return lines

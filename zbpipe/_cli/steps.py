@@ -104,13 +104,11 @@ class Steps:
                     return
             self.seen += 1
             is_last = self.steps is not None and self.seen >= self.warmup + self.steps
-            if self.has_begun:
-                self.ended(is_last)
-            elif self.seen == self.warmup:
-                self._begin()
+            if not self.has_begun:
+                if self.seen == self.warmup:
+                    self._begin()
                 return
-            else:
-                return
+            self.ended(is_last)
         if is_last:
             raise EnoughSteps(0)
 

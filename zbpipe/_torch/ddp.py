@@ -10,11 +10,10 @@ torch, as torch's own stage calls the first.
 from __future__ import annotations
 
 import contextlib
-import gc
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -89,12 +88,12 @@ def expect_backward(ddp: Any, outputs: Any) -> None:
     ddp.reducer.prepare_for_backward(list(found))
 
 
-def bucket_bytes() -> Counter[int]:
-    """The bytes of the buckets that the living DDP models' reducers hold, of which Python sees none."""
+def bucket_bytes(models: Iterable[DistributedDataParallel]) -> Counter[int]:
+    """The bytes of the buckets that the models' reducers hold, of which Python sees none."""
     found: Counter[int] = Counter()
-    for module in [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]:
+    for model in models:
         try:
-            logged = module._get_ddp_logging_data()
+            logged = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
         except Exception:  # half made, or half gone
             continue
         # Rebuilding makes the new ones before it lets go of the old.

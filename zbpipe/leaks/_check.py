@@ -17,7 +17,7 @@ from zbpipe.leaks import _allow, _cuda
 from zbpipe.leaks._collector import Block, collections, collector
 from zbpipe.leaks._judge import with_fates, without_excused
 from zbpipe.leaks._report import Report
-from zbpipe.leaks._results import Holder, Leak
+from zbpipe.leaks._results import COLLECTED, Holder, Leak
 from zbpipe.leaks._search import Scope, are_there_others, search, storages_now
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -254,9 +254,7 @@ class _Collected:
         for _, size, serial in freed:
             if serial >= self._since:
                 held = "a cycle that a collection inside the check freed: nobody looked at it before"
-                self.leaks.append(
-                    Leak((), "", "cpu", size, 0, 0, "freed by the collector", None, [Holder("unknown", held)], 0)
-                )
+                self.leaks.append(Leak((), "", "cpu", size, 0, 0, COLLECTED, None, [Holder("unknown", held)], 0))
 
 
 def _is_leak(predicates: list[Callable[[torch.Tensor], bool]], tensors: list[torch.Tensor]) -> bool:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from zbpipe._torch import autograd, ddp
 from zbpipe.leaks._results import Holder
@@ -58,10 +60,15 @@ def bounded_blocks(sizes: Iterable[int]) -> dict[int, tuple[int, str]]:
     for size in wanted & cached.keys():
         text = "autocast's weight cache, which lasts until its outermost region ends (torch.clear_autocast_cache())"
         found[size] = cached[size], text
-    buckets = ddp.bucket_bytes() if wanted - found.keys() else Counter()
+    buckets = ddp.bucket_bytes(_living(DistributedDataParallel)) if wanted - found.keys() else Counter()
     for size in (wanted - found.keys()) & buckets.keys():
         found[size] = buckets[size], "a bucket of DistributedDataParallel, which lasts as long as the model"
     return found
+
+
+def _living(cls: type) -> list[Any]:
+    """All instances that the collector knows, by their types alone."""
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), cls)]
 
 
 def _autocast_sizes() -> Counter[int]:
@@ -70,16 +77,17 @@ def _autocast_sizes() -> Counter[int]:
     if not width:
         return Counter()
     with autograd.without_torch_functions():
-        weights = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.nn.Parameter)]
         return Counter(
-            weight.numel() * width for weight in weights if weight.requires_grad and weight.dtype == torch.float32
+            weight.numel() * width
+            for weight in _living(torch.nn.Parameter)
+            if weight.requires_grad and weight.dtype == torch.float32
         )
 
 
 def optimizer_state() -> list[torch.Tensor]:
     """The tensors that the living optimizers keep, each for a parameter that it still has."""
     found = []
-    for optimizer in [thing for thing in gc.get_objects() if issubclass(type(thing), torch.optim.Optimizer)]:
+    for optimizer in _living(torch.optim.Optimizer):
         state, groups = (vars(optimizer).get(name) for name in ("state", "param_groups"))
         if not issubclass(type(state), dict) or not issubclass(type(groups), list):
             continue

@@ -195,7 +195,7 @@ class Growth:
         if not more and not larger:
             return []
         serials = {address: serial for address, _, serial in _C.live_blocks(self._since)}
-        kept = _C.storages_of(optimizer_state())
+        kept = _C.storages_of(optimizer_state()) if more else set()
         groups: dict[tuple[str, ...], Grown] = {}
         candidates: dict[tuple[str, ...], Grown] = {}
         likeness = Likeness()

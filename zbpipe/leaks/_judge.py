@@ -10,6 +10,7 @@ from zbpipe import _C
 from zbpipe.leaks._alike import plain
 from zbpipe.leaks._collector import collect
 from zbpipe.leaks._excused import bounded_blocks
+from zbpipe.leaks._results import COLLECTED
 from zbpipe.leaks._search import Found, storages_now
 
 _LOOKS = 25  # at what other threads may be about to let go of
@@ -33,7 +34,7 @@ def with_fates(found: list[Found], born: dict[int, int], since: int) -> list[Fou
     for entry in found:
         serial = born.get(entry.address)
         if serial in freed or (serial is None and entry.leak.storage in gone):
-            fate = "freed by the collector"
+            fate = COLLECTED
         elif (serial is not None and serial not in living) or (serial is None and entry.address in living.values()):
             continue
         else:
@@ -64,7 +65,7 @@ def without_excused(found: list[Found]) -> tuple[list[Found], list[str]]:
     for entry in found:
         size = entry.leak.bytes
         most, holder = bounded.get(size, (0, ""))
-        if entry.excused is not None and entry.leak.fate == "freed by the collector":
+        if entry.excused is not None and entry.leak.fate == COLLECTED:
             cycles.setdefault(plain(entry.excused), (entry.excused, []))[1].append(size)
         elif entry.rank == "none" and sizes[size] <= most:
             kept.setdefault(holder, []).append(size)

@@ -10,7 +10,7 @@ from typing import Any
 from zbpipe._text import table
 from zbpipe.leaks._alike import grouped, merged, numbered
 from zbpipe.leaks._draw import draw
-from zbpipe.leaks._results import Cycle, Holder, Leak, chain_lines
+from zbpipe.leaks._results import COLLECTED, Cycle, Holder, Leak, chain_lines
 
 SCHEMA = 2  # of as_dict(); 1 had each chain's holders in the chain
 SHOWN_LEAKS = 20  # in the table; more are counted
@@ -44,7 +44,7 @@ class Report:
     def __str__(self) -> str:
         if not self.leaks:
             return "no tensor outlived the check" + self._asides()
-        count, collected = len(self.leaks), sum(leak.fate == "freed by the collector" for leak in self.leaks)
+        count, collected = len(self.leaks), sum(leak.fate == COLLECTED for leak in self.leaks)
         head = f"{count} storage{'s' * (count > 1)} ({self.bytes} bytes) outlived the check"
         if collected:
             head += f"; {collected} of them only the garbage collector freed"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
+COLLECTED = "freed by the collector"  # a fate
 SHOWN_HOLDERS = 7  # of a chain; longer ones lose their middle
 
 

@@ -12,7 +12,7 @@ import torch
 
 from zbpipe import _C
 from zbpipe.leaks._report import Report
-from zbpipe.leaks._results import Leak
+from zbpipe.leaks._results import COLLECTED, Leak
 from zbpipe.leaks._search import storages_now
 
 
@@ -51,7 +51,7 @@ class OfFixtures:
         self._unexplained.update(
             (leak.device, leak.bytes)
             for leak in report.leaks
-            if (not leak.storage and leak.device != "cpu") or leak.fate == "freed by the collector"
+            if (not leak.storage and leak.device != "cpu") or leak.fate == COLLECTED
         )
 
     def look(self) -> None:
