@@ -16,6 +16,11 @@ mutant_of_split() {
     look "$1" "$2" "$3" "failed: " "tests/c/test_split.c tests/c/model.c" "" ""
 }
 
+# Likewise: of which gradients I sums.
+mutant_of_folds() {
+    look "$1" core/pass/zbp_folds.c "$2" "failed: " "tests/c/test_folds.c tests/c/model.c" "" ""
+}
+
 # Likewise: of the books that recordings are fed from.
 mutant_of_books() {
     look "$1" core/memory/zbp_books.c "$2" "fuzz_books: " "tests/c/fuzz_books.c tests/c/model.c" "" "300 1"
@@ -37,6 +42,7 @@ compile() {
 
 # What no fault is put into is compiled once.
 for source in csrc/core/*/*.c csrc/pass/*.c tests/c/model.c tests/c/ways_model.c tests/c/fake_shim.c tests/c/test_split.c \
+    tests/c/test_folds.c \
     tests/c/fuzz_weight_pass.c tests/c/fuzz_books.c tests/c/fuzz_ways.c; do
     compile "$source" "$(object_of "$source")" || exit 1
 done
@@ -114,6 +120,14 @@ mutant_of_split "an output on weights alone is forgotten" $split \
     's/!has(w, root\[r\], ZBP_NODE_WEIGHT_ROOT)/true/'
 mutant_of_split "a weight that is a matrix is taken for a vector" $split \
     's/sides.has_matrix || w->facts->is_matrix.*/false;/'
+# Of the sums in I.
+mutant_of_folds "a gradient is summed before the one that an ordinary backward adds first" \
+    's/(folds->flag\[sum\] & folds->flag\[due\] & HAS_COME) == 0/(folds->flag[due] \& HAS_COME) == 0/'
+mutant_of_folds "a sum goes on behind a node that W runs" 's/ && leads_directly(layout, order\[t\])//'
+mutant_of_folds "a sum goes on behind a face that is not added" 's/is_over\[w\] = 1;//'
+mutant_of_folds "gradients of two streams are summed" \
+    's/return a != b && .*/return a != b;/'
+mutant_of_folds "a gradient that somebody else has is added to" 's/if (fate == ZBP_FOLD_ADDED)$/if (true)/'
 # Of the books.
 mutant_of_books "a block that was taken back unseen stays live" 's/if (old.address != 0)/if (false)/'
 mutant_of_books "a record that has ended is fed on" 's/if (books->record\[r\] != record)/if (true)/'

@@ -93,7 +93,7 @@ OFTEN = {
 @pytest.mark.parametrize("choices", CHOICES)
 @pytest.mark.parametrize("kind", OFTEN)
 def test_a_weight_that_is_used_often(kind, choices):
-    """Note [Sums in I], csrc/shim/pass/folding.h: to the bits of an ordinary backward."""
+    """Note [Sums in I], csrc/core/pass/zbp_folds.h: to the bits of an ordinary backward."""
     torch.manual_seed(0)
     with zb.policy(**choices):
         check(OFTEN[kind](), (T, D), microbatches=3, exact="fused" not in choices)

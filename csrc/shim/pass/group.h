@@ -24,6 +24,7 @@
 #include <torch/csrc/autograd/saved_variable.h>
 
 #include "core/pass/zbp_book.h"
+#include "core/pass/zbp_folds.h"
 #include "core/pass/zbp_layout.h"
 #include "shim/pass/zbp_shim.h"
 #include "shim/pass/zbp_touch.h"
@@ -168,13 +169,6 @@ struct Outside {
   bool makes_input = false;
 };
 
-/// The faces of one weight whose gradients I adds up: see Note [Sums in I].
-struct Fold {
-  std::vector<uint32_t> face;  // in the order of the sum
-  size_t next = 0;             // the first that is not in it
-  bool is_own = false;         // nobody else has the sum's memory
-};
-
 struct Group : std::enable_shared_from_this<Group> {
   Group() = default;
   ~Group();
@@ -197,10 +191,8 @@ struct Group : std::enable_shared_from_this<Group> {
   // Sequence number of the last node outside for which W computes a region again.
   uint64_t outside_recomputed_for = 0;
   std::mutex unpinned_outside_mutex;
-  std::vector<Fold> folds;
-  std::vector<uint32_t> fold_of_face;  // its number, ZBP_NONE for none; empty without folds
-  std::vector<bool> has_come;          // per face: I has computed its gradient
-  std::mutex folding_mutex;
+  zbp_folds folds{};  // which gradients I adds up
+  std::mutex folds_mutex;
   // Stage outputs that W's nodes may have saved: they can be detached only after W.
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> outputs;
 
