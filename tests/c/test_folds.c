@@ -222,8 +222,10 @@ static void the_validator_sees_each_fault(void)
         CHECK(zbp_folds_check(&folds, &layout, &reason) == ZBP_EINVAL && reason != NULL);
         *fault[i].at = was;
     }
-    layout.face[0].weight = -1;
-    CHECK(zbp_folds_check(&folds, &layout, &reason) == ZBP_EINVAL);
+    for (int32_t weight = -1; weight < WEIGHTS; weight++) {
+        layout.face[0].weight = weight;
+        CHECK(zbp_folds_check(&folds, &layout, NULL) == (weight == 0 ? ZBP_OK : ZBP_EINVAL));
+    }
     zbp_folds_fini(&folds);
     zbp_layout_fini(&layout);
     zbp_layout_fini(&other);
