@@ -28,7 +28,7 @@ _PERHAPS_HELD_BY = 3  # works that are named
 Root = tuple[Any, "list[Any] | None"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Found:
     """A leak; ``rank`` as in zbp_holders.h; ``address`` of its memory."""
 
@@ -162,7 +162,10 @@ def _in_words(result: dict[str, Any], scope: Scope, words: Words) -> Result:
         cycle_of.update(dict.fromkeys(storages, before))
     found: dict[int, Found] = {}
     lost: list[Found] = []
-    for leak in result["leaks"]:
+    leaks = result["leaks"]
+    leaks.reverse()
+    while leaks:  # of many leaks each goes when it has been put into words
+        leak = leaks.pop()
         tensors = [tensor for _, _, tensor, _ in leak[4] if tensor is not None]
         if scope.keep is None or scope.keep(tensors):
             entry = _leak(leak, scope, words, works, cycle_of.get(leak[0], {}))
@@ -209,7 +212,7 @@ def _leak(
     if chain and used and used < size:
         chain[-1] = replace(chain[-1], text=f"{chain[-1].text}, which uses {used} of {size} bytes")
     if chain and chain[-1].kind in ("tensor", "saved"):
-        chain[-1] = words.one_for_all(replace(chain[-1], bytes=size))
+        chain[-1] = words.sized(chain[-1], size)
     created = _created(address) if scope.traced and address else None
     name = str(dtype).removeprefix("torch.")
     described = Leak(shape, name, device, size, storage, len(tensors), "alive", created, chain, others, in_cycle)
@@ -245,6 +248,8 @@ def _created(address: int) -> str | None:
 
 
 def _behind(steps: list[Step], trimmed: set[int]) -> list[Step]:
+    if not trimmed:
+        return steps
     last = max((i for i, step in enumerate(steps[:-1]) if step[1] is not None and id(step[1]) in trimmed), default=0)
     return steps[last:]
 

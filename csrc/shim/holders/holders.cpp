@@ -232,10 +232,10 @@ PyObject* Description::describe(const Sought& sought) {
     unseen += std::max<int64_t>(search_.unexplained(v), 0);
   }
   THPObjectPtr way(steps(chain));
-  return Py_BuildValue("(NnsKNNsLL)", PyLong_FromVoidPtr(const_cast<c10::StorageImpl*>(&storage)),
-                       static_cast<Py_ssize_t>(bytes_of(storage)), storage.device().str().c_str(),
+  return Py_BuildValue("(NnNKNNNLL)", PyLong_FromVoidPtr(const_cast<c10::StorageImpl*>(&storage)),
+                       static_cast<Py_ssize_t>(bytes_of(storage)), text(storage.device().str()),
                        static_cast<unsigned long long>(sought.address), tensors.release(),
-                       way.release(), RANKS[rank],
+                       way.release(), text(RANKS[rank]),
                        static_cast<long long>(std::max<int64_t>(others, 0)),
                        static_cast<long long>(unseen));
 }

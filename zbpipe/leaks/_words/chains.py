@@ -44,25 +44,25 @@ Step = tuple[str, Any, str, "str | None"]
 
 _Ordered = collections.OrderedDict
 _Capsule = type(datetime.datetime_CAPI)
-_ALONE = ("node", "tensor", "group", "storage")  # kinds that are described without what is around them
+_ALONE = ("node", "tensor", "storage")  # kinds that are described by their class, name and edge, whatever is around
 _SUSPENDED = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 
 
 class Words:
     """Puts the chains of one search into words.
 
-    What it looks up in a container it keeps for the next chain through it, by identities: the search keeps all objects
-    alive as long as this is used.
+    What it looks up in a container it keeps for the next chain through it, by identities, and the container with it.
     """
 
     def __init__(self, threads: dict[int, str]) -> None:
         self._threads = threads
-        self._places: dict[int, dict[int, Any]] = {}
-        self._of_modules: dict[int, bool] = {}
-        self._known: dict[int, tuple[Holder | None, int]] = {}  # by identities of steps, which the search makes once
+        self._places: dict[int, tuple[Any, dict[int, Any]]] = {}
+        self._of_modules: dict[int, tuple[Any, bool]] = {}
+        self._alone: dict[tuple[str, str, str | None, int], tuple[type, Holder | None]] = {}  # of a kind of _ALONE
         # The chain before this one; its holders with their first step, the next one's, and the last that was looked at.
         self._last: tuple[list[Step], list[tuple[int, int, int, Holder | None]]] = [], []
         self._alike: dict[Holder, Holder] = {}  # one for all that are equal
+        self._sized: dict[tuple[int, int], tuple[Holder, Holder]] = {}
 
     def holders(self, steps: list[Step]) -> list[Holder]:
         """The steps as holders; some that only make sense together are one."""
@@ -78,20 +78,19 @@ class Words:
         found = [entry for entry in described if whole or entry[2] < common]
         at = found[-1][1] if found else 0
         while at < len(steps):
-            holder, taken = self._known_or_described(steps, at)
-            last_seen = at + taken + _looks_beyond(steps[at][1])
-            found.append((at, at + taken, last_seen, holder))
-            at += taken
+            kind, thing, name, edge = steps[at]
+            if kind in _ALONE:
+                alike = kind, name, edge, id(type(thing))
+                if alike not in self._alone:
+                    self._alone[alike] = type(thing), self._describe_whole(steps, at)[0]
+                found.append((at, at + 1, at + 1, self._alone[alike][1]))
+                at += 1
+            else:
+                holder, taken = self._describe_whole(steps, at)
+                found.append((at, at + taken, at + taken + _looks_beyond(thing), holder))
+                at += taken
         self._last = steps, found
         return [(first, holder) for first, _, _, holder in found if holder is not None]
-
-    def _known_or_described(self, steps: list[Step], at: int) -> tuple[Holder | None, int]:
-        if steps[at][0] not in _ALONE:
-            return self._describe_whole(steps, at)
-        known = self._known.get(id(steps[at]))
-        if known is None:
-            known = self._known[id(steps[at])] = self._describe_whole(steps, at)
-        return known
 
     def _describe_whole(self, steps: list[Step], at: int) -> tuple[Holder | None, int]:
         try:
@@ -102,11 +101,18 @@ class Words:
             holder, taken = Holder("unknown", "an object that does not let itself be described"), 1
         if holder is None:
             return None, taken
-        return self.one_for_all(_printable(holder)), taken
+        return self._one_for_all(_printable(holder)), taken
 
-    def one_for_all(self, holder: Holder) -> Holder:
+    def _one_for_all(self, holder: Holder) -> Holder:
         """The same object for all holders that are equal."""
         return self._alike.setdefault(holder, holder)
+
+    def sized(self, holder: Holder, size: int) -> Holder:
+        """With a size in bytes, likewise."""
+        known = self._sized.get((id(holder), size))
+        if known is None:  # the first of the two is kept for its identity
+            known = self._sized[id(holder), size] = holder, self._one_for_all(replace(holder, bytes=size))
+        return known[1]
 
     def _describe(self, steps: list[Step], at: int) -> tuple[Holder | None, int]:
         """The holder at a step, if it is worth a word, and how many steps it takes up."""
@@ -267,27 +273,23 @@ class Words:
         """The key under which a dictionary holds a value; NOTHING if it does not."""
         if value is None:
             return NOTHING
-        places = self._places.get(id(mapping))
-        if places is None:
-            places = {id(held): key for key, held in dict.items(mapping)}
-            self._places[id(mapping)] = places
-        return places.get(id(value), NOTHING)
+        if id(mapping) not in self._places:
+            self._places[id(mapping)] = mapping, {id(held): key for key, held in dict.items(mapping)}
+        return self._places[id(mapping)][1].get(id(value), NOTHING)
 
     def _is_of_a_module(self, mapping: dict[Any, Any]) -> bool:
         """Without a look-up, which may compare the name with odd keys."""
-        known = self._of_modules.get(id(mapping))
-        if known is None:
+        if id(mapping) not in self._of_modules:
             names = {key for key in mapping if type(key) is str and key in ("__name__", "__builtins__")}
-            known = self._of_modules[id(mapping)] = len(names) == 2
-        return known
+            self._of_modules[id(mapping)] = mapping, len(names) == 2
+        return self._of_modules[id(mapping)][1]
 
     def _item(self, sequence: Any, value: Any) -> str:
-        places = self._places.get(id(sequence))
-        if places is None:
+        if id(sequence) not in self._places:
             base = next(b for b in (list, tuple, collections.deque) if issubclass(type(sequence), b))
             places = {id(item): index for index, item in enumerate(base.__iter__(sequence))}
-            self._places[id(sequence)] = places
-        index = places.get(id(value)) if value is not None else None
+            self._places[id(sequence)] = sequence, places
+        index = self._places[id(sequence)][1].get(id(value)) if value is not None else None
         return "" if index is None else f" item {index}"
 
 
@@ -319,8 +321,9 @@ def _is_librarys(thing: Any, holder: Holder) -> bool:
 
 def _printable(holder: Holder) -> Holder:
     """Names may hold what no encoding has."""
-    text = holder.text.encode("utf-8", "backslashreplace").decode()
-    return holder if text == holder.text else replace(holder, text=text)
+    if holder.text.isascii():
+        return holder
+    return replace(holder, text=holder.text.encode("utf-8", "backslashreplace").decode())
 
 
 def thread_names(frames: Iterable[tuple[int, Any]]) -> dict[int, str]:
