@@ -319,8 +319,30 @@ def test_a_rank_that_ends_too_late_for_the_first_prints_its_own(tmp_path):
         cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "rank 1 had not ended in time: each prints its own report, if it ends" in done.stdout
+    assert "rank 1: failed, or not ended in time; each prints its own report when it ends" in done.stdout
     assert "zbpipe leaks: rank 0 of 2\n" in done.stdout and "zbpipe leaks: rank 1 of 2\n" in done.stdout
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("what", ["leaks", "memory"])
+@pytest.mark.parametrize("fails", [0, 1])
+def test_a_rank_that_fails_waits_for_nobody(tmp_path, what, fails):
+    """Others may wait for it to go, for as long as their group's timeout; here without end."""
+    late = f"    if os.environ['RANK'] == '{fails}':\n        raise KeyError('the script failed')\n"
+    (tmp_path / "train.py").write_text("import os\n" + TRAINING + late)
+    (tmp_path / "sitecustomize.py").write_text(
+        "import zbpipe._cli.ranks\nzbpipe._cli.ranks.WAIT = zbpipe._cli.ranks._PATIENCE = 10_000\n"
+    )
+    env = environment(OMP_NUM_THREADS="1", PYTHONPATH=str(tmp_path))
+    # The rank that does not fail outlives torchrun's patience with it if it waits.
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "zbpipe", what]
+    options = ["--warmup", "20"] if what == "memory" else []
+    done = subprocess.run(
+        [sys.executable, *command, *options, "train.py", "6", "leak"],
+        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1 and "KeyError: 'the script failed'" in done.stderr
+    assert f"zbpipe {what}: rank {fails} of 2\n" in done.stdout
 
 
 OF_PYTHON = """

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import subprocess
 import sys
 
@@ -231,17 +232,23 @@ def test_help_teaches(capsys):
 
 
 @pytest.mark.dist
-def test_under_torchrun_each_rank_reports(tmp_path):
-    (tmp_path / "train.py").write_text("import torch.distributed as dist\ndist.init_process_group('gloo')\n" + TRAINING)
+def test_under_torchrun_one_report_tells_of_all_ranks(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
+        + TRAINING.replace("net =", "kept = torch.ones(1_000_000) if dist.get_rank() else None\nnet =", 1)
+    )
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "zbpipe", "memory"]
     done = subprocess.run(
         [sys.executable, *command, "--json", "step.json", "--out", "step.json.gz", "train.py", "6"],
         cwd=tmp_path, env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert done.stdout.count("zbpipe memory: ranks 0 to 1 of 2\nranks 0 to 1: step 2 (Optimizer.step) on cpu\n") == 1
+    header = r"rank  peak in +peak, MB +before, MB +allocated, MB +live, MB +allocations"
+    assert len(re.findall(header, done.stdout)) == 1 and len(re.findall(r"(?m)^phase +stage", done.stdout)) == 1
+    before = {line.split()[0]: float(line.split()[3]) for line in done.stdout.splitlines() if line[:1] in "01" and line}
+    assert before["1"] - before["0"] == pytest.approx(4.0, abs=0.1)
     for rank in (0, 1):
-        lines = [line for line in done.stdout.splitlines() if line.startswith(f"[rank {rank}] ")]
-        assert any("step 2 (Optimizer.step) on cpu: peak" in line for line in lines)
         assert json.loads((tmp_path / f"step.rank{rank}.json").read_text())["rank"] == rank
         with gzip.open(tmp_path / f"step.rank{rank}.json.gz", "rt") as file:
             assert json.load(file)["traceEvents"]

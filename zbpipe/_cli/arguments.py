@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -42,6 +43,13 @@ def refuse_files(given: argparse.Namespace, *options: str) -> None:
         if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
             given.parser.error(f"--{option} {path}: it may not be written; name another file")
         setattr(given, option, path.absolute())
+
+
+def refuse_without_matplotlib(given: argparse.Namespace, option: str, others: str) -> None:
+    """Exit if what only matplotlib can draw cannot be drawn; files that end in ``others`` can."""
+    if importlib.util.find_spec("matplotlib") is None:
+        path = getattr(given, option)
+        given.parser.error(f"--{option} {path}: only matplotlib can draw it; install that, or end it in {others}")
 
 
 def run_given(given: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from zbpipe._cli.ranks import numbered
 from zbpipe._text import table
 from zbpipe.leaks._alike import numbered_spans, plain
 from zbpipe.leaks._growth import SHOWN_HOLDERS, Grown, Growth, headline
@@ -26,15 +27,15 @@ def text_of(reports: dict[int, dict[str, Any]], missing: list[int], world: int) 
     if world == 1:
         (report,) = reports.values()
         return "\n".join([report["head"], *_numbers(report), *_grown({0: report}, with_ranks=False)])
-    lines = [f"zbpipe leaks: {_ranks(sorted(reports))} of {world}"]
+    lines = [f"zbpipe leaks: {numbered(sorted(reports))} of {world}"]
     heads: dict[str, list[int]] = {}
     for rank, report in sorted(reports.items()):
         heads.setdefault(report["head"].removeprefix("zbpipe leaks: "), []).append(rank)
-    lines += [f"{_ranks(ranks)}: {head}" for head, ranks in heads.items()]
+    lines += [f"{numbered(ranks)}: {head}" for head, ranks in heads.items()]
     if any(report["counts"] for report in reports.values()):
         lines += ["", _table_of_ranks(reports)]
     if missing:
-        lines += ["", f"{_ranks(missing)} had not ended in time: each prints its own report, if it ends"]
+        lines += ["", f"{numbered(missing)}: failed, or not ended in time; each prints its own report when it ends"]
     return "\n".join([*lines, *_grown(reports, with_ranks=True)])
 
 
@@ -69,14 +70,10 @@ def _grown(reports: dict[int, dict[str, Any]], with_ranks: bool) -> list[str]:
     for key in keys[:SHOWN_HOLDERS]:
         group, ranks = first[key], alike[key]
         each = ", each" if len(ranks) > 1 else ""
-        lines.append(f"  {_ranks(ranks)}{each}: {group['head']}" if with_ranks else f"  {group['head']}")
+        lines.append(f"  {numbered(ranks)}{each}: {group['head']}" if with_ranks else f"  {group['head']}")
         lines += [f"    {line}" for line in group["lines"]]
     if len(keys) > SHOWN_HOLDERS:
         lines.append(f"  and {len(keys) - SHOWN_HOLDERS} more")
     if not with_ranks:
         lines.append(f"(as of step {next(iter(reports.values()))['looked_at']})")
     return lines
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {numbered_spans(ranks)}"

@@ -7,7 +7,6 @@ collector is off, so that what only it would free counts as growth.
 
 import argparse
 import gc
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from zbpipe._cli import growth_report, ranks
-from zbpipe._cli.arguments import add_script, natural, refuse_files, refuse_script, run_given
+from zbpipe._cli.arguments import add_script, natural, refuse_files, refuse_script, refuse_without_matplotlib, run_given
 from zbpipe._cli.steps import KINDS, Steps
 from zbpipe._version import __version__
 from zbpipe.leaks import Growth
@@ -59,13 +58,16 @@ def run(given: argparse.Namespace) -> int:
     refuse_script(given)
     if given.picture and given.picture.suffix not in (".png", ".svg", ".html"):
         given.parser.error(f"--picture {given.picture}: its name must end in .png, .svg or .html")
-    if given.picture and given.picture.suffix != ".html" and importlib.util.find_spec("matplotlib") is None:
-        given.parser.error(f"--picture {given.picture}: only matplotlib can draw it; install that, or end it in .html")
+    if given.picture and given.picture.suffix != ".html":
+        refuse_without_matplotlib(given, "picture", ".html")
     refuse_files(given, "json", "picture")
     steps = _Steps(given.warmup, given.steps)
     try:
         with steps.seen_from_outside():
             status = run_given(given)
+    except BaseException:
+        steps.has_failed = True
+        raise
     finally:
         judged = _report(steps, given)
     return status or judged
@@ -81,6 +83,7 @@ class _Steps(Steps):
     """Looks at what lives after each of a script's steps, once the warm-up is over."""
 
     growth: Growth | None = None
+    has_failed = False
 
     def restart(self) -> None:
         if self.growth is not None:
@@ -131,7 +134,9 @@ def _report(steps: _Steps, given: argparse.Namespace) -> int:
         ranks.file_of(given.json).write_text(json.dumps(_data(steps, growth, given), indent=1) + "\n")
     if growth is not None and given.picture and steps.found:
         report_of(steps.found).draw(ranks.file_of(given.picture))
-    reports, missing = ranks.gathered(growth_report.of_rank(head, growth, steps.found, steps.looked_at))
+    reports, missing = ranks.gathered(
+        growth_report.of_rank(head, growth, steps.found, steps.looked_at), steps.has_failed
+    )
     if reports:
         ranks.say(growth_report.text_of(reports, missing, ranks.count()))
     if growth is None:

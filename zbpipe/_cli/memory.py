@@ -7,7 +7,6 @@ those of its stages; of any other step they are seen from outside, by where back
 import argparse
 import contextlib
 import functools
-import importlib.util
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -19,14 +18,12 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zbpipe import memory
-from zbpipe._cli import ranks
-from zbpipe._cli.arguments import add_script, natural, refuse_files, refuse_script, run_given
+from zbpipe._cli import memory_report, ranks
+from zbpipe._cli.arguments import add_script, natural, refuse_files, refuse_script, refuse_without_matplotlib, run_given
 from zbpipe._cli.steps import KINDS, OF_SCHEDULE, Steps
-from zbpipe._text import in_words
 from zbpipe._torch.pipelining import stages_of
 from zbpipe._version import __version__
 from zbpipe.memory._living import bytes_of_tensors
-from zbpipe.memory._results import phase_table
 
 DESCRIPTION = """\
 Run a training script up to the end of one step that is recorded, and print its peak and the bytes of each phase.
@@ -42,7 +39,7 @@ were handed out in the step; how much was there before it is said. Options come 
 
     python -m zbpipe memory train.py --lr 1e-3
     python -m zbpipe memory --out step.png --json step.json train.py
-    torchrun --nproc-per-node 2 -m zbpipe memory --out step.png train.py     one report and picture per rank
+    torchrun --nproc-per-node 2 -m zbpipe memory --out step.png train.py     one report, a picture per rank
     python -m zbpipe memory --warmup 0 --on-out-of-memory oom train.py       what lived when memory ran out
 
 --out draws (.png, .svg, .pdf) or exports, by its ending: .json.gz for Perfetto, .pickle for pytorch.org/memory_viz.
@@ -106,8 +103,8 @@ def _refuse(given: argparse.Namespace) -> None:
             error(f"--device {given.device}: torch sees no CUDA device here")
     if given.out and not given.out.name.endswith((*PICTURES, *EXPORTS)):
         error(f"--out {given.out}: its name must end in one of {', '.join((*PICTURES, *EXPORTS))}")
-    if given.out and given.out.name.endswith(PICTURES) and importlib.util.find_spec("matplotlib") is None:
-        error(f"--out {given.out}: only matplotlib can draw it; install that, or end it in .json.gz or .pickle")
+    if given.out and given.out.name.endswith(PICTURES):
+        refuse_without_matplotlib(given, "out", ".json.gz or .pickle")
     refuse_files(given, "json", "out")
     if given.on_out_of_memory is not None:
         given.on_out_of_memory = given.on_out_of_memory.absolute()
@@ -119,6 +116,7 @@ class _OneStep(Steps):
     def __init__(self, given: argparse.Namespace) -> None:
         self.given = given
         self.step: _Step | None = None
+        self.has_failed = False
         super().__init__(given.warmup, 1)
 
     def restart(self) -> None:
@@ -138,6 +136,7 @@ class _OneStep(Steps):
         self.step.end()
 
     def fail(self, error: BaseException) -> None:
+        self.has_failed = True
         if self.step is not None:
             self.step.close(error)
 
@@ -244,32 +243,28 @@ def _report(steps: _OneStep, given: argparse.Namespace) -> int:
     if step is None or not (step.is_whole or step.has_failed):
         what = f"the ends of {steps.seen} steps ({KINDS[steps.kind]})" if steps.seen else "no step's end"
         text = (
-            f"zbpipe memory: {what} seen, and to record one after {steps.warmup} of warm-up takes {steps.warmup + 1}. "
+            f"{what} seen, and to record one after {steps.warmup} of warm-up takes {steps.warmup + 1}. "
             "A step is a call of a pipeline schedule's step() or an optimizer's; for any other, call "
             "zbpipe.leaks.step() at its end. --warmup 0 records from the script's beginning."
         )
-        ranks.say(text, with_rank=True)
+        _say(memory_report.without_step(text), steps.has_failed)
         return NO_STEP
     recording = step.recording
-    phases = [p for p in recording.phases if p.kind != "between" or p.allocations or p.frees]
-    highest = max(phases, key=lambda p: p.peak, default=None)
-    peak = f"peak {in_words(recording.peak)}{f' in {highest.label}' if highest else ''}"
     which = f"step {steps.warmup + 1} ({KINDS[steps.kind]})" if step.is_whole else "up to where the script failed"
-    begin = f"zbpipe memory: {which} on {recording.device}"
-    allocated, live = in_words(recording.allocated), in_words(recording.live)
-    lines = [
-        f"{begin}: {peak}, above the {in_words(step.before)} that were there before",
-        f"{allocated} in {recording.allocations} allocations, of which {live} live at its end",
-    ]
-    lines += [f"incomplete: {recording.incomplete}"] if recording.incomplete else []
-    lines += ["", phase_table(phases)] if phases else []
-    ranks.say("\n".join(lines), with_rank=True)
     if given.json:
         ranks.file_of(given.json).write_text(json.dumps(_data(steps, step, given), indent=1) + "\n")
     if given.out:
         path = _out(given.out)
         (recording.plot if path.name.endswith(PICTURES) else recording.export)(path)
+    _say(memory_report.of_rank(which, recording, step.before), steps.has_failed)
     return 0 if step.is_whole else NO_STEP
+
+
+def _say(report: dict[str, Any], has_failed: bool) -> None:
+    """Once for all ranks, if they can be reached."""
+    reports, missing = ranks.gathered(report, has_failed)
+    if reports:
+        ranks.say(memory_report.text_of(reports, missing, ranks.count()))
 
 
 def _out(path: Path) -> Path:

@@ -212,11 +212,13 @@ class Growth:
             groups.setdefault(alike, group)
         for group in groups.values():
             group.steps.sort()
-        return sorted(self.still_grown([*groups.values()]), key=lambda group: -group.bytes)
+        return sorted(self._growing([*groups.values()], more, larger), key=lambda group: -group.bytes)
 
     def still_grown(self, groups: list[Grown]) -> list[Grown]:
         """Those, of what :meth:`grown` found some steps ago, that later steps have not shown to be let go in time."""
-        more, larger = self._tensors_become_more(), rises(self.bytes)
+        return self._growing(groups, self._tensors_become_more(), rises(self.bytes)) if groups else []
+
+    def _growing(self, groups: list[Grown], more: bool, larger: bool) -> list[Grown]:
         return [group for group in groups if (larger if group.is_larger else more and self._is_old(group))]
 
     def _may_have_risen(self, size: int) -> bool:

@@ -1,0 +1,88 @@
+"""The memory of one rank's step, as data; and that of all ranks, as text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zbpipe._cli.ranks import numbered
+from zbpipe._text import Unit, in_words, table
+from zbpipe.memory import Recording
+from zbpipe.memory._results import phase_table
+
+SHOWN_HIGHEST, SHOWN_LOWEST = 12, 4  # rows of many ranks
+
+
+def of_rank(which: str, recording: Recording, before: int) -> dict[str, Any]:
+    """For json.dumps: ``which`` step it was, its numbers in bytes, and its phases as a table."""
+    phases = [p for p in recording.phases if p.kind != "between" or p.allocations or p.frees]
+    highest = max(phases, key=lambda p: p.peak, default=None)
+    return {
+        "head": f"{which} on {recording.device}",
+        "before": before,
+        "highest": highest.label if highest else "",
+        **{name: getattr(recording, name) for name in ("peak", "allocated", "allocations", "live", "incomplete")},
+        "phases": phase_table(phases) if phases else "",
+    }
+
+
+def without_step(why: str) -> dict[str, Any]:
+    return {"head": why}
+
+
+def text_of(reports: dict[int, dict[str, Any]], missing: list[int], world: int) -> str:
+    """The reports of some of `world` ranks; of those that are missing it says so."""
+    if world == 1:
+        (report,) = reports.values()
+        return _of_one(report)
+    lines = [f"zbpipe memory: {numbered(sorted(reports))} of {world}"]
+    heads: dict[str, list[int]] = {}
+    for rank, report in sorted(reports.items()):
+        heads.setdefault(report["head"], []).append(rank)
+    lines += [f"{numbered(ranks)}: {head}" for head, ranks in heads.items()]
+    if missing:
+        lines.append(f"{numbered(missing)}: failed, or not ended in time; each prints its own report when it ends")
+    measured = {rank: report for rank, report in reports.items() if "peak" in report}
+    if measured:
+        most = max(measured, key=lambda rank: measured[rank]["peak"])
+        lines += ["", _table_of_ranks(measured), *_incomplete(measured)]
+        if measured[most]["phases"]:
+            whose = f"rank {most}, whose peak is the highest" if len(measured) > 1 else f"rank {most}"
+            lines += ["", f"{whose}, by phase:", measured[most]["phases"]]
+    return "\n".join(lines)
+
+
+def _of_one(report: dict[str, Any]) -> str:
+    if "peak" not in report:
+        return f"zbpipe memory: {report['head']}"
+    where = f" in {report['highest']}" if report["highest"] else ""
+    peak = f"peak {in_words(report['peak'])}{where}, above the {in_words(report['before'])} that were there before"
+    allocated, live = in_words(report["allocated"]), in_words(report["live"])
+    lines = [
+        f"zbpipe memory: {report['head']}: {peak}",
+        f"{allocated} in {report['allocations']} allocations, of which {live} live at its end",
+    ]
+    lines += [f"incomplete: {report['incomplete']}"] if report["incomplete"] else []
+    return "\n".join([*lines, "", report["phases"]] if report["phases"] else lines)
+
+
+def _table_of_ranks(reports: dict[int, dict[str, Any]]) -> str:
+    """The highest peak first; of very many ranks the first and the last."""
+    columns = ("peak", "before", "allocated", "live")
+    unit = Unit.of(max(report[name] for report in reports.values() for name in columns))
+    rows = [
+        [str(rank), report["highest"], *(unit(report[name]) for name in columns), str(report["allocations"])]
+        for rank, report in sorted(reports.items(), key=lambda entry: (-entry[1]["peak"], entry[0]))
+    ]
+    if len(rows) > SHOWN_HIGHEST + SHOWN_LOWEST + 1:
+        left_out = [f"... {len(rows) - SHOWN_HIGHEST - SHOWN_LOWEST} ranks ...", *[""] * (len(rows[0]) - 1)]
+        rows = [*rows[:SHOWN_HIGHEST], left_out, *rows[-SHOWN_LOWEST:]]
+    header = ["rank", "peak in", *(f"{name}, {unit.name}" for name in columns), "allocations"]
+    return table(header, rows, left=2)
+
+
+def _incomplete(reports: dict[int, dict[str, Any]]) -> list[str]:
+    why: dict[str, list[int]] = {}
+    for rank, report in sorted(reports.items()):
+        if report["incomplete"]:
+            why.setdefault(report["incomplete"], []).append(rank)
+    return [f"incomplete on {numbered(ranks)}: {reason}" for reason, ranks in why.items()]
