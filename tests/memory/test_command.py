@@ -247,6 +247,7 @@ def test_under_torchrun_one_report_tells_of_all_ranks(tmp_path):
     header = r"rank  peak in +peak, MB +before, MB +allocated, MB +live, MB +allocations"
     assert len(re.findall(header, done.stdout)) == 1 and len(re.findall(r"(?m)^phase +stage", done.stdout)) == 1
     before = {line.split()[0]: float(line.split()[3]) for line in done.stdout.splitlines() if line[:1] in "01" and line}
+    assert "\nrank 1, which has most in use at once, by phase:\n" in done.stdout
     assert before["1"] - before["0"] == pytest.approx(4.0, abs=0.1)
     for rank in (0, 1):
         assert json.loads((tmp_path / f"step.rank{rank}.json").read_text())["rank"] == rank

@@ -43,10 +43,10 @@ def text_of(reports: dict[int, dict[str, Any]], missing: list[int], world: int) 
         lines.append(f"{numbered(missing)}: failed, or not ended in time; each prints its own report when it ends")
     measured = {rank: report for rank, report in reports.items() if "peak" in report}
     if measured:
-        most = max(measured, key=lambda rank: measured[rank]["peak"])
+        most = min(measured, key=lambda rank: _by_most_in_use((rank, measured[rank])))
         lines += ["", _table_of_ranks(measured), *_incomplete(measured)]
         if measured[most]["phases"]:
-            whose = f"rank {most}, whose peak is the highest" if len(measured) > 1 else f"rank {most}"
+            whose = f"rank {most}, which has most in use at once" if len(measured) > 1 else f"rank {most}"
             lines += ["", f"{whose}, by phase:", measured[most]["phases"]]
     return "\n".join(lines)
 
@@ -65,13 +65,18 @@ def _of_one(report: dict[str, Any]) -> str:
     return "\n".join([*lines, "", report["phases"]] if report["phases"] else lines)
 
 
+def _by_most_in_use(entry: tuple[int, dict[str, Any]]) -> tuple[int, int]:
+    rank, report = entry
+    return -(report["before"] + report["peak"]), rank
+
+
 def _table_of_ranks(reports: dict[int, dict[str, Any]]) -> str:
-    """The highest peak first; of very many ranks the first and the last."""
+    """That which has most in use first; of very many ranks the first and the last."""
     columns = ("peak", "before", "allocated", "live")
     unit = Unit.of(max(report[name] for report in reports.values() for name in columns))
     rows = [
         [str(rank), report["highest"], *(unit(report[name]) for name in columns), str(report["allocations"])]
-        for rank, report in sorted(reports.items(), key=lambda entry: (-entry[1]["peak"], entry[0]))
+        for rank, report in sorted(reports.items(), key=_by_most_in_use)
     ]
     if len(rows) > SHOWN_HIGHEST + SHOWN_LOWEST + 1:
         left_out = [f"... {len(rows) - SHOWN_HIGHEST - SHOWN_LOWEST} ranks ...", *[""] * (len(rows[0]) - 1)]
