@@ -1,0 +1,88 @@
+"""Training on the ranks of a job, as its users write it: what test_jobs.py runs under `torchrun -m zbpipe leaks`.
+
+    torchrun ... jobs.py ddp|fsdp|SCHEDULE STEPS [leak]
+
+With "leak" the last rank keeps something of each step.
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from support.blocks import MICROBATCHES, SCHEDULES, batch, blocks, loss_function, stages_of
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, schedules
+
+import zbpipe
+
+torch.set_num_threads(1)
+
+
+class DataParallel:
+    def __init__(self, kind):
+        self.net = nn.Sequential(*blocks(3))
+        if kind == "ddp":
+            self.net = nn.parallel.DistributedDataParallel(self.net)
+        else:
+            from torch.distributed.fsdp import fully_shard
+
+            for block in self.net:
+                fully_shard(block)
+            fully_shard(self.net)
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-3)
+
+    def step(self, number):
+        x, target = batch(number)
+        output = self.net(x)
+        loss_function(output, target).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return output
+
+
+class Pipeline:
+    def __init__(self, name):
+        rank, world = dist.get_rank(), dist.get_world_size()
+        per_rank, shape = SCHEDULES[name]
+        count = world * per_rank
+        mine = stages_of(rank, world, per_rank, shape)
+        parts = blocks(count)
+        stages = [PipelineStage(parts[i], i, count, torch.device("cpu")) for i in mine]
+        self.schedule = getattr(schedules, name)(stages, MICROBATCHES, loss_fn=loss_function, scale_grads=False)
+        self.is_first, self.is_last = 0 in mine, count - 1 in mine
+        self.optimizer = torch.optim.AdamW([w for i in mine for w in parts[i].parameters()], lr=1e-3)
+
+    def step(self, number):
+        x, target = batch(number)
+        losses = []
+        given = {"target": target, "losses": losses} if self.is_last else {}
+        self.schedule.step(*([x] if self.is_first else []), **given)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return losses
+
+
+class Trainer:
+    def __init__(self, training):
+        self.training = training
+        self.history = []
+
+    def train(self, steps, leaks):
+        for number in range(steps):
+            result = self.training.step(number)
+            if leaks:
+                self.history.append(result)
+
+
+def main(kind, steps, *leak):
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    if kind in SCHEDULES:
+        zbpipe.patch()
+    training = Pipeline(kind) if kind in SCHEDULES else DataParallel(kind)
+    Trainer(training).train(int(steps), bool(leak) and dist.get_rank() == dist.get_world_size() - 1)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
