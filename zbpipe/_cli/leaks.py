@@ -6,6 +6,7 @@ collector is off, so that what only it would free counts as growth.
 """
 
 import argparse
+import functools
 import gc
 import json
 from pathlib import Path
@@ -134,11 +135,8 @@ def _report(steps: _Steps, given: argparse.Namespace) -> int:
         ranks.file_of(given.json).write_text(json.dumps(_data(steps, growth, given), indent=1) + "\n")
     if growth is not None and given.picture and steps.found:
         report_of(steps.found).draw(ranks.file_of(given.picture))
-    reports, missing = ranks.gathered(
-        growth_report.of_rank(head, growth, steps.found, steps.looked_at), steps.has_failed
-    )
-    if reports:
-        ranks.say(growth_report.text_of(reports, missing, ranks.count()))
+    text_of = functools.partial(growth_report.text_of, world=ranks.count())
+    ranks.say_together(growth_report.of_rank(head, growth, steps.found, steps.looked_at), text_of, steps.has_failed)
     if growth is None:
         return TOO_FEW
     return GREW if given.error and steps.found else 0

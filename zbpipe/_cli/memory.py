@@ -262,9 +262,7 @@ def _report(steps: _OneStep, given: argparse.Namespace) -> int:
 
 def _say(report: dict[str, Any], has_failed: bool) -> None:
     """Once for all ranks, if they can be reached."""
-    reports, missing = ranks.gathered(report, has_failed)
-    if reports:
-        ranks.say(memory_report.text_of(reports, missing, ranks.count()))
+    ranks.say_together(report, functools.partial(memory_report.text_of, world=ranks.count()), has_failed)
 
 
 def _out(path: Path) -> Path:

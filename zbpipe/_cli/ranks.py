@@ -6,10 +6,12 @@ had in time is printed by the rank itself, so that none is lost when a rank hang
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ from zbpipe.leaks._alike import numbered_spans
 WAIT = 20.0  # seconds that the first rank waits for the others, after its own script has ended
 _PATIENCE = 3 * WAIT  # of the others, who may be through long before it
 _BETWEEN_LOOKS = 0.05
+_PRINTED = "printed"  # key of the ranks whose reports the first has printed
+_UNREACHABLE = (RuntimeError, OSError, ValueError)  # the agent has gone, or is another job's
 
 
 def rank() -> int:
@@ -31,33 +35,30 @@ def count() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def gathered(report: dict[str, Any], has_failed: bool = False) -> tuple[dict[int, dict[str, Any]], list[int]]:
-    """The reports that this rank is to print, and on the first one the ranks that print their own.
-
-    On the first rank those that came in time, and its own; elsewhere none if the first has printed this one, else this
-    one. Without a store of the agent's to be reached, this one on each rank; likewise where the script ``has_failed``,
-    for others may wait for this rank to go.
-    """
-    alone: tuple[dict[int, dict[str, Any]], list[int]] = {rank(): report}, []
-    if count() == 1:
-        return alone
-    try:
+def say_together(
+    report: dict[str, Any],
+    text_of: Callable[[dict[int, dict[str, Any]], list[int]], str],
+    has_failed: bool = False,
+) -> None:
+    """Print, on the first rank, the reports of all that ended in time; elsewhere, or without a store of the agent's,
+    the rank's own if nobody has printed it. ``text_of`` is given reports by ranks, and the ranks that print their own.
+    Where the script ``has_failed`` the rank prints its own at once, for others may wait for it to go."""
+    store = None
+    with contextlib.suppress(*_UNREACHABLE):
         store = _store()
-        if store is None:
-            return alone
-        if has_failed:
-            store.set("printed" if rank() == 0 else str(rank()), json.dumps(None))
-            return alone
-        if rank() != 0:
-            return _as_other(store, report), []
-        found = _as_first(store, report)
-        return found, sorted(set(range(count())) - set(found))
-    except (RuntimeError, OSError, ValueError):  # the agent has gone, or is another job's
-        return alone
+    if store is None or has_failed or rank() != 0:
+        if store is None or not _is_printed_by_first(store, None if has_failed else report):
+            say(text_of({rank(): report}, []))
+        return
+    reports = {0: report, **_gathered(store)}
+    say(text_of(reports, sorted(set(range(count())) - set(reports))))
+    # Not before: a rank that ends with an error status has torchrun end this one.
+    with contextlib.suppress(*_UNREACHABLE):
+        store.set(_PRINTED, json.dumps(sorted(reports)))
 
 
 def _store() -> Any:
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if count() == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
     store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=WAIT), wait_for_workers=False)
@@ -65,29 +66,31 @@ def _store() -> Any:
     return dist.PrefixStore(f"zbpipe/{run}/{restart}", store)
 
 
-def _as_first(store: Any, report: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    found: dict[int, dict[str, Any] | None] = {0: report}
+def _gathered(store: Any) -> dict[int, dict[str, Any]]:
+    """The others' reports that come within the time."""
+    found: dict[int, dict[str, Any] | None] = {}
     end = time.monotonic() + WAIT
-    while True:
-        missing = [r for r in range(count()) if r not in found]
-        for r in missing:
-            if store.check([str(r)]):
-                found[r] = json.loads(store.get(str(r)))
-        if len(found) == count() or time.monotonic() > end:
-            break
-        time.sleep(_BETWEEN_LOOKS)
-    taken = {r: theirs for r, theirs in found.items() if theirs is not None}
-    store.set("printed", json.dumps(sorted(taken)))
-    return taken
+    with contextlib.suppress(*_UNREACHABLE):
+        while len(found) < count() - 1:
+            for r in set(range(1, count())) - set(found):
+                if store.check([str(r)]):
+                    found[r] = json.loads(store.get(str(r)))
+            if time.monotonic() > end:
+                break
+            time.sleep(_BETWEEN_LOOKS)
+    return {r: report for r, report in found.items() if report is not None}
 
 
-def _as_other(store: Any, report: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    store.set(str(rank()), json.dumps(report))
-    end = time.monotonic() + _PATIENCE
-    while not store.check(["printed"]) and time.monotonic() < end:
-        time.sleep(_BETWEEN_LOOKS)
-    is_printed = store.check(["printed"]) and rank() in (json.loads(store.get("printed")) or [])
-    return {} if is_printed else {rank(): report}
+def _is_printed_by_first(store: Any, report: dict[str, Any] | None) -> bool:
+    """Gives the first rank a report, or none at all, and waits until it has printed what it was given."""
+    with contextlib.suppress(*_UNREACHABLE):
+        store.set(_PRINTED if rank() == 0 else str(rank()), json.dumps(report))
+        end = time.monotonic() + _PATIENCE
+        while report is not None and time.monotonic() < end:
+            if store.check([_PRINTED]):
+                return rank() in (json.loads(store.get(_PRINTED)) or [])
+            time.sleep(_BETWEEN_LOOKS)
+    return False
 
 
 def numbered(ranks: list[int]) -> str:
