@@ -16,6 +16,8 @@ import zbpipe
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SAYS = {
+    "checkpointed.py": "gradients equal those of the model in one piece, without checkpointing",
+    "leaky.py": "predictions of 20 steps",
     "compile_split.py": "gradients of 2 steps equal those of the model in one piece",
     "cuda_graph.py": "gradients of 3 steps equal" if torch.cuda.is_available() else "no GPU here",
     "custom_linear.py": "gradients of 3 steps equal those of ordinary backwards, bit for bit",
@@ -30,6 +32,7 @@ SAYS = {
 # Two stages of one rank are neighbours, where torch 2.11's schedules open a connection that gloo refuses.
 OLDER = torch.__version__ < (2, 12)
 OF_A_V = {
+    "checkpointed.py",
     "compile_split.py",
     "ddp.py",
     "tensor_parallel.py",

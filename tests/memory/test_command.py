@@ -12,7 +12,8 @@ from support.commands import running
 from support.processes import environment
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from zbpipe._cli import main
+import zbpipe
+from zbpipe._cli import main, memory_report
 
 TRAINING = """
 import sys
@@ -221,6 +222,18 @@ def test_a_script_that_is_not_there(run, capsys):
         main(["memory", "nothing.py"])
     assert ended.value.code == 2
     assert "there is no file nothing.py" in capsys.readouterr().err
+
+
+def test_a_peak_outside_of_all_phases_is_put_into_none():
+    """Found on a script that compared with another model between its schedule's steps."""
+    with zbpipe.memory.record() as recording:
+        with recording.phase("I"):
+            torch.ones(100)
+        torch.ones(1000)
+    assert memory_report.of_rank("step 2", recording, 0)["highest"] == "none of its phases"
+    with zbpipe.memory.record() as recording, recording.phase("I"):
+        torch.ones(1000)
+    assert memory_report.of_rank("step 2", recording, 0)["highest"] == "I"
 
 
 def test_help_teaches(capsys):

@@ -10,16 +10,17 @@ from zbpipe.memory import Recording
 from zbpipe.memory._results import phase_table
 
 SHOWN_HIGHEST, SHOWN_LOWEST = 12, 4  # rows of many ranks
+_BETWEEN = "none of its phases"
 
 
 def of_rank(which: str, recording: Recording, before: int) -> dict[str, Any]:
     """For json.dumps: ``which`` step it was, its numbers in bytes, and its phases as a table."""
     phases = [p for p in recording.phases if p.kind != "between" or p.allocations or p.frees]
-    highest = max(phases, key=lambda p: p.peak, default=None)
+    highest = next((p for p in phases if p.peak == recording.peak), None)
     return {
         "head": f"{which} on {recording.device}",
         "before": before,
-        "highest": highest.label if highest else "",
+        "highest": highest.label if highest else _BETWEEN,
         **{name: getattr(recording, name) for name in ("peak", "allocated", "allocations", "live", "incomplete")},
         "phases": phase_table(phases) if phases else "",
     }
@@ -54,8 +55,7 @@ def text_of(reports: dict[int, dict[str, Any]], missing: list[int], world: int) 
 def _of_one(report: dict[str, Any]) -> str:
     if "peak" not in report:
         return f"zbpipe memory: {report['head']}"
-    where = f" in {report['highest']}" if report["highest"] else ""
-    peak = f"peak {in_words(report['peak'])}{where}, above the {in_words(report['before'])} that were there before"
+    peak = f"peak {in_words(report['peak'])} in {report['highest']}, above the {in_words(report['before'])} that were there before"
     allocated, live = in_words(report["allocated"]), in_words(report["live"])
     lines = [
         f"zbpipe memory: {report['head']}: {peak}",
