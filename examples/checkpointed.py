@@ -90,7 +90,7 @@ def train():
 
     dist.barrier()
     if 0 in mine:
-        print(f"checkpointed stages: gradients equal those of the model in one piece, without checkpointing")
+        print("checkpointed stages: gradients equal those of the model in one piece, without checkpointing")
     dist.destroy_process_group()
 
 

@@ -17,6 +17,7 @@ import zbpipe
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SAYS = {
     "checkpointed.py": "gradients equal those of the model in one piece, without checkpointing",
+    "at_scale.py": "no tensor outlived its step",
     "leaky.py": "predictions of 20 steps",
     "compile_split.py": "gradients of 2 steps equal those of the model in one piece",
     "cuda_graph.py": "gradients of 3 steps equal" if torch.cuda.is_available() else "no GPU here",
@@ -32,6 +33,7 @@ SAYS = {
 # Two stages of one rank are neighbours, where torch 2.11's schedules open a connection that gloo refuses.
 OLDER = torch.__version__ < (2, 12)
 OF_A_V = {
+    "at_scale.py",
     "checkpointed.py",
     "compile_split.py",
     "ddp.py",
@@ -71,6 +73,7 @@ def ranks_of(name):
 # Older profilers warn once of any use: "Warning: Profiler clears ...".
 QUIET = ["ignore:Warning"] if torch.__version__ < (2, 13) else []
 # Started as a user starts them: one of each way in which they start their ranks.
+TORCHRUN_ALONE = "at_scale.py"
 START_THEIRS = {"compile_split.py", "csv_schedule.py"}
 
 
@@ -86,7 +89,9 @@ def test_they_start_their_ranks_in_the_same_words():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", parameters(SAYS, is_long=lambda name: name not in START_THEIRS))
+@pytest.mark.parametrize(
+    "name", parameters([name for name in SAYS if name != TORCHRUN_ALONE], is_long=lambda name: name not in START_THEIRS)
+)
 def test_example(name, tmp_path):
     path = os.pathsep.join([str(Path(zbpipe.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}

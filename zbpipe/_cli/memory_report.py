@@ -55,10 +55,10 @@ def text_of(reports: dict[int, dict[str, Any]], missing: list[int], world: int) 
 def _of_one(report: dict[str, Any]) -> str:
     if "peak" not in report:
         return f"zbpipe memory: {report['head']}"
-    peak = f"peak {in_words(report['peak'])} in {report['highest']}, above the {in_words(report['before'])} that were there before"
-    allocated, live = in_words(report["allocated"]), in_words(report["live"])
+    peak, before, allocated, live = (in_words(report[name]) for name in ("peak", "before", "allocated", "live"))
     lines = [
-        f"zbpipe memory: {report['head']}: {peak}",
+        f"zbpipe memory: {report['head']}: peak {peak} in {report['highest']}, above the {before} "
+        "that were there before",
         f"{allocated} in {report['allocations']} allocations, of which {live} live at its end",
     ]
     lines += [f"incomplete: {report['incomplete']}"] if report["incomplete"] else []

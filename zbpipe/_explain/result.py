@@ -88,7 +88,8 @@ class Explanation:
     def __str__(self) -> str:
         in_w = sum(1 for plan in self.parameters if "W" in plan.runs_in)
         lines = [
-            f"W computes the gradients of {in_w} of {len(self.parameters)} parameters in {self.groups} groups: "
+            f"W computes the gradients of {in_w} of {len(self.parameters)} parameters in {self.groups} "
+            f"group{'s' * (self.groups != 1)}: "
             f"{'' if self.flops_are_known else 'at least '}{self.flops_in_w / 1e6:.3f} MFLOP; "
             f"{megabytes(self.bytes_held)} MB are held per microbatch",
             *self.notes,

@@ -1,12 +1,12 @@
 """What the passes hold in memory, counted exactly.
 
-:func:`held` says what parameter groups hold between I and W, by parameter, module and kind of tensor:
+:func:`held` says what parameter groups hold between I and W, by parameter, module and kind of tensor::
 
     dinputs, groups = zbpipe.stage_backward_input(...)
     print(zbpipe.memory.held(groups, module))
 
 :func:`record` follows every block that an allocator hands out and takes back, on all threads, with the
-phases of a step (forward, I, W) marked in it:
+phases of a step (forward, I, W) marked in it::
 
     with zbpipe.memory.record() as rec:
         rec.watch(schedule)

@@ -1,0 +1,118 @@
+"""Every code block of the README and the docs runs, and prints what is said below it.
+
+- ``python``: the blocks of a page run one after the other, in one process, in a copy of the project's folder.
+- ``text`` right behind one: what it prints.
+- ``console``: each line after ``$`` is a command, what follows until the next is its output.
+- ``sh``: commands that set things up; the tests or CI run them elsewhere, and here each must be known.
+
+In what is expected ``...`` stands for any lines, and numbers, times and the width of columns are left open where they
+depend on the machine: see ``is_like``.
+"""
+
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.processes import environment
+
+ROOT = Path(__file__).parents[2]
+PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# Run by others: the install tests, CI, the Makefile's own targets.
+SET_UP = re.compile(
+    r"(pip install (torch|\.|-e \.|zbpipe)|uv pip install|make [a-z-]+|git clone|python -m build)( .*)?(#.*)?"
+)
+# Other torches run every block too; what they print may differ in which nodes and phases there are.
+IS_WRITTEN_FOR = torch.__version__.startswith("2.13.")
+
+
+def blocks_of(page):
+    """(language, source, what stands right behind it, if that is text)."""
+    text = (ROOT / page).read_text()
+    found = list(BLOCK.finditer(text))
+    for match, after in itertools.zip_longest(found, found[1:]):
+        follows = after is not None and after[1] == "text" and not text[match.end() : after.start()].strip()
+        yield match[1], match[2], after[2] if follows else None
+
+
+def of_language(page, language):
+    return [(source, said) for found, source, said in blocks_of(page) if found == language]
+
+
+def is_like(said, expected):
+    """Line by line; numbers and the width of columns apart."""
+
+    def plain(line):
+        line = re.sub(r"\d+(\.\d+)?", "N", line.strip())
+        return re.sub(r"-{2,}", "--", re.sub(r"\s+", " ", line))
+
+    wanted = [".*" if line.strip() == "..." else re.escape(plain(line)) for line in expected.strip().splitlines()]
+    pattern = "\n".join(wanted).replace(".*\n", "(?:.*\n)*?").replace("\n.*", "(?:\n.*)*")
+    return re.fullmatch(pattern, "\n".join(plain(line) for line in said.strip().splitlines())) is not None
+
+
+@pytest.fixture
+def project(tmp_path):
+    """What the pages' commands read of the project, at the paths that they name."""
+    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+def run(command, project, **variables):
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return subprocess.run(
+        command, cwd=project, env=environment(OMP_NUM_THREADS="1", PATH=path, **variables), capture_output=True, text=True, timeout=280, check=False
+    )  # fmt: skip
+
+
+def test_the_comparison_sees_a_difference():
+    assert is_like("a  1.5\nb\nc", "a 2\n...\nc") and is_like("a\nc", "a\n...")
+    assert not is_like("a 1", "b 1") and not is_like("a\nb", "a") and not is_like("a", "a\nb")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_blocks_are_of_a_known_kind(page):
+    for language, source, _ in blocks_of(page):
+        assert language in ("python", "text", "console", "sh", "{eval-rst}", "{toctree}"), source
+        for line in source.splitlines() if language == "sh" else []:
+            assert SET_UP.fullmatch(line.strip()), line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if of_language(page, "python")])
+def test_python_runs(page, project):
+    blocks = of_language(page, "python")
+    parts = [f"{source}\nprint('{'=' * 8}', flush=True)\n" for source, _ in blocks]
+    (project / "page.py").write_text("\n".join(parts))
+    done = run([sys.executable, "-W", "error", "page.py"], project)
+    assert done.returncode == 0, done.stdout + done.stderr
+    outputs = done.stdout.split("=" * 8 + "\n")
+    for (source, expected), said in zip(blocks, outputs, strict=False):
+        if expected is not None and IS_WRITTEN_FOR:
+            assert is_like(said, expected), f"{source}\nprints\n{said}"
+
+
+COMMANDS = [
+    (page, number, command)
+    for page in PAGES
+    for source, _ in of_language(page, "console")
+    for number, command in enumerate(re.split(r"^\$ ", source, flags=re.MULTILINE)[1:])
+]
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("page", "number", "command"), COMMANDS, ids=[f"{p}-{c.splitlines()[0]}" for p, _, c in COMMANDS]
+)
+def test_command_prints_what_is_said(page, number, command, project):
+    line, _, expected = command.partition("\n")
+    done = run(["bash", "-c", line], project)
+    assert done.returncode == 0, done.stderr
+    assert not IS_WRITTEN_FOR or is_like(done.stdout, expected), f"{line}\nprints\n{done.stdout}\n{done.stderr}"
