@@ -1,14 +1,16 @@
 """Growth from step to step: counted to the byte, and said who holds it."""
 
 import collections
+import copy
 import random
 
+import numpy as np
 import pytest
 import torch
 from support.leaks import collects
 from torch import nn
 
-from zbpipe.leaks import Growth, _cuda
+from zbpipe.leaks import Growth, _cuda, _growth
 
 KEPT = []
 
@@ -229,9 +231,32 @@ def test_other_memory_is_counted_by_its_storages_and_by_the_steps_that_made_them
     assert f"module global {__name__}.KEPT" in table
 
 
+@pytest.mark.parametrize("every", [1, 7])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: copy.deepcopy({"weight": torch.ones(5)}),
+        lambda: torch.from_numpy(np.ones(5, np.float32)),
+        lambda: torch.UntypedStorage(20),
+    ],
+    ids=["deepcopy", "numpy", "storage"],
+)
+def test_memory_that_goes_past_the_allocator_grows(make, every):
+    kept = []
+    with Growth() as growth:
+        for number in range(60):
+            if number % every == 0:
+                kept.append(make())
+            growth.step()
+        (group,) = growth.grown()
+        assert len(group.leaks) > 40 // every
+        assert "variable kept of " in next(line for line in group.held_by if line.startswith(">>"))
+
+
 def test_other_memory_that_comes_into_use_in_a_step_is_counted_from_there(monkeypatch):
     used = iter([False, False, True])
     monkeypatch.setattr(_cuda, "is_in_use", lambda: next(used))
+    monkeypatch.setattr(_growth, "are_there_others", lambda older: False)
     growth, (grown,), _ = grow(lambda: KEPT.append(of_other_memory(2)))
     assert growth.counts == [0, 0, 1, 2, 3, 4]
     assert grown.steps == [3, 4, 5]

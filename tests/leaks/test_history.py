@@ -76,7 +76,7 @@ def line_of(text):
 
 def test_self_recursive_closure_cell():
     report = find(faults.self_recursive_closure)
-    leak = of_bytes(report, BYTES)[0]
+    leak = report.leaks[0]
     assert leak.fate == "freed by the collector"
     assert leak.blame.kind in ("function", "cell")
     assert "extract_tensors_with_grads" in leak.blame.text
@@ -88,7 +88,7 @@ def test_self_recursive_closure_cell():
 
 def test_hook_group_intermediates_hook():
     report = find(faults.hook_group_intermediates_hook)
-    leak = of_bytes(report, BYTES)[0]
+    leak = report.leaks[0]
     assert leak.fate == "uncollectable"
     assert all("store_gradients" in leak.blame.text for leak in report.leaks)
     (cycle, *_) = report.cycles
@@ -122,7 +122,7 @@ def test_hooks_pile_up_on_reused_receive_buffers(stage):
 
 def test_output_deallocated_by_data():
     report = find(faults.output_deallocated_by_data)
-    leak = of_bytes(report, BYTES)[0]
+    leak = report.leaks[0]
     assert leak.fate == "alive"
     assert "output_tensors" in leak.blame.text
     assert "ExpBackward0" in words(leak)
@@ -132,7 +132,7 @@ def test_output_deallocated_by_data():
 
 def test_graph_kept_by_its_saved_output():
     report = find(faults.graph_kept_by_its_saved_output)
-    leak = of_bytes(report, BYTES)[0]
+    leak = report.leaks[0]
     assert leak.fate == "freed by the collector"
     assert all("KeepsItsOutput" in leak.blame.text for leak in report.leaks)
     (cycle, *_) = report.cycles
@@ -166,7 +166,7 @@ def test_groups_never_run(module):
 
 def test_exception_in_the_middle():
     report = find(faults.exception_in_the_middle)
-    leak = of_bytes(report, BYTES)[0]
+    leak = report.leaks[0]
     said = words(leak)
     assert "errors" in leak.blame.text
     assert "RuntimeError" in said

@@ -1,6 +1,8 @@
 """Checks of odd things: forks, wrappers, numpy's memory, objects that fight back."""
 
+import copy
 import gc
+import io
 import os
 import warnings
 import weakref
@@ -167,10 +169,39 @@ def test_what_a_group_holds_from_before_is_old():
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-def test_a_tensor_that_comes_to_be_seen_is_old():
-    scripted = torch.jit.script(nn.Linear(3, 3))
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_tensor_that_comes_to_be_seen_is_old(copied):
+    layer = nn.Linear(3, 3)
+    if copied:
+        layer.weight = nn.Parameter(copy.deepcopy(layer.weight.detach()))
+    scripted = torch.jit.script(layer)
+    del layer
     report = checked(lambda: KEPT.append(scripted.weight))
     assert not report, str(report)
+
+
+def loaded():
+    file = io.BytesIO()
+    torch.save(torch.ones(7), file)
+    file.seek(0)
+    return torch.load(file)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [loaded, lambda: copy.deepcopy(torch.ones(7)), lambda: torch.UntypedStorage(28), lambda: torch.Tensor(loaded())],
+)
+def test_storages_that_python_makes_go_past_the_allocator_and_are_seen(make):
+    (leak,) = checked(lambda: KEPT.append(make())).leaks
+    assert leak.bytes == 28 and leak.fate == "alive" and "KEPT" in leak.blame.text
+
+    def in_a_cycle():
+        held = [make()]
+        held.append(held)
+
+    (leak,) = checked(in_a_cycle).leaks
+    assert leak.bytes == 28 and leak.fate == "freed by the collector"
+    assert not checked(make)
 
 
 def test_an_array_of_numpy_is_a_holder():

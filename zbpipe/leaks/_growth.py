@@ -1,7 +1,8 @@
 """Growth from step to step: what lives after each, and who holds what came on top.
 
-The memory of torch's CPU allocator is counted block by block, seen or not. Of other memory (CUDA's) the storages of the
-tensors that can be seen are counted, once CUDA is in use.
+The memory of torch's CPU allocator is counted block by block, seen or not. Of other memory (CUDA's, numpy's, another
+process's, that of ``copy.deepcopy`` and ``torch.load``) the storages of the tensors that can be seen are counted, once
+CUDA is in use or such memory was seen to live on: it is looked for after the first steps, and ever less often.
 
 What grows. A window of the last ten losses, a list that is cleared after each epoch, two buffers that take turns: each
 holds what several steps made, and none grows. Hence all of this must hold of what is held alike:
@@ -47,7 +48,7 @@ from zbpipe.leaks._collector import collector
 from zbpipe.leaks._excused import optimizer_state
 from zbpipe.leaks._report import Report
 from zbpipe.leaks._results import Leak, chain_lines
-from zbpipe.leaks._search import Scope, search, storages_now
+from zbpipe.leaks._search import Scope, are_there_others, search, storages_now
 
 SHOWN_HOLDERS = 10
 LONG_TABLE = 20  # rows; longer ones are folded
@@ -55,6 +56,7 @@ _FEWEST = 4  # values that tell a rise
 _POINTS = 200  # of longer series
 _DEVIATIONS = 4.0  # of the score of values in random order: one such series in some 30,000 is taken for a rise
 _RISERS = 4  # tensors that may have made a rise together, each with its share
+_SELDOM = 32  # steps from one look for other memory to the next
 
 
 @dataclass
@@ -142,6 +144,7 @@ class Growth:
         self._longest: dict[int, int] = {}  # steps that anything of so many bytes lived on, of what was let go
         self._first_seen: dict[int, int] = {}  # the step after which something of so many bytes lived first
         try:
+            self._older: object = storages_now()
             self._other: _OtherMemory | None = _OtherMemory() if _cuda.is_in_use() else None
         except BaseException:
             self._end()  # the error may keep this object
@@ -160,7 +163,7 @@ class Growth:
     def close(self) -> None:
         """Ends the counting. What was counted stays; who holds it can no longer be asked."""
         self._end()
-        self._other = None
+        self._older = self._other = None
 
     def step(self) -> None:
         """A step has ended.
@@ -173,7 +176,7 @@ class Growth:
         living = {serial: size for _, size, serial in _C.live_blocks(self._since)}
         if self._other is not None:
             living.update((-storage, size) for storage, size in self._other.born().items())
-        elif _cuda.is_in_use():
+        elif _cuda.is_in_use() or (_is_looked_at(number) and are_there_others(self._older)):
             self._other = _OtherMemory()
         for key, (born, size) in self._living.items():
             if key not in living:
@@ -274,6 +277,10 @@ class Growth:
     def _require_open(self, what: str) -> None:
         if not self._end.alive:
             raise RuntimeError(f"{what} was called after close(); make another Growth")
+
+
+def _is_looked_at(step: int) -> bool:
+    return step & (step - 1) == 0 or step % _SELDOM == 0
 
 
 def rises(values: Sequence[int]) -> bool:

@@ -84,8 +84,11 @@ Blocks blocks_since(uint64_t since, std::unordered_set<uint64_t>& older_out) {
 
 bool is_foreign(const c10::StorageImpl& storage, const zbp_storages& older,
                 const std::unordered_set<uint64_t>& tapped) {
-  // Memory of the CPU allocator that the tap does not know is older than the tap: a storage that came to be seen.
-  const bool is_older = storage.device_type() == c10::kCPU && zbp_tap_feeds(storage.allocator());
+  // Memory of the CPU allocator that the tap does not know is older than the tap: a storage that came to be seen. But one
+  // that Python made goes past the tap (torch.UntypedStorage(n), and so copy.deepcopy, torch.load) and has an object of
+  // Python's, which was among `older` if it is.
+  const bool is_older = storage.device_type() == c10::kCPU && zbp_tap_feeds(storage.allocator()) &&
+                        storage.pyobj_slot()->load_pyobj() == nullptr;
   return bytes_of(storage) > 0 && storage.device_type() != c10::kMeta && !is_older &&
          older.storage.count(&storage) == 0 && tapped.count(address_of(storage)) == 0;
 }

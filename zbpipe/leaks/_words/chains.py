@@ -248,8 +248,10 @@ class Words:
             after, taken = _object_at(steps, at + 2), 2
         name = class_name(thing) if is_class else type_name(thing)
         attribute = self._key(namespace, after) if namespace is not None else NOTHING
+        is_librarys = False
         if type(attribute) is not str:
-            attribute = slot_of(thing, after)
+            attribute, owner = slot_of(thing, after)
+            is_librarys = is_of_a_library(module_of_class(owner))
         if attribute is None:
             return Holder("object", f"{said(edge)}{'class' if is_class else 'a'} {name}"), 1
         kind = "class attribute" if is_class else "attribute"
@@ -263,7 +265,8 @@ class Words:
                 kind, attribute, taken = REGISTERED[attribute], key, taken + 1
         cls = thing if is_class else type(thing)
         where = attribute_place(cls, attribute)
-        if where is None and module_of_class(cls) == "builtins":  # fget of a property: nobody's place
+        if where is None and (is_librarys or module_of_class(cls) == "builtins"):
+            # _objects of a ctypes array, fget of a property: nobody's place
             return Holder("object", f"{said(edge)}{kind} {attribute} of {name}"), taken
         return Holder("attribute", f"{said(edge)}{kind} {attribute} of {name}", where), taken
 

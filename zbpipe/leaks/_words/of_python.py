@@ -133,21 +133,22 @@ def found_in_class(cls: type, name: str) -> Any:
     return None
 
 
-def slot_of(thing: Any, value: Any) -> str | None:
-    for name, member in _slots(type(thing)):
+def slot_of(thing: Any, value: Any) -> tuple[str | None, type]:
+    """The slot, or member in C, with that value, and the class that has it; None and the object's class if none."""
+    for name, member, base in _slots(type(thing)):
         try:
             if value is not None and member.__get__(thing) is value:
-                return name
+                return name, base
         except AttributeError:  # not set
             continue
-    return None
+    return None, type(thing)
 
 
-def _slots(cls: type) -> Iterator[tuple[str, Any]]:
+def _slots(cls: type) -> Iterator[tuple[str, Any, type]]:
     for base in _MRO.__get__(cls):
         for name, member in dict(_DICT.__get__(base)).items():
             if type(member) is types.MemberDescriptorType:
-                yield name, member
+                yield name, member, base
 
 
 def attribute_place(cls: type, attribute: str) -> str | None:
