@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from zbpipe._torch import autograd, ddp
+from zbpipe import _C
+from zbpipe._torch import autograd, ddp, torchscript
 from zbpipe.leaks._results import Holder
 
 # Files whose cycles are theirs: what imports, traces, mocks and compares, once for each import or call. Never a part of
@@ -24,6 +25,7 @@ _OF_STEPS = (
     "torch/nn/modules/",
     "torch/nn/parallel/",
 )
+_SCRIPTED = ("a torch.ScriptModule", "a torch.ScriptObject")
 _OF_SOMEBODY = (
     "frame",
     "thread",
@@ -49,6 +51,19 @@ def _is_own(link: Holder) -> bool:
     if not link.is_library or link.where is None or not link.where.startswith(_OWN):
         return False
     return link.kind == "attribute" or not link.where.startswith(_OF_STEPS)
+
+
+def is_a_script_module(chain: Sequence[Holder]) -> bool:
+    """Whether a TorchScript module holds it, and nobody visible that. To script one leaves a cycle that has it: of the
+    variables of torch.jit's functions, seen by what resolves names."""
+    return len(chain) > 1 and chain[0].kind == "unknown" and chain[1].text in _SCRIPTED
+
+
+def in_compiled_code() -> Callable[[int, int], bool]:
+    """Tells a storage, or else an address, of a constant of TorchScript's compiled code."""
+    constants = torchscript.constants()
+    storages, addresses = _C.storages_of(constants), _C.addresses_of(constants)
+    return lambda storage, address: storage in storages or address in addresses
 
 
 def bounded_blocks(sizes: Iterable[int]) -> dict[int, tuple[int, str]]:

@@ -80,7 +80,9 @@ bool Heap::resolve(PyObject* object, Thing* thing, const void** key) const {
     case Type::saved:
     case Type::array:
     case Type::capsule:
+    case Type::script:
       return true;
+    case Type::script_module:
     case Type::plain:
       break;
   }
@@ -163,6 +165,22 @@ uint32_t Heap::add_root(PyObject* object) {
   return meet({Thing::python, object, nullptr, -1, true}, none);
 }
 
+void Heap::add_script_of(PyObject* module) {
+  const auto add = [this](PyObject* object) {
+    if (types_.of(object) == Type::script) {
+      add_root(object);
+    }
+  };
+  python_references(module, [&](const Reference& reference) {
+    auto* const held = static_cast<PyObject*>(const_cast<void*>(reference.key));
+    add(held);
+    PyObject* value = nullptr;
+    for (Py_ssize_t at = 0; PyDict_CheckExact(held) && PyDict_Next(held, &at, nullptr, &value);) {
+      add(value);
+    }
+  });
+}
+
 void Heap::add_held(uint32_t vertex, PyObject* held) {
   held_[vertex].push_back(held);
 }
@@ -228,7 +246,7 @@ void Heap::let_go(std::vector<uint32_t> dying, c10::function_ref<void(uint32_t)>
 
 void Heap::explore_autograd() {
   for (uint32_t v = none; zbp_heap_next(&graph_, &v);) {
-    if (thing(v) == Thing::python) {
+    if (thing(v) == Thing::python && types_.of(object_of(v)) != Type::script) {
       continue;
     }
     for_each_reference(v, [&](const Reference& reference) {

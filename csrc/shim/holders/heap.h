@@ -62,11 +62,13 @@ class Heap {
   void ignore(PyObject* object);
   /// A vertex without parent, new or old; none if the object is of no interest.
   uint32_t add_root(PyObject* object);
+  /// The TorchScript object of a torch.jit.ScriptModule, as a vertex without parent.
+  void add_script_of(PyObject* module);
   /// What `vertex` holds besides what its type tells; borrowed.
   void add_held(uint32_t vertex, PyObject* held);
   /// Looks at all that has been added and not been looked at, breadth first.
   void explore();
-  /// Likewise, but only through tensors and nodes.
+  /// Likewise, but only through tensors, nodes and TorchScript objects.
   void explore_autograd();
   /// To be called instead of explore(). Looks at what would be freed if nobody held the vertices of `dying` any more,
   /// and no further: whatever has no reference left goes, too. Calls `visit` with each vertex that goes. A cycle stays.
@@ -84,6 +86,7 @@ class Heap {
 
   /// True for a tensor, a storage or a node.
   bool is_torchs(PyObject* object) const;
+  bool is_script_module(PyObject* object) const { return types_.of(object) == Type::script_module; }
   bool is_group(PyObject* object) const { return Py_TYPE(object) == groups_.type; }
 
   /// Calls `visit` for everything that the vertex holds.

@@ -25,6 +25,7 @@
 
 #include "shim/holders/arrays.h"
 #include "shim/holders/freed.h"
+#include "shim/holders/scripts.h"
 #include "shim/torch/edits.h"
 #include "shim/pass/group.h"
 #include "shim/torch/dlpack.h"
@@ -137,6 +138,9 @@ void Heap::python_references(PyObject* object, Visit visit) {
     if (const at::Tensor* tensor = tensor_of_capsule(object)) {
       visit_tensor(*tensor, nullptr, -1, visit);
     }
+  } else if (type == Type::script) {
+    visit_script(object,
+                 [&](const at::Tensor& tensor) { visit_tensor(tensor, nullptr, -1, visit); });
   } else if (type == Type::py_node) {
     int32_t index = 0;
     for (const SavedVariable& saved : reinterpret_cast<THPFunction*>(object)->saved_variables) {

@@ -84,9 +84,9 @@ Blocks blocks_since(uint64_t since, std::unordered_set<uint64_t>& older_out) {
 
 bool is_foreign(const c10::StorageImpl& storage, const zbp_storages& older,
                 const std::unordered_set<uint64_t>& tapped) {
-  // Memory of the CPU allocator that the tap does not know is older than the tap: a storage that came to be seen. But one
-  // that Python made goes past the tap (torch.UntypedStorage(n), and so copy.deepcopy, torch.load) and has an object of
-  // Python's, which was among `older` if it is.
+  // Memory of the CPU allocator that the tap does not know is older than the tap: a storage that came
+  // to be seen. But one that Python made goes past the tap (torch.UntypedStorage(n), and so
+  // copy.deepcopy, torch.load), and has an object of Python's: an old one is among `older`.
   const bool is_older = storage.device_type() == c10::kCPU && zbp_tap_feeds(storage.allocator()) &&
                         storage.pyobj_slot()->load_pyobj() == nullptr;
   return bytes_of(storage) > 0 && storage.device_type() != c10::kMeta && !is_older &&
@@ -111,6 +111,8 @@ std::unique_ptr<zbp_storages> storages_now(zbp_group_access groups, PyObject* ro
     PyObject* object = PyList_GET_ITEM(list.get(), i);
     if (is_whole || heap.is_torchs(object) || heap.is_group(object)) {
       heap.add_root(object);
+    } else if (heap.is_script_module(object)) {
+      heap.add_script_of(object);
     }
   }
   if (is_whole) {

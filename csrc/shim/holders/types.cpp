@@ -7,6 +7,8 @@
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "shim/holders/scripts.h"
+
 namespace zbp {
 
 namespace {
@@ -22,7 +24,9 @@ Types::Types(PyTypeObject* group, PyTypeObject* work, PyTypeObject* array)
       work_(work),
       array_(array),
       saved_(as_type(
-          py::detail::get_type_handle(typeid(torch::autograd::SavedVariable), false).ptr())) {}
+          py::detail::get_type_handle(typeid(torch::autograd::SavedVariable), false).ptr())),
+      script_(script_object_type()),
+      script_module_(script_module_type()) {}
 
 Type Types::of(PyObject* object) {
   PyTypeObject* const type = Py_TYPE(object);
@@ -55,6 +59,10 @@ Type Types::of(PyObject* object) {
     result = Type::array;
   } else if (PyCapsule_CheckExact(object)) {
     result = Type::capsule;
+  } else if (is(script_)) {
+    result = Type::script;
+  } else if (is(script_module_)) {
+    result = Type::script_module;
   }
   known_.emplace(type, result);
   return result;

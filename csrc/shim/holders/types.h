@@ -18,8 +18,10 @@ enum class Type : uint8_t {
   group,
   work,
   saved,
-  array,   // of numpy
-  capsule  // of DLPack, or any other
+  array,         // of numpy
+  capsule,       // of DLPack, or any other
+  script,        // torch._C.ScriptObject
+  script_module  // torch.jit.ScriptModule
 };
 
 class Types {
@@ -35,6 +37,8 @@ class Types {
   PyTypeObject* array_;
   PyTypeObject*
       saved_;  // of a saved variable that Python holds; null before torch has made one known
+  PyTypeObject* script_;
+  PyTypeObject* script_module_;
   std::unordered_map<PyTypeObject*, Type> known_;
 };
 
