@@ -153,6 +153,24 @@ def test_a_cycles_member_is_to_blame_and_no_caller():
     assert "in_a_frame" in leak.blame.text and leak.in_cycle >= 1
 
 
+def test_of_a_cycle_through_torchs_classes_the_programs_hook_is_to_blame():
+    """The nearest to the weight is torch's Linear, which is as innocent as the weight."""
+
+    def fused():
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False))
+
+        def update(weight):
+            model.zero_grad()
+
+        for weight in model.parameters():
+            weight.register_post_accumulate_grad_hook(update)
+
+    report = checked(fused)
+    (leak,) = report.leaks
+    assert leak.blame.text.endswith("fused.<locals>.update") and leak.blame.kind in ("hook", "cell"), report
+    assert leak.in_cycle > 1 and texts(leak.chain)[-1] == "Parameter float32 [4, 4]"
+
+
 def test_files_of_libraries_are_named_as_they_are_imported():
     report = checked(lambda: KEPT.append(torch.optim.SGD([torch.ones(4)], lr=0.1)))
     places = [holder.where for holder in report.leaks[0].chain if holder.is_library]

@@ -24,6 +24,8 @@ from zbpipe.leaks._words.of_python import array_type
 _HERE = (str(Path(__file__).parent), str(Path(__file__).parents[1] / "_cli"))  # whose frames hold nothing of the user's
 _OWN_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _PERHAPS_HELD_BY = 3  # works that are named
+_TELLING_OF_CYCLES = ("hook", "cell", "function", "attribute")  # kinds, the most telling first
+_LONGEST_CYCLE = 50  # that is walked to find a place of the program's
 
 Root = tuple[Any, "list[Any] | None"]
 
@@ -193,6 +195,8 @@ def _leak(
     storage, size, device, address, tensors, steps, rank, others, _ = leak
     shape, dtype, _, used = tensors[0] if tensors else ((), "", None, 0)
     behind = _behind(steps, scope.trimmed)
+    if rank == "cycle" and len(behind) == len(steps):
+        behind = steps = _from_the_programs(steps, cycle, words)
     placed = _placed(behind, rank, cycle, words)
     chain = [holder for _, holder in placed]
     in_cycle = 0
@@ -217,6 +221,28 @@ def _leak(
     name = str(dtype).removeprefix("torch.")
     described = Leak(shape, name, device, size, storage, len(tensors), "alive", created, chain, others, in_cycle)
     return Found(described, rank, address)
+
+
+def _from_the_programs(steps: list[Step], before: dict[int, Step], words: Words) -> list[Step]:
+    """A chain that begins in a cycle; if it has no place of the program's, from the cycle's most telling one on."""
+    if not before or any(map(_is_the_programs, words.holders(steps)[:-1])):
+        return steps
+    longer, seen = list(steps), {id(steps[0][1])}
+    while (one := before.get(id(longer[0][1]))) is not None and id(one[1]) not in seen and len(seen) < _LONGEST_CYCLE:
+        seen.add(id(one[1]))
+        longer.insert(0, one)
+    added = len(longer) - len(steps)
+    of_program = [
+        (at, holder) for at, holder in words.placed_holders(longer) if at < added and _is_the_programs(holder)
+    ]
+    for kind in _TELLING_OF_CYCLES:
+        if places := [at for at, holder in of_program if holder.kind == kind]:
+            return longer[places[-1] :]
+    return steps
+
+
+def _is_the_programs(holder: Holder) -> bool:
+    return holder.kind in _TELLING_OF_CYCLES and holder.where is not None and not holder.is_library
 
 
 def _placed(steps: list[Step], rank: str, before: dict[int, Step], words: Words) -> list[tuple[int, Holder]]:
