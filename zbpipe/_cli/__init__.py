@@ -1,20 +1,22 @@
-"""python -m zbpipe COMMAND"""
+"""python -m zbpipe COMMAND, or zbpipe COMMAND"""
 
 import argparse
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from zbpipe._cli import doctor, leaks, memory
+from zbpipe._cli import doctor, explain, leaks, memory
 
 EPILOG = """\
 The passes themselves need no command: zbpipe.patch() in the script, or ZBPIPE_PATCH=1 in the environment, gives them to
-torch's schedules; zbpipe.explain(module, inputs) says in Python how a stage's backward is split.
+torch's schedules.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m zbpipe",
-        description="What is installed, what leaks, where the memory goes. Each command has a --help of its own.",
+        prog="zbpipe" if Path(sys.argv[0]).name == "zbpipe" else "python -m zbpipe",
+        description="What is installed, what waits for W, where the memory goes, what leaks. Each has its --help.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,  # the others wrap the version, which is one line
     )
@@ -22,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, command, words in (
         ("doctor", doctor, "say what is installed here, whether this torch is known, and whether all would work"),
+        ("explain", explain, "say what of a stage's backward waits for W, and why the rest does not"),
         ("leaks", leaks, "run a training script and show what grows from step to step, and who holds it"),
         ("memory", memory, "run a training script up to the end of one step, and show its memory phase by phase"),
     ):

@@ -1,0 +1,90 @@
+"""python -m zbpipe explain FILE.py:NAME: what waits for W in a stage, and why the rest does not."""
+
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from zbpipe._cli.arguments import refuse_files
+from zbpipe._explain.run import explain
+from zbpipe._version import __version__
+
+DESCRIPTION = """\
+Say, parameter by parameter, whether W or I computes its gradient and why, what is held from I to W, and W's FLOPs.
+Nothing is trained. NAME is a function without arguments that returns the stage and its inputs for one microbatch:
+
+    def stage():
+        return Block(), torch.randn(64, 128)      # or a tuple of inputs
+
+    python -m zbpipe explain model.py:stage
+    python -m zbpipe explain mypackage.models:stage
+    ZBPIPE_POLICY=defer=all python -m zbpipe explain model.py:stage
+
+--first-stage: the inputs are data, and take no gradient.
+"""
+EPILOG = """\
+exit status: 0; 1 if the function or the stage's forward failed; 2 for a wrong command line
+"""
+SCHEMA = 1  # of --json
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EPILOG
+    parser.add_argument("what", metavar="FILE.py:NAME", help="or PACKAGE.MODULE:NAME")
+    parser.add_argument("--first-stage", action="store_true", help="the inputs take no gradient")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan to FILE")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(given: argparse.Namespace) -> int:
+    refuse_files(given, "json")
+    module, inputs = _stage(given)
+    plan = explain(module, inputs, first_stage=given.first_stage)
+    print(plan)
+    if given.json:
+        data = {"schema": SCHEMA, "zbpipe": __version__, "torch": torch.__version__, "what": given.what}
+        given.json.write_text(json.dumps({**data, **plan.as_dict()}, indent=1) + "\n")
+    return 0
+
+
+def _stage(given: argparse.Namespace) -> tuple[torch.nn.Module, Any]:
+    """What the function gives; exits if it is not there, or gives something else."""
+    error: Callable[[str], NoReturn] = given.parser.error
+    where, _, name = given.what.rpartition(":")
+    if not where or not name.isidentifier():
+        error(f"{given.what} names no function; expected FILE.py:NAME or PACKAGE.MODULE:NAME")
+    function = getattr(_imported(where, error), name, None)
+    if not callable(function):
+        error(f"{where} has no function {name}")
+    made = function()
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], torch.nn.Module)):
+        error(f"{name}() gave a {type(made).__name__}; expected a pair, a torch.nn.Module and its inputs")
+    return made[0], made[1]
+
+
+def _imported(where: str, error: Callable[[str], NoReturn]) -> Any:
+    if not where.endswith(".py"):
+        sys.path[0] = os.getcwd()
+        try:
+            found = importlib.util.find_spec(where)
+        except ModuleNotFoundError:
+            found = None
+        if found is None:
+            error(f"there is no module {where}; a file ends in .py")
+        return importlib.import_module(where)
+    path = Path(where)
+    if not path.is_file():
+        error(f"there is no file {where}")
+    sys.path[0] = str(path.resolve().parent)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
