@@ -22,7 +22,7 @@ import torch
 from support.processes import environment
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
+PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Run by others: the install tests, CI, the Makefile's own targets.
 SET_UP = re.compile(
