@@ -1,0 +1,130 @@
+"""The device that runs late (tests/late_device/device/): built, registered with torch as "late", and what tests turn on it.
+
+Importing this registers the device for the whole process, for good: only processes of its own do (tests/late_device/).
+"""
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import types
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.utils.cpp_extension import include_paths
+
+SOURCES = Path(__file__).resolve().parent.parent / "late_device" / "device"
+COMPILER = shutil.which(os.environ.get("CXX", "c++"))
+ORDERS = ("lazy", "others_first", "random", "at_once")
+
+
+def build(folder):
+    """The shared library, compiled into `folder` unless it has one of the same sources and torch."""
+    sources = sorted(SOURCES.glob("*.cpp"))
+    key = hashlib.sha256(repr((torch.__version__, torch.version.git_version, COMPILER)).encode())
+    for path in sorted(SOURCES.iterdir()):
+        key.update(path.read_bytes())
+    folder.mkdir(parents=True, exist_ok=True)
+    library = folder / f"late-{key.hexdigest()[:16]}.so"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            with tempfile.TemporaryDirectory() as objects, ThreadPoolExecutor() as pool:
+                compiled = [Path(objects, source.stem + ".o") for source in sources]
+                list(pool.map(compile_one, sources, compiled))
+                made = library.with_suffix(".new")
+                lib = Path(torch.__file__).parent / "lib"
+                run([*map(str, compiled), "-shared", f"-L{lib}", "-lc10", "-ltorch_cpu", "-ldl", "-o", str(made)])
+                made.rename(library)
+    return library
+
+
+def compile_one(source, made):
+    headers = [flag for path in include_paths() for flag in ("-isystem", path)]
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
+    run(["-std=c++20", "-c", "-O1", "-fPIC", "-Wall", "-Wextra", abi, *headers, str(source), "-o", str(made)])
+
+
+def run(arguments):
+    # make asan preloads a sanitizer, which would find the compiler's own leaks.
+    env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    done = subprocess.run([COMPILER, *arguments], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def cache_folder():
+    return Path(os.environ.get("ZBPIPE_LATE_CACHE") or Path(__file__).resolve().parents[2] / "build" / "late_device")
+
+
+class Module(types.ModuleType):
+    """torch.late, as torch asks for a device's module."""
+
+    device_count = staticmethod(lambda: 2)
+    is_available = staticmethod(lambda: True)
+    is_initialized = staticmethod(lambda: True)
+    _is_in_bad_fork = staticmethod(lambda: False)
+    manual_seed_all = staticmethod(lambda seed: None)  # random numbers are the CPU's
+    get_rng_state = staticmethod(lambda device=None: torch.empty(0, dtype=torch.uint8))
+    set_rng_state = staticmethod(lambda state, device=None: None)
+    current_device = staticmethod(torch.accelerator.current_device_index)
+    set_device = staticmethod(torch.accelerator.set_device_index)
+    device = torch.accelerator.device_index
+    synchronize = staticmethod(torch.accelerator.synchronize)
+    get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16, torch.float16])
+
+
+def load():
+    torch.utils.rename_privateuse1_backend("late")
+    made = ctypes.CDLL(str(build(cache_folder())))
+    made.late_races.restype = ctypes.c_char_p
+    made.late_set_order.argtypes = [ctypes.c_int, ctypes.c_uint64]
+    made.late_set_capturing.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_bool]
+    made.late_delay.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_bool]
+    for name in ("late_drop_wait", "late_drop_record"):
+        getattr(made, name).argtypes = [ctypes.c_int64]
+    for name in ("late_waits", "late_needless_waits", "late_records"):
+        getattr(made, name).restype = ctypes.c_int64
+    for name in ("late_pending", "late_bytes", "late_peak"):
+        getattr(made, name).restype = ctypes.c_uint64
+    torch._register_device_module("late", Module("torch.late"))
+    sys.modules["torch.late"] = torch.late
+    torch.utils.generate_methods_for_privateuse1_backend()
+    return made
+
+
+library = load()
+
+
+def set_order(order, seed=0):
+    torch.accelerator.synchronize()
+    library.late_set_order(ORDERS.index(order), seed)
+
+
+def races():
+    return library.late_races().decode().splitlines()
+
+
+def stream(device=0):
+    return torch.Stream(device=f"late:{device}")
+
+
+@contextmanager
+def capturing(a_stream):
+    """The stream says of itself that a graph is captured on it."""
+    library.late_set_capturing(a_stream.device_index, a_stream.stream_id, True)
+    try:
+        yield
+    finally:
+        library.late_set_capturing(a_stream.device_index, a_stream.stream_id, False)
+
+
+def finish():
+    """Everything runs."""
+    for device in range(2):
+        torch.accelerator.synchronize(device)
