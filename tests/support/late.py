@@ -86,8 +86,9 @@ def load():
     made.late_set_order.argtypes = [ctypes.c_int, ctypes.c_uint64]
     made.late_set_capturing.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_bool]
     made.late_delay.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_bool]
-    for name in ("late_drop_wait", "late_drop_record"):
-        getattr(made, name).argtypes = [ctypes.c_int64]
+    made.late_drop_waits.argtypes = [ctypes.c_int, ctypes.c_int64]
+    made.late_drop_records.argtypes = [ctypes.c_int64]
+    made.late_give_away.argtypes = [ctypes.c_uint64]
     for name in ("late_waits", "late_needless_waits", "late_records"):
         getattr(made, name).restype = ctypes.c_int64
     for name in ("late_pending", "late_bytes", "late_peak"):
@@ -101,17 +102,43 @@ def load():
 library = load()
 
 
-def set_order(order, seed=0):
-    torch.accelerator.synchronize()
+def begin(order="lazy", seed=0):
+    """Nothing is under way, nothing planted, nothing found."""
+    finish()
     library.late_set_order(ORDERS.index(order), seed)
+    library.late_forget()
 
 
 def races():
+    """What was under way on two streams, on the same bytes, with nothing that says which comes first."""
     return library.late_races().decode().splitlines()
 
 
 def stream(device=0):
     return torch.Stream(device=f"late:{device}")
+
+
+JOINS, FOLLOWS, EITHER = range(3)  # of what zbpipe waits for: its caller for the tasks, the tasks for its caller
+ALL, NONE = -1, -2
+
+
+@contextmanager
+def without_waits(which, n=ALL):
+    """zbpipe's waits are left out, all of a kind or the n-th."""
+    library.late_drop_waits(which, n)
+    try:
+        yield
+    finally:
+        library.late_drop_waits(EITHER, NONE)
+
+
+def give_away(tensor):
+    """Somebody else gets the memory of a tensor that is still in use."""
+    library.late_give_away(tensor.untyped_storage().data_ptr())
+
+
+def bytes_in_use():
+    return library.late_bytes()
 
 
 @contextmanager

@@ -28,13 +28,25 @@ inline Block* block_of(const c10::DataPtr& data) {
   return static_cast<Block*>(data.get_context());
 }
 
-/// Counts what may be left out, and leaves out the one that is asked for.
+/// Counts what may be left out, and leaves out what a test asks for.
 struct Fault {
+  enum Which : int { NONE = -2, ALL = -1 };  // or a number
+  int64_t which = NONE;
   int64_t seen = 0;
-  int64_t dropped = -1;
-  bool is_dropped() { return seen++ == dropped; }
+  bool is_dropped() { return which == ALL || seen++ == which; }
 };
-extern Fault waits_of_zbpipe, records, needless_waits;
+
+/// What zbpipe waits for: the caller's streams for the tasks', and the tasks' for the caller's.
+enum class Wait : int { joins, follows, either };
+
+struct Faults {
+  Wait wait = Wait::either;
+  Fault waits;
+  Fault records;
+  int64_t waits_seen = 0;
+  int64_t needless_waits = 0;  // they ordered nothing that was not ordered before
+};
+extern Faults faults;
 
 void set_capturing(uint32_t stream, bool is_capturing);
 

@@ -17,7 +17,7 @@
 
 namespace late {
 
-Fault waits_of_zbpipe, records, needless_waits;
+Faults faults;
 
 namespace {
 
@@ -124,11 +124,15 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
       return;
     }
     const bool is_ours = is_zbpipe(__builtin_return_address(0));
-    if (is_ours && waits_of_zbpipe.is_dropped()) {
+    const bool is_join = number_of(stream) == current_stream(stream.device_index());
+    const bool is_asked = faults.wait == Wait::either ||
+                          faults.wait == (is_join ? Wait::joins : Wait::follows);
+    faults.waits_seen += is_ours ? 1 : 0;
+    if (is_ours && is_asked && faults.waits.is_dropped()) {
       return;
     }
     const bool is_new = Schedule::get().wait(number_of(stream), static_cast<Event*>(event)->mark);
-    needless_waits.seen += is_ours && !is_new ? 1 : 0;
+    faults.needless_waits += is_ours && !is_new ? 1 : 0;
   }
   bool queryEvent(void* event) const override {
     return !event || Schedule::get().is_done(static_cast<Event*>(event)->mark);
@@ -143,7 +147,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
     Block* block = block_of(data);
-    if (block && !records.is_dropped()) {
+    if (block && !faults.records.is_dropped()) {
       Schedule::get().record(block, number_of(stream));
     }
   }

@@ -24,31 +24,37 @@ const char* late_races() {
 }
 
 void late_forget() {
+  faults = {};
   Schedule::get().forget();
 }
 
-/// The n-th wait that zbpipe asks for from now on is left out; -1: none.
-void late_drop_wait(int64_t n) {
-  waits_of_zbpipe = {0, n};
-  needless_waits = {};
+/// From now on: of what zbpipe waits for (0: its caller for the tasks, 1: tasks for its caller, 2: both), the n-th is left
+/// out; -1: all, -2: none.
+void late_drop_waits(int wait, int64_t n) {
+  faults.wait = static_cast<Wait>(wait);
+  faults.waits = {n, 0};
+}
+
+/// The n-th time that memory is said to be used on a stream is left out; -1: always, -2: never.
+void late_drop_records(int64_t n) {
+  faults.records = {n, 0};
 }
 
 int64_t late_waits() {
-  return waits_of_zbpipe.seen;
+  return faults.waits_seen;
 }
 
-/// Of these, how many ordered nothing that was not ordered before.
 int64_t late_needless_waits() {
-  return needless_waits.seen;
-}
-
-/// The n-th time that memory is said to be used on a stream is left out.
-void late_drop_record(int64_t n) {
-  records = {0, n};
+  return faults.needless_waits;
 }
 
 int64_t late_records() {
-  return records.seen;
+  return faults.records.seen;
+}
+
+/// The memory goes to somebody else, on its own stream, though it is still in use.
+void late_give_away(uint64_t data) {
+  Schedule::get().give_away(data);
 }
 
 uint64_t late_pending() {

@@ -257,6 +257,7 @@ Block* Schedule::allocate(size_t asked, uint32_t stream) {
     pool_.erase(std::next(found).base());
   } else {
     block = new Block;
+    blocks_.push_back(block);
     block->data = static_cast<char*>(std::aligned_alloc(512, size));
     block->size = size;
     block->stream = stream;
@@ -276,18 +277,31 @@ void Schedule::record(Block* block, uint32_t stream) {
   }
 }
 
+void Schedule::write_over(Block* block) {
+  const auto run = [block] { std::memset(block->data, NOTHING, block->size); };
+  const Point point{block->stream, push(block->stream, {run, {}})};
+  check(*block, {point, 0, block->size, true, "giving memory away"}, at(block->stream).clock);
+  if (order_ == Order::at_once) {
+    reach(point);
+  }
+}
+
+void Schedule::give_away(uint64_t data) {
+  const Lock lock(mutex_);
+  for (Block* block : blocks_) {
+    if (reinterpret_cast<uint64_t>(block->data) == data) {
+      write_over(block);
+    }
+  }
+}
+
 void Schedule::free(Block* block) {
   const Lock lock(mutex_);
   bytes -= block->asked;
   const std::vector<uint32_t> users = std::exchange(block->users, {});
   if (users.empty()) {
-    const auto write_over = [block] { std::memset(block->data, NOTHING, block->size); };
-    const Point point{block->stream, push(block->stream, {write_over, {}})};
-    check(*block, {point, 0, block->size, true, "giving memory away"}, at(block->stream).clock);
+    write_over(block);
     pool_.push_back(block);
-    if (order_ == Order::at_once) {
-      reach(point);
-    }
     return;
   }
   Returned returned{{}, block};

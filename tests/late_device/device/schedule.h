@@ -93,6 +93,8 @@ class Schedule {
   Block* allocate(size_t bytes, uint32_t stream);
   void free(Block* block);
   void record(Block* block, uint32_t stream);
+  /// Of the block that begins at this address: as if it had been freed.
+  void give_away(uint64_t data);
   /// Of what is allocated, and the most that was.
   size_t bytes = 0, peak = 0;
 
@@ -121,6 +123,7 @@ class Schedule {
   bool is_done(Point point) { return at(point.stream).done >= point.seq; }
   bool can_run(const Stream& stream);
   uint64_t push(uint32_t stream, Task task);
+  void write_over(Block* block);
   void check(Block& block, const Touch& touch, const Clock& clock);
   void run_front(Stream& stream);
   void run_others(uint32_t but);
@@ -136,7 +139,8 @@ class Schedule {
   Clock host_;
   Order order_ = Order::lazy;
   std::mt19937_64 random_;
-  std::vector<Block*> pool_;
+  std::vector<Block*> blocks_;  // all there are
+  std::vector<Block*> pool_;    // those that nobody has
   std::vector<Returned> returned_;
   std::set<std::string> races_;
   std::string error_;

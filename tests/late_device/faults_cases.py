@@ -1,0 +1,68 @@
+"""Faults that are planted: what zbpipe waits for left out, memory given away early. Each must show."""
+
+import pytest
+from support import late, late_runs
+from support.late_runs import STAGES, Run, differences, results_of
+
+pytestmark = pytest.mark.usefixtures("plants")
+
+
+class Faulty(Run):
+    """Of a pass all waits of one kind are left out."""
+
+    of_pass, kind = "input", late.JOINS
+
+    def input(self, k):
+        with late.without_waits(self.kind, late.ALL if self.of_pass == "input" else late.NONE):
+            super().input(k)
+
+    def weight(self, k, groups=None):
+        with late.without_waits(self.kind, late.ALL if self.of_pass == "weight" else late.NONE):
+            super().weight(k, groups)
+
+
+def shows(scenario, make, run_of, expected):
+    """By what the fault shows: wrong values in an order of the device's, or a race."""
+    signs = set()
+    for order in ("lazy", "others_first"):
+        late.begin(order)
+        run = run_of("late", make)
+        scenario(run)
+        wrong = differences(run.results(), expected)
+        signs |= ({f"wrong values, {order}"} if wrong else set()) | ({"race"} if late.races() else set())
+    return signs
+
+
+@pytest.mark.parametrize(
+    ("of_pass", "wait", "scenario"),
+    [
+        ("input", late.JOINS, late_runs.sent_before_w),
+        ("weight", late.FOLLOWS, late_runs.scaled_between),
+        ("weight", late.JOINS, late_runs.scaled_between),
+        ("weight", late.FOLLOWS, late_runs.caller_trains_on_its_own_stream),
+        ("weight", late.JOINS, late_runs.caller_trains_on_its_own_stream),
+    ],
+    ids=["I's join", "W's follow, scaling", "W's join, scaling", "W's follow, training", "W's join, training"],
+)
+@pytest.mark.parametrize("name", STAGES)
+def test_a_wait_left_out_shows(name, of_pass, wait, scenario):
+    faulty = type("Kind", (Faulty,), {"of_pass": of_pass, "kind": wait})
+    signs = shows(scenario, STAGES[name], faulty, results_of(scenario, "cpu", STAGES[name]))
+    assert "race" in signs, signs
+    assert len(signs) > 1, signs
+
+
+@pytest.mark.parametrize("name", ["mlp", "normed", "tied", "batched", "checkpointed"])
+def test_memory_given_away_early_shows(name):
+    """What a group holds for W is given away between the passes."""
+
+    def scenario(run):
+        run.forward(0)
+        run.input(0)
+        if run.is_late:
+            late.give_away(run.inputs[0])
+        run.weight(0)
+
+    expected = results_of(scenario, "cpu", STAGES[name])
+    signs = shows(scenario, STAGES[name], Run, expected)
+    assert {"wrong values, lazy", "wrong values, others_first"} <= signs or name == "checkpointed", signs

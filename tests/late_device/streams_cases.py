@@ -1,0 +1,26 @@
+"""Every scenario on every kind of stage, in every order: to the bit what the CPU gives, with and without the split."""
+
+import pytest
+from support import late
+from support.late_runs import SCENARIOS, STAGES, differences, results_of
+
+
+@pytest.mark.parametrize("split", [True, False], ids=["split", "whole"])
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+@pytest.mark.parametrize("name", STAGES)
+def test_scenario(name, scenario, split):
+    expected = results_of(scenario, "cpu", STAGES[name])
+    for order in late.ORDERS:
+        for seed in range(3 if order == "random" else 1):
+            late.begin(order, seed)
+            got = results_of(scenario, "late", STAGES[name], split=split)
+            assert not differences(got, expected), (order, seed)
+            assert not late.races(), (order, seed)
+
+
+def test_all_memory_comes_back():
+    before = late.bytes_in_use()
+    for scenario in SCENARIOS:
+        results_of(scenario, "late", STAGES["mlp"])
+    late.finish()
+    assert late.bytes_in_use() == before

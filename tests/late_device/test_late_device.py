@@ -1,0 +1,38 @@
+"""The passes on a device that runs late, without a GPU: every case of the *_cases.py here, and the ordinary tests of the passes.
+
+Each file has a process of its own: a device that is registered stays so for good. Note [What runs when]
+(device/schedule.h) says what the device does; support/late.py builds it.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+COMPILER = shutil.which(os.environ.get("CXX", "c++"))
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")]
+
+CASES = sorted(path.name for path in HERE.glob("*_cases.py"))
+
+
+def run(*arguments):
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-c", str(HERE.parents[1] / "pyproject.toml"), "--rootdir", str(HERE.parents[1])]
+        + ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short", *arguments],
+        cwd=HERE.parent,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("cases", CASES)
+def test_cases(cases):
+    run(f"late_device/{cases}")

@@ -1,0 +1,432 @@
+"""A stage on the device that runs late, and on the CPU by an ordinary backward: one program for both.
+
+A scenario is a function of a `Run`: it calls the passes of its microbatches, on streams and threads of its choice, and
+orders by streams alone what it does itself. On the CPU the same scenario makes the reference: `input` does nothing and
+`weight` is the ordinary backward.
+"""
+
+import contextlib
+import threading
+
+import torch
+from torch import nn
+
+import zbpipe
+
+ROWS, WIDTH = 6, 8
+
+
+def no_stream():
+    return contextlib.nullcontext()
+
+
+class Run:
+    def __init__(self, device, make, *, split=True, setup=lambda run: None):
+        self.device = torch.device(device)
+        self.is_late = self.device.type == "late"
+        self.split = split and self.is_late
+        torch.manual_seed(0)
+        self.stage = self.placed(make())
+        self.calls = []
+        self.inputs, self.outputs, self.groups, self.dinputs = {}, {}, {}, {}
+        self.main = torch.accelerator.current_stream() if self.is_late else None
+        setup(self)
+
+    def placed(self, stage):
+        return stage.to(self.device)
+
+    def weights(self):
+        return self.stage.parameters()
+
+    def stream(self):
+        """A new stream that comes after what the current one has; to be used as a context."""
+        if not self.is_late:
+            return no_stream()
+        made = torch.Stream(device="late:0")
+        made.wait_stream(torch.accelerator.current_stream())
+        return made
+
+    def wait(self, stream):
+        """What follows on the current stream comes after what `stream` has."""
+        if self.is_late:
+            torch.accelerator.current_stream().wait_stream(stream)
+
+    def forward(self, k):
+        torch.manual_seed(k + 1)
+        self.inputs[k] = torch.randn(ROWS, WIDTH).to(self.device).requires_grad_()
+        outputs = self.stage(self.inputs[k])
+        self.outputs[k] = list(outputs) if isinstance(outputs, tuple) else [outputs]
+
+    def output_grads(self, k):
+        """Made when the backward begins, on the stream of who calls it."""
+        torch.manual_seed(k + 100)
+        return [torch.randn(output.shape).to(output.device) for output in self.outputs[k]]
+
+    def input(self, k):
+        if self.split:
+            dinputs, self.groups[k] = zbpipe.stage_backward_input(
+                self.outputs[k], self.output_grads(k), [self.inputs[k]], self.weights()
+            )
+            self.outputs.pop(k)
+            self.dinputs[k] = dinputs[0]
+
+    def weight(self, k, groups=None):
+        if self.split:
+            zbpipe.stage_backward_weight(self.weights(), self.groups[k] if groups is None else groups)
+        else:
+            torch.autograd.backward(self.outputs[k], self.output_grads(k))
+            self.outputs.pop(k)
+            self.dinputs[k] = self.inputs[k].grad
+
+    def keep(self, k):
+        """A copy of the input's gradient, on the current stream, of which the gradient's own is told."""
+        given = self.dinputs[k]
+        self.dinputs[k] = given.clone()
+        if self.is_late:
+            given.record_stream(torch.accelerator.current_stream())
+
+    def drop(self, k):
+        """The groups and the input go, and their memory is at once somebody else's."""
+        self.groups.pop(k, None)
+        self.inputs.pop(k, None)
+        if self.is_late:
+            for rows in (1, 8, 48, 64):
+                torch.full((rows, WIDTH), 1e9, device=self.device)
+
+    def results(self):
+        """On the CPU, read on the current stream: inputs' and weights' gradients, weights, hooks' calls."""
+        read = [self.dinputs[k].cpu() for k in sorted(self.dinputs)]
+        for weight in self.weights():
+            read += [weight.detach().cpu(), torch.empty(0) if weight.grad is None else weight.grad.cpu()]
+        return read, [value.cpu() if isinstance(value, torch.Tensor) else value for value in self.calls]
+
+
+# ---- stages
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+def normed():
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH, bias=False))
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x):
+        return torch.tanh(x @ self.w * self.scale) @ self.w.t()
+
+
+class Convolved(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv1d(2, 3, 3, padding=1)
+        self.out = nn.Linear(12, WIDTH)
+
+    def forward(self, x):
+        return self.out(torch.relu(self.convolution(x.view(ROWS, 2, 4))).flatten(1))
+
+
+class Batched(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(2, 4, 5))
+        self.out = nn.Parameter(torch.randn(5, 4))
+
+    def forward(self, x):
+        h = torch.bmm(x.view(ROWS, 2, 4).transpose(0, 1), self.experts)
+        return torch.einsum("ebi,io->beo", h.sigmoid(), self.out).reshape(ROWS, WIDTH)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block, self.out = mlp(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.out(torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=False))
+
+
+class DropsOut(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.out(torch.nn.functional.dropout(self.inner(x), 0.5))
+
+
+class Handing(torch.autograd.Function):
+    """A linear layer that hands the product of its weight's gradient over."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return grad @ w, zbpipe.defer(lambda g, a: g.t() @ a, 1, (grad, x))
+
+
+class Handed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w, self.v = (nn.Parameter(torch.randn(WIDTH, WIDTH) / 4) for _ in range(2))
+
+    def forward(self, x):
+        return Handing.apply(torch.tanh(Handing.apply(x, self.w)), self.v)
+
+
+class Root(nn.Module):
+    """Its second output depends on a parameter alone: W starts there."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.w = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x):
+        return self.inner(x), (self.w * self.w).sum(0)
+
+
+class Branches(nn.Module):
+    """Two branches, each on a stream of its own, share a matrix and a scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.w, self.scale = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4), nn.Parameter(torch.randn(WIDTH))
+        self.shift = nn.Parameter(torch.randn(WIDTH))
+
+    def branch(self, x):
+        return torch.tanh(x @ self.w * self.scale) * self.scale + self.shift
+
+    def forward(self, x):
+        if x.device.type == "cpu":
+            return self.branch(x) + self.branch(x.sin())
+        made, main = [], torch.accelerator.current_stream()
+        for change in (lambda x: x, torch.sin):
+            side = torch.Stream(device=x.device)
+            side.wait_stream(main)
+            x.record_stream(side)
+            with side:
+                made.append(self.branch(change(x)))
+            main.wait_stream(side)
+            made[-1].record_stream(main)
+        return made[0] + made[1]
+
+
+STAGES = {
+    "mlp": mlp,
+    "normed": normed,
+    "tied": Tied,
+    "convolved": Convolved,
+    "batched": Batched,
+    "checkpointed": Checkpointed,
+    "dropout": DropsOut,
+    "handed over": Handed,
+    "weight root": Root,
+    "branches": Branches,
+}
+
+
+# ---- scenarios
+
+
+def at_once(run):
+    for k in range(2):
+        run.forward(k)
+        run.input(k)
+        run.weight(k)
+        run.drop(k)
+
+
+def late_weights(run):
+    for step in (run.forward, run.input, run.weight):
+        for k in range(3):
+            step(k)
+
+
+def on_another_stream(run):
+    for k in range(2):
+        run.forward(k)
+        run.input(k)
+        other = run.stream()
+        with other:
+            run.weight(k)
+        run.drop(k)
+        run.wait(other)
+
+
+def without_waiting_first(run):
+    """W's stream knows nothing of I's: W itself must."""
+    other = run.stream()
+    for k in range(2):
+        run.forward(k)
+        run.input(k)
+        with other:
+            run.weight(k)
+        run.drop(k)
+    run.wait(other)
+
+
+def on_another_thread(run):
+    for k in range(2):
+        run.forward(k)
+        run.input(k)
+        other = run.stream()
+
+        def weight(k=k, other=other):
+            with other:
+                run.weight(k)
+
+        thread = threading.Thread(target=weight)
+        thread.start()
+        thread.join()
+        run.drop(k)
+        run.wait(other)
+
+
+def forward_on_a_side_stream(run):
+    for k in range(2):
+        side = run.stream()
+        with side:
+            run.forward(k)
+        run.wait(side)
+        run.input(k)
+        run.weight(k)
+        run.keep(k)
+        run.drop(k)
+
+
+def on_three_streams(run):
+    """Forward, I and W each on a stream of its own; of I and W neither waits for the other."""
+    forward, first, second = run.stream(), run.stream(), run.stream()
+    for k in range(2):
+        with forward:
+            run.forward(k)
+        with first:
+            run.wait(forward)
+            run.input(k)
+            if not run.split:
+                run.weight(k)
+        if run.split:
+            with second:
+                run.weight(k)
+        with forward:
+            run.drop(k)
+            run.wait(second)
+    for stream in (forward, first, second):
+        run.wait(stream)
+
+
+def sent_before_w(run):
+    """What I gave is read on the caller's stream, and sent on another, before W runs; the forward ran on a third."""
+    sends = run.stream()
+    for k in range(2):
+        side = run.stream()
+        with side:
+            run.forward(k)
+        run.wait(side)
+        run.input(k)
+        if not run.split:
+            run.weight(k)
+        run.keep(k)
+        with sends:
+            run.wait(run.main)
+            run.keep(k)
+        if run.split:
+            run.weight(k)
+        run.drop(k)
+    run.wait(sends)
+
+
+def caller_trains_on_its_own_stream(run):
+    """Zeroes, clips and steps on a stream of its own; forward and I stay on the main one."""
+    optimizer = torch.optim.SGD(run.weights(), lr=0.1, momentum=0.9)
+    own = run.stream()
+    for step in range(2):
+        for k in (2 * step, 2 * step + 1):
+            run.forward(k)
+            run.input(k)
+        with own:
+            run.wait(run.main)
+            for weight in run.weights():
+                if weight.grad is not None:
+                    weight.grad.zero_()
+            run.weight(2 * step)
+            run.weight(2 * step + 1)
+            nn.utils.clip_grad_norm_(run.weights(), 0.5, foreach=False)
+            optimizer.step()
+        run.wait(own)
+        for k in (2 * step, 2 * step + 1):
+            run.drop(k)
+
+
+def scaled_between(run):
+    """Between the W's of two microbatches the caller scales the gradients on its own stream."""
+    own = run.stream()
+    for k in range(2):
+        run.forward(k)
+        run.input(k)
+    for k in range(2):
+        with own:
+            run.weight(k)
+            for weight in run.weights():
+                weight.grad.mul_(0.5)
+    run.wait(own)
+
+
+def groups_on_streams_of_their_own(run):
+    for k in range(2):
+        run.forward(k)
+        run.input(k)
+    for k in range(2):
+        if not run.split:
+            run.weight(k)
+            continue
+        for group in run.groups[k]:
+            own = run.stream()
+            with own:
+                run.weight(k, [group])
+            run.wait(own)
+
+
+SCENARIOS = (
+    at_once,
+    late_weights,
+    on_another_stream,
+    without_waiting_first,
+    on_another_thread,
+    forward_on_a_side_stream,
+    sent_before_w,
+    on_three_streams,
+    caller_trains_on_its_own_stream,
+    scaled_between,
+    groups_on_streams_of_their_own,
+)
+
+
+def results_of(scenario, device, make, **options):
+    run = Run(device, make, **options)
+    scenario(run)
+    return run.results()
+
+
+def differences(got, expected):
+    """Which tensors differ, in any bit, from the reference; and the numbers of hooks' calls."""
+    wrong = []
+    for kind, left, right in zip(("result", "hook's gradient"), got, expected, strict=True):
+        if len(left) != len(right):
+            wrong.append(f"{len(left)} {kind}s instead of {len(right)}")
+        for i, (a, b) in enumerate(zip(left, right)):
+            equal = torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+            if not equal:
+                by = (a - b).abs().max().item() if isinstance(a, torch.Tensor) and a.shape == b.shape else f"{a} != {b}"
+                wrong.append(f"{kind} {i} by {by}")
+    return wrong
