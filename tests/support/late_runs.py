@@ -27,7 +27,7 @@ class Run:
         self.split = split and self.is_late
         torch.manual_seed(0)
         self.stage = self.placed(make())
-        self.calls = []
+        self.calls = {}
         self.inputs, self.outputs, self.groups, self.dinputs = {}, {}, {}, {}
         self.main = torch.accelerator.current_stream() if self.is_late else None
         setup(self)
@@ -93,12 +93,19 @@ class Run:
             for rows in (1, 8, 48, 64):
                 torch.full((rows, WIDTH), 1e9, device=self.device)
 
+    def call(self, hook, gradient):
+        """Notes that a hook was called, and with what."""
+        self.calls.setdefault(hook, []).append(gradient.detach().clone())
+
     def results(self):
-        """On the CPU, read on the current stream: inputs' and weights' gradients, weights, hooks' calls."""
-        read = [self.dinputs[k].cpu() for k in sorted(self.dinputs)]
-        for weight in self.weights():
-            read += [weight.detach().cpu(), torch.empty(0) if weight.grad is None else weight.grad.cpu()]
-        return read, [value.cpu() if isinstance(value, torch.Tensor) else value for value in self.calls]
+        """On the CPU, read on the current stream: inputs' and weights' gradients and weights; what hooks were given."""
+        read = {f"input {k}": self.dinputs[k].cpu() for k in sorted(self.dinputs)}
+        for name, weight in self.stage.named_parameters():
+            grad = getattr(weight, "main_grad", weight.grad)
+            read |= {name: weight.detach().cpu(), f"gradient of {name}": torch.empty(0) if grad is None else grad.cpu()}
+        for hook in sorted(self.calls):
+            read |= {f"{hook}, call {i}": gradient.cpu() for i, gradient in enumerate(self.calls[hook])}
+        return read
 
 
 # ---- stages
@@ -412,21 +419,18 @@ SCENARIOS = (
 )
 
 
-def results_of(scenario, device, make, **options):
-    run = Run(device, make, **options)
+def results_of(scenario, device, make, kind=Run, **options):
+    run = kind(device, make, **options)
     scenario(run)
     return run.results()
 
 
 def differences(got, expected):
-    """Which tensors differ, in any bit, from the reference; and the numbers of hooks' calls."""
-    wrong = []
-    for kind, left, right in zip(("result", "hook's gradient"), got, expected, strict=True):
-        if len(left) != len(right):
-            wrong.append(f"{len(left)} {kind}s instead of {len(right)}")
-        for i, (a, b) in enumerate(zip(left, right)):
-            equal = torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-            if not equal:
-                by = (a - b).abs().max().item() if isinstance(a, torch.Tensor) and a.shape == b.shape else f"{a} != {b}"
-                wrong.append(f"{kind} {i} by {by}")
+    """What differs, in any bit, from the reference; hooks' calls that are missing or too many."""
+    wrong = [f"{name}: only one of the two has it" for name in got.keys() ^ expected.keys()]
+    for name in got.keys() & expected.keys():
+        if not torch.equal(got[name], expected[name]):
+            shapes = got[name].shape, expected[name].shape
+            by = (got[name] - expected[name]).abs().max().item() if shapes[0] == shapes[1] else shapes
+            wrong.append(f"{name}: by {by}")
     return wrong

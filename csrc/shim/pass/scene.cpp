@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_function.h>
 
+#include "shim/pass/dtensor.h"
 #include "shim/pass/folding.h"
 #include "shim/pass/kinds.h"
 #include "shim/pass/path.h"
@@ -115,6 +116,7 @@ void add_root_task(const zbp_scene& scene, Group& group, size_t root) {
   Task& task = new_task(group, edge.function);
   task.input_nr = edge.input_nr;
   task.output_grads.emplace_back(scene.args.root_grads[root]);
+  take_from_caller(task, local_part(scene.args.root_grads[root]));
   new_face(task, edge);
 }
 

@@ -9,6 +9,8 @@
 // - I starts after what the caller's streams have been given (the engine's rule for the roots of a graph), and the
 //   caller's streams wait for what I has given its own (join_streams).
 // - W likewise: follow_caller at its beginning, join_streams at its end.
+// - The gradient of a weight root goes by no run of I's to the stream that will read it: take_from_caller does there what
+//   the engine does for its roots.
 //
 // Whoever calls W on another thread or stream than I needs no synchronisation of his own but for gradients that a
 // third stream uses.
@@ -54,11 +56,7 @@ inline uint32_t stream_number(Group& group, const Task& task) {
 enum class Order : uint8_t { caller_first, tasks_first };
 
 inline void order_streams(const Group& group, Order order) {
-  for (const Task& task : group.tasks) {
-    if (!task.place) {
-      continue;
-    }
-    const c10::Stream stream = task.place->stream();
+  for (const c10::Stream& stream : group.streams) {
     const c10::impl::VirtualGuardImpl device(stream.device_type());
     const c10::Stream current = device.getStream(stream.device());
     if (current != stream) {
@@ -67,6 +65,22 @@ inline void order_streams(const Group& group, Order order) {
       done.record(caller_first ? current : stream);
       (caller_first ? stream : current).wait(done);
     }
+  }
+}
+
+/// What the caller's current stream has made, and W will read, and let go of, on the task's.
+inline void take_from_caller(const Task& task, const at::Tensor& grad) {
+  if (!task.place || !grad.has_storage() || grad.device() != task.place->device()) {
+    return;
+  }
+  const c10::Stream stream = task.place->stream();
+  const c10::impl::VirtualGuardImpl device(stream.device_type());
+  const c10::Stream current = device.getStream(stream.device());
+  if (current != stream) {
+    c10::Event made(stream.device_type());
+    made.record(current);
+    stream.wait(made);
+    device.recordDataPtrOnStream(grad.storage().data_ptr(), stream);
   }
 }
 

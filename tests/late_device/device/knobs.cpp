@@ -23,6 +23,7 @@ const char* late_races() {
   return text.c_str();
 }
 
+/// What was found and planted, and, if nothing is under way, the streams: new ones will have their numbers.
 void late_forget() {
   faults = {};
   Schedule::get().forget();

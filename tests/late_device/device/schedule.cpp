@@ -360,8 +360,16 @@ void Schedule::forget() {
   races_.clear();
   error_.clear();
   peak = bytes;
-  for (Stream& stream : streams_) {
-    stream.is_delayed = false;
+  for (const Stream& stream : streams_) {
+    if (!stream.tasks.empty()) {
+      return;
+    }
+  }
+  streams_.clear();  // a clock has a place for each
+  host_.clear();
+  std::fill(std::begin(next_id_), std::end(next_id_), 0);
+  for (Block* block : blocks_) {
+    block->touches.clear();
   }
 }
 

@@ -1,0 +1,150 @@
+"""Two devices, memory that goes back, releases of outputs, captures."""
+
+import gc
+
+import pytest
+import torch
+from support import late
+from support.late_runs import ROWS, STAGES, WIDTH, Run, differences, no_stream, results_of
+from torch import nn
+
+import zbpipe
+
+
+class Halves(nn.Module):
+    """The first layers on one device, the last on the other; a scale of the first comes in again at the end."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.second = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x):
+        h = self.first(x) * self.scale
+        there = self.second[0].weight.device
+        return self.second(h.to(there)) * self.scale.to(there)
+
+
+class OnBoth(Run):
+    def placed(self, stage):
+        stage.to(self.device)
+        if self.is_late:
+            stage.second.to("late:1")
+        return stage
+
+    def streams(self):
+        """New streams of both devices, which wait for nothing."""
+        return [late.stream(device) if self.is_late else no_stream() for device in (0, 1)]
+
+
+def halves_at_once(run):
+    for k in range(2):
+        run.forward(k)
+        run.input(k)
+        run.weight(k)
+
+
+def halves_on_other_streams(run):
+    """W on streams that know nothing of I's; at the end the device's main streams wait for them."""
+    for k in range(2):
+        run.forward(k)
+        run.input(k)
+    first, second = run.streams()
+    for k in range(2):
+        if not run.split:
+            run.weight(k)
+            continue
+        with second, first:
+            run.weight(k)
+    if run.is_late:
+        for device, stream in enumerate((first, second)):
+            torch.accelerator.current_stream(device).wait_stream(stream)
+
+
+@pytest.mark.parametrize("policy", [{}, {"defer": "all"}, {"defer": "nothing"}], ids=["matrices", "all", "nothing"])
+@pytest.mark.parametrize("scenario", [halves_at_once, halves_on_other_streams], ids=lambda s: s.__name__)
+def test_two_devices(scenario, policy):
+    expected = results_of(scenario, "cpu", Halves, OnBoth)
+    for order in late.ORDERS:
+        for seed in range(5 if order == "random" else 1):
+            late.begin(order, seed)
+            with zbpipe.policy(**policy):
+                got = results_of(scenario, "late", Halves, OnBoth)
+            assert not differences(got, expected), (order, seed)
+            assert not late.races(), (order, seed)
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_groups_that_are_dropped_give_their_memory_back(name):
+    """At once, on the stream where it was allocated, whether W has run or not; what comes after is right."""
+    expected = results_of(lambda run: [step(1) for step in (run.forward, run.input, run.weight)], "cpu", STAGES[name])
+
+    def scenario(run):
+        run.forward(0)
+        run.input(0)
+        held = late.bytes_in_use()
+        run.drop(0)
+        run.dinputs.clear()
+        gc.collect()
+        assert late.bytes_in_use() < held
+        run.forward(1)
+        run.input(1)
+        run.weight(1)
+
+    for order in late.ORDERS:
+        late.begin(order)
+        assert not differences(results_of(scenario, "late", STAGES[name]), expected), order
+        assert not late.races(), order
+
+
+@pytest.mark.parametrize("release", [zbpipe.deallocate_output, zbpipe.release_storage], ids=lambda f: f.__name__)
+def test_an_output_released_after_its_send(release):
+    """The send is another stream's; who releases has told the allocator of it."""
+    def scenario(run):
+        sends, sent = run.stream(), {}
+        for k in range(2):
+            run.forward(k)
+            output = run.outputs[k][0]
+            grads = run.output_grads(k)
+            with sends:
+                run.wait(run.main)
+                sent[10 + k] = output.detach() * 1
+            if run.is_late:
+                output.record_stream(sends)
+                before = late.bytes_in_use()
+                assert release(output) == output.numel() * 4
+                assert late.bytes_in_use() == before - output.numel() * 4
+                torch.full((ROWS, WIDTH), 7.0, device="late")
+            run.output_grads = lambda k, grads=grads: grads
+            run.input(k)
+            run.weight(k)
+            del run.output_grads
+        run.wait(sends)
+        run.dinputs |= sent
+
+    expected = results_of(scenario, "cpu", STAGES["mlp"])
+    for order in late.ORDERS:
+        late.begin(order)
+        assert not differences(results_of(scenario, "late", STAGES["mlp"]), expected), order
+        assert not late.races(), order
+
+
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch cannot tell of a stream that it is captured")
+def test_passes_on_both_sides_of_a_capture_are_refused():
+    run = Run("late", STAGES["mlp"])
+    main = torch.accelerator.current_stream()
+    for k in range(2):
+        run.forward(k)
+    run.input(0)
+    with late.capturing(main):
+        run.input(1)
+        with pytest.raises(RuntimeError, match=r"made by an input pass outside the capture .* called within one"):
+            run.weight(0)
+    with pytest.raises(RuntimeError, match=r"made by an input pass within the capture .* called outside of it"):
+        run.weight(1)
+    run.weight(0)
+    with late.capturing(main):
+        run.weight(1)
+    expected = results_of(lambda run: [f(k) for f in (run.forward, run.weight) for k in range(2)], "cpu", STAGES["mlp"])
+    assert not differences(run.results(), expected)

@@ -1,0 +1,158 @@
+"""Hooks of every kind: called as often, and with the same gradients, as on the CPU; what changes gradients counts."""
+
+import pytest
+import torch
+from support import late
+from support.late_runs import (
+    STAGES,
+    caller_trains_on_its_own_stream,
+    differences,
+    late_weights,
+    on_another_thread,
+    on_three_streams,
+    results_of,
+)
+
+
+def on_weights(run):
+    for name, weight in run.stage.named_parameters():
+        weight.register_hook(lambda grad, name=name: run.call(f"hook of {name}", grad))
+
+
+def that_change(run):
+    for weight in run.weights():
+        weight.register_hook(lambda grad: grad * 2)
+
+
+def after_accumulation(run):
+    for name, weight in run.stage.named_parameters():
+        weight.register_post_accumulate_grad_hook(lambda w, name=name: run.call(f"after {name}", w.grad))
+
+
+def on_accumulators(run):
+    run.accumulators = []
+    for name, weight in run.stage.named_parameters():
+        accumulator = weight.view_as(weight).grad_fn.next_functions[0][0]
+        accumulator.register_hook(lambda _, __, name=name, w=weight: run.call(f"accumulator of {name}", w.grad))
+        run.accumulators.append(accumulator)
+
+
+def on_several_weights(run):
+    def hook(grads):
+        for i, grad in enumerate(grads):
+            if grad is not None:
+                run.call(f"of several, {i}", grad)
+
+    torch.autograd.graph.register_multi_grad_hook(list(run.weights()), hook)
+
+
+def on_modules(run):
+    for name, module in run.stage.named_modules():
+        if list(module.parameters(recurse=False)):
+            module.register_full_backward_hook(
+                lambda _, given, came, name=name: run.call(f"module {name}", came[0])
+            )
+
+
+def on_activations(run):
+    def forward_hook(module, args, output, name):
+        output.register_hook(lambda grad: run.call(f"activation of {name}", grad))
+        output.grad_fn.register_hook(lambda _, grads: run.call(f"node of {name}", grads[0]))
+
+    for name, module in run.stage.named_modules():
+        if name and list(module.parameters(recurse=False)):
+            module.register_forward_hook(lambda m, a, o, name=name: forward_hook(m, a, o, name))
+
+
+def that_step(run):
+    """The optimizer within the backward: every gradient is used and gone when its hook returns."""
+
+    def hook(weight):
+        with torch.no_grad():
+            weight.sub_(weight.grad, alpha=0.01)
+        weight.grad = None
+
+    for weight in run.weights():
+        weight.register_post_accumulate_grad_hook(hook)
+
+
+HOOKS = (
+    on_weights,
+    that_change,
+    after_accumulation,
+    on_accumulators,
+    on_several_weights,
+    on_modules,
+    on_activations,
+)
+
+
+@pytest.mark.parametrize("scenario", [late_weights, on_another_thread, on_three_streams], ids=lambda s: s.__name__)
+@pytest.mark.parametrize("hooks", HOOKS, ids=lambda hooks: hooks.__name__)
+@pytest.mark.parametrize("name", ["mlp", "normed", "tied", "batched", "handed over", "branches"])
+def test_hooks(name, hooks, scenario):
+    expected = results_of(scenario, "cpu", STAGES[name], setup=hooks)
+    for order in late.ORDERS:
+        late.begin(order)
+        got = results_of(scenario, "late", STAGES[name], setup=hooks)
+        assert not differences(got, expected), order
+        assert not late.races(), order
+
+
+@pytest.mark.parametrize("name", ["mlp", "normed", "tied"])
+def test_hooks_of_a_caller_that_trains(name):
+    expected = results_of(caller_trains_on_its_own_stream, "cpu", STAGES[name], setup=on_weights)
+    for order in late.ORDERS:
+        late.begin(order)
+        got = results_of(caller_trains_on_its_own_stream, "late", STAGES[name], setup=on_weights)
+        assert not differences(got, expected), order
+        assert not late.races(), order
+
+
+def one_by_one(run):
+    for k in range(3):
+        run.forward(k)
+        run.input(k)
+        run.weight(k)
+        run.drop(k)
+
+
+@pytest.mark.parametrize("name", ["mlp", "normed", "handed over"])
+def test_an_optimizer_in_the_hooks(name):
+    expected = results_of(one_by_one, "cpu", STAGES[name], setup=that_step)
+    for order in late.ORDERS:
+        late.begin(order)
+        got = results_of(one_by_one, "late", STAGES[name], setup=that_step)
+        assert not differences(got, expected), order
+        assert not late.races(), order
+
+
+def test_a_weight_pass_that_raised_goes_on():
+    """A hook raises in the first try; the second adds each gradient once."""
+
+    def that_raise(run):
+        run.raised = not run.split
+
+        def hook(grad):
+            if not run.raised:
+                run.raised = True
+                raise ValueError("for a moment")
+
+        run.stage[2].weight.register_hook(hook)
+
+    def tries_twice(run):
+        for k in range(2):
+            run.forward(k)
+            run.input(k)
+        for k in range(2):
+            other = run.stream()
+            with other:
+                if not run.raised:
+                    with pytest.raises(ValueError, match="for a moment"):
+                        run.weight(k)
+            run.weight(k)
+
+    expected = results_of(tries_twice, "cpu", STAGES["mlp"], setup=that_raise)
+    for order in late.ORDERS:
+        late.begin(order)
+        assert not differences(results_of(tries_twice, "late", STAGES["mlp"], setup=that_raise), expected), order

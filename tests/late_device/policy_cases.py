@@ -1,0 +1,120 @@
+"""Every policy, and every kind of checkpoint, on streams of their own."""
+
+import pytest
+import torch
+from support import late
+from support.late_runs import (
+    ROWS,
+    STAGES,
+    WIDTH,
+    Checkpointed,
+    differences,
+    late_weights,
+    mlp,
+    on_another_stream,
+    on_three_streams,
+    results_of,
+)
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import zbpipe
+
+
+class Nested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.out = mlp(), mlp(), nn.Linear(WIDTH, WIDTH)
+
+    def inner(self, x):
+        return self.second(checkpoint(self.first, x, use_reentrant=False))
+
+    def forward(self, x):
+        return self.out(checkpoint(self.inner, x, use_reentrant=False))
+
+
+def keep_products(ctx, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.addmm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Selective(Checkpointed):
+    def forward(self, x):
+        def contexts():
+            return create_selective_checkpoint_contexts(keep_products)
+
+        return self.out(checkpoint(self.block, x, use_reentrant=False, context_fn=contexts))
+
+
+class Offloaded(Checkpointed):
+    def forward(self, x):
+        with torch.autograd.graph.save_on_cpu():
+            h = self.block(x)
+        return self.out(h)
+
+
+class DropsOutAgain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def block(self, x):
+        return nn.functional.dropout(torch.tanh(self.inner(x)), 0.5)
+
+    def forward(self, x):
+        return self.out(checkpoint(self.block, x, use_reentrant=False))
+
+
+ALL_STAGES = STAGES | {
+    "nested": Nested,
+    "selective": Selective,
+    "offloaded": Offloaded,
+    "dropout again": DropsOutAgain,
+}
+
+POLICIES = {
+    "all": {"defer": "all"},
+    "nothing": {"defer": "nothing"},
+    "matrices": {"defer": "matrices"},
+    "a function": {"defer": lambda weight: weight.dim() == 1},
+    "recompute": {"checkpoint": "recompute"},
+    "input pass": {"checkpoint": "input_pass"},
+    "all, recompute": {"defer": "all", "checkpoint": "recompute"},
+    "fused": {"fused": True},
+}
+
+
+@pytest.mark.parametrize("scenario", [late_weights, on_another_stream, on_three_streams], ids=lambda s: s.__name__)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", ALL_STAGES)
+def test_policy(name, policy, scenario):
+    expected = results_of(scenario, "cpu", ALL_STAGES[name])
+    for order in late.ORDERS:
+        late.begin(order)
+        with zbpipe.policy(**POLICIES[policy]):
+            got = results_of(scenario, "late", ALL_STAGES[name])
+        assert not differences(got, expected), order
+        assert not late.races(), order
+
+
+@pytest.mark.parametrize("name", ["mlp", "normed", "tied", "batched"])
+def test_gradients_in_main_grad(name):
+    def with_main_grads(run):
+        for weight in run.weights() if run.split else ():
+            weight.main_grad = torch.zeros_like(weight)
+
+    expected = results_of(on_three_streams, "cpu", STAGES[name])
+    for order in late.ORDERS:
+        late.begin(order)
+        with zbpipe.policy(main_grad=True):
+            got = results_of(on_three_streams, "late", STAGES[name], setup=with_main_grads)
+        assert not differences(got, expected), order
+
+
+def test_the_stages_are_what_they_say():
+    """A checkpointed block computes again; what is offloaded is on the CPU."""
+    torch.manual_seed(0)
+    x = torch.randn(ROWS, WIDTH, device="late", requires_grad=True)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.device.type) or t, lambda t: t):
+        Nested().to("late")(x)
+    assert len(saved) <= 6
