@@ -364,6 +364,7 @@ static void sums_are_formed_directly_where_that_is_as_an_ordinary_backward_does(
     CHECK(way_of(&book, &layout, PLAIN) == ZBP_WAY_DIRECT);
     layout.task[1].stream = 1;
     CHECK(way_of(&book, &layout, PLAIN) == ZBP_WAY_ENGINE);
+    CHECK(way_of(&book, &layout, FUSE) == ZBP_WAY_ENGINE); /* nothing orders two streams */
     zbp_book_delivered(&book, 1);
     CHECK(way_of(&book, &layout, PLAIN) == ZBP_WAY_DIRECT);
     close_book(&book, &layout);

@@ -92,7 +92,9 @@ def test_policy(name, policy, scenario):
         late.begin(order)
         with zbpipe.policy(**POLICIES[policy]):
             got = results_of(scenario, "late", ALL_STAGES[name])
-        assert not differences(got, expected), order
+        # Fused, what several nodes give to one weight is not summed before it is added.
+        rounds = 1e-5 if policy == "fused" and name in ("tied", "branches") else 0
+        assert not differences(got, expected, rounds), order
         assert not late.races(), order
 
 

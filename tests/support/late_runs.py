@@ -425,12 +425,13 @@ def results_of(scenario, device, make, kind=Run, **options):
     return run.results()
 
 
-def differences(got, expected):
-    """What differs, in any bit, from the reference; hooks' calls that are missing or too many."""
+def differences(got, expected, tolerance=0):
+    """What differs, in any bit or by more than `tolerance`, from the reference; hooks' calls that are missing or too many."""
     wrong = [f"{name}: only one of the two has it" for name in got.keys() ^ expected.keys()]
     for name in got.keys() & expected.keys():
-        if not torch.equal(got[name], expected[name]):
-            shapes = got[name].shape, expected[name].shape
-            by = (got[name] - expected[name]).abs().max().item() if shapes[0] == shapes[1] else shapes
-            wrong.append(f"{name}: by {by}")
+        if got[name].shape != expected[name].shape:
+            wrong.append(f"{name}: {got[name].shape} instead of {expected[name].shape}")
+        elif not torch.equal(got[name], expected[name]):
+            by = (got[name] - expected[name]).abs().max().item()
+            wrong += [] if by <= tolerance else [f"{name}: by {by}"]  # NaN is more
     return wrong

@@ -104,13 +104,14 @@ bool zbp_book_has_half(const zbp_book *book)
 }
 
 /* The engine knows how gradients of all kinds and of several streams are summed; without it only
- * products of one stream are. */
-static bool sum_directly(const zbp_task *a, const zbp_task *b)
+ * products of one stream are, or, with how.fuse, whatever comes from one stream is added as it comes. */
+static bool sum_directly(const zbp_task *a, const zbp_task *b, zbp_how how)
 {
-    return a->kind == ZBP_TASK_PRODUCT && b->kind == ZBP_TASK_PRODUCT && a->stream == b->stream;
+    return a->stream == b->stream &&
+           (how.fuse || (a->kind == ZBP_TASK_PRODUCT && b->kind == ZBP_TASK_PRODUCT));
 }
 
-static bool sums_directly(zbp_book *book, const zbp_layout *layout)
+static bool sums_directly(zbp_book *book, const zbp_layout *layout, zbp_how how)
 {
     for (uint32_t w = 0; w < book->weight_count; w++)
         book->weight[w].first = ZBP_NO_FACE;
@@ -121,9 +122,9 @@ static bool sums_directly(zbp_book *book, const zbp_layout *layout)
         if (book->face[f].is_delivered)
             continue;
         if (weight->first != ZBP_NO_FACE &&
-            ((weight->seen & ZBP_WEIGHT_SPECIAL) != 0 ||
+            (((weight->seen & ZBP_WEIGHT_SPECIAL) != 0 && !how.fuse) ||
              !sum_directly(&layout->task[face->task],
-                           &layout->task[layout->face[weight->first].task])))
+                           &layout->task[layout->face[weight->first].task], how)))
             return false;
         weight->first = f;
     }
@@ -146,7 +147,7 @@ static bool runs_directly(zbp_book *book, const zbp_layout *layout, zbp_how how)
         if (book->weight[w].has_arrived || (book->weight[w].seen & ZBP_WEIGHT_HOOKED) != 0)
             return false;
     }
-    return !how.is_anomaly && (how.fuse || sums_directly(book, layout));
+    return !how.is_anomaly && sums_directly(book, layout, how);
 }
 
 zbp_way zbp_book_way(zbp_book *book, zbp_layout *layout, zbp_how how, uint32_t *face_out)
