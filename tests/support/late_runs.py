@@ -353,6 +353,28 @@ def sent_before_w(run):
     run.wait(sends)
 
 
+def a_root_alone(run):
+    """The gradient of each output is made on a stream of I's, the forward and W have others."""
+    forward, first, second = run.stream(), run.stream(), run.stream()
+    for k in range(2):
+        with forward:
+            run.forward(k)
+            run.outputs[k] = run.outputs[k][-1:]
+        with first:
+            run.wait(forward)
+            run.input(k)
+            if run.is_late:
+                torch.full((WIDTH,), 7.0, device=run.device)  # in what the output's gradient leaves
+            if not run.split:
+                run.weight(k)
+        if run.split:
+            with second:
+                run.weight(k)
+        run.dinputs.clear()
+    for stream in (forward, first, second):
+        run.wait(stream)
+
+
 def caller_trains_on_its_own_stream(run):
     """Zeroes, clips and steps on a stream of its own; forward and I stay on the main one."""
     optimizer = torch.optim.SGD(run.weights(), lr=0.1, momentum=0.9)

@@ -300,7 +300,6 @@ void detach_outputs(const zbp_scene& scene, const zbp_plan& plan) {
 void hand_over(zbp_scene& scene, const zbp_survey& survey) {
   scene.input_grads = input_grads(scene.args, *scene.walk, scene.captures, scene.groups);
   for (const GroupPtr& group : scene.groups) {
-    join_streams(*group);
     group->was_captured = is_capturing(*group);
   }
   scene.cuts.undo();

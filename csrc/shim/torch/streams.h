@@ -6,9 +6,9 @@
 // keeps for W was made there or handed to that stream by the engine, and is used and let go of there, so that the
 // caching allocator may give it away again without a word. Between that stream and the caller's:
 //
-// - I starts after what the caller's streams have been given (the engine's rule for the roots of a graph), and the
-//   caller's streams wait for what I has given its own (join_streams).
-// - W likewise: follow_caller at its beginning, join_streams at its end.
+// - I starts after what the caller's streams have been given, and these wait for what I has given its own: the engine's
+//   rules for the roots and the leaves of a graph. The leaves of I's are the captures, to which all that it runs leads.
+// - W likewise, without the engine too: follow_caller at its beginning, join_streams at its end.
 // - The gradient of a weight root goes by no run of I's to the stream that will read it: take_from_caller does there what
 //   the engine does for its roots.
 //
