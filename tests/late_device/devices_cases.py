@@ -5,7 +5,8 @@ import gc
 import pytest
 import torch
 from support import late
-from support.late_runs import ROWS, STAGES, WIDTH, Run, differences, no_stream, results_of
+from support.late_runs import Run, differences, no_stream, results_of
+from support.late_stages import ROWS, STAGES, WIDTH
 from torch import nn
 
 import zbpipe
@@ -101,6 +102,7 @@ def test_groups_that_are_dropped_give_their_memory_back(name):
 @pytest.mark.parametrize("release", [zbpipe.deallocate_output, zbpipe.release_storage], ids=lambda f: f.__name__)
 def test_an_output_released_after_its_send(release):
     """The send is another stream's; who releases has told the allocator of it."""
+
     def scenario(run):
         sends, sent = run.stream(), {}
         for k in range(2):

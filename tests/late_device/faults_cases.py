@@ -2,7 +2,8 @@
 
 import pytest
 from support import late, late_runs
-from support.late_runs import STAGES, Run, differences, results_of
+from support.late_runs import Run, differences, results_of
+from support.late_stages import STAGES
 
 pytestmark = pytest.mark.usefixtures("plants")
 

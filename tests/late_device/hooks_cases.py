@@ -4,7 +4,6 @@ import pytest
 import torch
 from support import late
 from support.late_runs import (
-    STAGES,
     caller_trains_on_its_own_stream,
     differences,
     late_weights,
@@ -12,6 +11,7 @@ from support.late_runs import (
     on_three_streams,
     results_of,
 )
+from support.late_stages import STAGES
 
 
 def on_weights(run):
@@ -49,9 +49,7 @@ def on_several_weights(run):
 def on_modules(run):
     for name, module in run.stage.named_modules():
         if list(module.parameters(recurse=False)):
-            module.register_full_backward_hook(
-                lambda _, given, came, name=name: run.call(f"module {name}", came[0])
-            )
+            module.register_full_backward_hook(lambda _, given, came, name=name: run.call(f"module {name}", came[0]))
 
 
 def on_activations(run):

@@ -4,17 +4,13 @@ import pytest
 import torch
 from support import late
 from support.late_runs import (
-    ROWS,
-    STAGES,
-    WIDTH,
-    Checkpointed,
     differences,
     late_weights,
-    mlp,
     on_another_stream,
     on_three_streams,
     results_of,
 )
+from support.late_stages import ROWS, STAGES, WIDTH, Checkpointed, mlp
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 

@@ -2,7 +2,8 @@
 
 import pytest
 from support import late
-from support.late_runs import SCENARIOS, STAGES, differences, results_of
+from support.late_runs import SCENARIOS, differences, results_of
+from support.late_stages import STAGES
 
 
 @pytest.mark.parametrize("split", [True, False], ids=["split", "whole"])

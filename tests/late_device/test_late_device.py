@@ -22,8 +22,17 @@ CASES = sorted(path.name for path in HERE.glob("*_cases.py"))
 
 def run(*arguments):
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-c", str(HERE.parents[1] / "pyproject.toml"), "--rootdir", str(HERE.parents[1])]
-        + ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short", *arguments],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-c",
+            str(HERE.parents[1] / "pyproject.toml"),
+            "--rootdir",
+            str(HERE.parents[1]),
+            *("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short"),
+            *arguments,
+        ],
         cwd=HERE.parent,
         capture_output=True,
         text=True,

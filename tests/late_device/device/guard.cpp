@@ -125,8 +125,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
     const bool is_ours = is_zbpipe(__builtin_return_address(0));
     const bool is_join = number_of(stream) == current_stream(stream.device_index());
-    const bool is_asked = faults.wait == Wait::either ||
-                          faults.wait == (is_join ? Wait::joins : Wait::follows);
+    const bool is_asked =
+        faults.wait == Wait::either || faults.wait == (is_join ? Wait::joins : Wait::follows);
     faults.waits_seen += is_ours ? 1 : 0;
     if (is_ours && is_asked && faults.waits.is_dropped()) {
       return;

@@ -10,7 +10,8 @@ namespace late {
 
 namespace {
 
-constexpr int NOTHING = 0xFF;  // bytes of memory that nobody has written: NaN in every floating dtype
+constexpr int NOTHING =
+    0xFF;  // bytes of memory that nobody has written: NaN in every floating dtype
 
 void join(Clock& into, const Clock& other) {
   into.resize(std::max(into.size(), other.size()));
@@ -80,21 +81,20 @@ void Schedule::check(Block& block, const Touch& touch, const Clock& clock) {
   for (const Touch& other : touches) {
     if (other.begin < touch.end && touch.begin < other.end && (other.writes || touch.writes) &&
         !comes_before(other.at, clock)) {
-      races_.insert(touch.name + " on " + name_of(touch.at) + " is not ordered after " + other.name +
-                    " on " + name_of(other.at));
+      races_.insert(touch.name + " on " + name_of(touch.at) + " is not ordered after " +
+                    other.name + " on " + name_of(other.at));
     }
   }
-  touches.erase(std::remove_if(touches.begin(), touches.end(),
-                               [&](const Touch& other) {
-                                 const bool is_same = other.at.stream == touch.at.stream &&
-                                                      other.writes == touch.writes;
-                                 const bool is_within =
-                                     other.begin >= touch.begin && other.end <= touch.end;
-                                 return comes_before(other.at, host_) ||
-                                        (comes_before(other.at, clock) && is_within &&
-                                         (touch.writes || is_same));
-                               }),
-                touches.end());
+  touches.erase(
+      std::remove_if(
+          touches.begin(), touches.end(),
+          [&](const Touch& other) {
+            const bool is_same = other.at.stream == touch.at.stream && other.writes == touch.writes;
+            const bool is_within = other.begin >= touch.begin && other.end <= touch.end;
+            return comes_before(other.at, host_) ||
+                   (comes_before(other.at, clock) && is_within && (touch.writes || is_same));
+          }),
+      touches.end());
   touches.push_back(touch);
 }
 

@@ -56,8 +56,8 @@ struct Block {
   char* data = nullptr;
   size_t size = 0;
   size_t asked = 0;
-  uint32_t stream = 0;           // where it was allocated
-  std::vector<uint32_t> users;   // streams on which it was recorded
+  uint32_t stream = 0;          // where it was allocated
+  std::vector<uint32_t> users;  // streams on which it was recorded
   std::vector<Touch> touches;
 };
 
