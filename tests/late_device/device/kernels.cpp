@@ -69,9 +69,8 @@ Stack all_converted(const Stack& values, const Convert& convert) {
   return made;
 }
 
-Tensor over(c10::Storage storage, c10::DispatchKey key, const Tensor& shape) {
-  Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(std::move(storage),
-                                                           c10::DispatchKeySet(key), shape.dtype());
+/// A tensor of that shape and dtype, with both bits, over a storage.
+Tensor shaped(Tensor tensor, const Tensor& shape) {
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(shape.sizes(), shape.strides(),
                                                       shape.storage_offset());
   tensor._set_conj(shape.is_conj());
@@ -84,9 +83,11 @@ Tensor over(c10::Storage storage, c10::DispatchKey key, const Tensor& shape) {
 Tensor in_place_of(const Tensor& tensor) {
   const c10::Storage& storage = tensor.storage();
   void* data = storage.nbytes() == 0 ? nullptr : storage.data_ptr().get();
-  return over(c10::Storage(c10::Storage::use_byte_size_t(), storage.nbytes(),
-                           c10::DataPtr(data, c10::Device(c10::kCPU)), nullptr, false),
-              c10::DispatchKey::CPU, tensor);
+  c10::Storage alias(c10::Storage::use_byte_size_t(), storage.nbytes(),
+                     c10::DataPtr(data, c10::Device(c10::kCPU)), nullptr, false);
+  return shaped(at::detail::make_tensor<c10::TensorImpl>(
+                    std::move(alias), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype()),
+                tensor);
 }
 
 namespace {
@@ -212,7 +213,13 @@ class Call {
     Stack made = all_converted(args_, in_place_of);
     const Tensor base = args_[0].toTensor();
     call_on_cpu(op_, made);
-    return {over(base.storage(), c10::DispatchKey::PrivateUse1, made[0].toTensor())};
+    const Tensor shape = made[0].toTensor();
+    return {shaped(at::detail::make_tensor<c10::TensorImpl>(
+                       c10::TensorImpl::VIEW, c10::Storage(base.storage()),
+                       base.key_set() - c10::DispatchKeySet({c10::DispatchKey::Conjugate,
+                                                             c10::DispatchKey::Negative}),
+                       shape.dtype()),
+                   shape)};
   }
 
   Stack run_now() {

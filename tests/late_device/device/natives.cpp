@@ -151,6 +151,15 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
+// The copy knows both bits of a tensor; resolved before it, they would need a copy.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
+  m.impl("_copy_from", CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, Negative, m) {
+  m.impl("_copy_from", CppFunction::makeFallthrough());
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
@@ -174,6 +183,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
         op->hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
         !op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1) &&
         (op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
+         op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional) ||
          op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd))) {
       m.impl(toString(name).c_str(), CppFunction::makeFromBoxedFunction<&fallback>());
     }
