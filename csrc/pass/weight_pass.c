@@ -50,6 +50,16 @@ static void settle(zbp_turn *turn, zbp_how how, bool failed)
     }
 }
 
+/* Part of the gradients may have been added: what the caller does to them next comes after that. */
+static void join_what_has_run(zbp_turn *turn)
+{
+    zbp_error later = {0};
+    const int status = zbp_join_streams(turn->held, &later);
+
+    (void)status; /* the call raises what came first */
+    zbp_error_clear(&later);
+}
+
 int zbp_pass_weights(zbp_turn *turn, size_t count, zbp_how how, zbp_error *error)
 {
     bool is_retry = false;
@@ -69,8 +79,11 @@ int zbp_pass_weights(zbp_turn *turn, size_t count, zbp_how how, zbp_error *error
         status = start(&turn[g], how, run, error);
     if (status == ZBP_OK)
         status = zbp_run_go(run, error);
-    for (size_t g = 0; g < count; g++)
+    for (size_t g = 0; g < count; g++) {
+        if (status != ZBP_OK)
+            join_what_has_run(&turn[g]);
         settle(&turn[g], how, status != ZBP_OK);
+    }
     zbp_run_free(run);
     if (status != ZBP_OK && is_retry)
         zbp_error_name_lost(error, turn, count);

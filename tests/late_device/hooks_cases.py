@@ -11,7 +11,10 @@ from support.late_runs import (
     on_three_streams,
     results_of,
 )
-from support.late_stages import STAGES
+from support.late_stages import STAGES, WIDTH
+from torch import nn
+
+import zbpipe
 
 
 def on_weights(run):
@@ -122,6 +125,64 @@ def test_an_optimizer_in_the_hooks(name):
         late.begin(order)
         got = results_of(one_by_one, "late", STAGES[name], setup=that_step)
         assert not differences(got, expected), order
+        assert not late.races(), order
+
+
+class TwoWorks(torch.autograd.Function):
+    """Hands over a product for each of two weights; `run`, once it is there, lets the second fail for a first time."""
+
+    @staticmethod
+    def forward(ctx, x, w, v, run):
+        ctx.save_for_backward(x, w, v)
+        ctx.run = run
+        return x @ w.t() + x @ v.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w, v = ctx.saved_tensors
+        run = ctx.run
+
+        def fails_once(grad, x):
+            if not run.raised:
+                run.raised = True
+                raise ValueError("for a moment")
+            return grad.t() @ x
+
+        first = zbpipe.defer(lambda grad, x: grad.t() @ x, 1, (grad, x))
+        return grad @ w + grad @ v, first, zbpipe.defer(fails_once, 2, (grad, x)), None
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w, self.v = (nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(2))
+
+    def forward(self, x):
+        return TwoWorks.apply(x, self.w, self.v, self.run)
+
+
+def test_what_a_weight_pass_that_raised_has_added_comes_before_what_the_caller_does():
+    def scenario(run):
+        run.forward(0)
+        run.input(0)
+        own = run.stream()
+        with own:
+            if run.split:
+                with pytest.raises(ValueError, match="for a moment"):
+                    run.weight(0)
+                run.stage.w.grad.mul_(2)
+            run.weight(0)
+            if not run.split:
+                run.stage.w.grad.mul_(2)
+        run.wait(own)
+
+    def setup(run):
+        run.stage.run, run.raised = run, not run.split
+
+    expected = results_of(scenario, "cpu", Two, setup=setup)
+    for order in late.ORDERS:
+        late.begin(order)
+        assert not differences(results_of(scenario, "late", Two, setup=setup), expected), order
         assert not late.races(), order
 
 

@@ -45,3 +45,14 @@ def run(*arguments):
 @pytest.mark.parametrize("cases", CASES)
 def test_cases(cases):
     run(f"late_device/{cases}")
+
+
+@pytest.mark.parametrize("name", ["oracle", "groups", "hooks", "functions", "threads", "edges"])
+def test_ordinary_tests(name):
+    """What tests/ asks of the CPU, asked of the device, each weight pass on a stream of its own."""
+    run("-p", "support.late_default", f"passes/test_{name}.py")
+
+
+@pytest.mark.long
+def test_all_ordinary_tests():
+    run("-p", "support.late_default", "passes", "policy", "kernels", "-m", "not long and not cuda")

@@ -11,6 +11,51 @@ import torch
 import zbpipe
 from support import late
 
+# What these tests ask is not asked of a device: reason -> parts of their names.
+NOT_OF_A_DEVICE = {
+    "panels and temporaries are the CPU's": (
+        "test_bits.py",
+        "test_fused_accumulation",
+        "test_the_counter_of_temporaries",
+        "test_autocast_needs_the_temporaries",
+        "test_low_precision_weights",
+        "test_panels_that",
+        "test_half_added_product",
+    ),
+    "it counts the CPU's memory or calls": (
+        "test_size.py",
+        "test_what_the_input_pass_computes_again_is_not_kept",
+        "test_what_nodes_behind_a_split_node_have_saved",
+        "test_profiler.py",
+    ),
+    "it expects the words 'on cpu'": (
+        "test_output_gradient_on_another_device",
+        "test_weight_that_has_been_moved_into_the_interior",
+        "test_main_grad_that_does_not_fit",
+        "test_a_tensor_that_was_not_given_is_refused",
+        "test_bad_arguments_are_refused_before",
+    ),
+    "its module or tensor was made on the CPU": (
+        "test_strides_of_dinputs",
+        "test_group_read_on_another_thread",
+        "test_weights_stepped_in_place_between",
+        "test_work_for_weights_that_nobody_names",
+        "test_a_weight_computed_of_several_leaves",
+        "test_work_may_run_autograd",
+        "pickled",
+    ),
+    "the CPU has no kernel for it": ("test_lstm", "test_gru", "recurrent", "test_sparse_gradient"),
+    "torch warns elsewhere": ("test_warning_made_an_error_in_the_weight_pass",),
+    "a device has one thread of the engine's, which is busy": ("test_weight_passes_at_the_same_time",),
+}
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        for reason, names in NOT_OF_A_DEVICE.items():
+            if any(name in item.nodeid for name in names):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
 
 @pytest.fixture(autouse=True)
 def _on_the_late_device(monkeypatch):

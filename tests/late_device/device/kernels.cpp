@@ -125,10 +125,11 @@ Tensor empty_like_it(const Tensor& shape) {
 }  // namespace
 
 void add_use(std::vector<Use>& uses, const Tensor& tensor, bool writes) {
-  Block* block = is_late(tensor) ? block_of(tensor.storage().data_ptr()) : nullptr;
-  if (!block || tensor.numel() == 0) {
+  if (!is_late(tensor) || tensor.numel() == 0) {
     return;
   }
+  Block* block = block_of(tensor.storage().data_ptr());  // raises if it was given up
+  TORCH_CHECK(block, "late: a tensor has no memory");
   int64_t last = tensor.storage_offset();
   for (int64_t i = 0; i < tensor.dim(); ++i) {
     last += (tensor.size(i) - 1) * tensor.stride(i);
@@ -188,24 +189,27 @@ bool depends_on_values(const c10::OperatorHandle& op, const Stack& args) {
 class Call {
  public:
   Call(const c10::OperatorHandle& op, Stack args) : op_(op), args_(std::move(args)) {
-    const auto& arguments = op.schema().arguments();
-    for (size_t i = 0; i < args_.size(); ++i) {
-      for (const Tensor& tensor : tensors_in(args_[i])) {
-        if (is_late(tensor) && !device_) {
-          device_ = tensor.device();
-        }
-        add_use(uses_, tensor, writes(arguments[i]));
+    for (const IValue& arg : args_) {
+      for (const Tensor& tensor : tensors_in(arg)) {
+        device_ = is_late(tensor) && !device_ ? tensor.device() : device_;
       }
-      if (!device_ && args_[i].isDevice()) {
-        device_ = args_[i].toDevice();
-      }
+      device_ = !device_ && arg.isDevice() ? arg.toDevice() : device_;
     }
   }
 
   Stack run() {
+    if (is_view(op_.schema())) {
+      return view();
+    }
     const c10::OptionalDeviceGuard guard(device_);
     stream_ = current_stream(current_device());
-    return is_view(op_.schema()) ? view() : depends_on_values(op_, args_) ? run_now() : put_in();
+    const auto& arguments = op_.schema().arguments();
+    for (size_t i = 0; i < args_.size(); ++i) {
+      for (const Tensor& tensor : tensors_in(args_[i])) {
+        add_use(uses_, tensor, writes(arguments[i]));
+      }
+    }
+    return depends_on_values(op_, args_) ? run_now() : put_in();
   }
 
  private:
