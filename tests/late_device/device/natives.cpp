@@ -175,16 +175,18 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("convolution_overrideable", CppFunction::makeFromBoxedFunction<&as_other<CONVOLUTION>>());
   m.impl("convolution_backward_overrideable",
          CppFunction::makeFromBoxedFunction<&convolution_backward>());
-  // Where an operator has a kernel for the CPU and one made of other operators, the CPU's, for the same bits.
+  // Where an operator has a kernel for the CPU and one made of other operators, the CPU's, for the same bits. But in place
+  // or into outputs, what is made of other operators refuses at the call what a task would refuse too late.
+  using Key = c10::DispatchKey;
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getAllOpNames()) {
     const auto op = dispatcher.findSchema(name);
-    if (op && name.name.rfind("aten::", 0) == 0 &&
-        op->hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
-        !op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1) &&
-        (op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
-         op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional) ||
-         op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd))) {
+    if (op && name.name.rfind("aten::", 0) == 0 && op->hasKernelForDispatchKey(Key::CPU) &&
+        !op->hasKernelForDispatchKey(Key::PrivateUse1) &&
+        (op->hasKernelForDispatchKey(Key::CompositeExplicitAutograd) ||
+         op->hasKernelForDispatchKey(Key::CompositeImplicitAutograd) ||
+         (op->hasKernelForDispatchKey(Key::CompositeExplicitAutogradNonFunctional) &&
+          !op->schema().is_mutable()))) {
       m.impl(toString(name).c_str(), CppFunction::makeFromBoxedFunction<&fallback>());
     }
   }
