@@ -150,3 +150,50 @@ def test_passes_on_both_sides_of_a_capture_are_refused():
         run.weight(1)
     expected = results_of(lambda run: [f(k) for f in (run.forward, run.weight) for k in range(2)], "cpu", STAGES["mlp"])
     assert not differences(run.results(), expected)
+
+
+@pytest.mark.parametrize("name", ["mlp", "normed", "tied", "batched", "weight root", "branches", "handed over"])
+def test_both_passes_in_one_captured_graph(name):
+    """Replayed on other inputs: each time the gradients of these."""
+
+    class Captured(Run):
+        def forward(self, k):
+            torch.manual_seed(k + 1)
+            self.inputs[0] = torch.randn(ROWS, WIDTH).to(self.device).requires_grad_()
+            self.outputs[0] = outputs_of(self.stage, self.inputs[0])
+
+    def by_steps(run):
+        for k in range(3):
+            run.stage.zero_grad()
+            run.forward(k)
+            run.weight(0)
+
+    expected = results_of(by_steps, "cpu", STAGES[name], Captured)
+    for order in late.ORDERS:
+        late.begin(order)
+        run = Run("late", STAGES[name])
+        x = torch.zeros(ROWS, WIDTH, device="late", requires_grad=True)
+        for weight in run.weights():
+            weight.grad = torch.zeros_like(weight)
+        grads = [torch.zeros(output.shape, device="late") for output in outputs_of(run.stage, x)]
+        with late.captured() as replay:
+            outputs = outputs_of(run.stage, x)
+            dinputs, groups = zbpipe.stage_backward_input(outputs, grads, [x], run.weights())
+            zbpipe.stage_backward_weight(run.weights(), groups)
+        del outputs, groups
+        for k in range(3):
+            torch.manual_seed(k + 1)
+            x.detach().copy_(torch.randn(ROWS, WIDTH))
+            torch.manual_seed(100)
+            for grad in grads:
+                grad.copy_(torch.randn(grad.shape))
+            for weight in run.weights():
+                weight.grad.zero_()
+            replay()
+        run.dinputs[0] = dinputs[0]
+        assert not differences(run.results(), expected), order
+
+
+def outputs_of(stage, x):
+    outputs = stage(x)
+    return list(outputs) if isinstance(outputs, tuple) else [outputs]

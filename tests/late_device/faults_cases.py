@@ -82,3 +82,25 @@ def test_memory_given_away_early_shows(name):
     expected = results_of(scenario, "cpu", STAGES[name])
     signs = shows(scenario, STAGES[name], Run, expected)
     assert {"wrong values, lazy", "wrong values, others_first"} <= signs or name == "checkpointed", signs
+
+
+@pytest.mark.parametrize("name", ["mlp", "tied", "handed over", "weight root"])
+def test_wrong_values_are_always_a_race_too(name):
+    """Each single wait left out in turn, in every scenario: what gives wrong values in some order is told whatever the order."""
+    shown = 0
+    for scenario in late_runs.SCENARIOS:
+        expected = results_of(scenario, "cpu", STAGES[name])
+        late.begin()
+        results_of(scenario, "late", STAGES[name])
+        for n in range(late.library.late_waits()):
+            signs = set()
+            for order in ("lazy", "others_first"):
+                late.begin(order)
+                with late.without_waits(late.EITHER, n):
+                    got = results_of(scenario, "late", STAGES[name])
+                late.finish()
+                signs |= {"wrong"} if differences(got, expected) else set()
+                signs |= {"race"} if late.races() else set()
+            assert signs != {"wrong"}, (scenario.__name__, n)
+            shown += "wrong" in signs
+    assert shown > 1

@@ -151,6 +151,17 @@ def capturing(a_stream):
         library.late_set_capturing(a_stream.device_index, a_stream.stream_id, False)
 
 
+@contextmanager
+def captured():
+    """What is called is kept and does not run; yields what runs it, on the current stream."""
+    finish()
+    library.late_begin_capture()
+    try:
+        yield library.late_replay
+    finally:
+        library.late_end_capture()
+
+
 def finish():
     """Everything runs."""
     for device in range(2):

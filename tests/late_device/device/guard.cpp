@@ -109,7 +109,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 #endif
   {
     const std::lock_guard<std::mutex> lock(captures_mutex);
-    return captures.count(number_of(stream)) != 0;
+    return captures.count(number_of(stream)) != 0 || Schedule::get().is_capturing();
   }
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex /*device*/,

@@ -70,6 +70,18 @@ uint64_t late_peak() {
   return Schedule::get().peak;
 }
 
+void late_begin_capture() {
+  Schedule::get().begin_capture();
+}
+
+void late_end_capture() {
+  Schedule::get().end_capture();
+}
+
+void late_replay() {
+  Schedule::get().replay(current_stream(current_device()));
+}
+
 void late_set_capturing(int device, int64_t stream, bool is_capturing) {
   set_capturing(stream_number(device, stream), is_capturing);
 }

@@ -101,6 +101,10 @@ void Schedule::check(Block& block, const Touch& touch, const Clock& clock) {
 void Schedule::enqueue(uint32_t stream, const std::string& name, const std::vector<Use>& uses,
                        std::function<void()> run) {
   const Lock lock(mutex_);
+  if (is_capturing_) {
+    captured_.push_back(std::move(run));
+    return;
+  }
   const Point point{stream, push(stream, {std::move(run), {}})};
   for (const Use& use : uses) {
     check(*use.block, {point, use.begin, use.end, use.writes, name}, at(stream).clock);
@@ -123,6 +127,9 @@ Mark Schedule::mark(uint32_t stream) {
 
 bool Schedule::wait(uint32_t stream, const Mark& mark) {
   const Lock lock(mutex_);
+  if (is_capturing_) {
+    return true;  // tasks are kept in the order in which they came
+  }
   Clock joined = mark_of(stream).clock;
   const Clock before = joined;
   join(joined, mark.clock);
@@ -220,6 +227,9 @@ void Schedule::raise_error() {
 
 void Schedule::finish(const Mark& mark) {
   const Lock lock(mutex_);
+  if (is_capturing_) {
+    throw std::runtime_error("the host cannot wait for what is captured");
+  }
   reach(mark.at);
   join(host_, mark.clock);
   raise_error();
@@ -264,6 +274,7 @@ Block* Schedule::allocate(size_t asked, uint32_t stream) {
     std::memset(block->data, NOTHING, size);
   }
   block->asked = asked;
+  block->is_captured = is_capturing_;
   bytes += asked;
   peak = std::max(peak, bytes);
   return block;
@@ -298,6 +309,9 @@ void Schedule::give_away(uint64_t data) {
 void Schedule::free(Block* block) {
   const Lock lock(mutex_);
   bytes -= block->asked;
+  if (block->is_captured || is_capturing_) {
+    return;  // a replay will use it again
+  }
   const std::vector<uint32_t> users = std::exchange(block->users, {});
   if (users.empty()) {
     write_over(block);
@@ -332,6 +346,35 @@ void Schedule::take_back() {
     } else {
       ++i;
     }
+  }
+}
+
+// ---- captures
+
+void Schedule::begin_capture() {
+  const Lock lock(mutex_);
+  is_capturing_ = true;
+  captured_.clear();
+}
+
+void Schedule::end_capture() {
+  const Lock lock(mutex_);
+  is_capturing_ = false;
+}
+
+bool Schedule::is_capturing() {
+  const Lock lock(mutex_);
+  return is_capturing_;
+}
+
+void Schedule::replay(uint32_t stream) {
+  std::vector<std::function<void()>> tasks;
+  {
+    const Lock lock(mutex_);
+    tasks = captured_;
+  }
+  for (auto& task : tasks) {
+    enqueue(stream, "a replay", {}, std::move(task));
   }
 }
 

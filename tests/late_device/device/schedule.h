@@ -58,6 +58,7 @@ struct Block {
   size_t asked = 0;
   uint32_t stream = 0;          // where it was allocated
   std::vector<uint32_t> users;  // streams on which it was recorded
+  bool is_captured = false;     // a graph uses it, for good
   std::vector<Touch> touches;
 };
 
@@ -97,6 +98,13 @@ class Schedule {
   void give_away(uint64_t data);
   /// Of what is allocated, and the most that was.
   size_t bytes = 0, peak = 0;
+
+  /// Until the end of the capture tasks are kept, in the order in which they came, and do not run; nobody may wait.
+  void begin_capture();
+  void end_capture();
+  bool is_capturing();
+  /// The tasks of the last capture, on this stream.
+  void replay(uint32_t stream);
 
   size_t pending();
   std::string races();
@@ -143,6 +151,8 @@ class Schedule {
   std::vector<Block*> pool_;    // those that nobody has
   std::vector<Returned> returned_;
   std::set<std::string> races_;
+  bool is_capturing_ = false;
+  std::vector<std::function<void()>> captured_;
   std::string error_;
 };
 
