@@ -300,6 +300,7 @@ SCENARIOS = (
     forward_on_a_side_stream,
     sent_before_w,
     on_three_streams,
+    a_root_alone,
     caller_trains_on_its_own_stream,
     scaled_between,
     groups_on_streams_of_their_own,

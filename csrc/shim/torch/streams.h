@@ -9,8 +9,8 @@
 // - I starts after what the caller's streams have been given, and these wait for what I has given its own: the engine's
 //   rules for the roots and the leaves of a graph. The leaves of I's are the captures, to which all that it runs leads.
 // - W likewise, without the engine too: follow_caller at its beginning, join_streams at its end.
-// - The gradient of a weight root goes by no run of I's to the stream that will read it: take_from_caller does there what
-//   the engine does for its roots.
+// - The gradient of a weight root goes by no run of I's to the stream that will read it: take_from_caller does there
+//   what the engine does for its roots.
 //
 // Whoever calls W on another thread or stream than I needs no synchronisation of his own but for gradients that a
 // third stream uses.
