@@ -54,6 +54,7 @@ struct zbp_held {
 typedef struct fake_world {
     uint64_t random;
     long touches, fail_at;  /* -1: none fails */
+    long joins;             /* so often the caller's streams have waited for a group's */
     uint64_t sums;          /* identities given away */
     void (*surprise)(void); /* what a user's code that runs within a touch does; may be NULL */
     void (*look)(void);     /* likewise, while the weights are looked at */

@@ -83,6 +83,7 @@ static int run(zbp_how how, long fail_at, const char **raised_out)
     int status;
 
     fake.touches = 0;
+    fake.joins = 0;
     fake.fail_at = fail_at;
     for (size_t g = 0; g < count; g++) {
         zbp_held *h = &held[is_reversed ? count - 1 - g : g];
@@ -157,6 +158,8 @@ static void what_failed_goes_on_where_it_stopped(void)
                 CHECK((status == ZBP_OK) == (raised == NULL));
                 if (raised != NULL) {
                     CHECK(status == ZBP_ETORCH && raised == FAKE_FAILED && fake.touches > n);
+                    CHECK(fake.joins >=
+                          (long)count); /* what has been added comes before what follows */
                     CHECK(run(how, -1, &raised) == ZBP_OK && raised == NULL);
                     raised = FAKE_FAILED;
                 }
