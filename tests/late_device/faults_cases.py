@@ -34,7 +34,7 @@ def shows(scenario, make, run_of, expected):
     return signs
 
 
-THROUGH_THE_ENGINE = ["weight root", "branches"]  # where the engine joins the streams
+THROUGH_THE_ENGINE = ["weight root", "branches", "handed over, computed"]  # where the engine joins the streams
 
 WAITS = [
     pytest.param("weight", wait, scenario, name, id=f"W's {kind}, {scenario.__name__}, {name}")

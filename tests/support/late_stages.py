@@ -90,6 +90,13 @@ class Handed(nn.Module):
         return Handing.apply(torch.tanh(Handing.apply(x, self.w)), self.v)
 
 
+class HandedComputed(Handed):
+    """Between the task and the weight there is a node: W takes the engine, and makes the call before it."""
+
+    def forward(self, x):
+        return Handing.apply(torch.tanh(Handing.apply(x, self.w.sin())), self.v)
+
+
 class Root(nn.Module):
     """Its second output depends on a parameter alone: W starts there."""
 
@@ -136,6 +143,7 @@ STAGES = {
     "checkpointed": Checkpointed,
     "dropout": DropsOut,
     "handed over": Handed,
+    "handed over, computed": HandedComputed,
     "weight root": Root,
     "branches": Branches,
 }
