@@ -12,9 +12,8 @@ from typing import Any, NoReturn
 
 import torch
 
+import zbpipe
 from zbpipe._cli.arguments import refuse_files
-from zbpipe._explain.run import explain
-from zbpipe._version import __version__
 
 DESCRIPTION = """\
 Say, parameter by parameter, whether W or I computes its gradient and why, what is held from I to W, and W's FLOPs.
@@ -46,10 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace) -> int:
     refuse_files(given, "json")
     module, inputs = _stage(given)
-    plan = explain(module, inputs, first_stage=given.first_stage)
+    plan = zbpipe.explain(module, inputs, first_stage=given.first_stage)
     print(plan)
     if given.json:
-        data = {"schema": SCHEMA, "zbpipe": __version__, "torch": torch.__version__, "what": given.what}
+        data = {"schema": SCHEMA, "zbpipe": zbpipe.__version__, "torch": torch.__version__, "what": given.what}
         given.json.write_text(json.dumps({**data, **plan.as_dict()}, indent=1) + "\n")
     return 0
 
