@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 from support import late
-from support.late_runs import Run, differences, no_stream, results_of
+from support.late_runs import Run, check_in_every_order, differences, no_stream, results_of
 from support.late_stages import ROWS, STAGES, WIDTH
 from torch import nn
 
@@ -66,14 +66,7 @@ def halves_on_other_streams(run):
 @pytest.mark.parametrize("policy", [{}, {"defer": "all"}, {"defer": "nothing"}], ids=["matrices", "all", "nothing"])
 @pytest.mark.parametrize("scenario", [halves_at_once, halves_on_other_streams], ids=lambda s: s.__name__)
 def test_two_devices(scenario, policy):
-    expected = results_of(scenario, "cpu", Halves, OnBoth)
-    for order in late.ORDERS:
-        for seed in range(5 if order == "random" else 1):
-            late.begin(order, seed)
-            with zbpipe.policy(**policy):
-                got = results_of(scenario, "late", Halves, OnBoth)
-            assert not differences(got, expected), (order, seed)
-            assert not late.races(), (order, seed)
+    check_in_every_order(scenario, Halves, OnBoth, seeds=5, policy=policy)
 
 
 @pytest.mark.parametrize("name", STAGES)
@@ -93,10 +86,7 @@ def test_groups_that_are_dropped_give_their_memory_back(name):
         run.input(1)
         run.weight(1)
 
-    for order in late.ORDERS:
-        late.begin(order)
-        assert not differences(results_of(scenario, "late", STAGES[name]), expected), order
-        assert not late.races(), order
+    check_in_every_order(scenario, STAGES[name], expected=expected)
 
 
 @pytest.mark.parametrize("release", [zbpipe.deallocate_output, zbpipe.release_storage], ids=lambda f: f.__name__)
@@ -125,11 +115,7 @@ def test_an_output_released_after_its_send(release):
         run.wait(sends)
         run.dinputs |= sent
 
-    expected = results_of(scenario, "cpu", STAGES["mlp"])
-    for order in late.ORDERS:
-        late.begin(order)
-        assert not differences(results_of(scenario, "late", STAGES["mlp"]), expected), order
-        assert not late.races(), order
+    check_in_every_order(scenario, STAGES["mlp"])
 
 
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="torch cannot tell of a stream that it is captured")

@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-from support import late
 from support.late_runs import (
     caller_trains_on_its_own_stream,
-    differences,
+    check_in_every_order,
     late_weights,
     on_another_thread,
     on_three_streams,
-    results_of,
 )
 from support.late_stages import STAGES, WIDTH
 from torch import nn
@@ -92,22 +90,12 @@ HOOKS = (
 @pytest.mark.parametrize("hooks", HOOKS, ids=lambda hooks: hooks.__name__)
 @pytest.mark.parametrize("name", ["mlp", "normed", "tied", "batched", "handed over", "branches"])
 def test_hooks(name, hooks, scenario):
-    expected = results_of(scenario, "cpu", STAGES[name], setup=hooks)
-    for order in late.ORDERS:
-        late.begin(order)
-        got = results_of(scenario, "late", STAGES[name], setup=hooks)
-        assert not differences(got, expected), order
-        assert not late.races(), order
+    check_in_every_order(scenario, STAGES[name], setup=hooks)
 
 
 @pytest.mark.parametrize("name", ["mlp", "normed", "tied"])
 def test_hooks_of_a_caller_that_trains(name):
-    expected = results_of(caller_trains_on_its_own_stream, "cpu", STAGES[name], setup=on_weights)
-    for order in late.ORDERS:
-        late.begin(order)
-        got = results_of(caller_trains_on_its_own_stream, "late", STAGES[name], setup=on_weights)
-        assert not differences(got, expected), order
-        assert not late.races(), order
+    check_in_every_order(caller_trains_on_its_own_stream, STAGES[name], setup=on_weights)
 
 
 def one_by_one(run):
@@ -120,12 +108,7 @@ def one_by_one(run):
 
 @pytest.mark.parametrize("name", ["mlp", "normed", "handed over"])
 def test_an_optimizer_in_the_hooks(name):
-    expected = results_of(one_by_one, "cpu", STAGES[name], setup=that_step)
-    for order in late.ORDERS:
-        late.begin(order)
-        got = results_of(one_by_one, "late", STAGES[name], setup=that_step)
-        assert not differences(got, expected), order
-        assert not late.races(), order
+    check_in_every_order(one_by_one, STAGES[name], setup=that_step)
 
 
 class TwoWorks(torch.autograd.Function):
@@ -179,11 +162,7 @@ def test_what_a_weight_pass_that_raised_has_added_comes_before_what_the_caller_d
     def setup(run):
         run.stage.run, run.raised = run, not run.split
 
-    expected = results_of(scenario, "cpu", Two, setup=setup)
-    for order in late.ORDERS:
-        late.begin(order)
-        assert not differences(results_of(scenario, "late", Two, setup=setup), expected), order
-        assert not late.races(), order
+    check_in_every_order(scenario, Two, setup=setup)
 
 
 def test_a_weight_pass_that_raised_goes_on():
@@ -211,7 +190,4 @@ def test_a_weight_pass_that_raised_goes_on():
                         run.weight(k)
             run.weight(k)
 
-    expected = results_of(tries_twice, "cpu", STAGES["mlp"], setup=that_raise)
-    for order in late.ORDERS:
-        late.begin(order)
-        assert not differences(results_of(tries_twice, "late", STAGES["mlp"], setup=that_raise), expected), order
+    check_in_every_order(tries_twice, STAGES["mlp"], setup=that_raise)

@@ -2,19 +2,15 @@
 
 import pytest
 import torch
-from support import late
 from support.late_runs import (
-    differences,
+    check_in_every_order,
     late_weights,
     on_another_stream,
     on_three_streams,
-    results_of,
 )
 from support.late_stages import ROWS, STAGES, WIDTH, Checkpointed, mlp
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-
-import zbpipe
 
 
 class Nested(nn.Module):
@@ -83,15 +79,9 @@ POLICIES = {
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", ALL_STAGES)
 def test_policy(name, policy, scenario):
-    expected = results_of(scenario, "cpu", ALL_STAGES[name])
-    for order in late.ORDERS:
-        late.begin(order)
-        with zbpipe.policy(**POLICIES[policy]):
-            got = results_of(scenario, "late", ALL_STAGES[name])
-        # Fused, what several nodes give to one weight is not summed before it is added.
-        rounds = 1e-5 if policy == "fused" and name in ("tied", "branches") else 0
-        assert not differences(got, expected, rounds), order
-        assert not late.races(), order
+    # Fused, what several nodes give to one weight is not summed before it is added.
+    rounds = 1e-5 if policy == "fused" and name in ("tied", "branches") else 0
+    check_in_every_order(scenario, ALL_STAGES[name], policy=POLICIES[policy], tolerance=rounds)
 
 
 @pytest.mark.parametrize("name", ["mlp", "normed", "tied", "batched"])
@@ -100,12 +90,7 @@ def test_gradients_in_main_grad(name):
         for weight in run.weights() if run.split else ():
             weight.main_grad = torch.zeros_like(weight)
 
-    expected = results_of(on_three_streams, "cpu", STAGES[name])
-    for order in late.ORDERS:
-        late.begin(order)
-        with zbpipe.policy(main_grad=True):
-            got = results_of(on_three_streams, "late", STAGES[name], setup=with_main_grads)
-        assert not differences(got, expected), order
+    check_in_every_order(on_three_streams, STAGES[name], policy={"main_grad": True}, setup=with_main_grads)
 
 
 def test_the_stages_are_what_they_say():

@@ -2,7 +2,7 @@
 
 import pytest
 from support import late
-from support.late_runs import SCENARIOS, differences, results_of
+from support.late_runs import SCENARIOS, check_in_every_order, results_of
 from support.late_stages import STAGES
 
 
@@ -10,13 +10,7 @@ from support.late_stages import STAGES
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 @pytest.mark.parametrize("name", STAGES)
 def test_scenario(name, scenario, split):
-    expected = results_of(scenario, "cpu", STAGES[name])
-    for order in late.ORDERS:
-        for seed in range(3 if order == "random" else 1):
-            late.begin(order, seed)
-            got = results_of(scenario, "late", STAGES[name], split=split)
-            assert not differences(got, expected), (order, seed)
-            assert not late.races(), (order, seed)
+    check_in_every_order(scenario, STAGES[name], seeds=3, split=split)
 
 
 def test_all_memory_comes_back():

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import zbpipe
+from support import late
 from support.late_stages import ROWS, WIDTH
 
 
@@ -323,3 +324,18 @@ def differences(got, expected, tolerance=0):
             by = (got[name] - expected[name]).abs().max().item()
             wrong += [] if by <= tolerance else [f"{name}: by {by}"]  # NaN is more
     return wrong
+
+
+def check_in_every_order(
+    scenario, make, kind=Run, *, expected=None, seeds=1, policy=None, tolerance=0, setup=lambda run: None, split=True
+):
+    """On the late device the bits that the scenario has on the CPU, or what is expected, and no race, in each order; in
+    random ones as often as there are seeds."""
+    expected = results_of(scenario, "cpu", make, kind, setup=setup) if expected is None else expected
+    for order in late.ORDERS:
+        for seed in range(seeds if order == "random" else 1):
+            late.begin(order, seed)
+            with zbpipe.policy(**(policy or {})):
+                got = results_of(scenario, "late", make, kind, setup=setup, split=split)
+            assert not differences(got, expected, tolerance), (order, seed)
+            assert not late.races(), (order, seed)
