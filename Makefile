@@ -28,7 +28,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo docs dev test test-core test-long test-all test-clients clients asan valgrind fuzz cov lint fmt bench clean pytest
+.PHONY: help demo docs wheel dev test test-core test-long test-all test-clients clients asan valgrind fuzz cov lint fmt bench clean pytest
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -107,6 +107,10 @@ fmt: dev ## format Python and C in place
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/clang-format --style=file:.clang-format -i $(C_STYLE)
 	$(VENV)/bin/clang-format --style=file:csrc/shim/.clang-format -i $(CXX_STYLE)
+
+wheel: $(VENV)/.built ## build a wheel for this torch and Python into dist
+	$(RUN) -m pip wheel --quiet --no-deps --no-build-isolation -w dist .
+	@ls dist/*.whl
 
 docs: $(VENV)/.built $(VENV)/.extras-docs ## build the documentation as a site, build/docs; a warning is an error
 	$(RUN) -m sphinx --quiet --fail-on-warning --keep-going -b html docs build/docs
