@@ -47,6 +47,9 @@ int add(Group& group, const zbp_fold_step& step) {
 }  // namespace
 
 void plan_folds(Group& group) {
+  if (group.tasks.size() < 2) {
+    return;
+  }
   c10::SmallVector<bool, 16> is_bound;
   c10::SmallVector<bool, 16> is_plain;
   for (const Task& task : group.tasks) {
