@@ -87,6 +87,8 @@ def test_blocks_are_of_a_known_kind(page):
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if of_language(page, "python")])
 def test_python_runs(page, project):
+    if page == "docs/tutorial.md" and torch.__version__ < (2, 12):
+        pytest.skip("torch 2.11 runs no V of one rank over gloo")
     blocks = of_language(page, "python")
     parts = [f"{source}\nprint('{'=' * 8}', flush=True)\n" for source, _ in blocks]
     (project / "page.py").write_text("\n".join(parts))

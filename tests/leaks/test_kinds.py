@@ -246,6 +246,7 @@ KINDS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_found_and_the_programs_place_is_named(kind):
     with check_tensor_leak(action="record") as check:
