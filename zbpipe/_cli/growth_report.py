@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zbpipe._cli.ranks import numbered
+from zbpipe._cli.ranks import heading, numbered, told_by_themselves
 from zbpipe._text import table
 from zbpipe.leaks._alike import numbered_spans, plain
 from zbpipe.leaks._growth import SHOWN_HOLDERS, Grown, Growth, headline
@@ -27,15 +27,12 @@ def text_of(reports: dict[int, dict[str, Any]], missing: list[int], world: int) 
     if world == 1:
         (report,) = reports.values()
         return "\n".join([report["head"], *_numbers(report), *_grown({0: report}, with_ranks=False)])
-    lines = [f"zbpipe leaks: {numbered(sorted(reports))} of {world}"]
-    heads: dict[str, list[int]] = {}
-    for rank, report in sorted(reports.items()):
-        heads.setdefault(report["head"].removeprefix("zbpipe leaks: "), []).append(rank)
-    lines += [f"{numbered(ranks)}: {head}" for head, ranks in heads.items()]
+    heads = {rank: report["head"].removeprefix("zbpipe leaks: ") for rank, report in reports.items()}
+    lines = heading("leaks", heads, world)
     if any(report["counts"] for report in reports.values()):
         lines += ["", _table_of_ranks(reports)]
     if missing:
-        lines += ["", f"{numbered(missing)}: failed, or not ended in time; each prints its own report when it ends"]
+        lines += ["", told_by_themselves(missing)]
     return "\n".join([*lines, *_grown(reports, with_ranks=True)])
 
 

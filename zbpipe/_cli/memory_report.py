@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zbpipe._cli.ranks import numbered
+from zbpipe._cli.ranks import heading, numbered, told_by_themselves
 from zbpipe._text import Unit, in_words, table
 from zbpipe.memory import Recording
 from zbpipe.memory._results import phase_table
@@ -35,13 +35,9 @@ def text_of(reports: dict[int, dict[str, Any]], missing: list[int], world: int) 
     if world == 1:
         (report,) = reports.values()
         return _of_one(report)
-    lines = [f"zbpipe memory: {numbered(sorted(reports))} of {world}"]
-    heads: dict[str, list[int]] = {}
-    for rank, report in sorted(reports.items()):
-        heads.setdefault(report["head"], []).append(rank)
-    lines += [f"{numbered(ranks)}: {head}" for head, ranks in heads.items()]
+    lines = heading("memory", {rank: report["head"] for rank, report in reports.items()}, world)
     if missing:
-        lines.append(f"{numbered(missing)}: failed, or not ended in time; each prints its own report when it ends")
+        lines.append(told_by_themselves(missing))
     measured = {rank: report for rank, report in reports.items() if "peak" in report}
     if measured:
         most = min(measured, key=lambda rank: _by_most_in_use((rank, measured[rank])))

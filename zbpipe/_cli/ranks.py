@@ -98,6 +98,21 @@ def numbered(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {numbered_spans(ranks)}"
 
 
+def heading(command: str, heads: dict[int, str], world: int) -> list[str]:
+    """Which of `world` ranks a report is of, and what each says of itself, those that say the same once."""
+    alike: dict[str, list[int]] = {}
+    for r, head in sorted(heads.items()):
+        alike.setdefault(head, []).append(r)
+    return [
+        f"zbpipe {command}: {numbered(sorted(heads))} of {world}",
+        *(f"{numbered(ranks)}: {head}" for head, ranks in alike.items()),
+    ]
+
+
+def told_by_themselves(missing: list[int]) -> str:
+    return f"{numbered(missing)}: failed, or not ended in time; each prints its own report when it ends"
+
+
 def say(text: str) -> None:
     """Print at once, so that ranks do not interleave."""
     sys.stdout.write(text + "\n")
