@@ -61,7 +61,7 @@ class Training:
             stage.clear_runtime_states()
             for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
                 for info in infos:
-                    info.buffer = None
+                    info.buffer = torch.empty(0)  # torch 2.11's stage lets go of its gradient
 
 
 @pytest.fixture(autouse=True)
@@ -199,7 +199,8 @@ class OwnHook(Block):
 
     def hidden(self, x):
         out = super().hidden(x)
-        out.register_hook(lambda grad: grad * (1 - out.detach() ** 2))
+        if out.requires_grad:  # torch 2.11's stage tries its shapes without
+            out.register_hook(lambda grad: grad * (1 - out.detach() ** 2))
         return out
 
 
@@ -208,7 +209,8 @@ class NodeHook(Block):
 
     def hidden(self, x):
         hidden = super().hidden(x)
-        hidden.grad_fn.register_prehook(lambda grads: tuple(grad.expand_as(hidden) for grad in grads))
+        if hidden.requires_grad:
+            hidden.grad_fn.register_prehook(lambda grads: tuple(grad.expand_as(hidden) for grad in grads))
         return hidden
 
 

@@ -85,6 +85,10 @@ uint64_t Group::recomputed_for() const {
   return std::max(outside_recomputed_for, zbp_book_unpacks_up_to(&book, &layout));
 }
 
+bool Group::leaves_packed() const {
+  return recomputed_for() != 0 || !unpinned_outside.empty();  // none of the latter has been seen to where I ran nothing
+}
+
 size_t Group::bytes_held() const {
   size_t bytes = 0;
   std::unordered_set<const void*> seen;

@@ -193,8 +193,10 @@ struct Group : std::enable_shared_from_this<Group> {
   std::mutex unpinned_outside_mutex;
   zbp_folds folds{};  // which gradients I adds up
   std::mutex folds_mutex;
-  // Stage outputs that W's nodes may have saved: they can be detached only after W.
-  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> outputs;
+  // Stage outputs that W's nodes may have saved, or that regions may read which W computes again: they can be detached
+  // only after W, by the last of the groups that share one.
+  using Output = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+  std::vector<std::shared_ptr<const Output>> outputs;
 
   /// Lets go of everything that W read; so do the nodes that only W could still run, whoever refers to them.
   void release() noexcept;
@@ -202,6 +204,8 @@ struct Group : std::enable_shared_from_this<Group> {
   size_t bytes_held() const;
   /// The first tensor that W reads and that was changed since I; weights that regions read are not among them.
   std::optional<Modified> find_modified() const;
+  /// True if W may run what Python hooks have packed: a region computed again may read any tensor of the forward.
+  bool leaves_packed() const;
   /// Of the nodes for which W computes a region again, the highest sequence number; 0 if there are none. What is
   /// computed for a node has been computed before it in the forward.
   uint64_t recomputed_for() const;

@@ -279,6 +279,12 @@ void let_go_of_closure(Task& task) {
 }
 
 void detach_outputs(const zbp_scene& scene, const zbp_plan& plan) {
+  std::vector<Group*> computing_regions;
+  for (const GroupPtr& group : scene.groups) {
+    if (group->leaves_packed()) {
+      computing_regions.push_back(group.get());
+    }
+  }
   for (const at::Tensor& output : scene.args.outputs) {
     // A leaf was listed twice; an input that is passed through has its history from elsewhere.
     if (output.is_leaf()) {
@@ -289,10 +295,16 @@ void detach_outputs(const zbp_scene& scene, const zbp_plan& plan) {
       continue;
     }
     const int32_t reader = scene.walk->group_that_reads(edge, plan);
-    if (reader < 0) {
+    if (reader < 0 && computing_regions.empty()) {
       detach_output(output);
-    } else {
-      scene.groups[reader]->outputs.emplace_back(output.getIntrusivePtr());
+      continue;
+    }
+    const auto shared = std::make_shared<const Group::Output>(output.getIntrusivePtr());
+    for (Group* group : computing_regions) {
+      group->outputs.push_back(shared);
+    }
+    if (reader >= 0 && !scene.groups[reader]->leaves_packed()) {
+      scene.groups[reader]->outputs.push_back(shared);
     }
   }
 }

@@ -93,7 +93,10 @@ void zbp_held_close(zbp_held* held) {
   const AcquireGil gil;
   for (const auto& output : std::exchange(group.outputs, {})) {
     zbp_error error{};
-    if (auto tensor = output.lock(); tensor && kept_in(&error, [&] {
+    if (output.use_count() > 1) {
+      continue;
+    }
+    if (auto tensor = output->lock(); tensor && kept_in(&error, [&] {
                                                  detach_output(at::Tensor(std::move(tensor)));
                                                }) != ZBP_OK) {
       zbp_error_clear(&error);  // it keeps its history, which costs memory alone
