@@ -442,6 +442,40 @@ def test_output_on_weights_alone_within_a_region(forward, choice):
         check(Stage(forward, a=(4, 8), b=(8, 4), c=(4, 8)), (3, 4))
 
 
+def output_is_argument(m, x):
+    hidden = x.sin() @ m.a
+    return checkpoint(lambda h: h.tanh() @ m.b, hidden, use_reentrant=False), hidden
+
+
+def output_is_argument_that_gives_nothing(m, x):
+    hidden, other = x.sin() @ m.a, x.cos()
+    return checkpoint(lambda h, other: (other @ m.b).tanh(), hidden, other, use_reentrant=False), hidden
+
+
+def output_is_captured(m, x):
+    hidden = (x.sin() @ m.a).tanh()
+    region = checkpoint(lambda x: (hidden.sin() + x) @ m.b, x, use_reentrant=False)
+    return checkpoint(lambda h: (h + hidden).cos() @ m.b, region, use_reentrant=False), hidden
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("needs_grad", [True, False])
+@pytest.mark.parametrize(
+    "forward", [output_is_argument, output_is_argument_that_gives_nothing, output_is_captured], ids=lambda f: f.__name__
+)
+def test_output_that_a_region_reads_has_its_history_until_w(forward, needs_grad, choice):
+    stage = Stage(forward, a=(4, 4), b=(4, 4))
+    with zb.policy(checkpoint=choice):
+        check(stage, lambda: torch.randn(3, 4, dtype=f64, requires_grad=needs_grad), orders=(at_once, late))
+        x = torch.randn(3, 4, dtype=f64, requires_grad=needs_grad)
+        outs = stage(x)
+        _, groups = zb.stage_backward_input(outs, [torch.ones_like(out) for out in outs], [x], stage.parameters())
+        for group in groups:
+            zb.stage_backward_weight(stage.parameters(), [group])
+    assert [out.grad_fn for out in outs] == [None, None]
+
+
 @needs_zbpipe
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("forward", [nested, convolved, root_in_a_region, mixed])
