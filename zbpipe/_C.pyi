@@ -62,7 +62,7 @@ def input_pass(
     weights: Iterable[torch.Tensor] | None,
     defer: int | Callable[[torch.Tensor], int],
     checkpoint: int | Callable[[torch.Tensor], int],
-    refuse_reentrant: bool = False,
+    reentrant: int = 0,
     /,
 ) -> tuple[tuple[torch.Tensor | None, ...], list[ParamGroup]]: ...
 def weight_pass(

@@ -17,7 +17,15 @@ class Observer(Protocol):
     """Runs the passes as ``_C.input_pass`` and ``_C.weight_pass`` do, and a whole backward as it is told."""
 
     def input_pass(
-        self, outputs: Any, output_grads: Any, inputs: Any, weights: Any, defer: Any, checkpoint: Any, /
+        self,
+        outputs: Any,
+        output_grads: Any,
+        inputs: Any,
+        weights: Any,
+        defer: Any,
+        checkpoint: Any,
+        reentrant: int,
+        /,
     ) -> tuple[tuple[torch.Tensor | None, ...], list[ParamGroup]]: ...
 
     def weight_pass(

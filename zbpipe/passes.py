@@ -19,6 +19,10 @@ ParamGroup = _C.ParamGroup
 Grads = tuple[torch.Tensor | None, ...]
 
 
+# The numbers of zbp_shim.h: where a reentrant checkpoint may be.
+_REENTRANT_ANYWHERE, _REENTRANT_IN_I, _REENTRANT_NOWHERE = range(3)
+
+
 def stage_backward_input(
     stage_outputs_or_loss: Sequence[torch.Tensor | GradientEdge | None],
     output_grads: Sequence[torch.Tensor | None] | None,
@@ -67,7 +71,8 @@ def stage_backward_input(
         inner = _inner_backwards_into_main_grad(weights)
     try:
         with inner:
-            return run(outputs, grads, input_values, weights, policy._defer(), policy._checkpoint())
+            reentrant = _REENTRANT_IN_I if policy.main_grad else _REENTRANT_ANYWHERE
+            return run(outputs, grads, input_values, weights, policy._defer(), policy._checkpoint(), reentrant)
     except _C.RunError as error:
         raise _failed("stage backward input", stage_outputs_or_loss, output_grads, input_values) from error.__cause__
 
@@ -173,7 +178,9 @@ def _backward_into_main_grad(roots: Sequence[Any], root_grads: Sequence[torch.Te
     scale.check_main_grad()
     policy = get_policy()
     try:
-        _, groups = _C.input_pass(roots, root_grads, (), None, policy._defer(), policy._checkpoint(), True)
+        _, groups = _C.input_pass(
+            roots, root_grads, (), None, policy._defer(), policy._checkpoint(), _REENTRANT_NOWHERE
+        )
     except _C.RunError as error:
         raise error.__cause__ or error from None
     _C.weight_pass(None, groups, False, policy.fused, True)

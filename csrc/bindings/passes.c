@@ -67,10 +67,10 @@ static PyObject *wrap_groups(PyTypeObject *type, zbp_group **groups, size_t coun
 PyDoc_STRVAR(
     input_pass_doc,
     "input_pass(outputs, output_grads, inputs, weights, defer, checkpoint,\n"
-    "           refuse_reentrant=False, /)\n--\n\n"
+    "           reentrant=0, /)\n--\n\n"
     "The input pass: (dinputs, param_groups). See zbpipe.stage_backward_input; an output\n"
     "whose gradient is False is detached with the others, and no backward starts from it.\n"
-    "refuse_reentrant: a graph with a reentrant checkpoint is an error.\n"
+    "reentrant: where a reentrant checkpoint may be: 0 anywhere, 1 where I runs it, 2 nowhere.\n"
     "Raises RunError, with the original as its cause, if the backward itself failed;\n"
     "other errors refuse the arguments, and nothing was touched.");
 
@@ -169,17 +169,16 @@ static PyObject *input_pass(PyObject *module, PyObject *args)
     static const char *const name[] = {"stage_outputs_or_loss", "output_grads", "input_values",
                                        "weights"};
     zbp_policy policy = {0};
-    int refuse_reentrant = 0, is_read = 1;
+    int is_read = 1;
 
-    if (!PyArg_ParseTuple(args, "OOOOOO|p:input_pass", &given[OUTPUTS], &given[OUTPUT_GRADS],
+    if (!PyArg_ParseTuple(args, "OOOOOO|i:input_pass", &given[OUTPUTS], &given[OUTPUT_GRADS],
                           &given[INPUTS], &given[WEIGHTS], &defer, &checkpoint,
-                          &refuse_reentrant) ||
+                          &policy.reentrant) ||
         zbp_parse_choice(defer, "defer", ZBP_DEFER_ALL, &policy.defer, &policy.defer_of) < 0 ||
         zbp_parse_choice(checkpoint, "checkpoint", ZBP_CHECKPOINT_INPUT_PASS, &policy.checkpoint,
                          &policy.checkpoint_of) < 0) {
         return NULL;
     }
-    policy.refuse_reentrant = refuse_reentrant != 0;
     for (int i = 0; is_read && i < ARGUMENT_COUNT; ++i) {
         is_read = as_sequence(given[i], name[i], &seq[i]) == 0;
     }

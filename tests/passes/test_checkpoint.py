@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.oracle import Stage, at_once, check, interleaved, late, needs_zbpipe, wrong_on_torch, zb
 from torch import nn
+from torch.autograd import Function
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -419,6 +420,14 @@ def root_in_a_region(m, x):
     return checkpoint(lambda m, x: (torch.sin(x) @ m.a, (m.b * m.c.t()).sum()), m, x, use_reentrant=False)
 
 
+def within_a_selected_region(m, x):
+    def region(x):
+        return checkpoint(lambda x: (x.sin() @ m.b.t()).sin(), x * 2, use_reentrant=False).sin()
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, save_products)
+    return checkpoint(region, x, use_reentrant=False, context_fn=contexts), (x @ m.a) + (m.c * 2).sum()
+
+
 def root_alone_in_a_region(m, x):
     return (x * 2) @ m.a, checkpoint(lambda m: (m.b * m.c.t()).sin(), m, use_reentrant=False)
 
@@ -436,10 +445,46 @@ def root_in_a_selected_region(m, x):
 
 @needs_zbpipe
 @pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("forward", [root_in_a_region, root_alone_in_a_region, root_in_a_selected_region])
+@pytest.mark.parametrize(
+    "forward", [root_in_a_region, root_alone_in_a_region, root_in_a_selected_region, within_a_selected_region]
+)
 def test_output_on_weights_alone_within_a_region(forward, choice):
     with zb.policy(checkpoint=choice):
         check(Stage(forward, a=(4, 8), b=(8, 4), c=(4, 8)), (3, 4))
+
+
+class KeepsItsResult(Function):
+    """Saves an input and its output, and looks at their histories when it unpacks them."""
+
+    @staticmethod
+    def forward(ctx, w):
+        result = w.sin()
+        ctx.save_for_backward(w, result)
+        return result
+
+    @staticmethod
+    def backward(ctx, grad):
+        w, result = ctx.saved_tensors
+        assert w.requires_grad and result.grad_fn is not None
+        return grad * w.cos()
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("choice", CHOICES)
+def test_function_before_a_weight_of_a_region_costs_no_further_recomputation(choice):
+    def region(m, x):
+        return x @ KeepsItsResult.apply(m.a * m.b)
+
+    def counted(m, x):
+        m.log("block")()
+        return region(m, x)
+
+    def stage(region):
+        return Stage(lambda m, x: checkpoint(region, m, x.sin(), use_reentrant=False), a=(4, 4), b=(4, 4))
+
+    with zb.policy(checkpoint=choice):
+        check(stage(region), (3, 4))
+    assert calls_of(stage(counted), choice) == (1, 1, 1 if choice == "recompute" else 0)
 
 
 def output_is_argument(m, x):
@@ -843,6 +888,21 @@ def test_gradients_that_a_hook_moves_to_main_grad_are_not_moved_again():
         zb.stage_backward_weight(m.parameters(), groups)
     torch.testing.assert_close(w.main_grad, 1 + x.detach().t() @ torch.ones(3, 4))
     assert w.grad is None
+
+
+@needs_zbpipe
+def test_input_pass_into_main_grad_refuses_a_reentrant_checkpoint_that_the_weight_pass_would_run():
+    m = Stage(lambda m, x, h: x + checkpoint(lambda h: h @ m.w, h * m.v, use_reentrant=True), w=(4, 4), v=(4,))
+    with_main_grads(m)
+    x, h = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4)
+    out = m(x, h)
+    with zb.policy(main_grad=True), pytest.raises(RuntimeError) as refused:
+        zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+    assert "no input of the stage that requires a gradient leads to it" in str(refused.value.__cause__)
+    assert x.grad is None and all(w.grad is None and w.main_grad.eq(1).all() for w in m.parameters())
+    _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())  # nothing was touched
+    zb.stage_backward_weight(m.parameters(), groups)
+    torch.testing.assert_close(m.w.grad, (h * m.v).detach().t().double() @ torch.ones(3, 4).double())
 
 
 @needs_zbpipe

@@ -32,14 +32,22 @@ class Running:
                 _observer.current = None
 
     def input_pass(
-        self, outputs: Any, output_grads: Any, inputs: Any, weights: Any, defer: Any, checkpoint: Any, /
+        self,
+        outputs: Any,
+        output_grads: Any,
+        inputs: Any,
+        weights: Any,
+        defer: Any,
+        checkpoint: Any,
+        reentrant: int,
+        /,
     ) -> tuple[tuple[torch.Tensor | None, ...], list[_C.ParamGroup]]:
         recordings = self.recordings
         calls = [recording.next_call() for recording in recordings]
         with contextlib.ExitStack() as stack:
             for recording, call in zip(recordings, calls, strict=True):
                 stack.enter_context(PhaseContext([recording], "I", None, call, (call,)))
-            result = _C.input_pass(outputs, output_grads, inputs, weights, defer, checkpoint)
+            result = _C.input_pass(outputs, output_grads, inputs, weights, defer, checkpoint, reentrant)
         for recording, call in zip(recordings, calls, strict=True):
             recording.note(result[1], call)
         return result

@@ -48,9 +48,9 @@ class NoSavedTensorHooks {
   at::impl::SavedTensorDefaultHooksTLS saved_;
 };
 
-SavedVariable save_plainly(const at::Tensor& tensor) {
+SavedVariable save_plainly(const at::Tensor& tensor, bool is_output = false) {
   const NoSavedTensorHooks guard;
-  return SavedVariable(tensor, /*is_output=*/false);
+  return SavedVariable(tensor, is_output);
 }
 
 /// A tensor without values. Leaked, as all of torch's that is static: it would be freed after torch.
@@ -102,14 +102,14 @@ SavedVariable left_packed(const Packed& packed) {
 }
 
 /// What Python hooks have packed in `saved`; nothing if W cannot unpack it, or need not pay for it: a
-/// selectively checkpointed region is computed again only once, and runs in a GraphExecGroup share.
+/// selectively checkpointed region, and what is within one, is computed again only once, and runs in a GraphExecGroup share.
 /// `arguments` gets what computing it again reads.
 std::unique_ptr<const Packed> packed_in(const SavedVariable& saved,
                                         std::vector<Version>& arguments) {
   const AcquireGil gil;
   auto data = saved.retrieve_unpack_hook_data();
   if (!data || in_graph_exec_group() ||
-      recognise(data->first.ptr(getPyInterpreter())) == UnpackHook::selective_checkpoint) {
+      is_computed_only_once(data->first.ptr(getPyInterpreter()))) {
     return nullptr;
   }
   for_each_argument(data->first.ptr(getPyInterpreter()), [&](const at::Tensor& tensor) {
@@ -124,6 +124,12 @@ std::unique_ptr<const Packed> packed_in(const SavedVariable& saved,
 /// the node's mutex held; `before` gets what was there.
 at::Tensor pin_locked(SavedVariable& saved, Node& node, SavedVariable& before) {
   at::Tensor tensor = saved.unpack(ref_of(node));
+  if (tensor.defined() &&
+      is_python_function(node)) {  // its backward sees what it would have unpacked, history and all
+    const AcquireGil gil;
+    before = std::exchange(saved, save_plainly(tensor, tensor.grad_fn().get() == &node));
+    return tensor.detach();
+  }
   if (tensor.defined() && (saved.has_hooks() || keeps_base_unused(tensor))) {
     tensor = tensor.detach();
     before = std::exchange(saved, save_plainly(tensor));
@@ -133,12 +139,16 @@ at::Tensor pin_locked(SavedVariable& saved, Node& node, SavedVariable& before) {
 
 /// True if W can unpack what is saved behind hooks. Then it is unpacked now too, where the region that it
 /// belongs to keeps what I computes of it for whoever has not unpacked it in I. `arguments` gets what computing the
-/// region again reads. Called with the node's mutex held; `before` gets what was there.
-bool leave_packed(SavedVariable& saved, SavedVariable& before, std::vector<Version>& arguments) {
+/// region again reads. Called with the node's mutex held; `before` gets what was there. A Function's stays as it is: its
+/// backward may look at what it unpacks.
+bool leave_packed(SavedVariable& saved, const Node& node, SavedVariable& before,
+                  std::vector<Version>& arguments) {
   const auto packed = packed_in(saved, arguments);
   if (packed) {
     const AcquireGil gil;
-    before = std::exchange(saved, left_packed(*packed));
+    if (!is_python_function(node)) {
+      before = std::exchange(saved, left_packed(*packed));
+    }
     if (recognise(packed->unpack_hook.ptr(getPyInterpreter())) == UnpackHook::checkpoint) {
       packed->unpack();
     }
@@ -175,7 +185,7 @@ void pin_outside(Group& group) {
     // Another microbatch's I may see to the same node.
     const std::lock_guard<std::mutex> node_lock(NodeParts::mutex_of(node));
     if (unpinned.saved->has_hooks() && unpinned.is_left &&
-        leave_packed(*unpinned.saved, before, group.arguments_outside)) {
+        leave_packed(*unpinned.saved, node, before, group.arguments_outside)) {
       group.outside_recomputed_for = std::max(group.outside_recomputed_for, node.sequence_nr());
       continue;
     }

@@ -34,7 +34,7 @@ void note_saved_outside(Group& group, const zbp_decision* of_outside) {
     const auto [all, saver] = all_saved_by(node);
     for (torch::autograd::SavedVariable* saved : all) {
       if (saved->has_hooks()) {
-        if (is_generated(node)) {
+        if (is_generated(node) || is_python_function(*saver)) {
           group.unpinned_outside.push_back({saver, saved, is_left});
         }
         continue;

@@ -28,15 +28,21 @@ zbp_decision decision_for_all(const zbp_policy& policy) {
   return {static_cast<uint8_t>(policy.defer), static_cast<uint8_t>(policy.checkpoint)};
 }
 
-/// torch's reentrant checkpoint runs a backward of its own within I: an accumulation that is nobody's to redirect.
-void refuse_reentrant(const Walk& walk, uint32_t node_count) {
-  for (uint32_t id = 0; id < node_count; ++id) {
-    Node& node = walk.node(id);
-    TORCH_CHECK(
-        !is_python_function(node) || !is_reentrant_checkpoint(node),
-        "a reentrant checkpoint adds the gradients of its region to .grad, where main_grad=True "
-        "asks for main_grad, and a whole backward is not told of which weights; checkpoint with "
-        "use_reentrant=False");
+/// torch's reentrant checkpoint runs a backward of its own: an accumulation that only I's caller can redirect.
+void refuse_reentrant(const zbp_scene& scene, const zbp_survey& survey) {
+  const bool in_i = scene.args.policy.reentrant == ZBP_REENTRANT_IN_I;
+  for (uint32_t id = 0; id < survey.graph.node_count; ++id) {
+    Node& node = scene.walk->node(id);
+    if (in_i && (survey.plan.flag[id] & ZBP_NODE_CLOSURE) != 0) {
+      continue;
+    }
+    TORCH_CHECK(!is_python_function(node) || !is_reentrant_checkpoint(node),
+                "a reentrant checkpoint adds the gradients of its region to .grad, where "
+                "main_grad=True asks for main_grad, and ",
+                in_i ? "no input of the stage that requires a gradient leads to it, so that the "
+                       "weight pass would run it"
+                     : "a whole backward is not told of which weights",
+                "; checkpoint with use_reentrant=False");
   }
 }
 
@@ -399,8 +405,8 @@ int zbp_scene_ask(zbp_scene* scene, const zbp_survey* survey, zbp_error* error) 
 
 int zbp_scene_look(zbp_scene* scene, zbp_survey* survey, zbp_error* error) {
   return kept_in(error, [&] {
-    if (scene->args.policy.refuse_reentrant) {
-      refuse_reentrant(*scene->walk, survey->graph.node_count);
+    if (scene->args.policy.reentrant != ZBP_REENTRANT_ANYWHERE) {
+      refuse_reentrant(*scene, *survey);
     }
     note_facts(*scene, *survey, survey->facts);
   });

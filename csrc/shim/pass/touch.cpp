@@ -97,8 +97,8 @@ void zbp_held_close(zbp_held* held) {
       continue;
     }
     if (auto tensor = output->lock(); tensor && kept_in(&error, [&] {
-                                                 detach_output(at::Tensor(std::move(tensor)));
-                                               }) != ZBP_OK) {
+                                                  detach_output(at::Tensor(std::move(tensor)));
+                                                }) != ZBP_OK) {
       zbp_error_clear(&error);  // it keeps its history, which costs memory alone
     }
   }
@@ -133,8 +133,9 @@ void zbp_error_name_lost(zbp_error* error, const zbp_turn* turn, size_t count) {
       if (error->raised) {
         std::rethrow_exception(*static_cast<std::exception_ptr*>(error->raised));
       }
-    } catch (const c10::Error& raised) {
-      const std::string message = raised.what_without_backtrace();
+    } catch (
+        const std::exception& raised) {  // python_error among them, of a Function's saved tensors
+      const std::string message = raised.what();
       if (message.find(torch::autograd::ERR_BACKWARD_TWICE) == std::string::npos) {
         return;
       }

@@ -35,12 +35,13 @@ typedef struct zbp_group_info {
 /* What I leaves to W: a ZBP_DEFER_* and a ZBP_CHECKPOINT_* (zbp_policy.h). Each number's function (borrowed;
  * NULL for none) wins over it: it is called once for each weight, with the parameter, and returns one of
  * the numbers. */
+enum { ZBP_REENTRANT_ANYWHERE, ZBP_REENTRANT_IN_I, ZBP_REENTRANT_NOWHERE };
 typedef struct zbp_policy {
     int defer;
     int checkpoint;
     PyObject *defer_of;
     PyObject *checkpoint_of;
-    bool refuse_reentrant; /* a backward of its own within I would add to .grad, and must not */
+    int reentrant; /* where a reentrant checkpoint may be: its own backward adds to .grad */
 } zbp_policy;
 
 /* A call of I: made, given its arguments in the order of the functions below, begun, and ended or, if that was

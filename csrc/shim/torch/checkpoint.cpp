@@ -79,6 +79,7 @@ THPObjectPtr frame_of(PyObject* unpack_hook) {
 }
 
 using VisitTensor = c10::function_ref<void(const at::Tensor&)>;
+using VisitSaved = c10::function_ref<void(const SavedVariable&, const NodePtr&)>;
 
 /// An argument of a region; within another region it is packed by that one's hooks.
 void visit_argument(const SavedVariable& saved, const NodePtr& saved_for, VisitTensor visit) {
@@ -111,21 +112,15 @@ void visit_closure(PyObject* recompute, VisitTensor visit) {
   });
 }
 
-}  // namespace
-
-// A region's frame has its arguments as saved tensors: in a list from torch 2.13 on, of a node of their own before.
-void for_each_argument(PyObject* unpack_hook, VisitTensor visit) {
-  THPObjectPtr frame = frame_of(unpack_hook);
-  if (!frame) {
-    return;
-  }
+/// A region's frame has its arguments as saved tensors: in a list from torch 2.13 on, of a node of their own before.
+void for_each_saved_argument(PyObject* frame, VisitSaved visit) {
   THPObjectPtr arguments(PyObject_GetAttrString(frame, "saved_args"));
   PyErr_Clear();
   for (Py_ssize_t i = 0;
        arguments && PyList_Check(arguments.get()) && i < PyList_GET_SIZE(arguments.get()); ++i) {
     const pybind11::handle item(PyList_GET_ITEM(arguments.get(), i));
     if (pybind11::isinstance<SavedVariable>(item)) {
-      visit_argument(*pybind11::cast<SavedVariable*>(item), nullptr, visit);
+      visit(*pybind11::cast<SavedVariable*>(item), nullptr);
     }
   }
   THPObjectPtr saver(PyObject_GetAttrString(frame, "input_saver"));
@@ -139,14 +134,41 @@ void for_each_argument(PyObject* unpack_hook, VisitTensor visit) {
     }
     for (const SavedVariable& saved :
          reinterpret_cast<THPFunction*>(context.get())->saved_variables) {
-      visit_argument(saved, node, visit);
+      visit(saved, node);
     }
   }
+}
+
+}  // namespace
+
+void for_each_argument(PyObject* unpack_hook, VisitTensor visit) {
+  THPObjectPtr frame = frame_of(unpack_hook);
+  if (!frame) {
+    return;
+  }
+  for_each_saved_argument(frame, [&](const SavedVariable& saved, const NodePtr& saved_for) {
+    visit_argument(saved, saved_for, visit);
+  });
   THPObjectPtr recompute(PyObject_GetAttrString(frame, "recompute_fn"));
   PyErr_Clear();
   if (recompute) {
     visit_closure(recompute, visit);
   }
+}
+
+bool is_computed_only_once(PyObject* unpack_hook) {
+  if (recognise(unpack_hook) == UnpackHook::selective_checkpoint) {
+    return true;
+  }
+  bool found = false;
+  if (THPObjectPtr frame = frame_of(unpack_hook); frame) {
+    for_each_saved_argument(frame, [&](const SavedVariable& saved, const NodePtr&) {
+      if (const auto data = saved.has_hooks() ? saved.retrieve_unpack_hook_data() : std::nullopt) {
+        found = found || is_computed_only_once(data->first.ptr(getPyInterpreter()));
+      }
+    });
+  }
+  return found;
 }
 
 bool is_reentrant_checkpoint(Node& node) {

@@ -21,6 +21,9 @@ enum class UnpackHook : uint8_t {
 /// Called with the GIL held.
 UnpackHook recognise(PyObject* unpack_hook);
 
+/// True for a hook whose region torch computes again only once: a selectively checkpointed one, or one within such a
+/// region. Called with the GIL held.
+bool is_computed_only_once(PyObject* unpack_hook);
 /// True for the node of torch's reentrant checkpoint, given one of a Python Function. Called with the GIL held.
 bool is_reentrant_checkpoint(Node& node);
 

@@ -1,0 +1,144 @@
+"""Random autograd programs, split and whole. What fails is printed as a program to paste into `judge`."""
+
+import itertools
+import os
+import warnings
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, assume, given, seed, settings
+from support.oracle import needs_zbpipe
+from support.program_runs import Passes, judge
+from support.programs import COMPILED, programs
+
+pytestmark = needs_zbpipe
+
+bounded = settings(derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+BATCH = 1000
+BATCHES = int(os.environ.get("ZBPIPE_PROGRAMS", "20000")) // BATCH
+
+
+@pytest.fixture(autouse=True)
+def _quietly():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a program may well do what torch warns of
+        yield
+
+
+def check(program, passes=None):
+    assume(judge(program, passes) is not None)
+
+
+@settings(bounded, max_examples=150)
+@given(programs())
+def test_random_programs(program):
+    check(program)
+
+
+@settings(bounded, max_examples=8)
+@given(programs(most_lines=4, most_microbatches=2, regions=COMPILED))
+def test_random_programs_with_compiled_regions(program):
+    torch.compiler.reset()
+    check(program)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_more_random_programs(batch):
+    @seed(batch)
+    @settings(bounded, derandomize=False, max_examples=BATCH, print_blob=False)
+    @given(programs())
+    def run(program):
+        check(program)
+
+    run()
+
+
+@pytest.mark.long
+@settings(bounded, derandomize=False, max_examples=300)
+@given(programs(most_microbatches=2, regions=COMPILED))
+def test_more_random_programs_with_compiled_regions(program):
+    torch.compiler.reset()
+    check(program)
+
+
+# Each of these faults must be found: by what the random programs compare, within the ordinary run's number of them.
+
+
+class ForgetsAGroup(Passes):
+    def stage_backward_weight(self, weights, groups):
+        return super().stage_backward_weight(weights, groups[:-1])
+
+
+class OffByOneBit(Passes):
+    def stage_backward_weight(self, weights, groups):
+        weights = list(weights)
+        super().stage_backward_weight(weights, groups)
+        for w in weights:
+            if w.grad is not None:
+                w.grad.view(-1)[0] = torch.nextafter(w.grad.view(-1)[0], torch.full_like(w.grad.view(-1)[0], torch.inf))
+
+
+class AddsInTheInputPass(Passes):
+    def stage_backward_input(self, outputs, grads, inputs, weights):
+        weights = list(weights)
+        for w in weights:
+            if w.requires_grad and w.grad is None:
+                w.grad = torch.zeros_like(w)
+        return super().stage_backward_input(outputs, grads, inputs, weights)
+
+
+class KeepsAnOutput(Passes):
+    def stage_backward_input(self, outputs, grads, inputs, weights):
+        self.kept = [*getattr(self, "kept", []), *outputs]
+        return super().stage_backward_input(outputs, grads, inputs, weights)
+
+
+class CallsHooksTwice(Passes):
+    def stage_backward_weight(self, weights, groups):
+        weights = list(weights)
+        super().stage_backward_weight(weights, groups)
+        for w in weights:
+            for hook in (w._post_accumulate_grad_hooks or {}).values():
+                hook(w)
+
+
+class GivesOneGradientToTwoWeights(Passes):
+    def stage_backward_weight(self, weights, groups):
+        weights = list(weights)
+        super().stage_backward_weight(weights, groups)
+        for one, other in itertools.pairwise(weights):
+            if one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad):
+                one.grad = other.grad
+
+
+class ChangesItsInput(Passes):
+    def stage_backward_input(self, outputs, grads, inputs, weights):
+        result = super().stage_backward_input(outputs, grads, inputs, weights)
+        with torch.no_grad():
+            for x in inputs:
+                x.add_(0)
+        return result
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        ForgetsAGroup,
+        OffByOneBit,
+        AddsInTheInputPass,
+        KeepsAnOutput,
+        CallsHooksTwice,
+        GivesOneGradientToTwoWeights,
+        ChangesItsInput,
+    ],
+    ids=lambda fault: fault.__name__,
+)
+def test_planted_faults_are_found(fault):
+    @settings(bounded, max_examples=150, phases=[Phase.generate], report_multiple_bugs=False)
+    @given(programs())
+    def run(program):
+        check(program, fault())
+
+    with pytest.raises(AssertionError):
+        run()
