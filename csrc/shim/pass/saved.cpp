@@ -102,8 +102,8 @@ SavedVariable left_packed(const Packed& packed) {
 }
 
 /// What Python hooks have packed in `saved`; nothing if W cannot unpack it, or need not pay for it: a
-/// selectively checkpointed region, and what is within one, is computed again only once, and runs in a GraphExecGroup share.
-/// `arguments` gets what computing it again reads.
+/// selectively checkpointed region, and what is within one, is computed again only once, and runs in a
+/// GraphExecGroup share. `arguments` gets what computing it again reads.
 std::unique_ptr<const Packed> packed_in(const SavedVariable& saved,
                                         std::vector<Version>& arguments) {
   const AcquireGil gil;
@@ -139,8 +139,8 @@ at::Tensor pin_locked(SavedVariable& saved, Node& node, SavedVariable& before) {
 
 /// True if W can unpack what is saved behind hooks. Then it is unpacked now too, where the region that it
 /// belongs to keeps what I computes of it for whoever has not unpacked it in I. `arguments` gets what computing the
-/// region again reads. Called with the node's mutex held; `before` gets what was there. A Function's stays as it is: its
-/// backward may look at what it unpacks.
+/// region again reads. Called with the node's mutex held; `before` gets what was there. A Function's stays as it is:
+/// its backward may look at what it unpacks.
 bool leave_packed(SavedVariable& saved, const Node& node, SavedVariable& before,
                   std::vector<Version>& arguments) {
   const auto packed = packed_in(saved, arguments);
