@@ -38,7 +38,7 @@ class Fault:
     n: int = 0
     schedule: str = ZBV
     resume: str = ""
-    timeout: int = 60
+    timeout: int = 30
     again: bool = False
     hold: str = ""
 

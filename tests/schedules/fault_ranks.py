@@ -46,6 +46,7 @@ LANES = {
     "held": [fault for fault in cases.SIGNALS if fault.hold],
     "plain": [cases.Fault("1I0", "a tensor's hook")],
 }
+LONGEST = 2.5  # times the timeout: threads that wait for a send wait for twice that
 SOON = 0.5  # seconds
 LOOK_EVERY = 0.01
 PR_SET_PDEATHSIG = 1
@@ -112,11 +113,7 @@ class Job:
             gc.collect()
         dist.destroy_process_group()
         patience = time.monotonic() + self.fault.timeout / 3
-        while (
-            not keeps
-            and (left := sum(1 for _ in connections()) + len(waiting_threads()))
-            and time.monotonic() < patience
-        ):
+        while not keeps and (left := sum(1 for _ in connections())) and time.monotonic() < patience:
             time.sleep(LOOK_EVERY)
         cut_connections()  # or what is left would keep the peer
         return 0 if keeps else left
@@ -222,6 +219,10 @@ KEPT_BY_A_SCHEDULE = ("_internal_losses", "fwd_recv_ops", "bwd_recv_ops", "unsha
 
 def counts(job):
     """What there is of everything that a step registers, keeps or starts."""
+    end = time.monotonic() + LONGEST * job.fault.timeout
+    while waiting_threads() and time.monotonic() < end:  # gloo may have forgotten one (architecture.md, Limits)
+        time.sleep(LOOK_EVERY)
+    sends.poll()
     gc.collect()
     weights = job.weights().values()
     seen = {
@@ -342,9 +343,8 @@ PLANTED = {
 
 def dies_with_its_parent():
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # who runs in the background ignores it, and so do its children
+    # Who runs in the background ignores it, and so do its children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def start(fault, module, rank, folder, planted, again=False):
@@ -386,12 +386,9 @@ def run_fault(fault, rank, folder, planted):
                         with (folder / f"{fault.id}.{module}.{rank}.failed").open("a") as file:
                             file.write(f"ended with status {status}")
             for child in list(stopped):
-                has_failed = (folder / f"{fault.id}.{modules[child]}.failed.{1 - rank}").exists()
-                if (
-                    has_failed
-                    if fault.resume == "failed"
-                    else time.monotonic() > stopped[child] + SOON and fault.resume
-                ):
+                peer_failed = (folder / f"{fault.id}.{modules[child]}.failed.{1 - rank}").exists()
+                is_soon = time.monotonic() < stopped[child] + SOON
+                if {"soon": not is_soon, "failed": peer_failed}.get(fault.resume):
                     del stopped[child]
                     os.kill(child, signal.SIGCONT)
             time.sleep(LOOK_EVERY)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from schedules import fault_cases as cases
 from schedules.fault_cases import STAGES, Fault
-from schedules.fault_ranks import Job, dies_with_its_parent, told, waiting_threads
+from schedules.fault_ranks import LONGEST, Job, dies_with_its_parent, told, waiting_threads
 from support import allocations
 
 import zbpipe
@@ -47,7 +47,7 @@ KINDS = [
 ]  # fmt: skip
 COLLECT_EVERY = 20
 SETTLED = 3  # steps after which nothing new is made: momentum, what torch keeps
-PATIENCE = 30.0  # seconds for a thread that waited for a send to end: the send is done
+PATIENCE = LONGEST * KINDS[0].timeout  # seconds for a thread that waits for a send to end
 
 
 def faults(steps, every):

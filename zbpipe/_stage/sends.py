@@ -15,10 +15,10 @@ next step, disowns them. After unpatch() nobody passes here, and a thread that w
 Note [When nobody receives]
 
 A gloo work that somebody waits for keeps the group's connections open, and its timeout closes them for everybody. The
-thread must do neither where torch's schedule, which waits at the end of the step, does not. So it waits for as long as
-the group is there; the timeout is for the schedule, which waits for the thread; and a Send keeps no operation, which
-would keep the group. Where a failed program has let go of that, as destroy_process_group() does, the thread gives up
-(threads.py), the connections close and the peers hear of it.
+thread must do neither where torch's schedule, which waits at the end of the step, does not. So it waits for longer; the
+timeout is for the schedule, which waits for the thread; and a Send keeps no operation, which would keep the group.
+Where a failed program has let go of that, as destroy_process_group() does, the thread gives up (threads.py), the
+connections close and the peers hear of it.
 """
 
 import contextlib

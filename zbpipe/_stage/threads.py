@@ -24,7 +24,7 @@ class Finishable(Protocol):
         """Wait, unless somebody else does so or has done so."""
 
 
-_FOR_EVER = timedelta(days=3650)
+_LONGER = 2  # times the schedule's patience; not for ever, for gloo may forget to tell of a broken connection
 _numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # not ids, which are given again
 _new_number = itertools.count().__next__
 _queues: dict[Line, deque[Finishable]] = {}
@@ -53,7 +53,7 @@ def _finish_queue(line: Line) -> None:
                 return
             send = _queues[line].popleft()
             _waiting[line] = threading.current_thread(), send
-        send.finish(_FOR_EVER if send.patience else None)
+        send.finish(_LONGER * send.patience if send.patience else None)
         del send
 
 
