@@ -403,6 +403,8 @@ def main(rank, world, folder, lane, planted=None):
     dies_with_its_parent()
     for fault in LANES[lane]:
         run_fault(fault, rank, folder, planted)
+        (folder / f"{fault.id}.ended.{rank}").write_text("")
+        wait_for(folder / f"{fault.id}.ended.{1 - rank}")  # or one fault that takes long would be many
     (folder / f"processor seconds.{rank}").write_text(str(sum(os.times()[:4])))
 
 

@@ -146,7 +146,7 @@ class Send(Transfer):
         if not self.done.wait(timeout.total_seconds() if timeout else None):
             with contextlib.suppress(AttributeError):  # done meanwhile, and gone
                 _time_out(self.work, timeout)
-            self.done.wait()
+            self.done.set()  # in this wait, where not in the thread's
         self._let_go()
         if self.error is not None:
             raise self.error

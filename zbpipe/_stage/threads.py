@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import itertools
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -24,7 +25,9 @@ class Finishable(Protocol):
         """Wait, unless somebody else does so or has done so."""
 
 
-_LONGER = 2  # times the schedule's patience; not for ever, for gloo may forget to tell of a broken connection
+_LONGER = 2  # times the schedule's patience; not for ever: see _give_up
+_AT_ONCE = timedelta(milliseconds=-2)  # 0 and -1 are the group's timeout
+_TO_HEAR_OF_THE_END = 0.05  # seconds
 _numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # not ids, which are given again
 _new_number = itertools.count().__next__
 _queues: dict[Line, deque[Finishable]] = {}
@@ -79,14 +82,18 @@ def _give_up_all() -> None:
 def _give_up(is_meant: Callable[[Line], bool]) -> list[threading.Thread]:
     """End the threads that still wait, because a step failed and the peer does not receive.
 
-    To time out on the same work wakes a thread: gloo then declares the whole group broken.
+    To time out on the same work wakes a thread: gloo then declares the whole group broken. A wait that finds the send
+    done has taken that from the thread, and another one breaks the group; so it does not linger, and comes late.
     """
     with _queues_lock:
         for line, queue in _queues.items():
             if is_meant(line):
                 queue.clear()
         waiting = [waits for line, waits in _waiting.items() if is_meant(line)]
-    for _, send in waiting:
+    if waiting:
+        time.sleep(_TO_HEAR_OF_THE_END)
+    for thread, send in waiting:
         with contextlib.suppress(RuntimeError, AttributeError):  # it may be done, and the work gone
-            send.work.wait(timedelta(milliseconds=1))
+            while thread.is_alive() and send.work.wait(_AT_ONCE):
+                pass
     return [thread for thread, _ in waiting]
