@@ -111,7 +111,7 @@ def check(fault, folder):
             assert ours[what] == torchs[what], what
         assert plain(ours["says"]) == plain(torchs["says"])
     elif ours["the rank raises"] != "never called":
-        assert ours["says"] == "planted"
+        assert ours["says"] == "planted" or (fault.what == "memory" and "DefaultCPUAllocator" in ours["says"])
     assert ours["the next step"] == "right"
     assert ours["left behind"] == "nothing"
     assert ours[AGAIN] != "wrong"
