@@ -28,7 +28,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo docs wheel dev test test-core test-long test-all test-clients clients asan valgrind fuzz cov lint fmt bench clean pytest
+.PHONY: help demo docs wheel dev test test-core test-long test-all test-clients clients soak asan valgrind fuzz cov lint fmt bench clean pytest
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -88,6 +88,9 @@ clients: $(VENV)/.built $(VENV)/.extras-test $(VENV)/.clients
 	$(PYTEST) -m "long or not long" -o faulthandler_timeout=3000 clients schedules/test_models.py schedules/test_differential.py
 
 test-all: test test-long test-clients ## all of these, one after the other: hours
+
+soak: $(VENV)/.built $(VENV)/.extras-test ## STEPS=10000 steps of ZBV with faults among them, beside an ordinary training
+	cd tests && OMP_NUM_THREADS=1 $(if $(EDITABLE),,ZBPIPE_UNDER=$(abspath $(VENV)) )$(RUN) -m schedules.soak $(or $(STEPS),10000)
 
 # Without what starts a compiler: it would itself run under the sanitizer, and leaks.
 asan: $(VENV)/.built $(VENV)/.extras-test ## run the tests of passes, leaks and memory under AddressSanitizer and UBSan

@@ -339,6 +339,10 @@ class Group:
         return self.backend
 
 
+class Operation(SimpleNamespace):
+    """Which can be referred to weakly."""
+
+
 class Stage:
     """As much of one as the wrappers look at."""
 
@@ -358,7 +362,7 @@ def send(monkeypatch):
         sent.append(tensor)
         parcel = sends.Parcel(stage, microbatch, sent)
         group = groups.setdefault((backend, group), Group(backend))
-        p2p = SimpleNamespace(op=op, tensor=tensor, group=group, peer=1, zbpipe_parcel=parcel)
+        p2p = Operation(op=op, tensor=tensor, group=group, peer=1, zbpipe_parcel=parcel)
         (result,) = sends.batch_p2p(lambda ops, desc: [work], [p2p])
         return StorageWeakRef(tensor.untyped_storage()), p2p, result
 
@@ -447,6 +451,54 @@ def test_a_new_groups_sends_do_not_queue_behind_a_stuck_one(send):
     assert storage.expired()
 
 
+class GloosWork(Work):
+    """Which breaks the group when somebody's patience ends."""
+
+    def wait(self, timeout=timedelta(seconds=30)):
+        self.patience = max(timeout, getattr(self, "patience", timeout))
+        try:
+            return super().wait(timeout)
+        except RuntimeError:
+            self.error = RuntimeError(f"Timed out waiting {round(timeout.total_seconds() * 1000)}ms")
+            self.is_done.set()
+            raise self.error from None
+
+
+def test_a_thread_gives_up_when_its_group_goes(monkeypatch):
+    """Then nobody will receive, and the peer hears nothing before the connections close, which the wait keeps open."""
+    monkeypatch.setattr(state, "in_force", True)
+    group, works = Group("gloo"), [GloosWork(tells=False), GloosWork(tells=False)]
+    for work in works:
+        op = Operation(
+            op=dist.isend, tensor=torch.ones(4), group=group, peer=1, zbpipe_parcel=sends.Parcel("s", 0, None)
+        )
+        kept = sends.batch_p2p(lambda ops, desc, work=work: [work], [op])
+    while not works[0].waited:
+        time.sleep(0.001)
+    (thread,) = waiting_threads()
+    del op, group
+    thread.join(20)
+    assert not thread.is_alive()
+    assert threads._queues == {}
+    assert works[1].waited == 0
+    assert not kept[0].done.is_set()
+
+
+def test_no_send_runs_into_a_timeout_before_the_schedule_waits_for_it(send, monkeypatch):
+    patience = timedelta(milliseconds=300)
+    monkeypatch.setattr(Group, "options", SimpleNamespace(_timeout=patience), raising=False)
+    monkeypatch.setattr(
+        Group, "_get_backend", lambda self, device: SimpleNamespace(name=lambda: "gloo", options=self.options)
+    )
+    work = GloosWork(tells=False)
+    _, _, result = send(work, "gloo")
+    while not work.waited:
+        time.sleep(0.001)
+    assert work.patience == 2 * patience
+    with pytest.raises(RuntimeError, match="Timed out waiting 300ms"):
+        result.wait()
+
+
 @pytest.mark.parametrize("name", ["backward_one_chunk", "backward_weight_one_chunk"])
 def test_nothing_that_was_sent_is_freed_within_a_backward_or_w(one_rank, send, name):
     """What a recording counts there would depend on when the peer received it."""
@@ -468,7 +520,7 @@ def test_nothing_that_was_sent_is_freed_within_a_backward_or_w(one_rank, send, n
 def test_what_batch_p2p_returns_is_a_work_for_each_operation(send):
     works, stage = [Work(), Work()], Stage()
     ops = [
-        SimpleNamespace(
+        Operation(
             op=dist.isend,
             tensor=torch.ones(n),
             group=Group("nccl"),

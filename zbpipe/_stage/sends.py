@@ -11,6 +11,14 @@ that it did not ask for. Memory is freed by the schedule's thread, when it passe
 an output's gradient has been received, the output has arrived: what is left of its send is waited for then. That holds
 within a step; sends of one that failed may never be received, so a later forward of the microbatch, or the stage's
 next step, disowns them. After unpatch() nobody passes here, and a thread that waits frees what it waited for.
+
+Note [When nobody receives]
+
+A gloo work that somebody waits for keeps the group's connections open, and its timeout closes them for everybody. The
+thread must do neither where torch's schedule, which waits at the end of the step, does not. So it waits for longer; the
+timeout is for the schedule, which waits for the thread; and a Send keeps no operation, which would keep the group.
+Where a failed program has let go of that, as destroy_process_group() does, the thread gives up (threads.py), the
+connections close and the peers hear of it.
 """
 
 import contextlib
@@ -72,7 +80,8 @@ def batch_p2p(original: Callable[..., Any], p2p_ops: list[Any], desc: str | None
                 _under_way.add(send)
             if _tells_only_who_waits(ops[0]):
                 send.watched = True
-                watch((id(ops[0].group), ops[0].peer), send)
+                send.patience = pipelining.timeout_of(ops[0].group, ops[0].tensor.device)
+                watch(ops[0].group, ops[0].peer, send)
     for op in p2p_ops:
         if op.zbpipe_parcel.outputs is not None:
             op.zbpipe_parcel.outputs.clear()  # the operations hold them now
@@ -118,7 +127,7 @@ class Send(Transfer):
 
     def __init__(self, work: Any, ops: Sequence[Any]) -> None:
         super().__init__(work)
-        self.ops = list(ops)
+        self.posted = [(weakref.ref(op), op.tensor) for op in ops]
         parcels = [op.zbpipe_parcel for op in ops]
         self.outputs_of = {(parcel.stage, parcel.microbatch) for parcel in parcels if parcel.microbatch is not None}
         self.lock = threading.Lock()
@@ -127,15 +136,17 @@ class Send(Transfer):
         self.result_of_wait = True
         self.error: Exception | None = None
         self.watched = False
+        self.patience: timedelta | None = None  # the group's, where the thread has more
         self.is_polled = True
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when the work is done; raises what it raised, whoever waited for it."""
         self.finish(timeout)
+        timeout = timeout or self.patience
         if not self.done.wait(timeout.total_seconds() if timeout else None):
             with contextlib.suppress(AttributeError):  # done meanwhile, and gone
-                self.work.wait(timedelta(milliseconds=1))  # the timeout is the work's to raise
-            self.done.wait()
+                _time_out(self.work, timeout)
+            self.done.set()  # in this wait, where not in the thread's
         self._let_go()
         if self.error is not None:
             raise self.error
@@ -158,7 +169,7 @@ class Send(Transfer):
             # No local name for the work: who hears that it is done may free it.
             self.result_of_wait = bool(wait_for(self.work, timeout))
         except Exception as error:
-            self.error = error
+            self.error = error.with_traceback(None)  # whose frames would keep this
         finally:
             self.done.set()
         if not self.is_polled:
@@ -179,8 +190,8 @@ class Send(Transfer):
 
     def _let_go(self) -> None:
         with self.lock:
-            ops, self.ops, self.work = self.ops, [], None
-        _describe_sent(ops)
+            posted, self.posted, self.work = self.posted, [], None
+        _describe_sent(filter(None, (op() for op, _ in posted)))
         with _lock:
             _under_way.discard(self)
 
@@ -204,6 +215,17 @@ class Send(Transfer):
         if question in ("synchronize", "block_current_stream"):
             return None
         raise RuntimeError(f"this send is done, and its work gone: ask for its {question} before it is waited for.")
+
+
+def _time_out(work: Any, timeout: timedelta | None) -> None:
+    """Raises the work's own error of a wait that lasted for ``timeout``."""
+    try:
+        work.wait(timedelta(milliseconds=1))
+    except RuntimeError as error:
+        said, milliseconds = str(error), round(1000 * timeout.total_seconds()) if timeout else 1
+        if "waiting 1ms" not in said:
+            raise
+        raise type(error)(said.replace("waiting 1ms", f"waiting {milliseconds}ms")) from None
 
 
 def _describe_sent(ops: Iterable[Any]) -> None:

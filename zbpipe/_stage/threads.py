@@ -1,39 +1,50 @@
 """Threads that wait for sends whose works tell only a caller of ``wait`` that they are done: gloo's.
 
-One per group and peer, that lives while there are sends under way.
+One per group and peer, that lives while there are sends under way and while the group does.
 """
 
 import atexit
 import contextlib
+import itertools
 import threading
+import time
+import weakref
 from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
 
-Line = tuple[int, int]  # group (its id) and peer
+Line = tuple[int, int]  # group (its number) and peer
 
 
 class Finishable(Protocol):
     work: Any
+    patience: timedelta | None
 
-    def finish(self) -> None:
+    def finish(self, timeout: timedelta | None = None) -> None:
         """Wait, unless somebody else does so or has done so."""
 
 
+_LONGER = 2  # times the schedule's patience; not for ever: see _give_up
+_AT_ONCE = timedelta(milliseconds=-2)  # 0 and -1 are the group's timeout
+_TO_HEAR_OF_THE_END = 0.05  # seconds
+_numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # not ids, which are given again
+_new_number = itertools.count().__next__
 _queues: dict[Line, deque[Finishable]] = {}
 _waiting: dict[Line, tuple[threading.Thread, Finishable]] = {}
-_queues_lock = threading.Lock()
+_queues_lock = threading.RLock()  # a group may go, collected as garbage, while this thread has it
 
 
-def watch(line: Line, send: Finishable) -> None:
+def watch(group: Any, peer: int, send: Finishable) -> None:
     """Have a thread wait for ``send``. One thread per group and peer, because its sends are done in order."""
     with _queues_lock:
+        line = _number_of(group), peer
         queue = _queues.get(line)
         if queue is not None:
             queue.append(send)
             return
         _queues[line] = deque([send])
-    threading.Thread(target=_finish_queue, args=(line,), name=f"zbpipe-send-{line[1]}", daemon=True).start()
+    threading.Thread(target=_finish_queue, args=(line,), name=f"zbpipe-send-{peer}", daemon=True).start()
 
 
 def _finish_queue(line: Line) -> None:
@@ -45,22 +56,44 @@ def _finish_queue(line: Line) -> None:
                 return
             send = _queues[line].popleft()
             _waiting[line] = threading.current_thread(), send
-        send.finish()
+        send.finish(_LONGER * send.patience if send.patience else None)
         del send
 
 
-@atexit.register
-def _give_up() -> None:
-    """Ends the threads that still wait when the program exits, because a step failed and the peer does not receive.
+def _number_of(group: Any) -> int:
+    number = _numbers.get(group)
+    if number is None:
+        number = _numbers[group] = _new_number()
+        weakref.finalize(group, _give_up_group, number).atexit = False
+    return number
 
-    A thread that came back from gloo into an interpreter that is gone would abort the process. To time out on the same
-    work wakes it: gloo then declares the whole group broken.
+
+def _give_up_group(number: int) -> None:
+    _give_up(lambda line: line[0] == number)
+
+
+@atexit.register
+def _give_up_all() -> None:
+    """When the program exits: a thread that came back from gloo into an interpreter that is gone would abort it."""
+    for thread in _give_up(lambda line: True):
+        thread.join(5)
+
+
+def _give_up(is_meant: Callable[[Line], bool]) -> list[threading.Thread]:
+    """End the threads that still wait, because a step failed and the peer does not receive.
+
+    To time out on the same work wakes a thread: gloo then declares the whole group broken. A wait that finds the send
+    done has taken that from the thread, and another one breaks the group; so it does not linger, and comes late.
     """
     with _queues_lock:
-        for queue in _queues.values():
-            queue.clear()
-        waiting = list(_waiting.values())
+        for line, queue in _queues.items():
+            if is_meant(line):
+                queue.clear()
+        waiting = [waits for line, waits in _waiting.items() if is_meant(line)]
+    if waiting:
+        time.sleep(_TO_HEAR_OF_THE_END)
     for thread, send in waiting:
         with contextlib.suppress(RuntimeError, AttributeError):  # it may be done, and the work gone
-            send.work.wait(timedelta(milliseconds=1))
-        thread.join(5)
+            while thread.is_alive() and send.work.wait(_AT_ONCE):
+                pass
+    return [thread for thread, _ in waiting]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
@@ -72,6 +73,15 @@ def backend_name(group: Any, device: Any) -> str:
         return str(group._get_backend(device).name())
     except (AttributeError, RuntimeError):
         return ""
+
+
+def timeout_of(group: Any, device: Any) -> timedelta | None:
+    """For how long a process group waits for a tensor on a device; None if it does not tell."""
+    try:
+        timeout = group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+    return timeout if isinstance(timeout, timedelta) else None
 
 
 def stages_of(schedule: Any) -> list[Any] | None:
