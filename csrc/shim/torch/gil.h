@@ -9,9 +9,10 @@ namespace zbp {
 
 /// What `take` returns, which takes the GIL. Note [A daemon thread at the interpreter's end]
 ///
-/// Up to Python 3.13 a thread that asks for the GIL of an interpreter that is ending is ended: by unwinding it, which is
-/// the end of the process in the first function that must not throw, and the engine and every destructor is one. So it
-/// stays where it is, as in later Pythons, and the process ends around it.
+/// Up to Python 3.13 a thread that asks for the GIL of an interpreter that is ending is ended: by
+/// unwinding it, which is the end of the process in the first function that must not throw, and
+/// the engine and every destructor is one. So it stays where it is, as in later Pythons, and the
+/// process ends around it.
 template <class Take>
 auto take_gil(Take take) noexcept -> decltype(take()) {
   try {
