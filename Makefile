@@ -28,7 +28,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo docs wheel dev test test-core test-long test-all test-clients clients asan ubsan tsan valgrind fuzz soak cov lint fmt bench clean pytest
+.PHONY: help demo docs wheel dev test test-core test-long test-all test-clients clients asan ubsan tsan allocations valgrind fuzz soak cov lint fmt bench clean pytest
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -124,5 +124,5 @@ clean: ## remove what was built, and every .venv
 	rm -f zbpipe/_C*.so zbpipe/_build_info.py
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# core, test-core, ubsan, tsan, valgrind, fuzz, soak, cov: the C core alone, without Python and torch.
+# core, test-core, ubsan, tsan, allocations, valgrind, fuzz, soak, cov: the C core alone, without Python and torch.
 -include tests/core.mk

@@ -35,6 +35,8 @@ CORE_FLAGS_cov := -O0 -g --coverage
 CORE_UNDEFINED := -fsanitize=undefined,float-divide-by-zero,float-cast-overflow,bounds-strict -fno-sanitize-recover=all
 CORE_FLAGS_ubsan := -O2 -g -UNDEBUG $(CORE_UNDEFINED)
 CORE_FLAGS_tsan := -O1 -g -UNDEBUG -fsanitize=thread
+CORE_FLAGS_sites := -O1 -g -UNDEBUG
+CORE_TRACE_sites = $(if $(filter core/base/zbp_alloc.c,$(<:csrc/%=%)),,-include tests/c/sites.h)
 CORE_LINK_ubsan := $(CORE_UNDEFINED)
 CORE_LINK_tsan := -fsanitize=thread
 CORE_LINK_asan := $(CORE_SANITIZE)
@@ -73,7 +75,7 @@ $$(CORE_BUILD)/$(1)/bin/fuzz_weight_pass $$(CORE_BUILD)/$(1)/bin/test_pass: $$(C
 endef
 
 CORE_TRACE_count := -fsanitize-coverage=trace-pc
-$(foreach flavour,plain asan count cov ubsan tsan,$(eval $(call CORE_FLAVOUR,$(flavour))))
+$(foreach flavour,plain asan count cov ubsan tsan sites,$(eval $(call CORE_FLAVOUR,$(flavour))))
 
 $(CORE_LIB): $(CORE_OBJECTS_plain)
 	@rm -f $@
@@ -93,7 +95,7 @@ CORE_PROGRAMS := $(CORE_BUILD)/headers \
 	$(CORE_TESTS:%=$(CORE_BUILD)/asan/bin/%) $(CORE_BUILD)/asan/bin/fuzz_plan \
 	$(CORE_BUILD)/asan/bin/fuzz_weight_pass $(CORE_BUILD)/asan/bin/fuzz_books $(CORE_BUILD)/asan/bin/fuzz_ways
 
-.PHONY: core core-programs test-core ubsan tsan valgrind fuzz soak cov bench-core
+.PHONY: core core-programs test-core ubsan tsan allocations valgrind fuzz soak cov bench-core
 
 core: $(CORE_LIB) ## build the C core as a static library (build/core/libzbpcore.a)
 
@@ -138,6 +140,14 @@ tsan: $(CORE_TSAN) $(CORE_BUILD)/tsan/bin/planted ## run the C core and the pass
 	@sh tests/c/run.sh tsan "!ThreadSanitizer:.data.race $(CORE_FIXED) $(CORE_BUILD)/tsan/bin/planted race" \
 		"$(CORE_FIXED) $(CORE_BUILD)/tsan/bin/test_book" "$(CORE_FIXED) $(CORE_BUILD)/tsan/bin/test_pass" \
 		$(FUZZ_TARGETS:fuzz_%="$(CORE_FIXED) $(CORE_BUILD)/tsan/bin/threads_% $(TSAN_INPUTS)")
+
+SITES_TOLD := $(CORE_BUILD)/sites/told
+
+allocations: $(CORE_TESTS:%=$(CORE_BUILD)/sites/bin/%) ## refuse memory once to every place of the C core and the passes that asks for some
+	@: >$(SITES_TOLD).none; : >$(SITES_TOLD)
+	@ZBP_SITES=$(SITES_TOLD) sh tests/c/run.sh core $(CORE_TESTS:%=$(CORE_BUILD)/sites/bin/%)
+	@sh tests/c/run.sh "allocations, sees what is never refused" "!was.never.refused $(PYTHON) tests/c/sites.py $(SITES_TOLD).none"
+	@$(PYTHON) tests/c/sites.py $(SITES_TOLD)
 
 # What no input may break, asked a million times; minutes.
 SOAK_INPUTS ?= 1000000
