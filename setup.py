@@ -32,6 +32,8 @@ UNITS = int(os.environ.get("ZBPIPE_UNITS", "0" if DEBUG else "12" if "--inplace"
 ONE_FILE = '#ifndef __clang__\n#pragma GCC diagnostic ignored "-Wsubobject-linkage"\n#endif\n'
 
 C_FLAGS = ["-std=c11", "-Wall", "-Wextra", "-Wconversion", "-Wshadow"]
+# The core's asserts. Not libtorch's, in its headers: one refuses to ask a tensor whether it is dying (heap.cpp, lock).
+C_FLAGS += ["-UNDEBUG"] if DEBUG else []
 CXX_FLAGS = ["-Wall", "-Wextra"]
 # Every compiler that can build this torch has them; a C library that knows no third level takes it for the second. The
 # sanitizers look where the second flag does, and closer.
@@ -101,7 +103,7 @@ def without_run_paths(command):
 def common_flags(names):
     """Flags for C and C++, with `names` in the place of this machine's paths."""
     flags = ["-fvisibility=hidden", *(f"-ffile-prefix-map={path}={name}" for path, name in names.items())]
-    flags += ["-O1", "-g1", "-UNDEBUG", "-fno-omit-frame-pointer"] if DEBUG else ["-O2", "-g0", *HARDENED]
+    flags += ["-O1", "-g1", "-fno-omit-frame-pointer"] if DEBUG else ["-O2", "-g0", *HARDENED]
     # gcc sees uninitialized reads in torch's headers once they are instrumented; libtorch hides the type information
     # that the check of virtual tables asks for.
     flags += [f"-fsanitize={SANITIZE}", "-fno-sanitize=vptr", "-Wno-maybe-uninitialized"] if SANITIZE else []
