@@ -28,7 +28,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo docs wheel dev test test-core test-long test-all test-clients clients asan repeat ubsan tsan allocations valgrind fuzz soak cov lint fmt bench clean pytest
+.PHONY: help demo docs wheel dev test test-core test-long test-all test-clients clients asan tsan-torch repeat ubsan tsan allocations valgrind fuzz soak cov lint fmt bench clean pytest
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -94,6 +94,11 @@ asan: $(VENV)/.built $(VENV)/.extras-test ## run the tests of passes, leaks and 
 	ZBPIPE_SANITIZE=address,undefined ZBPIPE_WERROR=1 $(RUN) setup.py --quiet build --build-lib $(ASAN)
 	tools/asan $(RUN) $(ASAN) $(addprefix tests/,passes policy explain kernels compile/test_torch_compile.py leaks memory release) \
 		-k "not inductor and not cpp_functions"
+
+# In four units: each file alone takes twenty minutes.
+tsan-torch: $(VENV)/.built $(VENV)/.extras-test ## run the tests of threads under ThreadSanitizer, on a torch that is not instrumented
+	ZBPIPE_SANITIZE=thread ZBPIPE_UNITS=4 ZBPIPE_WERROR=1 $(RUN) setup.py --quiet build --build-lib $(ASAN:build/asan%=build/tsan%)
+	tools/tsan $(RUN) $(ASAN:build/asan%=build/tsan%) tests/passes/test_threads.py tests/leaks/test_threads.py -k "not gradient"
 
 repeat: $(VENV)/.built $(VENV)/.extras-test ## run each body of the tests of passes many times, with Python's allocator on guard: nothing may grow
 	cd tests && PYTHONMALLOC=debug OMP_NUM_THREADS=1 $(RUN) -m pytest -c ../pyproject.toml --rootdir .. -p support.repeat $(if $(filter .,$(TESTS)),passes policy release explain,$(TESTS))

@@ -9,7 +9,7 @@ import pytest
 from support.processes import environment
 
 TESTS = Path(__file__).parent
-SAMPLE = ["passes/test_weights.py", "-k", "test_weight"]
+SAMPLE = ["release/test_release_storage.py"]
 LEAVING = """
 import torch
 import zbpipe

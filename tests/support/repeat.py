@@ -17,7 +17,7 @@ import torch
 
 import zbpipe
 
-LOOKS, SELDOM = 5, 10
+LOOKS, SELDOM = 5, 20
 
 # Beginnings of tests' names.
 IN_OTHER_PROCESSES = "what it runs is in processes of its own"
@@ -27,7 +27,14 @@ NOT_REPEATED = {
     "passes/test_fork.py": IN_OTHER_PROCESSES,
     "passes/test_interpreters.py": IN_OTHER_PROCESSES,
 }
-GROWS = {}
+CYCLE = "a hook of the test refers to the stage that it hangs on, through autograd's graph: Python's collector sees no cycle"
+REENTRANT = "torch's reentrant checkpoint leaves blocks, fewer and fewer over hundreds of calls, without zbpipe too"
+GROWS = {
+    "release/test_make_viewless.py::test_under_checkpoint[": REENTRANT,
+    "release/test_make_viewless.py::test_as_the_output_of_a_checkpoint[True]": REENTRANT,
+    "passes/test_weights.py::test_hook_on_a_weight_below_a_shared_computation": CYCLE,
+    "passes/test_weights.py::test_casts_cached_by_one_autocast_block_around_all_forwards": CYCLE,
+}
 
 
 def reason_of(item, table):
@@ -85,17 +92,19 @@ def looked_at(item, runs, between):
     return looks
 
 
+def is_by_one_a_run(what, counts):
+    added = [later - earlier for earlier, later in itertools.pairwise(counts)]
+    # Caches of Python and torch fill over hundreds of runs, ever slower; what every run leaves is as much each time.
+    return min(added) >= SELDOM and (what != "blocks" or added[-1] >= 0.8 * added[0])
+
+
 def grows(item):
     """What grows from look to look, and still does by one a run where few looks are."""
     often = grown(looked_at(item, LOOKS, 1))
     if not often:
         return {}
-    seldom = grown(looked_at(item, 3, SELDOM))
-    return {
-        what: counts
-        for what, counts in seldom.items()
-        if what in often and all(later - earlier >= SELDOM for earlier, later in itertools.pairwise(counts))
-    }
+    seldom = grown(looked_at(item, 4, SELDOM)[len(WHAT) :])  # the first of these runs still fill caches
+    return {what: counts for what, counts in seldom.items() if what in often and is_by_one_a_run(what, counts)}
 
 
 @pytest.hookimpl(tryfirst=True)
