@@ -28,7 +28,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo docs wheel dev test test-core test-long test-all test-clients clients soak asan valgrind fuzz cov lint fmt bench clean pytest
+.PHONY: help demo docs wheel dev test test-core test-long test-all test-clients clients soak programs asan tsan-torch repeat ubsan tsan allocations valgrind fuzz fuzz-long cov lint fmt bench clean pytest
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -89,6 +89,9 @@ clients: $(VENV)/.built $(VENV)/.extras-test $(VENV)/.clients
 
 test-all: test test-long test-clients ## all of these, one after the other: hours
 
+programs: $(VENV)/.built $(VENV)/.extras-test ## PROGRAMS=100000 random autograd programs, split and whole
+	export ZBPIPE_PROGRAMS=$(or $(PROGRAMS),100000); $(PYTEST) -n $(JOBS) -m long -o faulthandler_timeout=3000 passes/test_programs.py
+
 soak: $(VENV)/.built $(VENV)/.extras-test ## STEPS=10000 steps of ZBV with faults among them, beside an ordinary training
 	cd tests && OMP_NUM_THREADS=1 $(if $(EDITABLE),,ZBPIPE_UNDER=$(abspath $(VENV)) )$(RUN) -m schedules.soak $(or $(STEPS),10000)
 
@@ -97,6 +100,14 @@ asan: $(VENV)/.built $(VENV)/.extras-test ## run the tests of passes, leaks and 
 	ZBPIPE_SANITIZE=address,undefined ZBPIPE_WERROR=1 $(RUN) setup.py --quiet build --build-lib $(ASAN)
 	tools/asan $(RUN) $(ASAN) $(addprefix tests/,passes policy explain kernels compile/test_torch_compile.py leaks memory release) \
 		-k "not inductor and not cpp_functions"
+
+# In four units: each file alone takes twenty minutes.
+tsan-torch: $(VENV)/.built $(VENV)/.extras-test ## run the tests of threads under ThreadSanitizer, on a torch that is not instrumented
+	ZBPIPE_SANITIZE=thread ZBPIPE_UNITS=4 ZBPIPE_WERROR=1 $(RUN) setup.py --quiet build --build-lib $(ASAN:build/asan%=build/tsan%)
+	tools/tsan $(RUN) $(ASAN:build/asan%=build/tsan%) tests/passes/test_threads.py tests/leaks/test_threads.py -k "not gradient"
+
+repeat: $(VENV)/.built $(VENV)/.extras-test ## run each body of the tests of passes many times, with Python's allocator on guard: nothing may grow
+	cd tests && PYTHONMALLOC=debug OMP_NUM_THREADS=1 $(RUN) -m pytest -c ../pyproject.toml --rootdir .. -p support.repeat $(if $(filter .,$(TESTS)),passes policy release explain,$(TESTS))
 
 lint: dev ## ruff, mypy, clang-format
 	$(VENV)/bin/ruff check .
@@ -127,5 +138,5 @@ clean: ## remove what was built, and every .venv
 	rm -f zbpipe/_C*.so zbpipe/_build_info.py
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# core, test-core, valgrind, fuzz, cov: the C core alone, without Python and torch.
+# core, test-core, ubsan, tsan, allocations, valgrind, fuzz, fuzz-long, cov: the C core alone, without Python and torch.
 -include tests/core.mk

@@ -24,6 +24,7 @@ COMPILES = {"build", "build_ext", "bdist_wheel", "editable_wheel", "install", "d
 WERROR = os.environ.get("ZBPIPE_WERROR") == "1"
 SANITIZE = os.environ.get("ZBPIPE_SANITIZE", "")
 DEBUG = bool(SANITIZE) or os.environ.get("ZBPIPE_DEBUG") == "1"
+KIND = SANITIZE.replace(",", "-") or ("debug" if DEBUG else "release")
 
 # The shim's files are compiled some at a time: each alone would read libtorch's headers for most of its time.
 UNITS = int(os.environ.get("ZBPIPE_UNITS", "0" if DEBUG else "12" if "--inplace" in sys.argv else "4"))
@@ -31,7 +32,15 @@ UNITS = int(os.environ.get("ZBPIPE_UNITS", "0" if DEBUG else "12" if "--inplace"
 ONE_FILE = '#ifndef __clang__\n#pragma GCC diagnostic ignored "-Wsubobject-linkage"\n#endif\n'
 
 C_FLAGS = ["-std=c11", "-Wall", "-Wextra", "-Wconversion", "-Wshadow"]
+# The core's asserts. Not libtorch's, in its headers: one refuses to ask a tensor whether it is dying (heap.cpp, lock).
+C_FLAGS += ["-UNDEBUG"] if DEBUG else []
 CXX_FLAGS = ["-Wall", "-Wextra"]
+# Every compiler that can build this torch has them; a C library that knows no third level takes it for the second. The
+# sanitizers look where the second flag does, and closer.
+HARDENED = ["-fstack-protector-strong", "-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=3"]
+HARDENED_LINK = ["-Wl,-z,relro", "-Wl,-z,now", "-Wl,-z,noexecstack"]
+# Templates of libtorch and the C++ library are visible whatever the compiler is told.
+EXPORTS = "{ global: PyInit__C; local: *; };\n"
 
 
 def sources(pattern):
@@ -85,9 +94,16 @@ def check_compilers(python_include):
         )
 
 
-def common_flags():
-    flags = ["-fvisibility=hidden"]
-    flags += ["-O1", "-g1", "-UNDEBUG", "-fno-omit-frame-pointer"] if DEBUG else ["-O2", "-g0"]
+def without_run_paths(command):
+    """A linker's command without the places where this machine's Python looks for libraries: torch has loaded ours."""
+    of_python = str(sysconfig.get_config_var("LDSHARED")).split()
+    return [part for part in command if part not in of_python or not part.startswith(("-Wl,-rpath", "-Wl,-R"))]
+
+
+def common_flags(names):
+    """Flags for C and C++, with `names` in the place of this machine's paths."""
+    flags = ["-fvisibility=hidden", *(f"-ffile-prefix-map={path}={name}" for path, name in names.items())]
+    flags += ["-O1", "-g1", "-fno-omit-frame-pointer"] if DEBUG else ["-O2", "-g0", *HARDENED]
     # gcc sees uninitialized reads in torch's headers once they are instrumented; libtorch hides the type information
     # that the check of virtual tables asks for.
     flags += [f"-fsanitize={SANITIZE}", "-fno-sanitize=vptr", "-Wno-maybe-uninitialized"] if SANITIZE else []
@@ -115,16 +131,18 @@ def extension():
         "torch_cxx11_abi": bool(torch._C._GLIBCXX_USE_CXX11_ABI),
         "python_cache_tag": sys.implementation.cache_tag,
         "python_ext_suffix": sysconfig.get_config_var("EXT_SUFFIX"),
+        "kind": KIND,
     }
     headers = sources("**/*.h")
     python_include = sysconfig.get_path("include")
     check_compilers(python_include)
     # Headers that are not ours are system headers: their warnings are not ours to mend.
     torch_headers = [flag for path in [*include_paths(), python_include] for flag in ("-isystem", path)]
+    # Messages name the lines that they come from: those of the tree, of torch's headers and of Python's.
+    flags = common_flags({ROOT: ".", Path(torch.__file__).parent: "torch", python_include: "python"})
 
-    kind = SANITIZE.replace(",", "-") or ("debug" if DEBUG else "release")
     # One place per Python, torch and kind: what is built for one is no part of another's wheel.
-    place = f"build/{sys.implementation.cache_tag}-{platform.machine()}-torch-{build_info['torch_version']}-{kind}"
+    place = f"build/{sys.implementation.cache_tag}-{platform.machine()}-torch-{build_info['torch_version']}-{KIND}"
 
     class Build(build):
         """build, which begins without the modules of earlier builds: one that is gone would go on being installed."""
@@ -146,6 +164,11 @@ def extension():
             # Kept between builds, so that a second one compiles only what changed.
             self.build_temp = str(ROOT / place / "objects")
 
+        def build_extensions(self):
+            for linker in {"linker_so", "linker_so_cxx"} & vars(self.compiler).keys():
+                setattr(self.compiler, linker, without_run_paths(getattr(self.compiler, linker)))
+            super().build_extensions()
+
         def build_extension(self, ext):
             compiler = new_compiler()
             customize_compiler(compiler)
@@ -155,7 +178,7 @@ def extension():
                 [file for file, made in zip(c_files, c_objects) if is_older(made, [file, "setup.py", *headers])],
                 output_dir=self.build_temp,
                 include_dirs=["csrc"],
-                extra_postargs=["-isystem", python_include, *C_FLAGS, *common_flags()],
+                extra_postargs=["-isystem", python_include, *C_FLAGS, *flags],
             )
             ext.extra_objects = [str(ROOT / name) for name in c_objects]
             super().build_extension(ext)
@@ -170,12 +193,19 @@ def extension():
             built = Path(self.build_lib, "zbpipe", "_build_info.py")
             self.copy_file(str(built), str(ROOT / "zbpipe" / "_build_info.py"))
 
+    exports = ROOT / place / "exports"
+    exports.parent.mkdir(parents=True, exist_ok=True)
+    exports.write_text(EXPORTS)
     module = CppExtension(
         "zbpipe._C",
         units(ROOT / place / "units"),
         include_dirs=[str(ROOT / "csrc")],
-        extra_compile_args=[*torch_headers, *CXX_FLAGS, *common_flags()],
-        extra_link_args=[f"-fsanitize={SANITIZE}"] if SANITIZE else [],
+        extra_compile_args=[*torch_headers, *CXX_FLAGS, *flags],
+        extra_link_args=[
+            f"-Wl,--version-script={exports}",
+            *([f"-fsanitize={SANITIZE}"] if SANITIZE else []),
+            *(HARDENED_LINK if not DEBUG else []),
+        ],
         depends=headers + sources("shim/*/*.cpp"),
     )
     return {"ext_modules": [module], "cmdclass": {"build": Build, "build_ext": BuildExt}}

@@ -20,16 +20,25 @@ PASS_SOURCES := $(sort $(patsubst csrc/%,%,$(wildcard csrc/pass/*.c)))
 CORE_HEADERS := $(sort $(wildcard csrc/core/*/*.h csrc/pass/*.h) csrc/shim/pass/zbp_scene.h csrc/shim/pass/zbp_touch.h csrc/shim/torch/zbp_error.h)
 CORE_TESTS := test_status test_map test_graph test_plan test_plan_check test_blocks test_record test_books test_layout test_panels test_reach \
 	test_folds test_book test_book_model test_pass test_policy test_kind test_split test_input_pass test_heap test_ways test_verdict
+FUZZ_TARGETS := fuzz_plan fuzz_weight_pass fuzz_books fuzz_ways
 FUZZ_WITH_fuzz_ways = tests/c/ways_model.c
 FUZZ_WITH_fuzz_weight_pass = tests/c/fake_shim.c $(filter-out %/input_pass.c,$(PASS_SOURCES:%=csrc/%))
 CORE_LIB := $(CORE_BUILD)/libzbpcore.a
 
 # The flavours: plain is what the library ships; asan (no NDEBUG) also validates every plan it builds;
-# count calls a function per basic block, for test_large.
+# count calls a function per basic block, for test_large; ubsan asks for more than the language does, optimised as what
+# ships is; tsan is for what several threads do.
 CORE_FLAGS_plain := -O2 -g -fPIC -DNDEBUG
 CORE_FLAGS_asan := -O1 -g -UNDEBUG $(CORE_SANITIZE)
 CORE_FLAGS_count := -O2 -g -DNDEBUG
 CORE_FLAGS_cov := -O0 -g --coverage
+CORE_UNDEFINED := -fsanitize=undefined,float-divide-by-zero,float-cast-overflow,bounds-strict -fno-sanitize-recover=all
+CORE_FLAGS_ubsan := -O2 -g -UNDEBUG $(CORE_UNDEFINED)
+CORE_FLAGS_tsan := -O1 -g -UNDEBUG -fsanitize=thread
+CORE_FLAGS_sites := -O1 -g -UNDEBUG
+CORE_TRACE_sites = $(if $(filter core/base/zbp_alloc.c,$(<:csrc/%=%)),,-include tests/c/sites.h)
+CORE_LINK_ubsan := $(CORE_UNDEFINED)
+CORE_LINK_tsan := -fsanitize=thread
 CORE_LINK_asan := $(CORE_SANITIZE)
 CORE_LINK_cov := --coverage
 CORE_LINK_OF_test_pass := -Wl,--wrap=malloc
@@ -66,7 +75,7 @@ $$(CORE_BUILD)/$(1)/bin/fuzz_weight_pass $$(CORE_BUILD)/$(1)/bin/test_pass: $$(C
 endef
 
 CORE_TRACE_count := -fsanitize-coverage=trace-pc
-$(foreach flavour,plain asan count cov,$(eval $(call CORE_FLAVOUR,$(flavour))))
+$(foreach flavour,plain asan count cov ubsan tsan sites,$(eval $(call CORE_FLAVOUR,$(flavour))))
 
 $(CORE_LIB): $(CORE_OBJECTS_plain)
 	@rm -f $@
@@ -86,7 +95,7 @@ CORE_PROGRAMS := $(CORE_BUILD)/headers \
 	$(CORE_TESTS:%=$(CORE_BUILD)/asan/bin/%) $(CORE_BUILD)/asan/bin/fuzz_plan \
 	$(CORE_BUILD)/asan/bin/fuzz_weight_pass $(CORE_BUILD)/asan/bin/fuzz_books $(CORE_BUILD)/asan/bin/fuzz_ways
 
-.PHONY: core core-programs test-core valgrind fuzz cov bench-core
+.PHONY: core core-programs test-core ubsan tsan allocations valgrind fuzz fuzz-long cov bench-core
 
 core: $(CORE_LIB) ## build the C core as a static library (build/core/libzbpcore.a)
 
@@ -104,6 +113,47 @@ test-core: ## test the C core, plain and under AddressSanitizer and UBSan, and f
 		"$(CORE_BUILD)/asan/bin/fuzz_books 300 1" \
 		"$(CORE_BUILD)/asan/bin/fuzz_ways 10000 1"
 	@CC="$(CC)" sh tests/c/mutants.sh $(CORE_BUILD)/mutants 100000
+
+# How many inputs each fuzz target gets in ubsan, and on each of four threads in tsan.
+UBSAN_INPUTS ?= 20000
+TSAN_INPUTS ?= 300
+
+ubsan: $(CORE_TESTS:%=$(CORE_BUILD)/ubsan/bin/%) $(FUZZ_TARGETS:%=$(CORE_BUILD)/ubsan/bin/%) $(CORE_BUILD)/ubsan/bin/planted ## test the C core and the passes, optimised, under UBSan alone (UBSAN_INPUTS=20000)
+	@sh tests/c/run.sh ubsan "!overflow $(CORE_BUILD)/ubsan/bin/planted overflow" \
+		$(CORE_TESTS:%=$(CORE_BUILD)/ubsan/bin/%) \
+		$(foreach target,$(filter-out fuzz_books,$(FUZZ_TARGETS)),"$(CORE_BUILD)/ubsan/bin/$(target) $(UBSAN_INPUTS) 5") \
+		"$(CORE_BUILD)/ubsan/bin/fuzz_books $$(($(UBSAN_INPUTS) / 100)) 5"
+
+# Each target is one, without its own main.
+define CORE_THREADS
+$$(CORE_BUILD)/tsan/bin/threads_$(1): tests/c/threads.c tests/c/fuzz_$(1).c tests/c/model.c $$(FUZZ_WITH_fuzz_$(1)) $$(CORE_OBJECTS_tsan)
+	@mkdir -p $$(@D)
+	@$$(CC) -std=c11 $$(CORE_WARN) $$(CORE_FLAGS_tsan) $$(CORE_CFLAGS) $$(CORE_INCLUDE) $$(filter %.c %.o,$$^) -pthread -o $$@
+endef
+$(foreach target,$(FUZZ_TARGETS:fuzz_%=%),$(eval $(call CORE_THREADS,$(target))))
+
+CORE_TSAN := $(CORE_BUILD)/tsan/bin/test_book $(CORE_BUILD)/tsan/bin/test_pass $(FUZZ_TARGETS:fuzz_%=$(CORE_BUILD)/tsan/bin/threads_%)
+# It wants the addresses where it knows them.
+CORE_FIXED := $(shell setarch -R true 2>/dev/null && echo setarch -R)
+
+tsan: $(CORE_TSAN) $(CORE_BUILD)/tsan/bin/planted ## run the C core and the passes on several threads under ThreadSanitizer (TSAN_INPUTS=300)
+	@sh tests/c/run.sh tsan "!ThreadSanitizer:.data.race $(CORE_FIXED) $(CORE_BUILD)/tsan/bin/planted race" \
+		"$(CORE_FIXED) $(CORE_BUILD)/tsan/bin/test_book" "$(CORE_FIXED) $(CORE_BUILD)/tsan/bin/test_pass" \
+		$(FUZZ_TARGETS:fuzz_%="$(CORE_FIXED) $(CORE_BUILD)/tsan/bin/threads_% $(TSAN_INPUTS)")
+
+SITES_TOLD := $(CORE_BUILD)/sites/told
+
+allocations: $(CORE_TESTS:%=$(CORE_BUILD)/sites/bin/%) ## refuse memory once to every place of the C core and the passes that asks for some
+	@: >$(SITES_TOLD).none; : >$(SITES_TOLD)
+	@ZBP_SITES=$(SITES_TOLD) sh tests/c/run.sh core $(CORE_TESTS:%=$(CORE_BUILD)/sites/bin/%)
+	@sh tests/c/run.sh "allocations, sees what is never refused" "!was.never.refused $(PYTHON) tests/c/sites.py $(SITES_TOLD).none"
+	@$(PYTHON) tests/c/sites.py $(SITES_TOLD)
+
+# What no input may break, asked a million times; minutes.
+SOAK_INPUTS ?= 1000000
+
+fuzz-long: $(CORE_BUILD)/asan/bin/fuzz_plan $(CORE_BUILD)/asan/bin/fuzz_weight_pass ## give the plan and the weight pass a million random inputs each, under AddressSanitizer and UBSan (SOAK_INPUTS=1000000)
+	@sh tests/c/run.sh fuzz-long "$(CORE_BUILD)/asan/bin/fuzz_plan $(SOAK_INPUTS) 7" "$(CORE_BUILD)/asan/bin/fuzz_weight_pass $(SOAK_INPUTS) 7"
 
 CORE_VALGRIND := valgrind -q --error-exitcode=99 --leak-check=full --errors-for-leak-kinds=all
 

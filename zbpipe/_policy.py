@@ -61,6 +61,8 @@ from typing import Any, Literal
 
 import torch
 
+from zbpipe._text import argument
+
 # The numbers of zbp_shim.h.
 _DEFER = {"nothing": 0, "matrices": 1, "all": 2}
 _CHECKPOINT = {"keep": 0, "recompute": 1, "input_pass": 2}
@@ -115,7 +117,17 @@ class Policy:
                 _number(name, words, value, " or a function of a parameter")
         for name in ("fused", "main_grad"):
             if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} is {getattr(self, name)!r}; expected True or False")
+                raise TypeError(f"{name} is {argument(getattr(self, name))}; expected True or False")
+
+    def as_dict(self) -> dict[str, str | bool]:
+        """The choices by their names; a function is its name, and not what it says of itself, which may be a tensor."""
+        return {
+            name: getattr(value, "__qualname__", type(value).__qualname__) if callable(value) else value
+            for name, value in vars(self).items()
+        }
+
+    def __repr__(self) -> str:
+        return f"Policy({', '.join(f'{name}={value!r}' for name, value in self.as_dict().items())})"
 
     def _defer(self) -> int | Callable[[torch.Tensor], int]:
         choice = self.defer
@@ -132,7 +144,7 @@ class Policy:
 
 def _number(name: str, words: Mapping[str, int], value: object, alternative: str = "") -> int:
     if not isinstance(value, str):
-        raise TypeError(f"{name} is {value!r}; expected one of {', '.join(map(repr, words))}{alternative}")
+        raise TypeError(f"{name} is {argument(value)}; expected one of {', '.join(map(repr, words))}{alternative}")
     if value not in words:
         raise ValueError(f"{name} is {value!r}; expected one of {', '.join(map(repr, words))}{alternative}")
     return words[value]

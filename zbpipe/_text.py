@@ -1,9 +1,17 @@
-"""Bytes and tables as text."""
+"""Bytes, tables and wrong arguments as text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
+
+_WORDS_AND_NUMBERS = (str, int, float, bool, type(None))
+
+
+def argument(value: object) -> str:
+    """A wrong argument, for the message that refuses it: a word or a number as it is, all else by its type. What it
+    says of itself may be a tensor's values."""
+    return repr(value) if type(value) in _WORDS_AND_NUMBERS else f"a {type(value).__name__}"
 
 
 def megabytes(count: int) -> str:

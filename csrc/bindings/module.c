@@ -9,6 +9,14 @@
 
 static int module_exec(PyObject *module)
 {
+    /* What the shim asks of Python, libtorch answers with the main interpreter's objects. */
+    if (PyInterpreterState_Get() != PyInterpreterState_Main()) {
+        PyErr_SetString(
+            PyExc_ImportError,
+            "zbpipe._C cannot be loaded into a sub-interpreter: torch has one interpreter, "
+            "the main one; use zbpipe there, or in another process");
+        return -1;
+    }
     zbp_module_state *state = zbp_state_of(module);
     state->group_type = zbp_add_group(module);
     state->run_error = PyErr_NewException("zbpipe._C.RunError", PyExc_RuntimeError, NULL);
@@ -46,7 +54,16 @@ static void module_free(void *module)
     module_clear((PyObject *)module);
 }
 
-static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, module_exec}, {0, NULL}};
+static PyModuleDef_Slot module_slots[] = {
+    {Py_mod_exec, module_exec},
+#if PY_VERSION_HEX >= 0x030C0000
+    {Py_mod_multiple_interpreters, Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED},
+#endif
+#if PY_VERSION_HEX >= 0x030D0000
+    {Py_mod_gil, Py_MOD_GIL_USED}, /* many an object here has no lock but the GIL */
+#endif
+    {0, NULL},
+};
 
 static struct PyModuleDef module_def = {
     PyModuleDef_HEAD_INIT,

@@ -170,7 +170,7 @@ static inline void books_model_mark(books_model *m, model_record *mine)
 /* A walk over all serials, each looked for everywhere, is in order by itself. */
 static inline void books_model_since(books_model *m, uint64_t since)
 {
-    static zbp_block got[MODEL_ADDRESSES];
+    static _Thread_local zbp_block got[MODEL_ADDRESSES];
     size_t used = 0, count, i = 0;
 
     for (uint32_t place = 0; place < MODEL_ADDRESSES; place++)
@@ -238,10 +238,10 @@ static inline void books_model_step(books_model *m, uint8_t what, uint8_t high, 
     }
 }
 
-/* NULL, or a static string: what differs. Not for two threads. */
+/* NULL, or a static string: what differs. */
 static inline const char *books_model_run(const uint8_t *data, size_t size)
 {
-    static books_model m;
+    static _Thread_local books_model m;
     zbp_alloc alloc;
     size_t i = 1;
 

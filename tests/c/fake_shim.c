@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-fake_world fake;
+_Thread_local fake_world fake;
 
 const char FAKE_FAILED[] = "failed", FAKE_HALF[] = "half added", FAKE_TWICE[] = "a second time",
            FAKE_LOST[] = "lost";

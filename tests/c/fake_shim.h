@@ -48,7 +48,8 @@ struct zbp_held {
     fake_face face[MOST_FACES];
     fake_outside outside[MOST_OUTSIDE];
     bool is_released;
-    int rounds; /* weight passes that are complete */
+    int rounds;            /* weight passes that are complete */
+    bool was_dropped_half; /* with a product of which some panels had been added */
 };
 
 typedef struct fake_world {
@@ -60,7 +61,7 @@ typedef struct fake_world {
     void (*look)(void);     /* likewise, while the weights are looked at */
 } fake_world;
 
-extern fake_world fake;
+extern _Thread_local fake_world fake;
 
 /* What zbp_error.raised points to. */
 extern const char FAKE_FAILED[], FAKE_HALF[], FAKE_TWICE[], FAKE_LOST[];

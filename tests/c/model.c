@@ -134,7 +134,7 @@ enum { MODEL_EDGES = 1 << 12 };
 
 static const char *edges_differ(const model *m, const zbp_plan *p, const zbp_graph *g)
 {
-    static uint32_t src[MODEL_EDGES], group[MODEL_EDGES];
+    static _Thread_local uint32_t src[MODEL_EDGES], group[MODEL_EDGES];
 
     for (uint32_t e = 0; e < g->edge_count; e++) {
         src[e] = g->edge[e].src;

@@ -1,11 +1,20 @@
 /* One fault on purpose, named by the argument. The runner wants each detector to see it: a tool
  * that stays silent here is not switched on, and its silence elsewhere means nothing. */
 #include <limits.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "core/graph/zbp_graph.h"
+
+static void *add_nodes(void *graph)
+{
+    for (int i = 0; i < 100; i++)
+        if (zbp_graph_add_node(graph, &graph, NULL, NULL) != ZBP_OK)
+            return NULL;
+    return NULL;
+}
 
 int main(int argc, char **argv)
 {
@@ -27,6 +36,14 @@ int main(int argc, char **argv)
         volatile int large = INT_MAX;
 
         printf("%d\n", large + argc);
+    }
+    if (strcmp(fault, "race") == 0) {
+        pthread_t thread;
+
+        if (pthread_create(&thread, NULL, add_nodes, &graph) != 0)
+            return 0;
+        printf("%u\n", graph.node_count);
+        pthread_join(thread, NULL);
     }
     zbp_graph_fini(&graph);
     return 0;

@@ -257,7 +257,7 @@ static const char *cycle_differs(const model *m, const zbp_heap *heap, zbp_ways 
 
 const char *drawing_differs(const drawing *drawn, const zbp_heap *heap, zbp_ways *ways)
 {
-    static model m;
+    static _Thread_local model m;
     const char *reason;
 
     model_of(&m, drawn);

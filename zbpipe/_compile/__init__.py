@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from zbpipe._text import argument
+
 INNER = ("inductor", "aot_eager")
 
 
@@ -21,9 +23,9 @@ class Backend:
 
     def __post_init__(self) -> None:
         if self.inner not in INNER:
-            raise ValueError(f"backend is {self.inner!r}; expected one of {', '.join(map(repr, INNER))}")
+            raise ValueError(f"backend is {argument(self.inner)}; expected one of {', '.join(map(repr, INNER))}")
         if not isinstance(self.recompute, bool):
-            raise TypeError(f"recompute is {self.recompute!r}; expected True or False")
+            raise TypeError(f"recompute is {argument(self.recompute)}; expected True or False")
 
     @property
     def __name__(self) -> str:

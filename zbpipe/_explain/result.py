@@ -79,10 +79,7 @@ class Explanation:
         data = dataclasses.asdict(self)
         for parameter, plan in zip(data["parameters"], self.parameters, strict=True):
             parameter.update(runs_in=plan.runs_in, flops=plan.flops)
-        data["policy"] = {
-            name: getattr(value, "__qualname__", repr(value)) if callable(value) else value
-            for name, value in vars(self.policy).items()
-        }
+        data["policy"] = self.policy.as_dict()
         return data
 
     def __str__(self) -> str:

@@ -16,6 +16,7 @@ from zbpipe._explain.flops import count
 from zbpipe._explain.result import Explanation
 from zbpipe._explain.trial import unchanged
 from zbpipe._policy import Policy, get_policy
+from zbpipe._text import argument
 from zbpipe._torch.ddp import is_ddp
 from zbpipe._torch.dispatch import pytree
 from zbpipe._torch.modules import is_under_fully_shard
@@ -93,7 +94,7 @@ def _check(module: Any, kwargs: Any, output_grads: Any) -> None:
         )
     if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(key, str) for key in kwargs)):
         raise TypeError(
-            f"kwargs is {kwargs!r}; expected a dictionary of keyword arguments with strings as keys, or None"
+            f"kwargs is {argument(kwargs)}; expected a dictionary of keyword arguments with strings as keys, or None"
         )
     if output_grads is not None and not isinstance(output_grads, (list, tuple)):
         raise TypeError(

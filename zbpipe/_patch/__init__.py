@@ -30,6 +30,7 @@ import torch
 from zbpipe._patch import env, places, table
 from zbpipe._policy import get_policy
 from zbpipe._stage import data_parallel, methods, scale, state
+from zbpipe._text import argument
 from zbpipe._torch import needs, pipelining, probe
 
 logger = logging.getLogger("zbpipe")
@@ -153,7 +154,9 @@ def patched(release_outputs: bool | None = None) -> Iterator[None]:
 
 def _check(release_outputs: bool | None) -> None:
     if release_outputs is not None and not isinstance(release_outputs, bool):
-        raise TypeError(f"release_outputs is {release_outputs!r}: give True, False, or None to leave it as it is.")
+        raise TypeError(
+            f"release_outputs is {argument(release_outputs)}: give True, False, or None to leave it as it is."
+        )
 
 
 class _Modules(NamedTuple):

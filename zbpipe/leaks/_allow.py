@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from zbpipe._text import argument
 from zbpipe._torch.autograd import without_torch_functions
 from zbpipe.leaks._words.of_python import array_type
 
@@ -17,13 +18,13 @@ _KNOWN = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, dict, list, tupl
 def checked(action: object, allow: Any, device: torch.device | str | None) -> tuple[Any, ...]:
     """``allow`` as it is to be kept, when all is legal: a collection may get more members until it is looked at."""
     if action not in ACTIONS:
-        raise ValueError(f"action is {action!r}; expected one of {', '.join(map(repr, ACTIONS))}")
+        raise ValueError(f"action is {argument(action)}; expected one of {', '.join(map(repr, ACTIONS))}")
     try:
         kind = None if device is None else torch.device(device).type
     except (RuntimeError, TypeError):
         kind = "?"
     if kind not in (None, "cpu", "cuda"):
-        raise ValueError(f"device is {device!r}; tensors can be checked on cpu and cuda")
+        raise ValueError(f"device is {argument(device)}; tensors can be checked on cpu and cuda")
     for thing in allow if isinstance(allow, (list, tuple, set, frozenset)) else (allow,):
         if not issubclass(type(thing), _KNOWN) and not callable(thing):
             raise TypeError(

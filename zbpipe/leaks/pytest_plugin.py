@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 
 from zbpipe import _C
+from zbpipe._text import argument
 from zbpipe.leaks import _allow
 from zbpipe.leaks._check import TensorLeakError, check_tensor_leak
 from zbpipe.leaks._plugin.fixtures import OfFixtures, Wide, tensors_in
@@ -110,7 +111,7 @@ class TensorLeaks:
         Raises TensorLeakError, which has the report, if `action` is "error" and tensors leak.
         """
         if action not in ("error", "warn", "record"):
-            raise ValueError(f"action is {action!r}; give 'error', 'warn' or 'record'")
+            raise ValueError(f"action is {argument(action)}; give 'error', 'warn' or 'record'")
         with check_tensor_leak(action="record", **options) as check:
             yield check
         if check.report and action == "warn":

@@ -46,7 +46,7 @@ struct Tapped {
   zbp_books books{};
   std::unordered_map<uint64_t, Trace> traces;
   // To be read without the lock:
-  std::atomic<bool> is_fed{false};      // some record is
+  std::atomic<bool> is_fed{false};      // some record is; whoever sees it sees the tap in front
   std::atomic<size_t> block_count{0};   // in use
   std::atomic<int> tracers{0};          // who wants to know where blocks come from
   std::atomic<uint64_t> generation{0};  // of traces: an older one's codes may be gone
@@ -144,13 +144,15 @@ class Tap final : public c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override;
   c10::DeleterFnPtr raw_deleter() const override { return inner_deleter ? deleter : nullptr; }
   void copy_data(void* dest, const void* src, std::size_t count) const override {
-    inner->copy_data(dest, src, count);
+    behind()->copy_data(dest, src, count);
   }
   bool is_simple_data_ptr(const c10::DataPtr& data_ptr) const override {
-    return data_ptr.get_deleter() != &free_context && inner->is_simple_data_ptr(data_ptr);
+    return data_ptr.get_deleter() != &free_context && behind()->is_simple_data_ptr(data_ptr);
   }
+  c10::Allocator* behind() const { return inner.load(std::memory_order_acquire); }
 
-  c10::Allocator* inner = nullptr;  // set once, before anybody can call
+  // Set once, before anybody can call. c10 hands the tap to other threads through a plain pointer.
+  std::atomic<c10::Allocator*> inner{nullptr};
   c10::DeleterFnPtr inner_deleter = nullptr;
   c10::DeleterFnPtr deleter = nullptr;
 };
@@ -181,12 +183,12 @@ struct Inside {
 };
 
 c10::DataPtr Tap::allocate(size_t bytes) {
-  if (is_inside || !tapped().is_fed.load(std::memory_order_relaxed)) {
-    return inner->allocate(bytes);
+  if (is_inside || !tapped().is_fed.load(std::memory_order_acquire)) {
+    return behind()->allocate(bytes);
   }
   c10::DataPtr block = [&] {
     const Inside inside;
-    return inner->allocate(bytes);
+    return behind()->allocate(bytes);
   }();
   if (block.get() == nullptr || block.get_context() == nullptr) {
     return block;  // of no bytes, or nobody's to free
@@ -214,14 +216,12 @@ bool is_tap(const c10::Allocator* allocator) {
 Tap& tap_of(c10::Allocator* allocator) {
   for (size_t i = 0; i < SLOTS; ++i) {
     Tap& tap = taps()[i];
-    if (tap.inner == nullptr) {
+    if (tap.behind() == nullptr) {
       tap.inner_deleter = allocator->raw_deleter();
       tap.deleter = deleter_of(i, std::make_index_sequence<SLOTS>());
-      tap.inner = allocator;
-      // Other threads meet the tap through a plain pointer that c10 stores.
-      std::atomic_thread_fence(std::memory_order_release);
+      tap.inner.store(allocator, std::memory_order_release);
     }
-    if (tap.inner == allocator) {
+    if (tap.behind() == allocator) {
       return tap;
     }
   }
@@ -253,7 +253,7 @@ bool uninstall() {
   if (!is_tap(current)) {
     return false;
   }
-  c10::SetAllocator(c10::kCPU, static_cast<Tap*>(current)->inner);
+  c10::SetAllocator(c10::kCPU, static_cast<Tap*>(current)->behind());
   return true;
 }
 
@@ -306,7 +306,7 @@ int zbp_tap_start(zbp_record* record, uint64_t max_events, zbp_error* error) {
       }
       refuse_for_memory();
     }
-    t.is_fed.store(true, std::memory_order_relaxed);
+    t.is_fed.store(true, std::memory_order_release);
     is_fed = true;
   });
   if (status != ZBP_OK && is_fed) {  // a warning is an error
@@ -341,7 +341,7 @@ int zbp_tap_adopt(PyObject* objects, zbp_error* error) {
 void zbp_tap_adopt_storage(void* storage) {
   c10::Allocator* const current = installed();
   auto* const grows = static_cast<c10::StorageImpl*>(storage);
-  if (is_tap(current) && grows->allocator() == static_cast<Tap*>(current)->inner) {
+  if (is_tap(current) && grows->allocator() == static_cast<Tap*>(current)->behind()) {
     grows->set_allocator(current);
   }
 }
@@ -349,7 +349,7 @@ void zbp_tap_adopt_storage(void* storage) {
 int zbp_tap_feeds(const void* allocator) {
   c10::Allocator* const current = installed();
   return is_tap(current) &&
-         (allocator == current || allocator == static_cast<Tap*>(current)->inner);
+         (allocator == current || allocator == static_cast<Tap*>(current)->behind());
 }
 
 int zbp_tap_mark(zbp_record* record, uint32_t* index_out) {

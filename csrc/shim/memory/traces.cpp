@@ -4,9 +4,9 @@
 #include <unordered_set>
 
 #include <torch/csrc/utils/object_ptr.h>
-#include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/utils/pythoncapi_compat.h>
 
+#include "shim/torch/gil.h"
 #include "shim/torch/python.h"
 
 namespace zbp {
@@ -25,7 +25,7 @@ Trace trace_now() noexcept {
   if (!Py_IsInitialized() || PyGILState_GetThisThreadState() == nullptr) {
     return {};
   }
-  const py::gil_scoped_acquire gil;
+  const AcquireGil gil;
   Trace trace;
   PyFrameObject* frame = PyEval_GetFrame();
   Py_XINCREF(frame);

@@ -1,14 +1,35 @@
 // The global interpreter lock. See each function's contract for who must hold it.
 #pragma once
 
+#include <unistd.h>
+
 #include <Python.h>
 
 namespace zbp {
 
+/// What `take` returns, which takes the GIL. Note [A daemon thread at the interpreter's end]
+///
+/// Up to Python 3.13 a thread that asks for the GIL of an interpreter that is ending is ended: by
+/// unwinding it, which is the end of the process in the first function that must not throw, and
+/// the engine and every destructor is one. So it stays where it is, as in later Pythons, and the
+/// process ends around it.
+template <class Take>
+auto take_gil(Take take) noexcept -> decltype(take()) {
+  try {
+    return take();
+  } catch (...) {  // not an exception: none can come from Python
+    for (;;) {
+      pause();
+    }
+  }
+}
+
 class ReleaseGil {
  public:
   ReleaseGil() : state_(PyEval_SaveThread()) {}
-  ~ReleaseGil() { PyEval_RestoreThread(state_); }
+  ~ReleaseGil() {
+    take_gil([this] { PyEval_RestoreThread(state_); });
+  }
   ReleaseGil(const ReleaseGil&) = delete;
   ReleaseGil& operator=(const ReleaseGil&) = delete;
 
@@ -18,7 +39,7 @@ class ReleaseGil {
 
 class AcquireGil {
  public:
-  AcquireGil() : state_(PyGILState_Ensure()) {}
+  AcquireGil() : state_(take_gil(PyGILState_Ensure)) {}
   ~AcquireGil() { PyGILState_Release(state_); }
   AcquireGil(const AcquireGil&) = delete;
   AcquireGil& operator=(const AcquireGil&) = delete;

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from zbpipe._text import argument
 from zbpipe.leaks import _allow
 
 ACTIONS = ("error", "warn", "ignore")
@@ -29,7 +30,7 @@ def arguments_of(item: pytest.Item) -> dict[str, Any]:
     marker = item.get_closest_marker("no_tensor_leak")
     if marker is None:
         return {}
-    unknown = [*map(repr, marker.args), *(name for name in marker.kwargs if name not in ARGUMENTS)]
+    unknown = [*map(argument, marker.args), *(name for name in marker.kwargs if name not in ARGUMENTS)]
     if unknown:
         raise pytest.UsageError(
             f"{item.nodeid}: the marker no_tensor_leak was given {', '.join(unknown)}, but takes only the keywords "
@@ -38,7 +39,8 @@ def arguments_of(item: pytest.Item) -> dict[str, Any]:
     action = marker.kwargs.get("action", "error")
     if action not in ACTIONS:
         raise pytest.UsageError(
-            f"{item.nodeid}: the marker no_tensor_leak was given action={action!r}; give one of {', '.join(ACTIONS)}"
+            f"{item.nodeid}: the marker no_tensor_leak was given action={argument(action)}; give one of "
+            f"{', '.join(ACTIONS)}"
         )
     arguments = {name: at_once(value) for name, value in marker.kwargs.items()}
     marker.kwargs.update(arguments)  # type: ignore[attr-defined]  # an iterator for the next test too, which shares it
