@@ -3,7 +3,8 @@
     python fault_ranks.py RANK WORLD FOLDER LANE [PLANTED]
 
 Each fault of the lane meets torch's own module and zbpipe at once, in processes of their own, and there: a step, the step with the
-fault, in a new process group the same schedule again, in another a new schedule on the same stages. What a rank saw goes to FOLDER.
+fault, in a new process group the same schedule again, in another a new schedule on the same stages (from
+torch 2.15 on, which refuses the others, on new ones). What a rank saw goes to FOLDER.
 """
 
 import contextlib
@@ -46,6 +47,7 @@ LANES = {
     "held": [fault for fault in cases.SIGNALS if fault.hold],
     "plain": [cases.Fault("1I0", "a tensor's hook")],
 }
+ASKS_FOR_NEW_STAGES = torch.__version__ >= (2, 15)  # their receive buffers are the failed step's
 LONGEST = 2.5  # times the timeout: threads that wait for a send wait for twice that
 SOON = 0.5  # seconds
 LOOK_EVERY = 0.01
@@ -110,6 +112,7 @@ class Job:
             cut_connections()  # that the schedule's receives keep open
         else:
             self.schedule = None
+            self.stages = [] if ASKS_FOR_NEW_STAGES else self.stages
             gc.collect()
         dist.destroy_process_group()
         patience = time.monotonic() + self.fault.timeout / 3

@@ -34,6 +34,7 @@ NAMES = {
     "ScheduleInterleavedZeroBubble": "Interleaved zero bubble",
     "ScheduleDualPipeV": "DualPipeV",
 }
+SENDS_ARE_OURS = pytest.mark.skipif(torch.__version__ >= (2, 15), reason="torch's own schedules let go of sends there")
 AGAIN = "again, with the schedule that failed"
 numbers = functools.cache(ordinary)
 
@@ -207,8 +208,8 @@ def run_planted(name, tmp_path, folders, lane="plain", timeout=300):
     [
         ("leave_a_hook", "plain", "hooks on weights: 0 -> 1"),
         ("keep_groups", "plain", "groups: 0 -> "),
-        ("keep_sends", "plain", "sends: 0 -> "),
-        ("keep_the_group", "held", " connections"),
+        pytest.param("keep_sends", "plain", "sends: 0 -> ", marks=SENDS_ARE_OURS),
+        pytest.param("keep_the_group", "held", " connections", marks=SENDS_ARE_OURS),
     ],
 )
 def test_what_is_left_is_found(planted, lane, found, tmp_path, folders):
