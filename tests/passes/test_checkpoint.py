@@ -906,6 +906,20 @@ def test_input_pass_into_main_grad_refuses_a_reentrant_checkpoint_that_the_weigh
 
 
 @needs_zbpipe
+def test_reentrant_checkpoint_that_leads_to_neither_input_nor_weight_is_refused():
+    m = Stage(lambda m, x, d: checkpoint(lambda x, d: x @ m.w, x, d, use_reentrant=True), w=(4, 4))
+    x, dummy = torch.randn(3, 4, dtype=f64), torch.ones(1, requires_grad=True)
+    out = m(x, dummy)
+    with pytest.raises(RuntimeError) as refused:
+        zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+    assert "leads to no input and to none of the weights" in str(refused.value.__cause__)
+    weights = [*m.parameters(), dummy]  # as the refusal says
+    _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], weights)
+    zb.stage_backward_weight(weights, groups)
+    torch.testing.assert_close(m.w.grad, x.t() @ torch.ones(3, 4, dtype=f64))
+
+
+@needs_zbpipe
 def test_whole_backward_into_main_grad_refuses_a_reentrant_checkpoint():
     m = Stage(lambda m, x: checkpoint(lambda x: x @ m.w, x, use_reentrant=True).sin(), w=(4, 4))
     with_main_grads(m)

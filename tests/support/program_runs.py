@@ -102,7 +102,7 @@ class ProgramStage(Stage):
         super().__init__(space["forward"], **parts)
         self.together = "+" in program.passes
         self.whole_grads = "/" not in program.passes and not program.policy.get("main_grad")
-        self.born = {}
+        self.born, self.hooks = {}, 0
         for name in program.frozen:
             getattr(self, name).requires_grad_(False)
         for w in self.parameters():
@@ -117,10 +117,10 @@ class ProgramStage(Stage):
         return copied
 
     def forward(self, *inputs):
+        self.hooks = 0
         with Born() as born:
             result = super().forward(*inputs)
         self.born[self.microbatch] = born.storages
-        self.hooks = 0
         return result
 
     def log(self, name, what=lambda *args: args):
@@ -132,7 +132,7 @@ class ProgramStage(Stage):
 
     def hook(self, tensor, kind):
         """What a line of a program registers on the value that it has computed."""
-        self.hooks = getattr(self, "hooks", 0) + 1
+        self.hooks += 1
         name = f"{kind} {self.hooks}"
         if not tensor.requires_grad or tensor.is_leaf:
             return
@@ -178,6 +178,7 @@ class Judged:
         existing = program.existing and not program.policy.get("main_grad")
         self.whole = self.copied(stage, batches, existing, passes)
         self.dropped, self.failed, self.failed_weights = set(), 0, 0
+        self.spent = []  # groups, which hold nothing any more
 
     def copied(self, stage, batches, existing, passes):
         stage = copy.deepcopy(stage)
@@ -255,7 +256,7 @@ class Judged:
                 if "run the microbatch again" in str(refusal) or "that has the first part" in str(refusal):
                     raise Refused from refusal
                 raise
-        self.spent = getattr(self, "spent", []) + groups
+        self.spent += groups
 
     def planted(self, error):
         if not isinstance(error.__cause__ or error, Planted):
@@ -339,12 +340,12 @@ class Judged:
         calls, expected = (self.calls(records) for records in (split, whole))
         if self.failed_weights:  # the node that failed runs again, with its hooks
             assert all(calls[key] >= expected[key] for key in expected), f"calls of (hook, microbatch): {calls}"
-            return
-        assert calls == expected, f"calls of (hook, microbatch): got {calls}, expected {expected}"
-        for key, values in whole.items():
-            if self.split.stage.together or reenters(self.program.forward):
-                continue  # by another call, in another order
-            self.close(split[key], values, f"what hook {key} received", tolerance)
+        else:
+            assert calls == expected, f"calls of (hook, microbatch): got {calls}, expected {expected}"
+        # By another call, in another order, or again.
+        if not (self.split.stage.together or reenters(self.program.forward) or self.failed_weights):
+            for key, values in whole.items():
+                self.close(split[key], values, f"what hook {key} received", tolerance)
         kept = self.split.stage.kept
         assert kept.keys() == self.whole.stage.kept.keys()
         for key, tensor in self.whole.stage.kept.items():
@@ -400,7 +401,8 @@ def judge(program, passes=None):
     except Refused:
         return judged
     except RuntimeError as error:
-        if reenters(program.forward) and "asks for main_grad" in str(error.__cause__):
+        said = str(error.__cause__)
+        if reenters(program.forward) and ("asks for main_grad" in said or "leads to no input and to none" in said):
             return judged
         raise
     judged.back_whole()

@@ -28,15 +28,26 @@ zbp_decision decision_for_all(const zbp_policy& policy) {
   return {static_cast<uint8_t>(policy.defer), static_cast<uint8_t>(policy.checkpoint)};
 }
 
-/// torch's reentrant checkpoint runs a backward of its own: an accumulation that only I's caller can redirect.
+/// torch's reentrant checkpoint runs a backward of its own: an accumulation that only I's caller can redirect, and that
+/// no edge tells of. One that leads to no input and no weight, but to a leaf that somebody made for it, would not run.
 void refuse_reentrant(const zbp_scene& scene, const zbp_survey& survey) {
-  const bool in_i = scene.args.policy.reentrant == ZBP_REENTRANT_IN_I;
+  const int reentrant = scene.args.policy.reentrant;
+  const bool in_i = reentrant == ZBP_REENTRANT_IN_I;
   for (uint32_t id = 0; id < survey.graph.node_count; ++id) {
+    const uint8_t flag = survey.plan.flag[id];
+    const bool runs = (flag & (ZBP_NODE_CLOSURE | ZBP_NODE_WEIGHTWARD)) != 0;
+    const bool may_run =
+        in_i ? (flag & ZBP_NODE_CLOSURE) != 0 : reentrant == ZBP_REENTRANT_ANYWHERE;
     Node& node = scene.walk->node(id);
-    if (in_i && (survey.plan.flag[id] & ZBP_NODE_CLOSURE) != 0) {
+    if ((runs && may_run) || !is_python_function(node) || !is_reentrant_checkpoint(node)) {
       continue;
     }
-    TORCH_CHECK(!is_python_function(node) || !is_reentrant_checkpoint(node),
+    TORCH_CHECK(runs,
+                "a reentrant checkpoint leads to no input and to none of the weights, so that no "
+                "pass would run its region's backward, and its weights would get no gradient; "
+                "checkpoint with use_reentrant=False, or give the tensor that it leads to among "
+                "the weights");
+    TORCH_CHECK(false,
                 "a reentrant checkpoint adds the gradients of its region to .grad, where "
                 "main_grad=True asks for main_grad, and ",
                 in_i ? "no input of the stage that requires a gradient leads to it, so that the "
@@ -405,9 +416,7 @@ int zbp_scene_ask(zbp_scene* scene, const zbp_survey* survey, zbp_error* error) 
 
 int zbp_scene_look(zbp_scene* scene, zbp_survey* survey, zbp_error* error) {
   return kept_in(error, [&] {
-    if (scene->args.policy.reentrant != ZBP_REENTRANT_ANYWHERE) {
-      refuse_reentrant(*scene, *survey);
-    }
+    refuse_reentrant(*scene, *survey);
     note_facts(*scene, *survey, survey->facts);
   });
 }
