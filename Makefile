@@ -73,7 +73,8 @@ demo: $(VENV)/.built $(VENV)/.extras-demo ## train a small language model on tor
 test: test-core pytest ## run every test: the C core's, then Python's; with TORCH_VERSION=2.15.0 on that torch
 
 # From tests/: in the root the source tree would come before what is installed, here and in every process that a test starts.
-PYTEST := cd tests && OMP_NUM_THREADS=1 $(if $(EDITABLE),,ZBPIPE_UNDER=$(abspath $(VENV)) )$(RUN) -m pytest -c ../pyproject.toml --rootdir ..
+IN_TESTS := cd tests && OMP_NUM_THREADS=1 $(if $(EDITABLE),,ZBPIPE_UNDER=$(abspath $(VENV)) )$(RUN)
+PYTEST := $(IN_TESTS) -m pytest -c ../pyproject.toml --rootdir ..
 
 pytest: $(VENV)/.built $(VENV)/.extras-test $(VENV)/.extras-demo $(if $(CLIENTS),$(VENV)/.clients)
 	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 25 --durations-min 5 $(TESTS)
@@ -93,7 +94,7 @@ programs: $(VENV)/.built $(VENV)/.extras-test ## PROGRAMS=100000 random autograd
 	export ZBPIPE_PROGRAMS=$(or $(PROGRAMS),100000); $(PYTEST) -n $(JOBS) -m long -o faulthandler_timeout=3000 passes/test_programs.py
 
 soak: $(VENV)/.built $(VENV)/.extras-test ## STEPS=10000 steps of ZBV with faults among them, beside an ordinary training
-	cd tests && OMP_NUM_THREADS=1 $(if $(EDITABLE),,ZBPIPE_UNDER=$(abspath $(VENV)) )$(RUN) -m schedules.soak $(or $(STEPS),10000)
+	$(IN_TESTS) -m schedules.soak $(or $(STEPS),10000)
 
 # Without what starts a compiler: it would itself run under the sanitizer, and leaks.
 asan: $(VENV)/.built $(VENV)/.extras-test ## run the tests of passes, leaks and memory under AddressSanitizer and UBSan
@@ -107,7 +108,7 @@ tsan-torch: $(VENV)/.built $(VENV)/.extras-test ## run the tests of threads unde
 	tools/tsan $(RUN) $(ASAN:build/asan%=build/tsan%) tests/passes/test_threads.py tests/leaks/test_threads.py -k "not gradient"
 
 repeat: $(VENV)/.built $(VENV)/.extras-test ## run each body of the tests of passes many times, with Python's allocator on guard: nothing may grow
-	cd tests && PYTHONMALLOC=debug OMP_NUM_THREADS=1 $(RUN) -m pytest -c ../pyproject.toml --rootdir .. -p support.repeat $(if $(filter .,$(TESTS)),passes policy release explain,$(TESTS))
+	export PYTHONMALLOC=debug; $(PYTEST) -p support.repeat $(if $(filter .,$(TESTS)),passes policy release explain,$(TESTS))
 
 lint: dev ## ruff, mypy, clang-format
 	$(VENV)/bin/ruff check .

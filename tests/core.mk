@@ -92,8 +92,7 @@ $(CORE_BUILD)/headers: tests/c/headers.cc $(CORE_HEADERS) $(CORE_LIB) tests/core
 
 CORE_PROGRAMS := $(CORE_BUILD)/headers \
 	$(CORE_TESTS:%=$(CORE_BUILD)/plain/bin/%) $(CORE_BUILD)/count/bin/test_large \
-	$(CORE_TESTS:%=$(CORE_BUILD)/asan/bin/%) $(CORE_BUILD)/asan/bin/fuzz_plan \
-	$(CORE_BUILD)/asan/bin/fuzz_weight_pass $(CORE_BUILD)/asan/bin/fuzz_books $(CORE_BUILD)/asan/bin/fuzz_ways
+	$(CORE_TESTS:%=$(CORE_BUILD)/asan/bin/%) $(FUZZ_TARGETS:%=$(CORE_BUILD)/asan/bin/%)
 
 .PHONY: core core-programs test-core ubsan tsan allocations valgrind fuzz fuzz-long cov bench-core
 

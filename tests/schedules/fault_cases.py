@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from support import allocations
-from support.blocks import f64
+from support.blocks import f64, loss_function
 from torch import nn
 
 WORLD, STAGES, MICROBATCHES = 2, 4, 4
@@ -248,10 +248,6 @@ def blocks():
 def batch(step):
     torch.manual_seed(100 + step)
     return torch.randn(2, ROWS * MICROBATCHES, WIDTH, dtype=f64).unbind(0)
-
-
-def loss_function(out, target):
-    return (out - target).square().sum()
 
 
 def ordinary(step):

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from schedules import fault_cases as cases
 from schedules.fault_cases import MICROBATCHES, STAGES, Trip
 from support import allocations
+from support.blocks import loss_function
 from support.ranks import MODULES, join, on
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining import stage as stage_module
@@ -84,7 +85,7 @@ class Job:
         self.trip.action = f"{STAGES - 1}F{self.losses}"  # it belongs to the action, and is no method of the stage's
         self.losses += 1
         self.trip.reach("the loss")
-        return cases.loss_function(out, target)
+        return loss_function(out, target)
 
     def weights(self):
         return {f"{i}.{name}": w for i, part in self.parts.items() for name, w in part.named_parameters()}

@@ -18,6 +18,7 @@ from schedules import fault_cases as cases
 from schedules.fault_cases import MICROBATCHES, WORLD
 from schedules.soak_ranks import LEARNING_RATE, MOMENTUM, WHAT, faults
 from support import allocations
+from support.blocks import loss_function
 from support.processes import run_ranks
 from torch import nn
 
@@ -33,7 +34,7 @@ def ordinary(steps):
         optimizer.zero_grad()
         x, target = cases.batch(step)
         for part, goal in zip(x.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True):
-            loss = cases.loss_function(net(part), goal)
+            loss = loss_function(net(part), goal)
             loss.backward()
             losses.append(loss.item())
         optimizer.step()

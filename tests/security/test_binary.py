@@ -97,7 +97,7 @@ FAULTS = {
 def test_each_fault_is_seen(fault, tmp_path):
     flags, text = FAULTS.get(fault, ([], ""))
     source, library = tmp_path / "extension.c", tmp_path / "extension.so"
-    source.write_text(EXTENSION + text.replace("", ""))
+    source.write_text(EXTENSION + text)
     env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     command = [COMPILER, "-shared", "-fPIC", *HARDENED, *LINKED, *flags, "-w", "extension.c", "-o", str(library)]
     subprocess.run(command, check=True, cwd=tmp_path, env=env)

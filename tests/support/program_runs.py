@@ -161,7 +161,7 @@ class ProgramStage(Stage):
 class Judged:
     """One program, both ways.
 
-    split, whole: the two runs. failed: how often a pass failed as planted.
+    split, whole: the two runs. dropped: microbatches. failed_weights: whether a W failed as planted.
     """
 
     def __init__(self, program, passes):
@@ -177,7 +177,7 @@ class Judged:
         self.split = self.copied(stage, batches, program.existing, passes)
         existing = program.existing and not program.policy.get("main_grad")
         self.whole = self.copied(stage, batches, existing, passes)
-        self.dropped, self.failed, self.failed_weights = set(), 0, 0
+        self.dropped, self.failed_weights = set(), False
         self.spent = []  # groups, which hold nothing any more
 
     def copied(self, stage, batches, existing, passes):
@@ -249,7 +249,7 @@ class Judged:
             self.split.weight(microbatches[0], groups)
         except RuntimeError as error:
             self.planted(error)
-            self.failed_weights += 1
+            self.failed_weights = True
             try:
                 self.split.weight(microbatches[0], groups)
             except RuntimeError as refusal:
@@ -261,7 +261,6 @@ class Judged:
     def planted(self, error):
         if not isinstance(error.__cause__ or error, Planted):
             raise error
-        self.failed += 1
 
     def run_whole(self):
         """Raises what an ordinary backward raises: then it is no program."""
@@ -293,7 +292,7 @@ class Judged:
         for (name, w), twin_of in zip(split.stage.named_parameters(), whole.stage.parameters(), strict=True):
             grad, main, expected, expected_main = w.grad, w.main_grad, twin_of.grad, twin_of.main_grad
             if self.program.policy.get("main_grad"):
-                grad, main, expected, expected_main = self.with_main_grad(w, twin_of)
+                expected, expected_main = self.with_main_grad(w, twin_of)
             self.close(grad, expected, f"gradient of weight {name}", tolerance)
             if not self.has_other_effects():
                 # What a Function adds itself it adds in I, and the oracle in the order of W.
@@ -317,7 +316,7 @@ class Judged:
     def with_main_grad(self, w, twin_of):
         before = torch.ones_like(w) if self.program.existing and w.requires_grad else None
         added = twin_of.main_grad if twin_of.grad is None else twin_of.main_grad + twin_of.grad
-        return w.grad, w.main_grad, before, added
+        return before, added
 
     def close(self, got, expected, what, tolerance):
         if tolerance is None:  # bfloat16, other orders of sums
@@ -379,32 +378,29 @@ class Judged:
 
 
 def judge(program, passes=None):
-    """Raises AssertionError where zbpipe differs; returns None where the program itself is none, else the `Judged`.
+    """Raises AssertionError where zbpipe differs; False where an ordinary backward itself fails, so that it is no program.
 
     passes: in the place of zbpipe's own.
     """
     passes = passes or Passes()
-    judged = Judged(program, passes)
-    try:
-        judged.run_whole()
-    except (RuntimeError, NotImplementedError, TypeError):
-        return None
     trial = Judged(program, passes)
+    trial.split.order = list(trial.split.microbatches)
     try:
         trial.run_whole()
-        trial.split.order = list(trial.split.microbatches)
         trial.back_whole()
     except (RuntimeError, NotImplementedError, TypeError):
-        return None
+        return False
+    judged = Judged(program, passes)
+    judged.run_whole()
     try:
         judged.run_split()
     except Refused:
-        return judged
+        return True
     except RuntimeError as error:
         said = str(error.__cause__)
         if reenters(program.forward) and ("asks for main_grad" in said or "leads to no input and to none" in said):
-            return judged
+            return True
         raise
     judged.back_whole()
     judged.compare()
-    return judged
+    return True

@@ -86,8 +86,8 @@ uint64_t Group::recomputed_for() const {
 }
 
 bool Group::leaves_packed() const {
-  return recomputed_for() != 0 ||
-         !unpinned_outside.empty();  // none of the latter has been seen to where I ran nothing
+  // Where I ran nothing, it has not seen to what is outside.
+  return recomputed_for() != 0 || !unpinned_outside.empty();
 }
 
 size_t Group::bytes_held() const {

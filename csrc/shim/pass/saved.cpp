@@ -124,8 +124,8 @@ std::unique_ptr<const Packed> packed_in(const SavedVariable& saved,
 /// the node's mutex held; `before` gets what was there.
 at::Tensor pin_locked(SavedVariable& saved, Node& node, SavedVariable& before) {
   at::Tensor tensor = saved.unpack(ref_of(node));
-  if (tensor.defined() &&
-      is_python_function(node)) {  // its backward sees what it would have unpacked, history and all
+  if (tensor.defined() && is_python_function(node)) {
+    // Its backward sees what it would have unpacked, history and all.
     const AcquireGil gil;
     before = std::exchange(saved, save_plainly(tensor, tensor.grad_fn().get() == &node));
     return tensor.detach();

@@ -312,16 +312,17 @@ void detach_outputs(const zbp_scene& scene, const zbp_plan& plan) {
       continue;
     }
     const int32_t reader = scene.walk->group_that_reads(edge, plan);
-    if (reader < 0 && computing_regions.empty()) {
+    std::vector<Group*> readers = computing_regions;
+    if (reader >= 0 && !scene.groups[reader]->leaves_packed()) {
+      readers.push_back(scene.groups[reader].get());
+    }
+    if (readers.empty()) {
       detach_output(output);
       continue;
     }
     const auto shared = std::make_shared<const Group::Output>(output.getIntrusivePtr());
-    for (Group* group : computing_regions) {
+    for (Group* group : readers) {
       group->outputs.push_back(shared);
-    }
-    if (reader >= 0 && !scene.groups[reader]->leaves_packed()) {
-      scene.groups[reader]->outputs.push_back(shared);
     }
   }
 }

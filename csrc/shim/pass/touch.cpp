@@ -92,10 +92,10 @@ void zbp_held_close(zbp_held* held) {
   // Others read what autograd knows of a tensor with the GIL and under no other lock.
   const AcquireGil gil;
   for (const auto& output : std::exchange(group.outputs, {})) {
-    zbp_error error{};
     if (output.use_count() > 1) {
-      continue;
+      continue;  // another group reads it yet
     }
+    zbp_error error{};
     if (auto tensor = output->lock(); tensor && kept_in(&error, [&] {
                                                   detach_output(at::Tensor(std::move(tensor)));
                                                 }) != ZBP_OK) {
@@ -133,8 +133,8 @@ void zbp_error_name_lost(zbp_error* error, const zbp_turn* turn, size_t count) {
       if (error->raised) {
         std::rethrow_exception(*static_cast<std::exception_ptr*>(error->raised));
       }
-    } catch (
-        const std::exception& raised) {  // python_error among them, of a Function's saved tensors
+    } catch (const std::exception& raised) {
+      // python_error among them, of a Function's saved tensors.
       const std::string message = raised.what();
       if (message.find(torch::autograd::ERR_BACKWARD_TWICE) == std::string::npos) {
         return;

@@ -32,16 +32,18 @@ typedef struct zbp_group_info {
     size_t bytes_held; /* of the tensors held for W, each storage once; 0 for one of unknown size */
 } zbp_group_info;
 
+/* Where a reentrant checkpoint may be: its own backward adds to .grad. */
+enum { ZBP_REENTRANT_ANYWHERE, ZBP_REENTRANT_IN_I, ZBP_REENTRANT_NOWHERE };
+
 /* What I leaves to W: a ZBP_DEFER_* and a ZBP_CHECKPOINT_* (zbp_policy.h). Each number's function (borrowed;
  * NULL for none) wins over it: it is called once for each weight, with the parameter, and returns one of
  * the numbers. */
-enum { ZBP_REENTRANT_ANYWHERE, ZBP_REENTRANT_IN_I, ZBP_REENTRANT_NOWHERE };
 typedef struct zbp_policy {
     int defer;
     int checkpoint;
     PyObject *defer_of;
     PyObject *checkpoint_of;
-    int reentrant; /* where a reentrant checkpoint may be: its own backward adds to .grad */
+    int reentrant; /* a ZBP_REENTRANT_* */
 } zbp_policy;
 
 /* A call of I: made, given its arguments in the order of the functions below, begun, and ended or, if that was
