@@ -81,6 +81,9 @@ def main(kind, steps, *leak):
         zbpipe.patch()
     training = Pipeline(kind) if kind in SCHEDULES else DataParallel(kind)
     Trainer(training).train(int(steps), bool(leak) and dist.get_rank() == dist.get_world_size() - 1)
+    # The last that lets go of a group waits for gloo's threads, which may be waiting for the GIL: a DistributedDataParallel
+    # has it then, destroy_process_group() has not.
+    del training
     dist.destroy_process_group()
 
 

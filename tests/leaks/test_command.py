@@ -286,7 +286,7 @@ def test_under_torchrun_one_report_tells_of_all_ranks(tmp_path):
         + TRAINING.replace('"leak" in sys.argv', 'os.environ["RANK"] == "1"').replace(
             "torch.nn.Linear(16, 16)", "torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(16, 16))"
         )
-        + "    dist.destroy_process_group()\n"
+        + "    del net, optimizer\n    dist.destroy_process_group()\n"
     )
     env = environment(OMP_NUM_THREADS="1")
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "zbpipe", "leaks"]

@@ -278,6 +278,7 @@ with tempfile.TemporaryDirectory() as folder:
     assert all(report.leaks == [] for report in reports), reports
     (note,) = [note for report in reports for note in report.notes]  # it is made anew once
     assert "16640 bytes" in note and "a bucket of DistributedDataParallel" in note
+    del ddp
     dist.destroy_process_group()
 """
 
