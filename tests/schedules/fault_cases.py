@@ -2,7 +2,7 @@
 
 import os
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from support import allocations
@@ -121,6 +121,16 @@ SIGNALS = [
     Fault("2F1", "a module's forward", "SIGSTOP", resume="failed", timeout=8),
     Fault("1F0", "", "receive nothing", timeout=8),
 ]
+
+
+def signals_of(schedule):
+    others = {"1I0": "1I3", "3I0": "3B2", "2W1": "2W3"} if schedule == DUAL else {}
+    return [
+        replace(fault, schedule=schedule, where=others.get(fault.where, fault.where))
+        for fault in SIGNALS
+        if not fault.hold
+    ]
+
 
 # The schedule that failed is asked for the next step.
 AGAIN = [

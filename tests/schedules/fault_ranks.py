@@ -44,6 +44,7 @@ LANES = {
     "ordinary": [*cases.faults_of(cases.ZBV), *SOME_OTHERS, *cases.REQUESTS, *cases.SIGNALS],
     "again": cases.AGAIN,
     "others": [fault for fault in OTHERS if fault not in SOME_OTHERS],
+    "signals": [fault for schedule in cases.SHAPES if schedule != cases.ZBV for fault in cases.signals_of(schedule)],
     "requests": cases.MORE_REQUESTS,
     "held": [fault for fault in cases.SIGNALS if fault.hold],
     "plain": [cases.Fault("1I0", "a tensor's hook")],

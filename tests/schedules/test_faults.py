@@ -145,6 +145,12 @@ def test_an_exception_in_the_other_schedules(fault, folders):
 
 
 @pytest.mark.long
+@lane("signals")
+def test_a_signal_in_the_other_schedules(fault, folders):
+    check(fault, folders("signals"))
+
+
+@pytest.mark.long
 @lane("requests")
 def test_no_memory_for_any_request(fault, folders):
     check(fault, folders("requests"))

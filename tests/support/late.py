@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +28,7 @@ ORDERS = ("lazy", "others_first", "random", "at_once")
 def build(folder):
     """The shared library, compiled into `folder` unless it has one of the same sources and torch."""
     sources = sorted(SOURCES.glob("*.cpp"))
-    key = hashlib.sha256(repr((torch.__version__, torch.version.git_version, COMPILER)).encode())
+    key = hashlib.sha256(repr((torch.__version__, torch.version.git_version, sys.version_info[:2], COMPILER)).encode())
     for path in sorted(SOURCES.iterdir()):
         key.update(path.read_bytes())
     folder.mkdir(parents=True, exist_ok=True)
@@ -40,13 +41,15 @@ def build(folder):
                 list(pool.map(compile_one, sources, compiled))
                 made = library.with_suffix(".new")
                 lib = Path(torch.__file__).parent / "lib"
-                run([*map(str, compiled), "-shared", f"-L{lib}", "-lc10", "-ltorch_cpu", "-ldl", "-o", str(made)])
+                libraries = ["-lc10", "-ltorch_cpu", "-ltorch_python", "-ldl"]
+                run([*map(str, compiled), "-shared", f"-L{lib}", *libraries, "-o", str(made)])
                 made.rename(library)
     return library
 
 
 def compile_one(source, made):
-    headers = [flag for path in include_paths() for flag in ("-isystem", path)]
+    paths = [*include_paths(), sysconfig.get_paths()["include"]]
+    headers = [flag for path in paths for flag in ("-isystem", path)]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
     run(["-std=c++20", "-c", "-O1", "-fPIC", "-Wall", "-Wextra", abi, *headers, str(source), "-o", str(made)])
 
@@ -100,6 +103,13 @@ def load():
 
 
 library = load()
+
+
+def new_group(number, rank, size, coalesces):
+    """A rank's backend of a group (device/group.cpp); ``number`` is the same for its ranks."""
+    make = ctypes.PyDLL(library._name).late_new_group
+    make.argtypes, make.restype = [ctypes.c_int64, ctypes.c_int, ctypes.c_int, ctypes.c_bool], ctypes.py_object
+    return make(number, rank, size, coalesces)
 
 
 def begin(order="lazy", seed=0):

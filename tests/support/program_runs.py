@@ -30,6 +30,10 @@ EXACT = {"rtol": 0, "atol": 0}
 LOOSE = {torch.float64: {"rtol": 1e-6, "atol": 1e-8}, torch.float32: {"rtol": 1e-2, "atol": 1e-3}}
 
 
+# What an ordinary backward raises where it cannot run.
+NO_PROGRAM = (RuntimeError, NotImplementedError, TypeError)
+
+
 class Planted(RuntimeError):
     """The failure that a program asks for."""
 
@@ -382,25 +386,36 @@ def judge(program, passes=None):
 
     passes: in the place of zbpipe's own.
     """
-    passes = passes or Passes()
-    trial = Judged(program, passes)
-    trial.split.order = list(trial.split.microbatches)
+    judged = Judged(program, passes or Passes())
     try:
-        trial.run_whole()
-        trial.back_whole()
-    except (RuntimeError, NotImplementedError, TypeError):
+        judged.run_whole()
+    except NO_PROGRAM:
         return False
-    judged = Judged(program, passes)
-    judged.run_whole()
     try:
         judged.run_split()
     except Refused:
         return True
-    except RuntimeError as error:
+    except NO_PROGRAM as error:
         said = str(error.__cause__)
         if reenters(program.forward) and ("asks for main_grad" in said or "leads to no input and to none" in said):
             return True
+        if fails_whole(program):
+            return False
         raise
-    judged.back_whole()
+    try:
+        judged.back_whole()
+    except NO_PROGRAM:
+        return False
     judged.compare()
     return True
+
+
+def fails_whole(program):
+    trial = Judged(program, None)
+    trial.split.order = list(trial.split.microbatches)
+    try:
+        trial.run_whole()
+        trial.back_whole()
+    except NO_PROGRAM:
+        return True
+    return False

@@ -16,6 +16,10 @@ void late_delay(int device, int64_t stream, bool is_delayed) {
   Schedule::get().delay(stream_number(device, stream), is_delayed);
 }
 
+void late_separate_hosts() {
+  Schedule::get().separate_hosts();
+}
+
 /// The races found so far, a line each; the text is good until the next call.
 const char* late_races() {
   static std::string text;

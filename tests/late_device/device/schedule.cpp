@@ -66,14 +66,23 @@ void Schedule::delay(uint32_t stream, bool is_delayed) {
   at(stream).is_delayed = is_delayed;
 }
 
+void Schedule::separate_hosts() {
+  const Lock lock(mutex_);
+  has_hosts_ = true;
+}
+
 // ---- tasks come
 
 uint64_t Schedule::push(uint32_t stream, Task task) {
   Stream& s = at(stream);
-  join(s.clock, host_);
+  join(s.clock, host_of(stream));
   s.clock.resize(std::max<size_t>(s.clock.size(), stream + 1));
   s.tasks.push_back(std::move(task));
   return s.clock[stream] = s.done + s.tasks.size();
+}
+
+bool Schedule::is_behind_every_host(Point point) {
+  return comes_before(point, hosts_[0]) && (!has_hosts_ || comes_before(point, hosts_[1]));
 }
 
 void Schedule::check(Block& block, const Touch& touch, const Clock& clock) {
@@ -91,7 +100,7 @@ void Schedule::check(Block& block, const Touch& touch, const Clock& clock) {
           [&](const Touch& other) {
             const bool is_same = other.at.stream == touch.at.stream && other.writes == touch.writes;
             const bool is_within = other.begin >= touch.begin && other.end <= touch.end;
-            return comes_before(other.at, host_) ||
+            return is_behind_every_host(other.at) ||
                    (comes_before(other.at, clock) && is_within && (touch.writes || is_same));
           }),
       touches.end());
@@ -116,7 +125,7 @@ void Schedule::enqueue(uint32_t stream, const std::string& name, const std::vect
 
 Mark Schedule::mark_of(uint32_t stream) {
   Stream& s = at(stream);
-  join(s.clock, host_);
+  join(s.clock, host_of(stream));
   return {{stream, s.done + s.tasks.size()}, s.clock};
 }
 
@@ -214,7 +223,7 @@ bool Schedule::is_done(const Mark& mark) {
   const Lock lock(mutex_);
   const bool is_reached = is_done(mark.at);
   if (is_reached) {
-    join(host_, mark.clock);
+    join(host_of(mark.at.stream), mark.clock);
   }
   return is_reached;
 }
@@ -231,7 +240,7 @@ void Schedule::finish(const Mark& mark) {
     throw std::runtime_error("the host cannot wait for what is captured");
   }
   reach(mark.at);
-  join(host_, mark.clock);
+  join(host_of(mark.at.stream), mark.clock);
   raise_error();
 }
 
@@ -241,7 +250,7 @@ void Schedule::finish_all(int device) {
     if (device < 0 || s % DEVICES == static_cast<uint32_t>(device)) {
       const Mark mark = mark_of(s);
       reach(mark.at);
-      join(host_, mark.clock);
+      join(host_of(s), mark.clock);
     }
   }
   raise_error();
@@ -409,7 +418,10 @@ void Schedule::forget() {
     }
   }
   streams_.clear();  // a clock has a place for each
-  host_.clear();
+  for (Clock& host : hosts_) {
+    host.clear();
+  }
+  has_hosts_ = false;
   std::fill(std::begin(next_id_), std::end(next_id_), 0);
   for (Block* block : blocks_) {
     block->touches.clear();

@@ -80,6 +80,8 @@ class Schedule {
   void set_order(Order order, uint64_t seed);
   /// A delayed stream runs only what is waited for, in every order.
   void delay(uint32_t stream, bool is_delayed);
+  /// Each device has a host of its own, which knows what it has seen done itself: until what is known is forgotten.
+  void separate_hosts();
 
   void enqueue(uint32_t stream, const std::string& name, const std::vector<Use>& uses,
                std::function<void()> run);
@@ -139,12 +141,15 @@ class Schedule {
   void reach(Point point);
   void take_back();
   Mark mark_of(uint32_t stream);
+  Clock& host_of(uint32_t stream) { return hosts_[has_hosts_ ? stream % DEVICES : 0]; }
+  bool is_behind_every_host(Point point);
   void raise_error();
 
   std::mutex mutex_;
   std::deque<Stream> streams_;
   uint32_t next_id_[DEVICES] = {};
-  Clock host_;
+  Clock hosts_[DEVICES];  // or the first one's alone
+  bool has_hosts_ = false;
   Order order_ = Order::lazy;
   std::mt19937_64 random_;
   std::vector<Block*> blocks_;  // all there are
