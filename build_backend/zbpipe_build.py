@@ -1,7 +1,8 @@
-"""The in-tree PEP 517 backend: setuptools' own, with two additions.
+"""The in-tree PEP 517 backend: setuptools' own, with three additions.
 
-The build sees the torch of the environment that zbpipe is installed into, also under pip's build isolation,
-and every wheel carries what `hook/` holds, the start-up hook behind `ZBPIPE_PATCH=1`.
+The build sees the torch of the environment that zbpipe is installed into, also under pip's build isolation;
+every wheel requires the very torch that it was built for, and carries what `hook/` holds, the start-up hook behind
+`ZBPIPE_PATCH=1`.
 
 Nothing here imports torch: asking for build requirements or building a source distribution needs none.
 """
@@ -18,14 +19,25 @@ import sysconfig
 import zipfile
 from pathlib import Path
 
-try:
-    from setuptools import build_meta
-except ModuleNotFoundError:
+
+def instead_of_setuptools():
+    """What is there in the place of one that is new enough; None if that is there."""
+    try:
+        import setuptools
+    except ModuleNotFoundError:
+        return "no setuptools"
+    numbers = tuple(map(int, re.findall(r"\d+", setuptools.__version__)[:3]))
+    return None if numbers >= (77, 0, 3) else f"setuptools {setuptools.__version__}"
+
+
+if found := instead_of_setuptools():
     # uv turns isolation off by itself (pyproject.toml, tool.uv), and then installs no build requirements.
     raise SystemExit(
-        f"zbpipe: this build runs without isolation, and {sys.prefix} has no setuptools: install setuptools>=77.0.3 "
+        f"zbpipe: this build runs without isolation, and {sys.prefix} has {found}: install setuptools>=77.0.3 "
         "and ninja there, then install zbpipe again."
-    ) from None
+    )
+
+from setuptools import build_meta  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST_TORCH = (2, 11)
@@ -95,42 +107,69 @@ def get_requires_for_build_editable(config_settings=None):
 
 
 def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
-    return build_meta.prepare_metadata_for_build_wheel(metadata_directory, config_settings)
+    return prepared(metadata_directory, build_meta.prepare_metadata_for_build_wheel, config_settings)
 
 
 def prepare_metadata_for_build_editable(metadata_directory, config_settings=None):
-    return build_meta.prepare_metadata_for_build_editable(metadata_directory, config_settings)
+    return prepared(metadata_directory, build_meta.prepare_metadata_for_build_editable, config_settings)
+
+
+def prepared(metadata_directory, prepare, config_settings):
+    require_torch()
+    name = prepare(metadata_directory, config_settings)
+    metadata = Path(metadata_directory, name, "METADATA")
+    metadata.write_bytes(of_this_torch(metadata.read_bytes()))
+    return name
 
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
     require_torch()
     name = build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
-    add_to_wheel(Path(wheel_directory, name), sorted(ROOT.joinpath("hook").glob("*.p*")))
+    complete(Path(wheel_directory, name))
     return name
 
 
 def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
     require_torch()
     name = build_meta.build_editable(wheel_directory, config_settings, metadata_directory)
-    add_to_wheel(Path(wheel_directory, name), sorted(ROOT.joinpath("hook").glob("*.p*")))
+    complete(Path(wheel_directory, name))
     return name
 
 
-def add_to_wheel(wheel, files):
-    """Rewrite `wheel` with `files` added at its root and listed in its RECORD."""
+def of_this_torch(metadata):
+    """`metadata` with the torch that is installed required, as pip knows it, in the place of any that can be built for.
+
+    What is built loads with no other: zbpipe/_build_check.py. A torch that pip knows nothing of changes nothing.
+    """
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return metadata
+    return re.sub(
+        rb"^Requires-Dist: torch[ (]*>=[^\r\n]*", f"Requires-Dist: torch=={version}".encode(), metadata, flags=re.M
+    )
+
+
+def complete(wheel):
+    """Rewrite `wheel` with the torch that it requires, and with the files of hook/ at its root, as its RECORD says."""
+    added = {file.name: file.read_bytes() for file in sorted(ROOT.joinpath("hook").glob("*.p*"))}
     rewritten = wheel.with_suffix(".tmp")
-    with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(rewritten, "w", zipfile.ZIP_DEFLATED) as new:
-        for item in old.infolist():
-            data = old.read(item)
-            if item.filename.endswith(".dist-info/RECORD"):
-                data = "".join([*(record_line(file) for file in files), data.decode()]).encode()
+    with zipfile.ZipFile(wheel) as old:
+        files = {item: old.read(item) for item in old.infolist()}
+    (record,) = (item for item in files if item.filename.endswith(".dist-info/RECORD"))
+    (metadata,) = (item for item in files if item.filename.endswith(".dist-info/METADATA"))
+    files[metadata] = of_this_torch(files[metadata])
+    lines = [line for line in files[record].decode().splitlines() if not line.startswith(f"{metadata.filename},")]
+    changed = added | {metadata.filename: files[metadata]}
+    files[record] = "".join(f"{line}\n" for line in [*map(record_line, changed, changed.values()), *lines]).encode()
+    with zipfile.ZipFile(rewritten, "w", zipfile.ZIP_DEFLATED) as new:
+        for item, data in files.items():
             new.writestr(item, data)
-        for file in files:
-            new.writestr(file.name, file.read_bytes())
+        for name, data in added.items():
+            new.writestr(name, data)
     rewritten.replace(wheel)
 
 
-def record_line(file):
-    data = file.read_bytes()
+def record_line(name, data):
     digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-    return f"{file.name},sha256={digest},{len(data)}\n"
+    return f"{name},sha256={digest},{len(data)}"

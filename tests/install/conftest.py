@@ -6,6 +6,7 @@ What is tested is the build, not what it builds: a stand-in for csrc compiles in
 import os
 import shutil
 import subprocess
+import sys
 import venv
 from pathlib import Path
 
@@ -72,6 +73,14 @@ class Environment:
         done = self.run("-m", "pip", "--no-cache-dir", *command, cwd=cwd)
         assert (done.returncode != 0) == fails, done.stdout
         return done.stdout
+
+    def uv(self, *command):
+        program = [Path(sys.executable).with_name("uv"), *command, "--python", self.python]
+        outer = {key: value for key, value in os.environ.items() if not key.startswith(("ZBPIPE_", "PYTHONPATH"))}
+        return subprocess.run(
+            [*map(str, program), "--offline", "--no-cache"],
+            env=outer, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+        )  # fmt: skip
 
     def zbpipe(self, code="import zbpipe; print(zbpipe.answer())", **environment):
         return self.run("-W", "error", "-c", code, **environment).stdout

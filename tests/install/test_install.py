@@ -1,5 +1,9 @@
 """pip install in every way that people use, with torch and without."""
 
+import base64
+import hashlib
+import importlib.metadata
+import os
 import re
 import sys
 import tarfile
@@ -28,6 +32,17 @@ def test_isolated_install_uses_the_torch_that_is_there(environment, project):
     assert environment.zbpipe(PATCHED, ZBPIPE_PATCH="1") == "zbpipe._patch\n"
 
     environment.remove_zbpipe()
+    assert not list(environment.site.glob("*zbpipe*"))
+
+
+def test_uv_installs_it_too(environment, project):
+    environment.pip("install", "setuptools>=77.0.3", "ninja", cwd=project)
+    # It looks for what is required among the environment's own packages alone, and torch is none of them here.
+    done = environment.uv("pip", "install", "--no-deps", project)
+    assert done.returncode == 0, done.stdout
+    assert environment.zbpipe() == "42\n"
+    assert environment.zbpipe(PATCHED, ZBPIPE_PATCH="1") == "zbpipe._patch\n"
+    assert environment.uv("pip", "uninstall", "zbpipe").returncode == 0
     assert not list(environment.site.glob("*zbpipe*"))
 
 
@@ -68,12 +83,22 @@ def test_no_compiler_is_one_sentence(environment, project, variable):
     )
 
 
-def test_no_setuptools_is_one_sentence(environment, project):
-    code = "import sys; sys.modules['setuptools'] = None; sys.path[:0] = ['build_backend']; import zbpipe_build"
+@pytest.mark.parametrize(
+    ("there", "found"),
+    [
+        ("None", "no setuptools"),
+        ("types.SimpleNamespace(__version__='65.5.0')", "setuptools 65.5.0"),
+        ("types.SimpleNamespace(__version__='77.0.2.post1')", "setuptools 77.0.2.post1"),
+    ],
+)
+def test_no_setuptools_or_an_old_one_is_one_sentence(there, found, environment, project):
+    code = (
+        f"import sys, types; sys.modules['setuptools'] = {there}; sys.path[:0] = ['build_backend']; import zbpipe_build"
+    )
     done = environment.run("-c", code, cwd=project)
     assert done.returncode == 1
     assert done.stdout == (
-        f"zbpipe: this build runs without isolation, and {environment.path} has no setuptools: install "
+        f"zbpipe: this build runs without isolation, and {environment.path} has {found}: install "
         "setuptools>=77.0.3 and ninja there, then install zbpipe again.\n"
     )
 
@@ -133,7 +158,7 @@ def test_editable_install_and_a_torch_that_changed_since(environment, project):
     environment.remove_zbpipe()
 
 
-def test_source_distribution_builds_the_same_wheel(environment, project, tmp_path):
+def test_source_distribution_builds_the_same_wheel(environment, bare_environment, project, tmp_path):
     (project / "zbpipe" / "_build_info.py").write_text("a leftover of another build")
     code = "import sys; sys.path[:0] = ['build_backend']; import zbpipe_build as b; b.build_sdist(sys.argv[1])"
     environment.pip("install", "setuptools>=77.0.3", "ninja", cwd=project)
@@ -142,6 +167,8 @@ def test_source_distribution_builds_the_same_wheel(environment, project, tmp_pat
     (archive,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(archive) as file:
         names = {name.partition("/")[2] for name in file.getnames()}
+        described = next(name for name in file.getnames() if name.count("/") == 1 and name.endswith("/PKG-INFO"))
+        assert b"\nRequires-Dist: torch>=2.11\n" in file.extractfile(described).read()
     assert {
         "build_backend/zbpipe_build.py",
         "hook/zbpipe.pth",
@@ -154,12 +181,36 @@ def test_source_distribution_builds_the_same_wheel(environment, project, tmp_pat
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as file:
         names = file.namelist()
-        record = file.read("zbpipe-0.1.0.dist-info/RECORD").decode()
-    assert len(names) == len(set(names)) == len(record.splitlines())
+        record = [line.split(",") for line in file.read("zbpipe-0.1.0.dist-info/RECORD").decode().splitlines()]
+        for name, digest, size in record:
+            if digest:  # its own line has none
+                assert (digest, size) == (digest_of(file.read(name)), str(file.getinfo(name).file_size)), name
+        metadata = file.read("zbpipe-0.1.0.dist-info/METADATA").decode()
+    assert sorted(names) == sorted(name for name, _, _ in record)
+    assert len(names) == len(set(names))
+    wanted = f"torch=={importlib.metadata.version('torch')}"
+    assert [line for line in metadata.splitlines() if "Requires-Dist: torch" in line] == [f"Requires-Dist: {wanted}"]
     assert {"zbpipe.pth", "_zbpipe_hook.py", "zbpipe_pytest.py", "zbpipe/_build_info.py", "zbpipe/py.typed"} <= set(
         names
     )
     assert not [name for name in names if Path(name).suffix in (".c", ".h", ".cpp") or name.startswith("build_backend")]
+
+    # pip knows where it can be installed: here, and not beside another torch.
+    environment.pip("install", wheel, cwd=tmp_path)
+    environment.pip("check", "zbpipe", cwd=tmp_path)
+    assert environment.zbpipe() == "42\n"
+    environment.remove_zbpipe()
+    other = bare_environment.site / "torch-2.10.0.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.10.0\n")
+    install = ["-m", "pip", "install", "--isolated", "--no-index", wheel]
+    done = bare_environment.run(*install, PIP_CONFIG_FILE=os.devnull)
+    assert done.returncode == 1
+    assert f"No matching distribution found for {wanted}" in done.stdout
+
+
+def digest_of(data):
+    return "sha256=" + base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
 
 
 def test_no_torch_is_one_sentence_and_downloads_none(bare_environment, project):
