@@ -68,7 +68,7 @@ $(VENV)/.extras-%: pyproject.toml | $(VENV)/.built
 dev: $(VENV)/.built $(VENV)/.extras-test $(VENV)/.extras-lint $(VENV)/.extras-demo ## set up .venv: torch, zbpipe built and editable, every tool
 
 demo: $(VENV)/.built $(VENV)/.extras-demo ## train a small language model on torch's module, then on zbpipe, and compare
-	cd examples && $(RUN) -m demo --out $(CURDIR)/zbpipe_demo.png
+	cd examples && $(RUN) -m zbpipe demo --out $(CURDIR)/zbpipe_demo.png
 
 test: test-core pytest ## run every test: the C core's, then Python's; with TORCH_VERSION=2.15.0 on that torch
 
@@ -131,8 +131,17 @@ docs: $(VENV)/.built $(VENV)/.extras-docs ## build the documentation as a site, 
 	$(RUN) -m sphinx --quiet --fail-on-warning --keep-going -b html docs build/docs
 	@echo "build/docs/index.html"
 
-bench: $(VENV)/.built $(VENV)/.extras-bench ## run the benchmarks side by side with torch's own module
-	@set -e; for file in benchmarks/[a-z]*.py; do echo "== $$file"; $(RUN) "$$file"; done
+BENCHMARKS := step_overhead compile stage_zero recorder leaks
+PANELS := float32,1 float64,1 bfloat16,1 float32,2
+
+# Half an hour, on a machine that does nothing else.
+bench: $(VENV)/.built $(VENV)/.extras-bench $(VENV)/.extras-demo ## measure all that the docs say, beside torch's own module, into build/results
+	@mkdir -p build/results
+	cd examples && $(RUN) -m zbpipe bench --blocks 1 4 16 64 256 --json $(CURDIR)/build/results
+	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(RUN) benchmarks/$$name.py --json build/results; done
+	@set -e; for kind in $(PANELS); do echo "== panels $$kind"; \
+		$(RUN) benchmarks/panels.py --dtype $${kind%,*} --threads $${kind#*,} --json build/results; done
+	cd examples && $(RUN) -m zbpipe demo --out $(CURDIR)/build/zbpipe_demo.png --json $(CURDIR)/build/results/demo-$(TORCH).json
 
 clean: ## remove what was built, and every .venv
 	rm -rf build dist *.egg-info .venv .venv-* .pytest_cache .mypy_cache .ruff_cache

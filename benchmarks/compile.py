@@ -8,20 +8,18 @@ I and W of eager code. Every figure is a ratio to the ordinary compiled backward
 """
 
 import argparse
-import json
 import platform
-import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from _stages import Block
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import zbpipe
+from zbpipe._bench.results import add_argument, spread, write
+from zbpipe._bench.stages import Block
 
 
 class Times(NamedTuple):
@@ -72,7 +70,7 @@ class Stage:
         return sum(event.flops or 0 for event in prof.events()) / wanted
 
 
-def measure(stage: Stage, backend: str, repeat: int) -> dict[str, dict[str, float]]:
+def measure(stage: Stage, backend: str, repeat: int) -> dict[str, dict[str, Any]]:
     """Per side: I and W as ratios to the ordinary compiled backward, bytes held, part of the FLOPs in W."""
     theirs = torch.compile(stage.module, backend=backend, dynamic=False)
     ours = zbpipe.compile(stage.module, backend=backend, dynamic=False)
@@ -93,9 +91,9 @@ def measure(stage: Stage, backend: str, repeat: int) -> dict[str, dict[str, floa
             times[name].append((run.first / unit, run.second / unit))
     return {
         name: {
-            "I": statistics.median(first for first, _ in runs),
-            "W": statistics.median(second for _, second in runs),
-            "sum": statistics.median(first + second for first, second in runs),
+            "I": spread(first for first, _ in runs),
+            "W": spread(second for _, second in runs),
+            "sum": spread(first + second for first, second in runs),
             "held_bytes": stage.held(sides[name]),
             "flops_in_w": stage.flops_in_w(sides[name]),
         }
@@ -103,12 +101,12 @@ def measure(stage: Stage, backend: str, repeat: int) -> dict[str, dict[str, floa
     }
 
 
-def print_table(results: dict[str, dict[str, float]], title: str) -> None:
+def print_table(results: dict[str, dict[str, Any]], title: str) -> None:
     print(f"torch {torch.__version__}, {platform.machine()}, one thread; {title}")
     print(f"{'compiled by':>15} {'I':>6} {'W':>6} {'I + W':>6} {'held, MB':>9} {'FLOPs in W':>11}")
     for name, side in results.items():
         print(
-            f"{name:>15} {side['I']:5.2f}x {side['W']:5.2f}x {side['sum']:5.2f}x"
+            f"{name:>15} {side['I'].median:5.2f}x {side['W'].median:5.2f}x {side['sum'].median:5.2f}x"
             f" {side['held_bytes'] / 1e6:9.2f} {side['flops_in_w']:11.0%}"
         )
 
@@ -120,13 +118,12 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--repeat", type=int, default=20, help="runs of each side")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    add_argument(parser)
     args = parser.parse_args()
     torch.set_num_threads(1)
     results = measure(Stage(args.blocks, args.width, args.tokens), args.backend, args.repeat)
     print_table(results, f"{args.blocks} blocks, width {args.width}, {args.tokens} tokens, {args.backend}")
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=1) + "\n")
+    write(args.json, "compile", results)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import torch.distributed.pipelining  # what a training script has loaded
 
+from zbpipe._bench.results import add_argument, write
 from zbpipe._text import table
 from zbpipe.leaks import Growth, check_tensor_leak, find_holders
 
@@ -147,7 +148,7 @@ LARGE = {"cycles": 20_000, "nodes side by side": 100_000, "nodes in a chain": 10
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tensors", type=int, default=5000, help="living tensors (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="write the numbers to this file")
+    add_argument(parser)
     given = parser.parse_args()
     if given.tensors < 1:
         parser.error(f"--tensors {given.tensors}: give 1 or more")
@@ -166,9 +167,8 @@ def main() -> None:
     print()
     shown = [[row[0], str(row[1]), *(f"{seconds:.2f}" for seconds in row[2:-1]), f"{row[-1]:.0f}"] for row in rows]
     print(table(header, shown))
-    result["large"] = rows
-    if given.json:
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
+    result["large"] = [dict(zip(["case", *header[1:]], row, strict=True)) for row in rows]
+    write(given.json, "leaks", result)
 
 
 if __name__ == "__main__":

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import argparse
 import collections
-import json
+import os
 import platform
 import random
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
+from zbpipe._bench.results import add_argument, write
 from zbpipe._text import table
 
 TILE, PANEL = 48, 528  # as in csrc/shim/weight_pass.cpp
@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
+    add_argument(parser)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
@@ -87,9 +87,11 @@ def main() -> None:
     rows = [[f"{side} and more", str(tried[side]), str(differing[side])] for side in SIDES]
     print(f"torch {torch.__version__}, {platform.machine()}, {args.dtype}, {args.threads} threads")
     print(table(["shorter side", "products", "differ"], rows))
-    if args.json:
-        found = {side: {"products": tried[side], "differ": differing[side]} for side in SIDES}
-        args.json.write_text(json.dumps({**vars(args), "json": str(args.json), "sides": found}, indent=2))
+    found = {side: {"products": tried[side], "differ": differing[side]} for side in SIDES}
+    kernels = os.environ.get("MKL_ENABLE_INSTRUCTIONS", "")
+    name = "_".join(["panels", args.dtype, str(args.threads), *filter(None, [kernels.lower()])])
+    asked = {"dtype": args.dtype, "threads": args.threads, "kernels": kernels, "seed": args.seed}
+    write(args.json, name, asked | {"sides": found})
 
 
 if __name__ == "__main__":

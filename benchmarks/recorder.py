@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import platform
 import tempfile
 import time
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 
 from zbpipe import memory
+from zbpipe._bench.results import add_argument, write
 from zbpipe._text import table
 from zbpipe.leaks import check_tensor_leak
 
@@ -80,7 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--blocks", type=int, default=20_000)
     parser.add_argument("--events", type=int, default=1_000_000, help="of the recording that is written; 0: none")
-    parser.add_argument("--json", type=Path)
+    add_argument(parser)
     args = parser.parse_args()
     torch.set_num_threads(1)
     taken = {name: microseconds(context, args.blocks) for name, context in CONTEXTS.items()}
@@ -93,8 +93,7 @@ def main() -> None:
         rows = [[n, *(f"{f[key]:.2f}" for key in ("processor", "wall", "MB", "memory"))] for n, f in files.items()]
         print(f"\n{args.events} events")
         print(table(["file", "s of processor", "s", "MB", "MB of memory"], rows))
-    if args.json:
-        args.json.write_text(json.dumps({"blocks": args.blocks, "microseconds": taken, "files": files}, indent=2))
+    write(args.json, "recorder", {"microseconds": taken, "events": args.events, "files": files})
 
 
 if __name__ == "__main__":

@@ -1,21 +1,23 @@
 """Would it pay to split stage 0's backward? Its input needs no gradient, so torch runs its I and W as one, in W.
 
-    python benchmarks/stage_zero.py
+    python benchmarks/stage_zero.py --json stage_zero.json
 
 Measures a transformer block's F, I and W, and what it holds between them; then plays torch's zero-bubble schedules
 with these costs, stage 0 whole and split, and prints the step's length, the share of it that the ranks wait, and the
 most that rank 0 holds. Sends take no time.
 """
 
+import argparse
 import statistics
 import time
 from typing import NamedTuple
 
 import torch
-from _stages import Block
 from torch.distributed.pipelining import schedules
 
 import zbpipe
+from zbpipe._bench.results import add_argument, write
+from zbpipe._bench.stages import Block
 
 WIDTH, HEADS, TOKENS = 256, 4, 128
 ROUNDS = 15
@@ -136,7 +138,10 @@ def apart(row):
 
 
 def main():
-    costs = measure()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_argument(parser)
+    given = parser.parse_args()
+    costs, played = measure(), []
     print(f"F {costs.forward:.2f} ms, I {costs.input:.2f} ms, W {costs.weight:.2f} ms; ", end="")
     print(f"held from F to I {costs.activations / 1e6:.2f} MB, from I to W {costs.deferred / 1e6:.2f} MB")
     print(
@@ -146,10 +151,22 @@ def main():
         for ranks in (2, 4, 8):
             rows = orders(kind, shape, ranks, 4 * ranks)
             (whole, waits, held), (split, split_waits, split_held) = (play(rows, costs, s) for s in (False, True))
+            played.append(
+                {
+                    "schedule": kind,
+                    "ranks": ranks,
+                    "length": split / whole,
+                    "waits": waits,
+                    "held": held,
+                    "split_held": split_held,
+                    "apart": apart(rows[0]),
+                }
+            )
             print(
                 f"{kind:30} {ranks:5} {whole:10.1f} {waits:5.1%} {held / 1e6:6.1f} {split:10.1f} {split_waits:5.1%} "
                 f"{split_held / 1e6:6.1f} {split / whole - 1:+8.2%} {apart(rows[0]):5}"
             )
+    write(given.json, "stage_zero", {"costs": costs._asdict(), "schedules": played})
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import gc
 import json
-import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -25,6 +24,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import zbpipe
+from zbpipe._bench.results import add_argument, spread, write
 from zbpipe._text import table
 
 WIDTH, ROWS, MICROBATCHES, ROUNDS = 8, 4, 4, 7
@@ -80,14 +80,8 @@ def measure(name: str, blocks: int) -> dict[str, Any]:
         for side in sides.values():
             gc.collect()
             side.step(is_timed)
-    medians = {key: 1e3 * statistics.median(side.times) for key, side in sides.items()}
-    return {
-        "schedule": name,
-        "ranks": dist.get_world_size(),
-        "blocks": blocks,
-        **medians,
-        "ratio": medians["zbpipe"] / medians["torch"],
-    }
+    times = {key: [1e3 * seconds for seconds in side.times] for key, side in sides.items()}
+    return {"schedule": name, "ranks": dist.get_world_size(), "blocks": blocks, **times}
 
 
 def run_rank(rank: int, world: int, blocks: list[int], folder: str) -> None:
@@ -104,13 +98,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help=f"at most {MICROBATCHES // 2}")
     parser.add_argument("--blocks", type=int, nargs="+", default=[16, 64], help="blocks per stage")
-    parser.add_argument("--json", type=Path, help="write the numbers to this file")
+    add_argument(parser)
     given = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for world in given.ranks:
             mp.spawn(run_rank, (world, given.blocks, folder), nprocs=world)
             rows += json.loads(Path(folder, f"rows{world}").read_text())
+    for row in rows:
+        row["ratio"] = spread(ours / theirs for ours, theirs in zip(row["zbpipe"], row["torch"], strict=True))
+        row["torch_ms"], row["zbpipe_ms"] = spread(row.pop("torch")), spread(row.pop("zbpipe"))
     columns = ("schedule", "ranks", "blocks per stage", "torch ms", "zbpipe ms", "zbpipe to torch")
     print(
         table(
@@ -120,16 +117,15 @@ def main() -> None:
                     row["schedule"],
                     str(row["ranks"]),
                     str(row["blocks"]),
-                    f"{row['torch']:.1f}",
-                    f"{row['zbpipe']:.1f}",
-                    f"{row['ratio']:.2f}x",
+                    f"{row['torch_ms'].median:.1f}",
+                    f"{row['zbpipe_ms'].median:.1f}",
+                    f"{row['ratio'].median:.2f}x",
                 ]
                 for row in rows
             ],
         )
     )
-    if given.json:
-        given.json.write_text(json.dumps(rows, indent=1) + "\n")
+    write(given.json, "step_overhead", rows)
 
 
 if __name__ == "__main__":

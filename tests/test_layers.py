@@ -175,7 +175,16 @@ def test_the_detector_catches_a_planted_fault(layer, line):
 
 PACKAGE = Path(__file__).parents[1] / "zbpipe"
 # What is private in Python and in pytest.
-NOT_TORCHS = {"_getframe", "_current_frames", "_slotnames", "_make", "_fields", "_lru_cache_wrapper", "_pybind11"}
+NOT_TORCHS = {
+    "_getframe",
+    "_current_frames",
+    "_slotnames",
+    "_asdict",
+    "_make",
+    "_fields",
+    "_lru_cache_wrapper",
+    "_pybind11",
+}
 NOT_TORCHS |= {"_pyfuncitem", "_obj", "_instance", "_excinfo", "_tmp_path_factory"}
 
 
@@ -280,7 +289,12 @@ ROOMS = {
         *("_C", "_build_check", "_compile", "_explain", "_kernels", "_names", "_patch", "_policy", "_version"),
         *("leaks", "memory", "passes", "release", "stores"),
     },
-    "_cli": {"_build_info", "_patch", "_text", "_torch", "_version", "leaks", "memory", "zbpipe"},
+    "_demo": {"memory", "zbpipe"},
+    "_bench": {"_torch", "_version", "zbpipe"},
+    "_cli": {
+        *("_bench", "_build_info", "_demo", "_patch", "_text", "_torch", "_version"),
+        *("leaks", "memory", "zbpipe"),
+    },
     "auto": {"zbpipe"},
     "__main__": {"_cli"},
 }
@@ -293,6 +307,7 @@ LATE = {
     ("_cli/steps.py", "torch.distributed.pipelining"): TIME,
     ("_compile/__init__.py", "zbpipe._compile.backend"): TIME,  # the compilers
     ("_compile/cut.py", "networkx"): TIME,
+    ("_demo/launch.py", "zbpipe._demo.worker"): OPTIONAL,  # tqdm, matplotlib
     ("_stage/data_parallel.py", "torch.distributed.fsdp"): TIME,
     ("_torch/compiler.py", "torch._dynamo.backends.debugging"): TIME,
     ("_torch/compiler.py", "torch._inductor"): TIME,

@@ -7,9 +7,7 @@ ordinary backward; what the caller owns (the stage's input, the output's gradien
 
 import copy
 import functools
-import runpy
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +15,8 @@ from torch import nn
 
 import zbpipe
 from zbpipe import memory
+from zbpipe._bench.stages import STAGES
 
-# By its path: the benchmarks' folder has modules of the names of folders here, and would come before them.
-STAGES = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "_stages.py"))["STAGES"]
 HEAVY = (nn.Linear, nn.Conv2d)
 PRODUCTS = ("AddmmBackward0", "MmBackward0", "ConvolutionBackward0", "LinearBackward0")
 

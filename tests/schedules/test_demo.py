@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -19,13 +20,12 @@ import torch
 pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 
-from demo import report
-from demo.config import SCHEDULES, Config
-from demo.measure import knowing_blocks, measure_step, read, receive_buffers
-from demo.train import Difference, Step, difference
 from support.recording_by_hand import ByHand
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+from zbpipe._demo import report
+from zbpipe._demo.config import SCHEDULES, Config
+from zbpipe._demo.measure import knowing_blocks, measure_step, read, receive_buffers
+from zbpipe._demo.train import Difference, Step, difference
 
 ROWS = (
     "loss of the first step",
@@ -46,15 +46,12 @@ runs_a_v = pytest.mark.skipif(torch.__version__ < (2, 12), reason="torch 2.11 ru
 def demo(out: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """Starts the demo in a process group of its own; whatever is left of it at the end is killed."""
     with subprocess.Popen(
-        [sys.executable, "-m", "demo", "--device", "cpu", "--out", str(out), *arguments],
+        [sys.executable, "-m", "zbpipe", "demo", "--device", "cpu", "--out", str(out), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=out.parent,
-        env={
-            **{name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")},
-            "PYTHONPATH": os.pathsep.join([str(EXAMPLES), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        },
+        env={name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")},
         start_new_session=True,
     ) as process:
         try:
@@ -69,7 +66,8 @@ def demo(out: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
 @pytest.mark.slow
 def test_quick_demo_prints_a_table_per_schedule_and_draws(tmp_path: Path) -> None:
     picture = tmp_path / "demo.png"
-    with demo(picture, "--quick") as process:
+    figures = tmp_path / "demo.json"
+    with demo(picture, "--quick", "--json", str(figures)) as process:
         out, err = process.communicate(timeout=240)
     assert process.returncode == 0, out + err
     assert "\nRIGHT " in out
@@ -89,6 +87,13 @@ def test_quick_demo_prints_a_table_per_schedule_and_draws(tmp_path: Path) -> Non
         held = re.search(r"from I to W +([\d.]+) MB +([\d.]+) MB", text)
         assert held is not None
         assert 0 < float(held[2]) <= float(held[1])
+
+    seen = json.loads(figures.read_text())
+    assert (seen["schema"], seen["wrong"], seen["torch"]) == (1, [], torch.__version__.partition("+")[0])
+    assert [(run["schedule"], run["side"]) for run in seen["runs"]] == [
+        (kind.label, side) for kind in SCHEDULES.values() for side in ("torch", "zbpipe")
+    ]
+    assert all(run["error"] is None and len(run["losses"]) == 4 and run["held"] > 0 for run in seen["runs"])
 
     header = picture.read_bytes()[:24]
     assert header[:8] == b"\x89PNG\r\n\x1a\n"
@@ -112,7 +117,13 @@ def test_ctrl_c_ends_every_rank(tmp_path: Path) -> None:
 
 @pytest.mark.dist
 def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
-    for arguments in (["--ranks", "0"], ["--steps", "1"], ["--schedules", "gpipe"], ["--out", "no/such/x.png"]):
+    for arguments in (
+        ["--ranks", "0"],
+        ["--steps", "1"],
+        ["--schedules", "gpipe"],
+        ["--out", "no/such/x.png"],
+        ["--json", "no/such"],
+    ):
         with demo(tmp_path / "demo.png", *arguments) as process:
             _, err = process.communicate(timeout=60)
         assert process.returncode == 2

@@ -1,6 +1,6 @@
 """The demo: a small language model trained by pipeline parallelism, on torch's own backward and on zbpipe.
 
-``python -m demo``, in the folder ``examples``, starts one process per rank, trains the same model on the same text with
+``python -m zbpipe demo`` starts one process per rank, trains the same model on the same text with
 each schedule twice, and prints one table per schedule. The files, in reading order:
 
 ``config.py``   what can be chosen, and the schedules

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from .config import SCHEDULES, Config
-from .measure import StepMemory
-from .train import Difference, Run, Step
+from zbpipe._demo.config import SCHEDULES, Config
+from zbpipe._demo.measure import StepMemory
+from zbpipe._demo.train import Difference, Run, Step
 
 GRADIENT_TOLERANCE = 1e-5
 """Largest relative difference of zbpipe's gradients: float32 sums in another order stay well below it."""
@@ -122,6 +124,49 @@ def show(results: Sequence[Result], config: Config) -> int:
             f"backward, losses within {LOSS_TOLERANCE:g}"
         )
     return 1 if faults else 0
+
+
+def as_dict(results: Sequence[Result], config: Config) -> dict[str, Any]:
+    """The figures as plain data.
+
+    ``runs`` has an item per schedule and side: ``losses`` (nats per byte, per step), ``seconds`` and ``cpu_seconds`` (a
+    step's median), ``held`` and ``peak`` (bytes, of the rank with the most), ``from_ordinary`` and ``from_torch`` (the
+    largest relative difference of a gradient, null where it was not compared or is not finite) and ``error``; what a
+    run that failed does not have is null. ``wrong`` is what is wrong with zbpipe's side, a sentence each. ``schema`` is
+    1: another number means other keys.
+    """
+    return {
+        "benchmark": "demo",
+        "schema": 1,
+        "date": datetime.date.today().isoformat(),
+        "torch": torch.__version__.partition("+")[0],
+        "device": config.device,
+        "ranks": config.ranks,
+        "stages": config.num_stages,
+        "microbatches": config.microbatches,
+        "runs": [_run(result) for result in results],
+        "wrong": [fault for pair in pairs(results) for fault in find_faults(*pair)],
+    }
+
+
+def _run(result: Result) -> dict[str, Any]:
+    whole = result.error is None
+    return {
+        "schedule": SCHEDULES[result.schedule].label,
+        "side": result.side,
+        "losses": result.losses,
+        "seconds": result.seconds if whole else None,
+        "cpu_seconds": result.cpu_seconds if whole else None,
+        "held": result.held if whole else None,
+        "peak": result.peak if whole else None,
+        "from_ordinary": _relative(result.from_ordinary),
+        "from_torch": _relative(result.from_torch),
+        "error": result.error,
+    }
+
+
+def _relative(difference: Difference | None) -> float | None:
+    return difference.relative if difference is not None and math.isfinite(difference.relative) else None
 
 
 def find_faults(theirs: Result, ours: Result) -> list[str]:

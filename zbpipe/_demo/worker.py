@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import pickle
 import time
 from collections.abc import Sequence
@@ -15,12 +16,11 @@ from torch.distributed import PrefixStore, Store
 from tqdm import tqdm
 
 import zbpipe
-
-from . import plot, report
-from .config import SCHEDULES, SIDES, Config
-from .model import build_stages
-from .text import load_text
-from .train import Gradients, Run, Step, Trainer, difference, ordinary_gradients, train
+from zbpipe._demo import plot, report
+from zbpipe._demo.config import SCHEDULES, SIDES, Config
+from zbpipe._demo.model import build_stages
+from zbpipe._demo.text import load_text
+from zbpipe._demo.train import Gradients, Run, Step, Trainer, difference, ordinary_gradients, train
 
 RUN_TIMEOUT = timedelta(seconds=60)
 """How long a rank waits for another inside a run before the run counts as failed."""
@@ -61,6 +61,8 @@ def work(rank: int, store: Store, config: Config) -> int:
 
     if rank == 0:
         status = report.show(results, config)
+        if config.json is not None:
+            config.json.write_text(json.dumps(report.as_dict(results, config), indent=1) + "\n")
         plot.draw(results, config)
         print(f"picture: {config.out}", flush=True)
         store.set("status", str(status))

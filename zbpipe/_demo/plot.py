@@ -12,8 +12,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from .config import SCHEDULES, Config
-from .report import Result, pairs
+from zbpipe._demo.config import SCHEDULES, Config
+from zbpipe._demo.report import Result, pairs
 
 COLOURS = {"torch": "#c4622d", "zbpipe": "#1f6f8b"}
 INK = "#33373d"

@@ -40,6 +40,7 @@ class Config:
     steps: int = 12
     schedules: tuple[str, ...] = tuple(SCHEDULES)
     out: Path = Path("zbpipe_demo.png")
+    json: Path | None = None
     device: str = "cpu"
     seed: int = 1667
     width: int = 96

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from .config import Config
-from .text import VOCABULARY
+from zbpipe._demo.config import Config
+from zbpipe._demo.text import VOCABULARY
 
 
 class Embedding(nn.Module):

@@ -6,7 +6,7 @@ from importlib.resources import files
 
 import torch
 
-from .config import Config
+from zbpipe._demo.config import Config
 
 VOCABULARY = 256
 """One token is one byte."""

@@ -1,4 +1,4 @@
-"""Pipeline stages of four kinds, for benchmarks/memory.py and tests/memory: each maps x to a tensor of x's shape."""
+"""Pipeline stages of four kinds: each maps x to a tensor of x's shape."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm1(x)).view(batch, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         mixed = nn.functional.scaled_dot_product_attention(q, k, v)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, tokens, width))
-        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+        out: torch.Tensor = x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+        return out
 
 
 class Experts(nn.Module):
@@ -59,7 +60,8 @@ class Residual(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.conv1(nn.functional.silu(self.norm1(x)))
-        return x + self.norm2(self.conv2(nn.functional.silu(h)))
+        out: torch.Tensor = x + self.norm2(self.conv2(nn.functional.silu(h)))
+        return out
 
 
 class Stage(nn.Module):

@@ -1,0 +1,106 @@
+"""python -m zbpipe bench: what it prints and writes, and what it refuses. Times are not looked at; bytes are exact."""
+
+import json
+
+import pytest
+import torch
+
+import zbpipe
+from zbpipe._bench import memory
+from zbpipe._bench.store import Store
+from zbpipe._cli import main
+
+
+@pytest.fixture
+def bench(capsys, tmp_path):
+    def bench(*arguments):
+        status = main(["bench", "--repeat", "1", "--json", str(tmp_path), *arguments])
+        assert status == 0
+        found = {path.stem.partition("-")[0]: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+        return capsys.readouterr().out, found
+
+    return bench
+
+
+def test_host_time_fits_a_window_and_has_every_side(bench):
+    said, found = bench("--only", "host_time", "--blocks", "1", "2")
+    assert max(map(len, said.splitlines())) <= 80
+    assert found.keys() == {"host_time"}
+    figures = found["host_time"]["figures"]
+    assert figures.keys() == {"1", "2"}
+    for sides in figures.values():
+        assert sides.keys() == {"unsplit", "zbpipe", "torch", "store"}
+        assert all(of["first_ms"]["runs"] == 1 and of["ratio"]["median"] > 0 for of in sides.values())
+
+
+def test_memory_fits_a_window_and_its_bytes_are_exact(bench, monkeypatch):
+    monkeypatch.setattr(memory, "WIDTH", 64)  # of what is only timed
+    said, found = bench("--only", "memory", "--stages", "convolution", "transformer, checkpointed")
+    assert max(map(len, said.splitlines())) <= 80
+    figures = found["memory"]["figures"]
+    assert figures["stages"].keys() == {"convolution", "transformer, checkpointed"}
+    assert figures["policies"].keys() == {"transformer, checkpointed"}
+    kept = {side: of["bytes"] for side, of in figures["stages"]["transformer, checkpointed"].items()}
+    assert [kept[side]["computed"] for side in ("unsplit", "torch", "store", "zbpipe")] == [1, 7, 1, 1]
+    assert kept["zbpipe"]["held"] < kept["store"]["held"] and kept["unsplit"]["held"] is None
+    assert figures["existing_gradients_ms"].keys() == {"64", "256", "1024"}
+
+
+def test_what_is_written_says_what_it_was_measured_on(bench):
+    _, found = bench("--only", "host_time", "--blocks", "1")
+    made = found["host_time"]
+    assert (made["schema"], made["benchmark"], made["zbpipe"]) == (1, "host_time", zbpipe.__version__)
+    assert made["torch"] == torch.__version__.partition("+")[0]
+    assert made["device"] and made["date"] and made["python"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--blocks", "0"], "'0' is not a number of 1 or more"),
+        (["--repeat", "x"], "'x' is not a number of 1 or more"),
+        (["--stages", "resnet"], "invalid choice: 'resnet'"),
+        (["--only", "speed"], "invalid choice: 'speed'"),
+        (["--json", "no/such"], "--json no/such: there is no such folder; make it first"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *arguments])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_patched_torch_is_no_side(capsys):
+    with zbpipe.patched(), pytest.raises(SystemExit) as ended:
+        main(["bench"])
+    assert ended.value.code == 2
+    assert "torch's module is patched, so there is nothing to compare with" in capsys.readouterr().err
+
+
+def test_threads_are_as_before(bench):
+    torch.set_num_threads(2)
+    try:
+        bench("--only", "host_time", "--blocks", "1")
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_the_store_gives_an_ordinary_backwards_gradients():
+    torch.manual_seed(0)
+    stage = memory.STAGES["transformer"]()
+    x = torch.randn(stage.shape)
+    stage(x).sum().backward()
+    expected = [w.grad for w in stage.parameters()]
+    stage.zero_grad()
+    store = Store()
+    store.prepare(stage)
+    for number in range(2):
+        given = x.clone().requires_grad_()
+        out = stage(given)
+        (grad,), groups = store.stage_backward_input([out], [torch.ones_like(out)], [given], None)
+        assert grad is not None and len(groups) == 16
+        store.stage_backward_weight(None, groups)
+        for w, wanted in zip(stage.parameters(), expected, strict=True):
+            torch.testing.assert_close(w.grad, (number + 1) * wanted)

@@ -1,0 +1,97 @@
+"""Host time of the split backward on a deep stack of tiny transformer blocks.
+
+The tensors are so small that the kernels cost next to nothing: what is timed is the walk, the plan, the engine and the
+bookkeeping. In one process, run by run in turn: an unsplit ``torch.autograd.backward``, zbpipe's I and W, torch's own I
+and W, and those of layers with a store of their own (store.py). A ratio is the median of the run-by-run ratios to the
+unsplit backward.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import zbpipe
+from zbpipe._bench.results import Spread, spread
+from zbpipe._bench.stages import Block
+from zbpipe._bench.store import Store
+from zbpipe._torch.pipelining import BACKWARD
+
+WIDTH, HEADS, BATCH, TOKENS = 16, 2, 2, 4
+SPLIT = ("zbpipe", "torch", "store")
+
+
+class Times(NamedTuple):
+    """Seconds; an unsplit backward has its time in ``first``."""
+
+    first: float
+    second: float
+
+    @property
+    def total(self) -> float:
+        return self.first + self.second
+
+
+class _Stage:
+    def __init__(self, blocks: int, store: Store | None = None) -> None:
+        torch.manual_seed(0)
+        self.module: nn.Module = nn.Sequential(*(Block(WIDTH, HEADS) for _ in range(blocks)))
+        if store is not None:
+            store.prepare(self.module)
+        self.weights = list(self.module.parameters())
+        self.x = torch.randn(BATCH, TOKENS, WIDTH)
+        self.grad = torch.ones(BATCH, TOKENS, WIDTH)
+
+    def unsplit(self) -> Times:
+        x = self.x.clone().requires_grad_()
+        output = self.module(x)
+        start = time.perf_counter()
+        torch.autograd.backward([output], [self.grad])
+        del output
+        return Times(time.perf_counter() - start, 0.0)
+
+    def split(self, passes: Any) -> Times:
+        x = self.x.clone().requires_grad_()
+        output = self.module(x)
+        start = time.perf_counter()
+        _, groups = passes.stage_backward_input([output], [self.grad], [x], self.weights)
+        middle = time.perf_counter()
+        passes.stage_backward_weight(self.weights, groups)
+        del groups
+        return Times(middle - start, time.perf_counter() - middle)
+
+
+def measure(blocks: int, repeat: int) -> dict[str, dict[str, Spread]]:
+    """Milliseconds of each half, and the ratio of their sum to the unsplit backward's time, of each side."""
+    stage, store = _Stage(blocks), Store()
+    stored = _Stage(blocks, store)
+    torchs = importlib.import_module(BACKWARD)
+    sides: dict[str, Callable[[], Times]] = {
+        "unsplit": stage.unsplit,
+        "zbpipe": lambda: stage.split(zbpipe),
+        "torch": lambda: stage.split(torchs),
+        "store": lambda: stored.split(store),
+    }
+    # torch's W is quadratic: a few runs of a deep stack say as much as many.
+    repeats = dict.fromkeys(sides, repeat) | {"torch": min(repeat, max(3, repeat // max(1, blocks // 8)))}
+    for _ in range(2):
+        for run in sides.values():
+            run()
+    times: dict[str, list[Times]] = {name: [] for name in sides}
+    for i in range(repeat):
+        for name, run in sides.items():
+            if i < repeats[name]:
+                times[name].append(run())
+    return {
+        name: {
+            "first_ms": spread(1e3 * t.first for t in runs),
+            "second_ms": spread(1e3 * t.second for t in runs),
+            "ratio": spread(t.total / u.total for t, u in zip(runs, times["unsplit"], strict=False)),
+        }
+        for name, runs in times.items()
+    }
