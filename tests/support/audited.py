@@ -3,6 +3,7 @@
 python -m support.audited FILE FOLDER WHAT [SOURCE]
 """
 
+import importlib.util
 import json
 import os
 import sys
@@ -15,7 +16,7 @@ import torch.distributed.pipelining
 import torch.utils.checkpoint
 
 TESTS = Path(__file__).parents[1]
-PACKAGE = TESTS.parent / "zbpipe"
+PACKAGE = Path(importlib.util.find_spec("zbpipe").origin).parent  # its modules are to be read under the hook
 
 
 def folders(*paths):
