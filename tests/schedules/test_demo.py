@@ -71,6 +71,7 @@ def test_quick_demo_prints_a_table_per_schedule_and_draws(tmp_path: Path) -> Non
         out, err = process.communicate(timeout=240)
     assert process.returncode == 0, out + err
     assert "\nRIGHT " in out
+    assert [line for line in out.replace(str(tmp_path), "").splitlines() if len(line) > 80] == []
 
     tables = re.split(r"\n(?=\S.*\(Schedule)", out)[1:]
     assert len(tables) == len(SCHEDULES)

@@ -22,17 +22,24 @@ LOSS_TOLERANCE = 1e-3
 """Largest difference of losses, nats per byte: training carries differences of rounding on from step to step."""
 
 DEFINITIONS = """\
-step time      forward, I, W and the optimizer, on the slowest rank; median over the steps
-CPU time       of the same, all ranks and threads together: depends less on what else the machine does
-gradients      of the first step, on the same weights: the largest difference of any element, and in brackets
-               the largest in one parameter over that parameter's largest gradient
-memory         counted from the allocator's events in one extra step, exact bytes, on the rank with the most;
-               storages allocated since the step began (gradients, not weights), and what stood in receive buffers
-               when it began, until it is freed
-held I to W    what was live when I returned and was freed while W ran, over all microbatches between their I
-               and their W at one time (stage 0 is left out: torch does not split it); not in it on torch's side:
-               inputs and gradients received from another rank, which lie in buffers that torch never frees (they
-               are in the peak), where zbpipe's are freed in W and counted: the ratio is in torch's favour"""
+step time    forward, I, W and the optimizer, on the slowest rank; median over
+             the steps
+CPU time     of the same, all ranks and threads together: depends less on what
+             else the machine does
+gradients    of the first step, on the same weights: the largest difference of
+             any element, and in brackets the largest in one parameter over
+             that parameter's largest gradient
+memory       counted from the allocator's events in one extra step, exact
+             bytes, on the rank with the most; storages allocated since the
+             step began (gradients, not weights), and what stood in receive
+             buffers when it began, until it is freed
+held I to W  what was live when I returned and was freed while W ran, over all
+             microbatches between their I and their W at one time (stage 0 is
+             left out: torch does not split it); not in it on torch's side:
+             inputs and gradients received from another rank, which lie in
+             buffers that torch never frees (they are in the peak), where
+             zbpipe's are freed in W and counted: the ratio is in torch's
+             favour"""
 
 
 @dataclass
@@ -109,8 +116,9 @@ def pairs(results: Sequence[Result]) -> list[tuple[Result, Result]]:
 def show(results: Sequence[Result], config: Config) -> int:
     """Prints all tables and the verdict. Returns the exit status: 0 if zbpipe is right everywhere, else 1."""
     where = f"{config.ranks} processes, {config.num_stages} stages, {config.microbatches} microbatches"
-    print(f"\ntorch {torch.__version__}, {config.device}: {where}, {config.blocks_per_stage} blocks of width", end="")
-    print(f" {config.width} per stage, {config.batch_size} x {config.context} bytes of text per step")
+    print(f"\ntorch {torch.__version__}, {config.device}: {where},")
+    print(f"{config.blocks_per_stage} blocks of width {config.width} per stage, ", end="")
+    print(f"{config.batch_size} x {config.context} bytes of text per step")
     for theirs, ours in pairs(results):
         print("\n" + table(theirs, ours))
     print("\n" + DEFINITIONS)
@@ -120,8 +128,8 @@ def show(results: Sequence[Result], config: Config) -> int:
         print(f"WRONG  {fault}")
     if not faults:
         print(
-            f"RIGHT  zbpipe's gradients within {GRADIENT_TOLERANCE:g} (relative) of torch's and of an ordinary "
-            f"backward, losses within {LOSS_TOLERANCE:g}"
+            f"RIGHT  zbpipe's gradients within {GRADIENT_TOLERANCE:g} (relative) of torch's and of\n"
+            f"       an ordinary backward, losses within {LOSS_TOLERANCE:g}"
         )
     return 1 if faults else 0
 
@@ -196,7 +204,7 @@ def table(theirs: Result, ours: Result) -> str:
         return [name, *cells, ratio]
 
     rows = [
-        [f"{kind.label} ({kind.class_name})", "torch", "zbpipe", "ratio"],
+        ["", "torch", "zbpipe", "ratio"],
         row("loss of the first step, nats per byte", lambda r: f"{r.losses[0]:.4f}"),
         row("loss of the last step", lambda r: f"{r.losses[-1]:.4f}"),
         ["losses: largest difference", "", f"{loss_difference(ours, theirs):.1e}" if both else "-", ""],
@@ -207,8 +215,8 @@ def table(theirs: Result, ours: Result) -> str:
         row("memory held from I to W", lambda r: _megabytes(r.held), lambda r: r.held),
         row("memory, peak of the step", lambda r: _megabytes(r.peak), lambda r: r.peak),
     ]
-    lines = [f"{name:<55}{torch_cell:>20}{zbpipe_cell:>20}{ratio:>9}" for name, torch_cell, zbpipe_cell, ratio in rows]
-    lines.insert(1, "-" * len(lines[0]))
+    lines = [f"{name:<37}{torch_cell:>18}{zbpipe_cell:>18}{ratio:>7}" for name, torch_cell, zbpipe_cell, ratio in rows]
+    lines = [f"{kind.label} ({kind.class_name})", lines[0], "-" * len(lines[0]), *lines[1:]]
     lines += [f"{r.side} failed: {r.error}" for r in (theirs, ours) if r.error is not None]
     return "\n".join(line.rstrip() for line in lines)
 
