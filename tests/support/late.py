@@ -5,6 +5,7 @@ Importing this registers the device for the whole process, for good: only proces
 
 import ctypes
 import fcntl
+import functools
 import hashlib
 import os
 import shutil
@@ -96,6 +97,8 @@ def load():
         getattr(made, name).restype = ctypes.c_int64
     for name in ("late_pending", "late_bytes", "late_peak"):
         getattr(made, name).restype = ctypes.c_uint64
+    if (2, 12) <= torch.__version__ < (2, 13):  # its schedules ask CUDA for the random numbers of whatever device
+        torch.random.fork_rng = functools.partial(torch.random.fork_rng, device_type="late")
     torch._register_device_module("late", Module("torch.late"))
     sys.modules["torch.late"] = torch.late
     torch.utils.generate_methods_for_privateuse1_backend()
