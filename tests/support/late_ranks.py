@@ -13,6 +13,11 @@ from support import late
 _numbers = itertools.count()
 
 
+class World(ThreadLocalWorld):
+    if not hasattr(ThreadLocalWorld, "comms"):
+        comms: list = []  # torch 2.11 asks for them, and its own worlds of threads have none
+
+
 def run(function, world=2, coalesces=True):
     """What ``function(rank)`` returned on each rank, or the first error of one.
 
@@ -51,7 +56,7 @@ def run(function, world=2, coalesces=True):
 def worlds_of_threads():
     """Each thread is a rank to torch.distributed."""
     module, alone = dist.distributed_c10d, dist.distributed_c10d._world
-    module._world = ThreadLocalWorld()
+    module._world = World()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     try:
         yield
