@@ -177,3 +177,8 @@ def test_whether_the_variable_patches_is_found_out_by_running_a_script():
     (fault,) = [line for line in said.splitlines() if line.startswith("FAULT")]
     assert fault.startswith("FAULT: ZBPIPE_PATCH=1 would not patch a script here (")
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in fault
+
+
+def test_a_command_imports_none_of_what_the_others_need():
+    code = "import sys, zbpipe._cli; print({'torch.distributed.pipelining', 'torch._dynamo', 'matplotlib'} & set(sys.modules))"
+    assert process("-c", code) == (0, "set()\n")

@@ -28,13 +28,19 @@ from zbpipe._torch.pipelining import BACKWARD
 
 
 class Side(NamedTuple):
-    """Who runs the backward, None for an unsplit one, Store for one of its own, and under which policy."""
+    """Who runs the backward, and under which policy.
+
+    ``passes``: zbpipe; the name of a module, which takes long to import; Store for one of the stage's own; None for an
+    unsplit backward.
+    """
 
     passes: Any
     choices: dict[str, Any]
 
     def made(self, module: nn.Module) -> Any:
         """Its passes for the module, which a store changes."""
+        if isinstance(self.passes, str):
+            return importlib.import_module(self.passes)
         if self.passes is not Store:
             return self.passes
         store = Store()
@@ -44,7 +50,7 @@ class Side(NamedTuple):
 
 SIDES = {
     "unsplit": Side(None, {}),
-    "torch": Side(importlib.import_module(BACKWARD), {}),
+    "torch": Side(BACKWARD, {}),
     "store": Side(Store, {}),
     "zbpipe": Side(zbpipe, {}),
 }
