@@ -56,6 +56,14 @@ def test_without_a_command_it_says_what_there_is(capsys):
     assert "leaks" in said
 
 
+@pytest.mark.parametrize("command", ["", "doctor", "explain", "leaks", "memory", "demo", "bench"])
+def test_help_fits_80_columns(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([*filter(None, [command]), "--help"])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
 def test_version_is_one_line_in_a_narrow_window_too(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     with pytest.raises(SystemExit) as ended:

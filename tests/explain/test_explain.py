@@ -320,6 +320,7 @@ def test_as_dict_is_plain_data_and_str_is_a_table():
     text = str(explained)
     assert "handed over by zbpipe.defer" in text and "MmBackward0" in text and "?" in text
     assert text.startswith("W computes the gradients of 2 of 3 parameters in 2 groups")
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_bad_arguments():

@@ -8,15 +8,15 @@ from pathlib import Path
 from zbpipe._cli import bench, demo, doctor, explain, leaks, memory
 
 EPILOG = """\
-The passes themselves need no command: zbpipe.patch() in the script, or ZBPIPE_PATCH=1 in the environment, gives them to
-torch's schedules.
+The passes themselves need no command: zbpipe.patch() in the script, or
+ZBPIPE_PATCH=1 in the environment, gives them to torch's schedules.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="zbpipe" if Path(sys.argv[0]).name == "zbpipe" else "python -m zbpipe",
-        description="What is installed, what waits for W, where the memory goes, what leaks. Each has its --help.",
+        description="What is installed, what waits for W, where memory goes, what leaks.\nEach has its --help.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,  # the others wrap the version, which is one line
     )

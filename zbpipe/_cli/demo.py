@@ -15,9 +15,9 @@ from zbpipe._demo.launch import launch
 
 DEFAULT = Config()
 DESCRIPTION = """\
-Trains a small language model on the text of a book by pipeline parallelism over
-several processes, with each schedule first on torch's own split backward and
-then on zbpipe, and compares losses, gradients, time and memory.
+Trains a small language model on the text of a book by pipeline parallelism
+over several processes, with each schedule first on torch's own split backward
+and then on zbpipe, and compares losses, gradients, time and memory.
 
     python -m zbpipe demo
     python -m zbpipe demo --schedules zbv --steps 4 --json demo.json

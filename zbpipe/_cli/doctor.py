@@ -17,12 +17,10 @@ from zbpipe._torch import needs, probe
 from zbpipe._version import __version__
 
 DESCRIPTION = """\
-Says what zbpipe and torch are installed here, whether zbpipe knows this torch and every private part of it that it
-uses, whether ZBPIPE_PATCH=1 would patch a script that this Python runs, what is patched, and the policy. The exit
-status is 1 if something would not work.
-
---all   a line for everything of torch that zbpipe looked at, not only for what differs; looks at the compilers too,
-        whose import takes seconds
+Says what zbpipe and torch are installed here, whether zbpipe knows this torch
+and every private part of it that it uses, whether ZBPIPE_PATCH=1 would patch a
+script that this Python runs, what is patched, and the policy. The exit status
+is 1 if something would not work.
 """
 
 # Run in a fresh interpreter with ZBPIPE_PATCH=1, as a script that knows nothing of zbpipe.
@@ -42,7 +40,12 @@ HOW = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--all", action="store_true", help="a line for everything of torch that was looked at")
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="a line for everything of torch that was looked at, not only for what differs; looks at the compilers, "
+        "too, whose import takes seconds",
+    )
     parser.set_defaults(run=lambda given: run(everything=given.all))
 
 

@@ -14,10 +14,12 @@ import torch
 
 import zbpipe
 from zbpipe._cli.arguments import refuse_files
+from zbpipe._cli.progress import Progress
 
 DESCRIPTION = """\
-Say, parameter by parameter, whether W or I computes its gradient and why, what is held from I to W, and W's FLOPs.
-Nothing is trained. NAME is a function without arguments that returns the stage and its inputs for one microbatch:
+Say, parameter by parameter, whether W or I computes its gradient and why, what
+is held from I to W, and W's FLOPs. Nothing is trained. NAME is a function
+without arguments that returns the stage and its inputs for one microbatch:
 
     def stage():
         return Block(), torch.randn(64, 128)      # or a tuple of inputs
@@ -29,7 +31,8 @@ Nothing is trained. NAME is a function without arguments that returns the stage 
 --first-stage: the inputs are data, and take no gradient.
 """
 EPILOG = """\
-exit status: 0; 1 if the function or the stage's forward failed; 2 for a wrong command line
+exit status: 0; 1 if the function or the stage's forward failed; 2 for a wrong
+command line
 """
 SCHEMA = 1  # of --json
 
@@ -44,7 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     refuse_files(given, "json")
+    progress = Progress("explain")
     module, inputs = _stage(given)
+    progress("running the stage, forward and backward")
     plan = zbpipe.explain(module, inputs, first_stage=given.first_stage)
     print(plan)
     if given.json:

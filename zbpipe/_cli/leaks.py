@@ -16,23 +16,30 @@ import torch
 
 from zbpipe._cli import growth_report, ranks
 from zbpipe._cli.arguments import add_script, natural, refuse_files, refuse_script, refuse_without_matplotlib, run_given
+from zbpipe._cli.progress import Progress
 from zbpipe._cli.steps import KINDS, Steps
 from zbpipe._version import __version__
 from zbpipe.leaks import Growth
 from zbpipe.leaks._growth import Grown, report_of
 
 DESCRIPTION = """\
-Run a training script, and show the tensors and bytes that live after each of its steps, what grew, and who holds it.
+Run a training script, and show the tensors and bytes that live after each of
+its steps, what grew, and who holds it.
 
-A step is a call of zbpipe.leaks.step() in the script; without any, a call of the step() of a schedule of
-torch.distributed.pipelining; without any, an optimizer's. Where there are several schedules or optimizers, the first
-that steps counts. The garbage collector is off while steps are watched. Options come before the script:
+A step is a call of zbpipe.leaks.step() in the script; without any, a call of
+the step() of a schedule of torch.distributed.pipelining; without any, an
+optimizer's. Where there are several schedules or optimizers, the first that
+steps counts. The garbage collector is off while steps are watched. Options
+come before the script:
 
     python -m zbpipe leaks --steps 20 train.py --lr 1e-3
-    torchrun --nproc-per-node 2 -m zbpipe leaks --error train.py      one report over all ranks
+    torchrun --nproc-per-node 2 -m zbpipe leaks --error train.py
 
-Exit status: the script's own if that is not 0; 3 if something grew and --error is given; 4 if there were too few steps
-to tell; 2 for a wrong command line; else 0.
+Under torchrun there is one report over all ranks.
+
+Exit status: the script's own if that is not 0; 3 if something grew and --error
+is given; 4 if there were too few steps to tell; 2 for a wrong command line;
+else 0.
 """
 GREW = 3  # exit statuses; 1 and others are the script's own, 2 is a wrong command line
 TOO_FEW = 4  # steps to tell
@@ -86,6 +93,10 @@ class _Steps(Steps):
     growth: Growth | None = None
     has_failed = False
 
+    def __init__(self, warmup: int, steps: int | None) -> None:
+        self._progress = Progress("leaks")
+        super().__init__(warmup, steps)
+
     def restart(self) -> None:
         if self.growth is not None:
             self.growth.close()
@@ -102,7 +113,10 @@ class _Steps(Steps):
         assert self.growth is not None
         self.growth.step()
         # While the script's variables are there to be named; ever less often, for a search takes its time.
-        if self.watched >= ENOUGH and (is_last or self.watched >= 1.25 * self.looked_at):
+        is_time = self.watched >= ENOUGH and (is_last or self.watched >= 1.25 * self.looked_at)
+        of = f" of {self.steps}" if self.steps else ""
+        self._progress(f"step {self.watched}{of}{', looking who holds what grew' if is_time else ''}")
+        if is_time:
             self.look()
 
     def look(self) -> None:

@@ -20,29 +20,38 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from zbpipe import memory
 from zbpipe._cli import memory_report, ranks
 from zbpipe._cli.arguments import add_script, natural, refuse_files, refuse_script, refuse_without_matplotlib, run_given
+from zbpipe._cli.progress import Progress
 from zbpipe._cli.steps import KINDS, OF_SCHEDULE, Steps
 from zbpipe._torch.pipelining import stages_of
 from zbpipe._version import __version__
 from zbpipe.memory._living import bytes_of_tensors
 
 DESCRIPTION = """\
-Run a training script up to the end of one step that is recorded, and print its peak and the bytes of each phase.
+Run a training script up to the end of one step that is recorded, and print its
+peak and the bytes of each phase.
 
-The first step is warm-up: it allocates what later ones find (optimizer state, buffers). The next one is recorded, and
-then the script is ended. A step is a call of zbpipe.leaks.step() in the script; without any, a call of the step() of a
-schedule of torch.distributed.pipelining; without any, an optimizer's: from one end to the next. (A script whose
-optimizer steps twice before it says zbpipe.leaks.step() is not seen to say it: give --warmup 2 then.)
+The first step is warm-up: it allocates what later ones find (optimizer state,
+buffers). The next one is recorded, and then the script is ended. A step is a
+call of zbpipe.leaks.step() in the script; without any, a call of the step() of
+a schedule of torch.distributed.pipelining; without any, an optimizer's: from
+one end to the next. (A script whose optimizer steps twice before it says
+zbpipe.leaks.step() is not seen to say it: give --warmup 2 then.)
 
-Phases are forward, I, W and B of each stage of a schedule; in other scripts forward (up to the first backward),
-backward, between and optimizer; and what the script itself marks with zbpipe.memory.phase(). Bytes are those that
-were handed out in the step; how much was there before it is said. Options come before the script:
+Phases are forward, I, W and B of each stage of a schedule; in other scripts
+forward (up to the first backward), backward, between and optimizer; and what
+the script itself marks with zbpipe.memory.phase(). Bytes are those that were
+handed out in the step; how much was there before it is said. Options come
+before the script:
 
     python -m zbpipe memory train.py --lr 1e-3
     python -m zbpipe memory --out step.png --json step.json train.py
-    torchrun --nproc-per-node 2 -m zbpipe memory --out step.png train.py     one report, a picture per rank
-    python -m zbpipe memory --warmup 0 --on-out-of-memory oom train.py       what lived when memory ran out
+    torchrun --nproc-per-node 2 -m zbpipe memory --out step.png train.py
+    python -m zbpipe memory --warmup 0 --on-out-of-memory oom train.py
 
---out draws (.png, .svg, .pdf) or exports, by its ending: .json.gz for Perfetto, .pickle for pytorch.org/memory_viz.
+Under torchrun there is one report over all ranks, and a picture per rank.
+--out draws (.png, .svg, .pdf) or exports, by its ending: .json.gz for
+Perfetto, .pickle for pytorch.org/memory_viz. --on-out-of-memory leaves what
+lived when memory ran out, by phase and by holder, in that folder.
 """
 EPILOG = """\
 exit status:
@@ -117,6 +126,7 @@ class _OneStep(Steps):
         self.given = given
         self.step: _Step | None = None
         self.has_failed = False
+        self.progress = Progress("memory")
         super().__init__(given.warmup, 1)
 
     def restart(self) -> None:
@@ -128,6 +138,7 @@ class _OneStep(Steps):
             super().restart()
 
     def begin(self) -> None:
+        self.progress(f"recording step {self.warmup + 1}")
         schedule = self.stepper() if self.kind == OF_SCHEDULE and self.stepper is not None else None
         self.step = _Step(self.given, schedule)
 
@@ -255,6 +266,7 @@ def _report(steps: _OneStep, given: argparse.Namespace) -> int:
         ranks.file_of(given.json).write_text(json.dumps(_data(steps, step, given), indent=1) + "\n")
     if given.out:
         path = _out(given.out)
+        steps.progress(f"writing {path}")
         (recording.plot if path.name.endswith(PICTURES) else recording.export)(path)
     _say(memory_report.of_rank(which, recording, step.before), steps.has_failed)
     return 0 if step.is_whole else NO_STEP

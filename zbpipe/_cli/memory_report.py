@@ -7,7 +7,7 @@ from typing import Any
 from zbpipe._cli.ranks import heading, numbered, told_by_themselves
 from zbpipe._text import Unit, in_words, table
 from zbpipe.memory import Recording
-from zbpipe.memory._results import phase_table
+from zbpipe.memory._results import phase_table, short_label
 
 SHOWN_HIGHEST, SHOWN_LOWEST = 12, 4  # rows of many ranks
 _BETWEEN = "none of its phases"
@@ -20,7 +20,7 @@ def of_rank(which: str, recording: Recording, before: int) -> dict[str, Any]:
     return {
         "head": f"{which} on {recording.device}",
         "before": before,
-        "highest": highest.label if highest else _BETWEEN,
+        "highest": short_label(highest) if highest else _BETWEEN,
         **{name: getattr(recording, name) for name in ("peak", "allocated", "allocations", "live", "incomplete")},
         "phases": phase_table(phases) if phases else "",
     }
@@ -53,8 +53,9 @@ def _of_one(report: dict[str, Any]) -> str:
         return f"zbpipe memory: {report['head']}"
     peak, before, allocated, live = (in_words(report[name]) for name in ("peak", "before", "allocated", "live"))
     lines = [
-        f"zbpipe memory: {report['head']}: peak {peak} in {report['highest']}, above the {before} "
-        "that were there before",
+        f"zbpipe memory: {report['head']}",
+        f"peak {peak} in {report['highest']}",
+        f"above the {before} that were there before",
         f"{allocated} in {report['allocations']} allocations, of which {live} live at its end",
     ]
     lines += [f"incomplete: {report['incomplete']}"] if report["incomplete"] else []
@@ -68,16 +69,16 @@ def _by_most_in_use(entry: tuple[int, dict[str, Any]]) -> tuple[int, int]:
 
 def _table_of_ranks(reports: dict[int, dict[str, Any]]) -> str:
     """That which has most in use first; of very many ranks the first and the last."""
-    columns = ("peak", "before", "allocated", "live")
+    columns = ("peak", "before", "live")
     unit = Unit.of(max(report[name] for report in reports.values() for name in columns))
     rows = [
         [str(rank), report["highest"], *(unit(report[name]) for name in columns), str(report["allocations"])]
         for rank, report in sorted(reports.items(), key=_by_most_in_use)
     ]
     if len(rows) > SHOWN_HIGHEST + SHOWN_LOWEST + 1:
-        left_out = [f"... {len(rows) - SHOWN_HIGHEST - SHOWN_LOWEST} ranks ...", *[""] * (len(rows[0]) - 1)]
+        left_out = ["...", f"{len(rows) - SHOWN_HIGHEST - SHOWN_LOWEST} ranks", *[""] * (len(rows[0]) - 2)]
         rows = [*rows[:SHOWN_HIGHEST], left_out, *rows[-SHOWN_LOWEST:]]
-    header = ["rank", "peak in", *(f"{name}, {unit.name}" for name in columns), "allocations"]
+    header = ["rank", "peak in", *(f"{name}, {unit.name}" for name in columns), "blocks"]
     return table(header, rows, left=2)
 
 

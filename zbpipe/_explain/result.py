@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from zbpipe._policy import Policy
 from zbpipe._text import megabytes, table
+
+WIDTH = 80  # of what is printed
 
 
 @dataclass(frozen=True)
@@ -84,28 +87,34 @@ class Explanation:
 
     def __str__(self) -> str:
         in_w = sum(1 for plan in self.parameters if "W" in plan.runs_in)
-        lines = [
+        said = (
             f"W computes the gradients of {in_w} of {len(self.parameters)} parameters in {self.groups} "
             f"group{'s' * (self.groups != 1)}: "
             f"{'' if self.flops_are_known else 'at least '}{self.flops_in_w / 1e6:.3f} MFLOP; "
-            f"{megabytes(self.bytes_held)} MB are held per microbatch",
-            *self.notes,
-            "",
-        ]
+            f"{megabytes(self.bytes_held)} MB are held per microbatch"
+        )
         rows = [row for plan in self.parameters for row in _rows(plan)]
-        header = ("parameter", "shape", "in", "by", "why", "held, MB", "product", "MFLOP")
-        return "\n".join([*lines, table(header, rows, left=5)])
+        lines = table(("parameter", "shape", "in", "held, MB", "MFLOP"), [cells for cells, _ in rows], left=3)
+        head, rule, *others = lines.splitlines()
+        above = [line for text in (said, *self.notes) for line in textwrap.wrap(text, WIDTH)]
+        below = [part for line, (_, how) in zip(others, rows, strict=True) for part in (line, *_indented(how))]
+        return "\n".join([*above, "", head, rule, *below])
 
 
-def _rows(plan: ParameterPlan) -> Iterator[tuple[str, ...]]:
+def _rows(plan: ParameterPlan) -> Iterator[tuple[tuple[str, ...], str]]:
+    """A row for each use, and how its gradient comes to be."""
     uses: Sequence[Use | None] = plan.uses or (None,)
     for i, use in enumerate(uses):
         first = (plan.name, str(list(plan.shape))) if i == 0 else ("", "")
         size = megabytes(plan.bytes) if i == 0 else ""
         note = plan.note if i == 0 else ""
         if use is None:
-            yield (*first, "-", "", note, size, "", "")
+            yield (*first, "-", size, ""), note
         else:
-            why = "; ".join(filter(None, (use.why, note)))
             flops = "?" if use.flops is None else f"{use.flops / 1e6:.3f}" if use.flops else ""
-            yield (*first, use.runs_in, use.node, why, size, use.product, flops)
+            how = "; ".join(filter(None, (use.product, use.why, note)))
+            yield (*first, use.runs_in, size, flops), ": ".join(filter(None, (use.node, how)))
+
+
+def _indented(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent="    ", subsequent_indent="      ")

@@ -94,24 +94,27 @@ def short(name: str, most: int = 28) -> str:
     return line if len(line) <= most else line[: most - 1] + "…"
 
 
+def short_label(phase: Phase, most: int = 31) -> str:
+    """A phase's label in at most so many characters, its stage and microbatch whole."""
+    of = label("", phase.stage, phase.microbatch)
+    return short(phase.kind, max(most - len(of), 1)) + of
+
+
 def number_or_nothing(number: int | None) -> str:
     return "" if number is None else str(number)
 
 
 def phase_table(phases: Sequence[Phase]) -> str:
     """All bytes in one unit, that of the largest."""
-    unit = Unit.of(max(max(p.peak, p.allocated, p.freed) for p in phases))
-    bytes_ = [f"{column}, {unit.name}" for column in ("begin", "end", "peak", "allocated", "freed")]
-    header = ("phase", "stage", "microbatch", "ms", *bytes_, "blocks")
+    unit = Unit.of(max(p.peak for p in phases))
+    header = ("phase", "ms", *(f"{column}, {unit.name}" for column in ("begin", "end", "peak")), "blocks")
     return table(
         header,
         [
             (
-                short(p.kind),
-                number_or_nothing(p.stage),
-                number_or_nothing(p.microbatch),
+                short_label(p),
                 f"{(p.end_ns - p.begin_ns) / 1e6:.2f}",
-                *(unit(size) for size in (p.live_begin, p.live_end, p.peak, p.allocated, p.freed)),
+                *(unit(size) for size in (p.live_begin, p.live_end, p.peak)),
                 str(p.allocations),
             )
             for p in phases
