@@ -4,24 +4,22 @@
 
 torchtitan is imported once; every case trains in a process forked from that one. Losses, gradient norms and the weights
 at the end, or the error, go to FOLDER. Whether torch is patched is for ZBPIPE_PATCH in the environment to say, alone.
-What is not torchtitan's own is what the CPU asks for (Note [On the CPU]), the tokens, and the weights to begin with:
+What is not torchtitan's own is what examples/torchtitan_cpu.py gives it for the CPU, and the weights to begin with:
 torchtitan seeds each rank of a pipeline differently, and the same weights are wanted without one.
 """
 
 import hashlib
 import logging
 import os
+import runpy
 import sys
 import time
 import traceback
-import types
 import zlib
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch._utils
 import torch.distributed as dist
 from clients.titan_cases import CASES
 from torch.distributed.fsdp import FSDPModule
@@ -30,90 +28,23 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 MICROBATCHES, LENGTH, STEPS = 8, 64, 3
 SAMPLE = 4096  # of each weight's elements, kept beside its digest
 
+# Before torchtitan, which asks for the device.
+debug_model = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "torchtitan_cpu.py"))["debug_model"]
 
-# Note [On the CPU]
-# torchtitan asks torch for an accelerator and its module, and that module for memory statistics. torch.cpu has none.
-
-
-class _CPU(types.ModuleType):
-    def __getattr__(self, name):
-        return getattr(torch.cpu, name)
-
-
-cpu = _CPU("cpu")
-cpu.set_device = cpu.empty_cache = cpu.reset_peak_memory_stats = cpu.synchronize = lambda *_: None
-cpu.current_device = lambda: 0
-cpu.device_count = lambda: 1
-cpu.get_device_name = lambda *_: "cpu"
-cpu.get_device_properties = lambda *_: types.SimpleNamespace(total_memory=1 << 30)
-cpu.memory_stats = lambda *_: {}
-torch._utils._get_available_device_type = lambda: "cpu"
-torch._utils._get_device_module = lambda _: cpu
-
-from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402  after the device is known
 from torchtitan.components.loss import CrossEntropyLoss  # noqa: E402
-from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
 from torchtitan.config import CompileConfig  # noqa: E402
 from torchtitan.distributed.activation_checkpoint import FullAC  # noqa: E402
-from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
 from torchtitan.models.common.config_utils import decoder_vocab_size  # noqa: E402
-from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402
-
-
-class NoTokenizer(BaseTokenizer):
-    @dataclass(kw_only=True, slots=True)
-    class Config(BaseTokenizer.Config):
-        pass
-
-    def __init__(self, config, **_):
-        super().__init__()
-
-    def encode(self, *_, **__):
-        raise NotImplementedError
-
-    decode = get_vocab_size = encode
-
-
-class Sequences(BaseDataLoader):
-    """Arithmetic sequences modulo 97, each data parallel rank its own."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(BaseDataLoader.Config):
-        pass
-
-    def __init__(self, config, *, dp_rank, seq_len, local_batch_size, **_):
-        self.rank, self.shape = dp_rank, (local_batch_size, seq_len + 1)
-
-    def __iter__(self):
-        generator = torch.Generator().manual_seed(self.rank)
-        rows, length = self.shape
-        while True:
-            start, by = torch.randint(1, 97, (2, rows, 1), generator=generator)
-            tokens = (start + by * torch.arange(length)) % 97
-            given = {"input": tokens[:, :-1].contiguous(), "positions": torch.arange(length - 1).expand(rows, -1)}
-            yield given, tokens[:, 1:].contiguous()
-
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state_dict):
-        pass
 
 
 def configuration(case, alone):
     """The case's, of the debug model's own; `alone` without a pipeline, microbatch by microbatch."""
-    config = llama3_debugmodel()
-    for layer in config.model_spec.model.layers:  # flex attention has no backward on the CPU
-        layer.attention.inner_attention = ScaledDotProductAttention.Config()
-    config.tokenizer, config.dataloader = NoTokenizer.Config(), Sequences.Config()
+    config = debug_model()
     config.training.seq_len, config.training.steps = LENGTH, STEPS
-    config.training.disable_cuda_graphs = True
     config.training.mixed_precision_param = case.dtype
     config.training.max_norm = (
         1e6  # else the norm's last bits, which differ with the number of ranks, were in all weights
     )
-    config.debug.enable_structured_logging = False
-    config.debug.seed = 0
     config.parallelism.data_parallel_shard_degree = case.data_parallel
     if case.reshard is not None:
         config.parallelism.fsdp_reshard_after_forward = case.reshard

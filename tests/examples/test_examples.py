@@ -28,6 +28,7 @@ SAYS = {
     "tensor_parallel.py": "gradients of 2 steps equal those of the model in one piece",
     "csv_schedule.py": "gradients of 2 steps equal those of the model in one piece",
     "huggingface.py": "losses of 5 steps equal those of the model in one piece",
+    "torchtitan_cpu.py": "torchtitan trained 5 steps; zbpipe is on: True",
     "mixed_precision.py": "weights after 3 steps equal those of the model in one piece",
 }
 # Two stages of one rank are neighbours, where torch 2.11's schedules open a connection that gloo refuses.
@@ -42,7 +43,7 @@ OF_A_V = {
     "huggingface.py",
     "mixed_precision.py",
 }
-NEEDS = {"huggingface.py": "transformers"}
+NEEDS = {"huggingface.py": "transformers", "torchtitan_cpu.py": "torchtitan"}
 # inductor imports what torch itself deprecates, which these runs make an error
 ARGUMENTS = {"compile_split.py": ["aot_eager"]}
 
@@ -72,8 +73,9 @@ def ranks_of(name):
 
 # Older profilers warn once of any use: "Warning: Profiler clears ...".
 QUIET = ["ignore:Warning"] if torch.__version__ < (2, 13) else []
+WARNS = {"torchtitan_cpu.py"}  # torch, of what torchtitan does on a CPU
 # Started as a user starts them: one of each way in which they start their ranks.
-TORCHRUN_ALONE = "at_scale.py"
+TORCHRUN_ALONE = {"at_scale.py", "torchtitan_cpu.py"}
 START_THEIRS = {"compile_split.py", "csv_schedule.py"}
 
 
@@ -90,7 +92,8 @@ def test_they_start_their_ranks_in_the_same_words():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", parameters([name for name in SAYS if name != TORCHRUN_ALONE], is_long=lambda name: name not in START_THEIRS)
+    "name",
+    parameters([name for name in SAYS if name not in TORCHRUN_ALONE], is_long=lambda name: name not in START_THEIRS),
 )
 def test_example(name, tmp_path):
     path = os.pathsep.join([str(Path(zbpipe.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -108,16 +111,22 @@ def test_example_as_ranks(name, tmp_path):
     """Its ranks as torchrun starts them, but for torch, which each finds imported."""
     world = ranks_of(name)
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    job = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(world)}
+    job = {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": str(world),
+    }
     ranks = [
         {
             "argv": [str(EXAMPLES / name)],
             "output": [str(tmp_path / f"output.{rank}")] * 2,
-            "variables": {**job, "TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": str(rank)} if world > 1 else {},
+            "variables": {**job, "RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {},
         }
         for rank in range(world)
     ]
-    statuses = forks(PYTHONWARNINGS=",".join(["error", *QUIET])).run(ranks, timeout=300)
+    warnings = "default" if name in WARNS else ",".join(["error", *QUIET])
+    statuses = forks(PYTHONWARNINGS=warnings).run(ranks, timeout=300)
     said = "".join(output.read_text() for output in sorted(tmp_path.glob("output.*")))
     assert statuses == [0] * world, said
     assert SAYS[name] in said
