@@ -11,10 +11,7 @@ from support.processes import environment
 
 FOLDER = Path(__file__).parents[2] / "docs" / "upstream"
 SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py"))
-OLDER = torch.__version__ < (
-    2,
-    12,
-)  # its schedules open a connection between two stages of one rank, which gloo refuses
+OLDER = torch.__version__ < (2, 12)  # its schedules open a connection between two stages of one rank: gloo refuses
 
 
 def run(name, **variables):
@@ -39,7 +36,7 @@ def test_the_page_lists_all():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_torch_is_wrong_and_zbpipe_right(name):
-    if OLDER and name == "frozen_first_stage.py":
+    if OLDER and name in ("frozen_first_stage.py", "fully_shard.py"):
         pytest.skip("torch 2.11 runs no V of one rank over gloo")
     right, found = run(name)
     assert found != right, "torch has mended it: say so on the page"
