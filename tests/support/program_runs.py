@@ -107,6 +107,7 @@ class ProgramStage(Stage):
         self.together = "+" in program.passes
         self.whole_grads = "/" not in program.passes and not program.policy.get("main_grad")
         self.born, self.hooks = {}, 0
+        self.on_weights = []  # handles of hooks
         for name in program.frozen:
             getattr(self, name).requires_grad_(False)
         for w in self.parameters():
@@ -158,8 +159,11 @@ class ProgramStage(Stage):
         for name in names:
             w = getattr(self, name)
             if w.requires_grad:
-                w.register_hook(self.log(f"hook {name}"))
-                w.register_post_accumulate_grad_hook(self.log(f"post {name}", lambda w: w.grad if whole else ()))
+                post = self.log(f"post {name}", lambda w: w.grad if whole else ())
+                self.on_weights += [
+                    w.register_hook(self.log(f"hook {name}")),
+                    w.register_post_accumulate_grad_hook(post),
+                ]
 
 
 class Judged:
@@ -365,8 +369,19 @@ class Judged:
             counts[name, "any" if self.split.stage.together else k] += len(values)
         return counts
 
+    def forget(self):
+        """Hooks refer to the stage, and what they hang on refers through autograd's graph to the stage's weights: cycles
+        that Python's collector cannot see."""
+        for run in (self.split, self.whole):
+            run.outputs = run.output_grads = None
+            run.stage.kept.clear()
+            run.stage.born.clear()
+            for handle in run.stage.on_weights:
+                handle.remove()
+
     def compare_alive(self):
-        """Nothing of a forward lives longer than under an ordinary backward, outputs kept or not."""
+        """Nothing of a forward lives longer than under an ordinary backward, outputs kept or not. Of a microbatch that
+        was dropped what the program keeps itself has a history that no backward has freed, as its outputs have."""
         if self.dropped:
             gc.collect()  # a checkpointed region that nobody computes again is a cycle
         for told in ("with its outputs", "without its outputs"):
@@ -379,6 +394,7 @@ class Judged:
                     assert one.expired() or not other.expired(), f"result {i} of microbatch {k}'s forward lives, {told}"
             for run in (self.split, self.whole):
                 run.outputs = run.output_grads = None
+                run.stage.kept.clear()
 
 
 def judge(program, passes=None):
@@ -387,6 +403,14 @@ def judge(program, passes=None):
     passes: in the place of zbpipe's own.
     """
     judged = Judged(program, passes or Passes())
+    try:
+        return _is_right(judged)
+    finally:
+        judged.forget()
+
+
+def _is_right(judged):
+    program = judged.program
     try:
         judged.run_whole()
     except NO_PROGRAM:
