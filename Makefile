@@ -131,17 +131,17 @@ docs: $(VENV)/.built $(VENV)/.extras-docs ## build the documentation as a site, 
 	$(RUN) -m sphinx --quiet --fail-on-warning --keep-going -b html docs build/docs
 	@echo "build/docs/index.html"
 
-BENCHMARKS := step_overhead compile stage_zero recorder leaks
+BENCHMARKS := step_overhead compile stage_zero recorder leaks instructions
 PANELS := float32,1 float64,1 bfloat16,1 float32,2
 
 # Half an hour, on a machine that does nothing else.
-bench: $(VENV)/.built $(VENV)/.extras-bench $(VENV)/.extras-demo ## measure all that the docs say, beside torch's own module, into build/results
-	@mkdir -p build/results
-	cd examples && $(RUN) -m zbpipe bench --blocks 1 4 16 64 256 --json $(CURDIR)/build/results
-	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(RUN) benchmarks/$$name.py --json build/results; done
+bench: $(VENV)/.built $(VENV)/.extras-bench $(VENV)/.extras-demo ## measure all that the docs say, beside torch's own module: benchmarks/results, and the tables of the docs
+	cd examples && $(RUN) -m zbpipe bench --blocks 1 4 16 64 256 --json $(CURDIR)/benchmarks/results
+	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(RUN) benchmarks/$$name.py --json benchmarks/results; done
 	@set -e; for kind in $(PANELS); do echo "== panels $$kind"; \
-		$(RUN) benchmarks/panels.py --dtype $${kind%,*} --threads $${kind#*,} --json build/results; done
-	cd examples && $(RUN) -m zbpipe demo --out $(CURDIR)/build/zbpipe_demo.png --json $(CURDIR)/build/results/demo-$(TORCH).json
+		$(RUN) benchmarks/panels.py --dtype $${kind%,*} --threads $${kind#*,} --json benchmarks/results; done
+	cd examples && $(RUN) -m zbpipe demo --out $(CURDIR)/build/zbpipe_demo.png --json $(CURDIR)/benchmarks/results/demo-$(TORCH).json
+	$(RUN) benchmarks/tables.py
 
 clean: ## remove what was built, and every .venv
 	rm -rf build dist *.egg-info .venv .venv-* .pytest_cache .mypy_cache .ruff_cache

@@ -115,7 +115,9 @@ def test_a_module_that_is_gone_is_not_installed_again(environment, project):
 
 
 def test_editable_install_and_a_torch_that_changed_since(environment, project):
-    environment.pip("install", "--editable", ".", cwd=project)
+    environment.pip("install", "-e", ".", cwd=project)
+    in_the_tree = environment.run("-c", "import zbpipe", cwd=project)  # as README's commands run
+    assert in_the_tree.returncode == 0, in_the_tree.stdout
     assert environment.zbpipe("import zbpipe; print(zbpipe.__file__)") == f"{project / 'zbpipe' / '__init__.py'}\n"
     assert environment.zbpipe() == "42\n"
     assert environment.zbpipe(PATCHED, ZBPIPE_PATCH="1") == "zbpipe._patch\n"

@@ -37,7 +37,9 @@ class Times(NamedTuple):
         return self.first + self.second
 
 
-class _Stage:
+class Stage:
+    """A stack of blocks, and what one backward of it is given. With a store its layers are the store's."""
+
     def __init__(self, blocks: int, store: Store | None = None) -> None:
         torch.manual_seed(0)
         self.module: nn.Module = nn.Sequential(*(Block(WIDTH, HEADS) for _ in range(blocks)))
@@ -47,17 +49,19 @@ class _Stage:
         self.x = torch.randn(BATCH, TOKENS, WIDTH)
         self.grad = torch.ones(BATCH, TOKENS, WIDTH)
 
-    def unsplit(self) -> Times:
+    def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
         x = self.x.clone().requires_grad_()
-        output = self.module(x)
+        return x, self.module(x)
+
+    def unsplit(self) -> Times:
+        _, output = self.forward()
         start = time.perf_counter()
         torch.autograd.backward([output], [self.grad])
         del output
         return Times(time.perf_counter() - start, 0.0)
 
     def split(self, passes: Any) -> Times:
-        x = self.x.clone().requires_grad_()
-        output = self.module(x)
+        x, output = self.forward()
         start = time.perf_counter()
         _, groups = passes.stage_backward_input([output], [self.grad], [x], self.weights)
         middle = time.perf_counter()
@@ -68,8 +72,8 @@ class _Stage:
 
 def measure(blocks: int, repeat: int) -> dict[str, dict[str, Spread]]:
     """Milliseconds of each half, and the ratio of their sum to the unsplit backward's time, of each side."""
-    stage, store = _Stage(blocks), Store()
-    stored = _Stage(blocks, store)
+    stage, store = Stage(blocks), Store()
+    stored = Stage(blocks, store)
     torchs = importlib.import_module(BACKWARD)
     sides: dict[str, Callable[[], Times]] = {
         "unsplit": stage.unsplit,

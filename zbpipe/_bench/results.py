@@ -68,7 +68,7 @@ def plain_version(version: str) -> str:
 
 def _plain(figures: Any) -> Any:
     if isinstance(figures, Spread):
-        return figures._asdict()
+        return _plain(figures._asdict())
     if isinstance(figures, dict):
         return {key: _plain(value) for key, value in figures.items()}
     if isinstance(figures, (list, tuple)):

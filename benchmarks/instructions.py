@@ -1,0 +1,82 @@
+"""Instructions of one split backward: what `zbpipe bench --only host_time` times, counted by valgrind.
+
+torch.utils.benchmark runs each side in a process of its own under callgrind, one thread, and counts what a backward
+executes, the forward before it taken off. That is the same from run to run to some thousandths, whatever else the
+machine does. What it does not see: waiting for memory.
+
+    python benchmarks/instructions.py --blocks 4 64 --json instructions.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from torch.utils.benchmark import Timer
+
+from zbpipe._bench.results import add_argument, write
+from zbpipe._text import table
+
+RUNS = 3  # in one process, behind one that is not counted
+SET_UP = """
+import torch
+import zbpipe
+from zbpipe._bench.host_time import Stage
+torch.set_num_threads(1)
+passes = store = None
+{passes}
+stage = Stage({blocks}, store)
+"""
+# What each side calls, and where its passes come from: callgrind takes long for each import.
+SPLITS = {
+    "zbpipe": "passes = zbpipe",
+    "torch": "from torch.distributed.pipelining import _backward as passes",
+    "store": "from zbpipe._bench.store import Store; passes = store = Store()",
+}
+
+
+def count(side: str, blocks: int) -> float:
+    """Instructions of one call."""
+    print(f"counting {side} of {blocks} blocks", file=sys.stderr, flush=True)
+    timer = Timer(
+        "stage.split(passes)" if side in SPLITS else f"stage.{side}()",
+        setup=SET_UP.format(blocks=blocks, passes=SPLITS.get(side, "")),
+    )
+    return timer.collect_callgrind(number=RUNS, collect_baseline=False).counts() / RUNS
+
+
+def measure(blocks: int) -> dict[str, float]:
+    """Instructions of a backward, on each side."""
+    counts = {side: count(side, blocks) for side in ("forward", "unsplit", *SPLITS)}
+    return {side: counts[side] - counts["forward"] for side in ("unsplit", *SPLITS)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--blocks", type=int, nargs="+", default=[4, 64], metavar="N", help="depths (default: 4 64)")
+    add_argument(parser)
+    given = parser.parse_args()
+    if shutil.which("valgrind") is None:
+        print("there is no valgrind, which counts: install it (Debian: apt-get install valgrind)", file=sys.stderr)
+        return 1
+    # Callgrind is given the first python on the path, whichever that is.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    measured = {blocks: measure(blocks) for blocks in given.blocks}
+    rows = [
+        [
+            str(blocks),
+            f"{counts['unsplit'] / 1e6:.2f}",
+            *(f"{counts[side] / counts['unsplit']:.3f}x" for side in SPLITS),
+        ]
+        for blocks, counts in measured.items()
+    ]
+    print(table(["blocks", "unsplit, M", *SPLITS], rows))
+    write(given.json, "instructions", measured)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,362 @@
+"""Makes the tables of README and docs from benchmarks/results, so that no figure is typed.
+
+python benchmarks/tables.py           # writes them into the pages
+python benchmarks/tables.py --check   # status 1 if a page says something else
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+ROOT = Path(__file__).resolve().parent.parent
+PINNED = "2.13.0"
+NEWEST = (ROOT / "requirements" / "newest.txt").read_text().partition("torch==")[2].split()[0]
+SPLIT = ("zbpipe", "torch", "store")  # the sides that split
+SCHEDULES = {
+    "ScheduleInterleavedZeroBubble": "interleaved zero bubble",
+    "ScheduleZBVZeroBubble": "ZBV",
+    "ScheduleDualPipeV": "DualPipeV",
+}
+
+
+@functools.cache
+def read(name: str, version: str) -> dict[str, Any]:
+    """Raises ValueError if it was not measured, or written by other code than this."""
+    path, mend = ROOT / "benchmarks" / "results" / f"{name}-{version}.json", f"run make bench TORCH_VERSION={version}."
+    if not path.exists():
+        raise ValueError(f"{path} is missing: {mend}")
+    found: dict[str, Any] = json.loads(path.read_text())
+    if found["schema"] != SCHEMA:
+        raise ValueError(f"{path} has schema {found['schema']}, expected {SCHEMA}: {mend}")
+    return found
+
+
+def figures(name: str, version: str = PINNED) -> Any:
+    return read(name, version)["figures"]
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows))
+
+
+def times(ratio: float) -> str:
+    """A ratio, in as many digits as mean something."""
+    return f"{ratio:.2f}x" if ratio < 2 else f"{ratio:.1f}x" if ratio < 10 else f"{ratio:.0f}x"
+
+
+def milliseconds(ms: float) -> str:
+    return f"{ms:.2f}" if ms < 10 else f"{ms:.1f}" if ms < 1000 else f"{ms:.0f}"
+
+
+def around(spread: dict[str, float]) -> str:
+    """The median of ratios, and between which half of them lies."""
+    return f"{times(spread['median'])} ({times(spread['low'])[:-1]} to {times(spread['high'])[:-1]})"
+
+
+def megabytes(count: float) -> str:
+    return f"{count / 1e6:.1f}"
+
+
+def machine() -> str:
+    made, newest = read("host_time", PINNED), read("host_time", NEWEST)
+    where = f"{made['device']}, torch {made['torch']} for CPU, Python {made['python']}, {made['date']}"
+    return f"Measured on {where}; with torch {NEWEST} on {newest['date']}."
+
+
+# README.
+
+
+def in_short() -> str:
+    host, memory = figures("host_time"), figures("memory")
+    stages, policies = memory["stages"], memory["policies"]["transformer, checkpointed"]
+    plain, kept = stages["transformer"], stages["transformer, checkpointed"]
+    zbv = demo_of(PINNED)["ZBV"]
+    blocks = ("16", "64", "256")
+
+    def host_of(side: str) -> str:
+        return " / ".join(times(host[count][side]["ratio"]["median"]) for count in blocks)
+
+    again = {side: f"{kept[side]['bytes']['computed']:g}" for side in ("torch", "zbpipe")}
+    recompute = policies["checkpoint=recompute"]["bytes"]["computed"]
+    rows = [
+        ["host time of I + W, 16 / 64 / 256 blocks, to an unsplit backward", host_of("torch"), host_of("zbpipe")],
+        [
+            "held from I to W, a transformer's microbatch",
+            *(f"{megabytes(plain[s]['bytes']['held'])} MB" for s in again),
+        ],
+        ["peak of a ZBV step in the demo", *(f"{megabytes(zbv[side]['peak'])} MB" for side in again)],
+        [
+            "how often checkpointed blocks are computed again, for one backward",
+            again["torch"],
+            f'{again["zbpipe"]}; {recompute:g} with `checkpoint="recompute"`',
+        ],
+    ]
+    return markdown(["", "torch", "zbpipe"], rows)
+
+
+# docs/numbers.md.
+
+
+def host_time() -> str:
+    rows = []
+    for blocks, sides in figures("host_time").items():
+        row = [blocks, milliseconds(sides["unsplit"]["first_ms"]["median"])]
+        for side in SPLIT:
+            halves = (milliseconds(sides[side][half]["median"]) for half in ("first_ms", "second_ms"))
+            row += [" + ".join(halves), around(sides[side]["ratio"])]
+        rows.append(row)
+    header = ["blocks", "unsplit", "zbpipe I + W", "ratio", "torch I + W", "ratio", "store I + W", "ratio"]
+    newest = figures("host_time", NEWEST)
+
+    def of(side: str) -> str:
+        return ", ".join(times(sides[side]["ratio"]["median"]) for sides in newest.values())
+
+    ratios = f"zbpipe {of('zbpipe')}; torch's own module {of('torch')}; store {of('store')}"
+    return f"{markdown(header, rows)}\n\nOn torch {NEWEST}, in the same order: {ratios}."
+
+
+def instructions() -> str:
+    rows = [
+        [blocks, f"{counts['unsplit'] / 1e6:.1f}", *(f"{counts[side] / counts['unsplit']:.2f}x" for side in SPLIT)]
+        for blocks, counts in figures("instructions").items()
+    ]
+    return markdown(["blocks", "unsplit, million", *(f"{side} I + W" for side in SPLIT)], rows)
+
+
+def step_overhead() -> str:
+    by_version = {version: figures("step_overhead", version) for version in (PINNED, NEWEST)}
+    places = sorted({(row["ranks"], row["blocks"]) for row in by_version[PINNED]})
+    rows = []
+    for schedule, label in SCHEDULES.items():
+        for version, measured in by_version.items():
+            cells = {(row["ranks"], row["blocks"]): row for row in measured if row["schedule"] == schedule}
+            rows.append([label, version, *(step(cells[place]) for place in places)])
+    header = [f"{ranks} rank{'s' * (ranks > 1)}, {blocks} blocks" for ranks, blocks in places]
+    return markdown(["schedule", "torch", *header], rows)
+
+
+def step(row: dict[str, Any]) -> str:
+    before, after = (milliseconds(row[key]["median"]) for key in ("torch_ms", "zbpipe_ms"))
+    return f"{before} → {after}, {around(row['ratio'])}"
+
+
+def memory() -> str:
+    measured = figures("memory")
+    rows = []
+    for name, sides in measured["stages"].items():
+        b = {side: sides[side]["bytes"] for side in sides}
+        split = ("torch", "store", "zbpipe")
+        again = [f"{b[side]['computed']:g}" for side in split]
+        rows.append(
+            [
+                name,
+                megabytes(b["unsplit"]["after_forward"]),
+                " / ".join(megabytes(b[side]["peak_input"]) for side in ("unsplit", *split)),
+                *(" / ".join(megabytes(b[side][key]) for side in split) for key in ("held", "peak_weight")),
+                " / ".join(again) if set(again) != {"0"} else "",
+            ]
+        )
+        for policy in ("checkpoint=recompute", "checkpoint=input_pass") if "checkpointed" in name else ():
+            of = measured["policies"][name][policy]["bytes"]
+            key, _, value = policy.partition("=")
+            sizes = [megabytes(of[key]) for key in ("after_forward", "peak_input", "held", "peak_weight")]
+            rows.append([f'zbpipe with `{key}="{value}"`', *sizes, f"{of['computed']:g}"])
+    header = ["stage", "after forward", "peak in I: unsplit / torch / store / zbpipe"]
+    header += [f"{what}: torch / store / zbpipe" for what in ("held from I to W", "peak in W", "blocks computed again")]
+    return markdown(header, rows)
+
+
+def products() -> str:
+    """Time of I and W, and of W alone."""
+    measured = figures("memory")
+    sides = measured["stages"]["transformer of width 1,024"]
+    whole = sides["unsplit"]["times"]["total"]["median"]
+    of = {side: times(sides[side]["times"]["total"]["median"] / whole) for side in SPLIT}
+    words = "I + W on transformer blocks of width 1,024, to an unsplit backward: "
+    words += f"zbpipe {of['zbpipe']}, torch {of['torch']}, store {of['store']}. "
+    words += "W on four 1,024 x 1,024 matrices whose gradients exist, to torch's W:"
+    names = ["zbpipe", "zbpipe, fused", "store", "plain mm and add"]
+    rows = [
+        [tokens, *(times(ms[name]["median"] / ms["torch"]["median"]) for name in names)]
+        for tokens, ms in measured["existing_gradients_ms"].items()
+    ]
+    header = ["tokens", "zbpipe", "zbpipe, `fused=True`", "store", "a product and an addition by hand"]
+    return f"{words}\n\n{markdown(header, rows)}"
+
+
+def demo_of(version: str) -> dict[str, dict[str, Any]]:
+    made = read("demo", version)
+    if made["wrong"]:
+        raise ValueError(f"the demo of torch {version} was wrong: {made['wrong'][0]}")
+    found: dict[str, dict[str, Any]] = {}
+    for run in made["runs"]:
+        found.setdefault(run["schedule"], {})[run["side"]] = run
+    return found
+
+
+def demo() -> str:
+    rows = []
+    for version in (PINNED, NEWEST):
+        for schedule, sides in demo_of(version).items():
+            cells = []
+            for key in ("held", "peak"):
+                before, after = (sides[side][key] for side in ("torch", "zbpipe"))
+                cells.append(f"{megabytes(before)} → {megabytes(after)} MB ({after / before:.2f}x)")
+            rows.append([schedule, version, *cells])
+    header = ["schedule", "torch", "held from I to W, torch → zbpipe", "peak of the step, torch → zbpipe"]
+    return markdown(header, rows)
+
+
+# Other pages.
+
+
+def compiled() -> str:
+    rows = [
+        [
+            f"`{name}`" if "." in name else name,
+            *(times(of[key]["median"]) for key in ("I", "W", "sum")),
+            f"{of['flops_in_w']:.0%}",
+        ]
+        for name, of in figures("compile").items()
+    ]
+    return markdown(["inductor", "I", "W", "I + W", "weight products' FLOPs in W"], rows)
+
+
+def stage_zero() -> str:
+    measured = figures("stage_zero")
+    rows = [
+        [
+            SCHEDULES[of["schedule"]],
+            f"{of['length'] - 1:+.2%}",
+            f"{of['waits']:.1%}",
+            f"{megabytes(of['held'])} / {megabytes(of['split_held'])} MB",
+            str(of["apart"]),
+        ]
+        for of in measured["schedules"]
+        if of["ranks"] == 4
+    ]
+    header = ["schedule, 4 ranks, 16 microbatches", "length, whole to split", "ranks wait"]
+    header += ["most that rank 0 holds, whole / split", "actions between 0I and 0W"]
+    costs = {name: f"{size / 1e6:.2f} MB" for name, size in measured["costs"].items()}
+    words = f"What a block holds for W ({costs['deferred']}) is what its forward saved ({costs['activations']}), "
+    words += f"so that nothing is freed either, but for the output's gradient ({costs['gradient']})."
+    return f"{markdown(header, rows)}\n\n{words}"
+
+
+def checkpointed() -> str:
+    measured = figures("memory")
+    name = "transformer, checkpointed"
+    sides = {
+        "torch's module": measured["stages"][name]["torch"],
+        '`checkpoint="keep"`': measured["stages"][name]["zbpipe"],
+    }
+    for word in ("recompute", "input_pass"):
+        sides[f'`checkpoint="{word}"`'] = measured["policies"][name][f"checkpoint={word}"]
+    rows = [
+        [
+            side,
+            *(f"{megabytes(of['bytes'][key])} MB" for key in ("held", "peak_input", "peak_weight")),
+            f"{of['bytes']['computed']:g}",
+        ]
+        for side, of in sides.items()
+    ]
+    return markdown(["", "held from I to W", "peak in I", "peak in W", "forwards computed again"], rows)
+
+
+def recorder() -> str:
+    measured = figures("recorder")
+    us = measured["microseconds"]
+    rows = [[f"`{name}`", f"{us[name] - us['nothing']:+.2f}"] for name in us if name != "nothing"]
+    files = [
+        [f"`.{name.partition('.')[2]}`", f"{of['processor']:.1f}", f"{of['MB']:.1f}", f"{of['memory']:.1f}"]
+        for name, of in measured["files"].items()
+    ]
+    header = [f"{measured['events']:,} events as", "seconds of processor", "MB", "MB of memory meanwhile"]
+    return f"{markdown(['', 'µs per block of memory'], rows)}\n\n{markdown(header, files)}"
+
+
+def leaks() -> str:
+    measured = figures("leaks")
+    keys = ["check", "text", "JSON", "page"]
+    rows = [
+        [of["case"], f"{of['leaks']:,}", *(f"{of[key]:.1f}" for key in keys), f"{of['MB']:.0f}"]
+        for of in measured["large"]
+    ]
+    ms = {
+        name: f"{measured[name]:.0f} ms" for name in ("clean check", "find_holders of one", "gc.get_referrers of one")
+    }
+    words = f"A clean check: {ms['clean check']}; one tensor's holders: {ms['find_holders of one']}, where one "
+    words += f"`gc.get_referrers` takes {ms['gc.get_referrers of one']}. In seconds of processor:"
+    return f"{words}\n\n{markdown(['what is left', 'leaks', *keys, 'MB of memory'], rows)}"
+
+
+def panels() -> str:
+    rows = []
+    for dtype, threads in (("float32", 1), ("float64", 1), ("bfloat16", 1), ("float32", 2)):
+        sides = figures(f"panels_{dtype}_{threads}")["sides"]
+        cells = []
+        for begin, end in ((256, 10**9), (1, 256)):
+            of = [sides[side] for side in sides if begin <= int(side) < end]
+            cells.append(f"{sum(s['differ'] for s in of):,} of {sum(s['products'] for s in of):,}")
+        rows.append([dtype, str(threads), *cells])
+    return markdown(["dtype", "threads", "shorter side of 256 or more: differ", "below 256: differ"], rows)
+
+
+TABLES: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"in_short": in_short},
+    "docs/numbers.md": {
+        "host_time": host_time,
+        "instructions": instructions,
+        "step_overhead": step_overhead,
+        "memory": memory,
+        "products": products,
+        "demo": demo,
+        "machine": machine,
+    },
+    "docs/compatibility.md": {"compile": compiled, "stage_zero": stage_zero},
+    "docs/memory.md": {"checkpointed": checkpointed, "recorder": recorder},
+    "docs/leaks.md": {"leaks": leaks},
+    "docs/architecture.md": {"panels": panels},
+}
+
+
+def with_tables(page: str, text: str) -> str:
+    for name, make in TABLES[page].items():
+        begin, end = f"<!-- {name}: made by benchmarks/tables.py -->", "<!-- end -->"
+        before, found, rest = text.partition(begin)
+        _, closed, after = rest.partition(end)
+        if not (found and closed):
+            raise ValueError(f"{page} has no place for the table: write {begin!r}, and {end!r} behind it")
+        text = f"{before}{begin}\n\n{make()}\n\n{end}{after}"
+    return text
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--check", action="store_true", help="write nothing; status 1 if a page differs")
+    given = parser.parse_args()
+    texts = {page: (ROOT / page).read_text() for page in TABLES}
+    try:
+        wanted = {page: with_tables(page, text) for page, text in texts.items()}
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    differ = [page for page, text in wanted.items() if text != texts[page]]
+    if not given.check:
+        for page in differ:
+            (ROOT / page).write_text(wanted[page])
+    if differ:
+        said = "not as measured: run benchmarks/tables.py, or make bench" if given.check else "written"
+        print(f"{', '.join(differ)}: {said}")
+    return 1 if differ and given.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

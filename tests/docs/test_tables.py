@@ -1,0 +1,70 @@
+"""The tables of README and docs are those that benchmarks/tables.py makes of what was measured."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TABLES = ROOT / "benchmarks" / "tables.py"
+
+
+def check(program, *arguments):
+    return subprocess.run(
+        [sys.executable, program, *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_the_pages_say_what_was_measured():
+    done = check(TABLES, "--check")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture
+def project(tmp_path):
+    """As much of it as the tables need."""
+    for path in ("benchmarks/tables.py", "requirements/newest.txt"):
+        copied(path, tmp_path)
+    for path in [*ROOT.glob("benchmarks/results/*.json"), *ROOT.glob("docs/*.md"), ROOT / "README.md"]:
+        copied(path.relative_to(ROOT), tmp_path)
+    return tmp_path
+
+
+def copied(path, folder):
+    (folder / path).parent.mkdir(parents=True, exist_ok=True)
+    (folder / path).write_text((ROOT / path).read_text())
+
+
+def test_a_figure_that_is_typed_is_found_and_written_over(project):
+    page, made = project / "docs" / "numbers.md", project / "benchmarks" / "tables.py"
+    text = page.read_text()
+    page.write_text(text.replace(" MB (0.", " MB (9.", 1))
+    assert page.read_text() != text
+    done = check(made, "--check")
+    assert (done.returncode, done.stdout.partition(":")[0]) == (1, "docs/numbers.md")
+    assert check(made).returncode == 0
+    assert page.read_text() == text
+
+
+def test_another_measurement_makes_other_tables(project):
+    path = project / "benchmarks" / "results" / "memory-2.13.0.json"
+    measured = json.loads(path.read_text())
+    measured["figures"]["stages"]["transformer"]["zbpipe"]["bytes"]["held"] += 10**6
+    path.write_text(json.dumps(measured))
+    done = check(project / "benchmarks" / "tables.py", "--check")
+    assert (done.returncode, done.stdout.partition(":")[0]) == (1, "README.md, docs/numbers.md")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"schema": 2}, "has schema 2, expected 1"), ({"wrong": ["ZBV: zbpipe failed"]}, "was wrong: ZBV: zbpipe failed")],
+)
+def test_what_cannot_be_believed_is_refused(change, said, project):
+    path = project / "benchmarks" / "results" / "demo-2.13.0.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    done = check(project / "benchmarks" / "tables.py")
+    assert done.returncode == 1
+    assert said in done.stderr
+    assert (project / "README.md").read_text() == (ROOT / "README.md").read_text()
