@@ -94,6 +94,7 @@ def search_holders(
     target: torch.Tensor | None,
     allowed: set[int],
     since: int,
+    until: int,
     older: object,
     work: object,
     array: object,

@@ -129,27 +129,28 @@ static PyObject *addresses_of(PyObject *Py_UNUSED(module), PyObject *tensors)
 
 /* The search --------------------------------------------------------------------------------------- */
 
-PyDoc_STRVAR(
-    search_holders_doc,
-    "search_holders(roots, ignored, target, allowed, since, older, work, array, wraps, /)\n--\n\n"
-    "Who holds the storages that were born since, or the target's. See zbp_holders.h.");
+PyDoc_STRVAR(search_holders_doc, "search_holders(roots, ignored, target, allowed, since, until, "
+                                 "older, work, array, wraps, /)\n--\n\n"
+                                 "Who holds the storages that were born between these serials, or "
+                                 "the target's. See zbp_holders.h.");
 
 static PyObject *search_holders(PyObject *module, PyObject *args)
 {
     zbp_search search = {.groups = access_of(module), .call = args};
     PyObject *older, *work, *array;
-    unsigned long long since;
+    unsigned long long since, until;
     zbp_error error = {0};
 
-    if (!PyArg_ParseTuple(args, "O!O!OO!KOOOp:search_holders", &PyList_Type, &search.roots,
+    if (!PyArg_ParseTuple(args, "O!O!OO!KKOOOp:search_holders", &PyList_Type, &search.roots,
                           &PyList_Type, &search.ignored, &search.target, &PySet_Type,
-                          &search.allowed, &since, &older, &work, &array, &search.wraps) ||
+                          &search.allowed, &since, &until, &older, &work, &array, &search.wraps) ||
         check_roots(search.roots) < 0) {
         return NULL;
     }
     search.work = PyType_Check(work) ? (PyTypeObject *)work : NULL;
     search.array = PyType_Check(array) ? (PyTypeObject *)array : NULL;
     search.since = since;
+    search.until = until;
     search.target = search.target == Py_None ? NULL : search.target;
     if (older != Py_None) {
         search.older = (const zbp_storages *)PyCapsule_GetPointer(older, capsule_name);

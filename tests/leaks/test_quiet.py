@@ -15,7 +15,7 @@ from support.processes import environment, in_own_process
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from zbpipe.leaks import Growth, _judge, check_tensor_leak
+from zbpipe.leaks import Growth, _check, _judge, check_tensor_leak
 from zbpipe.leaks._growth import rises
 
 KEPT = []
@@ -64,6 +64,21 @@ def test_what_another_thread_drops_while_the_collector_runs_is_no_cycle(monkeypa
         for _ in range(6):
             report = checked(lambda: [gc.collect() for _ in range(3)])
             assert report.leaks == [], report
+
+
+def test_what_another_thread_makes_and_drops_during_the_search_is_no_leak(monkeypatch):
+    real = _check.search
+
+    def searching(scope):
+        passing = torch.ones(123_457)
+        try:
+            return real(scope)
+        finally:
+            del passing
+
+    monkeypatch.setattr(_check, "search", searching)
+    (leak,) = checked(lambda: KEPT.append(torch.ones(1000))).leaks
+    assert leak.bytes == 4000
 
 
 def test_what_the_collector_frees_inside_is_told_beside_another_thread():

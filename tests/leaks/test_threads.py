@@ -108,7 +108,7 @@ thread.start()
 end = time.monotonic() + float(sys.argv[1])
 looks = 0
 while time.monotonic() < end or looks <= 100 or steps <= 10:
-    _C.search_holders([(nodes, None)], ignored, stage[0][0].weight, set(), 0, None, None, None, False)
+    _C.search_holders([(nodes, None)], ignored, stage[0][0].weight, set(), 0, 2**64 - 1, None, None, None, False)
     looks += 1
 stop.set()
 wait_for_the_end_of(thread)
@@ -161,7 +161,7 @@ thread.start()
 end = time.monotonic() + 3
 looks = 0
 while time.monotonic() < end:
-    _C.search_holders([(leaves, None), (kept, None)], [globals()], kept[0], set(), 0, None, None, None, False)
+    _C.search_holders([(leaves, None), (kept, None)], [globals()], kept[0], set(), 0, 2**64 - 1, None, None, None, False)
     looks += 1
 stop.set()
 wait_for_the_end_of(thread)

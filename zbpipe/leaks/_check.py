@@ -149,11 +149,13 @@ class Check:
         if untracked:
             report.unseen.append(f"{untracked} blocks that could not be followed for want of memory")
         tensors, predicates, holders = _allow.split((*self._allow, *_allow.tensors_in(self._returned)))
-        born = {address: serial for address, _, serial in _C.live_blocks(self._since)}
+        until = _C.next_serial()
+        born = {address: serial for address, _, serial in _C.live_blocks(self._since) if serial < until}
         if born.keys() - _C.addresses_of(tensors) or are_there_others(self._older) or _cuda.is_in_use():
             result = search(
                 Scope(
                     since=self._since,
+                    until=until,
                     older=self._older,
                     allowed=_C.storages_of(tensors),
                     trimmed={id(holder) for holder in (*tensors, *holders)},

@@ -59,6 +59,7 @@ class Scope:
     """
 
     since: int = 0
+    until: int = 2**64 - 1
     older: Any = None
     target: torch.Tensor | None = None
     allowed: set[int] = field(default_factory=set)
@@ -76,6 +77,7 @@ def search(scope: Scope) -> Result:
         scope.target,
         scope.allowed,
         scope.since,
+        scope.until,
         scope.older,
         work_type(),
         array_type(),

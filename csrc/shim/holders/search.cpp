@@ -82,13 +82,13 @@ bool Search::is_sought(uint32_t v) const {
     return storage_key(*THPVariable_Unpack(search_.target).unsafeGetTensorImpl()) == &storage;
   }
   return blocks_.count(address_of(storage)) > 0 ||
-         (search_.older && is_foreign(storage, *search_.older, older_blocks_));
+         (search_.older && is_foreign(storage, *search_.older, other_blocks_));
 }
 
 void Search::find_sought() {
   if (!search_.target) {
-    older_blocks_.clear();
-    blocks_ = blocks_since(search_.since, older_blocks_);
+    other_blocks_.clear();
+    blocks_ = blocks_between(search_.since, search_.until, other_blocks_);
   }
   std::unordered_map<const void*, size_t> place;
   for (uint32_t v = 0; v < heap_.size(); ++v) {

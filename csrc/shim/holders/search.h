@@ -53,7 +53,7 @@ class Search {
   std::vector<bool> listed_;
   std::vector<Sought> sought_;
   Blocks blocks_;
-  std::unordered_set<uint64_t> older_blocks_;
+  std::unordered_set<uint64_t> other_blocks_;
 };
 
 }  // namespace zbp

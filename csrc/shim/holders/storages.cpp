@@ -64,7 +64,7 @@ void add_roots_to(Heap& heap, PyObject* roots) {
   }
 }
 
-Blocks blocks_since(uint64_t since, std::unordered_set<uint64_t>& older_out) {
+Blocks blocks_between(uint64_t since, uint64_t until, std::unordered_set<uint64_t>& others_out) {
   zbp_block* blocks = nullptr;
   size_t count = 0;
   if (zbp_tap_blocks(0, &blocks, &count) != ZBP_OK) {
@@ -73,10 +73,10 @@ Blocks blocks_since(uint64_t since, std::unordered_set<uint64_t>& older_out) {
   const std::unique_ptr<zbp_block, decltype(&std::free)> owned(blocks, &std::free);
   Blocks result;
   for (size_t i = 0; i < count; ++i) {
-    if (blocks[i].serial >= since) {
+    if (blocks[i].serial >= since && blocks[i].serial < until) {
       result.emplace(blocks[i].address, Block{blocks[i].bytes});
     } else {
-      older_out.insert(blocks[i].address);
+      others_out.insert(blocks[i].address);
     }
   }
   return result;
@@ -189,7 +189,7 @@ int zbp_storages_since(zbp_group_access groups, PyObject* roots, const zbp_stora
                        size_t* count_out, zbp_error* error) {
   return guarded(error, [&] {
     std::unordered_set<uint64_t> tapped;
-    blocks_since(UINT64_MAX, tapped);
+    blocks_between(UINT64_MAX, UINT64_MAX, tapped);
     const auto now = storages_now(groups, roots);
     *count_out = static_cast<size_t>(
         std::count_if(now->storage.begin(), now->storage.end(), [&](const auto& entry) {

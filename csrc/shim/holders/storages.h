@@ -58,8 +58,8 @@ struct Block {
 
 using Blocks = std::unordered_map<uint64_t, Block>;
 
-/// Blocks that were handed out from `since` on by their addresses; of older ones the addresses alone.
-Blocks blocks_since(uint64_t since, std::unordered_set<uint64_t>& older_out);
+/// Blocks that were handed out from `since` on and before `until`, by their addresses; of others the addresses alone.
+Blocks blocks_between(uint64_t since, uint64_t until, std::unordered_set<uint64_t>& others_out);
 
 /// True for memory that is not among `older` and that the tap does not know.
 bool is_foreign(const c10::StorageImpl& storage, const zbp_storages& older,

@@ -82,6 +82,7 @@ typedef struct zbp_search {
     PyObject *allowed;   /* set of identities of storages that are not searched for */
     int wraps;           /* make a Python object for each tensor that is found and has none */
     uint64_t since;      /* without a target: CPU blocks from this serial on, zbp_tap_serial() */
+    uint64_t until; /* and before this one: what other threads have made since is nobody's leak */
     const zbp_storages *older; /* or NULL. Others' memory was born since if it is not among these */
 } zbp_search;
 
