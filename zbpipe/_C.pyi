@@ -73,6 +73,7 @@ def weight_pass(
     main_grad: bool,
     /,
 ) -> Sequence[torch.Tensor]: ...
+def unpacked_waits() -> bool: ...
 
 HOLDS_STORAGE: int
 HOLDS_TENSOR: int

@@ -28,9 +28,12 @@ and selective too), ``save_on_cpu``, packing hooks.
                     that is one keeps its ``.grad``. Weights must not change before the
                     last W that computes a region with them: W refuses. A region under a CheckpointPolicy,
                     which torch recomputes only once, is kept all the same; so is everything in a GraphExecGroup.
+    "auto"          "keep" where nothing that I has unpacked waits for W, on any stage of the process, and "recompute"
+                    otherwise: asked at the beginning of I. So one microbatch's regions are kept at a time, whatever
+                    the schedule has in flight, and the W that comes soonest is not computed again.
     "input_pass"    These weights' gradients are computed in I and kept: one recomputation, no activation is held but
                     what nodes between a node of I and a weight (a computed weight) have saved.
-    function        Called with each weight in I; returns one of the three words.
+    function        Called with each weight in I; returns one of the four words.
 
 fused: False adds a product to an existing gradient as ``grad += a @ b`` would, to the bit. Where BLAS computes a panel
     of rows or columns as it computes the whole (one thread, float32 and float64, no side shorter than 256) it goes
@@ -55,21 +58,23 @@ import contextlib
 import contextvars
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
+from zbpipe import _C
 from zbpipe._text import argument
 
 # The numbers of zbp_shim.h.
 _DEFER = {"nothing": 0, "matrices": 1, "all": 2}
 _CHECKPOINT = {"keep": 0, "recompute": 1, "input_pass": 2}
+_CHECKPOINT_WORDS = (*_CHECKPOINT, "auto")
 _VARIABLE = "ZBPIPE_POLICY"
 
 Defer = Literal["matrices", "all", "nothing"] | Callable[[torch.Tensor], bool]
-Checkpoint = Literal["keep", "recompute", "input_pass"] | Callable[[torch.Tensor], str]
+Checkpoint = Literal["keep", "recompute", "input_pass", "auto"] | Callable[[torch.Tensor], str]
 
 
 class _AsItIs:
@@ -91,8 +96,9 @@ class Policy:
         defer: which weights' gradients W computes: "matrices", "all" that can be split, "nothing"; or a function of a
             weight (called in I) that returns whether W does.
         checkpoint: what becomes of activations that are checkpointed, offloaded or packed otherwise: "keep" (what W
-            reads is unpacked in I and kept), "recompute" (they stay packed until W), "input_pass" (these weights'
-            gradients are computed in I); or a function of a weight (called in I) that returns one of these words.
+            reads is unpacked in I and kept), "recompute" (they stay packed until W), "auto" (kept while nothing else
+            that was kept waits for W in this process, else recomputed), "input_pass" (these weights' gradients are
+            computed in I); or a function of a weight (called in I) that returns one of these words.
         fused: products are added by ``grad.addmm_(a, b)``; otherwise as ``grad += a @ b`` would, to the bit.
         main_grad: a weight's gradient is added to its attribute ``main_grad``, a floating-point tensor of its shape and
             device, where it has one, and not to ``.grad``.
@@ -111,10 +117,10 @@ class Policy:
     main_grad: bool = False
 
     def __post_init__(self) -> None:
-        for name, words in (("defer", _DEFER), ("checkpoint", _CHECKPOINT)):
+        for name, words in (("defer", tuple(_DEFER)), ("checkpoint", _CHECKPOINT_WORDS)):
             value = getattr(self, name)
             if not callable(value):
-                _number(name, words, value, " or a function of a parameter")
+                _require_one_of(words, name, value, " or a function of a parameter")
         for name in ("fused", "main_grad"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is {argument(getattr(self, name))}; expected True or False")
@@ -137,17 +143,20 @@ class Policy:
 
     def _checkpoint(self) -> int | Callable[[torch.Tensor], int]:
         choice = self.checkpoint
+        numbers = {**_CHECKPOINT, "auto": _CHECKPOINT["recompute" if _C.unpacked_waits() else "keep"]}
         if isinstance(choice, str):
-            return _CHECKPOINT[choice]
-        return lambda parameter: _number("what the checkpoint function returned", _CHECKPOINT, choice(parameter))
+            return numbers[choice]
+        return lambda parameter: numbers[
+            _require_one_of(_CHECKPOINT_WORDS, "what the checkpoint function returned", choice(parameter))
+        ]
 
 
-def _number(name: str, words: Mapping[str, int], value: object, alternative: str = "") -> int:
+def _require_one_of(words: Sequence[str], name: str, value: object, alternative: str = "") -> str:
     if not isinstance(value, str):
         raise TypeError(f"{name} is {argument(value)}; expected one of {', '.join(map(repr, words))}{alternative}")
     if value not in words:
         raise ValueError(f"{name} is {value!r}; expected one of {', '.join(map(repr, words))}{alternative}")
-    return words[value]
+    return value
 
 
 def _from_environment() -> Policy:

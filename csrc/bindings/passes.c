@@ -380,9 +380,20 @@ done:
     return result;
 }
 
-static PyMethodDef passes_methods[] = {{"input_pass", input_pass, METH_VARARGS, input_pass_doc},
-                                       {"weight_pass", weight_pass, METH_VARARGS, weight_pass_doc},
-                                       {NULL, NULL, 0, NULL}};
+PyDoc_STRVAR(unpacked_waits_doc,
+             "unpacked_waits()\n--\n\n"
+             "True while a group waits that keeps what hooks had packed and I unpacked.");
+
+static PyObject *unpacked_waits(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+{
+    return PyBool_FromLong(zbp_unpacked_waits());
+}
+
+static PyMethodDef passes_methods[] = {
+    {"input_pass", input_pass, METH_VARARGS, input_pass_doc},
+    {"weight_pass", weight_pass, METH_VARARGS, weight_pass_doc},
+    {"unpacked_waits", unpacked_waits, METH_NOARGS, unpacked_waits_doc},
+    {NULL, NULL, 0, NULL}};
 
 int zbp_add_passes(PyObject *module)
 {

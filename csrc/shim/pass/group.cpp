@@ -17,6 +17,18 @@ std::optional<size_t> face_at(const Task& task, uint32_t slot) {
   return std::nullopt;
 }
 
+namespace {
+
+std::atomic<size_t> keeping_unpacked = 0;  // groups, in the process
+
+}  // namespace
+
+void Group::note_unpacked() noexcept {
+  if (!keeps_unpacked.exchange(true)) {
+    ++keeping_unpacked;
+  }
+}
+
 Group::~Group() {
   release();
   zbp_folds_fini(&folds);
@@ -29,6 +41,9 @@ void Group::release() noexcept {
   const auto dead_tasks = std::exchange(tasks, {});
   const auto dead_outside = std::exchange(outside, {});
   const auto dead_reads = std::exchange(reads, nullptr);
+  if (keeps_unpacked.exchange(false)) {
+    --keeping_unpacked;
+  }
   saved_outside.clear();
   arguments_outside.clear();
   outside_recomputed_for = 0;
@@ -104,3 +119,7 @@ size_t Group::bytes_held() const {
 }
 
 }  // namespace zbp
+
+bool zbp_unpacked_waits(void) {
+  return zbp::keeping_unpacked > 0;
+}

@@ -9,6 +9,7 @@
 // Threads: a Group is used by one pass at a time; the bindings see to that.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -198,6 +199,11 @@ struct Group : std::enable_shared_from_this<Group> {
   using Output = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
   std::vector<std::shared_ptr<const Output>> outputs;
 
+  // I has unpacked what hooks had packed, and it is kept for W. Stand-ins of one group may run on several threads.
+  std::atomic<bool> keeps_unpacked = false;
+
+  /// Counts it among those that zbp_unpacked_waits() tells of, until release().
+  void note_unpacked() noexcept;
   /// Lets go of everything that W read; so do the nodes that only W could still run, whoever refers to them.
   void release() noexcept;
   /// Bytes of the tensors held for W, each storage counted once.

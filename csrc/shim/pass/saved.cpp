@@ -189,14 +189,18 @@ void pin_outside(Group& group) {
       group.outside_recomputed_for = std::max(group.outside_recomputed_for, node.sequence_nr());
       continue;
     }
+    const bool unpacks = unpinned.saved->has_hooks();
     const at::Tensor saved = pin_locked(*unpinned.saved, node, before);
+    if (unpacks) {
+      group.note_unpacked();
+    }
     if (has_version(saved)) {
       group.saved_outside.emplace_back(saved);
     }
   }
 }
 
-void take_matrices(Task& task, Node& node, const variable_list& grads) {
+void take_matrices(Group& group, Task& task, Node& node, const variable_list& grads) {
   task.output_grads.clear();
   task.saved.clear();
   task.arguments.clear();
@@ -216,6 +220,9 @@ void take_matrices(Task& task, Node& node, const variable_list& grads) {
     if (task.packed) {
       task.plan().leaves_packed = true;
       return;
+    }
+    if (saved.has_hooks()) {
+      group.note_unpacked();
     }
     if (gradient_is_plain) {
       const at::Tensor other =
@@ -241,6 +248,9 @@ void take_matrices(Task& task, Node& node, const variable_list& grads) {
     }
     // Also without hooks: a saved tensor that is a stage output is about to lose its history.
     if ((is_read || part.is_insisted_on) && !stays_packed) {
+      if (is_read && part.saved->has_hooks()) {
+        group.note_unpacked();
+      }
       const at::Tensor tensor = pin(*part.saved, node, is_read);
       if (is_read && tensor.defined()) {
         task.saved.emplace_back(tensor);

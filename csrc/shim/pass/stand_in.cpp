@@ -117,7 +117,7 @@ variable_list StandIn::apply(variable_list&& grads) {
 variable_list StandIn::run_split(Task& task, variable_list&& grads) {
   Node& node = *original_;
   variable_list in = call_pre_hooks(node, call_tensor_hooks(node, std::move(grads)));
-  take_matrices(task, node, in);
+  take_matrices(*group_, task, node, in);
   const variable_list inputs = node.post_hooks().empty() ? variable_list() : in;
   if (task.kind() == Kind::product) {
     node.will_release_variables();

@@ -86,9 +86,8 @@ void check_capture(const std::vector<GroupPtr>& groups) {
     case Modified::Role::recomputed:
       reader = " would read to compute a checkpointed region again";
       advice =
-          " With checkpoint=\"recompute\", run the weight pass of all groups of a microbatch "
-          "before "
-          "weights or inputs change, or choose checkpoint=\"keep\".";
+          " With checkpoint=\"recompute\" or \"auto\", run the weight pass of all groups of a "
+          "microbatch before weights or inputs change, or choose checkpoint=\"keep\".";
       break;
   }
   refuse(PyExc_RuntimeError,

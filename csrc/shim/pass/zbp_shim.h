@@ -120,6 +120,9 @@ int zbp_group_state(const zbp_group *group); /* ZBP_GROUP_*; never fails, looks 
 ZBP_MUST_USE int zbp_group_get_info(const zbp_group *group, zbp_group_info *info_out,
                                     zbp_error *error);
 
+/* True while W has still to come for a group that keeps what hooks had packed and I unpacked: anyone's, in the process. */
+bool zbp_unpacked_waits(void);
+
 /* New objects, or NULL; KeyError when the group is spent.
  * params: set of the accumulators' nodes. intermediates: list of the split nodes, None for one that
  * is gone. grads: list with, per intermediate, a tuple with a tensor or None per node input. */
