@@ -3,6 +3,7 @@ from types import FrameType
 from typing import Any, Literal, final, overload
 
 import torch
+from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 from typing_extensions import Self
 
@@ -74,6 +75,7 @@ def weight_pass(
     /,
 ) -> Sequence[torch.Tensor]: ...
 def unpacked_waits() -> bool: ...
+def parameters_of(module: nn.Module, named_modules: object, /) -> list[nn.Parameter] | None: ...
 
 HOLDS_STORAGE: int
 HOLDS_TENSOR: int

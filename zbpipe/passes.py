@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
-from zbpipe import _C, _observer
+from zbpipe import _C, _observer, _parameters
 from zbpipe._policy import get_policy
 from zbpipe._stage import handover, scale
 
@@ -64,7 +64,7 @@ def stage_backward_input(
     grads: Any = output_grads
     if handover.has_outputs() and any(_requires_grad(loss) for loss in outputs):
         outputs, grads = _with_outputs(outputs, grads)
-    weights = handover.in_graph(weights)
+    weights = handover.in_graph(_parameters.listed(weights))
     inner: AbstractContextManager[None] = nullcontext()
     if isinstance(weights, Iterable) and policy.main_grad:
         weights = tuple(weights)
@@ -124,7 +124,9 @@ def stage_backward_weight(
     policy = get_policy()
     if policy.main_grad:
         scale.check_main_grad()
-    listed = run(handover.in_graph(weights), param_groups, retain_graph, policy.fused, policy.main_grad)
+    listed = run(
+        handover.in_graph(_parameters.listed(weights)), param_groups, retain_graph, policy.fused, policy.main_grad
+    )
     return tuple(weight.grad for weight in listed)
 
 

@@ -120,7 +120,7 @@ int zbp_group_state(const zbp_group *group); /* ZBP_GROUP_*; never fails, looks 
 ZBP_MUST_USE int zbp_group_get_info(const zbp_group *group, zbp_group_info *info_out,
                                     zbp_error *error);
 
-/* True while W has still to come for a group that keeps what hooks had packed and I unpacked: anyone's, in the process. */
+/* True while W has still to come for a group, anyone's, that keeps what hooks had packed and I unpacked. */
 bool zbp_unpacked_waits(void);
 
 /* New objects, or NULL; KeyError when the group is spent.
