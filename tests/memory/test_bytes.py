@@ -104,6 +104,28 @@ def test_with_checkpointing(net):
     assert [h.bytes for h in rec.held] == [2 * LARGE]
 
 
+def test_of_checkpointed_microbatches_in_flight_one_is_kept(net):
+    rng = torch.get_rng_state().nbytes
+    one, two, three, four = (Microbatch(net, lambda x: checkpoint(net, x, use_reentrant=False)) for _ in range(4))
+    kept, packed = 2 * LARGE, LARGE + rng  # packed: without GELU's output, which the region's input stands for
+
+    def input_pass(m):
+        m.forward()
+        m.input_pass()
+        m.send()
+        return rec.live
+
+    def weight_pass(m):
+        m.weight_pass()
+        return rec.live - GRADS
+
+    with zbpipe.policy(checkpoint="auto"), memory.record() as rec:
+        assert [input_pass(m) for m in (one, two, three)] == [kept, kept + packed, kept + 2 * packed]
+        assert weight_pass(one) == 2 * packed
+        assert input_pass(four) - GRADS == 2 * packed + kept, "the one that was kept has had its W"
+        assert [weight_pass(m) for m in (two, three, four)] == [packed + kept, kept, 0]
+
+
 def test_groups_one_by_one(net):
     m = Microbatch(net, net)
     with memory.record() as rec:
