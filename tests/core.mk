@@ -18,9 +18,9 @@ FUZZ_TARGET ?= fuzz_plan
 CORE_SOURCES := $(sort $(patsubst csrc/%,%,$(wildcard csrc/core/*/*.c)))
 PASS_SOURCES := $(sort $(patsubst csrc/%,%,$(wildcard csrc/pass/*.c)))
 CORE_HEADERS := $(sort $(wildcard csrc/core/*/*.h csrc/pass/*.h) csrc/shim/pass/zbp_scene.h csrc/shim/pass/zbp_touch.h csrc/shim/torch/zbp_error.h)
-CORE_TESTS := test_status test_map test_graph test_plan test_plan_check test_blocks test_record test_books test_layout test_panels test_reach \
+CORE_TESTS := test_status test_map test_graph test_plan test_plan_check test_blocks test_record test_ledger test_layout test_panels test_reach \
 	test_folds test_book test_book_model test_pass test_policy test_kind test_split test_input_pass test_heap test_ways test_verdict
-FUZZ_TARGETS := fuzz_plan fuzz_weight_pass fuzz_books fuzz_ways
+FUZZ_TARGETS := fuzz_plan fuzz_weight_pass fuzz_ledger fuzz_ways
 FUZZ_WITH_fuzz_ways = tests/c/ways_model.c
 FUZZ_WITH_fuzz_weight_pass = tests/c/fake_shim.c $(filter-out %/input_pass.c,$(PASS_SOURCES:%=csrc/%))
 CORE_LIB := $(CORE_BUILD)/libzbpcore.a
@@ -106,10 +106,10 @@ test-core: ## test the C core, plain and under AddressSanitizer and UBSan, and f
 		"!AddressSanitizer $(CORE_BUILD)/asan/bin/planted overrun" \
 		"!LeakSanitizer $(CORE_BUILD)/asan/bin/planted leak" \
 		"!overflow $(CORE_BUILD)/asan/bin/planted overflow" \
-		$(filter-out %/fuzz_plan %/fuzz_weight_pass %/fuzz_books %/fuzz_ways,$(CORE_PROGRAMS)) \
+		$(filter-out %/fuzz_plan %/fuzz_weight_pass %/fuzz_ledger %/fuzz_ways,$(CORE_PROGRAMS)) \
 		"$(CORE_BUILD)/asan/bin/fuzz_plan 40000 1" \
 		"$(CORE_BUILD)/asan/bin/fuzz_weight_pass 40000 1" \
-		"$(CORE_BUILD)/asan/bin/fuzz_books 300 1" \
+		"$(CORE_BUILD)/asan/bin/fuzz_ledger 300 1" \
 		"$(CORE_BUILD)/asan/bin/fuzz_ways 10000 1"
 	@CC="$(CC)" sh tests/c/mutants.sh $(CORE_BUILD)/mutants 100000
 
@@ -120,8 +120,8 @@ TSAN_INPUTS ?= 300
 ubsan: $(CORE_TESTS:%=$(CORE_BUILD)/ubsan/bin/%) $(FUZZ_TARGETS:%=$(CORE_BUILD)/ubsan/bin/%) $(CORE_BUILD)/ubsan/bin/planted ## test the C core and the passes, optimised, under UBSan alone (UBSAN_INPUTS=20000)
 	@sh tests/c/run.sh ubsan "!overflow $(CORE_BUILD)/ubsan/bin/planted overflow" \
 		$(CORE_TESTS:%=$(CORE_BUILD)/ubsan/bin/%) \
-		$(foreach target,$(filter-out fuzz_books,$(FUZZ_TARGETS)),"$(CORE_BUILD)/ubsan/bin/$(target) $(UBSAN_INPUTS) 5") \
-		"$(CORE_BUILD)/ubsan/bin/fuzz_books $$(($(UBSAN_INPUTS) / 100)) 5"
+		$(foreach target,$(filter-out fuzz_ledger,$(FUZZ_TARGETS)),"$(CORE_BUILD)/ubsan/bin/$(target) $(UBSAN_INPUTS) 5") \
+		"$(CORE_BUILD)/ubsan/bin/fuzz_ledger $$(($(UBSAN_INPUTS) / 100)) 5"
 
 # Each target is one, without its own main.
 define CORE_THREADS
@@ -164,7 +164,7 @@ valgrind: $(CORE_TESTS:%=$(CORE_BUILD)/plain/bin/%) $(CORE_BUILD)/plain/bin/fuzz
 		$(CORE_TESTS:%="$(CORE_VALGRIND) $(CORE_BUILD)/plain/bin/%") \
 		"$(CORE_VALGRIND) $(CORE_BUILD)/plain/bin/fuzz_plan 2000 2"
 
-fuzz: ## fuzz the C core with libFuzzer (needs clang; FUZZ_TARGET=fuzz_plan, fuzz_books, fuzz_ways or fuzz_weight_pass, FUZZ_SECONDS=60, FUZZ_CC=clang)
+fuzz: ## fuzz the C core with libFuzzer (needs clang; FUZZ_TARGET=fuzz_plan, fuzz_ledger, fuzz_ways or fuzz_weight_pass, FUZZ_SECONDS=60, FUZZ_CC=clang)
 	@command -v $(FUZZ_CC) >/dev/null || { echo "libFuzzer needs clang (Debian: apt-get install clang; or FUZZ_CC=clang-14). With gcc: make test-core runs the same target on its own inputs."; exit 1; }
 	@mkdir -p $(CORE_BUILD)/fuzz/corpus_$(FUZZ_TARGET)
 	@$(FUZZ_CC) -std=c11 -g -O1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all \

@@ -10,7 +10,7 @@
 #include <string.h>
 
 #include "bindings/parts.h"
-#include "core/memory/zbp_books.h"
+#include "core/memory/zbp_ledger.h"
 #include "core/memory/zbp_record.h"
 #include "shim/memory/zbp_tap.h"
 
@@ -19,7 +19,7 @@ enum { FRESH, RUNNING, STOPPED, REPLAYED };
 /* Owns its record; refers to no Python object. While RUNNING the record is the tap's to change. */
 typedef struct {
     PyObject_HEAD zbp_record record;
-    zbp_books books; /* REPLAYED: which feed the record */
+    zbp_ledger ledger; /* REPLAYED: which feed the record */
     uint64_t max_events;
     int state;
 } recorder;
@@ -49,7 +49,7 @@ static void recorder_dealloc(PyObject *op)
     if (self->state == RUNNING) {
         zbp_tap_stop(&self->record, &displaced);
     }
-    zbp_books_fini(&self->books);
+    zbp_ledger_fini(&self->ledger);
     zbp_record_fini(&self->record);
     type->tp_free(op);
     Py_DECREF(type);
@@ -148,7 +148,7 @@ static PyObject *recorder_replay_begin(PyObject *op, PyObject *args)
         require(self, FRESH, "replay_begin()") < 0) {
         return NULL;
     }
-    if (zbp_books_start(&self->books, &self->record, time_ns, 0, self->max_events) != ZBP_OK) {
+    if (zbp_ledger_start(&self->ledger, &self->record, time_ns, 0, self->max_events) != ZBP_OK) {
         return PyErr_NoMemory();
     }
     self->state = REPLAYED;
@@ -165,7 +165,7 @@ static PyObject *recorder_replay_mark(PyObject *op, PyObject *args)
         require(self, REPLAYED, "replay_mark()") < 0) {
         return NULL;
     }
-    const int status = zbp_books_mark(&self->books, &self->record, time_ns, 0, &index);
+    const int status = zbp_ledger_mark(&self->ledger, &self->record, time_ns, 0, &index);
     return wrap_mark(status, index);
 }
 
@@ -178,7 +178,7 @@ static PyObject *recorder_replay_alloc(PyObject *op, PyObject *args)
         require(self, REPLAYED, "replay_alloc()") < 0) {
         return NULL;
     }
-    switch (zbp_books_alloc(&self->books, time_ns, 0, address, bytes)) {
+    switch (zbp_ledger_alloc(&self->ledger, time_ns, 0, address, bytes)) {
     case ZBP_OK:
         Py_RETURN_NONE;
     case ZBP_EINVAL:
@@ -199,7 +199,7 @@ static PyObject *recorder_replay_free(PyObject *op, PyObject *args)
         require(self, REPLAYED, "replay_free()") < 0) {
         return NULL;
     }
-    if (!zbp_books_free(&self->books, time_ns, 0, address, NULL)) {
+    if (!zbp_ledger_free(&self->ledger, time_ns, 0, address, NULL)) {
         zbp_record_free_older(&self->record, time_ns, 0, (zbp_block){address, bytes, 0});
     }
     Py_RETURN_NONE;

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Puts faults into the passes, the books of recordings and the search for holders, one at a time, and lets the fuzzer
+# Puts faults into the passes, the ledger of recordings and the search for holders, one at a time, and lets the fuzzer
 # of each, or the tests of I's split, look: each must be found.
 # usage: mutants.sh BUILD_DIR [INPUTS]. CC can be set. From the root of the tree.
 build=$1 inputs=${2:-200000} found=0 missed=0
@@ -21,9 +21,9 @@ mutant_of_folds() {
     look "$1" core/pass/zbp_folds.c "$2" "failed: " "tests/c/test_folds.c tests/c/model.c" "" ""
 }
 
-# Likewise: of the books that recordings are fed from.
-mutant_of_books() {
-    look "$1" core/memory/zbp_books.c "$2" "fuzz_books: " "tests/c/fuzz_books.c tests/c/model.c" "" "300 1"
+# Likewise: of the ledger that recordings are fed from.
+mutant_of_ledger() {
+    look "$1" core/memory/zbp_ledger.c "$2" "fuzz_ledger: " "tests/c/fuzz_ledger.c tests/c/model.c" "" "300 1"
 }
 
 # Likewise: of by which ways what lives is held.
@@ -43,7 +43,7 @@ compile() {
 # What no fault is put into is compiled once.
 for source in csrc/core/*/*.c csrc/pass/*.c tests/c/model.c tests/c/ways_model.c tests/c/fake_shim.c tests/c/test_split.c \
     tests/c/test_folds.c \
-    tests/c/fuzz_weight_pass.c tests/c/fuzz_books.c tests/c/fuzz_ways.c; do
+    tests/c/fuzz_weight_pass.c tests/c/fuzz_ledger.c tests/c/fuzz_ways.c; do
     compile "$source" "$(object_of "$source")" || exit 1
 done
 
@@ -128,14 +128,14 @@ mutant_of_folds "a sum goes on behind a face that is not added" 's/is_over\[w\] 
 mutant_of_folds "gradients of two streams are summed" \
     's/return a != b && .*/return a != b;/'
 mutant_of_folds "a gradient that somebody else has is added to" 's/if (fate == ZBP_FOLD_ADDED)$/if (true)/'
-# Of the books.
-mutant_of_books "a block that was taken back unseen stays live" 's/if (old.address != 0)/if (false)/'
-mutant_of_books "a record that has ended is fed on" 's/if (books->record\[r\] != record)/if (true)/'
-mutant_of_books "a block without room in the table uses up a serial" \
-    '/^int zbp_books_alloc/,/^}/s/return status;/{ books->next_serial++; return status; }/'
-mutant_of_books "the first record alone is told" \
-    '/^static void tell_freed/,/^}/s/r < books->record_count/r < (books->record_count != 0)/'
-mutant_of_books "blocks come as the table has them" 's/if (count > 1)/if (count > 1000)/'
+# Of the ledger.
+mutant_of_ledger "a block that was taken back unseen stays live" 's/if (old.address != 0)/if (false)/'
+mutant_of_ledger "a record that has ended is fed on" 's/if (ledger->record\[r\] != record)/if (true)/'
+mutant_of_ledger "a block without room in the table uses up a serial" \
+    '/^int zbp_ledger_alloc/,/^}/s/return status;/{ ledger->next_serial++; return status; }/'
+mutant_of_ledger "the first record alone is told" \
+    '/^static void tell_freed/,/^}/s/r < ledger->record_count/r < (ledger->record_count != 0)/'
+mutant_of_ledger "blocks come as the table has them" 's/if (count > 1)/if (count > 1000)/'
 # Of the search for holders.
 mutant_of_ways "what holds itself is in no cycle" zbp_ways.c 's/ || holds_itself(ways, v);/;/'
 mutant_of_ways "a component is left open" zbp_ways.c '/index\[member\] = CLOSED;/d'

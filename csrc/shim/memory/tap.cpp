@@ -18,7 +18,7 @@
 #include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include "core/memory/zbp_books.h"
+#include "core/memory/zbp_ledger.h"
 #include "shim/memory/traces.h"
 #include "shim/torch/python.h"
 
@@ -43,7 +43,7 @@ uint32_t this_thread() {
 /// What all recordings share. Never destroyed: tensors are freed until the process ends.
 struct Tapped {
   std::mutex mutex;
-  zbp_books books{};
+  zbp_ledger ledger{};
   std::unordered_map<uint64_t, Trace> traces;
   // To be read without the lock:
   std::atomic<bool> is_fed{false};      // some record is; whoever sees it sees the tap in front
@@ -64,14 +64,14 @@ uint64_t number_of(const void* data) {
 }
 
 /// The clock is read under the lock, so that no log runs backwards; and not where nobody will be told.
-uint64_t now(const zbp_books& books) {
-  return books.record_count != 0 ? nanoseconds() : 0;
+uint64_t now(const zbp_ledger& ledger) {
+  return ledger.record_count != 0 ? nanoseconds() : 0;
 }
 
 void note_untracked() {
   Tapped& t = tapped();
   const std::lock_guard<std::mutex> lock(t.mutex);
-  zbp_books_untracked(&t.books);
+  zbp_ledger_untracked(&t.ledger);
 }
 
 /// What a collection that runs on this thread has freed.
@@ -83,22 +83,22 @@ struct Collection {
 
 thread_local Collection collection;
 
-/// Without memory for the books the block is not followed: nobody will know it when it is freed.
-/// One that the books have at its address was freed past our deleter: raw_deallocate() after we were taken out.
+/// Without memory for the ledger the block is not followed: nobody will know it when it is freed.
+/// One that the ledger has at its address was freed past our deleter: raw_deallocate() after we were taken out.
 void note_alloc(const void* data, size_t bytes) {
   Tapped& t = tapped();
   const uint64_t generation = t.generation.load(std::memory_order_acquire);
   Trace trace = t.tracers.load(std::memory_order_relaxed) != 0 ? trace_now() : Trace();
   const std::lock_guard<std::mutex> lock(t.mutex);
   const uint64_t address = number_of(data);
-  if (zbp_books_alloc(&t.books, now(t.books), this_thread(), address, bytes) != ZBP_OK) {
-    zbp_books_untracked(&t.books);
+  if (zbp_ledger_alloc(&t.ledger, now(t.ledger), this_thread(), address, bytes) != ZBP_OK) {
+    zbp_ledger_untracked(&t.ledger);
     return;
   }
   if (!trace.empty() && generation == t.generation.load(std::memory_order_relaxed)) {
     t.traces.insert_or_assign(address, std::move(trace));
   }
-  t.block_count.store(t.books.blocks.count, std::memory_order_relaxed);
+  t.block_count.store(t.ledger.blocks.count, std::memory_order_relaxed);
 }
 
 /// Before the block is freed: afterwards another thread may be given its address.
@@ -114,8 +114,8 @@ void note_free(const void* data) {
     trace = t.traces.extract(address);
   }
   zbp_block block{};
-  if (zbp_books_free(&t.books, now(t.books), this_thread(), address, &block)) {
-    t.block_count.store(t.books.blocks.count, std::memory_order_relaxed);
+  if (zbp_ledger_free(&t.ledger, now(t.ledger), this_thread(), address, &block)) {
+    t.block_count.store(t.ledger.blocks.count, std::memory_order_relaxed);
     if (collection.runs && collection.watchers == t.watchers.load(std::memory_order_relaxed)) {
       collection.freed.push_back(block);
     }
@@ -300,7 +300,7 @@ int zbp_tap_start(zbp_record* record, uint64_t max_events, zbp_error* error) {
       install();
     }
     const std::lock_guard<std::mutex> lock(t.mutex);
-    if (zbp_books_start(&t.books, record, nanoseconds(), this_thread(), max_events) != ZBP_OK) {
+    if (zbp_ledger_start(&t.ledger, record, nanoseconds(), this_thread(), max_events) != ZBP_OK) {
       if (is_first) {
         uninstall();
       }
@@ -321,8 +321,8 @@ void zbp_tap_stop(zbp_record* record, int* displaced_out) {
   Tapped& t = tapped();
   *displaced_out = !is_tap(installed());
   const std::lock_guard<std::mutex> lock(t.mutex);
-  zbp_books_stop(&t.books, record);
-  if (t.books.record_count == 0) {
+  zbp_ledger_stop(&t.ledger, record);
+  if (t.ledger.record_count == 0) {
     t.is_fed.store(false, std::memory_order_relaxed);
     uninstall();
   }
@@ -355,7 +355,7 @@ int zbp_tap_feeds(const void* allocator) {
 int zbp_tap_mark(zbp_record* record, uint32_t* index_out) {
   Tapped& t = tapped();
   const std::lock_guard<std::mutex> lock(t.mutex);
-  return zbp_books_mark(&t.books, record, nanoseconds(), this_thread(), index_out);
+  return zbp_ledger_mark(&t.ledger, record, nanoseconds(), this_thread(), index_out);
 }
 
 void zbp_tap_trace_start(void) {
@@ -420,7 +420,7 @@ void zbp_tap_forget_collections(void) {
 uint64_t zbp_tap_serial(void) {
   Tapped& t = tapped();
   const std::lock_guard<std::mutex> lock(t.mutex);
-  return t.books.next_serial;
+  return t.ledger.next_serial;
 }
 
 int zbp_tap_blocks(uint64_t since, zbp_block** blocks_out, size_t* count_out) {
@@ -428,7 +428,7 @@ int zbp_tap_blocks(uint64_t since, zbp_block** blocks_out, size_t* count_out) {
   const std::lock_guard<std::mutex> lock(t.mutex);
   *blocks_out = nullptr;
   *count_out = 0;
-  const size_t in_use = t.books.blocks.count;
+  const size_t in_use = t.ledger.blocks.count;
   if (in_use == 0) {
     return ZBP_OK;
   }
@@ -437,7 +437,7 @@ int zbp_tap_blocks(uint64_t since, zbp_block** blocks_out, size_t* count_out) {
     return ZBP_ENOMEM;
   }
   *blocks_out = blocks;
-  *count_out = zbp_books_since(&t.books, since, blocks);
+  *count_out = zbp_ledger_since(&t.ledger, since, blocks);
   return ZBP_OK;
 }
 

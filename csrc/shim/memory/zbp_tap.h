@@ -31,7 +31,7 @@
  * Threads: the recordings are fed under one lock, a leaf: nothing is called under it that takes
  * another, and no Python. c10::SetAllocator is a plain store, as torch itself uses it. A forked child
  * inherits recordings that go on counting for it alone; fork waits for the lock, so none is torn.
- * If memory runs out for the books, the program goes on and the recording says what it lacks.
+ * If memory runs out for the ledger, the program goes on and the recording says what it lacks.
  */
 #ifndef ZBP_TAP_H
 #define ZBP_TAP_H

@@ -1,4 +1,4 @@
-/* zbp_books.h - many recordings of one allocator, fed from one table of the blocks that are in use.
+/* zbp_ledger.h - many recordings of one allocator, fed from one table of the blocks that are in use.
  *
  * Every block that is handed out gets a serial, one more than the one before, and goes into the table; so
  * that when it is taken back each recording can tell whether it is its own. The table outlives the
@@ -25,56 +25,56 @@
 extern "C" {
 #endif
 
-/* Held by the caller; all fields are for reading alone. Zeroed is legal: empty books. */
-typedef struct zbp_books {
+/* Held by the caller; all fields are for reading alone. Zeroed is legal: an empty ledger. */
+typedef struct zbp_ledger {
     zbp_blocks blocks; /* in use */
     uint64_t next_serial;
     zbp_record **record; /* being fed; borrowed */
     uint32_t record_count, record_capacity;
     zbp_alloc alloc;
-} zbp_books;
+} zbp_ledger;
 
-/* Makes empty books; allocates nothing. alloc is copied; NULL is libc. */
-void zbp_books_init(zbp_books *books, const zbp_alloc *alloc);
+/* Makes an empty ledger; allocates nothing. alloc is copied; NULL is libc. */
+void zbp_ledger_init(zbp_ledger *ledger, const zbp_alloc *alloc);
 
-/* Frees what the books hold and zeroes them; records are left as they are, and fed no more. Zeroed books are
+/* Frees what the ledger holds and zeroes it; records are left as they are, and fed no more. A zeroed ledger is
  * legal. */
-void zbp_books_fini(zbp_books *books);
+void zbp_ledger_fini(zbp_ledger *ledger);
 
-/* Begins `record` (uninitialised; borrowed until zbp_books_stop, the caller's to finish after that) and feeds
+/* Begins `record` (uninitialised; borrowed until zbp_ledger_stop, the caller's to finish after that) and feeds
  * it from now on. max_events: as zbp_record_init's.
- * Error, the books unchanged and the record zeroed: ZBP_ENOMEM. */
-ZBP_MUST_USE int zbp_books_start(zbp_books *books, zbp_record *record, uint64_t time_ns,
-                                 uint32_t thread, uint64_t max_events);
+ * Error, the ledger unchanged and the record zeroed: ZBP_ENOMEM. */
+ZBP_MUST_USE int zbp_ledger_start(zbp_ledger *ledger, zbp_record *record, uint64_t time_ns,
+                                  uint32_t thread, uint64_t max_events);
 
 /* Feeds the record no more. Nothing happens if it was not fed. O(records). */
-void zbp_books_stop(zbp_books *books, zbp_record *record);
+void zbp_ledger_stop(zbp_ledger *ledger, zbp_record *record);
 
 /* Marks a record that is being fed. Errors as zbp_record_mark's. */
-ZBP_MUST_USE int zbp_books_mark(const zbp_books *books, zbp_record *record, uint64_t time_ns,
-                                uint32_t thread, uint32_t *index_out);
+ZBP_MUST_USE int zbp_ledger_mark(const zbp_ledger *ledger, zbp_record *record, uint64_t time_ns,
+                                 uint32_t thread, uint32_t *index_out);
 
 /* A block was handed out. One that the table has at its address was taken back unseen: that is told first.
- * Errors, the books unchanged and no serial used up: ZBP_EINVAL (address 0), ZBP_ENOMEM, ZBP_EOVERFLOW; the
- * caller then says so by zbp_books_untracked, or not. O(records), amortised. */
-ZBP_MUST_USE int zbp_books_alloc(zbp_books *books, uint64_t time_ns, uint32_t thread,
-                                 uint64_t address, uint64_t bytes);
+ * Errors, the ledger unchanged and no serial used up: ZBP_EINVAL (address 0), ZBP_ENOMEM, ZBP_EOVERFLOW; the
+ * caller then says so by zbp_ledger_untracked, or not. O(records), amortised. */
+ZBP_MUST_USE int zbp_ledger_alloc(zbp_ledger *ledger, uint64_t time_ns, uint32_t thread,
+                                  uint64_t address, uint64_t bytes);
 
 /* The block at this address was taken back: *block_out (may be NULL). False, nothing told and *block_out as it was, if
  * the table has none. O(records) on average. */
-bool zbp_books_free(zbp_books *books, uint64_t time_ns, uint32_t thread, uint64_t address,
-                    zbp_block *block_out);
+bool zbp_ledger_free(zbp_ledger *ledger, uint64_t time_ns, uint32_t thread, uint64_t address,
+                     zbp_block *block_out);
 
 /* A block was handed out that could not be followed: in each record that is being fed it is counted, no more. */
-void zbp_books_untracked(zbp_books *books);
+void zbp_ledger_untracked(zbp_ledger *ledger);
 
 /* The blocks in use with serials from `since` on, in that order, to block_out[], which the caller has made for
- * books->blocks.count of them. Returns how many there are. O(slots + n log n) for n of them. */
-size_t zbp_books_since(const zbp_books *books, uint64_t since, zbp_block *block_out);
+ * ledger->blocks.count of them. Returns how many there are. O(slots + n log n) for n of them. */
+size_t zbp_ledger_since(const zbp_ledger *ledger, uint64_t since, zbp_block *block_out);
 
 /* Whether the invariant holds, and the table's and each fed record's own. ZBP_OK, or ZBP_EINVAL with
  * *reason_out (may be NULL) a static string that says what is wrong. Quadratic in the blocks in use. */
-ZBP_MUST_USE int zbp_books_check(const zbp_books *books, const char **reason_out);
+ZBP_MUST_USE int zbp_ledger_check(const zbp_ledger *ledger, const char **reason_out);
 
 #ifdef __cplusplus
 }
