@@ -62,7 +62,8 @@ def test_explain_says_what_it_runs(tmp_path, clock):
     assert on_terminal("explain", f"{path}:stage") == "zbpipe explain: running the stage, forward and backward\n"
 
 
-def test_what_is_quick_says_nothing(script):
+def test_what_is_quick_says_nothing(script, monkeypatch):
+    monkeypatch.setattr(progress.time, "monotonic", lambda: 0.0)
     assert on_terminal("leaks", "--steps", "5", script) == ""
 
 

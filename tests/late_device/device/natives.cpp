@@ -124,6 +124,14 @@ int64_t no_fused_attention(const Tensor&, const Tensor&, const Tensor&,
   return 0;
 }
 
+/// The product, rounded, and then the sum: on some processors the CPU's kernel rounds once, and no gradient would have
+/// the bits of its reference.
+Tensor& add_product_(Tensor& self, const Tensor& left, const Tensor& right, const at::Scalar& beta,
+                     const at::Scalar& alpha) {
+  TORCH_CHECK(beta.equal(1) && alpha.equal(1), "the late device adds products as they are");
+  return self.add_(left.matmul(right));
+}
+
 void fallback(const c10::OperatorHandle& op, Stack* stack) {
   run_boxed(op, stack);
 }
@@ -172,6 +180,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("record_stream", &record_stream);
   m.impl("_fused_sdp_choice", &no_fused_attention);
+  m.impl("addmm_", &add_product_);
+  m.impl("baddbmm_", &add_product_);
   m.impl("convolution_overrideable", CppFunction::makeFromBoxedFunction<&as_other<CONVOLUTION>>());
   m.impl("convolution_backward_overrideable",
          CppFunction::makeFromBoxedFunction<&convolution_backward>());
