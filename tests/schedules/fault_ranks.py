@@ -114,7 +114,8 @@ class Job:
             cut_connections()  # that the schedule's receives keep open
         else:
             self.schedule = None
-            self.stages = [] if ASKS_FOR_NEW_STAGES else self.stages
+            # One that begins again asks its peer for shapes, which stages that have stepped do not tell twice.
+            self.stages = [] if ASKS_FOR_NEW_STAGES or self.fault.what == "SIGKILL" else self.stages
             gc.collect()
         dist.destroy_process_group()
         patience = time.monotonic() + self.fault.timeout / 3
