@@ -143,12 +143,16 @@ class Policy:
 
     def _checkpoint(self) -> int | Callable[[torch.Tensor], int]:
         choice = self.checkpoint
-        numbers = {**_CHECKPOINT, "auto": _CHECKPOINT["recompute" if _C.unpacked_waits() else "keep"]}
         if isinstance(choice, str):
-            return numbers[choice]
-        return lambda parameter: numbers[
-            _require_one_of(_CHECKPOINT_WORDS, "what the checkpoint function returned", choice(parameter))
-        ]
+            return _checkpoint_number(choice)
+        what = "what the checkpoint function returned"
+        return lambda parameter: _checkpoint_number(_require_one_of(_CHECKPOINT_WORDS, what, choice(parameter)))
+
+
+def _checkpoint_number(word: str) -> int:
+    if word == "auto":
+        word = "recompute" if _C.unpacked_waits() else "keep"
+    return _CHECKPOINT[word]
 
 
 def _require_one_of(words: Sequence[str], name: str, value: object, alternative: str = "") -> str:

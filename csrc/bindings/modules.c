@@ -62,8 +62,9 @@ static int walks_as_torch(const walk *at, PyObject *module)
 static int visit(walk *at, PyObject *module)
 {
     PyObject *parameters = members(module, at->name[PARAMETERS]);
-    PyObject *children = parameters != NULL ? members(module, at->name[MODULES]) : NULL;
-    Py_ssize_t place = 0, begin = PyList_GET_SIZE(at->pending);
+    PyObject *modules = parameters != NULL ? members(module, at->name[MODULES]) : NULL;
+    PyObject *children = modules != NULL ? PyDict_Values(modules) : NULL;
+    Py_ssize_t place = 0;
     PyObject *name, *value;
     int result = children != NULL ? 1 : PyErr_Occurred() ? -1 : 0;
 
@@ -71,20 +72,12 @@ static int visit(walk *at, PyObject *module)
         const int added = value != Py_None ? is_new(at, value) : 0;
         result = added < 0 || (added && PyList_Append(at->parameters, value) < 0) ? -1 : 1;
     }
-    place = 0;
-    while (result == 1 && PyDict_Next(children, &place, &name, &value)) {
+    for (Py_ssize_t i = result == 1 ? PyList_GET_SIZE(children) : 0; result == 1 && i > 0; --i) {
+        value = PyList_GET_ITEM(children, i - 1);
         result = value != Py_None && PyList_Append(at->pending, value) < 0 ? -1 : 1;
     }
-    if (result == 1 && PyList_GET_SIZE(at->pending) > begin) {
-        PyObject *slice = PyList_GetSlice(at->pending, begin, PyList_GET_SIZE(at->pending));
-        result =
-            slice != NULL && PyList_Reverse(slice) == 0 &&
-                    PyList_SetSlice(at->pending, begin, PyList_GET_SIZE(at->pending), slice) == 0
-                ? 1
-                : -1;
-        Py_XDECREF(slice);
-    }
     Py_XDECREF(parameters);
+    Py_XDECREF(modules);
     Py_XDECREF(children);
     return result;
 }

@@ -48,11 +48,11 @@ def test_random_trees_with_shared_parameters_and_children_in_circles(seed):
 
 
 def own_walk(net):
-    class Reversed(nn.Linear):
+    class OwnWalk(nn.Linear):
         def named_modules(self, *args, **kwargs):
             yield from ()
 
-    net[1] = Reversed(2, 2)
+    net[1] = OwnWalk(2, 2)
 
 
 def own_walk_of_one(net):

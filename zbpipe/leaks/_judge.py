@@ -20,8 +20,8 @@ _SECONDS_BETWEEN = 0.02
 def with_fates(found: list[Found], born: dict[int, int], since: int) -> list[Found]:
     """What became of them when the collector ran, which it does only if it can make a difference.
 
-    ``born`` are the blocks that lived when the check's block ended, serials by addresses. What other threads have let
-    go of since then, or made, is left out.
+    ``born`` are the blocks that lived when the check's block ended, serials by addresses; the search looked at no
+    others. What other threads have let go of since then is left out.
     """
     freed: set[int] = set()
     gone: set[int] = set()
@@ -35,7 +35,7 @@ def with_fates(found: list[Found], born: dict[int, int], since: int) -> list[Fou
         serial = born.get(entry.address)
         if serial in freed or (serial is None and entry.leak.storage in gone):
             fate = COLLECTED
-        elif (serial is not None and serial not in living) or (serial is None and entry.address in living.values()):
+        elif serial is not None and serial not in living:
             continue
         else:
             fate = "uncollectable" if entry.rank == "cycle" else "alive"
@@ -43,13 +43,13 @@ def with_fates(found: list[Found], born: dict[int, int], since: int) -> list[Fou
     return judged
 
 
-def _living_after_others(found: list[Found], born: dict[int, int], freed: set[int], since: int) -> dict[int, int]:
-    """The blocks that live now, addresses by serials; what nothing visible holds is given a moment, for a thread of
+def _living_after_others(found: list[Found], born: dict[int, int], freed: set[int], since: int) -> set[int]:
+    """The serials of the blocks that live now; what nothing visible holds is given a moment, for a thread of
     Python's or torch's (an operation, a process group) may be about to let go of it."""
     unheld = {born[entry.address] for entry in found if entry.rank == "none" and entry.address in born} - freed
     for _ in range(_LOOKS):
-        living = {serial: address for address, _, serial in _C.live_blocks(since)}
-        if not unheld & living.keys():
+        living = {serial for _, _, serial in _C.live_blocks(since)}
+        if not unheld & living:
             break
         time.sleep(_SECONDS_BETWEEN)
     return living
