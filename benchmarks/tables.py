@@ -255,7 +255,7 @@ def checkpointed() -> str:
     name = "transformer, checkpointed"
     sides = {
         "torch's module": measured["stages"][name]["torch"],
-        '`checkpoint="keep"`': measured["stages"][name]["zbpipe"],
+        '`checkpoint="keep"`, or `"auto"` of the first': measured["stages"][name]["zbpipe"],
     }
     for word in ("recompute", "input_pass"):
         sides[f'`checkpoint="{word}"`'] = measured["policies"][name][f"checkpoint={word}"]
@@ -268,6 +268,22 @@ def checkpointed() -> str:
         for side, of in sides.items()
     ]
     return markdown(["", "held from I to W", "peak in I", "peak in W", "forwards computed again"], rows)
+
+
+def checkpointed_steps() -> str:
+    rows = [
+        [
+            f"{SCHEDULES[of['schedule']]}, {of['microbatches']} microbatches",
+            f"`{word}`" if word != "torch" else "torch's module",
+            f"{megabytes(side['peak'])} MB ({times(side['peak'] / of['sides']['torch']['peak'])})",
+            f"{side['computed']:.2f}",
+            times(side["step"]["median"]),
+        ]
+        for of in figures("checkpointed")["rows"]
+        for word, side in of["sides"].items()
+        if word in ("torch", "auto", "keep", "recompute")
+    ]
+    return markdown(["", "", "peak of a step", "computed again", "time of a step"], rows)
 
 
 def recorder() -> str:
@@ -321,7 +337,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "machine": machine,
     },
     "docs/compatibility.md": {"compile": compiled, "stage_zero": stage_zero},
-    "docs/memory.md": {"checkpointed": checkpointed, "recorder": recorder},
+    "docs/memory.md": {"checkpointed": checkpointed, "checkpointed steps": checkpointed_steps, "recorder": recorder},
     "docs/leaks.md": {"leaks": leaks},
     "docs/architecture.md": {"panels": panels},
 }

@@ -20,17 +20,17 @@ defer: which weights' gradients W computes. ("heavy": a matrix or more; "light":
 checkpoint: what W needs of activations that are saved behind hooks: ``torch.utils.checkpoint`` (not reentrant, nested
 and selective too), ``save_on_cpu``, packing hooks.
 
-    "keep"          The default. Unpacked in I, as an ordinary backward does, and what W reads is kept: the same bytes
-                    as without checkpointing, no second recomputation.
+    "auto"          The default. "keep" where nothing that I has unpacked waits for W, on any stage of the process, and
+                    "recompute" otherwise: asked at the beginning of I. So one microbatch's regions are kept at a time,
+                    whatever the schedule has in flight, and the W that comes soonest is not computed again.
+    "keep"          Unpacked in I, as an ordinary backward does, and what W reads is kept: the same bytes as without
+                    checkpointing, no second recomputation, whatever is in flight.
     "recompute"     Stays packed until W, which unpacks it: a checkpointed region is recomputed once more in each call
                     of the weight pass, region by region, from the last one to the first. Held from I to W: output
                     gradients, and the regions' inputs and random states (or the copies on the CPU); a stage's input
                     that is one keeps its ``.grad``. Weights must not change before the
                     last W that computes a region with them: W refuses. A region under a CheckpointPolicy,
                     which torch recomputes only once, is kept all the same; so is everything in a GraphExecGroup.
-    "auto"          "keep" where nothing that I has unpacked waits for W, on any stage of the process, and "recompute"
-                    otherwise: asked at the beginning of I. So one microbatch's regions are kept at a time, whatever
-                    the schedule has in flight, and the W that comes soonest is not computed again.
     "input_pass"    These weights' gradients are computed in I and kept: one recomputation, no activation is held but
                     what nodes between a node of I and a weight (a computed weight) have saved.
     function        Called with each weight in I; returns one of the four words.
@@ -96,9 +96,9 @@ class Policy:
         defer: which weights' gradients W computes: "matrices", "all" that can be split, "nothing"; or a function of a
             weight (called in I) that returns whether W does.
         checkpoint: what becomes of activations that are checkpointed, offloaded or packed otherwise: "keep" (what W
-            reads is unpacked in I and kept), "recompute" (they stay packed until W), "auto" (kept while nothing else
-            that was kept waits for W in this process, else recomputed), "input_pass" (these weights' gradients are
-            computed in I); or a function of a weight (called in I) that returns one of these words.
+            reads is unpacked in I and kept), "recompute" (they stay packed until W), "auto" (the first while nothing
+            else that was kept waits for W in this process, else the second), "input_pass" (these weights' gradients
+            are computed in I); or a function of a weight (called in I) that returns one of these words.
         fused: products are added by ``grad.addmm_(a, b)``; otherwise as ``grad += a @ b`` would, to the bit.
         main_grad: a weight's gradient is added to its attribute ``main_grad``, a floating-point tensor of its shape and
             device, where it has one, and not to ``.grad``.
@@ -112,7 +112,7 @@ class Policy:
     """
 
     defer: Defer = "matrices"
-    checkpoint: Checkpoint = "keep"
+    checkpoint: Checkpoint = "auto"
     fused: bool = False
     main_grad: bool = False
 

@@ -1,12 +1,13 @@
-"""Activation checkpointing: each block is computed again once a microbatch, in I."""
+"""Activation checkpointing: each block is computed again once a microbatch, in I, or once more in W."""
 
+import contextlib
 import functools
 import gc
 import weakref
 
 import pytest
 import torch
-from support.oracle import Stage, at_once, check, interleaved, late, needs_zbpipe, wrong_on_torch, zb
+from support.oracle import ON_TORCH, Stage, at_once, check, interleaved, late, needs_zbpipe, wrong_on_torch, zb
 from torch import nn
 from torch.autograd import Function
 from torch.utils.checkpoint import (
@@ -17,7 +18,18 @@ from torch.utils.checkpoint import (
 )
 
 f64 = torch.float64
-recomputes_again = wrong_on_torch("each group computes the block again in W")
+
+
+@pytest.fixture
+def keep():
+    """The default keeps one microbatch's blocks and computes those of the others again in W."""
+    with contextlib.nullcontext() if ON_TORCH else zb.policy(checkpoint="keep"):
+        yield
+
+
+def computed_once(test):
+    """The blocks' hooks are called as often as in an ordinary backward."""
+    return wrong_on_torch("each group computes the block again in W")(pytest.mark.usefixtures("keep")(test))
 
 
 def block(m, x, a, b):
@@ -34,7 +46,7 @@ def blocks(use_reentrant):
     return Stage(forward, a=(4, 8), b=(8, 4), c=(4, 8), d=(8, 4))
 
 
-@recomputes_again
+@computed_once
 def test_non_reentrant():
     check(blocks(use_reentrant=False), (3, 4))
 
@@ -52,7 +64,7 @@ def test_one_block_is_the_whole_stage():
     check(Stage(forward, net=net), (3, 4))
 
 
-@recomputes_again
+@computed_once
 def test_whole_stage_with_hooks_inside():
     def inside(m, x):
         h = m.net[0](x)
@@ -63,7 +75,7 @@ def test_whole_stage_with_hooks_inside():
     check(Stage(lambda m, x: checkpoint(inside, m, x, use_reentrant=False).sin(), net=net), (3, 4))
 
 
-@recomputes_again
+@computed_once
 def test_nested_non_reentrant():
     def outer(m, x):
         x = checkpoint(block, m, x, m.a, m.b, use_reentrant=False)
@@ -76,6 +88,7 @@ def test_nested_non_reentrant():
 
 
 @wrong_on_torch("reentrant backward needs the accumulators")
+@pytest.mark.usefixtures("keep")
 def test_reentrant_within_non_reentrant():
     def outer(m, x):
         return checkpoint(block, m, x, m.a, m.b, use_reentrant=True).sin() @ m.c
@@ -88,7 +101,7 @@ def test_reentrant_within_non_reentrant():
 
 
 @pytest.mark.parametrize("early_stop", [True, False])
-@recomputes_again
+@computed_once
 def test_early_stop(early_stop):
     from torch.utils.checkpoint import set_checkpoint_early_stop
 
@@ -117,7 +130,7 @@ def test_sequential():
     check(Stage(lambda m, x: checkpoint_sequential(m.net, 2, x, use_reentrant=False), net=net), (3, 4))
 
 
-@recomputes_again
+@computed_once
 def test_dropout_inside_a_block_keeps_its_mask():
     def inside(m, x):
         m.records.setdefault(("block", m.microbatch), []).append(1)
@@ -126,7 +139,7 @@ def test_dropout_inside_a_block_keeps_its_mask():
     check(Stage(lambda m, x: checkpoint(inside, m, x, use_reentrant=False), a=(4, 8), b=(8, 4)), (3, 4))
 
 
-@recomputes_again
+@computed_once
 def test_weight_shared_inside_and_outside_of_blocks():
     def forward(m, x):
         x = checkpoint(block, m, x @ m.s, m.a, m.b, use_reentrant=False)
@@ -394,7 +407,8 @@ def test_parametrised_weights_are_computed_again_once(normalization):
         return m.layer(x).sin()
 
     m = Stage(lambda m, x: checkpoint(inside, m, x, use_reentrant=False) * 2.0, layer=layer)
-    check(m, (3, 4), orders=(at_once, late))
+    with zb.policy(checkpoint="keep"):
+        check(m, (3, 4), orders=(at_once, late))
     assert calls_of(m, "keep") == (1, 1, 0)
     assert calls_of(m, "recompute")[:2] == (1, 1)
 

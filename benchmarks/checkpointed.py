@@ -1,0 +1,152 @@
+"""Whole schedule steps of checkpointed stages: torch's own module beside the patch, with every policy for checkpoints.
+
+Two ranks with two stages each, of transformer blocks that are each checkpointed. Each side runs on stages of its own,
+in turns; a step takes as long as its slowest rank; medians of the runs, and their ratios to torch's. The peak of a step
+is that of the rank with the higher one, of all blocks of memory since the step began (zbpipe.memory.record), and is
+measured in a step that is not timed. The weights' gradients are there before each step.
+
+    python benchmarks/checkpointed.py --microbatches 4 8 --json checkpointed.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, schedules
+
+import zbpipe
+from zbpipe._bench.results import add_argument, spread, write
+from zbpipe._bench.stages import Stage, transformer
+from zbpipe._text import table
+
+RANKS, BLOCKS, WIDTH, TOKENS, ROUNDS = 2, 2, 128, 256, 5
+INTERLEAVED = "ScheduleInterleavedZeroBubble"
+SCHEDULES = (INTERLEAVED, "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+POLICIES = ("auto", "keep", "recompute", "input_pass")
+
+
+class Side:
+    """A schedule on stages of its own, run under torch's module or under the patch with a policy."""
+
+    def __init__(self, name: str, microbatches: int, policy: str | None) -> None:
+        rank = dist.get_rank()
+        places = (rank, rank + RANKS) if name == INTERLEAVED else (rank, 2 * RANKS - 1 - rank)
+        self.modules = [transformer(BLOCKS, WIDTH, TOKENS, checkpointed=True) for _ in places]
+        stages = [
+            PipelineStage(module, place, 2 * RANKS, torch.device("cpu"))
+            for module, place in zip(self.modules, places, strict=True)
+        ]
+        self.x = torch.ones(microbatches, TOKENS, WIDTH)
+        self.is_first, self.is_last = 0 in places, 2 * RANKS - 1 in places
+        kind: Any = getattr(schedules, name)
+        self.schedule = kind(stages, microbatches, loss_fn=nn.functional.mse_loss, scale_grads=False)
+        self.policy = policy
+        self.forwards = len(places) * BLOCKS * microbatches
+        self.seconds: list[float] = []
+        self.peak = 0
+        self.computed = 0.0
+
+    def step(self, is_timed: bool) -> None:
+        given = (self.x,) if self.is_first else ()
+        target = {"target": self.x} if self.is_last else {}
+        before = computed_by(self.modules)
+        gc.collect()
+        with contextlib.ExitStack() as stack:
+            if self.policy is not None:
+                stack.enter_context(zbpipe.patched())
+                stack.enter_context(zbpipe.policy(checkpoint=self.policy))  # type: ignore[arg-type]
+            dist.barrier()
+            recording = None if is_timed else stack.enter_context(zbpipe.memory.record(max_events=0))
+            begin = time.perf_counter()
+            self.schedule.step(*given, **target)
+            took = time.perf_counter() - begin
+        if is_timed:
+            self.seconds.append(slowest(took))
+        elif recording is not None:
+            self.peak = int(slowest(recording.peak))
+            self.computed = slowest((computed_by(self.modules) - before) / self.forwards - 1)
+
+
+def computed_by(modules: list[Stage]) -> int:
+    return sum(module.computed for module in modules)
+
+
+def slowest(number: float) -> float:
+    """The largest of all ranks'."""
+    box = torch.tensor(number, dtype=torch.float64)
+    dist.all_reduce(box, dist.ReduceOp.MAX)
+    return box.item()
+
+
+def measure(name: str, microbatches: int) -> dict[str, Any]:
+    sides = {"torch": Side(name, microbatches, None), **{word: Side(name, microbatches, word) for word in POLICIES}}
+    for is_timed in [False, False, *[True] * ROUNDS]:  # the first step makes the gradients
+        for side in sides.values():
+            side.step(is_timed)
+    return {
+        "schedule": name,
+        "microbatches": microbatches,
+        "sides": {
+            word: {"seconds": side.seconds, "peak": side.peak, "computed": side.computed}
+            for word, side in sides.items()
+        },
+    }
+
+
+def run_rank(rank: int, microbatches: list[int], folder: str) -> None:
+    torch.set_num_threads(1)
+    gc.freeze()  # so that the collections between steps are short
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS)
+    rows = [measure(name, count) for name in SCHEDULES for count in microbatches]
+    if rank == 0:
+        Path(folder, "rows").write_text(json.dumps(rows))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8])
+    add_argument(parser)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(run_rank, (given.microbatches, folder), nprocs=RANKS)
+        rows = json.loads(Path(folder, "rows").read_text())
+    printed = []
+    for row in rows:
+        theirs = row["sides"]["torch"]
+        for side in row["sides"].values():
+            side["step"] = spread(ours / other for ours, other in zip(side["seconds"], theirs["seconds"], strict=True))
+        for side in row["sides"].values():
+            side["ms"] = spread(1e3 * seconds for seconds in side.pop("seconds"))
+        for word, side in row["sides"].items():
+            printed.append(
+                [
+                    row["schedule"],
+                    str(row["microbatches"]),
+                    word,
+                    f"{side['peak'] / 1e6:.1f}",
+                    f"{side['peak'] / theirs['peak']:.2f}",
+                    f"{side['computed']:.2f}",
+                    f"{side['ms'].median:.0f}",
+                    f"{side['step'].median:.2f}",
+                ]
+            )
+    columns = ("schedule", "microbatches", "side", "peak, MB", "to torch's", "computed again", "step, ms", "to torch's")
+    print(table(columns, printed))
+    write(given.json, "checkpointed", {"ranks": RANKS, "blocks": BLOCKS, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
