@@ -286,6 +286,20 @@ def checkpointed_steps() -> str:
     return markdown(["", "", "peak of a step", "computed again", "time of a step"], rows)
 
 
+def waits() -> str:
+    found: dict[tuple[str, float, float], list[dict[str, float]]] = {}
+    for row in figures("waits")["rows"]:
+        found.setdefault((row["schedule"], row["heavy"], row["jitter"]), []).append(row)
+    rows = [
+        [
+            f"{SCHEDULES[schedule]}, last stage {heavy:g}x, jitter {jitter:g}",
+            *(f"{min(of[key] for of in rows):.2f} to {max(of[key] for of in rows):.2f}x" for key in ("ratio", "bound")),
+        ]
+        for (schedule, heavy, jitter), rows in found.items()
+    ]
+    return markdown(["", "step, filled to not filled", "the most that one rank computes, to the step"], rows)
+
+
 def recorder() -> str:
     measured = figures("recorder")
     us = measured["microseconds"]
@@ -339,7 +353,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/compatibility.md": {"compile": compiled, "stage_zero": stage_zero},
     "docs/memory.md": {"checkpointed": checkpointed, "checkpointed steps": checkpointed_steps, "recorder": recorder},
     "docs/leaks.md": {"leaks": leaks},
-    "docs/architecture.md": {"panels": panels},
+    "docs/architecture.md": {"waits": waits, "panels": panels},
 }
 
 

@@ -6,6 +6,7 @@ A module of its own, so that the passes do not need zbpipe.memory, which needs t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +32,8 @@ class Observer(Protocol):
     def weight_pass(
         self, weights: Any, param_groups: Iterable[ParamGroup], retain_graph: bool, fuse: bool, main_grad: bool, /
     ) -> Sequence[torch.Tensor]: ...
+
+    def phase(self, kind: str, /) -> AbstractContextManager[None]: ...
 
     def backward(self, backward: Callable[..., None], /, *args: Any) -> None: ...
 

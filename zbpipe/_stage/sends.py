@@ -110,8 +110,13 @@ class Receive(Transfer):
         }
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """As the work's; then lets go of sends, those of the outputs whose gradients have come among them."""
+        """As the work's."""
         result = bool(wait_for(self.work, timeout))
+        self.has_come()
+        return result
+
+    def has_come(self) -> None:
+        """Lets go of sends, those of the outputs whose gradients have come among them."""
         sent, self.sent = self.sent, []
         _describe_sent(sent)
         gradients_of, self.gradients_of = self.gradients_of, set()
@@ -119,7 +124,6 @@ class Receive(Transfer):
             if not gradients_of.isdisjoint(send.outputs_of):
                 send.wait()
         poll()
-        return result
 
 
 class Send(Transfer):

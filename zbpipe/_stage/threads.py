@@ -1,6 +1,7 @@
-"""Threads that wait for sends whose works tell only a caller of ``wait`` that they are done: gloo's.
+"""Threads that wait for works that tell only a caller of ``wait`` that they are done: gloo's.
 
-One per group and peer, that lives while there are sends under way and while the group does.
+For sends one per group and peer, that lives while there are sends under way and while the group does; for receives in
+whose wait a schedule computes, one each (zbpipe/_waits.py).
 """
 
 import atexit
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
 
-Line = tuple[int, int]  # group (its number) and peer
+Line = tuple[int, int]  # group (its number) and peer, or _RECEIVES and a number of its own
 
 
 class Finishable(Protocol):
@@ -25,6 +26,7 @@ class Finishable(Protocol):
         """Wait, unless somebody else does so or has done so."""
 
 
+_RECEIVES = -1  # no group's number
 _LONGER = 2  # times the schedule's patience; not for ever: see _give_up
 _AT_ONCE = timedelta(milliseconds=-2)  # 0 and -1 are the group's timeout
 _TO_HEAR_OF_THE_END = 0.05  # seconds
@@ -44,7 +46,20 @@ def watch(group: Any, peer: int, send: Finishable) -> None:
             queue.append(send)
             return
         _queues[line] = deque([send])
-    threading.Thread(target=_finish_queue, args=(line,), name=f"zbpipe-send-{peer}", daemon=True).start()
+    _start(line, f"zbpipe-send-{peer}")
+
+
+def watch_receive(receive: Finishable) -> None:
+    """Have a thread wait for ``receive``, for as long as its group does. A thread of its own: one that nobody waits for
+    any more, since a step failed, must not keep the next from being heard of."""
+    line = _RECEIVES, _new_number()
+    with _queues_lock:
+        _queues[line] = deque([receive])
+    _start(line, "zbpipe-receive")
+
+
+def _start(line: Line, name: str) -> None:
+    threading.Thread(target=_finish_queue, args=(line,), name=name, daemon=True).start()
 
 
 def _finish_queue(line: Line) -> None:

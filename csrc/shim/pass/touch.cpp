@@ -64,7 +64,30 @@ std::string lost_weights(const zbp_turn* turn, size_t count) {
   return lost;
 }
 
+/// Of an open group that no other call has.
+bool only_adds(Group& group) {
+  look(group, group.book);
+  const auto is_plain = [](const zbp_book_weight& weight) {
+    return (weight.seen & ZBP_WEIGHT_SPECIAL) == 0;
+  };
+  const auto runs_nothing = [](const Task& task) {
+    return task.works.empty() && std::none_of(task.face.begin(), task.face.end(), is_hooked);
+  };
+  uint32_t face = 0;
+  const zbp_how how{/*retain=*/false, /*fuse=*/false, zbp_in_anomaly_mode() != 0};
+  return std::all_of(group.book.weight, group.book.weight + group.book.weight_count, is_plain) &&
+         std::all_of(group.tasks.begin(), group.tasks.end(), runs_nothing) &&
+         !group.leaves_packed() &&
+         zbp_book_way(&group.book, &group.layout, how, &face) == ZBP_WAY_DIRECT;
+}
+
 }  // namespace
+
+int zbp_group_only_adds(zbp_group* group, int* out, zbp_error* error) {
+  return kept_in(error, [&] {
+    *out = zbp_group_state(group) == ZBP_GROUP_READY && only_adds(*group->group);
+  });
+}
 
 int zbp_look(zbp_held* held, zbp_book* book, zbp_error* error) {
   return kept_in(error, [&] { look(group_of(held), *book); });

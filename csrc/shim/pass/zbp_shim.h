@@ -120,6 +120,10 @@ int zbp_group_state(const zbp_group *group); /* ZBP_GROUP_*; never fails, looks 
 ZBP_MUST_USE int zbp_group_get_info(const zbp_group *group, zbp_group_info *info_out,
                                     zbp_error *error);
 
+/* *out: 1 if a W of the group that is called now would run kernels on plain tensors and nothing else: no hook, nothing
+ * of Python's, nothing between processes. 0 otherwise, and for a group that is spent or that another call has. */
+ZBP_MUST_USE int zbp_group_only_adds(zbp_group *group, int *out, zbp_error *error);
+
 /* True while W has still to come for a group, anyone's, that keeps what hooks had packed and I unpacked. */
 bool zbp_unpacked_waits(void);
 
