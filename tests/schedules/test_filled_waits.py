@@ -343,3 +343,40 @@ def test_what_is_held_for_a_watched_stage_counts_groups_that_ran_in_a_wait(filli
         held[fill] = [(of.stage, of.microbatch, of.bytes) for of in recording.held]
     assert held[True] == held[False]
     assert held[True][0][2] > 0
+
+
+class HandsOver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return grad @ w.t(), zbpipe.defer(lambda x, grad: x.t() @ grad, weights=1, saved=(x, grad))
+
+
+def test_only_groups_that_run_nothing_of_the_programs_only_add():
+    x = torch.randn(3, 4, requires_grad=True)
+    w, v = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+
+    def answers(out, **policy):
+        with zbpipe.policy(**policy):
+            groups = zbpipe.stage_backward_input([out], [torch.ones_like(out)], [x], [w, v])[1]
+        found = [group._only_adds for group in groups]
+        zbpipe.stage_backward_weight([w, v], groups)
+        assert not any(group._only_adds for group in groups), "spent"
+        return found
+
+    def region(x):
+        return (x @ w).sin() @ v
+
+    assert answers(region(x)) == [True, True]
+    packed = torch.utils.checkpoint.checkpoint(region, x, use_reentrant=False)
+    assert answers(packed, checkpoint="recompute") == [False, False]
+    packed = torch.utils.checkpoint.checkpoint(region, x, use_reentrant=False)
+    assert answers(packed, checkpoint="keep") == [True, True]
+    assert sorted(answers(HandsOver.apply(x, w) @ v)) == [False, True]
+    with torch.autograd.detect_anomaly(check_nan=False):
+        assert answers(region(x)) == [False, False]

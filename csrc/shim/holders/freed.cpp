@@ -47,6 +47,9 @@ struct TwoBases : std::exception, std::nested_exception {};
 /// Whether an object whose memory begins with `table` is a tensor: the table is one of virtual functions, of a class
 /// that is derived from libtorch's (Itanium C++ ABI, 2.5.2 and 2.9).
 bool is_table_of_tensor(const void* table) {
+  if (!table) {
+    return false;
+  }
   const auto class_of = [](const std::type_info& type) {
     return *reinterpret_cast<const void* const*>(&type);
   };
