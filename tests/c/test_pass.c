@@ -27,6 +27,7 @@ typedef struct group {
     const char *tasks;
     uint8_t seen[2];       /* of its two weights */
     bool has_no_gradients; /* its weights */
+    bool shares;           /* its weights are those of the group before */
     bool node_saves; /* its two outside nodes, a, which leads to b and weight 0, and b, to 1 */
 } group;
 
@@ -60,8 +61,11 @@ static void make_group(zbp_held *h, const group *g)
 static void make(const group *groups)
 {
     fake = (fake_world){.random = 1, .fail_at = -1};
-    for (count = 0; count < MOST_GROUPS && groups[count].tasks != NULL; count++)
+    for (count = 0; count < MOST_GROUPS && groups[count].tasks != NULL; count++) {
         make_group(&held[count], &groups[count]);
+        for (int w = 0; w < 2 && groups[count].shares; w++)
+            fake_share(&held[count - 1].weight[w], &held[count].weight[w]);
+    }
 }
 
 static void drop(void)
@@ -84,6 +88,7 @@ static int run(zbp_how how, long fail_at, const char **raised_out)
 
     fake.touches = 0;
     fake.joins = 0;
+    fake.order_count = 0;
     fake.fail_at = fail_at;
     for (size_t g = 0; g < count; g++) {
         zbp_held *h = &held[is_reversed ? count - 1 - g : g];
@@ -139,6 +144,12 @@ static const group CASES[][MOST_GROUPS + 1] = {
     {{.tasks = "P0 W1"}, {.tasks = "Wa D0"}, {.tasks = "D1 P0"}},
     {{.tasks = "P0 W0"}, {.tasks = "P0 P0"}, {.tasks = "Rb Pb:1"}},
     {{.tasks = "R01 P0"}, {.tasks = "P1"}},
+    {{.tasks = "P0 W1"}, {.tasks = "P0 W1", .shares = true}, {.tasks = "P0 W1", .shares = true}},
+    {{.tasks = "P0 Pb:1", .has_no_gradients = true},
+     {.tasks = "P0 Pb:1", .shares = true},
+     {.tasks = "P0 Pb:1", .shares = true}},
+    {{.tasks = "P0"}, {.tasks = "P0 P0 P1", .shares = true}, {.tasks = "P0 P1", .shares = true}},
+    {{.tasks = "P0"}, {.tasks = "Wa P0", .shares = true}, {.tasks = "P0", .shares = true}},
 };
 enum { CASE_COUNT = sizeof CASES / sizeof *CASES };
 
@@ -289,6 +300,155 @@ static void a_retry_says_what_is_lost(void)
     }
 }
 
+/* ---- several microbatches */
+
+static bool was_next(uint32_t *at, int number, int64_t panel)
+{
+    const uint32_t i = (*at)++;
+
+    return i < fake.order_count && fake.order[i].held == &held[number] &&
+           fake.order[i].panel == panel;
+}
+
+static const group THREE[] = {{.tasks = "P0 W1"},
+                              {.tasks = "P0 W1", .shares = true},
+                              {.tasks = "P0 W1", .shares = true},
+                              {.tasks = NULL}};
+
+static void a_sweep_adds_panel_by_panel_in_the_order_of_the_groups(void)
+{
+    const char *raised = NULL;
+    uint32_t at = 0;
+
+    make(THREE);
+    CHECK(run(PLAIN, -1, &raised) == ZBP_OK && has_got(1));
+    for (int64_t panel = 0; panel < PANELS; panel++) {
+        for (int g = 0; g < 3; g++)
+            CHECK(was_next(&at, g, panel));
+    }
+    CHECK(at == fake.order_count);
+    drop();
+}
+
+static void a_sweep_that_failed_goes_on_in_the_same_order(void)
+{
+    const char *raised = FAKE_FAILED;
+
+    for (long n = 0; raised != NULL; n++) {
+        uint32_t before, at;
+
+        make(THREE);
+        (void)!run(PLAIN, n, &raised);
+        before = fake.order_count;
+        if (raised != NULL) {
+            const char *second = NULL;
+
+            CHECK(run(PLAIN, -1, &second) == ZBP_OK && has_got(1));
+            at = 0;
+            for (uint32_t i = before; i < PANELS * 3; i++)
+                CHECK(was_next(&at, (int)(i % 3), (int64_t)i / 3));
+            CHECK(at == fake.order_count);
+        }
+        drop();
+        REQUIRE(n < 100);
+    }
+}
+
+/* Of a sweep that failed one group alone is called again, then the others. */
+static void a_group_may_leave_a_sweep_that_failed(void)
+{
+    bool was_half = false;
+
+    for (long n = 0; n < 40; n++) {
+        const char *raised = NULL;
+        zbp_turn alone;
+        zbp_error error = {0};
+
+        make(THREE);
+        if (run(PLAIN, n, &raised) == ZBP_OK) {
+            drop();
+            break;
+        }
+        was_half = was_half || zbp_book_has_half(&held[1].book);
+        alone = (zbp_turn){&held[1].layout, &held[1].book, &held[1]};
+        fake.fail_at = -1;
+        CHECK(zbp_pass_weights(&alone, 1, PLAIN, &error) == ZBP_OK && error.raised == NULL);
+        CHECK(held[1].book.state == ZBP_BOOK_SPENT);
+        CHECK(run(PLAIN, -1, &raised) == ZBP_OK && has_got(1));
+        drop();
+    }
+    CHECK(was_half);
+}
+
+static void a_sweep_begins_behind_the_product_that_becomes_the_gradient(void)
+{
+    static const group groups[] = {{.tasks = "P0", .has_no_gradients = true},
+                                   {.tasks = "P0", .shares = true},
+                                   {.tasks = "P0", .shares = true},
+                                   {.tasks = NULL}};
+    const char *raised = NULL;
+    uint32_t at = 0;
+
+    make(groups);
+    CHECK(run(PLAIN, -1, &raised) == ZBP_OK && has_got(1));
+    for (int64_t panel = 0; panel < PANELS; panel++)
+        CHECK(was_next(&at, 1, panel) && was_next(&at, 2, panel));
+    CHECK(at == fake.order_count);
+    drop();
+}
+
+/* What is no lone product for the weight comes between those before and behind it. */
+static void a_sweep_ends_at_a_group_that_owes_more(void)
+{
+    static const char *const others[] = {"P0 P0", "W0", "D0"};
+
+    for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
+        const group groups[] = {
+            {.tasks = "P0"}, {.tasks = others[i], .shares = true}, {.tasks = "P0", .shares = true}};
+        const char *raised = NULL;
+        uint32_t at = 0;
+
+        make(groups);
+        CHECK(run(PLAIN, -1, &raised) == ZBP_OK && has_got(1));
+        for (int64_t panel = 0; panel < PANELS; panel++)
+            CHECK(was_next(&at, 0, panel));
+        for (int64_t panel = 0; panel < PANELS; panel++)
+            CHECK(was_next(&at, 2, panel));
+        drop();
+    }
+}
+
+static void a_weight_that_is_watched_is_not_swept(void)
+{
+    const char *raised = NULL;
+
+    make(THREE);
+    fake_mark(&held[0].weight[0], ZBP_WEIGHT_HOOKED);
+    CHECK(run(PLAIN, -1, &raised) == ZBP_OK && has_got(1) && fake.order_count == 0);
+    for (int g = 0; g < 3; g++)
+        CHECK(held[g].weight[0].hooks_called == 1);
+    drop();
+}
+
+/* The paths of one microbatch may have hooks, and those of others not. */
+static void what_the_engine_adds_is_left_out_of_a_sweep(void)
+{
+    static const group groups[] = {{.tasks = "Pb:1"},
+                                   {.tasks = "Pb:1", .shares = true},
+                                   {.tasks = "Pb:1", .shares = true},
+                                   {.tasks = NULL}};
+    const char *raised = NULL;
+    uint32_t at = 0;
+
+    make(groups);
+    held[1].face[0].is_hooked = true;
+    CHECK(run(PLAIN, -1, &raised) == ZBP_OK && has_got(1));
+    for (int64_t panel = 0; panel < PANELS; panel++)
+        CHECK(was_next(&at, 0, panel) && was_next(&at, 2, panel));
+    CHECK(at == fake.order_count);
+    drop();
+}
+
 /* ---- what I kept */
 
 static void a_kept_gradient_goes_when_it_is_added(void)
@@ -362,6 +522,13 @@ int main(void)
     RUN(a_half_added_product_is_refused_before_anything_is_added);
     RUN(a_gradient_may_forbid_the_rest_of_a_product);
     RUN(a_retry_says_what_is_lost);
+    RUN(a_sweep_adds_panel_by_panel_in_the_order_of_the_groups);
+    RUN(a_sweep_that_failed_goes_on_in_the_same_order);
+    RUN(a_group_may_leave_a_sweep_that_failed);
+    RUN(a_sweep_begins_behind_the_product_that_becomes_the_gradient);
+    RUN(a_sweep_ends_at_a_group_that_owes_more);
+    RUN(a_weight_that_is_watched_is_not_swept);
+    RUN(what_the_engine_adds_is_left_out_of_a_sweep);
     RUN(a_kept_gradient_goes_when_it_is_added);
     RUN(a_group_is_looked_at_again_before_it_runs);
     RUN(without_memory_nothing_is_added);

@@ -175,6 +175,36 @@ zbp_way zbp_book_way(zbp_book *book, zbp_layout *layout, zbp_how how, uint32_t *
     return is_direct ? ZBP_WAY_DIRECT : ZBP_WAY_ENGINE;
 }
 
+void zbp_book_count_owed(zbp_book *book, const zbp_layout *layout)
+{
+    for (uint32_t w = 0; w < book->weight_count; w++)
+        book->weight[w].meeting = 0;
+    for (uint32_t f = 0; f < layout->face_count; f++) {
+        zbp_book_weight *weight = &book->weight[layout->face[f].weight];
+
+        if (!zbp_book_owes(book, layout, f))
+            continue;
+        weight->first = f;
+        weight->meeting++;
+    }
+}
+
+bool zbp_book_is_owed(const zbp_book *book, uint32_t weight)
+{
+    return book->weight[weight].meeting > 0;
+}
+
+uint32_t zbp_book_sole_product(const zbp_book *book, const zbp_layout *layout, uint32_t weight)
+{
+    const zbp_book_weight *at = &book->weight[weight];
+    const zbp_task *task;
+
+    if (at->meeting != 1 || (at->seen & ZBP_WEIGHT_SPECIAL) != 0)
+        return ZBP_NO_FACE;
+    task = &layout->task[layout->face[at->first].task];
+    return task->kind == ZBP_TASK_PRODUCT && task->stream == 0 ? at->first : ZBP_NO_FACE;
+}
+
 void zbp_book_begin_direct(zbp_book *book, const zbp_layout *layout)
 {
     for (uint32_t w = 0; w < book->weight_count; w++) {

@@ -70,6 +70,10 @@ int zbp_look(zbp_held* held, zbp_book* book, zbp_error* error) {
   return kept_in(error, [&] { look(group_of(held), *book); });
 }
 
+const void* zbp_weight_key(zbp_held* held, uint32_t weight) {
+  return group_of(held).weights[weight].accumulator.get();
+}
+
 int zbp_follow_caller(zbp_held* held, zbp_error* error) {
   return kept_in(error, [&] { follow_caller(group_of(held)); });
 }
