@@ -261,7 +261,7 @@ static fake_weight *weight_at(const zbp_product *product)
 
 static bool adds_in_one(const zbp_product *product, zbp_how how)
 {
-    return how.fuse && !weight_at(product)->is_cast &&
+    return (weight_at(product)->is_cast ? how.wide : how.fuse) &&
            product->turn->book->face[product->face].half.panels == 0;
 }
 

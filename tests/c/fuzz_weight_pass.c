@@ -294,6 +294,7 @@ static void call(void)
     bool takes[MOST_GROUPS] = {0}, was_open[MOST_GROUPS], any = false;
     zbp_how how = {.retain = fake_random(4) == 0,
                    .fuse = fake_random(4) == 0,
+                   .wide = fake_random(4) == 0,
                    .is_anomaly = fake_random(8) == 0};
     zbp_error error = {0};
     int status;

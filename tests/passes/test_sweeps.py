@@ -240,7 +240,7 @@ def test_fused_sweep_is_close(form):
     with zb.policy(fused=True):
         run.weight_pass()
     for w, expected in zip(run.m.parameters(), run.twin.parameters(), strict=True):
-        torch.testing.assert_close(w.grad, expected.grad, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(w.grad, expected.grad, rtol=1e-3, atol=1e-3)
 
 
 def test_stages_that_share_a_weight():

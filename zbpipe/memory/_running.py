@@ -53,14 +53,21 @@ class Running:
         return result
 
     def weight_pass(
-        self, weights: Any, param_groups: Iterable[_C.ParamGroup], retain_graph: bool, fuse: bool, main_grad: bool, /
+        self,
+        weights: Any,
+        param_groups: Iterable[_C.ParamGroup],
+        retain_graph: bool,
+        fuse: bool,
+        main_grad: bool,
+        wide: bool,
+        /,
     ) -> Sequence[torch.Tensor]:
         groups = list(param_groups) if isinstance(param_groups, Iterable) else param_groups
         with contextlib.ExitStack() as stack:
             for recording in self.recordings:
                 calls = recording.calls_of(groups)
                 stack.enter_context(PhaseContext([recording], "W", None, calls[0] if len(calls) == 1 else None, calls))
-            return _C.weight_pass(weights, groups, retain_graph, fuse, main_grad)
+            return _C.weight_pass(weights, groups, retain_graph, fuse, main_grad, wide)
 
     def backward(self, backward: Callable[..., None], /, *args: Any) -> None:
         with PhaseContext(self.recordings, "B"):

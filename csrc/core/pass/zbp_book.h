@@ -30,8 +30,9 @@ extern "C" {
 
 /* How W is called. */
 typedef struct zbp_how {
-    bool retain;     /* the groups are to run again */
-    bool fuse;       /* products are added to gradients one by one, each in one operation */
+    bool retain; /* the groups are to run again */
+    bool fuse;   /* products are added to gradients one by one, each in one operation */
+    bool wide;   /* likewise, and into a gradient of a wider type without being rounded before */
     bool is_anomaly; /* autograd's anomaly mode: every node runs in the engine, which tells of it */
 } zbp_how;
 

@@ -46,12 +46,13 @@ at::Tensor checked_grad(zbp_adding& adding, uint32_t face) {
   return std::move(grad[0]);
 }
 
-bool takes_products(const Weight& weight) {
+bool takes_products(const Weight& weight, zbp_how how) {
   const at::Tensor& grad = sum_of(weight);
   const at::Tensor& variable = weight.accumulator->variable;
   return grad.defined() && !grad.requires_grad() && !grad.is_complex() &&
          is_subclass(grad) == is_subclass(variable) && grad.sizes().equals(variable.sizes()) &&
-         (weight.main_grad.defined() || grad.scalar_type() == variable.scalar_type());
+         (weight.main_grad.defined() || grad.scalar_type() == variable.scalar_type() ||
+          (how.wide && grad.scalar_type() == at::kFloat));
 }
 
 Weight& weight_of(const zbp_product& product) {
@@ -81,7 +82,7 @@ Additions additions_of(c10::ArrayRef<zbp_product> products, const at::Tensor& gr
     }
     auto addition = addition_to(grad, weight.accumulator->variable.scalar_type(), task, i,
                                 half_of(product).panels);
-    if (!addition || !(additions.empty() || go_together(additions[0], *addition, how.fuse))) {
+    if (!addition || !(additions.empty() || go_together(additions[0], *addition, how))) {
       break;
     }
     additions.push_back(std::move(*addition));
@@ -111,7 +112,7 @@ void add_products(c10::ArrayRef<zbp_product> products, zbp_how how, uint32_t& ad
   const Weight& weight = weight_of(products[0]);
   const std::lock_guard<std::mutex> lock(NodeParts::mutex_of(*weight.accumulator));
   const at::Tensor grad = sum_of(weight);
-  if (!takes_products(weight)) {
+  if (!takes_products(weight, how)) {
     return;
   }
   Additions additions = additions_of(products, grad, how);
@@ -119,7 +120,7 @@ void add_products(c10::ArrayRef<zbp_product> products, zbp_how how, uint32_t& ad
     return;
   }
   try {
-    add_all(additions, how.fuse);
+    add_all(additions, how);
   } catch (...) {
     added = note_added(products, additions, grad);
     throw;
@@ -135,7 +136,7 @@ void add_to_sum(zbp_adding& adding, uint32_t face) {
   if (sum.defined() && sum.is_cpu() && is_product(task, task.plan(i))) {
     if (auto addition = addition_to(sum, weight.accumulator->variable.scalar_type(), task, i, 0)) {
       Additions one{std::move(*addition)};
-      add_all(one, /*fuse=*/false);
+      add_all(one, {});
       return;
     }
   }

@@ -7,6 +7,7 @@
 #include "shim/pass/dtensor.h"
 #include "shim/pass/saved.h"
 #include "shim/pass/path.h"
+#include "shim/torch/accumulate.h"
 #include "shim/torch/nodes.h"
 #include "shim/work/work.h"
 
@@ -18,7 +19,8 @@ at::Tensor product_of(const at::Tensor& left, const at::Tensor& right) {
   return left.dim() == 2 ? left.mm(right) : left.bmm(right);
 }
 
-/// The two matrices whose product is the gradient at a task's face, as the node's own backward multiplies them. For Y = A B: dA = dY Bᵀ, dB = Aᵀ dY, or both sides of that transposed.
+/// The two matrices whose product is the gradient at a task's face, as the node's own backward multiplies them.
+/// For Y = A B: dA = dY Bᵀ, dB = Aᵀ dY, or both sides of that transposed.
 std::pair<Operand, Operand> matrices_of(const Task& task) {
   const Operand grad{task.output_grads[0].tensor(), false};
   const Operand other{task.packed ? task.packed->unpack() : task.other.tensor(), true};
@@ -62,18 +64,27 @@ at::Tensor piece_of(const at::Tensor& tensor, const zbp_panel& piece, int64_t di
   return piece.is_cut && dim != 0 ? matrices.narrow(dim, piece.begin, piece.count) : matrices;
 }
 
-enum class How : uint8_t { in_one, whole, by_panels };
+enum class Way : uint8_t { in_one, wide, whole, by_panels };
 
-/// On the CPU `sum += left @ right`, to the bit: piece by piece where the bits are the same, see zbp_panels.h. BLAS's own
-/// accumulation (beta = 1) rounds once per block of the inner dimension where this rounds twice in all, and differs from
-/// an ordinary backward. What a W that raised has begun by pieces goes on so.
-How how_to_add(const Addition& a, bool fuse) {
-  if (a.sum.scalar_type() == a.left.scalar_type() && (fuse || !a.sum.is_cpu()) &&
-      a.panels_added == 0) {
-    return How::in_one;
+bool is_wider(c10::ScalarType sum, c10::ScalarType product) {
+  return sum == at::kFloat && (product == at::kBFloat16 || product == at::kHalf);
+}
+
+/// On the CPU `sum += left @ right`, to the bit: piece by piece where the bits are the same, see zbp_panels.h.
+/// BLAS's own accumulation (beta = 1) rounds once per block of the inner dimension where this rounds twice in
+/// all, and differs from an ordinary backward. What a W that raised has begun by pieces goes on so.
+Way way_of(const Addition& a, zbp_how how) {
+  const c10::ScalarType sum = a.sum.scalar_type();
+  const c10::ScalarType product = a.left.scalar_type();
+  if (a.panels_added == 0 && sum == product && (how.fuse || !a.sum.is_cpu())) {
+    return Way::in_one;
   }
-  return a.sum.is_cpu() && (rounds_parts_alike(a) || a.panels_added > 0) ? How::by_panels
-                                                                         : How::whole;
+  if (a.panels_added == 0 && how.wide && is_wider(sum, product) &&
+      can_accumulate(a.sum, {a.left, a.right})) {
+    return Way::wide;
+  }
+  return a.sum.is_cpu() && (rounds_parts_alike(a) || a.panels_added > 0) ? Way::by_panels
+                                                                         : Way::whole;
 }
 
 void add_piece(const Addition& a, const zbp_panel& piece) {
@@ -102,13 +113,25 @@ void add_by_panels(Additions& additions) {
   }
 }
 
-void add_whole(Addition& a, How how) {
-  if (how == How::whole) {
+void add_whole(Addition& a, Way way) {
+  if (way == Way::whole) {
     a.sum.add_(product_of(a.left, a.right).to(a.type));
   } else {
     a.sum.dim() == 2 ? a.sum.addmm_(a.left, a.right) : a.sum.baddbmm_(a.left, a.right);
   }
   a.is_done = true;
+}
+
+/// As one product, whose inner dimension is that of all.
+void add_accumulated(Additions& additions) {
+  SmallVector<MatrixProduct, 1> products;
+  for (const Addition& a : additions) {
+    products.push_back({a.left, a.right});
+  }
+  accumulate(additions[0].sum, products);
+  for (Addition& a : additions) {
+    a.is_done = true;
+  }
 }
 
 bool is_same_view(const at::Tensor& a, const at::Tensor& b) {
@@ -155,20 +178,24 @@ std::optional<Addition> addition_to(const at::Tensor& grad, c10::ScalarType type
   return a;
 }
 
-bool go_together(const Addition& a, const Addition& b, bool fuse) {
-  const How how = how_to_add(a, fuse);
-  return how == how_to_add(b, fuse) && how != How::whole && a.sum.is_cpu() &&
-         is_same_view(a.sum, b.sum);
+bool go_together(const Addition& a, const Addition& b, zbp_how how) {
+  const Way way = way_of(a, how);
+  return way == way_of(b, how) && way != Way::whole && a.sum.is_cpu() &&
+         a.left.scalar_type() == b.left.scalar_type() && is_same_view(a.sum, b.sum);
 }
 
-void add_all(Additions& additions, bool fuse) {
-  const How how = how_to_add(additions[0], fuse);
-  if (how == How::by_panels) {
+void add_all(Additions& additions, zbp_how how) {
+  const Way way = way_of(additions[0], how);
+  if (way == Way::by_panels) {
     add_by_panels(additions);
-    return;
-  }
-  for (Addition& a : additions) {
-    add_whole(a, how);
+  } else if (way == Way::wide ||
+             (additions.size() > 1 &&
+              can_accumulate(additions[0].sum, {additions[0].left, additions[0].right}))) {
+    add_accumulated(additions);
+  } else {
+    for (Addition& a : additions) {
+      add_whole(a, way);
+    }
   }
 }
 

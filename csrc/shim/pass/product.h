@@ -27,10 +27,10 @@ std::optional<Addition> addition_to(const at::Tensor& grad, c10::ScalarType type
                                     size_t i, int64_t panels_added);
 
 /// Whether both can be added in one sweep.
-bool go_together(const Addition& a, const Addition& b, bool fuse);
+bool go_together(const Addition& a, const Addition& b, zbp_how how);
 
 /// Adds them to what is the same place for all. After an exception each tells how far it came.
-void add_all(Additions& additions, bool fuse);
+void add_all(Additions& additions, zbp_how how);
 
 /// The gradient for face number `i`, at its weight where it has a path; `outputs` are a deferred node's.
 at::Tensor face_grad(const Task& task, size_t i, variable_list& outputs);

@@ -59,12 +59,12 @@ typedef struct zbp_product {
     uint32_t face;
 } zbp_product;
 
-/* Adds products for one weight in place to the gradient that it has: panel by panel, and each panel's in this order,
- * so that an element gets its additions in the order that it would have had one product after the other. At least one;
- * several run on the CPU and are one each of different groups. *added_out: how many of the first are added, also
- * after an error. The next one is none, or cannot be added so or not together with those: the weight has no gradient, or
- * one that forbids it. Nothing was done for it, nor for those behind it. In the books, face.half: how many panels are in
- * there already; after an error, how many are by now, and in what. */
+/* Adds products for one weight in place to the gradient that it has: panel by panel, and each panel's in this
+ * order, so that an element gets its additions in the order that it would have had one product after the other.
+ * At least one; several run on the CPU and are one each of different groups. *added_out: how many of the first
+ * are added, also after an error. The next one is none, or cannot be added so or not together with those: the
+ * weight has no gradient, or one that forbids it. Nothing was done for it, nor for those behind it. In the
+ * books, face.half: how many panels are in there already; after an error, how many are by now, and in what. */
 ZBP_MUST_USE int zbp_add_products(const zbp_product *product, uint32_t count, zbp_how how,
                                   uint32_t *added_out, zbp_error *error);
 
