@@ -11,58 +11,70 @@ typedef struct place {
     uint32_t turn, weight;
     uint32_t next;    /* the same weight in the next group that has it; NOWHERE */
     uint32_t refused; /* so often in a row it could not be swept */
+    uint32_t
+        last; /* while places are linked, of the weight with this place's number: its last place */
 } place;
 
 static const uint32_t NOWHERE = UINT32_MAX;
 /* Once is a gradient that was not there yet; twice, it is no product: looking ahead again and again would cost. */
 static const uint32_t OFTEN = 2;
 
+/* A turn when it was looked at last. */
+typedef struct view {
+    uint32_t first;      /* the place of its first weight */
+    uint32_t looked_for; /* for the sweeps of which turn, plus one */
+    uint8_t way;         /* a zbp_way */
+} view;
+
 struct zbp_sweeps {
-    const zbp_turn *turn; /* borrowed */
-    place *place;
-    uint32_t *first;       /* per turn: the place of its first weight; and the end */
-    uint32_t *looked_for;  /* per turn: for the sweeps of which turn it was looked at, plus one */
-    uint8_t *way;          /* per turn: a zbp_way, as it was then */
+    const zbp_turn *turn;  /* borrowed */
     zbp_product *together; /* scratch: one per turn */
+    place *place;
+    view *view; /* one per turn, and one behind the last */
 };
 
 void zbp_sweeps_free(zbp_sweeps *sweeps)
 {
-    if (sweeps == NULL)
-        return;
-    free(sweeps->place);
-    free(sweeps->first);
-    free(sweeps->looked_for);
-    free(sweeps->way);
-    free(sweeps->together);
     free(sweeps);
 }
 
 /* Links each place with the one before it that is the same weight. *any_out: there is such a pair. */
 static int link_places(zbp_sweeps *sweeps, uint32_t count, bool *any_out)
 {
-    uint32_t *last = calloc((size_t)count + 1, sizeof *last); /* per weight */
     zbp_map weights = {0};
-    int status = last == NULL ? ZBP_ENOMEM : ZBP_OK;
+    int status = ZBP_OK;
 
     *any_out = false;
     for (uint32_t p = 0; p < count && status == ZBP_OK; p++) {
-        place *here = &sweeps->place[p];
+        const place *here = &sweeps->place[p];
         const void *key = zbp_weight_key(sweeps->turn[here->turn].held, here->weight);
-        bool is_new = false;
+        bool is_new = true;
         uint32_t number = 0;
 
         status = zbp_map_add(&weights, key, weights.count, &number, &is_new);
-        if (status != ZBP_OK)
-            break;
-        if (!is_new)
-            sweeps->place[last[number]].next = p;
-        *any_out = *any_out || !is_new;
-        last[number] = p;
+        if (!is_new) {
+            sweeps->place[sweeps->place[number].last].next = p;
+            *any_out = true;
+        }
+        sweeps->place[number].last = p;
     }
     zbp_map_fini(&weights);
-    free(last);
     return status;
+}
+
+/* One block of all; NULL without memory. */
+static zbp_sweeps *allocate(const zbp_turn *turn, size_t turns, size_t places)
+{
+    const size_t products = turns * sizeof(zbp_product), views = (turns + 1) * sizeof(view);
+    zbp_sweeps *sweeps = malloc(sizeof *sweeps + products + places * sizeof(place) + views);
+
+    if (sweeps != NULL) {
+        sweeps->turn = turn;
+        sweeps->together = (zbp_product *)(sweeps + 1);
+        sweeps->place = (place *)(sweeps->together + turns);
+        sweeps->view = (view *)(sweeps->place + places);
+    }
+    return sweeps;
 }
 
 static uint32_t count_weights(const zbp_turn *turn, size_t count)
@@ -72,19 +84,6 @@ static uint32_t count_weights(const zbp_turn *turn, size_t count)
     for (size_t t = 0; t < count; t++)
         weights += turn[t].book->weight_count;
     return weights;
-}
-
-static int allocate(zbp_sweeps *sweeps, size_t turns, uint32_t places)
-{
-    sweeps->place = malloc(((size_t)places + 1) * sizeof *sweeps->place);
-    sweeps->first = malloc((turns + 1) * sizeof *sweeps->first);
-    sweeps->looked_for = calloc(turns, sizeof *sweeps->looked_for);
-    sweeps->way = malloc(turns);
-    sweeps->together = malloc(turns * sizeof *sweeps->together);
-    return sweeps->place != NULL && sweeps->first != NULL && sweeps->looked_for != NULL &&
-                   sweeps->way != NULL && sweeps->together != NULL
-               ? ZBP_OK
-               : ZBP_ENOMEM;
 }
 
 int zbp_sweeps_new(const zbp_turn *turn, size_t count, zbp_sweeps **sweeps_out)
@@ -98,25 +97,21 @@ int zbp_sweeps_new(const zbp_turn *turn, size_t count, zbp_sweeps **sweeps_out)
     *sweeps_out = NULL;
     if (count < 2)
         return ZBP_OK;
-    sweeps = calloc(1, sizeof *sweeps);
+    sweeps = allocate(turn, count, places);
     if (sweeps == NULL)
         return ZBP_ENOMEM;
-    sweeps->turn = turn;
-    status = allocate(sweeps, count, places);
-    for (uint32_t t = 0; status == ZBP_OK && t < count; t++) {
-        sweeps->first[t] = p;
+    for (uint32_t t = 0; t < count; t++) {
+        sweeps->view[t] = (view){.first = p};
         for (uint32_t w = 0; w < turn[t].book->weight_count; w++)
             sweeps->place[p++] = (place){.turn = t, .weight = w, .next = NOWHERE};
-        sweeps->first[t + 1] = p;
     }
-    if (status == ZBP_OK)
-        status = link_places(sweeps, places, &any);
-    if (status != ZBP_OK || !any) {
+    sweeps->view[count] = (view){.first = p};
+    status = link_places(sweeps, places, &any);
+    if (status == ZBP_OK && any)
+        *sweeps_out = sweeps;
+    else
         zbp_sweeps_free(sweeps);
-        return status;
-    }
-    *sweeps_out = sweeps;
-    return ZBP_OK;
+    return status;
 }
 
 /* What would become of turn t now; the books of those that would be added directly count what they owe. */
@@ -126,17 +121,17 @@ static int look_ahead(zbp_sweeps *sweeps, uint32_t t, uint32_t head, zbp_how how
     uint32_t face = 0;
     int status = ZBP_OK;
 
-    if (sweeps->looked_for[t] == head + 1)
+    if (sweeps->view[t].looked_for == head + 1)
         return ZBP_OK;
     if (t != head) /* it was looked at just now */
         status = zbp_look(turn->held, turn->book, error);
     if (status != ZBP_OK)
         return status;
-    sweeps->way[t] =
+    sweeps->view[t].way =
         t == head ? ZBP_WAY_DIRECT : (uint8_t)zbp_book_way(turn->book, turn->layout, how, &face);
-    if (sweeps->way[t] == ZBP_WAY_DIRECT)
+    if (sweeps->view[t].way == ZBP_WAY_DIRECT)
         zbp_book_count_owed(turn->book, turn->layout);
-    sweeps->looked_for[t] = head + 1;
+    sweeps->view[t].looked_for = head + 1;
     return ZBP_OK;
 }
 
@@ -155,10 +150,10 @@ static int gather(zbp_sweeps *sweeps, uint32_t p, zbp_how how, uint32_t *count_o
 
         if (status != ZBP_OK)
             return status;
-        if (sweeps->way[t] == ZBP_WAY_REFUSED)
+        if (sweeps->view[t].way == ZBP_WAY_REFUSED)
             break;
         /* The engine adds when all others have. */
-        if (sweeps->way[t] != ZBP_WAY_DIRECT)
+        if (sweeps->view[t].way != ZBP_WAY_DIRECT)
             continue;
         face = zbp_book_sole_product(turn->book, turn->layout, w);
         if (face == ZBP_NO_FACE && (t == head || zbp_book_is_owed(turn->book, w)))
@@ -176,7 +171,8 @@ int zbp_sweep(zbp_sweeps *sweeps, size_t turn, zbp_how how, zbp_error *error)
 
     if (sweeps == NULL)
         return ZBP_OK;
-    for (uint32_t p = sweeps->first[turn]; p < sweeps->first[turn + 1] && status == ZBP_OK; p++) {
+    for (uint32_t p = sweeps->view[turn].first;
+         p < sweeps->view[turn + 1].first && status == ZBP_OK; p++) {
         const place here = sweeps->place[p];
         uint32_t count = 0, added = 0;
 

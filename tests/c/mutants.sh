@@ -106,7 +106,7 @@ mutant "a complete group runs again in a retry" core/pass/zbp_book.c \
 mutant "a product that was swept is added again" pass/sweep.c 's/^            zbp_book_delivered(.*/            ;/'
 mutant "what a sweep has added before it failed is not noted" pass/sweep.c \
     's/i < added; i++)$/i < (status == ZBP_OK ? added : 0); i++)/'
-mutant "a sweep goes on past a hook" pass/sweep.c 's/if (sweeps->way\[t\] != ZBP_WAY_DIRECT)/if (false)/'
+mutant "a sweep goes on past a hook" pass/sweep.c 's/if (sweeps->view\[t\].way != ZBP_WAY_DIRECT)/if (false)/'
 mutant "a sweep looks at no other group" pass/sweep.c 's/status = zbp_look(.*/status = ZBP_OK;/'
 mutant "a sweep takes products of another stream" core/pass/zbp_book.c \
     's/task->kind == ZBP_TASK_PRODUCT \&\& task->stream == 0/task->kind == ZBP_TASK_PRODUCT/'
