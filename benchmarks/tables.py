@@ -327,6 +327,26 @@ def leaks() -> str:
     return f"{words}\n\n{markdown(['what is left', 'leaks', *keys, 'MB of memory'], rows)}"
 
 
+def sweep() -> str:
+    measured = figures("sweep")
+    rows = []
+    for weights, by_tokens in measured["sweeps"].items():
+        for tokens, of in by_tokens.items():
+            ways = ("together", "fused, one after the other", "fused, together")
+            rows.append([f"{weights}, {tokens} tokens", *(times(of[way]["median"]) for way in ways)])
+    header = ["8 microbatches, to one after the other", "together", "`fused=True`", "`fused=True`, together"]
+    return markdown(header, rows)
+
+
+def wide() -> str:
+    rows = [
+        [dtype, tokens, times(of["default"]["median"]), times(of["wide"]["median"])]
+        for dtype, by_tokens in figures("sweep")["wide"].items()
+        for tokens, of in by_tokens.items()
+    ]
+    return markdown(["factors", "tokens", "default", "`wide=True`"], rows)
+
+
 def panels() -> str:
     rows = []
     for dtype, threads in (("float32", 1), ("float64", 1), ("bfloat16", 1), ("float32", 2)):
@@ -353,7 +373,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/compatibility.md": {"compile": compiled, "stage_zero": stage_zero},
     "docs/memory.md": {"checkpointed": checkpointed, "checkpointed steps": checkpointed_steps, "recorder": recorder},
     "docs/leaks.md": {"leaks": leaks},
-    "docs/architecture.md": {"waits": waits, "panels": panels},
+    "docs/architecture.md": {"waits": waits, "panels": panels, "sweep": sweep, "wide": wide},
 }
 
 

@@ -41,7 +41,7 @@ CORE_LINK_ubsan := $(CORE_UNDEFINED)
 CORE_LINK_tsan := -fsanitize=thread
 CORE_LINK_asan := $(CORE_SANITIZE)
 CORE_LINK_cov := --coverage
-CORE_LINK_OF_test_pass := -Wl,--wrap=malloc
+CORE_LINK_OF_test_pass := -Wl,--wrap=malloc,--wrap=realloc
 
 # $(1): the flavour. Objects, the library, and a program per tests/c/X.c that has a main.
 define CORE_FLAVOUR

@@ -434,6 +434,7 @@ BARRIER = re.compile(r"\b(guarded|guarded_object|set_of|kept_in|barrier\.end)\("
 CANNOT_THROW = {
     "zbp_error_clear",
     "zbp_error_raise",
+    "zbp_weight_key",
     "zbp_adding_free",
     "zbp_let_go",
     "zbp_run_free",

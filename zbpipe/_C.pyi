@@ -74,6 +74,7 @@ def weight_pass(
     retain_graph: bool,
     fuse: bool,
     main_grad: bool,
+    wide: bool,
     /,
 ) -> Sequence[torch.Tensor]: ...
 def unpacked_waits() -> bool: ...

@@ -30,7 +30,14 @@ class Observer(Protocol):
     ) -> tuple[tuple[torch.Tensor | None, ...], list[ParamGroup]]: ...
 
     def weight_pass(
-        self, weights: Any, param_groups: Iterable[ParamGroup], retain_graph: bool, fuse: bool, main_grad: bool, /
+        self,
+        weights: Any,
+        param_groups: Iterable[ParamGroup],
+        retain_graph: bool,
+        fuse: bool,
+        main_grad: bool,
+        wide: bool,
+        /,
     ) -> Sequence[torch.Tensor]: ...
 
     def phase(self, kind: str, /) -> AbstractContextManager[None]: ...

@@ -1,4 +1,4 @@
-"""What is left to the weight pass, what is kept for it, and how it adds: a policy of four choices.
+"""What is left to the weight pass, what is kept for it, and how it adds: a policy of five choices.
 
 Note [What each choice costs]
 
@@ -39,7 +39,8 @@ fused: False adds a product to an existing gradient as ``grad += a @ b`` would, 
     of rows or columns as it computes the whole (one thread, float32 and float64, no side shorter than 256) it goes
     panel by panel: no temporary of the weight's size. Several products for one weight are summed first, in one
     temporary; an ordinary backward takes one for each. True adds each by ``grad.addmm_(a, b)``: up to a third faster
-    where the inner dimension is short; BLAS rounds once per block of that dimension, so after some microbatches
+    where the inner dimension is short; those of several microbatches that one call of W is given as one, whose inner
+    dimension is that of all. BLAS rounds once per block of that dimension, so after some microbatches
     gradients differ from an ordinary backward's by more than the last bit. On other devices than the CPU products of
     the gradient's dtype are always added so: there the accumulation rounds once, in 16 bits once less than an ordinary
     backward.
@@ -49,9 +50,16 @@ main_grad: True accumulates a weight that has an attribute ``main_grad``, a floa
     ``grad_added_to_main_grad``, if it has one, becomes True. Hooks of the weight see the gradient as always. A patched
     schedule with ``scale_grads`` divides it as it divides a ``.grad``.
 
-``defer`` and ``checkpoint`` count when I is called, ``fused`` and ``main_grad`` when W is; ``main_grad`` in I too, for
-what a reentrant checkpoint's own backward adds there: it goes to ``main_grad`` when I ends. ``stage_backward`` is not
-told the weights and refuses such a checkpoint.
+wide: True adds a product of 16-bit factors to a float32 gradient (a ``main_grad``, a ``.grad`` of a weight whose
+    ``grad_dtype`` says so, the ``.grad`` of a float32 weight under autocast) in float32: neither the product nor a sum
+    of products is rounded to 16 bits first, and no temporary is larger than 2 MiB. False rounds each to the weight's
+    dtype before it is added, as an ordinary backward does. On the CPU; elsewhere, and for what is no product
+    (convolutions, biases, sums that the engine forms for weights that hooks watch), as without. A first gradient is
+    rounded still: there is nothing yet to add it to. Products are added one by one, as with ``fused``.
+
+``defer`` and ``checkpoint`` count when I is called, ``fused``, ``wide`` and ``main_grad`` when W is; ``main_grad`` in I
+too, for what a reentrant checkpoint's own backward adds there: it goes to ``main_grad`` when I ends. ``stage_backward``
+is not told the weights and refuses such a checkpoint.
 """
 
 import contextlib
@@ -102,26 +110,29 @@ class Policy:
         fused: products are added by ``grad.addmm_(a, b)``; otherwise as ``grad += a @ b`` would, to the bit.
         main_grad: a weight's gradient is added to its attribute ``main_grad``, a floating-point tensor of its shape and
             device, where it has one, and not to ``.grad``.
+        wide: products of 16-bit factors are added to float32 gradients without being rounded before (on the CPU).
 
     Raises:
         TypeError, ValueError: a value that is none of these.
 
     Source:
         ``torch.utils.checkpoint.CheckpointPolicy`` (MUST_SAVE, PREFER_RECOMPUTE) and pytorch/pytorch 136766 for
-        ``checkpoint``; Megatron-LM's ``gradient_accumulation_fusion`` for ``fused`` and ``main_grad``.
+        ``checkpoint``; Megatron-LM's ``gradient_accumulation_fusion`` for ``fused`` and ``main_grad``;
+        ``torch.addmm``'s ``out_dtype`` for ``wide``.
     """
 
     defer: Defer = "matrices"
     checkpoint: Checkpoint = "auto"
     fused: bool = False
     main_grad: bool = False
+    wide: bool = False
 
     def __post_init__(self) -> None:
         for name, words in (("defer", tuple(_DEFER)), ("checkpoint", _CHECKPOINT_WORDS)):
             value = getattr(self, name)
             if not callable(value):
                 _require_one_of(words, name, value, " or a function of a parameter")
-        for name in ("fused", "main_grad"):
+        for name in ("fused", "main_grad", "wide"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is {argument(getattr(self, name))}; expected True or False")
 
@@ -168,14 +179,14 @@ def _from_environment() -> Policy:
     choices: dict[str, Any] = {}
     for item in filter(None, os.environ.get(_VARIABLE, "").replace(" ", "").split(",")):
         name, _, value = item.partition("=")
-        if name in ("fused", "main_grad"):
+        if name in ("fused", "main_grad", "wide"):
             if value not in ("0", "1"):
                 raise ValueError(f"{_VARIABLE} says {item!r}; expected {name}=0 or {name}=1")
             choices[name] = value == "1"
         elif name in ("defer", "checkpoint"):
             choices[name] = value
         else:
-            raise ValueError(f"{_VARIABLE} says {item!r}; expected defer=, checkpoint=, fused= or main_grad=")
+            raise ValueError(f"{_VARIABLE} says {item!r}; expected defer=, checkpoint=, fused=, main_grad= or wide=")
     try:
         return Policy(**choices)
     except (TypeError, ValueError) as error:
@@ -201,11 +212,12 @@ def set_policy(
     checkpoint: Checkpoint = _AS_IT_IS,
     fused: bool = _AS_IT_IS,
     main_grad: bool = _AS_IT_IS,
+    wide: bool = _AS_IT_IS,
 ) -> Policy:
     """Changes the process's default policy, for all threads. What is not given stays.
 
     Args:
-        defer, checkpoint, fused, main_grad: see :class:`Policy`.
+        defer, checkpoint, fused, main_grad, wide: see :class:`Policy`.
 
     Returns:
         The policy that it was.
@@ -214,7 +226,7 @@ def set_policy(
         TypeError, ValueError: a choice that there is none of; nothing has been changed.
     """
     global _default
-    before, _default = _default, _changed(_default, defer, checkpoint, fused, main_grad)
+    before, _default = _default, _changed(_default, defer, checkpoint, fused, main_grad, wide)
     return before
 
 
@@ -225,6 +237,7 @@ def policy(
     checkpoint: Checkpoint = _AS_IT_IS,
     fused: bool = _AS_IT_IS,
     main_grad: bool = _AS_IT_IS,
+    wide: bool = _AS_IT_IS,
 ) -> Iterator[Policy]:
     """Changes the policy for the passes that are called in a ``with`` block, in this thread or task. What is not given
     stays.
@@ -232,7 +245,7 @@ def policy(
     Threads that are started within the block do not see it; they follow the process's policy.
 
     Args:
-        defer, checkpoint, fused, main_grad: see :class:`Policy`.
+        defer, checkpoint, fused, main_grad, wide: see :class:`Policy`.
 
     Returns:
         A context manager, which gives the policy that holds within it.
@@ -240,13 +253,13 @@ def policy(
     Raises:
         TypeError, ValueError: a choice that there is none of.
     """
-    token = _current.set(_changed(get_policy(), defer, checkpoint, fused, main_grad))
+    token = _current.set(_changed(get_policy(), defer, checkpoint, fused, main_grad, wide))
     try:
         yield get_policy()
     finally:
         _current.reset(token)
 
 
-def _changed(before: Policy, defer: Any, checkpoint: Any, fused: Any, main_grad: Any) -> Policy:
-    choices = {"defer": defer, "checkpoint": checkpoint, "fused": fused, "main_grad": main_grad}
+def _changed(before: Policy, defer: Any, checkpoint: Any, fused: Any, main_grad: Any, wide: Any) -> Policy:
+    choices = {"defer": defer, "checkpoint": checkpoint, "fused": fused, "main_grad": main_grad, "wide": wide}
     return dataclasses.replace(before, **{name: value for name, value in choices.items() if value is not _AS_IT_IS})

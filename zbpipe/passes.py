@@ -100,7 +100,8 @@ def stage_backward_weight(
         weights: the weights of the stage; all of the groups' weights must be among them. None for
             those of the groups, unchecked.
         param_groups: groups of one or of several calls of :func:`stage_backward_input`. Each can be
-            given once.
+            given once. Products of several microbatches for one weight are added in one sweep over its gradient, in
+            the order of the groups.
         retain_graph: keep what the groups hold, so that they can be given again.
 
     Returns:
@@ -125,7 +126,12 @@ def stage_backward_weight(
     if policy.main_grad:
         scale.check_main_grad()
     listed = run(
-        handover.in_graph(_parameters.listed(weights)), param_groups, retain_graph, policy.fused, policy.main_grad
+        handover.in_graph(_parameters.listed(weights)),
+        param_groups,
+        retain_graph,
+        policy.fused,
+        policy.main_grad,
+        policy.wide,
     )
     return tuple(weight.grad for weight in listed)
 
@@ -185,7 +191,7 @@ def _backward_into_main_grad(roots: Sequence[Any], root_grads: Sequence[torch.Te
         )
     except _C.RunError as error:
         raise error.__cause__ or error from None
-    _C.weight_pass(None, groups, False, policy.fused, True)
+    _C.weight_pass(None, groups, False, policy.fused, True, policy.wide)
 
 
 @contextmanager

@@ -195,7 +195,8 @@ static PyObject *input_pass(PyObject *module, PyObject *args)
 }
 
 PyDoc_STRVAR(weight_pass_doc,
-             "weight_pass(weights, param_groups, retain_graph, fuse, main_grad, /)\n--\n\n"
+             "weight_pass(weights, param_groups, retain_graph, fuse, main_grad, wide,\n"
+             "            /)\n--\n\n"
              "The weight pass of the groups; returns the weights as a list or tuple, empty for\n"
              "None. See zbpipe.stage_backward_weight.");
 
@@ -335,11 +336,11 @@ static PyObject *weight_pass(PyObject *module, PyObject *args)
     PyObject *given_weights, *given_groups, *weights = NULL, *seq = NULL, *result = NULL;
     zbp_group **groups = NULL;
     Py_ssize_t count;
-    int retain, fuse, main_grad;
+    int retain, fuse, main_grad, wide;
     zbp_how how;
 
-    if (!PyArg_ParseTuple(args, "OOppp:weight_pass", &given_weights, &given_groups, &retain, &fuse,
-                          &main_grad)) {
+    if (!PyArg_ParseTuple(args, "OOpppp:weight_pass", &given_weights, &given_groups, &retain, &fuse,
+                          &main_grad, &wide)) {
         return NULL;
     }
     if (as_sequence(given_weights, "weights", &weights) < 0 ||
@@ -356,8 +357,10 @@ static PyObject *weight_pass(PyObject *module, PyObject *args)
         PyErr_NoMemory();
         goto done;
     }
-    how = (zbp_how){
-        .retain = retain != 0, .fuse = fuse != 0, .is_anomaly = zbp_in_anomaly_mode() != 0};
+    how = (zbp_how){.retain = retain != 0,
+                    .fuse = fuse != 0,
+                    .wide = wide != 0,
+                    .is_anomaly = zbp_in_anomaly_mode() != 0};
     for (Py_ssize_t i = 0; i < count; ++i) {
         PyObject *item = PySequence_Fast_GET_ITEM(seq, i);
         if (!Py_IS_TYPE(item, zbp_group_type(module))) {

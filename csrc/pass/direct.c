@@ -21,13 +21,14 @@ static int join_sum(zbp_turn *turn, zbp_adding *adding, uint32_t face, zbp_error
 static int add_alone(zbp_turn *turn, zbp_adding *adding, uint32_t face, zbp_how how,
                      zbp_error *error)
 {
-    zbp_half *half = &turn->book->face[face].half;
-    bool is_added = false;
-    int status = zbp_add_product(adding, face, half, &is_added, error);
+    const zbp_product product = {.turn = turn, .face = face};
+    uint32_t added = 0;
+    int status = zbp_add_products(&product, 1, how, &added, error);
 
-    if (status == ZBP_OK && !is_added)
-        status = half->panels > 0 ? zbp_error_half_added(turn->held, face, error)
-                                  : zbp_add_gradient(adding, face, error);
+    if (status == ZBP_OK && added == 0)
+        status = turn->book->face[face].half.panels > 0
+                     ? zbp_error_half_added(turn->held, face, error)
+                     : zbp_add_gradient(adding, face, error);
     if (status != ZBP_OK)
         return status;
     zbp_book_delivered(turn->book, face);

@@ -1,6 +1,7 @@
-/* W: look, refuse, add directly what nobody watches, run the rest in the engine, settle. */
+/* W: look, refuse, sweep and add directly what nobody watches, run the rest in the engine, settle. */
 
 #include "pass/zbp_pass.h"
+#include "pass/zbp_sweep.h"
 
 /* What W does with a group, as it is now. */
 static int find_way(zbp_turn *turn, zbp_how how, zbp_way *way_out, zbp_error *error)
@@ -14,19 +15,23 @@ static int find_way(zbp_turn *turn, zbp_how how, zbp_way *way_out, zbp_error *er
     return *way_out == ZBP_WAY_REFUSED ? zbp_error_half_added(turn->held, face, error) : ZBP_OK;
 }
 
-static int start(zbp_turn *turn, zbp_how how, zbp_run *run, zbp_error *error)
+/* Group number g of the call. */
+static int start(zbp_turn *turn, size_t g, zbp_how how, zbp_sweeps *sweeps, zbp_run *run,
+                 zbp_error *error)
 {
     zbp_way way = ZBP_WAY_DONE;
     /* Only now: what ran for the groups before may have put hooks on this one's weights. */
-    int status = find_way(turn, how, &way, error);
+    int status = find_way(&turn[g], how, &way, error);
 
     if (status != ZBP_OK || way == ZBP_WAY_DONE)
         return status;
-    status = zbp_follow_caller(turn->held, error);
-    if (status == ZBP_OK)
-        status = way == ZBP_WAY_DIRECT ? zbp_pass_directly(turn, how, error)
-                                       : zbp_run_add(run, turn->held, error);
-    return status;
+    status = zbp_follow_caller(turn[g].held, error);
+    if (status != ZBP_OK)
+        return status;
+    if (way != ZBP_WAY_DIRECT)
+        return zbp_run_add(run, turn[g].held, error);
+    status = zbp_sweep(sweeps, g, how, error);
+    return status == ZBP_OK ? zbp_pass_directly(&turn[g], how, error) : status;
 }
 
 static void settle(zbp_turn *turn, zbp_how how, bool failed)
@@ -64,6 +69,7 @@ int zbp_pass_weights(zbp_turn *turn, size_t count, zbp_how how, zbp_error *error
 {
     bool is_retry = false;
     zbp_run *run = NULL;
+    zbp_sweeps *sweeps = NULL;
     zbp_way way = ZBP_WAY_DONE;
     int status = ZBP_OK;
 
@@ -75,8 +81,10 @@ int zbp_pass_weights(zbp_turn *turn, size_t count, zbp_how how, zbp_error *error
     if (status != ZBP_OK)
         return status;
     status = zbp_run_new(how, &run, error);
+    if (status == ZBP_OK)
+        status = zbp_sweeps_new(turn, count, &sweeps);
     for (size_t g = 0; g < count && status == ZBP_OK; g++)
-        status = start(&turn[g], how, run, error);
+        status = start(turn, g, how, sweeps, run, error);
     if (status == ZBP_OK)
         status = zbp_run_go(run, error);
     for (size_t g = 0; g < count; g++) {
@@ -84,6 +92,7 @@ int zbp_pass_weights(zbp_turn *turn, size_t count, zbp_how how, zbp_error *error
             join_what_has_run(&turn[g]);
         settle(&turn[g], how, status != ZBP_OK);
     }
+    zbp_sweeps_free(sweeps);
     zbp_run_free(run);
     if (status != ZBP_OK && is_retry)
         zbp_error_name_lost(error, turn, count);

@@ -116,15 +116,56 @@ static fake_gradient compute(const zbp_held *held, uint32_t face)
     return held->face[face].kind == FAKE_GONE ? (fake_gradient){0} : of_face(held, face);
 }
 
+static fake_weight *next_of(fake_weight *weight)
+{
+    return weight->same != NULL ? weight->same : weight;
+}
+
+void fake_share(fake_weight *weight, fake_weight *with)
+{
+    fake_weight *const rest = next_of(weight);
+
+    with->key = weight->key != NULL ? weight->key : weight;
+    with->has_grad = weight->has_grad;
+    with->forbids_products = weight->forbids_products;
+    with->is_cast = weight->is_cast;
+    with->sum = weight->sum;
+    with->seen = weight->seen;
+    with->was_frozen = weight->was_frozen;
+    with->same = rest;
+    weight->same = with;
+}
+
+void fake_replace_gradient(fake_weight *weight, bool has_grad)
+{
+    const uint64_t sum = ++fake.sums;
+    fake_weight *w = weight;
+
+    do {
+        w->has_grad = has_grad;
+        w->sum = sum;
+        w->grad = (fake_gradient){0};
+        w = next_of(w);
+    } while (w != weight);
+}
+
+void fake_mark(fake_weight *weight, uint8_t seen)
+{
+    fake_weight *w = weight;
+
+    do {
+        w->seen |= seen;
+        w->was_frozen = w->was_frozen || (seen & ZBP_WEIGHT_FROZEN) != 0;
+        w = next_of(w);
+    } while (w != weight);
+}
+
 static void accumulate(fake_weight *weight, const fake_gradient *gradient)
 {
     if ((weight->seen & ZBP_WEIGHT_FROZEN) != 0)
         return;
-    if (!weight->has_grad) {
-        weight->has_grad = true;
-        weight->sum = ++fake.sums;
-        weight->grad = (fake_gradient){0};
-    }
+    if (!weight->has_grad)
+        fake_replace_gradient(weight, true);
     fake_add(&weight->grad, gradient);
     fake_add(&weight->total, gradient);
 }
@@ -147,6 +188,13 @@ int zbp_look(zbp_held *held, zbp_book *book, zbp_error *error)
             book, f, weight >= 0 && held->weight[weight].has_grad ? held->weight[weight].sum : 0);
     }
     return ZBP_OK;
+}
+
+const void *zbp_weight_key(zbp_held *held, uint32_t weight)
+{
+    const fake_weight *w = &held->weight[weight];
+
+    return w->key != NULL ? w->key : w;
 }
 
 int zbp_follow_caller(zbp_held *held, zbp_error *error)
@@ -204,32 +252,99 @@ static fake_weight *weight_of(zbp_adding *adding, uint32_t face)
     return &adding->held->weight[adding->held->layout.face[face].weight];
 }
 
-int zbp_add_product(zbp_adding *adding, uint32_t face, zbp_half *half, bool *added_out,
-                    zbp_error *error)
+static fake_weight *weight_at(const zbp_product *product)
 {
-    fake_weight *weight = weight_of(adding, face);
-    const fake_gradient whole = of_face(adding->held, face);
+    zbp_held *held = product->turn->held;
 
-    *added_out = adding->held->face[face].kind == FAKE_PRODUCT && weight->has_grad &&
-                 !weight->forbids_products;
-    if (!*added_out)
-        return ZBP_OK;
-    if (adding->how.fuse && !weight->is_cast && half->panels == 0) {
-        if (touch(error) != ZBP_OK)
-            return ZBP_ETORCH;
-        accumulate(weight, &whole);
+    return &held->weight[held->layout.face[product->face].weight];
+}
+
+static bool adds_in_one(const zbp_product *product, zbp_how how)
+{
+    return (weight_at(product)->is_cast ? how.wide : how.fuse) &&
+           product->turn->book->face[product->face].half.panels == 0;
+}
+
+static void check_swept(const zbp_product *first, const zbp_product *product)
+{
+    const zbp_held *held = product->turn->held;
+    const zbp_face *face = &held->layout.face[product->face];
+
+    if (zbp_weight_key(product->turn->held, (uint32_t)face->weight) !=
+        zbp_weight_key(first->turn->held, (uint32_t)first->turn->layout->face[first->face].weight))
+        fake_violation("products of two weights are added together");
+    if ((weight_at(product)->seen & (ZBP_WEIGHT_HOOKED | ZBP_WEIGHT_SPECIAL)) != 0 ||
+        ((face->flag & ZBP_FACE_PATH) != 0 && held->face[product->face].is_hooked))
+        fake_violation("a product is added together with others past a hook, or to a subclass");
+    if (held->layout.task[face->task].stream != 0)
+        fake_violation("products of several streams are added together");
+}
+
+/* How many of the first can be added, and together. */
+static uint32_t go_together(const zbp_product *product, uint32_t count, zbp_how how)
+{
+    uint32_t together = 0;
+
+    for (; together < count; together++) {
+        const zbp_product *next = &product[together];
+        const fake_face *face = &next->turn->held->face[next->face];
+
+        if (count > 1)
+            check_swept(product, next);
+        if (face->kind != FAKE_PRODUCT || !weight_at(next)->has_grad ||
+            weight_at(next)->forbids_products ||
+            (together > 0 &&
+             (face->goes_alone || adds_in_one(next, how) != adds_in_one(product, how))))
+            break;
+    }
+    return together;
+}
+
+static int add_panel(const zbp_product *product, int64_t p, zbp_error *error)
+{
+    fake_weight *weight = weight_at(product);
+    zbp_half *half = &product->turn->book->face[product->face].half;
+    fake_gradient panel = {0};
+
+    if (touch(error) != ZBP_OK)
+        return ZBP_ETORCH;
+    if (fake.order_count < sizeof fake.order / sizeof *fake.order) {
+        fake.order[fake.order_count].held = product->turn->held;
+        fake.order[fake.order_count++].panel = p;
+    }
+    panel.of[product->face][p] = 1;
+    accumulate(weight, &panel);
+    *half = p + 1 < PANELS ? (zbp_half){.panels = p + 1, .sum = weight->sum} : (zbp_half){0};
+    return ZBP_OK;
+}
+
+int zbp_add_products(const zbp_product *product, uint32_t count, zbp_how how, uint32_t *added_out,
+                     zbp_error *error)
+{
+    const uint32_t together = go_together(product, count, how);
+    int64_t begun[8];
+
+    *added_out = 0;
+    if (together > 0 && adds_in_one(product, how)) {
+        for (; *added_out < together; ++*added_out) {
+            const fake_gradient whole =
+                of_face(product[*added_out].turn->held, product[*added_out].face);
+
+            if (touch(error) != ZBP_OK)
+                return ZBP_ETORCH;
+            accumulate(weight_at(&product[*added_out]), &whole);
+        }
         return ZBP_OK;
     }
-    for (int64_t p = half->panels; p < PANELS; p++) {
-        fake_gradient panel = {0};
-
-        if (touch(error) != ZBP_OK)
-            return ZBP_ETORCH;
-        panel.of[face][p] = 1;
-        accumulate(weight, &panel);
-        *half = (zbp_half){.panels = p + 1, .sum = weight->sum};
+    for (uint32_t i = 0; i < together; i++)
+        begun[i] = product[i].turn->book->face[product[i].face].half.panels;
+    for (int64_t p = 0; p < PANELS; p++) {
+        for (uint32_t i = 0; i < together; i++) {
+            if (p >= begun[i] && add_panel(&product[i], p, error) != ZBP_OK)
+                return ZBP_ETORCH;
+            *added_out += p + 1 == PANELS ? 1 : 0;
+        }
     }
-    *half = (zbp_half){0};
     return ZBP_OK;
 }
 

@@ -15,7 +15,10 @@ typedef struct fake_gradient {
     int of[MOST_FACES][PANELS];
 } fake_gradient;
 
+/* Groups may have a weight in common: then its state is the same in each, and what was added is counted per group. */
 typedef struct fake_weight {
+    struct fake_weight *same; /* in the next group that has it, round in a ring; NULL: no other */
+    const void *key;          /* NULL: its own address */
     bool has_grad, forbids_products; /* its .grad */
     bool is_cast; /* its dtype is another than the product's: nothing is added in one operation */
     uint64_t sum; /* the identity of that */
@@ -33,6 +36,7 @@ typedef enum fake_kind { FAKE_PRODUCT, FAKE_COMPUTED, FAKE_KEPT, FAKE_GONE } fak
 typedef struct fake_face {
     fake_kind kind;
     bool is_hooked;
+    bool goes_alone; /* its product is laid out as no other */
 } fake_face;
 
 typedef struct fake_outside {
@@ -54,7 +58,12 @@ struct zbp_held {
 
 typedef struct fake_world {
     uint64_t random;
-    long touches, fail_at;  /* -1: none fails */
+    long touches, fail_at; /* -1: none fails */
+    struct {
+        const zbp_held *held;
+        int64_t panel;
+    } order[64]; /* the panels that were added, the first ones */
+    uint32_t order_count;
     long joins;             /* so often the caller's streams have waited for a group's */
     uint64_t sums;          /* identities given away */
     void (*surprise)(void); /* what a user's code that runs within a touch does; may be NULL */
@@ -67,6 +76,12 @@ extern _Thread_local fake_world fake;
 extern const char FAKE_FAILED[], FAKE_HALF[], FAKE_TWICE[], FAKE_LOST[];
 
 uint32_t fake_random(uint32_t below);
+
+/* From now on both are one weight, with what the first one has. */
+void fake_share(fake_weight *weight, fake_weight *with);
+/* Its .grad is another tensor, of zeros, or none. */
+void fake_replace_gradient(fake_weight *weight, bool has_grad);
+void fake_mark(fake_weight *weight, uint8_t seen); /* sets ZBP_WEIGHT_* */
 
 /* Counts what the weights are owed, once the layout is complete. */
 void fake_count_owed(zbp_held *held);

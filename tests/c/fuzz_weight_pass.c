@@ -103,6 +103,27 @@ static void make_group(zbp_held *h)
     require(zbp_book_init(&h->book, &h->layout, NULL));
 }
 
+/* Most groups are another microbatch of the group before, or have one weight in common with it. */
+static void make_related(uint32_t g)
+{
+    static _Thread_local uint64_t seed;
+    const uint32_t relation = g == 0 ? 3 : fake_random(4);
+    const uint64_t now = fake.random;
+    zbp_held *h = &held[g];
+
+    if (relation < 2)
+        fake.random = seed;
+    else
+        seed = now;
+    make_group(h);
+    if (relation < 2)
+        fake.random = now + 1;
+    for (uint32_t w = 0; w < (relation < 2 ? h->book.weight_count : relation == 2); w++)
+        fake_share(&held[g - 1].weight[w], &h->weight[w]);
+    for (uint32_t f = 0; f < h->book.face_count; f++)
+        h->face[f].goes_alone = fake_random(6) == 0;
+}
+
 /* ---- what a user does between two calls, or in the middle of one */
 
 static zbp_held *some_group(void)
@@ -119,7 +140,7 @@ static void add_a_hook(void)
     if (h->book.face_count > 0 && fake_random(2) == 0)
         h->face[fake_random(h->book.face_count)].is_hooked = true;
     else
-        h->weight[fake_random(h->book.weight_count)].seen |= ZBP_WEIGHT_HOOKED;
+        fake_mark(&h->weight[fake_random(h->book.weight_count)], ZBP_WEIGHT_HOOKED);
 }
 
 static void meddle(void)
@@ -132,15 +153,13 @@ static void meddle(void)
         add_a_hook();
         break;
     case 1: /* .grad is another tensor, of zeros */
-        weight->sum = ++fake.sums;
-        weight->grad = (fake_gradient){0};
+        fake_replace_gradient(weight, true);
         break;
     case 2: /* or none */
-        weight->has_grad = false;
+        fake_replace_gradient(weight, false);
         break;
     case 3:
-        weight->seen |= ZBP_WEIGHT_FROZEN;
-        weight->was_frozen = true;
+        fake_mark(weight, ZBP_WEIGHT_FROZEN);
         break;
     case 4:
         weight->forbids_products = !weight->forbids_products;
@@ -275,6 +294,7 @@ static void call(void)
     bool takes[MOST_GROUPS] = {0}, was_open[MOST_GROUPS], any = false;
     zbp_how how = {.retain = fake_random(4) == 0,
                    .fuse = fake_random(4) == 0,
+                   .wide = fake_random(4) == 0,
                    .is_anomaly = fake_random(8) == 0};
     zbp_error error = {0};
     int status;
@@ -309,7 +329,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         fake.random = (fake.random ^ data[i]) * 1099511628211u;
     held_count = 1 + fake_random(MOST_GROUPS);
     for (uint32_t g = 0; g < held_count; g++)
-        make_group(&held[g]);
+        make_related(g);
     for (int i = 0; i < MOST_CALLS; i++) {
         while (fake_random(2) == 0)
             meddle();

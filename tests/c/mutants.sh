@@ -8,7 +8,7 @@ mkdir -p "$build"
 # mutant NAME FILE SED_EXPRESSION: of W.
 mutant() {
     look "$1" "$2" "$3" fuzz_weight_pass "tests/c/fuzz_weight_pass.c tests/c/fake_shim.c" \
-        "csrc/pass/weight_pass.c csrc/pass/direct.c" "$inputs 1"
+        "csrc/pass/weight_pass.c csrc/pass/direct.c csrc/pass/sweep.c" "$inputs 1"
 }
 
 # Likewise: of how I is split.
@@ -102,6 +102,15 @@ mutant "nobody looks again before a group runs" pass/weight_pass.c \
     '/^static int start/,/^}/s/int status = find_way.*/uint32_t face; int status = ZBP_OK; way = zbp_book_way(turn->book, turn->layout, how, \&face);/'
 mutant "a complete group runs again in a retry" core/pass/zbp_book.c \
     's/^    if (book->state != ZBP_BOOK_OPEN)$/    if (false)/;/^zbp_fate zbp_book_settle/,/^}/s/book->state = ZBP_BOOK_UNREPORTED;/return ZBP_FATE_KEEP;/'
+# Of sweeps.
+mutant "a product that was swept is added again" pass/sweep.c 's/^            zbp_book_delivered(.*/            ;/'
+mutant "what a sweep has added before it failed is not noted" pass/sweep.c \
+    's/i < added; i++)$/i < (status == ZBP_OK ? added : 0); i++)/'
+mutant "a sweep goes on past a hook" pass/sweep.c 's/if (sweeps->view\[t\].way != ZBP_WAY_DIRECT)/if (false)/'
+mutant "a sweep looks at no other group" pass/sweep.c 's/status = zbp_look(.*/status = ZBP_OK;/'
+mutant "a sweep takes products of another stream" core/pass/zbp_book.c \
+    's/task->kind == ZBP_TASK_PRODUCT \&\& task->stream == 0/task->kind == ZBP_TASK_PRODUCT/'
+mutant "a group is counted by what it owed before" pass/sweep.c 's/^        zbp_book_count_owed(.*/        ;/'
 # Of I.
 split=core/pass/zbp_split.c
 mutant_of_split "an edge to an input leads to the node behind it" $split \

@@ -8,6 +8,7 @@ static void cover(int64_t batches, int64_t rows, int64_t columns)
     static unsigned char seen[8][4096];
     const int64_t size = rows >= columns ? rows : columns;
     zbp_panels panels = zbp_panels_of(batches, rows, columns);
+    const int64_t count = zbp_panels_count(&panels);
     zbp_panel piece;
     int64_t number = 0;
 
@@ -27,6 +28,7 @@ static void cover(int64_t batches, int64_t rows, int64_t columns)
         }
         REQUIRE(number < 100);
     }
+    CHECK(number == count);
     for (int64_t b = 0; b < batches; b++) {
         for (int64_t i = 0; i < size; i++)
             CHECK(seen[b][i] == 1);

@@ -53,13 +53,20 @@ class Running:
         return result
 
     def weight_pass(
-        self, weights: Any, param_groups: Iterable[_C.ParamGroup], retain_graph: bool, fuse: bool, main_grad: bool, /
+        self,
+        weights: Any,
+        param_groups: Iterable[_C.ParamGroup],
+        retain_graph: bool,
+        fuse: bool,
+        main_grad: bool,
+        wide: bool,
+        /,
     ) -> Sequence[torch.Tensor]:
         groups = list(param_groups) if isinstance(param_groups, Iterable) else param_groups
         with contextlib.ExitStack() as stack:
             for recording in self.recordings:
                 stack.enter_context(recording.weight_pass(groups))
-            return _C.weight_pass(weights, groups, retain_graph, fuse, main_grad)
+            return _C.weight_pass(weights, groups, retain_graph, fuse, main_grad, wide)
 
     def phase(self, kind: str, /) -> PhaseContext:
         return PhaseContext(self.recordings, kind)

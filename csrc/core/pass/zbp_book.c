@@ -104,11 +104,17 @@ bool zbp_book_has_half(const zbp_book *book)
 }
 
 /* The engine knows how gradients of all kinds and of several streams are summed; without it only
- * products of one stream are, or, with how.fuse, whatever comes from one stream is added as it comes. */
+ * products of one stream are, or, where each is added by itself, whatever comes from one stream is added
+ * as it comes. */
+static bool adds_one_by_one(zbp_how how)
+{
+    return how.fuse || how.wide;
+}
+
 static bool sum_directly(const zbp_task *a, const zbp_task *b, zbp_how how)
 {
     return a->stream == b->stream &&
-           (how.fuse || (a->kind == ZBP_TASK_PRODUCT && b->kind == ZBP_TASK_PRODUCT));
+           (adds_one_by_one(how) || (a->kind == ZBP_TASK_PRODUCT && b->kind == ZBP_TASK_PRODUCT));
 }
 
 static bool sums_directly(zbp_book *book, const zbp_layout *layout, zbp_how how)
@@ -122,7 +128,7 @@ static bool sums_directly(zbp_book *book, const zbp_layout *layout, zbp_how how)
         if (book->face[f].is_delivered)
             continue;
         if (weight->first != ZBP_NO_FACE &&
-            (((weight->seen & ZBP_WEIGHT_SPECIAL) != 0 && !how.fuse) ||
+            (((weight->seen & ZBP_WEIGHT_SPECIAL) != 0 && !adds_one_by_one(how)) ||
              !sum_directly(&layout->task[face->task],
                            &layout->task[layout->face[weight->first].task], how)))
             return false;
@@ -175,6 +181,36 @@ zbp_way zbp_book_way(zbp_book *book, zbp_layout *layout, zbp_how how, uint32_t *
     return is_direct ? ZBP_WAY_DIRECT : ZBP_WAY_ENGINE;
 }
 
+void zbp_book_count_owed(zbp_book *book, const zbp_layout *layout)
+{
+    for (uint32_t w = 0; w < book->weight_count; w++)
+        book->weight[w].meeting = 0;
+    for (uint32_t f = 0; f < layout->face_count; f++) {
+        zbp_book_weight *weight = &book->weight[layout->face[f].weight];
+
+        if (!zbp_book_owes(book, layout, f))
+            continue;
+        weight->first = f;
+        weight->meeting++;
+    }
+}
+
+bool zbp_book_is_owed(const zbp_book *book, uint32_t weight)
+{
+    return book->weight[weight].meeting > 0;
+}
+
+uint32_t zbp_book_sole_product(const zbp_book *book, const zbp_layout *layout, uint32_t weight)
+{
+    const zbp_book_weight *at = &book->weight[weight];
+    const zbp_task *task;
+
+    if (at->meeting != 1 || (at->seen & ZBP_WEIGHT_SPECIAL) != 0)
+        return ZBP_NO_FACE;
+    task = &layout->task[layout->face[at->first].task];
+    return task->kind == ZBP_TASK_PRODUCT && task->stream == 0 ? at->first : ZBP_NO_FACE;
+}
+
 void zbp_book_begin_direct(zbp_book *book, const zbp_layout *layout)
 {
     for (uint32_t w = 0; w < book->weight_count; w++) {
@@ -204,7 +240,7 @@ bool zbp_book_meets(const zbp_book *book, const zbp_layout *layout, zbp_how how,
 {
     const uint32_t first = book->weight[layout->face[face].weight].first;
 
-    return !how.fuse && !is_half_added(&book->face[face]) && first != ZBP_NO_FACE &&
+    return !adds_one_by_one(how) && !is_half_added(&book->face[face]) && first != ZBP_NO_FACE &&
            book->face[first].next != ZBP_NO_FACE;
 }
 

@@ -30,8 +30,9 @@ extern "C" {
 
 /* How W is called. */
 typedef struct zbp_how {
-    bool retain;     /* the groups are to run again */
-    bool fuse;       /* products are added to gradients one by one, each in one operation */
+    bool retain; /* the groups are to run again */
+    bool fuse;   /* products are added to gradients one by one, each in one operation */
+    bool wide;   /* likewise, and into a gradient of a wider type without being rounded before */
     bool is_anomaly; /* autograd's anomaly mode: every node runs in the engine, which tells of it */
 } zbp_how;
 
@@ -120,6 +121,15 @@ bool zbp_book_has_half(const zbp_book *book);
 /* How the group's gradients are to be added. A path that is hooked by now is given up in the layout.
  * *face_out: of ZBP_WAY_REFUSED, the product that is half added; else unset. */
 zbp_way zbp_book_way(zbp_book *book, zbp_layout *layout, zbp_how how, uint32_t *face_out);
+
+/* What is still to be added to each weight, of a group whose way is ZBP_WAY_DIRECT: _count_owed looks, until the next
+ * way or _begin_direct.
+ *   _is_owed       something is.
+ *   _sole_product  the face of a product that is all there is, is computed on the CPU, and goes to a plain tensor;
+ *                  else ZBP_NO_FACE. */
+void zbp_book_count_owed(zbp_book *book, const zbp_layout *layout);
+bool zbp_book_is_owed(const zbp_book *book, uint32_t weight);
+uint32_t zbp_book_sole_product(const zbp_book *book, const zbp_layout *layout, uint32_t weight);
 
 /* Adding without the engine, face by face in the layout's order. _begin_direct notes which faces meet at a
  * weight; those of half added products, which are gone on with by themselves, are left out.

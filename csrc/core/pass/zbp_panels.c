@@ -31,6 +31,15 @@ static int64_t count_panels(const zbp_panels *panels)
     return (size + ZBP_PANEL - 1) / ZBP_PANEL;
 }
 
+int64_t zbp_panels_count(const zbp_panels *panels)
+{
+    const int64_t steps = (panels->batches + panels->step - 1) / panels->step;
+
+    return panels->step == 1
+               ? steps * count_panels(panels)
+               : steps - 1 + (panels->batches % panels->step == 1 ? count_panels(panels) : 1);
+}
+
 bool zbp_panels_next(zbp_panels *panels, zbp_panel *out)
 {
     const bool by_rows = panels->rows >= panels->columns;

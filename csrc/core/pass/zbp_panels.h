@@ -41,6 +41,9 @@ typedef struct zbp_panels {
 /* Of a batch of products of this size, each of which may be 0; a single matrix is a batch of 1. */
 zbp_panels zbp_panels_of(int64_t batches, int64_t rows, int64_t columns);
 
+/* How many pieces there are in all. */
+int64_t zbp_panels_count(const zbp_panels *panels);
+
 /* The next piece; false behind the last. All pieces together cover the product, none overlaps. */
 bool zbp_panels_next(zbp_panels *panels, zbp_panel *out);
 

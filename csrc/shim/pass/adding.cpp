@@ -46,34 +46,86 @@ at::Tensor checked_grad(zbp_adding& adding, uint32_t face) {
   return std::move(grad[0]);
 }
 
-bool takes_products(const Weight& weight) {
+bool takes_products(const Weight& weight, zbp_how how) {
   const at::Tensor& grad = sum_of(weight);
   const at::Tensor& variable = weight.accumulator->variable;
   return grad.defined() && !grad.requires_grad() && !grad.is_complex() &&
          is_subclass(grad) == is_subclass(variable) && grad.sizes().equals(variable.sizes()) &&
-         (weight.main_grad.defined() || grad.scalar_type() == variable.scalar_type());
+         (weight.main_grad.defined() || grad.scalar_type() == variable.scalar_type() ||
+          (how.wide && grad.scalar_type() == at::kFloat));
 }
 
-bool add_product(zbp_adding& adding, uint32_t face, zbp_half& half) {
-  Task& task = adding.task_of(face);
-  const size_t i = adding.number_of(face);
-  Weight& weight = adding.weight_of(face);
-  if (!is_product(task, task.plan(i))) {
-    return false;
-  }
-  const std::lock_guard<std::mutex> lock(NodeParts::mutex_of(*weight.accumulator));
-  const at::Tensor& grad = sum_of(weight);
-  try {
-    return takes_products(weight) &&
-           add_product_to(grad, weight.accumulator->variable.scalar_type(), task, i,
-                          adding.how.fuse, half.panels);
-  } catch (...) {
-    if (half.panels > 0) {
-      task.face[i].panels_in = local_part(grad).storage().getWeakStorageImpl();
-      half.sum = identity_of(grad);
+Weight& weight_of(const zbp_product& product) {
+  Group& group = group_of(product.turn->held);
+  return group.weights[group.layout.face[product.face].weight];
+}
+
+/// The product's task, and which of its faces it is.
+std::pair<Task&, size_t> place_of(const zbp_product& product) {
+  Group& group = group_of(product.turn->held);
+  Task& task = group.tasks[group.layout.face[product.face].task];
+  return {task, product.face - task.plan().face_begin};
+}
+
+zbp_half& half_of(const zbp_product& product) {
+  return product.turn->book->face[product.face].half;
+}
+
+/// Those of the products that can be added together, from the first on.
+Additions additions_of(c10::ArrayRef<zbp_product> products, const at::Tensor& grad, zbp_how how) {
+  Additions additions;
+  for (const zbp_product& product : products) {
+    const auto [task, i] = place_of(product);
+    const Weight& weight = weight_of(product);
+    if (!is_product(task, task.plan(i)) || !sum_of(weight).is_same(grad)) {
+      break;
     }
+    auto addition = addition_to(grad, weight.accumulator->variable.scalar_type(), task, i,
+                                half_of(product).panels);
+    if (!addition || !(additions.empty() || go_together(additions[0], *addition, how))) {
+      break;
+    }
+    additions.push_back(std::move(*addition));
+  }
+  return additions;
+}
+
+/// Tells the books how far the products have come.
+uint32_t note_added(c10::ArrayRef<zbp_product> products, const Additions& additions,
+                    const at::Tensor& grad) {
+  uint32_t done = 0;
+  for (size_t p = 0; p < additions.size(); ++p) {
+    zbp_half& half = half_of(products[p]);
+    if (additions[p].is_done) {
+      half = {};
+      ++done;
+    } else if (additions[p].panels_added > half.panels) {
+      const auto [task, i] = place_of(products[p]);
+      task.face[i].panels_in = local_part(grad).storage().getWeakStorageImpl();
+      half = {additions[p].panels_added, identity_of(grad)};
+    }
+  }
+  return done;
+}
+
+void add_products(c10::ArrayRef<zbp_product> products, zbp_how how, uint32_t& added) {
+  const Weight& weight = weight_of(products[0]);
+  const std::lock_guard<std::mutex> lock(NodeParts::mutex_of(*weight.accumulator));
+  const at::Tensor grad = sum_of(weight);
+  if (!takes_products(weight, how)) {
+    return;
+  }
+  Additions additions = additions_of(products, grad, how);
+  if (additions.empty()) {
+    return;
+  }
+  try {
+    add_all(additions, how);
+  } catch (...) {
+    added = note_added(products, additions, grad);
     throw;
   }
+  added = note_added(products, additions, grad);
 }
 
 void add_to_sum(zbp_adding& adding, uint32_t face) {
@@ -81,11 +133,12 @@ void add_to_sum(zbp_adding& adding, uint32_t face) {
   const size_t i = adding.number_of(face);
   const Weight& weight = adding.weight_of(face);
   at::Tensor& sum = adding.sums[adding.group.layout.face[face].weight];
-  int64_t panels_added = 0;
-  if (sum.defined() && sum.is_cpu() && is_product(task, task.plan(i)) &&
-      add_product_to(sum, weight.accumulator->variable.scalar_type(), task, i, /*fuse=*/false,
-                     panels_added)) {
-    return;
+  if (sum.defined() && sum.is_cpu() && is_product(task, task.plan(i))) {
+    if (auto addition = addition_to(sum, weight.accumulator->variable.scalar_type(), task, i, 0)) {
+      Additions one{std::move(*addition)};
+      add_all(one, {});
+      return;
+    }
   }
   at::Tensor grad = checked_grad(adding, face);
   if (!sum.defined()) {
@@ -119,9 +172,10 @@ int zbp_adding_begin(zbp_adding* adding, uint32_t task, zbp_error* error) {
   });
 }
 
-int zbp_add_product(zbp_adding* adding, uint32_t face, zbp_half* half, bool* added_out,
-                    zbp_error* error) {
-  return kept_in(error, [&] { *added_out = add_product(*adding, face, *half); });
+int zbp_add_products(const zbp_product* product, uint32_t count, zbp_how how, uint32_t* added_out,
+                     zbp_error* error) {
+  *added_out = 0;
+  return kept_in(error, [&] { add_products({product, count}, how, *added_out); });
 }
 
 int zbp_add_gradient(zbp_adding* adding, uint32_t face, zbp_error* error) {

@@ -74,7 +74,8 @@ bool only_adds(Group& group) {
     return task.works.empty() && std::none_of(task.face.begin(), task.face.end(), is_hooked);
   };
   uint32_t face = 0;
-  const zbp_how how{/*retain=*/false, /*fuse=*/false, zbp_in_anomaly_mode() != 0};
+  zbp_how how{};
+  how.is_anomaly = zbp_in_anomaly_mode() != 0;
   return std::all_of(group.book.weight, group.book.weight + group.book.weight_count, is_plain) &&
          std::all_of(group.tasks.begin(), group.tasks.end(), runs_nothing) &&
          !group.leaves_packed() &&
@@ -91,6 +92,10 @@ int zbp_group_only_adds(zbp_group* group, int* out, zbp_error* error) {
 
 int zbp_look(zbp_held* held, zbp_book* book, zbp_error* error) {
   return kept_in(error, [&] { look(group_of(held), *book); });
+}
+
+const void* zbp_weight_key(zbp_held* held, uint32_t weight) {
+  return group_of(held).weights[weight].accumulator.get();
 }
 
 int zbp_follow_caller(zbp_held* held, zbp_error* error) {

@@ -34,6 +34,9 @@ typedef struct zbp_turn {
  * paths that are hooked, the gradients that have a part of a product. */
 ZBP_MUST_USE int zbp_look(zbp_held *held, zbp_book *book, zbp_error *error);
 
+/* The same for the same weight, whichever group it is asked of; never NULL. */
+const void *zbp_weight_key(zbp_held *held, uint32_t weight);
+
 /* Streams: the tasks' wait for the caller's, and the caller's for the tasks'. */
 ZBP_MUST_USE int zbp_follow_caller(zbp_held *held, zbp_error *error);
 ZBP_MUST_USE int zbp_join_streams(zbp_held *held, zbp_error *error);
@@ -50,11 +53,20 @@ void zbp_adding_free(zbp_adding *adding); /* with the sums that were not added; 
 /* The next functions are about this task's faces, on its stream. A deferred node runs here. */
 ZBP_MUST_USE int zbp_adding_begin(zbp_adding *adding, uint32_t task, zbp_error *error);
 
-/* Adds the face's product in place to the gradient that the weight has. *added_out: false if the face has
- * no product, the weight no gradient, or one that forbids it; then nothing was done. `half`: how many
- * panels are in there already; after an error, how many are by now, and in what. */
-ZBP_MUST_USE int zbp_add_product(zbp_adding *adding, uint32_t face, zbp_half *half, bool *added_out,
-                                 zbp_error *error);
+/* A face whose gradient is a product. */
+typedef struct zbp_product {
+    const zbp_turn *turn; /* borrowed */
+    uint32_t face;
+} zbp_product;
+
+/* Adds products for one weight in place to the gradient that it has: panel by panel, and each panel's in this
+ * order, so that an element gets its additions in the order that it would have had one product after the other.
+ * At least one; several run on the CPU and are one each of different groups. *added_out: how many of the first
+ * are added, also after an error. The next one is none, or cannot be added so or not together with those: the
+ * weight has no gradient, or one that forbids it. Nothing was done for it, nor for those behind it. In the
+ * books, face.half: how many panels are in there already; after an error, how many are by now, and in what. */
+ZBP_MUST_USE int zbp_add_products(const zbp_product *product, uint32_t count, zbp_how how,
+                                  uint32_t *added_out, zbp_error *error);
 
 /* Computes the face's gradient and adds it to its weight, by the accumulator's rules. */
 ZBP_MUST_USE int zbp_add_gradient(zbp_adding *adding, uint32_t face, zbp_error *error);
