@@ -85,9 +85,8 @@ bool only_adds(Group& group) {
 }  // namespace
 
 int zbp_group_only_adds(zbp_group* group, int* out, zbp_error* error) {
-  return kept_in(error, [&] {
-    *out = zbp_group_state(group) == ZBP_GROUP_READY && only_adds(*group->group);
-  });
+  return kept_in(
+      error, [&] { *out = zbp_group_state(group) == ZBP_GROUP_READY && only_adds(*group->group); });
 }
 
 int zbp_look(zbp_held* held, zbp_book* book, zbp_error* error) {
