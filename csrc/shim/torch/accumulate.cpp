@@ -373,9 +373,9 @@ bool is_plain(const at::Tensor& tensor) {
          !tensor.unsafeGetTensorImpl()->is_python_dispatch();
 }
 
-bool has_known_dtype(const at::Tensor& tensor) {
-  const c10::ScalarType type = tensor.scalar_type();
-  return type == at::kFloat || type == at::kBFloat16 || type == at::kHalf;
+/// Some builds of torch, those for other processors than x86 among them, have no kernels at all.
+bool has_kernels_for(c10::ScalarType type) {
+  return (type == at::kFloat || type == at::kBFloat16 || type == at::kHalf) && has_kernels<float>();
 }
 
 /// The same sum, laid out by rows.
@@ -388,8 +388,8 @@ MatrixProduct transposed(const MatrixProduct& product) {
 bool can_accumulate(const at::Tensor& sum, const MatrixProduct& product) {
   const auto& [left, right] = product;
   return is_plain(sum) && is_plain(left) && is_plain(right) && sum.scalar_type() == at::kFloat &&
-         has_known_dtype(left) && left.scalar_type() == right.scalar_type() && sum.numel() > 0 &&
-         (sum.stride(-1) == 1 || sum.stride(-2) == 1);
+         has_kernels_for(left.scalar_type()) && left.scalar_type() == right.scalar_type() &&
+         sum.numel() > 0 && (sum.stride(-1) == 1 || sum.stride(-2) == 1);
 }
 
 void accumulate(const at::Tensor& sum, c10::ArrayRef<MatrixProduct> products) {
