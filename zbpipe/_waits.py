@@ -149,11 +149,13 @@ class Step:
                 groups = entry[1]
                 numbers = self.numbers_of(index, microbatch, groups)
                 for group in groups:
-                    yield Unit(stage, microbatch, numbers[id(group)], group, groups)
+                    if id(group) in numbers:
+                        yield Unit(stage, microbatch, numbers[id(group)], group, groups)
                 if groups:
                     break
 
     def numbers_of(self, stage: int, microbatch: int, groups: list[Any]) -> dict[int, int]:
+        """By their ids, of those that were there when this was first asked."""
         numbers = self.numbers.get((stage, microbatch))
         if numbers is None:
             numbers = {id(group): number for number, group in enumerate(groups)}
@@ -295,7 +297,7 @@ def _weight_pass_of(stage: Any, microbatch: int) -> Iterator[None]:
     entry = stage.backward_state.get(microbatch)
     groups = entry[1] if entry is not None and isinstance(entry[1], list) else []
     numbers = step.numbers_of(index, microbatch, groups)
-    left = [numbers[id(group)] for group in groups]
+    left = [numbers[id(group)] for group in groups if id(group) in numbers]
     begin = time.perf_counter()
     yield
     if left:
