@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from schedules.fill_ranks import STEPS, ZERO_BUBBLE
+from support.functions import Product
 from support.processes import folder_of, results
 from torch import nn
 from torch.distributed.pipelining import schedules
@@ -345,12 +346,7 @@ def test_what_is_held_for_a_watched_stage_counts_groups_that_ran_in_a_wait(filli
     assert held[True][0][2] > 0
 
 
-class HandsOver(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x @ w
-
+class HandsOver(Product):
     @staticmethod
     def backward(ctx, grad):
         x, w = ctx.saved_tensors
