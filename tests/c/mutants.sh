@@ -74,7 +74,7 @@ look() {
 
 # Defects that there were.
 mutant "a kept gradient goes before it is added" pass/direct.c \
-    's/^    bool is_added = false;/&\n\n    zbp_let_go(adding, face);/'
+    's/^    uint32_t added = 0;/&\n\n    zbp_let_go(adding, face);/'
 mutant "a hook on the path of a half added product: all of it is added again" core/pass/zbp_book.c \
     '/path_is_hooked)$/,/give_up/s/if (is_half_added(&book->face\[f\]))/if (false)/;s/if (is_half_added(face) \&\& !(is_direct/if (is_half_added(face) \&\& layout->face[f].weight >= 0 \&\& !(is_direct/'
 mutant "the rest of a product goes into another gradient" core/pass/zbp_book.c \

@@ -6,10 +6,12 @@
 #include "shim/torch/nodes.h"
 #include "shim/pass/path.h"
 #include "shim/pass/weight_nodes.h"
+#include "shim/pass/zbp_shim.h"
 #include "shim/pass/zbp_touch.h"
 #include "shim/torch/detach.h"
 #include "shim/torch/error.h"
 #include "shim/torch/gil.h"
+#include "shim/torch/python.h"
 #include "shim/torch/streams.h"
 #include "shim/work/work.h"
 
