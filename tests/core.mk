@@ -111,7 +111,7 @@ test-core: ## test the C core, plain and under AddressSanitizer and UBSan, and f
 		"$(CORE_BUILD)/asan/bin/fuzz_weight_pass 40000 1" \
 		"$(CORE_BUILD)/asan/bin/fuzz_ledger 300 1" \
 		"$(CORE_BUILD)/asan/bin/fuzz_ways 10000 1"
-	@CC="$(CC)" sh tests/c/mutants.sh $(CORE_BUILD)/mutants 100000
+	@CC="$(CC)" sh tests/c/mutants.sh $(CORE_BUILD)/mutants 400000
 
 # How many inputs each fuzz target gets in ubsan, and on each of four threads in tsan.
 UBSAN_INPUTS ?= 20000
