@@ -42,10 +42,8 @@ import torch
 from zbpipe import _observer, passes
 from zbpipe._stage import data_parallel, methods, state, threads
 from zbpipe._stage.sends import Receive
-from zbpipe._stage.works import Transfer, wait_for
+from zbpipe._stage.works import wait_for
 from zbpipe._torch import pipelining
-from zbpipe._torch.ddp import is_ddp, replicate_state
-from zbpipe._torch.fsdp import is_sharded
 
 _Function = Callable[..., Any]
 
@@ -124,9 +122,10 @@ class Step:
         number = len(self.lengths)
         return self.learned.waits[number] if number < len(self.learned.waits) else 0.0
 
-    def next_message(self) -> str:
+    def next_message(self) -> str | None:
+        """What it waits for next; None behind the last receive, where it waits for sends."""
         number = len(self.lengths)
-        return self.messages[number] if number < len(self.messages) else "a send"
+        return self.messages[number] if number < len(self.messages) else None
 
     def unit_within(self, seconds: float) -> Unit | None:
         """The first group that may run and takes no longer."""
@@ -231,19 +230,20 @@ def step_microbatches(original: _Function, self: Any, *args: Any, **kwargs: Any)
 
 
 def wait_batch_p2p(original: _Function, work: list[Any]) -> Any:
-    step, works = _thread.step, work
-    if step is None or not works:
-        return original(works)
+    step = _thread.step
+    message = step.next_message() if step is not None else None
+    if step is None or message is None or not work:
+        return original(work)
     begin = time.perf_counter()
     expected = step.expected()
     unit = step.unit_within(expected)
-    if unit is None or any(isinstance(work, Transfer) and not isinstance(work, Receive) for work in works):
-        result = original(works)
+    if unit is None:
+        result = original(work)
         _note(step, time.perf_counter() - begin)
         return result
-    arrival = Arrival(works)
+    arrival = Arrival(work)
     threads.watch_receive(arrival)
-    with _marked(step.next_message()):
+    with _marked(message):
         while unit is not None and not arrival.done.is_set():
             step.run(unit)
             unit = step.unit_within(begin + expected - time.perf_counter())
@@ -262,11 +262,9 @@ def _marked(message: str) -> Iterator[None]:
     """In profiles and recordings what runs within is seen to run in the wait for this message."""
     name = f"wait for {message}"
     recorder = _observer.current
-    with torch.profiler.record_function(f"zbpipe: {name}"), recorder.phase(name) if recorder else _NOTHING:
+    phase = recorder.phase(name) if recorder is not None else contextlib.nullcontext()
+    with torch.profiler.record_function(f"zbpipe: {name}"), phase:
         yield
-
-
-_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 def backward_one_chunk(
@@ -306,8 +304,7 @@ def _weight_pass_of(stage: Any, microbatch: int) -> Iterator[None]:
 
 
 def _can_run_apart(stage: Any) -> bool:
-    module = stage.submod
-    return stage.stage_index != 0 and not (is_ddp(module) or is_sharded(module) or replicate_state(module) is not None)
+    return stage.stage_index != 0 and not any(is_kind(stage.submod) for is_kind in data_parallel.KINDS.values())
 
 
 def _waits_on_the_host(schedule: Any) -> bool:

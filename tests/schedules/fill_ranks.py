@@ -2,8 +2,8 @@
 
     python fill_ranks.py RANK WORLD FOLDER
 
-For each schedule, and with waits filled or not, it writes the losses and the gradients of four steps, which groups ran
-in waits and in which order weights were added to, to FOLDER. From the second step on every wait is expected to be long.
+For each schedule, and with waits filled or not, it writes the losses and the gradients of four steps, how many groups
+ran in waits, and what was recorded, to FOLDER. From the second step on every wait is expected to be long.
 """
 
 import sys
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from support.blocks import MICROBATCHES, batch, blocks, loss_function, stages_of
+from support.blocks import MICROBATCHES, SCHEDULES, ZERO_BUBBLE, batch, blocks, loss_function, stages_of
 from support.ranks import join
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
@@ -22,7 +22,6 @@ from zbpipe import _waits as waits
 from zbpipe import memory
 
 STEPS = 4
-ZERO_BUBBLE = {"ScheduleInterleavedZeroBubble": "loop", "ScheduleZBVZeroBubble": "v", "ScheduleDualPipeV": "v"}
 
 
 class Slow(nn.Module):
@@ -40,8 +39,7 @@ class Slow(nn.Module):
 def put_weight_passes_last(schedule):
     """So that groups wait for W whenever the rank waits for a message."""
     actions = schedule.pipeline_order_with_comms[schedule.rank]
-    kinds = (schedules.BACKWARD_WEIGHT,)
-    late = [action for action in actions if action.computation_type in kinds]
+    late = [action for action in actions if action.computation_type == schedules.BACKWARD_WEIGHT]
     ends = [action for action in actions if action.computation_type in (schedules.REDUCE_GRAD, schedules.RESHARD)]
     first = [action for action in actions if action not in late and action not in ends]
     schedule.pipeline_order_with_comms[schedule.rank] = [*first, *late, *ends]
@@ -49,7 +47,7 @@ def put_weight_passes_last(schedule):
 
 def run(name, rank, world, fill):
     count = 2 * world
-    mine = stages_of(rank, world, 2, ZERO_BUBBLE[name])
+    mine = stages_of(rank, world, *SCHEDULES[name])
     parts = blocks(count)
     if rank == world - 1:
         parts = [Slow(part) if i in mine else part for i, part in enumerate(parts)]

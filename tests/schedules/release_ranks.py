@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from support.blocks import MICROBATCHES, SCHEDULES, WIDTH, batch, f64, loss_function, stages_of
+from support.blocks import MICROBATCHES, SCHEDULES, WIDTH, ZERO_BUBBLE, batch, f64, loss_function, stages_of
 from support.ranks import join
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
@@ -24,7 +24,6 @@ from zbpipe._stage import sends
 
 STEPS = {"plain": 3, "odd": 2}
 PATIENCE = 10.0  # seconds for a send to be done; the receive has been posted or will be without our doing
-ZERO_BUBBLE = ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 
 
 RELEASES = torch.__version__ >= (2, 15)  # then torch sees to sends and sent outputs, and we to what is left from I to W

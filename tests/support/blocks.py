@@ -18,6 +18,7 @@ SCHEDULES = {
     "ScheduleZBVZeroBubble": (2, "v"),
     "ScheduleDualPipeV": (2, "v"),
 }
+ZERO_BUBBLE = ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 
 
 class Block(nn.Module):
