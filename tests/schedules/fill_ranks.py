@@ -6,6 +6,7 @@ For each schedule, and with waits filled or not, it writes the losses and the gr
 ran in waits, and what was recorded, to FOLDER. From the second step on every wait is expected to be long.
 """
 
+import contextlib
 import sys
 import time
 from pathlib import Path
@@ -22,6 +23,7 @@ from zbpipe import _waits as waits
 from zbpipe import memory
 
 STEPS = 4
+LATEST = 10  # seconds
 
 
 class Slow(nn.Module):
@@ -34,6 +36,25 @@ class Slow(nn.Module):
     def forward(self, x):
         time.sleep(0.002)
         return self.module(x)
+
+
+@contextlib.contextmanager
+def messages_after_groups():
+    """A message that groups run beside is not there before one of them has run."""
+    finish = waits.Arrival.finish
+
+    def finish_late(arrival, timeout=None):
+        before = waits.waited.groups
+        end = time.monotonic() + LATEST
+        while waits.waited.groups == before and time.monotonic() < end:
+            time.sleep(0.0005)
+        finish(arrival, timeout)
+
+    waits.Arrival.finish = finish_late
+    try:
+        yield
+    finally:
+        waits.Arrival.finish = finish
 
 
 def put_weight_passes_last(schedule):
@@ -55,7 +76,7 @@ def run(name, rank, world, fill):
     schedule = getattr(schedules, name)(stages, MICROBATCHES, loss_fn=loss_function, scale_grads=False)
     put_weight_passes_last(schedule)
     steps, phases = [], []
-    with zbpipe.patched(fill_waits=fill):
+    with zbpipe.patched(fill_waits=fill), messages_after_groups():
         for step in range(STEPS):
             x, target = batch(step)
             losses = []

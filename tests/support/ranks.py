@@ -20,10 +20,15 @@ def on(module):
 
 
 def join(rank, world, folder, store="store", seconds=60):
-    """The job's gloo group; on one thread, as the ranks of a machine share its cores."""
+    """The job's gloo group; on one thread, as the ranks of a machine share its cores.
+
+    Returns when all have joined: one that fails at once and leaves would cut off a peer that is still connecting."""
     torch.set_num_threads(1)
+    timeout = timedelta(seconds=seconds)
     meeting = dist.FileStore(str(folder / store), world)
-    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=world, timeout=timedelta(seconds=seconds))
+    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=world, timeout=timeout)
+    meeting.set(f"{rank} has joined", "")
+    meeting.wait([f"{peer} has joined" for peer in range(world)], timeout)
 
 
 def run_apart(name, module, run, rank, world, folder, seconds=60):
