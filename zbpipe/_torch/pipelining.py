@@ -117,18 +117,21 @@ def additions_of(schedule: Any) -> dict[int, list[tuple[int, bool]]]:
     return found
 
 
-def messages_of(schedule: Any) -> list[str]:
+def messages_of(schedule: Any) -> list[str | None]:
     """The messages that the schedule waits for, in order, each by the action that needs it: "2F3" needs stage 2's input
-    of microbatch 3."""
+    of microbatch 3. None for a send among them (torch 2.15); those behind the last action are not told."""
     kinds = schedules_module()
+    sends = [getattr(kinds, name, None) for name in ("WAIT_SEND_F", "WAIT_SEND_B")]
     stages = {stage.stage_index: stage for stage in schedule._stages}
-    found = []
+    found: list[str | None] = []
     for action in _actions_of(schedule):
         if action.computation_type == kinds.FORWARD:
             comes, beside = not stages[action.stage_index].is_first, -1
         elif action.computation_type in (kinds.FULL_BACKWARD, kinds.BACKWARD_INPUT):
             comes, beside = not stages[action.stage_index].is_last, 1
         else:
+            if action.computation_type in sends:
+                found.append(None)
             continue
         if comes and action.stage_index + beside not in stages:
             found.append(str(action))
