@@ -295,7 +295,7 @@ ROOMS = {
     "_bench": {"_torch", "_version", "zbpipe"},
     "_cli": {
         *("_bench", "_build_info", "_demo", "_patch", "_text", "_torch", "_version"),
-        *("leaks", "memory", "zbpipe"),
+        *("_waits", "leaks", "memory", "zbpipe"),
     },
     "auto": {"zbpipe"},
     "__main__": {"_cli"},

@@ -48,7 +48,7 @@ from zbpipe._torch import pipelining
 _Function = Callable[..., Any]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Waited:
     """What the receives of this process's schedules took since patch().
 
@@ -56,14 +56,26 @@ class Waited:
         seconds: from where a schedule began to wait to where the message was there.
         filled: seconds of them in which groups ran.
         groups: how many ran.
+        messages: how many were waited for.
     """
 
     seconds: float = 0.0
     filled: float = 0.0
     groups: int = 0
+    messages: int = 0
 
 
 waited = Waited()
+
+
+def waited_since(before: Waited) -> Waited | None:
+    """What has been added to an earlier :data:`waited`; None where nothing was waited for, or patch() came between."""
+    messages = waited.messages - before.messages
+    if messages <= 0:
+        return None
+    return Waited(
+        waited.seconds - before.seconds, waited.filled - before.filled, waited.groups - before.groups, messages
+    )
 
 
 class Unit(NamedTuple):
@@ -172,8 +184,7 @@ class Step:
         unit.groups.remove(unit.group)
         took = time.perf_counter() - begin
         self.learned.groups[unit.stage.stage_index, unit.number] = took
-        waited.filled += took
-        waited.groups += 1
+        _count(filled=took, groups=1)
 
     def has_added(self, stage: int, microbatch: int, is_weight_pass: bool) -> None:
         order = self.adding.get(stage)
@@ -257,7 +268,14 @@ def wait_batch_p2p(original: _Function, work: list[Any]) -> Any:
 
 def _note(step: Step, seconds: float) -> None:
     step.lengths.append(seconds)
-    waited.seconds += seconds
+    _count(seconds=seconds, messages=1)
+
+
+def _count(seconds: float = 0.0, filled: float = 0.0, groups: int = 0, messages: int = 0) -> None:
+    global waited
+    waited = Waited(
+        waited.seconds + seconds, waited.filled + filled, waited.groups + groups, waited.messages + messages
+    )
 
 
 @contextlib.contextmanager
