@@ -109,7 +109,7 @@ tsan-torch: $(VENV)/.built $(VENV)/.extras-test ## run the tests of threads unde
 	tools/tsan $(RUN) $(ASAN:build/asan%=build/tsan%) tests/passes/test_threads.py tests/leaks/test_threads.py -k "not gradient"
 
 repeat: $(VENV)/.built $(VENV)/.extras-test ## run each body of the tests of passes many times, with Python's allocator on guard: nothing may grow
-	export PYTHONMALLOC=debug; $(PYTEST) -p support.repeat $(if $(filter .,$(TESTS)),passes policy release explain,$(TESTS))
+	export PYTHONMALLOC=debug; $(PYTEST) -o faulthandler_timeout=0 -p support.repeat $(if $(filter .,$(TESTS)),passes policy release explain,$(TESTS))
 
 lint: dev ## ruff, mypy, clang-format
 	$(VENV)/bin/ruff check .

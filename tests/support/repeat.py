@@ -27,6 +27,7 @@ NOT_REPEATED = {
     "passes/test_exit.py": IN_OTHER_PROCESSES,
     "passes/test_fork.py": IN_OTHER_PROCESSES,
     "passes/test_interpreters.py": IN_OTHER_PROCESSES,
+    "passes/test_programs.py": "each run is hundreds of programs, which hypothesis keeps",
     "policy/test_policy.py::test_environment_variable": IN_OTHER_PROCESSES,
 }
 CYCLE = "a hook of the test refers to the stage that it hangs on, through autograd's graph: Python's collector sees no cycle"
