@@ -496,6 +496,7 @@ def test_printing_what_is_gone_describes_it(caplog):
     print(out, file=written)
     assert [repr(out), str(out), f"{out}", "%s" % out, written.getvalue()] == [text] * 4 + [text + "\n"]  # noqa: UP031
     assert repr([out]) == f"[{text}]"
+    caplog.clear()
     logging.getLogger("a schedule").warning("sent %s", out)
     assert caplog.messages == [f"sent {text}"]
     alias = out.detach()

@@ -18,7 +18,7 @@ import torch
 import zbpipe
 from support import processes
 
-LOOKS, SELDOM, MANY = 5, 20, 400
+LOOKS, SELDOM, MANY = 5, 20, 200
 
 # Beginnings of tests' names.
 IN_OTHER_PROCESSES = "what it runs is in processes of its own"
@@ -33,12 +33,15 @@ NOT_REPEATED = {
 CYCLE = "a hook of the test refers to the stage that it hangs on, through autograd's graph: Python's collector sees no cycle"
 TRACED = "torch keeps what it has noted of symbolic shapes, without zbpipe too"
 REENTRANT = "torch's reentrant checkpoint leaves blocks, fewer and fewer over hundreds of calls, without zbpipe too"
+COMPILED = "torch.compile leaves a wrapper of each module that it is called with, without zbpipe too"
 ANOMALY = "torch's anomaly mode leaves what it has told of, without zbpipe too"
 GROWS = {
     "passes/test_dtypes.py::test_anomaly_mode_finds_a_nan_in_the_input_pass": ANOMALY,
     "passes/test_groups.py::test_groups_of_symbolic_sizes_can_be_asked_about": TRACED,
     "release/test_make_viewless.py::test_under_checkpoint[": REENTRANT,
     "release/test_make_viewless.py::test_as_the_output_of_a_checkpoint[True]": REENTRANT,
+    "explain/test_refusals.py::test_modules_that_are_replicated_or_sharded[compiled]": COMPILED,
+    "explain/test_refusals.py::test_compiled_modules[": COMPILED,
     "passes/test_hooks.py::test_multi_grad_hook": CYCLE,
     "passes/test_hooks.py::test_hook_in_the_weight_pass_that_runs_the_input_pass_of_the_next_microbatch[": CYCLE,
     "passes/test_weights.py::test_hook_on_a_weight_below_a_shared_computation": CYCLE,
@@ -125,23 +128,21 @@ def looked_at(item, runs, between):
     return looks
 
 
-def grows_by_one_a_run(item):
+def grows_by_one_a_run(item, between):
     """What every run adds to, where few looks are; the first of these runs still fill caches."""
     return {
         what: counts
-        for what, counts in grown(looked_at(item, 4, SELDOM)[len(WHAT) :]).items()
-        if min(later - earlier for earlier, later in itertools.pairwise(counts)) >= SELDOM
+        for what, counts in grown(looked_at(item, 4, between)[len(WHAT) :]).items()
+        if min(later - earlier for earlier, later in itertools.pairwise(counts)) >= between
     }
 
 
 def grows(item):
     """What grows from look to look, and still does by one a run where few looks are."""
     often = grown(looked_at(item, LOOKS, 1))
-    growth = grows_by_one_a_run(item) if often else {}
+    growth = grows_by_one_a_run(item, SELDOM) if often else {}
     if list(growth) == ["blocks"]:  # caches of Python and torch fill over hundreds of runs, ever slower
-        for _ in range(MANY):
-            run(item)
-        growth = grows_by_one_a_run(item)
+        growth = grows_by_one_a_run(item, MANY)
     return {what: counts for what, counts in growth.items() if what in often}
 
 
