@@ -291,7 +291,7 @@ ROOMS = {
         *("_C", "_build_check", "_compile", "_explain", "_kernels", "_names", "_patch", "_policy", "_version"),
         *("leaks", "memory", "passes", "release", "stores"),
     },
-    "_demo": {"memory", "zbpipe"},
+    "_demo": {"_stage", "_torch", "_waits", "memory", "zbpipe"},
     "_bench": {"_torch", "_version", "zbpipe"},
     "_cli": {
         *("_bench", "_build_info", "_demo", "_patch", "_text", "_torch", "_version"),
@@ -449,6 +449,7 @@ CANNOT_THROW = {
     "zbp_group_free",
     "zbp_group_state",
     "zbp_unpacked_waits",
+    "zbp_held_within_budgets",
     "zbp_group_traverse",
     "zbp_group_clear",
     "zbp_put_back",

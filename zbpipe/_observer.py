@@ -26,6 +26,7 @@ class Observer(Protocol):
         defer: Any,
         checkpoint: Any,
         reentrant: int,
+        held_at_most: int | None,
         /,
     ) -> tuple[tuple[torch.Tensor | None, ...], list[ParamGroup]]: ...
 

@@ -1,4 +1,4 @@
-"""What is left to the weight pass, what is kept for it, and how it adds: a policy of five choices.
+"""What is left to the weight pass, what is kept for it, and how it adds: a policy of six choices.
 
 Note [What each choice costs]
 
@@ -57,9 +57,20 @@ wide: True adds a product of 16-bit factors to a float32 gradient (a ``main_grad
     (convolutions, biases, sums that the engine forms for weights that hooks watch), as without. A first gradient is
     rounded still: there is nothing yet to add it to. Products are added one by one, as with ``fused``.
 
-``defer`` and ``checkpoint`` count when I is called, ``fused``, ``wide`` and ``main_grad`` when W is; ``main_grad`` in I
-too, for what a reentrant checkpoint's own backward adds there: it goes to ``main_grad`` when I ends. ``stage_backward``
-is not told the weights and refuses such a checkpoint.
+held_at_most: A number of bytes: what may wait for W in the process, each storage once, in all groups that were made
+    with a budget. Where a node runs in I whose gradient W shall compute, and what W would read of it does not fit, the
+    node's part of the checkpointed (or offloaded) activations is left packed, or its weights' gradients are computed
+    at once and kept, whichever holds less; it is kept as if there were no budget where neither does. Once something
+    has not fitted, that call of I unpacks nothing more for W, so that one region at most is both kept and computed
+    again. "auto" is "keep" here: as many regions are kept as fit. Room is kept free for what the rest of the call
+    must hold at least, and for the most that has waited at once under this budget: a step that is like one before it
+    stays within a budget that it can stay within. A call of I that ends above it warns. What the forward keeps,
+    checkpoints' inputs and random states among it, is not counted. 0 holds as little as can be held. None: no budget,
+    and nothing is counted.
+
+``defer``, ``checkpoint`` and ``held_at_most`` count when I is called, ``fused``, ``wide`` and ``main_grad`` when W is;
+``main_grad`` in I too, for what a reentrant checkpoint's own backward adds there: it goes to ``main_grad`` when I ends.
+``stage_backward`` is not told the weights and refuses such a checkpoint.
 """
 
 import contextlib
@@ -111,6 +122,8 @@ class Policy:
         main_grad: a weight's gradient is added to its attribute ``main_grad``, a floating-point tensor of its shape and
             device, where it has one, and not to ``.grad``.
         wide: products of 16-bit factors are added to float32 gradients without being rounded before (on the CPU).
+        held_at_most: how many bytes may wait for W in this process; what does not fit is left packed, or computed in
+            I. None: any number.
 
     Raises:
         TypeError, ValueError: a value that is none of these.
@@ -126,6 +139,7 @@ class Policy:
     fused: bool = False
     main_grad: bool = False
     wide: bool = False
+    held_at_most: int | None = None
 
     def __post_init__(self) -> None:
         for name, words in (("defer", tuple(_DEFER)), ("checkpoint", _CHECKPOINT_WORDS)):
@@ -135,8 +149,9 @@ class Policy:
         for name in ("fused", "main_grad", "wide"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is {argument(getattr(self, name))}; expected True or False")
+        _require_bytes(self.held_at_most)
 
-    def as_dict(self) -> dict[str, str | bool]:
+    def as_dict(self) -> dict[str, str | bool | int | None]:
         """The choices by their names; a function is its name, and not what it says of itself, which may be a tensor."""
         return {
             name: getattr(value, "__qualname__", type(value).__qualname__) if callable(value) else value
@@ -155,15 +170,23 @@ class Policy:
     def _checkpoint(self) -> int | Callable[[torch.Tensor], int]:
         choice = self.checkpoint
         if isinstance(choice, str):
-            return _checkpoint_number(choice)
+            return self._checkpoint_number(choice)
         what = "what the checkpoint function returned"
-        return lambda parameter: _checkpoint_number(_require_one_of(_CHECKPOINT_WORDS, what, choice(parameter)))
+        return lambda parameter: self._checkpoint_number(_require_one_of(_CHECKPOINT_WORDS, what, choice(parameter)))
+
+    def _checkpoint_number(self, word: str) -> int:
+        if word == "auto":
+            word = "recompute" if self.held_at_most is None and _C.unpacked_waits() else "keep"
+        return _CHECKPOINT[word]
 
 
-def _checkpoint_number(word: str) -> int:
-    if word == "auto":
-        word = "recompute" if _C.unpacked_waits() else "keep"
-    return _CHECKPOINT[word]
+def _require_bytes(value: object) -> None:
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"held_at_most is {argument(value)}; expected a number of bytes, or None for no budget")
+    if not 0 <= value < 2**64:
+        raise ValueError(f"held_at_most is {value}; expected a number of bytes from 0, or None for no budget")
 
 
 def _require_one_of(words: Sequence[str], name: str, value: object, alternative: str = "") -> str:
@@ -183,10 +206,16 @@ def _from_environment() -> Policy:
             if value not in ("0", "1"):
                 raise ValueError(f"{_VARIABLE} says {item!r}; expected {name}=0 or {name}=1")
             choices[name] = value == "1"
+        elif name == "held_at_most":
+            if not value.isdecimal():
+                raise ValueError(f"{_VARIABLE} says {item!r}; expected held_at_most= and a number of bytes")
+            choices[name] = int(value)
         elif name in ("defer", "checkpoint"):
             choices[name] = value
         else:
-            raise ValueError(f"{_VARIABLE} says {item!r}; expected defer=, checkpoint=, fused=, main_grad= or wide=")
+            raise ValueError(
+                f"{_VARIABLE} says {item!r}; expected defer=, checkpoint=, fused=, main_grad=, wide= or held_at_most="
+            )
     try:
         return Policy(**choices)
     except (TypeError, ValueError) as error:
@@ -213,11 +242,12 @@ def set_policy(
     fused: bool = _AS_IT_IS,
     main_grad: bool = _AS_IT_IS,
     wide: bool = _AS_IT_IS,
+    held_at_most: int | None = _AS_IT_IS,
 ) -> Policy:
     """Changes the process's default policy, for all threads. What is not given stays.
 
     Args:
-        defer, checkpoint, fused, main_grad, wide: see :class:`Policy`.
+        defer, checkpoint, fused, main_grad, wide, held_at_most: see :class:`Policy`.
 
     Returns:
         The policy that it was.
@@ -226,7 +256,7 @@ def set_policy(
         TypeError, ValueError: a choice that there is none of; nothing has been changed.
     """
     global _default
-    before, _default = _default, _changed(_default, defer, checkpoint, fused, main_grad, wide)
+    before, _default = _default, _changed(_default, defer, checkpoint, fused, main_grad, wide, held_at_most)
     return before
 
 
@@ -238,6 +268,7 @@ def policy(
     fused: bool = _AS_IT_IS,
     main_grad: bool = _AS_IT_IS,
     wide: bool = _AS_IT_IS,
+    held_at_most: int | None = _AS_IT_IS,
 ) -> Iterator[Policy]:
     """Changes the policy for the passes that are called in a ``with`` block, in this thread or task. What is not given
     stays.
@@ -245,7 +276,7 @@ def policy(
     Threads that are started within the block do not see it; they follow the process's policy.
 
     Args:
-        defer, checkpoint, fused, main_grad, wide: see :class:`Policy`.
+        defer, checkpoint, fused, main_grad, wide, held_at_most: see :class:`Policy`.
 
     Returns:
         A context manager, which gives the policy that holds within it.
@@ -253,13 +284,14 @@ def policy(
     Raises:
         TypeError, ValueError: a choice that there is none of.
     """
-    token = _current.set(_changed(get_policy(), defer, checkpoint, fused, main_grad, wide))
+    token = _current.set(_changed(get_policy(), defer, checkpoint, fused, main_grad, wide, held_at_most))
     try:
         yield get_policy()
     finally:
         _current.reset(token)
 
 
-def _changed(before: Policy, defer: Any, checkpoint: Any, fused: Any, main_grad: Any, wide: Any) -> Policy:
-    choices = {"defer": defer, "checkpoint": checkpoint, "fused": fused, "main_grad": main_grad, "wide": wide}
-    return dataclasses.replace(before, **{name: value for name, value in choices.items() if value is not _AS_IT_IS})
+def _changed(before: Policy, *given: Any) -> Policy:
+    """`given` in the order of the policy's fields."""
+    choices = zip((field.name for field in dataclasses.fields(before)), given, strict=True)
+    return dataclasses.replace(before, **{name: value for name, value in choices if value is not _AS_IT_IS})

@@ -4,6 +4,7 @@ Names, signatures and results are those of the replaced module (as of torch 2.15
 that calls it notices; its helpers are in ``_upstream.py``.
 """
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -72,9 +73,33 @@ def stage_backward_input(
     try:
         with inner:
             reentrant = _REENTRANT_IN_I if policy.main_grad else _REENTRANT_ANYWHERE
-            return run(outputs, grads, input_values, weights, policy._defer(), policy._checkpoint(), reentrant)
+            result = run(
+                outputs,
+                grads,
+                input_values,
+                weights,
+                policy._defer(),
+                policy._checkpoint(),
+                reentrant,
+                policy.held_at_most,
+            )
     except _C.RunError as error:
         raise _failed("stage backward input", stage_outputs_or_loss, output_grads, input_values) from error.__cause__
+    if policy.held_at_most is not None:
+        _tell_what_did_not_fit(policy.held_at_most)
+    return result
+
+
+def _tell_what_did_not_fit(held_at_most: int) -> None:
+    held = _C.held_within_budgets()
+    if held > held_at_most:
+        warnings.warn(
+            f"policy(held_at_most={held_at_most}) cannot be kept: {held} bytes wait for the weight pass, though the "
+            "last input pass left packed or computed at once what it could; call the weight passes sooner, or give "
+            f"{held} bytes or more",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def _with_outputs(losses: Sequence[Any], grads: Sequence[Any] | None) -> tuple[list[Any], list[Any]]:

@@ -162,18 +162,29 @@ static PyObject *run_input_pass(PyObject *module, PyObject *const *seq, zbp_poli
     return result;
 }
 
+static int parse_budget(PyObject *value, zbp_policy *policy)
+{
+    policy->has_budget = value != Py_None;
+    if (!policy->has_budget) {
+        return 0;
+    }
+    policy->held_at_most = PyLong_AsUnsignedLongLong(value);
+    return PyErr_Occurred() != NULL ? -1 : 0;
+}
+
 static PyObject *input_pass(PyObject *module, PyObject *args)
 {
     PyObject *given[ARGUMENT_COUNT], *seq[ARGUMENT_COUNT] = {NULL}, *result = NULL;
-    PyObject *defer, *checkpoint;
+    PyObject *defer, *checkpoint, *held_at_most = Py_None;
     static const char *const name[] = {"stage_outputs_or_loss", "output_grads", "input_values",
                                        "weights"};
     zbp_policy policy = {0};
     int is_read = 1;
 
-    if (!PyArg_ParseTuple(args, "OOOOOO|i:input_pass", &given[OUTPUTS], &given[OUTPUT_GRADS],
-                          &given[INPUTS], &given[WEIGHTS], &defer, &checkpoint,
-                          &policy.reentrant) ||
+    if (!PyArg_ParseTuple(args, "OOOOOO|iO:input_pass", &given[OUTPUTS], &given[OUTPUT_GRADS],
+                          &given[INPUTS], &given[WEIGHTS], &defer, &checkpoint, &policy.reentrant,
+                          &held_at_most) ||
+        parse_budget(held_at_most, &policy) < 0 ||
         zbp_parse_choice(defer, "defer", ZBP_DEFER_ALL, &policy.defer, &policy.defer_of) < 0 ||
         zbp_parse_choice(checkpoint, "checkpoint", ZBP_CHECKPOINT_INPUT_PASS, &policy.checkpoint,
                          &policy.checkpoint_of) < 0) {
@@ -383,6 +394,16 @@ done:
     return result;
 }
 
+PyDoc_STRVAR(held_within_budgets_doc, "held_within_budgets()\n--\n\n"
+                                      "Bytes of the tensors that wait for W in groups of passes "
+                                      "that had a budget (held_at_most), each "
+                                      "storage once.");
+
+static PyObject *held_within_budgets(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+{
+    return PyLong_FromUnsignedLongLong(zbp_held_within_budgets());
+}
+
 PyDoc_STRVAR(unpacked_waits_doc,
              "unpacked_waits()\n--\n\n"
              "True while a group waits that keeps what hooks had packed and I unpacked.");
@@ -395,6 +416,7 @@ static PyObject *unpacked_waits(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED
 static PyMethodDef passes_methods[] = {
     {"input_pass", input_pass, METH_VARARGS, input_pass_doc},
     {"weight_pass", weight_pass, METH_VARARGS, weight_pass_doc},
+    {"held_within_budgets", held_within_budgets, METH_NOARGS, held_within_budgets_doc},
     {"unpacked_waits", unpacked_waits, METH_NOARGS, unpacked_waits_doc},
     {NULL, NULL, 0, NULL}};
 

@@ -40,6 +40,7 @@ class Running:
         defer: Any,
         checkpoint: Any,
         reentrant: int,
+        held_at_most: int | None,
         /,
     ) -> tuple[tuple[torch.Tensor | None, ...], list[_C.ParamGroup]]:
         recordings = self.recordings
@@ -47,7 +48,7 @@ class Running:
         with contextlib.ExitStack() as stack:
             for recording, call in zip(recordings, calls, strict=True):
                 stack.enter_context(PhaseContext([recording], "I", None, call, (call,)))
-            result = _C.input_pass(outputs, output_grads, inputs, weights, defer, checkpoint, reentrant)
+            result = _C.input_pass(outputs, output_grads, inputs, weights, defer, checkpoint, reentrant, held_at_most)
         for recording, call in zip(recordings, calls, strict=True):
             recording.note(result[1], call)
         return result

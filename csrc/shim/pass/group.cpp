@@ -38,6 +38,7 @@ Group::~Group() {
 
 void Group::release() noexcept {
   // Freeing may run Python code that looks at this group: it must find it empty, not half freed.
+  forget_held(*this);
   const auto dead_tasks = std::exchange(tasks, {});
   const auto dead_outside = std::exchange(outside, {});
   const auto dead_reads = std::exchange(reads, nullptr);

@@ -27,6 +27,7 @@
 #include "core/pass/zbp_book.h"
 #include "core/pass/zbp_folds.h"
 #include "core/pass/zbp_layout.h"
+#include "shim/pass/budget.h"
 #include "shim/pass/zbp_shim.h"
 #include "shim/pass/zbp_touch.h"
 #include "shim/pass/watched.h"
@@ -118,6 +119,7 @@ struct Task {
   std::unique_ptr<const Packed> packed;  // product: `other`, where that is left packed
   std::vector<Blank> blanks;             // deferred
   std::vector<Version> arguments;        // of the regions that W computes again for it
+  uint64_t due = 0;          // under a budget, until it has run: what it will hold at least
   bool is_consumed = false;  // I has run the node and is through: it is the task's alone
   std::vector<Work> works;   // whole: adds to `kept`
 
@@ -198,6 +200,11 @@ struct Group : std::enable_shared_from_this<Group> {
   // only after W, by the last of the groups that share one.
   using Output = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
   std::vector<std::shared_ptr<const Output>> outputs;
+
+  std::shared_ptr<Budget> budget;  // of the I that made it; null: none
+  CountedStorages counted;
+  uint64_t least_held = 0;  // of what has run: see Note [Room that is kept free]
+  bool waits = false;
 
   // I has unpacked what hooks had packed, and it is kept for W. Stand-ins of one group may run on several threads.
   std::atomic<bool> keeps_unpacked = false;

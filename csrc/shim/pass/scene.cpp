@@ -104,10 +104,12 @@ Face& new_face(Task& task, Edge edge) {
   return face;
 }
 
-GroupPtr make_group(const Walk& walk, zbp_survey& survey, uint32_t g) {
+GroupPtr make_group(const zbp_scene& scene, zbp_survey& survey, uint32_t g) {
+  const Walk& walk = *scene.walk;
   const zbp_plan& plan = survey.plan;
   zbp_split& split = survey.split;
   auto group = std::make_shared<Group>();
+  group->budget = scene.budget;
   group->layout = std::exchange(split.layout[g], zbp_layout{});
   for (uint32_t i = plan.weight_begin[g]; i < plan.weight_begin[g + 1]; ++i) {
     group->weights.emplace_back().accumulator = ref_as<AccumulateGrad>(walk.node(plan.weight[i]));
@@ -139,20 +141,21 @@ void add_root_task(const zbp_scene& scene, Group& group, size_t root) {
 
 void make_groups(zbp_scene& scene, zbp_survey& survey) {
   for (uint32_t g = 0; g < survey.plan.group_count; ++g) {
-    scene.groups.push_back(make_group(*scene.walk, survey, g));
+    scene.groups.push_back(make_group(scene, survey, g));
   }
   for (uint32_t r = 0; r < survey.split.root_count; ++r) {
     if (survey.split.root_task[r] != ZBP_NONE) {
       add_root_task(scene, *scene.groups[survey.plan.group[scene.walk->roots()[r]]], r);
     }
   }
+  expect_held(scene.groups);
 }
 
 // ---- stand-ins and edges
 
 void note_reads_of_groups(zbp_scene& scene, const zbp_survey& survey) {
-  const bool recomputes =
-      survey.facts.decisions_differ || survey.facts.for_all.checkpoint == ZBP_CHECKPOINT_RECOMPUTE;
+  const bool recomputes = survey.facts.decisions_differ || scene.budget ||
+                          survey.facts.for_all.checkpoint == ZBP_CHECKPOINT_RECOMPUTE;
   const std::shared_ptr<const Reads> reads =
       recomputes ? note_reads(scene.args, *scene.walk, survey.graph) : nullptr;
   for (uint32_t g = 0; g < survey.plan.group_count; ++g) {
@@ -331,6 +334,7 @@ void hand_over(zbp_scene& scene, const zbp_survey& survey) {
   scene.input_grads = input_grads(scene.args, *scene.walk, scene.captures, scene.groups);
   for (const GroupPtr& group : scene.groups) {
     group->was_captured = is_capturing(*group);
+    begin_to_wait(*group);
   }
   scene.cuts.undo();
   scene.detours.commit();

@@ -117,7 +117,9 @@ variable_list StandIn::apply(variable_list&& grads) {
 variable_list StandIn::run_split(Task& task, variable_list&& grads) {
   Node& node = *original_;
   variable_list in = call_pre_hooks(node, call_tensor_hooks(node, std::move(grads)));
-  take_matrices(*group_, task, node, in);
+  if (!take_matrices(*group_, task, node, in)) {
+    return run_at_once(task, std::move(in));
+  }
   const variable_list inputs = node.post_hooks().empty() ? variable_list() : in;
   if (task.kind() == Kind::product) {
     node.will_release_variables();
@@ -134,19 +136,50 @@ variable_list StandIn::run_split(Task& task, variable_list&& grads) {
   return outputs;
 }
 
-variable_list StandIn::run_whole(Task& task, variable_list&& grads) {
-  variable_list outputs = run_node(*original_, *this, std::move(grads), /*release=*/true);
+namespace {
+
+/// Those of the faces; the engine gets the others.
+void keep_gradients(Group& group, Task& task, variable_list& outputs) {
   task.kept.clear();
   for (size_t f = 0; f < task.face.size(); ++f) {
     at::Tensor& grad = outputs[task.plan(f).slot];
     task.kept.emplace_back(grad);
     grad.reset();
   }
+  count_held(group, task);
+}
+
+}  // namespace
+
+variable_list StandIn::run_whole(Task& task, variable_list&& grads) {
+  variable_list outputs = run_node(*original_, *this, std::move(grads), /*release=*/true);
+  keep_gradients(*group_, task, outputs);
   fold_kept(*group_, task);
   return outputs;
 }
 
 namespace {
+
+/// While it lives, the node computes the gradients of its task's faces, which I has cut off.
+class FacesOn {
+ public:
+  FacesOn(Node& node, const Task& task) : node_(node), task_(task) {
+    for (size_t f = 0; f < task_.face.size(); ++f) {
+      exchange_edge(node_, task_.plan(f).slot, task_.face[f].edge);
+    }
+  }
+  ~FacesOn() {
+    for (size_t f = 0; f < task_.face.size(); ++f) {
+      exchange_edge(node_, task_.plan(f).slot, Edge());
+    }
+  }
+  FacesOn(const FacesOn&) = delete;
+  FacesOn& operator=(const FacesOn&) = delete;
+
+ private:
+  Node& node_;
+  const Task& task_;
+};
 
 /// While it lives, the context of a Function's node refers to the node that the engine runs in its place.
 ///
@@ -200,10 +233,10 @@ class Impersonation {
 
 }  // namespace
 
-variable_list run_node(Node& node, Node& in_place, variable_list&& grads, bool release,
-                       bool track_views, bool skip_undefined) {
-  variable_list in =
-      call_pre_hooks(node, call_tensor_hooks(node, std::move(grads), skip_undefined));
+namespace {
+
+variable_list run_behind_hooks(Node& node, Node& in_place, variable_list&& in, bool release,
+                               bool track_views) {
   if (release) {
     node.will_release_variables();
   }
@@ -222,6 +255,24 @@ variable_list run_node(Node& node, Node& in_place, variable_list&& grads, bool r
   if (release) {
     node.release_variables();
   }
+  return outputs;
+}
+
+}  // namespace
+
+variable_list run_node(Node& node, Node& in_place, variable_list&& grads, bool release,
+                       bool track_views, bool skip_undefined) {
+  variable_list in =
+      call_pre_hooks(node, call_tensor_hooks(node, std::move(grads), skip_undefined));
+  return run_behind_hooks(node, in_place, std::move(in), release, track_views);
+}
+
+variable_list StandIn::run_at_once(Task& task, variable_list&& in) {
+  const FacesOn on(*original_, task);
+  variable_list outputs = run_behind_hooks(*original_, *this, std::move(in), /*release=*/true,
+                                           /*track_views=*/true);
+  has_run_ = true;
+  keep_gradients(*group_, task, outputs);
   return outputs;
 }
 

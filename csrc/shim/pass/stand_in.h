@@ -28,7 +28,7 @@ class StandIn : public Node {
 
   Task& task() { return group_->tasks[task_]; }
   Node& original() { return *original_; }
-  const Group& group() const { return *group_; }
+  Group& group() const { return *group_; }
 
   std::string name() const override;
 
@@ -38,6 +38,8 @@ class StandIn : public Node {
  private:
   variable_list run_split(Task& task, variable_list&& grads);
   variable_list run_whole(Task& task, variable_list&& grads);
+  /// A split node that its group's budget has made whole, with the gradients that its hooks have returned.
+  variable_list run_at_once(Task& task, variable_list&& in);
 
   void give_back_metadata() noexcept;
 

@@ -44,6 +44,8 @@ typedef struct zbp_policy {
     PyObject *defer_of;
     PyObject *checkpoint_of;
     int reentrant; /* a ZBP_REENTRANT_* */
+    bool has_budget;
+    uint64_t held_at_most; /* bytes, for all groups of the process that were made under a budget */
 } zbp_policy;
 
 /* A call of I: made, given its arguments in the order of the functions below, begun, and ended or, if that was
@@ -126,6 +128,9 @@ ZBP_MUST_USE int zbp_group_only_adds(zbp_group *group, int *out, zbp_error *erro
 
 /* True while W has still to come for a group, anyone's, that keeps what hooks had packed and I unpacked. */
 bool zbp_unpacked_waits(void);
+
+/* Bytes that groups hold which were made under a budget, each storage once. Any thread. */
+uint64_t zbp_held_within_budgets(void);
 
 /* New objects, or NULL; KeyError when the group is spent.
  * params: set of the accumulators' nodes. intermediates: list of the split nodes, None for one that

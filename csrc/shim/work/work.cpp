@@ -267,10 +267,26 @@ Answer answer_to(const Targets& targets, const Running& running) {
   return {asks_for_weights(targets, running) ? ZBP_VERDICT_AT_ONCE : ZBP_VERDICT_SKIP, {}};
 }
 
-void hand_over(PyObject* function, PyObject* saved, const Targets& targets, Answer& answer,
+/// False if the group's budget wants the gradients computed now.
+bool has_room(const WorkArguments& held, StandIn& stand_in) {
+  if (!stand_in.group().budget) {
+    return true;
+  }
+  Wanted wanted;
+  for (const Watched& one : held.tensors) {
+    wanted.always.push_back(one.tensor());
+  }
+  return hold_within_budget(stand_in.group(), stand_in.task(), wanted) == ZBP_HOLD_KEPT;
+}
+
+/// False, and nothing is kept, where there is no room.
+bool hand_over(PyObject* function, PyObject* saved, const Targets& targets, Answer& answer,
                StandIn& stand_in) {
   WorkArguments held(stand_in.group());
   THPObjectPtr arguments = held.take(saved);
+  if (!has_room(held, stand_in)) {
+    return false;
+  }
   Task& task = stand_in.task();
   Work& work = task.works.emplace_back();
   work.call = std::make_unique<const Work::Call>(Work::Call{
@@ -279,6 +295,7 @@ void hand_over(PyObject* function, PyObject* saved, const Targets& targets, Answ
       std::move(held.parameters), autocast_here(), targets.is_single});
   work.faces = std::move(answer.faces);
   task.can_run_again = false;
+  return true;
 }
 
 /// New reference: `grads` as the backward returns them.
@@ -309,9 +326,11 @@ PyObject* zbp_defer(PyObject* function, PyObject* weights, PyObject* saved, zbp_
     const Targets targets = parse_weights(weights, running);
     variable_list grads(targets.slots.size());
     Answer answer = answer_to(targets, running);
-    if (answer.verdict == ZBP_VERDICT_HAND_OVER) {
-      hand_over(function, saved, targets, answer, *running.stand_in);
-    } else if (answer.verdict == ZBP_VERDICT_AT_ONCE) {
+    if (answer.verdict == ZBP_VERDICT_HAND_OVER &&
+        !hand_over(function, saved, targets, answer, *running.stand_in)) {
+      answer.verdict = ZBP_VERDICT_AT_ONCE;
+    }
+    if (answer.verdict == ZBP_VERDICT_AT_ONCE) {
       THPObjectPtr arguments(PySequence_Tuple(saved));
       THPObjectPtr returned(arguments ? PyObject_CallObject(function, arguments) : nullptr);
       if (!returned) {
