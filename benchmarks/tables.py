@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-SCHEMA = 1
+SCHEMA = {"demo": 2}  # of the others: 1
 ROOT = Path(__file__).resolve().parent.parent
 PINNED = "2.13.0"
 NEWEST = (ROOT / "requirements" / "newest.txt").read_text().partition("torch==")[2].split()[0]
@@ -33,8 +33,8 @@ def read(name: str, version: str) -> dict[str, Any]:
     if not path.exists():
         raise ValueError(f"{path} is missing: {mend}")
     found: dict[str, Any] = json.loads(path.read_text())
-    if found["schema"] != SCHEMA:
-        raise ValueError(f"{path} has schema {found['schema']}, expected {SCHEMA}: {mend}")
+    if found["schema"] != (expected := SCHEMA.get(name, 1)):
+        raise ValueError(f"{path} has schema {found['schema']}, expected {expected}: {mend}")
     return found
 
 
@@ -209,8 +209,12 @@ def demo() -> str:
             for key in ("held", "peak"):
                 before, after = (sides[side][key] for side in ("torch", "zbpipe"))
                 cells.append(f"{megabytes(before)} → {megabytes(after)} MB ({after / before:.2f}x)")
+            for key in ("seconds", "waited"):
+                before, *after = (sides[side][key] for side in ("torch", "zbpipe", "filled"))
+                cells.append(f"{before * 1e3:.0f} ms; " + " / ".join(times(each / before) for each in after))
             rows.append([schedule, version, *cells])
     header = ["schedule", "torch", "held from I to W, torch → zbpipe", "peak of the step, torch → zbpipe"]
+    header += ["step: torch; zbpipe / with waits filled", "waited for messages: likewise"]
     return markdown(header, rows)
 
 

@@ -62,7 +62,8 @@ class Block(nn.Module):
 def build_stages(config: Config) -> list[nn.Sequential]:
     """Builds the whole model, cut into ``config.num_stages`` stages, from ``config.seed`` alone.
 
-    Stage 0 opens with the embedding, the last stage closes with norm and head: ``float [batch, time, 256]`` logits.
+    Stage 0 opens with the embedding, the last stage closes with norm and a large head: ``float [batch, time, 256]``
+    logits.
     """
     torch.manual_seed(config.seed)
     stages = [
@@ -70,7 +71,8 @@ def build_stages(config: Config) -> list[nn.Sequential]:
         for _ in range(config.num_stages)
     ]
     stages[0].insert(0, Embedding(config.width, config.context))
-    stages[-1].extend([nn.LayerNorm(config.width), nn.Linear(config.width, VOCABULARY)])
+    head = [nn.Linear(config.width, config.head_width), nn.GELU(), nn.Linear(config.head_width, VOCABULARY)]
+    stages[-1].extend([nn.LayerNorm(config.width), *head])
     return stages
 
 
