@@ -67,6 +67,7 @@ def input_pass(
     checkpoint: int | Callable[[torch.Tensor], int],
     reentrant: int = 0,
     held_at_most: int | None = None,
+    split_functions: bool = False,
     /,
 ) -> tuple[tuple[torch.Tensor | None, ...], list[ParamGroup]]: ...
 def weight_pass(

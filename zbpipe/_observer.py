@@ -27,6 +27,7 @@ class Observer(Protocol):
         checkpoint: Any,
         reentrant: int,
         held_at_most: int | None,
+        split_functions: bool,
         /,
     ) -> tuple[tuple[torch.Tensor | None, ...], list[ParamGroup]]: ...
 

@@ -1,4 +1,4 @@
-"""What is left to the weight pass, what is kept for it, and how it adds: a policy of six choices.
+"""What is left to the weight pass, what is kept for it, and how it adds: a policy of seven choices.
 
 Note [What each choice costs]
 
@@ -68,9 +68,16 @@ held_at_most: A number of bytes: what may wait for W in the process, each storag
     checkpoints' inputs and random states among it, is not counted. 0 holds as little as can be held. None: no budget,
     and nothing is counted.
 
-``defer``, ``checkpoint`` and ``held_at_most`` count when I is called, ``fused``, ``wide`` and ``main_grad`` when W is;
-``main_grad`` in I too, for what a reentrant checkpoint's own backward adds there: it goes to ``main_grad`` when I ends.
-``stage_backward`` is not told the weights and refuses such a checkpoint.
+split_functions: True looks at what the backward of a Python Function computes in I. A matrix product (``mm``, ``bmm``,
+    ``_scaled_mm``) that it only transposes, views, casts and returns as a weight's gradient is not computed, but handed
+    over to W as by :func:`zbpipe.defer`; its factors are held. Whatever else touches such a product computes it at
+    once. ``defer`` and ``checkpoint`` say for which weights, as for work that is handed over by hand. Each operator of
+    such a backward costs a few us more. What nobody sees is a kernel that is launched past torch's dispatcher (Triton,
+    a C++ extension) and writes to a factor when it has been multiplied: such a Function needs the default, False.
+
+``defer``, ``checkpoint``, ``held_at_most`` and ``split_functions`` count when I is called, ``fused``, ``wide`` and
+``main_grad`` when W is; ``main_grad`` in I too, for what a reentrant checkpoint's own backward adds there: it goes to
+``main_grad`` when I ends. ``stage_backward`` is not told the weights and refuses such a checkpoint.
 """
 
 import contextlib
@@ -90,6 +97,7 @@ from zbpipe._text import argument
 _DEFER = {"nothing": 0, "matrices": 1, "all": 2}
 _CHECKPOINT = {"keep": 0, "recompute": 1, "input_pass": 2}
 _CHECKPOINT_WORDS = (*_CHECKPOINT, "auto")
+_YES_OR_NO = ("fused", "main_grad", "wide", "split_functions")
 _VARIABLE = "ZBPIPE_POLICY"
 
 Defer = Literal["matrices", "all", "nothing"] | Callable[[torch.Tensor], bool]
@@ -124,6 +132,7 @@ class Policy:
         wide: products of 16-bit factors are added to float32 gradients without being rounded before (on the CPU).
         held_at_most: how many bytes may wait for W in this process; what does not fit is left packed, or computed in
             I. None: any number.
+        split_functions: what the backward of a Python ``autograd.Function`` multiplies for a weight is left to W.
 
     Raises:
         TypeError, ValueError: a value that is none of these.
@@ -140,13 +149,14 @@ class Policy:
     main_grad: bool = False
     wide: bool = False
     held_at_most: int | None = None
+    split_functions: bool = False
 
     def __post_init__(self) -> None:
         for name, words in (("defer", tuple(_DEFER)), ("checkpoint", _CHECKPOINT_WORDS)):
             value = getattr(self, name)
             if not callable(value):
                 _require_one_of(words, name, value, " or a function of a parameter")
-        for name in ("fused", "main_grad", "wide"):
+        for name in _YES_OR_NO:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is {argument(getattr(self, name))}; expected True or False")
         _require_bytes(self.held_at_most)
@@ -202,7 +212,7 @@ def _from_environment() -> Policy:
     choices: dict[str, Any] = {}
     for item in filter(None, os.environ.get(_VARIABLE, "").replace(" ", "").split(",")):
         name, _, value = item.partition("=")
-        if name in ("fused", "main_grad", "wide"):
+        if name in _YES_OR_NO:
             if value not in ("0", "1"):
                 raise ValueError(f"{_VARIABLE} says {item!r}; expected {name}=0 or {name}=1")
             choices[name] = value == "1"
@@ -214,7 +224,8 @@ def _from_environment() -> Policy:
             choices[name] = value
         else:
             raise ValueError(
-                f"{_VARIABLE} says {item!r}; expected defer=, checkpoint=, fused=, main_grad=, wide= or held_at_most="
+                f"{_VARIABLE} says {item!r}; expected defer=, checkpoint=, fused=, main_grad=, wide=, held_at_most= or "
+                "split_functions="
             )
     try:
         return Policy(**choices)
@@ -243,11 +254,12 @@ def set_policy(
     main_grad: bool = _AS_IT_IS,
     wide: bool = _AS_IT_IS,
     held_at_most: int | None = _AS_IT_IS,
+    split_functions: bool = _AS_IT_IS,
 ) -> Policy:
     """Changes the process's default policy, for all threads. What is not given stays.
 
     Args:
-        defer, checkpoint, fused, main_grad, wide, held_at_most: see :class:`Policy`.
+        defer, checkpoint, fused, main_grad, wide, held_at_most, split_functions: see :class:`Policy`.
 
     Returns:
         The policy that it was.
@@ -256,7 +268,10 @@ def set_policy(
         TypeError, ValueError: a choice that there is none of; nothing has been changed.
     """
     global _default
-    before, _default = _default, _changed(_default, defer, checkpoint, fused, main_grad, wide, held_at_most)
+    before, _default = (
+        _default,
+        _changed(_default, defer, checkpoint, fused, main_grad, wide, held_at_most, split_functions),
+    )
     return before
 
 
@@ -269,6 +284,7 @@ def policy(
     main_grad: bool = _AS_IT_IS,
     wide: bool = _AS_IT_IS,
     held_at_most: int | None = _AS_IT_IS,
+    split_functions: bool = _AS_IT_IS,
 ) -> Iterator[Policy]:
     """Changes the policy for the passes that are called in a ``with`` block, in this thread or task. What is not given
     stays.
@@ -276,7 +292,7 @@ def policy(
     Threads that are started within the block do not see it; they follow the process's policy.
 
     Args:
-        defer, checkpoint, fused, main_grad, wide, held_at_most: see :class:`Policy`.
+        defer, checkpoint, fused, main_grad, wide, held_at_most, split_functions: see :class:`Policy`.
 
     Returns:
         A context manager, which gives the policy that holds within it.
@@ -284,7 +300,9 @@ def policy(
     Raises:
         TypeError, ValueError: a choice that there is none of.
     """
-    token = _current.set(_changed(get_policy(), defer, checkpoint, fused, main_grad, wide, held_at_most))
+    token = _current.set(
+        _changed(get_policy(), defer, checkpoint, fused, main_grad, wide, held_at_most, split_functions)
+    )
     try:
         yield get_policy()
     finally:

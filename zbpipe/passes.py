@@ -82,6 +82,7 @@ def stage_backward_input(
                 policy._checkpoint(),
                 reentrant,
                 policy.held_at_most,
+                policy.split_functions,
             )
     except _C.RunError as error:
         raise _failed("stage backward input", stage_outputs_or_loss, output_grads, input_values) from error.__cause__

@@ -72,6 +72,7 @@ POLICIES = {
     "input pass": {"checkpoint": "input_pass"},
     "all, recompute": {"defer": "all", "checkpoint": "recompute"},
     "fused": {"fused": True},
+    "split functions": {"split_functions": True},
 }
 
 

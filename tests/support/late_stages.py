@@ -90,6 +90,22 @@ class Handed(nn.Module):
         return Handing.apply(torch.tanh(Handing.apply(x, self.w)), self.v)
 
 
+class Multiplying(torch.autograd.Function):
+    """A linear layer that says nothing."""
+
+    forward = Handing.forward
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return grad @ w, grad.t() @ x
+
+
+class Multiplied(Handed):
+    def forward(self, x):
+        return Multiplying.apply(torch.tanh(Multiplying.apply(x, self.w)), self.v)
+
+
 class HandedComputed(Handed):
     """Between the task and the weight there is a node: W takes the engine, and makes the call before it."""
 
@@ -144,6 +160,7 @@ STAGES = {
     "dropout": DropsOut,
     "handed over": Handed,
     "handed over, computed": HandedComputed,
+    "multiplied": Multiplied,
     "weight root": Root,
     "branches": Branches,
 }

@@ -174,7 +174,10 @@ def _try(
     ends = [get_gradient_edge(output) for output in roots]
     ends_at = {edge.node for edge in ends}
     del planned, result, outputs, roots
-    groups = _C.input_pass(ends, [grad for _, grad in given_grads], inputs, list(weights.values()), *choices)[1]
+    grads, parameters = [grad for _, grad in given_grads], list(weights.values())
+    defer, checkpoint = choices
+    split = book.policy.split_functions  # a budget is for what waits in training
+    groups = _C.input_pass(ends, grads, inputs, parameters, defer, checkpoint, 0, None, split)[1]
 
     for tasks, group in zip(tasks_of, groups, strict=True):
         for task, account in zip(tasks, group._account(), strict=False):

@@ -90,6 +90,11 @@ def run_id() -> int:
     return torch._C._current_graph_task_id()
 
 
+def is_within_forward() -> bool:
+    """Whether the forward of a Function runs in this thread: torch switches forward mode off for it, and it alone."""
+    return not torch._C._is_fwd_grad_enabled()
+
+
 def running_node() -> Node | None:
     """The node that the engine runs in this thread."""
     node: Node | None = torch._C._current_autograd_node()

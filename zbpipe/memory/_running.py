@@ -41,6 +41,7 @@ class Running:
         checkpoint: Any,
         reentrant: int,
         held_at_most: int | None,
+        split_functions: bool,
         /,
     ) -> tuple[tuple[torch.Tensor | None, ...], list[_C.ParamGroup]]:
         recordings = self.recordings
@@ -48,7 +49,9 @@ class Running:
         with contextlib.ExitStack() as stack:
             for recording, call in zip(recordings, calls, strict=True):
                 stack.enter_context(PhaseContext([recording], "I", None, call, (call,)))
-            result = _C.input_pass(outputs, output_grads, inputs, weights, defer, checkpoint, reentrant, held_at_most)
+            result = _C.input_pass(
+                outputs, output_grads, inputs, weights, defer, checkpoint, reentrant, held_at_most, split_functions
+            )
         for recording, call in zip(recordings, calls, strict=True):
             recording.note(result[1], call)
         return result

@@ -173,7 +173,8 @@ struct Outside {
 };
 
 struct Group : std::enable_shared_from_this<Group> {
-  Group() = default;
+  Group(std::shared_ptr<Budget> of_call, bool policy_splits_functions)
+      : budget(std::move(of_call)), splits_functions(policy_splits_functions) {}
   ~Group();
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
@@ -201,10 +202,12 @@ struct Group : std::enable_shared_from_this<Group> {
   using Output = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
   std::vector<std::shared_ptr<const Output>> outputs;
 
-  std::shared_ptr<Budget> budget;  // of the I that made it; null: none
+  const std::shared_ptr<Budget> budget;  // of the I that made it; null: none
   CountedStorages counted;
   uint64_t least_held = 0;  // of what has run: see Note [Room that is kept free]
   bool waits = false;
+
+  const bool splits_functions;  // the policy's: see shim/work/lazy.h
 
   // I has unpacked what hooks had packed, and it is kept for W. Stand-ins of one group may run on several threads.
   std::atomic<bool> keeps_unpacked = false;

@@ -19,6 +19,7 @@
 #include "shim/torch/nodes.h"
 #include "shim/pass/path.h"
 #include "shim/torch/python.h"
+#include "shim/work/lazy.h"
 
 namespace zbp {
 
@@ -151,13 +152,6 @@ void keep_gradients(Group& group, Task& task, variable_list& outputs) {
 
 }  // namespace
 
-variable_list StandIn::run_whole(Task& task, variable_list&& grads) {
-  variable_list outputs = run_node(*original_, *this, std::move(grads), /*release=*/true);
-  keep_gradients(*group_, task, outputs);
-  fold_kept(*group_, task);
-  return outputs;
-}
-
 namespace {
 
 /// While it lives, the node computes the gradients of its task's faces, which I has cut off.
@@ -236,7 +230,7 @@ class Impersonation {
 namespace {
 
 variable_list run_behind_hooks(Node& node, Node& in_place, variable_list&& in, bool release,
-                               bool track_views) {
+                               bool track_views, LazyProducts* products = nullptr) {
   if (release) {
     node.will_release_variables();
   }
@@ -247,6 +241,9 @@ variable_list run_behind_hooks(Node& node, Node& in_place, variable_list&& in, b
     outputs = track_views || !saves_nothing(node)
                   ? NodeParts::apply_to(node, std::move(in))
                   : NodeParts::apply_without_views_to(node, std::move(in));
+  }
+  if (products) {
+    products->settle(outputs);
   }
   torch::autograd::validate_outputs(node.next_edges(), outputs, [&](const std::string& message) {
     return "Function " + node.name() + " returned an " + message;
@@ -265,6 +262,16 @@ variable_list run_node(Node& node, Node& in_place, variable_list&& grads, bool r
   variable_list in =
       call_pre_hooks(node, call_tensor_hooks(node, std::move(grads), skip_undefined));
   return run_behind_hooks(node, in_place, std::move(in), release, track_views);
+}
+
+variable_list StandIn::run_whole(Task& task, variable_list&& grads) {
+  variable_list in = call_pre_hooks(*original_, call_tensor_hooks(*original_, std::move(grads)));
+  LazyProducts products(*group_, task, *original_);
+  variable_list outputs = run_behind_hooks(*original_, *this, std::move(in), /*release=*/true,
+                                           /*track_views=*/true, &products);
+  keep_gradients(*group_, task, outputs);
+  fold_kept(*group_, task);
+  return outputs;
 }
 
 variable_list StandIn::run_at_once(Task& task, variable_list&& in) {

@@ -43,7 +43,8 @@ typedef struct zbp_policy {
     int checkpoint;
     PyObject *defer_of;
     PyObject *checkpoint_of;
-    int reentrant; /* a ZBP_REENTRANT_* */
+    int reentrant;        /* a ZBP_REENTRANT_* */
+    int splits_functions; /* products of Python Functions are left to W where they may be */
     bool has_budget;
     uint64_t held_at_most; /* bytes, for all groups of the process that were made under a budget */
 } zbp_policy;

@@ -49,6 +49,19 @@ PyObject* wrap_tensors(const variable_list& tensors) {
   return tuple.release();
 }
 
+THPObjectPtr call_python(const char* module, const char* function,
+                         std::initializer_list<PyObject*> arguments) {
+  THPObjectPtr imported(PyImport_ImportModule(module));
+  THPObjectPtr callable(imported ? PyObject_GetAttrString(imported, function) : nullptr);
+  THPObjectPtr result(
+      callable ? PyObject_Vectorcall(callable, arguments.begin(), arguments.size(), nullptr)
+               : nullptr);
+  if (!result) {
+    throw python_error();
+  }
+  return result;
+}
+
 const at::Tensor* as_tensor(PyObject* object) {
   return THPVariable_Check(object) ? &THPVariable_Unpack(object) : nullptr;
 }

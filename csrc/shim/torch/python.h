@@ -3,6 +3,7 @@
 
 #include <Python.h>
 
+#include <initializer_list>
 #include <optional>
 #include <string>
 
@@ -40,6 +41,10 @@ void append(PyObject* list, PyObject* value);
 PyObject* wrap_tensor(const at::Tensor& tensor);
 /// New tuple of such.
 PyObject* wrap_tensors(const variable_list& tensors);
+
+/// What a function of one of zbpipe's modules returns; arguments are borrowed. Throws python_error.
+THPObjectPtr call_python(const char* module, const char* function,
+                         std::initializer_list<PyObject*> arguments);
 
 /// The tensor in `object`, or nothing if it holds none. Borrowed from `object`.
 const at::Tensor* as_tensor(PyObject* object);

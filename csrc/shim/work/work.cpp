@@ -16,8 +16,8 @@
 #include "shim/torch/python.h"
 #include "shim/torch/ranges.h"
 #include "shim/pass/stand_in.h"
+#include "shim/work/keeping.h"
 #include "shim/work/targets.h"
-#include "shim/work/work_arguments.h"
 #include "shim/work/zbp_work.h"
 
 namespace zbp {
@@ -62,16 +62,6 @@ class AutocastAsThere {
   bool is_cached_;
   SmallVector<std::pair<Autocast, bool>, 2> here_;
 };
-
-std::vector<Autocast> autocast_here() {
-  std::vector<Autocast> there;
-  for (const c10::DeviceType device : at::autocast::_AUTOCAST_SUPPORTED_DEVICES) {
-    if (at::autocast::is_autocast_enabled(device)) {
-      there.push_back({device, at::autocast::get_autocast_dtype(device)});
-    }
-  }
-  return there;
-}
 
 /// Throws the Python error that is set, kept safe from the loss of this thread's state.
 [[noreturn]] void throw_python_error() {
@@ -267,37 +257,6 @@ Answer answer_to(const Targets& targets, const Running& running) {
   return {asks_for_weights(targets, running) ? ZBP_VERDICT_AT_ONCE : ZBP_VERDICT_SKIP, {}};
 }
 
-/// False if the group's budget wants the gradients computed now.
-bool has_room(const WorkArguments& held, StandIn& stand_in) {
-  if (!stand_in.group().budget) {
-    return true;
-  }
-  Wanted wanted;
-  for (const Watched& one : held.tensors) {
-    wanted.always.push_back(one.tensor());
-  }
-  return hold_within_budget(stand_in.group(), stand_in.task(), wanted) == ZBP_HOLD_KEPT;
-}
-
-/// False, and nothing is kept, where there is no room.
-bool hand_over(PyObject* function, PyObject* saved, const Targets& targets, Answer& answer,
-               StandIn& stand_in) {
-  WorkArguments held(stand_in.group());
-  THPObjectPtr arguments = held.take(saved);
-  if (!has_room(held, stand_in)) {
-    return false;
-  }
-  Task& task = stand_in.task();
-  Work& work = task.works.emplace_back();
-  work.call = std::make_unique<const Work::Call>(Work::Call{
-      c10::SafePyObject(Py_NewRef(function), getPyInterpreter()),
-      c10::SafePyObject(arguments.release(), getPyInterpreter()), std::move(held.tensors),
-      std::move(held.parameters), autocast_here(), targets.is_single});
-  work.faces = std::move(answer.faces);
-  task.can_run_again = false;
-  return true;
-}
-
 /// New reference: `grads` as the backward returns them.
 PyObject* wrap(const variable_list& grads, const Targets& targets) {
   if (targets.are_all) {
@@ -327,7 +286,8 @@ PyObject* zbp_defer(PyObject* function, PyObject* weights, PyObject* saved, zbp_
     variable_list grads(targets.slots.size());
     Answer answer = answer_to(targets, running);
     if (answer.verdict == ZBP_VERDICT_HAND_OVER &&
-        !hand_over(function, saved, targets, answer, *running.stand_in)) {
+        !keep_work(running.stand_in->group(), running.stand_in->task(), function, saved,
+                   std::move(answer.faces), targets.is_single)) {
       answer.verdict = ZBP_VERDICT_AT_ONCE;
     }
     if (answer.verdict == ZBP_VERDICT_AT_ONCE) {

@@ -18,13 +18,7 @@ THPObjectPtr checked(PyObject* object) {
   return THPObjectPtr(object);
 }
 
-/// Calls a function of zbpipe/_work.py.
-template <class... Objects>
-THPObjectPtr call_python(const char* function, Objects... objects) {
-  THPObjectPtr module = checked(PyImport_ImportModule("zbpipe._work"));
-  THPObjectPtr name = checked(PyUnicode_FromString(function));
-  return checked(PyObject_CallMethodObjArgs(module.get(), name.get(), objects..., nullptr));
-}
+constexpr const char* HELPER = "zbpipe._work";
 
 bool is_parameter_object(PyObject* object) {
   if (Py_IS_TYPE(object, reinterpret_cast<PyTypeObject*>(THPVariableClass))) {
@@ -73,7 +67,7 @@ THPObjectPtr WorkArguments::take(PyObject* saved) {
 
 /// The walk over containers is Python's: a generator that is sent, for each tensor that it yields, what W may hold.
 THPObjectPtr WorkArguments::take_nested(PyObject* tuple) {
-  THPObjectPtr walk = call_python("taken", tuple);
+  THPObjectPtr walk = call_python(HELPER, "taken", {tuple});
   PyObject* alias = Py_None;
   for (;;) {
     PyObject* result = nullptr;
@@ -99,6 +93,12 @@ PyObject* WorkArguments::take(PyObject* object, const at::Tensor& tensor) {
 /// A parameter comes as it is: what adds to its main_grad needs it. A stage input is a leaf as well, but it goes
 /// when I is over.
 THPObjectPtr WorkArguments::take_tensor(PyObject* object, const at::Tensor& tensor) {
+  if (tensor.key_set().has(c10::DispatchKey::Python)) {
+    THPObjectPtr value = call_python("zbpipe._kernels.lazy", "touched", {object});
+    if (value.get() != object) {
+      return take_tensor(value, *as_tensor(value));
+    }
+  }
   const bool is_weight = std::any_of(
       group_.weights.begin(), group_.weights.end(),
       [&](const Weight& weight) { return weight.accumulator->variable.is_same(tensor); });
@@ -110,7 +110,7 @@ THPObjectPtr WorkArguments::take_tensor(PyObject* object, const at::Tensor& tens
   if (has_history(tensor)) {
     alias = THPVariable_CheckExact(object) && !has_attributes(object)
                 ? checked(THPVariable_Wrap(tensor.detach()))
-                : call_python("without_history", object);
+                : call_python(HELPER, "without_history", {object});
   }
   const at::Tensor* taken = as_tensor(alias);
   TORCH_CHECK_TYPE(taken, "detach() of a ", Py_TYPE(object)->tp_name, " in saved returned a ",

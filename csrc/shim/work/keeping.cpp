@@ -1,0 +1,55 @@
+#include "shim/work/keeping.h"
+
+#include <utility>
+
+#include <ATen/autocast_mode.h>
+#include <torch/csrc/PyInterpreter.h>
+
+#include "shim/pass/budget.h"
+#include "shim/work/work_arguments.h"
+
+namespace zbp {
+
+namespace {
+
+std::vector<Autocast> autocast_here() {
+  std::vector<Autocast> there;
+  for (const c10::DeviceType device : at::autocast::_AUTOCAST_SUPPORTED_DEVICES) {
+    if (at::autocast::is_autocast_enabled(device)) {
+      there.push_back({device, at::autocast::get_autocast_dtype(device)});
+    }
+  }
+  return there;
+}
+
+bool has_room(const WorkArguments& held, Group& group, Task& task) {
+  if (!group.budget) {
+    return true;
+  }
+  Wanted wanted;
+  for (const Watched& one : held.tensors) {
+    wanted.always.push_back(one.tensor());
+  }
+  return hold_within_budget(group, task, wanted) == ZBP_HOLD_KEPT;
+}
+
+}  // namespace
+
+bool keep_work(Group& group, Task& task, PyObject* function, PyObject* saved,
+               SmallVector<int32_t, 2> faces, bool is_single) {
+  WorkArguments held(group);
+  THPObjectPtr arguments = held.take(saved);
+  if (!has_room(held, group, task)) {
+    return false;
+  }
+  Work& work = task.works.emplace_back();
+  work.call = std::make_unique<const Work::Call>(
+      Work::Call{c10::SafePyObject(Py_NewRef(function), getPyInterpreter()),
+                 c10::SafePyObject(arguments.release(), getPyInterpreter()),
+                 std::move(held.tensors), std::move(held.parameters), autocast_here(), is_single});
+  work.faces = std::move(faces);
+  task.can_run_again = false;
+  return true;
+}
+
+}  // namespace zbp

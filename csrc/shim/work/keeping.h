@@ -1,0 +1,16 @@
+// Work for W, in the task of the Function that hands it over.
+#pragma once
+
+#include <Python.h>
+
+#include "shim/pass/group.h"
+
+namespace zbp {
+
+/// Makes `function(*saved)`, which gives the gradients at `faces`, or those that are not -1 of them, a work of the
+/// task. False, and nothing is kept, if the group's budget wants them computed now. Called with the GIL held, which
+/// runs Python code for containers and subclasses in `saved`. Throws python_error.
+bool keep_work(Group& group, Task& task, PyObject* function, PyObject* saved,
+               SmallVector<int32_t, 2> faces, bool is_single);
+
+}  // namespace zbp
