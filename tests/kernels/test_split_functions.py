@@ -495,6 +495,19 @@ def test_what_is_held_is_the_factors_to_the_byte_until_w():
     assert groups[0].spent
 
 
+@pytest.mark.parametrize("splits", [True, False])
+def test_such_groups_may_fill_waits(splits):
+    """They run no code of the program's."""
+
+    def deferring(x, w, grad):
+        return right(x, w, grad), zbpipe.defer(lambda x, grad: x.t() @ grad, 1, (x, grad))
+
+    one, x = stage(plain if splits else deferring), random(3, 4)
+    output = one(x)
+    _, (group,) = zbpipe.stage_backward_input([output], [torch.ones_like(output)], [x], [one.w])
+    assert group._only_adds == splits
+
+
 def test_nothing_is_left_when_groups_are_dropped():
     gone = []
 

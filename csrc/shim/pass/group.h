@@ -91,6 +91,7 @@ struct Work {
   SmallVector<Watched, 2> grads;     // what it returned, per entry of `faces`
   bool is_done = false;
   bool is_checked = false;  // the gradients fit their faces
+  bool is_product = false;  // the callable is zbpipe's own, and multiplies: see shim/work/lazy.h
 };
 
 struct Task {

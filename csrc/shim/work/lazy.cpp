@@ -130,6 +130,7 @@ void LazyProducts::settle(variable_list& gradients) {
 at::Tensor LazyProducts::hand_over(PyObject* function, PyObject* factors, size_t slot) {
   const auto face = static_cast<int32_t>(*face_at(task_, static_cast<uint32_t>(slot)));
   if (keep_work(group_, task_, function, factors, {face}, /*is_single=*/true)) {
+    task_.works.back().is_product = true;
     return {};
   }
   THPObjectPtr gradient(PyObject_CallObject(function, factors));
