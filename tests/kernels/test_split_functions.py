@@ -344,10 +344,44 @@ def test_what_is_kept_by_the_program_is_right_whenever_it_is_read():
         return right(x, w, grad), gw
 
     one, x = stage(backward), random(3, 4)
-    assert products(one, x) == (0, 1)
+    given = x.sin()
+    output = Custom.apply(given, one.w, backward)
+    _, groups = zbpipe.stage_backward_input([output], [torch.ones_like(output)], [x], [one.w])
+    zbpipe.stage_backward_weight([one.w], groups)
+    with torch.no_grad():
+        given.zero_()
     torch.testing.assert_close(seen[0].clone(), one.w.grad, rtol=0, atol=0)
     seen[0].zero_()
     assert one.w.grad.abs().sum() > 0
+
+
+def test_many_steps():
+    def backward(x, w, grad):
+        gw = x.t() @ grad
+        for _ in range(1500):
+            gw = gw.t()
+        return right(x, w, grad), gw
+
+    one = stage(backward)
+    check(one, (3, 4), orders=(late,))
+    assert products(one, random(3, 4)) == (0, 1)
+
+
+def test_what_writes_to_a_tensor_that_does_not_say_what_it_wraps():
+    class Opaque(Quantized):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            assert func is torch.ops.aten.zero_.default
+            args[0].data_.zero_()
+            return args[0]
+
+    def backward(x, w, grad):
+        x = x.clone()
+        gw = x.t() @ grad
+        Opaque(x, 1.0).zero_()
+        return right(x, w, grad), gw
+
+    check(stage(backward), (3, 4), exact=True)
 
 
 class Experts(Function):

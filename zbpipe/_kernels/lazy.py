@@ -16,7 +16,7 @@ At once is computed, for to be late would be to be wrong:
   buffers are used again, and who writes to them next need not count as a change of the tensor;
 - a product that has a history or gets one (in grad mode, in the forward of a Function), and one in a backward within
   the backward;
-- what is returned twice, or for an input too.
+- what is returned twice, or for an input too, and what the program still has when the backward has returned.
 
 What nobody sees: a kernel that is launched past the dispatcher (Triton, a C++ extension) and writes to a factor. Hence
 the policy is off by default.
@@ -53,31 +53,38 @@ class Promise:
         self.casts: list[weakref.ref[Promise]] = []
         self._value: torch.Tensor | None = None
 
+    def chain(self) -> list[Promise]:
+        """The product, and what was made of it, to this."""
+        chain = [self]
+        while chain[-1].source is not None:
+            chain.append(chain[-1].source)
+        return chain[::-1]
+
     @property
     def is_computed(self) -> bool:
-        return self._value is not None or (self.source is not None and self.source.is_computed)
-
-    def root(self) -> Promise:
-        return self if self.source is None else self.source.root()
+        return any(promise._value is not None for promise in self.chain())
 
     def value(self) -> torch.Tensor:
+        for promise in self.chain():
+            promise._compute()
+        assert self._value is not None
+        return self._value
+
+    def _compute(self) -> None:
+        """Where the source has been computed."""
         if self._value is None:
-            first = () if self.source is None else (self.source.value(),)
+            first = () if self.source is None else (self.source._value,)
             self._value = _computed(self.operator, (*first, *self.args), self.kwargs)
             casts, self.casts = self.casts, []
             for cast in casts:
                 if (promise := cast()) is not None:
                     promise.value()
-        return self._value
 
     def call(self) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
         """A function, and what it is to be called with, that compute it and refer to no tensor beside."""
-        steps = []
-        promise = self
-        while promise.source is not None:
-            steps.append((promise.operator, promise.args, promise.kwargs))
-            promise = promise.source
-        return _Call(promise.operator, promise.kwargs, steps[::-1]), tuple(promise.args)
+        product, *steps = self.chain()
+        made = [(promise.operator, promise.args, promise.kwargs) for promise in steps]
+        return _Call(product.operator, product.kwargs, made), tuple(product.args)
 
 
 class _Call:
@@ -214,7 +221,7 @@ class _Seen(dispatch.PushedMode):  # type: ignore[no-untyped-call]
         self._numbers = {math.prod(size) for size in sizes if size is not None}
         self._run = autograd.run_id()
         self._pending: list[weakref.ref[Promise]] = []
-        self._written: set[int] = set()
+        self._written: set[int | None] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind = _kind_of(func)
@@ -262,10 +269,12 @@ class _Seen(dispatch.PushedMode):  # type: ignore[no-untyped-call]
         """Whether the factors are plain, and nobody but torch's operators is known to write to their memory."""
         factors = [arg for arg in args if isinstance(arg, torch.Tensor)]
         is_plain = all(factor.layout is torch.strided for factor in factors)
-        return is_plain and (not self._written or self._written.isdisjoint(_storages(factors)))
+        if not is_plain or None in self._written:
+            return False
+        return not self._written or self._written.isdisjoint(_storages(factors))
 
     def _before_write(self, tree: Any, *, is_torchs: bool) -> None:
-        promises = [promise for ref in self._pending if (promise := ref()) is not None and not promise.is_computed]
+        promises = self._waiting()
         if not promises and is_torchs:
             return
         leaves = dispatch.pytree.tree_leaves(tree)
@@ -273,18 +282,31 @@ class _Seen(dispatch.PushedMode):  # type: ignore[no-untyped-call]
         if not is_torchs:
             self._written |= written
         for promise in promises:
-            if not written.isdisjoint(_storages(arg for arg in promise.args if isinstance(arg, torch.Tensor))):
+            factors = (arg for arg in promise.args if isinstance(arg, torch.Tensor))
+            if None in written or not written.isdisjoint(_storages(factors)):
                 promise.value()
 
+    def _waiting(self) -> list[Promise]:
+        """The products that somebody still has, and nobody has touched."""
+        return [promise for ref in self._pending if (promise := ref()) is not None and not promise.is_computed]
 
-def _storages(tensors: Any) -> Iterator[int]:
-    """Of those that have one; of a wrapper, of what it wraps."""
+    def finish(self) -> None:
+        """What was handed over has been let go of: others are the program's, which will not say when it changes what
+        they are computed from."""
+        for promise in self._waiting():
+            promise.value()
+
+
+def _storages(tensors: Any) -> Iterator[int | None]:
+    """Of a wrapper, of what it wraps; None for what does not say what it wraps."""
     for tensor in tensors:
         if type(tensor) is LazyProduct:
             continue
         if dispatch.is_traceable_wrapper_subclass(tensor):
             names, _ = tensor.__tensor_flatten__()
             yield from _storages(getattr(tensor, name) for name in names)
+        elif type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            yield None
         elif tensor.layout is torch.strided:
             yield autograd.storage_id(tensor.untyped_storage())
 
@@ -314,13 +336,13 @@ def settled(seen: _Seen, gradients: Sequence[torch.Tensor | None]) -> list[Any]:
     """What becomes of a backward's gradients: each is itself or, where it is lazy, its value; or, where it may wait, a
     function and a tuple of arguments that give it."""
     result: list[Any] = list(gradients)
-    roots = [lazy.promise.root() for lazy in gradients if isinstance(lazy, LazyProduct)]
+    products = [lazy.promise.chain()[0] for lazy in gradients if isinstance(lazy, LazyProduct)]
     for i, lazy in enumerate(gradients):
         if isinstance(lazy, LazyProduct):
             promise = lazy.promise
             with autograd.without_torch_functions():
                 fits = lazy.shape == seen.sizes[i]
-            may_wait = fits and not promise.is_computed and roots.count(promise.root()) == 1
+            may_wait = fits and not promise.is_computed and products.count(promise.chain()[0]) == 1
             result[i] = promise.call() if may_wait else promise.value()
     return result
 

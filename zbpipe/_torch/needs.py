@@ -297,6 +297,23 @@ NEEDS = (
         ),
     ),
     Need(
+        "lazy products",
+        Weight.TOOL,
+        "policy(split_functions=True)",
+        (
+            Way(
+                "2.11 to 2.15",
+                (
+                    *_callables("torch:Tensor", "_make_wrapper_subclass"),
+                    *_callables(
+                        "torch._C", "_push_on_torch_dispatch_stack _pop_torch_dispatch_stack _is_fwd_grad_enabled"
+                    ),
+                    *_callables("torch._ops:OpOverload", "decompose"),
+                ),
+            ),
+        ),
+    ),
+    Need(
         "the CUDA allocator",
         Weight.TOOL,
         "zbpipe.memory and the leak tools on CUDA",

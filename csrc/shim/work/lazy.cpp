@@ -111,9 +111,16 @@ void LazyProducts::settle(variable_list& gradients) {
   }
   const AcquireGil gil;
   end();
-  if (std::none_of(gradients.begin(), gradients.end(), may_be_lazy)) {
-    return;
+  if (std::any_of(gradients.begin(), gradients.end(), may_be_lazy)) {
+    settle_lazy(gradients);
   }
+  THPObjectPtr none(PyObject_CallMethod(seen_, "finish", nullptr));
+  if (!none) {
+    throw python_error();
+  }
+}
+
+void LazyProducts::settle_lazy(variable_list& gradients) {
   THPObjectPtr returned(wrap_tensors(gradients));
   THPObjectPtr settled = call_python(MODULE, "settled", {seen_, returned});
   for (size_t slot = 0; slot < gradients.size(); ++slot) {

@@ -22,6 +22,7 @@ class LazyProducts {
 
  private:
   void end() noexcept;
+  void settle_lazy(variable_list& gradients);
   at::Tensor hand_over(PyObject* function, PyObject* factors, size_t slot);
 
   Group& group_;
