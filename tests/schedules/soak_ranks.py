@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from schedules import fault_cases as cases
 from schedules.fault_cases import STAGES, Fault
-from schedules.fault_ranks import LONGEST, Job, dies_with_its_parent, told, waiting_threads
+from schedules.fault_ranks import LONGEST, Job, dies_with_its_parent, told
 from support import allocations
 
 import zbpipe
@@ -47,7 +47,7 @@ KINDS = [
 ]  # fmt: skip
 COLLECT_EVERY = 20
 SETTLED = 3  # steps after which nothing new is made: momentum, what torch keeps
-PATIENCE = LONGEST * KINDS[0].timeout  # seconds for a thread that waits for a send to end
+PATIENCE = LONGEST * KINDS[0].timeout  # seconds for a thread to be done with a send
 
 
 def faults(steps, every):
@@ -116,14 +116,18 @@ class Soaked(Job):
 
 def alive():
     end = time.monotonic() + PATIENCE
-    while waiting_threads() and time.monotonic() < end:
+    while (waited_for := being_waited_for()) and time.monotonic() < end:
         time.sleep(0.0002)
     sends.poll()
     return (
         *allocations.live(),
         sum(type(thing) is _C.ParamGroup for thing in gc.get_objects()),
-        len(sends.under_way()) + len(threads._queues),
+        len(sends.under_way()) + waited_for,
     )
+
+
+def being_waited_for():
+    return sum(not queue.is_idle for queue in list(threads._queues.values()))
 
 
 WHAT = ("bytes of tensors", "blocks of tensors", "groups", "sends")

@@ -355,6 +355,7 @@ class Stage:
 def send(monkeypatch):
     """Sends a tensor by way of the schedules' function; returns the tensor's storage, its operation and the result."""
     monkeypatch.setattr(state, "in_force", True)
+    monkeypatch.setattr(threads, "_STAYS", 0.05)
     groups = {}
 
     def start(work, backend="nccl", op=dist.isend, stage="a stage", microbatch=0, group=0):
@@ -482,6 +483,59 @@ def test_a_thread_gives_up_when_its_group_goes(monkeypatch):
     assert threads._queues == {}
     assert works[1].waited == 0
     assert not kept[0].done.is_set()
+
+
+def test_a_thread_waits_for_one_send_after_the_other_and_ends_with_its_group(monkeypatch):
+    monkeypatch.setattr(state, "in_force", True)
+    monkeypatch.setattr(threads, "_STAYS", 60)
+    group, seen = Group("gloo"), set()
+    for _ in range(3):
+        work = Work(tells=False)
+        op = Operation(
+            op=dist.isend, tensor=torch.ones(4), group=group, peer=1, zbpipe_parcel=sends.Parcel("s", 0, None)
+        )
+        (sent,) = sends.batch_p2p(lambda ops, desc, work=work: [work], [op])
+        seen.update(waiting_threads())
+        work.is_done.set()
+        assert sent.done.wait(10)
+    (thread,) = seen
+    assert thread.is_alive()
+    del op, group
+    thread.join(20)
+    assert not thread.is_alive()
+    assert threads._queues == {}
+
+
+class Arrival:
+    """A receive that a thread waits for."""
+
+    patience = work = None
+
+    def __init__(self):
+        self.is_there, self.thread = threading.Event(), None
+
+    def finish(self, timeout=None):
+        self.thread = threading.current_thread()
+        self.is_there.wait(30)
+
+
+def test_a_receive_gets_a_thread_that_waits_for_nothing_else(monkeypatch):
+    """Not that of one that never comes; one that is idle, not another one for each."""
+    monkeypatch.setattr(threads, "_STAYS", 2)
+    stuck, first, second = arrivals = [Arrival() for _ in range(3)]
+    threads.watch_receive(stuck)
+    for arrival in (first, second):
+        arrival.is_there.set()
+        threads.watch_receive(arrival)
+        while sum(not queue.is_idle for queue in threads._queues.values()) > 1:
+            time.sleep(0.001)
+    assert len(waiting_threads()) == 2
+    stuck.is_there.set()
+    for thread in waiting_threads():
+        thread.join(20)
+    assert threads._queues == {}
+    assert first.thread is second.thread is not stuck.thread
+    assert None not in [arrival.thread for arrival in arrivals]
 
 
 def test_no_send_runs_into_a_timeout_before_the_schedule_waits_for_it(send, monkeypatch):

@@ -5,12 +5,12 @@ Note [When a send is done]
 Most backends' works tell (``is_completed``), and are asked when the schedule posts sends or receives, when it has
 waited for a receive, and when a forward begins; never within a backward or W, of which a recording says what they
 free: that must not depend on when a peer received. gloo's works tell only a caller of ``wait``, which blocks until
-the peer receives; so a thread waits for them, one per group and peer, that lives while there are sends under way.
-Whoever comes first claims the work and waits for it, the others wait for him: the schedule never waits behind a send
-that it did not ask for. Memory is freed by the schedule's thread, when it passes here: a profiler sees no other. When
-an output's gradient has been received, the output has arrived: what is left of its send is waited for then. That holds
-within a step; sends of one that failed may never be received, so a later forward of the microbatch, or the stage's
-next step, disowns them. After unpatch() nobody passes here, and a thread that waits frees what it waited for.
+the peer receives; so a thread waits for them, one per group and peer. Whoever comes first claims the work and waits for
+it, the others wait for him: the schedule never waits behind a send that it did not ask for. Memory is freed by the
+schedule's thread, when it passes here: a profiler sees no other. When an output's gradient has been received, the
+output has arrived: what is left of its send is waited for then. That holds within a step; sends of one that failed may
+never be received, so a later forward of the microbatch, or the stage's next step, disowns them. After unpatch() nobody
+passes here, and a thread that waits frees what it waited for.
 
 Note [When nobody receives]
 

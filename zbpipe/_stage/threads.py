@@ -1,7 +1,8 @@
 """Threads that wait for works that tell only a caller of ``wait`` that they are done: gloo's.
 
-For sends one per group and peer, that lives while there are sends under way and while the group does; for receives in
-whose wait a schedule computes, one each (zbpipe/_waits.py).
+For sends one per group and peer; for receives in whose wait a schedule computes, one at a time each (zbpipe/_waits.py).
+A thread stays for a while when it has nothing to wait for, so that most sends find one: whoever starts a thread is held
+up until that has run, which takes milliseconds where all cores compute. It does not outlive its group.
 """
 
 import atexit
@@ -13,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 Line = tuple[int, int]  # group (its number) and peer, or _RECEIVES and a number of its own
@@ -26,14 +28,36 @@ class Finishable(Protocol):
         """Wait, unless somebody else does so or has done so."""
 
 
+class _Queue:
+    """What a thread waits for, in order."""
+
+    def __init__(self, line: Line, name: str) -> None:
+        self.left: deque[Finishable] = deque()
+        self.now: Finishable | None = None
+        self.calls: SimpleQueue[None] = SimpleQueue()  # one for each that was put in, and one to end
+        self.thread = threading.Thread(target=_finish_queue, args=(line, self), name=name, daemon=True)
+
+    @property
+    def is_idle(self) -> bool:
+        return self.now is None and not self.left
+
+    def put(self, send: Finishable) -> None:
+        self.left.append(send)
+        self.calls.put(None)
+
+    def end(self) -> None:
+        self.left.clear()
+        self.calls.put(None)
+
+
 _RECEIVES = -1  # no group's number
+_STAYS = 1.0  # seconds
 _LONGER = 2  # times the schedule's patience; not for ever: see _give_up
 _AT_ONCE = timedelta(milliseconds=-2)  # 0 and -1 are the group's timeout
 _TO_HEAR_OF_THE_END = 0.05  # seconds
 _numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # not ids, which are given again
 _new_number = itertools.count().__next__
-_queues: dict[Line, deque[Finishable]] = {}
-_waiting: dict[Line, tuple[threading.Thread, Finishable]] = {}
+_queues: dict[Line, _Queue] = {}
 _queues_lock = threading.RLock()  # a group may go, collected as garbage, while this thread has it
 
 
@@ -42,36 +66,39 @@ def watch(group: Any, peer: int, send: Finishable) -> None:
     with _queues_lock:
         line = _number_of(group), peer
         queue = _queues.get(line)
-        if queue is not None:
-            queue.append(send)
-            return
-        _queues[line] = deque([send])
-    _start(line, f"zbpipe-send-{peer}")
+        is_new = queue is None
+        if queue is None:
+            queue = _queues[line] = _Queue(line, f"zbpipe-send-{peer}")
+        queue.put(send)
+    if is_new:
+        queue.thread.start()
 
 
 def watch_receive(receive: Finishable) -> None:
-    """Have a thread wait for ``receive``, for as long as its group does. A thread of its own: one that nobody waits for
-    any more, since a step failed, must not keep the next from being heard of."""
-    line = _RECEIVES, _new_number()
+    """Have a thread wait for ``receive``, for as long as its group does. One that waits for nothing else: a receive
+    that nobody waits for any more, since a step failed, must not keep the next from being heard of."""
     with _queues_lock:
-        _queues[line] = deque([receive])
-    _start(line, "zbpipe-receive")
+        queue = next((queue for line, queue in _queues.items() if line[0] == _RECEIVES and queue.is_idle), None)
+        is_new = queue is None
+        if queue is None:
+            line = _RECEIVES, _new_number()
+            queue = _queues[line] = _Queue(line, "zbpipe-receive")
+        queue.put(receive)
+    if is_new:
+        queue.thread.start()
 
 
-def _start(line: Line, name: str) -> None:
-    threading.Thread(target=_finish_queue, args=(line,), name=name, daemon=True).start()
-
-
-def _finish_queue(line: Line) -> None:
+def _finish_queue(line: Line, queue: _Queue) -> None:
     while True:
+        with contextlib.suppress(Empty):
+            queue.calls.get(timeout=_STAYS)
         with _queues_lock:
-            _waiting.pop(line, None)
-            if not _queues[line]:
+            if not queue.left:
                 del _queues[line]
                 return
-            send = _queues[line].popleft()
-            _waiting[line] = threading.current_thread(), send
+            send = queue.now = queue.left.popleft()
         send.finish(_LONGER * send.patience if send.patience else None)
+        queue.now = None
         del send
 
 
@@ -91,24 +118,25 @@ def _give_up_group(number: int) -> None:
 def _give_up_all() -> None:
     """When the program exits: a thread that came back from gloo into an interpreter that is gone would abort it."""
     for thread in _give_up(lambda line: True):
-        thread.join(5)
+        if thread.is_alive():
+            thread.join(5)
 
 
 def _give_up(is_meant: Callable[[Line], bool]) -> list[threading.Thread]:
-    """End the threads that still wait, because a step failed and the peer does not receive.
+    """End the threads; those that still wait, because a step failed and the peer does not receive, give up.
 
     To time out on the same work wakes a thread: gloo then declares the whole group broken. A wait that finds the send
     done has taken that from the thread, and another one breaks the group; so it does not linger, and comes late.
     """
     with _queues_lock:
-        for line, queue in _queues.items():
-            if is_meant(line):
-                queue.clear()
-        waiting = [waits for line, waits in _waiting.items() if is_meant(line)]
+        ending = [queue for line, queue in _queues.items() if is_meant(line)]
+        for queue in ending:
+            queue.end()
+        waiting = [(queue.thread, queue.now) for queue in ending if queue.now is not None]
     if waiting:
         time.sleep(_TO_HEAR_OF_THE_END)
     for thread, send in waiting:
         with contextlib.suppress(RuntimeError, AttributeError):  # it may be done, and the work gone
             while thread.is_alive() and send.work.wait(_AT_ONCE):
                 pass
-    return [thread for thread, _ in waiting]
+    return [queue.thread for queue in ending]
