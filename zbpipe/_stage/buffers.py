@@ -14,6 +14,7 @@ import torch
 
 from zbpipe._stage import state
 
+_DESCRIPTION = "zbpipe_description"  # what was last in the place of this one's buffer
 _with_descriptions: weakref.WeakSet[Any] = weakref.WeakSet()  # stages that may have some
 
 
@@ -26,6 +27,8 @@ def of(stage: Any) -> Iterable[Any]:
 def give_back() -> None:
     """Stages have the buffers that torch expects them to have, each from when it is used."""
     for stage in list(_with_descriptions):
+        for info in of(stage):
+            vars(info).pop(_DESCRIPTION, None)
         _allocate_when_asked(of(stage), stage.device)
     _with_descriptions.clear()
 
@@ -42,14 +45,32 @@ def describe(stage: Any, recv_infos: Iterable[Any]) -> None:
     for info in recv_infos:
         buffer = getattr(info, "buffer", None)
         if type(buffer) is torch.Tensor and not buffer.is_meta:
-            info.buffer = description(buffer)
-            _with_descriptions.add(stage)
+            before = getattr(info, _DESCRIPTION, None)
+            if before is None or not _is_like(before, buffer):
+                # Of a layout to be written in: a gradient handed over on the same rank may be expanded.
+                before = torch.empty_like(buffer, device="meta", requires_grad=buffer.requires_grad)
+                setattr(info, _DESCRIPTION, before)
+                _with_descriptions.add(stage)
+            info.buffer = before
+
+
+def _is_like(description: torch.Tensor, tensor: torch.Tensor) -> bool:
+    return (
+        description.shape == tensor.shape
+        and description.stride() == tensor.stride()
+        and description.dtype is tensor.dtype
+        and description.requires_grad == tensor.requires_grad
+    )
 
 
 def description(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of the same layout on the meta device."""
+    return _empty(tensor, "meta")
+
+
+def _empty(like: torch.Tensor, device: Any) -> torch.Tensor:
     return torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad
+        like.shape, like.stride(), dtype=like.dtype, device=device, requires_grad=like.requires_grad
     )
 
 
@@ -58,8 +79,8 @@ def allocate(recv_infos: Iterable[Any], device: Any) -> None:
     for info in recv_infos:
         buffer = getattr(info, "buffer", None)
         if type(buffer) is torch.Tensor and buffer.is_meta:
-            # Not empty_strided: a gradient handed over on the same rank may be expanded, and nothing can be written so.
-            info.buffer = torch.empty_like(buffer, device=device, requires_grad=buffer.requires_grad)
+            # Not empty_like, which for a meta tensor is Python.
+            info.buffer = _empty(buffer, device)
 
 
 def _allocate_when_asked(recv_infos: Iterable[Any], device: Any) -> None:
