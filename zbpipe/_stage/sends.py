@@ -37,8 +37,7 @@ from zbpipe._stage.threads import watch
 from zbpipe._stage.works import Transfer, wait_for
 from zbpipe._torch import pipelining
 
-_lock = threading.Lock()
-_under_way: weakref.WeakSet["Send"] = weakref.WeakSet()  # _lock is its
+_under_way: set["weakref.ref[Send]"] = set()  # no WeakSet, whose every method is Python; each use of it is one C call
 
 
 class Parcel(NamedTuple):
@@ -76,8 +75,7 @@ def batch_p2p(original: Callable[..., Any], p2p_ops: list[Any], desc: str | None
         send = Send(work, ops)
         transfers.append(send)
         if all_sent:  # else the schedule waits at once
-            with _lock:
-                _under_way.add(send)
+            _under_way.add(weakref.ref(send, _under_way.discard))
             if _tells_only_who_waits(ops[0]):
                 send.watched = True
                 send.patience = pipelining.timeout_of(ops[0].group, ops[0].tensor.device)
@@ -196,8 +194,7 @@ class Send(Transfer):
         with self.lock:
             posted, self.posted, self.work = self.posted, [], None
         _describe_sent(filter(None, (op() for op, _ in posted)))
-        with _lock:
-            _under_way.discard(self)
+        _under_way.discard(weakref.ref(self))
 
     def answer_afterwards(self, question: str) -> Any:
         """As a work that is done answers, which has nothing more to show."""
@@ -247,8 +244,7 @@ def poll() -> None:
 
 
 def under_way() -> list[Send]:
-    with _lock:
-        return list(_under_way)
+    return [send for ref in _under_way.copy() if (send := ref()) is not None] if _under_way else []
 
 
 def disown(stage: Any, microbatch: int | None = None) -> None:
@@ -261,5 +257,4 @@ def leave() -> None:
     poll()
     for send in under_way():
         send.leave()
-    with _lock:
-        _under_way.clear()
+    _under_way.clear()
