@@ -298,17 +298,16 @@ def backward_one_chunk(
 
 
 def backward_weight_one_chunk(original: _Function, self: Any, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-    with _weight_pass_of(self, bwd_chunk_id):
+    step = _thread.step
+    if step is None:
+        return data_parallel.backward_weight_one_chunk(original, self, bwd_chunk_id, *args, **kwargs)
+    with _weight_pass_of(self, bwd_chunk_id, step):
         return data_parallel.backward_weight_one_chunk(original, self, bwd_chunk_id, *args, **kwargs)
 
 
 @contextlib.contextmanager
-def _weight_pass_of(stage: Any, microbatch: int) -> Iterator[None]:
+def _weight_pass_of(stage: Any, microbatch: int, step: Step) -> Iterator[None]:
     """The W that the schedule asks for. Raises what a group of it raised in a wait."""
-    step = _thread.step
-    if step is None:
-        yield
-        return
     index = stage.stage_index
     error = step.errors.pop((index, microbatch), None)
     if error is not None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from zbpipe._stage import state
@@ -97,29 +97,22 @@ def namespaces() -> Iterator[tuple[str, dict[str, Any]]]:
             yield name, namespace
 
 
-class _Depth(threading.local):
-    value = 0
-
-
-_depth = _Depth()
-
-
-def is_in_step() -> bool:
-    """Whether this thread is within what was wrapped: a method of a stage, or the schedules' function."""
-    return _depth.value > 0
-
-
 def _wrapped(original: Function, wrapper: Function) -> Function:
     """``wrapper(original, ...)`` while torch is patched; somebody may hold on to it for longer."""
 
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        if not state.in_force:
-            return original(*args, **kwargs)
-        _depth.value += 1
-        try:
-            return wrapper(original, *args, **kwargs)
-        finally:
-            _depth.value -= 1
+        return wrapper(original, *args, **kwargs) if state.in_force else original(*args, **kwargs)
 
     return replacement
+
+
+_REPLACEMENT: CodeType = _wrapped(lambda: None, lambda: None).__code__
+
+
+def is_in_step() -> bool:
+    """Whether this thread is within what was wrapped: a method of a stage, or the schedules' function."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not _REPLACEMENT:
+        frame = frame.f_back
+    return frame is not None

@@ -51,6 +51,8 @@ def compute_outputs(original: _Function, self: Any, *args: Any, module: Any, **k
 
 def forward_maybe_with_nosync(original: _Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     _refuse_what_is_unknown(self)
+    if not is_ddp(self.submod):
+        return original(self, *args, **kwargs)
     with ddp.accumulating(self.submod):
         return original(self, *args, **kwargs)
 

@@ -8,25 +8,28 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
+from zbpipe._torch.autograd import is_view
+
 _outputs: contextvars.ContextVar[list[torch.Tensor]] = contextvars.ContextVar("zbpipe_outputs_beside_the_loss")
 _weights: contextvars.ContextVar[Mapping[torch.Tensor, torch.Tensor]] = contextvars.ContextVar("zbpipe_weights")
 
 
-@contextlib.contextmanager
-def beside_the_loss(outputs: Sequence[object]) -> Iterator[None]:
+class BesideTheLoss:
     """An I within it is the last stage's, which has these outputs: it detaches them, or leaves them to its W.
 
     Where no I of zbpipe's takes them, they are detached here, as torch's stage would.
     """
-    waiting = [output for output in outputs if isinstance(output, torch.Tensor)]
-    token = _outputs.set(waiting)
-    try:
-        yield
-    finally:
-        _outputs.reset(token)
-    for output in waiting:
-        if output.grad_fn is not None:
-            with contextlib.suppress(RuntimeError):  # a view, whose history torch's stage leaves as well
+
+    def __init__(self, outputs: Sequence[object]) -> None:
+        self._waiting = [output for output in outputs if isinstance(output, torch.Tensor)]
+
+    def __enter__(self) -> None:
+        self._token = _outputs.set(self._waiting)
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        _outputs.reset(self._token)
+        for output in self._waiting if kind is None else ():
+            if output.grad_fn is not None and not is_view(output):  # views keep theirs in torch's stage as well
                 output.detach_()
 
 

@@ -8,9 +8,8 @@ I knows which ones those are (Split::detach_outputs), and leaves them to W; so i
 output may be a parameter (a prompt), which torch's stage, once it has detached it, trains no more: it is left alone.
 """
 
-import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,16 +20,18 @@ from zbpipe._torch import pipelining
 _spent: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
 
-@contextlib.contextmanager
-def backward_of(stage: Any, microbatch: int, loss: torch.Tensor, full_backward: bool) -> Iterator[None]:
-    """The last stage's backward runs within it, torch's. Raises RuntimeError."""
+def backward(
+    original: Callable[..., Any], stage: Any, microbatch: int, loss: torch.Tensor, full_backward: bool, **arguments: Any
+) -> Any:
+    """The last stage's, with torch's method. Raises RuntimeError."""
     if not full_backward:
         _refuse_spent(stage, microbatch, loss)
     will_be_spent = loss.requires_grad and not full_backward
-    with handover.beside_the_loss(pipelining.take_outputs(stage, microbatch)):
-        yield
+    with handover.BesideTheLoss(pipelining.take_outputs(stage, microbatch)):
+        result = original(stage, microbatch, loss=loss, full_backward=full_backward, **arguments)
     if will_be_spent:
         _spent[id(loss)] = loss
+    return result
 
 
 def _refuse_spent(stage: Any, microbatch: int, loss: torch.Tensor) -> None:

@@ -9,6 +9,7 @@ is wrapped there. Which are is said in zbpipe/_patch/table.py.
 Each gets torch's method first.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -83,12 +84,10 @@ def backward_one_chunk(
     full_backward: bool = True,
     last_backward: bool = False,
 ) -> Any:
-    arguments = {"loss": loss, "full_backward": full_backward, "last_backward": last_backward}
-    if not isinstance(loss, torch.Tensor) or not self.is_last or self.is_first:
-        result = original(self, bwd_chunk_id, **arguments)
-    else:
-        with losses.backward_of(self, bwd_chunk_id, loss, full_backward):
-            result = original(self, bwd_chunk_id, **arguments)
+    backward = original
+    if self.is_last and not self.is_first and isinstance(loss, torch.Tensor):
+        backward = functools.partial(losses.backward, original)
+    result = backward(self, bwd_chunk_id, loss=loss, full_backward=full_backward, last_backward=last_backward)
     buffers.describe(self, self.grad_recv_info.get(bwd_chunk_id, ()))
     outputs.forget(self, bwd_chunk_id)
     _keep_groups_alone(self, bwd_chunk_id)

@@ -32,7 +32,7 @@ def released(stage: Any, microbatch: int) -> Outputs:
 
 def of(stage: Any, microbatch: int) -> Outputs | None:
     """Those on their way; None where the stage has kept its own."""
-    return _on_their_way.get(stage, {}).get(microbatch)
+    return _on_their_way.get(stage, {}).get(microbatch) if _on_their_way else None
 
 
 @contextlib.contextmanager
@@ -53,6 +53,8 @@ def in_place(stage: Any, microbatch: int, outputs: Outputs) -> Iterator[None]:
 
 def forget(stage: Any, microbatch: int | None = None) -> None:
     """Those of a microbatch; without one, of all the stage's."""
+    if not _on_their_way:
+        return
     if microbatch is None:
         _on_their_way.pop(stage, None)
     else:

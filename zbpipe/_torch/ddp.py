@@ -19,10 +19,15 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+_GETATTR = torch.nn.Module.__getattr__
+
 
 def replicate_state(module: Any) -> Any:
     """What ``torch.distributed._composable.replicate`` keeps of a module; None for other modules, and for those of
     ``replicate_with_fsdp``, which are fully_shard's."""
+    key = getattr(sys.modules.get("torch.distributed._composable.contract"), "REGISTRY_KEY", None)
+    if key is not None and key not in vars(module) and getattr(type(module), "__getattr__", None) is _GETATTR:
+        return None  # a shorter way to it than asking the module, which makes an error of what it has not
     composable = sys.modules.get("torch.distributed._composable")  # without it no module has such a state
     registry = getattr(composable, "_get_registry", None)
     if registry is None or "replicate" not in (registry(module) or ()):
