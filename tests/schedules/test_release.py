@@ -5,6 +5,7 @@ Over two gloo processes; what needs no second process runs here, on one rank tha
 
 import contextlib
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -816,3 +817,29 @@ def test_the_step_after_a_failed_one_goes_on_with_a_new_group(tmp_path, release)
         for rank in ranks:
             rank.kill()
     assert all("went on" in text for text in said), "\n".join(text[-3000:] for text in said)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_process_starts_threads_of_its_own(monkeypatch):
+    """Those that stay for the next send or receive are the parent's."""
+    monkeypatch.setattr(threads, "_STAYS", 60)
+
+    class Receive:
+        patience = None
+
+        def __init__(self):
+            self.done = threading.Event()
+
+        def finish(self, patience):
+            self.done.set()
+
+    first, second = Receive(), Receive()
+    threads.watch_receive(first)
+    assert first.done.wait(30)
+    child = os.fork()
+    if child == 0:
+        threads.watch_receive(second)
+        os._exit(0 if second.done.wait(10) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    threads._give_up_all()
+    assert threads._queues == {}

@@ -8,6 +8,7 @@ up until that has run, which takes milliseconds where all cores compute. It does
 import atexit
 import contextlib
 import itertools
+import os
 import threading
 import time
 import weakref
@@ -59,6 +60,16 @@ _numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # n
 _new_number = itertools.count().__next__
 _queues: dict[Line, _Queue] = {}
 _queues_lock = threading.RLock()  # a group may go, collected as garbage, while this thread has it
+
+
+def _begin_anew() -> None:
+    """In a process that was forked, which has none of the threads."""
+    global _queues_lock
+    _queues_lock = threading.RLock()
+    _queues.clear()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 def watch(group: Any, peer: int, send: Finishable) -> None:
