@@ -65,9 +65,21 @@ def megabytes(count: float) -> str:
 
 
 def machine() -> str:
-    made, newest = read("host_time", PINNED), read("host_time", NEWEST)
-    where = f"{made['device']}, torch {made['torch']} for CPU, Python {made['python']}, {made['date']}"
-    return f"Measured on {where}; with torch {NEWEST} on {newest['date']}."
+    """Ratios are of one run, and so of one machine; tables may be of several."""
+    tables = {
+        "host_time": "host time",
+        "step_overhead": "whole steps",
+        "memory": "memory and products",
+        "instructions": "instructions",
+    }
+    made: dict[str, list[str]] = {}
+    for name, title in tables.items():
+        found = read(name, PINNED)
+        made.setdefault(f"{found['device']}, on {found['date']}", []).append(title)
+    where = "; ".join(f"{', '.join(titles)}: {device}" for device, titles in made.items())
+    one, newest = read("host_time", PINNED), read("host_time", NEWEST)
+    versions = f"torch {PINNED} for CPU and Python {one['python']}; with torch {NEWEST} on {newest['date']}"
+    return f"Measured with {versions}. {where[0].upper()}{where[1:]}."
 
 
 # README.

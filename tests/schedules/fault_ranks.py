@@ -50,6 +50,7 @@ LANES = {
     "plain": [cases.Fault("1I0", "a tensor's hook")],
 }
 ASKS_FOR_NEW_STAGES = torch.__version__ >= (2, 15)  # their receive buffers are the failed step's
+threads._STAYS = 0.02  # seconds: what is counted is counted when threads have ended
 LONGEST = 2.5  # times the timeout: threads that wait for a send wait for twice that
 SOON = 0.5  # seconds
 LOOK_EVERY = 0.01
