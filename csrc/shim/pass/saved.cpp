@@ -232,9 +232,9 @@ uint8_t take_product(Group& group, Task& task, Node& node, const variable_list& 
   wanted.asked = packed && may_leave_packed ? ZBP_HOLD_PACKED : ZBP_HOLD_KEPT;
   wanted.can_stay_packed = packed != nullptr;
   wanted.is_weighed = !packed || !(may_leave_packed || is_full(group));
-  wanted.always = grads;
+  at::Tensor other;
   if (wanted.is_weighed) {
-    const at::Tensor other = has_hooks ? pin(saved, node, true) : saved.unpack(ref_of(node));
+    other = has_hooks ? pin(saved, node, true) : saved.unpack(ref_of(node));
     if (!is_plain_matrix(other)) {
       if (has_hooks) {
         group.note_unpacked();
@@ -242,7 +242,10 @@ uint8_t take_product(Group& group, Task& task, Node& node, const variable_list& 
       task.set_kind(Kind::deferred);
       return ZBP_HOLD_KEPT;
     }
-    wanted.besides.push_back(other);
+  }
+  if (group.budget) {
+    wanted.always = grads;
+    wanted.besides = {other};
   }
   const uint8_t way = hold(group, task, wanted);
   if (way == ZBP_HOLD_PACKED) {
@@ -255,7 +258,7 @@ uint8_t take_product(Group& group, Task& task, Node& node, const variable_list& 
     if (has_hooks) {
       group.note_unpacked();
     }
-    task.other = Watched(wanted.besides[0]);
+    task.other = Watched(other);
   }
   return way;
 }
@@ -265,7 +268,9 @@ uint8_t take_deferred(Group& group, Task& task, Node& node, const variable_list&
   const uint32_t faces = bits_of(task);
   bool unpacks = false;
   Wanted wanted;
-  wanted.always = grads;
+  if (group.budget) {
+    wanted.always = grads;
+  }
   for (const Part& part : separable.parts) {
     const bool is_read = (part.readers & faces) != 0;
     const auto packed = may_leave_packed && part.saved->has_hooks()
@@ -283,7 +288,9 @@ uint8_t take_deferred(Group& group, Task& task, Node& node, const variable_list&
       const at::Tensor tensor = pin(*part.saved, node, is_read);
       if (is_read && tensor.defined()) {
         task.saved.emplace_back(tensor);
-        wanted.always.push_back(tensor);
+        if (group.budget) {
+          wanted.always.push_back(tensor);
+        }
       }
     }
   }
