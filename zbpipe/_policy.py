@@ -53,9 +53,10 @@ main_grad: True accumulates a weight that has an attribute ``main_grad``, a floa
 wide: True adds a product of 16-bit factors to a float32 gradient (a ``main_grad``, a ``.grad`` of a weight whose
     ``grad_dtype`` says so, the ``.grad`` of a float32 weight under autocast) in float32: neither the product nor a sum
     of products is rounded to 16 bits first, and no temporary is larger than 2 MiB. False rounds each to the weight's
-    dtype before it is added, as an ordinary backward does. On the CPU; elsewhere, and for what is no product
-    (convolutions, biases, sums that the engine forms for weights that hooks watch), as without. A first gradient is
-    rounded still: there is nothing yet to add it to. Products are added one by one, as with ``fused``.
+    dtype before it is added, as an ordinary backward does. On the CPU, and where the device has ``addmm`` with an
+    ``out_dtype``, as CUDA; elsewhere, and for what is no product (convolutions, biases, sums that the engine forms for
+    weights that hooks watch), as without. A first gradient is rounded still: there is nothing yet to add it to.
+    Products are added one by one, as with ``fused``.
 
 held_at_most: A number of bytes: what may wait for W in the process, each storage once, in all groups that were made
     with a budget. Where a node runs in I whose gradient W shall compute, and what W would read of it does not fit, the
@@ -129,7 +130,7 @@ class Policy:
         fused: products are added by ``grad.addmm_(a, b)``; otherwise as ``grad += a @ b`` would, to the bit.
         main_grad: a weight's gradient is added to its attribute ``main_grad``, a floating-point tensor of its shape and
             device, where it has one, and not to ``.grad``.
-        wide: products of 16-bit factors are added to float32 gradients without being rounded before (on the CPU).
+        wide: products of 16-bit factors are added to float32 gradients without being rounded before.
         held_at_most: how many bytes may wait for W in this process; what does not fit is left packed, or computed in
             I. None: any number.
         split_functions: what the backward of a Python ``autograd.Function`` multiplies for a weight is left to W.

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support import late
 from support.late_runs import (
     check_in_every_order,
     late_weights,
@@ -11,6 +12,8 @@ from support.late_runs import (
 from support.late_stages import ROWS, STAGES, WIDTH, Checkpointed, mlp
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import zbpipe
 
 
 class Nested(nn.Module):
@@ -92,6 +95,45 @@ def test_gradients_in_main_grad(name):
             weight.main_grad = torch.zeros_like(weight)
 
     check_in_every_order(on_three_streams, STAGES[name], policy={"main_grad": True}, setup=with_main_grads)
+
+
+@pytest.fixture
+def adds_in_float():
+    """What CUDA has, and others may: kernels that add a product of 16-bit factors in float32. Tells what it was given."""
+    seen = []
+
+    def add(gradient, left, right, out_dtype, beta=1, alpha=1, *, out):
+        assert gradient is out
+        assert (out_dtype, beta, alpha) == (torch.float32, 1, 1)
+        seen.append((left.dtype, right.dtype, out.dtype))
+        return out.add_(left.float() @ right.float())
+
+    library = torch.library.Library("aten", "IMPL")
+    for name in ("addmm.dtype_out", "baddbmm.dtype_out"):
+        library.impl(name, add, "PrivateUse1")
+    yield seen
+    library._destroy()
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (2, 4, 4)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_wide_products_are_added_by_the_devices_own_kernel(shape, dtype, adds_in_float):
+    batch = shape[:-2]
+    near_one = 1 + 2.0**-7
+    exact = near_one * near_one  # in 15 bits
+    for order in late.ORDERS:
+        late.begin(order, 0)
+        w = torch.ones(shape, dtype=dtype, device="late", requires_grad=True)
+        w.main_grad = torch.full(shape, 256.0, device="late")
+        for microbatch in (1, 2):
+            x = torch.full((*batch, 1, 4), near_one, dtype=dtype, device="late", requires_grad=True)
+            output = x @ w
+            with zbpipe.policy(main_grad=True, wide=True):
+                _, groups = zbpipe.stage_backward_input([output], [torch.full_like(output, near_one)], [x], [w])
+                zbpipe.stage_backward_weight([w], groups)
+            assert torch.equal(w.main_grad.cpu(), torch.full(shape, 256 + microbatch * exact))
+        assert not late.races()
+    assert adds_in_float == [(dtype, dtype, torch.float32)] * 2 * len(late.ORDERS)
 
 
 def test_the_stages_are_what_they_say():

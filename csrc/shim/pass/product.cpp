@@ -64,7 +64,7 @@ at::Tensor piece_of(const at::Tensor& tensor, const zbp_panel& piece, int64_t di
   return piece.is_cut && dim != 0 ? matrices.narrow(dim, piece.begin, piece.count) : matrices;
 }
 
-enum class Way : uint8_t { in_one, wide, whole, by_panels };
+enum class Way : uint8_t { in_one, wide, wide_on_device, whole, by_panels };
 
 bool is_wider(c10::ScalarType sum, c10::ScalarType product) {
   return sum == at::kFloat && (product == at::kBFloat16 || product == at::kHalf);
@@ -79,9 +79,13 @@ Way way_of(const Addition& a, zbp_how how) {
   if (a.panels_added == 0 && sum == product && (how.fuse || !a.sum.is_cpu())) {
     return Way::in_one;
   }
-  if (a.panels_added == 0 && how.wide && is_wider(sum, product) &&
-      can_accumulate(a.sum, {a.left, a.right})) {
-    return Way::wide;
+  if (a.panels_added == 0 && how.wide && is_wider(sum, product)) {
+    if (can_accumulate(a.sum, {a.left, a.right})) {
+      return Way::wide;
+    }
+    if (can_accumulate_on_device(a.sum, {a.left, a.right})) {
+      return Way::wide_on_device;
+    }
   }
   return a.sum.is_cpu() && (rounds_parts_alike(a) || a.panels_added > 0) ? Way::by_panels
                                                                          : Way::whole;
@@ -116,6 +120,8 @@ void add_by_panels(Additions& additions) {
 void add_whole(Addition& a, Way way) {
   if (way == Way::whole) {
     a.sum.add_(product_of(a.left, a.right).to(a.type));
+  } else if (way == Way::wide_on_device) {
+    accumulate_on_device(a.sum, {a.left, a.right});
   } else {
     a.sum.dim() == 2 ? a.sum.addmm_(a.left, a.right) : a.sum.baddbmm_(a.left, a.right);
   }

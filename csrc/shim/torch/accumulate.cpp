@@ -4,7 +4,9 @@
 #include <cstring>
 #include <type_traits>
 
+#include <ATen/Functions.h>
 #include <ATen/Parallel.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/CPUBlas.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
@@ -390,6 +392,24 @@ bool can_accumulate(const at::Tensor& sum, const MatrixProduct& product) {
   return is_plain(sum) && is_plain(left) && is_plain(right) && sum.scalar_type() == at::kFloat &&
          has_kernels_for(left.scalar_type()) && left.scalar_type() == right.scalar_type() &&
          sum.numel() > 0 && (sum.stride(-1) == 1 || sum.stride(-2) == 1);
+}
+
+bool can_accumulate_on_device(const at::Tensor& sum, const MatrixProduct& product) {
+  const auto& [left, right] = product;
+  const c10::DispatchKey backend = c10::toRuntimePerBackendFunctionalityKey(
+      c10::DispatchKey::Dense, sum.key_set().highestBackendKey());
+  const char* const name = sum.dim() == 2 ? "aten::addmm" : "aten::baddbmm";
+  const auto kernel = c10::Dispatcher::singleton().findSchema({name, "dtype_out"});
+  return !sum.is_cpu() && kernel && kernel->hasKernelForDispatchKey(backend) &&
+         sum.scalar_type() == at::kFloat && left.scalar_type() == right.scalar_type() &&
+         sum.layout() == c10::kStrided && left.layout() == c10::kStrided &&
+         right.layout() == c10::kStrided && sum.numel() > 0;
+}
+
+void accumulate_on_device(at::Tensor& sum, const MatrixProduct& product) {
+  const auto& [left, right] = product;
+  sum.dim() == 2 ? at::addmm_outf(sum, left, right, at::kFloat, 1, 1, sum)
+                 : at::baddbmm_outf(sum, left, right, at::kFloat, 1, 1, sum);
 }
 
 void accumulate(const at::Tensor& sum, c10::ArrayRef<MatrixProduct> products) {
