@@ -139,7 +139,7 @@ def has_effects(target: Any) -> bool:
 
 class PushedMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that is not noted in torch's flags, which all threads share and which are wrong when two have overlapped;
-    so it is pushed and popped, and is no context. What torch.compile has compiled it does not see."""
+    so it is pushed and popped, and is no context. torch.compile compiles within it as without it."""
 
     supports_higher_order_operators = True
 

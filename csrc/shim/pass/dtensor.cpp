@@ -27,15 +27,7 @@ bool is_dtensor_object(PyObject* object) {
   return type && PyObject_IsInstance(object, type.get()) == 1;
 }
 
-/// A function of zbpipe/_torch/dtensor.py. Throws python_error.
-THPObjectPtr python_function(const char* name) {
-  THPObjectPtr module(PyImport_ImportModule("zbpipe._torch.dtensor"));
-  THPObjectPtr function(module ? PyObject_GetAttrString(module.get(), name) : nullptr);
-  if (!function) {
-    throw python_error();
-  }
-  return function;
-}
+constexpr const char* OF_DTENSORS = "zbpipe._torch.dtensor";
 
 /// What could not be asked of a DTensor is as if it were none; but nobody's Ctrl-C is lost.
 void forget_error() {
@@ -53,7 +45,7 @@ std::optional<at::Tensor> plain_tensor_in(PyObject* object) {
 
 std::optional<LocalProduct> take_apart(const Operand& sum, const Operand& left,
                                        const Operand& right) {
-  THPObjectPtr function = python_function("local_product");
+  THPObjectPtr function = python_function(OF_DTENSORS, "local_product");
   THPObjectPtr transposed(Py_BuildValue("(iii)", static_cast<int>(sum.is_transposed),
                                         static_cast<int>(left.is_transposed),
                                         static_cast<int>(right.is_transposed)));
@@ -92,7 +84,7 @@ at::Tensor local_part(const at::Tensor& tensor) {
   }
   const AcquireGil gil;
   THPObjectPtr object(THPVariable_Wrap(tensor));
-  THPObjectPtr function = python_function("local_part");
+  THPObjectPtr function = python_function(OF_DTENSORS, "local_part");
   THPObjectPtr local(object && function
                          ? PyObject_CallFunctionObjArgs(function.get(), object.get(), nullptr)
                          : nullptr);

@@ -150,10 +150,6 @@ void keep_gradients(Group& group, Task& task, variable_list& outputs) {
   count_held(group, task);
 }
 
-}  // namespace
-
-namespace {
-
 /// While it lives, the node computes the gradients of its task's faces, which I has cut off.
 class FacesOn {
  public:
@@ -224,10 +220,6 @@ class Impersonation {
   THPFunction* context_ = nullptr;
   decltype(THPFunction::cdata) other_;
 };
-
-}  // namespace
-
-namespace {
 
 variable_list run_behind_hooks(Node& node, Node& in_place, variable_list&& in, bool release,
                                bool track_views, LazyProducts* products = nullptr) {

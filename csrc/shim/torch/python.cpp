@@ -49,13 +49,19 @@ PyObject* wrap_tensors(const variable_list& tensors) {
   return tuple.release();
 }
 
+THPObjectPtr python_function(const char* module, const char* name) {
+  THPObjectPtr imported(PyImport_ImportModule(module));
+  THPObjectPtr function(imported ? PyObject_GetAttrString(imported, name) : nullptr);
+  if (!function) {
+    throw python_error();
+  }
+  return function;
+}
+
 THPObjectPtr call_python(const char* module, const char* function,
                          std::initializer_list<PyObject*> arguments) {
-  THPObjectPtr imported(PyImport_ImportModule(module));
-  THPObjectPtr callable(imported ? PyObject_GetAttrString(imported, function) : nullptr);
-  THPObjectPtr result(
-      callable ? PyObject_Vectorcall(callable, arguments.begin(), arguments.size(), nullptr)
-               : nullptr);
+  THPObjectPtr callable = python_function(module, function);
+  THPObjectPtr result(PyObject_Vectorcall(callable, arguments.begin(), arguments.size(), nullptr));
   if (!result) {
     throw python_error();
   }

@@ -42,7 +42,9 @@ PyObject* wrap_tensor(const at::Tensor& tensor);
 /// New tuple of such.
 PyObject* wrap_tensors(const variable_list& tensors);
 
-/// What a function of one of zbpipe's modules returns; arguments are borrowed. Throws python_error.
+/// A function of one of zbpipe's modules. Throws python_error.
+THPObjectPtr python_function(const char* module, const char* name);
+/// What it returns; arguments are borrowed. Throws python_error.
 THPObjectPtr call_python(const char* module, const char* function,
                          std::initializer_list<PyObject*> arguments);
 

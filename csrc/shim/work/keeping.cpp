@@ -6,6 +6,7 @@
 #include <torch/csrc/PyInterpreter.h>
 
 #include "shim/pass/budget.h"
+#include "shim/pass/kinds.h"
 #include "shim/work/work_arguments.h"
 
 namespace zbp {
@@ -50,6 +51,14 @@ bool keep_work(Group& group, Task& task, PyObject* function, PyObject* saved,
   work.faces = std::move(faces);
   task.can_run_again = false;
   return true;
+}
+
+SmallVector<bool, 4> matrix_faces(const Task& task) {
+  SmallVector<bool, 4> faces;
+  for (const Face& face : task.face) {
+    faces.push_back(is_matrix(face.edge));
+  }
+  return faces;
 }
 
 }  // namespace zbp

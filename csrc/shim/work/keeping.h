@@ -13,4 +13,7 @@ namespace zbp {
 bool keep_work(Group& group, Task& task, PyObject* function, PyObject* saved,
                SmallVector<int32_t, 2> faces, bool is_single);
 
+/// Per face of the task, whether it takes the gradient of a matrix: what zbp_verdict_of asks for.
+SmallVector<bool, 4> matrix_faces(const Task& task);
+
 }  // namespace zbp

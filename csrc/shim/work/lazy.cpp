@@ -7,7 +7,6 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include "core/pass/zbp_verdict.h"
-#include "shim/pass/kinds.h"
 #include "shim/torch/gil.h"
 #include "shim/torch/nodes.h"
 #include "shim/work/keeping.h"
@@ -38,10 +37,7 @@ PyObject* size_at(const Edge& edge) {
 
 /// The task's faces whose gradients may come late, each alone.
 std::vector<bool> late_faces(const Task& task, const Node& original) {
-  SmallVector<bool, 4> is_matrix_face;
-  for (const Face& face : task.face) {
-    is_matrix_face.push_back(is_matrix(face.edge));
-  }
+  const SmallVector<bool, 4> is_matrix_face = matrix_faces(task);
   std::vector<bool> late(task.face.size());
   for (size_t f = 0; f < late.size(); ++f) {
     const bool leads = true;

@@ -12,7 +12,6 @@
 
 #include "core/pass/zbp_verdict.h"
 #include "shim/torch/gil.h"
-#include "shim/pass/kinds.h"
 #include "shim/torch/python.h"
 #include "shim/torch/ranges.h"
 #include "shim/pass/stand_in.h"
@@ -230,12 +229,10 @@ struct Answer {
 
 Answer answer_of(StandIn& stand_in, const Targets& targets) {
   const Task& task = stand_in.task();
-  SmallVector<bool, 4> leads, is_matrix_face;
+  const SmallVector<bool, 4> is_matrix_face = matrix_faces(task);
+  SmallVector<bool, 4> leads;
   for (const int32_t slot : targets.slots) {
     leads.push_back(slot >= 0 && stand_in.next_edge(slot).is_valid());
-  }
-  for (const Face& face : task.face) {
-    is_matrix_face.push_back(is_matrix(face.edge));
   }
   zbp_offer offer{};
   offer.are_all = targets.are_all;
