@@ -159,7 +159,7 @@ def stage_backward_weight(
         policy.main_grad,
         policy.wide,
     )
-    return tuple(weight.grad for weight in listed)
+    return tuple([weight.grad for weight in listed])  # a generator takes a fifth longer
 
 
 def stage_backward(

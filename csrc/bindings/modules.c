@@ -14,10 +14,11 @@ enum { NAMED_MODULES, PARAMETERS, MODULES };
 typedef struct walk {
     PyObject *named_modules; /* torch's function, borrowed */
     PyObject *name[3];       /* interned, which Python looks up sooner */
-    PyObject *pending;       /* list of modules, the next one last */
-    PyObject *walked;        /* list of modules: alive, so that nobody gets their addresses */
-    PyObject *parameters;    /* list */
-    zbp_map seen;            /* modules and parameters */
+    PyObject *met;           /* list of modules: alive, so that nobody gets their addresses */
+    PyObject **pending;      /* of those, the next one last */
+    size_t pending_count, capacity;
+    PyObject *parameters; /* list */
+    zbp_map seen;         /* modules and parameters */
 } walk;
 
 /* 1 where it has not been seen before, 0 where it has, -1 with an error set. */
@@ -57,47 +58,76 @@ static int walks_as_torch(const walk *at, PyObject *module)
     return is_torchs;
 }
 
-/* The parameters of one module; its children become pending, the first one last. 1, 0 where torch has to walk itself,
- * -1 with an error set. */
+/* 1, or -1 with an error set. */
+static int push(walk *at, PyObject *module)
+{
+    if (at->pending_count == at->capacity) {
+        const size_t wanted = 2 * at->capacity + 16;
+        PyObject **grown = PyMem_Resize(at->pending, PyObject *, wanted);
+        if (grown == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        at->pending = grown;
+        at->capacity = wanted;
+    }
+    at->pending[at->pending_count++] = module;
+    return PyList_Append(at->met, module) < 0 ? -1 : 1;
+}
+
+/* The children become pending, the first one last. 1, or -1 with an error set. */
+static int push_all(walk *at, PyObject *modules)
+{
+    const size_t begin = at->pending_count;
+    Py_ssize_t place = 0;
+    PyObject *name, *module;
+    int result = 1;
+
+    while (result == 1 && PyDict_Next(modules, &place, &name, &module)) {
+        result = module != Py_None ? push(at, module) : 1;
+    }
+    for (size_t low = begin, high = at->pending_count; low + 1 < high; ++low) {
+        module = at->pending[--high];
+        at->pending[high] = at->pending[low];
+        at->pending[low] = module;
+    }
+    return result;
+}
+
+/* The parameters of one module; its children become pending. 1, 0 where torch has to walk itself, -1 with an error
+ * set. */
 static int visit(walk *at, PyObject *module)
 {
     PyObject *parameters = members(module, at->name[PARAMETERS]);
     PyObject *modules = parameters != NULL ? members(module, at->name[MODULES]) : NULL;
-    PyObject *children = modules != NULL ? PyDict_Values(modules) : NULL;
     Py_ssize_t place = 0;
     PyObject *name, *value;
-    int result = children != NULL ? 1 : PyErr_Occurred() ? -1 : 0;
+    int result = modules != NULL ? 1 : PyErr_Occurred() ? -1 : 0;
 
     while (result == 1 && PyDict_Next(parameters, &place, &name, &value)) {
         const int added = value != Py_None ? is_new(at, value) : 0;
         result = added < 0 || (added && PyList_Append(at->parameters, value) < 0) ? -1 : 1;
     }
-    for (Py_ssize_t i = result == 1 ? PyList_GET_SIZE(children) : 0; result == 1 && i > 0; --i) {
-        value = PyList_GET_ITEM(children, i - 1);
-        result = value != Py_None && PyList_Append(at->pending, value) < 0 ? -1 : 1;
+    if (result == 1) {
+        result = push_all(at, modules);
     }
     Py_XDECREF(parameters);
     Py_XDECREF(modules);
-    Py_XDECREF(children);
     return result;
 }
 
 static int step(walk *at)
 {
-    const Py_ssize_t last = PyList_GET_SIZE(at->pending) - 1;
-    PyObject *module = Py_NewRef(PyList_GET_ITEM(at->pending, last));
-    int result = PyList_SetSlice(at->pending, last, last + 1, NULL) == 0 &&
-                         PyList_Append(at->walked, module) == 0
-                     ? is_new(at, module)
-                     : -1;
+    PyObject *module = at->pending[--at->pending_count];
+    int result = is_new(at, module);
 
     if (result == 0) {
-        result = 1; /* it is there for the second time */
-    } else if (result == 1 && (result = walks_as_torch(at, module)) == 1) {
-        result = visit(at, module);
+        return 1; /* it is there for the second time */
     }
-    Py_DECREF(module);
-    return result;
+    if (result == 1) {
+        result = walks_as_torch(at, module);
+    }
+    return result == 1 ? visit(at, module) : result;
 }
 
 /* 1, or -1 with an error set. */
@@ -106,15 +136,13 @@ static int begin(walk *at, PyObject *module)
     at->name[NAMED_MODULES] = PyUnicode_InternFromString("named_modules");
     at->name[PARAMETERS] = PyUnicode_InternFromString("_parameters");
     at->name[MODULES] = PyUnicode_InternFromString("_modules");
-    at->pending = PyList_New(0);
-    at->walked = PyList_New(0);
+    at->met = PyList_New(0);
     at->parameters = PyList_New(0);
     if (at->name[NAMED_MODULES] == NULL || at->name[PARAMETERS] == NULL ||
-        at->name[MODULES] == NULL || at->pending == NULL || at->walked == NULL ||
-        at->parameters == NULL || PyList_Append(at->pending, module) < 0) {
+        at->name[MODULES] == NULL || at->met == NULL || at->parameters == NULL) {
         return -1;
     }
-    return 1;
+    return push(at, module);
 }
 
 PyDoc_STRVAR(parameters_of_doc,
@@ -132,14 +160,14 @@ static PyObject *parameters_of(PyObject *Py_UNUSED(extension), PyObject *args)
         return NULL;
     }
     result = begin(&at, module);
-    while (result == 1 && PyList_GET_SIZE(at.pending) > 0) {
+    while (result == 1 && at.pending_count > 0) {
         result = step(&at);
     }
     for (int i = NAMED_MODULES; i <= MODULES; ++i) {
         Py_XDECREF(at.name[i]);
     }
-    Py_XDECREF(at.pending);
-    Py_XDECREF(at.walked);
+    PyMem_Free(at.pending);
+    Py_XDECREF(at.met);
     zbp_map_fini(&at.seen);
     if (result != 1) {
         Py_CLEAR(at.parameters);

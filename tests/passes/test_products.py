@@ -465,3 +465,32 @@ def test_gradient_of_another_dtype_than_the_weight(grad_dtype):
         m.w.grad = torch.ones(K, N, dtype=torch.bfloat16 if grad_dtype is not f32 else f32)
 
     check(Stage(lambda m, x: x @ m.w, w=parameter(K, N)), random_input(M, K), setup=setup, microbatches=3)
+
+
+class Recording(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.operators = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.operators.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_mode_sees_every_operator_of_a_product():
+    m = Stage(lambda m, x: x @ m.w, w=parameter(6, 4))
+    m.w.grad = torch.ones_like(m.w)
+    groups, _ = passes(m, random_input(8, 6)())
+    with Recording() as record:
+        zb.stage_backward_weight(m.parameters(), groups)
+    assert record.operators == ["transpose", "mm", "add_"]
+
+
+@pytest.mark.parametrize("form", ["negated", "strided", "expanded"])
+def test_a_factor_that_is_transposed_by_a_stride_or_a_flag(form):
+    def factor(x):
+        if form == "negated":
+            return torch.complex(x, x.tanh()).conj().imag
+        return torch.cat([x, x.sin()], 1)[:, ::2] if form == "strided" else x[:1].expand_as(x)
+
+    check(Stage(lambda m, x: (factor(x) @ m.w).tanh(), w=parameter(6, 4)), random_input(8, 6), existing=True)

@@ -9,6 +9,7 @@
 #include "shim/pass/path.h"
 #include "shim/torch/accumulate.h"
 #include "shim/torch/nodes.h"
+#include "shim/torch/transposed.h"
 #include "shim/work/work.h"
 
 namespace zbp {
@@ -41,11 +42,16 @@ at::Tensor oriented(const at::Tensor& matrix, bool is_transposed) {
   return is_transposed ? matrix.mT() : matrix;
 }
 
+/// To be read and let go.
+at::Tensor factor(const at::Tensor& matrix, bool is_transposed) {
+  return is_transposed ? transposed_factor(matrix) : matrix;
+}
+
 /// The product, at the weight where nothing but transpositions and casts lies in between, else at the face.
 at::Tensor multiply(const Task& task, const zbp_face& plan) {
   const auto [left, right] = matrices_of(task);
-  const at::Tensor product = product_of(oriented(left.matrix, left.is_transposed),
-                                        oriented(right.matrix, right.is_transposed));
+  const at::Tensor product = product_of(factor(left.matrix, left.is_transposed),
+                                        factor(right.matrix, right.is_transposed));
   const at::AutoDispatchBelowADInplaceOrView no_view;  // see NodeParts::apply_without_views_to()
   return oriented(product, is_transposed(task, plan));
 }
@@ -172,8 +178,8 @@ std::optional<Addition> addition_to(const at::Tensor& grad, c10::ScalarType type
     a.left = std::move(local->left);
     a.right = std::move(local->right);
   }
-  a.left = oriented(a.left, left.is_transposed);
-  a.right = oriented(a.right, right.is_transposed);
+  a.left = factor(a.left, left.is_transposed);
+  a.right = factor(a.right, right.is_transposed);
   a.sum = oriented(a.sum, sum_is_transposed);
   if (at::has_internal_overlap(a.sum) != at::MemOverlap::No || a.sum.dim() != a.left.dim() ||
       a.sum.size(-2) != a.left.size(-2) || a.sum.size(-1) != a.right.size(-1) ||

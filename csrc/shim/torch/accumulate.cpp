@@ -12,6 +12,8 @@
 #include <c10/core/CPUAllocator.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "shim/torch/transposed.h"
+
 namespace zbp {
 
 namespace {
@@ -382,7 +384,7 @@ bool has_kernels_for(c10::ScalarType type) {
 
 /// The same sum, laid out by rows.
 MatrixProduct transposed(const MatrixProduct& product) {
-  return {product.right.mT(), product.left.mT()};
+  return {transposed_factor(product.right), transposed_factor(product.left)};
 }
 
 }  // namespace
