@@ -1,11 +1,13 @@
 # zbpipe's commands; `make help` lists them.
 # Set on the command line: TORCH_VERSION=2.15.0 (newest: what requirements/newest.txt names), PYTHON=python3.12,
-# TESTS="passes release" (what of tests/ to run), JOBS=4, CLIENTS=1 (`make pytest` with torchtitan and PEFT installed).
+# TESTS="passes release" (what of tests/ to run), MARKED="not long" (which of those, as pytest's -m), JOBS=4, CLIENTS=1
+# (`make pytest` with torchtitan and PEFT installed).
 SHELL := /bin/bash
 PYTHON ?= python3
 TORCH_VERSION ?= 2.13.0
 JOBS ?= 3
 TESTS ?= .
+MARKED ?= not long and not system
 
 NEWEST := $(shell sed -n 's/^torch==//p' requirements/newest.txt)
 TORCH := $(TORCH_VERSION:newest=$(NEWEST))
@@ -28,7 +30,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo docs wheel dev test test-core test-long test-all test-clients clients soak programs asan tsan-torch repeat ubsan tsan allocations valgrind fuzz fuzz-long cov lint fmt bench clean pytest
+.PHONY: help demo docs wheel dev test test-core test-system test-long test-all test-clients clients soak programs asan tsan-torch repeat ubsan tsan allocations valgrind fuzz fuzz-long cov lint fmt bench clean pytest
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -70,14 +72,17 @@ dev: $(VENV)/.built $(VENV)/.extras-test $(VENV)/.extras-lint $(VENV)/.extras-de
 demo: $(VENV)/.built $(VENV)/.extras-demo ## train a small language model on torch's module, then on zbpipe, and compare
 	cd examples && $(RUN) -m zbpipe demo --out $(CURDIR)/zbpipe_demo.png
 
-test: test-core pytest ## run every test: the C core's, then Python's; with TORCH_VERSION=2.15.0 on that torch
+test: test-core pytest ## run the tests: the C core's, then Python's; with TORCH_VERSION=2.15.0 on that torch
 
 # From tests/: in the root the source tree would come before what is installed, here and in every process that a test starts.
 IN_TESTS := cd tests && OMP_NUM_THREADS=1 $(if $(EDITABLE),,ZBPIPE_UNDER=$(abspath $(VENV)) )$(RUN)
 PYTEST := $(IN_TESTS) -m pytest -c ../pyproject.toml --rootdir ..
 
 pytest: $(VENV)/.built $(VENV)/.extras-test $(VENV)/.extras-demo $(if $(CLIENTS),$(VENV)/.clients)
-	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 25 --durations-min 5 $(TESTS)
+	$(PYTEST) -m "$(MARKED)" -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 25 --durations-min 5 $(TESTS)
+
+test-system: ## run the tests that start whole programs: installs, commands, ranks that fail, trainings under the leak tools
+	$(MAKE) pytest MARKED="system and not long"
 
 test-long: $(VENV)/.built $(VENV)/.extras-test ## 200 steps of every schedule under the leak tools; thousands of random pipelines
 	$(PYTEST) -m long -o faulthandler_timeout=3000 $(TESTS)
@@ -88,7 +93,7 @@ test-clients: ## torchtitan, PEFT and the like, in every configuration, on the n
 clients: $(VENV)/.built $(VENV)/.extras-test $(VENV)/.clients
 	$(PYTEST) -m "long or not long" -o faulthandler_timeout=3000 clients schedules/test_models.py schedules/test_differential.py
 
-test-all: test test-long test-clients ## all of these, one after the other: hours
+test-all: test test-system test-long test-clients ## all of these, one after the other: hours
 
 programs: $(VENV)/.built $(VENV)/.extras-test ## PROGRAMS=100000 random autograd programs, split and whole
 	export ZBPIPE_PROGRAMS=$(or $(PROGRAMS),100000); $(PYTEST) -n $(JOBS) -m long -o faulthandler_timeout=3000 passes/test_programs.py

@@ -14,6 +14,33 @@ if torch.__version__ < (2, 12):
 
 import zbpipe
 
+HERE = Path(__file__).parent
+# Whole programs, in two thirds of all tests' time: what is installed, commands, ranks that fail, trainings under the leak
+# tools, a device that runs late. `make test` leaves them to `make test-system`.
+SYSTEM = (
+    "cli/test_bench.py",
+    "cli/test_doctor.py",
+    "docs/test_upstream.py",
+    "examples",
+    "install",
+    "late_device",
+    "leaks/test_clean_training.py",
+    "leaks/test_command.py",
+    "leaks/test_growth.py",
+    "leaks/test_history.py",
+    "leaks/test_history_schedules.py",
+    "leaks/test_jobs.py",
+    "leaks/test_plugin.py",
+    "memory/test_command.py",
+    "memory/test_foreign_allocators.py",
+    "passes/test_exit.py",
+    "schedules/test_demo.py",
+    "schedules/test_faults.py",
+    "security/test_reports.py",
+    "test_processes.py",
+    "test_repeat.py",
+)
+
 torch.set_num_threads(1)  # the tensors are tiny; a pool of threads costs a hundred times what it saves
 
 
@@ -22,6 +49,8 @@ def pytest_report_header():
 
 
 def pytest_configure(config):
+    if gone := [programs for programs in SYSTEM if not (HERE / programs).exists()]:
+        raise pytest.UsageError(f"tests/conftest.py's SYSTEM names {', '.join(gone)}, which is not there")
     if torch.__version__ < (2, 13):  # said once in a process, of any use of the profiler
         config.addinivalue_line("filterwarnings", "ignore:Warning. Profiler clears events")
 
@@ -33,9 +62,17 @@ def pytest_sessionstart():
         raise pytest.UsageError(f"zbpipe comes from {zbpipe.__file__}, not from under {expected}")
 
 
+def is_system(path):
+    return any(path.is_relative_to(HERE / programs) for programs in SYSTEM)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """In the order that takes least time: what looks through all of Python's objects while they are few; then the files that
     take long, so that none of them comes last, when one process would run it and the others nothing."""
+    for item in items:
+        if is_system(item.path):
+            item.add_marker(pytest.mark.system)
     slow = {item.path for item in items if {"slow", "dist"} & item.keywords.keys()}
     items.sort(key=lambda item: (item.path.parent.name != "leaks", item.path not in slow))
     if not torch.cuda.is_available():

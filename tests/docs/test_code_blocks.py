@@ -108,6 +108,7 @@ COMMANDS = [
 ]
 
 
+@pytest.mark.system
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ WORLD = 2
 folder = folder_of("schedules/fill_ranks.py", WORLD)
 
 
+@pytest.mark.system
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ZERO_BUBBLE)
@@ -34,6 +35,7 @@ def test_gradients_have_the_bits_of_waits_that_are_not_filled(name, folder):
             assert all(torch.equal(grads[key], wanted[key]) for key in wanted)
 
 
+@pytest.mark.system
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ZERO_BUBBLE)
