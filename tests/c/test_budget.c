@@ -43,11 +43,35 @@ static void without_any_other_way_it_is_kept(void)
     CHECK(zbp_hold_within(0, &demand) == ZBP_HOLD_KEPT);
 }
 
+/* Every value that falls at the n-th of the falls to 0 is known for the next ZBP_MOST_PERIODS, and not for ever. */
+static void the_most_is_known_for_a_while_and_forgotten(void)
+{
+    for (uint32_t at = 0; at < 2 * ZBP_MOST_PERIODS; at++) {
+        zbp_most most = {0};
+        uint32_t known = 0;
+
+        CHECK(zbp_most_of(&most) == 0);
+        for (uint32_t i = 0; i < at; i++)
+            zbp_most_see(&most, 0);
+        zbp_most_see(&most, 7);
+        CHECK(zbp_most_of(&most) == 7);
+        zbp_most_see(&most, 9);
+        for (uint32_t i = 0; i < 3 * ZBP_MOST_PERIODS; i++) {
+            zbp_most_see(&most, 3);
+            known += zbp_most_of(&most) == 9;
+            CHECK(zbp_most_of(&most) == (known == i + 1 ? 9 : 3));
+            zbp_most_see(&most, 0);
+        }
+        CHECK(known >= ZBP_MOST_PERIODS && known <= 2 * ZBP_MOST_PERIODS);
+    }
+}
+
 int main(void)
 {
     check_sees_failure();
     RUN(what_is_asked_for_is_had_if_it_fits);
     RUN(else_no_way_has_fewer_bytes_and_none_before_it_as_few);
     RUN(without_any_other_way_it_is_kept);
+    RUN(the_most_is_known_for_a_while_and_forgotten);
     return check_end();
 }

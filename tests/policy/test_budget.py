@@ -25,14 +25,18 @@ GRADIENTS = (2 * WIDTH * HIDDEN + WIDTH + HIDDEN) * FLOAT
 FACTORS = 2 * (WIDTH + HIDDEN) * TOKENS * FLOAT
 
 
+FORGETS_AFTER = 2 * 256  # times that nothing waits any more, at the latest: ZBP_MOST_PERIODS of core/pass/zbp_budget.h
+
+
 @pytest.fixture(autouse=True)
 def nothing_learned():
-    """Another budget makes the process forget what it has learned of this one."""
+    """What has waited at most is forgotten for what comes, which is less."""
     assert _C.held_within_budgets() == 0
     small = nn.Linear(2, 2)
-    with warnings.catch_warnings(), zbpipe.policy(held_at_most=1):
-        warnings.simplefilter("ignore")
-        zbpipe.stage_backward_input([small(torch.ones(1, 2)).sum()], None, [], small.parameters())
+    with zbpipe.policy(held_at_most=10**9):
+        for _ in range(FORGETS_AFTER):
+            x = torch.ones(1, 2, requires_grad=True)
+            zbpipe.stage_backward_input([small(x)], None, [x], small.parameters())
     assert _C.held_within_budgets() == 0
 
 
@@ -345,3 +349,114 @@ def test_of_the_environment():
     assert asked("1000000").stdout.split() == ["1000000"]
     assert "held_at_most= and a number of bytes" in asked("1GB").stderr
     assert "held_at_most" in asked(str(2**64)).stderr
+
+
+def in_flight(stages_and_budgets):
+    """Bytes that wait at most, and warnings, of a step that has one microbatch of each waiting at once."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        waiting = []
+        for stage, budget in stages_and_budgets:
+            x = torch.randn(TOKENS, WIDTH, requires_grad=True)
+            out = stage(x)
+            with zbpipe.policy(held_at_most=budget):
+                waiting.append((stage, zbpipe.stage_backward_input([out], [out], [x], stage.parameters())[1]))
+        most = _C.held_within_budgets()
+        for stage, groups in waiting:
+            zbpipe.stage_backward_weight(stage.parameters(), groups)
+    return most, len(said)
+
+
+def test_stages_of_several_budgets_learn_from_each_other():
+    one, other = Blocks(), Blocks()
+    budget = 4 * 4 * GRADIENTS + FACTORS
+    step = [(one, budget), (other, budget + 1), (one, budget), (other, budget + 1)]
+    in_flight(step)
+    for _ in range(3):
+        most, warned = in_flight(step)
+        assert most <= budget
+        assert warned == 0
+
+
+def test_a_step_with_much_more_in_flight_is_forgotten_in_time():
+    stage = Blocks()
+    budget = 2 * 4 * FACTORS
+    usual = [(stage, budget)] * 2
+    before = in_flight(usual)
+    in_flight([(stage, budget)] * 40)
+    assert in_flight(usual) < before
+    nothing = [(nn.Linear(WIDTH, 1), budget)]
+    for _ in range(FORGETS_AFTER):
+        in_flight(nothing)
+    assert in_flight(usual) == before
+
+
+class HandedBeside(torch.autograd.Function):
+    """Hands over the gradient of a small weight, which needs large factors, and returns that of a large one."""
+
+    @staticmethod
+    def forward(x, small, large):
+        return x @ small.T + large.sum()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, small, large = ctx.saved_tensors
+        work = zbpipe.defer(lambda x, grad: grad.T @ x, small, (x, grad))
+        return grad @ small, work, grad.sum().expand_as(large).contiguous()
+
+
+def test_handed_over_work_is_weighed_against_the_gradients_that_it_computes():
+    small, large = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(512, 512))
+    x = torch.randn(4096, 8, requires_grad=True)
+    out = HandedBeside.apply(x * 1.0, small, large)
+    with zbpipe.policy(held_at_most=0), pytest.warns(RuntimeWarning, match="held_at_most=0"):
+        _, groups = zbpipe.stage_backward_input([out], [torch.ones_like(out)], [x], [small, large])
+    assert _C.held_within_budgets() == small.nbytes + large.nbytes
+    zbpipe.stage_backward_weight([small, large], groups)
+
+
+IN_THREADS = """
+import sys, threading, warnings, torch, zbpipe
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+warnings.simplefilter("ignore")
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,))
+sys.setswitchinterval(1e-5)
+zbpipe.set_policy(held_at_most=100_000)
+
+def train(seed):
+    torch.manual_seed(seed)
+    weights = [nn.Parameter(distribute_tensor(torch.randn(16, 16), mesh, [Shard(0)])) for _ in range(4)]
+    for _ in range(40):
+        x = distribute_tensor(torch.randn(8, 16), mesh, [Replicate()]).requires_grad_()
+        h = x
+        for weight in weights:
+            h = (h @ weight).tanh()
+        _, groups = zbpipe.stage_backward_input([h], [torch.ones_like(h)], [x], weights)
+        zbpipe.stage_backward_weight(weights, groups)
+
+threads = [threading.Thread(target=train, args=(seed,), daemon=True) for seed in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+dist.destroy_process_group()
+print("ended")
+"""
+
+
+@pytest.mark.slow
+def test_threads_with_dtensors_do_not_wait_for_each_other():
+    """What a DTensor holds is asked in Python, for which a thread needs the GIL."""
+    ran = subprocess.run(
+        [sys.executable, "-c", IN_THREADS], env=environment(), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ran.stdout == "ended\n", ran.stderr

@@ -12,3 +12,16 @@ uint8_t zbp_hold_within(uint64_t room, const zbp_demand *demand)
     }
     return least;
 }
+
+void zbp_most_see(zbp_most *most, uint64_t value)
+{
+    if (value > most->now)
+        most->now = value;
+    if (value == 0 && ++most->periods == ZBP_MOST_PERIODS)
+        *most = (zbp_most){.before = most->now};
+}
+
+uint64_t zbp_most_of(const zbp_most *most)
+{
+    return most->now > most->before ? most->now : most->before;
+}

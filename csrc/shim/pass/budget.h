@@ -4,7 +4,7 @@
 // Note [Room that is kept free]
 // A gradient must be held by something until W. So what the tasks of a call of I that have not run yet will hold at
 // least is kept free for them; and what the calls to come will hold at least, as the process has learned it: the most
-// that has waited at the same time, each task in the way of the fewest bytes, since the budget is this one. A step's
+// that has waited at the same time, each task in the way of the fewest bytes, whatever the budget (zbp_most). A step's
 // second run is within the budget if all that waits in it can be.
 //
 // Threads: any; several stand-ins of one call of I may ask at the same time.
@@ -45,11 +45,18 @@ using CountedStorages = std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>>;
 /// What the task would hold: `always`, and `besides` if it is not left packed.
 struct Wanted {
   uint8_t asked = ZBP_HOLD_KEPT;
+  uint64_t computed = 0;   // bytes of the gradients, if I computes them
   bool is_weighed = true;  // false: `besides` is not known, so that it cannot be kept
   bool can_stay_packed = false;
   variable_list always;
   variable_list besides;
 };
+
+/// Of the gradient at a face of the task, on this rank; 0 where its size is not known as a number.
+uint64_t gradient_bytes(const Group& group, const Task& task, size_t face);
+
+/// Of those at all of them.
+uint64_t gradient_bytes(const Group& group, const Task& task);
 
 /// Before the run: reckons what each task of an I's groups will hold at least. Called with the GIL held.
 void expect_held(const std::vector<std::shared_ptr<Group>>& groups);

@@ -207,8 +207,12 @@ bool is_full(const Group& group) {
 }
 
 /// What its budget leaves the task, of what it has asked for.
-uint8_t hold(Group& group, Task& task, const Wanted& wanted) {
-  return group.budget ? hold_within_budget(group, task, wanted) : wanted.asked;
+uint8_t hold(Group& group, Task& task, Wanted wanted) {
+  if (!group.budget) {
+    return wanted.asked;
+  }
+  wanted.computed = gradient_bytes(group, task);
+  return hold_within_budget(group, task, wanted);
 }
 
 /// Fills a product's task, or makes it deferred where its matrices need more than one multiplication.

@@ -23,11 +23,15 @@ std::vector<Autocast> autocast_here() {
   return there;
 }
 
-bool has_room(const WorkArguments& held, Group& group, Task& task) {
+bool has_room(const WorkArguments& held, Group& group, Task& task,
+              const SmallVector<int32_t, 2>& faces) {
   if (!group.budget) {
     return true;
   }
   Wanted wanted;
+  for (const int32_t face : faces) {
+    wanted.computed += face < 0 ? 0 : gradient_bytes(group, task, static_cast<size_t>(face));
+  }
   for (const Watched& one : held.tensors) {
     wanted.always.push_back(one.tensor());
   }
@@ -40,7 +44,7 @@ bool keep_work(Group& group, Task& task, PyObject* function, PyObject* saved,
                SmallVector<int32_t, 2> faces, bool is_single) {
   WorkArguments held(group);
   THPObjectPtr arguments = held.take(saved);
-  if (!has_room(held, group, task)) {
+  if (!has_room(held, group, task, faces)) {
     return false;
   }
   Work& work = task.works.emplace_back();
