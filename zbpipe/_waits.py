@@ -6,10 +6,12 @@ what is left.
 Note [What may run in a wait]
 
 The additions to a weight keep the schedule's order, so that the bits are the same: of a stage only the microbatch may
-run that is the next to add to its weights, and the one behind it when nothing of that is left. A group runs if it only
-adds (``ParamGroup._only_adds``): no hook, nothing of the program's, nothing between processes, so that no collective
-moves. Stages under DDP and fully_shard are left alone, and stage 0, whose W is a whole backward. What a group raises is
-kept, and raised by the W that the schedule asks for.
+run that is the next to add to its weights, and the one behind it when nothing of that is left. A group runs if it
+only adds (``ParamGroup._only_adds``): no hook, nothing of the program's, nothing between processes, so that no
+collective moves. Left alone are stages under DDP and fully_shard; stage 0, whose W is a whole backward; and stages of the rank that
+share a parameter, to which each adds in an order of its own. (A reentrant checkpoint adds in I: to a weight that is
+also used outside of it the order is another one.) What a group raises is kept, and raised by the W that the schedule
+asks for.
 
 Note [Which group fits into a wait]
 
@@ -32,20 +34,21 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 
-from zbpipe import _observer, passes
+from zbpipe import _observer, _parameters, passes
 from zbpipe._stage import data_parallel, methods, state, threads
 from zbpipe._stage.sends import Receive
 from zbpipe._stage.works import wait_for
 from zbpipe._torch import pipelining
 
 _Function = Callable[..., Any]
+Span = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -125,8 +128,9 @@ class Step:
         self.errors: dict[tuple[int, int], Exception] = {}
         self.numbers: dict[tuple[int, int], dict[int, int]] = {}  # of groups, by their ids: their microbatch has them
         self.others: set[int] = set()  # of groups that do more than add
+        shared = _sharing(self.stages)
         for index, stage in self.stages.items():
-            if not _can_run_apart(stage):
+            if index in shared or not _can_run_apart(stage):
                 self.adding.pop(index, None)
 
     def expected(self) -> float:
@@ -173,18 +177,19 @@ class Step:
             self.numbers[stage, microbatch] = numbers
         return numbers
 
-    def run(self, unit: Unit) -> None:
-        key = unit.stage.stage_index, unit.microbatch
+    def run(self, unit: Unit, parameters: Parameters) -> Span | None:
+        """From when to when the group ran; None where it raised."""
         begin = time.perf_counter()
         try:
-            passes.stage_backward_weight(None, [unit.group])
+            passes.stage_backward_weight(parameters.of(unit.stage), [unit.group])
         except Exception as error:
-            self.errors[key] = error
-            return
+            self.errors[unit.stage.stage_index, unit.microbatch] = error.with_traceback(None)  # whose frames keep this
+            return None
         unit.groups.remove(unit.group)
-        took = time.perf_counter() - begin
-        self.learned.groups[unit.stage.stage_index, unit.number] = took
-        _count(filled=took, groups=1)
+        end = time.perf_counter()
+        self.learned.groups[unit.stage.stage_index, unit.number] = end - begin
+        _count(groups=1)
+        return begin, end
 
     def has_added(self, stage: int, microbatch: int, is_weight_pass: bool) -> None:
         order = self.adding.get(stage)
@@ -194,6 +199,19 @@ class Step:
             order.remove((microbatch, is_weight_pass))
         except ValueError:  # somebody's own action: the order is not known any more
             del self.adding[stage]
+
+
+class Parameters:
+    """Of stages, as they are when a wait begins: the W that the schedule asks for is given them, and refuses groups of
+    others."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, list[torch.Tensor]] = {}
+
+    def of(self, stage: Any) -> list[torch.Tensor]:
+        if stage.stage_index not in self._of:
+            self._of[stage.stage_index] = _parameters_of(stage)
+        return self._of[stage.stage_index]
 
 
 class Arrival:
@@ -255,13 +273,16 @@ def wait_batch_p2p(original: _Function, work: list[Any]) -> Any:
         result = original(work)
         _note(step, time.perf_counter() - begin)
         return result
-    arrival = Arrival(work)
-    threads.watch_receive(arrival)
+    arrival, parameters = Arrival(work), Parameters()
+    spans: list[Span] = []
+    threads.watch_receive(arrival, {group for of in work if isinstance(of, Receive) for group in of.groups})
     with _marked(message):
         while unit is not None and not arrival.done.is_set():
-            step.run(unit)
+            if span := step.run(unit, parameters):
+                spans.append(span)
             unit = step.unit_within(begin + expected - time.perf_counter())
     arrival.done.wait()
+    _count(filled=sum(max(0.0, min(end, arrival.at) - start) for start, end in spans))
     _note(step, max(0.0, arrival.at - begin))
     return arrival.deliver()
 
@@ -321,6 +342,21 @@ def _weight_pass_of(stage: Any, microbatch: int, step: Step) -> Iterator[None]:
     if left:
         step.learned.share(index, left, time.perf_counter() - begin)
     step.has_added(index, microbatch, True)
+
+
+def _parameters_of(stage: Any) -> list[torch.Tensor]:
+    return list(_parameters.listed(stage.submod.parameters()) or ())
+
+
+def _sharing(stages: Mapping[int, Any]) -> set[int]:
+    """Those that have a parameter that another one has, too."""
+    first: dict[torch.Tensor, int] = {}
+    sharing: set[int] = set()
+    for index, stage in stages.items() if len(stages) > 1 else ():
+        for parameter in _parameters_of(stage):
+            if (other := first.setdefault(parameter, index)) != index:
+                sharing |= {index, other}
+    return sharing
 
 
 def _can_run_apart(stage: Any) -> bool:

@@ -54,6 +54,8 @@ def stage_backward_input(
         TypeError, ValueError: an argument is refused; nothing has been changed.
         AssertionError: a GradientEdge came without an output gradient.
         RuntimeError: the backward itself failed; the original error is the cause.
+        RuntimeWarning: where warnings are errors, and policy(held_at_most=...) could not be kept. The groups are gone
+            then, as after any error.
 
     Source:
         ``torch.distributed.pipelining._backward.stage_backward_input`` (pytorch/pytorch PR 132691), the B of "Zero

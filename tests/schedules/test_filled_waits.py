@@ -13,7 +13,7 @@ from torch.distributed.pipelining import schedules
 import zbpipe
 from zbpipe import _waits as waits
 from zbpipe import memory
-from zbpipe._stage import state
+from zbpipe._stage import state, threads
 
 WORLD = 2
 
@@ -95,10 +95,10 @@ class Stage:
 
 
 class Schedule:
-    """Of one stage on this rank, in this order of actions."""
+    """Of one stage on this rank, in this order of actions; `others` are there and do nothing."""
 
-    def __init__(self, stage, actions):
-        self._stages, self.rank, self._has_backward = [stage], 0, True
+    def __init__(self, stage, actions, others=()):
+        self._stages, self.rank, self._has_backward = [stage, *others], 0, True
         kinds = {
             "I": schedules.BACKWARD_INPUT,
             "W": schedules.BACKWARD_WEIGHT,
@@ -286,6 +286,114 @@ def test_an_error_comes_out_at_the_w_that_the_schedule_asks_for(filling):
     with pytest.raises(RuntimeError, match="modified"):
         schedule.step(begin, wait(message), lambda: reached.append(1), lambda: stage.weight_pass(0))
     assert reached == [1], "the wait itself ended well"
+
+
+def test_an_error_whose_w_does_not_come_keeps_nothing(filling):
+    stage = Stage(layers())
+    schedule = Schedule(stage, ["I0", "W0"])
+    expect(schedule, [10.0])
+    stage.input_pass(0)
+    with torch.no_grad():
+        stage.backward_state[0][1][0]["grads"][0][0].add_(1.0)
+    errors = []
+    step = []
+
+    def look():
+        step.append(waits._thread.step)
+
+    schedule.step(look, wait(Message(lambda: bool(step[0].errors))), lambda: errors.extend(step.pop().errors.values()))
+    assert [error.__traceback__ for error in errors] == [None]
+
+
+def test_a_weight_that_was_replaced_since_i_is_refused_by_the_w_that_the_schedule_asks_for(filling):
+    stage = Stage(layers())
+    schedule = Schedule(stage, ["I0", "W0"])
+    expect(schedule, [10.0])
+    stage.input_pass(0)
+    old = stage.submod[1].weight
+    stage.submod[1].weight = nn.Parameter(old.detach().clone())
+    step = []
+    message = Message(lambda: bool(step[0].errors))
+    with pytest.raises(ValueError, match="not among the 6 weights"):
+        schedule.step(lambda: step.append(waits._thread.step), wait(message), lambda: stage.weight_pass(0))
+    assert old.grad is None
+
+
+def test_stages_of_the_rank_that_share_a_parameter_are_left_alone(filling):
+    stage, other = Stage(layers()), Stage(layers(), index=2)
+    other.submod[0].weight = stage.submod[2].weight
+    schedule = Schedule(stage, ["I0", "W0"], [other])
+    expect(schedule, [10.0])
+    stage.input_pass(0)
+    schedule.step(wait(Message()))
+    assert left(stage) == 3
+
+
+def test_no_more_is_filled_than_was_waited(filling, monkeypatch):
+    stage = Stage(layers())
+    schedule = Schedule(stage, ["I0", "W0"])
+    expect(schedule, [10.0])
+    stage.input_pass(0)
+    begun = threading.Event()
+    original = waits.passes.stage_backward_weight
+    arrivals = []
+
+    def slow(weights, groups):
+        """Until the message is there, and as long again."""
+        begun.set()
+        arrivals[0].done.wait()
+        return original(weights, groups)
+
+    def watch(arrival, groups, watch=waits.threads.watch_receive):
+        arrivals.append(arrival)
+        watch(arrival, groups)
+
+    monkeypatch.setattr(waits.threads, "watch_receive", watch)
+    monkeypatch.setattr(waits.passes, "stage_backward_weight", slow)
+    schedule.step(wait(Message(begun.is_set)))
+    assert waits.waited.groups == 1
+    assert 0 < waits.waited.filled <= waits.waited.seconds
+
+
+class Group:
+    """A process group, as far as threads look at it."""
+
+
+def test_the_thread_of_a_receive_gives_up_with_the_group():
+    group, ended = Group(), threading.Event()
+
+    class Late:
+        """A work whose message never comes."""
+
+        def wait(self, timeout=None):
+            if timeout == threads._AT_ONCE:
+                ended.set()
+                raise RuntimeError("timed out")
+            ended.wait()
+            raise RuntimeError("timed out")
+
+    arrival = waits.Arrival([Late()])
+    threads.watch_receive(arrival, [threads.number_of(group)])
+    assert not arrival.done.wait(0.05)
+    del group
+    assert arrival.done.wait(60)
+    assert ended.is_set()
+
+
+def test_where_no_thread_can_be_had_the_next_send_gets_one(monkeypatch):
+    group = Group()
+    arrival = waits.Arrival([Message()])
+
+    def cannot(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", cannot)
+        for watch in (lambda: threads.watch(group, 1, arrival), lambda: threads.watch_receive(arrival, [])):
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                watch()
+    threads.watch(group, 1, arrival)
+    assert arrival.done.wait(60)
 
 
 def test_an_error_of_the_message_comes_out_at_its_wait(filling):

@@ -524,10 +524,10 @@ def test_a_receive_gets_a_thread_that_waits_for_nothing_else(monkeypatch):
     """Not that of one that never comes; one that is idle, not another one for each."""
     monkeypatch.setattr(threads, "_STAYS", 2)
     stuck, first, second = arrivals = [Arrival() for _ in range(3)]
-    threads.watch_receive(stuck)
+    threads.watch_receive(stuck, [])
     for arrival in (first, second):
         arrival.is_there.set()
-        threads.watch_receive(arrival)
+        threads.watch_receive(arrival, [])
         while sum(not queue.is_idle for queue in threads._queues.values()) > 1:
             time.sleep(0.001)
     assert len(waiting_threads()) == 2
@@ -834,11 +834,11 @@ def test_a_forked_process_starts_threads_of_its_own(monkeypatch):
             self.done.set()
 
     first, second = Receive(), Receive()
-    threads.watch_receive(first)
+    threads.watch_receive(first, [])
     assert first.done.wait(30)
     child = os.fork()
     if child == 0:
-        threads.watch_receive(second)
+        threads.watch_receive(second, [])
         os._exit(0 if second.done.wait(10) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     threads._give_up_all()

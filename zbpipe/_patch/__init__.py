@@ -72,7 +72,9 @@ def patch(release_outputs: bool | None = None, fill_waits: bool | None = None) -
         fill_waits: whether a schedule's rank runs parameter groups whose I is done while it waits for a message, where
             they would end before the message is expected; W finds what is left. Gradients are the same to the bit: the
             additions to a weight keep the schedule's order. Groups that run more than kernels on plain tensors (hooks,
-            work that Functions handed over, DTensors) wait for their W, as do those of DDP's and fully_shard's stages.
+            work that Functions handed over, DTensors) wait for their W, as do those of DDP's and fully_shard's stages
+            and of stages of the rank that share a parameter. A weight that is used within a reentrant checkpoint,
+            which adds in I, and outside of it gets the same additions in another order.
             For the schedules that run an order of actions, with tensors on the CPU: on an accelerator waiting does not
             hold up the host, and nothing is filled. True and False hold from a schedule's next step on; None as above,
             with ZBPIPE_FILL_WAITS.

@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from zbpipe._stage.buffers import description
 from zbpipe._stage.outputs import Outputs
-from zbpipe._stage.threads import watch
+from zbpipe._stage.threads import number_of, watch
 from zbpipe._stage.works import Transfer, wait_for
 from zbpipe._torch import pipelining
 
@@ -100,6 +100,7 @@ class Receive(Transfer):
 
     def __init__(self, work: Any, ops: Sequence[Any]) -> None:
         super().__init__(work)
+        self.groups = {number_of(op.group) for op in ops}  # the groups themselves would live as long as this
         self.sent = [op for op in ops if _is_send(op)]
         self.gradients_of = {
             (op.zbpipe_parcel.stage, op.zbpipe_parcel.microbatch)

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
@@ -35,6 +35,7 @@ class _Queue:
     def __init__(self, line: Line, name: str) -> None:
         self.left: deque[Finishable] = deque()
         self.now: Finishable | None = None
+        self.groups: frozenset[int] = frozenset()  # of a receive: whose end it must not outlive
         self.calls: SimpleQueue[None] = SimpleQueue()  # one for each that was put in, and one to end
         self.thread = threading.Thread(target=_finish_queue, args=(line, self), name=name, daemon=True)
 
@@ -75,28 +76,39 @@ os.register_at_fork(after_in_child=_begin_anew)
 def watch(group: Any, peer: int, send: Finishable) -> None:
     """Have a thread wait for ``send``. One thread per group and peer, because its sends are done in order."""
     with _queues_lock:
-        line = _number_of(group), peer
+        line = number_of(group), peer
         queue = _queues.get(line)
         is_new = queue is None
         if queue is None:
             queue = _queues[line] = _Queue(line, f"zbpipe-send-{peer}")
         queue.put(send)
     if is_new:
-        queue.thread.start()
+        _start(line, queue)
 
 
-def watch_receive(receive: Finishable) -> None:
-    """Have a thread wait for ``receive``, for as long as its group does. One that waits for nothing else: a receive
-    that nobody waits for any more, since a step failed, must not keep the next from being heard of."""
+def watch_receive(receive: Finishable, groups: Iterable[int]) -> None:
+    """Have a thread wait for ``receive``, for as long as its group does, which has one of these numbers. One that waits
+    for nothing else: a receive that nobody waits for any more, since a step failed, must not keep the next from being
+    heard of."""
     with _queues_lock:
-        queue = next((queue for line, queue in _queues.items() if line[0] == _RECEIVES and queue.is_idle), None)
+        idle = (item for item in _queues.items() if item[0][0] == _RECEIVES and item[1].is_idle)
+        line, queue = next(idle, ((_RECEIVES, _new_number()), None))
         is_new = queue is None
         if queue is None:
-            line = _RECEIVES, _new_number()
             queue = _queues[line] = _Queue(line, "zbpipe-receive")
+        queue.groups = frozenset(groups)
         queue.put(receive)
     if is_new:
+        _start(line, queue)
+
+
+def _start(line: Line, queue: _Queue) -> None:
+    try:
         queue.thread.start()
+    except RuntimeError:  # no thread can be had: the next one tries again
+        with _queues_lock:
+            _queues.pop(line, None)
+        raise
 
 
 def _finish_queue(line: Line, queue: _Queue) -> None:
@@ -113,7 +125,8 @@ def _finish_queue(line: Line, queue: _Queue) -> None:
         del send
 
 
-def _number_of(group: Any) -> int:
+def number_of(group: Any) -> int:
+    """Of a process group; when that is gone, the threads that wait for what is of it give up."""
     number = _numbers.get(group)
     if number is None:
         number = _numbers[group] = _new_number()
@@ -122,25 +135,25 @@ def _number_of(group: Any) -> int:
 
 
 def _give_up_group(number: int) -> None:
-    _give_up(lambda line: line[0] == number)
+    _give_up(lambda line, queue: line[0] == number or number in queue.groups)
 
 
 @atexit.register
 def _give_up_all() -> None:
     """When the program exits: a thread that came back from gloo into an interpreter that is gone would abort it."""
-    for thread in _give_up(lambda line: True):
+    for thread in _give_up(lambda line, queue: True):
         if thread.is_alive():
             thread.join(5)
 
 
-def _give_up(is_meant: Callable[[Line], bool]) -> list[threading.Thread]:
+def _give_up(is_meant: Callable[[Line, _Queue], bool]) -> list[threading.Thread]:
     """End the threads; those that still wait, because a step failed and the peer does not receive, give up.
 
     To time out on the same work wakes a thread: gloo then declares the whole group broken. A wait that finds the send
     done has taken that from the thread, and another one breaks the group; so it does not linger, and comes late.
     """
     with _queues_lock:
-        ending = [queue for line, queue in _queues.items() if is_meant(line)]
+        ending = [queue for line, queue in _queues.items() if is_meant(line, queue)]
         for queue in ending:
             queue.end()
         waiting = [(queue.thread, queue.now) for queue in ending if queue.now is not None]
