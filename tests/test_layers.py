@@ -283,7 +283,7 @@ ROOMS = {
     "_compile": {*BASE, "_text"},
     "_stage": {"_policy", "_torch"},
     "passes": {"_C", "_observer", "_parameters", "_policy", "_stage"},
-    "_waits": {"_observer", "_stage", "_torch", "passes"},
+    "_waits": {"_observer", "_parameters", "_stage", "_torch", "passes"},
     "_patch": {"_policy", "_stage", "_text", "_torch", "_upstream", "_waits", "passes"},
     "memory": {*BASE, "_observer", "_text", "_version", "leaks"},
     "leaks": {*BASE, "_text"},

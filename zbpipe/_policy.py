@@ -73,8 +73,9 @@ split_functions: True looks at what the backward of a Python Function computes i
     ``_scaled_mm``) that it only transposes, views, casts and returns as a weight's gradient is not computed, but handed
     over to W as by :func:`zbpipe.defer`; its factors are held. Whatever else touches such a product computes it at
     once. ``defer`` and ``checkpoint`` say for which weights, as for work that is handed over by hand. Each operator of
-    such a backward costs a few us more. What nobody sees is a kernel that is launched past torch's dispatcher (Triton,
-    a C++ extension) and writes to a factor when it has been multiplied: such a Function needs the default, False.
+    such a backward costs a few us more. What nobody sees is what writes to a factor past torch's dispatcher when it has
+    been multiplied (Triton, a C++ extension, ``.numpy()``, ``.data = ...``; all of it in docs/kernels.md): such a
+    Function needs the default, False.
 
 ``defer``, ``checkpoint``, ``held_at_most`` and ``split_functions`` count when I is called, ``fused``, ``wide`` and
 ``main_grad`` when W is; ``main_grad`` in I too, for what a reentrant checkpoint's own backward adds there: it goes to

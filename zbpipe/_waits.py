@@ -8,10 +8,10 @@ Note [What may run in a wait]
 The additions to a weight keep the schedule's order, so that the bits are the same: of a stage only the microbatch may
 run that is the next to add to its weights, and the one behind it when nothing of that is left. A group runs if it
 only adds (``ParamGroup._only_adds``): no hook, nothing of the program's, nothing between processes, so that no
-collective moves. Left alone are stages under DDP and fully_shard; stage 0, whose W is a whole backward; and stages of the rank that
-share a parameter, to which each adds in an order of its own. (A reentrant checkpoint adds in I: to a weight that is
-also used outside of it the order is another one.) What a group raises is kept, and raised by the W that the schedule
-asks for.
+collective moves. Left alone are stages under DDP and fully_shard; stage 0, whose W is a whole backward; and stages of
+the rank that share a parameter, to which each adds in an order of its own. (A reentrant checkpoint adds in I: to a
+weight that is also used outside of it the order is another one.) What a group raises is kept, and raised by the W that
+the schedule asks for.
 
 Note [Which group fits into a wait]
 

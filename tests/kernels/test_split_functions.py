@@ -4,6 +4,8 @@ import contextlib
 import copy
 import gc
 import pickle
+import threading
+import warnings
 import weakref
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 from support.functions import Fused, Heeding, Ignoring, Product, TwoOutputs
 from support.oracle import ORDERS, MainGrad, Stage, check, late, needs_zbpipe, one_weight_pass, watch_weights, weight
 from torch import nn
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zbpipe
@@ -140,6 +142,24 @@ def in_place_behind_a_cast(gw):
     gw.add_(half)
 
 
+def in_place_behind_a_cast_of_a_view(gw):
+    half = gw.t().float()
+    gw.zero_()
+    gw.add_(half.t())
+
+
+def returned_steps_of_what_is_laid_out_anew(gw):
+    view, gw.data = gw.t(), gw.t()
+    gw.t_()
+    gw.add_(view.t())
+
+
+def in_inference_mode(gw):
+    with torch.inference_mode():
+        gw.norm()
+    gw.mul_(2)
+
+
 def set_data(gw):
     gw.data = gw.data * 3
 
@@ -159,6 +179,9 @@ TOUCHED = {
     "in place": lambda gw: gw.mul_(2),
     "through a view": in_place_through_a_view,
     "behind a cast": in_place_behind_a_cast,
+    "behind a cast of a view": in_place_behind_a_cast_of_a_view,
+    "behind a view that it is no more": returned_steps_of_what_is_laid_out_anew,
+    "in inference mode": in_inference_mode,
     "data": set_data,
     "t_": laid_out_in_place,
     "foreach": by_list,
@@ -365,6 +388,104 @@ def test_many_steps():
     one = stage(backward)
     check(one, (3, 4), orders=(late,))
     assert products(one, random(3, 4)) == (0, 1)
+
+
+@pytest.mark.parametrize("write", [torch.Tensor.zero_, torch.Tensor.t_], ids=["zero_", "t_"])
+def test_a_view_that_is_returned_where_its_product_is_written_to(write):
+    def backward(x, w, grad):
+        gw = x.t() @ grad
+        view = gw.t()
+        flat = view.reshape(-1)
+        write(gw)
+        return right(x, w, grad), view.t() + flat.view(5, 5).t()
+
+    check(stage(backward, (5, 5)), (3, 5), exact=True)
+
+
+def test_a_touched_product_lets_go_of_its_factors():
+    left = []
+
+    def backward(x, w, grad):
+        factor = x.clone()
+        gw = factor.t() @ grad
+        left.append(weakref.ref(factor))
+        del factor
+        gw.mul_(2)
+        left.append(left.pop()())
+        return right(x, w, grad), gw
+
+    one = stage(backward)
+    products(one, random(3, 4))
+    assert left == [None]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning", "ignore:.torch.jit:FutureWarning")
+def test_a_product_in_forward_mode_has_its_tangent():
+    def backward(x, w, grad):
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x.detach(), torch.ones_like(x))
+            return right(x, w, grad), forward_ad.unpack_dual(dual.t() @ grad).tangent
+
+    check(stage(backward), (3, 4), exact=True)
+
+
+class Plain(torch.Tensor):
+    """A subclass that does nothing else."""
+
+
+@pytest.mark.parametrize("name", ["a subclass", "nested", "what is kept is written to past Python"])
+def test_odd_factors(name):
+    def backward(x, w, grad):
+        if name == "a subclass":
+            return right(x, w, grad), (x.as_subclass(Plain).t() @ grad).as_subclass(torch.Tensor)
+        if name == "nested":
+            nested = torch.nested.nested_tensor([x.t(), x.t()], dtype=f64)
+            both = torch.bmm(nested, torch.nested.nested_tensor([grad, grad], dtype=f64))
+            return right(x, w, grad), both.unbind()[0].clone()
+        touched = x.t() @ grad
+        touched.add_(0)
+        gw = touched[:] @ torch.eye(5, dtype=f64)
+        with torch._C.DisableTorchFunctionSubclass():
+            touched.mul_(2)
+        return right(x, w, grad), gw
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of nested tensors
+        check(stage(backward), (3, 4), exact=True)
+
+
+def test_what_has_no_kernel_here_says_so_where_it_is_called():
+    def backward(x, w, grad):
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            torch.mm(x.t().bfloat16(), grad.bfloat16(), out_dtype=torch.float32)
+        with pytest.raises(RuntimeError):
+            torch.bmm(torch.ones(2, 4, 3), torch.ones(1, 3, 5))
+        with pytest.raises(RuntimeError):
+            torch.mm(torch.ones(1, 4, 3), torch.ones(1, 3, 5))
+        return plain(x, w, grad)
+
+    check(stage(backward), (3, 4), orders=(late,))
+
+
+def test_two_threads_touch_one_product():
+    both = threading.Barrier(2)
+
+    def backward(x, w, grad):
+        gw = x.t() @ grad
+
+        def touch():
+            both.wait()
+            for _ in range(20):
+                gw.add_(1)
+
+        threads = [threading.Thread(target=touch) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return right(x, w, grad), gw
+
+    check(stage(backward), (3, 4), orders=(late,))
 
 
 def test_what_writes_to_a_tensor_that_does_not_say_what_it_wraps():
@@ -712,6 +833,25 @@ def test_functions_that_the_backward_compiles():
         return right(x, w, grad), compiled(x.detach(), grad)
 
     check(stage(backward), (3, 4), orders=(late,))
+
+
+def test_a_compiled_function_that_writes_to_a_product_behind_another_one():
+    torch.compiler.reset()
+    double = torch.compile(lambda grad: grad * 2, backend="eager")
+    double_in_place = torch.compile(lambda grad: grad.mul_(2), backend="eager")
+
+    def behind(x, w, grad):
+        return right(x, w, grad), double(x.t() @ grad)
+
+    def before(x, w, grad):
+        gw = x.t() @ grad
+        double_in_place(gw)
+        return right(x, w, grad), gw
+
+    def forward(m, x):
+        return Custom.apply(Custom.apply(x, m.w, before), m.w2, behind)
+
+    check(Stage(forward, w=(4, 4), w2=(4, 4)), (3, 4), orders=(late,), microbatches=3)
 
 
 def test_what_aot_autograd_has_made_is_left_alone():

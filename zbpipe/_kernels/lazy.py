@@ -14,12 +14,13 @@ At once is computed, for to be late would be to be wrong:
 - a product whose factor an operator is about to write to;
 - a product whose factor a collective, or an operator that is not torch's, has written to in this backward: such
   buffers are used again, and who writes to them next need not count as a change of the tensor;
-- a product that has a history or gets one (in grad mode, in the forward of a Function), and one in a backward within
-  the backward;
+- a product that has a history or gets one (in grad mode, in the forward of a Function, in forward mode), and one in a
+  backward within the backward;
 - what is returned twice, or for an input too, and what the program still has when the backward has returned.
 
-What nobody sees: a kernel that is launched past the dispatcher (Triton, a C++ extension) and writes to a factor. Hence
-the policy is off by default.
+What nobody sees is what comes to a tensor's memory past the dispatcher: a kernel that is launched there (Triton, a C++
+extension, code compiled by inductor) and writes to a factor; ``x.data = ...``, ``x.numpy()``, ``swap_tensors``, another
+thread. Hence the policy is off by default.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ import torch
 
 from zbpipe._torch import autograd, compiler, dispatch
 
+_computing = threading.RLock()
 _here = threading.local()
 """``computes``: a product is being computed in this thread, and is not to become lazy again."""
 
@@ -43,14 +45,15 @@ _here = threading.local()
 class Promise:
     """What an operator will give for ``args``: a product, or, where there is a ``source``, what is made of that.
 
-    ``casts``: of those that have no part in this one's memory, which must be made before that is written to.
+    ``steps``: what is made of this one. They are computed with it: who has its value may write to it, or lay it out
+    anew.
     """
 
-    __slots__ = ("__weakref__", "_value", "args", "casts", "kwargs", "operator", "source")
+    __slots__ = ("__weakref__", "_value", "args", "kwargs", "operator", "source", "steps")
 
     def __init__(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any], source: Promise | None = None):
         self.operator, self.args, self.kwargs, self.source = operator, args, kwargs, source
-        self.casts: list[weakref.ref[Promise]] = []
+        self.steps: list[weakref.ref[Promise]] = []
         self._value: torch.Tensor | None = None
 
     def chain(self) -> list[Promise]:
@@ -65,20 +68,23 @@ class Promise:
         return any(promise._value is not None for promise in self.chain())
 
     def value(self) -> torch.Tensor:
-        for promise in self.chain():
-            promise._compute()
+        with _computing:
+            for promise in self.chain():
+                promise._compute()
         assert self._value is not None
         return self._value
 
     def _compute(self) -> None:
-        """Where the source has been computed."""
-        if self._value is None:
-            first = () if self.source is None else (self.source._value,)
-            self._value = _computed(self.operator, (*first, *self.args), self.kwargs)
-            casts, self.casts = self.casts, []
-            for cast in casts:
-                if (promise := cast()) is not None:
-                    promise.value()
+        """Where the source has been computed: this one, and what was made of it, however long that chain is."""
+        pending = [self]
+        while pending:
+            promise = pending.pop()
+            if promise._value is None:
+                first = () if promise.source is None else (promise.source._value,)
+                promise._value = _computed(promise.operator, (*first, *promise.args), promise.kwargs)
+                promise.args = ()
+                pending += [step for ref in promise.steps if (step := ref()) is not None]
+                promise.steps = []
 
     def call(self) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
         """A function, and what it is to be called with, that compute it and refer to no tensor beside."""
@@ -104,7 +110,7 @@ def _computed(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tor
     """Autocast has been where the operator was seen."""
     before, _here.computes = getattr(_here, "computes", False), True
     try:
-        with torch.no_grad(), autograd.without_autocast():
+        with torch.inference_mode(False), torch.no_grad(), autograd.without_autocast():
             result: torch.Tensor = operator(*args, **kwargs)
     finally:
         _here.computes = before
@@ -125,6 +131,7 @@ class LazyProduct(torch.Tensor):
         return lazy
 
     @classmethod
+    @dispatch.disable_dynamo
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         first = args[0] if args else None
         only_looks = func in _LOOKS and type(first) is LazyProduct and not first.promise.is_computed
@@ -135,6 +142,7 @@ class LazyProduct(torch.Tensor):
         return func(*args, **kwargs)
 
     @classmethod
+    @dispatch.disable_dynamo
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
@@ -152,8 +160,7 @@ class LazyProduct(torch.Tensor):
         here = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
         there = operator(here, *args, **kwargs)
         promise = Promise(operator, args, kwargs, self.promise)
-        if operator is dispatch.CAST:
-            self.promise.casts.append(weakref.ref(promise))
+        self.promise.steps.append(weakref.ref(promise))
         return LazyProduct.of(promise, there.shape, there.stride(), there.dtype, self.device)
 
 
@@ -209,6 +216,9 @@ def _kind_of(operator: Any) -> _Kind:
     return _Kind.WRITES if dispatch.is_mutable(operator) else _Kind.READS
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
 class _Seen(dispatch.PushedMode):  # type: ignore[no-untyped-call]
     """What a backward runs, on the thread on which it was begun. ``sizes``: see :func:`begin`."""
 
@@ -223,6 +233,7 @@ class _Seen(dispatch.PushedMode):  # type: ignore[no-untyped-call]
         self._pending: list[weakref.ref[Promise]] = []
         self._written: set[int | None] = set()
 
+    @dispatch.disable_dynamo
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind = _kind_of(func)
         kwargs = kwargs or {}
@@ -248,7 +259,8 @@ class _Seen(dispatch.PushedMode):  # type: ignore[no-untyped-call]
 
     def _is_its_own(self) -> bool:
         """Whether it is the backward that multiplies, and the result has no history."""
-        return not (torch.is_grad_enabled() or autograd.is_within_forward() or autograd.run_id() != self._run)
+        has_history = torch.is_grad_enabled() or autograd.is_within_forward() or autograd.is_in_forward_mode()
+        return not has_history and autograd.run_id() == self._run
 
     def _of_a_subclass(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """A subclass may multiply plain tensors in the end: such a product may be lazy, if it comes out as it is."""
@@ -268,7 +280,7 @@ class _Seen(dispatch.PushedMode):  # type: ignore[no-untyped-call]
     def _are_left_alone(self, args: Any) -> bool:
         """Whether the factors are plain, and nobody but torch's operators is known to write to their memory."""
         factors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-        is_plain = all(factor.layout is torch.strided for factor in factors)
+        is_plain = all(factor.layout is torch.strided and type(factor) in _PLAIN for factor in factors)
         if not is_plain or None in self._written:
             return False
         return not self._written or self._written.isdisjoint(_storages(factors))
@@ -301,8 +313,9 @@ def _storages(tensors: Any) -> Iterator[int | None]:
     """Of a wrapper, of what it wraps; None for what does not say what it wraps."""
     for tensor in tensors:
         if type(tensor) is LazyProduct:
-            continue
-        if dispatch.is_traceable_wrapper_subclass(tensor):
+            if (value := tensor.promise._value) is not None:
+                yield from _storages([value])
+        elif dispatch.is_traceable_wrapper_subclass(tensor):
             names, _ = tensor.__tensor_flatten__()
             yield from _storages(getattr(tensor, name) for name in names)
         elif type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 
 
@@ -93,6 +94,11 @@ def run_id() -> int:
 def is_within_forward() -> bool:
     """Whether the forward of a Function runs in this thread: torch switches forward mode off for it, and it alone."""
     return not torch._C._is_fwd_grad_enabled()
+
+
+def is_in_forward_mode() -> bool:
+    """Whether operators may be given tangents: a ``forward_ad.dual_level`` is entered."""
+    return forward_ad._current_level >= 0
 
 
 def running_node() -> Node | None:

@@ -62,14 +62,21 @@ COLLECTIVES = "c10d"
 """The namespace of operators that do not say which of their arguments they write to."""
 
 
-def _of_two(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Product | None:
-    if a.dim() != b.dim() or a.shape[-1] != b.shape[-2] or a.device != b.device:
+def _of_two(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, dim: int = 2) -> Product | None:
+    if a.is_nested or b.is_nested or not a.dim() == b.dim() == dim or a.device != b.device:
         return None  # the operator says what is wrong
-    return (*a.shape[:-1], b.shape[-1]), dtype
+    fits = a.shape[-1] == b.shape[-2] and a.shape[:-2] == b.shape[:-2]
+    return ((*a.shape[:-1], b.shape[-1]), dtype) if fits else None
 
 
-def _product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype | None = None) -> Product | None:
-    return _of_two(a, b, dtype or a.dtype) if a.dtype == b.dtype else None
+def _mm(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype | None = None, dim: int = 2) -> Product | None:
+    if dtype is not None and a.is_cpu:
+        return None  # which has no such kernel
+    return _of_two(a, b, dtype or a.dtype, dim) if a.dtype == b.dtype else None
+
+
+def _bmm(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype | None = None) -> Product | None:
+    return _mm(a, b, dtype, dim=3)
 
 
 def _scaled_product(
@@ -82,8 +89,8 @@ def _scaled_product(
 Product = tuple[tuple[int, ...], torch.dtype]
 PRODUCTS: dict[Any, Callable[..., Product | None]] = {
     **{
-        getattr(packet, name): _product
-        for packet in (_aten.mm, _aten.bmm)
+        getattr(packet, name): product
+        for packet, product in ((_aten.mm, _mm), (_aten.bmm, _bmm))
         for name in ("default", "dtype")
         if hasattr(packet, name)
     },

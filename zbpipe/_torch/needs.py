@@ -309,6 +309,7 @@ NEEDS = (
                         "torch._C", "_push_on_torch_dispatch_stack _pop_torch_dispatch_stack _is_fwd_grad_enabled"
                     ),
                     *_callables("torch._ops:OpOverload", "decompose"),
+                    *_attributes("torch.autograd.forward_ad", "_current_level"),
                 ),
             ),
         ),
