@@ -64,10 +64,11 @@ held_at_most: A number of bytes: what may wait for W in the process, each storag
     at once and kept, whichever holds less; it is kept as if there were no budget where neither does. Once something
     has not fitted, that call of I unpacks nothing more for W, so that one region at most is both kept and computed
     again. "auto" is "keep" here: as many regions are kept as fit. Room is kept free for what the rest of the call
-    must hold at least, and for the most that has waited at once under this budget: a step that is like one before it
-    stays within a budget that it can stay within. A call of I that ends above it warns. What the forward keeps,
-    checkpoints' inputs and random states among it, is not counted. 0 holds as little as can be held. None: no budget,
-    and nothing is counted.
+    must hold at least, and for the most that has waited at once in a budget (forgotten when nothing has waited some
+    hundred times): a step that is like one before it stays within a budget that it can stay within. A call of I that
+    ends above it warns. What the forward keeps, checkpoints' inputs and random states among it, is not counted. 0 holds
+    of each node as little as can be held; of a weight that several nodes use that is one gradient per use, where
+    ``defer="nothing"`` holds one. None: no budget, and nothing is counted.
 
 split_functions: True looks at what the backward of a Python Function computes in I. A matrix product (``mm``, ``bmm``,
     ``_scaled_mm``) that it only transposes, views, casts and returns as a weight's gradient is not computed, but handed
