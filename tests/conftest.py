@@ -20,6 +20,7 @@ HERE = Path(__file__).parent
 SYSTEM = (
     "cli/test_bench.py",
     "cli/test_doctor.py",
+    "clients",
     "docs/test_upstream.py",
     "examples",
     "install",
@@ -36,7 +37,11 @@ SYSTEM = (
     "passes/test_exit.py",
     "schedules/test_demo.py",
     "schedules/test_faults.py",
+    "schedules/test_finetuning.py",
+    "schedules/test_models.py",
+    "schedules/test_soak.py",
     "security/test_reports.py",
+    "stacks/test_compile.py",
     "test_processes.py",
     "test_repeat.py",
 )
