@@ -30,6 +30,7 @@ must be called on the schedule's thread: nothing is filled there.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 import weakref
@@ -48,7 +49,7 @@ from zbpipe._stage.works import wait_for
 from zbpipe._torch import pipelining
 
 _Function = Callable[..., Any]
-Span = tuple[float, float]
+_Span = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -177,11 +178,12 @@ class Step:
             self.numbers[stage, microbatch] = numbers
         return numbers
 
-    def run(self, unit: Unit, parameters: Parameters) -> Span | None:
-        """From when to when the group ran; None where it raised."""
+    def run(self, unit: Unit, parameters: Sequence[torch.Tensor]) -> _Span | None:
+        """From when to when the group ran; None where it raised. A group of other weights is refused, as by the W that
+        the schedule asks for."""
         begin = time.perf_counter()
         try:
-            passes.stage_backward_weight(parameters.of(unit.stage), [unit.group])
+            passes.stage_backward_weight(parameters, [unit.group])
         except Exception as error:
             self.errors[unit.stage.stage_index, unit.microbatch] = error.with_traceback(None)  # whose frames keep this
             return None
@@ -199,19 +201,6 @@ class Step:
             order.remove((microbatch, is_weight_pass))
         except ValueError:  # somebody's own action: the order is not known any more
             del self.adding[stage]
-
-
-class Parameters:
-    """Of stages, as they are when a wait begins: the W that the schedule asks for is given them, and refuses groups of
-    others."""
-
-    def __init__(self) -> None:
-        self._of: dict[int, list[torch.Tensor]] = {}
-
-    def of(self, stage: Any) -> list[torch.Tensor]:
-        if stage.stage_index not in self._of:
-            self._of[stage.stage_index] = _parameters_of(stage)
-        return self._of[stage.stage_index]
 
 
 class Arrival:
@@ -273,12 +262,13 @@ def wait_batch_p2p(original: _Function, work: list[Any]) -> Any:
         result = original(work)
         _note(step, time.perf_counter() - begin)
         return result
-    arrival, parameters = Arrival(work), Parameters()
-    spans: list[Span] = []
+    arrival = Arrival(work)
+    parameters_of = functools.cache(_parameters_of)  # as they are in this wait
+    spans: list[_Span] = []
     threads.watch_receive(arrival, {group for of in work if isinstance(of, Receive) for group in of.groups})
     with _marked(message):
         while unit is not None and not arrival.done.is_set():
-            if span := step.run(unit, parameters):
+            if span := step.run(unit, parameters_of(unit.stage)):
                 spans.append(span)
             unit = step.unit_within(begin + expected - time.perf_counter())
     arrival.done.wait()

@@ -137,6 +137,15 @@ def expect(schedule, seconds, groups=3, each=1e-6):
     learned.groups = {(1, number): each for number in range(groups)}
 
 
+def before_a_long_wait():
+    """A stage whose three groups wait for W, and its schedule, which has learned that they fit into its first wait."""
+    stage = Stage(layers())
+    schedule = Schedule(stage, ["I0", "W0"])
+    expect(schedule, [10.0])
+    stage.input_pass(0)
+    return stage, schedule
+
+
 def wait(message):
     return lambda: waits.wait_batch_p2p(lambda works: [work.wait() for work in works], [message])
 
@@ -146,10 +155,7 @@ def left(stage, microbatch=0):
 
 
 def test_all_groups_run_in_a_long_wait_and_w_finds_none(filling):
-    stage = Stage(layers())
-    schedule = Schedule(stage, ["I0", "W0"])
-    expect(schedule, [10.0])
-    stage.input_pass(0)
+    stage, schedule = before_a_long_wait()
     seen = []
     message = Message(lambda: left(stage) == 0)
     schedule.step(wait(message), lambda: seen.append(left(stage)), lambda: stage.weight_pass(0))
@@ -269,10 +275,7 @@ def test_stage_0_is_left_alone(filling):
 
 
 def test_an_error_comes_out_at_the_w_that_the_schedule_asks_for(filling):
-    stage = Stage(layers())
-    schedule = Schedule(stage, ["I0", "W0"])
-    expect(schedule, [10.0])
-    stage.input_pass(0)
+    stage, schedule = before_a_long_wait()
     with torch.no_grad():
         groups = stage.backward_state[0][1]
         groups[1]["grads"][0][0].add_(1.0)  # what W reads is changed
@@ -289,10 +292,7 @@ def test_an_error_comes_out_at_the_w_that_the_schedule_asks_for(filling):
 
 
 def test_an_error_whose_w_does_not_come_keeps_nothing(filling):
-    stage = Stage(layers())
-    schedule = Schedule(stage, ["I0", "W0"])
-    expect(schedule, [10.0])
-    stage.input_pass(0)
+    stage, schedule = before_a_long_wait()
     with torch.no_grad():
         stage.backward_state[0][1][0]["grads"][0][0].add_(1.0)
     errors = []
@@ -306,10 +306,7 @@ def test_an_error_whose_w_does_not_come_keeps_nothing(filling):
 
 
 def test_a_weight_that_was_replaced_since_i_is_refused_by_the_w_that_the_schedule_asks_for(filling):
-    stage = Stage(layers())
-    schedule = Schedule(stage, ["I0", "W0"])
-    expect(schedule, [10.0])
-    stage.input_pass(0)
+    stage, schedule = before_a_long_wait()
     old = stage.submod[1].weight
     stage.submod[1].weight = nn.Parameter(old.detach().clone())
     step = []
@@ -330,10 +327,7 @@ def test_stages_of_the_rank_that_share_a_parameter_are_left_alone(filling):
 
 
 def test_no_more_is_filled_than_was_waited(filling, monkeypatch):
-    stage = Stage(layers())
-    schedule = Schedule(stage, ["I0", "W0"])
-    expect(schedule, [10.0])
-    stage.input_pass(0)
+    stage, schedule = before_a_long_wait()
     begun = threading.Event()
     original = waits.passes.stage_backward_weight
     arrivals = []
@@ -397,10 +391,7 @@ def test_where_no_thread_can_be_had_the_next_send_gets_one(monkeypatch):
 
 
 def test_an_error_of_the_message_comes_out_at_its_wait(filling):
-    stage = Stage(layers())
-    schedule = Schedule(stage, ["I0", "W0"])
-    expect(schedule, [10.0])
-    stage.input_pass(0)
+    stage, schedule = before_a_long_wait()
     with pytest.raises(OSError, match="the peer is gone"):
         schedule.step(wait(Message(lambda: left(stage) < 3, OSError("the peer is gone"))))
     assert left(stage) < 3
@@ -409,10 +400,7 @@ def test_an_error_of_the_message_comes_out_at_its_wait(filling):
 
 
 def test_an_interrupted_wait_does_not_keep_the_next_steps_from_hearing(filling):
-    stage = Stage(layers())
-    schedule = Schedule(stage, ["I0", "W0"])
-    expect(schedule, [10.0])
-    stage.input_pass(0)
+    stage, schedule = before_a_long_wait()
     never = threading.Event()
     original = waits.passes.stage_backward_weight
 

@@ -59,10 +59,8 @@ Places places_of(const variable_list& tensors) {
   return places;
 }
 
-Places places_of(const Task& task) {
-  Places places;
+void add_places(Places& places, const Task& task) {
   for_each_watched(task, [&](const Watched& one) { add_place(places, one.tensor()); });
-  return places;
 }
 
 void count(CountedStorages& counted, Places&& places) {
@@ -218,7 +216,8 @@ uint8_t hold_within_budget(Group& group, Task& task, const Wanted& wanted) {
 
 void count_held(Group& group, Task& task) {
   if (group.budget) {
-    Places places = places_of(task);
+    Places places;
+    add_places(places, task);
     const std::lock_guard<std::mutex> lock(books().mutex);
     settle(group, task, task.due);
     count(group.counted, std::move(places));
@@ -233,7 +232,7 @@ void begin_to_wait(Group& group) {
   if (group.budget) {
     Places places;
     for (const Task& task : group.tasks) {
-      for_each_watched(task, [&](const Watched& one) { add_place(places, one.tensor()); });
+      add_places(places, task);
     }
     CountedStorages now;
     const std::lock_guard<std::mutex> lock(books().mutex);

@@ -207,7 +207,7 @@ bool is_full(const Group& group) {
 }
 
 /// What its budget leaves the task, of what it has asked for.
-uint8_t hold(Group& group, Task& task, Wanted wanted) {
+uint8_t hold(Group& group, Task& task, Wanted& wanted) {
   if (!group.budget) {
     return wanted.asked;
   }
