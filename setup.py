@@ -27,7 +27,7 @@ DEBUG = bool(SANITIZE) or os.environ.get("ZBPIPE_DEBUG") == "1"
 KIND = SANITIZE.replace(",", "-") or ("debug" if DEBUG else "release")
 
 # The shim's files are compiled some at a time: each alone would read libtorch's headers for most of its time.
-UNITS = int(os.environ.get("ZBPIPE_UNITS", "0" if DEBUG else "12" if "--inplace" in sys.argv else "4"))
+UNITS = int(os.environ.get("ZBPIPE_UNITS", "0" if DEBUG else "12" if "--inplace" in sys.argv else "2"))
 # gcc warns of types in an included file that have parts from an unnamed namespace: elsewhere they might be others.
 ONE_FILE = '#ifndef __clang__\n#pragma GCC diagnostic ignored "-Wsubobject-linkage"\n#endif\n'
 
