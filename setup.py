@@ -32,7 +32,7 @@ UNITS = int(os.environ.get("ZBPIPE_UNITS", "0" if DEBUG else "12" if "--inplace"
 ONE_FILE = '#ifndef __clang__\n#pragma GCC diagnostic ignored "-Wsubobject-linkage"\n#endif\n'
 
 C_FLAGS = ["-std=c11", "-Wall", "-Wextra", "-Wconversion", "-Wshadow"]
-# The core's asserts. Not libtorch's, in its headers: one refuses to ask a tensor whether it is dying (heap.cpp, lock).
+# The core's asserts. Not libtorch's, in its headers: one refuses to ask a tensor whether it is dying (things.cpp, lock).
 C_FLAGS += ["-UNDEBUG"] if DEBUG else []
 CXX_FLAGS = ["-Wall", "-Wextra"]
 # Every compiler that can build this torch has them; a C library that knows no third level takes it for the second. The
@@ -172,7 +172,7 @@ def extension():
         def build_extension(self, ext):
             compiler = new_compiler()
             customize_compiler(compiler)
-            c_files = sources("core/*/*.c") + sources("pass/*.c") + sources("bindings/*.c")
+            c_files = sources("core/*/*.c") + sources("pass/*.c") + sources("holders/*.c") + sources("bindings/*.c")
             c_objects = compiler.object_filenames(c_files, output_dir=self.build_temp)
             compiler.compile(
                 [file for file, made in zip(c_files, c_objects) if is_older(made, [file, "setup.py", *headers])],

@@ -1,5 +1,5 @@
-/* leaks.c - what zbpipe.leaks needs of the process: the storages of a moment, who holds a storage, the
- * variables of a running frame. The search is the shim's (zbp_holders.h).
+/* leaks.c - what zbpipe.leaks needs of the process besides its searches: blocks of CPU memory, where they come
+ * from, the variables of a running frame.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -17,171 +17,7 @@
 #endif
 
 #include "bindings/parts.h"
-#include "shim/holders/zbp_holders.h"
 #include "shim/memory/zbp_tap.h"
-
-static zbp_group_access access_of(PyObject *module)
-{
-    return (zbp_group_access){zbp_group_type(module), zbp_group_in};
-}
-
-static int check_roots(PyObject *roots)
-{
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(roots); ++i) {
-        PyObject *root = PyList_GET_ITEM(roots, i);
-        if (!PyTuple_Check(root) || PyTuple_GET_SIZE(root) != 2 ||
-            (PyTuple_GET_ITEM(root, 1) != Py_None && !PyList_Check(PyTuple_GET_ITEM(root, 1)))) {
-            PyErr_Format(PyExc_TypeError,
-                         "roots[%zd] is %R; expected an object with a list or None", i, root);
-            return -1;
-        }
-    }
-    return 0;
-}
-
-/* Storages of a moment ----------------------------------------------------------------------------- */
-
-static const char *const capsule_name = "zbpipe.storages";
-
-static void free_capsule(PyObject *capsule)
-{
-    zbp_storages_free((zbp_storages *)PyCapsule_GetPointer(capsule, capsule_name));
-}
-
-PyDoc_STRVAR(storages_now_doc,
-             "storages_now(roots, /)\n--\n\n"
-             "The storages of all living tensors, as something for search_holders(). roots: as\n"
-             "there, or empty unless something is frozen.");
-
-static PyObject *storages_now(PyObject *module, PyObject *args)
-{
-    PyObject *roots;
-    zbp_storages *storages = NULL;
-    PyObject *capsule;
-    zbp_error error = {0};
-
-    if (!PyArg_ParseTuple(args, "O!:storages_now", &PyList_Type, &roots) ||
-        check_roots(roots) < 0) {
-        return NULL;
-    }
-    if (zbp_storages_new(access_of(module), roots, &storages, &error) != ZBP_OK) {
-        return zbp_error_raise(&error);
-    }
-    capsule = PyCapsule_New(storages, capsule_name, free_capsule);
-    if (capsule == NULL) {
-        zbp_storages_free(storages);
-    }
-    return capsule;
-}
-
-PyDoc_STRVAR(storages_since_doc,
-             "storages_since(roots, older, /)\n--\n\n"
-             "How many storages of living tensors there are now that were not in what\n"
-             "storages_now() returned.");
-
-static PyObject *storages_since(PyObject *module, PyObject *args)
-{
-    PyObject *roots, *capsule;
-    zbp_storages *older;
-    size_t count = 0;
-    zbp_error error = {0};
-
-    if (!PyArg_ParseTuple(args, "O!O:storages_since", &PyList_Type, &roots, &capsule) ||
-        check_roots(roots) < 0) {
-        return NULL;
-    }
-    older = (zbp_storages *)PyCapsule_GetPointer(capsule, capsule_name);
-    if (older == NULL) {
-        return NULL;
-    }
-    return zbp_storages_since(access_of(module), roots, older, &count, &error) == ZBP_OK
-               ? PyLong_FromSize_t(count)
-               : zbp_error_raise(&error);
-}
-
-PyDoc_STRVAR(storages_gone_doc, "storages_gone(storages, /)\n--\n\n"
-                                "The identities of those that have been freed since, as a set.");
-
-static PyObject *storages_gone(PyObject *Py_UNUSED(module), PyObject *capsule)
-{
-    zbp_storages *storages = (zbp_storages *)PyCapsule_GetPointer(capsule, capsule_name);
-    zbp_error error = {0};
-    return storages != NULL ? zbp_or_raise(zbp_storages_gone(storages, &error), &error) : NULL;
-}
-
-PyDoc_STRVAR(storages_of_doc, "storages_of(tensors, /)\n--\n\n"
-                              "The identities of the tensors' storages, as a set of ints.");
-
-static PyObject *storages_of(PyObject *Py_UNUSED(module), PyObject *tensors)
-{
-    zbp_error error = {0};
-    return zbp_or_raise(zbp_storages_of(tensors, &error), &error);
-}
-
-PyDoc_STRVAR(addresses_of_doc, "addresses_of(tensors, /)\n--\n\n"
-                               "The addresses of the tensors' memory, as a set of ints.");
-
-static PyObject *addresses_of(PyObject *Py_UNUSED(module), PyObject *tensors)
-{
-    zbp_error error = {0};
-    return zbp_or_raise(zbp_addresses_of(tensors, &error), &error);
-}
-
-/* The search --------------------------------------------------------------------------------------- */
-
-PyDoc_STRVAR(search_holders_doc, "search_holders(roots, ignored, target, allowed, since, until, "
-                                 "older, work, array, wraps, /)\n--\n\n"
-                                 "Who holds the storages that were born between these serials, or "
-                                 "the target's. See zbp_holders.h.");
-
-static PyObject *search_holders(PyObject *module, PyObject *args)
-{
-    zbp_search search = {.groups = access_of(module), .call = args};
-    PyObject *older, *work, *array;
-    unsigned long long since, until;
-    zbp_error error = {0};
-
-    if (!PyArg_ParseTuple(args, "O!O!OO!KKOOOp:search_holders", &PyList_Type, &search.roots,
-                          &PyList_Type, &search.ignored, &search.target, &PySet_Type,
-                          &search.allowed, &since, &until, &older, &work, &array, &search.wraps) ||
-        check_roots(search.roots) < 0) {
-        return NULL;
-    }
-    search.work = PyType_Check(work) ? (PyTypeObject *)work : NULL;
-    search.array = PyType_Check(array) ? (PyTypeObject *)array : NULL;
-    search.since = since;
-    search.until = until;
-    search.target = search.target == Py_None ? NULL : search.target;
-    if (older != Py_None) {
-        search.older = (const zbp_storages *)PyCapsule_GetPointer(older, capsule_name);
-        if (search.older == NULL) {
-            return NULL;
-        }
-    }
-    return zbp_or_raise(zbp_search_holders(&search, &error), &error);
-}
-
-PyDoc_STRVAR(freed_with_doc,
-             "freed_with(groups, /)\n--\n\n"
-             "What would be freed if nobody held these ParamGroups. See zbp_holders.h.");
-
-static PyObject *freed_with(PyObject *module, PyObject *groups)
-{
-    const zbp_group_access access = access_of(module);
-    zbp_error error = {0};
-
-    if (!PyTuple_Check(groups)) {
-        return PyErr_Format(PyExc_TypeError, "freed_with() takes a tuple of groups, not a %s",
-                            Py_TYPE(groups)->tp_name);
-    }
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(groups); ++i) {
-        if (!Py_IS_TYPE(PyTuple_GET_ITEM(groups, i), access.type)) {
-            return PyErr_Format(PyExc_TypeError, "groups[%zd] is a %s; expected a ParamGroup", i,
-                                Py_TYPE(PyTuple_GET_ITEM(groups, i))->tp_name);
-        }
-    }
-    return zbp_or_raise(zbp_freed_with(access, groups, &error), &error);
-}
 
 PyDoc_STRVAR(next_serial_doc,
              "next_serial()\n--\n\n"
@@ -297,17 +133,6 @@ static PyObject *trace_of(PyObject *Py_UNUSED(module), PyObject *address)
     return zbp_or_raise(zbp_tap_trace_of(number, &error), &error);
 }
 
-PyDoc_STRVAR(storage_spans_doc,
-             "storage_spans(storages, /)\n--\n\n"
-             "List of (device, address, bytes, identity) of those that still live.");
-
-static PyObject *storage_spans(PyObject *Py_UNUSED(module), PyObject *capsule)
-{
-    zbp_storages *storages = (zbp_storages *)PyCapsule_GetPointer(capsule, capsule_name);
-    zbp_error error = {0};
-    return storages != NULL ? zbp_or_raise(zbp_storages_spans(storages, &error), &error) : NULL;
-}
-
 /* Frames ------------------------------------------------------------------------------------------- */
 
 static int add_variable(PyObject *list, PyObject *name, PyObject *value)
@@ -411,19 +236,11 @@ static PyObject *frame_variables(PyObject *Py_UNUSED(module), PyObject *frame)
 }
 
 static PyMethodDef leaks_methods[] = {
-    {"storages_now", storages_now, METH_VARARGS, storages_now_doc},
-    {"storages_since", storages_since, METH_VARARGS, storages_since_doc},
-    {"storages_gone", storages_gone, METH_O, storages_gone_doc},
-    {"storages_of", storages_of, METH_O, storages_of_doc},
-    {"addresses_of", addresses_of, METH_O, addresses_of_doc},
-    {"search_holders", search_holders, METH_VARARGS, search_holders_doc},
-    {"freed_with", freed_with, METH_O, freed_with_doc},
     {"next_serial", next_serial, METH_NOARGS, next_serial_doc},
     {"live_blocks", live_blocks, METH_O, live_blocks_doc},
     {"collection_begins", collection_begins, METH_NOARGS, collection_begins_doc},
     {"collection_ends", collection_ends, METH_NOARGS, collection_ends_doc},
     {"forget_collections", forget_collections, METH_NOARGS, forget_collections_doc},
-    {"storage_spans", storage_spans, METH_O, storage_spans_doc},
     {"trace_start", trace_start, METH_NOARGS, trace_start_doc},
     {"trace_stop", trace_stop, METH_NOARGS, trace_stop_doc},
     {"trace_of", trace_of, METH_O, trace_of_doc},

@@ -25,11 +25,13 @@ static inline int zbp_fail(zbp_error *error)
 }
 
 int zbp_add_explain(PyObject *module);
+int zbp_add_holders(PyObject *module);
 int zbp_add_leaks(PyObject *module);
 int zbp_add_memory(PyObject *module);
 int zbp_add_modules(PyObject *module);
 int zbp_add_passes(PyObject *module);
 int zbp_add_release(PyObject *module);
+int zbp_add_storages(PyObject *module);
 int zbp_add_stores(PyObject *module);
 int zbp_add_work(PyObject *module);
 

@@ -32,7 +32,7 @@ Root = tuple[Any, "list[Any] | None"]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A leak; ``rank`` as in zbp_holders.h; ``address`` of its memory."""
+    """A leak; ``rank`` as search_holders() gives it (csrc/bindings/holders.c); ``address`` of its memory."""
 
     leak: Leak
     rank: str
@@ -52,7 +52,7 @@ class Result:
 
 @dataclass
 class Scope:
-    """What a search is for: see zbp_search in csrc/shim/holders/zbp_holders.h.
+    """What a search is for: see search_holders() in csrc/bindings/holders.c.
 
     ``trimmed`` are identities of objects that may hold tensors: a chain begins behind the last of them. ``returned`` is
     held by nobody but the caller. ``keep`` is asked for each leak, with its tensors that Python knows, if it is one.

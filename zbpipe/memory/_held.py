@@ -13,7 +13,7 @@ Note [What counts as held]
 What W will read, whoever else holds it too: what tasks hold, and what the nodes between them and the weights have
 saved. But not the memory of a parameter, or of a buffer of the module that was given: it lives anyway. Beside that, all
 that would be freed with the groups, found by letting go of one reference after the other (``freed_with`` in
-``csrc/shim/holders/zbp_holders.h``): what a checkpointed region keeps to be computed again, say. So where nobody else
+``csrc/bindings/holders.c``): what a checkpointed region keeps to be computed again, say. So where nobody else
 holds anything, ``bytes`` and ``freed`` are equal, and what dropping the groups gives back, to the byte.
 """
 

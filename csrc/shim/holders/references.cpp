@@ -1,4 +1,4 @@
-#include "shim/holders/heap.h"
+#include "shim/holders/things.h"
 
 #include <cstring>
 #include <exception>
@@ -35,9 +35,9 @@
 
 // What a vertex of the heap holds.
 
-namespace zbp {
-
 namespace {
+
+using namespace zbp;
 
 /// libtorch_python hides the type information of its hooks: they are told by name.
 bool is_named(const std::type_info& type, const char* name) {
@@ -83,7 +83,7 @@ struct Traversal {
 int visit_referent(PyObject* object, void* argument) noexcept {
   auto* traversal = static_cast<Traversal*>(argument);
   try {
-    traversal->visit({Thing::python, object, nullptr, -1, true});
+    traversal->visit({ZBP_THING_PYTHON, object, nullptr, -1, true});
     return 0;
   } catch (...) {
     traversal->error = std::current_exception();
@@ -93,13 +93,13 @@ int visit_referent(PyObject* object, void* argument) noexcept {
 
 void visit_tensor(const at::Tensor& tensor, const char* label, int32_t index, Visit visit) {
   if (tensor.defined()) {
-    visit({Thing::tensor, tensor.unsafeGetTensorImpl(), label, index, false});
+    visit({ZBP_THING_TENSOR, tensor.unsafeGetTensorImpl(), label, index, false});
   }
 }
 
 void visit_node(const Node* node, const char* label, int32_t index, Visit visit) {
   if (node) {
-    visit({Thing::node, node, label, index, false});
+    visit({ZBP_THING_NODE, node, label, index, false});
   }
 }
 
@@ -109,7 +109,7 @@ bool visit_hooks(const Hooks& hooks, const char* label, Visit visit) {
   int32_t index = 0;
   for (const auto& hook : hooks) {
     if (PyObject* dict = hook ? dict_of(*hook) : nullptr) {
-      visit({Thing::python, dict, label, index, true});
+      visit({ZBP_THING_PYTHON, dict, label, index, true});
     } else if (hook && !is_ours(typeid(*hook))) {
       all = false;
     }
@@ -120,7 +120,7 @@ bool visit_hooks(const Hooks& hooks, const char* label, Visit visit) {
 
 }  // namespace
 
-void Heap::python_references(PyObject* object, Visit visit) {
+void zbp_things::python_references(PyObject* object, Visit visit) {
   if (PyObject_IS_GC(object) && Py_TYPE(object)->tp_traverse) {
     Traversal traversal{visit, nullptr};
     Py_TYPE(object)->tp_traverse(object, &visit_referent, &traversal);
@@ -133,7 +133,7 @@ void Heap::python_references(PyObject* object, Visit visit) {
     saved_reference(*py::cast<SavedVariable*>(py::handle(object)), "saved tensor", -1, visit);
   } else if (type == Type::array) {
     visit_array(object, array_,
-                [&](PyObject* held) { visit({Thing::python, held, nullptr, -1, true}); });
+                [&](PyObject* held) { visit({ZBP_THING_PYTHON, held, nullptr, -1, true}); });
   } else if (type == Type::capsule) {
     if (const at::Tensor* tensor = tensor_of_capsule(object)) {
       visit_tensor(*tensor, nullptr, -1, visit);
@@ -149,8 +149,8 @@ void Heap::python_references(PyObject* object, Visit visit) {
   }
 }
 
-void for_each_component(const c10::TensorImpl& tensor,
-                        c10::function_ref<void(const at::Tensor&, const char* label)> visit) {
+void zbp::for_each_component(const c10::TensorImpl& tensor,
+                             c10::function_ref<void(const at::Tensor&, const char* label)> visit) {
   const auto visit_defined = [&](const at::Tensor& component, const char* label) {
     if (component.defined()) {
       visit(component, label);
@@ -212,10 +212,10 @@ bool visit_grad(torch::autograd::AutogradMeta& meta, Visit visit) {
 
 }  // namespace
 
-void Heap::tensor_references(const c10::TensorImpl& tensor, Visit visit) {
+void zbp_things::tensor_references(const c10::TensorImpl& tensor, Visit visit) {
   if (tensor.has_storage()) {
     if (c10::StorageImpl* storage = tensor.unsafe_storage().unsafeGetStorageImpl()) {
-      visit({Thing::storage, storage, "storage", -1, false});
+      visit({ZBP_THING_STORAGE, storage, "storage", -1, false});
     }
   }
   bool has_components = false;
@@ -243,7 +243,7 @@ void Heap::tensor_references(const c10::TensorImpl& tensor, Visit visit) {
   }
   if (const auto& hook = meta->post_acc_grad_hooks_) {
     if (PyObject* dict = dict_of(*hook)) {
-      visit({Thing::python, dict, "post-accumulate hooks", -1, true});
+      visit({ZBP_THING_PYTHON, dict, "post-accumulate hooks", -1, true});
     } else {
       note_unseen("tensors with C++ hooks");
     }
@@ -262,8 +262,8 @@ void Heap::tensor_references(const c10::TensorImpl& tensor, Visit visit) {
   }
 }
 
-void Heap::saved_reference(const SavedVariable& saved, const char* name, int32_t index,
-                           Visit visit) {
+void zbp_things::saved_reference(const SavedVariable& saved, const char* name, int32_t index,
+                                 Visit visit) {
   visit_node(history_of(saved), name, index, visit);
   visit_node(accumulator_of(saved), name, index, visit);
   if (!saved.has_hooks()) {
@@ -279,14 +279,14 @@ void Heap::saved_reference(const SavedVariable& saved, const char* name, int32_t
     return;
   }
   c10::impl::PyInterpreter* const interpreter = getPyInterpreter();
-  visit({Thing::python, packed->second.ptr(interpreter), name, index, true});
-  visit({Thing::python, packed->first.ptr(interpreter), name, index, true});
+  visit({ZBP_THING_PYTHON, packed->second.ptr(interpreter), name, index, true});
+  visit({ZBP_THING_PYTHON, packed->first.ptr(interpreter), name, index, true});
   if (PyObject* hook = pack_hook_of(saved)) {
-    visit({Thing::python, hook, name, index, true});
+    visit({ZBP_THING_PYTHON, hook, name, index, true});
   }
 }
 
-void Heap::node_references(Node& node, Visit visit) {
+void zbp_things::node_references(Node& node, Visit visit) {
   {
     const std::lock_guard<std::mutex> lock(edges_mutex());
     int32_t index = 0;
@@ -304,7 +304,7 @@ void Heap::node_references(Node& node, Visit visit) {
       anomaly && is_named(typeid(*anomaly), "N5torch8autograd17PyAnomalyMetadataE")) {
     auto* python = static_cast<torch::autograd::PyAnomalyMetadata*>(
         const_cast<torch::autograd::AnomalyMetadata*>(anomaly));
-    visit({Thing::python, python->dict(), "metadata", -1, true});
+    visit({ZBP_THING_PYTHON, python->dict(), "metadata", -1, true});
   }
   // Held by a thread that runs the node.
   const std::unique_lock<std::mutex> lock(NodeParts::mutex_of(node), std::try_to_lock);
@@ -340,7 +340,7 @@ void Heap::node_references(Node& node, Visit visit) {
   }
 }
 
-void Heap::group_references(PyObject* object, Visit visit) {
+void zbp_things::group_references(PyObject* object, Visit visit) {
   const zbp_group* handle = groups_.get(object);
   if (zbp_book_is_claimed(&handle->group->book)) {
     note_unseen("parameter groups whose weight pass was running");
@@ -372,10 +372,10 @@ void Heap::group_references(PyObject* object, Visit visit) {
           visit_tensor(parameter.tensor(), "saved for the work of task", index, visit);
         }
         c10::impl::PyInterpreter* const interpreter = getPyInterpreter();
-        visit({Thing::python, work.call->function.ptr(interpreter), "work of weight task", index,
+        visit({ZBP_THING_PYTHON, work.call->function.ptr(interpreter), "work of weight task", index,
                true});
-        visit({Thing::python, work.call->arguments.ptr(interpreter), "saved for the work of task",
-               index, true});
+        visit({ZBP_THING_PYTHON, work.call->arguments.ptr(interpreter),
+               "saved for the work of task", index, true});
       }
       for (const Watched& grad : work.grads) {
         visit_tensor(grad.tensor(), "gradient from the work of task", index, visit);
@@ -383,9 +383,9 @@ void Heap::group_references(PyObject* object, Visit visit) {
     }
     if (task.packed) {
       c10::impl::PyInterpreter* const interpreter = getPyInterpreter();
-      visit({Thing::python, task.packed->data.ptr(interpreter), "packed matrix of weight task",
+      visit({ZBP_THING_PYTHON, task.packed->data.ptr(interpreter), "packed matrix of weight task",
              index, true});
-      visit({Thing::python, task.packed->unpack_hook.ptr(interpreter),
+      visit({ZBP_THING_PYTHON, task.packed->unpack_hook.ptr(interpreter),
              "packed matrix of weight task", index, true});
     }
     ++index;
@@ -398,5 +398,3 @@ void Heap::group_references(PyObject* object, Visit visit) {
     ++index;
   }
 }
-
-}  // namespace zbp

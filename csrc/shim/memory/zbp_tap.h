@@ -39,6 +39,7 @@
 #include <Python.h>
 
 #include "core/memory/zbp_record.h"
+#include "shim/memory/zbp_tapped.h"
 #include "shim/torch/zbp_error.h"
 
 #ifdef __cplusplus
@@ -85,13 +86,6 @@ PyObject *zbp_tap_trace_of(uint64_t address, zbp_error *error);
 void zbp_tap_collection_begins(void);
 ZBP_MUST_USE int zbp_tap_collection_ends(zbp_block **blocks_out, size_t *count_out);
 void zbp_tap_forget_collections(void);
-
-/* The number of the next block: those that are handed out from now on have it or a larger one. */
-uint64_t zbp_tap_serial(void);
-
-/* The blocks in use with serials from `since` on: an array that is the caller's to free() (NULL for
- * none), in that order, and their count. Error: ZBP_ENOMEM. Any thread. O(n log n) for n blocks in use. */
-ZBP_MUST_USE int zbp_tap_blocks(uint64_t since, zbp_block **blocks_out, size_t *count_out);
 
 /* While held, no record is fed: for reading one. Nothing that could free a tensor may run meanwhile,
  * Python's collector included: no Python call. */

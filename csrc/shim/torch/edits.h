@@ -4,7 +4,7 @@
 // EdgeEdits keeps them alive (in practice: through the roots of the graph that is edited).
 // An EdgeEdits that goes out of scope puts every edge back, the last one first.
 //
-// Threads: a search for holders (zbp_holders.h) may read the edges of any node meanwhile: whoever edits those of a
+// Threads: a search for holders (csrc/holders) may read the edges of any node meanwhile: whoever edits those of a
 // node that others can reach does so under edges_mutex(). Nothing is freed under it, and the GIL is not asked for.
 #pragma once
 

@@ -40,7 +40,7 @@ from zbpipe.leaks._words.of_python import (
 from zbpipe.leaks._words.of_torch import hook, is_work, node, tensor
 
 Step = tuple[str, Any, str, "str | None"]
-"""As zbp_search_holders (csrc/shim/holders/zbp_holders.h) gives them: kind, object or None, name, edge."""
+"""As search_holders() (csrc/bindings/holders.c) gives them: kind, object or None, name, edge."""
 
 _Ordered = collections.OrderedDict
 _Capsule = type(datetime.datetime_CAPI)
