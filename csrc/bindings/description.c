@@ -69,9 +69,12 @@ static PyObject *edge_between(description *self, uint32_t from, uint32_t to)
     const zbp_vertex *holder = vertex_of(self, from);
     edge found = {.explore = explore, .to = to};
     zbp_error error = {0};
-    const int status =
-        zbp_things_visit(explore->things, holder->thing, holder->key, look_at_edge, &found, &error);
+    int status = ZBP_OK;
 
+    if (holder->thing != ZBP_THING_PYTHON) {
+        status = zbp_things_visit(explore->things, holder->thing, holder->key, look_at_edge, &found,
+                                  &error);
+    }
     if (status != ZBP_OK) {
         Py_XDECREF(found.text);
         return zbp_raise_status(status, &error);

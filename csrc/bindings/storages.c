@@ -168,7 +168,7 @@ static PyObject *count_others(PyObject *module, PyObject *roots, const zbp_stora
     zbp_born tapped;
     size_t count = 0;
 
-    if (zbp_born_take(&tapped, UINT64_MAX, UINT64_MAX) != ZBP_OK) {
+    if (zbp_born_take(&tapped, UINT64_MAX, UINT64_MAX, NULL) != ZBP_OK) {
         return PyErr_NoMemory();
     }
     const int status = take_storages(module, roots, &now);

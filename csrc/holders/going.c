@@ -23,7 +23,7 @@ void zbp_going_fini(zbp_going *going)
     zbp_explore_fini(&going->explore);
 }
 
-/* From the vertices that go to those that they hold and that go, too. */
+/* From the vertices to those that they hold: of what goes, for nothing else was looked at. */
 typedef struct edges {
     uint32_t *begin; /* [count + 1] */
     uint32_t *to;
@@ -34,15 +34,14 @@ typedef struct pairs {
     zbp_vertices storage, holder;
 } pairs;
 
-static void fill_edges(const zbp_heap *heap, const uint32_t *goes, edges *held)
+static void fill_edges(const zbp_heap *heap, edges *held)
 {
     zbpi_lists_clear(held->begin, heap->count);
     for (uint32_t e = 0; e < heap->edge_count; e++)
-        held->begin[heap->edge[e].from] += goes[heap->edge[e].to];
+        held->begin[heap->edge[e].from]++;
     zbpi_lists_end(held->begin, heap->count);
     for (uint32_t e = heap->edge_count; e-- > 0;)
-        if (goes[heap->edge[e].to])
-            held->to[--held->begin[heap->edge[e].from]] = heap->edge[e].to;
+        held->to[--held->begin[heap->edge[e].from]] = heap->edge[e].to;
 }
 
 /* Adds a pair for each storage that root number i leads to. seen: by vertex, the last number that has been there. */
@@ -69,30 +68,26 @@ static int add_pairs(const zbp_going *going, uint32_t i, const edges *held, uint
     return status;
 }
 
-static int find_pairs(const zbp_going *going, const zbp_vertices *gone, pairs *found)
+static int find_pairs(const zbp_going *going, pairs *found)
 {
     const zbp_explore *explore = &going->explore;
     const uint32_t count = explore->heap.count;
     zbp_vertices stack = {0};
     void *block;
-    uint32_t *rest, *seen, *goes;
+    uint32_t *rest, *seen;
     edges held;
     size_t size;
-    int status = zbpi_block_new(&explore->alloc, 3 * (uint64_t)count + 1 + explore->heap.edge_count,
+    int status = zbpi_block_new(&explore->alloc, 2 * (uint64_t)count + 1 + explore->heap.edge_count,
                                 0, &block, &size);
 
     if (status != ZBP_OK)
         return status;
     rest = block;
     seen = zbpi_block_take(&rest, count);
-    goes = zbpi_block_take(&rest, count);
     held.begin = zbpi_block_take(&rest, count + (size_t)1);
     held.to = zbpi_block_take(&rest, explore->heap.edge_count);
-    memset(goes, 0, count * sizeof *goes);
     memset(seen, 0xff, count * sizeof *seen); /* no number of a root */
-    for (uint32_t i = 0; i < gone->count; i++)
-        goes[gone->item[i]] = 1;
-    fill_edges(&explore->heap, goes, &held);
+    fill_edges(&explore->heap, &held);
     for (uint32_t i = 0; status == ZBP_OK && i < going->roots.count; i++)
         status = add_pairs(going, i, &held, seen, &stack, found);
     zbp_vertices_fini(&stack, &explore->alloc);
@@ -127,10 +122,11 @@ static int fill_holders(zbp_going *going, const pairs *found)
 /* Wrappers of tensors, and meta tensors, have storages without memory. */
 static bool has_memory(const zbp_vertex *vertex)
 {
-    zbp_memory memory;
+    zbp_memory memory = {0};
 
-    return vertex->thing == ZBP_THING_STORAGE && zbp_storage_look(vertex->key, &memory) &&
-           memory.address != 0;
+    if (vertex->thing == ZBP_THING_STORAGE)
+        (void)zbp_storage_look(vertex->key, &memory); /* it is owned, and so there */
+    return memory.address != 0;
 }
 
 int zbp_going_find(zbp_going *going, const void *const *objects, uint32_t count, zbp_error *error)
@@ -154,7 +150,7 @@ int zbp_going_find(zbp_going *going, const void *const *objects, uint32_t count,
         if (has_memory(&explore->heap.vertex[gone.item[i]]))
             status = zbp_vertices_add(&going->storages, gone.item[i], &explore->alloc);
     if (status == ZBP_OK)
-        status = find_pairs(going, &gone, &found);
+        status = find_pairs(going, &found);
     if (status == ZBP_OK)
         status = fill_holders(going, &found);
     zbp_vertices_fini(&found.storage, &explore->alloc);

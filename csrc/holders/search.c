@@ -64,10 +64,12 @@ static int find_storages(zbp_search *search, zbp_map *places)
 
     for (uint32_t v = 0; status == ZBP_OK && v < heap->count; v++) {
         const void *key = heap->vertex[v].key;
-        zbp_memory memory;
+        zbp_memory memory = {0};
 
-        if (heap->vertex[v].thing != ZBP_THING_STORAGE || !zbp_storage_look(key, &memory) ||
-            !is_sought(search, key, &memory) || zbp_map_find(&search->allowed, key, NULL))
+        if (heap->vertex[v].thing != ZBP_THING_STORAGE)
+            continue;
+        (void)zbp_storage_look(key, &memory); /* it is owned, and so there */
+        if (!is_sought(search, key, &memory) || zbp_map_find(&search->allowed, key, NULL))
             continue;
         if (search->sought_count == search->sought_capacity) {
             zbp_sought *grown = zbpi_grow(&search->explore.alloc, search->sought,
@@ -125,7 +127,7 @@ static int take_blocks(zbp_search *search)
     int status = ZBP_OK;
 
     if (search->target == NULL)
-        status = zbp_born_take(&search->born, search->since, search->until);
+        status = zbp_born_take(&search->born, search->since, search->until, &search->explore.alloc);
     if (status != ZBP_OK || search->born.count == 0)
         return status;
     search->is_found =

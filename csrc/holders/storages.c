@@ -52,15 +52,14 @@ static const void *at(uint64_t address)
     return (const void *)(uintptr_t)address;
 }
 
-int zbp_born_take(zbp_born *born, uint64_t since, uint64_t until)
+int zbp_born_take(zbp_born *born, uint64_t since, uint64_t until, const zbp_alloc *alloc)
 {
     size_t count = 0;
     int status;
 
     *born = (zbp_born){0};
+    zbp_map_init(&born->places, alloc);
     status = zbp_tap_blocks(0, &born->block, &count);
-    if (status == ZBP_OK && count >= ZBP_NO_BLOCK)
-        status = ZBP_EOVERFLOW;
     for (size_t i = 0; status == ZBP_OK && i < count; i++) {
         const zbp_block block = born->block[i];
         const bool is_born = block.serial >= since && block.serial < until;

@@ -40,8 +40,9 @@ typedef struct zbp_born {
     zbp_map places; /* by address: place in block, or ZBP_NO_BLOCK for another one */
 } zbp_born;
 
-/* *born is overwritten. Errors, born zeroed: ZBP_ENOMEM, ZBP_EOVERFLOW. */
-ZBP_MUST_USE int zbp_born_take(zbp_born *born, uint64_t since, uint64_t until);
+/* *born is overwritten. alloc is copied; NULL is libc. Errors, born zeroed: ZBP_ENOMEM, ZBP_EOVERFLOW. */
+ZBP_MUST_USE int zbp_born_take(zbp_born *born, uint64_t since, uint64_t until,
+                               const zbp_alloc *alloc);
 void zbp_born_fini(zbp_born *born);
 
 /* Its place in block, or ZBP_NO_BLOCK. O(1). */
