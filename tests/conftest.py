@@ -15,12 +15,14 @@ if torch.__version__ < (2, 12):
 import zbpipe
 
 HERE = Path(__file__).parent
-# Whole programs, in two thirds of all tests' time: what is installed, commands, ranks that fail, trainings under the leak
-# tools, a device that runs late. `make test` leaves them to `make test-system`.
+# Whole programs, in three quarters of all tests' time: what is installed, commands, the docs' own code, random programs,
+# models on ranks and ranks that fail, trainings under the leak tools, a device that runs late. `make test` leaves them to
+# `make test-system`.
 SYSTEM = (
     "cli/test_bench.py",
     "cli/test_doctor.py",
     "clients",
+    "docs/test_code_blocks.py",
     "docs/test_upstream.py",
     "examples",
     "install",
@@ -32,16 +34,21 @@ SYSTEM = (
     "leaks/test_history_schedules.py",
     "leaks/test_jobs.py",
     "leaks/test_plugin.py",
+    "leaks/test_threads.py",
     "memory/test_command.py",
     "memory/test_foreign_allocators.py",
+    "memory/test_out_of_memory.py",
     "passes/test_exit.py",
+    "passes/test_programs.py",
     "schedules/test_demo.py",
+    "schedules/test_differential.py",
     "schedules/test_faults.py",
     "schedules/test_finetuning.py",
     "schedules/test_models.py",
+    "schedules/test_release.py",
     "schedules/test_soak.py",
     "security/test_reports.py",
-    "stacks/test_compile.py",
+    "stacks",
     "test_processes.py",
     "test_repeat.py",
 )
