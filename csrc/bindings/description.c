@@ -189,10 +189,9 @@ static int append_tensor(description *self, PyObject *list, uint32_t v)
         list, zbp_or_raise(zbp_look_tensor(vertex_of(self, v)->key, self->wraps, &error), &error));
 }
 
-/* *others, *unseen: references to them, and those of which nothing is known. New list of tuples, that of the
- * chain's end first, or NULL with an error set. */
+/* *others: references to them. New list of tuples, that of the chain's end first, or NULL with an error set. */
 static PyObject *tensors(description *self, const zbp_sought *sought, uint32_t last,
-                         int64_t *others, int64_t *unseen)
+                         int64_t *others)
 {
     const bool is_first = last != ZBP_NO_VERTEX && vertex_of(self, last)->thing == ZBP_THING_TENSOR;
     PyObject *list = PyList_New(0);
@@ -202,10 +201,8 @@ static PyObject *tensors(description *self, const zbp_sought *sought, uint32_t l
     }
     for (uint32_t i = sought->tensors_begin; list != NULL && i < sought->tensors_end; ++i) {
         const uint32_t v = self->search->tensor[i];
-        const int64_t unknown = zbp_search_unexplained(self->search, v);
 
         *others += (int64_t)vertex_of(self, v)->python_refs + vertex_of(self, v)->native_refs;
-        *unseen += unknown > 0 ? unknown : 0;
         if (v != last && append_tensor(self, list, v) < 0) {
             Py_CLEAR(list);
         }
@@ -213,15 +210,14 @@ static PyObject *tensors(description *self, const zbp_sought *sought, uint32_t l
     return list;
 }
 
-/* (storage, bytes, device, address, tensors, chain, rank, others, unseen) */
+/* (storage, bytes, device, address, tensors, chain, rank, others) */
 static PyObject *leak(description *self, const zbp_sought *sought)
 {
     const void *storage = vertex_of(self, sought->storage)->key;
     const uint8_t rank = self->search->ways.way[sought->storage].rank;
     uint32_t chain[ZBP_CHAIN_LONGEST];
     const uint32_t count = chain_to(self, sought->storage, chain);
-    int64_t others = -1;
-    int64_t unseen = zbp_explore_unexplained(&self->search->explore, sought->storage, false, false);
+    int64_t others = -1; /* without the chain's */
     zbp_memory memory = {0};
     zbp_error error = {0};
     PyObject *found, *way, *device;
@@ -229,8 +225,7 @@ static PyObject *leak(description *self, const zbp_sought *sought)
     if (rank == ZBP_RANK_CYCLE && count > 0 && note_cycle(self, chain[0], storage) < 0) {
         return NULL;
     }
-    unseen = unseen > 0 ? unseen : 0;
-    found = tensors(self, sought, count > 0 ? chain[count - 1] : ZBP_NO_VERTEX, &others, &unseen);
+    found = tensors(self, sought, count > 0 ? chain[count - 1] : ZBP_NO_VERTEX, &others);
     way = found != NULL ? steps(self, chain, count) : NULL;
     (void)zbp_storage_look(storage, &memory); /* it is owned, and so there */
     device = way != NULL ? zbp_or_raise(zbp_look_device_name(&memory, &error), &error) : NULL;
@@ -239,18 +234,17 @@ static PyObject *leak(description *self, const zbp_sought *sought)
         Py_XDECREF(way);
         return NULL;
     }
-    return Py_BuildValue("(NKNKNNNLL)", PyLong_FromVoidPtr((void *)storage),
-                         (unsigned long long)memory.bytes, one_text(self, device),
-                         (unsigned long long)sought->address, found, way,
-                         one_text(self, PyUnicode_FromString(ranks[rank])),
-                         (long long)(others > 0 ? others : 0), (long long)unseen);
+    return Py_BuildValue(
+        "(NKNKNNNL)", PyLong_FromVoidPtr((void *)storage), (unsigned long long)memory.bytes,
+        one_text(self, device), (unsigned long long)sought->address, found, way,
+        one_text(self, PyUnicode_FromString(ranks[rank])), (long long)(others > 0 ? others : 0));
 }
 
 /* A block that nothing visible holds. */
 static PyObject *lost(const zbp_block *block)
 {
-    return Py_BuildValue("(iKsK[][]siL)", 0, (unsigned long long)block->bytes, "cpu",
-                         (unsigned long long)block->address, "none", 0, 1LL);
+    return Py_BuildValue("(iKsK[][]si)", 0, (unsigned long long)block->bytes, "cpu",
+                         (unsigned long long)block->address, "none", 0);
 }
 
 static PyObject *leaks(description *self)

@@ -46,12 +46,21 @@ static bool is_torchs(uint8_t thing)
     return thing == ZBP_THING_TENSOR || thing == ZBP_THING_STORAGE || thing == ZBP_THING_NODE;
 }
 
+/* The key is NULL where it is of no interest. */
+static int resolve(const zbp_explore *self, const zbp_reference *reference, zbp_thing *found)
+{
+    if (reference->counts_python)
+        return zbp_things_resolve(self->things, reference->key, found);
+    *found = (zbp_thing){.thing = reference->thing, .key = reference->key};
+    return ZBP_OK;
+}
+
 /* *v_out: ZBP_NO_VERTEX if it is ignored, of no interest or dying. */
 static int meet(zbp_explore *self, const zbp_reference *reference, uint32_t parent, uint32_t *v_out)
 {
     bool lives = true, added = false;
     zbp_thing found;
-    int status = zbp_things_resolve(self->things, reference, &found);
+    int status = resolve(self, reference, &found);
 
     *v_out = ZBP_NO_VERTEX;
     if (status != ZBP_OK || found.key == NULL)
@@ -91,7 +100,7 @@ int zbp_explore_root_of_torch(zbp_explore *self, const void *object, zbp_error *
     const zbp_reference reference = to_object(object);
     zbp_thing found;
     uint32_t v;
-    const int status = zbp_things_resolve(self->things, &reference, &found);
+    const int status = zbp_things_resolve(self->things, object, &found);
 
     if (status != ZBP_OK || found.key == NULL)
         return status;
@@ -138,12 +147,11 @@ static int meet_held_natively(void *arg, const zbp_reference *reference)
 static int is_of_autograd(const zbp_explore *self, uint32_t v, bool *is_out)
 {
     const zbp_vertex *vertex = &self->heap.vertex[v];
-    const zbp_reference reference = to_object(vertex->key);
     zbp_thing found = {0};
     int status = ZBP_OK;
 
     if (vertex->thing == ZBP_THING_PYTHON)
-        status = zbp_things_resolve(self->things, &reference, &found);
+        status = zbp_things_resolve(self->things, vertex->key, &found);
     *is_out = vertex->thing != ZBP_THING_PYTHON || found.type == ZBP_TYPE_SCRIPT;
     return status;
 }
@@ -165,11 +173,9 @@ int zbp_explore_autograd(zbp_explore *self, zbp_error *error)
 
 int zbp_explore_find(const zbp_explore *self, const zbp_reference *reference, uint32_t *v_out)
 {
-    zbp_thing found = {.thing = reference->thing, .key = reference->key};
-    int status = ZBP_OK;
+    zbp_thing found;
+    const int status = resolve(self, reference, &found);
 
-    if (reference->counts_python)
-        status = zbp_things_resolve(self->things, reference, &found);
     *v_out = status == ZBP_OK ? zbp_heap_find(&self->heap, found.key) : ZBP_NO_VERTEX;
     return status;
 }
@@ -245,7 +251,6 @@ static int make_room(going *gone)
 static int note_opaque(going *gone)
 {
     const zbp_vertex *vertex = &gone->self->heap.vertex[gone->from];
-    const zbp_reference reference = to_object(vertex->key);
     zbp_things *things = gone->self->things;
     zbp_thing found = {0};
     int status = ZBP_OK;
@@ -253,7 +258,7 @@ static int note_opaque(going *gone)
     for (uint32_t i = 0; status == ZBP_OK && i < gone->opaque.count; i++)
         status = zbp_things_note_opaque(things, gone->opaque.item[i]);
     if (status == ZBP_OK && vertex->thing == ZBP_THING_PYTHON)
-        status = zbp_things_resolve(things, &reference, &found);
+        status = zbp_things_resolve(things, vertex->key, &found);
     if (status == ZBP_OK && found.type == ZBP_TYPE_ARRAY)
         status = zbp_things_note_opaque(things, vertex->key);
     return status;

@@ -34,13 +34,6 @@ void zbp_search_fini(zbp_search *search)
     zbp_explore_fini(&search->explore);
 }
 
-int64_t zbp_search_unexplained(const zbp_search *search, uint32_t v)
-{
-    const bool is_target = search->explore.heap.vertex[v].key == search->target;
-
-    return zbp_explore_unexplained(&search->explore, v, false, is_target);
-}
-
 /* What is sought ---------------------------------------------------------------------------------------- */
 
 static bool is_sought(zbp_search *search, const void *storage, const zbp_memory *memory)

@@ -45,10 +45,11 @@ typedef struct zbp_sought {
     uint32_t tensors_begin, tensors_end; /* its tensors, places in zbp_search.tensor */
 } zbp_sought;
 
-/* Held by the caller, zeroed, then the first fields set; all others are for reading alone. */
+/* Held by the caller, who sets the fields before `explore` after zbp_search_init; all others are for reading alone. */
 typedef struct zbp_search {
-    const void
-        *target;    /* a tensor whose storage alone is searched for; or NULL: all that were born */
+    /* A tensor whose storage alone is searched for; or NULL: all that were born. References to its Python object are
+     * the caller's, and no holders. */
+    const void *target;
     uint64_t since; /* without a target: CPU blocks from this serial on, zbp_tap_serial() */
     uint64_t until; /* and before this one: what other threads have made since is nobody's leak */
     const zbp_storages *older; /* or NULL. Others' memory was born since if it is not among these */
@@ -70,9 +71,6 @@ void zbp_search_fini(zbp_search *search);
 /* Searches from the roots that search->explore has been given. Errors as zbp_explore_all's; then nothing but
  * _fini is legal. */
 ZBP_MUST_USE int zbp_search_run(zbp_search *search, zbp_error *error);
-
-/* As zbp_explore_unexplained, where the references of the search's own callers to its target count as explained. */
-int64_t zbp_search_unexplained(const zbp_search *search, uint32_t v);
 
 #ifdef __cplusplus
 }

@@ -58,14 +58,14 @@ static int raise(zbp_error *error)
     return ZBP_ETORCH;
 }
 
-int zbp_things_resolve(zbp_things *things, const zbp_reference *reference, zbp_thing *thing_out)
+int zbp_things_resolve(zbp_things *things, const void *object, zbp_thing *thing_out)
 {
-    const uint32_t i = number_of(reference->key);
+    const uint32_t i = number_of(object);
 
     (void)things;
     if (fails())
         return ZBP_ENOMEM;
-    REQUIRE(reference->counts_python == is_among(objects, reference->key));
+    REQUIRE(is_among(objects, object));
     *thing_out = (zbp_thing){world.of[i].thing, world.of[i].type, key_at(i)};
     if (world.of[i].is_of_no_interest)
         thing_out->key = NULL;

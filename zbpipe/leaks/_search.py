@@ -194,7 +194,7 @@ def _leak(
     works: list[list[Holder]],
     cycle: dict[int, Step],
 ) -> Found:
-    storage, size, device, address, tensors, steps, rank, others, _ = leak
+    storage, size, device, address, tensors, steps, rank, others = leak
     shape, dtype, _, used = tensors[0] if tensors else ((), "", None, 0)
     behind = _behind(steps, scope.trimmed)
     if rank == "cycle" and len(behind) == len(steps):

@@ -137,11 +137,6 @@ zbp_thing zbp_things::resolve(PyObject* object) {
   return found;
 }
 
-zbp_thing zbp_things::resolve(const zbp_reference& reference) {
-  return reference.counts_python ? resolve(as_object(reference.key))
-                                 : zbp_thing{reference.thing, ZBP_TYPE_OTHER, reference.key};
-}
-
 bool zbp_things::own(const zbp_thing& thing) {
   switch (thing.thing) {
     case ZBP_THING_TENSOR:
@@ -218,8 +213,8 @@ void zbp_things_free(zbp_things* things) {
   delete things;
 }
 
-int zbp_things_resolve(zbp_things* things, const zbp_reference* reference, zbp_thing* thing_out) {
-  return in_memory([&] { *thing_out = things->resolve(*reference); });
+int zbp_things_resolve(zbp_things* things, const void* object, zbp_thing* thing_out) {
+  return in_memory([&] { *thing_out = things->resolve(as_object(object)); });
 }
 
 int zbp_things_own(zbp_things* things, zbp_thing thing, bool* lives_out) {

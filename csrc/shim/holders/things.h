@@ -40,7 +40,7 @@ struct zbp_things {
   explicit zbp_things(zbp_group_access groups, PyTypeObject* work, PyTypeObject* array)
       : array_(array), groups_(groups), types_(groups.type, work, array) {}
 
-  zbp_thing resolve(const zbp_reference& reference);
+  zbp_thing resolve(PyObject* object);
   /// False if it is dying.
   bool own(const zbp_thing& thing);
   void visit(uint8_t thing, const void* key, zbp::Visit visit);
@@ -50,11 +50,9 @@ struct zbp_things {
   /// What could not be looked at, and how often.
   const std::map<std::string, size_t>& unseen() const { return unseen_; }
 
-  PyTypeObject* array_;    // numpy's, or null
   THPObjectPtr collected;  // what Python's collector lists, while it is looked at
 
  private:
-  zbp_thing resolve(PyObject* object);
   void python_references(PyObject* object, zbp::Visit visit);
   void tensor_references(const c10::TensorImpl& tensor, zbp::Visit visit);
   void node_references(zbp::Node& node, zbp::Visit visit);
@@ -63,6 +61,7 @@ struct zbp_things {
                        zbp::Visit visit);
   void note_unseen(const std::string& what) { ++unseen_[what]; }
 
+  PyTypeObject* array_;  // numpy's, or null
   zbp_group_access groups_;
   std::vector<c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> tensors_;
   std::vector<c10::intrusive_ptr<c10::StorageImpl>> storages_;

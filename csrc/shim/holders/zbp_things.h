@@ -66,9 +66,9 @@ typedef struct zbp_things zbp_things;
 /* Lets go of what is owned. NULL is legal. */
 void zbp_things_free(zbp_things *things);
 
-/* What the reference leads to; key is NULL where it is of no interest: numbers and words, what holds nothing. */
-ZBP_MUST_USE int zbp_things_resolve(zbp_things *things, const zbp_reference *reference,
-                                    zbp_thing *thing_out);
+/* What a Python object is or stands for; key is NULL where it is of no interest: numbers and words, what holds
+ * nothing. */
+ZBP_MUST_USE int zbp_things_resolve(zbp_things *things, const void *object, zbp_thing *thing_out);
 
 /* Sees to it that what is libtorch's lives as long as `things`, if it does so still; *lives_out. To be asked once. */
 ZBP_MUST_USE int zbp_things_own(zbp_things *things, zbp_thing thing, bool *lives_out);
