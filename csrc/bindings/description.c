@@ -8,11 +8,9 @@
 typedef struct description {
     zbp_search *search;
     bool wraps;
-    PyObject *
-        cycles; /* dict: number of the cycle -> (where the chains out of it begin, storages at their ends) */
-    PyObject *
-        steps; /* dict: many chains go the same way; what comes before a vertex is always the same */
-    PyObject *texts; /* dict: each to itself */
+    /* Dictionaries: by a cycle's number, where the chains out of it begin and the storages at their ends; steps, for
+     * many chains go the same way; each text to itself. */
+    PyObject *cycles, *steps, *texts;
 } description;
 
 /* By ZBP_RANK_*. */
@@ -218,7 +216,6 @@ static PyObject *leak(description *self, const zbp_sought *sought)
     uint32_t chain[ZBP_CHAIN_LONGEST];
     const uint32_t count = chain_to(self, sought->storage, chain);
     int64_t others = -1; /* without the chain's */
-    zbp_memory memory = {0};
     zbp_error error = {0};
     PyObject *found, *way, *device;
 
@@ -227,16 +224,16 @@ static PyObject *leak(description *self, const zbp_sought *sought)
     }
     found = tensors(self, sought, count > 0 ? chain[count - 1] : ZBP_NO_VERTEX, &others);
     way = found != NULL ? steps(self, chain, count) : NULL;
-    (void)zbp_storage_look(storage, &memory); /* it is owned, and so there */
-    device = way != NULL ? zbp_or_raise(zbp_look_device_name(&memory, &error), &error) : NULL;
+    device =
+        way != NULL ? zbp_or_raise(zbp_look_device_name(&sought->memory, &error), &error) : NULL;
     if (device == NULL) {
         Py_XDECREF(found);
         Py_XDECREF(way);
         return NULL;
     }
     return Py_BuildValue(
-        "(NKNKNNNL)", PyLong_FromVoidPtr((void *)storage), (unsigned long long)memory.bytes,
-        one_text(self, device), (unsigned long long)sought->address, found, way,
+        "(NKNKNNNL)", PyLong_FromVoidPtr((void *)storage), (unsigned long long)sought->memory.bytes,
+        one_text(self, device), (unsigned long long)sought->memory.address, found, way,
         one_text(self, PyUnicode_FromString(ranks[rank])), (long long)(others > 0 ? others : 0));
 }
 

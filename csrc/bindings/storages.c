@@ -84,13 +84,9 @@ static int explore_moment(zbp_explore *explore, PyObject *roots, zbp_error *erro
 {
     const bool is_whole = PyList_GET_SIZE(roots) > 0;
     const void *const *object = NULL;
-    const void *list = NULL;
     size_t count = 0;
-    int status = zbp_things_list(explore->things, &object, &count, &list, error);
+    int status = zbp_explore_list(explore, &object, &count, error);
 
-    if (status == ZBP_OK) {
-        status = zbp_explore_ignore(explore, list);
-    }
     if (status == ZBP_OK) {
         status = zbp_add_roots(explore, roots);
     }

@@ -41,6 +41,15 @@ int zbp_explore_ignore(zbp_explore *self, const void *object)
     return zbp_heap_ignore(&self->heap, object);
 }
 
+int zbp_explore_list(zbp_explore *self, const void *const **object_out, size_t *count_out,
+                     zbp_error *error)
+{
+    const void *list = NULL;
+    const int status = zbp_things_list(self->things, object_out, count_out, &list, error);
+
+    return status == ZBP_OK ? zbp_explore_ignore(self, list) : status;
+}
+
 static bool is_torchs(uint8_t thing)
 {
     return thing == ZBP_THING_TENSOR || thing == ZBP_THING_STORAGE || thing == ZBP_THING_NODE;

@@ -3,7 +3,6 @@
 #include <string.h>
 
 #include "core/base/zbpi_alloc.h"
-#include "core/base/zbpi_lists.h"
 
 void zbp_search_init(zbp_search *search, zbp_things *things, const zbp_alloc *alloc)
 {
@@ -73,8 +72,7 @@ static int find_storages(zbp_search *search, zbp_map *places)
             search->sought = grown;
         }
         status = zbp_map_add(places, key, search->sought_count, NULL, NULL);
-        search->sought[search->sought_count++] =
-            (zbp_sought){.storage = v, .address = memory.address};
+        search->sought[search->sought_count++] = (zbp_sought){.storage = v, .memory = memory};
     }
     return status;
 }
@@ -152,12 +150,9 @@ static int explore_listed(zbp_search *search, zbp_vertices *listed, zbp_error *e
 {
     zbp_explore *explore = &search->explore;
     const void *const *object = NULL;
-    const void *list = NULL;
     size_t count = 0;
-    int status = zbp_things_list(explore->things, &object, &count, &list, error);
+    int status = zbp_explore_list(explore, &object, &count, error);
 
-    if (status == ZBP_OK)
-        status = zbp_explore_ignore(explore, list);
     zbp_heap_end_roots(&explore->heap);
     for (size_t i = 0; status == ZBP_OK && i < count; i++) {
         uint32_t v;

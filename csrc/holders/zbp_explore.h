@@ -8,6 +8,7 @@
 #define ZBP_EXPLORE_H
 
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
 #include "core/base/zbp_alloc.h"
@@ -37,6 +38,10 @@ void zbp_explore_fini(zbp_explore *self);
 
 /* The Python object will not be looked at. */
 ZBP_MUST_USE int zbp_explore_ignore(zbp_explore *self, const void *object);
+
+/* As zbp_things_list; the list itself will not be looked at. */
+ZBP_MUST_USE int zbp_explore_list(zbp_explore *self, const void *const **object_out,
+                                  size_t *count_out, zbp_error *error);
 
 /* A Python object without holder. *v_out: its vertex, new or old; ZBP_NO_VERTEX if it is of no interest. */
 ZBP_MUST_USE int zbp_explore_root(zbp_explore *self, const void *object, uint32_t *v_out);

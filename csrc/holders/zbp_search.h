@@ -41,7 +41,7 @@ extern "C" {
 /* A storage that is searched for. */
 typedef struct zbp_sought {
     uint32_t storage;
-    uint64_t address;
+    zbp_memory memory;
     uint32_t tensors_begin, tensors_end; /* its tensors, places in zbp_search.tensor */
 } zbp_sought;
 

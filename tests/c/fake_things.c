@@ -85,7 +85,7 @@ int zbp_things_own(zbp_things *things, zbp_thing thing, bool *lives_out)
     return ZBP_OK;
 }
 
-static int visit_edges(uint32_t from, bool is_held, zbp_visit visit, void *arg)
+static int visit_edges(uint32_t from, bool is_scripts, zbp_visit visit, void *arg)
 {
     int status = ZBP_OK;
 
@@ -95,13 +95,12 @@ static int visit_edges(uint32_t from, bool is_held, zbp_visit visit, void *arg)
         const zbp_reference reference = {world.of[to].thing, counts ? object_at(to) : native_at(to),
                                          "label", -1, counts};
 
-        if (world.edge[e].from == from && world.edge[e].is_held == is_held)
+        if (world.edge[e].from == from && world.edge[e].is_scripts == is_scripts)
             status = visit(arg, &reference);
     }
     return status;
 }
 
-/* Held ones come with zbp_things_add_held, which the tests do not call. */
 int zbp_things_visit(zbp_things *things, uint8_t thing, const void *key, zbp_visit visit, void *arg,
                      zbp_error *error)
 {
@@ -129,7 +128,7 @@ zbp_counts zbp_things_count(uint8_t thing, const void *key)
     counts.python_owns = true;
     counts.native = counts.has_native && counts.has_python;
     for (uint32_t e = 0; e < world.edges; e++)
-        if (world.edge[e].to == i && !world.edge[e].is_held)
+        if (world.edge[e].to == i && !world.edge[e].is_scripts)
             ++*(world.edge[e].counts_python ? &counts.python : &counts.native);
     *(counts.has_native ? &counts.native : &counts.python) += world.of[i].hidden;
     counts.python += world.is_listing && world.of[i].is_listed;

@@ -34,7 +34,7 @@ typedef struct fake_world {
     fake_thing of[WORLD_MOST];
     struct {
         uint8_t from, to;
-        bool counts_python, is_held; /* held: told by zbp_things_add_held */
+        bool counts_python, is_scripts; /* scripts: told by zbp_things_visit_scripts alone */
     } edge[WORLD_EDGES];
     zbp_block block[WORLD_MOST];
     uint32_t blocks;

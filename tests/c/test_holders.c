@@ -74,7 +74,7 @@ static void draw_edges(void)
             continue;
         world.edge[world.edges].from = (uint8_t)from;
         world.edge[world.edges].to = (uint8_t)to;
-        world.edge[world.edges].is_held = false;
+        world.edge[world.edges].is_scripts = false;
         world.edge[world.edges++].counts_python = counts;
         if (world.of[from].thing == ZBP_THING_TENSOR && world.of[to].thing == ZBP_THING_STORAGE)
             world.of[from].storage = (int)to;
@@ -285,7 +285,7 @@ static void search_is_the_models(const zbp_search *search, const terms *t)
             (uint32_t)((const char *)heap->vertex[one->storage].key - (const char *)native_at(0));
         uint32_t tensors = 0;
 
-        CHECK(is_sought_by(t, i) && one->address == world.of[i].memory.address);
+        CHECK(is_sought_by(t, i) && one->memory.address == world.of[i].memory.address);
         for (uint32_t k = 0; k < world.things; k++)
             tensors += met.has[k] && world.of[k].thing == ZBP_THING_TENSOR &&
                        world.of[k].storage == (int)i;
@@ -537,7 +537,7 @@ static void add_edge(uint32_t from, uint32_t to, bool counts_python)
 {
     world.edge[world.edges].from = (uint8_t)from;
     world.edge[world.edges].to = (uint8_t)to;
-    world.edge[world.edges].is_held = false;
+    world.edge[world.edges].is_scripts = false;
     world.edge[world.edges++].counts_python = counts_python;
 }
 
@@ -563,7 +563,7 @@ static void autograd_alone_is_passed_through(void)
     add_edge(script, inside, false);
     add_edge(plain, node, false);
     add_edge(module, script, true);
-    world.edge[world.edges - 1].is_held = true;
+    world.edge[world.edges - 1].is_scripts = true;
     zbp_explore_init(&explore, nobody, NULL);
     REQUIRE(zbp_explore_root_of_torch(&explore, object_at(plain), &error) == ZBP_OK);
     REQUIRE(zbp_explore_root_of_torch(&explore, object_at(module), &error) == ZBP_OK);
@@ -592,7 +592,7 @@ static void add_script(void)
         const uint32_t module = add_thing(ZBP_THING_PYTHON, ZBP_TYPE_SCRIPT_MODULE);
 
         add_edge(module, add_thing(ZBP_THING_PYTHON, ZBP_TYPE_SCRIPT), true);
-        world.edge[world.edges - 1].is_held = true;
+        world.edge[world.edges - 1].is_scripts = true;
     }
 }
 
