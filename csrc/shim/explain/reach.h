@@ -40,15 +40,6 @@ class Reach {
   zbp_reach reach_{};
 };
 
-/// New tuple.
-inline PyObject* wrap_weights(const Group& group) {
-  variable_list weights;
-  for (const Weight& weight : group.weights) {
-    weights.push_back(weight.accumulator->variable);
-  }
-  return wrap_tensors(weights);
-}
-
 using Sizes = SmallVector<int64_t, 6>;
 
 inline Sizes numbers(c10::SymIntArrayRef sizes) {

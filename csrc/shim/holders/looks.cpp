@@ -183,11 +183,5 @@ PyObject* zbp_addresses_of(PyObject* tensors, zbp_error* error) {
 }
 
 PyObject* zbp_group_weights(const zbp_group* group, zbp_error* error) {
-  return guarded_object(error, [&] {
-    variable_list weights;
-    for (const Weight& weight : group->group->weights) {
-      weights.push_back(weight.accumulator->variable);
-    }
-    return wrap_tensors(weights);
-  });
+  return guarded_object(error, [&] { return wrap_weights(*group->group); });
 }

@@ -49,6 +49,14 @@ PyObject* wrap_tensors(const variable_list& tensors) {
   return tuple.release();
 }
 
+PyObject* wrap_weights(const Group& group) {
+  variable_list weights;
+  for (const Weight& weight : group.weights) {
+    weights.push_back(weight.accumulator->variable);
+  }
+  return wrap_tensors(weights);
+}
+
 THPObjectPtr python_function(const char* module, const char* name) {
   THPObjectPtr imported(PyImport_ImportModule(module));
   THPObjectPtr function(imported ? PyObject_GetAttrString(imported, name) : nullptr);

@@ -41,6 +41,8 @@ void append(PyObject* list, PyObject* value);
 PyObject* wrap_tensor(const at::Tensor& tensor);
 /// New tuple of such.
 PyObject* wrap_tensors(const variable_list& tensors);
+/// Likewise, of a group's weights.
+PyObject* wrap_weights(const Group& group);
 
 /// A function of one of zbpipe's modules. Throws python_error.
 THPObjectPtr python_function(const char* module, const char* name);
