@@ -2,8 +2,8 @@
 
 Environment: ZBPIPE_WERROR=1 makes warnings errors; ZBPIPE_SANITIZE=address,undefined builds for the sanitizers, with
 asserts; ZBPIPE_DEBUG=1 builds with asserts and debug information; ZBPIPE_UNITS=n compiles the shim in n pieces, 0 each
-file alone. In place, where one file is changed at a time, the pieces are smaller: a whole build takes longer, the next
-one after a change is shorter.
+file alone. In place, where one file is changed at a time, the pieces are smaller and libtorch's headers are read once
+for all: a whole build takes longer and half a gigabyte of disk, the next one after a change is shorter.
 """
 
 import os
@@ -26,8 +26,20 @@ SANITIZE = os.environ.get("ZBPIPE_SANITIZE", "")
 DEBUG = bool(SANITIZE) or os.environ.get("ZBPIPE_DEBUG") == "1"
 KIND = SANITIZE.replace(",", "-") or ("debug" if DEBUG else "release")
 
+IN_PLACE = "--inplace" in sys.argv
 # The shim's files are compiled some at a time: each alone would read libtorch's headers for most of its time.
-UNITS = int(os.environ.get("ZBPIPE_UNITS", "0" if DEBUG else "12" if "--inplace" in sys.argv else "2"))
+UNITS = int(os.environ.get("ZBPIPE_UNITS", "0" if DEBUG else "24" if IN_PLACE else "2"))
+# Those headers, which in place are read once for all units. The first stands before those of autograd: see batched.cpp.
+LIBTORCH = """\
+#include <ATen/functorch/BatchedTensorImpl.h>
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/python_cpp_function.h>
+#include <torch/csrc/autograd/python_function.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+"""
 # gcc warns of types in an included file that have parts from an unnamed namespace: elsewhere they might be others.
 ONE_FILE = '#ifndef __clang__\n#pragma GCC diagnostic ignored "-Wsubobject-linkage"\n#endif\n'
 
@@ -51,23 +63,25 @@ def is_older(made, sources):
     return not os.path.exists(made) or os.path.getmtime(made) <= max(map(os.path.getmtime, sources))
 
 
-def units(directory):
-    """Write files that include those of the shim, a share each, to `directory`, and return their names.
+def write(path, text):
+    """Write `text` to a file, only if that changes it: what is newer than its object is compiled again."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
 
-    A file is written only if it changes, for what is newer than its object is compiled again.
-    """
+
+def units(directory):
+    """Write files that include those of the shim, a share each, to `directory`, and return their names."""
     files = sources("shim/*/*.cpp")
     if UNITS == 0:
         return files
-    directory.mkdir(parents=True, exist_ok=True)
     names = []
     for number in range(min(UNITS, len(files))):
         # batched.cpp says why it comes first.
         share = sorted(files[number::UNITS], key=lambda name: not name.endswith("/batched.cpp"))
         text = ONE_FILE + "".join(f'#include "{Path(name).relative_to("csrc").as_posix()}"\n' for name in share)
         unit = directory / f"shim_{number}.cpp"
-        if not unit.exists() or unit.read_text() != text:
-            unit.write_text(text)
+        write(unit, text)
         names.append(unit.relative_to(ROOT).as_posix())
     return names
 
@@ -181,12 +195,30 @@ def extension():
                 extra_postargs=["-isystem", python_include, *C_FLAGS, *flags],
             )
             ext.extra_objects = [str(ROOT / name) for name in c_objects]
+            if IN_PLACE and self.use_ninja:
+                self.precompile(ext)
             super().build_extension(ext)
             info = Path(self.get_ext_fullpath(ext.name)).with_name("_build_info.py")
             info.write_text(
                 '"""What zbpipe._C was built with; written by setup.py."""\n\n'
                 + "".join(f"{name} = {value!r}\n" for name, value in build_info.items())
             )
+
+        def precompile(self, ext):
+            """Read libtorch's headers once for all units, with their own flags: else the compiler would not take it."""
+            header = ROOT / place / "precompiled" / "libtorch.h"
+            write(header, LIBTORCH)
+            self.compiler.src_extensions.append(".h")
+            (made,) = self.compiler.compile(
+                [header.relative_to(ROOT).as_posix()],
+                output_dir=str(header.parent),
+                include_dirs=ext.include_dirs,
+                extra_postargs=ext.extra_compile_args,
+            )
+            found = Path(f"{header}.gch")
+            found.unlink(missing_ok=True)
+            found.symlink_to(made)
+            ext.extra_compile_args += ["-include", str(header)]
 
         def copy_extensions_to_source(self):
             super().copy_extensions_to_source()
