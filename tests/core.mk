@@ -20,8 +20,8 @@ PASS_SOURCES := $(sort $(patsubst csrc/%,%,$(wildcard csrc/pass/*.c)))
 HOLDERS_SOURCES := $(sort $(patsubst csrc/%,%,$(wildcard csrc/holders/*.c)))
 CORE_HEADERS := $(sort $(wildcard csrc/core/*/*.h csrc/pass/*.h csrc/holders/*.h) csrc/shim/pass/zbp_scene.h csrc/shim/pass/zbp_touch.h \
 	csrc/shim/holders/zbp_things.h csrc/shim/memory/zbp_tapped.h csrc/shim/torch/zbp_error.h)
-CORE_TESTS := test_status test_map test_graph test_plan test_plan_check test_blocks test_record test_ledger test_layout test_panels test_reach \
-	test_folds test_book test_book_model test_pass test_policy test_kind test_split test_input_pass test_heap test_ways test_verdict test_budget test_holders
+CORE_TESTS := test_status test_map test_graph test_plan test_plan_check test_blocks test_record test_ledger test_tally test_layout test_panels test_reach \
+	test_folds test_book test_book_model test_pass test_policy test_kind test_split test_input_pass test_heap test_ways test_verdict test_budget test_room test_holders
 FUZZ_TARGETS := fuzz_plan fuzz_weight_pass fuzz_ledger fuzz_ways
 FUZZ_WITH_fuzz_ways = tests/c/ways_model.c
 FUZZ_WITH_fuzz_weight_pass = tests/c/fake_shim.c $(filter-out %/input_pass.c,$(PASS_SOURCES:%=csrc/%))
@@ -135,13 +135,13 @@ $$(CORE_BUILD)/tsan/bin/threads_$(1): tests/c/threads.c tests/c/fuzz_$(1).c test
 endef
 $(foreach target,$(FUZZ_TARGETS:fuzz_%=%),$(eval $(call CORE_THREADS,$(target))))
 
-CORE_TSAN := $(CORE_BUILD)/tsan/bin/test_book $(CORE_BUILD)/tsan/bin/test_pass $(FUZZ_TARGETS:fuzz_%=$(CORE_BUILD)/tsan/bin/threads_%)
+CORE_TSAN := $(CORE_BUILD)/tsan/bin/test_book $(CORE_BUILD)/tsan/bin/test_pass $(CORE_BUILD)/tsan/bin/test_tally $(FUZZ_TARGETS:fuzz_%=$(CORE_BUILD)/tsan/bin/threads_%)
 # It wants the addresses where it knows them.
 CORE_FIXED := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 tsan: $(CORE_TSAN) $(CORE_BUILD)/tsan/bin/planted ## run the C core and the passes on several threads under ThreadSanitizer (TSAN_INPUTS=300)
 	@sh tests/c/run.sh tsan "!ThreadSanitizer:.data.race $(CORE_FIXED) $(CORE_BUILD)/tsan/bin/planted race" \
-		"$(CORE_FIXED) $(CORE_BUILD)/tsan/bin/test_book" "$(CORE_FIXED) $(CORE_BUILD)/tsan/bin/test_pass" \
+		"$(CORE_FIXED) $(CORE_BUILD)/tsan/bin/test_book" "$(CORE_FIXED) $(CORE_BUILD)/tsan/bin/test_pass" "$(CORE_FIXED) $(CORE_BUILD)/tsan/bin/test_tally" \
 		$(FUZZ_TARGETS:fuzz_%="$(CORE_FIXED) $(CORE_BUILD)/tsan/bin/threads_% $(TSAN_INPUTS)")
 
 SITES_TOLD := $(CORE_BUILD)/sites/told

@@ -3,7 +3,8 @@
 #include <Python.h>
 
 #include "bindings/parts.h"
-#include "shim/explain/zbp_account.h"
+#include "core/pass/zbp_kind.h"
+#include "shim/explain/zbp_tasks.h"
 
 int zbp_append_new(PyObject *list, PyObject *value)
 {
@@ -16,71 +17,198 @@ int zbp_append_new(PyObject *list, PyObject *value)
     return status;
 }
 
-PyObject *zbp_wrap_shape(zbp_shape shape)
+PyObject *zbp_pick(PyObject *weights, zbp_reach *reach)
 {
-    PyObject *tuple = PyTuple_New((Py_ssize_t)shape.dims);
+    zbp_reach_weights(reach);
+    PyObject *list = PyList_New((Py_ssize_t)reach->weight_count);
 
-    for (size_t i = 0; tuple != NULL && i < shape.dims; ++i) {
-        PyObject *size = PyLong_FromLongLong(shape.size[i]);
-        if (size == NULL) {
-            Py_CLEAR(tuple);
-        } else {
-            PyTuple_SET_ITEM(tuple, (Py_ssize_t)i, size);
-        }
-    }
-    return tuple;
-}
-
-PyObject *zbp_pick(PyObject *weights, zbp_places places)
-{
-    PyObject *list = PyList_New((Py_ssize_t)places.count);
-
-    for (size_t i = 0; list != NULL && i < places.count; ++i) {
-        PyObject *weight = PyTuple_GET_ITEM(weights, (Py_ssize_t)places.place[i]);
+    for (uint32_t i = 0; list != NULL && i < reach->weight_count; ++i) {
+        PyObject *weight = PyTuple_GET_ITEM(weights, (Py_ssize_t)reach->weight[i]);
         PyList_SET_ITEM(list, (Py_ssize_t)i, Py_NewRef(weight));
     }
     return list;
 }
 
-/* The tasks so far: tuples of (node, kind, tensors). */
+/* The tasks so far: tuples of (node, kind, tensors), and what the tensors that come are of. */
 typedef struct account {
+    zbp_turn turn;
     PyObject *tasks;
-    PyObject *weights; /* the group's, borrowed */
+    PyObject *weights; /* the group's */
+    zbp_reach reach;
+    uint32_t number; /* of the task, the outside node or the weight */
 } account;
 
-static int begin_group(void *arg, PyObject *weights)
+/* node: stolen; NULL with an error set. */
+static int add_task(account *self, PyObject *node, const char *kind)
 {
-    ((account *)arg)->weights = weights;
-    return 0;
+    return zbp_append_new(self->tasks, Py_BuildValue("NsN", node, kind, PyList_New(0)));
 }
 
-static int add_task(void *arg, const char *node, const char *kind)
+static const char *role_of(const zbp_held_tensor *tensor)
 {
-    return zbp_append_new(((account *)arg)->tasks, Py_BuildValue("zsN", node, kind, PyList_New(0)));
+    switch (tensor->part) {
+    case ZBP_PART_MATRIX:
+        return "matrix";
+    case ZBP_PART_OUTPUT_GRAD:
+        return "output gradient";
+    case ZBP_PART_KEPT:
+    case ZBP_PART_WORK_GRAD:
+        return tensor->dims > 1 ? "kept gradient" : "light gradient";
+    case ZBP_PART_WAITING:
+        return "waiting gradient";
+    default:
+        return "saved";
+    }
 }
 
-/* (role, storage, bytes, shape, dtype, device, weights), to the last task. */
-static int add_tensor(void *arg, const zbp_account_tensor *tensor)
+/* Whether the gradient at face number `place` of the task is computed from the tensor. */
+static bool serves(const zbp_held_tensor *tensor, const zbp_face *face, int32_t place)
 {
-    const account *self = arg;
+    bool is_of_work = false;
+
+    switch (tensor->part) {
+    case ZBP_PART_MATRIX:
+        return face->slot == tensor->place;
+    case ZBP_PART_KEPT:
+        return tensor->place == (uint32_t)place;
+    case ZBP_PART_WORK_SAVED:
+    case ZBP_PART_WORK_GRAD:
+        for (size_t i = 0; i < tensor->face_count; ++i) {
+            is_of_work = is_of_work || tensor->faces[i] == place;
+        }
+        return is_of_work;
+    default:
+        return true;
+    }
+}
+
+/* (role, storage, bytes, shape, dtype, device, weights), to the last task. Steals weights. */
+static int add_tensor(const account *self, const zbp_held_tensor *tensor, PyObject *weights)
+{
     PyObject *task = PyList_GET_ITEM(self->tasks, PyList_GET_SIZE(self->tasks) - 1);
 
-    return zbp_append_new(
-        PyTuple_GET_ITEM(task, 2),
-        Py_BuildValue("sNnNOON", tensor->role, PyLong_FromVoidPtr((void *)tensor->storage),
-                      (Py_ssize_t)tensor->bytes, zbp_wrap_shape(tensor->shape), tensor->dtype,
-                      tensor->device, zbp_pick(self->weights, tensor->weights)));
+    return zbp_append_new(PyTuple_GET_ITEM(task, 2),
+                          Py_BuildValue("sNnOOON", role_of(tensor),
+                                        PyLong_FromVoidPtr((void *)tensor->storage),
+                                        (Py_ssize_t)tensor->bytes, tensor->shape, tensor->dtype,
+                                        tensor->device, weights));
+}
+
+static int add_tasks(void *arg, const zbp_held_tensor *tensor)
+{
+    account *self = arg;
+    const zbp_layout *layout = self->turn.layout;
+    const zbp_task *task = &layout->task[self->number];
+
+    zbp_reach_begin(&self->reach);
+    for (uint32_t f = task->face_begin; f < task->face_end; ++f) {
+        if (serves(tensor, &layout->face[f], (int32_t)(f - task->face_begin))) {
+            zbp_reach_add(&self->reach, layout, f);
+        }
+    }
+    return add_tensor(self, tensor, zbp_pick(self->weights, &self->reach));
+}
+
+static int add_outside(void *arg, const zbp_held_tensor *tensor)
+{
+    account *self = arg;
+
+    zbp_reach_begin(&self->reach);
+    zbp_reach_add_outside(&self->reach, self->turn.layout, self->number);
+    return add_tensor(self, tensor, zbp_pick(self->weights, &self->reach));
+}
+
+static int add_waiting(void *arg, const zbp_held_tensor *tensor)
+{
+    account *self = arg;
+    PyObject *weight = PyTuple_GET_ITEM(self->weights, (Py_ssize_t)self->number);
+
+    return add_task(self, Py_NewRef(Py_None), "waiting") < 0
+               ? -1
+               : add_tensor(self, tensor, Py_BuildValue("[O]", weight));
+}
+
+static int list_task(account *self, uint32_t t, zbp_error *error)
+{
+    zbp_held *held = self->turn.held;
+    const char *kind =
+        zbp_task_has_work(held, t) ? "handed over" : zbp_kind_name(self->turn.layout->task[t].kind);
+
+    self->number = t;
+    if (add_task(self, zbp_or_raise(zbp_task_name(held, t, error), error), kind) < 0) {
+        return -1;
+    }
+    return zbp_task_tensors(held, t, add_tasks, self, error) == ZBP_OK ? 0 : zbp_fail(error);
+}
+
+static int list_outside(account *self, uint32_t o, zbp_error *error)
+{
+    PyObject *name = zbp_or_raise(zbp_outside_name(self->turn.held, o, error), error);
+
+    if (name == Py_None) {
+        Py_DECREF(name);
+        return 0;
+    }
+    self->number = o;
+    if (add_task(self, name, "outside") < 0) {
+        return -1;
+    }
+    return zbp_outside_tensors(self->turn.held, o, add_outside, self, error) == ZBP_OK
+               ? 0
+               : zbp_fail(error);
+}
+
+static int list_waiting(account *self, uint32_t w, zbp_error *error)
+{
+    self->number = w;
+    return zbp_weight_waiting(self->turn.held, w, add_waiting, self, error) == ZBP_OK
+               ? 0
+               : zbp_fail(error);
+}
+
+/* The tasks in the group's order, then what is no task. Returns 0, or -1 with an error set. */
+static int list_all(account *self)
+{
+    const zbp_layout *layout = self->turn.layout;
+    zbp_error error = {0};
+    int status = 0;
+
+    for (uint32_t t = 0; status == 0 && t < layout->task_count; ++t) {
+        status = list_task(self, t, &error);
+    }
+    for (uint32_t o = 0; status == 0 && o < layout->outside_count; ++o) {
+        status = list_outside(self, o, &error);
+    }
+    for (uint32_t w = 0; status == 0 && w < layout->weight_count; ++w) {
+        status = list_waiting(self, w, &error);
+    }
+    return status;
 }
 
 PyObject *zbp_account_wrap(const zbp_group *group)
 {
-    account self = {PyList_New(0), NULL};
-    const zbp_account_visitor visitor = {&self, begin_group, add_task, add_tensor};
+    account self = {.turn = zbp_group_turn(group)};
     zbp_error error = {0};
 
-    if (self.tasks != NULL && zbp_group_account(group, &visitor, &error) != ZBP_OK) {
-        Py_CLEAR(self.tasks);
-        zbp_error_raise(&error);
+    /* Making Python objects may run other Python code, and that a W. */
+    if (!zbp_book_claim(self.turn.book)) {
+        PyErr_SetString(
+            PyExc_RuntimeError,
+            "what a parameter group holds cannot be listed while its weight pass runs; wait for "
+            "stage_backward_weight to return");
+        return NULL;
     }
+    if (zbp_reach_init(&self.reach, self.turn.layout, NULL) != ZBP_OK) {
+        PyErr_NoMemory();
+    } else {
+        self.weights = zbp_or_raise(zbp_held_weights(self.turn.held, &error), &error);
+        self.tasks = self.weights != NULL ? PyList_New(0) : NULL;
+    }
+    if (self.tasks != NULL && list_all(&self) < 0) {
+        Py_CLEAR(self.tasks);
+    }
+    Py_XDECREF(self.weights);
+    zbp_reach_fini(&self.reach);
+    zbp_book_give_back(self.turn.book);
     return self.tasks;
 }

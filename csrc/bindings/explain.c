@@ -3,45 +3,111 @@
 #include <Python.h>
 
 #include "bindings/parts.h"
+#include "core/pass/zbp_kind.h"
 #include "pass/zbp_pass.h"
 #include "shim/explain/zbp_aside.h"
 #include "shim/explain/zbp_explain.h"
+#include "shim/explain/zbp_tasks.h"
 
-/* The groups so far: lists of tasks (node, name, kind, why, edges). */
-typedef struct explained {
-    PyObject *groups;
-    PyObject *weights; /* the last group's, borrowed */
-} explained;
-
-static PyObject *last_of(PyObject *list)
+/* What makes W go through the engine to get from the face to its weight: a new str; None if it need not. */
+static PyObject *way_of(const zbp_turn *turn, uint32_t f, zbp_error *error)
 {
-    return PyList_GET_ITEM(list, PyList_GET_SIZE(list) - 1);
+    bool is_watched = false;
+    PyObject *node, *way = NULL;
+
+    switch (turn->layout->face[f].obstacle) {
+    case ZBP_OBSTACLE_NONE:
+        return Py_NewRef(Py_None);
+    case ZBP_OBSTACLE_CAST:
+        return PyUnicode_FromString("it is cast twice on its way");
+    case ZBP_OBSTACLE_SUM:
+        return PyUnicode_FromString("several gradients meet before its cast");
+    default:
+        node = zbp_or_raise(zbp_face_end(turn->held, f, &is_watched, error), error);
+        if (node != NULL) {
+            way = PyUnicode_FromFormat(is_watched ? "a hook watches %U" : "it is computed by %U",
+                                       node);
+            Py_DECREF(node);
+        }
+        return way;
+    }
 }
 
-static int add_group(void *arg, PyObject *weights)
+/* New (slot, shape, way, weights); weights: the group's. */
+static PyObject *edge(const zbp_turn *turn, uint32_t f, PyObject *weights, zbp_reach *reach)
 {
-    explained *self = arg;
+    zbp_error error = {0};
+    PyObject *shape = zbp_or_raise(zbp_face_shape(turn->held, f, &error), &error);
+    PyObject *way = shape != NULL ? way_of(turn, f, &error) : NULL;
 
-    self->weights = weights;
-    return zbp_append_new(self->groups, PyList_New(0));
+    if (way == NULL) {
+        Py_XDECREF(shape);
+        return NULL;
+    }
+    zbp_reach_begin(reach);
+    zbp_reach_add(reach, turn->layout, f);
+    return Py_BuildValue("INNN", (unsigned int)turn->layout->face[f].slot, shape, way,
+                         zbp_pick(weights, reach));
 }
 
-static int add_task(void *arg, PyObject *node, const char *name, const char *kind, const char *why)
+/* New (node, name, kind, why, edges). */
+static PyObject *task(const zbp_turn *turn, uint32_t t, PyObject *weights, zbp_reach *reach)
 {
-    return zbp_append_new(last_of(((explained *)arg)->groups),
-                          Py_BuildValue("OsssN", node, name, kind, why, PyList_New(0)));
+    const zbp_task *plan = &turn->layout->task[t];
+    zbp_error error = {0};
+    PyObject *node = zbp_or_raise(zbp_task_node(turn->held, t, &error), &error);
+    PyObject *name =
+        node != NULL ? zbp_or_raise(zbp_task_name(turn->held, t, &error), &error) : NULL;
+    PyObject *edges = name != NULL ? PyList_New(0) : NULL;
+
+    for (uint32_t f = plan->face_begin; edges != NULL && f < plan->face_end; ++f) {
+        if (zbp_append_new(edges, edge(turn, f, weights, reach)) < 0) {
+            Py_CLEAR(edges);
+        }
+    }
+    if (edges == NULL) {
+        Py_XDECREF(node);
+        Py_XDECREF(name);
+        return NULL;
+    }
+    return Py_BuildValue("NNssN", node, name, zbp_kind_name(plan->kind), zbp_why_name(plan->why),
+                         edges);
 }
 
-/* (slot, shape, way, weights), to the last task. */
-static int add_edge(void *arg, const zbp_explain_edge *edge)
+/* New list of the tasks of a group. */
+static PyObject *tasks(const zbp_turn *turn)
 {
-    const explained *self = arg;
-    PyObject *task = last_of(last_of(self->groups));
+    zbp_error error = {0};
+    zbp_reach reach = {0};
+    PyObject *list = NULL;
 
-    return zbp_append_new(PyTuple_GET_ITEM(task, 4),
-                          Py_BuildValue("INzN", (unsigned int)edge->slot,
-                                        zbp_wrap_shape(edge->shape), edge->way,
-                                        zbp_pick(self->weights, edge->weights)));
+    if (zbp_reach_init(&reach, turn->layout, NULL) != ZBP_OK) {
+        return PyErr_NoMemory();
+    }
+    PyObject *weights = zbp_or_raise(zbp_held_weights(turn->held, &error), &error);
+    list = weights != NULL ? PyList_New(0) : NULL;
+    for (uint32_t t = 0; list != NULL && t < turn->layout->task_count; ++t) {
+        if (zbp_append_new(list, task(turn, t, weights, &reach)) < 0) {
+            Py_CLEAR(list);
+        }
+    }
+    Py_XDECREF(weights);
+    zbp_reach_fini(&reach);
+    return list;
+}
+
+/* New list of those of every group of the survey. */
+static PyObject *groups(zbp_scene *scene)
+{
+    PyObject *list = PyList_New(0);
+
+    for (size_t i = 0; list != NULL && i < zbp_scene_group_count(scene); ++i) {
+        const zbp_turn turn = zbp_scene_group(scene, i);
+        if (zbp_append_new(list, tasks(&turn)) < 0) {
+            Py_CLEAR(list);
+        }
+    }
+    return list;
 }
 
 PyDoc_STRVAR(explain_doc, "explain(outputs, inputs, weights, defer, checkpoint, /)\n--\n\n"
@@ -54,8 +120,7 @@ static PyObject *explain(PyObject *Py_UNUSED(module), PyObject *args)
     zbp_survey survey = {0};
     zbp_scene *scene = NULL;
     zbp_error error = {0};
-    explained self = {0};
-    const zbp_explain_visitor visitor = {&self, add_group, add_task, add_edge};
+    PyObject *list = NULL;
 
     if (!PyArg_ParseTuple(args, "O!O!O!OO:explain", &PyTuple_Type, &outputs, &PyTuple_Type, &inputs,
                           &PyTuple_Type, &weights, &defer, &checkpoint) ||
@@ -64,21 +129,18 @@ static PyObject *explain(PyObject *Py_UNUSED(module), PyObject *args)
                          &policy.checkpoint_of) < 0) {
         return NULL;
     }
-    self.groups = PyList_New(0);
-    if (self.groups == NULL) {
-        return NULL;
-    }
     if (zbp_explain_new(outputs, inputs, weights, policy, &scene, &error) != ZBP_OK) {
-        Py_DECREF(self.groups);
         return zbp_error_raise(&error);
     }
     const int status = zbp_pass_survey(scene, &survey, &error);
-    if (zbp_explain_end(scene, status, &error, &visitor) != ZBP_OK) {
-        Py_CLEAR(self.groups);
+    if (zbp_explain_end(scene, status, &error) == ZBP_OK) {
+        list = groups(scene);
+    } else {
         zbp_error_raise(&error);
     }
+    zbp_scene_free(scene);
     zbp_survey_fini(&survey);
-    return self.groups;
+    return list;
 }
 
 PyDoc_STRVAR(is_watched_doc,

@@ -8,7 +8,7 @@
 #include <structmember.h>
 
 #include "bindings/parts.h"
-#include "shim/explain/zbp_account.h"
+#include "shim/explain/zbp_tasks.h"
 #include "shim/pass/zbp_shim.h"
 #include "shim/work/zbp_work.h"
 

@@ -8,6 +8,8 @@
 #include "bindings/parts.h"
 #include "bindings/searching.h"
 #include "holders/zbp_going.h"
+#include "shim/explain/zbp_tasks.h"
+#include "shim/torch/zbp_tensor.h"
 
 /* The search --------------------------------------------------------------------------------------- */
 
@@ -219,7 +221,8 @@ static PyObject *weights_of_each(zbp_group_access access, PyObject *groups)
     zbp_error error = {0};
 
     for (Py_ssize_t i = 0; list != NULL && i < PyTuple_GET_SIZE(groups); ++i) {
-        PyObject *weights = zbp_group_weights(access.get(PyTuple_GET_ITEM(groups, i)), &error);
+        const zbp_turn turn = zbp_group_turn(access.get(PyTuple_GET_ITEM(groups, i)));
+        PyObject *weights = zbp_held_weights(turn.held, &error);
         if (zbp_append_new(list, zbp_or_raise(weights, &error)) < 0) {
             Py_CLEAR(list);
         }

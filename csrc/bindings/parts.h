@@ -7,7 +7,7 @@
 
 #include <Python.h>
 
-#include "shim/explain/zbp_account.h"
+#include "core/pass/zbp_reach.h"
 #include "shim/pass/zbp_shim.h"
 #include "shim/torch/zbp_raise.h"
 
@@ -42,13 +42,19 @@ int zbp_parse_choice(PyObject *value, const char *name, int last, int *number, P
 /* Appends value, which it steals and which may be NULL with an error set. Returns 0, or -1 with an error set. */
 int zbp_append_new(PyObject *list, PyObject *value);
 
-/* New tuple of ints; new list of those of `weights`, a tuple. NULL with an error set. */
-PyObject *zbp_wrap_shape(zbp_shape shape);
-PyObject *zbp_pick(PyObject *weights, zbp_places places);
+/* New list of those of `weights`, a tuple of the group's, that the question has found. NULL with an error set. */
+PyObject *zbp_pick(PyObject *weights, zbp_reach *reach);
 
-/* New list with a tuple (node, kind, tensors) per task: zbp_group_account()'s words, node None where it has none;
- * tensors: list of tuples (role, storage, bytes, shape, dtype, device, weights), storage an int, 0 where there is
- * none, weights a list of leaf tensors. NULL with an error set. */
+/* New list with a tuple (node, kind, tensors) per task. node: its name, None where I let go of it. kind: "product",
+ * "deferred", "whole" or "root"; "handed over" for a whole node whose Function has left work to W; "outside" for a
+ * node between the tasks and the weights, which W runs and which has saved something; "waiting" for a weight to which
+ * a W that raised could not add its gradient. A spent group has none.
+ *
+ * tensors: those that W will read, a list of tuples (role, storage, bytes, shape, dtype, device, weights). role:
+ * "matrix", "output gradient", "light gradient" (of a vector, computed in I), "kept gradient" (of a matrix, likewise),
+ * "saved" (by the node, or what work was given) or "waiting gradient". storage: an int, the same for tensors that share
+ * memory, 0 where there is none; bytes: of the whole storage. weights: the leaf tensors whose gradients are computed
+ * from it, a list. NULL with an error set, while the group's W runs RuntimeError. */
 PyObject *zbp_account_wrap(const zbp_group *group);
 
 /* Adds the type ParamGroup. New reference, or NULL with an error set. */

@@ -7,8 +7,9 @@
 #include <Python.h>
 
 #include "bindings/parts.h"
+#include "bindings/weight_call.h"
 #include "pass/zbp_pass.h"
-#include "shim/pass/zbp_shim.h"
+#include "shim/pass/zbp_call.h"
 
 /* *seq_out: a new tuple, or NULL for None. A copy even of a list: hooks may change the caller's while
  * the passes run. */
@@ -211,137 +212,6 @@ PyDoc_STRVAR(weight_pass_doc,
              "The weight pass of the groups; returns the weights as a list or tuple, empty for\n"
              "None. See zbpipe.stage_backward_weight.");
 
-/* `attribute` of `object`; *value_out is new, NULL for None and where there is none. */
-static int get_optional(PyObject *object, const char *attribute, PyObject **value_out)
-{
-    *value_out = PyObject_GetAttrString(object, attribute);
-    if (*value_out == Py_None) {
-        Py_CLEAR(*value_out);
-    } else if (*value_out == NULL) {
-        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
-            return -1;
-        }
-        PyErr_Clear();
-    }
-    return 0;
-}
-
-/* Weight number i is added to its main_grad if it has one: *weight_out is then the weight (new), else NULL.
- * Returns 1; 0 if there is no such weight; -1 with an error set. */
-static int take_main_grad(zbp_call *call, size_t i, PyObject **weight_out, zbp_error *error)
-{
-    PyObject *weight = NULL, *main_grad = NULL;
-    int status = zbp_call_weight(call, i, &weight, error);
-
-    *weight_out = NULL;
-    if (status != ZBP_OK) {
-        return zbp_fail(error);
-    }
-    if (weight == NULL) {
-        return 0;
-    }
-    if (get_optional(weight, "main_grad", &main_grad) < 0) {
-        Py_DECREF(weight);
-        return -1;
-    }
-    if (main_grad != NULL) {
-        status = zbp_call_set_main_grad(call, i, main_grad, error);
-        *weight_out = Py_NewRef(weight);
-    }
-    Py_XDECREF(main_grad);
-    Py_DECREF(weight);
-    if (status != ZBP_OK) {
-        Py_CLEAR(*weight_out);
-        return zbp_fail(error);
-    }
-    return 1;
-}
-
-/* So that hooks that would add .grad to main_grad see that there is nothing left to add. */
-static int announce(PyObject *weights)
-{
-    static const char flag[] = "grad_added_to_main_grad";
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(weights); ++i) {
-        PyObject *weight = PyList_GET_ITEM(weights, i);
-        if (PyObject_HasAttrString(weight, flag) &&
-            PyObject_SetAttrString(weight, flag, Py_True) < 0) {
-            return -1;
-        }
-    }
-    return 0;
-}
-
-/* A weight with an attribute main_grad that is a tensor is accumulated there, and its attribute
- * grad_added_to_main_grad, if it has one, becomes True. Until all have been looked at nothing is changed. */
-static int find_main_grads(zbp_call *call, zbp_error *error)
-{
-    PyObject *found = PyList_New(0), *weight;
-    int result = found != NULL ? 1 : -1;
-
-    for (size_t i = 0; result > 0; ++i) {
-        result = take_main_grad(call, i, &weight, error);
-        if (weight != NULL && PyList_Append(found, weight) < 0) {
-            result = -1;
-        }
-        Py_XDECREF(weight);
-    }
-    if (result == 0) {
-        result = announce(found);
-    }
-    Py_XDECREF(found);
-    return result;
-}
-
-/* What can be refused before anything is touched. weights: a tuple, or NULL for no check. */
-static int check_and_begin(zbp_call *call, PyObject *weights, int main_grad, zbp_error *error)
-{
-    const Py_ssize_t listed = weights != NULL ? PyTuple_GET_SIZE(weights) : 0;
-    int status = ZBP_OK;
-
-    for (Py_ssize_t i = 0; status == ZBP_OK && i < listed; ++i) {
-        status = zbp_call_list(call, (size_t)i, PyTuple_GET_ITEM(weights, i), error);
-    }
-    if (status == ZBP_OK && weights != NULL) {
-        status = zbp_call_check_listed(call, (size_t)listed, error);
-    }
-    if (status == ZBP_OK) {
-        status = zbp_call_check(call, error);
-    }
-    if (status == ZBP_OK && main_grad && find_main_grads(call, error) < 0) {
-        return -1;
-    }
-    if (status == ZBP_OK) {
-        status = zbp_call_begin(call, error);
-    }
-    if (status != ZBP_OK) {
-        return zbp_fail(error);
-    }
-    return 0;
-}
-
-/* Returns 0, or -1 with an error set. */
-static int run_weight_pass(zbp_group *const *groups, size_t count, PyObject *weights, zbp_how how,
-                           int main_grad)
-{
-    zbp_call *call = NULL;
-    zbp_error error = {0};
-    int status;
-
-    if (zbp_call_new(groups, count, &call, &error) != ZBP_OK) {
-        return zbp_fail(&error);
-    }
-    if (check_and_begin(call, weights, main_grad, &error) < 0) {
-        zbp_call_free(call);
-        return -1;
-    }
-    Py_BEGIN_ALLOW_THREADS status = zbp_pass_weights(zbp_call_turns(call), count, how, &error);
-    Py_END_ALLOW_THREADS if (zbp_call_end(call, status, &error) != ZBP_OK)
-    {
-        return zbp_fail(&error);
-    }
-    return 0;
-}
-
 static PyObject *weight_pass(PyObject *module, PyObject *args)
 {
     PyObject *given_weights, *given_groups, *weights = NULL, *seq = NULL, *result = NULL;
@@ -371,7 +241,7 @@ static PyObject *weight_pass(PyObject *module, PyObject *args)
     how = (zbp_how){.retain = retain != 0,
                     .fuse = fuse != 0,
                     .wide = wide != 0,
-                    .is_anomaly = zbp_in_anomaly_mode() != 0};
+                    .is_anomaly = zbp_in_anomaly_mode()};
     for (Py_ssize_t i = 0; i < count; ++i) {
         PyObject *item = PySequence_Fast_GET_ITEM(seq, i);
         if (!Py_IS_TYPE(item, zbp_group_type(module))) {
@@ -383,7 +253,7 @@ static PyObject *weight_pass(PyObject *module, PyObject *args)
         }
         groups[i] = zbp_group_of(item);
     }
-    if (run_weight_pass(groups, (size_t)count, weights, how, main_grad) == 0) {
+    if (zbp_run_weight_pass(groups, (size_t)count, weights, how, main_grad != 0) == 0) {
         result = weights != NULL ? Py_NewRef(weights) : PyTuple_New(0);
     }
 

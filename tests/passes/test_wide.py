@@ -156,7 +156,8 @@ def test_bits_of_float32_products_are_those_without_it():
 
 
 def test_no_temporary_of_the_weights_size():
-    """Two MiB for the factors, and a strip of them per thread: here they are small."""
+    """Two MiB for the factors, and a strip of them per thread: here they are small; in float32 where the processor has no
+    instructions of bfloat16's."""
     m = Stage(lambda m, x: F.linear(x, m.w), w=parameter(2048, 1024))
     m.w.main_grad = torch.zeros(2048, 1024)
     x = torch.randn(64, 1024).to(bf16).requires_grad_()
@@ -165,8 +166,8 @@ def test_no_temporary_of_the_weights_size():
     with memory.record() as rec:
         zb.stage_backward_weight([m.w], groups)
     (phase,) = rec.phases
-    strips = torch.get_num_threads() * 64 * 64 * 2
-    assert phase.peak - phase.live_begin == 1024 * 64 * 2 + strips
+    numbers = 1024 * 64 + torch.get_num_threads() * 64 * 64
+    assert phase.peak - phase.live_begin in (numbers * bf16.itemsize, numbers * f32.itemsize)
 
 
 def test_failed_sweep_of_wide_products_goes_on():

@@ -6,8 +6,8 @@
  *
  * Invariant: addresses and serials in the table are unique, serials are below next_serial; of each record
  * that is being fed, the live blocks are those in the table with serials from its first on.
- * Allocation: the table, an array of pointers, and what the records hold. Threads: one at a time; the shim
- * has a lock (zbp_tap.h). Times and threads are the caller's to know, and go into the logs as they are given.
+ * Allocation: the table, an array of pointers, and what the records hold. Threads: one at a time; zbp_tally.h
+ * has a lock. Times and threads are the caller's to know, and go into the logs as they are given.
  */
 #ifndef ZBP_BOOKS_H
 #define ZBP_BOOKS_H

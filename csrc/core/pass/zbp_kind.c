@@ -39,3 +39,24 @@ uint8_t zbp_takes_work(const zbp_fact *fact, zbp_decision decision)
 
     return may ? decision.defer : ZBP_DEFER_NOTHING;
 }
+
+const char *zbp_kind_name(uint8_t kind)
+{
+    static const char *const name[] = {[ZBP_TASK_PRODUCT] = "product",
+                                       [ZBP_TASK_DEFERRED] = "deferred",
+                                       [ZBP_TASK_WHOLE] = "whole",
+                                       [ZBP_TASK_ROOT] = "root"};
+
+    return name[kind];
+}
+
+const char *zbp_why_name(uint8_t why)
+{
+    static const char *const name[] = {
+        [ZBP_WHY_SEPARABLE] = "separable", [ZBP_WHY_ROOT] = "root",
+        [ZBP_WHY_POST_HOOK] = "post hook", [ZBP_WHY_POLICY] = "policy",
+        [ZBP_WHY_FUNCTION] = "function",   [ZBP_WHY_UNKNOWN] = "unknown",
+        [ZBP_WHY_PACKED] = "packed",       [ZBP_WHY_LIGHT] = "light"};
+
+    return name[why];
+}

@@ -36,6 +36,10 @@ uint8_t zbp_kind_of(const zbp_fact *fact, zbp_sides sides, zbp_decision decision
  * it is a Function's. */
 uint8_t zbp_takes_work(const zbp_fact *fact, zbp_decision decision);
 
+/* A ZBP_TASK_* and a ZBP_WHY_* in a word or two, for people; static. */
+const char *zbp_kind_name(uint8_t kind);
+const char *zbp_why_name(uint8_t why);
+
 #ifdef __cplusplus
 }
 #endif

@@ -1,43 +1,18 @@
 #include "shim/explain/zbp_explain.h"
 
 #include <ATen/ops/ones_like.h>
-#include <torch/csrc/autograd/python_cpp_function.h>
-#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
-#include <torch/csrc/utils/object_ptr.h>
 
-#include "shim/explain/reach.h"
-#include "shim/pass/kinds.h"
 #include "shim/pass/scene.h"
 #include "shim/pass/walk.h"
 #include "shim/torch/error.h"
+#include "shim/torch/nodes.h"
 #include "shim/torch/python.h"
 
 namespace {
 
 using namespace zbp;
 namespace impl = torch::autograd::impl;
-
-const char* name_of_why(uint8_t why) {
-  switch (why) {
-    case ZBP_WHY_SEPARABLE:
-      return "separable";
-    case ZBP_WHY_POST_HOOK:
-      return "post hook";
-    case ZBP_WHY_POLICY:
-      return "policy";
-    case ZBP_WHY_FUNCTION:
-      return "function";
-    case ZBP_WHY_UNKNOWN:
-      return "unknown";
-    case ZBP_WHY_PACKED:
-      return "packed";
-    case ZBP_WHY_LIGHT:
-      return "light";
-    default:
-      return "root";
-  }
-}
 
 std::vector<at::Tensor> tensors_in(PyObject* seq, const char* name) {
   std::vector<at::Tensor> tensors;
@@ -52,51 +27,6 @@ std::vector<at::Tensor> tensors_in(PyObject* seq, const char* name) {
     }
   }
   return tensors;
-}
-
-/// What makes W go through the engine to get from the face to its weight; nothing if it need not.
-std::optional<std::string> obstacle_of(const Face& face, const zbp_face& plan) {
-  switch (plan.obstacle) {
-    case ZBP_OBSTACLE_NONE:
-      return std::nullopt;
-    case ZBP_OBSTACLE_CAST:
-      return "it is cast twice on its way";
-    case ZBP_OBSTACLE_SUM:
-      return "several gradients meet before its cast";
-    default:
-      break;
-  }
-  Node* node = face.edge.function.get();
-  for (uint8_t i = 0; i < plan.steps; ++i) {
-    node = node->next_edge(0).function.get();
-  }
-  return c10::str(has_hooks(*node) ? "a hook watches " : "it is computed by ", node->name());
-}
-
-void tell(const zbp_explain_visitor& visitor, const Task& task, size_t f, Reach& reach) {
-  const Face& face = task.face[f];
-  const zbp_face& plan = task.plan(f);
-  const auto& metadata = face.edge.function->input_metadata(face.edge.input_nr);
-  const Sizes sizes =
-      metadata.is_nested_tensor() ? Sizes() : numbers(metadata.shape_as_dim_vector());
-  const std::optional<std::string> way = obstacle_of(face, plan);
-  reach.begin();
-  reach.add(task, f);
-  const zbp_explain_edge edge{
-      plan.slot, {sizes.data(), sizes.size()}, way ? way->c_str() : nullptr, reach.weights()};
-  check_told(visitor.edge(visitor.arg, &edge));
-}
-
-void tell(const zbp_explain_visitor& visitor, const Task& task, Reach& reach) {
-  THPObjectPtr node(torch::autograd::functionToPyObject(task.node));
-  if (!node) {
-    throw python_error();
-  }
-  check_told(visitor.task(visitor.arg, node.get(), task.node->name().c_str(), name_of(task.kind()),
-                          name_of_why(task.plan().why)));
-  for (size_t f = 0; f < task.face.size(); ++f) {
-    tell(visitor, task, f, reach);
-  }
 }
 
 }  // namespace
@@ -123,22 +53,21 @@ int zbp_explain_new(PyObject* outputs, PyObject* inputs, PyObject* weights, zbp_
   return status;
 }
 
-int zbp_explain_end(zbp_scene* scene, int status, zbp_error* error,
-                    const zbp_explain_visitor* visitor) {
-  const std::unique_ptr<zbp_scene> owned(scene);
-  return owned->barrier.end(error, [&] {
+int zbp_explain_end(zbp_scene* scene, int status, zbp_error* error) {
+  return scene->barrier.end(error, [&] {
     if (status != ZBP_OK) {
       rethrow(*error, status);
     }
-    for (const GroupPtr& group : owned->groups) {
-      THPObjectPtr weights(wrap_weights(*group));
-      check_told(visitor->group(visitor->arg, weights.get()));
-      Reach reach(*group);
-      for (const Task& task : group->tasks) {
-        tell(*visitor, task, reach);
-      }
-    }
   });
+}
+
+size_t zbp_scene_group_count(const zbp_scene* scene) {
+  return scene->groups.size();
+}
+
+zbp_turn zbp_scene_group(zbp_scene* scene, size_t i) {
+  Group& group = *scene->groups[i];
+  return {&group.layout, &group.book, held_by(group)};
 }
 
 int zbp_is_watched(PyObject* object, int* out, zbp_error* error) {

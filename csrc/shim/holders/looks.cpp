@@ -11,6 +11,7 @@
 #include "shim/holders/things.h"
 #include "shim/torch/nodes.h"
 #include "shim/torch/python.h"
+#include "shim/torch/zbp_tensor.h"
 
 namespace {
 
@@ -51,10 +52,6 @@ PyObject* object_of_node(Node& node) {
 
 c10::Device device_of(const zbp_memory& memory) {
   return {static_cast<c10::DeviceType>(memory.device_type), memory.device_index};
-}
-
-PyObject* new_text(const std::string& text) {
-  return PyUnicode_FromStringAndSize(text.data(), static_cast<Py_ssize_t>(text.size()));
 }
 
 /// Calls `visit` with each storage of what `tensor` is made of.
@@ -123,9 +120,9 @@ PyObject* zbp_look_object(uint8_t thing, const void* key, zbp_error* error) {
 
 PyObject* zbp_look_name(uint8_t thing, const void* key, zbp_error* error) {
   return guarded_object(error, [&] {
-    return new_text(thing == ZBP_THING_TENSOR ? describe_briefly(tensor_at(key))
-                    : thing == ZBP_THING_NODE ? static_cast<const Node*>(key)->name()
-                                              : "");
+    return wrap_text(thing == ZBP_THING_TENSOR ? describe_briefly(tensor_at(key))
+                     : thing == ZBP_THING_NODE ? static_cast<const Node*>(key)->name()
+                                               : "");
   });
 }
 
@@ -135,21 +132,15 @@ PyObject* zbp_look_tensor(const void* tensor, bool wraps, zbp_error* error) {
       return Py_BuildValue("(()OOi)", torch::getTHPDtype(c10::kByte), Py_None, 0);
     }
     c10::TensorImpl& impl = tensor_at(tensor);
-    THPObjectPtr shape = new_list();
-    int64_t bytes = 0;
-    if (has_plain_shape(impl)) {
-      for (const auto& size : impl.sym_sizes()) {
-        append(shape, PyLong_FromLongLong(size.maybe_as_int().value_or(-1)));
-      }
-      bytes = impl.numel() * static_cast<int64_t>(impl.itemsize());
-    }
+    const bool is_plain = has_plain_shape(impl);
+    THPObjectPtr shape(wrap_sizes(is_plain ? impl.sym_sizes() : c10::SymIntArrayRef()));
+    const int64_t bytes = is_plain ? impl.numel() * static_cast<int64_t>(impl.itemsize()) : 0;
     THPObjectPtr object(Py_XNewRef(object_of(ZBP_THING_TENSOR, tensor)));
     if (!object && wraps) {
       object = THPObjectPtr(THPVariable_Wrap(at::Tensor(
           c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(&impl))));
     }
-    return Py_BuildValue("(NOOL)", PyList_AsTuple(shape),
-                         reinterpret_cast<PyObject*>(dtype_of(impl)),
+    return Py_BuildValue("(OOOL)", shape.get(), reinterpret_cast<PyObject*>(dtype_of(impl)),
                          object ? object.get() : Py_None, static_cast<long long>(bytes));
   });
 }
@@ -159,14 +150,7 @@ PyObject* zbp_look_device(const zbp_memory* memory, zbp_error* error) {
 }
 
 PyObject* zbp_look_device_name(const zbp_memory* memory, zbp_error* error) {
-  return guarded_object(error, [&] { return new_text(device_of(*memory).str()); });
-}
-
-const void* zbp_tensor_key(PyObject* tensor) {
-  return PyType_IsSubtype(Py_TYPE(tensor), reinterpret_cast<PyTypeObject*>(THPVariableClass)) &&
-                 THPVariable_Unpack(tensor).defined()
-             ? THPVariable_Unpack(tensor).unsafeGetTensorImpl()
-             : nullptr;
+  return guarded_object(error, [&] { return wrap_text(device_of(*memory).str()); });
 }
 
 PyObject* zbp_storages_of(PyObject* tensors, zbp_error* error) {
@@ -180,8 +164,4 @@ PyObject* zbp_addresses_of(PyObject* tensors, zbp_error* error) {
     zbp_storage_look(storage, &memory);
     return PyLong_FromUnsignedLongLong(memory.address);
   });
-}
-
-PyObject* zbp_group_weights(const zbp_group* group, zbp_error* error) {
-  return guarded_object(error, [&] { return wrap_weights(*group->group); });
 }

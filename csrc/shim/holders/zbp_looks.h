@@ -43,18 +43,12 @@ PyObject *zbp_look_tensor(const void *tensor, bool wraps, zbp_error *error);
 PyObject *zbp_look_device(const zbp_memory *memory, zbp_error *error);
 PyObject *zbp_look_device_name(const zbp_memory *memory, zbp_error *error);
 
-/* The tensor of a Python object that is one, or NULL; as the key of a thing. Borrowed from the object. */
-const void *zbp_tensor_key(PyObject *tensor);
-
 /* New set of the identities (ints) of the storages of `tensors`, a sequence, and of the tensors that sparse, nested
  * and quantized ones are made of; what is no tensor adds nothing. */
 PyObject *zbp_storages_of(PyObject *tensors, zbp_error *error);
 
 /* Likewise, the addresses of their memory. */
 PyObject *zbp_addresses_of(PyObject *tensors, zbp_error *error);
-
-/* New tuple of a group's weights. */
-PyObject *zbp_group_weights(const zbp_group *group, zbp_error *error);
 
 #ifdef __cplusplus
 }

@@ -3,22 +3,18 @@
 #include <pthread.h>
 #include <time.h>
 
-#include <algorithm>
 #include <array>
 #include <atomic>
-#include <cstdlib>
 #include <memory>
-#include <mutex>
-#include <unordered_map>
+#include <new>
 #include <utility>
-#include <vector>
 
 #include <c10/core/Allocator.h>
 #include <c10/core/StorageImpl.h>
 #include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include "core/memory/zbp_ledger.h"
+#include "core/memory/zbp_tally.h"
 #include "shim/memory/traces.h"
 #include "shim/torch/python.h"
 
@@ -26,100 +22,39 @@ namespace {
 
 using namespace zbp;
 
-/// CLOCK_MONOTONIC in nanoseconds.
+/// CLOCK_MONOTONIC.
 uint64_t nanoseconds() {
   timespec now{};
   clock_gettime(CLOCK_MONOTONIC, &now);
   return static_cast<uint64_t>(now.tv_sec) * 1000000000u + static_cast<uint64_t>(now.tv_nsec);
 }
 
-/// A small number for the calling thread, from 1.
-uint32_t this_thread() {
-  static std::atomic<uint32_t> next{0};
-  thread_local const uint32_t number = ++next;
-  return number;
-}
-
 /// What all recordings share. Never destroyed: tensors are freed until the process ends.
-struct Tapped {
-  std::mutex mutex;
-  zbp_ledger ledger{};
-  std::unordered_map<uint64_t, Trace> traces;
-  // To be read without the lock:
-  std::atomic<bool> is_fed{false};      // some record is; whoever sees it sees the tap in front
-  std::atomic<size_t> block_count{0};   // in use
-  std::atomic<int> tracers{0};          // who wants to know where blocks come from
-  std::atomic<uint64_t> generation{0};  // of traces: an older one's codes may be gone
-  std::atomic<uint64_t> watchers{
-      0};  // changes when nobody wants to know any more what collections free
-};
-
-Tapped& tapped() {
-  static Tapped* const all = new Tapped;
-  return *all;
+zbp_tally* tally() {
+  static zbp_tally* const all = [] {
+    auto* const made = new zbp_tally;
+    zbp_tally_init(made, &nanoseconds, nullptr);
+    return made;
+  }();
+  return all;
 }
 
 uint64_t number_of(const void* data) {
   return static_cast<uint64_t>(reinterpret_cast<uintptr_t>(data));
 }
 
-/// The clock is read under the lock, so that no log runs backwards; and not where nobody will be told.
-uint64_t now(const zbp_ledger& ledger) {
-  return ledger.record_count != 0 ? nanoseconds() : 0;
-}
-
-void note_untracked() {
-  Tapped& t = tapped();
-  const std::lock_guard<std::mutex> lock(t.mutex);
-  zbp_ledger_untracked(&t.ledger);
-}
-
-/// What a collection that runs on this thread has freed.
-struct Collection {
-  bool runs = false;
-  uint64_t watchers = 0;  // those that it began for
-  std::vector<zbp_block> freed;
-};
-
-thread_local Collection collection;
-
-/// Without memory for the ledger the block is not followed: nobody will know it when it is freed.
-/// One that the ledger has at its address was freed past our deleter: raw_deallocate() after we were taken out.
+/// One that is followed at this address already was freed past our deleter: raw_deallocate() after we were taken out.
 void note_alloc(const void* data, size_t bytes) {
-  Tapped& t = tapped();
-  const uint64_t generation = t.generation.load(std::memory_order_acquire);
-  Trace trace = t.tracers.load(std::memory_order_relaxed) != 0 ? trace_now() : Trace();
-  const std::lock_guard<std::mutex> lock(t.mutex);
-  const uint64_t address = number_of(data);
-  if (zbp_ledger_alloc(&t.ledger, now(t.ledger), this_thread(), address, bytes) != ZBP_OK) {
-    zbp_ledger_untracked(&t.ledger);
-    return;
+  Trace trace = trace_now();
+  if (zbp_tally_alloc(tally(), number_of(data), bytes)) {
+    keep_trace(number_of(data), std::move(trace));
   }
-  if (!trace.empty() && generation == t.generation.load(std::memory_order_relaxed)) {
-    t.traces.insert_or_assign(address, std::move(trace));
-  }
-  t.block_count.store(t.ledger.blocks.count, std::memory_order_relaxed);
 }
 
 /// Before the block is freed: afterwards another thread may be given its address.
 void note_free(const void* data) {
-  Tapped& t = tapped();
-  if (t.block_count.load(std::memory_order_relaxed) == 0) {
-    return;
-  }
-  const uint64_t address = number_of(data);
-  decltype(t.traces)::node_type trace;  // goes when the lock is given back
-  const std::lock_guard<std::mutex> lock(t.mutex);
-  if (!t.traces.empty()) {
-    trace = t.traces.extract(address);
-  }
-  zbp_block block{};
-  if (zbp_ledger_free(&t.ledger, now(t.ledger), this_thread(), address, &block)) {
-    t.block_count.store(t.ledger.blocks.count, std::memory_order_relaxed);
-    if (collection.runs && collection.watchers == t.watchers.load(std::memory_order_relaxed)) {
-      collection.freed.push_back(block);
-    }
-  }
+  forget_trace(number_of(data));
+  zbp_tally_free(tally(), number_of(data));
 }
 
 /// Around the context of a block whose deleter needs one.
@@ -183,7 +118,7 @@ struct Inside {
 };
 
 c10::DataPtr Tap::allocate(size_t bytes) {
-  if (is_inside || !tapped().is_fed.load(std::memory_order_acquire)) {
+  if (is_inside || !zbp_tally_is_fed(tally())) {
     return behind()->allocate(bytes);
   }
   c10::DataPtr block = [&] {
@@ -200,7 +135,7 @@ c10::DataPtr Tap::allocate(size_t bytes) {
   }
   auto* context = new (std::nothrow) Context{block.get(), block.get_context(), block.get_deleter()};
   if (context == nullptr) {
-    note_untracked();
+    zbp_tally_untracked(tally());
     return block;
   }
   note_alloc(block.get(), bytes);
@@ -277,11 +212,20 @@ c10::StorageImpl* storage_in(PyObject* object) {
 }
 
 void lock_for_fork() {
-  tapped().mutex.lock();
+  zbp_tally_lock(tally());
+  lock_traces();
 }
 
 void unlock_after_fork() {
-  tapped().mutex.unlock();
+  unlock_traces();
+  zbp_tally_unlock(tally());
+}
+
+/// libc's memory, which is the caller's to free().
+int give(int status, const zbp_block_list& list, zbp_block** blocks_out, size_t* count_out) {
+  *blocks_out = list.block;
+  *count_out = list.count;
+  return status;
 }
 
 }  // namespace
@@ -294,20 +238,17 @@ int zbp_tap_start(zbp_record* record, uint64_t max_events, zbp_error* error) {
     if (at_fork != 0) {
       refuse_for_memory();
     }
-    Tapped& t = tapped();
-    const bool is_first = !t.is_fed.load(std::memory_order_relaxed);
+    const bool is_first = !zbp_tally_is_fed(tally());
     if (is_first) {
       install();
     }
-    const std::lock_guard<std::mutex> lock(t.mutex);
-    if (zbp_ledger_start(&t.ledger, record, nanoseconds(), this_thread(), max_events) != ZBP_OK) {
+    is_fed = zbp_tally_start(tally(), record, max_events) == ZBP_OK;
+    if (!is_fed) {
       if (is_first) {
         uninstall();
       }
       refuse_for_memory();
     }
-    t.is_fed.store(true, std::memory_order_release);
-    is_fed = true;
   });
   if (status != ZBP_OK && is_fed) {  // a warning is an error
     int displaced = 0;
@@ -318,12 +259,8 @@ int zbp_tap_start(zbp_record* record, uint64_t max_events, zbp_error* error) {
 }
 
 void zbp_tap_stop(zbp_record* record, int* displaced_out) {
-  Tapped& t = tapped();
   *displaced_out = !is_tap(installed());
-  const std::lock_guard<std::mutex> lock(t.mutex);
-  zbp_ledger_stop(&t.ledger, record);
-  if (t.ledger.record_count == 0) {
-    t.is_fed.store(false, std::memory_order_relaxed);
+  if (zbp_tally_stop(tally(), record)) {
     uninstall();
   }
 }
@@ -353,98 +290,47 @@ int zbp_tap_feeds(const void* allocator) {
 }
 
 int zbp_tap_mark(zbp_record* record, uint32_t* index_out) {
-  Tapped& t = tapped();
-  const std::lock_guard<std::mutex> lock(t.mutex);
-  return zbp_ledger_mark(&t.ledger, record, nanoseconds(), this_thread(), index_out);
+  return zbp_tally_mark(tally(), record, index_out);
 }
 
 void zbp_tap_trace_start(void) {
-  ++tapped().tracers;
+  start_tracing();
 }
 
 void zbp_tap_trace_stop(void) {
-  Tapped& t = tapped();
-  if (--t.tracers != 0) {
-    return;
-  }
-  decltype(t.traces) traces;
-  {
-    const std::lock_guard<std::mutex> lock(t.mutex);
-    traces.swap(t.traces);
-    ++t.generation;
-  }
-  forget_codes();
+  stop_tracing();
 }
 
 PyObject* zbp_tap_trace_of(uint64_t address, zbp_error* error) {
-  return guarded_object(error, [&] {
-    Tapped& t = tapped();
-    Trace trace;
-    {
-      const std::lock_guard<std::mutex> lock(t.mutex);
-      if (const auto found = t.traces.find(address); found != t.traces.end()) {
-        trace = found->second;
-      }
-    }
-    return described(trace);
-  });
+  return guarded_object(error, [&] { return describe_trace(address); });
 }
 
 void zbp_tap_collection_begins(void) {
-  collection.freed.clear();
-  collection.watchers = tapped().watchers.load(std::memory_order_relaxed);
-  collection.runs = true;
+  zbp_tally_collection_begins(tally());
 }
 
 int zbp_tap_collection_ends(zbp_block** blocks_out, size_t* count_out) {
-  *blocks_out = nullptr;
-  *count_out = 0;
-  const std::vector<zbp_block> freed = std::exchange(collection, {}).freed;
-  if (freed.empty()) {
-    return ZBP_OK;
-  }
-  auto* const blocks = static_cast<zbp_block*>(std::malloc(freed.size() * sizeof(zbp_block)));
-  if (blocks == nullptr) {
-    return ZBP_ENOMEM;
-  }
-  std::copy(freed.begin(), freed.end(), blocks);
-  *blocks_out = blocks;
-  *count_out = freed.size();
-  return ZBP_OK;
+  zbp_block_list list{};
+  return give(zbp_tally_collection_ends(&list), list, blocks_out, count_out);
 }
 
 void zbp_tap_forget_collections(void) {
-  ++tapped().watchers;
+  zbp_tally_forget_collections(tally());
 }
 
 uint64_t zbp_tap_serial(void) {
-  Tapped& t = tapped();
-  const std::lock_guard<std::mutex> lock(t.mutex);
-  return t.ledger.next_serial;
+  return zbp_tally_serial(tally());
 }
 
 int zbp_tap_blocks(uint64_t since, zbp_block** blocks_out, size_t* count_out) {
-  Tapped& t = tapped();
-  const std::lock_guard<std::mutex> lock(t.mutex);
-  *blocks_out = nullptr;
-  *count_out = 0;
-  const size_t in_use = t.ledger.blocks.count;
-  if (in_use == 0) {
-    return ZBP_OK;
-  }
-  auto* const blocks = static_cast<zbp_block*>(std::malloc(in_use * sizeof(zbp_block)));
-  if (blocks == nullptr) {
-    return ZBP_ENOMEM;
-  }
-  *blocks_out = blocks;
-  *count_out = zbp_ledger_since(&t.ledger, since, blocks);
-  return ZBP_OK;
+  zbp_block_list list{};
+  return give(zbp_tally_blocks(tally(), since, &list), list, blocks_out, count_out);
 }
 
 void zbp_tap_lock(void) {
-  tapped().mutex.lock();
+  zbp_tally_lock(tally());
 }
 
 void zbp_tap_unlock(void) {
-  tapped().mutex.unlock();
+  zbp_tally_unlock(tally());
 }

@@ -1,7 +1,11 @@
 #include "shim/memory/traces.h"
 
+#include <atomic>
+#include <mutex>
 #include <new>
+#include <unordered_map>
 #include <unordered_set>
+#include <utility>
 
 #include <torch/csrc/utils/object_ptr.h>
 #include <torch/csrc/utils/pythoncapi_compat.h>
@@ -13,6 +17,21 @@ namespace zbp {
 
 namespace {
 
+/// Never destroyed: tensors are freed until the process ends.
+struct Traces {
+  std::mutex mutex;
+  std::unordered_map<uint64_t, std::vector<TracedFrame>> of_block;
+  // To be read without the lock:
+  std::atomic<size_t> count{0};
+  std::atomic<int> tracers{0};
+  std::atomic<uint64_t> tracing{0};  // of an older one the codes may be gone
+};
+
+Traces& traces() {
+  static auto* const all = new Traces;
+  return *all;
+}
+
 /// Of all traces, each owned once. Touched with the GIL alone.
 std::unordered_set<PyCodeObject*>& codes() {
   static auto* const all = new std::unordered_set<PyCodeObject*>;
@@ -21,12 +40,37 @@ std::unordered_set<PyCodeObject*>& codes() {
 
 }  // namespace
 
+void start_tracing() {
+  ++traces().tracers;
+}
+
+void stop_tracing() {
+  Traces& t = traces();
+  if (--t.tracers != 0) {
+    return;
+  }
+  decltype(t.of_block) dead;
+  {
+    const std::lock_guard<std::mutex> lock(t.mutex);
+    dead.swap(t.of_block);
+    t.count = 0;
+    ++t.tracing;
+  }
+  std::unordered_set<PyCodeObject*> mine;
+  mine.swap(codes());
+  for (PyCodeObject* const code : mine) {
+    Py_DECREF(code);
+  }
+}
+
 Trace trace_now() noexcept {
-  if (!Py_IsInitialized() || PyGILState_GetThisThreadState() == nullptr) {
-    return {};
+  Trace trace;
+  trace.tracing = traces().tracing.load(std::memory_order_acquire);
+  if (traces().tracers.load(std::memory_order_relaxed) == 0 || !Py_IsInitialized() ||
+      PyGILState_GetThisThreadState() == nullptr) {
+    return trace;
   }
   const AcquireGil gil;
-  Trace trace;
   PyFrameObject* frame = PyEval_GetFrame();
   Py_XINCREF(frame);
   try {
@@ -35,33 +79,63 @@ Trace trace_now() noexcept {
       if (!codes().insert(code).second) {
         Py_DECREF(code);
       }
-      trace.push_back({code, PyFrame_GetLasti(frame)});
+      trace.frames.push_back({code, PyFrame_GetLasti(frame)});
       PyFrameObject* const back = PyFrame_GetBack(frame);
       Py_DECREF(frame);
       frame = back;
     }
   } catch (const std::bad_alloc&) {
     Py_XDECREF(frame);
-    trace.clear();
+    trace.frames.clear();
   }
   return trace;
 }
 
-PyObject* described(const Trace& trace) {
+void keep_trace(uint64_t address, Trace&& trace) {
+  Traces& t = traces();
+  if (!trace.frames.empty()) {
+    const std::lock_guard<std::mutex> lock(t.mutex);
+    if (trace.tracing == t.tracing.load(std::memory_order_relaxed)) {
+      t.of_block.insert_or_assign(address, std::move(trace.frames));
+      t.count = t.of_block.size();
+    }
+  }
+}
+
+void forget_trace(uint64_t address) noexcept {
+  Traces& t = traces();
+  if (t.count.load(std::memory_order_relaxed) == 0) {
+    return;
+  }
+  decltype(t.of_block)::node_type dead;  // goes when the lock is given back
+  const std::lock_guard<std::mutex> lock(t.mutex);
+  dead = t.of_block.extract(address);
+  t.count = t.of_block.size();
+}
+
+void lock_traces() {
+  traces().mutex.lock();
+}
+
+void unlock_traces() {
+  traces().mutex.unlock();
+}
+
+PyObject* describe_trace(uint64_t address) {
+  Traces& t = traces();
+  std::vector<TracedFrame> frames;
+  {
+    const std::lock_guard<std::mutex> lock(t.mutex);
+    if (const auto found = t.of_block.find(address); found != t.of_block.end()) {
+      frames = found->second;
+    }
+  }
   THPObjectPtr list = new_list();
-  for (const auto& [code, instruction] : trace) {
+  for (const auto& [code, instruction] : frames) {
     append(list, Py_BuildValue("(OOi)", code->co_filename, code->co_name,
                                PyCode_Addr2Line(code, instruction)));
   }
   return list.release();
-}
-
-void forget_codes() {
-  std::unordered_set<PyCodeObject*> mine;
-  mine.swap(codes());
-  for (PyCodeObject* const code : mine) {
-    Py_DECREF(code);
-  }
 }
 
 }  // namespace zbp

@@ -1,39 +1,30 @@
 #include "shim/pass/budget.h"
 
 #include <algorithm>
+#include <iterator>
 #include <mutex>
-#include <unordered_map>
-#include <unordered_set>
 #include <utility>
 
 #include "shim/pass/dtensor.h"
 #include "shim/pass/group.h"
 #include "shim/pass/kinds.h"
+#include "shim/torch/error.h"
 
 namespace zbp {
 
 namespace {
 
-struct Counted {
-  size_t groups = 0;
-  uint64_t bytes = 0;
-};
-
 /// While the mutex is locked nothing runs that could ask for the GIL, for which its holders may wait with the GIL held:
 /// what a tensor's storage is, for a DTensor a matter of Python's, is found out before.
-struct Books {
+struct Room {
   std::mutex mutex;
-  std::unordered_map<const c10::StorageImpl*, Counted> of_storage;
-  uint64_t least_waiting = 0;
-  zbp_most most{};  // of least_waiting
+  zbp_room of_process{};
 };
 
-std::atomic<uint64_t> counted_bytes = 0;  // written with the books locked
-
 /// Leaked: groups may be freed after all that is static.
-Books& books() {
-  static Books& books = *new Books;
-  return books;
+Room& room() {
+  static Room& room = *new Room;
+  return room;
 }
 
 /// A storage, and its bytes.
@@ -63,36 +54,38 @@ void add_places(Places& places, const Task& task) {
   for_each_watched(task, [&](const Watched& one) { add_place(places, one.tensor()); });
 }
 
+uint64_t address_of(const c10::weak_intrusive_ptr<c10::StorageImpl>& storage) {
+  return reinterpret_cast<uintptr_t>(storage._unsafe_get_target());
+}
+
+zbp_place number_of(const Place& place) {
+  return {address_of(place.storage), place.bytes};
+}
+
+/// Called with the room locked, as all that follows.
 void count(CountedStorages& counted, Places&& places) {
+  counted.reserve(counted.size() + places.size());
   for (Place& place : places) {
-    const auto [entry, is_new] = books().of_storage.try_emplace(place.storage._unsafe_get_target());
-    if (is_new) {
-      entry->second.bytes = place.bytes;
-      counted_bytes += place.bytes;
-    }
-    ++entry->second.groups;
+    check_status(zbp_room_count(&room().of_process, number_of(place)));
     counted.push_back(std::move(place.storage));
   }
 }
 
 void forget(const CountedStorages& counted) noexcept {
   for (const auto& storage : counted) {
-    const auto entry = books().of_storage.find(storage._unsafe_get_target());
-    if (entry != books().of_storage.end() && --entry->second.groups == 0) {
-      counted_bytes -= entry->second.bytes;
-      books().of_storage.erase(entry);
-    }
+    zbp_room_forget(&room().of_process, address_of(storage));
   }
 }
 
-uint64_t uncounted_bytes(const Places& places, std::unordered_set<const void*>& seen) {
-  uint64_t bytes = 0;
-  for (const Place& place : places) {
-    const c10::StorageImpl* const storage = place.storage._unsafe_get_target();
-    if (books().of_storage.count(storage) == 0 && seen.insert(storage).second) {
-      bytes += place.bytes;
-    }
+/// Of what is not counted yet: what is always held, and that with what is held besides.
+std::pair<uint64_t, uint64_t> weigh(const Places& always, const Places& besides) {
+  std::vector<zbp_place> places;
+  for (const Places* part : {&always, &besides}) {
+    std::transform(part->begin(), part->end(), std::back_inserter(places), number_of);
   }
+  std::pair<uint64_t, uint64_t> bytes;
+  zbp_room_weigh(&room().of_process, places.data(), always.size(), places.size(), &bytes.first,
+                 &bytes.second);
   return bytes;
 }
 
@@ -125,30 +118,6 @@ uint64_t factor_bytes(const Task& task) {
   return bytes;
 }
 
-/// What is free for a task of this I, behind Note [Room that is kept free]. Called with the books locked.
-uint64_t room_in(const Budget& budget) {
-  const uint64_t now = books().least_waiting + budget.least;
-  const uint64_t most = zbp_most_of(&books().most);
-  const uint64_t to_come = most - std::min(most, now);
-  const uint64_t taken = counted_bytes + budget.due + to_come;
-  return budget.at_most - std::min(budget.at_most, taken);
-}
-
-/// The task has run. Called with the books locked.
-void settle(Group& group, Task& task, uint64_t least) {
-  group.budget->due -= task.due;
-  task.due = 0;
-  group.least_held += least;
-}
-
-/// Modulo 2^64. Called with the books locked.
-void add_to_least_waiting(uint64_t bytes) {
-  if (bytes != 0) {
-    books().least_waiting += bytes;
-    zbp_most_see(&books().most, books().least_waiting);
-  }
-}
-
 }  // namespace
 
 uint64_t gradient_bytes(const Group& group, const Task& task, size_t face) {
@@ -175,17 +144,16 @@ void expect_held(const std::vector<GroupPtr>& groups) {
   if (groups.empty() || !groups[0]->budget) {
     return;
   }
-  Budget& budget = *groups[0]->budget;
+  zbp_budget& budget = groups[0]->budget->of_call;
   for (const GroupPtr& group : groups) {
     for (Task& task : group->tasks) {
       if (task.kind() != Kind::root) {
         const uint64_t gradients = gradient_bytes(*group, task);
         task.due = task.kind() == Kind::whole ? gradients : std::min(gradients, factor_bytes(task));
-        budget.due += task.due;
+        zbp_budget_expect(&budget, task.due);
       }
     }
   }
-  budget.least = budget.due;
 }
 
 uint8_t hold_within_budget(Group& group, Task& task, const Wanted& wanted) {
@@ -194,14 +162,12 @@ uint8_t hold_within_budget(Group& group, Task& task, const Wanted& wanted) {
   demand.bytes[ZBP_HOLD_COMPUTED] = wanted.computed;
   Places always = places_of(wanted.always);
   Places besides = places_of(wanted.besides);
-  const std::lock_guard<std::mutex> lock(books().mutex);
-  std::unordered_set<const void*> seen;
-  const uint64_t always_bytes = uncounted_bytes(always, seen);
+  const std::lock_guard<std::mutex> lock(room().mutex);
+  const auto [always_bytes, all_bytes] = weigh(always, besides);
   demand.bytes[ZBP_HOLD_PACKED] = wanted.can_stay_packed ? always_bytes : ZBP_NO_WAY;
-  demand.bytes[ZBP_HOLD_KEPT] =
-      wanted.is_weighed ? always_bytes + uncounted_bytes(besides, seen) : ZBP_NO_WAY;
-  settle(group, task, *std::min_element(std::begin(demand.bytes), std::end(demand.bytes)));
-  const uint8_t way = zbp_hold_within(room_in(*group.budget), &demand);
+  demand.bytes[ZBP_HOLD_KEPT] = wanted.is_weighed ? all_bytes : ZBP_NO_WAY;
+  const uint8_t way =
+      zbp_room_choose(&room().of_process, &group.budget->of_call, &group.share, &task.due, &demand);
   if (way != wanted.asked) {
     group.budget->is_full = true;
   }
@@ -218,8 +184,8 @@ void count_held(Group& group, Task& task) {
   if (group.budget) {
     Places places;
     add_places(places, task);
-    const std::lock_guard<std::mutex> lock(books().mutex);
-    settle(group, task, task.due);
+    const std::lock_guard<std::mutex> lock(room().mutex);
+    zbp_room_settle(&group.budget->of_call, &group.share, &task.due, task.due);
     count(group.counted, std::move(places));
     const auto dead = std::stable_partition(group.counted.begin(), group.counted.end(),
                                             [](const auto& storage) { return !storage.expired(); });
@@ -235,26 +201,24 @@ void begin_to_wait(Group& group) {
       add_places(places, task);
     }
     CountedStorages now;
-    const std::lock_guard<std::mutex> lock(books().mutex);
+    const std::lock_guard<std::mutex> lock(room().mutex);
     count(now, std::move(places));
     forget(std::exchange(group.counted, std::move(now)));
-    group.waits = true;
-    add_to_least_waiting(group.least_held);
+    zbp_room_wait(&room().of_process, &group.share);
   }
 }
 
 void forget_held(Group& group) noexcept {
   if (group.budget) {
-    const std::lock_guard<std::mutex> lock(books().mutex);
+    const std::lock_guard<std::mutex> lock(room().mutex);
     forget(std::exchange(group.counted, {}));
-    if (std::exchange(group.waits, false)) {
-      add_to_least_waiting(0 - group.least_held);
-    }
+    zbp_room_leave(&room().of_process, &group.share);
   }
 }
 
 }  // namespace zbp
 
 uint64_t zbp_held_within_budgets(void) {
-  return zbp::counted_bytes;
+  const std::lock_guard<std::mutex> lock(zbp::room().mutex);
+  return zbp::room().of_process.bytes;
 }

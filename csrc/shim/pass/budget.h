@@ -1,11 +1,4 @@
-// What may wait for W: zbpipe.policy(held_at_most=...), counted over all groups of the process that were made under a
-// budget, each storage once.
-//
-// Note [Room that is kept free]
-// A gradient must be held by something until W. So what the tasks of a call of I that have not run yet will hold at
-// least is kept free for them; and what the calls to come will hold at least, as the process has learned it: the most
-// that has waited at the same time, each task in the way of the fewest bytes, whatever the budget (zbp_most). A step's
-// second run is within the budget if all that waits in it can be.
+// What may wait for W under a budget, as the core counts it (zbp_room.h): which storages and gradients there are.
 //
 // Threads: any; several stand-ins of one call of I may ask at the same time.
 #pragma once
@@ -18,7 +11,7 @@
 #include <c10/core/StorageImpl.h>
 #include <c10/util/intrusive_ptr.h>
 
-#include "core/pass/zbp_budget.h"
+#include "core/pass/zbp_room.h"
 #include "shim/torch/compat.h"
 
 namespace zbp {
@@ -28,12 +21,9 @@ struct Task;
 
 /// Of one call of I; its groups share it.
 struct Budget {
-  explicit Budget(uint64_t bytes) : at_most(bytes) {}
+  explicit Budget(uint64_t bytes) : of_call{bytes, 0, 0} {}
 
-  const uint64_t at_most;
-  // What its tasks are expected to hold at least: all, and those that have not run yet. Behind the lock of the books.
-  uint64_t least = 0;
-  uint64_t due = 0;
+  zbp_budget of_call;  // behind the lock of the room
   // Something did not fit: what is packed from here on stays packed, so that one region at most is both kept and
   // computed again.
   std::atomic<bool> is_full = false;

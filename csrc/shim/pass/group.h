@@ -205,8 +205,7 @@ struct Group : std::enable_shared_from_this<Group> {
 
   const std::shared_ptr<Budget> budget;  // of the I that made it; null: none
   CountedStorages counted;
-  uint64_t least_held = 0;  // of what has run: see Note [Room that is kept free]
-  bool waits = false;
+  zbp_share share{};  // of the room: see zbp_room.h
 
   const bool splits_functions;  // the policy's: see shim/work/lazy.h
 

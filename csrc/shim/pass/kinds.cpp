@@ -53,20 +53,6 @@ zbp_fact fact_of_outside(Node& node) {
   return fact;
 }
 
-const char* name_of(Kind kind) {
-  switch (kind) {
-    case Kind::product:
-      return "product";
-    case Kind::deferred:
-      return "deferred";
-    case Kind::whole:
-      return "whole";
-    case Kind::root:
-      break;
-  }
-  return "root";
-}
-
 bool is_matrix(const Edge& edge) {
   const auto& metadata = edge.function->input_metadata(edge.input_nr);
   return metadata.is_nested_tensor() || metadata.shape_as_dim_vector().size() > 1;

@@ -12,9 +12,6 @@ namespace zbp {
 zbp_fact fact_of_split(Node& node);
 zbp_fact fact_of_outside(Node& node);
 
-/// In one word, for people.
-const char* name_of(Kind kind);
-
 /// True for the edge to a weight, or to what is computed from one, that is a matrix or more.
 bool is_matrix(const Edge& edge);
 

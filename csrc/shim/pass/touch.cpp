@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <exception>
 
+#include <torch/csrc/autograd/anomaly_mode.h>
+
 #include "shim/torch/nodes.h"
 #include "shim/pass/path.h"
 #include "shim/pass/weight_nodes.h"
@@ -79,7 +81,7 @@ bool only_adds(Group& group) {
   };
   uint32_t face = 0;
   zbp_how how{};
-  how.is_anomaly = zbp_in_anomaly_mode() != 0;
+  how.is_anomaly = zbp_in_anomaly_mode();
   return std::all_of(group.book.weight, group.book.weight + group.book.weight_count, is_plain) &&
          std::all_of(group.tasks.begin(), group.tasks.end(), runs_nothing) &&
          !group.leaves_packed() &&
@@ -87,6 +89,10 @@ bool only_adds(Group& group) {
 }
 
 }  // namespace
+
+bool zbp_in_anomaly_mode(void) {
+  return torch::autograd::AnomalyMode::is_enabled();
+}
 
 int zbp_group_only_adds(zbp_group* group, int* out, zbp_error* error) {
   return kept_in(

@@ -22,14 +22,6 @@ const Group& unspent(const zbp_group* handle, const char* key) {
   return *handle->group;
 }
 
-PyObject* wrap_node(const NodePtr& node) {
-  PyObject* wrapped = node ? torch::autograd::functionToPyObject(node) : Py_NewRef(Py_None);
-  if (!wrapped) {
-    throw python_error();
-  }
-  return wrapped;
-}
-
 /// The output gradients of a task, one per input of its node. A whole node's are gone.
 variable_list output_grads_of(const Task& task) {
   const size_t inputs = task.node ? task.node->num_inputs() : 1;
@@ -96,6 +88,10 @@ void set_grads(Task& task, SmallVector<Watched, 1>&& grads) {
 }
 
 }  // namespace
+
+zbp_turn zbp_group_turn(const zbp_group* group) {
+  return {&group->group->layout, &group->group->book, held_by(*group->group)};
+}
 
 void zbp_group_free(zbp_group* group) {
   delete group;

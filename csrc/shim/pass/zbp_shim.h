@@ -86,37 +86,8 @@ ZBP_MUST_USE int zbp_scene_end(zbp_scene *scene, int status, zbp_error *error,
                                PyObject **dinputs_out, zbp_group ***groups_out,
                                size_t *group_count_out);
 
-/* A call of W: its groups, which no other call can have meanwhile. Made, checked, begun, and ended or, if that was
- * refused, freed. zbp_pass_weights (csrc/pass) then runs without the GIL, on the same thread. */
-typedef struct zbp_call zbp_call;
-
-/* Refuses groups that are spent, listed twice or running elsewhere. From here on Python code may run. */
-ZBP_MUST_USE int zbp_call_new(zbp_group *const *groups, size_t group_count, zbp_call **call_out,
-                              zbp_error *error);
-void zbp_call_free(zbp_call *call); /* NULL is legal */
-
-/* Weight number i of those that the caller lists: a tensor. */
-ZBP_MUST_USE int zbp_call_list(zbp_call *call, size_t i, PyObject *weight, zbp_error *error);
-/* All are listed, `count` of them: refuses groups none or only some of whose weights are. */
-ZBP_MUST_USE int zbp_call_check_listed(zbp_call *call, size_t count, zbp_error *error);
-/* Refuses weights that are no leaves any more, matrices that were modified since I, an I within another capture. */
-ZBP_MUST_USE int zbp_call_check(zbp_call *call, zbp_error *error);
-
-/* The call's weights, one after the other: *weight_out is a new reference to number i, NULL where there is none. */
-ZBP_MUST_USE int zbp_call_weight(zbp_call *call, size_t i, PyObject **weight_out, zbp_error *error);
-/* Weight number i is accumulated in `main_grad`, a tensor, for the time of the call, and not in its .grad. Refuses one
- * that does not fit. */
-ZBP_MUST_USE int zbp_call_set_main_grad(zbp_call *call, size_t i, PyObject *main_grad,
-                                        zbp_error *error);
-
-ZBP_MUST_USE int zbp_call_begin(zbp_call *call, zbp_error *error);
-zbp_turn *zbp_call_turns(zbp_call *call); /* one per group; borrowed from the call */
-int zbp_in_anomaly_mode(void);            /* of autograd */
-
-/* Ends it, with what zbp_pass_weights returned and raised. After an error the same groups can be given
- * again: what was added is not added twice. Frees the call. */
-ZBP_MUST_USE int zbp_call_end(zbp_call *call, int status, zbp_error *error);
-
+/* Its layout, its book and itself; borrowed. */
+zbp_turn zbp_group_turn(const zbp_group *group);
 void zbp_group_free(zbp_group *group);       /* NULL is legal; frees all that W would have needed */
 int zbp_group_state(const zbp_group *group); /* ZBP_GROUP_*; never fails, looks at a flag */
 /* While W runs, all is 0. */
@@ -126,6 +97,8 @@ ZBP_MUST_USE int zbp_group_get_info(const zbp_group *group, zbp_group_info *info
 /* *out: 1 if a W of the group that is called now would run kernels on plain tensors and nothing else: no hook, nothing
  * of Python's, nothing between processes. 0 otherwise, and for a group that is spent or that another call has. */
 ZBP_MUST_USE int zbp_group_only_adds(zbp_group *group, int *out, zbp_error *error);
+
+bool zbp_in_anomaly_mode(void); /* of autograd */
 
 /* True while W has still to come for a group, anyone's, that keeps what hooks had packed and I unpacked. */
 bool zbp_unpacked_waits(void);

@@ -12,6 +12,7 @@
 
 #include "shim/torch/gil.h"
 #include "shim/torch/nodes.h"
+#include "shim/torch/zbp_tensor.h"
 
 namespace zbp {
 
@@ -30,12 +31,19 @@ void append(PyObject* list, PyObject* value) {
   }
 }
 
-PyObject* wrap_tensor(const at::Tensor& tensor) {
-  PyObject* wrapped = THPVariable_Wrap(tensor);
-  if (!wrapped) {
+namespace {
+
+PyObject* checked(PyObject* object) {
+  if (!object) {
     throw python_error();
   }
-  return wrapped;
+  return object;
+}
+
+}  // namespace
+
+PyObject* wrap_tensor(const at::Tensor& tensor) {
+  return checked(THPVariable_Wrap(tensor));
 }
 
 PyObject* wrap_tensors(const variable_list& tensors) {
@@ -49,12 +57,24 @@ PyObject* wrap_tensors(const variable_list& tensors) {
   return tuple.release();
 }
 
-PyObject* wrap_weights(const Group& group) {
-  variable_list weights;
-  for (const Weight& weight : group.weights) {
-    weights.push_back(weight.accumulator->variable);
+PyObject* wrap_sizes(c10::SymIntArrayRef sizes) {
+  THPObjectPtr tuple(PyTuple_New(static_cast<Py_ssize_t>(sizes.size())));
+  for (size_t i = 0; tuple && i < sizes.size(); ++i) {
+    PyObject* const size = PyLong_FromLongLong(sizes[i].maybe_as_int().value_or(-1));
+    if (!size) {
+      throw python_error();
+    }
+    PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i), size);
   }
-  return wrap_tensors(weights);
+  return checked(tuple.release());
+}
+
+PyObject* wrap_text(const std::string& text) {
+  return checked(PyUnicode_FromStringAndSize(text.data(), static_cast<Py_ssize_t>(text.size())));
+}
+
+PyObject* wrap_node(const NodePtr& node) {
+  return node ? checked(torch::autograd::functionToPyObject(node)) : Py_NewRef(Py_None);
 }
 
 THPObjectPtr python_function(const char* module, const char* name) {
@@ -294,3 +314,10 @@ bool fits(const at::Tensor& grad, const Edge& edge) {
 }
 
 }  // namespace zbp
+
+const void* zbp_tensor_key(PyObject* tensor) {
+  return PyType_IsSubtype(Py_TYPE(tensor), reinterpret_cast<PyTypeObject*>(THPVariableClass)) &&
+                 THPVariable_Unpack(tensor).defined()
+             ? THPVariable_Unpack(tensor).unsafeGetTensorImpl()
+             : nullptr;
+}

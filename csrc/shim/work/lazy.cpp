@@ -21,18 +21,11 @@ bool may_be_lazy(const at::Tensor& tensor) {
   return tensor.defined() && tensor.key_set().has(c10::DispatchKey::Python);
 }
 
-/// New tuple of ints.
+/// New tuple of ints; None where one is not known as a number.
 PyObject* size_at(const Edge& edge) {
-  const auto sizes =
-      c10::asIntArrayRefSlowOpt(edge.function->input_metadata(edge.input_nr).shape_as_dim_vector());
-  if (!sizes) {
-    return Py_NewRef(Py_None);
-  }
-  THPObjectPtr tuple(PyTuple_New(static_cast<Py_ssize_t>(sizes->size())));
-  for (size_t i = 0; tuple && i < sizes->size(); ++i) {
-    PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i), PyLong_FromLongLong((*sizes)[i]));
-  }
-  return tuple.release();
+  const c10::SymIntArrayRef sizes =
+      edge.function->input_metadata(edge.input_nr).shape_as_dim_vector();
+  return c10::asIntArrayRefSlowOpt(sizes) ? wrap_sizes(sizes) : Py_NewRef(Py_None);
 }
 
 /// The task's faces whose gradients may come late, each alone.

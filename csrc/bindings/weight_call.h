@@ -1,0 +1,13 @@
+/* weight_call.h - a call of W from its groups to its end. */
+#ifndef ZBP_WEIGHT_CALL_H
+#define ZBP_WEIGHT_CALL_H
+
+#include "bindings/parts.h"
+
+/* weights: a tuple of those that the caller lists, or NULL for no check. main_grad: weights with an attribute main_grad
+ * are accumulated there. Returns 0, or -1 with an error set: of what was refused, nothing is changed; after one of the
+ * pass the same groups can be given again, and what was added is not added twice. */
+int zbp_run_weight_pass(zbp_group *const *groups, size_t count, PyObject *weights, zbp_how how,
+                        bool main_grad);
+
+#endif

@@ -1,0 +1,82 @@
+/* zbp_tasks.h - a parameter group looked at, one task, face or tensor at a time; who looks decides what that means
+ * (bindings/account.c, explain.c). Conventions: zbp_shim.h. Indices are those of the group's layout, and in range. No W
+ * of the group runs meanwhile. Nothing is unpacked, and nothing but the weights can be kept alive.
+ */
+#ifndef ZBP_TASKS_H
+#define ZBP_TASKS_H
+
+#include <Python.h>
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "shim/pass/zbp_shim.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* New tuple of the group's leaf tensors. */
+PyObject *zbp_held_weights(zbp_held *held, zbp_error *error);
+
+/* New: a task's autograd node, and its name; None if I let go of it. */
+PyObject *zbp_task_node(zbp_held *held, uint32_t task, zbp_error *error);
+PyObject *zbp_task_name(zbp_held *held, uint32_t task, zbp_error *error);
+/* Its Function has left work to W. */
+bool zbp_task_has_work(zbp_held *held, uint32_t task);
+
+/* New tuple of ints: the shape of the gradient at a face, -1 where it is not known as a number; () for a nested one. */
+PyObject *zbp_face_shape(zbp_held *held, uint32_t face, zbp_error *error);
+/* New: the name of the node behind the face's plain steps. *watched_out: it has hooks. */
+PyObject *zbp_face_end(zbp_held *held, uint32_t face, bool *watched_out, zbp_error *error);
+
+/* What a tensor that W reads is to its task. */
+enum {
+    ZBP_PART_MATRIX,      /* multiplied with the output gradient, for the edge number `place` */
+    ZBP_PART_OUTPUT_GRAD, /* of the node */
+    ZBP_PART_KEPT,        /* the gradient that I computed for the task's face number `place` */
+    ZBP_PART_SAVED,       /* by the node */
+    ZBP_PART_WORK_SAVED,  /* what work was given that computes the gradients of `faces` */
+    ZBP_PART_WORK_GRAD,   /* and what it has computed */
+    ZBP_PART_WAITING      /* of no task: a weight's gradient that a W which raised could not add */
+};
+
+typedef struct zbp_held_tensor {
+    uint8_t part; /* ZBP_PART_* */
+    uint32_t place;
+    const int32_t *faces; /* of work: numbers within the task, -1 where nobody wants the gradient */
+    size_t face_count;
+    int64_t dims;
+    const void
+        *storage;    /* the same for tensors that share memory, NULL for one without a storage */
+    size_t bytes;    /* of the whole storage */
+    PyObject *shape; /* tuple of ints, as zbp_face_shape() */
+    PyObject *dtype, *device;
+} zbp_held_tensor;
+
+/* Is told of a tensor, all of which is borrowed until it returns: 0, or -1 with a Python error set, which ends the
+ * call. */
+typedef int (*zbp_tensor_visit)(void *arg, const zbp_held_tensor *tensor);
+
+/* Those that W reads for a task; of a weight, the gradient that waits, if one does. */
+ZBP_MUST_USE int zbp_task_tensors(zbp_held *held, uint32_t task, zbp_tensor_visit visit, void *arg,
+                                  zbp_error *error);
+ZBP_MUST_USE int zbp_weight_waiting(zbp_held *held, uint32_t weight, zbp_tensor_visit visit,
+                                    void *arg, zbp_error *error);
+
+/* New: the name of a node between the tasks and the weights; None where it saves nothing. */
+PyObject *zbp_outside_name(zbp_held *held, uint32_t outside, zbp_error *error);
+/* What it has saved and W will read; not what lies behind hooks, which nobody can see without running them, nor while
+ * a thread runs the node, which may be another microbatch's too. */
+ZBP_MUST_USE int zbp_outside_tensors(zbp_held *held, uint32_t outside, zbp_tensor_visit visit,
+                                     void *arg, zbp_error *error);
+
+/* *out: 1 if the group's W may read weights themselves, or what has their memory, beside what it holds: it runs nodes
+ * again, or ones between its tasks and the weights, or unpacks what was saved. 0 otherwise, and for a spent group. */
+ZBP_MUST_USE int zbp_group_reads_weights(const zbp_group *group, int *out, zbp_error *error);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
