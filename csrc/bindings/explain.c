@@ -8,6 +8,7 @@
 #include "shim/explain/zbp_aside.h"
 #include "shim/explain/zbp_explain.h"
 #include "shim/explain/zbp_tasks.h"
+#include "shim/torch/zbp_tensor.h"
 
 /* What makes W go through the engine to get from the face to its weight: a new str; None if it need not. */
 static PyObject *way_of(const zbp_turn *turn, uint32_t f, zbp_error *error)
@@ -110,17 +111,71 @@ static PyObject *groups(zbp_scene *scene)
     return list;
 }
 
+/* Raises it for what is no tensor; name: of the list, or of the argument where i is -1. */
+static int check_tensor(PyObject *object, const char *name, Py_ssize_t i)
+{
+    if (zbp_tensor_key(object) != NULL) {
+        return 0;
+    }
+    if (i < 0) {
+        PyErr_Format(PyExc_TypeError, "%s is a %s; expected a tensor", name,
+                     Py_TYPE(object)->tp_name);
+    } else {
+        PyErr_Format(PyExc_TypeError, "%s[%zd] is a %s; expected a tensor", name, i,
+                     Py_TYPE(object)->tp_name);
+    }
+    return -1;
+}
+
+/* what: a ZBP_EXPLAIN_* of all tensors of a tuple. */
+static int add_tensors(zbp_scene *scene, int what, PyObject *tensors)
+{
+    static const char *const name[] = {[ZBP_EXPLAIN_OUTPUT] = "outputs",
+                                       [ZBP_EXPLAIN_INPUT] = "inputs",
+                                       [ZBP_EXPLAIN_WEIGHT] = "weights"};
+    zbp_error error = {0};
+
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tensors); ++i) {
+        PyObject *tensor = PyTuple_GET_ITEM(tensors, i);
+        if (check_tensor(tensor, name[what], i) < 0) {
+            return -1;
+        }
+        if (zbp_explain_add(scene, what, tensor, &error) != ZBP_OK) {
+            return zbp_fail(&error);
+        }
+    }
+    return 0;
+}
+
+/* New list, or NULL with an error set. */
+static PyObject *survey(zbp_scene *scene)
+{
+    zbp_survey found = {0};
+    zbp_error error = {0};
+    PyObject *list = NULL;
+
+    if (zbp_scene_begin(scene, NULL, &error) != ZBP_OK) {
+        return zbp_error_raise(&error);
+    }
+    const int status = zbp_pass_survey(scene, &found, &error);
+    if (zbp_explain_end(scene, status, &error) == ZBP_OK) {
+        list = groups(scene);
+    } else {
+        zbp_error_raise(&error);
+    }
+    zbp_survey_fini(&found);
+    return list;
+}
+
 PyDoc_STRVAR(explain_doc, "explain(outputs, inputs, weights, defer, checkpoint, /)\n--\n\n"
                           "The plan of an input pass, which does not run. See zbpipe.explain.");
 
 static PyObject *explain(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *outputs, *inputs, *weights, *defer, *checkpoint;
+    PyObject *outputs, *inputs, *weights, *defer, *checkpoint, *list = NULL;
     zbp_policy policy = {0};
-    zbp_survey survey = {0};
     zbp_scene *scene = NULL;
     zbp_error error = {0};
-    PyObject *list = NULL;
 
     if (!PyArg_ParseTuple(args, "O!O!O!OO:explain", &PyTuple_Type, &outputs, &PyTuple_Type, &inputs,
                           &PyTuple_Type, &weights, &defer, &checkpoint) ||
@@ -129,17 +184,15 @@ static PyObject *explain(PyObject *Py_UNUSED(module), PyObject *args)
                          &policy.checkpoint_of) < 0) {
         return NULL;
     }
-    if (zbp_explain_new(outputs, inputs, weights, policy, &scene, &error) != ZBP_OK) {
+    if (zbp_scene_new(policy, false, &scene, &error) != ZBP_OK) {
         return zbp_error_raise(&error);
     }
-    const int status = zbp_pass_survey(scene, &survey, &error);
-    if (zbp_explain_end(scene, status, &error) == ZBP_OK) {
-        list = groups(scene);
-    } else {
-        zbp_error_raise(&error);
+    if (add_tensors(scene, ZBP_EXPLAIN_OUTPUT, outputs) == 0 &&
+        add_tensors(scene, ZBP_EXPLAIN_INPUT, inputs) == 0 &&
+        add_tensors(scene, ZBP_EXPLAIN_WEIGHT, weights) == 0) {
+        list = survey(scene);
     }
     zbp_scene_free(scene);
-    zbp_survey_fini(&survey);
     return list;
 }
 
@@ -150,6 +203,10 @@ static PyObject *is_watched(PyObject *Py_UNUSED(module), PyObject *tensor)
 {
     zbp_error error = {0};
     int answer = 0;
+
+    if (check_tensor(tensor, "tensor", -1) < 0) {
+        return NULL;
+    }
     return zbp_is_watched(tensor, &answer, &error) == ZBP_OK ? PyBool_FromLong(answer)
                                                              : zbp_error_raise(&error);
 }
@@ -170,26 +227,46 @@ PyDoc_STRVAR(
     "set_aside(tensors, /)\n--\n\n"
     "Takes gradients and hooks from leaf tensors until put_back() of the result, or its end.");
 
+/* Adds all of a sequence, or raises. */
+static int add_leaves(zbp_aside *aside, PyObject *seq)
+{
+    zbp_error error = {0};
+
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(seq); ++i) {
+        PyObject *tensor = PySequence_Fast_GET_ITEM(seq, i);
+        if (check_tensor(tensor, "tensors", i) < 0) {
+            return -1;
+        }
+        if (zbp_aside_add(aside, tensor, &error) != ZBP_OK) {
+            return zbp_fail(&error);
+        }
+    }
+    return 0;
+}
+
 static PyObject *set_aside(PyObject *Py_UNUSED(module), PyObject *arg)
 {
+    zbp_aside *aside = NULL;
+    zbp_error error = {0};
     PyObject *tensors =
         PySequence_Fast(arg, "tensors is not iterable; expected a list or tuple of tensors");
-    if (tensors == NULL) {
-        return NULL;
-    }
     /* The capsule first, so that nothing can fail once hooks have been taken. A capsule's pointer cannot be NULL:
      * what it owns is its context. */
-    PyObject *capsule = PyCapsule_New((void *)aside_name, aside_name, aside_dealloc);
-    zbp_error error = {0};
-    zbp_aside *aside = capsule == NULL ? NULL : zbp_set_aside(tensors, &error);
-    Py_DECREF(tensors);
-    if (capsule != NULL && aside == NULL) {
+    PyObject *capsule =
+        tensors != NULL ? PyCapsule_New((void *)aside_name, aside_name, aside_dealloc) : NULL;
+
+    if (capsule != NULL && zbp_aside_new(&aside, &error) != ZBP_OK) {
         zbp_error_raise(&error);
-    }
-    if (aside == NULL || PyCapsule_SetContext(capsule, aside) < 0) {
-        zbp_put_back(aside);
         Py_CLEAR(capsule);
     }
+    if (capsule != NULL &&
+        (PyCapsule_SetContext(capsule, aside) < 0 || add_leaves(aside, tensors) < 0)) {
+        Py_CLEAR(capsule);
+    }
+    if (capsule != NULL) {
+        zbp_set_aside(aside);
+    }
+    Py_XDECREF(tensors);
     return capsule;
 }
 

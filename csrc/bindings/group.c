@@ -149,11 +149,7 @@ static int group_assign(PyObject *op, PyObject *key, PyObject *value)
                      value == NULL ? "the deletion of" : "one to", key);
         return -1;
     }
-    zbp_error error = {0};
-    if (zbp_group_set_grads(((group_object *)op)->group, value, &error) != ZBP_OK) {
-        return zbp_fail(&error);
-    }
-    return 0;
+    return zbp_group_set_grads(((group_object *)op)->group, value);
 }
 
 static int group_contains(PyObject *op, PyObject *key)

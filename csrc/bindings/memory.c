@@ -98,7 +98,6 @@ static PyObject *recorder_stop(PyObject *op, PyObject *Py_UNUSED(ignored))
 static PyObject *recorder_adopt(PyObject *op, PyObject *objects)
 {
     const recorder *self = (const recorder *)op;
-    zbp_error error = {0};
 
     if (!PyList_Check(objects)) {
         return PyErr_Format(PyExc_TypeError, "adopt() takes a list of objects, not a %s",
@@ -107,8 +106,8 @@ static PyObject *recorder_adopt(PyObject *op, PyObject *objects)
     if (require(self, RUNNING, "adopt()") < 0) {
         return NULL;
     }
-    if (zbp_tap_adopt(objects, &error) != ZBP_OK) {
-        return zbp_error_raise(&error);
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(objects); ++i) {
+        zbp_tap_adopt(PyList_GET_ITEM(objects, i));
     }
     Py_RETURN_NONE;
 }

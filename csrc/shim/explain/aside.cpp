@@ -1,6 +1,7 @@
 #include "shim/explain/zbp_aside.h"
 
-#include <memory>
+#include <utility>
+#include <vector>
 
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
@@ -45,33 +46,31 @@ struct Leaf {
 
 struct zbp_aside {
   std::vector<Leaf> leaves;
+  bool is_taken = false;
 };
 
-zbp_aside* zbp_set_aside(PyObject* tensors, zbp_error* error) {
-  std::unique_ptr<zbp_aside, decltype(&zbp_put_back)> aside(nullptr, &zbp_put_back);
-  const int status = guarded(error, [&] {
-    auto found = std::make_unique<zbp_aside>();
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(tensors); ++i) {
-      PyObject* item = PySequence_Fast_GET_ITEM(tensors, i);
-      const at::Tensor* tensor = as_tensor(item);
-      if (!tensor) {
-        refuse(PyExc_TypeError, "tensors[", i, "] is a ", Py_TYPE(item)->tp_name,
-               "; expected a tensor");
-      }
-      if (tensor->is_leaf()) {
-        found->leaves.emplace_back(*tensor);
-      }
-    }
-    aside.reset(found.release());
-    for (Leaf& leaf : aside->leaves) {
-      leaf.exchange();
+int zbp_aside_new(zbp_aside** aside_out, zbp_error* error) {
+  return kept_in(error, [&] { *aside_out = new zbp_aside; });
+}
+
+int zbp_aside_add(zbp_aside* aside, PyObject* object, zbp_error* error) {
+  return kept_in(error, [&] {
+    const at::Tensor& tensor = *as_tensor(object);
+    if (tensor.is_leaf()) {
+      aside->leaves.emplace_back(tensor);
     }
   });
-  return status == ZBP_OK ? aside.release() : nullptr;
+}
+
+void zbp_set_aside(zbp_aside* aside) {
+  aside->is_taken = true;
+  for (Leaf& leaf : aside->leaves) {
+    leaf.exchange();
+  }
 }
 
 void zbp_put_back(zbp_aside* aside) {
-  if (aside) {
+  if (aside && aside->is_taken) {
     // Backwards: a tensor that was given twice has given all the first time.
     for (auto leaf = aside->leaves.rbegin(); leaf != aside->leaves.rend(); ++leaf) {
       leaf->exchange();

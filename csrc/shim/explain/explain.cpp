@@ -9,48 +9,23 @@
 #include "shim/torch/nodes.h"
 #include "shim/torch/python.h"
 
-namespace {
-
 using namespace zbp;
 namespace impl = torch::autograd::impl;
 
-std::vector<at::Tensor> tensors_in(PyObject* seq, const char* name) {
-  std::vector<at::Tensor> tensors;
-  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(seq); ++i) {
-    const at::Tensor* tensor = as_tensor(PySequence_Fast_GET_ITEM(seq, i));
-    if (!tensor) {
-      refuse(PyExc_TypeError, name, "[", i, "] is a ",
-             Py_TYPE(PySequence_Fast_GET_ITEM(seq, i))->tp_name, "; expected a tensor");
+int zbp_explain_add(zbp_scene* scene, int what, PyObject* object, zbp_error* error) {
+  return guarded(error, [&] {
+    const at::Tensor& tensor = *as_tensor(object);
+    InputPassArgs& args = scene->args;
+    if (!tensor.requires_grad()) {
+      return;
     }
-    if (tensor->requires_grad()) {
-      tensors.push_back(*tensor);
+    if (what == ZBP_EXPLAIN_OUTPUT) {
+      args.roots.push_back(impl::gradient_edge(tensor));
+      args.root_grads.push_back(at::ones_like(tensor));
+    } else {
+      (what == ZBP_EXPLAIN_INPUT ? args.inputs : args.weights).push_back(tensor);
     }
-  }
-  return tensors;
-}
-
-}  // namespace
-
-int zbp_explain_new(PyObject* outputs, PyObject* inputs, PyObject* weights, zbp_policy policy,
-                    zbp_scene** scene_out, zbp_error* error) {
-  std::unique_ptr<zbp_scene> scene;
-  int status = guarded(error, [&] {
-    scene = std::make_unique<zbp_scene>();
-    scene->args.policy = policy;
-    for (const at::Tensor& output : tensors_in(outputs, "outputs")) {
-      scene->args.roots.push_back(impl::gradient_edge(output));
-      scene->args.root_grads.push_back(at::ones_like(output));
-    }
-    scene->args.inputs = tensors_in(inputs, "inputs");
-    scene->args.weights = tensors_in(weights, "weights");
   });
-  if (status == ZBP_OK) {
-    status = zbp_scene_begin(scene.get(), nullptr, error);
-  }
-  if (status == ZBP_OK) {
-    *scene_out = scene.release();
-  }
-  return status;
 }
 
 int zbp_explain_end(zbp_scene* scene, int status, zbp_error* error) {
@@ -72,13 +47,10 @@ zbp_turn zbp_scene_group(zbp_scene* scene, size_t i) {
 
 int zbp_is_watched(PyObject* object, int* out, zbp_error* error) {
   return guarded(error, [&] {
-    const at::Tensor* tensor = as_tensor(object);
-    if (!tensor) {
-      refuse(PyExc_TypeError, "tensor is a ", Py_TYPE(object)->tp_name, "; expected a tensor");
-    }
+    const at::Tensor& tensor = *as_tensor(object);
     const NodePtr accumulator =
-        tensor->is_leaf() ? impl::try_get_grad_accumulator(*tensor) : NodePtr();
-    *out = !impl::hooks(*tensor).empty() || impl::post_acc_grad_hooks(*tensor) != nullptr ||
+        tensor.is_leaf() ? impl::try_get_grad_accumulator(tensor) : NodePtr();
+    *out = !impl::hooks(tensor).empty() || impl::post_acc_grad_hooks(tensor) != nullptr ||
            (accumulator && has_hooks(*accumulator));
   });
 }

@@ -10,11 +10,13 @@
 extern "C" {
 #endif
 
-/* Begins it; outputs, inputs, weights: seqs of tensors. zbp_pass_survey comes next (csrc/pass), with the GIL
- * held: it plans I, runs nothing, changes nothing and looks at no saved tensor: what I would refuse for one that was
- * changed is I's to refuse. Errors: what is no tensor. */
-ZBP_MUST_USE int zbp_explain_new(PyObject *outputs, PyObject *inputs, PyObject *weights,
-                                 zbp_policy policy, zbp_scene **scene_out, zbp_error *error);
+/* What a tensor is to the I that is planned. */
+enum { ZBP_EXPLAIN_OUTPUT, ZBP_EXPLAIN_INPUT, ZBP_EXPLAIN_WEIGHT };
+
+/* Adds one to a new scene (zbp_scene_new), which then begins (zbp_scene_begin); what requires no gradient is passed
+ * over. zbp_pass_survey comes next (csrc/pass), with the GIL held: it plans I, runs nothing, changes nothing and looks at
+ * no saved tensor: what I would refuse for one that was changed is I's to refuse. */
+ZBP_MUST_USE int zbp_explain_add(zbp_scene *scene, int what, PyObject *tensor, zbp_error *error);
 
 /* What the survey has found, with what zbp_pass_survey returned and raised, before the survey goes. Errors: what the
  * policy's functions raise, a graph that has been consumed. The scene is the caller's on (zbp_scene_free). */

@@ -265,14 +265,10 @@ void zbp_tap_stop(zbp_record* record, int* displaced_out) {
   }
 }
 
-int zbp_tap_adopt(PyObject* objects, zbp_error* error) {
-  return guarded(error, [&] {
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(objects); ++i) {
-      if (c10::StorageImpl* const storage = storage_in(PyList_GET_ITEM(objects, i))) {
-        zbp_tap_adopt_storage(storage);
-      }
-    }
-  });
+void zbp_tap_adopt(PyObject* object) {
+  if (c10::StorageImpl* const storage = storage_in(object)) {
+    zbp_tap_adopt_storage(storage);
+  }
 }
 
 void zbp_tap_adopt_storage(void* storage) {

@@ -239,8 +239,15 @@ using GroupPtr = std::shared_ptr<Group>;
 inline Group& group_of(zbp_held* held) {
   return *reinterpret_cast<Group*>(held);
 }
+inline const Group& group_in(const zbp_held* held) {
+  return *reinterpret_cast<const Group*>(held);
+}
 inline zbp_held* held_by(Group& group) {
   return reinterpret_cast<zbp_held*>(&group);
 }
 
 }  // namespace zbp
+
+struct zbp_group {
+  zbp::GroupPtr group;
+};

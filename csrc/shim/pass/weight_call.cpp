@@ -6,6 +6,7 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include "shim/pass/group.h"
 #include "shim/torch/error.h"
 #include "shim/torch/python.h"
 #include "shim/torch/ranges.h"
@@ -22,10 +23,6 @@ struct zbp_call {
 };
 
 namespace {
-
-const Group& group_in(const zbp_held* held) {
-  return group_of(const_cast<zbp_held*>(held));
-}
 
 const at::Tensor& variable_of(const zbp_held* held, uint32_t weight) {
   return group_in(held).weights[weight].accumulator->variable;

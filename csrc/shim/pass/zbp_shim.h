@@ -113,11 +113,6 @@ PyObject *zbp_group_params(const zbp_group *group, zbp_error *error);
 PyObject *zbp_group_intermediates(const zbp_group *group, zbp_error *error);
 PyObject *zbp_group_grads(const zbp_group *group, zbp_error *error);
 
-/* Replaces the output gradients from which W starts; value as zbp_group_grads returns it. A node that
- * ran whole has no output gradients any more, it reads as a tuple of None, and given back so it is
- * left alone; others are refused unless it can run again. */
-ZBP_MUST_USE int zbp_group_set_grads(zbp_group *group, PyObject *value, zbp_error *error);
-
 #ifdef __cplusplus
 }
 #endif

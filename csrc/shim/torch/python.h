@@ -11,12 +11,8 @@
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/utils/object_ptr.h>
 
-#include "shim/pass/group.h"
+#include "shim/torch/compat.h"
 #include "shim/torch/error.h"
-
-struct zbp_group {
-  zbp::GroupPtr group;
-};
 
 namespace zbp {
 
