@@ -61,8 +61,8 @@ PyObject *zbp_account_wrap(const zbp_group *group);
 PyTypeObject *zbp_add_group(PyObject *module);
 
 /* An assignment of `value` to group["grads"]: as torch's dictionary has them, per intermediate a tuple with a tensor or
- * None for each output; a node that ran whole in I reads as a tuple of None, and given back so it is left alone. Returns
- * 0, or -1 with an error set and nothing changed. */
+ * None for each output; a node that ran whole in I reads as a tuple of None, and given back so it is left alone.
+ * Returns 0, or -1 with an error set and nothing changed. */
 int zbp_group_set_grads(const zbp_group *group, PyObject *value);
 
 /* A new ParamGroup. Steals group; frees it on an error. */

@@ -19,8 +19,8 @@ ZBP_MUST_USE int zbp_aside_new(zbp_aside **aside_out, zbp_error *error);
 ZBP_MUST_USE int zbp_aside_add(zbp_aside *aside, PyObject *tensor, zbp_error *error);
 
 /* Takes from each of its leaves the gradient and the hooks of its accumulation: its own, and those of its accumulator,
- * as DDP's. The tensors and accumulators stay the same objects, and graphs that lead to them stay valid. The caller gives
- * it to zbp_put_back(); until then no other thread may use the tensors. Cannot fail. */
+ * as DDP's. The tensors and accumulators stay the same objects, and graphs that lead to them stay valid. The caller
+ * gives it to zbp_put_back(); until then no other thread may use the tensors. Cannot fail. */
 void zbp_set_aside(zbp_aside *aside);
 
 /* Gives back what was taken, in place of gradients and hooks that the tensors got meanwhile, and frees `aside`. NULL is

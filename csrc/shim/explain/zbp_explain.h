@@ -14,8 +14,8 @@ extern "C" {
 enum { ZBP_EXPLAIN_OUTPUT, ZBP_EXPLAIN_INPUT, ZBP_EXPLAIN_WEIGHT };
 
 /* Adds one to a new scene (zbp_scene_new), which then begins (zbp_scene_begin); what requires no gradient is passed
- * over. zbp_pass_survey comes next (csrc/pass), with the GIL held: it plans I, runs nothing, changes nothing and looks at
- * no saved tensor: what I would refuse for one that was changed is I's to refuse. */
+ * over. zbp_pass_survey comes next (csrc/pass), with the GIL held: it plans I, runs nothing, changes nothing and looks
+ * at no saved tensor: what I would refuse for one that was changed is I's to refuse. */
 ZBP_MUST_USE int zbp_explain_add(zbp_scene *scene, int what, PyObject *tensor, zbp_error *error);
 
 /* What the survey has found, with what zbp_pass_survey returned and raised, before the survey goes. Errors: what the

@@ -55,8 +55,8 @@ ZBP_MUST_USE int zbp_tap_start(zbp_record *record, uint64_t max_events, zbp_erro
  * another allocator meanwhile, else 0. Cannot fail. With the GIL, from any thread. */
 void zbp_tap_stop(zbp_record *record, int *displaced_out);
 
-/* Lets the CPU storage of a tensor or a torch.UntypedStorage that names the allocator behind ours name ours, so that its
- * growth is seen. Other objects are passed over. With the GIL, while something is fed; runs no Python. */
+/* Lets the CPU storage of a tensor or a torch.UntypedStorage that names the allocator behind ours name ours, so that
+ * its growth is seen. Other objects are passed over. With the GIL, while something is fed; runs no Python. */
 void zbp_tap_adopt(PyObject *object);
 
 /* Likewise a c10::StorageImpl*; does nothing while nothing is fed. */
