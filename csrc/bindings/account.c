@@ -198,13 +198,15 @@ PyObject *zbp_account_wrap(const zbp_group *group)
             "stage_backward_weight to return");
         return NULL;
     }
-    if (zbp_reach_init(&self.reach, self.turn.layout, NULL) != ZBP_OK) {
+    if (self.turn.book->state == ZBP_BOOK_SPENT) {
+        self.tasks = PyList_New(0);
+    } else if (zbp_reach_init(&self.reach, self.turn.layout, NULL) != ZBP_OK) {
         PyErr_NoMemory();
     } else {
         self.weights = zbp_or_raise(zbp_held_weights(self.turn.held, &error), &error);
         self.tasks = self.weights != NULL ? PyList_New(0) : NULL;
     }
-    if (self.tasks != NULL && list_all(&self) < 0) {
+    if (self.weights != NULL && self.tasks != NULL && list_all(&self) < 0) {
         Py_CLEAR(self.tasks);
     }
     Py_XDECREF(self.weights);

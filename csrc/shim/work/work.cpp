@@ -329,7 +329,7 @@ int zbp_group_traverse(const zbp_group* handle, visitproc visit, void* arg) {
 }
 
 void zbp_group_clear(zbp_group* handle) {
-  handle->group->release();
-  zbp_layout_fini(&handle->group->layout);
   zbp_book_close(&handle->group->book);
+  handle->group->release();  // which reads the layout
+  zbp_layout_fini(&handle->group->layout);
 }
