@@ -173,6 +173,7 @@ PyDoc_STRVAR(explain_doc, "explain(outputs, inputs, weights, defer, checkpoint, 
 static PyObject *explain(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *outputs, *inputs, *weights, *defer, *checkpoint, *list = NULL;
+    PyObject *type, *value, *traceback;
     zbp_policy policy = {0};
     zbp_scene *scene = NULL;
     zbp_error error = {0};
@@ -192,7 +193,9 @@ static PyObject *explain(PyObject *Py_UNUSED(module), PyObject *args)
         add_tensors(scene, ZBP_EXPLAIN_WEIGHT, weights) == 0) {
         list = survey(scene);
     }
+    PyErr_Fetch(&type, &value, &traceback);
     zbp_scene_free(scene);
+    PyErr_Restore(type, value, traceback);
     return list;
 }
 

@@ -30,7 +30,8 @@ static bool is_listed_before(const weight_call *call, size_t i)
     return other < i;
 }
 
-static int claim(weight_call *call)
+/* Raises why not all can be claimed: of the list, and only then of another call that has one. Always -1. */
+static int refuse_claim(const weight_call *call)
 {
     for (size_t i = 0; i < call->count; ++i) {
         if (call->turn[i].book->state == ZBP_BOOK_SPENT) {
@@ -40,20 +41,28 @@ static int claim(weight_call *call)
                          i);
             return -1;
         }
-    }
-    for (; call->claimed < call->count; ++call->claimed) {
-        const size_t i = call->claimed;
-        if (zbp_book_claim(call->turn[i].book)) {
-            continue;
-        }
         if (is_listed_before(call, i)) {
             PyErr_Format(PyExc_ValueError, "param_groups[%zu] is listed twice", i);
-        } else {
-            PyErr_Format(
-                PyExc_RuntimeError,
-                "param_groups[%zu] is already running in another call of stage_backward_weight", i);
+            return -1;
         }
-        return -1;
+    }
+    PyErr_Format(PyExc_RuntimeError,
+                 "param_groups[%zu] is already running in another call of stage_backward_weight",
+                 call->claimed);
+    return -1;
+}
+
+static int claim(weight_call *call)
+{
+    for (; call->claimed < call->count; ++call->claimed) {
+        zbp_book *book = call->turn[call->claimed].book;
+        if (!zbp_book_claim(book)) {
+            return refuse_claim(call);
+        }
+        if (book->state == ZBP_BOOK_SPENT) {
+            zbp_book_give_back(book);
+            return refuse_claim(call);
+        }
     }
     return 0;
 }

@@ -95,7 +95,7 @@ static void a_collection_lists_what_its_thread_takes_back(void)
         zbp_tally_free(&other, i * 16);
     }
     CHECK(zbp_tally_collection_ends(&list) == ZBP_OK && list.count == 199);
-    for (uint32_t i = 0; i < list.count; i++)
+    for (size_t i = 0; i < list.count; i++)
         CHECK(list.block[i].address == (i + 2) * 16);
     zbp_block_list_fini(&list);
 
@@ -217,7 +217,7 @@ static void *look(void *argument)
         self->is_right = self->is_right && now >= serial && zbp_tally_is_fed(self->tally) &&
                          zbp_tally_blocks(self->tally, serial, &list) == ZBP_OK &&
                          list.count <= THREADS * BLOCKS;
-        for (uint32_t i = 1; i < list.count; i++)
+        for (size_t i = 1; i < list.count; i++)
             self->is_right = self->is_right && list.block[i].serial > list.block[i - 1].serial;
         zbp_block_list_fini(&list);
         self->is_right =

@@ -133,14 +133,15 @@ static void note_collected(const zbp_tally *tally, zbp_block block)
         running.watchers != __atomic_load_n(&tally->watchers, __ATOMIC_RELAXED))
         return;
     if (freed->count == freed->capacity) {
-        zbp_block *grown =
-            zbpi_grow(&freed->alloc, freed->block, &freed->capacity, sizeof *freed->block);
+        uint32_t capacity = (uint32_t)freed->capacity;
+        zbp_block *grown = zbpi_grow(&freed->alloc, freed->block, &capacity, sizeof *freed->block);
 
         if (grown == NULL) {
             running.is_short = true;
             return;
         }
         freed->block = grown;
+        freed->capacity = capacity;
     }
     freed->block[freed->count++] = block;
 }
@@ -176,13 +177,13 @@ int zbp_tally_blocks(zbp_tally *tally, uint64_t since, zbp_block_list *list_out)
 
     zbp_tally_lock(tally);
     list.alloc = tally->ledger.alloc;
-    list.capacity = (uint32_t)tally->ledger.blocks.count;
+    list.capacity = tally->ledger.blocks.count;
     if (list.capacity != 0) {
         list.block = zbpi_resize(&list.alloc, NULL, 0, list.capacity * sizeof *list.block);
         if (list.block == NULL)
             status = ZBP_ENOMEM;
         else
-            list.count = (uint32_t)zbp_ledger_since(&tally->ledger, since, list.block);
+            list.count = zbp_ledger_since(&tally->ledger, since, list.block);
     }
     zbp_tally_unlock(tally);
     *list_out = status == ZBP_OK ? list : (zbp_block_list){0};

@@ -33,7 +33,7 @@ typedef struct zbp_tally {
 /* Blocks, the caller's: zbp_block_list_fini(), or free(block) where the allocator is libc's. Zeroed is empty. */
 typedef struct zbp_block_list {
     zbp_block *block;
-    uint32_t count, capacity;
+    size_t count, capacity;
     zbp_alloc alloc;
 } zbp_block_list;
 

@@ -45,16 +45,17 @@ uint64_t number_of(const void* data) {
 
 /// One that is followed at this address already was freed past our deleter: raw_deallocate() after we were taken out.
 void note_alloc(const void* data, size_t bytes) {
-  Trace trace = trace_now();
-  if (zbp_tally_alloc(tally(), number_of(data), bytes)) {
-    keep_trace(number_of(data), std::move(trace));
+  // Whoever sees the block finds its trace.
+  keep_trace(number_of(data), trace_now());
+  if (!zbp_tally_alloc(tally(), number_of(data), bytes)) {
+    forget_trace(number_of(data));
   }
 }
 
 /// Before the block is freed: afterwards another thread may be given its address.
 void note_free(const void* data) {
-  forget_trace(number_of(data));
   zbp_tally_free(tally(), number_of(data));
+  forget_trace(number_of(data));
 }
 
 /// Around the context of a block whose deleter needs one.

@@ -130,6 +130,11 @@ PyObject* describe_trace(uint64_t address) {
       frames = found->second;
     }
   }
+  // What is made of them may run Python code, and that end the tracing.
+  std::vector<THPObjectPtr> kept;
+  for (const TracedFrame& frame : frames) {
+    kept.emplace_back(Py_NewRef(reinterpret_cast<PyObject*>(frame.code)));
+  }
   THPObjectPtr list = new_list();
   for (const auto& [code, instruction] : frames) {
     append(list, Py_BuildValue("(OOi)", code->co_filename, code->co_name,

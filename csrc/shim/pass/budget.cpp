@@ -1,14 +1,15 @@
 #include "shim/pass/budget.h"
 
 #include <algorithm>
+#include <atomic>
 #include <iterator>
 #include <mutex>
+#include <new>
 #include <utility>
 
 #include "shim/pass/dtensor.h"
 #include "shim/pass/group.h"
 #include "shim/pass/kinds.h"
-#include "shim/torch/error.h"
 
 namespace zbp {
 
@@ -20,6 +21,9 @@ struct Room {
   std::mutex mutex;
   zbp_room of_process{};
 };
+
+std::atomic<uint64_t> counted_bytes =
+    0;  // the room's, for who must not wait: written with it locked
 
 /// Leaked: groups may be freed after all that is static.
 Room& room() {
@@ -64,17 +68,23 @@ zbp_place number_of(const Place& place) {
 
 /// Called with the room locked, as all that follows.
 void count(CountedStorages& counted, Places&& places) {
-  counted.reserve(counted.size() + places.size());
+  if (counted.capacity() - counted.size() < places.size()) {
+    counted.reserve(std::max(counted.size() + places.size(), 2 * counted.capacity()));
+  }
   for (Place& place : places) {
-    check_status(zbp_room_count(&room().of_process, number_of(place)));
+    if (zbp_room_count(&room().of_process, number_of(place)) != ZBP_OK) {
+      throw std::bad_alloc();
+    }
     counted.push_back(std::move(place.storage));
   }
+  counted_bytes = room().of_process.bytes;
 }
 
 void forget(const CountedStorages& counted) noexcept {
   for (const auto& storage : counted) {
     zbp_room_forget(&room().of_process, address_of(storage));
   }
+  counted_bytes = room().of_process.bytes;
 }
 
 /// Of what is not counted yet: what is always held, and that with what is held besides.
@@ -202,7 +212,12 @@ void begin_to_wait(Group& group) {
     }
     CountedStorages now;
     const std::lock_guard<std::mutex> lock(room().mutex);
-    count(now, std::move(places));
+    try {
+      count(now, std::move(places));
+    } catch (...) {
+      forget(now);
+      throw;
+    }
     forget(std::exchange(group.counted, std::move(now)));
     zbp_room_wait(&room().of_process, &group.share);
   }
@@ -219,6 +234,5 @@ void forget_held(Group& group) noexcept {
 }  // namespace zbp
 
 uint64_t zbp_held_within_budgets(void) {
-  const std::lock_guard<std::mutex> lock(zbp::room().mutex);
-  return zbp::room().of_process.bytes;
+  return zbp::counted_bytes;
 }

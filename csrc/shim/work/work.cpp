@@ -329,6 +329,9 @@ int zbp_group_traverse(const zbp_group* handle, visitproc visit, void* arg) {
 }
 
 void zbp_group_clear(zbp_group* handle) {
+  if (zbp_book_is_claimed(&handle->group->book) || handle->group.use_count() != 1) {
+    return;  // as where it is traversed
+  }
   zbp_book_close(&handle->group->book);
   handle->group->release();  // which reads the layout
   zbp_layout_fini(&handle->group->layout);
