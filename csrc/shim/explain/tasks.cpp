@@ -5,7 +5,6 @@
 
 #include <torch/csrc/Device.h>
 #include <torch/csrc/DynamicTypes.h>
-#include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/utils/object_ptr.h>
 
 #include "shim/pass/dtensor.h"

@@ -22,8 +22,8 @@ struct Room {
   zbp_room of_process{};
 };
 
-std::atomic<uint64_t> counted_bytes =
-    0;  // the room's, for who must not wait: written with it locked
+/// The room's, for who must not wait for its lock, under which it is written.
+std::atomic<uint64_t> counted_bytes = 0;
 
 /// Leaked: groups may be freed after all that is static.
 Room& room() {

@@ -2,9 +2,6 @@
 
 #include "shim/pass/zbp_shim.h"
 
-#include <torch/csrc/autograd/python_cpp_function.h>
-#include <torch/csrc/autograd/python_variable.h>
-
 #include "shim/pass/group.h"
 #include "shim/torch/python.h"
 
