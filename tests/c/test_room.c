@@ -1,5 +1,7 @@
 /* What may wait under a budget: against lists that are added up anew each time, and steps at random that must be within
  * their budget from the second on. */
+#include <pthread.h>
+
 #include "check.h"
 #include "counting.h"
 #include "model.h"
@@ -58,6 +60,35 @@ static void each_storage_is_counted_once(void)
     }
     zbp_room_fini(&room);
     CHECK(count.live == 0);
+}
+
+enum { BLOCKS = 20000 };
+
+/* Counts so many of two bytes each, one after the other. */
+static void *count_twos(void *arg)
+{
+    zbp_room *room = arg;
+
+    for (uint64_t k = 1; k <= BLOCKS; k++)
+        REQUIRE(zbp_room_count(room, (zbp_place){k * 16, 2}) == ZBP_OK);
+    return NULL;
+}
+
+static void who_asks_for_the_bytes_waits_for_nobody(void)
+{
+    uint64_t seen = 0, now = 0;
+    zbp_room room;
+    pthread_t counts;
+
+    zbp_room_init(&room, NULL);
+    REQUIRE(pthread_create(&counts, NULL, count_twos, &room) == 0);
+    for (; now < 2 * BLOCKS; seen = now) {
+        now = zbp_room_bytes(&room);
+        REQUIRE(now >= seen && now % 2 == 0);
+    }
+    REQUIRE(pthread_join(counts, NULL) == 0);
+    CHECK(now == 2 * BLOCKS && zbp_room_bytes(&room) == now);
+    zbp_room_fini(&room);
 }
 
 static void a_room_that_is_wrong_is_told(void)
@@ -309,6 +340,7 @@ int main(void)
     check_sees_failure();
     RUN(nothing_is_counted_at_first);
     RUN(each_storage_is_counted_once);
+    RUN(who_asks_for_the_bytes_waits_for_nobody);
     RUN(a_room_that_is_wrong_is_told);
     RUN(without_memory_nothing_is_counted);
     RUN(what_is_not_counted_is_weighed_once);

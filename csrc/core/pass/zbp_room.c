@@ -14,6 +14,16 @@ void zbp_room_fini(zbp_room *room)
     *room = (zbp_room){0};
 }
 
+static void set_bytes(zbp_room *room, uint64_t bytes)
+{
+    __atomic_store_n(&room->bytes, bytes, __ATOMIC_RELAXED);
+}
+
+uint64_t zbp_room_bytes(const zbp_room *room)
+{
+    return __atomic_load_n(&room->bytes, __ATOMIC_RELAXED);
+}
+
 int zbp_room_count(zbp_room *room, zbp_place place)
 {
     zbp_block block = {.address = place.storage, .bytes = place.bytes, .serial = 1};
@@ -26,7 +36,7 @@ int zbp_room_count(zbp_room *room, zbp_place place)
     }
     status = zbp_blocks_add(&room->counted, block, &known);
     if (status == ZBP_OK && block.serial == 1)
-        room->bytes += block.bytes;
+        set_bytes(room, room->bytes + block.bytes);
     return status;
 }
 
@@ -39,7 +49,7 @@ void zbp_room_forget(zbp_room *room, uint64_t storage)
         return;
     block.serial--;
     if (block.serial == 0) {
-        room->bytes -= block.bytes;
+        set_bytes(room, room->bytes - block.bytes);
         return;
     }
     status =

@@ -8,7 +8,8 @@
  * second run is within the budget if all that waits in it can be.
  *
  * Storages are named by their addresses: while one is counted, the caller sees to it that nobody else gets its address.
- * Allocation: a table that never shrinks. Threads: one at a time, for the room and all budgets and shares.
+ * Allocation: a table that never shrinks. Threads: one at a time, for the room and all budgets and shares, but
+ * for zbp_room_bytes().
  */
 #ifndef ZBP_ROOM_H
 #define ZBP_ROOM_H
@@ -60,6 +61,9 @@ void zbp_room_fini(zbp_room *room);
 ZBP_MUST_USE int zbp_room_count(zbp_room *room, zbp_place place);
 /* Takes one count of it back; of what is not counted, nothing. */
 void zbp_room_forget(zbp_room *room, uint64_t storage);
+
+/* Of all that are counted, each once. From any thread, at any time. */
+uint64_t zbp_room_bytes(const zbp_room *room);
 
 /* The bytes of those that are not counted: *always_out those of the first `always` places, *all_out those of all,
  * each storage once. Sorts both parts. */

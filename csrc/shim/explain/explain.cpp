@@ -41,8 +41,7 @@ size_t zbp_scene_group_count(const zbp_scene* scene) {
 }
 
 zbp_turn zbp_scene_group(zbp_scene* scene, size_t i) {
-  Group& group = *scene->groups[i];
-  return {&group.layout, &group.book, held_by(group)};
+  return turn_of(*scene->groups[i]);
 }
 
 int zbp_is_watched(PyObject* object, int* out, zbp_error* error) {

@@ -1,7 +1,6 @@
 #include "shim/pass/budget.h"
 
 #include <algorithm>
-#include <atomic>
 #include <iterator>
 #include <mutex>
 #include <new>
@@ -21,9 +20,6 @@ struct Room {
   std::mutex mutex;
   zbp_room of_process{};
 };
-
-/// The room's, for who must not wait for its lock, under which it is written.
-std::atomic<uint64_t> counted_bytes = 0;
 
 /// Leaked: groups may be freed after all that is static.
 Room& room() {
@@ -77,14 +73,12 @@ void count(CountedStorages& counted, Places&& places) {
     }
     counted.push_back(std::move(place.storage));
   }
-  counted_bytes = room().of_process.bytes;
 }
 
 void forget(const CountedStorages& counted) noexcept {
   for (const auto& storage : counted) {
     zbp_room_forget(&room().of_process, address_of(storage));
   }
-  counted_bytes = room().of_process.bytes;
 }
 
 /// Of what is not counted yet: what is always held, and that with what is held besides.
@@ -234,5 +228,5 @@ void forget_held(Group& group) noexcept {
 }  // namespace zbp
 
 uint64_t zbp_held_within_budgets(void) {
-  return zbp::counted_bytes;
+  return zbp_room_bytes(&zbp::room().of_process);
 }

@@ -4,6 +4,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "shim/pass/zbp_call.h"
 #include "shim/torch/python.h"
 
 namespace zbp {
@@ -58,11 +59,11 @@ void Group::release() noexcept {
 namespace {
 
 Modified modified(const Watched& watched) {
-  return {Modified::Role::held, describe(watched.tensor()), watched.kept_version(),
+  return {ZBP_MODIFIED_HELD, describe(watched.tensor()), watched.kept_version(),
           static_cast<uint32_t>(watched.tensor()._version())};
 }
 
-std::optional<Modified> find_modified(const std::vector<Version>& versions, Modified::Role role) {
+std::optional<Modified> find_modified(const std::vector<Version>& versions, uint8_t role) {
   const auto found = std::find_if(versions.begin(), versions.end(),
                                   [](const Version& version) { return version.was_modified(); });
   if (found == versions.end()) {
@@ -74,7 +75,6 @@ std::optional<Modified> find_modified(const std::vector<Version>& versions, Modi
 }  // namespace
 
 std::optional<Modified> Group::find_modified() const {
-  using Role = Modified::Role;
   for (const Task& task : tasks) {
     const Watched* first = nullptr;
     const auto look = [&first](const Watched& watched) {
@@ -89,12 +89,12 @@ std::optional<Modified> Group::find_modified() const {
     if (first) {
       return modified(*first);
     }
-    if (auto argument = zbp::find_modified(task.arguments, Role::recomputed)) {
+    if (auto argument = zbp::find_modified(task.arguments, ZBP_MODIFIED_RECOMPUTED)) {
       return argument;
     }
   }
-  auto argument = zbp::find_modified(arguments_outside, Role::recomputed);
-  return argument ? argument : zbp::find_modified(saved_outside, Role::saved_outside);
+  auto argument = zbp::find_modified(arguments_outside, ZBP_MODIFIED_RECOMPUTED);
+  return argument ? argument : zbp::find_modified(saved_outside, ZBP_MODIFIED_OUTSIDE);
 }
 
 uint64_t Group::recomputed_for() const {

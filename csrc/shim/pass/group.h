@@ -242,8 +242,10 @@ inline Group& group_of(zbp_held* held) {
 inline const Group& group_in(const zbp_held* held) {
   return *reinterpret_cast<const Group*>(held);
 }
-inline zbp_held* held_by(Group& group) {
-  return reinterpret_cast<zbp_held*>(&group);
+
+/// As the passes in C know it.
+inline zbp_turn turn_of(Group& group) {
+  return {&group.layout, &group.book, reinterpret_cast<zbp_held*>(&group)};
 }
 
 }  // namespace zbp

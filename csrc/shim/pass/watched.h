@@ -67,8 +67,7 @@ struct Reads {
 
 /// Something that W would read and that was modified since I.
 struct Modified {
-  enum class Role : uint8_t { held, saved_outside, recomputed };
-  Role role;
+  uint8_t role;  // a ZBP_MODIFIED_* of zbp_call.h
   std::string tensor;
   uint32_t seen;
   uint32_t now;

@@ -38,17 +38,6 @@ void check_fits(const at::Tensor& main_grad, const at::Tensor& weight) {
   }
 }
 
-uint8_t number_of(Modified::Role role) {
-  switch (role) {
-    case Modified::Role::held:
-      return ZBP_MODIFIED_HELD;
-    case Modified::Role::saved_outside:
-      return ZBP_MODIFIED_OUTSIDE;
-    default:
-      return ZBP_MODIFIED_RECOMPUTED;
-  }
-}
-
 }  // namespace
 
 int zbp_call_new(zbp_group* const* groups, size_t count, zbp_call** call_out, zbp_error* error) {
@@ -128,8 +117,7 @@ int zbp_held_modified(const zbp_held* held, zbp_modified* out, zbp_error* error)
   return kept_in(error, [&] {
     *out = {};
     if (const auto modified = group_in(held).find_modified()) {
-      *out = {number_of(modified->role), wrap_text(modified->tensor), modified->seen,
-              modified->now};
+      *out = {modified->role, wrap_text(modified->tensor), modified->seen, modified->now};
     }
   });
 }

@@ -34,7 +34,7 @@ variable_list output_grads_of(const Task& task) {
 }  // namespace
 
 zbp_turn zbp_group_turn(const zbp_group* group) {
-  return {&group->group->layout, &group->group->book, held_by(*group->group)};
+  return turn_of(*group->group);
 }
 
 void zbp_group_free(zbp_group* group) {
