@@ -185,6 +185,14 @@ static int list_all(account *self)
     return status;
 }
 
+PyObject *zbp_refuse_running(void)
+{
+    PyErr_SetString(PyExc_RuntimeError,
+                    "what a parameter group holds cannot be listed while its weight pass runs; "
+                    "wait for stage_backward_weight to return");
+    return NULL;
+}
+
 PyObject *zbp_account_wrap(const zbp_group *group)
 {
     account self = {.turn = zbp_group_turn(group)};
@@ -192,11 +200,7 @@ PyObject *zbp_account_wrap(const zbp_group *group)
 
     /* Making Python objects may run other Python code, and that a W. */
     if (!zbp_book_claim(self.turn.book)) {
-        PyErr_SetString(
-            PyExc_RuntimeError,
-            "what a parameter group holds cannot be listed while its weight pass runs; wait for "
-            "stage_backward_weight to return");
-        return NULL;
+        return zbp_refuse_running();
     }
     if (self.turn.book->state == ZBP_BOOK_SPENT) {
         self.tasks = PyList_New(0);

@@ -57,7 +57,7 @@ static int set_terms(zbp_search *search, const question *asked)
 }
 
 /* What the caller has made for this call is not looked at. */
-static int add_terms(zbp_explore *explore, const question *asked)
+static int ignore_own(zbp_explore *explore, const question *asked)
 {
     PyObject *const own[] = {asked->ignored, asked->args, asked->allowed};
     int status = ZBP_OK;
@@ -68,7 +68,7 @@ static int add_terms(zbp_explore *explore, const question *asked)
     for (size_t i = 0; status == ZBP_OK && i < sizeof own / sizeof own[0]; ++i) {
         status = zbp_explore_ignore(explore, own[i]);
     }
-    return status == ZBP_OK ? zbp_add_roots(explore, asked->roots) : status;
+    return status;
 }
 
 static PyObject *search_and_describe(zbp_search *search, const question *asked)
@@ -79,7 +79,13 @@ static PyObject *search_and_describe(zbp_search *search, const question *asked)
     if (set_terms(search, asked) < 0) {
         return NULL;
     }
-    status = add_terms(&search->explore, asked);
+    status = ignore_own(&search->explore, asked);
+    if (status == ZBP_OK) {
+        status = zbp_search_begin(search, &error);
+    }
+    if (status == ZBP_OK) {
+        status = zbp_add_roots(&search->explore, asked->roots);
+    }
     if (status == ZBP_OK) {
         status = zbp_search_run(search, &error);
     }
@@ -280,6 +286,9 @@ static PyObject *freed_with(PyObject *module, PyObject *groups)
         if (!Py_IS_TYPE(PyTuple_GET_ITEM(groups, i), access.type)) {
             return PyErr_Format(PyExc_TypeError, "groups[%zd] is a %s; expected a ParamGroup", i,
                                 Py_TYPE(PyTuple_GET_ITEM(groups, i))->tp_name);
+        }
+        if (zbp_group_state(access.get(PyTuple_GET_ITEM(groups, i))) == ZBP_GROUP_RUNNING) {
+            return zbp_refuse_running();
         }
     }
     const int collects = PyGC_Disable();

@@ -56,6 +56,8 @@ PyObject *zbp_pick(PyObject *weights, zbp_reach *reach);
  * memory, 0 where there is none; bytes: of the whole storage. weights: the leaf tensors whose gradients are computed
  * from it, a list. NULL with an error set, while the group's W runs RuntimeError. */
 PyObject *zbp_account_wrap(const zbp_group *group);
+/* Raises that RuntimeError. Always NULL. */
+PyObject *zbp_refuse_running(void);
 
 /* Adds the type ParamGroup. New reference, or NULL with an error set. */
 PyTypeObject *zbp_add_group(PyObject *module);

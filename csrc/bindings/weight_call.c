@@ -34,7 +34,9 @@ static bool is_listed_before(const weight_call *call, size_t i)
 static int refuse_claim(const weight_call *call)
 {
     for (size_t i = 0; i < call->count; ++i) {
-        if (call->turn[i].book->state == ZBP_BOOK_SPENT) {
+        const zbp_book *book = call->turn[i].book;
+        const bool is_others = i >= call->claimed && zbp_book_is_claimed(book);
+        if (!is_others && book->state == ZBP_BOOK_SPENT) {
             PyErr_Format(PyExc_RuntimeError,
                          "param_groups[%zu] is spent: its weight pass has already run; pass "
                          "retain_graph=True to the first call to run it again",
@@ -380,8 +382,9 @@ static int run(weight_call *call, zbp_how how)
         return zbp_fail(&error);
     }
     Py_BEGIN_ALLOW_THREADS status = zbp_pass_weights(call->turn, call->count, how, &error);
-    Py_END_ALLOW_THREADS status = zbp_call_end(call->shim, status, &error);
-    for (size_t i = 0; status != ZBP_OK && i < call->count; ++i) {
+    Py_END_ALLOW_THREADS const bool is_complete = status == ZBP_OK;
+    status = zbp_call_end(call->shim, status, &error);
+    for (size_t i = 0; is_complete && status != ZBP_OK && i < call->count; ++i) {
         zbp_book_report_again(call->turn[i].book);
     }
     return status == ZBP_OK ? 0 : zbp_fail(&error);

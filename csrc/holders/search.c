@@ -27,6 +27,7 @@ static void forget_sought(zbp_search *search)
 
 void zbp_search_fini(zbp_search *search)
 {
+    zbp_things_unlist(search->explore.things);
     forget_sought(search);
     zbp_map_fini(&search->allowed);
     zbp_ways_fini(&search->ways);
@@ -145,19 +146,17 @@ static int find_sought(zbp_search *search)
 
 /* What the roots do not reach --------------------------------------------------------------------------- */
 
-/* Meets what Python's collector lists; flags what of it the roots do not reach. */
-static int explore_listed(zbp_search *search, zbp_vertices *listed, zbp_error *error)
+/* Meets what Python's collector has listed; flags what of it the roots do not reach. */
+static int meet_listed(zbp_search *search, zbp_vertices *listed, zbp_error *error)
 {
     zbp_explore *explore = &search->explore;
-    const void *const *object = NULL;
-    size_t count = 0;
-    int status = zbp_explore_list(explore, &object, &count, error);
+    int status = ZBP_OK;
 
     zbp_heap_end_roots(&explore->heap);
-    for (size_t i = 0; status == ZBP_OK && i < count; i++) {
+    for (size_t i = 0; status == ZBP_OK && i < search->listed_count; i++) {
         uint32_t v;
 
-        status = zbp_explore_root(explore, object[i], &v);
+        status = zbp_explore_root(explore, search->listed[i], &v);
         if (status == ZBP_OK && v != ZBP_NO_VERTEX && v >= zbp_heap_reached(&explore->heap))
             status = zbp_vertices_add(listed, v, &explore->alloc);
     }
@@ -205,12 +204,11 @@ static int build_ways(zbp_search *search, const zbp_vertices *listed)
 static int search_the_rest(zbp_search *search, zbp_error *error)
 {
     zbp_vertices listed = {0};
-    int status = explore_listed(search, &listed, error);
+    int status = meet_listed(search, &listed, error);
 
     if (status == ZBP_OK)
         status = build_ways(search, &listed);
     zbp_vertices_fini(&listed, &search->explore.alloc);
-    zbp_things_unlist(search->explore.things);
     return status;
 }
 
@@ -222,7 +220,7 @@ static bool is_all_found(const zbp_search *search)
     return search->older == NULL && (search->target == NULL || search->sought_count > 0);
 }
 
-int zbp_search_run(zbp_search *search, zbp_error *error)
+static int find(zbp_search *search, zbp_error *error)
 {
     int status = zbp_explore_all(&search->explore, error);
 
@@ -235,4 +233,17 @@ int zbp_search_run(zbp_search *search, zbp_error *error)
     forget_sought(search);
     status = search_the_rest(search, error);
     return status == ZBP_OK ? find_sought(search) : status;
+}
+
+int zbp_search_begin(zbp_search *search, zbp_error *error)
+{
+    return zbp_explore_list(&search->explore, &search->listed, &search->listed_count, error);
+}
+
+int zbp_search_run(zbp_search *search, zbp_error *error)
+{
+    const int status = find(search, error);
+
+    zbp_things_unlist(search->explore.things);
+    return status;
 }

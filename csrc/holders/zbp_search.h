@@ -12,14 +12,14 @@
  * table), and makes its vertex a root of the second rank. What these do not reach either is garbage,
  * and the cycle that keeps it is searched.
  *
- * Nothing is unpacked, no hook is run, no node is wrapped, no Python code runs during the search: it
- * sees one moment, as far as threads that need the GIL go. Others (a backward, another pass of zbpipe's) may free
- * and change what is libtorch's meanwhile: what is met is owned until the search ends, a node's saved tensors and a
- * leaf's gradient are read under the locks that the engine takes, edges and hooks under our own passes'. What is
- * locked is said to be unseen.
+ * Nothing is unpacked, no hook is run, no node is wrapped, no Python code runs once the search has begun: it sees one
+ * moment, as far as threads that need the GIL go. Others (a backward, another pass of zbpipe's) may free and change
+ * what is libtorch's meanwhile: what is met is owned until the search ends, a node's saved tensors and a leaf's
+ * gradient are read under the locks that the engine takes, edges and hooks under our own passes'. What is locked is
+ * said to be unseen.
  *
  * Here it is conducted: what has been met is numbers (core/holders), what a thing is and holds the shim tells
- * (shim/holders/zbp_things.h), and bindings/holders.c puts it into Python's objects.
+ * (shim/holders/zbp_things.h), and bindings/description.c puts it into Python's objects.
  *
  * Linear in the objects, references and nodes that live. With the GIL.
  */
@@ -56,6 +56,9 @@ typedef struct zbp_search {
     zbp_map allowed;           /* storages that are not searched for; given back by _fini */
 
     zbp_explore explore;
+    const void *const
+        *listed; /* [listed_count], from _begin to _run: what Python's collector lists */
+    size_t listed_count;
     zbp_ways ways;
     zbp_sought *sought; /* [sought_count] */
     uint32_t sought_count, sought_capacity;
@@ -67,6 +70,10 @@ typedef struct zbp_search {
 
 void zbp_search_init(zbp_search *search, zbp_things *things, const zbp_alloc *alloc);
 void zbp_search_fini(zbp_search *search);
+
+/* Takes the collector's list, before search->explore is given anything but what it is to ignore: Python's audit hooks
+ * hear of it, and may free what they like. Errors as zbp_explore_list's; then nothing but _fini is legal. */
+ZBP_MUST_USE int zbp_search_begin(zbp_search *search, zbp_error *error);
 
 /* Searches from the roots that search->explore has been given. Errors as zbp_explore_all's; then nothing but
  * _fini is legal. */

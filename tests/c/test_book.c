@@ -150,8 +150,6 @@ static void a_complete_group_is_done_until_it_is_reported(void)
     zbp_layout layout;
 
     open_book(&book, &layout, 1, 0, "P0");
-    zbp_book_report_again(&book); /* it is open: nothing to report */
-    CHECK(book.state == ZBP_BOOK_OPEN);
     deliver_directly(&book, &layout, PLAIN);
     CHECK(zbp_book_settle(&book, PLAIN, true) == ZBP_FATE_CLOSE); /* another group failed */
     zbp_book_close(&book);
@@ -171,6 +169,7 @@ static void a_complete_group_is_done_until_it_is_reported(void)
 
 static void a_retained_group_runs_again_as_if_it_never_had(void)
 {
+    const char *reason = NULL;
     zbp_book book;
     zbp_layout layout;
 
@@ -190,6 +189,16 @@ static void a_retained_group_runs_again_as_if_it_never_had(void)
     CHECK(!zbp_book_owes(&book, &layout, 0));
     CHECK(zbp_book_settle(&book, RETAIN, false) == ZBP_FATE_AGAIN);
     CHECK(zbp_book_owes(&book, &layout, 0));
+    /* Complete, and the call raises only then: the retry adds nothing, the call after it all. */
+    deliver_directly(&book, &layout, RETAIN);
+    CHECK(zbp_book_settle(&book, RETAIN, false) == ZBP_FATE_AGAIN);
+    zbp_book_report_again(&book);
+    CHECK(book.state == ZBP_BOOK_OPEN && way_of(&book, &layout, RETAIN) == ZBP_WAY_DIRECT);
+    for (uint32_t f = 0; f < 2; f++)
+        CHECK(!zbp_book_owes(&book, &layout, f) && !zbp_book_wants(&book, f));
+    CHECK_VALID(zbp_book_check(&book, &layout, &reason));
+    CHECK(zbp_book_settle(&book, RETAIN, false) == ZBP_FATE_AGAIN);
+    CHECK(way_of(&book, &layout, RETAIN) == ZBP_WAY_DIRECT && zbp_book_owes(&book, &layout, 0));
     close_book(&book, &layout);
 }
 

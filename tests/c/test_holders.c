@@ -208,6 +208,8 @@ static int run_search(zbp_search *search, const terms *t, const zbp_storages *ol
         status = zbp_map_add(&search->allowed, native_at((uint32_t)t->allowed), 0, NULL, NULL);
     if (status == ZBP_OK && t->ignored >= 0)
         status = zbp_explore_ignore(&search->explore, object_at((uint32_t)t->ignored));
+    if (status == ZBP_OK)
+        status = zbp_search_begin(search, error);
     for (uint32_t i = 0; status == ZBP_OK && i < t->roots; i++)
         if (world.of[i].has_object || !is_of_torch(i))
             status = zbp_explore_root(&search->explore, object_at(i), &v);
@@ -665,6 +667,7 @@ static void a_targets_python_references_are_the_callers(void)
         add_edge(tensor, storage, false);
         zbp_search_init(&search, nobody, NULL);
         search.target = native_at(tensor);
+        REQUIRE(zbp_search_begin(&search, &error) == ZBP_OK);
         REQUIRE(zbp_search_run(&search, &error) == ZBP_OK);
         v = zbp_heap_find(&search.explore.heap, native_at(tensor));
         REQUIRE(v != ZBP_NO_VERTEX && search.sought_count == 1);

@@ -417,6 +417,33 @@ def test_devices_that_cannot_be_checked(device):
         check_tensor_leak(device=device)
 
 
+def test_what_an_audit_hook_lets_go_of_is_not_looked_at():
+    """Python tells its audit hooks that the collector's objects are listed."""
+    in_own_process("""
+        import ctypes
+
+        from zbpipe.leaks import check_tensor_leak
+
+        kept, searches = [], []
+
+        def let_go(event, args):
+            if event == "gc.get_objects":
+                searches.append(len(kept))
+                kept.clear()
+
+        def hide():
+            hidden = [torch.ones(1000)]
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(hidden))
+
+        sys.addaudithook(let_go)
+        with check_tensor_leak(action="record") as check:
+            kept += [[torch.ones(10)] for _ in range(100)]
+            hide()
+        assert 100 in searches, searches
+        assert check.report.bytes == 4000, check.report
+    """)
+
+
 @pytest.mark.skipif(
     "libasan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer hangs where memory runs out"
 )

@@ -277,6 +277,23 @@ def test_what_others_hold_is_held_and_not_freed():
     assert "somebody else" not in str(held)
 
 
+def test_a_group_whose_weight_pass_runs_is_refused():
+    net = MODELS["mlp"]()
+    groups = groups_of(net)
+    refused = []
+
+    def look(_grad):
+        for ask in (lambda: memory.held(groups), lambda: zbpipe._C.freed_with(tuple(groups))):
+            with pytest.raises(RuntimeError, match="cannot be listed while its weight pass runs"):
+                ask()
+            refused.append(ask)
+
+    next(net.parameters()).register_hook(look)
+    zbpipe.stage_backward_weight(net.parameters(), groups)
+    assert len(refused) == 2
+    assert memory.held(groups).bytes == 0
+
+
 def test_what_several_groups_share_goes_with_the_last_of_them():
     net = Stage(lambda m, x: m.a(x) + m.b(x), a=nn.Linear(D, D, bias=False), b=nn.Linear(D, D, bias=False))
     groups = groups_of(net)

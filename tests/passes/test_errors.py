@@ -679,7 +679,8 @@ def warns_in_its_backward(tensor):
 
 
 @needs_zbpipe
-def test_warning_made_an_error_in_the_weight_pass_lets_it_be_repeated():
+@pytest.mark.parametrize("retain", [False, True])
+def test_warning_made_an_error_in_the_weight_pass_lets_it_be_repeated(retain):
     m = Stage(lambda m, x: x @ warns_in_its_backward(m.a) @ m.b, a=(4, 4), b=(4, 4))
     total = 0
     for _ in range(2):
@@ -689,11 +690,13 @@ def test_warning_made_an_error_in_the_weight_pass_lets_it_be_repeated():
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             with pytest.raises((RuntimeError, UserWarning)):
-                zb.stage_backward_weight(m.parameters(), groups)
+                zb.stage_backward_weight(m.parameters(), groups, retain)
             warnings.simplefilter("ignore")
-            zb.stage_backward_weight(m.parameters(), groups)
+            zb.stage_backward_weight(m.parameters(), groups, retain)
+            if retain:
+                zb.stage_backward_weight(m.parameters(), groups)
             expected = torch.autograd.grad(m(x).sum(), list(m.parameters()))
-        total = [g + e for g, e in zip(total or [0, 0], expected, strict=True)]
+        total = [g + (1 + retain) * e for g, e in zip(total or [0, 0], expected, strict=True)]
         torch.testing.assert_close([w.grad for w in m.parameters()], total)
 
 

@@ -53,12 +53,6 @@ void zbp_book_close(zbp_book *book)
     *book = left;
 }
 
-void zbp_book_report_again(zbp_book *book)
-{
-    if (book->state == ZBP_BOOK_SPENT)
-        book->state = ZBP_BOOK_UNREPORTED;
-}
-
 bool zbp_book_claim(zbp_book *book)
 {
     return __atomic_exchange_n(&book->claimed, 1, __ATOMIC_ACQ_REL) == 0;
@@ -319,6 +313,17 @@ static void make_ready_again(zbp_book *book)
     }
     for (uint32_t f = 0; f < book->face_count; f++)
         book->face[f].is_delivered = false;
+}
+
+void zbp_book_report_again(zbp_book *book)
+{
+    if (book->state == ZBP_BOOK_SPENT)
+        book->state = ZBP_BOOK_UNREPORTED;
+    if (book->state != ZBP_BOOK_OPEN)
+        return;
+    zbp_book_added_all(book);
+    for (uint32_t f = 0; f < book->face_count; f++)
+        book->face[f].is_delivered = true;
 }
 
 zbp_fate zbp_book_settle(zbp_book *book, zbp_how how, bool failed)

@@ -172,11 +172,11 @@ void zbp_book_forget_faces(zbp_book *book);
  * UNREPORTED. */
 void zbp_book_close(zbp_book *book);
 
-/* A call that completed the group raises all the same: it can be repeated, and passes over the group. */
+/* After _settle and what it asked for: the call, which has completed the group, raises all the same. It can be
+ * repeated, and passes over the group, to be retained or not. */
 void zbp_book_report_again(zbp_book *book);
 
-/* Marks the book as in the hands of one call; false if another one has it. The only functions that two
- * threads may call at once. */
+/* Marks the book as in the hands of one call; false if another one has it. Any threads may call these at once. */
 bool zbp_book_claim(zbp_book *book);
 void zbp_book_give_back(zbp_book *book);
 bool zbp_book_is_claimed(const zbp_book *book);

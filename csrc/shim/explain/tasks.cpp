@@ -227,6 +227,10 @@ void zbp_grads_give(zbp_grads* grads) {
 
 int zbp_group_reads_weights(const zbp_group* handle, int* out, zbp_error* error) {
   return guarded(error, [&] {
+    *out = false;
+    if (zbp_book_is_claimed(&handle->group->book)) {
+      return;
+    }
     const Group& group = *handle->group;
     const auto has_saved = [](const Outside& outside) {
       return !saves_nothing(*outside.node) && !saved_nothing(*outside.node);

@@ -39,13 +39,25 @@ int in_memory(const Body& body) noexcept {
 struct Visitor {
   zbp_visit visit;
   void* arg;
+  int* status;
 
   void operator()(const zbp_reference& reference) const {
-    if (visit(arg, &reference) != ZBP_OK) {
-      throw std::bad_alloc();  // nothing else ends a visit
+    const int ended = visit(arg, &reference);
+    if (ended != ZBP_OK) {
+      *status = ended;
+      throw std::bad_alloc();  // it is over; see outcome()
     }
   }
 };
+
+/// What a visit comes to: the status that ended it, else the barrier's.
+int outcome(int ended, int status, zbp_error* error) {
+  if (ended == ZBP_OK) {
+    return status;
+  }
+  zbp_error_clear(error);
+  return ended;
+}
 
 /// Null if the object is being destroyed: its last reference has gone, and the thread that let it go waits for the
 /// GIL, to let go of the Python object.
@@ -223,7 +235,10 @@ int zbp_things_own(zbp_things* things, zbp_thing thing, bool* lives_out) {
 
 int zbp_things_visit(zbp_things* things, uint8_t thing, const void* key, zbp_visit visit, void* arg,
                      zbp_error* error) {
-  return kept_in(error, [&] { things->visit(thing, key, Visitor{visit, arg}); });
+  int ended = ZBP_OK;
+  const int status =
+      kept_in(error, [&] { things->visit(thing, key, Visitor{visit, arg, &ended}); });
+  return outcome(ended, status, error);
 }
 
 int zbp_things_add_held(zbp_things* things, const void* key, const void* held) {
@@ -232,7 +247,10 @@ int zbp_things_add_held(zbp_things* things, const void* key, const void* held) {
 
 int zbp_things_visit_scripts(zbp_things* things, const void* module, zbp_visit visit, void* arg,
                              zbp_error* error) {
-  return kept_in(error, [&] { things->visit_scripts(as_object(module), Visitor{visit, arg}); });
+  int ended = ZBP_OK;
+  const int status = kept_in(
+      error, [&] { things->visit_scripts(as_object(module), Visitor{visit, arg, &ended}); });
+  return outcome(ended, status, error);
 }
 
 int zbp_things_note_opaque(zbp_things* things, const void* object) {

@@ -5,8 +5,8 @@
  * it in Python. Python's objects are borrowed: usable until Python code runs or the GIL is let go of. What is
  * libtorch's is to be owned before it is looked at, for other threads free it without the GIL.
  *
- * All functions: with the GIL. No Python code runs in them. Those that return a status return ZBP_OK, ZBP_ENOMEM or,
- * where they have an error, ZBP_ETORCH with what has been raised in *error.
+ * All functions: with the GIL. No Python code runs in them, but for zbp_things_list. Those that return a status return
+ * ZBP_OK, ZBP_ENOMEM or, where they have an error, ZBP_ETORCH with what has been raised in *error.
  */
 #ifndef ZBP_THINGS_H
 #define ZBP_THINGS_H
@@ -96,7 +96,7 @@ ZBP_MUST_USE int zbp_things_note_opaque(zbp_things *things, const void *object);
 uint8_t zbp_things_blame(uint8_t thing, const void *key);
 
 /* The objects that Python's collector lists, each referred to once more until zbp_things_unlist. *object_out:
- * borrowed until then. */
+ * borrowed until then. Python's audit hooks hear of it: what has been met before may be gone. */
 ZBP_MUST_USE int zbp_things_list(zbp_things *things, const void *const **object_out,
                                  size_t *count_out, const void **list_out, zbp_error *error);
 void zbp_things_unlist(zbp_things *things);

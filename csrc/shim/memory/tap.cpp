@@ -45,8 +45,12 @@ uint64_t number_of(const void* data) {
 
 /// One that is followed at this address already was freed past our deleter: raw_deallocate() after we were taken out.
 void note_alloc(const void* data, size_t bytes) {
-  // Whoever sees the block finds its trace.
-  keep_trace(number_of(data), trace_now());
+  try {
+    // Whoever sees the block finds its trace.
+    keep_trace(number_of(data), trace_now());
+  } catch (const std::bad_alloc&) {
+    // The block is followed without one.
+  }
   if (!zbp_tally_alloc(tally(), number_of(data), bytes)) {
     forget_trace(number_of(data));
   }

@@ -187,7 +187,9 @@ const char* saved_name(const PyGetSetDef& def) {
 
 /// Static: lives as long as the process. Null if there is none.
 PyTypeObject* python_type_of(const Node& node) {
-  THPObjectPtr module(PyImport_ImportModule("torch._C"));
+  // Not imported: that might run Python code, in the middle of a search for holders.
+  THPObjectPtr name(PyUnicode_FromString("torch._C"));
+  THPObjectPtr module(name ? PyImport_GetModule(name) : nullptr);
   THPObjectPtr functions(module ? PyObject_GetAttrString(module, "_functions") : nullptr);
   THPObjectPtr type(functions ? PyObject_GetAttrString(functions, node.name().c_str()) : nullptr);
   PyErr_Clear();
