@@ -116,6 +116,8 @@ mutant "nobody looks again before a group runs" pass/weight_pass.c \
     '/^static int start/,/^}/s/int status = find_way.*/uint32_t face; int status = ZBP_OK; way = zbp_book_way(turn->book, turn->layout, how, \&face);/'
 mutant "a complete group runs again in a retry" core/pass/zbp_book.c \
     's/^    if (book->state != ZBP_BOOK_OPEN)$/    if (false)/;/^zbp_fate zbp_book_settle/,/^}/s/book->state = ZBP_BOOK_UNREPORTED;/return ZBP_FATE_KEEP;/'
+mutant "what is retained is added again after a call that raised when it was through" core/pass/zbp_book.c \
+    '/^void zbp_book_report_again/,/^}/s/is_delivered = !/is_delivered = false \&\& !/'
 # Of sweeps.
 mutant "a product that was swept is added again" pass/sweep.c 's/^            zbp_book_delivered(.*/            ;/'
 mutant "what a sweep has added before it failed is not noted" pass/sweep.c \

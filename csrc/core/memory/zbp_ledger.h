@@ -9,8 +9,8 @@
  * Allocation: the table, an array of pointers, and what the records hold. Threads: one at a time; zbp_tally.h
  * has a lock. Times and threads are the caller's to know, and go into the logs as they are given.
  */
-#ifndef ZBP_BOOKS_H
-#define ZBP_BOOKS_H
+#ifndef ZBP_LEDGER_H
+#define ZBP_LEDGER_H
 
 #include <stdbool.h>
 #include <stddef.h>

@@ -10,7 +10,7 @@
  *
  * Invariant: live == allocated - freed; there is always a mark 0, made at the beginning; the last
  * mark's span is open. Allocation: an array of marks and chunks of the log, which never move.
- * Threads: one at a time; the shim has a lock (zbp_tap.h). Times are given by the caller, in ns.
+ * Threads: one at a time; a tally has a lock (zbp_tally.h). Times are given by the caller, in ns.
  */
 #ifndef ZBP_RECORD_H
 #define ZBP_RECORD_H

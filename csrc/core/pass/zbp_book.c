@@ -323,7 +323,7 @@ void zbp_book_report_again(zbp_book *book)
         return;
     zbp_book_added_all(book);
     for (uint32_t f = 0; f < book->face_count; f++)
-        book->face[f].is_delivered = true;
+        book->face[f].is_delivered = !is_half_added(&book->face[f]); /* that weight is frozen now */
 }
 
 zbp_fate zbp_book_settle(zbp_book *book, zbp_how how, bool failed)

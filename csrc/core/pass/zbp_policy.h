@@ -1,6 +1,6 @@
 /* zbp_policy.h - what the policy says of weights, and what follows for all that leads to them.
  *
- * Allocation: one list for the time of zbp_policy_spread. Threads: any.
+ * Allocation: two lists for the time of zbp_policy_spread. Threads: any.
  */
 #ifndef ZBP_POLICY_H
 #define ZBP_POLICY_H

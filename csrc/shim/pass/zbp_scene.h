@@ -3,7 +3,7 @@
  *
  * Nothing here decides what runs, what is cut, what becomes of a node: that stands in a split
  * (zbp_split.h). All functions are called with the GIL held, by the thread that began the call, in the
- * order of this file; each returns ZBP_OK, or another status and *error says what was raised. No C++
+ * order of input_pass.c; each returns ZBP_OK, or another status and *error says what was raised. No C++
  * exception leaves a function.
  */
 #ifndef ZBP_SCENE_H

@@ -106,7 +106,7 @@ bool zbp_unpacked_waits(void);
 /* Bytes that groups hold which were made under a budget, each storage once. Any thread. */
 uint64_t zbp_held_within_budgets(void);
 
-/* New objects, or NULL; KeyError when the group is spent.
+/* New objects, or NULL; KeyError when the group is spent, RuntimeError while its W runs.
  * params: set of the accumulators' nodes. intermediates: list of the split nodes, None for one that
  * is gone. grads: list with, per intermediate, a tuple with a tensor or None per node input. */
 PyObject *zbp_group_params(const zbp_group *group, zbp_error *error);

@@ -1,5 +1,6 @@
 /* zbp_touch.h - what the weight pass asks of the shim: every look at a weight, every addition to a
- * gradient, every run of the engine. The shim decides nothing here; csrc/pass does.
+ * gradient, every run of the engine. By which operation a product is added is the shim's choice; all else csrc/pass and
+ * the core decide.
  *
  * Conventions. Functions return ZBP_OK or ZBP_ETORCH; after that *error has what was raised and the function has done
  * nothing, unless it says otherwise. ZBP_ENOMEM leaves *error as it was. No C++ exception leaves a function. They are
