@@ -30,7 +30,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo docs wheel dev test test-core test-system test-long test-all test-clients clients soak programs asan tsan-torch repeat ubsan tsan allocations valgrind fuzz fuzz-long cov lint fmt bench clean pytest
+.PHONY: help torch demo docs wheel dev test test-core test-system test-long test-all test-clients clients soak programs asan tsan-torch repeat ubsan tsan allocations valgrind fuzz fuzz-long cov lint fmt bench clean pytest
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,6 +66,8 @@ $(VENV)/.extras-%: pyproject.toml | $(VENV)/.built
 	@touch $@
 
 # What they do.
+
+torch: $(VENV)/.torch-$(TORCH)
 
 dev: $(VENV)/.built $(VENV)/.extras-test $(VENV)/.extras-lint $(VENV)/.extras-demo ## set up .venv: torch, zbpipe built and editable, every tool
 

@@ -317,10 +317,10 @@ static void make_ready_again(zbp_book *book)
 
 void zbp_book_report_again(zbp_book *book)
 {
-    if (book->state == ZBP_BOOK_SPENT)
+    if (book->state != ZBP_BOOK_OPEN) {
         book->state = ZBP_BOOK_UNREPORTED;
-    if (book->state != ZBP_BOOK_OPEN)
         return;
+    }
     zbp_book_added_all(book);
     for (uint32_t f = 0; f < book->face_count; f++)
         book->face[f].is_delivered = !is_half_added(&book->face[f]); /* that weight is frozen now */

@@ -227,16 +227,13 @@ void zbp_grads_give(zbp_grads* grads) {
 
 int zbp_group_reads_weights(const zbp_group* handle, int* out, zbp_error* error) {
   return guarded(error, [&] {
-    *out = false;
-    if (zbp_book_is_claimed(&handle->group->book)) {
-      return;
-    }
     const Group& group = *handle->group;
     const auto has_saved = [](const Outside& outside) {
       return !saves_nothing(*outside.node) && !saved_nothing(*outside.node);
     };
-    *out = std::any_of(group.tasks.begin(), group.tasks.end(),
-                       [](const Task& task) { return reads_weights(task); }) ||
-           std::any_of(group.outside.begin(), group.outside.end(), has_saved);
+    *out = !zbp_book_is_claimed(&group.book) &&
+           (std::any_of(group.tasks.begin(), group.tasks.end(),
+                        [](const Task& task) { return reads_weights(task); }) ||
+            std::any_of(group.outside.begin(), group.outside.end(), has_saved));
   });
 }
