@@ -33,7 +33,7 @@ from zbpipe._text import table
 RANKS, BLOCKS, WIDTH, TOKENS, ROUNDS = 2, 2, 128, 256, 5
 INTERLEAVED = "ScheduleInterleavedZeroBubble"
 SCHEDULES = (INTERLEAVED, "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
-POLICIES = ("auto", "keep", "recompute", "input_pass")
+POLICIES = ("keep", "recompute", "input_pass")
 
 
 class Side:

@@ -271,7 +271,7 @@ def checkpointed() -> str:
     name = "transformer, checkpointed"
     sides = {
         "torch's module": measured["stages"][name]["torch"],
-        '`checkpoint="keep"`, or `"auto"` of the first': measured["stages"][name]["zbpipe"],
+        '`checkpoint="keep"`': measured["stages"][name]["zbpipe"],
     }
     for word in ("recompute", "input_pass"):
         sides[f'`checkpoint="{word}"`'] = measured["policies"][name][f"checkpoint={word}"]
@@ -297,7 +297,7 @@ def checkpointed_steps() -> str:
         ]
         for of in figures("checkpointed")["rows"]
         for word, side in of["sides"].items()
-        if word in ("torch", "auto", "keep", "recompute")
+        if word in ("torch", "keep", "recompute", "input_pass")
     ]
     return markdown(["", "", "peak of a step", "computed again", "time of a step"], rows)
 

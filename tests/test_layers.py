@@ -462,8 +462,6 @@ CANNOT_THROW = {
     "zbp_in_anomaly_mode",
     "zbp_group_free",
     "zbp_group_state",
-    "zbp_unpacked_waits",
-    "zbp_held_within_budgets",
     "zbp_group_traverse",
     "zbp_group_clear",
     "zbp_set_aside",

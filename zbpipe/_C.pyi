@@ -66,7 +66,6 @@ def input_pass(
     defer: int | Callable[[torch.Tensor], int],
     checkpoint: int | Callable[[torch.Tensor], int],
     reentrant: int = 0,
-    held_at_most: int | None = None,
     split_functions: bool = False,
     /,
 ) -> tuple[tuple[torch.Tensor | None, ...], list[ParamGroup]]: ...
@@ -79,8 +78,6 @@ def weight_pass(
     wide: bool,
     /,
 ) -> Sequence[torch.Tensor]: ...
-def held_within_budgets() -> int: ...
-def unpacked_waits() -> bool: ...
 def parameters_of(module: nn.Module, named_modules: object, /) -> list[nn.Parameter] | None: ...
 
 HOLDS_STORAGE: int

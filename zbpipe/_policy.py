@@ -1,4 +1,4 @@
-"""What is left to the weight pass, what is kept for it, and how it adds: a policy of seven choices.
+"""What is left to the weight pass, what is kept for it, and how it adds: a policy of six choices.
 
 Note [What each choice costs]
 
@@ -20,10 +20,7 @@ defer: which weights' gradients W computes. ("heavy": a matrix or more; "light":
 checkpoint: what W needs of activations that are saved behind hooks: ``torch.utils.checkpoint`` (not reentrant, nested
 and selective too), ``save_on_cpu``, packing hooks.
 
-    "auto"          The default. "keep" where nothing that I has unpacked waits for W, on any stage of the process, and
-                    "recompute" otherwise: asked at the beginning of I. So one microbatch's regions are kept at a time,
-                    whatever the schedule has in flight, and the W that comes soonest is not computed again.
-    "keep"          Unpacked in I, as an ordinary backward does, and what W reads is kept: the same bytes as without
+    "keep"          The default. Unpacked in I, as an ordinary backward does, and what W reads is kept: the same bytes as without
                     checkpointing, no second recomputation, whatever is in flight.
     "recompute"     Stays packed until W, which unpacks it: a checkpointed region is recomputed once more in each call
                     of the weight pass, region by region, from the last one to the first. Held from I to W: output
@@ -33,7 +30,7 @@ and selective too), ``save_on_cpu``, packing hooks.
                     which torch recomputes only once, is kept all the same; so is everything in a GraphExecGroup.
     "input_pass"    These weights' gradients are computed in I and kept: one recomputation, no activation is held but
                     what nodes between a node of I and a weight (a computed weight) have saved.
-    function        Called with each weight in I; returns one of the four words.
+    function        Called with each weight in I; returns one of the three words.
 
 fused: False adds a product to an existing gradient as ``grad += a @ b`` would, to the bit. Where BLAS computes a panel
     of rows or columns as it computes the whole (one thread, float32 and float64, no side shorter than 256) it goes
@@ -58,18 +55,6 @@ wide: True adds a product of 16-bit factors to a float32 gradient (a ``main_grad
     weights that hooks watch), as without. A first gradient is rounded still: there is nothing yet to add it to.
     Products are added one by one, as with ``fused``.
 
-held_at_most: A number of bytes: what may wait for W in the process, each storage once, in all groups that were made
-    with a budget. Where a node runs in I whose gradient W shall compute, and what W would read of it does not fit, the
-    node's part of the checkpointed (or offloaded) activations is left packed, or its weights' gradients are computed
-    at once and kept, whichever holds less; it is kept as if there were no budget where neither does. Once something
-    has not fitted, that call of I unpacks nothing more for W, so that one region at most is both kept and computed
-    again. "auto" is "keep" here: as many regions are kept as fit. Room is kept free for what the rest of the call
-    must hold at least, and for the most that has waited at once in a budget (forgotten when nothing has waited some
-    hundred times): a step that is like one before it stays within a budget that it can stay within. A call of I that
-    ends above it warns. What the forward keeps, checkpoints' inputs and random states among it, is not counted. 0 holds
-    of each node as little as can be held; of a weight that several nodes use that is one gradient per use, where
-    ``defer="nothing"`` holds one. None: no budget, and nothing is counted.
-
 split_functions: True looks at what the backward of a Python Function computes in I. A matrix product (``mm``, ``bmm``,
     ``_scaled_mm``) that it only transposes, views, casts and returns as a weight's gradient is not computed, but handed
     over to W as by :func:`zbpipe.defer`; its factors are held. Whatever else touches such a product computes it at
@@ -78,7 +63,7 @@ split_functions: True looks at what the backward of a Python Function computes i
     been multiplied (Triton, a C++ extension, ``.numpy()``, ``.data = ...``; all of it in docs/kernels.md): such a
     Function needs the default, False.
 
-``defer``, ``checkpoint``, ``held_at_most`` and ``split_functions`` count when I is called, ``fused``, ``wide`` and
+``defer``, ``checkpoint`` and ``split_functions`` count when I is called, ``fused``, ``wide`` and
 ``main_grad`` when W is; ``main_grad`` in I too, for what a reentrant checkpoint's own backward adds there: it goes to
 ``main_grad`` when I ends. ``stage_backward`` is not told the weights and refuses such a checkpoint.
 """
@@ -93,18 +78,16 @@ from typing import Any, Literal
 
 import torch
 
-from zbpipe import _C
 from zbpipe._text import argument
 
 # The numbers of zbp_shim.h.
 _DEFER = {"nothing": 0, "matrices": 1, "all": 2}
 _CHECKPOINT = {"keep": 0, "recompute": 1, "input_pass": 2}
-_CHECKPOINT_WORDS = (*_CHECKPOINT, "auto")
 _YES_OR_NO = ("fused", "main_grad", "wide", "split_functions")
 _VARIABLE = "ZBPIPE_POLICY"
 
 Defer = Literal["matrices", "all", "nothing"] | Callable[[torch.Tensor], bool]
-Checkpoint = Literal["keep", "recompute", "input_pass", "auto"] | Callable[[torch.Tensor], str]
+Checkpoint = Literal["keep", "recompute", "input_pass"] | Callable[[torch.Tensor], str]
 
 
 class _AsItIs:
@@ -126,15 +109,12 @@ class Policy:
         defer: which weights' gradients W computes: "matrices", "all" that can be split, "nothing"; or a function of a
             weight (called in I) that returns whether W does.
         checkpoint: what becomes of activations that are checkpointed, offloaded or packed otherwise: "keep" (what W
-            reads is unpacked in I and kept), "recompute" (they stay packed until W), "auto" (the first while nothing
-            else that was kept waits for W in this process, else the second), "input_pass" (these weights' gradients
-            are computed in I); or a function of a weight (called in I) that returns one of these words.
+            reads is unpacked in I and kept), "recompute" (they stay packed until W), "input_pass" (these weights'
+            gradients are computed in I); or a function of a weight (called in I) that returns one of these words.
         fused: products are added by ``grad.addmm_(a, b)``; otherwise as ``grad += a @ b`` would, to the bit.
         main_grad: a weight's gradient is added to its attribute ``main_grad``, a floating-point tensor of its shape and
             device, where it has one, and not to ``.grad``.
         wide: products of 16-bit factors are added to float32 gradients without being rounded before.
-        held_at_most: how many bytes may wait for W in this process; what does not fit is left packed, or computed in
-            I. None: any number.
         split_functions: what the backward of a Python ``autograd.Function`` multiplies for a weight is left to W.
 
     Raises:
@@ -147,22 +127,20 @@ class Policy:
     """
 
     defer: Defer = "matrices"
-    checkpoint: Checkpoint = "auto"
+    checkpoint: Checkpoint = "keep"
     fused: bool = False
     main_grad: bool = False
     wide: bool = False
-    held_at_most: int | None = None
     split_functions: bool = False
 
     def __post_init__(self) -> None:
-        for name, words in (("defer", tuple(_DEFER)), ("checkpoint", _CHECKPOINT_WORDS)):
+        for name, words in (("defer", tuple(_DEFER)), ("checkpoint", tuple(_CHECKPOINT))):
             value = getattr(self, name)
             if not callable(value):
                 _require_one_of(words, name, value, " or a function of a parameter")
         for name in _YES_OR_NO:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is {argument(getattr(self, name))}; expected True or False")
-        _require_bytes(self.held_at_most)
 
     def as_dict(self) -> dict[str, str | bool | int | None]:
         """The choices by their names; a function is its name, and not what it says of itself, which may be a tensor."""
@@ -183,23 +161,10 @@ class Policy:
     def _checkpoint(self) -> int | Callable[[torch.Tensor], int]:
         choice = self.checkpoint
         if isinstance(choice, str):
-            return self._checkpoint_number(choice)
+            return _CHECKPOINT[choice]
         what = "what the checkpoint function returned"
-        return lambda parameter: self._checkpoint_number(_require_one_of(_CHECKPOINT_WORDS, what, choice(parameter)))
+        return lambda parameter: _CHECKPOINT[_require_one_of(tuple(_CHECKPOINT), what, choice(parameter))]
 
-    def _checkpoint_number(self, word: str) -> int:
-        if word == "auto":
-            word = "recompute" if self.held_at_most is None and _C.unpacked_waits() else "keep"
-        return _CHECKPOINT[word]
-
-
-def _require_bytes(value: object) -> None:
-    if value is None:
-        return
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"held_at_most is {argument(value)}; expected a number of bytes, or None for no budget")
-    if not 0 <= value < 2**64:
-        raise ValueError(f"held_at_most is {value}; expected a number of bytes from 0, or None for no budget")
 
 
 def _require_one_of(words: Sequence[str], name: str, value: object, alternative: str = "") -> str:
@@ -219,15 +184,11 @@ def _from_environment() -> Policy:
             if value not in ("0", "1"):
                 raise ValueError(f"{_VARIABLE} says {item!r}; expected {name}=0 or {name}=1")
             choices[name] = value == "1"
-        elif name == "held_at_most":
-            if not value.isdecimal():
-                raise ValueError(f"{_VARIABLE} says {item!r}; expected held_at_most= and a number of bytes")
-            choices[name] = int(value)
         elif name in ("defer", "checkpoint"):
             choices[name] = value
         else:
             raise ValueError(
-                f"{_VARIABLE} says {item!r}; expected defer=, checkpoint=, fused=, main_grad=, wide=, held_at_most= or "
+                f"{_VARIABLE} says {item!r}; expected defer=, checkpoint=, fused=, main_grad=, wide= or "
                 "split_functions="
             )
     try:
@@ -256,13 +217,12 @@ def set_policy(
     fused: bool = _AS_IT_IS,
     main_grad: bool = _AS_IT_IS,
     wide: bool = _AS_IT_IS,
-    held_at_most: int | None = _AS_IT_IS,
     split_functions: bool = _AS_IT_IS,
 ) -> Policy:
     """Changes the process's default policy, for all threads. What is not given stays.
 
     Args:
-        defer, checkpoint, fused, main_grad, wide, held_at_most, split_functions: see :class:`Policy`.
+        defer, checkpoint, fused, main_grad, wide, split_functions: see :class:`Policy`.
 
     Returns:
         The policy that it was.
@@ -273,7 +233,7 @@ def set_policy(
     global _default
     before, _default = (
         _default,
-        _changed(_default, defer, checkpoint, fused, main_grad, wide, held_at_most, split_functions),
+        _changed(_default, defer, checkpoint, fused, main_grad, wide, split_functions),
     )
     return before
 
@@ -286,7 +246,6 @@ def policy(
     fused: bool = _AS_IT_IS,
     main_grad: bool = _AS_IT_IS,
     wide: bool = _AS_IT_IS,
-    held_at_most: int | None = _AS_IT_IS,
     split_functions: bool = _AS_IT_IS,
 ) -> Iterator[Policy]:
     """Changes the policy for the passes that are called in a ``with`` block, in this thread or task. What is not given
@@ -295,7 +254,7 @@ def policy(
     Threads that are started within the block do not see it; they follow the process's policy.
 
     Args:
-        defer, checkpoint, fused, main_grad, wide, held_at_most, split_functions: see :class:`Policy`.
+        defer, checkpoint, fused, main_grad, wide, split_functions: see :class:`Policy`.
 
     Returns:
         A context manager, which gives the policy that holds within it.
@@ -304,7 +263,7 @@ def policy(
         TypeError, ValueError: a choice that there is none of.
     """
     token = _current.set(
-        _changed(get_policy(), defer, checkpoint, fused, main_grad, wide, held_at_most, split_functions)
+        _changed(get_policy(), defer, checkpoint, fused, main_grad, wide, split_functions)
     )
     try:
         yield get_policy()

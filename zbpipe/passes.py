@@ -4,7 +4,6 @@ Names, signatures and results are those of the replaced module (as of torch 2.15
 that calls it notices; its helpers are in ``_upstream.py``.
 """
 
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -54,8 +53,6 @@ def stage_backward_input(
         TypeError, ValueError: an argument is refused; nothing has been changed.
         AssertionError: a GradientEdge came without an output gradient.
         RuntimeError: the backward itself failed; the original error is the cause.
-        RuntimeWarning: where warnings are errors, and policy(held_at_most=...) could not be kept. The groups are gone
-            then, as after any error.
 
     Source:
         ``torch.distributed.pipelining._backward.stage_backward_input`` (pytorch/pytorch PR 132691), the B of "Zero
@@ -83,26 +80,11 @@ def stage_backward_input(
                 policy._defer(),
                 policy._checkpoint(),
                 reentrant,
-                policy.held_at_most,
                 policy.split_functions,
             )
     except _C.RunError as error:
         raise _failed("stage backward input", stage_outputs_or_loss, output_grads, input_values) from error.__cause__
-    if policy.held_at_most is not None:
-        _tell_what_did_not_fit(policy.held_at_most)
     return result
-
-
-def _tell_what_did_not_fit(held_at_most: int) -> None:
-    held = _C.held_within_budgets()
-    if held > held_at_most:
-        warnings.warn(
-            f"policy(held_at_most={held_at_most}) cannot be kept: {held} bytes wait for the weight pass, though the "
-            "last input pass left packed or computed at once what it could; call the weight passes sooner, or give "
-            f"{held} bytes or more",
-            RuntimeWarning,
-            stacklevel=3,
-        )
 
 
 def _with_outputs(losses: Sequence[Any], grads: Sequence[Any] | None) -> tuple[list[Any], list[Any]]:

@@ -68,7 +68,7 @@ static PyObject *wrap_groups(PyTypeObject *type, zbp_group **groups, size_t coun
 PyDoc_STRVAR(
     input_pass_doc,
     "input_pass(outputs, output_grads, inputs, weights, defer, checkpoint,\n"
-    "           reentrant=0, held_at_most=None, split_functions=False, /)\n--\n\n"
+    "           reentrant=0, split_functions=False, /)\n--\n\n"
     "The input pass: (dinputs, param_groups). See zbpipe.stage_backward_input; an output\n"
     "whose gradient is False is detached with the others, and no backward starts from it.\n"
     "reentrant: where a reentrant checkpoint may be: 0 anywhere, 1 where I runs it, 2 nowhere.\n"
@@ -163,29 +163,18 @@ static PyObject *run_input_pass(PyObject *module, PyObject *const *seq, zbp_poli
     return result;
 }
 
-static int parse_budget(PyObject *value, zbp_policy *policy)
-{
-    policy->has_budget = value != Py_None;
-    if (!policy->has_budget) {
-        return 0;
-    }
-    policy->held_at_most = PyLong_AsUnsignedLongLong(value);
-    return PyErr_Occurred() != NULL ? -1 : 0;
-}
-
 static PyObject *input_pass(PyObject *module, PyObject *args)
 {
     PyObject *given[ARGUMENT_COUNT], *seq[ARGUMENT_COUNT] = {NULL}, *result = NULL;
-    PyObject *defer, *checkpoint, *held_at_most = Py_None;
+    PyObject *defer, *checkpoint;
     static const char *const name[] = {"stage_outputs_or_loss", "output_grads", "input_values",
                                        "weights"};
     zbp_policy policy = {0};
     int is_read = 1;
 
-    if (!PyArg_ParseTuple(args, "OOOOOO|iOp:input_pass", &given[OUTPUTS], &given[OUTPUT_GRADS],
+    if (!PyArg_ParseTuple(args, "OOOOOO|ip:input_pass", &given[OUTPUTS], &given[OUTPUT_GRADS],
                           &given[INPUTS], &given[WEIGHTS], &defer, &checkpoint, &policy.reentrant,
-                          &held_at_most, &policy.splits_functions) ||
-        parse_budget(held_at_most, &policy) < 0 ||
+                          &policy.splits_functions) ||
         zbp_parse_choice(defer, "defer", ZBP_DEFER_ALL, &policy.defer, &policy.defer_of) < 0 ||
         zbp_parse_choice(checkpoint, "checkpoint", ZBP_CHECKPOINT_INPUT_PASS, &policy.checkpoint,
                          &policy.checkpoint_of) < 0) {
@@ -264,30 +253,9 @@ done:
     return result;
 }
 
-PyDoc_STRVAR(held_within_budgets_doc, "held_within_budgets()\n--\n\n"
-                                      "Bytes of the tensors that wait for W in groups of passes "
-                                      "that had a budget (held_at_most), each "
-                                      "storage once.");
-
-static PyObject *held_within_budgets(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
-{
-    return PyLong_FromUnsignedLongLong(zbp_held_within_budgets());
-}
-
-PyDoc_STRVAR(unpacked_waits_doc,
-             "unpacked_waits()\n--\n\n"
-             "True while a group waits that keeps what hooks had packed and I unpacked.");
-
-static PyObject *unpacked_waits(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
-{
-    return PyBool_FromLong(zbp_unpacked_waits());
-}
-
 static PyMethodDef passes_methods[] = {
     {"input_pass", input_pass, METH_VARARGS, input_pass_doc},
     {"weight_pass", weight_pass, METH_VARARGS, weight_pass_doc},
-    {"held_within_budgets", held_within_budgets, METH_NOARGS, held_within_budgets_doc},
-    {"unpacked_waits", unpacked_waits, METH_NOARGS, unpacked_waits_doc},
     {NULL, NULL, 0, NULL}};
 
 int zbp_add_passes(PyObject *module)

@@ -26,10 +26,7 @@ mutant_of_ledger() {
     look "$1" core/memory/zbp_ledger.c "$2" "fuzz_ledger: " "tests/c/fuzz_ledger.c tests/c/model.c" "" "300 1"
 }
 
-# Likewise: of what may wait under a budget, and of the tally that threads feed.
-mutant_of_room() {
-    look "$1" core/pass/zbp_room.c "$2" "failed: " "tests/c/test_room.c tests/c/model.c" "" ""
-}
+# Likewise: of the tally that threads feed.
 mutant_of_tally() {
     look "$1" core/memory/zbp_tally.c "$2" "failed: " "tests/c/test_tally.c tests/c/model.c" "" ""
 }
@@ -56,7 +53,7 @@ compile() {
 
 # What no fault is put into is compiled once.
 for source in csrc/core/*/*.c csrc/pass/*.c csrc/holders/*.c tests/c/model.c tests/c/ways_model.c tests/c/fake_shim.c tests/c/test_split.c \
-    tests/c/test_folds.c tests/c/test_room.c tests/c/test_tally.c tests/c/test_holders.c tests/c/fake_things.c \
+    tests/c/test_folds.c tests/c/test_tally.c tests/c/test_holders.c tests/c/fake_things.c \
     tests/c/fuzz_weight_pass.c tests/c/fuzz_ledger.c tests/c/fuzz_ways.c; do
     compile "$source" "$(object_of "$source")" || exit 1
 done
@@ -161,12 +158,7 @@ mutant_of_ledger "a block without room in the table uses up a serial" \
 mutant_of_ledger "the first record alone is told" \
     '/^static void tell_freed/,/^}/s/r < ledger->record_count/r < (ledger->record_count != 0)/'
 mutant_of_ledger "blocks come as the table has them" 's/if (count > 1)/if (count > 1000)/'
-# Of budgets and tallies.
-mutant_of_room "a storage weighs as often as it is counted" 's/if (status == ZBP_OK \&\& block.serial == 1)/if (status == ZBP_OK)/'
-mutant_of_room "what is due to other tasks is given away" 's/room->bytes + budget->due + to_come/room->bytes + to_come/'
-mutant_of_room "what is to come is given away" 's/room->bytes + budget->due + to_come/room->bytes + budget->due/'
-mutant_of_room "a storage in both parts weighs twice" 's/(other_count == 0 ||/(true ||/'
-mutant_of_room "a group that has gone goes on waiting" 's/room->waiting - share->least/room->waiting/'
+# Of tallies.
 mutant_of_tally "a collection lists what another tally takes back" 's/running.of != tally ||/false ||/'
 mutant_of_tally "what nobody wants to know is listed on" 's/running.watchers != __atomic_load_n.*))/false)/'
 mutant_of_tally "a list that is short is handed out" 's/return is_short ? ZBP_ENOMEM : ZBP_OK;/return ZBP_OK;/'

@@ -630,8 +630,6 @@ def test_a_post_hook_is_given_the_gradient():
         ({"split_functions": False}, (1, 0)),
         ({"defer": "nothing"}, (1, 0)),
         ({"defer": "all"}, (0, 1)),
-        pytest.param({"held_at_most": 0}, (1, 0), marks=pytest.mark.filterwarnings("ignore:policy.held_at_most")),
-        ({"held_at_most": 10**6}, (0, 1)),
     ],
 )
 def test_policies(choice, expected):

@@ -582,7 +582,7 @@ def test_a_module_that_is_called_several_times():
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("checkpoint", ["keep", "recompute", "input_pass", "auto"])
+@pytest.mark.parametrize("checkpoint", ["keep", "recompute", "input_pass"])
 def test_checkpointed(reentrant, checkpoint):
     delayed, plain = delayed_and_plain()
 

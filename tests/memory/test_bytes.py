@@ -104,9 +104,8 @@ def test_with_checkpointing(net):
     assert [h.bytes for h in rec.held] == [2 * LARGE]
 
 
-def test_of_checkpointed_microbatches_in_flight_one_is_kept(net):
+def test_checkpointed_microbatches_in_flight_are_each_kept_or_each_packed(net):
     rng = torch.get_rng_state().nbytes
-    one, two, three, four = (Microbatch(net, lambda x: checkpoint(net, x, use_reentrant=False)) for _ in range(4))
     kept, packed = 2 * LARGE, LARGE + rng  # packed: without GELU's output, which the region's input stands for
 
     def input_pass(m):
@@ -115,15 +114,14 @@ def test_of_checkpointed_microbatches_in_flight_one_is_kept(net):
         m.send()
         return rec.live
 
-    def weight_pass(m):
-        m.weight_pass()
-        return rec.live - GRADS
-
-    with zbpipe.policy(checkpoint="auto"), memory.record() as rec:
-        assert [input_pass(m) for m in (one, two, three)] == [kept, kept + packed, kept + 2 * packed]
-        assert weight_pass(one) == 2 * packed
-        assert input_pass(four) - GRADS == 2 * packed + kept, "the one that was kept has had its W"
-        assert [weight_pass(m) for m in (two, three, four)] == [packed + kept, kept, 0]
+    for choice, each in (("keep", kept), ("recompute", packed)):
+        in_flight = [Microbatch(net, lambda x: checkpoint(net, x, use_reentrant=False)) for _ in range(3)]
+        net.zero_grad(set_to_none=True)
+        with zbpipe.policy(checkpoint=choice), memory.record() as rec:
+            assert [input_pass(m) for m in in_flight] == [each, 2 * each, 3 * each]
+            for left in (2, 1, 0):
+                in_flight[2 - left].weight_pass()
+                assert rec.live - GRADS == left * each
 
 
 def test_groups_one_by_one(net):

@@ -170,7 +170,7 @@ def test_save_on_cpu():
 
 # The policy for what checkpointing has packed: kept in I, left packed until W, or computed whole in I.
 
-CHOICES = ("keep", "recompute", "input_pass", "auto")
+CHOICES = ("keep", "recompute", "input_pass")
 
 
 def block_without_count(m, x, a, b):
@@ -291,85 +291,6 @@ def test_choice_by_parameter():
     assert calls_of(stage, choice) == (2, 2, 1)
     with zb.policy(checkpoint=lambda p: CHOICES[p.shape[0] % 3]):
         check(Stage(mixed, a=(4, 8), b=(8, 4), c=(4, 8), d=(8, 4)), (3, 4))
-
-
-class Microbatches:
-    """Of one stage, under the policy "auto"."""
-
-    def __init__(self, stage):
-        self.stage, self.groups = stage, []
-
-    def runs(self):
-        return sum(len(runs) for runs in self.stage.records.values())
-
-    def input_pass(self):
-        x = torch.randn(3, 4, dtype=f64, requires_grad=True)
-        out = self.stage(x)
-        with zb.policy(checkpoint="auto"):
-            _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], self.stage.parameters())
-        self.groups.append(groups)
-
-    def weight_pass(self, number, **how):
-        """Returns how often it computes a block again."""
-        before = self.runs()
-        zb.stage_backward_weight(self.stage.parameters(), self.groups[number], **how)
-        return self.runs() - before
-
-
-@needs_zbpipe
-def test_auto_keeps_the_regions_of_one_microbatch_at_a_time():
-    first, other = Microbatches(blocks(use_reentrant=False)), Microbatches(blocks(use_reentrant=False))
-    for microbatches in (first, first, other):
-        microbatches.input_pass()
-    assert [first.weight_pass(0), first.weight_pass(1), other.weight_pass(0)] == [0, 2, 2]
-    other.input_pass()
-    first.input_pass()
-    assert [other.weight_pass(1), first.weight_pass(2)] == [0, 2]
-
-
-@needs_zbpipe
-def test_auto_counts_what_waits_until_it_is_let_go_of():
-    microbatches = Microbatches(blocks(use_reentrant=False))
-    microbatches.input_pass()
-    assert microbatches.weight_pass(0, retain_graph=True) == 0
-    microbatches.input_pass()
-    assert microbatches.weight_pass(1) == 2, "the first one's groups have it still"
-    del microbatches.groups[0][0]  # some of them
-    microbatches.input_pass()
-    assert microbatches.weight_pass(2) == 2
-    microbatches.groups.clear()  # dropped, and never run
-    microbatches.input_pass()
-    assert microbatches.weight_pass(0) == 0
-
-
-@needs_zbpipe
-def test_auto_counts_nothing_of_an_i_that_fails():
-    stage = blocks(use_reentrant=False)
-    microbatches = Microbatches(stage)
-    x = torch.randn(3, 4, dtype=f64)
-    x.requires_grad_().register_hook(lambda grad: 1 / 0)
-    out = stage(x * 1.0)
-    with zb.policy(checkpoint="auto"), pytest.raises(RuntimeError):
-        zb.stage_backward_input([out], [torch.ones_like(out)], [x], stage.parameters())
-    microbatches.input_pass()
-    assert microbatches.weight_pass(0) == 0
-
-
-@needs_zbpipe
-def test_auto_where_nothing_is_packed_waits_for_nobody():
-    plain = Microbatches(Stage(lambda m, x: block(m, x, m.a, m.b), a=(4, 8), b=(8, 4)))
-    checkpointed = Microbatches(blocks(use_reentrant=False))
-    plain.input_pass()
-    checkpointed.input_pass()
-    assert checkpointed.weight_pass(0) == 0
-
-
-@needs_zbpipe
-def test_a_function_may_say_auto():
-    stage = blocks(use_reentrant=False)
-    in_first = {id(stage.a), id(stage.b)}
-    choice = lambda p: "auto" if id(p) in in_first else "recompute"  # noqa: E731
-    assert calls_of(stage, choice) == (2, 2, 1)
 
 
 @needs_zbpipe

@@ -183,7 +183,7 @@ def test_function_that_fails_leaves_the_graph_as_it_was(choices, cause):
     [
         ({"defer": "some"}, "defer is 'some'; expected one of 'nothing', 'matrices', 'all' or a function"),
         ({"defer": None}, "defer is None"),
-        ({"checkpoint": "drop"}, "checkpoint is 'drop'; expected one of 'keep', 'recompute', 'input_pass', 'auto'"),
+        ({"checkpoint": "drop"}, "checkpoint is 'drop'; expected one of 'keep', 'recompute', 'input_pass'"),
         ({"fused": 1}, "fused is 1; expected True or False"),
         ({"main_grad": "yes"}, "main_grad is 'yes'"),
         ({"defr": "all"}, "defr"),

@@ -176,8 +176,8 @@ def _try(
     del planned, result, outputs, roots
     grads, parameters = [grad for _, grad in given_grads], list(weights.values())
     defer, checkpoint = choices
-    split = book.policy.split_functions  # a budget is for what waits in training
-    groups = _C.input_pass(ends, grads, inputs, parameters, defer, checkpoint, 0, None, split)[1]
+    split = book.policy.split_functions
+    groups = _C.input_pass(ends, grads, inputs, parameters, defer, checkpoint, 0, split)[1]
 
     for tasks, group in zip(tasks_of, groups, strict=True):
         for task, account in zip(tasks, group._account(), strict=False):

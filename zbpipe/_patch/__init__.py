@@ -13,7 +13,7 @@ table.py. Patch and unpatch between steps, not within one.
 
 For scripts that nobody wants to edit there is `ZBPIPE_PATCH=1` in the environment: a hook that is installed beside
 zbpipe patches as soon as the script, or a process that it starts, imports torch.distributed.pipelining.
-`ZBPIPE_RELEASE_OUTPUTS=1` beside it is patch(release_outputs=True), `ZBPIPE_FILL_WAITS=1` patch(fill_waits=True).
+`ZBPIPE_RELEASE_OUTPUTS=1` beside it is patch(release_outputs=True).
 """
 
 import contextlib
@@ -27,7 +27,6 @@ from typing import NamedTuple
 
 import torch
 
-from zbpipe import _waits
 from zbpipe._patch import env, places, table
 from zbpipe._policy import get_policy
 from zbpipe._stage import data_parallel, methods, scale, state
@@ -37,30 +36,23 @@ from zbpipe._torch import needs, pipelining, probe
 logger = logging.getLogger("zbpipe")
 
 
-class Said(NamedTuple):
-    """What patch() is told, beside that it is to patch. None: nothing."""
-
-    release_outputs: bool | None = None
-    fill_waits: bool | None = None
-
-
 class _State:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.places: list[places.Place] = []
         self.open_contexts = 0
         self.patched_before_contexts = False
-        self.said_before_contexts = Said()
+        self.release_before_contexts = False
         self.said: set[str] = set()  # warnings, which are not repeated
 
 
 _state = _State()
 
 
-def patch(release_outputs: bool | None = None, fill_waits: bool | None = None) -> None:
+def patch(release_outputs: bool | None = None) -> None:
     """Rebind every place in torch, and in modules that imported from it by name, to zbpipe's functions.
 
-    When torch is patched already, only what is said here is looked at.
+    When torch is patched already, only `release_outputs` is looked at.
 
     Args:
         release_outputs: whether the memory of a stage's outputs goes as soon as the next stage has them; the stage
@@ -69,38 +61,28 @@ def patch(release_outputs: bool | None = None, fill_waits: bool | None = None) -
             the outputs are sent. True and False hold from the next forward on, whatever was said before. None
             leaves it as it is while torch is patched; when it is not, None is what ZBPIPE_RELEASE_OUTPUTS in the
             environment says at that moment, or False. unpatch() forgets what was said.
-        fill_waits: whether a schedule's rank runs parameter groups whose I is done while it waits for a message, where
-            they would end before the message is expected; W finds what is left. Gradients are the same to the bit: the
-            additions to a weight keep the schedule's order. Groups that run more than kernels on plain tensors (hooks,
-            work that Functions handed over, DTensors) wait for their W, as do those of DDP's and fully_shard's stages
-            and of stages of the rank that share a parameter. A weight that is used within a reentrant checkpoint,
-            which adds in I, and outside of it gets the same additions in another order.
-            For the schedules that run an order of actions, with tensors on the CPU: on an accelerator waiting does not
-            hold up the host, and nothing is filled. True and False hold from a schedule's next step on; None as above,
-            with ZBPIPE_FILL_WAITS.
 
     Raises:
-        TypeError: `release_outputs` or `fill_waits` is something else.
+        TypeError: `release_outputs` is something else.
         RuntimeError: this torch is not one that zbpipe knows (older than 2.11, built without torch.distributed, or with
-            functions that are missing, new, or take other parameters), or ZBPIPE_RELEASE_OUTPUTS or
-            ZBPIPE_FILL_WAITS has a value that it cannot have; nothing has been changed.
+            functions that are missing, new, or take other parameters), or ZBPIPE_RELEASE_OUTPUTS has a value that it
+            cannot have; nothing has been changed.
 
     Source:
         What takes the place of ``torch.distributed.pipelining._backward``. ``release_outputs`` is Megatron-LM's
-        ``deallocate_pipeline_outputs``; pytorch/pytorch 128910. ``fill_waits``: "Zero Bubble Pipeline Parallelism" (Qi
-        et al., 2023), whose schedules place W beforehand.
+        ``deallocate_pipeline_outputs``; pytorch/pytorch 128910.
     """
-    said = _checked(release_outputs, fill_waits)
+    _check(release_outputs)
     modules = _import()
     with _state.lock:
-        _rebind(modules, said)
+        _rebind(modules, release_outputs)
 
 
 def unpatch() -> None:
     """Restore what patch() replaced; do nothing when torch is not patched.
 
-    It forgets what was said of `release_outputs` and `fill_waits`: the next patch() begins anew. Works that schedules
-    were given while torch was patched can still be waited for; a tensor whose send is not done yet stays until it is.
+    It forgets what was said of `release_outputs`: the next patch() begins anew. Works that schedules were given while
+    torch was patched can still be waited for; a tensor whose send is not done yet stays until it is.
 
     A place that somebody else rebound meanwhile is left as it is and named in a warning. A module of torch that took
     zbpipe's functions over while they were in place gets torch's; other modules keep what they imported. Raises
@@ -119,7 +101,6 @@ def unpatch() -> None:
         scale.refusal = None
         data_parallel.forget()
         methods.restore()
-        _waits.forget()
         logger.info("unpatched %s", ", ".join(map(str, restored)))
         if rebound:
             logger.warning("not restored, because rebound since patching: %s", ", ".join(map(str, rebound)))
@@ -135,15 +116,14 @@ def is_patched() -> bool:
 
 
 @contextlib.contextmanager
-def patched(release_outputs: bool | None = None, fill_waits: bool | None = None) -> Iterator[None]:
+def patched(release_outputs: bool | None = None) -> Iterator[None]:
     """Patch for the length of a `with` block, then go back to how things were before it.
 
     Blocks may nest, and may overlap in several threads: patching is for the process, and the last block to end
     restores.
 
     Args:
-        release_outputs, fill_waits: as for :func:`patch`; their values from before the block come back with the block's
-            end.
+        release_outputs: as for :func:`patch`; its value from before the block comes back with the block's end.
 
     Returns:
         A context manager, which gives nothing.
@@ -151,13 +131,13 @@ def patched(release_outputs: bool | None = None, fill_waits: bool | None = None)
     Raises:
         TypeError, RuntimeError: as :func:`patch`, on entering.
     """
-    said = _checked(release_outputs, fill_waits)
+    _check(release_outputs)
     modules = _import()
     with _state.lock:
-        before, said_before = is_patched(), _in_force()
-        _rebind(modules, said)
+        before, release_before = is_patched(), state.release_outputs
+        _rebind(modules, release_outputs)
         if _state.open_contexts == 0:
-            _state.patched_before_contexts, _state.said_before_contexts = before, said_before
+            _state.patched_before_contexts, _state.release_before_contexts = before, release_before
         _state.open_contexts += 1
     try:
         yield
@@ -165,23 +145,18 @@ def patched(release_outputs: bool | None = None, fill_waits: bool | None = None)
         with _state.lock:
             _state.open_contexts -= 1
             if _state.open_contexts:
-                _rebind(modules, said_before if before else Said())
+                _rebind(modules, release_before if before else None)
             elif _state.patched_before_contexts:
-                _rebind(modules, _state.said_before_contexts)
+                _rebind(modules, _state.release_before_contexts)
             else:
                 unpatch()
 
 
-def _checked(release_outputs: bool | None, fill_waits: bool | None) -> Said:
-    said = Said(release_outputs, fill_waits)
-    for name, value in said._asdict().items():
-        if value is not None and not isinstance(value, bool):
-            raise TypeError(f"{name} is {argument(value)}: give True, False, or None to leave it as it is.")
-    return said
-
-
-def _in_force() -> Said:
-    return Said(state.release_outputs, state.fill_waits)
+def _check(release_outputs: bool | None) -> None:
+    if release_outputs is not None and not isinstance(release_outputs, bool):
+        raise TypeError(
+            f"release_outputs is {argument(release_outputs)}: give True, False, or None to leave it as it is."
+        )
 
 
 class _Modules(NamedTuple):
@@ -210,16 +185,15 @@ def _import() -> _Modules:
     return _Modules(backward, importers, schedules)
 
 
-def _rebind(modules: _Modules, said: Said) -> None:
+def _rebind(modules: _Modules, release_outputs: bool | None) -> None:
     """Do patch()'s work, with the lock held."""
     if state.in_force:
-        for name, value in said._asdict().items():
-            if value is not None and value != getattr(state, name):
-                setattr(state, name, value)
-                logger.info("%s is %s from now on", name, value)
+        if release_outputs is not None and release_outputs != state.release_outputs:
+            state.release_outputs = release_outputs
+            logger.info("release_outputs is %s from now on", release_outputs)
         return
-    release_outputs = env.release_outputs() if said.release_outputs is None else said.release_outputs
-    fill_waits = env.fill_waits() if said.fill_waits is None else said.fill_waits
+    if release_outputs is None:
+        release_outputs = env.release_outputs()
     originals = _originals(modules)
     _refuse_unknown()
     _state.places = [*table.functions(originals, modules.schedules), *table.wraps(modules.schedules)]
@@ -229,7 +203,7 @@ def _rebind(modules: _Modules, said: Said) -> None:
             f"policy(main_grad=True) cannot be used while torch {torch.__version__} is patched: with it {refusal}; "
             f"{_ADVICE}"
         )
-    state.release_outputs, state.fill_waits = release_outputs, fill_waits
+    state.release_outputs = release_outputs
     for place in _state.places:
         place.replace()
     state.in_force = True
@@ -237,7 +211,7 @@ def _rebind(modules: _Modules, said: Said) -> None:
     _warn_of_unknown()
     names = ", ".join(map(str, _state.places))
     effect = ", which changes nothing: this torch does so itself" if pipelining.releases_by_itself() else ""
-    logger.info("patched %s; release_outputs is %s%s; fill_waits is %s", names, release_outputs, effect, fill_waits)
+    logger.info("patched %s; release_outputs is %s%s", names, release_outputs, effect)
 
 
 def _originals(modules: _Modules) -> dict[str, places.Function]:

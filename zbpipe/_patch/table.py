@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from zbpipe import _upstream, _waits, passes
+from zbpipe import _upstream, passes
 from zbpipe._patch.places import Function, Place, holding, wrapping
 from zbpipe._stage import data_parallel, methods, scale, sends
 from zbpipe._torch import pipelining, probe
@@ -31,7 +31,7 @@ class Wrap(NamedTuple):
 
 # Of the class that all stages are of.
 OF_ALL_STAGES = (
-    Wrap("backward_one_chunk", _waits.backward_one_chunk),
+    Wrap("backward_one_chunk", methods.backward_one_chunk),
     Wrap("scale_grads", scale.scale_grads, "the scale of main_grad"),
     Wrap("forward_one_chunk", methods.forward_one_chunk, "releases", True),
     Wrap("get_fwd_recv_ops", methods.get_fwd_recv_ops, "releases", True),
@@ -48,15 +48,10 @@ OF_EACH_CLASS = (
     Wrap(pipelining.COMPUTE_OUTPUTS, data_parallel.compute_outputs),
     Wrap("forward_maybe_with_nosync", data_parallel.forward_maybe_with_nosync),
     Wrap("backward_maybe_with_nosync", data_parallel.backward_maybe_with_nosync),
-    Wrap("backward_weight_one_chunk", _waits.backward_weight_one_chunk),
+    Wrap("backward_weight_one_chunk", data_parallel.backward_weight_one_chunk),
 )
 # Of the schedules' module.
-OF_SCHEDULES = (
-    Wrap(pipelining.BATCH_P2P, sends.batch_p2p, "releases", True),
-    Wrap(pipelining.WAIT_P2P, _waits.wait_batch_p2p, "filled waits"),
-)
-# Of the class of the schedules that run an order of actions.
-OF_RUNTIME = (Wrap(pipelining.STEP, _waits.step_microbatches, "filled waits"),)
+OF_SCHEDULES = (Wrap(pipelining.BATCH_P2P, sends.batch_p2p, "releases", True),)
 
 
 def functions(originals: dict[str, Function], schedules: ModuleType) -> Iterator[Place]:
@@ -74,7 +69,6 @@ def wraps(schedules: ModuleType) -> Iterator[Place]:
         ([pipelining.stage_base()], OF_ALL_STAGES),
         (classes, OF_EACH_CLASS),
         ([schedules], OF_SCHEDULES),
-        (filter(None, [pipelining.runtime_class()]), OF_RUNTIME),
     ):
         yield from _of(owners, rows)
 

@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from zbpipe._stage.buffers import description
 from zbpipe._stage.outputs import Outputs
-from zbpipe._stage.threads import number_of, watch
+from zbpipe._stage.threads import watch
 from zbpipe._stage.works import Transfer, wait_for
 from zbpipe._torch import pipelining
 
@@ -100,7 +100,6 @@ class Receive(Transfer):
 
     def __init__(self, work: Any, ops: Sequence[Any]) -> None:
         super().__init__(work)
-        self.groups = {number_of(op.group) for op in ops}  # the groups themselves would live as long as this
         self.sent = [op for op in ops if _is_send(op)]
         self.gradients_of = {
             (op.zbpipe_parcel.stage, op.zbpipe_parcel.microbatch)
@@ -109,13 +108,8 @@ class Receive(Transfer):
         }
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """As the work's."""
+        """As the work's; then lets go of sends, those of the outputs whose gradients have come among them."""
         result = bool(wait_for(self.work, timeout))
-        self.has_come()
-        return result
-
-    def has_come(self) -> None:
-        """Lets go of sends, those of the outputs whose gradients have come among them."""
         sent, self.sent = self.sent, []
         _describe_sent(sent)
         gradients_of, self.gradients_of = self.gradients_of, set()
@@ -123,6 +117,7 @@ class Receive(Transfer):
             if not gradients_of.isdisjoint(send.outputs_of):
                 send.wait()
         poll()
+        return result
 
 
 class Send(Transfer):

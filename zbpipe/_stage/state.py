@@ -2,4 +2,3 @@
 
 in_force = False
 release_outputs = False  # takes effect with the next forward of each stage
-fill_waits = False  # with the next step of each schedule

@@ -1,7 +1,6 @@
-"""Threads that wait for works that tell only a caller of ``wait`` that they are done: gloo's.
+"""Threads that wait for sends whose works tell only a caller of ``wait`` that they are done: gloo's.
 
-For sends one per group and peer; for receives in whose wait a schedule computes, one at a time each (zbpipe/_waits.py).
-A thread stays for a while when it has nothing to wait for, so that most sends find one: whoever starts a thread is held
+One per group and peer. A thread stays for a while when it has nothing to wait for, so that most sends find one: whoever starts a thread is held
 up until that has run, which takes milliseconds where all cores compute. It does not outlive its group.
 """
 
@@ -13,12 +12,12 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
-Line = tuple[int, int]  # group (its number) and peer, or _RECEIVES and a number of its own
+Line = tuple[int, int]  # group (its number) and peer
 
 
 class Finishable(Protocol):
@@ -35,13 +34,8 @@ class _Queue:
     def __init__(self, line: Line, name: str) -> None:
         self.left: deque[Finishable] = deque()
         self.now: Finishable | None = None
-        self.groups: frozenset[int] = frozenset()  # of a receive: whose end it must not outlive
         self.calls: SimpleQueue[None] = SimpleQueue()  # one for each that was put in, and one to end
         self.thread = threading.Thread(target=_finish_queue, args=(line, self), name=name, daemon=True)
-
-    @property
-    def is_idle(self) -> bool:
-        return self.now is None and not self.left
 
     def put(self, send: Finishable) -> None:
         self.left.append(send)
@@ -52,7 +46,6 @@ class _Queue:
         self.calls.put(None)
 
 
-_RECEIVES = -1  # no group's number
 _STAYS = 1.0  # seconds
 _LONGER = 2  # times the schedule's patience; not for ever: see _give_up
 _AT_ONCE = timedelta(milliseconds=-2)  # 0 and -1 are the group's timeout
@@ -76,28 +69,12 @@ os.register_at_fork(after_in_child=_begin_anew)
 def watch(group: Any, peer: int, send: Finishable) -> None:
     """Have a thread wait for ``send``. One thread per group and peer, because its sends are done in order."""
     with _queues_lock:
-        line = number_of(group), peer
+        line = _number_of(group), peer
         queue = _queues.get(line)
         is_new = queue is None
         if queue is None:
             queue = _queues[line] = _Queue(line, f"zbpipe-send-{peer}")
         queue.put(send)
-    if is_new:
-        _start(line, queue)
-
-
-def watch_receive(receive: Finishable, groups: Iterable[int]) -> None:
-    """Have a thread wait for ``receive``, for as long as its group does, which has one of these numbers. One that waits
-    for nothing else: a receive that nobody waits for any more, since a step failed, must not keep the next from being
-    heard of."""
-    with _queues_lock:
-        idle = (item for item in _queues.items() if item[0][0] == _RECEIVES and item[1].is_idle)
-        line, queue = next(idle, ((_RECEIVES, _new_number()), None))
-        is_new = queue is None
-        if queue is None:
-            queue = _queues[line] = _Queue(line, "zbpipe-receive")
-        queue.groups = frozenset(groups)
-        queue.put(receive)
     if is_new:
         _start(line, queue)
 
@@ -125,8 +102,8 @@ def _finish_queue(line: Line, queue: _Queue) -> None:
         del send
 
 
-def number_of(group: Any) -> int:
-    """Of a process group; when that is gone, the threads that wait for what is of it give up."""
+def _number_of(group: Any) -> int:
+    """When the group is gone, the threads that wait for what is of it give up."""
     number = _numbers.get(group)
     if number is None:
         number = _numbers[group] = _new_number()
@@ -135,25 +112,25 @@ def number_of(group: Any) -> int:
 
 
 def _give_up_group(number: int) -> None:
-    _give_up(lambda line, queue: line[0] == number or number in queue.groups)
+    _give_up(lambda line: line[0] == number)
 
 
 @atexit.register
 def _give_up_all() -> None:
     """When the program exits: a thread that came back from gloo into an interpreter that is gone would abort it."""
-    for thread in _give_up(lambda line, queue: True):
+    for thread in _give_up(lambda line: True):
         if thread.is_alive():
             thread.join(5)
 
 
-def _give_up(is_meant: Callable[[Line, _Queue], bool]) -> list[threading.Thread]:
+def _give_up(is_meant: Callable[[Line], bool]) -> list[threading.Thread]:
     """End the threads; those that still wait, because a step failed and the peer does not receive, give up.
 
     To time out on the same work wakes a thread: gloo then declares the whole group broken. A wait that finds the send
     done has taken that from the thread, and another one breaks the group; so it does not linger, and comes late.
     """
     with _queues_lock:
-        ending = [queue for line, queue in _queues.items() if is_meant(line, queue)]
+        ending = [queue for line, queue in _queues.items() if is_meant(line)]
         for queue in ending:
             queue.end()
         waiting = [(queue.thread, queue.now) for queue in ending if queue.now is not None]

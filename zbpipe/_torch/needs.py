@@ -241,22 +241,6 @@ NEEDS = (
         ),
     ),
     Need(
-        "filled waits",
-        Weight.MEMORY,
-        "patch(fill_waits=True) fills no wait",
-        (
-            Way(
-                "2.11 to 2.15",
-                (
-                    *_functions(f"{_PIPELINING}.schedules", {"_wait_batch_p2p": "work"}),
-                    *_callables(f"{_PIPELINING}.schedules:_PipelineScheduleRuntime", "_step_microbatches"),
-                    *_attributes(f"{_PIPELINING}.schedules:_PipelineScheduleRuntime", "pipeline_order_with_comms rank"),
-                    *_attributes(f"{_PIPELINING}.schedules", "FORWARD FULL_BACKWARD BACKWARD_INPUT BACKWARD_WEIGHT"),
-                ),
-            ),
-        ),
-    ),
-    Need(
         "compiled stages",
         Weight.MEMORY,
         "its schedules go on refusing compiled stages",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
@@ -26,8 +25,6 @@ PASSES = (
 
 # Methods and functions that are wrapped.
 BATCH_P2P = "_batch_p2p"
-WAIT_P2P = "_wait_batch_p2p"
-STEP = "_step_microbatches"
 COMPILE_CHECK = "_check_torch_compile_compatibility"
 COMPUTE_OUTPUTS = "_compute_outputs"
 PREPARE = ("_prepare_forward_infra", "_prepare_backward_infra")
@@ -92,50 +89,6 @@ def stages_of(schedule: Any) -> list[Any] | None:
     if hasattr(schedule, "_stages"):
         return list(schedule._stages)
     return [schedule._stage] if hasattr(schedule, "_stage") else None
-
-
-def runtime_class() -> Any:
-    """The class of schedules that run an order of actions; None where this torch has none of that name."""
-    return getattr(schedules_module(), "_PipelineScheduleRuntime", None)
-
-
-def _actions_of(schedule: Any) -> Iterator[Any]:
-    """What the schedule does on this rank, in order, the parts of an overlapped action one after the other."""
-    for action in schedule.pipeline_order_with_comms[schedule.rank]:
-        if action is not None:
-            yield from getattr(action, "sub_actions", None) or (action,)
-
-
-def additions_of(schedule: Any) -> dict[int, list[tuple[int, bool]]]:
-    """By stage: the microbatches in the order in which they add to its weights, and whether in a weight pass."""
-    kinds = schedules_module()
-    found: dict[int, list[tuple[int, bool]]] = {}
-    for action in _actions_of(schedule):
-        if action.computation_type in (kinds.FULL_BACKWARD, kinds.BACKWARD_WEIGHT):
-            is_weight_pass = action.computation_type == kinds.BACKWARD_WEIGHT
-            found.setdefault(action.stage_index, []).append((action.microbatch_index, is_weight_pass))
-    return found
-
-
-def messages_of(schedule: Any) -> list[str | None]:
-    """The messages that the schedule waits for, in order, each by the action that needs it: "2F3" needs stage 2's input
-    of microbatch 3. None for a send among them (torch 2.15); those behind the last action are not told."""
-    kinds = schedules_module()
-    sends = [getattr(kinds, name, None) for name in ("WAIT_SEND_F", "WAIT_SEND_B")]
-    stages = {stage.stage_index: stage for stage in schedule._stages}
-    found: list[str | None] = []
-    for action in _actions_of(schedule):
-        if action.computation_type == kinds.FORWARD:
-            comes, beside = not stages[action.stage_index].is_first, -1
-        elif action.computation_type in (kinds.FULL_BACKWARD, kinds.BACKWARD_INPUT):
-            comes, beside = not stages[action.stage_index].is_last, 1
-        else:
-            if action.computation_type in sends:
-                found.append(None)
-            continue
-        if comes and action.stage_index + beside not in stages:
-            found.append(str(action))
-    return found
 
 
 def has_backward(schedule: Any) -> bool:

@@ -41,7 +41,6 @@ int add(Group& group, const zbp_fold_step& step) {
   }
   sum = Watched(step.is_own ? sum.tensor().add_(grad) : sum.tensor() + grad);
   next.reset();
-  count_held(group, group.tasks[group.layout.face[step.sum].task]);
   return ZBP_FOLD_ADDED;
 }
 

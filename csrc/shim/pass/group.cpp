@@ -18,18 +18,6 @@ std::optional<size_t> face_at(const Task& task, uint32_t slot) {
   return std::nullopt;
 }
 
-namespace {
-
-std::atomic<size_t> keeping_unpacked = 0;  // groups, in the process
-
-}  // namespace
-
-void Group::note_unpacked() noexcept {
-  if (!keeps_unpacked.exchange(true)) {
-    ++keeping_unpacked;
-  }
-}
-
 Group::~Group() {
   release();
   zbp_folds_fini(&folds);
@@ -39,13 +27,9 @@ Group::~Group() {
 
 void Group::release() noexcept {
   // Freeing may run Python code that looks at this group: it must find it empty, not half freed.
-  forget_held(*this);
   const auto dead_tasks = std::exchange(tasks, {});
   const auto dead_outside = std::exchange(outside, {});
   const auto dead_reads = std::exchange(reads, nullptr);
-  if (keeps_unpacked.exchange(false)) {
-    --keeping_unpacked;
-  }
   saved_outside.clear();
   arguments_outside.clear();
   outside_recomputed_for = 0;
@@ -120,7 +104,3 @@ size_t Group::bytes_held() const {
 }
 
 }  // namespace zbp
-
-bool zbp_unpacked_waits(void) {
-  return zbp::keeping_unpacked > 0;
-}

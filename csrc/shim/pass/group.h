@@ -9,7 +9,6 @@
 // Threads: a Group is used by one pass at a time; the bindings see to that.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -27,7 +26,6 @@
 #include "core/pass/zbp_book.h"
 #include "core/pass/zbp_folds.h"
 #include "core/pass/zbp_layout.h"
-#include "shim/pass/budget.h"
 #include "shim/pass/zbp_shim.h"
 #include "shim/pass/zbp_touch.h"
 #include "shim/pass/watched.h"
@@ -120,7 +118,6 @@ struct Task {
   std::unique_ptr<const Packed> packed;  // product: `other`, where that is left packed
   std::vector<Blank> blanks;             // deferred
   std::vector<Version> arguments;        // of the regions that W computes again for it
-  uint64_t due = 0;          // under a budget, until it has run: what it will hold at least
   bool is_consumed = false;  // I has run the node and is through: it is the task's alone
   std::vector<Work> works;   // whole: adds to `kept`
 
@@ -174,8 +171,7 @@ struct Outside {
 };
 
 struct Group : std::enable_shared_from_this<Group> {
-  Group(std::shared_ptr<Budget> of_call, bool policy_splits_functions)
-      : budget(std::move(of_call)), splits_functions(policy_splits_functions) {}
+  explicit Group(bool policy_splits_functions) : splits_functions(policy_splits_functions) {}
   ~Group();
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
@@ -203,17 +199,8 @@ struct Group : std::enable_shared_from_this<Group> {
   using Output = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
   std::vector<std::shared_ptr<const Output>> outputs;
 
-  const std::shared_ptr<Budget> budget;  // of the I that made it; null: none
-  CountedStorages counted;
-  zbp_share share{};  // of the room: see zbp_room.h
-
   const bool splits_functions;  // the policy's: see shim/work/lazy.h
 
-  // I has unpacked what hooks had packed, and it is kept for W. Stand-ins of one group may run on several threads.
-  std::atomic<bool> keeps_unpacked = false;
-
-  /// Counts it among those that zbp_unpacked_waits() tells of, until release().
-  void note_unpacked() noexcept;
   /// Lets go of everything that W read; so do the nodes that only W could still run, whoever refers to them.
   void release() noexcept;
   /// Bytes of the tensors held for W, each storage counted once.

@@ -189,11 +189,7 @@ void pin_outside(Group& group) {
       group.outside_recomputed_for = std::max(group.outside_recomputed_for, node.sequence_nr());
       continue;
     }
-    const bool unpacks = unpinned.saved->has_hooks();
     const at::Tensor saved = pin_locked(*unpinned.saved, node, before);
-    if (unpacks) {
-      group.note_unpacked();
-    }
     if (has_version(saved)) {
       group.saved_outside.emplace_back(saved);
     }
@@ -202,115 +198,55 @@ void pin_outside(Group& group) {
 
 namespace {
 
-bool is_full(const Group& group) {
-  return group.budget && group.budget->is_full;
-}
-
-/// What its budget leaves the task, of what it has asked for.
-uint8_t hold(Group& group, Task& task, Wanted& wanted) {
-  if (!group.budget) {
-    return wanted.asked;
-  }
-  wanted.computed = gradient_bytes(group, task);
-  return hold_within_budget(group, task, wanted);
-}
-
 /// Fills a product's task, or makes it deferred where its matrices need more than one multiplication.
-uint8_t take_product(Group& group, Task& task, Node& node, const variable_list& grads,
-                     const Separable& separable, bool may_leave_packed) {
+void take_product(Task& task, Node& node, const variable_list& grads, const Separable& separable,
+                  bool may_leave_packed) {
   task.weight_is_left = face_at(task, separable.parts[0].own_slot).has_value();
   task.matrix_slot = separable.parts[task.weight_is_left ? 0 : 1].own_slot;
   SavedVariable& saved = *separable.parts[task.weight_is_left ? 1 : 0].saved;
-  const bool has_hooks = saved.has_hooks();
-  const bool gradient_is_plain = !grads[0].defined() || is_plain_matrix(grads[0]);
-  if (!gradient_is_plain) {
-    if (has_hooks) {
-      group.note_unpacked();
-    }
+  if (grads[0].defined() && !is_plain_matrix(grads[0])) {
     task.set_kind(Kind::deferred);
-    return ZBP_HOLD_KEPT;
+    return;
   }
-  auto packed =
-      has_hooks && (may_leave_packed || group.budget) ? packed_in(saved, task.arguments) : nullptr;
-  Wanted wanted;
-  wanted.asked = packed && may_leave_packed ? ZBP_HOLD_PACKED : ZBP_HOLD_KEPT;
-  wanted.can_stay_packed = packed != nullptr;
-  wanted.is_weighed = !packed || !(may_leave_packed || is_full(group));
-  at::Tensor other;
-  if (wanted.is_weighed) {
-    other = has_hooks ? pin(saved, node, true) : saved.unpack(ref_of(node));
-    if (!is_plain_matrix(other)) {
-      if (has_hooks) {
-        group.note_unpacked();
-      }
-      task.set_kind(Kind::deferred);
-      return ZBP_HOLD_KEPT;
-    }
-  }
-  if (group.budget) {
-    wanted.always = grads;
-    wanted.besides = {other};
-  }
-  const uint8_t way = hold(group, task, wanted);
-  if (way == ZBP_HOLD_PACKED) {
-    task.packed = std::move(packed);
+  task.packed =
+      may_leave_packed && saved.has_hooks() ? packed_in(saved, task.arguments) : nullptr;
+  if (task.packed) {
     task.plan().leaves_packed = true;
-    return way;
+    return;
   }
-  task.arguments.clear();
-  if (way == ZBP_HOLD_KEPT) {
-    if (has_hooks) {
-      group.note_unpacked();
-    }
+  const at::Tensor other =
+      saved.has_hooks() ? pin(saved, node, true) : saved.unpack(ref_of(node));
+  if (is_plain_matrix(other)) {
     task.other = Watched(other);
+  } else {
+    task.set_kind(Kind::deferred);
   }
-  return way;
 }
 
-uint8_t take_deferred(Group& group, Task& task, Node& node, const variable_list& grads,
-                      const Separable& separable, bool may_leave_packed) {
+void take_deferred(Task& task, Node& node, const Separable& separable, bool may_leave_packed) {
   const uint32_t faces = bits_of(task);
-  bool unpacks = false;
-  Wanted wanted;
-  if (group.budget) {
-    wanted.always = grads;
-  }
   for (const Part& part : separable.parts) {
     const bool is_read = (part.readers & faces) != 0;
     const auto packed = may_leave_packed && part.saved->has_hooks()
                             ? packed_in(*part.saved, task.arguments)
                             : nullptr;
-    const bool stays_packed = packed != nullptr;
-    task.plan().leaves_packed = task.plan().leaves_packed || (is_read && stays_packed);
-    if (stays_packed) {
+    if (packed) {
+      task.plan().leaves_packed = task.plan().leaves_packed || is_read;
       const AcquireGil gil;
       exchange_saved(node, *part.saved, left_packed(*packed));
-    }
-    // Also without hooks: a saved tensor that is a stage output is about to lose its history.
-    if ((is_read || part.is_insisted_on) && !stays_packed) {
-      unpacks = unpacks || (is_read && part.saved->has_hooks());
+    } else if (is_read || part.is_insisted_on) {
+      // Also without hooks: a saved tensor that is a stage output is about to lose its history.
       const at::Tensor tensor = pin(*part.saved, node, is_read);
       if (is_read && tensor.defined()) {
         task.saved.emplace_back(tensor);
-        if (group.budget) {
-          wanted.always.push_back(tensor);
-        }
       }
     }
   }
-  wanted.asked = task.plan().leaves_packed ? ZBP_HOLD_PACKED : ZBP_HOLD_KEPT;
-  wanted.can_stay_packed = task.plan().leaves_packed;
-  wanted.is_weighed = !task.plan().leaves_packed;
-  const uint8_t way = hold(group, task, wanted);
-  if (unpacks && way != ZBP_HOLD_COMPUTED) {
-    group.note_unpacked();
-  }
-  return way;
 }
 
 }  // namespace
 
-bool take_matrices(Group& group, Task& task, Node& node, const variable_list& grads) {
+void take_matrices(Task& task, Node& node, const variable_list& grads) {
   task.output_grads.clear();
   task.saved.clear();
   task.arguments.clear();
@@ -319,23 +255,12 @@ bool take_matrices(Group& group, Task& task, Node& node, const variable_list& gr
   }
   const Separable separable = *separate(node);
   const bool may_leave_packed = std::exchange(task.plan().leaves_packed, false);
-  uint8_t way = ZBP_HOLD_KEPT;
   if (task.kind() == Kind::product) {
-    way = take_product(group, task, node, grads, separable, may_leave_packed);
+    take_product(task, node, grads, separable, may_leave_packed);
   }
   if (task.kind() == Kind::deferred) {
-    way = take_deferred(group, task, node, grads, separable, may_leave_packed || is_full(group));
+    take_deferred(task, node, separable, may_leave_packed);
   }
-  if (way != ZBP_HOLD_COMPUTED) {
-    return true;
-  }
-  task.output_grads.clear();
-  task.saved.clear();
-  task.arguments.clear();
-  task.plan().leaves_packed = false;
-  task.set_kind(Kind::whole);
-  task.can_run_again = false;
-  return false;
 }
 
 void let_go_of_unread(Task& task, Node& node, const Group& group) {

@@ -15,8 +15,7 @@ namespace zbp {
 /// back plainly, so that neither the node nor W unpacks them a second time; a deferred node's always are.
 /// A product whose matrices turn out to need more than one multiplication (subclasses, sparse or complex
 /// ones) becomes deferred.
-/// False if its group's budget wants the gradients computed now: then nothing is kept.
-bool take_matrices(Group& group, Task& task, Node& node, const variable_list& grads);
+void take_matrices(Task& task, Node& node, const variable_list& grads);
 
 /// Lets go of what a deferred node has saved, has read in I, and W does not read.
 /// `group` tells weights, which cost nothing to keep, from what was computed.

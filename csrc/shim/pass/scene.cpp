@@ -108,7 +108,7 @@ GroupPtr make_group(const zbp_scene& scene, zbp_survey& survey, uint32_t g) {
   const Walk& walk = *scene.walk;
   const zbp_plan& plan = survey.plan;
   zbp_split& split = survey.split;
-  auto group = std::make_shared<Group>(scene.budget, scene.args.policy.splits_functions != 0);
+  auto group = std::make_shared<Group>(scene.args.policy.splits_functions != 0);
   group->layout = std::exchange(split.layout[g], zbp_layout{});
   for (uint32_t i = plan.weight_begin[g]; i < plan.weight_begin[g + 1]; ++i) {
     group->weights.emplace_back().accumulator = ref_as<AccumulateGrad>(walk.node(plan.weight[i]));
@@ -147,13 +147,12 @@ void make_groups(zbp_scene& scene, zbp_survey& survey) {
       add_root_task(scene, *scene.groups[survey.plan.group[scene.walk->roots()[r]]], r);
     }
   }
-  expect_held(scene.groups);
 }
 
 // ---- stand-ins and edges
 
 void note_reads_of_groups(zbp_scene& scene, const zbp_survey& survey) {
-  const bool recomputes = survey.facts.decisions_differ || scene.budget ||
+  const bool recomputes = survey.facts.decisions_differ ||
                           survey.facts.for_all.checkpoint == ZBP_CHECKPOINT_RECOMPUTE;
   const std::shared_ptr<const Reads> reads =
       recomputes ? note_reads(scene.args, *scene.walk, survey.graph) : nullptr;
@@ -333,7 +332,6 @@ void hand_over(zbp_scene& scene, const zbp_survey& survey) {
   scene.input_grads = input_grads(scene.args, *scene.walk, scene.captures, scene.groups);
   for (const GroupPtr& group : scene.groups) {
     group->was_captured = is_capturing(*group);
-    begin_to_wait(*group);
   }
   scene.cuts.undo();
   scene.detours.commit();

@@ -91,7 +91,6 @@ struct zbp_scene {
   std::optional<zbp::Answers> answers;
   std::unique_ptr<zbp::Walk> walk;  // of the survey that is at hand
 
-  std::shared_ptr<zbp::Budget> budget;  // null: none
   std::vector<zbp::GroupPtr> groups;
   zbp::Captures captures;
   zbp::StandIns stand_ins;

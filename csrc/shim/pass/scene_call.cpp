@@ -147,9 +147,6 @@ int zbp_scene_new(zbp_policy policy, bool all_leaves, zbp_scene** scene_out, zbp
     auto scene = std::make_unique<zbp_scene>();
     scene->args.policy = policy;
     scene->args.all_leaves = all_leaves;
-    if (policy.has_budget) {
-      scene->budget = std::make_shared<Budget>(policy.held_at_most);
-    }
     *scene_out = scene.release();
   });
 }

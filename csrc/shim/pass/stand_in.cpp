@@ -118,9 +118,7 @@ variable_list StandIn::apply(variable_list&& grads) {
 variable_list StandIn::run_split(Task& task, variable_list&& grads) {
   Node& node = *original_;
   variable_list in = call_pre_hooks(node, call_tensor_hooks(node, std::move(grads)));
-  if (!take_matrices(*group_, task, node, in)) {
-    return run_at_once(task, std::move(in));
-  }
+  take_matrices(task, node, in);
   const variable_list inputs = node.post_hooks().empty() ? variable_list() : in;
   if (task.kind() == Kind::product) {
     node.will_release_variables();
@@ -140,36 +138,14 @@ variable_list StandIn::run_split(Task& task, variable_list&& grads) {
 namespace {
 
 /// Those of the faces; the engine gets the others.
-void keep_gradients(Group& group, Task& task, variable_list& outputs) {
+void keep_gradients(Task& task, variable_list& outputs) {
   task.kept.clear();
   for (size_t f = 0; f < task.face.size(); ++f) {
     at::Tensor& grad = outputs[task.plan(f).slot];
     task.kept.emplace_back(grad);
     grad.reset();
   }
-  count_held(group, task);
 }
-
-/// While it lives, the node computes the gradients of its task's faces, which I has cut off.
-class FacesOn {
- public:
-  FacesOn(Node& node, const Task& task) : node_(node), task_(task) {
-    for (size_t f = 0; f < task_.face.size(); ++f) {
-      exchange_edge(node_, task_.plan(f).slot, task_.face[f].edge);
-    }
-  }
-  ~FacesOn() {
-    for (size_t f = 0; f < task_.face.size(); ++f) {
-      exchange_edge(node_, task_.plan(f).slot, Edge());
-    }
-  }
-  FacesOn(const FacesOn&) = delete;
-  FacesOn& operator=(const FacesOn&) = delete;
-
- private:
-  Node& node_;
-  const Task& task_;
-};
 
 /// While it lives, the context of a Function's node refers to the node that the engine runs in its place.
 ///
@@ -261,17 +237,8 @@ variable_list StandIn::run_whole(Task& task, variable_list&& grads) {
   LazyProducts products(*group_, task, *original_);
   variable_list outputs = run_behind_hooks(*original_, *this, std::move(in), /*release=*/true,
                                            /*track_views=*/true, &products);
-  keep_gradients(*group_, task, outputs);
+  keep_gradients(task, outputs);
   fold_kept(*group_, task);
-  return outputs;
-}
-
-variable_list StandIn::run_at_once(Task& task, variable_list&& in) {
-  const FacesOn on(*original_, task);
-  variable_list outputs = run_behind_hooks(*original_, *this, std::move(in), /*release=*/true,
-                                           /*track_views=*/true);
-  has_run_ = true;
-  keep_gradients(*group_, task, outputs);
   return outputs;
 }
 

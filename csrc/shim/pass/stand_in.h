@@ -38,8 +38,6 @@ class StandIn : public Node {
  private:
   variable_list run_split(Task& task, variable_list&& grads);
   variable_list run_whole(Task& task, variable_list&& grads);
-  /// A split node that its group's budget has made whole, with the gradients that its hooks have returned.
-  variable_list run_at_once(Task& task, variable_list&& in);
 
   void give_back_metadata() noexcept;
 

@@ -45,8 +45,6 @@ typedef struct zbp_policy {
     PyObject *checkpoint_of;
     int reentrant;        /* a ZBP_REENTRANT_* */
     int splits_functions; /* products of Python Functions are left to W where they may be */
-    bool has_budget;
-    uint64_t held_at_most; /* bytes, for all groups of the process that were made under a budget */
 } zbp_policy;
 
 /* A call of I: made, given its arguments in the order of the functions below, begun, and ended or, if that was
@@ -99,12 +97,6 @@ ZBP_MUST_USE int zbp_group_get_info(const zbp_group *group, zbp_group_info *info
 ZBP_MUST_USE int zbp_group_only_adds(zbp_group *group, int *out, zbp_error *error);
 
 bool zbp_in_anomaly_mode(void); /* of autograd */
-
-/* True while W has still to come for a group, anyone's, that keeps what hooks had packed and I unpacked. */
-bool zbp_unpacked_waits(void);
-
-/* Bytes that groups hold which were made under a budget, each storage once. Any thread. */
-uint64_t zbp_held_within_budgets(void);
 
 /* New objects, or NULL; KeyError when the group is spent, RuntimeError while its W runs.
  * params: set of the accumulators' nodes. intermediates: list of the split nodes, None for one that

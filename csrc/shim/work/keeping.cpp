@@ -5,7 +5,6 @@
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/PyInterpreter.h>
 
-#include "shim/pass/budget.h"
 #include "shim/pass/kinds.h"
 #include "shim/work/work_arguments.h"
 
@@ -23,30 +22,12 @@ std::vector<Autocast> autocast_here() {
   return there;
 }
 
-bool has_room(const WorkArguments& held, Group& group, Task& task,
-              const SmallVector<int32_t, 2>& faces) {
-  if (!group.budget) {
-    return true;
-  }
-  Wanted wanted;
-  for (const int32_t face : faces) {
-    wanted.computed += face < 0 ? 0 : gradient_bytes(group, task, static_cast<size_t>(face));
-  }
-  for (const Watched& one : held.tensors) {
-    wanted.always.push_back(one.tensor());
-  }
-  return hold_within_budget(group, task, wanted) == ZBP_HOLD_KEPT;
-}
-
 }  // namespace
 
-bool keep_work(Group& group, Task& task, PyObject* function, PyObject* saved,
+void keep_work(Group& group, Task& task, PyObject* function, PyObject* saved,
                SmallVector<int32_t, 2> faces, bool is_single) {
   WorkArguments held(group);
   THPObjectPtr arguments = held.take(saved);
-  if (!has_room(held, group, task, faces)) {
-    return false;
-  }
   Work& work = task.works.emplace_back();
   work.call = std::make_unique<const Work::Call>(
       Work::Call{c10::SafePyObject(Py_NewRef(function), getPyInterpreter()),
@@ -54,7 +35,6 @@ bool keep_work(Group& group, Task& task, PyObject* function, PyObject* saved,
                  std::move(held.tensors), std::move(held.parameters), autocast_here(), is_single});
   work.faces = std::move(faces);
   task.can_run_again = false;
-  return true;
 }
 
 SmallVector<bool, 4> matrix_faces(const Task& task) {

@@ -8,9 +8,8 @@
 namespace zbp {
 
 /// Makes `function(*saved)`, which gives the gradients at `faces`, or those that are not -1 of them, a work of the
-/// task. False, and nothing is kept, if the group's budget wants them computed now. Called with the GIL held, which
-/// runs Python code for containers and subclasses in `saved`. Throws python_error.
-bool keep_work(Group& group, Task& task, PyObject* function, PyObject* saved,
+/// task. Called with the GIL held. Runs Python code for containers and subclasses in `saved`. Throws python_error.
+void keep_work(Group& group, Task& task, PyObject* function, PyObject* saved,
                SmallVector<int32_t, 2> faces, bool is_single);
 
 /// Per face of the task, whether it takes the gradient of a matrix: what zbp_verdict_of asks for.

@@ -122,18 +122,12 @@ void LazyProducts::settle_lazy(variable_list& gradients) {
   }
 }
 
-/// Undefined, or the gradient, where there is no room for what it is computed from.
+/// Undefined.
 at::Tensor LazyProducts::hand_over(PyObject* function, PyObject* factors, size_t slot) {
   const auto face = static_cast<int32_t>(*face_at(task_, static_cast<uint32_t>(slot)));
-  if (keep_work(group_, task_, function, factors, {face}, /*is_single=*/true)) {
-    task_.works.back().is_product = true;
-    return {};
-  }
-  THPObjectPtr gradient(PyObject_CallObject(function, factors));
-  if (!gradient) {
-    throw python_error();
-  }
-  return *as_tensor(gradient);
+  keep_work(group_, task_, function, factors, {face}, /*is_single=*/true);
+  task_.works.back().is_product = true;
+  return {};
 }
 
 }  // namespace zbp

@@ -282,10 +282,9 @@ PyObject* zbp_defer(PyObject* function, PyObject* weights, PyObject* saved, zbp_
     const Targets targets = parse_weights(weights, running);
     variable_list grads(targets.slots.size());
     Answer answer = answer_to(targets, running);
-    if (answer.verdict == ZBP_VERDICT_HAND_OVER &&
-        !keep_work(running.stand_in->group(), running.stand_in->task(), function, saved,
-                   std::move(answer.faces), targets.is_single)) {
-      answer.verdict = ZBP_VERDICT_AT_ONCE;
+    if (answer.verdict == ZBP_VERDICT_HAND_OVER) {
+      keep_work(running.stand_in->group(), running.stand_in->task(), function, saved,
+                std::move(answer.faces), targets.is_single);
     }
     if (answer.verdict == ZBP_VERDICT_AT_ONCE) {
       THPObjectPtr arguments(PySequence_Tuple(saved));
