@@ -354,21 +354,6 @@ def sweep() -> str:
     return markdown(header, rows)
 
 
-def functions() -> str:
-    names = {
-        "torch": "torch's own module",
-        "zbpipe": "zbpipe",
-        "split_functions": "`split_functions=True`",
-        "defer": "`zbpipe.defer` in the Function",
-    }
-    measured, rows = figures("functions")["measured"], []
-    for side, name in names.items():
-        ratios = [times(measured["large"][side][key]["median"]) for key in ("i", "w", "both")]
-        rows.append([name, *ratios, f"{measured['tiny'][side]['more_microseconds']['median']:.0f}"])
-    header = ["to an unsplit backward", "I", "W", "I + W", "host time more than unsplit, us per Function"]
-    return markdown(header, rows)
-
-
 def wide() -> str:
     rows = [
         [dtype, tokens, times(of["default"]["median"]), times(of["wide"]["median"])]
@@ -404,7 +389,6 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/compatibility.md": {"compile": compiled, "stage_zero": stage_zero},
     "docs/memory.md": {"checkpointed": checkpointed, "checkpointed steps": checkpointed_steps, "recorder": recorder},
     "docs/leaks.md": {"leaks": leaks},
-    "docs/kernels.md": {"functions": functions},
     "docs/architecture.md": {"waits": waits, "panels": panels, "sweep": sweep, "wide": wide},
 }
 

@@ -60,7 +60,6 @@ def test_each_layer_includes_only_what_it_may(layer):
 BACK = {
     ("torch", "shim/pass/group.h"): "streams, ranges and what is unpacked are those of a group and its tasks",
     ("pass", "shim/work/work.h"): "W runs what others have handed over",
-    ("pass", "shim/work/lazy.h"): "I runs Functions whose products are handed over for them",
 }
 
 

@@ -66,7 +66,6 @@ def input_pass(
     defer: int | Callable[[torch.Tensor], int],
     checkpoint: int | Callable[[torch.Tensor], int],
     reentrant: int = 0,
-    split_functions: bool = False,
     /,
 ) -> tuple[tuple[torch.Tensor | None, ...], list[ParamGroup]]: ...
 def weight_pass(

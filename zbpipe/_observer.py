@@ -26,7 +26,6 @@ class Observer(Protocol):
         defer: Any,
         checkpoint: Any,
         reentrant: int,
-        split_functions: bool,
         /,
     ) -> tuple[tuple[torch.Tensor | None, ...], list[ParamGroup]]: ...
 

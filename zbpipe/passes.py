@@ -80,7 +80,6 @@ def stage_backward_input(
                 policy._defer(),
                 policy._checkpoint(),
                 reentrant,
-                policy.split_functions,
             )
     except _C.RunError as error:
         raise _failed("stage backward input", stage_outputs_or_loss, output_grads, input_values) from error.__cause__

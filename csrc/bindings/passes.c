@@ -68,7 +68,7 @@ static PyObject *wrap_groups(PyTypeObject *type, zbp_group **groups, size_t coun
 PyDoc_STRVAR(
     input_pass_doc,
     "input_pass(outputs, output_grads, inputs, weights, defer, checkpoint,\n"
-    "           reentrant=0, split_functions=False, /)\n--\n\n"
+    "           reentrant=0, /)\n--\n\n"
     "The input pass: (dinputs, param_groups). See zbpipe.stage_backward_input; an output\n"
     "whose gradient is False is detached with the others, and no backward starts from it.\n"
     "reentrant: where a reentrant checkpoint may be: 0 anywhere, 1 where I runs it, 2 nowhere.\n"
@@ -172,9 +172,9 @@ static PyObject *input_pass(PyObject *module, PyObject *args)
     zbp_policy policy = {0};
     int is_read = 1;
 
-    if (!PyArg_ParseTuple(args, "OOOOOO|ip:input_pass", &given[OUTPUTS], &given[OUTPUT_GRADS],
-                          &given[INPUTS], &given[WEIGHTS], &defer, &checkpoint, &policy.reentrant,
-                          &policy.splits_functions) ||
+    if (!PyArg_ParseTuple(args, "OOOOOO|i:input_pass", &given[OUTPUTS], &given[OUTPUT_GRADS],
+                          &given[INPUTS], &given[WEIGHTS], &defer, &checkpoint,
+                          &policy.reentrant) ||
         zbp_parse_choice(defer, "defer", ZBP_DEFER_ALL, &policy.defer, &policy.defer_of) < 0 ||
         zbp_parse_choice(checkpoint, "checkpoint", ZBP_CHECKPOINT_INPUT_PASS, &policy.checkpoint,
                          &policy.checkpoint_of) < 0) {

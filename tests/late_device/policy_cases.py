@@ -75,7 +75,6 @@ POLICIES = {
     "input pass": {"checkpoint": "input_pass"},
     "all, recompute": {"defer": "all", "checkpoint": "recompute"},
     "fused": {"fused": True},
-    "split functions": {"split_functions": True},
 }
 
 

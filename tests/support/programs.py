@@ -279,9 +279,8 @@ POLICIES = (
     {"checkpoint": "input_pass"},
     {"fused": True},
     {"main_grad": True},
-    {"split_functions": True},
     {"defer": "all", "checkpoint": "recompute", "fused": True},
-    {"defer": "all", "checkpoint": "keep", "split_functions": True},
+    {"defer": "all", "checkpoint": "keep"},
 )
 
 

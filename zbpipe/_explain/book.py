@@ -92,7 +92,7 @@ class Book:
 
     def _place(self, task: Task, kind: str) -> tuple[str, str]:
         if kind == "handed over":
-            return "W", f"handed over by zbpipe.defer{' or split_functions' if self.policy.split_functions else ''}"
+            return "W", "handed over by zbpipe.defer"
         if kind == "root":
             return "W", _ROOT
         if kind == "deferred" and task.kind == "product":

@@ -176,7 +176,7 @@ def _try(
     del planned, result, outputs, roots
     grads, parameters = [grad for _, grad in given_grads], list(weights.values())
     defer, checkpoint = choices
-    split = book.policy.split_functions
+    groups = _C.input_pass(ends, grads, inputs, parameters, defer, checkpoint)[1]
     groups = _C.input_pass(ends, grads, inputs, parameters, defer, checkpoint, 0, split)[1]
 
     for tasks, group in zip(tasks_of, groups, strict=True):

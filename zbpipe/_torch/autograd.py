@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 
 
@@ -89,16 +88,6 @@ def drop_hooks(leaf: torch.Tensor, but: tuple[bool, bool]) -> None:
 def run_id() -> int:
     """A number for the engine's run that this thread is in; -1 outside of any."""
     return torch._C._current_graph_task_id()
-
-
-def is_within_forward() -> bool:
-    """Whether the forward of a Function runs in this thread: torch switches forward mode off for it, and it alone."""
-    return not torch._C._is_fwd_grad_enabled()
-
-
-def is_in_forward_mode() -> bool:
-    """Whether operators may be given tangents: a ``forward_ad.dual_level`` is entered."""
-    return forward_ad._current_level >= 0
 
 
 def running_node() -> Node | None:

@@ -18,7 +18,6 @@ __all__ = [
     "compile_with_inductor",
     "inductor_options",
     "inductors_inner_compile",
-    "is_compiled_function",
     "mark_boxed",
     "no_cuda_graphs",
     "run_as_traced",
@@ -29,11 +28,6 @@ __all__ = [
 def mark_boxed(function: Callable[..., Any]) -> None:
     """Tell AOTAutograd that a function takes its arguments out of the list that it is called with."""
     function._boxed_call = True  # type: ignore[attr-defined]
-
-
-def is_compiled_function(function: type) -> bool:
-    """Whether it is the class of the context of a Function that AOTAutograd has made."""
-    return hasattr(getattr(function, "_forward_cls", None), "_aot_id")
 
 
 def run_as_traced(graph: fx.GraphModule, values: Sequence[Any]) -> Any:

@@ -275,25 +275,8 @@ NEEDS = (
                     *_attributes("torch.nn.utils.parametrize", "_cache"),
                     *_callables("torch.utils._python_dispatch", "TorchDispatchMode is_traceable_wrapper_subclass"),
                     *_callables("torch._compile", "_disable_dynamo"),
-                    *_callables("torch.utils._pytree", "tree_flatten tree_unflatten tree_map"),
-                ),
-            ),
-        ),
-    ),
-    Need(
-        "lazy products",
-        Weight.TOOL,
-        "policy(split_functions=True)",
-        (
-            Way(
-                "2.11 to 2.15",
-                (
-                    *_callables("torch:Tensor", "_make_wrapper_subclass"),
-                    *_callables(
-                        "torch._C", "_push_on_torch_dispatch_stack _pop_torch_dispatch_stack _is_fwd_grad_enabled"
-                    ),
                     *_callables("torch._ops:OpOverload", "decompose"),
-                    *_attributes("torch.autograd.forward_ad", "_current_level"),
+                    *_callables("torch.utils._pytree", "tree_flatten tree_unflatten tree_map"),
                 ),
             ),
         ),

@@ -40,7 +40,6 @@ class Running:
         defer: Any,
         checkpoint: Any,
         reentrant: int,
-        split_functions: bool,
         /,
     ) -> tuple[tuple[torch.Tensor | None, ...], list[_C.ParamGroup]]:
         recordings = self.recordings
@@ -49,7 +48,6 @@ class Running:
             for recording, call in zip(recordings, calls, strict=True):
                 stack.enter_context(PhaseContext([recording], "I", None, call, (call,)))
             result = _C.input_pass(
-                outputs, output_grads, inputs, weights, defer, checkpoint, reentrant, split_functions
             )
         for recording, call in zip(recordings, calls, strict=True):
             recording.note(result[1], call)

@@ -89,7 +89,6 @@ struct Work {
   SmallVector<Watched, 2> grads;     // what it returned, per entry of `faces`
   bool is_done = false;
   bool is_checked = false;  // the gradients fit their faces
-  bool is_product = false;  // the callable is zbpipe's own, and multiplies: see shim/work/lazy.h
 };
 
 struct Task {
@@ -171,7 +170,7 @@ struct Outside {
 };
 
 struct Group : std::enable_shared_from_this<Group> {
-  explicit Group(bool policy_splits_functions) : splits_functions(policy_splits_functions) {}
+  Group() = default;
   ~Group();
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
@@ -199,7 +198,6 @@ struct Group : std::enable_shared_from_this<Group> {
   using Output = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
   std::vector<std::shared_ptr<const Output>> outputs;
 
-  const bool splits_functions;  // the policy's: see shim/work/lazy.h
 
   /// Lets go of everything that W read; so do the nodes that only W could still run, whoever refers to them.
   void release() noexcept;

@@ -108,7 +108,7 @@ GroupPtr make_group(const zbp_scene& scene, zbp_survey& survey, uint32_t g) {
   const Walk& walk = *scene.walk;
   const zbp_plan& plan = survey.plan;
   zbp_split& split = survey.split;
-  auto group = std::make_shared<Group>(scene.args.policy.splits_functions != 0);
+  auto group = std::make_shared<Group>();
   group->layout = std::exchange(split.layout[g], zbp_layout{});
   for (uint32_t i = plan.weight_begin[g]; i < plan.weight_begin[g + 1]; ++i) {
     group->weights.emplace_back().accumulator = ref_as<AccumulateGrad>(walk.node(plan.weight[i]));

@@ -19,7 +19,6 @@
 #include "shim/torch/nodes.h"
 #include "shim/pass/path.h"
 #include "shim/torch/python.h"
-#include "shim/work/lazy.h"
 
 namespace zbp {
 
@@ -198,7 +197,7 @@ class Impersonation {
 };
 
 variable_list run_behind_hooks(Node& node, Node& in_place, variable_list&& in, bool release,
-                               bool track_views, LazyProducts* products = nullptr) {
+                               bool track_views) {
   if (release) {
     node.will_release_variables();
   }
@@ -209,9 +208,6 @@ variable_list run_behind_hooks(Node& node, Node& in_place, variable_list&& in, b
     outputs = track_views || !saves_nothing(node)
                   ? NodeParts::apply_to(node, std::move(in))
                   : NodeParts::apply_without_views_to(node, std::move(in));
-  }
-  if (products) {
-    products->settle(outputs);
   }
   torch::autograd::validate_outputs(node.next_edges(), outputs, [&](const std::string& message) {
     return "Function " + node.name() + " returned an " + message;
@@ -234,7 +230,6 @@ variable_list run_node(Node& node, Node& in_place, variable_list&& grads, bool r
 
 variable_list StandIn::run_whole(Task& task, variable_list&& grads) {
   variable_list in = call_pre_hooks(*original_, call_tensor_hooks(*original_, std::move(grads)));
-  LazyProducts products(*group_, task, *original_);
   variable_list outputs = run_behind_hooks(*original_, *this, std::move(in), /*release=*/true,
                                            /*track_views=*/true, &products);
   keep_gradients(task, outputs);

@@ -74,10 +74,8 @@ bool only_adds(Group& group) {
   const auto is_plain = [](const zbp_book_weight& weight) {
     return (weight.seen & ZBP_WEIGHT_SPECIAL) == 0;
   };
-  const auto is_product = [](const Work& work) { return work.is_product; };
   const auto runs_nothing = [&](const Task& task) {
-    return std::all_of(task.works.begin(), task.works.end(), is_product) &&
-           std::none_of(task.face.begin(), task.face.end(), is_hooked);
+    return task.works.empty() && std::none_of(task.face.begin(), task.face.end(), is_hooked);
   };
   uint32_t face = 0;
   zbp_how how{};

@@ -44,7 +44,6 @@ typedef struct zbp_policy {
     PyObject *defer_of;
     PyObject *checkpoint_of;
     int reentrant;        /* a ZBP_REENTRANT_* */
-    int splits_functions; /* products of Python Functions are left to W where they may be */
 } zbp_policy;
 
 /* A call of I: made, given its arguments in the order of the functions below, begun, and ended or, if that was

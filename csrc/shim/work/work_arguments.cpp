@@ -93,12 +93,6 @@ PyObject* WorkArguments::take(PyObject* object, const at::Tensor& tensor) {
 /// A parameter comes as it is: what adds to its main_grad needs it. A stage input is a leaf as well, but it goes
 /// when I is over.
 THPObjectPtr WorkArguments::take_tensor(PyObject* object, const at::Tensor& tensor) {
-  if (tensor.key_set().has(c10::DispatchKey::Python)) {
-    THPObjectPtr value = call_python("zbpipe._kernels.lazy", "touched", {object});
-    if (value.get() != object) {
-      return take_tensor(value, *as_tensor(value));
-    }
-  }
   const bool is_weight = std::any_of(
       group_.weights.begin(), group_.weights.end(),
       [&](const Weight& weight) { return weight.accumulator->variable.is_same(tensor); });
