@@ -7,6 +7,8 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 from typing_extensions import Self
 
+from zbpipe._policy import Policy
+
 class RunError(RuntimeError): ...
 
 @final
@@ -16,7 +18,6 @@ class ParamGroup:
     @property
     def _reads_weights(self) -> bool: ...
     @property
-    def _only_adds(self) -> bool: ...
     @property
     def spent(self) -> bool: ...
     def _account(
@@ -63,18 +64,14 @@ def input_pass(
     output_grads: Iterable[torch.Tensor | Literal[False] | None] | None,
     inputs: Iterable[Any],
     weights: Iterable[torch.Tensor] | None,
-    defer: int | Callable[[torch.Tensor], int],
-    checkpoint: int | Callable[[torch.Tensor], int],
-    reentrant: int = 0,
+    policy: Policy,
     /,
 ) -> tuple[tuple[torch.Tensor | None, ...], list[ParamGroup]]: ...
 def weight_pass(
     weights: Iterable[torch.Tensor] | None,
     param_groups: Iterable[ParamGroup],
     retain_graph: bool,
-    fuse: bool,
-    main_grad: bool,
-    wide: bool,
+    policy: Policy,
     /,
 ) -> Sequence[torch.Tensor]: ...
 def parameters_of(module: nn.Module, named_modules: object, /) -> list[nn.Parameter] | None: ...
@@ -132,8 +129,7 @@ def explain(
     outputs: tuple[torch.Tensor, ...],
     inputs: tuple[torch.Tensor, ...],
     weights: tuple[torch.Tensor, ...],
-    defer: int | Callable[[torch.Tensor], int],
-    checkpoint: int | Callable[[torch.Tensor], int],
+    policy: Policy,
     /,
 ) -> list[list[tuple[Node, str, str, str, list[tuple[int, tuple[int, ...], str | None, list[torch.Tensor]]]]]]: ...
 def is_watched(tensor: torch.Tensor, /) -> bool: ...

@@ -17,28 +17,9 @@ from zbpipe._C import ParamGroup
 class Observer(Protocol):
     """Runs the passes as ``_C.input_pass`` and ``_C.weight_pass`` do, and a whole backward as it is told."""
 
-    def input_pass(
-        self,
-        outputs: Any,
-        output_grads: Any,
-        inputs: Any,
-        weights: Any,
-        defer: Any,
-        checkpoint: Any,
-        reentrant: int,
-        /,
-    ) -> tuple[tuple[torch.Tensor | None, ...], list[ParamGroup]]: ...
+    def input_pass(self, *args: Any) -> tuple[tuple[torch.Tensor | None, ...], list[ParamGroup]]: ...
 
-    def weight_pass(
-        self,
-        weights: Any,
-        param_groups: Iterable[ParamGroup],
-        retain_graph: bool,
-        fuse: bool,
-        main_grad: bool,
-        wide: bool,
-        /,
-    ) -> Sequence[torch.Tensor]: ...
+    def weight_pass(self, *args: Any) -> Sequence[torch.Tensor]: ...
 
     def phase(self, kind: str, /) -> AbstractContextManager[None]: ...
 

@@ -19,10 +19,6 @@ ParamGroup = _C.ParamGroup
 Grads = tuple[torch.Tensor | None, ...]
 
 
-# The numbers of zbp_shim.h: where a reentrant checkpoint may be.
-_REENTRANT_ANYWHERE, _REENTRANT_IN_I, _REENTRANT_NOWHERE = range(3)
-
-
 def stage_backward_input(
     stage_outputs_or_loss: Sequence[torch.Tensor | GradientEdge | None],
     output_grads: Sequence[torch.Tensor | None] | None,
@@ -59,7 +55,7 @@ def stage_backward_input(
         Bubble Pipeline Parallelism" (Qi et al., 2023).
     """
     run = (_observer.current or _C).input_pass
-    policy = get_policy()
+    policy = handover.in_graph_of(get_policy())
     outputs: Any = stage_outputs_or_loss
     grads: Any = output_grads
     if handover.has_outputs() and any(_requires_grad(loss) for loss in outputs):
@@ -71,16 +67,7 @@ def stage_backward_input(
         inner = _inner_backwards_into_main_grad(weights)
     try:
         with inner:
-            reentrant = _REENTRANT_IN_I if policy.main_grad else _REENTRANT_ANYWHERE
-            result = run(
-                outputs,
-                grads,
-                input_values,
-                weights,
-                policy._defer(),
-                policy._checkpoint(),
-                reentrant,
-            )
+            result = run(outputs, grads, input_values, weights, policy)
     except _C.RunError as error:
         raise _failed("stage backward input", stage_outputs_or_loss, output_grads, input_values) from error.__cause__
     return result
@@ -134,14 +121,7 @@ def stage_backward_weight(
     policy = get_policy()
     if policy.main_grad:
         scale.check_main_grad()
-    listed = run(
-        handover.in_graph(_parameters.listed(weights)),
-        param_groups,
-        retain_graph,
-        policy.fused,
-        policy.main_grad,
-        policy.wide,
-    )
+    listed = run(handover.in_graph(_parameters.listed(weights)), param_groups, retain_graph, policy)
     return tuple([weight.grad for weight in listed])  # a generator takes a fifth longer
 
 
@@ -195,12 +175,10 @@ def _backward_into_main_grad(roots: Sequence[Any], root_grads: Sequence[torch.Te
     scale.check_main_grad()
     policy = get_policy()
     try:
-        _, groups = _C.input_pass(
-            roots, root_grads, (), None, policy._defer(), policy._checkpoint(), _REENTRANT_NOWHERE
-        )
+        _, groups = _C.input_pass(roots, root_grads, (), None, policy)
     except _C.RunError as error:
         raise error.__cause__ or error from None
-    _C.weight_pass(None, groups, False, policy.fused, True, policy.wide)
+    _C.weight_pass(None, groups, False, policy)
 
 
 @contextmanager

@@ -167,28 +167,27 @@ static PyObject *survey(zbp_scene *scene)
     return list;
 }
 
-PyDoc_STRVAR(explain_doc, "explain(outputs, inputs, weights, defer, checkpoint, /)\n--\n\n"
+PyDoc_STRVAR(explain_doc, "explain(outputs, inputs, weights, policy, /)\n--\n\n"
                           "The plan of an input pass, which does not run. See zbpipe.explain.");
 
 static PyObject *explain(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *outputs, *inputs, *weights, *defer, *checkpoint, *list = NULL;
+    PyObject *outputs, *inputs, *weights, *given_policy, *list = NULL;
     PyObject *type, *value, *traceback;
-    zbp_policy policy = {0};
+    zbp_policy policy = {.main_grad = false};
     zbp_scene *scene = NULL;
     zbp_error error = {0};
 
-    if (!PyArg_ParseTuple(args, "O!O!O!OO:explain", &PyTuple_Type, &outputs, &PyTuple_Type, &inputs,
-                          &PyTuple_Type, &weights, &defer, &checkpoint) ||
-        zbp_parse_choice(defer, "defer", ZBP_DEFER_ALL, &policy.defer, &policy.defer_of) < 0 ||
-        zbp_parse_choice(checkpoint, "checkpoint", ZBP_CHECKPOINT_INPUT_PASS, &policy.checkpoint,
-                         &policy.checkpoint_of) < 0) {
+    if (!PyArg_ParseTuple(args, "O!O!O!O:explain", &PyTuple_Type, &outputs, &PyTuple_Type, &inputs,
+                          &PyTuple_Type, &weights, &given_policy) ||
+        zbp_read_policy(given_policy, &policy) < 0) {
         return NULL;
     }
     if (zbp_scene_new(policy, false, &scene, &error) != ZBP_OK) {
         return zbp_error_raise(&error);
     }
-    if (add_tensors(scene, ZBP_EXPLAIN_OUTPUT, outputs) == 0 &&
+    if (zbp_exclude_weights(scene, given_policy) == 0 &&
+        add_tensors(scene, ZBP_EXPLAIN_OUTPUT, outputs) == 0 &&
         add_tensors(scene, ZBP_EXPLAIN_INPUT, inputs) == 0 &&
         add_tensors(scene, ZBP_EXPLAIN_WEIGHT, weights) == 0) {
         list = survey(scene);

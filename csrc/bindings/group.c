@@ -203,15 +203,6 @@ static PyObject *group_get_reads_weights(PyObject *op, void *Py_UNUSED(closure))
                : zbp_error_raise(&error);
 }
 
-static PyObject *group_get_only_adds(PyObject *op, void *Py_UNUSED(closure))
-{
-    zbp_error error = {0};
-    int answer = 0;
-    return zbp_group_only_adds(((group_object *)op)->group, &answer, &error) == ZBP_OK
-               ? PyBool_FromLong(answer)
-               : zbp_error_raise(&error);
-}
-
 static PyMethodDef group_methods[] = {
     {"_account", group_account, METH_NOARGS,
      "_account()\n--\n\nWhat each weight task holds; zbpipe.memory.held() makes it readable."},
@@ -224,10 +215,6 @@ static PyGetSetDef group_getset[] = {
      "Bytes of the tensors held for the weight pass, each storage counted once.", NULL},
     {"_reads_weights", group_get_reads_weights, NULL,
      "True if the weight pass may read weights themselves, so that their memory must be there.",
-     NULL},
-    {"_only_adds", group_get_only_adds, NULL,
-     "True if a weight pass now would run kernels on plain tensors alone: no hook, nothing of\n"
-     "Python's, nothing between processes.",
      NULL},
     {"spent", group_get_spent, NULL, "True once the weight pass has run.", NULL},
     {NULL, NULL, NULL, NULL, NULL}};

@@ -35,9 +35,12 @@ int zbp_add_storages(PyObject *module);
 int zbp_add_stores(PyObject *module);
 int zbp_add_work(PyObject *module);
 
-/* A choice of a policy: a number up to `last`, or a function that returns one, which *function then is (borrowed; else
- * NULL). Returns 0, or -1 with an error set. */
-int zbp_parse_choice(PyObject *value, const char *name, int last, int *number, PyObject **function);
+/* A zbpipe.Policy, for I: its words as numbers. Returns 0, or -1 with an error set. */
+int zbp_read_policy(PyObject *policy, zbp_policy *out);
+/* Gives the scene the parameters that it excludes. Returns 0, or -1 with an error set. */
+int zbp_exclude_weights(zbp_scene *scene, PyObject *policy);
+/* Its choice that is True or False. Returns 0, or -1 with an error set. */
+int zbp_read_flag(PyObject *policy, const char *name, bool *out);
 
 /* Appends value, which it steals and which may be NULL with an error set. Returns 0, or -1 with an error set. */
 int zbp_append_new(PyObject *list, PyObject *value);

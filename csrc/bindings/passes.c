@@ -67,11 +67,10 @@ static PyObject *wrap_groups(PyTypeObject *type, zbp_group **groups, size_t coun
 
 PyDoc_STRVAR(
     input_pass_doc,
-    "input_pass(outputs, output_grads, inputs, weights, defer, checkpoint,\n"
-    "           reentrant=0, /)\n--\n\n"
+    "input_pass(outputs, output_grads, inputs, weights, policy, /)\n--\n\n"
     "The input pass: (dinputs, param_groups). See zbpipe.stage_backward_input; an output\n"
     "whose gradient is False is detached with the others, and no backward starts from it.\n"
-    "reentrant: where a reentrant checkpoint may be: 0 anywhere, 1 where I runs it, 2 nowhere.\n"
+    "policy: a zbpipe.Policy.\n"
     "Raises RunError, with the original as its cause, if the backward itself failed;\n"
     "other errors refuse the arguments, and nothing was touched.");
 
@@ -109,12 +108,13 @@ static int add_outputs(zbp_scene *scene, PyObject *outputs, PyObject *grads, zbp
     return 0;
 }
 
-static int add_arguments(zbp_scene *scene, PyObject *const *seq, zbp_error *error)
+static int add_arguments(zbp_scene *scene, PyObject *const *seq, PyObject *policy, zbp_error *error)
 {
     const Py_ssize_t weights = seq[WEIGHTS] != NULL ? PyTuple_GET_SIZE(seq[WEIGHTS]) : 0;
     int status = ZBP_OK;
 
-    if (add_outputs(scene, seq[OUTPUTS], seq[OUTPUT_GRADS], error) < 0) {
+    if (add_outputs(scene, seq[OUTPUTS], seq[OUTPUT_GRADS], error) < 0 ||
+        zbp_exclude_weights(scene, policy) < 0) {
         return -1;
     }
     for (Py_ssize_t i = 0; status == ZBP_OK && i < PyTuple_GET_SIZE(seq[INPUTS]); ++i) {
@@ -133,18 +133,22 @@ static int add_arguments(zbp_scene *scene, PyObject *const *seq, zbp_error *erro
 }
 
 /* New (dinputs, groups), or NULL with an error set. */
-static PyObject *run_input_pass(PyObject *module, PyObject *const *seq, zbp_policy policy)
+static PyObject *run_input_pass(PyObject *module, PyObject *const *seq, PyObject *given_policy)
 {
     PyObject *dinputs = NULL, *list, *result;
     zbp_group **groups = NULL;
     size_t group_count = 0;
+    zbp_policy policy = {.main_grad = false};
     zbp_scene *scene = NULL;
     zbp_error error = {0};
 
+    if (zbp_read_policy(given_policy, &policy) < 0) {
+        return NULL;
+    }
     if (zbp_scene_new(policy, seq[WEIGHTS] == NULL, &scene, &error) != ZBP_OK) {
         return zbp_error_raise(&error);
     }
-    if (add_arguments(scene, seq, &error) < 0) {
+    if (add_arguments(scene, seq, given_policy, &error) < 0) {
         zbp_scene_free(scene);
         return NULL;
     }
@@ -166,18 +170,13 @@ static PyObject *run_input_pass(PyObject *module, PyObject *const *seq, zbp_poli
 static PyObject *input_pass(PyObject *module, PyObject *args)
 {
     PyObject *given[ARGUMENT_COUNT], *seq[ARGUMENT_COUNT] = {NULL}, *result = NULL;
-    PyObject *defer, *checkpoint;
+    PyObject *policy;
     static const char *const name[] = {"stage_outputs_or_loss", "output_grads", "input_values",
                                        "weights"};
-    zbp_policy policy = {0};
     int is_read = 1;
 
-    if (!PyArg_ParseTuple(args, "OOOOOO|i:input_pass", &given[OUTPUTS], &given[OUTPUT_GRADS],
-                          &given[INPUTS], &given[WEIGHTS], &defer, &checkpoint,
-                          &policy.reentrant) ||
-        zbp_parse_choice(defer, "defer", ZBP_DEFER_ALL, &policy.defer, &policy.defer_of) < 0 ||
-        zbp_parse_choice(checkpoint, "checkpoint", ZBP_CHECKPOINT_INPUT_PASS, &policy.checkpoint,
-                         &policy.checkpoint_of) < 0) {
+    if (!PyArg_ParseTuple(args, "OOOOO:input_pass", &given[OUTPUTS], &given[OUTPUT_GRADS],
+                          &given[INPUTS], &given[WEIGHTS], &policy)) {
         return NULL;
     }
     for (int i = 0; is_read && i < ARGUMENT_COUNT; ++i) {
@@ -196,8 +195,7 @@ static PyObject *input_pass(PyObject *module, PyObject *args)
 }
 
 PyDoc_STRVAR(weight_pass_doc,
-             "weight_pass(weights, param_groups, retain_graph, fuse, main_grad, wide,\n"
-             "            /)\n--\n\n"
+             "weight_pass(weights, param_groups, retain_graph, policy, /)\n--\n\n"
              "The weight pass of the groups; returns the weights as a list or tuple, empty for\n"
              "None. See zbpipe.stage_backward_weight.");
 
@@ -206,13 +204,18 @@ static PyObject *weight_pass(PyObject *module, PyObject *args)
     PyObject *given_weights, *given_groups, *weights = NULL, *seq = NULL, *result = NULL;
     zbp_group **groups = NULL;
     Py_ssize_t count;
-    int retain, fuse, main_grad, wide;
-    zbp_how how;
+    PyObject *policy;
+    int retain;
+    bool main_grad = false;
+    zbp_how how = {.is_anomaly = zbp_in_anomaly_mode()};
 
-    if (!PyArg_ParseTuple(args, "OOpppp:weight_pass", &given_weights, &given_groups, &retain, &fuse,
-                          &main_grad, &wide)) {
+    if (!PyArg_ParseTuple(args, "OOpO:weight_pass", &given_weights, &given_groups, &retain,
+                          &policy) ||
+        zbp_read_flag(policy, "fused", &how.fuse) < 0 ||
+        zbp_read_flag(policy, "main_grad", &main_grad) < 0) {
         return NULL;
     }
+    how.retain = retain != 0;
     if (as_sequence(given_weights, "weights", &weights) < 0 ||
         as_sequence(given_groups, "param_groups", &seq) < 0) {
         goto done;
@@ -227,10 +230,6 @@ static PyObject *weight_pass(PyObject *module, PyObject *args)
         PyErr_NoMemory();
         goto done;
     }
-    how = (zbp_how){.retain = retain != 0,
-                    .fuse = fuse != 0,
-                    .wide = wide != 0,
-                    .is_anomaly = zbp_in_anomaly_mode()};
     for (Py_ssize_t i = 0; i < count; ++i) {
         PyObject *item = PySequence_Fast_GET_ITEM(seq, i);
         if (!Py_IS_TYPE(item, zbp_group_type(module))) {
@@ -242,7 +241,7 @@ static PyObject *weight_pass(PyObject *module, PyObject *args)
         }
         groups[i] = zbp_group_of(item);
     }
-    if (zbp_run_weight_pass(groups, (size_t)count, weights, how, main_grad != 0) == 0) {
+    if (zbp_run_weight_pass(groups, (size_t)count, weights, how, main_grad) == 0) {
         result = weights != NULL ? Py_NewRef(weights) : PyTuple_New(0);
     }
 

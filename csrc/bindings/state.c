@@ -19,23 +19,61 @@ PyObject *zbp_run_error(PyObject *module)
     return zbp_state_of(module)->run_error;
 }
 
-/* One of the numbers 0 to `last`, or a function that returns one. Returns -1 with an error set. */
-int zbp_parse_choice(PyObject *value, const char *name, int last, int *number, PyObject **function)
+/* The number of the word that the policy has under `name`. Returns -1 with an error set. */
+static int read_word(PyObject *policy, const char *name, const char *const *words, int count)
 {
-    *function = PyCallable_Check(value) ? value : NULL;
-    *number = 0;
-    if (*function != NULL) {
-        return 0;
+    PyObject *value = PyObject_GetAttrString(policy, name);
+    int number = -1;
+
+    for (int i = 0; value != NULL && PyUnicode_Check(value) && i < count; ++i) {
+        if (PyUnicode_CompareWithASCIIString(value, words[i]) == 0) {
+            number = i;
+        }
     }
-    const long given = PyLong_AsLong(value);
-    if (given == -1 && PyErr_Occurred()) {
-        return -1;
+    if (value != NULL && number < 0) {
+        PyErr_Format(PyExc_ValueError, "policy.%s is %R; expected one of the words of a zbpipe.Policy",
+                     name, value);
     }
-    if (given < 0 || given > last) {
-        PyErr_Format(PyExc_ValueError, "%s is %ld; expected 0 to %d or a function", name, given,
-                     last);
-        return -1;
+    Py_XDECREF(value);
+    return number;
+}
+
+int zbp_read_flag(PyObject *policy, const char *name, bool *out)
+{
+    PyObject *value = PyObject_GetAttrString(policy, name);
+    const int truth = value != NULL ? PyObject_IsTrue(value) : -1;
+
+    Py_XDECREF(value);
+    *out = truth == 1;
+    return truth < 0 ? -1 : 0;
+}
+
+int zbp_read_policy(PyObject *policy, zbp_policy *out)
+{
+    static const char *const defer[] = {[ZBP_DEFER_NOTHING] = "nothing",
+                                        [ZBP_DEFER_MATRICES] = "matrices",
+                                        [ZBP_DEFER_ALL] = "all"};
+    static const char *const checkpoint[] = {[ZBP_CHECKPOINT_KEEP] = "keep",
+                                             [ZBP_CHECKPOINT_RECOMPUTE] = "recompute",
+                                             [ZBP_CHECKPOINT_INPUT_PASS] = "input_pass"};
+    const int deferred = read_word(policy, "defer", defer, 3);
+    const int packed = deferred >= 0 ? read_word(policy, "checkpoint", checkpoint, 3) : -1;
+
+    *out = (zbp_policy){.leaves = {(uint8_t)deferred, (uint8_t)packed}};
+    return packed >= 0 ? zbp_read_flag(policy, "main_grad", &out->main_grad) : -1;
+}
+
+int zbp_exclude_weights(zbp_scene *scene, PyObject *policy)
+{
+    PyObject *excluded = PyObject_GetAttrString(policy, "exclude");
+    PyObject *seq = excluded != NULL ? PySequence_Fast(excluded, "policy.exclude is no tuple") : NULL;
+    zbp_error error = {0};
+    int status = seq != NULL ? ZBP_OK : ZBP_ETORCH;
+
+    for (Py_ssize_t i = 0; status == ZBP_OK && i < PySequence_Fast_GET_SIZE(seq); ++i) {
+        status = zbp_scene_exclude(scene, PySequence_Fast_GET_ITEM(seq, i), &error);
     }
-    *number = (int)given;
-    return 0;
+    Py_XDECREF(seq);
+    Py_XDECREF(excluded);
+    return status == ZBP_OK ? 0 : seq == NULL ? -1 : zbp_fail(&error);
 }

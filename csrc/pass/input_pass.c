@@ -14,26 +14,12 @@ static int walk(zbp_scene *scene, zbp_survey *survey, zbp_error *error)
     return status;
 }
 
-/* The policy's functions first: what they run may change the graph. */
-static int ask(zbp_scene *scene, zbp_error *error)
-{
-    zbp_survey survey = {0};
-    int status = walk(scene, &survey, error);
-
-    if (status == ZBP_OK)
-        status = zbp_scene_ask(scene, &survey, error);
-    zbp_survey_fini(&survey);
-    return status;
-}
-
 int zbp_pass_survey(zbp_scene *scene, zbp_survey *survey, zbp_error *error)
 {
     uint32_t root_count = 0;
     const uint32_t *root;
-    int status = zbp_scene_asks(scene) ? ask(scene, error) : ZBP_OK;
+    int status = walk(scene, survey, error);
 
-    if (status == ZBP_OK)
-        status = walk(scene, survey, error);
     if (status == ZBP_OK)
         status = zbp_facts_init(&survey->facts, &survey->graph, NULL);
     if (status == ZBP_OK)

@@ -1,37 +1,130 @@
-/* W: look, refuse, sweep and add directly what nobody watches, run the rest in the engine, settle. */
+/* W: look, add what is alone, run the rest in the engine, settle. See Note [The states of a weight]. */
 
+#include "core/base/zbp_map.h"
 #include "pass/zbp_pass.h"
-#include "pass/zbp_sweep.h"
 
-/* What W does with a group, as it is now. */
-static int find_way(zbp_turn *turn, zbp_how how, zbp_way *way_out, zbp_error *error)
+/* A weight that is the engine's in one group is the engine's in all: what it adds comes in the order of the groups. */
+static int share_engine(zbp_turn *turn, size_t count)
 {
-    uint32_t face = 0;
-    const int status = zbp_look(turn->held, turn->book, error);
+    zbp_map engine = {0};
+    int status = ZBP_OK;
 
-    if (status != ZBP_OK)
-        return status;
-    *way_out = zbp_book_way(turn->book, turn->layout, how, &face);
-    return *way_out == ZBP_WAY_REFUSED ? zbp_error_half_added(turn->held, face, error) : ZBP_OK;
+    for (size_t g = 0; g < count; g++) {
+        for (uint32_t w = 0; w < turn[g].book->weight_count && status == ZBP_OK; w++) {
+            if (!turn[g].book->weight[w].is_added && turn[g].book->weight[w].alone == ZBP_NO_FACE)
+                status = zbp_map_add(&engine, zbp_weight_key(turn[g].held, w), 0, NULL, NULL);
+        }
+    }
+    for (size_t g = 0; g < count && status == ZBP_OK && engine.count > 0; g++) {
+        for (uint32_t w = 0; w < turn[g].book->weight_count; w++) {
+            if (turn[g].book->weight[w].alone != ZBP_NO_FACE &&
+                zbp_map_find(&engine, zbp_weight_key(turn[g].held, w), NULL))
+                turn[g].book->weight[w].alone = ZBP_NO_FACE;
+        }
+    }
+    zbp_map_fini(&engine);
+    return status;
 }
 
-/* Group number g of the call. */
-static int start(zbp_turn *turn, size_t g, zbp_how how, zbp_sweeps *sweeps, zbp_run *run,
-                 zbp_error *error)
+static int look(zbp_turn *turn, size_t count, zbp_how how, zbp_error *error)
 {
-    zbp_way way = ZBP_WAY_DONE;
-    /* Only now: what ran for the groups before may have put hooks on this one's weights. */
-    int status = find_way(&turn[g], how, &way, error);
+    int status = ZBP_OK;
 
-    if (status != ZBP_OK || way == ZBP_WAY_DONE)
-        return status;
-    status = zbp_follow_caller(turn[g].held, error);
-    if (status != ZBP_OK)
-        return status;
-    if (way != ZBP_WAY_DIRECT)
-        return zbp_run_add(run, turn[g].held, error);
-    status = zbp_sweep(sweeps, g, how, error);
-    return status == ZBP_OK ? zbp_pass_directly(&turn[g], how, error) : status;
+    for (size_t g = 0; g < count && status == ZBP_OK; g++) {
+        status = zbp_look(turn[g].held, error);
+        if (status == ZBP_OK)
+            zbp_book_find_alone(turn[g].book, turn[g].layout, how);
+    }
+    return status == ZBP_OK && count > 1 ? share_engine(turn, count) : status;
+}
+
+/* The group's weights that are alone. A group that is complete then lets go: those behind it need the memory. */
+static int add_alone(zbp_turn *turn, zbp_how how, zbp_error *error)
+{
+    const zbp_book *book = turn->book;
+    bool has_begun = false;
+    int status = ZBP_OK;
+
+    for (uint32_t w = 0; w < book->weight_count && status == ZBP_OK; w++) {
+        if (book->weight[w].alone == ZBP_NO_FACE)
+            continue;
+        if (!has_begun)
+            status = zbp_follow_caller(turn->held, error);
+        has_begun = true;
+        /* An accumulator would add nothing to a frozen weight either. */
+        if (status == ZBP_OK && (book->weight[w].seen & ZBP_WEIGHT_FROZEN) == 0)
+            status = zbp_add_alone(turn->held, book->weight[w].alone, how, error);
+        if (status == ZBP_OK)
+            zbp_book_added_alone(turn->book, w);
+    }
+    if (status == ZBP_OK && has_begun)
+        status = zbp_join_streams(turn->held, error);
+    if (status == ZBP_OK && !how.retain && zbp_book_is_complete(book))
+        zbp_held_release(turn->held);
+    return status;
+}
+
+/* Runs what has been added to *run, if anything, and empties it. */
+static int go(zbp_run **run, zbp_map *weights, zbp_error *error)
+{
+    const int status = zbp_run_go(*run, error);
+
+    zbp_run_free(*run);
+    *run = NULL;
+    zbp_map_fini(weights);
+    return status;
+}
+
+/* The group joins a run, whose weights are `weights`. *is_next_out: it has one of them, and nothing was done. */
+static int join_run(zbp_turn *turn, zbp_run *run, zbp_map *weights, bool *is_next_out,
+                    zbp_error *error)
+{
+    int status = ZBP_OK;
+
+    *is_next_out = false;
+    for (uint32_t w = 0; w < turn->book->weight_count && !*is_next_out; w++)
+        *is_next_out = !turn->book->weight[w].is_added &&
+                       zbp_map_find(weights, zbp_weight_key(turn->held, w), NULL);
+    if (*is_next_out)
+        return ZBP_OK;
+    for (uint32_t w = 0; w < turn->book->weight_count && status == ZBP_OK; w++) {
+        if (!turn->book->weight[w].is_added)
+            status = zbp_map_add(weights, zbp_weight_key(turn->held, w), 0, NULL, NULL);
+    }
+    if (status == ZBP_OK)
+        status = zbp_follow_caller(turn->held, error);
+    if (status == ZBP_OK) {
+        zbp_book_give_up_paths(turn->book, turn->layout);
+        status = zbp_run_add(run, turn->held, error);
+    }
+    return status;
+}
+
+/* One run for the groups of each microbatch: a group that shares a weight with one before it begins the next. */
+static int run_engine(zbp_turn *turn, size_t count, zbp_how how, zbp_error *error)
+{
+    zbp_run *run = NULL;
+    zbp_map weights = {0};
+    bool is_next = false;
+    int status = ZBP_OK;
+
+    for (size_t g = 0; g < count && status == ZBP_OK; g++) {
+        if (zbp_book_is_complete(turn[g].book))
+            continue;
+        if (run == NULL)
+            status = zbp_run_new(how, &run, error);
+        if (status == ZBP_OK)
+            status = join_run(&turn[g], run, &weights, &is_next, error);
+        if (status == ZBP_OK && is_next) {
+            status = go(&run, &weights, error);
+            g--; /* it is the first of the next run */
+        }
+    }
+    if (status == ZBP_OK && run != NULL)
+        return go(&run, &weights, error);
+    zbp_run_free(run);
+    zbp_map_fini(&weights);
+    return status;
 }
 
 static void settle(zbp_turn *turn, zbp_how how, bool failed)
@@ -45,7 +138,6 @@ static void settle(zbp_turn *turn, zbp_how how, bool failed)
     case ZBP_FATE_RELEASE:
         zbp_held_release(turn->held); /* it reads the layout */
         zbp_layout_clear(turn->layout);
-        zbp_book_forget_faces(turn->book);
         break;
     case ZBP_FATE_CLOSE:
         zbp_held_close(turn->held);
@@ -67,34 +159,16 @@ static void join_what_has_run(zbp_turn *turn)
 
 int zbp_pass_weights(zbp_turn *turn, size_t count, zbp_how how, zbp_error *error)
 {
-    bool is_retry = false;
-    zbp_run *run = NULL;
-    zbp_sweeps *sweeps = NULL;
-    zbp_way way = ZBP_WAY_DONE;
-    int status = ZBP_OK;
+    int status = look(turn, count, how, error);
 
-    for (size_t g = 0; g < count && status == ZBP_OK; g++) { /* refuse before anything is added */
-        is_retry = is_retry || turn[g].book->has_failed;
-        if (zbp_book_has_half(turn[g].book))
-            status = find_way(&turn[g], how, &way, error);
-    }
-    if (status != ZBP_OK)
-        return status;
-    status = zbp_run_new(how, &run, error);
-    if (status == ZBP_OK)
-        status = zbp_sweeps_new(turn, count, &sweeps);
     for (size_t g = 0; g < count && status == ZBP_OK; g++)
-        status = start(turn, g, how, sweeps, run, error);
+        status = add_alone(&turn[g], how, error);
     if (status == ZBP_OK)
-        status = zbp_run_go(run, error);
+        status = run_engine(turn, count, how, error);
     for (size_t g = 0; g < count; g++) {
         if (status != ZBP_OK)
             join_what_has_run(&turn[g]);
         settle(&turn[g], how, status != ZBP_OK);
     }
-    zbp_sweeps_free(sweeps);
-    zbp_run_free(run);
-    if (status != ZBP_OK && is_retry)
-        zbp_error_name_lost(error, turn, count);
     return status;
 }

@@ -34,13 +34,8 @@ void zbp_survey_fini(zbp_survey *survey); /* zeroes it; a zeroed one is legal */
  *
  * ZBP_OK: every group is complete, and closed, or with how.retain ready to run again.
  * Another status: *error says what was raised. What had been added by then is noted in the books, and
- * the call can be repeated, with the same groups or some of them: nothing is added twice. Refused: a product
- * that is half added and cannot be gone on with; before anything is added to any group, unless its hooks or its
- * gradient change while others are added. */
+ * the call can be repeated, with the same groups or some of them: nothing is added twice. */
 ZBP_MUST_USE int zbp_pass_weights(zbp_turn *turn, size_t count, zbp_how how, zbp_error *error);
-
-/* A group whose gradients nobody watches, without the engine. Part of zbp_pass_weights. */
-ZBP_MUST_USE int zbp_pass_directly(zbp_turn *turn, zbp_how how, zbp_error *error);
 
 #ifdef __cplusplus
 }

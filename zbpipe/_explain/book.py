@@ -108,7 +108,8 @@ class Book:
             return f"{'compiled' if compiled else 'custom Function without zbpipe.defer'}: runs whole in I"
         return {
             "post hook": "a hook on its node is owed all of its gradients at once",
-            "policy": f"policy defer={defer!r}" if isinstance(defer, str) else "the policy's defer function says so",
+            "policy": f"policy defer={defer!r}",
+            "excluded": "policy exclude= names one of its parameters",
             "unknown": "the node is not known to compute its weights' gradients apart",
             "packed": "the policy leaves what is checkpointed or packed to I (checkpoint)",
             "light": "a vector: policy defer='matrices'",

@@ -73,11 +73,10 @@ def explain(
     args = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
     _check(module, kwargs, output_grads)
     policy = get_policy()
-    choices = _asked(policy, module)
     book = Book(policy, {id(parameter): name for name, parameter in module.named_parameters()})
     with unchanged(module):
         given = pytree.tree_map_only(torch.Tensor, lambda t: _clone(t, not first_stage), (args, dict(kwargs or {})))
-        holding = _try(module, given, output_grads, choices, book)
+        holding = _try(module, given, output_grads, book)
     if torch.is_autocast_cache_enabled() and book.is_within_autocast:
         book.notes["autocast's cache is left alone: here every use casts its weight by itself"] = None
     plans = [plan_of(name, parameter, book, holding) for name, parameter in module.named_parameters()]
@@ -133,18 +132,6 @@ def _data_parallel(part: torch.nn.Module) -> str:
     return "belongs to a module that fully_shard has wrapped" if is_under_fully_shard(part) else ""
 
 
-def _asked(policy: Policy, module: torch.nn.Module) -> tuple[Any, Any]:
-    """The policy's choices; its functions are asked now, while the parameters have their gradients and hooks."""
-
-    def asked(choice: Any) -> Any:
-        if not callable(choice):
-            return choice
-        answers = {id(parameter): choice(parameter) for parameter in module.parameters() if parameter.requires_grad}
-        return lambda weight: answers[id(weight)] if id(weight) in answers else choice(weight)
-
-    return asked(policy._defer()), asked(policy._checkpoint())
-
-
 def _clone(tensor: torch.Tensor, takes_grad: bool) -> torch.Tensor:
     clone = tensor.detach().clone()
     differentiable = clone.is_floating_point() or clone.is_complex()
@@ -152,7 +139,7 @@ def _clone(tensor: torch.Tensor, takes_grad: bool) -> torch.Tensor:
 
 
 def _try(
-    module: torch.nn.Module, given: Any, output_grads: Sequence[torch.Tensor | None] | None, choices: Any, book: Book
+    module: torch.nn.Module, given: Any, output_grads: Sequence[torch.Tensor | None] | None, book: Book
 ) -> Held:
     """Runs a forward and an input pass, and enters in the book what it would leave to W."""
     book.is_within_autocast = not torch.is_autocast_cache_enabled()
@@ -167,7 +154,7 @@ def _try(
     weights = {id(parameter): parameter for parameter in module.parameters() if parameter.requires_grad}
     given_grads = _given_grads(module, outputs, output_grads)
     roots = tuple(output for output, _ in given_grads)
-    planned = _C.explain(roots, tuple(inputs), tuple(weights.values()), *choices)
+    planned = _C.explain(roots, tuple(inputs), tuple(weights.values()), book.policy)
     computing = [_computing_edges(tasks, roots) for tasks in planned]
     tasks_of = [[Task.of(task) for task in tasks] for tasks in planned]
     # Edges, for I detaches outputs, and the module may have given a tensor of an earlier forward.
@@ -175,8 +162,7 @@ def _try(
     ends_at = {edge.node for edge in ends}
     del planned, result, outputs, roots
     grads, parameters = [grad for _, grad in given_grads], list(weights.values())
-    defer, checkpoint = choices
-    groups = _C.input_pass(ends, grads, inputs, parameters, defer, checkpoint)[1]
+    groups = _C.input_pass(ends, grads, inputs, parameters, book.policy)[1]
     groups = _C.input_pass(ends, grads, inputs, parameters, defer, checkpoint, 0, split)[1]
 
     for tasks, group in zip(tasks_of, groups, strict=True):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
+from zbpipe._policy import Policy
 from zbpipe._torch.autograd import is_view
 
 _outputs: contextvars.ContextVar[list[torch.Tensor]] = contextvars.ContextVar("zbpipe_outputs_beside_the_loss")
@@ -63,3 +65,11 @@ def in_graph(weights: Iterable[torch.Tensor] | None) -> Iterable[torch.Tensor] |
     if not known or weights is None:
         return weights
     return [known.get(weight, weight) for weight in weights]
+
+
+def in_graph_of(policy: Policy) -> Policy:
+    """The policy, its excluded parameters as they are in the graph."""
+    known = _weights.get(None)
+    if not known or not policy.exclude:
+        return policy
+    return dataclasses.replace(policy, exclude=[known.get(weight, weight) for weight in policy.exclude])  # type: ignore[arg-type]

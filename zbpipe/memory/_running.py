@@ -31,43 +31,23 @@ class Running:
             if not self.recordings:
                 _observer.current = None
 
-    def input_pass(
-        self,
-        outputs: Any,
-        output_grads: Any,
-        inputs: Any,
-        weights: Any,
-        defer: Any,
-        checkpoint: Any,
-        reentrant: int,
-        /,
-    ) -> tuple[tuple[torch.Tensor | None, ...], list[_C.ParamGroup]]:
+    def input_pass(self, *args: Any) -> tuple[tuple[torch.Tensor | None, ...], list[_C.ParamGroup]]:
         recordings = self.recordings
         calls = [recording.next_call() for recording in recordings]
         with contextlib.ExitStack() as stack:
             for recording, call in zip(recordings, calls, strict=True):
                 stack.enter_context(PhaseContext([recording], "I", None, call, (call,)))
-            result = _C.input_pass(
-            )
+            result = _C.input_pass(*args)
         for recording, call in zip(recordings, calls, strict=True):
             recording.note(result[1], call)
         return result
 
-    def weight_pass(
-        self,
-        weights: Any,
-        param_groups: Iterable[_C.ParamGroup],
-        retain_graph: bool,
-        fuse: bool,
-        main_grad: bool,
-        wide: bool,
-        /,
-    ) -> Sequence[torch.Tensor]:
+    def weight_pass(self, weights: Any, param_groups: Any, *how: Any) -> Sequence[torch.Tensor]:
         groups = list(param_groups) if isinstance(param_groups, Iterable) else param_groups
         with contextlib.ExitStack() as stack:
             for recording in self.recordings:
                 stack.enter_context(recording.weight_pass(groups))
-            return _C.weight_pass(weights, groups, retain_graph, fuse, main_grad, wide)
+            return _C.weight_pass(weights, groups, *how)
 
     def phase(self, kind: str, /) -> PhaseContext:
         return PhaseContext(self.recordings, kind)

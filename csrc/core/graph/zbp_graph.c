@@ -4,7 +4,7 @@
 
 #include "core/base/zbpi_alloc.h"
 
-enum { ALL_ROLES = ZBP_ROLE_INPUT | ZBP_ROLE_WEIGHT | ZBP_ROLE_ROOT };
+enum { ALL_ROLES = ZBP_ROLE_INPUT | ZBP_ROLE_WEIGHT | ZBP_ROLE_ROOT | ZBP_ROLE_EXCLUDED };
 
 static const uint32_t MOST = UINT32_MAX - 1;
 

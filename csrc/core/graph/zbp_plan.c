@@ -141,6 +141,14 @@ static void flag_weightward(work *w)
     flag_backwards(w, ZBP_NODE_WEIGHTWARD, ZBP_NODE_CLOSURE);
 }
 
+static void flag_excluded(work *w)
+{
+    for (uint32_t i = 0; i < w->graph->node_count; i++)
+        if ((w->graph->mark[i] & ZBP_ROLE_EXCLUDED) != 0 && (w->flag[i] & ZBP_NODE_WEIGHTWARD) != 0)
+            flag_and_push(w, i, ZBP_NODE_EXCLUDED);
+    flag_backwards(w, ZBP_NODE_EXCLUDED, ZBP_NODE_CLOSURE);
+}
+
 /* ---- groups: union by size, path halving ---- */
 
 static uint32_t find(uint32_t *parent, uint32_t id)
@@ -288,6 +296,7 @@ int zbp_plan_build(zbp_plan *plan, const zbp_graph *graph, const zbp_alloc *allo
     list_edges_in(&w);
     flag_closure(&w);
     flag_weightward(&w);
+    flag_excluded(&w);
     flag_split_and_unite(&w);
     number_groups(&w);
 

@@ -51,21 +51,21 @@ static void link_edges(check *c)
     }
 }
 
-/* Flags what reaches a seed: breadth first, against the edges. */
-static void reach(check *c, int mark, uint8_t flag)
+/* Flags what reaches a seed: breadth first, against the edges; only nodes whose flags are `among` so far. */
+static void reach(check *c, int mark, uint8_t flag, uint8_t among)
 {
     c->queue_count = 0;
     for (uint32_t i = 0; i < c->graph->node_count; i++)
-        if (marked(c, i, mark) && c->flag[i] == 0) {
-            c->flag[i] = flag;
+        if (marked(c, i, mark) && c->flag[i] == among) {
+            c->flag[i] |= flag;
             c->queue[c->queue_count++] = i;
         }
     for (uint32_t q = 0; q < c->queue_count; q++)
         for (uint32_t e = c->first_in[c->queue[q]]; e != ZBP_NONE; e = c->next_in[e]) {
             uint32_t src = c->graph->edge[e].src;
 
-            if (c->flag[src] == 0) {
-                c->flag[src] = flag;
+            if (c->flag[src] == among) {
+                c->flag[src] |= flag;
                 c->queue[c->queue_count++] = src;
             }
         }
@@ -73,8 +73,9 @@ static void reach(check *c, int mark, uint8_t flag)
 
 static void derive_flags(check *c)
 {
-    reach(c, ZBP_ROLE_INPUT, ZBP_NODE_CLOSURE);
-    reach(c, ZBP_ROLE_WEIGHT, ZBP_NODE_WEIGHTWARD);
+    reach(c, ZBP_ROLE_INPUT, ZBP_NODE_CLOSURE, 0);
+    reach(c, ZBP_ROLE_WEIGHT, ZBP_NODE_WEIGHTWARD, 0);
+    reach(c, ZBP_ROLE_EXCLUDED, ZBP_NODE_EXCLUDED, ZBP_NODE_WEIGHTWARD);
     for (uint32_t i = 0; i < c->graph->node_count; i++) {
         if (has(c, i, ZBP_NODE_WEIGHTWARD) && marked(c, i, ZBP_ROLE_ROOT))
             c->flag[i] |= ZBP_NODE_WEIGHT_ROOT;
@@ -98,6 +99,8 @@ static void check_flags(check *c)
             c->reason = "flag: SPLIT is not \"in the closure, no input, has a WEIGHTWARD target\"";
         else if ((wrong & ZBP_NODE_WEIGHT_ROOT) != 0)
             c->reason = "flag: WEIGHT_ROOT is not \"marked ROOT and WEIGHTWARD\"";
+        else if ((wrong & ZBP_NODE_EXCLUDED) != 0)
+            c->reason = "flag: EXCLUDED is not \"WEIGHTWARD, an excluded weight is reachable\"";
         else if (wrong != 0)
             c->reason = "flag: an unknown bit";
     }

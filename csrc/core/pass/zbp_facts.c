@@ -6,8 +6,7 @@
 
 static size_t block_size(const zbp_facts *facts)
 {
-    return (size_t)facts->node_count * (sizeof(zbp_fact) + sizeof(zbp_decision)) +
-           (size_t)facts->edge_count * sizeof(bool);
+    return (size_t)facts->node_count * sizeof(zbp_fact) + (size_t)facts->edge_count * sizeof(bool);
 }
 
 int zbp_facts_init(zbp_facts *facts, const zbp_graph *graph, const zbp_alloc *alloc)
@@ -24,8 +23,7 @@ int zbp_facts_init(zbp_facts *facts, const zbp_graph *graph, const zbp_alloc *al
     }
     memset(facts->block, 0, block_size(facts));
     facts->of_node = facts->block;
-    facts->of_weight = (zbp_decision *)(facts->of_node + facts->node_count);
-    facts->is_matrix = (bool *)(facts->of_weight + facts->node_count);
+    facts->is_matrix = (bool *)(facts->of_node + facts->node_count);
     return ZBP_OK;
 }
 

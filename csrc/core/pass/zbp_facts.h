@@ -59,9 +59,7 @@ typedef struct zbp_facts {
     uint32_t node_count, edge_count;
     zbp_fact *of_node; /* [node_count]; of split and outside nodes */
     bool *is_matrix;   /* [edge_count]; of split nodes' edges to factors: two dimensions or more */
-    zbp_decision *of_weight; /* [node_count]; read only if they differ */
-    bool decisions_differ;
-    zbp_decision for_all; /* if they do not */
+    zbp_decision policy;
 
     void *block;
     zbp_alloc alloc;

@@ -1,30 +1,33 @@
 #include "core/pass/zbp_kind.h"
 
-static bool stays_in_i(const zbp_fact *fact, zbp_decision decision)
+static bool stays_in_i(const zbp_fact *fact, zbp_decision policy)
 {
-    return decision.checkpoint == ZBP_CHECKPOINT_INPUT_PASS && (fact->flag & ZBP_FACT_PACKED) != 0;
+    return policy.checkpoint == ZBP_CHECKPOINT_INPUT_PASS && (fact->flag & ZBP_FACT_PACKED) != 0;
 }
 
-static uint8_t why_of(const zbp_fact *fact, zbp_sides sides, zbp_decision decision)
+static uint8_t why_of(const zbp_fact *fact, zbp_sides sides, zbp_decision policy, bool is_excluded)
 {
     if ((fact->flag & ZBP_FACT_POST_HOOK) != 0)
         return ZBP_WHY_POST_HOOK;
-    if (decision.defer == ZBP_DEFER_NOTHING)
+    if (policy.defer == ZBP_DEFER_NOTHING)
         return ZBP_WHY_POLICY;
+    if (is_excluded)
+        return ZBP_WHY_EXCLUDED;
     if (fact->type == ZBP_TYPE_FUNCTION)
         return ZBP_WHY_FUNCTION;
     if (fact->type == ZBP_TYPE_UNKNOWN)
         return ZBP_WHY_UNKNOWN;
-    if (stays_in_i(fact, decision))
+    if (stays_in_i(fact, policy))
         return ZBP_WHY_PACKED;
-    if (decision.defer != ZBP_DEFER_ALL && !sides.has_matrix)
+    if (policy.defer != ZBP_DEFER_ALL && !sides.has_matrix)
         return ZBP_WHY_LIGHT;
     return ZBP_WHY_SEPARABLE;
 }
 
-uint8_t zbp_kind_of(const zbp_fact *fact, zbp_sides sides, zbp_decision decision, uint8_t *why_out)
+uint8_t zbp_kind_of(const zbp_fact *fact, zbp_sides sides, zbp_decision policy, bool is_excluded,
+                    uint8_t *why_out)
 {
-    *why_out = why_of(fact, sides, decision);
+    *why_out = why_of(fact, sides, policy, is_excluded);
     if (*why_out != ZBP_WHY_SEPARABLE)
         return ZBP_TASK_WHOLE;
     /* The gradients of both factors take two products. */
@@ -32,12 +35,12 @@ uint8_t zbp_kind_of(const zbp_fact *fact, zbp_sides sides, zbp_decision decision
                                                                        : ZBP_TASK_DEFERRED;
 }
 
-uint8_t zbp_takes_work(const zbp_fact *fact, zbp_decision decision)
+uint8_t zbp_takes_work(const zbp_fact *fact, zbp_decision policy, bool is_excluded)
 {
     const bool may = fact->type == ZBP_TYPE_FUNCTION && (fact->flag & ZBP_FACT_POST_HOOK) == 0 &&
-                     !stays_in_i(fact, decision);
+                     !is_excluded && !stays_in_i(fact, policy);
 
-    return may ? decision.defer : ZBP_DEFER_NOTHING;
+    return may ? policy.defer : ZBP_DEFER_NOTHING;
 }
 
 const char *zbp_kind_name(uint8_t kind)
@@ -56,7 +59,8 @@ const char *zbp_why_name(uint8_t why)
         [ZBP_WHY_SEPARABLE] = "separable", [ZBP_WHY_ROOT] = "root",
         [ZBP_WHY_POST_HOOK] = "post hook", [ZBP_WHY_POLICY] = "policy",
         [ZBP_WHY_FUNCTION] = "function",   [ZBP_WHY_UNKNOWN] = "unknown",
-        [ZBP_WHY_PACKED] = "packed",       [ZBP_WHY_LIGHT] = "light"};
+        [ZBP_WHY_PACKED] = "packed",       [ZBP_WHY_LIGHT] = "light",
+        [ZBP_WHY_EXCLUDED] = "excluded"};
 
     return name[why];
 }

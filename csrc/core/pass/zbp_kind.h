@@ -7,6 +7,7 @@
 #define ZBP_KIND_H
 
 #include "core/pass/zbp_facts.h"
+#include "core/pass/zbp_layout.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -16,7 +17,8 @@ enum {
     ZBP_WHY_SEPARABLE, /* its type is known to be */
     ZBP_WHY_ROOT,      /* likewise */
     ZBP_WHY_POST_HOOK, /* whole, from here on: a hook is owed all of its gradients */
-    ZBP_WHY_POLICY,    /* defers nothing for these weights */
+    ZBP_WHY_POLICY,    /* defers nothing */
+    ZBP_WHY_EXCLUDED,  /* one of its weights is left to I by name */
     ZBP_WHY_FUNCTION,  /* a Python autograd Function */
     ZBP_WHY_UNKNOWN,   /* nobody knows that it computes its gradients apart */
     ZBP_WHY_PACKED,    /* checkpointed or offloaded, which the policy leaves to I */
@@ -29,12 +31,13 @@ typedef struct zbp_sides {
     bool has_matrix;  /* one of these with two dimensions or more */
 } zbp_sides;
 
-/* A ZBP_TASK_*; *why_out is a ZBP_WHY_*. */
-uint8_t zbp_kind_of(const zbp_fact *fact, zbp_sides sides, zbp_decision decision, uint8_t *why_out);
+/* A ZBP_TASK_*; *why_out is a ZBP_WHY_*. is_excluded: of one of the node's weights the policy says so. */
+uint8_t zbp_kind_of(const zbp_fact *fact, zbp_sides sides, zbp_decision policy, bool is_excluded,
+                    uint8_t *why_out);
 
 /* Of which weights the node's backward may hand over the work to W: a ZBP_DEFER_*, and nothing unless
  * it is a Function's. */
-uint8_t zbp_takes_work(const zbp_fact *fact, zbp_decision decision);
+uint8_t zbp_takes_work(const zbp_fact *fact, zbp_decision policy, bool is_excluded);
 
 /* A ZBP_TASK_* and a ZBP_WHY_* in a word or two, for people; static. */
 const char *zbp_kind_name(uint8_t kind);

@@ -152,42 +152,6 @@ void zbp_layout_give_up_path(zbp_layout *layout, uint32_t face)
     }
 }
 
-/* Merges two ordered runs that lie behind each other; of equals, the first one's comes first. */
-static void merge(const zbp_task *task, const uint32_t *from, uint32_t middle, uint32_t end,
-                  uint32_t *to)
-{
-    uint32_t left = 0, right = middle;
-
-    for (uint32_t i = 0; i < end; i++) {
-        const bool takes_right =
-            left == middle ||
-            (right < end && task[from[right]].sequence_nr > task[from[left]].sequence_nr);
-
-        to[i] = takes_right ? from[right++] : from[left++];
-    }
-}
-
-void zbp_layout_order(const zbp_layout *layout, uint32_t *order_out)
-{
-    const uint32_t count = layout->task_count;
-    uint32_t *from = order_out, *to = order_out + count;
-
-    for (uint32_t t = 0; t < count; t++)
-        order_out[t] = t;
-    for (uint32_t size = 1; size < count; size *= 2) {
-        for (uint32_t begin = 0; begin < count; begin += 2 * size) {
-            const uint32_t rest = count - begin;
-
-            merge(layout->task, from + begin, size < rest ? size : rest,
-                  2 * size < rest ? 2 * size : rest, to + begin);
-        }
-        from = to;
-        to = to == order_out ? order_out + count : order_out;
-    }
-    if (from != order_out)
-        memcpy(order_out, from, count * sizeof *order_out);
-}
-
 static const char *fault_in(const zbp_layout *layout)
 {
     uint32_t face = 0;

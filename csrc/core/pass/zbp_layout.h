@@ -61,6 +61,7 @@ typedef struct zbp_task {
     uint8_t why;          /* it is of that kind: ZBP_WHY_* (zbp_kind.h) */
     uint8_t takes_work; /* of which weights a Function's backward may hand work over: ZBP_DEFER_* */
     bool leaves_packed; /* W unpacks what is saved behind hooks, within a run of the engine */
+    bool has_work;      /* a Function has handed work over, which W runs in the engine */
 } zbp_task;
 
 /* An edge of a node outside the closure that W follows: to another of them or to a weight, the
@@ -106,10 +107,6 @@ void zbp_layout_clear(zbp_layout *layout);
 /* The face leads to the first node of its path again and no more to the weight. Without a path it
  * stays as it is. */
 void zbp_layout_give_up_path(zbp_layout *layout, uint32_t face);
-
-/* Tasks as they run in: from the last node of the forward to the first, equals as they were added.
- * order_out has room for twice task_count; the second half is scratch. See Note [The order of sums] in zbp_book.h. */
-void zbp_layout_order(const zbp_layout *layout, uint32_t *order_out);
 
 /* ZBP_OK, or ZBP_EINVAL with *reason_out (may be NULL) a static string. */
 ZBP_MUST_USE int zbp_layout_check(const zbp_layout *layout, const char **reason_out);

@@ -1,13 +1,8 @@
-/* zbp_policy.h - what the policy says of weights, and what follows for all that leads to them.
- *
- * Allocation: two lists for the time of zbp_policy_spread. Threads: any.
- */
+/* zbp_policy.h - what the policy says, in numbers. */
 #ifndef ZBP_POLICY_H
 #define ZBP_POLICY_H
 
 #include <stdint.h>
-
-#include "core/pass/zbp_layout.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -27,27 +22,11 @@ enum {
     ZBP_CHECKPOINT_INPUT_PASS /* the gradients of the region's weights are computed in I */
 };
 
+/* What I asks of it. */
 typedef struct zbp_decision {
     uint8_t defer;      /* ZBP_DEFER_* */
     uint8_t checkpoint; /* ZBP_CHECKPOINT_* */
 } zbp_decision;
-
-/* What any other decision wins over. */
-zbp_decision zbp_decision_none(void);
-
-/* For what leads to the weights of both: W wins over I, and keeping over computing again. */
-zbp_decision zbp_decision_join(zbp_decision a, zbp_decision b);
-
-/* Of a face's, or a hop's, two ends: that of the weight, or that of the outside node. */
-zbp_decision zbp_decision_behind(const zbp_decision *of_weight, const zbp_decision *of_outside,
-                                 int32_t weight, int32_t outside);
-
-/* Joins, for every outside node, the decisions of the weights that it leads to. of_weight has one per
- * weight of the layout, of_outside_out room for one per outside node. A node that leads to no weight has
- * zbp_decision_none(). In a circle, which no autograd graph has, a node may miss what lies behind it.
- * ZBP_ENOMEM. Linear, whatever the nodes share. */
-ZBP_MUST_USE int zbp_policy_spread(const zbp_layout *layout, const zbp_decision *of_weight,
-                                   zbp_decision *of_outside_out);
 
 #ifdef __cplusplus
 }

@@ -16,7 +16,6 @@ typedef struct work {
 
     uint32_t *place;         /* [nodes], a weight's or outside node's index in its group */
     uint32_t *arrivals;      /* [nodes], how many edges and roots lead there */
-    zbp_decision *of_weight; /* [nodes], of the group's weights */
 
     void *block;
     size_t block_size;
@@ -31,7 +30,6 @@ static int new_split(zbp_split *split)
 
     split->block_size = groups * sizeof *split->layout + split->edge_count * sizeof *split->edit +
                         (groups + 1 + 2 * nodes + split->root_count) * sizeof *rest +
-                        nodes * sizeof *split->of_outside +
                         split->root_count * sizeof *split->root_to;
     split->block = zbpi_resize(&split->alloc, NULL, 0, split->block_size);
     if (split->block == NULL)
@@ -44,8 +42,7 @@ static int new_split(zbp_split *split)
     split->outside = rest + groups + 1;
     split->task = split->outside + nodes;
     split->root_task = split->task + nodes;
-    split->of_outside = (zbp_decision *)(split->root_task + split->root_count);
-    split->root_to = (uint8_t *)(split->of_outside + nodes);
+    split->root_to = (uint8_t *)(split->root_task + split->root_count);
     split->outside_begin[0] = 0;
     memset(split->task, 0xff, nodes * sizeof *split->task); /* ZBP_NONE */
     memset(split->root_task, 0xff, split->root_count * sizeof *split->root_task);
@@ -56,7 +53,7 @@ static int new_work(work *w)
 {
     const size_t nodes = w->split->node_count;
 
-    w->block_size = nodes * (2 * sizeof(uint32_t) + sizeof(zbp_decision));
+    w->block_size = nodes * 2 * sizeof(uint32_t);
     if (nodes == 0)
         return ZBP_OK;
     w->block = zbpi_resize(&w->split->alloc, NULL, 0, w->block_size);
@@ -66,7 +63,6 @@ static int new_work(work *w)
     memset(w->place, 0xff, nodes * sizeof *w->place); /* ZBP_NONE */
     w->arrivals = w->place + nodes;
     memset(w->arrivals, 0, nodes * sizeof *w->arrivals);
-    w->of_weight = (zbp_decision *)(w->arrivals + nodes);
     return ZBP_OK;
 }
 
@@ -158,21 +154,6 @@ static int add_hops(work *w, uint32_t g)
     return status;
 }
 
-static int decide_outside(work *w, uint32_t g)
-{
-    const zbp_layout *layout = &w->split->layout[g];
-    zbp_decision *of_outside = w->split->of_outside + w->split->outside_begin[g];
-
-    if (w->facts->decisions_differ) {
-        for (uint32_t i = 0; i < layout->weight_count; i++)
-            w->of_weight[i] = w->facts->of_weight[w->plan->weight[w->plan->weight_begin[g] + i]];
-        return zbp_policy_spread(layout, w->of_weight, of_outside);
-    }
-    for (uint32_t o = 0; o < layout->outside_count; o++)
-        of_outside[o] = w->facts->for_all;
-    return ZBP_OK;
-}
-
 /* ---- tasks */
 
 /* Follows a face that leads to an outside node to its weight, if only plain steps lie between. */
@@ -216,29 +197,12 @@ static int add_face(const work *w, zbp_layout *layout, uint32_t slot, uint32_t t
     return zbp_layout_add_face(layout, face);
 }
 
-/* Of the layout's last task, from the faces that it has by now. */
-static zbp_decision decision_of(const work *w, const zbp_layout *layout, uint32_t g)
-{
-    const zbp_task *task = &layout->task[layout->task_count - 1];
-    zbp_decision decision = zbp_decision_none();
-
-    if (!w->facts->decisions_differ)
-        return w->facts->for_all;
-    for (uint32_t f = task->face_begin; f < task->face_end; f++) {
-        decision = zbp_decision_join(
-            decision,
-            zbp_decision_behind(w->of_weight, w->split->of_outside + w->split->outside_begin[g],
-                                layout->face[f].weight, layout->face[f].outside));
-    }
-    return decision;
-}
-
 static int add_split_task(work *w, uint32_t g, uint32_t node)
 {
     zbp_layout *layout = &w->split->layout[g];
     const zbp_fact *fact = &w->facts->of_node[node];
     zbp_sides sides = {0};
-    zbp_decision decision;
+    bool is_excluded = false;
     zbp_task *task;
     int status = zbp_layout_add_task(layout, ZBP_TASK_WHOLE, fact->sequence_nr);
 
@@ -253,16 +217,16 @@ static int add_split_task(work *w, uint32_t g, uint32_t node)
             *(edge->slot == fact->left_slot ? &sides.left : &sides.right) = true;
             sides.has_matrix = sides.has_matrix || w->facts->is_matrix[w->plan->out[i]];
         }
+        is_excluded = is_excluded || has(w, edge->dst, ZBP_NODE_EXCLUDED);
         status = add_face(w, layout, edge->slot, edge->dst);
     }
     if (status != ZBP_OK)
         return status;
-    decision = decision_of(w, layout, g);
     task = &layout->task[layout->task_count - 1];
-    task->kind = zbp_kind_of(fact, sides, decision, &task->why);
-    task->takes_work = zbp_takes_work(fact, decision);
-    task->leaves_packed =
-        task->kind != ZBP_TASK_WHOLE && decision.checkpoint == ZBP_CHECKPOINT_RECOMPUTE;
+    task->kind = zbp_kind_of(fact, sides, w->facts->policy, is_excluded, &task->why);
+    task->takes_work = zbp_takes_work(fact, w->facts->policy, is_excluded);
+    task->leaves_packed = task->kind != ZBP_TASK_WHOLE &&
+                          w->facts->policy.checkpoint == ZBP_CHECKPOINT_RECOMPUTE;
     w->split->task[node] = layout->task_count - 1;
     return ZBP_OK;
 }
@@ -277,8 +241,6 @@ static int add_group(work *w, uint32_t g)
     zbp_layout_init(&split->layout[g], plan->weight_begin[g + 1] - plan->weight_begin[g],
                     split->outside_begin[g + 1] - split->outside_begin[g], &split->alloc);
     status = add_hops(w, g);
-    if (status == ZBP_OK)
-        status = decide_outside(w, g);
     for (uint32_t i = plan->split_begin[g]; i < plan->split_begin[g + 1] && status == ZBP_OK; i++)
         status = add_split_task(w, g, plan->split[i]);
     return status;

@@ -69,7 +69,7 @@ bool reads_weights(const Task& task) {
   const auto takes_parameters = [](const Work& work) {
     return work.call && !work.call->parameters.empty();
   };
-  return task.kind() == Kind::deferred || task.packed || task.plan().leaves_packed ||
+  return task.kind() == Kind::deferred || !task.packed.empty() || task.plan().leaves_packed ||
          std::any_of(task.works.begin(), task.works.end(), takes_parameters);
 }
 
@@ -162,7 +162,7 @@ int zbp_outside_tensors(zbp_held* held, uint32_t outside, zbp_tensor_visit visit
   return guarded(error, [&] {
     Node& node = *group_of(held).outside[outside].node;
     variable_list saved;
-    const auto all = all_saved_by(node).first;
+    const auto all = saved_by(*saver_of(node));
     if (const std::unique_lock<std::mutex> lock(NodeParts::mutex_of(node), std::try_to_lock);
         lock) {
       for (const torch::autograd::SavedVariable* one : all) {

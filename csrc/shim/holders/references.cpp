@@ -381,11 +381,11 @@ void zbp_things::group_references(PyObject* object, Visit visit) {
         visit_tensor(grad.tensor(), "gradient from the work of task", index, visit);
       }
     }
-    if (task.packed) {
+    if (task.kind() == Kind::product && !task.packed.empty()) {  // a deferred node tells of its own
       c10::impl::PyInterpreter* const interpreter = getPyInterpreter();
-      visit({ZBP_THING_PYTHON, task.packed->data.ptr(interpreter), "packed matrix of weight task",
-             index, true});
-      visit({ZBP_THING_PYTHON, task.packed->unpack_hook.ptr(interpreter),
+      visit({ZBP_THING_PYTHON, task.packed[0]->data.ptr(interpreter),
+             "packed matrix of weight task", index, true});
+      visit({ZBP_THING_PYTHON, task.packed[0]->unpack_hook.ptr(interpreter),
              "packed matrix of weight task", index, true});
     }
     ++index;

@@ -20,7 +20,6 @@ std::optional<size_t> face_at(const Task& task, uint32_t slot) {
 
 Group::~Group() {
   release();
-  zbp_folds_fini(&folds);
   zbp_book_fini(&book);
   zbp_layout_fini(&layout);
 }

@@ -24,7 +24,6 @@
 #include <torch/csrc/autograd/saved_variable.h>
 
 #include "core/pass/zbp_book.h"
-#include "core/pass/zbp_folds.h"
 #include "core/pass/zbp_layout.h"
 #include "shim/pass/zbp_shim.h"
 #include "shim/pass/zbp_touch.h"
@@ -37,9 +36,6 @@ namespace zbp {
 struct Face {
   Edge edge;                   // where it leads
   SmallVector<Node*, 2> path;  // plain steps before the weight; borrowed: alive as long as `edge`
-  // The memory to which a W that raised has added some panels of the product. While it is held, no other gets
-  // its address.
-  c10::weak_intrusive_ptr<c10::StorageImpl> panels_in{c10::intrusive_ptr<c10::StorageImpl>()};
 };
 
 /// See zbp_layout.h.
@@ -103,8 +99,7 @@ struct Task {
   zbp_layout* layout;  // the group's, where the task's numbers are; borrowed
   uint32_t number;
   NodePtr node;  // null for a whole node that would hold memory
-  bool can_run_again =
-      true;               // with other output gradients; not a whole node that had saved tensors
+  bool can_run_again = true;               // with other output gradients; not a whole node that had saved tensors
   uint32_t input_nr = 0;  // root: which input of `node` the output gradient belongs to
   SmallVector<Face, 2> face;
 
@@ -114,7 +109,8 @@ struct Task {
   SmallVector<Watched, 1> output_grads;  // product, deferred: per input of the node; root: one
   SmallVector<Watched, 2> kept;          // whole: per face
   SmallVector<Watched, 1> saved;         // deferred: what the node has saved and W will read
-  std::unique_ptr<const Packed> packed;  // product: `other`, where that is left packed
+  // What stays packed until W: a product's `other`; what a deferred node has saved, and shares.
+  SmallVector<std::shared_ptr<const Packed>, 1> packed;
   std::vector<Blank> blanks;             // deferred
   std::vector<Version> arguments;        // of the regions that W computes again for it
   bool is_consumed = false;  // I has run the node and is through: it is the task's alone
@@ -158,7 +154,7 @@ struct Weight {
 /// What a node outside the closure has saved behind hooks, or as a view that keeps its base for nothing.
 struct UnpinnedOutside {
   NodePtr node;
-  torch::autograd::SavedVariable* saved;  // the node's
+  size_t number;  // of the saved variable, among the node's
   bool is_left;                           // W unpacks it, if it can
 };
 
@@ -191,8 +187,6 @@ struct Group : std::enable_shared_from_this<Group> {
   // Sequence number of the last node outside for which W computes a region again.
   uint64_t outside_recomputed_for = 0;
   std::mutex unpinned_outside_mutex;
-  zbp_folds folds{};  // which gradients I adds up
-  std::mutex folds_mutex;
   // Stage outputs that W's nodes may have saved, or that regions may read which W computes again: they can be detached
   // only after W, by the last of the groups that share one.
   using Output = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;

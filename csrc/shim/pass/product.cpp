@@ -1,13 +1,11 @@
 #include "shim/pass/product.h"
 
 #include <ATen/MemoryOverlap.h>
-#include <ATen/Parallel.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 
-#include "core/pass/zbp_panels.h"
 #include "shim/pass/dtensor.h"
 #include "shim/pass/saved.h"
 #include "shim/pass/path.h"
-#include "shim/torch/accumulate.h"
 #include "shim/torch/nodes.h"
 #include "shim/torch/transposed.h"
 #include "shim/work/work.h"
@@ -24,7 +22,7 @@ at::Tensor product_of(const at::Tensor& left, const at::Tensor& right) {
 /// For Y = A B: dA = dY Bᵀ, dB = Aᵀ dY, or both sides of that transposed.
 std::pair<Operand, Operand> matrices_of(const Task& task) {
   const Operand grad{task.output_grads[0].tensor(), false};
-  const Operand other{task.packed ? task.packed->unpack() : task.other.tensor(), true};
+  const Operand other{task.packed.empty() ? task.other.tensor() : task.packed[0]->unpack(), true};
   const auto [left, right] = task.weight_is_left ? std::pair(grad, other) : std::pair(other, grad);
   if (!is_multiplied_transposed(task)) {
     return {left, right};
@@ -56,99 +54,54 @@ at::Tensor multiply(const Task& task, const zbp_face& plan) {
   return oriented(product, is_transposed(task, plan));
 }
 
-/// Whether BLAS rounds each element of a part of a product, one of a batch or a panel, as in the whole.
-/// Measured by benchmarks/panels.py: several threads, or kernels for 16 bits, cut a product by all its sizes.
-bool rounds_parts_alike(const Addition& a) {
-  const c10::ScalarType type = a.left.scalar_type();
-  return (type == at::kFloat || type == at::kDouble) && at::get_num_threads() == 1;
-}
-
-/// A view of the matrices, and of their rows or columns, that a piece is.
-at::Tensor piece_of(const at::Tensor& tensor, const zbp_panel& piece, int64_t dim) {
-  const at::Tensor matrices =
-      tensor.dim() == 3 ? tensor.narrow(0, piece.batch, piece.batch_count) : tensor;
-  return piece.is_cut && dim != 0 ? matrices.narrow(dim, piece.begin, piece.count) : matrices;
-}
-
-enum class Way : uint8_t { in_one, wide, wide_on_device, whole, by_panels };
+/// A product on its way into a gradient, which is seen as the product is laid out.
+struct Addition {
+  at::Tensor sum;
+  at::Tensor left;
+  at::Tensor right;
+};
 
 bool is_wider(c10::ScalarType sum, c10::ScalarType product) {
-  return sum == at::kFloat && (product == at::kBFloat16 || product == at::kHalf);
+  return sum != product && c10::promoteTypes(sum, product) == sum;
 }
 
-/// On the CPU `sum += left @ right`, to the bit: piece by piece where the bits are the same, see zbp_panels.h.
-/// BLAS's own accumulation (beta = 1) rounds once per block of the inner dimension where this rounds twice in
-/// all, and differs from an ordinary backward. What a W that raised has begun by pieces goes on so.
-Way way_of(const Addition& a, zbp_how how) {
-  const c10::ScalarType sum = a.sum.scalar_type();
-  const c10::ScalarType product = a.left.scalar_type();
-  if (a.panels_added == 0 && sum == product && (how.fuse || !a.sum.is_cpu())) {
-    return Way::in_one;
-  }
-  if (a.panels_added == 0 && how.wide && is_wider(sum, product)) {
-    if (can_accumulate(a.sum, {a.left, a.right})) {
-      return Way::wide;
-    }
-    if (can_accumulate_on_device(a.sum, {a.left, a.right})) {
-      return Way::wide_on_device;
-    }
-  }
-  return a.sum.is_cpu() && (rounds_parts_alike(a) || a.panels_added > 0) ? Way::by_panels
-                                                                         : Way::whole;
+/// Whether the device multiplies 16-bit matrices into a float32 sum, as CUDA does.
+bool has_wide_kernel(const Addition& a) {
+  const c10::DispatchKey backend = c10::toRuntimePerBackendFunctionalityKey(
+      c10::DispatchKey::Dense, a.sum.key_set().highestBackendKey());
+  const char* const name = a.sum.dim() == 2 ? "aten::addmm" : "aten::baddbmm";
+  const auto kernel = c10::Dispatcher::singleton().findSchema({name, "dtype_out"});
+  return !a.sum.is_cpu() && kernel && kernel->hasKernelForDispatchKey(backend) &&
+         a.sum.scalar_type() == at::kFloat && a.left.scalar_type() == a.right.scalar_type() &&
+         a.sum.layout() == c10::kStrided && a.left.layout() == c10::kStrided &&
+         a.right.layout() == c10::kStrided && a.sum.numel() > 0;
 }
 
-void add_piece(const Addition& a, const zbp_panel& piece) {
-  const at::Tensor part = product_of(piece_of(a.left, piece, piece.by_rows ? -2 : 0),
-                                     piece_of(a.right, piece, piece.by_rows ? 0 : -1));
-  piece_of(a.sum, piece, piece.by_rows ? -2 : -1).add_(part.to(a.type));
+void add_in_one(const Addition& a) {
+  at::Tensor sum = a.sum;
+  sum.dim() == 2 ? sum.addmm_(a.left, a.right) : sum.baddbmm_(a.left, a.right);
 }
 
-/// Each piece of the gradient gets those of all products before the next one's turn.
-void add_by_panels(Additions& additions) {
-  const at::Tensor& sum = additions[0].sum;
-  const int64_t batches = sum.dim() == 2 ? 1 : sum.size(0);
-  zbp_panels panels = zbp_panels_of(batches, sum.size(-2), sum.size(-1));
-  zbp_panel piece;
-  const int64_t count = zbp_panels_count(&panels);
-  for (Addition& a : additions) {
-    a.is_done = a.panels_added == count;
-  }
-  for (int64_t i = 0; zbp_panels_next(&panels, &piece); ++i) {
-    for (Addition& a : additions) {
-      if (i >= a.panels_added) {
-        add_piece(a, piece);
-        a.is_done = ++a.panels_added == count;
-      }
-    }
-  }
-}
-
-void add_whole(Addition& a, Way way) {
-  if (way == Way::whole) {
-    a.sum.add_(product_of(a.left, a.right).to(a.type));
-  } else if (way == Way::wide_on_device) {
-    accumulate_on_device(a.sum, {a.left, a.right});
+void add_wide(const Addition& a) {
+  at::Tensor sum = a.sum;
+  if (has_wide_kernel(a)) {
+    sum.dim() == 2 ? at::addmm_outf(sum, a.left, a.right, at::kFloat, 1, 1, sum)
+                   : at::baddbmm_outf(sum, a.left, a.right, at::kFloat, 1, 1, sum);
   } else {
-    a.sum.dim() == 2 ? a.sum.addmm_(a.left, a.right) : a.sum.baddbmm_(a.left, a.right);
-  }
-  a.is_done = true;
-}
-
-/// As one product, whose inner dimension is that of all.
-void add_accumulated(Additions& additions) {
-  SmallVector<MatrixProduct, 1> products;
-  for (const Addition& a : additions) {
-    products.push_back({a.left, a.right});
-  }
-  accumulate(additions[0].sum, products);
-  for (Addition& a : additions) {
-    a.is_done = true;
+    add_in_one({sum, a.left.to(sum.scalar_type()), a.right.to(sum.scalar_type())});
   }
 }
 
-bool is_same_view(const at::Tensor& a, const at::Tensor& b) {
-  return a.is_alias_of(b) && a.storage_offset() == b.storage_offset() &&
-         a.sizes().equals(b.sizes()) && a.strides().equals(b.strides());
+/// On the CPU `sum += left @ right`, to the bit: BLAS's own accumulation (beta = 1) rounds once per block of the inner
+/// dimension where this rounds twice in all, and differs from an ordinary backward.
+void add(const Addition& a, c10::ScalarType type, zbp_how how) {
+  if (a.sum.scalar_type() == a.left.scalar_type() && (how.fuse || !a.sum.is_cpu())) {
+    add_in_one(a);
+  } else if (how.fuse && is_wider(a.sum.scalar_type(), a.left.scalar_type())) {
+    add_wide(a);
+  } else {
+    a.sum.add_(product_of(a.left, a.right).to(type));
+  }
 }
 
 }  // namespace
@@ -158,25 +111,23 @@ bool is_product(const Task& task, const zbp_face& plan) {
          task.output_grads[0].tensor().defined();
 }
 
-std::optional<Addition> addition_to(const at::Tensor& grad, c10::ScalarType type, const Task& task,
-                                    size_t i, int64_t panels_added) {
+bool add_in_place(const at::Tensor& grad, c10::ScalarType type, const Task& task, size_t i,
+                  zbp_how how) {
   const zbp_face& plan = task.plan(i);
   const bool is_simple = (plan.flag & ZBP_FACE_SIMPLE) != 0;
   std::optional<at::Tensor> sum = is_simple ? grad : view_along(task.face[i], grad);
   if (!sum) {
-    return std::nullopt;
+    return false;
   }
   const auto [left, right] = matrices_of(task);
   const bool sum_is_transposed = is_transposed(task, plan);
-  Addition a{*sum, left.matrix, right.matrix, type, panels_added};
+  Addition a{*sum, left.matrix, right.matrix};
   if (is_subclass(grad)) {
     auto local = is_simple ? local_product({grad, sum_is_transposed}, left, right) : std::nullopt;
     if (!local) {
-      return std::nullopt;
+      return false;
     }
-    a.sum = std::move(local->sum);
-    a.left = std::move(local->left);
-    a.right = std::move(local->right);
+    a = {std::move(local->sum), std::move(local->left), std::move(local->right)};
   }
   a.left = factor(a.left, left.is_transposed);
   a.right = factor(a.right, right.is_transposed);
@@ -185,30 +136,10 @@ std::optional<Addition> addition_to(const at::Tensor& grad, c10::ScalarType type
       a.sum.size(-2) != a.left.size(-2) || a.sum.size(-1) != a.right.size(-1) ||
       a.sum.device() != a.left.device() || a.sum.is_alias_of(a.left) ||
       a.sum.is_alias_of(a.right)) {
-    return std::nullopt;
+    return false;
   }
-  return a;
-}
-
-bool go_together(const Addition& a, const Addition& b, zbp_how how) {
-  const Way way = way_of(a, how);
-  return way == way_of(b, how) && way != Way::whole && a.sum.is_cpu() &&
-         a.left.scalar_type() == b.left.scalar_type() && is_same_view(a.sum, b.sum);
-}
-
-void add_all(Additions& additions, zbp_how how) {
-  const Way way = way_of(additions[0], how);
-  if (way == Way::by_panels) {
-    add_by_panels(additions);
-  } else if (way == Way::wide ||
-             (additions.size() > 1 &&
-              can_accumulate(additions[0].sum, {additions[0].left, additions[0].right}))) {
-    add_accumulated(additions);
-  } else {
-    for (Addition& a : additions) {
-      add_whole(a, way);
-    }
-  }
+  add(a, type, how);
+  return true;
 }
 
 at::Tensor face_grad(const Task& task, size_t i, variable_list& outputs) {
@@ -241,19 +172,6 @@ at::Tensor face_grad(const Task& task, size_t i, variable_list& outputs) {
       break;
   }
   return (plan.flag & ZBP_FACE_PATH) == 0 ? grad : take_along(task.face[i], std::move(grad));
-}
-
-variable_list compute_task(const Task& task) {
-  variable_list outputs;
-  if (task.kind() == Kind::deferred) {
-    outputs = run_deferred(task);
-  }
-  variable_list grads;
-  grads.reserve(task.face.size());
-  for (size_t i = 0; i < task.face.size(); ++i) {
-    grads.push_back(face_grad(task, i, outputs));
-  }
-  return grads;
 }
 
 }  // namespace zbp

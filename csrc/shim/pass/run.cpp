@@ -5,11 +5,10 @@
 #include "shim/pass/weight_nodes.h"
 #include "shim/pass/zbp_touch.h"
 #include "shim/torch/error.h"
-#include "shim/work/work.h"
 
 using namespace zbp;
 
-/// The graph of one W, put in front of the accumulators for the time of one engine run.
+/// The graph of one run of W, put in front of the accumulators.
 struct zbp_run {
   explicit zbp_run(bool retain) : retain_(retain), error_(std::make_shared<FirstError>()) {}
 
@@ -31,9 +30,8 @@ struct zbp_run {
 
   const bool retain_;
   const std::shared_ptr<FirstError> error_;
-  bool has_proxies_ = false;
-  std::vector<GroupPtr> groups_;
   edge_list starts_;
+  variable_list grads_;  // one per start; a task node needs none
   std::vector<Node*> represented_;
 };
 
@@ -47,8 +45,6 @@ void zbp_run::add(const GroupPtr& group) {
   Mirror mirror{group, {}, {}};
   make_sinks(mirror);
   make_proxies(mirror);
-  has_proxies_ = has_proxies_ || !mirror.proxies.empty();
-  groups_.push_back(group);
   for (uint32_t t = 0; t < group->tasks.size(); ++t) {
     add_task(mirror, t);
   }
@@ -67,9 +63,8 @@ void zbp_run::make_sinks(Mirror& mirror) {
     mirror.sinks[i] = make_node<Sink>(group, i, error_, retain_);
     represented_.push_back(group->weights[i].accumulator.get());
     if (booked.has_arrived) {
-      auto resend = make_node<Resend>(group, i);
-      resend->next_edges().emplace_back(mirror.sinks[i], 0);
-      starts_.emplace_back(std::move(resend), 0);
+      starts_.emplace_back(mirror.sinks[i], 0);  // a run that failed has left the sum
+      grads_.push_back(group->weights[i].grad);
     }
   }
 }
@@ -95,6 +90,7 @@ void zbp_run::add_task(const Mirror& mirror, uint32_t t) {
   auto node = make_node<TaskNode>(mirror.group, t, retain_);
   const Group& group = *mirror.group;
   const Task& task = group.tasks[t];
+  bool is_wanted = false;
   for (size_t f = 0; f < task.face.size(); ++f) {
     Edge& edge = node->next_edges().emplace_back();
     const zbp_face& plan = task.plan(f);
@@ -102,6 +98,7 @@ void zbp_run::add_task(const Mirror& mirror, uint32_t t) {
     if (!zbp_book_wants_face(&group.book, &group.layout, number)) {
       continue;
     }
+    is_wanted = true;
     if (plan.weight < 0) {
       edge = Edge(mirror.proxies[plan.outside], task.face[f].edge.input_nr);
     } else {
@@ -109,22 +106,17 @@ void zbp_run::add_task(const Mirror& mirror, uint32_t t) {
       mirror.sinks[plan.weight]->served.push_back(number);
     }
   }
-  starts_.emplace_back(std::move(node), 0);
+  if (is_wanted) {
+    starts_.emplace_back(std::move(node), 0);
+    grads_.emplace_back();
+  }
 }
 
 void zbp_run::go() {
   if (starts_.empty()) {
     return;
   }
-  // A task node that raises ends the run, and what proxies have released by then is gone: where there are
-  // any, what may raise comes first. Where there are none, one gradient at a time is in memory.
-  if (has_proxies_) {
-    for (const GroupPtr& group : groups_) {
-      run_works(*group, retain_);
-    }
-  }
-  variable_list turns(starts_.size());  // the nodes need no gradient to start from
-  run_engine(make_node<Start>(std::move(starts_), std::move(turns), std::move(represented_)),
+  run_engine(make_node<Start>(std::move(starts_), std::move(grads_), std::move(represented_)),
              /*keep_graph=*/retain_);
   error_->rethrow();
 }

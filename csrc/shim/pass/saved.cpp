@@ -74,17 +74,17 @@ void exchange_saved(Node& node, SavedVariable& place, SavedVariable fresh) {
 /// The place of Python's hooks for what stays packed: without the hook that packed, and without the leaf that was.
 class LeftPacked : public torch::autograd::SavedVariableHooks {
  public:
-  explicit LeftPacked(const Packed& packed) : packed_(packed) {}
+  explicit LeftPacked(std::shared_ptr<const Packed> packed) : packed_(std::move(packed)) {}
 
   void call_pack_hook(const at::Tensor& /*tensor*/) override {}
-  at::Tensor call_unpack_hook() override { return packed_.unpack(); }
+  at::Tensor call_unpack_hook() override { return packed_->unpack(); }
   std::optional<std::pair<c10::SafePyObject, c10::SafePyObject>> retrieve_unpack_hook_data()
       const override {
-    return std::pair(packed_.unpack_hook, packed_.data);
+    return std::pair(packed_->unpack_hook, packed_->data);
   }
 
  private:
-  const Packed packed_;
+  const std::shared_ptr<const Packed> packed_;
 };
 
 /// What a backward leaves of a saved tensor: to unpack it raises.
@@ -95,16 +95,16 @@ SavedVariable released_variable() {
 }
 
 /// Called with the GIL held.
-SavedVariable left_packed(const Packed& packed) {
+SavedVariable left_packed(std::shared_ptr<const Packed> packed) {
   SavedVariable saved = save_plainly(no_values());
-  saved.register_hooks(std::make_unique<LeftPacked>(packed));
+  saved.register_hooks(std::make_unique<LeftPacked>(std::move(packed)));
   return saved;
 }
 
 /// What Python hooks have packed in `saved`; nothing if W cannot unpack it, or need not pay for it: a
 /// selectively checkpointed region, and what is within one, is computed again only once, and runs in a
 /// GraphExecGroup share. `arguments` gets what computing it again reads.
-std::unique_ptr<const Packed> packed_in(const SavedVariable& saved,
+std::shared_ptr<const Packed> packed_in(const SavedVariable& saved,
                                         std::vector<Version>& arguments) {
   const AcquireGil gil;
   auto data = saved.retrieve_unpack_hook_data();
@@ -117,13 +117,28 @@ std::unique_ptr<const Packed> packed_in(const SavedVariable& saved,
       arguments.emplace_back(tensor);
     }
   });
-  return std::make_unique<const Packed>(Packed{std::move(data->first), std::move(data->second)});
+  return std::make_shared<const Packed>(Packed{std::move(data->first), std::move(data->second)});
+}
+
+/// True if what the hooks give back may be a buffer that somebody fills anew before W: an offloading one's. What
+/// torch's checkpoint gives has been computed for this use.
+bool may_be_refilled(const SavedVariable& saved) {
+  if (!saved.has_hooks()) {
+    return false;
+  }
+  const AcquireGil gil;
+  const auto data = saved.retrieve_unpack_hook_data();
+  return !data || recognise(data->first.ptr(getPyInterpreter())) == UnpackHook::other;
 }
 
 /// As pin(), of what W will read, if it needs it: it is packed, or a view that keeps its base for nothing. Called with
 /// the node's mutex held; `before` gets what was there.
 at::Tensor pin_locked(SavedVariable& saved, Node& node, SavedVariable& before) {
+  const bool is_copied = may_be_refilled(saved);
   at::Tensor tensor = saved.unpack(ref_of(node));
+  if (tensor.defined() && is_copied && !tensor.requires_grad()) {
+    tensor = tensor.clone();
+  }
   if (tensor.defined() && is_python_function(node)) {
     // Its backward sees what it would have unpacked, history and all.
     const AcquireGil gil;
@@ -147,7 +162,7 @@ bool leave_packed(SavedVariable& saved, const Node& node, SavedVariable& before,
   if (packed) {
     const AcquireGil gil;
     if (!is_python_function(node)) {
-      before = std::exchange(saved, left_packed(*packed));
+      before = std::exchange(saved, left_packed(packed));
     }
     if (recognise(packed->unpack_hook.ptr(getPyInterpreter())) == UnpackHook::checkpoint) {
       packed->unpack();
@@ -159,9 +174,11 @@ bool leave_packed(SavedVariable& saved, const Node& node, SavedVariable& before,
 }  // namespace
 
 at::Tensor pin(SavedVariable& saved, Node& node, bool is_read_by_w) {
+  const bool is_copied = is_read_by_w && may_be_refilled(saved);
   at::Tensor tensor = saved.unpack(ref_of(node));
   if (tensor.defined()) {  // else the other factor takes no gradient
     tensor = is_read_by_w ? tensor.detach() : tensor.variable_data();
+    tensor = is_copied ? tensor.clone() : tensor;
     exchange_saved(node, saved, save_plainly(tensor));
   }
   return tensor;
@@ -182,16 +199,22 @@ void pin_outside(Group& group) {
   for (const UnpinnedOutside& unpinned : std::exchange(group.unpinned_outside, {})) {
     Node& node = *unpinned.node;
     torch::autograd::SavedVariable before;  // freed behind the lock: that may run Python code
-    // Another microbatch's I may see to the same node.
+    // Another microbatch's I may see to the same node, and its W may have released it.
     const std::lock_guard<std::mutex> node_lock(NodeParts::mutex_of(node));
-    if (unpinned.saved->has_hooks() && unpinned.is_left &&
-        leave_packed(*unpinned.saved, node, before, group.arguments_outside)) {
+    const auto all = [&] {
+      const AcquireGil gil;
+      return saved_by(node);
+    }();
+    TORCH_CHECK(unpinned.number < all.size(), torch::autograd::ERR_BACKWARD_TWICE);
+    SavedVariable& saved = *all[unpinned.number];
+    if (saved.has_hooks() && unpinned.is_left &&
+        leave_packed(saved, node, before, group.arguments_outside)) {
       group.outside_recomputed_for = std::max(group.outside_recomputed_for, node.sequence_nr());
       continue;
     }
-    const at::Tensor saved = pin_locked(*unpinned.saved, node, before);
-    if (has_version(saved)) {
-      group.saved_outside.emplace_back(saved);
+    const at::Tensor tensor = pin_locked(saved, node, before);
+    if (has_version(tensor)) {
+      group.saved_outside.emplace_back(tensor);
     }
   }
 }
@@ -208,9 +231,9 @@ void take_product(Task& task, Node& node, const variable_list& grads, const Sepa
     task.set_kind(Kind::deferred);
     return;
   }
-  task.packed =
-      may_leave_packed && saved.has_hooks() ? packed_in(saved, task.arguments) : nullptr;
-  if (task.packed) {
+  auto packed = may_leave_packed && saved.has_hooks() ? packed_in(saved, task.arguments) : nullptr;
+  if (packed) {
+    task.packed.push_back(std::move(packed));
     task.plan().leaves_packed = true;
     return;
   }
@@ -233,7 +256,8 @@ void take_deferred(Task& task, Node& node, const Separable& separable, bool may_
     if (packed) {
       task.plan().leaves_packed = task.plan().leaves_packed || is_read;
       const AcquireGil gil;
-      exchange_saved(node, *part.saved, left_packed(*packed));
+      exchange_saved(node, *part.saved, left_packed(packed));
+      task.packed.push_back(packed);
     } else if (is_read || part.is_insisted_on) {
       // Also without hooks: a saved tensor that is a stage output is about to lose its history.
       const at::Tensor tensor = pin(*part.saved, node, is_read);
@@ -249,6 +273,7 @@ void take_deferred(Task& task, Node& node, const Separable& separable, bool may_
 void take_matrices(Task& task, Node& node, const variable_list& grads) {
   task.output_grads.clear();
   task.saved.clear();
+  task.packed.clear();
   task.arguments.clear();
   for (const at::Tensor& grad : grads) {
     task.output_grads.emplace_back(grad);

@@ -28,9 +28,8 @@ variable_list run_deferred(const Task& task);
 /// version counter with the original; of the rest W needs the shape alone, and it may change.
 at::Tensor pin(torch::autograd::SavedVariable& saved, Node& node, bool is_read_by_w);
 
-/// What `node` has saved, and the node that unpacks it: of an in-place write to a view, the one within it. Called with
-/// the GIL held.
-std::pair<std::vector<torch::autograd::SavedVariable*>, NodePtr> all_saved_by(Node& node);
+/// The node that has saved what `node` reads: of an in-place write to a view, the one within it.
+NodePtr saver_of(Node& node);
 
 /// Lets go of what a node that has run and released its saved tensors still refers to for them: behind hooks, a leaf's
 /// accumulator, which keeps the leaf and its gradient. Called with the GIL held.

@@ -15,34 +15,35 @@ namespace zbp {
 
 using torch::autograd::AccumulateGrad;
 
-std::pair<std::vector<torch::autograd::SavedVariable*>, NodePtr> all_saved_by(Node& node) {
+NodePtr saver_of(Node& node) {
   const auto* slices = as<torch::autograd::CopySlices>(node);
-  Node& saver = slices && slices->fn ? *slices->fn : node;
-  return {saved_by(saver), ref_of(saver)};
+  return ref_of(slices && slices->fn ? *slices->fn : node);
 }
 
 /// What the group's outside nodes have saved. Behind hooks: I unpacks it, lest W computes a region again. Views that
 /// keep their bases for nothing: I makes them let go. Other tensors: their versions, which W's run would find wrong
 /// only after it has added some gradients.
-void note_saved_outside(Group& group, const zbp_decision* of_outside) {
-  for (size_t i = 0; i < group.outside.size(); ++i) {
-    Node& node = *group.outside[i].node;
+void note_saved_outside(Group& group, bool is_left) {
+  for (const Outside& outside : group.outside) {
+    Node& node = *outside.node;
     if (saves_nothing(node)) {
       continue;
     }
-    const bool is_left = of_outside[i].checkpoint == ZBP_CHECKPOINT_RECOMPUTE;
-    const auto [all, saver] = all_saved_by(node);
-    for (torch::autograd::SavedVariable* saved : all) {
-      if (saved->has_hooks()) {
+    // Another microbatch's I may exchange what the node has saved, its W release it.
+    const NodePtr saver = saver_of(node);
+    const LockWithGil lock(NodeParts::mutex_of(*saver));
+    const auto all = saved_by(*saver);
+    for (size_t number = 0; number < all.size(); ++number) {
+      if (all[number]->has_hooks()) {
         if (is_generated(node) || is_python_function(*saver)) {
-          group.unpinned_outside.push_back({saver, saved, is_left});
+          group.unpinned_outside.push_back({saver, number, is_left});
         }
         continue;
       }
-      const at::Tensor tensor = saved->unpack(saver);
+      const at::Tensor tensor = all[number]->unpack(saver);
       // A Function's is its backward's to look at, as it was saved.
       if (tensor.defined() && is_generated(*saver) && keeps_base_unused(tensor)) {
-        group.unpinned_outside.push_back({saver, saved, is_left});
+        group.unpinned_outside.push_back({saver, number, is_left});
       } else if (has_version(tensor)) {
         group.saved_outside.emplace_back(tensor);
       }

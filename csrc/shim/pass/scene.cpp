@@ -6,7 +6,6 @@
 #include <torch/csrc/autograd/python_function.h>
 
 #include "shim/pass/dtensor.h"
-#include "shim/pass/folding.h"
 #include "shim/pass/kinds.h"
 #include "shim/pass/path.h"
 #include "shim/pass/saved.h"
@@ -24,20 +23,14 @@ using torch::autograd::AccumulateGrad;
 
 namespace {
 
-zbp_decision decision_for_all(const zbp_policy& policy) {
-  return {static_cast<uint8_t>(policy.defer), static_cast<uint8_t>(policy.checkpoint)};
-}
-
 /// torch's reentrant checkpoint runs a backward of its own: an accumulation that only I's caller can redirect, and that
 /// no edge tells of. One that leads to no input and no weight, but to a leaf that somebody made for it, would not run.
 void refuse_reentrant(const zbp_scene& scene, const zbp_survey& survey) {
-  const int reentrant = scene.args.policy.reentrant;
-  const bool in_i = reentrant == ZBP_REENTRANT_IN_I;
+  const bool main_grad = scene.args.policy.main_grad;
   for (uint32_t id = 0; id < survey.graph.node_count; ++id) {
     const uint8_t flag = survey.plan.flag[id];
     const bool runs = (flag & (ZBP_NODE_CLOSURE | ZBP_NODE_WEIGHTWARD)) != 0;
-    const bool may_run =
-        in_i ? (flag & ZBP_NODE_CLOSURE) != 0 : reentrant == ZBP_REENTRANT_ANYWHERE;
+    const bool may_run = !main_grad || (flag & ZBP_NODE_CLOSURE) != 0;
     Node& node = scene.walk->node(id);
     if ((runs && may_run) || !is_python_function(node) || !is_reentrant_checkpoint(node)) {
       continue;
@@ -49,23 +42,15 @@ void refuse_reentrant(const zbp_scene& scene, const zbp_survey& survey) {
                 "the weights");
     TORCH_CHECK(false,
                 "a reentrant checkpoint adds the gradients of its region to .grad, where "
-                "main_grad=True asks for main_grad, and ",
-                in_i ? "no input of the stage that requires a gradient leads to it, so that the "
-                       "weight pass would run it"
-                     : "a whole backward is not told of which weights",
-                "; checkpoint with use_reentrant=False");
+                "main_grad=True asks for main_grad. Only an input pass can move them, and no input "
+                "that requires a gradient leads to this one; checkpoint with use_reentrant=False");
   }
 }
 
 void note_facts(const zbp_scene& scene, const zbp_survey& survey, zbp_facts& facts) {
   const zbp_plan& plan = survey.plan;
   const Walk& walk = *scene.walk;
-  facts.for_all = decision_for_all(scene.args.policy);
-  facts.decisions_differ = scene.answers.has_value();
-  for (uint32_t i = 0; facts.decisions_differ && i < plan.weight_begin[plan.group_count]; ++i) {
-    const uint32_t id = plan.weight[i];
-    facts.of_weight[id] = scene.answers->of(walk.node(id), facts.for_all);
-  }
+  facts.policy = scene.args.policy.leaves;
   for (uint32_t i = 0; i < plan.split_begin[plan.group_count]; ++i) {
     facts.of_node[plan.split[i]] = fact_of_split(walk.node(plan.split[i]));
   }
@@ -152,13 +137,12 @@ void make_groups(zbp_scene& scene, zbp_survey& survey) {
 // ---- stand-ins and edges
 
 void note_reads_of_groups(zbp_scene& scene, const zbp_survey& survey) {
-  const bool recomputes = survey.facts.decisions_differ ||
-                          survey.facts.for_all.checkpoint == ZBP_CHECKPOINT_RECOMPUTE;
+  const bool recomputes = survey.facts.policy.checkpoint == ZBP_CHECKPOINT_RECOMPUTE;
   const std::shared_ptr<const Reads> reads =
       recomputes ? note_reads(scene.args, *scene.walk, survey.graph) : nullptr;
   for (uint32_t g = 0; g < survey.plan.group_count; ++g) {
     scene.groups[g]->reads = reads;
-    note_saved_outside(*scene.groups[g], survey.split.of_outside + survey.split.outside_begin[g]);
+    note_saved_outside(*scene.groups[g], recomputes);
     check_status(zbp_book_init(&scene.groups[g]->book, &scene.groups[g]->layout, nullptr));
   }
 }
@@ -348,28 +332,6 @@ void hand_over(zbp_scene& scene, const zbp_survey& survey) {
 
 }  // namespace
 
-Answers::Answers(const zbp_policy& policy, const Walk& walk, const zbp_plan& plan) {
-  for (uint32_t i = 0; i < plan.weight_begin[plan.group_count]; ++i) {
-    accumulators_.push_back(ref_of(walk.node(plan.weight[i])));
-  }
-  for (const NodePtr& node : accumulators_) {
-    const at::Tensor& parameter = static_cast<AccumulateGrad&>(*node).variable;
-    zbp_decision decision = decision_for_all(policy);
-    if (policy.defer_of) {
-      decision.defer = static_cast<uint8_t>(ask(policy.defer_of, parameter));
-    }
-    if (policy.checkpoint_of) {
-      decision.checkpoint = static_cast<uint8_t>(ask(policy.checkpoint_of, parameter));
-    }
-    weight_[node.get()] = decision;
-  }
-}
-
-zbp_decision Answers::of(const Node& accumulator, zbp_decision for_all) const {
-  const auto found = weight_.find(&accumulator);
-  return found == weight_.end() ? for_all : found->second;
-}
-
 void StandIns::give_up() noexcept {
   for (const auto& stand_in : by_id) {
     if (stand_in) {
@@ -407,15 +369,6 @@ const uint32_t* zbp_scene_roots(const zbp_scene* scene, uint32_t* count_out) {
   return scene->walk->roots().data();
 }
 
-bool zbp_scene_asks(const zbp_scene* scene) {
-  return scene->args.policy.defer_of || scene->args.policy.checkpoint_of;
-}
-
-int zbp_scene_ask(zbp_scene* scene, const zbp_survey* survey, zbp_error* error) {
-  return kept_in(error,
-                 [&] { scene->answers.emplace(scene->args.policy, *scene->walk, survey->plan); });
-}
-
 int zbp_scene_look(zbp_scene* scene, zbp_survey* survey, zbp_error* error) {
   return kept_in(error, [&] {
     refuse_reentrant(*scene, *survey);
@@ -429,9 +382,6 @@ int zbp_scene_make_groups(zbp_scene* scene, zbp_survey* survey, zbp_error* error
 
 int zbp_scene_set(zbp_scene* scene, const zbp_survey* survey, zbp_error* error) {
   return kept_in(error, [&] {
-    for (const GroupPtr& group : scene->groups) {
-      plan_folds(*group);
-    }
     note_reads_of_groups(*scene, *survey);
     make_stand_ins(*scene, *survey);
     edit_edges(*scene, *survey);

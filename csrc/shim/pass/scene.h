@@ -27,23 +27,11 @@ struct InputPassArgs {
   std::vector<at::Tensor> inputs;   // those that require a gradient
   std::vector<at::Tensor> weights;  // ignored when `all_leaves`
   std::vector<at::Tensor> frozen;   // weights that require no gradient
+  std::unordered_set<const void*> excluded;  // weights whose gradients I computes: their identities
+  std::vector<at::Tensor> kept_excluded;     // alive, so that nobody gets their addresses
   variable_list outputs;            // the output tensors that have a history, to be detached
   bool all_leaves = false;
   zbp_policy policy{};
-};
-
-/// What the policy's functions say of each weight that the backward reaches.
-class Answers {
- public:
-  /// Called with the GIL held. Throws what a function raises.
-  Answers(const zbp_policy& policy, const Walk& walk, const zbp_plan& plan);
-
-  /// Of an accumulator; what the policy says of all where it has not been asked.
-  zbp_decision of(const Node& accumulator, zbp_decision for_all) const;
-
- private:
-  std::unordered_map<const Node*, zbp_decision> weight_;
-  std::vector<NodePtr> accumulators_;  // so that nobody gets their addresses
 };
 
 /// Those of the split nodes, by node id. However I ends, none keeps what its node has lent it, and if it
@@ -62,7 +50,7 @@ struct StandIns {
 using Captures = std::unordered_map<uint32_t, NodeRef<Capture>>;  // by the id of an input's node
 
 /// What W will read of what lies between the tasks and the weights, and of regions that it computes again: see Group.
-void note_saved_outside(Group& group, const zbp_decision* of_outside);
+void note_saved_outside(Group& group, bool is_left);
 std::shared_ptr<const Reads> note_reads(const InputPassArgs& args, const Walk& walk,
                                         const zbp_graph& graph);
 
@@ -88,7 +76,6 @@ struct zbp_scene {
   size_t input_count = 0;        // of all values that the caller has listed
   std::vector<size_t> position;  // among them, of args.inputs
 
-  std::optional<zbp::Answers> answers;
   std::unique_ptr<zbp::Walk> walk;  // of the survey that is at hand
 
   std::vector<zbp::GroupPtr> groups;

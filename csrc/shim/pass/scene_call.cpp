@@ -175,6 +175,15 @@ int zbp_scene_add_weight(zbp_scene* scene, size_t i, PyObject* weight, zbp_error
   return kept_in(error, [&] { add_weight(scene->args, i, weight); });
 }
 
+int zbp_scene_exclude(zbp_scene* scene, PyObject* weight, zbp_error* error) {
+  return kept_in(error, [&] {
+    if (const at::Tensor* tensor = as_tensor(weight)) {
+      scene->args.excluded.insert(tensor->unsafeGetTensorImpl());
+      scene->args.kept_excluded.push_back(*tensor);
+    }
+  });
+}
+
 int zbp_scene_begin(zbp_scene* scene, const char* range, zbp_error* error) {
   return kept_in(error, [&] {
     if (range) {

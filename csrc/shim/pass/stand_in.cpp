@@ -14,7 +14,6 @@
 
 #include "shim/torch/edits.h"
 #include "shim/torch/gil.h"
-#include "shim/pass/folding.h"
 #include "shim/pass/saved.h"
 #include "shim/torch/nodes.h"
 #include "shim/pass/path.h"
@@ -231,9 +230,8 @@ variable_list run_node(Node& node, Node& in_place, variable_list&& grads, bool r
 variable_list StandIn::run_whole(Task& task, variable_list&& grads) {
   variable_list in = call_pre_hooks(*original_, call_tensor_hooks(*original_, std::move(grads)));
   variable_list outputs = run_behind_hooks(*original_, *this, std::move(in), /*release=*/true,
-                                           /*track_views=*/true, &products);
+                                           /*track_views=*/true);
   keep_gradients(task, outputs);
-  fold_kept(*group_, task);
   return outputs;
 }
 

@@ -107,7 +107,7 @@ void Walk::mark_weights(const InputPassArgs& args) {
                     " ", leaf.sym_sizes(),
                     " was changed in place, since the forward, by something that needs a gradient; "
                     "change weights under torch.no_grad(), and run the microbatch again");
-        check_status(zbp_graph_mark(&graph_, id, ZBP_ROLE_WEIGHT));
+        mark_weight(args, id, leaf);
       }
     }
     return;
@@ -119,9 +119,15 @@ void Walk::mark_weights(const InputPassArgs& args) {
       TORCH_CHECK(typeid(*accumulator) == typeid(torch::autograd::AccumulateGrad),
                   "zbpipe: a weight of shape ", weight.sizes(), " accumulates through a ",
                   accumulator->name(), ", which zbpipe does not know; expected AccumulateGrad");
-      check_status(zbp_graph_mark(&graph_, id, ZBP_ROLE_WEIGHT));
+      mark_weight(args, id, weight);
     }
   }
+}
+
+void Walk::mark_weight(const InputPassArgs& args, uint32_t id, const at::Tensor& weight) {
+  const bool is_excluded = args.excluded.count(weight.unsafeGetTensorImpl()) != 0;
+  check_status(
+      zbp_graph_mark(&graph_, id, ZBP_ROLE_WEIGHT | (is_excluded ? ZBP_ROLE_EXCLUDED : 0)));
 }
 
 }  // namespace zbp

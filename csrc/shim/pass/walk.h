@@ -51,6 +51,7 @@ class Walk {
   void add_inputs(const InputPassArgs& args);
   void add_reachable();
   void mark_weights(const InputPassArgs& args);
+  void mark_weight(const InputPassArgs& args, uint32_t id, const at::Tensor& weight);
 
   edge_list input_edges_;
   // Of the inputs' nodes with several outputs: which of them are inputs.

@@ -38,10 +38,6 @@ const void* storage_of(const at::Tensor& tensor) {
                                                   : nullptr;
 }
 
-uint64_t identity_of(const at::Tensor& grad) {
-  return grad.defined() ? reinterpret_cast<uint64_t>(storage_of(local_part(grad))) : 0;
-}
-
 Watched::Watched(const at::Tensor& tensor)
     : tensor_(tensor.defined() && tensor.requires_grad() ? tensor.detach() : tensor),
       version_(has_version(tensor) ? tensor._version() : 0) {}

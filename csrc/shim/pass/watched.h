@@ -79,7 +79,4 @@ const void* storage_of(const at::Tensor& tensor);
 /// Of the tensor's whole storage; 0 where there is none, or where its size is not known as a number.
 size_t bytes_of(const at::Tensor& tensor);
 
-/// What tells the memory of a gradient from that of others that exist at the same time; 0 for none.
-uint64_t identity_of(const at::Tensor& grad);
-
 }  // namespace zbp

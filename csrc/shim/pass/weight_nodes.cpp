@@ -6,6 +6,7 @@
 
 #include "shim/torch/ranges.h"
 #include "shim/pass/product.h"
+#include "shim/pass/saved.h"
 #include "shim/pass/stand_in.h"
 #include "shim/work/work.h"
 
@@ -52,12 +53,18 @@ variable_list TaskNode::apply(variable_list&& /*grads*/) {
   }
   const ProfiledRange range(*group_);
   Task& task = group_->tasks[task_];
-  for (size_t i = 0; i < task.face.size(); ++i) {
+  variable_list outputs;
+  if (task.kind() == Kind::deferred) {
+    outputs = run_deferred(task);
+  }
+  variable_list grads(task.face.size());
+  for (size_t i = 0; i < grads.size(); ++i) {
     if (next_edge(i).is_valid()) {
       run_works_for(task, i, retain_);
+      grads[i] = face_grad(task, i, outputs);
     }
   }
-  return compute_task(task);
+  return grads;
 }
 
 Proxy::Proxy(const Outside& outside, bool retain)
@@ -83,19 +90,6 @@ variable_list Proxy::apply(variable_list&& grads) {
     }
     throw;
   }
-}
-
-Resend::Resend(GroupPtr group, size_t weight)
-    : Node(UINT64_MAX), group_(std::move(group)), weight_(weight) {
-  NodeParts::copy_identity(*group_->weights[weight_].accumulator, *this);
-}
-
-std::string Resend::name() const {
-  return "zbpipe::Resend";
-}
-
-variable_list Resend::apply(variable_list&& /*grads*/) {
-  return {group_->weights[weight_].grad};
 }
 
 Sink::Sink(GroupPtr group, size_t weight, std::shared_ptr<FirstError> error, bool retain)
@@ -157,9 +151,6 @@ void Sink::add(variable_list&& grads) {
 
 void Sink::mark_added() {
   weight().grad.reset();
-  for (const uint32_t face : served) {
-    zbp_book_delivered(&group_->book, face);
-  }
   if (zbp_book_added(&group_->book, static_cast<uint32_t>(weight_))) {
     group_->release();
   }

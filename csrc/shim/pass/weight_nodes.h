@@ -66,21 +66,6 @@ class Proxy : public Node {
   bool retain_;
 };
 
-/// Sends on the gradient that a weight's sink has kept from a run that failed.
-class Resend : public Node {
- public:
-  Resend(GroupPtr group, size_t weight);
-
-  std::string name() const override;
-
- protected:
-  variable_list apply(variable_list&& grads) override;
-
- private:
-  GroupPtr group_;
-  size_t weight_;
-};
-
 /// Takes the place of a weight's accumulator: receives the sum of all gradients of the weight, adds it
 /// as the accumulator would, with all hooks, and notes that the weight is done. When it was the last
 /// one of its group, the group lets go of what it held.

@@ -39,11 +39,6 @@ ZBP_MUST_USE int zbp_scene_walk(zbp_scene *scene, zbp_graph *graph, zbp_error *e
  * the last walk. Borrowed from the scene. */
 const uint32_t *zbp_scene_roots(const zbp_scene *scene, uint32_t *count_out);
 
-/* Whether the policy has functions; and calls them, for every weight of the plan. They may run any code,
- * also a backward through the same graph: walk again afterwards. */
-bool zbp_scene_asks(const zbp_scene *scene);
-ZBP_MUST_USE int zbp_scene_ask(zbp_scene *scene, const zbp_survey *survey, zbp_error *error);
-
 /* Fills the survey's facts, which have been made for its graph, from its nodes and the policy. */
 ZBP_MUST_USE int zbp_scene_look(zbp_scene *scene, zbp_survey *survey, zbp_error *error);
 

@@ -46,7 +46,7 @@ int zbp_group_state(const zbp_group* handle) {
   if (zbp_book_is_claimed(&handle->group->book)) {
     return ZBP_GROUP_RUNNING;
   }
-  return handle->group->book.state == ZBP_BOOK_OPEN ? ZBP_GROUP_READY : ZBP_GROUP_SPENT;
+  return zbp_book_is_complete(&handle->group->book) ? ZBP_GROUP_SPENT : ZBP_GROUP_READY;
 }
 
 int zbp_group_get_info(const zbp_group* handle, zbp_group_info* info_out, zbp_error* error) {

@@ -32,18 +32,10 @@ typedef struct zbp_group_info {
     size_t bytes_held; /* of the tensors held for W, each storage once; 0 for one of unknown size */
 } zbp_group_info;
 
-/* Where a reentrant checkpoint may be: its own backward adds to .grad. */
-enum { ZBP_REENTRANT_ANYWHERE, ZBP_REENTRANT_IN_I, ZBP_REENTRANT_NOWHERE };
-
-/* What I leaves to W: a ZBP_DEFER_* and a ZBP_CHECKPOINT_* (zbp_policy.h). Each number's function (borrowed;
- * NULL for none) wins over it: it is called once for each weight, with the parameter, and returns one of
- * the numbers. */
+/* What the policy says to I. */
 typedef struct zbp_policy {
-    int defer;
-    int checkpoint;
-    PyObject *defer_of;
-    PyObject *checkpoint_of;
-    int reentrant;        /* a ZBP_REENTRANT_* */
+    zbp_decision leaves; /* what I leaves to W */
+    bool main_grad; /* what a reentrant checkpoint adds to .grad must be added in I, which moves it */
 } zbp_policy;
 
 /* A call of I: made, given its arguments in the order of the functions below, begun, and ended or, if that was
@@ -65,6 +57,8 @@ ZBP_MUST_USE int zbp_scene_add_output(zbp_scene *scene, size_t i, PyObject *outp
                                       int *use_out, zbp_error *error);
 /* The next input: anything; a tensor that requires a gradient gets one. */
 ZBP_MUST_USE int zbp_scene_add_input(zbp_scene *scene, PyObject *input, zbp_error *error);
+/* A tensor whose gradient I computes, if it is a weight. */
+ZBP_MUST_USE int zbp_scene_exclude(zbp_scene *scene, PyObject *weight, zbp_error *error);
 /* Weight number i: a leaf tensor. */
 ZBP_MUST_USE int zbp_scene_add_weight(zbp_scene *scene, size_t i, PyObject *weight,
                                       zbp_error *error);
@@ -90,10 +84,6 @@ int zbp_group_state(const zbp_group *group); /* ZBP_GROUP_*; never fails, looks 
 /* While W runs, all is 0. */
 ZBP_MUST_USE int zbp_group_get_info(const zbp_group *group, zbp_group_info *info_out,
                                     zbp_error *error);
-
-/* *out: 1 if a W of the group that is called now would run kernels on plain tensors and nothing else: no hook, nothing
- * of Python's, nothing between processes. 0 otherwise, and for a group that is spent or that another call has. */
-ZBP_MUST_USE int zbp_group_only_adds(zbp_group *group, int *out, zbp_error *error);
 
 bool zbp_in_anomaly_mode(void); /* of autograd */
 

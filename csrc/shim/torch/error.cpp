@@ -49,6 +49,13 @@ int guarded(zbp_error* error, c10::function_ref<void()> body) noexcept {
   });
 }
 
+Barrier::~Barrier() {
+  zbp_error dropped{};
+  if (kept_in(&dropped, [&] { delete warnings_; }) != ZBP_OK) {
+    zbp_error_clear(&dropped);
+  }
+}
+
 int Barrier::end(zbp_error* error, c10::function_ref<void()> body) noexcept {
   const int status = kept_in(error, [&] { run(*warnings_, body); });
   const int warned = kept_in(error, [&] { delete std::exchange(warnings_, nullptr); });

@@ -58,7 +58,7 @@ PyObject* guarded_object(zbp_error* error, const Body& body) noexcept {
 class Barrier {
  public:
   Barrier() = default;
-  ~Barrier() { delete warnings_; }
+  ~Barrier();  // what it has collected goes
   Barrier(const Barrier&) = delete;
   Barrier& operator=(const Barrier&) = delete;
 

@@ -3,6 +3,9 @@
 
 #include <unistd.h>
 
+#include <mutex>
+#include <thread>
+
 #include <Python.h>
 
 namespace zbp {
@@ -46,6 +49,24 @@ class AcquireGil {
 
  private:
   PyGILState_STATE state_;
+};
+
+/// Locks a node's mutex for a thread that has the GIL. Whoever has such a mutex may wait for the GIL (libtorch's
+/// accumulators do, for subclasses), so nobody waits for one with the GIL in hand.
+class LockWithGil {
+ public:
+  explicit LockWithGil(std::mutex& mutex) : mutex_(mutex) {
+    while (!mutex_.try_lock()) {
+      const ReleaseGil no_gil;
+      std::this_thread::yield();
+    }
+  }
+  ~LockWithGil() { mutex_.unlock(); }
+  LockWithGil(const LockWithGil&) = delete;
+  LockWithGil& operator=(const LockWithGil&) = delete;
+
+ private:
+  std::mutex& mutex_;
 };
 
 }  // namespace zbp

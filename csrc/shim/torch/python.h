@@ -65,9 +65,6 @@ bool for_each_saved(Node& node,
 /// Everything that `node` has saved, also a Python Function's. Borrowed from the node. Called with the GIL held.
 std::vector<SavedVariable*> saved_by(Node& node);
 
-/// `function(parameter)`, an int.
-int ask(PyObject* function, const at::Tensor& parameter);
-
 /// A tensor, or the gradient that an edge takes, as "Float [2, 3] on cpu", for messages.
 std::string describe(const at::Tensor& tensor);
 std::string describe(const Edge& edge);

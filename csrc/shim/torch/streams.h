@@ -84,14 +84,11 @@ inline void take_from_caller(const Task& task, const at::Tensor& grad) {
   }
 }
 
-/// True if the caller captures a graph on a device where the group has tasks.
+/// True if the caller captures a graph on a device where the group has, or had, tasks.
 inline bool is_capturing(const Group& group) {
-  return std::any_of(group.tasks.begin(), group.tasks.end(), [](const Task& task) {
-    if (!task.place) {
-      return false;
-    }
-    const auto* device = c10::impl::getDeviceGuardImpl(task.place->stream().device_type());
-    return is_capturing(*device, device->getStream(task.place->stream().device()), 0);
+  return std::any_of(group.streams.begin(), group.streams.end(), [](const c10::Stream& stream) {
+    const auto* device = c10::impl::getDeviceGuardImpl(stream.device_type());
+    return is_capturing(*device, device->getStream(stream.device()), 0);
   });
 }
 

@@ -35,6 +35,7 @@ void keep_work(Group& group, Task& task, PyObject* function, PyObject* saved,
                  std::move(held.tensors), std::move(held.parameters), autocast_here(), is_single});
   work.faces = std::move(faces);
   task.can_run_again = false;
+  task.plan().has_work = true;
 }
 
 SmallVector<bool, 4> matrix_faces(const Task& task) {

@@ -173,21 +173,6 @@ void run_works_for(Task& task, size_t face, bool retain) {
   }
 }
 
-void run_works(Group& group, bool retain) {
-  for (Task& task : group.tasks) {
-    std::optional<c10::Stream> stream;
-    if (task.place) {
-      stream = task.place->stream();
-    }
-    const c10::OptionalStreamGuard guard(stream);
-    for (size_t i = 0; i < task.face.size(); ++i) {
-      if (!group.book.face[task.plan().face_begin + i].is_delivered) {
-        run_works_for(task, i, retain);
-      }
-    }
-  }
-}
-
 void make_ready_again(Work& work) {
   work.is_done = work.is_done && !work.call;
   work.is_checked = work.is_done;
@@ -322,6 +307,10 @@ int zbp_group_traverse(const zbp_group* handle, visitproc visit, void* arg) {
         Py_VISIT(work.call->function.ptr(interpreter));
         Py_VISIT(work.call->arguments.ptr(interpreter));
       }
+    }
+    for (const auto& packed : task.packed) {  // the node that shares it is the task's alone
+      Py_VISIT(packed->unpack_hook.ptr(interpreter));
+      Py_VISIT(packed->data.ptr(interpreter));
     }
   }
   return 0;

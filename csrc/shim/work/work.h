@@ -20,9 +20,6 @@ namespace zbp {
 /// Called without the GIL. Throws what the callable raises; then that work has not run.
 void run_works_for(Task& task, size_t face, bool retain);
 
-/// Runs all the work of a group that is still wanted, each on its task's stream.
-void run_works(Group& group, bool retain);
-
 void make_ready_again(Work& work);
 
 /// What I has kept and work has computed for face number `face` of a whole task.
