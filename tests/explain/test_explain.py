@@ -105,7 +105,6 @@ I_REASONS = {
     ),
     "a post hook": (post_hook, {}, "a hook on its node is owed all of its gradients at once"),
     "the policy": (lambda m, x: x @ m.a, {"defer": "nothing"}, "policy defer='nothing'"),
-    "the policy's function": (lambda m, x: x @ m.a, {"defer": lambda w: False}, "the policy's defer function says so"),
     "an unknown node": (
         lambda m, x: torch.nn.functional.bilinear(x, x, m.a[None].expand(2, 4, 4)),
         {},
@@ -239,11 +238,12 @@ def test_a_first_stage():
     assert explained.bytes_held == 8 * 3 * 4 * 4, "what the three nodes have saved, and the output's gradient"
 
 
-def test_the_policys_functions_are_asked_about_the_modules_own_parameters():
+def test_excluded_parameters_are_the_modules_own():
     stage = Stage(lambda m, x: (x @ m.a).sin() @ m.b, a=(4, 4), b=(4, 4))
-    with zbpipe.policy(defer=lambda w: w is stage.a):
+    with zbpipe.policy(exclude=[stage.b]):
         found = plans(stage)
     assert (found["a"].runs_in, found["b"].runs_in) == ("W", "I")
+    assert {use.why for use in found["b"].uses} == {"policy exclude= names one of its parameters"}
 
 
 class Everything(nn.Module):
@@ -310,13 +310,13 @@ def test_groups_of_a_convolution_count():
 
 def test_as_dict_is_plain_data_and_str_is_a_table():
     stage = Stage(lambda m, x: Handing.apply(x @ m.c, m.a, m.b).sin(), a=(4, 5), b=(5,), c=(4, 4))
-    with zbpipe.policy(defer=lambda w: True):
+    with zbpipe.policy(defer="all", exclude=[nn.Parameter(torch.ones(2))]):
         explained = zbpipe.explain(stage, torch.randn(3, 4, dtype=f64))
     data = json.loads(json.dumps(explained.as_dict()))
     assert data["bytes_held"] == explained.bytes_held
     assert [p["name"] for p in data["parameters"]] == ["a", "b", "c"]
     assert data["parameters"][0]["flops"] is None and data["parameters"][2]["runs_in"] == "W"
-    assert "lambda" in data["policy"]["defer"]
+    assert data["policy"]["exclude"] == ["(2,) torch.float32"]
     text = str(explained)
     assert "handed over by zbpipe.defer" in text and "MmBackward0" in text and "?" in text
     assert text.startswith("W computes the gradients of 2 of 3 parameters in 2 groups")

@@ -310,18 +310,20 @@ def test_an_ordinary_backward_can_be_differentiated():
 
 
 @pytest.mark.parametrize(
-    ("choice", "where"),
+    ("choices", "where"),
     [
-        ("nothing", "I"),
-        ("matrices", "W"),
-        ("all", "W"),
-        (lambda w: w.dim() == 2, "W"),
-        (lambda w: False, "I"),
+        ({"defer": "nothing"}, "I"),
+        ({"defer": "matrices"}, "W"),
+        ({"defer": "all"}, "W"),
+        ({"exclude": "a"}, "I"),
+        ({"exclude": "b"}, "I"),
     ],
 )
-def test_the_policy_decides(choice, where, phases):
+def test_the_policy_decides(choices, where, phases):
     stage = Stage(lambda m, x: Linear.apply(x, m.a, m.b, phases).sin(), a=(4, 5), b=(5,))
-    with zbpipe.policy(defer=choice):
+    if "exclude" in choices:
+        choices = {"exclude": [stage.get_parameter(choices["exclude"])]}
+    with zbpipe.policy(**choices):
         check(stage, (3, 4), orders=(late,))
     assert phases.calls[:2] == [("work", where)] * 2
 

@@ -74,3 +74,56 @@ def test_gradient_of_a_weight_that_is_the_output_gradient_itself(fused, weight):
     m.w.grad = grads[0]
     zb.stage_backward_weight(m.parameters(), groups)
     torch.testing.assert_close(m.w.grad, twin.w.grad)
+
+
+WIDER = {
+    "main_grad, bfloat16": (torch.bfloat16, "main_grad", False),
+    "main_grad, float16": (torch.float16, "main_grad", False),
+    "float32 weight under autocast": (torch.float32, "grad", True),
+    "main_grad of doubles": (torch.float32, "main_grad of doubles", False),
+}
+
+
+@pytest.mark.parametrize("case", WIDER)
+def test_fused_products_are_added_to_a_wider_gradient_in_its_dtype(case):
+    """A product of 256 and one of 1: their sum is 256 in bfloat16, 257 in a wider gradient."""
+    dtype, place, autocast = WIDER[case]
+    m = Stage(lambda m, x: x @ m.w, w=nn.Parameter(torch.randn(3, 3).to(dtype)))
+    total = torch.zeros(3, 3, dtype=f64 if "doubles" in place else torch.float32)
+    setattr(m.w, "grad" if place == "grad" else "main_grad", total)
+    x = torch.tensor([[16.0] * 3, [1.0] * 3], dtype=dtype, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        out = m(x)
+    _, groups = zb.stage_backward_input([out], [x.detach().to(out.dtype)], [x], [m.w])
+    with zb.policy(fused=True, main_grad=place != "grad"):
+        zb.stage_backward_weight([m.w], groups)
+    assert total.eq(257).all()
+
+
+def test_by_default_a_product_is_rounded_to_its_weights_dtype():
+    m = Stage(lambda m, x: torch.nn.functional.linear(x, m.w), w=nn.Parameter(torch.randn(30, 7).bfloat16()))
+    m.w.main_grad = torch.randn(30, 7)
+    x = torch.randn(20, 7).bfloat16().requires_grad_()
+    grad = torch.randn(20, 30).bfloat16()
+    expected = m.w.main_grad + torch.autograd.grad(m(x), m.w, grad)[0]
+    _, groups = zb.stage_backward_input([m(x)], [grad], [x], [m.w])
+    with zb.policy(main_grad=True):
+        zb.stage_backward_weight([m.w], groups)
+    assert torch.equal(m.w.main_grad, expected)
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
+def test_fused_into_a_grad_of_a_wider_dtype():
+    m = Stage(lambda m, x: torch.nn.functional.linear(x, m.w), w=nn.Parameter(torch.randn(30, 7).bfloat16()))
+    m.w.grad_dtype = torch.float32
+    m.w.grad = start = torch.randn(30, 7)
+    expected = start.double()
+    x = torch.randn(20, 7).bfloat16().requires_grad_()
+    out = m(x)
+    grad = torch.randn_like(out)
+    expected = expected + grad.double().t() @ x.detach().double()
+    _, groups = zb.stage_backward_input([out], [grad], [x], [m.w])
+    with zb.policy(fused=True):
+        zb.stage_backward_weight([m.w], groups)
+    assert m.w.grad is start
+    torch.testing.assert_close(start.double(), expected, rtol=1e-5, atol=1e-5)

@@ -102,13 +102,12 @@ class Book:
         return "I", self._why_whole(task)
 
     def _why_whole(self, task: Task) -> str:
-        defer = self.policy.defer
         if task.why == "function":
             compiled = task.name.startswith("CompiledFunction")
             return f"{'compiled' if compiled else 'custom Function without zbpipe.defer'}: runs whole in I"
         return {
             "post hook": "a hook on its node is owed all of its gradients at once",
-            "policy": f"policy defer={defer!r}",
+            "policy": f"policy defer={self.policy.defer!r}",
             "excluded": "policy exclude= names one of its parameters",
             "unknown": "the node is not known to compute its weights' gradients apart",
             "packed": "the policy leaves what is checkpointed or packed to I (checkpoint)",

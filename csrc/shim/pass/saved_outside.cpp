@@ -10,6 +10,8 @@
 #include "shim/pass/scene.h"
 #include "shim/pass/walk.h"
 #include "shim/torch/detach.h"
+#include "shim/torch/gil.h"
+#include "shim/torch/python.h"
 
 namespace zbp {
 

@@ -268,6 +268,42 @@ std::vector<SavedVariable*> saved_by(Node& node) {
   return saved;
 }
 
+at::Tensor Packed::unpack() const {
+  const AcquireGil gil;
+  c10::impl::PyInterpreter* const interpreter = getPyInterpreter();
+  THPObjectPtr tensor(
+      PyObject_CallFunctionObjArgs(unpack_hook.ptr(interpreter), data.ptr(interpreter), nullptr));
+  if (!tensor) {
+    throw python_error();
+  }
+  TORCH_CHECK_TYPE(THPVariable_Check(tensor.get()), "a saved tensor's unpack hook returned a ",
+                   Py_TYPE(tensor.get())->tp_name, "; expected a tensor");
+  return THPVariable_Unpack(tensor.get()).detach();
+}
+
+std::string describe(const at::Tensor& tensor) {
+  if (tensor.is_nested() && !is_subclass(tensor)) {
+    return "a nested tensor";
+  }
+  return describe(tensor.scalar_type(), tensor.sym_sizes(), tensor.device());
+}
+
+std::string describe(const Edge& edge) {
+  const auto& metadata = edge.function->input_metadata(edge.input_nr);
+  if (metadata.is_cpp_nested_tensor()) {
+    return "a nested tensor";
+  }
+  return describe(c10::typeMetaToScalarType(metadata.dtype()), metadata.shape_as_dim_vector(),
+                  metadata.device());
+}
+
+bool fits(const at::Tensor& grad, const Edge& edge) {
+  const auto& metadata = edge.function->input_metadata(edge.input_nr);
+  return metadata.is_cpp_nested_tensor() == (grad.is_nested() && !is_subclass(grad)) &&
+         metadata.is_same_shape(grad) && grad.dtype() == metadata.dtype() &&
+         grad.device() == metadata.device();
+}
+
 }  // namespace zbp
 
 const void* zbp_tensor_key(PyObject* tensor) {
