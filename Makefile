@@ -139,7 +139,7 @@ docs: $(VENV)/.built $(VENV)/.extras-docs ## build the documentation as a site, 
 	$(RUN) -m sphinx --quiet --fail-on-warning --keep-going -b html docs build/docs
 	@echo "build/docs/index.html"
 
-BENCHMARKS := step_overhead checkpointed waits sweep compile stage_zero recorder leaks instructions
+BENCHMARKS := step_overhead checkpointed sweep compile stage_zero recorder leaks instructions
 PANELS := float32,1 float64,1 bfloat16,1 float32,2
 
 # Half an hour, on a machine that does nothing else.

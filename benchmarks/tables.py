@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-SCHEMA = {"demo": 2}  # of the others: 1
+SCHEMA = {"demo": 3}  # of the others: 1
 ROOT = Path(__file__).resolve().parent.parent
 PINNED = "2.13.0"
 NEWEST = (ROOT / "requirements" / "newest.txt").read_text().partition("torch==")[2].split()[0]
@@ -221,13 +221,10 @@ def demo() -> str:
             for key in ("held", "peak"):
                 before, after = (sides[side][key] for side in ("torch", "zbpipe"))
                 cells.append(f"{megabytes(before)} → {megabytes(after)} MB ({after / before:.2f}x)")
-            for key in ("seconds", "waited"):
-                before, *after = (sides[side][key] for side in ("torch", "zbpipe", "filled"))
-                cells.append(f"{before * 1e3:.0f} ms; " + " / ".join(times(each / before) for each in after))
-            rows.append([schedule, version, *cells])
+            before, after = (sides[side]["seconds"] for side in ("torch", "zbpipe"))
+            rows.append([schedule, version, *cells, f"{before * 1e3:.0f} ms; {times(after / before)}"])
     header = ["schedule", "torch", "held from I to W, torch → zbpipe", "peak of the step, torch → zbpipe"]
-    header += ["step: torch; zbpipe / with waits filled", "waited for messages: likewise"]
-    return markdown(header, rows)
+    return markdown([*header, "step: torch; zbpipe"], rows)
 
 
 # Other pages.
@@ -300,20 +297,6 @@ def checkpointed_steps() -> str:
         if word in ("torch", "keep", "recompute", "input_pass")
     ]
     return markdown(["", "", "peak of a step", "computed again", "time of a step"], rows)
-
-
-def waits() -> str:
-    found: dict[tuple[str, float, float], list[dict[str, float]]] = {}
-    for row in figures("waits")["rows"]:
-        found.setdefault((row["schedule"], row["heavy"], row["jitter"]), []).append(row)
-    rows = [
-        [
-            f"{SCHEDULES[schedule]}, last stage {heavy:g}x, jitter {jitter:g}",
-            *(f"{min(of[key] for of in rows):.2f} to {max(of[key] for of in rows):.2f}x" for key in ("ratio", "bound")),
-        ]
-        for (schedule, heavy, jitter), rows in found.items()
-    ]
-    return markdown(["", "step, filled to not filled", "the most that one rank computes, to the step"], rows)
 
 
 def recorder() -> str:
@@ -389,7 +372,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/compatibility.md": {"compile": compiled, "stage_zero": stage_zero},
     "docs/memory.md": {"checkpointed": checkpointed, "checkpointed steps": checkpointed_steps, "recorder": recorder},
     "docs/leaks.md": {"leaks": leaks},
-    "docs/architecture.md": {"waits": waits, "panels": panels, "sweep": sweep, "wide": wide},
+    "docs/architecture.md": {"panels": panels, "sweep": sweep, "wide": wide},
 }
 
 

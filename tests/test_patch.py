@@ -465,31 +465,6 @@ def test_an_environment_that_makes_no_sense_is_refused(monkeypatch):
     assert not zbpipe.is_patched()
 
 
-def fills():
-    return state.fill_waits if zbpipe.is_patched() else None
-
-
-def test_fill_waits_is_said_as_release_outputs_is(monkeypatch, caplog):
-    monkeypatch.setenv("ZBPIPE_FILL_WAITS", "1")
-    with zbpipe.patched():
-        assert (fills(), releases()) == (True, False)
-    with zbpipe.patched(fill_waits=False):
-        assert fills() is False
-        with zbpipe.patched(fill_waits=True, release_outputs=True):
-            assert (fills(), releases()) == (True, True)
-        assert (fills(), releases()) == (False, False)
-    zbpipe.patch(fill_waits=False)
-    with caplog.at_level(logging.INFO, "zbpipe"):
-        zbpipe.patch(fill_waits=True)
-    assert caplog.messages == ["fill_waits is True from now on"]
-    with pytest.raises(TypeError, match="fill_waits is 1: give True, False, or None"):
-        zbpipe.patch(fill_waits=1)
-    zbpipe.unpatch()
-    monkeypatch.setenv("ZBPIPE_FILL_WAITS", "perhaps")
-    with pytest.raises(RuntimeError, match="ZBPIPE_FILL_WAITS is 'perhaps': set it to 1"):
-        zbpipe.patch()
-
-
 def warnings(caplog):
     return [record.getMessage() for record in caplog.records if record.levelno > logging.INFO]
 

@@ -18,7 +18,6 @@ class ParamGroup:
     @property
     def _reads_weights(self) -> bool: ...
     @property
-    @property
     def spent(self) -> bool: ...
     def _account(
         self,

@@ -6,7 +6,6 @@ A module of its own, so that the passes do not need zbpipe.memory, which needs t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -20,8 +19,6 @@ class Observer(Protocol):
     def input_pass(self, *args: Any) -> tuple[tuple[torch.Tensor | None, ...], list[ParamGroup]]: ...
 
     def weight_pass(self, *args: Any) -> Sequence[torch.Tensor]: ...
-
-    def phase(self, kind: str, /) -> AbstractContextManager[None]: ...
 
     def backward(self, backward: Callable[..., None], /, *args: Any) -> None: ...
 

@@ -127,7 +127,7 @@ def alive():
 
 
 def being_waited_for():
-    return sum(not queue.is_idle for queue in list(threads._queues.values()))
+    return sum(queue.now is not None or bool(queue.left) for queue in list(threads._queues.values()))
 
 
 WHAT = ("bytes of tensors", "blocks of tensors", "groups", "sends")

@@ -24,7 +24,6 @@ from support.recording_by_hand import ByHand
 
 from zbpipe._demo import report
 from zbpipe._demo.config import SCHEDULES, SIDES, Config
-from zbpipe._demo.link import Clock, slow_link
 from zbpipe._demo.measure import knowing_blocks, measure_step, read, receive_buffers
 from zbpipe._demo.train import Difference, Step, difference
 
@@ -35,7 +34,6 @@ ROWS = (
     "gradients: from torch's own",
     "gradients: from an ordinary backward",
     "step time",
-    "waited for messages in a step",
     "CPU time of a step",
     "memory held from I to W",
     "memory, peak of the step",
@@ -69,7 +67,7 @@ def demo(out: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
 def test_quick_demo_prints_a_table_per_schedule_and_draws(tmp_path: Path) -> None:
     picture = tmp_path / "demo.png"
     figures = tmp_path / "demo.json"
-    with demo(picture, "--quick", "--link-ms", "2.5", "--json", str(figures)) as process:
+    with demo(picture, "--quick", "--json", str(figures)) as process:
         out, err = process.communicate(timeout=240)
     assert process.returncode == 0, out + err
     assert "\nRIGHT " in out
@@ -86,21 +84,17 @@ def test_quick_demo_prints_a_table_per_schedule_and_draws(tmp_path: Path) -> Non
         first, last = (re.search(rf"^loss of the {which} .*", text, re.MULTILINE) for which in ("first", "last"))
         assert first is not None
         assert last is not None
-        assert len(first[0].split()[-3:]) == len(SIDES)
-        assert all(float(b) < float(a) for a, b in zip(first[0].split()[-3:], last[0].split()[-3:], strict=True))
-        held = re.search(r"from I to W +([\d.]+) MB +([\d.]+) MB +[\d.]+x +([\d.]+) MB", text)
+        assert all(float(b) < float(a) for a, b in zip(first[0].split()[-2:], last[0].split()[-2:], strict=True))
+        held = re.search(r"from I to W +([\d.]+) MB +([\d.]+) MB", text)
         assert held is not None
         assert 0 < float(held[2]) <= float(held[1])
-        assert 0 < float(held[3]) <= float(held[2]), "what ran in a wait is not held until W"
 
     seen = json.loads(figures.read_text())
-    assert (seen["schema"], seen["wrong"], seen["torch"]) == (2, [], torch.__version__.partition("+")[0])
+    assert (seen["schema"], seen["wrong"], seen["torch"]) == (3, [], torch.__version__.partition("+")[0])
     assert [(run["schedule"], run["side"]) for run in seen["runs"]] == [
         (kind.label, side) for kind in SCHEDULES.values() for side in SIDES
     ]
     assert all(run["error"] is None and len(run["losses"]) == 4 and run["held"] > 0 for run in seen["runs"])
-    assert all(0 < run["waited"] < run["seconds"] for run in seen["runs"])
-    assert seen["link_ms"] == 2.5
 
     header = picture.read_bytes()[:24]
     assert header[:8] == b"\x89PNG\r\n\x1a\n"
@@ -130,8 +124,6 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
         ["--schedules", "gpipe"],
         ["--out", "no/such/x.png"],
         ["--json", "no/such"],
-        ["--link-ms", "-1"],
-        ["--link-ms", "nan"],
     ):
         with demo(tmp_path / "demo.png", *arguments) as process:
             _, err = process.communicate(timeout=60)
@@ -160,6 +152,9 @@ def test_counting_memory_on_a_step_made_by_hand() -> None:
                 hand.now = begin + 90
     memory = read(recording, {})
     assert memory.kinds == ["F", "I", "I", "W", "W"]
+    assert [(kind, round(begin * 1e9), round(end * 1e9)) for kind, begin, end in memory.spans] == [
+        (kind, 100 * number, 100 * number + 90) for number, kind in enumerate(memory.kinds)
+    ]
     assert memory.held == 5107
     assert memory.peak == 5107
     assert max(memory.live) == memory.peak
@@ -171,81 +166,6 @@ def test_counting_memory_on_a_step_made_by_hand() -> None:
     standing = read(recording, {0x5: 30})
     assert (standing.held, standing.peak) == (5107, 5137)
     assert standing.live == [30 + level for level in memory.live]
-
-
-def test_what_runs_in_a_wait_is_no_action_of_the_schedule() -> None:
-    hand = ByHand()
-    with hand.recording as recording:
-        for begin, kind in ((0, "forward"), (100, "wait"), (200, "I"), (300, "W")):
-            hand.now = begin
-            with recording.phase(kind):
-                if kind == "wait":
-                    with recording.phase("wait for the output of stage 1 for microbatch 0"):
-                        hand.now = begin + 20
-                        with recording.phase("W"):
-                            hand.now = begin + 50
-                hand.now = begin + 90
-    memory = read(recording, {})
-    assert memory.kinds == ["F", "I", "W"]
-    assert [(name, round(begin * 1e9), round(end * 1e9)) for name, begin, end in memory.spans] == [
-        ("F", 0, 90),
-        ("I", 200, 290),
-        ("W", 300, 390),
-        ("wait", 100, 190),
-        ("filled", 100, 150),
-    ]
-
-
-@pytest.mark.dist
-def test_a_slow_link_holds_back_what_is_sent_in_order_and_is_waited_for(tmp_path: Path) -> None:
-    import torch.distributed as dist
-    from torch.distributed.pipelining import schedules
-
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    posted: list[int] = []
-    original, waits = schedules._batch_p2p, schedules._wait_batch_p2p
-
-    class Work:
-        def __init__(self, number: int) -> None:
-            self.number = number
-
-        def wait(self) -> bool:
-            return self.number >= 0
-
-        def is_completed(self) -> bool:
-            return True
-
-    def post(ops: list[SimpleNamespace], desc: str | None = None) -> list[Work]:
-        posted.extend(op.number for op in ops)
-        if any(op.number == 13 for op in ops):
-            raise ValueError("planted")
-        return [Work(op.number) for op in ops]
-
-    schedules._batch_p2p = post
-    clock = Clock()
-    try:
-        with slow_link(0.02):
-            ops = [SimpleNamespace(op=dist.isend, number=number) for number in (1, 2, 13)]
-            first, second, bad = schedules._batch_p2p(ops)
-            assert [work.number for work in schedules._batch_p2p([SimpleNamespace(op=dist.irecv, number=7)])] == [7]
-            assert posted == [7]
-            assert not first.is_completed()
-            with clock.running():
-                schedules._wait_batch_p2p([second])
-            assert posted[1] == 1
-            assert first.is_completed()
-            with pytest.raises(ValueError, match="planted"):
-                bad.wait()
-            schedules._batch_p2p([SimpleNamespace(op=dist.isend, number=4)])
-        assert posted == [7, 1, 2, 13, 4], "what was under way is handed over"
-        assert schedules._batch_p2p is post
-        assert schedules._wait_batch_p2p is waits
-        assert clock.seconds > 0
-        with slow_link(0):
-            assert schedules._batch_p2p is post
-    finally:
-        schedules._batch_p2p = original
-        dist.destroy_process_group()
 
 
 def test_what_stands_before_the_step_counts_until_it_is_freed() -> None:

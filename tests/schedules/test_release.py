@@ -507,36 +507,23 @@ def test_a_thread_waits_for_one_send_after_the_other_and_ends_with_its_group(mon
     assert threads._queues == {}
 
 
-class Arrival:
-    """A receive that a thread waits for."""
+def test_where_no_thread_can_be_had_the_next_send_gets_one(monkeypatch):
+    class Late:
+        patience = work = None
 
-    patience = work = None
+        def finish(self, timeout=None):
+            done.set()
 
-    def __init__(self):
-        self.is_there, self.thread = threading.Event(), None
+    def cannot(thread):
+        raise RuntimeError("can't start new thread")
 
-    def finish(self, timeout=None):
-        self.thread = threading.current_thread()
-        self.is_there.wait(30)
-
-
-def test_a_receive_gets_a_thread_that_waits_for_nothing_else(monkeypatch):
-    """Not that of one that never comes; one that is idle, not another one for each."""
-    monkeypatch.setattr(threads, "_STAYS", 2)
-    stuck, first, second = arrivals = [Arrival() for _ in range(3)]
-    threads.watch_receive(stuck, [])
-    for arrival in (first, second):
-        arrival.is_there.set()
-        threads.watch_receive(arrival, [])
-        while sum(not queue.is_idle for queue in threads._queues.values()) > 1:
-            time.sleep(0.001)
-    assert len(waiting_threads()) == 2
-    stuck.is_there.set()
-    for thread in waiting_threads():
-        thread.join(20)
-    assert threads._queues == {}
-    assert first.thread is second.thread is not stuck.thread
-    assert None not in [arrival.thread for arrival in arrivals]
+    group, done = Group("gloo"), threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", cannot)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            threads.watch(group, 1, Late())
+    threads.watch(group, 1, Late())
+    assert done.wait(60)
 
 
 def test_no_send_runs_into_a_timeout_before_the_schedule_waits_for_it(send, monkeypatch):
@@ -821,10 +808,10 @@ def test_the_step_after_a_failed_one_goes_on_with_a_new_group(tmp_path, release)
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_process_starts_threads_of_its_own(monkeypatch):
-    """Those that stay for the next send or receive are the parent's."""
+    """Those that stay for the next send are the parent's."""
     monkeypatch.setattr(threads, "_STAYS", 60)
 
-    class Receive:
+    class Sent:
         patience = None
 
         def __init__(self):
@@ -833,12 +820,12 @@ def test_a_forked_process_starts_threads_of_its_own(monkeypatch):
         def finish(self, patience):
             self.done.set()
 
-    first, second = Receive(), Receive()
-    threads.watch_receive(first, [])
+    group, first, second = Group("gloo"), Sent(), Sent()
+    threads.watch(group, 1, first)
     assert first.done.wait(30)
     child = os.fork()
     if child == 0:
-        threads.watch_receive(second, [])
+        threads.watch(group, 1, second)
         os._exit(0 if second.done.wait(10) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     threads._give_up_all()

@@ -16,14 +16,12 @@ from zbpipe._demo.launch import launch
 DEFAULT = Config()
 DESCRIPTION = """\
 Trains a small language model on the text of a book by pipeline parallelism
-over several processes, with each schedule first on torch's own split backward,
-then on zbpipe, then on zbpipe with waits filled, and compares losses,
-gradients, time, waits and memory. The last stage, with a large head, costs
-about three times as much as another one.
+over several processes, with each schedule first on torch's own split backward
+and then on zbpipe, and compares losses, gradients, time and memory. The last
+stage, with a large head, costs about three times as much as another one.
 
     python -m zbpipe demo
     python -m zbpipe demo --schedules zbv --steps 4 --json demo.json
-    python -m zbpipe demo --link-ms 5
     torchrun --nproc-per-node 2 -m zbpipe demo
 """
 EPILOG = """\
@@ -57,13 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="auto: cuda (NCCL) where there is a GPU for each rank, else cpu (gloo)",
     )
-    parser.add_argument(
-        "--link-ms",
-        type=float,
-        default=DEFAULT.link_ms,
-        metavar="MS",
-        help="milliseconds that each message between ranks is held back, on the CPU (%(default)s)",
-    )
     parser.add_argument("--seed", type=int, default=DEFAULT.seed, help="of weights and batches (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="a tiny model and few steps: a few seconds, for tests")
     parser.set_defaults(run=run, parser=parser)
@@ -84,20 +75,15 @@ def _config(given: argparse.Namespace) -> Config:
         error(f"--ranks {given.ranks}: give 1 or more")
     if given.steps is not None and given.steps < 2:
         error(f"--steps {given.steps}: give 2 or more, the loss is to fall")
-    if not 0 <= given.link_ms <= 1000:
-        error(f"--link-ms {given.link_ms}: give 0 to 1000 milliseconds")
     if given.out.is_dir():
         given.out /= DEFAULT.out
     refuse_files(given, "out", "json")
-    if given.link_ms and _device(given) != "cpu":
-        error(f"--link-ms {given.link_ms}: messages are held back on the CPU alone; add --device cpu")
     config = Config(
         ranks=given.ranks,
         schedules=tuple(dict.fromkeys(given.schedules)),
         out=given.out,
         json=given.json,
         device=_device(given),
-        link_ms=given.link_ms,
         seed=given.seed,
         microbatches=max(DEFAULT.microbatches, 2 * DEFAULT.ranks * given.ranks),
     )

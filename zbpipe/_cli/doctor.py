@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from zbpipe import _build_info, get_policy, is_patched
-from zbpipe._patch.env import FILL_WAITS, OFF, ON, RELEASE_OUTPUTS
+from zbpipe._patch.env import OFF, ON, RELEASE_OUTPUTS
 from zbpipe._torch import needs, probe
 from zbpipe._version import __version__
 
@@ -66,7 +66,7 @@ def run(everything: bool = False) -> int:
     line("torch", f"{torch.__version__}, {torch_is(notes)}, {Path(torch.__file__).parent}")
     line("CUDA", f"{torch.version.cuda}, {torch.cuda.device_count()} devices" if torch.version.cuda else "none")
     line("private parts", private_parts(everything, faults, notes))
-    for name in ("ZBPIPE_PATCH", RELEASE_OUTPUTS, FILL_WAITS, "ZBPIPE_POLICY"):
+    for name in ("ZBPIPE_PATCH", RELEASE_OUTPUTS, "ZBPIPE_POLICY"):
         value = os.environ.get(name)
         line(name, "not set" if value is None else repr(value))
         if name != "ZBPIPE_POLICY" and (value or "").strip().lower() not in (*ON, *OFF):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from zbpipe import _waits, memory
+from zbpipe import memory
 from zbpipe._cli import memory_report, ranks
 from zbpipe._cli.arguments import add_script, natural, refuse_files, refuse_script, refuse_without_matplotlib, run_given
 from zbpipe._cli.progress import Progress
@@ -40,9 +40,8 @@ zbpipe.leaks.step() is not seen to say it: give --warmup 2 then.)
 Phases are forward, I, W and B of each stage of a schedule; in other scripts
 forward (up to the first backward), backward, between and optimizer; and what
 the script itself marks with zbpipe.memory.phase(). Bytes are those that were
-handed out in the step; how much was there before it is said. Where waits are
-filled (ZBPIPE_FILL_WAITS=1) it is said how long a rank waited for messages, and
-how much of that W filled. Options come before the script:
+handed out in the step; how much was there before it is said. Options come
+before the script:
 
     python -m zbpipe memory train.py --lr 1e-3
     python -m zbpipe memory --out step.png --json step.json train.py
@@ -61,7 +60,7 @@ exit status:
   4  the script ended before a step could be recorded
   else the script's own: 1 if it failed
 """
-SCHEMA = 2  # of --json
+SCHEMA = 3  # of --json
 NO_STEP = 4  # exit status
 PICTURES, EXPORTS = (".png", ".svg", ".pdf"), (".json", ".json.gz", ".pickle")
 
@@ -194,10 +193,8 @@ class _Step:
         uses_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         device = torch.device(given.device or ("cuda" if uses_cuda else "cpu"))
         self.before = bytes_of_tensors(device)
-        self._waited_before = _waits.waited
         self.recording = memory.record(device, on_out_of_memory=given.on_out_of_memory)
         self.is_whole = self.has_failed = False
-        self.waited: _waits.Waited | None = None
         self._is_open = True
         self._thread = threading.get_ident()
         self._is_in_backward = False
@@ -242,7 +239,6 @@ class _Step:
         if not self._is_open:
             return
         self._is_open = False
-        self.waited = _waits.waited_since(self._waited_before)
         self.has_failed = error is not None
         raised = (None, None, None) if error is None else (type(error), error, error.__traceback__)
         if self._phase is not None and error is not None:
@@ -272,7 +268,7 @@ def _report(steps: _OneStep, given: argparse.Namespace) -> int:
         path = _out(given.out)
         steps.progress(f"writing {path}")
         (recording.plot if path.name.endswith(PICTURES) else recording.export)(path)
-    _say(memory_report.of_rank(which, recording, step.before, step.waited), steps.has_failed)
+    _say(memory_report.of_rank(which, recording, step.before), steps.has_failed)
     return 0 if step.is_whole else NO_STEP
 
 
@@ -302,7 +298,6 @@ def _data(steps: _OneStep, step: _Step, given: argparse.Namespace) -> dict[str, 
         "before": step.before,
         **{name: getattr(recording, name) for name in ("peak", "live", "allocated", "freed", "allocations")},
         "incomplete": recording.incomplete,
-        "waited": None if step.waited is None else asdict(step.waited),
         "phases": [{"label": phase.label, **asdict(phase)} for phase in recording.phases],
         "held": [] if recording.incomplete else [asdict(held) for held in recording.held],
     }

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from zbpipe._cli.ranks import heading, numbered, told_by_themselves
 from zbpipe._text import Unit, in_words, table
-from zbpipe._waits import Waited
 from zbpipe.memory import Recording
 from zbpipe.memory._results import phase_table, short_label
 
@@ -15,8 +13,8 @@ SHOWN_HIGHEST, SHOWN_LOWEST = 12, 4  # rows of many ranks
 _BETWEEN = "none of its phases"
 
 
-def of_rank(which: str, recording: Recording, before: int, waited: Waited | None) -> dict[str, Any]:
-    """For json.dumps: ``which`` step it was, its numbers in bytes, its waits in seconds, and its phases as a table."""
+def of_rank(which: str, recording: Recording, before: int) -> dict[str, Any]:
+    """For json.dumps: ``which`` step it was, its numbers in bytes, and its phases as a table."""
     phases = [p for p in recording.phases if p.kind != "between" or p.allocations or p.frees]
     highest = next((p for p in phases if p.peak == recording.peak), None)
     return {
@@ -24,7 +22,6 @@ def of_rank(which: str, recording: Recording, before: int, waited: Waited | None
         "before": before,
         "highest": short_label(highest) if highest else _BETWEEN,
         **{name: getattr(recording, name) for name in ("peak", "allocated", "allocations", "live", "incomplete")},
-        "waited": None if waited is None else asdict(waited),
         "phases": phase_table(phases) if phases else "",
     }
 
@@ -44,7 +41,7 @@ def text_of(reports: dict[int, dict[str, Any]], missing: list[int], world: int) 
     measured = {rank: report for rank, report in reports.items() if "peak" in report}
     if measured:
         most = min(measured, key=lambda rank: _by_most_in_use((rank, measured[rank])))
-        lines += ["", _table_of_ranks(measured), *_incomplete(measured), *_table_of_waits(measured)]
+        lines += ["", _table_of_ranks(measured), *_incomplete(measured)]
         if measured[most]["phases"]:
             whose = f"rank {most}, which has most in use at once" if len(measured) > 1 else f"rank {most}"
             lines += ["", f"{whose}, by phase:", measured[most]["phases"]]
@@ -61,17 +58,8 @@ def _of_one(report: dict[str, Any]) -> str:
         f"above the {before} that were there before",
         f"{allocated} in {report['allocations']} allocations, of which {live} live at its end",
     ]
-    lines += _waited_in_words(report["waited"]) if report["waited"] else []
     lines += [f"incomplete: {report['incomplete']}"] if report["incomplete"] else []
     return "\n".join([*lines, "", report["phases"]] if report["phases"] else lines)
-
-
-def _waited_in_words(waited: dict[str, Any]) -> list[str]:
-    seconds, filled = (f"{1e3 * waited[name]:.1f} ms" for name in ("seconds", "filled"))
-    return [
-        f"waited {seconds} for {waited['messages']} messages",
-        f"{filled} of that filled by {waited['groups']} groups",
-    ]
 
 
 def _by_most_in_use(entry: tuple[int, dict[str, Any]]) -> tuple[int, int]:
@@ -89,18 +77,6 @@ def _table_of_ranks(reports: dict[int, dict[str, Any]]) -> str:
     ]
     header = ["rank", "peak in", *(f"{name}, {unit.name}" for name in columns), "blocks"]
     return table(header, _shortened(rows), left=2)
-
-
-def _table_of_waits(reports: dict[int, dict[str, Any]]) -> list[str]:
-    """That which waited longest first, of those that fill their waits."""
-    waits = {rank: report["waited"] for rank, report in reports.items() if report["waited"]}
-    rows = [
-        [str(rank), "for messages", *(f"{1e3 * waited[name]:.1f}" for name in ("seconds", "filled")), *map(str, counts)]
-        for rank, waited in sorted(waits.items(), key=lambda entry: (-entry[1]["seconds"], entry[0]))
-        for counts in [(waited["messages"], waited["groups"])]
-    ]
-    header = ["rank", "waited", "ms", "of that filled, ms", "messages", "groups in waits"]
-    return ["", table(header, _shortened(rows), left=2)] if rows else []
 
 
 def _shortened(rows: list[list[str]]) -> list[list[str]]:

@@ -28,8 +28,8 @@ SCHEDULES = {
     "dualpipev": ScheduleKind("DualPipeV", "ScheduleDualPipeV", v_shaped=True),
 }
 
-SIDES = ("torch", "zbpipe", "filled")
-"""torch's own backward, zbpipe's, and zbpipe's with ``fill_waits=True``, in the order in which they run."""
+SIDES = ("torch", "zbpipe")
+"""The two backwards, in the order in which they run."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Config:
     """One run of the demo. ``width`` is the model's hidden size, ``context`` a sequence's length in bytes of text.
 
     ``head_width`` is the hidden size of the last stage's head, which makes that stage cost about three times as much as
-    another one; ``link_ms`` how many milliseconds a message between ranks is held back.
+    another one.
     """
 
     ranks: int = 2
@@ -51,16 +51,10 @@ class Config:
     heads: int = 4
     blocks_per_stage: int = 4
     head_width: int = 24 * 96
-    link_ms: float = 0.0
     context: int = 64
     microbatches: int = 8
     microbatch_size: int = 4
     learning_rate: float = 3e-3
-
-    @property
-    def sides(self) -> tuple[str, ...]:
-        """Those of SIDES that run: on a GPU no wait is filled."""
-        return SIDES if self.device == "cpu" else SIDES[:2]
 
     @property
     def num_stages(self) -> int:

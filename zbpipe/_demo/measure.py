@@ -28,12 +28,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from zbpipe import memory
-from zbpipe._demo.link import Clock
 
 _BINS_PER_ACTION = 24
 _LETTERS = {"forward": "F", "I": "I", "W": "W", "B": "B"}
-_FILLED = "wait for "
-"""What zbpipe calls the phases in which it fills a wait begins so."""
 
 
 @dataclass
@@ -42,8 +39,7 @@ class StepMemory:
 
     ``kinds`` are the rank's actions in order, F, I, W and B (a backward that is not split). ``position`` and ``live``
     draw the step: action number i spans the positions i to i + 1, ``live`` is the most live bytes around each position.
-    ``spans`` are the actions, what was waited for ("wait") and what of that was filled ("filled"), each with the
-    seconds from the step's begin where it begins and ends.
+    ``spans`` are the actions, each with the seconds from the step's begin where it begins and ends.
     """
 
     peak: int = 0
@@ -62,10 +58,8 @@ def knowing_blocks(device: torch.device) -> Iterator[None]:
         yield
 
 
-def measure_step(
-    step: Callable[[], object], stages: Sequence[PipelineStage], device: torch.device, clock: Clock | None = None
-) -> StepMemory:
-    """Runs ``step`` once and counts. The stages' methods are wrapped for that step alone. ``clock`` runs around it.
+def measure_step(step: Callable[[], object], stages: Sequence[PipelineStage], device: torch.device) -> StepMemory:
+    """Runs ``step`` once and counts. The stages' methods are wrapped for that step alone.
 
     Raises:
         RuntimeError: a receive buffer from before the step was freed unseen, so that the counts would be wrong.
@@ -77,11 +71,7 @@ def measure_step(
     del storages
     with memory.record(device) as recording:
         recording.watch(stages)
-        if clock is not None:
-            clock.recording = recording
         step()
-    if clock is not None:
-        clock.recording = None
     seen = {event.address for event in recording.events() if event.older}
     gone = [address for address, ref in refs.items() if ref.expired()]  # type: ignore[no-untyped-call]
     unseen = sum(standing[address] for address in gone if address not in seen)
@@ -108,27 +98,14 @@ def receive_buffers(stages: Sequence[PipelineStage]) -> dict[int, torch.UntypedS
 def read(recording: memory.Recording, standing: Mapping[int, int]) -> StepMemory:
     """A step's memory from its recording, which is over, and the bytes that stood at each address before it."""
     levels = list(_levels(recording, standing))
-    waits = [phase for phase in recording.phases if phase.kind == "wait"]
-    filled = [phase for phase in recording.phases if phase.kind.startswith(_FILLED)]
-    actions = [
-        phase
-        for phase in recording.phases
-        if phase.kind in _LETTERS and not any(fill.begin_ns <= phase.begin_ns < fill.end_ns for fill in filled)
-    ]
+    actions = [phase for phase in recording.phases if phase.kind in _LETTERS]
     position, live = _draw(actions, levels)
-    spans = [
-        (
-            name,
-            (phase.begin_ns - recording.phases[0].begin_ns) / 1e9,
-            (phase.end_ns - recording.phases[0].begin_ns) / 1e9,
-        )
-        for name, phase in (
-            *((_LETTERS[phase.kind], phase) for phase in actions),
-            *(("wait", phase) for phase in waits),
-            *(("filled", phase) for phase in filled),
-        )
-    ]
     kinds = [_LETTERS[action.kind] for action in actions]
+    start = recording.phases[0].begin_ns if recording.phases else 0
+    spans = [
+        (kind, (action.begin_ns - start) / 1e9, (action.end_ns - start) / 1e9)
+        for kind, action in zip(kinds, actions, strict=True)
+    ]
     return StepMemory(max(level for _, level in levels), recording.held_peak, kinds, position, live, spans)
 
 

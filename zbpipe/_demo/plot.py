@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import matplotlib
@@ -14,11 +14,11 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from zbpipe._demo.config import SCHEDULES, Config
-from zbpipe._demo.report import TITLES, Result, by_schedule
+from zbpipe._demo.report import Result, pairs
 
-COLOURS = {"torch": "#c4622d", "zbpipe": "#1f6f8b", "filled": "#7a9e3f"}
-SPANS = {"F": "#9db8cf", "I": "#d99a5b", "W": "#5f8f63", "B": "#a9745f", "wait": "#f2f0ec", "filled": "#b9d7a8"}
-"""What a rank does, in the timelines. What is filled lies over the wait that it fills."""
+COLOURS = {"torch": "#c4622d", "zbpipe": "#1f6f8b"}
+SPANS = {"F": "#9db8cf", "I": "#d99a5b", "W": "#5f8f63", "B": "#a9745f"}
+"""What a rank does, in the timelines."""
 INK = "#33373d"
 
 STYLE: dict[Any, Any] = {
@@ -42,7 +42,7 @@ STYLE: dict[Any, Any] = {
 
 def draw(results: Sequence[Result], config: Config) -> None:
     """Writes the picture to ``config.out``. A side that failed is left out of its panels."""
-    couples = by_schedule(results)
+    couples = pairs(results)
     with plt.rc_context(STYLE):
         figure = plt.figure(figsize=(13, 14), layout="constrained", dpi=120)
         figure.suptitle(
@@ -64,39 +64,37 @@ def draw(results: Sequence[Result], config: Config) -> None:
         panels[1][0].set_ylim(0, highest / 1e6 * 1.06 or 1)
         panels[0][0].set_ylabel("loss, nats per byte")
         panels[1][0].set_ylabel("live bytes in one step, MB")
-        bars = lower.subplots(1, 5)
+        bars = lower.subplots(1, 4)
         _bars(bars[0], couples, "Step time, ms", lambda r: f"{r.seconds * 1e3:.0f}", lambda r: r.seconds * 1e3)
-        _bars(bars[1], couples, "Waited, ms", lambda r: f"{r.waited * 1e3:.0f}", lambda r: r.waited * 1e3)
-        _bars(bars[2], couples, "CPU time, ms", lambda r: f"{r.cpu_seconds * 1e3:.0f}", lambda r: r.cpu_seconds * 1e3)
-        _bars(bars[3], couples, "Held from I to W, MB", lambda r: f"{r.held / 1e6:.3g}", lambda r: r.held / 1e6)
-        _bars(bars[4], couples, "Peak, MB", lambda r: f"{r.peak / 1e6:.3g}", lambda r: r.peak / 1e6)
+        _bars(bars[1], couples, "CPU time, ms", lambda r: f"{r.cpu_seconds * 1e3:.0f}", lambda r: r.cpu_seconds * 1e3)
+        _bars(bars[2], couples, "Held from I to W, MB", lambda r: f"{r.held / 1e6:.3g}", lambda r: r.held / 1e6)
+        _bars(bars[3], couples, "Peak, MB", lambda r: f"{r.peak / 1e6:.3g}", lambda r: r.peak / 1e6)
         figure.savefig(config.out, format="png")
         plt.close(figure)
 
 
-def _losses(axes: Axes, couple: Mapping[str, Result]) -> None:
-    """All curves; torch's is broad, so that zbpipe's shows on top where they agree."""
+def _losses(axes: Axes, couple: Sequence[Result]) -> None:
+    """Both curves; torch's is broad, so that zbpipe's shows on top where they agree."""
     look: dict[str, dict[str, Any]] = {
         "torch": {"lw": 5.0, "alpha": 0.45},
         "zbpipe": {"lw": 1.6, "marker": "o", "ms": 3.0},
-        "filled": {"lw": 1.0, "marker": "x", "ms": 4.0},
     }
-    for result in couple.values():
+    for result in couple:
         if result.error is None:
             steps = range(1, len(result.losses) + 1)
-            axes.plot(steps, result.losses, color=COLOURS[result.side], label=TITLES[result.side], **look[result.side])
+            axes.plot(steps, result.losses, color=COLOURS[result.side], label=result.side, **look[result.side])
     axes.set_title(f"{_label(couple)}: loss")
     axes.set_xlabel("step")
     axes.legend()
 
 
-def _label(couple: Mapping[str, Result]) -> str:
-    return SCHEDULES[couple["torch"].schedule].label
+def _label(couple: Sequence[Result]) -> str:
+    return SCHEDULES[couple[0].schedule].label
 
 
-def _timeline(axes: Axes, couple: Mapping[str, Result]) -> None:
+def _timeline(axes: Axes, couple: Sequence[Result]) -> None:
     """What each rank does in the step whose memory was recorded, side by side."""
-    rows = [(result, rank) for result in couple.values() if result.error is None for rank in range(len(result.memory))]
+    rows = [(result, rank) for result in couple if result.error is None for rank in range(len(result.memory))]
     for place, (result, rank) in enumerate(rows):
         for name, begin, end in result.memory[rank].spans:
             axes.broken_barh(
@@ -105,7 +103,7 @@ def _timeline(axes: Axes, couple: Mapping[str, Result]) -> None:
                 facecolor=SPANS[name],
                 lw=0,
             )
-    axes.set_yticks(range(len(rows)), [f"{TITLES[result.side]}, {rank}" for result, rank in rows], fontsize=7)
+    axes.set_yticks(range(len(rows)), [f"{result.side}, {rank}" for result, rank in rows], fontsize=7)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.set_title(f"{_label(couple)}: one step on each rank")
@@ -119,16 +117,16 @@ def _timeline(axes: Axes, couple: Mapping[str, Result]) -> None:
     )
 
 
-def _memory(axes: Axes, couple: Mapping[str, Result]) -> None:
+def _memory(axes: Axes, couple: Sequence[Result]) -> None:
     """Live bytes over the actions of one step, on the rank where torch (or what ran) has the highest peak."""
-    shown = [result for result in couple.values() if result.error is None]
+    shown = [result for result in couple if result.error is None]
     if not shown:
         return
     rank = max(range(len(shown[0].memory)), key=lambda r: shown[0].memory[r].peak)
     for result in shown:
         memory = result.memory[rank]
         megabytes = [level / 1e6 for level in memory.live]
-        axes.plot(memory.position, megabytes, color=COLOURS[result.side], lw=1.4, label=TITLES[result.side])
+        axes.plot(memory.position, megabytes, color=COLOURS[result.side], lw=1.4, label=result.side)
         axes.fill_between(memory.position, megabytes, color=COLOURS[result.side], alpha=0.15, lw=0)
     kinds = shown[0].memory[rank].kinds
     axes.set_xlim(0, len(kinds))
@@ -137,21 +135,20 @@ def _memory(axes: Axes, couple: Mapping[str, Result]) -> None:
     axes.grid(axis="x", visible=False)
     axes.set_title(f"{_label(couple)}: memory on rank {rank}")
     axes.set_xlabel("the rank's actions in order (F forward, B whole backward, I, W)")
-    axes.legend(loc="lower center", ncols=3, fontsize=7)
+    axes.legend(loc="lower center", ncols=2, fontsize=7)
 
 
 def _bars(
     axes: Axes,
-    couples: Sequence[Mapping[str, Result]],
+    couples: Sequence[Sequence[Result]],
     title: str,
     caption: Callable[[Result], str],
     value: Callable[[Result], float],
 ) -> None:
     for number, couple in enumerate(couples):
-        for place, result in enumerate(couple.values()):
-            offset = (place - (len(couple) - 1) / 2) * 0.8 / len(couple)
+        for offset, result in zip((-0.2, 0.2), couple, strict=True):
             if result.error is None:
-                bar = axes.bar(number + offset, value(result), 0.72 / len(couple), color=COLOURS[result.side])
+                bar = axes.bar(number + offset, value(result), 0.36, color=COLOURS[result.side])
                 axes.bar_label(bar, [caption(result)], padding=2, fontsize=6)
             else:
                 axes.text(number + offset, 0, "failed", ha="center", va="bottom", rotation=90, fontsize=8)

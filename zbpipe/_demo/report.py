@@ -5,13 +5,13 @@ from __future__ import annotations
 import datetime
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from zbpipe._demo.config import SCHEDULES, SIDES, Config
+from zbpipe._demo.config import SCHEDULES, Config
 from zbpipe._demo.measure import StepMemory
 from zbpipe._demo.train import Difference, Run, Step
 
@@ -21,14 +21,9 @@ GRADIENT_TOLERANCE = 1e-5
 LOSS_TOLERANCE = 1e-3
 """Largest difference of losses, nats per byte: training carries differences of rounding on from step to step."""
 
-TITLES = {"torch": "torch", "zbpipe": "zbpipe", "filled": "waits filled"}
-
 DEFINITIONS = """\
-waits filled zbpipe.patch(fill_waits=True)
 step time    forward, I, W and the optimizer, on the slowest rank; median over
              the steps
-waited       of that, for messages and with nothing to run, on the rank that
-             waited longest
 CPU time     of the same, all ranks and threads together: depends less on what
              else the machine does
 gradients    of the first step, on the same weights: the largest difference in
@@ -74,11 +69,6 @@ class Result:
         return statistics.median(step.cpu_seconds for step in self.steps)
 
     @property
-    def waited(self) -> float:
-        """Seconds of a step that the rank that waited longest waited for messages, with nothing to run: the median."""
-        return statistics.median(step.waited for step in self.steps)
-
-    @property
     def peak(self) -> int:
         """Bytes, on the rank with the most."""
         return max(memory.peak for memory in self.memory)
@@ -116,23 +106,15 @@ def loss_difference(ours: Result, theirs: Result) -> float:
     return math.inf if any(math.isnan(a) for a in apart) else max(apart)
 
 
-def by_schedule(results: Sequence[Result]) -> list[dict[str, Result]]:
-    """Per schedule its sides, torch's first."""
-    found: dict[str, dict[str, Result]] = {}
-    for side, result in sorted(((SIDES.index(r.side), r) for r in results), key=lambda pair: pair[0]):
-        found.setdefault(result.schedule, {})[SIDES[side]] = result
-    return list(found.values())
+def pairs(results: Sequence[Result]) -> list[tuple[Result, Result]]:
+    """The results as ``(torch, zbpipe)``, one pair per schedule."""
+    by_key = {(r.schedule, r.side): r for r in results}
+    return [(by_key[name, "torch"], by_key[name, "zbpipe"]) for name in dict.fromkeys(r.schedule for r in results)]
 
 
 def all_faults(results: Sequence[Result]) -> list[str]:
-    """What is wrong with zbpipe's sides, a sentence each."""
-    return [
-        fault
-        for sides in by_schedule(results)
-        for side, ours in sides.items()
-        if side != "torch"
-        for fault in find_faults(sides["torch"], ours)
-    ]
+    """What is wrong with zbpipe's side, a sentence each."""
+    return [fault for pair in pairs(results) for fault in find_faults(*pair)]
 
 
 def show(results: Sequence[Result], config: Config) -> int:
@@ -141,10 +123,9 @@ def show(results: Sequence[Result], config: Config) -> int:
     print(f"\ntorch {torch.__version__}, {config.device}: {where},")
     print(f"{config.blocks_per_stage} blocks of width {config.width} per stage, ", end="")
     print(f"{config.batch_size} x {config.context} bytes of text per step,")
-    print(f"a head of width {config.head_width} on the last stage", end="")
-    print(f", {config.link_ms:g} ms per message" if config.link_ms else "")
-    for sides in by_schedule(results):
-        print("\n" + table(sides))
+    print(f"a head of width {config.head_width} on the last stage")
+    for pair in pairs(results):
+        print("\n" + table(*pair))
     print("\n" + DEFINITIONS)
     faults = all_faults(results)
     print()
@@ -161,22 +142,21 @@ def show(results: Sequence[Result], config: Config) -> int:
 def as_dict(results: Sequence[Result], config: Config) -> dict[str, Any]:
     """The figures as plain data.
 
-    ``runs`` has an item per schedule and side: ``losses`` (nats per byte, per step), ``seconds``, ``waited`` and
-    ``cpu_seconds`` (a step's median), ``held`` and ``peak`` (bytes, of the rank with the most), ``from_ordinary`` and
-    ``from_torch`` (the largest relative difference of a gradient, null where it was not compared or is not finite) and
-    ``error``; what a run that failed does not have is null. ``wrong`` is what is wrong with zbpipe's sides, a sentence
-    each. ``schema`` is 2: another number means other keys.
+    ``runs`` has an item per schedule and side: ``losses`` (nats per byte, per step), ``seconds`` and ``cpu_seconds`` (a
+    step's median), ``held`` and ``peak`` (bytes, of the rank with the most), ``from_ordinary`` and ``from_torch`` (the
+    largest relative difference of a gradient, null where it was not compared or is not finite) and ``error``; what a
+    run that failed does not have is null. ``wrong`` is what is wrong with zbpipe's side, a sentence each. ``schema`` is
+    3: another number means other keys.
     """
     return {
         "benchmark": "demo",
-        "schema": 2,
+        "schema": 3,
         "date": datetime.date.today().isoformat(),
         "torch": torch.__version__.partition("+")[0],
         "device": config.device,
         "ranks": config.ranks,
         "stages": config.num_stages,
         "microbatches": config.microbatches,
-        "link_ms": config.link_ms,
         "runs": [_run(result) for result in results],
         "wrong": all_faults(results),
     }
@@ -189,7 +169,6 @@ def _run(result: Result) -> dict[str, Any]:
         "side": result.side,
         "losses": result.losses,
         "seconds": result.seconds if whole else None,
-        "waited": result.waited if whole else None,
         "cpu_seconds": result.cpu_seconds if whole else None,
         "held": result.held if whole else None,
         "peak": result.peak if whole else None,
@@ -219,40 +198,31 @@ def find_faults(theirs: Result, ours: Result) -> list[str]:
     return faults
 
 
-def table(sides: Mapping[str, Result]) -> str:
+def table(theirs: Result, ours: Result) -> str:
     """One schedule, torch's own module beside zbpipe, as lines of text."""
-    theirs, *ours = sides.values()
-    kind = SCHEDULES[theirs.schedule]
+    kind = SCHEDULES[ours.schedule]
+    both = theirs.error is None and ours.error is None
 
     def row(name: str, cell: Callable[[Result], str], number: Callable[[Result], float] | None = None) -> list[str]:
-        def ratio(result: Result) -> str:
-            known = number is not None and result is not theirs and theirs.error is None and number(theirs)
-            return f"{number(result) / number(theirs):>6.2f}x" if number is not None and known else ""
-
-        return [name, *(cell(r) + ratio(r) if r.error is None else "failed" for r in sides.values())]
-
-    def beside(name: str, cell: Callable[[Result], str]) -> list[str]:
-        return [name, "", *(cell(r) for r in ours)]
-
-    def losses_apart(result: Result) -> str:
-        return "-" if result.error is not None or theirs.error is not None else f"{loss_difference(result, theirs):.1e}"
+        cells = [cell(r) if r.error is None else "failed" for r in (theirs, ours)]
+        ratio = f"{number(ours) / number(theirs):.2f}x" if number is not None and both and number(theirs) else ""
+        return [name, *cells, ratio]
 
     rows = [
-        ["", *(TITLES[side] for side in sides)],
+        ["", "torch", "zbpipe", "ratio"],
         row("loss of the first step, nats per byte", lambda r: f"{r.losses[0]:.4f}"),
         row("loss of the last step", lambda r: f"{r.losses[-1]:.4f}"),
-        beside("losses: largest difference", losses_apart),
-        beside("gradients: from torch's own", lambda r: _apart(r.from_torch)),
+        ["losses: largest difference", "", f"{loss_difference(ours, theirs):.1e}" if both else "-", ""],
+        ["gradients: from torch's own", "", _apart(ours.from_torch), ""],
         row("gradients: from an ordinary backward", lambda r: _apart(r.from_ordinary)),
         row("step time", lambda r: f"{r.seconds * 1e3:.0f} ms", lambda r: r.seconds),
-        row("waited for messages in a step", lambda r: f"{r.waited * 1e3:.0f} ms", lambda r: r.waited),
         row("CPU time of a step, all ranks", lambda r: f"{r.cpu_seconds * 1e3:.0f} ms", lambda r: r.cpu_seconds),
         row("memory held from I to W", lambda r: _megabytes(r.held), lambda r: r.held),
         row("memory, peak of the step", lambda r: _megabytes(r.peak), lambda r: r.peak),
     ]
-    lines = [f"{name:<38}{cells[0]:>10}" + "".join(f"{cell:>16}" for cell in cells[1:]) for name, *cells in rows]
+    lines = [f"{name:<38}{torch_cell:>10}{zbpipe_cell:>12}{ratio:>8}" for name, torch_cell, zbpipe_cell, ratio in rows]
     lines = [f"{kind.label} ({kind.class_name})", lines[0], "-" * len(lines[0]), *lines[1:]]
-    lines += [f"{TITLES[r.side]} failed: {r.error}" for r in sides.values() if r.error is not None]
+    lines += [f"{r.side} failed: {r.error}" for r in (theirs, ours) if r.error is not None]
     return "\n".join(line.rstrip() for line in lines)
 
 

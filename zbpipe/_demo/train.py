@@ -15,7 +15,6 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
 from zbpipe._demo.config import Config, ScheduleKind
-from zbpipe._demo.link import Clock
 from zbpipe._demo.measure import StepMemory, knowing_blocks, measure_step
 from zbpipe._demo.model import loss_fn
 from zbpipe._demo.text import batch
@@ -40,14 +39,12 @@ class Difference:
 @dataclass(frozen=True)
 class Step:
     """One training step over all ranks: the mean ``loss`` of its microbatches (nats per byte), the wall time of the
-    slowest rank, the CPU time of all ranks together (all threads), and what the rank that waited longest waited for
-    messages with nothing to run, in seconds.
+    slowest rank and the CPU time of all ranks together (all threads), in seconds.
     """
 
     loss: float
     seconds: float
     cpu_seconds: float
-    waited: float = 0.0
 
 
 @dataclass
@@ -109,7 +106,6 @@ class Trainer:
 
     def __init__(self, rank: int, kind: ScheduleKind, models: Sequence[nn.Sequential], config: Config) -> None:
         self.config = config
-        self.clock = Clock()
         self.device = torch.device(config.device)
         indices = config.stages_of(rank, kind)
         self.has_first = 0 in indices
@@ -140,17 +136,17 @@ class Trainer:
     def train_step(self, tokens: torch.Tensor, targets: torch.Tensor) -> Step:
         """One whole step with its optimizer. Returns the same on all ranks."""
         self._wait_for_all()
-        start, cpu_start, waited = time.perf_counter(), time.process_time(), self.clock.seconds
+        start, cpu_start = time.perf_counter(), time.process_time()
         loss = self.forward_backward(tokens, targets)
         self.optimizer.step()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
-        mine = [loss, seconds, time.process_time() - cpu_start, self.clock.seconds - waited]
-        everyone = [torch.empty(4, dtype=torch.float64, device=self.device) for _ in range(self.config.ranks)]
+        mine = [loss, seconds, time.process_time() - cpu_start]
+        everyone = [torch.empty(3, dtype=torch.float64, device=self.device) for _ in range(self.config.ranks)]
         dist.all_gather(everyone, torch.tensor(mine, dtype=torch.float64, device=self.device))
-        losses, of_ranks, cpu_seconds, waits = torch.stack(everyone).T.tolist()
-        return Step(losses[self.rank_of_last], max(of_ranks), sum(cpu_seconds), max(waits))
+        losses, of_ranks, cpu_seconds = torch.stack(everyone).T.tolist()
+        return Step(losses[self.rank_of_last], max(of_ranks), sum(cpu_seconds))
 
     def gradients(self) -> Gradients:
         """Copies of this rank's gradients as they stand."""
@@ -188,12 +184,11 @@ def train(
     config = trainer.config
     trainer.forward_backward(*batch(text, 0, config))
     on_first_gradients(trainer.gradients())
-    with trainer.clock.running():
-        for number in range(config.steps):
-            step = trainer.train_step(*batch(text, number, config))
-            run.steps.append(step)
-            on_step(step)
-        _measure(trainer, text, run)
+    for number in range(config.steps):
+        step = trainer.train_step(*batch(text, number, config))
+        run.steps.append(step)
+        on_step(step)
+    _measure(trainer, text, run)
 
 
 def _measure(trainer: Trainer, text: torch.Tensor, run: Run) -> None:
@@ -202,6 +197,4 @@ def _measure(trainer: Trainer, text: torch.Tensor, run: Run) -> None:
     with knowing_blocks(trainer.device):
         trainer.forward_backward(*last)
         trainer.clear()
-        run.memory = measure_step(
-            lambda: trainer.forward_backward(*last), trainer.stages, trainer.device, trainer.clock
-        )
+        run.memory = measure_step(lambda: trainer.forward_backward(*last), trainer.stages, trainer.device)

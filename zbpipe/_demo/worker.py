@@ -17,8 +17,7 @@ from tqdm import tqdm
 
 import zbpipe
 from zbpipe._demo import plot, report
-from zbpipe._demo.config import SCHEDULES, Config
-from zbpipe._demo.link import slow_link
+from zbpipe._demo.config import SCHEDULES, SIDES, Config
 from zbpipe._demo.model import build_stages
 from zbpipe._demo.text import load_text
 from zbpipe._demo.train import Gradients, Run, Step, Trainer, difference, ordinary_gradients, train
@@ -46,9 +45,9 @@ def work(rank: int, store: Store, config: Config) -> int:
     results: list[report.Result] = []
     for name in config.schedules:
         torch_gradients: Gradients | None = None
-        for side in config.sides:
+        for side in SIDES:
             run = Run(name, side)
-            with slow_link(config.link_ms / 1e3), _patched(side):
+            with zbpipe.patched() if side == "zbpipe" else contextlib.nullcontext():
                 seen = _one_run(rank, store, config, run, models, text)
             if seen is not None:
                 run.from_ordinary = difference(seen, ordinary)
@@ -73,10 +72,6 @@ def work(rank: int, store: Store, config: Config) -> int:
     if rank == 0:  # under torchrun this process may hold the store: leave last
         store.wait([f"done/{other}" for other in range(config.ranks)], REPORT_TIMEOUT)
     return status
-
-
-def _patched(side: str) -> contextlib.AbstractContextManager[object]:
-    return contextlib.nullcontext() if side == "torch" else zbpipe.patched(fill_waits=side == "filled")
 
 
 def _one_run(

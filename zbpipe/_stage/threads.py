@@ -1,7 +1,8 @@
 """Threads that wait for sends whose works tell only a caller of ``wait`` that they are done: gloo's.
 
-One per group and peer. A thread stays for a while when it has nothing to wait for, so that most sends find one: whoever starts a thread is held
-up until that has run, which takes milliseconds where all cores compute. It does not outlive its group.
+One per group and peer. A thread stays for a while when it has nothing to wait for, so that most sends find one: whoever
+starts a thread is held up until that has run, which takes milliseconds where all cores compute. It does not outlive its
+group.
 """
 
 import atexit

@@ -56,7 +56,6 @@ class Marks:
         self._thread = _Thread()
         self._calls = 0
         self._call_of: weakref.WeakKeyDictionary[_C.ParamGroup, int] = weakref.WeakKeyDictionary()
-        self._outer_of: weakref.WeakKeyDictionary[_C.ParamGroup, Open] = weakref.WeakKeyDictionary()
 
     def mark(self) -> int | None:
         return self._mark() if self.is_running else None
@@ -108,12 +107,9 @@ class Marks:
         return self._calls - 1
 
     def note(self, groups: Iterable[_C.ParamGroup], call: int) -> None:
-        """Groups are from this call of I, which has ended."""
-        outer = self._thread.place.outermost
+        """Groups are from this call of I."""
         for group in groups:
             self._call_of[group] = call
-            if outer is not None:
-                self._outer_of[group] = outer
 
     def calls_of(self, groups: Any) -> tuple[int, ...]:
         """The calls of I that the groups are from; nothing for what is no group, which the pass will refuse."""
@@ -121,14 +117,6 @@ class Marks:
             return ()
         known = (self._call_of.get(group) for group in groups if isinstance(group, _C.ParamGroup))
         return tuple(sorted({call for call in known if call is not None}))
-
-    def weight_pass(self, groups: Any) -> PhaseContext:
-        """Of these groups: a phase by the stage and microbatch whose I was one, else by the calls of zbpipe's I."""
-        calls = self.calls_of(groups)
-        outer = self._outer_of.get(groups[0]) if len(calls) == 1 else None
-        if outer is not None:
-            return PhaseContext([self], "W", outer.stage, outer.microbatch)
-        return PhaseContext([self], "W", None, calls[0] if len(calls) == 1 else None, calls)
 
 
 class PhaseContext:

@@ -46,11 +46,9 @@ class Running:
         groups = list(param_groups) if isinstance(param_groups, Iterable) else param_groups
         with contextlib.ExitStack() as stack:
             for recording in self.recordings:
-                stack.enter_context(recording.weight_pass(groups))
+                calls = recording.calls_of(groups)
+                stack.enter_context(PhaseContext([recording], "W", None, calls[0] if len(calls) == 1 else None, calls))
             return _C.weight_pass(weights, groups, *how)
-
-    def phase(self, kind: str, /) -> PhaseContext:
-        return PhaseContext(self.recordings, kind)
 
     def backward(self, backward: Callable[..., None], /, *args: Any) -> None:
         with PhaseContext(self.recordings, "B"):
