@@ -283,7 +283,6 @@ ROOMS = {
     "_gone": {"_torch"},
     "release": {*BASE, "_gone"},
     "_kernels": BASE,
-    "stores": {*BASE, "_kernels"},
     "_compile": {*BASE, "_text"},
     "_stage": {"_policy", "_torch"},
     "passes": {"_C", "_observer", "_parameters", "_policy", "_stage"},
@@ -293,7 +292,7 @@ ROOMS = {
     "_explain": {*BASE, "_kernels", "_policy", "_text", "memory"},
     "zbpipe": {
         *("_C", "_build_check", "_compile", "_explain", "_kernels", "_names", "_patch", "_policy", "_version"),
-        *("leaks", "memory", "passes", "release", "stores"),
+        *("leaks", "memory", "passes", "release"),
     },
     "_demo": {"memory", "zbpipe"},
     "_bench": {"_torch", "_version", "zbpipe"},
@@ -416,7 +415,7 @@ def test_no_module_is_longer_than_one_reads():
         ("_torch", "import zbpipe._policy"),
         ("leaks", "from zbpipe.memory import record"),
         ("leaks", "def f():\n    from zbpipe import get_policy"),
-        ("_kernels", "import importlib\nimportlib.import_module('zbpipe.stores')"),
+        ("_kernels", "import importlib\nimportlib.import_module('zbpipe.release')"),
     ],
 )
 def test_an_import_back_up_is_found(room, line):

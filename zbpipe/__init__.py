@@ -21,7 +21,7 @@ from zbpipe import _build_check
 
 _build_check.check()
 
-from zbpipe import memory, stores  # noqa: E402
+from zbpipe import memory  # noqa: E402
 from zbpipe._C import ParamGroup  # noqa: E402
 from zbpipe._compile import compile  # noqa: E402
 from zbpipe._explain.result import Explanation, ParameterPlan, Use  # noqa: E402
@@ -66,7 +66,6 @@ __all__ = [
     "stage_backward",
     "stage_backward_input",
     "stage_backward_weight",
-    "stores",
     "unpatch",
 ]
 

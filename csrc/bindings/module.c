@@ -28,7 +28,7 @@ static int module_exec(PyObject *module)
     }
     if (zbp_add_passes(module) < 0 || zbp_add_explain(module) < 0 || zbp_add_work(module) < 0 ||
         zbp_add_release(module) < 0 || zbp_add_memory(module) < 0 || zbp_add_modules(module) < 0 ||
-        zbp_add_stores(module) < 0 || zbp_add_storages(module) < 0 || zbp_add_holders(module) < 0) {
+        zbp_add_storages(module) < 0 || zbp_add_holders(module) < 0) {
         return -1;
     }
     return zbp_add_leaks(module);

@@ -30,6 +30,7 @@ SAYS = {
     "huggingface.py": "losses of 5 steps equal those of the model in one piece",
     "torchtitan_cpu.py": "torchtitan trained 5 steps; zbpipe is on: True",
     "mixed_precision.py": "weights after 3 steps equal those of the model in one piece",
+    "weight_grad_store.py": "equals an ordinary backward's gradient, bit for bit",
 }
 # Two stages of one rank are neighbours, where torch 2.11's schedules open a connection that gloo refuses.
 OLDER = torch.__version__ < (2, 12)

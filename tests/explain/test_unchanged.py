@@ -395,7 +395,7 @@ def test_what_puts_back_does_not_call_a_subclass():
 
 
 class Queued(nn.Module):
-    """Computes its weight's gradient in backward_dw(), first in, first out."""
+    """Computes its weight's gradient in compute_first(), first in, first out."""
 
     def __init__(self):
         super().__init__()
@@ -405,7 +405,7 @@ class Queued(nn.Module):
     def forward(self, x):
         return _Queueing.apply(x, self)
 
-    def backward_dw(self):
+    def compute_first(self):
         x, grad = self.queue.pop(0)
         self.weight.grad = x.mT @ grad if self.weight.grad is None else self.weight.grad + x.mT @ grad
 
@@ -428,17 +428,8 @@ def test_a_queue_of_a_module_is_as_before():
     stage(x).sum().backward()
     zbpipe.explain(stage, torch.ones(3, 4) * 5)
     assert len(stage.queue) == 1
-    stage.backward_dw()
+    stage.compute_first()
     assert torch.equal(stage.weight.grad, torch.full((4, 4), 3.0))
-
-
-def test_a_queue_that_zbpipes_stores_keep_in_step_is_theirs():
-    """They have noted the trial's entry, and that its group is gone: without it they would take another one for it."""
-    stage = Queued()
-    zbpipe.stores.run_backward_dw(stage)
-    zbpipe.explain(stage, torch.ones(3, 4))
-    assert len(stage.queue) == 1
-    assert stage.weight.grad is None
 
 
 def test_what_is_set_aside_comes_back_however_it_ends():

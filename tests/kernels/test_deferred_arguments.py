@@ -16,7 +16,7 @@ from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 import zbpipe
-from zbpipe._kernels.defer import will_defer
+from zbpipe._C import will_defer
 
 pytestmark = needs_zbpipe  # torch's module takes no work over
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import zbpipe
-from zbpipe._kernels.defer import will_defer
+from zbpipe._C import will_defer
 
 pytestmark = needs_zbpipe  # torch's module takes no work over
 

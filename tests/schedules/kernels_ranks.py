@@ -4,7 +4,6 @@ optimizer between, under schedules that split the backward.
     python kernels_ranks.py RANK WORLD FOLDER
 """
 
-import queue
 import sys
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from torch.autograd import Function
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import zbpipe
-from zbpipe import stores
 
 MICROBATCHES, BATCH, WIDTH, STEPS = 8, 16, 8, 2
 SCHEDULES = ("ScheduleZBVZeroBubble", "ScheduleInterleavedZeroBubble", "ScheduleDualPipeV")
@@ -63,70 +61,32 @@ class Gated(Function):
         return grad @ (w + frozen).mT, dw, dfrozen, db, None
 
 
-class Storing(Function):
-    """x @ w + b by a store."""
+class Fused(Function):
+    """x @ w + b by zbpipe.defer of work that adds the gradients itself."""
 
     @staticmethod
-    def forward(ctx, x, w, b, store, calls):
+    def forward(ctx, x, w, b, calls):
         ctx.save_for_backward(x, w)
-        ctx.store, ctx.calls = store, calls
+        ctx.buffers, ctx.calls = [w.main_grad, b.main_grad], calls
         return x @ w + b
 
     @staticmethod
     def backward(ctx, grad):
         x, w = ctx.saved_tensors
-        calls = ctx.calls
+        calls, buffers = ctx.calls, ctx.buffers
 
         def gemm(x, grad):
-            calls.append(phase[-1])
-            return x.mT @ grad, grad.sum(0)
-
-        if not ctx.store.delay_wgrad_compute():
-            return grad @ w.mT, *gemm(x, grad), None, None
-        ctx.store.put([x, grad], gemm)
-        return grad @ w.mT, None, None, None, None
-
-
-class Fused(Function):
-    """x @ w + b by a store, with the buffers that it is added to among what is put."""
-
-    @staticmethod
-    def forward(ctx, x, w, b, store, calls):
-        ctx.save_for_backward(x, w)
-        ctx.buffers = [w.main_grad, b.main_grad]
-        ctx.store, ctx.calls = store, calls
-        return x @ w + b
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, w = ctx.saved_tensors
-        calls = ctx.calls
-
-        def gemm(x, grad, buffers):
+            if phase[-1] == "outside":  # where torch's stages learn shapes, from memory that is not initialised
+                return
             calls.append(phase[-1])
             buffers[0].addmm_(x.mT, grad)
             buffers[1].add_(grad.sum(0))
 
-        if ctx.store.split_bw():
-            ctx.store.put([x, grad, ctx.buffers], gemm)
-        elif phase[-1] != "outside":  # where torch's stages learn shapes, from memory that is not initialised
-            gemm(x, grad, ctx.buffers)
-        return grad @ w.mT, None, None, None, None
-
-
-class Queueing(Affine):
-    """x @ w + b by a module's own queue."""
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, w = ctx.saved_tensors
-        ctx.given.put((x.detach(), grad))
+        zbpipe.defer(gemm, weights=None, saved=(x, grad))
         return grad @ w.mT, None, None, None
 
 
 class Layer(nn.Module):
-    """Most kinds compute the same; the one with a queue halves its input first, in place."""
-
     def __init__(self, kind, is_plain):
         super().__init__()
         self.kind = kind
@@ -134,35 +94,20 @@ class Layer(nn.Module):
         self.w = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.float64) / 3)
         self.b = nn.Parameter(torch.randn(WIDTH, dtype=torch.float64))
         self.calls = []
-        self.store = stores.WeightGradStore(weights=None if kind == "fused" else (1, 2))
-        self.entries = queue.Queue()
         self.register_buffer("frozen", torch.eye(WIDTH, dtype=torch.float64))
         if kind == "fused":
             self.w.main_grad, self.b.main_grad = torch.zeros_like(self.w), torch.zeros_like(self.b)
-        if kind == "queue" and not is_plain:
-            stores.run_backward_dw(self)
 
     def forward(self, x):
         if self.kind == "gated":
             w = self.w * torch.sigmoid(x.mean() + self.b[0])
             return x @ (w + self.frozen) if self.is_plain else Gated.apply(x, w, self.frozen, None, self.calls)
         if self.is_plain:
-            return (x / 2 if self.kind == "queue" else x) @ self.w + self.b
-        if self.kind == "defer":
-            return Deferring.apply(x, self.w, self.b, self.calls)
-        if self.kind == "store":
-            return Storing.apply(x, self.w, self.b, self.store, self.calls)
-        if self.kind == "fused":
-            return Fused.apply(x, self.w, self.b, self.store, self.calls)
-        return Queueing.apply(x.div_(2), self.w, self.b, self.entries)
-
-    def backward_dw(self):
-        x, grad = self.entries.get_nowait()
-        self.calls.append(phase[-1])
-        self.w.grad, self.b.grad = x.mT @ grad, grad.sum(0)
+            return x @ self.w + self.b
+        return (Deferring if self.kind == "defer" else Fused).apply(x, self.w, self.b, self.calls)
 
 
-KINDS = ("defer", "gated", "store", "fused", "queue")
+KINDS = ("defer", "gated", "fused")
 
 
 def parts(count, plain=False):

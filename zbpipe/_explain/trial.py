@@ -32,7 +32,6 @@ import torch
 from torch import nn
 
 from zbpipe import _C
-from zbpipe._kernels.book import books_of
 from zbpipe._torch import autograd
 from zbpipe._torch.dispatch import is_traceable_wrapper_subclass
 from zbpipe._torch.modules import parametrizations_cache
@@ -63,7 +62,6 @@ class _State:
         self.containers: dict[int, tuple[Any, Any]] = {}  # by id: the container, its contents
         self.tensors: dict[int, torch.Tensor] = {}
         self.generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
-        self.in_step = {id(part) for kept in module.modules() if _is_kept_in_step(kept) for part in kept.modules()}
         self.pending: list[Any] = [module, *module.parameters(), *module.buffers()]
         seen: dict[int, Any] = {}
         while self.pending:
@@ -77,9 +75,7 @@ class _State:
     def _note(self, item: Any) -> None:
         kind = type(item)
         if isinstance(item, nn.Module):
-            own = vars(item)
-            is_free = id(item) not in self.in_step
-            self.pending += [own] if is_free else [own[name] for name in _REGISTRIES if name in own]
+            self.pending.append(vars(item))
         elif isinstance(item, torch.Tensor):
             self.tensors[id(item)] = item
             self.pending.append(getattr(item, "__dict__", None))
@@ -117,11 +113,6 @@ class _State:
             autograd.set_versions(tensors, numbers)
 
 
-def _is_kept_in_step(module: nn.Module) -> bool:
-    """Whether zbpipe.stores has a book about the module's queue: what is put back there would be missing in it."""
-    return bool(books_of(module))
-
-
 def _parts_of(tensor: Any) -> list[Any]:
     """The tensors that one holds which has no memory of its own, as far as it tells."""
     if not is_traceable_wrapper_subclass(tensor):
@@ -131,7 +122,6 @@ def _parts_of(tensor: Any) -> list[Any]:
 
 
 _ATOMS = (str, bytes, int, float, complex, type(None), type)
-_REGISTRIES = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict)]
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 _COLLECTIONS = (list, set, deque)
 

@@ -1,1 +1,1 @@
-"""Work that others hand over in I, for W: Functions' gradients, stores, modules with backward_dw()."""
+"""Work that Functions hand over in I, for W."""

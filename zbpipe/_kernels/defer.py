@@ -70,13 +70,3 @@ def defer(function: Callable[..., Any], weights: Weights, saved: Sequence[Any] =
     if torch.compiler.is_compiling():
         return function(*saved)
     return _C.defer(function, weights, saved)
-
-
-def will_defer(weights: Weights) -> bool:
-    """True if :func:`defer` with these weights, called here, would leave the work to the weight pass; false if it
-    would call the function at once, or not at all since nobody asks for the gradients.
-
-    Raises:
-        TypeError, ValueError: as :func:`defer`.
-    """
-    return not torch.compiler.is_compiling() and _C.will_defer(weights)

@@ -38,12 +38,6 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor._base
 
 
-def may_be_written_to(view: torch.Tensor) -> bool:
-    """Whether autograd lets one compute in place on a view with gradient."""
-    meta = torch._C._autograd
-    return bool(meta._get_creation_meta(view) == meta.CreationMeta.DEFAULT)
-
-
 def version_of(tensor: torch.Tensor) -> int:
     """How often the tensor's memory was changed in place. Raises RuntimeError for inference tensors."""
     return tensor._version
@@ -85,21 +79,10 @@ def drop_hooks(leaf: torch.Tensor, but: tuple[bool, bool]) -> None:
 # Nodes and runs.
 
 
-def run_id() -> int:
-    """A number for the engine's run that this thread is in; -1 outside of any."""
-    return torch._C._current_graph_task_id()
-
-
 def running_node() -> Node | None:
     """The node that the engine runs in this thread."""
     node: Node | None = torch._C._current_autograd_node()
     return node
-
-
-def age(node: Node) -> int:
-    """Greater for nodes that the same thread made later."""
-    number: int = node._sequence_nr()
-    return number
 
 
 def zeros_for(node: Node, index: int) -> torch.Tensor:

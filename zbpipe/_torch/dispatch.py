@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._compile import _disable_dynamo
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
@@ -18,7 +17,6 @@ __all__ = [
     "GROUPED_MM",
     "TorchDispatchMode",
     "decomposed",
-    "disable_dynamo",
     "has_effects",
     "is_mutable",
     "is_operator",
@@ -29,7 +27,6 @@ __all__ = [
     "pytree",
 ]
 
-disable_dynamo = _disable_dynamo
 pytree = _pytree
 
 _aten = torch.ops.aten

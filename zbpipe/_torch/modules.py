@@ -1,10 +1,8 @@
-"""What is private in modules: their dictionaries, how they walk them, hooks before a forward, what parametrizations
-have computed."""
+"""What is private in modules: their dictionaries, how they walk them, what parametrizations have computed."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
 from types import GeneratorType
 from typing import Any
 
@@ -35,10 +33,6 @@ def module_of_untouched_walk(parameters: object) -> nn.Module | None:
         and getattr(module._named_members, "__func__", None) is _NAMED_MEMBERS
     )
     return module if is_torchs else None
-
-
-def hooks_before_forward(module: nn.Module) -> Iterable[Any]:
-    return module._forward_pre_hooks.values()
 
 
 def is_under_fully_shard(module: nn.Module) -> bool:

@@ -258,23 +258,19 @@ NEEDS = (
     Need(
         "tensors and nodes",
         Weight.TOOL,
-        "explain, defer, the stores, release and the leak tools",
+        "explain, defer, release and the leak tools",
         (
             Way(
                 "2.11 to 2.15",
                 (
                     *_attributes("torch:Tensor", "_base _version _backward_hooks _post_accumulate_grad_hooks"),
                     *_callables("torch:Tensor", "_is_view _make_subclass"),
-                    *_callables(
-                        "torch._C",
-                        "_current_graph_task_id _current_autograd_node _DisableAutocast DisableTorchFunctionSubclass",
-                    ),
-                    *_callables("torch._C:_autograd", "_get_creation_meta _unsafe_set_version_counter CreationMeta"),
+                    *_callables("torch._C", "_current_autograd_node _DisableAutocast DisableTorchFunctionSubclass"),
+                    *_callables("torch._C:_autograd", "_unsafe_set_version_counter"),
                     *_attributes("torch:UntypedStorage", "_cdata"),
-                    *_attributes("torch.nn:Module", "_forward_pre_hooks _parameters _buffers _modules"),
+                    *_attributes("torch.nn:Module", "_parameters _buffers _modules"),
                     *_attributes("torch.nn.utils.parametrize", "_cache"),
                     *_callables("torch.utils._python_dispatch", "TorchDispatchMode is_traceable_wrapper_subclass"),
-                    *_callables("torch._compile", "_disable_dynamo"),
                     *_callables("torch._ops:OpOverload", "decompose"),
                     *_callables("torch.utils._pytree", "tree_flatten tree_unflatten tree_map"),
                 ),

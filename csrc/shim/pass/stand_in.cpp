@@ -29,9 +29,8 @@ T* as_hook(torch::autograd::FunctionPreHook& hook, const char* name) {
   return std::strstr(typeid(hook).name(), name) ? static_cast<T*>(&hook) : nullptr;
 }
 
-}  // namespace
-
-size_t* place_of(torch::autograd::FunctionPreHook& hook) {
+/// Which of its node's gradients a tensor's hook takes; nothing for a hook of another kind.
+const size_t* place_of(torch::autograd::FunctionPreHook& hook) {
   namespace ag = torch::autograd;
   if (auto* python = as_hook<ag::PyFunctionTensorPreHook>(hook, "23PyFunctionTensorPreHook")) {
     return &python->value_idx;
@@ -42,6 +41,8 @@ size_t* place_of(torch::autograd::FunctionPreHook& hook) {
   auto* one = as_hook<ag::CppFunctionSingleTensorPreHook>(hook, "30CppFunctionSingleTensorPreHook");
   return one ? &one->value_idx_ : nullptr;
 }
+
+}  // namespace
 
 variable_list call_tensor_hooks(Node& node, variable_list grads, bool skip_undefined) {
   for (const auto& hook : node.tensor_pre_hooks()) {

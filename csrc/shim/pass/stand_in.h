@@ -81,9 +81,6 @@ class ConsumedGuard : public torch::autograd::FunctionPreHook {
 /// True for what is left of a split node after I: a second backward must not get past it.
 bool is_consumed(Node& node);
 
-/// Which of its node's gradients a tensor's hook takes; nothing for a hook of another kind.
-size_t* place_of(torch::autograd::FunctionPreHook& hook);
-
 /// The hooks of the tensors that `node` produced, which fire wherever a gradient reaches it, and
 /// those of the node, which fire where it runs; in the engine's order. skip_undefined: not those of tensors
 /// that have got no gradient here.
