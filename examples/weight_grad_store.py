@@ -1,4 +1,4 @@
-"""A Function written for a WeightGradStore, as those of Megatron-LM and TransformerEngine are: what it puts in its backward
+"""A Function written for a WeightGradStore, as those of Megatron-LM and TransformerEngine: what its backward puts there
 runs in the weight pass, by zbpipe.defer.
 
     python examples/weight_grad_store.py

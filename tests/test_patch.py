@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import inspect
 import logging
 import os
 import subprocess
@@ -28,7 +29,7 @@ from zbpipe._torch import pipelining, probe
 patch_module = importlib.import_module("zbpipe._patch")
 ROOT = Path(__file__).parents[1]
 BACKWARD = "torch.distributed.pipelining._backward"
-NAMES = [name for name in pipelining.PASSES if hasattr(backward, name)]
+NAMES = [name for name in pipelining.REPLACED if hasattr(backward, name)]
 DRIVEN = ("forward_maybe_with_nosync", "backward_maybe_with_nosync", "backward_weight_one_chunk", "backward_one_chunk")
 RELEASED = (
     "forward_one_chunk",
@@ -106,10 +107,17 @@ def test_every_place_is_rebound_and_restored():
     after = everything()
     assert after.keys() == before.keys()
     for (_, name), function in after.items():
-        assert function is table.PASSES[name]
+        assert function is table.REPLACEMENTS[name]
     zbpipe.unpatch()
     assert not zbpipe.is_patched()
     assert everything() == before
+
+
+def test_what_torchs_stage_does_not_call_is_torchs_own():
+    others = {name: thing for name, thing in vars(backward).items() if inspect.isfunction(thing) and name not in NAMES}
+    assert "construct_reverse_graph" in others
+    with zbpipe.patched():
+        assert {name: vars(backward)[name] for name in others} == others
 
 
 def test_schedules_take_compiled_stages_while_patched():
@@ -348,14 +356,14 @@ def test_every_difference_is_listed_and_nothing_changed(monkeypatch):
         pass
 
     stranger.__module__ = BACKWARD
-    monkeypatch.delattr(backward, "reverse_closure")
+    monkeypatch.delattr(backward, "stage_backward_weight")
     monkeypatch.setattr(backward, "stage_backward", lambda stage_output, grads: None)
     monkeypatch.setattr(stage, "stage_backward_all", stranger, raising=False)
     before = everything()
     with pytest.raises(RuntimeError) as caught:
         zbpipe.patch()
     message = str(caught.value)
-    assert "reverse_closure is missing" in message
+    assert "stage_backward_weight is missing" in message
     assert "stage_backward takes (stage_output, grads) where zbpipe knows (stage_output, output_grads," in message
     assert "torch.distributed.pipelining.stage uses stranger, which zbpipe does not know" in message
     assert everything() == before
@@ -366,7 +374,7 @@ def test_every_difference_is_listed_and_nothing_changed(monkeypatch):
 
 def test_zbpipes_functions_take_what_torchs_take():
     for name in NAMES:
-        assert probe.parameters_of(table.PASSES[name]) == probe.parameters_of(getattr(backward, name))
+        assert probe.parameters_of(table.REPLACEMENTS[name]) == probe.parameters_of(getattr(backward, name))
 
 
 def releases():

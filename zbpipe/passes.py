@@ -1,7 +1,7 @@
 """The input pass, the weight pass and the whole backward: what ``torch.distributed.pipelining._backward`` is for.
 
-Names, signatures and results are those of the replaced module (as of torch 2.15), so that nothing
-that calls it notices; its helpers are in ``_upstream.py``.
+Names, signatures and results are those of the replaced functions (as of torch 2.15), so that nothing
+that calls them notices.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

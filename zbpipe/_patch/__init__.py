@@ -220,17 +220,16 @@ def _originals(modules: _Modules) -> dict[str, places.Function]:
     Raises RuntimeError that lists every difference between this torch's functions and those that zbpipe knows.
     """
     differences = probe.differences("passes")
-    for module in modules.importers:
-        for value in vars(module).values():
-            is_theirs = inspect.isfunction(value) and value.__module__ == pipelining.BACKWARD
-            if is_theirs and value.__name__ not in pipelining.PASSES:
-                differences.append(f"{module.__name__} uses {value.__name__}, which zbpipe does not know")
+    for value in vars(pipelining.stage_module()).values():
+        is_theirs = inspect.isfunction(value) and value.__module__ == pipelining.BACKWARD
+        if is_theirs and value.__name__ not in pipelining.REPLACED:
+            differences.append(f"{pipelining.STAGE} uses {value.__name__}, which zbpipe does not know")
     if differences:
         raise RuntimeError(
             f"zbpipe cannot patch this torch, whose {pipelining.BACKWARD} it does not know: {'; '.join(differences)}; "
             f"{_ADVICE}"
         )
-    return {name: vars(modules.backward)[name] for name in pipelining.PASSES if name in vars(modules.backward)}
+    return {name: vars(modules.backward)[name] for name in pipelining.REPLACED if name in vars(modules.backward)}
 
 
 _ADVICE = "use a torch that zbpipe knows, or a newer zbpipe."
@@ -268,7 +267,7 @@ def _warn_of_strangers(modules: _Modules) -> None:
     strangers = [
         f"{module.__name__}.{name}"
         for module in modules.importers
-        for name in pipelining.PASSES
+        for name in pipelining.REPLACED
         if name in vars(module) and id(vars(module)[name]) not in ours
     ]
     if strangers:

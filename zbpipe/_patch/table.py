@@ -6,13 +6,16 @@ from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from zbpipe import _upstream, passes
+from zbpipe import passes
 from zbpipe._patch.places import Function, Place, holding, wrapping
-from zbpipe._stage import data_parallel, methods, scale, sends
+from zbpipe._stage import data_parallel, losses, methods, scale, sends
 from zbpipe._torch import pipelining, probe
 
 # Instead of torch's functions of these names, wherever they were imported, under whatever name.
-PASSES: dict[str, Function] = {name: vars(passes).get(name) or getattr(_upstream, name) for name in pipelining.PASSES}
+REPLACEMENTS: dict[str, Function] = {
+    name: losses.grads_for_inputs if name == pipelining.GRADS_FOR_INPUTS else vars(passes)[name]
+    for name in pipelining.REPLACED
+}
 
 
 def accept_compiled_stages(stages: Any, schedule_name: str) -> None:
@@ -55,8 +58,8 @@ OF_SCHEDULES = (Wrap(pipelining.BATCH_P2P, sends.batch_p2p, "releases", True),)
 
 
 def functions(originals: dict[str, Function], schedules: ModuleType) -> Iterator[Place]:
-    """The places of the passes, which are `originals`, and of the check that refuses compiled stages."""
-    yield from holding(originals, PASSES)
+    """The places of torch's functions, which are `originals`, and of the check that refuses compiled stages."""
+    yield from holding(originals, REPLACEMENTS)
     check = vars(schedules).get(pipelining.COMPILE_CHECK)
     if check is not None and not probe.differences("compiled stages"):
         yield from holding({pipelining.COMPILE_CHECK: check}, {pipelining.COMPILE_CHECK: accept_compiled_stages})

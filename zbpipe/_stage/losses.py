@@ -1,4 +1,4 @@
-"""The last stage's backward: its loss, and the outputs beside that.
+"""The last stage's backward: its loss, the outputs beside that, and the gradients from which a stage learns shapes.
 
 Note [Who detaches the last stage's outputs]
 
@@ -9,10 +9,11 @@ output may be a parameter (a prompt), which torch's stage, once it has detached 
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from zbpipe._stage import handover
 from zbpipe._torch import pipelining
@@ -42,3 +43,29 @@ def _refuse_spent(stage: Any, microbatch: int, loss: torch.Tensor) -> None:
             f"the loss of stage {stage.stage_index}, microbatch {microbatch}, has had its backward: make a new "
             "schedule after a step that failed, whose losses this one keeps."
         )
+
+
+def grads_for_inputs(
+    outputs: Sequence[torch.Tensor | GradientEdge],
+    inputs: Sequence[Any],
+    grad_outputs: Sequence[torch.Tensor | None] | None = None,
+    retain_graph: bool = False,
+    allow_unused: bool = False,
+) -> tuple[torch.Tensor | None, ...]:
+    """``torch.autograd.grad`` with None for inputs that are no tensor or require no gradient, and where no output does.
+
+    A stage learns from it what its inputs' gradients look like, and takes None for "like the inputs": the first
+    microbatch's loss may be constant.
+    """
+    wanted = [i for i in inputs if isinstance(i, torch.Tensor) and i.requires_grad]
+    if not wanted or not any(isinstance(o, GradientEdge) or o.requires_grad for o in outputs):
+        return (None,) * len(inputs)
+    grads = torch.autograd.grad(
+        outputs=outputs,  # type: ignore[arg-type]
+        inputs=wanted,
+        grad_outputs=grad_outputs,
+        retain_graph=retain_graph,
+        allow_unused=allow_unused,
+    )
+    given = iter(grads)
+    return tuple(next(given) if isinstance(i, torch.Tensor) and i.requires_grad else None for i in inputs)

@@ -85,11 +85,6 @@ _PASSES = {
     "stage_backward": "stage_output output_grads input_values outputs_with_grads_idxs",
     "stage_backward_input": "stage_outputs_or_loss output_grads input_values weights",
     "stage_backward_weight": "weights param_groups retain_graph",
-    "_get_grad_fn_or_grad_acc": "t",
-    "construct_reverse_graph": "roots",
-    "reverse_closure": "roots target_nodes reverse_edges_dict",
-    "get_param_groups": "inputs params reverse_edges_dict",
-    "_null_coalesce_accumulate": "lhs rhs",
 }
 _NEWER_PASSES = {"_autograd_grad_for_inputs": "outputs inputs grad_outputs retain_graph allow_unused"}
 _DRIVES = {

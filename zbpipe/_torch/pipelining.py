@@ -10,18 +10,10 @@ from typing import Any
 
 PIPELINING = "torch.distributed.pipelining"
 BACKWARD = f"{PIPELINING}._backward"
-IMPORTERS = (f"{PIPELINING}.stage", f"{PIPELINING}._IR")
-PASSES = (
-    "stage_backward",
-    "stage_backward_input",
-    "stage_backward_weight",
-    "_get_grad_fn_or_grad_acc",
-    "construct_reverse_graph",
-    "reverse_closure",
-    "get_param_groups",
-    "_autograd_grad_for_inputs",
-    "_null_coalesce_accumulate",
-)
+STAGE = f"{PIPELINING}.stage"
+IMPORTERS = (STAGE, f"{PIPELINING}._IR")
+GRADS_FOR_INPUTS = "_autograd_grad_for_inputs"
+REPLACED = ("stage_backward", "stage_backward_input", "stage_backward_weight", GRADS_FOR_INPUTS)  # what stages call
 
 # Methods and functions that are wrapped.
 BATCH_P2P = "_batch_p2p"
@@ -31,7 +23,7 @@ PREPARE = ("_prepare_forward_infra", "_prepare_backward_infra")
 
 
 def stage_module() -> ModuleType:
-    return importlib.import_module(f"{PIPELINING}.stage")
+    return importlib.import_module(STAGE)
 
 
 def schedules_module() -> ModuleType:
