@@ -5,7 +5,7 @@ A module of its own, so that the passes do not need zbpipe.memory, which needs t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch

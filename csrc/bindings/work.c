@@ -18,8 +18,9 @@ static PyObject *defer(PyObject *Py_UNUSED(module), PyObject *args)
     return zbp_or_raise(zbp_defer(function, weights, saved, &error), &error);
 }
 
-PyDoc_STRVAR(will_defer_doc, "will_defer(weights, /)\n--\n\n"
-                             "True if defer() with these weights, called here, would hand the work over.");
+PyDoc_STRVAR(will_defer_doc,
+             "will_defer(weights, /)\n--\n\n"
+             "True if defer() with these weights, called here, would hand the work over.");
 
 static PyObject *will_defer(PyObject *Py_UNUSED(module), PyObject *weights)
 {
