@@ -169,7 +169,7 @@ def test_a_move_to_another_device_counts_as_a_cast():
     w = torch.nn.Parameter(torch.ones(4, 4, dtype=torch.float64))
     moved = w.to("meta", torch.float32).to(torch.bfloat16)
     out = x.to(moved) @ moved
-    ((task,),) = zbpipe._C.explain((out,), (x,), (w,), 1, 0)
+    ((task,),) = zbpipe._C.explain((out,), (x,), (w,), zbpipe.Policy())
     assert task[4][0][2] == "it is cast twice on its way"
 
 

@@ -100,7 +100,7 @@ def test_experts_of_several_uses():
     equal(m, random_input(96, N))
 
 
-def test_weight_of_several_uses_and_panels():
+def test_large_weight_of_several_uses():
     m = Stage(lambda m, x: torch.tanh(torch.tanh(x @ m.w) @ m.w.t()) @ m.w, w=parameter(1100, 260))
     equal(m, random_input(40, 1100))
 
@@ -242,7 +242,7 @@ def test_layout_of_a_weight(form, layout, shape):
 
 
 def random_sizes(count, seed):
-    """Weights of more than a panel, most with few tokens, which is quick."""
+    """Large weights, most with few tokens, which is quick."""
     dice = random.Random(seed)
     for _ in range(count):
         large = dice.choice([dice.randint(529, 1200), 528 * dice.randint(2, 12) + dice.randint(1, 60)])
@@ -268,7 +268,6 @@ def draws(few, many):
 @pytest.mark.parametrize("threads", [1, 2], indirect=True)
 @pytest.mark.parametrize("dtype", [f32, torch.float64, torch.bfloat16, torch.float16])
 def test_random_sizes(dtype, threads, count):
-    """A bounded version of benchmarks/panels.py, through W."""
     wrong = []
     torch.manual_seed(0)
     for rows, columns, tokens, form, layout in random_sizes(count, seed=str(dtype)):
@@ -284,6 +283,20 @@ def test_random_sizes(dtype, threads, count):
         if not torch.equal(m.w.grad, expected):
             wrong.append((form, layout.__name__, rows, columns, tokens))
     assert not wrong
+
+
+@pytest.mark.parametrize(("shape", "inner"), [((6, 685, 647), 33), ((5, 1055, 619), 52)])
+def test_batches_that_round_otherwise_in_parts(shape, inner):
+    """BLAS rounds some elements of these otherwise when it computes rows or columns of them apart."""
+    batch, rows, columns = shape
+    m = Stage(lambda m, x: torch.bmm(x, m.w), w=nn.Parameter(torch.randn(shape, dtype=torch.float64)))
+    x = torch.randn(batch, inner, rows, dtype=torch.float64, requires_grad=True)
+    grad = torch.randn(batch, inner, columns, dtype=torch.float64)
+    m.w.grad = start = torch.randn_like(m.w)
+    expected = start + torch.autograd.grad(m(x), m.w, grad)[0]
+    _, groups = zb.stage_backward_input([m(x)], [grad], [x], [m.w])
+    zb.stage_backward_weight([m.w], groups)
+    assert torch.equal(m.w.grad, expected)
 
 
 @draws(20, 100)

@@ -11,7 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import zbpipe
 
 RANKS = 2
-TOKENS, WIDTH, HIDDEN = 32, 640, 1280  # of one rank: weights of more than one panel
+TOKENS, WIDTH, HIDDEN = 32, 640, 1280  # of one rank
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_held_and_peak_are_those_of_plain_matrices(mesh):
     held, peak = bytes_of_passes(sharded)
     assert (held, peak) == bytes_of_passes(mlp(HIDDEN))
     assert held == 2 * 4 * TOKENS * (WIDTH + HIDDEN)
-    assert 0 < peak < 4 * WIDTH * HIDDEN, "a panel, not the weight"
+    assert peak >= 4 * WIDTH * HIDDEN, "one product, as in an ordinary backward"
 
 
 def test_gradients_equal_those_of_plain_matrices(mesh):

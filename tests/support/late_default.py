@@ -13,14 +13,17 @@ from support import late
 
 # What these tests ask is not asked of a device: reason -> parts of their names.
 NOT_OF_A_DEVICE = {
-    "panels and temporaries are the CPU's": (
+    "bits and temporaries are the CPU's": (
         "test_bits.py",
         "test_fused_accumulation",
         "test_the_counter_of_temporaries",
         "test_autocast_needs_the_temporaries",
         "test_low_precision_weights",
-        "test_panels_that",
-        "test_half_added_product",
+        "test_product_is_added_to_the_gradient_that_is_there",
+        "test_product_that_could_not_be_computed",
+        "test_fused_products_are_added_to_a_wider",
+        "test_by_default_a_product_is_rounded",
+        "test_fused_into_a_grad_of_a_wider",
     ),
     "it counts the CPU's memory or calls": (
         "test_size.py",

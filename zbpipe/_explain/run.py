@@ -163,7 +163,6 @@ def _try(
     del planned, result, outputs, roots
     grads, parameters = [grad for _, grad in given_grads], list(weights.values())
     groups = _C.input_pass(ends, grads, inputs, parameters, book.policy)[1]
-    groups = _C.input_pass(ends, grads, inputs, parameters, defer, checkpoint, 0, split)[1]
 
     for tasks, group in zip(tasks_of, groups, strict=True):
         for task, account in zip(tasks, group._account(), strict=False):
