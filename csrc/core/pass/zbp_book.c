@@ -22,19 +22,26 @@ int zbp_book_init(zbp_book *book, const zbp_layout *layout, const zbp_alloc *all
     return ZBP_OK;
 }
 
+static void free_weights(zbp_book *book)
+{
+    zbpi_free(&book->alloc, book->weight, book->weight_count * sizeof *book->weight);
+    book->weight = NULL;
+    book->weight_count = 0;
+}
+
 void zbp_book_fini(zbp_book *book)
 {
-    if (book->weight != NULL)
-        zbpi_free(&book->alloc, book->weight, book->weight_count * sizeof *book->weight);
+    free_weights(book);
     memset(book, 0, sizeof *book);
 }
 
+/* The claim is left alone: other threads ask for it at any time. */
 void zbp_book_close(zbp_book *book)
 {
-    const uint8_t claimed = book->claimed;
-
-    zbp_book_fini(book);
-    *book = (zbp_book){.state = ZBP_BOOK_SPENT, .claimed = claimed};
+    free_weights(book);
+    book->missing = 0;
+    book->state = ZBP_BOOK_SPENT;
+    book->has_failed = book->goes_with_last = false;
 }
 
 bool zbp_book_claim(zbp_book *book)
@@ -181,6 +188,8 @@ bool zbp_book_added(zbp_book *book, uint32_t weight)
 
 void zbp_book_report_again(zbp_book *book)
 {
+    /* What was not to be retained is gone: nobody retains it by a second call. */
+    book->has_failed = book->has_failed || book->state == ZBP_BOOK_SPENT;
     book->state = ZBP_BOOK_OPEN;
     for (uint32_t w = 0; w < book->weight_count; w++)
         book->weight[w].is_added = true;
