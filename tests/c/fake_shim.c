@@ -6,8 +6,7 @@
 
 _Thread_local fake_world fake;
 
-const char FAKE_FAILED[] = "failed", FAKE_HALF[] = "half added", FAKE_TWICE[] = "a second time",
-           FAKE_LOST[] = "lost";
+const char FAKE_FAILED[] = "failed", FAKE_TWICE[] = "a second time";
 
 uint32_t fake_random(uint32_t below)
 {
@@ -40,37 +39,19 @@ static int touch(zbp_error *error)
 
 /* ---- gradients */
 
-void fake_add(fake_gradient *to, const fake_gradient *what)
+void fake_add(fake_gradient *to, const fake_gradient *what, int times)
 {
-    for (int f = 0; f < MOST_FACES; f++) {
-        for (int p = 0; p < PANELS; p++)
-            to->of[f][p] += what->of[f][p];
-    }
+    for (int f = 0; f < MOST_FACES; f++)
+        to->of[f] += times * what->of[f];
 }
 
-static int panels_of(const zbp_held *held, uint32_t face)
+static int sum_of(const fake_gradient *gradient)
 {
-    return held->face[face].kind == FAKE_PRODUCT ? PANELS : 1;
-}
+    int sum = 0;
 
-static fake_gradient of_face(const zbp_held *held, uint32_t face)
-{
-    fake_gradient gradient = {0};
-
-    for (int p = 0; p < panels_of(held, face); p++)
-        gradient.of[face][p] = 1;
-    return gradient;
-}
-
-bool fake_is_whole(const zbp_held *held, const fake_gradient *gradient)
-{
-    for (uint32_t f = 0; f < MOST_FACES; f++) {
-        for (int p = 1; p < panels_of(held, f); p++) {
-            if (gradient->of[f][p] != gradient->of[f][0])
-                return false;
-        }
-    }
-    return true;
+    for (int f = 0; f < MOST_FACES; f++)
+        sum += gradient->of[f];
+    return sum;
 }
 
 /* By how many ways one leads from the outside node to the weight; hops lead to higher numbers. */
@@ -89,64 +70,48 @@ static int ways(const zbp_layout *layout, int32_t outside, uint32_t weight)
     return count;
 }
 
-void fake_count_owed(zbp_held *held)
+void fake_open(zbp_held *held)
 {
     const zbp_layout *layout = &held->layout;
 
-    for (uint32_t f = 0; f < layout->face_count; f++) {
-        const zbp_face *face = &layout->face[f];
-        const fake_gradient one = of_face(held, f);
+    for (uint32_t w = 0; w < MOST_WEIGHTS; w++) {
+        held->weight[w].of = held;
+        for (uint32_t f = 0; f < layout->face_count; f++) {
+            const zbp_face *face = &layout->face[f];
 
-        for (uint32_t w = 0; w < layout->weight_count; w++) {
-            int times = face->weight == (int32_t)w ? 1 : 0;
-
-            if (face->weight < 0)
-                times = ways(layout, face->outside, w);
-            while (times-- > 0)
-                fake_add(&held->owed[w], &one);
+            held->owed[w].of[f] =
+                face->weight < 0 ? ways(layout, face->outside, w) : face->weight == (int32_t)w;
         }
     }
+    if (zbp_book_init(&held->book, layout, NULL) != ZBP_OK)
+        fake_violation("no memory");
 }
 
-/* What the face's task computes now. */
-static fake_gradient compute(const zbp_held *held, uint32_t face)
+/* What the face's task computes, or I has kept. */
+static fake_gradient gradient_of(const zbp_held *held, uint32_t face)
 {
+    fake_gradient gradient = {0};
+
     if (held->is_released)
         fake_violation("a task runs after its group has let go of it");
-    return held->face[face].kind == FAKE_GONE ? (fake_gradient){0} : of_face(held, face);
+    if (!held->is_following)
+        fake_violation("a task runs, and its streams have not waited for the caller's");
+    gradient.of[face] = held->face[face].is_gone ? 0 : 1;
+    return gradient;
 }
 
-static fake_weight *next_of(fake_weight *weight)
+static fake_weight *next_of(const fake_weight *weight)
 {
-    return weight->same != NULL ? weight->same : weight;
+    return weight->same != NULL ? weight->same : (fake_weight *)(uintptr_t)weight;
 }
 
 void fake_share(fake_weight *weight, fake_weight *with)
 {
-    fake_weight *const rest = next_of(weight);
-
+    with->same = next_of(weight);
+    weight->same = with;
     with->key = weight->key != NULL ? weight->key : weight;
-    with->has_grad = weight->has_grad;
-    with->forbids_products = weight->forbids_products;
-    with->is_cast = weight->is_cast;
-    with->sum = weight->sum;
     with->seen = weight->seen;
     with->was_frozen = weight->was_frozen;
-    with->same = rest;
-    weight->same = with;
-}
-
-void fake_replace_gradient(fake_weight *weight, bool has_grad)
-{
-    const uint64_t sum = ++fake.sums;
-    fake_weight *w = weight;
-
-    do {
-        w->has_grad = has_grad;
-        w->sum = sum;
-        w->grad = (fake_gradient){0};
-        w = next_of(w);
-    } while (w != weight);
 }
 
 void fake_mark(fake_weight *weight, uint8_t seen)
@@ -160,32 +125,45 @@ void fake_mark(fake_weight *weight, uint8_t seen)
     } while (w != weight);
 }
 
-static void accumulate(fake_weight *weight, const fake_gradient *gradient)
+/* Within a call a weight gets the groups' gradients in their order, and all by one way. */
+static void check_order(const fake_weight *weight, bool is_alone)
 {
-    if ((weight->seen & ZBP_WEIGHT_FROZEN) != 0)
-        return;
-    if (!weight->has_grad)
-        fake_replace_gradient(weight, true);
-    fake_add(&weight->grad, gradient);
-    fake_add(&weight->total, gradient);
+    for (const fake_weight *w = next_of(weight); w != weight; w = next_of(w)) {
+        const zbp_held *held = w->of;
+        const uint32_t number = (uint32_t)(w - held->weight);
+
+        if (held->call != fake.call)
+            continue;
+        if (held->position < weight->of->position && number < held->book.weight_count &&
+            !held->book.weight[number].is_added)
+            fake_violation("a weight gets its microbatches in another order");
+        if (w->added_in == fake.call && w->was_alone != is_alone)
+            fake_violation("a weight is alone in one group, and the engine's in another");
+    }
+}
+
+static void accumulate(fake_weight *weight, const fake_gradient *gradient, bool is_alone)
+{
+    check_order(weight, is_alone);
+    weight->was_alone = is_alone;
+    weight->added_in = fake.call;
+    if ((weight->seen & ZBP_WEIGHT_FROZEN) == 0)
+        fake_add(&weight->total, gradient, 1);
 }
 
 /* ---- looks */
 
-int zbp_look(zbp_held *held, zbp_book *book, zbp_error *error)
+int zbp_look(zbp_held *held, zbp_error *error)
 {
     if (fake.look != NULL)
         fake.look();
     if (touch(error) != ZBP_OK)
         return ZBP_ETORCH;
-    for (uint32_t w = 0; w < book->weight_count; w++)
-        zbp_book_see_weight(book, w, held->weight[w].seen);
-    for (uint32_t f = 0; f < book->face_count; f++) {
-        const int32_t weight = held->layout.face[f].weight;
-
-        zbp_book_see_path(book, f, held->face[f].is_hooked);
-        zbp_book_see_sum(
-            book, f, weight >= 0 && held->weight[weight].has_grad ? held->weight[weight].sum : 0);
+    for (uint32_t w = 0; w < held->book.weight_count; w++)
+        zbp_book_see_weight(&held->book, w, held->weight[w].seen);
+    for (uint32_t f = 0; f < held->layout.face_count; f++) {
+        if (held->face[f].is_hooked)
+            zbp_layout_give_up_path(&held->layout, f);
     }
     return ZBP_OK;
 }
@@ -199,188 +177,66 @@ const void *zbp_weight_key(zbp_held *held, uint32_t weight)
 
 int zbp_follow_caller(zbp_held *held, zbp_error *error)
 {
-    (void)held;
-    return touch(error);
+    if (touch(error) != ZBP_OK)
+        return ZBP_ETORCH;
+    held->is_following = true;
+    return ZBP_OK;
 }
 
 int zbp_join_streams(zbp_held *held, zbp_error *error)
 {
-    (void)held;
-    fake.joins++;
-    return touch(error);
+    if (touch(error) != ZBP_OK)
+        return ZBP_ETORCH;
+    held->is_owed = false;
+    return ZBP_OK;
 }
 
 /* ---- without the engine */
 
-struct zbp_adding {
-    zbp_held *held;
-    zbp_how how;
-    fake_gradient sum[MOST_WEIGHTS];
-};
-
-int zbp_adding_new(zbp_held *held, zbp_how how, zbp_adding **adding_out, zbp_error *error)
+static void check_alone(const zbp_held *held, uint32_t f)
 {
-    for (uint32_t w = 0; w < held->layout.weight_count; w++) {
-        if ((held->weight[w].seen & ZBP_WEIGHT_HOOKED) != 0)
-            fake_violation("a weight with a hook is about to be added to without it");
+    const zbp_face *face = &held->layout.face[f];
+    const zbp_task *task = &held->layout.task[face->task];
+    const uint32_t w = (uint32_t)face->weight;
+
+    if (face->weight < 0 || sum_of(&held->owed[w]) != 1)
+        fake_violation("a face is added alone that is not all its weight is owed");
+    if ((held->weight[w].seen & ZBP_WEIGHT_HOOKED) != 0)
+        fake_violation("a weight with a hook is added to without it");
+    if ((held->weight[w].seen & ZBP_WEIGHT_FROZEN) != 0)
+        fake_violation("a frozen weight is added to");
+    if ((face->flag & ZBP_FACE_PATH) != 0 && held->face[f].is_hooked)
+        fake_violation("a path with a hook is passed over");
+    if (task->leaves_packed || task->has_work ||
+        (task->kind != ZBP_TASK_PRODUCT && task->kind != ZBP_TASK_WHOLE))
+        fake_violation("what needs the engine is added without it");
+    if (held->book.weight[w].has_arrived || held->book.weight[w].is_added)
+        fake_violation("what has arrived is computed again");
+}
+
+/* The groups up to this one; those behind them need the memory. */
+static void check_let_go(size_t end)
+{
+    for (size_t i = 0; i < end && !fake.retain; i++) {
+        if (zbp_book_is_complete(&fake.held[i]->book) && !fake.held[i]->is_released)
+            fake_violation("a group is complete, and has not let go when the next one begins");
     }
-    for (uint32_t f = 0; f < held->layout.face_count; f++) {
-        if ((held->layout.face[f].flag & ZBP_FACE_PATH) != 0 && held->face[f].is_hooked)
-            fake_violation("a path with a hook is about to be passed over");
-    }
+}
+
+int zbp_add_alone(zbp_held *held, uint32_t f, zbp_how how, zbp_error *error)
+{
+    const fake_gradient gradient = gradient_of(held, f);
+
+    check_alone(held, f);
+    check_let_go(held->position);
+    if (how.is_anomaly)
+        fake_violation("anomaly mode is not told of a task");
     if (touch(error) != ZBP_OK)
         return ZBP_ETORCH;
-    *adding_out = calloc(1, sizeof **adding_out);
-    (*adding_out)->held = held;
-    (*adding_out)->how = how;
-    return ZBP_OK;
-}
-
-void zbp_adding_free(zbp_adding *adding)
-{
-    free(adding);
-}
-
-int zbp_adding_begin(zbp_adding *adding, uint32_t task, zbp_error *error)
-{
-    (void)adding, (void)task;
-    return touch(error);
-}
-
-static fake_weight *weight_of(zbp_adding *adding, uint32_t face)
-{
-    return &adding->held->weight[adding->held->layout.face[face].weight];
-}
-
-static fake_weight *weight_at(const zbp_product *product)
-{
-    zbp_held *held = product->turn->held;
-
-    return &held->weight[held->layout.face[product->face].weight];
-}
-
-static bool adds_in_one(const zbp_product *product, zbp_how how)
-{
-    return (weight_at(product)->is_cast ? how.wide : how.fuse) &&
-           product->turn->book->face[product->face].half.panels == 0;
-}
-
-static void check_swept(const zbp_product *first, const zbp_product *product)
-{
-    const zbp_held *held = product->turn->held;
-    const zbp_face *face = &held->layout.face[product->face];
-
-    if (zbp_weight_key(product->turn->held, (uint32_t)face->weight) !=
-        zbp_weight_key(first->turn->held, (uint32_t)first->turn->layout->face[first->face].weight))
-        fake_violation("products of two weights are added together");
-    if ((weight_at(product)->seen & (ZBP_WEIGHT_HOOKED | ZBP_WEIGHT_SPECIAL)) != 0 ||
-        ((face->flag & ZBP_FACE_PATH) != 0 && held->face[product->face].is_hooked))
-        fake_violation("a product is added together with others past a hook, or to a subclass");
-    if (held->layout.task[face->task].stream != 0)
-        fake_violation("products of several streams are added together");
-}
-
-/* How many of the first can be added, and together. */
-static uint32_t go_together(const zbp_product *product, uint32_t count, zbp_how how)
-{
-    uint32_t together = 0;
-
-    for (; together < count; together++) {
-        const zbp_product *next = &product[together];
-        const fake_face *face = &next->turn->held->face[next->face];
-
-        if (count > 1)
-            check_swept(product, next);
-        if (face->kind != FAKE_PRODUCT || !weight_at(next)->has_grad ||
-            weight_at(next)->forbids_products ||
-            (together > 0 &&
-             (face->goes_alone || adds_in_one(next, how) != adds_in_one(product, how))))
-            break;
-    }
-    return together;
-}
-
-static int add_panel(const zbp_product *product, int64_t p, zbp_error *error)
-{
-    fake_weight *weight = weight_at(product);
-    zbp_half *half = &product->turn->book->face[product->face].half;
-    fake_gradient panel = {0};
-
-    if (touch(error) != ZBP_OK)
-        return ZBP_ETORCH;
-    if (fake.order_count < sizeof fake.order / sizeof *fake.order) {
-        fake.order[fake.order_count].held = product->turn->held;
-        fake.order[fake.order_count++].panel = p;
-    }
-    panel.of[product->face][p] = 1;
-    accumulate(weight, &panel);
-    *half = p + 1 < PANELS ? (zbp_half){.panels = p + 1, .sum = weight->sum} : (zbp_half){0};
-    return ZBP_OK;
-}
-
-int zbp_add_products(const zbp_product *product, uint32_t count, zbp_how how, uint32_t *added_out,
-                     zbp_error *error)
-{
-    const uint32_t together = go_together(product, count, how);
-    int64_t begun[8];
-
-    *added_out = 0;
-    if (together > 0 && adds_in_one(product, how)) {
-        for (; *added_out < together; ++*added_out) {
-            const fake_gradient whole =
-                of_face(product[*added_out].turn->held, product[*added_out].face);
-
-            if (touch(error) != ZBP_OK)
-                return ZBP_ETORCH;
-            accumulate(weight_at(&product[*added_out]), &whole);
-        }
-        return ZBP_OK;
-    }
-    for (uint32_t i = 0; i < together; i++)
-        begun[i] = product[i].turn->book->face[product[i].face].half.panels;
-    for (int64_t p = 0; p < PANELS; p++) {
-        for (uint32_t i = 0; i < together; i++) {
-            if (p >= begun[i] && add_panel(&product[i], p, error) != ZBP_OK)
-                return ZBP_ETORCH;
-            *added_out += p + 1 == PANELS ? 1 : 0;
-        }
-    }
-    return ZBP_OK;
-}
-
-int zbp_add_gradient(zbp_adding *adding, uint32_t face, zbp_error *error)
-{
-    const fake_gradient gradient = compute(adding->held, face);
-
-    if (fake.surprise != NULL)
-        fake.surprise();
-    if (touch(error) != ZBP_OK)
-        return ZBP_ETORCH;
-    accumulate(weight_of(adding, face), &gradient);
-    return ZBP_OK;
-}
-
-void zbp_let_go(zbp_adding *adding, uint32_t face)
-{
-    if (adding->held->face[face].kind == FAKE_KEPT)
-        adding->held->face[face].kind = FAKE_GONE;
-}
-
-int zbp_sum_gradient(zbp_adding *adding, uint32_t face, zbp_error *error)
-{
-    const fake_gradient gradient = compute(adding->held, face);
-
-    if (touch(error) != ZBP_OK)
-        return ZBP_ETORCH;
-    fake_add(&adding->sum[adding->held->layout.face[face].weight], &gradient);
-    return ZBP_OK;
-}
-
-int zbp_add_sum(zbp_adding *adding, uint32_t weight, zbp_error *error)
-{
-    if (touch(error) != ZBP_OK)
-        return ZBP_ETORCH;
-    accumulate(&adding->held->weight[weight], &adding->sum[weight]);
+    held->is_owed = true;
+    accumulate(&held->weight[held->layout.face[f].weight], &gradient, true);
+    held->face[f].is_gone =
+        !how.retain && held->layout.task[held->layout.face[f].task].kind == ZBP_TASK_WHOLE;
     return ZBP_OK;
 }
 
@@ -402,11 +258,13 @@ typedef struct group_run {
 struct zbp_run {
     zbp_how how;
     size_t count;
-    group_run group[8];
+    group_run group[MOST_HELD];
 };
 
 int zbp_run_new(zbp_how how, zbp_run **run_out, zbp_error *error)
 {
+    if (fake.runs == 0)
+        check_let_go(fake.held_count);
     if (touch(error) != ZBP_OK)
         return ZBP_ETORCH;
     *run_out = calloc(1, sizeof **run_out);
@@ -444,10 +302,32 @@ static void expect(group_run *g, int32_t outside, int32_t weight)
     }
 }
 
+static bool has_sink(const zbp_held *held, uint32_t w)
+{
+    return w < held->book.weight_count && !held->book.weight[w].is_added;
+}
+
+static void check_no_weight_twice(const zbp_run *run, zbp_held *held)
+{
+    for (size_t i = 0; i < run->count; i++) {
+        for (uint32_t v = 0; v < MOST_WEIGHTS; v++) {
+            for (uint32_t w = 0; w < MOST_WEIGHTS; w++) {
+                if (has_sink(run->group[i].held, v) && has_sink(held, w) &&
+                    zbp_weight_key(run->group[i].held, v) == zbp_weight_key(held, w))
+                    fake_violation("groups of one run share a weight");
+            }
+        }
+    }
+}
+
 int zbp_run_add(zbp_run *run, zbp_held *held, zbp_error *error)
 {
-    group_run *g = &run->group[run->count++];
+    group_run *g = &run->group[run->count];
 
+    check_no_weight_twice(run, held);
+    if (touch(error) != ZBP_OK)
+        return ZBP_ETORCH;
+    run->count++;
     g->held = held;
     zbp_book_begin_run(&held->book, run->how.retain);
     for (uint32_t w = 0; w < held->layout.weight_count; w++) {
@@ -457,11 +337,15 @@ int zbp_run_add(zbp_run *run, zbp_held *held, zbp_error *error)
         }
     }
     for (uint32_t f = 0; f < held->layout.face_count; f++) {
-        if (zbp_book_wants_face(&held->book, &held->layout, f))
-            expect(g, held->layout.face[f].weight < 0 ? held->layout.face[f].outside : -1,
-                   held->layout.face[f].weight);
+        const zbp_face *face = &held->layout.face[f];
+
+        if (!zbp_book_wants_face(&held->book, &held->layout, f))
+            continue;
+        if ((face->flag & ZBP_FACE_PATH) != 0)
+            fake_violation("the engine does not run the steps of a path");
+        expect(g, face->outside, face->weight);
     }
-    return touch(error);
+    return ZBP_OK;
 }
 
 static void deliver(group_run *g, int32_t outside, int32_t weight, const fake_gradient *gradient)
@@ -470,7 +354,7 @@ static void deliver(group_run *g, int32_t outside, int32_t weight, const fake_gr
 
     if (weight >= 0 && !zbp_book_wants(&g->held->book, (uint32_t)weight))
         return;
-    fake_add(&to->in, gradient);
+    fake_add(&to->in, gradient, 1);
     to->pending--;
 }
 
@@ -485,7 +369,7 @@ static int run_task(group_run *g, uint32_t t, zbp_error *error)
         return ZBP_ETORCH;
     for (uint32_t f = layout->task[t].face_begin; f < layout->task[t].face_end; f++) {
         if (zbp_book_wants_face(&g->held->book, layout, f)) {
-            const fake_gradient gradient = compute(g->held, f);
+            const fake_gradient gradient = gradient_of(g->held, f);
 
             deliver(g, layout->face[f].outside, layout->face[f].weight, &gradient);
         }
@@ -518,9 +402,8 @@ static void call_hooks(zbp_held *held, uint32_t w)
     fake_gradient all = weight->total, due = {0};
 
     weight->hooks_called++;
-    fake_add(&all, &weight->waiting);
-    for (int i = 0; i <= held->rounds; i++)
-        fake_add(&due, &held->owed[w]);
+    fake_add(&all, &weight->waiting, 1);
+    fake_add(&due, &held->owed[w], held->rounds + 1);
     if (!weight->was_frozen && memcmp(&all, &due, sizeof all) != 0)
         fake_violation("a hook was given another gradient than what was still owed");
 }
@@ -544,11 +427,7 @@ static void run_sink(group_run *g, uint32_t w, zbp_error *error)
     }
     if (touch(error) != ZBP_OK)
         return;
-    accumulate(weight, &weight->waiting);
-    for (uint32_t f = 0; f < held->layout.face_count; f++) {
-        if (held->layout.face[f].weight == (int32_t)w)
-            zbp_book_delivered(&held->book, f);
-    }
+    accumulate(weight, &weight->waiting, false);
     if (zbp_book_added(&held->book, w))
         held->is_released = true;
     (void)touch(error); /* a hook behind the addition */
@@ -564,11 +443,10 @@ static bool step(zbp_run *run, zbp_error *error, int *status)
     for (uint32_t i = 0; i < all; i++) {
         const uint32_t n = (first + i) % all;
         group_run *g = &run->group[n / kinds];
-        const zbp_layout *layout = &g->held->layout;
         uint32_t k = n % kinds;
 
         if (k < MOST_TASKS) {
-            if (k < layout->task_count && !g->task_has_run[k]) {
+            if (k < g->held->layout.task_count && !g->task_has_run[k]) {
                 *status = run_task(g, k, error);
                 return true;
             }
@@ -593,12 +471,11 @@ int zbp_run_go(zbp_run *run, zbp_error *error)
 {
     int status = ZBP_OK;
 
+    fake.runs++;
     for (size_t i = 0; i < run->count; i++) {
         for (uint32_t w = 0; w < MOST_WEIGHTS; w++)
             run->group[i].sink[w].is_reached |= run->group[i].sink[w].pending > 0;
     }
-    if (run->count == 0)
-        return ZBP_OK;
     if (touch(error) != ZBP_OK) /* before anything runs */
         return ZBP_ETORCH;
     while (status == ZBP_OK && step(run, error, &status))
@@ -624,16 +501,28 @@ void zbp_held_again(zbp_held *held)
         fake_violation("a group is to run again, and was released");
 }
 
-int zbp_error_half_added(zbp_held *held, uint32_t face, zbp_error *error)
+int fake_call(zbp_held *const *held, size_t count, zbp_how how, zbp_error *error)
 {
-    if (held->book.face[face].half.panels == 0)
-        fake_violation("refused for a product that is not half added");
-    return raise_error(error, FAKE_HALF);
-}
+    zbp_turn turn[MOST_HELD];
+    int status;
 
-void zbp_error_name_lost(zbp_error *error, const zbp_turn *turn, size_t count)
-{
-    (void)turn, (void)count;
-    if (error->raised == FAKE_TWICE)
-        error->raised = (void *)(uintptr_t)FAKE_LOST;
+    fake.call++;
+    fake.touches = fake.runs = 0;
+    fake.held = held;
+    fake.held_count = count;
+    fake.retain = how.retain;
+    for (size_t i = 0; i < count; i++) {
+        turn[i] = (zbp_turn){&held[i]->layout, &held[i]->book, held[i]};
+        held[i]->call = fake.call;
+        held[i]->position = i;
+        held[i]->is_following = false;
+    }
+    status = zbp_pass_weights(turn, count, how, error);
+    if ((status == ZBP_ETORCH) != (error->raised != NULL))
+        fake_violation("a status and its error do not agree");
+    for (size_t i = 0; i < count; i++) {
+        if (held[i]->is_owed)
+            fake_violation("what has been added does not come before what the caller does next");
+    }
+    return status;
 }

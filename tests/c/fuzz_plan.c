@@ -40,7 +40,7 @@ static int decode(zbp_graph *g, uint32_t nodes, const uint8_t *data, size_t size
     for (uint32_t i = 0; status == ZBP_OK && i < nodes; i++) {
         status = zbp_graph_add_node(g, model_key(i), NULL, NULL);
         if (status == ZBP_OK)
-            status = zbp_graph_mark(g, i, next(&data, &size) & 7);
+            status = zbp_graph_mark(g, i, next(&data, &size) & 15);
     }
     for (uint32_t e = 0; status == ZBP_OK && size >= 2 && e < MOST_EDGES; e++) {
         uint32_t src = next(&data, &size), dst = next(&data, &size);

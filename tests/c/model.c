@@ -6,7 +6,7 @@
 typedef struct model {
     uint64_t reach[MODEL_NODES]; /* bit j of reach[i]: j can be reached from i, i itself too */
     bool input[MODEL_NODES], weight[MODEL_NODES], root[MODEL_NODES];
-    bool closure[MODEL_NODES], weightward[MODEL_NODES], split[MODEL_NODES];
+    bool closure[MODEL_NODES], weightward[MODEL_NODES], excluded[MODEL_NODES], split[MODEL_NODES];
     uint32_t label[MODEL_NODES]; /* of the group: its lowest id */
     uint32_t group[MODEL_NODES];
     uint32_t group_count;
@@ -50,7 +50,7 @@ static void number_labels(model *m, uint32_t n, const bool *starts)
 
 static void model_of(model *m, const zbp_graph *g)
 {
-    bool starts[MODEL_NODES] = {false};
+    bool starts[MODEL_NODES] = {false}, left_to_i[MODEL_NODES] = {false};
     uint32_t n = g->node_count;
 
     memset(m, 0, sizeof *m);
@@ -71,7 +71,10 @@ static void model_of(model *m, const zbp_graph *g)
     for (uint32_t i = 0; i < n; i++) {
         m->closure[i] = reaches(m, m->input, i, n);
         m->weightward[i] = !m->closure[i] && reaches(m, m->weight, i, n);
+        left_to_i[i] = m->weightward[i] && (g->mark[i] & ZBP_ROLE_EXCLUDED) != 0;
     }
+    for (uint32_t i = 0; i < n; i++)
+        m->excluded[i] = m->weightward[i] && reaches(m, left_to_i, i, n);
     for (uint32_t e = 0; e < g->edge_count; e++)
         if (m->closure[g->edge[e].src] && !m->input[g->edge[e].src] &&
             m->weightward[g->edge[e].dst])
@@ -89,7 +92,8 @@ static const char *flags_differ(const model *m, const zbp_plan *p)
         int flag = (m->closure[i] ? ZBP_NODE_CLOSURE : 0) |
                    (m->weightward[i] ? ZBP_NODE_WEIGHTWARD : 0) |
                    (m->split[i] ? ZBP_NODE_SPLIT : 0) |
-                   (m->weightward[i] && m->root[i] ? ZBP_NODE_WEIGHT_ROOT : 0);
+                   (m->weightward[i] && m->root[i] ? ZBP_NODE_WEIGHT_ROOT : 0) |
+                   (m->excluded[i] ? ZBP_NODE_EXCLUDED : 0);
 
         if (p->flag[i] != flag)
             return "flag";
@@ -221,6 +225,8 @@ int model_random_graph(zbp_graph *g, uint64_t *state, uint32_t nodes)
             mark |= ZBP_ROLE_WEIGHT;
         if (i == 0 || model_below(state, 8) == 0)
             mark |= ZBP_ROLE_ROOT;
+        if (model_below(state, 8) == 0)
+            mark |= ZBP_ROLE_EXCLUDED;
         if (status == ZBP_OK)
             status = zbp_graph_mark(g, i, mark);
         if (status == ZBP_OK && walked && i > 0)

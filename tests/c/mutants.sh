@@ -8,17 +8,12 @@ mkdir -p "$build"
 # mutant NAME FILE SED_EXPRESSION: of W.
 mutant() {
     look "$1" "$2" "$3" fuzz_weight_pass "tests/c/fuzz_weight_pass.c tests/c/fake_shim.c" \
-        "csrc/pass/weight_pass.c csrc/pass/direct.c csrc/pass/sweep.c" "$inputs 1"
+        csrc/pass/weight_pass.c "$inputs 1"
 }
 
 # Likewise: of how I is split.
 mutant_of_split() {
     look "$1" "$2" "$3" "failed: " "tests/c/test_split.c tests/c/model.c" "" ""
-}
-
-# Likewise: of which gradients I sums.
-mutant_of_folds() {
-    look "$1" core/pass/zbp_folds.c "$2" "failed: " "tests/c/test_folds.c tests/c/model.c" "" ""
 }
 
 # Likewise: of the ledger that recordings are fed from.
@@ -53,7 +48,7 @@ compile() {
 
 # What no fault is put into is compiled once.
 for source in csrc/core/*/*.c csrc/pass/*.c csrc/holders/*.c tests/c/model.c tests/c/ways_model.c tests/c/fake_shim.c tests/c/test_split.c \
-    tests/c/test_folds.c tests/c/test_tally.c tests/c/test_holders.c tests/c/fake_things.c \
+    tests/c/test_tally.c tests/c/test_holders.c tests/c/fake_things.c \
     tests/c/fuzz_weight_pass.c tests/c/fuzz_ledger.c tests/c/fuzz_ways.c; do
     compile "$source" "$(object_of "$source")" || exit 1
 done
@@ -83,47 +78,62 @@ look() {
     fi
 }
 
-# Defects that there were.
-mutant "a kept gradient goes before it is added" pass/direct.c \
-    's/^    uint32_t added = 0;/&\n\n    zbp_let_go(adding, face);/'
-mutant "a hook on the path of a half added product: all of it is added again" core/pass/zbp_book.c \
-    '/path_is_hooked)$/,/give_up/s/if (is_half_added(&book->face\[f\]))/if (false)/;s/if (is_half_added(face) \&\& !(is_direct/if (is_half_added(face) \&\& layout->face[f].weight >= 0 \&\& !(is_direct/'
-mutant "the rest of a product goes into another gradient" core/pass/zbp_book.c \
-    's/ && face->sum_now == face->half.sum/ || face->sum_now != 0/'
-mutant "two weight passes have one group" core/pass/zbp_book.c \
-    's/return __atomic_exchange_n.*/book->claimed = 1; return true;/'
-# Others of the kind.
-mutant "a delivered face is owed again" core/pass/zbp_book.c \
-    's/return !book->face\[face\].is_delivered && (weight->seen/return (weight->seen/'
-mutant "a weight that was added is wanted again" core/pass/zbp_book.c \
-    's/return !book->weight\[weight\].is_added && /return /'
-mutant "a gradient that waits is computed again" core/pass/zbp_book.c \
-    's/ && !book->weight\[weight\].has_arrived;/;/'
-mutant "a retried group is to run again" core/pass/zbp_book.c 's/ && !book->has_failed) {/) {/'
-mutant "what waits is released with the tasks" core/pass/zbp_book.c 's/is_computed = true;/is_computed = false;/;s/is_computed && !zbp_book_wants/is_computed || !zbp_book_wants/'
-mutant "a weight with a hook is added to directly" core/pass/zbp_book.c \
-    's/ || (book->weight\[w\].seen & ZBP_WEIGHT_HOOKED) != 0)/)/'
-mutant "a sum is added with every face" core/pass/zbp_book.c \
-    's/return --book->weight\[layout->face\[face\].weight\].meeting == 0;/return true;/'
-mutant "faces that met are not delivered" core/pass/zbp_book.c \
-    '/^void zbp_book_met/,/^}/s/is_delivered = true/is_delivered = false/'
-mutant "a half added product joins a sum" core/pass/zbp_book.c \
-    's/book->face\[f\].is_delivered || is_half_added(&book->face\[f\])/book->face[f].is_delivered/;s/!how.fuse && !is_half_added(&book->face\[face\])/!how.fuse/'
-mutant "nobody looks again before a group runs" pass/weight_pass.c \
-    '/^static int start/,/^}/s/int status = find_way.*/uint32_t face; int status = ZBP_OK; way = zbp_book_way(turn->book, turn->layout, how, \&face);/'
-mutant "a complete group runs again in a retry" core/pass/zbp_book.c \
-    's/^    if (book->state != ZBP_BOOK_OPEN)$/    if (false)/;/^zbp_fate zbp_book_settle/,/^}/s/book->state = ZBP_BOOK_UNREPORTED;/return ZBP_FATE_KEEP;/'
-mutant "what is retained is added again after a call that raised when it was through" core/pass/zbp_book.c \
-    '/^void zbp_book_report_again/,/^}/s/is_delivered = !/is_delivered = false \&\& !/'
-# Of sweeps.
-mutant "a product that was swept is added again" pass/sweep.c 's/^            zbp_book_delivered(.*/            ;/'
-mutant "what a sweep has added before it failed is not noted" pass/sweep.c \
-    's/i < added; i++)$/i < (status == ZBP_OK ? added : 0); i++)/'
-mutant "a sweep goes on past a hook" pass/sweep.c 's/if (sweeps->view\[t\].way != ZBP_WAY_DIRECT)/if (false)/'
-mutant "a sweep looks at no other group" pass/sweep.c 's/status = zbp_look(.*/status = ZBP_OK;/'
-mutant "a sweep takes products of another stream" core/pass/zbp_book.c \
-    's/task->kind == ZBP_TASK_PRODUCT \&\& task->stream == 0/task->kind == ZBP_TASK_PRODUCT/'
-mutant "a group is counted by what it owed before" pass/sweep.c 's/^        zbp_book_count_owed(.*/        ;/'
+book=core/pass/zbp_book.c pass=pass/weight_pass.c
+# Who is alone.
+mutant "a weight with a hook is alone" $book 's/(weight->seen & ZBP_WEIGHT_HOOKED) != 0)/false)/'
+mutant "of several faces the last one is alone" $book 's/is_first && is_at_hand/is_at_hand/'
+mutant "what a node computes is at hand" $book '/^static bool is_at_hand/,/^}/s/return false;/return true;/'
+mutant "what a Function has handed over is at hand" $book 's/return !task->has_work;/return true;/'
+mutant "what lies behind hooks is at hand" $book 's/return !task->leaves_packed;/return true;/'
+mutant "a weight behind a node is alone" $book 's/if (layout->hop\[h\].to_weight >= 0)/if (false)/'
+mutant "what waits is alone" $book 's/weight->is_added || weight->has_arrived ||/weight->is_added ||/'
+mutant "what was added is alone" $book 's/weight->is_added || weight->has_arrived ||/weight->has_arrived ||/'
+mutant "anomaly mode is not told" $book 's/if (how.is_anomaly || /if (/'
+mutant "each group says by itself which weights are the engine \
+    's" $pass 's/count > 1 ? share_engine/false ? share_engine/'
+mutant "the first group says for all which weights are the engine's" $pass \
+    '/^static int share_engine/,/^}/s/g < count; g++) {/g < 1; g++) {/'
+mutant "the first group does not ask which weights are the engine's" $pass \
+    's/for (size_t g = 0; g < count && status == ZBP_OK && engine.count/for (size_t g = 1; g < count \&\& engine.count/'
+# What is alone.
+mutant "a frozen weight is added to" $pass 's/(book->weight\[w\].seen & ZBP_WEIGHT_FROZEN) == 0/true/'
+mutant "what is added alone is not noted" $pass 's/zbp_book_added_alone(turn->book, w);/;/'
+mutant "what is alone does not come after what the caller did" $pass 's/if (!has_begun)$/if (false)/'
+mutant "what the caller does next comes before what is alone" $pass 's/if (status == ZBP_OK && has_begun)/if (false)/'
+mutant "what the caller does after an error comes before what was added" $pass 's/join_what_has_run(&turn\[g\]);/;/'
+mutant "a complete group holds on while others run" $pass 's/!how.retain && zbp_book_is_complete(book))/false)/'
+mutant "a complete group lets go of what is to run again" $pass \
+    's/!how.retain && zbp_book_is_complete(book))/zbp_book_is_complete(book))/'
+# What the engine runs.
+mutant "the engine passes over the steps of a path" $book 's/zbp_layout_give_up_path(layout, f);/(void)layout;/'
+mutant "groups of one run share a weight" $pass \
+    '/^static int join_run/,/^}/s/zbp_map_find(weights, zbp_weight_key(turn->held, w), NULL);/false;/'
+mutant "a group that begins the next run is left out" $pass 's/g--;/;/'
+mutant "runs come in another order than their groups" $pass \
+    '/^static int run_engine/,/^}/s/turn\[g\]/turn[count - 1 - g]/g'
+mutant "what a run raised is not raised" $pass \
+    's/status = go(&run, &weights, error);/(void)!go(\&run, \&weights, error);/'
+mutant "a run does not come after what the caller did" $pass \
+    '/^static int join_run/,/^}/s/status = zbp_follow_caller(.*/;/'
+mutant "a weight that was added is wanted again" $book 's/return !book->weight\[weight\].is_added && /return /'
+mutant "a gradient that waits is computed again" $book 's/ && !book->weight\[weight\].has_arrived;/;/'
+mutant "hooks are called again in a retry" $book 's/book->weight\[weight\].is_hooked = true;/;/'
+mutant "the last weight lets go of what is to run again" $book 's/= !retain && !book->has_failed;/= !book->has_failed;/'
+# What becomes of groups.
+mutant "two weight passes have one group" $book 's/return __atomic_exchange_n.*/book->claimed = 1; return true;/'
+mutant "a retried group is to run again" $book 's/ && !book->has_failed) {/) {/'
+mutant "a call that failed is forgotten" $book '/^zbp_fate zbp_book_settle/,/^}/s/book->has_failed = true;/;/'
+mutant "a call that was to retain and failed cannot be repeated" $book \
+    '/^zbp_fate zbp_book_settle/,/^}/s/if (how.retain)$/if (false)/'
+mutant "tasks go that are still to run" $book \
+    '/^zbp_fate zbp_book_settle/,/^}/s/if (zbp_book_wants(book, w))/if (false)/'
+mutant "tasks stay that have run" $book '/^zbp_fate zbp_book_settle/,/^}/s/if (zbp_book_wants(book, w))/if (true)/'
+mutant "a group that is to run again has been added" $book \
+    '/^static void make_ready_again/,/^}/s/is_added = false/is_added = true/'
+mutant "what is retained is added again after a call that raised when it was through" $book \
+    '/^void zbp_book_report_again/,/^}/s/is_added = true/is_added = false/'
+mutant "what is closed is retained after a call that raised when it was through" $book \
+    '/^void zbp_book_report_again/,/^}/s/ || book->state == ZBP_BOOK_SPENT;/;/'
 # Of I.
 split=core/pass/zbp_split.c
 mutant_of_split "an edge to an input leads to the node behind it" $split \
@@ -142,14 +152,9 @@ mutant_of_split "an output on weights alone is forgotten" $split \
     's/!has(w, root\[r\], ZBP_NODE_WEIGHT_ROOT)/true/'
 mutant_of_split "a weight that is a matrix is taken for a vector" $split \
     's/sides.has_matrix || w->facts->is_matrix.*/false;/'
-# Of the sums in I.
-mutant_of_folds "a gradient is summed before the one that an ordinary backward adds first" \
-    's/(folds->flag\[sum\] & folds->flag\[due\] & HAS_COME) == 0/(folds->flag[due] \& HAS_COME) == 0/'
-mutant_of_folds "a sum goes on behind a node that W runs" 's/ && leads_directly(layout, order\[t\])//'
-mutant_of_folds "a sum goes on behind a face that is not added" 's/is_over\[w\] = 1;//'
-mutant_of_folds "gradients of two streams are summed" \
-    's/return a != b && .*/return a != b;/'
-mutant_of_folds "a gradient that somebody else has is added to" 's/if (fate == ZBP_FOLD_ADDED)$/if (true)/'
+mutant_of_split "what is left to I by name goes to W" $split 's/is_excluded = is_excluded || .*/;/'
+mutant_of_split "what leads to a weight that is left to I goes to W" core/graph/zbp_plan.c \
+    's/flag_backwards(w, ZBP_NODE_EXCLUDED, ZBP_NODE_CLOSURE);/w->stack_count = 0;/'
 # Of the ledger.
 mutant_of_ledger "a block that was taken back unseen stays live" 's/if (old.address != 0)/if (false)/'
 mutant_of_ledger "a record that has ended is fed on" 's/if (ledger->record\[r\] != record)/if (true)/'

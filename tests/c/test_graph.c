@@ -73,6 +73,8 @@ static void marks_are_or_ed(void)
     CHECK(graph.mark[0] == (ZBP_ROLE_INPUT | ZBP_ROLE_ROOT));
     CHECK(zbp_graph_mark(&graph, 0, 0) == ZBP_OK);
     CHECK(graph.mark[0] == (ZBP_ROLE_INPUT | ZBP_ROLE_ROOT));
+    CHECK(zbp_graph_mark(&graph, 0, ZBP_ROLE_EXCLUDED) == ZBP_OK);
+    CHECK(graph.mark[0] == (ZBP_ROLE_INPUT | ZBP_ROLE_ROOT | ZBP_ROLE_EXCLUDED));
     zbp_graph_fini(&graph);
 }
 
@@ -91,7 +93,7 @@ static void bad_arguments_change_nothing(void)
     CHECK(zbp_graph_add_edge(&graph, 1, 0, 0) == ZBP_EINVAL);
     CHECK(zbp_graph_add_edge(&graph, 0, 0, 1) == ZBP_EINVAL);
     CHECK(zbp_graph_add_edge(&graph, 0, 0, ZBP_NONE) == ZBP_EINVAL);
-    CHECK(zbp_graph_mark(&graph, 0, 8) == ZBP_EINVAL && graph.mark[0] == 0);
+    CHECK(zbp_graph_mark(&graph, 0, 16) == ZBP_EINVAL && graph.mark[0] == 0);
     CHECK(graph.node_count == 1 && graph.edge_count == 0);
     CHECK_VALID(zbp_graph_check(&graph, &reason));
     zbp_graph_fini(&graph);
@@ -201,7 +203,7 @@ static void check_names_planted_faults(void)
     graph.key[3] = model_key(1000);
     expect(&graph, "under its key");
     graph.key[3] = key;
-    graph.mark[5] = 8;
+    graph.mark[5] = 16;
     expect(&graph, "unknown bit");
     graph.mark[5] = 0;
     graph.edge[9].dst = graph.node_count;

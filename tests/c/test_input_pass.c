@@ -9,7 +9,6 @@ enum { CALLS = 16 };
 struct zbp_scene {
     char calls[CALLS]; /* a letter each */
     int count, fail_at;
-    bool asks;
     uint32_t root;
 };
 
@@ -45,23 +44,12 @@ const uint32_t *zbp_scene_roots(const zbp_scene *scene, uint32_t *count_out)
     return &scene->root;
 }
 
-bool zbp_scene_asks(const zbp_scene *scene)
-{
-    return scene->asks;
-}
-
-int zbp_scene_ask(zbp_scene *scene, const zbp_survey *survey, zbp_error *error)
-{
-    CHECK(survey->plan.group_count == 1);
-    return call(scene, 'a', error);
-}
-
 int zbp_scene_look(zbp_scene *scene, zbp_survey *survey, zbp_error *error)
 {
     CHECK(survey->facts.node_count == 3 && survey->facts.edge_count == 2);
     survey->facts.of_node[0] = (zbp_fact){.type = ZBP_TYPE_PRODUCT};
     survey->facts.is_matrix[1] = true;
-    survey->facts.for_all = (zbp_decision){ZBP_DEFER_MATRICES, ZBP_CHECKPOINT_KEEP};
+    survey->facts.policy = (zbp_decision){ZBP_DEFER_MATRICES, ZBP_CHECKPOINT_KEEP};
     return call(scene, 'l', error);
 }
 
@@ -92,22 +80,19 @@ int zbp_scene_hand_over(zbp_scene *scene, const zbp_survey *survey, zbp_error *e
 
 static void the_steps_come_in_their_order(void)
 {
-    zbp_scene plain = {.fail_at = -1}, asking = {.fail_at = -1, .asks = true};
+    zbp_scene scene = {.fail_at = -1};
     zbp_error error = {0};
 
-    CHECK(zbp_pass_inputs(&plain, &error) == ZBP_OK && error.raised == NULL);
-    CHECK(strcmp(plain.calls, "wlgsrh") == 0);
-    CHECK(zbp_pass_inputs(&asking, &error) == ZBP_OK && error.raised == NULL);
-    CHECK(strcmp(asking.calls, "wawlgsrh") ==
-          0); /* what the functions ran may have changed the graph */
+    CHECK(zbp_pass_inputs(&scene, &error) == ZBP_OK && error.raised == NULL);
+    CHECK(strcmp(scene.calls, "wlgsrh") == 0);
 }
 
 static void an_error_ends_it(void)
 {
-    const char *steps = "wawlgsrh";
+    const char *steps = "wlgsrh";
 
     for (int n = 0; steps[n] != '\0'; n++) {
-        zbp_scene scene = {.fail_at = n, .asks = true};
+        zbp_scene scene = {.fail_at = n};
         zbp_error error = {0};
 
         CHECK(zbp_pass_inputs(&scene, &error) == ZBP_ETORCH && error.raised == FAILED);

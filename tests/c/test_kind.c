@@ -13,38 +13,49 @@ static const zbp_decision MATRICES = {ZBP_DEFER_MATRICES, ZBP_CHECKPOINT_KEEP},
 typedef struct row {
     uint8_t type, flag;
     zbp_sides sides;
-    zbp_decision decision;
+    zbp_decision policy;
     uint8_t kind, why;
+    bool is_excluded;
 } row;
 
 static void each_row_of_the_table(void)
 {
     const row rows[] = {
-        {ZBP_TYPE_PRODUCT, 0, LEFT, MATRICES, ZBP_TASK_PRODUCT, ZBP_WHY_SEPARABLE},
-        {ZBP_TYPE_PRODUCT, 0, RIGHT, MATRICES, ZBP_TASK_PRODUCT, ZBP_WHY_SEPARABLE},
-        {ZBP_TYPE_PRODUCT, 0, BOTH, MATRICES, ZBP_TASK_DEFERRED, ZBP_WHY_SEPARABLE},
-        {ZBP_TYPE_PRODUCT, 0, NEITHER, MATRICES, ZBP_TASK_WHOLE, ZBP_WHY_LIGHT}, /* a bias alone */
-        {ZBP_TYPE_PRODUCT, 0, NEITHER, ALL, ZBP_TASK_DEFERRED, ZBP_WHY_SEPARABLE},
-        {ZBP_TYPE_PRODUCT, 0, LIGHT, MATRICES, ZBP_TASK_WHOLE, ZBP_WHY_LIGHT},
-        {ZBP_TYPE_PRODUCT, 0, LIGHT, ALL, ZBP_TASK_PRODUCT, ZBP_WHY_SEPARABLE},
-        {ZBP_TYPE_FACTORS, 0, LEFT, MATRICES, ZBP_TASK_DEFERRED, ZBP_WHY_SEPARABLE},
-        {ZBP_TYPE_SEPARABLE, 0, NEITHER, MATRICES, ZBP_TASK_WHOLE, ZBP_WHY_LIGHT},
-        {ZBP_TYPE_SEPARABLE, 0, NEITHER, ALL, ZBP_TASK_DEFERRED, ZBP_WHY_SEPARABLE},
-        {ZBP_TYPE_UNKNOWN, 0, NEITHER, ALL, ZBP_TASK_WHOLE, ZBP_WHY_UNKNOWN},
-        {ZBP_TYPE_FUNCTION, 0, NEITHER, ALL, ZBP_TASK_WHOLE, ZBP_WHY_FUNCTION},
-        {ZBP_TYPE_PRODUCT, 0, LEFT, NOTHING, ZBP_TASK_WHOLE, ZBP_WHY_POLICY},
-        {ZBP_TYPE_FUNCTION, 0, NEITHER, NOTHING, ZBP_TASK_WHOLE, ZBP_WHY_POLICY},
-        {ZBP_TYPE_PRODUCT, ZBP_FACT_POST_HOOK, LEFT, ALL, ZBP_TASK_WHOLE, ZBP_WHY_POST_HOOK},
-        {ZBP_TYPE_PRODUCT, ZBP_FACT_POST_HOOK, LEFT, NOTHING, ZBP_TASK_WHOLE, ZBP_WHY_POST_HOOK},
-        {ZBP_TYPE_PRODUCT, ZBP_FACT_PACKED, LEFT, IN_I, ZBP_TASK_WHOLE, ZBP_WHY_PACKED},
-        {ZBP_TYPE_PRODUCT, 0, LEFT, IN_I, ZBP_TASK_PRODUCT, ZBP_WHY_SEPARABLE},
-        {ZBP_TYPE_PRODUCT, ZBP_FACT_PACKED, LEFT, ALL, ZBP_TASK_PRODUCT, ZBP_WHY_SEPARABLE},
+        {ZBP_TYPE_PRODUCT, 0, LEFT, MATRICES, ZBP_TASK_PRODUCT, ZBP_WHY_SEPARABLE, false},
+        {ZBP_TYPE_PRODUCT, 0, RIGHT, MATRICES, ZBP_TASK_PRODUCT, ZBP_WHY_SEPARABLE, false},
+        {ZBP_TYPE_PRODUCT, 0, BOTH, MATRICES, ZBP_TASK_DEFERRED, ZBP_WHY_SEPARABLE, false},
+        {ZBP_TYPE_PRODUCT, 0, NEITHER, MATRICES, ZBP_TASK_WHOLE, ZBP_WHY_LIGHT,
+         false}, /* a bias alone */
+        {ZBP_TYPE_PRODUCT, 0, NEITHER, ALL, ZBP_TASK_DEFERRED, ZBP_WHY_SEPARABLE, false},
+        {ZBP_TYPE_PRODUCT, 0, LIGHT, MATRICES, ZBP_TASK_WHOLE, ZBP_WHY_LIGHT, false},
+        {ZBP_TYPE_PRODUCT, 0, LIGHT, ALL, ZBP_TASK_PRODUCT, ZBP_WHY_SEPARABLE, false},
+        {ZBP_TYPE_FACTORS, 0, LEFT, MATRICES, ZBP_TASK_DEFERRED, ZBP_WHY_SEPARABLE, false},
+        {ZBP_TYPE_SEPARABLE, 0, NEITHER, MATRICES, ZBP_TASK_WHOLE, ZBP_WHY_LIGHT, false},
+        {ZBP_TYPE_SEPARABLE, 0, NEITHER, ALL, ZBP_TASK_DEFERRED, ZBP_WHY_SEPARABLE, false},
+        {ZBP_TYPE_UNKNOWN, 0, NEITHER, ALL, ZBP_TASK_WHOLE, ZBP_WHY_UNKNOWN, false},
+        {ZBP_TYPE_FUNCTION, 0, NEITHER, ALL, ZBP_TASK_WHOLE, ZBP_WHY_FUNCTION, false},
+        {ZBP_TYPE_PRODUCT, 0, LEFT, NOTHING, ZBP_TASK_WHOLE, ZBP_WHY_POLICY, false},
+        {ZBP_TYPE_FUNCTION, 0, NEITHER, NOTHING, ZBP_TASK_WHOLE, ZBP_WHY_POLICY, false},
+        {ZBP_TYPE_PRODUCT, ZBP_FACT_POST_HOOK, LEFT, ALL, ZBP_TASK_WHOLE, ZBP_WHY_POST_HOOK, false},
+        {ZBP_TYPE_PRODUCT, ZBP_FACT_POST_HOOK, LEFT, NOTHING, ZBP_TASK_WHOLE, ZBP_WHY_POST_HOOK,
+         false},
+        {ZBP_TYPE_PRODUCT, ZBP_FACT_PACKED, LEFT, IN_I, ZBP_TASK_WHOLE, ZBP_WHY_PACKED, false},
+        {ZBP_TYPE_PRODUCT, 0, LEFT, IN_I, ZBP_TASK_PRODUCT, ZBP_WHY_SEPARABLE, false},
+        {ZBP_TYPE_PRODUCT, ZBP_FACT_PACKED, LEFT, ALL, ZBP_TASK_PRODUCT, ZBP_WHY_SEPARABLE, false},
+        {ZBP_TYPE_PRODUCT, 0, LEFT, ALL, ZBP_TASK_WHOLE, ZBP_WHY_EXCLUDED, true},
+        {ZBP_TYPE_FUNCTION, 0, NEITHER, ALL, ZBP_TASK_WHOLE, ZBP_WHY_EXCLUDED, true},
+        {ZBP_TYPE_UNKNOWN, 0, NEITHER, ALL, ZBP_TASK_WHOLE, ZBP_WHY_EXCLUDED, true},
+        {ZBP_TYPE_PRODUCT, 0, LIGHT, MATRICES, ZBP_TASK_WHOLE, ZBP_WHY_EXCLUDED, true},
+        {ZBP_TYPE_PRODUCT, ZBP_FACT_PACKED, LEFT, IN_I, ZBP_TASK_WHOLE, ZBP_WHY_EXCLUDED, true},
+        {ZBP_TYPE_PRODUCT, 0, LEFT, NOTHING, ZBP_TASK_WHOLE, ZBP_WHY_POLICY, true},
+        {ZBP_TYPE_PRODUCT, ZBP_FACT_POST_HOOK, LEFT, ALL, ZBP_TASK_WHOLE, ZBP_WHY_POST_HOOK, true},
     };
 
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
         const zbp_fact fact = {.type = rows[i].type, .flag = rows[i].flag};
         uint8_t why = 99;
-        const uint8_t kind = zbp_kind_of(&fact, rows[i].sides, rows[i].decision, &why);
+        const uint8_t kind =
+            zbp_kind_of(&fact, rows[i].sides, rows[i].policy, rows[i].is_excluded, &why);
 
         if (kind != rows[i].kind || why != rows[i].why)
             fprintf(stderr, "row %zu: kind %d, why %d\n", i, kind, why);
@@ -59,14 +70,15 @@ static void only_a_functions_backward_hands_work_over(void)
     const zbp_fact packed = {.type = ZBP_TYPE_FUNCTION, .flag = ZBP_FACT_PACKED};
     const zbp_fact product = {.type = ZBP_TYPE_PRODUCT};
 
-    CHECK(zbp_takes_work(&function, MATRICES) == ZBP_DEFER_MATRICES);
-    CHECK(zbp_takes_work(&function, ALL) == ZBP_DEFER_ALL);
-    CHECK(zbp_takes_work(&function, NOTHING) == ZBP_DEFER_NOTHING);
-    CHECK(zbp_takes_work(&function, IN_I) == ZBP_DEFER_ALL);
-    CHECK(zbp_takes_work(&hooked, ALL) == ZBP_DEFER_NOTHING);
-    CHECK(zbp_takes_work(&packed, IN_I) == ZBP_DEFER_NOTHING);
-    CHECK(zbp_takes_work(&packed, ALL) == ZBP_DEFER_ALL);
-    CHECK(zbp_takes_work(&product, ALL) == ZBP_DEFER_NOTHING);
+    CHECK(zbp_takes_work(&function, MATRICES, false) == ZBP_DEFER_MATRICES);
+    CHECK(zbp_takes_work(&function, ALL, false) == ZBP_DEFER_ALL);
+    CHECK(zbp_takes_work(&function, NOTHING, false) == ZBP_DEFER_NOTHING);
+    CHECK(zbp_takes_work(&function, IN_I, false) == ZBP_DEFER_ALL);
+    CHECK(zbp_takes_work(&hooked, ALL, false) == ZBP_DEFER_NOTHING);
+    CHECK(zbp_takes_work(&packed, IN_I, false) == ZBP_DEFER_NOTHING);
+    CHECK(zbp_takes_work(&packed, ALL, false) == ZBP_DEFER_ALL);
+    CHECK(zbp_takes_work(&product, ALL, false) == ZBP_DEFER_NOTHING);
+    CHECK(zbp_takes_work(&function, ALL, true) == ZBP_DEFER_NOTHING);
 }
 
 static void each_has_a_name_of_its_own(void)

@@ -1,4 +1,4 @@
-/* Layouts: what may be added, the order of tasks, failing allocations, the validator. */
+/* Layouts: what may be added, paths given up, failing allocations, the validator. */
 #include "check.h"
 #include "core/pass/zbp_layout.h"
 #include "counting.h"
@@ -102,30 +102,6 @@ static void arrays_end_before_their_indices_do(void)
     CHECK(layout.face_count == MOST && layout.face == NULL && layout.face_capacity == MOST);
 }
 
-static void tasks_run_from_the_last_node_to_the_first(void)
-{
-    enum { MOST = 70 };
-    zbp_layout layout = {0};
-    uint32_t order[2 * MOST];
-    uint32_t random = 1;
-
-    for (uint32_t count = 0; count <= MOST; count++) {
-        zbp_layout_init(&layout, 1, 0, NULL);
-        for (uint32_t t = 0; t < count; t++) {
-            random = random * 1664525u + 1013904223u;
-            REQUIRE(zbp_layout_add_task(&layout, ZBP_TASK_WHOLE, (random >> 24) % 16) == ZBP_OK);
-        }
-        zbp_layout_order(&layout, order);
-        for (uint32_t i = 1; i < count; i++) {
-            const uint64_t before = layout.task[order[i - 1]].sequence_nr;
-            const uint64_t after = layout.task[order[i]].sequence_nr;
-
-            CHECK(before > after || (before == after && order[i - 1] < order[i]));
-        }
-        zbp_layout_fini(&layout);
-    }
-}
-
 static int build(zbp_layout *layout)
 {
     int status = ZBP_OK;
@@ -205,7 +181,6 @@ int main(void)
     RUN(refuses_what_leads_nowhere_or_to_two_places);
     RUN(hops_come_in_the_order_of_their_nodes);
     RUN(arrays_end_before_their_indices_do);
-    RUN(tasks_run_from_the_last_node_to_the_first);
     RUN(a_failed_allocation_leaves_it_as_it_was);
     RUN(the_check_sees_each_fault);
     return check_end();

@@ -4,12 +4,13 @@
 #include "model.h"
 #include "core/graph/zbp_plan.h"
 
-enum { I = ZBP_ROLE_INPUT, W = ZBP_ROLE_WEIGHT, R = ZBP_ROLE_ROOT };
+enum { I = ZBP_ROLE_INPUT, W = ZBP_ROLE_WEIGHT, R = ZBP_ROLE_ROOT, X = ZBP_ROLE_EXCLUDED };
 enum {
     CLOSURE = ZBP_NODE_CLOSURE,
     WARD = ZBP_NODE_WEIGHTWARD,
     SPLIT = ZBP_NODE_CLOSURE | ZBP_NODE_SPLIT,
-    WROOT = ZBP_NODE_WEIGHTWARD | ZBP_NODE_WEIGHT_ROOT
+    WROOT = ZBP_NODE_WEIGHTWARD | ZBP_NODE_WEIGHT_ROOT,
+    XWARD = ZBP_NODE_WEIGHTWARD | ZBP_NODE_EXCLUDED
 };
 #define NONE ZBP_NONE
 
@@ -206,6 +207,25 @@ static void weight_inside_the_closure_is_none(void)
     erase();
 }
 
+/* 2 computes from a weight that is left to I and one that is not; 0 reads it, 1 the other one alone. */
+static void what_reaches_an_excluded_weight_is_excluded(void)
+{
+    DRAW("0>1 0>2 1>3 1>5 2>4 2>5", R, 0, 0, I, W | X, W);
+    CHECK(nodes_are(FLAGS(SPLIT, SPLIT, XWARD, CLOSURE, XWARD, WARD), GROUPS(0, 0, 0, NONE, 0, 0)));
+    erase();
+    DRAW("0>1", R, W | X);
+    CHECK(nodes_are(FLAGS(WROOT | XWARD, XWARD), GROUPS(0, 0)));
+    erase();
+}
+
+/* The closure is no place for a weight, and without a weight there is nothing to leave to I. */
+static void an_excluded_node_that_is_no_weight_of_the_plan_is_none(void)
+{
+    DRAW("0>1 1>2 1>3 0>4", R, W | X, I | X, W, X);
+    CHECK(nodes_are(FLAGS(CLOSURE, SPLIT, CLOSURE, WARD, 0), GROUPS(NONE, 0, NONE, 0, NONE)));
+    erase();
+}
+
 /* x @ (w * w): two edges to one node. */
 static void parallel_edges(void)
 {
@@ -262,7 +282,7 @@ static void groups_that_nothing_starts_come_last(void)
 static void random_graphs_agree_with_the_model(void)
 {
     uint64_t random = 3;
-    unsigned long seen[5] = {0};
+    unsigned long seen[6] = {0};
 
     for (int i = 0; i < 20000; i++) {
         zbp_graph g;
@@ -283,6 +303,8 @@ static void random_graphs_agree_with_the_model(void)
         seen[2] += p.group_count > 0 && p.split_begin[p.group_count] > p.group_count;
         seen[3] += p.group_count > 0 && p.weight_edge_begin[p.group_count] > 0;
         seen[4] += p.group_count > 0 && p.split_begin[1] > 1;
+        for (uint32_t n = 0; n < p.node_count; n++)
+            seen[5] += (p.flag[n] & ZBP_NODE_EXCLUDED) != 0 && (g.mark[n] & ZBP_ROLE_EXCLUDED) == 0;
         zbp_plan_fini(&p);
         zbp_graph_fini(&g);
     }
@@ -396,6 +418,8 @@ int main(void)
     RUN(input_that_is_also_a_weight_is_an_input);
     RUN(input_that_is_a_root);
     RUN(weight_inside_the_closure_is_none);
+    RUN(what_reaches_an_excluded_weight_is_excluded);
+    RUN(an_excluded_node_that_is_no_weight_of_the_plan_is_none);
     RUN(parallel_edges);
     RUN(self_loops_and_cycles_end);
     RUN(no_inputs);

@@ -169,7 +169,7 @@ static void another_graph_is_named(void)
         REQUIRE(zbp_graph_add_node(&g, model_key(100), NULL, NULL) == ZBP_OK);
         REQUIRE(zbp_plan_build(&before, &g, NULL) == ZBP_OK);
         id = model_below(&random, g.node_count);
-        mark = (uint8_t)(1u << model_below(&random, 3));
+        mark = (uint8_t)(1u << model_below(&random, 4));
         REQUIRE(zbp_graph_mark(&g, id, mark) == ZBP_OK);
         REQUIRE(zbp_plan_build(&after, &g, NULL) == ZBP_OK);
         if (before.block_size != after.block_size ||

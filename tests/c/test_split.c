@@ -43,13 +43,10 @@ static void draw_facts(world *w, uint64_t *state)
             .step = (uint8_t)model_below(state, ZBP_STEP_OTHER + 1),
             .flag = (uint8_t)(model_below(state, 4) == 0 ? model_below(state, 8) : 0),
         };
-        w->facts.of_weight[i] =
-            (zbp_decision){(uint8_t)model_below(state, 3), (uint8_t)model_below(state, 3)};
     }
     for (uint32_t e = 0; e < w->graph.edge_count; e++)
         w->facts.is_matrix[e] = model_below(state, 2) == 0;
-    w->facts.decisions_differ = model_below(state, 2) == 0;
-    w->facts.for_all =
+    w->facts.policy =
         (zbp_decision){(uint8_t)model_below(state, 3), (uint8_t)model_below(state, 3)};
 }
 
@@ -260,13 +257,28 @@ static void check_face(const world *w, uint32_t group, const zbp_face *face, uin
         CHECK(w->split.outside[w->split.outside_begin[group] + (uint32_t)face->outside] == target);
 }
 
+/* Whether a weight that is left to I lies there or behind; `seen` has a bit for each node on the way. */
+static bool leads_to_excluded(const world *w, uint32_t node, uint64_t seen)
+{
+    if ((seen >> node & 1) != 0 || !has(w, node, ZBP_NODE_WEIGHTWARD))
+        return false;
+    if (is_marked(w, node, ZBP_ROLE_EXCLUDED))
+        return true;
+    for (uint32_t e = 0; e < w->graph.edge_count; e++) {
+        if (w->graph.edge[e].src == node &&
+            leads_to_excluded(w, w->graph.edge[e].dst, seen | UINT64_C(1) << node))
+            return true;
+    }
+    return false;
+}
+
 static void check_task(const world *w, uint32_t group, uint32_t node)
 {
     const zbp_layout *layout = &w->split.layout[group];
     const zbp_task *task = &layout->task[w->split.task[node]];
     const zbp_fact *fact = &w->facts.of_node[node];
-    zbp_decision decision = zbp_decision_none();
     zbp_sides sides = {false, false, false};
+    bool is_excluded = false;
     uint32_t f = task->face_begin;
     uint8_t why = 99;
 
@@ -278,11 +290,7 @@ static void check_task(const world *w, uint32_t group, uint32_t node)
         REQUIRE(f < task->face_end);
         CHECK(layout->face[f].slot == edge->slot);
         check_face(w, group, &layout->face[f], edge->dst);
-        decision = zbp_decision_join(
-            decision, layout->face[f].weight >= 0
-                          ? w->facts.of_weight[weight_id(w, group, layout->face[f].weight)]
-                          : w->split.of_outside[w->split.outside_begin[group] +
-                                                (uint32_t)layout->face[f].outside]);
+        is_excluded = is_excluded || leads_to_excluded(w, edge->dst, 0);
         if (fact->type >= ZBP_TYPE_FACTORS &&
             (edge->slot == fact->left_slot || edge->slot == fact->left_slot + 1u)) {
             sides.left = sides.left || edge->slot == fact->left_slot;
@@ -292,12 +300,12 @@ static void check_task(const world *w, uint32_t group, uint32_t node)
         f++;
     }
     CHECK(f == task->face_end);
-    decision = w->facts.decisions_differ ? decision : w->facts.for_all;
-    CHECK(task->kind == zbp_kind_of(fact, sides, decision, &why) && task->why == why);
-    CHECK(task->takes_work == zbp_takes_work(fact, decision));
+    CHECK(task->kind == zbp_kind_of(fact, sides, w->facts.policy, is_excluded, &why));
+    CHECK(task->why == why && !task->has_work);
+    CHECK(task->takes_work == zbp_takes_work(fact, w->facts.policy, is_excluded));
     CHECK(task->sequence_nr == fact->sequence_nr);
     CHECK(task->leaves_packed ==
-          (task->kind != ZBP_TASK_WHOLE && decision.checkpoint == ZBP_CHECKPOINT_RECOMPUTE));
+          (task->kind != ZBP_TASK_WHOLE && w->facts.policy.checkpoint == ZBP_CHECKPOINT_RECOMPUTE));
 }
 
 static void check_group(const world *w, uint32_t g)
@@ -373,7 +381,7 @@ static void make_chain(world *w, uint8_t first, uint8_t second)
     REQUIRE(zbp_facts_init(&w->facts, &w->graph, NULL) == ZBP_OK);
     w->facts.of_node[SPLIT] = (zbp_fact){.sequence_nr = 7, .type = ZBP_TYPE_PRODUCT};
     w->facts.is_matrix[1] = true;
-    w->facts.for_all = (zbp_decision){ZBP_DEFER_MATRICES, ZBP_CHECKPOINT_KEEP};
+    w->facts.policy = (zbp_decision){ZBP_DEFER_MATRICES, ZBP_CHECKPOINT_KEEP};
     w->facts.of_node[STEP].step = first;
     w->facts.of_node[CAST].step = second;
     w->root[0] = SPLIT;
@@ -418,6 +426,24 @@ static void a_path_is_what_its_steps_are(void)
     CHECK(face.weight == -1 && face.obstacle == ZBP_OBSTACLE_NODE && face.steps == 1);
     face = face_of_chain(ZBP_STEP_NONE, ZBP_STEP_CAST, 0);
     CHECK(face.weight == -1 && face.obstacle == ZBP_OBSTACLE_NODE && face.steps == 0);
+}
+
+/* The weight's node, or the one on the way to it. */
+static void what_leads_to_an_excluded_weight_is_whole(void)
+{
+    for (uint32_t at = CAST; at <= WEIGHT; at++) {
+        world w;
+
+        make_chain(&w, ZBP_STEP_OTHER, ZBP_STEP_CAST);
+        zbp_plan_fini(&w.plan);
+        REQUIRE(zbp_graph_mark(&w.graph, at, ZBP_ROLE_EXCLUDED) == ZBP_OK);
+        REQUIRE(zbp_plan_build(&w.plan, &w.graph, NULL) == ZBP_OK);
+        CHECK(zbp_split_build(&w.split, &w.graph, &w.plan, &w.facts, w.root, 1, NULL) == ZBP_OK);
+        CHECK(w.split.layout[0].task[0].kind == ZBP_TASK_WHOLE);
+        CHECK(w.split.layout[0].task[0].why == ZBP_WHY_EXCLUDED);
+        CHECK(w.split.layout[0].face[0].weight == 0); /* its path is as ever */
+        fini(&w);
+    }
 }
 
 static void gradients_that_meet_on_a_path_end_it(void)
@@ -532,6 +558,7 @@ int main(void)
     RUN(what_w_runs_again_is_cut_off_from_its_weights);
     RUN(groups_are_made_of_what_the_plan_says);
     RUN(a_path_is_what_its_steps_are);
+    RUN(what_leads_to_an_excluded_weight_is_whole);
     RUN(gradients_that_meet_on_a_path_end_it);
     RUN(a_path_has_eight_steps_at_most);
     RUN(what_does_not_fit_is_refused);
