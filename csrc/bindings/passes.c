@@ -252,10 +252,9 @@ done:
     return result;
 }
 
-static PyMethodDef passes_methods[] = {
-    {"input_pass", input_pass, METH_VARARGS, input_pass_doc},
-    {"weight_pass", weight_pass, METH_VARARGS, weight_pass_doc},
-    {NULL, NULL, 0, NULL}};
+static PyMethodDef passes_methods[] = {{"input_pass", input_pass, METH_VARARGS, input_pass_doc},
+                                       {"weight_pass", weight_pass, METH_VARARGS, weight_pass_doc},
+                                       {NULL, NULL, 0, NULL}};
 
 int zbp_add_passes(PyObject *module)
 {

@@ -31,8 +31,8 @@ static int read_word(PyObject *policy, const char *name, const char *const *word
         }
     }
     if (value != NULL && number < 0) {
-        PyErr_Format(PyExc_ValueError, "policy.%s is %R; expected one of the words of a zbpipe.Policy",
-                     name, value);
+        PyErr_Format(PyExc_ValueError,
+                     "policy.%s is %R; expected one of the words of a zbpipe.Policy", name, value);
     }
     Py_XDECREF(value);
     return number;
@@ -66,7 +66,8 @@ int zbp_read_policy(PyObject *policy, zbp_policy *out)
 int zbp_exclude_weights(zbp_scene *scene, PyObject *policy)
 {
     PyObject *excluded = PyObject_GetAttrString(policy, "exclude");
-    PyObject *seq = excluded != NULL ? PySequence_Fast(excluded, "policy.exclude is no tuple") : NULL;
+    PyObject *seq =
+        excluded != NULL ? PySequence_Fast(excluded, "policy.exclude is no tuple") : NULL;
     zbp_error error = {0};
     int status = seq != NULL ? ZBP_OK : ZBP_ETORCH;
 

@@ -35,9 +35,9 @@ extern "C" {
 
 /* What the plan says about a node; or-ed. */
 enum {
-    ZBP_NODE_CLOSURE = 1,    /* an input is reachable from it, or it is one */
-    ZBP_NODE_WEIGHTWARD = 2, /* outside the closure, and reaches a weight or is one */
-    ZBP_NODE_SPLIT = 4,      /* in the closure, no input, has an edge to a WEIGHTWARD node */
+    ZBP_NODE_CLOSURE = 1,     /* an input is reachable from it, or it is one */
+    ZBP_NODE_WEIGHTWARD = 2,  /* outside the closure, and reaches a weight or is one */
+    ZBP_NODE_SPLIT = 4,       /* in the closure, no input, has an edge to a WEIGHTWARD node */
     ZBP_NODE_WEIGHT_ROOT = 8, /* marked ROOT, and WEIGHTWARD */
     ZBP_NODE_EXCLUDED = 16    /* WEIGHTWARD, and reaches one that is marked EXCLUDED or is one */
 };

@@ -14,8 +14,8 @@ typedef struct work {
     const zbp_facts *facts;
     zbp_split *split;
 
-    uint32_t *place;         /* [nodes], a weight's or outside node's index in its group */
-    uint32_t *arrivals;      /* [nodes], how many edges and roots lead there */
+    uint32_t *place;    /* [nodes], a weight's or outside node's index in its group */
+    uint32_t *arrivals; /* [nodes], how many edges and roots lead there */
 
     void *block;
     size_t block_size;
@@ -225,8 +225,8 @@ static int add_split_task(work *w, uint32_t g, uint32_t node)
     task = &layout->task[layout->task_count - 1];
     task->kind = zbp_kind_of(fact, sides, w->facts->policy, is_excluded, &task->why);
     task->takes_work = zbp_takes_work(fact, w->facts->policy, is_excluded);
-    task->leaves_packed = task->kind != ZBP_TASK_WHOLE &&
-                          w->facts->policy.checkpoint == ZBP_CHECKPOINT_RECOMPUTE;
+    task->leaves_packed =
+        task->kind != ZBP_TASK_WHOLE && w->facts->policy.checkpoint == ZBP_CHECKPOINT_RECOMPUTE;
     w->split->task[node] = layout->task_count - 1;
     return ZBP_OK;
 }

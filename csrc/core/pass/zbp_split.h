@@ -44,9 +44,9 @@ typedef struct zbp_edit {
 typedef struct zbp_split {
     uint32_t group_count, node_count, edge_count, root_count;
 
-    zbp_layout *layout;       /* [group_count]; whoever moves one out leaves a zeroed one */
-    uint32_t *outside_begin;  /* [group_count + 1], into the next one */
-    uint32_t *outside;        /* ids, in the order of the group's layout */
+    zbp_layout *layout;      /* [group_count]; whoever moves one out leaves a zeroed one */
+    uint32_t *outside_begin; /* [group_count + 1], into the next one */
+    uint32_t *outside;       /* ids, in the order of the group's layout */
     uint32_t *task; /* [node_count], of a split node: its number in its layout; else ZBP_NONE */
     uint32_t *root_task; /* [root_count], of a root where W starts: likewise */
     uint8_t *root_to;    /* [root_count], ZBP_TO_* */

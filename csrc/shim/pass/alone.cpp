@@ -34,8 +34,8 @@ bool takes_product(const Weight& weight, zbp_how how) {
   return grad.defined() && !grad.requires_grad() && !grad.is_complex() &&
          is_subclass(grad) == is_subclass(variable) && grad.sizes().equals(variable.sizes()) &&
          (weight.main_grad.defined() || grad.scalar_type() == variable.scalar_type() ||
-          (how.fuse && c10::promoteTypes(grad.scalar_type(), variable.scalar_type()) ==
-                           grad.scalar_type()));
+          (how.fuse &&
+           c10::promoteTypes(grad.scalar_type(), variable.scalar_type()) == grad.scalar_type()));
 }
 
 /// False, and nothing was done, if the face's gradient is no product or cannot be added so.

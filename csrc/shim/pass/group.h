@@ -98,9 +98,9 @@ struct Task {
 
   zbp_layout* layout;  // the group's, where the task's numbers are; borrowed
   uint32_t number;
-  NodePtr node;  // null for a whole node that would hold memory
-  bool can_run_again = true;               // with other output gradients; not a whole node that had saved tensors
-  uint32_t input_nr = 0;  // root: which input of `node` the output gradient belongs to
+  NodePtr node;               // null for a whole node that would hold memory
+  bool can_run_again = true;  // with other output gradients; a whole node that had saved no tensor
+  uint32_t input_nr = 0;      // root: which input of `node` the output gradient belongs to
   SmallVector<Face, 2> face;
 
   Watched other;                // product: the matrix that is multiplied with the output gradient
@@ -111,10 +111,10 @@ struct Task {
   SmallVector<Watched, 1> saved;         // deferred: what the node has saved and W will read
   // What stays packed until W: a product's `other`; what a deferred node has saved, and shares.
   SmallVector<std::shared_ptr<const Packed>, 1> packed;
-  std::vector<Blank> blanks;             // deferred
-  std::vector<Version> arguments;        // of the regions that W computes again for it
-  bool is_consumed = false;  // I has run the node and is through: it is the task's alone
-  std::vector<Work> works;   // whole: adds to `kept`
+  std::vector<Blank> blanks;       // deferred
+  std::vector<Version> arguments;  // of the regions that W computes again for it
+  bool is_consumed = false;        // I has run the node and is through: it is the task's alone
+  std::vector<Work> works;         // whole: adds to `kept`
 
   std::unique_ptr<const torch::autograd::InputMetadata>
       place;  // device and stream, when not the CPU
@@ -155,7 +155,7 @@ struct Weight {
 struct UnpinnedOutside {
   NodePtr node;
   size_t number;  // of the saved variable, among the node's
-  bool is_left;                           // W unpacks it, if it can
+  bool is_left;   // W unpacks it, if it can
 };
 
 /// A node between the tasks and the weights. Other groups may share it.
@@ -191,7 +191,6 @@ struct Group : std::enable_shared_from_this<Group> {
   // only after W, by the last of the groups that share one.
   using Output = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
   std::vector<std::shared_ptr<const Output>> outputs;
-
 
   /// Lets go of everything that W read; so do the nodes that only W could still run, whoever refers to them.
   void release() noexcept;

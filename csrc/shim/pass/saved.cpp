@@ -237,8 +237,7 @@ void take_product(Task& task, Node& node, const variable_list& grads, const Sepa
     task.plan().leaves_packed = true;
     return;
   }
-  const at::Tensor other =
-      saved.has_hooks() ? pin(saved, node, true) : saved.unpack(ref_of(node));
+  const at::Tensor other = saved.has_hooks() ? pin(saved, node, true) : saved.unpack(ref_of(node));
   if (is_plain_matrix(other)) {
     task.other = Watched(other);
   } else {

@@ -22,14 +22,14 @@ class Walk;
 
 /// As checked and converted; see zbp_shim.h.
 struct InputPassArgs {
-  std::vector<Edge> roots;          // where the backward starts
-  variable_list root_grads;         // one per root, defined
-  std::vector<at::Tensor> inputs;   // those that require a gradient
-  std::vector<at::Tensor> weights;  // ignored when `all_leaves`
-  std::vector<at::Tensor> frozen;   // weights that require no gradient
+  std::vector<Edge> roots;                   // where the backward starts
+  variable_list root_grads;                  // one per root, defined
+  std::vector<at::Tensor> inputs;            // those that require a gradient
+  std::vector<at::Tensor> weights;           // ignored when `all_leaves`
+  std::vector<at::Tensor> frozen;            // weights that require no gradient
   std::unordered_set<const void*> excluded;  // weights whose gradients I computes: their identities
   std::vector<at::Tensor> kept_excluded;     // alive, so that nobody gets their addresses
-  variable_list outputs;            // the output tensors that have a history, to be detached
+  variable_list outputs;  // the output tensors that have a history, to be detached
   bool all_leaves = false;
   zbp_policy policy{};
 };

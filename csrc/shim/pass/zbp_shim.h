@@ -35,7 +35,8 @@ typedef struct zbp_group_info {
 /* What the policy says to I. */
 typedef struct zbp_policy {
     zbp_decision leaves; /* what I leaves to W */
-    bool main_grad; /* what a reentrant checkpoint adds to .grad must be added in I, which moves it */
+    bool
+        main_grad; /* what a reentrant checkpoint adds to .grad must be added in I, which moves it */
 } zbp_policy;
 
 /* A call of I: made, given its arguments in the order of the functions below, begun, and ended or, if that was
