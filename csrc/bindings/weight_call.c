@@ -187,25 +187,36 @@ static int check_leaves(const weight_call *call)
 /* Raises it, if there is one. */
 static int refuse_modified(size_t i, zbp_modified *modified)
 {
-    static const char *const reader[] = {
+    static const char *const what[] = {
         [ZBP_MODIFIED_HELD] = " holds for the weight pass",
         [ZBP_MODIFIED_OUTSIDE] = " needs where its weights were computed",
         [ZBP_MODIFIED_RECOMPUTED] = " would read to compute a checkpointed region again"};
-    static const char advice[] =
-        " With checkpoint=\"recompute\" or \"auto\", run the weight pass of all groups of a "
-        "microbatch before weights or inputs change, or choose checkpoint=\"keep\".";
+    static const char *const advice[] = {
+        [ZBP_MODIFIED_HELD] = "If something overwrites it between the two passes, clone it before. If "
+                              "a later node of the same backward does, leave the weight to the input "
+                              "pass with policy(exclude=[weight]), or give that node a clone.",
+        [ZBP_MODIFIED_OUTSIDE] = "Run the weight pass before it changes.",
+        [ZBP_MODIFIED_RECOMPUTED] =
+            "With checkpoint=\"recompute\", run the weight pass of all groups of a microbatch before "
+            "weights or inputs change, or choose checkpoint=\"keep\"."};
 
     if (modified->role == ZBP_MODIFIED_NONE) {
         return 0;
     }
-    PyErr_Format(PyExc_RuntimeError,
-                 "one of the variables needed for gradient computation has been modified by an "
-                 "inplace operation: %U, which param_groups[%zu]%s, is at version %u; expected "
-                 "version %u instead.%s",
-                 modified->tensor, i, reader[modified->role], (unsigned int)modified->now,
-                 (unsigned int)modified->seen,
-                 modified->role == ZBP_MODIFIED_RECOMPUTED ? advice : "");
+    PyObject *reader = modified->reader != NULL
+                           ? PyUnicode_FromFormat(" It is read by %U.", modified->reader)
+                           : PyUnicode_FromString("");
+    if (reader != NULL) {
+        PyErr_Format(PyExc_RuntimeError,
+                     "one of the variables needed for gradient computation has been modified by an "
+                     "inplace operation: %U, which param_groups[%zu]%s, is at version %u; expected "
+                     "version %u instead.%U %s",
+                     modified->tensor, i, what[modified->role], (unsigned int)modified->now,
+                     (unsigned int)modified->seen, reader, advice[modified->role]);
+    }
+    Py_XDECREF(reader);
     Py_CLEAR(modified->tensor);
+    Py_CLEAR(modified->reader);
     return -1;
 }
 

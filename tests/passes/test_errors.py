@@ -876,6 +876,40 @@ def test_what_nodes_of_a_computed_weight_have_saved_is_checked_before_anything_i
         assert all(w.grad is None for w in m.parameters())
 
 
+def test_factor_that_a_later_node_of_the_same_backward_overwrites():
+    """The refusal names the node and the weight, and what helps; which does."""
+    m = Stage(lambda m, x: x @ m.w, w=(4, 5))
+
+    class WritesOver(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return factors[-1].detach().add_(1.0) * 0 + grad
+
+    factors = []
+
+    def passes(**choices):
+        x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+        factors.append(WritesOver.apply(x))
+        before = factors[-1].detach().clone()
+        out = m(factors[-1])
+        with zb.policy(**choices):
+            _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+        return groups, before
+
+    with pytest.raises(RuntimeError, match=CHANGED) as refusal:
+        zb.stage_backward_weight(m.parameters(), passes()[0])
+    for words in ("MmBackward0 for the weight of Double [4, 5] on cpu", "policy(exclude=[weight])", "a clone"):
+        assert words in str(refusal.value)
+    assert m.w.grad is None
+    groups, before = passes(exclude=[m.w])
+    zb.stage_backward_weight(m.parameters(), groups)
+    torch.testing.assert_close(m.w.grad, before.t() @ torch.ones(3, 5, dtype=f64))
+
+
 # A weight that is no leaf any more since the forward: an ordinary backward refuses to accumulate into it.
 
 INTERIOR = "leaf variable has been moved into the graph interior"

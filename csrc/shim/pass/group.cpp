@@ -41,8 +41,20 @@ void Group::release() noexcept {
 
 namespace {
 
-Modified modified(const Watched& watched) {
-  return {ZBP_MODIFIED_HELD, describe(watched.tensor()), watched.kept_version(),
+std::string reader_in(const Group& group, const Task& task) {
+  std::string words = task.node ? task.node->name() : "a node";
+  const char* between = " for the weight of ";
+  for (size_t i = 0; i < task.face.size(); ++i) {
+    if (task.plan(i).weight >= 0) {
+      words += between + describe(group.weights[task.plan(i).weight].accumulator->variable);
+      between = " and of ";
+    }
+  }
+  return words;
+}
+
+Modified modified(const Watched& watched, std::string reader) {
+  return {ZBP_MODIFIED_HELD, describe(watched.tensor()), std::move(reader), watched.kept_version(),
           static_cast<uint32_t>(watched.tensor()._version())};
 }
 
@@ -52,7 +64,7 @@ std::optional<Modified> find_modified(const std::vector<Version>& versions, uint
   if (found == versions.end()) {
     return std::nullopt;
   }
-  return Modified{role, found->describe(), found->seen(), found->now()};
+  return Modified{role, found->describe(), {}, found->seen(), found->now()};
 }
 
 }  // namespace
@@ -70,7 +82,7 @@ std::optional<Modified> Group::find_modified() const {
       }
     }
     if (first) {
-      return modified(*first);
+      return modified(*first, reader_in(*this, task));
     }
     if (auto argument = zbp::find_modified(task.arguments, ZBP_MODIFIED_RECOMPUTED)) {
       return argument;

@@ -69,6 +69,7 @@ struct Reads {
 struct Modified {
   uint8_t role;  // a ZBP_MODIFIED_* of zbp_call.h
   std::string tensor;
+  std::string reader;  // the task that holds it, in words; empty for none
   uint32_t seen;
   uint32_t now;
 };

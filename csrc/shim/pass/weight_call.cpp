@@ -117,7 +117,8 @@ int zbp_held_modified(const zbp_held* held, zbp_modified* out, zbp_error* error)
   return kept_in(error, [&] {
     *out = {};
     if (const auto modified = group_in(held).find_modified()) {
-      *out = {modified->role, wrap_text(modified->tensor), modified->seen, modified->now};
+      PyObject* const reader = modified->reader.empty() ? nullptr : wrap_text(modified->reader);
+      *out = {modified->role, wrap_text(modified->tensor), reader, modified->seen, modified->now};
     }
   });
 }
@@ -139,8 +140,8 @@ int zbp_reads_modified(const zbp_held* held, uint64_t recomputed_for, zbp_modifi
       return read.sequence_nr >= recomputed_for || read.weight.was_modified();
     });
     if (found != reads.end() && found->sequence_nr < recomputed_for) {
-      *out = {ZBP_MODIFIED_RECOMPUTED, wrap_text(found->weight.describe()), found->weight.seen(),
-              found->weight.now()};
+      *out = {ZBP_MODIFIED_RECOMPUTED, wrap_text(found->weight.describe()), nullptr,
+              found->weight.seen(), found->weight.now()};
     }
   });
 }

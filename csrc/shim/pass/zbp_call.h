@@ -60,6 +60,7 @@ enum {
 typedef struct zbp_modified {
     uint8_t role;       /* ZBP_MODIFIED_* */
     PyObject *tensor;   /* new: in words; NULL for none */
+    PyObject *reader;   /* new: who reads it, in words; NULL where no task holds it */
     uint32_t seen, now; /* its versions, in I and now */
 } zbp_modified;
 
