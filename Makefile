@@ -30,7 +30,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help torch demo docs wheel dev test test-core test-system test-long test-all test-clients clients soak programs asan tsan-torch repeat ubsan tsan allocations valgrind fuzz fuzz-long cov lint fmt bench clean pytest
+.PHONY: help torch demo docs wheel dev test test-core test-system test-long test-all test-clients clients nightly soak programs asan tsan-torch repeat ubsan tsan allocations valgrind fuzz fuzz-long cov lint fmt bench clean pytest
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -97,6 +97,11 @@ clients: $(VENV)/.built $(VENV)/.extras-test $(VENV)/.clients
 
 test-all: test test-system test-long test-clients ## all of these, one after the other: hours
 
+nightly: ## what .ci/run leaves out: the core's sanitizers and branches; whole programs and torchtitan on the newest torch
+	$(MAKE) allocations ubsan tsan cov
+	if command -v valgrind >/dev/null; then $(MAKE) valgrind; fi
+	$(MAKE) pytest TORCH_VERSION=newest CLIENTS=1 MARKED="not long"
+
 programs: $(VENV)/.built $(VENV)/.extras-test ## PROGRAMS=100000 random autograd programs, split and whole
 	export ZBPIPE_PROGRAMS=$(or $(PROGRAMS),100000); $(PYTEST) -n $(JOBS) -m long -o faulthandler_timeout=3000 passes/test_programs.py
 
@@ -139,15 +144,12 @@ docs: $(VENV)/.built $(VENV)/.extras-docs ## build the documentation as a site, 
 	$(RUN) -m sphinx --quiet --fail-on-warning --keep-going -b html docs build/docs
 	@echo "build/docs/index.html"
 
-BENCHMARKS := step_overhead checkpointed sweep compile stage_zero recorder leaks instructions
-PANELS := float32,1 float64,1 bfloat16,1 float32,2
+BENCHMARKS := step_overhead checkpointed compile stage_zero recorder leaks instructions
 
 # Half an hour, on a machine that does nothing else.
 bench: $(VENV)/.built $(VENV)/.extras-bench $(VENV)/.extras-demo ## measure all that the docs say, beside torch's own module: benchmarks/results, and the tables of the docs
 	cd examples && $(RUN) -m zbpipe bench --blocks 1 4 16 64 256 --json $(CURDIR)/benchmarks/results
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(RUN) benchmarks/$$name.py --json benchmarks/results; done
-	@set -e; for kind in $(PANELS); do echo "== panels $$kind"; \
-		$(RUN) benchmarks/panels.py --dtype $${kind%,*} --threads $${kind#*,} --json benchmarks/results; done
 	cd examples && $(RUN) -m zbpipe demo --out $(CURDIR)/build/zbpipe_demo.png --json $(CURDIR)/benchmarks/results/demo-$(TORCH).json
 	$(RUN) benchmarks/tables.py
 
