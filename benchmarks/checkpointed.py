@@ -1,11 +1,14 @@
 """Whole schedule steps of checkpointed stages: torch's own module beside the patch, with every policy for checkpoints.
 
-Two ranks with two stages each, of transformer blocks that are each checkpointed. Each side runs on stages of its own,
+Two, four and eight ranks with two stages each, of transformer blocks that are each checkpointed. Each side runs on stages of its own,
 in turns; a step takes as long as its slowest rank; medians of the runs, and their ratios to torch's. The peak of a step
 is that of the rank with the higher one, of all blocks of memory since the step began (zbpipe.memory.record), and is
 measured in a step that is not timed. The weights' gradients are there before each step.
 
-    python benchmarks/checkpointed.py --microbatches 4 8 --json checkpointed.json
+    python benchmarks/checkpointed.py --ranks 2 4 8 --json checkpointed.json
+
+Microbatches are twice as many as ranks. Bytes and recomputations are exact. Where processes share cores, times tell how
+much is computed, and not how long a rank waits.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from zbpipe._bench.results import add_argument, spread, write
 from zbpipe._bench.stages import Stage, transformer
 from zbpipe._text import table
 
-RANKS, BLOCKS, WIDTH, TOKENS, ROUNDS = 2, 2, 128, 256, 5
+BLOCKS, WIDTH, TOKENS, ROUNDS = 2, 64, 128, 3
 INTERLEAVED = "ScheduleInterleavedZeroBubble"
 SCHEDULES = (INTERLEAVED, "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 POLICIES = ("keep", "recompute", "input_pass")
@@ -40,15 +43,15 @@ class Side:
     """A schedule on stages of its own, run under torch's module or under the patch with a policy."""
 
     def __init__(self, name: str, microbatches: int, policy: str | None) -> None:
-        rank = dist.get_rank()
-        places = (rank, rank + RANKS) if name == INTERLEAVED else (rank, 2 * RANKS - 1 - rank)
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        places = (rank, rank + ranks) if name == INTERLEAVED else (rank, 2 * ranks - 1 - rank)
         self.modules = [transformer(BLOCKS, WIDTH, TOKENS, checkpointed=True) for _ in places]
         stages = [
-            PipelineStage(module, place, 2 * RANKS, torch.device("cpu"))
+            PipelineStage(module, place, 2 * ranks, torch.device("cpu"))
             for module, place in zip(self.modules, places, strict=True)
         ]
         self.x = torch.ones(microbatches, TOKENS, WIDTH)
-        self.is_first, self.is_last = 0 in places, 2 * RANKS - 1 in places
+        self.is_first, self.is_last = 0 in places, 2 * ranks - 1 in places
         kind: Any = getattr(schedules, name)
         self.schedule = kind(stages, microbatches, loss_fn=nn.functional.mse_loss, scale_grads=False)
         self.policy = policy
@@ -96,6 +99,7 @@ def measure(name: str, microbatches: int) -> dict[str, Any]:
             side.step(is_timed)
     return {
         "schedule": name,
+        "ranks": dist.get_world_size(),
         "microbatches": microbatches,
         "sides": {
             word: {"seconds": side.seconds, "peak": side.peak, "computed": side.computed}
@@ -104,11 +108,11 @@ def measure(name: str, microbatches: int) -> dict[str, Any]:
     }
 
 
-def run_rank(rank: int, microbatches: list[int], folder: str) -> None:
+def run_rank(rank: int, ranks: int, folder: str) -> None:
     torch.set_num_threads(1)
     gc.freeze()  # so that the collections between steps are short
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS)
-    rows = [measure(name, count) for name in SCHEDULES for count in microbatches]
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks)
+    rows = [measure(name, 2 * ranks) for name in SCHEDULES]
     if rank == 0:
         Path(folder, "rows").write_text(json.dumps(rows))
     dist.barrier()
@@ -117,12 +121,14 @@ def run_rank(rank: int, microbatches: list[int], folder: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     add_argument(parser)
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run_rank, (given.microbatches, folder), nprocs=RANKS)
-        rows = json.loads(Path(folder, "rows").read_text())
+    rows = []
+    for ranks in given.ranks:
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(run_rank, (ranks, folder), nprocs=ranks)
+            rows += json.loads(Path(folder, "rows").read_text())
     printed = []
     for row in rows:
         theirs = row["sides"]["torch"]
@@ -134,6 +140,7 @@ def main() -> None:
             printed.append(
                 [
                     row["schedule"],
+                    str(row["ranks"]),
                     str(row["microbatches"]),
                     word,
                     f"{side['peak'] / 1e6:.1f}",
@@ -143,9 +150,19 @@ def main() -> None:
                     f"{side['step'].median:.2f}",
                 ]
             )
-    columns = ("schedule", "microbatches", "side", "peak, MB", "to torch's", "computed again", "step, ms", "to torch's")
+    columns = (
+        "schedule",
+        "ranks",
+        "microbatches",
+        "side",
+        "peak, MB",
+        "to torch's",
+        "computed again",
+        "step, ms",
+        "to torch's",
+    )
     print(table(columns, printed))
-    write(given.json, "checkpointed", {"ranks": RANKS, "blocks": BLOCKS, "rows": rows})
+    write(given.json, "checkpointed", {"blocks": BLOCKS, "width": WIDTH, "tokens": TOKENS, "rows": rows})
 
 
 if __name__ == "__main__":

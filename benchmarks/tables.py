@@ -286,7 +286,7 @@ def checkpointed() -> str:
 def checkpointed_steps() -> str:
     rows = [
         [
-            f"{SCHEDULES[of['schedule']]}, {of['microbatches']} microbatches",
+            f"{SCHEDULES[of['schedule']]}, {of['ranks']} ranks, {of['microbatches']} microbatches",
             f"`{word}`" if word != "torch" else "torch's module",
             f"{megabytes(side['peak'])} MB ({times(side['peak'] / of['sides']['torch']['peak'])})",
             f"{side['computed']:.2f}",
@@ -326,38 +326,6 @@ def leaks() -> str:
     return f"{words}\n\n{markdown(['what is left', 'leaks', *keys, 'MB of memory'], rows)}"
 
 
-def sweep() -> str:
-    measured = figures("sweep")
-    rows = []
-    for weights, by_tokens in measured["sweeps"].items():
-        for tokens, of in by_tokens.items():
-            ways = ("together", "fused, one after the other", "fused, together")
-            rows.append([f"{weights}, {tokens} tokens", *(times(of[way]["median"]) for way in ways)])
-    header = ["8 microbatches, to one after the other", "together", "`fused=True`", "`fused=True`, together"]
-    return markdown(header, rows)
-
-
-def wide() -> str:
-    rows = [
-        [dtype, tokens, times(of["default"]["median"]), times(of["wide"]["median"])]
-        for dtype, by_tokens in figures("sweep")["wide"].items()
-        for tokens, of in by_tokens.items()
-    ]
-    return markdown(["factors", "tokens", "default", "`wide=True`"], rows)
-
-
-def panels() -> str:
-    rows = []
-    for dtype, threads in (("float32", 1), ("float64", 1), ("bfloat16", 1), ("float32", 2)):
-        sides = figures(f"panels_{dtype}_{threads}")["sides"]
-        cells = []
-        for begin, end in ((256, 10**9), (1, 256)):
-            of = [sides[side] for side in sides if begin <= int(side) < end]
-            cells.append(f"{sum(s['differ'] for s in of):,} of {sum(s['products'] for s in of):,}")
-        rows.append([dtype, str(threads), *cells])
-    return markdown(["dtype", "threads", "shorter side of 256 or more: differ", "below 256: differ"], rows)
-
-
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"in_short": in_short},
     "docs/numbers.md": {
@@ -372,7 +340,6 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/compatibility.md": {"compile": compiled, "stage_zero": stage_zero},
     "docs/memory.md": {"checkpointed": checkpointed, "checkpointed steps": checkpointed_steps, "recorder": recorder},
     "docs/leaks.md": {"leaks": leaks},
-    "docs/architecture.md": {"panels": panels, "sweep": sweep, "wide": wide},
 }
 
 

@@ -96,8 +96,7 @@ def stage_backward_weight(
         weights: the weights of the stage; all of the groups' weights must be among them. None for
             those of the groups, unchecked.
         param_groups: groups of one or of several calls of :func:`stage_backward_input`. Each can be
-            given once. Products of several microbatches for one weight are added in one sweep over its gradient, in
-            the order of the groups.
+            given once. The microbatches' gradients for one weight are added in the order of the groups.
         retain_graph: keep what the groups hold, so that they can be given again.
 
     Returns:

@@ -254,9 +254,7 @@ def test_policies_are_equal_by_what_they_choose():
     assert zb.Policy(exclude=[a, b]) == zb.Policy(exclude=(b, a)) and hash(zb.Policy()) == hash(zb.Policy())
     assert zb.Policy(exclude=[a]) != zb.Policy(exclude=[b]) and zb.Policy() != "matrices"
     assert zb.Policy(exclude=[a]).as_dict()["exclude"] == ["(2, 2) torch.float32"]
-    assert str(zb.Policy()) == (
-        "Policy(defer='matrices', exclude=[], checkpoint='keep', fused=False, main_grad=False)"
-    )
+    assert str(zb.Policy()) == ("Policy(defer='matrices', exclude=[], checkpoint='keep', fused=False, main_grad=False)")
 
 
 def policy_from(variable):

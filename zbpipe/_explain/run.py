@@ -15,7 +15,7 @@ from zbpipe._explain.book import Book, Task, plan_of
 from zbpipe._explain.flops import count
 from zbpipe._explain.result import Explanation
 from zbpipe._explain.trial import unchanged
-from zbpipe._policy import Policy, get_policy
+from zbpipe._policy import get_policy
 from zbpipe._text import argument
 from zbpipe._torch.ddp import is_ddp
 from zbpipe._torch.dispatch import pytree
@@ -138,9 +138,7 @@ def _clone(tensor: torch.Tensor, takes_grad: bool) -> torch.Tensor:
     return clone.requires_grad_() if takes_grad and differentiable else clone
 
 
-def _try(
-    module: torch.nn.Module, given: Any, output_grads: Sequence[torch.Tensor | None] | None, book: Book
-) -> Held:
+def _try(module: torch.nn.Module, given: Any, output_grads: Sequence[torch.Tensor | None] | None, book: Book) -> Held:
     """Runs a forward and an input pass, and enters in the book what it would leave to W."""
     book.is_within_autocast = not torch.is_autocast_cache_enabled()
     result = _forward(module, *given)
