@@ -1,9 +1,9 @@
 """Whole schedule steps of checkpointed stages: torch's own module beside the patch, with every policy for checkpoints.
 
-Two, four and eight ranks with two stages each, of transformer blocks that are each checkpointed. Each side runs on stages of its own,
-in turns; a step takes as long as its slowest rank; medians of the runs, and their ratios to torch's. The peak of a step
-is that of the rank with the higher one, of all blocks of memory since the step began (zbpipe.memory.record), and is
-measured in a step that is not timed. The weights' gradients are there before each step.
+Two, four and eight ranks with two stages each, of transformer blocks that are each checkpointed. Each side runs on
+stages of its own, in turns; a step takes as long as its slowest rank; medians of the runs, and their ratios to torch's.
+The peak of a step is that of the rank with the higher one, of all blocks of memory since the step began
+(zbpipe.memory.record), and is measured in a step that is not timed. The weights' gradients are there before each step.
 
     python benchmarks/checkpointed.py --ranks 2 4 8 --json checkpointed.json
 

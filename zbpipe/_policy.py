@@ -54,7 +54,8 @@ class Policy:
             more: it computes a checkpointed region again. "input_pass": I computes the gradients that need them.
         fused: True adds a product to an existing gradient by one kernel in the gradient's dtype: ``addmm_``, with
             ``out_dtype`` where the gradient is wider and the device can, else on factors cast to it. On the CPU
-            False adds as ``grad += a @ b`` would, to the bit. Elsewhere products of the gradient's dtype go by ``addmm_``.
+            False adds as ``grad += a @ b`` would, to the bit; elsewhere products of the gradient's dtype go by
+            ``addmm_``.
         main_grad: True adds a weight's gradient to its attribute ``main_grad``, a floating-point tensor of its shape
             and device, where it has one, and leaves ``.grad`` alone. Its attribute ``grad_added_to_main_grad``, if it
             has one, becomes True.
