@@ -33,7 +33,7 @@ void append(PyObject* list, PyObject* value) {
 
 namespace {
 
-PyObject* checked(PyObject* object) {
+PyObject* or_raise(PyObject* object) {
   if (!object) {
     throw python_error();
   }
@@ -43,7 +43,7 @@ PyObject* checked(PyObject* object) {
 }  // namespace
 
 PyObject* wrap_tensor(const at::Tensor& tensor) {
-  return checked(THPVariable_Wrap(tensor));
+  return or_raise(THPVariable_Wrap(tensor));
 }
 
 PyObject* wrap_tensors(const variable_list& tensors) {
@@ -66,15 +66,15 @@ PyObject* wrap_sizes(c10::SymIntArrayRef sizes) {
     }
     PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i), size);
   }
-  return checked(tuple.release());
+  return or_raise(tuple.release());
 }
 
 PyObject* wrap_text(const std::string& text) {
-  return checked(PyUnicode_FromStringAndSize(text.data(), static_cast<Py_ssize_t>(text.size())));
+  return or_raise(PyUnicode_FromStringAndSize(text.data(), static_cast<Py_ssize_t>(text.size())));
 }
 
 PyObject* wrap_node(const NodePtr& node) {
-  return node ? checked(torch::autograd::functionToPyObject(node)) : Py_NewRef(Py_None);
+  return node ? or_raise(torch::autograd::functionToPyObject(node)) : Py_NewRef(Py_None);
 }
 
 THPObjectPtr python_function(const char* module, const char* name) {
@@ -112,7 +112,7 @@ NodePtr as_node(PyObject* object) {
   return nullptr;
 }
 
-std::string describe(c10::ScalarType type, c10::SymIntArrayRef shape, c10::Device device) {
+std::string described(c10::ScalarType type, c10::SymIntArrayRef shape, c10::Device device) {
   return c10::str(type, " ", shape, " on ", device);
 }
 
@@ -285,7 +285,7 @@ std::string describe(const at::Tensor& tensor) {
   if (tensor.is_nested() && !is_subclass(tensor)) {
     return "a nested tensor";
   }
-  return describe(tensor.scalar_type(), tensor.sym_sizes(), tensor.device());
+  return described(tensor.scalar_type(), tensor.sym_sizes(), tensor.device());
 }
 
 std::string describe(const Edge& edge) {
@@ -293,7 +293,7 @@ std::string describe(const Edge& edge) {
   if (metadata.is_cpp_nested_tensor()) {
     return "a nested tensor";
   }
-  return describe(c10::typeMetaToScalarType(metadata.dtype()), metadata.shape_as_dim_vector(),
+  return described(c10::typeMetaToScalarType(metadata.dtype()), metadata.shape_as_dim_vector(),
                   metadata.device());
 }
 
