@@ -29,7 +29,8 @@ PyObject *zbp_pick(PyObject *weights, zbp_reach *reach)
     return list;
 }
 
-/* The tasks so far: tuples of (node, kind, tensors), and what the tensors that come are of. */
+/* The tasks so far: tuples of (node, kind, tensors, whether W unpacks something for it), and what the tensors that come
+ * are of. */
 typedef struct account {
     zbp_turn turn;
     PyObject *tasks;
@@ -39,9 +40,10 @@ typedef struct account {
 } account;
 
 /* node: stolen; NULL with an error set. */
-static int add_task(account *self, PyObject *node, const char *kind)
+static int add_task(account *self, PyObject *node, const char *kind, bool is_packed)
 {
-    return zbp_append_new(self->tasks, Py_BuildValue("NsN", node, kind, PyList_New(0)));
+    return zbp_append_new(
+        self->tasks, Py_BuildValue("NsNN", node, kind, PyList_New(0), PyBool_FromLong(is_packed)));
 }
 
 static const char *role_of(const zbp_held_tensor *tensor)
@@ -123,7 +125,7 @@ static int add_waiting(void *arg, const zbp_held_tensor *tensor)
     account *self = arg;
     PyObject *weight = PyTuple_GET_ITEM(self->weights, (Py_ssize_t)self->number);
 
-    return add_task(self, Py_NewRef(Py_None), "waiting") < 0
+    return add_task(self, Py_NewRef(Py_None), "waiting", false) < 0
                ? -1
                : add_tensor(self, tensor, Py_BuildValue("[O]", weight));
 }
@@ -131,11 +133,12 @@ static int add_waiting(void *arg, const zbp_held_tensor *tensor)
 static int list_task(account *self, uint32_t t, zbp_error *error)
 {
     zbp_held *held = self->turn.held;
-    const char *kind =
-        zbp_task_has_work(held, t) ? "handed over" : zbp_kind_name(self->turn.layout->task[t].kind);
+    const zbp_task *task = &self->turn.layout->task[t];
+    const char *kind = zbp_task_has_work(held, t) ? "handed over" : zbp_kind_name(task->kind);
+    PyObject *name = zbp_or_raise(zbp_task_name(held, t, error), error);
 
     self->number = t;
-    if (add_task(self, zbp_or_raise(zbp_task_name(held, t, error), error), kind) < 0) {
+    if (add_task(self, name, kind, task->leaves_packed) < 0) {
         return -1;
     }
     return zbp_task_tensors(held, t, add_tasks, self, error) == ZBP_OK ? 0 : zbp_fail(error);
@@ -143,14 +146,15 @@ static int list_task(account *self, uint32_t t, zbp_error *error)
 
 static int list_outside(account *self, uint32_t o, zbp_error *error)
 {
-    PyObject *name = zbp_or_raise(zbp_outside_name(self->turn.held, o, error), error);
+    bool is_packed = false;
+    PyObject *name = zbp_or_raise(zbp_outside_name(self->turn.held, o, &is_packed, error), error);
 
     if (name == Py_None) {
         Py_DECREF(name);
         return 0;
     }
     self->number = o;
-    if (add_task(self, name, "outside") < 0) {
+    if (add_task(self, name, "outside", is_packed) < 0) {
         return -1;
     }
     return zbp_outside_tensors(self->turn.held, o, add_outside, self, error) == ZBP_OK

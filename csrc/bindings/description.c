@@ -308,21 +308,17 @@ static int set_new(PyObject *dict, const char *key, PyObject *value)
     return status;
 }
 
-PyObject *zbp_wrap_unseen(const zbp_things *things)
-{
-    zbp_error error = {0};
-    return zbp_or_raise(zbp_things_unseen(things, &error), &error);
-}
-
 PyObject *zbp_describe_search(zbp_search *search, bool wraps)
 {
     description self = {search, wraps, PyDict_New(), PyDict_New(), PyDict_New()};
+    zbp_error error = {0};
     PyObject *dict = PyDict_New();
     const bool has_room = self.cycles != NULL && self.steps != NULL && self.texts != NULL;
 
     if (!has_room || dict == NULL || set_new(dict, "leaks", leaks(&self)) < 0 ||
         set_new(dict, "cycles", cycles(&self)) < 0 || set_new(dict, "works", works(&self)) < 0 ||
-        set_new(dict, "unseen", zbp_wrap_unseen(search->explore.things)) < 0 ||
+        set_new(dict, "unseen",
+                zbp_or_raise(zbp_things_unseen(search->explore.things, &error), &error)) < 0 ||
         set_new(dict, "visited", PyLong_FromUnsignedLong(search->explore.heap.count)) < 0) {
         Py_CLEAR(dict);
     }

@@ -1,4 +1,4 @@
-/* holders.c - who holds what, and what would go with some groups: what Python asks of csrc/holders.
+/* holders.c - who holds what: what Python asks of csrc/holders.
  *
  * No Python code may run from a search's first step to the last of its description: what it has found is borrowed.
  */
@@ -7,11 +7,7 @@
 
 #include "bindings/parts.h"
 #include "bindings/searching.h"
-#include "holders/zbp_going.h"
-#include "shim/explain/zbp_tasks.h"
 #include "shim/torch/zbp_tensor.h"
-
-/* The search --------------------------------------------------------------------------------------- */
 
 /* Borrowed arguments. */
 typedef struct question {
@@ -157,158 +153,8 @@ static PyObject *search_holders(PyObject *module, PyObject *args)
     return result;
 }
 
-/* What would go with groups ------------------------------------------------------------------------ */
-
-static PyObject *places(const zbp_going *going, uint32_t storage)
-{
-    PyObject *list = PyList_New(0);
-
-    for (uint32_t i = going->begin[storage]; list != NULL && i < going->begin[storage + 1]; ++i) {
-        if (zbp_append_new(list, PyLong_FromUnsignedLong(going->holder[i])) < 0) {
-            Py_CLEAR(list);
-        }
-    }
-    return list;
-}
-
-/* (identity, bytes, role, shape, dtype, device, node, groups) */
-static PyObject *freed_storage(const zbp_going *going, uint32_t storage)
-{
-    const zbp_heap *heap = &going->explore.heap;
-    const zbp_going_way way = zbp_going_way_to(going, storage);
-    zbp_memory memory = {0};
-    zbp_error error = {0};
-    PyObject *tensor = zbp_or_raise(
-        zbp_look_tensor(way.tensor != ZBP_NO_VERTEX ? heap->vertex[way.tensor].key : NULL, false,
-                        &error),
-        &error);
-    PyObject *device = NULL, *node = NULL;
-
-    (void)zbp_storage_look(heap->vertex[storage].key, &memory); /* it is owned, and so there */
-    if (tensor != NULL) {
-        device = zbp_or_raise(zbp_look_device(&memory, &error), &error);
-    }
-    if (device != NULL) {
-        node = way.node == ZBP_NO_VERTEX
-                   ? Py_NewRef(Py_None)
-                   : zbp_or_raise(zbp_look_name(ZBP_THING_NODE, heap->vertex[way.node].key, &error),
-                                  &error);
-    }
-    if (node == NULL) {
-        Py_XDECREF(tensor);
-        Py_XDECREF(device);
-        return NULL;
-    }
-    PyObject *result =
-        Py_BuildValue("(NKsOONNN)", PyLong_FromVoidPtr((void *)heap->vertex[storage].key),
-                      (unsigned long long)memory.bytes, way.is_packed ? "packed" : "saved",
-                      PyTuple_GET_ITEM(tensor, 0), PyTuple_GET_ITEM(tensor, 1), device, node,
-                      places(going, storage));
-    Py_DECREF(tensor);
-    return result;
-}
-
-static PyObject *freed_storages(const zbp_going *going)
-{
-    PyObject *list = PyList_New(0);
-
-    for (uint32_t i = 0; list != NULL && i < going->storages.count; ++i) {
-        if (zbp_append_new(list, freed_storage(going, going->storages.item[i])) < 0) {
-            Py_CLEAR(list);
-        }
-    }
-    return list;
-}
-
-/* A list with a tuple for each group. */
-static PyObject *weights_of_each(zbp_group_access access, PyObject *groups)
-{
-    PyObject *list = PyList_New(0);
-    zbp_error error = {0};
-
-    for (Py_ssize_t i = 0; list != NULL && i < PyTuple_GET_SIZE(groups); ++i) {
-        const zbp_turn turn = zbp_group_turn(access.get(PyTuple_GET_ITEM(groups, i)));
-        PyObject *weights = zbp_held_weights(turn.held, &error);
-        if (zbp_append_new(list, zbp_or_raise(weights, &error)) < 0) {
-            Py_CLEAR(list);
-        }
-    }
-    return list;
-}
-
-/* New tuple (storages, unseen), or NULL with an error set. */
-static PyObject *find_freed(zbp_group_access access, PyObject *groups)
-{
-    zbp_things *things = NULL;
-    zbp_going going;
-    zbp_error error = {0};
-    PyObject *result = NULL;
-    int status = zbp_things_new(access, NULL, NULL, &things, &error);
-
-    zbp_going_init(&going, things, NULL);
-    if (status == ZBP_OK) {
-        status = zbp_going_find(&going, (const void *const *)((PyTupleObject *)groups)->ob_item,
-                                (uint32_t)PyTuple_GET_SIZE(groups), &error);
-    }
-    if (status == ZBP_OK) {
-        PyObject *storages = freed_storages(&going);
-        result = storages != NULL ? Py_BuildValue("(NN)", storages, zbp_wrap_unseen(things)) : NULL;
-    } else {
-        zbp_raise_status(status, &error);
-    }
-    zbp_going_fini(&going);
-    zbp_things_free(things);
-    return result;
-}
-
-PyDoc_STRVAR(
-    freed_with_doc,
-    "freed_with(groups, /)\n--\n\n"
-    "What would be freed if nobody held these ParamGroups, a tuple, each once.\n\n"
-    "Returns a tuple of\n\n"
-    "a list of the storages: (identity, bytes, role, shape, dtype, device, node, groups).\n"
-    "    role: 'packed' for what saved-tensor hooks or a checkpointed region keep, else\n"
-    "    'saved'. shape, dtype: of a tensor on it, else () and torch.uint8. node: the name of the\n"
-    "    last node on the way, or None. groups: places of those that hold it.\n"
-    "a list with a tuple of the weights of each group.\n"
-    "a dict of what could not be looked at, and how often.");
-
-static PyObject *freed_with(PyObject *module, PyObject *groups)
-{
-    const zbp_group_access access = zbp_access_of(module);
-    PyObject *freed, *weights, *result = NULL;
-
-    if (!PyTuple_Check(groups)) {
-        return PyErr_Format(PyExc_TypeError, "freed_with() takes a tuple of groups, not a %s",
-                            Py_TYPE(groups)->tp_name);
-    }
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(groups); ++i) {
-        if (!Py_IS_TYPE(PyTuple_GET_ITEM(groups, i), access.type)) {
-            return PyErr_Format(PyExc_TypeError, "groups[%zd] is a %s; expected a ParamGroup", i,
-                                Py_TYPE(PyTuple_GET_ITEM(groups, i))->tp_name);
-        }
-        if (zbp_group_state(access.get(PyTuple_GET_ITEM(groups, i))) == ZBP_GROUP_RUNNING) {
-            return zbp_refuse_running();
-        }
-    }
-    const int collects = PyGC_Disable();
-    freed = find_freed(access, groups);
-    weights = freed != NULL ? weights_of_each(access, groups) : NULL;
-    if (weights != NULL) {
-        result = PyTuple_Pack(3, PyTuple_GET_ITEM(freed, 0), weights, PyTuple_GET_ITEM(freed, 1));
-    }
-    Py_XDECREF(freed);
-    Py_XDECREF(weights);
-    if (collects) {
-        PyGC_Enable();
-    }
-    return result;
-}
-
 static PyMethodDef holders_methods[] = {
-    {"search_holders", search_holders, METH_VARARGS, search_holders_doc},
-    {"freed_with", freed_with, METH_O, freed_with_doc},
-    {NULL, NULL, 0, NULL}};
+    {"search_holders", search_holders, METH_VARARGS, search_holders_doc}, {NULL, NULL, 0, NULL}};
 
 int zbp_add_holders(PyObject *module)
 {

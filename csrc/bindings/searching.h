@@ -25,9 +25,6 @@ zbp_group_access zbp_access_of(PyObject *module);
 /* New dict: see search_holders(). NULL with an error set. */
 PyObject *zbp_describe_search(zbp_search *search, bool wraps);
 
-/* New dict of what could not be looked at, and how often. NULL with an error set. */
-PyObject *zbp_wrap_unseen(const zbp_things *things);
-
 /* The storages in what storages_now() returned, or NULL with an error set. Borrowed. */
 zbp_storages *zbp_storages_in(PyObject *capsule);
 

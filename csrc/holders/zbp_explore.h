@@ -62,12 +62,6 @@ ZBP_MUST_USE int zbp_explore_find(const zbp_explore *self, const zbp_reference *
 /* As zbp_heap_unexplained. listed: one reference to the Python object is the caller's. */
 int64_t zbp_explore_unexplained(const zbp_explore *self, uint32_t v, bool listed, bool native_only);
 
-/* To be called instead of zbp_explore_all, after zbp_heap_end_roots. Looks at what would be freed if nobody held the
- * vertices of `dying`, each once, any more, and no further: whatever has no reference left goes, too. A cycle stays.
- * *gone_out: what goes, in the order in which it does; the caller's to free with zbp_vertices_fini. */
-ZBP_MUST_USE int zbp_explore_let_go(zbp_explore *self, const zbp_vertices *dying,
-                                    zbp_vertices *gone_out, zbp_error *error);
-
 /* ZBP_ENOMEM: as before. */
 ZBP_MUST_USE int zbp_vertices_add(zbp_vertices *vertices, uint32_t v, const zbp_alloc *alloc);
 void zbp_vertices_fini(zbp_vertices *vertices, const zbp_alloc *alloc);

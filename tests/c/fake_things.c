@@ -135,15 +135,6 @@ zbp_counts zbp_things_count(uint8_t thing, const void *key)
     return counts;
 }
 
-int zbp_things_note_opaque(zbp_things *things, const void *object)
-{
-    (void)things;
-    if (fails())
-        return ZBP_ENOMEM;
-    world.of[number_of(object)].noted++;
-    return ZBP_OK;
-}
-
 uint8_t zbp_things_blame(uint8_t thing, const void *key)
 {
     REQUIRE(thing == world.of[number_of(key)].thing);

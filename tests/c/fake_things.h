@@ -26,7 +26,7 @@ typedef struct fake_thing {
     zbp_memory memory;
     bool is_freed; /* a storage, since it was watched */
 
-    int owned, watched, noted; /* so often */
+    int owned, watched; /* so often */
 } fake_thing;
 
 typedef struct fake_world {

@@ -1,9 +1,8 @@
-/* The search for holders in worlds drawn at random, against naive models: what is met, what is sought and who holds it, what
- * would go; each touch of the world and each allocation failing. */
+/* The search for holders in worlds drawn at random, against naive models: what is met, what is sought and who holds it;
+ * each touch of the world and each allocation failing. */
 #include "check.h"
 #include "counting.h"
 #include "fake_things.h"
-#include "holders/zbp_going.h"
 #include "holders/zbp_search.h"
 #include "model.h"
 
@@ -30,7 +29,7 @@ static void draw_thing(fake_thing *of)
         .thing = kinds[below(sizeof kinds)], .storage = -1, .blame = (uint8_t)below(4)};
     of->hidden = below(6) == 0;
     if (of->thing == ZBP_THING_PYTHON) {
-        of->type = (uint8_t)(below(3) == 0 ? below(5) : ZBP_TYPE_OTHER);
+        of->type = (uint8_t)(below(3) == 0 ? below(4) : ZBP_TYPE_OTHER);
         of->is_of_no_interest = below(5) == 0;
         of->is_listed = !of->is_of_no_interest && below(3) > 0;
     } else if (of->thing == ZBP_THING_GROUP) {
@@ -98,7 +97,7 @@ static void rewind_world(long fail_at)
     REQUIRE(!world.is_listing);
     for (uint32_t i = 0; i < world.things; i++) {
         REQUIRE(world.of[i].watched == 0);
-        world.of[i].owned = world.of[i].noted = 0;
+        world.of[i].owned = 0;
     }
 }
 
@@ -375,158 +374,6 @@ static void a_search_that_fails_keeps_nothing(void)
     CHECK(failures > 1000);
 }
 
-/* ---- what would go */
-
-static bool draw_objects(const void *object[WORLD_MOST], uint32_t *count)
-{
-    *count = 0;
-    for (uint32_t i = 0; i < world.things; i++)
-        if (world.of[i].thing == ZBP_THING_GROUP && below(3) > 0)
-            object[(*count)++] = object_at(i);
-    return *count > 0;
-}
-
-static uint32_t number_of_object(const void *object)
-{
-    return (uint32_t)((const char *)object - (const char *)object_at(0));
-}
-
-/* Whether what `holder` leads to through `gone` alone has it. */
-static bool leads_to(uint32_t holder, uint32_t storage, const set *gone)
-{
-    set reached = {{false}};
-
-    reached.has[holder] = true;
-    for (bool grows = true; grows;) {
-        grows = false;
-        for (uint32_t e = 0; e < world.edges; e++)
-            if (reached.has[world.edge[e].from] && gone->has[world.edge[e].to] &&
-                !reached.has[world.edge[e].to])
-                grows = reached.has[world.edge[e].to] = true;
-    }
-    return reached.has[storage];
-}
-
-static set what_goes(const void *const *object, uint32_t count)
-{
-    set gone = {{false}};
-
-    for (uint32_t k = 0; k < count; k++)
-        gone.has[number_of_object(object[k])] = true;
-    for (bool grows = true; grows;) {
-        grows = false;
-        for (uint32_t e = 0; e < world.edges; e++) {
-            const uint32_t to = world.edge[e].to;
-
-            if (gone.has[world.edge[e].from] && !gone.has[to] && is_met(to, -1) &&
-                unknown_references(to, &gone) == 0)
-                grows = gone.has[to] = true;
-        }
-    }
-    return gone;
-}
-
-/* How often it is noted that nobody can see into it. */
-static int notes_of(uint32_t i, const set *gone)
-{
-    int count =
-        gone->has[i] && world.of[i].thing == ZBP_THING_PYTHON && world.of[i].type == ZBP_TYPE_ARRAY;
-
-    for (uint32_t e = 0; e < world.edges; e++)
-        count += world.edge[e].to == i && gone->has[world.edge[e].from] &&
-                 world.edge[e].counts_python && !is_met(i, -1);
-    return count;
-}
-
-static uint32_t going_is_the_models(const zbp_going *going, const void *const *object,
-                                    uint32_t count)
-{
-    const set gone = what_goes(object, count);
-    uint32_t storages = 0;
-
-    for (uint32_t i = 0; i < world.things; i++) {
-        const bool goes = gone.has[i] && world.of[i].thing == ZBP_THING_STORAGE &&
-                          world.of[i].memory.address != 0;
-        bool is_listed = false;
-
-        CHECK(world.of[i].noted == notes_of(i, &gone));
-        for (uint32_t s = 0; s < going->storages.count; s++) {
-            const uint32_t v = going->storages.item[s];
-            uint32_t place = going->begin[v];
-
-            if (going->explore.heap.vertex[v].key != native_at(i))
-                continue;
-            is_listed = true;
-            for (uint32_t k = 0; k < count; k++)
-                if (leads_to(number_of_object(object[k]), i, &gone))
-                    CHECK(place < going->begin[v + 1] && going->holder[place++] == k);
-            CHECK(place == going->begin[v + 1]);
-        }
-        CHECK(is_listed == goes);
-        storages += goes;
-    }
-    CHECK(going->storages.count == storages);
-    return storages;
-}
-
-static void what_goes_is_the_models(void)
-{
-    uint32_t storages = 0;
-
-    for (int round = 0; round < 4 * ROUNDS; round++) {
-        const void *object[WORLD_MOST];
-        uint32_t count;
-        zbp_going going;
-        zbp_error error = {0};
-
-        draw_world();
-        if (!draw_objects(object, &count))
-            continue;
-        zbp_going_init(&going, nobody, NULL);
-        REQUIRE(zbp_going_find(&going, object, count, &error) == ZBP_OK);
-        storages += going_is_the_models(&going, object, count);
-        zbp_going_fini(&going);
-    }
-    CHECK(storages > 500);
-}
-
-static void letting_go_that_fails_keeps_nothing(void)
-{
-    uint32_t failures = 0;
-
-    for (int round = 0; round < 150; round++) {
-        counting counted;
-        const zbp_alloc alloc = counting_alloc(&counted);
-        const void *object[WORLD_MOST];
-        uint32_t count;
-
-        draw_world();
-        if (!draw_objects(object, &count))
-            continue;
-        for (long at = 0, ends = 0; ends < 2; at++) {
-            const bool is_touch = ends == 0;
-            zbp_going going;
-            zbp_error error = {0};
-            int status;
-
-            rewind_world(is_touch ? at : -1);
-            counted.calls = 0;
-            counted.fail_once = is_touch ? -1 : at;
-            zbp_going_init(&going, nobody, &alloc);
-            status = zbp_going_find(&going, object, count, &error);
-            CHECK((status == ZBP_ETORCH) == (error.raised == WORLD_FAILED));
-            zbp_going_fini(&going);
-            CHECK(counted.live == 0);
-            failures += status != ZBP_OK;
-            if (status == ZBP_OK && (is_touch ? world.touches : counted.calls) <= at) {
-                at = -1;
-                ends++;
-            }
-        }
-    }
-    CHECK(failures > 500);
-}
-
 /* ---- by hand */
 
 static uint32_t add_thing(uint8_t thing, uint8_t type)
@@ -676,41 +523,6 @@ static void a_targets_python_references_are_the_callers(void)
     }
 }
 
-/* The way to a storage names the nearest tensor and node, and says whether Python is on it. */
-static void ways_of_what_goes(void)
-{
-    zbp_going going;
-    zbp_error error = {0};
-    zbp_going_way way;
-    uint32_t group, far_tensor, far_node, near, packed, tensor, storage;
-    const void *object[1];
-
-    world = (fake_world){.fail_at = -1};
-    group = add_thing(ZBP_THING_GROUP, ZBP_TYPE_OTHER);
-    far_tensor = add_thing(ZBP_THING_TENSOR, ZBP_TYPE_OTHER);
-    far_node = add_thing(ZBP_THING_NODE, ZBP_TYPE_OTHER);
-    packed = add_thing(ZBP_THING_PYTHON, ZBP_TYPE_OTHER);
-    near = add_thing(ZBP_THING_NODE, ZBP_TYPE_OTHER);
-    tensor = add_thing(ZBP_THING_TENSOR, ZBP_TYPE_OTHER);
-    storage = add_thing(ZBP_THING_STORAGE, ZBP_TYPE_OTHER);
-    world.of[storage].memory.address = 16;
-    add_edge(group, far_tensor, false);
-    add_edge(far_tensor, far_node, false);
-    add_edge(far_node, packed, true);
-    add_edge(packed, near, false);
-    add_edge(near, tensor, false);
-    add_edge(tensor, storage, false);
-    object[0] = object_at(group);
-    zbp_going_init(&going, nobody, NULL);
-    REQUIRE(zbp_going_find(&going, object, 1, &error) == ZBP_OK);
-    REQUIRE(going.storages.count == 1);
-    way = zbp_going_way_to(&going, going.storages.item[0]);
-    CHECK(going.explore.heap.vertex[way.node].key == native_at(near));
-    CHECK(going.explore.heap.vertex[way.tensor].key == native_at(tensor));
-    CHECK(way.is_packed);
-    zbp_going_fini(&going);
-}
-
 /* One that was freed since is none that is new, whoever lives at its address by now. */
 static void storages_of_a_moment(void)
 {
@@ -760,13 +572,10 @@ int main(void)
     check_sees_failure();
     RUN(searches_are_the_models);
     RUN(a_search_that_fails_keeps_nothing);
-    RUN(what_goes_is_the_models);
-    RUN(letting_go_that_fails_keeps_nothing);
     RUN(autograd_alone_is_passed_through);
     RUN(exploring_a_moment_may_fail_anywhere);
     RUN(works_are_told);
     RUN(a_targets_python_references_are_the_callers);
-    RUN(ways_of_what_goes);
     RUN(storages_of_a_moment);
     return check_end();
 }

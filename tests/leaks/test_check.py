@@ -635,7 +635,8 @@ def test_what_a_group_holds_is_never_something_that_cannot_be_seen(choices):
     assert not report.unseen
     assert "cannot be seen" not in str(report)
     assert all(any(holder.kind == "group" for holder in leak.chain) for leak in report.leaks), str(report)
-    assert report.bytes == zbpipe.memory.held(KEPT[0]).freed
+    held = zbpipe.memory.held(KEPT[0])
+    assert report.bytes > held.bytes if held.incomplete else report.bytes == held.bytes
 
 
 def test_find_holders_refuses_what_is_no_tensor():

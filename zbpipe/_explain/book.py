@@ -47,15 +47,15 @@ class Book:
         self.is_within_autocast = False
         self.notes: dict[str, None] = {}
 
-    def add(self, task: Task, account: tuple[Any, str, list[Any]]) -> None:
-        _, kind, tensors = account
+    def add(self, task: Task, account: tuple[Any, str, list[Any], bool]) -> None:
+        _, kind, tensors, is_packed = account
         shapes: dict[str, list[tuple[int, ...]]] = {}
         done_in_i: set[int] = set()
         for role, _, _, shape, _, _, weights in tensors:
             shapes.setdefault(role, []).append(shape)
             if role in ("kept gradient", "light gradient"):
                 done_in_i.update(id(weight) for weight in weights)
-        if kind == "product" and "matrix" not in shapes:
+        if is_packed:
             self.notes["the FLOPs of what W computes again of checkpointed regions are not counted"] = None
             self.unknown = True
         for slot, shape, way, weights in task.edges:

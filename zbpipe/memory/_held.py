@@ -11,10 +11,9 @@ all parameters below it, each storage once.
 Note [What counts as held]
 
 What W will read, whoever else holds it too: what tasks hold, and what the nodes between them and the weights have
-saved. But not the memory of a parameter, or of a buffer of the module that was given: it lives anyway. Beside that, all
-that would be freed with the groups, found by letting go of one reference after the other (``freed_with`` in
-``csrc/bindings/holders.c``): what a checkpointed region keeps to be computed again, say. So where nobody else
-holds anything, ``bytes`` and ``freed`` are equal, and what dropping the groups gives back, to the byte.
+saved. But not the memory of a parameter, or of a buffer of the module that was given: it lives anyway. Nor what
+saved-tensor hooks keep to be unpacked in W, as a checkpointed region its input: ``incomplete`` says so. Nor what an
+``autograd.Function`` keeps on its context beside its saved tensors.
 """
 
 from __future__ import annotations
@@ -37,10 +36,8 @@ class HeldStorage:
 
     ``bytes`` is its whole size. ``roles`` are those of the tensors in it: "matrix" and "output gradient" (the two
     factors of a product), "saved" (by a node that W runs again), "light gradient" (of a vector, computed in I),
-    "kept gradient" (of a matrix whose node ran whole in I), "waiting gradient" (a W that raised could not add it),
-    "packed" (what saved-tensor hooks or a checkpointed region keep: its inputs, random states).
+    "kept gradient" (of a matrix whose node ran whole in I), "waiting gradient" (a W that raised could not add it).
     ``nodes`` names the autograd nodes that hold it, ``shapes`` the tensors' shapes, ``parameters`` whom it serves.
-    ``shared``: somebody else holds it as well, so that it stays when the groups go.
     """
 
     bytes: int
@@ -50,7 +47,6 @@ class HeldStorage:
     nodes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     parameters: tuple[str, ...]
-    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,8 +66,8 @@ class ParameterRow:
 class Held:
     """What groups hold. See Note [To whom held bytes belong]; all sizes in bytes. ``print`` shows a table.
 
-    ``bytes`` is what they hold, ``freed`` what dropping them would give back now; see Note [What counts as held].
-    ``parameters`` is sorted by bytes, the most first. ``incomplete`` is empty, or says what could not be counted.
+    ``bytes`` is what they hold; see Note [What counts as held]. ``parameters`` is sorted by bytes, the most first.
+    ``incomplete`` is empty, or says what could not be counted.
     """
 
     storages: tuple[HeldStorage, ...]
@@ -85,11 +81,6 @@ class Held:
     def bytes(self) -> int:
         """Of all storages, each once."""
         return sum(storage.bytes for storage in self.storages)
-
-    @property
-    def freed(self) -> int:
-        """What dropping the groups would give back now: without what somebody else holds as well."""
-        return sum(storage.bytes for storage in self.storages if not storage.shared)
 
     @property
     def by_parameter(self) -> dict[str, int]:
@@ -124,11 +115,6 @@ class Held:
             f"{megabytes(self.bytes)} MB held in {len(self.storages)} storages by {self.groups} groups{spent}",
             *(f"  {megabytes(size)} MB {role}" for role, size in self.by_role.items()),
         ]
-        if self.freed != self.bytes:
-            lines.append(
-                f"somebody else holds {megabytes(self.bytes - self.freed)} MB of it as well: dropping the groups "
-                f"would free {megabytes(self.freed)} MB"
-            )
         if self.incomplete:
             lines.append(f"incomplete: {self.incomplete}")
         rows = [(r.name, str(list(r.shape)), megabytes(r.bytes), megabytes(r.alone)) for r in self.parameters]
@@ -158,15 +144,15 @@ def held(groups: ParamGroup | Iterable[Any], module: torch.nn.Module | None = No
         The memory tests by forward, I and W that pytorch/pytorch PR 138119 and 138504 wished for.
     """
     listed = [groups] if isinstance(groups, (ParamGroup, dict)) else list(groups)
-    ours = tuple({id(group): group for group in listed if isinstance(group, ParamGroup)}.values())
-    freed = _C.freed_with(ours)
     book = _Book(module)
     spent = 0
     for i, group in enumerate(listed):
         if isinstance(group, ParamGroup):
             spent += group.spent
-            for node, _, tensors in group._account():
+            for node, _, tensors, is_packed in group._account():
                 book.add(node, tensors)
+                if is_packed:
+                    book.incomplete[_PACKED] = None
         elif isinstance(group, dict) and "params" in group and "intermediates" in group:
             book.add_torch_group(group)
         else:
@@ -174,9 +160,10 @@ def held(groups: ParamGroup | Iterable[Any], module: torch.nn.Module | None = No
                 f"groups[{i}] is a {type(group).__name__}; expected a ParamGroup, as zbpipe.stage_backward_input "
                 "returns them"
             )
-    book.add_freed(*freed)
     return book.close(len(listed), spent)
 
+
+_PACKED = "what saved-tensor hooks (checkpointing, offloading) keep for W is not counted"
 
 _Tensor = tuple[str, int, int, tuple[int, ...], torch.dtype, torch.device, list[torch.Tensor]]
 """As ParamGroup._account() gives them: role, storage, bytes, shape, dtype, device, the weights that it serves."""
@@ -211,7 +198,6 @@ class _Book:
         self.entries: dict[int, _Entry] = {}
         self.unknown = 0
         self.incomplete: dict[str, None] = {}
-        self.freed: set[int] = set()  # storages
         self.alive: set[int] = set()  # storages that live anyway
         if module is not None:
             self.alive = _C.storages_of([*module.parameters(), *module.buffers()])
@@ -236,22 +222,11 @@ class _Book:
     def add(self, node: str | None, tensors: Iterable[_Tensor]) -> None:
         for role, storage, size, shape, dtype, device, weights in tensors:
             names = [self.name(weight) for weight in weights]
-            if storage != 0:  # else what the tensor is made of is among what is freed
+            if storage == 0:
+                self.incomplete["tensors without a storage of their own, such as sparse ones, are not counted"] = None
+            else:
                 entry = self.entries.setdefault(storage, _Entry(size, device, dtype))
                 entry.add(role, shape, node, names)
-
-    def add_freed(
-        self, storages: Iterable[tuple[Any, ...]], weights: list[tuple[torch.Tensor, ...]], unseen: dict[str, int]
-    ) -> None:
-        """What _C.freed_with() gave: of what has not been added, that it is held."""
-        known = set(self.entries)
-        for storage, size, role, shape, dtype, device, node, groups in storages:
-            self.freed.add(storage)
-            if storage not in known:
-                names = [self.name(weight) for group in groups for weight in weights[group]]
-                self.entries.setdefault(storage, _Entry(size, device, dtype)).add(role, shape, node, names)
-        if unseen:
-            self.incomplete[f"what cannot be seen is not counted: {', '.join(unseen)}"] = None
 
     def add_torch_group(self, group: dict[str, Any]) -> None:
         self.incomplete["the saved tensors of the graph that groups of torch's own module keep cannot be seen"] = None
@@ -261,7 +236,7 @@ class _Book:
             self.add(node.name() if node is not None else None, tensors)
 
     def close(self, groups: int, spent: int) -> Held:
-        for storage in (self.alive & set(self.entries)) - self.freed:
+        for storage in self.alive & set(self.entries):
             del self.entries[storage]
         sums = dict.fromkeys(self.shape_of, 0)
         alone = dict.fromkeys(self.shape_of, 0)
@@ -280,9 +255,8 @@ class _Book:
                 nodes=tuple(e.nodes),
                 shapes=tuple(e.shapes),
                 parameters=tuple(e.parameters),
-                shared=storage not in self.freed,
             )
-            for storage, e in self.entries.items()
+            for e in self.entries.values()
         ]
         names = {known[0]: tuple(known) for known in self.names_of.values()}
         return Held(

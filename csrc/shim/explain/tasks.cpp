@@ -16,6 +16,7 @@
 namespace {
 
 using namespace zbp;
+using torch::autograd::SavedVariable;
 
 const Face& face_in(zbp_held* held, uint32_t f) {
   const Group& group = group_in(held);
@@ -71,6 +72,16 @@ bool reads_weights(const Task& task) {
   };
   return task.kind() == Kind::deferred || !task.packed.empty() || task.plan().leaves_packed ||
          std::any_of(task.works.begin(), task.works.end(), takes_parameters);
+}
+
+/// Nothing while a thread runs the node.
+void for_each_saved(Node& node, c10::function_ref<void(const SavedVariable&)> visit) {
+  const auto all = saved_by(*saver_of(node));
+  if (const std::unique_lock<std::mutex> lock(NodeParts::mutex_of(node), std::try_to_lock); lock) {
+    for (const SavedVariable* one : all) {
+      visit(*one);
+    }
+  }
 }
 
 }  // namespace
@@ -150,9 +161,11 @@ int zbp_weight_waiting(zbp_held* held, uint32_t weight, zbp_tensor_visit visit, 
   });
 }
 
-PyObject* zbp_outside_name(zbp_held* held, uint32_t outside, zbp_error* error) {
+PyObject* zbp_outside_name(zbp_held* held, uint32_t outside, bool* packed_out, zbp_error* error) {
   return guarded_object(error, [&] {
     Node& node = *group_of(held).outside[outside].node;
+    *packed_out = false;
+    for_each_saved(node, [&](const SavedVariable& one) { *packed_out |= one.has_hooks(); });
     return saves_nothing(node) ? Py_NewRef(Py_None) : wrap_text(node.name());
   });
 }
@@ -162,13 +175,9 @@ int zbp_outside_tensors(zbp_held* held, uint32_t outside, zbp_tensor_visit visit
   return guarded(error, [&] {
     Node& node = *group_of(held).outside[outside].node;
     variable_list saved;
-    const auto all = saved_by(*saver_of(node));
-    if (const std::unique_lock<std::mutex> lock(NodeParts::mutex_of(node), std::try_to_lock);
-        lock) {
-      for (const torch::autograd::SavedVariable* one : all) {
-        saved.push_back(one->get_raw_data().value_or(at::Tensor()));
-      }
-    }
+    for_each_saved(node, [&](const SavedVariable& one) {
+      saved.push_back(one.get_raw_data().value_or(at::Tensor()));
+    });
     for (const at::Tensor& tensor : saved) {
       Telling(visit, arg).tell(ZBP_PART_SAVED, tensor);
     }

@@ -64,13 +64,13 @@ ZBP_MUST_USE int zbp_task_tensors(zbp_held *held, uint32_t task, zbp_tensor_visi
 ZBP_MUST_USE int zbp_weight_waiting(zbp_held *held, uint32_t weight, zbp_tensor_visit visit,
                                     void *arg, zbp_error *error);
 
-/* New: the name of a node between the tasks and the weights; None where it saves nothing. */
-PyObject *zbp_outside_name(zbp_held *held, uint32_t outside, zbp_error *error);
+/* New: the name of a node between the tasks and the weights; None where it saves nothing. *packed_out: it has saved
+ * something behind hooks. */
+PyObject *zbp_outside_name(zbp_held *held, uint32_t outside, bool *packed_out, zbp_error *error);
 /* What it has saved and W will read; not what lies behind hooks, which nobody can see without running them, nor while
  * a thread runs the node, which may be another microbatch's too. */
 ZBP_MUST_USE int zbp_outside_tensors(zbp_held *held, uint32_t outside, zbp_tensor_visit visit,
                                      void *arg, zbp_error *error);
-
 /* ---- output gradients from which W starts, in the place of those that it has */
 
 /* Of a task's node, which has so many; 1 where it is gone. */

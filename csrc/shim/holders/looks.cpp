@@ -2,7 +2,6 @@
 
 #include <string>
 
-#include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
@@ -128,9 +127,6 @@ PyObject* zbp_look_name(uint8_t thing, const void* key, zbp_error* error) {
 
 PyObject* zbp_look_tensor(const void* tensor, bool wraps, zbp_error* error) {
   return guarded_object(error, [&] {
-    if (!tensor) {
-      return Py_BuildValue("(()OOi)", torch::getTHPDtype(c10::kByte), Py_None, 0);
-    }
     c10::TensorImpl& impl = tensor_at(tensor);
     const bool is_plain = has_plain_shape(impl);
     THPObjectPtr shape(wrap_sizes(is_plain ? impl.sym_sizes() : c10::SymIntArrayRef()));
@@ -143,10 +139,6 @@ PyObject* zbp_look_tensor(const void* tensor, bool wraps, zbp_error* error) {
     return Py_BuildValue("(OOOL)", shape.get(), reinterpret_cast<PyObject*>(dtype_of(impl)),
                          object ? object.get() : Py_None, static_cast<long long>(bytes));
   });
-}
-
-PyObject* zbp_look_device(const zbp_memory* memory, zbp_error* error) {
-  return guarded_object(error, [&] { return THPDevice_New(device_of(*memory)); });
 }
 
 PyObject* zbp_look_device_name(const zbp_memory* memory, zbp_error* error) {

@@ -1,6 +1,5 @@
 #include "shim/holders/things.h"
 
-#include <cstring>
 #include <new>
 #include <utility>
 
@@ -130,13 +129,11 @@ zbp_thing zbp_things::resolve(PyObject* object) {
     case Type::work:
       found.type = ZBP_TYPE_WORK;
       break;
-    case Type::array:
-      found.type = ZBP_TYPE_ARRAY;
-      break;
     case Type::script:
       found.type = ZBP_TYPE_SCRIPT;
       break;
     case Type::saved:
+    case Type::array:
     case Type::capsule:
       break;
     case Type::script_module:
@@ -212,15 +209,6 @@ void zbp_things::visit_scripts(PyObject* module, Visit visit) {
   });
 }
 
-void zbp_things::note_opaque(PyObject* object) {
-  const bool is_atom = PyLong_Check(object) || PyUnicode_Check(object) || PyFloat_Check(object) ||
-                       PyComplex_Check(object) || PyCode_Check(object) ||
-                       std::strncmp(Py_TYPE(object)->tp_name, "torch.", std::strlen("torch.")) == 0;
-  if (!is_atom && Py_REFCNT(object) == 1) {
-    note_unseen(std::string("what objects of type ") + Py_TYPE(object)->tp_name + " hold");
-  }
-}
-
 void zbp_things_free(zbp_things* things) {
   delete things;
 }
@@ -251,10 +239,6 @@ int zbp_things_visit_scripts(zbp_things* things, const void* module, zbp_visit v
   const int status = kept_in(
       error, [&] { things->visit_scripts(as_object(module), Visitor{visit, arg, &ended}); });
   return outcome(ended, status, error);
-}
-
-int zbp_things_note_opaque(zbp_things* things, const void* object) {
-  return in_memory([&] { things->note_opaque(as_object(object)); });
 }
 
 zbp_counts zbp_things_count(uint8_t thing, const void* key) {

@@ -46,7 +46,6 @@ struct zbp_things {
   void visit(uint8_t thing, const void* key, zbp::Visit visit);
   void visit_scripts(PyObject* module, zbp::Visit visit);
   void add_held(const void* key, PyObject* held) { held_[key].push_back(held); }
-  void note_opaque(PyObject* object);
   /// What could not be looked at, and how often.
   const std::map<std::string, size_t>& unseen() const { return unseen_; }
 

@@ -35,12 +35,11 @@ PyObject *zbp_look_object(uint8_t thing, const void *key, zbp_error *error);
 /* New: what it is, for what is not Python's; else "". A tensor as "float32 [2, 3]", a node by its name. */
 PyObject *zbp_look_name(uint8_t thing, const void *key, zbp_error *error);
 
-/* New tuple (shape, dtype, object or None, bytes that it uses, 0 where unknown); of NULL that of bytes without a shape.
- * wraps: an object is made where there is none. */
+/* New tuple (shape, dtype, object or None, bytes that it uses, 0 where unknown). wraps: an object is made where there
+ * is none. */
 PyObject *zbp_look_tensor(const void *tensor, bool wraps, zbp_error *error);
 
-/* New: a torch.device; its name. */
-PyObject *zbp_look_device(const zbp_memory *memory, zbp_error *error);
+/* New: the name of its torch.device. */
 PyObject *zbp_look_device_name(const zbp_memory *memory, zbp_error *error);
 
 /* New set of the identities (ints) of the storages of `tensors`, a sequence, and of the tensors that sparse, nested

@@ -36,7 +36,6 @@ enum {
 enum {
     ZBP_TYPE_OTHER,
     ZBP_TYPE_WORK,          /* torch.distributed's */
-    ZBP_TYPE_ARRAY,         /* numpy's */
     ZBP_TYPE_SCRIPT,        /* torch._C.ScriptObject */
     ZBP_TYPE_SCRIPT_MODULE, /* torch.jit.ScriptModule, which has one */
 };
@@ -86,10 +85,6 @@ ZBP_MUST_USE int zbp_things_visit_scripts(zbp_things *things, const void *module
 
 /* Without the reference by which it is owned. */
 zbp_counts zbp_things_count(uint8_t thing, const void *key);
-
-/* A Python object goes, into which nobody can see: notes as unseen what it may hold, tensors or memory that is not
- * torch's. Numbers and words hold nothing, nor does what is torch's of the kind (a dtype, a device). */
-ZBP_MUST_USE int zbp_things_note_opaque(zbp_things *things, const void *object);
 
 /* How far a member of a cycle is from being what made it, 0 for the most to blame: code and objects come before what
  * they are made of, and that before what autograd makes. */
