@@ -456,8 +456,6 @@ CANNOT_THROW = {
     "zbp_group_state",
     "zbp_group_traverse",
     "zbp_group_clear",
-    "zbp_set_aside",
-    "zbp_put_back",
     "zbp_task_grad_count",
     "zbp_task_can_run_again",
     "zbp_grads_free",

@@ -5,7 +5,6 @@
 #include "bindings/parts.h"
 #include "core/pass/zbp_kind.h"
 #include "pass/zbp_pass.h"
-#include "shim/explain/zbp_aside.h"
 #include "shim/explain/zbp_explain.h"
 #include "shim/explain/zbp_tasks.h"
 #include "shim/torch/zbp_tensor.h"
@@ -213,87 +212,8 @@ static PyObject *is_watched(PyObject *Py_UNUSED(module), PyObject *tensor)
                                                              : zbp_error_raise(&error);
 }
 
-static const char aside_name[] = "zbpipe._C.aside";
-
-/* Also where nobody called put_back(): hooks must not be lost. */
-static void aside_dealloc(PyObject *capsule)
-{
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    zbp_put_back(PyCapsule_GetContext(capsule));
-    PyErr_Restore(type, value, traceback);
-}
-
-PyDoc_STRVAR(
-    set_aside_doc,
-    "set_aside(tensors, /)\n--\n\n"
-    "Takes gradients and hooks from leaf tensors until put_back() of the result, or its end.");
-
-/* Adds all of a sequence, or raises. */
-static int add_leaves(zbp_aside *aside, PyObject *seq)
-{
-    zbp_error error = {0};
-
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(seq); ++i) {
-        PyObject *tensor = PySequence_Fast_GET_ITEM(seq, i);
-        if (check_tensor(tensor, "tensors", i) < 0) {
-            return -1;
-        }
-        if (zbp_aside_add(aside, tensor, &error) != ZBP_OK) {
-            return zbp_fail(&error);
-        }
-    }
-    return 0;
-}
-
-static PyObject *set_aside(PyObject *Py_UNUSED(module), PyObject *arg)
-{
-    zbp_aside *aside = NULL;
-    zbp_error error = {0};
-    PyObject *tensors =
-        PySequence_Fast(arg, "tensors is not iterable; expected a list or tuple of tensors");
-    /* The capsule first, so that nothing can fail once hooks have been taken. A capsule's pointer cannot be NULL:
-     * what it owns is its context. */
-    PyObject *capsule =
-        tensors != NULL ? PyCapsule_New((void *)aside_name, aside_name, aside_dealloc) : NULL;
-
-    if (capsule != NULL && zbp_aside_new(&aside, &error) != ZBP_OK) {
-        zbp_error_raise(&error);
-        Py_CLEAR(capsule);
-    }
-    if (capsule != NULL &&
-        (PyCapsule_SetContext(capsule, aside) < 0 || add_leaves(aside, tensors) < 0)) {
-        Py_CLEAR(capsule);
-    }
-    if (capsule != NULL) {
-        zbp_set_aside(aside);
-    }
-    Py_XDECREF(tensors);
-    return capsule;
-}
-
-PyDoc_STRVAR(
-    put_back_doc,
-    "put_back(aside, /)\n--\n\nGives back what set_aside() took; the second time nothing.");
-
-static PyObject *put_back(PyObject *Py_UNUSED(module), PyObject *capsule)
-{
-    if (!PyCapsule_IsValid(capsule, aside_name)) {
-        return PyErr_Format(PyExc_TypeError, "aside is a %s; expected what set_aside() returned",
-                            Py_TYPE(capsule)->tp_name);
-    }
-    zbp_aside *aside = PyCapsule_GetContext(capsule);
-    if (PyCapsule_SetContext(capsule, NULL) < 0) {
-        return NULL;
-    }
-    zbp_put_back(aside);
-    Py_RETURN_NONE;
-}
-
 static PyMethodDef explain_methods[] = {{"explain", explain, METH_VARARGS, explain_doc},
                                         {"is_watched", is_watched, METH_O, is_watched_doc},
-                                        {"put_back", put_back, METH_O, put_back_doc},
-                                        {"set_aside", set_aside, METH_O, set_aside_doc},
                                         {NULL, NULL, 0, NULL}};
 
 int zbp_add_explain(PyObject *module)

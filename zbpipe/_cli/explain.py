@@ -18,8 +18,9 @@ from zbpipe._cli.progress import Progress
 
 DESCRIPTION = """\
 Say, parameter by parameter, whether W or I computes its gradient and why, what
-is held from I to W, and W's FLOPs. Nothing is trained. NAME is a function
-without arguments that returns the stage and its inputs for one microbatch:
+is held from I to W, and the FLOPs of W's products. Nothing is trained. NAME is
+a function without arguments that returns the stage and its inputs for one
+microbatch:
 
     def stage():
         return Block(), torch.randn(64, 128)      # or a tuple of inputs

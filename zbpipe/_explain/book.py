@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zbpipe import _C
-from zbpipe._explain.flops import Computed, of_product
+from zbpipe._explain.flops import of_product
 from zbpipe._explain.result import ParameterPlan, Use
 from zbpipe._policy import Policy
 from zbpipe._torch import autograd
@@ -26,7 +26,7 @@ class Task:
     kind: str
     why: str
     edges: list[_Edge]
-    transposed: bool  # of a convolution
+    is_transposed: bool  # a convolution
 
     @classmethod
     def of(cls, planned: Any) -> Task:
@@ -43,7 +43,7 @@ class Book:
         self.uses: dict[str, list[Use]] = {}
         self.ways: dict[str, dict[str, None]] = {}
         self.flops = 0
-        self.unknown = False  # whether there are FLOPs that `flops` lacks
+        self.unknown = False  # whether W runs more than `flops`
         self.is_within_autocast = False
         self.notes: dict[str, None] = {}
 
@@ -60,9 +60,12 @@ class Book:
             self.unknown = True
         for slot, shape, way, weights in task.edges:
             runs_in, why = self._place(task, kind)
-            product, flops = ("", 0) if runs_in == "I" else of_product(task, kind, slot, shape, shapes)
+            product: str = ""
+            flops: int | None = 0
+            if runs_in == "W":
+                product, flops = of_product(task.name, kind, slot, shape, shapes, task.is_transposed)
             self.flops += flops or 0
-            self.unknown = self.unknown or (flops is None and kind != "root")
+            self.unknown = self.unknown or flops is None or way is not None
             for weight in weights:
                 name = self.name_of.get(id(weight), "")
                 here = (runs_in, why, product, flops)
@@ -76,19 +79,6 @@ class Book:
         """For one that has got its gradient within I."""
         why = "it is added within I, by a backward in the backward, as that of a reentrant checkpoint"
         self.uses.setdefault(self.name_of[id(weight)], []).append(Use("", "I", why, "", 0))
-
-    def add_computed(self, computed: Computed) -> None:
-        self.flops += computed.flops
-        if computed.unknown:
-            self.unknown = True
-            names = ", ".join(computed.unknown)
-            self.notes[f"FLOPs of what W runs beside its products are not known: {names}"] = None
-        for i, nodes in computed.on_the_way.items():
-            name = self.name_of[i]
-            if all(use.why != _ROOT for use in self.uses.get(name, ())):
-                for node, flops in nodes:
-                    why = "on the way from its use to the parameter"
-                    self.uses.setdefault(name, []).append(Use(node, "W", why, "", flops))
 
     def _place(self, task: Task, kind: str) -> tuple[str, str]:
         if kind == "handed over":

@@ -20,9 +20,8 @@ class Use:
 
     ``node`` is the autograd node behind which the parameter is used. ``runs_in`` is "W" or "I": where the gradient is
     computed; W adds it in either case. ``why`` says why there. ``product`` has the shapes of the two matrices that W
-    multiplies, such as "[16, 64] @ [64, 8]", or is empty. ``flops`` are floating-point operations in W, of products
-    alone: 0 for what runs in I, None where they are not known, or not for this parameter apart ("?" in the table). A
-    parameter from which a weight is computed has further uses: the products that W runs on the way back to it.
+    multiplies, such as "[16, 64] @ [64, 8]", or is empty. ``flops`` are the floating-point operations of that product:
+    0 for what runs in I, None where they are not known ("?" in the table).
     """
 
     node: str
@@ -65,8 +64,10 @@ class Explanation:
     """What zbpipe.explain found, for one microbatch; ``print`` shows a table.
 
     ``parameters`` are in the module's order. ``groups`` is the number of parameter groups, ``bytes_held`` what they
-    hold from I to W, each storage once; ``flops_in_w`` the FLOPs of W, products that serve several parameters once;
-    all of them if ``flops_are_known``, else those that are known. ``notes`` say what is not counted.
+    hold from I to W, each storage once; ``flops_in_w`` the FLOPs of the products of W, each once. ``flops_are_known``:
+    W multiplies nothing else. It may where it runs what lies between a product and its parameter, the whole backward
+    of an output that has no stage input behind it, a checkpointed region again, or work that is handed over. ``notes``
+    say what is not counted.
     """
 
     parameters: tuple[ParameterPlan, ...]

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from zbpipe import _C
 from zbpipe._explain.book import Book, Task, plan_of
-from zbpipe._explain.flops import count
+from zbpipe._explain.copied import apart, copy_of
 from zbpipe._explain.result import Explanation
-from zbpipe._explain.trial import unchanged
-from zbpipe._policy import get_policy
+from zbpipe._policy import Policy, get_policy
 from zbpipe._text import argument
 from zbpipe._torch.ddp import is_ddp
 from zbpipe._torch.dispatch import pytree
@@ -34,18 +34,16 @@ def explain(
     """Tells what a split backward of ``module`` would do for one microbatch: which parameters' gradients W computes,
     which ones I computes and why, the bytes held in between, the products and their FLOPs.
 
-    It runs one forward and one input pass of the module itself, on clones of the inputs, and what W would run between
-    its products and the parameters, to count it; no gradient is added, no parameter's hook is called. Afterwards
-    everything is as before: parameters, gradients, hooks, buffers, the modules' attributes with what lists and
-    dictionaries in them contain, versions of tensors, random numbers, autocast's cache. That costs a copy of parameters
-    and buffers in main memory for as long as it runs. It may be called between the microbatches of a step, too. The
-    policy in effect decides as in a training step; gradients are recorded also under ``no_grad`` and
-    ``inference_mode``.
+    It runs one forward and one input pass of a copy of the module, on clones of the inputs. The copy has the memory of
+    the parameters, and all else of its own: no gradient is added, no parameter's hook is called, and buffers,
+    attributes and hooks of the module are as before. Random numbers and autocast's cache are, too. The copy costs what
+    buffers and attributes cost, ``main_grad`` of parameters among them, for as long as it runs. It may be called
+    between the microbatches of a step, too. The policy in effect decides as in a training step; gradients are recorded
+    also under ``no_grad`` and ``inference_mode``.
 
-    What it cannot keep away from: hooks of modules, and hooks that the forward puts on tensors, are called once more;
-    what modules keep in globals or in objects of other classes; a custom Function that in its backward changes
-    something elsewhere. ``torch.compile`` may compile. With tensor parallel parameters, or SyncBatchNorm, a forward
-    runs collectives: call it on all ranks.
+    What it cannot keep away from: a forward that writes to parameters; globals and what functions refer to, for these
+    are not copied. ``torch.compile`` may compile. With tensor parallel parameters, or SyncBatchNorm, a forward runs
+    collectives: call it on all ranks.
 
     Args:
         module: the stage. Unwrapped: what DDP and FSDP do with it is not a part of the plan.
@@ -63,20 +61,24 @@ def explain(
         TypeError: an argument is not what is said here; or the module gave no tensor that requires a gradient.
         ValueError: output_grads do not fit the outputs.
         RuntimeError: a part of the module is replicated or sharded (its collectives would wait for other ranks); a
-            parameter or buffer is not initialized yet or an inference tensor; the inputs are on another device than the
+            parameter or buffer is not initialized yet or an inference tensor; the module cannot be copied, or its
+            forward reaches the module's own parameters from the copy; the inputs are on another device than the
             parameters, and the forward failed; the input pass failed, as it would in training.
         Exception: what the module's forward raises.
 
     Source:
-        FLOPs are counted as ``torch.utils.flop_counter.FlopCounterMode`` counts them.
+        A product's FLOPs are those that ``torch.utils.flop_counter.FlopCounterMode`` counts.
     """
     args = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
     _check(module, kwargs, output_grads)
     policy = get_policy()
-    book = Book(policy, {id(parameter): name for name, parameter in module.named_parameters()})
-    with unchanged(module):
+    with apart(module):
+        copied = copy_of(module)
+        twins = {id(own): twin for own, twin in zip(module.parameters(), copied.parameters(), strict=True)}
+        excluded = tuple(twins.get(id(weight), weight) for weight in policy.exclude)
+        book = Book(policy, {id(parameter): name for name, parameter in copied.named_parameters()})
         given = pytree.tree_map_only(torch.Tensor, lambda t: _clone(t, not first_stage), (args, dict(kwargs or {})))
-        holding = _try(module, given, output_grads, book)
+        holding = _try(module, copied, given, output_grads, dataclasses.replace(policy, exclude=excluded), book)
     if torch.is_autocast_cache_enabled() and book.is_within_autocast:
         book.notes["autocast's cache is left alone: here every use casts its weight by itself"] = None
     plans = [plan_of(name, parameter, book, holding) for name, parameter in module.named_parameters()]
@@ -138,10 +140,17 @@ def _clone(tensor: torch.Tensor, takes_grad: bool) -> torch.Tensor:
     return clone.requires_grad_() if takes_grad and differentiable else clone
 
 
-def _try(module: torch.nn.Module, given: Any, output_grads: Sequence[torch.Tensor | None] | None, book: Book) -> Held:
+def _try(
+    module: torch.nn.Module,
+    copied: torch.nn.Module,
+    given: Any,
+    output_grads: Sequence[torch.Tensor | None] | None,
+    policy: Policy,
+    book: Book,
+) -> Held:
     """Runs a forward and an input pass, and enters in the book what it would leave to W."""
     book.is_within_autocast = not torch.is_autocast_cache_enabled()
-    result = _forward(module, *given)
+    result = _forward(copied, *given)
     outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
     if not any(output.requires_grad for output in outputs):
         raise TypeError(
@@ -149,33 +158,44 @@ def _try(module: torch.nn.Module, given: Any, output_grads: Sequence[torch.Tenso
             "requires a gradient; there is no backward to explain"
         )
     inputs = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
-    weights = {id(parameter): parameter for parameter in module.parameters() if parameter.requires_grad}
+    weights = [parameter for parameter in copied.parameters() if parameter.requires_grad]
     given_grads = _given_grads(module, outputs, output_grads)
     roots = tuple(output for output, _ in given_grads)
-    planned = _C.explain(roots, tuple(inputs), tuple(weights.values()), book.policy)
-    computing = [_computing_edges(tasks, roots) for tasks in planned]
+    planned = _C.explain(roots, tuple(inputs), (*weights, *module.parameters()), policy)
+    _check_reached(module, planned)
     tasks_of = [[Task.of(task) for task in tasks] for tasks in planned]
     # Edges, for I detaches outputs, and the module may have given a tensor of an earlier forward.
     ends = [get_gradient_edge(output) for output in roots]
-    ends_at = {edge.node for edge in ends}
     del planned, result, outputs, roots
-    grads, parameters = [grad for _, grad in given_grads], list(weights.values())
-    groups = _C.input_pass(ends, grads, inputs, parameters, book.policy)[1]
+    grads = [grad for _, grad in given_grads]
+    groups = _C.input_pass(ends, grads, inputs, weights, policy)[1]
 
     for tasks, group in zip(tasks_of, groups, strict=True):
         for task, account in zip(tasks, group._account(), strict=False):
             book.add(task, account)
-    for weight in weights.values():
+    for weight in weights:
         if weight.grad is not None:
             book.add_inner(weight)
-    holding = held(groups, module)
-    if any(_is_distributed(weight) for weight in weights.values()):
+    holding = held(groups, copied)
+    if any(_is_distributed(weight) for weight in weights):
         book.notes["shapes and FLOPs are those of whole DTensors, of all ranks together"] = None
     if holding.incomplete:
         book.notes[holding.incomplete] = None
-    for edges in computing:
-        book.add_computed(count(edges, weights, apart=any(edge.node not in ends_at for edge in edges)))
     return holding
+
+
+def _check_reached(module: torch.nn.Module, planned: Sequence[Any]) -> None:
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    for tasks in planned:
+        for *_, edges in tasks:
+            for *_, weights in edges:
+                if any(id(weight) in names for weight in weights):
+                    name = next(names[id(weight)] for weight in weights if id(weight) in names)
+                    raise RuntimeError(
+                        f"explain runs a copy of {type(module).__name__}, and its forward reaches {name!r} of the "
+                        "module itself, by a function that refers to it or by what an earlier forward has kept: let "
+                        "the forward take all by its self, and explain the module before its first forward"
+                    )
 
 
 def _given_grads(
@@ -228,15 +248,3 @@ def _devices(objects: Iterable[Any]) -> list[str]:
 def _is_distributed(tensor: torch.Tensor) -> bool:
     module = sys.modules.get("torch.distributed.tensor")  # without it no tensor is
     return module is not None and isinstance(tensor, module.DTensor)
-
-
-def _computing_edges(tasks: Sequence[Any], outputs: Sequence[torch.Tensor]) -> list[GradientEdge]:
-    """Where W's engine run begins, but for what it only adds: between the tasks and the weights, or at outputs."""
-    edges: dict[Any, GradientEdge] = {}
-    for node, _, kind, _, faces in tasks:
-        if kind == "root":
-            places = [(output.grad_fn, output.output_nr) for output in outputs if output.grad_fn is node]
-        else:
-            places = [node.next_functions[slot] for slot, _, way, _ in faces if way is not None]
-        edges.update((place, GradientEdge(*place)) for place in places)
-    return list(edges.values())

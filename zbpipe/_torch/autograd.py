@@ -1,8 +1,8 @@
-"""What is private in autograd and in tensors: views and versions, hooks, what nodes saved, which node and run it is."""
+"""What is private in autograd and in tensors: views, versions, classes, what nodes saved."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -43,13 +43,17 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
-def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
-    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
-
-
 def alias_of_class(cls: type, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's memory and version counter as an instance of a subclass that has no dispatch of its own."""
     return torch.Tensor._make_subclass(cls, tensor)
+
+
+def parameter_like(parameter: torch.nn.Parameter) -> Any:
+    """The parameter's memory as a new leaf of its class, without its attributes, gradient and hooks."""
+    bare = parameter.detach()
+    if type(parameter).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+        return torch.Tensor._make_subclass(type(parameter), bare, parameter.requires_grad)
+    return bare.requires_grad_(parameter.requires_grad)  # a class with a dispatch of its own
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
@@ -57,38 +61,7 @@ def storage_id(storage: torch.UntypedStorage) -> int:
     return int(storage._cdata)
 
 
-def hooks_of(leaf: torch.Tensor) -> list[dict[int, Any]]:
-    """The dictionaries of the hooks that Python has put on a leaf: tensor hooks, and those after accumulation."""
-    return [held for held in (leaf._backward_hooks, leaf._post_accumulate_grad_hooks) if held is not None]
-
-
-def hook_kinds(leaf: torch.Tensor) -> tuple[bool, bool]:
-    """Whether a leaf has a dictionary of tensor hooks, and one of those after accumulation."""
-    return leaf._backward_hooks is not None, leaf._post_accumulate_grad_hooks is not None
-
-
-def drop_hooks(leaf: torch.Tensor, but: tuple[bool, bool]) -> None:
-    """Take a leaf's dictionaries of hooks away, but for the kinds that it had before, as ``hook_kinds`` told."""
-    had_own, had_post = but
-    if not had_own and leaf._backward_hooks is not None:
-        leaf._backward_hooks = None
-    if not had_post and leaf._post_accumulate_grad_hooks is not None:
-        leaf._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-
-
-# Nodes and runs.
-
-
-def running_node() -> Node | None:
-    """The node that the engine runs in this thread."""
-    node: Node | None = torch._C._current_autograd_node()
-    return node
-
-
-def zeros_for(node: Node, index: int) -> torch.Tensor:
-    """A gradient for one of a node's outputs, of its shape, dtype and device."""
-    metadata = node._input_metadata[index]
-    return torch.zeros(metadata.shape, dtype=metadata.dtype, device=metadata.device)
+# Nodes.
 
 
 def is_transposed(node: Node | None) -> bool:

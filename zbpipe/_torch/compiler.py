@@ -1,8 +1,10 @@
-"""What is private in torch.compile: its backends, and what a compilation knows while it lasts."""
+"""What is private in torch.compile: its backends, what a compilation knows while it lasts, what it has made."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -13,11 +15,13 @@ from torch._guards import CompileContext, TracingContext, compile_context, traci
 __all__ = [
     "CompileContext",
     "TracingContext",
+    "compilation_of",
     "compile_context",
     "compile_with_aot_eager",
     "compile_with_inductor",
     "inductor_options",
     "inductors_inner_compile",
+    "is_compilation",
     "mark_boxed",
     "no_cuda_graphs",
     "run_as_traced",
@@ -79,3 +83,19 @@ def compile_with_inductor(
     # A hit in AOTAutograd's cache brings a backward that somebody else compiled, whole.
     with torch._functorch.config.patch(enable_autograd_cache=False):
         return compile_fx(graph, inputs, inner_compile=inner_compile, config_patches=patches or None)
+
+
+def is_compilation(value: object) -> bool:
+    """Whether it is what a compiled module or function keeps of its options: called with a function, it compiles it."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")  # without it nothing is compiled
+    return frames is not None and isinstance(value, frames._TorchDynamoContext)
+
+
+def compilation_of(value: object) -> tuple[Any, Any] | None:
+    """Of a function that torch.compile or torch.compiler.disable has made: what is_compilation, and the function that
+    it was made of."""
+    if not isinstance(value, FunctionType) or not hasattr(value, "_torchdynamo_orig_callable"):
+        return None
+    kept = [cell.cell_contents for cell in value.__closure__ or ()]
+    found = next(filter(is_compilation, kept), None)
+    return None if found is None else (found, value._torchdynamo_orig_callable)

@@ -258,15 +258,13 @@ NEEDS = (
             Way(
                 "2.11 to 2.15",
                 (
-                    *_attributes("torch:Tensor", "_base _version _backward_hooks _post_accumulate_grad_hooks"),
+                    *_attributes("torch:Tensor", "_base _version"),
                     *_callables("torch:Tensor", "_is_view _make_subclass"),
-                    *_callables("torch._C", "_current_autograd_node _DisableAutocast DisableTorchFunctionSubclass"),
-                    *_callables("torch._C:_autograd", "_unsafe_set_version_counter"),
+                    *_callables("torch._C", "_DisableAutocast DisableTorchFunctionSubclass"),
                     *_attributes("torch:UntypedStorage", "_cdata"),
                     *_attributes("torch.nn:Module", "_parameters _buffers _modules"),
                     *_attributes("torch.nn.utils.parametrize", "_cache"),
-                    *_callables("torch.utils._python_dispatch", "TorchDispatchMode is_traceable_wrapper_subclass"),
-                    *_callables("torch._ops:OpOverload", "decompose"),
+                    *_callables("torch.utils._python_dispatch", "is_traceable_wrapper_subclass"),
                     *_callables("torch.utils._pytree", "tree_flatten tree_unflatten tree_map"),
                 ),
             ),
