@@ -15,6 +15,7 @@ import torch
 import zbpipe
 from zbpipe._cli.arguments import refuse_files
 from zbpipe._cli.progress import Progress
+from zbpipe._cli.script import search_first
 
 DESCRIPTION = """\
 Say, parameter by parameter, whether W or I computes its gradient and why, what
@@ -76,7 +77,7 @@ def _stage(given: argparse.Namespace) -> tuple[torch.nn.Module, Any]:
 
 def _imported(where: str, error: Callable[[str], NoReturn]) -> Any:
     if not where.endswith(".py"):
-        sys.path[0] = os.getcwd()
+        search_first(os.getcwd())
         try:
             found = importlib.util.find_spec(where)
         except ModuleNotFoundError:
@@ -87,7 +88,7 @@ def _imported(where: str, error: Callable[[str], NoReturn]) -> Any:
     path = Path(where)
     if not path.is_file():
         error(f"there is no file {where}")
-    sys.path[0] = str(path.resolve().parent)
+    search_first(str(path.resolve().parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)

@@ -21,11 +21,12 @@ def run_script(script: str, arguments: list[str]) -> None:
     """Run a file, or a folder or zip archive with a ``__main__.py``. What it raises passes."""
     main = ModuleType("__main__")
     if Path(script).is_file() and not _is_archive(script):
-        sys.path[0] = str(Path(script).resolve().parent)
+        search_first(str(Path(script).resolve().parent))
         code = _code_of(script, main)
     else:
-        sys.path[0] = os.path.abspath(script)
-        spec = PathFinder.find_spec("__main__", [sys.path[0]])
+        archive = os.path.abspath(script)
+        search_first(archive, is_archive=True)
+        spec = PathFinder.find_spec("__main__", [archive])
         if spec is None:
             raise ImportError(f"can't find '__main__' module in {script!r}")
         code = _code_of_spec(spec, main)
@@ -35,7 +36,7 @@ def run_script(script: str, arguments: list[str]) -> None:
 def run_module(name: str, arguments: list[str]) -> None:
     """Run a module, or the ``__main__`` of a package, by its name. What it raises passes."""
     main = ModuleType("__main__")
-    sys.path[0] = os.getcwd()
+    search_first(os.getcwd())
     sys.argv[:] = ["-m", *arguments]  # while its packages are imported
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
@@ -43,6 +44,15 @@ def run_module(name: str, arguments: list[str]) -> None:
     if spec is None or spec.loader is None:
         raise ImportError(f"No module named {name}, or none that can be run", name=name)
     _run(_code_of_spec(spec, main), main, spec.origin or name, arguments)
+
+
+def search_first(folder: str, is_archive: bool = False) -> None:
+    """Puts the folder of what is run where Python would: in the place of the folder that it put first for us. Under
+    -P, -I and PYTHONSAFEPATH it puts none there, but for a folder or archive with a ``__main__.py``."""
+    if not getattr(sys.flags, "safe_path", sys.flags.isolated):
+        sys.path[0] = folder
+    elif is_archive:
+        sys.path.insert(0, folder)
 
 
 def _is_archive(script: str) -> bool:
