@@ -155,6 +155,23 @@ def test_allowed_by_name(how):
     assert [leak.bytes for leak in checked(lambda: keep(3), allow=lambda tensor: False).leaks] == [12]
 
 
+@pytest.mark.parametrize(
+    "given", [lambda m: m.parameters(), lambda m: [m.parameters()], lambda m: dict(m.named_parameters()).values()]
+)
+def test_iterators_are_allowed_as_what_they_give(given):
+    model = nn.Linear(4, 4)
+
+    @check_tensor_leak(action="error", allow=given(model))
+    def step():
+        model(torch.ones(2, 4)).sum().backward()
+
+    for _ in range(2):  # an iterator could be looked into once
+        model.zero_grad(set_to_none=True)
+        step()
+    with pytest.raises(TypeError, match="allow holds a str"):
+        check_tensor_leak(allow=iter(["weight"]))
+
+
 def test_a_chain_begins_with_what_is_allowed():
     model = nn.Linear(2, 2)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, MappingView
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from zbpipe._torch.autograd import without_torch_functions
 from zbpipe.leaks._words.of_python import array_type
 
 ACTIONS = ("warn", "error", "record")
+_ONCE = (Iterator, MappingView)
 _KNOWN = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, dict, list, tuple, set, frozenset)
 
 
@@ -25,13 +26,22 @@ def checked(action: object, allow: Any, device: torch.device | str | None) -> tu
         kind = "?"
     if kind not in (None, "cpu", "cuda"):
         raise ValueError(f"device is {argument(device)}; tensors can be checked on cpu and cuda")
+    allow = _at_once(allow)
+    listed: list[Any] = []
     for thing in allow if isinstance(allow, (list, tuple, set, frozenset)) else (allow,):
-        if not issubclass(type(thing), _KNOWN) and not callable(thing):
+        if issubclass(type(thing), _ONCE):
+            listed.append(_at_once(thing))
+        elif not issubclass(type(thing), _KNOWN) and not callable(thing):
             raise TypeError(
                 f"allow holds a {type(thing).__name__}; expected tensors, modules, optimizers, collections of them, or "
                 "functions that say of a tensor whether it may live"
             )
-    return (allow,)
+    return (allow, *listed)
+
+
+def _at_once(thing: Any) -> Any:
+    """An iterator, as of a module's parameters(), can be looked into once: its list; of a dictionary's view, too."""
+    return list(thing) if issubclass(type(thing), _ONCE) else thing
 
 
 def split(allow: Iterable[Any]) -> tuple[list[torch.Tensor], list[Callable[[torch.Tensor], bool]], list[Any]]:

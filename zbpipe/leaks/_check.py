@@ -216,8 +216,9 @@ def check_tensor_leak(
         action: "warn" (a :class:`TensorLeakWarning`), "error" (a :class:`TensorLeakError`), or "record" (neither: see
             ``check.report``). Neither happens if the block raises.
         allow: what may live on: tensors and their ``.grad``, modules with their parameters and buffers, optimizers with
-            their state, collections of these, looked at when the block is left; and functions that are given a tensor
-            and return True if it may. What these objects hold besides is named by a chain that begins with them.
+            their state, collections of these, looked at when the block is left, iterators of these, looked at now; and
+            functions that are given a tensor and return True if it may. What these objects hold besides is named by a
+            chain that begins with them.
         trace: remember the line that made each block of CPU memory, at half a microsecond a block
             (benchmarks/recorder.py).
         device: report what is on ``cpu`` or ``cuda`` alone.

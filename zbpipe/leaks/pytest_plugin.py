@@ -27,7 +27,7 @@ from zbpipe._text import argument
 from zbpipe.leaks import _allow
 from zbpipe.leaks._check import TensorLeakError, check_tensor_leak
 from zbpipe.leaks._plugin.fixtures import OfFixtures, Wide, tensors_in
-from zbpipe.leaks._plugin.marker import arguments_of, at_once, is_asked_for
+from zbpipe.leaks._plugin.marker import arguments_of, is_asked_for
 from zbpipe.leaks._plugin.told import text, warn
 from zbpipe.leaks._report import Report
 
@@ -96,13 +96,11 @@ class TensorLeaks:
         Raises:
             TypeError: one of them is none of these; then none is allowed.
         """
-        things = tuple(map(at_once, things))
         try:
-            for thing in things:
-                _allow.checked("record", thing, None)
+            found = [_allow.checked("record", thing, None) for thing in things]
         except TypeError as error:
             raise TypeError(f"{self._item.nodeid}: tensor_leaks.allow(): {error}") from None
-        self._item.stash[_watch].allowed += things
+        self._item.stash[_watch].allowed += found
 
     @contextlib.contextmanager
     def check(self, action: str = "error", **options: Any) -> Iterator[Any]:

@@ -1,6 +1,5 @@
 """What the marker, the options and the fixture ask for."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -42,17 +41,12 @@ def arguments_of(item: pytest.Item) -> dict[str, Any]:
             f"{item.nodeid}: the marker no_tensor_leak was given action={argument(action)}; give one of "
             f"{', '.join(ACTIONS)}"
         )
-    arguments = {name: at_once(value) for name, value in marker.kwargs.items()}
-    marker.kwargs.update(arguments)  # type: ignore[attr-defined]  # an iterator for the next test too, which shares it
+    arguments = dict(marker.kwargs)
     try:
-        _allow.checked("record", arguments.get("allow", ()), arguments.get("device"))
+        arguments["allow"] = _allow.checked("record", arguments.get("allow", ()), arguments.get("device"))
     except (TypeError, ValueError, RuntimeError) as error:
         raise pytest.UsageError(
             f"{item.nodeid}: the marker no_tensor_leak was given a wrong argument: {error}"
         ) from None
+    marker.kwargs.update(arguments)  # type: ignore[attr-defined]  # an iterator for the next test too, which shares it
     return arguments
-
-
-def at_once(thing: Any) -> Any:
-    """An iterator, as of a module's parameters(), can be looked into once: its list."""
-    return list(thing) if issubclass(type(thing), Iterator) else thing
