@@ -166,6 +166,17 @@ def test_a_circle_of_causes_ends():
     assert list(_out_of_memory.causes(one)) == [one, two]
 
 
+def test_the_reports_of_one_recording_are_counted(tmp_path):
+    for count in (1, 2):
+
+        def run(rec, count=count):
+            rec._hook.count = count - 1
+            torch.empty(TOO_MUCH)
+
+        text, _, _ = failed(tmp_path, run)
+        assert ("(report 2 of this recording, in the files of the one before)" in text) == (count == 2)
+
+
 def test_without_a_log_the_report_says_what_it_lacks(tmp_path):
     text, _, _ = failed(tmp_path, lambda rec: torch.empty(TOO_MUCH), max_events=0)
     assert "in which phases the live bytes were handed out is not known: own_events() needs a log" in text

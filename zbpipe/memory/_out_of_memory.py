@@ -90,7 +90,7 @@ class Hook:
         yield f"out of memory on {recording.device} in {phase}{where}\n  {what}"
         yield f"process {os.getpid()} on {socket.gethostname()}, rank {os.environ.get('RANK', 'unknown')}, {time_}"
         if self.count > 1:
-            yield f"(the {self.count}th time in this recording; files of before are overwritten)"
+            yield f"(report {self.count} of this recording, in the files of the one before)"
         yield f"\n{recording}"
         yield f"\n{self._by_phase(recording)}"
         yield f"\n{self._holders(recording)}"
