@@ -14,15 +14,11 @@ def argument(value: object) -> str:
     return repr(value) if type(value) in _WORDS_AND_NUMBERS else f"a {type(value).__name__}"
 
 
-def megabytes(count: int) -> str:
-    """Bytes as megabytes (10^6) with three decimals; exact counts are in the attributes."""
-    return f"{count / 1e6:.3f}"
-
-
 class Unit(NamedTuple):
-    """A unit of bytes: bytes, kB, MB or GB (10^9). Called, it is the number in it, with three decimals."""
+    """A unit of bytes: bytes, kB, MB or GB (10^9); or of operations: FLOP to TFLOP. Called, it is the number in it,
+    with three decimals."""
 
-    bytes: int
+    size: int
     name: str
 
     @classmethod
@@ -31,14 +27,22 @@ class Unit(NamedTuple):
         units = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
         return cls(*next((unit for unit in units if most >= unit[0]), (1, "bytes")))
 
+    @classmethod
+    def of_operations(cls, most: int) -> Unit:
+        units = ((10**12, "TFLOP"), (10**9, "GFLOP"), (10**6, "MFLOP"), (10**3, "kFLOP"))
+        return cls(*next((unit for unit in units if most >= unit[0]), (1, "FLOP")))
+
     def __call__(self, count: int) -> str:
-        return f"{count / self.bytes:.3f}" if self.bytes > 1 else str(count)
+        return f"{count / self.size:.3f}" if self.size > 1 else str(count)
+
+    def words(self, count: int) -> str:
+        """As "3.200 MB"."""
+        return f"{self(count)} {self.name}"
 
 
 def in_words(count: int) -> str:
-    """As "3.200 MB"."""
-    unit = Unit.of(count)
-    return f"{unit(count)} {unit.name}"
+    """Bytes as "3.200 MB"; exact counts are in the attributes."""
+    return Unit.of(count).words(count)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:

@@ -323,6 +323,25 @@ def test_as_dict_is_plain_data_and_str_is_a_table():
     assert max(map(len, text.splitlines())) <= 80
 
 
+@pytest.mark.parametrize(
+    ("width", "said", "header"),
+    [
+        (4, "1.080 kFLOP; 1.080 kB", "held, bytes FLOP"),
+        (400, "72.360 kFLOP; 24.840 kB", "held, kB kFLOP"),
+    ],
+)
+def test_units_fit_what_is_told(width, said, header):
+    module, x = nn.Sequential(nn.Linear(width, 6), nn.Linear(6, 2)), torch.randn(15, width)
+    text = str(zbpipe.explain(module, x))
+    words = " ".join(text.split())
+    assert said in words and header in words
+    out = module(x.requires_grad_())
+    groups = zbpipe.stage_backward_input([out], [torch.ones_like(out)], [x], module.parameters())[1]
+    text = str(zbpipe.memory.held(groups, module))
+    assert text.startswith(f"{said.partition('; ')[2]} held in ")
+    assert header.rpartition(" ")[0] in text and "0.000" not in text
+
+
 def test_bad_arguments():
     with pytest.raises(TypeError, match="none of which requires a gradient"):
         zbpipe.explain(nn.Linear(2, 2).requires_grad_(False), torch.ones(2, 2), first_stage=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zbpipe._policy import Policy
-from zbpipe._text import megabytes, table
+from zbpipe._text import Unit, in_words, table
 
 WIDTH = 80  # of what is printed
 
@@ -91,28 +91,33 @@ class Explanation:
         said = (
             f"W computes the gradients of {in_w} of {len(self.parameters)} parameters in {self.groups} "
             f"group{'s' * (self.groups != 1)}: "
-            f"{'' if self.flops_are_known else 'at least '}{self.flops_in_w / 1e6:.3f} MFLOP; "
-            f"{megabytes(self.bytes_held)} MB are held per microbatch"
+            f"{'' if self.flops_are_known else 'at least '}"
+            f"{Unit.of_operations(self.flops_in_w).words(self.flops_in_w)}; "
+            f"{in_words(self.bytes_held)} are held per microbatch"
         )
-        rows = [row for plan in self.parameters for row in _rows(plan)]
-        lines = table(("parameter", "shape", "in", "held, MB", "MFLOP"), [cells for cells, _ in rows], left=3)
+        flops = [use.flops or 0 for plan in self.parameters for use in plan.uses]
+        work = Unit.of_operations(max(flops, default=0))
+        memory = Unit.of(max((plan.bytes for plan in self.parameters), default=0))
+        rows = [row for plan in self.parameters for row in _rows(plan, memory, work)]
+        header = ("parameter", "shape", "in", f"held, {memory.name}", work.name)
+        lines = table(header, [cells for cells, _ in rows], left=3)
         head, rule, *others = lines.splitlines()
         above = [line for text in (said, *self.notes) for line in textwrap.wrap(text, WIDTH)]
         below = [part for line, (_, how) in zip(others, rows, strict=True) for part in (line, *_indented(how))]
         return "\n".join([*above, "", head, rule, *below])
 
 
-def _rows(plan: ParameterPlan) -> Iterator[tuple[tuple[str, ...], str]]:
+def _rows(plan: ParameterPlan, memory: Unit, work: Unit) -> Iterator[tuple[tuple[str, ...], str]]:
     """A row for each use, and how its gradient comes to be."""
     uses: Sequence[Use | None] = plan.uses or (None,)
     for i, use in enumerate(uses):
         first = (plan.name, str(list(plan.shape))) if i == 0 else ("", "")
-        size = megabytes(plan.bytes) if i == 0 else ""
+        size = memory(plan.bytes) if i == 0 else ""
         note = plan.note if i == 0 else ""
         if use is None:
             yield (*first, "-", size, ""), note
         else:
-            flops = "?" if use.flops is None else f"{use.flops / 1e6:.3f}" if use.flops else ""
+            flops = "?" if use.flops is None else work(use.flops) if use.flops else ""
             how = "; ".join(filter(None, (use.product, use.why, note)))
             yield (*first, use.runs_in, size, flops), ": ".join(filter(None, (use.node, how)))
 

@@ -26,7 +26,7 @@ import torch
 
 from zbpipe import _C
 from zbpipe._C import ParamGroup
-from zbpipe._text import megabytes, table
+from zbpipe._text import Unit, in_words, table
 from zbpipe._torch.autograd import storage_id
 
 
@@ -112,14 +112,15 @@ class Held:
     def __str__(self) -> str:
         spent = f", {self.spent} of them spent" if self.spent else ""
         lines = [
-            f"{megabytes(self.bytes)} MB held in {len(self.storages)} storages by {self.groups} groups{spent}",
-            *(f"  {megabytes(size)} MB {role}" for role, size in self.by_role.items()),
+            f"{in_words(self.bytes)} held in {len(self.storages)} storages by {self.groups} groups{spent}",
+            *(f"  {in_words(size)} {role}" for role, size in self.by_role.items()),
         ]
         if self.incomplete:
             lines.append(f"incomplete: {self.incomplete}")
-        rows = [(r.name, str(list(r.shape)), megabytes(r.bytes), megabytes(r.alone)) for r in self.parameters]
+        unit = Unit.of(max((row.bytes for row in self.parameters), default=0))
+        rows = [(row.name, str(list(row.shape)), unit(row.bytes), unit(row.alone)) for row in self.parameters]
         if rows:
-            lines += ["", table(("parameter", "shape", "held, MB", "alone, MB"), rows, left=2)]
+            lines += ["", table(("parameter", "shape", f"held, {unit.name}", f"alone, {unit.name}"), rows, left=2)]
         return "\n".join(lines)
 
 

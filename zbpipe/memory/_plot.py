@@ -119,8 +119,8 @@ def _draw_curve(axes: Any, points: Sequence[tuple[int, int]], begin: int, span: 
     axes.set_xticks([begin + tick * per for tick in ticks], ticks.values())
     axes.set_xlabel(f"{unit}, from {begin / per:.6g} {unit} after the recording began")
     size = Unit.of(most)
-    ticks = _ticks(max(most, 1) / size.bytes)
-    axes.set_yticks([tick * size.bytes for tick in ticks], ticks.values())
+    ticks = _ticks(max(most, 1) / size.size)
+    axes.set_yticks([tick * size.size for tick in ticks], ticks.values())
     axes.set_ylabel(f"live on {recording.device}, {size.name}")
     axes.spines[["top", "right"]].set_visible(False)
 
