@@ -17,8 +17,9 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from zbpipe import _build_check
+from zbpipe import _build_check, _first_aid
 
+_first_aid.watch_import()
 _build_check.check()
 
 from zbpipe import memory  # noqa: E402
@@ -81,6 +82,8 @@ else:
     def __dir__() -> list[str]:
         return sorted({*globals(), "leaks"})
 
+
+_first_aid.import_is_done()
 
 # With ZBPIPE_PATCH=1 torch may have called the hook in the middle of this import: patching waits for its end.
 if "_zbpipe_hook" in sys.modules:

@@ -13,9 +13,11 @@ from pathlib import Path
 from zbpipe._version import __version__
 
 HERE = Path(__file__).resolve().parent
-# In the source tree, whether built there or not, what is built must land there.
-IN_PLACE = "--editable " if (HERE.parent / "setup.py").exists() else ""
-MEND = f"pip install --force-reinstall --no-deps {IN_PLACE}."
+# In the source tree, whether built there or not, what is built must land there. An index may have a wheel, and pip's
+# cache has one, for another torch.
+IS_TREE = (HERE.parent / "setup.py").exists()
+FROM_AN_INDEX = "--no-cache-dir --no-binary zbpipe zbpipe"
+MEND = f"pip install --force-reinstall --no-deps {'--editable .' if IS_TREE else FROM_AN_INDEX}"
 
 
 def check() -> None:
@@ -28,7 +30,7 @@ def check() -> None:
     if importlib.util.find_spec("torch") is None:
         raise ImportError(
             f"zbpipe needs torch, and the Python at {sys.executable} has none: install torch 2.11 or newer, "
-            f"then build zbpipe against it: in zbpipe's source tree, run `{MEND}`."
+            f"then build zbpipe against it: {_how()}."
         )
     try:
         info = importlib.import_module("zbpipe._build_info")
@@ -57,11 +59,17 @@ def check() -> None:
 def _how_to_mend() -> str:
     hidden = _hidden()
     if hidden is None:
-        return f"in zbpipe's source tree, run `{MEND}`."
+        return f"{_how()}."
     return (
         f"a built zbpipe is installed in {hidden}, and {HERE.parent} comes before it on sys.path: run Python from "
-        f"another directory, or build the source tree, too: in {HERE.parent}, run `{MEND}`."
+        f"another directory, or build the source tree, too: {_how()}."
     )
+
+
+def _how() -> str:
+    if IS_TREE:
+        return f"in {HERE.parent}, run `{MEND}`"
+    return f"run `{MEND}`, or, if you have its source tree, `pip install --force-reinstall --no-deps .` there"
 
 
 def _hidden() -> Path | None:

@@ -1,6 +1,8 @@
 """python -m zbpipe: its help and version, and the doctor, beside torch as it is and with faults planted."""
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,7 @@ import torch
 from torch.distributed.pipelining import _backward, schedules
 
 import zbpipe
-from zbpipe import _build_info
+from zbpipe import _build_info, _first_aid
 from zbpipe._cli import main
 from zbpipe._torch import needs, probe
 
@@ -190,3 +192,107 @@ def test_whether_the_variable_patches_is_found_out_by_running_a_script():
 def test_a_command_imports_none_of_what_the_others_need():
     code = "import sys, zbpipe._cli; print({'torch.distributed.pipelining', 'torch._dynamo', 'matplotlib'} & set(sys.modules))"
     assert process("-c", code) == (0, "set()\n")
+
+
+PACKAGE = Path(zbpipe.__file__).parent
+NO_NUMPY = "import sys\nsys.modules['numpy'] = None\n"
+
+
+def place(folder, *, built=True, torch_is=None, at_start=""):
+    """A folder for PYTHONPATH with this package, and what is said of torch and at Python's start."""
+    if built:
+        (folder / "zbpipe").symlink_to(PACKAGE)
+    else:
+        shutil.copytree(PACKAGE, folder / "zbpipe", ignore=shutil.ignore_patterns("_C.*", "_build_info.py", "_demo"))
+    if torch_is is not None:
+        (folder / "torch.py").write_text(torch_is)
+    (folder / "sitecustomize.py").write_text(at_start)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("way", "switches", "environment", "fault"),
+    [
+        ({}, ["-S"], {}, "zbpipe needs torch, and the Python at .* has none: install torch 2.11 or newer"),
+        (
+            {"torch_is": "import types\n__version__ = '9.9.9'\nversion = types.SimpleNamespace(git_version='abc')\n"
+             "def compiled_with_cxx11_abi(): return True\n"},
+            ["-S"],
+            {},
+            "zbpipe was built with torch .*, but this process has torch 9.9.9 .*: build it again: ",
+        ),
+        (
+            {"torch_is": "raise OSError('libcudart.so.13: cannot open shared object file')"},
+            ["-S"],
+            {},
+            "zbpipe cannot be imported: OSError: libcudart.so.13: cannot open shared object file",
+        ),
+        ({"built": False}, ["-S"], {"sees": "torch"}, "zbpipe was never built in .*, its compiled part zbpipe._C is not there: "),
+        ({}, [], {"ZBPIPE_POLICY": "defer=never"}, "ValueError: ZBPIPE_POLICY is 'defer=never': defer is 'never'"),
+        ({"at_start": NO_NUMPY}, [], {}, "numpy is not installed, and torch's schedules send .*: pip install numpy"),
+    ],
+    ids=["no torch", "another torch", "a torch that does not load", "never built", "a bad policy", "no numpy"],
+)  # fmt: skip
+def test_it_starts_where_zbpipe_does_not(tmp_path, way, switches, environment, fault):
+    path = [str(place(tmp_path, **way))]
+    if environment.get("sees"):  # what is installed, but for what its .pth files lead to: an editable zbpipe
+        path.append(str(Path(torch.__file__).parents[1]))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), **environment}
+    command = [sys.executable, *switches, "-m", "zbpipe", "doctor"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    *lines, last = done.stdout.splitlines()
+    assert last == "something would not work"
+    (found,) = [line for line in lines if re.search(fault, line)]
+    assert found.startswith("FAULT: ")
+    assert [line.split(":")[0] for line in lines][:1] == ["zbpipe"]
+    assert {"Python", "torch", "numpy"} <= {line.split(":")[0] for line in lines}
+
+
+def test_only_the_doctor_is_served_so(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(place(tmp_path)), "ZBPIPE_POLICY": "defer=never"}
+    for arguments in (["-m", "zbpipe", "bench"], ["-c", "import zbpipe", "doctor"]):
+        command = [sys.executable, *arguments]
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr.startswith("Traceback") and "ValueError: ZBPIPE_POLICY is" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "asked"),
+    [
+        (["-m", "zbpipe", "doctor"], ["-m", "doctor"], True),
+        (["-mzbpipe", "doctor", "--all"], ["-m", "doctor", "--all"], True),
+        (["/bin/zbpipe", "doctor"], ["/bin/zbpipe", "doctor"], True),
+        (["zbpipe.exe", "doctor"], ["zbpipe.exe", "doctor"], True),
+        (["-m", "zbpipe", "leaks", "doctor"], ["-m", "leaks", "doctor"], False),
+        (["-m", "other", "doctor"], ["-m", "doctor"], False),
+        (["train.py", "doctor"], ["train.py", "doctor"], False),
+        (["-c", "import zbpipe"], [], False),
+    ],
+)
+def test_the_doctor_is_known_by_the_command_line(monkeypatch, program, arguments, asked):
+    monkeypatch.setattr(sys, "orig_argv", ["python", *program])
+    monkeypatch.setattr(sys, "argv", arguments)
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    _first_aid.watch_import()
+    assert (sys.excepthook is not sys.__excepthook__) == asked
+    _first_aid.import_is_done()
+    assert sys.excepthook is sys.__excepthook__
+
+
+@pytest.mark.parametrize("is_tree", [True, False])
+def test_what_is_to_be_done_can_be_done_where_zbpipe_is(tmp_path, is_tree):
+    place(tmp_path, built=False)
+    if is_tree:
+        (tmp_path / "setup.py").touch()
+    path = os.pathsep.join([str(tmp_path), str(Path(torch.__file__).parents[1])])
+    command = [sys.executable, "-S", "-c", "import zbpipe"]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    last = done.stderr.splitlines()[-1]
+    if is_tree:
+        assert last.endswith(f"in {tmp_path}, run `pip install --force-reinstall --no-deps --editable .`.")
+    else:
+        assert "run `pip install --force-reinstall --no-deps --no-cache-dir --no-binary zbpipe zbpipe`, or, if" in last

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from zbpipe import _build_info, get_policy, is_patched
+from zbpipe._first_aid import find_numpy, line
 from zbpipe._patch.env import OFF, ON, RELEASE_OUTPUTS
 from zbpipe._torch import needs, probe
 from zbpipe._version import __version__
@@ -20,7 +21,7 @@ DESCRIPTION = """\
 Says what zbpipe and torch are installed here, whether zbpipe knows this torch
 and every private part of it that it uses, whether ZBPIPE_PATCH=1 would patch a
 script that this Python runs, what is patched, and the policy. The exit status
-is 1 if something would not work.
+is 1 if something would not work, also where zbpipe cannot be imported.
 """
 
 # Run in a fresh interpreter with ZBPIPE_PATCH=1, as a script that knows nothing of zbpipe.
@@ -64,6 +65,7 @@ def run(everything: bool = False) -> int:
     line("built with", f"torch {_build_info.torch_version}, {_build_info.python_cache_tag}")
     line("Python", f"{sys.version.split()[0]}, {sys.executable}")
     line("torch", f"{torch.__version__}, {torch_is(notes)}, {Path(torch.__file__).parent}")
+    line("numpy", find_numpy(faults))
     line("CUDA", f"{torch.version.cuda}, {torch.cuda.device_count()} devices" if torch.version.cuda else "none")
     line("private parts", private_parts(everything, faults, notes))
     for name in ("ZBPIPE_PATCH", RELEASE_OUTPUTS, "ZBPIPE_POLICY"):
@@ -80,10 +82,6 @@ def run(everything: bool = False) -> int:
         print(f"FAULT: {fault}")
     print("something would not work" if faults else "all is well")
     return 1 if faults else 0
-
-
-def line(name: str, text: str) -> None:
-    print(f"{name + ':':<24}{text}")
 
 
 def torch_is(notes: list[str]) -> str:
