@@ -246,6 +246,16 @@ def test_excluded_parameters_are_the_modules_own():
     assert {use.why for use in found["b"].uses} == {"policy exclude= names one of its parameters"}
 
 
+def test_what_is_told_of_excluded_parameters_copies_none():
+    stage = Stage(lambda m, x: x @ m.a, a=(4, 4))
+    with zbpipe.policy(exclude=[stage.a]):
+        explained = zbpipe.explain(stage, torch.randn(3, 4, dtype=f64))
+    assert explained.policy.exclude[0] is stage.a
+    with zbpipe.memory.record() as rec:
+        assert explained.as_dict()["policy"]["exclude"]
+    assert rec.allocated == 0
+
+
 class Everything(nn.Module):
     """Has what a forward and a backward might change."""
 

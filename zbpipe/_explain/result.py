@@ -79,12 +79,9 @@ class Explanation:
     notes: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as dictionaries, lists, strings and numbers; a policy's function as its name."""
-        data = dataclasses.asdict(self)
-        for parameter, plan in zip(data["parameters"], self.parameters, strict=True):
-            parameter.update(runs_in=plan.runs_in, flops=plan.flops)
-        data["policy"] = self.policy.as_dict()
-        return data
+        """All of it as dictionaries, lists, strings and numbers."""
+        plans = [{**dataclasses.asdict(plan), "runs_in": plan.runs_in, "flops": plan.flops} for plan in self.parameters]
+        return {**vars(self), "parameters": plans, "policy": self.policy.as_dict()}  # of the policy nothing is copied
 
     def __str__(self) -> str:
         in_w = sum(1 for plan in self.parameters if "W" in plan.runs_in)
