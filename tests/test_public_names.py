@@ -1,5 +1,6 @@
 """The package's public names: each says what it takes, gives and raises, and what it comes from."""
 
+import builtins
 import inspect
 import re
 import subprocess
@@ -18,6 +19,7 @@ NAMES = {
     for name in module.__all__
     if not inspect.ismodule(getattr(module, name)) and name != "__version__"
 }
+NAMES["zbpipe.compile"] = zbpipe.compile  # which is not in __all__
 FUNCTIONS = {name: thing for name, thing in NAMES.items() if inspect.isfunction(thing)}
 # What takes the place of something else, or has its name from there.
 HAVE_A_SOURCE = {
@@ -105,3 +107,9 @@ def test_what_a_function_returns_has_a_public_name(name):
     words = re.findall(r"[A-Z]\w+", str(inspect.signature(function).return_annotation))
     ours = {word for word in words if str(getattr(here.get(word), "__module__", "")).startswith("zbpipe")}
     assert ours <= set(module.__all__)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_a_star_hides_no_name_of_pythons(module):
+    assert set(module.__all__) & set(dir(builtins)) == set()
+    assert callable(zbpipe.compile)

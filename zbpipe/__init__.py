@@ -24,7 +24,7 @@ _build_check.check()
 
 from zbpipe import memory  # noqa: E402
 from zbpipe._C import ParamGroup  # noqa: E402
-from zbpipe._compile import compile  # noqa: E402
+from zbpipe._compile import compile as compile  # noqa: E402
 from zbpipe._explain.result import Explanation, ParameterPlan, Use  # noqa: E402
 from zbpipe._explain.run import explain  # noqa: E402
 from zbpipe._kernels.defer import defer  # noqa: E402
@@ -41,6 +41,7 @@ from zbpipe.release import (  # noqa: E402
     release_storage,
 )
 
+# Not compile, which a star would put before Python's own.
 __all__ = [
     "Explanation",
     "ParamGroup",
@@ -48,7 +49,6 @@ __all__ = [
     "Policy",
     "Use",
     "__version__",
-    "compile",
     "deallocate_output",
     "deallocate_output_tensor",
     "defer",
