@@ -102,8 +102,8 @@ nightly: ## what .ci/run leaves out: the core's sanitizers and branches; whole p
 	if command -v valgrind >/dev/null; then $(MAKE) valgrind; fi
 	$(MAKE) pytest TORCH_VERSION=newest CLIENTS=1 MARKED="not long"
 
-programs: $(VENV)/.built $(VENV)/.extras-test ## PROGRAMS=100000 random autograd programs, split and whole
-	export ZBPIPE_PROGRAMS=$(or $(PROGRAMS),100000); $(PYTEST) -n $(JOBS) -m long -o faulthandler_timeout=3000 passes/test_programs.py
+programs: $(VENV)/.built $(VENV)/.extras-test ## PROGRAMS=100000 random autograd programs, and ten times as many small dense ones, split and whole
+	export ZBPIPE_PROGRAMS=$(or $(PROGRAMS),100000); $(PYTEST) -n $(JOBS) -m long -o faulthandler_timeout=3000 passes/test_programs.py passes/test_dense.py
 
 soak: $(VENV)/.built $(VENV)/.extras-test ## STEPS=10000 steps of ZBV with faults among them, beside an ordinary training
 	$(IN_TESTS) -m schedules.soak $(or $(STEPS),10000)

@@ -8,7 +8,7 @@ import random
 from dataclasses import dataclass, field
 
 INPUTS, MATRICES, VECTORS = ("x0", "x1"), ("w0", "w1", "w2"), ("v0", "v1")
-CALLS = ("at once", "each", "one", "mixed", "pieces")
+CALLS = ("at once", "each", "one", "pieces", "mixed")
 HOOKS = ("tensor", "changes", "added", "takes", "before", "behind")
 
 # Text between the bars. {a}, {b}, {c}: matrices of N x N, as the result is; {r}, {s}: rows of N.
@@ -29,12 +29,13 @@ LINES, USES, ROWS, GRADIENTS = (text.replace("\n", "|").split("|") for text in (
 @dataclass(frozen=True)
 class Program:
     """
-    source: `forward` of all inputs and weights, and the `gradients` of its outputs.
+    source: `forward` of the k-th microbatch, its inputs and all weights; `gradients` of its outputs.
     seed: of all values, and of the order of the groups.
-    strided: leaves that lie transposed. frozen: those that require no gradient. existing: weights that have one already.
+    strided: what lies transposed in memory. frozen: leaves that require no gradient. existing: weights that have one already.
     late: the forwards of all microbatches run first.
-    calls: W runs "at once" behind each I; or for "each" microbatch, for all in "one" call, for their groups "mixed", or
-        for "pieces" of these. retain: once more before, with retain_graph.
+    calls: W runs "at once" behind each I; or for "each" microbatch, for all in "one" call or in "pieces", or with their
+        groups "mixed".
+    retain: the calls of W are made twice, with retain_graph at first.
     listed: I is given the weights.
     """
 
@@ -74,23 +75,27 @@ def draw(seed):
     def some(names, chance):
         return tuple(name for name in names if choose.random() < chance)
 
-    source = [f"def forward({', '.join(INPUTS + MATRICES + VECTORS)}):"]
+    def line():
+        return choose.choice(LINES).format(a=matrix(0.2), b=matrix(0.7), c=matrix(0.5), r=use(ROWS), s=use(ROWS))
+
+    is_uneven = choose.random() < 0.2  # microbatches differ
+    source = [f"def forward({', '.join(('k', *INPUTS, *MATRICES, *VECTORS))}):"]
     for i in range(choose.randint(2, 8)):
-        line = choose.choice(LINES).format(a=matrix(0.2), b=matrix(0.7), c=matrix(0.5), r=use(ROWS), s=use(ROWS))
-        source.append(f"    h{i} = {line}")
+        other = f" if k % 2 else {line()}" if is_uneven and choose.random() < 0.4 else ""
+        source.append(f"    h{i} = {line()}{other}")
         values.append(f"h{i}")
     last = [value for value in values[-4:] if value[0] == "h"]
     results = choose.sample(last, choose.randint(1, min(3, len(last))))
     grads = ["g0", *(choose.choice(GRADIENTS) for _ in results[1:])]
     source += [f"    return {', '.join(results)},", "def gradients(g0, g1):", f"    return {', '.join(grads)},"]
-    calls, weights = choose.choice(CALLS), matrices + vectors
+    calls, weights = choose.choice(CALLS[:-1] if is_uneven else CALLS), matrices + vectors
     return Program(
         source="\n".join(source),
         seed=seed,
         side=choose.randint(2, 4),
         dtype=choose.choice(["float64", "float32"]),
         microbatches=choose.randint(1, 3),
-        strided=some(INPUTS + matrices, 0.1),
+        strided=some(INPUTS + matrices + tuple(f"{w}.grad" for w in matrices), 0.1),
         frozen=some(INPUTS + weights, 0.05),
         existing=some(weights, 0.3),
         hooks={w: choose.choice(HOOKS) for w in some(weights, choose.choice([0, 0.2]))},
