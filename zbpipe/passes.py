@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
-from zbpipe import _C, _observer, _parameters
+from zbpipe import _C, _observer
 from zbpipe._policy import get_policy
 from zbpipe._stage import handover, scale
 
@@ -30,7 +30,8 @@ def stage_backward_input(
     Args:
         stage_outputs_or_loss: the stage's outputs, or its loss. An entry may be a
             ``torch.autograd.graph.GradientEdge`` in place of a tensor whose memory is gone; None
-            and tensors that require no gradient are passed over.
+            and tensors that require no gradient are passed over. All losses of one forward come in one call: a
+            second one would find the graph consumed.
         output_grads: a gradient per output, of its shape, dtype and device; None for an output
             that got none (a scalar's is then 1, as everywhere in autograd), not for all. None in place of the
             list stands for ones.
@@ -38,7 +39,8 @@ def stage_backward_input(
             made an input (of an unbind, a split) is no input unless it is listed; entries that are no tensor or
             require no gradient are allowed.
         weights: the leaves whose gradients W is to compute; None for every leaf that accumulates.
-            Other leaves are left alone.
+            Other leaves are left alone. A patched stage asks for every leaf, as an ordinary backward does, whatever
+            its module lists.
 
     Returns:
         ``(dinputs, param_groups)``: per input its gradient, of its shape, dtype and device, or None, and the groups to
@@ -60,17 +62,21 @@ def stage_backward_input(
     grads: Any = output_grads
     if handover.has_outputs() and any(_requires_grad(loss) for loss in outputs):
         outputs, grads = _with_outputs(outputs, grads)
-    weights = handover.in_graph(_parameters.listed(weights))
     inner: AbstractContextManager[None] = nullcontext()
-    if isinstance(weights, Iterable) and policy.main_grad:
+    if policy.main_grad and isinstance(weights, Iterable):
         weights = tuple(weights)
-        inner = _inner_backwards_into_main_grad(weights)
+        inner = _inner_backwards_into_main_grad(handover.in_graph(weights) or ())
+    stages = handover.take_stages_pass()
+    served = handover.in_graph(weights) if stages is None else None
+    inputs = input_values if stages is None else input_values[: stages.received]
     try:
         with inner:
-            result = run(outputs, grads, input_values, weights, policy)
+            dinputs, groups = run(outputs, grads, inputs, served, policy)
     except _C.RunError as error:
         raise _failed("stage backward input", stage_outputs_or_loss, output_grads, input_values) from error.__cause__
-    return result
+    if stages is not None:
+        dinputs = (*dinputs, *(None for _ in range(len(dinputs), len(input_values))))
+    return dinputs, groups
 
 
 def _with_outputs(losses: Sequence[Any], grads: Sequence[Any] | None) -> tuple[list[Any], list[Any]]:
@@ -120,7 +126,8 @@ def stage_backward_weight(
     policy = get_policy()
     if policy.main_grad:
         scale.check_main_grad()
-    listed = run(handover.in_graph(_parameters.listed(weights)), param_groups, retain_graph, policy)
+    served = None if handover.take_stages_pass() else handover.in_graph(weights)
+    listed = run(served, param_groups, retain_graph, policy)
     return tuple([weight.grad for weight in listed])  # a generator takes a fifth longer
 
 
@@ -207,8 +214,8 @@ class _EdgeWithoutGradient(AssertionError):
 
 
 def _take_grad(value: Any) -> torch.Tensor | None:
-    if not isinstance(value, torch.Tensor):
-        return None
+    if not isinstance(value, torch.Tensor) or not (value.is_leaf or value.retains_grad):
+        return None  # what a keyword argument was computed from has the gradient
     grad = value.grad
     # The gradient goes to the previous stage; kept here it would live until the step's end.
     value.grad = None

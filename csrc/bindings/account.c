@@ -222,3 +222,20 @@ PyObject *zbp_account_wrap(const zbp_group *group)
     zbp_book_give_back(self.turn.book);
     return self.tasks;
 }
+
+PyObject *zbp_weights_wrap(const zbp_group *group)
+{
+    const zbp_turn turn = zbp_group_turn(group);
+    zbp_error error = {0};
+    PyObject *weights;
+
+    if (zbp_group_state(group) == ZBP_GROUP_SPENT) {
+        return PyTuple_New(0);
+    }
+    if (!zbp_book_claim(turn.book)) { /* as zbp_account_wrap() */
+        return zbp_refuse_running();
+    }
+    weights = zbp_or_raise(zbp_held_weights(turn.held, &error), &error);
+    zbp_book_give_back(turn.book);
+    return weights;
+}

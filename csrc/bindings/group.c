@@ -1,6 +1,6 @@
 /* group.c - the type ParamGroup: a parameter group as a Python object.
  *
- * The group is the shim's (zbp_shim.h); here it is wrapped, and looked at as torch's dictionary is.
+ * The group is the shim's (zbp_shim.h); here it is wrapped.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -104,77 +104,6 @@ static PyObject *group_repr(PyObject *op)
     return repr;
 }
 
-static const char *const group_keys[] = {"params", "intermediates", "grads"};
-enum { KEY_PARAMS, KEY_INTERMEDIATES, KEY_GRADS, KEY_COUNT };
-
-/* The key's number, or KEY_COUNT if it is none. */
-static int find_key(PyObject *key)
-{
-    int k = 0;
-    while (k < KEY_COUNT &&
-           !(PyUnicode_Check(key) && PyUnicode_CompareWithASCIIString(key, group_keys[k]) == 0)) {
-        ++k;
-    }
-    return k;
-}
-
-static PyObject *group_subscript(PyObject *op, PyObject *key)
-{
-    const zbp_group *group = ((group_object *)op)->group;
-    zbp_error error = {0};
-    PyObject *value = NULL;
-
-    switch (find_key(key)) {
-    case KEY_PARAMS:
-        value = zbp_group_params(group, &error);
-        break;
-    case KEY_INTERMEDIATES:
-        value = zbp_group_intermediates(group, &error);
-        break;
-    case KEY_GRADS:
-        value = zbp_group_grads(group, &error);
-        break;
-    default:
-        PyErr_SetObject(PyExc_KeyError, key);
-        return NULL;
-    }
-    return zbp_or_raise(value, &error);
-}
-
-static int group_assign(PyObject *op, PyObject *key, PyObject *value)
-{
-    if (find_key(key) != KEY_GRADS || value == NULL) {
-        PyErr_Format(PyExc_TypeError,
-                     "a ParamGroup takes an assignment to 'grads' alone, not %s %R",
-                     value == NULL ? "the deletion of" : "one to", key);
-        return -1;
-    }
-    return zbp_group_set_grads(((group_object *)op)->group, value);
-}
-
-static int group_contains(PyObject *op, PyObject *key)
-{
-    return zbp_group_state(((group_object *)op)->group) == ZBP_GROUP_READY &&
-           find_key(key) < KEY_COUNT;
-}
-
-static PyObject *group_keys_method(PyObject *op, PyObject *Py_UNUSED(ignored))
-{
-    if (zbp_group_state(((group_object *)op)->group) != ZBP_GROUP_READY) {
-        return PyList_New(0);
-    }
-    return Py_BuildValue("[sss]", group_keys[0], group_keys[1], group_keys[2]);
-}
-
-static PyObject *group_get(PyObject *op, PyObject *args)
-{
-    PyObject *key, *fallback = Py_None;
-    if (!PyArg_ParseTuple(args, "O|O:get", &key, &fallback)) {
-        return NULL;
-    }
-    return group_contains(op, key) ? group_subscript(op, key) : Py_NewRef(fallback);
-}
-
 static PyObject *group_get_bytes_held(PyObject *op, void *Py_UNUSED(closure))
 {
     zbp_error error = {0};
@@ -182,6 +111,11 @@ static PyObject *group_get_bytes_held(PyObject *op, void *Py_UNUSED(closure))
     return zbp_group_get_info(((group_object *)op)->group, &info, &error) == ZBP_OK
                ? PyLong_FromSize_t(info.bytes_held)
                : zbp_error_raise(&error);
+}
+
+static PyObject *group_get_weights(PyObject *op, void *Py_UNUSED(closure))
+{
+    return zbp_weights_wrap(((group_object *)op)->group);
 }
 
 static PyObject *group_get_spent(PyObject *op, void *Py_UNUSED(closure))
@@ -206,8 +140,6 @@ static PyObject *group_get_reads_weights(PyObject *op, void *Py_UNUSED(closure))
 static PyMethodDef group_methods[] = {
     {"_account", group_account, METH_NOARGS,
      "_account()\n--\n\nWhat each weight task holds; zbpipe.memory.held() makes it readable."},
-    {"keys", group_keys_method, METH_NOARGS, "keys()\n--\n\nThe keys; none once spent."},
-    {"get", group_get, METH_VARARGS, "get(key, default=None, /)\n--\n\nself[key], or default."},
     {NULL, NULL, 0, NULL}};
 
 static PyGetSetDef group_getset[] = {
@@ -217,28 +149,28 @@ static PyGetSetDef group_getset[] = {
      "True if the weight pass may read weights themselves, so that their memory must be there.",
      NULL},
     {"spent", group_get_spent, NULL, "True once the weight pass has run.", NULL},
+    {"weights", group_get_weights, NULL,
+     "The leaf tensors whose gradients the weight pass adds to, a tuple; empty once spent.", NULL},
     {NULL, NULL, NULL, NULL, NULL}};
 
 static PyMemberDef group_members[] = {
     {"__weaklistoffset__", T_PYSSIZET, offsetof(group_object, weakrefs), READONLY, NULL},
     {NULL, 0, 0, 0, NULL}};
 
-PyDoc_STRVAR(
-    group_doc,
-    "A parameter group: the smallest piece of the weight pass that can run alone.\n\n"
-    "Made by stage_backward_input, spent by stage_backward_weight. It answers the keys of\n"
-    "torch's dictionaries: 'params' (a set of accumulator nodes), 'intermediates' (a list\n"
-    "of split nodes) and 'grads' (per intermediate a tuple with a gradient or None per\n"
-    "output), and takes an assignment to 'grads', from which the weight pass then starts.\n"
-    "Dropping it frees at once all that it holds.");
+PyDoc_STRVAR(group_doc,
+             "A parameter group: the smallest piece of the weight pass that can run alone.\n\n"
+             "Made by stage_backward_input, spent by stage_backward_weight.\n"
+             "Dropping it frees at once all that it holds.");
 
-static PyType_Slot group_slots[] = {
-    {Py_tp_doc, (void *)group_doc},     {Py_tp_dealloc, group_dealloc},
-    {Py_tp_traverse, group_traverse},   {Py_tp_clear, group_clear},
-    {Py_tp_repr, group_repr},           {Py_tp_methods, group_methods},
-    {Py_tp_getset, group_getset},       {Py_tp_members, group_members},
-    {Py_mp_subscript, group_subscript}, {Py_mp_ass_subscript, group_assign},
-    {Py_sq_contains, group_contains},   {0, NULL}};
+static PyType_Slot group_slots[] = {{Py_tp_doc, (void *)group_doc},
+                                    {Py_tp_dealloc, group_dealloc},
+                                    {Py_tp_traverse, group_traverse},
+                                    {Py_tp_clear, group_clear},
+                                    {Py_tp_repr, group_repr},
+                                    {Py_tp_methods, group_methods},
+                                    {Py_tp_getset, group_getset},
+                                    {Py_tp_members, group_members},
+                                    {0, NULL}};
 
 static PyType_Spec group_spec = {
     .name = "zbpipe.ParamGroup",

@@ -58,16 +58,14 @@ PyObject *zbp_pick(PyObject *weights, zbp_reach *reach);
  * memory, 0 where there is none; bytes: of the whole storage. weights: the leaf tensors whose gradients are computed
  * from it, a list. NULL with an error set, while the group's W runs RuntimeError. */
 PyObject *zbp_account_wrap(const zbp_group *group);
+/* New tuple of the leaf tensors that the group serves, empty once it is spent. NULL with an error set, while its W runs
+ * RuntimeError. */
+PyObject *zbp_weights_wrap(const zbp_group *group);
 /* Raises that RuntimeError. Always NULL. */
 PyObject *zbp_refuse_running(void);
 
 /* Adds the type ParamGroup. New reference, or NULL with an error set. */
 PyTypeObject *zbp_add_group(PyObject *module);
-
-/* An assignment of `value` to group["grads"]: as torch's dictionary has them, per intermediate a tuple with a tensor or
- * None for each output; a node that ran whole in I reads as a tuple of None, and given back so it is left alone.
- * Returns 0, or -1 with an error set and nothing changed. */
-int zbp_group_set_grads(const zbp_group *group, PyObject *value);
 
 /* A new ParamGroup. Steals group; frees it on an error. */
 PyObject *zbp_group_wrap(PyTypeObject *type, zbp_group *group);

@@ -199,7 +199,7 @@ def test_groups_print_and_are_accounted():
     groups = run_input(net, block_input(), compiled)
     assert memory.held(groups, net).bytes == FLOOR
     (group,) = groups
-    assert len(group["params"]) == 12
+    assert len(group.weights) == 12
 
 
 def test_parameter_that_w_reads_is_copied():

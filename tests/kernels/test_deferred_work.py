@@ -1002,12 +1002,6 @@ def test_compiled_around_a_function_that_hands_over():
     check(stage, (3, 4), orders=(late,))
 
 
-def test_a_group_whose_gradients_are_set_by_hand_is_refused_for_such_nodes():
-    _, w, groups = split_big([])
-    with pytest.raises(ValueError, match="ran whole in the input pass"):
-        groups[0]["grads"] = [(torch.ones(64, 32, dtype=f64),)]
-
-
 class NoMemoryForAView(TorchDispatchMode):
     """Fails at the second tensor that is to lose its history, once."""
 

@@ -233,8 +233,9 @@ def test_counting_keeps_and_unpacks_nothing():
     x = torch.randn(N, 2, 16, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
         y = net(x)
-    groups = zbpipe.stage_backward_input([y], [torch.ones_like(y)], [x], net.parameters())[1]
-    storage = StorageWeakRef(groups[0]["grads"][0][0].untyped_storage())
+    grad = torch.ones_like(y)
+    groups = zbpipe.stage_backward_input([y], [grad], [x], net.parameters())[1]
+    storage = StorageWeakRef(grad.untyped_storage())
     before = len(unpacked)
     gc.collect()
     gc.disable()
@@ -242,7 +243,7 @@ def test_counting_keeps_and_unpacks_nothing():
         held = memory.held(groups, net)
         assert held.bytes > 0
         assert len(unpacked) == before
-        del groups, y, x
+        del groups, grad, y, x
         assert storage.expired()
     finally:
         gc.enable()

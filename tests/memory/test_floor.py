@@ -308,7 +308,7 @@ def test_the_detector_sees_a_storage_that_stays():
     with memory.record() as rec:
         y = stage(x)
         _, groups = zbpipe.stage_backward_input([y], [grad], [x], stage.parameters())
-        kept = groups[0]["grads"][0][0].clone()
+        kept = grad.clone()
         x.grad = None
         del y, _
         assert rec.live == reference.floor + kept.untyped_storage().nbytes()

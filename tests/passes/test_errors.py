@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from support.functions import Product
-from support.oracle import Stage, check, needs_zbpipe, sharing, wrong_on_torch, zb
+from support.oracle import Stage, check, needs_zbpipe, sharing, weights_of, wrong_on_torch, zb
 from support.processes import in_own_process
 from torch import nn
 
@@ -610,6 +610,26 @@ def test_second_input_pass_through_a_consumed_graph_gives_torchs_error():
 
 
 @needs_zbpipe
+def test_two_losses_of_one_graph_want_one_input_pass():
+    m = Stage(lambda m, x: (x @ m.a).sin(), a=(4, 4))
+    for together in (False, True):
+        x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+        out = m(x)
+        losses = [out.pow(2).mean(), out.abs().mean()]
+        expected = torch.autograd.grad(sum(losses), [x, m.a], retain_graph=True)
+        if not together:
+            zb.stage_backward_input(losses[:1], None, [x], [m.a])
+            with pytest.raises(RuntimeError) as failure:
+                zb.stage_backward_input(losses[1:], None, [x], [m.a])
+            said = str(failure.value.__cause__)
+            assert "to one call of stage_backward_input" in said and "retain_graph=True" not in said
+            continue
+        _, groups = zb.stage_backward_input(losses, None, [x], [m.a])
+        zb.stage_backward_weight([m.a], groups)
+        torch.testing.assert_close((x.grad, m.a.grad), expected)
+
+
+@needs_zbpipe
 def test_ordinary_backward_through_a_split_node_of_a_consumed_graph_gives_torchs_error():
     x = torch.randn(3, 4, dtype=f64, requires_grad=True)
     m = Stage(lambda m, x: x @ m.a, a=(4, 4))
@@ -953,7 +973,7 @@ def test_weight_that_has_been_moved_into_the_interior_is_refused_before_the_weig
     with pytest.raises(RuntimeError, match=INTERIOR + r": Double \[4\] on cpu, for which param_groups\[\d\]"):
         zb.stage_backward_weight(given, groups)
     assert m.b.grad is None
-    (whole,) = [group for group in groups if any(node.variable is m.b for node in group["params"])]
+    (whole,) = [group for group in groups if any(weight is m.b for weight in weights_of(group))]
     zb.stage_backward_weight([m.b] if weights else None, [whole])
     assert m.b.grad is not None
 

@@ -1,4 +1,4 @@
-"""Parameter groups: the dict protocol that torch's callers know, subsets and order, spent groups, retain_graph."""
+"""Parameter groups: their weights, subsets and order, spent groups, retain_graph."""
 
 import gc
 import re
@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from support.functions import Ignoring
-from support.oracle import Stage, at_once, check, needs_zbpipe, wrong_on_torch, zb
+from support.oracle import Stage, at_once, check, needs_zbpipe, weights_of, wrong_on_torch, zb
 from support.processes import in_own_process
 from torch import nn
 
@@ -34,7 +34,7 @@ def grads_of(m):
 def test_one_group_per_layer():
     groups, _ = run_input(layers())
     assert type(groups) is list
-    assert [len(list(g["params"])) for g in groups] == [2, 2]
+    assert [len(weights_of(g)) for g in groups] == [2, 2]
 
 
 @wrong_on_torch("a later weight does not join groups, depending on the order of a set", always=False)
@@ -42,8 +42,8 @@ def test_bridged_layers_are_one_group():
     m = Stage(lambda m, x: x @ m.a + x.sin() @ m.b + x.cos() @ (m.a @ m.b), a=(4, 4), b=(4, 4))
     groups, _ = run_input(m)
     assert len(groups) == 1
-    assert len(list(groups[0]["params"])) == 2
-    assert len(list(groups[0]["intermediates"])) == 3
+    assert len(weights_of(groups[0])) == 2
+    assert "3 split nodes" in repr(groups[0])
 
 
 def test_no_weight_in_the_graph_gives_no_group():
@@ -52,149 +52,17 @@ def test_no_weight_in_the_graph_gives_no_group():
     assert type(zb.stage_backward_weight([], groups)) is tuple
 
 
-def test_params_and_intermediates_are_autograd_nodes():
-    m = Stage(lambda m, x: x @ m.a, a=(4, 4))
-    (group,), _ = run_input(m)
-    assert [node.name() for node in group["intermediates"]] == ["MmBackward0"]
-    (param,) = group["params"]
-    assert "AccumulateGrad" in param.name()
-    assert param.variable is m.a
-
-
-def test_grads_are_a_tuple_per_intermediate():
-    m = Stage(lambda m, x: x @ m.a, a=(4, 4))
-    (group,), _ = run_input(m)
-    grads = group["grads"]
-    assert len(grads) == len(list(group["intermediates"])) == 1
-    torch.testing.assert_close(grads[0][0], torch.ones(3, 4, dtype=f64))
-
-
-def test_asking_for_fields_changes_nothing():
+@needs_zbpipe
+def test_a_group_tells_its_weights():
     m = layers()
     groups, expected = run_input(m)
     for group in groups:
-        for key in ("params", "intermediates", "grads"):
-            assert len(list(group[key])) == len(list(group[key]))
+        assert type(group.weights) is tuple
+    told = {id(weight) for group in groups for weight in group.weights}
+    assert told == {id(weight) for weight in m.parameters()}
     zb.stage_backward_weight(m.parameters(), groups)
     torch.testing.assert_close(grads_of(m), expected)
-
-
-@needs_zbpipe
-def test_unknown_field_is_a_key_error():
-    (group, *_), _ = run_input(layers())
-    with pytest.raises(KeyError):
-        group["nothing"]
-    with pytest.raises((KeyError, TypeError)):
-        group["nothing"] = 1
-
-
-@needs_zbpipe
-@pytest.mark.parametrize("key", ["params", "intermediates"])
-def test_only_grads_can_be_assigned(key):
-    (group, *_), _ = run_input(layers())
-    with pytest.raises((KeyError, TypeError)):
-        group[key] = []
-
-
-@needs_zbpipe
-def test_fields_can_be_asked_for_as_of_a_dict():
-    (group, *_), _ = run_input(layers())
-    assert group.get("grads", None) is not None
-    assert group.get("nothing", 7) == 7
-    assert "grads" in group and "nothing" not in group
-
-
-def test_assigned_gradients_are_what_the_weight_pass_uses():
-    m = Stage(lambda m, x: x @ m.a, a=(4, 4))
-    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
-    (group,), _ = run_input(m, x)
-    mine = torch.randn(3, 4, dtype=f64)
-    group["grads"] = [(mine,)]
-    zb.stage_backward_weight(m.parameters(), [group])
-    torch.testing.assert_close(m.a.grad, x.detach().t() @ mine)
-
-
-def test_assigned_gradients_of_a_linear_layer_reach_its_bias_too():
-    m = Stage(lambda m, x: m.net(x), net=nn.Linear(4, 4, dtype=f64))
-    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
-    (group,), _ = run_input(m, x)
-    mine = torch.randn(3, 4, dtype=f64)
-    group["grads"] = [(mine,)]
-    zb.stage_backward_weight(m.parameters(), [group])
-    torch.testing.assert_close(m.net.weight.grad, mine.t() @ x.detach())
-    torch.testing.assert_close(m.net.bias.grad, mine.sum(0))
-
-
-def test_assigned_gradients_may_be_none():
-    m = Stage(lambda m, x: x @ m.a, a=(4, 4))
-    (group,), _ = run_input(m)
-    group["grads"] = [(None,)]
-    zb.stage_backward_weight(m.parameters(), [group])
-    assert m.a.grad is None or not m.a.grad.any()
-
-
-def test_assigned_gradients_of_a_node_that_ran_whole_are_refused():
-    """layer_norm over a matrix of scales has let go of its input: W could not start from them."""
-
-    def forward(m, x):
-        out, mean, rstd = torch.native_layer_norm(x, [3, 4], m.g, None, 1e-5)
-        return out
-
-    m = Stage(forward, g=(3, 4))
-    x = torch.randn(2, 3, 4, dtype=f64, requires_grad=True)
-    (group,), _ = run_input(m, x)
-    mine = torch.randn(2, 3, 4, dtype=f64)
-    with pytest.raises(ValueError, match="ran whole"):
-        group["grads"] = [(mine,) + (None,) * (len(group["grads"][0]) - 1)]
-    zb.stage_backward_weight(m.parameters(), [group])
-    torch.testing.assert_close(m.g.grad, torch.autograd.grad(m(x), m.g, torch.ones_like(mine))[0])
-
-
-class Both(torch.autograd.Function):
-    """Passes two tensors through; runs whole."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        return x.clone(), w.clone()
-
-    @staticmethod
-    def backward(ctx, dx, dw):
-        return dx, dw
-
-
-@pytest.mark.parametrize("missing", [(), (0,), (1,)])
-def test_assigned_gradients_of_a_python_function_are_accepted(missing):
-    """As torch's own test of mock gradients does, which asks for no value."""
-
-    def forward(m, x):
-        y, w = Both.apply(x, m.a)
-        return y @ w
-
-    m = Stage(forward, a=(4, 4))
-    (group,), _ = run_input(m)
-    mine = (torch.randn(3, 4, dtype=f64), torch.randn(4, 4, dtype=f64))
-    group["grads"] = [tuple(None if i in missing else g for i, g in enumerate(mine))]
-    zb.stage_backward_weight(m.parameters(), [group])
-
-
-@needs_zbpipe
-@pytest.mark.parametrize(
-    ("value", "error"),
-    [
-        (3, TypeError),
-        ([], ValueError),
-        ([(torch.ones(3, 4),), (torch.ones(3, 4),)], ValueError),
-        (["text"], (TypeError, ValueError)),
-        ([("text",)], TypeError),
-    ],
-)
-def test_assigned_gradients_are_checked(value, error):
-    m = Stage(lambda m, x: x @ m.a, a=(4, 4))
-    (group,), expected = run_input(m)
-    with pytest.raises(error):
-        group["grads"] = value
-    zb.stage_backward_weight(m.parameters(), [group])
-    torch.testing.assert_close(grads_of(m), expected)
+    assert all(group.weights == () for group in groups), "spent"
 
 
 @needs_zbpipe
@@ -336,8 +204,7 @@ def test_weights_may_come_in_any_order_and_only_those_of_the_groups():
     m = layers()
     groups, expected = run_input(m)
     for group in groups:
-        mine = [node.variable for node in group["params"]]
-        zb.stage_backward_weight(mine, [group])
+        zb.stage_backward_weight(weights_of(group), [group])
     torch.testing.assert_close(grads_of(m), expected)
 
 
@@ -402,9 +269,8 @@ def test_group_asked_by_a_hook_during_its_own_weight_pass():
         for group in groups:
             answers.append(repr(group))
             assert group.bytes_held >= 0
-            for key in ("params", "intermediates", "grads"):
-                with pytest.raises(RuntimeError):
-                    group[key]
+            with pytest.raises(RuntimeError, match="while its weight pass runs"):
+                _ = group.weights
 
     m.net[0].weight.register_hook(hook)
     zb.stage_backward_weight(m.parameters(), groups)
@@ -428,7 +294,7 @@ def test_group_asked_by_a_destructor_during_its_own_weight_pass():
         for ask in (
             lambda groups: repr(groups),
             lambda groups: groups[0].bytes_held,
-            lambda groups: groups[0].get("grads"),
+            lambda groups: groups[0].weights,
             lambda groups: groups.clear(),
         ):
             freed = []
@@ -541,7 +407,7 @@ def test_groups_of_symbolic_sizes_can_be_asked_about():
         _, groups = zb.stage_backward_input([out], None, [x], weights)
         for group in groups:
             assert not group.spent
-            assert "grads" in group and group.keys() == ["params", "intermediates", "grads"]
+            assert len(group.weights) == 1
             assert "1 parameter" in repr(group)
             assert group.bytes_held >= 0
             assert group._reads_weights in (True, False)

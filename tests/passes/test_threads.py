@@ -251,7 +251,7 @@ def test_group_read_on_another_thread_while_its_weight_pass_runs():
             finished = done.is_set()
             for group in list(current):
                 try:
-                    answers.add(type((repr(group), group.bytes_held, group["grads"])))
+                    answers.add(type((repr(group), group.bytes_held, group.weights)))
                 except (RuntimeError, KeyError) as refusal:
                     answers.add(type(refusal))
 

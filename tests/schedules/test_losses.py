@@ -27,8 +27,8 @@ def _alone():
     dist.destroy_process_group()
 
 
-def schedule_of(name, modules, loss_fn):
-    stages = [PipelineStage(module, i, len(modules), torch.device("cpu")) for i, module in enumerate(modules)]
+def schedule_of(name, modules, loss_fn, **given):
+    stages = [PipelineStage(module, i, len(modules), torch.device("cpu"), **given) for i, module in enumerate(modules)]
     return getattr(schedules, name)(stages, MICROBATCHES, loss_fn=loss_fn, scale_grads=False)
 
 
@@ -174,3 +174,34 @@ def test_the_losses_of_a_step_that_failed_are_no_losses_of_the_next():
             schedule.step(x, target=target)
         assert all(weight.grad is None for module in modules for weight in module.parameters())
     check_steps("ScheduleZBVZeroBubble", modules, squares)
+
+
+def with_metric(out, target):
+    loss = squares(out, target)
+    return loss, loss.detach() / target.numel()
+
+
+def in_a_dictionary(out, target):
+    return {"loss": squares(out, target)}
+
+
+def forgotten(out, target):
+    squares(out, target)
+
+
+@pytest.mark.parametrize("shapes", ["learned", "given"])
+@pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", *ZERO_BUBBLE])
+@pytest.mark.parametrize(
+    ("loss_fn", "kind"), [(with_metric, "tuple"), (in_a_dictionary, "dict"), (forgotten, "NoneType")]
+)
+def test_a_loss_function_that_returns_no_tensor_is_refused(name, loss_fn, kind, shapes):
+    modules = [Block(), Block()]
+    x, target = batch(0)
+    given = {}
+    if shapes == "given":
+        example = x[: len(x) // MICROBATCHES]
+        given = {"input_args": (example.clone(),), "output_args": (example.clone().requires_grad_(),)}
+    schedule = schedule_of(name, modules, loss_fn, **given)
+    with zbpipe.patched(), pytest.raises(TypeError, match=rf"loss function returned a {kind} .*; expected a tensor"):
+        schedule.step(x, target=target)
+    assert all(weight.grad is None for weight in modules[1].parameters())

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from support.stacks import model
 from support.stacks.events import Events
-from support.stacks.training import Training, cases_of
+from support.stacks.training import Training, cases_of, check_borrowing
 from torch import nn
 from torch.distributed._composable import replicate
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -170,6 +170,10 @@ def ended_by_hand(schedule):
             training.optimize()
 
 
+def borrowed(schedule):
+    check_borrowing(schedule, mesh(), in_ddp(), replica())
+
+
 def compressed(schedule):
     train(schedule, in_ddp(fp16_compress_hook), rtol=2**-8, atol=2**-4)  # of gradients up to 30
 
@@ -188,7 +192,10 @@ def composable_finds_unused(schedule):
     composable(schedule, Unused, release_outputs=True, sends=sends, find_unused_parameters=True)
 
 
-KINDS = [plain, finds_unused, static, views_of_buckets, hooked, compressed, composable, composable_finds_unused]
+KINDS = [
+    *(plain, finds_unused, static, views_of_buckets, hooked, borrowed, compressed),
+    *(composable, composable_finds_unused),
+]
 if hasattr(DistributedDataParallel, "finalize_backward"):
     KINDS.append(ended_by_hand)
 CASES = cases_of(KINDS)

@@ -4,7 +4,7 @@ import functools
 
 import torch
 from support.stacks import model
-from support.stacks.training import ZERO_BUBBLE, Training, cases_of, with_late_weight_passes
+from support.stacks.training import ZERO_BUBBLE, Training, cases_of, check_borrowing, with_late_weight_passes
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
@@ -262,6 +262,12 @@ def frees_as_unsplit(schedule):
         assert max(entry[-1] for entry in seen[0]) > 0
 
 
+def borrowed(schedule):
+    for reduce_dtype, rtol in ((None, 1e-12), (torch.float32, 1e-3)):  # sums are rounded to it
+        wrap = sharded(reshard_after_forward=False, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+        check_borrowing(schedule, mesh(), wrap, replica_in(mesh()), rtol=rtol, atol=rtol)
+
+
 CASES = cases_of(
     [
         stays_unsharded,
@@ -274,6 +280,7 @@ CASES = cases_of(
         on_two_dimensions,
         replicated,
         frees_as_unsplit,
+        borrowed,
     ]
 )
 # Whether another forward runs between I and W, which frees the weights, is the schedule's.

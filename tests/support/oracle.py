@@ -74,6 +74,11 @@ class MainGrad:
         return self.w.main_grad
 
 
+def weights_of(group):
+    """The leaf tensors that a group serves, zbpipe's or torch's."""
+    return [node.variable for node in group["params"]] if isinstance(group, dict) else list(group.weights)
+
+
 def watch_weights(m):
     """Logs every call of a hook of each weight, as a stage's `setup`."""
     for name, w in m.named_parameters():

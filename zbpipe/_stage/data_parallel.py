@@ -13,7 +13,8 @@ While torch is patched, these methods of its stages are wrapped:
   history any more; the groups know which weights are used. fully_shard may have the shards in the weights' place when
   I or W is asked for them, and have freed the weights that W reads; and after each W the gradients have to go to its
   buffers of the reduce dtype, for its own hooks fired in I.
-- ``backward_weight_one_chunk``: what cannot be split is refused in stage 0, too, whose W is a whole backward.
+- ``backward_weight_one_chunk``: what cannot be split is refused in stage 0, too, whose W is a whole backward. Of the
+  other stages it is told to W whose it is.
 
 What is done for either is in ddp.py and fsdp.py.
 """
@@ -24,7 +25,7 @@ from typing import Any
 
 import torch
 
-from zbpipe._stage import ddp, fsdp
+from zbpipe._stage import ddp, fsdp, handover
 from zbpipe._torch import probe
 from zbpipe._torch.ddp import is_ddp, replicate_state
 from zbpipe._torch.fsdp import is_sharded
@@ -75,9 +76,13 @@ def backward_maybe_with_nosync(
 
 
 def backward_weight_one_chunk(original: _Function, self: Any, *args: Any, **kwargs: Any) -> Any:
-    if self.is_first and self.dw_builder is None:
+    if self.dw_builder is not None:
+        return original(self, *args, **kwargs)
+    if self.is_first:
         _refuse_what_cannot_be_split(self)
-    return original(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
+    with handover.StagesPass():
+        return original(self, *args, **kwargs)
 
 
 def _refuse_what_is_unknown(stage: Any) -> None:

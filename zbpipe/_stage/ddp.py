@@ -61,7 +61,7 @@ def contribute(
 def _mentions(param_groups: Iterable[Any]) -> list[torch.Tensor]:
     """Tensors in whose graphs DDP finds the weights of the groups, and no others."""
     with torch.enable_grad():
-        return [node.variable.view_as(node.variable) for group in param_groups for node in group["params"]]
+        return [weight.view_as(weight) for group in param_groups for weight in group.weights]
 
 
 def _with_tensors_for_edges(outputs: Any) -> Any:
@@ -89,7 +89,7 @@ def _with_tensors_for_edges(outputs: Any) -> Any:
 def _refuse_unused(stage: Any, param_groups: Iterable[Any]) -> None:
     """Refuse a last W without weights that DDP waits for: it would reduce neither them nor what comes after them, and
     tell so in the next step, if there is one. Raises RuntimeError."""
-    served = {id(node.variable) for group in param_groups for node in group["params"]}
+    served = {id(weight) for group in param_groups for weight in group.weights}
     driver = ddp.driver(stage.submod)
     awaited = {id(w) for name, w in driver.module.named_parameters() if name not in driver.parameters_to_ignore}
     missing = [

@@ -13,6 +13,7 @@ from zbpipe._policy import Policy
 from zbpipe._torch.autograd import is_view
 
 _outputs: contextvars.ContextVar[list[torch.Tensor]] = contextvars.ContextVar("zbpipe_outputs_beside_the_loss")
+_pass: contextvars.ContextVar[StagesPass | None] = contextvars.ContextVar("zbpipe_pass_of_a_stage")
 _weights: contextvars.ContextVar[Mapping[torch.Tensor, torch.Tensor]] = contextvars.ContextVar("zbpipe_weights")
 
 
@@ -46,6 +47,33 @@ def take_outputs() -> list[torch.Tensor]:
     taken = [output for output in waiting if output.grad_fn is not None]
     waiting.clear()
     return taken
+
+
+class StagesPass:
+    """The first I or W called within it is a stage's own.
+
+    It serves every leaf of the graph that accumulates, as an ordinary backward does: also those that the stage's module
+    does not list, of a loss with weights, or borrowed from another stage. Of I's input values the first ``received``
+    are the stage's inputs. The others came by keyword, are nobody's to send a gradient for, and are passed through to
+    the leaves behind them.
+    """
+
+    def __init__(self, received: int = 0) -> None:
+        self.received = received
+
+    def __enter__(self) -> None:
+        self._token = _pass.set(self)
+
+    def __exit__(self, *error: object) -> None:
+        _pass.reset(self._token)
+
+
+def take_stages_pass() -> StagesPass | None:
+    """Of the pass that calls this, whether it is a stage's own: None where somebody else calls it."""
+    found = _pass.get(None)
+    if found is not None:
+        _pass.set(None)
+    return found
 
 
 @contextlib.contextmanager

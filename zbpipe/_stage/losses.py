@@ -35,6 +35,15 @@ def backward(
     return result
 
 
+def require_tensor(loss: object, where: str) -> None:
+    """Raises TypeError for a loss that no backward can begin at: torch's would pass over it, and train nothing."""
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(
+            f"the schedule's loss function returned a {type(loss).__name__} {where}; expected a tensor, the loss: keep "
+            "other results, as numbers to look at, outside of what it returns"
+        )
+
+
 def _refuse_spent(stage: Any, microbatch: int, loss: torch.Tensor) -> None:
     """A schedule keeps the losses of a step that failed, and gives them to the next one; I has detached them, and would
     pass over them: all gradients 0. Raises RuntimeError."""
@@ -57,6 +66,9 @@ def grads_for_inputs(
     A stage learns from it what its inputs' gradients look like, and takes None for "like the inputs": the first
     microbatch's loss may be constant.
     """
+    for output in outputs:
+        if not isinstance(output, GradientEdge):
+            require_tensor(output, "in the backward from which stages learn the shapes of their gradients")
     wanted = [i for i in inputs if isinstance(i, torch.Tensor) and i.requires_grad]
     if not wanted or not any(isinstance(o, GradientEdge) or o.requires_grad for o in outputs):
         return (None,) * len(inputs)

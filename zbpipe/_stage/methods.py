@@ -9,13 +9,14 @@ is wrapped there. Which are is said in zbpipe/_patch/table.py.
 Each gets torch's method first.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from zbpipe._stage import buffers, losses, outputs, sends, state
+from zbpipe._stage import buffers, handover, losses, outputs, sends, state
 from zbpipe._torch.ddp import is_ddp
 
 _Function = Callable[..., Any]
@@ -85,13 +86,22 @@ def backward_one_chunk(
     last_backward: bool = False,
 ) -> Any:
     backward = original
-    if self.is_last and not self.is_first and isinstance(loss, torch.Tensor):
-        backward = functools.partial(losses.backward, original)
-    result = backward(self, bwd_chunk_id, loss=loss, full_backward=full_backward, last_backward=last_backward)
+    if self.is_last and self.has_backward:
+        losses.require_tensor(loss, f"for microbatch {bwd_chunk_id} of stage {self.stage_index}")
+        if not self.is_first:
+            backward = functools.partial(losses.backward, original)
+    is_split = not (full_backward or self.is_first or self.dw_builder)
+    with handover.StagesPass(_received(self, bwd_chunk_id)) if is_split else contextlib.nullcontext():
+        result = backward(self, bwd_chunk_id, loss=loss, full_backward=full_backward, last_backward=last_backward)
     buffers.describe(self, self.grad_recv_info.get(bwd_chunk_id, ()))
     outputs.forget(self, bwd_chunk_id)
     _keep_groups_alone(self, bwd_chunk_id)
     return result
+
+
+def _received(stage: Any, microbatch: int) -> int:
+    """How many of a microbatch's input values the stage has received. Keyword arguments follow, and are the user's."""
+    return sum(buffers.is_received(info) for info in stage.args_recv_info.get(microbatch, ()))
 
 
 def _keep_groups_alone(stage: Any, microbatch: int) -> None:
@@ -100,8 +110,7 @@ def _keep_groups_alone(stage: Any, microbatch: int) -> None:
     if entry is None or entry[1] is None:
         return
     input_values, param_groups = entry[:2]
-    received = sum(buffers.is_received(info) for info in stage.args_recv_info.get(microbatch, ()))
-    for value in input_values[:received]:  # keyword arguments follow, and are the user's
+    for value in input_values[: _received(stage, microbatch)]:
         if isinstance(value, torch.Tensor):
             value.grad = None
     # The outputs are for DDP, which looks for tensors in them; after I they have no history and tell it nothing.

@@ -86,11 +86,6 @@ void for_each_saved(Node& node, c10::function_ref<void(const SavedVariable&)> vi
 
 }  // namespace
 
-struct zbp_grads {
-  Group& group;
-  std::vector<std::pair<uint32_t, SmallVector<Watched, 1>>> of_task;
-};
-
 PyObject* zbp_held_weights(zbp_held* held, zbp_error* error) {
   return guarded_object(error, [&] {
     variable_list weights;
@@ -182,56 +177,6 @@ int zbp_outside_tensors(zbp_held* held, uint32_t outside, zbp_tensor_visit visit
       Telling(visit, arg).tell(ZBP_PART_SAVED, tensor);
     }
   });
-}
-
-uint32_t zbp_task_grad_count(const zbp_held* held, uint32_t task) {
-  const NodePtr& node = group_in(held).tasks[task].node;
-  return node ? node->num_inputs() : 1;
-}
-
-bool zbp_task_can_run_again(const zbp_held* held, uint32_t number) {
-  const Task& task = group_in(held).tasks[number];
-  return task.node && task.can_run_again;
-}
-
-int zbp_grads_new(zbp_held* held, zbp_grads** grads_out, zbp_error* error) {
-  return kept_in(error, [&] { *grads_out = new zbp_grads{group_of(held), {}}; });
-}
-
-void zbp_grads_free(zbp_grads* grads) {
-  delete grads;
-}
-
-int zbp_grads_add(zbp_grads* grads, uint32_t number, PyObject* values, zbp_error* error) {
-  return kept_in(error, [&] {
-    const NodePtr& node = grads->group.tasks[number].node;
-    SmallVector<Watched, 1> list;
-    for (uint32_t i = 0; i < node->num_inputs(); ++i) {
-      const at::Tensor* tensor = as_tensor(PyTuple_GET_ITEM(values, i));
-      const Edge edge(node, i);
-      if (tensor && !fits(*tensor, edge)) {
-        refuse(PyExc_ValueError, "grads[", number, "][", i, "] is a gradient of ",
-               describe(*tensor), "; ", node->name(), " needs one of ", describe(edge));
-      }
-      list.emplace_back(tensor ? *tensor : at::Tensor());
-    }
-    grads->of_task.emplace_back(number, std::move(list));
-  });
-}
-
-void zbp_grads_give(zbp_grads* grads) {
-  for (auto& [number, list] : grads->of_task) {
-    Task& task = grads->group.tasks[number];
-    if (task.kind() == Kind::root) {
-      task.output_grads[0] = std::move(list[task.input_nr]);
-      continue;
-    }
-    task.output_grads = std::move(list);
-    if (task.kind() == Kind::whole) {
-      task.set_kind(Kind::deferred);
-      task.kept.clear();
-    }
-  }
 }
 
 int zbp_group_reads_weights(const zbp_group* handle, int* out, zbp_error* error) {

@@ -71,22 +71,6 @@ PyObject *zbp_outside_name(zbp_held *held, uint32_t outside, bool *packed_out, z
  * a thread runs the node, which may be another microbatch's too. */
 ZBP_MUST_USE int zbp_outside_tensors(zbp_held *held, uint32_t outside, zbp_tensor_visit visit,
                                      void *arg, zbp_error *error);
-/* ---- output gradients from which W starts, in the place of those that it has */
-
-/* Of a task's node, which has so many; 1 where it is gone. */
-uint32_t zbp_task_grad_count(const zbp_held *held, uint32_t task);
-/* It can compute its weights' gradients with others. */
-bool zbp_task_can_run_again(const zbp_held *held, uint32_t task);
-
-typedef struct zbp_grads zbp_grads; /* the caller's, of some tasks of one group */
-
-ZBP_MUST_USE int zbp_grads_new(zbp_held *held, zbp_grads **grads_out, zbp_error *error);
-void zbp_grads_free(zbp_grads *grads); /* NULL is legal */
-/* Of a task that can run again: all of them at once, a tuple with a tensor or None for each. Refuses one that does not
- * fit, as grads[task][number]. */
-ZBP_MUST_USE int zbp_grads_add(zbp_grads *grads, uint32_t task, PyObject *values, zbp_error *error);
-/* The tasks have them, and one that ran whole runs in W, too. Cannot fail. */
-void zbp_grads_give(zbp_grads *grads);
 
 /* *out: 1 if the group's W may read weights themselves, or what has their memory, beside what it holds: it runs nodes
  * again, or ones between its tasks and the weights, or unpacks what was saved. 0 otherwise, and for a spent group. */

@@ -98,9 +98,7 @@ struct Task {
 
   zbp_layout* layout;  // the group's, where the task's numbers are; borrowed
   uint32_t number;
-  NodePtr node;  // null for a whole node that would hold memory
-  // With other output gradients; not a whole node that had saved tensors.
-  bool can_run_again = true;
+  NodePtr node;  // null for a whole one that libtorch did not generate
   uint32_t input_nr = 0;  // root: which input of `node` the output gradient belongs to
   SmallVector<Face, 2> face;
 

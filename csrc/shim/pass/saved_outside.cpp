@@ -4,6 +4,7 @@
 
 #include <torch/csrc/autograd/functions/tensor.h>
 
+#include "shim/torch/gil.h"
 #include "shim/torch/nodes.h"
 #include "shim/pass/path.h"
 #include "shim/pass/saved.h"

@@ -109,7 +109,6 @@ GroupPtr make_group(const zbp_scene& scene, zbp_survey& survey, uint32_t g) {
     for (uint32_t f = task.plan().face_begin; f < task.plan().face_end; ++f) {
       new_face(task, node.next_edge(group->layout.face[f].slot));
     }
-    task.can_run_again = task.kind() != Kind::whole || saved_nothing(node);
   }
   return group;
 }
@@ -243,23 +242,10 @@ void run(zbp_scene& scene, const zbp_survey& survey) {
 
 // ---- hand over
 
-/// A whole node is not needed any more. It is kept, for those who ask a group for its
-/// "intermediates", only if it holds no memory: a Function's context may have tensors as attributes.
-bool is_free_to_keep(Node& node) {
-  if (!is_python_function(node)) {
-    return is_generated(node);
-  }
-  THPObjectPtr context(torch::autograd::functionToPyObject(ref_of(node)));
-  THPObjectPtr attributes(context ? PyObject_GetAttrString(context, "__dict__") : nullptr);
-  const bool empty = attributes && PyDict_Check(attributes.get()) && PyDict_Size(attributes) == 0;
-  PyErr_Clear();
-  return empty;
-}
-
 /// What a task's node still refers to must not keep the closure, nor what the user's hooks hold.
 void let_go_of_closure(Task& task) {
-  if (task.kind() == Kind::whole && !is_free_to_keep(*task.node)) {
-    task.node = nullptr;
+  if (task.kind() == Kind::whole && !is_generated(*task.node)) {
+    task.node = nullptr;  // it may hold memory; of the others W does not run the name is asked for
     return;
   }
   edge_list edges = task.node->next_edges();

@@ -108,7 +108,7 @@ std::string StandIn::name() const {
 }
 
 variable_list StandIn::apply(variable_list&& grads) {
-  TORCH_CHECK(original_, torch::autograd::ERR_BACKWARD_TWICE);
+  TORCH_CHECK(original_, ERR_CONSUMED);
   pin_outside(*group_);
   return task().kind() == Kind::whole ? run_whole(task(), std::move(grads))
                                       : run_split(task(), std::move(grads));
@@ -272,7 +272,7 @@ bool is_consumed(Node& node) {
 }
 
 variable_list ConsumedGuard::operator()(const variable_list& /*grads*/) {
-  TORCH_CHECK(false, torch::autograd::ERR_BACKWARD_TWICE);
+  TORCH_CHECK(false, ERR_CONSUMED);
 }
 
 }  // namespace zbp

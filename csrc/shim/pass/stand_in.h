@@ -72,6 +72,12 @@ class Capture : public Node {
   bool skip_undefined_;
 };
 
+/// What is said of a backward through what I has consumed: torch advises retain_graph, which I does not take.
+constexpr const char* ERR_CONSUMED =
+    "Trying to backward through the graph a second time: an input pass has already run through "
+    "this part of it, and keeps no graph for another backward. Give all outputs and losses of one "
+    "forward to one call of stage_backward_input.";
+
 /// Refuses every run of a node that I has consumed and a group still holds.
 class ConsumedGuard : public torch::autograd::FunctionPreHook {
  public:

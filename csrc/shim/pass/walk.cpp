@@ -81,7 +81,7 @@ void Walk::add_reachable() {
     if (is_input(id)) {
       continue;
     }
-    TORCH_CHECK(!is_consumed(node(id)), torch::autograd::ERR_BACKWARD_TWICE);
+    TORCH_CHECK(!is_consumed(node(id)), ERR_CONSUMED);
     const edge_list& edges = node(id).next_edges();
     for (uint32_t slot = 0; slot < edges.size(); ++slot) {
       if (edges[slot].is_valid()) {

@@ -88,13 +88,6 @@ ZBP_MUST_USE int zbp_group_get_info(const zbp_group *group, zbp_group_info *info
 
 bool zbp_in_anomaly_mode(void); /* of autograd */
 
-/* New objects, or NULL; KeyError when the group is spent, RuntimeError while its W runs.
- * params: set of the accumulators' nodes. intermediates: list of the split nodes, None for one that
- * is gone. grads: list with, per intermediate, a tuple with a tensor or None per node input. */
-PyObject *zbp_group_params(const zbp_group *group, zbp_error *error);
-PyObject *zbp_group_intermediates(const zbp_group *group, zbp_error *error);
-PyObject *zbp_group_grads(const zbp_group *group, zbp_error *error);
-
 #ifdef __cplusplus
 }
 #endif

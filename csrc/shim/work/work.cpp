@@ -14,9 +14,10 @@
 #include "shim/torch/gil.h"
 #include "shim/torch/python.h"
 #include "shim/torch/ranges.h"
+#include "shim/pass/kinds.h"
 #include "shim/pass/stand_in.h"
-#include "shim/work/keeping.h"
 #include "shim/work/targets.h"
+#include "shim/work/work_arguments.h"
 #include "shim/work/zbp_work.h"
 
 namespace zbp {
@@ -214,8 +215,10 @@ struct Answer {
 
 Answer answer_of(StandIn& stand_in, const Targets& targets) {
   const Task& task = stand_in.task();
-  const SmallVector<bool, 4> is_matrix_face = matrix_faces(task);
-  SmallVector<bool, 4> leads;
+  SmallVector<bool, 4> is_matrix_face, leads;
+  for (const Face& face : task.face) {
+    is_matrix_face.push_back(is_matrix(face.edge));
+  }
   for (const int32_t slot : targets.slots) {
     leads.push_back(slot >= 0 && stand_in.next_edge(slot).is_valid());
   }
@@ -237,6 +240,31 @@ Answer answer_to(const Targets& targets, const Running& running) {
     return answer_of(*running.stand_in, targets);
   }
   return {asks_for_weights(targets, running) ? ZBP_VERDICT_AT_ONCE : ZBP_VERDICT_SKIP, {}};
+}
+
+std::vector<Autocast> autocast_here() {
+  std::vector<Autocast> there;
+  for (const c10::DeviceType device : at::autocast::_AUTOCAST_SUPPORTED_DEVICES) {
+    if (at::autocast::is_autocast_enabled(device)) {
+      there.push_back({device, at::autocast::get_autocast_dtype(device)});
+    }
+  }
+  return there;
+}
+
+/// Makes `function(*saved)` a work of the task, which gives the gradients at the faces that are not -1.
+void keep_work(StandIn& stand_in, PyObject* function, PyObject* saved,
+               SmallVector<int32_t, 2> faces, bool is_single) {
+  WorkArguments held(stand_in.group());
+  THPObjectPtr arguments = held.take(saved);
+  Task& task = stand_in.task();
+  Work& work = task.works.emplace_back();
+  work.call = std::make_unique<const Work::Call>(
+      Work::Call{c10::SafePyObject(Py_NewRef(function), getPyInterpreter()),
+                 c10::SafePyObject(arguments.release(), getPyInterpreter()),
+                 std::move(held.tensors), std::move(held.parameters), autocast_here(), is_single});
+  work.faces = std::move(faces);
+  task.plan().has_work = true;
 }
 
 /// New reference: `grads` as the backward returns them.
@@ -268,8 +296,7 @@ PyObject* zbp_defer(PyObject* function, PyObject* weights, PyObject* saved, zbp_
     variable_list grads(targets.slots.size());
     Answer answer = answer_to(targets, running);
     if (answer.verdict == ZBP_VERDICT_HAND_OVER) {
-      keep_work(running.stand_in->group(), running.stand_in->task(), function, saved,
-                std::move(answer.faces), targets.is_single);
+      keep_work(*running.stand_in, function, saved, std::move(answer.faces), targets.is_single);
     }
     if (answer.verdict == ZBP_VERDICT_AT_ONCE) {
       THPObjectPtr arguments(PySequence_Tuple(saved));

@@ -162,6 +162,36 @@ def with_late_weight_passes(stages):
     return runtime
 
 
+class Borrower(model.Block):
+    """May use a weight of another stage of its rank, which it does not list."""
+
+    owner = (None,)
+
+    def forward(self, x):
+        y = super().forward(x)
+        (owner,) = self.owner
+        return y if owner is None else y + (x @ owner.mixer.extra.t()).tanh() @ owner.mixer.extra
+
+
+def check_borrowing(name, mesh, wrap, replica, **tolerances):
+    """One weight that both stages of a rank use: gradients are those of whole backwards, which the same data parallelism
+    reduces."""
+    earlier, later = sorted(stages_of(name, mesh["pp"].get_local_rank(), mesh["pp"].size()))
+    steps = []
+    for unsplit in (False, True):
+        parts = model.make_parts(Borrower)
+        parts[later].owner = (parts[earlier],)
+        training = Training(name, mesh, wrap, parts=parts, unsplit=unsplit)
+        for step in range(model.STEPS):
+            training.step(step, replica)
+            steps.append(
+                {f"{i}.{n}": whole(w.grad).clone() for i in training.mine for n, w in parts[i].named_parameters()}
+            )
+            training.optimize()
+    torch.testing.assert_close(steps[: model.STEPS], steps[model.STEPS :], **tolerances)
+    assert steps[0][f"{earlier}.mixer.extra"].ne(0).all()
+
+
 def without_split(schedule, stages):
     """A schedule of the same order, in which each I is a whole backward, and which has no W."""
     orders = {}
