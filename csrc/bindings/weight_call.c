@@ -192,13 +192,14 @@ static int refuse_modified(size_t i, zbp_modified *modified)
         [ZBP_MODIFIED_OUTSIDE] = " needs where its weights were computed",
         [ZBP_MODIFIED_RECOMPUTED] = " would read to compute a checkpointed region again"};
     static const char *const advice[] = {
-        [ZBP_MODIFIED_HELD] = "If something overwrites it between the two passes, clone it before. If "
-                              "a later node of the same backward does, leave the weight to the input "
-                              "pass with policy(exclude=[weight]), or give that node a clone.",
+        [ZBP_MODIFIED_HELD] =
+            "If something overwrites it between the two passes, clone it before. If "
+            "a later node of the same backward does, leave the weight to the input "
+            "pass with policy(exclude=[weight]), or give that node a clone.",
         [ZBP_MODIFIED_OUTSIDE] = "Run the weight pass before it changes.",
-        [ZBP_MODIFIED_RECOMPUTED] =
-            "With checkpoint=\"recompute\", run the weight pass of all groups of a microbatch before "
-            "weights or inputs change, or choose checkpoint=\"keep\"."};
+        [ZBP_MODIFIED_RECOMPUTED] = "With checkpoint=\"recompute\", run the weight pass of all "
+                                    "groups of a microbatch before "
+                                    "weights or inputs change, or choose checkpoint=\"keep\"."};
 
     if (modified->role == ZBP_MODIFIED_NONE) {
         return 0;

@@ -98,7 +98,7 @@ struct Task {
 
   zbp_layout* layout;  // the group's, where the task's numbers are; borrowed
   uint32_t number;
-  NodePtr node;  // null for a whole one that libtorch did not generate
+  NodePtr node;           // null for a whole one that libtorch did not generate
   uint32_t input_nr = 0;  // root: which input of `node` the output gradient belongs to
   SmallVector<Face, 2> face;
 

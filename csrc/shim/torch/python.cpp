@@ -294,7 +294,7 @@ std::string describe(const Edge& edge) {
     return "a nested tensor";
   }
   return described(c10::typeMetaToScalarType(metadata.dtype()), metadata.shape_as_dim_vector(),
-                  metadata.device());
+                   metadata.device());
 }
 
 bool fits(const at::Tensor& grad, const Edge& edge) {
