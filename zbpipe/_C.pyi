@@ -3,7 +3,6 @@ from types import FrameType
 from typing import Any, Literal, final
 
 import torch
-from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 from typing_extensions import Self
 
@@ -64,7 +63,6 @@ def weight_pass(
     policy: Policy,
     /,
 ) -> Sequence[torch.Tensor]: ...
-def parameters_of(module: nn.Module, named_modules: object, /) -> list[nn.Parameter] | None: ...
 
 HOLDS_STORAGE: int
 HOLDS_TENSOR: int

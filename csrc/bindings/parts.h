@@ -28,7 +28,6 @@ int zbp_add_explain(PyObject *module);
 int zbp_add_holders(PyObject *module);
 int zbp_add_leaks(PyObject *module);
 int zbp_add_memory(PyObject *module);
-int zbp_add_modules(PyObject *module);
 int zbp_add_passes(PyObject *module);
 int zbp_add_release(PyObject *module);
 int zbp_add_storages(PyObject *module);
