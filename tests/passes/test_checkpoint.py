@@ -1,13 +1,12 @@
 """Activation checkpointing: each block is computed again once a microbatch, in I, or once more in W."""
 
-import contextlib
 import functools
 import gc
 import weakref
 
 import pytest
 import torch
-from support.oracle import ON_TORCH, Stage, at_once, check, interleaved, late, needs_zbpipe, wrong_on_torch, zb
+from support.oracle import Stage, at_once, check, interleaved, late, needs_zbpipe, wrong_on_torch, zb
 from torch import nn
 from torch.autograd import Function
 from torch.utils.checkpoint import (
@@ -20,16 +19,9 @@ from torch.utils.checkpoint import (
 f64 = torch.float64
 
 
-@pytest.fixture
-def keep():
-    """The default keeps one microbatch's blocks and computes those of the others again in W."""
-    with contextlib.nullcontext() if ON_TORCH else zb.policy(checkpoint="keep"):
-        yield
-
-
 def computed_once(test):
     """The blocks' hooks are called as often as in an ordinary backward."""
-    return wrong_on_torch("each group computes the block again in W")(pytest.mark.usefixtures("keep")(test))
+    return wrong_on_torch("each group computes the block again in W")(test)
 
 
 def block(m, x, a, b):
@@ -88,7 +80,6 @@ def test_nested_non_reentrant():
 
 
 @wrong_on_torch("reentrant backward needs the accumulators")
-@pytest.mark.usefixtures("keep")
 def test_reentrant_within_non_reentrant():
     def outer(m, x):
         return checkpoint(block, m, x, m.a, m.b, use_reentrant=True).sin() @ m.c
