@@ -115,10 +115,12 @@ def test_buffers_that_are_filled_anew_before_the_weight_pass(write, given, choic
         with saved_tensors_hooks(pack, unpack):
             return m.net(x)
 
-    m = Stage(forward, net=nn.Sequential(*(nn.Sequential(nn.Linear(4, 4, dtype=f64), nn.Tanh()) for _ in range(6))))
+    m = Stage(forward, net=network())
     m.buffers_of = {}
     with policy(choice):
         check(m, (3, 4))
+        with zb.policy(defer="all"):
+            check(m, (3, 4))
 
 
 # Regions that are computed again within a context that can be entered once.
