@@ -97,7 +97,6 @@ def in_graph(weights: Iterable[torch.Tensor] | None) -> Iterable[torch.Tensor] |
 
 def in_graph_of(policy: Policy) -> Policy:
     """The policy, its excluded parameters as they are in the graph."""
-    known = _weights.get(None)
-    if not known or not policy.exclude:
+    if not policy.exclude:
         return policy
-    return dataclasses.replace(policy, exclude=[known.get(weight, weight) for weight in policy.exclude])  # type: ignore[arg-type]
+    return dataclasses.replace(policy, exclude=in_graph(policy.exclude))  # type: ignore[arg-type]
