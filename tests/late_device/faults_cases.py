@@ -36,7 +36,7 @@ def shows(scenario, make, run_of, expected):
     return signs
 
 
-THROUGH_THE_ENGINE = ["weight root", "branches", "handed over, computed"]  # where the engine joins the streams
+THROUGH_THE_ENGINE = ["weight root", "branches", "tied", "convolved", "handed over", "handed over, computed"]  # where the engine joins the streams
 
 WAITS = [
     pytest.param("weight", wait, scenario, name, id=f"W's {kind}, {scenario.__name__}, {name}")
@@ -87,7 +87,7 @@ def test_memory_given_away_early_shows(name):
     assert {"wrong values, lazy", "wrong values, others_first"} <= signs or name == "checkpointed", signs
 
 
-@pytest.mark.parametrize("name", ["mlp", "tied", "handed over", "weight root"])
+@pytest.mark.parametrize("name", ["mlp", "tied", "batched", "weight root"])
 def test_wrong_values_are_always_a_race_too(name):
     """Each single wait left out in turn, in every scenario: what gives wrong values in some order is told whatever the order."""
     shown = 0

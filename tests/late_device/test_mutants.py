@@ -44,7 +44,7 @@ MUTANTS = {
         "streams",
     ),
     "W without the engine does not join": (
-        "csrc/pass/direct.c",
+        "csrc/pass/weight_pass.c",
         "status = zbp_join_streams(turn->held, error);",
         "",
         "streams",
@@ -55,19 +55,12 @@ MUTANTS = {
         "            (void)join_what_has_run;\n",
         "hooks",
     ),
-    "fused sums of two streams": (
-        "csrc/core/pass/zbp_book.c",
-        "return a->stream == b->stream &&\n           (how.fuse",
-        "return (a->stream == b->stream || how.fuse) &&\n           (how.fuse",
-        "policy",
-    ),
     "W on its caller's stream": (
-        "csrc/shim/pass/adding.cpp",
-        "adding->stream.emplace(t.place ?",
-        "adding->stream.emplace(t.place && !t.place ?",
+        "csrc/shim/pass/alone.cpp",
+        "task.place ? std::optional",
+        "task.place && !task.place ? std::optional",
         "streams",
     ),
-    "work on its caller's stream": ("csrc/shim/work/work.cpp", "      stream = task.place->stream();\n", "", "streams"),
 }
 
 

@@ -287,13 +287,14 @@ NEEDS = (
     Need(
         "compilers",
         Weight.TOOL,
-        "zbpipe.compile",
+        "zbpipe.compile and explain of compiled modules",
         (
             Way(
                 "2.11 to 2.15",
                 (
                     *_callables("torch._dynamo.backends.debugging", "aot_eager boxed_nop"),
                     *_callables(_INDUCTOR, "compile_fx compile_fx_inner"),
+                    *_callables("torch._dynamo.eval_frame", "_TorchDynamoContext"),
                     *_callables("torch._inductor.utils", "BoxedBool"),
                     *_callables("torch", "_TorchCompileInductorWrapper"),
                     *_callables("torch._guards", "CompileContext TracingContext compile_context tracing"),

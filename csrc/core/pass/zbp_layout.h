@@ -55,7 +55,6 @@ typedef struct zbp_face {
 
 typedef struct zbp_task {
     uint32_t face_begin, face_end;
-    uint32_t stream;      /* tasks with equal numbers run on one; 0 is that of the CPU */
     uint64_t sequence_nr; /* tasks run from the highest to the lowest */
     uint8_t kind;         /* ZBP_TASK_* */
     uint8_t why;          /* it is of that kind: ZBP_WHY_* (zbp_kind.h) */

@@ -70,7 +70,7 @@ void note_facts(const zbp_scene& scene, const zbp_survey& survey, zbp_facts& fac
 Task& new_task(Group& group, NodePtr node) {
   Task& task = group.tasks.emplace_back(group.layout, static_cast<uint32_t>(group.tasks.size()));
   note_place(task, *node);
-  task.plan().stream = stream_number(group, task);
+  note_stream(group, task);
   task.node = std::move(node);
   return task;
 }

@@ -38,18 +38,15 @@ inline void note_place(Task& task, const Node& node) {
   }
 }
 
-/// Of the task's stream among the group's; 0 for the CPU's.
-inline uint32_t stream_number(Group& group, const Task& task) {
+/// Adds the task's stream to the group's.
+inline void note_stream(Group& group, const Task& task) {
   if (!task.place) {
-    return 0;
+    return;
   }
   const c10::Stream stream = task.place->stream();
-  const auto* known = std::find(group.streams.begin(), group.streams.end(), stream);
-  const auto number = static_cast<uint32_t>(known - group.streams.begin());
-  if (known == group.streams.end()) {
+  if (std::find(group.streams.begin(), group.streams.end(), stream) == group.streams.end()) {
     group.streams.push_back(stream);
   }
-  return number + 1;
 }
 
 /// Which of the caller's current stream and a task's stream does what it has been given first.
