@@ -36,7 +36,14 @@ def shows(scenario, make, run_of, expected):
     return signs
 
 
-THROUGH_THE_ENGINE = ["weight root", "branches", "tied", "convolved", "handed over", "handed over, computed"]  # where the engine joins the streams
+THROUGH_THE_ENGINE = [
+    "weight root",
+    "branches",
+    "tied",
+    "convolved",
+    "handed over",
+    "handed over, computed",
+]  # where the engine joins the streams
 
 WAITS = [
     pytest.param("weight", wait, scenario, name, id=f"W's {kind}, {scenario.__name__}, {name}")

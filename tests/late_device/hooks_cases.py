@@ -12,8 +12,6 @@ from support.late_runs import (
 from support.late_stages import STAGES, WIDTH
 from torch import nn
 
-import zbpipe
-
 
 def on_weights(run):
     for name, weight in run.stage.named_parameters():
