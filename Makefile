@@ -97,8 +97,7 @@ clients: $(VENV)/.built $(VENV)/.extras-test $(VENV)/.clients
 
 test-all: test test-system test-long test-clients ## all of these, one after the other: hours
 
-nightly: ## what .ci/run leaves out: whole programs; the core's sanitizers and branches; all tests on the newest torch
-	$(MAKE) test-system
+nightly: ## what .ci/run leaves out: the core's sanitizers and branches; all tests on the newest torch
 	$(MAKE) allocations ubsan tsan cov
 	if command -v valgrind >/dev/null; then $(MAKE) valgrind; fi
 	$(MAKE) pytest TORCH_VERSION=newest CLIENTS=1 MARKED="not long"
