@@ -58,7 +58,7 @@ def test_each_layer_includes_only_what_it_may(layer):
 
 # Includes of the shim that run back up, by the folder that has them; each would close a circle between folders.
 BACK = {
-    ("torch", "shim/pass/group.h"): "streams, ranges and what is unpacked are those of a group and its tasks",
+    ("torch", "shim/pass/group.h"): "streams and what is unpacked are those of a group and its tasks",
     ("pass", "shim/work/work.h"): "W runs what others have handed over",
 }
 
@@ -272,7 +272,6 @@ BASE = {"_C", "_torch"}
 ROOMS = {
     "_version": set(),
     "_text": set(),
-    "_names": set(),
     "_build_check": {"_build_info", "_version"},
     "_first_aid": {"_version"},
     "_torch": set(),
@@ -290,7 +289,7 @@ ROOMS = {
     "leaks": {*BASE, "_text"},
     "_explain": {*BASE, "_policy", "_text", "memory"},
     "zbpipe": {
-        *("_C", "_build_check", "_compile", "_explain", "_first_aid", "_kernels", "_names", "_patch", "_policy"),
+        *("_C", "_build_check", "_compile", "_explain", "_first_aid", "_kernels", "_patch", "_policy"),
         *("_version", "leaks", "memory", "passes", "release"),
     },
     "_demo": {"memory", "zbpipe"},

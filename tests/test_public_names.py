@@ -23,7 +23,7 @@ NAMES["zbpipe.compile"] = zbpipe.compile  # which is not in __all__
 FUNCTIONS = {name: thing for name, thing in NAMES.items() if inspect.isfunction(thing)}
 # What takes the place of something else, or has its name from there.
 HAVE_A_SOURCE = {
-    *("compile", "deallocate_output", "defer", "explain", "make_viewless", "name_parameters", "patch", "Policy"),
+    *("compile", "deallocate_output", "defer", "explain", "make_viewless", "patch", "Policy"),
     *("release_storage", "stage_backward", "stage_backward_input", "stage_backward_weight"),
     *("held", "phase", "record", "Growth", "check_tensor_leak", "find_holders"),
 }

@@ -3,7 +3,7 @@ from types import FrameType
 from typing import Any, Literal, final
 
 import torch
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge
 from typing_extensions import Self
 
 from zbpipe._policy import Policy
@@ -20,14 +20,16 @@ class ParamGroup:
     def spent(self) -> bool: ...
     @property
     def weights(self) -> tuple[torch.Tensor, ...]: ...
-    def _account(
+    def _describe(
         self,
     ) -> list[
         tuple[
             str | None,
             str,
-            list[tuple[str, int, int, tuple[int, ...], torch.dtype, torch.device, list[torch.Tensor]]],
+            str,
             bool,
+            list[tuple[int, tuple[int, ...], str | None, list[torch.Tensor]]],
+            list[tuple[str, int, int, tuple[int, ...], torch.dtype, torch.device, list[torch.Tensor]]],
         ]
     ]: ...
 
@@ -46,7 +48,6 @@ class Recorder:
     def marks(self) -> list[tuple[int, int, int, int, int, int, int, int, int]]: ...
     def events(self) -> bytes: ...
     def held(self, at: int, begin: int, end: int, other: bytes = b"", /) -> int: ...
-    def check(self) -> None: ...
 
 def input_pass(
     outputs: Iterable[torch.Tensor | GradientEdge | None],
@@ -103,11 +104,4 @@ def trace_of(address: int, /) -> list[tuple[str, str, int]]: ...
 def frame_variables(frame: FrameType, /) -> list[tuple[str, Any]]: ...
 def defer(function: Callable[..., Any], weights: Any, saved: Sequence[Any], /) -> Any: ...
 def will_defer(weights: Any, /) -> bool: ...
-def explain(
-    outputs: tuple[torch.Tensor, ...],
-    inputs: tuple[torch.Tensor, ...],
-    weights: tuple[torch.Tensor, ...],
-    policy: Policy,
-    /,
-) -> list[list[tuple[Node, str, str, str, list[tuple[int, tuple[int, ...], str | None, list[torch.Tensor]]]]]]: ...
 def is_watched(tensor: torch.Tensor, /) -> bool: ...

@@ -28,7 +28,6 @@ from zbpipe._compile import compile as compile  # noqa: E402
 from zbpipe._explain.result import Explanation, ParameterPlan, Use  # noqa: E402
 from zbpipe._explain.run import explain  # noqa: E402
 from zbpipe._kernels.defer import defer  # noqa: E402
-from zbpipe._names import name_parameters  # noqa: E402
 from zbpipe._patch import is_patched, patch, patched, unpatch  # noqa: E402
 from zbpipe._policy import Policy, get_policy, policy, set_policy  # noqa: E402
 from zbpipe._version import __version__  # noqa: E402
@@ -58,7 +57,6 @@ __all__ = [
     "make_viewless",
     "make_viewless_tensor",
     "memory",
-    "name_parameters",
     "patch",
     "patched",
     "policy",

@@ -8,7 +8,7 @@
 #include <structmember.h>
 
 #include "bindings/parts.h"
-#include "shim/explain/zbp_tasks.h"
+#include "shim/pass/zbp_describe.h"
 #include "shim/pass/zbp_shim.h"
 #include "shim/work/zbp_work.h"
 
@@ -123,9 +123,9 @@ static PyObject *group_get_spent(PyObject *op, void *Py_UNUSED(closure))
     return PyBool_FromLong(zbp_group_state(((group_object *)op)->group) == ZBP_GROUP_SPENT);
 }
 
-static PyObject *group_account(PyObject *op, PyObject *Py_UNUSED(ignored))
+static PyObject *group_describe(PyObject *op, PyObject *Py_UNUSED(ignored))
 {
-    return zbp_account_wrap(((group_object *)op)->group);
+    return zbp_describe_group(((group_object *)op)->group);
 }
 
 static PyObject *group_get_reads_weights(PyObject *op, void *Py_UNUSED(closure))
@@ -138,8 +138,8 @@ static PyObject *group_get_reads_weights(PyObject *op, void *Py_UNUSED(closure))
 }
 
 static PyMethodDef group_methods[] = {
-    {"_account", group_account, METH_NOARGS,
-     "_account()\n--\n\nWhat each weight task holds; zbpipe.memory.held() makes it readable."},
+    {"_describe", group_describe, METH_NOARGS,
+     "_describe()\n--\n\nEach weight task and what it holds; explain() and memory.held() make it readable."},
     {NULL, NULL, 0, NULL}};
 
 static PyGetSetDef group_getset[] = {

@@ -355,24 +355,6 @@ static PyObject *recorder_held(PyObject *op, PyObject *args)
     return PyLong_FromUnsignedLongLong(bytes);
 }
 
-static PyObject *recorder_check(PyObject *op, PyObject *Py_UNUSED(ignored))
-{
-    const recorder *self = (const recorder *)op;
-    const char *reason = NULL;
-
-    if (require_begun(self, "check()") < 0) {
-        return NULL;
-    }
-    lock(self);
-    const int status = zbp_record_check(&self->record, &reason);
-    unlock(self);
-    if (status != ZBP_OK) {
-        PyErr_SetString(PyExc_AssertionError, reason);
-        return NULL;
-    }
-    Py_RETURN_NONE;
-}
-
 static PyMethodDef recorder_methods[] = {
     {"start", recorder_start, METH_NOARGS,
      "start()\n--\n\nBegin to be fed by torch's CPU allocator."},
@@ -402,8 +384,6 @@ static PyMethodDef recorder_methods[] = {
      "held(at, begin, end, other=b'', /)\n--\n\nBytes live at mark `at` and taken back between "
      "marks, but\n"
      "for those handed out between a pair of marks (struct '2I') in `other`, on its thread."},
-    {"check", recorder_check, METH_NOARGS,
-     "check()\n--\n\nRaise AssertionError if log, marks and totals disagree."},
     {NULL, NULL, 0, NULL}};
 
 static PyType_Slot recorder_slots[] = {

@@ -2,6 +2,14 @@
 
 #include "pass/zbp_pass.h"
 
+static void fini(zbp_survey *survey)
+{
+    zbp_split_fini(&survey->split);
+    zbp_facts_fini(&survey->facts);
+    zbp_plan_fini(&survey->plan);
+    zbp_graph_fini(&survey->graph);
+}
+
 /* Step 1, and of step 2 what needs no more than marks. */
 static int walk(zbp_scene *scene, zbp_survey *survey, zbp_error *error)
 {
@@ -14,7 +22,8 @@ static int walk(zbp_scene *scene, zbp_survey *survey, zbp_error *error)
     return status;
 }
 
-int zbp_pass_survey(zbp_scene *scene, zbp_survey *survey, zbp_error *error)
+/* Steps 1 and 2; what an error leaves of the survey is for fini(). */
+static int plan(zbp_scene *scene, zbp_survey *survey, zbp_error *error)
 {
     uint32_t root_count = 0;
     const uint32_t *root;
@@ -37,7 +46,7 @@ int zbp_pass_survey(zbp_scene *scene, zbp_survey *survey, zbp_error *error)
 int zbp_pass_inputs(zbp_scene *scene, zbp_error *error)
 {
     zbp_survey survey = {0};
-    int status = zbp_pass_survey(scene, &survey, error);
+    int status = plan(scene, &survey, error);
 
     if (status == ZBP_OK)
         status = zbp_scene_set(scene, &survey, error);
@@ -45,14 +54,6 @@ int zbp_pass_inputs(zbp_scene *scene, zbp_error *error)
         status = zbp_scene_run(scene, &survey, error);
     if (status == ZBP_OK)
         status = zbp_scene_hand_over(scene, &survey, error);
-    zbp_survey_fini(&survey);
+    fini(&survey);
     return status;
-}
-
-void zbp_survey_fini(zbp_survey *survey)
-{
-    zbp_split_fini(&survey->split);
-    zbp_facts_fini(&survey->facts);
-    zbp_plan_fini(&survey->plan);
-    zbp_graph_fini(&survey->graph);
 }

@@ -24,12 +24,6 @@ extern "C" {
  * raised, if it was the shim; the scene puts back what it has changed when it ends. */
 ZBP_MUST_USE int zbp_pass_inputs(zbp_scene *scene, zbp_error *error);
 
-/* The part of I that changes nothing: the groups are made, with what each is and why, and nothing runs.
- * *survey, zeroed, is filled, also in part when another status than ZBP_OK is returned: give it to
- * zbp_survey_fini in any case. */
-ZBP_MUST_USE int zbp_pass_survey(zbp_scene *scene, zbp_survey *survey, zbp_error *error);
-void zbp_survey_fini(zbp_survey *survey); /* zeroes it; a zeroed one is legal */
-
 /* Runs W for groups that nobody else runs: each adds its gradients, once. Called without the GIL.
  *
  * ZBP_OK: every group is complete, and closed, or with how.retain ready to run again.

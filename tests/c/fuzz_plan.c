@@ -12,6 +12,7 @@
 #include <string.h>
 
 #include "counting.h"
+#include "checks.h"
 #include "model.h"
 #include "core/graph/zbp_plan.h"
 

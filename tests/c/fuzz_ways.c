@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "counting.h"
+#include "checks.h"
 #include "model.h"
 #include "ways_model.h"
 

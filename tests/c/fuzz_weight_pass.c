@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "fake_shim.h"
+#include "checks.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 

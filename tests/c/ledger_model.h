@@ -13,6 +13,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "checks.h"
 #include "counting.h"
 #include "core/memory/zbp_ledger.h"
 

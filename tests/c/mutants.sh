@@ -3,37 +3,38 @@
 # of each, or the tests of I's split, look: each must be found.
 # usage: mutants.sh BUILD_DIR [INPUTS]. CC can be set. From the root of the tree.
 build=$1 inputs=${2:-200000} found=0 missed=0
+checks="tests/c/checks.c tests/c/plan_check.c"
 mkdir -p "$build"
 
 # mutant NAME FILE SED_EXPRESSION: of W.
 mutant() {
-    look "$1" "$2" "$3" fuzz_weight_pass "tests/c/fuzz_weight_pass.c tests/c/fake_shim.c" \
+    look "$1" "$2" "$3" fuzz_weight_pass "tests/c/fuzz_weight_pass.c tests/c/fake_shim.c $checks" \
         csrc/pass/weight_pass.c "$inputs 1"
 }
 
 # Likewise: of how I is split.
 mutant_of_split() {
-    look "$1" "$2" "$3" "failed: " "tests/c/test_split.c tests/c/model.c" "" ""
+    look "$1" "$2" "$3" "failed: " "tests/c/test_split.c tests/c/model.c $checks" "" ""
 }
 
 # Likewise: of the ledger that recordings are fed from.
 mutant_of_ledger() {
-    look "$1" core/memory/zbp_ledger.c "$2" "fuzz_ledger: " "tests/c/fuzz_ledger.c tests/c/model.c" "" "300 1"
+    look "$1" core/memory/zbp_ledger.c "$2" "fuzz_ledger: " "tests/c/fuzz_ledger.c tests/c/model.c $checks" "" "300 1"
 }
 
 # Likewise: of the tally that threads feed.
 mutant_of_tally() {
-    look "$1" core/memory/zbp_tally.c "$2" "failed: " "tests/c/test_tally.c tests/c/model.c" "" ""
+    look "$1" core/memory/zbp_tally.c "$2" "failed: " "tests/c/test_tally.c tests/c/model.c $checks" "" ""
 }
 
 # Likewise: of by which ways what lives is held.
 mutant_of_ways() {
-    look "$1" "core/holders/$2" "$3" "fuzz_ways\|Assertion" "tests/c/fuzz_ways.c tests/c/ways_model.c tests/c/model.c" "" "2000 1"
+    look "$1" "core/holders/$2" "$3" "fuzz_ways" "tests/c/fuzz_ways.c tests/c/ways_model.c tests/c/model.c $checks" "" "2000 1"
 }
 
 # Likewise: of what is explored and sought.
 mutant_of_holders() {
-    look "$1" "holders/$2" "$3" "failed: " "tests/c/test_holders.c tests/c/fake_things.c tests/c/model.c" \
+    look "$1" "holders/$2" "$3" "failed: " "tests/c/test_holders.c tests/c/fake_things.c tests/c/model.c $checks" \
         "csrc/holders/explore.c csrc/holders/search.c csrc/holders/storages.c" ""
 }
 
@@ -47,7 +48,7 @@ compile() {
 }
 
 # What no fault is put into is compiled once.
-for source in csrc/core/*/*.c csrc/pass/*.c csrc/holders/*.c tests/c/model.c tests/c/ways_model.c tests/c/fake_shim.c tests/c/test_split.c \
+for source in csrc/core/*/*.c csrc/pass/*.c csrc/holders/*.c tests/c/model.c $checks tests/c/ways_model.c tests/c/fake_shim.c tests/c/test_split.c \
     tests/c/test_tally.c tests/c/test_holders.c tests/c/fake_things.c \
     tests/c/fuzz_weight_pass.c tests/c/fuzz_ledger.c tests/c/fuzz_ways.c; do
     compile "$source" "$(object_of "$source")" || exit 1

@@ -2,6 +2,7 @@
 #include <pthread.h>
 
 #include "check.h"
+#include "checks.h"
 #include "core/pass/zbp_book.h"
 #include "counting.h"
 #include "draw.h"

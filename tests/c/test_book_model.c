@@ -3,6 +3,7 @@
  *
  * An outside node leads to one weight. A gradient is a count per face. */
 #include "check.h"
+#include "checks.h"
 #include "core/pass/zbp_book.h"
 #include "model.h"
 

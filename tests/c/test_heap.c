@@ -1,5 +1,6 @@
 /* What a search has met: vertices, references, kept edges, what nothing explains; the validator; failing allocations. */
 #include "check.h"
+#include "checks.h"
 #include "core/holders/zbp_heap.h"
 #include "counting.h"
 

@@ -1,6 +1,7 @@
 /* The search for holders in worlds drawn at random, against naive models: what is met, what is sought and who holds it;
  * each touch of the world and each allocation failing. */
 #include "check.h"
+#include "checks.h"
 #include "counting.h"
 #include "fake_things.h"
 #include "holders/zbp_search.h"

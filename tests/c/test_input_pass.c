@@ -100,25 +100,10 @@ static void an_error_ends_it(void)
     }
 }
 
-static void a_survey_edits_nothing(void)
-{
-    zbp_scene scene = {.fail_at = -1};
-    zbp_survey survey = {0};
-    zbp_error error = {0};
-
-    CHECK(zbp_pass_survey(&scene, &survey, &error) == ZBP_OK);
-    CHECK(strcmp(scene.calls, "wlg") == 0);
-    CHECK(survey.split.group_count == 1);
-    zbp_survey_fini(&survey);
-    CHECK(survey.split.layout == NULL && survey.graph.node_count == 0);
-    zbp_survey_fini(&survey);
-}
-
 int main(void)
 {
     check_sees_failure();
     RUN(the_steps_come_in_their_order);
     RUN(an_error_ends_it);
-    RUN(a_survey_edits_nothing);
     return check_end();
 }

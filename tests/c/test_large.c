@@ -6,6 +6,7 @@
 #include <pthread.h>
 
 #include "check.h"
+#include "checks.h"
 #include "counting.h"
 #include "model.h"
 #include "core/graph/zbp_plan.h"

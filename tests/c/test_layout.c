@@ -1,5 +1,6 @@
 /* Layouts: what may be added, paths given up, failing allocations, the validator. */
 #include "check.h"
+#include "checks.h"
 #include "core/pass/zbp_layout.h"
 #include "counting.h"
 

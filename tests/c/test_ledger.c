@@ -1,4 +1,5 @@
 #include "check.h"
+#include "checks.h"
 #include "ledger_model.h"
 #include "model.h"
 

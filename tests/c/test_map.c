@@ -1,4 +1,5 @@
 #include "check.h"
+#include "checks.h"
 #include "counting.h"
 #include "model.h"
 #include "core/base/zbp_map.h"

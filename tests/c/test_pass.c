@@ -1,6 +1,7 @@
 /* The weight pass against the fake shim: the same groups with each touch failing once, retries, the order of
  * microbatches, what is alone and what is not, no memory. What happens at random is fuzz_weight_pass.c's. */
 #include "check.h"
+#include "checks.h"
 #include "draw.h"
 #include "fake_shim.h"
 

@@ -1,6 +1,7 @@
 /* The detectors must see every fault: one number of a right plan is made wrong, and both
  * zbp_plan_check and the model must say so, and name the field. */
 #include "check.h"
+#include "checks.h"
 #include "model.h"
 #include "core/graph/zbp_plan.h"
 

@@ -1,6 +1,7 @@
 /* How a backward is split: random graphs against what a naive engine does with the edges, naive paths and
  * kinds; small cases by hand; failing allocations. */
 #include "check.h"
+#include "checks.h"
 #include "core/pass/zbp_split.h"
 #include "counting.h"
 #include "model.h"

@@ -2,6 +2,7 @@
 #include <pthread.h>
 
 #include "check.h"
+#include "checks.h"
 #include "counting.h"
 #include "model.h"
 #include "core/memory/zbp_tally.h"

@@ -1,6 +1,7 @@
 /* By which ways what lives is held: random heaps against the model, long ways, many cycles, the validator, failing
  * allocations. */
 #include "check.h"
+#include "checks.h"
 #include "core/holders/zbp_ways.h"
 #include "counting.h"
 #include "model.h"

@@ -661,10 +661,10 @@ def test_saved_tensors_are_counted_each_storage_once_and_parameters_are_not():
     assert group.bytes_held == 2 * 64 * 32 * 8  # the input and the output gradient
     held = zbpipe.memory.held(groups)
     assert held.bytes == group.bytes_held
-    (task,) = group._account()
+    (task,) = group._describe()
     assert task[1] == "handed over"
-    assert [(role, shape) for role, _, _, shape, *_ in task[2]] == [("saved", (64, 32)), ("saved", (64, 32))]
-    assert all(weights[0] is w for *_, weights in task[2])
+    assert [(role, shape) for role, _, _, shape, *_ in task[5]] == [("saved", (64, 32)), ("saved", (64, 32))]
+    assert all(weights[0] is w for *_, weights in task[5])
     zbpipe.stage_backward_weight([w], groups)
     x, grad, same_w = given
     assert same_w is w

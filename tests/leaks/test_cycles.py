@@ -379,7 +379,7 @@ def test_groups_asked_for_their_fields_leave_nothing(kind):
         _, groups = run_input(m, x, out)
         for group in groups:
             repr(group)
-            fields = [group.weights, group._account()]
+            fields = [group.weights, group._describe()]
         del x, out, _, groups, group, fields
         assert living(marks) == 0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,26 +11,7 @@ from zbpipe import _C
 from zbpipe._explain.flops import of_product
 from zbpipe._explain.result import ParameterPlan, Use
 from zbpipe._policy import Policy
-from zbpipe._torch import autograd
 from zbpipe.memory import Held
-
-_Edge = tuple[int, tuple[int, ...], "str | None", list[torch.Tensor]]
-
-
-@dataclass(frozen=True)
-class Task:
-    """A weight task as it is planned: _C.explain()'s, without the node."""
-
-    name: str
-    kind: str
-    why: str
-    edges: list[_Edge]
-    is_transposed: bool  # a convolution
-
-    @classmethod
-    def of(cls, planned: Any) -> Task:
-        node, name, kind, why, edges = planned
-        return cls(name, kind, why, edges, autograd.is_transposed(node))
 
 
 class Book:
@@ -47,8 +27,9 @@ class Book:
         self.is_within_autocast = False
         self.notes: dict[str, None] = {}
 
-    def add(self, task: Task, account: tuple[Any, str, list[Any], bool]) -> None:
-        _, kind, tensors, is_packed = account
+    def add(self, task: tuple[Any, ...]) -> None:
+        """One of a group's, as ``ParamGroup._describe()`` has it."""
+        node, kind, why, is_packed, faces, tensors = task
         shapes: dict[str, list[tuple[int, ...]]] = {}
         done_in_i: set[int] = set()
         for role, _, _, shape, _, _, weights in tensors:
@@ -58,20 +39,20 @@ class Book:
         if is_packed:
             self.notes["the FLOPs of what W computes again of checkpointed regions are not counted"] = None
             self.unknown = True
-        for slot, shape, way, weights in task.edges:
-            runs_in, why = self._place(task, kind)
+        runs_in, reason = self._place(node, kind, why)
+        for slot, shape, way, weights in faces:
             product: str = ""
             flops: int | None = 0
             if runs_in == "W":
-                product, flops = of_product(task.name, kind, slot, shape, shapes, task.is_transposed)
+                product, flops = of_product(node, kind, slot, shape, shapes)
             self.flops += flops or 0
             self.unknown = self.unknown or flops is None or way is not None
             for weight in weights:
                 name = self.name_of.get(id(weight), "")
-                here = (runs_in, why, product, flops)
+                here = (runs_in, reason, product, flops)
                 if kind == "handed over" and id(weight) in done_in_i:
-                    here = ("I", f"{task.name} returns it there, beside what it hands over", "", 0)
-                self.uses.setdefault(name, []).append(Use(task.name, *here))
+                    here = ("I", f"{node} returns it there, beside what it hands over", "", 0)
+                self.uses.setdefault(name, []).append(Use(node, *here))
                 if way:
                     self.ways.setdefault(name, {})[way] = None
 
@@ -80,20 +61,20 @@ class Book:
         why = "it is added within I, by a backward in the backward, as that of a reentrant checkpoint"
         self.uses.setdefault(self.name_of[id(weight)], []).append(Use("", "I", why, "", 0))
 
-    def _place(self, task: Task, kind: str) -> tuple[str, str]:
+    def _place(self, node: str, kind: str, why: str) -> tuple[str, str]:
         if kind == "handed over":
             return "W", "handed over by zbpipe.defer"
         if kind == "root":
             return "W", _ROOT
-        if kind == "deferred" and task.kind == "product":
+        if why == "matrices":
             return "W", "the node is run again: its matrices are of a subclass, sparse, complex or conjugated"
         if kind in ("product", "deferred"):
             return "W", "" if kind == "product" else "the node is run again for its weights"
-        return "I", self._why_whole(task)
+        return "I", self._why_whole(node, why)
 
-    def _why_whole(self, task: Task) -> str:
-        if task.why == "function":
-            compiled = task.name.startswith("CompiledFunction")
+    def _why_whole(self, node: str, why: str) -> str:
+        if why == "function":
+            compiled = node.startswith("CompiledFunction")
             return f"{'compiled' if compiled else 'custom Function without zbpipe.defer'}: runs whole in I"
         return {
             "post hook": "a hook on its node is owed all of its gradients at once",
@@ -102,7 +83,7 @@ class Book:
             "unknown": "the node is not known to compute its weights' gradients apart",
             "packed": "the policy leaves what is checkpointed or packed to I (checkpoint)",
             "light": "a vector: policy defer='matrices'",
-        }[task.why]
+        }[why]
 
 
 _ROOT = "no stage input is behind it: W runs its whole backward"

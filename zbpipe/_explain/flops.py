@@ -20,7 +20,6 @@ def of_product(
     slot: int,
     shape: tuple[int, ...],
     shapes: Mapping[str, list[tuple[int, ...]]],
-    is_transposed: bool,
 ) -> tuple[str, int | None]:
     """What W multiplies for an edge of a task, and the FLOPs; None if they are not known."""
     if kind in ("handed over", "root"):
@@ -35,8 +34,7 @@ def of_product(
         rows = math.prod(grad[:-1])
         return f"{[shape[0], rows]} @ {[rows, shape[1]]}", 2 * rows * size
     if name.startswith("ConvolutionBackward"):
-        over = next((s for s in shapes.get("saved", ()) if len(s) == len(grad)), None) if is_transposed else grad
-        return "convolution", None if over is None else 2 * size * math.prod(over) // over[1]
+        return "convolution", None
     if name.startswith("GroupedMmBackward"):
         return "grouped product", 2 * math.prod(shape[-2:]) * grad[0] if len(grad) == 2 and len(shape) == 3 else None
     factors = _FACTORS.get(name.removesuffix("0"))

@@ -12,7 +12,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from zbpipe import _C
-from zbpipe._explain.book import Book, Task, plan_of
+from zbpipe._explain.book import Book, plan_of
 from zbpipe._explain.copied import apart, copy_of
 from zbpipe._explain.result import Explanation
 from zbpipe._policy import Policy, get_policy
@@ -160,19 +160,16 @@ def _try(
     inputs = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
     weights = [parameter for parameter in copied.parameters() if parameter.requires_grad]
     given_grads = _given_grads(module, outputs, output_grads)
-    roots = tuple(output for output, _ in given_grads)
-    planned = _C.explain(roots, tuple(inputs), (*weights, *module.parameters()), policy)
-    _check_reached(module, planned)
-    tasks_of = [[Task.of(task) for task in tasks] for tasks in planned]
     # Edges, for I detaches outputs, and the module may have given a tensor of an earlier forward.
-    ends = [get_gradient_edge(output) for output in roots]
-    del planned, result, outputs, roots
+    ends = [get_gradient_edge(output) for output, _ in given_grads]
     grads = [grad for _, grad in given_grads]
-    groups = _C.input_pass(ends, grads, inputs, weights, policy)[1]
-
-    for tasks, group in zip(tasks_of, groups, strict=True):
-        for task, account in zip(tasks, group._account(), strict=False):
-            book.add(task, account)
+    del result, outputs, given_grads
+    groups = _C.input_pass(ends, grads, inputs, [*weights, *module.parameters()], policy)[1]
+    _check_reached(module, groups)
+    for group in groups:
+        for task in group._describe():
+            if task[1] != "outside":
+                book.add(task)
     for weight in weights:
         if weight.grad is not None:
             book.add_inner(weight)
@@ -184,18 +181,15 @@ def _try(
     return holding
 
 
-def _check_reached(module: torch.nn.Module, planned: Sequence[Any]) -> None:
+def _check_reached(module: torch.nn.Module, groups: Sequence[_C.ParamGroup]) -> None:
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    for tasks in planned:
-        for *_, edges in tasks:
-            for *_, weights in edges:
-                if any(id(weight) in names for weight in weights):
-                    name = next(names[id(weight)] for weight in weights if id(weight) in names)
-                    raise RuntimeError(
-                        f"explain runs a copy of {type(module).__name__}, and its forward reaches {name!r} of the "
-                        "module itself, by a function that refers to it or by what an earlier forward has kept: let "
-                        "the forward take all by its self, and explain the module before its first forward"
-                    )
+    for weight in (weight for group in groups for weight in group.weights):
+        if id(weight) in names:
+            raise RuntimeError(
+                f"explain runs a copy of {type(module).__name__}, and its forward reaches {names[id(weight)]!r} of "
+                "the module itself, by a function that refers to it or by what an earlier forward has kept: let the "
+                "forward take all by its self, and explain the module before its first forward"
+            )
 
 
 def _given_grads(

@@ -64,11 +64,6 @@ def storage_id(storage: torch.UntypedStorage) -> int:
 # Nodes.
 
 
-def is_transposed(node: Node | None) -> bool:
-    """Whether it is the node of a transposed convolution."""
-    return bool(getattr(node, "_saved_transposed", False))
-
-
 def saved_by(node: Node) -> Iterator[tuple[str, Any]]:
     """What a node saved, by name, each a SavedTensor of torch's: no hook runs."""
     prefix = "_raw_saved_"

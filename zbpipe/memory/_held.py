@@ -150,7 +150,7 @@ def held(groups: ParamGroup | Iterable[Any], module: torch.nn.Module | None = No
     for i, group in enumerate(listed):
         if isinstance(group, ParamGroup):
             spent += group.spent
-            for node, _, tensors, is_packed in group._account():
+            for node, _, _, is_packed, _, tensors in group._describe():
                 book.add(node, tensors)
                 if is_packed:
                     book.incomplete[_PACKED] = None
@@ -167,7 +167,7 @@ def held(groups: ParamGroup | Iterable[Any], module: torch.nn.Module | None = No
 _PACKED = "what saved-tensor hooks (checkpointing, offloading) keep for W is not counted"
 
 _Tensor = tuple[str, int, int, tuple[int, ...], torch.dtype, torch.device, list[torch.Tensor]]
-"""As ParamGroup._account() gives them: role, storage, bytes, shape, dtype, device, the weights that it serves."""
+"""As ParamGroup._describe() gives them: role, storage, bytes, shape, dtype, device, the weights that it serves."""
 
 
 @dataclass

@@ -99,30 +99,3 @@ bool zbp_map_find(const zbp_map *map, const void *key, uint32_t *value_out)
         *value_out = found->value;
     return true;
 }
-
-int zbp_map_check(const zbp_map *map, const char **reason_out)
-{
-    const char *reason = NULL;
-    size_t taken = 0;
-
-    if ((map->capacity & (map->capacity - 1)) != 0)
-        reason = "map: the capacity is not a power of two";
-    else if ((map->slot == NULL) != (map->capacity == 0))
-        reason = "map: slots and capacity disagree";
-    else if (map->count > map->capacity / 8 * 5)
-        reason = "map: more than 5/8 of the slots are taken";
-    for (size_t i = 0; reason == NULL && i < map->capacity; i++) {
-        if (map->slot[i].key == NULL)
-            continue;
-        taken++;
-        if (taken > map->count)
-            reason = "map: more slots are taken than count says";
-        else if (probe(map->slot, map->capacity, map->slot[i].key) != &map->slot[i])
-            reason = "map: a key is not where a look-up finds it";
-    }
-    if (reason == NULL && taken != map->count)
-        reason = "map: fewer slots are taken than count says";
-    if (reason_out != NULL)
-        *reason_out = reason;
-    return reason == NULL ? ZBP_OK : ZBP_EINVAL;
-}

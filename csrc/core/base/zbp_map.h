@@ -51,10 +51,6 @@ ZBP_MUST_USE int zbp_map_add(zbp_map *map, const void *key, uint32_t value, uint
  * NULL is never there. O(1). */
 bool zbp_map_find(const zbp_map *map, const void *key, uint32_t *value_out);
 
-/* Whether the invariant holds. ZBP_OK, or ZBP_EINVAL with *reason_out (may be NULL) a static
- * string that says what is wrong. O(slots). */
-ZBP_MUST_USE int zbp_map_check(const zbp_map *map, const char **reason_out);
-
 #ifdef __cplusplus
 }
 #endif

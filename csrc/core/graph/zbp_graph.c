@@ -99,32 +99,3 @@ int zbp_graph_mark(zbp_graph *graph, uint32_t id, uint8_t mark)
     graph->mark[id] |= mark;
     return ZBP_OK;
 }
-
-int zbp_graph_check(const zbp_graph *graph, const char **reason_out)
-{
-    const char *reason = NULL;
-
-    if (graph->node_count > MOST || graph->edge_count > MOST)
-        reason = "graph: too many nodes or edges";
-    else if (graph->node_count > graph->key_capacity || graph->node_count > graph->mark_capacity ||
-             graph->edge_count > graph->edge_capacity)
-        reason = "graph: a count is beyond its capacity";
-    else if (graph->id_of.count != graph->node_count)
-        reason = "graph: the map and the nodes differ in number";
-    else
-        (void)!zbp_map_check(&graph->id_of, &reason);
-    for (uint32_t i = 0; reason == NULL && i < graph->node_count; i++) {
-        uint32_t id = ZBP_NONE;
-
-        if (!zbp_map_find(&graph->id_of, graph->key[i], &id) || id != i)
-            reason = "graph: the map does not find a node under its key";
-        else if ((graph->mark[i] & ~ALL_ROLES) != 0)
-            reason = "graph: a mark has an unknown bit";
-    }
-    for (uint32_t e = 0; reason == NULL && e < graph->edge_count; e++)
-        if (graph->edge[e].src >= graph->node_count || graph->edge[e].dst >= graph->node_count)
-            reason = "graph: an edge ends at no node";
-    if (reason_out != NULL)
-        *reason_out = reason;
-    return reason == NULL ? ZBP_OK : ZBP_EINVAL;
-}

@@ -78,10 +78,6 @@ ZBP_MUST_USE int zbp_graph_add_edge(zbp_graph *graph, uint32_t src, uint32_t slo
  * a bit that is no ZBP_ROLE_*). O(1). */
 ZBP_MUST_USE int zbp_graph_mark(zbp_graph *graph, uint32_t id, uint8_t mark);
 
-/* Whether the invariant holds. ZBP_OK, or ZBP_EINVAL with *reason_out (may be NULL) a static
- * string that says what is wrong. Linear. */
-ZBP_MUST_USE int zbp_graph_check(const zbp_graph *graph, const char **reason_out);
-
 #ifdef __cplusplus
 }
 #endif

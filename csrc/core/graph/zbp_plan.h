@@ -87,14 +87,6 @@ ZBP_MUST_USE int zbp_plan_build(zbp_plan *plan, const zbp_graph *graph, const zb
 /* Frees what the plan holds and zeroes it. A zeroed plan is legal. */
 void zbp_plan_fini(zbp_plan *plan);
 
-/* Whether the plan is the plan of this graph: derives every definition above anew, by other means
- * than zbp_plan_build, and compares. Stands any content of the arrays and counts, as long as the
- * arrays are as long as they were built.
- * ZBP_OK; ZBP_EINVAL with *reason_out (may be NULL) a static string that begins with the name of
- * the wrong field; ZBP_ENOMEM, *reason_out NULL. Linear time and scratch memory. */
-ZBP_MUST_USE int zbp_plan_check(const zbp_plan *plan, const zbp_graph *graph,
-                                const char **reason_out);
-
 #ifdef __cplusplus
 }
 #endif

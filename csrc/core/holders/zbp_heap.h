@@ -99,10 +99,6 @@ typedef struct zbp_counts {
  * object alone, where it has one. O(1). */
 int64_t zbp_heap_unexplained(const zbp_heap *heap, uint32_t v, zbp_counts counts, bool native_only);
 
-/* Whether the invariant holds. ZBP_OK, or ZBP_EINVAL with *reason_out (may be NULL) a static string
- * that says what is wrong. Linear. */
-ZBP_MUST_USE int zbp_heap_check(const zbp_heap *heap, const char **reason_out);
-
 #ifdef __cplusplus
 }
 #endif

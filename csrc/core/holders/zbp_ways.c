@@ -1,6 +1,5 @@
 #include "core/holders/zbp_ways.h"
 
-#include <assert.h>
 #include <string.h>
 
 #include "core/base/zbpi_alloc.h"
@@ -264,9 +263,6 @@ int zbp_ways_build(zbp_ways *ways, const zbp_heap *heap, const uint8_t *blame,
     list_holders_in_cycles(ways, heap);
     for (uint32_t i = 0; i < ways->rest; i++)
         ways->next[i] = UNMET;
-#ifndef NDEBUG
-    assert(zbp_ways_check(ways, heap, NULL) == ZBP_OK);
-#endif
     return ZBP_OK;
 }
 
@@ -337,62 +333,4 @@ uint32_t zbp_ways_cycle(zbp_ways *ways, uint32_t v, const uint32_t **cycle_out)
         ways->next[ways->queue[i]] = UNMET;
     *cycle_out = ways->stack;
     return count;
-}
-
-/* ---- the validator ---- */
-
-static const char *find_fault_of_way(const zbp_ways *ways, uint32_t v)
-{
-    const zbp_way_to *way = &ways->way[v];
-    const zbp_way_to *before;
-
-    if (way->rank > ZBP_RANK_CYCLE || (v < ways->reached) != (way->rank == ZBP_RANK_ROOT))
-        return "ways: a rank does not say what reaches a vertex";
-    if (way->parent == ZBP_NO_VERTEX)
-        return way->depth == 0 && way->head == v ? NULL
-                                                 : "ways: a way does not begin at its beginning";
-    if (way->parent >= ways->count)
-        return "ways: a way leads from no vertex";
-    before = &ways->way[way->parent];
-    if (way->rank == ZBP_RANK_NONE || way->rank != before->rank || way->depth != before->depth + 1)
-        return "ways: a step does not go on from the one before";
-    if (way->head != (way->depth < ZBP_CHAIN_HEAD ? v : before->head))
-        return "ways: the head of a way is not where it ends";
-    return NULL;
-}
-
-/* What leads from a vertex of this rank may be nearer, or of a rank that comes before. */
-static const char *find_fault_of_edge(const zbp_ways *ways, zbp_holding edge)
-{
-    const zbp_way_to *from = &ways->way[edge.from], *to = &ways->way[edge.to];
-    const uint32_t component = zbp_ways_component(ways, edge.to);
-
-    if (from->rank != ZBP_RANK_NONE && (to->rank == ZBP_RANK_NONE || to->rank > from->rank))
-        return "ways: a vertex has no way, and its holder has one";
-    if (from->rank != ZBP_RANK_NONE && to->rank == from->rank && to->depth > from->depth + 1)
-        return "ways: there is a shorter way";
-    if (component != ZBP_NO_VERTEX && to->rank != ZBP_RANK_CYCLE)
-        return "ways: a member of a cycle has another rank";
-    return edge.from == edge.to && component == ZBP_NO_VERTEX && to->rank != ZBP_RANK_HIDDEN
-               ? "ways: what holds itself is in no cycle"
-               : NULL;
-}
-
-int zbp_ways_check(const zbp_ways *ways, const zbp_heap *heap, const char **reason_out)
-{
-    const char *reason = NULL;
-
-    if (ways->count != heap->count || ways->reached != zbp_heap_reached(heap) ||
-        ways->rest != ways->count - ways->reached)
-        reason = "ways: they are another heap's";
-    for (uint32_t v = 0; reason == NULL && v < ways->count; v++)
-        reason = find_fault_of_way(ways, v);
-    for (uint32_t e = 0; reason == NULL && e < heap->edge_count; e++)
-        reason = find_fault_of_edge(ways, heap->edge[e]);
-    for (uint32_t i = 0; reason == NULL && i < ways->rest; i++)
-        if ((ways->component[i] != ZBP_NO_VERTEX) != (ways->begin[i] != ways->begin[i + 1]))
-            reason = "ways: a member of a cycle has no holder in it, or another vertex has one";
-    if (reason_out != NULL)
-        *reason_out = reason;
-    return reason == NULL ? ZBP_OK : ZBP_EINVAL;
 }

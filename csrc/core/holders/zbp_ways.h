@@ -79,11 +79,6 @@ uint32_t zbp_ways_component(const zbp_ways *ways, uint32_t v);
  * in the cycle's component. */
 uint32_t zbp_ways_cycle(zbp_ways *ways, uint32_t v, const uint32_t **cycle_out);
 
-/* Whether the invariant holds, for the heap of _build; not whether components could be larger. ZBP_OK, or ZBP_EINVAL
- * with *reason_out (may be NULL) a static string that says what is wrong. Linear. */
-ZBP_MUST_USE int zbp_ways_check(const zbp_ways *ways, const zbp_heap *heap,
-                                const char **reason_out);
-
 #ifdef __cplusplus
 }
 #endif

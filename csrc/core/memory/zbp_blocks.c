@@ -125,30 +125,3 @@ bool zbp_blocks_take(zbp_blocks *blocks, uint64_t address, zbp_block *block_out)
     close_gap(blocks, i);
     return true;
 }
-
-int zbp_blocks_check(const zbp_blocks *blocks, const char **reason_out)
-{
-    const char *reason = NULL;
-    size_t taken = 0;
-
-    if ((blocks->capacity & (blocks->capacity - 1)) != 0)
-        reason = "blocks: the capacity is not a power of two";
-    else if ((blocks->slot == NULL) != (blocks->capacity == 0))
-        reason = "blocks: slots and capacity disagree";
-    else if (blocks->count > blocks->capacity / 8 * 5)
-        reason = "blocks: more than 5/8 of the slots are taken";
-    for (size_t i = 0; reason == NULL && i < blocks->capacity; i++) {
-        if (blocks->slot[i].address == 0)
-            continue;
-        taken++;
-        if (taken > blocks->count)
-            reason = "blocks: more slots are taken than count says";
-        else if (probe(blocks, blocks->slot[i].address) != i)
-            reason = "blocks: a block is not where a look-up finds it";
-    }
-    if (reason == NULL && taken != blocks->count)
-        reason = "blocks: fewer slots are taken than count says";
-    if (reason_out != NULL)
-        *reason_out = reason;
-    return reason == NULL ? ZBP_OK : ZBP_EINVAL;
-}

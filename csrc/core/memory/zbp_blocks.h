@@ -51,10 +51,6 @@ bool zbp_blocks_take(zbp_blocks *blocks, uint64_t address, zbp_block *block_out)
 /* Whether there is a block at address; then *block_out is it, else it is left alone. O(1) on average. */
 bool zbp_blocks_find(const zbp_blocks *blocks, uint64_t address, zbp_block *block_out);
 
-/* Whether the invariant holds. ZBP_OK, or ZBP_EINVAL with *reason_out (may be NULL) a static
- * string that says what is wrong. O(slots). */
-ZBP_MUST_USE int zbp_blocks_check(const zbp_blocks *blocks, const char **reason_out);
-
 #ifdef __cplusplus
 }
 #endif

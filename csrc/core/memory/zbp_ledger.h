@@ -72,10 +72,6 @@ void zbp_ledger_untracked(zbp_ledger *ledger);
  * ledger->blocks.count of them. Returns how many there are. O(slots + n log n) for n of them. */
 size_t zbp_ledger_since(const zbp_ledger *ledger, uint64_t since, zbp_block *block_out);
 
-/* Whether the invariant holds, and the table's and each fed record's own. ZBP_OK, or ZBP_EINVAL with
- * *reason_out (may be NULL) a static string that says what is wrong. Quadratic in the blocks in use. */
-ZBP_MUST_USE int zbp_ledger_check(const zbp_ledger *ledger, const char **reason_out);
-
 #ifdef __cplusplus
 }
 #endif

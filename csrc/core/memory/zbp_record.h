@@ -109,10 +109,6 @@ typedef struct zbp_range {
 ZBP_MUST_USE int zbp_record_held(const zbp_record *record, uint32_t at, zbp_range range,
                                  const zbp_range *other, size_t other_count, uint64_t *bytes_out);
 
-/* Whether the invariant holds. ZBP_OK, or ZBP_EINVAL with *reason_out (may be NULL) a static string
- * that says what is wrong. O(marks + events). */
-ZBP_MUST_USE int zbp_record_check(const zbp_record *record, const char **reason_out);
-
 #ifdef __cplusplus
 }
 #endif

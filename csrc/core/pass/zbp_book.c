@@ -235,29 +235,3 @@ uint64_t zbp_book_unpacks_up_to(const zbp_book *book, const zbp_layout *layout)
     }
     return last;
 }
-
-static const char *fault_in(const zbp_book *book, const zbp_layout *layout)
-{
-    if (book->weight_count != layout->weight_count && book->weight_count != 0)
-        return "weight_count is not the layout's";
-    if (book->state > ZBP_BOOK_SPENT)
-        return "state is none";
-    for (uint32_t w = 0; w < book->weight_count; w++) {
-        const zbp_book_weight *weight = &book->weight[w];
-
-        if (weight->is_added && weight->has_arrived)
-            return "weight: what was added still waits";
-        if (weight->is_hooked && !weight->is_added && !weight->has_arrived)
-            return "weight: its hooks saw a gradient that never arrived";
-    }
-    return NULL;
-}
-
-int zbp_book_check(const zbp_book *book, const zbp_layout *layout, const char **reason_out)
-{
-    const char *reason = fault_in(book, layout);
-
-    if (reason_out != NULL)
-        *reason_out = reason;
-    return reason == NULL ? ZBP_OK : ZBP_EINVAL;
-}

@@ -134,10 +134,6 @@ bool zbp_book_is_claimed(const zbp_book *book);
  * be computed; 0 if there is none. */
 uint64_t zbp_book_unpacks_up_to(const zbp_book *book, const zbp_layout *layout);
 
-/* ZBP_OK, or ZBP_EINVAL with *reason_out (may be NULL) a static string. Between two calls of W. */
-ZBP_MUST_USE int zbp_book_check(const zbp_book *book, const zbp_layout *layout,
-                                const char **reason_out);
-
 #ifdef __cplusplus
 }
 #endif

@@ -60,7 +60,7 @@ const char *zbp_why_name(uint8_t why)
         [ZBP_WHY_POST_HOOK] = "post hook", [ZBP_WHY_POLICY] = "policy",
         [ZBP_WHY_FUNCTION] = "function",   [ZBP_WHY_UNKNOWN] = "unknown",
         [ZBP_WHY_PACKED] = "packed",       [ZBP_WHY_LIGHT] = "light",
-        [ZBP_WHY_EXCLUDED] = "excluded"};
+        [ZBP_WHY_EXCLUDED] = "excluded",   [ZBP_WHY_MATRICES] = "matrices"};
 
     return name[why];
 }

@@ -22,6 +22,7 @@ enum {
     ZBP_WHY_FUNCTION,  /* a Python autograd Function */
     ZBP_WHY_UNKNOWN,   /* nobody knows that it computes its gradients apart */
     ZBP_WHY_PACKED,    /* checkpointed or offloaded, which the policy leaves to I */
+    ZBP_WHY_MATRICES,  /* deferred: a product of a subclass, sparse, complex or conjugated */
     ZBP_WHY_LIGHT      /* its weights are vectors, which the policy leaves to I */
 };
 

@@ -107,9 +107,6 @@ void zbp_layout_clear(zbp_layout *layout);
  * stays as it is. */
 void zbp_layout_give_up_path(zbp_layout *layout, uint32_t face);
 
-/* ZBP_OK, or ZBP_EINVAL with *reason_out (may be NULL) a static string. */
-ZBP_MUST_USE int zbp_layout_check(const zbp_layout *layout, const char **reason_out);
-
 #ifdef __cplusplus
 }
 #endif

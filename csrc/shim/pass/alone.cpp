@@ -50,7 +50,7 @@ bool add_product(const Weight& weight, const Task& task, size_t i, zbp_how how) 
 }
 
 void add_alone(Group& group, uint32_t face, zbp_how how) {
-  const ProfiledRange range(group);
+  const ProfiledRange range("zbpipe::group");
   Task& task = group.tasks[group.layout.face[face].task];
   Weight& weight = group.weights[group.layout.face[face].weight];
   const size_t i = face - task.plan().face_begin;

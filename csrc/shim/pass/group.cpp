@@ -42,7 +42,7 @@ void Group::release() noexcept {
 namespace {
 
 std::string reader_in(const Group& group, const Task& task) {
-  std::string words = task.node ? task.node->name() : "a node";
+  std::string words = task.name();
   const char* between = " for the weight of ";
   for (size_t i = 0; i < task.face.size(); ++i) {
     if (task.plan(i).weight >= 0) {

@@ -14,6 +14,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -24,6 +25,7 @@
 #include <torch/csrc/autograd/saved_variable.h>
 
 #include "core/pass/zbp_book.h"
+#include "core/pass/zbp_kind.h"
 #include "core/pass/zbp_layout.h"
 #include "shim/pass/zbp_shim.h"
 #include "shim/pass/zbp_touch.h"
@@ -93,12 +95,18 @@ struct Task {
   zbp_task& plan() const { return layout->task[number]; }
   zbp_face& plan(size_t f) const { return layout->face[plan().face_begin + f]; }
   Kind kind() const { return static_cast<Kind>(plan().kind); }
-  void set_kind(Kind kind) { plan().kind = static_cast<uint8_t>(kind); }
+  /// A product whose matrices, seen in I, need more than one multiplication.
+  void defer_product() {
+    plan().kind = ZBP_TASK_DEFERRED;
+    plan().why = ZBP_WHY_MATRICES;
+  }
   uint64_t sequence_nr() const { return plan().sequence_nr; }
+  std::string name() const { return node ? node->name() : name_of_gone; }
 
   zbp_layout* layout;  // the group's, where the task's numbers are; borrowed
   uint32_t number;
-  NodePtr node;           // null for a whole one that libtorch did not generate
+  NodePtr node;             // null for a whole one that libtorch did not generate, once I is over
+  std::string name_of_gone;  // that node's
   uint32_t input_nr = 0;  // root: which input of `node` the output gradient belongs to
   SmallVector<Face, 2> face;
 

@@ -228,7 +228,7 @@ void take_product(Task& task, Node& node, const variable_list& grads, const Sepa
   task.matrix_slot = separable.parts[task.weight_is_left ? 0 : 1].own_slot;
   SavedVariable& saved = *separable.parts[task.weight_is_left ? 1 : 0].saved;
   if (grads[0].defined() && !is_plain_matrix(grads[0])) {
-    task.set_kind(Kind::deferred);
+    task.defer_product();
     return;
   }
   auto packed = may_leave_packed && saved.has_hooks() ? packed_in(saved, task.arguments) : nullptr;
@@ -241,7 +241,7 @@ void take_product(Task& task, Node& node, const variable_list& grads, const Sepa
   if (is_plain_matrix(other)) {
     task.other = Watched(other);
   } else {
-    task.set_kind(Kind::deferred);
+    task.defer_product();
   }
 }
 

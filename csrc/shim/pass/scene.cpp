@@ -245,7 +245,8 @@ void run(zbp_scene& scene, const zbp_survey& survey) {
 /// What a task's node still refers to must not keep the closure, nor what the user's hooks hold.
 void let_go_of_closure(Task& task) {
   if (task.kind() == Kind::whole && !is_generated(*task.node)) {
-    task.node = nullptr;  // it may hold memory; of the others W does not run the name is asked for
+    task.name_of_gone = task.node->name();
+    task.node = nullptr;  // it may hold memory
     return;
   }
   edge_list edges = task.node->next_edges();

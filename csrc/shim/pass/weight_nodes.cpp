@@ -51,7 +51,7 @@ variable_list TaskNode::apply(variable_list&& /*grads*/) {
   if (task_ >= group_->tasks.size()) {
     return variable_list(num_outputs());
   }
-  const ProfiledRange range(*group_);
+  const ProfiledRange range("zbpipe::group");
   Task& task = group_->tasks[task_];
   variable_list outputs;
   if (task.kind() == Kind::deferred) {

@@ -64,7 +64,7 @@ ZBP_MUST_USE int zbp_scene_exclude(zbp_scene *scene, PyObject *weight, zbp_error
 ZBP_MUST_USE int zbp_scene_add_weight(zbp_scene *scene, size_t i, PyObject *weight,
                                       zbp_error *error);
 
-/* Now zbp_pass_inputs (csrc/pass), or zbp_pass_survey, can run, on the same thread, with the GIL held. range: the
+/* Now zbp_pass_inputs (csrc/pass) can run, on the same thread, with the GIL held. range: the
  * call's name for profilers, or NULL. */
 ZBP_MUST_USE int zbp_scene_begin(zbp_scene *scene, const char *range, zbp_error *error);
 

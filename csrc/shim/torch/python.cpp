@@ -73,10 +73,6 @@ PyObject* wrap_text(const std::string& text) {
   return or_raise(PyUnicode_FromStringAndSize(text.data(), static_cast<Py_ssize_t>(text.size())));
 }
 
-PyObject* wrap_node(const NodePtr& node) {
-  return node ? or_raise(torch::autograd::functionToPyObject(node)) : Py_NewRef(Py_None);
-}
-
 THPObjectPtr python_function(const char* module, const char* name) {
   THPObjectPtr imported(PyImport_ImportModule(module));
   THPObjectPtr function(imported ? PyObject_GetAttrString(imported, name) : nullptr);

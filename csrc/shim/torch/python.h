@@ -37,10 +37,9 @@ void append(PyObject* list, PyObject* value);
 PyObject* wrap_tensor(const at::Tensor& tensor);
 /// New tuple of such.
 PyObject* wrap_tensors(const variable_list& tensors);
-/// New tuple of ints, -1 for a size that is not known as a number; new str; a node, None for no node.
+/// New tuple of ints, -1 for a size that is not known as a number; new str.
 PyObject* wrap_sizes(c10::SymIntArrayRef sizes);
 PyObject* wrap_text(const std::string& text);
-PyObject* wrap_node(const NodePtr& node);
 
 /// A function of one of zbpipe's modules. Throws python_error.
 THPObjectPtr python_function(const char* module, const char* name);

@@ -3,7 +3,7 @@
 #include <stdbool.h>
 #include <string.h>
 
-#include "core/graph/zbp_plan.h"
+#include "checks.h"
 #include "core/base/zbpi_alloc.h"
 
 /* One check: what is compared, and the scratch block's arrays. */

@@ -1,9 +1,9 @@
-/* zbp_tasks.h - a parameter group looked at, one task, face or tensor at a time; who looks decides what that means
- * (bindings/account.c, explain.c). Conventions: zbp_shim.h. Indices are those of the group's layout, and in range. No W
+/* zbp_describe.h - a parameter group looked at, one task, face or tensor at a time; who looks decides what that means
+ * (bindings/describe.c). Conventions: zbp_shim.h. Indices are those of the group's layout, and in range. No W
  * of the group runs meanwhile. Nothing is unpacked, and nothing but the weights can be kept alive.
  */
-#ifndef ZBP_TASKS_H
-#define ZBP_TASKS_H
+#ifndef ZBP_DESCRIBE_H
+#define ZBP_DESCRIBE_H
 
 #include <Python.h>
 
@@ -19,8 +19,7 @@ extern "C" {
 /* New tuple of the group's leaf tensors. */
 PyObject *zbp_held_weights(zbp_held *held, zbp_error *error);
 
-/* New: a task's autograd node, and its name; None if I let go of it. */
-PyObject *zbp_task_node(zbp_held *held, uint32_t task, zbp_error *error);
+/* New: the name of a task's autograd node. */
 PyObject *zbp_task_name(zbp_held *held, uint32_t task, zbp_error *error);
 /* Its Function has left work to W. */
 bool zbp_task_has_work(zbp_held *held, uint32_t task);
@@ -75,6 +74,9 @@ ZBP_MUST_USE int zbp_outside_tensors(zbp_held *held, uint32_t outside, zbp_tenso
 /* *out: 1 if the group's W may read weights themselves, or what has their memory, beside what it holds: it runs nodes
  * again, or ones between its tasks and the weights, or unpacks what was saved. 0 otherwise, and for a spent group. */
 ZBP_MUST_USE int zbp_group_reads_weights(const zbp_group *group, int *out, zbp_error *error);
+
+/* *out: 1 if hooks watch the accumulation of `tensor`: its own, its accumulator's, as those of DDP. */
+ZBP_MUST_USE int zbp_is_watched(PyObject *tensor, int *out, zbp_error *error);
 
 #ifdef __cplusplus
 }

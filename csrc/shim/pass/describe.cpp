@@ -1,4 +1,4 @@
-#include "shim/explain/zbp_tasks.h"
+#include "shim/pass/zbp_describe.h"
 
 #include <algorithm>
 #include <mutex>
@@ -11,11 +11,14 @@
 #include "shim/pass/kinds.h"
 #include "shim/pass/path.h"
 #include "shim/pass/saved.h"
+#include "shim/torch/nodes.h"
 #include "shim/torch/python.h"
+
+using namespace zbp;
+namespace impl = torch::autograd::impl;
 
 namespace {
 
-using namespace zbp;
 using torch::autograd::SavedVariable;
 
 const Face& face_in(zbp_held* held, uint32_t f) {
@@ -96,15 +99,8 @@ PyObject* zbp_held_weights(zbp_held* held, zbp_error* error) {
   });
 }
 
-PyObject* zbp_task_node(zbp_held* held, uint32_t task, zbp_error* error) {
-  return guarded_object(error, [&] { return wrap_node(group_of(held).tasks[task].node); });
-}
-
 PyObject* zbp_task_name(zbp_held* held, uint32_t task, zbp_error* error) {
-  return guarded_object(error, [&] {
-    const NodePtr& node = group_of(held).tasks[task].node;
-    return node ? wrap_text(node->name()) : Py_NewRef(Py_None);
-  });
+  return guarded_object(error, [&] { return wrap_text(group_of(held).tasks[task].name()); });
 }
 
 bool zbp_task_has_work(zbp_held* held, uint32_t task) {
@@ -189,5 +185,16 @@ int zbp_group_reads_weights(const zbp_group* handle, int* out, zbp_error* error)
            (std::any_of(group.tasks.begin(), group.tasks.end(),
                         [](const Task& task) { return reads_weights(task); }) ||
             std::any_of(group.outside.begin(), group.outside.end(), has_saved));
+  });
+}
+
+int zbp_is_watched(PyObject* object, int* out, zbp_error* error) {
+  return guarded(error, [&] {
+    const at::Tensor* tensor = as_tensor(object);
+    TORCH_CHECK_TYPE(tensor, "tensor is a ", Py_TYPE(object)->tp_name, "; expected a tensor");
+    const NodePtr accumulator =
+        tensor->is_leaf() ? impl::try_get_grad_accumulator(*tensor) : NodePtr();
+    *out = !impl::hooks(*tensor).empty() || impl::post_acc_grad_hooks(*tensor) != nullptr ||
+           (accumulator && has_hooks(*accumulator));
   });
 }

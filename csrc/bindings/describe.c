@@ -1,10 +1,12 @@
-/* account.c - what a parameter group holds, as a list: see zbpipe/memory/_held.py. */
+/* describe.c - what a parameter group leaves to W and holds for it, as a list: zbpipe.explain and zbpipe.memory.held
+ * read it. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include "bindings/parts.h"
 #include "core/pass/zbp_kind.h"
-#include "shim/explain/zbp_tasks.h"
+#include "core/pass/zbp_reach.h"
+#include "shim/pass/zbp_describe.h"
 
 int zbp_append_new(PyObject *list, PyObject *value)
 {
@@ -17,7 +19,8 @@ int zbp_append_new(PyObject *list, PyObject *value)
     return status;
 }
 
-PyObject *zbp_pick(PyObject *weights, zbp_reach *reach)
+/* New list of those of `weights`, a tuple of the group's, that the question has found. NULL with an error set. */
+static PyObject *pick(PyObject *weights, zbp_reach *reach)
 {
     zbp_reach_weights(reach);
     PyObject *list = PyList_New((Py_ssize_t)reach->weight_count);
@@ -29,21 +32,21 @@ PyObject *zbp_pick(PyObject *weights, zbp_reach *reach)
     return list;
 }
 
-/* The tasks so far: tuples of (node, kind, tensors, whether W unpacks something for it), and what the tensors that come
- * are of. */
-typedef struct account {
+/* The tasks so far, and what the tensors that come are of. */
+typedef struct description {
     zbp_turn turn;
     PyObject *tasks;
     PyObject *weights; /* the group's */
     zbp_reach reach;
     uint32_t number; /* of the task, the outside node or the weight */
-} account;
+} description;
 
-/* node: stolen; NULL with an error set. */
-static int add_task(account *self, PyObject *node, const char *kind, bool is_packed)
+/* name, faces: stolen; NULL with an error set. */
+static int add_task(description *self, PyObject *name, const char *kind, const char *why,
+                    bool is_packed, PyObject *faces)
 {
-    return zbp_append_new(
-        self->tasks, Py_BuildValue("NsNN", node, kind, PyList_New(0), PyBool_FromLong(is_packed)));
+    return zbp_append_new(self->tasks, Py_BuildValue("NssNNN", name, kind, why,
+                                                 PyBool_FromLong(is_packed), faces, PyList_New(0)));
 }
 
 static const char *role_of(const zbp_held_tensor *tensor)
@@ -85,11 +88,11 @@ static bool serves(const zbp_held_tensor *tensor, const zbp_face *face, int32_t 
 }
 
 /* (role, storage, bytes, shape, dtype, device, weights), to the last task. Steals weights. */
-static int add_tensor(const account *self, const zbp_held_tensor *tensor, PyObject *weights)
+static int add_tensor(const description *self, const zbp_held_tensor *tensor, PyObject *weights)
 {
     PyObject *task = PyList_GET_ITEM(self->tasks, PyList_GET_SIZE(self->tasks) - 1);
 
-    return zbp_append_new(PyTuple_GET_ITEM(task, 2),
+    return zbp_append_new(PyTuple_GET_ITEM(task, 5),
                           Py_BuildValue("sNnOOON", role_of(tensor),
                                         PyLong_FromVoidPtr((void *)tensor->storage),
                                         (Py_ssize_t)tensor->bytes, tensor->shape, tensor->dtype,
@@ -98,7 +101,7 @@ static int add_tensor(const account *self, const zbp_held_tensor *tensor, PyObje
 
 static int add_tasks(void *arg, const zbp_held_tensor *tensor)
 {
-    account *self = arg;
+    description *self = arg;
     const zbp_layout *layout = self->turn.layout;
     const zbp_task *task = &layout->task[self->number];
 
@@ -108,43 +111,98 @@ static int add_tasks(void *arg, const zbp_held_tensor *tensor)
             zbp_reach_add(&self->reach, layout, f);
         }
     }
-    return add_tensor(self, tensor, zbp_pick(self->weights, &self->reach));
+    return add_tensor(self, tensor, pick(self->weights, &self->reach));
 }
 
 static int add_outside(void *arg, const zbp_held_tensor *tensor)
 {
-    account *self = arg;
+    description *self = arg;
 
     zbp_reach_begin(&self->reach);
     zbp_reach_add_outside(&self->reach, self->turn.layout, self->number);
-    return add_tensor(self, tensor, zbp_pick(self->weights, &self->reach));
+    return add_tensor(self, tensor, pick(self->weights, &self->reach));
 }
 
 static int add_waiting(void *arg, const zbp_held_tensor *tensor)
 {
-    account *self = arg;
+    description *self = arg;
     PyObject *weight = PyTuple_GET_ITEM(self->weights, (Py_ssize_t)self->number);
 
-    return add_task(self, Py_NewRef(Py_None), "waiting", false) < 0
+    return add_task(self, Py_NewRef(Py_None), "waiting", "", false, PyList_New(0)) < 0
                ? -1
                : add_tensor(self, tensor, Py_BuildValue("[O]", weight));
 }
 
-static int list_task(account *self, uint32_t t, zbp_error *error)
+/* What makes W go through the engine to get from the face to its weight: a new str; None if it need not. */
+static PyObject *way_of(const zbp_turn *turn, uint32_t f, zbp_error *error)
+{
+    bool is_watched = false;
+    PyObject *node, *way = NULL;
+
+    switch (turn->layout->face[f].obstacle) {
+    case ZBP_OBSTACLE_NONE:
+        return Py_NewRef(Py_None);
+    case ZBP_OBSTACLE_CAST:
+        return PyUnicode_FromString("it is cast twice on its way");
+    case ZBP_OBSTACLE_SUM:
+        return PyUnicode_FromString("several gradients meet before its cast");
+    default:
+        node = zbp_or_raise(zbp_face_end(turn->held, f, &is_watched, error), error);
+        if (node != NULL) {
+            way = PyUnicode_FromFormat(is_watched ? "a hook watches %U" : "it is computed by %U",
+                                       node);
+            Py_DECREF(node);
+        }
+        return way;
+    }
+}
+
+/* New (slot, shape, way, weights). */
+static PyObject *face(description *self, uint32_t f, zbp_error *error)
+{
+    PyObject *shape = zbp_or_raise(zbp_face_shape(self->turn.held, f, error), error);
+    PyObject *way = shape != NULL ? way_of(&self->turn, f, error) : NULL;
+
+    if (way == NULL) {
+        Py_XDECREF(shape);
+        return NULL;
+    }
+    zbp_reach_begin(&self->reach);
+    zbp_reach_add(&self->reach, self->turn.layout, f);
+    return Py_BuildValue("INNN", (unsigned int)self->turn.layout->face[f].slot, shape, way,
+                         pick(self->weights, &self->reach));
+}
+
+/* New list of a task's. */
+static PyObject *list_faces(description *self, const zbp_task *task, zbp_error *error)
+{
+    PyObject *faces = PyList_New(0);
+
+    for (uint32_t f = task->face_begin; faces != NULL && f < task->face_end; ++f) {
+        if (zbp_append_new(faces, face(self, f, error)) < 0) {
+            Py_CLEAR(faces);
+        }
+    }
+    return faces;
+}
+
+static int list_task(description *self, uint32_t t, zbp_error *error)
 {
     zbp_held *held = self->turn.held;
     const zbp_task *task = &self->turn.layout->task[t];
     const char *kind = zbp_task_has_work(held, t) ? "handed over" : zbp_kind_name(task->kind);
     PyObject *name = zbp_or_raise(zbp_task_name(held, t, error), error);
 
+    PyObject *faces = name != NULL ? list_faces(self, task, error) : NULL;
+
     self->number = t;
-    if (add_task(self, name, kind, task->leaves_packed) < 0) {
+    if (add_task(self, name, kind, zbp_why_name(task->why), task->leaves_packed, faces) < 0) {
         return -1;
     }
     return zbp_task_tensors(held, t, add_tasks, self, error) == ZBP_OK ? 0 : zbp_fail(error);
 }
 
-static int list_outside(account *self, uint32_t o, zbp_error *error)
+static int list_outside(description *self, uint32_t o, zbp_error *error)
 {
     bool is_packed = false;
     PyObject *name = zbp_or_raise(zbp_outside_name(self->turn.held, o, &is_packed, error), error);
@@ -154,7 +212,7 @@ static int list_outside(account *self, uint32_t o, zbp_error *error)
         return 0;
     }
     self->number = o;
-    if (add_task(self, name, "outside", is_packed) < 0) {
+    if (add_task(self, name, "outside", "", is_packed, PyList_New(0)) < 0) {
         return -1;
     }
     return zbp_outside_tensors(self->turn.held, o, add_outside, self, error) == ZBP_OK
@@ -162,7 +220,7 @@ static int list_outside(account *self, uint32_t o, zbp_error *error)
                : zbp_fail(error);
 }
 
-static int list_waiting(account *self, uint32_t w, zbp_error *error)
+static int list_waiting(description *self, uint32_t w, zbp_error *error)
 {
     self->number = w;
     return zbp_weight_waiting(self->turn.held, w, add_waiting, self, error) == ZBP_OK
@@ -171,7 +229,7 @@ static int list_waiting(account *self, uint32_t w, zbp_error *error)
 }
 
 /* The tasks in the group's order, then what is no task. Returns 0, or -1 with an error set. */
-static int list_all(account *self)
+static int list_all(description *self)
 {
     const zbp_layout *layout = self->turn.layout;
     zbp_error error = {0};
@@ -189,7 +247,7 @@ static int list_all(account *self)
     return status;
 }
 
-PyObject *zbp_refuse_running(void)
+static PyObject *refuse_running(void)
 {
     PyErr_SetString(PyExc_RuntimeError,
                     "what a parameter group holds cannot be listed while its weight pass runs; "
@@ -197,14 +255,14 @@ PyObject *zbp_refuse_running(void)
     return NULL;
 }
 
-PyObject *zbp_account_wrap(const zbp_group *group)
+PyObject *zbp_describe_group(const zbp_group *group)
 {
-    account self = {.turn = zbp_group_turn(group)};
+    description self = {.turn = zbp_group_turn(group)};
     zbp_error error = {0};
 
     /* Making Python objects may run other Python code, and that a W. */
     if (!zbp_book_claim(self.turn.book)) {
-        return zbp_refuse_running();
+        return refuse_running();
     }
     if (self.turn.book->state == ZBP_BOOK_SPENT) {
         self.tasks = PyList_New(0);
@@ -232,10 +290,30 @@ PyObject *zbp_weights_wrap(const zbp_group *group)
     if (zbp_group_state(group) == ZBP_GROUP_SPENT) {
         return PyTuple_New(0);
     }
-    if (!zbp_book_claim(turn.book)) { /* as zbp_account_wrap() */
-        return zbp_refuse_running();
+    if (!zbp_book_claim(turn.book)) { /* as zbp_describe_group() */
+        return refuse_running();
     }
     weights = zbp_or_raise(zbp_held_weights(turn.held, &error), &error);
     zbp_book_give_back(turn.book);
     return weights;
+}
+
+PyDoc_STRVAR(is_watched_doc,
+             "is_watched(tensor, /)\n--\n\nTrue if hooks watch its accumulation, as DDP's do.");
+
+static PyObject *is_watched(PyObject *Py_UNUSED(module), PyObject *tensor)
+{
+    zbp_error error = {0};
+    int answer = 0;
+
+    return zbp_is_watched(tensor, &answer, &error) == ZBP_OK ? PyBool_FromLong(answer)
+                                                             : zbp_error_raise(&error);
+}
+
+static PyMethodDef describe_methods[] = {{"is_watched", is_watched, METH_O, is_watched_doc},
+                                         {NULL, NULL, 0, NULL}};
+
+int zbp_add_describe(PyObject *module)
+{
+    return PyModule_AddFunctions(module, describe_methods);
 }
