@@ -50,20 +50,14 @@ class Recorder:
     def held(self, at: int, begin: int, end: int, other: bytes = b"", /) -> int: ...
 
 def input_pass(
-    outputs: Iterable[torch.Tensor | GradientEdge | None],
-    output_grads: Iterable[torch.Tensor | Literal[False] | None] | None,
-    inputs: Iterable[Any],
-    weights: Iterable[torch.Tensor] | None,
+    outputs: tuple[torch.Tensor | GradientEdge | None, ...],
+    output_grads: tuple[torch.Tensor | Literal[False] | None, ...] | None,
+    inputs: tuple[Any, ...],
+    weights: tuple[torch.Tensor, ...] | None,
     policy: Policy,
     /,
 ) -> tuple[tuple[torch.Tensor | None, ...], list[ParamGroup]]: ...
-def weight_pass(
-    weights: Iterable[torch.Tensor] | None,
-    param_groups: Iterable[ParamGroup],
-    retain_graph: bool,
-    policy: Policy,
-    /,
-) -> Sequence[torch.Tensor]: ...
+def weight_pass(param_groups: tuple[ParamGroup, ...], retain_graph: bool, policy: Policy, /) -> None: ...
 
 HOLDS_STORAGE: int
 HOLDS_TENSOR: int

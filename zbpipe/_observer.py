@@ -5,7 +5,7 @@ A module of its own, so that the passes do not need zbpipe.memory, which needs t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +18,7 @@ class Observer(Protocol):
 
     def input_pass(self, *args: Any) -> tuple[tuple[torch.Tensor | None, ...], list[ParamGroup]]: ...
 
-    def weight_pass(self, *args: Any) -> Sequence[torch.Tensor]: ...
+    def weight_pass(self, *args: Any) -> None: ...
 
     def backward(self, backward: Callable[..., None], /, *args: Any) -> None: ...
 

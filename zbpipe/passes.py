@@ -71,7 +71,13 @@ def stage_backward_input(
     inputs = input_values if stages is None else input_values[: stages.received]
     try:
         with inner:
-            dinputs, groups = run(outputs, grads, inputs, served, policy)
+            dinputs, groups = run(
+                _listed("stage_outputs_or_loss", outputs),
+                None if grads is None else _listed("output_grads", grads),
+                _listed("input_values", inputs),
+                None if served is None else _listed("weights", served),
+                policy,
+            )
     except _C.RunError as error:
         raise _failed("stage backward input", stage_outputs_or_loss, output_grads, input_values) from error.__cause__
     if stages is not None:
@@ -127,8 +133,46 @@ def stage_backward_weight(
     if policy.main_grad:
         scale.check_main_grad()
     served = None if handover.take_stages_pass() else handover.in_graph(weights)
-    listed = run(served, param_groups, retain_graph, policy)
+    groups = _listed("param_groups", param_groups)
+    if served is None:
+        run(groups, retain_graph, policy)
+        return ()
+    listed = _listed("weights", served)
+    _check_listed(listed, groups)
+    run(groups, retain_graph, policy)
     return tuple([weight.grad for weight in listed])  # a generator takes a fifth longer
+
+
+def _listed(name: str, values: Any) -> tuple[Any, ...]:
+    """A copy, for hooks may change the caller's list while a pass runs."""
+    if values is None:
+        raise TypeError(f"{name} is None; expected a list, a tuple or an iterator")
+    try:
+        return tuple(values)
+    except TypeError:
+        if isinstance(values, Iterable):
+            raise
+        raise TypeError(f"{name} is a {type(values).__name__}; expected a list, a tuple or an iterator") from None
+
+
+def _check_listed(weights: tuple[Any, ...], groups: tuple[Any, ...]) -> None:
+    """Each group's weights are among those that the caller lists."""
+    for i, weight in enumerate(weights):
+        if not isinstance(weight, torch.Tensor):
+            raise TypeError(f"weights[{i}] is a {type(weight).__name__}; expected a tensor")
+    known = set(map(id, weights))
+    for i, group in enumerate(groups):
+        try:
+            served = group.weights if isinstance(group, ParamGroup) else ()
+        except RuntimeError:
+            continue  # its W runs: _C refuses it, as it does what is no group
+        for weight in served:
+            if id(weight) not in known:
+                dtype = str(weight.dtype).removeprefix("torch.")
+                raise ValueError(
+                    f"param_groups[{i}] holds a gradient for a parameter of {dtype} {list(weight.shape)} that is not "
+                    f"among the {len(weights)} weights; pass the weights that stage_backward_input was given"
+                )
 
 
 def stage_backward(
@@ -181,10 +225,10 @@ def _backward_into_main_grad(roots: Sequence[Any], root_grads: Sequence[torch.Te
     scale.check_main_grad()
     policy = get_policy()
     try:
-        _, groups = _C.input_pass(roots, root_grads, (), None, policy)
+        _, groups = _C.input_pass(tuple(roots), tuple(root_grads), (), None, policy)
     except _C.RunError as error:
         raise error.__cause__ or error from None
-    _C.weight_pass(None, groups, False, policy)
+    _C.weight_pass(tuple(groups), False, policy)
 
 
 @contextmanager

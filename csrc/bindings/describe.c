@@ -34,7 +34,7 @@ static PyObject *pick(PyObject *weights, zbp_reach *reach)
 
 /* The tasks so far, and what the tensors that come are of. */
 typedef struct description {
-    zbp_turn turn;
+    zbp_group *group;
     PyObject *tasks;
     PyObject *weights; /* the group's */
     zbp_reach reach;
@@ -45,8 +45,9 @@ typedef struct description {
 static int add_task(description *self, PyObject *name, const char *kind, const char *why,
                     bool is_packed, PyObject *faces)
 {
-    return zbp_append_new(self->tasks, Py_BuildValue("NssNNN", name, kind, why,
-                                                 PyBool_FromLong(is_packed), faces, PyList_New(0)));
+    return zbp_append_new(
+        self->tasks,
+        Py_BuildValue("NssNNN", name, kind, why, PyBool_FromLong(is_packed), faces, PyList_New(0)));
 }
 
 static const char *role_of(const zbp_held_tensor *tensor)
@@ -102,7 +103,7 @@ static int add_tensor(const description *self, const zbp_held_tensor *tensor, Py
 static int add_tasks(void *arg, const zbp_held_tensor *tensor)
 {
     description *self = arg;
-    const zbp_layout *layout = self->turn.layout;
+    const zbp_layout *layout = &self->group->layout;
     const zbp_task *task = &layout->task[self->number];
 
     zbp_reach_begin(&self->reach);
@@ -119,7 +120,7 @@ static int add_outside(void *arg, const zbp_held_tensor *tensor)
     description *self = arg;
 
     zbp_reach_begin(&self->reach);
-    zbp_reach_add_outside(&self->reach, self->turn.layout, self->number);
+    zbp_reach_add_outside(&self->reach, &self->group->layout, self->number);
     return add_tensor(self, tensor, pick(self->weights, &self->reach));
 }
 
@@ -134,12 +135,12 @@ static int add_waiting(void *arg, const zbp_held_tensor *tensor)
 }
 
 /* What makes W go through the engine to get from the face to its weight: a new str; None if it need not. */
-static PyObject *way_of(const zbp_turn *turn, uint32_t f, zbp_error *error)
+static PyObject *way_of(zbp_group *group, uint32_t f, zbp_error *error)
 {
     bool is_watched = false;
     PyObject *node, *way = NULL;
 
-    switch (turn->layout->face[f].obstacle) {
+    switch (group->layout.face[f].obstacle) {
     case ZBP_OBSTACLE_NONE:
         return Py_NewRef(Py_None);
     case ZBP_OBSTACLE_CAST:
@@ -147,7 +148,7 @@ static PyObject *way_of(const zbp_turn *turn, uint32_t f, zbp_error *error)
     case ZBP_OBSTACLE_SUM:
         return PyUnicode_FromString("several gradients meet before its cast");
     default:
-        node = zbp_or_raise(zbp_face_end(turn->held, f, &is_watched, error), error);
+        node = zbp_or_raise(zbp_face_end(group, f, &is_watched, error), error);
         if (node != NULL) {
             way = PyUnicode_FromFormat(is_watched ? "a hook watches %U" : "it is computed by %U",
                                        node);
@@ -160,16 +161,16 @@ static PyObject *way_of(const zbp_turn *turn, uint32_t f, zbp_error *error)
 /* New (slot, shape, way, weights). */
 static PyObject *face(description *self, uint32_t f, zbp_error *error)
 {
-    PyObject *shape = zbp_or_raise(zbp_face_shape(self->turn.held, f, error), error);
-    PyObject *way = shape != NULL ? way_of(&self->turn, f, error) : NULL;
+    PyObject *shape = zbp_or_raise(zbp_face_shape(self->group, f, error), error);
+    PyObject *way = shape != NULL ? way_of(self->group, f, error) : NULL;
 
     if (way == NULL) {
         Py_XDECREF(shape);
         return NULL;
     }
     zbp_reach_begin(&self->reach);
-    zbp_reach_add(&self->reach, self->turn.layout, f);
-    return Py_BuildValue("INNN", (unsigned int)self->turn.layout->face[f].slot, shape, way,
+    zbp_reach_add(&self->reach, &self->group->layout, f);
+    return Py_BuildValue("INNN", (unsigned int)self->group->layout.face[f].slot, shape, way,
                          pick(self->weights, &self->reach));
 }
 
@@ -188,10 +189,10 @@ static PyObject *list_faces(description *self, const zbp_task *task, zbp_error *
 
 static int list_task(description *self, uint32_t t, zbp_error *error)
 {
-    zbp_held *held = self->turn.held;
-    const zbp_task *task = &self->turn.layout->task[t];
-    const char *kind = zbp_task_has_work(held, t) ? "handed over" : zbp_kind_name(task->kind);
-    PyObject *name = zbp_or_raise(zbp_task_name(held, t, error), error);
+    zbp_group *group = self->group;
+    const zbp_task *task = &self->group->layout.task[t];
+    const char *kind = zbp_task_has_work(group, t) ? "handed over" : zbp_kind_name(task->kind);
+    PyObject *name = zbp_or_raise(zbp_task_name(group, t, error), error);
 
     PyObject *faces = name != NULL ? list_faces(self, task, error) : NULL;
 
@@ -199,13 +200,13 @@ static int list_task(description *self, uint32_t t, zbp_error *error)
     if (add_task(self, name, kind, zbp_why_name(task->why), task->leaves_packed, faces) < 0) {
         return -1;
     }
-    return zbp_task_tensors(held, t, add_tasks, self, error) == ZBP_OK ? 0 : zbp_fail(error);
+    return zbp_task_tensors(group, t, add_tasks, self, error) == ZBP_OK ? 0 : zbp_fail(error);
 }
 
 static int list_outside(description *self, uint32_t o, zbp_error *error)
 {
     bool is_packed = false;
-    PyObject *name = zbp_or_raise(zbp_outside_name(self->turn.held, o, &is_packed, error), error);
+    PyObject *name = zbp_or_raise(zbp_outside_name(self->group, o, &is_packed, error), error);
 
     if (name == Py_None) {
         Py_DECREF(name);
@@ -215,7 +216,7 @@ static int list_outside(description *self, uint32_t o, zbp_error *error)
     if (add_task(self, name, "outside", "", is_packed, PyList_New(0)) < 0) {
         return -1;
     }
-    return zbp_outside_tensors(self->turn.held, o, add_outside, self, error) == ZBP_OK
+    return zbp_outside_tensors(self->group, o, add_outside, self, error) == ZBP_OK
                ? 0
                : zbp_fail(error);
 }
@@ -223,15 +224,14 @@ static int list_outside(description *self, uint32_t o, zbp_error *error)
 static int list_waiting(description *self, uint32_t w, zbp_error *error)
 {
     self->number = w;
-    return zbp_weight_waiting(self->turn.held, w, add_waiting, self, error) == ZBP_OK
-               ? 0
-               : zbp_fail(error);
+    return zbp_weight_waiting(self->group, w, add_waiting, self, error) == ZBP_OK ? 0
+                                                                                  : zbp_fail(error);
 }
 
 /* The tasks in the group's order, then what is no task. Returns 0, or -1 with an error set. */
 static int list_all(description *self)
 {
-    const zbp_layout *layout = self->turn.layout;
+    const zbp_layout *layout = &self->group->layout;
     zbp_error error = {0};
     int status = 0;
 
@@ -255,21 +255,21 @@ static PyObject *refuse_running(void)
     return NULL;
 }
 
-PyObject *zbp_describe_group(const zbp_group *group)
+PyObject *zbp_describe_group(zbp_group *group)
 {
-    description self = {.turn = zbp_group_turn(group)};
+    description self = {.group = group};
     zbp_error error = {0};
 
     /* Making Python objects may run other Python code, and that a W. */
-    if (!zbp_book_claim(self.turn.book)) {
+    if (!zbp_book_claim(&group->book)) {
         return refuse_running();
     }
-    if (self.turn.book->state == ZBP_BOOK_SPENT) {
+    if (group->book.state == ZBP_BOOK_SPENT) {
         self.tasks = PyList_New(0);
-    } else if (zbp_reach_init(&self.reach, self.turn.layout, NULL) != ZBP_OK) {
+    } else if (zbp_reach_init(&self.reach, &group->layout, NULL) != ZBP_OK) {
         PyErr_NoMemory();
     } else {
-        self.weights = zbp_or_raise(zbp_held_weights(self.turn.held, &error), &error);
+        self.weights = zbp_or_raise(zbp_group_weights(group, &error), &error);
         self.tasks = self.weights != NULL ? PyList_New(0) : NULL;
     }
     if (self.weights != NULL && self.tasks != NULL && list_all(&self) < 0) {
@@ -277,24 +277,23 @@ PyObject *zbp_describe_group(const zbp_group *group)
     }
     Py_XDECREF(self.weights);
     zbp_reach_fini(&self.reach);
-    zbp_book_give_back(self.turn.book);
+    zbp_book_give_back(&group->book);
     return self.tasks;
 }
 
-PyObject *zbp_weights_wrap(const zbp_group *group)
+PyObject *zbp_weights_wrap(zbp_group *group)
 {
-    const zbp_turn turn = zbp_group_turn(group);
     zbp_error error = {0};
     PyObject *weights;
 
     if (zbp_group_state(group) == ZBP_GROUP_SPENT) {
         return PyTuple_New(0);
     }
-    if (!zbp_book_claim(turn.book)) { /* as zbp_describe_group() */
+    if (!zbp_book_claim(&group->book)) { /* as zbp_describe_group() */
         return refuse_running();
     }
-    weights = zbp_or_raise(zbp_held_weights(turn.held, &error), &error);
-    zbp_book_give_back(turn.book);
+    weights = zbp_or_raise(zbp_group_weights(group, &error), &error);
+    zbp_book_give_back(&group->book);
     return weights;
 }
 

@@ -1,6 +1,6 @@
 /* group.c - the type ParamGroup: a parameter group as a Python object.
  *
- * The group is the shim's (zbp_shim.h); here it is wrapped.
+ * The group is the shim's; here it is wrapped.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -9,7 +9,7 @@
 
 #include "bindings/parts.h"
 #include "shim/pass/zbp_describe.h"
-#include "shim/pass/zbp_shim.h"
+#include "shim/pass/zbp_input.h"
 #include "shim/work/zbp_work.h"
 
 /* Owns its zbp_group. What Functions have handed over may refer back to it. */
@@ -55,12 +55,7 @@ PyObject *zbp_group_wrap(PyTypeObject *type, zbp_group *group)
     return (PyObject *)self;
 }
 
-const zbp_group *zbp_group_in(PyObject *object)
-{
-    return ((group_object *)object)->group;
-}
-
-zbp_group *zbp_group_of(PyObject *object)
+zbp_group *zbp_group_in(PyObject *object)
 {
     return ((group_object *)object)->group;
 }
@@ -88,18 +83,19 @@ static PyObject *group_repr(PyObject *op)
                                         ? "<zbpipe.ParamGroup: spent, its weight pass has run>"
                                         : "<zbpipe.ParamGroup: its weight pass is running>");
     }
+    const uint32_t weights = group->layout.weight_count, tasks = group->layout.task_count;
     zbp_error error = {0};
-    zbp_group_info info;
-    if (zbp_group_get_info(group, &info, &error) != ZBP_OK) {
+    size_t held = 0;
+    if (zbp_group_bytes_held(group, &held, &error) != ZBP_OK) {
         return zbp_error_raise(&error);
     }
-    PyObject *bytes = format_bytes(info.bytes_held);
+    PyObject *bytes = format_bytes(held);
     if (bytes == NULL) {
         return NULL;
     }
     PyObject *repr = PyUnicode_FromFormat(
-        "<zbpipe.ParamGroup: %zu parameter%s, %zu split node%s, %U held>", info.params,
-        info.params == 1 ? "" : "s", info.split_nodes, info.split_nodes == 1 ? "" : "s", bytes);
+        "<zbpipe.ParamGroup: %u parameter%s, %u split node%s, %U held>", (unsigned int)weights,
+        weights == 1 ? "" : "s", (unsigned int)tasks, tasks == 1 ? "" : "s", bytes);
     Py_DECREF(bytes);
     return repr;
 }
@@ -107,9 +103,9 @@ static PyObject *group_repr(PyObject *op)
 static PyObject *group_get_bytes_held(PyObject *op, void *Py_UNUSED(closure))
 {
     zbp_error error = {0};
-    zbp_group_info info;
-    return zbp_group_get_info(((group_object *)op)->group, &info, &error) == ZBP_OK
-               ? PyLong_FromSize_t(info.bytes_held)
+    size_t bytes = 0;
+    return zbp_group_bytes_held(((group_object *)op)->group, &bytes, &error) == ZBP_OK
+               ? PyLong_FromSize_t(bytes)
                : zbp_error_raise(&error);
 }
 
@@ -137,10 +133,10 @@ static PyObject *group_get_reads_weights(PyObject *op, void *Py_UNUSED(closure))
                : zbp_error_raise(&error);
 }
 
-static PyMethodDef group_methods[] = {
-    {"_describe", group_describe, METH_NOARGS,
-     "_describe()\n--\n\nEach weight task and what it holds; explain() and memory.held() make it readable."},
-    {NULL, NULL, 0, NULL}};
+static PyMethodDef group_methods[] = {{"_describe", group_describe, METH_NOARGS,
+                                       "_describe()\n--\n\nEach weight task and what it holds; "
+                                       "explain() and memory.held() make it readable."},
+                                      {NULL, NULL, 0, NULL}};
 
 static PyGetSetDef group_getset[] = {
     {"bytes_held", group_get_bytes_held, NULL,

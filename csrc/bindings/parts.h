@@ -7,7 +7,7 @@
 
 #include <Python.h>
 
-#include "shim/pass/zbp_shim.h"
+#include "shim/pass/zbp_input.h"
 #include "shim/torch/zbp_raise.h"
 
 /* What a function of the shim returned, or NULL with what it raised as the Python error. */
@@ -34,8 +34,6 @@ int zbp_add_work(PyObject *module);
 
 /* A zbpipe.Policy, for I: its words as numbers. Returns 0, or -1 with an error set. */
 int zbp_read_policy(PyObject *policy, zbp_policy *out);
-/* Gives the scene the parameters that it excludes. Returns 0, or -1 with an error set. */
-int zbp_exclude_weights(zbp_scene *scene, PyObject *policy);
 /* Its choice that is True or False. Returns 0, or -1 with an error set. */
 int zbp_read_flag(PyObject *policy, const char *name, bool *out);
 
@@ -57,10 +55,10 @@ int zbp_append_new(PyObject *list, PyObject *value);
  * "saved" (by the node, or what work was given) or "waiting gradient". storage: an int, the same for tensors that share
  * memory, 0 where there is none; bytes: of the whole storage. weights: the leaf tensors whose gradients are computed
  * from it, a list. NULL with an error set, while the group's W runs RuntimeError. */
-PyObject *zbp_describe_group(const zbp_group *group);
+PyObject *zbp_describe_group(zbp_group *group);
 /* New tuple of the leaf tensors that the group serves, empty once it is spent. NULL with an error set, while its W runs
  * RuntimeError. */
-PyObject *zbp_weights_wrap(const zbp_group *group);
+PyObject *zbp_weights_wrap(zbp_group *group);
 
 /* Adds the type ParamGroup. New reference, or NULL with an error set. */
 PyTypeObject *zbp_add_group(PyObject *module);
@@ -69,8 +67,7 @@ PyTypeObject *zbp_add_group(PyObject *module);
 PyObject *zbp_group_wrap(PyTypeObject *type, zbp_group *group);
 
 /* The group in a ParamGroup. Precondition: object is one. Borrowed from it. */
-const zbp_group *zbp_group_in(PyObject *object);
-zbp_group *zbp_group_of(PyObject *object); /* to run or change it */
+zbp_group *zbp_group_in(PyObject *object);
 
 /* Of zbpipe._C; both are owned by it. */
 typedef struct zbp_module_state {

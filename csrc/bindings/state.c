@@ -62,19 +62,3 @@ int zbp_read_policy(PyObject *policy, zbp_policy *out)
     *out = (zbp_policy){.leaves = {(uint8_t)deferred, (uint8_t)packed}};
     return packed >= 0 ? zbp_read_flag(policy, "main_grad", &out->main_grad) : -1;
 }
-
-int zbp_exclude_weights(zbp_scene *scene, PyObject *policy)
-{
-    PyObject *excluded = PyObject_GetAttrString(policy, "exclude");
-    PyObject *seq =
-        excluded != NULL ? PySequence_Fast(excluded, "policy.exclude is no tuple") : NULL;
-    zbp_error error = {0};
-    int status = seq != NULL ? ZBP_OK : ZBP_ETORCH;
-
-    for (Py_ssize_t i = 0; status == ZBP_OK && i < PySequence_Fast_GET_SIZE(seq); ++i) {
-        status = zbp_scene_exclude(scene, PySequence_Fast_GET_ITEM(seq, i), &error);
-    }
-    Py_XDECREF(seq);
-    Py_XDECREF(excluded);
-    return status == ZBP_OK ? 0 : seq == NULL ? -1 : zbp_fail(&error);
-}

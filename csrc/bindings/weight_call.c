@@ -8,13 +8,12 @@
 #include "bindings/weight_call.h"
 #include "core/base/zbp_map.h"
 #include "pass/zbp_pass.h"
-#include "shim/pass/zbp_call.h"
-#include "shim/torch/zbp_tensor.h"
+#include "shim/pass/zbp_weight.h"
 
 /* Its groups are in its hands up to `claimed`. */
 typedef struct weight_call {
     zbp_call *shim;
-    zbp_turn *turn;
+    zbp_group *const *group;
     size_t count, claimed;
 } weight_call;
 
@@ -24,7 +23,7 @@ static bool is_listed_before(const weight_call *call, size_t i)
 {
     size_t other = 0;
 
-    while (call->turn[other].held != call->turn[i].held) {
+    while (call->group[other] != call->group[i]) {
         ++other;
     }
     return other < i;
@@ -34,7 +33,7 @@ static bool is_listed_before(const weight_call *call, size_t i)
 static int refuse_claim(const weight_call *call)
 {
     for (size_t i = 0; i < call->count; ++i) {
-        const zbp_book *book = call->turn[i].book;
+        const zbp_book *book = &call->group[i]->book;
         const bool is_others = i >= call->claimed && zbp_book_is_claimed(book);
         if (!is_others && book->state == ZBP_BOOK_SPENT) {
             PyErr_Format(PyExc_RuntimeError,
@@ -57,7 +56,7 @@ static int refuse_claim(const weight_call *call)
 static int claim(weight_call *call)
 {
     for (; call->claimed < call->count; ++call->claimed) {
-        zbp_book *book = call->turn[call->claimed].book;
+        zbp_book *book = &call->group[call->claimed]->book;
         if (!zbp_book_claim(book)) {
             return refuse_claim(call);
         }
@@ -76,77 +75,11 @@ static void end_call(weight_call *call)
 
     PyErr_Fetch(&type, &value, &traceback);
     for (size_t i = 0; i < call->claimed; ++i) {
-        zbp_held_forget_main_grads(call->turn[i].held);
-        zbp_book_give_back(call->turn[i].book);
+        zbp_group_forget_main_grads(call->group[i]);
+        zbp_book_give_back(&call->group[i]->book);
     }
     zbp_call_free(call->shim);
     PyErr_Restore(type, value, traceback);
-}
-
-/* ---- what the caller lists */
-
-/* New: the weight in words, or NULL with an error set. */
-static PyObject *describe(const zbp_turn *turn, uint32_t weight)
-{
-    zbp_error error = {0};
-
-    return zbp_or_raise(zbp_weight_describe(turn->held, weight, &error), &error);
-}
-
-static int add_listed(zbp_map *listed, PyObject *weights)
-{
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(weights); ++i) {
-        PyObject *weight = PyTuple_GET_ITEM(weights, i);
-        const void *key = zbp_tensor_key(weight);
-
-        if (key == NULL) {
-            PyErr_Format(PyExc_TypeError, "weights[%zd] is a %s; expected a tensor", i,
-                         Py_TYPE(weight)->tp_name);
-            return -1;
-        }
-        if (zbp_map_add(listed, key, 0, NULL, NULL) != ZBP_OK) {
-            PyErr_NoMemory();
-            return -1;
-        }
-    }
-    return 0;
-}
-
-static int check_all_are(const weight_call *call, const zbp_map *listed, Py_ssize_t count)
-{
-    for (size_t i = 0; i < call->count; ++i) {
-        const zbp_turn *turn = &call->turn[i];
-        for (uint32_t w = 0; w < turn->layout->weight_count; ++w) {
-            if (zbp_map_find(listed, zbp_weight_tensor(turn->held, w), NULL)) {
-                continue;
-            }
-            PyObject *words = describe(turn, w);
-            if (words != NULL) {
-                PyErr_Format(PyExc_ValueError,
-                             "param_groups[%zu] holds a gradient for a parameter of %U that is not "
-                             "among the %zd weights; pass the weights that stage_backward_input "
-                             "was given",
-                             i, words, count);
-                Py_DECREF(words);
-            }
-            return -1;
-        }
-    }
-    return 0;
-}
-
-/* weights: a tuple, or NULL for no check. */
-static int check_listed(const weight_call *call, PyObject *weights)
-{
-    zbp_map listed = {0};
-    const int status =
-        weights == NULL || (add_listed(&listed, weights) == 0 &&
-                            check_all_are(call, &listed, PyTuple_GET_SIZE(weights)) == 0)
-            ? 0
-            : -1;
-
-    zbp_map_fini(&listed);
-    return status;
 }
 
 /* ---- what has changed since I */
@@ -157,18 +90,18 @@ static int check_leaves(const weight_call *call)
     bool is_computed = false;
 
     for (size_t i = 0; i < call->count; ++i) {
-        const zbp_turn *turn = &call->turn[i];
-        for (uint32_t w = 0; w < turn->layout->weight_count; ++w) {
-            if (turn->book->weight[w].is_added) {
+        zbp_group *group = call->group[i];
+        for (uint32_t w = 0; w < group->layout.weight_count; ++w) {
+            if (group->book.weight[w].is_added) {
                 continue;
             }
-            if (zbp_weight_is_computed(turn->held, w, &is_computed, &error) != ZBP_OK) {
+            if (zbp_weight_is_computed(group, w, &is_computed, &error) != ZBP_OK) {
                 return zbp_fail(&error);
             }
             if (!is_computed) {
                 continue;
             }
-            PyObject *words = describe(turn, w);
+            PyObject *words = zbp_or_raise(zbp_weight_describe(group, w, &error), &error);
             if (words != NULL) {
                 PyErr_Format(PyExc_RuntimeError,
                              "leaf variable has been moved into the graph interior: %U, for which "
@@ -234,8 +167,8 @@ static int check_recomputed(const weight_call *call, zbp_map *lists, last_read *
     zbp_modified modified = {0};
 
     for (size_t i = 0; i < call->count; ++i) {
-        const void *list = zbp_held_reads(call->turn[i].held);
-        const uint64_t now = list != NULL ? zbp_held_recomputed_for(call->turn[i].held) : 0;
+        const void *list = zbp_group_reads(call->group[i]);
+        const uint64_t now = list != NULL ? zbp_group_recomputed_for(call->group[i]) : 0;
         uint32_t number = lists->count;
 
         if (now == 0) {
@@ -251,7 +184,7 @@ static int check_recomputed(const weight_call *call, zbp_map *lists, last_read *
     }
     for (uint32_t n = 0; n < lists->count; ++n) {
         const size_t i = last[n].group;
-        if (zbp_reads_modified(call->turn[i].held, last[n].recomputed_for, &modified, &error) !=
+        if (zbp_reads_modified(call->group[i], last[n].recomputed_for, &modified, &error) !=
             ZBP_OK) {
             return zbp_fail(&error);
         }
@@ -270,13 +203,13 @@ static int check_unmodified(const weight_call *call)
     bool has_lists = false;
 
     for (size_t i = 0; i < call->count; ++i) {
-        if (zbp_held_modified(call->turn[i].held, &modified, &error) != ZBP_OK) {
+        if (zbp_group_modified(call->group[i], &modified, &error) != ZBP_OK) {
             return zbp_fail(&error);
         }
         if (refuse_modified(i, &modified) < 0) {
             return -1;
         }
-        has_lists = has_lists || zbp_held_reads(call->turn[i].held) != NULL;
+        has_lists = has_lists || zbp_group_reads(call->group[i]) != NULL;
     }
     if (!has_lists) {
         return 0;
@@ -298,7 +231,7 @@ static int check_capture(const weight_call *call)
 
     for (size_t i = 0; i < call->count; ++i) {
         bool then = false, now = false;
-        if (zbp_held_captures(call->turn[i].held, &then, &now, &error) != ZBP_OK) {
+        if (zbp_group_captures(call->group[i], &then, &now, &error) != ZBP_OK) {
             return zbp_fail(&error);
         }
         if (then != now) {
@@ -332,15 +265,15 @@ static int get_main_grad(PyObject *weight, PyObject **value_out)
 }
 
 /* The weight is added to its main_grad if it has one; then it is appended to `found`. */
-static int take_main_grad(zbp_held *held, uint32_t w, PyObject *found)
+static int take_main_grad(zbp_group *group, uint32_t w, PyObject *found)
 {
     zbp_error error = {0};
     PyObject *main_grad = NULL;
-    PyObject *weight = zbp_or_raise(zbp_weight_wrap(held, w, &error), &error);
+    PyObject *weight = zbp_or_raise(zbp_weight_wrap(group, w, &error), &error);
     int status = weight != NULL ? get_main_grad(weight, &main_grad) : -1;
 
     if (main_grad != NULL) {
-        status = zbp_weight_set_main_grad(held, w, main_grad, &error) == ZBP_OK
+        status = zbp_weight_set_main_grad(group, w, main_grad, &error) == ZBP_OK
                      ? PyList_Append(found, weight)
                      : zbp_fail(&error);
     }
@@ -371,9 +304,9 @@ static int find_main_grads(const weight_call *call)
     int status = found != NULL ? 0 : -1;
 
     for (size_t i = 0; status == 0 && i < call->count; ++i) {
-        const zbp_turn *turn = &call->turn[i];
-        for (uint32_t w = 0; status == 0 && w < turn->layout->weight_count; ++w) {
-            status = take_main_grad(turn->held, w, found);
+        zbp_group *group = call->group[i];
+        for (uint32_t w = 0; status == 0 && w < group->layout.weight_count; ++w) {
+            status = take_main_grad(group, w, found);
         }
     }
     if (status == 0) {
@@ -393,29 +326,26 @@ static int run(weight_call *call, zbp_how how)
     if (status != ZBP_OK) {
         return zbp_fail(&error);
     }
-    Py_BEGIN_ALLOW_THREADS status = zbp_pass_weights(call->turn, call->count, how, &error);
+    Py_BEGIN_ALLOW_THREADS status = zbp_pass_weights(call->group, call->count, how, &error);
     Py_END_ALLOW_THREADS const bool is_complete = status == ZBP_OK;
     status = zbp_call_end(call->shim, status, &error);
     for (size_t i = 0; is_complete && status != ZBP_OK && i < call->count; ++i) {
-        zbp_book_report_again(call->turn[i].book);
+        zbp_book_report_again(&call->group[i]->book);
     }
     return status == ZBP_OK ? 0 : zbp_fail(&error);
 }
 
-int zbp_run_weight_pass(zbp_group *const *groups, size_t count, PyObject *weights, zbp_how how,
-                        bool main_grad)
+int zbp_run_weight_pass(zbp_group *const *groups, size_t count, zbp_how how, bool main_grad)
 {
-    weight_call call = {.count = count};
+    weight_call call = {.group = groups, .count = count};
     zbp_error error = {0};
     int status = -1;
 
     if (zbp_call_new(groups, count, &call.shim, &error) != ZBP_OK) {
         return zbp_fail(&error);
     }
-    call.turn = zbp_call_turns(call.shim);
-    if (claim(&call) == 0 && check_listed(&call, weights) == 0 && check_leaves(&call) == 0 &&
-        check_unmodified(&call) == 0 && check_capture(&call) == 0 &&
-        (!main_grad || find_main_grads(&call) == 0)) {
+    if (claim(&call) == 0 && check_leaves(&call) == 0 && check_unmodified(&call) == 0 &&
+        check_capture(&call) == 0 && (!main_grad || find_main_grads(&call) == 0)) {
         status = run(&call, how);
     }
     end_call(&call);

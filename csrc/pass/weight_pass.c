@@ -4,44 +4,44 @@
 #include "pass/zbp_pass.h"
 
 /* A weight that is the engine's in one group is the engine's in all: what it adds comes in the order of the groups. */
-static int share_engine(zbp_turn *turn, size_t count)
+static int share_engine(zbp_group *const *group, size_t count)
 {
     zbp_map engine = {0};
     int status = ZBP_OK;
 
     for (size_t g = 0; g < count; g++) {
-        for (uint32_t w = 0; w < turn[g].book->weight_count && status == ZBP_OK; w++) {
-            if (!turn[g].book->weight[w].is_added && turn[g].book->weight[w].alone == ZBP_NO_FACE)
-                status = zbp_map_add(&engine, zbp_weight_key(turn[g].held, w), 0, NULL, NULL);
+        for (uint32_t w = 0; w < group[g]->book.weight_count && status == ZBP_OK; w++) {
+            if (!group[g]->book.weight[w].is_added && group[g]->book.weight[w].alone == ZBP_NO_FACE)
+                status = zbp_map_add(&engine, zbp_weight_key(group[g], w), 0, NULL, NULL);
         }
     }
     for (size_t g = 0; g < count && status == ZBP_OK && engine.count > 0; g++) {
-        for (uint32_t w = 0; w < turn[g].book->weight_count; w++) {
-            if (turn[g].book->weight[w].alone != ZBP_NO_FACE &&
-                zbp_map_find(&engine, zbp_weight_key(turn[g].held, w), NULL))
-                turn[g].book->weight[w].alone = ZBP_NO_FACE;
+        for (uint32_t w = 0; w < group[g]->book.weight_count; w++) {
+            if (group[g]->book.weight[w].alone != ZBP_NO_FACE &&
+                zbp_map_find(&engine, zbp_weight_key(group[g], w), NULL))
+                group[g]->book.weight[w].alone = ZBP_NO_FACE;
         }
     }
     zbp_map_fini(&engine);
     return status;
 }
 
-static int look(zbp_turn *turn, size_t count, zbp_how how, zbp_error *error)
+static int look(zbp_group *const *group, size_t count, zbp_how how, zbp_error *error)
 {
     int status = ZBP_OK;
 
     for (size_t g = 0; g < count && status == ZBP_OK; g++) {
-        status = zbp_look(turn[g].held, error);
+        status = zbp_look(group[g], error);
         if (status == ZBP_OK)
-            zbp_book_find_alone(turn[g].book, turn[g].layout, how);
+            zbp_book_find_alone(&group[g]->book, &group[g]->layout, how);
     }
-    return status == ZBP_OK && count > 1 ? share_engine(turn, count) : status;
+    return status == ZBP_OK && count > 1 ? share_engine(group, count) : status;
 }
 
 /* The group's weights that are alone. A group that is complete then lets go: those behind it need the memory. */
-static int add_alone(zbp_turn *turn, zbp_how how, zbp_error *error)
+static int add_alone(zbp_group *group, zbp_how how, zbp_error *error)
 {
-    const zbp_book *book = turn->book;
+    const zbp_book *book = &group->book;
     bool has_begun = false;
     int status = ZBP_OK;
 
@@ -49,18 +49,18 @@ static int add_alone(zbp_turn *turn, zbp_how how, zbp_error *error)
         if (book->weight[w].alone == ZBP_NO_FACE)
             continue;
         if (!has_begun)
-            status = zbp_follow_caller(turn->held, error);
+            status = zbp_follow_caller(group, error);
         has_begun = true;
         /* An accumulator would add nothing to a frozen weight either. */
         if (status == ZBP_OK && (book->weight[w].seen & ZBP_WEIGHT_FROZEN) == 0)
-            status = zbp_add_alone(turn->held, book->weight[w].alone, how, error);
+            status = zbp_add_alone(group, book->weight[w].alone, how, error);
         if (status == ZBP_OK)
-            zbp_book_added_alone(turn->book, w);
+            zbp_book_added_alone(&group->book, w);
     }
     if (status == ZBP_OK && has_begun)
-        status = zbp_join_streams(turn->held, error);
+        status = zbp_join_streams(group, error);
     if (status == ZBP_OK && !how.retain && zbp_book_is_complete(book))
-        zbp_held_release(turn->held);
+        zbp_group_release(group);
     return status;
 }
 
@@ -76,32 +76,32 @@ static int go(zbp_run **run, zbp_map *weights, zbp_error *error)
 }
 
 /* The group joins a run, whose weights are `weights`. *is_next_out: it has one of them, and nothing was done. */
-static int join_run(zbp_turn *turn, zbp_run *run, zbp_map *weights, bool *is_next_out,
+static int join_run(zbp_group *group, zbp_run *run, zbp_map *weights, bool *is_next_out,
                     zbp_error *error)
 {
     int status = ZBP_OK;
 
     *is_next_out = false;
-    for (uint32_t w = 0; w < turn->book->weight_count && !*is_next_out; w++)
-        *is_next_out = !turn->book->weight[w].is_added &&
-                       zbp_map_find(weights, zbp_weight_key(turn->held, w), NULL);
+    for (uint32_t w = 0; w < group->book.weight_count && !*is_next_out; w++)
+        *is_next_out = !group->book.weight[w].is_added &&
+                       zbp_map_find(weights, zbp_weight_key(group, w), NULL);
     if (*is_next_out)
         return ZBP_OK;
-    for (uint32_t w = 0; w < turn->book->weight_count && status == ZBP_OK; w++) {
-        if (!turn->book->weight[w].is_added)
-            status = zbp_map_add(weights, zbp_weight_key(turn->held, w), 0, NULL, NULL);
+    for (uint32_t w = 0; w < group->book.weight_count && status == ZBP_OK; w++) {
+        if (!group->book.weight[w].is_added)
+            status = zbp_map_add(weights, zbp_weight_key(group, w), 0, NULL, NULL);
     }
     if (status == ZBP_OK)
-        status = zbp_follow_caller(turn->held, error);
+        status = zbp_follow_caller(group, error);
     if (status == ZBP_OK) {
-        zbp_book_give_up_paths(turn->book, turn->layout);
-        status = zbp_run_add(run, turn->held, error);
+        zbp_book_give_up_paths(&group->book, &group->layout);
+        status = zbp_run_add(run, group, error);
     }
     return status;
 }
 
 /* One run for the groups of each microbatch: a group that shares a weight with one before it begins the next. */
-static int run_engine(zbp_turn *turn, size_t count, zbp_how how, zbp_error *error)
+static int run_engine(zbp_group *const *group, size_t count, zbp_how how, zbp_error *error)
 {
     zbp_run *run = NULL;
     zbp_map weights = {0};
@@ -109,12 +109,12 @@ static int run_engine(zbp_turn *turn, size_t count, zbp_how how, zbp_error *erro
     int status = ZBP_OK;
 
     for (size_t g = 0; g < count && status == ZBP_OK; g++) {
-        if (zbp_book_is_complete(turn[g].book))
+        if (zbp_book_is_complete(&group[g]->book))
             continue;
         if (run == NULL)
             status = zbp_run_new(how, &run, error);
         if (status == ZBP_OK)
-            status = join_run(&turn[g], run, &weights, &is_next, error);
+            status = join_run(group[g], run, &weights, &is_next, error);
         if (status == ZBP_OK && is_next) {
             status = go(&run, &weights, error);
             g--; /* it is the first of the next run */
@@ -127,48 +127,48 @@ static int run_engine(zbp_turn *turn, size_t count, zbp_how how, zbp_error *erro
     return status;
 }
 
-static void settle(zbp_turn *turn, zbp_how how, bool failed)
+static void settle(zbp_group *group, zbp_how how, bool failed)
 {
-    switch (zbp_book_settle(turn->book, how, failed)) {
+    switch (zbp_book_settle(&group->book, how, failed)) {
     case ZBP_FATE_KEEP:
         break;
     case ZBP_FATE_AGAIN:
-        zbp_held_again(turn->held);
+        zbp_group_again(group);
         break;
     case ZBP_FATE_RELEASE:
-        zbp_held_release(turn->held); /* it reads the layout */
-        zbp_layout_clear(turn->layout);
+        zbp_group_release(group); /* it reads the layout */
+        zbp_layout_clear(&group->layout);
         break;
     case ZBP_FATE_CLOSE:
-        zbp_held_close(turn->held);
-        zbp_layout_fini(turn->layout);
-        zbp_book_close(turn->book);
+        zbp_group_close(group);
+        zbp_layout_fini(&group->layout);
+        zbp_book_close(&group->book);
         break;
     }
 }
 
 /* Part of the gradients may have been added: what the caller does to them next comes after that. */
-static void join_what_has_run(zbp_turn *turn)
+static void join_what_has_run(zbp_group *group)
 {
     zbp_error later = {0};
-    const int status = zbp_join_streams(turn->held, &later);
+    const int status = zbp_join_streams(group, &later);
 
     (void)status; /* the call raises what came first */
     zbp_error_clear(&later);
 }
 
-int zbp_pass_weights(zbp_turn *turn, size_t count, zbp_how how, zbp_error *error)
+int zbp_pass_weights(zbp_group *const *group, size_t count, zbp_how how, zbp_error *error)
 {
-    int status = look(turn, count, how, error);
+    int status = look(group, count, how, error);
 
     for (size_t g = 0; g < count && status == ZBP_OK; g++)
-        status = add_alone(&turn[g], how, error);
+        status = add_alone(group[g], how, error);
     if (status == ZBP_OK)
-        status = run_engine(turn, count, how, error);
+        status = run_engine(group, count, how, error);
     for (size_t g = 0; g < count; g++) {
         if (status != ZBP_OK)
-            join_what_has_run(&turn[g]);
-        settle(&turn[g], how, status != ZBP_OK);
+            join_what_has_run(group[g]);
+        settle(group[g], how, status != ZBP_OK);
     }
     return status;
 }

@@ -20,6 +20,11 @@ void fake_violation(const char *what)
     abort();
 }
 
+static fake_group *fake_of(zbp_group *group)
+{
+    return (fake_group *)(void *)group; /* its first member */
+}
+
 static int raise_error(zbp_error *error, const char *what)
 {
     if (error->raised == NULL)
@@ -70,9 +75,9 @@ static int ways(const zbp_layout *layout, int32_t outside, uint32_t weight)
     return count;
 }
 
-void fake_open(zbp_held *held)
+void fake_open(fake_group *held)
 {
-    const zbp_layout *layout = &held->layout;
+    const zbp_layout *layout = &held->as.layout;
 
     for (uint32_t w = 0; w < MOST_WEIGHTS; w++) {
         held->weight[w].of = held;
@@ -83,12 +88,12 @@ void fake_open(zbp_held *held)
                 face->weight < 0 ? ways(layout, face->outside, w) : face->weight == (int32_t)w;
         }
     }
-    if (zbp_book_init(&held->book, layout, NULL) != ZBP_OK)
+    if (zbp_book_init(&held->as.book, layout, NULL) != ZBP_OK)
         fake_violation("no memory");
 }
 
 /* What the face's task computes, or I has kept. */
-static fake_gradient gradient_of(const zbp_held *held, uint32_t face)
+static fake_gradient gradient_of(const fake_group *held, uint32_t face)
 {
     fake_gradient gradient = {0};
 
@@ -129,13 +134,13 @@ void fake_mark(fake_weight *weight, uint8_t seen)
 static void check_order(const fake_weight *weight, bool is_alone)
 {
     for (const fake_weight *w = next_of(weight); w != weight; w = next_of(w)) {
-        const zbp_held *held = w->of;
+        const fake_group *held = w->of;
         const uint32_t number = (uint32_t)(w - held->weight);
 
         if (held->call != fake.call)
             continue;
-        if (held->position < weight->of->position && number < held->book.weight_count &&
-            !held->book.weight[number].is_added)
+        if (held->position < weight->of->position && number < held->as.book.weight_count &&
+            !held->as.book.weight[number].is_added)
             fake_violation("a weight gets its microbatches in another order");
         if (w->added_in == fake.call && w->was_alone != is_alone)
             fake_violation("a weight is alone in one group, and the engine's in another");
@@ -153,38 +158,42 @@ static void accumulate(fake_weight *weight, const fake_gradient *gradient, bool 
 
 /* ---- looks */
 
-int zbp_look(zbp_held *held, zbp_error *error)
+int zbp_look(zbp_group *group, zbp_error *error)
 {
+    fake_group *held = fake_of(group);
     if (fake.look != NULL)
         fake.look();
     if (touch(error) != ZBP_OK)
         return ZBP_ETORCH;
-    for (uint32_t w = 0; w < held->book.weight_count; w++)
-        zbp_book_see_weight(&held->book, w, held->weight[w].seen);
-    for (uint32_t f = 0; f < held->layout.face_count; f++) {
+    for (uint32_t w = 0; w < held->as.book.weight_count; w++)
+        zbp_book_see_weight(&held->as.book, w, held->weight[w].seen);
+    for (uint32_t f = 0; f < held->as.layout.face_count; f++) {
         if (held->face[f].is_hooked)
-            zbp_layout_give_up_path(&held->layout, f);
+            zbp_layout_give_up_path(&held->as.layout, f);
     }
     return ZBP_OK;
 }
 
-const void *zbp_weight_key(zbp_held *held, uint32_t weight)
+const void *zbp_weight_key(zbp_group *group, uint32_t weight)
 {
+    fake_group *held = fake_of(group);
     const fake_weight *w = &held->weight[weight];
 
     return w->key != NULL ? w->key : w;
 }
 
-int zbp_follow_caller(zbp_held *held, zbp_error *error)
+int zbp_follow_caller(zbp_group *group, zbp_error *error)
 {
+    fake_group *held = fake_of(group);
     if (touch(error) != ZBP_OK)
         return ZBP_ETORCH;
     held->is_following = true;
     return ZBP_OK;
 }
 
-int zbp_join_streams(zbp_held *held, zbp_error *error)
+int zbp_join_streams(zbp_group *group, zbp_error *error)
 {
+    fake_group *held = fake_of(group);
     if (touch(error) != ZBP_OK)
         return ZBP_ETORCH;
     held->is_owed = false;
@@ -193,10 +202,10 @@ int zbp_join_streams(zbp_held *held, zbp_error *error)
 
 /* ---- without the engine */
 
-static void check_alone(const zbp_held *held, uint32_t f)
+static void check_alone(const fake_group *held, uint32_t f)
 {
-    const zbp_face *face = &held->layout.face[f];
-    const zbp_task *task = &held->layout.task[face->task];
+    const zbp_face *face = &held->as.layout.face[f];
+    const zbp_task *task = &held->as.layout.task[face->task];
     const uint32_t w = (uint32_t)face->weight;
 
     if (face->weight < 0 || sum_of(&held->owed[w]) != 1)
@@ -210,7 +219,7 @@ static void check_alone(const zbp_held *held, uint32_t f)
     if (task->leaves_packed || task->has_work ||
         (task->kind != ZBP_TASK_PRODUCT && task->kind != ZBP_TASK_WHOLE))
         fake_violation("what needs the engine is added without it");
-    if (held->book.weight[w].has_arrived || held->book.weight[w].is_added)
+    if (held->as.book.weight[w].has_arrived || held->as.book.weight[w].is_added)
         fake_violation("what has arrived is computed again");
 }
 
@@ -218,13 +227,14 @@ static void check_alone(const zbp_held *held, uint32_t f)
 static void check_let_go(size_t end)
 {
     for (size_t i = 0; i < end && !fake.retain; i++) {
-        if (zbp_book_is_complete(&fake.held[i]->book) && !fake.held[i]->is_released)
+        if (zbp_book_is_complete(&fake.held[i]->as.book) && !fake.held[i]->is_released)
             fake_violation("a group is complete, and has not let go when the next one begins");
     }
 }
 
-int zbp_add_alone(zbp_held *held, uint32_t f, zbp_how how, zbp_error *error)
+int zbp_add_alone(zbp_group *group, uint32_t f, zbp_how how, zbp_error *error)
 {
+    fake_group *held = fake_of(group);
     const fake_gradient gradient = gradient_of(held, f);
 
     check_alone(held, f);
@@ -234,9 +244,9 @@ int zbp_add_alone(zbp_held *held, uint32_t f, zbp_how how, zbp_error *error)
     if (touch(error) != ZBP_OK)
         return ZBP_ETORCH;
     held->is_owed = true;
-    accumulate(&held->weight[held->layout.face[f].weight], &gradient, true);
+    accumulate(&held->weight[held->as.layout.face[f].weight], &gradient, true);
     held->face[f].is_gone =
-        !how.retain && held->layout.task[held->layout.face[f].task].kind == ZBP_TASK_WHOLE;
+        !how.retain && held->as.layout.task[held->as.layout.face[f].task].kind == ZBP_TASK_WHOLE;
     return ZBP_OK;
 }
 
@@ -249,7 +259,7 @@ typedef struct place {
 } place;
 
 typedef struct group_run {
-    zbp_held *held;
+    fake_group *held;
     bool task_has_run[MOST_TASKS];
     place outside[MOST_OUTSIDE];
     place sink[MOST_WEIGHTS];
@@ -281,7 +291,7 @@ static void expect(group_run *g, int32_t outside, int32_t weight);
 
 static void expect_behind(group_run *g, uint32_t outside)
 {
-    const zbp_layout *layout = &g->held->layout;
+    const zbp_layout *layout = &g->held->as.layout;
 
     for (uint32_t h = 0; h < layout->hop_count; h++) {
         if (layout->hop[h].outside == outside)
@@ -292,7 +302,7 @@ static void expect_behind(group_run *g, uint32_t outside)
 static void expect(group_run *g, int32_t outside, int32_t weight)
 {
     if (weight >= 0) {
-        g->sink[weight].pending += zbp_book_wants(&g->held->book, (uint32_t)weight) ? 1 : 0;
+        g->sink[weight].pending += zbp_book_wants(&g->held->as.book, (uint32_t)weight) ? 1 : 0;
         return;
     }
     g->outside[outside].pending++;
@@ -302,26 +312,27 @@ static void expect(group_run *g, int32_t outside, int32_t weight)
     }
 }
 
-static bool has_sink(const zbp_held *held, uint32_t w)
+static bool has_sink(const fake_group *held, uint32_t w)
 {
-    return w < held->book.weight_count && !held->book.weight[w].is_added;
+    return w < held->as.book.weight_count && !held->as.book.weight[w].is_added;
 }
 
-static void check_no_weight_twice(const zbp_run *run, zbp_held *held)
+static void check_no_weight_twice(const zbp_run *run, fake_group *held)
 {
     for (size_t i = 0; i < run->count; i++) {
         for (uint32_t v = 0; v < MOST_WEIGHTS; v++) {
             for (uint32_t w = 0; w < MOST_WEIGHTS; w++) {
                 if (has_sink(run->group[i].held, v) && has_sink(held, w) &&
-                    zbp_weight_key(run->group[i].held, v) == zbp_weight_key(held, w))
+                    zbp_weight_key(&run->group[i].held->as, v) == zbp_weight_key(&held->as, w))
                     fake_violation("groups of one run share a weight");
             }
         }
     }
 }
 
-int zbp_run_add(zbp_run *run, zbp_held *held, zbp_error *error)
+int zbp_run_add(zbp_run *run, zbp_group *group, zbp_error *error)
 {
+    fake_group *held = fake_of(group);
     group_run *g = &run->group[run->count];
 
     check_no_weight_twice(run, held);
@@ -329,17 +340,17 @@ int zbp_run_add(zbp_run *run, zbp_held *held, zbp_error *error)
         return ZBP_ETORCH;
     run->count++;
     g->held = held;
-    zbp_book_begin_run(&held->book, run->how.retain);
-    for (uint32_t w = 0; w < held->layout.weight_count; w++) {
-        if (held->book.weight[w].has_arrived) {
+    zbp_book_begin_run(&held->as.book, run->how.retain);
+    for (uint32_t w = 0; w < held->as.layout.weight_count; w++) {
+        if (held->as.book.weight[w].has_arrived) {
             g->sink[w].is_reached = true;
             g->sink[w].in = held->weight[w].waiting;
         }
     }
-    for (uint32_t f = 0; f < held->layout.face_count; f++) {
-        const zbp_face *face = &held->layout.face[f];
+    for (uint32_t f = 0; f < held->as.layout.face_count; f++) {
+        const zbp_face *face = &held->as.layout.face[f];
 
-        if (!zbp_book_wants_face(&held->book, &held->layout, f))
+        if (!zbp_book_wants_face(&held->as.book, &held->as.layout, f))
             continue;
         if ((face->flag & ZBP_FACE_PATH) != 0)
             fake_violation("the engine does not run the steps of a path");
@@ -352,7 +363,7 @@ static void deliver(group_run *g, int32_t outside, int32_t weight, const fake_gr
 {
     place *to = weight >= 0 ? &g->sink[weight] : &g->outside[outside];
 
-    if (weight >= 0 && !zbp_book_wants(&g->held->book, (uint32_t)weight))
+    if (weight >= 0 && !zbp_book_wants(&g->held->as.book, (uint32_t)weight))
         return;
     fake_add(&to->in, gradient, 1);
     to->pending--;
@@ -360,7 +371,7 @@ static void deliver(group_run *g, int32_t outside, int32_t weight, const fake_gr
 
 static int run_task(group_run *g, uint32_t t, zbp_error *error)
 {
-    const zbp_layout *layout = &g->held->layout;
+    const zbp_layout *layout = &g->held->as.layout;
 
     g->task_has_run[t] = true;
     if (g->held->is_released)
@@ -368,7 +379,7 @@ static int run_task(group_run *g, uint32_t t, zbp_error *error)
     if (touch(error) != ZBP_OK)
         return ZBP_ETORCH;
     for (uint32_t f = layout->task[t].face_begin; f < layout->task[t].face_end; f++) {
-        if (zbp_book_wants_face(&g->held->book, layout, f)) {
+        if (zbp_book_wants_face(&g->held->as.book, layout, f)) {
             const fake_gradient gradient = gradient_of(g->held, f);
 
             deliver(g, layout->face[f].outside, layout->face[f].weight, &gradient);
@@ -379,7 +390,7 @@ static int run_task(group_run *g, uint32_t t, zbp_error *error)
 
 static int run_outside(group_run *g, uint32_t o, bool retain, zbp_error *error)
 {
-    const zbp_layout *layout = &g->held->layout;
+    const zbp_layout *layout = &g->held->as.layout;
     fake_outside *outside = &g->held->outside[o];
 
     g->outside[o].is_reached = false;
@@ -396,7 +407,7 @@ static int run_outside(group_run *g, uint32_t o, bool retain, zbp_error *error)
 }
 
 /* All that is owed and not there yet must come at once: hooks are called once. */
-static void call_hooks(zbp_held *held, uint32_t w)
+static void call_hooks(fake_group *held, uint32_t w)
 {
     fake_weight *weight = &held->weight[w];
     fake_gradient all = weight->total, due = {0};
@@ -411,24 +422,24 @@ static void call_hooks(zbp_held *held, uint32_t w)
 /* As Sink::add in weight_nodes.cpp: what fails is noted, and the run goes on. */
 static void run_sink(group_run *g, uint32_t w, zbp_error *error)
 {
-    zbp_held *held = g->held;
+    fake_group *held = g->held;
     fake_weight *weight = &held->weight[w];
 
     g->sink[w].is_reached = false;
     weight->waiting = g->sink[w].in;
-    zbp_book_arrived(&held->book, w);
-    if (!held->book.weight[w].is_hooked) {
+    zbp_book_arrived(&held->as.book, w);
+    if (!held->as.book.weight[w].is_hooked) {
         if ((weight->seen & ZBP_WEIGHT_HOOKED) != 0) {
             if (touch(error) != ZBP_OK)
                 return;
             call_hooks(held, w);
         }
-        zbp_book_hooked(&held->book, w);
+        zbp_book_hooked(&held->as.book, w);
     }
     if (touch(error) != ZBP_OK)
         return;
     accumulate(weight, &weight->waiting, false);
-    if (zbp_book_added(&held->book, w))
+    if (zbp_book_added(&held->as.book, w))
         held->is_released = true;
     (void)touch(error); /* a hook behind the addition */
 }
@@ -446,7 +457,7 @@ static bool step(zbp_run *run, zbp_error *error, int *status)
         uint32_t k = n % kinds;
 
         if (k < MOST_TASKS) {
-            if (k < g->held->layout.task_count && !g->task_has_run[k]) {
+            if (k < g->held->as.layout.task_count && !g->task_has_run[k]) {
                 *status = run_task(g, k, error);
                 return true;
             }
@@ -485,25 +496,31 @@ int zbp_run_go(zbp_run *run, zbp_error *error)
 
 /* ---- afterwards */
 
-void zbp_held_release(zbp_held *held)
+void zbp_group_release(zbp_group *group)
 {
+    fake_group *held = fake_of(group);
+
     held->is_released = true;
 }
 
-void zbp_held_close(zbp_held *held)
+void zbp_group_close(zbp_group *group)
 {
+    fake_group *held = fake_of(group);
+
     held->is_released = true;
 }
 
-void zbp_held_again(zbp_held *held)
+void zbp_group_again(zbp_group *group)
 {
+    fake_group *held = fake_of(group);
+
     if (held->is_released)
         fake_violation("a group is to run again, and was released");
 }
 
-int fake_call(zbp_held *const *held, size_t count, zbp_how how, zbp_error *error)
+int fake_call(fake_group *const *held, size_t count, zbp_how how, zbp_error *error)
 {
-    zbp_turn turn[MOST_HELD];
+    zbp_group *group[MOST_HELD] = {NULL};
     int status;
 
     fake.call++;
@@ -512,12 +529,12 @@ int fake_call(zbp_held *const *held, size_t count, zbp_how how, zbp_error *error
     fake.held_count = count;
     fake.retain = how.retain;
     for (size_t i = 0; i < count; i++) {
-        turn[i] = (zbp_turn){&held[i]->layout, &held[i]->book, held[i]};
+        group[i] = &held[i]->as;
         held[i]->call = fake.call;
         held[i]->position = i;
         held[i]->is_following = false;
     }
-    status = zbp_pass_weights(turn, count, how, error);
+    status = zbp_pass_weights(group, count, how, error);
     if ((status == ZBP_ETORCH) != (error->raised != NULL))
         fake_violation("a status and its error do not agree");
     for (size_t i = 0; i < count; i++) {

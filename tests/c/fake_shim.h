@@ -18,7 +18,7 @@ typedef struct fake_gradient {
 /* Groups may have a weight in common: then its state is the same in each, and what was added is counted per group. */
 typedef struct fake_weight {
     struct fake_weight *same; /* in the next group that has it, round in a ring; NULL: no other */
-    zbp_held *of;
+    struct fake_group *of;
     const void *key;     /* NULL: its own address */
     fake_gradient total; /* of all that was ever added */
     fake_gradient waiting;
@@ -39,9 +39,9 @@ typedef struct fake_outside {
     bool is_spent;
 } fake_outside;
 
-struct zbp_held {
-    zbp_layout layout;
-    zbp_book book;
+/* Begins as C knows it. */
+typedef struct fake_group {
+    zbp_group as;
     fake_weight weight[MOST_WEIGHTS];
     fake_gradient owed[MOST_WEIGHTS]; /* in one weight pass; of the layout as it was made */
     fake_face face[MOST_FACES];
@@ -52,13 +52,13 @@ struct zbp_held {
     size_t position; /* at this place */
     bool is_following,
         is_owed; /* its streams wait for the caller's; these are still to wait for its */
-};
+} fake_group;
 
 typedef struct fake_world {
     uint64_t random;
     long touches, fail_at; /* -1: none fails */
     long call, runs;
-    zbp_held *const *held; /* the call's groups */
+    fake_group *const *held; /* the call's groups */
     size_t held_count;
     bool retain;
     void (*look)(void); /* what a user's code does while the weights are looked at; may be NULL */
@@ -72,13 +72,13 @@ extern const char FAKE_FAILED[], FAKE_TWICE[];
 uint32_t fake_random(uint32_t below);
 
 /* Once the layout is complete: counts what the weights are owed, and opens the book. */
-void fake_open(zbp_held *held);
+void fake_open(fake_group *held);
 /* From now on both are one weight, with what the first one has. */
 void fake_share(fake_weight *weight, fake_weight *with);
 void fake_mark(fake_weight *weight, uint8_t seen); /* sets ZBP_WEIGHT_* */
 
 /* A call of W for the `count` groups, whose books are in nobody else's hands. */
-int fake_call(zbp_held *const *held, size_t count, zbp_how how, zbp_error *error);
+int fake_call(fake_group *const *held, size_t count, zbp_how how, zbp_error *error);
 
 void fake_add(fake_gradient *to, const fake_gradient *what, int times);
 

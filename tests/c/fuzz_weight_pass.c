@@ -16,7 +16,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
 enum { MOST_GROUPS = 3, MOST_CALLS = 12 };
 
-static _Thread_local zbp_held held[MOST_GROUPS];
+static _Thread_local fake_group held[MOST_GROUPS];
 static _Thread_local uint32_t held_count;
 static _Thread_local bool has_raised[MOST_GROUPS]; /* a call that was not to retain it */
 static _Thread_local bool may_be_busy;             /* a call is under way, which has the books */
@@ -29,31 +29,31 @@ static void require(int status)
 
 /* ---- groups */
 
-static void make_face(zbp_held *h)
+static void make_face(fake_group *h)
 {
-    const uint32_t outsides = h->layout.outside_count, way = fake_random(outsides > 0 ? 3 : 1);
-    zbp_face face = {.slot = h->layout.face_count, .weight = -1, .outside = -1};
+    const uint32_t outsides = h->as.layout.outside_count, way = fake_random(outsides > 0 ? 3 : 1);
+    zbp_face face = {.slot = h->as.layout.face_count, .weight = -1, .outside = -1};
 
     if (way != 1)
-        face.weight = (int32_t)fake_random(h->layout.weight_count);
+        face.weight = (int32_t)fake_random(h->as.layout.weight_count);
     if (way != 0)
         face.outside = (int32_t)fake_random(outsides);
     if (way == 2) { /* by a path: its only hop leads to the weight */
-        const uint32_t hop = zbp_layout_first_hop(&h->layout, (uint32_t)face.outside);
+        const uint32_t hop = zbp_layout_first_hop(&h->as.layout, (uint32_t)face.outside);
         const bool is_only =
-            zbp_layout_first_hop(&h->layout, (uint32_t)face.outside + 1) == hop + 1;
+            zbp_layout_first_hop(&h->as.layout, (uint32_t)face.outside + 1) == hop + 1;
 
-        face.weight = is_only ? h->layout.hop[hop].to_weight : -1;
+        face.weight = is_only ? h->as.layout.hop[hop].to_weight : -1;
         face.flag = face.weight >= 0 ? ZBP_FACE_PATH : 0;
         if (face.weight >= 0)
             h->outside[face.outside].saves = false;
     }
-    require(zbp_layout_add_face(&h->layout, face));
+    require(zbp_layout_add_face(&h->as.layout, face));
 }
 
-static void make_hops(zbp_held *h)
+static void make_hops(fake_group *h)
 {
-    const uint32_t outsides = h->layout.outside_count;
+    const uint32_t outsides = h->as.layout.outside_count;
 
     for (uint32_t o = 0; o < outsides; o++) {
         const uint32_t hops = 1 + fake_random(2);
@@ -66,29 +66,29 @@ static void make_hops(zbp_held *h)
             if (goes_on)
                 hop.to_outside = (int32_t)(o + 1 + fake_random(outsides - o - 1));
             else
-                hop.to_weight = (int32_t)fake_random(h->layout.weight_count);
-            require(zbp_layout_add_hop(&h->layout, hop));
+                hop.to_weight = (int32_t)fake_random(h->as.layout.weight_count);
+            require(zbp_layout_add_hop(&h->as.layout, hop));
         }
     }
 }
 
-static void make_group(zbp_held *h)
+static void make_group(fake_group *h)
 {
     const uint32_t weights = 1 + fake_random(MOST_WEIGHTS),
                    outsides = fake_random(3) > 0 ? 0 : fake_random(MOST_OUTSIDE + 1),
                    tasks = 1 + fake_random(MOST_TASKS);
 
-    *h = (zbp_held){0};
-    zbp_layout_init(&h->layout, weights, outsides, NULL);
+    *h = (fake_group){0};
+    zbp_layout_init(&h->as.layout, weights, outsides, NULL);
     make_hops(h);
     for (uint32_t t = 0; t < tasks; t++) {
         const uint8_t kind = (uint8_t)(fake_random(3) == 0   ? fake_random(ZBP_TASK_ROOT + 1)
                                        : fake_random(2) == 0 ? ZBP_TASK_WHOLE
                                                              : ZBP_TASK_PRODUCT);
 
-        require(zbp_layout_add_task(&h->layout, kind, fake_random(4)));
-        h->layout.task[t].leaves_packed = kind < ZBP_TASK_WHOLE && fake_random(8) == 0;
-        h->layout.task[t].has_work = kind == ZBP_TASK_WHOLE && fake_random(8) == 0;
+        require(zbp_layout_add_task(&h->as.layout, kind, fake_random(4)));
+        h->as.layout.task[t].leaves_packed = kind < ZBP_TASK_WHOLE && fake_random(8) == 0;
+        h->as.layout.task[t].has_work = kind == ZBP_TASK_WHOLE && fake_random(8) == 0;
         for (uint32_t f = fake_random(MOST_FACES / MOST_TASKS); f < MOST_FACES / MOST_TASKS; f++)
             make_face(h);
     }
@@ -98,20 +98,20 @@ static void make_group(zbp_held *h)
 }
 
 /* The plan sees to it that there is nothing else. */
-static bool owes_each_weight(const zbp_held *h)
+static bool owes_each_weight(const fake_group *h)
 {
     static const fake_gradient nothing;
     bool owes = true;
 
-    for (uint32_t w = 0; w < h->layout.weight_count; w++)
+    for (uint32_t w = 0; w < h->as.layout.weight_count; w++)
         owes = owes && memcmp(&h->owed[w], &nothing, sizeof nothing) != 0;
     return owes;
 }
 
-static void fini(zbp_held *h)
+static void fini(fake_group *h)
 {
-    zbp_layout_fini(&h->layout);
-    zbp_book_fini(&h->book);
+    zbp_layout_fini(&h->as.layout);
+    zbp_book_fini(&h->as.book);
 }
 
 /* Most groups are another microbatch of the group before, or have one weight in common with it. */
@@ -120,7 +120,7 @@ static void make_related(uint32_t g)
     static _Thread_local uint64_t seed;
     const uint32_t relation = g == 0 ? 3 : fake_random(4);
     const uint64_t now = fake.random;
-    zbp_held *h = &held[g];
+    fake_group *h = &held[g];
 
     if (relation < 2)
         fake.random = seed;
@@ -130,7 +130,7 @@ static void make_related(uint32_t g)
         fini(h);
     if (relation < 2)
         fake.random = now + 1;
-    for (uint32_t w = 0; w < (relation < 2 ? h->book.weight_count : relation == 2); w++)
+    for (uint32_t w = 0; w < (relation < 2 ? h->as.book.weight_count : relation == 2); w++)
         fake_share(&held[g - 1].weight[w], &h->weight[w]);
 }
 
@@ -138,7 +138,7 @@ static void make_related(uint32_t g)
 
 static void meddle(void)
 {
-    zbp_held *h = &held[fake_random(held_count)];
+    fake_group *h = &held[fake_random(held_count)];
     fake_weight *weight = &h->weight[fake_random(MOST_WEIGHTS)];
 
     switch (fake_random(8)) {
@@ -154,9 +154,9 @@ static void meddle(void)
         break;
     case 3: /* the groups' holder lets go of one, as zbp_group_clear does */
         if (fake_random(8) == 0) {
-            zbp_book_close(&h->book);
-            zbp_held_release(h);
-            zbp_layout_fini(&h->layout);
+            zbp_book_close(&h->as.book);
+            zbp_group_release(&h->as);
+            zbp_layout_fini(&h->as.layout);
         }
         break;
     default:
@@ -166,7 +166,7 @@ static void meddle(void)
 
 /* ---- what must hold */
 
-static void check_weight(const zbp_held *h, uint32_t w, bool is_complete)
+static void check_weight(const fake_group *h, uint32_t w, bool is_complete)
 {
     const fake_weight *weight = &h->weight[w];
 
@@ -182,12 +182,12 @@ static void check_weight(const zbp_held *h, uint32_t w, bool is_complete)
         fake_violation("a hook was called twice");
 }
 
-static void check_group(zbp_held *h, bool is_complete)
+static void check_group(fake_group *h, bool is_complete)
 {
     const char *reason = NULL;
 
-    if (zbp_layout_check(&h->layout, &reason) != ZBP_OK ||
-        zbp_book_check(&h->book, &h->layout, &reason) != ZBP_OK)
+    if (zbp_layout_check(&h->as.layout, &reason) != ZBP_OK ||
+        zbp_book_check(&h->as.book, &h->as.layout, &reason) != ZBP_OK)
         fake_violation(reason);
     for (uint32_t w = 0; w < MOST_WEIGHTS; w++) {
         check_weight(h, w, is_complete);
@@ -202,13 +202,14 @@ static void check_state(uint32_t g, zbp_how how, bool is_complete)
 {
     const bool is_again = how.retain && !has_raised[g];
 
-    if (held[g].book.state !=
+    if (held[g].as.book.state !=
         (!is_complete || is_again ? (uint8_t)ZBP_BOOK_OPEN : (uint8_t)ZBP_BOOK_SPENT))
         fake_violation(is_complete ? "a weight pass retains what it was not to retain, or spends it"
                                    : "a group that has failed cannot be repeated");
     if (is_complete && !is_again && !held[g].is_released)
         fake_violation("a group that is spent holds on to its tasks");
-    if (!is_complete && !how.retain && zbp_book_is_complete(&held[g].book) && !held[g].is_released)
+    if (!is_complete && !how.retain && zbp_book_is_complete(&held[g].as.book) &&
+        !held[g].is_released)
         fake_violation("a group that is complete holds on to its tasks");
 }
 
@@ -216,7 +217,7 @@ static void check_state(uint32_t g, zbp_how how, bool is_complete)
 
 static int run(const bool *takes, bool is_reversed, zbp_how how, zbp_error *error)
 {
-    zbp_held *taken[MOST_GROUPS] = {NULL};
+    fake_group *taken[MOST_GROUPS] = {NULL};
     size_t count = 0;
     bool is_free = true;
     int status = ZBP_EINVAL;
@@ -226,7 +227,7 @@ static int run(const bool *takes, bool is_reversed, zbp_how how, zbp_error *erro
 
         if (!takes[g])
             continue;
-        is_free = zbp_book_claim(&held[g].book);
+        is_free = zbp_book_claim(&held[g].as.book);
         if (is_free)
             taken[count++] = &held[g];
     }
@@ -235,7 +236,7 @@ static int run(const bool *takes, bool is_reversed, zbp_how how, zbp_error *erro
     else if (!may_be_busy)
         fake_violation("a group is in nobody's hands, and cannot be claimed");
     for (size_t i = 0; i < count; i++)
-        zbp_book_give_back(&taken[i]->book);
+        zbp_book_give_back(&taken[i]->as.book);
     return status;
 }
 
@@ -270,11 +271,11 @@ static void raise_all_the_same(const bool *takes, zbp_how how)
     for (uint32_t g = 0; g < held_count; g++) {
         if (!takes[g])
             continue;
-        zbp_book_report_again(&held[g].book);
+        zbp_book_report_again(&held[g].as.book);
         has_raised[g] = has_raised[g] || !how.retain;
         held[g].rounds--;
         check_group(&held[g], false);
-        if (held[g].book.state != ZBP_BOOK_OPEN)
+        if (held[g].as.book.state != ZBP_BOOK_OPEN)
             fake_violation("a call that raised when it was through cannot be repeated");
     }
 }
@@ -287,7 +288,7 @@ static void call(void)
     int status;
 
     for (uint32_t g = 0; g < held_count; g++) {
-        takes[g] = held[g].book.state != ZBP_BOOK_SPENT && fake_random(4) > 0;
+        takes[g] = held[g].as.book.state != ZBP_BOOK_SPENT && fake_random(4) > 0;
         any = any || takes[g];
     }
     if (!any)

@@ -98,20 +98,20 @@ mutant "the first group does not ask which weights are the engine's" $pass \
     's/for (size_t g = 0; g < count && status == ZBP_OK && engine.count/for (size_t g = 1; g < count \&\& engine.count/'
 # What is alone.
 mutant "a frozen weight is added to" $pass 's/(book->weight\[w\].seen & ZBP_WEIGHT_FROZEN) == 0/true/'
-mutant "what is added alone is not noted" $pass 's/zbp_book_added_alone(turn->book, w);/;/'
+mutant "what is added alone is not noted" $pass 's/zbp_book_added_alone(&group->book, w);/;/'
 mutant "what is alone does not come after what the caller did" $pass 's/if (!has_begun)$/if (false)/'
 mutant "what the caller does next comes before what is alone" $pass 's/if (status == ZBP_OK && has_begun)/if (false)/'
-mutant "what the caller does after an error comes before what was added" $pass 's/join_what_has_run(&turn\[g\]);/;/'
+mutant "what the caller does after an error comes before what was added" $pass 's/join_what_has_run(group\[g\]);/;/'
 mutant "a complete group holds on while others run" $pass 's/!how.retain && zbp_book_is_complete(book))/false)/'
 mutant "a complete group lets go of what is to run again" $pass \
     's/!how.retain && zbp_book_is_complete(book))/zbp_book_is_complete(book))/'
 # What the engine runs.
 mutant "the engine passes over the steps of a path" $book 's/zbp_layout_give_up_path(layout, f);/(void)layout;/'
 mutant "groups of one run share a weight" $pass \
-    '/^static int join_run/,/^}/s/zbp_map_find(weights, zbp_weight_key(turn->held, w), NULL);/false;/'
+    '/^static int join_run/,/^}/s/zbp_map_find(weights, zbp_weight_key(group, w), NULL);/false;/'
 mutant "a group that begins the next run is left out" $pass 's/g--;/;/'
 mutant "runs come in another order than their groups" $pass \
-    '/^static int run_engine/,/^}/s/turn\[g\]/turn[count - 1 - g]/g'
+    '/^static int run_engine/,/^}/s/group\[g\]/group[count - 1 - g]/g'
 mutant "what a run raised is not raised" $pass \
     's/status = go(&run, &weights, error);/(void)!go(\&run, \&weights, error);/'
 mutant "a run does not come after what the caller did" $pass \

@@ -6,7 +6,7 @@
 #include "fake_shim.h"
 
 static const zbp_how PLAIN = {0}, RETAIN = {.retain = true}, ANOMALY = {.is_anomaly = true};
-static zbp_held held[MOST_HELD];
+static fake_group held[MOST_HELD];
 static size_t count;
 
 /* Linked with --wrap=malloc and --wrap=realloc. Of the code under test the pass and the core call it. */
@@ -35,18 +35,18 @@ typedef struct group {
     bool node_saves; /* its two outside nodes, a, which leads to b and weight 0, and b, to 1 */
 } group;
 
-static void make_group(zbp_held *h, const group *g)
+static void make_group(fake_group *h, const group *g)
 {
     const zbp_hop hops[] = {{.outside = 0, .slot = 0, .to_outside = 1, .to_weight = -1},
                             {.outside = 0, .slot = 1, .to_outside = -1, .to_weight = 0},
                             {.outside = 1, .slot = 0, .to_outside = -1, .to_weight = 1}};
     const bool has_second = strpbrk(g->tasks, "1ab") != NULL;
 
-    *h = (zbp_held){0};
-    draw(&h->layout, has_second ? 2 : 1, has_second ? 2 : 0, g->tasks);
+    *h = (fake_group){0};
+    draw(&h->as.layout, has_second ? 2 : 1, has_second ? 2 : 0, g->tasks);
     for (size_t i = 0; has_second && i < sizeof hops / sizeof *hops; i++)
-        REQUIRE(zbp_layout_add_hop(&h->layout, hops[i]) == ZBP_OK);
-    REQUIRE(h->layout.task_count <= MOST_TASKS && h->layout.face_count <= MOST_FACES);
+        REQUIRE(zbp_layout_add_hop(&h->as.layout, hops[i]) == ZBP_OK);
+    REQUIRE(h->as.layout.task_count <= MOST_TASKS && h->as.layout.face_count <= MOST_FACES);
     for (int w = 0; w < 2; w++) {
         h->weight[w].seen = g->seen[w];
         h->outside[w].saves = g->node_saves;
@@ -69,17 +69,17 @@ static void drop(void)
     const char *reason = NULL;
 
     for (size_t g = 0; g < count; g++) {
-        CHECK_VALID(zbp_layout_check(&held[g].layout, &reason));
-        CHECK_VALID(zbp_book_check(&held[g].book, &held[g].layout, &reason));
-        zbp_layout_fini(&held[g].layout);
-        zbp_book_fini(&held[g].book);
+        CHECK_VALID(zbp_layout_check(&held[g].as.layout, &reason));
+        CHECK_VALID(zbp_book_check(&held[g].as.book, &held[g].as.layout, &reason));
+        zbp_layout_fini(&held[g].as.layout);
+        zbp_book_fini(&held[g].as.book);
     }
 }
 
 /* The groups from first to last. */
 static int run_some(size_t first, size_t last, zbp_how how, long fail_at, const char **raised_out)
 {
-    zbp_held *taken[MOST_HELD] = {NULL};
+    fake_group *taken[MOST_HELD] = {NULL};
     zbp_error error = {0};
     int status;
 
@@ -121,7 +121,7 @@ static bool has_got(int times)
 static bool all_are(uint8_t state)
 {
     for (size_t g = 0; g < count; g++) {
-        if (held[g].book.state != state)
+        if (held[g].as.book.state != state)
             return false;
     }
     return true;
@@ -231,7 +231,7 @@ static void a_group_may_leave_a_call_that_failed(void)
             make(CASES[i]);
             if (run(PLAIN, n, &raised) != ZBP_OK) {
                 CHECK(run_some(count - 1, count, PLAIN, -1, &second) == ZBP_OK);
-                CHECK(held[count - 1].book.state == ZBP_BOOK_SPENT);
+                CHECK(held[count - 1].as.book.state == ZBP_BOOK_SPENT);
                 CHECK(run_some(0, count - 1, RETAIN, -1, &second) ==
                       ZBP_OK); /* too late for that */
             }
@@ -363,12 +363,12 @@ static void a_complete_group_lets_go_at_once(void)
     for (int retain = 0; retain < 2; retain++) {
         make((group[]){{.tasks = "P0"}, {.tasks = "D0 P1"}, {.tasks = NULL}});
         CHECK(run(retain != 0 ? RETAIN : PLAIN, 6, &raised) == ZBP_ETORCH);
-        CHECK(zbp_book_is_complete(&held[0].book) && !zbp_book_is_complete(&held[1].book));
+        CHECK(zbp_book_is_complete(&held[0].as.book) && !zbp_book_is_complete(&held[1].as.book));
         CHECK(held[0].is_released == (retain == 0) && !held[1].is_released);
-        CHECK((held[0].layout.task_count == 0) == (retain == 0));
+        CHECK((held[0].as.layout.task_count == 0) == (retain == 0));
         for (int i = 0; i < 2; i++) /* it is given again, as often as the others fail */
             CHECK(run(PLAIN, 0, &raised) == ZBP_ETORCH && all_are(ZBP_BOOK_OPEN));
-        CHECK(held[0].is_released && held[0].layout.task_count == 0);
+        CHECK(held[0].is_released && held[0].as.layout.task_count == 0);
         CHECK(run_well(PLAIN) == ZBP_OK && has_got(1) && all_are(ZBP_BOOK_SPENT));
         drop();
     }
@@ -385,7 +385,7 @@ static void what_waits_needs_no_task(void)
         REQUIRE(run(PLAIN, n, &raised) == ZBP_ETORCH);
         was_released = held[0].is_released;
         if (was_released)
-            CHECK(held[0].layout.face_count == 0 && held[0].book.weight[0].has_arrived);
+            CHECK(held[0].as.layout.face_count == 0 && held[0].as.book.weight[0].has_arrived);
         CHECK(run_well(PLAIN) == ZBP_OK && has_got(1) && held[0].weight[0].hooks_called == 1);
         drop();
     }
@@ -400,7 +400,7 @@ static void what_is_reported_again_is_passed_over(void)
         make((group[]){{.tasks = "P0 D1"}, {.tasks = "P0", .shares = true}, {.tasks = NULL}});
         CHECK(run_well(was_kept ? RETAIN : PLAIN) == ZBP_OK);
         for (size_t g = 0; g < count; g++)
-            zbp_book_report_again(&held[g].book);
+            zbp_book_report_again(&held[g].as.book);
         CHECK(all_are(ZBP_BOOK_OPEN));
         CHECK(run_well(is_kept ? RETAIN : PLAIN) == ZBP_OK && has_got(1));
         CHECK(all_are(was_kept && is_kept ? ZBP_BOOK_OPEN : ZBP_BOOK_SPENT));

@@ -164,7 +164,7 @@ def _try(
     ends = [get_gradient_edge(output) for output, _ in given_grads]
     grads = [grad for _, grad in given_grads]
     del result, outputs, given_grads
-    groups = _C.input_pass(ends, grads, inputs, [*weights, *module.parameters()], policy)[1]
+    groups = _C.input_pass(tuple(ends), tuple(grads), tuple(inputs), (*weights, *module.parameters()), policy)[1]
     _check_reached(module, groups)
     for group in groups:
         for task in group._describe():

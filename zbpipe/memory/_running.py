@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,13 +42,12 @@ class Running:
             recording.note(result[1], call)
         return result
 
-    def weight_pass(self, weights: Any, param_groups: Any, *how: Any) -> Sequence[torch.Tensor]:
-        groups = list(param_groups) if isinstance(param_groups, Iterable) else param_groups
+    def weight_pass(self, groups: tuple[Any, ...], *how: Any) -> None:
         with contextlib.ExitStack() as stack:
             for recording in self.recordings:
                 calls = recording.calls_of(groups)
                 stack.enter_context(PhaseContext([recording], "W", None, calls[0] if len(calls) == 1 else None, calls))
-            return _C.weight_pass(weights, groups, *how)
+            _C.weight_pass(groups, *how)
 
     def backward(self, backward: Callable[..., None], /, *args: Any) -> None:
         with PhaseContext(self.recordings, "B"):

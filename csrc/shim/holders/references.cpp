@@ -342,11 +342,11 @@ void zbp_things::node_references(Node& node, Visit visit) {
 
 void zbp_things::group_references(PyObject* object, Visit visit) {
   const zbp_group* handle = groups_.get(object);
-  if (zbp_book_is_claimed(&handle->group->book)) {
+  if (zbp_book_is_claimed(&handle->book)) {
     note_unseen("parameter groups whose weight pass was running");
     return;
   }
-  const Group& group = *handle->group;
+  const Group& group = group_of(handle);
   int32_t index = 0;
   for (const Task& task : group.tasks) {
     visit_node(task.node.get(), "weight task", index, visit);

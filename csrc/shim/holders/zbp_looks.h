@@ -10,7 +10,7 @@
 #include <stdint.h>
 
 #include "shim/holders/zbp_things.h"
-#include "shim/pass/zbp_shim.h"
+#include "shim/pass/zbp_input.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -19,7 +19,7 @@ extern "C" {
 /* What of the bindings a search must know. */
 typedef struct zbp_group_access {
     PyTypeObject *type; /* of ParamGroup; borrowed, alive as long as the call */
-    const zbp_group *(*get)(PyObject *group);
+    zbp_group *(*get)(PyObject *group);
 } zbp_group_access;
 
 /* work: torch.distributed's Work, array: numpy.ndarray, or NULL; both outlive *things_out. */

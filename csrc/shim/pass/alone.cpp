@@ -1,4 +1,4 @@
-// A gradient that is all its weight is owed, on its way there without the engine: zbp_add_alone of zbp_touch.h.
+// A gradient that is all its weight is owed, on its way there without the engine: zbp_add_alone of zbp_weight.h.
 
 #include <optional>
 
@@ -7,7 +7,7 @@
 
 #include "shim/pass/product.h"
 #include "shim/pass/weight_nodes.h"
-#include "shim/pass/zbp_touch.h"
+#include "shim/pass/zbp_weight.h"
 #include "shim/torch/error.h"
 #include "shim/torch/nodes.h"
 #include "shim/torch/ranges.h"
@@ -68,6 +68,6 @@ void add_alone(Group& group, uint32_t face, zbp_how how) {
 
 }  // namespace
 
-int zbp_add_alone(zbp_held* held, uint32_t face, zbp_how how, zbp_error* error) {
-  return kept_in(error, [&] { add_alone(group_of(held), face, how); });
+int zbp_add_alone(zbp_group* group, uint32_t face, zbp_how how, zbp_error* error) {
+  return kept_in(error, [&] { add_alone(group_of(group), face, how); });
 }

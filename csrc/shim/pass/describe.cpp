@@ -21,8 +21,8 @@ namespace {
 
 using torch::autograd::SavedVariable;
 
-const Face& face_in(zbp_held* held, uint32_t f) {
-  const Group& group = group_in(held);
+const Face& face_in(zbp_group* handle, uint32_t f) {
+  const Group& group = group_of(handle);
   const Task& task = group.tasks[group.layout.face[f].task];
   return task.face[f - task.plan().face_begin];
 }
@@ -89,37 +89,56 @@ void for_each_saved(Node& node, c10::function_ref<void(const SavedVariable&)> vi
 
 }  // namespace
 
-PyObject* zbp_held_weights(zbp_held* held, zbp_error* error) {
+int zbp_group_state(const zbp_group* group) {
+  if (zbp_book_is_claimed(&group->book)) {
+    return ZBP_GROUP_RUNNING;
+  }
+  return zbp_book_is_complete(&group->book) ? ZBP_GROUP_SPENT : ZBP_GROUP_READY;
+}
+
+void zbp_group_free(zbp_group* group) {
+  if (group) {
+    const GroupPtr last = std::move(group_of(group).owned);
+  }
+}
+
+// A W that runs without the GIL changes the group: nothing of it may be looked at meanwhile.
+int zbp_group_bytes_held(const zbp_group* group, size_t* out, zbp_error* error) {
+  return guarded(
+      error, [&] { *out = zbp_book_is_claimed(&group->book) ? 0 : group_of(group).bytes_held(); });
+}
+
+PyObject* zbp_group_weights(zbp_group* group, zbp_error* error) {
   return guarded_object(error, [&] {
     variable_list weights;
-    for (const Weight& weight : group_of(held).weights) {
+    for (const Weight& weight : group_of(group).weights) {
       weights.push_back(weight.accumulator->variable);
     }
     return wrap_tensors(weights);
   });
 }
 
-PyObject* zbp_task_name(zbp_held* held, uint32_t task, zbp_error* error) {
-  return guarded_object(error, [&] { return wrap_text(group_of(held).tasks[task].name()); });
+PyObject* zbp_task_name(zbp_group* group, uint32_t task, zbp_error* error) {
+  return guarded_object(error, [&] { return wrap_text(group_of(group).tasks[task].name()); });
 }
 
-bool zbp_task_has_work(zbp_held* held, uint32_t task) {
-  return !group_of(held).tasks[task].works.empty();
+bool zbp_task_has_work(zbp_group* group, uint32_t task) {
+  return !group_of(group).tasks[task].works.empty();
 }
 
-PyObject* zbp_face_shape(zbp_held* held, uint32_t face, zbp_error* error) {
+PyObject* zbp_face_shape(zbp_group* group, uint32_t face, zbp_error* error) {
   return guarded_object(error, [&] {
-    const Edge& edge = face_in(held, face).edge;
+    const Edge& edge = face_in(group, face).edge;
     const auto& metadata = edge.function->input_metadata(edge.input_nr);
     return metadata.is_nested_tensor() ? PyTuple_New(0)
                                        : wrap_sizes(metadata.shape_as_dim_vector());
   });
 }
 
-PyObject* zbp_face_end(zbp_held* held, uint32_t face, bool* watched_out, zbp_error* error) {
+PyObject* zbp_face_end(zbp_group* group, uint32_t face, bool* watched_out, zbp_error* error) {
   return guarded_object(error, [&] {
-    Node* node = face_in(held, face).edge.function.get();
-    for (uint8_t i = 0; i < group_of(held).layout.face[face].steps; ++i) {
+    Node* node = face_in(group, face).edge.function.get();
+    for (uint8_t i = 0; i < group_of(group).layout.face[face].steps; ++i) {
       node = node->next_edge(0).function.get();
     }
     *watched_out = has_hooks(*node);
@@ -127,10 +146,10 @@ PyObject* zbp_face_end(zbp_held* held, uint32_t face, bool* watched_out, zbp_err
   });
 }
 
-int zbp_task_tensors(zbp_held* held, uint32_t number, zbp_tensor_visit visit, void* arg,
+int zbp_task_tensors(zbp_group* group, uint32_t number, zbp_tensor_visit visit, void* arg,
                      zbp_error* error) {
   return guarded(error, [&] {
-    const Task& task = group_of(held).tasks[number];
+    const Task& task = group_of(group).tasks[number];
     const Telling to(visit, arg);
     to.tell(ZBP_PART_MATRIX, task.other.tensor(), task.matrix_slot);
     to.tell(ZBP_PART_OUTPUT_GRAD, task.output_grads);
@@ -145,26 +164,26 @@ int zbp_task_tensors(zbp_held* held, uint32_t number, zbp_tensor_visit visit, vo
   });
 }
 
-int zbp_weight_waiting(zbp_held* held, uint32_t weight, zbp_tensor_visit visit, void* arg,
+int zbp_weight_waiting(zbp_group* group, uint32_t weight, zbp_tensor_visit visit, void* arg,
                        zbp_error* error) {
   return guarded(error, [&] {
-    Telling(visit, arg).tell(ZBP_PART_WAITING, group_of(held).weights[weight].grad);
+    Telling(visit, arg).tell(ZBP_PART_WAITING, group_of(group).weights[weight].grad);
   });
 }
 
-PyObject* zbp_outside_name(zbp_held* held, uint32_t outside, bool* packed_out, zbp_error* error) {
+PyObject* zbp_outside_name(zbp_group* group, uint32_t outside, bool* packed_out, zbp_error* error) {
   return guarded_object(error, [&] {
-    Node& node = *group_of(held).outside[outside].node;
+    Node& node = *group_of(group).outside[outside].node;
     *packed_out = false;
     for_each_saved(node, [&](const SavedVariable& one) { *packed_out |= one.has_hooks(); });
     return saves_nothing(node) ? Py_NewRef(Py_None) : wrap_text(node.name());
   });
 }
 
-int zbp_outside_tensors(zbp_held* held, uint32_t outside, zbp_tensor_visit visit, void* arg,
+int zbp_outside_tensors(zbp_group* group, uint32_t outside, zbp_tensor_visit visit, void* arg,
                         zbp_error* error) {
   return guarded(error, [&] {
-    Node& node = *group_of(held).outside[outside].node;
+    Node& node = *group_of(group).outside[outside].node;
     variable_list saved;
     for_each_saved(node, [&](const SavedVariable& one) {
       saved.push_back(one.get_raw_data().value_or(at::Tensor()));
@@ -177,7 +196,7 @@ int zbp_outside_tensors(zbp_held* held, uint32_t outside, zbp_tensor_visit visit
 
 int zbp_group_reads_weights(const zbp_group* handle, int* out, zbp_error* error) {
   return guarded(error, [&] {
-    const Group& group = *handle->group;
+    const Group& group = group_of(handle);
     const auto has_saved = [](const Outside& outside) {
       return !saves_nothing(*outside.node) && !saved_nothing(*outside.node);
     };

@@ -4,7 +4,7 @@
 #include <unordered_set>
 #include <utility>
 
-#include "shim/pass/zbp_call.h"
+#include "shim/pass/zbp_weight.h"
 #include "shim/torch/python.h"
 
 namespace zbp {

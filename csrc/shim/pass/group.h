@@ -1,5 +1,7 @@
 // What I leaves for W: parameter groups, their weight tasks and the weights that they serve.
 //
+// C knows a group by its layout and book (zbp_group.h); tasks, weights and outside nodes have the layout's indices.
+//
 // Ownership contract: a Group owns everything that its W needs: the matrices and gradients (detached,
 // so that none of them keeps the graph), the nodes that W runs again, the edges towards the weights
 // and the accumulators behind them. Nothing that a Group owns refers back to it. During a run, and
@@ -24,11 +26,8 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
-#include "core/pass/zbp_book.h"
 #include "core/pass/zbp_kind.h"
-#include "core/pass/zbp_layout.h"
-#include "shim/pass/zbp_shim.h"
-#include "shim/pass/zbp_touch.h"
+#include "core/pass/zbp_group.h"
 #include "shim/pass/watched.h"
 #include "shim/torch/compat.h"
 
@@ -105,9 +104,9 @@ struct Task {
 
   zbp_layout* layout;  // the group's, where the task's numbers are; borrowed
   uint32_t number;
-  NodePtr node;             // null for a whole one that libtorch did not generate, once I is over
+  NodePtr node;              // null for a whole one that libtorch did not generate, once I is over
   std::string name_of_gone;  // that node's
-  uint32_t input_nr = 0;  // root: which input of `node` the output gradient belongs to
+  uint32_t input_nr = 0;     // root: which input of `node` the output gradient belongs to
   SmallVector<Face, 2> face;
 
   Watched other;                // product: the matrix that is multiplied with the output gradient
@@ -172,14 +171,13 @@ struct Outside {
   bool makes_input = false;
 };
 
-struct Group : std::enable_shared_from_this<Group> {
-  Group() = default;
+struct Group : zbp_group, std::enable_shared_from_this<Group> {
+  Group() : zbp_group{} {}
   ~Group();
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
-  zbp_layout layout{};  // what leads where: tasks, weights and outside nodes have its indices
-  zbp_book book{};      // what has been added
+  std::shared_ptr<Group> owned;  // itself, while the caller owns it: until zbp_group_free
   bool was_captured =
       false;  // I ran within the capture of a graph of the device's: see Note [Streams]
   SmallVector<Task, 1> tasks;
@@ -220,21 +218,12 @@ inline std::pair<const zbp_hop*, const zbp_hop*> hops_of(const zbp_layout& layou
 
 using GroupPtr = std::shared_ptr<Group>;
 
-/// The group behind the name that C knows it by.
-inline Group& group_of(zbp_held* held) {
-  return *reinterpret_cast<Group*>(held);
+/// The group that C knows by its beginning.
+inline Group& group_of(zbp_group* group) {
+  return static_cast<Group&>(*group);
 }
-inline const Group& group_in(const zbp_held* held) {
-  return *reinterpret_cast<const Group*>(held);
-}
-
-/// As the passes in C know it.
-inline zbp_turn turn_of(Group& group) {
-  return {&group.layout, &group.book, reinterpret_cast<zbp_held*>(&group)};
+inline const Group& group_of(const zbp_group* group) {
+  return static_cast<const Group&>(*group);
 }
 
 }  // namespace zbp
-
-struct zbp_group {
-  zbp::GroupPtr group;
-};

@@ -3,7 +3,7 @@
 #include "shim/torch/nodes.h"
 #include "shim/pass/start.h"
 #include "shim/pass/weight_nodes.h"
-#include "shim/pass/zbp_touch.h"
+#include "shim/pass/zbp_weight.h"
 #include "shim/torch/error.h"
 
 using namespace zbp;
@@ -129,8 +129,8 @@ void zbp_run_free(zbp_run* run) {
   delete run;
 }
 
-int zbp_run_add(zbp_run* run, zbp_held* held, zbp_error* error) {
-  return kept_in(error, [&] { run->add(group_of(held).shared_from_this()); });
+int zbp_run_add(zbp_run* run, zbp_group* group, zbp_error* error) {
+  return kept_in(error, [&] { run->add(group_of(group).shared_from_this()); });
 }
 
 int zbp_run_go(zbp_run* run, zbp_error* error) {

@@ -1,4 +1,4 @@
-// zbp_scene.h: what I does to the graph.
+// zbp_input.h: what I does to the graph.
 
 #include "shim/pass/scene.h"
 

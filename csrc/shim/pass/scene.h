@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "shim/pass/stand_in.h"
-#include "shim/pass/zbp_scene.h"
+#include "shim/pass/zbp_input.h"
 #include "shim/torch/edits.h"
 #include "shim/torch/python.h"
 #include "shim/torch/ranges.h"
@@ -20,7 +20,7 @@ namespace zbp {
 
 class Walk;
 
-/// As checked and converted; see zbp_shim.h.
+/// As checked and converted; see zbp_input.h.
 struct InputPassArgs {
   std::vector<Edge> roots;                   // where the backward starts
   variable_list root_grads;                  // one per root, defined

@@ -6,7 +6,8 @@
 
 #include "shim/pass/scene.h"
 #include "shim/pass/walk.h"
-#include "shim/pass/zbp_shim.h"
+#include "shim/pass/zbp_describe.h"
+#include "shim/pass/zbp_input.h"
 #include "shim/torch/error.h"
 
 namespace {
@@ -30,8 +31,11 @@ std::optional<Edge> edge_of(PyObject* output, size_t i) {
   return edge;
 }
 
+/// What an output is to I: `unused` could take a gradient and was given none.
+enum class Use : uint8_t { root, passive, unused };
+
 /// `given`: null where no gradients were given at all.
-int add_output(InputPassArgs& args, size_t i, PyObject* output, PyObject* given) {
+Use add_output(InputPassArgs& args, size_t i, PyObject* output, PyObject* given) {
   const at::Tensor* tensor = as_tensor(output);
   std::optional<Edge> edge = edge_of(output, i);
   const at::Tensor* grad = given ? as_tensor(given) : nullptr;
@@ -49,14 +53,14 @@ int add_output(InputPassArgs& args, size_t i, PyObject* output, PyObject* given)
     args.outputs.push_back(*tensor);
   }
   if (!edge || given == Py_False) {
-    return ZBP_OUTPUT_PASSIVE;
+    return Use::passive;
   }
   if (grad && !fits(*grad, *edge)) {
     refuse(PyExc_ValueError, "output_grads[", i, "] is a gradient of ", describe(*grad),
            "; stage_outputs_or_loss[", i, "] needs one of ", describe(*edge));
   }
   if (!grad && given && tensor->sym_numel() != 1) {
-    return ZBP_OUTPUT_UNUSED;
+    return Use::unused;
   }
   if (!grad && tensor->is_complex()) {
     refuse(PyExc_RuntimeError,
@@ -66,7 +70,7 @@ int add_output(InputPassArgs& args, size_t i, PyObject* output, PyObject* given)
   }
   args.roots.push_back(std::move(*edge));
   args.root_grads.push_back(grad ? *grad : at::ones_like(*tensor));
-  return ZBP_OUTPUT_ROOT;
+  return Use::root;
 }
 
 void add_weight(InputPassArgs& args, size_t i, PyObject* weight) {
@@ -79,6 +83,44 @@ void add_weight(InputPassArgs& args, size_t i, PyObject* weight) {
            " is not a leaf; pass the parameters that it is computed from");
   }
   (tensor->requires_grad() ? args.weights : args.frozen).push_back(*tensor);
+}
+
+void add_outputs(InputPassArgs& args, PyObject* outputs, PyObject* grads) {
+  const Py_ssize_t count = PyTuple_GET_SIZE(outputs);
+  size_t unused = 0;
+  if (grads && PyTuple_GET_SIZE(grads) != count) {
+    refuse(PyExc_ValueError, "output_grads has ", PyTuple_GET_SIZE(grads),
+           " entries; expected one for each of the ", count, " stage outputs");
+  }
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* const grad = grads ? PyTuple_GET_ITEM(grads, i) : nullptr;
+    unused +=
+        add_output(args, static_cast<size_t>(i), PyTuple_GET_ITEM(outputs, i), grad) == Use::unused;
+  }
+  if (args.roots.empty() && unused > 0) {
+    refuse(PyExc_ValueError, "output_grads holds no gradient for any of the ", unused,
+           " stage outputs that require one; the backward would lose them all");
+  }
+}
+
+void add_inputs(zbp_scene& scene, PyObject* inputs) {
+  scene.input_count = static_cast<size_t>(PyTuple_GET_SIZE(inputs));
+  for (size_t i = 0; i < scene.input_count; ++i) {
+    const at::Tensor* tensor = as_tensor(PyTuple_GET_ITEM(inputs, static_cast<Py_ssize_t>(i)));
+    if (tensor && tensor->requires_grad()) {
+      scene.args.inputs.push_back(*tensor);
+      scene.position.push_back(i);
+    }
+  }
+}
+
+void exclude(InputPassArgs& args, PyObject* weights) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(weights); ++i) {
+    if (const at::Tensor* tensor = as_tensor(PyTuple_GET_ITEM(weights, i))) {
+      args.excluded.insert(tensor->unsafeGetTensorImpl());
+      args.kept_excluded.push_back(*tensor);
+    }
+  }
 }
 
 /// As torch's module has it: an input's .grad becomes its gradient, or is added to in place.
@@ -116,7 +158,7 @@ struct GroupArray {
   GroupArray& operator=(const GroupArray&) = delete;
   ~GroupArray() {
     for (size_t i = 0; i < count; ++i) {
-      delete handles[i];
+      zbp_group_free(handles[i]);
     }
     PyMem_Free(handles);
   }
@@ -127,8 +169,9 @@ struct GroupArray {
       throw std::bad_alloc();
     }
     for (GroupPtr& group : groups) {
-      handles[count] = new zbp_group{std::move(group)};
-      ++count;
+      Group* const owned = group.get();
+      owned->owned = std::move(group);
+      handles[count++] = owned;
     }
   }
   zbp_group** release() {
@@ -142,55 +185,31 @@ struct GroupArray {
 
 }  // namespace
 
-int zbp_scene_new(zbp_policy policy, bool all_leaves, zbp_scene** scene_out, zbp_error* error) {
-  return kept_in(error, [&] {
-    auto scene = std::make_unique<zbp_scene>();
-    scene->args.policy = policy;
-    scene->args.all_leaves = all_leaves;
-    *scene_out = scene.release();
+int zbp_scene_new(zbp_policy policy, PyObject* outputs, PyObject* grads, PyObject* inputs,
+                  PyObject* weights, PyObject* excluded, zbp_scene** scene_out, zbp_error* error) {
+  auto scene = std::make_unique<zbp_scene>();
+  scene->args.policy = policy;
+  scene->args.all_leaves = !weights;
+  int status = guarded(error, [&] {
+    add_outputs(scene->args, outputs, grads);
+    add_inputs(*scene, inputs);
+    for (Py_ssize_t i = 0; weights && i < PyTuple_GET_SIZE(weights); ++i) {
+      add_weight(scene->args, static_cast<size_t>(i), PyTuple_GET_ITEM(weights, i));
+    }
+    exclude(scene->args, excluded);
   });
+  if (status == ZBP_OK) {
+    status = kept_in(error, [&] {
+      scene->range.emplace("zbpipe::input_pass");
+      scene->barrier.begin();
+    });
+  }
+  *scene_out = status == ZBP_OK ? scene.release() : nullptr;
+  return status;
 }
 
 void zbp_scene_free(zbp_scene* scene) {
   delete scene;
-}
-
-int zbp_scene_add_output(zbp_scene* scene, size_t i, PyObject* output, PyObject* grad, int* use_out,
-                         zbp_error* error) {
-  return guarded(error, [&] { *use_out = add_output(scene->args, i, output, grad); });
-}
-
-int zbp_scene_add_input(zbp_scene* scene, PyObject* input, zbp_error* error) {
-  return kept_in(error, [&] {
-    const at::Tensor* tensor = as_tensor(input);
-    if (tensor && tensor->requires_grad()) {
-      scene->args.inputs.push_back(*tensor);
-      scene->position.push_back(scene->input_count);
-    }
-    ++scene->input_count;
-  });
-}
-
-int zbp_scene_add_weight(zbp_scene* scene, size_t i, PyObject* weight, zbp_error* error) {
-  return kept_in(error, [&] { add_weight(scene->args, i, weight); });
-}
-
-int zbp_scene_exclude(zbp_scene* scene, PyObject* weight, zbp_error* error) {
-  return kept_in(error, [&] {
-    if (const at::Tensor* tensor = as_tensor(weight)) {
-      scene->args.excluded.insert(tensor->unsafeGetTensorImpl());
-      scene->args.kept_excluded.push_back(*tensor);
-    }
-  });
-}
-
-int zbp_scene_begin(zbp_scene* scene, const char* range, zbp_error* error) {
-  return kept_in(error, [&] {
-    if (range) {
-      scene->range.emplace(range);
-    }
-    scene->barrier.begin();
-  });
 }
 
 int zbp_scene_end(zbp_scene* scene, int status, zbp_error* error, PyObject** dinputs_out,

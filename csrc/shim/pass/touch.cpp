@@ -1,4 +1,4 @@
-// What the weight pass asks of the shim before a group runs and when it is through: the rest of zbp_touch.h.
+// What the weight pass asks of the shim before a group runs and when it is through: zbp_weight.h.
 
 #include <algorithm>
 #include <exception>
@@ -8,8 +8,7 @@
 #include "shim/torch/nodes.h"
 #include "shim/pass/path.h"
 #include "shim/pass/weight_nodes.h"
-#include "shim/pass/zbp_shim.h"
-#include "shim/pass/zbp_touch.h"
+#include "shim/pass/zbp_weight.h"
 #include "shim/torch/detach.h"
 #include "shim/torch/error.h"
 #include "shim/torch/gil.h"
@@ -55,28 +54,28 @@ bool zbp_in_anomaly_mode(void) {
   return torch::autograd::AnomalyMode::is_enabled();
 }
 
-int zbp_look(zbp_held* held, zbp_error* error) {
-  return kept_in(error, [&] { look(group_of(held)); });
+int zbp_look(zbp_group* group, zbp_error* error) {
+  return kept_in(error, [&] { look(group_of(group)); });
 }
 
-const void* zbp_weight_key(zbp_held* held, uint32_t weight) {
-  return group_of(held).weights[weight].accumulator.get();
+const void* zbp_weight_key(zbp_group* group, uint32_t weight) {
+  return group_of(group).weights[weight].accumulator.get();
 }
 
-int zbp_follow_caller(zbp_held* held, zbp_error* error) {
-  return kept_in(error, [&] { follow_caller(group_of(held)); });
+int zbp_follow_caller(zbp_group* group, zbp_error* error) {
+  return kept_in(error, [&] { follow_caller(group_of(group)); });
 }
 
-int zbp_join_streams(zbp_held* held, zbp_error* error) {
-  return kept_in(error, [&] { join_streams(group_of(held)); });
+int zbp_join_streams(zbp_group* group, zbp_error* error) {
+  return kept_in(error, [&] { join_streams(group_of(group)); });
 }
 
-void zbp_held_release(zbp_held* held) {
-  group_of(held).release();
+void zbp_group_release(zbp_group* group) {
+  group_of(group).release();
 }
 
-void zbp_held_close(zbp_held* held) {
-  Group& group = group_of(held);
+void zbp_group_close(zbp_group* handle) {
+  Group& group = group_of(handle);
   group.release();
   const auto weights = std::exchange(group.weights, {});
   if (group.outputs.empty()) {
@@ -97,8 +96,8 @@ void zbp_held_close(zbp_held* held) {
   }
 }
 
-void zbp_held_again(zbp_held* held) {
-  for (Task& task : group_of(held).tasks) {
+void zbp_group_again(zbp_group* group) {
+  for (Task& task : group_of(group).tasks) {
     for (Work& work : task.works) {
       make_ready_again(work);
     }

@@ -67,7 +67,7 @@ struct Reads {
 
 /// Something that W would read and that was modified since I.
 struct Modified {
-  uint8_t role;  // a ZBP_MODIFIED_* of zbp_call.h
+  uint8_t role;  // a ZBP_MODIFIED_* of zbp_weight.h
   std::string tensor;
   std::string reader;  // the task that holds it, in words; empty for none
   uint32_t seen;

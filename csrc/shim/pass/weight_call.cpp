@@ -1,4 +1,4 @@
-#include "shim/pass/zbp_call.h"
+#include "shim/pass/zbp_weight.h"
 
 #include <algorithm>
 #include <memory>
@@ -16,7 +16,6 @@ using namespace zbp;
 
 struct zbp_call {
   std::vector<GroupPtr> groups;
-  std::vector<zbp_turn> turns;
   Barrier barrier;
   std::optional<at::AutoGradMode> no_grad;
   std::optional<ProfiledRange> range;
@@ -24,8 +23,8 @@ struct zbp_call {
 
 namespace {
 
-const at::Tensor& variable_of(const zbp_held* held, uint32_t weight) {
-  return group_in(held).weights[weight].accumulator->variable;
+const at::Tensor& variable_of(const zbp_group* group, uint32_t weight) {
+  return group_of(group).weights[weight].accumulator->variable;
 }
 
 void check_fits(const at::Tensor& main_grad, const at::Tensor& weight) {
@@ -44,8 +43,7 @@ int zbp_call_new(zbp_group* const* groups, size_t count, zbp_call** call_out, zb
   return kept_in(error, [&] {
     auto call = std::make_unique<zbp_call>();
     for (size_t i = 0; i < count; ++i) {
-      call->groups.push_back(groups[i]->group);
-      call->turns.push_back(zbp_group_turn(groups[i]));
+      call->groups.push_back(group_of(groups[i]).shared_from_this());
     }
     *call_out = call.release();
   });
@@ -53,10 +51,6 @@ int zbp_call_new(zbp_group* const* groups, size_t count, zbp_call** call_out, zb
 
 void zbp_call_free(zbp_call* call) {
   delete call;
-}
-
-zbp_turn* zbp_call_turns(zbp_call* call) {
-  return call->turns.data();
 }
 
 int zbp_call_begin(zbp_call* call, zbp_error* error) {
@@ -77,65 +71,61 @@ int zbp_call_end(zbp_call* call, int status, zbp_error* error) {
   });
 }
 
-const void* zbp_weight_tensor(const zbp_held* held, uint32_t weight) {
-  return variable_of(held, weight).unsafeGetTensorImpl();
+int zbp_weight_is_computed(const zbp_group* group, uint32_t weight, bool* out, zbp_error* error) {
+  return kept_in(error, [&] { *out = variable_of(group, weight).grad_fn() != nullptr; });
 }
 
-int zbp_weight_is_computed(const zbp_held* held, uint32_t weight, bool* out, zbp_error* error) {
-  return kept_in(error, [&] { *out = variable_of(held, weight).grad_fn() != nullptr; });
+PyObject* zbp_weight_wrap(const zbp_group* group, uint32_t weight, zbp_error* error) {
+  return guarded_object(error, [&] { return wrap_tensor(variable_of(group, weight)); });
 }
 
-PyObject* zbp_weight_wrap(const zbp_held* held, uint32_t weight, zbp_error* error) {
-  return guarded_object(error, [&] { return wrap_tensor(variable_of(held, weight)); });
+PyObject* zbp_weight_describe(const zbp_group* group, uint32_t weight, zbp_error* error) {
+  return guarded_object(error, [&] { return wrap_text(describe(variable_of(group, weight))); });
 }
 
-PyObject* zbp_weight_describe(const zbp_held* held, uint32_t weight, zbp_error* error) {
-  return guarded_object(error, [&] { return wrap_text(describe(variable_of(held, weight))); });
-}
-
-int zbp_weight_set_main_grad(zbp_held* held, uint32_t weight, PyObject* main_grad,
+int zbp_weight_set_main_grad(zbp_group* group, uint32_t weight, PyObject* main_grad,
                              zbp_error* error) {
   return guarded(error, [&] {
-    const at::Tensor& variable = variable_of(held, weight);
+    const at::Tensor& variable = variable_of(group, weight);
     const at::Tensor* tensor = as_tensor(main_grad);
     if (!tensor) {
       refuse(PyExc_TypeError, "the main_grad of the weight of ", describe(variable), " is a ",
              type_name(main_grad), "; expected a tensor or None");
     }
     check_fits(*tensor, variable);
-    group_of(held).weights[weight].main_grad = *tensor;
+    group_of(group).weights[weight].main_grad = *tensor;
   });
 }
 
-void zbp_held_forget_main_grads(zbp_held* held) {
-  for (Weight& weight : group_of(held).weights) {
+void zbp_group_forget_main_grads(zbp_group* group) {
+  for (Weight& weight : group_of(group).weights) {
     weight.main_grad.reset();
   }
 }
 
-int zbp_held_modified(const zbp_held* held, zbp_modified* out, zbp_error* error) {
+int zbp_group_modified(const zbp_group* group, zbp_modified* out, zbp_error* error) {
   return kept_in(error, [&] {
     *out = {};
-    if (const auto modified = group_in(held).find_modified()) {
+    if (const auto modified = group_of(group).find_modified()) {
       PyObject* const reader = modified->reader.empty() ? nullptr : wrap_text(modified->reader);
       *out = {modified->role, wrap_text(modified->tensor), reader, modified->seen, modified->now};
     }
   });
 }
 
-const void* zbp_held_reads(const zbp_held* held) {
-  return group_in(held).reads.get();
+const void* zbp_group_reads(const zbp_group* group) {
+  return group_of(group).reads.get();
 }
 
-uint64_t zbp_held_recomputed_for(const zbp_held* held) {
-  return group_in(held).recomputed_for();
+uint64_t zbp_group_recomputed_for(const zbp_group* group) {
+  return group_of(group).recomputed_for();
 }
 
-int zbp_reads_modified(const zbp_held* held, uint64_t recomputed_for, zbp_modified* out,
+int zbp_reads_modified(const zbp_group* group, uint64_t recomputed_for, zbp_modified* out,
                        zbp_error* error) {
   return kept_in(error, [&] {
     *out = {};
-    const auto& reads = group_in(held).reads->weights;
+    const auto& reads = group_of(group).reads->weights;
     const auto found = std::find_if(reads.begin(), reads.end(), [&](const Reads::Read& read) {
       return read.sequence_nr >= recomputed_for || read.weight.was_modified();
     });
@@ -146,9 +136,9 @@ int zbp_reads_modified(const zbp_held* held, uint64_t recomputed_for, zbp_modifi
   });
 }
 
-int zbp_held_captures(const zbp_held* held, bool* then_out, bool* now_out, zbp_error* error) {
+int zbp_group_captures(const zbp_group* group, bool* then_out, bool* now_out, zbp_error* error) {
   return kept_in(error, [&] {
-    *then_out = group_in(held).was_captured;
-    *now_out = is_capturing(group_in(held));
+    *then_out = group_of(group).was_captured;
+    *now_out = is_capturing(group_of(group));
   });
 }

@@ -1,6 +1,7 @@
-/* zbp_describe.h - a parameter group looked at, one task, face or tensor at a time; who looks decides what that means
- * (bindings/describe.c). Conventions: zbp_shim.h. Indices are those of the group's layout, and in range. No W
- * of the group runs meanwhile. Nothing is unpacked, and nothing but the weights can be kept alive.
+/* zbp_describe.h - a parameter group from outside: its state, its end, and what W will do and read, one task, face or
+ * tensor at a time. Who looks decides what that means (bindings/describe.c). Conventions: zbp_input.h. Indices are
+ * those of the group's layout, and in range. But for its state and its end, no W of the group runs meanwhile. Nothing
+ * is unpacked, and nothing but the weights can be kept alive.
  */
 #ifndef ZBP_DESCRIBE_H
 #define ZBP_DESCRIBE_H
@@ -10,24 +11,34 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "shim/pass/zbp_shim.h"
+#include "core/base/zbp_status.h"
+#include "core/pass/zbp_group.h"
+#include "shim/torch/zbp_error.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
+enum { ZBP_GROUP_READY, ZBP_GROUP_RUNNING, ZBP_GROUP_SPENT };
+
+int zbp_group_state(const zbp_group *group); /* ZBP_GROUP_*; never fails, looks at a flag */
+void zbp_group_free(zbp_group *group);       /* NULL is legal; frees all that W would have needed */
+
+/* *out: bytes of the tensors held for W, each storage once; 0 while W runs. */
+ZBP_MUST_USE int zbp_group_bytes_held(const zbp_group *group, size_t *out, zbp_error *error);
+
 /* New tuple of the group's leaf tensors. */
-PyObject *zbp_held_weights(zbp_held *held, zbp_error *error);
+PyObject *zbp_group_weights(zbp_group *group, zbp_error *error);
 
 /* New: the name of a task's autograd node. */
-PyObject *zbp_task_name(zbp_held *held, uint32_t task, zbp_error *error);
+PyObject *zbp_task_name(zbp_group *group, uint32_t task, zbp_error *error);
 /* Its Function has left work to W. */
-bool zbp_task_has_work(zbp_held *held, uint32_t task);
+bool zbp_task_has_work(zbp_group *group, uint32_t task);
 
 /* New tuple of ints: the shape of the gradient at a face, -1 where it is not known as a number; () for a nested one. */
-PyObject *zbp_face_shape(zbp_held *held, uint32_t face, zbp_error *error);
+PyObject *zbp_face_shape(zbp_group *group, uint32_t face, zbp_error *error);
 /* New: the name of the node behind the face's plain steps. *watched_out: it has hooks. */
-PyObject *zbp_face_end(zbp_held *held, uint32_t face, bool *watched_out, zbp_error *error);
+PyObject *zbp_face_end(zbp_group *group, uint32_t face, bool *watched_out, zbp_error *error);
 
 /* What a tensor that W reads is to its task. */
 enum {
@@ -58,17 +69,17 @@ typedef struct zbp_held_tensor {
 typedef int (*zbp_tensor_visit)(void *arg, const zbp_held_tensor *tensor);
 
 /* Those that W reads for a task; of a weight, the gradient that waits, if one does. */
-ZBP_MUST_USE int zbp_task_tensors(zbp_held *held, uint32_t task, zbp_tensor_visit visit, void *arg,
-                                  zbp_error *error);
-ZBP_MUST_USE int zbp_weight_waiting(zbp_held *held, uint32_t weight, zbp_tensor_visit visit,
+ZBP_MUST_USE int zbp_task_tensors(zbp_group *group, uint32_t task, zbp_tensor_visit visit,
+                                  void *arg, zbp_error *error);
+ZBP_MUST_USE int zbp_weight_waiting(zbp_group *group, uint32_t weight, zbp_tensor_visit visit,
                                     void *arg, zbp_error *error);
 
 /* New: the name of a node between the tasks and the weights; None where it saves nothing. *packed_out: it has saved
  * something behind hooks. */
-PyObject *zbp_outside_name(zbp_held *held, uint32_t outside, bool *packed_out, zbp_error *error);
+PyObject *zbp_outside_name(zbp_group *group, uint32_t outside, bool *packed_out, zbp_error *error);
 /* What it has saved and W will read; not what lies behind hooks, which nobody can see without running them, nor while
  * a thread runs the node, which may be another microbatch's too. */
-ZBP_MUST_USE int zbp_outside_tensors(zbp_held *held, uint32_t outside, zbp_tensor_visit visit,
+ZBP_MUST_USE int zbp_outside_tensors(zbp_group *group, uint32_t outside, zbp_tensor_visit visit,
                                      void *arg, zbp_error *error);
 
 /* *out: 1 if the group's W may read weights themselves, or what has their memory, beside what it holds: it runs nodes

@@ -1,6 +1,6 @@
 /* zbp_release.h - giving tensors' memory back: what zbpipe's release helpers need of libtorch.
  *
- * Conventions as in zbp_shim.h. All run with the GIL held throughout, so no Python code can take a
+ * Conventions as in zbp_input.h. All run with the GIL held throughout, so no Python code can take a
  * reference between a check and what it allows. Tensors are borrowed. What is refused (TypeError,
  * ValueError or RuntimeError) has changed nothing.
  *

@@ -1,4 +1,4 @@
-// Between Python objects and libtorch, for the files that implement zbp_shim.h.
+// Between Python objects and libtorch, for the files that implement the shim's C interfaces.
 #pragma once
 
 #include <Python.h>

@@ -324,11 +324,11 @@ int zbp_will_defer(PyObject* weights, int* out, zbp_error* error) {
 
 int zbp_group_traverse(const zbp_group* handle, visitproc visit, void* arg) {
   // While another owner has the group (an I, a W), what it holds is no business of the collector's.
-  if (zbp_book_is_claimed(&handle->group->book) || handle->group.use_count() != 1) {
+  if (zbp_book_is_claimed(&handle->book) || group_of(handle).owned.use_count() != 1) {
     return 0;
   }
   c10::impl::PyInterpreter* const interpreter = getPyInterpreter();
-  for (const zbp::Task& task : handle->group->tasks) {
+  for (const zbp::Task& task : group_of(handle).tasks) {
     for (const zbp::Work& work : task.works) {
       if (work.call) {
         Py_VISIT(work.call->function.ptr(interpreter));
@@ -344,10 +344,10 @@ int zbp_group_traverse(const zbp_group* handle, visitproc visit, void* arg) {
 }
 
 void zbp_group_clear(zbp_group* handle) {
-  if (zbp_book_is_claimed(&handle->group->book) || handle->group.use_count() != 1) {
+  if (zbp_book_is_claimed(&handle->book) || group_of(handle).owned.use_count() != 1) {
     return;  // as where it is traversed
   }
-  zbp_book_close(&handle->group->book);
-  handle->group->release();  // which reads the layout
-  zbp_layout_fini(&handle->group->layout);
+  zbp_book_close(&handle->book);
+  group_of(handle).release();  // which reads the layout
+  zbp_layout_fini(&handle->layout);
 }

@@ -1,11 +1,11 @@
-/* zbp_work.h - what a Python autograd.Function's backward hands over in I, for W. Conventions: zbp_shim.h. */
+/* zbp_work.h - what a Python autograd.Function's backward hands over in I, for W. Conventions: zbp_input.h. */
 #ifndef ZBP_WORK_H
 #define ZBP_WORK_H
 
 #include <Python.h>
 
 #include "core/base/zbp_status.h"
-#include "shim/pass/zbp_shim.h"
+#include "shim/pass/zbp_input.h"
 
 #ifdef __cplusplus
 extern "C" {

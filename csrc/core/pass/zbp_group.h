@@ -1,0 +1,14 @@
+/* zbp_group.h - a parameter group, what I leaves for W, as C sees it. */
+#ifndef ZBP_GROUP_H
+#define ZBP_GROUP_H
+
+#include "core/pass/zbp_book.h"
+#include "core/pass/zbp_layout.h"
+
+/* The shim's own begins with it: tensors, nodes and accumulators come behind. */
+typedef struct zbp_group {
+    zbp_layout layout; /* what leads where */
+    zbp_book book;     /* what has been added */
+} zbp_group;
+
+#endif
