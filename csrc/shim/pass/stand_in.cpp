@@ -74,11 +74,7 @@ variable_list call_post_hooks(Node& node, variable_list outputs, const variable_
 }
 
 StandIn::StandIn(NodePtr original, GroupPtr group, size_t task)
-    : Node(original->sequence_nr()),
-      original_(std::move(original)),
-      group_(std::move(group)),
-      task_(task) {
-  NodeParts::copy_identity(*original_, *this);
+    : InPlaceOf(original, original->sequence_nr()), group_(std::move(group)), task_(task) {
   NodeParts::swap_anomaly_metadata(*original_, *this);
 }
 
@@ -237,15 +233,7 @@ variable_list StandIn::run_whole(Task& task, variable_list&& grads) {
 }
 
 Capture::Capture(NodePtr original, bool skip_undefined)
-    : Node(original->sequence_nr()),
-      original_(std::move(original)),
-      skip_undefined_(skip_undefined) {
-  NodeParts::copy_identity(*original_, *this);
-}
-
-std::string Capture::name() const {
-  return original_->name();
-}
+    : InPlaceOf(original, original->sequence_nr()), skip_undefined_(skip_undefined) {}
 
 variable_list Capture::apply(variable_list&& in) {
   grads = call_tensor_hooks(*original_, std::move(in), skip_undefined_);

@@ -5,6 +5,21 @@
 
 namespace zbp {
 
+/// What the engine runs in the place of another node.
+class InPlaceOf : public Node {
+ public:
+  Node& original() { return *original_; }
+  std::string name() const override { return original_->name(); }
+
+ protected:
+  InPlaceOf(NodePtr original, uint64_t sequence_nr)
+      : Node(sequence_nr), original_(std::move(original)) {
+    NodeParts::copy_identity(*original_, *this);
+  }
+
+  NodePtr original_;
+};
+
 /// Takes the place of a split node: the engine runs the stand-in, the stand-in runs the node, with
 /// its hooks, and fills the weight task. Its edges are the node's input face.
 ///
@@ -12,7 +27,7 @@ namespace zbp {
 /// The engine releases the saved tensors of every node that it ran. W still needs those of a deferred
 /// node, and a whole node must be given all its edges while the engine follows only some of them. So
 /// the engine must not see the node itself.
-class StandIn : public Node {
+class StandIn : public InPlaceOf {
  public:
   StandIn(NodePtr original, GroupPtr group, size_t task);
 
@@ -27,7 +42,6 @@ class StandIn : public Node {
   bool is_retired() const { return original_ == nullptr; }
 
   Task& task() { return group_->tasks[task_]; }
-  Node& original() { return *original_; }
   Group& group() const { return *group_; }
 
   std::string name() const override;
@@ -44,31 +58,25 @@ class StandIn : public Node {
   bool has_metadata_ = true;
   bool has_run_ = false;
 
-  NodePtr original_;
   GroupPtr group_;
   size_t task_;  // index into group_->tasks
 };
 
 /// Takes the place of the node behind a stage input, where I ends: runs the hooks that an ordinary
 /// backward would run there and keeps the gradients. What lies behind is never walked.
-class Capture : public Node {
+class Capture : public InPlaceOf {
  public:
   /// skip_undefined: other outputs of the node are no inputs, and have hooks of their own. See Note [Other
   /// outputs of an input's node].
   Capture(NodePtr original, bool skip_undefined);
 
-  Node& original() { return *original_; }
-
   /// One per input of the node that it stands for.
   variable_list grads;
-
-  std::string name() const override;
 
  protected:
   variable_list apply(variable_list&& grads) override;
 
  private:
-  NodePtr original_;
   bool skip_undefined_;
 };
 

@@ -68,16 +68,10 @@ variable_list TaskNode::apply(variable_list&& /*grads*/) {
 }
 
 Proxy::Proxy(const Outside& outside, bool retain)
-    : Node(outside.node->sequence_nr()),
-      original_(ref_of(*outside.node)),
+    : InPlaceOf(ref_of(*outside.node), outside.node->sequence_nr()),
       makes_input_(outside.makes_input),
       retain_(retain) {
-  NodeParts::copy_identity(*original_, *this);
   next_edges().resize(original_->next_edges().size());
-}
-
-std::string Proxy::name() const {
-  return original_->name();
 }
 
 variable_list Proxy::apply(variable_list&& grads) {
@@ -93,17 +87,11 @@ variable_list Proxy::apply(variable_list&& grads) {
 }
 
 Sink::Sink(GroupPtr group, size_t weight, std::shared_ptr<FirstError> error, bool retain)
-    : Node(UINT64_MAX),
+    : InPlaceOf(group->weights[weight].accumulator, UINT64_MAX),
       group_(std::move(group)),
       weight_(weight),
       error_(std::move(error)),
-      retain_(retain) {
-  NodeParts::copy_identity(*this->weight().accumulator, *this);
-}
-
-std::string Sink::name() const {
-  return group_->weights[weight_].accumulator->name();
-}
+      retain_(retain) {}
 
 // See Note [Why a sink does not stop the engine].
 variable_list Sink::apply(variable_list&& grads) {

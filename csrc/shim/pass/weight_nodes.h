@@ -6,7 +6,7 @@
 #include <mutex>
 #include <utility>
 
-#include "shim/pass/group.h"
+#include "shim/pass/stand_in.h"
 
 namespace zbp {
 
@@ -49,19 +49,14 @@ class TaskNode : public Node {
 /// Their edges would have to lead to sinks. But the node may belong to other groups too, of other
 /// microbatches (a weight that was computed once, a cast in autocast's cache), whose I walks it or whose
 /// W runs it at the same moment. So the node's own edges are never touched.
-class Proxy : public Node {
+class Proxy : public InPlaceOf {
  public:
   Proxy(const Outside& outside, bool retain);
-
-  Node& original() { return *original_; }
-
-  std::string name() const override;
 
  protected:
   variable_list apply(variable_list&& grads) override;
 
  private:
-  NodePtr original_;
   bool makes_input_;
   bool retain_;
 };
@@ -69,14 +64,12 @@ class Proxy : public Node {
 /// Takes the place of a weight's accumulator: receives the sum of all gradients of the weight, adds it
 /// as the accumulator would, with all hooks, and notes that the weight is done. When it was the last
 /// one of its group, the group lets go of what it held.
-class Sink : public Node {
+class Sink : public InPlaceOf {
  public:
   Sink(GroupPtr group, size_t weight, std::shared_ptr<FirstError> error, bool retain);
 
   /// The faces that end here.
   std::vector<uint32_t> served;
-
-  std::string name() const override;
 
  protected:
   variable_list apply(variable_list&& grads) override;
