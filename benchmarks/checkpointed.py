@@ -67,7 +67,7 @@ class Side:
         gc.collect()
         with contextlib.ExitStack() as stack:
             if self.policy is not None:
-                stack.enter_context(zbpipe.patched())
+                stack.enter_context(zbpipe.patch())
                 stack.enter_context(zbpipe.policy(checkpoint=self.policy))  # type: ignore[arg-type]
             dist.barrier()
             recording = None if is_timed else stack.enter_context(zbpipe.memory.record(max_events=0))

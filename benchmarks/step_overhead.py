@@ -61,7 +61,7 @@ class Side:
         self.times: list[float] = []
 
     def step(self, is_timed: bool) -> None:
-        with zbpipe.patched() if self.patched else contextlib.nullcontext():
+        with zbpipe.patch() if self.patched else contextlib.nullcontext():
             self.run()  # patch() and the other side have had the processor's caches, and Python's
             took = torch.tensor(self.run())
         dist.all_reduce(took, dist.ReduceOp.MAX)

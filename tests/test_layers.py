@@ -299,7 +299,6 @@ ROOMS = {
         *("_bench", "_build_info", "_demo", "_first_aid", "_patch", "_text", "_torch", "_version"),
         *("leaks", "memory", "zbpipe"),
     },
-    "auto": {"zbpipe"},
     "__main__": {"_cli"},
 }
 # What is imported where it is needed, within a function, and why.

@@ -29,15 +29,13 @@ from zbpipe._explain.result import Explanation, ParameterPlan, Use  # noqa: E402
 from zbpipe._explain.run import explain  # noqa: E402
 from zbpipe._kernels.defer import defer  # noqa: E402
 from zbpipe._names import name_parameters  # noqa: E402
-from zbpipe._patch import is_patched, patch, patched, unpatch  # noqa: E402
+from zbpipe._patch import is_patched, patch, unpatch  # noqa: E402
 from zbpipe._policy import Policy, get_policy, policy, set_policy  # noqa: E402
 from zbpipe._version import __version__  # noqa: E402
 from zbpipe.passes import stage_backward, stage_backward_input, stage_backward_weight  # noqa: E402
 from zbpipe.release import (  # noqa: E402
     deallocate_output,
-    deallocate_output_tensor,
     make_viewless,
-    make_viewless_tensor,
     release_storage,
 )
 
@@ -50,17 +48,14 @@ __all__ = [
     "Use",
     "__version__",
     "deallocate_output",
-    "deallocate_output_tensor",
     "defer",
     "explain",
     "get_policy",
     "is_patched",
     "make_viewless",
-    "make_viewless_tensor",
     "memory",
     "name_parameters",
     "patch",
-    "patched",
     "policy",
     "release_storage",
     "set_policy",

@@ -15,9 +15,7 @@ from zbpipe._torch import autograd
 
 __all__ = [
     "deallocate_output",
-    "deallocate_output_tensor",
     "make_viewless",
-    "make_viewless_tensor",
     "release_storage",
 ]
 
@@ -57,8 +55,8 @@ def deallocate_output(tensor: torch.Tensor) -> int:
         After any of these nothing has been changed.
 
     Source:
-        Megatron-LM's ``deallocate_output_tensor`` (megatron/core/pipeline_parallel/schedules.py), by which name it is
-        found, too; here without the flag, and with an ordinary backward afterwards in place of a custom one.
+        Megatron-LM's ``deallocate_output_tensor`` (megatron/core/pipeline_parallel/schedules.py); here without the
+        flag, and with an ordinary backward afterwards in place of a custom one.
     """
     if isinstance(tensor, torch.nn.Parameter):
         raise ValueError(
@@ -98,8 +96,8 @@ def make_viewless(tensor: torch.Tensor) -> torch.Tensor:
         ValueError: a view that carries a forward-mode gradient; a tensor on ``meta``.
 
     Source:
-        Megatron-LM's ``make_viewless_tensor`` (megatron/core/utils.py), by which name it is found, too; here without
-        flags. Views that cannot be detached: pytorch/pytorch 142229, 142237, 143589.
+        Megatron-LM's ``make_viewless_tensor`` (megatron/core/utils.py); here without flags. Views that
+        cannot be detached: pytorch/pytorch 142229, 142237, 143589.
     """
     if reason := _gone.reason(tensor):
         raise RuntimeError(reason)
@@ -141,11 +139,6 @@ def release_storage(tensor: torch.Tensor) -> int:
     if size > 0:
         _gone.mark(tensor, by)
     return size
-
-
-# Megatron-LM's names.
-deallocate_output_tensor = deallocate_output
-make_viewless_tensor = make_viewless
 
 
 def _who_holds(tensor: torch.Tensor, size: int, of_storage: int, python_storage: bool, of_tensor: int) -> str:

@@ -72,7 +72,7 @@ def test_what_makes_no_sense_is_refused(arguments, said, capsys):
 
 
 def test_a_patched_torch_is_no_side(capsys):
-    with zbpipe.patched(), pytest.raises(SystemExit) as ended:
+    with zbpipe.patch(), pytest.raises(SystemExit) as ended:
         main(["bench"])
     assert ended.value.code == 2
     assert "torch's module is patched, so there is nothing to compare with" in capsys.readouterr().err

@@ -86,7 +86,7 @@ def test_all_is_well(doctor):
     assert said["torch"].strip().startswith(f"{torch.__version__}, ")
     assert " looked at, all known" in said["private parts"]
     assert said["patched now"].strip() == "no"
-    with zbpipe.patched():
+    with zbpipe.patch():
         _, lines = doctor()
     assert "patched now:            yes" in lines
 

@@ -70,7 +70,7 @@ def passes(zbpipe):
     step(zbpipe, net)
     with zbpipe.policy(defer="all", checkpoint="recompute", main_grad=True):
         step(zbpipe, net)
-    with zbpipe.patched():
+    with zbpipe.patch():
         from torch.distributed.pipelining.stage import stage_backward_weight
 
         said(stage_backward_weight.__module__)
@@ -118,7 +118,7 @@ def refusals(zbpipe):
         lambda: zbpipe.release_storage(Kept(x)),
         lambda: zbpipe.release_storage(x),
         lambda: zbpipe.deallocate_output(x),
-        lambda: zbpipe.deallocate_output_tensor(Kept(x), True),
+        lambda: zbpipe.deallocate_output(Kept(x), True),
         lambda: zbpipe.make_viewless(Kept(x)),
         lambda: zbpipe.memory.record(x),
         lambda: zbpipe.memory.record(max_events=x),

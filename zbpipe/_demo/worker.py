@@ -47,7 +47,7 @@ def work(rank: int, store: Store, config: Config) -> int:
         torch_gradients: Gradients | None = None
         for side in SIDES:
             run = Run(name, side)
-            with zbpipe.patched() if side == "zbpipe" else contextlib.nullcontext():
+            with zbpipe.patch() if side == "zbpipe" else contextlib.nullcontext():
                 seen = _one_run(rank, store, config, run, models, text)
             if seen is not None:
                 run.from_ordinary = difference(seen, ordinary)
