@@ -196,7 +196,7 @@ def _v_shaped_step(side: str) -> tuple[int, int]:
     from zbpipe import memory
 
     width = 64
-    with memory.record() as all_of_it, zbpipe.patched() if side == "zbpipe" else contextlib.nullcontext():
+    with memory.record() as all_of_it, zbpipe.patch() if side == "zbpipe" else contextlib.nullcontext():
         modules = [nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)) for _ in range(4)]
         stages = [PipelineStage(m, i, 4, torch.device("cpu")) for i, m in enumerate(modules)]
         schedule = schedules.ScheduleInterleavedZeroBubble(stages, 8, loss_fn=lambda y, t: (y - t).pow(2).mean())
