@@ -64,7 +64,6 @@ def main():
         raise SystemExit(f"a real step has {counter.get_total_flops()} FLOPs in W and holds {held} bytes")
     print("\nthe FLOPs and bytes are those of a real step\n")
 
-    zbpipe.name_parameters(block)
     out = block(x)
     with profile(activities=[ProfilerActivity.CPU]) as prof:
         _, groups = zbpipe.stage_backward_input([out], [torch.ones_like(out)], [x], block.parameters())

@@ -272,7 +272,6 @@ BASE = {"_C", "_torch"}
 ROOMS = {
     "_version": set(),
     "_text": set(),
-    "_names": set(),
     "_build_check": {"_build_info", "_version"},
     "_first_aid": {"_version"},
     "_torch": set(),
@@ -290,7 +289,7 @@ ROOMS = {
     "leaks": {*BASE, "_text"},
     "_explain": {*BASE, "_policy", "_text", "memory"},
     "zbpipe": {
-        *("_C", "_build_check", "_compile", "_explain", "_first_aid", "_kernels", "_names", "_patch", "_policy"),
+        *("_C", "_build_check", "_compile", "_explain", "_first_aid", "_kernels", "_patch", "_policy"),
         *("_version", "leaks", "memory", "passes", "release"),
     },
     "_demo": {"memory", "zbpipe"},

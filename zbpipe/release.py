@@ -13,12 +13,6 @@ import torch
 from zbpipe import _C, _gone
 from zbpipe._torch import autograd
 
-__all__ = [
-    "deallocate_output",
-    "make_viewless",
-    "release_storage",
-]
-
 _LISTED = 8  # holders that a refusal describes; more are counted
 
 
