@@ -25,12 +25,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from bench.results import add_argument, spread, write
+from bench.stages import Stage, transformer
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import zbpipe
-from zbpipe._bench.results import add_argument, spread, write
-from zbpipe._bench.stages import Stage, transformer
 from zbpipe._text import table
 
 BLOCKS, WIDTH, TOKENS, ROUNDS = 2, 64, 128, 3

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from bench.results import add_argument, spread, write
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import zbpipe
-from zbpipe._bench.results import add_argument, spread, write
 from zbpipe._text import table
 
 WIDTH, ROWS, MICROBATCHES, ROUNDS = 8, 4, 4, 7

@@ -292,11 +292,8 @@ ROOMS = {
         *("_C", "_build_check", "_compile", "_explain", "_first_aid", "_kernels", "_patch", "_policy"),
         *("_version", "leaks", "memory", "passes", "release"),
     },
-    "_demo": {"memory", "zbpipe"},
-    "_bench": {"_torch", "_version", "zbpipe"},
     "_cli": {
-        *("_bench", "_build_info", "_demo", "_first_aid", "_patch", "_text", "_torch", "_version"),
-        *("leaks", "memory", "zbpipe"),
+        *("_build_info", "_first_aid", "_patch", "_text", "_torch", "_version", "leaks", "memory", "zbpipe"),
     },
     "__main__": {"_cli"},
 }
@@ -309,7 +306,6 @@ LATE = {
     ("_cli/steps.py", "torch.distributed.pipelining"): TIME,
     ("_compile/__init__.py", "zbpipe._compile.backend"): TIME,  # the compilers
     ("_compile/cut.py", "networkx"): TIME,
-    ("_demo/launch.py", "zbpipe._demo.worker"): OPTIONAL,  # tqdm, matplotlib
     ("_stage/data_parallel.py", "torch.distributed.fsdp"): TIME,
     ("_torch/compiler.py", "torch._dynamo.backends.debugging"): TIME,
     ("_torch/compiler.py", "torch._inductor"): TIME,

@@ -16,11 +16,11 @@ from torch.distributed import PrefixStore, Store
 from tqdm import tqdm
 
 import zbpipe
-from zbpipe._demo import plot, report
-from zbpipe._demo.config import SCHEDULES, SIDES, Config
-from zbpipe._demo.model import build_stages
-from zbpipe._demo.text import load_text
-from zbpipe._demo.train import Gradients, Run, Step, Trainer, difference, ordinary_gradients, train
+from demo import plot, report
+from demo.config import SCHEDULES, SIDES, Config
+from demo.model import build_stages
+from demo.text import load_text
+from demo.train import Gradients, Run, Step, Trainer, difference, ordinary_gradients, train
 
 RUN_TIMEOUT = timedelta(seconds=60)
 """How long a rank waits for another inside a run before the run counts as failed."""
