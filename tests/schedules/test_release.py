@@ -24,7 +24,8 @@ from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import zbpipe
-from zbpipe._stage import methods, outputs, sends, state, threads
+from zbpipe._stage import state
+from zbpipe._stage.before_2_15 import methods, outputs, sends, threads
 
 WORLD = 2
 sends_none = pytest.mark.skipif(not SENDS_NONE, reason="a stage of torch before 2.13 sends no gradient that is None")
@@ -708,7 +709,8 @@ def test_what_others_send_is_left_alone(send):
 EXIT = """
 import os, sys, time
 import torch, torch.distributed as dist
-from zbpipe._stage import sends, state
+from zbpipe._stage import state
+from zbpipe._stage.before_2_15 import sends
 
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)

@@ -6,7 +6,7 @@ environment shows it, as does `logging.getLogger("zbpipe").setLevel(logging.INFO
 What was captured elsewhere than in a module's namespace before patching (a default argument, a `functools.partial`,
 the graph of a traced `Pipe`) keeps torch's function, which goes on working.
 
-Patching also makes pipeline stages and schedules let go of what nothing needs, see zbpipe/_stage/methods.py, makes data
+Patching also makes pipeline stages and schedules let go of what nothing needs, see zbpipe/_stage/backward.py and before_2_15/, makes data
 parallel stages reduce when all gradients are there, see zbpipe/_stage/data_parallel.py, and makes zero-bubble schedules
 take compiled stages, which they refuse because torch's functions cannot split them. All that is changed is one table,
 table.py. Patch and unpatch between steps, not within one.
@@ -32,7 +32,8 @@ import torch
 
 from zbpipe._patch import env, places, table
 from zbpipe._policy import get_policy
-from zbpipe._stage import data_parallel, methods, scale, state
+from zbpipe._stage import data_parallel, scale, state
+from zbpipe._stage.before_2_15 import methods
 from zbpipe._text import argument
 from zbpipe._torch import needs, pipelining, probe
 
