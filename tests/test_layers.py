@@ -275,7 +275,6 @@ ROOMS = {
     "_build_check": {"_build_info", "_version"},
     "_first_aid": {"_version"},
     "_torch": set(),
-    "_observer": {"_C"},
     "_policy": {"_text"},
     "_work": {"_torch"},
     "_gone": {"_torch"},
@@ -283,9 +282,9 @@ ROOMS = {
     "_kernels": {"_C"},
     "_compile": {*BASE, "_text"},
     "_stage": {"_policy", "_torch"},
-    "passes": {"_C", "_observer", "_policy", "_stage"},
+    "passes": {"_C", "_policy", "_stage"},
     "_patch": {"_policy", "_stage", "_text", "_torch", "passes"},
-    "memory": {*BASE, "_observer", "_text", "_version", "leaks"},
+    "memory": {*BASE, "_text", "_version", "leaks", "passes"},
     "leaks": {*BASE, "_text"},
     "_explain": {*BASE, "_policy", "_text", "memory"},
     "zbpipe": {
@@ -323,7 +322,7 @@ LATE = {
     ("memory/_plot.py", "matplotlib.font_manager"): OPTIONAL,
     ("memory/_plot.py", "matplotlib.patches"): OPTIONAL,
 }
-LONGEST_MODULE = 400
+LONGEST_MODULE = 350
 
 
 def every_module():
