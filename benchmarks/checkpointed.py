@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import zbpipe
-from zbpipe._text import table
+from zbpipe._formatting import table
 
 BLOCKS, WIDTH, TOKENS, ROUNDS = 2, 64, 128, 3
 INTERLEAVED = "ScheduleInterleavedZeroBubble"

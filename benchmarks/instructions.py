@@ -18,7 +18,7 @@ from pathlib import Path
 from bench.results import add_argument, write
 from torch.utils.benchmark import Timer
 
-from zbpipe._text import table
+from zbpipe._formatting import table
 
 RUNS = 3  # in one process, behind one that is not counted
 SET_UP = f"""

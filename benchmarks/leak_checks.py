@@ -31,7 +31,7 @@ import torch
 import torch.distributed.pipelining  # what a training script has loaded
 from bench.results import add_argument, write
 
-from zbpipe._text import table
+from zbpipe._formatting import table
 from zbpipe.leaks import Growth, check_tensor_leak, find_holders
 
 ROUNDS = 7

@@ -24,7 +24,7 @@ import torch
 from bench.results import add_argument, write
 
 from zbpipe import memory
-from zbpipe._text import table
+from zbpipe._formatting import table
 from zbpipe.leaks import check_tensor_leak
 
 ROUNDS = 15

@@ -16,7 +16,7 @@ from bench.memory import POLICIES, POLICIES_OF, SIDES, STAGES, TOKENS, Result
 from bench.results import Spread, write
 
 from zbpipe import is_patched
-from zbpipe._text import table
+from zbpipe._formatting import table
 
 DESCRIPTION = """\
 Measures the split backward on this machine, on one core: zbpipe beside torch's

@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import zbpipe
-from zbpipe._text import table
+from zbpipe._formatting import table
 
 WIDTH, ROWS, MICROBATCHES, ROUNDS = 8, 4, 4, 7
 INTERLEAVED = "ScheduleInterleavedZeroBubble"

@@ -30,11 +30,11 @@ from typing import NamedTuple
 
 import torch
 
+from zbpipe._formatting import argument
 from zbpipe._patch import env, places, table
 from zbpipe._policy import get_policy
 from zbpipe._stage import data_parallel, scale, state
 from zbpipe._stage.before_2_15 import methods
-from zbpipe._text import argument
 from zbpipe._torch import needs, pipelining, probe
 
 logger = logging.getLogger("zbpipe")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zbpipe._text import argument
+from zbpipe._formatting import argument
 from zbpipe._torch.autograd import without_torch_functions
 from zbpipe.leaks._words.of_python import array_type
 

@@ -26,7 +26,7 @@ import torch
 
 from zbpipe import _C
 from zbpipe._C import ParamGroup
-from zbpipe._text import Unit, in_words, table
+from zbpipe._formatting import Unit, in_words, table
 from zbpipe._torch.autograd import storage_id
 
 

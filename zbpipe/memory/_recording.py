@@ -29,7 +29,7 @@ from typing import Any, Protocol
 import torch
 
 from zbpipe import _C
-from zbpipe._text import in_words
+from zbpipe._formatting import in_words
 from zbpipe.memory import _watch as watch
 from zbpipe.memory._cuda import CudaSource
 from zbpipe.memory._export import export
