@@ -6,10 +6,10 @@ environment shows it, as does `logging.getLogger("zbpipe").setLevel(logging.INFO
 What was captured elsewhere than in a module's namespace before patching (a default argument, a `functools.partial`,
 the graph of a traced `Pipe`) keeps torch's function, which goes on working.
 
-Patching also makes pipeline stages and schedules let go of what nothing needs, see zbpipe/_stage/backward.py and before_2_15/, makes data
-parallel stages reduce when all gradients are there, see zbpipe/_stage/data_parallel.py, and makes zero-bubble schedules
-take compiled stages, which they refuse because torch's functions cannot split them. All that is changed is one table,
-table.py. Patch and unpatch between steps, not within one.
+Patching also makes pipeline stages and schedules let go of what nothing needs, see zbpipe/_stage/backward.py and
+before_2_15/, makes data parallel stages reduce when all gradients are there, see zbpipe/_stage/data_parallel.py, and
+makes zero-bubble schedules take compiled stages, which they refuse because torch's functions cannot split them. All
+that is changed is one table, table.py. Patch and unpatch between steps, not within one.
 
 For scripts that nobody wants to edit there is `ZBPIPE_PATCH=1` in the environment: a hook that is installed beside
 zbpipe patches as soon as the script, or a process that it starts, imports torch.distributed.pipelining.
