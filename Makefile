@@ -72,7 +72,7 @@ torch: $(VENV)/.torch-$(TORCH)
 dev: $(VENV)/.built $(VENV)/.extras-test $(VENV)/.extras-lint $(VENV)/.extras-demo ## set up .venv: torch, zbpipe built and editable, every tool
 
 demo: $(VENV)/.built $(VENV)/.extras-demo ## train a small language model on torch's module, then on zbpipe, and compare
-	cd examples && $(RUN) -m zbpipe demo --out $(CURDIR)/zbpipe_demo.png
+	cd examples && $(RUN) -m demo --out $(CURDIR)/zbpipe_demo.png
 
 test: test-core pytest ## run the tests: the C core's, then Python's; with TORCH_VERSION=2.15.0 on that torch
 
@@ -144,13 +144,13 @@ docs: $(VENV)/.built $(VENV)/.extras-docs ## build the documentation as a site, 
 	$(RUN) -m sphinx --quiet --fail-on-warning --keep-going -b html docs build/docs
 	@echo "build/docs/index.html"
 
-BENCHMARKS := step_overhead checkpointed compile stage_zero recorder leaks instructions
+BENCHMARKS := step_overhead checkpointed compile stage_zero recorder leak_checks instructions
 
 # Half an hour, on a machine that does nothing else.
 bench: $(VENV)/.built $(VENV)/.extras-bench $(VENV)/.extras-demo ## measure all that the docs say, beside torch's own module: benchmarks/results, and the tables of the docs
-	cd examples && $(RUN) -m zbpipe bench --blocks 1 4 16 64 256 --json $(CURDIR)/benchmarks/results
+	$(RUN) benchmarks/split.py --blocks 1 4 16 64 256 --json benchmarks/results
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(RUN) benchmarks/$$name.py --json benchmarks/results; done
-	cd examples && $(RUN) -m zbpipe demo --out $(CURDIR)/build/zbpipe_demo.png --json $(CURDIR)/benchmarks/results/demo-$(TORCH).json
+	cd examples && $(RUN) -m demo --out $(CURDIR)/build/zbpipe_demo.png --json $(CURDIR)/benchmarks/results/demo-$(TORCH).json
 	$(RUN) benchmarks/tables.py
 
 clean: ## remove what was built, and every .venv

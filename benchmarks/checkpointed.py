@@ -25,13 +25,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from bench.results import add_argument, spread, write
+from bench.stages import Stage, transformer
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import zbpipe
-from zbpipe._bench.results import add_argument, spread, write
-from zbpipe._bench.stages import Stage, transformer
-from zbpipe._text import table
+from zbpipe._formatting import table
 
 BLOCKS, WIDTH, TOKENS, ROUNDS = 2, 64, 128, 3
 INTERLEAVED = "ScheduleInterleavedZeroBubble"
@@ -67,7 +67,7 @@ class Side:
         gc.collect()
         with contextlib.ExitStack() as stack:
             if self.policy is not None:
-                stack.enter_context(zbpipe.patched())
+                stack.enter_context(zbpipe.patch())
                 stack.enter_context(zbpipe.policy(checkpoint=self.policy))  # type: ignore[arg-type]
             dist.barrier()
             recording = None if is_timed else stack.enter_context(zbpipe.memory.record(max_events=0))

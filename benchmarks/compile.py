@@ -14,12 +14,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from bench.results import add_argument, spread, write
+from bench.stages import Block
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import zbpipe
-from zbpipe._bench.results import add_argument, spread, write
-from zbpipe._bench.stages import Block
 
 
 class Times(NamedTuple):

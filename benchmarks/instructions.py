@@ -1,4 +1,4 @@
-"""Instructions of one split backward: what `zbpipe bench --only host_time` times, counted by valgrind.
+"""Instructions of one split backward: what `benchmarks/split.py --only host_time` times, counted by valgrind.
 
 torch.utils.benchmark runs each side in a process of its own under callgrind, one thread, and counts what a backward
 executes, the forward before it taken off. That is the same from run to run to some thousandths, whatever else the
@@ -15,26 +15,28 @@ import shutil
 import sys
 from pathlib import Path
 
+from bench.results import add_argument, write
 from torch.utils.benchmark import Timer
 
-from zbpipe._bench.results import add_argument, write
-from zbpipe._text import table
+from zbpipe._formatting import table
 
 RUNS = 3  # in one process, behind one that is not counted
-SET_UP = """
+SET_UP = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
 import torch
 import zbpipe
-from zbpipe._bench.host_time import Stage
+from bench.host_time import Stage
 torch.set_num_threads(1)
 passes = store = None
-{passes}
-stage = Stage({blocks}, store)
+{{passes}}
+stage = Stage({{blocks}}, store)
 """
 # What each side calls, and where its passes come from: callgrind takes long for each import.
 SPLITS = {
     "zbpipe": "passes = zbpipe",
     "torch": "from torch.distributed.pipelining import _backward as passes",
-    "store": "from zbpipe._bench.store import Store; passes = store = Store()",
+    "store": "from bench.store import Store; passes = store = Store()",
 }
 
 

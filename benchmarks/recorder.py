@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench.results import add_argument, write
 
 from zbpipe import memory
-from zbpipe._bench.results import add_argument, write
-from zbpipe._text import table
+from zbpipe._formatting import table
 from zbpipe.leaks import check_tensor_leak
 
 ROUNDS = 15

@@ -13,11 +13,11 @@ import time
 from typing import NamedTuple
 
 import torch
+from bench.results import add_argument, write
+from bench.stages import Block
 from torch.distributed.pipelining import schedules
 
 import zbpipe
-from zbpipe._bench.results import add_argument, write
-from zbpipe._bench.stages import Block
 
 WIDTH, HEADS, TOKENS = 256, 4, 128
 ROUNDS = 15

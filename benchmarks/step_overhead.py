@@ -21,12 +21,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from bench.results import add_argument, spread, write
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import zbpipe
-from zbpipe._bench.results import add_argument, spread, write
-from zbpipe._text import table
+from zbpipe._formatting import table
 
 WIDTH, ROWS, MICROBATCHES, ROUNDS = 8, 4, 4, 7
 INTERLEAVED = "ScheduleInterleavedZeroBubble"
@@ -61,7 +61,7 @@ class Side:
         self.times: list[float] = []
 
     def step(self, is_timed: bool) -> None:
-        with zbpipe.patched() if self.patched else contextlib.nullcontext():
+        with zbpipe.patch() if self.patched else contextlib.nullcontext():
             self.run()  # patch() and the other side have had the processor's caches, and Python's
             took = torch.tensor(self.run())
         dist.all_reduce(took, dist.ReduceOp.MAX)

@@ -19,7 +19,6 @@ HERE = Path(__file__).parent
 # models on ranks and ranks that fail, trainings under the leak tools, a device that runs late. `make test` leaves them to
 # `make test-system`.
 SYSTEM = (
-    "cli/test_bench.py",
     "cli/test_doctor.py",
     "clients",
     "docs/test_code_blocks.py",
@@ -40,7 +39,6 @@ SYSTEM = (
     "memory/test_out_of_memory.py",
     "passes/test_exit.py",
     "passes/test_programs.py",
-    "schedules/test_demo.py",
     "schedules/test_differential.py",
     "schedules/test_faults.py",
     "schedules/test_finetuning.py",

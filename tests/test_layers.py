@@ -271,33 +271,28 @@ def test_that_detector_catches_a_planted_fault_too(line):
 BASE = {"_C", "_torch"}
 ROOMS = {
     "_version": set(),
-    "_text": set(),
+    "_formatting": set(),
     "_build_check": {"_build_info", "_version"},
     "_first_aid": {"_version"},
     "_torch": set(),
-    "_observer": {"_C"},
-    "_policy": {"_text"},
+    "_policy": {"_formatting"},
     "_work": {"_torch"},
     "release": BASE,
     "_kernels": {"_C"},
-    "_compile": {*BASE, "_text"},
+    "_compile": {*BASE, "_formatting"},
     "_stage": {"_policy", "_torch"},
-    "passes": {"_C", "_observer", "_policy", "_stage"},
-    "_patch": {"_policy", "_stage", "_text", "_torch", "passes"},
-    "memory": {*BASE, "_observer", "_text", "_version", "leaks"},
-    "leaks": {*BASE, "_text"},
-    "_explain": {*BASE, "_policy", "_text", "memory"},
+    "passes": {"_C", "_policy", "_stage"},
+    "_patch": {"_policy", "_stage", "_formatting", "_torch", "passes"},
+    "memory": {*BASE, "_formatting", "_version", "leaks", "passes"},
+    "leaks": {*BASE, "_formatting"},
+    "_explain": {*BASE, "_policy", "_formatting", "memory"},
     "zbpipe": {
         *("_C", "_build_check", "_compile", "_explain", "_first_aid", "_kernels", "_patch", "_policy"),
         *("_version", "leaks", "memory", "passes", "release"),
     },
-    "_demo": {"memory", "zbpipe"},
-    "_bench": {"_torch", "_version", "zbpipe"},
     "_cli": {
-        *("_bench", "_build_info", "_demo", "_first_aid", "_patch", "_text", "_torch", "_version"),
-        *("leaks", "memory", "zbpipe"),
+        *("_build_info", "_first_aid", "_patch", "_formatting", "_torch", "_version", "leaks", "memory", "zbpipe"),
     },
-    "auto": {"zbpipe"},
     "__main__": {"_cli"},
 }
 # What is imported where it is needed, within a function, and why.
@@ -309,7 +304,6 @@ LATE = {
     ("_cli/steps.py", "torch.distributed.pipelining"): TIME,
     ("_compile/__init__.py", "zbpipe._compile.backend"): TIME,  # the compilers
     ("_compile/cut.py", "networkx"): TIME,
-    ("_demo/launch.py", "zbpipe._demo.worker"): OPTIONAL,  # tqdm, matplotlib
     ("_stage/data_parallel.py", "torch.distributed.fsdp"): TIME,
     ("_torch/compiler.py", "torch._dynamo.backends.debugging"): TIME,
     ("_torch/compiler.py", "torch._inductor"): TIME,
@@ -327,7 +321,7 @@ LATE = {
     ("memory/_plot.py", "matplotlib.font_manager"): OPTIONAL,
     ("memory/_plot.py", "matplotlib.patches"): OPTIONAL,
 }
-LONGEST_MODULE = 400
+LONGEST_MODULE = 350
 
 
 def every_module():

@@ -1,5 +1,6 @@
-"""patch(), unpatch(), patched(), zbpipe.auto and ZBPIPE_PATCH."""
+"""patch(), its blocks, unpatch() and ZBPIPE_PATCH."""
 
+import gc
 import importlib
 import importlib.util
 import inspect
@@ -116,7 +117,7 @@ def test_every_place_is_rebound_and_restored():
 def test_what_torchs_stage_does_not_call_is_torchs_own():
     others = {name: thing for name, thing in vars(backward).items() if inspect.isfunction(thing) and name not in NAMES}
     assert "construct_reverse_graph" in others
-    with zbpipe.patched():
+    with zbpipe.patch():
         assert {name: vars(backward)[name] for name in others} == others
 
 
@@ -124,7 +125,7 @@ def test_schedules_take_compiled_stages_while_patched():
     net = torch.nn.Linear(2, 2)
     compiled = types.SimpleNamespace(submod=torch.compile(net, backend="eager"))
     check = schedules._check_torch_compile_compatibility
-    with zbpipe.patched():
+    with zbpipe.patch():
         schedules._check_torch_compile_compatibility([compiled], "ScheduleZBVZeroBubble")
     assert schedules._check_torch_compile_compatibility is check
     with pytest.raises(RuntimeError, match="not supported with stage modules that have used"):
@@ -133,7 +134,7 @@ def test_schedules_take_compiled_stages_while_patched():
 
 def test_nothing_is_added_that_torch_lacks(monkeypatch):
     monkeypatch.delattr(backward, "_autograd_grad_for_inputs", raising=False)
-    with zbpipe.patched():
+    with zbpipe.patch():
         assert not hasattr(backward, "_autograd_grad_for_inputs")
         assert backward.stage_backward is passes.stage_backward
     assert not hasattr(backward, "_autograd_grad_for_inputs")
@@ -153,7 +154,7 @@ def test_modules_that_imported_by_name_follow(add_module):
     user = add_module("a_users_module", types.ModuleType("a_users_module"))
     user.sb, user.other = backward.stage_backward, 1
     torchs = backward.stage_backward
-    with zbpipe.patched():
+    with zbpipe.patch():
         assert user.sb is passes.stage_backward
         assert user.other == 1
     assert user.sb is torchs
@@ -162,7 +163,7 @@ def test_modules_that_imported_by_name_follow(add_module):
 def test_zbpipes_own_modules_keep_torchs_functions(add_module):
     module = add_module("zbpipe.a_helper", types.ModuleType("zbpipe.a_helper"))
     module.oracle = torchs = backward.stage_backward
-    with zbpipe.patched():
+    with zbpipe.patch():
         assert module.oracle is torchs
 
 
@@ -189,15 +190,15 @@ def test_odd_modules_are_survived(add_module):
     spec.loader = importlib.util.LazyLoader(spec.loader)
     late = add_module("a_late_module", importlib.util.module_from_spec(spec))
     spec.loader.exec_module(late)
-    with zbpipe.patched():
+    with zbpipe.patch():
         pass
     assert object.__getattribute__(late, "__class__") is not types.ModuleType, "the lazy module was loaded"
 
 
 def test_nested_blocks_restore_at_the_end_of_the_outermost():
     before = everything()
-    with zbpipe.patched():
-        with zbpipe.patched():
+    with zbpipe.patch():
+        with zbpipe.patch():
             assert zbpipe.is_patched()
         assert zbpipe.is_patched()
     assert not zbpipe.is_patched()
@@ -206,15 +207,15 @@ def test_nested_blocks_restore_at_the_end_of_the_outermost():
 
 def test_unpatch_inside_a_block_restores_and_the_end_of_the_block_is_quiet():
     before = everything()
-    with zbpipe.patched():
+    with zbpipe.patch():
         zbpipe.unpatch()
         assert everything() == before
     assert everything() == before
 
 
 def test_unpatch_in_an_inner_block_holds_for_that_block():
-    with zbpipe.patched():
-        with zbpipe.patched():
+    with zbpipe.patch():
+        with zbpipe.patch():
             zbpipe.unpatch()
         assert zbpipe.is_patched()
     assert not zbpipe.is_patched()
@@ -222,13 +223,13 @@ def test_unpatch_in_an_inner_block_holds_for_that_block():
 
 def test_a_block_leaves_an_earlier_patch_in_force():
     zbpipe.patch()
-    with zbpipe.patched():
+    with zbpipe.patch():
         pass
     assert zbpipe.is_patched()
 
 
 def test_a_block_restores_after_an_exception():
-    with pytest.raises(KeyError), zbpipe.patched():
+    with pytest.raises(KeyError), zbpipe.patch():
         raise KeyError
     assert not zbpipe.is_patched()
 
@@ -237,12 +238,12 @@ def test_overlapping_blocks_in_threads_stay_patched_until_the_last_ends():
     entered, leave, seen = threading.Event(), threading.Event(), []
 
     def longer():
-        with zbpipe.patched():
+        with zbpipe.patch():
             entered.set()
             leave.wait(30)
             seen.append(zbpipe.is_patched())
 
-    with zbpipe.patched():
+    with zbpipe.patch():
         thread = threading.Thread(target=longer)
         thread.start()
         assert entered.wait(30)
@@ -258,7 +259,7 @@ def test_many_threads():
 
     def work():
         for _ in range(5):
-            with zbpipe.patched():
+            with zbpipe.patch():
                 if stage.stage_backward is not passes.stage_backward:
                     failures.append("torch's function inside a block")
 
@@ -270,6 +271,59 @@ def test_many_threads():
         thread.join()
     assert not failures
     assert everything() == before
+
+
+def test_the_handle_can_be_dropped():
+    handle = zbpipe.patch()
+    del handle
+    gc.collect()
+    assert zbpipe.is_patched()
+
+
+def test_a_handle_ends_its_block_with_what_was_before_the_call():
+    handle = zbpipe.patch()
+    inner = zbpipe.patch(release_outputs=True)
+    with inner:
+        pass
+    assert releases() is False
+    with handle:
+        zbpipe.patch(release_outputs=True)
+        assert releases() is True
+        with pytest.raises(RuntimeError, match="has begun already"), handle:
+            pytest.fail("the block ran")
+    assert releases() is None
+    with handle:
+        assert releases() is False
+    assert releases() is None
+
+
+def test_a_block_patches_again_what_was_unpatched_before_it_began():
+    handle = zbpipe.patch()
+    zbpipe.unpatch()
+    with handle:
+        assert zbpipe.is_patched()
+    assert not zbpipe.is_patched()
+
+
+def test_handles_whose_blocks_begin_late_leave_nothing_behind():
+    """As two threads may run: each has called, and neither has begun, when the other's block ends."""
+    first, second = zbpipe.patch(), zbpipe.patch()
+    for handle in (first, second):
+        with handle:
+            assert zbpipe.is_patched()
+    assert not zbpipe.is_patched()
+    first, second = zbpipe.patch(), zbpipe.patch()
+    for handle in (second, first):
+        with handle:
+            assert zbpipe.is_patched()
+    assert not zbpipe.is_patched()
+
+
+def test_calls_that_nobody_can_take_back_are_forgotten():
+    for number in range(9):
+        zbpipe.patch(release_outputs=number % 2 == 0)
+        zbpipe.unpatch()
+    assert len(patch_module._state.calls) <= 2
 
 
 def test_a_place_that_somebody_rebound_meanwhile_is_left_and_named(caplog):
@@ -302,7 +356,7 @@ def test_a_place_that_somebody_rebound_before_is_left_and_named(caplog):
     torchs = stage.stage_backward
     stage.stage_backward = somebodys = lambda: None
     try:
-        with caplog.at_level(logging.INFO, "zbpipe"), zbpipe.patched():
+        with caplog.at_level(logging.INFO, "zbpipe"), zbpipe.patch():
             assert stage.stage_backward is somebodys
         assert any(
             "rebound by somebody else" in message and "stage.stage_backward" in message for message in caplog.messages
@@ -314,7 +368,7 @@ def test_a_place_that_somebody_rebound_before_is_left_and_named(caplog):
 
 def test_a_module_of_torch_that_is_loaded_while_patched_is_restored(add_module):
     torchs = backward.stage_backward
-    with zbpipe.patched():
+    with zbpipe.patch():
         late = add_module("torch.a_late_module", types.ModuleType("torch.a_late_module"))
         late.stage_backward = backward.stage_backward
     assert late.stage_backward is torchs
@@ -367,7 +421,7 @@ def test_every_difference_is_listed_and_nothing_changed(monkeypatch):
     assert "stage_backward takes (stage_output, grads) where zbpipe knows (stage_output, output_grads," in message
     assert "torch.distributed.pipelining.stage uses stranger, which zbpipe does not know" in message
     assert everything() == before
-    with pytest.raises(RuntimeError), zbpipe.patched():
+    with pytest.raises(RuntimeError), zbpipe.patch():
         pytest.fail("the block ran")
     assert everything() == before
 
@@ -422,23 +476,23 @@ def test_unpatching_forgets_what_was_said_of_release_outputs(monkeypatch, enviro
     zbpipe.patch()
     assert releases() is at_first
     zbpipe.unpatch()
-    with zbpipe.patched(release_outputs=not at_first):
+    with zbpipe.patch(release_outputs=not at_first):
         pass
     zbpipe.patch()
     assert releases() is at_first
 
 
 def test_a_block_brings_back_what_was_said_before_it():
-    with zbpipe.patched(release_outputs=True):
+    with zbpipe.patch(release_outputs=True):
         assert releases() is True
-        with zbpipe.patched():
+        with zbpipe.patch():
             assert releases() is True
-            with zbpipe.patched(release_outputs=False):
+            with zbpipe.patch(release_outputs=False):
                 assert releases() is False
             assert releases() is True
     assert releases() is None
     zbpipe.patch(release_outputs=False)
-    with zbpipe.patched(release_outputs=True):
+    with zbpipe.patch(release_outputs=True):
         zbpipe.unpatch()
     assert releases() is False
 
@@ -447,7 +501,7 @@ def test_a_block_brings_back_what_was_said_before_it():
 def test_release_outputs_that_is_no_bool_is_refused(value):
     with pytest.raises(TypeError, match=rf"release_outputs is {value!r}: give True, False, or None"):
         zbpipe.patch(release_outputs=value)
-    with pytest.raises(TypeError), zbpipe.patched(release_outputs=value):
+    with pytest.raises(TypeError), zbpipe.patch(release_outputs=value):
         pytest.fail("the block ran")
     assert not zbpipe.is_patched()
 
@@ -455,9 +509,9 @@ def test_release_outputs_that_is_no_bool_is_refused(value):
 @pytest.mark.parametrize(("said", "released"), [("1", True), (" True ", True), ("", False), ("0", False)])
 def test_the_environment_has_the_first_word(monkeypatch, said, released):
     monkeypatch.setenv("ZBPIPE_RELEASE_OUTPUTS", said)
-    with zbpipe.patched():
+    with zbpipe.patch():
         assert releases() is released
-    with zbpipe.patched(release_outputs=not released):
+    with zbpipe.patch(release_outputs=not released):
         assert releases() is not released
     zbpipe.patch(release_outputs=False)
     zbpipe.patch()
@@ -478,7 +532,7 @@ def warnings(caplog):
 
 
 def test_a_torch_that_is_known_is_patched_without_a_warning(caplog):
-    with caplog.at_level(logging.INFO, "zbpipe"), zbpipe.patched(release_outputs=True):
+    with caplog.at_level(logging.INFO, "zbpipe"), zbpipe.patch(release_outputs=True):
         pass
     assert warnings(caplog) == []
 
@@ -493,7 +547,7 @@ def test_a_torch_with_other_buffers_and_sends_is_patched_but_for_them(monkeypatc
     before = [vars(base)[name] for name in names], schedules._batch_p2p
     with caplog.at_level(logging.INFO, "zbpipe"):
         for _ in range(2):
-            with zbpipe.patched(release_outputs=True):
+            with zbpipe.patch(release_outputs=True):
                 assert stage.stage_backward is passes.stage_backward
                 assert hasattr(base.backward_one_chunk, "__wrapped__")
                 assert ([vars(base)[name] for name in names], schedules._batch_p2p) == before
@@ -510,7 +564,7 @@ def test_a_torch_that_releases_outputs_itself_keeps_its_way(monkeypatch, caplog)
     base = stage._PipelineStageBase
     monkeypatch.setattr(base, "release_fwd_send_outputs", lambda self, fwd_chunk_id: None, raising=False)
     before = methods()
-    with caplog.at_level(logging.INFO, "zbpipe"), zbpipe.patched(release_outputs=True):
+    with caplog.at_level(logging.INFO, "zbpipe"), zbpipe.patch(release_outputs=True):
         changed = {name.rpartition(".")[2] for name, method in methods().items() if method is not before[name]}
     assert changed - {"_compute_outputs"} == {*DRIVEN, "scale_grads"}
     assert warnings(caplog) == []
@@ -560,7 +614,7 @@ def test_main_grad_is_refused_where_a_schedule_would_not_scale_it(monkeypatch, c
     with zbpipe.policy(main_grad=True), pytest.raises(RuntimeError, match=f"cannot patch torch .*{words}"):
         zbpipe.patch()
     assert not zbpipe.is_patched()
-    with caplog.at_level(logging.INFO, "zbpipe"), zbpipe.patched():
+    with caplog.at_level(logging.INFO, "zbpipe"), zbpipe.patch():
         weight, x = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2, requires_grad=True)
         weight.main_grad = torch.zeros(2, 2)
 
@@ -584,7 +638,7 @@ def test_main_grad_is_refused_where_a_schedule_would_not_scale_it(monkeypatch, c
 def test_a_torch_that_is_newer_than_the_newest_tested_is_said_once(monkeypatch, caplog):
     monkeypatch.setattr(torch, "__version__", "2.16.0.dev20270101+cpu")
     for _ in range(2):
-        with zbpipe.patched():
+        with zbpipe.patch():
             assert stage.stage_backward is passes.stage_backward
     assert warnings(caplog) == [
         "torch 2.16.0.dev20270101+cpu is newer than 2.15, the newest that zbpipe has been tested with"
@@ -597,7 +651,7 @@ def test_compiled_stages_are_said_to_be_refused_only_where_they_are(monkeypatch,
         monkeypatch.delattr(schedules, "_check_torch_compile_compatibility")
     else:
         monkeypatch.setattr(schedules, "_check_torch_compile_compatibility", check)
-    with zbpipe.patched():
+    with zbpipe.patch():
         assert vars(schedules).get("_check_torch_compile_compatibility") is check
     said = [text for text in warnings(caplog) if "its schedules go on refusing compiled stages" in text]
     assert len(said) == (check is not None)
@@ -635,9 +689,8 @@ def test_importing_zbpipe_changes_nothing(tmp_path):
     assert done.stdout + done.stderr == ""
 
 
-def test_auto_patches_and_torch_logs_shows_it(tmp_path):
-    done = run("import zbpipe.auto\nprint(zbpipe.is_patched())", tmp_path, TORCH_LOGS="+zbpipe")
-    assert done.stdout == "True\n", done.stderr
+def test_torch_logs_shows_what_is_patched(tmp_path):
+    done = run("import zbpipe\nzbpipe.patch()", tmp_path, TORCH_LOGS="+zbpipe")
     (line,) = [line for line in done.stderr.splitlines() if "patched" in line]
     assert "torch.distributed.pipelining.stage.stage_backward," in line
 
@@ -659,7 +712,7 @@ SHOW = "\nprint(sys.modules['torch.distributed.pipelining.stage'].stage_backward
         "print(stage_backward.__module__)\nimport zbpipe, inspect\n"
         "import torch.distributed.pipelining as p\nassert inspect.getsource(p) and p.__spec__.loader is p.__loader__\n"
         "assert not [f for f in sys.meta_path if 'hook' in type(f).__module__]",
-        "import torch\nimport zbpipe.auto\nimport torch.distributed.pipelining",
+        "import torch\nimport zbpipe\nimport torch.distributed.pipelining",
         "import threading\nt = threading.Thread(target=__import__, args=('torch.distributed.pipelining',))\n"
         "t.start()\nimport zbpipe\nt.join()",
     ],
@@ -727,7 +780,7 @@ def test_scaling_divides_each_main_grad_once(tmp_path):
         bias.grad = torch.full((2,), 8.0)
         module.register_parameter("shared", torch.nn.Parameter(torch.zeros(2, 2)))
         module.shared.main_grad = second.main_grad
-        with zbpipe.patched(), zbpipe.policy(main_grad=True):
+        with zbpipe.patch(), zbpipe.policy(main_grad=True):
             PipelineStage(module, 0, 1, torch.device("cpu")).scale_grads(4)
         assert all((weight.main_grad == 2).all() for weight in module.parameters())
         assert (bias.grad == 2).all()

@@ -25,27 +25,20 @@ _build_check.check()
 from zbpipe import memory  # noqa: E402
 from zbpipe._C import ParamGroup  # noqa: E402
 from zbpipe._compile import compile as compile  # noqa: E402
-from zbpipe._explain.result import Explanation, ParameterPlan, Use  # noqa: E402
+from zbpipe._explain.result import Explanation  # noqa: E402
 from zbpipe._explain.run import explain  # noqa: E402
 from zbpipe._kernels.defer import defer  # noqa: E402
-from zbpipe._patch import is_patched, patch, patched, unpatch  # noqa: E402
+from zbpipe._patch import is_patched, patch, unpatch  # noqa: E402
 from zbpipe._policy import Policy, get_policy, policy, set_policy  # noqa: E402
-from zbpipe._version import __version__  # noqa: E402
+from zbpipe._version import __version__ as __version__  # noqa: E402
 from zbpipe.passes import stage_backward, stage_backward_input, stage_backward_weight  # noqa: E402
-from zbpipe.release import (  # noqa: E402
-    deallocate_output,
-    make_viewless,
-    release_storage,
-)
+from zbpipe.release import deallocate_output, make_viewless, release_storage  # noqa: E402
 
 # Not compile, which a star would put before Python's own.
 __all__ = [
     "Explanation",
     "ParamGroup",
-    "ParameterPlan",
     "Policy",
-    "Use",
-    "__version__",
     "deallocate_output",
     "defer",
     "explain",
@@ -54,7 +47,6 @@ __all__ = [
     "make_viewless",
     "memory",
     "patch",
-    "patched",
     "policy",
     "release_storage",
     "set_policy",

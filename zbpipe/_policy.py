@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import torch
 
-from zbpipe._text import argument
+from zbpipe._formatting import argument
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

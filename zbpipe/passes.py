@@ -11,12 +11,15 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
-from zbpipe import _C, _observer
+from zbpipe import _C
 from zbpipe._policy import get_policy
 from zbpipe._stage import handover, scale
 
 ParamGroup = _C.ParamGroup
 Grads = tuple[torch.Tensor | None, ...]
+
+# While zbpipe.memory records, it puts here what runs the passes in the place of _C, and a whole backward as it is told.
+observer: Any = None
 
 
 def stage_backward_input(
@@ -56,7 +59,7 @@ def stage_backward_input(
         ``torch.distributed.pipelining._backward.stage_backward_input`` (pytorch/pytorch PR 132691), the B of "Zero
         Bubble Pipeline Parallelism" (Qi et al., 2023).
     """
-    run = (_observer.current or _C).input_pass
+    run = (observer or _C).input_pass
     policy = handover.in_graph_of(get_policy())
     outputs: Any = stage_outputs_or_loss
     grads: Any = output_grads
@@ -128,7 +131,7 @@ def stage_backward_weight(
         ``torch.distributed.pipelining._backward.stage_backward_weight`` (pytorch/pytorch PR 132691), the W of "Zero
         Bubble Pipeline Parallelism" (Qi et al., 2023).
     """
-    run = (_observer.current or _C).weight_pass
+    run = (observer or _C).weight_pass
     policy = get_policy()
     if policy.main_grad:
         scale.check_main_grad()
@@ -209,8 +212,8 @@ def stage_backward(
     backward = _backward_into_main_grad if get_policy().main_grad else torch.autograd.backward
     try:
         roots, root_grads = _flatten(stage_output, output_grads)
-        if observer := _observer.current:  # read once: a recording may end on another thread
-            observer.backward(backward, roots, root_grads)
+        if recorder := observer:  # read once: a recording may end on another thread
+            recorder.backward(backward, roots, root_grads)
         else:
             backward(roots, root_grads)
     except _EdgeWithoutGradient:

@@ -23,8 +23,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from zbpipe import _C
 from zbpipe._torch import autograd
 
-__all__ = ["deallocate_output", "make_viewless", "release_storage"]
-
 _LISTED = 8  # holders that a refusal describes; more are counted
 
 
@@ -108,8 +106,8 @@ def make_viewless(tensor: torch.Tensor) -> torch.Tensor:
         ValueError: a view that carries a forward-mode gradient; a tensor on ``meta``.
 
     Source:
-        Megatron-LM's ``make_viewless_tensor`` (megatron/core/utils.py); here without flags. Views that cannot be
-        detached: pytorch/pytorch 142229, 142237, 143589.
+        Megatron-LM's ``make_viewless_tensor`` (megatron/core/utils.py); here without flags. Views that
+        cannot be detached: pytorch/pytorch 142229, 142237, 143589.
     """
     with autograd.without_torch_functions():
         if _own_bytes(tensor) < 0:

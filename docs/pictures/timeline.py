@@ -44,7 +44,7 @@ def steps_of(rank, side):
     schedule = ScheduleZBVZeroBubble(stages, MICROBATCHES, loss_fn=lambda out, target: (out - target).square().mean())
     x = torch.randn(MICROBATCHES * ROWS, WIDTH)
     found = []
-    with zbpipe.patched() if side == "zbpipe" else torch.enable_grad():
+    with zbpipe.patch() if side == "zbpipe" else torch.enable_grad():
         for step in range(WARM_UP + STEPS):
             dist.barrier()
             with zbpipe.memory.record(max_events=0) as recording:

@@ -58,7 +58,7 @@ def test_without_a_command_it_says_what_there_is(capsys):
     assert "leaks" in said
 
 
-@pytest.mark.parametrize("command", ["", "doctor", "explain", "leaks", "memory", "demo", "bench"])
+@pytest.mark.parametrize("command", ["", "doctor", "explain", "leaks", "memory"])
 def test_help_fits_80_columns(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
@@ -86,7 +86,7 @@ def test_all_is_well(doctor):
     assert said["torch"].strip().startswith(f"{torch.__version__}, ")
     assert " looked at, all known" in said["private parts"]
     assert said["patched now"].strip() == "no"
-    with zbpipe.patched():
+    with zbpipe.patch():
         _, lines = doctor()
     assert "patched now:            yes" in lines
 
@@ -203,7 +203,7 @@ def place(folder, *, built=True, torch_is=None, at_start=""):
     if built:
         (folder / "zbpipe").symlink_to(PACKAGE)
     else:
-        shutil.copytree(PACKAGE, folder / "zbpipe", ignore=shutil.ignore_patterns("_C.*", "_build_info.py", "_demo"))
+        shutil.copytree(PACKAGE, folder / "zbpipe", ignore=shutil.ignore_patterns("_C.*", "_build_info.py"))
     if torch_is is not None:
         (folder / "torch.py").write_text(torch_is)
     (folder / "sitecustomize.py").write_text(at_start)
@@ -251,7 +251,7 @@ def test_it_starts_where_zbpipe_does_not(tmp_path, way, switches, environment, f
 
 def test_only_the_doctor_is_served_so(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(place(tmp_path)), "ZBPIPE_POLICY": "defer=never"}
-    for arguments in (["-m", "zbpipe", "bench"], ["-c", "import zbpipe", "doctor"]):
+    for arguments in (["-m", "zbpipe", "leaks"], ["-c", "import zbpipe", "doctor"]):
         command = [sys.executable, *arguments]
         done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stdout) == (1, "")

@@ -9,8 +9,6 @@ import pytest
 from support.commands import running
 
 from zbpipe._cli import main
-from zbpipe._demo import report
-from zbpipe._demo.config import Config
 
 PAGE = Path(__file__).parents[2] / "docs" / "command_line.md"
 MODEL = "import torch\n\n\ndef stage():\n    return torch.nn.Linear(4, 4), torch.randn(2, 4)\n"
@@ -58,7 +56,6 @@ def written(tmp_path, monkeypatch, capsys):
         ("explain", ["--json", "seen.json", "model.py:stage"]),
         ("leaks", ["--json", "seen.json"]),
         ("memory", ["--json", "seen.json"]),
-        ("bench", ["--only", "host_time", "--blocks", "1", "--repeat", "1", "--json", "."]),
     ],
 )
 def test_keys_are_those_of_the_page(command, asked, written):
@@ -66,17 +63,3 @@ def test_keys_are_those_of_the_page(command, asked, written):
     seen = written(command, *asked)
     assert seen["schema"] == number
     assert seen.keys() == keys | {"schema"}
-
-
-def test_the_demos_keys_are_those_of_the_page():
-    """Its values: tests/schedules/test_demo.py."""
-    number, keys = documented("demo")
-    seen = report.as_dict([], Config())
-    assert seen["schema"] == number
-    assert seen.keys() == keys | {"schema"}
-    row = next(line for line in PAGE.read_text().splitlines() if line.startswith("| `demo` | 3 |"))
-    (runs,) = re.findall(r"`runs`: (.*?);", row)
-    failed = report.Result("zbv", "zbpipe", error="planted")
-    assert report.as_dict([failed, report.Result("zbv", "torch", error="planted")], Config())["runs"][0].keys() == {
-        *re.findall(r"`(\w+)`", runs), "schedule", "side",
-    }  # fmt: skip

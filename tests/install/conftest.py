@@ -15,7 +15,7 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 COPIED = ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "build_backend", "hook")
-COPIED_MODULES = ("_version.py", "_build_check.py", "auto.py", "py.typed")
+COPIED_MODULES = ("_version.py", "_build_check.py", "py.typed")
 
 SOURCES = {
     "README.md": "a stand-in for zbpipe\n",

@@ -64,7 +64,7 @@ def test_schedule(makes, schedule, release):
     expected = train(None, parts, "cpu")
     for order in late.ORDERS:
         late.begin(order)
-        with zbpipe.patched(release_outputs=release):
+        with zbpipe.patch(release_outputs=release):
             got = train(schedule, parts, "late")
         wrong = [i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if not torch.equal(a, b)]
         assert not wrong, order

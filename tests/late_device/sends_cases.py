@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import zbpipe
-from zbpipe._stage import sends
+from zbpipe._stage.before_2_15 import sends
 
 WORLD = 2
 
@@ -84,7 +84,7 @@ def test_schedule(name, coalesces, release):
     expected = unpipelined(name)
     for order in late.ORDERS:
         late.begin(order)
-        with zbpipe.patched(release_outputs=release):
+        with zbpipe.patch(release_outputs=release):
             got = pipelined(name, coalesces)
         torch.testing.assert_close(got, expected, rtol=0, atol=0, msg=partial("{}: {}".format, order))
         assert not late.races(), order
@@ -117,6 +117,6 @@ class Hasty(sends.Receive):
 def test_a_message_that_is_not_waited_for_shows(fault, name, coalesces, monkeypatch):
     monkeypatch.setattr(sends, fault.__base__.__name__, fault)
     late.begin()
-    with zbpipe.patched(release_outputs=True):
+    with zbpipe.patch(release_outputs=True):
         pipelined(name, coalesces)
     assert any("a message" in race for race in late.races())

@@ -100,7 +100,7 @@ def run(name, rank, world, steps):
 
 def main(rank, world, folder, steps, names):
     join(rank, world, folder)
-    with zbpipe.patched():
+    with zbpipe.patch():
         for name in names:
             result = run(name, rank, world, steps)
             (folder / f"{name}.{rank}").write_text(json.dumps(result))

@@ -277,7 +277,7 @@ def test_a_check_that_fails_on_leaving_gives_the_collector_back(monkeypatch):
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError), check_tensor_leak():
-        monkeypatch.setattr("zbpipe.leaks._allow.split", fail)
+        monkeypatch.setattr("zbpipe.leaks._allow.parts_of", fail)
     assert collects()
 
 

@@ -160,7 +160,7 @@ def main():
         stages = [PipelineStage(net, i, 2, torch.device("cpu")) for i, net in enumerate(nets)]
         schedule = ScheduleZBVZeroBubble(stages, 8, loss_fn=loss, scale_grads=False)
         optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
-        with zbpipe.patched():
+        with zbpipe.patch():
             Run().train(schedule, optimizers, 8, "leak" in sys.argv)
     finally:
         dist.destroy_process_group()

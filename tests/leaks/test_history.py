@@ -358,7 +358,7 @@ def check(ranks, steps):
 @pytest.fixture
 def one_rank(tmp_path):
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    with zbpipe.patched():
+    with zbpipe.patch():
         yield
     dist.destroy_process_group()
 

@@ -141,7 +141,7 @@ try:
     stages = [PipelineStage(net, i, 2, torch.device("cpu")) for i, net in enumerate(nets)]
     schedule = ScheduleZBVZeroBubble(stages, 8, loss_fn=loss, scale_grads=False)
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
-    with zbpipe.patched():
+    with zbpipe.patch():
         for step in range(5):
             schedule.step(torch.ones(8, 4), target=torch.ones(8, 4))
             for optimizer in optimizers:

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from bench.stages import STAGES
 from torch import nn
 
 import zbpipe
 from zbpipe import memory
-from zbpipe._bench.stages import STAGES
 
 HEAVY = (nn.Linear, nn.Conv2d)
 PRODUCTS = ("AddmmBackward0", "MmBackward0", "ConvolutionBackward0", "LinearBackward0")

@@ -96,7 +96,7 @@ def test_the_passes_refuse_and_fail_as_without_a_recording():
         with pytest.raises(RuntimeError, match="Failed to run stage backward"):
             zbpipe.stage_backward([y], [], [x])
     assert [p.kind for p in rec.phases] == ["I", "I", "W", "W", "W", "W", "W"]
-    assert zbpipe._observer.current is None
+    assert zbpipe.passes.observer is None
 
 
 class Stage:

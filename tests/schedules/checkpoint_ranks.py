@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from bench.stages import transformer
 from support.ranks import MODULES, join, on
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from zbpipe import memory
-from zbpipe._bench.stages import transformer
 
 MICROBATCHES, BLOCKS, WIDTH, TOKENS = 6, 2, 32, 64
 ZERO_BUBBLE = {

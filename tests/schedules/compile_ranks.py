@@ -88,7 +88,7 @@ def main(rank, world, folder):
     calls = []
     call = backend._WeightWork.__call__
     backend._WeightWork.__call__ = lambda self, *values: calls.append(1) or call(self, *values)
-    with zbpipe.patched():
+    with zbpipe.patch():
         for name in SPLIT:
             calls.clear()
             result = run(name, rank, world, "aot_eager")

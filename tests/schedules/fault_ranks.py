@@ -34,7 +34,8 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining import stage as stage_module
 
 from zbpipe import _C
-from zbpipe._stage import losses, outputs, sends, threads
+from zbpipe._stage import losses
+from zbpipe._stage.before_2_15 import outputs, sends, threads
 
 OTHERS = [fault for schedule in cases.SHAPES if schedule != cases.ZBV for fault in cases.faults_of(schedule)]
 SOME_OTHERS = [

@@ -277,7 +277,7 @@ def main(rank, world, folder):
     join(rank, world, folder, seconds=20)
     teams = [dist.new_group([place * TEAM, place * TEAM + 1]) for place in range(PLACES)]
     pipes = [dist.new_group([number, number + TEAM]) for number in range(TEAM)]
-    with zbpipe.patched():
+    with zbpipe.patch():
         for kind, name, policy in RUNS:
             with zbpipe.policy(**POLICIES[policy]):
                 steps = run(kind, name, rank, teams[rank // TEAM], pipes[rank % TEAM])

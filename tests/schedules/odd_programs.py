@@ -429,9 +429,7 @@ def pipelined(program, folder):
 
 def outcome(program, wanted, folder, module):
     """("right", ""), ("wrong", what differs) or ("raises", the error's type and first line)."""
-    patched = (
-        zbpipe.patched(release_outputs=program.release_outputs) if module == "zbpipe" else contextlib.nullcontext()
-    )
+    patched = zbpipe.patch(release_outputs=program.release_outputs) if module == "zbpipe" else contextlib.nullcontext()
     try:
         with patched, zbpipe.policy(**dict(program.policy)):
             got = pipelined(program, folder)

@@ -26,7 +26,7 @@ from support import allocations
 
 import zbpipe
 from zbpipe import _C
-from zbpipe._stage import sends, threads
+from zbpipe._stage.before_2_15 import sends, threads
 
 LEARNING_RATE, MOMENTUM = 1e-3, 0.9
 KINDS = [

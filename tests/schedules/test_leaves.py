@@ -133,7 +133,7 @@ def test_every_leaf_is_trained(name, model):
     for step in range(2):
         words, target = batch(step)
         whole.unsplit(words, target)
-        with zbpipe.patched():
+        with zbpipe.patch():
             schedule.step(words, target=target, **split.keywords())
         torch.testing.assert_close(split.grads(), whole.grads())
 
@@ -142,7 +142,7 @@ def test_a_borrowed_weight_is_scaled_with_its_owners(name):
     """Its owner's last weight pass comes after the borrower's, in all of torch's schedules."""
     split, whole = Model(borrows=True), Model(borrows=True)
     whole.unsplit(*batch(0))
-    with zbpipe.patched():
+    with zbpipe.patch():
         split.step(name, *batch(0), scale_grads=True)
     torch.testing.assert_close(
         split.grads(), {name: None if grad is None else grad / MICROBATCHES for name, grad in whole.grads().items()}
@@ -154,7 +154,7 @@ def test_main_grad(name):
     for leaf in split.leaves().values():
         leaf.main_grad = torch.zeros_like(leaf)
     whole.unsplit(*batch(0))
-    with zbpipe.patched(), zbpipe.policy(main_grad=True):
+    with zbpipe.patch(), zbpipe.policy(main_grad=True):
         split.step(name, *batch(0))
     assert all(grad is None for grad in split.grads().values())
     torch.testing.assert_close({name: leaf.main_grad for name, leaf in split.leaves().items()}, whole.grads())
@@ -164,7 +164,7 @@ def test_hooks_of_the_loss_fire_once_per_microbatch(name):
     split, whole = Model(loss=Prototypes), Model(loss=Prototypes)
     seen = [watch(model.loss) for model in (split, whole)]
     whole.unsplit(*batch(0))
-    with zbpipe.patched():
+    with zbpipe.patch():
         split.step(name, *batch(0))
     torch.testing.assert_close(*seen)
 
@@ -214,7 +214,7 @@ def test_work_that_names_no_weight(name):
         for leaf in [*split.leaves().values(), *whole.leaves().values()]:
             leaf.grad = None  # the first step has learned from a backward what gradients look like
         whole.unsplit(words, target)
-        with zbpipe.patched():
+        with zbpipe.patch():
             schedule.step(words, target=target)
     torch.testing.assert_close(split.grads(), whole.grads())
 
@@ -234,7 +234,7 @@ def test_weights_given_by_hand_restrict_even_within_a_stages_pass(name):
     split.parts[1].layer.weight.register_hook(by_hand)
     split.parts[1].layer.register_full_backward_hook(lambda module, grads, _: by_hand(grads))
     whole.unsplit(*batch(0))
-    with zbpipe.patched():
+    with zbpipe.patch():
         split.step(name, *batch(0))
     assert layer.weight.grad is not None and other.grad is None
     torch.testing.assert_close(split.grads(), whole.grads())

@@ -44,7 +44,7 @@ def check_steps(name, modules, loss_fn, steps=2, prepare=lambda target: target, 
             expected.append(loss_fn(plain(value), goal))
             if expected[-1].requires_grad:
                 expected[-1].backward()
-        with zbpipe.patched():
+        with zbpipe.patch():
             output = schedule.step(x, target=target, losses=losses, return_outputs=return_outputs)
         assert not return_outputs or not output.requires_grad or isinstance(modules[-1], ReturnsAView)
         torch.testing.assert_close(losses, [loss.detach() for loss in expected])
@@ -165,7 +165,7 @@ def test_the_losses_of_a_step_that_failed_are_no_losses_of_the_next():
 
     modules[1].register_forward_pre_hook(maybe)
     x, target = batch(0)
-    with zbpipe.patched():
+    with zbpipe.patch():
         with pytest.raises(RuntimeError, match="failed to run forward"):
             schedule.step(x, target=target)
         for module in modules:
@@ -202,6 +202,6 @@ def test_a_loss_function_that_returns_no_tensor_is_refused(name, loss_fn, kind, 
         example = x[: len(x) // MICROBATCHES]
         given = {"input_args": (example.clone(),), "output_args": (example.clone().requires_grad_(),)}
     schedule = schedule_of(name, modules, loss_fn, **given)
-    with zbpipe.patched(), pytest.raises(TypeError, match=rf"loss function returned a {kind} .*; expected a tensor"):
+    with zbpipe.patch(), pytest.raises(TypeError, match=rf"loss function returned a {kind} .*; expected a tensor"):
         schedule.step(x, target=target)
     assert all(weight.grad is None for weight in modules[1].parameters())

@@ -84,7 +84,7 @@ def test_a_context_around_a_stages_forward(name):
 
     handle = stages[1].register_forward_context(noting)
     x, target = batch(0)
-    with zbpipe.patched():
+    with zbpipe.patch():
         schedule.step(x, target=target)
     ordinary_backward(net, 0)
     assert_gradients(modules, net)
@@ -100,7 +100,7 @@ def test_a_recording_that_watches_passes_split_microbatches_on(name):
     net = nn.Sequential(*copy.deepcopy(modules))
     stages, schedule = schedule_of(name, modules)
     x, target = batch(0)
-    with zbpipe.patched(), memory.record() as recording:
+    with zbpipe.patch(), memory.record() as recording:
         recording.watch(schedule)
         schedule.step(
             arg_mbs=[(part,) for part in x.chunk(MICROBATCHES)],
@@ -130,7 +130,7 @@ def test_gradients_summed_over_steps_that_do_not_finalize_them(name, wait_later,
     net = nn.Sequential(*copy.deepcopy(modules))
     sharded(modules, reshard_after_forward=reshard)
     _, schedule = schedule_of(name, modules, defer_reduce_grad_wait=wait_later)
-    with zbpipe.patched():
+    with zbpipe.patch():
         for number in range(3):
             x, target = batch(number)
             schedule.step(x, target=target, finalize_gradients=number == 2)
@@ -151,7 +151,7 @@ def test_the_weights_in_the_graph_sum_their_gradients_in_the_dtype_that_is_reduc
     _, schedule = schedule_of(name, modules)
     for number in range(2):
         x, target = (value.float() for value in batch(number))
-        with zbpipe.patched():
+        with zbpipe.patch():
             schedule.step(x, target=target)
         halves = [copy.deepcopy(part).bfloat16() for part in net]
         for part in (weight for half in halves for weight in half.parameters()):

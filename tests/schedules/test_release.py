@@ -24,7 +24,8 @@ from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import zbpipe
-from zbpipe._stage import methods, outputs, sends, state, threads
+from zbpipe._stage import state
+from zbpipe._stage.before_2_15 import methods, outputs, sends, threads
 
 WORLD = 2
 sends_none = pytest.mark.skipif(not SENDS_NONE, reason="a stage of torch before 2.13 sends no gradient that is None")
@@ -133,7 +134,7 @@ def test_a_custom_dw_builder_runs_and_finds_the_stage_empty(one_rank, release):
     stages[0].dw_builder = build
     outputs = []
     modules[0].register_forward_hook(lambda module, args, out: outputs.append(StorageWeakRef(out.untyped_storage())))
-    with zbpipe.patched(release):
+    with zbpipe.patch(release):
         backward = stages[0].backward_one_chunk
 
         def watched(microbatch, *args, **kwargs):
@@ -164,7 +165,7 @@ def test_a_step_after_one_that_failed(one_rank, release):
 
     modules[1].register_forward_pre_hook(maybe)
     stages = two_stages(modules)
-    with zbpipe.patched(release):
+    with zbpipe.patch(release):
         with pytest.raises(RuntimeError, match="failed to run forward"):
             step(stages)
         stages[0].clear_runtime_states()  # as the next step does first
@@ -199,7 +200,7 @@ def test_a_gradient_that_is_none_is_handed_over_as_zero(one_rank):
         module.zero_grad()
     stages = two_stages(modules)
     schedule = schedule_of(stages)
-    with zbpipe.patched():
+    with zbpipe.patch():
         for number in range(2):
             torch.testing.assert_close(step(stages, number, schedule)[1], wanted[number])
             assert all(is_let_go(info.buffer) for infos in stages[0].grad_recv_info.values() for info in infos)
@@ -228,7 +229,7 @@ def test_the_end_of_a_block_allocates_no_receive_buffer_before_it_is_used(one_ra
     stages = two_stages(modules)
     schedule = schedule_of(stages)
     for number in range(3):
-        with zbpipe.patched() if number != 1 else contextlib.nullcontext():
+        with zbpipe.patch() if number != 1 else contextlib.nullcontext():
             got = step(stages, number, schedule)
         if number != 1:
             assert received(stages) and all(vars(info)["buffer"].is_meta for info in received(stages))
@@ -246,7 +247,7 @@ def test_unpatching_within_a_step_is_said_and_ruins_no_stage(one_rank, passing, 
     modules = parts("plain", 2)
     stages = two_stages(modules)
     schedule = schedule_of(stages)
-    with zbpipe.patched():
+    with zbpipe.patch():
         step(stages, 0, schedule)
     zbpipe.patch()
     if passing == "forward":
@@ -262,7 +263,7 @@ def test_unpatching_within_a_step_is_said_and_ruins_no_stage(one_rank, passing, 
         for module in modules:
             module.zero_grad()
         schedule = schedule_of(stages)
-        with zbpipe.patched() if patched else contextlib.nullcontext():
+        with zbpipe.patch() if patched else contextlib.nullcontext():
             got = step(stages, number, schedule)
         wanted = reference_of_one_step(number)
         assert_equal(got, wanted)
@@ -274,7 +275,7 @@ def test_outputs_are_the_users_unless_told_otherwise(one_rank):
 
     def outputs(release):
         seen = []
-        with zbpipe.patched(release):
+        with zbpipe.patch(release):
             forward = stages[0].forward_one_chunk
             stages[0].forward_one_chunk = lambda *args, **kwargs: seen.append(forward(*args, **kwargs)) or seen[-1]
             step(stages)
@@ -289,7 +290,7 @@ def test_outputs_are_the_users_unless_told_otherwise(one_rank):
 @before_2_15
 def test_outputs_cannot_be_sent_when_they_are_gone(one_rank):
     stages = two_stages(parts("plain", 2))
-    with zbpipe.patched(release_outputs=True):
+    with zbpipe.patch(release_outputs=True):
         failures = []
         hand_over = stages[1].set_local_fwd_input
 
@@ -549,7 +550,7 @@ def test_nothing_that_was_sent_is_freed_within_a_backward_or_w(one_rank, send, n
     work.is_done.set()
     state.in_force = False  # the fixture's
     seen = []
-    with zbpipe.patched():
+    with zbpipe.patch():
         stage = two_stages(parts("plain", 2))[0]
         stage.has_backward = False
         getattr(stage, name)(0)
@@ -708,7 +709,8 @@ def test_what_others_send_is_left_alone(send):
 EXIT = """
 import os, sys, time
 import torch, torch.distributed as dist
-from zbpipe._stage import sends, state
+from zbpipe._stage import state
+from zbpipe._stage.before_2_15 import sends
 
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)

@@ -44,7 +44,7 @@ def test_a_stage_of_which_a_part_alone_is_data_parallel_is_refused(module):
     out = x * 2
     kwargs = {"stage_output": (out,), "output_grads": (torch.ones_like(out),), "input_values": (x,)}
     with (
-        zbpipe.patched(),
+        zbpipe.patch(),
         pytest.raises(
             RuntimeError, match=r"stage 1's module is a Sequential whose part '0', a .*Linear|'0', a Distrib"
         ),
@@ -56,7 +56,7 @@ def test_a_stage_of_which_a_part_alone_is_data_parallel_is_refused(module):
 @pytest.mark.parametrize("module", [part_in_fsdp, part_in_ddp, part_replicated])
 def test_so_it_is_in_the_first_stage_whose_weight_pass_is_a_whole_backward(module):
     stage = PipelineStage(module(), 0, 2, torch.device("cpu"))
-    with zbpipe.patched(), pytest.raises(RuntimeError, match=r"stage 0's module is a Sequential whose part '0', a "):
+    with zbpipe.patch(), pytest.raises(RuntimeError, match=r"stage 0's module is a Sequential whose part '0', a "):
         stage.backward_weight_one_chunk(0)
 
 
@@ -72,7 +72,7 @@ def test_so_it_is_in_the_first_stage_whose_weight_pass_is_a_whole_backward(modul
 def test_fsdps_first_version_is_refused(wrap, words, index):
     module = wrap(FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"), use_orig_params=True))
     stage = PipelineStage(module, index, 2, torch.device("cpu"))
-    with zbpipe.patched():
+    with zbpipe.patch():
         first = partial(stage.backward_maybe_with_nosync, "input", {}) if index else stage.backward_weight_one_chunk
         with pytest.raises(RuntimeError, match=rf"stage {index}'s {words}.*fully_shard instead"):
             first(0)
@@ -101,7 +101,7 @@ def passes(module):
 @pytest.mark.parametrize("wrap", [DistributedDataParallel, replicate])
 def test_a_backward_within_the_input_pass_of_ddp_is_refused(wrap, static_graph):
     module = wrap(nn.Sequential(Checkpointed(2, 2), nn.Linear(2, 2)), static_graph=static_graph)
-    with zbpipe.patched():
+    with zbpipe.patch():
         input_pass, _ = passes(module)
         words = r"input pass of stage 1 has added to the gradients of (module\.)?0.weight, (module\.)?0.bias, in a "
         with pytest.raises(RuntimeError, match=words + "backward within it.*use_reentrant=False"):
@@ -112,7 +112,7 @@ def test_a_backward_within_the_input_pass_of_ddp_is_refused(wrap, static_graph):
 def test_unused_weights_that_ddp_was_not_told_of_are_refused(wrap):
     part = nn.Linear(2, 2)
     part.never = nn.Linear(2, 2, bias=False)
-    with zbpipe.patched():
+    with zbpipe.patch():
         input_pass, weight_pass = passes(wrap(part))
         groups = input_pass()
         with pytest.raises(
@@ -128,7 +128,7 @@ def test_main_grad_in_ddp_is_refused(ignored):
     part = nn.Linear(2, 2)
     if not ignored:
         part.weight.main_grad = torch.zeros(2, 2)
-    with zbpipe.patched(), zbpipe.policy(main_grad=True):
+    with zbpipe.patch(), zbpipe.policy(main_grad=True):
         input_pass, weight_pass = passes(DistributedDataParallel(part))
         if ignored:  # no weight has one
             weight_pass(input_pass())
@@ -147,7 +147,7 @@ def test_whoever_asks_within_a_pass_gets_the_modules_own_parameters():
     users = vars(module)["parameters"]
     stage = PipelineStage(module, 1, 2, torch.device("cpu"))
     stage.has_backward = True
-    with zbpipe.patched():
+    with zbpipe.patch():
         stage.forward_maybe_with_nosync(torch.ones(2, 2)).sum().backward()  # gathers for the first time
         module.zero_grad()
         x = torch.randn(2, 2, requires_grad=True)
@@ -214,7 +214,7 @@ def test_a_stage_whose_ways_in_torch_are_unknown_is_refused_in_its_first_forward
     other = PipelineStage(nn.Linear(2, 2), 1, 2, torch.device("cpu"))
     monkeypatch.setattr(importlib.import_module("zbpipe._patch")._state, "said", set())
     plant(monkeypatch)
-    with zbpipe.patched():
+    with zbpipe.patch():
         with pytest.raises(RuntimeError, match=f"stage 1's module is a .*{words}"):
             stage.forward_maybe_with_nosync(torch.ones(2, 2))
         other.forward_maybe_with_nosync(torch.ones(2, 2))

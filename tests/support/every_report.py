@@ -70,7 +70,7 @@ def passes(zbpipe):
     step(zbpipe, net)
     with zbpipe.policy(defer="all", checkpoint="recompute", main_grad=True):
         step(zbpipe, net)
-    with zbpipe.patched():
+    with zbpipe.patch():
         from torch.distributed.pipelining.stage import stage_backward_weight
 
         said(stage_backward_weight.__module__)

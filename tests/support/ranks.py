@@ -16,7 +16,7 @@ UNDER_TEST = os.environ.get("ZBPIPE_TEST_MODULE") or "zbpipe"
 
 def on(module):
     """What a run on that of MODULES is within."""
-    return zbpipe.patched() if module == "zbpipe" else contextlib.nullcontext()
+    return zbpipe.patch() if module == "zbpipe" else contextlib.nullcontext()
 
 
 def join(rank, world, folder, store="store", seconds=60):

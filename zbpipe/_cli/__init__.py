@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from zbpipe._cli import bench, demo, doctor, explain, leaks, memory
+from zbpipe._cli import doctor, explain, leaks, memory
 
 EPILOG = """\
 The passes themselves need no command: zbpipe.patch() in the script, or
@@ -27,8 +27,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("explain", explain, "say what of a stage's backward waits for W, and why the rest does not"),
         ("leaks", leaks, "run a training script and show what grows from step to step, and who holds it"),
         ("memory", memory, "run a training script up to the end of one step, and show its memory phase by phase"),
-        ("demo", demo, "train a small model on torch's own module, then on zbpipe, and compare"),
-        ("bench", bench, "measure here what the split backward costs, torch's own module beside zbpipe"),
     ):
         command.add_arguments(
             commands.add_parser(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from zbpipe._cli.ranks import heading, numbered, told_by_themselves
-from zbpipe._text import table
+from zbpipe._formatting import table
 from zbpipe.leaks._alike import numbered_spans, plain
 from zbpipe.leaks._growth import SHOWN_HOLDERS, Grown, Growth, headline
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from zbpipe._cli.ranks import heading, numbered, told_by_themselves
-from zbpipe._text import Unit, in_words, table
+from zbpipe._formatting import Unit, in_words, table
 from zbpipe.memory import Recording
 from zbpipe.memory._results import phase_table, short_label
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from zbpipe._text import argument
+from zbpipe._formatting import argument
 
 INNER = ("inductor", "aot_eager")
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from zbpipe._formatting import Unit, in_words, table
 from zbpipe._policy import Policy
-from zbpipe._text import Unit, in_words, table
 
 WIDTH = 80  # of what is printed
 

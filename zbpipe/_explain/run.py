@@ -15,8 +15,8 @@ from zbpipe import _C
 from zbpipe._explain.book import Book, plan_of
 from zbpipe._explain.copied import apart, copy_of
 from zbpipe._explain.result import Explanation
+from zbpipe._formatting import argument
 from zbpipe._policy import Policy, get_policy
-from zbpipe._text import argument
 from zbpipe._torch.ddp import is_ddp
 from zbpipe._torch.dispatch import pytree
 from zbpipe._torch.modules import is_under_fully_shard

@@ -6,31 +6,35 @@ environment shows it, as does `logging.getLogger("zbpipe").setLevel(logging.INFO
 What was captured elsewhere than in a module's namespace before patching (a default argument, a `functools.partial`,
 the graph of a traced `Pipe`) keeps torch's function, which goes on working.
 
-Patching also makes pipeline stages and schedules let go of what nothing needs, see zbpipe/_stage/methods.py, makes data
-parallel stages reduce when all gradients are there, see zbpipe/_stage/data_parallel.py, and makes zero-bubble schedules
-take compiled stages, which they refuse because torch's functions cannot split them. All that is changed is one table,
-table.py. Patch and unpatch between steps, not within one.
+Patching also makes pipeline stages and schedules let go of what nothing needs, see zbpipe/_stage/backward.py and
+before_2_15/, makes data parallel stages reduce when all gradients are there, see zbpipe/_stage/data_parallel.py, and
+makes zero-bubble schedules take compiled stages, which they refuse because torch's functions cannot split them. All
+that is changed is one table, table.py. Patch and unpatch between steps, not within one.
 
 For scripts that nobody wants to edit there is `ZBPIPE_PATCH=1` in the environment: a hook that is installed beside
 zbpipe patches as soon as the script, or a process that it starts, imports torch.distributed.pipelining.
 `ZBPIPE_RELEASE_OUTPUTS=1` beside it is patch(release_outputs=True).
 """
 
-import contextlib
+from __future__ import annotations
+
 import importlib
 import inspect
 import logging
 import threading
-from collections.abc import Iterator
+import weakref
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from types import ModuleType
 from typing import NamedTuple
 
 import torch
 
+from zbpipe._formatting import argument
 from zbpipe._patch import env, places, table
 from zbpipe._policy import get_policy
-from zbpipe._stage import data_parallel, methods, scale, state
-from zbpipe._text import argument
+from zbpipe._stage import data_parallel, scale, state
+from zbpipe._stage.before_2_15 import methods
 from zbpipe._torch import needs, pipelining, probe
 
 logger = logging.getLogger("zbpipe")
@@ -40,19 +44,30 @@ class _State:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.places: list[places.Place] = []
-        self.open_contexts = 0
-        self.patched_before_contexts = False
-        self.release_before_contexts = False
+        self.calls: list[_Call] = []
         self.said: set[str] = set()  # warnings, which are not repeated
 
 
 _state = _State()
 
 
-def patch(release_outputs: bool | None = None) -> None:
+@dataclass(eq=False)
+class _Call:
+    """A call of patch() or unpatch() that nothing has taken back. The last one holds."""
+
+    release_outputs: bool | None  # None: unpatched
+    handle: weakref.ref[_Handle] | None = None
+    is_block: bool = False
+
+    def cannot_be_taken_back(self) -> bool:
+        return not self.is_block and (self.handle is None or self.handle() is None)
+
+
+def patch(release_outputs: bool | None = None) -> AbstractContextManager[None]:
     """Rebind every place in torch, and in modules that imported from it by name, to zbpipe's functions.
 
-    When torch is patched already, only `release_outputs` is looked at.
+    It holds until :func:`unpatch`, or as ``with zbpipe.patch():`` for the length of the block. When torch is patched
+    already, only `release_outputs` is looked at.
 
     Args:
         release_outputs: whether the memory of a stage's outputs goes as soon as the next stage has them; the stage
@@ -61,6 +76,11 @@ def patch(release_outputs: bool | None = None) -> None:
             the outputs are sent. True and False hold from the next forward on, whatever was said before. None
             leaves it as it is while torch is patched; when it is not, None is what ZBPIPE_RELEASE_OUTPUTS in the
             environment says at that moment, or False. unpatch() forgets what was said.
+
+    Returns:
+        A context manager, whose block ends with how things were before this call. What was patched or unpatched within
+        the block is taken back, too. Blocks may nest, and may overlap in several threads: patching is for the process,
+        and the last block to end restores. Without a block the return value can be dropped.
 
     Raises:
         TypeError: `release_outputs` is something else.
@@ -72,10 +92,11 @@ def patch(release_outputs: bool | None = None) -> None:
         What takes the place of ``torch.distributed.pipelining._backward``. ``release_outputs`` is Megatron-LM's
         ``deallocate_pipeline_outputs``; pytorch/pytorch 128910.
     """
-    _check(release_outputs)
-    modules = _import()
-    with _state.lock:
-        _rebind(modules, release_outputs)
+    if release_outputs is not None and not isinstance(release_outputs, bool):
+        raise TypeError(
+            f"release_outputs is {argument(release_outputs)}: give True, False, or None to leave it as it is."
+        )
+    return _Handle(_import(), release_outputs)
 
 
 def unpatch() -> None:
@@ -89,21 +110,9 @@ def unpatch() -> None:
     nothing: what is not in order is logged.
     """
     with _state.lock:
-        if not state.in_force:
-            return
-        restored, rebound = places.restore(_state.places)
-        if places.is_in_step():
-            logger.warning(
-                "unpatched within a step, which goes on with torch's functions and may fail; unpatch between steps"
-            )
-        _state.places = []
-        state.in_force = False
-        scale.refusal = None
-        data_parallel.forget()
-        methods.restore()
-        logger.info("unpatched %s", ", ".join(map(str, restored)))
-        if rebound:
-            logger.warning("not restored, because rebound since patching: %s", ", ".join(map(str, rebound)))
+        if state.in_force:
+            _add(_Call(None))
+            _restore()
 
 
 def is_patched() -> bool:
@@ -115,48 +124,44 @@ def is_patched() -> bool:
     return state.in_force
 
 
-@contextlib.contextmanager
-def patched(release_outputs: bool | None = None) -> Iterator[None]:
-    """Patch for the length of a `with` block, then go back to how things were before it.
-
-    Blocks may nest, and may overlap in several threads: patching is for the process, and the last block to end
-    restores.
-
-    Args:
-        release_outputs: as for :func:`patch`; its value from before the block comes back with the block's end.
-
-    Returns:
-        A context manager, which gives nothing.
-
-    Raises:
-        TypeError, RuntimeError: as :func:`patch`, on entering.
-    """
-    _check(release_outputs)
-    modules = _import()
-    with _state.lock:
-        before, release_before = is_patched(), state.release_outputs
-        _rebind(modules, release_outputs)
-        if _state.open_contexts == 0:
-            _state.patched_before_contexts, _state.release_before_contexts = before, release_before
-        _state.open_contexts += 1
-    try:
-        yield
-    finally:
+class _Handle(AbstractContextManager[None]):
+    def __init__(self, modules: _Modules, release_outputs: bool | None) -> None:
+        self._modules = modules
+        self._release_outputs = release_outputs
         with _state.lock:
-            _state.open_contexts -= 1
-            if _state.open_contexts:
-                _rebind(modules, release_before if before else None)
-            elif _state.patched_before_contexts:
-                _rebind(modules, _state.release_before_contexts)
+            self._call = self._patch()
+
+    def _patch(self) -> _Call:
+        _rebind(self._modules, self._release_outputs)
+        return _add(_Call(state.release_outputs, weakref.ref(self)))
+
+    def __enter__(self) -> None:
+        with _state.lock:
+            if self._call.is_block:
+                raise RuntimeError("the block of this patch() has begun already: call patch() again for another.")
+            # Between the call and its block another thread's block may have ended, or somebody unpatched.
+            if self._call not in _state.calls or not state.in_force:
+                self._call = self._patch()
+            self._call.is_block = True
+
+    def __exit__(self, *error: object) -> None:
+        with _state.lock:
+            self._call.is_block = False
+            begin = _state.calls.index(self._call)
+            _state.calls[begin:] = [call for call in _state.calls[begin:] if call.is_block]
+            release_outputs = _state.calls[-1].release_outputs if _state.calls else None
+            if release_outputs is None:
+                _restore()
             else:
-                unpatch()
+                _rebind(self._modules, release_outputs)
 
 
-def _check(release_outputs: bool | None) -> None:
-    if release_outputs is not None and not isinstance(release_outputs, bool):
-        raise TypeError(
-            f"release_outputs is {argument(release_outputs)}: give True, False, or None to leave it as it is."
-        )
+def _add(call: _Call) -> _Call:
+    calls = _state.calls
+    if len(calls) > 1 and calls[-1].cannot_be_taken_back() and calls[-2].cannot_be_taken_back():
+        del calls[-2]  # nobody goes back to it
+    calls.append(call)
+    return call
 
 
 class _Modules(NamedTuple):
@@ -212,6 +217,25 @@ def _rebind(modules: _Modules, release_outputs: bool | None) -> None:
     names = ", ".join(map(str, _state.places))
     effect = ", which changes nothing: this torch does so itself" if pipelining.releases_by_itself() else ""
     logger.info("patched %s; release_outputs is %s%s", names, release_outputs, effect)
+
+
+def _restore() -> None:
+    """Do unpatch()'s work, with the lock held."""
+    if not state.in_force:
+        return
+    restored, rebound = places.restore(_state.places)
+    if places.is_in_step():
+        logger.warning(
+            "unpatched within a step, which goes on with torch's functions and may fail; unpatch between steps"
+        )
+    _state.places = []
+    state.in_force = False
+    scale.refusal = None
+    data_parallel.forget()
+    methods.restore()
+    logger.info("unpatched %s", ", ".join(map(str, restored)))
+    if rebound:
+        logger.warning("not restored, because rebound since patching: %s", ", ".join(map(str, rebound)))
 
 
 def _originals(modules: _Modules) -> dict[str, places.Function]:

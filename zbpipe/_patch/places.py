@@ -30,8 +30,8 @@ class Place(NamedTuple):
 
     def restore(self) -> bool:
         """Whether nobody has rebound it meanwhile; otherwise it is left as it is."""
-        held = (self.holder if isinstance(self.holder, dict) else vars(self.holder)).get(self.name)
-        if held is not self.replacement:
+        now = (self.holder if isinstance(self.holder, dict) else vars(self.holder)).get(self.name)
+        if now is not self.replacement:
             return False
         self._put(self.original)
         return True

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from zbpipe import passes
 from zbpipe._patch.places import Function, Place, holding, wrapping
-from zbpipe._stage import data_parallel, losses, methods, scale, sends
+from zbpipe._stage import backward, data_parallel, losses, scale
+from zbpipe._stage.before_2_15 import methods, sends
 from zbpipe._torch import pipelining, probe
 
 # Instead of torch's functions of these names, wherever they were imported, under whatever name.
@@ -34,7 +35,7 @@ class Wrap(NamedTuple):
 
 # Of the class that all stages are of.
 OF_ALL_STAGES = (
-    Wrap("backward_one_chunk", methods.backward_one_chunk),
+    Wrap("backward_one_chunk", backward.backward_one_chunk),
     Wrap("scale_grads", scale.scale_grads, "the scale of main_grad"),
     Wrap("forward_one_chunk", methods.forward_one_chunk, "releases", True),
     Wrap("get_fwd_recv_ops", methods.get_fwd_recv_ops, "releases", True),

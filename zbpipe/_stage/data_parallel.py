@@ -66,7 +66,8 @@ def backward_maybe_with_nosync(
     if is_ddp(self.submod):
         ddp.refuse_main_grad(self)
         if backward_type != "input":
-            return ddp.contribute(original, self, backward_type, bwd_kwargs, last_backward)
+            with ddp.contributing(self, backward_type, bwd_kwargs, last_backward) as (bwd_kwargs, last_backward):
+                return original(self, backward_type, bwd_kwargs, last_backward=last_backward)
         with ddp.adding_nothing(self):
             return original(self, backward_type, bwd_kwargs, last_backward=last_backward)
     if backward_type == "full" or not is_sharded(self.submod):

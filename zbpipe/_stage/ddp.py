@@ -4,7 +4,7 @@ Nothing is reduced here: DDP's hooks do it in the last W, bucket by bucket, whil
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -29,17 +29,19 @@ def accumulating(module: Any) -> Iterator[None]:
         yield
 
 
-def contribute(
-    original: Callable[..., Any], self: Any, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool
-) -> Any:
-    """A backward, or a W, that adds to the gradients which DDP reduces in the step's last one.
+@contextlib.contextmanager
+def contributing(
+    stage: Any, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool
+) -> Iterator[tuple[dict[str, Any], bool]]:
+    """Within it runs a backward, or a W, that adds to the gradients which DDP reduces in the step's last one: with what
+    it gives in the place of the last two arguments.
 
     Note [The first backward of a static graph]
     With static_graph DDP counts how often each weight's hook is called until it reduces for the first time, and waits
     for as many calls from then on. It has to count one backward, not all of a step: so the first one of all is reduced
     by itself, once it is through, as DDP does with no_sync outside of pipelines.
     """
-    driver = ddp.driver(self.submod)
+    driver = ddp.driver(stage.submod)
     counts = ddp.counts_first_backward(driver)
     if counts:
         ddp.expect_backward(driver, [])
@@ -47,15 +49,14 @@ def contribute(
         if backward_type == "weight":
             groups, searches = bwd_kwargs["param_groups"], driver.find_unused_parameters
             if not driver.static_graph and not searches:
-                _refuse_unused(self, groups)
+                _refuse_unused(stage, groups)
             mentions = _mentions(groups) if searches and not driver.static_graph else []
             bwd_kwargs = {**bwd_kwargs, "stage_output": mentions}
-        if driver is not self.submod:  # else torch's stage does it
+        if driver is not stage.submod:  # else torch's stage does it
             ddp.expect_backward(driver, _with_tensors_for_edges(bwd_kwargs["stage_output"]))
-    result = original(self, backward_type, bwd_kwargs, last_backward=last_backward and not counts)
+    yield bwd_kwargs, last_backward and not counts
     if counts:
         ddp.reduce_all(driver, last_backward)
-    return result
 
 
 def _mentions(param_groups: Iterable[Any]) -> list[torch.Tensor]:

@@ -8,8 +8,9 @@ I knows which ones those are (Split::detach_outputs), and leaves them to W; so i
 output may be a parameter (a prompt), which torch's stage, once it has detached it, trains no more: it is left alone.
 """
 
+import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,18 +22,16 @@ from zbpipe._torch import pipelining
 _spent: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
 
-def backward(
-    original: Callable[..., Any], stage: Any, microbatch: int, loss: torch.Tensor, full_backward: bool, **arguments: Any
-) -> Any:
-    """The last stage's, with torch's method. Raises RuntimeError."""
+@contextlib.contextmanager
+def beginning(stage: Any, microbatch: int, loss: torch.Tensor, full_backward: bool) -> Iterator[None]:
+    """The last stage's backward runs within it. Raises RuntimeError."""
     if not full_backward:
         _refuse_spent(stage, microbatch, loss)
     will_be_spent = loss.requires_grad and not full_backward
     with handover.BesideTheLoss(pipelining.take_outputs(stage, microbatch)):
-        result = original(stage, microbatch, loss=loss, full_backward=full_backward, **arguments)
+        yield
     if will_be_spent:
         _spent[id(loss)] = loss
-    return result
 
 
 def require_tensor(loss: object, where: str) -> None:

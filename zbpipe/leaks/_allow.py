@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zbpipe._text import argument
+from zbpipe._formatting import argument
 from zbpipe._torch.autograd import without_torch_functions
 from zbpipe.leaks._words.of_python import array_type
 
@@ -44,13 +44,13 @@ def _at_once(thing: Any) -> Any:
     return list(thing) if issubclass(type(thing), _ONCE) else thing
 
 
-def split(allow: Iterable[Any]) -> tuple[list[torch.Tensor], list[Callable[[torch.Tensor], bool]], list[Any]]:
+def parts_of(allow: Iterable[Any]) -> tuple[list[torch.Tensor], list[Callable[[torch.Tensor], bool]], list[Any]]:
     """What ``allow`` names: tensors, predicates, and the objects that may hold tensors."""
     with without_torch_functions():  # what a subclass would have to say
-        return _split_plainly(allow)
+        return _parts_plainly(allow)
 
 
-def _split_plainly(
+def _parts_plainly(
     allow: Iterable[Any],
 ) -> tuple[list[torch.Tensor], list[Callable[[torch.Tensor], bool]], list[Any]]:
     tensors: list[torch.Tensor] = []

@@ -148,7 +148,7 @@ class Check:
         untracked = self._recorder.counters()["untracked"] if self._recorder else 0
         if untracked:
             report.unseen.append(f"{untracked} blocks that could not be followed for want of memory")
-        tensors, predicates, holders = _allow.split((*self._allow, *_allow.tensors_in(self._returned)))
+        tensors, predicates, holders = _allow.parts_of((*self._allow, *_allow.tensors_in(self._returned)))
         until = _C.next_serial()
         born = {address: serial for address, _, serial in _C.live_blocks(self._since) if serial < until}
         if born.keys() - _C.addresses_of(tensors) or are_there_others(self._older) or _cuda.is_in_use():

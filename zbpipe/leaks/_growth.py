@@ -41,7 +41,7 @@ from types import TracebackType
 from typing import Any
 
 from zbpipe import _C
-from zbpipe._text import table
+from zbpipe._formatting import table
 from zbpipe.leaks import _cuda
 from zbpipe.leaks._alike import Likeness, merged
 from zbpipe.leaks._collector import collector

@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from zbpipe._text import table
+from zbpipe._formatting import table
 from zbpipe.leaks._alike import grouped, merged, numbered
 from zbpipe.leaks._draw import draw
 from zbpipe.leaks._results import COLLECTED, Cycle, Holder, Leak, chain_lines

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from zbpipe import _C
-from zbpipe._text import argument
+from zbpipe._formatting import argument
 from zbpipe.leaks import _allow
 from zbpipe.leaks._check import TensorLeakError, check_tensor_leak
 from zbpipe.leaks._plugin.fixtures import OfFixtures, Wide, tensors_in

@@ -21,7 +21,8 @@ Nothing is sampled, and nothing that is watched is kept alive.
 """
 
 from zbpipe.memory._held import Held, HeldStorage, ParameterRow, held
-from zbpipe.memory._recording import Recording, phase, record
+from zbpipe.memory._record import phase, record
+from zbpipe.memory._recording import Recording
 from zbpipe.memory._results import Allocation, HeldMicrobatch, Phase
 
 __all__ = [

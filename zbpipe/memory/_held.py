@@ -26,7 +26,7 @@ import torch
 
 from zbpipe import _C
 from zbpipe._C import ParamGroup
-from zbpipe._text import Unit, in_words, table
+from zbpipe._formatting import Unit, in_words, table
 from zbpipe._torch.autograd import storage_id
 
 
@@ -145,23 +145,23 @@ def held(groups: ParamGroup | Iterable[Any], module: torch.nn.Module | None = No
         The memory tests by forward, I and W that pytorch/pytorch PR 138119 and 138504 wished for.
     """
     listed = [groups] if isinstance(groups, (ParamGroup, dict)) else list(groups)
-    book = _Book(module)
+    counted = _Counted(module)
     spent = 0
     for i, group in enumerate(listed):
         if isinstance(group, ParamGroup):
             spent += group.spent
             for node, _, _, is_packed, _, tensors in group._describe():
-                book.add(node, tensors)
+                counted.add(node, tensors)
                 if is_packed:
-                    book.incomplete[_PACKED] = None
+                    counted.incomplete[_PACKED] = None
         elif isinstance(group, dict) and "params" in group and "intermediates" in group:
-            book.add_torch_group(group)
+            counted.add_torch_group(group)
         else:
             raise TypeError(
                 f"groups[{i}] is a {type(group).__name__}; expected a ParamGroup, as zbpipe.stage_backward_input "
                 "returns them"
             )
-    return book.close(len(listed), spent)
+    return counted.close(len(listed), spent)
 
 
 _PACKED = "what saved-tensor hooks (checkpointing, offloading) keep for W is not counted"
@@ -189,7 +189,7 @@ class _Entry:
         self.parameters.update(dict.fromkeys(parameters))
 
 
-class _Book:
+class _Counted:
     """Collects; keeps names and numbers alone. The module is borrowed until close()."""
 
     def __init__(self, module: torch.nn.Module | None) -> None:

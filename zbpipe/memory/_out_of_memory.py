@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from zbpipe import _C
-from zbpipe._text import Unit, in_words, table
+from zbpipe._formatting import Unit, in_words, table
 from zbpipe._torch import allocator
 from zbpipe.memory._snapshot import Labels
 

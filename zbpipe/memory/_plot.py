@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from zbpipe._text import Unit, in_words
+from zbpipe._formatting import Unit, in_words
 from zbpipe.memory._lanes import Name, in_lanes, named
 from zbpipe.memory._results import Path, Phase, Recorded, short
 

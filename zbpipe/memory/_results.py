@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from zbpipe._text import Unit, table
+from zbpipe._formatting import Unit, table
 
 Path = str | PathLike[str]
 

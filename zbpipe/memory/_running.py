@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from zbpipe import _C, _observer
+from zbpipe import _C, passes
 from zbpipe.memory._phases import Marks, PhaseContext
 
 
@@ -23,13 +23,13 @@ class Running:
     def add(self, recording: Marks) -> None:
         with self._lock:
             self.recordings = (*self.recordings, recording)
-            _observer.current = self
+            passes.observer = self
 
     def remove(self, recording: Marks) -> None:
         with self._lock:
             self.recordings = tuple(r for r in self.recordings if r is not recording)
             if not self.recordings:
-                _observer.current = None
+                passes.observer = None
 
     def input_pass(self, *args: Any) -> tuple[tuple[torch.Tensor | None, ...], list[_C.ParamGroup]]:
         recordings = self.recordings

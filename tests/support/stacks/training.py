@@ -96,7 +96,7 @@ class Training:
         x, target = model.batch(step, replica, dtype, self.sequence)
         args = [prepare(x)] if 0 in self.mine else []
         kwargs = {"target": prepare(target)} if len(self.parts) - 1 in self.mine else {}
-        with zbpipe.patched(self.release_outputs) if patched else contextlib.nullcontext():
+        with zbpipe.patch(self.release_outputs) if patched else contextlib.nullcontext():
             events = Events()
             for stage in self.stages:
                 events.watch(stage)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from zbpipe._text import argument
+from zbpipe._formatting import argument
 from zbpipe.leaks import _allow
 
 ACTIONS = ("error", "warn", "ignore")

@@ -1,4 +1,4 @@
-"""python -m zbpipe bench: what the split backward costs here, torch's own module beside zbpipe."""
+"""What the split backward costs here, torch's own module beside zbpipe."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench import host_time, memory
+from bench.memory import POLICIES, POLICIES_OF, SIDES, STAGES, TOKENS, Result
+from bench.results import Spread, write
 
 from zbpipe import is_patched
-from zbpipe._bench import host_time, memory
-from zbpipe._bench.memory import POLICIES, POLICIES_OF, SIDES, STAGES, TOKENS, Result
-from zbpipe._bench.results import Spread, write
-from zbpipe._text import table
+from zbpipe._formatting import table
 
 DESCRIPTION = """\
 Measures the split backward on this machine, on one core: zbpipe beside torch's
@@ -33,14 +33,16 @@ else runs on the machine disturbs it.
 I is the input pass, W the weight pass; "held" is what stays from I to W.
 Ratios are to the unsplit backward.
 
-    python -m zbpipe bench
-    python -m zbpipe bench --only host_time --blocks 16 64
-    python -m zbpipe bench --json results
+    python benchmarks/split.py
+    python benchmarks/split.py --only host_time --blocks 16 64
+    python benchmarks/split.py --json results
 """
 KINDS = ("host_time", "memory")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print. Returns the exit status."""
+    parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=KINDS, metavar="KIND", help="host_time or memory (default: both)")
     parser.add_argument(
         "--blocks", type=_several, nargs="+", default=[1, 4, 16, 64], metavar="N", help="of host_time (1 4 16 64)"
@@ -52,21 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", type=Path, metavar="FOLDER", help="write host_time-TORCH.json and memory-TORCH.json to this folder"
     )
-    parser.set_defaults(run=run, parser=parser)
-
-
-def _several(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
-    return int(text)
-
-
-def run(given: argparse.Namespace) -> int:
-    """Measure and print. Returns the exit status."""
+    given = parser.parse_args(arguments)
     if is_patched():
-        given.parser.error("torch's module is patched, so there is nothing to compare with; unset ZBPIPE_PATCH")
+        parser.error("torch's module is patched, so there is nothing to compare with; unset ZBPIPE_PATCH")
     if given.json is not None and not given.json.is_dir():
-        given.parser.error(f"--json {given.json}: there is no such folder; make it first")
+        parser.error(f"--json {given.json}: there is no such folder; make it first")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -78,6 +70,12 @@ def run(given: argparse.Namespace) -> int:
     finally:
         torch.set_num_threads(threads)
     return 0
+
+
+def _several(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
+    return int(text)
 
 
 def _say(what: str) -> None:
@@ -173,3 +171,7 @@ def _stage_rows(sides: dict[str, Result]) -> Sequence[list[str]]:
             ]
         )
     return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -14,10 +14,10 @@ from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
-from zbpipe._demo.config import Config, ScheduleKind
-from zbpipe._demo.measure import StepMemory, knowing_blocks, measure_step
-from zbpipe._demo.model import loss_fn
-from zbpipe._demo.text import batch
+from demo.config import Config, ScheduleKind
+from demo.measure import StepMemory, knowing_blocks, measure_step
+from demo.model import loss_fn
+from demo.text import batch
 
 Gradients = dict[str, torch.Tensor | None]
 """Gradients by ``"<stage>.<parameter>"``, averaged over microbatches; None where a parameter has none."""

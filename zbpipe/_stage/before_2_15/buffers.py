@@ -33,11 +33,6 @@ def give_back() -> None:
     _with_descriptions.clear()
 
 
-def is_received(info: Any) -> bool:
-    """Whether what a stage is told of an input is that another rank sends it."""
-    return not getattr(info, "is_root_arg", not hasattr(info, "buffer"))
-
-
 def describe(stage: Any, recv_infos: Iterable[Any]) -> None:
     """Put descriptions in the place of the buffers."""
     if not state.in_force:  # unpatched meanwhile, from within the step

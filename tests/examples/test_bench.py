@@ -1,20 +1,20 @@
-"""python -m zbpipe bench: what it prints and writes, and what it refuses. Times are not looked at; bytes are exact."""
+"""benchmarks/split.py: what it prints and writes, and what it refuses. Times are not looked at; bytes are exact."""
 
 import json
 
 import pytest
 import torch
+from bench import memory
+from bench.store import Store
+from split import main
 
 import zbpipe
-from zbpipe._bench import memory
-from zbpipe._bench.store import Store
-from zbpipe._cli import main
 
 
 @pytest.fixture
 def bench(capsys, tmp_path):
     def bench(*arguments):
-        status = main(["bench", "--repeat", "1", "--json", str(tmp_path), *arguments])
+        status = main(["--repeat", "1", "--json", str(tmp_path), *arguments])
         assert status == 0
         found = {path.stem.partition("-")[0]: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
         return capsys.readouterr().out, found
@@ -66,14 +66,14 @@ def test_what_is_written_says_what_it_was_measured_on(bench):
 )
 def test_what_makes_no_sense_is_refused(arguments, said, capsys):
     with pytest.raises(SystemExit) as ended:
-        main(["bench", *arguments])
+        main(arguments)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
 
 
 def test_a_patched_torch_is_no_side(capsys):
-    with zbpipe.patched(), pytest.raises(SystemExit) as ended:
-        main(["bench"])
+    with zbpipe.patch(), pytest.raises(SystemExit) as ended:
+        main([])
     assert ended.value.code == 2
     assert "torch's module is patched, so there is nothing to compare with" in capsys.readouterr().err
 

@@ -13,8 +13,8 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from zbpipe._demo.config import SCHEDULES, Config
-from zbpipe._demo.report import Result, pairs
+from demo.config import SCHEDULES, Config
+from demo.report import Result, pairs
 
 COLOURS = {"torch": "#c4622d", "zbpipe": "#1f6f8b"}
 SPANS = {"F": "#9db8cf", "I": "#d99a5b", "W": "#5f8f63", "B": "#a9745f"}

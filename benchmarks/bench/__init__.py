@@ -1,4 +1,4 @@
-"""What ``zbpipe bench`` and the scripts of benchmarks/ measure: torch's own module beside zbpipe.
+"""What the scripts of benchmarks/ measure: torch's own module beside zbpipe.
 
 ``stages.py``     the stages that are measured
 ``store.py``      the third side: layers with a queue of their own

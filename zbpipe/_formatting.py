@@ -1,4 +1,4 @@
-"""Bytes, tables and wrong arguments as text."""
+"""Bytes, FLOPs, tables and wrong arguments as text."""
 
 from __future__ import annotations
 

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 import zbpipe
-from zbpipe._bench.results import Spread, spread
-from zbpipe._bench.stages import Block
-from zbpipe._bench.store import Store
+from bench.results import Spread, spread
+from bench.stages import Block
+from bench.store import Store
 from zbpipe._torch.pipelining import BACKWARD
 
 WIDTH, HEADS, BATCH, TOKENS = 16, 2, 2, 4

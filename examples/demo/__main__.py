@@ -1,17 +1,17 @@
-"""python -m zbpipe demo: trains a small language model on torch's own module, then on zbpipe, and compares."""
+"""The demo's command line: trains a small language model on torch's own module, then on zbpipe, and compares."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import importlib.util
+import sys
 from pathlib import Path
 
 import torch
 
-from zbpipe._cli.arguments import refuse_files
-from zbpipe._demo.config import SCHEDULES, Config
-from zbpipe._demo.launch import launch
+from demo.config import SCHEDULES, Config
+from demo.launch import launch
 
 DEFAULT = Config()
 DESCRIPTION = """\
@@ -20,9 +20,10 @@ over several processes, with each schedule first on torch's own split backward
 and then on zbpipe, and compares losses, gradients, time and memory. The last
 stage, with a large head, costs about three times as much as another one.
 
-    python -m zbpipe demo
-    python -m zbpipe demo --schedules zbv --steps 4 --json demo.json
-    torchrun --nproc-per-node 2 -m zbpipe demo
+    make demo
+    cd examples
+    python -m demo --schedules zbv --steps 4 --json demo.json
+    torchrun --nproc-per-node 2 -m demo
 """
 EPILOG = """\
 exit status:
@@ -33,8 +34,13 @@ exit status:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EPILOG
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m demo",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--ranks", type=int, default=DEFAULT.ranks, help="processes, two stages each (%(default)s)")
     parser.add_argument("--steps", type=int, help=f"training steps of each run ({DEFAULT.steps}; quick: 4)")
     parser.add_argument(
@@ -57,17 +63,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=DEFAULT.seed, help="of weights and batches (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="a tiny model and few steps: a few seconds, for tests")
-    parser.set_defaults(run=run, parser=parser)
+    return launch(_config(parser, parser.parse_args()))
 
 
-def run(given: argparse.Namespace) -> int:
-    """Run the demo to its end. Returns the exit status."""
-    return launch(_config(given))
-
-
-def _config(given: argparse.Namespace) -> Config:
+def _config(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Config:
     """What the command line asks for; ends the process with status 2 and a message if it makes no sense."""
-    error = given.parser.error
+    error = parser.error
     missing = [name for name in ("numpy", "tqdm", "matplotlib") if importlib.util.find_spec(name) is None]
     if missing:
         error(f"the demo also needs {', '.join(missing)}: pip install {' '.join(missing)}")
@@ -77,13 +78,15 @@ def _config(given: argparse.Namespace) -> Config:
         error(f"--steps {given.steps}: give 2 or more, the loss is to fall")
     if given.out.is_dir():
         given.out /= DEFAULT.out
-    refuse_files(given, "out", "json")
+    for option, path in (("out", given.out), ("json", given.json)):
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            error(f"--{option} {path}: name a file in a folder that is there")
     config = Config(
         ranks=given.ranks,
         schedules=tuple(dict.fromkeys(given.schedules)),
         out=given.out,
         json=given.json,
-        device=_device(given),
+        device=_device(parser, given),
         seed=given.seed,
         microbatches=max(DEFAULT.microbatches, 2 * DEFAULT.ranks * given.ranks),
     )
@@ -94,12 +97,16 @@ def _config(given: argparse.Namespace) -> Config:
     return config if given.steps is None else dataclasses.replace(config, steps=given.steps)
 
 
-def _device(given: argparse.Namespace) -> str:
+def _device(parser: argparse.ArgumentParser, given: argparse.Namespace) -> str:
     if given.device == "cpu":
         return "cpu"
     enough = torch.cuda.is_available() and torch.cuda.device_count() >= given.ranks
     if given.device == "cuda" and not enough:
-        given.parser.error(
+        parser.error(
             f"--device cuda: {given.ranks} ranks need {given.ranks} GPUs, torch sees {torch.cuda.device_count()}"
         )
     return "cuda" if enough else "cpu"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -8,7 +8,7 @@ What grows with the leak is measured in processes of their own, on one thread: 2
 leaks over as many nodes, side by side and in one chain; one leak among 500,000 objects. From the end of the block to
 the report's object, text, JSON and page: seconds of processor time, and how much the process grew at its most.
 
-    python benchmarks/leaks.py --tensors 5000 --json leaks.json
+    python benchmarks/leak_checks.py --tensors 5000 --json leaks.json
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from typing import Any
 
 import torch
 import torch.distributed.pipelining  # what a training script has loaded
+from bench.results import add_argument, write
 
-from zbpipe._bench.results import add_argument, write
-from zbpipe._text import table
+from zbpipe._formatting import table
 from zbpipe.leaks import Growth, check_tensor_leak, find_holders
 
 ROUNDS = 7

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
+from pathlib import Path
 
 import torch
 
-from zbpipe._demo.config import Config
+from demo.config import Config
 
 VOCABULARY = 256
 """One token is one byte."""
@@ -14,7 +14,7 @@ VOCABULARY = 256
 
 def load_text() -> torch.Tensor:
     """Returns the whole of Milton's "Paradise Lost" as ``uint8 [length]`` (see ``data/NOTICE.txt``)."""
-    raw = files(__package__).joinpath("data/paradise_lost.txt").read_bytes()
+    raw = (Path(__file__).parent / "data" / "paradise_lost.txt").read_bytes()
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
 
 

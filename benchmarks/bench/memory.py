@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 import zbpipe
-from zbpipe._bench.results import Spread, spread
-from zbpipe._bench.stages import Stage, convolution, mlp, moe, transformer
-from zbpipe._bench.store import Store
+from bench.results import Spread, spread
+from bench.stages import Stage, convolution, mlp, moe, transformer
+from bench.store import Store
 from zbpipe._torch.pipelining import BACKWARD
 
 

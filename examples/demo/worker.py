@@ -16,11 +16,11 @@ from torch.distributed import PrefixStore, Store
 from tqdm import tqdm
 
 import zbpipe
-from zbpipe._demo import plot, report
-from zbpipe._demo.config import SCHEDULES, SIDES, Config
-from zbpipe._demo.model import build_stages
-from zbpipe._demo.text import load_text
-from zbpipe._demo.train import Gradients, Run, Step, Trainer, difference, ordinary_gradients, train
+from demo import plot, report
+from demo.config import SCHEDULES, SIDES, Config
+from demo.model import build_stages
+from demo.text import load_text
+from demo.train import Gradients, Run, Step, Trainer, difference, ordinary_gradients, train
 
 RUN_TIMEOUT = timedelta(seconds=60)
 """How long a rank waits for another inside a run before the run counts as failed."""
@@ -47,7 +47,7 @@ def work(rank: int, store: Store, config: Config) -> int:
         torch_gradients: Gradients | None = None
         for side in SIDES:
             run = Run(name, side)
-            with zbpipe.patched() if side == "zbpipe" else contextlib.nullcontext():
+            with zbpipe.patch() if side == "zbpipe" else contextlib.nullcontext():
                 seen = _one_run(rank, store, config, run, models, text)
             if seen is not None:
                 run.from_ordinary = difference(seen, ordinary)

@@ -31,10 +31,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from zbpipe._stage.buffers import description
-from zbpipe._stage.outputs import Outputs
-from zbpipe._stage.threads import watch
-from zbpipe._stage.works import Transfer, wait_for
+from zbpipe._stage.before_2_15.buffers import description
+from zbpipe._stage.before_2_15.outputs import Outputs
+from zbpipe._stage.before_2_15.threads import watch
+from zbpipe._stage.before_2_15.works import Transfer, wait_for
 from zbpipe._torch import pipelining
 
 _under_way: set["weakref.ref[Send]"] = set()  # no WeakSet, whose every method is Python; each use of it is one C call

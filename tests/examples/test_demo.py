@@ -20,12 +20,12 @@ import torch
 pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 
+from demo import report
+from demo.config import SCHEDULES, SIDES, Config
+from demo.measure import knowing_blocks, measure_step, read, receive_buffers
+from demo.train import Difference, Step, difference
+from support.processes import environment
 from support.recording_by_hand import ByHand
-
-from zbpipe._demo import report
-from zbpipe._demo.config import SCHEDULES, SIDES, Config
-from zbpipe._demo.measure import knowing_blocks, measure_step, read, receive_buffers
-from zbpipe._demo.train import Difference, Step, difference
 
 ROWS = (
     "loss of the first step",
@@ -46,12 +46,12 @@ runs_a_v = pytest.mark.skipif(torch.__version__ < (2, 12), reason="torch 2.11 ru
 def demo(out: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """Starts the demo in a process group of its own; whatever is left of it at the end is killed."""
     with subprocess.Popen(
-        [sys.executable, "-m", "zbpipe", "demo", "--device", "cpu", "--out", str(out), *arguments],
+        [sys.executable, "-m", "demo", "--device", "cpu", "--out", str(out), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=out.parent,
-        env={name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")},
+        env={name: value for name, value in environment().items() if name not in ("RANK", "WORLD_SIZE")},
         start_new_session=True,
     ) as process:
         try:
@@ -196,7 +196,7 @@ def _v_shaped_step(side: str) -> tuple[int, int]:
     from zbpipe import memory
 
     width = 64
-    with memory.record() as all_of_it, zbpipe.patched() if side == "zbpipe" else contextlib.nullcontext():
+    with memory.record() as all_of_it, zbpipe.patch() if side == "zbpipe" else contextlib.nullcontext():
         modules = [nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)) for _ in range(4)]
         stages = [PipelineStage(m, i, 4, torch.device("cpu")) for i, m in enumerate(modules)]
         schedule = schedules.ScheduleInterleavedZeroBubble(stages, 8, loss_fn=lambda y, t: (y - t).pow(2).mean())

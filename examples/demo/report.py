@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from zbpipe._demo.config import SCHEDULES, Config
-from zbpipe._demo.measure import StepMemory
-from zbpipe._demo.train import Difference, Run, Step
+from demo.config import SCHEDULES, Config
+from demo.measure import StepMemory
+from demo.train import Difference, Run, Step
 
 GRADIENT_TOLERANCE = 1e-5
 """Largest relative difference of zbpipe's gradients: float32 sums in another order stay well below it."""

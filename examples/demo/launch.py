@@ -15,7 +15,7 @@ from torch.distributed import Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
-from zbpipe._demo.config import Config
+from demo.config import Config
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
@@ -69,6 +69,6 @@ def _spawned(rank: int, port: int, config: Config) -> None:
 def _work(rank: int, store: Store, config: Config) -> int:
     if config.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
-    from zbpipe._demo.worker import work
+    from demo.worker import work
 
     return work(rank, store, config)

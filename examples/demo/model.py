@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from zbpipe._demo.config import Config
-from zbpipe._demo.text import VOCABULARY
+from demo.config import Config
+from demo.text import VOCABULARY
 
 
 class Embedding(nn.Module):
