@@ -110,6 +110,7 @@ class Hasty(sends.Receive):
         return super().wait(timeout)
 
 
+@pytest.mark.skipif(torch.__version__ >= (2, 15), reason="torch sends by itself there")
 @pytest.mark.usefixtures("plants")
 @pytest.mark.parametrize("coalesces", [False, True], ids=["a work each", "one work together"])
 @pytest.mark.parametrize("name", ["Schedule1F1B", "ScheduleZBVZeroBubble", "ScheduleDualPipeV"])

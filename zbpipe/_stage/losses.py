@@ -63,7 +63,7 @@ def grads_for_inputs(
     """``torch.autograd.grad`` with None for inputs that are no tensor or require no gradient, and where no output does.
 
     A stage learns from it what its inputs' gradients look like, and takes None for "like the inputs": the first
-    microbatch's loss may be constant.
+    microbatch's loss may be constant. An input that the stage does not use gets None on every torch, as from 2.13 on.
     """
     for output in outputs:
         if not isinstance(output, GradientEdge):
@@ -76,7 +76,7 @@ def grads_for_inputs(
         inputs=wanted,
         grad_outputs=grad_outputs,
         retain_graph=retain_graph,
-        allow_unused=allow_unused,
+        allow_unused=True,
     )
     given = iter(grads)
     return tuple(next(given) if isinstance(i, torch.Tensor) and i.requires_grad else None for i in inputs)
