@@ -44,7 +44,6 @@ SYSTEM = (
     "schedules/test_demo.py",
     "schedules/test_differential.py",
     "schedules/test_faults.py",
-    "schedules/test_finetuning.py",
     "schedules/test_in_step.py",
     "schedules/test_models.py",
     "schedules/test_release.py",

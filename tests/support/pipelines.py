@@ -22,12 +22,13 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, schedules
+
 from support import blocks
 from support.blocks import SCHEDULES, ZERO_BUBBLE
 from support.processes import TESTS, results, run_ranks
 from support.ranks import MODULES, UNDER_TEST, join, on
-from torch import nn
-from torch.distributed.pipelining import PipelineStage, schedules
 
 # What is trained.
 
@@ -114,9 +115,9 @@ def unpipelined(model, count=4):
 # How it is pipelined.
 
 
-def places(schedule, count):
+def places(schedule, count, group=None):
     """This rank's stages."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
     if world == 1:
         return [*range(count)]
     return blocks.stages_of(rank, world, count // world, SCHEDULES[schedule][1])
@@ -129,12 +130,13 @@ class Pipeline:
     given: from a stage's number to further arguments of the stage.
     """
 
-    def __init__(self, schedule, parts, wrap=lambda part: part, given=lambda i: {}, device="cpu"):
+    def __init__(self, schedule, parts, wrap=lambda part: part, given=lambda i: {}, device="cpu", group=None):
         self.name, self.count = schedule, len(parts)
-        self.mine = places(schedule, self.count)
+        self.mine = places(schedule, self.count, group)
         self.parts = {i: parts[i] for i in self.mine}
         self.stages = [
-            PipelineStage(wrap(part), i, self.count, torch.device(device), **given(i)) for i, part in self.parts.items()
+            PipelineStage(wrap(part), i, self.count, torch.device(device), group=group, **given(i))
+            for i, part in self.parts.items()
         ]
 
     def start(self, loss=blocks.loss_function, microbatches=blocks.MICROBATCHES, scale_grads=False, **options):
@@ -216,8 +218,9 @@ def in_turn(number, schedule):
 
 
 def by_lane(cases):
-    """Parameters of tests: `cases` is pairs of values and lane."""
-    return [pytest.param(*values, marks=pytest.mark.long if lane == "long" else ()) for values, lane in cases]
+    """Parameters of tests: names of CASES, or pairs of values and lane."""
+    pairs = [((name,), case.lane) for name, case in cases.items()] if isinstance(cases, dict) else cases
+    return [pytest.param(*values, marks=pytest.mark.long if lane == "long" else ()) for values, lane in pairs]
 
 
 class Ranks:
