@@ -28,7 +28,6 @@ from support.pipelines import (
     watch,
 )
 from torch import nn
-from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 import zbpipe
@@ -131,82 +130,43 @@ SIZE = 8
 passes = [""]  # of this process: which pass of a stage runs; none where torch's stages learn shapes
 
 
-class Deferring(Affine):
-    """x @ w + b by zbpipe.defer."""
+class Handing(Affine):
+    """x @ w + b, whose work returns the weights' gradients, or adds them to main_grad itself."""
 
     @staticmethod
     def backward(ctx, grad):
-        x, w = ctx.saved_tensors
-        calls = ctx.given
+        (x, w), layer = ctx.saved_tensors, ctx.given
 
         def work(x, grad):
-            calls.append(passes[-1])
+            layer.calls.append(passes[-1])
             return x.mT @ grad, grad.sum(0)
 
+        def fused(saved):
+            if passes[-1]:  # else of memory that is not initialised
+                for weight, added in zip((layer.w, layer.b), work(**saved), strict=True):
+                    weight.main_grad += added
+
+        if layer.kind == "fused":
+            zbpipe.defer(fused, weights=None, saved=({"x": x, "grad": grad},))
+            return grad @ w.mT, None, None, None
         dw, db = zbpipe.defer(work, weights=(1, 2), saved=(x, grad))
         return grad @ w.mT, dw, db, None
 
 
-class Gated(Function):
-    """x @ w by zbpipe.defer, for w that comes from the stage's input; the bias is None, the rest named by tensor."""
-
-    @staticmethod
-    def forward(ctx, x, w, frozen, b, calls):
-        ctx.save_for_backward(x, w, frozen)
-        ctx.calls = calls
-        return x @ (w + frozen)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, w, frozen = ctx.saved_tensors
-        calls = ctx.calls
-
-        def work(saved):
-            calls.append(passes[-1])
-            product = saved["x"].mT @ saved["grad"]
-            return product, product, None
-
-        dw, dfrozen, db = zbpipe.defer(work, weights=(w, frozen, 3), saved=({"x": x, "grad": grad},))
-        return grad @ (w + frozen).mT, dw, dfrozen, db, None
-
-
-class Fused(Affine):
-    """x @ w + b by zbpipe.defer of work that adds the gradients itself."""
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, w = ctx.saved_tensors
-        calls, buffers = ctx.given
-
-        def gemm(x, grad):
-            if passes[-1]:  # else of memory that is not initialised
-                calls.append(passes[-1])
-                buffers[0].addmm_(x.mT, grad)
-                buffers[1].add_(grad.sum(0))
-
-        zbpipe.defer(gemm, weights=None, saved=(x, grad))
-        return grad @ w.mT, None, None, None
-
-
 class Layer(nn.Module):
+    """Of the kind "gated": its w comes from the stage's input."""
+
     def __init__(self, kind, is_plain):
         super().__init__()
         self.kind, self.is_plain, self.calls = kind, is_plain, []
         self.w = nn.Parameter(torch.randn(SIZE, SIZE, dtype=torch.float64) / 3)
         self.b = nn.Parameter(torch.randn(SIZE, dtype=torch.float64))
-        self.register_buffer("frozen", torch.eye(SIZE, dtype=torch.float64))
         if kind == "fused":
             self.w.main_grad, self.b.main_grad = torch.zeros_like(self.w), torch.zeros_like(self.b)
 
     def forward(self, x):
-        if self.kind == "gated":
-            w = self.w * torch.sigmoid(x.mean() + self.b[0])
-            return x @ (w + self.frozen) if self.is_plain else Gated.apply(x, w, self.frozen, None, self.calls)
-        if self.is_plain:
-            return x @ self.w + self.b
-        if self.kind == "fused":
-            return Fused.apply(x, self.w, self.b, (self.calls, [self.w.main_grad, self.b.main_grad]))
-        return Deferring.apply(x, self.w, self.b, self.calls)
+        w = self.w * torch.sigmoid(x.mean() + self.b[0]) if self.kind == "gated" else self.w
+        return x @ w + self.b if self.is_plain else Handing.apply(x, w, self.b, self)
 
 
 KINDS = ("defer", "gated", "fused")
