@@ -497,9 +497,23 @@ class Work:
         return 7
 
 
+class GloosWork(Work):
+    """Which breaks the group when somebody's patience ends."""
+
+    def wait(self, timeout=timedelta(seconds=30)):
+        self.patience = max(timeout, getattr(self, "patience", timeout))
+        try:
+            return super().wait(timeout)
+        except RuntimeError:
+            self.error = RuntimeError(f"Timed out waiting {round(timeout.total_seconds() * 1000)}ms")
+            self.is_done.set()
+            raise self.error from None
+
+
 class Group:
-    def __init__(self, backend):
-        self.backend = SimpleNamespace(name=lambda: backend)
+    def __init__(self, backend, patience=None):
+        options = {"options": SimpleNamespace(_timeout=patience)} if patience else {}
+        self.backend = SimpleNamespace(name=lambda: backend, **options)
 
     def _get_backend(self, device):
         return self.backend
@@ -517,14 +531,20 @@ class Stage:
         self.is_last = True
 
 
-def post(work, group, op=dist.isend, stage="a stage", microbatch=0):
-    """Sends a tensor by way of the schedules' function: the tensor's storage, its operation and the result."""
-    tensor, sent = torch.ones(4), outputs.Outputs()
-    sent.append(tensor)
-    parcel = sends.Parcel(stage, microbatch, sent)
-    p2p = Operation(op=op, tensor=tensor, group=group, peer=1, zbpipe_parcel=parcel)
-    (result,) = sends.batch_p2p(lambda ops, desc: [work], [p2p])
-    return StorageWeakRef(tensor.untyped_storage()), p2p, result
+class Sent:
+    """A tensor, sent by way of the schedules' function."""
+
+    def __init__(self, group, work, op=dist.isend, stage="a stage", microbatch=0):
+        tensor, kept = torch.ones(4), outputs.Outputs()
+        kept.append(tensor)
+        parcel = sends.Parcel(stage, microbatch, kept)
+        self.op = Operation(op=op, tensor=tensor, group=group, peer=1, zbpipe_parcel=parcel)
+        self.storage, self.work, self.finish = StorageWeakRef(tensor.untyped_storage()), work, work.is_done.set
+        (self.result,) = sends.batch_p2p(lambda ops, desc: [work], [self.op])
+
+    @property
+    def is_gone(self):
+        return self.storage.expired()
 
 
 @pytest.fixture
@@ -534,11 +554,13 @@ def in_force(monkeypatch):
 
 @pytest.fixture
 def send(in_force, monkeypatch):
+    """Sends in one group of each backend. Gloo's works and those of "a mute backend" do not tell."""
     monkeypatch.setattr(threads, "_STAYS", 0.05)
     groups = {}
 
-    def start(work, backend="nccl", group=0, **given):
-        return post(work, groups.setdefault((backend, group), Group(backend)), **given)
+    def start(backend="nccl", work=None, group=0, **given):
+        group = groups.setdefault((backend, group), Group(backend))
+        return Sent(group, work or Work(tells=backend == "nccl"), **given)
 
     yield start
     for thread in waiting_threads():
@@ -556,122 +578,113 @@ def waiting_threads():
 
 
 def test_works_that_tell_are_asked_and_no_thread_is_started(send):
-    work = Work()
-    storage, op, result = send(work)
+    sent = send()
     sends.poll()
-    assert not storage.expired()
-    assert work.waited == 0
+    assert not sent.is_gone
+    assert sent.work.waited == 0
     assert waiting_threads() == []
-    work.is_done.set()
+    sent.finish()
     sends.poll()
-    assert storage.expired()
-    assert op.tensor.is_meta and op.tensor.shape == (4,)
-    assert result.wait()
-    assert work.waited == 1
+    assert sent.is_gone
+    assert sent.op.tensor.is_meta and sent.op.tensor.shape == (4,)
+    assert sent.result.wait()
+    assert sent.work.waited == 1
 
 
 def test_gloos_works_are_waited_for_and_the_thread_ends(send):
-    work = Work(tells=False)
-    storage, op, result = send(work, "gloo")
-    assert not storage.expired()
-    work.is_done.set()
-    assert result.wait()
-    assert storage.expired()
-    assert work.waited == 1
+    sent = send("gloo")
+    until(lambda: sent.work.waited)
+    with pytest.raises(RuntimeError, match="timed out"):  # for who waits beside the thread
+        sent.result.wait(timedelta(milliseconds=10))
+    assert not sent.is_gone
+    sent.finish()
+    assert sent.result.wait()
+    assert sent.is_gone
 
 
 def test_a_gradient_that_came_tells_that_its_output_has_arrived(send):
     """Whatever the works tell. Other microbatches' sends are not waited for."""
-    stage, work, received = Stage(), Work(tells=False), Work()
-    mine, _, _result = send(work, "a backend that does not tell", stage=stage, microbatch=3)
-    others, _, _other = send(Work(tells=False), "a backend that does not tell", stage=stage, microbatch=4)
-    work.is_done.set()
-    received.is_done.set()
-    _, _, gradient = send(received, op=dist.irecv, stage=stage, microbatch=3)
-    assert not mine.expired()
-    assert gradient.wait()
-    assert mine.expired()
-    assert not others.expired()
+    stage = Stage()
+    mine, others = (send("a mute backend", stage=stage, microbatch=microbatch) for microbatch in (3, 4))
+    received = send(op=dist.irecv, stage=stage, microbatch=3)
+    mine.finish()
+    received.finish()
+    assert not mine.is_gone
+    assert received.result.wait()
+    assert mine.is_gone
+    assert not others.is_gone
 
 
-@pytest.mark.parametrize("backend", ["gloo", "a backend that does not tell"])
+@pytest.mark.parametrize("backend", ["gloo", "a mute backend"])
 @pytest.mark.parametrize("event", ["the next step", "a forward"])
 def test_sends_of_a_step_that_failed_are_not_waited_for(send, backend, event):
-    stage, stuck = Stage(), Work(tells=False)
-    old, _, _old = send(stuck, backend, stage=stage)
+    stage = Stage()
+    stuck = send(backend, stage=stage)
     if event == "the next step":
         methods.clear_runtime_states(lambda stage: None, stage)
     else:
         methods.forward_one_chunk(lambda stage, microbatch: "output", stage, 0)
-    work, received = Work(tells=False), Work()
-    new, _, _new = send(work, backend, stage=stage)
-    work.is_done.set()
-    received.is_done.set()
-    _, _, gradient = send(received, op=dist.irecv, stage=stage)
-    waiter = threading.Thread(target=gradient.wait, daemon=True)
+    new, received = send(backend, stage=stage), send(op=dist.irecv, stage=stage)
+    new.finish()
+    received.finish()
+    waiter = threading.Thread(target=received.result.wait, daemon=True)
     waiter.start()
     waiter.join(10)
     blocked = waiter.is_alive()
-    stuck.is_done.set()
+    stuck.finish()
     waiter.join()
     assert not blocked
-    assert new.expired()
+    assert new.is_gone
 
 
 def test_a_new_groups_sends_do_not_queue_behind_a_stuck_one(send):
-    stuck, work = Work(tells=False), Work(tells=False)
-    send(stuck, "gloo")
-    storage, _, result = send(work, "gloo", group=1)
-    work.is_done.set()
-    done = result.done.wait(10)  # the thread's doing: nobody asked for it
-    stuck.is_done.set()
+    stuck, sent = send("gloo"), send("gloo", group=1)
+    sent.finish()
+    done = sent.result.done.wait(10)  # the thread's doing: nobody asked for it
+    stuck.finish()
     assert done
     sends.poll()
-    assert storage.expired()
+    assert sent.is_gone
 
 
-class GloosWork(Work):
-    """Which breaks the group when somebody's patience ends."""
-
-    def wait(self, timeout=timedelta(seconds=30)):
-        self.patience = max(timeout, getattr(self, "patience", timeout))
-        try:
-            return super().wait(timeout)
-        except RuntimeError:
-            self.error = RuntimeError(f"Timed out waiting {round(timeout.total_seconds() * 1000)}ms")
-            self.is_done.set()
-            raise self.error from None
+def test_the_schedule_does_not_wait_behind_a_send_that_it_did_not_ask_for(send):
+    stuck, sent = send("gloo"), send("gloo")
+    sent.finish()
+    assert sent.result.wait()
+    assert sent.is_gone and not stuck.is_gone
+    stuck.finish()
+    assert stuck.result.wait()
+    assert stuck.is_gone
 
 
 def test_a_thread_gives_up_when_its_group_goes(in_force):
     """Then nobody will receive, and the peer hears nothing before the connections close, which the wait keeps open."""
-    group, works = Group("gloo"), [GloosWork(tells=False), GloosWork(tells=False)]
-    kept = [post(work, group)[2] for work in works]
+    group, works = [Group("gloo")], [GloosWork(tells=False), GloosWork(tells=False)]
+    results = [Sent(group[0], work).result for work in works]
     until(lambda: works[0].waited)
-    (thread,) = waiting_threads()
-    del group
+    ends_with_its_group(*waiting_threads(), group)
+    assert works[1].waited == 0
+    assert not results[1].done.is_set()
+
+
+def ends_with_its_group(thread, group):
+    assert thread.is_alive()
+    group.clear()
     thread.join(20)
     assert not thread.is_alive()
     assert threads._queues == {}
-    assert works[1].waited == 0
-    assert not kept[1].done.is_set()
 
 
 def test_a_thread_waits_for_one_send_after_the_other_and_ends_with_its_group(in_force, monkeypatch):
     monkeypatch.setattr(threads, "_STAYS", 60)
-    group, seen = Group("gloo"), set()
+    group, seen = [Group("gloo")], set()
     for _ in range(3):
-        work = Work(tells=False)
-        sent = post(work, group)[2]
+        sent = Sent(group[0], Work(tells=False))
         seen.update(waiting_threads())
-        work.is_done.set()
-        assert sent.done.wait(10)
-    (thread,) = seen
-    assert thread.is_alive()
-    del group
-    thread.join(20)
-    assert not thread.is_alive()
-    assert threads._queues == {}
+        sent.finish()
+        assert sent.result.done.wait(10)
+    del sent
+    ends_with_its_group(*seen, group)
 
 
 def test_where_no_thread_can_be_had_the_next_send_gets_one(monkeypatch):
@@ -693,39 +706,31 @@ def test_where_no_thread_can_be_had_the_next_send_gets_one(monkeypatch):
     assert done.wait(60)
 
 
-def test_no_send_runs_into_a_timeout_before_the_schedule_waits_for_it(send, monkeypatch):
+def test_no_send_runs_into_a_timeout_before_the_schedule_waits_for_it(in_force):
     patience = timedelta(milliseconds=300)
-    monkeypatch.setattr(Group, "options", SimpleNamespace(_timeout=patience), raising=False)
-    monkeypatch.setattr(
-        Group, "_get_backend", lambda self, device: SimpleNamespace(name=lambda: "gloo", options=self.options)
-    )
-    work = GloosWork(tells=False)
-    _, _, result = send(work, "gloo")
-    until(lambda: work.waited)
-    assert work.patience == 2 * patience
+    sent = Sent(Group("gloo", patience), GloosWork(tells=False))
+    until(lambda: sent.work.waited)
+    assert sent.work.patience == 2 * patience
     with pytest.raises(RuntimeError, match="Timed out waiting 300ms"):
-        result.wait()
+        sent.result.wait()
 
 
 @pytest.mark.parametrize("name", ["backward_one_chunk", "backward_weight_one_chunk"])
 def test_nothing_that_was_sent_is_freed_within_a_backward_or_w(one_rank, send, name):
     """What a recording counts there would depend on when the peer received it."""
-    work = Work()
-    storage, _, _result = send(work, stage=Stage())
-    work.is_done.set()
+    sent = send(stage=Stage())
+    sent.finish()
     state.in_force = False  # the fixture's
-    seen = []
     with zbpipe.patched():
         stage = two_stages().stages[0]
         stage.has_backward = False
         getattr(stage, name)(0)
-        seen.append(storage.expired())
+        assert not sent.is_gone
         sends.poll()
-        seen.append(storage.expired())
-    assert seen == [False, True]
+        assert sent.is_gone
 
 
-def test_what_batch_p2p_returns_is_a_work_for_each_operation(send):
+def test_what_batch_p2p_returns_is_a_work_for_each_operation(in_force):
     works, group, parcel = [Work(), Work()], Group("nccl"), sends.Parcel(Stage(), 0, None)
     given = {"op": dist.isend, "group": group, "peer": 1, "zbpipe_parcel": parcel}
     ops = [Operation(tensor=torch.ones(n), **given) for n in (3, 4)]
@@ -740,8 +745,7 @@ def test_what_batch_p2p_returns_is_a_work_for_each_operation(send):
 
 
 def test_a_send_answers_as_its_work_does_and_afterwards_as_one_that_is_done(send):
-    work = Work()
-    _, _, result = send(work)
+    result = send().result
     assert not result.is_completed()
     assert not result.is_success()
     assert result.result() == ["what was sent"]
@@ -750,94 +754,61 @@ def test_a_send_answers_as_its_work_does_and_afterwards_as_one_that_is_done(send
         result.get_future()
     with pytest.raises(RuntimeError, match=r"timed out after 0:00:00\.01"):
         result.wait(timedelta(milliseconds=10))
-    work = Work()
-    _, _, result = send(work)
-    work.is_done.set()
+    sent = send()
+    sent.finish()
+    result = sent.result
     assert result.wait(timedelta(seconds=10))
     assert result.work is None
-    assert result.is_completed()
-    assert result.is_success()
-    assert result.exception() is None
-    assert result.result() == []
-    assert result.get_future().wait() == []
-    assert result.synchronize() is None
-    assert result.wait()
+    assert result.is_completed() and result.is_success() and result.wait()
+    assert result.exception() is None and result.synchronize() is None
+    assert result.result() == [] and result.get_future().wait() == []
     with pytest.raises(RuntimeError, match="its work gone: ask for its source_rank before"):
         result.source_rank()
     with pytest.raises(AttributeError):
         result.of_this_backend_alone()
 
 
-def test_a_timeout_holds_for_who_waits_beside_the_thread(send):
-    work = Work(tells=False)
-    storage, _, result = send(work, "gloo")
-    until(lambda: work.waited)
-    with pytest.raises(RuntimeError, match="timed out"):
-        result.wait(timedelta(milliseconds=10))
-    assert not storage.expired()
-    work.is_done.set()
-    assert result.wait()
-
-
 def test_a_received_tensor_stays_with_its_operation(send):
-    work = Work()
-    storage, op, result = send(work, op=dist.irecv)
-    work.is_done.set()
-    assert result.wait()
-    assert result.result() == ["what was sent"]
-    assert op.tensor.sum() == 4
-    assert not storage.expired()
-    assert result.wait()
-    assert work.waited == 2  # the work's, which may have another stream wait
+    received = send(op=dist.irecv)
+    received.finish()
+    assert received.result.wait()
+    assert received.result.result() == ["what was sent"]
+    assert received.op.tensor.sum() == 4
+    assert not received.is_gone
+    assert received.result.wait()
+    assert received.work.waited == 2  # the work's, which may have another stream wait
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_unpatching_lets_go_of_sends_and_loses_none(send, backend):
-    done, pending = Work(tells=backend == "nccl"), Work(tells=backend == "nccl")
-    first, _, one = send(done, backend)
-    second, _, two = send(pending, backend)
-    done.is_done.set()
+    done, pending = send(backend), send(backend)
+    done.finish()
     if backend == "gloo":
-        assert one.done.wait(10)
+        assert done.result.done.wait(10)
     state.in_force = False
     methods.restore()
-    assert first.expired()
-    assert not second.expired()
+    assert done.is_gone and not pending.is_gone
     assert sends.under_way() == []
-    pending.is_done.set()
+    pending.finish()
     if backend == "gloo":  # the thread frees it, whom nobody asks any more
-        until(second.expired)
-    assert two.wait()
-    assert second.expired()
-    assert pending.waited == 1
-
-
-def test_the_schedule_does_not_wait_behind_a_send_that_it_did_not_ask_for(send):
-    stuck, work = Work(tells=False), Work(tells=False)
-    first, _, one = send(stuck, "gloo")
-    second, _, two = send(work, "gloo")
-    work.is_done.set()
-    assert two.wait()
-    assert second.expired()
-    assert not first.expired()
-    stuck.is_done.set()
-    assert one.wait()
-    assert first.expired()
+        until(lambda: pending.is_gone)
+    assert pending.result.wait()
+    assert pending.is_gone
+    assert pending.work.waited == 1
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
 def test_the_schedule_gets_a_sends_error_whoever_found_it(send, backend):
     error = RuntimeError("connection lost")
-    work = Work(error=error)
-    storage, _, result = send(work, backend)
-    work.is_done.set()
+    sent = send(backend, Work(error=error))
+    sent.finish()
     sends.poll()
-    for wait in (result.wait, lambda: result.get_future().wait()):
+    for wait in (sent.result.wait, lambda: sent.result.get_future().wait()):
         with pytest.raises(RuntimeError, match="connection lost"):
             wait()
-    assert result.is_completed() and not result.is_success() and result.exception() is error
-    assert storage.expired()
-    assert work.waited == 1
+    assert sent.result.is_completed() and not sent.result.is_success() and sent.result.exception() is error
+    assert sent.is_gone
+    assert sent.work.waited == 1
 
 
 def test_what_others_send_is_left_alone(send):
