@@ -1,4 +1,4 @@
-"""A model of blocks and torch's schedules for it: what the ranks of several tests train, and the same model unpipelined."""
+"""A model of blocks and torch's schedules for it: what the ranks of several tests train."""
 
 import torch
 from torch import nn
@@ -59,22 +59,6 @@ def batch(step):
 
 def loss_function(out, target):
     return (out - target).pow(2).sum()
-
-
-def reference(count):
-    """Losses per microbatch and the weights' gradients after each step, of the same model unpipelined."""
-    net = nn.Sequential(*blocks(count))
-    steps = []
-    for step in range(STEPS):
-        x, target = batch(step)
-        losses = []
-        for part, goal in zip(x.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True):
-            loss = loss_function(net(part), goal)
-            loss.backward()
-            losses.append(loss.detach())
-        grads = {name: w.grad.clone() for name, w in net.named_parameters()}
-        steps.append((losses, grads))
-    return steps
 
 
 def stages_of(rank, world, per_rank, shape):
