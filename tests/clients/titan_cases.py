@@ -49,7 +49,9 @@ OPTIONS = {
 }
 SCHEDULES = {"ZBV": "ZBVZeroBubble", "interleaved": "InterleavedZeroBubble", "DualPipeV": "DualPipeV"}
 CASES = {
-    f"{name}{what}": Case(schedule, **options) for name, schedule in SCHEDULES.items() for what, options in OPTIONS.items()
+    f"{name}{what}": Case(schedule, **options)
+    for name, schedule in SCHEDULES.items()
+    for what, options in OPTIONS.items()
 }
 CASES |= {
     "defaults": Case(loss="chunked", checkpointing="selective", on_torch=EXTRA_TIME),
