@@ -11,7 +11,7 @@ import torch.distributed as dist
 from support.pipelines import by_lane, ranks_of
 from support.stacks import model
 from support.stacks.events import Events
-from support.stacks.training import Training, cases_of, check_borrowing, mesh
+from support.stacks.training import Training, cases_of, check_borrowing, compiled, mesh, watching_compiled
 from torch import nn
 from torch.distributed._composable import replicate
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -170,6 +170,13 @@ def borrowed(schedule):
 
 def compressed(schedule):
     train(schedule, in_ddp(fp16_compress_hook), tolerances={"rtol": 2**-8, "atol": 2**-4})  # of gradients up to 30
+
+
+def of_compiled(schedule):
+    with watching_compiled() as watch:
+        train(schedule, lambda part: in_ddp()(compiled(part)))
+    assert watch.calls > 0
+    assert watch.not_split == []
 
 
 def composable(schedule):

@@ -15,9 +15,11 @@ from support.stacks.training import (
     as_unsplit,
     cases_of,
     check_borrowing,
+    compiled,
     mesh,
     run_weight_passes_late,
     unsharded_bytes,
+    watching_compiled,
 )
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -213,9 +215,20 @@ def borrowed(schedule):
         check_borrowing(schedule, on(), wrap, rtol=rtol, atol=rtol)
 
 
+def of_compiled(schedule):
+    def wrap(part):
+        compiled(part.mixer)
+        return sharded()(part)
+
+    with watching_compiled() as watch:
+        Training(schedule, on(), wrap).run()
+    assert watch.calls > 0
+    assert watch.not_split == []
+
+
 CASES = cases_of(
     *(stays_unsharded, not_nested, mixed, mixed_and_reshards, checkpointed, recomputed, convolution),
-    *(on_two_dimensions, replicated, frees_as_unsplit, borrowed),
+    *(on_two_dimensions, replicated, frees_as_unsplit, borrowed, of_compiled),
 )
 # Whether another forward runs between I and W, which frees the weights, is the schedule's.
 CASES |= {f"reshards-{name}": Case(functools.partial(reshards, name), module="torch") for name in ZERO_BUBBLE}

@@ -11,7 +11,7 @@ import torch
 from support.pipelines import Case, by_lane, ranks_of
 from support.stacks import model
 from support.stacks.events import Events
-from support.stacks.training import as_unsplit, cases_of, mesh
+from support.stacks.training import Training, as_unsplit, cases_of, compiled, mesh, watching_compiled
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -119,6 +119,16 @@ def local_sequence(schedule):
     assert steps[1] == AROUND_SEQUENCES
 
 
+def of_compiled(schedule):
+    """The compiled code runs whole, and says so."""
+    with watching_compiled() as watch:
+        make = functools.partial(model.make_parts, Block)
+        Training(schedule, on(), lambda part: compiled(tensor_parallel(part)), make, sequence=SEQUENCE).run()
+    assert watch.calls == 0
+    assert watch.not_split
+    assert all("it takes tensors of the subclass DTensor" in line for line in watch.not_split)
+
+
 def tensor_and_sharded(schedule):
     """Weights that are DTensors and that fully_shard shards once more."""
 
@@ -178,7 +188,7 @@ CASES = {
     "every_layout": layouts(lambda: on()["tp"], [(pair,) for pair in PAIRS]),
     "some_layouts-two_dimensions": layouts(on, SOME_OF_THEM),
     "every_layout-two_dimensions": layouts(on, PAIRS_OF_PAIRS, "long"),
-    **cases_of(tensor, *([sequence] if KNOWS_DTENSORS else []), local_sequence, tensor_and_sharded),
+    **cases_of(tensor, *([sequence] if KNOWS_DTENSORS else []), local_sequence, tensor_and_sharded, of_compiled),
 }
 ranks = ranks_of(__file__, CASES, world=4)
 

@@ -34,6 +34,11 @@ class Events(TorchDispatchMode):
             self.log.append("product")
         return func(*args, **(kwargs or {}))
 
+    @classmethod
+    def ignore_compile_internals(cls):
+        """Under any other dispatch mode dynamo leaves code as it is."""
+        return True
+
     def watch(self, stage):
         def around(action, run):
             mark = (int(action[0]), action[1], int(action[2:]))

@@ -135,6 +135,28 @@ def as_unsplit(schedule, on, wrap, products=2, prepare=lambda x: x, tolerances=N
     return split
 
 
+def compiled(module):
+    """In place, so that its parameters keep their names, and before anything is wrapped around it."""
+    from zbpipe._compile import Backend  # as Watch
+
+    module.compile(backend=Backend("aot_eager"), dynamic=False)
+    return module
+
+
+@contextlib.contextmanager
+def watching_compiled():
+    from support.compiled import Watch  # with dynamo, which most cases need not
+
+    # Dynamo takes a compiled module in DDP apart at DDP's buckets, the first of which is larger than these whole modules.
+    first_bucket = torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
+    torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = 1
+    try:
+        with Watch() as watch:
+            yield watch
+    finally:
+        torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = first_bucket
+
+
 def whole(grad):
     return grad.full_tensor() if isinstance(grad, DTensor) else grad
 
