@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 # Before anything imports torch's stages: torch_2_11/sitecustomize.py says what it changes, here and in ranks' processes.
 # First in sys.path, which ranks get as PYTHONPATH: Python imports the first module of that name that it finds.
@@ -41,7 +42,6 @@ SYSTEM = (
     "passes/test_programs.py",
     "schedules/test_differential.py",
     "schedules/test_faults.py",
-    "schedules/test_finetuning.py",
     "schedules/test_in_step.py",
     "schedules/test_models.py",
     "schedules/test_release.py",
@@ -95,6 +95,15 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def _same_numbers_every_run():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def alone():
+    """This process is a pipeline's one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    zbpipe.unpatch()
+    dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,6 @@
 """The configurations in which test_torchtitan.py trains torchtitan's debug model. Imports neither torch nor torchtitan."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 ZERO_BUBBLE = ("ZBVZeroBubble", "InterleavedZeroBubble", "DualPipeV")
 
@@ -36,37 +36,31 @@ class Case:
 EXTRA_TIME = "Trying to backward an extra time"  # what a selectively checkpointed region says
 DONATED = "non-empty donated buffers"  # what a compiled block says to retain_graph=True
 
+# What torchtitan's options make, by the way that each is put.
+OPTIONS = {
+    "": {},
+    ", chunked loss": {"loss": "chunked", "on_torch": "wrong"},
+    ", full checkpointing": {"checkpointing": "full"},
+    ", selective checkpointing": {"checkpointing": "selective", "on_torch": EXTRA_TIME},
+    ", bf16": {"dtype": "bfloat16"},
+    ", aot_eager": {"backend": "aot_eager", "on_torch": DONATED},
+    ", fully_shard, reshard always": {"reshard": "always", "on_torch": "wrong"},
+    ", fully_shard, reshard never": {"reshard": "never"},
+}
+SCHEDULES = {"ZBV": "ZBVZeroBubble", "interleaved": "InterleavedZeroBubble", "DualPipeV": "DualPipeV"}
 CASES = {
-    "defaults": Case(loss="chunked", checkpointing="selective", on_torch=EXTRA_TIME, long=False),
-    "ZBV": Case(long=False),
-    "ZBV, chunked loss": Case(loss="chunked", on_torch="wrong", long=False),
-    "ZBV, fully_shard, reshard always": Case(reshard="always", on_torch="wrong", long=False),
-    "ZBV, fully_shard, reshard never": Case(reshard="never"),
+    f"{name}{what}": Case(schedule, **options)
+    for name, schedule in SCHEDULES.items()
+    for what, options in OPTIONS.items()
+}
+CASES |= {
+    "defaults": Case(loss="chunked", checkpointing="selective", on_torch=EXTRA_TIME),
     "ZBV, fully_shard, chunked loss": Case(reshard="never", loss="chunked", on_torch="wrong"),
-    "ZBV, full checkpointing": Case(checkpointing="full"),
-    "ZBV, selective checkpointing": Case(checkpointing="selective", on_torch=EXTRA_TIME),
-    "ZBV, bf16": Case(dtype="bfloat16"),
-    "ZBV, aot_eager": Case(backend="aot_eager", on_torch=DONATED),
     "ZBV, aot_eager, selective checkpointing": Case(backend="aot_eager", checkpointing="selective", on_torch=DONATED),
     "ZBV, zbpipe compiles": Case(backend="zbpipe", on_torch=DONATED, exact=False),
-    "interleaved": Case("InterleavedZeroBubble"),
-    # The loss reduces what is there of the last norm's gradient, which shares a group with the head it calls; here that
-    # is two microbatches' W at a time.
-    "interleaved, chunked loss": Case("InterleavedZeroBubble", loss="chunked", on_torch="wrong", exact=False),
-    "interleaved, full checkpointing": Case("InterleavedZeroBubble", checkpointing="full"),
-    "interleaved, selective checkpointing": Case(
-        "InterleavedZeroBubble", checkpointing="selective", on_torch=EXTRA_TIME
-    ),
-    "interleaved, bf16": Case("InterleavedZeroBubble", dtype="bfloat16"),
-    "interleaved, aot_eager": Case("InterleavedZeroBubble", backend="aot_eager", on_torch=DONATED),
-    "interleaved, fully_shard, reshard always": Case("InterleavedZeroBubble", reshard="always", on_torch="wrong"),
-    "interleaved, fully_shard, reshard never": Case("InterleavedZeroBubble", reshard="never"),
-    "DualPipeV": Case("DualPipeV"),
-    "DualPipeV, chunked loss": Case("DualPipeV", loss="chunked", on_torch="wrong"),
-    "DualPipeV, full checkpointing": Case("DualPipeV", checkpointing="full"),
-    "DualPipeV, selective checkpointing": Case("DualPipeV", checkpointing="selective", on_torch=EXTRA_TIME),
-    "DualPipeV, bf16": Case("DualPipeV", dtype="bfloat16"),
-    "DualPipeV, aot_eager": Case("DualPipeV", backend="aot_eager", on_torch=DONATED),
-    "DualPipeV, fully_shard, reshard always": Case("DualPipeV", reshard="always", on_torch="wrong"),
-    "DualPipeV, fully_shard, reshard never": Case("DualPipeV", reshard="never"),
 }
+for name in ("defaults", "ZBV", "ZBV, chunked loss", "ZBV, fully_shard, reshard always"):
+    CASES[name] = replace(CASES[name], long=False)
+# The loss reduces what is there of the last norm's gradient, which shares a group with the head it calls; here that is two
+# microbatches' W at a time.
+CASES["interleaved, chunked loss"] = replace(CASES["interleaved, chunked loss"], exact=False)

@@ -1,18 +1,17 @@
 """The faults of test_faults.py: where in a step each comes, and as what. Beside them the model that is trained."""
 
+import functools
 import os
 import signal
 from dataclasses import dataclass, replace
 
 import torch
 from support import allocations
-from support.blocks import f64, loss_function
-from torch import nn
+from support.blocks import SCHEDULES, WIDTH, ZERO_BUBBLE, Linears, blocks, f64, stages_of
+from support.pipelines import Model, backwards
 
-WORLD, STAGES, MICROBATCHES = 2, 4, 4
-ROWS, WIDTH = 2, 8
-ZBV = "ScheduleZBVZeroBubble"
-SHAPES = {ZBV: "v", "ScheduleInterleavedZeroBubble": "loop", "ScheduleDualPipeV": "v"}
+WORLD, STAGES, MICROBATCHES, ROWS = 2, 4, 4, 2
+LOOP, ZBV, DUAL = ZERO_BUBBLE  # in DualPipeV most backwards are whole
 
 
 class Planted(Exception):
@@ -48,7 +47,7 @@ class Fault:
 
     @property
     def rank(self):
-        return next(rank for rank in range(WORLD) if self.stage in stages_of(rank, self.schedule))
+        return next(rank for rank in range(WORLD) if self.stage in mine(rank, self.schedule))
 
     @property
     def name(self):
@@ -68,16 +67,14 @@ class Fault:
 
     @property
     def id(self):
-        return f"{self.schedule} {self.where} {self.site} {self.what} {self.n} {self.resume} {self.again} {self.hold} {self.timeout}".replace(
-            " ", "_"
-        )
+        options = (self.n, self.resume, self.again, self.hold, self.timeout)
+        return f"{self.schedule} {self.where} {self.site} {self.what} {' '.join(map(str, options))}".replace(" ", "_")
 
 
-def stages_of(rank, schedule):
-    return [rank, STAGES - 1 - rank] if SHAPES[schedule] == "v" else [rank, rank + 2]
+def mine(rank, schedule):
+    return stages_of(rank, WORLD, STAGES // WORLD, SCHEDULES[schedule][1])
 
 
-DUAL = "ScheduleDualPipeV"  # there, most backwards are whole
 BACKWARD = ("a Function's backward", "a tensor's hook", "a module's backward hook")
 WEIGHT = ("a weight's hook", "a weight's post-accumulate hook")
 
@@ -101,13 +98,10 @@ def some_of(faults):
     return [*{(fault.stage, fault.where[1]): fault for fault in reversed(faults)}.values()][::-1]
 
 
-REQUESTS = [Fault(where, "", "memory", n) for where in ("2F1", "1I0", "3I0", "2W1", "0W0") for n in (1, 3)]
-MORE_REQUESTS = [
-    fault
-    for where in ("2F1", "1I0", "3I0", "2W1", "0W0")
-    for n in range(1, 40)
-    if (fault := Fault(where, "", "memory", n)) not in REQUESTS
-]  # as far as an action asks for so many
+ACTIONS = ("2F1", "1I0", "3I0", "2W1", "0W0")
+REQUESTS = [Fault(where, "", "memory", n) for where in ACTIONS for n in (1, 3)]
+# As far as an action asks for so many.
+MORE_REQUESTS = [Fault(where, "", "memory", n) for where in ACTIONS for n in range(1, 40) if n not in (1, 3)]
 SIGNALS = [
     Fault("1W0", "a weight's hook", hold="3F1"),
     Fault("2F1", "a module's forward", "SIGINT"),
@@ -174,31 +168,18 @@ class Trip:
             self.refused = allocations.refused()
             allocations.refuse(self.fault.n)
 
+    def around(self, action, run):
+        self.begin(action)
+        try:
+            return run()
+        finally:
+            self.end()
+
     def end(self):
         if self.is_armed and self.fault.what == "memory" and self.action == self.fault.where:
             allocations.refuse(0)
             self.is_armed, self.fired = False, allocations.refused() > self.refused
         self.action = None
-
-
-def watch(stage, trip):
-    """Tells `trip` of the stage's actions, by attributes that hide its methods."""
-
-    def hide(name, kind):
-        original = getattr(stage, name)
-
-        def method(microbatch, *args, **kwargs):
-            trip.begin(f"{stage.stage_index}{kind(kwargs)}{microbatch}")
-            try:
-                return original(microbatch, *args, **kwargs)
-            finally:
-                trip.end()
-
-        vars(stage)[name] = method
-
-    hide("forward_one_chunk", lambda given: "F")
-    hide("backward_one_chunk", lambda given: "B" if given.get("full_backward", True) else "I")
-    hide("backward_weight_one_chunk", lambda given: "W")
 
 
 class Through(torch.autograd.Function):
@@ -213,13 +194,8 @@ class Through(torch.autograd.Function):
         return grad.clone(), None
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH, dtype=f64)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH, dtype=f64)
-        self.down = nn.Linear(2 * WIDTH, WIDTH, dtype=f64)
-        self.trip = None
+class Block(Linears):
+    trip = None
 
     def equip(self, trip):
         """Puts the site of `trip` into the block; returns handles of the hooks that are one."""
@@ -228,15 +204,13 @@ class Block(nn.Module):
         def reach(*args):
             trip.reach(site)
 
-        if site == "a module's forward hook":
-            return [self.up.register_forward_hook(reach)]
-        if site == "a module's backward hook":
-            return [self.up.register_full_backward_hook(reach)]
-        if site == "a weight's hook":
-            return [self.up.weight.register_hook(reach)]
-        if site == "a weight's post-accumulate hook":
-            return [self.up.weight.register_post_accumulate_grad_hook(reach)]
-        return []
+        hooks = {
+            "a module's forward hook": self.up.register_forward_hook,
+            "a module's backward hook": self.up.register_full_backward_hook,
+            "a weight's hook": self.up.weight.register_hook,
+            "a weight's post-accumulate hook": self.up.weight.register_post_accumulate_grad_hook,
+        }
+        return [hooks[site](reach)] if site in hooks else []
 
     def forward(self, x):
         h = self.up(self.norm(x)).tanh()
@@ -250,22 +224,16 @@ class Block(nn.Module):
         return x + self.down(h)
 
 
-def blocks():
-    torch.manual_seed(1)
-    return [Block() for _ in range(STAGES)]
-
-
 def batch(step):
     torch.manual_seed(100 + step)
     return torch.randn(2, ROWS * MICROBATCHES, WIDTH, dtype=f64).unbind(0)
 
 
+MODEL = Model(functools.partial(blocks, kind=Block), batch=batch, microbatches=MICROBATCHES)
+
+
 def ordinary(step):
     """Losses and gradients by the whole model and an ordinary backward."""
-    net = nn.Sequential(*blocks())
-    x, target = batch(step)
-    losses = []
-    for part, goal in zip(x.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True):
-        losses.append(loss_function(net(part), goal))
-        losses[-1].backward()
+    net, _ = MODEL.build(STAGES)
+    losses = backwards(net, MODEL, *batch(step))
     return [loss.item() for loss in losses], {name: w.grad.tolist() for name, w in net.named_parameters()}

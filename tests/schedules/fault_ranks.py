@@ -29,6 +29,7 @@ from schedules import fault_cases as cases
 from schedules.fault_cases import MICROBATCHES, STAGES, Trip
 from support import allocations
 from support.blocks import loss_function
+from support.pipelines import named, watch
 from support.ranks import MODULES, join, on
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining import stage as stage_module
@@ -37,15 +38,14 @@ from zbpipe import _C
 from zbpipe._stage import losses
 from zbpipe._stage.before_2_15 import outputs, sends, threads
 
-OTHERS = [fault for schedule in cases.SHAPES if schedule != cases.ZBV for fault in cases.faults_of(schedule)]
-SOME_OTHERS = [
-    fault for schedule in cases.SHAPES if schedule != cases.ZBV for fault in cases.some_of(cases.faults_of(schedule))
-]
+NOT_ZBV = (cases.LOOP, cases.DUAL)
+OTHERS = [fault for schedule in NOT_ZBV for fault in cases.faults_of(schedule)]
+SOME_OTHERS = [fault for schedule in NOT_ZBV for fault in cases.some_of(cases.faults_of(schedule))]
 LANES = {
     "ordinary": [*cases.faults_of(cases.ZBV), *SOME_OTHERS, *cases.REQUESTS, *cases.SIGNALS],
     "again": cases.AGAIN,
     "others": [fault for fault in OTHERS if fault not in SOME_OTHERS],
-    "signals": [fault for schedule in cases.SHAPES if schedule != cases.ZBV for fault in cases.signals_of(schedule)],
+    "signals": [fault for schedule in NOT_ZBV for fault in cases.signals_of(schedule)],
     "requests": cases.MORE_REQUESTS,
     "held": [fault for fault in cases.SIGNALS if fault.hold],
     "plain": [cases.Fault("1I0", "a tensor's hook")],
@@ -63,9 +63,9 @@ class Job:
 
     def __init__(self, fault, rank, folder, name):
         self.fault, self.rank, self.folder, self.name = fault, rank, folder, name
-        self.mine = cases.stages_of(rank, fault.schedule)
+        self.mine = cases.mine(rank, fault.schedule)
         self.trip = Trip(fault)
-        parts = cases.blocks()
+        _, parts = cases.MODEL.build(STAGES)
         self.parts = {i: parts[i] for i in self.mine}
         if rank == fault.rank:
             self.parts[fault.stage].equip(self.trip)
@@ -80,7 +80,7 @@ class Job:
         if not self.stages:
             self.stages = [PipelineStage(part, i, STAGES, torch.device("cpu")) for i, part in self.parts.items()]
             for stage in self.stages:
-                cases.watch(stage, self.trip)
+                watch(stage, self.trip.around)
         kind = getattr(schedules, self.fault.schedule)
         self.schedule = kind(self.stages, MICROBATCHES, loss_fn=self.loss, scale_grads=False)
 
@@ -91,23 +91,28 @@ class Job:
         return loss_function(out, target)
 
     def weights(self):
-        return {f"{i}.{name}": w for i, part in self.parts.items() for name, w in part.named_parameters()}
+        return named(self.parts)
 
     def step(self, number):
-        """The error's text, or losses and gradients, as the ranks have agreed on that all of them have got so far."""
+        """The error's text, or losses and gradients: as numbers, which are none of the memory that is counted."""
         for w in self.weights().values():
             w.grad = None
-        self.losses = 0
+        losses = self.attempt(number)
+        if isinstance(losses, str):
+            return losses
+        return losses, {name: w.grad.tolist() for name, w in self.weights().items()}
+
+    def attempt(self, number):
+        """The error's text, or the losses, as the ranks have agreed on that all of them have got so far."""
+        self.losses, seen = 0, []
         x, target = cases.batch(number)
-        seen = []
         given = {"target": target, "losses": seen} if STAGES - 1 in self.mine else {}
         try:
             self.schedule.step(*([x] if 0 in self.mine else []), **given)
             dist.barrier()
         except BaseException as error:
             return told(error)
-        # As numbers, which are none of the memory that is counted.
-        return [loss.item() for loss in seen], {name: w.grad.tolist() for name, w in self.weights().items()}
+        return [loss.item() for loss in seen]
 
     def leave(self):
         """As a program that gives the step up: what is left of the schedule goes, then the group."""

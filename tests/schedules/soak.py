@@ -18,25 +18,21 @@ from schedules import fault_cases as cases
 from schedules.fault_cases import MICROBATCHES, WORLD
 from schedules.soak_ranks import LEARNING_RATE, MOMENTUM, WHAT, faults
 from support import allocations
-from support.blocks import loss_function
+from support.pipelines import backwards
 from support.processes import run_ranks
-from torch import nn
 
 FLAT = ("bytes of tensors", "blocks of tensors", "groups", "sends")
 
 
 def ordinary(steps):
     """Losses of every microbatch, and the weights, of the whole model and torch.autograd.backward."""
-    net = nn.Sequential(*cases.blocks())
+    net, _ = cases.MODEL.build(cases.STAGES)
     optimizer = torch.optim.SGD(net.parameters(), LEARNING_RATE, momentum=MOMENTUM)
     losses = array.array("d")
     for step in range(steps):
         optimizer.zero_grad()
         x, target = cases.batch(step)
-        for part, goal in zip(x.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True):
-            loss = loss_function(net(part), goal)
-            loss.backward()
-            losses.append(loss.item())
+        losses.extend(loss.item() for loss in backwards(net, cases.MODEL, x, target))
         optimizer.step()
     return losses, {name: w.tolist() for name, w in net.named_parameters()}
 

@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from schedules import fault_cases as cases
-from schedules.fault_cases import STAGES, Fault
-from schedules.fault_ranks import LONGEST, Job, dies_with_its_parent, told
+from schedules.fault_cases import Fault
+from schedules.fault_ranks import LONGEST, Job, dies_with_its_parent
 from support import allocations
 
 import zbpipe
@@ -81,15 +81,7 @@ class Soaked(Job):
     def step(self, number):
         """The error's text, or the losses."""
         self.optimizer.zero_grad()
-        self.losses, seen = 0, []
-        x, target = cases.batch(number)
-        given = {"target": target, "losses": seen} if STAGES - 1 in self.mine else {}
-        try:
-            self.schedule.step(*([x] if 0 in self.mine else []), **given)
-            dist.barrier()
-        except BaseException as error:
-            return told(error)
-        return [loss.item() for loss in seen]
+        return self.attempt(number)
 
     def fail(self, number, fault):
         """A step with the fault, and what all ranks do then. Returns the error's types."""

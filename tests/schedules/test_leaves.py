@@ -5,25 +5,17 @@ One process has both stages.
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
+from support import pipelines
+from support.blocks import ZERO_BUBBLE
+from support.pipelines import Pipeline
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, schedules
 
 import zbpipe
 
 MICROBATCHES, BATCH, WIDTH, WORDS = 4, 8, 6, 10
-SCHEDULES = ("ZBVZeroBubble", "InterleavedZeroBubble", "DualPipeV")
 
-pytestmark = pytest.mark.parametrize("name", SCHEDULES)
-
-
-@pytest.fixture(autouse=True)
-def _alone():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    zbpipe.unpatch()
-    dist.destroy_process_group()
+pytestmark = [pytest.mark.usefixtures("alone"), pytest.mark.parametrize("name", ZERO_BUBBLE)]
 
 
 class First(nn.Module):
@@ -74,22 +66,14 @@ class Model:
     def __init__(self, borrows=False, loss=cross_entropy, keyword=None):
         torch.manual_seed(1)
         first = First()
-        self.extra = nn.Parameter(torch.randn(BATCH, WIDTH))
-        self.parts = [first, Second(first if borrows else None)]
-        self.loss = loss() if isinstance(loss, type) else loss
+        self.extra = nn.Parameter(torch.randn(BATCH, WIDTH, dtype=torch.float64))
+        self.parts = [first.double(), Second(first if borrows else None).double()]
+        self.loss = loss().double() if isinstance(loss, type) else loss
         self.keyword = keyword
-        self.double()
-
-    def double(self):
-        for module in [*self.parts, self.loss]:
-            if isinstance(module, nn.Module):
-                module.double()
-        self.extra.data = self.extra.data.double()
 
     def leaves(self):
         modules = [*self.parts, *([self.loss] if isinstance(self.loss, nn.Module) else [])]
-        found = {f"{i}.{name}": leaf for i, module in enumerate(modules) for name, leaf in module.named_parameters()}
-        return {**found, "extra": self.extra}
+        return {**pipelines.named(dict(enumerate(modules))), "extra": self.extra}
 
     def keywords(self):
         return {} if self.keyword is None else {"extra": self.keyword(self.extra)}
@@ -104,12 +88,11 @@ class Model:
             chunk = {name: tensor.chunk(MICROBATCHES)[i] for name, tensor in given.items()}
             self.loss(self.parts[1](self.parts[0](value), **chunk), goal).backward()
 
-    def schedule(self, name, **options):
-        stages = [PipelineStage(part, i, 2, torch.device("cpu")) for i, part in enumerate(self.parts)]
-        return getattr(schedules, f"Schedule{name}")(stages, MICROBATCHES, loss_fn=self.loss, **options)
+    def pipeline(self, name, scale_grads=False):
+        return Pipeline(name, self.parts).start(self.loss, MICROBATCHES, scale_grads)
 
-    def step(self, name, words, target, scale_grads=False):
-        self.schedule(name, scale_grads=scale_grads).step(words, target=target, **self.keywords())
+    def step(self, name, words, target, **options):
+        self.pipeline(name, **options).step(words, target, **self.keywords())
 
 
 def batch(step):
@@ -129,12 +112,12 @@ MODELS = {
 @pytest.mark.parametrize("model", MODELS)
 def test_every_leaf_is_trained(name, model):
     split, whole = Model(**MODELS[model]), Model(**MODELS[model])
-    schedule = split.schedule(name, scale_grads=False)
+    line = split.pipeline(name)
     for step in range(2):
         words, target = batch(step)
         whole.unsplit(words, target)
         with zbpipe.patch():
-            schedule.step(words, target=target, **split.keywords())
+            line.step(words, target, **split.keywords())
         torch.testing.assert_close(split.grads(), whole.grads())
 
 
@@ -144,9 +127,8 @@ def test_a_borrowed_weight_is_scaled_with_its_owners(name):
     whole.unsplit(*batch(0))
     with zbpipe.patch():
         split.step(name, *batch(0), scale_grads=True)
-    torch.testing.assert_close(
-        split.grads(), {name: None if grad is None else grad / MICROBATCHES for name, grad in whole.grads().items()}
-    )
+    scaled = {name: None if grad is None else grad / MICROBATCHES for name, grad in whole.grads().items()}
+    torch.testing.assert_close(split.grads(), scaled)
 
 
 def test_main_grad(name):
@@ -208,14 +190,14 @@ def test_work_that_names_no_weight(name):
             return cross_entropy(Handing.apply(out, self.rows, [self.rows]), target)
 
     split, whole = Model(loss=Adds), Model(loss=Adds)
-    schedule = split.schedule(name, scale_grads=False)
+    line = split.pipeline(name)
     for step in range(2):
         words, target = batch(step)
         for leaf in [*split.leaves().values(), *whole.leaves().values()]:
             leaf.grad = None  # the first step has learned from a backward what gradients look like
         whole.unsplit(words, target)
         with zbpipe.patch():
-            schedule.step(words, target=target)
+            line.step(words, target)
     torch.testing.assert_close(split.grads(), whole.grads())
 
 

@@ -7,55 +7,48 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
-from support.blocks import MICROBATCHES, Block, batch, loss_function
+from support.blocks import MICROBATCHES, ZERO_BUBBLE, Block, batch, loss_function
+from support.pipelines import Model, OneAfterAnother, Pipeline, backwards
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, schedules
 
 import zbpipe
 
 # Where a microbatch's loss is constant its gradient is None.
 sends_none = pytest.mark.skipif(torch.__version__ < (2, 12), reason="torch 2.11's stage sends no gradient that is None")
-ZERO_BUBBLE = ("ScheduleZBVZeroBubble", "ScheduleInterleavedZeroBubble", "ScheduleDualPipeV")
+ZBV = "ScheduleZBVZeroBubble"
+pytestmark = pytest.mark.usefixtures("alone")
 
 
-@pytest.fixture(autouse=True)
-def _alone():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    zbpipe.unpatch()
-    dist.destroy_process_group()
-
-
-def schedule_of(name, modules, loss_fn, **given):
-    stages = [PipelineStage(module, i, len(modules), torch.device("cpu"), **given) for i, module in enumerate(modules)]
-    return getattr(schedules, name)(stages, MICROBATCHES, loss_fn=loss_fn, scale_grads=False)
-
-
-def check_steps(name, modules, loss_fn, steps=2, prepare=lambda target: target, return_outputs=True):
+def check_steps(name, modules, loss_fn, prepare=lambda target: target, return_outputs=True):
     """Steps whose losses and gradients are those of ordinary backwards of a copy."""
-    plain = nn.Sequential(*copy.deepcopy(modules))
-    schedule = schedule_of(name, modules, loss_fn)
-    for step in range(steps):
+    plain = OneAfterAnother(*copy.deepcopy(modules))
+    line = Pipeline(name, modules).start(loss_fn)
+    for step in range(2):
         x, target = batch(step)
-        target = prepare(target)
-        expected, losses = [], []
-        for value, goal in zip(x.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True):
-            expected.append(loss_fn(plain(value), goal))
-            if expected[-1].requires_grad:
-                expected[-1].backward()
+        target, losses = prepare(target), []
+        expected = backwards(plain, Model(loss=loss_fn), x, target)
         with zbpipe.patch():
-            output = schedule.step(x, target=target, losses=losses, return_outputs=return_outputs)
+            output = line.schedule.step(x, target=target, losses=losses, return_outputs=return_outputs)
         assert not return_outputs or not output.requires_grad or isinstance(modules[-1], ReturnsAView)
         torch.testing.assert_close(losses, [loss.detach() for loss in expected])
-        for module, reference in zip(modules, plain, strict=True):
-            for (weight, parameter), wanted in zip(module.named_parameters(), reference.parameters(), strict=True):
-                torch.testing.assert_close(parameter.grad, wanted.grad, msg=lambda m, at=(step, weight): f"{at}: {m}")
+        got = {name: weight.grad for name, weight in nn.Sequential(*modules).named_parameters()}
+        torch.testing.assert_close(got, {name: weight.grad for name, weight in plain.named_parameters()})
 
 
 def masked(out, target):
     keep = target[:, 0] != -100
     return loss_function(out[keep], target[keep]) if keep.any() else torch.zeros((), dtype=out.dtype)
+
+
+def one_zero():
+    """One tensor is every masked microbatch's loss: told from a loss of an earlier step by having had no backward."""
+    zero = torch.zeros((), dtype=torch.float64)
+
+    def loss_fn(out, target):
+        loss = masked(out, target)
+        return loss if loss.requires_grad else zero
+
+    return loss_fn
 
 
 def mask(target):
@@ -65,21 +58,9 @@ def mask(target):
 
 
 @sends_none
-@pytest.mark.parametrize("name", ZERO_BUBBLE)
-def test_a_microbatch_whose_labels_are_all_masked_trains_nothing(name):
-    check_steps(name, [Block(), Block()], masked, prepare=mask)
-
-
-@sends_none
-def test_one_tensor_that_is_every_masked_microbatchs_loss():
-    """Told from a loss of an earlier step by having had no backward."""
-    zero = torch.zeros((), dtype=torch.float64)
-
-    def loss_fn(out, target):
-        loss = masked(out, target)
-        return loss if loss.requires_grad else zero
-
-    check_steps("ScheduleZBVZeroBubble", [Block(), Block()], loss_fn, prepare=mask)
+@pytest.mark.parametrize(("name", "loss_fn"), [*((name, masked) for name in ZERO_BUBBLE), (ZBV, one_zero())])
+def test_a_microbatch_whose_labels_are_all_masked_trains_nothing(name, loss_fn):
+    check_steps(name, [Block(), Block()], loss_fn, prepare=mask)
 
 
 def squares(out, target):
@@ -101,15 +82,11 @@ class ReturnsAView(Block):
         return super().forward(x).view(x.shape)
 
 
-class Partly(nn.Module):
+class Partly(nn.Sequential):
     """A frozen part before one that is trained: no gradient leaves the last stage."""
 
     def __init__(self):
-        super().__init__()
-        self.frozen, self.head = Block().requires_grad_(False), Block()
-
-    def forward(self, x):
-        return self.head(self.frozen(x))
+        super().__init__(Block().requires_grad_(False), Block())
 
 
 @pytest.mark.parametrize("name", ZERO_BUBBLE)
@@ -120,8 +97,7 @@ def test_all_stages_but_the_last_are_frozen(name, loss_fn, last):
 
 
 def test_of_four_stages_the_last_two_are_trained():
-    frozen = [Block().requires_grad_(False) for _ in range(2)]
-    modules = [*frozen, Block(), Block()]
+    modules = [Block().requires_grad_(i > 1) for i in range(4)]
     check_steps("ScheduleInterleavedZeroBubble", modules, squares)
 
 
@@ -155,7 +131,7 @@ def test_outputs_that_are_no_batch(name, is_frozen, last, loss_fn):
 def test_the_losses_of_a_step_that_failed_are_no_losses_of_the_next():
     """torch's schedule keeps them, and I, which has detached them, would pass over them."""
     modules = [Block(), Block()]
-    schedule = schedule_of("ScheduleZBVZeroBubble", modules, squares)
+    line = Pipeline(ZBV, modules).start(squares)
     calls = []
 
     def maybe(module, args):
@@ -164,44 +140,32 @@ def test_the_losses_of_a_step_that_failed_are_no_losses_of_the_next():
             raise KeyError("planted")
 
     modules[1].register_forward_pre_hook(maybe)
-    x, target = batch(0)
     with zbpipe.patch():
         with pytest.raises(RuntimeError, match="failed to run forward"):
-            schedule.step(x, target=target)
+            line.step(*batch(0))
         for module in modules:
             module.zero_grad()
         with pytest.raises(RuntimeError, match=r"loss of stage 1, microbatch 0, has had its backward: make a new sch"):
-            schedule.step(x, target=target)
+            line.step(*batch(0))
         assert all(weight.grad is None for module in modules for weight in module.parameters())
-    check_steps("ScheduleZBVZeroBubble", modules, squares)
+    check_steps(ZBV, modules, squares)
 
 
-def with_metric(out, target):
-    loss = squares(out, target)
-    return loss, loss.detach() / target.numel()
-
-
-def in_a_dictionary(out, target):
-    return {"loss": squares(out, target)}
-
-
-def forgotten(out, target):
-    squares(out, target)
+NO_TENSORS = {
+    "tuple": lambda out, target: (squares(out, target), 0),
+    "dict": lambda out, target: {"loss": squares(out, target)},
+    "NoneType": lambda out, target: None,
+}
 
 
 @pytest.mark.parametrize("shapes", ["learned", "given"])
 @pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", *ZERO_BUBBLE])
-@pytest.mark.parametrize(
-    ("loss_fn", "kind"), [(with_metric, "tuple"), (in_a_dictionary, "dict"), (forgotten, "NoneType")]
-)
-def test_a_loss_function_that_returns_no_tensor_is_refused(name, loss_fn, kind, shapes):
+@pytest.mark.parametrize("kind", NO_TENSORS)
+def test_a_loss_function_that_returns_no_tensor_is_refused(name, kind, shapes):
     modules = [Block(), Block()]
-    x, target = batch(0)
-    given = {}
-    if shapes == "given":
-        example = x[: len(x) // MICROBATCHES]
-        given = {"input_args": (example.clone(),), "output_args": (example.clone().requires_grad_(),)}
-    schedule = schedule_of(name, modules, loss_fn, **given)
+    example = batch(0)[0].chunk(MICROBATCHES)[0]
+    given = {"input_args": (example.clone(),), "output_args": (example.clone().requires_grad_(),)}
+    line = Pipeline(name, modules, given=lambda i: given if shapes == "given" else {}).start(NO_TENSORS[kind])
     with zbpipe.patch(), pytest.raises(TypeError, match=rf"loss function returned a {kind} .*; expected a tensor"):
-        schedule.step(x, target=target)
+        line.step(*batch(0))
     assert all(weight.grad is None for weight in modules[1].parameters())

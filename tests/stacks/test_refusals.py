@@ -1,12 +1,11 @@
 """What is refused of data parallel stages, and what patching leaves as it was. One process, which is a pipeline alone."""
 
+import functools
 import importlib
-import sys
 from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,12 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zbpipe
 
-
-@pytest.fixture(autouse=True)
-def _alone():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def part_in_fsdp():
@@ -163,32 +157,32 @@ def test_whoever_asks_within_a_pass_gets_the_modules_own_parameters():
     assert vars(module)["parameters"] is users
 
 
-def lose_a_method(monkeypatch):
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
-    monkeypatch.setattr(FSDPParamGroup, "unshard", lambda self, how: None)
-
-
-def lose_the_accumulation(monkeypatch):
-    """As it went in 2.15, and in none of the ways that are known."""
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-
-    monkeypatch.delattr(FSDPParam, "to_accumulated_grad_if_needed", raising=False)
-    monkeypatch.setattr(FSDPParam, "unsharded_accumulated_grad", [], raising=False)
-
-
-def lose_the_reducer(monkeypatch):
-    monkeypatch.delattr(nn.parallel.distributed, "_find_tensors")
-
-
-def lose_a_flag(monkeypatch):
-    monkeypatch.setattr(DistributedDataParallel, "_set_static_graph", lambda self: None)
-    monkeypatch.setattr(DistributedDataParallel, "_post_forward", lambda self, output: output)
+FSDP = "torch.distributed.fsdp._fully_shard._fsdp_param"
+# What torch may have in the place of what zbpipe knows. The accumulation is as it went in 2.15, and in none of the known ways.
+LOST = {
+    "a method": {f"{FSDP}_group:FSDPParamGroup.unshard": lambda self, how: None},
+    "the accumulation": {
+        f"{FSDP}:FSDPParam.to_accumulated_grad_if_needed": None,
+        f"{FSDP}:FSDPParam.unsharded_accumulated_grad": [],
+    },
+    "the reducer": {"torch.nn.parallel.distributed:_find_tensors": None},
+    "a flag": {
+        "torch.nn.parallel:DistributedDataParallel._set_static_graph": lambda self: None,
+        "torch.nn.parallel:DistributedDataParallel._post_forward": lambda self, output: output,
+    },
+    "replicate's state": {"torch.distributed._composable.replicate:_ReplicateState.lazy_init": lambda self, when: None},
+}
 
 
-def lose_replicates_state(monkeypatch):
-    state = sys.modules["torch.distributed._composable.replicate"]._ReplicateState
-    monkeypatch.setattr(state, "lazy_init", lambda self, when: None)
+def lose(what, monkeypatch):
+    for name, instead in LOST[what].items():
+        module, _, path = name.partition(":")
+        *owner, attribute = path.split(".")
+        owner = functools.reduce(getattr, owner, importlib.import_module(module))
+        if instead is None:
+            monkeypatch.delattr(owner, attribute, raising=False)
+        else:
+            monkeypatch.setattr(owner, attribute, instead, raising=False)
 
 
 def sharded(part):
@@ -196,24 +190,24 @@ def sharded(part):
 
 
 @pytest.mark.parametrize(
-    ("wrap", "plant", "words"),
+    ("wrap", "lost", "words"),
     [
-        (sharded, lose_a_method, r"under fully_shard would be wrong: .*unshard takes \(self, how\) where zbpipe knows"),
-        (sharded, lose_the_accumulation, "under fully_shard would be wrong: .*accumulated_grad"),
-        (DistributedDataParallel, lose_the_reducer, "wrong moment, or never: .*_find_tensors is missing"),
-        (DistributedDataParallel, lose_a_flag, "_static_graph_delay_allreduce_enqueued is missing"),
-        (replicate, lose_the_reducer, "wrong moment, or never: .*_find_tensors is missing"),
-        (replicate, lose_replicates_state, r"lazy_init takes \(self, when\) where zbpipe knows \(self\)"),
+        (sharded, "a method", r"under fully_shard would be wrong: .*unshard takes \(self, how\) where zbpipe knows"),
+        (sharded, "the accumulation", "under fully_shard would be wrong: .*accumulated_grad"),
+        (DistributedDataParallel, "the reducer", "wrong moment, or never: .*_find_tensors is missing"),
+        (DistributedDataParallel, "a flag", "_static_graph_delay_allreduce_enqueued is missing"),
+        (replicate, "the reducer", "wrong moment, or never: .*_find_tensors is missing"),
+        (replicate, "replicate's state", r"lazy_init takes \(self, when\) where zbpipe knows \(self\)"),
     ],
 )
 def test_a_stage_whose_ways_in_torch_are_unknown_is_refused_in_its_first_forward(
-    wrap, plant, words, monkeypatch, caplog
+    wrap, lost, words, monkeypatch, caplog
 ):
     """And no other stage is."""
     stage = PipelineStage(wrap(nn.Linear(2, 2)), 1, 2, torch.device("cpu"))
     other = PipelineStage(nn.Linear(2, 2), 1, 2, torch.device("cpu"))
     monkeypatch.setattr(importlib.import_module("zbpipe._patch")._state, "said", set())
-    plant(monkeypatch)
+    lose(lost, monkeypatch)
     with zbpipe.patch():
         with pytest.raises(RuntimeError, match=f"stage 1's module is a .*{words}"):
             stage.forward_maybe_with_nosync(torch.ones(2, 2))

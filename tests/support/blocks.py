@@ -1,4 +1,4 @@
-"""A model of blocks and torch's schedules for it: what the ranks of several tests train, and the same model unpipelined."""
+"""A model of blocks and torch's schedules for it: what the ranks of several tests train."""
 
 import torch
 from torch import nn
@@ -35,9 +35,21 @@ class Block(nn.Module):
         return x + self.up(self.norm(x)).tanh() @ (self.down + self.extra)
 
 
-def blocks(count):
+class Linears(nn.Module):
+    """A residual block of two linear layers. W needs neither its input nor its output, nor the output's gradient."""
+
+    def __init__(self, width=WIDTH, dtype=f64):
+        super().__init__()
+        self.norm = nn.LayerNorm(width, dtype=dtype)
+        self.up, self.down = nn.Linear(width, 2 * width, dtype=dtype), nn.Linear(2 * width, width, dtype=dtype)
+
+    def forward(self, x):
+        return x + 2 * self.down(self.up(self.norm(x)).tanh())
+
+
+def blocks(count, kind=Block):
     torch.manual_seed(1)
-    return [Block() for _ in range(count)]
+    return [kind() for _ in range(count)]
 
 
 def batch(step):
@@ -47,22 +59,6 @@ def batch(step):
 
 def loss_function(out, target):
     return (out - target).pow(2).sum()
-
-
-def reference(count):
-    """Losses per microbatch and the weights' gradients after each step, of the same model unpipelined."""
-    net = nn.Sequential(*blocks(count))
-    steps = []
-    for step in range(STEPS):
-        x, target = batch(step)
-        losses = []
-        for part, goal in zip(x.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True):
-            loss = loss_function(net(part), goal)
-            loss.backward()
-            losses.append(loss.detach())
-        grads = {name: w.grad.clone() for name, w in net.named_parameters()}
-        steps.append((losses, grads))
-    return steps
 
 
 def stages_of(rank, world, per_rank, shape):

@@ -2,12 +2,14 @@
 
 import contextlib
 import itertools
+import logging
 
 import torch
 from torch import nn
 
 import zbpipe
 from support.oracle import Stage, at_once, check, last_microbatch_first, late
+from zbpipe._compile import backend
 
 ORDERS = (at_once, late, last_microbatch_first)
 INEXACT = {"inexact_inputs": True, "rtol": 1e-4, "atol": 1e-5}
@@ -85,3 +87,34 @@ def counting_flops():
 
 def not_split(caplog):
     return [record.getMessage() for record in caplog.records if "is not split" in record.getMessage()]
+
+
+class Watch(logging.Handler):
+    """Counts what W computes of compiled backwards, and keeps what is logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.lines = 0, []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+    def __enter__(self):
+        torch._dynamo.reset()  # what another case compiled would be used again, and not log again
+        self.original = backend._WeightWork.__call__
+
+        def counted(work, *values):
+            self.calls += 1
+            return self.original(work, *values)
+
+        backend._WeightWork.__call__ = counted
+        logging.getLogger("zbpipe").addHandler(self)
+        return self
+
+    def __exit__(self, *error):
+        backend._WeightWork.__call__ = self.original
+        logging.getLogger("zbpipe").removeHandler(self)
+
+    @property
+    def not_split(self):
+        return [line for line in self.lines if "is not split" in line]

@@ -94,34 +94,6 @@ def start_ranks(ranks, timeout, env):
                 process.wait()
 
 
-def folder_of(script, world, **options):
-    """A module's fixture: where the ranks of `script` leave their results. They run once, for its first test."""
-
-    @pytest.fixture(scope="module")
-    def folder(tmp_path_factory):
-        folder = tmp_path_factory.mktemp(Path(script).stem)
-        run_ranks(script, world, folder, **options)
-        return folder
-
-    return folder
-
-
-def lanes_of(script, world, **options):
-    """A module's fixture: a function from a lane to where the ranks of `script`, with it as their argument, leave results."""
-
-    @pytest.fixture(scope="module")
-    def folders(tmp_path_factory):
-        @functools.cache
-        def folder(lane):
-            folder = tmp_path_factory.mktemp(f"{Path(script).stem}_{lane}")
-            run_ranks(script, world, folder, lane, **options)
-            return folder
-
-        return folder
-
-    return folders
-
-
 def results(folder, name, world, load=torch.load):
     """What each rank left as NAME.RANK. Where one left nothing the test fails, with what the ranks said instead."""
     files = [folder / f"{name}.{rank}" for rank in range(world)]
@@ -134,18 +106,6 @@ def results(folder, name, world, load=torch.load):
 
 def from_json(file):
     return json.loads(file.read_text())
-
-
-def together(folder, name, world):
-    """What the ranks left, each a dictionary of its own part, as one."""
-    return {what: value for part in results(folder, name, world) for what, value in part.items()}
-
-
-def assert_close(got, wanted):
-    """Of dictionaries of tensors."""
-    assert got.keys() == wanted.keys(), f"on one side alone: {got.keys() ^ wanted.keys()}"
-    for what, value in wanted.items():
-        torch.testing.assert_close(got[what], value, msg=lambda text, what=what: f"{what}: {text}")
 
 
 def in_own_process(body, timeout=200, started_anew=False):

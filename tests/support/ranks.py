@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import traceback
 from datetime import timedelta
 
 import torch
@@ -29,19 +28,3 @@ def join(rank, world, folder, store="store", seconds=60):
     dist.init_process_group("gloo", store=meeting, rank=rank, world_size=world, timeout=timeout)
     meeting.set(f"{rank} has joined", "")
     meeting.wait([f"{peer} has joined" for peer in range(world)], timeout)
-
-
-def run_apart(name, module, run, rank, world, folder, seconds=60):
-    """`run()` on `module`, in a process forked for it, so that one's failure is its own: what it returns goes to NAME.RANK in
-    `folder`, or its error to NAME.RANK.failed."""
-    child = os.fork()
-    if child == 0:
-        try:
-            join(rank, world, folder, f"store {name}", seconds)
-            with on(module):
-                torch.save(run(), folder / f"{name}.{rank}")
-        except BaseException:
-            (folder / f"{name}.{rank}.failed").write_text(traceback.format_exc())
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)

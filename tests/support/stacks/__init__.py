@@ -1,1 +1,1 @@
-"""For tests/stacks: the model, its training beside a reference, and the processes that run the cases."""
+"""For tests/stacks: the model, its training beside a reference, and what a step does."""

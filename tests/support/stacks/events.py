@@ -5,14 +5,15 @@ from collections import Counter
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from support.pipelines import watch
+
 NO_COLLECTIVES = ("send", "recv_", "recv_any_source_", "wait_tensor", "_wrap_tensor_autograd")
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm")
-PASSES = {"forward_one_chunk": "F", "backward_one_chunk": "I", "backward_weight_one_chunk": "W"}
 
 
 class Events(TorchDispatchMode):
     """The log of what happens within it: names of collectives ("allreduce_"), "product" for a matrix product, and
-    ("F" | "I" | "W", stage, microbatch) where a pass of a stage begins, with "end" behind it where it ends.
+    (stage, "F" | "I" | "B" | "W", microbatch) where a pass of a stage begins, with "end" behind it where it ends.
 
     It sees what runs on this thread, libtorch's own calls and the engine's among them. DTensors take themselves apart
     before it looks.
@@ -33,22 +34,20 @@ class Events(TorchDispatchMode):
             self.log.append("product")
         return func(*args, **(kwargs or {}))
 
+    @classmethod
+    def ignore_compile_internals(cls):
+        """Under any other dispatch mode dynamo leaves code as it is."""
+        return True
+
     def watch(self, stage):
-        for name, letter in PASSES.items():
-            self._hide(stage, name, letter)
-
-    def _hide(self, stage, name, letter):
-        method = getattr(stage, name)
-
-        def watched(microbatch, *args, **kwargs):
-            full = letter == "I" and kwargs.get("full_backward", True)
-            mark = ("B" if full else letter, stage.stage_index, microbatch)
+        def around(action, run):
+            mark = (int(action[0]), action[1], int(action[2:]))
             self.log.append(mark)
-            result = method(microbatch, *args, **kwargs)
+            result = run()
             self.log.append((*mark, "end"))
             return result
 
-        vars(stage)[name] = watched
+        watch(stage, around)
 
     def collectives(self):
         """How often each collective ran."""
@@ -63,7 +62,7 @@ class Events(TorchDispatchMode):
                     inner.append(event)
             elif event[-1] == "end":
                 inner = None
-            elif event[0] in letters and stage in (None, event[1]):
+            elif event[1] in letters and stage in (None, event[0]):
                 inner = []
-                found.append((*event[1:], inner))
+                found.append((event[0], event[2], inner))
         return found
