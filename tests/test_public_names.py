@@ -46,12 +46,7 @@ def test_a_function_says_what_it_takes_gives_and_raises(name):
 
 def test_what_takes_the_place_of_something_says_of_what():
     said = {name.rpartition(".")[2] for name, thing in NAMES.items() if "\nSource:\n" in inspect.getdoc(thing)}
-    assert said - {"deallocate_output_tensor", "make_viewless_tensor"} == HAVE_A_SOURCE
-
-
-def test_megatrons_names_are_the_same_functions():
-    assert zbpipe.deallocate_output_tensor is zbpipe.deallocate_output is release.deallocate_output
-    assert zbpipe.make_viewless_tensor is zbpipe.make_viewless is release.make_viewless
+    assert said == HAVE_A_SOURCE
 
 
 @pytest.mark.parametrize("function", [zbpipe.policy, zbpipe.set_policy])

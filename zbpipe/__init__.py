@@ -35,9 +35,7 @@ from zbpipe._version import __version__  # noqa: E402
 from zbpipe.passes import stage_backward, stage_backward_input, stage_backward_weight  # noqa: E402
 from zbpipe.release import (  # noqa: E402
     deallocate_output,
-    deallocate_output_tensor,
     make_viewless,
-    make_viewless_tensor,
     release_storage,
 )
 
@@ -50,13 +48,11 @@ __all__ = [
     "Use",
     "__version__",
     "deallocate_output",
-    "deallocate_output_tensor",
     "defer",
     "explain",
     "get_policy",
     "is_patched",
     "make_viewless",
-    "make_viewless_tensor",
     "memory",
     "name_parameters",
     "patch",

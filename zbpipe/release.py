@@ -2,24 +2,28 @@
 
 For schedules of one's own. An output that was sent is needed for its place in the autograd graph alone;
 these functions let go of its values and keep the graph.
+
+Note [Where the memory of a deallocated output goes]
+
+A tensor in Python is the tensor of C++, which holds a storage. Nodes that save an output of their own hold the storage
+alone. Nodes that save an input, views (their base) and sends in flight hold the tensor of C++: taking the storage out
+of that would pull memory away from under them. So `deallocate_output` changes it only if nobody else has it; otherwise
+the Python object moves to a twin, without memory and at the same place in the graph, and the other holders keep the old
+one. Either way the Python object gives up its share, and the memory goes with the last holder.
 """
 
 import gc
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from zbpipe import _C, _gone
+from zbpipe import _C
 from zbpipe._torch import autograd
 
-__all__ = [
-    "deallocate_output",
-    "deallocate_output_tensor",
-    "make_viewless",
-    "make_viewless_tensor",
-    "release_storage",
-]
+__all__ = ["deallocate_output", "make_viewless", "release_storage"]
 
 _LISTED = 8  # holders that a refusal describes; more are counted
 
@@ -28,12 +32,11 @@ def deallocate_output(tensor: torch.Tensor) -> int:
     """Give up an output's memory, once it was sent, and keep its place in the autograd graph.
 
     The tensor keeps its shape, dtype, device, ``grad_fn`` and hooks, so that ``torch.autograd.backward``,
-    :func:`stage_backward_input` and :func:`stage_backward` take it as before. Reading its values or taking a view of it
-    raises a RuntimeError from then on, through whatever name the object has, which says on which line its memory was
-    given up; printing it says that too. Its ``untyped_storage()`` has no bytes. For all this the object becomes one of
-    a subclass, ``zbpipe._gone.GoneTensor``, until it is given new memory (``tensor.data = ...``); other tensors, and
-    torch, are left as they are. So a tensor of a subclass of one's own keeps its class, and torch's words about bounds
-    where a view is taken of it; and so does what C++ alone does with the tensor.
+    :func:`stage_backward_input` and :func:`stage_backward` take it as before. Reading its values, those of a view of it
+    too, or printing them raises a RuntimeError from then on, through whatever name the object has, which says on which
+    line its memory was given up. Its ``untyped_storage()`` has no memory, though it still says how many bytes it had.
+    New memory (``tensor.data = ...``) makes it an ordinary tensor again. Where nobody else names the tensor,
+    ``out = torch.autograd.graph.get_gradient_edge(out)`` does the same without zbpipe.
 
     Whoever else holds the memory keeps it, and sees nothing of this: nodes that saved the output for
     their backward, views of it, detached aliases, numpy arrays, a send that is still under way. The memory
@@ -57,19 +60,26 @@ def deallocate_output(tensor: torch.Tensor) -> int:
         After any of these nothing has been changed.
 
     Source:
-        Megatron-LM's ``deallocate_output_tensor`` (megatron/core/pipeline_parallel/schedules.py), by which name it is
-        found, too; here without the flag, and with an ordinary backward afterwards in place of a custom one.
+        Megatron-LM's ``deallocate_output_tensor`` (megatron/core/pipeline_parallel/schedules.py); here without the
+        flag, and with an ordinary backward afterwards in place of a custom one.
     """
-    if isinstance(tensor, torch.nn.Parameter):
-        raise ValueError(
-            f"tensor is a {_describe(tensor)}, and no output; nothing could compute its values again, so keep it"
-        )
-    if _gone.reason(tensor):
-        return 0
-    by = _gone.who("zbpipe.deallocate_output")
-    freed = _C.deallocate_output(tensor, _gone.why(by))
-    _gone.mark(tensor, by)
-    return freed
+    with autograd.without_torch_functions():
+        if isinstance(tensor, torch.nn.Parameter):
+            raise ValueError(
+                f"tensor is a {_describe(tensor)}, and no output; nothing could compute its values again, so keep it"
+            )
+        own = _own_bytes(tensor)
+        _check_output(tensor)
+        if own < 0:
+            return 0
+        memory = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        twin = _memoryless(tensor, tensor, "zbpipe.deallocate_output")
+        if autograd.holders_of(tensor):
+            _exchange(tensor, twin)
+            del twin
+        else:
+            tensor.data = twin
+    return own if memory.expired() else 0  # type: ignore[no-untyped-call]
 
 
 def make_viewless(tensor: torch.Tensor) -> torch.Tensor:
@@ -98,21 +108,39 @@ def make_viewless(tensor: torch.Tensor) -> torch.Tensor:
         ValueError: a view that carries a forward-mode gradient; a tensor on ``meta``.
 
     Source:
-        Megatron-LM's ``make_viewless_tensor`` (megatron/core/utils.py), by which name it is found, too; here without
-        flags. Views that cannot be detached: pytorch/pytorch 142229, 142237, 143589.
+        Megatron-LM's ``make_viewless_tensor`` (megatron/core/utils.py); here without flags. Views that cannot be
+        detached: pytorch/pytorch 142229, 142237, 143589.
     """
-    if reason := _gone.reason(tensor):
-        raise RuntimeError(reason)
-    return _C.make_viewless(tensor)
+    with autograd.without_torch_functions():
+        if _own_bytes(tensor) < 0:
+            tensor.untyped_storage().data_ptr()  # raises, saying who gave the memory up
+        fills = _fills_its_storage(tensor)
+        if fills and not autograd.is_view(tensor):
+            return tensor
+        if type(tensor) is not torch.Tensor:
+            raise TypeError(
+                f"tensor is a {type(tensor).__name__}, whose class the result could not have; "
+                "pass tensor.as_subclass(torch.Tensor)"
+            )
+        if autograd.has_forward_gradient(tensor):
+            raise ValueError(
+                f"tensor is a {_describe(tensor)} and carries a forward-mode gradient, which the result would lose; "
+                "take it off with torch.autograd.forward_ad.unpack_dual"
+            )
+        # An inference tensor's result may be one; others stay what they are.
+        with torch.inference_mode(torch.is_inference_mode_enabled() and tensor.is_inference()):
+            place = _with_its_edge(tensor)
+            with torch.no_grad():
+                # The counter of what shares the memory: a change in place is seen by those that saved the base.
+                return _C.twin(tensor if fills else _copy(tensor), place, None)
 
 
 def release_storage(tensor: torch.Tensor) -> int:
-    """Resize a tensor's storage to zero bytes, provided that nobody else needs it.
+    """Free a tensor's storage, provided that nobody else needs it.
 
     The tensor's object may be known to any number of names, containers and hooks in Python: they are one
-    holder, and reading through any of them raises a RuntimeError afterwards, for good: no new bytes can
-    be given to the storage. The tensor may be a leaf or a parameter. What it says when it is read or printed
-    is as after :func:`deallocate_output`. Who has nothing but an address (a ctypes array on ``data_ptr()``)
+    holder, and reading through any of them raises a RuntimeError afterwards, as after :func:`deallocate_output`.
+    The tensor may be a leaf or a parameter. Who has nothing but an address (a ctypes array on ``data_ptr()``)
     cannot be seen.
 
     Args:
@@ -134,51 +162,163 @@ def release_storage(tensor: torch.Tensor) -> int:
     Source:
         ``storage.resize_(0)`` at a buffer's last use, as in microsoft/DeepSpeed PR 8032.
     """
-    by = _gone.who("zbpipe.release_storage")
-    released, size, of_storage, python_storage, of_tensor = _C.release_storage(tensor, _gone.why(by))
-    if not released:
-        raise RuntimeError(_who_holds(tensor, size, of_storage, python_storage, of_tensor))
-    if size > 0:
-        _gone.mark(tensor, by)
+    with autograd.without_torch_functions():
+        own, size = _own_bytes(tensor), tensor.untyped_storage().nbytes()
+        if own < 0 or size == 0:
+            return 0
+        if own == 0:
+            raise ValueError(
+                f"tensor is a {_describe(tensor)} and lies in {size} bytes that are not torch's alone to free (from "
+                "numpy, DLPack, another process or a lazy clone); drop the tensor instead"
+            )
+        of_storage, in_python = autograd.holders_of_memory(tensor)
+        of_tensor = autograd.holders_of(tensor)
+        if of_storage or of_tensor:
+            raise RuntimeError(_who_holds(tensor, size, of_storage, in_python, of_tensor))
+        tensor.data = _memoryless(tensor, None, "zbpipe.release_storage")
     return size
 
 
-# Megatron-LM's names.
-deallocate_output_tensor = deallocate_output
-make_viewless_tensor = make_viewless
+class _Memoryless(torch.UntypedStorage):
+    """The storage of a tensor that has given up its memory."""
+
+    def is_shared(self) -> bool:
+        return False  # torch's asks for the data where nothing catches libtorch's answer: the process would end
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.data_ptr()  # raises
 
 
-def _who_holds(tensor: torch.Tensor, size: int, of_storage: int, python_storage: bool, of_tensor: int) -> str:
+def _memoryless(tensor: torch.Tensor, place: torch.Tensor | None, function: str) -> torch.Tensor:
+    """A twin whose readers are told who gave the memory up: ``function``, the caller's name, and its caller's line."""
+    frame = sys._getframe(2)
+    twin = _C.twin(
+        tensor,
+        place,
+        f"the memory of this tensor was given up by {function} at {frame.f_code.co_filename}:{frame.f_lineno}: its "
+        "values are gone, and only its shape, dtype, device and autograd history can be used",
+    )
+    twin.untyped_storage().__class__ = _Memoryless
+    return twin
+
+
+# What a tensor holds.
+
+
+def _own_bytes(tensor: torch.Tensor) -> int:
+    """As ``_C.own_bytes``. Refuses what is no plain tensor: memory of its own kind, reached through one storage."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"tensor is a {type(tensor).__name__}; expected a torch.Tensor")
+    has_parts = tensor.is_nested or tensor.is_quantized or autograd.has_dispatch(type(tensor))
+    if has_parts or autograd.memory_of(tensor) is None:
+        raise TypeError(
+            f"tensor is a {type(tensor).__name__} whose memory is not one plain strided storage (a tensor subclass, a "
+            "functorch wrapper, a sparse, nested or quantized tensor); pass the plain tensors that it is made of"
+        )
+    if tensor.is_meta:
+        raise ValueError(f"tensor is a {_describe(tensor)}, which has no memory to give up")
+    return _C.own_bytes(tensor)
+
+
+def _check_output(tensor: torch.Tensor) -> None:
+    base = autograd.base_of(tensor)
+    if base is not None:
+        raise ValueError(
+            f"tensor is a {_describe(tensor)}, and its base, a {_describe(base)}, would keep the "
+            f"{base.untyped_storage().nbytes()} bytes; deallocate what zbpipe.make_viewless(tensor) returns"
+        )
+    if tensor.is_leaf and tensor.requires_grad:
+        raise ValueError(
+            f"tensor is a {_describe(tensor)}, a parameter or an input, and no output; nothing could compute its "
+            "values again"
+        )
+
+
+def _exchange(tensor: torch.Tensor, twin: torch.Tensor) -> None:
+    holders = autograd.holders_of(tensor)
+    try:
+        autograd.exchange(tensor, twin)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"tensor is a {_describe(tensor)}, has {holders} other holders in C++ and is referred to weakly there as "
+            "well, as retain_grad() does, so its memory cannot be given up; drop the holders first (wait for the "
+            "sends, delete the views)"
+        ) from error
+
+
+# Views.
+
+
+def _fills_its_storage(tensor: torch.Tensor) -> bool:
+    """Whether every byte of the storage is the tensor's. Views made to find out would be recorded."""
+    moving = [
+        (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1 and stride
+    ]
+    reached = 1
+    for stride, size in sorted(moving):
+        if stride != reached:
+            return False
+        reached *= size
+    return tensor.untyped_storage().nbytes() == (reached * tensor.itemsize if tensor.numel() else 0)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """In a storage of its own, of the same shape; dimensions of stride 0 keep it."""
+    once = tensor
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            once = once.narrow(dim, 0, 1)
+    return once.clone().expand_as(tensor)
+
+
+def _with_its_edge(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What has the edge that a gradient of ``tensor`` takes; None if it takes none.
+
+    A leaf's is not its accumulator, which is no history, but a node in front of it. A view that was made without grad
+    mode has none, though it says that it requires a gradient when its base does.
+    """
+    if tensor.grad_fn is not None or not tensor.requires_grad:
+        return tensor
+    with torch.enable_grad():
+        behind = tensor.view_as(tensor)
+    node = behind.grad_fn
+    return behind if node is not None and node.next_functions[0][0] is not None else None
+
+
+# Who holds a tensor.
+
+
+def _who_holds(tensor: torch.Tensor, size: int, of_storage: int, in_python: bool, of_tensor: int) -> str:
     """Say who holds a tensor's memory besides it. Returns text alone: nothing is kept alive by it."""
-    with autograd.without_torch_functions():
-        seen: list[str] = []
-        base = autograd.base_of(tensor)  # before the search, which finds objects
-        others = [t for t in _living_tensors() if t is not tensor]
-        sharing = [t for t in others if _C.find_hold(tensor, t)]
-        for other in sharing:
-            of_storage -= 1
-            of_tensor -= bool(_C.find_hold(tensor, other) & _C.HOLDS_AS_BASE)
-            seen.append(f"{'its base, ' if other is base else ''}a {_describe(other)}")
-        for other in others:
-            if other.is_leaf and other.grad is tensor:
+    seen: list[str] = []
+    memory = autograd.memory_of(tensor)
+    base = autograd.base_of(tensor)  # before the search, which finds objects
+    others = [t for t in _living_tensors() if t is not tensor]
+    sharing = [t for t in others if autograd.memory_of(t) == memory]
+    for other in sharing:
+        of_storage -= 1
+        of_tensor -= autograd.base_of(other) is tensor
+        seen.append(f"{'its base, ' if other is base else ''}a {_describe(other)}")
+    for other in others:
+        if other.is_leaf and other.grad is tensor:
+            of_tensor -= 1
+            seen.append(f"the .grad of a {_describe(other)}")
+    packed = 0
+    for node in _nodes_below([tensor, *others]):
+        for name, held in _held_by(node):
+            if held is None:
+                packed += 1
+            elif held is tensor:
                 of_tensor -= 1
-                seen.append(f"the .grad of a {_describe(other)}")
-        packed = 0
-        for node in _nodes_below([tensor, *others]):
-            for name, held in _held_by(node):
-                hold = _C.find_hold(tensor, held)
-                packed += bool(hold & _C.HOLDS_UNKNOWN)
-                if hold & _C.HOLDS_TENSOR:
-                    of_tensor -= 1
-                    seen.append(f"{node.name()}, which keeps it as {name}")
-                elif hold & _C.HOLDS_STORAGE:
-                    # A tensor that was counted above, saved by a node: one holder of the storage.
-                    of_storage -= not any(_C.find_hold(t, held) & _C.HOLDS_TENSOR for t in sharing)
-                    seen.append(f"{node.name()}, which keeps a tensor on the same memory as {name}")
-        if python_storage:
-            of_storage -= 1
-            seen.append("an UntypedStorage in Python")
-        return _refusal(tensor, size, seen, max(of_storage, 0) + max(of_tensor, 0), packed)
+                seen.append(f"{node.name()}, which keeps it as {name}")
+            elif autograd.memory_of(held) == memory:
+                # A tensor that was counted above, saved by a node: one holder of the storage.
+                of_storage -= not any(t is held for t in sharing)
+                seen.append(f"{node.name()}, which keeps a tensor on the same memory as {name}")
+    if in_python:
+        of_storage -= 1
+        seen.append("an UntypedStorage in Python")
+    return _refusal(tensor, size, seen, max(of_storage, 0) + max(of_tensor, 0), packed)
 
 
 def _refusal(tensor: torch.Tensor, size: int, seen: list[str], unseen: int, packed: int) -> str:
@@ -229,8 +369,12 @@ def _nodes_below(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
         yield node
 
 
-def _held_by(node: Any) -> Iterator[tuple[str, Any]]:
-    """What a node saved, as name and torch's SavedTensor: no hook runs; and an accumulator's leaf."""
+def _held_by(node: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """What a node saved, by name, None for what hooks have packed: none runs; and an accumulator's leaf."""
     if hasattr(node, "variable"):
         yield "its leaf", node.variable
-    yield from autograd.saved_by(node)
+    for name, saved in autograd.saved_by(node):
+        if saved.unpack_hook is not None:
+            yield name, None
+        elif saved.data is not None:
+            yield name, saved.data

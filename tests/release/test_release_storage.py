@@ -42,7 +42,7 @@ def test_the_last_use_frees_the_bytes():
     tensor = product()
     ref = StorageWeakRef(tensor.untyped_storage())
     assert zbpipe.release_storage(tensor) == 48
-    assert ref.expired() and tensor.untyped_storage().nbytes() == 0
+    assert ref.expired()
     assert zbpipe.release_storage(tensor) == 0
     with pytest.raises(RuntimeError, match=r"given up by zbpipe.release_storage"):
         tensor + 1
@@ -212,7 +212,7 @@ def test_only_eight_are_described_and_all_are_counted():
     [lambda: torch.from_numpy(np.ones(3)), lambda: torch.ones(6).share_memory_(), lambda: torch._lazy_clone(ones)],
 )
 def test_memory_that_is_not_torchs_to_free_is_refused(make):
-    with pytest.raises(ValueError, match=r"on cpu lies in 24 bytes that are not torch's alone to free"):
+    with pytest.raises(ValueError, match=r"on cpu and lies in 24 bytes that are not torch's alone to free"):
         zbpipe.release_storage(make())
 
 
@@ -244,14 +244,13 @@ def test_the_refusal_keeps_nothing_alive():
         gc.enable()
 
 
-def test_a_released_parameter_is_described_and_comes_back():
+def test_a_released_parameter_stays_one_and_can_have_new_memory():
     weight = torch.nn.Parameter(torch.ones(2, 3))
     zbpipe.release_storage(weight)
     assert isinstance(weight, torch.nn.Parameter) and weight.requires_grad
-    assert repr(weight).startswith("Parameter(..., size=(2, 3), dtype=torch.float32, device='cpu', requires_grad=True)")
-    assert "whose memory was given up by zbpipe.release_storage at " in repr(weight)
-    with pytest.raises(RuntimeError, match=r"given up by zbpipe.release_storage at .*test_release_storage.py:\d+"):
-        weight[0]
+    for read in (repr, lambda t: t[0] + 1):
+        with pytest.raises(RuntimeError, match=r"given up by zbpipe.release_storage at .*test_release_storage.py:\d+"):
+            read(weight)
     module = torch.nn.Module()
     module.weight = weight
     assert list(module.parameters()) == [weight]

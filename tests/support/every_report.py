@@ -118,7 +118,7 @@ def refusals(zbpipe):
         lambda: zbpipe.release_storage(Kept(x)),
         lambda: zbpipe.release_storage(x),
         lambda: zbpipe.deallocate_output(x),
-        lambda: zbpipe.deallocate_output_tensor(Kept(x), True),
+        lambda: zbpipe.deallocate_output(Kept(x)),
         lambda: zbpipe.make_viewless(Kept(x)),
         lambda: zbpipe.memory.record(x),
         lambda: zbpipe.memory.record(max_events=x),

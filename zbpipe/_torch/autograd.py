@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,9 +52,45 @@ def alias_of_class(cls: type, tensor: torch.Tensor) -> torch.Tensor:
 def parameter_like(parameter: torch.nn.Parameter) -> Any:
     """The parameter's memory as a new leaf of its class, without its attributes, gradient and hooks."""
     bare = parameter.detach()
-    if type(parameter).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+    if not has_dispatch(type(parameter)):
         return torch.Tensor._make_subclass(type(parameter), bare, parameter.requires_grad)
     return bare.requires_grad_(parameter.requires_grad)  # a class with a dispatch of its own
+
+
+def has_dispatch(cls: Any) -> bool:
+    """Whether it is a class of tensors that have a dispatch of their own."""
+    return bool(cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__)
+
+
+def has_forward_gradient(tensor: torch.Tensor) -> bool:
+    return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+
+
+def holders_of(tensor: torch.Tensor) -> int:
+    """Who holds the tensor in C++, besides its Python object: nodes, views, sends."""
+    return int(tensor._use_count()) - 1  # type: ignore[attr-defined]
+
+
+def holders_of_memory(tensor: torch.Tensor) -> tuple[int, bool]:
+    """How many hold the tensor's storage besides it, and whether Python names its storage."""
+    other = torch.empty(0)  # whose storage nobody else holds
+    theirs, mine = other.untyped_storage(), tensor.untyped_storage()
+    in_python = sys.getrefcount(mine) > sys.getrefcount(theirs)
+    more = torch._C._storage_Use_Count(mine._cdata) - torch._C._storage_Use_Count(theirs._cdata)
+    return more + in_python, in_python
+
+
+def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
+    """The Python objects exchange what they are in C++. Raises RuntimeError where C++ refers to one of them weakly."""
+    torch._C._swap_tensor_impl(one, other)
+
+
+def memory_of(tensor: torch.Tensor) -> int | None:
+    """The same for all tensors on one storage; None if the tensor has no such thing."""
+    try:
+        return storage_id(tensor.untyped_storage())
+    except (RuntimeError, NotImplementedError):  # sparse, say, or a wrapper of functorch's
+        return None
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:

@@ -259,8 +259,9 @@ NEEDS = (
                 "2.11 to 2.15",
                 (
                     *_attributes("torch:Tensor", "_base _version"),
-                    *_callables("torch:Tensor", "_is_view _make_subclass"),
+                    *_callables("torch:Tensor", "_is_view _make_subclass _use_count"),
                     *_callables("torch._C", "_DisableAutocast DisableTorchFunctionSubclass"),
+                    *_callables("torch._C", "_storage_Use_Count _swap_tensor_impl"),
                     *_attributes("torch:UntypedStorage", "_cdata"),
                     *_attributes("torch.nn:Module", "_parameters _buffers _modules"),
                     *_attributes("torch.nn.utils.parametrize", "_cache"),

@@ -1,15 +1,14 @@
-/* zbp_release.h - giving tensors' memory back: what zbpipe's release helpers need of libtorch.
+/* zbp_release.h - what the release helpers (zbpipe/release.py) cannot have from Python.
  *
- * Conventions as in zbp_shim.h. All run with the GIL held throughout, so no Python code can take a
- * reference between a check and what it allows. Tensors are borrowed. What is refused (TypeError,
- * ValueError or RuntimeError) has changed nothing.
- *
- * Bytes: of whole storages, those of which the allocator got its memory back before the call returned.
+ * Conventions as in zbp_shim.h. With the GIL held; tensors are borrowed. What has no storage is
+ * refused with a TypeError.
  */
 #ifndef ZBP_RELEASE_H
 #define ZBP_RELEASE_H
 
 #include <Python.h>
+
+#include <stdint.h>
 
 #include "core/base/zbp_status.h"
 #include "shim/torch/zbp_error.h"
@@ -18,45 +17,15 @@
 extern "C" {
 #endif
 
-/* The holders of a tensor's memory that C++ counts. */
-typedef struct zbp_other_holders {
-    size_t bytes;       /* of the storage */
-    size_t storage;     /* holders of the storage besides this tensor: tensors, a Python storage */
-    int python_storage; /* 1 if one of these is an UntypedStorage that is held in Python */
-    size_t tensor;      /* holders of this tensor besides its Python object: nodes, views, C++ */
-} zbp_other_holders;
+/* *out: the bytes of the tensor's storage; 0 if they are not torch's alone to free (lent by numpy,
+ * DLPack or another process, or shared by lazy clones); -1 if it has given up its memory. */
+ZBP_MUST_USE int zbp_own_bytes(PyObject *tensor, int64_t *out, zbp_error *error);
 
-/* How an object holds the memory of a tensor; bits. */
-enum {
-    ZBP_HOLDS_STORAGE = 1, /* the same storage, through another tensor */
-    ZBP_HOLDS_TENSOR = 2,  /* the very tensor */
-    ZBP_HOLDS_AS_BASE = 4, /* is a view whose base is the very tensor */
-    ZBP_HOLDS_UNKNOWN = 8, /* a saved tensor that hooks have packed: cannot be told */
-};
-
-/* The Python object lets go of its storage and keeps all else: shape, dtype, device, history. Others
- * that hold the storage, or in C++ the very tensor, keep it. Reading the tensor raises a
- * RuntimeError that says `why` (UTF-8, copied) from then on.
- * Refused: what is no plain tensor, views, leaves that require a gradient. */
-ZBP_MUST_USE int zbp_deallocate_output(PyObject *tensor, const char *why, size_t *freed_out,
-                                       zbp_error *error);
-
-/* New tensor, the same values and gradient edge, no base and no storage larger than
- * itself; or `tensor` itself (a new reference) if it is so already. */
-PyObject *zbp_make_viewless(PyObject *tensor, zbp_error *error);
-
-/* Frees the storage if nobody else holds it: *released_out = 1, and the bytes in holders_out->bytes;
- * the tensor is left with one of no bytes, and reading it raises, saying `why` (copied). So too if it
- * has no bytes before.
- * Otherwise *released_out = 0, nothing has changed, and *holders_out says how many others there are.
- * Refused: what is no plain tensor, memory that is not an allocator's of torch. */
-ZBP_MUST_USE int zbp_release_storage(PyObject *tensor, const char *why,
-                                     zbp_other_holders *holders_out, int *released_out,
-                                     zbp_error *error);
-
-/* How `other` (a tensor, a torch._C._autograd.SavedTensor, or anything, which holds nothing) holds
- * the memory of `tensor`: ZBP_HOLDS_* bits. Runs no hook and takes no reference that outlives the call. */
-ZBP_MUST_USE int zbp_find_hold(PyObject *tensor, PyObject *other, int *hold_out, zbp_error *error);
+/* New tensor with the sizes, dtype, memory and version counter of `values`, and with the gradient
+ * edge of `place`, which is a tensor, or None for none.
+ * why: NULL; or the twin has no memory, and the .grad of `place`. Its storage says that it has as
+ * many bytes as that of `values`; reading it raises a RuntimeError of these words (UTF-8, copied). */
+PyObject *zbp_twin(PyObject *values, PyObject *place, const char *why, zbp_error *error);
 
 #ifdef __cplusplus
 }
