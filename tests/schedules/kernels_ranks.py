@@ -39,7 +39,7 @@ class Deferring(Affine):
 
 
 class Gated(Function):
-    """x @ w by zbpipe.defer, for w that comes from the stage's input; the bias is None, the rest named by tensor."""
+    """x @ w by zbpipe.defer, for w that comes from the stage's input; the bias is None."""
 
     @staticmethod
     def forward(ctx, x, w, frozen, b, calls):
@@ -52,12 +52,12 @@ class Gated(Function):
         x, w, frozen = ctx.saved_tensors
         calls = ctx.calls
 
-        def work(saved):
+        def work(x, grad):
             calls.append(phase[-1])
-            product = saved["x"].mT @ saved["grad"]
+            product = x.mT @ grad
             return product, product, None
 
-        dw, dfrozen, db = zbpipe.defer(work, weights=(w, frozen, 3), saved=({"x": x, "grad": grad},))
+        dw, dfrozen, db = zbpipe.defer(work, weights=(1, 2, 3), saved=(x, grad))
         return grad @ (w + frozen).mT, dw, dfrozen, db, None
 
 
