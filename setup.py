@@ -29,9 +29,8 @@ KIND = SANITIZE.replace(",", "-") or ("debug" if DEBUG else "release")
 IN_PLACE = "--inplace" in sys.argv
 # The shim's files are compiled some at a time: each alone would read libtorch's headers for most of its time.
 UNITS = int(os.environ.get("ZBPIPE_UNITS", "0" if DEBUG else "24" if IN_PLACE else "2"))
-# Those headers, which in place are read once for all units. The first stands before those of autograd: see batched.cpp.
+# Those headers, which in place are read once for all units.
 LIBTORCH = """\
-#include <ATen/functorch/BatchedTensorImpl.h>
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
@@ -77,8 +76,7 @@ def units(directory):
         return files
     names = []
     for number in range(min(UNITS, len(files))):
-        # batched.cpp says why it comes first.
-        share = sorted(files[number::UNITS], key=lambda name: not name.endswith("/batched.cpp"))
+        share = files[number::UNITS]
         text = ONE_FILE + "".join(f'#include "{Path(name).relative_to("csrc").as_posix()}"\n' for name in share)
         unit = directory / f"shim_{number}.cpp"
         write(unit, text)

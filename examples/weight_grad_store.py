@@ -16,7 +16,8 @@ class WeightGradStore:
     """Keeps nothing: what is put is the parameter group's, and runs in W; in an ordinary backward it runs at once."""
 
     def put(self, tensors, function):
-        zbpipe.defer(function, weights=None, saved=tensors)  # None: for all weights; the function adds by itself
+        # None: for all weights; the function adds by itself
+        zbpipe.defer(function, weights=None, saved=tuple(tensors))
 
 
 STORE = WeightGradStore()

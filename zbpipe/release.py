@@ -12,18 +12,15 @@ the Python object moves to a twin, without memory and at the same place in the g
 one. Either way the Python object gives up its share, and the memory goes with the last holder.
 """
 
-import gc
 import sys
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from zbpipe import _C
+from zbpipe._sharers import describe, who_holds
 from zbpipe._torch import autograd
-
-_LISTED = 8  # holders that a refusal describes; more are counted
 
 
 def deallocate_output(tensor: torch.Tensor) -> int:
@@ -64,7 +61,7 @@ def deallocate_output(tensor: torch.Tensor) -> int:
     with autograd.without_torch_functions():
         if isinstance(tensor, torch.nn.Parameter):
             raise ValueError(
-                f"tensor is a {_describe(tensor)}, and no output; nothing could compute its values again, so keep it"
+                f"tensor is a {describe(tensor)}, and no output; nothing could compute its values again, so keep it"
             )
         own = _own_bytes(tensor)
         _check_output(tensor)
@@ -106,8 +103,8 @@ def make_viewless(tensor: torch.Tensor) -> torch.Tensor:
         ValueError: a view that carries a forward-mode gradient; a tensor on ``meta``.
 
     Source:
-        Megatron-LM's ``make_viewless_tensor`` (megatron/core/utils.py); here without flags. Views that
-        cannot be detached: pytorch/pytorch 142229, 142237, 143589.
+        Megatron-LM's ``make_viewless_tensor`` (megatron/core/utils.py); here without flags. Views that cannot be
+        detached: pytorch/pytorch 142229, 142237, 143589.
     """
     with autograd.without_torch_functions():
         if _own_bytes(tensor) < 0:
@@ -122,7 +119,7 @@ def make_viewless(tensor: torch.Tensor) -> torch.Tensor:
             )
         if autograd.has_forward_gradient(tensor):
             raise ValueError(
-                f"tensor is a {_describe(tensor)} and carries a forward-mode gradient, which the result would lose; "
+                f"tensor is a {describe(tensor)} and carries a forward-mode gradient, which the result would lose; "
                 "take it off with torch.autograd.forward_ad.unpack_dual"
             )
         # An inference tensor's result may be one; others stay what they are.
@@ -166,13 +163,13 @@ def release_storage(tensor: torch.Tensor) -> int:
             return 0
         if own == 0:
             raise ValueError(
-                f"tensor is a {_describe(tensor)} and lies in {size} bytes that are not torch's alone to free (from "
+                f"tensor is a {describe(tensor)} and lies in {size} bytes that are not torch's alone to free (from "
                 "numpy, DLPack, another process or a lazy clone); drop the tensor instead"
             )
         of_storage, in_python = autograd.holders_of_memory(tensor)
         of_tensor = autograd.holders_of(tensor)
         if of_storage or of_tensor:
-            raise RuntimeError(_who_holds(tensor, size, of_storage, in_python, of_tensor))
+            raise RuntimeError(who_holds(tensor, size, of_storage, in_python, of_tensor))
         tensor.data = _memoryless(tensor, None, "zbpipe.release_storage")
     return size
 
@@ -214,7 +211,7 @@ def _own_bytes(tensor: torch.Tensor) -> int:
             "functorch wrapper, a sparse, nested or quantized tensor); pass the plain tensors that it is made of"
         )
     if tensor.is_meta:
-        raise ValueError(f"tensor is a {_describe(tensor)}, which has no memory to give up")
+        raise ValueError(f"tensor is a {describe(tensor)}, which has no memory to give up")
     return _C.own_bytes(tensor)
 
 
@@ -222,12 +219,12 @@ def _check_output(tensor: torch.Tensor) -> None:
     base = autograd.base_of(tensor)
     if base is not None:
         raise ValueError(
-            f"tensor is a {_describe(tensor)}, and its base, a {_describe(base)}, would keep the "
+            f"tensor is a {describe(tensor)}, and its base, a {describe(base)}, would keep the "
             f"{base.untyped_storage().nbytes()} bytes; deallocate what zbpipe.make_viewless(tensor) returns"
         )
     if tensor.is_leaf and tensor.requires_grad:
         raise ValueError(
-            f"tensor is a {_describe(tensor)}, a parameter or an input, and no output; nothing could compute its "
+            f"tensor is a {describe(tensor)}, a parameter or an input, and no output; nothing could compute its "
             "values again"
         )
 
@@ -238,7 +235,7 @@ def _exchange(tensor: torch.Tensor, twin: torch.Tensor) -> None:
         autograd.exchange(tensor, twin)
     except RuntimeError as error:
         raise RuntimeError(
-            f"tensor is a {_describe(tensor)}, has {holders} other holders in C++ and is referred to weakly there as "
+            f"tensor is a {describe(tensor)}, has {holders} other holders in C++ and is referred to weakly there as "
             "well, as retain_grad() does, so its memory cannot be given up; drop the holders first (wait for the "
             "sends, delete the views)"
         ) from error
@@ -281,98 +278,3 @@ def _with_its_edge(tensor: torch.Tensor) -> torch.Tensor | None:
         behind = tensor.view_as(tensor)
     node = behind.grad_fn
     return behind if node is not None and node.next_functions[0][0] is not None else None
-
-
-# Who holds a tensor.
-
-
-def _who_holds(tensor: torch.Tensor, size: int, of_storage: int, in_python: bool, of_tensor: int) -> str:
-    """Say who holds a tensor's memory besides it. Returns text alone: nothing is kept alive by it."""
-    seen: list[str] = []
-    memory = autograd.memory_of(tensor)
-    base = autograd.base_of(tensor)  # before the search, which finds objects
-    others = [t for t in _living_tensors() if t is not tensor]
-    sharing = [t for t in others if autograd.memory_of(t) == memory]
-    for other in sharing:
-        of_storage -= 1
-        of_tensor -= autograd.base_of(other) is tensor
-        seen.append(f"{'its base, ' if other is base else ''}a {_describe(other)}")
-    for other in others:
-        if other.is_leaf and other.grad is tensor:
-            of_tensor -= 1
-            seen.append(f"the .grad of a {_describe(other)}")
-    packed = 0
-    for node in _nodes_below([tensor, *others]):
-        for name, held in _held_by(node):
-            if held is None:
-                packed += 1
-            elif held is tensor:
-                of_tensor -= 1
-                seen.append(f"{node.name()}, which keeps it as {name}")
-            elif autograd.memory_of(held) == memory:
-                # A tensor that was counted above, saved by a node: one holder of the storage.
-                of_storage -= not any(t is held for t in sharing)
-                seen.append(f"{node.name()}, which keeps a tensor on the same memory as {name}")
-    if in_python:
-        of_storage -= 1
-        seen.append("an UntypedStorage in Python")
-    return _refusal(tensor, size, seen, max(of_storage, 0) + max(of_tensor, 0), packed)
-
-
-def _refusal(tensor: torch.Tensor, size: int, seen: list[str], unseen: int, packed: int) -> str:
-    listed = seen[:_LISTED]
-    if len(seen) > _LISTED:
-        listed.append(f"{len(seen) - _LISTED} more that Python can see")
-    if unseen:
-        text = f"{unseen} that cannot be seen from Python, such as a send under way"
-        listed.append(text + (f" or one of {packed} saved tensors that hooks have packed" if packed else ""))
-    count = len(seen) + unseen
-    return (
-        f"the storage ({size} bytes) of a {_describe(tensor)} is kept, because it has {count} other "
-        f"holder{'' if count == 1 else 's'}: {'; '.join(listed)}; drop {'it' if count == 1 else 'them'} first"
-    )
-
-
-def _describe(tensor: torch.Tensor) -> str:
-    if isinstance(tensor, torch.nn.Parameter):
-        kind = "parameter"
-    elif autograd.is_view(tensor):
-        kind = "view"
-    elif tensor.grad_fn is not None:
-        kind = f"result of {tensor.grad_fn.name()}"
-    else:
-        kind = "leaf that requires a gradient" if tensor.requires_grad else "tensor without history"
-    return f"{kind} of {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"
-
-
-def _living_tensors() -> list[torch.Tensor]:
-    # type(), not isinstance(): a lazy object's __class__ may run anything.
-    return [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
-
-
-def _nodes_below(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
-    todo: list[Any] = []
-    for tensor in tensors:
-        try:
-            todo.append(tensor.grad_fn)
-        except RuntimeError:  # a view whose history an in-place change has made unusable
-            continue
-    seen = set()
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        todo += [below for below, _ in node.next_functions]
-        yield node
-
-
-def _held_by(node: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """What a node saved, by name, None for what hooks have packed: none runs; and an accumulator's leaf."""
-    if hasattr(node, "variable"):
-        yield "its leaf", node.variable
-    for name, saved in autograd.saved_by(node):
-        if saved.unpack_hook is not None:
-            yield name, None
-        elif saved.data is not None:
-            yield name, saved.data

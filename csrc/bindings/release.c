@@ -5,9 +5,10 @@
 #include "bindings/parts.h"
 #include "shim/release/zbp_release.h"
 
-PyDoc_STRVAR(own_bytes_doc,
-             "own_bytes(tensor, /)\n--\n\n"
-             "The bytes of its storage; 0 if torch alone cannot free them, -1 if they were given up.");
+PyDoc_STRVAR(
+    own_bytes_doc,
+    "own_bytes(tensor, /)\n--\n\n"
+    "The bytes of its storage; 0 if torch alone cannot free them, -1 if they were given up.");
 
 static PyObject *own_bytes(PyObject *Py_UNUSED(module), PyObject *tensor)
 {
@@ -17,10 +18,11 @@ static PyObject *own_bytes(PyObject *Py_UNUSED(module), PyObject *tensor)
                                                            : zbp_error_raise(&error);
 }
 
-PyDoc_STRVAR(twin_doc,
-             "twin(values, place, why, /)\n--\n\n"
-             "A tensor with the sizes and memory of values, at place's place in the graph. With why,\n"
-             "a text, it has no memory and place's .grad, and reading it raises a RuntimeError.");
+PyDoc_STRVAR(
+    twin_doc,
+    "twin(values, place, why, /)\n--\n\n"
+    "A tensor with the sizes and memory of values, at place's place in the graph. With why,\n"
+    "a text, it has no memory and place's .grad, and reading it raises a RuntimeError.");
 
 static PyObject *twin(PyObject *Py_UNUSED(module), PyObject *args)
 {

@@ -1,18 +1,29 @@
-/* work.c - what Functions hand over in I: see zbpipe/_work.py. */
+/* work.c - what Functions hand over in I: see zbpipe/_kernels/defer.py. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include "bindings/parts.h"
 #include "shim/work/zbp_work.h"
 
-PyDoc_STRVAR(defer_doc, "defer(function, weights, saved, /)\n--\n\nSee zbpipe.defer.");
+static bool is_weights(PyObject *weights)
+{
+    if (weights == Py_None || PyTuple_Check(weights)) {
+        return true;
+    }
+    PyErr_SetString(PyExc_TypeError, "weights: expected a tuple of ints, or None");
+    return false;
+}
+
+PyDoc_STRVAR(defer_doc, "defer(function, weights, saved, /)\n--\n\n"
+                        "As zbpipe.defer; weights are a tuple or None, and a tuple is returned.");
 
 static PyObject *defer(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *function, *weights, *saved;
     zbp_error error = {0};
 
-    if (!PyArg_ParseTuple(args, "OOO:defer", &function, &weights, &saved)) {
+    if (!PyArg_ParseTuple(args, "OOO!:defer", &function, &weights, &PyTuple_Type, &saved) ||
+        !is_weights(weights)) {
         return NULL;
     }
     return zbp_or_raise(zbp_defer(function, weights, saved, &error), &error);
@@ -26,6 +37,9 @@ static PyObject *will_defer(PyObject *Py_UNUSED(module), PyObject *weights)
 {
     zbp_error error = {0};
     int answer = 0;
+    if (!is_weights(weights)) {
+        return NULL;
+    }
     return zbp_will_defer(weights, &answer, &error) == ZBP_OK ? PyBool_FromLong(answer)
                                                               : zbp_error_raise(&error);
 }

@@ -84,7 +84,7 @@ class Deferred(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, w = ctx.saved_tensors
-        return grad @ w, zbpipe.defer(lambda g, x: g.t() @ x, w, (grad, x))
+        return grad @ w, zbpipe.defer(lambda g, x: g.t() @ x, 1, (grad, x))
 
 
 def nested(m, x):

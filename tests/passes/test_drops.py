@@ -40,7 +40,7 @@ class Handed(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, w = ctx.saved_tensors
-        return grad @ w.t(), zb.defer(Told(lambda: x.t() @ grad), w)
+        return grad @ w.t(), zb.defer(Told(lambda: x.t() @ grad), 1)
 
 
 def checkpointed(part):

@@ -71,7 +71,7 @@ class Handed(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, w = ctx.saved_tensors
-        return grad @ w.t(), zbpipe.defer(lambda: x.t() @ grad, w)
+        return grad @ w.t(), zbpipe.defer(lambda: x.t() @ grad, 1)
 w = nn.Parameter(torch.randn(8, 8))
 x = torch.randn(4, 8, requires_grad=True)
 out = Handed.apply(x, w)

@@ -17,7 +17,7 @@ class HandedOver(Product):
     def backward(ctx, grad):
         count(ctx, ctx.given)
         x, w = ctx.saved_tensors
-        return grad @ w.t(), zbpipe.defer(lambda g, x: x.t() @ g, w, (grad, x)), None
+        return grad @ w.t(), zbpipe.defer(lambda g, x: x.t() @ g, 1, (grad, x)), None
 
 
 class AddsItself(Product):

@@ -165,7 +165,7 @@ class _Backward:
         results = list(pieces.input_half(taken))
         count = len(halves.input_outputs)
         for_w += results[count:]
-        at_once = _C.defer(_WeightWork(pieces.weight_half), halves.weight_outputs, for_w)
+        at_once = _C.defer(_WeightWork(pieces.weight_half), tuple(halves.weight_outputs), tuple(for_w))
         gradients: list[Any] = [None] * halves.output_count
         # What the cut has left to W may be vectors alone, which by default do not wait.
         for i, gradient in zip(halves.weight_outputs, at_once, strict=True):
@@ -176,9 +176,9 @@ class _Backward:
 
     def _deferrable(self) -> tuple[frozenset[int], bool]:
         """The gradients that lead to weights alone, by position, and whether all of them are to wait. Called in I."""
-        heavy = [i for i in self._matrices if _C.will_defer(i)]
+        heavy = [i for i in self._matrices if _C.will_defer((i,))]
         light = [i for i in self._vectors if _C.will_defer((i, *heavy[:1]))]
-        return frozenset(heavy + light), any(_C.will_defer(i) for i in light[:1])
+        return frozenset(heavy + light), any(_C.will_defer((i,)) for i in light[:1])
 
     def _halves(self) -> _Pieces | None:
         """The halves for the gradients that wait in the I that runs; None if the graph cannot be split so."""

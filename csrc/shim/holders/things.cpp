@@ -11,7 +11,7 @@
 #include "shim/memory/zbp_tap.h"
 #include "shim/torch/nodes.h"
 #include "shim/torch/python.h"
-#include "shim/work/targets.h"
+#include "shim/work/work.h"
 
 namespace zbp {
 
@@ -330,7 +330,8 @@ bool zbp_storage_look(const void* storage, zbp_memory* memory_out) {
                            zbp_tap_feeds(living->allocator()) &&
                            living->pyobj_slot()->load_pyobj() == nullptr;
   memory_out->address = static_cast<uint64_t>(reinterpret_cast<uintptr_t>(data));
-  const bool has_memory = data || living->device_type() == c10::kMeta;  // else it was given up: release.cpp
+  const bool has_memory =
+      data || living->device_type() == c10::kMeta;  // else it was given up: release.cpp
   memory_out->bytes =
       has_memory ? static_cast<uint64_t>(living->sym_nbytes().maybe_as_int().value_or(0)) : 0;
   memory_out->device_type = static_cast<int8_t>(living->device().type());

@@ -79,7 +79,6 @@ struct Work {
     SmallVector<Watched, 3> saved;       // the tensors in it, but for parameters,
     SmallVector<Watched, 1> parameters;  // which cost nothing to keep
     std::vector<Autocast> autocast;      // where it is on
-    bool is_single;                      // it returns one gradient and no tuple
   };
   std::unique_ptr<const Call> call;  // null once it has run, unless it is to run again
   SmallVector<int32_t, 2> faces;     // per gradient: its face, -1 where nobody wants it

@@ -24,7 +24,8 @@ c10::StorageImpl& storage_impl(const at::Tensor& tensor) {
 }
 
 int64_t own_bytes(c10::StorageImpl& storage) {
-  const at::DataPtr& data = storage._mutable_data_ptr_no_checks();  // which makes no lazy clone real
+  const at::DataPtr& data =
+      storage._mutable_data_ptr_no_checks();  // which makes no lazy clone real
   const auto bytes = static_cast<int64_t>(storage.nbytes());
   if (bytes > 0 && !data.get()) {
     return -1;

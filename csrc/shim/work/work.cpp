@@ -1,3 +1,4 @@
+// W: runs what was handed over. See work.h.
 #include "shim/work/work.h"
 
 #include <algorithm>
@@ -10,21 +11,14 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include "core/pass/zbp_verdict.h"
 #include "shim/torch/gil.h"
 #include "shim/torch/python.h"
 #include "shim/torch/ranges.h"
-#include "shim/pass/kinds.h"
-#include "shim/pass/stand_in.h"
-#include "shim/work/targets.h"
-#include "shim/work/work_arguments.h"
 #include "shim/work/zbp_work.h"
 
 namespace zbp {
 
 namespace {
-
-// ---- W
 
 /// Autocast as it was where the work was handed over. Its cache is left alone: a cast that is made here has
 /// no history, and the next forward would find it.
@@ -70,8 +64,9 @@ class AutocastAsThere {
   throw std::move(error);
 }
 
-/// The gradients in what a callable returned, `count` of them.
-variable_list parse_result(PyObject* result, size_t count, bool is_single) {
+}  // namespace
+
+variable_list parse_grads(PyObject* result, size_t count) {
   variable_list grads(count);
   if (result == Py_None) {
     return grads;
@@ -86,7 +81,7 @@ variable_list parse_result(PyObject* result, size_t count, bool is_single) {
     PyObject* item = is_sequence ? PySequence_Fast_GET_ITEM(result, i) : result;
     const at::Tensor* tensor = as_tensor(item);
     TORCH_CHECK_TYPE(tensor || item == Py_None, "a function given to zbpipe.defer returned a ",
-                     Py_TYPE(item)->tp_name, is_single ? "" : c10::str(" as gradient ", i),
+                     Py_TYPE(item)->tp_name, count == 1 ? "" : c10::str(" as gradient ", i),
                      "; expected a tensor or None");
     if (tensor) {
       grads[i] = *tensor;
@@ -94,6 +89,8 @@ variable_list parse_result(PyObject* result, size_t count, bool is_single) {
   }
   return grads;
 }
+
+namespace {
 
 variable_list call(const Work::Call& call, size_t count) {
   const ProfiledRange range("zbpipe::work");
@@ -106,7 +103,7 @@ variable_list call(const Work::Call& call, size_t count) {
   if (!result) {
     throw_python_error();
   }
-  return parse_result(result, count, call.is_single);
+  return parse_grads(result, count);
 }
 
 /// As the engine would check it where the Function's own gradients are checked.
@@ -203,124 +200,9 @@ Watched* only_kept_grad(Task& task, size_t face) {
   return count == 1 ? only : nullptr;
 }
 
-namespace {
-
-// ---- I
-
-/// What becomes of the work that is offered, and per weight its face, -1 where it is not I's to compute.
-struct Answer {
-  zbp_verdict verdict = ZBP_VERDICT_AT_ONCE;
-  SmallVector<int32_t, 2> faces;
-};
-
-Answer answer_of(StandIn& stand_in, const Targets& targets) {
-  const Task& task = stand_in.task();
-  SmallVector<bool, 4> is_matrix_face, leads;
-  for (const Face& face : task.face) {
-    is_matrix_face.push_back(is_matrix(face.edge));
-  }
-  for (const int32_t slot : targets.slots) {
-    leads.push_back(slot >= 0 && stand_in.next_edge(slot).is_valid());
-  }
-  zbp_offer offer{};
-  offer.are_all = targets.are_all;
-  offer.is_watched = !stand_in.original().post_hooks().empty();
-  offer.slot = targets.slots.data();
-  offer.leads = leads.data();
-  offer.slot_count = targets.slots.size();
-  offer.is_matrix = is_matrix_face.data();
-  Answer answer;
-  answer.faces.resize(targets.are_all ? task.face.size() : targets.slots.size());
-  answer.verdict = zbp_verdict_of(task.layout, task.number, &offer, answer.faces.data());
-  return answer;
-}
-
-Answer answer_to(const Targets& targets, const Running& running) {
-  if (running.stand_in) {
-    return answer_of(*running.stand_in, targets);
-  }
-  return {asks_for_weights(targets, running) ? ZBP_VERDICT_AT_ONCE : ZBP_VERDICT_SKIP, {}};
-}
-
-std::vector<Autocast> autocast_here() {
-  std::vector<Autocast> there;
-  for (const c10::DeviceType device : at::autocast::_AUTOCAST_SUPPORTED_DEVICES) {
-    if (at::autocast::is_autocast_enabled(device)) {
-      there.push_back({device, at::autocast::get_autocast_dtype(device)});
-    }
-  }
-  return there;
-}
-
-/// Makes `function(*saved)` a work of the task, which gives the gradients at the faces that are not -1.
-void keep_work(StandIn& stand_in, PyObject* function, PyObject* saved,
-               SmallVector<int32_t, 2> faces, bool is_single) {
-  WorkArguments held(stand_in.group());
-  THPObjectPtr arguments = held.take(saved);
-  Task& task = stand_in.task();
-  Work& work = task.works.emplace_back();
-  work.call = std::make_unique<const Work::Call>(
-      Work::Call{c10::SafePyObject(Py_NewRef(function), getPyInterpreter()),
-                 c10::SafePyObject(arguments.release(), getPyInterpreter()),
-                 std::move(held.tensors), std::move(held.parameters), autocast_here(), is_single});
-  work.faces = std::move(faces);
-  task.plan().has_work = true;
-}
-
-/// New reference: `grads` as the backward returns them.
-PyObject* wrap(const variable_list& grads, const Targets& targets) {
-  if (targets.are_all) {
-    return Py_NewRef(Py_None);
-  }
-  return targets.is_single ? wrap_tensor(grads[0]) : wrap_tensors(grads);
-}
-
-}  // namespace
-
 }  // namespace zbp
 
 using namespace zbp;
-
-PyObject* zbp_defer(PyObject* function, PyObject* weights, PyObject* saved, zbp_error* error) {
-  return guarded_object(error, [&] {
-    if (!PyCallable_Check(function)) {
-      refuse(PyExc_TypeError, "function is a ", Py_TYPE(function)->tp_name,
-             "; expected a callable that returns the gradients of the weights");
-    }
-    if (!PyTuple_Check(saved) && !PyList_Check(saved)) {
-      refuse(PyExc_TypeError, "saved is a ", Py_TYPE(saved)->tp_name,
-             "; expected a tuple or list of what the function is called with");
-    }
-    const Running running = running_here();
-    const Targets targets = parse_weights(weights, running);
-    variable_list grads(targets.slots.size());
-    Answer answer = answer_to(targets, running);
-    if (answer.verdict == ZBP_VERDICT_HAND_OVER) {
-      keep_work(*running.stand_in, function, saved, std::move(answer.faces), targets.is_single);
-    }
-    if (answer.verdict == ZBP_VERDICT_AT_ONCE) {
-      THPObjectPtr arguments(PySequence_Tuple(saved));
-      THPObjectPtr returned(arguments ? PyObject_CallObject(function, arguments) : nullptr);
-      if (!returned) {
-        throw python_error();
-      }
-      grads = parse_result(returned, grads.size(), targets.is_single);
-      for (size_t i = 0; running.node && i < grads.size(); ++i) {
-        if (targets.slots[i] < 0) {
-          grads[i].reset();  // as libtorch insists
-        }
-      }
-    }
-    return wrap(grads, targets);
-  });
-}
-
-int zbp_will_defer(PyObject* weights, int* out, zbp_error* error) {
-  return guarded(error, [&] {
-    const Running running = running_here();
-    *out = answer_to(parse_weights(weights, running), running).verdict == ZBP_VERDICT_HAND_OVER;
-  });
-}
 
 int zbp_group_traverse(const zbp_group* handle, visitproc visit, void* arg) {
   // While another owner has the group (an I, a W), what it holds is no business of the collector's.

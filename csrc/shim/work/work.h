@@ -12,6 +12,8 @@
 // error does not call it again.
 #pragma once
 
+#include <Python.h>
+
 #include "shim/pass/group.h"
 
 namespace zbp {
@@ -27,5 +29,11 @@ at::Tensor kept_grad(const Task& task, size_t face);
 
 /// Where that is, if it is in one place; else null, as for tasks of other kinds.
 Watched* only_kept_grad(Task& task, size_t face);
+
+/// The gradients in what a callable returned, `count` of them: none in None, or as many as there are weights.
+variable_list parse_grads(PyObject* result, size_t count);
+
+/// The node of the user's graph that `node` has the place of, in I or W; often `node` itself.
+Node& original_of(Node& node);
 
 }  // namespace zbp

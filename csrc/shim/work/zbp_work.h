@@ -11,27 +11,26 @@
 extern "C" {
 #endif
 
-/* Hands over function(*saved), which returns the gradients for `weights`; or calls it at once, where no I
- * runs the Function that calls this, or where I computes these gradients.
+/* Hands over function(*saved), which returns the gradients for `weights`; or calls it at once, where
+ * no I runs the Function that calls this, or where I computes these gradients.
  *
  * function: callable.
- * weights:  an argument of the running Function's forward: its position (int) or a tensor that was given
- *           there; or a tuple or list of such; or None for all its weights, then the callable returns None.
- * saved:    tuple or list of anything; tensors in it, also in tuples, lists and dictionaries in it, are held
- *           as the tasks' other tensors are.
+ * weights:  tuple of ints, the positions of the weights among the arguments of the running Function's
+ *           forward; or None for all its weights, then the callable returns None.
+ * saved:    tuple of anything; tensors in it are held as the tasks' other tensors are.
  *
- * New reference: a gradient or None, or for several weights a tuple of such; None for what was handed
- * over and for what nobody wants. Errors: TypeError, ValueError (an argument was refused,
- * nothing was called), or what the callable raised. */
+ * New reference: a tuple with a gradient or None per position, None for what was handed over and for
+ * what nobody wants. Errors: ValueError (a position is none, nothing was called), or what the callable
+ * raised. */
 PyObject *zbp_defer(PyObject *function, PyObject *weights, PyObject *saved, zbp_error *error);
 
-/* *out: 1 if zbp_defer() would hand over work for `weights` here, 0 if it would call it at once or not at
- * all. */
+/* *out: 1 if zbp_defer() would hand over work for `weights` here; 0 if it would call it at once, or not
+ * at all. */
 ZBP_MUST_USE int zbp_will_defer(PyObject *weights, int *out, zbp_error *error);
 
-/* For the collector: visits the Python objects that were handed over and that the group alone holds; and makes the
- * group one whose weight pass has run: no task is left, nor what one held. Run no Python code before the group lets
- * go. */
+/* For the collector: visits the Python objects that were handed over and that the group alone holds;
+ * and makes the group one whose weight pass has run: no task is left, nor what one held. Run no
+ * Python code before the group lets go. */
 int zbp_group_traverse(const zbp_group *group, visitproc visit, void *arg);
 void zbp_group_clear(zbp_group *group);
 
