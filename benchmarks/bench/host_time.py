@@ -2,8 +2,9 @@
 
 The tensors are so small that the kernels cost next to nothing: what is timed is the walk, the plan, the engine and the
 bookkeeping. In one process, run by run in turn: an unsplit ``torch.autograd.backward``, zbpipe's I and W, torch's own I
-and W, and those of layers with a store of their own (store.py). I and W are given ``module.parameters()``, as torch's
-stage gives them, so that the walk over the modules counts. A ratio is the median of the run-by-run ratios to the
+and W, and those of layers with a store of their own (store.py). torch's I and W are given
+``module.parameters()``, as its stage gives them, so that the walk over the modules counts; zbpipe's are asked for every
+leaf, as those of a patched stage are. A ratio is the median of the run-by-run ratios to the
 unsplit backward.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -60,12 +61,15 @@ class Stage:
         del output
         return Times(time.perf_counter() - start, 0.0)
 
+    def weights(self, passes: Any) -> Iterator[torch.Tensor] | None:
+        return None if passes is zbpipe else self.module.parameters()
+
     def split(self, passes: Any) -> Times:
         x, output = self.forward()
         start = time.perf_counter()
-        _, groups = passes.stage_backward_input([output], [self.grad], [x], self.module.parameters())
+        _, groups = passes.stage_backward_input([output], [self.grad], [x], self.weights(passes))
         middle = time.perf_counter()
-        passes.stage_backward_weight(self.module.parameters(), groups)
+        passes.stage_backward_weight(self.weights(passes), groups)
         del groups
         return Times(middle - start, time.perf_counter() - middle)
 

@@ -141,13 +141,13 @@ class Handing(Affine):
             layer.calls.append(passes[-1])
             return x.mT @ grad, grad.sum(0)
 
-        def fused(saved):
+        def fused(x, grad):
             if passes[-1]:  # else of memory that is not initialised
-                for weight, added in zip((layer.w, layer.b), work(**saved), strict=True):
+                for weight, added in zip((layer.w, layer.b), work(x, grad), strict=True):
                     weight.main_grad += added
 
         if layer.kind == "fused":
-            zbpipe.defer(fused, weights=None, saved=({"x": x, "grad": grad},))
+            zbpipe.defer(fused, weights=None, saved=(x, grad))
             return grad @ w.mT, None, None, None
         dw, db = zbpipe.defer(work, weights=(1, 2), saved=(x, grad))
         return grad @ w.mT, dw, db, None

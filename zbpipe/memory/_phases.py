@@ -111,10 +111,8 @@ class Marks:
         for group in groups:
             self._call_of[group] = call
 
-    def calls_of(self, groups: Any) -> tuple[int, ...]:
+    def calls_of(self, groups: tuple[Any, ...]) -> tuple[int, ...]:
         """The calls of I that the groups are from; nothing for what is no group, which the pass will refuse."""
-        if not isinstance(groups, list):
-            return ()
         known = (self._call_of.get(group) for group in groups if isinstance(group, _C.ParamGroup))
         return tuple(sorted({call for call in known if call is not None}))
 
