@@ -169,10 +169,7 @@ def hooked(m, x):
     ),
     case("saves nothing", lambda m, x: SavesNothing.apply(x, m.a, m) @ m.b, (4, 4), wrong=TWICE),
     case(
-        "one tensor for an input and a weight",
-        lambda m, x: SameTensorTwice.apply(x @ m.b, m.a, m),
-        (4, 4),
-        wrong=TWICE,
+        "one tensor for an input and a weight", lambda m, x: SameTensorTwice.apply(x @ m.b, m.a, m), (4, 4), wrong=TWICE
     ),
     case("one tensor for two weights", lambda m, x: x @ SameTensorTwice.apply(m.a, m.b, m), wrong=TWICE),
     case(

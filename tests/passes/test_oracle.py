@@ -85,8 +85,7 @@ def change_last_bit(weights):
 
 
 @pytest.mark.parametrize(
-    ("fault", "message"),
-    [(double, "gradient of weight a"), (forget, "net.bias: got None"), (transpose, "strides")],
+    ("fault", "message"), [(double, "gradient of weight a"), (forget, "net.bias: got None"), (transpose, "strides")]
 )
 def test_wrong_weight_gradients_are_found(fault, message):
     with pytest.raises(AssertionError, match=message):

@@ -116,16 +116,9 @@ TARGET = torch.randn(4, 8, dtype=f64)
     case("detached", lambda m, x: ((x @ m.a).detach(), x @ m.b)),
     # On weights alone.
     case("on weights alone", lambda m, x: (x @ m.a, (m.b @ m.c).sin()), wrong=ALONE),
+    case("on weights alone, shared", lambda m, x: (x @ (product := m.a @ m.b), product.sin(), m.a * 2.0), wrong=ALONE),
     case(
-        "on weights alone, shared",
-        lambda m, x: (x @ (product := m.a @ m.b), product.sin(), m.a * 2.0),
-        wrong=ALONE,
-    ),
-    case(
-        "penalty on weights alone",
-        lambda m, x: ((x @ m.a).sum(), m.b.pow(2).sum()),
-        output_grads=no_grads,
-        wrong=ALONE,
+        "penalty on weights alone", lambda m, x: ((x @ m.a).sum(), m.b.pow(2).sum()), output_grads=no_grads, wrong=ALONE
     ),
     # Detaching an output in place must not spoil it for W, which still reads it.
     case("on weights alone, saved by a later node", lambda m, x: (x @ (w := m.a.sin()).cos(), w), wrong=ALONE),
@@ -219,11 +212,7 @@ def nested(m, x):
     return {"a": (x @ m.a, 3, None), "b": [x * m.s, {"c": (x @ m.b).sum()}], "text": "ignored"}
 
 
-NESTED_GRADS = {
-    "a": (ones(3, 4), None, None),
-    "b": [ones(3, 4) * 2, {"c": torch.tensor(3.0, dtype=f64)}],
-    "text": None,
-}
+NESTED_GRADS = {"a": (ones(3, 4), None, None), "b": [ones(3, 4) * 2, {"c": torch.tensor(3.0, dtype=f64)}], "text": None}
 
 
 @pytest.mark.parametrize(

@@ -331,8 +331,7 @@ def under_one_autocast(run):
             run.forward(k)
     for k in run.microbatches:
         run.input(k)
-    run.order = list(run.microbatches)
-    run.weight(0, [group for groups in run.groups for group in groups])
+    run.weights_of_all()
 
 
 @wrong_on_torch("accumulators do not run")
@@ -364,9 +363,7 @@ def test_casts_cached_by_one_autocast_block_around_all_forwards():
 )
 def test_weights_stepped_in_place_between_two_weight_passes(stage, shape):
     def stepping(run):
-        for step in (run.forward, run.input):
-            for k in run.microbatches:
-                step(k)
+        run.inputs_of_all()
         for k in run.microbatches:
             run.weight(k)
             with torch.no_grad():

@@ -149,15 +149,13 @@ def at_once(run):
 
 
 def late(run):
-    for step in (run.forward, run.input, run.weight):
-        for k in run.microbatches:
-            step(k)
+    run.inputs_of_all()
+    for k in run.microbatches:
+        run.weight(k)
 
 
 def last_microbatch_first(run):
-    for step in (run.forward, run.input):
-        for k in run.microbatches:
-            step(k)
+    run.inputs_of_all()
     for k in reversed(run.microbatches):
         run.weight(k)
 
@@ -179,9 +177,7 @@ def groups_reversed(run):
 
 
 def interleaved(run):
-    for step in (run.forward, run.input):
-        for k in run.microbatches:
-            step(k)
+    run.inputs_of_all()
     for row in itertools.zip_longest(*(run.groups[k] for k in run.microbatches)):
         for k, group in zip(run.microbatches, row, strict=True):
             if group is not None:
@@ -190,11 +186,8 @@ def interleaved(run):
 
 def one_weight_pass(run):
     """One call of W for all microbatches. Not among `ORDERS`: W has no microbatch then to which a hook's call belongs."""
-    for step in (run.forward, run.input):
-        for k in run.microbatches:
-            step(k)
-    run.order = list(run.microbatches)
-    run.weight(0, [group for groups in run.groups for group in groups])
+    run.inputs_of_all()
+    run.weights_of_all()
 
 
 def sharing(compute):
@@ -260,6 +253,16 @@ class Run:
             self.order.append(k)
         if groups is None and self.after_first is None:
             self.after_first = snapshot([w.grad for w in self.stage.parameters()])
+
+    def inputs_of_all(self):
+        for step in (self.forward, self.input):
+            for k in self.microbatches:
+                step(k)
+
+    def weights_of_all(self):
+        """In one call."""
+        self.order = list(self.microbatches)
+        self.weight(0, [group for groups in self.groups for group in groups])
 
     def full_backward(self, k):
         self.stage.microbatch = k
