@@ -161,7 +161,7 @@ CHOICES = ("keep", "recompute", "input_pass")
     case("sequential", sequential()),
     case("dropout keeps its mask", stage(with_dropout), wrong=AGAIN),
     case("weights shared inside and outside", stage(shared_inside_and_outside), wrong=AGAIN),
-    case("convolution and norm", stage(convolved)),
+    case("convolution and norm", stage(convolved), wrong="a weight of two nodes: backward twice"),
     case(
         "no input needs a gradient",
         blocks(),

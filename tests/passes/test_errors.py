@@ -792,6 +792,7 @@ def test_what_nodes_of_a_computed_weight_have_saved_is_checked_before_anything_i
         assert all(w.grad is None for w in m.parameters())
 
 
+@needs_zbpipe
 def test_factor_that_a_later_node_of_the_same_backward_overwrites():
     """The refusal names the node and the weight, and what helps; which does."""
     m = Stage(lambda m, x: x @ m.w, w=(4, 5))
