@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from support.oracle import Stage, at_once, check, needs_zbpipe, random_input, zb
+from support.oracle import Stage, fresh, needs_zbpipe, zb
 from torch import nn
 
 pytestmark = needs_zbpipe
@@ -42,15 +42,6 @@ def test_fused_accumulation_runs_one_operation_per_product(fused):
     assert ("aten::mm" in operations(network())) != fused
 
 
-def test_ten_microbatches_equal_an_ordinary_backward_bit_for_bit():
-    m = Stage(lambda m, x: m.net(x), net=nn.Linear(64, 64))
-    check(m, random_input(32, 64), microbatches=10, orders=(at_once,), rtol=0, atol=0)
-
-
-def test_fused_accumulation_gives_close_gradients(fused):
-    check(network(), random_input(3, 8), microbatches=3)
-
-
 def test_fused_accumulation_keeps_the_gradients_memory(fused):
     m = network()
     operations(m, microbatches=1)
@@ -64,7 +55,7 @@ def test_gradient_of_a_weight_that_is_the_output_gradient_itself(fused, weight):
     """The product reads what it adds to."""
     m = Stage(lambda m, x: x @ (m.w if weight == "plain" else m.w.t()), w=(4, 4))
     twin = copy.deepcopy(m)
-    xs = [torch.randn(4, 4, dtype=f64, requires_grad=True) for _ in range(2)]
+    xs = [fresh(4, 4) for _ in range(2)]
     grads = [torch.randn(4, 4, dtype=f64) for _ in range(2)]
     twin.w.grad = grads[0].clone()
     groups = []

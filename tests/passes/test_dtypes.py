@@ -5,113 +5,131 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from support.oracle import Stage, at_once, check, late, needs_zbpipe, no_grads, random_input, weight, wrong_on_torch, zb
+from support.oracle import Stage, case, check, fresh, needs_zbpipe, no_grads, random_input, table, weight, zb
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 f64 = torch.float64
 
 
-@wrong_on_torch("one backward per group over a graph that they share: backward twice")
-def test_complex_weights_and_inputs():
-    def forward(m, x):
-        return (x @ m.a).sin() * m.b @ m.a.conj().t()
-
-    inp = random_input(3, 4, dtype=torch.complex128)
-    check(Stage(forward, a=weight(4, 4, dtype=torch.complex128), b=weight(4, dtype=torch.complex128)), inp)
+def net(*layers):
+    return Stage(lambda m, x: m.net(x), net=nn.Sequential(*layers))
 
 
-def test_complex_product_of_linear_layers():
-    net = nn.Sequential(nn.Linear(4, 5, dtype=torch.complex64), nn.Linear(5, 3, dtype=torch.complex64))
-    check(Stage(lambda m, x: m.net(x), net=net), random_input(6, 4, dtype=torch.complex64))
+def linear(dtype=f64):
+    return net(nn.Linear(4, 8, dtype=dtype), nn.ReLU(), nn.Linear(8, 4, dtype=dtype))
 
 
-def test_real_weight_on_a_complex_activation():
-    check(Stage(lambda m, x: (torch.fft.fft(x @ m.a) * m.s).abs(), a=(4, 4), s=(4,)), (3, 4))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_linear_layers_of_each_dtype(dtype):
-    net = nn.Sequential(nn.Linear(4, 8, dtype=dtype), nn.ReLU(), nn.Linear(8, 4, dtype=dtype))
-    check(
-        Stage(lambda m, x: m.net(x), net=net),
-        random_input(3, 4, dtype=dtype),
-        rtol=2e-2,
-        atol=2e-2,
+def network():
+    return Stage(
+        lambda m, x: m.net(x).sin() @ (m.a @ m.b) * m.s, net=nn.Linear(4, 4, dtype=f64), a=(4, 4), b=(4, 4), s=(4,)
     )
 
 
-def test_weight_cast_within_the_stage():
-    """Mixed precision by hand: float32 weights, bfloat16 products."""
-
-    def forward(m, x):
-        return (x.bfloat16() @ m.a.bfloat16()).float() @ m.b
-
-    stage = Stage(forward, a=weight(4, 4, dtype=torch.float32), b=weight(4, 4, dtype=torch.float32))
-    check(stage, random_input(3, 4))
+def embedding(forward, **parts):
+    return Stage(forward, table=nn.Embedding(10, 4, sparse=True, dtype=f64), **parts)
 
 
-def test_sparse_gradient_of_an_embedding():
-    table = nn.Embedding(10, 4, sparse=True, dtype=f64)
-    check(Stage(lambda m, ids, x: m.table(ids) * x, table=table), torch.tensor([1, 1, 7]), (3, 4))
+def bag(m, x):
+    return F.embedding_bag(torch.tensor([[0, 1], [1, 2], [0, 0]]), m.a, per_sample_weights=x[:, :2], mode="sum")
 
 
-def test_sparse_gradient_beside_a_dense_one():
-    table = nn.Embedding(10, 4, sparse=True, dtype=f64)
-    check(Stage(lambda m, ids, x: m.table(ids) * (x @ m.a), table=table, a=(4, 4)), torch.tensor([1, 1, 7]), (3, 4))
-
-
-def test_embedding_as_split_node():
-    def forward(m, x):
-        return F.embedding_bag(torch.tensor([[0, 1], [1, 2], [0, 0]]), m.table, per_sample_weights=x[:, :2], mode="sum")
-
-    check(Stage(forward, table=(3, 4)), (3, 4))
-
-
-@pytest.mark.parametrize("rows", [0, 1])
-def test_few_or_no_rows(rows):
-    net = nn.Sequential(nn.Linear(4, 8, dtype=f64), nn.ReLU(), nn.Linear(8, 4, dtype=f64))
-    check(Stage(lambda m, x: m.net(x), net=net), (rows, 4))
-
-
-def test_weight_without_elements():
-    check(Stage(lambda m, x: torch.cat([x @ m.a, x @ m.b], 1), a=(4, 0), b=(4, 3)), (3, 4))
-
-
-def test_products_over_a_dimension_of_size_zero():
-    check(Stage(lambda m, x: (x @ m.a) @ m.b, a=(4, 0), b=(0, 3)), (3, 4))
-
-
-@wrong_on_torch("weight and output gradient share memory")
-def test_tensors_of_no_dimension():
-    check(Stage(lambda m, x: (x * m.s).sin() + m.t, s=weight(), t=weight()), ())
-
-
-def test_scalar_product_of_vectors():
-    check(Stage(lambda m, x: x.dot(m.v) * m.s, v=(4,), s=weight()), (4,))
+def float32s(forward, *shape):
+    return Stage(forward, a=weight(*shape, dtype=torch.float32), b=weight(*shape, dtype=torch.float32))
 
 
 def bfloat16_autocast():
     return torch.autocast("cpu", dtype=torch.bfloat16)
 
 
-def test_autocast():
-    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.LayerNorm(16), nn.Linear(16, 4))
-    inp = random_input(5, 8)
-    check(Stage(lambda m, x: m.net(x).float(), net=net), inp, forward_context=bfloat16_autocast, rtol=1e-2, atol=1e-2)
+def transposed():
+    return torch.randn(4, 3, dtype=f64).t().requires_grad_()
 
 
-def test_autocast_of_a_weight_used_twice():
-    """autocast keeps the cast weight, so that two uses share one node."""
-    stage = Stage(lambda m, x: ((x @ m.a).relu() @ m.a).float(), a=weight(8, 8, dtype=torch.float32))
-    check(stage, random_input(5, 8), forward_context=bfloat16_autocast, rtol=1e-2, atol=1e-2)
+LOW = {"rtol": 2e-2, "atol": 2e-2}
+AUTOCAST = {"forward_context": bfloat16_autocast, "rtol": 1e-2, "atol": 1e-2}
+IDS = torch.tensor([1, 1, 7])
+OUTPUT_GRADS = {
+    "transposed": lambda out: torch.randn(out.shape[::-1], dtype=f64).t(),
+    "expanded": lambda out: torch.randn((), dtype=f64).expand(out.shape),
+    "sliced": lambda out: torch.randn((out.shape[0], 9), dtype=f64)[:, 1 : 1 + 2 * out.shape[1] : 2],
+}
 
 
-def test_outputs_and_inputs_of_two_dtypes():
-    def forward(m, x, y):
-        return (x @ m.a).float(), (y.double() @ m.a).sum()
-
-    check(Stage(forward, a=(4, 4)), (3, 4), random_input(3, 4))
+@table(
+    case(
+        "complex",
+        Stage(
+            lambda m, x: (x @ m.a).sin() * m.b @ m.a.conj().t(),
+            a=weight(4, 4, dtype=torch.complex128),
+            b=weight(4, dtype=torch.complex128),
+        ),
+        random_input(3, 4, dtype=torch.complex128),
+        wrong="one backward per group over a graph that they share: backward twice",
+    ),
+    case(
+        "complex linear layers",
+        net(nn.Linear(4, 5, dtype=torch.complex64), nn.Linear(5, 3, dtype=torch.complex64)),
+        random_input(6, 4, dtype=torch.complex64),
+    ),
+    case("real weight on a complex activation", lambda m, x: (torch.fft.fft(x @ m.a) * m.s).abs()),
+    *(
+        case(f"linear layers of {dtype}", linear(dtype), random_input(3, 4, dtype=dtype), **LOW)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    ),
+    case(
+        "weights cast within the stage",
+        float32s(lambda m, x: (x.bfloat16() @ m.a.bfloat16()).float() @ m.b, 4, 4),
+        random_input(3, 4),
+    ),
+    case(
+        "autocast", net(nn.Linear(8, 16), nn.ReLU(), nn.LayerNorm(16), nn.Linear(16, 4)), random_input(5, 8), **AUTOCAST
+    ),
+    # autocast keeps the cast weight, so that two uses share one node.
+    case(
+        "autocast of a weight used twice",
+        float32s(lambda m, x: ((x @ m.a).relu() @ m.a).float(), 8, 8),
+        random_input(5, 8),
+        **AUTOCAST,
+    ),
+    case(
+        "outputs and inputs of two dtypes",
+        lambda m, x, y: ((x @ m.a).float(), (y.double() @ m.a).sum()),
+        (3, 4),
+        random_input(3, 4),
+    ),
+    case("sparse gradient", embedding(lambda m, ids, x: m.table(ids) * x), IDS, (3, 4)),
+    case(
+        "sparse gradient beside a dense one",
+        embedding(lambda m, ids, x: m.table(ids) * (x @ m.a), a=(4, 4)),
+        IDS,
+        (3, 4),
+    ),
+    case("embedding as split node", bag),
+    case("no rows", linear(), (0, 4)),
+    case("one row", linear(), (1, 4)),
+    case("weight without elements", Stage(lambda m, x: torch.cat([x @ m.a, x @ m.b], 1), a=(4, 0), b=(4, 3))),
+    case("products over no elements", Stage(lambda m, x: (x @ m.a) @ m.b, a=(4, 0), b=(0, 3))),
+    case(
+        "no dimension",
+        Stage(lambda m, x: (x * m.s).sin() + m.t, s=weight(), t=weight()),
+        (),
+        wrong="weight and output gradient share memory",
+    ),
+    case("scalar product", Stage(lambda m, x: x.dot(m.v) * m.s, v=(4,), s=weight()), (4,)),
+    case(
+        "expanded gradient of a mean",
+        Stage(lambda m, x: m.net(x).mean(), net=nn.Linear(4, 4, dtype=f64)),
+        output_grads=no_grads,
+    ),
+    *(
+        case(f"{how} output gradient", linear(), output_grads=lambda outs, make=make: [make(outs[0])])
+        for how, make in OUTPUT_GRADS.items()
+    ),
+    case("transposed input", lambda m, x: (x @ m.a).sin() @ m.b, transposed),
+)
+def test_dtypes_and_layouts(stage, inputs, options):
+    check(stage, *inputs, **options)
 
 
 class Surroundings:
@@ -129,41 +147,31 @@ class Surroundings:
             return zb.stage_backward_weight(*args)
 
 
-def network():
-    return Stage(
-        lambda m, x: m.net(x).sin() @ (m.a @ m.b) * m.s, net=nn.Linear(4, 4, dtype=f64), a=(4, 4), b=(4, 4), s=(4,)
-    )
-
-
-@needs_zbpipe
-def test_within_no_grad():
-    check(network(), (3, 4), impl=Surroundings(torch.no_grad))
-
-
-def test_within_enabled_grad_results_have_no_history():
-    check(network(), (3, 4), impl=Surroundings(torch.enable_grad))
-
-
-@needs_zbpipe
-def test_within_inference_mode():
-    """What comes out must be usable outside of it, as an ordinary backward's is."""
-    check(network(), (3, 4), impl=Surroundings(torch.inference_mode), orders=(at_once, late))
-
-
 class PassOn(TorchDispatchMode):
+    """As profilers and memory counters use."""
+
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))
 
 
-def test_within_a_dispatch_mode():
-    """As profilers and memory counters use."""
-    check(network(), (3, 4), impl=Surroundings(PassOn))
+@pytest.mark.parametrize(
+    "context",
+    [
+        pytest.param(torch.no_grad, marks=needs_zbpipe),
+        pytest.param(torch.inference_mode, marks=needs_zbpipe),  # what comes out is usable outside of it
+        torch.enable_grad,
+        PassOn,
+    ],
+    ids=lambda context: context.__name__,
+)
+def test_passes_within(context):
+    check(network(), (3, 4), impl=Surroundings(context))
 
 
 @needs_zbpipe
 def test_gradients_made_within_inference_mode_are_as_a_backwards():
     m = network()
-    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    x = fresh()
     reference = network()
     out, ref = m(x), reference(x)
     with torch.inference_mode():
@@ -204,32 +212,6 @@ def test_no_warning_is_given():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check(network(), (3, 4), output_grads=lambda outs: [torch.ones_like(outs[0])])
-
-
-def test_mean_over_a_batch_gives_an_expanded_gradient():
-    net = nn.Linear(4, 4, dtype=f64)
-    check(Stage(lambda m, x: m.net(x).mean(), net=net), (3, 4), output_grads=no_grads)
-
-
-@pytest.mark.parametrize("how", ["transposed", "expanded", "sliced"])
-def test_output_gradient_that_is_not_contiguous(how):
-    def grads(outputs):
-        shape = outputs[0].shape
-        return {
-            "transposed": lambda: [torch.randn(shape[::-1], dtype=f64).t()],
-            "expanded": lambda: [torch.randn((), dtype=f64).expand(shape)],
-            "sliced": lambda: [torch.randn((shape[0], 9), dtype=f64)[:, 1 : 1 + 2 * shape[1] : 2]],
-        }[how]()
-
-    net = nn.Sequential(nn.Linear(4, 8, dtype=f64), nn.Tanh(), nn.Linear(8, 4, dtype=f64))
-    check(Stage(lambda m, x: m.net(x), net=net), (3, 4), output_grads=grads)
-
-
-def test_input_that_is_not_contiguous():
-    def transposed():
-        return torch.randn(4, 3, dtype=f64).t().requires_grad_()
-
-    check(Stage(lambda m, x: (x @ m.a).sin() @ m.b, a=(4, 4), b=(4, 4)), transposed)
 
 
 @pytest.mark.cuda

@@ -4,7 +4,8 @@ import weakref
 
 import pytest
 import torch
-from support.oracle import Stage, needs_zbpipe, zb
+from support.functions import Ignoring
+from support.oracle import Stage, fresh, needs_zbpipe, zb
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -20,10 +21,6 @@ def network():
         net=nn.Sequential(nn.Linear(4, 8, dtype=f64), nn.ReLU(), nn.Linear(8, 4, dtype=f64)),
         b=(4, 4),
     )
-
-
-def fresh_input():
-    return torch.randn(3, 4, dtype=f64, requires_grad=True)
 
 
 def expected(m, x, grads):
@@ -48,34 +45,32 @@ def whole(m, outputs, grads, x):
 both_ways = pytest.mark.parametrize("backward", [split, whole])
 
 
-@both_ways
-def test_edge_instead_of_each_output(backward):
-    m, x = network(), fresh_input()
-    grads = (torch.randn(3, 4, dtype=f64), torch.randn(3, 4, dtype=f64))
-    edges = tuple(get_gradient_edge(out) for out in m(x))
-    torch.testing.assert_close(backward(m, edges, grads, x), expected(m, x, grads))
+def random(*shape):
+    return torch.randn(shape, dtype=f64)
+
+
+def halves():
+    return Stage(lambda m, x: (x @ m.a).sin().chunk(2, dim=1), a=(4, 4))
 
 
 @both_ways
-def test_edge_beside_a_tensor(backward):
-    m, x = network(), fresh_input()
-    grads = (torch.randn(3, 4, dtype=f64), torch.randn(3, 4, dtype=f64), None)
-    first, second = m(x)
-    outputs = (get_gradient_edge(first), second, torch.ones(1))
-    torch.testing.assert_close(backward(m, outputs, grads, x), expected(m, x, grads[:2]))
-
-
-@both_ways
-def test_none_among_the_outputs(backward):
-    m, x = network(), fresh_input()
-    grads = (torch.randn(3, 4, dtype=f64), torch.randn(3, 4, dtype=f64), None)
-    first, second = m(x)
-    outputs = (get_gradient_edge(first), get_gradient_edge(second), None)
-    torch.testing.assert_close(backward(m, outputs, grads, x), expected(m, x, grads[:2]))
+@pytest.mark.parametrize(
+    ("make", "outputs", "grads"),
+    [
+        (network, lambda a, b: (get_gradient_edge(a), get_gradient_edge(b)), (random(3, 4), random(3, 4))),
+        (network, lambda a, b: (get_gradient_edge(a), b, torch.ones(1)), (random(3, 4), random(3, 4), None)),
+        (network, lambda a, b: (get_gradient_edge(a), get_gradient_edge(b), None), (random(3, 4), random(3, 4), None)),
+        (halves, lambda a, b: (None, get_gradient_edge(b)), (None, random(3, 2))),
+    ],
+    ids=["instead of each output", "beside a tensor", "beside None", "of one output of a multi-output node"],
+)
+def test_edges(make, outputs, grads, backward):
+    m, x = make(), fresh()
+    torch.testing.assert_close(backward(m, outputs(*m(x)), grads, x), expected(m, x, grads[:2]))
 
 
 def test_edges_keep_no_output_alive():
-    m, x = network(), fresh_input()
+    m, x = network(), fresh()
     out = m(x)[1].sin()
     edge, storage, wrapper = get_gradient_edge(out), StorageWeakRef(out.untyped_storage()), weakref.ref(out)
     del out
@@ -85,37 +80,17 @@ def test_edges_keep_no_output_alive():
 
 
 @both_ways
-def test_edge_of_one_output_of_a_multi_output_node(backward):
-    m, x = Stage(lambda m, x: (x @ m.a).sin().chunk(2, dim=1), a=(4, 4)), fresh_input()
-    grads = (None, torch.randn(3, 2, dtype=f64))
-    outputs = (get_gradient_edge(m(x)[1]),)
-    torch.testing.assert_close(backward(m, outputs, grads[1:], x), expected(m, x, grads))
-
-
-@both_ways
 def test_edge_of_a_leaf(backward):
-    m, x = Stage(lambda m, x: (x,), a=(4, 4)), fresh_input()
+    m, x = Stage(lambda m, x: (x,), a=(4, 4)), fresh()
     grad = torch.randn(3, 4, dtype=f64)
     dinput, weight = backward(m, (get_gradient_edge(x),), (grad,), x)
     torch.testing.assert_close(dinput, grad)
     assert weight is None
 
 
-class Scale(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x * w
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, w = ctx.saved_tensors
-        return grad * w, grad * x
-
-
 @both_ways
 def test_edge_keeps_a_python_function_alive(backward):
-    m, x = Stage(lambda m, x: (Scale.apply(x, m.a),), a=(3, 4)), fresh_input()
+    m, x = Stage(lambda m, x: (Ignoring.apply(x, m.a, m),), a=(4, 4)), fresh()
     grad = torch.randn(3, 4, dtype=f64)
     (out,) = m(x)
     edge = get_gradient_edge(out)
@@ -124,35 +99,27 @@ def test_edge_keeps_a_python_function_alive(backward):
 
 
 @pytest.mark.parametrize("grads", [None, [None], (None,)])
-def test_edge_without_a_gradient_is_refused_by_the_input_pass(grads):
-    m, x = network(), fresh_input()
-    edge = get_gradient_edge(m(x)[0])
+def test_edge_without_a_gradient_is_refused(grads):
+    m, x = network(), fresh()
+    edge, ones = get_gradient_edge(m(x)[0]), torch.ones(3, 4, dtype=f64)
     with pytest.raises(AssertionError, match="requires output gradients"):
         zb.stage_backward_input([edge], grads, [x], m.parameters())
+    with pytest.raises(AssertionError, match="requires output gradients"):
+        zb.stage_backward((edge,), grads, (x,))
     assert x.grad is None
-    torch.testing.assert_close(
-        split(m, [edge], [torch.ones(3, 4, dtype=f64)], x)[0], expected(m, x, (torch.ones(3, 4, dtype=f64), None))[0]
-    )
-
-
-def test_edge_without_a_gradient_is_refused_by_stage_backward():
-    m, x = network(), fresh_input()
-    edge = get_gradient_edge(m(x)[0])
-    for grads in (None, (None,)):
-        with pytest.raises(AssertionError, match="requires output gradients"):
-            zb.stage_backward((edge,), grads, (x,))
+    torch.testing.assert_close(split(m, [edge], [ones], x)[0], expected(m, x, (ones, None))[0])
 
 
 def test_edges_of_wrong_shape_are_refused():
-    m, x = network(), fresh_input()
+    m, x = network(), fresh()
     edge = get_gradient_edge(m(x)[0])
     with pytest.raises(ValueError, match=r"\[2, 2\].*\[3, 4\]"):
         zb.stage_backward_input([edge], [torch.ones(2, 2, dtype=f64)], [x], m.parameters())
 
 
 def test_two_microbatches_by_edges():
-    m, x, y = network(), fresh_input(), fresh_input()
-    grads = (torch.randn(3, 4, dtype=f64), torch.randn(3, 4, dtype=f64))
+    m, x, y = network(), fresh(), fresh()
+    grads = (random(3, 4), random(3, 4))
     groups = []
     for inp in (x, y):
         edges = [get_gradient_edge(out) for out in m(inp)]
@@ -165,7 +132,7 @@ def test_two_microbatches_by_edges():
 
 @pytest.mark.parametrize("number", [1, 2**31, 2**32, 2**32 + 1, 2**70])
 def test_edge_to_an_output_number_that_no_node_has_is_refused(number):
-    m, x = network(), fresh_input()
+    m, x = network(), fresh()
     edge = get_gradient_edge(m(x)[1])
     with pytest.raises(ValueError, match="GradientEdge"):
         zb.stage_backward_input([edge._replace(output_nr=number)], [torch.ones(3, 4)], [x], m.parameters())

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from support.functions import Product
-from support.oracle import Stage, check, needs_zbpipe, sharing, weights_of, wrong_on_torch, zb
+from support.oracle import Stage, check, fresh, input_pass, needs_zbpipe, sharing, small, weights_of, wrong_on_torch, zb
 from support.processes import in_own_process
 from torch import nn
 
@@ -19,7 +19,7 @@ class Case:
 
     def __init__(self, forward=lambda m, x: (x @ m.a).sin() @ m.b, **parts):
         self.m = Stage(forward, **(parts or {"a": (4, 4), "b": (4, 4)}))
-        self.x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+        self.x = fresh()
         self.out = self.m(self.x)
         self.grad = torch.randn_like(self.out)
         self.expected = list(torch.autograd.grad(self.m(self.x), [self.x, *self.m.parameters()], self.grad))
@@ -51,152 +51,97 @@ class Case:
         torch.testing.assert_close([self.x.grad, *(w.grad for w in self.m.parameters())], self.expected)
 
 
+# What is called, what is raised, and what it says.
+REFUSED_BY_I = {
+    "outputs that are no sequence": (lambda c: c.input(outputs=3), TypeError, "stage_outputs_or_loss"),
+    "an output that is an int": (lambda c: c.input(outputs=[3]), TypeError, "stage_outputs_or_loss"),
+    "an output that is a str": (lambda c: c.input(outputs=["text"]), TypeError, "stage_outputs_or_loss"),
+    "an output that is an object": (lambda c: c.input(outputs=[object()]), TypeError, "stage_outputs_or_loss"),
+    "gradients that are no sequence": (lambda c: c.input(grads=3), TypeError, "output_grads"),
+    "a gradient that is a str": (lambda c: c.input(grads=["text"]), TypeError, "output_grads"),
+    "a gradient that is a float": (lambda c: c.input(grads=[3.0]), TypeError, "output_grads"),
+    "no gradient for one output": (lambda c: c.input(grads=[]), ValueError, r"(?s)output_grads(?=.*1).*0"),
+    "two gradients for one output": (lambda c: c.input(grads=[c.grad] * 2), ValueError, r"(?s)output_grads(?=.*1).*2"),
+    "a gradient of wrong shape": (
+        lambda c: c.input(grads=[torch.ones(3, 5, dtype=f64)]),
+        ValueError,
+        r"output_grads(?=.*\[3, 5\]).*\[3, 4\]",
+    ),
+    "a gradient of wrong dtype": (
+        lambda c: c.input(grads=[c.grad.float()]),
+        ValueError,
+        r"(?i)output_grads(?=.*float).*(double|float64)",
+    ),
+    "a gradient on another device": (
+        lambda c: c.input(grads=[c.grad.to("meta")]),
+        ValueError,
+        "output_grads(?=.*meta).*cpu",
+    ),
+    "the second output's gradient of wrong shape": (
+        lambda c: c.input(outputs=[c.out, c.m(c.x)], grads=[c.grad, torch.ones(7, dtype=f64)]),
+        ValueError,
+        r"output_grads\[1\]",
+    ),
+    "inputs that are an int": (lambda c: c.input(inputs=3), TypeError, "input_values"),
+    "inputs that are None": (
+        lambda c: zb.stage_backward_input([c.out], [c.grad], None, c.m.parameters()),
+        TypeError,
+        "input_values",
+    ),
+    "weights that are no iterable": (lambda c: c.input(weights=3), TypeError, "weights"),
+    "a weight that is an int": (lambda c: c.input(weights=[3]), TypeError, "weights"),
+    "a weight that is a str": (lambda c: c.input(weights=["text"]), TypeError, "weights"),
+    "no arguments of I": (lambda c: zb.stage_backward_input(), TypeError, "argument"),
+    "five arguments of I": (lambda c: zb.stage_backward_input(1, 2, 3, 4, 5), TypeError, "argument"),
+    "no arguments of W": (lambda c: zb.stage_backward_weight(), TypeError, "argument"),
+}
+
+
 @needs_zbpipe
-@pytest.mark.parametrize("outputs", [3, [3], ["text"], [object()]], ids=["no sequence", "int", "str", "object"])
-def test_outputs_that_are_no_tensors(outputs):
+@pytest.mark.parametrize("what", REFUSED_BY_I)
+def test_refused_before_the_input_pass_touches_anything(what):
+    call, error, said = REFUSED_BY_I[what]
     case = Case()
-    with pytest.raises(TypeError, match="stage_outputs_or_loss"):
-        case.input(outputs=outputs)
+    with pytest.raises(error, match=said):
+        call(case)
     case.assert_untouched()
 
 
-@needs_zbpipe
-@pytest.mark.parametrize("grads", [3, ["text"], [3.0]], ids=["no sequence", "str", "float"])
-def test_output_gradients_that_are_no_tensors(grads):
-    case = Case()
-    with pytest.raises(TypeError, match="output_grads"):
-        case.input(grads=grads)
-    case.assert_untouched()
+REFUSED_BY_W = {
+    "weights that are no iterable": (lambda c, groups: c.weight(groups, weights=3), TypeError, "weights"),
+    "a weight that is an int": (lambda c, groups: c.weight(groups, weights=[3]), TypeError, "weights"),
+    "a weight that is a str": (lambda c, groups: c.weight(groups, weights=["text"]), TypeError, "weights"),
+    "another stage's weights": (lambda c, groups: c.weight(groups, Case().m.parameters()), ValueError, "weights"),
+    "one of a group's two weights": (lambda c, groups: c.weight(groups, [c.m.a]), ValueError, "weights"),
+    "groups that are no iterable": (lambda c, groups: c.weight(3), TypeError, "param_groups"),
+    **{
+        f"{name}{beside}": (
+            lambda c, groups, bad=bad, beside=beside: c.weight([*groups, bad] if beside else [bad]),
+            TypeError,
+            "param_groups",
+        )
+        for name, bad in (
+            ("an int", 3),
+            ("a dict", {}),
+            ("a group of torch's", {"params": set(), "intermediates": []}),
+            ("None", None),
+        )
+        for beside in ("", " beside groups")
+    },
+}
 
 
 @needs_zbpipe
-@pytest.mark.parametrize("number", [0, 2])
-def test_wrong_number_of_output_gradients(number):
-    case = Case()
-    with pytest.raises(ValueError, match=rf"(?s)output_grads.*{number}") as failure:
-        case.input(grads=[case.grad] * number)
-    assert "1" in str(failure.value)
-    case.assert_untouched()
-
-
-@needs_zbpipe
-def test_output_gradient_of_wrong_shape():
-    case = Case()
-    with pytest.raises(ValueError, match="output_grads") as failure:
-        case.input(grads=[torch.ones(3, 5, dtype=f64)])
-    assert "[3, 5]" in str(failure.value) and "[3, 4]" in str(failure.value)
-    case.assert_untouched()
-
-
-@needs_zbpipe
-def test_output_gradient_of_wrong_dtype():
-    case = Case()
-    with pytest.raises(ValueError, match="output_grads") as failure:
-        case.input(grads=[case.grad.float()])
-    assert "float" in str(failure.value).lower() and (
-        "double" in str(failure.value).lower() or "float64" in str(failure.value)
-    )
-    case.assert_untouched()
-
-
-@needs_zbpipe
-def test_output_gradient_on_another_device():
-    case = Case()
-    with pytest.raises(ValueError, match="output_grads") as failure:
-        case.input(grads=[case.grad.to("meta")])
-    assert "meta" in str(failure.value) and "cpu" in str(failure.value)
-    case.assert_untouched()
-
-
-@needs_zbpipe
-def test_wrong_gradient_of_the_second_output_names_it():
-    case = Case(lambda m, x: (x @ m.a).sin() @ m.b)
-    second = case.m(case.x)
-    with pytest.raises(ValueError, match=r"output_grads\[1\]"):
-        case.input(outputs=[case.out, second], grads=[case.grad, torch.ones(7, dtype=f64)])
-    case.assert_untouched()
-
-
-@needs_zbpipe
-@pytest.mark.parametrize("inputs", [3, None], ids=["int", "none"])
-def test_inputs_that_are_no_sequence(inputs):
-    case = Case()
-    with pytest.raises(TypeError, match="input_values"):
-        zb.stage_backward_input([case.out], [case.grad], inputs, case.m.parameters())
-    case.assert_untouched()
-
-
-@needs_zbpipe
-@pytest.mark.parametrize("weights", [3, [3], ["text"]], ids=["no iterable", "int", "str"])
-def test_weights_of_the_input_pass_that_are_no_tensors(weights):
-    case = Case()
-    with pytest.raises(TypeError, match="weights"):
-        case.input(weights=weights)
-    case.assert_untouched()
-
-
-@needs_zbpipe
-@pytest.mark.parametrize("weights", [3, [3], ["text"]], ids=["no iterable", "int", "str"])
-def test_weights_of_the_weight_pass_that_are_no_tensors(weights):
-    case = Case()
+@pytest.mark.parametrize("what", REFUSED_BY_W)
+def test_refused_before_the_weight_pass_touches_anything(what):
+    call, error, said = REFUSED_BY_W[what]
+    case = Case(lambda m, x: (x @ (m.a + m.b)).sin() @ m.c, a=(4, 4), b=(4, 4), c=(4, 4))
     _, groups = case.input()
-    with pytest.raises(TypeError, match="weights"):
-        case.weight(groups, weights=weights)
+    with pytest.raises(error, match=said):
+        call(case, groups)
+    assert all(w.grad is None for w in case.m.parameters())
     case.weight(groups)
     case.assert_right()
-
-
-@needs_zbpipe
-@pytest.mark.parametrize(
-    "groups",
-    [3, [3], [{}], [{"params": set(), "intermediates": []}], [None]],
-    ids=["int", "ints", "dict", "torch's", "none"],
-)
-def test_groups_of_another_type(groups):
-    case = Case()
-    _, mine = case.input()
-    with pytest.raises(TypeError, match="param_groups"):
-        case.weight(groups)
-    with pytest.raises(TypeError, match="param_groups"):
-        case.weight([*mine, *(groups if isinstance(groups, list) else [groups])])
-    case.weight(mine)
-    case.assert_right()
-
-
-@needs_zbpipe
-def test_weights_that_own_none_of_the_groups():
-    case, other = Case(), Case()
-    _, groups = case.input()
-    with pytest.raises(ValueError, match="weights"):
-        case.weight(groups, weights=other.m.parameters())
-    assert all(w.grad is None for w in [*case.m.parameters(), *other.m.parameters()])
-    case.weight(groups)
-    case.assert_right()
-
-
-@needs_zbpipe
-def test_weights_that_lack_one_of_a_groups_parameters():
-    case = Case(lambda m, x: x @ (m.a + m.b), a=(4, 4), b=(4, 4))
-    _, groups = case.input()
-    with pytest.raises(ValueError, match="weights"):
-        case.weight(groups, weights=[case.m.a])
-    assert case.m.a.grad is None
-    case.weight(groups)
-    case.assert_right()
-
-
-@needs_zbpipe
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: zb.stage_backward_input(),
-        lambda: zb.stage_backward_weight(),
-        lambda: zb.stage_backward_input(1, 2, 3, 4, 5),
-    ],
-)
-def test_wrong_number_of_arguments(call):
-    with pytest.raises(TypeError):
-        call()
 
 
 def test_arguments_by_name():
@@ -236,26 +181,23 @@ def raising(times=1):
     return hook
 
 
-def test_failure_in_the_input_pass_comes_out_as_torchs():
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda case: case.input(), "Failed to run stage backward input"),
+        (lambda case: zb.stage_backward(case.out, case.grad, (case.x,)), "Failed to run stage backward"),
+    ],
+    ids=["input pass", "whole backward"],
+)
+def test_failure_comes_out_as_torchs(call, said):
     case = Case()
     case.x.register_hook(raising())
-    with pytest.raises(RuntimeError, match="Failed to run stage backward input") as failure:
-        case.input()
+    with pytest.raises(RuntimeError, match=said) as failure:
+        call(case)
     assert isinstance(failure.value.__cause__, Planned)
-    text = str(failure.value)
-    assert "Stage output" in text and "Output gradient" in text and "Input" in text
-    assert "torch.Size([3, 4])" in text
-    assert all(w.grad is None for w in case.m.parameters())
+    for word in ("Stage output", "Output gradient", "Input", "torch.Size([3, 4])"):
+        assert word in str(failure.value)
     assert case.x.grad is None
-
-
-def test_failure_in_stage_backward_comes_out_as_torchs():
-    case = Case()
-    case.x.register_hook(raising())
-    with pytest.raises(RuntimeError, match="Failed to run stage backward") as failure:
-        zb.stage_backward(case.out, case.grad, (case.x,))
-    assert isinstance(failure.value.__cause__, Planned)
-    assert "torch.Size([3, 4])" in str(failure.value)
 
 
 Pair = collections.namedtuple("Pair", "first second")
@@ -388,7 +330,7 @@ class Fails(torch.autograd.Function):
 
 def test_failure_in_a_python_function():
     m = Stage(lambda m, x: Fails.apply(x @ m.b, m.a).sin(), a=(3, 4), b=(4, 4))
-    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    x = fresh()
     out = m(x)
     with pytest.raises(RuntimeError, match="Failed to run stage backward input") as failure:
         zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
@@ -396,17 +338,7 @@ def test_failure_in_a_python_function():
     assert m.a.grad is None and m.b.grad is None
 
 
-def test_stage_works_again_after_a_failed_input_pass():
-    case = Case()
-    handle = case.x.register_hook(raising())
-    with pytest.raises(RuntimeError):
-        case.input()
-    handle.remove()
-    case.out = case.m(case.x)
-    case.assert_still_works()
-
-
-def test_failed_input_pass_leaves_no_hook_of_its_own():
+def test_failed_input_pass_leaves_no_hook_of_its_own_and_a_stage_that_works():
     case = Case(lambda m, x: (x.exp() @ m.a).sin() @ m.b)
     handle = case.x.register_hook(raising())
     with pytest.raises(RuntimeError):
@@ -430,21 +362,18 @@ def heavy_and_light():
     )
 
 
+KINDS = ("register_hook", "register_post_accumulate_grad_hook")
 names = [name for name, _ in heavy_and_light().m.named_parameters()]
 
 
 @needs_zbpipe
 @pytest.mark.parametrize("name", names)
-@pytest.mark.parametrize("kind", ["hook", "post-accumulate hook"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_weight_pass_that_failed_goes_on_where_it_stopped(name, kind):
     """One weight's hook raises once; hooks of the finished weights are not run again, nothing is added twice."""
     case = heavy_and_light()
     weights = dict(case.m.named_parameters())
-    raiser = raising()
-    if kind == "hook":
-        weights[name].register_hook(raiser)
-    else:
-        weights[name].register_post_accumulate_grad_hook(raiser)
+    getattr(weights[name], kind)(raising())
     for other, w in weights.items():
         if other != name:
             w.register_post_accumulate_grad_hook(case.m.log(other))
@@ -515,9 +444,8 @@ def test_failed_function_in_the_weights_own_computation_goes_on():
         return x @ w + x.sin() @ m.c
 
     m = Stage(forward, a=(4, 4), b=(4, 4), c=(4, 4))
-    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
-    out = m(x)
-    _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+    x = fresh()
+    _, groups = input_pass(m, x)
     with pytest.raises((Planned, RuntimeError)):
         zb.stage_backward_weight(m.parameters(), groups)
     try:
@@ -534,45 +462,29 @@ CHANGED = "modified by an inplace operation"
 
 
 @needs_zbpipe
-def test_activation_changed_between_the_passes_is_refused():
-    m = Stage(lambda m, h: (h @ m.a).sin(), a=(4, 4))
-    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
-    h = x * 2.0
-    out = m(h)
-    _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+@pytest.mark.parametrize(
+    ("stage", "shape", "make"),
+    [
+        (small(lambda m, h: (h @ m.a).sin()), (3, 4), lambda x: x * 2.0),
+        (small(lambda m, h: (h @ m.a).sin() @ m.b), (3, 4), lambda x: x),
+        (Stage(lambda m, h: m.net(h), net=nn.Conv1d(2, 3, 2, dtype=f64)), (2, 2, 5), lambda x: x),
+    ],
+    ids=["activation", "input", "input of a convolution"],
+)
+def test_factor_changed_between_the_passes_is_refused(stage, shape, make):
+    x = fresh(*shape)
+    h = make(x)
+    out = stage(h)
+    _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], stage.parameters())
     with torch.no_grad():
         h.mul_(2.0)
     with pytest.raises(RuntimeError, match=CHANGED):
-        zb.stage_backward_weight(m.parameters(), groups)
-    assert m.a.grad is None
-
-
-@needs_zbpipe
-def test_input_changed_between_the_passes_is_refused():
-    case = Case()
-    _, groups = case.input()
-    with torch.no_grad():
-        case.x.add_(1.0)
-    with pytest.raises(RuntimeError, match=CHANGED):
-        case.weight(groups)
-    assert case.m.a.grad is None
-
-
-@needs_zbpipe
-def test_input_of_a_convolution_changed_between_the_passes_is_refused():
-    m = Stage(lambda m, x: m.net(x), net=nn.Conv1d(2, 3, 2, dtype=f64))
-    x = torch.randn(2, 2, 5, dtype=f64, requires_grad=True)
-    out = m(x)
-    _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
-    with torch.no_grad():
-        x.zero_()
-    with pytest.raises(RuntimeError, match=CHANGED):
-        zb.stage_backward_weight(m.parameters(), groups)
-    assert m.net.weight.grad is None
+        zb.stage_backward_weight(stage.parameters(), groups)
+    assert all(w.grad is None for w in stage.parameters())
 
 
 def test_activation_changed_before_the_input_pass_is_refused_as_autograd_does():
-    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    x = fresh()
     m = Stage(lambda m, x: x, a=(4, 4))
     h = x.exp()
     out = h.sin() @ m.a
@@ -587,20 +499,23 @@ SECOND = "Trying to backward through the graph a second time"
 
 
 @wrong_on_torch("I keeps the whole graph")
-def test_second_backward_through_a_consumed_graph_gives_torchs_error():
-    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
-    m = Stage(lambda m, x: x.exp().sin(), a=(4, 4))
-    h = m(x)
-    out = h @ m.a
+@pytest.mark.parametrize(
+    "forward",
+    [lambda m, x: ((h := x.exp().sin()) @ m.a, h), lambda m, x: ((h := x @ m.a).sin(), h)],
+    ids=["plain", "through a split node"],
+)
+def test_ordinary_backward_through_a_consumed_graph_gives_torchs_error(forward):
+    m, x = small(forward), fresh()
+    out, h = m(x)
     zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
     with pytest.raises(RuntimeError, match=SECOND):
         h.sum().backward()
+    assert m.a.grad is None
 
 
 @needs_zbpipe
 def test_second_input_pass_through_a_consumed_graph_gives_torchs_error():
-    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
-    m = Stage(lambda m, x: (x.exp() @ m.a).sin(), a=(4, 4))
+    m, x = small(lambda m, x: (x.exp() @ m.a).sin()), fresh()
     h = m(x)
     out, again = h.tanh(), h.cos()
     zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
@@ -613,7 +528,7 @@ def test_second_input_pass_through_a_consumed_graph_gives_torchs_error():
 def test_two_losses_of_one_graph_want_one_input_pass():
     m = Stage(lambda m, x: (x @ m.a).sin(), a=(4, 4))
     for together in (False, True):
-        x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+        x = fresh()
         out = m(x)
         losses = [out.pow(2).mean(), out.abs().mean()]
         expected = torch.autograd.grad(sum(losses), [x, m.a], retain_graph=True)
@@ -630,22 +545,10 @@ def test_two_losses_of_one_graph_want_one_input_pass():
 
 
 @needs_zbpipe
-def test_ordinary_backward_through_a_split_node_of_a_consumed_graph_gives_torchs_error():
-    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
-    m = Stage(lambda m, x: x @ m.a, a=(4, 4))
-    h = m(x)
-    out = h.sin()
-    zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
-    with pytest.raises(RuntimeError, match=SECOND):
-        h.sum().backward()
-    assert m.a.grad is None
-
-
-@needs_zbpipe
 def test_graph_shared_by_two_losses_can_be_backpropagated_where_i_did_not_go():
     """What I did not reach is left as it was."""
-    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
-    y = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    x = fresh()
+    y = fresh()
     m = Stage(lambda m, x: x @ m.a, a=(4, 4))
     out, apart = m(x).sin(), (y * 2.0).exp()
     zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
@@ -654,19 +557,15 @@ def test_graph_shared_by_two_losses_can_be_backpropagated_where_i_did_not_go():
 
 
 @needs_zbpipe
-@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["a", "b", "c"])
 def test_weight_pass_of_two_microbatches_that_failed_once_adds_their_shared_nodes_once(name, kind):
     def failing_once(run):
-        for step in (run.forward, run.input):
-            for k in run.microbatches:
-                step(k)
+        run.inputs_of_all()
         getattr(getattr(run.stage, name), kind)(raising())
-        run.order = list(run.microbatches)
-        groups = [group for groups in run.groups for group in groups]
         with pytest.raises((Planned, RuntimeError)):
-            run.weight(0, groups)
-        run.weight(0, groups)
+            run.weights_of_all()
+        run.weights_of_all()
 
     product = sharing(lambda m: m.a + m.b)
     check(Stage(lambda m, x: product(m, x) + m.c, a=(4, 4), b=(4, 4), c=(4,)), (3, 4), orders=(failing_once,))
@@ -680,7 +579,7 @@ def test_changed_matrix_of_a_batched_product_is_refused_before_any_weight_is_add
     net = nn.Linear(4, 4, dtype=f64)
     weights = [*net.parameters(), *m.parameters()]
     for _ in range(2):
-        x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+        x = fresh()
         h = net(x).sin().expand(2, 3, 4) * 1.0
         out = m(h)
         _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], weights)
@@ -704,9 +603,8 @@ def test_warning_made_an_error_in_the_weight_pass_lets_it_be_repeated(retain):
     m = Stage(lambda m, x: x @ warns_in_its_backward(m.a) @ m.b, a=(4, 4), b=(4, 4))
     total = 0
     for _ in range(2):
-        x = torch.randn(2, 3, dtype=f64, requires_grad=True)
-        out = m(x)
-        _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+        x = fresh(2, 3)
+        _, groups = input_pass(m, x)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             with pytest.raises((RuntimeError, UserWarning)):
@@ -777,15 +675,13 @@ def test_post_accumulate_hook_that_raises_does_not_skip_the_hooks_of_the_accumul
 @pytest.mark.parametrize("watched", ["all of its weights", "one of two", "none"])
 def test_groups_that_a_failed_call_has_begun_to_let_go_of_are_spent_by_the_retry(watched):
     """Retained by the retry alone they would have nothing left to add, or a part: a third call must not seem right."""
-    case = (
-        heavy_and_light()
-        if watched != "none"
-        else Case(lambda m, x: (x @ m.a).sin() @ m.b + m.c, a=(4, 4), b=(4, 4), c=(4,))
-    )
-    raiser = raising()
     if watched == "none":
-        case.m.b.register_hook(raiser)  # its group comes last: the others have been added without the engine
-    for w in list(case.m.parameters())[: {"all of its weights": None, "one of two": 1, "none": 0}[watched]]:
+        case = Case(lambda m, x: (x @ m.a).sin() @ m.b + m.c, a=(4, 4), b=(4, 4), c=(4,))
+        weights = [case.m.b]  # its group comes last: the others have been added without the engine
+    else:
+        case = heavy_and_light()
+        weights = list(case.m.parameters())[: None if watched == "all of its weights" else 1]
+    for w in weights:
         w.register_hook(raising())
     _, groups = case.input()
     with pytest.raises((Planned, RuntimeError)):
@@ -832,7 +728,7 @@ def test_kept_gradient_that_could_not_be_copied_is_still_there_for_the_next_call
         m.a.register_hook(lambda grad: None)
     for _ in range(2):
         m.a.grad = None
-        x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+        x = fresh()
         out = m(x)
         grad = torch.randn_like(out)
         _, groups = zb.stage_backward_input([out], [grad], [x], m.parameters())
@@ -883,7 +779,7 @@ def test_what_nodes_of_a_computed_weight_have_saved_is_checked_before_anything_i
     check(m, (3, 4))
     if watched:
         m.plain.register_hook(lambda grad: None)
-    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    x = fresh()
     outs = m(x)
     _, groups = zb.stage_backward_input(outs, [torch.ones_like(out) for out in outs], [x], m.parameters())
     with torch.no_grad():
@@ -896,6 +792,7 @@ def test_what_nodes_of_a_computed_weight_have_saved_is_checked_before_anything_i
         assert all(w.grad is None for w in m.parameters())
 
 
+@needs_zbpipe
 def test_factor_that_a_later_node_of_the_same_backward_overwrites():
     """The refusal names the node and the weight, and what helps; which does."""
     m = Stage(lambda m, x: x @ m.w, w=(4, 5))
@@ -912,7 +809,7 @@ def test_factor_that_a_later_node_of_the_same_backward_overwrites():
     factors = []
 
     def passes(**choices):
-        x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+        x = fresh()
         factors.append(WritesOver.apply(x))
         before = factors[-1].detach().clone()
         out = m(factors[-1])
@@ -943,7 +840,7 @@ def move_into_the_interior(w):
 @needs_zbpipe
 def test_weight_that_has_been_moved_into_the_interior_is_refused_before_the_input_pass():
     m = Stage(lambda m, x: (x + m.a).sin() @ m.b, a=(4,), b=(4, 4))
-    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    x = fresh()
     out = m(x)
     move_into_the_interior(m.a)
     with pytest.raises(RuntimeError) as failure:
@@ -964,7 +861,7 @@ def test_weight_that_has_been_moved_into_the_interior_is_refused_before_the_inpu
 def test_weight_that_has_been_moved_into_the_interior_is_refused_before_the_weight_pass(weights, watched):
     m = Stage(lambda m, x: (x + m.a).sin() @ m.b, a=(4,), b=(4, 4))
     given = [m.a, m.b] if weights else None
-    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    x = fresh()
     out = m(x)
     if watched:
         m.b.register_hook(lambda grad: None)
@@ -984,7 +881,7 @@ def test_complex_output_without_gradient_is_refused(shape):
     m = Stage(
         lambda m, x: (x * m.c).sum(0) if not shape else x * m.c, c=nn.Parameter(torch.ones(3, dtype=torch.complex128))
     )
-    x = torch.randn(3, dtype=f64, requires_grad=True)
+    x = fresh(3)
     with pytest.raises(
         RuntimeError, match=r"only for real outputs, and stage_outputs_or_loss\[0\] is a tensor of Compl"
     ):

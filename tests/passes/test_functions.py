@@ -1,13 +1,12 @@
 """Custom autograd.Functions: run exactly once a microbatch, whatever they do with their weights."""
 
-import pytest
 import torch
 from support.functions import Fused, Heeding, Ignoring, Product, SameTensorTwice, TwoOutputs, count
-from support.oracle import MainGrad, Stage, check, weight, wrong_on_torch
+from support.oracle import MainGrad, Stage, case, check, table, weight
 from torch.autograd import Function
 
 f64 = torch.float64
-runs_twice = wrong_on_torch("the Function runs in I and in W")
+TWICE = "the Function runs in I and in W"
 
 
 class SavesNothing(Function):
@@ -100,109 +99,6 @@ class AsksWhatIsNeeded(Product):
         return grad @ w.t(), x.t() @ grad, None
 
 
-@runs_twice
-@pytest.mark.parametrize("function", [Heeding, Ignoring, NewStyle, AsksWhatIsNeeded])
-def test_product_runs_once(function):
-    check(Stage(lambda m, x: function.apply(x, m.a, m).sin() @ m.b, a=(4, 4), b=(4, 4)), (3, 4))
-
-
-@pytest.mark.parametrize("function", [Heeding, Ignoring, NewStyle])
-def test_product_whose_weight_is_frozen_runs_once(function):
-    def forward(m, x):
-        return function.apply(x, m.a, m).sin() @ m.b
-
-    check(Stage(forward, a=weight(4, 4).requires_grad_(False), b=(4, 4)), (3, 4))
-
-
-@wrong_on_torch("no input needs a gradient, so there are no groups")
-@pytest.mark.parametrize("function", [Heeding, NewStyle])
-def test_product_whose_input_needs_no_gradient_runs_once(function):
-    check(Stage(lambda m, x: function.apply(x, m.a, m).sin() @ m.b, a=(4, 4), b=(4, 4)), torch.ones(3, 4, dtype=f64))
-
-
-@runs_twice
-def test_function_on_one_weight_that_is_used_elsewhere_too():
-    check(Stage(lambda m, x: Ignoring.apply(x @ m.a, m.a, m).sin() @ m.a, a=(4, 4)), (3, 4))
-
-
-def with_main_grad(m):
-    for name, w in list(m.named_parameters()):
-        w.main_grad = torch.zeros_like(w)
-        m.register_buffer(f"main_{name}", w.main_grad)
-        m.kept[name, "main"] = MainGrad(w)
-
-
-@runs_twice
-def test_function_that_adds_the_gradient_of_its_weight_itself_adds_it_once():
-    check(
-        Stage(lambda m, x: Fused.apply(Fused.apply(x, m.a, m).sin(), m.b, m), a=(4, 4), b=(4, 4)),
-        (3, 4),
-        setup=with_main_grad,
-    )
-
-
-@runs_twice
-def test_function_that_saves_nothing():
-    check(Stage(lambda m, x: SavesNothing.apply(x, m.a, m) @ m.b, a=(3, 4), b=(4, 4)), (3, 4))
-
-
-@runs_twice
-def test_function_that_returns_one_tensor_for_two_inputs():
-    check(Stage(lambda m, x: SameTensorTwice.apply(x @ m.b, m.a, m), a=(3, 4), b=(4, 4)), (3, 4))
-
-
-@runs_twice
-def test_function_that_returns_one_tensor_for_two_weights():
-    check(Stage(lambda m, x: x @ SameTensorTwice.apply(m.a, m.b, m), a=(4, 4), b=(4, 4)), (3, 4))
-
-
-@runs_twice
-def test_function_with_a_non_differentiable_output():
-    def forward(m, x):
-        values, indices = NonDifferentiable.apply(x @ m.b, m.a, m)
-        return values, indices
-
-    check(Stage(forward, a=(3,), b=(4, 4)), (3, 4))
-
-
-@runs_twice
-@pytest.mark.parametrize("used", ["both", "first", "second"])
-def test_function_with_two_outputs(used):
-    def forward(m, x):
-        first, second = TwoOutputs.apply(x, m.a, m.s, m)
-        return {"both": first.sin() * second, "first": first.sin(), "second": second.sin()}[used]
-
-    check(Stage(forward, a=(4, 4), s=(4,)), (3, 4))
-
-
-def test_function_on_weights_alone():
-    check(Stage(lambda m, x: x @ OnWeightsAlone.apply(m.a, m), a=(4, 4)), (3, 4))
-
-
-def test_function_on_weights_alone_shared_by_two_products():
-    def forward(m, x):
-        w = OnWeightsAlone.apply(m.a, m)
-        return (x @ w).sin() @ w + x @ m.b
-
-    check(Stage(forward, a=(4, 4), b=(4, 4)), (3, 4))
-
-
-def test_function_without_weights():
-    check(Stage(lambda m, x: InPlace.apply(x @ m.a, m) @ m.b, a=(4, 4), b=(4, 4)), (3, 4))
-
-
-@runs_twice
-def test_function_with_hooks_around_it():
-    def forward(m, x):
-        h = Ignoring.apply(x, m.a, m)
-        h.register_hook(m.log("tensor"))
-        h.grad_fn.register_prehook(m.log("pre"))
-        h.grad_fn.register_hook(m.log("post"))
-        return h.sin()
-
-    check(Stage(forward, a=(4, 4)), (3, 4), setup=lambda m: m.a.register_hook(m.log("weight")))
-
-
 class NestedGrad(Function):
     """Runs a backward within its backward, as a reentrant checkpoint does, but only for its input."""
 
@@ -221,6 +117,72 @@ class NestedGrad(Function):
         return dx, dw, None
 
 
-@runs_twice
-def test_function_that_runs_autograd_itself():
-    check(Stage(lambda m, x: NestedGrad.apply(x, m.a, m) @ m.b, a=(4, 4), b=(4, 4)), (3, 4))
+def with_main_grad(m):
+    for name, w in list(m.named_parameters()):
+        w.main_grad = torch.zeros_like(w)
+        m.register_buffer(f"main_{name}", w.main_grad)
+        m.kept[name, "main"] = MainGrad(w)
+
+
+def product(function):
+    return lambda m, x: function.apply(x, m.a, m).sin() @ m.b
+
+
+def two_outputs(use):
+    return lambda m, x: use(*TwoOutputs.apply(x, m.a, m.s, m))
+
+
+def shared_by_two_products(m, x):
+    w = OnWeightsAlone.apply(m.a, m)
+    return (x @ w).sin() @ w + x @ m.b
+
+
+def hooked(m, x):
+    h = Ignoring.apply(x, m.a, m)
+    h.register_hook(m.log("tensor"))
+    h.grad_fn.register_prehook(m.log("pre"))
+    h.grad_fn.register_hook(m.log("post"))
+    return h.sin()
+
+
+@table(
+    *(case(f.__name__, product(f), wrong=TWICE) for f in (Heeding, Ignoring, NewStyle, AsksWhatIsNeeded)),
+    *(
+        case(f"{f.__name__}, frozen", Stage(product(f), a=weight(4, 4).requires_grad_(False), b=(4, 4)))
+        for f in (Heeding, Ignoring, NewStyle)
+    ),
+    *(
+        case(
+            f"{f.__name__}, no input needs a gradient",
+            product(f),
+            torch.ones(3, 4, dtype=f64),
+            wrong="no input needs a gradient, so there are no groups",
+        )
+        for f in (Heeding, NewStyle)
+    ),
+    case("weight that is used elsewhere too", lambda m, x: Ignoring.apply(x @ m.a, m.a, m).sin() @ m.a, wrong=TWICE),
+    case(
+        "adds its weight's gradient itself",
+        lambda m, x: Fused.apply(Fused.apply(x, m.a, m).sin(), m.b, m),
+        setup=with_main_grad,
+        wrong=TWICE,
+    ),
+    case("saves nothing", lambda m, x: SavesNothing.apply(x, m.a, m) @ m.b, (4, 4), wrong=TWICE),
+    case(
+        "one tensor for an input and a weight", lambda m, x: SameTensorTwice.apply(x @ m.b, m.a, m), (4, 4), wrong=TWICE
+    ),
+    case("one tensor for two weights", lambda m, x: x @ SameTensorTwice.apply(m.a, m.b, m), wrong=TWICE),
+    case(
+        "output that is not differentiable", lambda m, x: NonDifferentiable.apply(x @ m.b, m.s, m), (4, 4), wrong=TWICE
+    ),
+    case("both outputs used", two_outputs(lambda first, second: first.sin() * second), wrong=TWICE),
+    case("first output used", two_outputs(lambda first, second: first.sin()), wrong=TWICE),
+    case("second output used", two_outputs(lambda first, second: second.sin()), wrong=TWICE),
+    case("on weights alone", lambda m, x: x @ OnWeightsAlone.apply(m.a, m)),
+    case("on weights alone, shared by two products", shared_by_two_products),
+    case("without weights, in place", lambda m, x: InPlace.apply(x @ m.a, m) @ m.b),
+    case("hooks around it", hooked, setup=lambda m: m.a.register_hook(m.log("weight")), wrong=TWICE),
+    case("runs autograd itself", lambda m, x: NestedGrad.apply(x, m.a, m) @ m.b, wrong=TWICE),
+)
+def test_function_runs_once(stage, inputs, options):
+    check(stage, *inputs, **options)

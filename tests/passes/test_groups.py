@@ -6,7 +6,19 @@ import re
 import pytest
 import torch
 from support.functions import Ignoring
-from support.oracle import Stage, at_once, check, needs_zbpipe, weights_of, wrong_on_torch, zb
+from support.oracle import (
+    Stage,
+    at_once,
+    check,
+    close,
+    fresh,
+    input_pass,
+    needs_zbpipe,
+    small,
+    weights_of,
+    wrong_on_torch,
+    zb,
+)
 from support.processes import in_own_process
 from torch import nn
 
@@ -19,16 +31,18 @@ def layers():
     )
 
 
-def run_input(m, x=None):
-    x = torch.randn(3, 4, dtype=f64, requires_grad=True) if x is None else x
-    out = m(x)
-    grad = torch.ones_like(out)
-    _, groups = zb.stage_backward_input([out], [grad], [x], m.parameters())
-    return groups, list(torch.autograd.grad(m(x), list(m.parameters()), grad, allow_unused=True))
+def run_input(m):
+    x = fresh()
+    _, groups = input_pass(m, x)
+    return groups, list(torch.autograd.grad(m(x).sum(), list(m.parameters()), allow_unused=True))
 
 
 def grads_of(m):
     return [w.grad for w in m.parameters()]
+
+
+def weight_pass(m, groups, **options):
+    return zb.stage_backward_weight(m.parameters(), groups, **options)
 
 
 def test_one_group_per_layer():
@@ -40,10 +54,9 @@ def test_one_group_per_layer():
 @wrong_on_torch("a later weight does not join groups, depending on the order of a set", always=False)
 def test_bridged_layers_are_one_group():
     m = Stage(lambda m, x: x @ m.a + x.sin() @ m.b + x.cos() @ (m.a @ m.b), a=(4, 4), b=(4, 4))
-    groups, _ = run_input(m)
-    assert len(groups) == 1
-    assert len(weights_of(groups[0])) == 2
-    assert "3 split nodes" in repr(groups[0])
+    (group,), _ = run_input(m)
+    assert len(weights_of(group)) == 2
+    assert "3 split nodes" in repr(group)
 
 
 def test_no_weight_in_the_graph_gives_no_group():
@@ -53,58 +66,84 @@ def test_no_weight_in_the_graph_gives_no_group():
 
 
 @needs_zbpipe
-def test_a_group_tells_its_weights():
-    m = layers()
-    groups, expected = run_input(m)
-    for group in groups:
-        assert type(group.weights) is tuple
-    told = {id(weight) for group in groups for weight in group.weights}
-    assert told == {id(weight) for weight in m.parameters()}
-    zb.stage_backward_weight(m.parameters(), groups)
-    torch.testing.assert_close(grads_of(m), expected)
-    assert all(group.weights == () for group in groups), "spent"
-
-
-@needs_zbpipe
-def test_a_group_says_what_it_is():
-    (group, *_), _ = run_input(layers())
-    text = repr(group)
-    assert re.search(r"\b2 param", text), text
-    assert re.search(r"\b1 split node", text), text
-    assert re.search(r"\d+(\.\d+)? ?(B|KB|kB|KiB|MB|bytes)", text), text
-
-
-@needs_zbpipe
-def test_a_spent_group_says_so():
+def test_a_group_says_what_it_is_and_that_it_is_spent():
     m = layers()
     groups, _ = run_input(m)
-    zb.stage_backward_weight(m.parameters(), groups)
-    assert "spent" in repr(groups[0]) or "released" in repr(groups[0]) or "done" in repr(groups[0])
+    assert not hasattr(groups[0], "__dict__")
+    assert all(type(group.weights) is tuple for group in groups)
+    assert {id(weight) for group in groups for weight in group.weights} == {id(weight) for weight in m.parameters()}
+    for said in (r"\b2 param", r"\b1 split node", r"\d+(\.\d+)? ?(B|KB|kB|KiB|MB|bytes)"):
+        assert re.search(said, repr(groups[0])), repr(groups[0])
+    weight_pass(m, groups)
+    assert all(group.weights == () and "spent" in repr(group) for group in groups)
 
 
-def test_weight_pass_of_some_groups_leaves_the_other_weights_alone():
-    m = layers()
-    groups, expected = run_input(m)
-    first, second = groups
-    zb.stage_backward_weight(m.parameters(), [second])
-    done = [w.grad is not None for w in m.parameters()]
-    assert sorted(done) == [False, False, True, True]
-    zb.stage_backward_weight(m.parameters(), [first])
-    torch.testing.assert_close(grads_of(m), expected)
+def in_two_calls(m, groups):
+    weight_pass(m, groups[1:])
+    assert sorted(grad is not None for grad in grads_of(m)) == [False, False, True, True]
+    weight_pass(m, groups[:1])
 
 
-def test_weight_pass_of_no_group_does_nothing():
-    m = layers()
-    groups, expected = run_input(m)
-    assert zb.stage_backward_weight(m.parameters(), []) == (None,) * 4
-    zb.stage_backward_weight(m.parameters(), groups)
-    torch.testing.assert_close(grads_of(m), expected)
+def none_first(m, groups):
+    assert weight_pass(m, []) == (None,) * 4
+    weight_pass(m, groups)
 
 
-def test_groups_in_a_tuple():
-    m = layers()
-    groups, expected = run_input(m)
+def as_a_tuple(m, groups):
     zb.stage_backward_weight(list(m.parameters()), tuple(groups))
+
+
+def each_with_its_own_weights(m, groups):
+    for group in groups:
+        zb.stage_backward_weight(weights_of(group), [group])
+
+
+def for_all_weights(m, groups):
+    assert type(zb.stage_backward_weight(None, groups)) is tuple
+
+
+def one_listed_twice(m, groups):
+    try:
+        weight_pass(m, [*groups, groups[0]])
+    except (RuntimeError, ValueError):
+        weight_pass(m, groups)
+
+
+def and_again(m, groups):
+    weight_pass(m, groups)
+    for again in (groups, groups[:1], groups[1:]):
+        with pytest.raises(RuntimeError, match="already"):
+            weight_pass(m, again)
+
+
+def with_one_that_is_spent(m, groups):
+    """Refused before anything is touched."""
+    weight_pass(m, groups[:1])
+    before = [grad is None for grad in grads_of(m)]
+    with pytest.raises(RuntimeError, match="already"):
+        weight_pass(m, [groups[1], groups[0]])
+    assert before == [grad is None for grad in grads_of(m)]
+    weight_pass(m, groups[1:])
+
+
+OURS = (for_all_weights, one_listed_twice, and_again, with_one_that_is_spent)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        in_two_calls,
+        none_first,
+        as_a_tuple,
+        each_with_its_own_weights,
+        *(pytest.param(w, marks=needs_zbpipe) for w in OURS),
+    ],
+    ids=lambda way: way.__name__,
+)
+def test_weight_pass(way):
+    m = layers()
+    groups, expected = run_input(m)
+    way(m, groups)
     torch.testing.assert_close(grads_of(m), expected)
 
 
@@ -113,81 +152,29 @@ def test_groups_of_two_microbatches_in_one_weight_pass():
     m = layers()
     first, a = run_input(m)
     second, b = run_input(m)
-    zb.stage_backward_weight(m.parameters(), [second[0], *first, *second[1:]])
+    weight_pass(m, [second[0], *first, *second[1:]])
     torch.testing.assert_close(grads_of(m), [g + h for g, h in zip(a, b, strict=True)])
 
 
-@needs_zbpipe
-def test_spent_groups_are_refused():
-    m = layers()
-    groups, expected = run_input(m)
-    zb.stage_backward_weight(m.parameters(), groups)
-    for again in (groups, groups[:1], groups[1:]):
-        with pytest.raises(RuntimeError, match="already"):
-            zb.stage_backward_weight(m.parameters(), again)
-    torch.testing.assert_close(grads_of(m), expected)
-
-
-@needs_zbpipe
-def test_one_spent_group_among_fresh_ones_is_refused_before_anything_is_touched():
-    m = layers()
-    groups, expected = run_input(m)
-    zb.stage_backward_weight(m.parameters(), groups[:1])
-    before = [None if g is None else g.clone() for g in grads_of(m)]
-    with pytest.raises(RuntimeError, match="already"):
-        zb.stage_backward_weight(m.parameters(), [groups[1], groups[0]])
-    assert [g is None for g in before] == [g is None for g in grads_of(m)]
-    zb.stage_backward_weight(m.parameters(), groups[1:])
-    torch.testing.assert_close(grads_of(m), expected)
-
-
-@needs_zbpipe
-def test_one_group_listed_twice_is_refused_or_runs_once():
-    m = layers()
-    groups, expected = run_input(m)
-    try:
-        zb.stage_backward_weight(m.parameters(), [*groups, groups[0]])
-    except (RuntimeError, ValueError):
-        zb.stage_backward_weight(m.parameters(), groups)
-    torch.testing.assert_close(grads_of(m), expected)
+RETAINED = {
+    "product": lambda m, x: x @ m.a,
+    "layers": lambda m, x: (x @ m.a).tanh() @ m.b + m.s,
+    "deferred": lambda m, x: x * m.s,
+    "whole": lambda m, x: Ignoring.apply(x, m.a, m),
+    "weights' own computation": lambda m, x: x @ (m.a @ m.a.sin()),
+}
 
 
 @wrong_on_torch("the first W deletes the group's keys")
-def test_retain_graph_keeps_the_groups():
-    m = layers()
+@pytest.mark.parametrize("what", RETAINED)
+def test_retain_graph_keeps_the_groups(what):
+    m = small(RETAINED[what])
     groups, expected = run_input(m)
-    zb.stage_backward_weight(m.parameters(), groups, retain_graph=True)
-    torch.testing.assert_close(grads_of(m), expected)
-    zb.stage_backward_weight(m.parameters(), groups, retain_graph=True)
-    zb.stage_backward_weight(m.parameters(), groups)
-    torch.testing.assert_close(grads_of(m), [g * 3 for g in expected])
-
-
-@needs_zbpipe
-@pytest.mark.parametrize("what", ["product", "deferred", "whole", "weights' own computation"])
-def test_retain_graph_of_each_kind_of_split_node(what):
-    forward = {
-        "product": lambda m, x: x @ m.a,
-        "deferred": lambda m, x: x * m.b,
-        "whole": lambda m, x: Ignoring.apply(x, m.a, m),
-        "weights' own computation": lambda m, x: x @ (m.a @ m.a.sin()),
-    }[what]
-    m = Stage(forward, a=(4, 4), b=(3, 4))
-    groups, expected = run_input(m)
-    for _ in range(2):
-        zb.stage_backward_weight(m.parameters(), groups, retain_graph=True)
-    zb.stage_backward_weight(m.parameters(), groups)
-    for grad, once in zip(grads_of(m), expected, strict=True):
-        assert (grad is None) == (once is None)
-        if once is not None:
-            torch.testing.assert_close(grad, once * 3)
-
-
-@needs_zbpipe
-def test_groups_are_native_and_hold_no_dict():
-    groups, _ = run_input(layers())
-    assert not isinstance(groups[0], dict)
-    assert not hasattr(groups[0], "__dict__")
+    for times in (1, 2):
+        weight_pass(m, groups, retain_graph=True)
+        close(grads_of(m), [grad if grad is None else grad * times for grad in expected], "gradients")
+    weight_pass(m, groups)
+    close(grads_of(m), [grad if grad is None else grad * 3 for grad in expected], "gradients")
 
 
 @needs_zbpipe
@@ -200,29 +187,13 @@ def test_groups_outlive_the_list_the_weights_and_the_outputs():
     zb.stage_backward_weight(None, [last])
 
 
-def test_weights_may_come_in_any_order_and_only_those_of_the_groups():
-    m = layers()
-    groups, expected = run_input(m)
-    for group in groups:
-        zb.stage_backward_weight(weights_of(group), [group])
-    torch.testing.assert_close(grads_of(m), expected)
-
-
-@needs_zbpipe
-def test_weight_pass_with_weights_none():
-    m = layers()
-    groups, expected = run_input(m)
-    assert type(zb.stage_backward_weight(None, groups)) is tuple
-    torch.testing.assert_close(grads_of(m), expected)
-
-
 def test_many_small_groups_one_at_a_time():
     m = Stage(lambda m, x: m.net(x), net=nn.Sequential(*(nn.Linear(4, 4, dtype=f64) for _ in range(30))))
     check(m, (3, 4), orders=(at_once,))
     groups, expected = run_input(m)
     assert len(groups) == 30
     for group in groups[::2] + groups[1::2]:
-        zb.stage_backward_weight(m.parameters(), [group])
+        weight_pass(m, [group])
     torch.testing.assert_close(grads_of(m), expected)
 
 
@@ -273,7 +244,7 @@ def test_group_asked_by_a_hook_during_its_own_weight_pass():
                 _ = group.weights
 
     m.net[0].weight.register_hook(hook)
-    zb.stage_backward_weight(m.parameters(), groups)
+    weight_pass(m, groups)
     assert len(answers) == 2
     assert all("running" in answer for answer in answers), answers
     torch.testing.assert_close(grads_of(m), expected)
@@ -358,13 +329,13 @@ def test_what_a_node_has_saved_goes_with_its_weight_pass_whoever_keeps_its_outpu
     with zb.policy(defer=defer):
         _, groups = zb.stage_backward_input([out], None, [x], m.parameters())
         if end == "retained first":
-            zb.stage_backward_weight(m.parameters(), groups, retain_graph=True)
+            weight_pass(m, groups, retain_graph=True)
             m.zero_grad()
         if end == "retried":
             with pytest.raises(ValueError, match="from the hook"):
-                zb.stage_backward_weight(m.parameters(), groups)
+                weight_pass(m, groups)
         if end != "dropped":
-            zb.stage_backward_weight(m.parameters(), groups)
+            weight_pass(m, groups)
             torch.testing.assert_close([w.grad for w in m.parameters()], list(expected))
     del groups
     for name in names:

@@ -2,188 +2,152 @@
 
 import pytest
 import torch
-from support.oracle import Stage, check, needs_zbpipe, wrong_on_torch, zb
+from support.oracle import (
+    Stage,
+    case,
+    check,
+    close,
+    fresh,
+    input_pass,
+    needs_zbpipe,
+    small,
+    table,
+    weight,
+    wrong_on_torch,
+    zb,
+)
 from torch import nn
 
 f64 = torch.float64
+NO_GROUPS = "without an input that needs a gradient there are no groups"
+is_no_leaf = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
-def split(m, outputs, grads, inputs):
-    dinputs, groups = zb.stage_backward_input(outputs, grads, inputs, m.parameters())
+def ones(*shape):
+    return torch.ones(shape or (3, 4), dtype=f64)
+
+
+def both_passes(m, *inputs):
+    dinputs, groups = input_pass(m, *inputs)
     zb.stage_backward_weight(m.parameters(), groups)
     return dinputs
 
 
-def test_several_inputs():
-    check(Stage(lambda m, x, y, z: (x @ m.a) * y + z @ m.b, a=(4, 4), b=(4, 4)), (3, 4), (3, 4), (3, 4))
+def gradients(m, *inputs):
+    """Of the inputs and of all weights, by an ordinary backward on copies of the inputs."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    return list(torch.autograd.grad(m(*inputs).sum(), [*inputs, *m.parameters()]))
 
 
-def test_inputs_that_are_not_tensors_get_none():
-    check(Stage(lambda m, n, x, s, o: x @ m.a * n, a=(4, 4)), 3, (3, 4), "text", None)
+@table(
+    case("several", lambda m, x, y, z: (x @ m.a) * y + z @ m.b, (3, 4), (3, 4), (3, 4)),
+    case("no tensors", lambda m, n, x, s, o: x @ m.a * n, 3, (3, 4), "text", None),
+    case("one that needs no gradient", lambda m, x, y: (x @ m.a) * (y @ m.b), (3, 4), ones()),
+    case("integers", lambda m, x, i: x[i] @ m.a, (3, 4), torch.tensor([0, 2, 2])),
+    case("unused", lambda m, x, y: x @ m.a, (3, 4), (3, 4)),
+    case("none needs a gradient", lambda m, x: (x @ m.a).sin() @ m.b + m.s, ones(), wrong=NO_GROUPS),
+    case("none used needs a gradient", lambda m, x, y: (x @ m.a).sin(), ones(), (3, 4), wrong=NO_GROUPS),
+    case("of an embedding, and floats", lambda m, ids, x: m.a[ids] + x, torch.tensor([1, 1, 3]), (3, 4)),
+    case("used twice", lambda m, x: (x @ m.a) * (x @ m.b) + x),
+    case("both sides of a product", lambda m, x: (x @ x) @ m.a, (4, 4)),
+    case("passed through", lambda m, x, y: (x @ m.a, y), (3, 4), (3, 4)),
+    case("the only output", lambda m, x: x),
+    case(
+        "passed through as a view",
+        lambda m, x, y: (x @ m.a, y.view(-1)),
+        (3, 4),
+        (3, 4),
+        wrong="a view made inside the stage cannot be detached in place",
+    ),
+)
+def test_inputs(stage, inputs, options):
+    check(stage, *inputs, **options)
 
 
-def test_input_that_needs_no_gradient():
-    check(Stage(lambda m, x, y: (x @ m.a) * (y @ m.b), a=(4, 4), b=(4, 4)), (3, 4), torch.ones(3, 4, dtype=f64))
-
-
-def test_integer_input():
-    check(Stage(lambda m, x, i: x[i] @ m.a, a=(4, 4)), (3, 4), torch.tensor([0, 2, 2]))
-
-
-def test_unused_input_gets_none():
-    check(Stage(lambda m, x, y: x @ m.a, a=(4, 4)), (3, 4), (3, 4))
-
-
-@wrong_on_torch("without an input that needs a gradient there are no groups")
-def test_no_input_needs_a_gradient():
-    check(Stage(lambda m, x: (x @ m.a).sin() @ m.b + m.c, a=(4, 4), b=(4, 4), c=(4,)), torch.ones(3, 4, dtype=f64))
-
-
-@wrong_on_torch("without an input that needs a gradient there are no groups")
+@wrong_on_torch(NO_GROUPS)
 def test_stage_without_inputs():
-    check(Stage(lambda m: (m.a @ m.b).sin() * m.c, a=(4, 4), b=(4, 4), c=(4,)))
-
-
-@wrong_on_torch("no input is in the graph, so there are no groups")
-def test_only_unused_inputs_need_gradients():
-    check(Stage(lambda m, x, y: (x @ m.a).sin(), a=(4, 4)), torch.ones(3, 4, dtype=f64), (3, 4))
-
-
-def test_embedding_as_first_stage_with_a_second_float_input():
-    check(Stage(lambda m, ids, x: m.table[ids] + x, table=(9, 4)), torch.tensor([1, 1, 8]), (3, 4))
-
-
-def test_input_used_twice():
-    check(Stage(lambda m, x: (x @ m.a) * (x @ m.b) + x, a=(4, 4), b=(4, 4)), (3, 4))
-
-
-def test_input_used_as_both_sides_of_a_product():
-    check(Stage(lambda m, x: (x @ x) @ m.a, a=(4, 4)), (4, 4))
+    check(small(lambda m: (m.a @ m.b).sin() * m.s))
 
 
 @wrong_on_torch("adds the gradient to itself")
 def test_one_input_listed_twice_gets_the_same_gradient_once():
-    m = Stage(lambda m, x: x @ m.a, a=(4, 4))
-    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    m, x = small(lambda m, x: x @ m.a), fresh()
     out = m(x)
-    first, second = split(m, [out], [torch.ones_like(out)], [x, x])
-    expected = torch.ones(3, 4, dtype=f64) @ m.a.detach().t()
-    torch.testing.assert_close([first, second], [expected, expected])
-
-
-@wrong_on_torch("adds the gradient to itself")
-def test_one_input_listed_twice_has_its_grad_set_once():
-    m = Stage(lambda m, x: x @ m.a, a=(4, 4))
-    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
-    out = m(x)
-    split(m, [out], [torch.ones_like(out)], [x, x])
-    torch.testing.assert_close(x.grad, torch.ones(3, 4, dtype=f64) @ m.a.detach().t())
+    (first, second), groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x, x], m.parameters())
+    expected = ones() @ m.a.detach().t()
+    torch.testing.assert_close([first, second, x.grad], [expected] * 3)
 
 
 def test_existing_gradient_of_an_input_is_added_to():
-    m = Stage(lambda m, x: x @ m.a, a=(4, 4))
-    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    m, x = small(lambda m, x: x @ m.a), fresh()
     x.grad = torch.full_like(x, 5.0)
-    out = m(x)
-    (dinput,) = split(m, [out], [torch.ones_like(out)], [x])
-    expected = torch.ones(3, 4, dtype=f64) @ m.a.detach().t()
-    torch.testing.assert_close(dinput, expected)
-    torch.testing.assert_close(x.grad, expected + 5.0)
+    (dinput,) = both_passes(m, x)
+    expected = ones() @ m.a.detach().t()
+    torch.testing.assert_close([dinput, x.grad], [expected, expected + 5.0])
 
 
 def test_receive_buffer_used_step_after_step_collects_no_hooks():
-    m = Stage(lambda m, x: x @ m.a, a=(4, 4))
-    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
-    for step in range(3):
+    m, x = small(lambda m, x: x @ m.a), fresh()
+    for _ in range(3):
         x.grad = None
-        out = m(x)
-        (dinput,) = split(m, [out], [torch.full_like(out, step + 1.0)], [x])
-        torch.testing.assert_close(dinput, (step + 1.0) * torch.ones(3, 4, dtype=f64) @ m.a.detach().t())
+        (dinput,) = both_passes(m, x)
+        torch.testing.assert_close(dinput, ones() @ m.a.detach().t())
         assert not x._backward_hooks
 
 
-def older_graph():
-    """A stage input that is no leaf, and the leaf behind it."""
-    leaf = torch.randn(3, 4, dtype=f64, requires_grad=True)
-    return leaf, leaf.exp()
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_graph_behind_a_non_leaf_input_is_not_walked():
-    m = Stage(lambda m, x: (x @ m.a).sin(), a=(4, 4))
-    leaf, x = older_graph()
-    out = m(x)
-    (dinput,) = split(m, [out], [torch.ones_like(out)], [x])
-    ref = x.detach().requires_grad_()
-    expected, weight = torch.autograd.grad(m(ref).sum(), [ref, m.a])
-    torch.testing.assert_close([dinput, x.grad, m.a.grad], [expected, expected, weight])
+@is_no_leaf
+def test_graph_behind_a_non_leaf_input_is_not_walked_and_still_works_afterwards():
+    m, leaf = Stage(lambda m, x: (x @ m.a).sin(), a=(4, 4)), fresh()
+    x = leaf.exp()
+    expected = gradients(m, x)
+    (dinput,) = both_passes(m, x)
+    torch.testing.assert_close([dinput, m.a.grad], expected)
+    torch.testing.assert_close(x.grad, dinput)
     assert leaf.grad is None
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_graph_behind_a_non_leaf_input_still_works_afterwards():
-    m = Stage(lambda m, x: (x @ m.a).sin(), a=(4, 4))
-    leaf, x = older_graph()
-    out = m(x)
-    (dinput,) = split(m, [out], [torch.ones_like(out)], [x])
     x.backward(dinput)
     torch.testing.assert_close(leaf.grad, dinput * leaf.detach().exp())
 
 
 @wrong_on_torch("a weight behind an input gets its gradient from before the input too")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@is_no_leaf
 def test_weight_that_also_made_the_non_leaf_input():
     m = Stage(lambda m, x: (x @ m.a).sin(), a=(4, 4))
     x = torch.randn(3, 4, dtype=f64) @ m.a
-    out = m(x)
-    _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
-    zb.stage_backward_weight(m.parameters(), groups)
-    ref = x.detach().requires_grad_()
-    expected = torch.autograd.grad(m(ref).sum(), [ref, m.a])
-    torch.testing.assert_close([x.grad, m.a.grad], list(expected))
+    expected = gradients(m, x)
+    both_passes(m, x)
+    torch.testing.assert_close([x.grad, m.a.grad], expected)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@is_no_leaf
 def test_non_leaf_input_that_is_one_output_of_a_multi_output_node():
-    m = Stage(lambda m, x, y: (x @ m.a) * y, a=(2, 2))
-    leaf = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    m, leaf = Stage(lambda m, x, y: (x @ m.a) * y, a=(2, 2)), fresh()
     x, y = leaf.chunk(2, dim=1)
-    out = m(x, y)
-    dinputs = split(m, [out], [torch.ones_like(out)], [x, y])
-    rx, ry = x.detach().requires_grad_(), y.detach().requires_grad_()
-    expected = torch.autograd.grad(m(rx, ry).sum(), [rx, ry, m.a])
-    torch.testing.assert_close([*dinputs, m.a.grad], list(expected))
+    expected = gradients(m, x, y)
+    torch.testing.assert_close([*both_passes(m, x, y), m.a.grad], expected)
     assert leaf.grad is None
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@is_no_leaf
 def test_only_one_output_of_a_multi_output_node_is_an_input():
     """The stage reaches the other output by a way that is not an input: no gradient may be taken for the input's."""
-    m = Stage(lambda m, x, other: (x @ m.a) * other, a=(2, 2))
-    leaf = torch.randn(3, 4, dtype=f64, requires_grad=True)
-    x, other = leaf.chunk(2, dim=1)
-    out = m(x, other)
-    (dinput,) = split(m, [out], [torch.ones_like(out)], [x])
-    rx = x.detach().requires_grad_()
-    expected = torch.autograd.grad(m(rx, other.detach()).sum(), [rx, m.a])
-    torch.testing.assert_close([dinput, m.a.grad], list(expected))
+    x, other = fresh().chunk(2, dim=1)
+    expected = gradients(Stage(lambda m, x: (x @ m.a) * other.detach(), a=(a := weight(2, 2))), x)
+    m = Stage(lambda m, x: (x @ m.a) * other, a=a)
+    torch.testing.assert_close([*both_passes(m, x), m.a.grad], expected)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@is_no_leaf
 def test_one_input_computed_from_another():
-    m = Stage(lambda m, x, y: (x @ m.a) * (y @ m.b), a=(4, 4), b=(4, 4))
-    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    m, x = Stage(lambda m, x, y: (x @ m.a) * (y @ m.b), a=(4, 4), b=(4, 4)), fresh()
     y = x.sin()
-    out = m(x, y)
-    dinputs = split(m, [out], [torch.ones_like(out)], [x, y])
-    rx, ry = x.detach().requires_grad_(), y.detach().requires_grad_()
-    expected = torch.autograd.grad(m(rx, ry).sum(), [rx, ry, m.a, m.b])
-    torch.testing.assert_close([dinputs[1], m.a.grad, m.b.grad], list(expected[1:]))
+    expected = gradients(m, x, y)
+    dinputs = both_passes(m, x, y)
+    torch.testing.assert_close([dinputs[1], m.a.grad, m.b.grad], expected[1:])
 
 
 def test_weight_that_is_also_an_input_is_an_input():
     m = Stage(lambda m, x: (x @ m.a).sin(), a=(4, 4))
-    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    x = fresh()
     out = m(x)
     dinputs, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x, m.a], [])
     expected = torch.autograd.grad(m(x).sum(), [x, m.a])
@@ -192,35 +156,21 @@ def test_weight_that_is_also_an_input_is_an_input():
     torch.testing.assert_close(m.a.grad, expected[1])
 
 
-def test_input_passed_through_as_an_output():
-    check(Stage(lambda m, x, y: (x @ m.a, y), a=(4, 4)), (3, 4), (3, 4))
-
-
-def test_input_as_only_output():
-    check(Stage(lambda m, x: x, a=(4, 4)), (3, 4))
-
-
-@wrong_on_torch("a view made inside the stage cannot be detached in place")
-def test_input_passed_through_as_a_view():
-    check(Stage(lambda m, x, y: (x @ m.a, y.view(-1)), a=(4, 4)), (3, 4), (3, 4))
-
-
 def test_dinputs_are_plain_gradients():
     m = Stage(lambda m, x: x @ m.a, a=(4, 4))
-    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
-    out = m(x)
-    dinputs, _ = zb.stage_backward_input((out,), (torch.ones_like(out),), (x,), m.parameters())
+    x = fresh()
+    dinputs, _ = input_pass(m, x)
     assert type(dinputs) is tuple
     assert dinputs[0].grad_fn is None and not dinputs[0].requires_grad
 
 
 def test_inputs_of_stage_backward_are_released():
     m = Stage(lambda m, x, n, y: x @ m.a + y, a=(4, 4))
-    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
-    y = torch.ones(3, 4, dtype=f64)
-    grads = zb.stage_backward(m(x, 7, y), torch.ones(3, 4, dtype=f64), (x, 7, y))
+    x = fresh()
+    y = ones()
+    grads = zb.stage_backward(m(x, 7, y), ones(), (x, 7, y))
     assert type(grads) is tuple
-    torch.testing.assert_close(grads[0], torch.ones(3, 4, dtype=f64) @ m.a.detach().t())
+    torch.testing.assert_close(grads[0], ones() @ m.a.detach().t())
     assert grads[1:] == (None, None)
     assert x.grad is None
 
@@ -230,11 +180,10 @@ def test_inference_tensor_as_an_input_gets_none():
     with torch.inference_mode():
         x = torch.randn(3, 4, dtype=f64)
     m = Stage(lambda m, x, y: (y @ m.a) + x, a=(4, 4))
-    y = torch.randn(3, 4, dtype=f64, requires_grad=True)
-    out = m(x, y)
-    dinputs = split(m, [out], [torch.ones_like(out)], [x, y])
+    y = fresh()
+    dinputs = both_passes(m, x, y)
     assert dinputs[0] is None
-    torch.testing.assert_close(dinputs[1], torch.ones(3, 4, dtype=f64) @ m.a.detach().t())
+    torch.testing.assert_close(dinputs[1], ones() @ m.a.detach().t())
 
 
 @needs_zbpipe
@@ -242,7 +191,7 @@ def test_inference_tensor_as_an_input_gets_none():
 def test_hook_that_clears_the_callers_lists_during_the_input_pass(what):
     m = Stage(lambda m, x, y: (x @ m.a).sin() @ m.b * y, a=(4, 4), b=(4, 4))
     for _ in range(2):
-        x, y = (torch.randn(3, 4, dtype=f64, requires_grad=True) for _ in range(2))
+        x, y = fresh(), fresh()
         expected = torch.autograd.grad(m(x, y).sum(), [x, y, *m.parameters()])
         out = m(x, y)
         lists = {
@@ -267,7 +216,7 @@ def test_hook_that_clears_the_callers_lists_during_the_input_pass(what):
 def test_inputs_of_all_microbatches_are_the_same_tensors(forward, change):
     """What I hands out is the caller's to change: it shares no memory with what W keeps, nor with another input's."""
     m = Stage(forward, w=(4, 4), b=(3, 4))
-    x, y = (torch.randn(3, 4, dtype=f64, requires_grad=True) for _ in range(2))
+    x, y = fresh(), fresh()
     grads = [torch.randn(3, 4, dtype=f64) for _ in range(2)]
     given = [grad.clone() for grad in grads]
     wanted = [x, y, *m.parameters()]
@@ -283,16 +232,13 @@ def test_inputs_of_all_microbatches_are_the_same_tensors(forward, change):
     for tensor in handed_out[change]:
         tensor.mul_(2.0).zero_()
     zb.stage_backward_weight(m.parameters(), groups)
-    for w, grad in zip(m.parameters(), expected[2:], strict=True):
-        assert (w.grad is None) == (grad is None)
-        if grad is not None:
-            torch.testing.assert_close(w.grad, grad)
+    close([w.grad for w in m.parameters()], expected[2:], "gradients")
 
 
 @wrong_on_torch("inputs' gradients share memory")
 @pytest.mark.parametrize("forward", [lambda x, y: (x + y) * 2.0, lambda x, y: x + y], ids=["scaled sum", "sum"])
 def test_inputs_that_receive_one_gradient_add_up_by_themselves(forward):
-    x, y = (torch.randn(3, 4, dtype=f64, requires_grad=True) for _ in range(2))
+    x, y = fresh(), fresh()
     given = [torch.randn(3, 4, dtype=f64) for _ in range(2)]
     grads = [grad.clone() for grad in given]
     for grad in grads:
@@ -306,8 +252,8 @@ def test_inputs_that_receive_one_gradient_add_up_by_themselves(forward):
 def test_dinputs_require_no_gradient_though_the_output_gradient_does():
     m = Stage(lambda m, x, y: y + x @ m.w, w=(4, 4))
     for _ in range(2):
-        x, y = (torch.randn(3, 4, dtype=f64, requires_grad=True) for _ in range(2))
-        grad = torch.randn(3, 4, dtype=f64, requires_grad=True) * 2.0
+        x, y = fresh(), fresh()
+        grad = fresh() * 2.0
         dinputs, groups = zb.stage_backward_input([m(x, y)], [grad], [x, y], m.parameters())
         zb.stage_backward_weight(m.parameters(), groups)
         assert not any(t.requires_grad for t in (*dinputs, x.grad, y.grad, m.w.grad))
@@ -319,7 +265,7 @@ def test_dinputs_require_no_gradient_though_the_output_gradient_does():
 def test_non_leaf_input_returned_as_an_output_keeps_its_own_history(view):
     m = Stage(lambda m, x: x @ m.w, w=(4, 4))
     for _ in range(2):
-        older = torch.randn(3, 4, dtype=f64, requires_grad=True)
+        older = fresh()
         x = older.exp().sin()
         x = x.view(3, 4) if view else x
         node = x.grad_fn
@@ -348,11 +294,8 @@ def test_strides_of_dinputs_are_those_of_autograd(forward, parts, shape):
     for transposed in (False, True):
         x = torch.randn(shape, dtype=f64, requires_grad=True)
         out = m(x)
-        grad = (
-            torch.randn_like(out).transpose(0, -1).contiguous().transpose(0, -1)
-            if transposed
-            else torch.randn_like(out)
-        )
+        grad = torch.randn_like(out)
+        grad = grad.transpose(0, -1).contiguous().transpose(0, -1) if transposed else grad
         (expected,) = torch.autograd.grad(m(x), x, grad)
         (dinput,), groups = zb.stage_backward_input([out], [grad], [x], m.parameters())
         zb.stage_backward_weight(m.parameters(), groups)
@@ -385,7 +328,7 @@ class Overlapping(torch.autograd.Function):
 )
 def test_an_inputs_gradient_can_be_added_to_in_place(forward):
     """Also where autograd gives one that lies in less memory than it has elements: that is copied."""
-    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    x = fresh()
     (expected,) = torch.autograd.grad(forward(x).sum(), [x])
     for _ in range(2):
         (dinput,), _ = zb.stage_backward_input([forward(x).sum()], None, [x], [])
@@ -397,16 +340,13 @@ def test_an_inputs_gradient_can_be_added_to_in_place(forward):
 @needs_zbpipe
 def test_a_part_of_another_gradient_is_not_copied():
     """It has places of its own, with gaps between."""
-    x, y = (torch.randn(3, 4, dtype=f64, requires_grad=True) for _ in range(2))
+    x, y = fresh(), fresh()
     (dx, dy), _ = zb.stage_backward_input([torch.cat([x, y], 1).sin()], [torch.ones(3, 8, dtype=f64)], [x, y], [])
     assert dx.stride() == (8, 1)
     assert dx.untyped_storage().nbytes() == 3 * 8 * 8
 
 
-SIBLINGS = {
-    "unbind": lambda v: v[:2].unbind(0),
-    "split": lambda v: v.split(2),
-}
+SIBLINGS = {"unbind": lambda v: v[:2].unbind(0), "split": lambda v: v.split(2)}
 
 
 def through_sibling(m, split, given=None):
@@ -416,7 +356,7 @@ def through_sibling(m, split, given=None):
     return first, second, (first * m.a).sin() * 2.0 + second * second * 3.0
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@is_no_leaf
 @wrong_on_torch("KeyError: 'grads'")
 @pytest.mark.parametrize("named", [True, False], ids=["weights listed", "all weights"])
 @pytest.mark.parametrize("hooks", [False, True], ids=["", "hooks"])
@@ -447,41 +387,29 @@ def test_another_output_of_an_inputs_node_leads_to_its_weights(kind, hooks, name
     assert sorted(calls) == (["first", "first", "second", "second"] if hooks else [])
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@is_no_leaf
 @needs_zbpipe
-def test_another_output_of_an_inputs_node_is_a_stage_output():
+@pytest.mark.parametrize("to", ["an output", "another input"])
+def test_another_output_of_an_inputs_node_leads(to):
+    """To another input: the node is in the closure then; I runs it, without a gradient for the output that is an input."""
     m = Stage(None, w=(2, 4), a=(4,))
-    for k in (1, 2):
-        leaf, second = (m.w.detach().sin()[0].requires_grad_(), m.w.sin()[1])
-        expected = torch.autograd.grad([(leaf * m.a).sum(), second.sum()], [leaf, m.w, m.a])
-        first, second = m.w.sin().unbind(0)
-        out = (first * m.a).sum()
-        (dinput,), groups = zb.stage_backward_input(
-            [out, second], [torch.ones_like(out), torch.ones_like(second)], [first], m.parameters()
+
+    def outputs(first, second):
+        return [(first * m.a).sum(), second] if to == "an output" else [(first * m.a + second * second).sum()]
+
+    total = [torch.zeros_like(w) for w in m.parameters()]
+    for _ in range(2):
+        x = fresh(2, 4).requires_grad_(to == "another input")
+        leaf = (x * m.w).sin()[0].detach().requires_grad_()
+        inputs = [x] * x.requires_grad
+        ordinary = [out.sum() for out in outputs(leaf, (x * m.w).sin()[1])]
+        expected = torch.autograd.grad(ordinary, [*inputs, leaf, *m.parameters()])
+        total = [sum(pair) for pair in zip(total, expected[-2:], strict=True)]
+        first, second = (x * m.w).sin().unbind(0)
+        outs = outputs(first, second)
+        dinputs, groups = zb.stage_backward_input(
+            outs, [torch.ones_like(out) for out in outs], [*inputs, first], m.parameters()
         )
         zb.stage_backward_weight(m.parameters(), groups)
-        torch.testing.assert_close([dinput, m.w.grad, m.a.grad], [expected[0], k * expected[1], k * expected[2]])
-        assert second.grad_fn is None
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@needs_zbpipe
-def test_another_output_of_an_inputs_node_leads_to_another_input():
-    """The node is in the closure then: I runs it, without a gradient for the output that is an input."""
-    m = Stage(None, w=(2, 4), a=(4,))
-    for k in (1, 2):
-        x = torch.randn(2, 4, dtype=f64, requires_grad=True)
-        leaf = (x * m.w).sin()[0].detach().requires_grad_()
-        second = (x * m.w).sin()[1]
-        expected = torch.autograd.grad((leaf * m.a + second * second).sum(), [x, leaf, m.w, m.a])
-        first, second = (x * m.w).sin().unbind(0)
-        out = (first * m.a + second * second).sum()
-        dinputs, groups = zb.stage_backward_input([out], None, [x, first], m.parameters())
-        zb.stage_backward_weight(m.parameters(), groups)
-        torch.testing.assert_close(list(dinputs), list(expected[:2]))
-        if k == 1:
-            before = [w.grad.clone() for w in m.parameters()]
-            torch.testing.assert_close(before, list(expected[2:]))
-        else:
-            added = [w.grad - b for w, b in zip(m.parameters(), before, strict=True)]
-            torch.testing.assert_close(added, list(expected[2:]))
+        torch.testing.assert_close([*dinputs, m.w.grad, m.a.grad], [*expected[:-2], *total])
+        assert all(out.grad_fn is None for out in outs)

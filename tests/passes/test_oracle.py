@@ -4,8 +4,8 @@ import types
 
 import pytest
 import torch
-from support.oracle import Stage, at_once, check, late
-from support.random_graphs import PLAIN, run
+import torch.nn.functional as F
+from support.oracle import Stage, at_once, case, check, late, table, weight
 from torch import nn
 
 f64 = torch.float64
@@ -45,10 +45,26 @@ def test_right_split_passes():
     check(stage(), (3, 4), impl=naive())
 
 
-@pytest.mark.parametrize("order", [at_once, late])
-def test_right_split_of_random_stages_passes(order):
-    for seed in range(40):
-        run(seed, PLAIN, order, impl=naive())
+@table(
+    case("weights of several uses", lambda m, x: ((x @ m.a).tanh() @ m.a + x * m.s).sin() @ (m.a + m.b)),
+    case("computed weights", lambda m, x: x @ (m.a @ m.b).softmax(-1) + x.sin() @ (m.a.tanh() * m.s)),
+    case("norms and attention", lambda m, x: F.layer_norm((x @ m.a @ x.t()).softmax(-1) @ x, (4,), m.s, m.t)),
+    case("several outputs", lambda m, x: ((x @ m.a).sort(dim=-1)[0], F.linear(x, m.b, m.s).flip(0), m.c.sin())),
+    case(
+        "parts of activations",
+        lambda m, x: torch.cat([(x @ m.a).chunk(2, 1)[0], (x * m.s).unbind(0)[0].expand(3, 4)], 1),
+    ),
+    case(
+        "two inputs, one without a gradient", lambda m, x, y: (x @ m.a) * y + m.t, (3, 4), torch.ones(3, 4, dtype=f64)
+    ),
+    case(
+        "existing gradients, a frozen weight",
+        Stage(lambda m, x: x @ m.a + m.b, a=(4, 4), b=weight(4).requires_grad_(False)),
+        existing=True,
+    ),
+)
+def test_right_split_of_other_stages_passes(stage, inputs, options):
+    check(stage, *inputs, impl=naive(), orders=(at_once, late), **options)
 
 
 def double(weights):
@@ -69,8 +85,7 @@ def change_last_bit(weights):
 
 
 @pytest.mark.parametrize(
-    ("fault", "message"),
-    [(double, "gradient of weight a"), (forget, "net.bias: got None"), (transpose, "strides")],
+    ("fault", "message"), [(double, "gradient of weight a"), (forget, "net.bias: got None"), (transpose, "strides")]
 )
 def test_wrong_weight_gradients_are_found(fault, message):
     with pytest.raises(AssertionError, match=message):

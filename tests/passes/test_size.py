@@ -5,6 +5,7 @@ Linearity is counted in node runs and operations, not in seconds. What may crash
 
 import gc
 import sys
+import textwrap
 
 import pytest
 import torch
@@ -15,65 +16,54 @@ from torch import nn
 f64 = torch.float64
 
 
-@wrong_on_torch("segmentation fault: nodes that Python wrapped are freed recursively")
-def test_chain_of_100_000_nodes_that_each_have_a_weight():
-    in_own_process("""
-        x = torch.ones(2, requires_grad=True)
+CHAINS = {
+    "each with a weight": """
         weights = [torch.ones(2, requires_grad=True) for _ in range(4)]
-        y = x
+        y, wanted = x, 25_000.0
         for i in range(100_000):
             y = y + weights[i % 4]
-        dinput = passes(y, x, weights)
-        assert dinput.tolist() == [1.0, 1.0]
-        assert [w.grad.tolist() for w in weights] == [[25_000.0] * 2] * 4
-        del y
-    """)
-
-
-@wrong_on_torch("segmentation fault: nodes that Python wrapped are freed recursively")
-def test_chain_of_100_000_nodes_without_weights():
-    in_own_process("""
-        x, w = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    """,
+    "without weights": """
         y = x * w
         for i in range(100_000):
             y = y + 1.0
-        assert passes(y, x, [w]).tolist() == [1.0, 1.0]
-        assert w.grad.tolist() == [1.0, 1.0]
-        del y
-    """)
-
-
-@wrong_on_torch("segmentation fault: nodes that Python wrapped are freed recursively")
-def test_chain_of_100_000_nodes_in_the_weights_own_computation():
-    in_own_process("""
-        x, w = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    """,
+    "in the weights' own computation": """
         v = w
         for i in range(100_000):
             v = v + 1.0
-        y = x * v
-        passes(y, x, [w])
-        assert w.grad.tolist() == [1.0, 1.0]
-        del y, v
-    """)
-
-
-@wrong_on_torch("segmentation fault: nodes that Python wrapped are freed recursively")
-@pytest.mark.parametrize("ends", ["I and W", "groups dropped"])
-def test_chain_of_100_000_nodes_that_save_something_in_the_weights_own_computation(ends):
-    in_own_process(f"""
-        x, w = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+        y, gradient = x * v, 100_001.0
+        del v
+    """,
+    "in the weights' own computation, saving something": """
         v = w
         for i in range(100_000):
             v = v * 1.0 if i % 2 else torch.neg(v).abs()
         y = x * v
-        if {ends!r} == "I and W":
-            passes(y, x, [w])
-            assert w.grad.tolist() == [1.0, 1.0]
-        else:
-            _, groups = zb.stage_backward_input([y], [torch.ones(2)], [x], [w])
+        del v
+    """,
+}
+
+
+@wrong_on_torch("segmentation fault: nodes that Python wrapped are freed recursively")
+@pytest.mark.parametrize(("chain", "dropped"), [*((chain, False) for chain in CHAINS), (list(CHAINS)[-1], True)])
+def test_chain_of_100_000_nodes(chain, dropped):
+    start = """
+        x, w = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+        weights, wanted, gradient = [w], 1.0, 1.0
+    """
+    end = """
+        if DROPPED:
+            dinputs, groups = zb.stage_backward_input([y], [torch.ones(2)], [x], weights)
             del groups
-        del y, v
-    """)
+        else:
+            assert passes(y, x, weights).tolist() == [gradient] * 2
+            assert [w.grad.tolist() for w in weights] == [[wanted] * 2] * len(weights)
+        del y
+    """
+    in_own_process(
+        "".join(textwrap.dedent(part) for part in (start, CHAINS[chain], end.replace("DROPPED", str(dropped))))
+    )
 
 
 @needs_zbpipe
@@ -220,72 +210,64 @@ def test_one_engine_run_in_the_input_pass_and_at_most_one_in_the_weight_pass():
     assert len(tasks["weight"] - {-1}) <= 1
 
 
-def python_blocks_made(y, x, weights):
-    """Python's allocated blocks after I less those before."""
+def blocks_made_by_input_pass(y, x, weights):
+    """Python's allocated blocks after I less those before, and its objects for nodes."""
     outputs, grads = [y], [torch.ones(2, 2)]
     gc.collect()
     before = sys.getallocatedblocks()
     result = zb.stage_backward_input(outputs, grads, [x], weights)
     made = sys.getallocatedblocks() - before
     del result
-    return made
+    return made, sum(type(one).__name__.endswith("Backward0") for one in gc.get_objects())
 
 
-def python_blocks_made_by_input_pass(nodes):
-    """Of a stage of 8 weights and so many nodes."""
-    x = torch.ones(2, 2, requires_grad=True)
-    weights = [torch.ones(2, 2, requires_grad=True) for _ in range(8)]
+def ones(number):
+    return [torch.ones(2, 2, requires_grad=True) for _ in range(number)]
+
+
+def nodes_between(count):
+    x, *weights = ones(9)
     y = x
     for w in weights:
         y = y @ w
-        for _ in range(nodes // 8):
+        for _ in range(count):
             y = y + 1.0
-    return python_blocks_made(y, x, weights)
+    return y, x, weights
 
 
-@needs_zbpipe
-def test_no_python_object_per_node():
-    python_blocks_made_by_input_pass(80)
-    few, many = python_blocks_made_by_input_pass(80), python_blocks_made_by_input_pass(8_000)
-    assert abs(many - few) < 50
+def nodes_of_a_computed_weight(compute):
+    def make(count):
+        x, w = ones(2)
+        v = w
+        for _ in range(count):
+            v = compute(v)
+        return x @ v, x, [w]
+
+    return make
 
 
-def python_objects_made_for_computed_weight(nodes, compute):
-    """Of a stage whose weight is computed by so many nodes: objects for nodes, and Python's blocks."""
-    x, w = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2, requires_grad=True)
-    v = w
-    for _ in range(nodes):
-        v = compute(v)
-    blocks = python_blocks_made(x @ v, x, [w])
-    return blocks, sum(type(one).__name__.endswith("Backward0") for one in gc.get_objects())
+def weights_of_one_group(count):
+    x, *weights = ones(count + 1)
+    return x @ torch.stack(weights).sum(0), x, weights
 
 
 @needs_zbpipe
 @pytest.mark.parametrize(
-    "compute",
-    [lambda v: v.sin(), lambda v: v * 1.0, lambda v: v[torch.arange(2)]],
-    ids=["saves a tensor", "saves nothing", "saves a list"],
+    "make",
+    [
+        nodes_between,
+        nodes_of_a_computed_weight(lambda v: v.sin()),
+        nodes_of_a_computed_weight(lambda v: v * 1.0),
+        nodes_of_a_computed_weight(lambda v: v[torch.arange(2)]),
+        weights_of_one_group,
+    ],
+    ids=["node", "node that saves a tensor", "node that saves nothing", "node that saves a list", "weight"],
 )
-def test_no_python_object_per_node_of_a_computed_weight(compute):
-    python_objects_made_for_computed_weight(10, compute)
-    few, many = (python_objects_made_for_computed_weight(n, compute) for n in (10, 1_000))
-    assert abs(many[0] - few[0]) < 50
-    assert many[1] == few[1]
-
-
-def python_blocks_made_for_weights(count):
-    """Of one group: all weights are summed, so that groups are not counted."""
-    x = torch.ones(2, 2, requires_grad=True)
-    weights = [torch.ones(2, 2, requires_grad=True) for _ in range(count)]
-    y = x @ torch.stack(weights).sum(0)
-    return python_blocks_made(y, x, weights)
-
-
-@needs_zbpipe
-def test_no_python_object_per_weight():
-    python_blocks_made_for_weights(10)
-    few, many = python_blocks_made_for_weights(10), python_blocks_made_for_weights(1_000)
+def test_no_python_object_per(make):
+    blocks_made_by_input_pass(*make(10))
+    (few, nodes), (many, of_many) = (blocks_made_by_input_pass(*make(count)) for count in (10, 1_000))
     assert abs(many - few) < 50
+    assert of_many == nodes
 
 
 def test_stack_of_2000_inputs_that_each_have_a_bias():

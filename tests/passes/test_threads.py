@@ -78,28 +78,27 @@ def assert_right(m, x, expected):
     torch.testing.assert_close([x.grad, *(w.grad for w in m.parameters())], list(expected))
 
 
-def test_input_pass_on_another_thread_than_forward():
-    m = network()
-    x, out, grad, expected = microbatch(m)
-    groups = on_thread(run_input, m, x, out, grad)
-    run_weight(m, groups)
-    assert_right(m, x, expected)
+def input_pass_elsewhere(m, *job):
+    run_weight(m, on_thread(run_input, m, *job))
 
 
-def test_weight_pass_on_another_thread_than_the_input_pass():
-    m = network()
-    x, out, grad, expected = microbatch(m)
-    groups = run_input(m, x, out, grad)
-    on_thread(run_weight, m, groups)
-    assert_right(m, x, expected)
+def weight_pass_elsewhere(m, *job):
+    on_thread(run_weight, m, run_input(m, *job))
 
 
-def test_each_group_on_a_thread_of_its_own():
-    m = network()
-    x, out, grad, expected = microbatch(m)
-    for group in run_input(m, x, out, grad):
+def each_group_elsewhere(m, *job):
+    for group in run_input(m, *job):
         on_thread(run_weight, m, [group])
-    assert_right(m, x, expected)
+
+
+@pytest.mark.parametrize(
+    "passes", [input_pass_elsewhere, weight_pass_elsewhere, each_group_elsewhere], ids=lambda passes: passes.__name__
+)
+def test_passes_on_another_thread(passes):
+    m = network()
+    *job, expected = microbatch(m)
+    passes(m, *job)
+    assert_right(m, job[0], expected)
 
 
 def test_hooks_in_python_run_on_the_other_thread():
@@ -132,19 +131,8 @@ def test_two_stages_on_two_threads():
 def test_input_passes_of_two_microbatches_of_one_stage_at_once():
     m = network()
     jobs = [microbatch(m) for _ in range(8)]
-    groups = [None] * len(jobs)
-    barrier = threading.Barrier(len(jobs), timeout=60)
-
-    def run(i):
-        barrier.wait()
-        groups[i] = run_input(m, *jobs[i][:3])
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(jobs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-        assert not thread.is_alive(), "the thread hangs"
+    groups = []
+    run_all([lambda job=job: groups.append(run_input(m, *job[:3])) for job in jobs])
     for each in groups:
         run_weight(m, each)
     for x, _, _, expected in jobs:
@@ -158,11 +146,7 @@ def test_input_pass_of_one_microbatch_beside_the_weight_pass_of_another():
     first, second = microbatch(m), microbatch(m)
     groups = run_input(m, *first[:3])
     results = []
-    thread = threading.Thread(target=lambda: results.append(run_input(m, *second[:3])))
-    thread.start()
-    run_weight(m, groups)
-    thread.join(timeout=60)
-    assert not thread.is_alive(), "the thread hangs"
+    run_all([lambda: results.append(run_input(m, *second[:3])), functools.partial(run_weight, m, groups)])
     run_weight(m, results[0])
     sums = [a + b for a, b in zip(first[3][1:], second[3][1:], strict=True)]
     torch.testing.assert_close([w.grad for w in m.parameters()], sums)
@@ -185,22 +169,15 @@ def test_one_group_cannot_run_twice_at_once():
     m = network()
     x, out, grad, expected = microbatch(m)
     groups = run_input(m, x, out, grad)
-    barrier = threading.Barrier(2, timeout=60)
     refused = []
 
     def run():
-        barrier.wait()
         try:
             run_weight(m, groups)
         except (RuntimeError, KeyError) as error:
             refused.append(error)
 
-    threads = [threading.Thread(target=run) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-        assert not thread.is_alive(), "the thread hangs"
+    run_all([run, run])
     assert len(refused) == 1
     assert_right(m, x, expected)
 
@@ -229,11 +206,14 @@ def test_weight_pass_beside_the_input_pass_of_a_microbatch_that_shares_nodes():
     m, jobs, expected = sharing_microbatches(20)
     groups = run_input(m, *jobs[0])
     for job in jobs[1:]:
-        worker = threading.Thread(target=run_weight, args=(m, groups))
-        worker.start()
-        groups = run_input(m, *job)
-        worker.join(timeout=60)
-        assert not worker.is_alive(), "the thread hangs"
+        following = []
+        run_all(
+            [
+                functools.partial(run_weight, m, groups),
+                lambda job=job, following=following: following.extend(run_input(m, *job)),
+            ]
+        )
+        groups = following
     run_weight(m, groups)
     torch.testing.assert_close(m.a.grad, expected)
 

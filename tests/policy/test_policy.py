@@ -7,10 +7,12 @@ import threading
 
 import pytest
 import torch
-from support.oracle import Stage, check, needs_zbpipe, zb
+from support.functions import Product
+from support.oracle import Stage, check, fresh, input_pass, needs_zbpipe, zb
 from support.processes import environment
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 pytestmark = needs_zbpipe
 
@@ -29,10 +31,8 @@ def block():
     )
 
 
-def groups_of(m, *shape, dtype=f64):
-    x = torch.randn(shape or (T, D), dtype=dtype, requires_grad=True)
-    out = m(x)
-    return zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())[1]
+def groups_of(m):
+    return input_pass(m, fresh(T, D))[1]
 
 
 def held(m, **choices):
@@ -40,12 +40,7 @@ def held(m, **choices):
         return sum(group.bytes_held for group in groups_of(m))
 
 
-CHOICES = [
-    {"defer": "matrices"},
-    {"defer": "all"},
-    {"defer": "nothing"},
-    {"defer": "all", "fused": True},
-]
+CHOICES = [{"defer": "matrices"}, {"defer": "all"}, {"defer": "nothing"}, {"defer": "all", "fused": True}]
 
 
 @pytest.mark.parametrize("choices", CHOICES)
@@ -100,7 +95,7 @@ def test_a_weight_that_is_used_often(kind, choices):
 
 @pytest.mark.parametrize("kind", OFTEN)
 def test_sums_of_a_weight_that_is_used_often_can_be_added_again(kind):
-    m, x = OFTEN[kind](), torch.randn(T, D, dtype=f64, requires_grad=True)
+    m, x = OFTEN[kind](), fresh(T, D)
     m(x).sum().backward()
     wanted = [2 * w.grad for w in m.parameters()]
     m.zero_grad()
@@ -108,8 +103,7 @@ def test_sums_of_a_weight_that_is_used_often_can_be_added_again(kind):
         groups = zb.stage_backward_input([m(x).sum()], None, [x], m.parameters())[1]
     zb.stage_backward_weight(m.parameters(), groups, retain_graph=True)
     zb.stage_backward_weight(m.parameters(), groups)
-    for w, grad in zip(m.parameters(), wanted, strict=True):
-        torch.testing.assert_close(w.grad, grad)
+    torch.testing.assert_close([w.grad for w in m.parameters()], wanted)
 
 
 def test_bytes_held_by_default_are_matrices_and_gradients_of_light_weights():
@@ -159,7 +153,7 @@ def test_gradients_where_parameters_are_excluded(names, defer):
     ordinary = copy.deepcopy(m)
     with zb.policy(defer=defer, exclude=[m.get_parameter(name) for name in names]):
         for _ in range(3):
-            x = torch.randn(T, D, dtype=f64, requires_grad=True)
+            x = fresh(T, D)
             same = x.detach().clone().requires_grad_()
             out, expected = m(x), ordinary(same)
             grad = torch.randn_like(out)
@@ -172,12 +166,7 @@ def test_gradients_where_parameters_are_excluded(names, defer):
 
 
 def test_work_of_an_excluded_parameter_is_done_in_the_input_pass():
-    class Handed(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, w):
-            ctx.save_for_backward(x, w)
-            return x @ w
-
+    class Handed(Product):
         @staticmethod
         def backward(ctx, grad):
             x, w = ctx.saved_tensors
@@ -291,40 +280,41 @@ def test_environment_variable():
     assert "ZBPIPE_POLICY says 'exclude=w'" in policy_from("exclude=w")
 
 
-def normalizations():
-    return {
-        "layer norm": (lambda m, x: F.layer_norm(x, (D,), m.w, m.b), {"w": (D,), "b": (D,)}),
-        "layer norm, scale alone": (lambda m, x: F.layer_norm(x, (D,), m.w), {"w": (D,)}),
-        "layer norm, shift alone": (lambda m, x: F.layer_norm(x, (D,), None, m.b), {"b": (D,)}),
-        "layer norm of a computed scale": (lambda m, x: F.layer_norm(x, (D,), m.w.exp(), m.b), {"w": (D,), "b": (D,)}),
-        "rms norm": (lambda m, x: F.rms_norm(x, (D,), m.w), {"w": (D,)}),
-        "group norm": (lambda m, x: F.group_norm(x, 2, m.w, m.b), {"w": (D,), "b": (D,)}),
-        "group norm, scale alone": (lambda m, x: F.group_norm(x, 2, m.w), {"w": (D,)}),
-        "batch norm": (
-            lambda m, x: F.batch_norm(x, torch.zeros(D, dtype=f64), torch.ones(D, dtype=f64), m.w, m.b, training=True),
-            {"w": (D,), "b": (D,)},
-        ),
-        "scale": (lambda m, x: x * m.w, {"w": (D,)}),
-        "scale by a matrix": (lambda m, x: m.w * x, {"w": (T, D)}),
-        "shift": (lambda m, x: x + m.w, {"w": (D,)}),
-        "difference": (lambda m, x: m.w - x, {"w": (D,)}),
-        "shift in place": (lambda m, x: x.sin().add_(m.b), {"b": (D,)}),
-        "scale of itself": (lambda m, x: (x * m.w) * (x * m.w), {"w": (D,)}),
-        "bias of a frozen matrix": (lambda m, x: torch.addmm(m.b, x, x.detach().t()), {"b": (T,)}),
-        "output of a norm": (lambda m, x: (h := F.layer_norm(x, (D,), m.w), h.sin()), {"w": (D,)}),
-    }
+def batch_norm(m, x):
+    return F.batch_norm(x, torch.zeros(D, dtype=f64), torch.ones(D, dtype=f64), m.w, m.b, training=True)
 
 
-@pytest.mark.parametrize("name", normalizations())
+LIGHT = {
+    "layer norm": lambda m, x: F.layer_norm(x, (D,), m.w, m.b),
+    "layer norm, scale alone": lambda m, x: F.layer_norm(x, (D,), m.w),
+    "layer norm, shift alone": lambda m, x: F.layer_norm(x, (D,), None, m.b),
+    "layer norm of a computed scale": lambda m, x: F.layer_norm(x, (D,), m.w.exp(), m.b),
+    "rms norm": lambda m, x: F.rms_norm(x, (D,), m.w),
+    "group norm": lambda m, x: F.group_norm(x, 2, m.w, m.b),
+    "group norm, scale alone": lambda m, x: F.group_norm(x, 2, m.w),
+    "batch norm": batch_norm,
+    "scale": lambda m, x: x * m.w,
+    "scale by a matrix": lambda m, x: m.matrix * x,
+    "shift": lambda m, x: x + m.w,
+    "difference": lambda m, x: m.w - x,
+    "shift in place": lambda m, x: x.sin().add_(m.b),
+    "scale of itself": lambda m, x: (x * m.w) * (x * m.w),
+    "bias of a frozen matrix": lambda m, x: torch.addmm(m.rows, x, x.detach().t()),
+    "output of a norm": lambda m, x: (h := F.layer_norm(x, (D,), m.w), h.sin()),
+}
+
+
+def light(name):
+    return Stage(LIGHT[name], w=(D,), b=(D,), matrix=(T, D), rows=(T,))
+
+
+@pytest.mark.parametrize("name", LIGHT)
 def test_light_weights_that_wait(name):
-    forward, weights = normalizations()[name]
     with zb.policy(defer="all"):
-        check(Stage(forward, **weights), (T, D), microbatches=3)
+        check(light(name), (T, D), microbatches=3)
 
 
 def test_light_weights_that_wait_behind_checkpointing():
-    from torch.utils.checkpoint import checkpoint
-
     for choice in ("keep", "recompute", "input_pass"):
         with zb.policy(defer="all", checkpoint=choice):
             m = block()
@@ -333,11 +323,10 @@ def test_light_weights_that_wait_behind_checkpointing():
 
 def test_activation_that_a_deferred_norm_reads_is_watched():
     m = Stage(lambda m, x: F.layer_norm(m.kept_h[-1], (D,), m.w), w=(D,))
-    x = torch.randn(T, D, dtype=f64, requires_grad=True)
+    x = fresh(T, D)
     m.kept_h = [x * 2]
-    out = m(x)
     with zb.policy(defer="all"):
-        _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+        _, groups = input_pass(m, x)
     m.kept_h[0].data.add_(0)  # through .data, nobody sees it
     m.kept_h[0].detach().add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -349,12 +338,11 @@ class Boom(Exception):
     pass
 
 
-@pytest.mark.parametrize("name", normalizations())
+@pytest.mark.parametrize("name", LIGHT)
 def test_node_that_ran_in_an_input_pass_that_failed_is_spent(name):
     """As after a failed ordinary backward, and not half usable."""
-    forward, weights = normalizations()[name]
-    m = Stage(forward, **weights)
-    x = torch.randn(T, D, dtype=f64, requires_grad=True)
+    m = light(name)
+    x = fresh(T, D)
     h = x.sin()
     armed = [True]
 
@@ -484,7 +472,7 @@ def test_main_grad_of_a_hook_that_raises_is_added_once():
             raised.append(w)
             raise ZeroDivisionError
 
-    x = torch.randn(T, D, dtype=f64, requires_grad=True)
+    x = fresh(T, D)
     expected = torch.autograd.grad(m(x).sum(), list(m.parameters()))
     m.a.register_post_accumulate_grad_hook(hook)
     out = m(x)

@@ -1,8 +1,12 @@
 """The oracle: a stage's split backward, held against one ordinary backward on a copy.
 
-A test describes a stage in one line and calls `check`:
+A test describes a stage in one line and calls `check`, or is a row of a table of such stages:
 
     check(Stage(lambda m, x: x @ (m.a + m.b), a=(4, 4), b=(4, 4)), (3, 4))
+
+    @table(case("sum of two weights", lambda m, x: x @ (m.a + m.b)), ...)
+    def test_weights(stage, inputs, options):
+        check(stage, *inputs, **options)
 
 `check` runs two microbatches of the stage through every order in `ORDERS` (weight passes at once, late, last
 microbatch first, group by group, interleaved) and compares weights' and inputs' gradients, what every hook received
@@ -90,6 +94,37 @@ def weight(*shape, dtype=torch.float64):
     return nn.Parameter(torch.randn(shape, dtype=dtype))
 
 
+def small(forward):
+    """A stage whose weights are the matrices a, b, c of 4 x 4 and the vectors s, t of 4. What it does not use stays None."""
+    return Stage(forward, a=(4, 4), b=(4, 4), c=(4, 4), s=(4,), t=(4,))
+
+
+def case(name, stage, *inputs, wrong="", always=True, **options):
+    """A row of a table, for `check`: a stage, or the forward of a `small` one; its input is of 3 x 4 unless given.
+
+    wrong, always: see `wrong_on_torch`.
+    """
+    stage = stage if isinstance(stage, Stage) else small(stage)
+    marks = [wrong_on_torch(wrong, always)] if wrong else []
+    return pytest.param(stage, inputs or ((3, 4),), options, marks=marks, id=name)
+
+
+def table(*cases):
+    return pytest.mark.parametrize(("stage", "inputs", "options"), cases)
+
+
+def fresh(*shape):
+    """An input, of 3 x 4 unless given."""
+    return torch.randn(shape or (3, 4), dtype=torch.float64, requires_grad=True)
+
+
+def input_pass(m, *inputs):
+    """Forward and I of one microbatch. The outputs' gradients are ones."""
+    outs = m(*inputs)
+    outs = outs if isinstance(outs, (tuple, list)) else [outs]
+    return zb.stage_backward_input(outs, [torch.ones_like(out) for out in outs], list(inputs), m.parameters())
+
+
 def random_input(*shape, dtype=torch.float32):
     """What makes a fresh input for each microbatch."""
     return lambda: torch.randn(shape, dtype=dtype, requires_grad=True)
@@ -114,15 +149,13 @@ def at_once(run):
 
 
 def late(run):
-    for step in (run.forward, run.input, run.weight):
-        for k in run.microbatches:
-            step(k)
+    run.inputs_of_all()
+    for k in run.microbatches:
+        run.weight(k)
 
 
 def last_microbatch_first(run):
-    for step in (run.forward, run.input):
-        for k in run.microbatches:
-            step(k)
+    run.inputs_of_all()
     for k in reversed(run.microbatches):
         run.weight(k)
 
@@ -144,9 +177,7 @@ def groups_reversed(run):
 
 
 def interleaved(run):
-    for step in (run.forward, run.input):
-        for k in run.microbatches:
-            step(k)
+    run.inputs_of_all()
     for row in itertools.zip_longest(*(run.groups[k] for k in run.microbatches)):
         for k, group in zip(run.microbatches, row, strict=True):
             if group is not None:
@@ -155,11 +186,8 @@ def interleaved(run):
 
 def one_weight_pass(run):
     """One call of W for all microbatches. Not among `ORDERS`: W has no microbatch then to which a hook's call belongs."""
-    for step in (run.forward, run.input):
-        for k in run.microbatches:
-            step(k)
-    run.order = list(run.microbatches)
-    run.weight(0, [group for groups in run.groups for group in groups])
+    run.inputs_of_all()
+    run.weights_of_all()
 
 
 def sharing(compute):
@@ -225,6 +253,16 @@ class Run:
             self.order.append(k)
         if groups is None and self.after_first is None:
             self.after_first = snapshot([w.grad for w in self.stage.parameters()])
+
+    def inputs_of_all(self):
+        for step in (self.forward, self.input):
+            for k in self.microbatches:
+                step(k)
+
+    def weights_of_all(self):
+        """In one call."""
+        self.order = list(self.microbatches)
+        self.weight(0, [group for groups in self.groups for group in groups])
 
     def full_backward(self, k):
         self.stage.microbatch = k

@@ -247,9 +247,12 @@ class Judged:
         groups = []
         for k in microbatches:
             left = self.split.groups[k]
-            taken = left[: -(-len(left) // pieces)]
-            self.split.groups[k] = left[len(taken) :]
-            groups += taken
+            first = -(-len(left) // abs(pieces))
+            parts = left[:first], left[first:]
+            if pieces < 0:
+                parts = left[-first:], left[:-first]
+            groups += parts[0]
+            self.split.groups[k] = parts[1]
             if k not in self.split.order:
                 self.split.order.append(k)
         self.split.impl.fails = fails

@@ -68,6 +68,7 @@ PLAIN = (
     "{n} = {x}.sort(dim=-1).values",
     "{n} = {x} + {x}.max(dim=1, keepdim=True).values",
     "{n} = torch.cat({x}.chunk(2, dim=1)[::-1], 1)",
+    "{n} = torch.cat([{x}.chunk(2, dim=1)[0]] * 2, 1)",
     "{n} = torch.stack([{x}.unbind(0)[{r}]] * ROWS) + {y}",
     "{n} = {x}.T.contiguous().T[:, :]",
     "{n} = ({x} @ {y}.t()).softmax(-1) @ {x}",
@@ -75,6 +76,7 @@ PLAIN = (
     "{n} = {x}.detach() * {y}",
     "{n} = {x}.cumsum(0).flip(1)",
     "{n} = torch.stack([{x}, {w}[:ROWS]]).unbind(0)[1] + {x}",
+    "first, second = torch.stack([{x}, {w}[:ROWS]]).unbind(0); {n} = first * second",
     "{n} = F.dropout({x}, 0.5)",
     "{n} = {x}.to(torch.float32).exp().to({x}.dtype)",
 )
@@ -145,8 +147,8 @@ class Program:
     """
     forward: lines of Python, from the values x0.. and the stage's weights w0.., v0.. to `return` of some values.
     passes: what runs, in order. "F0": the forward of microbatch 0. "I0". "W0": all its groups that are left;
-        "W0/2": the first of what is left, of 2 pieces; "W0+1": what is left of both, in one call. "D0": its groups are
-        dropped. "!3" behind one: its 4th operator fails; then what failed is tried again.
+        "W0/2": the first of what is left, of 2 pieces; "W0/-2": the last; "W0+1": what is left of both, in one call.
+        "D0": its groups are dropped. "!3" behind one: its 4th operator fails; then what failed is tried again.
     dtype: of weights and inputs.
     inputs: which of them require a gradient.
     frozen: weights that do not.
@@ -254,7 +256,7 @@ def passes(draw, microbatches, faults="IW", drops=True):
             kind = draw(st.integers(0, 11))
             others = [o for o in left if o != k and left[o] == "W"]
             if kind in (8, 9):
-                word += "/2"  # and W again
+                word += "/2" if kind == 8 else "/-2"  # and W again
                 begun.add(k)
             elif kind == 10 and others:
                 word += f"+{others[0]}"
