@@ -43,8 +43,6 @@ LIBTORCH = """\
 ONE_FILE = '#ifndef __clang__\n#pragma GCC diagnostic ignored "-Wsubobject-linkage"\n#endif\n'
 
 C_FLAGS = ["-std=c11", "-Wall", "-Wextra", "-Wconversion", "-Wshadow"]
-# The core's asserts. Not libtorch's, in its headers: one refuses to ask a tensor if it is dying (things.cpp, lock).
-C_FLAGS += ["-UNDEBUG"] if DEBUG else []
 CXX_FLAGS = ["-Wall", "-Wextra"]
 # Every compiler that can build this torch has them; a C library that knows no third level takes it for the second. The
 # sanitizers look where the second flag does, and closer.

@@ -27,17 +27,16 @@ FUZZ_WITH_fuzz_ways = tests/c/ways_model.c
 FUZZ_WITH_fuzz_weight_pass = tests/c/fake_shim.c $(filter-out %/input_pass.c,$(PASS_SOURCES:%=csrc/%))
 CORE_LIB := $(CORE_BUILD)/libzbpcore.a
 
-# The flavours: plain is what the library ships;
-# count calls a function per basic block, for test_large; ubsan asks for more than the language does, optimised as what
+# The flavours: plain is what the library ships; count calls a function per basic block, for test_large; ubsan asks for more than the language does, optimised as what
 # ships is; tsan is for what several threads do.
-CORE_FLAGS_plain := -O2 -g -fPIC -DNDEBUG
-CORE_FLAGS_asan := -O1 -g -UNDEBUG $(CORE_SANITIZE)
-CORE_FLAGS_count := -O2 -g -DNDEBUG
+CORE_FLAGS_plain := -O2 -g -fPIC
+CORE_FLAGS_asan := -O1 -g $(CORE_SANITIZE)
+CORE_FLAGS_count := -O2 -g
 CORE_FLAGS_cov := -O0 -g --coverage
 CORE_UNDEFINED := -fsanitize=undefined,float-divide-by-zero,float-cast-overflow,bounds-strict -fno-sanitize-recover=all
-CORE_FLAGS_ubsan := -O2 -g -UNDEBUG $(CORE_UNDEFINED)
-CORE_FLAGS_tsan := -O1 -g -UNDEBUG -fsanitize=thread
-CORE_FLAGS_sites := -O1 -g -UNDEBUG
+CORE_FLAGS_ubsan := -O2 -g $(CORE_UNDEFINED)
+CORE_FLAGS_tsan := -O1 -g -fsanitize=thread
+CORE_FLAGS_sites := -O1 -g
 CORE_TRACE_sites = $(if $(filter core/base/zbp_alloc.c,$(<:csrc/%=%)),,-include tests/c/sites.h)
 CORE_LINK_ubsan := $(CORE_UNDEFINED)
 CORE_LINK_tsan := -fsanitize=thread

@@ -1,4 +1,4 @@
-/* check.h - the test programs' frame: checks that survive NDEBUG, and a count of cases.
+/* check.h - the test programs' frame: checks, and a count of cases.
  *
  * A program's main calls RUN once per case and returns check_end(). A failed CHECK says where and
  * what, fails the case and goes on; a failed REQUIRE ends the program.

@@ -1,6 +1,5 @@
 """Stages to compile, and the oracle for them: a compiled copy in halves against an eager copy's ordinary backward."""
 
-import contextlib
 import itertools
 import logging
 
@@ -70,19 +69,6 @@ def run_input(stage, x, forward=None):
 
 def bytes_held(groups):
     return sum(group.bytes_held for group in groups)
-
-
-@contextlib.contextmanager
-def counting_flops():
-    """A function that runs a pass and returns the FLOPs of its products."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    def of(step, *args, **kwargs):
-        with FlopCounterMode(display=False) as counter:
-            step(*args, **kwargs)
-        return counter.get_total_flops()
-
-    yield of
 
 
 def not_split(caplog):

@@ -180,7 +180,7 @@ struct Group : zbp_group, std::enable_shared_from_this<Group> {
   bool was_captured =
       false;  // I ran within the capture of a graph of the device's: see Note [Streams]
   SmallVector<Task, 1> tasks;
-  SmallVector<c10::Stream, 1> streams;  // those of the tasks: zbp_task.stream counts from 1
+  SmallVector<c10::Stream, 1> streams;  // those of the tasks, each once
   SmallVector<Weight, 2> weights;
   std::vector<Outside> outside;
   std::vector<UnpinnedOutside> unpinned_outside;  // what I has still to see to
