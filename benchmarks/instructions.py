@@ -30,7 +30,7 @@ from bench.host_time import Stage
 torch.set_num_threads(1)
 passes = store = None
 {{passes}}
-stage = Stage({{blocks}}, store)
+stage = Stage({{blocks}}, store, {{weights!r}})
 """
 # What each side calls, and where its passes come from: callgrind takes long for each import.
 SPLITS = {
@@ -40,20 +40,21 @@ SPLITS = {
 }
 
 
-def count(side: str, blocks: int) -> float:
+def count(side: str, blocks: int, weights: str) -> float:
     """Instructions of one call."""
-    print(f"counting {side} of {blocks} blocks", file=sys.stderr, flush=True)
+    print(f"counting {side} of {blocks} blocks, {weights}", file=sys.stderr, flush=True)
     timer = Timer(
         "stage.split(passes)" if side in SPLITS else f"stage.{side}()",
-        setup=SET_UP.format(blocks=blocks, passes=SPLITS.get(side, "")),
+        setup=SET_UP.format(blocks=blocks, weights=weights, passes=SPLITS.get(side, "")),
     )
     return timer.collect_callgrind(number=RUNS, collect_baseline=False).counts() / RUNS
 
 
-def measure(blocks: int) -> dict[str, float]:
-    """Instructions of a backward, on each side."""
-    counts = {side: count(side, blocks) for side in ("forward", "unsplit", *SPLITS)}
-    return {side: counts[side] - counts["forward"] for side in ("unsplit", *SPLITS)}
+def measure(blocks: int, weights: str) -> dict[str, float]:
+    """Instructions of a backward, on each side; a store knows neither tied nor hooked weights."""
+    splits = [side for side in SPLITS if weights == "plain" or side != "store"]
+    counts = {side: count(side, blocks, weights) for side in ("forward", "unsplit", *splits)}
+    return {side: counts[side] - counts["forward"] for side in ("unsplit", *splits)}
 
 
 def main() -> int:
@@ -66,14 +67,16 @@ def main() -> int:
         return 1
     # Callgrind is given the first python on the path, whichever that is.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    measured = {blocks: measure(blocks) for blocks in given.blocks}
+    measured = {str(blocks): measure(blocks, "plain") for blocks in given.blocks}
+    fewest = min(given.blocks)
+    measured |= {f"{fewest}, {weights} weights": measure(fewest, weights) for weights in ("tied", "hooked")}
     rows = [
         [
-            str(blocks),
+            stack,
             f"{counts['unsplit'] / 1e6:.2f}",
-            *(f"{counts[side] / counts['unsplit']:.3f}x" for side in SPLITS),
+            *(f"{counts[side] / counts['unsplit']:.3f}x" if side in counts else "" for side in SPLITS),
         ]
-        for blocks, counts in measured.items()
+        for stack, counts in measured.items()
     ]
     print(table(["blocks", "unsplit, M", *SPLITS], rows))
     write(given.json, "instructions", measured)

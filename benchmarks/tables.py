@@ -136,7 +136,11 @@ def host_time() -> str:
 
 def instructions() -> str:
     rows = [
-        [blocks, f"{counts['unsplit'] / 1e6:.1f}", *(f"{counts[side] / counts['unsplit']:.2f}x" for side in SPLIT)]
+        [
+            blocks,
+            f"{counts['unsplit'] / 1e6:.1f}",
+            *(f"{counts[side] / counts['unsplit']:.2f}x" if side in counts else "" for side in SPLIT),
+        ]
         for blocks, counts in figures("instructions").items()
     ]
     return markdown(["blocks", "unsplit, million", *(f"{side} I + W" for side in SPLIT)], rows)

@@ -40,11 +40,23 @@ class Times(NamedTuple):
 
 
 class Stage:
-    """A stack of blocks, and what one backward of it is given. With a store its layers are the store's."""
+    """A stack of blocks, and what one backward of it is given. With a store its layers are the store's.
 
-    def __init__(self, blocks: int, store: Store | None = None) -> None:
+    weights: "plain", "tied" (each odd block has the matrices of the block before it) or "hooked" (a hook on each
+    weight). The engine sums what tied and hooked weights are owed, so W costs more there.
+    """
+
+    def __init__(self, blocks: int, store: Store | None = None, weights: str = "plain") -> None:
         torch.manual_seed(0)
-        self.module: nn.Module = nn.Sequential(*(Block(WIDTH, HEADS) for _ in range(blocks)))
+        stack = [Block(WIDTH, HEADS) for _ in range(blocks)]
+        if weights == "tied":
+            for block, before in zip(stack[1::2], stack[::2], strict=True):
+                block.up.weight, block.down.weight = before.up.weight, before.down.weight
+                block.qkv.weight, block.out.weight = before.qkv.weight, before.out.weight
+        self.module: nn.Module = nn.Sequential(*stack)
+        if weights == "hooked":
+            for parameter in self.module.parameters():
+                parameter.register_hook(lambda grad: None)
         if store is not None:
             store.prepare(self.module)
         self.x = torch.randn(BATCH, TOKENS, WIDTH)
