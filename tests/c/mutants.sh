@@ -108,12 +108,12 @@ mutant "a complete group lets go of what is to run again" $pass \
 # What the engine runs.
 mutant "the engine passes over the steps of a path" $book 's/zbp_layout_give_up_path(layout, f);/(void)layout;/'
 mutant "groups of one run share a weight" $pass \
-    '/^static int join_run/,/^}/s/zbp_map_find(weights, zbp_weight_key(group, w), NULL);/false;/'
-mutant "a group that begins the next run is left out" $pass 's/g--;/;/'
+    '/^static bool has_one_of/,/^}/s/zbp_map_find(weights, zbp_weight_key(group, w), NULL);/false;/'
+mutant "a group that begins the next run is left out" $pass 's/first = g;/first = g + 1;/'
 mutant "runs come in another order than their groups" $pass \
     '/^static int run_engine/,/^}/s/group\[g\]/group[count - 1 - g]/g'
 mutant "what a run raised is not raised" $pass \
-    's/status = go(&run, &weights, error);/(void)!go(\&run, \&weights, error);/'
+    's/status = zbp_run_engine(group + first, g - first/(void)!zbp_run_engine(group + first, g - first/'
 mutant "a run does not come after what the caller did" $pass \
     '/^static int join_run/,/^}/s/status = zbp_follow_caller(.*/;/'
 mutant "a weight that was added is wanted again" $book 's/return !book->weight\[weight\].is_added && /return /'

@@ -26,7 +26,6 @@
 #include "shim/holders/arrays.h"
 #include "shim/holders/freed.h"
 #include "shim/holders/scripts.h"
-#include "shim/torch/edits.h"
 #include "shim/pass/group.h"
 #include "shim/torch/dlpack.h"
 #include "shim/torch/nodes.h"
@@ -288,7 +287,6 @@ void zbp_things::saved_reference(const SavedVariable& saved, const char* name, i
 
 void zbp_things::node_references(Node& node, Visit visit) {
   {
-    const std::lock_guard<std::mutex> lock(edges_mutex());
     int32_t index = 0;
     for (const Edge& edge : node.next_edges()) {
       visit_node(edge.function.get(), "next node", index++, visit);
@@ -350,28 +348,39 @@ void zbp_things::group_references(PyObject* object, Visit visit) {
   int32_t index = 0;
   for (const Task& task : group.tasks) {
     visit_node(task.node.get(), "weight task", index, visit);
+    c10::impl::PyInterpreter* const interpreter = getPyInterpreter();
     for (const Face& face : task.face) {
       visit_node(face.edge.function.get(), "weight face of task", index, visit);
+      visit_tensor(face.grad.tensor(), "kept gradient of weight task", index, visit);
     }
-    visit_tensor(task.other.tensor(), "matrix of weight task", index, visit);
-    for (const Watched& grad : task.output_grads) {
-      visit_tensor(grad.tensor(), "output gradient of weight task", index, visit);
+    if (const auto* product = std::get_if<Product>(&task.work)) {
+      visit_tensor(product->output_grad.tensor(), "output gradient of weight task", index, visit);
+      if (const auto* matrix = std::get_if<Watched>(&product->other)) {
+        visit_tensor(matrix->tensor(), "matrix of weight task", index, visit);
+      } else {  // a deferred node tells of its own
+        const PackedPtr& packed = std::get<PackedPtr>(product->other);
+        for (PyObject* held : {packed->data.ptr(interpreter), packed->unpack_hook.ptr(interpreter)}) {
+          visit({ZBP_THING_PYTHON, held, "packed matrix of weight task", index, true});
+        }
+      }
+    } else if (const auto* deferred = std::get_if<Deferred>(&task.work)) {
+      for (const Watched& grad : deferred->output_grads) {
+        visit_tensor(grad.tensor(), "output gradient of weight task", index, visit);
+      }
+      for (const Watched& saved : deferred->saved) {
+        visit_tensor(saved.tensor(), "saved tensor of weight task", index, visit);
+      }
     }
-    for (const Watched& kept : task.kept) {
-      visit_tensor(kept.tensor(), "kept gradient of weight task", index, visit);
-    }
-    for (const Watched& saved : task.saved) {
-      visit_tensor(saved.tensor(), "saved tensor of weight task", index, visit);
-    }
-    for (const Work& work : task.works) {
+    const auto* given = std::get_if<Given>(&task.work);
+    for (size_t i = 0; given && i < given->works.size(); ++i) {
+      const Work& work = given->works[i];
       if (work.call) {
-        for (const Watched& saved : work.call->saved) {
-          visit_tensor(saved.tensor(), "saved for the work of task", index, visit);
+        for (const auto& list : {c10::ArrayRef<Watched>(work.call->saved),
+                                 c10::ArrayRef<Watched>(work.call->parameters)}) {
+          for (const Watched& saved : list) {
+            visit_tensor(saved.tensor(), "saved for the work of task", index, visit);
+          }
         }
-        for (const Watched& parameter : work.call->parameters) {
-          visit_tensor(parameter.tensor(), "saved for the work of task", index, visit);
-        }
-        c10::impl::PyInterpreter* const interpreter = getPyInterpreter();
         visit({ZBP_THING_PYTHON, work.call->function.ptr(interpreter), "work of weight task", index,
                true});
         visit({ZBP_THING_PYTHON, work.call->arguments.ptr(interpreter),
@@ -380,13 +389,6 @@ void zbp_things::group_references(PyObject* object, Visit visit) {
       for (const Watched& grad : work.grads) {
         visit_tensor(grad.tensor(), "gradient from the work of task", index, visit);
       }
-    }
-    if (task.kind() == Kind::product && !task.packed.empty()) {  // a deferred node tells of its own
-      c10::impl::PyInterpreter* const interpreter = getPyInterpreter();
-      visit({ZBP_THING_PYTHON, task.packed[0]->data.ptr(interpreter),
-             "packed matrix of weight task", index, true});
-      visit({ZBP_THING_PYTHON, task.packed[0]->unpack_hook.ptr(interpreter),
-             "packed matrix of weight task", index, true});
     }
     ++index;
   }

@@ -13,56 +13,26 @@ namespace zbp {
 
 namespace {
 
-/// Null if nobody imported torch.distributed.tensor. No error is set.
-THPObjectPtr dtensor_class() {
-  THPObjectPtr module_name(PyUnicode_FromString("torch.distributed.tensor"));
-  THPObjectPtr module(module_name ? PyImport_GetModule(module_name.get()) : nullptr);
-  THPObjectPtr found(module ? PyObject_GetAttrString(module.get(), "DTensor") : nullptr);
-  PyErr_Clear();
-  return found;
-}
-
-bool is_dtensor_object(PyObject* object) {
-  THPObjectPtr type = dtensor_class();
-  return type && PyObject_IsInstance(object, type.get()) == 1;
-}
-
 constexpr const char* OF_DTENSORS = "zbpipe._torch.dtensor";
 
-/// What could not be asked of a DTensor is as if it were none; but nobody's Ctrl-C is lost.
-void forget_error() {
-  if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) {
-    throw python_error();
+/// What `ask` returns. What could not be asked of a DTensor is as if it were none; but nobody's Ctrl-C is lost.
+template <class Ask>
+THPObjectPtr asked(const Ask& ask) {
+  try {
+    return ask();
+  } catch (python_error&) {
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) {
+      throw;
+    }
+    PyErr_Clear();
+    return {};
   }
-  PyErr_Clear();
 }
 
 /// The plain tensor in `object`, which may be null.
 std::optional<at::Tensor> plain_tensor_in(PyObject* object) {
   const at::Tensor* tensor = object ? as_tensor(object) : nullptr;
   return tensor && !is_subclass(*tensor) ? std::optional(*tensor) : std::nullopt;
-}
-
-std::optional<LocalProduct> take_apart(const Operand& sum, const Operand& left,
-                                       const Operand& right) {
-  THPObjectPtr function = python_function(OF_DTENSORS, "local_product");
-  THPObjectPtr transposed(Py_BuildValue("(iii)", static_cast<int>(sum.is_transposed),
-                                        static_cast<int>(left.is_transposed),
-                                        static_cast<int>(right.is_transposed)));
-  THPObjectPtr matrices(wrap_tensors({sum.matrix, left.matrix, right.matrix}));
-  if (!transposed) {
-    throw python_error();
-  }
-  THPObjectPtr parts(PyObject_CallFunctionObjArgs(
-      function.get(), PyTuple_GET_ITEM(matrices.get(), 0), PyTuple_GET_ITEM(matrices.get(), 1),
-      PyTuple_GET_ITEM(matrices.get(), 2), transposed.get(), nullptr));
-  if (!parts || !PyTuple_Check(parts.get()) || PyTuple_GET_SIZE(parts.get()) != 3) {
-    return std::nullopt;
-  }
-  const auto s = plain_tensor_in(PyTuple_GET_ITEM(parts.get(), 0));
-  const auto l = plain_tensor_in(PyTuple_GET_ITEM(parts.get(), 1));
-  const auto r = plain_tensor_in(PyTuple_GET_ITEM(parts.get(), 2));
-  return s && l && r ? std::optional(LocalProduct{*s, *l, *r}) : std::nullopt;
 }
 
 }  // namespace
@@ -72,8 +42,12 @@ bool is_dtensor(const at::Tensor& tensor) {
     return false;
   }
   const AcquireGil gil;
-  THPObjectPtr object(THPVariable_Wrap(tensor));
-  const bool is_one = object && is_dtensor_object(object.get());
+  // Nothing is one where nobody imported torch.distributed.tensor.
+  THPObjectPtr name(PyUnicode_FromString("torch.distributed.tensor"));
+  THPObjectPtr module(name ? PyImport_GetModule(name) : nullptr);
+  THPObjectPtr type(module ? PyObject_GetAttrString(module, "DTensor") : nullptr);
+  THPObjectPtr object(type ? THPVariable_Wrap(tensor) : nullptr);
+  const bool is_one = object && PyObject_IsInstance(object, type) == 1;
   PyErr_Clear();
   return is_one;
 }
@@ -83,12 +57,9 @@ at::Tensor local_part(const at::Tensor& tensor) {
     return tensor;
   }
   const AcquireGil gil;
-  THPObjectPtr object(THPVariable_Wrap(tensor));
-  THPObjectPtr function = python_function(OF_DTENSORS, "local_part");
-  THPObjectPtr local(object && function
-                         ? PyObject_CallFunctionObjArgs(function.get(), object.get(), nullptr)
-                         : nullptr);
-  forget_error();
+  THPObjectPtr local = asked([&] {
+    return call_python(OF_DTENSORS, "local_part", {checked(wrap_tensor(tensor))});
+  });
   return plain_tensor_in(local.get()).value_or(tensor);
 }
 
@@ -99,9 +70,22 @@ std::optional<LocalProduct> local_product(const Operand& sum, const Operand& lef
     return std::nullopt;
   }
   const AcquireGil gil;
-  auto parts = take_apart(sum, left, right);
-  forget_error();  // then the DTensors' own rules apply
-  return parts;
+  THPObjectPtr parts = asked([&] {
+    return call_python(
+        OF_DTENSORS, "local_product",
+        {checked(wrap_tensor(sum.matrix)), checked(wrap_tensor(left.matrix)),
+         checked(wrap_tensor(right.matrix)),
+         checked(Py_BuildValue("(iii)", sum.is_transposed, left.is_transposed,
+                               right.is_transposed))});
+  });
+  if (!parts || parts.get() == Py_None) {
+    return std::nullopt;  // the DTensors' own rules apply
+  }
+  const auto s = plain_tensor_in(PyTuple_GetItem(parts, 0));
+  const auto l = plain_tensor_in(PyTuple_GetItem(parts, 1));
+  const auto r = plain_tensor_in(PyTuple_GetItem(parts, 2));
+  PyErr_Clear();
+  return s && l && r ? std::optional(LocalProduct{*s, *l, *r}) : std::nullopt;
 }
 
 }  // namespace zbp

@@ -1,21 +1,52 @@
 #include "shim/pass/group.h"
 
-#include <algorithm>
 #include <unordered_set>
-#include <utility>
 
-#include "shim/pass/zbp_weight.h"
+#include <torch/csrc/PyInterpreter.h>
+
+#include "shim/torch/gil.h"
 #include "shim/torch/python.h"
 
 namespace zbp {
 
-std::optional<size_t> face_at(const Task& task, uint32_t slot) {
-  for (size_t f = 0; f < task.face.size(); ++f) {
-    if (task.plan(f).slot == slot) {
+namespace {
+
+std::variant<Given, Product, Deferred> work_of(Kind kind) {
+  if (kind == Kind::product) {
+    return Product{};
+  }
+  return kind == Kind::deferred ? std::variant<Given, Product, Deferred>(Deferred{}) : Given{};
+}
+
+}  // namespace
+
+at::Tensor Packed::unpack() const {
+  const AcquireGil gil;
+  c10::impl::PyInterpreter* const interpreter = getPyInterpreter();
+  THPObjectPtr tensor = checked(
+      PyObject_CallFunctionObjArgs(unpack_hook.ptr(interpreter), data.ptr(interpreter), nullptr));
+  const at::Tensor* unpacked = as_tensor(tensor);
+  TORCH_CHECK_TYPE(unpacked, "a saved tensor's unpack hook returned a ", type_name(tensor),
+                   "; expected a tensor");
+  return unpacked->detach();
+}
+
+Task::Task(zbp_layout& of_layout, uint32_t of_number, NodePtr of_node)
+    : layout(&of_layout), number(of_number), node(std::move(of_node)), work(work_of(kind())) {}
+
+std::optional<size_t> Task::face_at(uint32_t slot) const {
+  for (size_t f = 0; f < face.size(); ++f) {
+    if (plan(f).slot == slot) {
       return f;
     }
   }
   return std::nullopt;
+}
+
+Deferred& Task::defer_product() {
+  plan().kind = ZBP_TASK_DEFERRED;
+  plan().why = ZBP_WHY_MATRICES;
+  return work.emplace<Deferred>();
 }
 
 Group::~Group() {
@@ -33,63 +64,10 @@ void Group::release() noexcept {
   arguments_outside.clear();
   outside_recomputed_for = 0;
   for (const Task& task : dead_tasks) {
-    if (task.is_consumed && task.kind() == Kind::deferred) {
+    if (const auto* deferred = std::get_if<Deferred>(&task.work); deferred && deferred->is_alone) {
       task.node->release_variables();
     }
   }
-}
-
-namespace {
-
-std::string reader_in(const Group& group, const Task& task) {
-  std::string words = task.name();
-  const char* between = " for the weight of ";
-  for (size_t i = 0; i < task.face.size(); ++i) {
-    if (task.plan(i).weight >= 0) {
-      words += between + describe(group.weights[task.plan(i).weight].accumulator->variable);
-      between = " and of ";
-    }
-  }
-  return words;
-}
-
-Modified modified(const Watched& watched, std::string reader) {
-  return {ZBP_MODIFIED_HELD, describe(watched.tensor()), std::move(reader), watched.kept_version(),
-          static_cast<uint32_t>(watched.tensor()._version())};
-}
-
-std::optional<Modified> find_modified(const std::vector<Version>& versions, uint8_t role) {
-  const auto found = std::find_if(versions.begin(), versions.end(),
-                                  [](const Version& version) { return version.was_modified(); });
-  if (found == versions.end()) {
-    return std::nullopt;
-  }
-  return Modified{role, found->describe(), {}, found->seen(), found->now()};
-}
-
-}  // namespace
-
-std::optional<Modified> Group::find_modified() const {
-  for (const Task& task : tasks) {
-    const Watched* first = nullptr;
-    const auto look = [&first](const Watched& watched) {
-      first = first || !watched.was_modified() ? first : &watched;
-    };
-    for_each_watched(task, look);
-    for (const Work& work : task.works) {
-      if (work.call) {
-        std::for_each(work.call->parameters.begin(), work.call->parameters.end(), look);
-      }
-    }
-    if (first) {
-      return modified(*first, reader_in(*this, task));
-    }
-    if (auto argument = zbp::find_modified(task.arguments, ZBP_MODIFIED_RECOMPUTED)) {
-      return argument;
-    }
-  }
-  auto argument = zbp::find_modified(arguments_outside, ZBP_MODIFIED_RECOMPUTED);
-  return argument ? argument : zbp::find_modified(saved_outside, ZBP_MODIFIED_OUTSIDE);
 }
 
 uint64_t Group::recomputed_for() const {

@@ -11,13 +11,14 @@
 // Threads: a Group is used by one pass at a time; the bindings see to that.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include <c10/core/SafePyObject.h>
@@ -33,10 +34,10 @@
 
 namespace zbp {
 
-/// One edge of a task towards the weights; its numbers are in the layout.
+/// One edge of a task towards the weights: the record beside its zbp_face.
 struct Face {
-  Edge edge;                   // where it leads
-  SmallVector<Node*, 2> path;  // plain steps before the weight; borrowed: alive as long as `edge`
+  Edge edge;     // where it leads
+  Watched grad;  // its gradient; undefined while W has still to compute it
 };
 
 /// See zbp_layout.h.
@@ -55,19 +56,12 @@ struct Packed {
   /// Takes the GIL. Raises what the hook raises.
   at::Tensor unpack() const;
 };
+using PackedPtr = std::shared_ptr<const Packed>;
 
 /// Autocast on one type of device, as it was where work was handed over.
 struct Autocast {
   c10::DeviceType device;
   c10::ScalarType dtype;
-};
-
-/// A factor that a deferred node insists on and W does not read: only its shape is kept.
-struct Blank {
-  torch::autograd::SavedVariable* place;  // the node's, borrowed
-  std::vector<int64_t> sizes;
-  std::vector<int64_t> strides;
-  at::TensorOptions options;
 };
 
 /// What the backward of a Function handed over in I: a Python callable that computes in W the gradients at
@@ -87,65 +81,96 @@ struct Work {
   bool is_checked = false;  // the gradients fit their faces
 };
 
+/// W multiplies the node's output gradient with one matrix.
+struct Product {
+  Watched output_grad;
+  std::variant<Watched, PackedPtr> other;  // the matrix; or W unpacks it
+  uint32_t matrix_slot;                    // the edge of the weight matrix
+  bool weight_is_left;                     // the weight is the left factor
+};
+
+/// A factor that a deferred node insists on and W does not read: only its shape is kept.
+struct Blank {
+  torch::autograd::SavedVariable* saved;  // the node's, borrowed
+  std::vector<int64_t> sizes;
+  std::vector<int64_t> strides;
+  at::TensorOptions options;
+};
+
+/// W runs the node again.
+struct Deferred {
+  SmallVector<Watched, 1> output_grads;  // per input of the node
+  SmallVector<Watched, 1> saved;         // by the node, and W will read it
+  SmallVector<PackedPtr, 1> packed;      // by the node, which shares it
+  std::vector<Blank> blanks;
+  bool is_alone = false;  // I is through with the node: nobody else runs it
+};
+
+/// W starts from gradients that the faces have, and from work; also a root's.
+struct Given {
+  std::vector<Work> works;
+};
+
 struct Task {
-  Task(zbp_layout& of_layout, uint32_t of_number) : layout(&of_layout), number(of_number) {}
+  Task(zbp_layout& of_layout, uint32_t of_number, NodePtr of_node);
 
   zbp_task& plan() const { return layout->task[number]; }
   zbp_face& plan(size_t f) const { return layout->face[plan().face_begin + f]; }
   Kind kind() const { return static_cast<Kind>(plan().kind); }
-  /// A product whose matrices, seen in I, need more than one multiplication.
-  void defer_product() {
-    plan().kind = ZBP_TASK_DEFERRED;
-    plan().why = ZBP_WHY_MATRICES;
-  }
-  uint64_t sequence_nr() const { return plan().sequence_nr; }
   std::string name() const { return node ? node->name() : name_of_gone; }
+  /// The number of the face that is this edge of the node.
+  std::optional<size_t> face_at(uint32_t slot) const;
+  /// A product whose matrices, seen in I, need more than one multiplication.
+  Deferred& defer_product();
 
   zbp_layout* layout;  // the group's, where the task's numbers are; borrowed
   uint32_t number;
-  NodePtr node;              // null for a whole one that libtorch did not generate, once I is over
+  NodePtr node;              // once I is over, null for one that W does not run or ask
   std::string name_of_gone;  // that node's
-  uint32_t input_nr = 0;     // root: which input of `node` the output gradient belongs to
   SmallVector<Face, 2> face;
-
-  Watched other;                // product: the matrix that is multiplied with the output gradient
-  uint32_t matrix_slot = 0;     // product: the edge of the weight matrix
-  bool weight_is_left = false;  // product: the weight is the left factor
-  SmallVector<Watched, 1> output_grads;  // product, deferred: per input of the node; root: one
-  SmallVector<Watched, 2> kept;          // whole: per face
-  SmallVector<Watched, 1> saved;         // deferred: what the node has saved and W will read
-  // What stays packed until W: a product's `other`; what a deferred node has saved, and shares.
-  SmallVector<std::shared_ptr<const Packed>, 1> packed;
-  std::vector<Blank> blanks;       // deferred
+  std::variant<Given, Product, Deferred> work;
   std::vector<Version> arguments;  // of the regions that W computes again for it
-  bool is_consumed = false;        // I has run the node and is through: it is the task's alone
-  std::vector<Work> works;         // whole: adds to `kept`
-
-  std::unique_ptr<const torch::autograd::InputMetadata>
-      place;  // device and stream, when not the CPU
+  // Device and stream, when not the CPU.
+  std::unique_ptr<const torch::autograd::InputMetadata> place;
 };
-
-/// The number of the task's face that is this edge of its node.
-std::optional<size_t> face_at(const Task& task, uint32_t slot);
 
 /// Calls `visit` with every tensor that the task's W reads.
 template <class Visit>
 void for_each_watched(const Task& task, const Visit& visit) {
-  visit(task.other);
-  for (const c10::ArrayRef<Watched> list :
-       {c10::ArrayRef<Watched>(task.output_grads), c10::ArrayRef<Watched>(task.kept),
-        c10::ArrayRef<Watched>(task.saved)}) {
-    for (const Watched& watched : list) {
-      visit(watched);
+  const auto all = [&visit](c10::ArrayRef<Watched> list) {
+    std::for_each(list.begin(), list.end(), visit);
+  };
+  for (const Face& face : task.face) {
+    visit(face.grad);
+  }
+  if (const auto* product = std::get_if<Product>(&task.work)) {
+    visit(product->output_grad);
+    if (const auto* matrix = std::get_if<Watched>(&product->other)) {
+      visit(*matrix);
+    }
+  } else if (const auto* deferred = std::get_if<Deferred>(&task.work)) {
+    all(deferred->output_grads);
+    all(deferred->saved);
+  } else {
+    for (const Work& work : std::get<Given>(task.work).works) {
+      if (work.call) {
+        all(work.call->saved);
+      }
+      all(work.grads);
     }
   }
-  for (const Work& work : task.works) {
-    for (const c10::ArrayRef<Watched> list :
-         {work.call ? c10::ArrayRef<Watched>(work.call->saved) : c10::ArrayRef<Watched>(),
-          c10::ArrayRef<Watched>(work.grads)}) {
-      for (const Watched& watched : list) {
-        visit(watched);
-      }
+}
+
+/// Calls `visit` with what of the task stays packed until W.
+template <class Visit>
+void for_each_packed(const Task& task, const Visit& visit) {
+  if (const auto* deferred = std::get_if<Deferred>(&task.work)) {
+    for (const PackedPtr& packed : deferred->packed) {
+      visit(*packed);
+    }
+  } else if (const auto* product = std::get_if<Product>(&task.work)) {
+    if (const auto* packed = std::get_if<PackedPtr>(&product->other)) {
+      visit(**packed);
     }
   }
 }
@@ -160,7 +185,6 @@ struct Weight {
 struct UnpinnedOutside {
   NodePtr node;
   size_t number;  // of the saved variable, among the node's
-  bool is_left;   // W unpacks it, if it can
 };
 
 /// A node between the tasks and the weights. Other groups may share it.
@@ -177,8 +201,7 @@ struct Group : zbp_group, std::enable_shared_from_this<Group> {
   Group& operator=(const Group&) = delete;
 
   std::shared_ptr<Group> owned;  // itself, while the caller owns it: until zbp_group_free
-  bool was_captured =
-      false;  // I ran within the capture of a graph of the device's: see Note [Streams]
+  bool was_captured = false;  // I ran within a capture of the device's: see Note [Streams]
   SmallVector<Task, 1> tasks;
   SmallVector<c10::Stream, 1> streams;  // those of the tasks, each once
   SmallVector<Weight, 2> weights;
@@ -200,20 +223,12 @@ struct Group : zbp_group, std::enable_shared_from_this<Group> {
   void release() noexcept;
   /// Bytes of the tensors held for W, each storage counted once.
   size_t bytes_held() const;
-  /// The first tensor that W reads and that was changed since I; weights that regions read are not among them.
-  std::optional<Modified> find_modified() const;
   /// True if W may run what Python hooks have packed: a region computed again may read any tensor of the forward.
   bool leaves_packed() const;
   /// Of the nodes for which W computes a region again, the highest sequence number; 0 if there are none. What is
   /// computed for a node has been computed before it in the forward.
   uint64_t recomputed_for() const;
 };
-
-/// The edges that W follows of an outside node.
-inline std::pair<const zbp_hop*, const zbp_hop*> hops_of(const zbp_layout& layout, size_t outside) {
-  return {layout.hop + zbp_layout_first_hop(&layout, static_cast<uint32_t>(outside)),
-          layout.hop + zbp_layout_first_hop(&layout, static_cast<uint32_t>(outside) + 1)};
-}
 
 using GroupPtr = std::shared_ptr<Group>;
 

@@ -1,138 +1,319 @@
-// One run of the engine for several groups: Start -> task nodes -> proxies -> sinks.
+// One run of the engine in W, for what hooks, sums, or nodes between a task and its weights ask of it:
+// Start -> task nodes -> (proxies of the nodes outside the closure) -> sinks.
 
-#include "shim/torch/nodes.h"
+#include <exception>
+#include <mutex>
+#include <utility>
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
+
+#include "shim/pass/gradients.h"
+#include "shim/pass/saved.h"
+#include "shim/pass/stand_in.h"
 #include "shim/pass/start.h"
-#include "shim/pass/weight_nodes.h"
 #include "shim/pass/zbp_weight.h"
 #include "shim/torch/error.h"
+#include "shim/torch/ranges.h"
+#include "shim/work/work.h"
 
-using namespace zbp;
+namespace zbp {
 
-/// The graph of one run of W, put in front of the accumulators.
-struct zbp_run {
-  explicit zbp_run(bool retain) : retain_(retain), error_(std::make_shared<FirstError>()) {}
+using torch::autograd::AccumulateGrad;
 
-  void add(const GroupPtr& group);
-  void go();
+namespace {
+
+/// What the nodes of a run share.
+///
+/// Note [Why a sink does not stop the engine]
+/// When the engine stops at an error, gradients that were on their way are lost, and what the nodes
+/// between a task and its weights had saved is gone: those weights could never be completed. So a
+/// sink keeps its gradient for the next call, notes the first error, and lets the run finish.
+class Shared {
+ public:
+  explicit Shared(bool retain) : retain(retain) {}
+
+  template <class Body>
+  void noting_errors(const Body& body) {
+    try {
+      body();
+    } catch (python_error& error) {
+      error.persist();
+      note(std::current_exception());
+    } catch (...) {
+      note(std::current_exception());
+    }
+  }
+  void rethrow() {
+    if (error_) {
+      std::rethrow_exception(std::exchange(error_, nullptr));
+    }
+  }
+
+  const bool retain;  // W is to run again: nothing of the tasks' may be taken
 
  private:
-  /// What takes the places of a group's weights and of its nodes outside the closure.
-  struct Mirror {
-    const GroupPtr& group;
-    std::vector<NodeRef<Sink>> sinks;  // null for a weight that has been added
-    std::vector<NodeRef<Proxy>> proxies;
+  void note(std::exception_ptr error) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!error_) {
+      error_ = std::move(error);
+    }
+  }
 
-    Edge to_weight(int32_t weight) const;
-  };
-  void make_sinks(Mirror& mirror);
-  void make_proxies(Mirror& mirror);
-  void add_task(const Mirror& mirror, uint32_t t);
+  std::mutex mutex_;
+  std::exception_ptr error_;
+};
+using SharedPtr = std::shared_ptr<Shared>;
 
-  const bool retain_;
-  const std::shared_ptr<FirstError> error_;
-  edge_list starts_;
-  variable_list grads_;  // one per start; a task node needs none
-  std::vector<Node*> represented_;
+/// Computes what a task owes to its weights and sends it along the task's faces.
+class TaskNode : public Node {
+ public:
+  TaskNode(GroupPtr group, size_t task, SharedPtr shared)
+      : Node(group->tasks[task].plan().sequence_nr),
+        group_(std::move(group)),
+        task_(task),
+        shared_(std::move(shared)) {
+    if (const auto& place = group_->tasks[task_].place) {
+      input_metadata_.emplace_back(*place);
+    } else {
+      add_input_metadata(undefined_input());
+    }
+  }
+
+  // A group that is complete has no tasks any more. In a retry a task can come late: all its weights
+  // have been added before.
+  std::string name() const override {
+    return task_ < group_->tasks.size() ? group_->tasks[task_].name() : "zbpipe::TaskNode";
+  }
+
+ protected:
+  variable_list apply(variable_list&& /*grads*/) override {
+    variable_list grads(num_outputs());
+    if (task_ >= group_->tasks.size()) {
+      return grads;
+    }
+    const ProfiledRange range("zbpipe::group");
+    Task& task = group_->tasks[task_];
+    variable_list outputs;
+    if (task.kind() == Kind::deferred) {
+      outputs = run_deferred(task);
+    }
+    for (size_t f = 0; f < grads.size(); ++f) {
+      if (next_edge(f).is_valid()) {
+        run_works_for(task, f, shared_->retain);
+        grads[f] = face_grad(task, f, outputs);
+      }
+    }
+    return grads;
+  }
+
+ private:
+  GroupPtr group_;
+  size_t task_;
+  SharedPtr shared_;
 };
 
-/// An edge to the sink of a weight whose gradient is still to be computed, else an invalid one.
-Edge zbp_run::Mirror::to_weight(int32_t weight) const {
-  const bool is_wanted = zbp_book_wants(&group->book, static_cast<uint32_t>(weight));
-  return is_wanted ? Edge(sinks[weight], 0) : Edge();
-}
-
-void zbp_run::add(const GroupPtr& group) {
-  Mirror mirror{group, {}, {}};
-  make_sinks(mirror);
-  make_proxies(mirror);
-  for (uint32_t t = 0; t < group->tasks.size(); ++t) {
-    add_task(mirror, t);
+/// Runs a node outside the closure for one group.
+///
+/// Note [Why W mirrors the nodes outside the closure]
+/// Their edges would have to lead to sinks. But the node may belong to other groups too, of other
+/// microbatches (a weight that was computed once, a cast in autocast's cache), whose I walks it or whose
+/// W runs it at the same moment. So the node's own edges are never touched.
+class Proxy : public InPlaceOf {
+ public:
+  Proxy(const Outside& outside, SharedPtr shared)
+      : InPlaceOf(ref_of(*outside.node), outside.node->sequence_nr()),
+        makes_input_(outside.makes_input),
+        shared_(std::move(shared)) {
+    next_edges().resize(original_->next_edges().size());
   }
-}
 
-void zbp_run::make_sinks(Mirror& mirror) {
-  const GroupPtr& group = mirror.group;
-  const size_t count = group->weights.size();
-  zbp_book_begin_run(&group->book, retain_);
-  mirror.sinks.resize(count);
-  for (size_t i = 0; i < count; ++i) {
-    const zbp_book_weight& booked = group->book.weight[i];
-    if (booked.is_added) {
-      continue;
-    }
-    mirror.sinks[i] = make_node<Sink>(group, i, error_, retain_);
-    represented_.push_back(group->weights[i].accumulator.get());
-    if (booked.has_arrived) {
-      starts_.emplace_back(mirror.sinks[i], 0);  // a run that failed has left the sum
-      grads_.push_back(group->weights[i].grad);
+ protected:
+  variable_list apply(variable_list&& grads) override {
+    try {
+      return run_node(*original_, *this, std::move(grads), !shared_->retain,
+                      /*track_views=*/false, makes_input_);
+    } catch (...) {
+      if (torch::autograd::AnomalyMode::is_enabled()) {
+        original_->metadata()->print_stack(original_->name());
+      }
+      throw;
     }
   }
-}
 
-void zbp_run::make_proxies(Mirror& mirror) {
-  const std::vector<Outside>& outside = mirror.group->outside;
-  for (const Outside& o : outside) {
-    mirror.proxies.push_back(make_node<Proxy>(o, retain_));
-    represented_.push_back(o.node);
+ private:
+  bool makes_input_;
+  SharedPtr shared_;
+};
+
+/// Takes the place of a weight's accumulator: receives the sum of all gradients of the weight, adds it
+/// as the accumulator would, with all hooks, and tells the book. When it was the last one of its group,
+/// the group lets go of what it held.
+class Sink : public InPlaceOf {
+ public:
+  Sink(GroupPtr group, uint32_t weight, SharedPtr shared)
+      : InPlaceOf(group->weights[weight].accumulator, UINT64_MAX),
+        group_(std::move(group)),
+        number_(weight),
+        shared_(std::move(shared)) {}
+
+  /// The faces that end here.
+  SmallVector<uint32_t, 2> served;
+
+ protected:
+  // See Note [Why a sink does not stop the engine].
+  variable_list apply(variable_list&& grads) override {
+    shared_->noting_errors([&] { add(std::move(grads)); });
+    return {};
   }
-  for (size_t i = 0; i < outside.size(); ++i) {
-    const auto [begin, end] = hops_of(mirror.group->layout, i);
-    for (const zbp_hop* hop = begin; hop != end; ++hop) {
-      mirror.proxies[i]->next_edges()[hop->slot] =
-          hop->to_weight >= 0 ? mirror.to_weight(hop->to_weight)
-                              : Edge(mirror.proxies[hop->to_outside],
-                                     outside[i].node->next_edge(hop->slot).input_nr);
+
+ private:
+  void add(variable_list&& grads) {
+    Weight& weight = group_->weights[number_];
+    AccumulateGrad& accumulator = *weight.accumulator;
+    zbp_book& book = group_->book;
+    weight.grad = grads[0];
+    zbp_book_arrived(&book, number_);
+    if (!book.weight[number_].is_hooked) {
+      grads = call_pre_hooks(accumulator, call_tensor_hooks(accumulator, std::move(grads)));
+      weight.grad = grads[0];
+      zbp_book_hooked(&book, number_);
+    }
+    // As in the engine: an accumulator with post hooks expects them to hold one more reference.
+    const variable_list inputs = accumulator.post_hooks().empty() ? variable_list() : grads;
+    grads.clear();
+    accumulate(weight, weight.grad, kept_gradient());
+    weight.grad.reset();
+    if (zbp_book_added(&book, number_)) {
+      group_->release();
+    }
+    // It is added: the hooks behind it are not run again, so each gets its turn whatever the other does.
+    shared_->noting_errors([&] {
+      // As in libtorch also where no gradient came: a kernel may have added it elsewhere.
+      if (const auto& hook = accumulator.tensor_post_acc_grad_hooks()) {
+        (*hook)(accumulator.variable);
+      }
+    });
+    call_post_hooks(accumulator, {}, inputs);
+  }
+
+  /// Where the only task that serves the weight keeps the gradient that arrives here, if it does.
+  Watched* kept_gradient() {
+    if (served.size() != 1 || shared_->retain) {
+      return nullptr;
+    }
+    Task& task = group_->tasks[group_->layout.face[served[0]].task];
+    return only_kept_grad(task, served[0] - task.plan().face_begin);
+  }
+
+  GroupPtr group_;
+  uint32_t number_;
+  SharedPtr shared_;
+};
+
+/// The graph of one run, put in front of the accumulators.
+struct Mirror {
+  explicit Mirror(bool retain) : shared(std::make_shared<Shared>(retain)) {}
+
+  SharedPtr shared;
+  edge_list starts;
+  variable_list grads;  // one per start; a task node needs none
+  std::vector<Node*> represented;
+
+  // Of the group that is being added: null for a weight that has been added.
+  std::vector<NodeRef<Sink>> sinks;
+  std::vector<NodeRef<Proxy>> proxies;
+
+  void add_sinks(const GroupPtr& group) {
+    sinks.assign(group->weights.size(), nullptr);
+    for (uint32_t w = 0; w < sinks.size(); ++w) {
+      const zbp_book_weight& booked = group->book.weight[w];
+      if (booked.is_added) {
+        continue;
+      }
+      sinks[w] = make_node<Sink>(group, w, shared);
+      represented.push_back(group->weights[w].accumulator.get());
+      if (booked.has_arrived) {
+        starts.emplace_back(sinks[w], 0);  // a run that failed has left the sum
+        grads.push_back(group->weights[w].grad);
+      }
     }
   }
-}
 
-void zbp_run::add_task(const Mirror& mirror, uint32_t t) {
-  auto node = make_node<TaskNode>(mirror.group, t, retain_);
-  const Group& group = *mirror.group;
-  const Task& task = group.tasks[t];
-  bool is_wanted = false;
-  for (size_t f = 0; f < task.face.size(); ++f) {
-    Edge& edge = node->next_edges().emplace_back();
-    const zbp_face& plan = task.plan(f);
-    const auto number = static_cast<uint32_t>(task.plan().face_begin + f);
-    if (!zbp_book_wants_face(&group.book, &group.layout, number)) {
-      continue;
+  void add_proxies(const Group& group) {
+    proxies.clear();
+    for (const Outside& outside : group.outside) {
+      proxies.push_back(make_node<Proxy>(outside, shared));
+      represented.push_back(outside.node);
     }
-    is_wanted = true;
-    if (plan.weight < 0) {
-      edge = Edge(mirror.proxies[plan.outside], task.face[f].edge.input_nr);
-    } else {
-      edge = Edge(mirror.sinks[plan.weight], 0);
-      mirror.sinks[plan.weight]->served.push_back(number);
+    for (uint32_t h = 0; h < group.layout.hop_count; ++h) {
+      const zbp_hop& hop = group.layout.hop[h];
+      Edge& edge = proxies[hop.outside]->next_edges()[hop.slot];
+      if (hop.to_weight < 0) {
+        edge = Edge(proxies[hop.to_outside],
+                    group.outside[hop.outside].node->next_edge(hop.slot).input_nr);
+      } else if (zbp_book_wants(&group.book, static_cast<uint32_t>(hop.to_weight))) {
+        edge = Edge(sinks[hop.to_weight], 0);
+      }
     }
   }
-  if (is_wanted) {
-    starts_.emplace_back(std::move(node), 0);
-    grads_.emplace_back();
+
+  void add_task(const GroupPtr& group, uint32_t t) {
+    auto node = make_node<TaskNode>(group, t, shared);
+    const Task& task = group->tasks[t];
+    bool is_wanted = false;
+    for (size_t f = 0; f < task.face.size(); ++f) {
+      Edge& edge = node->next_edges().emplace_back();
+      const zbp_face& plan = task.plan(f);
+      const auto number = static_cast<uint32_t>(task.plan().face_begin + f);
+      if (!zbp_book_wants_face(&group->book, &group->layout, number)) {
+        continue;
+      }
+      is_wanted = true;
+      if (plan.weight < 0) {
+        edge = Edge(proxies[plan.outside], task.face[f].edge.input_nr);
+      } else {
+        edge = Edge(sinks[plan.weight], 0);
+        sinks[plan.weight]->served.push_back(number);
+      }
+    }
+    if (is_wanted) {
+      starts.emplace_back(std::move(node), 0);
+      grads.emplace_back();
+    }
+  }
+
+  void add(const GroupPtr& group) {
+    zbp_book_begin_run(&group->book, shared->retain);
+    add_sinks(group);
+    add_proxies(*group);
+    for (uint32_t t = 0; t < group->tasks.size(); ++t) {
+      add_task(group, t);
+    }
+  }
+};
+
+void run_groups(c10::ArrayRef<zbp_group*> groups, bool retain) {
+  Mirror mirror(retain);
+  for (zbp_group* group : groups) {
+    if (!zbp_book_is_complete(&group->book)) {
+      mirror.add(group_of(group).shared_from_this());
+    }
+  }
+  mirror.sinks.clear();
+  mirror.proxies.clear();
+  if (!mirror.starts.empty()) {
+    run_engine(make_node<Start>(std::move(mirror.starts), std::move(mirror.grads),
+                                std::move(mirror.represented)),
+               /*keep_graph=*/retain);
+    mirror.shared->rethrow();
   }
 }
 
-void zbp_run::go() {
-  if (starts_.empty()) {
-    return;
-  }
-  run_engine(make_node<Start>(std::move(starts_), std::move(grads_), std::move(represented_)),
-             /*keep_graph=*/retain_);
-  error_->rethrow();
-}
+}  // namespace
 
-int zbp_run_new(zbp_how how, zbp_run** run_out, zbp_error* error) {
-  return kept_in(error, [&] { *run_out = new zbp_run(how.retain); });
-}
+}  // namespace zbp
 
-void zbp_run_free(zbp_run* run) {
-  delete run;
-}
-
-int zbp_run_add(zbp_run* run, zbp_group* group, zbp_error* error) {
-  return kept_in(error, [&] { run->add(group_of(group).shared_from_this()); });
-}
-
-int zbp_run_go(zbp_run* run, zbp_error* error) {
-  return kept_in(error, [&] { run->go(); });
+int zbp_run_engine(zbp_group* const* group, size_t count, zbp_how how, zbp_error* error) {
+  return zbp::kept_in(error, [&] { zbp::run_groups({group, count}, how.retain); });
 }

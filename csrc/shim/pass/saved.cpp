@@ -74,7 +74,7 @@ void exchange_saved(Node& node, SavedVariable& place, SavedVariable fresh) {
 /// The place of Python's hooks for what stays packed: without the hook that packed, and without the leaf that was.
 class LeftPacked : public torch::autograd::SavedVariableHooks {
  public:
-  explicit LeftPacked(std::shared_ptr<const Packed> packed) : packed_(std::move(packed)) {}
+  explicit LeftPacked(PackedPtr packed) : packed_(std::move(packed)) {}
 
   void call_pack_hook(const at::Tensor& /*tensor*/) override {}
   at::Tensor call_unpack_hook() override { return packed_->unpack(); }
@@ -84,7 +84,7 @@ class LeftPacked : public torch::autograd::SavedVariableHooks {
   }
 
  private:
-  const std::shared_ptr<const Packed> packed_;
+  const PackedPtr packed_;
 };
 
 /// What a backward leaves of a saved tensor: to unpack it raises.
@@ -95,7 +95,7 @@ SavedVariable released_variable() {
 }
 
 /// Called with the GIL held.
-SavedVariable left_packed(std::shared_ptr<const Packed> packed) {
+SavedVariable left_packed(PackedPtr packed) {
   SavedVariable saved = save_plainly(no_values());
   saved.register_hooks(std::make_unique<LeftPacked>(std::move(packed)));
   return saved;
@@ -104,8 +104,7 @@ SavedVariable left_packed(std::shared_ptr<const Packed> packed) {
 /// What Python hooks have packed in `saved`; nothing if W cannot unpack it, or need not pay for it: a
 /// selectively checkpointed region, and what is within one, is computed again only once, and runs in a
 /// GraphExecGroup share. `arguments` gets what computing it again reads.
-std::shared_ptr<const Packed> packed_in(const SavedVariable& saved,
-                                        std::vector<Version>& arguments) {
+PackedPtr packed_in(const SavedVariable& saved, std::vector<Version>& arguments) {
   const AcquireGil gil;
   auto data = saved.retrieve_unpack_hook_data();
   if (!data || in_graph_exec_group() ||
@@ -185,12 +184,11 @@ at::Tensor pin(SavedVariable& saved, Node& node, bool is_read_by_w) {
 }
 
 void forget_saved(Node& node) {
-  if (is_generated(node)) {  // a Function has dropped its list
-    for_each_saved(node, [&](SavedVariable& saved, const char*, int32_t) {
-      if (accumulator_of(saved)) {
-        exchange_saved(node, saved, released_variable());
-      }
-    });
+  const Separable separable = *separate(node);
+  for (const Part& part : separable.parts) {
+    if (accumulator_of(*part.saved)) {
+      exchange_saved(node, *part.saved, released_variable());
+    }
   }
 }
 
@@ -207,7 +205,7 @@ void pin_outside(Group& group) {
     }();
     TORCH_CHECK(unpinned.number < all.size(), torch::autograd::ERR_BACKWARD_TWICE);
     SavedVariable& saved = *all[unpinned.number];
-    if (saved.has_hooks() && unpinned.is_left &&
+    if (saved.has_hooks() && group.reads &&
         leave_packed(saved, node, before, group.arguments_outside)) {
       group.outside_recomputed_for = std::max(group.outside_recomputed_for, node.sequence_nr());
       continue;
@@ -221,31 +219,33 @@ void pin_outside(Group& group) {
 
 namespace {
 
-/// Fills a product's task, or makes it deferred where its matrices need more than one multiplication.
-void take_product(Task& task, Node& node, const variable_list& grads, const Separable& separable,
+/// False where the task's matrices need more than one multiplication.
+bool take_product(Task& task, Node& node, const variable_list& grads, const Separable& separable,
                   bool may_leave_packed) {
-  task.weight_is_left = face_at(task, separable.parts[0].own_slot).has_value();
-  task.matrix_slot = separable.parts[task.weight_is_left ? 0 : 1].own_slot;
-  SavedVariable& saved = *separable.parts[task.weight_is_left ? 1 : 0].saved;
+  Product& product = std::get<Product>(task.work);
+  product.weight_is_left = task.face_at(separable.parts[0].own_slot).has_value();
+  product.matrix_slot = separable.parts[product.weight_is_left ? 0 : 1].own_slot;
+  product.output_grad = Watched(grads[0]);
+  SavedVariable& saved = *separable.parts[product.weight_is_left ? 1 : 0].saved;
   if (grads[0].defined() && !is_plain_matrix(grads[0])) {
-    task.defer_product();
-    return;
+    return false;
   }
-  auto packed = may_leave_packed && saved.has_hooks() ? packed_in(saved, task.arguments) : nullptr;
-  if (packed) {
-    task.packed.push_back(std::move(packed));
+  if (auto packed =
+          may_leave_packed && saved.has_hooks() ? packed_in(saved, task.arguments) : nullptr) {
+    product.other = std::move(packed);
     task.plan().leaves_packed = true;
-    return;
+    return true;
   }
   const at::Tensor other = saved.has_hooks() ? pin(saved, node, true) : saved.unpack(ref_of(node));
-  if (is_plain_matrix(other)) {
-    task.other = Watched(other);
-  } else {
-    task.defer_product();
-  }
+  product.other = Watched(other);
+  return is_plain_matrix(other);
 }
 
-void take_deferred(Task& task, Node& node, const Separable& separable, bool may_leave_packed) {
+void take_deferred(Task& task, Node& node, const variable_list& grads, const Separable& separable,
+                   bool may_leave_packed) {
+  Deferred& deferred = std::get<Deferred>(task.work);
+  deferred = Deferred();
+  deferred.output_grads.append(grads.begin(), grads.end());
   const uint32_t faces = bits_of(task);
   for (const Part& part : separable.parts) {
     const bool is_read = (part.readers & faces) != 0;
@@ -256,12 +256,12 @@ void take_deferred(Task& task, Node& node, const Separable& separable, bool may_
       task.plan().leaves_packed = task.plan().leaves_packed || is_read;
       const AcquireGil gil;
       exchange_saved(node, *part.saved, left_packed(packed));
-      task.packed.push_back(packed);
+      deferred.packed.push_back(packed);
     } else if (is_read || part.is_insisted_on) {
       // Also without hooks: a saved tensor that is a stage output is about to lose its history.
       const at::Tensor tensor = pin(*part.saved, node, is_read);
       if (is_read && tensor.defined()) {
-        task.saved.emplace_back(tensor);
+        deferred.saved.emplace_back(tensor);
       }
     }
   }
@@ -270,21 +270,17 @@ void take_deferred(Task& task, Node& node, const Separable& separable, bool may_
 }  // namespace
 
 void take_matrices(Task& task, Node& node, const variable_list& grads) {
-  task.output_grads.clear();
-  task.saved.clear();
-  task.packed.clear();
   task.arguments.clear();
-  for (const at::Tensor& grad : grads) {
-    task.output_grads.emplace_back(grad);
-  }
   const Separable separable = *separate(node);
   const bool may_leave_packed = std::exchange(task.plan().leaves_packed, false);
+  if (task.kind() == Kind::product &&
+      take_product(task, node, grads, separable, may_leave_packed)) {
+    return;
+  }
   if (task.kind() == Kind::product) {
-    take_product(task, node, grads, separable, may_leave_packed);
+    task.defer_product();
   }
-  if (task.kind() == Kind::deferred) {
-    take_deferred(task, node, separable, may_leave_packed);
-  }
+  take_deferred(task, node, grads, separable, may_leave_packed);
 }
 
 void let_go_of_unread(Task& task, Node& node, const Group& group) {
@@ -296,7 +292,7 @@ void let_go_of_unread(Task& task, Node& node, const Group& group) {
       continue;
     }
     const at::Tensor tensor = part.is_insisted_on ? part.saved->unpack(ref_of(node)) : at::Tensor();
-    const auto face = face_at(task, part.own_slot);
+    const auto face = task.face_at(part.own_slot);
     const bool is_weight =
         face && task.plan(*face).weight >= 0 &&
         storage_of(group.weights[task.plan(*face).weight].accumulator->variable) ==
@@ -305,7 +301,7 @@ void let_go_of_unread(Task& task, Node& node, const Group& group) {
       continue;
     }
     if (tensor.defined()) {
-      task.blanks.push_back(
+      std::get<Deferred>(task.work).blanks.push_back(
           {part.saved, tensor.sizes().vec(), tensor.strides().vec(), tensor.options()});
     }
     exchange_saved(node, *part.saved, SavedVariable());
@@ -317,15 +313,15 @@ namespace {
 /// Puts tensors of the right shapes, whose values nobody reads, where a node insists on them.
 class FilledBlanks {
  public:
-  explicit FilledBlanks(const Task& task) : node_(*task.node), blanks_(task.blanks) {
+  FilledBlanks(Node& node, const std::vector<Blank>& blanks) : node_(node), blanks_(blanks) {
     for (const Blank& blank : blanks_) {
-      exchange_saved(node_, *blank.place,
+      exchange_saved(node_, *blank.saved,
                      save_plainly(at::empty_strided(blank.sizes, blank.strides, blank.options)));
     }
   }
   ~FilledBlanks() {
     for (const Blank& blank : blanks_) {
-      exchange_saved(node_, *blank.place, SavedVariable());
+      exchange_saved(node_, *blank.saved, SavedVariable());
     }
   }
   FilledBlanks(const FilledBlanks&) = delete;
@@ -339,12 +335,12 @@ class FilledBlanks {
 }  // namespace
 
 variable_list run_deferred(const Task& task) {
+  const Deferred& deferred = std::get<Deferred>(task.work);
   variable_list grads;
-  grads.reserve(task.output_grads.size());
-  for (const Watched& grad : task.output_grads) {
+  for (const Watched& grad : deferred.output_grads) {
     grads.push_back(grad.tensor());
   }
-  const FilledBlanks blanks(task);
+  const FilledBlanks blanks(*task.node, deferred.blanks);
   return NodeParts::apply_to(*task.node, std::move(grads));
 }
 

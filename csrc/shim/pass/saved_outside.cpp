@@ -4,14 +4,13 @@
 
 #include <torch/csrc/autograd/functions/tensor.h>
 
-#include "shim/torch/gil.h"
-#include "shim/torch/nodes.h"
-#include "shim/pass/path.h"
+#include "shim/pass/facts.h"
 #include "shim/pass/saved.h"
 #include "shim/pass/scene.h"
 #include "shim/pass/walk.h"
 #include "shim/torch/detach.h"
 #include "shim/torch/gil.h"
+#include "shim/torch/nodes.h"
 #include "shim/torch/python.h"
 
 namespace zbp {
@@ -26,7 +25,7 @@ NodePtr saver_of(Node& node) {
 /// What the group's outside nodes have saved. Behind hooks: I unpacks it, lest W computes a region again. Views that
 /// keep their bases for nothing: I makes them let go. Other tensors: their versions, which W's run would find wrong
 /// only after it has added some gradients.
-void note_saved_outside(Group& group, bool is_left) {
+void note_saved_outside(Group& group) {
   for (const Outside& outside : group.outside) {
     Node& node = *outside.node;
     if (saves_nothing(node)) {
@@ -39,14 +38,14 @@ void note_saved_outside(Group& group, bool is_left) {
     for (size_t number = 0; number < all.size(); ++number) {
       if (all[number]->has_hooks()) {
         if (is_generated(node) || is_python_function(*saver)) {
-          group.unpinned_outside.push_back({saver, number, is_left});
+          group.unpinned_outside.push_back({saver, number});
         }
         continue;
       }
       const at::Tensor tensor = all[number]->unpack(saver);
       // A Function's is its backward's to look at, as it was saved.
       if (tensor.defined() && is_generated(*saver) && keeps_base_unused(tensor)) {
-        group.unpinned_outside.push_back({saver, number, is_left});
+        group.unpinned_outside.push_back({saver, number});
       } else if (has_version(tensor)) {
         group.saved_outside.emplace_back(tensor);
       }

@@ -6,8 +6,7 @@
 #include <torch/csrc/autograd/python_function.h>
 
 #include "shim/pass/dtensor.h"
-#include "shim/pass/kinds.h"
-#include "shim/pass/path.h"
+#include "shim/pass/facts.h"
 #include "shim/pass/saved.h"
 #include "shim/pass/start.h"
 #include "shim/pass/walk.h"
@@ -15,6 +14,7 @@
 #include "shim/torch/detach.h"
 #include "shim/torch/error.h"
 #include "shim/torch/gil.h"
+#include "shim/torch/nodes.h"
 #include "shim/torch/streams.h"
 
 namespace zbp {
@@ -68,25 +68,10 @@ void note_facts(const zbp_scene& scene, const zbp_survey& survey, zbp_facts& fac
 // ---- groups
 
 Task& new_task(Group& group, NodePtr node) {
-  Task& task = group.tasks.emplace_back(group.layout, static_cast<uint32_t>(group.tasks.size()));
-  note_place(task, *node);
-  note_stream(group, task);
-  task.node = std::move(node);
+  Task& task = group.tasks.emplace_back(group.layout, static_cast<uint32_t>(group.tasks.size()),
+                                        std::move(node));
+  note_place(group, task);
   return task;
-}
-
-Face& new_face(Task& task, Edge edge) {
-  const size_t f = task.face.size();
-  Face& face = task.face.emplace_back();
-  face.edge = std::move(edge);
-  if ((task.plan(f).flag & ZBP_FACE_PATH) != 0) {
-    Node* node = face.edge.function.get();
-    for (uint8_t i = 0; i < task.plan(f).steps; ++i) {
-      face.path.push_back(node);
-      node = node->next_edge(0).function.get();
-    }
-  }
-  return face;
 }
 
 GroupPtr make_group(const zbp_scene& scene, zbp_survey& survey, uint32_t g) {
@@ -107,7 +92,7 @@ GroupPtr make_group(const zbp_scene& scene, zbp_survey& survey, uint32_t g) {
     Node& node = walk.node(plan.split[i]);
     Task& task = new_task(*group, ref_of(node));
     for (uint32_t f = task.plan().face_begin; f < task.plan().face_end; ++f) {
-      new_face(task, node.next_edge(group->layout.face[f].slot));
+      task.face.push_back({node.next_edge(group->layout.face[f].slot), {}});
     }
   }
   return group;
@@ -116,15 +101,18 @@ GroupPtr make_group(const zbp_scene& scene, zbp_survey& survey, uint32_t g) {
 void add_root_task(const zbp_scene& scene, Group& group, size_t root) {
   const Edge& edge = scene.args.roots[root];
   Task& task = new_task(group, edge.function);
-  task.input_nr = edge.input_nr;
-  task.output_grads.emplace_back(scene.args.root_grads[root]);
+  task.face.push_back({edge, Watched(scene.args.root_grads[root])});
   take_from_caller(task, local_part(scene.args.root_grads[root]));
-  new_face(task, edge);
 }
 
 void make_groups(zbp_scene& scene, zbp_survey& survey) {
+  const bool recomputes = survey.facts.policy.checkpoint == ZBP_CHECKPOINT_RECOMPUTE;
+  const auto reads = recomputes ? note_reads(scene.args, *scene.walk, survey.graph) : nullptr;
   for (uint32_t g = 0; g < survey.plan.group_count; ++g) {
-    scene.groups.push_back(make_group(scene, survey, g));
+    Group& group = *scene.groups.emplace_back(make_group(scene, survey, g));
+    group.reads = reads;
+    note_saved_outside(group);
+    check_status(zbp_book_init(&group.book, &group.layout, nullptr));
   }
   for (uint32_t r = 0; r < survey.split.root_count; ++r) {
     if (survey.split.root_task[r] != ZBP_NONE) {
@@ -134,17 +122,6 @@ void make_groups(zbp_scene& scene, zbp_survey& survey) {
 }
 
 // ---- stand-ins and edges
-
-void note_reads_of_groups(zbp_scene& scene, const zbp_survey& survey) {
-  const bool recomputes = survey.facts.policy.checkpoint == ZBP_CHECKPOINT_RECOMPUTE;
-  const std::shared_ptr<const Reads> reads =
-      recomputes ? note_reads(scene.args, *scene.walk, survey.graph) : nullptr;
-  for (uint32_t g = 0; g < survey.plan.group_count; ++g) {
-    scene.groups[g]->reads = reads;
-    note_saved_outside(*scene.groups[g], recomputes);
-    check_status(zbp_book_init(&scene.groups[g]->book, &scene.groups[g]->layout, nullptr));
-  }
-}
 
 void make_stand_ins(zbp_scene& scene, const zbp_survey& survey) {
   const zbp_plan& plan = survey.plan;
@@ -189,7 +166,7 @@ void edit_edges(zbp_scene& scene, const zbp_survey& survey) {
         scene.cuts.cut(node, edge.slot);
         [[fallthrough]];
       case ZBP_EDIT_OF_STAND_IN:
-        exchange_edge(*scene.stand_ins.by_id[edge.src], edge.slot, std::move(there));
+        scene.stand_ins.by_id[edge.src]->next_edges()[edge.slot] = std::move(there);
         break;
       case ZBP_EDIT_FOR_GOOD:
         scene.detours.replace(node, edge.slot, std::move(there));
@@ -242,29 +219,38 @@ void run(zbp_scene& scene, const zbp_survey& survey) {
 
 // ---- hand over
 
+/// All but those that run after the node. They may be Python's: what they hold goes when the node has them no more.
+void drop_hooks(Node& node) {
+  std::exchange(node.retains_grad_hooks(), {});
+  std::exchange(node.tensor_pre_hooks(), {});
+  std::exchange(node.pre_hooks(), {});
+}
+
 /// What a task's node still refers to must not keep the closure, nor what the user's hooks hold.
 void let_go_of_closure(Task& task) {
-  if (task.kind() == Kind::whole && !is_generated(*task.node)) {
-    task.name_of_gone = task.node->name();
-    task.node = nullptr;  // it may hold memory
-    return;
-  }
-  edge_list edges = task.node->next_edges();
-  size_t f = 0;
-  for (size_t slot = 0; slot < edges.size(); ++slot) {
-    if (f < task.face.size() && task.plan(f).slot == slot) {
-      ++f;  // the faces are in the order of their slots
-    } else {
-      edges[slot] = Edge();
+  Node& node = *task.node;
+  if (is_generated(node)) {
+    edge_list edges = node.next_edges();
+    size_t f = 0;
+    for (size_t slot = 0; slot < edges.size(); ++slot) {
+      if (f < task.face.size() && task.plan(f).slot == slot) {
+        ++f;  // the faces are in the order of their slots
+      } else {
+        edges[slot] = Edge();
+      }
     }
+    node.next_edges().swap(edges);
+    drop_hooks(node);
+    node.add_pre_hook(std::make_unique<ConsumedGuard>());
   }
-  exchange_edges(*task.node, std::move(edges));
-  drop_hooks(*task.node);
-  if (task.kind() != Kind::deferred) {
-    forget_saved(*task.node);
+  if (auto* deferred = std::get_if<Deferred>(&task.work)) {
+    deferred->is_alone = true;
+  } else if (task.kind() == Kind::product) {
+    forget_saved(node);
+  } else {
+    task.name_of_gone = node.name();
+    task.node = nullptr;  // it may hold memory
   }
-  task.is_consumed = true;
-  task.node->add_pre_hook(std::make_unique<ConsumedGuard>());
 }
 
 void detach_outputs(const zbp_scene& scene, const zbp_plan& plan) {
@@ -344,41 +330,28 @@ zbp_scene::~zbp_scene() {
   put_back();
 }
 
-int zbp_scene_walk(zbp_scene* scene, zbp_graph* graph, zbp_error* error) {
+int zbp_scene_walk(zbp_scene* scene, zbp_graph* graph, const uint32_t** root_out,
+                   uint32_t* root_count_out, zbp_error* error) {
   return kept_in(error, [&] {
-    scene->walk.reset();
     scene->walk = std::make_unique<Walk>(scene->args, *graph);
+    *root_out = scene->walk->roots().data();
+    *root_count_out = static_cast<uint32_t>(scene->walk->roots().size());
   });
 }
 
-const uint32_t* zbp_scene_roots(const zbp_scene* scene, uint32_t* count_out) {
-  *count_out = static_cast<uint32_t>(scene->walk->roots().size());
-  return scene->walk->roots().data();
-}
-
-int zbp_scene_look(zbp_scene* scene, zbp_survey* survey, zbp_error* error) {
+int zbp_scene_note_facts(zbp_scene* scene, zbp_survey* survey, zbp_error* error) {
   return kept_in(error, [&] {
     refuse_reentrant(*scene, *survey);
     note_facts(*scene, *survey, survey->facts);
   });
 }
 
-int zbp_scene_make_groups(zbp_scene* scene, zbp_survey* survey, zbp_error* error) {
-  return kept_in(error, [&] { make_groups(*scene, *survey); });
-}
-
-int zbp_scene_set(zbp_scene* scene, const zbp_survey* survey, zbp_error* error) {
+int zbp_scene_run(zbp_scene* scene, zbp_survey* survey, zbp_error* error) {
   return kept_in(error, [&] {
-    note_reads_of_groups(*scene, *survey);
+    make_groups(*scene, *survey);
     make_stand_ins(*scene, *survey);
     edit_edges(*scene, *survey);
+    run(*scene, *survey);
+    hand_over(*scene, *survey);
   });
-}
-
-int zbp_scene_run(zbp_scene* scene, const zbp_survey* survey, zbp_error* error) {
-  return kept_in(error, [&] { run(*scene, *survey); });
-}
-
-int zbp_scene_hand_over(zbp_scene* scene, const zbp_survey* survey, zbp_error* error) {
-  return kept_in(error, [&] { hand_over(*scene, *survey); });
 }

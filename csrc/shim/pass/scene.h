@@ -27,8 +27,7 @@ struct InputPassArgs {
   std::vector<at::Tensor> inputs;            // those that require a gradient
   std::vector<at::Tensor> weights;           // ignored when `all_leaves`
   std::vector<at::Tensor> frozen;            // weights that require no gradient
-  std::unordered_set<const void*> excluded;  // weights whose gradients I computes: their identities
-  std::vector<at::Tensor> kept_excluded;     // alive, so that nobody gets their addresses
+  std::unordered_set<const void*> excluded;  // identities of weights whose gradients I computes
   variable_list outputs;  // the output tensors that have a history, to be detached
   bool all_leaves = false;
   zbp_policy policy{};
@@ -50,7 +49,7 @@ struct StandIns {
 using Captures = std::unordered_map<uint32_t, NodeRef<Capture>>;  // by the id of an input's node
 
 /// What W will read of what lies between the tasks and the weights, and of regions that it computes again: see Group.
-void note_saved_outside(Group& group, bool is_left);
+void note_saved_outside(Group& group);
 std::shared_ptr<const Reads> note_reads(const InputPassArgs& args, const Walk& walk,
                                         const zbp_graph& graph);
 
@@ -76,7 +75,7 @@ struct zbp_scene {
   size_t input_count = 0;        // of all values that the caller has listed
   std::vector<size_t> position;  // among them, of args.inputs
 
-  std::unique_ptr<zbp::Walk> walk;  // of the survey that is at hand
+  std::unique_ptr<zbp::Walk> walk;
 
   std::vector<zbp::GroupPtr> groups;
   zbp::Captures captures;

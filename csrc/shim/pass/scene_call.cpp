@@ -6,7 +6,6 @@
 
 #include "shim/pass/scene.h"
 #include "shim/pass/walk.h"
-#include "shim/pass/zbp_describe.h"
 #include "shim/pass/zbp_input.h"
 #include "shim/torch/error.h"
 
@@ -118,7 +117,6 @@ void exclude(InputPassArgs& args, PyObject* weights) {
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(weights); ++i) {
     if (const at::Tensor* tensor = as_tensor(PyTuple_GET_ITEM(weights, i))) {
       args.excluded.insert(tensor->unsafeGetTensorImpl());
-      args.kept_excluded.push_back(*tensor);
     }
   }
 }
@@ -151,38 +149,6 @@ void set_input_grads(const InputPassArgs& args, const variable_list& grads) {
   }
 }
 
-/// Groups on their way to the caller; frees those that do not get there.
-struct GroupArray {
-  GroupArray() = default;
-  GroupArray(const GroupArray&) = delete;
-  GroupArray& operator=(const GroupArray&) = delete;
-  ~GroupArray() {
-    for (size_t i = 0; i < count; ++i) {
-      zbp_group_free(handles[i]);
-    }
-    PyMem_Free(handles);
-  }
-
-  void take(std::vector<GroupPtr>& groups) {
-    handles = static_cast<zbp_group**>(PyMem_Calloc(groups.size() + 1, sizeof(zbp_group*)));
-    if (!handles) {
-      throw std::bad_alloc();
-    }
-    for (GroupPtr& group : groups) {
-      Group* const owned = group.get();
-      owned->owned = std::move(group);
-      handles[count++] = owned;
-    }
-  }
-  zbp_group** release() {
-    count = 0;
-    return std::exchange(handles, nullptr);
-  }
-
-  zbp_group** handles = nullptr;
-  size_t count = 0;
-};
-
 }  // namespace
 
 int zbp_scene_new(zbp_policy policy, PyObject* outputs, PyObject* grads, PyObject* inputs,
@@ -208,33 +174,29 @@ int zbp_scene_new(zbp_policy policy, PyObject* outputs, PyObject* grads, PyObjec
   return status;
 }
 
-void zbp_scene_free(zbp_scene* scene) {
-  delete scene;
-}
-
-int zbp_scene_end(zbp_scene* scene, int status, zbp_error* error, PyObject** dinputs_out,
-                  zbp_group*** groups_out, size_t* group_count_out) {
+int zbp_scene_end(zbp_scene* scene, int status, zbp_wrap wrap, void* arg, PyObject** result_out,
+                  zbp_error* error) {
   const std::unique_ptr<zbp_scene> owned(scene);
-  THPObjectPtr dinputs;
-  GroupArray groups;
+  THPObjectPtr result;
   owned->range.reset();
-  const int result = owned->barrier.end(error, [&] {
+  const int ended = owned->barrier.end(error, [&] {
     if (status != ZBP_OK) {
       owned->put_back();
       rethrow(*error, status);
     }
-    groups.take(owned->groups);
+    THPObjectPtr groups = new_list();
+    for (GroupPtr& group : owned->groups) {
+      Group* const given = group.get();
+      given->owned = std::move(group);
+      append(groups, wrap(arg, given));
+    }
     set_input_grads(owned->args, owned->input_grads);
     variable_list grads(owned->input_count);
     for (size_t i = 0; i < owned->position.size(); ++i) {
       grads[owned->position[i]] = std::move(owned->input_grads[i]);
     }
-    dinputs = THPObjectPtr(wrap_tensors(grads));
+    result = checked(Py_BuildValue("NO", wrap_tensors(grads), groups.get()));
   });
-  if (result == ZBP_OK) {
-    *dinputs_out = dinputs.release();
-    *group_count_out = groups.count;
-    *groups_out = groups.release();
-  }
-  return result;
+  *result_out = ended == ZBP_OK ? result.release() : nullptr;
+  return ended;
 }

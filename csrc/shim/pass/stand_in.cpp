@@ -12,11 +12,10 @@
 #include <torch/csrc/autograd/python_hook.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
-#include "shim/torch/edits.h"
 #include "shim/torch/gil.h"
+#include "shim/pass/facts.h"
 #include "shim/pass/saved.h"
 #include "shim/torch/nodes.h"
-#include "shim/pass/path.h"
 #include "shim/torch/python.h"
 
 namespace zbp {
@@ -73,6 +72,11 @@ variable_list call_post_hooks(Node& node, variable_list outputs, const variable_
   return outputs;
 }
 
+Node& original_of(Node& node) {
+  const auto* in_place = dynamic_cast<InPlaceOf*>(&node);
+  return in_place && in_place->original_ ? *in_place->original_ : node;
+}
+
 StandIn::StandIn(NodePtr original, GroupPtr group, size_t task)
     : InPlaceOf(original, original->sequence_nr()), group_(std::move(group)), task_(task) {
   NodeParts::swap_anomaly_metadata(*original_, *this);
@@ -80,7 +84,7 @@ StandIn::StandIn(NodePtr original, GroupPtr group, size_t task)
 
 void StandIn::retire() noexcept {
   give_back_metadata();
-  exchange_edges(*this, edge_list(next_edges().size()));
+  const edge_list dead = std::exchange(next_edges(), edge_list(next_edges().size()));
   original_ = nullptr;
   group_ = nullptr;
 }
@@ -132,16 +136,6 @@ variable_list StandIn::run_split(Task& task, variable_list&& grads) {
 
 namespace {
 
-/// Those of the faces; the engine gets the others.
-void keep_gradients(Task& task, variable_list& outputs) {
-  task.kept.clear();
-  for (size_t f = 0; f < task.face.size(); ++f) {
-    at::Tensor& grad = outputs[task.plan(f).slot];
-    task.kept.emplace_back(grad);
-    grad.reset();
-  }
-}
-
 /// While it lives, the context of a Function's node refers to the node that the engine runs in its place.
 ///
 /// Note [Buffers of a Function's inputs]
@@ -150,15 +144,12 @@ void keep_gradients(Task& task, variable_list& outputs) {
 /// that is the node that the engine runs. With a post hook torch refuses, and so do we.
 class Impersonation {
  public:
-  Impersonation(Node& node, Node& in_place) {
+  Impersonation(Node& node, Node& substitute) {
     if constexpr (CONTEXTS_ASK_FOR_BUFFERS) {
       if (is_python_function(node) && node.post_hooks().empty()) {
         const AcquireGil gil;
-        THPObjectPtr context(torch::autograd::functionToPyObject(ref_of(node)));
-        if (!context) {
-          throw python_error();
-        }
-        begin(reinterpret_cast<THPFunction*>(context.get()), node, in_place);
+        THPObjectPtr context = context_of(node);
+        begin(reinterpret_cast<THPFunction*>(context.get()), node, substitute);
       }
     }
   }
@@ -176,13 +167,13 @@ class Impersonation {
  private:
   // A template, as the context of an older torch cannot refer to another's node.
   template <class Context>
-  void begin(Context* context, Node& node, Node& in_place) {
+  void begin(Context* context, Node& node, Node& substitute) {
     if constexpr (std::is_same_v<decltype(context->cdata), NodePtr>) {
       // Else another thread runs the node as well.
       if (context->cdata.get() == &node) {
         context_ = context;
         Py_INCREF(reinterpret_cast<PyObject*>(context_));
-        other_ = ref_of(in_place);
+        other_ = ref_of(substitute);
         std::swap(context_->cdata, other_);  // no reference is counted: the node keeps its context
       }
     }
@@ -192,15 +183,19 @@ class Impersonation {
   decltype(THPFunction::cdata) other_;
 };
 
-variable_list run_behind_hooks(Node& node, Node& in_place, variable_list&& in, bool release,
-                               bool track_views) {
+}  // namespace
+
+variable_list run_node(Node& node, Node& substitute, variable_list&& grads, bool release,
+                       bool track_views, bool skip_undefined) {
+  variable_list in =
+      call_pre_hooks(node, call_tensor_hooks(node, std::move(grads), skip_undefined));
   if (release) {
     node.will_release_variables();
   }
   const variable_list inputs = node.post_hooks().empty() ? variable_list() : in;
   variable_list outputs;
   {
-    const Impersonation impersonation(node, in_place);
+    const Impersonation impersonation(node, substitute);
     outputs = track_views || !saves_nothing(node)
                   ? NodeParts::apply_to(node, std::move(in))
                   : NodeParts::apply_without_views_to(node, std::move(in));
@@ -215,20 +210,11 @@ variable_list run_behind_hooks(Node& node, Node& in_place, variable_list&& in, b
   return outputs;
 }
 
-}  // namespace
-
-variable_list run_node(Node& node, Node& in_place, variable_list&& grads, bool release,
-                       bool track_views, bool skip_undefined) {
-  variable_list in =
-      call_pre_hooks(node, call_tensor_hooks(node, std::move(grads), skip_undefined));
-  return run_behind_hooks(node, in_place, std::move(in), release, track_views);
-}
-
 variable_list StandIn::run_whole(Task& task, variable_list&& grads) {
-  variable_list in = call_pre_hooks(*original_, call_tensor_hooks(*original_, std::move(grads)));
-  variable_list outputs = run_behind_hooks(*original_, *this, std::move(in), /*release=*/true,
-                                           /*track_views=*/true);
-  keep_gradients(task, outputs);
+  variable_list outputs = run_node(*original_, *this, std::move(grads), /*release=*/true);
+  for (size_t f = 0; f < task.face.size(); ++f) {  // the engine gets the others
+    task.face[f].grad = Watched(std::exchange(outputs[task.plan(f).slot], {}));
+  }
   return outputs;
 }
 

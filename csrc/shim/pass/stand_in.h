@@ -8,7 +8,6 @@ namespace zbp {
 /// What the engine runs in the place of another node.
 class InPlaceOf : public Node {
  public:
-  Node& original() { return *original_; }
   std::string name() const override { return original_->name(); }
 
  protected:
@@ -18,7 +17,13 @@ class InPlaceOf : public Node {
   }
 
   NodePtr original_;
+
+ private:
+  friend Node& original_of(Node& node);
 };
+
+/// The node of the user's graph that `node` has the place of, in I or W; often `node` itself.
+Node& original_of(Node& node);
 
 /// Takes the place of a split node: the engine runs the stand-in, the stand-in runs the node, with
 /// its hooks, and fills the weight task. Its edges are the node's input face.
@@ -102,10 +107,10 @@ variable_list call_tensor_hooks(Node& node, variable_list grads, bool skip_undef
 variable_list call_pre_hooks(Node& node, variable_list grads);
 variable_list call_post_hooks(Node& node, variable_list outputs, const variable_list& inputs);
 
-/// Runs `node` as the engine does: all its hooks, its edges as they are. in_place: what the engine runs in its place.
+/// Runs `node` as the engine does: all its hooks, its edges as they are. substitute: what the engine runs for it.
 /// Unless `track_views`, a node that only changes the layout gives away gradients that do not know of what they are
 /// views. skip_undefined: as above.
-variable_list run_node(Node& node, Node& in_place, variable_list&& grads, bool release,
+variable_list run_node(Node& node, Node& substitute, variable_list&& grads, bool release,
                        bool track_views = true, bool skip_undefined = false);
 
 }  // namespace zbp

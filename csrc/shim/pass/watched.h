@@ -65,15 +65,6 @@ struct Reads {
   std::vector<Read> weights;
 };
 
-/// Something that W would read and that was modified since I.
-struct Modified {
-  uint8_t role;  // a ZBP_MODIFIED_* of zbp_weight.h
-  std::string tensor;
-  std::string reader;  // the task that holds it, in words; empty for none
-  uint32_t seen;
-  uint32_t now;
-};
-
 /// The identity of the tensor's storage; null if it has none.
 const void* storage_of(const at::Tensor& tensor);
 

@@ -1,16 +1,16 @@
-// What a call of W asks of the shim but for what it adds: zbp_weight.h. The rest is alone.cpp and run.cpp.
+// A call of W but for what it adds: zbp_weight.h. The rest is gradients.cpp and run.cpp.
 
 #include "shim/pass/zbp_weight.h"
 
 #include <algorithm>
 #include <memory>
 #include <optional>
+#include <unordered_map>
 
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 
-#include "shim/pass/group.h"
-#include "shim/pass/path.h"
+#include "shim/pass/facts.h"
 #include "shim/torch/detach.h"
 #include "shim/torch/error.h"
 #include "shim/torch/gil.h"
@@ -24,7 +24,22 @@ using namespace zbp;
 using torch::autograd::AccumulateGrad;
 
 struct zbp_call {
-  std::vector<GroupPtr> groups;
+  zbp_call(zbp_group* const* groups, size_t count) {
+    for (size_t i = 0; i < count; ++i) {
+      group.push_back(&group_of(groups[i]));
+    }
+  }
+  ~zbp_call() {
+    for (Group* one : group) {
+      for (Weight& weight : one->weights) {
+        weight.main_grad.reset();
+      }
+    }
+  }
+  zbp_call(const zbp_call&) = delete;
+  zbp_call& operator=(const zbp_call&) = delete;
+
+  SmallVector<Group*, 4> group;
   Barrier barrier;
   std::optional<at::AutoGradMode> no_grad;
   std::optional<ProfiledRange> range;
@@ -32,19 +47,200 @@ struct zbp_call {
 
 namespace {
 
-const at::Tensor& variable_of(const zbp_group* group, uint32_t weight) {
-  return group_of(group).weights[weight].accumulator->variable;
+// ---- what has changed since I
+
+void check_leaves(const Group& group, size_t g) {
+  for (size_t w = 0; w < group.weights.size(); ++w) {
+    const at::Tensor& weight = group.weights[w].accumulator->variable;
+    if (!group.book.weight[w].is_added && weight.grad_fn()) {
+      refuse(PyExc_RuntimeError, "leaf variable has been moved into the graph interior: ",
+             describe(weight), ", for which param_groups[", g,
+             "] holds a gradient, was changed in place, since the forward, by something that needs "
+             "a gradient; change weights under torch.no_grad(), and run the microbatch again");
+    }
+  }
 }
 
-void check_fits(const at::Tensor& main_grad, const at::Tensor& weight) {
-  if (!main_grad.sym_sizes().equals(weight.sym_sizes()) || main_grad.device() != weight.device() ||
-      !main_grad.is_floating_point() || main_grad.requires_grad()) {
+/// What was changed: in words and by its versions; and who reads it, why that matters, what to do.
+[[noreturn]] void refuse_modified(size_t g, const std::string& tensor, uint32_t seen, uint32_t now,
+                                  const char* what, const std::string& reader,
+                                  const char* advice) {
+  refuse(PyExc_RuntimeError,
+         "one of the variables needed for gradient computation has been modified by an inplace "
+         "operation: ",
+         tensor, ", which param_groups[", g, "] ", what, ", is at version ", now,
+         "; expected version ", seen, " instead.", reader, " ", advice);
+}
+
+std::string reader_in(const Group& group, const Task& task) {
+  std::string words = " It is read by " + task.name();
+  const char* between = " for the weight of ";
+  for (size_t f = 0; f < task.face.size(); ++f) {
+    if (task.plan(f).weight >= 0) {
+      words += between + describe(group.weights[task.plan(f).weight].accumulator->variable);
+      between = " and of ";
+    }
+  }
+  return words + ".";
+}
+
+void check_held(const Group& group, const Task& task, size_t g) {
+  const auto check = [&](const Watched& watched) {
+    if (watched.was_modified()) {
+      refuse_modified(g, describe(watched.tensor()), watched.kept_version(),
+                      static_cast<uint32_t>(watched.tensor()._version()),
+                      "holds for the weight pass", reader_in(group, task),
+                      "If something overwrites it between the two passes, clone it before. If a "
+                      "later node of the same backward does, leave the weight to the input pass "
+                      "with policy(exclude=[weight]), or give that node a clone.");
+    }
+  };
+  for_each_watched(task, check);
+  if (const auto* given = std::get_if<Given>(&task.work)) {
+    for (const Work& work : given->works) {
+      if (work.call) {
+        std::for_each(work.call->parameters.begin(), work.call->parameters.end(), check);
+      }
+    }
+  }
+}
+
+void check_recomputed(const Version& version, size_t g) {
+  if (version.was_modified()) {
+    refuse_modified(g, version.describe(), version.seen(), version.now(),
+                    "would read to compute a checkpointed region again", "",
+                    "With checkpoint=\"recompute\", run the weight pass of all groups of a "
+                    "microbatch before weights or inputs change, or choose checkpoint=\"keep\".");
+  }
+}
+
+void check_unmodified(const Group& group, size_t g) {
+  for (const Task& task : group.tasks) {
+    check_held(group, task, g);
+    for (const Version& version : task.arguments) {
+      check_recomputed(version, g);
+    }
+  }
+  for (const Version& version : group.arguments_outside) {
+    check_recomputed(version, g);
+  }
+  for (const Version& version : group.saved_outside) {
+    if (version.was_modified()) {
+      refuse_modified(g, version.describe(), version.seen(), version.now(),
+                      "needs where its weights were computed", "",
+                      "Run the weight pass before it changes.");
+    }
+  }
+}
+
+/// The weights that regions read which W computes again: each I's list once, up to the last node for which a group
+/// of the call computes one.
+void check_reads(const zbp_call& call) {
+  struct Last {
+    uint64_t recomputed_for = 0;
+    size_t group = 0;
+  };
+  std::unordered_map<const Reads*, Last> last;
+  for (size_t g = 0; g < call.group.size(); ++g) {
+    const Reads* const reads = call.group[g]->reads.get();
+    const uint64_t now = reads ? call.group[g]->recomputed_for() : 0;
+    if (now > 0 && now > last[reads].recomputed_for) {
+      last[reads] = {now, g};
+    }
+  }
+  for (size_t g = 0; g < call.group.size() && !last.empty(); ++g) {
+    const auto found = last.find(call.group[g]->reads.get());
+    if (found == last.end() || found->second.group != g) {
+      continue;
+    }
+    for (const Reads::Read& read : found->first->weights) {
+      if (read.sequence_nr >= found->second.recomputed_for) {
+        break;
+      }
+      check_recomputed(read.weight, g);
+    }
+  }
+}
+
+void check_capture(const Group& group, size_t g) {
+  if (const bool then = group.was_captured; then != is_capturing(group)) {
+    refuse(PyExc_RuntimeError, "param_groups[", g, "] was made by an input pass ",
+           then ? "within" : "outside",
+           " the capture of a CUDA graph, and its weight pass is called ",
+           then ? "outside of it" : "within one",
+           ", where it would read memory that a replay overwrites; capture both passes in one "
+           "graph, or neither");
+  }
+}
+
+// ---- main_grad
+
+/// Null for None, and where there is none.
+THPObjectPtr main_grad_of(PyObject* weight) {
+  THPObjectPtr found(PyObject_GetAttrString(weight, "main_grad"));
+  if (!found && !PyErr_ExceptionMatches(PyExc_AttributeError)) {
+    throw python_error();
+  }
+  PyErr_Clear();
+  return found.get() == Py_None ? THPObjectPtr() : std::move(found);
+}
+
+const at::Tensor& checked_main_grad(PyObject* object, const at::Tensor& weight) {
+  const at::Tensor* main_grad = as_tensor(object);
+  if (!main_grad) {
+    refuse(PyExc_TypeError, "the main_grad of the weight of ", describe(weight), " is a ",
+           type_name(object), "; expected a tensor or None");
+  }
+  if (!main_grad->sym_sizes().equals(weight.sym_sizes()) ||
+      main_grad->device() != weight.device() || !main_grad->is_floating_point() ||
+      main_grad->requires_grad()) {
     refuse(PyExc_ValueError, "the main_grad of the weight of ", describe(weight), " is ",
-           describe(main_grad), main_grad.requires_grad() ? " and requires a gradient" : "",
+           describe(*main_grad), main_grad->requires_grad() ? " and requires a gradient" : "",
            "; expected a floating-point tensor of the weight's shape and device that requires "
            "none");
   }
+  return *main_grad;
 }
+
+void find_main_grads(const zbp_call& call) {
+  std::vector<THPObjectPtr> found;
+  for (Group* group : call.group) {
+    for (Weight& weight : group->weights) {
+      const at::Tensor& variable = weight.accumulator->variable;
+      THPObjectPtr object(wrap_tensor(variable));
+      if (THPObjectPtr main_grad = main_grad_of(object); main_grad) {
+        weight.main_grad = checked_main_grad(main_grad, variable);
+        found.push_back(std::move(object));
+      }
+    }
+  }
+  // So that hooks that would add .grad to main_grad see that there is nothing left to add.
+  const char* const flag = "grad_added_to_main_grad";
+  for (THPObjectPtr& weight : found) {
+    if (PyObject_HasAttrString(weight, flag) && PyObject_SetAttrString(weight, flag, Py_True) < 0) {
+      throw python_error();
+    }
+  }
+}
+
+template <class Check>
+void for_each_group(const zbp_call& call, const Check& check) {
+  for (size_t g = 0; g < call.group.size(); ++g) {
+    check(*call.group[g], g);
+  }
+}
+
+void check(const zbp_call& call, bool main_grad) {
+  for_each_group(call, check_leaves);
+  for_each_group(call, check_unmodified);
+  check_reads(call);
+  for_each_group(call, check_capture);
+  if (main_grad) {
+    find_main_grads(call);
+  }
+}
+
+// ---- hooks
 
 uint8_t seen_on(const Weight& weight) {
   AccumulateGrad& accumulator = *weight.accumulator;
@@ -54,20 +250,16 @@ uint8_t seen_on(const Weight& weight) {
                               (accumulator.variable.requires_grad() ? 0 : ZBP_WEIGHT_FROZEN));
 }
 
-/// True once a hook was put on a node of the path: it is owed its gradient.
-bool is_hooked(const Face& face) {
-  return !std::all_of(face.path.begin(), face.path.end(),
-                      [](Node* node) { return is_plain_step(*node); });
-}
-
-void look(Group& group) {
+void see_hooks(Group& group) {
   for (uint32_t w = 0; w < group.book.weight_count; ++w) {
     zbp_book_see_weight(&group.book, w, seen_on(group.weights[w]));
   }
   for (const Task& task : group.tasks) {
-    for (size_t i = 0; i < task.face.size(); ++i) {
-      if (is_hooked(task.face[i])) {
-        zbp_layout_give_up_path(&group.layout, task.plan().face_begin + static_cast<uint32_t>(i));
+    for (size_t f = 0; f < task.face.size(); ++f) {
+      // Once a hook was put on a node of the path: it is owed its gradient.
+      const auto path = path_of(task, f);
+      if (!std::all_of(path.begin(), path.end(), [](Node* node) { return is_plain_step(*node); })) {
+        zbp_layout_give_up_path(&group.layout, task.plan().face_begin + static_cast<uint32_t>(f));
       }
     }
   }
@@ -75,119 +267,41 @@ void look(Group& group) {
 
 }  // namespace
 
-int zbp_call_new(zbp_group* const* groups, size_t count, zbp_call** call_out, zbp_error* error) {
-  return kept_in(error, [&] {
-    auto call = std::make_unique<zbp_call>();
-    for (size_t i = 0; i < count; ++i) {
-      call->groups.push_back(group_of(groups[i]).shared_from_this());
-    }
-    *call_out = call.release();
+int zbp_call_begin(zbp_group* const* groups, size_t count, bool main_grad, bool* is_anomaly_out,
+                   zbp_call** call_out, zbp_error* error) {
+  std::unique_ptr<zbp_call> call;
+  int status = guarded(error, [&] {
+    call = std::make_unique<zbp_call>(groups, count);
+    check(*call, main_grad);
   });
-}
-
-void zbp_call_free(zbp_call* call) {
-  delete call;
-}
-
-int zbp_call_begin(zbp_call* call, zbp_error* error) {
-  return kept_in(error, [&] {
-    call->barrier.begin();
-    call->no_grad.emplace(false);
-    call->range.emplace("zbpipe::weight_pass");
-  });
+  if (status == ZBP_OK) {
+    status = kept_in(error, [&] {
+      call->barrier.begin();
+      call->no_grad.emplace(false);
+      call->range.emplace("zbpipe::weight_pass");
+      *is_anomaly_out = torch::autograd::AnomalyMode::is_enabled();
+    });
+  }
+  *call_out = status == ZBP_OK ? call.release() : nullptr;
+  return status;
 }
 
 int zbp_call_end(zbp_call* call, int status, zbp_error* error) {
-  call->range.reset();
-  call->no_grad.reset();
-  return call->barrier.end(error, [&] {
+  const std::unique_ptr<zbp_call> owned(call);
+  owned->range.reset();
+  owned->no_grad.reset();
+  return owned->barrier.end(error, [&] {
     if (status != ZBP_OK) {
       rethrow(*error, status);
     }
   });
 }
 
-int zbp_weight_is_computed(const zbp_group* group, uint32_t weight, bool* out, zbp_error* error) {
-  return kept_in(error, [&] { *out = variable_of(group, weight).grad_fn() != nullptr; });
+int zbp_group_see_hooks(zbp_group* group, zbp_error* error) {
+  return kept_in(error, [&] { see_hooks(group_of(group)); });
 }
 
-PyObject* zbp_weight_wrap(const zbp_group* group, uint32_t weight, zbp_error* error) {
-  return guarded_object(error, [&] { return wrap_tensor(variable_of(group, weight)); });
-}
-
-PyObject* zbp_weight_describe(const zbp_group* group, uint32_t weight, zbp_error* error) {
-  return guarded_object(error, [&] { return wrap_text(describe(variable_of(group, weight))); });
-}
-
-int zbp_weight_set_main_grad(zbp_group* group, uint32_t weight, PyObject* main_grad,
-                             zbp_error* error) {
-  return guarded(error, [&] {
-    const at::Tensor& variable = variable_of(group, weight);
-    const at::Tensor* tensor = as_tensor(main_grad);
-    if (!tensor) {
-      refuse(PyExc_TypeError, "the main_grad of the weight of ", describe(variable), " is a ",
-             type_name(main_grad), "; expected a tensor or None");
-    }
-    check_fits(*tensor, variable);
-    group_of(group).weights[weight].main_grad = *tensor;
-  });
-}
-
-void zbp_group_forget_main_grads(zbp_group* group) {
-  for (Weight& weight : group_of(group).weights) {
-    weight.main_grad.reset();
-  }
-}
-
-int zbp_group_modified(const zbp_group* group, zbp_modified* out, zbp_error* error) {
-  return kept_in(error, [&] {
-    *out = {};
-    if (const auto modified = group_of(group).find_modified()) {
-      PyObject* const reader = modified->reader.empty() ? nullptr : wrap_text(modified->reader);
-      *out = {modified->role, wrap_text(modified->tensor), reader, modified->seen, modified->now};
-    }
-  });
-}
-
-const void* zbp_group_reads(const zbp_group* group) {
-  return group_of(group).reads.get();
-}
-
-uint64_t zbp_group_recomputed_for(const zbp_group* group) {
-  return group_of(group).recomputed_for();
-}
-
-int zbp_reads_modified(const zbp_group* group, uint64_t recomputed_for, zbp_modified* out,
-                       zbp_error* error) {
-  return kept_in(error, [&] {
-    *out = {};
-    const auto& reads = group_of(group).reads->weights;
-    const auto found = std::find_if(reads.begin(), reads.end(), [&](const Reads::Read& read) {
-      return read.sequence_nr >= recomputed_for || read.weight.was_modified();
-    });
-    if (found != reads.end() && found->sequence_nr < recomputed_for) {
-      *out = {ZBP_MODIFIED_RECOMPUTED, wrap_text(found->weight.describe()), nullptr,
-              found->weight.seen(), found->weight.now()};
-    }
-  });
-}
-
-int zbp_group_captures(const zbp_group* group, bool* then_out, bool* now_out, zbp_error* error) {
-  return kept_in(error, [&] {
-    *then_out = group_of(group).was_captured;
-    *now_out = is_capturing(group_of(group));
-  });
-}
-
-bool zbp_in_anomaly_mode(void) {
-  return torch::autograd::AnomalyMode::is_enabled();
-}
-
-int zbp_look(zbp_group* group, zbp_error* error) {
-  return kept_in(error, [&] { look(group_of(group)); });
-}
-
-const void* zbp_weight_key(zbp_group* group, uint32_t weight) {
+const void* zbp_weight_key(const zbp_group* group, uint32_t weight) {
   return group_of(group).weights[weight].accumulator.get();
 }
 
@@ -227,8 +341,8 @@ void zbp_group_close(zbp_group* handle) {
 
 void zbp_group_again(zbp_group* group) {
   for (Task& task : group_of(group).tasks) {
-    for (Work& work : task.works) {
-      make_ready_again(work);
+    if (auto* given = std::get_if<Given>(&task.work)) {
+      std::for_each(given->works.begin(), given->works.end(), make_ready_again);
     }
   }
 }

@@ -1,9 +1,8 @@
 /* zbp_input.h - the input pass (I): one call of it from its arguments to its end.
  *
  * The bindings make a scene of the arguments and end it. In between zbp_pass_inputs (csrc/pass/input_pass.c) asks for
- * the steps of I in the order of the functions below: nodes are walked and looked at, stand-ins and edges put in
- * place, the engine run, the result handed over. Nothing here decides what runs, what is cut, what becomes of a node:
- * that stands in a split (zbp_split.h).
+ * the steps of I in the order of the functions below. Nothing here decides what runs, what is cut, what becomes of a
+ * node: that stands in a split (zbp_split.h).
  *
  * Conventions, also of the shim's other headers. Functions return a status: ZBP_OK, or what has been raised is in
  * *error (zbp_error.h), and outputs are not to be used; those that return an object return NULL then. That is so,
@@ -45,12 +44,10 @@ typedef struct zbp_scene zbp_scene;
  * grads:    per output a tensor, None, or False for an output that is only detached; NULL: ones for all.
  * inputs:   anything; a tensor that requires a gradient gets one.
  * weights:  leaf tensors; NULL: every leaf that accumulates.
- * excluded: tensors whose gradients I computes, if they are weights. */
+ * excluded: tensors whose gradients I computes, if they are weights; they outlive the scene. */
 ZBP_MUST_USE int zbp_scene_new(zbp_policy policy, PyObject *outputs, PyObject *grads,
                                PyObject *inputs, PyObject *weights, PyObject *excluded,
                                zbp_scene **scene_out, zbp_error *error);
-void zbp_scene_free(zbp_scene *scene); /* NULL is legal */
-
 /* ---- the steps */
 
 /* What I is planned on. Zeroed is none. */
@@ -62,42 +59,33 @@ typedef struct zbp_survey {
 } zbp_survey;
 
 /* Fills the empty graph with what can be reached from the outputs, up to the inputs; marks inputs,
- * weights and roots. Refuses what an earlier I has consumed. */
-ZBP_MUST_USE int zbp_scene_walk(zbp_scene *scene, zbp_graph *graph, zbp_error *error);
-
-/* The ids of the nodes from which the backward starts, one for each gradient that it starts with, as of
- * the last walk. Borrowed from the scene. */
-const uint32_t *zbp_scene_roots(const zbp_scene *scene, uint32_t *count_out);
+ * weights and roots. Refuses what an earlier I has consumed.
+ * *root_out: the ids of the nodes from which the backward starts, one for each gradient that it starts with; borrowed
+ * from the scene. */
+ZBP_MUST_USE int zbp_scene_walk(zbp_scene *scene, zbp_graph *graph, const uint32_t **root_out,
+                                uint32_t *root_count_out, zbp_error *error);
 
 /* Fills the survey's facts, which have been made for its graph, from its nodes and the policy. */
-ZBP_MUST_USE int zbp_scene_look(zbp_scene *scene, zbp_survey *survey, zbp_error *error);
+ZBP_MUST_USE int zbp_scene_note_facts(zbp_scene *scene, zbp_survey *survey, zbp_error *error);
 
-/* Makes the groups, taking their layouts out of the survey's split. No edge is touched. */
-ZBP_MUST_USE int zbp_scene_make_groups(zbp_scene *scene, zbp_survey *survey, zbp_error *error);
-
-/* Puts stand-ins and captures in place and edits edges as the survey's split says. What is not handed
- * over is put back when the scene ends, the last edit first. */
-ZBP_MUST_USE int zbp_scene_set(zbp_scene *scene, const zbp_survey *survey, zbp_error *error);
-
-/* Runs the engine, without the GIL. */
-ZBP_MUST_USE int zbp_scene_run(zbp_scene *scene, const zbp_survey *survey, zbp_error *error);
-
-/* I has succeeded: the inputs' gradients are taken, the cuts undone, the split nodes retired, the outputs
- * detached. After an error the graph is as after a run that failed, unless memory ran out for the last two steps:
- * then the edges keep their new targets. */
-ZBP_MUST_USE int zbp_scene_hand_over(zbp_scene *scene, const zbp_survey *survey, zbp_error *error);
+/* Makes the groups, which take their layouts out of the survey's split; puts stand-ins and captures in place and
+ * edits edges as the split says; runs the engine, without the GIL; takes the inputs' gradients, undoes the cuts,
+ * retires the split nodes, detaches the outputs. After an error what was changed is put back when the scene ends, the
+ * last edit first; where memory ran out for the detaching alone, the edges keep their new targets. */
+ZBP_MUST_USE int zbp_scene_run(zbp_scene *scene, zbp_survey *survey, zbp_error *error);
 
 /* ---- the end */
 
+/* Makes a Python object of a group, which it steals. NULL with a Python error set. */
+typedef PyObject *(*zbp_wrap)(void *arg, zbp_group *group);
+
 /* With what zbp_pass_inputs returned and raised. Frees the scene.
  *
- * dinputs_out:  new tuple, a gradient or None per input. The inputs' .grad is set or added to.
- * groups_out:   new array (PyMem_Free), of new groups (zbp_group_free), group_count_out of them.
- * Outputs are detached. After an error in the run the graph has its edges back, no gradient of an
- * input was set, and what ran has released its saved tensors, as after a failed ordinary backward. */
-ZBP_MUST_USE int zbp_scene_end(zbp_scene *scene, int status, zbp_error *error,
-                               PyObject **dinputs_out, zbp_group ***groups_out,
-                               size_t *group_count_out);
+ * *result_out: new tuple (dinputs, groups): a gradient or None per input, a list. The inputs' .grad is set or added
+ * to. After an error in the run the graph has its edges back, no gradient of an input was set, and what ran has
+ * released its saved tensors, as after a failed ordinary backward. */
+ZBP_MUST_USE int zbp_scene_end(zbp_scene *scene, int status, zbp_wrap wrap, void *arg,
+                               PyObject **result_out, zbp_error *error);
 
 #ifdef __cplusplus
 }

@@ -29,6 +29,10 @@ inline const char* type_name(PyObject* object) {
   return Py_TYPE(object)->tp_name;
 }
 
+/// Takes over `object`. Throws python_error for NULL.
+THPObjectPtr checked(PyObject* object);
+/// isinstance(). Throws python_error.
+bool is_instance(PyObject* object, PyObject* type);
 /// Python objects in the making; both throw python_error. append() takes over `value`, which may be null with an
 /// error set.
 THPObjectPtr new_list();
@@ -60,6 +64,9 @@ using torch::autograd::SavedVariable;
 /// released. False if libtorch does not tell what nodes of this type save. Called with the GIL held.
 bool for_each_saved(Node& node,
                     c10::function_ref<void(SavedVariable&, const char* name, int32_t index)> visit);
+
+/// The context of a Python Function's node. Called with the GIL held. Throws python_error.
+THPObjectPtr context_of(Node& node);
 
 /// Everything that `node` has saved, also a Python Function's. Borrowed from the node. Called with the GIL held.
 std::vector<SavedVariable*> saved_by(Node& node);

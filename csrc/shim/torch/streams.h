@@ -28,41 +28,33 @@
 
 namespace zbp {
 
-/// Notes the device and the stream on which `node` runs; the CPU needs no ordering.
-inline void note_place(Task& task, const Node& node) {
-  for (uint32_t i = 0; i < node.num_inputs(); ++i) {
-    if (!node.input_metadata(i).device().is_cpu()) {
-      task.place = std::make_unique<const torch::autograd::InputMetadata>(node.input_metadata(i));
-      return;
+/// Notes the device and the stream on which the task's node runs; the CPU needs no ordering.
+inline void note_place(Group& group, Task& task) {
+  for (uint32_t i = 0; i < task.node->num_inputs(); ++i) {
+    const auto& metadata = task.node->input_metadata(i);
+    if (metadata.device().is_cpu()) {
+      continue;
     }
-  }
-}
-
-/// Adds the task's stream to the group's.
-inline void note_stream(Group& group, const Task& task) {
-  if (!task.place) {
+    task.place = std::make_unique<const torch::autograd::InputMetadata>(metadata);
+    const c10::Stream stream = metadata.stream();
+    if (std::find(group.streams.begin(), group.streams.end(), stream) == group.streams.end()) {
+      group.streams.push_back(stream);
+    }
     return;
   }
-  const c10::Stream stream = task.place->stream();
-  if (std::find(group.streams.begin(), group.streams.end(), stream) == group.streams.end()) {
-    group.streams.push_back(stream);
+}
+
+/// `second` does what it is given from now on when `first` has done what it has been given.
+inline void order(const c10::Stream& first, const c10::Stream& second) {
+  if (first != second) {
+    c10::Event done(first.device_type());
+    done.record(first);
+    second.wait(done);
   }
 }
 
-/// Which of the caller's current stream and a task's stream does what it has been given first.
-enum class Order : uint8_t { caller_first, tasks_first };
-
-inline void order_streams(const Group& group, Order order) {
-  for (const c10::Stream& stream : group.streams) {
-    const c10::impl::VirtualGuardImpl device(stream.device_type());
-    const c10::Stream current = device.getStream(stream.device());
-    if (current != stream) {
-      const bool caller_first = order == Order::caller_first;
-      c10::Event done(stream.device_type());
-      done.record(caller_first ? current : stream);
-      (caller_first ? stream : current).wait(done);
-    }
-  }
+inline c10::Stream callers_stream(const c10::Stream& beside) {
+  return c10::impl::VirtualGuardImpl(beside.device_type()).getStream(beside.device());
 }
 
 /// What the caller's current stream has made, and W will read, and let go of, on the task's.
@@ -71,12 +63,9 @@ inline void take_from_caller(const Task& task, const at::Tensor& grad) {
     return;
   }
   const c10::Stream stream = task.place->stream();
-  const c10::impl::VirtualGuardImpl device(stream.device_type());
-  const c10::Stream current = device.getStream(stream.device());
-  if (current != stream) {
-    c10::Event made(stream.device_type());
-    made.record(current);
-    stream.wait(made);
+  if (const c10::Stream current = callers_stream(stream); current != stream) {
+    order(current, stream);
+    const c10::impl::VirtualGuardImpl device(stream.device_type());
     device.recordDataPtrOnStream(grad.storage().data_ptr(), stream);
   }
 }
@@ -92,13 +81,17 @@ inline bool is_capturing(const Group& group) {
 /// W runs on the tasks' streams, but adds to gradients that the caller may have zeroed, reduced or clipped on its
 /// own: those streams wait for what the caller's have been given.
 inline void follow_caller(const Group& group) {
-  order_streams(group, Order::caller_first);
+  for (const c10::Stream& stream : group.streams) {
+    order(callers_stream(stream), stream);
+  }
 }
 
 /// The caller's current streams wait for what the tasks' have been given, as the engine has it for the leaves of a
 /// graph at the end of a backward.
 inline void join_streams(const Group& group) {
-  order_streams(group, Order::tasks_first);
+  for (const c10::Stream& stream : group.streams) {
+    order(stream, callers_stream(stream));
+  }
 }
 
 }  // namespace zbp

@@ -13,24 +13,12 @@
 #include "core/pass/zbp_verdict.h"
 #include "shim/torch/detach.h"
 #include "shim/torch/python.h"
-#include "shim/pass/kinds.h"
+#include "shim/pass/facts.h"
 #include "shim/pass/stand_in.h"
-#include "shim/pass/weight_nodes.h"
 #include "shim/work/work.h"
 #include "shim/work/zbp_work.h"
 
 namespace zbp {
-
-Node& original_of(Node& node) {
-  if (auto* stand_in = as<StandIn>(node)) {
-    return stand_in->is_retired() ? node : stand_in->original();
-  }
-  if (auto* capture = as<Capture>(node)) {
-    return capture->original();
-  }
-  auto* proxy = as<Proxy>(node);
-  return proxy ? proxy->original() : node;
-}
 
 namespace {
 
@@ -54,7 +42,7 @@ Running running_here() {
   if (!current) {
     return {};
   }
-  Running running{ref_of(original_of(*current)), nullptr, nullptr};
+  Running running{ref_of(original_of(*current))};
   if (!is_python_function(*running.node)) {
     return {};
   }
@@ -62,15 +50,10 @@ Running running_here() {
   const bool is_transformed =
       c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
   running.stand_in = is_transformed ? nullptr : as<StandIn>(*current);
-  running.proxy = as<Proxy>(*current);
+  const bool is_proxy = current.get() != running.node.get() && !as<StandIn>(*current) &&
+                        current->num_outputs() > 0;  // no capture
+  running.proxy = is_proxy ? current.get() : nullptr;
   return running;
-}
-
-THPObjectPtr checked(PyObject* object) {
-  if (!object) {
-    throw python_error();
-  }
-  return THPObjectPtr(object);
 }
 
 /// Where the gradients go that work computes.
@@ -90,7 +73,7 @@ Targets targets_of(PyObject* weights, const Running& running) {
   if (!running.node) {
     return targets;
   }
-  THPObjectPtr context = checked(torch::autograd::functionToPyObject(running.node));
+  THPObjectPtr context = context_of(*running.node);
   const auto& is_tensor = reinterpret_cast<const THPFunction*>(context.get())->is_variable_input;
   for (size_t i = 0; i < targets.slots.size(); ++i) {
     int overflow = 0;
@@ -127,7 +110,7 @@ Answer answer_of(StandIn& stand_in, const Targets& targets) {
   }
   zbp_offer offer{};
   offer.are_all = targets.are_all;
-  offer.is_watched = !stand_in.original().post_hooks().empty();
+  offer.is_watched = !original_of(stand_in).post_hooks().empty();
   offer.slot = targets.slots.data();
   offer.leads = leads.data();
   offer.slot_count = targets.slots.size();
@@ -155,11 +138,7 @@ bool is_parameter(PyObject* object, const at::Tensor& tensor) {
   if (!tensor.is_leaf() || Py_IS_TYPE(object, reinterpret_cast<PyTypeObject*>(THPVariableClass))) {
     return false;  // torch.Tensor itself would be asked in Python
   }
-  const int answer = PyObject_IsInstance(object, ParameterClass);
-  if (answer < 0) {
-    throw python_error();
-  }
-  return answer == 1;
+  return is_instance(object, ParameterClass);
 }
 
 /// True for another view of a parameter's memory.
@@ -250,7 +229,7 @@ void keep_work(StandIn& stand_in, PyObject* function, PyObject* saved,
                SmallVector<int32_t, 2> faces) {
   Taken taken = take(saved, stand_in.group());
   Task& task = stand_in.task();
-  Work& work = task.works.emplace_back();
+  Work& work = std::get<Given>(task.work).works.emplace_back();
   work.call = std::make_unique<const Work::Call>(
       Work::Call{c10::SafePyObject(Py_NewRef(function), getPyInterpreter()),
                  c10::SafePyObject(taken.arguments.release(), getPyInterpreter()),

@@ -1,4 +1,5 @@
 // W: runs what was handed over. See work.h.
+
 #include "shim/work/work.h"
 
 #include <algorithm>
@@ -14,7 +15,6 @@
 #include "shim/torch/gil.h"
 #include "shim/torch/python.h"
 #include "shim/torch/ranges.h"
-#include "shim/work/zbp_work.h"
 
 namespace zbp {
 
@@ -57,13 +57,6 @@ class AutocastAsThere {
   SmallVector<std::pair<Autocast, bool>, 2> here_;
 };
 
-/// Throws the Python error that is set, kept safe from the loss of this thread's state.
-[[noreturn]] void throw_python_error() {
-  python_error error;
-  error.persist();
-  throw std::move(error);
-}
-
 }  // namespace
 
 variable_list parse_grads(PyObject* result, size_t count) {
@@ -101,7 +94,9 @@ variable_list call(const Work::Call& call, size_t count) {
   THPObjectPtr result(
       PyObject_CallObject(call.function.ptr(interpreter), call.arguments.ptr(interpreter)));
   if (!result) {
-    throw_python_error();
+    python_error error;
+    error.persist();  // safe from the loss of this thread's state
+    throw std::move(error);
   }
   return parse_grads(result, count);
 }
@@ -141,18 +136,13 @@ void run(Work& work, const Task& task, bool retain) {
   }
 }
 
-bool serves(const Work& work, size_t face) {
-  return std::find(work.faces.begin(), work.faces.end(), static_cast<int32_t>(face)) !=
-         work.faces.end();
-}
-
 /// Calls `visit` with each place where a gradient for the face lies.
 template <class AnyTask, class Visit>
-void for_each_kept(AnyTask& task, size_t face, const Visit& visit) {
-  if (task.kept[face].tensor().defined()) {
-    visit(task.kept[face]);
+void for_each_given(AnyTask& task, size_t face, const Visit& visit) {
+  if (task.face[face].grad.tensor().defined()) {
+    visit(task.face[face].grad);
   }
-  for (auto& work : task.works) {
+  for (auto& work : std::get<Given>(task.work).works) {
     for (size_t i = 0; i < work.grads.size(); ++i) {
       if (work.faces[i] == static_cast<int32_t>(face) && work.grads[i].tensor().defined()) {
         visit(work.grads[i]);
@@ -164,9 +154,11 @@ void for_each_kept(AnyTask& task, size_t face, const Visit& visit) {
 }  // namespace
 
 void run_works_for(Task& task, size_t face, bool retain) {
-  for (Work& work : task.works) {
-    if (serves(work, face)) {
-      run(work, task, retain);
+  if (auto* given = std::get_if<Given>(&task.work)) {
+    for (Work& work : given->works) {
+      if (std::count(work.faces.begin(), work.faces.end(), static_cast<int32_t>(face)) != 0) {
+        run(work, task, retain);
+      }
     }
   }
 }
@@ -179,57 +171,25 @@ void make_ready_again(Work& work) {
   }
 }
 
-at::Tensor kept_grad(const Task& task, size_t face) {
+at::Tensor given_grad(const Task& task, size_t face) {
   at::Tensor sum;
-  for_each_kept(task, face, [&](const Watched& kept) {
-    sum = sum.defined() ? sum + kept.tensor() : kept.tensor();
+  for_each_given(task, face, [&](const Watched& given) {
+    sum = sum.defined() ? sum + given.tensor() : given.tensor();
   });
   return sum;
 }
 
 Watched* only_kept_grad(Task& task, size_t face) {
   if (task.kind() != Kind::whole) {
-    return nullptr;
+    return nullptr;  // a root's is the caller's
   }
   Watched* only = nullptr;
   size_t count = 0;
-  for_each_kept(task, face, [&](Watched& kept) {
-    only = &kept;
+  for_each_given(task, face, [&](Watched& given) {
+    only = &given;
     ++count;
   });
   return count == 1 ? only : nullptr;
 }
 
 }  // namespace zbp
-
-using namespace zbp;
-
-int zbp_group_traverse(const zbp_group* handle, visitproc visit, void* arg) {
-  // While another owner has the group (an I, a W), what it holds is no business of the collector's.
-  if (zbp_book_is_claimed(&handle->book) || group_of(handle).owned.use_count() != 1) {
-    return 0;
-  }
-  c10::impl::PyInterpreter* const interpreter = getPyInterpreter();
-  for (const zbp::Task& task : group_of(handle).tasks) {
-    for (const zbp::Work& work : task.works) {
-      if (work.call) {
-        Py_VISIT(work.call->function.ptr(interpreter));
-        Py_VISIT(work.call->arguments.ptr(interpreter));
-      }
-    }
-    for (const auto& packed : task.packed) {  // the node that shares it is the task's alone
-      Py_VISIT(packed->unpack_hook.ptr(interpreter));
-      Py_VISIT(packed->data.ptr(interpreter));
-    }
-  }
-  return 0;
-}
-
-void zbp_group_clear(zbp_group* handle) {
-  if (zbp_book_is_claimed(&handle->book) || group_of(handle).owned.use_count() != 1) {
-    return;  // as where it is traversed
-  }
-  zbp_book_close(&handle->book);
-  group_of(handle).release();  // which reads the layout
-  zbp_layout_fini(&handle->layout);
-}

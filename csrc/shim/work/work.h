@@ -24,16 +24,13 @@ void run_works_for(Task& task, size_t face, bool retain);
 
 void make_ready_again(Work& work);
 
-/// What I has kept and work has computed for face number `face` of a whole task.
-at::Tensor kept_grad(const Task& task, size_t face);
+/// What I has kept and work has computed for face number `face` of a whole task; of a root, its gradient.
+at::Tensor given_grad(const Task& task, size_t face);
 
 /// Where that is, if it is in one place; else null, as for tasks of other kinds.
 Watched* only_kept_grad(Task& task, size_t face);
 
 /// The gradients in what a callable returned, `count` of them: none in None, or as many as there are weights.
 variable_list parse_grads(PyObject* result, size_t count);
-
-/// The node of the user's graph that `node` has the place of, in I or W; often `node` itself.
-Node& original_of(Node& node);
 
 }  // namespace zbp

@@ -28,12 +28,6 @@ PyObject *zbp_defer(PyObject *function, PyObject *weights, PyObject *saved, zbp_
  * at all. */
 ZBP_MUST_USE int zbp_will_defer(PyObject *weights, int *out, zbp_error *error);
 
-/* For the collector: visits the Python objects that were handed over and that the group alone holds;
- * and makes the group one whose weight pass has run: no task is left, nor what one held. Run no
- * Python code before the group lets go. */
-int zbp_group_traverse(const zbp_group *group, visitproc visit, void *arg);
-void zbp_group_clear(zbp_group *group);
-
 #ifdef __cplusplus
 }
 #endif
