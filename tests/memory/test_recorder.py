@@ -642,7 +642,7 @@ def test_a_recording_keeps_no_tensor_and_no_stage():
 
 def test_a_recording_that_is_dropped_while_it_runs_ends():
     """As when a generator that holds it is dropped. Without an end the allocator would feed freed memory."""
-    log = memory.record()._source.log
+    log = memory.record()._log
     log.start()
     kept = torch.empty(10)
     del log

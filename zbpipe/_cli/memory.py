@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from zbpipe import memory
+from zbpipe import _C, memory
 from zbpipe._cli import memory_report, ranks
 from zbpipe._cli.arguments import add_script, natural, refuse_files, refuse_script, refuse_without_matplotlib, run_given
 from zbpipe._cli.progress import Progress
 from zbpipe._cli.steps import KINDS, OF_SCHEDULE, Steps
 from zbpipe._torch.pipelining import stages_of
 from zbpipe._version import __version__
-from zbpipe.memory._living import bytes_of_tensors
+from zbpipe.leaks._search import storages_now
 
 DESCRIPTION = """\
 Run a training script up to the end of one step that is recorded, and print its
@@ -49,9 +49,9 @@ before the script:
     python -m zbpipe memory --warmup 0 --on-out-of-memory oom train.py
 
 Under torchrun there is one report over all ranks, and a picture per rank.
---out draws (.png, .svg, .pdf) or exports, by its ending: .json.gz for
-Perfetto, .pickle for pytorch.org/memory_viz. --on-out-of-memory leaves what
-lived when memory ran out, by phase and by holder, in that folder.
+--out draws (.png, .svg, .pdf) or exports for Perfetto (.json, .json.gz), by
+its ending. --on-out-of-memory leaves what lived when memory ran out, by phase
+and by holder, in that folder.
 """
 EPILOG = """\
 exit status:
@@ -62,7 +62,7 @@ exit status:
 """
 SCHEMA = 3  # of --json
 NO_STEP = 4  # exit status
-PICTURES, EXPORTS = (".png", ".svg", ".pdf"), (".json", ".json.gz", ".pickle")
+PICTURES, EXPORTS = (".png", ".svg", ".pdf"), (".json", ".json.gz")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,7 +113,7 @@ def _refuse(given: argparse.Namespace) -> None:
     if given.out and not given.out.name.endswith((*PICTURES, *EXPORTS)):
         error(f"--out {given.out}: its name must end in one of {', '.join((*PICTURES, *EXPORTS))}")
     if given.out and given.out.name.endswith(PICTURES):
-        refuse_without_matplotlib(given, "out", ".json.gz or .pickle")
+        refuse_without_matplotlib(given, "out", ".json.gz")
     refuse_files(given, "json", "out")
     if given.on_out_of_memory is not None:
         given.on_out_of_memory = given.on_out_of_memory.absolute()
@@ -178,10 +178,15 @@ class _OneStep(Steps):
             step = self.step
             if step is None or not step.enter_backward():
                 return backward(*args, **kwargs)
+            error: BaseException | None = None
             try:
                 return backward(*args, **kwargs)
+            except BaseException as raised:
+                error = raised
+                raise
             finally:
-                step.leave_backward()
+                step.leave_backward(error)
+                del error
 
         return marked
 
@@ -192,7 +197,7 @@ class _Step:
     def __init__(self, given: argparse.Namespace, schedule: Any) -> None:
         uses_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         device = torch.device(given.device or ("cuda" if uses_cuda else "cpu"))
-        self.before = bytes_of_tensors(device)
+        self.before = _bytes_of_tensors(device)
         self.recording = memory.record(device, on_out_of_memory=given.on_out_of_memory)
         self.is_whole = self.has_failed = False
         self._is_open = True
@@ -206,16 +211,16 @@ class _Step:
         else:
             self.turn("forward")
 
-    def turn(self, kind: str) -> None:
-        """From now on it is another phase; among stages' own only the optimizer's."""
+    def turn(self, kind: str, error: BaseException | None = None) -> None:
+        """From now on it is another phase; among stages' own only the optimizer's. ``error`` ends the one before."""
         if not self._is_open or threading.get_ident() != self._thread:
             return
-        if self._phase is not None:
-            self._phase.__exit__(None, None, None)
-            self._phase = None
+        before, self._phase = self._phase, None
         if not self._has_stages or kind == "optimizer":
             self._phase = self.recording.phase(kind)
             self._phase.__enter__()
+        if before is not None:  # last: a phase that begins says that earlier errors were handled
+            before.__exit__(None if error is None else type(error), error, None)
 
     def enter_backward(self) -> bool:
         """Whether it is the outermost, on the step's thread: a reentrant checkpoint has one within."""
@@ -225,9 +230,9 @@ class _Step:
         self.turn("backward")
         return True
 
-    def leave_backward(self) -> None:
+    def leave_backward(self, error: BaseException | None) -> None:
         self._is_in_backward = False
-        self.turn("between")
+        self.turn("between", error)
 
     def end(self) -> None:
         """The step is over."""
@@ -244,6 +249,12 @@ class _Step:
         if self._phase is not None and error is not None:
             self._phase.__exit__(*raised)
         self.recording.__exit__(*raised)
+
+
+def _bytes_of_tensors(device: torch.device) -> int:
+    """Of all tensors' storages on a device, each once; without an index of all devices of its type."""
+    places = ((torch.device(place), size) for place, _, size, _ in _C.storage_spans(storages_now()))
+    return sum(size for place, size in places if place.type == device.type and device.index in (None, place.index))
 
 
 def _report(steps: _OneStep, given: argparse.Namespace) -> int:
