@@ -215,12 +215,12 @@ class _Step:
         """From now on it is another phase; among stages' own only the optimizer's. ``error`` ends the one before."""
         if not self._is_open or threading.get_ident() != self._thread:
             return
-        before, self._phase = self._phase, None
+        if self._phase is not None:
+            self._phase.__exit__(None if error is None else type(error), error, None)
+            self._phase = None
         if not self._has_stages or kind == "optimizer":
             self._phase = self.recording.phase(kind)
             self._phase.__enter__()
-        if before is not None:  # last: a phase that begins says that earlier errors were handled
-            before.__exit__(None if error is None else type(error), error, None)
 
     def enter_backward(self) -> bool:
         """Whether it is the outermost, on the step's thread: a reentrant checkpoint has one within."""

@@ -156,7 +156,8 @@ def _by_phase(recording: Any) -> str:
 
 def _timeline(phases: Sequence[Phase]) -> tuple[list[int], list[str]]:
     """Ascending times, and the label of the innermost phase from each on."""
-    times, labels, running = [-1], ["between phases"], []
+    times, labels = [-1], ["between phases"]
+    running: list[int] = []
     turns = [(p.begin_ns, 1, i) for i, p in enumerate(phases)] + [(p.end_ns, 0, i) for i, p in enumerate(phases)]
     for time_ns, begins, i in sorted(turns):
         (running.append if begins else running.remove)(i)

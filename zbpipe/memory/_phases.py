@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import torch
 
 from zbpipe import _C, passes
 from zbpipe._formatting import argument
+from zbpipe.memory._results import label
 
 PASSES = ("I", "W", "B")
+_ENDED = "_zbpipe_ended"  # an exception's own: by recording the innermost phase that it has ended. It may be pickled.
+_numbers = itertools.count()
 
 
 @dataclass
 class _Place:
-    """A thread of a recording: the outermost pass within which it is, and the phases that exceptions have ended since
-    the last one began, with the exceptions' identities."""
+    """A thread of a recording, and the outermost pass within which it is."""
 
     outermost: Open | None = None
-    raised: list[tuple[int, Open]] = field(default_factory=list)
 
 
 class _Thread(threading.local):
@@ -53,6 +56,7 @@ class Marks:
         self.is_running = False
         self.lost = 0  # for want of memory
         self._mark = mark
+        self._number = next(_numbers)
         self._phases: list[Open] = []
         self._thread = _Thread()
         self._calls = 0
@@ -70,15 +74,15 @@ class Marks:
             self.lost += 1
             return None
         opened = Open(kind, stage, microbatch, mark, place, calls=calls)
-        place.raised.clear()  # the thread goes on: what it raised was handled
         if kind in PASSES:
             place.outermost = opened
         self._phases.append(opened)
         return opened
 
-    def end(self, opened: Open, error: object = None) -> None:
+    def end(self, opened: Open, error: BaseException | None = None) -> None:
         if error is not None:
-            self._thread.place.raised.append((id(error), opened))
+            what = label(opened.kind, opened.stage, opened.microbatch)
+            vars(error).setdefault(_ENDED, {}).setdefault(self._number, what)
         if opened.place.outermost is opened:
             opened.place.outermost = None
         opened.end = self.mark()
@@ -87,9 +91,10 @@ class Marks:
         """The phases that have ended, by their beginnings."""
         return sorted((p for p in list(self._phases) if p.end is not None), key=lambda p: p.begin)
 
-    def ended_by(self, errors: Container[int]) -> Open | None:
-        """The first phase of this thread that one of these exceptions has ended."""
-        return next((p for error, p in self._thread.place.raised if error in errors), None)
+    def ended_by(self, error: BaseException) -> str:
+        """The label of the innermost phase that an exception has ended, or ""."""
+        ended: dict[int, str] = vars(error).get(_ENDED, {})
+        return ended.get(self._number, "")
 
     def next_call(self) -> int:
         """The number of a call of zbpipe's I."""
@@ -134,10 +139,12 @@ class PhaseContext:
             if opened is not None:
                 self._open.append((recording, opened))
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         while self._open:
             recording, opened = self._open.pop()
-            recording.end(opened, error[1])
+            recording.end(opened, error)
 
 
 class Running:

@@ -35,8 +35,7 @@ def record(
             which line; all phases; what lived, by the phase that made it; the ten largest tensors that came since the
             recording began, each with its holders. Beside it lie the picture, if matplotlib is installed, and the trace
             (``.png``, ``.json.gz``); one log line of "zbpipe" says where. It is written when the error leaves the with
-            block, while what it left is still there. Entering then also notes the storages that are there. The error
-            itself is not touched.
+            block, while what it left is still there. Entering then also notes the storages that are there.
 
     Returns:
         A recording, to be entered once; see :class:`Recording`.

@@ -36,7 +36,7 @@ from zbpipe.memory._log import Log, Mark, Pair, events_of, highest, marks_of, pa
 from zbpipe.memory._out_of_memory import Hook, causes
 from zbpipe.memory._phases import Marks, Open, PhaseContext, running
 from zbpipe.memory._plot import plot
-from zbpipe.memory._results import Allocation, Event, HeldMicrobatch, Path, Phase, held_table, label, phase_table
+from zbpipe.memory._results import Allocation, Event, HeldMicrobatch, Path, Phase, held_table, phase_table
 
 
 class Recording:
@@ -130,9 +130,8 @@ class Recording:
             watch.join(self._marks, stage)
 
     def _phase_of(self, error: BaseException | None) -> str:
-        """The label of the innermost phase that the error has ended."""
-        found = self._marks.ended_by({id(one) for one in causes(error)})
-        return "no phase" if found is None else label(found.kind, found.stage, found.microbatch)
+        """The label of the innermost phase that the error, or what it came from, has ended."""
+        return next(filter(None, map(self._marks.ended_by, reversed(list(causes(error))))), "no phase")
 
     # ---- totals
 
