@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from zbpipe import _C, memory
+from zbpipe import memory
 from zbpipe._cli import memory_report, ranks
 from zbpipe._cli.arguments import add_script, natural, refuse_files, refuse_script, refuse_without_matplotlib, run_given
 from zbpipe._cli.progress import Progress
 from zbpipe._cli.steps import KINDS, OF_SCHEDULE, Steps
 from zbpipe._torch.pipelining import stages_of
 from zbpipe._version import __version__
-from zbpipe.leaks._search import storages_now
+from zbpipe.memory._out_of_memory import bytes_of_tensors
 
 DESCRIPTION = """\
 Run a training script up to the end of one step that is recorded, and print its
@@ -197,7 +197,7 @@ class _Step:
     def __init__(self, given: argparse.Namespace, schedule: Any) -> None:
         uses_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         device = torch.device(given.device or ("cuda" if uses_cuda else "cpu"))
-        self.before = _bytes_of_tensors(device)
+        self.before = bytes_of_tensors(device)
         self.recording = memory.record(device, on_out_of_memory=given.on_out_of_memory)
         self.is_whole = self.has_failed = False
         self._is_open = True
@@ -249,12 +249,6 @@ class _Step:
         if self._phase is not None and error is not None:
             self._phase.__exit__(*raised)
         self.recording.__exit__(*raised)
-
-
-def _bytes_of_tensors(device: torch.device) -> int:
-    """Of all tensors' storages on a device, each once; without an index of all devices of its type."""
-    places = ((torch.device(place), size) for place, _, size, _ in _C.storage_spans(storages_now()))
-    return sum(size for place, size in places if place.type == device.type and device.index in (None, place.index))
 
 
 def _report(steps: _OneStep, given: argparse.Namespace) -> int:

@@ -46,12 +46,7 @@ uint64_t number_of(const void* data) {
 
 /// One that is followed at this address already was freed past our deleter: raw_deallocate() after we were taken out.
 void note_alloc(const void* data, size_t bytes) {
-  try {
-    // Whoever sees the block finds its trace.
-    keep_trace(number_of(data), trace_now());
-  } catch (const std::bad_alloc&) {
-    // The block is followed without one.
-  }
+  keep_trace(number_of(data));  // first: whoever sees the block finds its trace
   if (!zbp_tally_alloc(tally(), number_of(data), bytes)) {
     forget_trace(number_of(data));
   }
