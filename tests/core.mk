@@ -20,9 +20,9 @@ PASS_SOURCES := $(sort $(patsubst csrc/%,%,$(wildcard csrc/pass/*.c)))
 HOLDERS_SOURCES := $(sort $(patsubst csrc/%,%,$(wildcard csrc/holders/*.c)))
 CORE_HEADERS := $(sort $(wildcard csrc/core/*/*.h csrc/pass/*.h csrc/holders/*.h) csrc/shim/pass/zbp_input.h csrc/shim/pass/zbp_weight.h \
 	csrc/shim/holders/zbp_things.h csrc/shim/memory/zbp_tapped.h csrc/shim/torch/zbp_error.h)
-CORE_TESTS := test_status test_map test_graph test_plan test_plan_check test_blocks test_record test_ledger test_tally test_layout \
+CORE_TESTS := test_status test_map test_graph test_plan test_plan_check test_blocks test_record test_layout \
 	test_book test_book_model test_pass test_kind test_split test_input_pass test_heap test_ways test_verdict test_holders
-FUZZ_TARGETS := fuzz_plan fuzz_weight_pass fuzz_ledger fuzz_ways
+FUZZ_TARGETS := fuzz_plan fuzz_weight_pass fuzz_record fuzz_ways
 FUZZ_WITH_fuzz_ways = tests/c/ways_model.c
 FUZZ_WITH_fuzz_weight_pass = tests/c/fake_shim.c $(filter-out %/input_pass.c,$(PASS_SOURCES:%=csrc/%))
 CORE_LIB := $(CORE_BUILD)/libzbpcore.a
@@ -110,10 +110,10 @@ test-core: ## test the C core, plain and under AddressSanitizer and UBSan, and f
 		"!AddressSanitizer $(CORE_BUILD)/asan/bin/planted overrun" \
 		"!LeakSanitizer $(CORE_BUILD)/asan/bin/planted leak" \
 		"!overflow $(CORE_BUILD)/asan/bin/planted overflow" \
-		$(filter-out %/fuzz_plan %/fuzz_weight_pass %/fuzz_ledger %/fuzz_ways,$(CORE_PROGRAMS)) \
+		$(filter-out %/fuzz_plan %/fuzz_weight_pass %/fuzz_record %/fuzz_ways,$(CORE_PROGRAMS)) \
 		"$(CORE_BUILD)/asan/bin/fuzz_plan 40000 1" \
 		"$(CORE_BUILD)/asan/bin/fuzz_weight_pass 40000 1" \
-		"$(CORE_BUILD)/asan/bin/fuzz_ledger 300 1" \
+		"$(CORE_BUILD)/asan/bin/fuzz_record 300 1" \
 		"$(CORE_BUILD)/asan/bin/fuzz_ways 10000 1"
 	@CC="$(CC)" sh tests/c/mutants.sh $(CORE_BUILD)/mutants 400000
 
@@ -124,8 +124,8 @@ TSAN_INPUTS ?= 300
 ubsan: $(CORE_TESTS:%=$(CORE_BUILD)/ubsan/bin/%) $(FUZZ_TARGETS:%=$(CORE_BUILD)/ubsan/bin/%) $(CORE_BUILD)/ubsan/bin/planted ## test the C core and the passes, optimised, under UBSan alone (UBSAN_INPUTS=20000)
 	@sh tests/c/run.sh ubsan "!overflow $(CORE_BUILD)/ubsan/bin/planted overflow" \
 		$(CORE_TESTS:%=$(CORE_BUILD)/ubsan/bin/%) \
-		$(foreach target,$(filter-out fuzz_ledger,$(FUZZ_TARGETS)),"$(CORE_BUILD)/ubsan/bin/$(target) $(UBSAN_INPUTS) 5") \
-		"$(CORE_BUILD)/ubsan/bin/fuzz_ledger $$(($(UBSAN_INPUTS) / 100)) 5"
+		$(foreach target,$(filter-out fuzz_record,$(FUZZ_TARGETS)),"$(CORE_BUILD)/ubsan/bin/$(target) $(UBSAN_INPUTS) 5") \
+		"$(CORE_BUILD)/ubsan/bin/fuzz_record $$(($(UBSAN_INPUTS) / 100)) 5"
 
 # Each target is one, without its own main.
 define CORE_THREADS
@@ -135,13 +135,13 @@ $$(CORE_BUILD)/tsan/bin/threads_$(1): tests/c/threads.c tests/c/fuzz_$(1).c test
 endef
 $(foreach target,$(FUZZ_TARGETS:fuzz_%=%),$(eval $(call CORE_THREADS,$(target))))
 
-CORE_TSAN := $(CORE_BUILD)/tsan/bin/test_book $(CORE_BUILD)/tsan/bin/test_pass $(CORE_BUILD)/tsan/bin/test_tally $(FUZZ_TARGETS:fuzz_%=$(CORE_BUILD)/tsan/bin/threads_%)
+CORE_TSAN := $(CORE_BUILD)/tsan/bin/test_book $(CORE_BUILD)/tsan/bin/test_pass $(CORE_BUILD)/tsan/bin/test_record $(FUZZ_TARGETS:fuzz_%=$(CORE_BUILD)/tsan/bin/threads_%)
 # It wants the addresses where it knows them.
 CORE_FIXED := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 tsan: $(CORE_TSAN) $(CORE_BUILD)/tsan/bin/planted ## run the C core and the passes on several threads under ThreadSanitizer (TSAN_INPUTS=300)
 	@sh tests/c/run.sh tsan "!ThreadSanitizer:.data.race $(CORE_FIXED) $(CORE_BUILD)/tsan/bin/planted race" \
-		"$(CORE_FIXED) $(CORE_BUILD)/tsan/bin/test_book" "$(CORE_FIXED) $(CORE_BUILD)/tsan/bin/test_pass" "$(CORE_FIXED) $(CORE_BUILD)/tsan/bin/test_tally" \
+		"$(CORE_FIXED) $(CORE_BUILD)/tsan/bin/test_book" "$(CORE_FIXED) $(CORE_BUILD)/tsan/bin/test_pass" "$(CORE_FIXED) $(CORE_BUILD)/tsan/bin/test_record" \
 		$(FUZZ_TARGETS:fuzz_%="$(CORE_FIXED) $(CORE_BUILD)/tsan/bin/threads_% $(TSAN_INPUTS)")
 
 SITES_TOLD := $(CORE_BUILD)/sites/told
@@ -168,7 +168,7 @@ valgrind: $(CORE_TESTS:%=$(CORE_BUILD)/plain/bin/%) $(CORE_BUILD)/plain/bin/fuzz
 		$(CORE_TESTS:%="$(CORE_VALGRIND) $(CORE_BUILD)/plain/bin/%") \
 		"$(CORE_VALGRIND) $(CORE_BUILD)/plain/bin/fuzz_plan 2000 2"
 
-fuzz: ## fuzz the C core with libFuzzer (needs clang; FUZZ_TARGET=fuzz_plan, fuzz_ledger, fuzz_ways or fuzz_weight_pass, FUZZ_SECONDS=60, FUZZ_CC=clang)
+fuzz: ## fuzz the C core with libFuzzer (needs clang; FUZZ_TARGET=fuzz_plan, fuzz_record, fuzz_ways or fuzz_weight_pass, FUZZ_SECONDS=60, FUZZ_CC=clang)
 	@command -v $(FUZZ_CC) >/dev/null || { echo "libFuzzer needs clang (Debian: apt-get install clang; or FUZZ_CC=clang-14). With gcc: make test-core runs the same target on its own inputs."; exit 1; }
 	@mkdir -p $(CORE_BUILD)/fuzz/corpus_$(FUZZ_TARGET)
 	@$(FUZZ_CC) -std=c11 -g -O1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all \

@@ -315,12 +315,8 @@ LATE = {
     ("leaks/_draw/figure.py", "matplotlib.figure"): OPTIONAL,
     ("leaks/_draw/figure.py", "matplotlib.patches"): OPTIONAL,
     ("leaks/__init__.py", "zbpipe.leaks.pytest_plugin"): OPTIONAL,  # pytest
-    ("memory/_living.py", "zbpipe.leaks._search"): TIME,
     ("memory/_out_of_memory.py", "zbpipe.leaks._search"): TIME,
-    ("memory/_plot.py", "matplotlib.backends.backend_agg"): OPTIONAL,
     ("memory/_plot.py", "matplotlib.figure"): OPTIONAL,
-    ("memory/_plot.py", "matplotlib.font_manager"): OPTIONAL,
-    ("memory/_plot.py", "matplotlib.patches"): OPTIONAL,
 }
 LONGEST_MODULE = 350
 
@@ -451,9 +447,6 @@ CANNOT_THROW = {
     "zbp_tap_mark",
     "zbp_tap_trace_start",
     "zbp_tap_trace_stop",
-    "zbp_tap_collection_begins",
-    "zbp_tap_collection_ends",
-    "zbp_tap_forget_collections",
     "zbp_tap_serial",
     "zbp_tap_blocks",
     "zbp_tap_lock",

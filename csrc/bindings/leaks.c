@@ -33,9 +33,17 @@ PyDoc_STRVAR(live_blocks_doc,
              "The blocks of CPU memory in use from that serial on: list of (address, bytes,\n"
              "serial).");
 
-/* Takes over the array. */
-static PyObject *list_of_blocks(zbp_block *blocks, size_t count)
+static PyObject *live_blocks(PyObject *Py_UNUSED(module), PyObject *since)
 {
+    const unsigned long long serial = PyLong_AsUnsignedLongLong(since);
+    if (serial == (unsigned long long)-1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    zbp_block *blocks = NULL;
+    size_t count = 0;
+    if (zbp_tap_blocks(serial, &blocks, &count) != ZBP_OK) {
+        return PyErr_NoMemory();
+    }
     const int collects = PyGC_Disable(); /* a block that it freed would be listed */
     PyObject *list = PyList_New((Py_ssize_t)count);
     for (size_t i = 0; list != NULL && i < count; ++i) {
@@ -53,53 +61,6 @@ static PyObject *list_of_blocks(zbp_block *blocks, size_t count)
     }
     free(blocks);
     return list;
-}
-
-static PyObject *live_blocks(PyObject *Py_UNUSED(module), PyObject *since)
-{
-    const unsigned long long serial = PyLong_AsUnsignedLongLong(since);
-    if (serial == (unsigned long long)-1 && PyErr_Occurred()) {
-        return NULL;
-    }
-    zbp_block *blocks = NULL;
-    size_t count = 0;
-    if (zbp_tap_blocks(serial, &blocks, &count) != ZBP_OK) {
-        return PyErr_NoMemory();
-    }
-    return list_of_blocks(blocks, count);
-}
-
-PyDoc_STRVAR(collection_begins_doc,
-             "collection_begins()\n--\n\n"
-             "List the blocks of CPU memory that this thread frees, until collection_ends().");
-
-static PyObject *collection_begins(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
-{
-    zbp_tap_collection_begins();
-    Py_RETURN_NONE;
-}
-
-PyDoc_STRVAR(collection_ends_doc,
-             "collection_ends()\n--\n\nThe blocks: list of (address, bytes, serial).");
-
-static PyObject *collection_ends(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
-{
-    zbp_block *blocks = NULL;
-    size_t count = 0;
-    if (zbp_tap_collection_ends(&blocks, &count) != ZBP_OK) {
-        return PyErr_NoMemory();
-    }
-    return list_of_blocks(blocks, count);
-}
-
-PyDoc_STRVAR(forget_collections_doc,
-             "forget_collections()\n--\n\n"
-             "Collections that have begun, on whichever thread, list no more.");
-
-static PyObject *forget_collections(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
-{
-    zbp_tap_forget_collections();
-    Py_RETURN_NONE;
 }
 
 PyDoc_STRVAR(trace_start_doc,
@@ -238,9 +199,6 @@ static PyObject *frame_variables(PyObject *Py_UNUSED(module), PyObject *frame)
 static PyMethodDef leaks_methods[] = {
     {"next_serial", next_serial, METH_NOARGS, next_serial_doc},
     {"live_blocks", live_blocks, METH_O, live_blocks_doc},
-    {"collection_begins", collection_begins, METH_NOARGS, collection_begins_doc},
-    {"collection_ends", collection_ends, METH_NOARGS, collection_ends_doc},
-    {"forget_collections", forget_collections, METH_NOARGS, forget_collections_doc},
     {"trace_start", trace_start, METH_NOARGS, trace_start_doc},
     {"trace_stop", trace_stop, METH_NOARGS, trace_stop_doc},
     {"trace_of", trace_of, METH_O, trace_of_doc},

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -117,10 +118,10 @@ def test_a_phase_that_an_error_of_before_has_ended_is_not_named(tmp_path):
 def test_a_recording_that_cannot_begin_leaves_no_hook(monkeypatch, tmp_path):
     rec = memory.record(on_out_of_memory=tmp_path)
 
-    def fail():
+    def fail(_objects):
         raise KeyError
 
-    monkeypatch.setattr(rec._source, "start", fail)
+    monkeypatch.setattr(rec, "_log", SimpleNamespace(start=fail))
     with pytest.raises(KeyError):
         rec.__enter__()
     assert rec._hook._older is None
@@ -166,20 +167,9 @@ def test_a_circle_of_causes_ends():
     assert list(_out_of_memory.causes(one)) == [one, two]
 
 
-def test_the_reports_of_one_recording_are_counted(tmp_path):
-    for count in (1, 2):
-
-        def run(rec, count=count):
-            rec._hook.count = count - 1
-            torch.empty(TOO_MUCH)
-
-        text, _, _ = failed(tmp_path, run)
-        assert ("(report 2 of this recording, in the files of the one before)" in text) == (count == 2)
-
-
 def test_without_a_log_the_report_says_what_it_lacks(tmp_path):
     text, _, _ = failed(tmp_path, lambda rec: torch.empty(TOO_MUCH), max_events=0)
-    assert "in which phases the live bytes were handed out is not known: own_events() needs a log" in text
+    assert "in which phases the live bytes were handed out is not known: that needs a log" in text
     assert "the largest of these" in text
 
 

@@ -499,6 +499,16 @@ def test_module_phase_marks_every_recording_and_none():
     assert [p.label for p in a.phases] == [p.label for p in b.phases] == ["both microbatch 1"]
 
 
+@pytest.mark.parametrize("kind", [3, None, torch.ones(1)])
+def test_a_phase_that_has_no_name_is_refused(kind):
+    """A step's number was taken, and then nothing of the recording could be printed."""
+    with memory.record() as rec:
+        for phase in (rec.phase, memory.phase):
+            with pytest.raises(TypeError, match="expected the phase's name, and its number as microbatch="):
+                phase(kind)
+    assert str(rec).startswith("cpu: peak 0 bytes")
+
+
 def test_a_phase_that_outlasts_the_recording_is_left_out():
     with memory.record() as rec:
         late = rec.phase("late")
@@ -642,7 +652,7 @@ def test_a_recording_keeps_no_tensor_and_no_stage():
 
 def test_a_recording_that_is_dropped_while_it_runs_ends():
     """As when a generator that holds it is dropped. Without an end the allocator would feed freed memory."""
-    log = memory.record()._source.log
+    log = memory.record()._log
     log.start()
     kept = torch.empty(10)
     del log

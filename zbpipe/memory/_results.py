@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import NamedTuple, Protocol
-
-import torch
+from typing import NamedTuple
 
 from zbpipe._formatting import Unit, table
 
@@ -74,18 +72,8 @@ class Allocation(NamedTuple):
     older: bool
 
 
-class Recorded(Protocol):
-    """A recording that is over, as its writers read it."""
-
-    device: torch.device
-
-    @property
-    def phases(self) -> list[Phase]: ...
-
-    @property
-    def peak(self) -> int: ...
-
-    def own_events(self) -> Iterator[tuple[int, int, int, int]]: ...
+Event = tuple[int, int, int, int, int, bool]
+"""The fields of an :class:`Allocation`."""
 
 
 def short(name: str, most: int = 28) -> str:

@@ -95,30 +95,14 @@ int zbp_blocks_add(zbp_blocks *blocks, zbp_block block, zbp_block *old_out)
     return ZBP_OK;
 }
 
-/* Whether there is a block at address, and in which slot. */
-static bool find(const zbp_blocks *blocks, uint64_t address, size_t *i_out)
-{
-    if (address == 0 || blocks->capacity == 0)
-        return false;
-    *i_out = probe(blocks, address);
-    return blocks->slot[*i_out].address != 0;
-}
-
-bool zbp_blocks_find(const zbp_blocks *blocks, uint64_t address, zbp_block *block_out)
-{
-    size_t i = 0;
-
-    if (!find(blocks, address, &i))
-        return false;
-    *block_out = blocks->slot[i];
-    return true;
-}
-
 bool zbp_blocks_take(zbp_blocks *blocks, uint64_t address, zbp_block *block_out)
 {
-    size_t i = 0;
+    size_t i;
 
-    if (!find(blocks, address, &i))
+    if (address == 0 || blocks->capacity == 0)
+        return false;
+    i = probe(blocks, address);
+    if (blocks->slot[i].address == 0)
         return false;
     *block_out = blocks->slot[i];
     blocks->count--;

@@ -48,9 +48,6 @@ ZBP_MUST_USE int zbp_blocks_add(zbp_blocks *blocks, zbp_block block, zbp_block *
  * alone, if there is none. O(1) on average. */
 bool zbp_blocks_take(zbp_blocks *blocks, uint64_t address, zbp_block *block_out);
 
-/* Whether there is a block at address; then *block_out is it, else it is left alone. O(1) on average. */
-bool zbp_blocks_find(const zbp_blocks *blocks, uint64_t address, zbp_block *block_out);
-
 #ifdef __cplusplus
 }
 #endif

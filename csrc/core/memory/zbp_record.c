@@ -4,81 +4,67 @@
 
 #include "core/base/zbpi_alloc.h"
 
-static void span_alloc(zbp_span *span, uint64_t bytes, uint64_t live)
+static uint32_t this_thread(void)
 {
-    span->allocations++;
-    span->allocated += bytes;
-    if (live > span->peak)
-        span->peak = live;
+    static uint32_t last;
+    static _Thread_local uint32_t number;
+
+    if (number == 0)
+        number = __atomic_add_fetch(&last, 1, __ATOMIC_RELAXED);
+    return number;
 }
 
-static void span_free(zbp_span *span, uint64_t bytes)
+/* Records ---------------------------------------------------------------------------------------- */
+
+static void log_event(zbp_record *record, uint64_t time_ns, zbp_block block, uint32_t kind)
 {
-    span->frees++;
-    span->freed += bytes;
-}
+    if (record->max_events == 0)
+        return;
+    if (record->dropped == 0 && record->event_count == record->event_capacity &&
+        record->event_count < record->max_events) {
+        void *grown = zbpi_grow(&record->alloc, record->event, &record->event_capacity,
+                                sizeof *record->event);
 
-static zbp_span *open_span(zbp_record *record)
-{
-    return &record->mark[record->mark_count - 1].span;
-}
-
-/* The place of the next event, or NULL if there is no room. */
-static zbp_event *place_of_next(zbp_record *record)
-{
-    uint64_t c = record->event_count / ZBP_EVENTS_PER_CHUNK;
-
-    /* Once one event is missing the log is a prefix of what happened, and stays one. */
-    if (record->dropped != 0 || record->event_count >= record->max_events || c >= UINT32_MAX)
-        return NULL;
-    if (record->event_count % ZBP_EVENTS_PER_CHUNK == 0) {
-        if (c >= record->chunk_capacity) {
-            void *grown = zbpi_grow(&record->alloc, record->chunk, &record->chunk_capacity,
-                                    sizeof(zbp_event *));
-
-            if (grown == NULL)
-                return NULL;
-            record->chunk = grown;
-        }
-        record->chunk[c] =
-            zbpi_resize(&record->alloc, NULL, 0, ZBP_EVENTS_PER_CHUNK * sizeof(zbp_event));
-        if (record->chunk[c] == NULL)
-            return NULL;
+        if (grown != NULL)
+            record->event = grown;
     }
-    return &record->chunk[c][record->event_count % ZBP_EVENTS_PER_CHUNK];
+    /* Once one event is missing, all that come later are. */
+    if (record->dropped != 0 || record->event_count == record->event_capacity ||
+        record->event_count >= record->max_events)
+        record->dropped++;
+    else
+        record->event[record->event_count++] = (zbp_event){time_ns, block, this_thread(), kind};
 }
 
-/* For an event of this kind that comes next. */
-static uint32_t since_alloc_of_next(const zbp_record *record, uint32_t kind)
+static void tell_alloc(zbp_record *record, uint64_t time_ns, zbp_block block)
 {
-    const zbp_event *last;
+    zbp_mark *mark = &record->mark[record->mark_count - 1];
 
-    if (kind == ZBP_EVENT_ALLOC)
-        return 0;
-    if (record->event_count == 0)
-        return 1;
-    last = zbp_record_event(record, record->event_count - 1);
-    return last->since_alloc < ZBP_SINCE_MOST ? last->since_alloc + 1u : ZBP_SINCE_MOST;
+    record->live += block.bytes;
+    mark->allocations++;
+    mark->allocated += block.bytes;
+    if (record->live > mark->peak)
+        mark->peak = record->live;
+    log_event(record, time_ns, block, ZBP_EVENT_ALLOC);
 }
 
-static void log_event(zbp_record *record, uint64_t time_ns, uint32_t thread, zbp_block block,
-                      uint32_t kind)
+static void tell_free(zbp_record *record, uint64_t time_ns, zbp_block block)
 {
-    zbp_event *place = place_of_next(record);
+    zbp_mark *mark = &record->mark[record->mark_count - 1];
 
-    if (place == NULL) {
-        record->dropped += record->max_events != 0;
+    if (block.serial < record->first_serial) {
+        record->older_frees++;
+        record->older_freed += block.bytes;
+        log_event(record, time_ns, block, ZBP_EVENT_FREE_OLDER);
         return;
     }
-    *place = (zbp_event){.time_ns = time_ns,
-                         .block = block,
-                         .thread = thread,
-                         .kind = kind & 3u,
-                         .since_alloc = since_alloc_of_next(record, kind) & ZBP_SINCE_MOST};
-    record->event_count++;
+    record->live -= block.bytes;
+    mark->frees++;
+    mark->freed += block.bytes;
+    log_event(record, time_ns, block, ZBP_EVENT_FREE);
 }
 
-static int add_mark(zbp_record *record, uint64_t time_ns, uint64_t serial, uint32_t thread)
+static int add_mark(zbp_record *record, uint64_t time_ns)
 {
     if (record->mark_count == UINT32_MAX)
         return ZBP_EOVERFLOW;
@@ -91,156 +77,156 @@ static int add_mark(zbp_record *record, uint64_t time_ns, uint64_t serial, uint3
         record->mark = grown;
     }
     record->mark[record->mark_count++] = (zbp_mark){.time_ns = time_ns,
-                                                    .serial = serial,
                                                     .events = record->event_count,
                                                     .live = record->live,
-                                                    .span.peak = record->live,
-                                                    .thread = thread};
+                                                    .peak = record->live,
+                                                    .thread = this_thread()};
     return ZBP_OK;
 }
 
-int zbp_record_init(zbp_record *record, uint64_t time_ns, uint64_t serial, uint32_t thread,
-                    uint64_t max_events, const zbp_alloc *alloc)
+void zbp_record_fini(zbp_record *record)
+{
+    zbpi_free(&record->alloc, record->event, record->event_capacity * sizeof *record->event);
+    zbpi_free(&record->alloc, record->mark, record->mark_capacity * sizeof *record->mark);
+    memset(record, 0, sizeof *record);
+}
+
+/* The tally -------------------------------------------------------------------------------------- */
+
+void zbp_tally_init(zbp_tally *tally, uint64_t (*clock)(void), const zbp_alloc *alloc)
+{
+    memset(tally, 0, sizeof *tally);
+    tally->clock = clock;
+    pthread_mutex_init(&tally->lock, NULL);
+    zbp_blocks_init(&tally->blocks, alloc);
+}
+
+void zbp_tally_fini(zbp_tally *tally)
+{
+    zbp_blocks_fini(&tally->blocks);
+    pthread_mutex_destroy(&tally->lock);
+}
+
+void zbp_tally_lock(zbp_tally *tally)
+{
+    pthread_mutex_lock(&tally->lock);
+}
+
+void zbp_tally_unlock(zbp_tally *tally)
+{
+    pthread_mutex_unlock(&tally->lock);
+}
+
+int zbp_tally_start(zbp_tally *tally, zbp_record *record, uint64_t max_events)
 {
     int status;
 
     memset(record, 0, sizeof *record);
-    record->alloc = zbpi_alloc_copy(alloc);
-    record->first_serial = serial;
+    record->alloc = tally->blocks.alloc;
     record->max_events = max_events;
-    status = add_mark(record, time_ns, serial, thread);
+    zbp_tally_lock(tally);
+    record->first_serial = tally->next_serial;
+    status = add_mark(record, tally->clock());
+    if (status == ZBP_OK) {
+        record->next = tally->fed;
+        __atomic_store_n(&tally->fed, record, __ATOMIC_RELEASE);
+    }
+    zbp_tally_unlock(tally);
     if (status != ZBP_OK)
         memset(record, 0, sizeof *record);
     return status;
 }
 
-void zbp_record_fini(zbp_record *record)
+bool zbp_tally_stop(zbp_tally *tally, zbp_record *record)
 {
-    for (uint64_t c = 0; c * ZBP_EVENTS_PER_CHUNK < record->event_count; c++)
-        zbpi_free(&record->alloc, record->chunk[c], ZBP_EVENTS_PER_CHUNK * sizeof(zbp_event));
-    zbpi_free(&record->alloc, record->chunk, record->chunk_capacity * sizeof *record->chunk);
-    zbpi_free(&record->alloc, record->mark, record->mark_capacity * sizeof *record->mark);
-    memset(record, 0, sizeof *record);
+    zbp_record **place = &tally->fed;
+
+    zbp_tally_lock(tally);
+    while (*place != NULL && *place != record)
+        place = &(*place)->next;
+    if (*place != NULL)
+        __atomic_store_n(place, record->next, __ATOMIC_RELEASE);
+    record->next = NULL;
+    const bool is_fed = tally->fed != NULL;
+    zbp_tally_unlock(tally);
+    return !is_fed;
 }
 
-void zbp_record_alloc(zbp_record *record, uint64_t time_ns, uint32_t thread, zbp_block block)
+bool zbp_tally_is_fed(const zbp_tally *tally)
 {
-    record->live += block.bytes;
-    span_alloc(&record->total, block.bytes, record->live);
-    span_alloc(open_span(record), block.bytes, record->live);
-    log_event(record, time_ns, thread, block, ZBP_EVENT_ALLOC);
+    return __atomic_load_n(&tally->fed, __ATOMIC_ACQUIRE) != NULL;
 }
 
-void zbp_record_free(zbp_record *record, uint64_t time_ns, uint32_t thread, zbp_block block)
+int zbp_tally_mark(zbp_tally *tally, zbp_record *record, uint32_t *index_out)
 {
-    if (block.serial < record->first_serial) {
-        zbp_record_free_older(record, time_ns, thread, block);
-        return;
-    }
-    record->live -= block.bytes;
-    span_free(&record->total, block.bytes);
-    span_free(open_span(record), block.bytes);
-    log_event(record, time_ns, thread, block, ZBP_EVENT_FREE);
-}
+    int status;
 
-void zbp_record_free_older(zbp_record *record, uint64_t time_ns, uint32_t thread, zbp_block block)
-{
-    record->older_frees++;
-    record->older_freed += block.bytes;
-    log_event(record, time_ns, thread, block, ZBP_EVENT_FREE_OLDER);
-}
-
-void zbp_record_untracked(zbp_record *record)
-{
-    record->untracked++;
-}
-
-int zbp_record_mark(zbp_record *record, uint64_t time_ns, uint64_t serial, uint32_t thread,
-                    uint32_t *index_out)
-{
-    int status = add_mark(record, time_ns, serial, thread);
-
+    zbp_tally_lock(tally);
+    status = add_mark(record, tally->clock());
     if (status == ZBP_OK)
         *index_out = record->mark_count - 1;
+    zbp_tally_unlock(tally);
     return status;
 }
 
-const zbp_event *zbp_record_event(const zbp_record *record, uint64_t i)
+/* Not read where nobody will be told. */
+static uint64_t now(const zbp_tally *tally)
 {
-    return &record->chunk[i / ZBP_EVENTS_PER_CHUNK][i % ZBP_EVENTS_PER_CHUNK];
+    return tally->fed != NULL ? tally->clock() : 0;
 }
 
-/* Of events 0 to i, the number of the latest that handed out a block; event_count if none did. */
-static uint64_t latest_alloc(const zbp_record *record, uint64_t i)
+static void tell_all_freed(zbp_tally *tally, uint64_t time_ns, zbp_block block)
 {
-    uint64_t since;
+    for (zbp_record *record = tally->fed; record != NULL; record = record->next)
+        tell_free(record, time_ns, block);
+}
 
-    while ((since = zbp_record_event(record, i)->since_alloc) != 0) {
-        if (since > i)
-            return record->event_count;
-        i -= since;
+bool zbp_tally_alloc(zbp_tally *tally, uint64_t address, uint64_t bytes)
+{
+    zbp_block block = {address, bytes, 0}, old = {0};
+
+    zbp_tally_lock(tally);
+    const uint64_t time_ns = now(tally);
+    block.serial = tally->next_serial;
+    const bool is_followed = zbp_blocks_add(&tally->blocks, block, &old) == ZBP_OK;
+    if (old.address != 0)
+        tell_all_freed(tally, time_ns, old);
+    tally->next_serial += is_followed;
+    for (zbp_record *record = tally->fed; record != NULL; record = record->next) {
+        if (is_followed)
+            tell_alloc(record, time_ns, block);
+        record->untracked += !is_followed;
     }
-    return i;
+    __atomic_store_n(&tally->block_count, tally->blocks.count, __ATOMIC_RELAXED);
+    zbp_tally_unlock(tally);
+    return is_followed;
 }
 
-/* The number of the event that handed out the block with this serial; event_count if the log has none.
- * Those that hand out have ascending serials: looks for the first event that has it behind it. */
-static uint64_t find_alloc(const zbp_record *record, uint64_t serial)
+void zbp_tally_untracked(zbp_tally *tally)
 {
-    uint64_t low = 0, high = record->event_count;
-
-    while (low < high) {
-        uint64_t middle = low + (high - low) / 2, latest = latest_alloc(record, middle);
-
-        if (latest == record->event_count ||
-            zbp_record_event(record, latest)->block.serial < serial)
-            low = middle + 1;
-        else
-            high = latest;
-    }
-    return low < record->event_count && zbp_record_event(record, low)->kind == ZBP_EVENT_ALLOC &&
-                   zbp_record_event(record, low)->block.serial == serial
-               ? low
-               : record->event_count;
+    zbp_tally_lock(tally);
+    for (zbp_record *record = tally->fed; record != NULL; record = record->next)
+        record->untracked++;
+    zbp_tally_unlock(tally);
 }
 
-static bool is_from(const zbp_record *record, uint64_t i, const zbp_range *range, size_t count)
+void zbp_tally_free(zbp_tally *tally, uint64_t address)
 {
-    if (i == record->event_count)
-        return false;
-    for (size_t r = 0; r < count; r++) {
-        const zbp_mark *begin = &record->mark[range[r].begin];
+    zbp_block block;
 
-        if (begin->events <= i && i < record->mark[range[r].end].events &&
-            begin->thread == zbp_record_event(record, i)->thread)
-            return true;
-    }
-    return false;
+    if (__atomic_load_n(&tally->block_count, __ATOMIC_RELAXED) == 0)
+        return;
+    zbp_tally_lock(tally);
+    if (zbp_blocks_take(&tally->blocks, address, &block))
+        tell_all_freed(tally, now(tally), block);
+    __atomic_store_n(&tally->block_count, tally->blocks.count, __ATOMIC_RELAXED);
+    zbp_tally_unlock(tally);
 }
 
-static bool is_range(const zbp_record *record, zbp_range range)
+uint64_t zbp_tally_serial(zbp_tally *tally)
 {
-    return range.begin <= range.end && range.end < record->mark_count;
-}
-
-int zbp_record_held(const zbp_record *record, uint32_t at, zbp_range range, const zbp_range *other,
-                    size_t other_count, uint64_t *bytes_out)
-{
-    uint64_t bytes = 0;
-
-    if (at > range.begin || !is_range(record, range))
-        return ZBP_EINVAL;
-    for (size_t r = 0; r < other_count; r++)
-        if (!is_range(record, other[r]))
-            return ZBP_EINVAL;
-    for (uint64_t i = record->mark[range.begin].events; i < record->mark[range.end].events; i++) {
-        const zbp_event *event = zbp_record_event(record, i);
-
-        if (event->kind == ZBP_EVENT_FREE && event->block.serial < record->mark[at].serial &&
-            (other_count == 0 ||
-             !is_from(record, find_alloc(record, event->block.serial), other, other_count)))
-            bytes += event->block.bytes;
-    }
-    *bytes_out = bytes;
-    return ZBP_OK;
+    zbp_tally_lock(tally);
+    const uint64_t serial = tally->next_serial;
+    zbp_tally_unlock(tally);
+    return serial;
 }

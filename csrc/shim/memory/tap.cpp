@@ -3,8 +3,10 @@
 #include <pthread.h>
 #include <time.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
+#include <cstdlib>
 #include <memory>
 #include <new>
 #include <utility>
@@ -14,7 +16,6 @@
 #include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include "core/memory/zbp_tally.h"
 #include "shim/memory/traces.h"
 #include "shim/torch/python.h"
 
@@ -45,12 +46,7 @@ uint64_t number_of(const void* data) {
 
 /// One that is followed at this address already was freed past our deleter: raw_deallocate() after we were taken out.
 void note_alloc(const void* data, size_t bytes) {
-  try {
-    // Whoever sees the block finds its trace.
-    keep_trace(number_of(data), trace_now());
-  } catch (const std::bad_alloc&) {
-    // The block is followed without one.
-  }
+  keep_trace(number_of(data));  // first: whoever sees the block finds its trace
   if (!zbp_tally_alloc(tally(), number_of(data), bytes)) {
     forget_trace(number_of(data));
   }
@@ -226,13 +222,6 @@ void unlock_after_fork() {
   zbp_tally_unlock(tally());
 }
 
-/// libc's memory, which is the caller's to free().
-int give(int status, const zbp_block_list& list, zbp_block** blocks_out, size_t* count_out) {
-  *blocks_out = list.block;
-  *count_out = list.count;
-  return status;
-}
-
 }  // namespace
 
 int zbp_tap_start(zbp_record* record, uint64_t max_events, zbp_error* error) {
@@ -306,26 +295,28 @@ PyObject* zbp_tap_trace_of(uint64_t address, zbp_error* error) {
   return guarded_object(error, [&] { return describe_trace(address); });
 }
 
-void zbp_tap_collection_begins(void) {
-  zbp_tally_collection_begins(tally());
-}
-
-int zbp_tap_collection_ends(zbp_block** blocks_out, size_t* count_out) {
-  zbp_block_list list{};
-  return give(zbp_tally_collection_ends(&list), list, blocks_out, count_out);
-}
-
-void zbp_tap_forget_collections(void) {
-  zbp_tally_forget_collections(tally());
-}
-
 uint64_t zbp_tap_serial(void) {
   return zbp_tally_serial(tally());
 }
 
 int zbp_tap_blocks(uint64_t since, zbp_block** blocks_out, size_t* count_out) {
-  zbp_block_list list{};
-  return give(zbp_tally_blocks(tally(), since, &list), list, blocks_out, count_out);
+  const zbp_blocks& in_use = tally()->blocks;
+  zbp_tally_lock(tally());
+  const size_t most = in_use.count;
+  auto* const blocks =
+      most != 0 ? static_cast<zbp_block*>(std::malloc(most * sizeof(zbp_block))) : nullptr;
+  zbp_block* end = blocks;
+  for (size_t i = 0; blocks != nullptr && i < in_use.capacity; ++i) {
+    if (in_use.slot[i].address != 0 && in_use.slot[i].serial >= since) {
+      *end++ = in_use.slot[i];
+    }
+  }
+  zbp_tally_unlock(tally());
+  std::sort(blocks, end,
+            [](const zbp_block& a, const zbp_block& b) { return a.serial < b.serial; });
+  *blocks_out = blocks;
+  *count_out = static_cast<size_t>(end - blocks);
+  return blocks != nullptr || most == 0 ? ZBP_OK : ZBP_ENOMEM;
 }
 
 void zbp_tap_lock(void) {

@@ -6,6 +6,7 @@
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
+#include <vector>
 
 #include <torch/csrc/utils/object_ptr.h>
 #include <torch/csrc/utils/pythoncapi_compat.h>
@@ -17,24 +18,24 @@ namespace zbp {
 
 namespace {
 
+/// No variable of a frame is kept, only its code.
+struct TracedFrame {
+  PyCodeObject* code;  // alive until the last stop_tracing()
+  int instruction;
+};
+
 /// Never destroyed: tensors are freed until the process ends.
 struct Traces {
   std::mutex mutex;
-  std::unordered_map<uint64_t, std::vector<TracedFrame>> of_block;
+  std::unordered_map<uint64_t, std::vector<TracedFrame>> of_block;  // innermost first
+  std::unordered_set<PyCodeObject*> codes;  // each owned once; touched with the GIL alone
   // To be read without the lock:
   std::atomic<size_t> count{0};
-  std::atomic<int> tracers{0};
-  std::atomic<uint64_t> tracing{0};  // of an older one the codes may be gone
+  std::atomic<int> tracers{0};  // written with the GIL
 };
 
 Traces& traces() {
   static auto* const all = new Traces;
-  return *all;
-}
-
-/// Of all traces, each owned once. Touched with the GIL alone.
-std::unordered_set<PyCodeObject*>& codes() {
-  static auto* const all = new std::unordered_set<PyCodeObject*>;
   return *all;
 }
 
@@ -54,51 +55,43 @@ void stop_tracing() {
     const std::lock_guard<std::mutex> lock(t.mutex);
     dead.swap(t.of_block);
     t.count = 0;
-    ++t.tracing;
   }
-  std::unordered_set<PyCodeObject*> mine;
-  mine.swap(codes());
+  decltype(t.codes) mine;
+  mine.swap(t.codes);
   for (PyCodeObject* const code : mine) {
     Py_DECREF(code);
   }
 }
 
-Trace trace_now() noexcept {
-  Trace trace;
-  trace.tracing = traces().tracing.load(std::memory_order_acquire);
-  if (traces().tracers.load(std::memory_order_relaxed) == 0 || !Py_IsInitialized() ||
+void keep_trace(uint64_t address) noexcept {
+  Traces& t = traces();
+  if (t.tracers.load(std::memory_order_relaxed) == 0 || !Py_IsInitialized() ||
       PyGILState_GetThisThreadState() == nullptr) {
-    return trace;
+    return;
   }
   const AcquireGil gil;
+  if (t.tracers == 0) {  // the last one has stopped while this thread waited
+    return;
+  }
+  std::vector<TracedFrame> frames;
   PyFrameObject* frame = PyEval_GetFrame();
   Py_XINCREF(frame);
   try {
     while (frame != nullptr) {
       PyCodeObject* const code = PyFrame_GetCode(frame);
-      if (!codes().insert(code).second) {
+      if (!t.codes.insert(code).second) {
         Py_DECREF(code);
       }
-      trace.frames.push_back({code, PyFrame_GetLasti(frame)});
+      frames.push_back({code, PyFrame_GetLasti(frame)});
       PyFrameObject* const back = PyFrame_GetBack(frame);
       Py_DECREF(frame);
       frame = back;
     }
+    const std::lock_guard<std::mutex> lock(t.mutex);
+    t.of_block.insert_or_assign(address, std::move(frames));
+    t.count = t.of_block.size();
   } catch (const std::bad_alloc&) {
     Py_XDECREF(frame);
-    trace.frames.clear();
-  }
-  return trace;
-}
-
-void keep_trace(uint64_t address, Trace&& trace) {
-  Traces& t = traces();
-  if (!trace.frames.empty()) {
-    const std::lock_guard<std::mutex> lock(t.mutex);
-    if (trace.tracing == t.tracing.load(std::memory_order_relaxed)) {
-      t.of_block.insert_or_assign(address, std::move(trace.frames));
-      t.count = t.of_block.size();
-    }
   }
 }
 

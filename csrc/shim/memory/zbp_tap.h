@@ -31,7 +31,7 @@
  * Threads: the recordings are fed under one lock, a leaf: nothing is called under it that takes
  * another, and no Python. c10::SetAllocator is a plain store, as torch itself uses it. A forked child
  * inherits recordings that go on counting for it alone; fork waits for the lock, so none is torn.
- * If memory runs out for the ledger, the program goes on and the recording says what it lacks.
+ * If memory runs out for a recording, the program goes on and the recording says what it lacks.
  */
 #ifndef ZBP_TAP_H
 #define ZBP_TAP_H
@@ -65,7 +65,7 @@ void zbp_tap_adopt_storage(void *storage);
 /* Whether memory from a c10::Allocator* is seen, while something is fed: it is ours or the one behind it. */
 int zbp_tap_feeds(const void *allocator);
 
-/* Marks a record that is being fed, now. Errors as zbp_record_mark's. Any thread. */
+/* Marks a record that is being fed, now. Errors as zbp_tally_mark's. Any thread. */
 ZBP_MUST_USE int zbp_tap_mark(zbp_record *record, uint32_t *index_out);
 
 /* From start to stop (they nest) the Python stack that asks for a block is kept with it, at some
@@ -77,14 +77,6 @@ void zbp_tap_trace_stop(void);
 /* New list of (file, function, line), innermost first; empty for a block without a trace. With the
  * GIL. */
 PyObject *zbp_tap_trace_of(uint64_t address, zbp_error *error);
-
-/* From begins to ends the blocks that the calling thread frees are listed: those that a run of Python's collector
- * frees, and no other thread's. ends gives an array that is the caller's to free() (NULL for none) and its count, also
- * without a begins on this thread; error: ZBP_ENOMEM, with nothing listed any more. forget: of runs that have begun
- * nobody wants to know; they list no more. */
-void zbp_tap_collection_begins(void);
-ZBP_MUST_USE int zbp_tap_collection_ends(zbp_block **blocks_out, size_t *count_out);
-void zbp_tap_forget_collections(void);
 
 /* While held, no record is fed: for reading one. Nothing that could free a tensor may run meanwhile,
  * Python's collector included: no Python call. */

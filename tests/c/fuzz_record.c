@@ -1,22 +1,22 @@
-/* Any bytes are what an allocator does while recordings begin and end: ledger_model.h says how, and looks.
+/* Any bytes are what an allocator does while recordings begin and end: record_model.h says how, and looks.
  *
- * For libFuzzer (clang): `make fuzz FUZZ_TARGET=fuzz_ledger`. With -DZBP_FUZZ_STANDALONE it has a main of its own,
- * which any compiler takes: `fuzz_ledger [inputs [seed]]`.
+ * For libFuzzer (clang): `make fuzz FUZZ_TARGET=fuzz_record`. With -DZBP_FUZZ_STANDALONE it has a main of its own,
+ * which any compiler takes: `fuzz_record [inputs [seed]]`.
  */
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "ledger_model.h"
+#include "record_model.h"
 #include "model.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
-    const char *fault = ledger_model_run(data, size);
+    const char *fault = record_model_run(data, size);
 
     if (fault != NULL) {
-        fprintf(stderr, "fuzz_ledger: %s\n", fault);
+        fprintf(stderr, "fuzz_record: %s\n", fault);
         abort();
     }
     return 0;
