@@ -29,7 +29,6 @@ int zbp_add_leaks(PyObject *module);
 int zbp_add_memory(PyObject *module);
 int zbp_add_passes(PyObject *module);
 int zbp_add_release(PyObject *module);
-int zbp_add_storages(PyObject *module);
 int zbp_add_work(PyObject *module);
 
 /* A zbpipe.Policy, for I: its words as numbers. Returns 0, or -1 with an error set. */
