@@ -95,7 +95,7 @@ class Heap:
     def explore_rest(self, listed: list[Any]) -> None:
         """Looks at what is listed and was not reached, and remembers who holds whom of it."""
         self.reached = len(self.things)
-        self.add_roots(listed)
+        self.add_roots(one for one in listed if id(one) not in self.place)
         listed.clear()
         at = self.reached - 1
         for thing in islice(self.things, self.reached, None):
