@@ -182,7 +182,7 @@ def extension():
         def build_extension(self, ext):
             compiler = new_compiler()
             customize_compiler(compiler)
-            c_files = sources("core/*/*.c") + sources("pass/*.c") + sources("holders/*.c") + sources("bindings/*.c")
+            c_files = sources("core/*/*.c") + sources("pass/*.c") + sources("bindings/*.c")
             c_objects = compiler.object_filenames(c_files, output_dir=self.build_temp)
             compiler.compile(
                 [file for file, made in zip(c_files, c_objects) if is_older(made, [file, "setup.py", *headers])],

@@ -22,8 +22,7 @@ MAY_USE = {
     "core": {"core"},
     "shim": {"core", "shim"},
     "pass": {"core", "shim", "pass"},
-    "holders": {"core", "shim", "holders"},
-    "bindings": {"core", "shim", "pass", "holders", "bindings"},
+    "bindings": {"core", "shim", "pass", "bindings"},
 }
 
 
@@ -34,7 +33,7 @@ def violations(layer, includes):
         folder = include.split("/")[0]
         if (
             (is_torch and layer != "shim")
-            or (is_python and layer in ("core", "pass", "holders"))
+            or (is_python and layer in ("core", "pass"))
             or (folder in MAY_USE and folder not in MAY_USE[layer])
             or ".." in include
         ):
@@ -118,7 +117,7 @@ def compile_c(tmp_path_factory):
 def test_objects_of_c_refer_in_one_direction(compile_c):
     """The shim's, too: tests/test_units.py."""
     sources = [
-        path for layer in ("core", "pass", "holders", "bindings") for path in files(layer) if path.suffix == ".c"
+        path for layer in ("core", "pass", "bindings") for path in files(layer) if path.suffix == ".c"
     ]
     edges = symbols_of(compile_c({path.relative_to(CSRC).as_posix(): path for path in sources}))
     assert edges["pass/weight_pass.c"] >= {"core/base/zbp_map.c", "core/pass/zbp_book.c"}, "the detector sees nothing"
@@ -169,8 +168,6 @@ def test_core_is_c_and_shim_alone_is_cpp():
         ("bindings", "#include <c10/core/Device.h>"),
         ("pass", "#include <Python.h>"),
         ("pass", "#include <c10/core/Device.h>"),
-        ("holders", "#include <Python.h>"),
-        ("holders", '#include "pass/zbp_pass.h"'),
         ("shim", '#include "pass/zbp_pass.h"'),
     ],
 )

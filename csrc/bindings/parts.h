@@ -28,8 +28,10 @@ int zbp_add_leaks(PyObject *module);
 int zbp_add_memory(PyObject *module);
 int zbp_add_passes(PyObject *module);
 int zbp_add_release(PyObject *module);
-int zbp_add_storages(PyObject *module);
 int zbp_add_work(PyObject *module);
+
+/* Whether another thread is in a call of I or W. With the GIL. */
+bool zbp_passes_run_elsewhere(void);
 
 /* A zbpipe.Policy, for I: its words as numbers. Returns 0, or -1 with an error set. */
 int zbp_read_policy(PyObject *policy, zbp_policy *out);

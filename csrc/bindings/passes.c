@@ -42,6 +42,27 @@ static void raise_run_error(PyObject *run_error)
     Py_XDECREF(traceback);
 }
 
+/* Calls of I and W that have begun and not ended, of all threads and of this one. They begin and end with the GIL. */
+static size_t running;
+static _Thread_local size_t running_here;
+
+static void pass_begins(void)
+{
+    ++running;
+    ++running_here;
+}
+
+static void pass_ends(void)
+{
+    --running;
+    --running_here;
+}
+
+bool zbp_passes_run_elsewhere(void)
+{
+    return running != running_here;
+}
+
 static PyObject *wrap_group(void *type, zbp_group *group)
 {
     return zbp_group_wrap(type, group);
@@ -75,6 +96,7 @@ static PyObject *input_pass(PyObject *module, PyObject *args)
         Py_XDECREF(excluded);
         return NULL;
     }
+    pass_begins();
     int status = zbp_scene_new(policy, outputs, tuple_or_null(grads), inputs,
                                tuple_or_null(weights), excluded, &scene, &error);
     if (status == ZBP_OK) {
@@ -89,6 +111,7 @@ static PyObject *input_pass(PyObject *module, PyObject *args)
     } else {
         zbp_error_raise(&error);
     }
+    pass_ends();
     Py_DECREF(excluded);
     return result;
 }
@@ -212,6 +235,7 @@ static PyObject *weight_pass(PyObject *module, PyObject *args)
         return NULL;
     }
     how.retain = retain != 0;
+    pass_begins();
     if (get_groups(&call, module, tuple) == 0 && claim(&call) == 0 &&
         run(&call, how, main_grad, &error) == ZBP_OK) {
         result = Py_NewRef(Py_None);
@@ -220,6 +244,7 @@ static PyObject *weight_pass(PyObject *module, PyObject *args)
         zbp_book_give_back(&call.group[i]->book);
     }
     PyMem_Free(call.group);
+    pass_ends();
     return result != NULL || PyErr_Occurred() ? result : zbp_error_raise(&error);
 }
 

@@ -6,8 +6,6 @@
 #include "core/base/zbp_map.h"
 #include "core/graph/zbp_graph.h"
 #include "core/graph/zbp_plan.h"
-#include "core/holders/zbp_heap.h"
-#include "core/holders/zbp_ways.h"
 #include "core/memory/zbp_blocks.h"
 #include "core/memory/zbp_record.h"
 #include "core/pass/zbp_book.h"
@@ -24,10 +22,6 @@ ZBP_MUST_USE int zbp_plan_check(const zbp_plan *plan, const zbp_graph *graph,
 ZBP_MUST_USE int zbp_layout_check(const zbp_layout *layout, const char **reason_out);
 /* Between two calls of W. */
 ZBP_MUST_USE int zbp_book_check(const zbp_book *book, const zbp_layout *layout,
-                                const char **reason_out);
-ZBP_MUST_USE int zbp_heap_check(const zbp_heap *heap, const char **reason_out);
-/* For the heap of _build; not whether components could be larger. */
-ZBP_MUST_USE int zbp_ways_check(const zbp_ways *ways, const zbp_heap *heap,
                                 const char **reason_out);
 ZBP_MUST_USE int zbp_blocks_check(const zbp_blocks *blocks, const char **reason_out);
 ZBP_MUST_USE int zbp_record_check(const zbp_record *record, const char **reason_out);

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Puts faults into the passes, the recordings and the search for holders, one at a time, and lets the fuzzer
+# Puts faults into the passes and the recordings, one at a time, and lets the fuzzer
 # of each, or the tests of I's split, look: each must be found.
 # usage: mutants.sh BUILD_DIR [INPUTS]. CC can be set. From the root of the tree.
 build=$1 inputs=${2:-200000} found=0 missed=0
@@ -22,17 +22,6 @@ mutant_of_record() {
     look "$1" core/memory/zbp_record.c "$2" "fuzz_record: " "tests/c/fuzz_record.c tests/c/model.c $checks" "" "300 1"
 }
 
-# Likewise: of by which ways what lives is held.
-mutant_of_ways() {
-    look "$1" "core/holders/$2" "$3" "fuzz_ways" "tests/c/fuzz_ways.c tests/c/ways_model.c tests/c/model.c $checks" "" "2000 1"
-}
-
-# Likewise: of what is explored and sought.
-mutant_of_holders() {
-    look "$1" "holders/$2" "$3" "failed: " "tests/c/test_holders.c tests/c/fake_things.c tests/c/model.c $checks" \
-        "csrc/holders/explore.c csrc/holders/search.c csrc/holders/storages.c" ""
-}
-
 # Where a source's object lies.
 object_of() {
     echo "$build/$(echo "$1" | tr / _).o"
@@ -43,8 +32,8 @@ compile() {
 }
 
 # What no fault is put into is compiled once.
-for source in csrc/core/*/*.c csrc/pass/*.c csrc/holders/*.c tests/c/model.c $checks tests/c/ways_model.c tests/c/fake_shim.c tests/c/test_split.c \
-    tests/c/test_holders.c tests/c/fake_things.c tests/c/fuzz_weight_pass.c tests/c/fuzz_record.c tests/c/fuzz_ways.c; do
+for source in csrc/core/*/*.c csrc/pass/*.c tests/c/model.c $checks tests/c/fake_shim.c tests/c/test_split.c \
+    tests/c/fuzz_weight_pass.c tests/c/fuzz_record.c; do
     compile "$source" "$(object_of "$source")" || exit 1
 done
 
@@ -160,17 +149,5 @@ mutant_of_record "the first record alone is told" \
 mutant_of_record "what a record does not own counts as its own" 's/if (block.serial < record->first_serial)/if (false)/'
 mutant_of_record "a log goes on after what it has dropped" \
     's/if (record->dropped != 0 || record->event_count == /if (record->event_count == /; s/if (record->dropped == 0 \&\& /if (/'
-# Of the search for holders.
-mutant_of_ways "what holds itself is in no cycle" zbp_ways.c 's/ || holds_itself(ways, v);/;/'
-mutant_of_ways "a component is left open" zbp_ways.c '/index\[member\] = CLOSED;/d'
-mutant_of_ways "every member of a cycle is to blame" zbp_ways.c 's/ \&\& blame\[i\] == least_blame\[c\]//'
-mutant_of_ways "a vertex forgets the search for a cycle that met it" zbp_ways.c \
-    '/i < met; i++)$/,/UNMET;/s/= UNMET/= 0/'
-mutant_of_ways "what is met again is not held once more" zbp_heap.c 's/if (v != ZBP_NO_VERTEX \&\& parent/if (added \&\& parent/'
-mutant_of_holders "what is dying is looked at" explore.c 's/|| !lives)/)/'
-mutant_of_holders "the collector's own reference is somebody's" search.c 's/counts.python -= listed/counts.python -= false/; s/v, blame\[v - reached\], is_target/v, false, is_target/'
-mutant_of_holders "a block of another moment is sought" storages.c 's/ \&\& block.serial < until//'
-mutant_of_holders "a storage that was there before is new" storages.c '/!zbp_map_find(&older->places/d'
-mutant_of_holders "what the roots do not reach is not searched" search.c 's/if (is_all_found(search))/if (true)/'
 echo "mutants: $found passed, $missed failed"
 [ "$missed" = 0 ]

@@ -537,8 +537,8 @@ def test_pictures_lie_in_the_base_temporary_directory(inner, pytester):
     result = inner(TWO, f"--basetemp={pytester.path / 'base'}")
     result.assert_outcomes(passed=2, errors=2)
     names = pictures(pytester.path / "base" / "tensor-leaks")
-    assert [re.sub(r"-[0-9a-f]{8}", "", name) for name in names if name.endswith(".html")] == [
-        "test-inner-test-it-a-b.html"
+    assert [re.sub(r"-[0-9a-f]{8}", "", name) for name in names if name.endswith(".dot")] == [
+        "test-inner-test-it-a-b.dot"
     ] * 2
     for name in names:
         assert (pytester.path / "base" / "tensor-leaks" / name).stat().st_size > 0
@@ -553,7 +553,7 @@ def test_pictures_lie_in_the_chosen_folder_and_overwrite_nothing(inner, pytester
         inner(TWO, *(["--tensor-leak-pictures", "deep/pictures"] if how == "option" else [])).assert_outcomes(
             passed=2, errors=2
         )
-        names = [n for n in pictures(pytester.path / "deep" / "pictures") if n.endswith(".html")]
+        names = [n for n in pictures(pytester.path / "deep" / "pictures") if n.endswith(".dot")]
         assert len(names) == 2 * run
 
 
@@ -566,9 +566,9 @@ def test_workers_of_xdist_judge_their_own_tests(process, pytester):
         source, "-p", "xdist", "-n", "2", "--dist", "each", "--no-tensor-leaks", "--tensor-leak-pictures", "pictures"
     )
     result.assert_outcomes(passed=12, errors=6)
-    names = [n for n in pictures(pytester.path / "pictures") if n.endswith(".html")]
+    names = [n for n in pictures(pytester.path / "pictures") if n.endswith(".dot")]
     assert len(names) == 6
-    assert [sum(f"-{worker}.html" in n for n in names) for worker in ("gw0", "gw1")] == [3, 3]
+    assert [sum(f"-{worker}.dot" in n for n in names) for worker in ("gw0", "gw1")] == [3, 3]
 
 
 # What it costs those who do not ask.

@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import io
 import subprocess
 import sys
 import threading
@@ -143,69 +142,6 @@ def test_of_such_a_cycle_a_line_is_left():
     (note,) = checked(mock).notes
     assert note.startswith("1 storage (200 bytes) that hung on a cycle of a library's own")
     assert "unittest/mock.py" in note
-
-
-class AddsConstant(nn.Module):
-    def forward(self, x):
-        return x.reshape(x.shape[0] * 2, -1) + torch.tensor(3)
-
-
-def composite():
-    return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 4)))
-
-
-def scripted():
-    class Block(nn.Module):  # a new class each time, which is compiled
-        def __init__(self):
-            super().__init__()
-            self.inner = composite()
-
-        def forward(self, x):
-            return self.inner(x)
-
-    torch.jit.script(nn.Sequential(Block(), nn.ReLU()))(torch.ones(2, 4))
-
-
-of_torchscript = pytest.mark.filterwarnings(
-    "ignore:.torch.jit.* is deprecated:DeprecationWarning",
-    "ignore:Converting a tensor",
-    "ignore:torch.tensor results are registered as constants",
-)
-
-
-@of_torchscript
-@pytest.mark.parametrize(
-    ("act", "note"),
-    [
-        (
-            lambda: torch.jit.trace(AddsConstant(), torch.ones(2, 4))(torch.ones(2, 4)),
-            "that TorchScript's compiled code",
-        ),
-        (scripted, "of TorchScript modules"),
-    ],
-    ids=["traced", "scripted"],
-)
-def test_what_torchscript_keeps_is_called_so(act, note):
-    act()
-    report = checked(act)
-    assert report.leaks == [], report
-    assert [one for one in report.notes if note in one], report
-
-
-@of_torchscript
-def test_weights_of_a_loaded_module_are_old():
-    file = io.BytesIO()
-    torch.jit.save(torch.jit.script(composite()), file)
-    file.seek(0)
-    loaded = torch.jit.load(file)
-    assert not checked(lambda: [weight.sum() for weight in loaded.parameters()])
-
-
-@of_torchscript
-def test_a_scripted_module_that_is_kept_is_a_leak():
-    report = checked(lambda: KEPT.append(torch.jit.script(nn.Linear(4, 4))))
-    assert sum(leak.bytes for leak in report.leaks) == 80
-    assert {leak.blame.text for leak in report.leaks} == {f"module global {__name__}.KEPT"}, report
 
 
 class Parent(nn.Module):

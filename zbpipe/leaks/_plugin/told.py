@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import importlib.util
 import itertools
 import re
 import warnings
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from zbpipe.leaks._check import TensorLeakWarning
+from zbpipe.leaks._draw import can_render
 from zbpipe.leaks._report import Report
 
 
@@ -30,7 +30,7 @@ def warn(item: pytest.Item, report: Report) -> None:
 
 
 def _draw(item: pytest.Item, report: Report) -> list[Path]:
-    """Write the pictures: the one to click through, and the one to look at if matplotlib is there."""
+    """Write the picture, as a text, and drawn if Graphviz is there."""
     config = item.config
     chosen = config.getoption("tensor_leak_pictures")
     if chosen:
@@ -40,7 +40,7 @@ def _draw(item: pytest.Item, report: Report) -> list[Path]:
     else:
         folder = config._tmp_path_factory.getbasetemp() / "tensor-leaks"  # type: ignore[attr-defined]
     folder.mkdir(parents=True, exist_ok=True)
-    suffixes = [".html", ".png"] if importlib.util.find_spec("matplotlib") else [".html"]
+    suffixes = [".dot", ".svg"] if can_render() else [".dot"]
     base = _file_name(item)
     return [report.draw(_unused(folder, base, suffix)) for suffix in suffixes]
 
