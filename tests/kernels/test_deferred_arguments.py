@@ -264,16 +264,6 @@ class Wrapped(torch.Tensor):
         return cls(result, args[0].unit) if keeps else result
 
 
-class Wrap(Function):
-    @staticmethod
-    def forward(ctx, x):
-        return Wrapped(x.sin(), "m")
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
-
-
 def noted(x):
     made = x.sin()
     made.scale = 2.0

@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+from support.functions import FailsAt
 from support.oracle import Stage, check, needs_zbpipe, random_input, weight, zb
 from torch import nn
 from torch.nn import functional as F
@@ -168,23 +169,13 @@ def test_hook_on_a_weight_of_several_uses_sees_the_sum(hooked):
 def test_weight_pass_that_fails_within_a_sum_is_called_again():
     """What was summed is computed again: nothing of it has reached the weight."""
 
-    class Failing(torch.utils._python_dispatch.TorchDispatchMode):
-        left = 2
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if function is torch.ops.aten.mm.default:
-                self.left -= 1
-                if self.left < 0:
-                    raise torch.OutOfMemoryError("out of memory")
-            return function(*args, **(kwargs or {}))
-
     m = Stage(SHARED["three times"], w=parameter(N, N))
     x = torch.randn(96, N, requires_grad=True)
     grad = torch.randn(96, N)
     m.w.grad = torch.ones(N, N)
     expected = m.w.grad + torch.autograd.grad(m(x), m.w, grad)[0]
     _, groups = zb.stage_backward_input([m(x)], [grad], [x], [m.w])
-    with Failing(), pytest.raises(torch.OutOfMemoryError):
+    with FailsAt(2, torch.ops.aten.mm), pytest.raises(torch.OutOfMemoryError):
         zb.stage_backward_weight([m.w], groups)
     assert m.w.grad.eq(1).all()
     zb.stage_backward_weight([m.w], groups)
