@@ -103,36 +103,30 @@ SHARED = {
 }
 
 
-@pytest.mark.parametrize("form", SHARED)
+def embedding_that_is_the_head_too(m, x):
+    tokens = F.embedding(torch.arange(64) % 40, m.w)
+    return F.linear(torch.tanh(F.linear(x + tokens, m.v)), m.w)
+
+
+def convolution_and_scale(m, x):
+    for _ in range(3):
+        x = F.conv1d(F.layer_norm(x, (N,), m.s), m.w, padding=1).tanh()
+    return x
+
+
+# Stages of other weights, and their inputs.
+OTHERS = {
+    "experts": (lambda m, x: experts(m, x).sum((1, 2)), {"w": (6, N, N)}, (96, N)),
+    "large": (lambda m, x: torch.tanh(torch.tanh(x @ m.w) @ m.w.t()) @ m.w, {"w": (1100, 260)}, (40, 1100)),
+    "embedding": (embedding_that_is_the_head_too, {"w": (100, N), "v": (N, N)}, (64, N)),
+    "convolution": (convolution_and_scale, {"w": (8, 8, 3), "s": (N,)}, (4, 8, N)),
+}
+
+
+@pytest.mark.parametrize("form", [*SHARED, *OTHERS])
 def test_weight_of_several_uses(form):
-    equal(Stage(SHARED[form], w=parameter(N, N), b=parameter(N)), random_input(96, N))
-
-
-def test_experts_of_several_uses():
-    m = Stage(lambda m, x: experts(m, x).sum((1, 2)), w=parameter(6, N, N))
-    equal(m, random_input(96, N))
-
-
-def test_large_weight_of_several_uses():
-    m = Stage(lambda m, x: torch.tanh(torch.tanh(x @ m.w) @ m.w.t()) @ m.w, w=parameter(1100, 260))
-    equal(m, random_input(40, 1100))
-
-
-def test_embedding_that_is_the_head_too():
-    def forward(m, x):
-        tokens = F.embedding(torch.arange(64) % 40, m.w)
-        return F.linear(torch.tanh(F.linear(x + tokens, m.v)), m.w)
-
-    equal(Stage(forward, w=parameter(100, N), v=parameter(N, N)), random_input(64, N))
-
-
-def test_convolution_and_scale_of_several_uses():
-    def forward(m, x):
-        for _ in range(3):
-            x = F.conv1d(F.layer_norm(x, (N,), m.s), m.w, padding=1).tanh()
-        return x
-
-    equal(Stage(forward, w=parameter(8, 8, 3), s=parameter(N)), random_input(4, 8, N))
+    forward, weights, shape = OTHERS.get(form) or (SHARED[form], {"w": (N, N), "b": (N,)}, (96, N))
+    equal(Stage(forward, **{name: parameter(*of) for name, of in weights.items()}), random_input(*shape))
 
 
 @pytest.mark.parametrize("cache", [False, True])

@@ -460,8 +460,7 @@ def test_main_grad_of_a_hook_that_raises_is_added_once():
     x = fresh(T, D)
     expected = torch.autograd.grad(m(x).sum(), list(m.parameters()))
     m.a.register_post_accumulate_grad_hook(hook)
-    out = m(x)
-    _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+    _, groups = input_pass(m, x)
     with zb.policy(main_grad=True):
         with pytest.raises(ZeroDivisionError):
             zb.stage_backward_weight(m.parameters(), groups)

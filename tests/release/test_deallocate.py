@@ -123,13 +123,7 @@ FREED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("make", "size", "goes"),
-    [
-        pytest.param(*(row.values if hasattr(row, "values") else row), id=name, marks=getattr(row, "marks", ()))
-        for name, row in FREED.items()
-    ],
-)
+@pytest.mark.parametrize(("make", "size", "goes"), FREED.values(), ids=FREED)
 def test_what_is_counted_and_what_goes(make, size, goes):
     out = make()
     ref = memory(out)
@@ -458,7 +452,8 @@ def test_a_refusal_changes_nothing(what):
     with pytest.raises(error, match=match):
         zbpipe.deallocate_output(given(tensor))
     assert not ref.expired() and torch.equal(tensor.detach(), values)
-    tensor.sum().backward() if tensor.requires_grad else None
+    if tensor.requires_grad:
+        tensor.sum().backward()
 
 
 def fake():
