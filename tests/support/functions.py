@@ -32,16 +32,6 @@ class Product(Function):
         return x @ w
 
 
-class Affine(Function):
-    """x @ w + b, without b where that is None; what else it is given is `ctx.given`. A backward is for who inherits."""
-
-    @staticmethod
-    def forward(ctx, x, w, b, given=None):
-        ctx.save_for_backward(x, w)
-        ctx.given = given
-        return x @ w if b is None else x @ w + b
-
-
 def product_of(x, w, b=None):
     return x @ w if b is None else x @ w + b
 
