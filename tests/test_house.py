@@ -10,6 +10,11 @@ IMPORTS_A_TEST = re.compile(
     r"^\s*(from|import) ([\w.]*\.)?(test_|conftest\b)|^\s*from \S+ import .*\btest_(?!ing)\w+", re.MULTILINE
 )
 CHANGES_SYS_PATH = re.compile(r"sys\.path(\.(append|extend|insert|remove|pop)\(|(\[.*?\])? \+?= )|site\.addsitedir\(")
+# An import of a private module of zbpipe without a comment that says why; a command's is its entry.
+PRIVATE = re.compile(
+    r"^from zbpipe(\.\w+)*\._(?!cli)[^#\n]*$|^from zbpipe[\w.]* import [^#\n]*\b_\w[^#\n]*$", re.MULTILINE
+)
+WITHOUT_REASONS = ("leaks/", "memory/")
 
 
 def test_no_module_imports_a_test_module():
@@ -30,6 +35,12 @@ def test_one_module_alone_changes_sys_path():
     ]
     assert found == ["conftest.py"]
     assert CHANGES_SYS_PATH.match("sys.path[:0] = [here]") and CHANGES_SYS_PATH.match("sys.path += [here]")
+
+
+def test_what_imports_a_private_module_says_why():
+    assert [name for name, text in TEXTS.items() if PRIVATE.search(text) and not name.startswith(WITHOUT_REASONS)] == []
+    assert PRIVATE.search("from zbpipe._stage import state") and PRIVATE.search("from zbpipe import _C, leaks")
+    assert not PRIVATE.search("from zbpipe import leaks") and not PRIVATE.search("from zbpipe._C import f  # why")
 
 
 def test_the_shared_package_holds_no_test():

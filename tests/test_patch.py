@@ -22,9 +22,9 @@ from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
 from zbpipe import passes
-from zbpipe._patch import table
-from zbpipe._stage import scale, state
-from zbpipe._torch import pipelining
+from zbpipe._patch import table  # which names are rebound, and by what
+from zbpipe._stage import scale, state  # what is in force
+from zbpipe._torch import pipelining  # the names that are known
 
 patch_module = importlib.import_module("zbpipe._patch")
 ROOT = Path(__file__).parents[1]

@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 
 import zbpipe
-from zbpipe import _policy, leaks, memory
+from zbpipe import _policy, leaks, memory  # its types have no public name
 
 MODULES = (zbpipe, memory, leaks)
 NAMES = {

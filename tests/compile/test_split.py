@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import fx
 
-from zbpipe._compile.cut import CannotSplitError
-from zbpipe._compile.split import split
+from zbpipe._compile.cut import CannotSplitError  # the cut of graphs that no compiler traces
+from zbpipe._compile.split import split  # the same
 
 aten = torch.ops.aten
 

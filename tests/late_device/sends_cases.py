@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import zbpipe
-from zbpipe._stage.before_2_15 import sends
+from zbpipe._stage.before_2_15 import sends  # faults are planted there
 
 WORLD = 2
 

@@ -37,8 +37,8 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import zbpipe
-from zbpipe._stage import state
-from zbpipe._stage.before_2_15 import methods, outputs, sends, threads
+from zbpipe._stage import state  # nothing public shows sends, their works and threads
+from zbpipe._stage.before_2_15 import methods, outputs, sends, threads  # the same
 
 WORLD = 2
 PATIENCE = 10.0  # seconds for a send to be done; the receive has been posted or will be without our doing
@@ -758,8 +758,8 @@ def test_what_others_send_is_left_alone(send):
 EXIT = """
 import os, sys, time
 import torch, torch.distributed as dist
-from zbpipe._stage import state
-from zbpipe._stage.before_2_15 import sends
+from zbpipe._stage import state  # nothing public shows sends, their works and threads
+from zbpipe._stage.before_2_15 import sends  # as above
 
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)

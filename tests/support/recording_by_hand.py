@@ -2,7 +2,7 @@
 
 import torch
 
-from zbpipe import _C
+from zbpipe import _C  # a recorder without an allocator
 from zbpipe.memory import Recording
 
 
