@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from support.compiled import Block, bytes_held, mlp, run_input
+from support.oracle import without_collector
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.checkpoint import checkpoint
@@ -140,25 +141,20 @@ def test_nothing_is_leaked(backend, end):
     compiled = zbpipe.compile(net, backend=backend)
     for _ in range(2):
         zbpipe.stage_backward_weight(net.parameters(), run_input(net, torch.randn(4, 8, requires_grad=True), compiled))
-    gc.collect()
-    gc.disable()
-    try:
-        with memory.record() as rec:
-            x = torch.randn(4, 8, requires_grad=True)
-            groups = run_input(net, x, compiled)
-            died = weakref.ref(groups[0])
-            if end == "W":
+    with without_collector(), memory.record() as rec:
+        x = torch.randn(4, 8, requires_grad=True)
+        groups = run_input(net, x, compiled)
+        died = weakref.ref(groups[0])
+        if end == "W":
+            zbpipe.stage_backward_weight(net.parameters(), groups)
+        elif end == "failed":
+            hook = net[0].weight.register_hook(lambda grad: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
                 zbpipe.stage_backward_weight(net.parameters(), groups)
-            elif end == "failed":
-                hook = net[0].weight.register_hook(lambda grad: 1 / 0)
-                with pytest.raises(ZeroDivisionError):
-                    zbpipe.stage_backward_weight(net.parameters(), groups)
-                hook.remove()
-            del groups, x
-            assert died() is None
-            assert rec.live == 0
-    finally:
-        gc.enable()
+            hook.remove()
+        del groups, x
+        assert died() is None
+        assert rec.live == 0
 
 
 def test_compiled_code_goes_with_its_module():

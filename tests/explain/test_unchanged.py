@@ -3,7 +3,6 @@
 import collections
 import copy
 import functools
-import gc
 import random
 import types
 import weakref
@@ -13,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.functions import Product
-from support.oracle import Stage, needs_zbpipe
+from support.oracle import Stage, needs_zbpipe, without_collector
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
@@ -366,14 +365,10 @@ def test_nothing_of_the_trial_lives_on():
     seen = []
     stage.register_forward_hook(lambda module, args, out: seen.extend(map(weakref.ref, (module, *args, *out))))
     x = torch.randn(2, 4, dtype=torch.float64)
-    gc.collect()
-    gc.disable()
-    try:
+    with without_collector():
         explained = zbpipe.explain(stage, x)
         assert len(born) == 3 and len(seen) == 4
         assert [ref() for ref in born + seen] == [None] * 7
-    finally:
-        gc.enable()
     assert explained.groups == 3 or explained.groups == 2
 
 

@@ -1,7 +1,6 @@
 """Activation checkpointing: each block is computed again once a microbatch, in I, or once more in W."""
 
 import functools
-import gc
 import weakref
 
 import pytest
@@ -19,6 +18,7 @@ from support.oracle import (
     late,
     needs_zbpipe,
     table,
+    without_collector,
     zb,
 )
 from torch import nn
@@ -339,16 +339,13 @@ def test_packed_data_is_free_after_the_weight_pass(choice):
     m = Stage(one_block, a=(4, 8), b=(8, 4))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box.tensor):
         out = m(x)
-    gc.disable()
-    try:
+    with without_collector():
         with zb.policy(checkpoint=choice):
             _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
             del out
             assert sum(box() is not None for box in boxes) == (2 if choice == "recompute" else 0)
             zb.stage_backward_weight(m.parameters(), groups)
         assert all(box() is None for box in boxes)
-    finally:
-        gc.enable()
 
 
 class KeepsItsResult(Function):

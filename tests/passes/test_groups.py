@@ -151,6 +151,8 @@ RETAINED = {
     "deferred": lambda m, x: x * m.s,
     "whole": lambda m, x: Ignoring.apply(x, m.a, m),
     "weights' own computation": lambda m, x: x @ (m.a @ m.a.sin()),
+    "behind a view": lambda m, x: x * m.t.view(1, 4),  # whose memory the next W reads
+    "convolution of a computed weight": lambda m, x: nn.functional.conv1d(x[:, None], (m.a * 2)[:, None, :3]),
 }
 
 

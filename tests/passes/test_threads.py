@@ -1,8 +1,8 @@
 """I and W on different threads, several microbatches at once, groups dropped elsewhere."""
 
 import functools
-import queue
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -14,43 +14,15 @@ f64 = torch.float64
 
 def on_thread(function, *args):
     """Run on a thread of its own; hand back its result or its exception."""
-    results = queue.Queue()
-
-    def body():
-        try:
-            results.put((function(*args), None))
-        except BaseException as error:
-            results.put((None, error))
-
-    thread = threading.Thread(target=body)
-    thread.start()
-    thread.join(timeout=60)
-    assert not thread.is_alive(), "the thread hangs"
-    result, error = results.get()
-    if error is not None:
-        raise error
-    return result
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function, *args).result(timeout=60)
 
 
 def run_all(functions):
     """Run each on a thread of its own, all at once."""
     barrier = threading.Barrier(len(functions), timeout=60)
-    failures = []
-
-    def body(function):
-        try:
-            barrier.wait()
-            function()
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=body, args=(function,)) for function in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-        assert not thread.is_alive(), "the thread hangs"
-    assert failures == []
+    with ThreadPoolExecutor(len(functions)) as pool:
+        list(pool.map(lambda function: barrier.wait() is None or function(), functions, timeout=60))
 
 
 def network():

@@ -3,7 +3,7 @@
 import copy
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -218,9 +218,8 @@ def test_process_default_holds_in_every_thread_and_a_block_in_its_own():
     seen = {}
 
     def look(name):
-        thread = threading.Thread(target=lambda: seen.update({name: zb.get_policy().defer}))
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor(1) as pool:
+            seen[name] = pool.submit(zb.get_policy).result().defer
 
     before = zb.set_policy(defer="nothing")
     try:
