@@ -123,10 +123,11 @@ tsan-torch: $(VENV)/.built $(VENV)/.extras-test ## run the tests of threads unde
 repeat: $(VENV)/.built $(VENV)/.extras-test ## run each body of the tests of passes many times, with Python's allocator on guard: nothing may grow
 	export PYTHONMALLOC=debug; $(PYTEST) -o faulthandler_timeout=0 -p support.repeat $(if $(filter .,$(TESTS)),passes policy release explain,$(TESTS))
 
-lint: dev ## ruff, mypy, clang-format
+lint: dev ## ruff, mypy, import-linter, clang-format
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports --no-cache --no-logo
 	$(VENV)/bin/clang-format --style=file:.clang-format --dry-run -Werror $(C_STYLE)
 	$(VENV)/bin/clang-format --style=file:csrc/shim/.clang-format --dry-run -Werror $(CXX_STYLE)
 

@@ -12,9 +12,9 @@ import torch
 from torch.distributed.pipelining import _backward, schedules
 
 import zbpipe
-from zbpipe import _build_info, _first_aid
+from zbpipe import _build_info, _first_aid  # what the version says; what runs before zbpipe can be imported
 from zbpipe._cli import main
-from zbpipe._torch import needs, probe
+from zbpipe._torch import needs, probe  # the releases that doctor knows
 
 ROOT = Path(__file__).parents[2]
 

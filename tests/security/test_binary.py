@@ -11,7 +11,7 @@ import pytest
 import torch
 from support import elf
 
-from zbpipe import _C, _build_info
+from zbpipe import _C, _build_info  # the file that is looked at, and how it was built
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads ELF")
 is_release = pytest.mark.skipif(_build_info.kind != "release", reason="a build for looking for faults")
