@@ -8,7 +8,6 @@
 #include <Python.h>
 
 #include "shim/pass/zbp_input.h"
-#include "shim/torch/zbp_raise.h"
 
 /* What a function of the shim returned, or NULL with what it raised as the Python error. */
 static inline PyObject *zbp_or_raise(PyObject *object, zbp_error *error)

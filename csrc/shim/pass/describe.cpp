@@ -147,7 +147,7 @@ class Description {
   }
 
   static const char* role_of_given(const Task& task, const at::Tensor& grad) {
-    if (task.kind() == Kind::root) {
+    if (task.kind() == ZBP_TASK_ROOT) {
       return "output gradient";
     }
     return grad.defined() && grad.dim() > 1 ? "kept gradient" : "light gradient";
@@ -273,7 +273,7 @@ bool reads_weights(const Task& task) {
       return work.call && !work.call->parameters.empty();
     });
   }
-  return task.kind() == Kind::deferred || task.plan().leaves_packed;
+  return task.kind() == ZBP_TASK_DEFERRED || task.plan().leaves_packed;
 }
 
 /// While another owner has the group (an I, a W), what it holds is no business of the collector's.

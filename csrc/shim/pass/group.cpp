@@ -11,11 +11,15 @@ namespace zbp {
 
 namespace {
 
-std::variant<Given, Product, Deferred> work_of(Kind kind) {
-  if (kind == Kind::product) {
-    return Product{};
+std::variant<Given, Product, Deferred> work_of(uint8_t kind) {
+  switch (kind) {
+    case ZBP_TASK_PRODUCT:
+      return Product{};
+    case ZBP_TASK_DEFERRED:
+      return Deferred{};
+    default:
+      return Given{};
   }
-  return kind == Kind::deferred ? std::variant<Given, Product, Deferred>(Deferred{}) : Given{};
 }
 
 }  // namespace

@@ -40,14 +40,6 @@ struct Face {
   Watched grad;  // its gradient; undefined while W has still to compute it
 };
 
-/// See zbp_layout.h.
-enum class Kind : uint8_t {
-  product = ZBP_TASK_PRODUCT,
-  deferred = ZBP_TASK_DEFERRED,
-  whole = ZBP_TASK_WHOLE,
-  root = ZBP_TASK_ROOT,
-};
-
 /// What a node has saved behind hooks (checkpointing, offloading), left packed until W.
 struct Packed {
   c10::SafePyObject unpack_hook;
@@ -116,7 +108,7 @@ struct Task {
 
   zbp_task& plan() const { return layout->task[number]; }
   zbp_face& plan(size_t f) const { return layout->face[plan().face_begin + f]; }
-  Kind kind() const { return static_cast<Kind>(plan().kind); }
+  uint8_t kind() const { return plan().kind; }  // ZBP_TASK_*
   std::string name() const { return node ? node->name() : name_of_gone; }
   /// The number of the face that is this edge of the node.
   std::optional<size_t> face_at(uint32_t slot) const;
@@ -130,8 +122,8 @@ struct Task {
   SmallVector<Face, 2> face;
   std::variant<Given, Product, Deferred> work;
   std::vector<Version> arguments;  // of the regions that W computes again for it
-  // Device and stream, when not the CPU.
-  std::unique_ptr<const torch::autograd::InputMetadata> place;
+  // Has its device and stream, when not the CPU.
+  std::unique_ptr<const torch::autograd::InputMetadata> device;
 };
 
 /// Calls `visit` with every tensor that the task's W reads.

@@ -84,9 +84,9 @@ variable_list input_grads(const InputPassArgs& args, const Walk& walk, const Cap
       continue;
     }
     grad = grad.requires_grad() ? grad.detach() : grad;
-    const auto [place, is_first] = owner.try_emplace(storage, edge.function.get());
+    const auto [found, is_first] = owner.try_emplace(storage, edge.function.get());
     const bool is_others =
-        shared.count(storage) || (!is_first && place->second != edge.function.get());
+        shared.count(storage) || (!is_first && found->second != edge.function.get());
     if (is_others || overlaps_itself(local_part(grad))) {
       grad = grad.clone();
     }

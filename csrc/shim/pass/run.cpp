@@ -8,10 +8,10 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 
+#include "shim/pass/engine.h"
 #include "shim/pass/gradients.h"
 #include "shim/pass/saved.h"
 #include "shim/pass/stand_in.h"
-#include "shim/pass/start.h"
 #include "shim/pass/zbp_weight.h"
 #include "shim/torch/error.h"
 #include "shim/torch/ranges.h"
@@ -73,8 +73,8 @@ class TaskNode : public Node {
         group_(std::move(group)),
         task_(task),
         shared_(std::move(shared)) {
-    if (const auto& place = group_->tasks[task_].place) {
-      input_metadata_.emplace_back(*place);
+    if (const auto& device = group_->tasks[task_].device) {
+      input_metadata_.emplace_back(*device);
     } else {
       add_input_metadata(undefined_input());
     }
@@ -95,7 +95,7 @@ class TaskNode : public Node {
     const ProfiledRange range("zbpipe::group");
     Task& task = group_->tasks[task_];
     variable_list outputs;
-    if (task.kind() == Kind::deferred) {
+    if (task.kind() == ZBP_TASK_DEFERRED) {
       outputs = run_deferred(task);
     }
     for (size_t f = 0; f < grads.size(); ++f) {
@@ -303,8 +303,7 @@ void run_groups(c10::ArrayRef<zbp_group*> groups, bool retain) {
   mirror.sinks.clear();
   mirror.proxies.clear();
   if (!mirror.starts.empty()) {
-    run_engine(make_node<Start>(std::move(mirror.starts), std::move(mirror.grads),
-                                std::move(mirror.represented)),
+    run_engine(std::move(mirror.starts), std::move(mirror.grads), std::move(mirror.represented),
                /*keep_graph=*/retain);
     mirror.shared->rethrow();
   }

@@ -64,11 +64,11 @@ bool is_plain_matrix(const at::Tensor& tensor) {
          (!is_subclass(tensor) || is_dtensor(tensor)) && !tensor.is_complex() && !tensor.is_neg();
 }
 
-/// Puts `fresh` in the place of what the node has saved, which other threads may read meanwhile. What was there goes
+/// Puts `fresh` where the node has `saved`, which other threads may read meanwhile. What was there goes
 /// when the lock is no longer held: it may run Python code.
-void exchange_saved(Node& node, SavedVariable& place, SavedVariable fresh) {
+void exchange_saved(Node& node, SavedVariable& saved, SavedVariable fresh) {
   const std::lock_guard<std::mutex> lock(NodeParts::mutex_of(node));
-  std::swap(place, fresh);
+  std::swap(saved, fresh);
 }
 
 /// The place of Python's hooks for what stays packed: without the hook that packed, and without the leaf that was.
@@ -273,11 +273,11 @@ void take_matrices(Task& task, Node& node, const variable_list& grads) {
   task.arguments.clear();
   const Separable separable = *separate(node);
   const bool may_leave_packed = std::exchange(task.plan().leaves_packed, false);
-  if (task.kind() == Kind::product &&
+  if (task.kind() == ZBP_TASK_PRODUCT &&
       take_product(task, node, grads, separable, may_leave_packed)) {
     return;
   }
-  if (task.kind() == Kind::product) {
+  if (task.kind() == ZBP_TASK_PRODUCT) {
     task.defer_product();
   }
   take_deferred(task, node, grads, separable, may_leave_packed);

@@ -6,9 +6,9 @@
 #include <torch/csrc/autograd/python_function.h>
 
 #include "shim/pass/dtensor.h"
+#include "shim/pass/engine.h"
 #include "shim/pass/facts.h"
 #include "shim/pass/saved.h"
-#include "shim/pass/start.h"
 #include "shim/pass/walk.h"
 #include "shim/torch/checkpoint.h"
 #include "shim/torch/detach.h"
@@ -70,7 +70,7 @@ void note_facts(const zbp_scene& scene, const zbp_survey& survey, zbp_facts& fac
 Task& new_task(Group& group, NodePtr node) {
   Task& task = group.tasks.emplace_back(group.layout, static_cast<uint32_t>(group.tasks.size()),
                                         std::move(node));
-  note_place(group, task);
+  note_device(group, task);
   return task;
 }
 
@@ -212,9 +212,8 @@ void run(zbp_scene& scene, const zbp_survey& survey) {
     }
   };
   const ReleaseGil no_gil;
-  run_engine(make_node<Start>(std::move(roots), std::move(root_grads), std::move(represented),
-                              pin_outside_of_roots),
-             /*keep_graph=*/false);
+  run_engine(std::move(roots), std::move(root_grads), std::move(represented),
+             /*keep_graph=*/false, pin_outside_of_roots);
 }
 
 // ---- hand over
@@ -245,7 +244,7 @@ void let_go_of_closure(Task& task) {
   }
   if (auto* deferred = std::get_if<Deferred>(&task.work)) {
     deferred->is_alone = true;
-  } else if (task.kind() == Kind::product) {
+  } else if (task.kind() == ZBP_TASK_PRODUCT) {
     forget_saved(node);
   } else {
     task.name_of_gone = node.name();

@@ -127,11 +127,11 @@ void set_grad(const at::Tensor& input, const at::Tensor& grad) {
     return;  // its own hook has done it
   }
   const at::AutoGradMode no_grad(false);
-  at::Tensor& place = input.mutable_grad();
-  if (place.defined()) {
-    place.add_(grad);
+  at::Tensor& sum = input.mutable_grad();
+  if (sum.defined()) {
+    sum.add_(grad);
   } else {
-    place = grad;
+    sum = grad;
   }
   if (input.is_leaf()) {
     if (const auto& hook = impl::post_acc_grad_hooks(input)) {

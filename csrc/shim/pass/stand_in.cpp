@@ -29,7 +29,7 @@ T* as_hook(torch::autograd::FunctionPreHook& hook, const char* name) {
 }
 
 /// Which of its node's gradients a tensor's hook takes; nothing for a hook of another kind.
-const size_t* place_of(torch::autograd::FunctionPreHook& hook) {
+const size_t* number_in(torch::autograd::FunctionPreHook& hook) {
   namespace ag = torch::autograd;
   if (auto* python = as_hook<ag::PyFunctionTensorPreHook>(hook, "23PyFunctionTensorPreHook")) {
     return &python->value_idx;
@@ -45,8 +45,8 @@ const size_t* place_of(torch::autograd::FunctionPreHook& hook) {
 
 variable_list call_tensor_hooks(Node& node, variable_list grads, bool skip_undefined) {
   for (const auto& hook : node.tensor_pre_hooks()) {
-    const size_t* place = skip_undefined ? place_of(*hook) : nullptr;
-    if (!place || grads[*place].defined()) {
+    const size_t* number = skip_undefined ? number_in(*hook) : nullptr;
+    if (!number || grads[*number].defined()) {
       grads = (*hook)(grads);
     }
   }
@@ -110,7 +110,7 @@ std::string StandIn::name() const {
 variable_list StandIn::apply(variable_list&& grads) {
   TORCH_CHECK(original_, ERR_CONSUMED);
   pin_outside(*group_);
-  return task().kind() == Kind::whole ? run_whole(task(), std::move(grads))
+  return task().kind() == ZBP_TASK_WHOLE ? run_whole(task(), std::move(grads))
                                       : run_split(task(), std::move(grads));
 }
 
@@ -119,14 +119,14 @@ variable_list StandIn::run_split(Task& task, variable_list&& grads) {
   variable_list in = call_pre_hooks(node, call_tensor_hooks(node, std::move(grads)));
   take_matrices(task, node, in);
   const variable_list inputs = node.post_hooks().empty() ? variable_list() : in;
-  if (task.kind() == Kind::product) {
+  if (task.kind() == ZBP_TASK_PRODUCT) {
     node.will_release_variables();
   }
   variable_list outputs = NodeParts::apply_to(node, std::move(in));
   has_run_ = true;
   // A post hook makes a node whole; one that another hook has added meanwhile comes too late for that.
   outputs = call_post_hooks(node, std::move(outputs), inputs);
-  if (task.kind() == Kind::product) {
+  if (task.kind() == ZBP_TASK_PRODUCT) {
     node.release_variables();
   } else {
     let_go_of_unread(task, node, *group_);

@@ -26,8 +26,6 @@
 extern "C" {
 #endif
 
-typedef struct _object PyObject; /* Python.h has it, which tests without Python do not include */
-
 /* What the policy says to I. */
 typedef struct zbp_policy {
     zbp_decision leaves; /* what I leaves to W */
@@ -86,6 +84,25 @@ typedef PyObject *(*zbp_wrap)(void *arg, zbp_group *group);
  * released its saved tensors, as after a failed ordinary backward. */
 ZBP_MUST_USE int zbp_scene_end(zbp_scene *scene, int status, zbp_wrap wrap, void *arg,
                                PyObject **result_out, zbp_error *error);
+
+/* ---- what a Python autograd.Function's backward hands over in I, for W */
+
+/* Hands over function(*saved), which returns the gradients for `weights`; or calls it at once, where
+ * no I runs the Function that calls this, or where I computes these gradients.
+ *
+ * function: callable.
+ * weights:  tuple of ints, the positions of the weights among the arguments of the running Function's
+ *           forward; or None for all its weights, then the callable returns None.
+ * saved:    tuple of anything; tensors in it are held as the tasks' other tensors are.
+ *
+ * New reference: a tuple with a gradient or None per position, None for what was handed over and for
+ * what nobody wants. Errors: ValueError (a position is none, nothing was called), or what the callable
+ * raised. */
+PyObject *zbp_defer(PyObject *function, PyObject *weights, PyObject *saved, zbp_error *error);
+
+/* *out: 1 if zbp_defer() would hand over work for `weights` here; 0 if it would call it at once, or not
+ * at all. */
+ZBP_MUST_USE int zbp_will_defer(PyObject *weights, int *out, zbp_error *error);
 
 #ifdef __cplusplus
 }

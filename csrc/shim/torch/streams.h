@@ -29,13 +29,13 @@
 namespace zbp {
 
 /// Notes the device and the stream on which the task's node runs; the CPU needs no ordering.
-inline void note_place(Group& group, Task& task) {
+inline void note_device(Group& group, Task& task) {
   for (uint32_t i = 0; i < task.node->num_inputs(); ++i) {
     const auto& metadata = task.node->input_metadata(i);
     if (metadata.device().is_cpu()) {
       continue;
     }
-    task.place = std::make_unique<const torch::autograd::InputMetadata>(metadata);
+    task.device = std::make_unique<const torch::autograd::InputMetadata>(metadata);
     const c10::Stream stream = metadata.stream();
     if (std::find(group.streams.begin(), group.streams.end(), stream) == group.streams.end()) {
       group.streams.push_back(stream);
@@ -59,10 +59,10 @@ inline c10::Stream callers_stream(const c10::Stream& beside) {
 
 /// What the caller's current stream has made, and W will read, and let go of, on the task's.
 inline void take_from_caller(const Task& task, const at::Tensor& grad) {
-  if (!task.place || !grad.has_storage() || grad.device() != task.place->device()) {
+  if (!task.device || !grad.has_storage() || grad.device() != task.device->device()) {
     return;
   }
-  const c10::Stream stream = task.place->stream();
+  const c10::Stream stream = task.device->stream();
   if (const c10::Stream current = callers_stream(stream); current != stream) {
     order(current, stream);
     const c10::impl::VirtualGuardImpl device(stream.device_type());

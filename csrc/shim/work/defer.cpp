@@ -15,8 +15,8 @@
 #include "shim/torch/python.h"
 #include "shim/pass/facts.h"
 #include "shim/pass/stand_in.h"
+#include "shim/pass/zbp_input.h"
 #include "shim/work/work.h"
-#include "shim/work/zbp_work.h"
 
 namespace zbp {
 

@@ -180,7 +180,7 @@ at::Tensor given_grad(const Task& task, size_t face) {
 }
 
 Watched* only_kept_grad(Task& task, size_t face) {
-  if (task.kind() != Kind::whole) {
+  if (task.kind() != ZBP_TASK_WHOLE) {
     return nullptr;  // a root's is the caller's
   }
   Watched* only = nullptr;
