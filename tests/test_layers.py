@@ -116,9 +116,7 @@ def compile_c(tmp_path_factory):
 
 def test_objects_of_c_refer_in_one_direction(compile_c):
     """The shim's, too: tests/test_units.py."""
-    sources = [
-        path for layer in ("core", "pass", "bindings") for path in files(layer) if path.suffix == ".c"
-    ]
+    sources = [path for layer in ("core", "pass", "bindings") for path in files(layer) if path.suffix == ".c"]
     edges = symbols_of(compile_c({path.relative_to(CSRC).as_posix(): path for path in sources}))
     assert edges["pass/weight_pass.c"] >= {"core/base/zbp_map.c", "core/pass/zbp_book.c"}, "the detector sees nothing"
     assert circle(edges) == []
