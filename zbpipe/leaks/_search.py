@@ -43,8 +43,7 @@ def search(scope: Scope) -> Result:
             born, sought = _sought(heap, scope, blocks)
         del listed
         try:
-            target = None if scope.target is None else _C.handle_of(scope.target)
-            return Telling(heap, Ways(heap, target), scope, threads).result(sought, born)
+            return Telling(heap, Ways(heap, _C.handle_of(scope.target)), scope, threads).result(sought, born)
         finally:
             _source.forget()
 
@@ -159,18 +158,20 @@ def _sought(heap: Heap, scope: Scope, blocks: list[tuple[int, int, int]]) -> tup
     tapped = {address for address, _, _ in blocks}
     is_any = scope.target is None
     born = {address: size for address, size, serial in blocks if is_any and scope.since <= serial < scope.until}
-    target = None if scope.target is None else _C.handle_of(scope.target).storage
+    target = _C.handle_of(scope.target)
+    wanted = target and target.storage
     known = set() if scope.older is None else _identities(scope.older)
     found: dict[int, Sought] = {}
     for place in heap.native["storage"]:
         storage = heap.things[place]
         memory, identity = storage.memory, storage.address
+        address, size, device, _ = memory
         if scope.target is not None:
-            is_sought = storage is target
+            is_sought = storage is wanted
         else:
-            is_sought = memory[0] in born or (scope.older is not None and _is_new(memory, identity, known, tapped))
+            is_sought = address in born or (scope.older is not None and _is_new(memory, identity, known, tapped))
         if is_sought and identity not in scope.allowed:
-            found[place] = Sought(*memory[:3], identity)
+            found[place] = Sought(address, size, device, identity)
     for place in heap.native["tensor"] if found else ():
         storage = heap.things[place].storage
         if (entry := found.get(heap.place.get(id(storage), -1))) is not None:
