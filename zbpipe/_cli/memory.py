@@ -153,16 +153,10 @@ class _OneStep(Steps):
 
     @contextlib.contextmanager
     def seen_from_outside(self) -> Iterator[None]:
-        def before(optimizer: Any, args: Any, kwargs: Any) -> None:
-            self._turn("optimizer")
-
-        def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-            self._turn("between")
-
         with contextlib.ExitStack() as undo:
             # Before watched(): the step may end with an optimizer's, which is in it.
-            undo.callback(register_optimizer_step_pre_hook(before).remove)
-            undo.callback(register_optimizer_step_post_hook(after).remove)
+            undo.callback(register_optimizer_step_pre_hook(lambda *_: self._turn("optimizer")).remove)
+            undo.callback(register_optimizer_step_post_hook(lambda *_: self._turn("between")).remove)
             undo.callback(setattr, torch.autograd, "backward", torch.autograd.backward)
             torch.autograd.backward = self._marked_backward(torch.autograd.backward)
             undo.enter_context(super().seen_from_outside())
@@ -175,18 +169,8 @@ class _OneStep(Steps):
     def _marked_backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(backward)
         def marked(*args: Any, **kwargs: Any) -> Any:
-            step = self.step
-            if step is None or not step.enter_backward():
+            with contextlib.nullcontext() if self.step is None else self.step.backward():
                 return backward(*args, **kwargs)
-            error: BaseException | None = None
-            try:
-                return backward(*args, **kwargs)
-            except BaseException as raised:
-                error = raised
-                raise
-            finally:
-                step.leave_backward(error)
-                del error
 
         return marked
 
@@ -222,17 +206,23 @@ class _Step:
             self._phase = self.recording.phase(kind)
             self._phase.__enter__()
 
-    def enter_backward(self) -> bool:
-        """Whether it is the outermost, on the step's thread: a reentrant checkpoint has one within."""
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """A phase, if it is the outermost on the step's thread: a reentrant checkpoint has one within."""
         if self._is_in_backward or threading.get_ident() != self._thread or self._has_stages:
-            return False
+            yield
+            return
         self._is_in_backward = True
         self.turn("backward")
-        return True
-
-    def leave_backward(self, error: BaseException | None) -> None:
-        self._is_in_backward = False
-        self.turn("between", error)
+        try:
+            yield
+        except BaseException as error:
+            self.turn("between", error)
+            raise
+        else:
+            self.turn("between")
+        finally:
+            self._is_in_backward = False
 
     def end(self) -> None:
         """The step is over."""

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from zbpipe.memory._phases import PASSES, Open
 
@@ -14,20 +14,8 @@ EVENT = struct.Struct("QQQQII")  # zbp_event in csrc/core/memory/zbp_record.h
 ALLOC, FREE, FREE_OLDER = range(3)
 
 
-class Log(Protocol):
-    """What feeds a recording: ``_C.Recorder``, or one like it."""
-
-    def start(self, objects: list[Any], /) -> None: ...
-
-    def stop(self) -> bool: ...
-
-    def mark(self) -> int | None: ...
-
-    def counters(self) -> dict[str, int]: ...
-
-    def marks(self) -> list[tuple[int, int, int, int, int, int, int, int, int]]: ...
-
-    def events(self) -> bytes: ...
+Log = Any
+"""What feeds a recording: ``_C.Recorder``, or what has its methods."""
 
 
 class Mark(NamedTuple):

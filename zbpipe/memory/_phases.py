@@ -55,6 +55,7 @@ class Marks:
     def __init__(self, mark: Callable[[], int | None]) -> None:
         self.is_running = False
         self.lost = 0  # for want of memory
+        self.watched: weakref.WeakSet[Any] = weakref.WeakSet()  # stages: _watch.py
         self._mark = mark
         self._number = next(_numbers)
         self._phases: list[Open] = []

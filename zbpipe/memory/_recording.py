@@ -141,7 +141,8 @@ class Recording:
 
     def _counters(self) -> dict[str, int]:
         self._require_begun()
-        return self._log.counters()
+        counters: dict[str, int] = self._log.counters()
+        return counters
 
     def _spans(self) -> list[Mark]:
         self._require_begun()
