@@ -56,18 +56,6 @@ def test_the_policys_keywords_are_its_choices(function):
         ask()
 
 
-def test_a_choice_that_is_not_given_stays():
-    with zbpipe.policy(defer="all", fused=True), zbpipe.policy(fused=False) as inner:
-        assert inner == zbpipe.Policy(defer="all")
-    before = zbpipe.set_policy(main_grad=True)
-    try:
-        assert zbpipe.get_policy() == zbpipe.Policy(main_grad=True)
-        assert zbpipe.set_policy(fused=True).main_grad
-        assert zbpipe.get_policy() == zbpipe.Policy(main_grad=True, fused=True)
-    finally:
-        zbpipe.set_policy(before)
-
-
 def test_names_of_modules_are_no_functions():
     """A module that a function of the same name hides cannot be imported by its name, nor patched by mock."""
     hidden = [

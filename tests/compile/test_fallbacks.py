@@ -139,15 +139,6 @@ def test_one_line_per_graph(caplog):
     assert len({line.split("]")[0] for line in lines}) == 2
 
 
-def test_double_backward_is_refused_by_torch():
-    net = mlp()
-    compiled = zbpipe.compile(net, backend="aot_eager")
-    x = torch.randn(4, 8, requires_grad=True)
-    (grad,) = torch.autograd.grad(compiled(x).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="does not currently support double backward"):
-        grad.sum().backward()
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

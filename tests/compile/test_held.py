@@ -60,12 +60,6 @@ def test_profile_of_a_block(backend, recompute):
     assert found["test: I"] <= 1.1 * weights
 
 
-def test_held_of_a_block_is_the_floor():
-    net = Block()
-    compiled = zbpipe.compile(net, backend="aot_eager")
-    assert bytes_held(run_input(net, block_input(), compiled)) == FLOOR
-
-
 @pytest.mark.slow
 def test_held_of_a_block_by_inductor():
     """Inductor's forward saves less than eager code's: what W reads of it is computed in I, or by W from less."""

@@ -217,18 +217,6 @@ def test_what_is_told_of_excluded_parameters_copies_none():
     assert rec.allocated == 0
 
 
-def test_nothing_is_kept():
-    """Of what it allocates, by the recorder's count."""
-    net, x = nn.Linear(40, 40), torch.randn(30, 40)
-    zbpipe.explain(net, x)
-    with zbpipe.memory.record() as rec:
-        explained = zbpipe.explain(net, x)
-        live = rec.live
-    assert explained.groups == 1
-    assert rec.allocated > 0
-    assert live == 0
-
-
 def test_as_dict_is_plain_data_and_str_is_a_table():
     stage = Stage(lambda m, x: Asks.apply(x @ m.c, m.a, m.b, matrix_alone).sin(), a=(4, 5), b=(5,), c=(4, 4))
     with zbpipe.policy(defer="all", exclude=[nn.Parameter(torch.ones(2))]):

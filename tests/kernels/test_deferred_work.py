@@ -261,7 +261,10 @@ def row(forward, *inputs, where="W", **options):
     return forward, where, inputs, options
 
 
-ONES = torch.ones(3, 4, dtype=f64)
+def ones():
+    return torch.ones(3, 4, dtype=f64)
+
+
 STAGES = {
     "two layers": row(
         lambda m, layer, x: layer(layer(x, m.a, m.s).sin(), m.b, None), exact=True, orders=(*ORDERS, one_weight_pass)
@@ -330,16 +333,18 @@ STAGES = {
     "frozen beside one that is not": row(lambda m, layer, x: layer(x, m.a, m.s), setup=freeze("a"), where=None),
     "not given to the passes": row(lambda m, layer, x: layer(layer(x, m.a, m.s), m.b, None), weights=lambda m: [m.b]),
     # There the whole Function runs in W, and its work at once.
-    "no input needs a gradient": row(lambda m, layer, x: layer(x, m.a, m.s).sin() @ m.c, ONES),
-    "no input, no bias": row(lambda m, layer, x: layer(x, m.a, None), ONES),
-    "no input, a computed weight, no bias": row(lambda m, layer, x: layer(x, m.a.sin(), None) @ m.b, ONES),
-    "no input, frozen": row(lambda m, layer, x: layer(x, m.a, m.s), ONES, setup=freeze("a")),
+    "no input needs a gradient": row(lambda m, layer, x: layer(x, m.a, m.s).sin() @ m.c, ones),
+    "no input, no bias": row(lambda m, layer, x: layer(x, m.a, None), ones),
+    "no input, a computed weight, no bias": row(lambda m, layer, x: layer(x, m.a.sin(), None) @ m.b, ones),
+    "no input, frozen": row(lambda m, layer, x: layer(x, m.a, m.s), ones, setup=freeze("a")),
     # Policies.
     "nothing waits": row(lambda m, layer, x: layer(x, m.a, m.s).sin(), where="I", policy={"defer": "nothing"}),
     "vectors do not": row(
-        lambda m, layer, x: layer(x, ONES[0].diag(), m.s, vector_alone).sin(), where="I", policy={"defer": "matrices"}
+        lambda m, layer, x: layer(x, ones()[0].diag(), m.s, vector_alone).sin(), where="I", policy={"defer": "matrices"}
     ),
-    "vectors too": row(lambda m, layer, x: layer(x, ONES[0].diag(), m.s, vector_alone).sin(), policy={"defer": "all"}),
+    "vectors too": row(
+        lambda m, layer, x: layer(x, ones()[0].diag(), m.s, vector_alone).sin(), policy={"defer": "all"}
+    ),
     "checkpointed": row(in_a_region(False, parameter)),
     "checkpointed, computed from the input": row(in_a_region(False, gated), where="I"),
     # An ordinary backward within I.
@@ -433,7 +438,7 @@ def test_work(name, watched, phases):
     if is_like_plain:  # by autograd alone, without any Function of ours
         plain = with_layer(forward, lambda x, w, b, how=handed: product_of(x, w, b))
         plain.load_state_dict(stage.state_dict())
-        given = [fresh(*shape) if isinstance(shape, tuple) else shape for shape in inputs]
+        given = [fresh(*shape) if isinstance(shape, tuple) else shape() for shape in inputs]
         close(gradients_of(stage, given), gradients_of(plain, given), "gradients")
 
 

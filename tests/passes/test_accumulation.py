@@ -38,14 +38,6 @@ def test_fused_accumulation_runs_one_operation_per_product(fused):
     assert ("aten::mm" in operations(network())) != fused
 
 
-def test_fused_accumulation_keeps_the_gradients_memory(fused):
-    m = network()
-    operations(m, microbatches=1)
-    before = [w.grad.data_ptr() for w in m.parameters()]
-    operations(m)
-    assert [w.grad.data_ptr() for w in m.parameters()] == before
-
-
 @pytest.mark.parametrize("weight", ["plain", "transposed"])
 def test_gradient_of_a_weight_that_is_the_output_gradient_itself(fused, weight):
     """The product reads what it adds to."""

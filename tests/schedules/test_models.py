@@ -14,7 +14,6 @@ from support.blocks import ZERO_BUBBLE, Linears, f64
 from support.oracle import needs_zbpipe
 from support.pipelines import Model, assert_close, by_lane, in_turn, on_both, pipelined, ranks_of, unpipelined
 from torch import nn
-from torch.nn.attention.flex_attention import flex_attention
 
 STAGES, MICROBATCHES, BATCH, STEPS = 4, 4, 8, 3
 LENGTH, WIDTH, VOCABULARY = 6, 16, 32
@@ -519,12 +518,3 @@ def test_training_moves_what_is_trained(name):
         for weight, before in part.named_parameters():
             moved = not torch.equal(expected(name)[STEPS, "value", f"{i}.{weight}"], before)
             assert moved == before.requires_grad, weight
-
-
-@pytest.mark.skipif(NEWER, reason="known of torch 2.11 to 2.15")
-def test_torch_refuses_the_backward_of_flex_attention_on_the_cpu():
-    """Hence no stage with one is among the models."""
-    q = torch.randn(1, 2, 16, 8, requires_grad=True)
-    for attention in (flex_attention, torch.compile(flex_attention, backend="eager")):
-        with pytest.raises(NotImplementedError, match="FlexAttention does not support backward on CPU"):
-            attention(q, q, q)
