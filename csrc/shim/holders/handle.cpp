@@ -12,10 +12,9 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include "shim/memory/zbp_tap.h"
+#include "shim/pass/stand_in.h"
 #include "shim/torch/nodes.h"
 #include "shim/torch/python.h"
-#include "shim/torch/zbp_raise.h"
-#include "shim/work/work.h"
 
 namespace zbp {
 
