@@ -1,7 +1,7 @@
-/* memory.c - zbpipe._C.Recorder: a recording of torch's CPU allocator (zbp_tap.h), as a Python object.
+/* memory.c - zbpipe._C.Recorder: a recording of torch's CPU allocator (zbp_tap.h), for Python.
  *
- * A recorder is started and stopped once. What it has seen can be asked for at any time after that, its log when it
- * has stopped.
+ * A recorder is started and stopped once. What it has seen can be asked for from then on, its log
+ * when it has stopped.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>

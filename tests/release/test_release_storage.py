@@ -90,11 +90,15 @@ def product_and(hold):
     return make
 
 
-def kept_with_its_leaf(leaf, hold):
-    return lambda: (hold(leaf), leaf)
+def detached(leaf):
+    return leaf.detach(), leaf
 
 
-WEIGHT, LEAF = nn.Parameter(torch.ones(4, 4)), torch.ones(3, requires_grad=True)
+def of_a_product():
+    weight = nn.Parameter(torch.ones(4, 4))
+    return weight, torch.ones(3, 4, requires_grad=True) @ weight
+
+
 BASE = "its base, a result of MmBackward0 of float32 [3, 4] on cpu"
 SAME_MEMORY = "which keeps a tensor on the same memory as"
 # What makes the tensor, and what else is kept; who holds it, sorted.
@@ -106,9 +110,9 @@ HELD = {
     ),
     "a base": (lambda: product_and(lambda t: t.view(-1))()[::-1], [BASE]),
     "a base that Python has forgotten": (lambda: (product()[1:], None), [BASE]),
-    "a parameter": (kept_with_its_leaf(WEIGHT, torch.Tensor.detach), ["a parameter of float32 [4, 4] on cpu"]),
+    "a parameter": (lambda: detached(nn.Parameter(torch.ones(3))), ["a parameter of float32 [3] on cpu"]),
     "a leaf": (
-        kept_with_its_leaf(LEAF, torch.Tensor.detach),
+        lambda: detached(torch.ones(3, requires_grad=True)),
         ["a leaf that requires a gradient of float32 [3] on cpu"],
     ),
     "whose gradient it is": (with_gradient, ["the .grad of a leaf that requires a gradient of float32 [3] on cpu"]),
@@ -118,7 +122,7 @@ HELD = {
         ["MulBackward0, which keeps it as other", "MulBackward0, which keeps it as self"],
     ),
     "nodes, of a parameter": (
-        lambda: (WEIGHT, torch.ones(3, 4, requires_grad=True) @ WEIGHT),
+        of_a_product,
         ["MmBackward0, which keeps it as mat2", "torch::autograd::AccumulateGrad, which keeps it as its leaf"],
     ),
     "a node that saved a view, one holder": (

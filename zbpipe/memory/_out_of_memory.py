@@ -105,7 +105,7 @@ def bytes_of_tensors(device: torch.device) -> int:
     return sum(size for place, size in places if place.type == device.type and device.index in (None, place.index))
 
 
-def is_out_of_memory(error: BaseException | None) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that an allocator has no memory left."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True

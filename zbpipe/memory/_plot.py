@@ -62,7 +62,7 @@ def draw(title: str, device: str, phases: Sequence[Phase], events: Iterable[Even
         axes.broken_barh(spans, (0, axes.get_ylim()[1]), facecolors=colour, alpha=0.18)
     strip.set_yticks([row + 0.5 for row in range(len(rows))], list(rows), parse_math=False)
     strip.tick_params(bottom=False, labelbottom=False, left=False)
-    strip.set_ylim(0, max(len(rows), 1))
+    strip.set_ylim(max(len(rows), 1), 0)
     peak = f"peak {in_words(most)}"
     strip.set_title(
         f"{short(title, 100)}: {peak}" if title else f"{peak} on {device}", loc="left", fontsize=10, parse_math=False

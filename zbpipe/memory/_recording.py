@@ -43,15 +43,8 @@ class Recording:
     """What :func:`record` returns: to be entered once, filled while it is, and read at any time.
 
     The counters and ``phases`` can be read while it runs; what needs the log (``held``, ``events``, :meth:`plot`,
-    :meth:`export`) afterwards.
-
-    Attributes:
-        device: the ``torch.device`` whose allocator is recorded.
-        live, peak, allocated, freed: bytes; ``allocations`` are blocks, ``older_frees`` blocks and their bytes. Not
-            entered yet: RuntimeError.
-        phases: the :class:`Phase` objects that have ended, by their beginnings.
-        held, held_peak: per microbatch a :class:`HeldMicrobatch`, and bytes.
-        incomplete: "", or what is lacking, in words.
+    :meth:`export`) afterwards. Of one that was not entered yet each raises RuntimeError. ``device`` is the
+    ``torch.device`` whose allocator is recorded.
     """
 
     def __init__(self, log: Log, device: torch.device, max_events: int, hook: Hook | None = None) -> None:
@@ -201,9 +194,7 @@ class Recording:
     @property
     def phases(self) -> list[Phase]:
         """The phases that have ended, by their beginnings."""
-        self._require_begun()
-        ended = self._marks.ended()
-        marks = self._spans()
+        ended, marks = self._marks.ended(), self._spans()
         return [_phase_of(p, marks) for p in ended]
 
     @property
@@ -286,8 +277,7 @@ class Recording:
         ]
         if self.incomplete:
             lines.append(f"incomplete: {self.incomplete}")
-        phases = self.phases
-        if phases:
+        if phases := self.phases:
             lines += ["", phase_table(phases)]
         if self._is_over and self._max_events and not self._counters()["dropped"] and (pairs := self.held):
             lines += ["", f"held from I to W, at most {in_words(self.held_peak)} at once", held_table(pairs)]

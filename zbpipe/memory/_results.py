@@ -88,32 +88,18 @@ def short_label(phase: Phase, most: int = 31) -> str:
     return short(phase.kind, max(most - len(of), 1)) + of
 
 
-def number_or_nothing(number: int | None) -> str:
-    return "" if number is None else str(number)
-
-
 def phase_table(phases: Sequence[Phase]) -> str:
     """All bytes in one unit, that of the largest."""
     unit = Unit.of(max(p.peak for p in phases))
     header = ("phase", "ms", *(f"{column}, {unit.name}" for column in ("begin", "end", "peak")), "blocks")
-    return table(
-        header,
-        [
-            (
-                short_label(p),
-                f"{(p.end_ns - p.begin_ns) / 1e6:.2f}",
-                *(unit(size) for size in (p.live_begin, p.live_end, p.peak)),
-                str(p.allocations),
-            )
-            for p in phases
-        ],
-    )
+    rows = []
+    for p in phases:
+        sizes = [unit(size) for size in (p.live_begin, p.live_end, p.peak)]
+        rows.append((short_label(p), f"{(p.end_ns - p.begin_ns) / 1e6:.2f}", *sizes, str(p.allocations)))
+    return table(header, rows)
 
 
 def held_table(held: Sequence[HeldMicrobatch]) -> str:
     unit = Unit.of(max(h.bytes for h in held))
-    return table(
-        ("stage", "microbatch", f"held, {unit.name}"),
-        [(number_or_nothing(h.stage), number_or_nothing(h.microbatch), unit(h.bytes)) for h in held],
-        left=0,
-    )
+    rows = [(*("" if n is None else str(n) for n in (h.stage, h.microbatch)), unit(h.bytes)) for h in held]
+    return table(("stage", "microbatch", f"held, {unit.name}"), rows, left=0)

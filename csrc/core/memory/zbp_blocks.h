@@ -40,12 +40,12 @@ void zbp_blocks_init(zbp_blocks *blocks, const zbp_alloc *alloc);
 void zbp_blocks_fini(zbp_blocks *blocks);
 
 /* Adds block. A block that is there at the same address is replaced and given to *old_out, else
- * *old_out has address 0.
- * Errors, the table unchanged: ZBP_EINVAL (address 0), ZBP_ENOMEM, ZBP_EOVERFLOW. Amortised O(1). */
+ * *old_out has address 0. Errors, the table unchanged: ZBP_EINVAL (address 0), ZBP_ENOMEM,
+ * ZBP_EOVERFLOW. Amortised O(1). */
 ZBP_MUST_USE int zbp_blocks_add(zbp_blocks *blocks, zbp_block block, zbp_block *old_out);
 
-/* Takes the block at address out of the table and gives it to *block_out. False, and *block_out left
- * alone, if there is none. O(1) on average. */
+/* Takes the block at address out of the table and gives it to *block_out. False, and *block_out
+ * left alone, if there is none. O(1) on average. */
 bool zbp_blocks_take(zbp_blocks *blocks, uint64_t address, zbp_block *block_out);
 
 #ifdef __cplusplus

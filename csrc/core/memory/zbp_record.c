@@ -14,7 +14,7 @@ static uint32_t this_thread(void)
     return number;
 }
 
-/* Records ---------------------------------------------------------------------------------------- */
+/* Records ------------------------------------------------------------------------------------- */
 
 static void log_event(zbp_record *record, uint64_t time_ns, zbp_block block, uint32_t kind)
 {
@@ -91,7 +91,7 @@ void zbp_record_fini(zbp_record *record)
     memset(record, 0, sizeof *record);
 }
 
-/* The tally -------------------------------------------------------------------------------------- */
+/* The tally ----------------------------------------------------------------------------------- */
 
 void zbp_tally_init(zbp_tally *tally, uint64_t (*clock)(void), const zbp_alloc *alloc)
 {

@@ -1,17 +1,18 @@
-/* zbp_record.h - what recordings of one allocator have seen: counters, marks and a log each, fed by any thread from one
- * table of the blocks in use.
+/* zbp_record.h - what recordings of one allocator have seen: counters, marks and a log each, fed by
+ * any thread from one table of the blocks in use.
  *
- * Every block that is handed out gets a serial, one more than the one before, and goes into the table (zbp_tally). The
- * table outlives the recordings: a block may be taken back when others are fed, or none. A block is a recording's own
- * if it was handed out since the recording began; "live" counts those alone, and older ones that are taken back are
- * counted apart.
+ * Every block that is handed out gets a serial, one more than the one before, and goes into the
+ * table (zbp_tally). The table outlives the recordings: a block may be taken back when others are
+ * fed, or none. A block is a recording's own if it was handed out since the recording began; "live"
+ * counts those alone, and older ones that are taken back are counted apart.
  *
- * Marks cut a recording into spans and carry what each span saw. Counters and marks are exact whatever happens. The
- * log is bounded: what does not fit or finds no memory is counted as dropped, and the log stays a prefix.
+ * Marks cut a recording into spans and carry what each span saw. Counters and marks are exact
+ * whatever happens. The log is bounded: what does not fit or finds no memory is counted as dropped,
+ * and the log stays a prefix.
  *
- * Allocation: the table, marks, the log. Threads: any, at once, but for init and fini. The lock is a leaf: nothing is
- * called under it that takes another. The clock is read under it, so that no log runs backwards; threads get small
- * numbers, from 1.
+ * Allocation: the table, marks, the log. Threads: any, at once, but for init and fini. The lock is
+ * a leaf: nothing is called under it that takes another. The clock is read under it, so that no log
+ * runs backwards; threads get small numbers, from 1.
  */
 #ifndef ZBP_RECORD_H
 #define ZBP_RECORD_H
@@ -49,8 +50,9 @@ typedef struct zbp_mark {
     uint32_t thread;
 } zbp_mark;
 
-/* Held by the caller; all fields are for reading alone, under the lock while it is fed. Zeroed is legal for
- * zbp_record_fini alone. Invariant: mark 0 is the beginning; the last mark's span is open. */
+/* Held by the caller; all fields are for reading alone, under the lock while it is fed. Zeroed is
+ * legal for zbp_record_fini alone. Invariant: mark 0 is the beginning; the last mark's span is
+ * open. */
 typedef struct zbp_record {
     uint64_t first_serial;
     uint64_t live;
@@ -91,19 +93,20 @@ bool zbp_tally_is_fed(const zbp_tally *tally);
  * Errors, the record unchanged: ZBP_ENOMEM, ZBP_EOVERFLOW (2^32 marks). */
 ZBP_MUST_USE int zbp_tally_mark(zbp_tally *tally, zbp_record *record, uint32_t *index_out);
 
-/* A block was handed out. One that the table has at its address was taken back unseen: that is told first. False, and
- * it is counted as untracked, if it has no address or there is no memory to follow it. */
+/* A block was handed out. One that the table has at its address was taken back unseen: that is
+ * told first. False, and it is counted as untracked, if it has no address or there is no memory to
+ * follow it. */
 bool zbp_tally_alloc(zbp_tally *tally, uint64_t address, uint64_t bytes);
 /* One was handed out that cannot be followed. */
 void zbp_tally_untracked(zbp_tally *tally);
-/* A block is taken back: to be called before another thread may be given its address. Of one that was not followed
- * nothing is told. */
+/* A block is taken back: to be called before another thread may be given its address. Of one that
+ * was not followed nothing is told. */
 void zbp_tally_free(zbp_tally *tally, uint64_t address);
 
 /* The number of the next block: those that are handed out from now on have it or a larger one. */
 uint64_t zbp_tally_serial(zbp_tally *tally);
 
-/* While held, no record is fed: for reading one, or the blocks in use, and for the time of a fork. */
+/* While held, no record is fed: for reading one, or the blocks in use, and for a fork. */
 void zbp_tally_lock(zbp_tally *tally);
 void zbp_tally_unlock(zbp_tally *tally);
 
