@@ -26,7 +26,7 @@
 #include "shim/holders/arrays.h"
 #include "shim/holders/freed.h"
 #include "shim/holders/scripts.h"
-#include "shim/pass/group.h"
+#include "shim/group/group.h"
 #include "shim/torch/dlpack.h"
 #include "shim/torch/nodes.h"
 #include "shim/torch/saved_parts.h"
@@ -359,7 +359,8 @@ void zbp_things::group_references(PyObject* object, Visit visit) {
         visit_tensor(matrix->tensor(), "matrix of weight task", index, visit);
       } else {  // a deferred node tells of its own
         const PackedPtr& packed = std::get<PackedPtr>(product->other);
-        for (PyObject* held : {packed->data.ptr(interpreter), packed->unpack_hook.ptr(interpreter)}) {
+        for (PyObject* held :
+             {packed->data.ptr(interpreter), packed->unpack_hook.ptr(interpreter)}) {
           visit({ZBP_THING_PYTHON, held, "packed matrix of weight task", index, true});
         }
       }

@@ -11,7 +11,7 @@
 #include "shim/memory/zbp_tap.h"
 #include "shim/torch/nodes.h"
 #include "shim/torch/python.h"
-#include "shim/pass/stand_in.h"
+#include "shim/engine/stand_in.h"
 
 namespace zbp {
 

@@ -10,7 +10,7 @@
 #include <stdint.h>
 
 #include "shim/holders/zbp_things.h"
-#include "shim/pass/zbp_input.h"
+#include "shim/input/zbp_input.h"
 
 #ifdef __cplusplus
 extern "C" {
