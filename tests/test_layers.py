@@ -51,13 +51,6 @@ def test_each_layer_includes_only_what_it_may(layer):
     assert not found
 
 
-# Includes of the shim that run back up, by the folder that has them; each would close a circle between folders.
-BACK = {
-    ("torch", "shim/pass/group.h"): "streams and what is unpacked are those of a group and its tasks",
-    ("pass", "shim/work/work.h"): "W runs what others have handed over",
-}
-
-
 def shim_includes():
     """The shim's files, each with what it includes of the shim."""
     return {
@@ -76,24 +69,22 @@ def test_no_header_of_the_shim_includes_itself_by_others():
     assert circle(headers) == []
 
 
-def test_folders_of_the_shim_have_no_circle_but_what_is_listed():
-    edges, used = {}, set()
+def test_folders_of_the_shim_have_no_circle():
+    edges = {}
     for file, includes in shim_includes().items():
-        folder = folder_of(file)
-        back = {(folder, include) for include in includes} & BACK.keys()
-        used |= back
-        onward = includes - {include for _, include in back}
-        edges.setdefault(folder, set()).update({folder_of(include) for include in onward} - {folder})
+        edges.setdefault(folder_of(file), set()).update({folder_of(i) for i in includes} - {folder_of(file)})
+    assert edges["weight"] >= {"engine", "group", "torch"}, "the detector sees nothing"
     assert circle(edges) == []
-    assert used == BACK.keys(), "listed, and gone"
-    for folder, include in BACK:
-        closed = {**edges, folder: edges[folder] | {folder_of(include)}}
-        assert circle(closed), f"{include} in {folder} closes no circle: it need not be listed"
 
 
 def test_a_circle_is_found():
     assert circle({"a": {"b"}, "b": {"c", "d"}, "d": {"a"}}) == ["a", "b", "d", "a"]
     assert circle({"a": {"b", "c"}, "b": {"c"}}) == []
+
+
+def test_no_folder_of_the_passes_is_larger_than_one_looks_through():
+    folders = [path for path in (CSRC / "shim").iterdir() if path.is_dir()]
+    assert {path.name: n for path in folders if (n := len(list(path.iterdir()))) > 20} == {}
 
 
 def test_no_native_file_is_longer_than_one_reads_nor_a_line_wider_than_a_window():

@@ -8,8 +8,8 @@
 #include <structmember.h>
 
 #include "bindings/parts.h"
-#include "shim/pass/zbp_describe.h"
-#include "shim/pass/zbp_input.h"
+#include "shim/group/zbp_describe.h"
+#include "shim/input/zbp_input.h"
 
 /* Owns its zbp_group. What Functions have handed over may refer back to it. */
 typedef struct {

@@ -1,13 +1,14 @@
 /* parts.h - the parts of the extension module, each in a file of its own.
  *
- * Each zbp_add_*(module) adds what its part offers to the module. Returns 0, or -1 with a Python error set.
+ * Each zbp_add_*(module) adds what its part offers to the module. Returns 0, or -1 with a Python
+ * error set.
  */
 #ifndef ZBP_PARTS_H
 #define ZBP_PARTS_H
 
 #include <Python.h>
 
-#include "shim/pass/zbp_input.h"
+#include "shim/input/zbp_input.h"
 
 /* What a function of the shim returned, or NULL with what it raised as the Python error. */
 static inline PyObject *zbp_or_raise(PyObject *object, zbp_error *error)
@@ -37,7 +38,8 @@ int zbp_read_policy(PyObject *policy, zbp_policy *out);
 /* Its choice that is True or False. Returns 0, or -1 with an error set. */
 int zbp_read_flag(PyObject *policy, const char *name, bool *out);
 
-/* Appends value, which it steals and which may be NULL with an error set. Returns 0, or -1 with an error set. */
+/* Appends value, which it steals and which may be NULL with an error set. Returns 0, or -1 with an
+ * error set. */
 int zbp_append_new(PyObject *list, PyObject *value);
 
 /* Adds the type ParamGroup. New reference, or NULL with an error set. */

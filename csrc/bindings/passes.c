@@ -1,11 +1,11 @@
-/* passes.c - the input pass and the weight pass. The work is that of csrc/pass; here arguments are handed to the shim
- * and results wrapped. */
+/* passes.c - the input pass and the weight pass. The work is that of csrc/pass; here arguments are
+ * handed to the shim and results wrapped. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include "bindings/parts.h"
 #include "pass/zbp_pass.h"
-#include "shim/pass/zbp_describe.h"
+#include "shim/group/zbp_describe.h"
 
 /* NULL for None. */
 static PyObject *tuple_or_null(PyObject *object)
@@ -156,7 +156,8 @@ static bool is_listed_before(const weight_call *call, size_t i)
     return other < i;
 }
 
-/* Raises why not all can be claimed: of the list, and only then of another call that has one. Always -1. */
+/* Raises why not all can be claimed: of the list, and only then of another call that has one.
+ * Always -1. */
 static int refuse_claim(const weight_call *call)
 {
     for (size_t i = 0; i < call->count; ++i) {
@@ -195,7 +196,8 @@ static int claim(weight_call *call)
     return 0;
 }
 
-/* Until the pass runs nothing has been changed, and whatever is refused leaves the groups as they were. */
+/* Until the pass runs nothing has been changed, and whatever is refused leaves the groups as they
+ * were. */
 static int run(const weight_call *call, zbp_how how, bool main_grad, zbp_error *error)
 {
     zbp_call *of_shim = NULL;
@@ -205,10 +207,8 @@ static int run(const weight_call *call, zbp_how how, bool main_grad, zbp_error *
     if (status != ZBP_OK) {
         return status;
     }
-    Py_BEGIN_ALLOW_THREADS
-        status = zbp_pass_weights(call->group, call->count, how, error);
-    Py_END_ALLOW_THREADS
-    const bool is_complete = status == ZBP_OK;
+    Py_BEGIN_ALLOW_THREADS status = zbp_pass_weights(call->group, call->count, how, error);
+    Py_END_ALLOW_THREADS const bool is_complete = status == ZBP_OK;
     status = zbp_call_end(of_shim, status, error);
     for (size_t i = 0; is_complete && status != ZBP_OK && i < call->count; ++i) {
         zbp_book_report_again(&call->group[i]->book);

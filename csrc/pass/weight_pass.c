@@ -1,9 +1,11 @@
-/* W: see the hooks, add what is alone, run the rest in the engine, settle. See Note [The states of a weight]. */
+/* W: see the hooks, add what is alone, run the rest in the engine, settle. See Note [The states of
+ * a weight]. */
 
 #include "core/base/zbp_map.h"
 #include "pass/zbp_pass.h"
 
-/* A weight that is the engine's in one group is the engine's in all: what it adds comes in the order of the groups. */
+/* A weight that is the engine's in one group is the engine's in all: what it adds comes in the
+ * order of the groups. */
 static int share_engine(zbp_group *const *group, size_t count)
 {
     zbp_map engine = {0};
@@ -38,7 +40,8 @@ static int find_alone(zbp_group *const *group, size_t count, zbp_how how, zbp_er
     return status == ZBP_OK && count > 1 ? share_engine(group, count) : status;
 }
 
-/* The group's weights that are alone. A group that is complete then lets go: those behind it need the memory. */
+/* The group's weights that are alone. A group that is complete then lets go: those behind it need
+ * the memory. */
 static int add_alone(zbp_group *group, zbp_how how, zbp_error *error)
 {
     const zbp_book *book = &group->book;
@@ -90,7 +93,8 @@ static int join_run(zbp_group *group, zbp_map *weights, zbp_error *error)
     return status;
 }
 
-/* One run for the groups of each microbatch: a group that shares a weight with one before it begins the next. */
+/* One run for the groups of each microbatch: a group that shares a weight with one before it begins
+ * the next. */
 static int run_engine(zbp_group *const *group, size_t count, zbp_how how, zbp_error *error)
 {
     zbp_map weights = {0};

@@ -3,7 +3,7 @@
 
 #include <torch/csrc/PyInterpreter.h>
 
-#include "shim/pass/group.h"
+#include "shim/group/group.h"
 
 namespace zbp {
 

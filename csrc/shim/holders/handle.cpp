@@ -12,7 +12,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include "shim/memory/zbp_tap.h"
-#include "shim/pass/stand_in.h"
+#include "shim/engine/stand_in.h"
 #include "shim/torch/nodes.h"
 #include "shim/torch/python.h"
 

@@ -19,7 +19,7 @@
 
 #include <Python.h>
 
-#include "shim/pass/zbp_input.h"
+#include "shim/input/zbp_input.h"
 #include "shim/torch/zbp_error.h"
 
 #ifdef __cplusplus

@@ -51,7 +51,8 @@ THPObjectPtr instance_in_closure(PyObject* function, PyObject* type) {
   return found;
 }
 
-/// The frame of the checkpointed region that the hook is of, or null: torch.utils.checkpoint has no question for this.
+/// The frame of the checkpointed region that the hook is of, or null: torch.utils.checkpoint has no
+/// question for this.
 THPObjectPtr frame_of(PyObject* unpack_hook) {
   return instance_in_closure(unpack_hook, of_checkpoint("_CheckpointFrame"));
 }
@@ -81,7 +82,8 @@ void visit_closure(PyObject* recompute, VisitTensor visit) {
   });
 }
 
-/// A region's frame has its arguments as saved tensors: in a list from torch 2.13 on, of a node of their own before.
+/// A region's frame has its arguments as saved tensors: in a list from torch 2.13 on, of a node of
+/// their own before.
 void for_each_saved_argument(PyObject* frame, VisitSaved visit) {
   THPObjectPtr arguments = attribute(frame, "saved_args");
   for (Py_ssize_t i = 0;
@@ -103,8 +105,9 @@ void for_each_saved_argument(PyObject* frame, VisitSaved visit) {
 
 }  // namespace
 
-// The frame's function for computing the region again holds, of a selective one, the mode that hands results out, each
-// once. Where torch has no such mode to tell, a region may be a selective one.
+// The frame's function for computing the region again holds, of a selective one, the mode that
+// hands results out, each once. Where torch has no such mode to tell, a region may be a selective
+// one.
 UnpackHook recognise(PyObject* unpack_hook) {
   THPObjectPtr frame = frame_of(unpack_hook);
   if (!frame) {

@@ -1,8 +1,8 @@
 // Changes of edges that can be undone.
 //
-// Ownership: an edit owns the edge that it replaced. The edited nodes are borrowed: whoever holds the
-// EdgeEdits keeps them alive (in practice: through the roots of the graph that is edited).
-// An EdgeEdits that goes out of scope puts every edge back, the last one first.
+// Ownership: an edit owns the edge that it replaced. The edited nodes are borrowed: whoever holds
+// the EdgeEdits keeps them alive (in practice: through the roots of the graph that is edited). An
+// EdgeEdits that goes out of scope puts every edge back, the last one first.
 #pragma once
 
 #include <utility>

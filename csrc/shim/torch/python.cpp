@@ -124,8 +124,8 @@ std::optional<Edge> as_gradient_edge(PyObject* object) {
 
 namespace {
 
-/// A node's Python object for the time of a call, on the stack: a real one, once made, stays with the node from
-/// torch 2.13 on, and a graph whose nodes have one is freed recursively.
+/// A node's Python object for the time of a call, on the stack: a real one, once made, stays with
+/// the node from torch 2.13 on, and a graph whose nodes have one is freed recursively.
 struct ObjectOf {
   ObjectOf(Node& node, PyTypeObject* type) {
     object.ob_base.ob_refcnt = 1;
