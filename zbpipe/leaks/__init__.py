@@ -13,7 +13,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 from zbpipe.leaks._check import Check, TensorLeakError, TensorLeakWarning, check_tensor_leak
-from zbpipe.leaks._growth import Grown, Growth
+from zbpipe.leaks._grown import Grown
+from zbpipe.leaks._growth import Growth
 from zbpipe.leaks._marker import step
 from zbpipe.leaks._report import Report
 from zbpipe.leaks._results import Cycle, Holder, Leak

@@ -26,7 +26,7 @@ from zbpipe import _C
 from zbpipe._formatting import argument
 from zbpipe.leaks import _allow
 from zbpipe.leaks._check import TensorLeakError, check_tensor_leak
-from zbpipe.leaks._plugin.fixtures import OfFixtures, Wide, tensors_in
+from zbpipe.leaks._plugin.fixtures import OfFixtures, Wide
 from zbpipe.leaks._plugin.marker import arguments_of, is_asked_for
 from zbpipe.leaks._plugin.told import text, warn
 from zbpipe.leaks._report import Report
@@ -66,7 +66,7 @@ class _Watch:
         check, self.check = self.check, None
         if check is None:
             return None
-        self.allowed.append([t for value in self.wide.values() for t in tensors_in(value, DEPTH)])
+        self.allowed.append([t for value in self.wide.values() for t in _allow.owned_tensors(value, DEPTH)])
         self.of_fixtures.look()
         check.__exit__(None, None, None)
         self.allowed.clear()
