@@ -158,7 +158,7 @@ def _report(steps: _Steps, given: argparse.Namespace) -> int:
         what = f"{steps.seen} steps ({kind}) were seen{steps.whose}" if steps.seen else "no step was seen"
         head = (
             f"zbpipe leaks: {what}; to tell what grows {steps.warmup} of warm-up and {ENOUGH} more are needed. A step "
-            "is a call of a pipeline schedule's step() or an optimizer's. Where none is, as in evaluation and inference, "
+            "is a call of a pipeline schedule's step() or an optimizer's. Where there is none (evaluation, inference), "
             "give --step-at FILE:LINE, the first line in the body of the loop, or call zbpipe.leaks.step() at its end."
         )
     else:

@@ -40,6 +40,6 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> type:
-        if name == "TensorLeaks":  # what the fixture tensor_leaks is; it imports pytest
+        if name == "TensorLeaks":  # what the fixture no_tensor_leaks is; it imports pytest
             return importlib.import_module("zbpipe.leaks.pytest_plugin").TensorLeaks
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -84,12 +84,12 @@ def groups_of(members: list[Member]) -> list[Group]:
 
 def grown_of(mark: int | None, members: list[Member], is_new: bool = False, is_larger: bool = False) -> Grown:
     """Of members that hang at one place; ``is_new``: the last steps have made them all."""
-    known = _known(mark, [member.found for member in members], is_new)
+    known = _known(mark, [member.found for member in members], is_new, is_larger)
     steps = sorted(member.born for member in members)
     return Grown([member.found.leak for member in members], steps, is_larger, known, 0, mark)
 
 
-def _known(mark: int | None, found: list[Found], is_new: bool) -> str:
+def _known(mark: int | None, found: list[Found], is_new: bool, is_larger: bool) -> str:
     if any(entry.rank == "cycle" or entry.excused for entry in found):
         return "in reference cycles that the collector has not met"
     if all(entry.rank == "none" for entry in found):
@@ -97,7 +97,7 @@ def _known(mark: int | None, found: list[Found], is_new: bool) -> str:
     if all(entry.leak.chain[-1].text.startswith("Parameter ") for entry in found):
         return "parameters of modules"
     if is_new:
-        return "made anew, and more than before" if len(found) > 1 else ""
+        return "" if is_larger else "made anew, and more than before"
     leak = found[0].leak
     below = leak.chain[(leak.place_of_blame if mark is None else mark) + 1]
     collection = below.text.partition(" item ")[0].rpartition(": ")[2]
