@@ -245,7 +245,7 @@ class Growth:
             left_out = [f"... {len(rows) - 2 * LONG_TABLE} rows ...", "", "", "", ""]
             rows = [*rows[:LONG_TABLE], left_out, *rows[-LONG_TABLE:]]
         said = table(["step", "live tensors", "live bytes", "tensors", "bytes"], rows)
-        if not rises(self.nodes):
+        if not rises(self.nodes) or rises(self.counts):
             return said
         counted = [(step, count) for step, count in enumerate(self.nodes, 1) if count != self.nodes[step - 2]]
         return f"{said}\nautograd nodes: {', '.join(f'{count} after step {step}' for step, count in counted[-5:])}"
