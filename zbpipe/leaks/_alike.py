@@ -67,7 +67,7 @@ def by_place(leaks: Sequence[Leak]) -> list[tuple[int | None, list[int]]]:
 
 
 def _above_what_differs(chains: list[list[Holder]], last: int) -> int | None:
-    for at in range(1, min(last + 1, *map(len, chains), len(chains[0]))):
+    for at in range(1, min(last + 1, *map(len, chains))):
         if len({chain[at].text for chain in chains}) > 1:
             above = enumerate(chains[0][:at])
             named = [i for i, holder in above if holder.kind in NAMED and not holder.is_library]

@@ -94,15 +94,16 @@ def _known(mark: int | None, found: list[Found], is_new: bool, is_larger: bool) 
         return "in reference cycles that the collector has not met"
     if all(entry.rank == "none" for entry in found):
         return "nobody that can be seen holds them"
-    if all(entry.leak.chain[-1].text.startswith("Parameter ") for entry in found):
+    chains = [entry.leak.chain for entry in found if entry.leak.chain]
+    if all(chain[-1].text.startswith("Parameter ") for chain in chains):
         return "parameters of modules"
     if is_new:
         return "" if is_larger else "made anew, and more than before"
-    leak = found[0].leak
-    below = leak.chain[(leak.place_of_blame if mark is None else mark) + 1]
-    collection = below.text.partition(" item ")[0].rpartition(": ")[2]
-    is_one = below.kind in ("list", "dict") and " item " in below.text and len(found) > 1
-    return f"held by a {collection} that was never cleared" if is_one else ""
+    below = chains[0][(found[0].leak.place_of_blame if mark is None else mark) + 1 :][:1]
+    if len(found) == 1 or not below or below[0].kind not in ("list", "dict") or " item " not in below[0].text:
+        return ""
+    collection = below[0].text.partition(" item ")[0].rpartition(": ")[2]
+    return f"held by a {collection} that was never cleared"
 
 
 def largest(groups: list[Grown]) -> list[Grown]:
