@@ -22,7 +22,7 @@ from zbpipe._cli.steps import KINDS, Steps
 from zbpipe._version import __version__
 from zbpipe.leaks import Growth
 from zbpipe.leaks._grown import Grown
-from zbpipe.leaks._growth import report_of
+from zbpipe.leaks._growth import FEWEST, report_of
 
 DESCRIPTION = """\
 Run a training script, and show the tensors and bytes that live after each of
@@ -49,7 +49,6 @@ steps to tell; 2 for a wrong command line; else 0.
 GREW = 3  # exit statuses; 1 and others are the script's own, 2 is a wrong command line
 TOO_FEW = 4  # steps to tell
 SCHEMA = 3  # of --json; 2 had no "verdict", "nodes" and "filling"
-ENOUGH = 4  # steps: what the first and the last one leave may be gone after the next, and one between is no growth
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,8 +91,8 @@ def run(given: argparse.Namespace) -> int:
 
 
 def _steps_to_watch(text: str) -> int:
-    if (number := natural(text)) < ENOUGH:
-        raise argparse.ArgumentTypeError(f"it must be {ENOUGH} or more to tell what grows")
+    if (number := natural(text)) < FEWEST:
+        raise argparse.ArgumentTypeError(f"it must be {FEWEST} or more to tell what grows")
     return number
 
 
@@ -130,7 +129,7 @@ class _Steps(Steps):
         assert self.growth is not None
         self.growth.step()
         # While the script's variables are there to be named; ever less often, for a search takes its time.
-        is_time = self.watched >= ENOUGH and (is_last or self.watched >= 1.25 * self.looked_at)
+        is_time = self.watched >= FEWEST and (is_last or self.watched >= 1.25 * self.looked_at)
         of = f" of {self.steps}" if self.steps else ""
         self._progress(f"step {self.watched}{of}{', looking who holds what grew' if is_time else ''}")
         if is_time:
@@ -149,15 +148,15 @@ def _report(steps: _Steps, given: argparse.Namespace) -> int:
     if growth is not None:
         if not growth.rising():
             steps.found, growth.filling, growth.cycles = [], [], []
-        elif not steps.found and not growth.filling and steps.looked_at < steps.watched >= ENOUGH:
+        elif not steps.found and not growth.filling and steps.looked_at < steps.watched >= FEWEST:
             steps.look()
         growth.close()
     kind = KINDS[steps.kind]
-    if growth is None or steps.watched < ENOUGH:
+    if growth is None or steps.watched < FEWEST:
         growth = None
         what = f"{steps.seen} steps ({kind}) were seen{steps.whose}" if steps.seen else "no step was seen"
         head = (
-            f"zbpipe leaks: {what}; to tell what grows {steps.warmup} of warm-up and {ENOUGH} more are needed. A step "
+            f"zbpipe leaks: {what}; to tell what grows {steps.warmup} of warm-up and {FEWEST} more are needed. A step "
             "is a call of a pipeline schedule's step() or an optimizer's. Where there is none (evaluation, inference), "
             "give --step-at FILE:LINE, the first line in the body of the loop, or call zbpipe.leaks.step() at its end."
         )

@@ -42,6 +42,7 @@ from zbpipe.leaks._results import Cycle
 from zbpipe.leaks._search import Scope, are_there_others, search, storages_now
 
 LONG_TABLE = 20  # rows; longer ones are folded
+FEWEST = 4  # steps that tell: what the first and the last one leave may be gone after the next
 _FIRST = 8  # steps after each of which is looked for other memory and nodes
 
 
@@ -267,7 +268,7 @@ def rises(values: Sequence[int]) -> bool:
     """Whether they still rise over their second half; see this module's head."""
     count = len(values)
     quarters = [values[i * count // 4 : (i + 1) * count // 4] for i in (1, 2, 3)]
-    if not all(quarters):
+    if count < FEWEST:
         return False
     lowest, middle = [min(quarter) for quarter in quarters], [sorted(q)[len(q) // 2] for q in quarters]
     if not all(before < after for before, after in pairwise(lowest)) or middle[0] > lowest[1] or middle[1] > lowest[2]:
@@ -280,7 +281,7 @@ def graphs_now(newest: int) -> tuple[list[tuple[int, torch.Tensor]], int]:
     newest tensors first; and which node is the newest now, by its sequence number."""
     with without_torch_functions():
         tensors = (thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
-        roots = [(tensor.grad_fn, tensor) for tensor in tensors if tensor.grad_fn is not None]
+        roots = [(node, tensor) for tensor in tensors if (node := _node_of(tensor)) is not None]
     roots.sort(key=lambda root: -root[0]._sequence_nr())
     seen: set[Any] = set()
     found = []
@@ -294,6 +295,13 @@ def graphs_now(newest: int) -> tuple[list[tuple[int, torch.Tensor]], int]:
                 todo += [after for after, _ in node.next_functions if after is not None]
         found.append((count, tensor))
     return found, roots[0][0]._sequence_nr() if roots else newest
+
+
+def _node_of(tensor: torch.Tensor) -> Any:
+    try:
+        return tensor.grad_fn
+    except RuntimeError:  # a view that was written to as autograd does not allow
+        return None
 
 
 def _largest_graph(newest: int) -> Grown | None:
