@@ -299,11 +299,12 @@ def test_under_torchrun_one_report_tells_of_all_ranks(tmp_path):
     assert "ranks 0 to 1: 4 steps (Optimizer.step) after 2 of warm-up\n" in done.stdout
     assert "\n0         4 " in done.stdout and done.stdout.count("grew, and is held by\n") == 1
     assert (
-        "\n  rank 1: 2 tensors (8192 bytes) from steps 2 to 3:\n    >> module global __main__.history (" in done.stdout
+        "\n  rank 1: 2 tensors (8192 bytes) from steps 2 to 3, held by a list that was never cleared:\n"
+        "    >> module global __main__.history (" in done.stdout
     )
     for rank in (0, 1):
         data = json.loads((tmp_path / f"grown.rank{rank}.json").read_text())
-        assert (data["schema"], data["rank"], data["world_size"], data["command"]) == (2, rank, 2, ["train.py", "6"])
+        assert (data["schema"], data["rank"], data["world_size"], data["command"]) == (3, rank, 2, ["train.py", "6"])
         assert bool(data["grown"]["leaks"]) == (rank == 1)
 
 

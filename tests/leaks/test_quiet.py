@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import importlib
 import subprocess
 import sys
 import threading
@@ -15,7 +16,6 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from zbpipe.leaks import Growth, _check, _judge, check_tensor_leak
-from zbpipe.leaks._growth import rises
 
 KEPT = []
 SEEN = None
@@ -142,6 +142,26 @@ def test_of_such_a_cycle_a_line_is_left():
     (note,) = checked(mock).notes
     assert note.startswith("1 storage (200 bytes) that hung on a cycle of a library's own")
     assert "unittest/mock.py" in note
+
+
+@pytest.mark.parametrize(
+    ("made", "is_a_leak"),
+    [
+        ("EPS = torch.ones(4)", False),
+        ("class Layer:\n    scale = torch.ones(4)", False),
+        ("def scaled(x, scale=torch.ones(4)):\n    return x", False),
+        ("CACHE = [torch.ones(4)]", True),
+    ],
+)
+def test_constants_of_a_module_that_is_imported_inside(made, is_a_leak, tmp_path, monkeypatch):
+    (tmp_path / "imported_inside.py").write_text(f"import torch\n{made}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "imported_inside", raising=False)
+    report = checked(lambda: importlib.import_module("imported_inside"))
+    assert bool(report) is is_a_leak, report
+    note = "1 storage (16 bytes) that modules hold which were imported inside"
+    assert report.notes == ([] if is_a_leak else [note])
+    sys.modules.pop("imported_inside")
 
 
 class Parent(nn.Module):
@@ -282,24 +302,4 @@ def test_a_tensor_that_each_step_replaces_by_a_larger_one_is_named():
         assert "1 tensor (384 bytes), larger than any of earlier steps:" in growth.table()
         for _ in range(12):  # as many steps again, and no more
             growth.step()
-        assert growth.still_grown([group]) == []
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        (range(8), True),
-        (range(6), False),  # too few
-        ([5] * 60, False),
-        ([5] * 40 + [9] * 20, False),  # one jump
-        ([5] * 35 + [7] * 10 + [9] * 15, False),
-        ([(i * 7919) % 101 for i in range(200)], False),
-        ([i * 20 + (i * 7919) % 101 for i in range(200)], True),
-        ([i // 30 for i in range(400)], True),
-        (range(60, 0, -1), False),
-        ([i % 20 for i in range(400)], False),  # by length, epoch after epoch
-        (range(100_000), True),
-    ],
-)
-def test_what_rises(values, expected):
-    assert rises(list(values)) is expected
+        assert growth.rising() == []
