@@ -846,3 +846,36 @@ def test_products_that_are_not_plain_are_unpacked_no_more_often_than_others(form
         assert (ordinary, split) == (4, 6)
     else:
         assert ordinary < split <= 2 * ordinary
+
+
+@needs_zbpipe
+def test_what_the_input_pass_computes_again_is_not_kept_for_a_weight_pass_that_will_do_so_too():
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+        def forward(self, x):
+            return self.down(self.up(x).relu())
+
+    rows = 32
+    m = nn.Sequential(*(Wide() for _ in range(3)))
+    held = {}
+    for choice in CHOICES:
+        x, grad = torch.randn(rows, 16, requires_grad=True), torch.randn(rows, 16)
+        gc.collect()
+        with zb.policy(checkpoint=choice), memory.record() as rec:
+            h = x
+            for part in m:
+                h = again(part, h, preserve_rng_state=False)
+            _, groups = zb.stage_backward_input([h], [grad], [x], m.parameters())
+            del h, _
+            x.grad = None
+            held[choice] = rec.live
+            del groups
+    inputs, hidden = 4 * rows * 16, 4 * rows * 64
+    assert (
+        held["keep"] == 2 * inputs + 3 * hidden + 2 * inputs + 3 * hidden
+    )  # the first input, the last gradient are ours
+    assert held["recompute"] == 2 * inputs + 2 * inputs + 3 * hidden
+    assert held["input_pass"] == sum(w.nbytes for w in m.parameters())

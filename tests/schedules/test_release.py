@@ -680,6 +680,49 @@ def test_a_thread_waits_for_one_send_after_the_other_and_ends_with_its_group(in_
     assert not results[1].done.is_set()
 
 
+def test_where_no_thread_can_be_had_the_next_send_gets_one(monkeypatch):
+    class Late:
+        patience = work = None
+
+        def finish(self, timeout=None):
+            done.set()
+
+    def cannot(thread):
+        raise RuntimeError("can't start new thread")
+
+    group, done = Group("gloo"), threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", cannot)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            threads.watch(group, 1, Late())
+    threads.watch(group, 1, Late())
+    assert done.wait(60)
+
+
+def test_a_send_answers_as_its_work_does_and_afterwards_as_one_that_is_done(send):
+    result = send().result
+    assert not result.is_completed()
+    assert not result.is_success()
+    assert result.result() == ["what was sent"]
+    assert result.of_this_backend_alone() == 7
+    with pytest.raises(AttributeError):  # as the work does, which is not one of torch's
+        result.get_future()
+    with pytest.raises(RuntimeError, match=r"timed out after 0:00:00\.01"):
+        result.wait(timedelta(milliseconds=10))
+    sent = send()
+    sent.finish()
+    result = sent.result
+    assert result.wait(timedelta(seconds=10))
+    assert result.work is None
+    assert result.is_completed() and result.is_success() and result.wait()
+    assert result.exception() is None and result.synchronize() is None
+    assert result.result() == [] and result.get_future().wait() == []
+    with pytest.raises(RuntimeError, match="its work gone: ask for its source_rank before"):
+        result.source_rank()
+    with pytest.raises(AttributeError):
+        result.of_this_backend_alone()
+
+
 def test_no_send_runs_into_a_timeout_before_the_schedule_waits_for_it(in_force):
     patience = timedelta(milliseconds=300)
     sent = Sent(Group("gloo", patience), GloosWork(tells=False))

@@ -43,3 +43,18 @@ def test_held_and_peak_are_those_of_plain_matrices(mesh):
     assert (held, peak) == bytes_of_passes(mlp(HIDDEN))
     assert held == 2 * 4 * TOKENS * (WIDTH + HIDDEN)
     assert peak >= 4 * WIDTH * HIDDEN, "one product, as in an ordinary backward"
+
+
+def test_gradients_equal_those_of_plain_matrices(mesh):
+    plain = mlp(HIDDEN)
+    sharded = parallelize_module(mlp(RANKS * HIDDEN), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    with torch.no_grad():
+        for name, weight in sharded.named_parameters():
+            weight.to_local().copy_(dict(plain.named_parameters())[name])
+    for module in (plain, sharded):
+        torch.manual_seed(0)
+        bytes_of_passes(module)
+    for name, weight in sharded.named_parameters():
+        grad = weight.grad
+        assert grad.placements == weight.placements
+        torch.testing.assert_close(grad.to_local(), dict(plain.named_parameters())[name].grad, rtol=0, atol=0)
