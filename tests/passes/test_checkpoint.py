@@ -863,7 +863,6 @@ def test_what_the_input_pass_computes_again_is_not_kept_for_a_weight_pass_that_w
     held = {}
     for choice in CHOICES:
         x, grad = torch.randn(rows, 16, requires_grad=True), torch.randn(rows, 16)
-        gc.collect()
         with zb.policy(checkpoint=choice), memory.record() as rec:
             h = x
             for part in m:
