@@ -35,21 +35,20 @@ typedef struct zbp_policy {
     bool main_grad;
 } zbp_policy;
 
-/* What one call of I is about, and what it has put into the graph. Of the caller, from _new to _end
- * or _free. */
+/* What one call of I is about, and what it has put into the graph. Of the caller, from _new to _end. */
 typedef struct zbp_scene zbp_scene;
 
 /* The arguments of I, all tuples, checked and converted; nothing is touched.
  *
  * outputs:  tensors, GradientEdges, None. The backward starts from those that take a gradient.
- * grads:    per output a tensor, None, or False for an output that is only detached; NULL: ones for
- * all.
+ * grads:    per output a tensor, None, or False for one that is only detached; NULL: ones for all.
  * inputs:   anything; a tensor that requires a gradient gets one.
  * weights:  leaf tensors; NULL: every leaf that accumulates.
  * excluded: tensors whose gradients I computes, if they are weights; they outlive the scene. */
 ZBP_MUST_USE int zbp_scene_new(zbp_policy policy, PyObject *outputs, PyObject *grads,
                                PyObject *inputs, PyObject *weights, PyObject *excluded,
                                zbp_scene **scene_out, zbp_error *error);
+
 /* ---- the steps */
 
 /* What I is planned on. Zeroed is none. */
