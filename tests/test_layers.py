@@ -306,9 +306,6 @@ LATE = {
     ("_torch/compiler.py", "torch._inductor.compile_fx"): TIME,
     ("_torch/compiler.py", "torch._inductor.utils"): TIME,
     ("_torch/fsdp.py", "torch.distributed.fsdp"): TIME,
-    ("leaks/_draw/figure.py", "matplotlib.backends.backend_agg"): OPTIONAL,
-    ("leaks/_draw/figure.py", "matplotlib.figure"): OPTIONAL,
-    ("leaks/_draw/figure.py", "matplotlib.patches"): OPTIONAL,
     ("leaks/__init__.py", "zbpipe.leaks.pytest_plugin"): OPTIONAL,  # pytest
     ("memory/_living.py", "zbpipe.leaks._search"): TIME,
     ("memory/_out_of_memory.py", "zbpipe.leaks._search"): TIME,
@@ -422,6 +419,7 @@ FUNCTION = re.compile(
 BARRIER = re.compile(r"\b(guarded|guarded_object|set_of|kept_in|in_memory|barrier\.end)\(")
 # Behind no barrier: they free, read a flag or a clock, or hold a lock for that; called where no Python error may be set.
 CANNOT_THROW = {
+    "zbp_add_handle",
     "zbp_error_clear",
     "zbp_error_raise",
     "zbp_weight_key",
@@ -440,15 +438,7 @@ CANNOT_THROW = {
     "zbp_group_state",
     "zbp_group_traverse",
     "zbp_group_clear",
-    "zbp_things_free",
-    "zbp_things_count",
-    "zbp_things_blame",
-    "zbp_things_unlist",
-    "zbp_tensor_storage",
     "zbp_tensor_key",
-    "zbp_storage_look",
-    "zbp_storage_watch",
-    "zbp_storage_unwatch",
     "zbp_tap_stop",
     "zbp_tap_adopt",
     "zbp_tap_adopt_storage",

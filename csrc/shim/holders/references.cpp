@@ -21,7 +21,6 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "shim/torch/dlpack.h"
-#include "shim/torch/edits.h"
 #include "shim/torch/nodes.h"
 #include "shim/torch/python.h"
 #include "shim/torch/saved_parts.h"
@@ -222,18 +221,15 @@ void add_contents(Node& node, References& references) {
 }
 
 void add_references(Node& node, References& references) {
-  {
-    const std::lock_guard<std::mutex> lock(edges_mutex());
-    int32_t index = 0;
-    for (const Edge& edge : node.next_edges()) {
-      references.add(edge.function.get(), "next node", index++);
-    }
-    bool all_hooks = add_hooks(node.pre_hooks(), "pre hooks", references);
-    all_hooks = add_hooks(node.tensor_pre_hooks(), "tensor hooks", references) && all_hooks;
-    all_hooks = add_hooks(node.post_hooks(), "post hooks", references) && all_hooks;
-    if (!all_hooks) {
-      references.add_unseen("nodes with C++ hooks");
-    }
+  int32_t index = 0;
+  for (const Edge& edge : node.next_edges()) {
+    references.add(edge.function.get(), "next node", index++);
+  }
+  bool all_hooks = add_hooks(node.pre_hooks(), "pre hooks", references);
+  all_hooks = add_hooks(node.tensor_pre_hooks(), "tensor hooks", references) && all_hooks;
+  all_hooks = add_hooks(node.post_hooks(), "post hooks", references) && all_hooks;
+  if (!all_hooks) {
+    references.add_unseen("nodes with C++ hooks");
   }
   if (const auto* anomaly = NodeParts::anomaly_of(node);
       anomaly && is_named(typeid(*anomaly), "N5torch8autograd17PyAnomalyMetadataE")) {

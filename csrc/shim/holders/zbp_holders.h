@@ -9,7 +9,7 @@
  *
  * Nothing is unpacked, no hook is run and no Python code. Other threads may change what is looked at: a thing is owned
  * before it is looked at, a node's saved tensors and a leaf's gradient are read under the locks that the engine takes,
- * edges and hooks under the passes'. What is locked is said to be unseen.
+ * edges and hooks with the GIL, with which the passes change them. What is locked is said to be unseen.
  *
  * All functions: with the GIL. "new" is a new reference, NULL where *error says what was raised.
  */
