@@ -224,6 +224,7 @@ FUNCTION = re.compile(
 BARRIER = re.compile(r"\b(guarded|guarded_object|set_of|kept_in|in_memory|barrier\.end)\(")
 # Behind no barrier: they free, read a flag or a clock, or hold a lock for that; called where no Python error may be set.
 CANNOT_THROW = {
+    "zbp_add_handle",
     "zbp_error_clear",
     "zbp_error_raise",
     "zbp_weight_key",
@@ -232,15 +233,7 @@ CANNOT_THROW = {
     "zbp_group_free",
     "zbp_group_traverse",
     "zbp_group_clear",
-    "zbp_things_free",
-    "zbp_things_count",
-    "zbp_things_blame",
-    "zbp_things_unlist",
-    "zbp_tensor_storage",
     "zbp_tensor_key",
-    "zbp_storage_look",
-    "zbp_storage_watch",
-    "zbp_storage_unwatch",
     "zbp_tap_stop",
     "zbp_tap_adopt",
     "zbp_tap_adopt_storage",

@@ -5,9 +5,10 @@
 #include "bindings/parts.h"
 #include "shim/holders/zbp_holders.h"
 
-PyDoc_STRVAR(handle_of_doc,
-             "handle_of(object, /)\n--\n\n"
-             "The handle of the tensor, storage or node that an object stands for; None for others.");
+PyDoc_STRVAR(
+    handle_of_doc,
+    "handle_of(object, /)\n--\n\n"
+    "The handle of the tensor, storage or node that an object stands for; None for others.");
 
 static PyObject *handle_of(PyObject *Py_UNUSED(module), PyObject *object)
 {
@@ -15,11 +16,12 @@ static PyObject *handle_of(PyObject *Py_UNUSED(module), PyObject *object)
     return zbp_or_raise(zbp_handle_of(object, &error), &error);
 }
 
-PyDoc_STRVAR(references_of_doc,
-             "references_of(thing, /)\n--\n\n"
-             "What is held natively by a handle's thing, a ParamGroup, a saved tensor or a DLPack\n"
-             "capsule: list of (handle, object or None, label or None, is_native). None for what could\n"
-             "not be looked at; then the label says what that is.");
+PyDoc_STRVAR(
+    references_of_doc,
+    "references_of(thing, /)\n--\n\n"
+    "What is held natively by a handle's thing, a ParamGroup, a saved tensor or a DLPack\n"
+    "capsule: list of (handle, object or None, label or None, is_native). None for what could\n"
+    "not be looked at; then the label says what that is.");
 
 static PyObject *references_of(PyObject *module, PyObject *thing)
 {
@@ -31,9 +33,8 @@ static PyObject *references_of(PyObject *module, PyObject *thing)
                         &error);
 }
 
-PyDoc_STRVAR(watch_storages_doc,
-             "watch_storages(handles, /)\n--\n\n"
-             "The storages among the handles, referred to weakly.");
+PyDoc_STRVAR(watch_storages_doc, "watch_storages(handles, /)\n--\n\n"
+                                 "The storages among the handles, referred to weakly.");
 
 static PyObject *watch_storages(PyObject *Py_UNUSED(module), PyObject *handles)
 {
@@ -41,9 +42,8 @@ static PyObject *watch_storages(PyObject *Py_UNUSED(module), PyObject *handles)
     return zbp_or_raise(zbp_watch_storages(handles, &error), &error);
 }
 
-PyDoc_STRVAR(storages_gone_doc,
-             "storages_gone(watched, /)\n--\n\n"
-             "The identities of those that have been freed since, as a set.");
+PyDoc_STRVAR(storages_gone_doc, "storages_gone(watched, /)\n--\n\n"
+                                "The identities of those that have been freed since, as a set.");
 
 static PyObject *storages_gone(PyObject *Py_UNUSED(module), PyObject *watched)
 {

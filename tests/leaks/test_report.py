@@ -170,10 +170,10 @@ def test_graphviz_is_given_the_text(tmp_path, monkeypatch):
             "leaks.jpg",
             10,
             ValueError,
-            "'leaks.jpg' is no name of a picture; expected one that ends in .dot, .svg, .png",
+            "leaks.jpg is no name of a picture; expected one that ends in .dot, .svg, .png",
         ),
         ("leaks.dot", 0, ValueError, "max_leaks is 0; expected 1 or more"),
-        ("leaks.png", 10, FileNotFoundError, "'leaks.png' needs Graphviz's program dot, .* or write a .dot file"),
+        ("leaks.png", 10, FileNotFoundError, "leaks.png needs Graphviz's program dot, .* or write a .dot file"),
     ],
 )
 def test_bad_pictures_are_refused(tmp_path, monkeypatch, name, max_leaks, error, message):

@@ -173,8 +173,7 @@ def leak_reports(zbpipe, folder):
     said(report, "leaks")
     said(repr(report), "leaks, repr")
     said(json.dumps(report.as_dict()), "leaks, JSON")
-    for ending in ("html", "svg", "png"):
-        report.draw(folder / f"leaks.{ending}", max_leaks=50)
+    report.draw(folder / "leaks.dot", max_leaks=50)
     for action in ("warn", "error"):
         with warnings.catch_warnings(record=True) as caught, contextlib.suppress(leaks.TensorLeakError):
             warnings.simplefilter("always")

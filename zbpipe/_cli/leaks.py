@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from zbpipe._cli import growth_report, ranks
-from zbpipe._cli.arguments import add_script, natural, refuse_files, refuse_script, refuse_without_matplotlib, run_given
+from zbpipe._cli.arguments import add_script, natural, refuse_files, refuse_script, run_given
 from zbpipe._cli.progress import Progress
 from zbpipe._cli.steps import KINDS, Steps
 from zbpipe._version import __version__
 from zbpipe.leaks import Growth
+from zbpipe.leaks._draw import refusal_of
 from zbpipe.leaks._grown import Grown
 from zbpipe.leaks._growth import FEWEST, report_of
 
@@ -62,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--step-at", type=_line, metavar="FILE:LINE", help="a step ends whenever this line is about to run"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers and holders to FILE")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw who holds what grew: .png, .svg or .html")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw who holds what grew: .dot, .svg or .png")
     parser.add_argument("--error", action="store_true", help="exit with status 3 if anything grew")
     add_script(parser)
     parser.set_defaults(run=run, parser=parser)
@@ -71,10 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace) -> int:
     """Run the script, then report. Returns the exit status; the script's exceptions pass, after the report."""
     refuse_script(given)
-    if given.picture and given.picture.suffix not in (".png", ".svg", ".html"):
-        given.parser.error(f"--picture {given.picture}: its name must end in .png, .svg or .html")
-    if given.picture and given.picture.suffix != ".html":
-        refuse_without_matplotlib(given, "picture", ".html")
+    if given.picture and (refusal := refusal_of(given.picture)):
+        given.parser.error(f"--picture {refusal}")
     refuse_files(given, "json", "picture")
     steps = _Steps(given.warmup, given.steps, given.step_at)
     process, judged = os.getpid(), 0

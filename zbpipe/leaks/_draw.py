@@ -45,7 +45,8 @@ def draw(report: Drawable, path: Path, max_leaks: int) -> Path:
     """See :meth:`Report.draw`."""
     if max_leaks < 1:
         raise ValueError(f"max_leaks is {max_leaks}; expected 1 or more")
-    require_drawing(path)
+    if refusal := refusal_of(path):
+        raise (FileNotFoundError if path.suffix in ENDINGS else ValueError)(refusal)
     text = dot_of(report, max_leaks)
     if path.suffix == ".dot":
         path.write_text(text, encoding="utf-8")
@@ -55,14 +56,13 @@ def draw(report: Drawable, path: Path, max_leaks: int) -> Path:
     return path
 
 
-def require_drawing(path: Path) -> None:
-    """Raises what :meth:`Report.draw` raises of a name."""
+def refusal_of(path: Path) -> str | None:
+    """Why nothing can be drawn under this name, if so."""
     if path.suffix not in ENDINGS:
-        raise ValueError(f"{path.name!r} is no name of a picture; expected one that ends in {', '.join(ENDINGS)}")
+        return f"{path.name} is no name of a picture; expected one that ends in {', '.join(ENDINGS)}"
     if path.suffix != ".dot" and not can_render():
-        raise FileNotFoundError(
-            f"{path.name!r} needs Graphviz's program dot, which is not there; install Graphviz, or write a .dot file"
-        )
+        return f"{path.name} needs Graphviz's program dot, which is not there; install Graphviz, or write a .dot file"
+    return None
 
 
 def can_render() -> bool:

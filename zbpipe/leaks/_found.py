@@ -95,6 +95,7 @@ class Telling:
         self._before: dict[int, dict[int, int]] = {}  # by a cycle's number: who comes before each of its members
         self._storages: dict[int, tuple[int, list[int]]] = {}  # likewise: where chains begin, what hangs on it
         self._works: list[list[Holder]] = []
+        self._trimmed = heap.places_of(scope.trimmed)
 
     def result(self, sought: dict[int, Sought], lost: dict[int, int]) -> Result:
         heap = self._heap
@@ -181,10 +182,7 @@ class Telling:
 
     def _behind(self, places: list[int]) -> list[int]:
         """From the last of those on that are known to hold tensors."""
-        trimmed = self._scope.trimmed
-        if not trimmed:
-            return places
-        known = (i for i, step in enumerate(self._steps_of(places[:-1])) if id(step.thing) in trimmed)
+        known = (i for i, place in enumerate(places[:-1]) if place in self._trimmed)
         return places[max(known, default=0) :]
 
     def _created(self, address: int) -> str | None:
@@ -290,7 +288,7 @@ class Telling:
             return Step("more", None, str(self._ways.depth(places[at + 1]) - self._ways.depth(before) - 1), None)
         step = self._steps.get((before, place))
         if step is None:
-            edge = self._edge(before, place) if before >= 0 else None
+            edge = self._heap.label(before, place) if before >= 0 else None
             thing = self._heap.things[place]
             if type(thing) is _C.Handle:
                 step = Step(thing.kind, thing.object, thing.name, edge)
@@ -298,13 +296,6 @@ class Telling:
                 step = Step("group" if type(thing) is _C.ParamGroup else "python", thing, "", edge)
             self._steps[before, place] = step
         return step
-
-    def _edge(self, before: int, place: int) -> str | None:
-        """How one holds the other, where C++ knows."""
-        holder, held = self._heap.things[before], self._heap.things[place]
-        if type(holder) is not _C.Handle and type(holder) is not _C.ParamGroup:
-            return None
-        return next((label for one, label, _ in _C.references_of(holder) if one is held and label is not None), None)
 
 
 def _is_the_programs(holder: Holder) -> bool:

@@ -26,9 +26,8 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
-import torch
-
 from zbpipe import _C
+from zbpipe._torch.autograd import NATIVE_CLASSES, SAVED_TENSOR
 from zbpipe._torch.pipelining import work_type
 from zbpipe.leaks._words.of_python import array_type
 
@@ -36,8 +35,7 @@ Reference = tuple[Any, "str | None", bool]
 """What is held, how, and whether the reference is to libtorch's object."""
 
 _SKIPPED, _PLAIN, _NATIVE, _PARTLY_NATIVE, _ARRAY, _WORK = range(6)
-_NATIVE_TYPES = (torch.Tensor, torch._C.TensorBase, torch.UntypedStorage, torch._C._FunctionBase)
-_PARTLY_NATIVE_TYPES = (_C.ParamGroup, torch._C._autograd.SavedTensor, type(datetime.datetime_CAPI))
+_PARTLY_NATIVE_TYPES = (_C.ParamGroup, SAVED_TENSOR, type(datetime.datetime_CAPI))
 _FLAGS = vars(type)["__flags__"]  # a metaclass may have a property of this name
 _HAS_REFERENTS = 1 << 14  # Py_TPFLAGS_HAVE_GC
 _NOBODY = -1
@@ -56,6 +54,7 @@ class Heap:
         self.place: dict[int, int] = {id(thing): _NOBODY for thing in ignored}
         self.reached = sys.maxsize  # what comes from here on the roots do not reach
         self.edges: list[list[int]] = []  # of each of those, to others of them
+        self.labels: dict[int, tuple[int, str]] = {}  # by places: who holds it by that, the first one
         self.unseen: Counter[str] = Counter()
         self.works: list[int] = []
         self.native: dict[str, list[int]] = {"tensor": [], "storage": [], "node": []}
@@ -74,13 +73,23 @@ class Heap:
         """Looks at all things from a place on, and at all that these hold."""
         things, parents, place, special = self.things, self.parents, self.place, self._special
         referents, kind_of = gc.get_referents, self._kinds.get
+        handle, native = _C.Handle, self._native_references
         at = begin - 1
         for thing in islice(things, begin, None):  # which becomes longer meanwhile
             at += 1
             if at in special:
-                for held, label, is_native in self.references(thing):
-                    self._meet_reference(held, label, is_native, at)
-                continue
+                if type(thing) is not handle:
+                    for held, label, is_native in self.references(thing):
+                        self._meet_reference(held, label, is_native, at)
+                    continue
+                for held, label, is_native in _C.references_of(thing):
+                    if type(held) is handle and id(held) in place:
+                        native[place[id(held)]] += 1
+                    else:
+                        self._meet_reference(held, label, is_native, at)
+                thing = thing.object
+                if thing is None:
+                    continue
             for held in referents(thing):
                 kind = kind_of(id(type(held)))
                 if kind == _PLAIN:
@@ -133,6 +142,26 @@ class Heap:
         of_native, of_python, python_owns, native_owns = thing.counts
         return of_native - python_owns > native or (not is_target and of_python - native_owns > python)
 
+    def count_native(self) -> int:
+        return sum(map(len, self.native.values()))
+
+    def label(self, holder: int, held: int) -> str | None:
+        """How one place holds another, where C++ knows."""
+        by, label = self.labels.get(held, (_NOBODY, None))
+        if by == holder:
+            return label
+        thing = self.things[holder]
+        if type(thing) is not _C.Handle and type(thing) is not _C.ParamGroup:
+            return None
+        found = (label for one, label, _ in _C.references_of(thing) if self.place.get(id(one)) == held)
+        return next((label for label in found if label is not None), None)
+
+    def places_of(self, identities: set[int]) -> set[int]:
+        """Of Python objects, by their identities."""
+        found = {self.place[identity] for identity in identities if identity in self.place}
+        native = [*self.native["tensor"], *self.native["node"]] if identities else []
+        return found | {place for place in native if id(self.things[place].object) in identities}
+
     def references_to(self, place: int) -> int:
         """How many were met, of those to a handle's thing."""
         return self._python_references[place] + self._native_references[place]
@@ -154,7 +183,10 @@ class Heap:
             if label is not None:
                 self.unseen[label] += 1
             return _NOBODY
-        return self._meet(held, at, is_native)
+        place = self._meet(held, at, is_native)
+        if label is not None and place not in self.labels:
+            self.labels[place] = at, label
+        return place
 
     def _meet(self, held: Any, at: int, is_native: bool = False) -> int:
         """The place of what is held; a new one if it is met for the first time."""
@@ -168,12 +200,15 @@ class Heap:
             place = self.place[id(held)] = len(self.things)
             self.things.append(held)
             self.parents.append(at)
-            if kind != _PLAIN or id(held) in self._held:
-                self._special.add(place)
             if type(held) is _C.Handle:
-                self.native[held.kind].append(place)
-            elif kind == _WORK:
-                self.works.append(place)
+                native = held.kind
+                self.native[native].append(place)
+                if native != "storage":  # which holds nothing
+                    self._special.add(place)
+            elif kind != _PLAIN or id(held) in self._held:
+                self._special.add(place)
+                if kind == _WORK:
+                    self.works.append(place)
         if at != _NOBODY:
             (self._native_references if is_native else self._python_references)[place] += 1
         return place
@@ -186,7 +221,7 @@ class Heap:
 
     def _find_kind(self, thing: Any) -> int:
         cls = type(thing)
-        if cls is _C.Handle or issubclass(cls, _NATIVE_TYPES) or _C.handle_of(thing) is not None:
+        if cls is _C.Handle or issubclass(cls, NATIVE_CLASSES) or _C.handle_of(thing) is not None:
             return _NATIVE
         if issubclass(cls, _PARTLY_NATIVE_TYPES):
             return _PARTLY_NATIVE

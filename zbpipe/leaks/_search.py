@@ -39,8 +39,10 @@ def search(scope: Scope) -> Result:
         born, sought = _sought(heap, scope, blocks)
         is_all = not born and scope.older is None if scope.target is None else bool(sought)
         if not is_all:
+            before = heap.count_native()
             heap.explore_rest(listed)
-            born, sought = _sought(heap, scope, blocks)
+            if heap.count_native() != before:
+                born, sought = _sought(heap, scope, blocks)
         del listed
         try:
             return Telling(heap, Ways(heap, _C.handle_of(scope.target)), scope, threads).result(sought, born)
@@ -161,11 +163,13 @@ def _sought(heap: Heap, scope: Scope, blocks: list[tuple[int, int, int]]) -> tup
     target = _C.handle_of(scope.target)
     wanted = target and target.storage
     known = set() if scope.older is None else _identities(scope.older)
+    seen = set()
     found: dict[int, Sought] = {}
     for place in heap.native["storage"]:
         storage = heap.things[place]
         memory, identity = storage.memory, storage.address
         address, size, device, _ = memory
+        seen.add(address)
         if scope.target is not None:
             is_sought = storage is wanted
         else:
@@ -176,6 +180,4 @@ def _sought(heap: Heap, scope: Scope, blocks: list[tuple[int, int, int]]) -> tup
         storage = heap.things[place].storage
         if (entry := found.get(heap.place.get(id(storage), -1))) is not None:
             entry.tensors.append(place)
-    for storage in (heap.things[place] for place in heap.native["storage"]):
-        born.pop(storage.memory[0], None)
-    return born, found
+    return {address: size for address, size in born.items() if address not in seen}, found

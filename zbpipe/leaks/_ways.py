@@ -6,9 +6,8 @@ import types
 from collections import deque
 from typing import Any
 
-import torch
-
 from zbpipe import _C
+from zbpipe._torch.autograd import FUNCTION_NODE
 from zbpipe.leaks._heap import Heap
 
 HEAD, TAIL = 12, 6  # of a long chain so many places at its ends are shown
@@ -122,7 +121,7 @@ def _innocence(thing: Any) -> int:
     that before what autograd makes."""
     cls = type(thing)
     if cls is _C.Handle:
-        of_function = thing.kind == "node" and issubclass(type(thing.object), torch._C._FunctionBase)
+        of_function = thing.kind == "node" and issubclass(type(thing.object), FUNCTION_NODE)
         return 0 if of_function else 3 if thing.object is not None else 4
     if any(cls is part for part in _MADE_OF):
         return 2

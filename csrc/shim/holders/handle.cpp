@@ -166,9 +166,8 @@ PyObject* get_counts(PyObject* self, void* /*closure*/) {
     const bool native_owns = NODES_KEEP_PYTHON_OBJECTS || !node || is_python_function(*node);
     const bool python_owns = NODES_KEEP_PYTHON_OBJECTS || !node || !native_owns;
     PyObject* const object = node ? python_object_of(*node) : THPObjectPtr(object_of(handle)).get();
-    return Py_BuildValue("(nnii)", static_cast<Py_ssize_t>(native),
-                         object ? Py_REFCNT(object) : 0, object && python_owns,
-                         object && native_owns);
+    return Py_BuildValue("(nnii)", static_cast<Py_ssize_t>(native), object ? Py_REFCNT(object) : 0,
+                         object && python_owns, object && native_owns);
   });
 }
 

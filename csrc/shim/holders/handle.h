@@ -21,8 +21,7 @@ using TensorRef = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 using StorageRef = c10::intrusive_ptr<c10::StorageImpl>;
 
 struct Handle {
-  PyObject_HEAD
-  std::variant<TensorRef, StorageRef, NodePtr> thing;
+  PyObject_HEAD std::variant<TensorRef, StorageRef, NodePtr> thing;
 
   const void* address() const;
   /// Null unless it is one.

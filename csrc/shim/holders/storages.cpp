@@ -68,10 +68,9 @@ PyObject* set_of(PyObject* tensors, zbp_error* error, const Number& number) {
     }
     for (Py_ssize_t i = 0; i < size_of(sequence); ++i) {
       if (const void* tensor = zbp_tensor_key(item(sequence, i))) {
-        for_each_storage(*static_cast<const c10::TensorImpl*>(tensor),
-                         [&](c10::StorageImpl& storage) {
-                           add(set, THPObjectPtr(number(storage)));
-                         });
+        for_each_storage(
+            *static_cast<const c10::TensorImpl*>(tensor),
+            [&](c10::StorageImpl& storage) { add(set, THPObjectPtr(number(storage))); });
       }
     }
     return set.release();
@@ -128,10 +127,10 @@ PyObject* zbp_storage_spans(PyObject* capsule, zbp_error* error) {
         if (!memory) {
           throw python_error();
         }
-        append(list, PyTuple_Pack(4, PyTuple_GET_ITEM(memory.get(), 2),
-                                  PyTuple_GET_ITEM(memory.get(), 0),
-                                  PyTuple_GET_ITEM(memory.get(), 1),
-                                  THPObjectPtr(identity_of(storage.get())).get()));
+        append(list,
+               PyTuple_Pack(4, PyTuple_GET_ITEM(memory.get(), 2), PyTuple_GET_ITEM(memory.get(), 0),
+                            PyTuple_GET_ITEM(memory.get(), 1),
+                            THPObjectPtr(identity_of(storage.get())).get()));
       }
     }
     return list.release();
@@ -139,8 +138,7 @@ PyObject* zbp_storage_spans(PyObject* capsule, zbp_error* error) {
 }
 
 PyObject* zbp_storages_of(PyObject* tensors, zbp_error* error) {
-  return set_of(tensors, error,
-                [](c10::StorageImpl& storage) { return identity_of(&storage); });
+  return set_of(tensors, error, [](c10::StorageImpl& storage) { return identity_of(&storage); });
 }
 
 PyObject* zbp_addresses_of(PyObject* tensors, zbp_error* error) {

@@ -51,6 +51,7 @@ class Step(NamedTuple):
     edge: str | None
 
 
+_ALONE = ("node", "tensor", "storage")  # kinds that are described by their class, name and edge, whatever is around
 _Ordered = collections.OrderedDict
 _Capsule = type(datetime.datetime_CAPI)
 _SUSPENDED = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
@@ -66,7 +67,7 @@ class Words:
         self._threads = threads
         self._places: dict[int, tuple[Any, dict[int, Any]]] = {}
         self._of_modules: dict[int, tuple[Any, bool]] = {}
-        self._told: dict[tuple[int, ...], tuple[list[Step], Holder | None, int]] = {}
+        self._told: dict[Any, tuple[Any, Holder | None, int]] = {}
         self._alike: dict[Holder, Holder] = {}  # one for all that are equal
         self._sized: dict[tuple[int, int], tuple[Holder, Holder]] = {}
 
@@ -78,8 +79,14 @@ class Words:
         """Likewise, each with the place of its first step."""
         found, at = [], 0
         while at < len(steps):
-            around = steps[max(at - 1, 0) : at + 4]  # all that decides on a holder's words
-            key = at > 0, *map(id, around)
+            kind, thing, name, edge = steps[at]
+            if kind in _ALONE:
+                around: Any = type(thing)
+                key: Any = kind, name, edge, id(around)
+            else:
+                begin = at - 1 if at and issubclass(type(thing), dict) else at
+                around = steps[begin : at + _looks_ahead(thing)]
+                key = begin == at, *map(id, around)
             if key not in self._told:
                 self._told[key] = around, *self._describe_whole(steps, at)
             _, holder, taken = self._told[key]
@@ -290,6 +297,12 @@ class Words:
             self._places[id(sequence)] = sequence, places
         index = self._places[id(sequence)][1].get(id(value)) if value is not None else None
         return "" if index is None else f" item {index}"
+
+
+def _looks_ahead(thing: Any) -> int:
+    """How many steps, with its own, decide on the words for a holder; for a dictionary the one before does, too."""
+    cls = type(thing)
+    return 2 if cls is list or cls is tuple else 4 if issubclass(cls, torch.nn.Module) else 3
 
 
 def _of_array(thing: Any, array: Any) -> str:
