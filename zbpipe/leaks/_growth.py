@@ -6,8 +6,9 @@ CUDA is in use or such memory was seen to live on. That, and the nodes of autogr
 of the first steps, and then whenever the steps have become a quarter more.
 
 What grows. Tensors, bytes or nodes grow if they still rise over the second half of the steps (:func:`rises`): of the
-last three quarters of the steps, the lowest row of each is above the lowest of the one before, and not below that one's
-middle row. So a row that peaks makes no difference, nor does a list that is cleared, nor one jump.
+last three quarters of the steps, none has a row below the middle one of the quarter before, and each has its lowest or
+its middle row above that quarter's. So a row that peaks makes no difference, nor does a list that is cleared, nor one
+jump.
 
 Who holds it. What hangs at one place of the program is one group:
 
@@ -270,10 +271,11 @@ def rises(values: Sequence[int]) -> bool:
     quarters = [values[i * count // 4 : (i + 1) * count // 4] for i in (1, 2, 3)]
     if count < FEWEST:
         return False
-    lowest, middle = [min(quarter) for quarter in quarters], [sorted(q)[len(q) // 2] for q in quarters]
-    if not all(before < after for before, after in pairwise(lowest)) or middle[0] > lowest[1] or middle[1] > lowest[2]:
-        return False
-    return len(quarters[2]) < 3 or max(quarters[2]) > lowest[2]  # a window that became full rises no more
+    for before, after in pairwise([sorted(quarter) for quarter in quarters]):
+        lowest, middle = (before[0], after[0]), (before[len(before) // 2], after[len(after) // 2])
+        if lowest[1] < middle[0] or (lowest[1] <= lowest[0] and middle[1] <= middle[0]):
+            return False
+    return len(after) < 3 or after[-1] > after[0]  # a window that became full rises no more
 
 
 def graphs_now(newest: int) -> tuple[list[tuple[int, torch.Tensor]], int]:
