@@ -33,7 +33,7 @@ import torch
 
 from zbpipe import _C
 from zbpipe._formatting import table
-from zbpipe._torch.autograd import without_torch_functions
+from zbpipe._torch.autograd import age_of, without_torch_functions
 from zbpipe.leaks import _cuda
 from zbpipe.leaks._collector import collector
 from zbpipe.leaks._excused import Windows
@@ -284,7 +284,7 @@ def graphs_now(newest: int) -> tuple[list[tuple[int, torch.Tensor]], int]:
     with without_torch_functions():
         tensors = (thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
         roots = [(node, tensor) for tensor in tensors if (node := _node_of(tensor)) is not None]
-    roots.sort(key=lambda root: -root[0]._sequence_nr())
+    roots.sort(key=lambda root: -age_of(root[0]))
     seen: set[Any] = set()
     found = []
     for root, tensor in roots:
@@ -293,10 +293,10 @@ def graphs_now(newest: int) -> tuple[list[tuple[int, torch.Tensor]], int]:
             node = todo.pop()
             if node not in seen:
                 seen.add(node)
-                count += node._sequence_nr() <= newest
+                count += age_of(node) <= newest
                 todo += [after for after, _ in node.next_functions if after is not None]
         found.append((count, tensor))
-    return found, roots[0][0]._sequence_nr() if roots else newest
+    return found, age_of(roots[0][0]) if roots else newest
 
 
 def _node_of(tensor: torch.Tensor) -> Any:
