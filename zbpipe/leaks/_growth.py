@@ -6,8 +6,9 @@ CUDA is in use or such memory was seen to live on. That, and the nodes of autogr
 of the first steps, and then whenever the steps have become a quarter more.
 
 What grows. Tensors, bytes or nodes grow if they still rise over the second half of the steps (:func:`rises`): of the
-last three quarters of the steps, the lowest row of each is above the lowest of the one before, and not below that one's
-middle row. So a row that peaks makes no difference, nor does a list that is cleared, nor one jump.
+last three quarters of the steps, none has a row below the middle one of the quarter before, and each has its lowest or
+its middle row above that quarter's. So a row that peaks makes no difference, nor does a list that is cleared, nor one
+jump.
 
 Who holds it. What hangs at one place of the program is one group:
 
@@ -32,7 +33,7 @@ import torch
 
 from zbpipe import _C
 from zbpipe._formatting import table
-from zbpipe._torch.autograd import without_torch_functions
+from zbpipe._torch.autograd import age_of, without_torch_functions
 from zbpipe.leaks import _cuda
 from zbpipe.leaks._collector import collector
 from zbpipe.leaks._excused import Windows
@@ -270,10 +271,11 @@ def rises(values: Sequence[int]) -> bool:
     quarters = [values[i * count // 4 : (i + 1) * count // 4] for i in (1, 2, 3)]
     if count < FEWEST:
         return False
-    lowest, middle = [min(quarter) for quarter in quarters], [sorted(q)[len(q) // 2] for q in quarters]
-    if not all(before < after for before, after in pairwise(lowest)) or middle[0] > lowest[1] or middle[1] > lowest[2]:
-        return False
-    return len(quarters[2]) < 3 or max(quarters[2]) > lowest[2]  # a window that became full rises no more
+    for before, after in pairwise([sorted(quarter) for quarter in quarters]):
+        lowest, middle = (before[0], after[0]), (before[len(before) // 2], after[len(after) // 2])
+        if lowest[1] < middle[0] or (lowest[1] <= lowest[0] and middle[1] <= middle[0]):
+            return False
+    return len(after) < 3 or after[-1] > after[0]  # a window that became full rises no more
 
 
 def graphs_now(newest: int) -> tuple[list[tuple[int, torch.Tensor]], int]:
@@ -282,7 +284,7 @@ def graphs_now(newest: int) -> tuple[list[tuple[int, torch.Tensor]], int]:
     with without_torch_functions():
         tensors = (thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
         roots = [(node, tensor) for tensor in tensors if (node := _node_of(tensor)) is not None]
-    roots.sort(key=lambda root: -root[0]._sequence_nr())
+    roots.sort(key=lambda root: -age_of(root[0]))
     seen: set[Any] = set()
     found = []
     for root, tensor in roots:
@@ -291,10 +293,10 @@ def graphs_now(newest: int) -> tuple[list[tuple[int, torch.Tensor]], int]:
             node = todo.pop()
             if node not in seen:
                 seen.add(node)
-                count += node._sequence_nr() <= newest
+                count += age_of(node) <= newest
                 todo += [after for after, _ in node.next_functions if after is not None]
         found.append((count, tensor))
-    return found, roots[0][0]._sequence_nr() if roots else newest
+    return found, age_of(roots[0][0]) if roots else newest
 
 
 def _node_of(tensor: torch.Tensor) -> Any:
