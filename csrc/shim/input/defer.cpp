@@ -12,6 +12,7 @@
 
 #include "core/pass/zbp_verdict.h"
 #include "shim/torch/detach.h"
+#include "shim/torch/nodes.h"
 #include "shim/torch/python.h"
 #include "shim/group/facts.h"
 #include "shim/engine/stand_in.h"
