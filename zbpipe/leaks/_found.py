@@ -141,7 +141,7 @@ class Telling:
         if before and is_whole:
             out = next((i for i, one in enumerate(behind) if one not in before), len(behind))
             in_cycle = max(sum(at < out for at, _ in placed), 1)
-        if places and scope.returned is not None and things[places[0]] is scope.returned:
+        if places and scope.returned is not None and self._step(places, 0).thing is scope.returned:
             chain.insert(0, Holder("object", "what the function returned"))
         elif rank == "hidden" and self._works and type(things[places[0]]) is _C.Handle:
             chain = _perhaps(self._works) + chain
