@@ -21,8 +21,9 @@ EDITABLE := $(filter .venv,$(VENV))
 RUN := $(abspath $(VENV))/bin/python
 BUILD_FILES := pyproject.toml setup.py zbpipe/_version.py $(wildcard build_backend/*.py hook/*)
 C_FILES := $(wildcard csrc/*/*.[ch] csrc/*/*/*.[ch] csrc/*/*/*.cpp)
-C_STYLE := $(wildcard csrc/core/*/*.[ch] csrc/pass/*.[ch] csrc/bindings/*.[ch] csrc/shim/*/zbp_*.h tests/c/*.[ch])
-CXX_STYLE := $(filter-out $(C_STYLE), $(wildcard csrc/shim/*/*.h csrc/shim/*/*.cpp)) $(wildcard tests/late_device/device/*.h tests/late_device/device/*.cpp)
+C_STYLE := $(wildcard csrc/core/*/*.[ch] csrc/pass/*.[ch] csrc/bindings/*.[ch] csrc/shim/*/zbp_*.h csrc/instruments/core/*.[ch] \
+	csrc/instruments/bindings/*.c csrc/instruments/shim/zbp_*.h tests/c/*.[ch])
+CXX_STYLE := $(filter-out $(C_STYLE), $(wildcard csrc/shim/*/*.h csrc/shim/*/*.cpp csrc/instruments/shim/*.h csrc/instruments/shim/*.cpp)) $(wildcard tests/late_device/device/*.h tests/late_device/device/*.cpp)
 PYTHON_FILES := $(if $(EDITABLE),,$(shell find zbpipe -type f -not -name '*.pyc' -not -name '*.so' -not -name _build_info.py))
 ASAN := build/asan$(VENV:.venv%=%)
 

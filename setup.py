@@ -69,7 +69,7 @@ def write(path, text):
 
 def units(directory):
     """Write files that include those of the shim, a share each, to `directory`, and return their names."""
-    files = sources("shim/*/*.cpp")
+    files = sources("**/*.cpp")
     if UNITS == 0:
         return files
     names = []
@@ -182,7 +182,7 @@ def extension():
         def build_extension(self, ext):
             compiler = new_compiler()
             customize_compiler(compiler)
-            c_files = sources("core/*/*.c") + sources("pass/*.c") + sources("bindings/*.c")
+            c_files = sources("**/*.c")
             c_objects = compiler.object_filenames(c_files, output_dir=self.build_temp)
             compiler.compile(
                 [file for file, made in zip(c_files, c_objects) if is_older(made, [file, "setup.py", *headers])],
@@ -234,7 +234,7 @@ def extension():
             *([f"-fsanitize={SANITIZE}"] if SANITIZE else []),
             *(HARDENED_LINK if not DEBUG else []),
         ],
-        depends=headers + sources("shim/*/*.cpp"),
+        depends=headers + sources("**/*.cpp"),
     )
     return {"ext_modules": [module], "cmdclass": {"build": Build, "build_ext": BuildExt}}
 

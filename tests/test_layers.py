@@ -19,18 +19,27 @@ MAY_USE = {
     "shim": {"core", "shim"},
     "pass": {"core", "shim", "pass"},
     "bindings": {"core", "shim", "pass", "bindings"},
+    "instruments/core": {"core", "instruments/core"},
+    "instruments/shim": {"core", "shim", "instruments/core", "instruments/shim"},
+    "instruments/bindings": {"core", "shim", "bindings", "instruments/core", "instruments/shim"},
 }
+
+
+def layer_of(include):
+    """The layer whose file is included, or what is before the first slash."""
+    folders = include.split("/")
+    return "/".join(folders[:2]) if folders[0] == "instruments" else folders[0]
 
 
 def violations(layer, includes):
     """Yield each include that a file of `layer` must not have."""
     for include in includes:
         is_torch, is_python = include.startswith(TORCH), include.startswith(PYTHON)
-        folder = include.split("/")[0]
+        of = layer_of(include)
         if (
-            (is_torch and layer != "shim")
-            or (is_python and layer in ("core", "pass"))
-            or (folder in MAY_USE and folder not in MAY_USE[layer])
+            (is_torch and not layer.endswith("shim"))
+            or (is_python and layer in ("core", "pass", "instruments/core"))
+            or (of in MAY_USE and of not in MAY_USE[layer])
             or ".." in include
         ):
             yield include
@@ -102,7 +111,7 @@ def test_headers_of_the_shim_that_bindings_include_are_plain_c():
 
 def test_core_is_c_and_shim_alone_is_cpp():
     assert not [path for path in CSRC.rglob("*.cpp") if "shim" not in path.relative_to(CSRC).parts]
-    assert not list((CSRC / "shim").rglob("*.c"))
+    assert not list((CSRC / "shim").rglob("*.c")) + list((CSRC / "instruments/shim").rglob("*.c"))
 
 
 @pytest.mark.parametrize(
@@ -117,6 +126,8 @@ def test_core_is_c_and_shim_alone_is_cpp():
         ("pass", "#include <Python.h>"),
         ("pass", "#include <c10/core/Device.h>"),
         ("shim", '#include "pass/zbp_pass.h"'),
+        ("shim", '#include "instruments/shim/handle.h"'),
+        ("instruments/core", "#include <Python.h>"),
     ],
 )
 def test_the_detector_catches_a_planted_fault(layer, line):
@@ -253,10 +264,10 @@ def unguarded(source):
 
 
 def test_every_function_of_the_c_interface_is_behind_the_exception_barrier():
-    sources = [path.read_text() for path in files("shim") if path.suffix == ".cpp"]
+    sources = [path.read_text() for path in (*files("shim"), *files("instruments/shim")) if path.suffix == ".cpp"]
     declared = {
         name
-        for path in files("shim")
+        for path in (*files("shim"), *files("instruments/shim"))
         if path.name.startswith("zbp_")
         for name in re.findall(r"\b(zbp_\w+)\([^)]*\);", path.read_text())
     }

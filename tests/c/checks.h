@@ -6,8 +6,8 @@
 #include "core/base/zbp_map.h"
 #include "core/graph/zbp_graph.h"
 #include "core/graph/zbp_plan.h"
-#include "core/memory/zbp_blocks.h"
-#include "core/memory/zbp_record.h"
+#include "instruments/core/zbp_blocks.h"
+#include "instruments/core/zbp_record.h"
 #include "core/pass/zbp_book.h"
 #include "core/pass/zbp_layout.h"
 

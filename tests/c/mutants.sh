@@ -19,7 +19,7 @@ mutant_of_split() {
 
 # Likewise: of what recordings are fed from, by the fuzzer of it.
 mutant_of_record() {
-    look "$1" core/memory/zbp_record.c "$2" "fuzz_record: " "tests/c/fuzz_record.c tests/c/model.c $checks" "" "300 1"
+    look "$1" instruments/core/zbp_record.c "$2" "fuzz_record: " "tests/c/fuzz_record.c tests/c/model.c $checks" "" "300 1"
 }
 
 # Where a source's object lies.
@@ -32,7 +32,7 @@ compile() {
 }
 
 # What no fault is put into is compiled once.
-for source in csrc/core/*/*.c csrc/pass/*.c tests/c/model.c $checks tests/c/fake_shim.c tests/c/test_split.c \
+for source in csrc/core/*/*.c csrc/instruments/core/*.c csrc/pass/*.c tests/c/model.c $checks tests/c/fake_shim.c tests/c/test_split.c \
     tests/c/fuzz_weight_pass.c tests/c/fuzz_record.c; do
     compile "$source" "$(object_of "$source")" || exit 1
 done
@@ -46,7 +46,7 @@ look() {
     fi
     compile "$build/mutant.c" "$(object_of "mutant.c")" || exit 1
     objects=
-    for source in $5 $6 csrc/core/*/*.c; do
+    for source in $5 $6 csrc/core/*/*.c csrc/instruments/core/*.c; do
         [ "$source" = "csrc/$2" ] && source=mutant.c
         objects="$objects $(object_of "$source")"
     done

@@ -15,7 +15,7 @@
 
 #include "checks.h"
 #include "counting.h"
-#include "core/memory/zbp_record.h"
+#include "instruments/core/zbp_record.h"
 
 enum { MODEL_ADDRESSES = 1024, MODEL_RECORDS = 4, MODEL_STEPS = 4000 };
 

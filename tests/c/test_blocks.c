@@ -3,7 +3,7 @@
 #include "counting.h"
 #include "model.h"
 #include "core/base/zbpi_hash.h"
-#include "core/memory/zbp_blocks.h"
+#include "instruments/core/zbp_blocks.h"
 
 static zbp_alloc alloc;
 static counting count;

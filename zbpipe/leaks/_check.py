@@ -233,7 +233,7 @@ def check_tensor_leak(
 
     Raises:
         TypeError, ValueError: an argument is none of these.
-        RuntimeError: on entering: the CPU allocator cannot be watched (``csrc/shim/memory/zbp_tap.h``).
+        RuntimeError: on entering: the CPU allocator cannot be watched (``csrc/instruments/shim/zbp_tap.h``).
 
     Source:
         ``check_tensor_leak`` of torch's own tests of pipelining (pytorch/pytorch PR 136584), which sees cycles in

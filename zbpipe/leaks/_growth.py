@@ -88,7 +88,7 @@ class Growth:
         cycles: that the others hung on, a :class:`Cycle` each.
 
     Raises:
-        RuntimeError: the CPU allocator cannot be watched (``csrc/shim/memory/zbp_tap.h``).
+        RuntimeError: the CPU allocator cannot be watched (``csrc/instruments/shim/zbp_tap.h``).
 
     Source:
         ``objgraph.show_growth``, for storages.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from zbpipe.memory._phases import PASSES, Open
 
-EVENT = struct.Struct("QQQQII")  # zbp_event in csrc/core/memory/zbp_record.h
+EVENT = struct.Struct("QQQQII")  # zbp_event in csrc/instruments/core/zbp_record.h
 ALLOC, FREE, FREE_OLDER = range(3)
 
 

@@ -3,7 +3,7 @@
 #include <Python.h>
 
 #include "bindings/parts.h"
-#include "shim/holders/zbp_holders.h"
+#include "instruments/shim/zbp_holders.h"
 
 PyDoc_STRVAR(
     handle_of_doc,

@@ -1,5 +1,5 @@
 // What a thing of libtorch's holds.
-#include "shim/holders/handle.h"
+#include "instruments/shim/handle.h"
 
 #include <cstring>
 #include <mutex>

@@ -38,8 +38,8 @@
 
 #include <Python.h>
 
-#include "core/memory/zbp_record.h"
-#include "shim/memory/zbp_tapped.h"
+#include "instruments/core/zbp_record.h"
+#include "instruments/shim/zbp_tapped.h"
 #include "shim/torch/zbp_error.h"
 
 #ifdef __cplusplus

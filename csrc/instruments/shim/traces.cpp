@@ -1,4 +1,4 @@
-#include "shim/memory/traces.h"
+#include "instruments/shim/traces.h"
 
 #include <atomic>
 #include <mutex>

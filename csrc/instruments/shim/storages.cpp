@@ -2,8 +2,8 @@
 #include <memory>
 #include <vector>
 
-#include "shim/holders/handle.h"
-#include "shim/memory/zbp_tap.h"
+#include "instruments/shim/handle.h"
+#include "instruments/shim/zbp_tap.h"
 #include "shim/torch/python.h"
 #include "shim/torch/zbp_tensor.h"
 

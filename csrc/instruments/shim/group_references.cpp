@@ -1,5 +1,5 @@
 // What a parameter group holds for W.
-#include "shim/holders/handle.h"
+#include "instruments/shim/handle.h"
 
 #include <torch/csrc/PyInterpreter.h>
 

@@ -1,4 +1,4 @@
-#include "core/memory/zbp_blocks.h"
+#include "instruments/core/zbp_blocks.h"
 
 #include <string.h>
 

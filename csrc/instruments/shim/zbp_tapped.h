@@ -6,7 +6,7 @@
 #include <stdint.h>
 
 #include "core/base/zbp_status.h"
-#include "core/memory/zbp_blocks.h"
+#include "instruments/core/zbp_blocks.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -1,4 +1,4 @@
-#include "core/memory/zbp_record.h"
+#include "instruments/core/zbp_record.h"
 
 #include <string.h>
 

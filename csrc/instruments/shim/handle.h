@@ -12,7 +12,7 @@
 #include <c10/util/FunctionRef.h>
 #include <torch/csrc/utils/object_ptr.h>
 
-#include "shim/holders/zbp_holders.h"
+#include "instruments/shim/zbp_holders.h"
 #include "shim/torch/compat.h"
 
 namespace zbp {

@@ -1,4 +1,4 @@
-#include "shim/memory/zbp_tap.h"
+#include "instruments/shim/zbp_tap.h"
 
 #include <pthread.h>
 #include <time.h>
@@ -16,7 +16,7 @@
 #include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include "shim/memory/traces.h"
+#include "instruments/shim/traces.h"
 #include "shim/torch/python.h"
 
 namespace {

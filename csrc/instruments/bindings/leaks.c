@@ -17,7 +17,7 @@
 #endif
 
 #include "bindings/parts.h"
-#include "shim/memory/zbp_tap.h"
+#include "instruments/shim/zbp_tap.h"
 
 PyDoc_STRVAR(next_serial_doc,
              "next_serial()\n--\n\n"

@@ -1,4 +1,4 @@
-#include "shim/holders/handle.h"
+#include "instruments/shim/handle.h"
 
 #include <new>
 #include <unordered_map>
@@ -11,7 +11,7 @@
 #include <torch/csrc/autograd/python_function.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include "shim/memory/zbp_tap.h"
+#include "instruments/shim/zbp_tap.h"
 #include "shim/engine/stand_in.h"
 #include "shim/torch/nodes.h"
 #include "shim/torch/python.h"

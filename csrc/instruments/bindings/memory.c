@@ -9,8 +9,8 @@
 #include <string.h>
 
 #include "bindings/parts.h"
-#include "core/memory/zbp_record.h"
-#include "shim/memory/zbp_tap.h"
+#include "instruments/core/zbp_record.h"
+#include "instruments/shim/zbp_tap.h"
 
 enum { FRESH, RUNNING, STOPPED };
 

@@ -24,7 +24,7 @@
 
 #include "core/base/zbp_alloc.h"
 #include "core/base/zbp_status.h"
-#include "core/memory/zbp_blocks.h"
+#include "instruments/core/zbp_blocks.h"
 
 #ifdef __cplusplus
 extern "C" {
