@@ -272,7 +272,7 @@ BASE = {"_C", "_torch"}
 ROOMS = {
     "_version": set(),
     "_formatting": set(),
-    "_build_check": {"_build_info", "_version"},
+    "_native": {"_version"},
     "_first_aid": {"_version"},
     "_torch": set(),
     "_policy": {"_formatting"},
@@ -288,11 +288,11 @@ ROOMS = {
     "leaks": {*BASE, "_formatting"},
     "_explain": {*BASE, "_policy", "_formatting", "memory"},
     "zbpipe": {
-        *("_C", "_build_check", "_compile", "_explain", "_first_aid", "_kernels", "_patch", "_policy"),
+        *("_C", "_compile", "_explain", "_first_aid", "_kernels", "_native", "_patch", "_policy"),
         *("_version", "leaks", "memory", "passes", "release"),
     },
     "_cli": {
-        *("_build_info", "_first_aid", "_patch", "_formatting", "_torch", "_version", "leaks", "memory", "zbpipe"),
+        *("_first_aid", "_patch", "_formatting", "_torch", "_version", "leaks", "memory", "zbpipe"),
     },
     "__main__": {"_cli"},
 }
@@ -300,8 +300,7 @@ ROOMS = {
 TIME, OPTIONAL = "takes long to import, and few need it", "need not be installed"
 LATE = {
     ("__init__.py", "zbpipe.leaks"): TIME,
-    ("_build_check.py", "torch"): "what is not there is said in one sentence",
-    ("_build_check.py", "zbpipe._build_info"): "what is not there is said in one sentence",
+    ("_native/__init__.py", "torch"): "what is not there is said in one sentence",
     ("_cli/steps.py", "torch.distributed.pipelining"): TIME,
     ("_compile/__init__.py", "zbpipe._compile.backend"): TIME,  # the compilers
     ("_compile/cut.py", "networkx"): TIME,
@@ -326,7 +325,7 @@ LONGEST_MODULE = 350
 
 
 def every_module():
-    return sorted(path for path in PACKAGE.rglob("*.py") if path.name != "_build_info.py")
+    return sorted(PACKAGE.rglob("*.py"))
 
 
 def name_of(path):
@@ -346,7 +345,7 @@ def imports(text):
         elif isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 path = PACKAGE.parent.joinpath(*node.module.split("."), alias.name)
-                is_module = path.with_suffix(".py").exists() or path.is_dir() or alias.name in ("_C", "_build_info")
+                is_module = path.with_suffix(".py").exists() or path.is_dir() or alias.name == "_C"
                 ours = node.module.split(".")[0] == "zbpipe"
                 yield (f"{node.module}.{alias.name}" if ours and is_module else node.module), within
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "importlib.import_module":
