@@ -62,13 +62,8 @@ def load() -> Build:
             f"there): {_how_to_mend()}"
         )
     build = Build(**json.loads(described.read_text()))
-    now = build._replace(
-        zbpipe=__version__,
-        torch=release,
-        git=str(torch.version.git_version),
-        hip=torch.version.hip is not None,
-        cxx11_abi=torch.compiled_with_cxx11_abi(),
-    )
+    git, hip, abi = str(torch.version.git_version), torch.version.hip is not None, torch.compiled_with_cxx11_abi()
+    now = Build(__version__, release, git, hip, abi, build.python, build.kind)
     if build != now:
         raise ImportError(f"zbpipe's compiled part is of {build}, and this process has {now}: {_how_to_mend()}")
     spec = importlib.util.spec_from_file_location("zbpipe._C", library)
