@@ -81,13 +81,13 @@ def passes(tree, cases):
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
     tree = tmp_path_factory.mktemp("mutants") / "tree"
-    names = ("csrc", "zbpipe", "build_backend", "hook", "setup.py", "pyproject.toml", "README.md", "LICENSE")
+    names = ("csrc", "zbpipe", "hook", "setup.py", "pyproject.toml", "README.md", "LICENSE")
     for name in names:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         tree.mkdir(exist_ok=True)
         copy(ROOT / name, tree / name)
-    for built in tree.glob("zbpipe/_C*.so"):
-        built.unlink()
+    for built in tree.glob("zbpipe/_native/torch_*"):
+        shutil.rmtree(built)
     build(tree)
     return tree
 
