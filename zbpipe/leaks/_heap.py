@@ -3,8 +3,8 @@
 Note [How holders are searched]
 
 A tensor, a node or a storage is one vertex, whatever stands for it in Python: its handle (Note [Handles] in
-``csrc/instruments/shim/zbp_holders.h``), which the search finds by :func:`zbpipe._C.references_of`. All else is found by
-``gc.get_referents``. Vertices are numbered in the order of discovery, so the way back from a vertex is a shortest chain
+``csrc/instruments/shim/zbp_holders.h``), which the search finds by :func:`zbpipe._C.references_of`. All else is found
+by ``gc.get_referents``. Vertices are numbered in the order of discovery, so the way back from a vertex is a shortest chain
 of holders.
 
 What the roots do not reach is looked at as Python's collector does: a reference that is counted and that no edge
