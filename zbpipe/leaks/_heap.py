@@ -4,8 +4,8 @@ Note [How holders are searched]
 
 A tensor, a node or a storage is one vertex, whatever stands for it in Python: its handle (Note [Handles] in
 ``csrc/instruments/shim/zbp_holders.h``), which the search finds by :func:`zbpipe._C.references_of`. All else is found
-by ``gc.get_referents``. Vertices are numbered in the order of discovery, so the way back from a vertex is a shortest chain
-of holders.
+by ``gc.get_referents``. Vertices are numbered in the order of discovery, so the way back from a vertex is a shortest
+chain of holders.
 
 What the roots do not reach is looked at as Python's collector does: a reference that is counted and that no edge
 explains comes from where nobody can look (a C++ variable, a C stack, a library's table), and makes its vertex the
