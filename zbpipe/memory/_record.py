@@ -22,8 +22,8 @@ def record(
     Recordings may nest and overlap on several threads; each sees all. Nothing is sampled, no tensor is kept. On the
     CPU an allocator of zbpipe's stands in front of torch's meanwhile (csrc/instruments/shim/zbp_tap.h says how, why it
     goes together with torch.profiler, and what it does not see); on CUDA torch's own allocator history is used: one
-    that is on already is read, and left on. Entering looks once at all objects that Python's collector knows, for storages that
-    may grow. A forked child inherits the recording, and counts for itself alone.
+    that is on already is read, and left on. Entering looks once at all objects that Python's collector knows, for
+    storages that may grow. A forked child inherits the recording, and counts for itself alone.
 
     Args:
         device: "cpu", or a CUDA device, whose allocator is recorded.
