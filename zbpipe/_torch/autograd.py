@@ -36,12 +36,6 @@ SAVED_TENSOR = torch._C._autograd.SavedTensor
 # Tensors.
 
 
-def age_of(node: Node) -> int:
-    """Greater for nodes that a thread has made later; greatest for those that accumulate gradients."""
-    number: int = node._sequence_nr()
-    return number
-
-
 def is_view(tensor: torch.Tensor) -> bool:
     return tensor._is_view()
 

@@ -20,7 +20,6 @@ from zbpipe.leaks._words.chains import Step, Words
 
 _OWN_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _PERHAPS_HELD_BY = 3  # works that are named
-_SHOWN_GRAPHS = 10
 _TELLING_OF_CYCLES = ("hook", "cell", "function", "attribute")  # kinds, the most telling first
 _LONGEST_CYCLE = 50  # that is walked to find a place of the program's
 
@@ -38,18 +37,12 @@ class Found:
 
 @dataclass
 class Result:
-    """What a search found; nothing in it refers to what was looked at.
-
-    ``nodes`` counts the autograd nodes that were met. ``graphs`` are chains to graphs, with how many nodes each of them
-    holds before another one does: those with the most, if they were asked for.
-    """
+    """What a search found; nothing in it refers to what was looked at. ``visited`` counts all that was met."""
 
     found: list[Found] = field(default_factory=list)
     cycles: list[Cycle] = field(default_factory=list)
     unseen: list[str] = field(default_factory=list)
     visited: int = 0
-    nodes: int = 0
-    graphs: list[tuple[list[Holder], int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -59,7 +52,7 @@ class Scope:
 
     ``allowed`` are identities of storages that are not searched for. ``trimmed`` are identities of objects that may
     hold tensors: a chain begins behind the last of them. ``returned`` is held by nobody but the caller. ``keep`` is
-    asked for each leak, with its tensors, if it is one. ``graphs``: see :class:`Result`.
+    asked for each leak, with its tensors, if it is one.
     """
 
     since: int = 0
@@ -71,7 +64,6 @@ class Scope:
     returned: Any = None
     keep: Callable[[list[torch.Tensor]], bool] | None = None
     traced: bool = False
-    graphs: bool = False
 
 
 @dataclass(slots=True)
@@ -112,8 +104,6 @@ class Telling:
             cycles,
             [f"{what}: {count}" for what, count in heap.unseen.items()],
             len(heap.things),
-            len(heap.native["node"]),
-            self._graphs() if self._scope.graphs else [],
         )
 
     # ---- leaks
@@ -249,23 +239,6 @@ class Telling:
                 else replace(cycle, bytes=cycle.bytes + held, count=cycle.count + 1)
             )
         return sorted(alike.values(), key=lambda cycle: -cycle.bytes)
-
-    # ---- graphs
-
-    def _graphs(self) -> list[tuple[list[Holder], int]]:
-        """The chains to the nodes that nothing of autograd's led to, with how many nodes were met behind each."""
-        counts: dict[int, int] = {}
-        beginning: dict[int, int] = {}
-        native = self._heap.native
-        for place in sorted([*native["node"], *native["tensor"]]):
-            before = beginning.get(self._heap.parents[place])
-            if before is None and self._is_native(place, "node"):
-                before = place
-            if before is not None:
-                beginning[place] = before
-                counts[before] = counts.get(before, 0) + self._is_native(place, "node")
-        most = sorted(counts, key=lambda place: -counts[place])[:_SHOWN_GRAPHS]
-        return [(self._holders(self._ways.chain(place)), counts[place]) for place in most]
 
     # ---- steps
 

@@ -33,7 +33,6 @@ import torch
 
 from zbpipe import _C
 from zbpipe._formatting import table
-from zbpipe._torch.autograd import age_of, without_torch_functions
 from zbpipe.leaks import _cuda
 from zbpipe.leaks._collector import collector
 from zbpipe.leaks._excused import Windows
@@ -281,11 +280,10 @@ def rises(values: Sequence[int]) -> bool:
 def graphs_now(newest: int) -> tuple[list[tuple[int, torch.Tensor]], int]:
     """How many nodes, no newer than that one, hang on each tensor of a graph and on none that is told before it, the
     newest tensors first; and which node is the newest now, by its sequence number."""
-    with without_torch_functions():
-        tensors = (thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
-        roots = [(node, tensor) for tensor in tensors if (node := _node_of(tensor)) is not None]
-    roots.sort(key=lambda root: -age_of(root[0]))
-    seen: set[Any] = set()
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    roots = [(node, tensor) for tensor in tensors for node in _nodes_of(_C.handle_of(tensor))]
+    roots.sort(key=lambda root: -(root[0].sequence or 0))
+    seen: set[_C.Handle] = set()
     found = []
     for root, tensor in roots:
         count, todo = 0, [root]
@@ -293,17 +291,16 @@ def graphs_now(newest: int) -> tuple[list[tuple[int, torch.Tensor]], int]:
             node = todo.pop()
             if node not in seen:
                 seen.add(node)
-                count += age_of(node) <= newest
-                todo += [after for after, _ in node.next_functions if after is not None]
+                count += (node.sequence or 0) <= newest
+                todo += _nodes_of(node)
         found.append((count, tensor))
-    return found, age_of(roots[0][0]) if roots else newest
+    return found, (roots[0][0].sequence or 0) if roots else newest
 
 
-def _node_of(tensor: torch.Tensor) -> Any:
-    try:
-        return tensor.grad_fn
-    except RuntimeError:  # a view that was written to as autograd does not allow
-        return None
+def _nodes_of(handle: _C.Handle | None) -> list[_C.Handle]:
+    """A tensor's node, or the nodes that follow a node; none of them gets a Python object."""
+    held = [] if handle is None else _C.references_of(handle)
+    return [one for one, label, _ in held if label == "grad_fn" or (label or "").startswith("next node")]
 
 
 def _largest_graph(newest: int) -> Grown | None:

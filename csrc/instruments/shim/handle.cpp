@@ -156,6 +156,13 @@ PyObject* get_name(PyObject* self, void* /*closure*/) {
   });
 }
 
+PyObject* get_sequence(PyObject* self, void* /*closure*/) {
+  return attribute(self, [](const Handle& handle) {
+    const auto* const node = handle.node();
+    return node ? PyLong_FromUnsignedLongLong(node->sequence_nr()) : Py_NewRef(Py_None);
+  });
+}
+
 PyObject* get_counts(PyObject* self, void* /*closure*/) {
   return attribute(self, [](const Handle& handle) {
     const size_t native =
@@ -213,6 +220,10 @@ PyGetSetDef attributes[] = {
     {"address", get_address, nullptr, "Of libtorch's object.", nullptr},
     {"object", get_object, nullptr, "The Python object that stands for it, or None.", nullptr},
     {"name", get_name, nullptr, "As \"float32 [2, 3]\"; a node's name; \"\" for a storage.",
+     nullptr},
+    {"sequence", get_sequence, nullptr,
+     "A node's number: greater for those that a thread has made later, greatest for those that "
+     "accumulate gradients; else None.",
      nullptr},
     {"counts", get_counts, nullptr,
      "(native, python, python owns native, native owns python): references to libtorch's object, "
