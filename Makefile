@@ -118,7 +118,7 @@ asan: $(VENV)/.built $(VENV)/.extras-test ## run the tests of passes, leaks and 
 # In four units: each file alone takes twenty minutes.
 tsan-torch: $(VENV)/.built $(VENV)/.extras-test ## run the tests of threads under ThreadSanitizer, on a torch that is not instrumented
 	ZBPIPE_SANITIZE=thread ZBPIPE_UNITS=4 ZBPIPE_WERROR=1 $(RUN) setup.py --quiet build --build-lib $(ASAN:build/asan%=build/tsan%)
-	tools/tsan $(RUN) $(ASAN:build/asan%=build/tsan%) tests/passes/test_threads.py tests/leaks/test_threads.py -k "not gradient"
+	tools/tsan $(RUN) $(ASAN:build/asan%=build/tsan%) tests/passes/test_threads.py tests/leaks/test_threads.py
 
 repeat: $(VENV)/.built $(VENV)/.extras-test ## run each body of the tests of passes many times, with Python's allocator on guard: nothing may grow
 	export PYTHONMALLOC=debug; $(PYTEST) -o faulthandler_timeout=0 -p support.repeat $(if $(filter .,$(TESTS)),passes policy release explain,$(TESTS))

@@ -3,7 +3,7 @@
 import torch
 
 from zbpipe.memory import Recording
-from zbpipe.memory._cuda import Replay
+from zbpipe.memory._cuda import Replay  # what feeds a recording by hand
 
 
 class ByHand(Replay):

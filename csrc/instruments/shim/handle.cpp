@@ -295,10 +295,6 @@ THPObjectPtr handle_of(const Node* node) {
   return find_or_make(node);
 }
 
-bool is_owned(const void* address) {
-  return handles().count(address) != 0;
-}
-
 PyObject* memory_of(c10::StorageImpl& storage) {
   const void* const data = storage._mutable_data_ptr_no_checks().get();
   // Memory of the CPU allocator that the tap does not know is older than the tap: a storage that came

@@ -38,9 +38,6 @@ THPObjectPtr handle_of(const c10::TensorImpl* tensor);
 THPObjectPtr handle_of(const c10::StorageImpl* storage);
 THPObjectPtr handle_of(const Node* node);
 
-/// Whether there is a handle that owns what lies there.
-bool is_owned(const void* address);
-
 /// Calls `visit` with the tensors that one which has no storage of its own, or more than that, is made of: a sparse
 /// one's indices and values, a nested one's sizes, a quantized one's scales.
 void for_each_component(const c10::TensorImpl& tensor,

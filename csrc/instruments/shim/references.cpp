@@ -88,25 +88,9 @@ void add_base(const torch::autograd::ViewInfo& info, References& references) {
   }
 }
 
-/// Whether another thread runs Python.
-bool others_run() {
-  PyThreadState* const here = PyThreadState_Get();
-  PyThreadState* thread = PyInterpreterState_ThreadHead(PyThreadState_GetInterpreter(here));
-  for (; thread; thread = PyThreadState_Next(thread)) {
-    if (thread != here) {
-      PyFrameObject* const frame = PyThreadState_GetFrame(thread);
-      Py_XDECREF(frame);
-      if (frame) {
-        return true;
-      }
-    }
-  }
-  return false;
-}
-
-/// The gradient of a leaf. An engine on another thread adds to it under the lock of the leaf's accumulator. And where
-/// a thread of Python's lets go of it (`leaf.grad = None`), its memory is freed, without the GIL, before the leaf
-/// refers to it no more: so beside such threads only one that a handle owns is looked at. False if it was not.
+/// The gradient of a leaf, which an engine on another thread adds to under the lock of the leaf's accumulator: false if
+/// it is locked. A thread of Python's that says `leaf.grad = None` at this moment is not waited for: torch's own
+/// `leaf.grad` is as unsafe beside it.
 bool add_grad(torch::autograd::AutogradMeta& meta, References& references) {
   NodePtr accumulator;
   {
@@ -119,9 +103,6 @@ bool add_grad(torch::autograd::AutogradMeta& meta, References& references) {
     if (!lock.owns_lock()) {
       return false;
     }
-  }
-  if (meta.grad_.defined() && !is_owned(meta.grad_.unsafeGetTensorImpl()) && others_run()) {
-    return false;
   }
   references.add(meta.grad_, "grad");
   return true;
