@@ -9,28 +9,28 @@ JOBS ?= 3
 TESTS ?= .
 MARKED ?= not long and not system
 
+TESTED := $(shell sed -n 's/^TESTED = (\(.*\)).*/\1/p' zbpipe/_torch/needs.py | tr -d '",')
 NEWEST := $(shell sed -n 's/^torch==//p' requirements/newest.txt)
 TORCH := $(TORCH_VERSION:newest=$(NEWEST))
 
-# Torch 2.13.0 and python3 live in .venv, with zbpipe editable; every other pair in a virtual environment of its own,
-# with zbpipe installed: the source tree has room for one compiled part.
+# Torch 2.13.0 and python3 live in .venv, every other pair in a virtual environment of its own. zbpipe is editable in
+# each: the source tree has room for a library for each torch and Python.
 OF_PYTHON := $(if $(filter python3,$(PYTHON)),,-$(or $(shell $(PYTHON) -c 'import sys; print("py%d.%d" % sys.version_info[:2])'),\
 	$(error PYTHON=$(PYTHON) does not run: name a Python 3.10 or newer)))
 VENV := .venv$(patsubst -2.13.0,,-$(TORCH)$(OF_PYTHON))
-EDITABLE := $(filter .venv,$(VENV))
 RUN := $(abspath $(VENV))/bin/python
-BUILD_FILES := pyproject.toml setup.py zbpipe/_version.py $(wildcard build_backend/*.py hook/*)
+BUILD_FILES := pyproject.toml setup.py zbpipe/_version.py $(wildcard hook/*)
 C_FILES := $(wildcard csrc/*/*.[ch] csrc/*/*/*.[ch] csrc/*/*/*.cpp)
-C_STYLE := $(wildcard csrc/core/*/*.[ch] csrc/pass/*.[ch] csrc/holders/*.[ch] csrc/bindings/*.[ch] csrc/shim/*/zbp_*.h tests/c/*.[ch])
-CXX_STYLE := $(filter-out $(C_STYLE), $(wildcard csrc/shim/*/*.h csrc/shim/*/*.cpp)) $(wildcard tests/late_device/device/*.h tests/late_device/device/*.cpp)
-PYTHON_FILES := $(if $(EDITABLE),,$(shell find zbpipe -type f -not -name '*.pyc' -not -name '*.so' -not -name _build_info.py))
+C_STYLE := $(wildcard csrc/core/*/*.[ch] csrc/pass/*.[ch] csrc/bindings/*.[ch] csrc/shim/*/zbp_*.h csrc/instruments/core/*.[ch] \
+	csrc/instruments/bindings/*.c csrc/instruments/shim/zbp_*.h tests/c/*.[ch])
+CXX_STYLE := $(filter-out $(C_STYLE), $(wildcard csrc/shim/*/*.h csrc/shim/*/*.cpp csrc/instruments/shim/*.h csrc/instruments/shim/*.cpp)) $(wildcard tests/late_device/device/*.h tests/late_device/device/*.cpp)
 ASAN := build/asan$(VENV:.venv%=%)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help torch demo docs wheel dev test test-core test-system test-long test-all test-clients clients nightly soak programs asan tsan-torch repeat ubsan tsan allocations valgrind fuzz fuzz-long cov lint fmt bench clean pytest
+.PHONY: help torch demo docs wheel wheels library dev test test-core test-system test-long test-all test-clients clients nightly soak programs asan tsan-torch repeat ubsan tsan allocations valgrind fuzz fuzz-long cov lint fmt bench clean pytest
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,15 +44,15 @@ $(VENV)/.torch-$(TORCH): | $(RUN)
 	$(RUN) tools/env.py torch $(TORCH)
 	@touch $@
 
-# Editable, pip installs the tree when the build itself changes, and after that only what changed is compiled.
-$(VENV)/.built: $(VENV)/.torch-$(TORCH) $(BUILD_FILES) $(C_FILES) $(PYTHON_FILES)
+# pip installs the tree when the build itself changes; the compiler compiles what changed.
+$(VENV)/.built: $(VENV)/.torch-$(TORCH) $(BUILD_FILES) $(C_FILES)
 	@set -e; export ZBPIPE_WERROR=1; mkdir -p build; log=build/build$(VENV:.venv%=%).log; \
-	if [ -z "$(EDITABLE)" ] || [ ! -e $(VENV)/.installed ] || [ -n "$$(find $(BUILD_FILES) -newer $(VENV)/.installed)" ]; then \
+	if [ ! -e $(VENV)/.installed ] || [ -n "$$(find $(BUILD_FILES) -newer $(VENV)/.installed)" ]; then \
 		echo "building zbpipe for torch $(TORCH) and installing it into $(VENV)"; \
-		$(RUN) -m pip install --quiet --no-build-isolation --no-deps --force-reinstall $(if $(EDITABLE),--editable) .; \
+		$(RUN) -m pip install --quiet --no-build-isolation --no-deps --force-reinstall --editable .; \
 		touch $(VENV)/.installed; \
 	else \
-		echo "building zbpipe"; \
+		echo "building zbpipe for torch $(TORCH)"; \
 		$(RUN) setup.py --quiet build_ext --inplace >$$log 2>&1 || { cat $$log; exit 1; }; \
 	fi
 	@touch $@
@@ -77,7 +77,7 @@ demo: $(VENV)/.built $(VENV)/.extras-demo ## train a small language model on tor
 test: test-core pytest ## run the tests: the C core's, then Python's; with TORCH_VERSION=2.15.0 on that torch
 
 # From tests/: in the root the source tree would come before what is installed, here and in every process that a test starts.
-IN_TESTS := cd tests && OMP_NUM_THREADS=1 $(if $(EDITABLE),,ZBPIPE_UNDER=$(abspath $(VENV)) )$(RUN)
+IN_TESTS := cd tests && OMP_NUM_THREADS=1 $(RUN)
 PYTEST := $(IN_TESTS) -m pytest -c ../pyproject.toml --rootdir ..
 
 pytest: $(VENV)/.built $(VENV)/.extras-test $(VENV)/.extras-demo $(if $(CLIENTS),$(VENV)/.clients)
@@ -118,15 +118,16 @@ asan: $(VENV)/.built $(VENV)/.extras-test ## run the tests of passes, leaks and 
 # In four units: each file alone takes twenty minutes.
 tsan-torch: $(VENV)/.built $(VENV)/.extras-test ## run the tests of threads under ThreadSanitizer, on a torch that is not instrumented
 	ZBPIPE_SANITIZE=thread ZBPIPE_UNITS=4 ZBPIPE_WERROR=1 $(RUN) setup.py --quiet build --build-lib $(ASAN:build/asan%=build/tsan%)
-	tools/tsan $(RUN) $(ASAN:build/asan%=build/tsan%) tests/passes/test_threads.py tests/leaks/test_threads.py -k "not gradient"
+	tools/tsan $(RUN) $(ASAN:build/asan%=build/tsan%) tests/passes/test_threads.py tests/leaks/test_threads.py
 
 repeat: $(VENV)/.built $(VENV)/.extras-test ## run each body of the tests of passes many times, with Python's allocator on guard: nothing may grow
 	export PYTHONMALLOC=debug; $(PYTEST) -o faulthandler_timeout=0 -p support.repeat $(if $(filter .,$(TESTS)),passes policy release explain,$(TESTS))
 
-lint: dev ## ruff, mypy, clang-format
+lint: dev ## ruff, mypy, import-linter, clang-format
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports --no-cache --no-logo
 	$(VENV)/bin/clang-format --style=file:.clang-format --dry-run -Werror $(C_STYLE)
 	$(VENV)/bin/clang-format --style=file:csrc/shim/.clang-format --dry-run -Werror $(CXX_STYLE)
 
@@ -136,9 +137,22 @@ fmt: dev ## format Python and C in place
 	$(VENV)/bin/clang-format --style=file:.clang-format -i $(C_STYLE)
 	$(VENV)/bin/clang-format --style=file:csrc/shim/.clang-format -i $(CXX_STYLE)
 
-wheel: $(VENV)/.built ## build a wheel for this torch and Python into dist
-	$(RUN) -m pip wheel --quiet --no-deps --no-build-isolation -w dist .
+wheel: $(VENV)/.torch-$(TORCH) ## build a wheel for this torch and Python alone into dist
+	ZBPIPE_LOCAL=torch$(TORCH) $(RUN) -m pip wheel --quiet --no-deps --no-build-isolation -w dist .
 	@ls dist/*.whl
+
+# In the wheel's tag: the C library that the libraries were linked against.
+PLATFORM = manylinux_$(shell getconf GNU_LIBC_VERSION | sed 's/glibc //; s/\./_/')_$(shell uname -m)
+
+wheels: ## build one wheel for this Python into dist, with a library for every torch that was tested
+	@set -e; for torch in $(TESTED); do \
+		$(MAKE) --no-print-directory library TORCH_VERSION=$$torch; \
+	done
+	ZBPIPE_PACK=1 $(RUN) setup.py --quiet bdist_wheel --plat-name $(PLATFORM)
+	@ls dist/*.whl
+
+library: $(VENV)/.torch-$(TORCH)
+	ZBPIPE_WERROR=1 $(RUN) setup.py --quiet build_ext --inplace
 
 docs: $(VENV)/.built $(VENV)/.extras-docs ## build the documentation as a site, build/docs; a warning is an error
 	$(RUN) -m sphinx --quiet --fail-on-warning --keep-going -b html docs build/docs
@@ -155,7 +169,7 @@ bench: $(VENV)/.built $(VENV)/.extras-bench $(VENV)/.extras-demo ## measure all 
 
 clean: ## remove what was built, and every .venv
 	rm -rf build dist *.egg-info .venv .venv-* .pytest_cache .mypy_cache .ruff_cache
-	rm -f zbpipe/_C*.so zbpipe/_build_info.py
+	rm -rf zbpipe/_native/torch_*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # core, test-core, ubsan, tsan, allocations, valgrind, fuzz, fuzz-long, cov: the C core alone, without Python and torch.

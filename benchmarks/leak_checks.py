@@ -5,7 +5,7 @@ loaded. Times are medians in ms; what is counted is exact. The reference is what
 `gc.get_referrers` of one tensor, one level of holders, no node.
 
 What grows with the leak is measured in processes of their own, on one thread: 20,000 cycles of a tensor each; 100,000
-leaks over as many nodes, side by side and in one chain; one leak among 500,000 objects. From the end of the block to
+leaks over as many nodes, side by side and in one chain; one leak among 1,000,000 objects. From the end of the block to
 the report's object, text, JSON and page: seconds of processor time, and how much the process grew at its most.
 
     python benchmarks/leak_checks.py --tensors 5000 --json leaks.json
@@ -132,7 +132,7 @@ def large(case: str, count: int) -> list[Any]:
         steps: list[Callable[[], Any]] = [
             lambda: str(report),
             lambda: json.dumps(report.as_dict()),
-            lambda: report.draw(Path(folder, "leaks.html")),
+            lambda: report.draw(Path(folder, "leaks.dot")),
         ]
         for step in steps:
             step()
@@ -142,7 +142,7 @@ def large(case: str, count: int) -> list[Any]:
     return [f"{count:,} {case}", len(report.leaks), *seconds, grew]
 
 
-LARGE = {"cycles": 20_000, "nodes side by side": 100_000, "nodes in a chain": 100_000, "objects, one leak": 500_000}
+LARGE = {"cycles": 20_000, "nodes side by side": 100_000, "nodes in a chain": 100_000, "objects, one leak": 1_000_000}
 
 
 def main() -> None:
@@ -163,7 +163,7 @@ def main() -> None:
     print(table(["", "ms"], [[name, f"{result[name]:.1f}"] for name in times]))
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         rows = [pool.apply(large, item) for item in LARGE.items()]
-    header = ["", "leaks", "check", "text", "JSON", "page", "MB"]
+    header = ["", "leaks", "check", "text", "JSON", "picture", "MB"]
     print()
     shown = [[row[0], str(row[1]), *(f"{seconds:.2f}" for seconds in row[2:-1]), f"{row[-1]:.0f}"] for row in rows]
     print(table(header, shown))

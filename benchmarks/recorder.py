@@ -62,7 +62,7 @@ def recording_of(events: int) -> memory.Recording:
 def written(rec: memory.Recording) -> dict[str, dict[str, float]]:
     found = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name in ("step.json", "step.json.gz", "step.pickle", "step.png"):
+        for name in ("step.json", "step.json.gz", "step.png"):
             path = Path(folder, name)
             write = rec.plot if name.endswith("png") else rec.export
             wall, processor = time.perf_counter(), time.process_time()

@@ -317,7 +317,7 @@ def recorder() -> str:
 
 def leaks() -> str:
     measured = figures("leaks")
-    keys = ["check", "text", "JSON", "page"]
+    keys = ["check", "text", "JSON", "picture"]
     rows = [
         [of["case"], f"{of['leaks']:,}", *(f"{of[key]:.1f}" for key in keys), f"{of['MB']:.0f}"]
         for of in measured["large"]

@@ -1,9 +1,8 @@
 """Start-up hook behind ZBPIPE_PATCH=1, for scripts that import torch.distributed.pipelining and never zbpipe.
 
-zbpipe.pth calls install() when the interpreter starts, if the variable is set. Where Python reads no .pth files, in the
-directories of PYTHONPATH for one, torch does so when it is imported: an entry point in pyproject.toml, torch.backends.
-Neither torch nor zbpipe is imported here: a finder waits for torch.distributed.pipelining, and patches when that has
-been imported.
+torch calls install() when it is imported: an entry point in pyproject.toml, torch.backends. Where
+TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set it does not, and the variable has no effect.
+zbpipe is not imported here: a finder waits for torch.distributed.pipelining, and patches when that has been imported.
 """
 
 import importlib

@@ -10,9 +10,9 @@ import pytest
 
 CHECKS = "zbpipe.leaks.pytest_plugin"
 MARKER = (
-    "no_tensor_leak(allow=(), trace=False, device=None, action='error'): fail the test if a tensor born in it outlives "
-    "it and its fixtures; allow: tensors, modules, optimizers, predicates; trace: say where tensors were created; "
-    "action: 'error', 'warn', or 'ignore' to leave a test out of --no-tensor-leaks"
+    "no_tensor_leaks(allow=(), trace=False, device=None, action='error'): fail the test if a tensor born in it lives "
+    "on after it and its fixtures; allow: tensors, modules, optimizers, predicates; trace: say where tensors were "
+    "created; action: 'error', 'warn', or 'ignore' to leave a test out of --no-tensor-leaks"
 )
 
 
@@ -21,16 +21,8 @@ def pytest_addoption(parser):
     group.addoption(
         "--no-tensor-leaks",
         action="store_true",
-        default=None,
-        help="check every test as if it had the marker no_tensor_leak",
+        help="check every test as if it had the marker no_tensor_leaks",
     )
-    group.addoption(
-        "--tensor-leak-pictures",
-        metavar="DIR",
-        help="where pictures of leaks go (otherwise tensor-leaks in the base temporary directory)",
-    )
-    parser.addini("no_tensor_leaks", "as --no-tensor-leaks", type="bool", default=False)
-    parser.addini("tensor_leak_pictures", "as --tensor-leak-pictures, relative to the root directory", default="")
 
 
 def pytest_configure(config):
@@ -38,13 +30,12 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish(session):
-    everything = session.config.getoption("no_tensor_leaks") or session.config.getini("no_tensor_leaks")
-    if session.items and (everything or any(asks(item) for item in session.items)):
+    if session.items and (session.config.getoption("no_tensor_leaks") or any(asks(item) for item in session.items)):
         load(session.config)
 
 
 def asks(item):
-    return item.get_closest_marker("no_tensor_leak") or "tensor_leaks" in getattr(item, "fixturenames", ())
+    return item.get_closest_marker("no_tensor_leaks") or "no_tensor_leaks" in getattr(item, "fixturenames", ())
 
 
 def load(config):
@@ -59,9 +50,9 @@ def load(config):
 
 
 @pytest.fixture
-def tensor_leaks(request):
-    """Checks the test as the marker no_tensor_leak does, and lets it say more.
+def no_tensor_leaks(request):
+    """Checks the test as the marker no_tensor_leaks does, and lets it say more.
 
-    `tensor_leaks.allow(x)`: x is no leak. `with tensor_leaks.check():` checks a part of the test, on the spot.
+    `no_tensor_leaks.allow(x)`: x is no leak. `with no_tensor_leaks.check():` checks a part of the test, on the spot.
     """
     return load(request.config).TensorLeaks(request.node)

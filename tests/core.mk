@@ -1,5 +1,5 @@
 # core.mk - builds and tests what is C and knows neither torch nor Python: the core (csrc/core) and the conductors of the
-# passes (csrc/pass) and of the search for holders (csrc/holders), which are linked with fakes in the shim's place.
+# passes (csrc/pass), which are linked with fakes in the shim's place.
 # Included by the Makefile; also works alone: make -f tests/core.mk test-core
 # All output goes to build/core. CC, CXX, CORE_CFLAGS, FUZZ_CC, FUZZ_SECONDS, GCOV, PYTHON can be set.
 
@@ -15,15 +15,13 @@ GCOV ?= gcov
 FUZZ_SECONDS ?= 60
 FUZZ_TARGET ?= fuzz_plan
 
-CORE_SOURCES := $(sort $(patsubst csrc/%,%,$(wildcard csrc/core/*/*.c)))
+CORE_SOURCES := $(sort $(patsubst csrc/%,%,$(wildcard csrc/core/*/*.c csrc/instruments/core/*.c)))
 PASS_SOURCES := $(sort $(patsubst csrc/%,%,$(wildcard csrc/pass/*.c)))
-HOLDERS_SOURCES := $(sort $(patsubst csrc/%,%,$(wildcard csrc/holders/*.c)))
-CORE_HEADERS := $(sort $(wildcard csrc/core/*/*.h csrc/pass/*.h csrc/holders/*.h) csrc/shim/pass/zbp_input.h csrc/shim/pass/zbp_weight.h \
-	csrc/shim/holders/zbp_things.h csrc/shim/memory/zbp_tapped.h csrc/shim/torch/zbp_error.h)
-CORE_TESTS := test_status test_map test_graph test_plan test_plan_check test_blocks test_record test_ledger test_tally test_layout test_reach \
-	test_book test_book_model test_pass test_kind test_split test_input_pass test_heap test_ways test_verdict test_holders
-FUZZ_TARGETS := fuzz_plan fuzz_weight_pass fuzz_ledger fuzz_ways
-FUZZ_WITH_fuzz_ways = tests/c/ways_model.c
+CORE_HEADERS := $(sort $(wildcard csrc/core/*/*.h csrc/instruments/core/*.h csrc/pass/*.h) csrc/shim/input/zbp_input.h csrc/shim/weight/zbp_weight.h \
+	csrc/instruments/shim/zbp_tapped.h csrc/shim/torch/zbp_error.h)
+CORE_TESTS := test_status test_map test_graph test_plan test_plan_check test_blocks test_record test_layout \
+	test_book test_book_model test_pass test_kind test_split test_input_pass test_verdict
+FUZZ_TARGETS := fuzz_plan fuzz_weight_pass fuzz_record
 FUZZ_WITH_fuzz_weight_pass = tests/c/fake_shim.c $(filter-out %/input_pass.c,$(PASS_SOURCES:%=csrc/%))
 CORE_LIB := $(CORE_BUILD)/libzbpcore.a
 
@@ -48,7 +46,6 @@ CORE_LINK_OF_test_pass := -Wl,--wrap=malloc,--wrap=realloc
 define CORE_FLAVOUR
 CORE_OBJECTS_$(1) := $$(CORE_SOURCES:%.c=$$(CORE_BUILD)/$(1)/objects/%.o)
 PASS_OBJECTS_$(1) := $$(PASS_SOURCES:%.c=$$(CORE_BUILD)/$(1)/objects/%.o)
-HOLDERS_OBJECTS_$(1) := $$(HOLDERS_SOURCES:%.c=$$(CORE_BUILD)/$(1)/objects/%.o)
 
 $$(CORE_BUILD)/$(1)/objects/%.o: csrc/%.c tests/core.mk
 	@mkdir -p $$(@D)
@@ -66,15 +63,12 @@ $$(CORE_BUILD)/$(1)/bin/%: $$(CORE_BUILD)/$(1)/tests/%.o $$(CORE_BUILD)/$(1)/tes
 	@mkdir -p $$(@D)
 	@$$(CC) $$(CORE_LINK_$(1)) $$(CORE_LINK_OF_$$*) $$^ -pthread -o $$@
 
-$$(CORE_BUILD)/$(1)/bin/test_ways $$(CORE_BUILD)/$(1)/bin/fuzz_ways: $$(CORE_BUILD)/$(1)/tests/ways_model.o
-
-# What runs passes or searches has a fake in the shim's place.
-$$(CORE_BUILD)/$(1)/bin/test_holders: $$(CORE_BUILD)/$(1)/tests/fake_things.o $$(HOLDERS_OBJECTS_$(1))
+# What runs passes has a fake in the shim's place.
 $$(CORE_BUILD)/$(1)/bin/test_input_pass: $$(CORE_BUILD)/$(1)/objects/pass/input_pass.o
 $$(CORE_BUILD)/$(1)/bin/fuzz_weight_pass $$(CORE_BUILD)/$(1)/bin/test_pass: $$(CORE_BUILD)/$(1)/tests/fake_shim.o \
 	$$(filter-out %/input_pass.o,$$(PASS_OBJECTS_$(1)))
 
-.SECONDARY: $$(CORE_OBJECTS_$(1)) $$(PASS_OBJECTS_$(1)) $$(HOLDERS_OBJECTS_$(1)) $$(patsubst tests/c/%.c,$$(CORE_BUILD)/$(1)/tests/%.o,$$(wildcard tests/c/*.c))
+.SECONDARY: $$(CORE_OBJECTS_$(1)) $$(PASS_OBJECTS_$(1)) $$(patsubst tests/c/%.c,$$(CORE_BUILD)/$(1)/tests/%.o,$$(wildcard tests/c/*.c))
 -include $$(wildcard $$(CORE_BUILD)/$(1)/objects/*/*.d $$(CORE_BUILD)/$(1)/objects/*/*/*.d $$(CORE_BUILD)/$(1)/tests/*.d)
 endef
 
@@ -110,11 +104,10 @@ test-core: ## test the C core, plain and under AddressSanitizer and UBSan, and f
 		"!AddressSanitizer $(CORE_BUILD)/asan/bin/planted overrun" \
 		"!LeakSanitizer $(CORE_BUILD)/asan/bin/planted leak" \
 		"!overflow $(CORE_BUILD)/asan/bin/planted overflow" \
-		$(filter-out %/fuzz_plan %/fuzz_weight_pass %/fuzz_ledger %/fuzz_ways,$(CORE_PROGRAMS)) \
+		$(filter-out %/fuzz_plan %/fuzz_weight_pass %/fuzz_record,$(CORE_PROGRAMS)) \
 		"$(CORE_BUILD)/asan/bin/fuzz_plan 40000 1" \
 		"$(CORE_BUILD)/asan/bin/fuzz_weight_pass 40000 1" \
-		"$(CORE_BUILD)/asan/bin/fuzz_ledger 300 1" \
-		"$(CORE_BUILD)/asan/bin/fuzz_ways 10000 1"
+		"$(CORE_BUILD)/asan/bin/fuzz_record 300 1"
 	@CC="$(CC)" sh tests/c/mutants.sh $(CORE_BUILD)/mutants 400000
 
 # How many inputs each fuzz target gets in ubsan, and on each of four threads in tsan.
@@ -124,8 +117,8 @@ TSAN_INPUTS ?= 300
 ubsan: $(CORE_TESTS:%=$(CORE_BUILD)/ubsan/bin/%) $(FUZZ_TARGETS:%=$(CORE_BUILD)/ubsan/bin/%) $(CORE_BUILD)/ubsan/bin/planted ## test the C core and the passes, optimised, under UBSan alone (UBSAN_INPUTS=20000)
 	@sh tests/c/run.sh ubsan "!overflow $(CORE_BUILD)/ubsan/bin/planted overflow" \
 		$(CORE_TESTS:%=$(CORE_BUILD)/ubsan/bin/%) \
-		$(foreach target,$(filter-out fuzz_ledger,$(FUZZ_TARGETS)),"$(CORE_BUILD)/ubsan/bin/$(target) $(UBSAN_INPUTS) 5") \
-		"$(CORE_BUILD)/ubsan/bin/fuzz_ledger $$(($(UBSAN_INPUTS) / 100)) 5"
+		$(foreach target,$(filter-out fuzz_record,$(FUZZ_TARGETS)),"$(CORE_BUILD)/ubsan/bin/$(target) $(UBSAN_INPUTS) 5") \
+		"$(CORE_BUILD)/ubsan/bin/fuzz_record $$(($(UBSAN_INPUTS) / 100)) 5"
 
 # Each target is one, without its own main.
 define CORE_THREADS
@@ -135,13 +128,13 @@ $$(CORE_BUILD)/tsan/bin/threads_$(1): tests/c/threads.c tests/c/fuzz_$(1).c test
 endef
 $(foreach target,$(FUZZ_TARGETS:fuzz_%=%),$(eval $(call CORE_THREADS,$(target))))
 
-CORE_TSAN := $(CORE_BUILD)/tsan/bin/test_book $(CORE_BUILD)/tsan/bin/test_pass $(CORE_BUILD)/tsan/bin/test_tally $(FUZZ_TARGETS:fuzz_%=$(CORE_BUILD)/tsan/bin/threads_%)
+CORE_TSAN := $(CORE_BUILD)/tsan/bin/test_book $(CORE_BUILD)/tsan/bin/test_pass $(CORE_BUILD)/tsan/bin/test_record $(FUZZ_TARGETS:fuzz_%=$(CORE_BUILD)/tsan/bin/threads_%)
 # It wants the addresses where it knows them.
 CORE_FIXED := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 tsan: $(CORE_TSAN) $(CORE_BUILD)/tsan/bin/planted ## run the C core and the passes on several threads under ThreadSanitizer (TSAN_INPUTS=300)
 	@sh tests/c/run.sh tsan "!ThreadSanitizer:.data.race $(CORE_FIXED) $(CORE_BUILD)/tsan/bin/planted race" \
-		"$(CORE_FIXED) $(CORE_BUILD)/tsan/bin/test_book" "$(CORE_FIXED) $(CORE_BUILD)/tsan/bin/test_pass" "$(CORE_FIXED) $(CORE_BUILD)/tsan/bin/test_tally" \
+		"$(CORE_FIXED) $(CORE_BUILD)/tsan/bin/test_book" "$(CORE_FIXED) $(CORE_BUILD)/tsan/bin/test_pass" "$(CORE_FIXED) $(CORE_BUILD)/tsan/bin/test_record" \
 		$(FUZZ_TARGETS:fuzz_%="$(CORE_FIXED) $(CORE_BUILD)/tsan/bin/threads_% $(TSAN_INPUTS)")
 
 SITES_TOLD := $(CORE_BUILD)/sites/told
@@ -168,7 +161,7 @@ valgrind: $(CORE_TESTS:%=$(CORE_BUILD)/plain/bin/%) $(CORE_BUILD)/plain/bin/fuzz
 		$(CORE_TESTS:%="$(CORE_VALGRIND) $(CORE_BUILD)/plain/bin/%") \
 		"$(CORE_VALGRIND) $(CORE_BUILD)/plain/bin/fuzz_plan 2000 2"
 
-fuzz: ## fuzz the C core with libFuzzer (needs clang; FUZZ_TARGET=fuzz_plan, fuzz_ledger, fuzz_ways or fuzz_weight_pass, FUZZ_SECONDS=60, FUZZ_CC=clang)
+fuzz: ## fuzz the C core with libFuzzer (needs clang; FUZZ_TARGET=fuzz_plan, fuzz_record or fuzz_weight_pass, FUZZ_SECONDS=60, FUZZ_CC=clang)
 	@command -v $(FUZZ_CC) >/dev/null || { echo "libFuzzer needs clang (Debian: apt-get install clang; or FUZZ_CC=clang-14). With gcc: make test-core runs the same target on its own inputs."; exit 1; }
 	@mkdir -p $(CORE_BUILD)/fuzz/corpus_$(FUZZ_TARGET)
 	@$(FUZZ_CC) -std=c11 -g -O1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all \
@@ -177,13 +170,13 @@ fuzz: ## fuzz the C core with libFuzzer (needs clang; FUZZ_TARGET=fuzz_plan, fuz
 	$(CORE_BUILD)/fuzz/$(FUZZ_TARGET) -max_total_time=$(FUZZ_SECONDS) -max_len=2048 \
 		-artifact_prefix=$(CORE_BUILD)/fuzz/ -print_final_stats=1 $(CORE_BUILD)/fuzz/corpus_$(FUZZ_TARGET)
 
-COV_COUNTS = $(patsubst %.o,%.gcda,$(CORE_OBJECTS_cov) $(PASS_OBJECTS_cov) $(HOLDERS_OBJECTS_cov))
+COV_COUNTS = $(patsubst %.o,%.gcda,$(CORE_OBJECTS_cov) $(PASS_OBJECTS_cov))
 
 # Which branches need not be taken, and why: tests/c/uncovered.txt.
-cov: $(CORE_TESTS:%=$(CORE_BUILD)/cov/bin/%) $(CORE_BUILD)/cov/bin/fuzz_plan $(CORE_BUILD)/cov/bin/fuzz_weight_pass $(CORE_BUILD)/cov/bin/fuzz_ways ## branches of the C core and the passes that their tests take: at least 95 % (needs gcov)
+cov: $(CORE_TESTS:%=$(CORE_BUILD)/cov/bin/%) $(CORE_BUILD)/cov/bin/fuzz_plan $(CORE_BUILD)/cov/bin/fuzz_weight_pass ## branches of the C core and the passes that their tests take: at least 95 % (needs gcov)
 	@rm -f $(CORE_BUILD)/cov/objects/*/*.gcda $(CORE_BUILD)/cov/objects/*/*/*.gcda $(CORE_BUILD)/cov/tests/*.gcda
 	@sh tests/c/run.sh core $(CORE_TESTS:%=$(CORE_BUILD)/cov/bin/%) "$(CORE_BUILD)/cov/bin/fuzz_plan 2000 3" \
-		"$(CORE_BUILD)/cov/bin/fuzz_weight_pass 20000 3" "$(CORE_BUILD)/cov/bin/fuzz_ways 2000 3"
+		"$(CORE_BUILD)/cov/bin/fuzz_weight_pass 20000 3"
 	@GCOV="$(GCOV)" sh tests/c/run.sh "cov, sees what nobody has listed" "!NOT.LISTED $(PYTHON) tests/c/branches.py /dev/null $(COV_COUNTS)"
 	@GCOV="$(GCOV)" $(PYTHON) tests/c/branches.py tests/c/uncovered.txt $(COV_COUNTS)
 

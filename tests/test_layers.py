@@ -1,16 +1,12 @@
-"""core <- shim <- bindings, one direction: what each file of csrc/ includes, and what the C files' objects ask of each
-other; rooms of the package and which may import which; and one door to torch's private names."""
+"""core <- shim <- bindings, one direction: what each file of csrc/ includes (what their objects ask of each other:
+test_units.py); and one door to torch's private names. Which module imports which is import-linter's (pyproject.toml)."""
 
 import ast
-import os
 import re
-import shutil
-import subprocess
-import sysconfig
 from pathlib import Path
 
 import pytest
-from support.layers import circle, symbols_of
+from support.layers import circle
 
 CSRC = Path(__file__).parents[1] / "csrc"
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+["<]([^">]+)[">]', re.MULTILINE)
@@ -22,20 +18,28 @@ MAY_USE = {
     "core": {"core"},
     "shim": {"core", "shim"},
     "pass": {"core", "shim", "pass"},
-    "holders": {"core", "shim", "holders"},
-    "bindings": {"core", "shim", "pass", "holders", "bindings"},
+    "bindings": {"core", "shim", "pass", "bindings"},
+    "instruments/core": {"core", "instruments/core"},
+    "instruments/shim": {"core", "shim", "instruments/core", "instruments/shim"},
+    "instruments/bindings": {"core", "shim", "bindings", "instruments/core", "instruments/shim"},
 }
+
+
+def layer_of(include):
+    """The layer whose file is included, or what is before the first slash."""
+    folders = include.split("/")
+    return "/".join(folders[:2]) if folders[0] == "instruments" else folders[0]
 
 
 def violations(layer, includes):
     """Yield each include that a file of `layer` must not have."""
     for include in includes:
         is_torch, is_python = include.startswith(TORCH), include.startswith(PYTHON)
-        folder = include.split("/")[0]
+        of = layer_of(include)
         if (
-            (is_torch and layer != "shim")
-            or (is_python and layer in ("core", "pass", "holders"))
-            or (folder in MAY_USE and folder not in MAY_USE[layer])
+            (is_torch and not layer.endswith("shim"))
+            or (is_python and layer in ("core", "pass", "instruments/core"))
+            or (of in MAY_USE and of not in MAY_USE[layer])
             or ".." in include
         ):
             yield include
@@ -56,13 +60,6 @@ def test_each_layer_includes_only_what_it_may(layer):
     assert not found
 
 
-# Includes of the shim that run back up, by the folder that has them; each would close a circle between folders.
-BACK = {
-    ("torch", "shim/pass/group.h"): "streams and what is unpacked are those of a group and its tasks",
-    ("pass", "shim/work/work.h"): "W runs what others have handed over",
-}
-
-
 def shim_includes():
     """The shim's files, each with what it includes of the shim."""
     return {
@@ -81,63 +78,22 @@ def test_no_header_of_the_shim_includes_itself_by_others():
     assert circle(headers) == []
 
 
-def test_folders_of_the_shim_have_no_circle_but_what_is_listed():
-    edges, used = {}, set()
+def test_folders_of_the_shim_have_no_circle():
+    edges = {}
     for file, includes in shim_includes().items():
-        folder = folder_of(file)
-        back = {(folder, include) for include in includes} & BACK.keys()
-        used |= back
-        onward = includes - {include for _, include in back}
-        edges.setdefault(folder, set()).update({folder_of(include) for include in onward} - {folder})
+        edges.setdefault(folder_of(file), set()).update({folder_of(i) for i in includes} - {folder_of(file)})
+    assert edges["weight"] >= {"engine", "group", "torch"}, "the detector sees nothing"
     assert circle(edges) == []
-    assert used == BACK.keys(), "listed, and gone"
-    for folder, include in BACK:
-        closed = {**edges, folder: edges[folder] | {folder_of(include)}}
-        assert circle(closed), f"{include} in {folder} closes no circle: it need not be listed"
 
 
-@pytest.fixture(scope="module")
-def compile_c(tmp_path_factory):
-    """Compiles (name, source) to objects."""
-    compiler = os.environ.get("CC", "cc").split()
-    if shutil.which(compiler[0]) is None or shutil.which("nm") is None:
-        pytest.skip("needs a C compiler and nm")
-
-    def compile_all(sources):
-        folder, objects = tmp_path_factory.mktemp("objects"), {}
-        for number, (name, source) in enumerate(sorted(sources.items())):
-            objects[name] = folder / f"{number}.o"
-            command = [*compiler, "-std=c11", "-O0", f"-I{CSRC}", f"-I{sysconfig.get_path('include')}"]
-            command += ["-c", source, "-o", objects[name]]
-            subprocess.run(command, check=True)
-        return objects
-
-    return compile_all
+def test_a_circle_is_found():
+    assert circle({"a": {"b"}, "b": {"c", "d"}, "d": {"a"}}) == ["a", "b", "d", "a"]
+    assert circle({"a": {"b", "c"}, "b": {"c"}}) == []
 
 
-def test_objects_of_c_refer_in_one_direction(compile_c):
-    """The shim's, too: tests/test_units.py."""
-    sources = [
-        path for layer in ("core", "pass", "holders", "bindings") for path in files(layer) if path.suffix == ".c"
-    ]
-    edges = symbols_of(compile_c({path.relative_to(CSRC).as_posix(): path for path in sources}))
-    assert edges["pass/weight_pass.c"] >= {"core/base/zbp_map.c", "core/pass/zbp_book.c"}, "the detector sees nothing"
-    assert circle(edges) == []
-    assert {
-        file: of for file, of in edges.items() if file.startswith("core/") and any("core/" not in o for o in of)
-    } == {}
-    folders = {}
-    for file, of in edges.items():
-        folder = file.rpartition("/")[0]
-        folders.setdefault(folder, set()).update({o.rpartition("/")[0] for o in of} - {folder})
-    assert circle(folders) == []
-
-
-def test_a_circle_of_objects_is_found(compile_c, tmp_path):
-    for name, other in (("a", "b"), ("b", "c"), ("c", "a")):
-        (tmp_path / f"{name}.c").write_text(f"int {other}(void);\nint {name}(void) {{ return {other}(); }}\n")
-    edges = symbols_of(compile_c({path.name: path for path in tmp_path.glob("*.c")}))
-    assert circle(edges) == ["a.c", "b.c", "c.c", "a.c"]
+def test_no_folder_of_the_passes_is_larger_than_one_looks_through():
+    folders = [path for path in (CSRC / "shim").iterdir() if path.is_dir()]
+    assert {path.name: n for path in folders if (n := len(list(path.iterdir()))) > 20} == {}
 
 
 def test_no_native_file_is_longer_than_one_reads_nor_a_line_wider_than_a_window():
@@ -155,7 +111,7 @@ def test_headers_of_the_shim_that_bindings_include_are_plain_c():
 
 def test_core_is_c_and_shim_alone_is_cpp():
     assert not [path for path in CSRC.rglob("*.cpp") if "shim" not in path.relative_to(CSRC).parts]
-    assert not list((CSRC / "shim").rglob("*.c"))
+    assert not list((CSRC / "shim").rglob("*.c")) + list((CSRC / "instruments/shim").rglob("*.c"))
 
 
 @pytest.mark.parametrize(
@@ -169,9 +125,9 @@ def test_core_is_c_and_shim_alone_is_cpp():
         ("bindings", "#include <c10/core/Device.h>"),
         ("pass", "#include <Python.h>"),
         ("pass", "#include <c10/core/Device.h>"),
-        ("holders", "#include <Python.h>"),
-        ("holders", '#include "pass/zbp_pass.h"'),
         ("shim", '#include "pass/zbp_pass.h"'),
+        ("shim", '#include "instruments/shim/handle.h"'),
+        ("instruments/core", "#include <Python.h>"),
     ],
 )
 def test_the_detector_catches_a_planted_fault(layer, line):
@@ -267,157 +223,9 @@ def test_that_detector_catches_a_planted_fault_too(line):
     assert list(private_names_of_torch(f"import torch\n{line}\n", own_names()))
 
 
-# Which room of the package, a folder or a module at its top, may import which. "zbpipe" is the package's own names.
-BASE = {"_C", "_torch"}
-ROOMS = {
-    "_version": set(),
-    "_formatting": set(),
-    "_build_check": {"_build_info", "_version"},
-    "_first_aid": {"_version"},
-    "_torch": set(),
-    "_policy": {"_formatting"},
-    "_work": {"_torch"},
-    "_sharers": {"_torch"},
-    "release": {*BASE, "_sharers"},
-    "_kernels": BASE,
-    "_compile": {*BASE, "_formatting"},
-    "_stage": {"_policy", "_torch"},
-    "passes": {"_C", "_policy", "_stage"},
-    "_patch": {"_policy", "_stage", "_formatting", "_torch", "passes"},
-    "memory": {*BASE, "_formatting", "_version", "leaks", "passes"},
-    "leaks": {*BASE, "_formatting"},
-    "_explain": {*BASE, "_policy", "_formatting", "memory"},
-    "zbpipe": {
-        *("_C", "_build_check", "_compile", "_explain", "_first_aid", "_kernels", "_patch", "_policy"),
-        *("_version", "leaks", "memory", "passes", "release"),
-    },
-    "_cli": {
-        *("_build_info", "_first_aid", "_patch", "_formatting", "_torch", "_version", "leaks", "memory", "zbpipe"),
-    },
-    "__main__": {"_cli"},
-}
-# What is imported where it is needed, within a function, and why.
-TIME, OPTIONAL = "takes long to import, and few need it", "need not be installed"
-LATE = {
-    ("__init__.py", "zbpipe.leaks"): TIME,
-    ("_build_check.py", "torch"): "what is not there is said in one sentence",
-    ("_build_check.py", "zbpipe._build_info"): "what is not there is said in one sentence",
-    ("_cli/steps.py", "torch.distributed.pipelining"): TIME,
-    ("_compile/__init__.py", "zbpipe._compile.backend"): TIME,  # the compilers
-    ("_compile/cut.py", "networkx"): TIME,
-    ("_stage/data_parallel.py", "torch.distributed.fsdp"): TIME,
-    ("_torch/compiler.py", "torch._dynamo.backends.debugging"): TIME,
-    ("_torch/compiler.py", "torch._inductor"): TIME,
-    ("_torch/compiler.py", "torch._inductor.compile_fx"): TIME,
-    ("_torch/compiler.py", "torch._inductor.utils"): TIME,
-    ("_torch/fsdp.py", "torch.distributed.fsdp"): TIME,
-    ("leaks/_draw/figure.py", "matplotlib.backends.backend_agg"): OPTIONAL,
-    ("leaks/_draw/figure.py", "matplotlib.figure"): OPTIONAL,
-    ("leaks/_draw/figure.py", "matplotlib.patches"): OPTIONAL,
-    ("leaks/__init__.py", "zbpipe.leaks.pytest_plugin"): OPTIONAL,  # pytest
-    ("memory/_living.py", "zbpipe.leaks._search"): TIME,
-    ("memory/_out_of_memory.py", "zbpipe.leaks._search"): TIME,
-    ("memory/_plot.py", "matplotlib.backends.backend_agg"): OPTIONAL,
-    ("memory/_plot.py", "matplotlib.figure"): OPTIONAL,
-    ("memory/_plot.py", "matplotlib.font_manager"): OPTIONAL,
-    ("memory/_plot.py", "matplotlib.patches"): OPTIONAL,
-}
-LONGEST_MODULE = 350
-
-
-def every_module():
-    return sorted(path for path in PACKAGE.rglob("*.py") if path.name != "_build_info.py")
-
-
-def name_of(path):
-    return ".".join(("zbpipe", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
-
-
-def room_of(module):
-    return module.split(".")[1] if "." in module else "zbpipe"
-
-
-def imports(text):
-    """The modules that a text imports, each with whether it does so within a function."""
-
-    def found(node, within):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, within) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                path = PACKAGE.parent.joinpath(*node.module.split("."), alias.name)
-                is_module = path.with_suffix(".py").exists() or path.is_dir() or alias.name in ("_C", "_build_info")
-                ours = node.module.split(".")[0] == "zbpipe"
-                yield (f"{node.module}.{alias.name}" if ours and is_module else node.module), within
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "importlib.import_module":
-            yield from ((name.value, within) for name in node.args if isinstance(name, ast.Constant))
-        is_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-        for child in ast.iter_child_nodes(node):
-            yield from found(child, within or is_function)
-
-    return set(found(ast.parse(text), False))
-
-
-def import_violations(room, modules):
-    return {
-        module for module in modules if module.split(".")[0] == "zbpipe" and room_of(module) not in {room, *ROOMS[room]}
-    }
-
-
-def test_each_room_imports_only_what_it_may():
-    used = {}
-    for path in every_module():
-        room = room_of(name_of(path))
-        modules = {module for module, _ in imports(path.read_text())}
-        assert not import_violations(room, modules), path
-        used.setdefault(room, set()).update(room_of(m) for m in modules if m.split(".")[0] == "zbpipe")
-    assert used.keys() == ROOMS.keys()
-    assert {room: ROOMS[room] - of for room, of in used.items() if ROOMS[room] - of} == {}, "allowed, and not used"
-
-
-def test_no_import_runs_back_up():
-    """Neither between rooms nor between modules; what is imported late counts, too."""
-    assert circle(ROOMS) == []
-    edges = {}
-    for path in every_module():
-        name = name_of(path)
-        edges[name] = {m for m, _ in imports(path.read_text()) if m.split(".")[0] == "zbpipe"} - {name}
-    assert len(edges) > 60
-    assert circle(edges) == []
-
-
-def test_what_is_imported_late_has_its_reason():
-    late = {
-        (path.relative_to(PACKAGE).as_posix(), module)
-        for path in every_module()
-        for module, within in imports(path.read_text())
-        if within
-    }
-    assert late == LATE.keys()
-
-
 def test_no_module_is_longer_than_one_reads():
-    found = {path.relative_to(PACKAGE).as_posix(): len(path.read_text().splitlines()) for path in every_module()}
-    assert {name: count for name, count in found.items() if count > LONGEST_MODULE} == {}
-
-
-@pytest.mark.parametrize(
-    ("room", "line"),
-    [
-        ("_stage", "from zbpipe import passes"),
-        ("_torch", "import zbpipe._policy"),
-        ("leaks", "from zbpipe.memory import record"),
-        ("leaks", "def f():\n    from zbpipe import get_policy"),
-        ("_kernels", "import importlib\nimportlib.import_module('zbpipe.release')"),
-    ],
-)
-def test_an_import_back_up_is_found(room, line):
-    assert import_violations(room, {module for module, _ in imports(line)})
-
-
-def test_a_circle_is_found():
-    assert circle({"a": {"b"}, "b": {"c", "d"}, "d": {"a"}}) == ["a", "b", "d", "a"]
-    assert circle({"a": {"b", "c"}, "b": {"c"}}) == []
+    sources = PACKAGE.rglob("*.py")
+    assert {path.name: n for path in sources if (n := len(path.read_text().splitlines())) > 350} == {}
 
 
 # A function of the shim's C interface. Python must never see a C++ exception.
@@ -427,33 +235,16 @@ FUNCTION = re.compile(
 BARRIER = re.compile(r"\b(guarded|guarded_object|set_of|kept_in|in_memory|barrier\.end)\(")
 # Behind no barrier: they free, read a flag or a clock, or hold a lock for that; called where no Python error may be set.
 CANNOT_THROW = {
+    "zbp_add_handle",
     "zbp_error_clear",
     "zbp_error_raise",
     "zbp_weight_key",
-    "zbp_group_reads",
-    "zbp_group_recomputed_for",
-    "zbp_group_forget_main_grads",
-    "zbp_run_free",
     "zbp_group_release",
     "zbp_group_again",
-    "zbp_call_free",
-    "zbp_scene_free",
-    "zbp_scene_roots",
-    "zbp_task_has_work",
-    "zbp_in_anomaly_mode",
     "zbp_group_free",
-    "zbp_group_state",
     "zbp_group_traverse",
     "zbp_group_clear",
-    "zbp_things_free",
-    "zbp_things_count",
-    "zbp_things_blame",
-    "zbp_things_unlist",
-    "zbp_tensor_storage",
     "zbp_tensor_key",
-    "zbp_storage_look",
-    "zbp_storage_watch",
-    "zbp_storage_unwatch",
     "zbp_tap_stop",
     "zbp_tap_adopt",
     "zbp_tap_adopt_storage",
@@ -461,9 +252,6 @@ CANNOT_THROW = {
     "zbp_tap_mark",
     "zbp_tap_trace_start",
     "zbp_tap_trace_stop",
-    "zbp_tap_collection_begins",
-    "zbp_tap_collection_ends",
-    "zbp_tap_forget_collections",
     "zbp_tap_serial",
     "zbp_tap_blocks",
     "zbp_tap_lock",
@@ -476,10 +264,10 @@ def unguarded(source):
 
 
 def test_every_function_of_the_c_interface_is_behind_the_exception_barrier():
-    sources = [path.read_text() for path in files("shim") if path.suffix == ".cpp"]
+    sources = [path.read_text() for path in (*files("shim"), *files("instruments/shim")) if path.suffix == ".cpp"]
     declared = {
         name
-        for path in files("shim")
+        for path in (*files("shim"), *files("instruments/shim"))
         if path.name.startswith("zbp_")
         for name in re.findall(r"\b(zbp_\w+)\([^)]*\);", path.read_text())
     }

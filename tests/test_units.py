@@ -36,6 +36,13 @@ def test_each_file_compiles_alone_and_their_objects_have_no_circle(tmp_path):
         )
     assert {name: text for name, text in said.items() if text} == {}
     edges = symbols_of(objects)
-    assert "shim/pass/scene.cpp" in edges["pass/input_pass.c"], "the detector sees nothing"
+    assert "shim/input/scene.cpp" in edges["pass/input_pass.c"], "the detector sees nothing"
     assert len(edges) > 60
     assert circle(edges) == []
+    assert not {file for file, of in edges.items() if file.startswith("core/") and any("core/" not in o for o in of)}
+    folders = {}
+    for file, of in edges.items():
+        if file.endswith(".c"):
+            folder = file.rpartition("/")[0]
+            folders.setdefault(folder, set()).update({o.rpartition("/")[0] for o in of if o.endswith(".c")} - {folder})
+    assert circle(folders) == []

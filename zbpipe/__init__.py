@@ -17,10 +17,10 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from zbpipe import _build_check, _first_aid
+from zbpipe import _first_aid, _native
 
 _first_aid.watch_import()
-_build_check.check()
+_build = _native.load()
 
 from zbpipe import memory  # noqa: E402
 from zbpipe._C import ParamGroup  # noqa: E402

@@ -43,7 +43,7 @@ def line(name: str, text: str) -> None:
 
 
 def _is_doctor() -> bool:
-    program, *arguments = getattr(sys, "argv", None) or [""]  # there is none yet while Python reads zbpipe.pth
+    program, *arguments = getattr(sys, "argv", None) or [""]
     if program == "-m":  # while the package of the module is imported
         program = sys.orig_argv[-len(sys.argv)].removeprefix("-m")
     return arguments[:1] == ["doctor"] and Path(program).stem == "zbpipe"

@@ -8,9 +8,8 @@
 #include <structmember.h>
 
 #include "bindings/parts.h"
-#include "shim/pass/zbp_describe.h"
-#include "shim/pass/zbp_input.h"
-#include "shim/work/zbp_work.h"
+#include "shim/group/zbp_describe.h"
+#include "shim/input/zbp_input.h"
 
 /* Owns its zbp_group. What Functions have handed over may refer back to it. */
 typedef struct {
@@ -74,18 +73,24 @@ static PyObject *format_bytes(size_t bytes)
     return PyUnicode_FromString(text);
 }
 
+static bool is_spent(const zbp_group *group)
+{
+    return !zbp_book_is_claimed(&group->book) && zbp_book_is_complete(&group->book);
+}
+
 static PyObject *group_repr(PyObject *op)
 {
     const zbp_group *group = ((group_object *)op)->group;
-    const int state = zbp_group_state(group);
-    if (state != ZBP_GROUP_READY) {
-        return PyUnicode_FromString(state == ZBP_GROUP_SPENT
-                                        ? "<zbpipe.ParamGroup: spent, its weight pass has run>"
-                                        : "<zbpipe.ParamGroup: its weight pass is running>");
-    }
     const uint32_t weights = group->layout.weight_count, tasks = group->layout.task_count;
     zbp_error error = {0};
     size_t held = 0;
+
+    if (zbp_book_is_claimed(&group->book)) {
+        return PyUnicode_FromString("<zbpipe.ParamGroup: its weight pass is running>");
+    }
+    if (is_spent(group)) {
+        return PyUnicode_FromString("<zbpipe.ParamGroup: spent, its weight pass has run>");
+    }
     if (zbp_group_bytes_held(group, &held, &error) != ZBP_OK) {
         return zbp_error_raise(&error);
     }
@@ -111,17 +116,21 @@ static PyObject *group_get_bytes_held(PyObject *op, void *Py_UNUSED(closure))
 
 static PyObject *group_get_weights(PyObject *op, void *Py_UNUSED(closure))
 {
-    return zbp_weights_wrap(((group_object *)op)->group);
+    zbp_group *group = ((group_object *)op)->group;
+    zbp_error error = {0};
+    return is_spent(group) ? PyTuple_New(0)
+                           : zbp_or_raise(zbp_group_weights(group, &error), &error);
 }
 
 static PyObject *group_get_spent(PyObject *op, void *Py_UNUSED(closure))
 {
-    return PyBool_FromLong(zbp_group_state(((group_object *)op)->group) == ZBP_GROUP_SPENT);
+    return PyBool_FromLong(is_spent(((group_object *)op)->group));
 }
 
 static PyObject *group_describe(PyObject *op, PyObject *Py_UNUSED(ignored))
 {
-    return zbp_describe_group(((group_object *)op)->group);
+    zbp_error error = {0};
+    return zbp_or_raise(zbp_group_describe(((group_object *)op)->group, &error), &error);
 }
 
 static PyObject *group_get_reads_weights(PyObject *op, void *Py_UNUSED(closure))

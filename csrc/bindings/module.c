@@ -26,9 +26,8 @@ static int module_exec(PyObject *module)
     if (PyModule_AddObjectRef(module, "RunError", state->run_error) < 0) {
         return -1;
     }
-    if (zbp_add_passes(module) < 0 || zbp_add_describe(module) < 0 || zbp_add_work(module) < 0 ||
-        zbp_add_release(module) < 0 || zbp_add_memory(module) < 0 || zbp_add_storages(module) < 0 ||
-        zbp_add_holders(module) < 0) {
+    if (zbp_add_passes(module) < 0 || zbp_add_work(module) < 0 || zbp_add_release(module) < 0 ||
+        zbp_add_memory(module) < 0 || zbp_add_holders(module) < 0) {
         return -1;
     }
     return zbp_add_leaks(module);

@@ -1,12 +1,11 @@
-/* passes.c - the input pass and the weight pass. The work is that of csrc/pass; here arguments are handed to the shim
- * and results wrapped. */
+/* passes.c - the input pass and the weight pass. The work is that of csrc/pass; here arguments are
+ * handed to the shim and results wrapped. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include "bindings/parts.h"
-#include "bindings/weight_call.h"
 #include "pass/zbp_pass.h"
-#include "shim/pass/zbp_describe.h"
+#include "shim/group/zbp_describe.h"
 
 /* NULL for None. */
 static PyObject *tuple_or_null(PyObject *object)
@@ -43,22 +42,30 @@ static void raise_run_error(PyObject *run_error)
     Py_XDECREF(traceback);
 }
 
-/* Takes the groups over from their array, which it frees; new list, or NULL with an error set. */
-static PyObject *wrap_groups(PyTypeObject *type, zbp_group **groups, size_t count)
+/* Calls of I and W that have begun and not ended, of all threads and of this one. They begin and end with the GIL. */
+static size_t running;
+static _Thread_local size_t running_here;
+
+static void pass_begins(void)
 {
-    PyObject *list = PyList_New((Py_ssize_t)count);
-    for (size_t i = 0; i < count; ++i) {
-        PyObject *group = list != NULL ? zbp_group_wrap(type, groups[i]) : NULL;
-        if (list == NULL) {
-            zbp_group_free(groups[i]);
-        } else if (group == NULL) {
-            Py_CLEAR(list);
-        } else {
-            PyList_SET_ITEM(list, (Py_ssize_t)i, group);
-        }
-    }
-    PyMem_Free(groups);
-    return list;
+    ++running;
+    ++running_here;
+}
+
+static void pass_ends(void)
+{
+    --running;
+    --running_here;
+}
+
+bool zbp_passes_run_elsewhere(void)
+{
+    return running != running_here;
+}
+
+static PyObject *wrap_group(void *type, zbp_group *group)
+{
+    return zbp_group_wrap(type, group);
 }
 
 PyDoc_STRVAR(
@@ -73,9 +80,6 @@ PyDoc_STRVAR(
 static PyObject *input_pass(PyObject *module, PyObject *args)
 {
     PyObject *outputs, *grads, *inputs, *weights, *given_policy, *excluded, *result = NULL;
-    PyObject *dinputs = NULL, *list;
-    zbp_group **groups = NULL;
-    size_t group_count = 0;
     zbp_policy policy = {.main_grad = false};
     zbp_scene *scene = NULL;
     zbp_error error = {0};
@@ -92,79 +96,173 @@ static PyObject *input_pass(PyObject *module, PyObject *args)
         Py_XDECREF(excluded);
         return NULL;
     }
+    pass_begins();
     int status = zbp_scene_new(policy, outputs, tuple_or_null(grads), inputs,
                                tuple_or_null(weights), excluded, &scene, &error);
-    Py_DECREF(excluded);
-    if (status != ZBP_OK) {
-        return zbp_error_raise(&error);
-    }
-    status = zbp_pass_inputs(scene, &error);
-    if (zbp_scene_end(scene, status, &error, &dinputs, &groups, &group_count) != ZBP_OK) {
-        zbp_error_raise(&error);
-        if (PyErr_ExceptionMatches(PyExc_Exception)) {
-            raise_run_error(zbp_run_error(module));
+    if (status == ZBP_OK) {
+        status = zbp_pass_inputs(scene, &error);
+        status = zbp_scene_end(scene, status, wrap_group, zbp_group_type(module), &result, &error);
+        if (status != ZBP_OK) {
+            zbp_error_raise(&error);
+            if (PyErr_ExceptionMatches(PyExc_Exception)) {
+                raise_run_error(zbp_run_error(module));
+            }
         }
-        return NULL;
+    } else {
+        zbp_error_raise(&error);
     }
-    list = wrap_groups(zbp_group_type(module), groups, group_count);
-    result = list != NULL ? PyTuple_Pack(2, dinputs, list) : NULL;
-    Py_XDECREF(list);
-    Py_DECREF(dinputs);
+    pass_ends();
+    Py_DECREF(excluded);
     return result;
+}
+
+/* ---- the weight pass */
+
+/* Groups of a tuple, which owns them; the books of the first `claimed` are in the call's hands. */
+typedef struct weight_call {
+    zbp_group **group;
+    size_t count, claimed;
+} weight_call;
+
+static int get_groups(weight_call *call, PyObject *module, PyObject *tuple)
+{
+    call->count = (size_t)PyTuple_GET_SIZE(tuple);
+    call->group = PyMem_New(zbp_group *, call->count + 1);
+    if (call->group == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (size_t i = 0; i < call->count; ++i) {
+        PyObject *item = PyTuple_GET_ITEM(tuple, (Py_ssize_t)i);
+        if (!Py_IS_TYPE(item, zbp_group_type(module))) {
+            PyErr_Format(PyExc_TypeError,
+                         "param_groups[%zu] is a %s; expected a ParamGroup, as "
+                         "zbpipe.stage_backward_input returns them",
+                         i, Py_TYPE(item)->tp_name);
+            return -1;
+        }
+        call->group[i] = zbp_group_in(item);
+    }
+    return 0;
+}
+
+static bool is_listed_before(const weight_call *call, size_t i)
+{
+    size_t other = 0;
+
+    while (call->group[other] != call->group[i]) {
+        ++other;
+    }
+    return other < i;
+}
+
+/* Raises why not all can be claimed: of the list, and only then of another call that has one.
+ * Always -1. */
+static int refuse_claim(const weight_call *call)
+{
+    for (size_t i = 0; i < call->count; ++i) {
+        const zbp_book *book = &call->group[i]->book;
+        const bool is_others = i >= call->claimed && zbp_book_is_claimed(book);
+        if (!is_others && book->state == ZBP_BOOK_SPENT) {
+            PyErr_Format(PyExc_RuntimeError,
+                         "param_groups[%zu] is spent: its weight pass has already run; pass "
+                         "retain_graph=True to the first call to run it again",
+                         i);
+            return -1;
+        }
+        if (is_listed_before(call, i)) {
+            PyErr_Format(PyExc_ValueError, "param_groups[%zu] is listed twice", i);
+            return -1;
+        }
+    }
+    PyErr_Format(PyExc_RuntimeError,
+                 "param_groups[%zu] is already running in another call of stage_backward_weight",
+                 call->claimed);
+    return -1;
+}
+
+static int claim(weight_call *call)
+{
+    for (; call->claimed < call->count; ++call->claimed) {
+        zbp_book *book = &call->group[call->claimed]->book;
+        if (!zbp_book_claim(book)) {
+            return refuse_claim(call);
+        }
+        if (book->state == ZBP_BOOK_SPENT) {
+            zbp_book_give_back(book);
+            return refuse_claim(call);
+        }
+    }
+    return 0;
+}
+
+/* Until the pass runs nothing has been changed, and whatever is refused leaves the groups as they
+ * were. */
+static int run(const weight_call *call, zbp_how how, bool main_grad, zbp_error *error)
+{
+    zbp_call *of_shim = NULL;
+    int status =
+        zbp_call_begin(call->group, call->count, main_grad, &how.is_anomaly, &of_shim, error);
+
+    if (status != ZBP_OK) {
+        return status;
+    }
+    Py_BEGIN_ALLOW_THREADS status = zbp_pass_weights(call->group, call->count, how, error);
+    Py_END_ALLOW_THREADS const bool is_complete = status == ZBP_OK;
+    status = zbp_call_end(of_shim, status, error);
+    for (size_t i = 0; is_complete && status != ZBP_OK && i < call->count; ++i) {
+        zbp_book_report_again(&call->group[i]->book);
+    }
+    return status;
 }
 
 PyDoc_STRVAR(weight_pass_doc,
              "weight_pass(param_groups, retain_graph, policy, /)\n--\n\n"
              "The weight pass of the groups, a tuple. See zbpipe.stage_backward_weight.");
 
-/* Borrowed from `list`; *groups_out: PyMem_Free. */
-static int get_groups(PyObject *module, PyObject *list, zbp_group ***groups_out)
-{
-    const Py_ssize_t count = PyTuple_GET_SIZE(list);
-
-    *groups_out = PyMem_New(zbp_group *, (size_t)count + 1);
-    if (*groups_out == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < count; ++i) {
-        PyObject *item = PyTuple_GET_ITEM(list, i);
-        if (!Py_IS_TYPE(item, zbp_group_type(module))) {
-            PyErr_Format(PyExc_TypeError,
-                         "param_groups[%zd] is a %s; expected a ParamGroup, as "
-                         "zbpipe.stage_backward_input returns them",
-                         i, Py_TYPE(item)->tp_name);
-            return -1;
-        }
-        (*groups_out)[i] = zbp_group_in(item);
-    }
-    return 0;
-}
-
 static PyObject *weight_pass(PyObject *module, PyObject *args)
 {
-    PyObject *list, *policy;
-    zbp_group **groups = NULL;
-    int retain, status;
+    PyObject *tuple, *policy, *result = NULL;
+    weight_call call = {0};
+    int retain;
     bool main_grad = false;
-    zbp_how how = {.is_anomaly = zbp_in_anomaly_mode()};
+    zbp_how how = {0};
+    zbp_error error = {0};
 
-    if (!PyArg_ParseTuple(args, "O!pO:weight_pass", &PyTuple_Type, &list, &retain, &policy) ||
+    if (!PyArg_ParseTuple(args, "O!pO:weight_pass", &PyTuple_Type, &tuple, &retain, &policy) ||
         zbp_read_flag(policy, "fused", &how.fuse) < 0 ||
         zbp_read_flag(policy, "main_grad", &main_grad) < 0) {
         return NULL;
     }
     how.retain = retain != 0;
-    status = get_groups(module, list, &groups);
-    if (status == 0) {
-        status = zbp_run_weight_pass(groups, (size_t)PyTuple_GET_SIZE(list), how, main_grad);
+    pass_begins();
+    if (get_groups(&call, module, tuple) == 0 && claim(&call) == 0 &&
+        run(&call, how, main_grad, &error) == ZBP_OK) {
+        result = Py_NewRef(Py_None);
     }
-    PyMem_Free(groups);
-    return status == 0 ? Py_NewRef(Py_None) : NULL;
+    for (size_t i = 0; i < call.claimed; ++i) {
+        zbp_book_give_back(&call.group[i]->book);
+    }
+    PyMem_Free(call.group);
+    pass_ends();
+    return result != NULL || PyErr_Occurred() ? result : zbp_error_raise(&error);
+}
+
+PyDoc_STRVAR(is_watched_doc,
+             "is_watched(tensor, /)\n--\n\nTrue if hooks watch its accumulation, as DDP's do.");
+
+static PyObject *is_watched(PyObject *Py_UNUSED(module), PyObject *tensor)
+{
+    zbp_error error = {0};
+    int answer = 0;
+
+    return zbp_is_watched(tensor, &answer, &error) == ZBP_OK ? PyBool_FromLong(answer)
+                                                             : zbp_error_raise(&error);
 }
 
 static PyMethodDef passes_methods[] = {{"input_pass", input_pass, METH_VARARGS, input_pass_doc},
                                        {"weight_pass", weight_pass, METH_VARARGS, weight_pass_doc},
+                                       {"is_watched", is_watched, METH_O, is_watched_doc},
                                        {NULL, NULL, 0, NULL}};
 
 int zbp_add_passes(PyObject *module)

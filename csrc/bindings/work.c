@@ -3,7 +3,6 @@
 #include <Python.h>
 
 #include "bindings/parts.h"
-#include "shim/work/zbp_work.h"
 
 static bool is_weights(PyObject *weights)
 {

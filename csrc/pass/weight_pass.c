@@ -1,9 +1,11 @@
-/* W: look, add what is alone, run the rest in the engine, settle. See Note [The states of a weight]. */
+/* W: see the hooks, add what is alone, run the rest in the engine, settle. See Note [The states of
+ * a weight]. */
 
 #include "core/base/zbp_map.h"
 #include "pass/zbp_pass.h"
 
-/* A weight that is the engine's in one group is the engine's in all: what it adds comes in the order of the groups. */
+/* A weight that is the engine's in one group is the engine's in all: what it adds comes in the
+ * order of the groups. */
 static int share_engine(zbp_group *const *group, size_t count)
 {
     zbp_map engine = {0};
@@ -26,19 +28,20 @@ static int share_engine(zbp_group *const *group, size_t count)
     return status;
 }
 
-static int look(zbp_group *const *group, size_t count, zbp_how how, zbp_error *error)
+static int find_alone(zbp_group *const *group, size_t count, zbp_how how, zbp_error *error)
 {
     int status = ZBP_OK;
 
     for (size_t g = 0; g < count && status == ZBP_OK; g++) {
-        status = zbp_look(group[g], error);
+        status = zbp_group_see_hooks(group[g], error);
         if (status == ZBP_OK)
             zbp_book_find_alone(&group[g]->book, &group[g]->layout, how);
     }
     return status == ZBP_OK && count > 1 ? share_engine(group, count) : status;
 }
 
-/* The group's weights that are alone. A group that is complete then lets go: those behind it need the memory. */
+/* The group's weights that are alone. A group that is complete then lets go: those behind it need
+ * the memory. */
 static int add_alone(zbp_group *group, zbp_how how, zbp_error *error)
 {
     const zbp_book *book = &group->book;
@@ -64,65 +67,53 @@ static int add_alone(zbp_group *group, zbp_how how, zbp_error *error)
     return status;
 }
 
-/* Runs what has been added to *run, if anything, and empties it. */
-static int go(zbp_run **run, zbp_map *weights, zbp_error *error)
+static bool has_one_of(const zbp_group *group, const zbp_map *weights)
 {
-    const int status = zbp_run_go(*run, error);
+    bool has = false;
 
-    zbp_run_free(*run);
-    *run = NULL;
-    zbp_map_fini(weights);
-    return status;
+    for (uint32_t w = 0; w < group->book.weight_count && !has; w++)
+        has = !group->book.weight[w].is_added &&
+              zbp_map_find(weights, zbp_weight_key(group, w), NULL);
+    return has;
 }
 
-/* The group joins a run, whose weights are `weights`. *is_next_out: it has one of them, and nothing was done. */
-static int join_run(zbp_group *group, zbp_run *run, zbp_map *weights, bool *is_next_out,
-                    zbp_error *error)
+/* The group joins the run whose weights these are. */
+static int join_run(zbp_group *group, zbp_map *weights, zbp_error *error)
 {
     int status = ZBP_OK;
 
-    *is_next_out = false;
-    for (uint32_t w = 0; w < group->book.weight_count && !*is_next_out; w++)
-        *is_next_out = !group->book.weight[w].is_added &&
-                       zbp_map_find(weights, zbp_weight_key(group, w), NULL);
-    if (*is_next_out)
-        return ZBP_OK;
     for (uint32_t w = 0; w < group->book.weight_count && status == ZBP_OK; w++) {
         if (!group->book.weight[w].is_added)
             status = zbp_map_add(weights, zbp_weight_key(group, w), 0, NULL, NULL);
     }
     if (status == ZBP_OK)
         status = zbp_follow_caller(group, error);
-    if (status == ZBP_OK) {
+    if (status == ZBP_OK)
         zbp_book_give_up_paths(&group->book, &group->layout);
-        status = zbp_run_add(run, group, error);
-    }
     return status;
 }
 
-/* One run for the groups of each microbatch: a group that shares a weight with one before it begins the next. */
+/* One run for the groups of each microbatch: a group that shares a weight with one before it begins
+ * the next. */
 static int run_engine(zbp_group *const *group, size_t count, zbp_how how, zbp_error *error)
 {
-    zbp_run *run = NULL;
     zbp_map weights = {0};
-    bool is_next = false;
+    size_t first = 0;
     int status = ZBP_OK;
 
     for (size_t g = 0; g < count && status == ZBP_OK; g++) {
         if (zbp_book_is_complete(&group[g]->book))
             continue;
-        if (run == NULL)
-            status = zbp_run_new(how, &run, error);
-        if (status == ZBP_OK)
-            status = join_run(group[g], run, &weights, &is_next, error);
-        if (status == ZBP_OK && is_next) {
-            status = go(&run, &weights, error);
-            g--; /* it is the first of the next run */
+        if (has_one_of(group[g], &weights)) {
+            status = zbp_run_engine(group + first, g - first, how, error);
+            zbp_map_fini(&weights);
+            first = g;
         }
+        if (status == ZBP_OK)
+            status = join_run(group[g], &weights, error);
     }
-    if (status == ZBP_OK && run != NULL)
-        return go(&run, &weights, error);
-    zbp_run_free(run);
+    if (status == ZBP_OK && weights.count > 0)
+        status = zbp_run_engine(group + first, count - first, how, error);
     zbp_map_fini(&weights);
     return status;
 }
@@ -159,7 +150,7 @@ static void join_what_has_run(zbp_group *group)
 
 int zbp_pass_weights(zbp_group *const *group, size_t count, zbp_how how, zbp_error *error)
 {
-    int status = look(group, count, how, error);
+    int status = find_alone(group, count, how, error);
 
     for (size_t g = 0; g < count && status == ZBP_OK; g++)
         status = add_alone(group[g], how, error);

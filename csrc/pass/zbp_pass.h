@@ -1,7 +1,7 @@
 /* zbp_pass.h - the two passes: what happens in which order, and what becomes of it after an error.
  *
- * Knows neither torch nor Python. What is decided stands in a split, layouts and books (core/pass); what
- * is touched it asks of the shim (shim/pass/zbp_input.h, zbp_weight.h), in whose place tests
+ * Knows neither torch nor Python. What is decided stands in a split, layouts and books (core/pass);
+ * what is touched it asks of the shim (shim/input/zbp_input.h, zbp_weight.h), in whose place tests
  * link one without torch.
  */
 #ifndef ZBP_PASS_H
@@ -9,8 +9,8 @@
 
 #include <stddef.h>
 
-#include "shim/pass/zbp_input.h"
-#include "shim/pass/zbp_weight.h"
+#include "shim/input/zbp_input.h"
+#include "shim/weight/zbp_weight.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -24,9 +24,9 @@ ZBP_MUST_USE int zbp_pass_inputs(zbp_scene *scene, zbp_error *error);
 
 /* Runs W for groups that nobody else runs: each adds its gradients, once. Called without the GIL.
  *
- * ZBP_OK: every group is complete, and closed, or with how.retain ready to run again.
- * Another status: *error says what was raised. What had been added by then is noted in the books, and
- * the call can be repeated, with the same groups or some of them: nothing is added twice. */
+ * ZBP_OK: every group is complete, and closed, or with how.retain ready to run again. Another
+ * status: *error says what was raised. What had been added by then is noted in the books, and the
+ * call can be repeated, with the same groups or some of them: nothing is added twice. */
 ZBP_MUST_USE int zbp_pass_weights(zbp_group *const *group, size_t count, zbp_how how,
                                   zbp_error *error);
 

@@ -3,6 +3,8 @@
 
 #include <string.h>
 
+#include "core/base/zbpi_hash.h"
+
 enum { ALL_ROLES = ZBP_ROLE_INPUT | ZBP_ROLE_WEIGHT | ZBP_ROLE_ROOT | ZBP_ROLE_EXCLUDED };
 
 static int told(const char *reason, const char **reason_out)
@@ -149,104 +151,20 @@ int zbp_book_check(const zbp_book *book, const zbp_layout *layout, const char **
     return told(reason, reason_out);
 }
 
-static const char *fault_in_heap_edges(const zbp_heap *heap, uint64_t references)
+/* Whether a look-up of the block in slot i ends there. */
+static bool is_found(const zbp_blocks *blocks, size_t i)
 {
-    if (heap->edge_count > references)
-        return "heap: an edge was not counted";
-    for (uint32_t e = 0; e < heap->edge_count; e++)
-        if (heap->edge[e].from < heap->reached || heap->edge[e].from >= heap->count ||
-            heap->edge[e].to < heap->reached || heap->edge[e].to >= heap->count)
-            return "heap: an edge does not run between vertices that the roots do not reach";
-    return NULL;
-}
+    size_t at = zbpi_hash(blocks->slot[i].address) & (blocks->capacity - 1);
 
-int zbp_heap_check(const zbp_heap *heap, const char **reason_out)
-{
-    const char *reason = NULL;
-    uint64_t references = 0;
-
-    if (heap->count > heap->capacity || heap->edge_count > heap->edge_capacity)
-        reason = "heap: a count is beyond its capacity";
-    else if (heap->next > heap->count || heap->reached > heap->next)
-        reason = "heap: more was reached than given, or given than met";
-    else if (!heap->has_rest && (heap->reached != 0 || heap->edge_count != 0))
-        reason = "heap: an edge from what the roots reach was kept";
-    else
-        (void)!zbp_map_check(&heap->id_of, &reason);
-    for (uint32_t v = 0; reason == NULL && v < heap->count; v++) {
-        const zbp_vertex *vertex = &heap->vertex[v];
-
-        if (zbp_heap_find(heap, vertex->key) != v)
-            reason = "heap: a vertex is not found under its key";
-        else if (vertex->parent >= v && vertex->parent != ZBP_NO_VERTEX)
-            reason = "heap: a vertex comes before its parent";
-        if (v >= heap->reached)
-            references += (uint64_t)vertex->python_refs + vertex->native_refs;
-    }
-    if (reason == NULL)
-        reason = fault_in_heap_edges(heap, references);
-    return told(reason, reason_out);
-}
-
-static const char *find_fault_of_way(const zbp_ways *ways, uint32_t v)
-{
-    const zbp_way_to *way = &ways->way[v];
-    const zbp_way_to *before;
-
-    if (way->rank > ZBP_RANK_CYCLE || (v < ways->reached) != (way->rank == ZBP_RANK_ROOT))
-        return "ways: a rank does not say what reaches a vertex";
-    if (way->parent == ZBP_NO_VERTEX)
-        return way->depth == 0 && way->head == v ? NULL
-                                                 : "ways: a way does not begin at its beginning";
-    if (way->parent >= ways->count)
-        return "ways: a way leads from no vertex";
-    before = &ways->way[way->parent];
-    if (way->rank == ZBP_RANK_NONE || way->rank != before->rank || way->depth != before->depth + 1)
-        return "ways: a step does not go on from the one before";
-    if (way->head != (way->depth < ZBP_CHAIN_HEAD ? v : before->head))
-        return "ways: the head of a way is not where it ends";
-    return NULL;
-}
-
-/* What leads from a vertex of this rank may be nearer, or of a rank that comes before. */
-static const char *find_fault_of_edge(const zbp_ways *ways, zbp_holding edge)
-{
-    const zbp_way_to *from = &ways->way[edge.from], *to = &ways->way[edge.to];
-    const uint32_t component = zbp_ways_component(ways, edge.to);
-
-    if (from->rank != ZBP_RANK_NONE && (to->rank == ZBP_RANK_NONE || to->rank > from->rank))
-        return "ways: a vertex has no way, and its holder has one";
-    if (from->rank != ZBP_RANK_NONE && to->rank == from->rank && to->depth > from->depth + 1)
-        return "ways: there is a shorter way";
-    if (component != ZBP_NO_VERTEX && to->rank != ZBP_RANK_CYCLE)
-        return "ways: a member of a cycle has another rank";
-    return edge.from == edge.to && component == ZBP_NO_VERTEX && to->rank != ZBP_RANK_HIDDEN
-               ? "ways: what holds itself is in no cycle"
-               : NULL;
-}
-
-int zbp_ways_check(const zbp_ways *ways, const zbp_heap *heap, const char **reason_out)
-{
-    const char *reason = NULL;
-
-    if (ways->count != heap->count || ways->reached != zbp_heap_reached(heap) ||
-        ways->rest != ways->count - ways->reached)
-        reason = "ways: they are another heap's";
-    for (uint32_t v = 0; reason == NULL && v < ways->count; v++)
-        reason = find_fault_of_way(ways, v);
-    for (uint32_t e = 0; reason == NULL && e < heap->edge_count; e++)
-        reason = find_fault_of_edge(ways, heap->edge[e]);
-    for (uint32_t i = 0; reason == NULL && i < ways->rest; i++)
-        if ((ways->component[i] != ZBP_NO_VERTEX) != (ways->begin[i] != ways->begin[i + 1]))
-            reason = "ways: a member of a cycle has no holder in it, or another vertex has one";
-    return told(reason, reason_out);
+    while (blocks->slot[at].address != 0 && blocks->slot[at].address != blocks->slot[i].address)
+        at = (at + 1) & (blocks->capacity - 1);
+    return at == i;
 }
 
 int zbp_blocks_check(const zbp_blocks *blocks, const char **reason_out)
 {
     const char *reason = NULL;
     size_t taken = 0;
-    zbp_block found;
 
     if ((blocks->capacity & (blocks->capacity - 1)) != 0)
         reason = "blocks: the capacity is not a power of two";
@@ -260,8 +178,7 @@ int zbp_blocks_check(const zbp_blocks *blocks, const char **reason_out)
         taken++;
         if (taken > blocks->count)
             reason = "blocks: more slots are taken than count says";
-        else if (!zbp_blocks_find(blocks, blocks->slot[i].address, &found) ||
-                 found.serial != blocks->slot[i].serial)
+        else if (!is_found(blocks, i))
             reason = "blocks: a block is not where a look-up finds it";
     }
     if (reason == NULL && taken != blocks->count)
@@ -272,22 +189,19 @@ int zbp_blocks_check(const zbp_blocks *blocks, const char **reason_out)
 /* Plays the log again: what it says must be what the marks and the counters say. */
 static const char *fault_in_log(const zbp_record *record)
 {
-    uint64_t live = 0, time_ns = record->mark[0].time_ns, since = 0;
+    uint64_t live = 0, time_ns = record->mark[0].time_ns;
     uint32_t m = 0;
 
-    for (uint64_t i = 0; i <= record->event_count; i++) {
+    for (uint32_t i = 0; i <= record->event_count; i++) {
         for (; m < record->mark_count && record->mark[m].events == i; m++)
             if (record->mark[m].live != live)
                 return "record: the log and a mark disagree about live bytes";
         if (i == record->event_count)
             break;
-        const zbp_event *event = zbp_record_event(record, i);
+        const zbp_event *event = &record->event[i];
         if (event->time_ns < time_ns)
             return "record: time runs backwards";
         time_ns = event->time_ns;
-        since = event->kind == ZBP_EVENT_ALLOC ? 0 : since + 1;
-        if (event->since_alloc != (since < ZBP_SINCE_MOST ? since : ZBP_SINCE_MOST))
-            return "record: an event does not tell when the latest block was handed out";
         if (event->kind == ZBP_EVENT_ALLOC)
             live += event->block.bytes;
         else if (event->kind == ZBP_EVENT_FREE)
@@ -302,87 +216,72 @@ static const char *fault_in_log(const zbp_record *record)
 
 static const char *fault_in_record(const zbp_record *record)
 {
-    zbp_span sum = {0};
-
     if (record->mark_count == 0)
         return "record: there is no mark 0";
-    if (record->live != record->total.allocated - record->total.freed)
-        return "record: live is not what was allocated and not freed";
     for (uint32_t m = 0; m < record->mark_count; m++) {
         const zbp_mark *mark = &record->mark[m];
         uint64_t next = m + 1 < record->mark_count ? mark[1].live : record->live;
 
-        if (mark->live + mark->span.allocated - mark->span.freed != next)
+        if (mark->live + mark->allocated - mark->freed != next)
             return "record: a span's bytes do not lead to the next mark";
-        if (mark->span.peak < mark->live || mark->span.peak < next)
+        if (mark->peak < mark->live || mark->peak < next)
             return "record: a span's peak is lower than its ends";
-        if (mark->span.peak > sum.peak)
-            sum.peak = mark->span.peak;
-        sum.allocations += mark->span.allocations;
-        sum.frees += mark->span.frees;
     }
-    if (sum.peak != record->total.peak || sum.allocations != record->total.allocations ||
-        sum.frees != record->total.frees)
-        return "record: the spans do not add up";
     return record->dropped == 0 && record->max_events != 0 ? fault_in_log(record) : NULL;
 }
 
 int zbp_record_check(const zbp_record *record, const char **reason_out)
 {
-    const char *reason = fault_in_record(record);
-
-    return told(reason, reason_out);
+    return told(fault_in_record(record), reason_out);
 }
 
-static const char *find_fault_of_serials(const zbp_ledger *ledger)
+static const char *fault_of_serials(const zbp_tally *tally)
 {
-    const zbp_blocks *blocks = &ledger->blocks;
+    const zbp_blocks *blocks = &tally->blocks;
 
     for (size_t i = 0; i < blocks->capacity; i++) {
         if (blocks->slot[i].address == 0)
             continue;
-        if (blocks->slot[i].serial >= ledger->next_serial)
-            return "ledger: a block has a serial that is still to come";
+        if (blocks->slot[i].serial >= tally->next_serial)
+            return "tally: a block has a serial that is still to come";
         for (size_t j = 0; j < i; j++)
             if (blocks->slot[j].address != 0 && blocks->slot[j].serial == blocks->slot[i].serial)
-                return "ledger: two blocks have the same serial";
+                return "tally: two blocks have the same serial";
     }
     return NULL;
 }
 
-static const char *find_fault_of_record(const zbp_ledger *ledger, uint32_t r)
+static const char *fault_of_fed(const zbp_tally *tally, const zbp_record *record)
 {
-    const zbp_record *record = ledger->record[r];
     const char *reason = NULL;
     uint64_t count = 0, live = 0;
 
-    for (uint32_t other = 0; other < r; other++)
-        if (ledger->record[other] == record)
-            return "ledger: a record is fed twice";
-    if (record->first_serial > ledger->next_serial)
-        return "ledger: a record begins with a serial that is still to come";
-    for (size_t i = 0; i < ledger->blocks.capacity; i++) {
-        const zbp_block *block = &ledger->blocks.slot[i];
+    if (record->first_serial > tally->next_serial)
+        return "tally: a record begins with a serial that is still to come";
+    for (size_t i = 0; i < tally->blocks.capacity; i++) {
+        const zbp_block *block = &tally->blocks.slot[i];
 
         if (block->address != 0 && block->serial >= record->first_serial) {
             count++;
             live += block->bytes;
         }
     }
-    if (live != record->live || count != record->total.allocations - record->total.frees)
-        return "ledger: what is live in a record is not what is in use since it began";
+    for (uint32_t m = 0; m < record->mark_count; m++)
+        count += record->mark[m].frees - record->mark[m].allocations;
+    if (live != record->live || count != 0)
+        return "tally: what is live in a record is not what is in use since it began";
     return zbp_record_check(record, &reason) == ZBP_OK ? NULL : reason;
 }
 
-int zbp_ledger_check(const zbp_ledger *ledger, const char **reason_out)
+int zbp_tally_check(const zbp_tally *tally, const char **reason_out)
 {
     const char *reason = NULL;
 
-    if (ledger->record_count > ledger->record_capacity)
-        reason = "ledger: more records are fed than there is room for";
-    else if (zbp_blocks_check(&ledger->blocks, &reason) == ZBP_OK)
-        reason = find_fault_of_serials(ledger);
-    for (uint32_t r = 0; reason == NULL && r < ledger->record_count; r++)
-        reason = find_fault_of_record(ledger, r);
+    if (tally->block_count != tally->blocks.count)
+        reason = "tally: the count to be read without the lock is not the table's";
+    else if (zbp_blocks_check(&tally->blocks, &reason) == ZBP_OK)
+        reason = fault_of_serials(tally);
+    for (const zbp_record *r = tally->fed; reason == NULL && r != NULL; r = r->next)
+        reason = fault_of_fed(tally, r);
     return told(reason, reason_out);
 }

@@ -6,11 +6,8 @@
 #include "core/base/zbp_map.h"
 #include "core/graph/zbp_graph.h"
 #include "core/graph/zbp_plan.h"
-#include "core/holders/zbp_heap.h"
-#include "core/holders/zbp_ways.h"
-#include "core/memory/zbp_blocks.h"
-#include "core/memory/zbp_ledger.h"
-#include "core/memory/zbp_record.h"
+#include "instruments/core/zbp_blocks.h"
+#include "instruments/core/zbp_record.h"
 #include "core/pass/zbp_book.h"
 #include "core/pass/zbp_layout.h"
 
@@ -26,13 +23,9 @@ ZBP_MUST_USE int zbp_layout_check(const zbp_layout *layout, const char **reason_
 /* Between two calls of W. */
 ZBP_MUST_USE int zbp_book_check(const zbp_book *book, const zbp_layout *layout,
                                 const char **reason_out);
-ZBP_MUST_USE int zbp_heap_check(const zbp_heap *heap, const char **reason_out);
-/* For the heap of _build; not whether components could be larger. */
-ZBP_MUST_USE int zbp_ways_check(const zbp_ways *ways, const zbp_heap *heap,
-                                const char **reason_out);
 ZBP_MUST_USE int zbp_blocks_check(const zbp_blocks *blocks, const char **reason_out);
-/* And the table's and each fed record's own. Quadratic in the blocks in use. */
-ZBP_MUST_USE int zbp_ledger_check(const zbp_ledger *ledger, const char **reason_out);
 ZBP_MUST_USE int zbp_record_check(const zbp_record *record, const char **reason_out);
+/* And the table's and each fed record's own; nobody feeds it meanwhile. Quadratic in the blocks in use. */
+ZBP_MUST_USE int zbp_tally_check(const zbp_tally *tally, const char **reason_out);
 
 #endif

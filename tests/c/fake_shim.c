@@ -156,9 +156,9 @@ static void accumulate(fake_weight *weight, const fake_gradient *gradient, bool 
         fake_add(&weight->total, gradient, 1);
 }
 
-/* ---- looks */
+/* ---- hooks */
 
-int zbp_look(zbp_group *group, zbp_error *error)
+int zbp_group_see_hooks(zbp_group *group, zbp_error *error)
 {
     fake_group *held = fake_of(group);
     if (fake.look != NULL)
@@ -174,9 +174,9 @@ int zbp_look(zbp_group *group, zbp_error *error)
     return ZBP_OK;
 }
 
-const void *zbp_weight_key(zbp_group *group, uint32_t weight)
+const void *zbp_weight_key(const zbp_group *group, uint32_t weight)
 {
-    fake_group *held = fake_of(group);
+    const fake_group *held = (const fake_group *)(const void *)group;
     const fake_weight *w = &held->weight[weight];
 
     return w->key != NULL ? w->key : w;
@@ -265,27 +265,11 @@ typedef struct group_run {
     place sink[MOST_WEIGHTS];
 } group_run;
 
-struct zbp_run {
+typedef struct engine_run {
     zbp_how how;
     size_t count;
     group_run group[MOST_HELD];
-};
-
-int zbp_run_new(zbp_how how, zbp_run **run_out, zbp_error *error)
-{
-    if (fake.runs == 0)
-        check_let_go(fake.held_count);
-    if (touch(error) != ZBP_OK)
-        return ZBP_ETORCH;
-    *run_out = calloc(1, sizeof **run_out);
-    (*run_out)->how = how;
-    return ZBP_OK;
-}
-
-void zbp_run_free(zbp_run *run)
-{
-    free(run);
-}
+} engine_run;
 
 static void expect(group_run *g, int32_t outside, int32_t weight);
 
@@ -317,7 +301,7 @@ static bool has_sink(const fake_group *held, uint32_t w)
     return w < held->as.book.weight_count && !held->as.book.weight[w].is_added;
 }
 
-static void check_no_weight_twice(const zbp_run *run, fake_group *held)
+static void check_no_weight_twice(const engine_run *run, fake_group *held)
 {
     for (size_t i = 0; i < run->count; i++) {
         for (uint32_t v = 0; v < MOST_WEIGHTS; v++) {
@@ -330,7 +314,7 @@ static void check_no_weight_twice(const zbp_run *run, fake_group *held)
     }
 }
 
-int zbp_run_add(zbp_run *run, zbp_group *group, zbp_error *error)
+static int add_to_run(engine_run *run, zbp_group *group, zbp_error *error)
 {
     fake_group *held = fake_of(group);
     group_run *g = &run->group[run->count];
@@ -419,7 +403,7 @@ static void call_hooks(fake_group *held, uint32_t w)
         fake_violation("a hook was given another gradient than what was still owed");
 }
 
-/* As Sink::add in weight_nodes.cpp: what fails is noted, and the run goes on. */
+/* As Sink::add in run.cpp: what fails is noted, and the run goes on. */
 static void run_sink(group_run *g, uint32_t w, zbp_error *error)
 {
     fake_group *held = g->held;
@@ -445,7 +429,7 @@ static void run_sink(group_run *g, uint32_t w, zbp_error *error)
 }
 
 /* Runs something that is ready; false if nothing is. */
-static bool step(zbp_run *run, zbp_error *error, int *status)
+static bool step(engine_run *run, zbp_error *error, int *status)
 {
     const uint32_t kinds = MOST_TASKS + MOST_OUTSIDE + MOST_WEIGHTS;
     const uint32_t all = (uint32_t)run->count * kinds;
@@ -478,7 +462,7 @@ static bool step(zbp_run *run, zbp_error *error, int *status)
     return false;
 }
 
-int zbp_run_go(zbp_run *run, zbp_error *error)
+static int go(engine_run *run, zbp_error *error)
 {
     int status = ZBP_OK;
 
@@ -492,6 +476,21 @@ int zbp_run_go(zbp_run *run, zbp_error *error)
     while (status == ZBP_OK && step(run, error, &status))
         ;
     return error->raised == NULL ? ZBP_OK : ZBP_ETORCH;
+}
+
+int zbp_run_engine(zbp_group *const *group, size_t count, zbp_how how, zbp_error *error)
+{
+    engine_run run = {.how = how};
+
+    if (fake.runs == 0)
+        check_let_go(fake.held_count);
+    if (touch(error) != ZBP_OK)
+        return ZBP_ETORCH;
+    for (size_t g = 0; g < count; g++) {
+        if (!zbp_book_is_complete(&group[g]->book) && add_to_run(&run, group[g], error) != ZBP_OK)
+            return ZBP_ETORCH;
+    }
+    return go(&run, error);
 }
 
 /* ---- afterwards */

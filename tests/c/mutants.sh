@@ -1,5 +1,5 @@
 #!/bin/sh
-# Puts faults into the passes, the ledger of recordings and the search for holders, one at a time, and lets the fuzzer
+# Puts faults into the passes and the recordings, one at a time, and lets the fuzzer
 # of each, or the tests of I's split, look: each must be found.
 # usage: mutants.sh BUILD_DIR [INPUTS]. CC can be set. From the root of the tree.
 build=$1 inputs=${2:-200000} found=0 missed=0
@@ -17,25 +17,9 @@ mutant_of_split() {
     look "$1" "$2" "$3" "failed: " "tests/c/test_split.c tests/c/model.c $checks" "" ""
 }
 
-# Likewise: of the ledger that recordings are fed from.
-mutant_of_ledger() {
-    look "$1" core/memory/zbp_ledger.c "$2" "fuzz_ledger: " "tests/c/fuzz_ledger.c tests/c/model.c $checks" "" "300 1"
-}
-
-# Likewise: of the tally that threads feed.
-mutant_of_tally() {
-    look "$1" core/memory/zbp_tally.c "$2" "failed: " "tests/c/test_tally.c tests/c/model.c $checks" "" ""
-}
-
-# Likewise: of by which ways what lives is held.
-mutant_of_ways() {
-    look "$1" "core/holders/$2" "$3" "fuzz_ways" "tests/c/fuzz_ways.c tests/c/ways_model.c tests/c/model.c $checks" "" "2000 1"
-}
-
-# Likewise: of what is explored and sought.
-mutant_of_holders() {
-    look "$1" "holders/$2" "$3" "failed: " "tests/c/test_holders.c tests/c/fake_things.c tests/c/model.c $checks" \
-        "csrc/holders/explore.c csrc/holders/search.c csrc/holders/storages.c" ""
+# Likewise: of what recordings are fed from, by the fuzzer of it.
+mutant_of_record() {
+    look "$1" instruments/core/zbp_record.c "$2" "fuzz_record: " "tests/c/fuzz_record.c tests/c/model.c $checks" "" "300 1"
 }
 
 # Where a source's object lies.
@@ -48,9 +32,8 @@ compile() {
 }
 
 # What no fault is put into is compiled once.
-for source in csrc/core/*/*.c csrc/pass/*.c csrc/holders/*.c tests/c/model.c $checks tests/c/ways_model.c tests/c/fake_shim.c tests/c/test_split.c \
-    tests/c/test_tally.c tests/c/test_holders.c tests/c/fake_things.c \
-    tests/c/fuzz_weight_pass.c tests/c/fuzz_ledger.c tests/c/fuzz_ways.c; do
+for source in csrc/core/*/*.c csrc/instruments/core/*.c csrc/pass/*.c tests/c/model.c $checks tests/c/fake_shim.c tests/c/test_split.c \
+    tests/c/fuzz_weight_pass.c tests/c/fuzz_record.c; do
     compile "$source" "$(object_of "$source")" || exit 1
 done
 
@@ -63,7 +46,7 @@ look() {
     fi
     compile "$build/mutant.c" "$(object_of "mutant.c")" || exit 1
     objects=
-    for source in $5 $6 csrc/core/*/*.c; do
+    for source in $5 $6 csrc/core/*/*.c csrc/instruments/core/*.c; do
         [ "$source" = "csrc/$2" ] && source=mutant.c
         objects="$objects $(object_of "$source")"
     done
@@ -108,12 +91,12 @@ mutant "a complete group lets go of what is to run again" $pass \
 # What the engine runs.
 mutant "the engine passes over the steps of a path" $book 's/zbp_layout_give_up_path(layout, f);/(void)layout;/'
 mutant "groups of one run share a weight" $pass \
-    '/^static int join_run/,/^}/s/zbp_map_find(weights, zbp_weight_key(group, w), NULL);/false;/'
-mutant "a group that begins the next run is left out" $pass 's/g--;/;/'
+    '/^static bool has_one_of/,/^}/s/zbp_map_find(weights, zbp_weight_key(group, w), NULL);/false;/'
+mutant "a group that begins the next run is left out" $pass 's/first = g;/first = g + 1;/'
 mutant "runs come in another order than their groups" $pass \
     '/^static int run_engine/,/^}/s/group\[g\]/group[count - 1 - g]/g'
 mutant "what a run raised is not raised" $pass \
-    's/status = go(&run, &weights, error);/(void)!go(\&run, \&weights, error);/'
+    's/status = zbp_run_engine(group + first, g - first/(void)!zbp_run_engine(group + first, g - first/'
 mutant "a run does not come after what the caller did" $pass \
     '/^static int join_run/,/^}/s/status = zbp_follow_caller(.*/;/'
 mutant "a weight that was added is wanted again" $book 's/return !book->weight\[weight\].is_added && /return /'
@@ -156,30 +139,15 @@ mutant_of_split "a weight that is a matrix is taken for a vector" $split \
 mutant_of_split "what is left to I by name goes to W" $split 's/is_excluded = is_excluded || .*/;/'
 mutant_of_split "what leads to a weight that is left to I goes to W" core/graph/zbp_plan.c \
     's/flag_backwards(w, ZBP_NODE_EXCLUDED, ZBP_NODE_CLOSURE);/w->stack_count = 0;/'
-# Of the ledger.
-mutant_of_ledger "a block that was taken back unseen stays live" 's/if (old.address != 0)/if (false)/'
-mutant_of_ledger "a record that has ended is fed on" 's/if (ledger->record\[r\] != record)/if (true)/'
-mutant_of_ledger "a block without room in the table uses up a serial" \
-    '/^int zbp_ledger_alloc/,/^}/s/return status;/{ ledger->next_serial++; return status; }/'
-mutant_of_ledger "the first record alone is told" \
-    '/^static void tell_freed/,/^}/s/r < ledger->record_count/r < (ledger->record_count != 0)/'
-mutant_of_ledger "blocks come as the table has them" 's/if (count > 1)/if (count > 1000)/'
-# Of tallies.
-mutant_of_tally "a collection lists what another tally takes back" 's/running.of != tally ||/false ||/'
-mutant_of_tally "what nobody wants to know is listed on" 's/running.watchers != __atomic_load_n.*))/false)/'
-mutant_of_tally "a list that is short is handed out" 's/return is_short ? ZBP_ENOMEM : ZBP_OK;/return ZBP_OK;/'
-mutant_of_tally "the end of any record is the end of all" 's/is_fed = tally->ledger.record_count != 0;/is_fed = false;/'
-# Of the search for holders.
-mutant_of_ways "what holds itself is in no cycle" zbp_ways.c 's/ || holds_itself(ways, v);/;/'
-mutant_of_ways "a component is left open" zbp_ways.c '/index\[member\] = CLOSED;/d'
-mutant_of_ways "every member of a cycle is to blame" zbp_ways.c 's/ \&\& blame\[i\] == least_blame\[c\]//'
-mutant_of_ways "a vertex forgets the search for a cycle that met it" zbp_ways.c \
-    '/i < met; i++)$/,/UNMET;/s/= UNMET/= 0/'
-mutant_of_ways "what is met again is not held once more" zbp_heap.c 's/if (v != ZBP_NO_VERTEX \&\& parent/if (added \&\& parent/'
-mutant_of_holders "what is dying is looked at" explore.c 's/|| !lives)/)/'
-mutant_of_holders "the collector's own reference is somebody's" search.c 's/counts.python -= listed/counts.python -= false/; s/v, blame\[v - reached\], is_target/v, false, is_target/'
-mutant_of_holders "a block of another moment is sought" storages.c 's/ \&\& block.serial < until//'
-mutant_of_holders "a storage that was there before is new" storages.c '/!zbp_map_find(&older->places/d'
-mutant_of_holders "what the roots do not reach is not searched" search.c 's/if (is_all_found(search))/if (true)/'
+# Of recordings.
+mutant_of_record "a block that was taken back unseen stays live" 's/if (old.address != 0)/if (false)/'
+mutant_of_record "a record that has ended is fed on" 's/if (\*place != NULL)$/if (false)/'
+mutant_of_record "the end of any record is the end of all" 's/(place, record->next, /(place, NULL, /'
+mutant_of_record "a block without room in the table uses up a serial" 's/next_serial += is_followed/next_serial += 1/'
+mutant_of_record "the first record alone is told" \
+    '/^static void tell_all_freed/,/^}/s/record != NULL; record = record->next/record != NULL; record = NULL/'
+mutant_of_record "what a record does not own counts as its own" 's/if (block.serial < record->first_serial)/if (false)/'
+mutant_of_record "a log goes on after what it has dropped" \
+    's/if (record->dropped != 0 || record->event_count == /if (record->event_count == /; s/if (record->dropped == 0 \&\& /if (/'
 echo "mutants: $found passed, $missed failed"
 [ "$missed" = 0 ]

@@ -21,7 +21,9 @@ def end_of_call(text, start):
 
 def sites():
     """(file, first line, last line)."""
-    for path in sorted([*ROOT.glob("csrc/core/*/*.c"), *ROOT.glob("csrc/pass/*.c"), *ROOT.glob("csrc/holders/*.c")]):
+    for path in sorted(
+        [*ROOT.glob("csrc/core/*/*.c"), *ROOT.glob("csrc/instruments/core/*.c"), *ROOT.glob("csrc/pass/*.c")]
+    ):
         name = path.relative_to(ROOT).as_posix()
         text = re.sub(r"/\*.*?\*/", lambda found: re.sub(r"[^\n]", " ", found[0]), path.read_text(), flags=re.DOTALL)
         for call in ASKS.finditer(text):

@@ -3,7 +3,7 @@
 #include "counting.h"
 #include "model.h"
 #include "core/base/zbpi_hash.h"
-#include "core/memory/zbp_blocks.h"
+#include "instruments/core/zbp_blocks.h"
 
 static zbp_alloc alloc;
 static counting count;
@@ -20,7 +20,6 @@ static void empty(void)
     const char *reason = "unset";
 
     CHECK(!zbp_blocks_take(&blocks, 16, &found) && found.address == 7);
-    CHECK(!zbp_blocks_find(&blocks, 16, &found) && found.address == 7);
     CHECK_VALID(zbp_blocks_check(&blocks, &reason));
     zbp_blocks_fini(&blocks);
     zbp_blocks_init(&blocks, NULL);
@@ -63,10 +62,8 @@ static void model(void)
         zbp_blocks_init(&blocks, &alloc);
         for (uint32_t i = 0; i < 100000; i++) {
             uint32_t k = model_below(&random, ADDRESSES);
-            zbp_block got = {0}, found = {0};
+            zbp_block got = {0};
 
-            REQUIRE(zbp_blocks_find(&blocks, (k + 1) * stride[s], &found) == (serial_at[k] != 0));
-            REQUIRE(serial_at[k] == 0 || (found.bytes == k && found.serial == serial_at[k] - 1));
             if (serial_at[k] == 0 && model_below(&random, 3) != 0) {
                 REQUIRE(zbp_blocks_add(&blocks, block((k + 1) * stride[s], k, i), &got) == ZBP_OK);
                 REQUIRE(got.address == 0);

@@ -25,7 +25,8 @@ static int call(zbp_scene *scene, char letter, zbp_error *error)
 }
 
 /* Output -> input, and output -> weight. */
-int zbp_scene_walk(zbp_scene *scene, zbp_graph *graph, zbp_error *error)
+int zbp_scene_walk(zbp_scene *scene, zbp_graph *graph, const uint32_t **root_out,
+                   uint32_t *root_count_out, zbp_error *error)
 {
     CHECK(graph->node_count == 0);
     for (uint32_t i = 0; i < 3; i++)
@@ -35,47 +36,27 @@ int zbp_scene_walk(zbp_scene *scene, zbp_graph *graph, zbp_error *error)
     REQUIRE(zbp_graph_mark(graph, 0, ZBP_ROLE_ROOT) == ZBP_OK);
     REQUIRE(zbp_graph_mark(graph, 1, ZBP_ROLE_INPUT) == ZBP_OK);
     REQUIRE(zbp_graph_mark(graph, 2, ZBP_ROLE_WEIGHT) == ZBP_OK);
+    *root_out = &scene->root;
+    *root_count_out = 1;
     return call(scene, 'w', error);
 }
 
-const uint32_t *zbp_scene_roots(const zbp_scene *scene, uint32_t *count_out)
-{
-    *count_out = 1;
-    return &scene->root;
-}
-
-int zbp_scene_look(zbp_scene *scene, zbp_survey *survey, zbp_error *error)
+int zbp_scene_note_facts(zbp_scene *scene, zbp_survey *survey, zbp_error *error)
 {
     CHECK(survey->facts.node_count == 3 && survey->facts.edge_count == 2);
     survey->facts.of_node[0] = (zbp_fact){.type = ZBP_TYPE_PRODUCT};
     survey->facts.is_matrix[1] = true;
     survey->facts.policy = (zbp_decision){ZBP_DEFER_MATRICES, ZBP_CHECKPOINT_KEEP};
-    return call(scene, 'l', error);
+    return call(scene, 'f', error);
 }
 
-int zbp_scene_make_groups(zbp_scene *scene, zbp_survey *survey, zbp_error *error)
+int zbp_scene_run(zbp_scene *scene, zbp_survey *survey, zbp_error *error)
 {
     CHECK(survey->split.group_count == 1);
     CHECK(survey->split.layout[0].task[0].kind == ZBP_TASK_PRODUCT);
-    return call(scene, 'g', error);
-}
-
-int zbp_scene_set(zbp_scene *scene, const zbp_survey *survey, zbp_error *error)
-{
     CHECK(survey->split.edit_count == 2);
-    return call(scene, 's', error);
-}
-
-int zbp_scene_run(zbp_scene *scene, const zbp_survey *survey, zbp_error *error)
-{
     CHECK(survey->split.root_to[0] == ZBP_TO_STAND_IN);
     return call(scene, 'r', error);
-}
-
-int zbp_scene_hand_over(zbp_scene *scene, const zbp_survey *survey, zbp_error *error)
-{
-    (void)survey;
-    return call(scene, 'h', error);
 }
 
 static void the_steps_come_in_their_order(void)
@@ -84,12 +65,12 @@ static void the_steps_come_in_their_order(void)
     zbp_error error = {0};
 
     CHECK(zbp_pass_inputs(&scene, &error) == ZBP_OK && error.raised == NULL);
-    CHECK(strcmp(scene.calls, "wlgsrh") == 0);
+    CHECK(strcmp(scene.calls, "wfr") == 0);
 }
 
 static void an_error_ends_it(void)
 {
-    const char *steps = "wlgsrh";
+    const char *steps = "wfr";
 
     for (int n = 0; steps[n] != '\0'; n++) {
         zbp_scene scene = {.fail_at = n};

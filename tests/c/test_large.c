@@ -10,7 +10,6 @@
 #include "counting.h"
 #include "model.h"
 #include "core/graph/zbp_plan.h"
-#include "core/memory/zbp_record.h"
 
 void __sanitizer_cov_trace_pc(void);
 
@@ -171,35 +170,6 @@ static void work_and_memory_are_linear(void)
     }
 }
 
-/* Basic blocks per block that is freed, of a query over n frees in a row, of blocks that all came before. */
-static double work_of_held(uint32_t n, size_t others)
-{
-    const zbp_range freed = {1, 2}, half[] = {{0, 1}};
-    zbp_record record;
-    uint64_t bytes = 0;
-    uint32_t mark = 0;
-
-    REQUIRE(zbp_record_init(&record, 0, 0, 1, UINT64_MAX, NULL) == ZBP_OK);
-    for (uint32_t i = 0; i < n; i++)
-        zbp_record_alloc(&record, i, 1, (zbp_block){i + 1, 8, i});
-    REQUIRE(zbp_record_mark(&record, n, n, 1, &mark) == ZBP_OK);
-    for (uint32_t i = 0; i < n; i++)
-        zbp_record_free(&record, n + i, 1, (zbp_block){i + 1, 8, i});
-    REQUIRE(zbp_record_mark(&record, 2 * n, n, 1, &mark) == ZBP_OK);
-    blocks = 0;
-    REQUIRE(zbp_record_held(&record, 1, freed, half, others, &bytes) == ZBP_OK);
-    CHECK(bytes == (others == 0 ? 8 * (uint64_t)n : 0));
-    zbp_record_fini(&record);
-    return (double)blocks / n;
-}
-
-/* Sixteen times the frees: four halvings more where there are others, and else the same work for each. */
-static void what_was_held_is_found_by_halving(void)
-{
-    CHECK(work_of_held(16000, 0) < 1.01 * work_of_held(1000, 0));
-    CHECK(work_of_held(16000, 1) < 1.5 * work_of_held(1000, 1));
-}
-
 static void *deep(void *unused)
 {
     (void)unused;
@@ -231,6 +201,5 @@ int main(void)
     RUN(counter_sees_a_quadratic_algorithm);
     RUN(work_and_memory_are_linear);
     RUN(depth_needs_no_stack);
-    RUN(what_was_held_is_found_by_halving);
     return check_end();
 }

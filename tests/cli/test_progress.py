@@ -52,8 +52,8 @@ def test_steps_are_counted(script, clock):
 
 
 def test_a_recording_and_its_file_are_said(script, clock, tmp_path):
-    said = on_terminal("memory", "--out", "step.pickle", script)
-    assert said == f"zbpipe memory: recording step 2\nzbpipe memory: writing {tmp_path / 'step.pickle'}\n"
+    said = on_terminal("memory", "--out", "step.json", script)
+    assert said == f"zbpipe memory: recording step 2\nzbpipe memory: writing {tmp_path / 'step.json'}\n"
 
 
 def test_explain_says_what_it_runs(tmp_path, clock):

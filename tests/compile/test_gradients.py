@@ -5,17 +5,20 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from support.compiled import INEXACT, ORDERS, Block, bytes_held, check_compiled, mlp, not_split, run_input
-from support.oracle import at_once, groups_reversed, interleaved, one_weight_pass, random_input
+from support.oracle import at_once, groups_reversed, interleaved, one_weight_pass, random_input, watch_weights
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zbpipe
 
 f32 = torch.float32
+ROWS, TOKENS = random_input(4, 8), random_input(2, 6, 16)
+WORDS = torch.randint(0, 10, (2, 5))
+plain = torch._dynamo.disable
+# On which backends a stage is tried: inductor adds kernels of its own, mostly nothing to what is split.
 inductor = pytest.param("inductor", marks=pytest.mark.slow)
-backends = pytest.mark.parametrize("backend", ["aot_eager", inductor])
-# Where inductor adds kernels of its own, and nothing to what is split.
-rarely_inductor = pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+BOTH, RARELY = ["aot_eager", inductor], ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)]
+backends = pytest.mark.parametrize("backend", BOTH)
 
 
 @pytest.fixture(autouse=True)
@@ -26,368 +29,22 @@ def _all_is_split(request, caplog):
         assert not_split(caplog) == []
 
 
-@rarely_inductor
-def test_transformer_block(backend):
-    check_compiled(Block(), random_input(2, 6, 16), backend=backend)
+class Weights(nn.Module):
+    """Three matrices, for forwards that are given apart."""
 
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.randn(8, 8)) for _ in range(3))
 
-@backends
-def test_mlp(backend):
-    check_compiled(mlp(), random_input(4, 8), backend=backend)
 
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(10, 8)
+        self.mix = nn.Linear(8, 8)
 
-@pytest.mark.parametrize("order", [groups_reversed, interleaved, one_weight_pass])
-def test_order(order):
-    check_compiled(mlp(), random_input(4, 8), orders=[order], microbatches=3)
-
-
-@rarely_inductor
-def test_convolution(backend):
-    net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.GELU(), nn.Conv2d(4, 2, 1), nn.GroupNorm(1, 2))
-    check_compiled(net, random_input(2, 3, 6, 6), backend=backend)
-
-
-def test_batch_norm_whose_statistics_change():
-    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 1))
-    check_compiled(net, random_input(2, 3, 6, 6))
-
-
-@backends
-def test_weight_used_twice(backend):
-    check_compiled(nn.Linear(8, 8), random_input(4, 8), forward=lambda net, x: net(net(x).tanh()), backend=backend)
-
-
-@backends
-def test_two_weights_with_one_gradient(backend):
-    class Sum(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = (nn.Parameter(torch.randn(8, 8)) for _ in range(2))
-
-        def forward(self, x):
-            return x @ (self.a + self.b)
-
-    check_compiled(Sum(), random_input(4, 8), backend=backend, microbatches=3)
-
-
-def test_weight_shared_with_plain_code():
-    run = zbpipe.compile(lambda net, x: net(x).tanh(), backend="aot_eager")
-
-    forward = torch._dynamo.disable(lambda net, x: run(net, x) @ net.weight + x)
-    check_compiled(nn.Linear(8, 8), random_input(4, 8), forward=forward)
-
-
-def test_tied_embedding():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding = nn.Embedding(10, 8)
-            self.mix = nn.Linear(8, 8)
-
-        def forward(self, x, tokens):
-            return self.mix(x + self.embedding(tokens)) @ self.embedding.weight.t()
-
-    check_compiled(Tied(), random_input(2, 5, 8), torch.randint(0, 10, (2, 5)))
-
-
-def test_first_stage_whose_input_needs_no_gradient():
-    check_compiled(nn.Sequential(nn.Embedding(10, 8), mlp()), torch.randint(0, 10, (2, 5)))
-
-
-def test_frozen_weights():
-    net = Block()
-    net.up.requires_grad_(False)
-    net.qkv.bias.requires_grad_(False)
-    check_compiled(net, random_input(2, 6, 16))
-
-
-def test_some_weights_given():
-    check_compiled(Block(), random_input(2, 6, 16), weights=lambda stage: [stage.net.up.weight, stage.net.norm1.bias])
-    check_compiled(Block(), random_input(2, 6, 16), weights=None)
-
-
-def test_weights_that_are_computed_outside():
-    class Computed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b, self.c = (nn.Parameter(torch.randn(8, 8)) for _ in range(3))
-
-    run = zbpipe.compile(lambda x, w, c: (x @ w).tanh() @ c, backend="aot_eager")
-    plain = torch._dynamo.disable(lambda net, x: run(x, net.a + net.b.sin(), net.c.to(f32)))
-    check_compiled(Computed(), random_input(4, 8), forward=plain)
-
-
-def test_weight_computed_from_the_input_is_no_weight():
-    class Gated(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = (nn.Parameter(torch.randn(8, 8)) for _ in range(2))
-
-    run = zbpipe.compile(lambda x, w, b: (x @ w).tanh() @ b, backend="aot_eager")
-    plain = torch._dynamo.disable(lambda net, x: run(x, net.a * x.sum(), net.b))
-    check_compiled(Gated(), random_input(4, 8), forward=plain)
-
-
-def test_several_outputs():
-    def forward(net, x):
-        h = net[0](x).tanh()
-        return h, net[2](h), h.detach().sum()
-
-    check_compiled(mlp(), random_input(4, 8), forward=forward)
-
-
-def test_output_without_gradient():
-    """Against the same compiled code, for the compiler makes zeros where eager code has no gradient."""
-
-    def compute(net, x):
-        h = net[0](x).tanh()
-        return h, net[2](h)
-
-    run = zbpipe.compile(compute, backend="aot_eager", dynamic=False)
-    forward = torch._dynamo.disable(lambda net, x: run(net, x))
-
-    def only_first(outputs):
-        return [torch.ones_like(outputs[0]), None]
-
-    check_compiled(mlp(), random_input(4, 8), forward=forward, output_grads=only_first, orders=[at_once])
-
-
-def test_graph_break_and_several_graphs():
-    def forward(net, x):
-        x = net[0](x)
-        torch._dynamo.graph_break()
-        return net[1](x)
-
-    check_compiled(nn.ModuleList([Block(), mlp(16)]), random_input(2, 6, 16), forward=forward)
-
-
-def test_compiled_blocks_in_a_plain_stage():
-    run = zbpipe.compile(lambda block, x: block(x), backend="aot_eager")
-
-    @torch._dynamo.disable
-    def forward(net, x):
-        for block in net[:2]:
-            x = run(block, x)
-        return net[2](x)
-
-    check_compiled(nn.ModuleList([Block(), Block(), mlp(16)]), random_input(2, 6, 16), forward=forward)
-
-
-def test_hooks():
-    def setup(stage):
-        for name, w in stage.named_parameters():
-            w.register_post_accumulate_grad_hook(stage.log(f"after {name}", lambda p: p.grad))
-            w.register_hook(stage.log(f"grad of {name}"))
-
-    def forward(net, x):
-        return net(x)
-
-    check_compiled(Block(), random_input(2, 6, 16), forward=forward, setup=setup)
-
-
-@pytest.mark.parametrize("choice", ["all", "nothing", "matrices"])
-def test_policy(choice):
-    with zbpipe.policy(defer=choice):
-        check_compiled(Block(), random_input(2, 6, 16))
-
-
-def test_main_grad():
-    net, reference = Block(), Block()
-    reference.load_state_dict(net.state_dict())
-    for w in net.parameters():
-        w.main_grad = torch.zeros_like(w)
-    compiled = zbpipe.compile(net, backend="aot_eager")
-    with zbpipe.policy(main_grad=True):
-        for _ in range(2):
-            x = torch.randn(2, 6, 16, requires_grad=True)
-            zbpipe.stage_backward_weight(net.parameters(), run_input(net, x, compiled))
-            reference(x.detach()).sum().backward()
-    for w, expected in zip(net.parameters(), reference.parameters(), strict=True):
-        assert w.grad is None
-        torch.testing.assert_close(w.main_grad, expected.grad)
-
-
-@backends
-def test_checkpoint_around_a_compiled_block(backend):
-    run = zbpipe.compile(lambda block, x: block(x), backend=backend, dynamic=False)
-
-    @torch._dynamo.disable
-    def forward(net, x):
-        return net[1](checkpoint(run, net[0], x, use_reentrant=False))
-
-    inexact = INEXACT if backend == "inductor" else {}
-    check_compiled(
-        nn.ModuleList([Block(), mlp(16)]), random_input(2, 6, 16), forward=forward, orders=ORDERS[:2], **inexact
-    )
-
-
-@pytest.mark.parametrize("choice", ["keep", "recompute", "input_pass"])
-def test_checkpoint_policies_around_a_compiled_block(choice):
-    run = zbpipe.compile(lambda block, x: block(x), backend="aot_eager", dynamic=False)
-    forward = torch._dynamo.disable(lambda net, x: checkpoint(run, net, x, use_reentrant=False))
-    with zbpipe.policy(checkpoint=choice):
-        check_compiled(Block(), random_input(2, 6, 16), forward=forward)
-
-
-@backends
-def test_checkpoint_within_a_compiled_stage(backend):
-    def forward(net, x):
-        for block in net:
-            x = checkpoint(block, x, use_reentrant=False)
-        return x
-
-    check_compiled(nn.ModuleList([Block(), Block()]), random_input(2, 6, 16), forward=forward, backend=backend)
-
-
-def test_reentrant_checkpoint_around_a_compiled_block():
-    """Its backward is an ordinary one, of a graph within the graph: nothing is split."""
-    run = zbpipe.compile(lambda block, x: block(x), backend="aot_eager", dynamic=False)
-    forward = torch._dynamo.disable(lambda net, x: checkpoint(run, net, x, use_reentrant=True))
-    check_compiled(mlp(), random_input(4, 8), forward=forward, untouched=False)
-
-
-@rarely_inductor
-def test_autocast(backend):
-    def forward(net, x):
-        with torch.autocast("cpu", torch.bfloat16):
-            return net(x)
-
-    check_compiled(mlp(), random_input(4, 8), forward=forward, backend=backend, rtol=2e-2, atol=2e-2, orders=[at_once])
-
-
-def test_passes_within_autocast():
-    """The halves were traced with their casts: autocast around I and W changes nothing."""
-    with torch.autocast("cpu", torch.bfloat16):
-        check_compiled(mlp(), random_input(4, 8), forward=torch.autocast("cpu", enabled=False)(lambda net, x: net(x)))
-
-
-def test_dropout():
-    """Against the same compiled code, for it draws other numbers than eager code."""
-    run = zbpipe.compile(lambda net, x: nn.functional.dropout(net(x), 0.5), backend="aot_eager", dynamic=False)
-    check_compiled(mlp(), random_input(4, 8), forward=torch._dynamo.disable(run))
-
-
-@backends
-def test_dynamic_shapes(backend):
-    net = Block()
-    reference = Block()
-    reference.load_state_dict(net.state_dict())
-    compiled = zbpipe.compile(net, backend=backend, dynamic=True)
-    pending = []
-    for i, (batch, tokens) in enumerate([(2, 6), (3, 5), (4, 9), (2, 6)]):
-        x = torch.randn(batch, tokens, 16, requires_grad=True)
-        ref = x.detach().clone().requires_grad_()
-        with torch._dynamo.config.patch(error_on_recompile=i > 0):
-            pending.append(run_input(net, x, compiled))
-        reference(ref).sum().backward()
-        torch.testing.assert_close(x.grad, ref.grad)
-    for groups in pending:
-        zbpipe.stage_backward_weight(net.parameters(), groups)
-    for w, expected in zip(net.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(w.grad, expected.grad)
-
-
-def test_recompilation_for_another_size():
-    net, reference = mlp(), mlp()
-    reference.load_state_dict(net.state_dict())
-    compiled = zbpipe.compile(net, backend="aot_eager")
-    pending = []
-    for rows in (4, 5, 6, 4):
-        x = torch.randn(rows, 8, requires_grad=True)
-        pending.append(run_input(net, x, compiled))
-        reference(x.detach()).sum().backward()
-    for groups in reversed(pending):
-        zbpipe.stage_backward_weight(net.parameters(), groups)
-    for w, expected in zip(net.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(w.grad, expected.grad)
-
-
-def test_evaluation_in_between():
-    net, reference = nn.Sequential(mlp(), nn.Dropout(0.0)), mlp()
-    reference.load_state_dict(net[0].state_dict())
-    compiled = zbpipe.compile(net, backend="aot_eager")
-    for _ in range(2):
-        x = torch.randn(4, 8, requires_grad=True)
-        groups = run_input(net, x, compiled)
-        net.eval()
-        with torch.no_grad():
-            torch.testing.assert_close(compiled(x), reference(x))
-        with torch.inference_mode():
-            torch.testing.assert_close(compiled(x), reference(x))
-        net.train()
-        zbpipe.stage_backward_weight(net.parameters(), groups)
-        reference(x.detach()).sum().backward()
-    for w, expected in zip(net.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(w.grad, expected.grad)
-
-
-@backends
-def test_ordinary_backward_is_the_compilers_own(backend):
-    """No split is active: to the bit what torch.compile gives, before and after a split one."""
-    net, other = Block(), Block()
-    other.load_state_dict(net.state_dict())
-    ours, theirs = zbpipe.compile(net, backend=backend), torch.compile(other, backend=backend)
-    for is_split in (False, True, False):
-        x = torch.randn(2, 6, 16, requires_grad=True)
-        if is_split:
-            zbpipe.stage_backward_weight(net.parameters(), run_input(net, x, ours))
-            net.zero_grad()
-            continue
-        y = x.detach().clone().requires_grad_()
-        ours(x).sum().backward()
-        theirs(y).sum().backward()
-        assert torch.equal(x.grad, y.grad)
-        for w, expected in zip(net.parameters(), other.parameters(), strict=True):
-            assert torch.equal(w.grad, expected.grad)
-        net.zero_grad()
-        other.zero_grad()
-
-
-def test_weight_pass_twice_with_retain_graph():
-    net, reference = mlp(), mlp()
-    reference.load_state_dict(net.state_dict())
-    compiled = zbpipe.compile(net, backend="aot_eager")
-    x = torch.randn(4, 8, requires_grad=True)
-    groups = run_input(net, x, compiled)
-    zbpipe.stage_backward_weight(net.parameters(), groups, retain_graph=True)
-    zbpipe.stage_backward_weight(net.parameters(), groups)
-    (2 * reference(x.detach()).sum()).backward()
-    for w, expected in zip(net.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(w.grad, expected.grad)
-    assert bytes_held(groups) == 0
-
-
-def test_kept_tensor_that_is_changed_is_refused():
-    net = mlp()
-    compiled = zbpipe.compile(net, backend="aot_eager")
-    x = torch.randn(4, 8, requires_grad=True)
-    groups = run_input(net, x, compiled)
-    with torch.no_grad():
-        x.add_(1)  # the first product reads it
-    with pytest.raises(RuntimeError, match="modified"):
-        zbpipe.stage_backward_weight(net.parameters(), groups)
-    assert all(w.grad is None for w in net.parameters())
-
-
-def test_passes_in_several_threads():
-    """Two microbatches' I at once, the first one that compiles the halves; W elsewhere."""
-    net, reference = mlp(), mlp()
-    reference.load_state_dict(net.state_dict())
-    compiled = zbpipe.compile(net, backend="aot_eager")
-    inputs = [torch.randn(4, 8, requires_grad=True) for _ in range(4)]
-    outputs = [compiled(x) for x in inputs]
-
-    def run_i(out, x):
-        return zbpipe.stage_backward_input([out], [torch.ones_like(out)], [x], net.parameters())[1]
-
-    with ThreadPoolExecutor(2) as pool:
-        pending = list(pool.map(run_i, outputs, inputs))
-    with ThreadPoolExecutor(1) as pool:
-        list(pool.map(lambda groups: zbpipe.stage_backward_weight(net.parameters(), groups), pending))
-    for x in inputs:
-        reference(x.detach()).sum().backward()
-    for w, expected in zip(net.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(w.grad, expected.grad)
+    def forward(self, x, tokens):
+        return self.mix(x + self.embedding(tokens)) @ self.embedding.weight.t()
 
 
 class Pooling(nn.Module):
@@ -404,7 +61,296 @@ class Pooling(nn.Module):
         return ((hidden @ self.query).softmax(1).unsqueeze(-1) * hidden).sum(1)
 
 
-@pytest.mark.parametrize("defer", ["matrices", "all"])
-def test_vectors_that_the_cut_leaves_alone(defer):
-    with zbpipe.policy(defer=defer):
-        check_compiled(Pooling(), random_input(5, 6, 4))
+def frozen():
+    net = Block()
+    net.up.requires_grad_(False)
+    net.qkv.bias.requires_grad_(False)
+    return net
+
+
+def two_blocks():
+    return nn.ModuleList([Block(), Block()])
+
+
+def block_and_mlp():
+    return nn.ModuleList([Block(), mlp(16)])
+
+
+def compiled(run, **options):
+    """Compiled by itself, for plain code around it."""
+    return zbpipe.compile(run, backend="aot_eager", dynamic=False, **options)
+
+
+def several_outputs(net, x):
+    h = net[0](x).tanh()
+    return h, net[2](h), h.detach().sum()
+
+
+def graph_break(net, x):
+    x = net[0](x)
+    torch._dynamo.graph_break()
+    return net[1](x)
+
+
+def shared_with_plain_code():
+    run = compiled(lambda net, x: net(x).tanh())
+    return plain(lambda net, x: run(net, x) @ net.weight + x)
+
+
+def computed_outside():
+    run = compiled(lambda x, w, c: (x @ w).tanh() @ c)
+    return plain(lambda net, x: run(x, net.a + net.b.sin(), net.c.to(f32)))
+
+
+def computed_from_the_input():
+    run = compiled(lambda x, w, b: (x @ w).tanh() @ b)
+    return plain(lambda net, x: run(x, net.a * x.sum(), net.b))
+
+
+def an_output_without_gradient():
+    """Of compiled code: the compiler makes zeros where eager code has no gradient."""
+    run = compiled(lambda net, x: several_outputs(net, x)[:2])
+    return plain(lambda net, x: run(net, x))
+
+
+def dropout():
+    """Of compiled code: it draws other numbers than eager code."""
+    return plain(compiled(lambda net, x: nn.functional.dropout(net(x), 0.5)))
+
+
+def blocks_in_plain_code():
+    run = compiled(lambda block, x: block(x))
+    return plain(lambda net, x: net[1](run(net[0], x)))
+
+
+def checkpointed_blocks(reentrant=False):
+    run = compiled(lambda block, x: block(x))
+    return plain(lambda net, x: checkpoint(run, net, x, use_reentrant=reentrant))
+
+
+def checkpoint_within(net, x):
+    for block in net:
+        x = checkpoint(block, x, use_reentrant=False)
+    return x
+
+
+def in_autocast(net, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return net(x)
+
+
+def only_first(outputs):
+    return [torch.ones_like(outputs[0]), None]
+
+
+def row(net, *inputs, backends=("aot_eager",), **options):
+    """made: makes the forward, compiled by itself. policy: what the passes are called within."""
+    return net, inputs, backends, options
+
+
+STAGES = {
+    "transformer block": row(Block, TOKENS, backends=RARELY),
+    "mlp": row(mlp, ROWS, backends=BOTH),
+    "mlp, other orders": row(mlp, ROWS, orders=[groups_reversed, interleaved, one_weight_pass], microbatches=3),
+    "convolution": row(
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.GELU(), nn.Conv2d(4, 2, 1), nn.GroupNorm(1, 2)),
+        random_input(2, 3, 6, 6),
+        backends=RARELY,
+    ),
+    "batch norm whose statistics change": row(
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 1)),
+        random_input(2, 3, 6, 6),
+    ),
+    "weight used twice": row(lambda: nn.Linear(8, 8), ROWS, forward=lambda net, x: net(net(x).tanh()), backends=BOTH),
+    "two weights with one gradient": row(
+        Weights, ROWS, forward=lambda net, x: x @ (net.a + net.b) @ net.c, backends=BOTH, microbatches=3
+    ),
+    "weight shared with plain code": row(lambda: nn.Linear(8, 8), ROWS, made=shared_with_plain_code),
+    "tied embedding": row(Tied, random_input(2, 5, 8), WORDS),
+    "no input needs a gradient": row(lambda: nn.Sequential(nn.Embedding(10, 8), mlp()), WORDS),
+    "frozen weights": row(frozen, TOKENS),
+    "some weights given": row(Block, TOKENS, weights=lambda stage: [stage.net.up.weight, stage.net.norm1.bias]),
+    "None for all weights": row(Block, TOKENS, weights=None),
+    "weights that are computed outside": row(Weights, ROWS, made=computed_outside),
+    "weight computed from the input": row(Weights, ROWS, made=computed_from_the_input),
+    "several outputs": row(mlp, ROWS, forward=several_outputs),
+    "output without gradient": row(
+        mlp, ROWS, made=an_output_without_gradient, output_grads=only_first, orders=[at_once]
+    ),
+    "graph break": row(block_and_mlp, TOKENS, forward=graph_break),
+    "blocks in a plain stage": row(block_and_mlp, TOKENS, made=blocks_in_plain_code),
+    "hooks": row(Block, TOKENS, setup=watch_weights),
+    **{f"defer={choice}": row(Block, TOKENS, policy={"defer": choice}) for choice in ("all", "nothing", "matrices")},
+    **{
+        f"vectors that the cut leaves alone, {choice}": row(Pooling, random_input(5, 6, 4), policy={"defer": choice})
+        for choice in ("matrices", "all")
+    },
+    **{
+        f"checkpoint around it, {choice}": row(Block, TOKENS, made=checkpointed_blocks, policy={"checkpoint": choice})
+        for choice in ("keep", "recompute", "input_pass")
+    },
+    "checkpoint within": row(two_blocks, TOKENS, forward=checkpoint_within, backends=BOTH),
+    # Its backward is an ordinary one, of a graph within the graph: nothing is split.
+    "reentrant checkpoint around it": row(mlp, ROWS, made=lambda: checkpointed_blocks(reentrant=True), untouched=False),
+    "autocast": row(mlp, ROWS, forward=in_autocast, backends=RARELY, rtol=2e-2, atol=2e-2, orders=[at_once]),
+    "dropout": row(mlp, ROWS, made=dropout),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        pytest.param(name, *getattr(backend, "values", (backend,)), marks=getattr(backend, "marks", ()))
+        for name, (_, _, backends, _) in STAGES.items()
+        for backend in backends
+    ],
+)
+def test_compiled_stage(name, backend):
+    net, inputs, _, options = STAGES[name]
+    options = dict(options)
+    made, policy = options.pop("made", None), options.pop("policy", {})
+    if made:
+        options["forward"] = made()
+    with zbpipe.policy(**policy):
+        check_compiled(net(), *inputs, backend=backend, **options)
+
+
+@backends
+def test_checkpoint_around_a_block_beside_a_plain_one(backend):
+    run = zbpipe.compile(lambda block, x: block(x), backend=backend, dynamic=False)
+    forward = plain(lambda net, x: net[1](checkpoint(run, net[0], x, use_reentrant=False)))
+    inexact = INEXACT if backend == "inductor" else {}
+    check_compiled(block_and_mlp(), TOKENS, forward=forward, orders=ORDERS[:2], **inexact)
+
+
+def test_passes_within_autocast():
+    """The halves were traced with their casts: autocast around I and W changes nothing."""
+    with torch.autocast("cpu", torch.bfloat16):
+        check_compiled(mlp(), ROWS, forward=torch.autocast("cpu", enabled=False)(lambda net, x: net(x)))
+
+
+def twins(make):
+    """A stage, and another with the same weights."""
+    net, reference = make(), make()
+    reference.load_state_dict(net.state_dict())
+    return net, reference
+
+
+def assert_same_grads(net, reference):
+    torch.testing.assert_close([w.grad for w in net.parameters()], [w.grad for w in reference.parameters()])
+
+
+def test_main_grad():
+    net, reference = twins(Block)
+    for w in net.parameters():
+        w.main_grad = torch.zeros_like(w)
+    forward = compiled(net)
+    with zbpipe.policy(main_grad=True):
+        for _ in range(2):
+            x = torch.randn(2, 6, 16, requires_grad=True)
+            zbpipe.stage_backward_weight(net.parameters(), run_input(net, x, forward))
+            reference(x.detach()).sum().backward()
+    assert all(w.grad is None for w in net.parameters())
+    torch.testing.assert_close([w.main_grad for w in net.parameters()], [w.grad for w in reference.parameters()])
+
+
+DYNAMIC = [(2, 6), (3, 5), (4, 9), (2, 6)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "dynamic", "sizes"),
+    [
+        ("aot_eager", True, DYNAMIC),
+        pytest.param("inductor", True, DYNAMIC, marks=pytest.mark.slow),
+        ("aot_eager", None, [(2, 4), (2, 5), (2, 6), (2, 4)]),
+    ],
+)
+def test_sizes_that_change(backend, dynamic, sizes):
+    """By code for all sizes, or compiled again."""
+    net, reference = twins(Block)
+    forward, pending = zbpipe.compile(net, backend=backend, dynamic=dynamic), []
+    for i, size in enumerate(sizes):
+        x = torch.randn(*size, 16, requires_grad=True)
+        ref = x.detach().clone().requires_grad_()
+        with torch._dynamo.config.patch(error_on_recompile=bool(dynamic) and i > 0):
+            pending.append(run_input(net, x, forward))
+        reference(ref).sum().backward()
+        torch.testing.assert_close(x.grad, ref.grad)
+    for groups in reversed(pending):
+        zbpipe.stage_backward_weight(net.parameters(), groups)
+    assert_same_grads(net, reference)
+
+
+def test_evaluation_in_between():
+    net, reference = twins(lambda: nn.Sequential(mlp(), nn.Dropout(0.0)))
+    forward = compiled(net)
+    for _ in range(2):
+        x = torch.randn(4, 8, requires_grad=True)
+        groups = run_input(net, x, forward)
+        net.eval()
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                torch.testing.assert_close(forward(x), reference(x))
+        net.train()
+        zbpipe.stage_backward_weight(net.parameters(), groups)
+        reference(x.detach()).sum().backward()
+    assert_same_grads(net, reference)
+
+
+@backends
+def test_ordinary_backward_is_the_compilers_own(backend):
+    """No split is active: to the bit what torch.compile gives, before and after a split one."""
+    net, other = twins(Block)
+    ours, theirs = zbpipe.compile(net, backend=backend), torch.compile(other, backend=backend)
+    for is_split in (False, True, False):
+        x = torch.randn(2, 6, 16, requires_grad=True)
+        if is_split:
+            zbpipe.stage_backward_weight(net.parameters(), run_input(net, x, ours))
+        else:
+            y = x.detach().clone().requires_grad_()
+            ours(x).sum().backward()
+            theirs(y).sum().backward()
+            assert torch.equal(x.grad, y.grad)
+            assert all(torch.equal(w.grad, v.grad) for w, v in zip(net.parameters(), other.parameters(), strict=True))
+        net.zero_grad()
+        other.zero_grad()
+
+
+def test_weight_pass_twice_with_retain_graph():
+    net, reference = twins(mlp)
+    x = torch.randn(4, 8, requires_grad=True)
+    groups = run_input(net, x, compiled(net))
+    zbpipe.stage_backward_weight(net.parameters(), groups, retain_graph=True)
+    zbpipe.stage_backward_weight(net.parameters(), groups)
+    (2 * reference(x.detach()).sum()).backward()
+    assert_same_grads(net, reference)
+    assert bytes_held(groups) == 0
+
+
+def test_kept_tensor_that_is_changed_is_refused():
+    net, x = mlp(), torch.randn(4, 8, requires_grad=True)
+    groups = run_input(net, x, compiled(net))
+    with torch.no_grad():
+        x.add_(1)  # the first product reads it
+    with pytest.raises(RuntimeError, match="modified"):
+        zbpipe.stage_backward_weight(net.parameters(), groups)
+    assert all(w.grad is None for w in net.parameters())
+
+
+def test_passes_in_several_threads():
+    """Two microbatches' I at once, the first one that compiles the halves; W elsewhere."""
+    net, reference = twins(mlp)
+    forward = compiled(net)
+    inputs = [torch.randn(4, 8, requires_grad=True) for _ in range(4)]
+    outputs = [forward(x) for x in inputs]
+
+    def run_i(out, x):
+        return zbpipe.stage_backward_input([out], [torch.ones_like(out)], [x], net.parameters())[1]
+
+    with ThreadPoolExecutor(2) as pool:
+        pending = list(pool.map(run_i, outputs, inputs))
+    with ThreadPoolExecutor(1) as pool:
+        list(pool.map(lambda groups: zbpipe.stage_backward_weight(net.parameters(), groups), pending))
+    for x in inputs:
+        reference(x.detach()).sum().backward()
+    assert_same_grads(net, reference)

@@ -6,10 +6,10 @@ import weakref
 import pytest
 import torch
 from support.compiled import Block, bytes_held, mlp, run_input
+from support.oracle import without_collector
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
 import zbpipe
 from zbpipe import memory
@@ -28,30 +28,10 @@ def block_input():
     return torch.randn(BATCH, TOKENS, WIDTH, requires_grad=True)
 
 
-def flops(step, *args):
-    with FlopCounterMode(display=False) as counter:
-        result = step(*args)
-    return counter.get_total_flops(), result
-
-
 def passes(net, compiled, x):
     out = compiled(x)
     grad = torch.ones_like(out)
     return lambda: zbpipe.stage_backward_input([out], [grad], [x], net.parameters())[1]
-
-
-def test_flops_of_a_block():
-    """A linear layer takes two products of equal size in its backward: W runs one of the two of each, I the other."""
-    net = Block()
-    compiled = zbpipe.compile(net, backend="aot_eager")
-    passes(net, compiled, block_input())()
-    in_i, groups = flops(passes(net, compiled, block_input()))
-    in_w, _ = flops(zbpipe.stage_backward_weight, net.parameters(), groups)
-    weights = sum(2 * ROWS * w.numel() for w in net.parameters() if w.dim() == 2)
-    assert in_w == weights
-    out = compiled(block_input())
-    whole, _ = flops(out.backward, torch.ones_like(out))
-    assert whole == in_i + in_w
 
 
 @backends
@@ -78,12 +58,6 @@ def test_profile_of_a_block(backend, recompute):
     weights = sum(2 * ROWS * w.numel() for w in net.parameters() if w.dim() == 2)
     assert found["test: W"] >= 0.9 * weights
     assert found["test: I"] <= 1.1 * weights
-
-
-def test_held_of_a_block_is_the_floor():
-    net = Block()
-    compiled = zbpipe.compile(net, backend="aot_eager")
-    assert bytes_held(run_input(net, block_input(), compiled)) == FLOOR
 
 
 @pytest.mark.slow
@@ -161,25 +135,20 @@ def test_nothing_is_leaked(backend, end):
     compiled = zbpipe.compile(net, backend=backend)
     for _ in range(2):
         zbpipe.stage_backward_weight(net.parameters(), run_input(net, torch.randn(4, 8, requires_grad=True), compiled))
-    gc.collect()
-    gc.disable()
-    try:
-        with memory.record() as rec:
-            x = torch.randn(4, 8, requires_grad=True)
-            groups = run_input(net, x, compiled)
-            died = weakref.ref(groups[0])
-            if end == "W":
+    with without_collector(), memory.record() as rec:
+        x = torch.randn(4, 8, requires_grad=True)
+        groups = run_input(net, x, compiled)
+        died = weakref.ref(groups[0])
+        if end == "W":
+            zbpipe.stage_backward_weight(net.parameters(), groups)
+        elif end == "failed":
+            hook = net[0].weight.register_hook(lambda grad: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
                 zbpipe.stage_backward_weight(net.parameters(), groups)
-            elif end == "failed":
-                hook = net[0].weight.register_hook(lambda grad: 1 / 0)
-                with pytest.raises(ZeroDivisionError):
-                    zbpipe.stage_backward_weight(net.parameters(), groups)
-                hook.remove()
-            del groups, x
-            assert died() is None
-            assert rec.live == 0
-    finally:
-        gc.enable()
+            hook.remove()
+        del groups, x
+        assert died() is None
+        assert rec.live == 0
 
 
 def test_compiled_code_goes_with_its_module():

@@ -11,7 +11,7 @@ import torch
 from support.compiled import Block, not_split, run_input
 
 import zbpipe
-from zbpipe._compile import compile_backend
+from zbpipe._compile import compile_backend  # the entry point's function
 
 FLOOR = 4 * 12 * (16 + 16 + 16 + 64 + 48 + 16 + 64 + 16) + 4 * 4 * 16
 """Bytes that wait for W if the block is split."""

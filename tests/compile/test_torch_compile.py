@@ -1,12 +1,9 @@
 """Stages and blocks that torch.compile has compiled, on its own. Compiled backwards refuse `retain_graph=True`, which torch's
 own module needs."""
 
-import copy
-
 import pytest
 import torch
 from support.oracle import (
-    ON_TORCH,
     Stage,
     at_once,
     check,
@@ -74,26 +71,6 @@ def test_weight_shared_by_compiled_and_plain_code():
 
 
 @refused_by_torch
-def test_graph_break_in_the_middle():
-    def broken(net, x):
-        x = net[0](x)
-        torch._dynamo.graph_break()
-        return net[1](x)
-
-    forward = compiled(broken, "aot_eager")
-    net = nn.Sequential(residual_block(), nn.Linear(8, 8))
-    check(Stage(lambda m, x: forward(m.net, x), net=net), random_input(2, 3, 8), orders=orders)
-
-
-@refused_by_torch
-def test_frozen_weights_in_a_compiled_block():
-    net = residual_block()
-    net[1].requires_grad_(False)
-    forward = compiled(lambda net, x: net(x), "aot_eager")
-    check(Stage(lambda m, x: forward(m.net, x), net=net), random_input(2, 3, 8), orders=orders)
-
-
-@refused_by_torch
 def test_hooks_around_a_compiled_block():
     run = compiled(lambda block, x: x + block(x), "aot_eager")
 
@@ -107,22 +84,6 @@ def test_hooks_around_a_compiled_block():
             w.register_post_accumulate_grad_hook(m.log(name, lambda p: p.grad))
 
     check(Stage(forward, block=residual_block()), random_input(2, 3, 8), setup=setup, orders=orders)
-
-
-@pytest.mark.skipif(ON_TORCH, reason="donated buffers refuse retain_graph")
-def test_module_compiled_in_place():
-    stage = nn.Sequential(residual_block(), nn.Linear(8, 8))
-    reference = copy.deepcopy(stage)
-    stage.compile(backend="aot_eager")
-    for _ in range(2):
-        x = torch.randn(2, 3, 8, requires_grad=True)
-        ref = x.detach().clone().requires_grad_()
-        out = stage(x)
-        _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], stage.parameters())
-        zb.stage_backward_weight(stage.parameters(), groups)
-        reference(ref).sum().backward()
-        torch.testing.assert_close(x.grad, ref.grad)
-    torch.testing.assert_close([w.grad for w in stage.parameters()], [w.grad for w in reference.parameters()])
 
 
 @needs_zbpipe

@@ -22,10 +22,9 @@ pytest.importorskip("matplotlib")
 
 from demo import report
 from demo.config import SCHEDULES, SIDES, Config
-from demo.measure import knowing_blocks, measure_step, read, receive_buffers
+from demo.measure import knowing_blocks, measure_step
 from demo.train import Difference, Step, difference
 from support.processes import environment
-from support.recording_by_hand import ByHand
 
 ROWS = (
     "loss of the first step",
@@ -131,60 +130,6 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
         assert arguments[0] in err
 
 
-def test_counting_memory_on_a_step_made_by_hand() -> None:
-    hand = ByHand()
-    actions = [("forward", 1, 0), ("I", 1, 0), ("I", 2, 0), ("W", 1, 0), ("W", 2, 0)]
-    with hand.recording as recording:
-        for number, (kind, stage, microbatch) in enumerate(actions):
-            begin = 100 * number
-            hand.now = begin
-            with recording.phase(kind, stage=stage, microbatch=microbatch):
-                if kind == "forward":
-                    hand.alloc(begin + 10, 0xA, 100)  # held
-                    hand.alloc(begin + 20, 0xB, 1000)  # freed by I
-                    hand.alloc(begin + 30, 0xC, 7)  # held for another stage
-                elif kind == "I" and stage == 1:
-                    hand.free(begin + 50, 0xB)
-                    hand.alloc(begin + 60, 0xD, 5000)
-                elif kind == "W":
-                    hand.free(begin + 50, 0xA if stage == 1 else 0xC)
-                    hand.free(begin + 60, 0xD)
-                hand.now = begin + 90
-    memory = read(recording, {})
-    assert memory.kinds == ["F", "I", "I", "W", "W"]
-    assert [(kind, round(begin * 1e9), round(end * 1e9)) for kind, begin, end in memory.spans] == [
-        (kind, 100 * number, 100 * number + 90) for number, kind in enumerate(memory.kinds)
-    ]
-    assert memory.held == 5107
-    assert memory.peak == 5107
-    assert max(memory.live) == memory.peak
-    assert memory.live[-1] == 0
-    assert len(memory.position) == len(memory.live)
-    first_of_w = next(i for i, position in enumerate(memory.position) if position > 3)
-    assert memory.live[first_of_w] == 5107
-
-    standing = read(recording, {0x5: 30})
-    assert (standing.held, standing.peak) == (5107, 5137)
-    assert standing.live == [30 + level for level in memory.live]
-
-
-def test_what_stands_before_the_step_counts_until_it_is_freed() -> None:
-    hand = ByHand()
-    with hand.recording as recording, recording.phase("forward", stage=1, microbatch=0):
-        hand.alloc(10, 0xA, 100)
-        hand.free(20, 0x5, 1000)  # stood there
-        hand.free(30, 0x7, 50)  # older as well, and none of the buffers
-        hand.alloc(40, 0x5, 300)  # its address is used again
-        hand.free(50, 0x5)
-        hand.alloc(60, 0xB, 2000)
-        hand.now = 90
-    memory = read(recording, {0x5: 1000, 0x6: 7})
-    assert memory.peak == 2000 + 100 + 7
-    assert memory.live[0] == 1007
-    assert memory.live[-1] == 2107
-    assert read(recording, {0x5: 3000, 0x6: 7}).peak == 3107
-
-
 def _v_shaped_step(side: str) -> tuple[int, int]:
     """The demo's peak of a step whose stages are all on this rank, and what a recording since before the stages were
     made says: all live bytes, less the weights and the batch."""
@@ -251,15 +196,6 @@ def test_a_buffer_that_is_freed_unseen_is_told() -> None:
     with knowing_blocks(torch.device("cpu")):
         step()
         assert measure_step(step, [stage], torch.device("cpu")).peak == 160
-
-
-def test_receive_buffers_are_counted_once_and_only_where_they_have_memory() -> None:
-    import torch
-
-    buffer = torch.empty(3, 4)
-    infos = tuple(SimpleNamespace(buffer=b) for b in (buffer, buffer.view(12), None, torch.empty(5, device="meta")))
-    stage = SimpleNamespace(args_recv_info={0: infos}, grad_recv_info={0: (SimpleNamespace(buffer=torch.empty(2)),)})
-    assert [storage.nbytes() for storage in receive_buffers([stage]).values()] == [48, 8]
 
 
 def test_a_planted_fault_is_found() -> None:

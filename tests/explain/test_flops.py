@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from support.functions import Product
+from support.functions import Handing
 from support.oracle import Stage, needs_zbpipe, weight
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -117,13 +117,6 @@ def test_groups_of_a_convolution_share_its_work(name):
     with FlopCounterMode(display=False) as counter:
         module(torch.randn(shape))
     assert explained.flops_in_w == counter.get_total_flops()  # a weight's gradient costs what the forward costs
-
-
-class Handing(Product):
-    @staticmethod
-    def backward(ctx, grad):
-        x, w = ctx.saved_tensors
-        return grad @ w.mT, zbpipe.defer(lambda x, grad: x.mT @ grad, 1, (x, grad))
 
 
 OTHERS = {

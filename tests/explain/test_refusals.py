@@ -215,6 +215,11 @@ def test_compiled_modules(compiler):
     assert net[0].weight.grad is not None
 
 
+class Scaling(nn.Linear):
+    def forward(self, x, *, scale):
+        return {"out": [super().forward(x) * scale], "name": "x"}
+
+
 ODD = {
     "no parameters": (lambda: (nn.Tanh(), torch.randn(2, 4)), None),
     "outputs that are no tensors": (
@@ -240,6 +245,10 @@ ODD = {
         lambda: (Stage(lambda m, d: d["x"] @ m.a, a=(4, 4)), {"x": torch.randn(2, 4, dtype=torch.float64)}),
         {"a": "W"},
     ),
+    "arguments by name, and nested outputs": (
+        lambda: (Scaling(4, 4), torch.randn(2, 4), {"scale": torch.tensor(2.0)}),
+        {"weight": "W", "bias": "W"},
+    ),
     "an input twice": (
         lambda: (Stage(lambda m, x, y: x @ m.a @ y, a=(4, 4)), [torch.randn(4, 4, dtype=torch.float64)] * 2),
         {"a": "W"},
@@ -250,7 +259,6 @@ ODD = {
 @pytest.mark.parametrize("name", ODD)
 def test_odd_modules(name):
     build, where = ODD[name]
-    module, x = build()
-    explained = zbpipe.explain(module, x)
+    explained = zbpipe.explain(*build())
     assert {plan.name: plan.runs_in for plan in explained.parameters} == (where or {})
     assert str(explained)

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-COPIED = ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "build_backend", "hook")
-COPIED_MODULES = ("_version.py", "_build_check.py", "py.typed")
+COPIED = ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "hook")
+COPIED_MODULES = ("_version.py", "_native/__init__.py", "py.typed")
 
 SOURCES = {
     "README.md": "a stand-in for zbpipe\n",
@@ -31,8 +31,8 @@ SOURCES = {
     'static PyMethodDef methods[] = {{"answer", answer, METH_NOARGS, NULL}, {NULL, NULL, 0, NULL}};\n'
     'static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", NULL, 0, methods, NULL, NULL, NULL, NULL};\n'
     "PyMODINIT_FUNC PyInit__C(void) { return PyModule_Create(&module); }\n",
-    "zbpipe/__init__.py": "from zbpipe._build_check import check\n\ncheck()\n\n"
-    "import sys\n\nimport torch\nfrom zbpipe._C import answer\nfrom zbpipe._patch import patch\n\n"
+    "zbpipe/__init__.py": "import sys\n\nfrom zbpipe import _native\n\n_native.load()\n\n"
+    "from zbpipe._C import answer\nfrom zbpipe._patch import patch\n\n"
     'if "_zbpipe_hook" in sys.modules:\n    sys.modules["_zbpipe_hook"].complete()\n',
     "zbpipe/_patch.py": "from torch.distributed.pipelining import stage\n\n\n"
     "def patch():\n    stage.stage_backward = stage_backward\n\n\n"
@@ -109,5 +109,6 @@ def project(tmp_path):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, project / name)
     for name in COPIED_MODULES:
+        (project / "zbpipe" / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / "zbpipe" / name, project / "zbpipe" / name)
     return project

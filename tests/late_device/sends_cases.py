@@ -4,77 +4,55 @@ A message that is read too early, or whose memory is given away too early, is a 
 """
 
 import gc
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from support import late, late_ranks
-from support.blocks import MICROBATCHES, SCHEDULES, STEPS, batch, blocks, loss_function, stages_of
-from torch import nn
-from torch.distributed.pipelining import PipelineStage, schedules
+from support.blocks import MICROBATCHES, SCHEDULES, STEPS, loss_function
+from support.pipelines import Model, Pipeline, joined, train
 
 import zbpipe
-from zbpipe._stage.before_2_15 import sends
+from zbpipe._stage.before_2_15 import sends  # faults are planted there
 
 WORLD = 2
 
 
+MODEL = Model(optimizer=partial(torch.optim.SGD, lr=0.1), steps=STEPS)
+
+
 def unpipelined(name):
-    """Per step the losses, and per block the weights' gradients."""
-    model = nn.Sequential(*blocks(WORLD * SCHEDULES[name][0]))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    seen = []
-    for number in range(STEPS):
-        x, target = batch(number)
-        losses = []
-        for part, wanted in zip(x.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True):
-            losses.append(loss_function(model(part), wanted))
+    whole, parts = MODEL.build(WORLD * SCHEDULES[name][0])
+
+    def step(x, target):
+        chunks = zip(x.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True)
+        losses = [loss_function(whole(part), wanted) for part, wanted in chunks]
         for loss in reversed(losses) if name == "ScheduleLoopedBFS" else losses:
             loss.backward()
-        seen.append((torch.stack(losses).detach(), [[w.grad.clone() for w in block.parameters()] for block in model]))
-        optimizer.step()
-        optimizer.zero_grad()
-    return seen
+        return losses
+
+    return train(MODEL, dict(enumerate(parts)), step)
 
 
 def pipelined(name, coalesces):
     """As `unpipelined`; read when everything is posted, so that nothing has been waited for before."""
-    per_rank, shape = SCHEDULES[name]
-    count = WORLD * per_rank
-    parts, batches = blocks(count), [batch(number) for number in range(STEPS)]  # of the process's random numbers
+    _, parts = MODEL.build(WORLD * SCHEDULES[name][0])
+    batches = [MODEL.batch(step) for step in range(STEPS)]  # of the process's random numbers
+    model = replace(MODEL, batch=batches.__getitem__)
 
-    def train(rank):
+    def run(rank):
         device = torch.device("late", rank)
-        mine = stages_of(rank, WORLD, per_rank, shape)
-        modules = {i: parts[i].to(device) for i in mine}
-        stages = [PipelineStage(module, i, count, device) for i, module in modules.items()]
-        schedule = getattr(schedules, name)(
-            stages if per_rank > 1 else stages[0], MICROBATCHES, loss_fn=loss_function, scale_grads=False
-        )
-        optimizer = torch.optim.SGD([w for module in modules.values() for w in module.parameters()], lr=0.1)
-        seen = []
-        for x, target in batches:
-            x, target, losses = x.to(device), target.to(device), []
-            given = {"target": target, "losses": losses} if count - 1 in mine else {}
-            schedule.step(*([x] if 0 in mine else []), **given)
-            grads = {i: [w.grad.clone() for w in module.parameters()] for i, module in modules.items()}
-            seen.append((torch.stack([loss.detach() for loss in losses]) if losses else None, grads))
-            optimizer.step()
-            optimizer.zero_grad()
-        return [
-            (None if losses is None else losses.cpu(), {i: [g.cpu() for g in of] for i, of in grads.items()})
-            for losses, grads in seen
-        ]
+        line = Pipeline(name, parts, lambda part: part.to(device), device=device).start()
 
-    ranks = late_ranks.run(train, WORLD, coalesces)
-    return [
-        (
-            next(losses for losses, _ in step if losses is not None),
-            [of for _, of in sorted({i: of for _, grads in step for i, of in grads.items()}.items())],
-        )
-        for step in zip(*ranks, strict=True)
-    ]
+        def step(x, target):
+            return line.step(x.to(device), target.to(device))
+
+        seen = train(model, line.parts, step, copied=lambda value: value.detach().clone())
+        return {what: value.cpu() for what, value in seen.items()}
+
+    return joined(late_ranks.run(run, WORLD, coalesces))
 
 
 @pytest.mark.parametrize("release", [False, True], ids=["", "outputs released"])

@@ -13,30 +13,20 @@ COMPILER = shutil.which(os.environ.get("CXX", "c++"))
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")]
 
-STREAMS = "csrc/shim/torch/streams.h"
+STREAMS = "csrc/shim/group/streams.h"
 
 # What is changed, and the cases that must fail.
 MUTANTS = {
     "W does not wait for its caller": (
         STREAMS,
-        "order_streams(group, Order::caller_first);",
-        "(void)group;",
+        "order(callers_stream(stream), stream);",
+        "(void)stream;",
         "streams",
     ),
-    "the caller does not wait for W": (STREAMS, "order_streams(group, Order::tasks_first);", "(void)group;", "streams"),
-    "the other one waits": (
-        STREAMS,
-        "(caller_first ? stream : current).wait",
-        "(caller_first ? current : stream).wait",
-        "streams",
-    ),
-    "events of the wrong stream": (
-        STREAMS,
-        "done.record(caller_first ? current : stream);",
-        "done.record(caller_first ? stream : current);",
-        "streams",
-    ),
-    "a root's gradient is not waited for": (STREAMS, "    stream.wait(made);\n", "", "streams"),
+    "the caller does not wait for W": (STREAMS, "order(stream, callers_stream(stream));", "(void)stream;", "streams"),
+    "the other one waits": (STREAMS, "second.wait(done);", "first.wait(done);", "streams"),
+    "events of the wrong stream": (STREAMS, "done.record(first);", "done.record(second);", "streams"),
+    "a root's gradient is not waited for": (STREAMS, "    order(current, stream);\n", "", "streams"),
     "the allocator is not told of a root's gradient": (
         STREAMS,
         "    device.recordDataPtrOnStream(grad.storage().data_ptr(), stream);\n",
@@ -45,20 +35,20 @@ MUTANTS = {
     ),
     "W without the engine does not join": (
         "csrc/pass/weight_pass.c",
-        "status = zbp_join_streams(turn->held, error);",
+        "status = zbp_join_streams(group, error);",
         "",
         "streams",
     ),
     "what a W that raised has added is not joined": (
         "csrc/pass/weight_pass.c",
-        "            join_what_has_run(&turn[g]);\n",
+        "            join_what_has_run(group[g]);\n",
         "            (void)join_what_has_run;\n",
         "hooks",
     ),
     "W on its caller's stream": (
-        "csrc/shim/pass/alone.cpp",
-        "task.place ? std::optional",
-        "task.place && !task.place ? std::optional",
+        "csrc/shim/weight/gradients.cpp",
+        "task.device ? std::optional",
+        "task.device && !task.device ? std::optional",
         "streams",
     ),
 }
@@ -91,13 +81,13 @@ def passes(tree, cases):
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
     tree = tmp_path_factory.mktemp("mutants") / "tree"
-    names = ("csrc", "zbpipe", "build_backend", "hook", "setup.py", "pyproject.toml", "README.md", "LICENSE")
+    names = ("csrc", "zbpipe", "hook", "setup.py", "pyproject.toml", "README.md", "LICENSE")
     for name in names:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         tree.mkdir(exist_ok=True)
         copy(ROOT / name, tree / name)
-    for built in tree.glob("zbpipe/_C*.so"):
-        built.unlink()
+    for built in tree.glob("zbpipe/_native/torch_*"):
+        shutil.rmtree(built)
     build(tree)
     return tree
 

@@ -19,7 +19,7 @@ KINDS = [
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @pytest.mark.filterwarnings(
     "ignore:This process .* is multi-threaded, use of fork:DeprecationWarning",
-    "ignore:.torch.jit.* is deprecated:DeprecationWarning",
+    "ignore:.torch.jit.* is deprecated:DeprecationWarning",  # forward mode's own
     "ignore:Anomaly Detection has been enabled",
     "ignore:Warning. Profiler clears events",
 )

@@ -1,6 +1,5 @@
 """python -m zbpipe leaks, on small training scripts."""
 
-import importlib.util
 import json
 import py_compile
 import subprocess
@@ -86,10 +85,10 @@ def test_what_lets_go_again_did_not_grow(run, name, tmp_path):
         f"import collections, torch\nfrom zbpipe.leaks import step\n{made}\n"
         f"for epoch in range(5):\n    for _ in range(8):\n        {kept}\n        step()\n    {cleared}\n"
     )
-    status, said = run(source, options=["--error", "--json", "grown.json", "--picture", "grown.html"])
+    status, said = run(source, options=["--error", "--json", "grown.json", "--picture", "grown.dot"])
     assert (status, said.splitlines()[-1]) == (0, "nothing grew")
     assert json.loads((tmp_path / "grown.json").read_text())["grown"]["leaks"] == []
-    assert not (tmp_path / "grown.html").exists()
+    assert not (tmp_path / "grown.dot").exists()
 
 
 def test_what_grew_is_named_though_its_function_has_returned(run):
@@ -194,13 +193,13 @@ def test_schedules_and_optimizers_are_torchs_own_afterwards(run):
 
 
 def test_json_and_picture(run, tmp_path):
-    status, _ = run(TRAINING, "6", "leak", options=["--json", "grown.json", "--picture", "grown.html"])
+    status, _ = run(TRAINING, "6", "leak", options=["--json", "grown.json", "--picture", "grown.dot"])
     assert status == 0
     data = json.loads((tmp_path / "grown.json").read_text())
     assert [row["bytes"] - data["steps"][0]["bytes"] for row in data["steps"]] == [0, 4096, 8192, 12288]
     assert [row["tensors"] - data["steps"][0]["tensors"] for row in data["steps"]] == [0, 1, 2, 3]
     assert "history" in json.dumps(data["grown"])
-    assert (tmp_path / "grown.html").stat().st_size > 0
+    assert (tmp_path / "grown.dot").stat().st_size > 0
 
 
 def test_a_script_finds_what_python_would_give_it(run, tmp_path):
@@ -248,8 +247,11 @@ def test_nothing_to_compare_is_said(run):
         (["absent.py"], "there is no file absent.py"),
         (["--steps", "3", "x.py"], "it must be 4 or more"),
         (["--warmup", "-1", "x.py"], "is not a number of steps"),
-        (["--picture", "x.gif", "train.py"], "must end in .png, .svg or .html"),
-        (["--picture", "absent/x.html", "train.py"], "--picture absent/x.html: there is no folder absent; make it"),
+        (
+            ["--picture", "x.gif", "train.py"],
+            "x.gif is no name of a picture; expected one that ends in .dot, .svg, .png",
+        ),
+        (["--picture", "absent/x.dot", "train.py"], "--picture absent/x.dot: there is no folder absent; make it"),
         (["--json", "absent/x.json", "train.py"], "--json absent/x.json: there is no folder absent; make it first"),
         (["--json", ".", "train.py"], "--json . is a folder; name a file in it"),
     ],
@@ -263,14 +265,14 @@ def test_bad_arguments_are_refused_before_the_script_runs(arguments, words, caps
     assert words in capsys.readouterr().err
 
 
-def test_a_picture_without_matplotlib_is_refused_before_the_script_runs(capsys, tmp_path, monkeypatch):
+def test_a_picture_without_graphviz_is_refused_before_the_script_runs(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "train.py").write_text("raise AssertionError\n")
     with pytest.raises(SystemExit) as ended:
         main(["leaks", "--picture", "x.png", "train.py"])
     assert ended.value.code == 2
-    assert "only matplotlib can draw it" in capsys.readouterr().err
+    assert "x.png needs Graphviz's program dot" in capsys.readouterr().err
 
 
 def test_files_go_where_the_command_was_given_though_the_script_goes_elsewhere(run, tmp_path):
@@ -299,11 +301,12 @@ def test_under_torchrun_one_report_tells_of_all_ranks(tmp_path):
     assert "ranks 0 to 1: 4 steps (Optimizer.step) after 2 of warm-up\n" in done.stdout
     assert "\n0         4 " in done.stdout and done.stdout.count("grew, and is held by\n") == 1
     assert (
-        "\n  rank 1: 2 tensors (8192 bytes) from steps 2 to 3:\n    >> module global __main__.history (" in done.stdout
+        "\n  rank 1: 2 tensors (8192 bytes) from steps 2 to 3, held by a list that was never cleared:\n"
+        "    >> module global __main__.history (" in done.stdout
     )
     for rank in (0, 1):
         data = json.loads((tmp_path / f"grown.rank{rank}.json").read_text())
-        assert (data["schema"], data["rank"], data["world_size"], data["command"]) == (2, rank, 2, ["train.py", "6"])
+        assert (data["schema"], data["rank"], data["world_size"], data["command"]) == (3, rank, 2, ["train.py", "6"])
         assert bool(data["grown"]["leaks"]) == (rank == 1)
 
 

@@ -11,6 +11,7 @@ from support.leaks import collects
 from torch import nn
 
 from zbpipe.leaks import Growth, _cuda, _growth
+from zbpipe.leaks._growth import rises
 
 KEPT = []
 
@@ -51,7 +52,8 @@ def test_growth_counts_and_names_what_grows():
         (grown,) = growth.grown()
         table = growth.table()
     assert grown.steps == [2, 3, 4] and grown.bytes == 24
-    assert f"  3 tensors (24 bytes) from steps 2 to 4:\n    >> module global {__name__}.KEPT (" in table
+    head = "  3 tensors (24 bytes) from steps 2 to 4, held by a list that was never cleared:"
+    assert f"{head}\n    >> module global {__name__}.KEPT (" in table
     assert "\n       list items 1 to 3\n       Tensor float32 [2]" in table
     assert collects()
     with pytest.raises(RuntimeError, match="after close"):
@@ -148,10 +150,7 @@ def test_what_was_said_to_grow_is_withdrawn_once_it_is_let_go():
         for number in range(1, 18):
             step()
             growth.step()
-            if number == 8:
-                (before,) = growth.grown()
-            if number > 8:
-                assert growth.still_grown([before]) == []
+            assert growth.rising() == (["counts", "bytes"] if 4 <= number <= 8 else []), number
 
 
 def of_every_second_step():
@@ -260,6 +259,30 @@ def test_other_memory_that_comes_into_use_in_a_step_is_counted_from_there(monkey
     growth, (grown,), _ = grow(lambda: KEPT.append(of_other_memory(2)))
     assert growth.counts == [0, 0, 1, 2, 3, 4]
     assert grown.steps == [3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (range(8), True),
+        (range(4), True),
+        (range(3), False),  # too few
+        ([5] * 60, False),
+        ([5] * 40 + [9] * 20, False),  # one jump
+        ([5] * 35 + [7] * 10 + [9] * 15, False),
+        ([(i * 7919) % 101 for i in range(200)], False),
+        ([i * 20 + (i * 7919) % 101 for i in range(200)], True),
+        ([i // 30 for i in range(400)], True),
+        ([i + 29 * (i == 23) for i in range(38)], True),  # a peak in one step
+        ([max(i - 20, 0) for i in range(40)], True),
+        ([min(i, 10) for i in range(14)], False),  # a window that is full
+        (range(60, 0, -1), False),
+        ([i % 20 for i in range(400)], False),  # by length, epoch after epoch
+        (range(100_000), True),
+    ],
+)
+def test_what_rises(values, expected):
+    assert rises(list(values)) is expected
 
 
 @pytest.mark.cuda

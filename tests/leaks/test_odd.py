@@ -167,19 +167,6 @@ def test_what_a_group_holds_from_before_is_old():
     assert not report, str(report)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-@pytest.mark.parametrize("copied", [False, True])
-def test_a_tensor_that_comes_to_be_seen_is_old(copied):
-    layer = nn.Linear(3, 3)
-    if copied:
-        layer.weight = nn.Parameter(copy.deepcopy(layer.weight.detach()))
-    scripted = torch.jit.script(layer)
-    del layer
-    report = checked(lambda: KEPT.append(scripted.weight))
-    assert not report, str(report)
-
-
 def loaded():
     file = io.BytesIO()
     torch.save(torch.ones(7), file)
@@ -345,8 +332,7 @@ def test_an_allowed_subclass_that_refuses_everything():
 def test_names_that_no_encoding_has(tmp_path):
     report = checked(lambda: KEPT.append({"\udcff": torch.ones(3)}))
     str(report).encode("utf-8")
-    for suffix in (".html", ".svg", ".png"):
-        assert report.draw(tmp_path / f"leaks{suffix}").stat().st_size > 0
+    assert "udcff" in report.draw(tmp_path / "leaks.dot").read_text()
 
 
 # ---- the check itself

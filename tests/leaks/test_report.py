@@ -1,16 +1,14 @@
 """The report: its text, its picture and its data."""
 
 import json
+import os
 import re
-import sys
 import xml.etree.ElementTree as ET
-from html.parser import HTMLParser
 
 import pytest
 import torch
 
-from zbpipe.leaks import Cycle, Holder, Leak, Report, _results, check_tensor_leak
-from zbpipe.leaks._draw import tree
+from zbpipe.leaks import Cycle, Holder, Leak, Report, _draw, _results, check_tensor_leak
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -110,101 +108,84 @@ def test_the_data():
     assert report() and not Report()
 
 
+def edges(text):
+    """The boxes of a picture by their names, and its arrows."""
+    boxes = dict(re.findall(r'^(\w+) \[label="(.*?[^\\])"', text, re.MULTILINE))
+    return boxes, re.findall(r"^(\w+) -> (\w+)$", text, re.MULTILINE)
+
+
 def test_chains_share_their_beginning_and_lose_their_middle():
-    roots = tree.tree_of(report(), 10)
-    assert [box.text for box in roots] == [
-        "module global train.cache",
-        "closure variable f of f",
-        "C or C++ that cannot be seen",
-    ]
-    assert roots[0].bytes == 96 and len(roots[0].children) == 1
-    depth, box = 1, roots[0]
-    while box.children:
-        depth, box = depth + 1, box.children[-1]
-    assert depth == tree.LONGEST_CHAIN + 1  # and the box for the middle
-    assert [box.family for box in roots] == ["python", "python", "unknown"]
+    boxes, arrows = edges(_draw.dot_of(report(), 10))
+    (root,) = [name for name, text in boxes.items() if text.startswith("module global train.cache")]
+    (second,) = [end for begin, end in arrows if begin == root]
+    assert len([end for begin, end in arrows if begin == second]) == 2
+    assert any(re.fullmatch(r"\.\.\. \d+ more \.\.\.", text) for text in boxes.values())
+    assert [text for text in boxes.values() if "bytes, freed by the collector" in text]
 
 
-def test_many_branches_are_thinned():
-    leaks = [leak([*chain(2)[:1], Holder("tensor", f"Tensor {i}")], size=100 - i) for i in range(30)]
-    (root,) = tree.tree_of(Report(leaks=leaks), 30)
-    assert len(root.children) == tree.BRANCHES
-    assert root.children[-1].text == "... 26 more ..." and root.children[0].bytes == 100
-    assert sum(child.bytes for child in root.children) == root.bytes
+def test_a_cycle_has_an_arrow_back():
+    boxes, arrows = edges(_draw.dot_of(report(), 10))
+    assert ("c0_0", "c0_1") in arrows and ("c0_1", "c0_0") in arrows
+    assert boxes["c0_0"] == "closure variable f of f (a.py:3)\\n16 bytes"
 
 
-def test_no_two_boxes_have_one_place():
-    roots, cycles = tree.tree_of(report(), 10), [tree.cycle_row(report().cycles[0].steps, 16)]
-    tree.place(roots, cycles)
-    boxes = [*tree.all_of(roots), *cycles[0]]
-    assert len({(box.column, box.row) for box in boxes}) == len(boxes)
+def test_only_the_largest_are_drawn():
+    boxes, _ = edges(_draw.dot_of(report(), 1))
+    assert len([text for text in boxes.values() if text.startswith("Tensor")]) == 1
 
 
-def test_a_png(tmp_path):
-    pytest.importorskip("matplotlib")
-    path = report().draw(tmp_path / "leaks.png")
-    assert path.read_bytes().startswith(PNG)
+def test_kinds_look_different_and_who_is_to_blame_has_a_thick_line():
+    text = _draw.dot_of(report(), 10)
+    assert all(f"shape={shape}" in text for shape in ("box", "hexagon"))
+    assert '"filled,dashed"' in text and '"filled,rounded"' in text
+    (thick, *_) = [line for line in text.splitlines() if "penwidth" in line]
+    assert "module global train.cache" in thick
 
 
-def test_an_svg_tells_the_families_apart(tmp_path):
-    pytest.importorskip("matplotlib")
-    text = report().draw(tmp_path / "leaks.svg").read_text()
-    ET.fromstring(text)
-    for family in ("python", "node", "tensor", "unknown"):
-        fill, line, _ = tree.FAMILIES[family]
-        assert fill in text and line in text
+def test_a_picture_as_text(tmp_path):
+    odd = Report(leaks=[leak([Holder("dict", 'dict item "a\\b"'), Holder("tensor", "Tensor")])])
+    text = odd.draw(tmp_path / "leaks.dot").read_text()
+    assert r'label="dict item \"a\\b\""' in text
+    assert report().draw(tmp_path / "leaks.dot").read_text() == _draw.dot_of(report(), 10)
 
 
-class Page(HTMLParser):
-    def __init__(self):
-        super().__init__()
-        self.tags, self.linked = [], []
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append(tag)
-        self.linked += [value for name, value in attributes if name in ("src", "href")]
+@pytest.mark.skipif(not _draw.can_render(), reason="needs Graphviz")
+def test_graphviz_draws_it(tmp_path):
+    ET.fromstring(report().draw(tmp_path / "leaks.svg").read_text())
+    assert report().draw(tmp_path / "leaks.png").read_bytes().startswith(PNG)
 
 
-def test_a_page_of_its_own(tmp_path):
-    path = report().draw(tmp_path / "leaks.html")
-    text = path.read_text()
-    page = Page()
-    page.feed(text)
-    assert page.linked == []  # nothing is fetched
-    assert page.tags.count("details") == 5 and "polygon" in page.tags and "rect" in page.tags
-    ET.fromstring(re.search(r"<svg.*</svg>", text, re.DOTALL).group())
-    assert "closure variable f of f" in text and "&#x27;x&#x27;" in text and "<title>dict item" in text
+def test_graphviz_is_given_the_text(tmp_path, monkeypatch):
+    program = tmp_path / "dot"
+    program.write_text('#!/bin/sh\necho "$1" > "${2#-o}"\ncat >> "${2#-o}"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert report().draw(tmp_path / "leaks.svg").read_text() == "-Tsvg\n" + _draw.dot_of(report(), 10)
 
 
 @pytest.mark.parametrize(
-    ("name", "max_leaks", "message"),
+    ("name", "max_leaks", "error", "message"),
     [
         (
             "leaks.jpg",
             10,
-            "a picture cannot be written to 'leaks.jpg'; expected a name that ends in .png, .svg or .html",
+            ValueError,
+            "leaks.jpg is no name of a picture; expected one that ends in .dot, .svg, .png",
         ),
-        ("leaks.png", 0, "max_leaks is 0; expected 1 or more"),
+        ("leaks.dot", 0, ValueError, "max_leaks is 0; expected 1 or more"),
+        ("leaks.png", 10, FileNotFoundError, "leaks.png needs Graphviz's program dot, .* or write a .dot file"),
     ],
 )
-def test_bad_pictures_are_refused(tmp_path, name, max_leaks, message):
-    with pytest.raises(ValueError, match=message):
+def test_bad_pictures_are_refused(tmp_path, monkeypatch, name, max_leaks, error, message):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(error, match=message):
         report().draw(tmp_path / name, max_leaks)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_matplotlib_a_page_still_works(tmp_path, monkeypatch):
-    for name in [name for name in sys.modules if name.startswith("matplotlib")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ModuleNotFoundError, match="needs matplotlib"):
-        report().draw(tmp_path / "leaks.png")
-    assert report().draw(tmp_path / "leaks.html").exists()
-
-
 def test_an_empty_report(tmp_path):
     assert str(Report(unseen=["x"])) == "no tensor outlived the check\n  not seen: x"
-    assert Report().draw(tmp_path / "none.html").exists()
+    assert Report().draw(tmp_path / "none.dot").exists()
 
 
 def hold_oneself():
@@ -222,8 +203,7 @@ def test_a_real_one(tmp_path):
         hold_oneself()
     found = check.report
     assert len(found.leaks) == 3 and len(found.cycles) == 1
-    for name in ("a.png", "a.svg", "a.html"):
-        assert found.draw(tmp_path / name).stat().st_size > 1000
+    assert len(edges(found.draw(tmp_path / "a.dot").read_text())[1]) >= 6
 
 
 def holders(*kinds):

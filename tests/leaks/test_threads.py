@@ -1,16 +1,10 @@
 """Searches beside threads that change and free what is looked at."""
 
-import os
-import platform
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from support.processes import environment, forks
-
-COMPILER = shutil.which(os.environ.get("CC", "cc"))
+from support.processes import environment
 
 # torch's own of a thread's outlives its join, and asks for the GIL when the thread has ended: not while Python ends.
 WAIT_FOR_THE_END = """
@@ -72,7 +66,7 @@ import gc, sys, threading, time
 import torch
 from torch import nn
 import zbpipe
-from zbpipe import _C
+from zbpipe.leaks._heap import Heap
 
 torch.set_num_threads(1)
 sys.setswitchinterval(1e-5)
@@ -108,7 +102,9 @@ thread.start()
 end = time.monotonic() + float(sys.argv[1])
 looks = 0
 while time.monotonic() < end or looks <= 100 or steps <= 10:
-    _C.search_holders([(nodes, None)], ignored, stage[0][0].weight, set(), 0, 2**64 - 1, None, None, None, False)
+    heap = Heap({}, ignored)
+    heap.add_roots([nodes])
+    heap.explore()
     looks += 1
 stop.set()
 wait_for_the_end_of(thread)
@@ -134,62 +130,6 @@ def test_another_thread_may_free_what_is_looked_at(kind, seconds, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.startswith("looks")
-
-
-GRADIENTS_THAT_GO = """
-import ctypes, sys, threading, time
-import torch
-from zbpipe import _C
-
-slow = ctypes.c_int.in_dll(ctypes.CDLL(None), "times_given_away")
-torch.set_num_threads(1)
-stop = threading.Event()
-leaves = [torch.nn.Parameter(torch.ones(3)) for _ in range(4)]
-kept = [torch.zeros(5)]
-
-
-def zero_grads():
-    while not stop.is_set():
-        for leaf in leaves:
-            leaf.grad = torch.ones(3)
-        for leaf in leaves:
-            leaf.grad = None
-
-
-thread = threading.Thread(target=zero_grads)
-thread.start()
-end = time.monotonic() + 3
-looks = 0
-while time.monotonic() < end:
-    _C.search_holders([(leaves, None), (kept, None)], [globals()], kept[0], set(), 0, 2**64 - 1, None, None, None, False)
-    looks += 1
-stop.set()
-wait_for_the_end_of(thread)
-print("looks", looks, "times given away", slow.value)
-"""
-
-
-@pytest.mark.skipif(COMPILER is None, reason="needs a C compiler")
-def test_a_gradient_may_go_when_it_was_looked_at(tmp_path):
-    """`leaf.grad = None` gives the GIL away before it frees the gradient, which the leaf still refers to."""
-    library = tmp_path / "slow_threads.so"
-    source = Path(__file__).with_name("slow_threads.c")
-    preloaded = os.environ.get("LD_PRELOAD", "")
-    # make asan preloads a sanitizer, which would find the compiler's own leaks.
-    env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    subprocess.run([COMPILER, "-shared", "-fPIC", str(source), "-o", str(library), "-ldl"], check=True, env=env)
-    script = tmp_path / "zero_grads.py"
-    script.write_text(WAIT_FOR_THE_END + GRADIENTS_THAT_GO)
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env=environment(LD_PRELOAD=f"{preloaded}:{library}".lstrip(":")),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    if done.stdout.endswith(" 0\n"):
-        pytest.skip("this Python calls its own functions without the dynamic linker")
 
 
 DYING = """
@@ -232,66 +172,3 @@ def test_a_node_that_is_dying_is_not_looked_at(by, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout == "found\n"
-
-
-FREED = """
-import ctypes, mmap, struct, sys
-import torch
-from zbpipe.leaks import find_holders
-
-what, is_sandboxed = sys.argv[1], sys.argv[2] == "True"
-libc = ctypes.CDLL(None, use_errno=True)
-libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-page = libc.mmap(None, 2 * mmap.PAGESIZE, 3, 0x22, -1, 0)
-assert libc.munmap(page + mmap.PAGESIZE, mmap.PAGESIZE) == 0
-library = ctypes.CDLL(torch._C.__file__)
-word = {
-    "nothing": 0,
-    "a mangled pointer": 0x7F1234567,
-    "the end of a mapping": page + mmap.PAGESIZE + 8,
-    "code of libtorch": ctypes.cast(library.PyInit__C, ctypes.c_void_p).value,
-    "code of the C library": ctypes.cast(libc.malloc, ctypes.c_void_p).value,
-}[what]
-leaf = torch.nn.Parameter(torch.ones(3))
-leaf.grad = torch.ones(3)
-kept = [torch.zeros(5)]
-holder = [leaf]
-if is_sandboxed:  # process_vm_readv (310) fails with EPERM, all else is allowed
-
-    def instruction(code, if_true, if_false, value):
-        return struct.pack("HBBI", code, if_true, if_false, value)
-
-    program = ctypes.create_string_buffer(
-        instruction(0x20, 0, 0, 0) + instruction(0x15, 0, 1, 310) + instruction(6, 0, 0, 0x50001) + instruction(6, 0, 0, 0x7FFF0000)
-    )
-    description = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", 4, ctypes.addressof(program)))
-    assert libc.prctl(38, 1, 0, 0, 0) == 0
-    if libc.prctl(22, 2, ctypes.c_void_p(ctypes.addressof(description)), 0, 0) != 0:
-        sys.exit("no seccomp")
-first = ctypes.cast(leaf.grad._cdata, ctypes.POINTER(ctypes.c_uint64))
-table, first[0] = first[0], word
-try:
-    found = find_holders(kept[0])
-finally:
-    first[0] = table
-print("found", len(found.chain))
-"""
-
-
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the number of a system call")
-@pytest.mark.parametrize("is_sandboxed", [False, True])
-@pytest.mark.parametrize(
-    "what",
-    ["nothing", "a mangled pointer", "the end of a mapping", "code of libtorch", "code of the C library"],
-)
-def test_a_gradient_whose_memory_was_freed_is_not_looked_at(what, is_sandboxed, tmp_path):
-    """Between the end of a gradient's Python object and the null in its place; its first word is malloc's by then."""
-    output = tmp_path / "output"
-    process = {"argv": ["-c", what, str(is_sandboxed)], "code": FREED, "output": [str(output)] * 2}
-    (status,) = forks().run([process], timeout=120)
-    said = output.read_text()
-    if "no seccomp" in said:
-        pytest.skip("this machine allows no seccomp")
-    assert status == 0, said[-2000:]
-    assert said.startswith("found")

@@ -1,7 +1,6 @@
 """Kinds of training that use something of torch's, which keeps what it keeps, and of which nothing grows."""
 
 import contextlib
-import io
 
 import torch
 from leaks.trainings import Run
@@ -375,19 +374,3 @@ class Watched(Run):
 
 
 _NOTHING = contextlib.nullcontext()
-
-
-class ThroughScript(Run):
-    """As TorchScript, saved and loaded again now and then."""
-
-    def __init__(self):
-        super().__init__()
-        self.scripted = torch.jit.script(self.net)
-
-    def loss(self):
-        if self.number % 40 == 39:
-            file = io.BytesIO()
-            torch.jit.save(self.scripted, file)
-            file.seek(0)
-            torch.jit.load(file)
-        return self.scripted(self.batch()).square().mean()

@@ -1,10 +1,12 @@
 """python -m zbpipe memory, on small training scripts."""
 
 import gzip
+import inspect
 import json
 import re
 import subprocess
 import sys
+import textwrap
 
 import pytest
 import torch
@@ -81,7 +83,7 @@ def test_without_warm_up_the_script_is_recorded_from_its_beginning(run, tmp_path
     assert "step 4" in run(TRAINING, "100", options=["--warmup", "3"])[1]
 
 
-@pytest.mark.parametrize("name", ["step.png", "step.svg", "step.json.gz", "step.pickle"])
+@pytest.mark.parametrize("name", ["step.png", "step.svg", "step.json.gz"])
 def test_out_draws_or_exports(run, tmp_path, name):
     if name.endswith(("png", "svg")):
         pytest.importorskip("matplotlib")
@@ -178,10 +180,37 @@ def test_the_scripts_exit_status_is_the_commands(run):
     assert status == 1 and "no data" in said
 
 
-def test_a_script_that_fails_in_the_step_shows_what_was_recorded(run, tmp_path, capsys):
-    source = TRAINING.replace(
-        "        optimizer.step()", "        step and torch.empty(1 << 50)\n        optimizer.step()"
-    )
+class Hungry(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad + torch.empty(1 << 50).sum()
+
+
+@pytest.mark.parametrize(
+    ("where", "line", "instead"),
+    [
+        ("forward", "x = torch.ones(10, 100)", "x = torch.ones(10, 100 if step == 0 else 1 << 50)"),
+        ("backward", "net(x).sum()", "(Hungry.apply(net(x)) if step else net(x)).sum()"),
+        ("between", "optimizer.step()", "step and torch.empty(1 << 50); optimizer.step()"),
+        ("optimizer", "torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)", "Grows(net.parameters(), lr=0.1)"),
+        (
+            "between",
+            "optimizer.step()",
+            "try: step and Hungry.apply(net(x)).sum().backward()\n        except RuntimeError: pass\n"
+            "        step and torch.empty(1 << 50); optimizer.step()",
+        ),
+    ],
+)
+def test_a_script_that_fails_in_the_step_shows_what_was_recorded(run, tmp_path, capsys, where, line, instead):
+    """In a backward it was "between": the phase had ended by the time the error was seen, and another had begun."""
+    hungry = textwrap.dedent(inspect.getsource(Hungry))
+    grows = "class Grows(torch.optim.SGD):\n    n = 0\n    @torch.no_grad()\n    def step(self, closure=None):\n"
+    grows += "        self.n += 1; self.n > 1 and torch.empty(1 << 50)\n"
+    source = TRAINING.replace(line, instead).replace("net =", f"{hungry}\n{grows}\nnet =", 1)
     with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
         run(source, "100", options=["--on-out-of-memory", "oom", "--json", "step.json"])
     said = capsys.readouterr().out
@@ -189,7 +218,7 @@ def test_a_script_that_fails_in_the_step_shows_what_was_recorded(run, tmp_path, 
     data = json.loads((tmp_path / "step.json").read_text())
     assert data["whole"] is False
     (report,) = (tmp_path / "oom").glob("*.txt")
-    assert report.read_text().startswith("out of memory on cpu in between at train.py:")
+    assert report.read_text().startswith(f"out of memory on cpu in {where} at train.py:")
     assert torch.autograd.backward.__module__ == "torch.autograd"
 
 

@@ -302,14 +302,6 @@ def test_a_group_whose_weight_pass_runs_is_refused():
     assert memory.held(groups).bytes == 0
 
 
-def test_what_several_groups_share_counts_once():
-    net = Stage(lambda m, x: m.a(x) + m.b(x), a=nn.Linear(D, D, bias=False), b=nn.Linear(D, D, bias=False))
-    groups = groups_of(net)
-    size = N * D * 4
-    assert memory.held(groups, net).bytes == 2 * size
-    assert [memory.held(group).bytes for group in groups] == [2 * size] * 2
-
-
 @pytest.mark.parametrize("policy", ["input_pass", "nothing"])
 @pytest.mark.parametrize(
     "model", ["mlp", "convolution", "checkpointed", "checkpointed, nested", "checkpointed, convolution"]

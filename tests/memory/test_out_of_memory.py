@@ -5,9 +5,11 @@ import gc
 import gzip
 import json
 import os
+import pickle
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -88,60 +90,73 @@ def test_the_picture_lies_beside_it(tmp_path):
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def test_an_error_that_was_made_of_it_counts_too(tmp_path):
-    def run(rec):
-        try:
-            with rec.phase("forward"):
-                torch.empty(TOO_MUCH)
-        except RuntimeError as error:
-            raise ValueError("stage 3 failed") from error
+class Hungry(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
 
+    @staticmethod
+    def backward(ctx, grad):
+        return grad + torch.empty(TOO_MUCH)
+
+
+def made_of_it(rec):
+    try:
+        with rec.phase("forward"):
+            torch.empty(TOO_MUCH)
+    except RuntimeError as error:
+        raise ValueError("stage 3 failed") from error
+
+
+def after_errors_that_were_handled(rec):
+    for _ in range(20):  # a later exception may lie where an earlier one lay
+        with contextlib.suppress(RuntimeError), rec.phase("handled"):
+            torch.ones(2) @ torch.ones(3)
+    with rec.phase("fine"):
+        pass
+    torch.empty(TOO_MUCH)
+
+
+def in_a_backward(rec):
+    with rec.phase("B", stage=2):
+        Hungry.apply(torch.ones(3, requires_grad=True)).sum().backward()
+
+
+def raised_again_in_another_phase(rec):
+    try:
+        with rec.phase("outer"), rec.phase("inner"):
+            torch.empty(TOO_MUCH)
+    except RuntimeError as error:
+        kept = error
+    with rec.phase("later"):
+        raise kept
+
+
+@pytest.mark.parametrize(
+    ("run", "phase"),
+    [
+        (made_of_it, "forward"),
+        (after_errors_that_were_handled, "no phase"),
+        (in_a_backward, "B stage 2"),
+        (raised_again_in_another_phase, "inner"),
+    ],
+)
+def test_the_phase_is_the_innermost_that_the_error_has_ended(tmp_path, run, phase):
     text, caught, _ = failed(tmp_path, run)
-    assert text.startswith("out of memory on cpu in forward at ")
-    assert isinstance(caught.value, ValueError)
-
-
-def test_a_phase_that_an_error_of_before_has_ended_is_not_named(tmp_path):
-    def run(rec):
-        for _ in range(20):  # a later exception may lie where an earlier one lay
-            with contextlib.suppress(RuntimeError), rec.phase("handled"):
-                torch.ones(2) @ torch.ones(3)
-        with rec.phase("fine"):
-            pass
-        torch.empty(TOO_MUCH)
-
-    text, _, _ = failed(tmp_path, run)
-    assert text.startswith("out of memory on cpu in no phase at ")
+    assert text.startswith(f"out of memory on cpu in {phase} at ")
+    assert isinstance(pickle.loads(pickle.dumps(caught.value)), type(caught.value)), "as other processes are sent it"
 
 
 def test_a_recording_that_cannot_begin_leaves_no_hook(monkeypatch, tmp_path):
     rec = memory.record(on_out_of_memory=tmp_path)
 
-    def fail():
+    def fail(_objects):
         raise KeyError
 
-    monkeypatch.setattr(rec._source, "start", fail)
+    monkeypatch.setattr(rec, "_log", SimpleNamespace(start=fail))
     with pytest.raises(KeyError):
         rec.__enter__()
     assert rec._hook._older is None
-
-
-def test_in_a_backward(tmp_path):
-    class Hungry(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad + torch.empty(TOO_MUCH)
-
-    def run(rec):
-        with rec.phase("B"):
-            Hungry.apply(torch.ones(3, requires_grad=True)).sum().backward()
-
-    text, _, _ = failed(tmp_path, run)
-    assert text.startswith("out of memory on cpu in B at ")
 
 
 @pytest.mark.parametrize("error", [ValueError("bad"), RuntimeError("shape mismatch"), KeyboardInterrupt()])
@@ -157,29 +172,14 @@ def test_what_is_out_of_memory():
     for error in (MemoryError(), torch.OutOfMemoryError("CUDA out of memory")):
         assert _out_of_memory.is_out_of_memory(error)
     assert not _out_of_memory.is_out_of_memory(RuntimeError("out of paper"))
-    assert not _out_of_memory.is_out_of_memory(None)
-
-
-def test_a_circle_of_causes_ends():
     one, two = ValueError(), ValueError()
-    one.__cause__, two.__cause__ = two, one
+    one.__cause__, two.__cause__ = two, one  # a circle
     assert list(_out_of_memory.causes(one)) == [one, two]
-
-
-def test_the_reports_of_one_recording_are_counted(tmp_path):
-    for count in (1, 2):
-
-        def run(rec, count=count):
-            rec._hook.count = count - 1
-            torch.empty(TOO_MUCH)
-
-        text, _, _ = failed(tmp_path, run)
-        assert ("(report 2 of this recording, in the files of the one before)" in text) == (count == 2)
 
 
 def test_without_a_log_the_report_says_what_it_lacks(tmp_path):
     text, _, _ = failed(tmp_path, lambda rec: torch.empty(TOO_MUCH), max_events=0)
-    assert "in which phases the live bytes were handed out is not known: own_events() needs a log" in text
+    assert "in which phases the live bytes were handed out is not known: that needs a log" in text
     assert "the largest of these" in text
 
 

@@ -32,36 +32,25 @@ def run_python(code):
 
 
 def test_every_block_is_counted_once():
+    """Views and what is empty are none; a resize is a new block and the end of the old one; a storage does not shrink."""
     with memory.record() as rec:
         a = torch.empty(100)
         assert of(rec) == (400, 400, 400, 0, 1)
         b = torch.empty(3, 5, dtype=torch.float64)
         assert of(rec) == (520, 520, 520, 0, 2)
-        del a
+        views = [a.view(10, 10).t(), a[2:], a.detach(), a.expand(2, 100), torch.empty(0), torch.empty(0, 5)]
+        assert of(rec) == (520, 520, 520, 0, 2)
+        del a, views
         assert of(rec) == (120, 520, 520, 400, 2)
         c = b + b
         assert of(rec) == (240, 520, 640, 400, 3)
+        for size in (45, 35):
+            c.resize_(size)
+            assert of(rec) == (120 + 8 * 45, 600, 640 + 8 * 45, 520, 4)
+        c.untyped_storage().resize_(0)
+        assert of(rec) == (120, 600, 1000, 880, 4)
     del b, c
-    assert of(rec) == (240, 520, 640, 400, 3), "what comes after the recording is not in it"
-
-
-def test_views_and_empty_tensors_are_free():
-    with memory.record() as rec:
-        a = torch.empty(10, 10)
-        views = [a.t(), a[2:], a.view(-1), a.detach(), a.expand(2, 10, 10), torch.empty(0), torch.empty(0, 5)]
-    assert of(rec) == (400, 400, 400, 0, 1)
-    del a, views
-
-
-def test_resize_is_a_new_block_and_the_end_of_the_old_one():
-    with memory.record() as rec:
-        a = torch.empty(10)
-        a.resize_(30)
-        assert of(rec) == (120, 160, 160, 40, 2)
-        a.resize_(20)
-        assert of(rec) == (120, 160, 160, 40, 2), "a storage does not shrink"
-        a.untyped_storage().resize_(0)
-        assert of(rec) == (0, 160, 160, 160, 2)
+    assert of(rec) == (120, 600, 1000, 880, 4), "what comes after the recording is not in it"
 
 
 def test_older_storages_that_grow():
@@ -110,69 +99,36 @@ def test_tensors_that_outlive_their_recording():
     del fresh, kept
 
 
-def test_what_was_there_before_any_recording_is_not_seen():
+def test_recordings_that_nest_and_overlap_count_for_themselves():
     old = torch.empty(1000)
-    with memory.record() as rec:
-        del old
-        torch.empty(1)
-    assert of(rec) == (0, 4, 4, 4, 1)
-    assert rec.older_frees == (0, 0)
-
-
-def test_nested_recordings_count_for_themselves():
-    with memory.record() as outer:
+    outer, inner = memory.record(), memory.record()
+    with outer:
+        del old  # from before any recording: nobody knows it
         a = torch.empty(10)
-        with memory.record() as inner:
-            b = torch.empty(20)
-            del a
-        c = torch.empty(30)
-    assert of(inner) == (80, 80, 80, 0, 1)
-    assert inner.older_frees == (1, 40)
-    assert of(outer) == (200, 200, 240, 40, 3)
-    assert outer.older_frees == (0, 0)
+        inner.__enter__()
+        b = torch.empty(20)
+        del a
+    c = torch.empty(30)
+    inner.__exit__(None, None, None)
+    torch.empty(40)
+    assert (of(outer), outer.older_frees) == ((80, 120, 120, 40, 2), (0, 0))
+    assert (of(inner), inner.older_frees) == ((200, 200, 200, 0, 2), (1, 40))
     del b, c
 
 
-def test_recordings_that_overlap():
-    first, second = memory.record(), memory.record()
-    first.__enter__()
-    a = torch.empty(10)
-    second.__enter__()
-    b = torch.empty(20)
-    first.__exit__(None, None, None)
-    c = torch.empty(30)
-    second.__exit__(None, None, None)
-    torch.empty(40)
-    assert (first.allocated, second.allocated) == (120, 200)
-    del a, b, c
-
-
-def test_a_recording_is_entered_once():
+def test_a_recording_is_entered_once_and_says_nothing_before(tmp_path):
     rec = memory.record()
-    with rec, pytest.raises(RuntimeError, match="entered once"):
-        rec.__enter__()
-    with pytest.raises(RuntimeError, match="entered once"):
-        rec.__enter__()
-
-
-def test_a_recording_that_has_not_been_entered_says_so(tmp_path):
-    rec = memory.record()
-    for use in (
-        lambda: rec.peak,
-        lambda: rec.live,
-        lambda: rec.older_frees,
-        lambda: rec.incomplete,
-        lambda: rec.phases,
-        lambda: rec.held,
-        lambda: rec.held_peak,
-        lambda: list(rec.events()),
-        lambda: rec.export(tmp_path / "x.json"),
-    ):
+    names = ("peak", "live", "older_frees", "incomplete", "phases", "held", "held_peak")
+    for use in (*(lambda name=name: getattr(rec, name) for name in names), rec.events, lambda: rec.export("x.json")):
         with pytest.raises(RuntimeError, match="has not been entered yet"):
             use()
     assert str(rec) == "cpu: not entered yet"
     with rec:
         torch.empty(10)
+        with pytest.raises(RuntimeError, match="entered once"):
+            rec.__enter__()
+    with pytest.raises(RuntimeError, match="entered once"):
+        rec.__enter__()
     assert rec.peak == 40
 
 
@@ -340,58 +296,42 @@ def test_beside_the_profiler_both_see_the_same(tmp_path):
         linear.zero_grad(set_to_none=True)
         linear(x).sum().backward()
 
+    def profiled():
+        return profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+
     step()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as outside, memory.record() as rec:
+    with profiled() as before:
         step()
-    with memory.record() as around, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as inside:
+    with profiled() as outside, memory.record() as rec:
+        step()
+    with memory.record() as around, profiled() as inside:
+        step()
+    with profiled() as after:
         step()
     assert rec.allocated > 64 * 64 * 4
     assert rec.allocated == handed_out(outside, tmp_path / "outside.json")
     assert around.allocated == handed_out(inside, tmp_path / "inside.json")
-
-
-def test_the_profiler_alone_afterwards_is_as_before():
-    def profiled():
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
-            torch.ones(1000).add_(1)
-        return sum(event.self_cpu_memory_usage for event in trace.key_averages())
-
-    before = profiled()
-    with memory.record():
-        torch.ones(1000)
-    assert profiled() == before
+    assert handed_out(before, tmp_path / "before.json") == handed_out(after, tmp_path / "after.json")
 
 
 # ---- the log
 
 
-def test_a_full_log_leaves_the_counters_exact():
-    with memory.record(max_events=5) as rec:
+@pytest.mark.parametrize(("most", "words"), [(5, "max_events=5"), (0, "has none")])
+def test_without_a_whole_log_the_counters_and_phases_are_exact(most, words):
+    with memory.record(max_events=most) as rec:
         for _ in range(10):
             with rec.phase("two"):
                 torch.empty(2)
-    assert (rec.allocated, rec.peak, rec.allocations) == (80, 8, 10)
+        with pytest.raises(RuntimeError, match="still runs"):
+            rec.events()
+    assert of(rec) == (0, 8, 80, 80, 10)
     assert [p.peak for p in rec.phases] == [8] * 10
-    assert "15 events did not fit" in rec.incomplete
-    assert "incomplete" in str(rec)
-    for use in (lambda: rec.held, lambda: list(rec.events()), lambda: rec.export("x.json"), lambda: rec.plot("x.png")):
-        with pytest.raises(RuntimeError, match="max_events=5"):
+    assert rec.incomplete == ("15 events did not fit into the log (max_events=5)" if most else "")
+    assert ("incomplete" in str(rec)) == bool(most)
+    for use in (lambda: rec.held, rec.events, lambda: rec.export("x.json"), lambda: rec.plot("x.png")):
+        with pytest.raises(RuntimeError, match=words):
             use()
-
-
-def test_no_log_at_all():
-    with memory.record(max_events=0) as rec, rec.phase("a"):
-        torch.empty(10)
-    assert of(rec) == (0, 40, 40, 40, 1)
-    assert rec.phases[0].peak == 40
-    assert rec.incomplete == ""
-    with pytest.raises(RuntimeError, match="has none"):
-        list(rec.events())
-
-
-def test_the_log_is_read_when_the_recording_is_over():
-    with memory.record() as rec, pytest.raises(RuntimeError, match="still runs"):
-        list(rec.events())
 
 
 def test_events_say_what_happened():
@@ -482,32 +422,30 @@ def test_a_pass_that_ends_on_another_thread():
     assert rec.incomplete == ""
 
 
-def test_phases_can_be_read_while_it_runs():
-    with memory.record() as rec:
-        with rec.phase("done"):
-            torch.empty(1)
-        with rec.phase("open"):
-            assert [p.kind for p in rec.phases] == ["done"]
-    assert [p.kind for p in rec.phases] == ["done", "open"]
-
-
-def test_module_phase_marks_every_recording_and_none():
+def test_phases_are_read_while_it_runs_and_marked_in_all_that_run():
     with memory.phase("nobody looks"):
         pass
-    with memory.record() as a, memory.record() as b, memory.phase("both", microbatch=1):
-        torch.empty(1)
-    assert [p.label for p in a.phases] == [p.label for p in b.phases] == ["both microbatch 1"]
-
-
-def test_a_phase_that_outlasts_the_recording_is_left_out():
-    with memory.record() as rec:
-        late = rec.phase("late")
+    with memory.record() as a, memory.record() as b:
+        with memory.phase("both", microbatch=1):
+            torch.empty(1)
+        late = a.phase("late")
         late.__enter__()
+        assert [p.label for p in a.phases] == [p.label for p in b.phases] == ["both microbatch 1"]
     late.__exit__(None, None, None)
-    with rec.phase("too late"):
+    with a.phase("too late"):
         pass
-    assert rec.phases == []
-    assert str(rec)
+    assert [p.kind for p in a.phases] == ["both"], "what outlasts the recording is left out"
+    assert str(a)
+
+
+@pytest.mark.parametrize("kind", [3, None, torch.ones(1)])
+def test_a_phase_that_has_no_name_is_refused(kind):
+    """A step's number was taken, and then nothing of the recording could be printed."""
+    with memory.record() as rec:
+        for phase in (rec.phase, memory.phase):
+            with pytest.raises(TypeError, match="expected the phase's name, and its number as microbatch="):
+                phase(kind)
+    assert str(rec).startswith("cpu: peak 0 bytes")
 
 
 def test_held_from_i_to_w_by_hand():
@@ -642,7 +580,7 @@ def test_a_recording_keeps_no_tensor_and_no_stage():
 
 def test_a_recording_that_is_dropped_while_it_runs_ends():
     """As when a generator that holds it is dropped. Without an end the allocator would feed freed memory."""
-    log = memory.record()._source.log
+    log = memory.record()._log
     log.start()
     kept = torch.empty(10)
     del log

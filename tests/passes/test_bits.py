@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+from support.functions import FailsAt
 from support.oracle import Stage, check, needs_zbpipe, random_input, weight, zb
 from torch import nn
 from torch.nn import functional as F
@@ -102,36 +103,30 @@ SHARED = {
 }
 
 
-@pytest.mark.parametrize("form", SHARED)
+def embedding_that_is_the_head_too(m, x):
+    tokens = F.embedding(torch.arange(64) % 40, m.w)
+    return F.linear(torch.tanh(F.linear(x + tokens, m.v)), m.w)
+
+
+def convolution_and_scale(m, x):
+    for _ in range(3):
+        x = F.conv1d(F.layer_norm(x, (N,), m.s), m.w, padding=1).tanh()
+    return x
+
+
+# Stages of other weights, and their inputs.
+OTHERS = {
+    "experts": (lambda m, x: experts(m, x).sum((1, 2)), {"w": (6, N, N)}, (96, N)),
+    "large": (lambda m, x: torch.tanh(torch.tanh(x @ m.w) @ m.w.t()) @ m.w, {"w": (1100, 260)}, (40, 1100)),
+    "embedding": (embedding_that_is_the_head_too, {"w": (100, N), "v": (N, N)}, (64, N)),
+    "convolution": (convolution_and_scale, {"w": (8, 8, 3), "s": (N,)}, (4, 8, N)),
+}
+
+
+@pytest.mark.parametrize("form", [*SHARED, *OTHERS])
 def test_weight_of_several_uses(form):
-    equal(Stage(SHARED[form], w=parameter(N, N), b=parameter(N)), random_input(96, N))
-
-
-def test_experts_of_several_uses():
-    m = Stage(lambda m, x: experts(m, x).sum((1, 2)), w=parameter(6, N, N))
-    equal(m, random_input(96, N))
-
-
-def test_large_weight_of_several_uses():
-    m = Stage(lambda m, x: torch.tanh(torch.tanh(x @ m.w) @ m.w.t()) @ m.w, w=parameter(1100, 260))
-    equal(m, random_input(40, 1100))
-
-
-def test_embedding_that_is_the_head_too():
-    def forward(m, x):
-        tokens = F.embedding(torch.arange(64) % 40, m.w)
-        return F.linear(torch.tanh(F.linear(x + tokens, m.v)), m.w)
-
-    equal(Stage(forward, w=parameter(100, N), v=parameter(N, N)), random_input(64, N))
-
-
-def test_convolution_and_scale_of_several_uses():
-    def forward(m, x):
-        for _ in range(3):
-            x = F.conv1d(F.layer_norm(x, (N,), m.s), m.w, padding=1).tanh()
-        return x
-
-    equal(Stage(forward, w=parameter(8, 8, 3), s=parameter(N)), random_input(4, 8, N))
+    forward, weights, shape = OTHERS.get(form) or (SHARED[form], {"w": (N, N), "b": (N,)}, (96, N))
+    equal(Stage(forward, **{name: parameter(*of) for name, of in weights.items()}), random_input(*shape))
 
 
 @pytest.mark.parametrize("cache", [False, True])
@@ -168,23 +163,13 @@ def test_hook_on_a_weight_of_several_uses_sees_the_sum(hooked):
 def test_weight_pass_that_fails_within_a_sum_is_called_again():
     """What was summed is computed again: nothing of it has reached the weight."""
 
-    class Failing(torch.utils._python_dispatch.TorchDispatchMode):
-        left = 2
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if function is torch.ops.aten.mm.default:
-                self.left -= 1
-                if self.left < 0:
-                    raise torch.OutOfMemoryError("out of memory")
-            return function(*args, **(kwargs or {}))
-
     m = Stage(SHARED["three times"], w=parameter(N, N))
     x = torch.randn(96, N, requires_grad=True)
     grad = torch.randn(96, N)
     m.w.grad = torch.ones(N, N)
     expected = m.w.grad + torch.autograd.grad(m(x), m.w, grad)[0]
     _, groups = zb.stage_backward_input([m(x)], [grad], [x], [m.w])
-    with Failing(), pytest.raises(torch.OutOfMemoryError):
+    with FailsAt(2, torch.ops.aten.mm), pytest.raises(torch.OutOfMemoryError):
         zb.stage_backward_weight([m.w], groups)
     assert m.w.grad.eq(1).all()
     zb.stage_backward_weight([m.w], groups)

@@ -118,19 +118,6 @@ def test_edges_of_wrong_shape_are_refused():
         zb.stage_backward_input([edge], [torch.ones(2, 2, dtype=f64)], [x], m.parameters())
 
 
-def test_two_microbatches_by_edges():
-    m, x, y = network(), fresh(), fresh()
-    grads = (random(3, 4), random(3, 4))
-    groups = []
-    for inp in (x, y):
-        edges = [get_gradient_edge(out) for out in m(inp)]
-        groups.append(zb.stage_backward_input(edges, grads, [inp], m.parameters())[1])
-    for each in groups:
-        zb.stage_backward_weight(m.parameters(), each)
-    sums = [a + b for a, b in zip(expected(m, x, grads)[1:], expected(m, y, grads)[1:], strict=True)]
-    torch.testing.assert_close([w.grad for w in m.parameters()], sums)
-
-
 @pytest.mark.parametrize("number", [1, 2**31, 2**32, 2**32 + 1, 2**70])
 def test_edge_to_an_output_number_that_no_node_has_is_refused(number):
     m, x = network(), fresh()

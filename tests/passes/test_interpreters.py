@@ -12,7 +12,7 @@ pytestmark = needs_zbpipe
 BODY = """
 import os, textwrap
 import zbpipe
-from zbpipe import _C
+from zbpipe import _C  # the compiled part, which is imported elsewhere
 try:
     import _xxsubinterpreters as interpreters
 except ImportError:

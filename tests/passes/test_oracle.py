@@ -4,8 +4,7 @@ import types
 
 import pytest
 import torch
-import torch.nn.functional as F
-from support.oracle import Stage, at_once, case, check, late, table, weight
+from support.oracle import Stage, check, late
 from torch import nn
 
 f64 = torch.float64
@@ -43,28 +42,6 @@ def stage(forward=lambda m, x: m.net(x).sin() @ m.a):
 
 def test_right_split_passes():
     check(stage(), (3, 4), impl=naive())
-
-
-@table(
-    case("weights of several uses", lambda m, x: ((x @ m.a).tanh() @ m.a + x * m.s).sin() @ (m.a + m.b)),
-    case("computed weights", lambda m, x: x @ (m.a @ m.b).softmax(-1) + x.sin() @ (m.a.tanh() * m.s)),
-    case("norms and attention", lambda m, x: F.layer_norm((x @ m.a @ x.t()).softmax(-1) @ x, (4,), m.s, m.t)),
-    case("several outputs", lambda m, x: ((x @ m.a).sort(dim=-1)[0], F.linear(x, m.b, m.s).flip(0), m.c.sin())),
-    case(
-        "parts of activations",
-        lambda m, x: torch.cat([(x @ m.a).chunk(2, 1)[0], (x * m.s).unbind(0)[0].expand(3, 4)], 1),
-    ),
-    case(
-        "two inputs, one without a gradient", lambda m, x, y: (x @ m.a) * y + m.t, (3, 4), torch.ones(3, 4, dtype=f64)
-    ),
-    case(
-        "existing gradients, a frozen weight",
-        Stage(lambda m, x: x @ m.a + m.b, a=(4, 4), b=weight(4).requires_grad_(False)),
-        existing=True,
-    ),
-)
-def test_right_split_of_other_stages_passes(stage, inputs, options):
-    check(stage, *inputs, impl=naive(), orders=(at_once, late), **options)
 
 
 def double(weights):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.functions import Product
+from support.functions import Handing
 from support.oracle import needs_zbpipe
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -56,13 +56,6 @@ def test_products_of_the_weights_lie_in_their_groups_and_these_in_the_weight_pas
     assert len(in_w) == 2
     assert all(sum(inside(product, group) for group in groups) == 1 for product in in_w)
     assert len([product for product in products if inside(product, i)]) == 2
-
-
-class Handing(Product):
-    @staticmethod
-    def backward(ctx, grad):
-        x, w = ctx.saved_tensors
-        return grad @ w.mT, zbpipe.defer(lambda x, grad: x.mT @ grad, 1, (x, grad))
 
 
 def test_work_that_was_handed_over_is_a_range_of_its_own():

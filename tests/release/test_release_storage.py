@@ -6,6 +6,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from support.oracle import without_collector
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -64,76 +65,6 @@ def test_asking_for_the_storage_once_is_no_use():
     assert zbpipe.release_storage(tensor) == 48
 
 
-def test_a_storage_in_python_is_named():
-    tensor = product()
-    storage = tensor.untyped_storage()
-    assert holders(tensor) == (1, ["an UntypedStorage in Python"])
-    assert storage.nbytes() == 48
-
-
-def test_views_aliases_and_bases_are_named():
-    tensor = product()
-    view, alias = tensor.view(-1), tensor.detach()
-    count, listed = holders(tensor)
-    assert count == 2
-    assert sorted(listed) == [
-        "a tensor without history of float32 [3, 4] on cpu",
-        "a view of float32 [12] on cpu",
-    ]
-    del alias
-    assert holders(view) == (1, ["its base, a result of MmBackward0 of float32 [3, 4] on cpu"])
-
-
-def test_a_base_that_python_has_forgotten_is_named():
-    view = product()[1:]
-    assert holders(view) == (1, ["its base, a result of MmBackward0 of float32 [3, 4] on cpu"])
-
-
-def test_parameters_and_leaves_are_named():
-    weight = nn.Parameter(torch.ones(3, 4))
-    assert holders(weight.detach()) == (1, ["a parameter of float32 [3, 4] on cpu"])
-    leaf = torch.ones(3, requires_grad=True)
-    assert holders(leaf.detach()) == (1, ["a leaf that requires a gradient of float32 [3] on cpu"])
-
-
-def test_a_gradient_is_named_as_such():
-    leaf = torch.ones(3, requires_grad=True)
-    (leaf * 2).sum().backward()
-    assert holders(leaf.grad) == (1, ["the .grad of a leaf that requires a gradient of float32 [3] on cpu"])
-
-
-def test_nodes_that_saved_it_are_named():
-    out = product().exp()
-    assert holders(out) == (1, ["ExpBackward0, which keeps a tensor on the same memory as result"])
-    tensor = product()
-    square = tensor * tensor
-    count, listed = holders(tensor)
-    assert count == 2
-    assert sorted(listed) == ["MulBackward0, which keeps it as other", "MulBackward0, which keeps it as self"]
-    del square
-    weight = nn.Parameter(torch.ones(4, 4))
-    out = torch.ones(3, 4, requires_grad=True) @ weight
-    count, listed = holders(weight)
-    assert count == 2
-    assert sorted(listed) == [
-        "MmBackward0, which keeps it as mat2",
-        "torch::autograd::AccumulateGrad, which keeps it as its leaf",
-    ]
-
-
-def test_a_view_that_a_node_saved_is_one_holder_of_the_storage():
-    tensor = product()
-    row = tensor[0]
-    wave = row.sin()
-    count, listed = holders(tensor)
-    assert count == 2
-    assert listed == [
-        "a view of float32 [4] on cpu",
-        "SinBackward0, which keeps a tensor on the same memory as self",
-    ]
-    del wave
-
-
 class Saving(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -145,27 +76,77 @@ class Saving(torch.autograd.Function):
         return grad * 2
 
 
-def test_what_a_function_saved_is_named():
-    tensor = product()
-    out = Saving.apply(tensor)
-    assert holders(tensor) == (1, ["SavingBackward, which keeps it as tensors"])
-    out.backward(torch.ones(3, 4))
-    del out
-    assert zbpipe.release_storage(tensor) == 48
+def with_gradient():
+    leaf = torch.ones(3, requires_grad=True)
+    (leaf * 2).sum().backward()
+    return leaf.grad, leaf
 
 
-held_in_cpp = pytest.mark.skipif(
-    not hasattr(torch._C._autograd, "_make_saved_tensor"), reason="here Python cannot have C++ hold a tensor (2.11)"
-)
+def product_and(hold):
+    def make():
+        tensor = product()
+        return tensor, hold(tensor)
+
+    return make
 
 
-@held_in_cpp
-def test_what_python_cannot_see_is_counted():
-    tensor = product()
-    held = torch._C._autograd._make_saved_tensor(tensor, False)
-    assert holders(tensor) == (1, ["1 that cannot be seen from Python, such as a send under way"])
-    del held
-    assert zbpipe.release_storage(tensor) == 48
+def detached(leaf):
+    return leaf.detach(), leaf
+
+
+def of_a_product():
+    weight = nn.Parameter(torch.ones(4, 4))
+    return weight, torch.ones(3, 4, requires_grad=True) @ weight
+
+
+BASE = "its base, a result of MmBackward0 of float32 [3, 4] on cpu"
+SAME_MEMORY = "which keeps a tensor on the same memory as"
+# What makes the tensor, and what else is kept; who holds it, sorted.
+HELD = {
+    "a storage in Python": (product_and(lambda t: t.untyped_storage()), ["an UntypedStorage in Python"]),
+    "a view and an alias": (
+        product_and(lambda t: (t.view(-1), t.detach())),
+        ["a tensor without history of float32 [3, 4] on cpu", "a view of float32 [12] on cpu"],
+    ),
+    "a base": (lambda: product_and(lambda t: t.view(-1))()[::-1], [BASE]),
+    "a base that Python has forgotten": (lambda: (product()[1:], None), [BASE]),
+    "a parameter": (lambda: detached(nn.Parameter(torch.ones(3))), ["a parameter of float32 [3] on cpu"]),
+    "a leaf": (
+        lambda: detached(torch.ones(3, requires_grad=True)),
+        ["a leaf that requires a gradient of float32 [3] on cpu"],
+    ),
+    "whose gradient it is": (with_gradient, ["the .grad of a leaf that requires a gradient of float32 [3] on cpu"]),
+    "its own node": (lambda: (product().exp(), None), [f"ExpBackward0, {SAME_MEMORY} result"]),
+    "the next node, twice": (
+        product_and(lambda t: t * t),
+        ["MulBackward0, which keeps it as other", "MulBackward0, which keeps it as self"],
+    ),
+    "nodes, of a parameter": (
+        of_a_product,
+        ["MmBackward0, which keeps it as mat2", "torch::autograd::AccumulateGrad, which keeps it as its leaf"],
+    ),
+    "a node that saved a view, one holder": (
+        product_and(lambda t: ((row := t[0]), row.sin())),
+        [f"SinBackward0, {SAME_MEMORY} self", "a view of float32 [4] on cpu"],
+    ),
+    "a Function": (product_and(Saving.apply), ["SavingBackward, which keeps it as tensors"]),
+    "what Python cannot see": pytest.param(
+        product_and(lambda t: torch._C._autograd._make_saved_tensor(t, False)),
+        ["1 that cannot be seen from Python, such as a send under way"],
+        marks=pytest.mark.skipif(
+            not hasattr(torch._C._autograd, "_make_saved_tensor"),
+            reason="here Python cannot have C++ hold a tensor (2.11)",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "expected"), HELD.values(), ids=HELD)
+def test_holders_are_named(make, expected):
+    tensor, kept = make()
+    count, listed = holders(tensor)
+    assert (count, sorted(listed)) == (len(expected), expected)
+    del kept
 
 
 def test_hooks_are_not_run_and_what_they_packed_is_seen():
@@ -178,7 +159,9 @@ def test_hooks_are_not_run_and_what_they_packed_is_seen():
     assert not ran and wave is not None
 
 
-@held_in_cpp
+@pytest.mark.skipif(
+    not hasattr(torch._C._autograd, "_make_saved_tensor"), reason="Python cannot have C++ hold a tensor"
+)
 def test_what_hooks_packed_into_cpp_is_said_to_be_unknown():
     ran = []
 
@@ -232,16 +215,13 @@ def test_the_refusal_keeps_nothing_alive():
     view = tensor[1:]
     square = view * view
     dead = [weakref.ref(view), weakref.ref(square)]
-    gc.disable()
-    try:
+    with without_collector():
         for _ in range(100):
             with pytest.raises(RuntimeError, match="3 other holders"):
                 zbpipe.release_storage(tensor)
         del view, square
         assert [ref() for ref in dead] == [None, None]
         assert zbpipe.release_storage(tensor) == 48
-    finally:
-        gc.enable()
 
 
 def test_a_released_parameter_stays_one_and_can_have_new_memory():

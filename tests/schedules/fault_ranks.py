@@ -34,9 +34,9 @@ from support.ranks import MODULES, join, on
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining import stage as stage_module
 
-from zbpipe import _C
-from zbpipe._stage import losses
-from zbpipe._stage.before_2_15 import outputs, sends, threads
+from zbpipe import _C  # counts what is left, and plants faults
+from zbpipe._stage import losses  # the same
+from zbpipe._stage.before_2_15 import outputs, sends, threads  # the same
 
 NOT_ZBV = (cases.LOOP, cases.DUAL)
 OTHERS = [fault for schedule in NOT_ZBV for fault in cases.faults_of(schedule)]

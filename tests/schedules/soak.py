@@ -2,14 +2,13 @@
 
     python -m schedules.soak [STEPS [EVERY]]
 
-Prints how far it is, and at the end what was seen; exits with 1 if a loss or weight differs in a bit, or something has grown.
+Prints where one sees how far it is, and at the end what was seen; exits with 1 if a loss or weight differs in a bit, or something has grown.
 """
 
 import array
 import json
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -76,28 +75,11 @@ OBJECTS_OF_A_GROUP = 3  # of every hook for uncaught errors that torch's init_pr
 SPREAD_OF_OBJECTS = 200  # a step that failed leaves its stages' entries as they are
 
 
-def follow(file, is_done):
-    """Prints what comes into a file."""
-    place = 0
-    while not is_done.wait(1.0) or file.stat().st_size > place:
-        if file.exists():
-            text = file.read_text()
-            print(text[place:], end="", flush=True)
-            place = len(text)
-
-
 def main(steps=10_000, every=250):
     folder = Path(tempfile.mkdtemp(prefix="zbpipe_soak_"))
-    is_done = threading.Event()
-    (folder / "output.0").touch()
-    follower = threading.Thread(target=follow, args=(folder / "output.0", is_done))
-    follower.start()
+    print(f"follow it in {folder / 'output.0'}", flush=True)
     began = time.monotonic()
-    try:
-        run(folder, steps, every, timeout=60 + 5 * steps)
-    finally:
-        is_done.set()
-        follower.join()
+    run(folder, steps, every, timeout=60 + 5 * steps)
     wrong, figures = differences(folder, steps, every)
     print(f"{steps} steps in {time.monotonic() - began:.0f} s")
     for rank, seen in enumerate(figures):

@@ -25,8 +25,8 @@ from schedules.fault_ranks import LONGEST, Job, dies_with_its_parent
 from support import allocations
 
 import zbpipe
-from zbpipe import _C
-from zbpipe._stage.before_2_15 import sends, threads
+from zbpipe import _C  # counts what is alive
+from zbpipe._stage.before_2_15 import sends, threads  # the same
 
 LEARNING_RATE, MOMENTUM = 1e-3, 0.9
 KINDS = [

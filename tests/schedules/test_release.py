@@ -37,8 +37,8 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import zbpipe
-from zbpipe._stage import state
-from zbpipe._stage.before_2_15 import methods, outputs, sends, threads
+from zbpipe._stage import state  # nothing public shows sends, their works and threads
+from zbpipe._stage.before_2_15 import methods, outputs, sends, threads  # the same
 
 WORLD = 2
 PATIENCE = 10.0  # seconds for a send to be done; the receive has been posted or will be without our doing
@@ -658,25 +658,8 @@ def test_the_schedule_does_not_wait_behind_a_send_that_it_did_not_ask_for(send):
     assert stuck.is_gone
 
 
-def test_a_thread_gives_up_when_its_group_goes(in_force):
-    """Then nobody will receive, and the peer hears nothing before the connections close, which the wait keeps open."""
-    group, works = [Group("gloo")], [GloosWork(tells=False), GloosWork(tells=False)]
-    results = [Sent(group[0], work).result for work in works]
-    until(lambda: works[0].waited)
-    ends_with_its_group(*waiting_threads(), group)
-    assert works[1].waited == 0
-    assert not results[1].done.is_set()
-
-
-def ends_with_its_group(thread, group):
-    assert thread.is_alive()
-    group.clear()
-    thread.join(20)
-    assert not thread.is_alive()
-    assert threads._queues == {}
-
-
 def test_a_thread_waits_for_one_send_after_the_other_and_ends_with_its_group(in_force, monkeypatch):
+    """When it goes nobody will receive, and the peer hears nothing before the connections close, which the wait keeps open."""
     monkeypatch.setattr(threads, "_STAYS", 60)
     group, seen = [Group("gloo")], set()
     for _ in range(3):
@@ -684,8 +667,17 @@ def test_a_thread_waits_for_one_send_after_the_other_and_ends_with_its_group(in_
         seen.update(waiting_threads())
         sent.finish()
         assert sent.result.done.wait(10)
+    works = [GloosWork(tells=False), GloosWork(tells=False)]
+    results = [Sent(group[0], work).result for work in works]
+    until(lambda: works[0].waited)
+    (thread,) = {*seen, *waiting_threads()}
+    assert thread.is_alive()
     del sent
-    ends_with_its_group(*seen, group)
+    group.clear()
+    thread.join(20)
+    assert not thread.is_alive() and threads._queues == {}
+    assert works[1].waited == 0
+    assert not results[1].done.is_set()
 
 
 def test_where_no_thread_can_be_had_the_next_send_gets_one(monkeypatch):
@@ -705,44 +697,6 @@ def test_where_no_thread_can_be_had_the_next_send_gets_one(monkeypatch):
             threads.watch(group, 1, Late())
     threads.watch(group, 1, Late())
     assert done.wait(60)
-
-
-def test_no_send_runs_into_a_timeout_before_the_schedule_waits_for_it(in_force):
-    patience = timedelta(milliseconds=300)
-    sent = Sent(Group("gloo", patience), GloosWork(tells=False))
-    until(lambda: sent.work.waited)
-    assert sent.work.patience == 2 * patience
-    with pytest.raises(RuntimeError, match="Timed out waiting 300ms"):
-        sent.result.wait()
-
-
-@pytest.mark.parametrize("name", ["backward_one_chunk", "backward_weight_one_chunk"])
-def test_nothing_that_was_sent_is_freed_within_a_backward_or_w(one_rank, send, name):
-    """What a recording counts there would depend on when the peer received it."""
-    sent = send(stage=Stage())
-    sent.finish()
-    state.in_force = False  # the fixture's
-    with zbpipe.patch():
-        stage = two_stages().stages[0]
-        stage.has_backward = False
-        getattr(stage, name)(0)
-        assert not sent.is_gone
-        sends.poll()
-        assert sent.is_gone
-
-
-def test_what_batch_p2p_returns_is_a_work_for_each_operation(in_force):
-    works, group, parcel = [Work(), Work()], Group("nccl"), sends.Parcel(Stage(), 0, None)
-    given = {"op": dist.isend, "group": group, "peer": 1, "zbpipe_parcel": parcel}
-    ops = [Operation(tensor=torch.ones(n), **given) for n in (3, 4)]
-    first, second = sends.batch_p2p(lambda ops, desc: works, ops)
-    assert isinstance(first, dist.Work)
-    works[1].is_done.set()
-    assert second.wait()
-    assert not first.is_completed()
-    assert ops[1].tensor.is_meta
-    assert ops[0].tensor.sum() == 3
-    assert works[0].waited == 0
 
 
 def test_a_send_answers_as_its_work_does_and_afterwards_as_one_that_is_done(send):
@@ -767,6 +721,30 @@ def test_a_send_answers_as_its_work_does_and_afterwards_as_one_that_is_done(send
         result.source_rank()
     with pytest.raises(AttributeError):
         result.of_this_backend_alone()
+
+
+def test_no_send_runs_into_a_timeout_before_the_schedule_waits_for_it(in_force):
+    patience = timedelta(milliseconds=300)
+    sent = Sent(Group("gloo", patience), GloosWork(tells=False))
+    until(lambda: sent.work.waited)
+    assert sent.work.patience == 2 * patience
+    with pytest.raises(RuntimeError, match="Timed out waiting 300ms"):
+        sent.result.wait()
+
+
+@pytest.mark.parametrize("name", ["backward_one_chunk", "backward_weight_one_chunk"])
+def test_nothing_that_was_sent_is_freed_within_a_backward_or_w(one_rank, send, name):
+    """What a recording counts there would depend on when the peer received it."""
+    sent = send(stage=Stage())
+    sent.finish()
+    state.in_force = False  # the fixture's
+    with zbpipe.patch():
+        stage = two_stages().stages[0]
+        stage.has_backward = False
+        getattr(stage, name)(0)
+        assert not sent.is_gone
+        sends.poll()
+        assert sent.is_gone
 
 
 def test_a_received_tensor_stays_with_its_operation(send):
@@ -823,8 +801,8 @@ def test_what_others_send_is_left_alone(send):
 EXIT = """
 import os, sys, time
 import torch, torch.distributed as dist
-from zbpipe._stage import state
-from zbpipe._stage.before_2_15 import sends
+from zbpipe._stage import state  # nothing public shows sends, their works and threads
+from zbpipe._stage.before_2_15 import sends  # as above
 
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.blocks import BATCH, STEPS, WIDTH, ZERO_BUBBLE, batch, blocks, f64, loss_function
+from support.functions import Asks
 from support.oracle import wrong_on_torch
 from support.pipelines import Case, Model, Pipeline, assert_close, ranks_of, sgd, train, unpipelined
 from torch import nn
@@ -59,29 +60,8 @@ def by_hand(schedule):
         return from_file(pipeline_of(schedule), file.name)
 
 
-class StoredLinear(torch.autograd.Function):
-    """As in Megatron: the weight's product goes to a store that belongs to the stage."""
-
-    @staticmethod
-    def forward(ctx, x, weight, store):
-        ctx.save_for_backward(x, weight)
-        ctx.store = store
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-
-        def product():
-            added = grad.t() @ x
-            weight.grad = added if weight.grad is None else weight.grad + added
-
-        ctx.store.append(product)
-        return grad @ weight, None, None
-
-
 class Stored(nn.Module):
-    """A block whose first product goes to a store; the rest is autograd's."""
+    """A block whose first product goes to a store of the stage's, as in Megatron; the rest is autograd's."""
 
     def __init__(self, block):
         super().__init__()
@@ -89,7 +69,15 @@ class Stored(nn.Module):
         self.store = []
 
     def forward(self, x):
-        return x + StoredLinear.apply(self.norm(x), self.weight, self.store).tanh() @ self.down
+        return x + Asks.apply(self.norm(x), self.weight.t(), None, self.ask).tanh() @ self.down
+
+    def ask(self, x, w, grad):
+        def product():
+            added = grad.t() @ x
+            self.weight.grad = added if self.weight.grad is None else self.weight.grad + added
+
+        self.store.append(product)
+        return None, None
 
     def dw_builder(self):
         """Called after a backward: what it left to do."""

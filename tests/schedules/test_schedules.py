@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from support.blocks import MICROBATCHES, SCHEDULES, STEPS, ZERO_BUBBLE
 from support.compiled import Block, Watch
-from support.functions import Affine
+from support.functions import Asks
 from support.oracle import needs_zbpipe, wrong_on_torch
 from support.pipelines import (
     Case,
@@ -130,29 +130,6 @@ SIZE = 8
 passes = [""]  # of this process: which pass of a stage runs; none where torch's stages learn shapes
 
 
-class Handing(Affine):
-    """x @ w + b, whose work returns the weights' gradients, or adds them to main_grad itself."""
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x, w), layer = ctx.saved_tensors, ctx.given
-
-        def work(x, grad):
-            layer.calls.append(passes[-1])
-            return x.mT @ grad, grad.sum(0)
-
-        def fused(x, grad):
-            if passes[-1]:  # else of memory that is not initialised
-                for weight, added in zip((layer.w, layer.b), work(x, grad), strict=True):
-                    weight.main_grad += added
-
-        if layer.kind == "fused":
-            zbpipe.defer(fused, weights=None, saved=(x, grad))
-            return grad @ w.mT, None, None, None
-        dw, db = zbpipe.defer(work, weights=(1, 2), saved=(x, grad))
-        return grad @ w.mT, dw, db, None
-
-
 class Layer(nn.Module):
     """Of the kind "gated": its w comes from the stage's input."""
 
@@ -166,7 +143,24 @@ class Layer(nn.Module):
 
     def forward(self, x):
         w = self.w * torch.sigmoid(x.mean() + self.b[0]) if self.kind == "gated" else self.w
-        return x @ w + self.b if self.is_plain else Handing.apply(x, w, self.b, self)
+        return x @ w + self.b if self.is_plain else Asks.apply(x, w, self.b, self.ask)
+
+    def ask(self, x, w, grad):
+        """Work that returns the weights' gradients, or adds them to main_grad itself."""
+
+        def work(x, grad):
+            self.calls.append(passes[-1])
+            return x.mT @ grad, grad.sum(0)
+
+        def fused(x, grad):
+            if passes[-1]:  # else of memory that is not initialised
+                for weight, added in zip((self.w, self.b), work(x, grad), strict=True):
+                    weight.main_grad += added
+
+        if self.kind != "fused":
+            return zbpipe.defer(work, weights=(1, 2), saved=(x, grad))
+        zbpipe.defer(fused, weights=None, saved=(x, grad))
+        return None, None
 
 
 KINDS = ("defer", "gated", "fused")

@@ -11,10 +11,10 @@ import pytest
 import torch
 from support import elf
 
-from zbpipe import _C, _build_info
+from zbpipe import _C, _build  # the file that is looked at, and how it was built
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads ELF")
-is_release = pytest.mark.skipif(_build_info.kind != "release", reason="a build for looking for faults")
+is_release = pytest.mark.skipif(_build.kind != "release", reason="a build for looking for faults")
 COMPILER = shutil.which(os.environ.get("CC", "cc"))
 IS_EXECUTABLE = 1
 

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.slow
 DIGITS = re.compile(rb"2764443|2\.7644")
 IN_MEMORY = [struct.pack(kind, NUMBER) for kind in ("<f", "<d", ">f", ">d")]
 WRITTEN = {
-    *("leaks.html", "leaks.png", "leaks.svg", "step.json", "step.json.gz", "step.pickle", "step.svg"),
-    *("grown.json", "memory.json", "memory.pickle", "explain.json", "oom.json.gz", "oom.png", "oom.txt"),
+    *("leaks.dot", "step.json", "step.json.gz", "step.svg"),
+    *("grown.json", "memory.json", "trace.json", "explain.json", "oom.json.gz", "oom.png", "oom.txt"),
 }
 
 

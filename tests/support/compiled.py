@@ -8,7 +8,7 @@ from torch import nn
 
 import zbpipe
 from support.oracle import Stage, at_once, check, last_microbatch_first, late
-from zbpipe._compile import backend
+from zbpipe._compile import backend  # to count what W computes of compiled backwards
 
 ORDERS = (at_once, late, last_microbatch_first)
 INEXACT = {"inexact_inputs": True, "rtol": 1e-4, "atol": 1e-5}

@@ -173,8 +173,7 @@ def leak_reports(zbpipe, folder):
     said(report, "leaks")
     said(repr(report), "leaks, repr")
     said(json.dumps(report.as_dict()), "leaks, JSON")
-    for ending in ("html", "svg", "png"):
-        report.draw(folder / f"leaks.{ending}", max_leaks=50)
+    report.draw(folder / "leaks.dot", max_leaks=50)
     for action in ("warn", "error"):
         with warnings.catch_warnings(record=True) as caught, contextlib.suppress(leaks.TensorLeakError):
             warnings.simplefilter("always")
@@ -206,7 +205,7 @@ def memory_reports(zbpipe, folder):
     said(recording, "memory")
     said([*recording.phases], "memory, phases")
     said([*recording.events()], "memory, events")
-    for name in ("step.json", "step.json.gz", "step.pickle"):
+    for name in ("step.json", "step.json.gz"):
         recording.export(folder / name)
     recording.plot(folder / "step.svg")
     with contextlib.suppress(RuntimeError), memory.record(on_out_of_memory=folder / "oom"):
@@ -251,7 +250,7 @@ def commands(folder):
     argv = list(sys.argv)
     for command in (
         ["leaks", "--json", str(folder / "grown.json"), str(script)],
-        ["memory", "--json", str(folder / "memory.json"), "--out", str(folder / "memory.pickle"), str(script)],
+        ["memory", "--json", str(folder / "memory.json"), "--out", str(folder / "trace.json"), str(script)],
         ["explain", f"{script}:stage", "--json", str(folder / "explain.json")],
         ["doctor"],
     ):

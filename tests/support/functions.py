@@ -2,6 +2,24 @@
 
 import torch
 from torch.autograd import Function
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import zbpipe
+
+
+class FailsAt(TorchDispatchMode):
+    """From their n-th call on (0: the first) these operators fail, before they have done anything; all if none is named."""
+
+    def __init__(self, n, *operators, error=torch.OutOfMemoryError):
+        super().__init__()
+        self.left, self.operators, self.error = n, operators, error
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if not self.operators or function.overloadpacket in self.operators:
+            self.left -= 1
+            if self.left < 0:
+                raise self.error(f"planted: {function} fails")
+        return function(*args, **(kwargs or {}))
 
 
 class Product(Function):
@@ -14,14 +32,51 @@ class Product(Function):
         return x @ w
 
 
-class Affine(Function):
-    """x @ w + b, without b where that is None; what else it is given is `ctx.given`. A backward is for who inherits."""
+def product_of(x, w, b=None):
+    return x @ w if b is None else x @ w + b
+
+
+class Asks(Function):
+    """x @ w + b, without b where that is None. The gradients of w and b are what `ask(x, w, grad)` gives."""
 
     @staticmethod
-    def forward(ctx, x, w, b, given=None):
+    def forward(ctx, x, w, b, ask):
         ctx.save_for_backward(x, w)
-        ctx.given = given
-        return x @ w if b is None else x @ w + b
+        ctx.ask = ask
+        return product_of(x, w, b)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return grad @ w.mT, *ctx.ask(x, w, grad), None
+
+
+def hand_over(x, w, grad):
+    """As what Asks asks: both gradients are W's to compute."""
+    return zbpipe.defer(lambda x, grad: (x.mT @ grad, grad.sum(0)), (1, 2), (x, grad))
+
+
+class Handing(Product):
+    """x @ w that hands its weight's gradient over."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return grad @ w.mT, zbpipe.defer(lambda x, grad: x.mT @ grad, 1, (x, grad)), None
+
+
+class Scaled(Function):
+    """w.exp(), computed from a weight alone; hands over, though there is no need."""
+
+    @staticmethod
+    def forward(ctx, w):
+        result = w.exp()
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx, grad):
+        return zbpipe.defer(lambda grad, result: grad * result, weights=0, saved=(grad, *ctx.saved_tensors))
 
 
 def count(ctx, stage, name="backward"):

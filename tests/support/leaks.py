@@ -7,7 +7,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zbpipe import _C
+from zbpipe import _C  # asks whether the allocator is watched
 
 
 def collects():

@@ -16,7 +16,9 @@ and how often, and who owns the gradients' memory.
 which is how we know that they can fail at all.
 """
 
+import contextlib
 import copy
+import gc
 import importlib
 import itertools
 import os
@@ -123,6 +125,17 @@ def input_pass(m, *inputs):
     outs = m(*inputs)
     outs = outs if isinstance(outs, (tuple, list)) else [outs]
     return zb.stage_backward_input(outs, [torch.ones_like(out) for out in outs], list(inputs), m.parameters())
+
+
+@contextlib.contextmanager
+def without_collector():
+    """What goes within goes by itself."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def random_input(*shape, dtype=torch.float32):

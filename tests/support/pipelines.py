@@ -75,10 +75,10 @@ def copied(value):
     return value.detach().clone().cpu() if isinstance(value, torch.Tensor) else value
 
 
-def train(model, parts, step_once):
+def train(model, parts, step_once, copied=copied):
     """What the steps leave, by step, kind and name: losses, gradients and, with an optimizer, weights and buffers at the end.
 
-    parts: the modules that are looked at, by their place in the model.
+    parts: the modules that are looked at, by their place in the model. copied: what is kept of a value.
     """
     weights, seen = named(parts), {}
     trained = [*{id(w): w for w in weights.values() if w.requires_grad}.values()]

@@ -7,10 +7,11 @@ import gc
 import re
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 import zbpipe
+from support.functions import FailsAt
+from support.leaks import Watch
 from support.oracle import (
     Run,
     Stage,
@@ -42,35 +43,6 @@ class Refused(Exception):
     """A W that failed where it cannot go on, and says so."""
 
 
-class Born(TorchDispatchMode):
-    """Every storage that an operator returns, by a weak reference."""
-
-    def __init__(self):
-        super().__init__()
-        self.storages = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for one in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(one, torch.Tensor):
-                self.storages.append(StorageWeakRef(one.untyped_storage()))
-        return result
-
-
-class FailsAt(TorchDispatchMode):
-    """The n-th operator fails, before it has done anything."""
-
-    def __init__(self, n):
-        super().__init__()
-        self.left = n
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.left -= 1
-        if self.left < 0:
-            raise Planted(f"planted: {func} fails")
-        return func(*args, **(kwargs or {}))
-
-
 class Passes:
     """zbpipe's passes. `fails`: None, or which operator of the next call fails; that call alone."""
 
@@ -87,7 +59,7 @@ class Passes:
 
     def failing(self):
         fails, self.fails = self.fails, None
-        return contextlib.nullcontext() if fails is None else FailsAt(fails)
+        return contextlib.nullcontext() if fails is None else FailsAt(fails, error=Planted)
 
 
 class ProgramStage(Stage):
@@ -123,7 +95,7 @@ class ProgramStage(Stage):
 
     def forward(self, *inputs):
         self.hooks = 0
-        with Born() as born:
+        with Watch() as born:
             result = super().forward(*inputs)
         self.born[self.microbatch] = born.storages
         return result

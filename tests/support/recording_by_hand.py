@@ -2,34 +2,31 @@
 
 import torch
 
-from zbpipe import _C
 from zbpipe.memory import Recording
+from zbpipe.memory._cuda import Replay  # what feeds a recording by hand
 
 
-class ByHand:
-    """The source of a recording, and the recording. Times in ns are given to each call; they only ever rise."""
+class ByHand(Replay):
+    """What feeds a recording, and the recording. Times in ns are given to each call; they only ever rise."""
 
-    def __init__(self, max_events=1000):
-        self.log = _C.Recorder(max_events)
+    def __init__(self):
+        super().__init__(0)
         self.now = 0
-        self.recording = Recording(self, torch.device("cpu"), max_events)
+        self.recording = Recording(self, torch.device("cpu"), 1000)
 
-    def start(self):
-        self.log.replay_begin(0)
+    def start(self, objects):
+        pass
 
     def stop(self):
         return False
 
     def mark(self):
-        return self.log.replay_mark(self.now)
+        return self.add_mark(self.now)
 
-    def counters(self):
-        return self.log.counters()
+    def alloc(self, time_ns, address, size):
+        self.now = time_ns
+        super().alloc(time_ns, address, size)
 
-    def alloc(self, time, address, size):
-        self.now = time
-        self.log.replay_alloc(time, address, size)
-
-    def free(self, time, address, size=0):
-        self.now = time
-        self.log.replay_free(time, address, size)
+    def free(self, time_ns, address, size=0):
+        self.now = time_ns
+        super().free(time_ns, address, size)

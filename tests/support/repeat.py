@@ -42,7 +42,7 @@ GROWS = {
     "release/test_make_viewless.py::test_as_the_output_of_a_checkpoint[True]": REENTRANT,
     "explain/test_refusals.py::test_modules_that_are_replicated_or_sharded[compiled]": COMPILED,
     "explain/test_refusals.py::test_compiled_modules[": COMPILED,
-    "passes/test_hooks.py::test_multi_grad_hook": CYCLE,
+    "passes/test_hooks.py::test_hooks[several tensors]": CYCLE,
     "passes/test_hooks.py::test_hook_in_the_weight_pass_that_runs_the_input_pass_of_the_next_microbatch[": CYCLE,
     "passes/test_weights.py::test_hook_on_a_weight_below_a_shared_computation": CYCLE,
     "passes/test_weights.py::test_casts_cached_by_one_autocast_block_around_all_forwards": CYCLE,

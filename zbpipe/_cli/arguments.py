@@ -8,8 +8,8 @@ import os
 import sys
 from pathlib import Path
 
+from zbpipe._cli import ranks
 from zbpipe._cli.script import run_module, run_script
-from zbpipe._cli.steps import EnoughSteps
 
 
 def add_script(parser: argparse.ArgumentParser) -> None:
@@ -54,10 +54,9 @@ def refuse_without_matplotlib(given: argparse.Namespace, option: str, others: st
 
 def run_given(given: argparse.Namespace) -> int:
     """Run the script. Returns its exit status; what else it raises passes."""
+    ranks.stdout = sys.stdout
     try:
         (run_module if given.module else run_script)(given.script, given.args)
-    except EnoughSteps:
-        return 0
     except SystemExit as ended:
         if ended.code is None or isinstance(ended.code, int):
             return ended.code or 0

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from zbpipe import _build_info, get_policy, is_patched
+from zbpipe import _build, get_policy, is_patched
 from zbpipe._first_aid import find_numpy, line
 from zbpipe._patch.env import OFF, ON, RELEASE_OUTPUTS
 from zbpipe._torch import needs, probe
@@ -26,18 +26,9 @@ is 1 if something would not work, also where zbpipe cannot be imported.
 
 # Run in a fresh interpreter with ZBPIPE_PATCH=1, as a script that knows nothing of zbpipe.
 SCRIPT = """
-import sys
-early = "_zbpipe_hook" in sys.modules
-import torch
-hooked = "_zbpipe_hook" in sys.modules
 import torch.distributed.pipelining.stage as stage
-patched = stage.stage_backward.__module__.startswith("zbpipe.")
-print("ZBPIPE", "start" if early else "torch" if hooked else "none", patched)
+print("ZBPIPE", stage.stage_backward.__module__.startswith("zbpipe."))
 """
-HOW = {
-    "start": "yes, by zbpipe.pth when Python starts",
-    "torch": "yes, when torch is imported (Python reads no zbpipe.pth here)",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def version() -> str:
     """One line: zbpipe's version, what it was built with and what runs."""
     python = ".".join(map(str, sys.version_info[:3]))
-    built = f"built with torch {_build_info.torch_version}"
+    built = f"built with torch {_build.torch}"
     return f"zbpipe {__version__} ({built}), torch {torch.__version__}, Python {python}"
 
 
@@ -62,7 +53,7 @@ def run(everything: bool = False) -> int:
     faults: list[str] = []
     notes: list[str] = []
     line("zbpipe", f"{__version__}, {Path(__file__).parents[1]}")
-    line("built with", f"torch {_build_info.torch_version}, {_build_info.python_cache_tag}")
+    line("built with", f"{_build}, {_build.python}")
     line("Python", f"{sys.version.split()[0]}, {sys.executable}")
     line("torch", f"{torch.__version__}, {torch_is(notes)}, {Path(torch.__file__).parent}")
     line("numpy", find_numpy(faults))
@@ -123,13 +114,13 @@ def would_patch(faults: list[str]) -> str:
     command = [sys.executable, *(switch for switch, is_on in switches.items() if is_on), "-c", SCRIPT]
     environment = {**os.environ, "ZBPIPE_PATCH": "1"}
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    said = [words.split()[1:] for words in ran.stdout.splitlines() if words.startswith("ZBPIPE ")]
-    if said and said[-1][1] == "True":
-        return HOW[said[-1][0]]
+    said = [words.split()[1] for words in ran.stdout.splitlines() if words.startswith("ZBPIPE ")]
+    if said and said[-1] == "True":
+        return "yes, when torch is imported"
     if said and importlib.util.find_spec("_zbpipe_hook") is None:
         reason = "zbpipe was found on sys.path but never installed: its hook is not there; install it with pip"
     elif said:
-        reason = "nobody ran the hook: TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set, and Python reads no zbpipe.pth here"
+        reason = "torch did not load it: TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set"
     else:
         reason = (ran.stderr.strip() or "it ended without a word").splitlines()[-1]
     faults.append(f"ZBPIPE_PATCH=1 would not patch a script here ({reason}); zbpipe.patch() in the script does")

@@ -1,26 +1,29 @@
 """python -m zbpipe leaks script.py ...: what a training script leaves behind step by step, and who holds it.
 
 The script runs as if Python had been given it. The end of each of its steps is seen from outside: a call of a pipeline
-schedule's `step`, of an optimizer's, or of :func:`zbpipe.leaks.step`. During the steps that are watched the garbage
-collector is off, so that what only it would free counts as growth.
+schedule's `step`, of an optimizer's, or of :func:`zbpipe.leaks.step`, or a line that is reached. During the steps that
+are watched the garbage collector is off, so that what only it would free counts as growth.
 """
 
 import argparse
 import functools
 import gc
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from zbpipe._cli import growth_report, ranks
-from zbpipe._cli.arguments import add_script, natural, refuse_files, refuse_script, refuse_without_matplotlib, run_given
+from zbpipe._cli.arguments import add_script, natural, refuse_files, refuse_script, run_given
 from zbpipe._cli.progress import Progress
 from zbpipe._cli.steps import KINDS, Steps
 from zbpipe._version import __version__
 from zbpipe.leaks import Growth
-from zbpipe.leaks._growth import Grown, report_of
+from zbpipe.leaks._draw import refusal_of
+from zbpipe.leaks._grown import Grown
+from zbpipe.leaks._growth import FEWEST, report_of
 
 DESCRIPTION = """\
 Run a training script, and show the tensors and bytes that live after each of
@@ -29,22 +32,24 @@ its steps, what grew, and who holds it.
 A step is a call of zbpipe.leaks.step() in the script; without any, a call of
 the step() of a schedule of torch.distributed.pipelining; without any, an
 optimizer's. Where there are several schedules or optimizers, the first that
-steps counts. The garbage collector is off while steps are watched. Options
-come before the script:
+steps counts. Where nothing steps, as in evaluation and inference, or where a
+step is something else, name a line of the script, the first in the body of
+its loop: whenever it is reached, a step has ended. The garbage collector is
+off while steps are watched. Options come before the script:
 
     python -m zbpipe leaks --steps 20 train.py --lr 1e-3
+    python -m zbpipe leaks --step-at serve.py:31 serve.py
     torchrun --nproc-per-node 2 -m zbpipe leaks --error train.py
 
 Under torchrun there is one report over all ranks.
 
 Exit status: the script's own if that is not 0; 3 if something grew and --error
-is given; 4 if there were too few steps to tell; 2 for a wrong command line;
-else 0.
+is given, but not for a window that is not full yet; 4 if there were too few
+steps to tell; 2 for a wrong command line; else 0.
 """
 GREW = 3  # exit statuses; 1 and others are the script's own, 2 is a wrong command line
 TOO_FEW = 4  # steps to tell
-SCHEMA = 2  # of --json; 1 had chains within leaks
-ENOUGH = 4  # steps: what the first and the last one leave may be gone after the next, and one between is no growth
+SCHEMA = 3  # of --json; 2 had no "verdict", "nodes" and "filling"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,8 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--warmup", type=natural, default=2, metavar="N", help="steps that are not watched (default: %(default)s)"
     )
+    parser.add_argument(
+        "--step-at", type=_line, metavar="FILE:LINE", help="a step ends whenever this line is about to run"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers and holders to FILE")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw who holds what grew: .png, .svg or .html")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw who holds what grew: .dot, .svg or .png")
     parser.add_argument("--error", action="store_true", help="exit with status 3 if anything grew")
     add_script(parser)
     parser.set_defaults(run=run, parser=parser)
@@ -64,12 +72,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace) -> int:
     """Run the script, then report. Returns the exit status; the script's exceptions pass, after the report."""
     refuse_script(given)
-    if given.picture and given.picture.suffix not in (".png", ".svg", ".html"):
-        given.parser.error(f"--picture {given.picture}: its name must end in .png, .svg or .html")
-    if given.picture and given.picture.suffix != ".html":
-        refuse_without_matplotlib(given, "picture", ".html")
+    if given.picture and (refusal := refusal_of(given.picture)):
+        given.parser.error(f"--picture {refusal}")
     refuse_files(given, "json", "picture")
-    steps = _Steps(given.warmup, given.steps)
+    steps = _Steps(given.warmup, given.steps, given.step_at)
+    process, judged = os.getpid(), 0
     try:
         with steps.seen_from_outside():
             status = run_given(given)
@@ -77,14 +84,22 @@ def run(given: argparse.Namespace) -> int:
         steps.has_failed = True
         raise
     finally:
-        judged = _report(steps, given)
+        if os.getpid() == process:  # a child that the script forked has nothing to report
+            judged = _report(steps, given)
     return status or judged
 
 
 def _steps_to_watch(text: str) -> int:
-    if (number := natural(text)) < ENOUGH:
-        raise argparse.ArgumentTypeError(f"it must be {ENOUGH} or more to tell what grows")
+    if (number := natural(text)) < FEWEST:
+        raise argparse.ArgumentTypeError(f"it must be {FEWEST} or more to tell what grows")
     return number
+
+
+def _line(text: str) -> tuple[str, int]:
+    file, _, line = text.rpartition(":")
+    if not Path(file).is_file() or not line.isascii() or not line.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not FILE:LINE of a file that is there")
+    return os.path.realpath(file), int(line)
 
 
 class _Steps(Steps):
@@ -93,9 +108,9 @@ class _Steps(Steps):
     growth: Growth | None = None
     has_failed = False
 
-    def __init__(self, warmup: int, steps: int | None) -> None:
+    def __init__(self, warmup: int, steps: int | None, line: tuple[str, int] | None) -> None:
         self._progress = Progress("leaks")
-        super().__init__(warmup, steps)
+        super().__init__(warmup, steps, line)
 
     def restart(self) -> None:
         if self.growth is not None:
@@ -113,7 +128,7 @@ class _Steps(Steps):
         assert self.growth is not None
         self.growth.step()
         # While the script's variables are there to be named; ever less often, for a search takes its time.
-        is_time = self.watched >= ENOUGH and (is_last or self.watched >= 1.25 * self.looked_at)
+        is_time = self.watched >= FEWEST and (is_last or self.watched >= 1.25 * self.looked_at)
         of = f" of {self.steps}" if self.steps else ""
         self._progress(f"step {self.watched}{of}{', looking who holds what grew' if is_time else ''}")
         if is_time:
@@ -130,25 +145,26 @@ def _report(steps: _Steps, given: argparse.Namespace) -> int:
     """Print, and write what files were asked for. Returns the exit status that the steps deserve."""
     growth = steps.growth
     if growth is not None:
-        steps.found = growth.still_grown(steps.found)
-        if not steps.found and steps.looked_at < steps.watched >= ENOUGH:
+        if not growth.rising():
+            steps.found, growth.filling, growth.cycles = [], [], []
+        elif not steps.found and not growth.filling and steps.looked_at < steps.watched >= FEWEST:
             steps.look()
         growth.close()
     kind = KINDS[steps.kind]
-    if growth is None or steps.watched < ENOUGH:
+    if growth is None or steps.watched < FEWEST:
         growth = None
-        what = f"{steps.seen} steps ({kind}) were seen" if steps.seen else "no step was seen"
+        what = f"{steps.seen} steps ({kind}) were seen{steps.whose}" if steps.seen else "no step was seen"
         head = (
-            f"zbpipe leaks: {what}, and to tell what grows {steps.warmup} of warm-up and {ENOUGH} more are needed. A "
-            "step is a call of a pipeline schedule's step() or an optimizer's; for any other, call zbpipe.leaks.step() "
-            "at its end: in a loop of your own, after the last statement of its body."
+            f"zbpipe leaks: {what}; to tell what grows {steps.warmup} of warm-up and {FEWEST} more are needed. A step "
+            "is a call of a pipeline schedule's step() or an optimizer's. Where there is none (evaluation, inference), "
+            "give --step-at FILE:LINE, the first line in the body of the loop, or call zbpipe.leaks.step() at its end."
         )
     else:
-        head = f"zbpipe leaks: {steps.watched} steps ({kind}) after {steps.warmup} of warm-up"
+        head = f"zbpipe leaks: {steps.watched} steps ({kind}) after {steps.warmup} of warm-up{steps.whose}"
     if growth is not None and given.json:
         ranks.file_of(given.json).write_text(json.dumps(_data(steps, growth, given), indent=1) + "\n")
     if growth is not None and given.picture and steps.found:
-        report_of(steps.found).draw(ranks.file_of(given.picture))
+        report_of(steps.found, growth.cycles).draw(ranks.file_of(given.picture))
     text_of = functools.partial(growth_report.text_of, world=ranks.count())
     ranks.say_together(growth_report.of_rank(head, growth, steps.found, steps.looked_at), text_of, steps.has_failed)
     if growth is None:
@@ -157,7 +173,7 @@ def _report(steps: _Steps, given: argparse.Namespace) -> int:
 
 
 def _data(steps: _Steps, growth: Growth, given: argparse.Namespace) -> dict[str, Any]:
-    rows = zip(growth.counts, growth.bytes, strict=True)
+    rows = zip(growth.counts, growth.bytes, growth.nodes, strict=True)
     return {
         "schema": SCHEMA,
         "zbpipe": __version__,
@@ -167,7 +183,9 @@ def _data(steps: _Steps, growth: Growth, given: argparse.Namespace) -> dict[str,
         "world_size": ranks.count(),
         "kind": KINDS[steps.kind],
         "warmup": steps.warmup,
-        "steps": [{"tensors": count, "bytes": size} for count, size in rows],
+        "steps": [{"tensors": count, "bytes": size, "nodes": nodes} for count, size, nodes in rows],
         "looked_at": steps.looked_at,
-        "grown": report_of(steps.found).as_dict(),
+        "verdict": "grew" if steps.found else "a window that is not full yet" if growth.filling else "nothing grew",
+        "grown": report_of(steps.found, growth.cycles).as_dict(),
+        "filling": report_of(growth.filling, []).as_dict(),
     }

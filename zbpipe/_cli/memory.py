@@ -24,7 +24,7 @@ from zbpipe._cli.progress import Progress
 from zbpipe._cli.steps import KINDS, OF_SCHEDULE, Steps
 from zbpipe._torch.pipelining import stages_of
 from zbpipe._version import __version__
-from zbpipe.memory._living import bytes_of_tensors
+from zbpipe.memory._out_of_memory import bytes_of_tensors
 
 DESCRIPTION = """\
 Run a training script up to the end of one step that is recorded, and print its
@@ -49,9 +49,9 @@ before the script:
     python -m zbpipe memory --warmup 0 --on-out-of-memory oom train.py
 
 Under torchrun there is one report over all ranks, and a picture per rank.
---out draws (.png, .svg, .pdf) or exports, by its ending: .json.gz for
-Perfetto, .pickle for pytorch.org/memory_viz. --on-out-of-memory leaves what
-lived when memory ran out, by phase and by holder, in that folder.
+--out draws (.png, .svg, .pdf) or exports for Perfetto (.json, .json.gz), by
+its ending. --on-out-of-memory leaves what lived when memory ran out, by phase
+and by holder, in that folder.
 """
 EPILOG = """\
 exit status:
@@ -62,7 +62,7 @@ exit status:
 """
 SCHEMA = 3  # of --json
 NO_STEP = 4  # exit status
-PICTURES, EXPORTS = (".png", ".svg", ".pdf"), (".json", ".json.gz", ".pickle")
+PICTURES, EXPORTS = (".png", ".svg", ".pdf"), (".json", ".json.gz")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,7 +113,7 @@ def _refuse(given: argparse.Namespace) -> None:
     if given.out and not given.out.name.endswith((*PICTURES, *EXPORTS)):
         error(f"--out {given.out}: its name must end in one of {', '.join((*PICTURES, *EXPORTS))}")
     if given.out and given.out.name.endswith(PICTURES):
-        refuse_without_matplotlib(given, "out", ".json.gz or .pickle")
+        refuse_without_matplotlib(given, "out", ".json.gz")
     refuse_files(given, "json", "out")
     if given.on_out_of_memory is not None:
         given.on_out_of_memory = given.on_out_of_memory.absolute()
@@ -153,16 +153,10 @@ class _OneStep(Steps):
 
     @contextlib.contextmanager
     def seen_from_outside(self) -> Iterator[None]:
-        def before(optimizer: Any, args: Any, kwargs: Any) -> None:
-            self._turn("optimizer")
-
-        def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-            self._turn("between")
-
         with contextlib.ExitStack() as undo:
             # Before watched(): the step may end with an optimizer's, which is in it.
-            undo.callback(register_optimizer_step_pre_hook(before).remove)
-            undo.callback(register_optimizer_step_post_hook(after).remove)
+            undo.callback(register_optimizer_step_pre_hook(lambda *_: self._turn("optimizer")).remove)
+            undo.callback(register_optimizer_step_post_hook(lambda *_: self._turn("between")).remove)
             undo.callback(setattr, torch.autograd, "backward", torch.autograd.backward)
             torch.autograd.backward = self._marked_backward(torch.autograd.backward)
             undo.enter_context(super().seen_from_outside())
@@ -175,13 +169,8 @@ class _OneStep(Steps):
     def _marked_backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(backward)
         def marked(*args: Any, **kwargs: Any) -> Any:
-            step = self.step
-            if step is None or not step.enter_backward():
+            with contextlib.nullcontext() if self.step is None else self.step.backward():
                 return backward(*args, **kwargs)
-            try:
-                return backward(*args, **kwargs)
-            finally:
-                step.leave_backward()
 
         return marked
 
@@ -206,28 +195,34 @@ class _Step:
         else:
             self.turn("forward")
 
-    def turn(self, kind: str) -> None:
-        """From now on it is another phase; among stages' own only the optimizer's."""
+    def turn(self, kind: str, error: BaseException | None = None) -> None:
+        """From now on it is another phase; among stages' own only the optimizer's. ``error`` ends the one before."""
         if not self._is_open or threading.get_ident() != self._thread:
             return
         if self._phase is not None:
-            self._phase.__exit__(None, None, None)
+            self._phase.__exit__(None if error is None else type(error), error, None)
             self._phase = None
         if not self._has_stages or kind == "optimizer":
             self._phase = self.recording.phase(kind)
             self._phase.__enter__()
 
-    def enter_backward(self) -> bool:
-        """Whether it is the outermost, on the step's thread: a reentrant checkpoint has one within."""
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """A phase, if it is the outermost on the step's thread: a reentrant checkpoint has one within."""
         if self._is_in_backward or threading.get_ident() != self._thread or self._has_stages:
-            return False
+            yield
+            return
         self._is_in_backward = True
         self.turn("backward")
-        return True
-
-    def leave_backward(self) -> None:
-        self._is_in_backward = False
-        self.turn("between")
+        try:
+            yield
+        except BaseException as error:
+            self.turn("between", error)
+            raise
+        else:
+            self.turn("between")
+        finally:
+            self._is_in_backward = False
 
     def end(self) -> None:
         """The step is over."""

@@ -24,6 +24,7 @@ WAIT = 20.0  # seconds that the first rank waits for the others, after its own s
 _PATIENCE = 3 * WAIT  # of the others, who may be through long before it
 _BETWEEN_LOOKS = 0.05
 _PRINTED = "printed"  # key of the ranks whose reports the first has printed
+stdout: Any = None  # before the script ran, which may close it, or put something else in its place
 _UNREACHABLE = (RuntimeError, OSError, ValueError)  # the agent has gone, or is another job's
 
 
@@ -114,9 +115,16 @@ def told_by_themselves(missing: list[int]) -> str:
 
 
 def say(text: str) -> None:
-    """Print at once, so that ranks do not interleave."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+    """Print at once, so that ranks do not interleave; where the output was closed, on standard error."""
+    for stream in filter(None, (stdout, sys.stdout, sys.__stdout__, sys.stderr, sys.__stderr__)):
+        try:
+            stream.write(text + "\n")
+            stream.flush()
+        except BrokenPipeError:
+            raise
+        except (OSError, ValueError):
+            continue
+        return
 
 
 def file_of(path: Path) -> Path:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -15,23 +18,25 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from zbpipe._torch.pipelining import has_backward
 from zbpipe.leaks import _marker
 
-KINDS = ("Optimizer.step", "Schedule.step", "zbpipe.leaks.step()")  # a later one is what the script means by a step
-OF_OPTIMIZER, OF_SCHEDULE, OF_MARKER = range(3)  # places in KINDS
-
-
-class EnoughSteps(SystemExit):
-    """Ends the script: no `except Exception` stops it, and `finally` and `with` blocks run."""
+# A later one is what the script means by a step.
+KINDS = ("Optimizer.step", "Schedule.step", "zbpipe.leaks.step()", "--step-at")
+OF_OPTIMIZER, OF_SCHEDULE, OF_MARKER, OF_LINE = range(4)  # places in KINDS
 
 
 class Steps:
     """Counts a script's steps, and has :meth:`begin` called when the warm-up is over, :meth:`ended` after each later
-    step. What these do is a subclass's."""
+    step. What these do is a subclass's. ``line`` of a file is one where each visit ends a step."""
 
-    def __init__(self, warmup: int, steps: int | None) -> None:
+    def __init__(self, warmup: int, steps: int | None, line: tuple[str, int] | None = None) -> None:
         self.warmup = warmup
         self.steps = steps
         self.kind = -1
         self.stepper: weakref.ref[Any] | None = None  # the schedule or optimizer that counts
+        self.steppers = 0  # that have stepped
+        self._times: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # since the one's that counts
+        self._line = line
+        self._is_over = False
+        self._process = os.getpid()
         self._inside = threading.local()
         self._lock = threading.Lock()
         self.restart()
@@ -68,7 +73,28 @@ class Steps:
                 owner.step = self._and_tell(owner.step)
             _marker._listeners.append(self._marked)
             undo.callback(_marker._listeners.remove, self._marked)
+            if self._line is not None:
+                for module in (sys, threading):
+                    undo.callback(module.settrace, module.gettrace())
+                    module.settrace(self._traced(*self._line))
             yield
+
+    def _traced(self, path: str, line: int) -> Callable[..., Any]:
+        """For sys.settrace: ends a step whenever the line is about to run."""
+        is_file: dict[str, bool] = {}
+
+        def at_line(frame: FrameType, event: str, argument: Any) -> Any:
+            if event == "line" and frame.f_lineno == line:
+                self._end(OF_LINE, None)
+            return at_line
+
+        def call(frame: FrameType, event: str, argument: Any) -> Any:
+            name = frame.f_code.co_filename
+            if name not in is_file:
+                is_file[name] = os.path.realpath(name) == path
+            return at_line if is_file[name] else None
+
+        return call
 
     def _marked(self) -> None:
         self._end(OF_MARKER, None)
@@ -90,27 +116,45 @@ class Steps:
         return step_and_tell
 
     def _end(self, kind: int, stepper: Any) -> None:
-        """A step of this kind has ended. Raises EnoughSteps after the last one that is asked for."""
+        """A step of this kind has ended. Ends the script after the last one that is asked for, once: no ``except
+        Exception`` stops that, and ``finally`` and ``with`` blocks run."""
         with self._lock:
-            if kind < self.kind:
+            if kind < self.kind or self._is_over or os.getpid() != self._process:
                 return
             if kind > self.kind:
                 self.kind, self.stepper = kind, None
                 self.restart()
-            if stepper is not None:
-                if self.stepper is None or self.stepper() is None:
-                    self.stepper = weakref.ref(stepper)
-                if self.stepper() is not stepper:
-                    return
+            if stepper is not None and not self._counts(stepper):
+                return
             self.seen += 1
-            is_last = self.steps is not None and self.seen >= self.warmup + self.steps
             if not self.has_begun:
                 if self.seen == self.warmup:
                     self._begin()
                 return
-            self.ended(is_last)
-        if is_last:
-            raise EnoughSteps(0)
+            self._is_over = self.steps is not None and self.seen >= self.warmup + self.steps
+            self.ended(self._is_over)
+        if self._is_over:
+            raise SystemExit(0)
+
+    def _counts(self, stepper: Any) -> bool:
+        """Whether its steps count: those of the first, until that is gone or another has stepped twice meanwhile."""
+        self.steppers += stepper not in self._times
+        self._times[stepper] = self._times.get(stepper, 0) + 1
+        if self.stepper is None or self.stepper() is None or self._times[stepper] > 1:
+            self.stepper = weakref.ref(stepper)
+        if self.stepper() is not stepper:
+            return False
+        for other in self._times:
+            self._times[other] = 0
+        return True
+
+    @property
+    def whose(self) -> str:
+        """Which of several optimizers' or schedules' steps were counted, in words."""
+        if self.steppers < 2 or self.kind not in (OF_OPTIMIZER, OF_SCHEDULE):
+            return ""
+        what = "optimizers" if self.kind == OF_OPTIMIZER else "schedules"
+        return f"; {self.steppers} {what} have stepped, and one's steps count"
 
 
 def _classes_that_step() -> list[Any]:

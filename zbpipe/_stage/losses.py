@@ -4,7 +4,7 @@ Note [Who detaches the last stage's outputs]
 
 torch's stage detaches them in place when I is done. Nodes that W runs may have saved them, and could not use them any
 more: the loss's own, where nothing before the last stage's weights requires a gradient, so that W begins at the loss.
-I knows which ones those are (detach_outputs in csrc/shim/pass/scene.cpp), and leaves them to W; so it is given them
+I knows which ones those are (detach_outputs in csrc/shim/input/scene.cpp), and leaves them to W; so it is given them
 beside the loss. And an output may be a parameter (a prompt), which torch's stage, once it has detached it, trains no
 more: it is left alone.
 """

@@ -27,6 +27,12 @@ def cached_by_autocast() -> int:
     return torch.get_autocast_dtype("cpu").itemsize
 
 
+# What has a C++ object of autograd's or storage behind it: bases of classes, without those of nodes in C++.
+NATIVE_CLASSES = (torch._C.TensorBase, torch.UntypedStorage, torch._C._FunctionBase)
+FUNCTION_NODE = torch._C._FunctionBase
+SAVED_TENSOR = torch._C._autograd.SavedTensor
+
+
 # Tensors.
 
 

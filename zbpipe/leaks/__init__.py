@@ -13,7 +13,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 from zbpipe.leaks._check import Check, TensorLeakError, TensorLeakWarning, check_tensor_leak
-from zbpipe.leaks._growth import Grown, Growth
+from zbpipe.leaks._grown import Grown
+from zbpipe.leaks._growth import Growth
 from zbpipe.leaks._marker import step
 from zbpipe.leaks._report import Report
 from zbpipe.leaks._results import Cycle, Holder, Leak
@@ -39,6 +40,6 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> type:
-        if name == "TensorLeaks":  # what the fixture tensor_leaks is; it imports pytest
+        if name == "TensorLeaks":  # what the fixture no_tensor_leaks is; it imports pytest
             return importlib.import_module("zbpipe.leaks.pytest_plugin").TensorLeaks
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,13 +1,15 @@
-"""Chains that differ in numbers alone: the items of one list, the links of one growing list."""
+"""Chains that differ in numbers and keys alone: the items of one collection, the links of one growing list."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
 
-from zbpipe.leaks._results import Holder, Leak
+from zbpipe.leaks._results import NAMED, Holder, Leak
 
 _NUMBER = re.compile(r"\b\d+\b")
+_NAME = re.compile(r"(?<=\bitem )(['\"]).*\1|\d+")  # a key, or a number within a name: "step_3"
+_BY_NAME = ("attribute", "dict", "list")  # kinds of what is kept under ever new names
 _ITEM = re.compile(r"(.*\bitem) (\d+)")
 
 
@@ -17,7 +19,7 @@ def plain(text: str) -> str:
 
 
 class Likeness:
-    """Equal for chains of the same holders, but for numbers and repetitions.
+    """Equal for chains of the same holders, but for numbers, keys and repetitions.
 
     Remembers holders by their identities: the chains must live as long.
     """
@@ -31,7 +33,8 @@ class Likeness:
     def _of(self, holder: Holder) -> str:
         text = self._plain.get(id(holder))
         if text is None:
-            text = self._plain[id(holder)] = plain(str(holder))
+            pattern = _NAME if holder.kind in _BY_NAME else _NUMBER
+            text = self._plain[id(holder)] = pattern.sub("*", str(holder))
         return text
 
 
@@ -42,6 +45,34 @@ def grouped(leaks: Sequence[Leak]) -> list[list[int]]:
     for place, leak in enumerate(leaks):
         groups.setdefault((leak.place_of_blame, leak.views > 0, *likeness(leak.chain)), []).append(place)
     return sorted(groups.values(), key=lambda places: -sum(leaks[place].bytes for place in places))
+
+
+def by_place(leaks: Sequence[Leak]) -> list[tuple[int | None, list[int]]]:
+    """Places of the leaks that one holder has together, however they hang below it.
+
+    That holder is the program's last one above the items that differ, and its place in the chains comes first; None is
+    the place to blame of each.
+    """
+    likeness = Likeness()
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for at, leak in enumerate(leaks):
+        alike.setdefault(likeness(leak.chain[: leak.place_of_blame + 1]), []).append(at)
+    found: dict[tuple[str, ...], tuple[int | None, list[int]]] = {}
+    for places in alike.values():
+        first = leaks[places[0]]
+        mark = _above_what_differs([leaks[at].chain for at in places], first.place_of_blame + 1)
+        last = first.place_of_blame if mark is None else mark
+        found.setdefault(likeness(first.chain[: last + 1]), (mark, []))[1].extend(places)
+    return list(found.values())
+
+
+def _above_what_differs(chains: list[list[Holder]], last: int) -> int | None:
+    for at in range(1, min(last + 1, *map(len, chains))):
+        if len({chain[at].text for chain in chains}) > 1:
+            above = enumerate(chains[0][:at])
+            named = [i for i, holder in above if holder.kind in NAMED and not holder.is_library]
+            return named[-1] if named else None
+    return None
 
 
 def merged(chains: Sequence[list[Holder]]) -> list[Holder]:

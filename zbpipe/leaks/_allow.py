@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import gc
 from collections.abc import Callable, Iterable, Iterator, MappingView
 from typing import Any
 
@@ -108,3 +111,27 @@ def tensors_in(thing: Any) -> list[torch.Tensor]:
             seen.add(id(item))
             todo += [*item.keys(), *item.values()] if issubclass(type(item), dict) else item
     return found
+
+
+def owned_tensors(thing: Any, depth: int) -> Iterator[torch.Tensor]:
+    """The tensors that a value owns: in modules, collections, caches and attributes, so many collections deep."""
+    kind = type(thing)  # not isinstance(): a lazy object's __class__ may run anything
+    if issubclass(kind, torch.Tensor):
+        yield thing
+    elif issubclass(kind, torch.nn.Module):
+        yield from (*thing.parameters(), *thing.buffers())
+    elif depth == 0 or issubclass(kind, type):
+        return
+    elif kind is functools._lru_cache_wrapper:
+        for value in gc.get_referents(thing):  # its entries, by whatever they are kept in
+            yield from owned_tensors(value, depth - 1)
+    elif issubclass(kind, dict):
+        for value in [*thing.keys(), *thing.values()]:
+            yield from owned_tensors(value, depth - 1)
+    elif issubclass(kind, (list, tuple, set, frozenset)):
+        for value in list(thing):
+            yield from owned_tensors(value, depth - 1)
+    else:
+        # An object's attributes; of an optimizer its state, where that of a parameter is one level deeper.
+        with contextlib.suppress(Exception):
+            yield from owned_tensors(object.__getattribute__(thing, "__dict__"), depth)

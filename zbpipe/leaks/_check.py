@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 import warnings
 from collections.abc import Callable
 from types import TracebackType
@@ -64,6 +65,7 @@ class Check:
         self._returned: Any = None
         self._warns_at: tuple[str, int] | None = None
         self._collected = _Collected()
+        self._modules: set[str] = set()
 
     def __call__(self, function: F) -> F:
         """``function``, checked whenever it is called. What it returns is no leak; what that holds may be.
@@ -106,6 +108,7 @@ class Check:
             undo.callback(collector.give_back)
             self._cuda_before = _cuda.blocks_now(self._device)
             self._older = storages_now()
+            self._modules = set(sys.modules)
             self._since = _C.next_serial()
             self._collected.watch(self._since)
             undo.callback(self._collected.close)
@@ -166,7 +169,9 @@ class Check:
             )
             del tensors, holders
             found = [entry for entry in result.found if self._is_asked_for(entry.leak)]
-            judged, report.notes = without_excused(with_fates(found, born, self._since))
+            judged, report.notes = without_excused(
+                with_fates(found, born, self._since), set(sys.modules) - self._modules
+            )
             report.leaks = [entry.leak for entry in judged] + self._blocks_of_cuda()
             report.cycles = result.cycles
             report.visited = result.visited
@@ -228,7 +233,7 @@ def check_tensor_leak(
 
     Raises:
         TypeError, ValueError: an argument is none of these.
-        RuntimeError: on entering: the CPU allocator cannot be watched (``csrc/shim/memory/zbp_tap.h``).
+        RuntimeError: on entering: the CPU allocator cannot be watched (``csrc/instruments/shim/zbp_tap.h``).
 
     Source:
         ``check_tensor_leak`` of torch's own tests of pipelining (pytorch/pytorch PR 136584), which sees cycles in

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import struct
 import threading
 from collections.abc import Callable
 
 from zbpipe import _C
 
 Block = tuple[int, int, int]
+
+_EVENT, _OLDER = struct.Struct("QQQQII"), 2  # as _C.Recorder.events() gives them
 
 
 class Collector:
@@ -59,6 +62,7 @@ class Collections:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._listeners: list[Callable[[list[Block]], None]] = []
+        self._log: _C.Recorder | None = None  # of the run that goes on
 
     def listen(self, listener: Callable[[list[Block]], None]) -> None:
         """Call it after each run, on whichever thread, with the blocks that went: address, bytes, serial."""
@@ -71,7 +75,7 @@ class Collections:
             self._listeners.remove(listener)
             if not self._listeners:
                 self._remove()
-                _C.forget_collections()
+                self._log = None
 
     def _stand_around(self) -> None:
         """Last of the callbacks before a run and first after it, so that none of theirs is within."""
@@ -86,12 +90,20 @@ class Collections:
 
     def _begins(self, phase: str, info: dict[str, int]) -> None:
         if phase == "start":
-            _C.collection_begins()
+            log = _C.Recorder(1 << 62)
+            log.start()
+            self._log = log
 
     def _ends(self, phase: str, info: dict[str, int]) -> None:
-        if phase == "stop" and (freed := _C.collection_ends()):
-            for listener in list(self._listeners):
-                listener(freed)
+        log, self._log = self._log, None
+        if phase != "stop" or log is None:
+            return
+        log.stop()
+        mine = log.marks()[0][8]
+        events = _EVENT.iter_unpack(log.events())
+        freed = [tuple(block) for _, *block, thread, kind in events if thread == mine and kind == _OLDER]
+        for listener in list(self._listeners) if freed else ():
+            listener(freed)
 
 
 collections = Collections()

@@ -1,17 +1,20 @@
-"""What outlives a check and is nobody's leak: libraries' own cycles, autocast's weight cache, DDP's buckets."""
+"""What lives on and is nobody's leak: libraries' own cycles and constants, autocast's weight cache, DDP's buckets, what
+an optimizer keeps, what a window has a place for."""
 
 from __future__ import annotations
 
+import functools
 import gc
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from zbpipe import _C
-from zbpipe._torch import autograd, ddp, torchscript
+from zbpipe._torch import autograd, ddp
+from zbpipe.leaks._allow import owned_tensors, tensors_in
 from zbpipe.leaks._results import Holder
 
 # Files whose cycles are theirs: what imports, traces, mocks and compares, once for each import or call. Never a part of
@@ -25,7 +28,8 @@ _OF_STEPS = (
     "torch/nn/modules/",
     "torch/nn/parallel/",
 )
-_SCRIPTED = ("a torch.ScriptModule", "a torch.ScriptObject")
+_GLOBAL = "module global "
+_DEPTH = 4  # of containers in a window, within which tensors are the window's
 _OF_SOMEBODY = (
     "frame",
     "thread",
@@ -53,17 +57,15 @@ def _is_own(link: Holder) -> bool:
     return link.kind == "attribute" or not link.where.startswith(_OF_STEPS)
 
 
-def is_a_script_module(chain: Sequence[Holder]) -> bool:
-    """Whether a TorchScript module holds it, and nobody visible that. To script one leaves a cycle that has it: of the
-    variables of torch.jit's functions, seen by what resolves names."""
-    return len(chain) > 1 and chain[0].kind == "unknown" and chain[1].text in _SCRIPTED
-
-
-def in_compiled_code() -> Callable[[int, int], bool]:
-    """Tells a storage, or else an address, of a constant of TorchScript's compiled code."""
-    constants = torchscript.constants()
-    storages, addresses = _C.storages_of(constants), _C.addresses_of(constants)
-    return lambda storage, address: storage in storages or address in addresses
+def is_a_constant(chain: Sequence[Holder], modules: set[str]) -> bool:
+    """Whether one of these modules has it by its globals, classes or default arguments, with no collection between."""
+    text = chain[0].text if chain else ""
+    if not text.startswith(_GLOBAL) or text.removeprefix(_GLOBAL).rpartition(".")[0] not in modules:
+        return False
+    return all(
+        holder.kind == "function" or (holder.kind == "attribute" and holder.text.startswith("class attribute"))
+        for holder in chain[1:-1]
+    )
 
 
 def bounded_blocks(sizes: Iterable[int]) -> dict[int, tuple[int, str]]:
@@ -99,15 +101,26 @@ def _autocast_sizes() -> Counter[int]:
         )
 
 
-def optimizer_state() -> list[torch.Tensor]:
-    """The tensors that the living optimizers keep, each for a parameter that it still has."""
-    found = []
-    for optimizer in _living(torch.optim.Optimizer):
-        state, groups = (vars(optimizer).get(name) for name in ("state", "param_groups"))
-        if not issubclass(type(state), dict) or not issubclass(type(groups), list):
-            continue
-        parameters = {id(p) for group in groups for p in group.get("params", ())}
-        for parameter, values in dict.items(state):
-            if id(parameter) in parameters and issubclass(type(values), dict):
-                found += [value for value in dict.values(values) if issubclass(type(value), torch.Tensor)]
-    return found
+class Windows:
+    """What may become more and has a bound: what the optimizers of this moment keep for the parameters that they have,
+    and what collections and caches of a greatest length hold."""
+
+    def __init__(self) -> None:
+        self._optimizers = weakref.WeakSet(_living(torch.optim.Optimizer))
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Those in them now."""
+        found: list[torch.Tensor] = []
+        for optimizer in self._optimizers:
+            state, groups = (vars(optimizer).get(name) for name in ("state", "param_groups"))
+            if issubclass(type(state), dict) and issubclass(type(groups), list):
+                parameters = {id(p) for group in groups for p in group.get("params", ())}
+                for parameter, values in dict.items(state):
+                    found += tensors_in(values) if id(parameter) in parameters else []
+        for queue in _living(deque):
+            if deque.maxlen.__get__(queue) is not None:
+                found += owned_tensors(list(deque.__iter__(queue)), _DEPTH)
+        for cache in _living(functools._lru_cache_wrapper):
+            if cache.cache_parameters()["maxsize"] is not None:
+                found += owned_tensors(cache, _DEPTH)
+        return found

@@ -2,91 +2,48 @@
 
 The memory of torch's CPU allocator is counted block by block, seen or not. Of other memory (CUDA's, numpy's, another
 process's, that of ``copy.deepcopy`` and ``torch.load``) the storages of the tensors that can be seen are counted, once
-CUDA is in use or such memory was seen to live on: it is looked for after the first steps, and ever less often.
+CUDA is in use or such memory was seen to live on. That, and the nodes of autograd's graphs, are looked for after each
+of the first steps, and then whenever the steps have become a quarter more.
 
-What grows. A window of the last ten losses, a list that is cleared after each epoch, two buffers that take turns: each
-holds what several steps made, and none grows. Hence all of this must hold of what is held alike:
+What grows. Tensors, bytes or nodes grow if they still rise over the second half of the steps (:func:`rises`): of the
+last three quarters of the steps, none has a row below the middle one of the quarter before, and each has its lowest or
+its middle row above that quarter's. So a row that peaks makes no difference, nor does a list that is cleared, nor one
+jump.
 
-- it was made by several steps, the first and the last one aside: the first makes what stays (gradients, optimizer
-  state), and what the last one made, the next one may let go;
-- tensors become more: there are more after one of the last quarter of the steps than after any of the quarter before.
-  So a window is no growth once it is full, nor is anything else that stays as full as it is;
-- it is old: its oldest tensor has lived for more than twice as many steps as any tensor of about its size that was let
-  go (no smaller than its smallest, no larger than its largest). So a list that is cleared is no growth, from the first
-  time that it was; twice, since that list may have been half full when the steps began to be watched.
+Who holds it. What hangs at one place of the program is one group:
 
-A tensor for each step, or for every second one, is found within six steps if nothing else of its size is kept for a
-while, and otherwise after twice that while. What is never let go within the steps that are watched is growth: what has
-not been cleared yet cannot be told from what will never be.
-
-What optimizers keep for parameters that they still have is no growth, however late the parameters come.
-
-What becomes larger. A tensor that steps replace by a larger one (``seen = torch.cat([seen, new])``) leaves as many as
-before, and more bytes. These rise if over the second half of the steps (:func:`rises`) each step adds the same, or if
-Kendall's rank correlation of bytes and steps is beyond chance and each quarter of that half is above the one before: so
-one jump is no rise, and neither are batches of random lengths. Who holds what is now of a size that nothing had before,
-and large enough to have made the rise, is named.
-
-Source: M. G. Kendall, A new measure of rank correlation, Biometrika 30 (1938).
+- it piles up if both halves of the steps made of it, the first and the last step aside: the first makes what stays, and
+  what the last one made, the next one may let go;
+- where that does not explain the rise, what became more or larger after the middle, and was made anew;
+- what optimizers keep for their parameters, and what collections of a greatest length hold, has a bound: a window that
+  is not full yet.
 """
 
 from __future__ import annotations
 
-import math
+import gc
 import weakref
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from zbpipe import _C
 from zbpipe._formatting import table
 from zbpipe.leaks import _cuda
-from zbpipe.leaks._alike import Likeness, merged
 from zbpipe.leaks._collector import collector
-from zbpipe.leaks._excused import optimizer_state
+from zbpipe.leaks._excused import Windows
+from zbpipe.leaks._grown import Group, Grown, Member, describe, groups_of, grown_of, largest
 from zbpipe.leaks._report import Report
-from zbpipe.leaks._results import Leak, chain_lines
+from zbpipe.leaks._results import Cycle
 from zbpipe.leaks._search import Scope, are_there_others, search, storages_now
 
-SHOWN_HOLDERS = 10
 LONG_TABLE = 20  # rows; longer ones are folded
-_FEWEST = 4  # values that tell a rise
-_POINTS = 200  # of longer series
-_DEVIATIONS = 4.0  # of the score of values in random order: one such series in some 30,000 is taken for a rise
-_RISERS = 4  # tensors that may have made a rise together, each with its share
-_SELDOM = 32  # steps from one look for other memory to the next
-
-
-@dataclass
-class Grown:
-    """Leaks that are held alike: by the same holders, but for places in lists and how often one holds its like (a
-    linked list, a chain of nodes). ``steps`` are those in which they were born, ``sizes`` the bytes of their blocks,
-    ``keys`` those blocks. ``is_larger``: they did not become more, but larger."""
-
-    leaks: list[Leak] = field(default_factory=list)
-    steps: list[int] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    keys: list[int] = field(default_factory=list)
-    is_larger: bool = False
-
-    @property
-    def bytes(self) -> int:
-        """Of all its leaks."""
-        return sum(leak.bytes for leak in self.leaks)
-
-    @property
-    def held_by(self) -> list[str]:
-        """Lines: the chain to its tensors from top to bottom, the holder to blame marked by ``>>``."""
-        leaks = sorted(self.leaks, key=lambda leak: -leak.bytes)
-        return chain_lines(merged([leak.chain for leak in leaks]), leaks[0].place_of_blame)
-
-    def add(self, leak: Leak, step: int, size: int, key: int) -> None:
-        self.leaks.append(leak)
-        self.steps.append(step)
-        self.sizes.append(size)
-        self.keys.append(key)
+FEWEST = 4  # steps that tell: what the first and the last one leave may be gone after the next
+_FIRST = 8  # steps after each of which is looked for other memory and nodes
 
 
 class _OtherMemory:
@@ -125,9 +82,12 @@ class Growth:
     Attributes:
         counts: storages that lived after each step.
         bytes: their bytes.
+        nodes: of autograd's graphs, which were there at the look before the last one, and at that.
+        filling: of what grew at the last :meth:`grown`, what has a bound.
+        cycles: that the others hung on, a :class:`Cycle` each.
 
     Raises:
-        RuntimeError: the CPU allocator cannot be watched (``csrc/shim/memory/zbp_tap.h``).
+        RuntimeError: the CPU allocator cannot be watched (``csrc/instruments/shim/zbp_tap.h``).
 
     Source:
         ``objgraph.show_growth``, for storages.
@@ -141,16 +101,20 @@ class Growth:
         self._since = _C.next_serial()
         # What lived after the last step: its step of birth and its bytes, by a block's serial or a storage's negative.
         self._living: dict[int, tuple[int, int]] = {}
-        self._longest: dict[int, int] = {}  # steps that anything of so many bytes lived on, of what was let go
-        self._first_seen: dict[int, int] = {}  # the step after which something of so many bytes lived first
+        self._sizes: list[tuple[int, Counter[int]]] = []  # how many of each size, at each look
+        self._newest_nodes = [-1, -1]  # by their sequence numbers, at the look before the last one and at that
         try:
             self._older: object = storages_now()
             self._other: _OtherMemory | None = _OtherMemory() if _cuda.is_in_use() else None
+            self._windows = Windows()
         except BaseException:
             self._end()  # the error may keep this object
             raise
         self.counts: list[int] = []
         self.bytes: list[int] = []
+        self.nodes: list[int] = []
+        self.filling: list[Grown] = []
+        self.cycles: list[Cycle] = []
 
     def __enter__(self) -> Growth:
         return self
@@ -173,79 +137,96 @@ class Growth:
         """
         self._require_open("step()")
         number = len(self.counts) + 1
+        is_look = number <= _FIRST or number >= 1.25 * self._sizes[-1][0]
         living = {serial: size for _, size, serial in _C.live_blocks(self._since)}
         if self._other is not None:
             living.update((-storage, size) for storage, size in self._other.born().items())
-        elif _cuda.is_in_use() or (_is_looked_at(number) and are_there_others(self._older)):
+        elif _cuda.is_in_use() or (is_look and are_there_others(self._older)):
             self._other = _OtherMemory()
-        for key, (born, size) in self._living.items():
-            if key not in living:
-                self._longest[size] = max(number - 1 - born, self._longest.get(size, 0))
         self._living = {key: self._living.get(key, (number, size)) for key, size in living.items()}
-        for size in living.values():
-            self._first_seen.setdefault(size, number)
         self.counts.append(len(living))
         self.bytes.append(sum(living.values()))
+        self.nodes.append(0 if is_look else self.nodes[-1])
+        if is_look:
+            graphs, newest = graphs_now(self._newest_nodes[1])
+            self.nodes[-1] = sum(count for count, _ in graphs)
+            self._newest_nodes = [self._newest_nodes[1], newest]
+            self._sizes.append((number, Counter(living.values())))
+
+    def rising(self) -> list[str]:
+        """Which of "counts", "bytes" and "nodes" still rise."""
+        return [name for name in ("counts", "bytes", "nodes") if rises(getattr(self, name))]
 
     def grown(self) -> list[Grown]:
-        """What grows, as this module says it: groups of tensors that are held alike, by bytes, descending.
+        """What grows, as this module says it: by the places that hold it, the most bytes first.
 
         Raises:
             RuntimeError: after :meth:`close`.
         """
         self._require_open("grown()")
-        more, larger = self._tensors_become_more(), rises(self.bytes)
-        if not more and not larger:
-            return []
+        self.filling, self.cycles = [], []
+        rising = self.rising()
+        found = self._of_memory(rising) if {"counts", "bytes"} & {*rising} else []
+        graph = _largest_graph(self._newest_nodes[0]) if "nodes" in rising else None
+        # Of many tensors' graphs the tensors have become more.
+        if graph is not None and (not found or graph.nodes >= self.nodes[-1] - self.nodes[self._middle - 1]):
+            marked = {line for group in (*found, *self.filling) for line in group.held_by if line.startswith(">>")}
+            found += [] if marked & {*graph.held_by} else [graph]
+        return found
+
+    def _of_memory(self, rising: list[str]) -> list[Grown]:
+        windows = _C.storages_of(self._windows.tensors())
         serials = {address: serial for address, _, serial in _C.live_blocks(self._since)}
-        kept = _C.storages_of(optimizer_state()) if more else set()
-        groups: dict[tuple[str, ...], Grown] = {}
-        candidates: dict[tuple[str, ...], Grown] = {}
-        likeness = Likeness()
-        found = search(Scope(since=self._since, older=self._other and self._other.older)).found
-        for entry in found:
-            key = serials.get(entry.address, -entry.leak.storage)
-            born, size = self._living.get(key, (0, 0))
-            alike = likeness(entry.leak.chain)
-            if more and 1 < born < len(self.counts) and entry.leak.storage not in kept:
-                groups.setdefault(alike, Grown()).add(entry.leak, born, size, key)
-            elif larger and born and self._may_have_risen(size):
-                candidates.setdefault(alike, Grown(is_larger=True)).add(entry.leak, born, size, key)
-        for alike, group in candidates.items():
-            groups.setdefault(alike, group)
-        for group in groups.values():
-            group.steps.sort()
-        return sorted(self._growing([*groups.values()], more, larger), key=lambda group: -group.bytes)
+        result = search(Scope(since=self._since, older=self._other and self._other.older))
+        members, bounded = list[Member](), list[Member]()
+        for entry in result.found:
+            born, size = self._living.get(serials.get(entry.address, -entry.leak.storage), (0, 0))
+            if born:
+                (bounded if entry.leak.storage in windows else members).append(Member(entry, born, size))
+        filling, (piles, anew) = self._piled_up(groups_of(bounded))[0], self._piled_up(groups_of(members))
+        self.filling = _by_bytes([grown_of(*group) for group in filling])
+        found = [grown_of(*group) for group in piles]
+        if not self._explain([*filling, *piles], rising):
+            found += self._made_anew(anew, "counts" not in rising)
+            found = found or [Grown()]
+        if any(entry.rank == "cycle" or entry.excused for entry in result.found):
+            self.cycles = result.cycles
+        return _by_bytes(found)
 
-    def still_grown(self, groups: list[Grown]) -> list[Grown]:
-        """Those, of what :meth:`grown` found some steps ago, that later steps have not shown to be let go in time."""
-        return self._growing(groups, self._tensors_become_more(), rises(self.bytes)) if groups else []
+    def _piled_up(self, groups: list[Group]) -> tuple[list[Group], list[Group]]:
+        """What both halves of the steps have made, without what the first and the last one made; and the others."""
+        piles, others = list[Group](), list[Group]()
+        for mark, members in groups:
+            kept = [member for member in members if 1 < member.born < len(self.counts)]
+            halves = {member.born <= self._middle for member in kept}
+            (piles if len(halves) > 1 else others).append((mark, kept if len(halves) > 1 else members))
+        return piles, others
 
-    def _growing(self, groups: list[Grown], more: bool, larger: bool) -> list[Grown]:
-        return [group for group in groups if (larger if group.is_larger else more and self._is_old(group))]
+    def _explain(self, groups: list[Group], rising: list[str]) -> bool:
+        """Whether what they have gained since the middle is at least half of what rose."""
+        gained = [member.size for _, members in groups for member in members if member.born > self._middle]
+        tensors, size = (now[-1] - now[self._middle - 1] for now in (self.counts, self.bytes))
+        if "counts" in rising and 2 * len(gained) < tensors:
+            return False
+        return "bytes" not in rising or 2 * sum(gained) >= size
 
-    def _may_have_risen(self, size: int) -> bool:
-        """Nothing had this size before the last quarter of the steps, and it is large enough to have made the rise."""
-        steps = len(self.bytes)
-        rise = self.bytes[-1] - self.bytes[steps // 2]
-        return self._first_seen.get(size, 0) > steps - max(steps // 4, 1) and size >= rise / _RISERS
+    def _made_anew(self, groups: list[Group], is_larger: bool) -> list[Grown]:
+        """What has become more of its size since the middle."""
+        before = next((sizes for step, sizes in reversed(self._sizes) if step <= self._middle), Counter[int]())
+        more = Counter(size for _, size in self._living.values()) - before
+        found = []
+        for mark, members in groups:
+            risen = [member for member in members if member.born > self._middle and more[member.size]]
+            found += [grown_of(mark, risen, True, is_larger)] if risen else []
+        return largest(found)
 
-    def _is_old(self, group: Grown) -> bool:
-        steps = {self._living[key][0] for key in group.keys if key in self._living}
-        return len(steps) > 1 and len(self.counts) - min(steps) > 2 * self._longest_of(group)
-
-    def _tensors_become_more(self) -> bool:
-        half = len(self.counts) // 2
-        last = half + (len(self.counts) - half) // 2
-        return len(self.counts) > 2 and max(self.counts[last:]) > max(self.counts[half:last])
-
-    def _longest_of(self, group: Grown) -> int:
-        smallest, largest = min(group.sizes), max(group.sizes)
-        return max((steps for size, steps in self._longest.items() if smallest <= size <= largest), default=0)
+    @property
+    def _middle(self) -> int:
+        return len(self.counts) // 2
 
     def table(self) -> str:
         """The counts after each step, and, until :meth:`close`, what grew and who holds it."""
-        held_by = describe(self.grown()) if self._end.alive else ""
+        held_by = describe(self.grown(), self.filling, self.cycles) if self._end.alive else ""
         return "\n".join([self.counts_table(), "", held_by] if held_by else [self.counts_table()])
 
     def counts_table(self) -> str:
@@ -264,7 +245,11 @@ class Growth:
         if len(rows) > 2 * LONG_TABLE:
             left_out = [f"... {len(rows) - 2 * LONG_TABLE} rows ...", "", "", "", ""]
             rows = [*rows[:LONG_TABLE], left_out, *rows[-LONG_TABLE:]]
-        return table(["step", "live tensors", "live bytes", "tensors", "bytes"], rows)
+        said = table(["step", "live tensors", "live bytes", "tensors", "bytes"], rows)
+        if not rises(self.nodes) or rises(self.counts):
+            return said
+        counted = [(step, count) for step, count in enumerate(self.nodes, 1) if count != self.nodes[step - 2]]
+        return f"{said}\nautograd nodes: {', '.join(f'{count} after step {step}' for step, count in counted[-5:])}"
 
     def report(self) -> Report:
         """What grew, as a report: for :meth:`Report.draw` and :meth:`Report.as_dict`.
@@ -272,55 +257,70 @@ class Growth:
         Raises:
             RuntimeError: after :meth:`close`.
         """
-        return report_of(self.grown())
+        return report_of(self.grown(), self.cycles)
 
     def _require_open(self, what: str) -> None:
         if not self._end.alive:
             raise RuntimeError(f"{what} was called after close(); make another Growth")
 
 
-def _is_looked_at(step: int) -> bool:
-    return step & (step - 1) == 0 or step % _SELDOM == 0
-
-
 def rises(values: Sequence[int]) -> bool:
-    """Whether the second half of them rises steadily; see this module's head."""
-    half = values[len(values) // 2 :]
-    if len(half) < _FEWEST:
+    """Whether they still rise over their second half; see this module's head."""
+    count = len(values)
+    quarters = [values[i * count // 4 : (i + 1) * count // 4] for i in (1, 2, 3)]
+    if count < FEWEST:
         return False
-    steps = {after - before for before, after in pairwise(half)}
-    if len(steps) == 1:
-        return steps.pop() > 0
-    few = [half[i * len(half) // _POINTS] for i in range(_POINTS)] if len(half) > _POINTS else half
-    count = len(few)
-    score = sum((few[j] > few[i]) - (few[j] < few[i]) for i in range(count) for j in range(i + 1, count))
-    if score < _DEVIATIONS * math.sqrt(count * (count - 1) * (2 * count + 5) / 18):
-        return False
-    quarters = [max(half[i * len(half) // 4 : (i + 1) * len(half) // 4]) for i in range(4)]
-    return all(before < after for before, after in pairwise(quarters))
+    for before, after in pairwise([sorted(quarter) for quarter in quarters]):
+        lowest, middle = (before[0], after[0]), (before[len(before) // 2], after[len(after) // 2])
+        if lowest[1] < middle[0] or (lowest[1] <= lowest[0] and middle[1] <= middle[0]):
+            return False
+    return len(after) < 3 or after[-1] > after[0]  # a window that became full rises no more
 
 
-def describe(groups: list[Grown]) -> str:
-    """What grew and who holds it, for people; empty if nothing grew."""
-    lines = ["grew, and is held by"] if groups else []
-    for group in groups[:SHOWN_HOLDERS]:
-        lines += [f"  {headline(group)}", *(f"    {line}" for line in group.held_by)]
-    if len(groups) > SHOWN_HOLDERS:
-        lines.append(f"  and {len(groups) - SHOWN_HOLDERS} more")
-    return "\n".join(lines)
+def graphs_now(newest: int) -> tuple[list[tuple[int, torch.Tensor]], int]:
+    """How many nodes, no newer than that one, hang on each tensor of a graph and on none that is told before it, the
+    newest tensors first; and which node is the newest now, by its sequence number."""
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    roots = [(node, tensor) for tensor in tensors for node in _nodes_of(_C.handle_of(tensor))]
+    roots.sort(key=lambda root: -(root[0].sequence or 0))
+    seen: set[_C.Handle] = set()
+    found = []
+    for root, tensor in roots:
+        count, todo = 0, [root]
+        while todo:
+            node = todo.pop()
+            if node not in seen:
+                seen.add(node)
+                count += (node.sequence or 0) <= newest
+                todo += _nodes_of(node)
+        found.append((count, tensor))
+    return found, (roots[0][0].sequence or 0) if roots else newest
 
 
-def headline(group: Grown) -> str:
-    """How much grew, and when, in a line."""
-    count = len(group.leaks)
-    head = f"{count} tensor{'s' * (count > 1)} ({group.bytes} bytes)"
-    if group.is_larger:
-        return f"{head}, larger than any of earlier steps:"
-    return f"{head} from steps {min(group.steps)} to {max(group.steps)}:"
+def _nodes_of(handle: _C.Handle | None) -> list[_C.Handle]:
+    """A tensor's node, or the nodes that follow a node; none of them gets a Python object."""
+    held = [] if handle is None else _C.references_of(handle)
+    return [one for one, label, _ in held if label == "grad_fn" or (label or "").startswith("next node")]
 
 
-def report_of(groups: list[Grown]) -> Report:
-    return Report(leaks=sorted((leak for group in groups for leak in group.leaks), key=lambda leak: -leak.bytes))
+def _largest_graph(newest: int) -> Grown | None:
+    """Who holds the tensor on which the largest graph hangs."""
+    found, _ = graphs_now(newest)
+    if not found:
+        return None
+    count, tensor = max(found, key=lambda graph: graph[0])
+    found.clear()
+    result = search(Scope(target=tensor)).found
+    return Grown([result[0].leak], nodes=count) if result else None
+
+
+def _by_bytes(groups: list[Grown]) -> list[Grown]:
+    return sorted(groups, key=lambda group: -group.bytes)
+
+
+def report_of(groups: list[Grown], cycles: list[Cycle]) -> Report:
+    leaks = sorted((leak for group in groups for leak in group.leaks), key=lambda leak: -leak.bytes)
+    return Report(leaks=leaks, cycles=cycles if leaks else [])
 
 
 def _end(recorder: Any) -> None:

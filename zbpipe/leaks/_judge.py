@@ -9,7 +9,7 @@ from dataclasses import replace
 from zbpipe import _C
 from zbpipe.leaks._alike import plain
 from zbpipe.leaks._collector import collect
-from zbpipe.leaks._excused import bounded_blocks, in_compiled_code, is_a_script_module
+from zbpipe.leaks._excused import bounded_blocks, is_a_constant
 from zbpipe.leaks._results import COLLECTED
 from zbpipe.leaks._search import Found, storages_now
 
@@ -55,41 +55,26 @@ def _living_after_others(found: list[Found], born: dict[int, int], freed: set[in
     return living
 
 
-def without_excused(found: list[Found]) -> tuple[list[Found], list[str]]:
-    """Those that are leaks, and a line for each kind of the others."""
+def without_excused(found: list[Found], imported: set[str]) -> tuple[list[Found], list[str]]:
+    """Those that are leaks, and a line for each kind of the others; ``imported`` are modules that it imported."""
     sizes = Counter(entry.leak.bytes for entry in found if entry.rank == "none")
     bounded = bounded_blocks(sizes) if sizes else {}
-    is_compiled = in_compiled_code() if any(entry.rank in ("hidden", "none") for entry in found) else None
     leaks: list[Found] = []
-    kept: dict[str, list[int]] = {}
-    cycles: dict[str, tuple[str, list[int]]] = {}
-    of_torchscript: dict[str, list[int]] = {}
+    kinds: dict[str, tuple[str, list[int]]] = {}  # lines and sizes, by the lines without numbers
     for entry in found:
         size = entry.leak.bytes
         most, holder = bounded.get(size, (0, ""))
         if entry.excused is not None and entry.leak.fate == COLLECTED:
-            cycles.setdefault(plain(entry.excused), (entry.excused, []))[1].append(size)
-        elif (
-            is_compiled is not None
-            and entry.rank in ("hidden", "none")
-            and is_compiled(entry.leak.storage, entry.address)
-        ):
-            of_torchscript.setdefault("that TorchScript's compiled code keeps as long as the process", []).append(size)
-        elif entry.leak.fate == COLLECTED and is_a_script_module(entry.leak.chain):
-            of_torchscript.setdefault(
-                "of TorchScript modules, which torch.jit.script leaves to the collector", []
-            ).append(size)
+            line = f"that hung on a cycle of a library's own, which the collector frees: {entry.excused}"
+        elif is_a_constant(entry.leak.chain, imported):
+            line = "that modules hold which were imported inside"
         elif entry.rank == "none" and sizes[size] <= most:
-            kept.setdefault(holder, []).append(size)
+            line = f"as large as {holder}"
         else:
             leaks.append(entry)
-    notes = [f"{_count(sizes)} as large as {holder}" for holder, sizes in kept.items()]
-    notes += [f"{_count(sizes)} {what}" for what, sizes in of_torchscript.items()]
-    notes += [
-        f"{_count(sizes)} that hung on a cycle of a library's own, which the collector frees: {text}"
-        for text, sizes in cycles.values()
-    ]
-    return leaks, notes
+            continue
+        kinds.setdefault(plain(line), (line, []))[1].append(size)
+    return leaks, [f"{_count(sizes)} {line}" for line, sizes in kinds.values()]
 
 
 def _count(sizes: list[int]) -> str:

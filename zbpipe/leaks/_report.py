@@ -122,11 +122,11 @@ class Report:
         """Draw the graph of the holders of the ``max_leaks`` largest leaks. Returns the path.
 
         Args:
-            path: ``.png`` or ``.svg`` (need matplotlib), or ``.html``: a page that needs nothing else.
+            path: ``.dot``, or ``.svg`` or ``.png``, which Graphviz's program ``dot`` makes of it.
 
         Raises:
             ValueError: another suffix, or ``max_leaks`` below 1.
-            ModuleNotFoundError: matplotlib is needed and not installed.
+            FileNotFoundError: ``dot`` is needed and not there.
         """
         return draw(self, Path(path), max_leaks)
 

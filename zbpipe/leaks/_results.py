@@ -96,7 +96,7 @@ class Cycle:
     count: int = 1
 
 
-_NAMED = {"module", "frame", "thread", "cell", "function", "attribute"}
+NAMED = {"module", "frame", "thread", "cell", "function", "attribute"}
 _TELLING = {"hook", "group", "work", "traceback"}
 _OF_AUTOGRAD = {"node", "accumulator", "saved"}
 
@@ -111,7 +111,7 @@ def _named_places(chain: list[Holder]) -> list[int]:
     found = []
     for i, (holder, after) in enumerate(pairwise(chain)):
         of_autograd = holder.kind in _OF_AUTOGRAD or (holder.kind == "tensor" and after.kind in _OF_AUTOGRAD)
-        if holder.kind in _NAMED:
+        if holder.kind in NAMED:
             found.append(i)
         elif holder.kind == "hook":
             return [*found, i]

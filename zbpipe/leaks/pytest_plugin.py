@@ -1,4 +1,4 @@
-"""What the pytest plugin does for tests that ask for it. Its options, marker and fixture: hook/zbpipe_pytest.py.
+"""What the pytest plugin does for tests that ask for it. Its option, marker and fixture: hook/zbpipe_pytest.py.
 
 A test is watched from before its set-up until after its teardown, so that what its fixtures own is no leak; what leaks
 is an error of the teardown. Not leaks are:
@@ -11,12 +11,13 @@ is an error of the teardown. Not leaks are:
 An xfail marker is about what the test does: a leak of a test that passed unexpectedly is an error all the same, unless
 the marker's ``raises`` names TensorLeakError.
 
-Processes share nothing: under pytest-xdist each worker judges its own tests, and names its pictures by its own name.
+Processes share nothing: under pytest-xdist each worker judges its own tests.
 """
 
 import contextlib
 import gc
 import traceback
+import warnings
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -25,10 +26,9 @@ import pytest
 from zbpipe import _C
 from zbpipe._formatting import argument
 from zbpipe.leaks import _allow
-from zbpipe.leaks._check import TensorLeakError, check_tensor_leak
-from zbpipe.leaks._plugin.fixtures import OfFixtures, Wide, tensors_in
+from zbpipe.leaks._check import TensorLeakError, TensorLeakWarning, check_tensor_leak
+from zbpipe.leaks._plugin.fixtures import OfFixtures, Wide
 from zbpipe.leaks._plugin.marker import arguments_of, is_asked_for
-from zbpipe.leaks._plugin.told import text, warn
 from zbpipe.leaks._report import Report
 
 NOT_JUDGED = "not judged: the test raised, and its traceback keeps the frames that it went through, with their tensors"
@@ -66,7 +66,7 @@ class _Watch:
         check, self.check = self.check, None
         if check is None:
             return None
-        self.allowed.append([t for value in self.wide.values() for t in tensors_in(value, DEPTH)])
+        self.allowed.append([t for value in self.wide.values() for t in _allow.owned_tensors(value, DEPTH)])
         self.of_fixtures.look()
         check.__exit__(None, None, None)
         self.allowed.clear()
@@ -80,7 +80,7 @@ _watch = pytest.StashKey[_Watch]()
 
 
 class TensorLeaks:
-    """What the fixture ``tensor_leaks`` gives a test."""
+    """What the fixture ``no_tensor_leaks`` gives a test."""
 
     def __init__(self, item: pytest.Item) -> None:
         self._item = item
@@ -99,12 +99,12 @@ class TensorLeaks:
         try:
             found = [_allow.checked("record", thing, None) for thing in things]
         except TypeError as error:
-            raise TypeError(f"{self._item.nodeid}: tensor_leaks.allow(): {error}") from None
+            raise TypeError(f"{self._item.nodeid}: no_tensor_leaks.allow(): {error}") from None
         self._item.stash[_watch].allowed += found
 
     @contextlib.contextmanager
     def check(self, action: str = "error", **options: Any) -> Iterator[Any]:
-        """Check a part of the test, as :func:`zbpipe.leaks.check_tensor_leak` with pictures where the test's go.
+        """Check a part of the test, as :func:`zbpipe.leaks.check_tensor_leak`.
 
         Raises TensorLeakError, which has the report, if `action` is "error" and tensors leak.
         """
@@ -113,10 +113,10 @@ class TensorLeaks:
         with check_tensor_leak(action="record", **options) as check:
             yield check
         if check.report and action == "warn":
-            warn(self._item, check.report)
+            _warn(self._item, check.report)
         elif check.report and action == "error":
             error = TensorLeakError(check.report)
-            error.args = (text(self._item, check.report),)
+            error.args = (_text(self._item, check.report),)
             raise error
 
 
@@ -190,10 +190,24 @@ def pytest_runtest_teardown(item: pytest.Item) -> _Wrapper:
         report = watch.end()
         if report:
             if watch.action == "warn":
-                warn(item, report)
+                _warn(item, report)
             else:
-                raise _Leaked(text(item, report), report)
+                raise _Leaked(_text(item, report), report)
     return result
+
+
+def _text(item: pytest.Item, report: Report) -> str:
+    return (
+        f"{item.nodeid} leaks {report.bytes} bytes of tensors: born in it, and neither gone by reference counts nor "
+        f"owned by its fixtures\n{report}"
+    )
+
+
+def _warn(item: pytest.Item, report: Report) -> None:
+    warning = TensorLeakWarning(report)
+    warning.args = (_text(item, report),)
+    path, line, _ = item.reportinfo()
+    warnings.warn_explicit(warning, None, str(path), (line or 0) + 1)
 
 
 def _shorten(report: Any, item: pytest.Item) -> None:

@@ -13,9 +13,7 @@ phases of a step (forward, I, W) marked in it::
         schedule.step(x)
     print(rec)
     rec.plot("step.png")
-    rec.export("step.json.gz")   # Perfetto, chrome://tracing; "step.pickle": pytorch.org/memory_viz
-
-``record(..., on_out_of_memory="oom")`` leaves a report in that folder when memory runs out.
+    rec.export("step.json.gz")   # for Perfetto, chrome://tracing
 
 Nothing is sampled, and nothing that is watched is kept alive.
 """

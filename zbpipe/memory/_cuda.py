@@ -1,63 +1,75 @@
-"""What feeds a recording of a CUDA device: torch's own history of its caching allocator.
+"""What feeds a recording of a CUDA device: torch's own history of its caching allocator, played again.
 
 Note [How the history and the phases come together]
 
 The history's clock and ours differ by more than an allocation takes. But the allocator counts what it hands out and
 takes back, one by one, and the history has one entry for each: a mark is the sum of the two counts at that moment, and
-so a place in the history.
-
-``free_requested`` is when a tensor gave its block back, and what counts here as free; that another stream may still use
-the block (``free_completed``) is the allocator's business.
+so a place in the history. ``free_requested`` is when a tensor gave its block back, and what counts here as free; that
+another stream may still use the block (``free_completed``) is the allocator's business.
 """
 
 from __future__ import annotations
 
-import copy
-import threading
 import time
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
-from zbpipe import _C
 from zbpipe._torch import allocator
+from zbpipe.memory._log import ALLOC, EVENT, FREE, FREE_OLDER
 
 _ATTEMPTS = 100
 
 
-class _History:
-    """torch's history, on as long as one of our recordings needs it. It is one for all devices, and for all who use it:
-    one that is on already is read and left alone."""
+class Replay:
+    """What ``_C.Recorder`` says, of events that are given by hand. Times only ever rise."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
-        self._is_ours = False
+    def __init__(self, begin_ns: int) -> None:
+        self._counters = dict.fromkeys(("live", "older_frees", "older_freed", "dropped", "untracked"), 0)
+        self._blocks: dict[int, tuple[int, int]] = {}  # by address: bytes, serial
+        self._events = bytearray()
+        self._serial = 0
+        self._marks: list[list[int]] = []
+        self.add_mark(begin_ns)
 
-    def acquire(self, entries: int) -> bool:
-        """Whether it is ours, with so many entries."""
-        with self._lock:
-            if self._users == 0:
-                self._is_ours = not allocator.is_recording()
-                if self._is_ours:
-                    allocator.begin_history(entries)
-            self._users += 1
-            return self._is_ours
+    def add_mark(self, time_ns: int) -> int:
+        live = self._counters["live"]
+        self._marks.append([time_ns, len(self._events) // EVENT.size, live, live, 0, 0, 0, 0, 0])
+        return len(self._marks) - 1
 
-    def release(self, is_anothers: bool) -> None:
-        """``is_anothers``: somebody else has switched it on as well meanwhile."""
-        with self._lock:
-            self._users -= 1
-            self._is_ours = self._is_ours and not is_anothers
-            if self._users == 0 and self._is_ours:
-                allocator.end_history()
+    def alloc(self, time_ns: int, address: int, size: int) -> None:
+        self._blocks[address] = size, self._serial
+        self._count(time_ns, address, size, self._serial, ALLOC)
+        self._serial += 1
+
+    def free(self, time_ns: int, address: int, size: int) -> None:
+        """A block that was never handed out here is older: it counts with ``size``."""
+        if address in self._blocks:
+            self._count(time_ns, address, *self._blocks.pop(address), FREE)
+            return
+        self._counters["older_frees"] += 1
+        self._counters["older_freed"] += size
+        self._events += EVENT.pack(time_ns, address, size, 0, 0, FREE_OLDER)
+
+    def _count(self, time_ns: int, address: int, size: int, serial: int, kind: int) -> None:
+        mark = self._marks[-1]
+        self._counters["live"] += size if kind == ALLOC else -size
+        mark[3] = max(mark[3], self._counters["live"])
+        mark[4 + kind] += size
+        mark[6 + kind] += 1
+        self._events += EVENT.pack(time_ns, address, size, serial, 0, kind)
+
+    def counters(self) -> dict[str, int]:
+        return self._counters
+
+    def marks(self) -> list[Any]:
+        return [tuple(mark) for mark in self._marks]
+
+    def events(self) -> bytes:
+        return bytes(self._events)
 
 
-_history = _History()
-
-
-class CudaSource:
+class CudaLog:
     """See the note above. All that it has seen is known when it has stopped."""
 
     def __init__(self, device: torch.device, max_events: int) -> None:
@@ -68,108 +80,77 @@ class CudaSource:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._max_events = max_events
-        self._marks: list[tuple[int, int]] = []
-        self._log: _C.Recorder | None = None
+        self._places: list[tuple[int, int]] = []  # of the marks: counts and times
+        self._replay: Replay | None = None
         self._missing = 0
-        self._is_ours = True
 
-    def start(self) -> None:
+    def start(self, objects: object) -> None:
         if torch.cuda.get_allocator_backend() != "native":
             raise RuntimeError(
                 f"memory cannot be recorded with the CUDA allocator {torch.cuda.get_allocator_backend()}, which keeps "
                 "no history; use the native one"
             )
-        self._is_ours = _history.acquire(2 * self._max_events)  # a block may leave four entries, two of which count
-        self._begin = (self._position(), time.monotonic_ns())
+        self._is_ours = not allocator.is_recording()  # else it is read, and left on
+        if self._is_ours:
+            allocator.begin_history(2 * self._max_events)  # a block may leave four entries, two of which count
+        self.mark()
 
-    def mark(self) -> int | None:
-        self._marks.append((self._position(), time.monotonic_ns()))
-        return len(self._marks)  # mark 0 is the beginning
+    def mark(self) -> int:
+        self._places.append((allocator.event_count(self.device.index), time.monotonic_ns()))
+        return len(self._places) - 1
 
     def stop(self) -> bool:
-        trace: list[dict[str, Any]] = []
-        try:
-            end, trace = self._read()
-        finally:
-            # Ours keeps no stacks: where there are some, somebody else's is on.
-            _history.release(any(entry.get("frames") for entry in trace))
-        self._log, self._missing = self._replayed(end, trace)
+        end, entries = self._read()
+        # Ours keeps no stacks: where there are some, somebody else has switched his on meanwhile.
+        if self._is_ours and not any(entry.get("frames") for entry in entries):
+            allocator.end_history()
+        begin, last = self._places[0]
+        entries = [entry for entry in entries if entry["action"] in ("alloc", "free_requested")]
+        self._missing = max(end - begin - len(entries), 0)
+        entries = entries[len(entries) - (end - begin - self._missing) :]
+        shift = time.time_ns() - time.monotonic_ns()
+        replay, waiting = Replay(last), self._places[:0:-1]
+        for place, entry in enumerate(entries, start=begin + self._missing):
+            while waiting and waiting[-1][0] <= place:
+                last = max(last, waiting.pop()[1])
+                replay.add_mark(last)
+            last = max(last, entry["time_us"] * 1000 - shift)
+            put = replay.alloc if entry["action"] == "alloc" else replay.free
+            put(last, entry["addr"], entry["size"])
+        for _, when in reversed(waiting):
+            last = max(last, when)
+            replay.add_mark(last)
+        self._replay = replay
         return False
 
-    def _replayed(self, end: int, trace: list[dict[str, Any]]) -> tuple[_C.Recorder, int]:
-        begin, begin_ns = self._begin
-        shift = time.time_ns() - time.monotonic_ns()
-        return replay(trace, begin, end, begin_ns, self._marks, self._max_events, shift)
-
-    def so_far(self) -> CudaSource:
-        """What would be known if it stopped now; it goes on."""
-        now = copy.copy(self)
-        now._log, now._missing = self._replayed(*self._read())
-        return now
-
-    @property
-    def log(self) -> _C.Recorder:
-        if self._log is None:
-            raise RuntimeError("on CUDA a recording can be read when it is over; leave its with block first")
-        if self._missing:
-            lacks = f"the history of {self.device} has lost {self._missing} of the recording's events"
-            raise RuntimeError(
-                f"{lacks}, which were more than max_events={self._max_events}; record with a larger one (or it was "
-                "switched off meanwhile)"
-                if self._is_ours
-                else f"{lacks}: it is that of torch.cuda.memory._record_memory_history, which was on before, with too "
-                'few max_entries, as "state" or with skip_actions; give it "all" and more, or switch it off meanwhile'
-            )
-        return self._log
-
-    def counters(self) -> dict[str, int]:
-        return self.log.counters()
-
-    def _position(self) -> int:
-        return allocator.event_count(self.device.index)
-
     def _read(self) -> tuple[int, list[dict[str, Any]]]:
-        """The history, and the position of its end: read while no other thread allocates."""
+        """The count at the history's end, and the history: read while no other thread allocates."""
         for _ in range(_ATTEMPTS):
-            before = self._position()
-            traces = allocator.history()
-            if self._position() == before:
-                return before, traces[self.device.index]
+            before = allocator.event_count(self.device.index)
+            entries = allocator.history()[self.device.index]
+            if allocator.event_count(self.device.index) == before:
+                return before, entries
         raise RuntimeError(
             f"the history of {self.device} could not be read: other threads allocate all the time; end the recording "
             "when they are done"
         )
 
+    def _played(self) -> Replay:
+        if self._replay is None:
+            raise RuntimeError("on CUDA a recording can be read when it is over; leave its with block first")
+        if self._missing:
+            raise RuntimeError(
+                f"the history of {self.device} has lost {self._missing} of the recording's events, of at most "
+                f"max_events={self._max_events}; record with a larger one, and leave "
+                'torch.cuda.memory._record_memory_history alone or at "all" with as many max_entries'
+            )
+        return self._replay
 
-def replay(
-    trace: Iterable[dict[str, Any]],
-    begin: int,
-    end: int,
-    begin_ns: int,
-    marks: Sequence[tuple[int, int]],
-    max_events: int,
-    unix_minus_monotonic_ns: int,
-) -> tuple[_C.Recorder, int]:
-    """Makes a log of a device's history between the positions ``begin`` and ``end``, at which the history ends.
+    def counters(self) -> dict[str, int]:
+        return self._played().counters()
 
-    ``marks`` are positions and monotonic times. Returns the log and the number of events that the history has lost;
-    the log is of use only if that is 0.
-    """
-    entries = [e for e in trace if e["action"] in ("alloc", "free_requested")]
-    missing = max(end - begin - len(entries), 0)
-    entries = entries[len(entries) - (end - begin - missing) :]
-    log = _C.Recorder(max_events)
-    log.replay_begin(begin_ns)
-    last = begin_ns
-    waiting = list(reversed(marks))
-    for position, entry in enumerate(entries, start=begin + missing):
-        while waiting and waiting[-1][0] <= position:
-            last = max(last, waiting.pop()[1])
-            log.replay_mark(last)
-        last = max(last, entry["time_us"] * 1000 - unix_minus_monotonic_ns)
-        put = log.replay_alloc if entry["action"] == "alloc" else log.replay_free
-        put(last, entry["addr"], entry["size"])
-    for _, when in reversed(waiting):
-        last = max(last, when)
-        log.replay_mark(last)
-    return log, missing
+    def marks(self) -> list[Any]:
+        return self._played().marks()
+
+    def events(self) -> bytes:
+        return self._played().events()

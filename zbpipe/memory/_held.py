@@ -153,7 +153,7 @@ def held(groups: ParamGroup | Iterable[Any], module: torch.nn.Module | None = No
             for node, _, _, is_packed, _, tensors in group._describe():
                 counted.add(node, tensors)
                 if is_packed:
-                    counted.incomplete[_PACKED] = None
+                    counted.incomplete[_PACKED] = 0
         elif isinstance(group, dict) and "params" in group and "intermediates" in group:
             counted.add_torch_group(group)
         else:
@@ -170,25 +170,6 @@ _Tensor = tuple[str, int, int, tuple[int, ...], torch.dtype, torch.device, list[
 """As ParamGroup._describe() gives them: role, storage, bytes, shape, dtype, device, the weights that it serves."""
 
 
-@dataclass
-class _Entry:
-    """A storage while it is being counted: lists without repetition, in order of discovery."""
-
-    bytes: int
-    device: torch.device
-    dtype: torch.dtype
-    roles: dict[str, None] = field(default_factory=dict)
-    nodes: dict[str, None] = field(default_factory=dict)
-    shapes: dict[tuple[int, ...], None] = field(default_factory=dict)
-    parameters: dict[str, None] = field(default_factory=dict)
-
-    def add(self, role: str, shape: tuple[int, ...], node: str | None, parameters: list[str]) -> None:
-        self.roles[role] = None
-        self.shapes[shape] = None
-        self.nodes.update({node: None} if node is not None else {})
-        self.parameters.update(dict.fromkeys(parameters))
-
-
 class _Counted:
     """Collects; keeps names and numbers alone. The module is borrowed until close()."""
 
@@ -196,9 +177,9 @@ class _Counted:
         self.names_of: dict[int, list[str]] = {}
         self.name_of: dict[int, str] = {}  # by id(): the parameters are alive while a group is
         self.shape_of: dict[str, tuple[int, ...]] = {}
-        self.entries: dict[int, _Entry] = {}
+        self.found: dict[int, list[HeldStorage]] = {}  # per storage one of each tensor in it
         self.unknown = 0
-        self.incomplete: dict[str, None] = {}
+        self.incomplete: dict[str, int] = {}  # in order, without repetition
         self.alive: set[int] = set()  # storages that live anyway
         if module is not None:
             self.alive = _C.storages_of([*module.parameters(), *module.buffers()])
@@ -206,68 +187,56 @@ class _Counted:
                 self.names_of.setdefault(id(parameter), []).append(name)
 
     def name(self, weight: torch.Tensor) -> str:
-        name = self.name_of.get(id(weight))
-        if name is None:
-            known = self.names_of.get(id(weight))
-            if known is None:
-                dtype = str(weight.dtype).removeprefix("torch.")
-                name = f"{dtype}{list(weight.shape)} #{self.unknown}"
-                self.unknown += 1
-            else:
-                name = known[0]
+        if id(weight) not in self.name_of:
+            words = f"{str(weight.dtype).removeprefix('torch.')}{list(weight.shape)} #{self.unknown}"
+            name = self.names_of.get(id(weight), [words])[0]
+            self.unknown += id(weight) not in self.names_of
             self.name_of[id(weight)] = name
             self.alive |= _C.storages_of([weight])
             self.shape_of[name] = tuple(weight.shape)
-        return name
+        return self.name_of[id(weight)]
 
     def add(self, node: str | None, tensors: Iterable[_Tensor]) -> None:
+        nodes = () if node is None else (node,)
         for role, storage, size, shape, dtype, device, weights in tensors:
-            names = [self.name(weight) for weight in weights]
+            names = tuple(map(self.name, weights))
             if storage == 0:
-                self.incomplete["tensors without a storage of their own, such as sparse ones, are not counted"] = None
+                self.incomplete["tensors without a storage of their own, such as sparse ones, are not counted"] = 0
             else:
-                entry = self.entries.setdefault(storage, _Entry(size, device, dtype))
-                entry.add(role, shape, node, names)
+                tensor = HeldStorage(size, device, dtype, (role,), nodes, (shape,), names)
+                self.found.setdefault(storage, []).append(tensor)
 
     def add_torch_group(self, group: dict[str, Any]) -> None:
-        self.incomplete["the saved tensors of the graph that groups of torch's own module keep cannot be seen"] = None
+        self.incomplete["the saved tensors of the graph that groups of torch's own module keep cannot be seen"] = 0
         weights = [node.variable for node in group["params"]]
         for node, grads in zip(group["intermediates"] or (), group.get("grads") or (), strict=False):
             tensors = [_seen(t, weights) for t in grads if isinstance(t, torch.Tensor)]
             self.add(node.name() if node is not None else None, tensors)
 
     def close(self, groups: int, spent: int) -> Held:
-        for storage in self.alive & set(self.entries):
-            del self.entries[storage]
-        sums = dict.fromkeys(self.shape_of, 0)
-        alone = dict.fromkeys(self.shape_of, 0)
-        for entry in self.entries.values():
-            for name in entry.parameters:
-                sums[name] += entry.bytes
-            if len(entry.parameters) == 1:
-                alone[next(iter(entry.parameters))] += entry.bytes
-        rows = [ParameterRow(name, shape, sums[name], alone[name]) for name, shape in self.shape_of.items()]
-        storages = [
-            HeldStorage(
-                bytes=e.bytes,
-                device=e.device,
-                dtype=e.dtype,
-                roles=tuple(e.roles),
-                nodes=tuple(e.nodes),
-                shapes=tuple(e.shapes),
-                parameters=tuple(e.parameters),
-            )
-            for e in self.entries.values()
-        ]
-        names = {known[0]: tuple(known) for known in self.names_of.values()}
+        storages = [_merged(parts) for place, parts in self.found.items() if place not in self.alive]
+        sums = {name: [0, 0] for name in self.shape_of}
+        for storage in storages:
+            for name in storage.parameters:
+                sums[name][0] += storage.bytes
+                sums[name][1] += storage.bytes if len(storage.parameters) == 1 else 0
+        rows = [ParameterRow(name, shape, *sums[name]) for name, shape in self.shape_of.items()]
         return Held(
             storages=tuple(sorted(storages, key=lambda storage: -storage.bytes)),
             parameters=tuple(sorted(rows, key=lambda row: -row.bytes)),
             groups=groups,
             spent=spent,
             incomplete="; ".join(self.incomplete),
-            _names=names,
+            _names={known[0]: tuple(known) for known in self.names_of.values()},
         )
+
+
+def _merged(parts: list[HeldStorage]) -> HeldStorage:
+    def all_of(name: str) -> Any:
+        return tuple(dict.fromkeys(one for part in parts for one in getattr(part, name)))
+
+    lists = (all_of(name) for name in ("roles", "nodes", "shapes", "parameters"))
+    return HeldStorage(parts[0].bytes, parts[0].device, parts[0].dtype, *lists)
 
 
 def _seen(t: torch.Tensor, weights: list[torch.Tensor]) -> _Tensor:

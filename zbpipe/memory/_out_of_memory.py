@@ -1,18 +1,13 @@
-"""What a recording leaves behind when memory runs out: the phases, who holds the most, and the picture.
-
-On the CPU an allocation that fails is an exception, which is seen when it leaves the recording. CUDA's allocator tells
-an observer at the very moment, before the exception is made: also where the program catches that and goes on.
-"""
+"""What a recording leaves behind when memory runs out: the phases, who holds the most, and the picture."""
 
 from __future__ import annotations
 
 import logging
 import os
 import socket
-import threading
 import time
-import weakref
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -22,8 +17,7 @@ import torch
 
 from zbpipe import _C
 from zbpipe._formatting import Unit, in_words, table
-from zbpipe._torch import allocator
-from zbpipe.memory._snapshot import Labels
+from zbpipe.memory._results import Phase
 
 logger = logging.getLogger("zbpipe")
 
@@ -37,40 +31,29 @@ class Hook:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder).absolute()  # the program may change the working directory
-        self.count = 0
         self._since = 0
         self._older: Any = None
 
-    def begin(self, recording: Any) -> None:
+    def begin(self) -> None:
         from zbpipe.leaks._search import storages_now
 
         self._since, self._older = _C.next_serial(), storages_now()
-        if recording.device.type == "cuda":
-            _observed.join(self, recording)
-
-    def leave(self) -> None:
-        """The recording is over, or has not begun."""
-        _observed.leave(self)
-        self._older = None
 
     def end(self, recording: Any, error: BaseException | None) -> None:
         """The recording is over, by ``error`` or without."""
-        for raised in causes(error):
-            # What CUDA's observer has told of is told once.
-            if is_out_of_memory(raised) and not (self.count and recording.device.type == "cuda"):
-                self.report(recording, str(raised).partition("\n")[0], recording._phase_of(error), raised)
-                break
-        self.leave()
+        raised = next(filter(is_out_of_memory, causes(error)), None)
+        if raised is not None:
+            self._report(recording, raised, recording._phase_of(error))
+        self._older = None
 
-    def report(self, recording: Any, what: str, phase: str, error: BaseException | None) -> None:
+    def _report(self, recording: Any, error: BaseException, phase: str) -> None:
         """Never raises: what cannot be written is said, and the program's own error goes its way."""
-        self.count += 1
         rank = os.environ.get("RANK")
         stem = self.folder / (f"process{os.getpid()}" if rank is None else f"rank{rank}")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with open(f"{stem}.txt", "w", encoding="utf-8") as file:
-                for text in self._parts(recording, what, phase, error):
+                for text in self._parts(recording, error, phase):
                     file.write(text + "\n")
                     file.flush()  # memory is short: the next part may fail
         except Exception as failed:
@@ -84,36 +67,14 @@ class Hook:
             except Exception as failed:
                 logger.warning("%s was not written: %s", name, failed)
 
-    def _parts(self, recording: Any, what: str, phase: str, error: BaseException | None) -> Iterator[str]:
-        time_ = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    def _parts(self, recording: Any, error: BaseException, phase: str) -> Iterator[str]:
         where = f" at {place}" if (place := _line_of(error)) else ""
-        yield f"out of memory on {recording.device} in {phase}{where}\n  {what}"
+        yield f"out of memory on {recording.device} in {phase}{where}\n  {str(error).partition(chr(10))[0]}"
+        time_ = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         yield f"process {os.getpid()} on {socket.gethostname()}, rank {os.environ.get('RANK', 'unknown')}, {time_}"
-        if self.count > 1:
-            yield f"(report {self.count} of this recording, in the files of the one before)"
         yield f"\n{recording}"
-        yield f"\n{self._by_phase(recording)}"
+        yield f"\n{_by_phase(recording)}"
         yield f"\n{self._holders(recording)}"
-
-    def _by_phase(self, recording: Any) -> str:
-        try:
-            events = recording.own_events()
-        except RuntimeError as error:  # no log, or not the whole
-            return f"in which phases the live bytes were handed out is not known: {error}"
-        labels, living = Labels(recording.phases), dict[int, tuple[int, str]]()
-        for time_ns, address, size, _ in events:
-            if size > 0:
-                living[address] = size, labels(time_ns)
-            else:
-                living.pop(address, None)
-        sums: dict[str, list[int]] = {}
-        for size, label in living.values():
-            entry = sums.setdefault(label, [0, 0])
-            entry[0] += size
-            entry[1] += 1
-        unit = Unit.of(max((size for size, _ in sums.values()), default=0))
-        rows = [(label, unit(size), str(n)) for label, (size, n) in sorted(sums.items(), key=lambda e: -e[1][0])]
-        return "what lives, by the phase in which it was handed out\n" + table(("phase", unit.name, "blocks"), rows)
 
     def _holders(self, recording: Any) -> str:
         from zbpipe.leaks._search import Scope, search, storages_now
@@ -136,7 +97,15 @@ class Hook:
         return "\n".join(lines)
 
 
-def is_out_of_memory(error: BaseException | None) -> bool:
+def bytes_of_tensors(device: torch.device) -> int:
+    """Of all tensors' storages on a device, each once; without an index of all devices of its type."""
+    from zbpipe.leaks._search import storages_now
+
+    places = ((torch.device(place), size) for place, _, size, _ in _C.storage_spans(storages_now()))
+    return sum(size for place, size in places if place.type == device.type and device.index in (None, place.index))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that an allocator has no memory left."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
@@ -171,39 +140,35 @@ def _without_the_traceback(leak: Any) -> Any:
     return replace(leak, chain=behind, in_cycle=0) if behind else leak
 
 
-class _Observed:
-    """The recordings that CUDA's observer tells. torch takes an observer for good: there is one, from the first use."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._is_attached = False
-        self._hooks: tuple[tuple[Hook, weakref.ref[Any]], ...] = ()
-
-    def join(self, hook: Hook, recording: Any) -> None:
-        with self._lock:
-            if not self._is_attached:
-                allocator.on_out_of_memory(self._tell)
-                self._is_attached = True
-            self._hooks = (*self._hooks, (hook, weakref.ref(recording)))
-
-    def leave(self, hook: Hook) -> None:
-        with self._lock:
-            self._hooks = tuple(entry for entry in self._hooks if entry[0] is not hook)
-
-    def _tell(self, device: int, asked: int, total: int, free: int) -> None:
-        """On the thread whose allocation has failed; torch holds no lock of the allocator's."""
-        for hook, reference in self._hooks:
-            recording = reference()
-            if recording is None or recording.device.index != device:
-                continue
-            what = f"{asked} bytes were asked for; of the device's {total} bytes {free} are free"
-            try:
-                so_far = recording._so_far()
-            except Exception as failed:
-                head = f"out of memory on {recording.device} ({what})"
-                logger.error("%s, and the history could not be read: %s", head, failed)
-                continue
-            hook.report(so_far, what, recording._phase_of(None), None)
+def _by_phase(recording: Any) -> str:
+    try:
+        events = recording._events("that")
+    except RuntimeError as error:  # no log, or not the whole
+        return f"in which phases the live bytes were handed out is not known: {error}"
+    living: dict[int, tuple[int, int]] = {}
+    for time_ns, address, size, _, _, older in events:
+        if size > 0:
+            living[address] = time_ns, size
+        elif not older:
+            del living[address]
+    times, labels = _timeline(recording.phases)
+    sums: dict[str, list[int]] = {}
+    for time_ns, size in living.values():
+        entry = sums.setdefault(labels[bisect_right(times, time_ns) - 1], [0, 0])
+        entry[0] += size
+        entry[1] += 1
+    unit = Unit.of(max((size for size, _ in sums.values()), default=0))
+    rows = [(label, unit(size), str(n)) for label, (size, n) in sorted(sums.items(), key=lambda e: -e[1][0])]
+    return "what lives, by the phase in which it was handed out\n" + table(("phase", unit.name, "blocks"), rows)
 
 
-_observed = _Observed()
+def _timeline(phases: Sequence[Phase]) -> tuple[list[int], list[str]]:
+    """Ascending times, and the label of the innermost phase from each on."""
+    times, labels = [-1], ["between phases"]
+    running: list[int] = []
+    turns = [(p.begin_ns, 1, i) for i, p in enumerate(phases)] + [(p.end_ns, 0, i) for i, p in enumerate(phases)]
+    for time_ns, begins, i in sorted(turns):
+        (running.append if begins else running.remove)(i)
+        times.append(time_ns)
+        labels.append(phases[max(running)].label if running else "between phases")
+    return times, labels

@@ -1,32 +1,37 @@
-"""The phases of a step, marked in recordings while they run."""
+"""The phases of a step, marked in recordings while they run; zbpipe's passes mark themselves."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
-from zbpipe import _C
-from zbpipe.memory._results import Phase
+import torch
+
+from zbpipe import _C, passes
+from zbpipe._formatting import argument
+from zbpipe.memory._results import label
 
 PASSES = ("I", "W", "B")
+_ENDED = "_zbpipe_ended"  # an exception's own: by recording the innermost phase that it has ended. It may be pickled.
+_numbers = itertools.count()
+
+
+@dataclass
+class _Place:
+    """A thread of a recording, and the outermost pass within which it is."""
+
+    outermost: Open | None = None
 
 
 class _Thread(threading.local):
-    """The pass within which a thread of a recording is: of those within one another only the outermost is marked."""
-
     def __init__(self) -> None:
         self.place = _Place()
-
-
-class _Place:
-    """Also the phases that exceptions have ended since the last one began, with the exceptions' identities."""
-
-    def __init__(self) -> None:
-        self.outermost: Open | None = None
-        self.raised: list[tuple[int, Open]] = []
 
 
 @dataclass
@@ -45,13 +50,14 @@ class Open:
 
 
 class Marks:
-    """The phases of a recording, by the numbers of the marks in its source. It marks nothing while ``is_running`` is
-    False."""
+    """The phases of a recording, by the numbers of its marks. It marks nothing while ``is_running`` is False."""
 
     def __init__(self, mark: Callable[[], int | None]) -> None:
         self.is_running = False
         self.lost = 0  # for want of memory
+        self.watched: weakref.WeakSet[Any] = weakref.WeakSet()  # stages: _watch.py
         self._mark = mark
+        self._number = next(_numbers)
         self._phases: list[Open] = []
         self._thread = _Thread()
         self._calls = 0
@@ -61,22 +67,23 @@ class Marks:
         return self._mark() if self.is_running else None
 
     def begin(self, kind: str, stage: int | None, microbatch: int | None, calls: tuple[int, ...] | None) -> Open | None:
-        if not self.is_running or (kind in PASSES and self._thread.place.outermost is not None):
+        place = self._thread.place
+        if not self.is_running or (kind in PASSES and place.outermost is not None):
             return None
         mark = self.mark()
         if mark is None:
             self.lost += 1
             return None
-        opened = Open(kind, stage, microbatch, mark, self._thread.place, calls=calls)
-        opened.place.raised.clear()  # the thread goes on: what it raised was handled
+        opened = Open(kind, stage, microbatch, mark, place, calls=calls)
         if kind in PASSES:
-            opened.place.outermost = opened
+            place.outermost = opened
         self._phases.append(opened)
         return opened
 
-    def end(self, opened: Open, error: object = None) -> None:
+    def end(self, opened: Open, error: BaseException | None = None) -> None:
         if error is not None:
-            self._thread.place.raised.append((id(error), opened))
+            what = label(opened.kind, opened.stage, opened.microbatch)
+            vars(error).setdefault(_ENDED, {}).setdefault(self._number, what)
         if opened.place.outermost is opened:
             opened.place.outermost = None
         opened.end = self.mark()
@@ -85,21 +92,10 @@ class Marks:
         """The phases that have ended, by their beginnings."""
         return sorted((p for p in list(self._phases) if p.end is not None), key=lambda p: p.begin)
 
-    def innermost(self, raised: Container[int] | None) -> Open | None:
-        """Of the phases of this thread the one that began last of those that one of these exceptions has ended; with
-        None, of those that run, on this thread if there are any there."""
-        if raised is not None:
-            ended = [p for error, p in self._thread.place.raised if error in raised]
-            return max(ended, key=lambda p: p.begin, default=None)
-        running = [p for p in list(self._phases) if p.end is None]
-        return ([None, *running] + [p for p in running if p.place is self._thread.place])[-1]
-
-    def so_far(self) -> Marks:
-        """A copy in which what runs ends now."""
-        now = self.mark()
-        copy = Marks(self._mark)
-        copy._phases = [p if p.end is not None else replace(p, end=now) for p in list(self._phases)]
-        return copy
+    def ended_by(self, error: BaseException) -> str:
+        """The label of the innermost phase that an exception has ended, or ""."""
+        ended: dict[int, str] = vars(error).get(_ENDED, {})
+        return ended.get(self._number, "")
 
     def next_call(self) -> int:
         """The number of a call of zbpipe's I."""
@@ -132,6 +128,8 @@ class PhaseContext:
         microbatch: int | None = None,
         calls: tuple[int, ...] | None = None,
     ) -> None:
+        if not isinstance(kind, str):
+            raise TypeError(f"kind is {argument(kind)}; expected the phase's name, and its number as microbatch=...")
         self._recordings = recordings
         self._what = (kind, stage, microbatch, calls)
         self._open: list[tuple[Marks, Open]] = []
@@ -142,28 +140,52 @@ class PhaseContext:
             if opened is not None:
                 self._open.append((recording, opened))
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         while self._open:
             recording, opened = self._open.pop()
-            recording.end(opened, error[1])
+            recording.end(opened, error)
 
 
-def phase_of(p: Open, end: int | None, marks: Sequence[tuple[int, ...]]) -> Phase:
-    assert end is not None
-    spans = marks[p.begin : end]
-    start = marks[0][0]
-    return Phase(
-        kind=p.kind,
-        stage=p.stage,
-        microbatch=p.microbatch,
-        thread=marks[p.begin][8],
-        begin_ns=marks[p.begin][0] - start,
-        end_ns=marks[end][0] - start,
-        live_begin=marks[p.begin][2],
-        live_end=marks[end][2],
-        peak=max(span[3] for span in spans),
-        allocated=sum(span[4] for span in spans),
-        freed=sum(span[5] for span in spans),
-        allocations=sum(span[6] for span in spans),
-        frees=sum(span[7] for span in spans),
-    )
+class Running:
+    """The recordings that run, and the observer of zbpipe's passes as long as there is one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.recordings: tuple[Marks, ...] = ()
+
+    def add(self, recording: Marks) -> None:
+        with self._lock:
+            self.recordings = (*self.recordings, recording)
+            passes.observer = self
+
+    def remove(self, recording: Marks) -> None:
+        with self._lock:
+            self.recordings = tuple(r for r in self.recordings if r is not recording)
+            if not self.recordings:
+                passes.observer = None
+
+    def input_pass(self, *args: Any) -> tuple[tuple[torch.Tensor | None, ...], list[_C.ParamGroup]]:
+        calls = [(recording, recording.next_call()) for recording in self.recordings]
+        with contextlib.ExitStack() as stack:
+            for recording, call in calls:
+                stack.enter_context(PhaseContext([recording], "I", None, call, (call,)))
+            result = _C.input_pass(*args)
+        for recording, call in calls:
+            recording.note(result[1], call)
+        return result
+
+    def weight_pass(self, groups: tuple[Any, ...], *how: Any) -> None:
+        with contextlib.ExitStack() as stack:
+            for recording in self.recordings:
+                calls = recording.calls_of(groups)
+                stack.enter_context(PhaseContext([recording], "W", None, calls[0] if len(calls) == 1 else None, calls))
+            _C.weight_pass(groups, *how)
+
+    def backward(self, backward: Callable[..., None], /, *args: Any) -> None:
+        with PhaseContext(self.recordings, "B"):
+            backward(*args)
+
+
+running = Running()

@@ -6,13 +6,12 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from zbpipe.memory._cpu import CpuSource
-from zbpipe.memory._cuda import CudaSource
+from zbpipe import _C
+from zbpipe.memory._cuda import CudaLog
 from zbpipe.memory._out_of_memory import Hook
-from zbpipe.memory._phases import PhaseContext
+from zbpipe.memory._phases import PhaseContext, running
 from zbpipe.memory._recording import Recording
 from zbpipe.memory._results import Path
-from zbpipe.memory._running import running
 
 
 def record(
@@ -21,24 +20,22 @@ def record(
     """Records every block that an allocator hands out and takes back, on all threads, while its with block runs.
 
     Recordings may nest and overlap on several threads; each sees all. Nothing is sampled, no tensor is kept. On the
-    CPU an allocator of zbpipe's stands in front of torch's meanwhile (csrc/shim/memory/zbp_tap.h says how, why it goes
-    together with torch.profiler, and what it does not see); on CUDA torch's own allocator history is used: one that is
-    on already is read, and left on. Entering looks once at all objects that Python's collector knows, for storages that
-    may grow. A forked child inherits the recording, and counts for itself alone.
+    CPU an allocator of zbpipe's stands in front of torch's meanwhile (csrc/instruments/shim/zbp_tap.h says how, why it
+    goes together with torch.profiler, and what it does not see); on CUDA torch's own allocator history is used: one
+    that is on already is read, and left on. Entering looks once at all objects that Python's collector knows, for
+    storages that may grow. A forked child inherits the recording, and counts for itself alone.
 
     Args:
         device: "cpu", or a CUDA device, whose allocator is recorded.
-        max_events: bounds the log, which takes 48 bytes an event. Beyond it counters and phases stay exact, and the
+        max_events: bounds the log, which takes 40 bytes an event. Beyond it counters and phases stay exact, and the
             log is lost. 0: no log at all, cheap enough to leave on: 0.1 us per block, where torch.empty takes 1.4
             (benchmarks/recorder.py).
         on_out_of_memory: a folder, made when it is needed. If an allocation on the device fails for want of memory,
             ``rank3.txt`` (``process4711.txt`` without a rank) is left there: what was asked for, in which phase and on
             which line; all phases; what lived, by the phase that made it; the ten largest tensors that came since the
             recording began, each with its holders. Beside it lie the picture, if matplotlib is installed, and the trace
-            (``.png``, ``.json.gz``); one log line of "zbpipe" says where. On CUDA that is written when the allocator
-            fails, also if the program catches the error and goes on (the last time counts); on the CPU when the
-            error leaves the with block, once the memory of what it left is still there: keep the block around what
-            handles errors, too. Entering then also notes the storages that are there. The error itself is not touched.
+            (``.png``, ``.json.gz``); one log line of "zbpipe" says where. It is written when the error leaves the with
+            block, while what it left is still there. Entering then also notes the storages that are there.
 
     Returns:
         A recording, to be entered once; see :class:`Recording`.
@@ -55,10 +52,10 @@ def record(
         raise ValueError(f"max_events is {max_events}; expected the number of events to keep, or 0 for no log")
     hook = None if on_out_of_memory is None else Hook(on_out_of_memory)
     if place.type == "cpu":
-        return Recording(CpuSource(max_events), place, max_events, hook)
+        return Recording(_C.Recorder(max_events), place, max_events, hook)
     if place.type == "cuda":
-        source = CudaSource(place, max_events)
-        return Recording(source, source.device, max_events, hook)
+        log = CudaLog(place, max_events)
+        return Recording(log, log.device, max_events, hook)
     raise ValueError(f"device is {place}; memory can be recorded on cpu and cuda")
 
 

@@ -21,64 +21,39 @@ held from I to W
 from __future__ import annotations
 
 import contextlib
+import gc
 import warnings
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from zbpipe import _C
 from zbpipe._formatting import in_words
 from zbpipe.memory import _watch as watch
-from zbpipe.memory._cuda import CudaSource
 from zbpipe.memory._export import export
-from zbpipe.memory._log import all_events, own_events
+from zbpipe.memory._log import Log, Mark, Pair, events_of, highest, marks_of, pairs_of
 from zbpipe.memory._out_of_memory import Hook, causes
-from zbpipe.memory._pairs import Pair, highest, pairs_of
-from zbpipe.memory._phases import Marks, PhaseContext, phase_of
+from zbpipe.memory._phases import Marks, Open, PhaseContext, running
 from zbpipe.memory._plot import plot
-from zbpipe.memory._results import Allocation, HeldMicrobatch, Path, Phase, held_table, label, phase_table
-from zbpipe.memory._running import running
-
-
-class Source(Protocol):
-    """What feeds a recording."""
-
-    def start(self) -> None: ...
-
-    def stop(self) -> bool: ...
-
-    def mark(self) -> int | None: ...
-
-    def counters(self) -> dict[str, int]: ...
-
-    @property
-    def log(self) -> _C.Recorder: ...
+from zbpipe.memory._results import Allocation, Event, HeldMicrobatch, Path, Phase, held_table, phase_table
 
 
 class Recording:
     """What :func:`record` returns: to be entered once, filled while it is, and read at any time.
 
     The counters and ``phases`` can be read while it runs; what needs the log (``held``, ``events``, :meth:`plot`,
-    :meth:`export`) afterwards.
-
-    Attributes:
-        device: the ``torch.device`` whose allocator is recorded.
-        live, peak, allocated, freed: bytes; ``allocations`` are blocks, ``older_frees`` blocks and their bytes. Not
-            entered yet: RuntimeError.
-        phases: the :class:`Phase` objects that have ended, by their beginnings.
-        held, held_peak: per microbatch a :class:`HeldMicrobatch`, and bytes.
-        incomplete: "", or what is lacking, in words.
+    :meth:`export`) afterwards. Of one that was not entered yet each raises RuntimeError. ``device`` is the
+    ``torch.device`` whose allocator is recorded.
     """
 
-    def __init__(self, source: Source, device: torch.device, max_events: int, hook: Hook | None = None) -> None:
+    def __init__(self, log: Log, device: torch.device, max_events: int, hook: Hook | None = None) -> None:
         self.device = device
         self._hook = hook
-        self._source = source
+        self._log = log
         self._max_events = max_events
         self._is_over = False
-        self._marks = Marks(source.mark)
+        self._marks = Marks(log.mark)
         self._unsplit: set[int] = set()
         self._held_pairs: list[Pair] | None = None  # when it is over
 
@@ -87,12 +62,9 @@ class Recording:
     def __enter__(self) -> Recording:
         if self._marks.is_running or self._is_over:
             raise RuntimeError("a recording can be entered once; call zbpipe.memory.record() again for another one")
-        with contextlib.ExitStack() as undo:  # what is begun ends where a later step fails
-            if self._hook is not None:
-                undo.callback(self._hook.leave)
-                self._hook.begin(self)
-            self._source.start()
-            undo.pop_all()
+        self._log.start(gc.get_objects())
+        if self._hook is not None:
+            self._hook.begin()
         self._marks.is_running = True
         running.add(self._marks)
         return self
@@ -105,11 +77,9 @@ class Recording:
         self._marks.mark()
         self._marks.is_running = False
         self._is_over = True
-        try:
-            displaced = self._source.stop()
-        finally:
-            if self._hook is not None:
-                self._hook.end(self, error)
+        displaced = self._log.stop()
+        if self._hook is not None:
+            self._hook.end(self, error)
         if displaced:
             warnings.warn(
                 "another CPU allocator was installed while memory was recorded; what it handed out is not counted",
@@ -152,30 +122,24 @@ class Recording:
                 self._unsplit.add(stage.stage_index)
             watch.join(self._marks, stage)
 
-    # ---- for the hook
-
-    def _so_far(self) -> Recording:
-        """A recording of CUDA memory that ends now, while this one goes on."""
-        assert isinstance(self._source, CudaSource)
-        marks = self._marks.so_far()
-        now = Recording(self._source.so_far(), self.device, self._max_events)
-        now._marks, now._is_over, now._unsplit = marks, True, set(self._unsplit)
-        return now
-
     def _phase_of(self, error: BaseException | None) -> str:
-        """The label of the innermost phase that the error has ended; without one, that now runs on this thread."""
-        found = self._marks.innermost({id(one) for one in causes(error)} if error else None)
-        return "no phase" if found is None else label(found.kind, found.stage, found.microbatch)
+        """The label of the innermost phase that the error, or what it came from, has ended."""
+        return next(filter(None, map(self._marks.ended_by, reversed(list(causes(error))))), "no phase")
 
     # ---- totals
-
-    def _counters(self) -> dict[str, int]:
-        self._require_begun()
-        return self._source.counters()
 
     def _require_begun(self) -> None:
         if not self._marks.is_running and not self._is_over:
             raise RuntimeError("the recording has not been entered yet, and knows nothing; use it in a with statement")
+
+    def _counters(self) -> dict[str, int]:
+        self._require_begun()
+        counters: dict[str, int] = self._log.counters()
+        return counters
+
+    def _spans(self) -> list[Mark]:
+        self._require_begun()
+        return marks_of(self._log)
 
     @property
     def live(self) -> int:
@@ -185,22 +149,22 @@ class Recording:
     @property
     def peak(self) -> int:
         """The most live bytes at any moment."""
-        return self._counters()["peak"]
+        return max(mark.peak for mark in self._spans())
 
     @property
     def allocated(self) -> int:
         """Bytes handed out."""
-        return self._counters()["allocated"]
+        return sum(mark.allocated for mark in self._spans())
 
     @property
     def freed(self) -> int:
         """Bytes taken back, of those that were handed out in the recording."""
-        return self._counters()["freed"]
+        return sum(mark.freed for mark in self._spans())
 
     @property
     def allocations(self) -> int:
         """Blocks handed out."""
-        return self._counters()["allocations"]
+        return sum(mark.allocations for mark in self._spans())
 
     @property
     def older_frees(self) -> tuple[int, int]:
@@ -230,10 +194,8 @@ class Recording:
     @property
     def phases(self) -> list[Phase]:
         """The phases that have ended, by their beginnings."""
-        self._require_begun()
-        ended = self._marks.ended()
-        marks = self._source.log.marks()
-        return [phase_of(p, p.end, marks) for p in ended]
+        ended, marks = self._marks.ended(), self._spans()
+        return [_phase_of(p, marks) for p in ended]
 
     @property
     def held(self) -> list[HeldMicrobatch]:
@@ -244,7 +206,7 @@ class Recording:
         Raises:
             RuntimeError: the recording still runs, or its log is not whole.
         """
-        return [HeldMicrobatch(pair.stage, pair.microbatch, sum(pair.bytes)) for pair in self._pairs()]
+        return [HeldMicrobatch(pair.stage, pair.microbatch, sum(pair.freed.values())) for pair in self._pairs()]
 
     @property
     def held_peak(self) -> int:
@@ -263,19 +225,21 @@ class Recording:
 
     # ---- the log
 
-    def _whole_log(self, what: str) -> _C.Recorder:
+    def _whole_log(self, what: str) -> Log:
         self._require_begun()
         if not self._is_over:
             raise RuntimeError(f"{what} needs the recording's log, and it still runs; leave its with block first")
         if self._max_events == 0:
             raise RuntimeError(f"{what} needs a log, and the recording has none; record with a larger max_events")
-        dropped = self._source.counters()["dropped"]
-        if dropped:
+        if dropped := self._counters()["dropped"]:
             raise RuntimeError(
                 f"{what} needs the whole log, and {dropped} events did not fit into max_events={self._max_events}; "
                 "record with a larger one"
             )
-        return self._source.log
+        return self._log
+
+    def _events(self, what: str) -> Iterator[Event]:
+        return events_of(self._whole_log(what))
 
     def events(self) -> Iterator[Allocation]:
         """All events in order, times in ns since the recording began.
@@ -283,11 +247,7 @@ class Recording:
         Raises:
             RuntimeError: the recording still runs, or its log is not whole.
         """
-        return all_events(self._whole_log("events()"))
-
-    def own_events(self) -> Iterator[tuple[int, int, int, int]]:
-        """The first four fields of the events that are not older: for writers, and faster."""
-        return own_events(self._whole_log("own_events()"))
+        return map(Allocation._make, self._events("events()"))
 
     def plot(self, path: Path, title: str = "") -> None:
         """Draws live bytes over time with the phases shaded, as PNG or what the name's suffix says.
@@ -296,34 +256,49 @@ class Recording:
             ModuleNotFoundError: matplotlib is not installed.
             RuntimeError: the recording still runs, or its log is not whole.
         """
-        plot(self, path, title)
+        plot(path, title, str(self.device), self.phases, self._events("plot()"))
 
     def export(self, path: Path) -> None:
-        """Writes the recording for a viewer.
-
-        By the name's suffix: ``.json`` or ``.json.gz`` is a Chrome trace (Perfetto, chrome://tracing) with live bytes
-        as a counter and a slice per phase; ``.pickle`` is a snapshot for pytorch.org/memory_viz, with the phase in
-        which each block was handed out as its stack.
+        """Writes the recording as a Chrome trace, for Perfetto or chrome://tracing: live bytes as a counter, and a
+        slice per phase. The name ends in ``.json`` or ``.json.gz``.
 
         Raises:
             ValueError: another suffix.
             RuntimeError: the recording still runs, or its log is not whole.
         """
-        export(self, path)
+        export(path, str(self.device), self.phases, self._events("export()"))
 
     def __str__(self) -> str:
         if not self._marks.is_running and not self._is_over:
             return f"{self.device}: not entered yet"
-        counters = self._source.counters()
         lines = [
-            f"{self.device}: peak {in_words(counters['peak'])}, live {in_words(counters['live'])}, "
-            f"{in_words(counters['allocated'])} in {counters['allocations']} allocations"
+            f"{self.device}: peak {in_words(self.peak)}, live {in_words(self.live)}, "
+            f"{in_words(self.allocated)} in {self.allocations} allocations"
         ]
         if self.incomplete:
             lines.append(f"incomplete: {self.incomplete}")
-        phases = self.phases
-        if phases:
+        if phases := self.phases:
             lines += ["", phase_table(phases)]
-        if self._is_over and self._max_events and not counters["dropped"] and (pairs := self.held):
+        if self._is_over and self._max_events and not self._counters()["dropped"] and (pairs := self.held):
             lines += ["", f"held from I to W, at most {in_words(self.held_peak)} at once", held_table(pairs)]
         return "\n".join(lines)
+
+
+def _phase_of(p: Open, marks: list[Mark]) -> Phase:
+    assert p.end is not None
+    begin, end, spans = marks[p.begin], marks[p.end], marks[p.begin : p.end]
+    return Phase(
+        kind=p.kind,
+        stage=p.stage,
+        microbatch=p.microbatch,
+        thread=begin.thread,
+        begin_ns=begin.time_ns - marks[0].time_ns,
+        end_ns=end.time_ns - marks[0].time_ns,
+        live_begin=begin.live,
+        live_end=end.live,
+        peak=max(span.peak for span in spans),
+        allocated=sum(span.allocated for span in spans),
+        freed=sum(span.freed for span in spans),
+        allocations=sum(span.allocations for span in spans),
+        frees=sum(span.frees for span in spans),
+    )

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import NamedTuple, Protocol
-
-import torch
+from typing import NamedTuple
 
 from zbpipe._formatting import Unit, table
 
@@ -74,18 +72,8 @@ class Allocation(NamedTuple):
     older: bool
 
 
-class Recorded(Protocol):
-    """A recording that is over, as its writers read it."""
-
-    device: torch.device
-
-    @property
-    def phases(self) -> list[Phase]: ...
-
-    @property
-    def peak(self) -> int: ...
-
-    def own_events(self) -> Iterator[tuple[int, int, int, int]]: ...
+Event = tuple[int, int, int, int, int, bool]
+"""The fields of an :class:`Allocation`."""
 
 
 def short(name: str, most: int = 28) -> str:
@@ -100,32 +88,18 @@ def short_label(phase: Phase, most: int = 31) -> str:
     return short(phase.kind, max(most - len(of), 1)) + of
 
 
-def number_or_nothing(number: int | None) -> str:
-    return "" if number is None else str(number)
-
-
 def phase_table(phases: Sequence[Phase]) -> str:
     """All bytes in one unit, that of the largest."""
     unit = Unit.of(max(p.peak for p in phases))
     header = ("phase", "ms", *(f"{column}, {unit.name}" for column in ("begin", "end", "peak")), "blocks")
-    return table(
-        header,
-        [
-            (
-                short_label(p),
-                f"{(p.end_ns - p.begin_ns) / 1e6:.2f}",
-                *(unit(size) for size in (p.live_begin, p.live_end, p.peak)),
-                str(p.allocations),
-            )
-            for p in phases
-        ],
-    )
+    rows = []
+    for p in phases:
+        sizes = [unit(size) for size in (p.live_begin, p.live_end, p.peak)]
+        rows.append((short_label(p), f"{(p.end_ns - p.begin_ns) / 1e6:.2f}", *sizes, str(p.allocations)))
+    return table(header, rows)
 
 
 def held_table(held: Sequence[HeldMicrobatch]) -> str:
     unit = Unit.of(max(h.bytes for h in held))
-    return table(
-        ("stage", "microbatch", f"held, {unit.name}"),
-        [(number_or_nothing(h.stage), number_or_nothing(h.microbatch), unit(h.bytes)) for h in held],
-        left=0,
-    )
+    rows = [(*("" if n is None else str(n) for n in (h.stage, h.microbatch)), unit(h.bytes)) for h in held]
+    return table(("stage", "microbatch", f"held, {unit.name}"), rows, left=0)

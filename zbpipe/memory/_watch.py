@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from zbpipe._torch.pipelining import stages_of
-from zbpipe.memory._phases import Marks, PhaseContext
+from zbpipe.memory._phases import Marks, PhaseContext, running
 
 METHODS: dict[str, Callable[[dict[str, Any]], str]] = {
     "forward_one_chunk": lambda _: "forward",
@@ -36,36 +35,31 @@ def stages_in(stages: Any) -> Iterator[Any]:
 
 
 class _Watch:
-    """A stage whose methods mark their calls in the recordings that watch it. It holds the stage, and the stage's own
-    attributes hold it: a stage that is dropped meanwhile goes with the next garbage collection."""
+    """That a stage is watched. The stage's own attributes hold it: a stage that is dropped meanwhile goes with the next
+    garbage collection."""
 
     def __init__(self, stage: Any) -> None:
         self.stage = stage
-        self.recordings: tuple[Marks, ...] = ()
-        self.methods = {name: _WatchedMethod(self, name) for name in METHODS}
 
 
-class _WatchedMethod:
+class _Method:
     """Stands in front of a stage's method. Somebody may keep it for longer, or put another one in front of it: when
     nothing watches any more it only passes calls on."""
 
     def __init__(self, watch: _Watch, name: str) -> None:
-        stage = watch.stage
-        method = getattr(stage, name)
+        method = getattr(watch.stage, name)
         functools.update_wrapper(self, method)
-        before = vars(stage).get(name)
-        while isinstance(before, _WatchedMethod):  # of an earlier watch, which somebody's own undoing has put back
-            before = before.before
-        self.before: Callable[..., Any] | None = before
-        self._own = method if before is None and not hasattr(type(stage), name) else before
-        self._watch = watch
+        self.watch = watch
+        self.before: Callable[..., Any] | None = vars(watch.stage).get(name)
+        self._own = self.before if self.before is not None or hasattr(type(watch.stage), name) else method
         self._name = name
         self._signature = inspect.signature(method)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        stage, recordings = self._watch.stage, self._watch.recordings
+        stage = self.watch.stage
         # By its class, now: zbpipe's patch and whoever else changes the class between two calls must be met.
         method = self._own or functools.partial(getattr(type(stage), self._name), stage)
+        recordings = [recording for recording in running.recordings if self.watch in recording.watched]
         if not recordings:
             return method(*args, **kwargs)
         arguments = self._signature.bind(*args, **kwargs).arguments
@@ -74,43 +68,38 @@ class _WatchedMethod:
             return method(*args, **kwargs)
 
 
-_watches: weakref.WeakValueDictionary[int, _Watch] = weakref.WeakValueDictionary()
-"""By their stages' ids: a watch keeps its stage. Those that some recording has joined and not left."""
-
-_joined: weakref.WeakKeyDictionary[Marks, weakref.WeakSet[_Watch]] = weakref.WeakKeyDictionary()
-_watches_lock = threading.Lock()
+_lock = threading.Lock()
 
 
 def join(recording: Marks, stage: Any) -> None:
     """From now on the stage's methods mark their calls in the recording."""
-    with _watches_lock:
-        watch = _watches.get(id(stage))
-        if watch is None:
-            watch = _Watch(stage)
-            vars(stage).update(watch.methods)
-            _watches[id(stage)] = watch
-        if recording not in watch.recordings:
-            watch.recordings = (*watch.recordings, recording)
-            _joined.setdefault(recording, weakref.WeakSet()).add(watch)
+    attributes = vars(stage)
+    with _lock:
+        ours = [attributes[name] for name in METHODS if isinstance(attributes.get(name), _Method)]
+        watch = ours[0].watch if ours else _Watch(stage)
+        for name in METHODS:
+            if not ours or name not in attributes:  # else ours is there, perhaps behind somebody else's
+                attributes[name] = _Method(watch, name)
+        recording.watched.add(watch)
 
 
 def leave(recording: Marks) -> None:
-    """No stage marks anything in the recording any more."""
-    with _watches_lock:
-        for watch in list(_joined.pop(recording, ())):
-            watch.recordings = tuple(r for r in watch.recordings if r is not recording)
-            if not watch.recordings:
-                _watches.pop(id(watch.stage), None)
+    """No stage marks anything in the recording any more, which has ended."""
+    with _lock:
+        watches = list(recording.watched)
+        recording.watched.clear()
+        for watch in watches:
+            if not any(watch in other.watched for other in running.recordings):
                 _restore(watch)
 
 
 def _restore(watch: _Watch) -> None:
     attributes = vars(watch.stage)
-    for name, method in watch.methods.items():
-        if attributes.get(name) is not method:
+    for name in METHODS:
+        method = attributes.get(name)
+        if not isinstance(method, _Method):
             continue  # somebody has put another one in front; ours passes calls on
         if method.before is None:
             del attributes[name]
         else:
             attributes[name] = method.before
-    watch.methods.clear()  # no cycle is left for the garbage collector

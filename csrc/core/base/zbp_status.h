@@ -22,8 +22,8 @@ enum {
     ZBP_ENOMEM = -1,    /* the allocator returned NULL */
     ZBP_EINVAL = -2,    /* an argument breaks the function's contract, or a check found a fault */
     ZBP_EOVERFLOW = -3, /* a count or a size does not fit its type */
-    ZBP_ETORCH =
-        -4 /* the shim's: something was thrown and is kept in a zbp_error; never from the core */
+    /* the shim's: something was thrown and is kept in a zbp_error; never from the core */
+    ZBP_ETORCH = -4
 };
 
 /* The name of a status, "ZBP_EINVAL" for ZBP_EINVAL, "unknown status" for anything else.

@@ -21,8 +21,8 @@ void zbpi_free(const zbp_alloc *alloc, void *p, size_t size);
  * not fit; then the array and *capacity are as before. */
 void *zbpi_grow(const zbp_alloc *alloc, void *p, uint32_t *capacity, size_t item_size);
 
-/* One block for many arrays: this many 32-bit numbers and, behind them, bytes. Its contents are not set. ZBP_ENOMEM,
- * ZBP_EOVERFLOW: the outputs are left alone. */
+/* One block for many arrays: this many 32-bit numbers and, behind them, bytes. Its contents are not
+ * set. ZBP_ENOMEM, ZBP_EOVERFLOW: the outputs are left alone. */
 int zbpi_block_new(const zbp_alloc *alloc, uint64_t words, uint32_t bytes, void **block_out,
                    size_t *size_out);
 

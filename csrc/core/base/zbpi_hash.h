@@ -5,9 +5,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Addresses differ in few bits and share their low ones (allocators hand out multiples of 16 to 4096):
- * mixes all into all (a 64-bit finaliser of the multiply-and-shift kind), so that the low bits alone
- * can choose the slot. */
+/* Addresses differ in few bits and share their low ones (allocators hand out multiples of 16 to
+ * 4096): mixes all into all (a 64-bit finaliser of the multiply-and-shift kind), so that the low
+ * bits alone can choose the slot. */
 static inline size_t zbpi_hash(uint64_t address)
 {
     uint64_t x = address;

@@ -1,8 +1,8 @@
 /* zbpi_lists.h - many lists in two arrays, by counting. Private: not for the shim.
  *
- * begin has n + 1 places: list i is item[begin[i]] to item[begin[i + 1] - 1]. Clear, count the items of each
- * list i into begin[i], end the lists, then place the items in descending order at item[--begin[i]]: they come out
- * ascending, and begin is where each list begins.
+ * begin has n + 1 places: list i is item[begin[i]] to item[begin[i + 1] - 1]. Clear, count the
+ * items of each list i into begin[i], end the lists, then place the items in descending order at
+ * item[--begin[i]]: they come out ascending, and begin is where each list begins.
  */
 #ifndef ZBPI_LISTS_H
 #define ZBPI_LISTS_H

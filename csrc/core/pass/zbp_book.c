@@ -78,7 +78,8 @@ static bool is_at_hand(const zbp_task *task)
     }
 }
 
-/* Notes for each weight its face, ZBP_NO_FACE where there are several or one that needs the engine. */
+/* Notes for each weight its face, ZBP_NO_FACE where there are several or one that needs the
+ * engine. */
 static void find_sole_faces(zbp_book *book, const zbp_layout *layout, bool *has_outside_out)
 {
     enum { NONE_YET = UINT32_MAX - 1 };

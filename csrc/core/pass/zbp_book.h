@@ -4,16 +4,17 @@
  * A book belongs to one layout (zbp_layout.h), which it borrows in each call. W reports to it what
  * has arrived at a weight and what has been added; whoever is about to add anything asks it first.
  *
- * Note [The states of a weight]
- * docs/architecture.md has the page. In short: a weight is *alone* in a call of W if no hook sees it and, in every
- * group of the call that has it, one face of a product or of a whole node is all that it is owed. It is served first,
- * without the engine. All other weights get their gradients from a run of the engine, where a sum *arrives*, its hooks
- * run (*hooked*), and it is *added*. What is added is never added again; what has arrived waits for a retry.
+ * Note [The states of a weight] docs/architecture.md has the page. In short: a weight is *alone* in
+ * a call of W if no hook sees it and, in every group of the call that has it, one face of a product
+ * or of a whole node is all that it is owed. It is served first, without the engine. All other
+ * weights get their gradients from a run of the engine, where a sum *arrives*, its hooks run
+ * (*hooked*), and it is *added*. What is added is never added again; what has arrived waits for a
+ * retry.
  *
- * Note [The order of sums]
- * An ordinary backward adds up gradients wherever they meet, in the order in which they come, and adds what has met
- * at a weight to its gradient as one: (grad + a) + b would round otherwise than grad + (a + b). So no sum is formed
- * outside the engine, whose buffers do it, and a path is not followed past a node where gradients meet.
+ * Note [The order of sums] An ordinary backward adds up gradients wherever they meet, in the order
+ * in which they come, and adds what has met at a weight to its gradient as one: (grad + a) + b
+ * would round otherwise than grad + (a + b). So no sum is formed outside the engine, whose buffers
+ * do it, and a path is not followed past a node where gradients meet.
  *
  * Threads: one pass at a time has a book; within it the sinks of different weights may report from
  * different threads (zbp_book_arrived, _hooked, _added).
@@ -88,10 +89,12 @@ void zbp_book_fini(zbp_book *book);
 /* Before W: what the shim sees. */
 void zbp_book_see_weight(zbp_book *book, uint32_t weight, uint8_t seen);
 
-/* Finds the weights that are alone in this group; W may make one the engine's by weight[].alone = ZBP_NO_FACE. */
+/* Finds the weights that are alone in this group; W may make one the engine's by weight[].alone =
+ * ZBP_NO_FACE. */
 void zbp_book_find_alone(zbp_book *book, const zbp_layout *layout, zbp_how how);
 
-/* The engine runs what is not alone: the paths to those weights are given up, so that it runs each step. */
+/* The engine runs what is not alone: the paths to those weights are given up, so that it runs each
+ * step. */
 void zbp_book_give_up_paths(const zbp_book *book, zbp_layout *layout);
 
 /* Whether a sum for the weight is still to be computed; whether the face's gradient is, for its
@@ -108,30 +111,32 @@ void zbp_book_added_alone(zbp_book *book, uint32_t weight);
 /* A run of the engine begins: from here on _added counts. */
 void zbp_book_begin_run(zbp_book *book, bool retain);
 
-/* From a weight's sink, in this order: its gradients' sum is there; its hooks are through; it is added. The last
- * returns true if it was the last one of the group and what the tasks hold can go. */
+/* From a weight's sink, in this order: its gradients' sum is there; its hooks are through; it is
+ * added. The last returns true if it was the last one of the group and what the tasks hold can
+ * go. */
 void zbp_book_arrived(zbp_book *book, uint32_t weight);
 void zbp_book_hooked(zbp_book *book, uint32_t weight);
 bool zbp_book_added(zbp_book *book, uint32_t weight);
 
-/* After W, failed or not: what becomes of the group. The book is made ready for that. A retry of a W that was
- * not to retain the group cannot be retained: some of what it held may be gone. */
+/* After W, failed or not: what becomes of the group. The book is made ready for that. A retry of a
+ * W that was not to retain the group cannot be retained: some of what it held may be gone. */
 zbp_fate zbp_book_settle(zbp_book *book, zbp_how how, bool failed);
 
 /* After ZBP_FATE_CLOSE, or to drop the group: the book is spent, and holds nothing. */
 void zbp_book_close(zbp_book *book);
 
-/* After _settle and what it asked for: the call, which has completed the group, raises all the same. It can be
- * repeated, and passes over the group, to be retained or not. */
+/* After _settle and what it asked for: the call, which has completed the group, raises all the
+ * same. It can be repeated, and passes over the group, to be retained or not. */
 void zbp_book_report_again(zbp_book *book);
 
-/* Marks the book as in the hands of one call; false if another one has it. Any threads may call these at once. */
+/* Marks the book as in the hands of one call; false if another one has it. Any threads may call
+ * these at once. */
 bool zbp_book_claim(zbp_book *book);
 void zbp_book_give_back(zbp_book *book);
 bool zbp_book_is_claimed(const zbp_book *book);
 
-/* The highest sequence number of a task that leaves something packed and whose gradients are still to
- * be computed; 0 if there is none. */
+/* The highest sequence number of a task that leaves something packed and whose gradients are still
+ * to be computed; 0 if there is none. */
 uint64_t zbp_book_unpacks_up_to(const zbp_book *book, const zbp_layout *layout);
 
 #ifdef __cplusplus

@@ -1,7 +1,7 @@
 /* zbp_facts.h - what the shim has seen of a graph's nodes and edges, as numbers.
  *
  * Indices are those of a zbp_graph. The core asks for no more than this to decide how a backward is
- * split; what a fact stands for in libtorch is the shim's (shim/pass/kinds.cpp, path.cpp).
+ * split; what a fact stands for in libtorch is the shim's (shim/group/facts.cpp).
  *
  * Allocation: one block. Threads: one writer, or any number of readers.
  */
@@ -48,10 +48,10 @@ enum {
 typedef struct zbp_fact {
     uint64_t sequence_nr; /* split: of the forward */
     uint8_t type;         /* split: ZBP_TYPE_* */
-    uint8_t
-        left_slot; /* split, two factors: the edge of the left one; the right one's is the next */
-    uint8_t step;  /* outside: ZBP_STEP_* */
-    uint8_t flag;  /* ZBP_FACT_* */
+    /* split, two factors: the edge of the left one; the right one's is the next */
+    uint8_t left_slot;
+    uint8_t step; /* outside: ZBP_STEP_* */
+    uint8_t flag; /* ZBP_FACT_* */
 } zbp_fact;
 
 /* Held by the caller, who fills it in. Zeroed is legal: it was not made, and has no nodes. */

@@ -1,7 +1,7 @@
 /* zbp_kind.h - which kind of weight task a split node gets, and why.
  *
- * Whole is always right; product and deferred are the exceptions that pay. A product is confirmed by
- * the shim when I has its matrices at hand: it may become deferred then.
+ * Whole is always right; product and deferred are the exceptions that pay. A product is confirmed
+ * by the shim when I has its matrices at hand: it may become deferred then.
  */
 #ifndef ZBP_KIND_H
 #define ZBP_KIND_H
@@ -32,12 +32,13 @@ typedef struct zbp_sides {
     bool has_matrix;  /* one of these with two dimensions or more */
 } zbp_sides;
 
-/* A ZBP_TASK_*; *why_out is a ZBP_WHY_*. is_excluded: of one of the node's weights the policy says so. */
+/* A ZBP_TASK_*; *why_out is a ZBP_WHY_*. is_excluded: of one of the node's weights the policy says
+ * so. */
 uint8_t zbp_kind_of(const zbp_fact *fact, zbp_sides sides, zbp_decision policy, bool is_excluded,
                     uint8_t *why_out);
 
-/* Of which weights the node's backward may hand over the work to W: a ZBP_DEFER_*, and nothing unless
- * it is a Function's. */
+/* Of which weights the node's backward may hand over the work to W: a ZBP_DEFER_*, and nothing
+ * unless it is a Function's. */
 uint8_t zbp_takes_work(const zbp_fact *fact, zbp_decision policy, bool is_excluded);
 
 /* A ZBP_TASK_* and a ZBP_WHY_* in a word or two, for people; static. */

@@ -23,8 +23,9 @@ extern "C" {
 enum {
     ZBP_TASK_PRODUCT,  /* W multiplies two matrices */
     ZBP_TASK_DEFERRED, /* W runs the node again with the edges towards the weights alone */
-    ZBP_TASK_WHOLE, /* I ran the node with all its edges; W starts from the gradients that it gave */
-    ZBP_TASK_ROOT   /* a stage output outside the input closure: W starts there */
+    /* I ran the node with all its edges; W starts from the gradients that it gave */
+    ZBP_TASK_WHOLE,
+    ZBP_TASK_ROOT /* a stage output outside the input closure: W starts there */
 };
 
 /* Of a face; or-ed. */

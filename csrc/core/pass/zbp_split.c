@@ -14,7 +14,7 @@ typedef struct work {
     const zbp_facts *facts;
     zbp_split *split;
 
-    uint32_t *place;    /* [nodes], a weight's or outside node's index in its group */
+    uint32_t *index;    /* [nodes], a weight's or outside node's index in its group */
     uint32_t *arrivals; /* [nodes], how many edges and roots lead there */
 
     void *block;
@@ -59,9 +59,9 @@ static int new_work(work *w)
     w->block = zbpi_resize(&w->split->alloc, NULL, 0, w->block_size);
     if (w->block == NULL)
         return ZBP_ENOMEM;
-    w->place = w->block;
-    memset(w->place, 0xff, nodes * sizeof *w->place); /* ZBP_NONE */
-    w->arrivals = w->place + nodes;
+    w->index = w->block;
+    memset(w->index, 0xff, nodes * sizeof *w->index); /* ZBP_NONE */
+    w->arrivals = w->index + nodes;
     memset(w->arrivals, 0, nodes * sizeof *w->arrivals);
     return ZBP_OK;
 }
@@ -112,7 +112,7 @@ static bool is_plain_step(const work *w, uint32_t node)
 
 /* ---- groups */
 
-static void place_group(work *w, uint32_t g)
+static void index_group(work *w, uint32_t g)
 {
     const zbp_plan *plan = w->plan;
     zbp_split *split = w->split;
@@ -120,12 +120,12 @@ static void place_group(work *w, uint32_t g)
     uint32_t end = begin;
 
     for (uint32_t i = plan->weight_begin[g]; i < plan->weight_begin[g + 1]; i++)
-        w->place[plan->weight[i]] = i - plan->weight_begin[g];
+        w->index[plan->weight[i]] = i - plan->weight_begin[g];
     for (uint32_t i = plan->weight_edge_begin[g]; i < plan->weight_edge_begin[g + 1]; i++) {
         const uint32_t node = w->graph->edge[plan->weight_edge[i]].src;
 
-        if (w->place[node] == ZBP_NONE) { /* no weight, and not seen yet */
-            w->place[node] = end - begin;
+        if (w->index[node] == ZBP_NONE) { /* no weight, and not seen yet */
+            w->index[node] = end - begin;
             split->outside[end++] = node;
         }
     }
@@ -147,7 +147,7 @@ static int add_hops(work *w, uint32_t g)
             if (!has(w, edge->dst, ZBP_NODE_WEIGHTWARD))
                 continue;
             *(is_weight(w, edge->dst) ? &hop.to_weight : &hop.to_outside) =
-                (int32_t)w->place[edge->dst];
+                (int32_t)w->index[edge->dst];
             status = zbp_layout_add_hop(layout, hop);
         }
     }
@@ -178,7 +178,7 @@ static void follow(const work *w, zbp_face *face, uint32_t node)
     } else if (adds_up) {
         face->obstacle = ZBP_OBSTACLE_SUM;
     } else {
-        face->weight = (int32_t)w->place[node];
+        face->weight = (int32_t)w->index[node];
         face->flag = (uint8_t)(ZBP_FACE_PATH | (is_simple ? ZBP_FACE_SIMPLE : 0) |
                                (is_simple && is_transposed ? ZBP_FACE_TRANSPOSED : 0));
     }
@@ -189,9 +189,9 @@ static int add_face(const work *w, zbp_layout *layout, uint32_t slot, uint32_t t
     zbp_face face = {.slot = slot, .weight = -1, .outside = -1, .flag = ZBP_FACE_SIMPLE};
 
     if (is_weight(w, target)) {
-        face.weight = (int32_t)w->place[target];
+        face.weight = (int32_t)w->index[target];
     } else {
-        face.outside = (int32_t)w->place[target];
+        face.outside = (int32_t)w->index[target];
         follow(w, &face, target);
     }
     return zbp_layout_add_face(layout, face);
@@ -237,7 +237,7 @@ static int add_group(work *w, uint32_t g)
     zbp_split *split = w->split;
     int status;
 
-    place_group(w, g);
+    index_group(w, g);
     zbp_layout_init(&split->layout[g], plan->weight_begin[g + 1] - plan->weight_begin[g],
                     split->outside_begin[g + 1] - split->outside_begin[g], &split->alloc);
     status = add_hops(w, g);
@@ -248,7 +248,7 @@ static int add_group(work *w, uint32_t g)
 
 /* ---- where gradients go */
 
-static uint8_t way_to(const work *w, uint32_t node)
+static uint8_t target_of(const work *w, uint32_t node)
 {
     if (is_input(w, node))
         return ZBP_TO_CAPTURE;
@@ -265,7 +265,7 @@ static void add_edit(zbp_split *split, uint32_t edge, uint8_t to, uint8_t how)
 static void edit_edge(work *w, uint32_t e)
 {
     const zbp_edge *edge = &w->graph->edge[e];
-    const uint8_t to = way_to(w, edge->dst);
+    const uint8_t to = target_of(w, edge->dst);
 
     if (!has(w, edge->src, ZBP_NODE_CLOSURE) || is_input(w, edge->src))
         return;
@@ -288,7 +288,7 @@ static int add_root(work *w, const uint32_t *root, uint32_t r)
     zbp_layout *layout;
     int status;
 
-    w->split->root_to[r] = way_to(w, root[r]);
+    w->split->root_to[r] = target_of(w, root[r]);
     if (w->split->root_to[r] != ZBP_TO_NOWHERE || !has(w, root[r], ZBP_NODE_WEIGHT_ROOT))
         return ZBP_OK;
     layout = &w->split->layout[w->plan->group[root[r]]];

@@ -1,8 +1,8 @@
 /* zbp_split.h - how a backward is split: what each parameter group is made of, and where every edge
  * of the input closure leads while I runs.
  *
- * A pure function of a graph, its plan, what is known of its nodes, and the roots. It changes no edge
- * and names no node but by its id: zbpipe.explain reads it, I has the shim make it true.
+ * A pure function of a graph, its plan, what is known of its nodes, and the roots. It changes no
+ * edge and names no node but by its id: zbpipe.explain reads it, I has the shim make it true.
  *
  * Allocation: one block, and each group's layout. Threads: a finished one is read by any number.
  */
@@ -58,16 +58,16 @@ typedef struct zbp_split {
     zbp_alloc alloc;
 } zbp_split;
 
-/* Builds it; split is overwritten. plan is that of graph, facts were made for graph, root has the ids
- * of the nodes from which the backward starts, one for each gradient that it starts with. All are
- * borrowed for the call alone. alloc is copied; NULL is libc.
+/* Builds it; split is overwritten. plan is that of graph, facts were made for graph, root has the
+ * ids of the nodes from which the backward starts, one for each gradient that it starts with. All
+ * are borrowed for the call alone. alloc is copied; NULL is libc.
  *
- * A weight that a face reaches by plain steps alone is the face's (zbp_face.weight), unless gradients
- * meet on the way: see Note [The order of sums] in zbp_book.h. Tasks come in the order of the plan's
- * split nodes; those of roots behind them.
+ * A weight that a face reaches by plain steps alone is the face's (zbp_face.weight), unless
+ * gradients meet on the way: see Note [The order of sums] in zbp_book.h. Tasks come in the order of
+ * the plan's split nodes; those of roots behind them.
  *
- * Errors, *split zeroed: ZBP_ENOMEM, ZBP_EOVERFLOW; ZBP_EINVAL if facts or root do not fit the graph.
- * Linear, but for the steps of paths, of which each has at most 8. */
+ * Errors, *split zeroed: ZBP_ENOMEM, ZBP_EOVERFLOW; ZBP_EINVAL if facts or root do not fit the
+ * graph. Linear, but for the steps of paths, of which each has at most 8. */
 ZBP_MUST_USE int zbp_split_build(zbp_split *split, const zbp_graph *graph, const zbp_plan *plan,
                                  const zbp_facts *facts, const uint32_t *root, uint32_t root_count,
                                  const zbp_alloc *alloc);

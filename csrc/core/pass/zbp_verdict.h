@@ -1,5 +1,5 @@
-/* zbp_verdict.h - what becomes of work that a Function offers from within its backward: W computes the gradients of
- * some of its weights later, it is computed at once, or nobody wants it.
+/* zbp_verdict.h - what becomes of work that a Function offers from within its backward: W computes
+ * the gradients of some of its weights later, it is computed at once, or nobody wants it.
  *
  * Pure: no state, no allocation.
  */
@@ -24,19 +24,19 @@ typedef enum zbp_verdict {
 
 /* All borrowed. */
 typedef struct zbp_offer {
-    bool
-        are_all; /* the work computes the gradients of all of the task's faces; then no slot is listed */
+    /* the work computes the gradients of all of the task's faces; then no slot is listed */
+    bool are_all;
     bool is_watched;     /* the node's post hooks are owed all gradients when it has run */
     const int32_t *slot; /* [slot_count]: the node's edge whose gradient it computes; -1 for none */
     const bool *leads;   /* [slot_count]: that edge leads somewhere */
     size_t slot_count;
-    const bool *
-        is_matrix; /* [faces of the task]: the face takes the gradient of a matrix, not of a vector */
+    /* [faces of the task]: the face takes the gradient of a matrix, not of a vector */
+    const bool *is_matrix;
 } zbp_offer;
 
-/* Of work that is offered to a task. face_out: as many as there are slots, or for are_all as the task has faces: per
- * gradient the face that takes it, counted from the task's first, -1 where none does. Precondition: the task is one
- * of the layout. */
+/* Of work that is offered to a task. face_out: as many as there are slots, or for are_all as the
+ * task has faces: per gradient the face that takes it, counted from the task's first, -1 where none
+ * does. Precondition: the task is one of the layout. */
 zbp_verdict zbp_verdict_of(const zbp_layout *layout, uint32_t task, const zbp_offer *offer,
                            int32_t *face_out);
 

@@ -22,9 +22,9 @@ extern "C" {
 ZBP_MUST_USE int zbp_own_bytes(PyObject *tensor, int64_t *out, zbp_error *error);
 
 /* New tensor with the sizes, dtype, memory and version counter of `values`, and with the gradient
- * edge of `place`, which is a tensor, or None for none.
- * why: NULL; or the twin has no memory, and the .grad of `place`. Its storage says that it has as
- * many bytes as that of `values`; reading it raises a RuntimeError of these words (UTF-8, copied). */
+ * edge of `place`, which is a tensor, or None for none. why: NULL; or the twin has no memory, and
+ * the .grad of `place`. Its storage says that it has as many bytes as that of `values`; reading it
+ * raises a RuntimeError of these words (UTF-8, copied). */
 PyObject *zbp_twin(PyObject *values, PyObject *place, const char *why, zbp_error *error);
 
 #ifdef __cplusplus

@@ -1,8 +1,7 @@
 #include "shim/torch/checkpoint.h"
 
-#include <torch/csrc/autograd/python_cpp_function.h>
-#include <torch/csrc/autograd/python_function.h>
 #include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/python_function.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "shim/torch/nodes.h"
@@ -11,6 +10,18 @@
 namespace zbp {
 
 namespace {
+
+/// What the object, which may be null, has under the name; null if it has nothing. No error is set.
+THPObjectPtr attribute(PyObject* object, const char* name) {
+  THPObjectPtr value(object ? PyObject_GetAttrString(object, name) : nullptr);
+  PyErr_Clear();
+  return value;
+}
+
+THPObjectPtr of_checkpoint(const char* name) {
+  THPObjectPtr module(PyImport_ImportModule("torch.utils.checkpoint"));
+  return attribute(module, name);
+}
 
 /// Calls `visit` with what each cell of a Python function's closure holds, until it returns true.
 template <class Visit>
@@ -25,70 +36,29 @@ bool find_in_closure(PyObject* function, const Visit& visit) {
   return false;
 }
 
-}  // namespace
-
-// torch.utils.checkpoint has no question for this. Its hook's closure holds the frame of the region, whose
-// function for computing it again holds, of a selective one, the mode that hands results out, each once. Where torch
-// has no such mode to tell, a region may be a selective one.
-UnpackHook recognise(PyObject* unpack_hook) {
-  THPObjectPtr module(PyImport_ImportModule("torch.utils.checkpoint"));
-  const auto type_named = [&](const char* name) {
-    THPObjectPtr type(module ? PyObject_GetAttrString(module, name) : nullptr);
+/// The first that is of the type, new; or null.
+THPObjectPtr instance_in_closure(PyObject* function, PyObject* type) {
+  THPObjectPtr found;
+  if (function && type) {
+    find_in_closure(function, [&](PyObject* held) {
+      if (PyObject_IsInstance(held, type) == 1) {
+        found = THPObjectPtr(Py_NewRef(held));
+      }
+      return static_cast<bool>(found);
+    });
     PyErr_Clear();
-    return type;
-  };
-  THPObjectPtr frame_type = type_named("_CheckpointFrame");
-  THPObjectPtr mode_type = type_named("_CachedTorchDispatchMode");
-  UnpackHook hook = UnpackHook::other;
-  if (!frame_type) {
-    return hook;
   }
-  find_in_closure(unpack_hook, [&](PyObject* held) {
-    if (PyObject_IsInstance(held, frame_type) != 1) {
-      return false;
-    }
-    THPObjectPtr recompute(PyObject_GetAttrString(held, "recompute_fn"));
-    const auto is_mode = [&](PyObject* inner) {
-      return PyObject_IsInstance(inner, mode_type) == 1;
-    };
-    const bool is_selective = !mode_type || (recompute && find_in_closure(recompute, is_mode));
-    hook = is_selective ? UnpackHook::selective_checkpoint : UnpackHook::checkpoint;
-    return true;
-  });
-  PyErr_Clear();
-  return hook;
+  return found;
 }
 
-namespace {
-
-/// New reference to the frame of the checkpointed region that the hook is of, or null.
+/// The frame of the checkpointed region that the hook is of, or null: torch.utils.checkpoint has no
+/// question for this.
 THPObjectPtr frame_of(PyObject* unpack_hook) {
-  THPObjectPtr module(PyImport_ImportModule("torch.utils.checkpoint"));
-  THPObjectPtr type(module ? PyObject_GetAttrString(module, "_CheckpointFrame") : nullptr);
-  THPObjectPtr frame;
-  if (type) {
-    find_in_closure(unpack_hook, [&](PyObject* held) {
-      if (PyObject_IsInstance(held, type) == 1) {
-        frame = THPObjectPtr(Py_NewRef(held));
-      }
-      return static_cast<bool>(frame);
-    });
-  }
-  PyErr_Clear();
-  return frame;
+  return instance_in_closure(unpack_hook, of_checkpoint("_CheckpointFrame"));
 }
 
 using VisitTensor = c10::function_ref<void(const at::Tensor&)>;
 using VisitSaved = c10::function_ref<void(const SavedVariable&, const NodePtr&)>;
-
-/// An argument of a region; within another region it is packed by that one's hooks.
-void visit_argument(const SavedVariable& saved, const NodePtr& saved_for, VisitTensor visit) {
-  if (!saved.has_hooks()) {
-    visit(saved.unpack(saved_for));
-  } else if (const auto data = saved.retrieve_unpack_hook_data()) {
-    for_each_argument(data->first.ptr(getPyInterpreter()), visit);
-  }
-}
 
 void visit_if_tensor(PyObject* object, VisitTensor visit) {
   const at::Tensor* tensor = as_tensor(object);
@@ -112,10 +82,10 @@ void visit_closure(PyObject* recompute, VisitTensor visit) {
   });
 }
 
-/// A region's frame has its arguments as saved tensors: in a list from torch 2.13 on, of a node of their own before.
+/// A region's frame has its arguments as saved tensors: in a list from torch 2.13 on, of a node of
+/// their own before.
 void for_each_saved_argument(PyObject* frame, VisitSaved visit) {
-  THPObjectPtr arguments(PyObject_GetAttrString(frame, "saved_args"));
-  PyErr_Clear();
+  THPObjectPtr arguments = attribute(frame, "saved_args");
   for (Py_ssize_t i = 0;
        arguments && PyList_Check(arguments.get()) && i < PyList_GET_SIZE(arguments.get()); ++i) {
     const pybind11::handle item(PyList_GET_ITEM(arguments.get(), i));
@@ -123,23 +93,31 @@ void for_each_saved_argument(PyObject* frame, VisitSaved visit) {
       visit(*pybind11::cast<SavedVariable*>(item), nullptr);
     }
   }
-  THPObjectPtr saver(PyObject_GetAttrString(frame, "input_saver"));
-  PyErr_Clear();
+  THPObjectPtr saver = attribute(frame, "input_saver");
   const at::Tensor* saved_by_it = saver ? as_tensor(saver) : nullptr;
   if (const NodePtr node = saved_by_it ? saved_by_it->grad_fn() : nullptr;
       node && is_python_function(*node)) {
-    THPObjectPtr context(torch::autograd::functionToPyObject(node));
-    if (!context) {
-      throw python_error();
-    }
-    for (const SavedVariable& saved :
-         reinterpret_cast<THPFunction*>(context.get())->saved_variables) {
-      visit(saved, node);
+    for (const SavedVariable* saved : saved_by(*node)) {
+      visit(*saved, node);
     }
   }
 }
 
 }  // namespace
+
+// The frame's function for computing the region again holds, of a selective one, the mode that
+// hands results out, each once. Where torch has no such mode to tell, a region may be a selective
+// one.
+UnpackHook recognise(PyObject* unpack_hook) {
+  THPObjectPtr frame = frame_of(unpack_hook);
+  if (!frame) {
+    return UnpackHook::other;
+  }
+  THPObjectPtr mode = of_checkpoint("_CachedTorchDispatchMode");
+  const bool is_selective =
+      !mode || instance_in_closure(attribute(frame, "recompute_fn"), mode).get() != nullptr;
+  return is_selective ? UnpackHook::selective_checkpoint : UnpackHook::checkpoint;
+}
 
 void for_each_argument(PyObject* unpack_hook, VisitTensor visit) {
   THPObjectPtr frame = frame_of(unpack_hook);
@@ -147,11 +125,13 @@ void for_each_argument(PyObject* unpack_hook, VisitTensor visit) {
     return;
   }
   for_each_saved_argument(frame, [&](const SavedVariable& saved, const NodePtr& saved_for) {
-    visit_argument(saved, saved_for, visit);
+    if (!saved.has_hooks()) {
+      visit(saved.unpack(saved_for));
+    } else if (const auto data = saved.retrieve_unpack_hook_data()) {
+      for_each_argument(data->first.ptr(getPyInterpreter()), visit);  // of the region around it
+    }
   });
-  THPObjectPtr recompute(PyObject_GetAttrString(frame, "recompute_fn"));
-  PyErr_Clear();
-  if (recompute) {
+  if (THPObjectPtr recompute = attribute(frame, "recompute_fn"); recompute) {
     visit_closure(recompute, visit);
   }
 }
@@ -172,12 +152,8 @@ bool is_computed_only_once(PyObject* unpack_hook) {
 }
 
 bool is_reentrant_checkpoint(Node& node) {
-  THPObjectPtr context(torch::autograd::functionToPyObject(ref_of(node)));
-  THPObjectPtr function(context ? PyObject_GetAttrString(context, "_forward_cls") : nullptr);
-  THPObjectPtr module(PyImport_ImportModule("torch.utils.checkpoint"));
-  THPObjectPtr reentrant(module ? PyObject_GetAttrString(module, "CheckpointFunction") : nullptr);
-  PyErr_Clear();
-  return function && function.get() == reentrant.get();
+  THPObjectPtr function = attribute(context_of(node), "_forward_cls");
+  return function && function.get() == of_checkpoint("CheckpointFunction").get();
 }
 
 bool in_graph_exec_group() {

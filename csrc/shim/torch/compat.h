@@ -32,7 +32,8 @@ using torch::autograd::variable_list;
 
 using NodePtr = decltype(Edge::function);
 
-/// Whether a Python Function's context can ask for the buffers in which the engine adds up its inputs' gradients.
+/// Whether a Python Function's context can ask for the buffers in which the engine adds up its
+/// inputs' gradients.
 constexpr bool CONTEXTS_ASK_FOR_BUFFERS =
     TORCH_VERSION_MAJOR > 2 || (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 15);
 
@@ -70,8 +71,8 @@ NodePtr lock_py_node(const Cdata& cdata) {
   return cdata;
 }
 
-/// The Python object that stands for the node, if one was made; borrowed. It owns the node; the node owns
-/// it as long as others hold the node too.
+/// The Python object that stands for the node, if one was made; borrowed. It owns the node; the
+/// node owns it as long as others hold the node too.
 inline PyObject* python_object_of(Node& node) {
   return node.pyobj_slot()->load_pyobj();
 }
@@ -106,8 +107,8 @@ NodePtr lock_py_node(const Cdata& cdata) {
   return cdata.lock();
 }
 
-/// Likewise. It owns the node, which never owns it; but a Python Function's is owned by its node, which it
-/// does not own.
+/// Likewise. It owns the node, which never owns it; but a Python Function's is owned by its node,
+/// which it does not own.
 inline PyObject* python_object_of(Node& node) {
   return node.pyobj();
 }
@@ -115,8 +116,9 @@ constexpr bool NODES_KEEP_PYTHON_OBJECTS = false;
 
 #endif
 
-/// Whether a graph of the device's is captured on the stream. A torch that cannot tell (2.11) says false; so does a
-/// device that has no graphs, of which torch 2.12 raises "Backend doesn't support stream capture query".
+/// Whether a graph of the device's is captured on the stream. A torch that cannot tell (2.11) says
+/// false; so does a device that has no graphs, of which torch 2.12 raises "Backend doesn't support
+/// stream capture query".
 template <class Device>
 auto is_capturing(const Device& device, c10::Stream stream, int /*preferred*/)
     -> decltype(device.isStreamCapturing(stream)) {
@@ -142,8 +144,8 @@ struct NodeParts : Node {
     return (node.*fn)(std::move(grads));
   }
 
-  /// As apply_to(), but what comes out does not know of what it is a view. In W's mode (no grad) a view
-  /// would keep its base, and with it look as if somebody else had its memory.
+  /// As apply_to(), but what comes out does not know of what it is a view. In W's mode (no grad) a
+  /// view would keep its base, and with it look as if somebody else had its memory.
   static variable_list apply_without_views_to(Node& node, variable_list&& grads) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     return apply_to(node, std::move(grads));

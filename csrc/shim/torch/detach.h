@@ -15,8 +15,8 @@ inline at::Tensor base_of(const at::Tensor& tensor) {
   return view && view->has_bw_view() ? view->get_backward_view().base_ : at::Tensor();
 }
 
-/// True for a view that was made without grad mode of something that requires a gradient: nothing flows through it,
-/// but it keeps its base, and with that the base's graph and gradient.
+/// True for a view that was made without grad mode of something that requires a gradient: nothing
+/// flows through it, but it keeps its base, and with that the base's graph and gradient.
 inline bool keeps_base_unused(const at::Tensor& tensor) {
   const at::Tensor base = base_of(tensor);
   // As it is stored: for a view, asking for it could compute it anew.

@@ -9,7 +9,8 @@ namespace zbp {
 
 namespace {
 
-/// As at::toDLPack makes it: the tensor comes first in what manager_ctx points to (ATen/DLConvertor.cpp).
+/// As at::toDLPack makes it: the tensor comes first in what manager_ctx points to
+/// (ATen/DLConvertor.cpp).
 template <class Managed>
 const at::Tensor* tensor_in(const Managed* managed, const Managed* made_here) {
   return managed && managed->deleter == made_here->deleter

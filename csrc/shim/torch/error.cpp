@@ -1,5 +1,4 @@
 #include "shim/torch/error.h"
-#include "shim/torch/zbp_raise.h"
 
 #include <exception>
 #include <memory>

@@ -1,4 +1,5 @@
-// Exceptions on their way through C: from the shim, through csrc/pass and the bindings, to where they become Python's.
+// Exceptions on their way through C: from the shim, through csrc/pass and the bindings, to where
+// they become Python's.
 #pragma once
 
 #include <Python.h>
@@ -27,8 +28,8 @@ template <class... Parts>
   throw Refused{type, c10::str(parts...)};
 }
 
-/// Keeps the exception that is being handled in `error`, unless one is there already; gives the status. Python's
-/// errors are taken off the thread.
+/// Keeps the exception that is being handled in `error`, unless one is there already; gives the
+/// status. Python's errors are taken off the thread.
 int keep_exception(zbp_error* error) noexcept;
 
 /// The barrier: runs `body`; an exception ends up in `error`.
@@ -42,8 +43,8 @@ int kept_in(zbp_error* error, const Body& body) noexcept {
   }
 }
 
-/// The barrier of a call that has the GIL: what libtorch warns of in `body` becomes Python's warnings when it is
-/// through. One that is an error ends up in `error`.
+/// The barrier of a call that has the GIL: what libtorch warns of in `body` becomes Python's
+/// warnings when it is through. One that is an error ends up in `error`.
 int guarded(zbp_error* error, c10::function_ref<void()> body) noexcept;
 
 /// The same for a body that gives a new reference: NULL if `error` has something.
@@ -54,7 +55,8 @@ PyObject* guarded_object(zbp_error* error, const Body& body) noexcept {
   return status == ZBP_OK ? result.release() : nullptr;
 }
 
-/// The barrier of a call that is spread over several functions: from begin() to end() its warnings are collected.
+/// The barrier of a call that is spread over several functions: from begin() to end() its warnings
+/// are collected.
 class Barrier {
  public:
   Barrier() = default;
@@ -71,7 +73,8 @@ class Barrier {
   torch::PyWarningHandler* warnings_ = nullptr;  // not by value: its end may throw
 };
 
-/// Throws what `error` keeps, which is cleared; for a status that keeps nothing, what stands for it.
+/// Throws what `error` keeps, which is cleared; for a status that keeps nothing, what stands for
+/// it.
 [[noreturn]] void rethrow(zbp_error& error, int status);
 
 /// Throws unless the core's status is ZBP_OK.

@@ -51,8 +51,8 @@ class AcquireGil {
   PyGILState_STATE state_;
 };
 
-/// Locks a node's mutex for a thread that has the GIL. Whoever has such a mutex may wait for the GIL (libtorch's
-/// accumulators do, for subclasses), so nobody waits for one with the GIL in hand.
+/// Locks a node's mutex for a thread that has the GIL. Whoever has such a mutex may wait for the
+/// GIL (libtorch's accumulators do, for subclasses), so nobody waits for one with the GIL in hand.
 class LockWithGil {
  public:
   explicit LockWithGil(std::mutex& mutex) : mutex_(mutex) {

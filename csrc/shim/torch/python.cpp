@@ -1,8 +1,6 @@
 #include "shim/torch/python.h"
 
 #include <string_view>
-#include <typeindex>
-#include <unordered_map>
 
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
@@ -16,41 +14,37 @@
 
 namespace zbp {
 
-THPObjectPtr new_list() {
-  THPObjectPtr list(PyList_New(0));
-  if (!list) {
-    throw python_error();
-  }
-  return list;
-}
-
-void append(PyObject* list, PyObject* value) {
-  THPObjectPtr owned(value);
-  if (!owned || PyList_Append(list, owned.get()) < 0) {
-    throw python_error();
-  }
-}
-
-namespace {
-
-PyObject* or_raise(PyObject* object) {
+THPObjectPtr checked(PyObject* object) {
   if (!object) {
     throw python_error();
   }
-  return object;
+  return THPObjectPtr(object);
 }
 
-}  // namespace
+bool is_instance(PyObject* object, PyObject* type) {
+  const int answer = PyObject_IsInstance(object, type);
+  if (answer < 0) {
+    throw python_error();
+  }
+  return answer == 1;
+}
+
+THPObjectPtr new_list() {
+  return checked(PyList_New(0));
+}
+
+void append(PyObject* list, PyObject* value) {
+  if (PyList_Append(list, checked(value)) < 0) {
+    throw python_error();
+  }
+}
 
 PyObject* wrap_tensor(const at::Tensor& tensor) {
-  return or_raise(THPVariable_Wrap(tensor));
+  return checked(THPVariable_Wrap(tensor)).release();
 }
 
 PyObject* wrap_tensors(const variable_list& tensors) {
-  THPObjectPtr tuple(PyTuple_New(static_cast<Py_ssize_t>(tensors.size())));
-  if (!tuple) {
-    throw python_error();
-  }
+  THPObjectPtr tuple = checked(PyTuple_New(static_cast<Py_ssize_t>(tensors.size())));
   for (size_t i = 0; i < tensors.size(); ++i) {
     PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i), wrap_tensor(tensors[i]));
   }
@@ -58,38 +52,27 @@ PyObject* wrap_tensors(const variable_list& tensors) {
 }
 
 PyObject* wrap_sizes(c10::SymIntArrayRef sizes) {
-  THPObjectPtr tuple(PyTuple_New(static_cast<Py_ssize_t>(sizes.size())));
-  for (size_t i = 0; tuple && i < sizes.size(); ++i) {
-    PyObject* const size = PyLong_FromLongLong(sizes[i].maybe_as_int().value_or(-1));
-    if (!size) {
-      throw python_error();
-    }
-    PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i), size);
+  THPObjectPtr tuple = checked(PyTuple_New(static_cast<Py_ssize_t>(sizes.size())));
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i),
+                     checked(PyLong_FromLongLong(sizes[i].maybe_as_int().value_or(-1))).release());
   }
-  return or_raise(tuple.release());
+  return tuple.release();
 }
 
 PyObject* wrap_text(const std::string& text) {
-  return or_raise(PyUnicode_FromStringAndSize(text.data(), static_cast<Py_ssize_t>(text.size())));
+  const auto size = static_cast<Py_ssize_t>(text.size());
+  return checked(PyUnicode_FromStringAndSize(text.data(), size)).release();
 }
 
 THPObjectPtr python_function(const char* module, const char* name) {
-  THPObjectPtr imported(PyImport_ImportModule(module));
-  THPObjectPtr function(imported ? PyObject_GetAttrString(imported, name) : nullptr);
-  if (!function) {
-    throw python_error();
-  }
-  return function;
+  return checked(PyObject_GetAttrString(checked(PyImport_ImportModule(module)), name));
 }
 
 THPObjectPtr call_python(const char* module, const char* function,
                          std::initializer_list<PyObject*> arguments) {
-  THPObjectPtr callable = python_function(module, function);
-  THPObjectPtr result(PyObject_Vectorcall(callable, arguments.begin(), arguments.size(), nullptr));
-  if (!result) {
-    throw python_error();
-  }
-  return result;
+  return checked(PyObject_Vectorcall(python_function(module, function), arguments.begin(),
+                                     arguments.size(), nullptr));
 }
 
 const at::Tensor* as_tensor(PyObject* object) {
@@ -115,18 +98,11 @@ std::string described(c10::ScalarType type, c10::SymIntArrayRef shape, c10::Devi
 }  // namespace
 
 std::optional<Edge> as_gradient_edge(PyObject* object) {
-  const int is_edge = PyObject_IsInstance(object, THPGradientEdgeClass);
-  if (is_edge < 0) {
-    throw python_error();
-  }
-  if (!is_edge) {
+  if (!is_instance(object, THPGradientEdgeClass)) {
     return std::nullopt;
   }
-  THPObjectPtr node(PyObject_GetAttrString(object, "node"));
-  THPObjectPtr output_nr(PyObject_GetAttrString(object, "output_nr"));
-  if (!node || !output_nr) {
-    throw python_error();
-  }
+  THPObjectPtr node = checked(PyObject_GetAttrString(object, "node"));
+  THPObjectPtr output_nr = checked(PyObject_GetAttrString(object, "output_nr"));
   int overflow = 0;
   const long nr = PyLong_AsLongAndOverflow(output_nr, &overflow);
   if (nr == -1 && PyErr_Occurred()) {
@@ -148,19 +124,8 @@ std::optional<Edge> as_gradient_edge(PyObject* object) {
 
 namespace {
 
-/// Where the nodes of one type have what they have saved.
-struct SavedPlaces {
-  struct Member {
-    ptrdiff_t offset;  // from the node
-    const char* name;
-  };
-  PyTypeObject* type = nullptr;  // what Python sees them as; null if libtorch has none
-  std::vector<Member> members;
-  std::vector<const PyGetSetDef*> lists;  // to be asked each time: a list can be released
-};
-
-/// A node's Python object for the time of a call, on the stack: a real one, once made, stays with the node from
-/// torch 2.13 on, and a graph whose nodes have one is freed recursively.
+/// A node's Python object for the time of a call, on the stack: a real one, once made, stays with
+/// the node from torch 2.13 on, and a graph whose nodes have one is freed recursively.
 struct ObjectOf {
   ObjectOf(Node& node, PyTypeObject* type) {
     object.ob_base.ob_refcnt = 1;
@@ -177,10 +142,6 @@ SavedVariable& saved_in(PyObject* object) {
   return *pybind11::cast<SavedVariable*>(pybind11::handle(object));
 }
 
-const char* saved_name(const PyGetSetDef& def) {
-  return def.name + std::string_view("_raw_").size();
-}
-
 /// Static: lives as long as the process. Null if there is none.
 PyTypeObject* python_type_of(const Node& node) {
   // Not imported: that might run Python code, in the middle of a search for holders.
@@ -192,60 +153,37 @@ PyTypeObject* python_type_of(const Node& node) {
   return type && PyType_Check(type.get()) ? reinterpret_cast<PyTypeObject*>(type.get()) : nullptr;
 }
 
-/// By libtorch's getters, which give a tensor's member of the node itself, and a list's entries in a tuple.
-SavedPlaces find_saved_places(Node& node) {
+}  // namespace
+
+// Libtorch's getters give a tensor's member of the node itself, and a list's entries in a tuple.
+bool for_each_saved(Node& node,
+                    c10::function_ref<void(SavedVariable&, const char*, int32_t)> visit) {
   constexpr std::string_view prefix = "_raw_saved_";
-  SavedPlaces places;
-  places.type = python_type_of(node);
-  if (!places.type) {
-    return places;
-  }
-  ObjectOf object(node, places.type);
-  for (const PyGetSetDef* def = places.type->tp_getset; def && def->name; ++def) {
+  PyTypeObject* const type = python_type_of(node);
+  for (const PyGetSetDef* def = type ? type->tp_getset : nullptr; def && def->name; ++def) {
     if (std::string_view(def->name).substr(0, prefix.size()) != prefix) {
       continue;
     }
-    THPObjectPtr value = object.get(*def);
+    const char* const name = def->name + std::string_view("_raw_").size();
+    THPObjectPtr value = ObjectOf(node, type).get(*def);
     PyErr_Clear();  // a list that a backward has released
-    if (!value || !pybind11::isinstance<SavedVariable>(pybind11::handle(value.get()))) {
-      places.lists.push_back(def);
+    if (!value || !PyTuple_Check(value.get())) {
+      if (value && pybind11::isinstance<SavedVariable>(pybind11::handle(value.get()))) {
+        visit(saved_in(value), name, -1);
+      }
       continue;
     }
-    const auto* member = reinterpret_cast<const char*>(&saved_in(value));
-    places.members.push_back({member - reinterpret_cast<const char*>(&node), saved_name(*def)});
-  }
-  return places;
-}
-
-const SavedPlaces& saved_places_of(Node& node) {
-  static auto* const known = new std::unordered_map<std::type_index, SavedPlaces>;  // with the GIL
-  const auto place = known->find(typeid(node));
-  return place != known->end()
-             ? place->second
-             : known->emplace(typeid(node), find_saved_places(node)).first->second;
-}
-
-}  // namespace
-
-bool for_each_saved(Node& node,
-                    c10::function_ref<void(SavedVariable&, const char*, int32_t)> visit) {
-  const SavedPlaces& places = saved_places_of(node);
-  for (const SavedPlaces::Member& member : places.members) {
-    auto* saved = reinterpret_cast<char*>(&node) + member.offset;
-    visit(*reinterpret_cast<SavedVariable*>(saved), member.name, -1);
-  }
-  for (const PyGetSetDef* def : places.lists) {
-    THPObjectPtr list = ObjectOf(node, places.type).get(*def);
-    PyErr_Clear();
-    const Py_ssize_t size = list && PyTuple_Check(list.get()) ? PyTuple_GET_SIZE(list.get()) : 0;
-    for (Py_ssize_t i = 0; i < size; ++i) {
-      PyObject* item = PyTuple_GET_ITEM(list.get(), i);
-      if (item != Py_None) {
-        visit(saved_in(item), saved_name(*def), static_cast<int32_t>(i));
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value.get()); ++i) {
+      if (PyObject* item = PyTuple_GET_ITEM(value.get(), i); item != Py_None) {
+        visit(saved_in(item), name, static_cast<int32_t>(i));
       }
     }
   }
-  return places.type != nullptr;
+  return type != nullptr;
+}
+
+THPObjectPtr context_of(Node& node) {
+  return checked(torch::autograd::functionToPyObject(ref_of(node)));  // the one it has
 }
 
 std::vector<SavedVariable*> saved_by(Node& node) {
@@ -253,28 +191,12 @@ std::vector<SavedVariable*> saved_by(Node& node) {
   if (is_generated(node)) {
     for_each_saved(node, [&](SavedVariable& one, const char*, int32_t) { saved.push_back(&one); });
   } else if (is_python_function(node)) {
-    THPObjectPtr context(torch::autograd::functionToPyObject(ref_of(node)));  // the one it has
-    if (!context) {
-      throw python_error();
-    }
+    THPObjectPtr context = context_of(node);
     for (SavedVariable& one : reinterpret_cast<THPFunction*>(context.get())->saved_variables) {
       saved.push_back(&one);
     }
   }
   return saved;
-}
-
-at::Tensor Packed::unpack() const {
-  const AcquireGil gil;
-  c10::impl::PyInterpreter* const interpreter = getPyInterpreter();
-  THPObjectPtr tensor(
-      PyObject_CallFunctionObjArgs(unpack_hook.ptr(interpreter), data.ptr(interpreter), nullptr));
-  if (!tensor) {
-    throw python_error();
-  }
-  TORCH_CHECK_TYPE(THPVariable_Check(tensor.get()), "a saved tensor's unpack hook returned a ",
-                   Py_TYPE(tensor.get())->tp_name, "; expected a tensor");
-  return THPVariable_Unpack(tensor.get()).detach();
 }
 
 std::string describe(const at::Tensor& tensor) {

@@ -29,8 +29,12 @@ inline const char* type_name(PyObject* object) {
   return Py_TYPE(object)->tp_name;
 }
 
-/// Python objects in the making; both throw python_error. append() takes over `value`, which may be null with an
-/// error set.
+/// Takes over `object`. Throws python_error for NULL.
+THPObjectPtr checked(PyObject* object);
+/// isinstance(). Throws python_error.
+bool is_instance(PyObject* object, PyObject* type);
+/// Python objects in the making; both throw python_error. append() takes over `value`, which may be
+/// null with an error set.
 THPObjectPtr new_list();
 void append(PyObject* list, PyObject* value);
 /// New; None for what is undefined. Throws python_error.
@@ -55,13 +59,18 @@ std::optional<Edge> as_gradient_edge(PyObject* object);
 
 using torch::autograd::SavedVariable;
 
-/// Calls `visit` with everything that a node which libtorch generated has saved, its name, and its place in a list
-/// or -1; nothing is unpacked, and no Python object is made for the node. None of the lists that a backward has
-/// released. False if libtorch does not tell what nodes of this type save. Called with the GIL held.
+/// Calls `visit` with everything that a node which libtorch generated has saved, its name, and its
+/// place in a list or -1; nothing is unpacked, and no Python object is made for the node. None of
+/// the lists that a backward has released. False if libtorch does not tell what nodes of this type
+/// save. Called with the GIL held.
 bool for_each_saved(Node& node,
                     c10::function_ref<void(SavedVariable&, const char* name, int32_t index)> visit);
 
-/// Everything that `node` has saved, also a Python Function's. Borrowed from the node. Called with the GIL held.
+/// The context of a Python Function's node. Called with the GIL held. Throws python_error.
+THPObjectPtr context_of(Node& node);
+
+/// Everything that `node` has saved, also a Python Function's. Borrowed from the node. Called with
+/// the GIL held.
 std::vector<SavedVariable*> saved_by(Node& node);
 
 /// A tensor, or the gradient that an edge takes, as "Float [2, 3] on cpu", for messages.

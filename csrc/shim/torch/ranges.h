@@ -5,8 +5,8 @@
 
 namespace zbp {
 
-/// From its making to its end, what runs on this thread lies in the range. Without a profiler it costs a look at
-/// libtorch's list of callbacks. `name` is static.
+/// From its making to its end, what runs on this thread lies in the range. Without a profiler it
+/// costs a look at libtorch's list of callbacks. `name` is static.
 class ProfiledRange {
  public:
   explicit ProfiledRange(const char* name) : range_(at::RecordScope::USER_SCOPE) {

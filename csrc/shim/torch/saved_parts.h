@@ -1,8 +1,9 @@
 // What libtorch keeps to itself of a saved variable behind hooks, and what it thereby holds.
 //
 // Note [Private members]
-// That members are private is not checked where a template is instantiated explicitly: so a function that hands out
-// a pointer to one can be made a friend there. A torch that has renamed one does not compile.
+// That members are private is not checked where a template is instantiated explicitly: so a
+// function that hands out a pointer to one can be made a friend there. A torch that has renamed one
+// does not compile.
 #pragma once
 
 #include <cstring>
@@ -50,7 +51,8 @@ template struct Opened<HistoryOfSaved, &torch::autograd::SavedVariable::grad_fn_
 template struct Opened<AccumulatorOfSaved, &torch::autograd::SavedVariable::grad_accumulator_>;
 template struct Opened<PackHook, &torch::autograd::PySavedVariableHooks::pack_hook_>;
 
-/// The hook that has packed, which libtorch keeps though it is not called again; borrowed. Null for a hook of C++.
+/// The hook that has packed, which libtorch keeps though it is not called again; borrowed. Null for
+/// a hook of C++.
 inline PyObject* pack_hook_of(const torch::autograd::SavedVariable& saved) {
   using torch::autograd::PySavedVariableHooks;
   const auto& hooks = saved.*member(HooksOfSaved());
@@ -65,7 +67,8 @@ inline const Node* history_of(const torch::autograd::SavedVariable& saved) {
   return (saved.*member(HistoryOfSaved())).get();
 }
 
-/// The accumulator of a leaf that is saved behind hooks, also when it has been let go of; else null.
+/// The accumulator of a leaf that is saved behind hooks, also when it has been let go of; else
+/// null.
 inline const Node* accumulator_of(const torch::autograd::SavedVariable& saved) {
   return (saved.*member(AccumulatorOfSaved())).get();
 }

@@ -26,8 +26,8 @@ struct Part {
   bool is_insisted_on = false;  // the node wants a tensor of its shape where it does not read it
 };
 
-/// A node of a type that is known to compute the gradients of its edges apart, at no extra cost worth
-/// naming, as often as one likes.
+/// A node of a type that is known to compute the gradients of its edges apart, at no extra cost
+/// worth naming, as often as one likes.
 struct Separable {
   c10::SmallVector<Part, 5> parts;
   // It multiplies its first part with its second: its weights may be heavy.

@@ -8,8 +8,8 @@
 extern "C" {
 #endif
 
-/* The tensor of a Python object that is one, or NULL; the same for all objects that are that tensor. Borrowed from the
- * object. With the GIL. */
+/* The tensor of a Python object that is one, or NULL; the same for all objects that are that
+ * tensor. Borrowed from the object. With the GIL. */
 const void *zbp_tensor_key(PyObject *object);
 
 #ifdef __cplusplus

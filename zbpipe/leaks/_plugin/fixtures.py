@@ -1,14 +1,9 @@
 """What fixtures of a wider scope than a test own."""
 
-import contextlib
-import functools
-import gc
 import weakref
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
-
-import torch
 
 from zbpipe import _C
 from zbpipe.leaks._report import Report
@@ -75,27 +70,3 @@ class OfFixtures:
             return leak.storage in self._storages
         left[leak.device, leak.bytes] -= 1
         return left[leak.device, leak.bytes] >= 0
-
-
-def tensors_in(thing: Any, depth: int) -> Iterator[torch.Tensor]:
-    """The tensors that a fixture's value owns."""
-    kind = type(thing)  # not isinstance(): a lazy object's __class__ may run anything
-    if issubclass(kind, torch.Tensor):
-        yield thing
-    elif issubclass(kind, torch.nn.Module):
-        yield from (*thing.parameters(), *thing.buffers())
-    elif depth == 0 or issubclass(kind, type):
-        return
-    elif kind is functools._lru_cache_wrapper:
-        for value in gc.get_referents(thing):  # its entries, by whatever they are kept in
-            yield from tensors_in(value, depth - 1)
-    elif issubclass(kind, dict):
-        for value in [*thing.keys(), *thing.values()]:
-            yield from tensors_in(value, depth - 1)
-    elif issubclass(kind, (list, tuple, set, frozenset)):
-        for value in list(thing):
-            yield from tensors_in(value, depth - 1)
-    else:
-        # An object's attributes; of an optimizer its state, where that of a parameter is one level deeper.
-        with contextlib.suppress(Exception):
-            yield from tensors_in(object.__getattribute__(thing, "__dict__"), depth)

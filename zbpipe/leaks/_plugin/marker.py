@@ -1,4 +1,4 @@
-"""What the marker, the options and the fixture ask for."""
+"""What the marker, the option and the fixture ask for."""
 
 from typing import Any
 
@@ -12,33 +12,31 @@ ARGUMENTS = ("allow", "trace", "device", "action")
 
 
 def is_asked_for(item: pytest.Item) -> bool:
-    marker = item.get_closest_marker("no_tensor_leak")
+    marker = item.get_closest_marker("no_tensor_leaks")
     if marker is not None and marker.kwargs.get("action") == "ignore":
-        return "tensor_leaks" in getattr(item, "fixturenames", ())
-    config = item.config
+        return "no_tensor_leaks" in getattr(item, "fixturenames", ())
     return bool(
         marker is not None
-        or "tensor_leaks" in getattr(item, "fixturenames", ())
-        or config.getoption("no_tensor_leaks")
-        or config.getini("no_tensor_leaks")
+        or "no_tensor_leaks" in getattr(item, "fixturenames", ())
+        or item.config.getoption("no_tensor_leaks")
     )
 
 
 def arguments_of(item: pytest.Item) -> dict[str, Any]:
     """The closest marker's arguments. Raises UsageError."""
-    marker = item.get_closest_marker("no_tensor_leak")
+    marker = item.get_closest_marker("no_tensor_leaks")
     if marker is None:
         return {}
     unknown = [*map(argument, marker.args), *(name for name in marker.kwargs if name not in ARGUMENTS)]
     if unknown:
         raise pytest.UsageError(
-            f"{item.nodeid}: the marker no_tensor_leak was given {', '.join(unknown)}, but takes only the keywords "
+            f"{item.nodeid}: the marker no_tensor_leaks was given {', '.join(unknown)}, but takes only the keywords "
             f"{', '.join(ARGUMENTS)}"
         )
     action = marker.kwargs.get("action", "error")
     if action not in ACTIONS:
         raise pytest.UsageError(
-            f"{item.nodeid}: the marker no_tensor_leak was given action={argument(action)}; give one of "
+            f"{item.nodeid}: the marker no_tensor_leaks was given action={argument(action)}; give one of "
             f"{', '.join(ACTIONS)}"
         )
     arguments = dict(marker.kwargs)
@@ -46,7 +44,7 @@ def arguments_of(item: pytest.Item) -> dict[str, Any]:
         arguments["allow"] = _allow.checked("record", arguments.get("allow", ()), arguments.get("device"))
     except (TypeError, ValueError, RuntimeError) as error:
         raise pytest.UsageError(
-            f"{item.nodeid}: the marker no_tensor_leak was given a wrong argument: {error}"
+            f"{item.nodeid}: the marker no_tensor_leaks was given a wrong argument: {error}"
         ) from None
     marker.kwargs.update(arguments)  # type: ignore[attr-defined]  # an iterator for the next test too, which shares it
     return arguments

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,12 +39,21 @@ from zbpipe.leaks._words.of_python import (
 )
 from zbpipe.leaks._words.of_torch import hook, is_work, node, tensor
 
-Step = tuple[str, Any, str, "str | None"]
-"""As search_holders() (csrc/bindings/holders.c) gives them: kind, object or None, name, edge."""
 
+class Step(NamedTuple):
+    """``kind`` is "python", "group", a handle's, or "more" for the left out middle of a chain (``name``: how many
+    steps). ``thing`` is its Python object or None, ``name`` says what a handle's is. ``edge`` says how the step before
+    holds it, where C++ knows."""
+
+    kind: str
+    thing: Any
+    name: str
+    edge: str | None
+
+
+_ALONE = ("node", "tensor", "storage")  # kinds that are described by their class, name and edge, whatever is around
 _Ordered = collections.OrderedDict
 _Capsule = type(datetime.datetime_CAPI)
-_ALONE = ("node", "tensor", "storage")  # kinds that are described by their class, name and edge, whatever is around
 _SUSPENDED = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 
 
@@ -58,9 +67,7 @@ class Words:
         self._threads = threads
         self._places: dict[int, tuple[Any, dict[int, Any]]] = {}
         self._of_modules: dict[int, tuple[Any, bool]] = {}
-        self._alone: dict[tuple[str, str, str | None, int], tuple[type, Holder | None]] = {}  # of a kind of _ALONE
-        # The chain before this one; its holders with their first step, the next one's, and the last that was looked at.
-        self._last: tuple[list[Step], list[tuple[int, int, int, Holder | None]]] = [], []
+        self._told: dict[Any, tuple[Any, Holder | None, int]] = {}
         self._alike: dict[Holder, Holder] = {}  # one for all that are equal
         self._sized: dict[tuple[int, int], tuple[Holder, Holder]] = {}
 
@@ -70,27 +77,23 @@ class Words:
 
     def placed_holders(self, steps: list[Step]) -> list[tuple[int, Holder]]:
         """Likewise, each with the place of its first step."""
-        # Chains that follow each other begin alike, and a holder is described by the few steps around it.
-        before, described = self._last
-        common = next((i for i, (a, b) in enumerate(zip(steps, before, strict=False)) if a is not b), None)
-        common = min(len(steps), len(before)) if common is None else common
-        whole = len(steps) == len(before) == common
-        found = [entry for entry in described if whole or entry[2] < common]
-        at = found[-1][1] if found else 0
+        found, at = [], 0
         while at < len(steps):
             kind, thing, name, edge = steps[at]
             if kind in _ALONE:
-                alike = kind, name, edge, id(type(thing))
-                if alike not in self._alone:
-                    self._alone[alike] = type(thing), self._describe_whole(steps, at)[0]
-                found.append((at, at + 1, at + 1, self._alone[alike][1]))
-                at += 1
+                around: Any = type(thing)
+                key: Any = kind, name, edge, id(around)
             else:
-                holder, taken = self._describe_whole(steps, at)
-                found.append((at, at + taken, at + taken + _looks_beyond(thing), holder))
-                at += taken
-        self._last = steps, found
-        return [(first, holder) for first, _, _, holder in found if holder is not None]
+                begin = at - 1 if at and issubclass(type(thing), dict) else at
+                around = steps[begin : at + _looks_ahead(thing)]
+                key = begin == at, *map(id, around)
+            if key not in self._told:
+                self._told[key] = around, *self._describe_whole(steps, at)
+            _, holder, taken = self._told[key]
+            if holder is not None:
+                found.append((at, holder))
+            at += taken
+        return found
 
     def _describe_whole(self, steps: list[Step], at: int) -> tuple[Holder | None, int]:
         try:
@@ -296,9 +299,10 @@ class Words:
         return "" if index is None else f" item {index}"
 
 
-def _looks_beyond(thing: Any) -> int:
-    """How many steps after the one behind what it takes up decide on a holder's words."""
-    return int(type(thing) is types.FunctionType or issubclass(type(thing), torch.nn.Module))
+def _looks_ahead(thing: Any) -> int:
+    """How many steps, with its own, decide on the words for a holder; for a dictionary the one before does, too."""
+    cls = type(thing)
+    return 2 if cls is list or cls is tuple else 4 if issubclass(cls, torch.nn.Module) else 3
 
 
 def _of_array(thing: Any, array: Any) -> str:

@@ -1,0 +1,117 @@
+// The nodes that I puts into the graph for the time of one run.
+#pragma once
+
+#include "shim/group/group.h"
+
+namespace zbp {
+
+/// What the engine runs in the place of another node.
+class InPlaceOf : public Node {
+ public:
+  std::string name() const override { return original_->name(); }
+
+ protected:
+  InPlaceOf(NodePtr original, uint64_t sequence_nr)
+      : Node(sequence_nr), original_(std::move(original)) {
+    NodeParts::copy_identity(*original_, *this);
+  }
+
+  NodePtr original_;
+
+ private:
+  friend Node& original_of(Node& node);
+};
+
+/// The node of the user's graph that `node` has the place of, in I or W; often `node` itself.
+Node& original_of(Node& node);
+
+/// Takes the place of a split node: the engine runs the stand-in, the stand-in runs the node, with
+/// its hooks, and fills the weight task. Its edges are the node's input face.
+///
+/// Note [Why split nodes need a stand-in]
+/// The engine releases the saved tensors of every node that it ran. W still needs those of a
+/// deferred node, and a whole node must be given all its edges while the engine follows only some
+/// of them. So the engine must not see the node itself.
+class StandIn : public InPlaceOf {
+ public:
+  StandIn(NodePtr original, GroupPtr group, size_t task);
+
+  /// Forgets node, group and edges, so that nothing is kept once I is over. From then on running
+  /// the stand-in is a second backward through the graph.
+  void retire() noexcept;
+
+  /// Gives back what the node lent for the run. Unless retired, I has failed: if the node has run,
+  /// it is spent, as after a failed ordinary backward. Repeating it does no harm.
+  void give_up() noexcept;
+
+  bool is_retired() const { return original_ == nullptr; }
+
+  Task& task() { return group_->tasks[task_]; }
+  Group& group() const { return *group_; }
+
+  std::string name() const override;
+
+ protected:
+  variable_list apply(variable_list&& grads) override;
+
+ private:
+  variable_list run_split(Task& task, variable_list&& grads);
+  variable_list run_whole(Task& task, variable_list&& grads);
+
+  void give_back_metadata() noexcept;
+
+  bool has_metadata_ = true;
+  bool has_run_ = false;
+
+  GroupPtr group_;
+  size_t task_;  // index into group_->tasks
+};
+
+/// Takes the place of the node behind a stage input, where I ends: runs the hooks that an ordinary
+/// backward would run there and keeps the gradients. What lies behind is never walked.
+class Capture : public InPlaceOf {
+ public:
+  /// skip_undefined: other outputs of the node are no inputs, and have hooks of their own. See Note
+  /// [Other outputs of an input's node].
+  Capture(NodePtr original, bool skip_undefined);
+
+  /// One per input of the node that it stands for.
+  variable_list grads;
+
+ protected:
+  variable_list apply(variable_list&& grads) override;
+
+ private:
+  bool skip_undefined_;
+};
+
+/// What is said of a backward through what I has consumed: torch advises retain_graph, which I does
+/// not take.
+constexpr const char* ERR_CONSUMED =
+    "Trying to backward through the graph a second time: an input pass has already run through "
+    "this part of it, and keeps no graph for another backward. Give all outputs and losses of one "
+    "forward to one call of stage_backward_input.";
+
+/// Refuses every run of a node that I has consumed and a group still holds.
+class ConsumedGuard : public torch::autograd::FunctionPreHook {
+ public:
+  variable_list operator()(const variable_list& grads) override;
+};
+
+/// True for what is left of a split node after I: a second backward must not get past it.
+bool is_consumed(Node& node);
+
+/// The hooks of the tensors that `node` produced, which fire wherever a gradient reaches it, and
+/// those of the node, which fire where it runs; in the engine's order. skip_undefined: not those of
+/// tensors that have got no gradient here.
+variable_list call_tensor_hooks(Node& node, variable_list grads, bool skip_undefined = false);
+variable_list call_pre_hooks(Node& node, variable_list grads);
+variable_list call_post_hooks(Node& node, variable_list outputs, const variable_list& inputs);
+
+/// Runs `node` as the engine does: all its hooks, its edges as they are. substitute: what the
+/// engine runs for it. Unless `track_views`, a node that only changes the layout gives away
+/// gradients that do not know of what they are views. skip_undefined: as above.
+variable_list run_node(Node& node, Node& substitute, variable_list&& grads, bool release,
+                       bool track_views = true, bool skip_undefined = false);
+
+}  // namespace zbp

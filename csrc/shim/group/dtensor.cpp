@@ -1,0 +1,90 @@
+#include "shim/group/dtensor.h"
+
+#include <Python.h>
+
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/object_ptr.h>
+
+#include "shim/torch/gil.h"
+#include "shim/torch/nodes.h"
+#include "shim/torch/python.h"
+
+namespace zbp {
+
+namespace {
+
+constexpr const char* OF_DTENSORS = "zbpipe._torch.dtensor";
+
+/// What `ask` returns. What could not be asked of a DTensor is as if it were none; but nobody's
+/// Ctrl-C is lost.
+template <class Ask>
+THPObjectPtr asked(const Ask& ask) {
+  try {
+    return ask();
+  } catch (python_error&) {
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) {
+      throw;
+    }
+    PyErr_Clear();
+    return {};
+  }
+}
+
+/// The plain tensor in `object`, which may be null.
+std::optional<at::Tensor> plain_tensor_in(PyObject* object) {
+  const at::Tensor* tensor = object ? as_tensor(object) : nullptr;
+  return tensor && !is_subclass(*tensor) ? std::optional(*tensor) : std::nullopt;
+}
+
+}  // namespace
+
+bool is_dtensor(const at::Tensor& tensor) {
+  if (!tensor.defined() || !is_subclass(tensor)) {
+    return false;
+  }
+  const AcquireGil gil;
+  // Nothing is one where nobody imported torch.distributed.tensor.
+  THPObjectPtr name(PyUnicode_FromString("torch.distributed.tensor"));
+  THPObjectPtr module(name ? PyImport_GetModule(name) : nullptr);
+  THPObjectPtr type(module ? PyObject_GetAttrString(module, "DTensor") : nullptr);
+  THPObjectPtr object(type ? THPVariable_Wrap(tensor) : nullptr);
+  const bool is_one = object && PyObject_IsInstance(object, type) == 1;
+  PyErr_Clear();
+  return is_one;
+}
+
+at::Tensor local_part(const at::Tensor& tensor) {
+  if (!is_dtensor(tensor)) {
+    return tensor;
+  }
+  const AcquireGil gil;
+  THPObjectPtr local =
+      asked([&] { return call_python(OF_DTENSORS, "local_part", {checked(wrap_tensor(tensor))}); });
+  return plain_tensor_in(local.get()).value_or(tensor);
+}
+
+std::optional<LocalProduct> local_product(const Operand& sum, const Operand& left,
+                                          const Operand& right) {
+  if (!is_subclass(sum.matrix) || !is_subclass(left.matrix) || !is_subclass(right.matrix) ||
+      !is_dtensor(sum.matrix)) {
+    return std::nullopt;
+  }
+  const AcquireGil gil;
+  THPObjectPtr parts = asked([&] {
+    return call_python(OF_DTENSORS, "local_product",
+                       {checked(wrap_tensor(sum.matrix)), checked(wrap_tensor(left.matrix)),
+                        checked(wrap_tensor(right.matrix)),
+                        checked(Py_BuildValue("(iii)", sum.is_transposed, left.is_transposed,
+                                              right.is_transposed))});
+  });
+  if (!parts || parts.get() == Py_None) {
+    return std::nullopt;  // the DTensors' own rules apply
+  }
+  const auto s = plain_tensor_in(PyTuple_GetItem(parts, 0));
+  const auto l = plain_tensor_in(PyTuple_GetItem(parts, 1));
+  const auto r = plain_tensor_in(PyTuple_GetItem(parts, 2));
+  PyErr_Clear();
+  return s && l && r ? std::optional(LocalProduct{*s, *l, *r}) : std::nullopt;
+}
+
+}  // namespace zbp

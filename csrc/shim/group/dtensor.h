@@ -1,0 +1,35 @@
+// DTensors (torch.distributed.tensor): each rank of a mesh has a part of them. Asked of their
+// Python objects, with the GIL, which these functions take, but not for tensors that are no
+// subclass.
+#pragma once
+
+#include <optional>
+
+#include <ATen/core/Tensor.h>
+
+namespace zbp {
+
+bool is_dtensor(const at::Tensor& tensor);
+
+/// What this rank has of a DTensor; `tensor` itself if it is none, or if it is not there yet.
+at::Tensor local_part(const at::Tensor& tensor);
+
+/// A factor of a product, or where the product is added.
+struct Operand {
+  at::Tensor matrix;
+  bool is_transposed;
+};
+
+struct LocalProduct {
+  at::Tensor sum;
+  at::Tensor left;
+  at::Tensor right;  // all three without the transposition
+};
+
+/// This rank's parts of three DTensors, where adding the product of its parts of `left` and `right`
+/// to its part of `sum` is all there is to adding the product itself: it needs no communication,
+/// and lies on the mesh as `sum` does. Else nothing.
+std::optional<LocalProduct> local_product(const Operand& sum, const Operand& left,
+                                          const Operand& right);
+
+}  // namespace zbp

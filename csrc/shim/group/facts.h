@@ -1,0 +1,37 @@
+// What is known about nodes, for the core to decide on. Called with the GIL held, but for
+// is_plain_step().
+#pragma once
+
+#include "core/pass/zbp_facts.h"
+#include "shim/group/group.h"
+
+namespace zbp {
+
+/// Of a split node, and of a node between it and the weights. See zbp_facts.h.
+zbp_fact fact_of_split(Node& node);
+zbp_fact fact_of_outside(Node& node);
+
+/// True for the edge to a weight, or to what is computed from one, that is a matrix or more.
+bool is_matrix(const Edge& edge);
+
+/// True for a node that only lays one gradient out anew, copies or casts it, has saved no tensor,
+/// and that nobody watches. Running it any number of times, on any thread, does no harm.
+bool is_plain_step(Node& node);
+
+/// True for a node of a kind that saves no tensor.
+bool saves_nothing(Node& node);
+
+/// True if a node that has not run yet has no saved tensors that running it would release; false
+/// where this is not known.
+bool has_saved_nothing(Node& node);
+
+/// The plain steps behind an edge, the first `count` of them.
+SmallVector<Node*, 4> path_behind(const Edge& edge, size_t count);
+
+/// Those between a face and its weight. Alive as long as the face.
+inline SmallVector<Node*, 4> path_of(const Task& task, size_t f) {
+  const zbp_face& plan = task.plan(f);
+  return path_behind(task.face[f].edge, (plan.flag & ZBP_FACE_PATH) != 0 ? plan.steps : 0);
+}
+
+}  // namespace zbp

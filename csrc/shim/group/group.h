@@ -1,0 +1,240 @@
+// What I leaves for W: parameter groups, their weight tasks and the weights that they serve.
+//
+// C knows a group by its layout and book (zbp_group.h); tasks, weights and outside nodes have the
+// layout's indices.
+//
+// Ownership contract: a Group owns everything that its W needs: the matrices and gradients
+// (detached, so that none of them keeps the graph), the nodes that W runs again, the edges towards
+// the weights and the accumulators behind them. Nothing that a Group owns refers back to it. During
+// a run, and only then, stand-ins, task nodes and sinks share ownership of the Group, so that a
+// worker thread of the engine that is still busy when another one failed does not write into freed
+// memory.
+//
+// Threads: a Group is used by one pass at a time; the bindings see to that.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include <c10/core/SafePyObject.h>
+#include <c10/core/Stream.h>
+#include <c10/util/SmallVector.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include "core/pass/zbp_kind.h"
+#include "core/pass/zbp_group.h"
+#include "shim/group/watched.h"
+#include "shim/torch/compat.h"
+
+namespace zbp {
+
+/// One edge of a task towards the weights: the record beside its zbp_face.
+struct Face {
+  Edge edge;     // where it leads
+  Watched grad;  // its gradient; undefined while W has still to compute it
+};
+
+/// What a node has saved behind hooks (checkpointing, offloading), left packed until W.
+struct Packed {
+  c10::SafePyObject unpack_hook;
+  c10::SafePyObject data;
+
+  /// Takes the GIL. Raises what the hook raises.
+  at::Tensor unpack() const;
+};
+using PackedPtr = std::shared_ptr<const Packed>;
+
+/// Autocast on one type of device, as it was where work was handed over.
+struct Autocast {
+  c10::DeviceType device;
+  c10::ScalarType dtype;
+};
+
+/// What the backward of a Function handed over in I: a Python callable that computes in W the
+/// gradients at some of its task's faces. See work.h.
+struct Work {
+  struct Call {
+    c10::SafePyObject function;
+    c10::SafePyObject arguments;         // a tuple
+    SmallVector<Watched, 3> saved;       // the tensors in it, but for parameters,
+    SmallVector<Watched, 1> parameters;  // which cost nothing to keep
+    std::vector<Autocast> autocast;      // where it is on
+  };
+  std::unique_ptr<const Call> call;  // null once it has run, unless it is to run again
+  SmallVector<int32_t, 2> faces;     // per gradient: its face, -1 where nobody wants it
+  SmallVector<Watched, 2> grads;     // what it returned, per entry of `faces`
+  bool is_done = false;
+  bool is_checked = false;  // the gradients fit their faces
+};
+
+/// W multiplies the node's output gradient with one matrix.
+struct Product {
+  Watched output_grad;
+  std::variant<Watched, PackedPtr> other;  // the matrix; or W unpacks it
+  uint32_t matrix_slot;                    // the edge of the weight matrix
+  bool weight_is_left;                     // the weight is the left factor
+};
+
+/// A factor that a deferred node insists on and W does not read: only its shape is kept.
+struct Blank {
+  torch::autograd::SavedVariable* saved;  // the node's, borrowed
+  std::vector<int64_t> sizes;
+  std::vector<int64_t> strides;
+  at::TensorOptions options;
+};
+
+/// W runs the node again.
+struct Deferred {
+  SmallVector<Watched, 1> output_grads;  // per input of the node
+  SmallVector<Watched, 1> saved;         // by the node, and W will read it
+  SmallVector<PackedPtr, 1> packed;      // by the node, which shares it
+  std::vector<Blank> blanks;
+  bool is_alone = false;  // I is through with the node: nobody else runs it
+};
+
+/// W starts from gradients that the faces have, and from work; also a root's.
+struct Given {
+  std::vector<Work> works;
+};
+
+struct Task {
+  Task(zbp_layout& of_layout, uint32_t of_number, NodePtr of_node);
+
+  zbp_task& plan() const { return layout->task[number]; }
+  zbp_face& plan(size_t f) const { return layout->face[plan().face_begin + f]; }
+  uint8_t kind() const { return plan().kind; }  // ZBP_TASK_*
+  std::string name() const { return node ? node->name() : name_of_gone; }
+  /// The number of the face that is this edge of the node.
+  std::optional<size_t> face_at(uint32_t slot) const;
+  /// A product whose matrices, seen in I, need more than one multiplication.
+  Deferred& defer_product();
+
+  zbp_layout* layout;  // the group's, where the task's numbers are; borrowed
+  uint32_t number;
+  NodePtr node;              // once I is over, null for one that W does not run or ask
+  std::string name_of_gone;  // that node's
+  SmallVector<Face, 2> face;
+  std::variant<Given, Product, Deferred> work;
+  std::vector<Version> arguments;  // of the regions that W computes again for it
+  // Has its device and stream, when not the CPU.
+  std::unique_ptr<const torch::autograd::InputMetadata> device;
+};
+
+/// Calls `visit` with every tensor that the task's W reads.
+template <class Visit>
+void for_each_watched(const Task& task, const Visit& visit) {
+  const auto all = [&visit](c10::ArrayRef<Watched> list) {
+    std::for_each(list.begin(), list.end(), visit);
+  };
+  for (const Face& face : task.face) {
+    visit(face.grad);
+  }
+  if (const auto* product = std::get_if<Product>(&task.work)) {
+    visit(product->output_grad);
+    if (const auto* matrix = std::get_if<Watched>(&product->other)) {
+      visit(*matrix);
+    }
+  } else if (const auto* deferred = std::get_if<Deferred>(&task.work)) {
+    all(deferred->output_grads);
+    all(deferred->saved);
+  } else {
+    for (const Work& work : std::get<Given>(task.work).works) {
+      if (work.call) {
+        all(work.call->saved);
+      }
+      all(work.grads);
+    }
+  }
+}
+
+/// Calls `visit` with what of the task stays packed until W.
+template <class Visit>
+void for_each_packed(const Task& task, const Visit& visit) {
+  if (const auto* deferred = std::get_if<Deferred>(&task.work)) {
+    for (const PackedPtr& packed : deferred->packed) {
+      visit(*packed);
+    }
+  } else if (const auto* product = std::get_if<Product>(&task.work)) {
+    if (const auto* packed = std::get_if<PackedPtr>(&product->other)) {
+      visit(**packed);
+    }
+  }
+}
+
+struct Weight {
+  NodeRef<torch::autograd::AccumulateGrad> accumulator;
+  at::Tensor grad;  // the sum of its gradients, while it waits to be added: see zbp_book_weight
+  at::Tensor main_grad;  // for the time of a W: where it adds instead of .grad
+};
+
+/// What a node outside the closure has saved behind hooks, or as a view that keeps its base for
+/// nothing.
+struct UnpinnedOutside {
+  NodePtr node;
+  size_t number;  // of the saved variable, among the node's
+};
+
+/// A node between the tasks and the weights. Other groups may share it.
+struct Outside {
+  Node* node;  // borrowed: alive as long as the faces of the group
+  // It has outputs that are stage inputs: see Note [Other outputs of an input's node].
+  bool makes_input = false;
+};
+
+struct Group : zbp_group, std::enable_shared_from_this<Group> {
+  Group() : zbp_group{} {}
+  ~Group();
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
+  std::shared_ptr<Group> owned;  // itself, while the caller owns it: until zbp_group_free
+  bool was_captured = false;     // I ran within a capture of the device's: see Note [Streams]
+  SmallVector<Task, 1> tasks;
+  SmallVector<c10::Stream, 1> streams;  // those of the tasks, each once
+  SmallVector<Weight, 2> weights;
+  std::vector<Outside> outside;
+  std::vector<UnpinnedOutside> unpinned_outside;  // what I has still to see to
+  // What nodes outside the closure have saved, or the regions that W computes again for them read.
+  std::vector<Version> saved_outside;
+  std::vector<Version> arguments_outside;
+  std::shared_ptr<const Reads> reads;  // only if W may compute regions again
+  // Sequence number of the last node outside for which W computes a region again.
+  uint64_t outside_recomputed_for = 0;
+  std::mutex unpinned_outside_mutex;
+  // Stage outputs that W's nodes may have saved, or that regions may read which W computes again:
+  // they can be detached only after W, by the last of the groups that share one.
+  using Output = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+  std::vector<std::shared_ptr<const Output>> outputs;
+
+  /// Lets go of everything that W read; so do the nodes that only W could still run, whoever refers
+  /// to them.
+  void release() noexcept;
+  /// Bytes of the tensors held for W, each storage counted once.
+  size_t bytes_held() const;
+  /// True if W may run what Python hooks have packed: a region computed again may read any tensor
+  /// of the forward.
+  bool leaves_packed() const;
+  /// Of the nodes for which W computes a region again, the highest sequence number; 0 if there are
+  /// none. What is computed for a node has been computed before it in the forward.
+  uint64_t recomputed_for() const;
+};
+
+using GroupPtr = std::shared_ptr<Group>;
+
+/// The group that C knows by its beginning.
+inline Group& group_of(zbp_group* group) {
+  return static_cast<Group&>(*group);
+}
+inline const Group& group_of(const zbp_group* group) {
+  return static_cast<const Group&>(*group);
+}
+
+}  // namespace zbp

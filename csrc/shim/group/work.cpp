@@ -1,0 +1,195 @@
+// W: runs what was handed over. See work.h.
+
+#include "shim/group/work.h"
+
+#include <algorithm>
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/StreamGuard.h>
+#include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "shim/torch/gil.h"
+#include "shim/torch/python.h"
+#include "shim/torch/ranges.h"
+
+namespace zbp {
+
+namespace {
+
+/// Autocast as it was where the work was handed over. Its cache is left alone: a cast that is made
+/// here has no history, and the next forward would find it.
+class AutocastAsThere {
+ public:
+  explicit AutocastAsThere(c10::ArrayRef<Autocast> there)
+      : is_cached_(at::autocast::is_autocast_cache_enabled()) {
+    at::autocast::set_autocast_cache_enabled(false);
+    for (const c10::DeviceType device : at::autocast::_AUTOCAST_SUPPORTED_DEVICES) {
+      const auto* found = std::find_if(there.begin(), there.end(), [&](const Autocast& autocast) {
+        return autocast.device == device;
+      });
+      const bool is_on_there = found != there.end();
+      const bool is_on_here = at::autocast::is_autocast_enabled(device);
+      if (is_on_there || is_on_here) {
+        here_.push_back({{device, at::autocast::get_autocast_dtype(device)}, is_on_here});
+        at::autocast::set_autocast_enabled(device, is_on_there);
+      }
+      if (is_on_there) {
+        at::autocast::set_autocast_dtype(device, found->dtype);
+      }
+    }
+  }
+  ~AutocastAsThere() {
+    for (const auto& [autocast, is_enabled] : here_) {
+      at::autocast::set_autocast_enabled(autocast.device, is_enabled);
+      at::autocast::set_autocast_dtype(autocast.device, autocast.dtype);
+    }
+    at::autocast::set_autocast_cache_enabled(is_cached_);
+  }
+  AutocastAsThere(const AutocastAsThere&) = delete;
+  AutocastAsThere& operator=(const AutocastAsThere&) = delete;
+
+ private:
+  bool is_cached_;
+  SmallVector<std::pair<Autocast, bool>, 2> here_;
+};
+
+}  // namespace
+
+variable_list parse_grads(PyObject* result, size_t count) {
+  variable_list grads(count);
+  if (result == Py_None) {
+    return grads;
+  }
+  TORCH_CHECK_TYPE(count > 0, "a function given to zbpipe.defer with weights=None returned a ",
+                   Py_TYPE(result)->tp_name, "; expected None, as it adds the gradients itself");
+  const bool is_sequence = PyTuple_Check(result) || PyList_Check(result);
+  const size_t size = is_sequence ? static_cast<size_t>(PySequence_Fast_GET_SIZE(result)) : 1;
+  TORCH_CHECK_VALUE(size == count, "a function given to zbpipe.defer returned ", size,
+                    " gradients; expected ", count, ", one for each of its weights");
+  for (size_t i = 0; i < count; ++i) {
+    PyObject* item = is_sequence ? PySequence_Fast_GET_ITEM(result, i) : result;
+    const at::Tensor* tensor = as_tensor(item);
+    TORCH_CHECK_TYPE(tensor || item == Py_None, "a function given to zbpipe.defer returned a ",
+                     Py_TYPE(item)->tp_name, count == 1 ? "" : c10::str(" as gradient ", i),
+                     "; expected a tensor or None");
+    if (tensor) {
+      grads[i] = *tensor;
+    }
+  }
+  return grads;
+}
+
+namespace {
+
+variable_list call(const Work::Call& call, size_t count) {
+  const ProfiledRange range("zbpipe::work");
+  const at::AutoGradMode no_grad(false);
+  const AutocastAsThere autocast(call.autocast);
+  const AcquireGil gil;
+  c10::impl::PyInterpreter* const interpreter = getPyInterpreter();
+  THPObjectPtr result(
+      PyObject_CallObject(call.function.ptr(interpreter), call.arguments.ptr(interpreter)));
+  if (!result) {
+    python_error error;
+    error.persist();  // safe from the loss of this thread's state
+    throw std::move(error);
+  }
+  return parse_grads(result, count);
+}
+
+/// As the engine would check it where the Function's own gradients are checked.
+void check_grads(Work& work, const Task& task) {
+  for (size_t i = 0; i < work.faces.size(); ++i) {
+    if (work.faces[i] < 0) {
+      work.grads[i].reset();
+      continue;
+    }
+    variable_list grad{work.grads[i].tensor()};
+    torch::autograd::validate_outputs(
+        {task.face[work.faces[i]].edge}, grad, [](const std::string& message) {
+          return "a function given to zbpipe.defer returned an " + message;
+        });
+    work.grads[i] = Watched(grad[0]);
+  }
+  work.is_checked = true;
+}
+
+void run(Work& work, const Task& task, bool retain) {
+  if (!work.is_done) {
+    SmallVector<Watched, 2> grads(work.faces.size());
+    variable_list results = call(*work.call, work.faces.size());
+    // Nothing throws before all are stored: the callable is not called a second time.
+    std::transform(results.begin(), results.end(), grads.begin(),
+                   [](at::Tensor& grad) { return Watched::with_history(std::move(grad)); });
+    work.grads = std::move(grads);
+    work.is_done = true;
+    if (!retain) {
+      work.call = nullptr;
+    }
+  }
+  if (!work.is_checked) {
+    check_grads(work, task);
+  }
+}
+
+/// Calls `visit` with each place where a gradient for the face lies.
+template <class AnyTask, class Visit>
+void for_each_given(AnyTask& task, size_t face, const Visit& visit) {
+  if (task.face[face].grad.tensor().defined()) {
+    visit(task.face[face].grad);
+  }
+  for (auto& work : std::get<Given>(task.work).works) {
+    for (size_t i = 0; i < work.grads.size(); ++i) {
+      if (work.faces[i] == static_cast<int32_t>(face) && work.grads[i].tensor().defined()) {
+        visit(work.grads[i]);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void run_works_for(Task& task, size_t face, bool retain) {
+  if (auto* given = std::get_if<Given>(&task.work)) {
+    for (Work& work : given->works) {
+      if (std::count(work.faces.begin(), work.faces.end(), static_cast<int32_t>(face)) != 0) {
+        run(work, task, retain);
+      }
+    }
+  }
+}
+
+void make_ready_again(Work& work) {
+  work.is_done = work.is_done && !work.call;
+  work.is_checked = work.is_done;
+  if (!work.is_done) {
+    work.grads.clear();
+  }
+}
+
+at::Tensor given_grad(const Task& task, size_t face) {
+  at::Tensor sum;
+  for_each_given(task, face, [&](const Watched& given) {
+    sum = sum.defined() ? sum + given.tensor() : given.tensor();
+  });
+  return sum;
+}
+
+Watched* only_kept_grad(Task& task, size_t face) {
+  if (task.kind() != ZBP_TASK_WHOLE) {
+    return nullptr;  // a root's is the caller's
+  }
+  Watched* only = nullptr;
+  size_t count = 0;
+  for_each_given(task, face, [&](Watched& given) {
+    only = &given;
+    ++count;
+  });
+  return count == 1 ? only : nullptr;
+}
+
+}  // namespace zbp

@@ -1,0 +1,67 @@
+/* zbp_describe.h - a parameter group from outside: its end, and what W will do and read.
+ * Conventions: zbp_input.h. Nothing is unpacked, and nothing but the weights can be kept alive.
+ */
+#ifndef ZBP_DESCRIBE_H
+#define ZBP_DESCRIBE_H
+
+#include <Python.h>
+
+#include "core/base/zbp_status.h"
+#include "core/pass/zbp_group.h"
+#include "shim/torch/zbp_error.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+void zbp_group_free(zbp_group *group); /* NULL is legal; frees all that W would have needed */
+
+/* For the collector: visits the Python objects that were handed over or stay packed and that the
+ * group alone holds; and makes the group one whose weight pass has run: no task is left, nor what
+ * one held. Run no Python code before the group lets go. */
+int zbp_group_traverse(const zbp_group *group, visitproc visit, void *arg);
+void zbp_group_clear(zbp_group *group);
+
+/* *out: bytes of the tensors held for W, each storage once; 0 while W runs. */
+ZBP_MUST_USE int zbp_group_bytes_held(const zbp_group *group, size_t *out, zbp_error *error);
+
+/* New tuple of the group's leaf tensors. Refused while its W runs, as is the next one. */
+PyObject *zbp_group_weights(zbp_group *group, zbp_error *error);
+
+/* New list with a tuple (name, kind, why, is_packed, faces, tensors) per task. A spent group has
+ * none.
+ *
+ * name: its node's; None for "waiting". kind: "product", "deferred", "whole" or "root"; "handed
+ * over" for a whole node whose Function has left work to W; "outside" for a node between the tasks
+ * and the weights, which W runs and which has saved something; "waiting" for a weight to which a W
+ * that raised could not add its gradient. why: it is of that kind, zbp_why_name(). is_packed: W
+ * unpacks something for it.
+ *
+ * faces: a list of (slot, shape, obstacle, weights). slot: the node's edge. shape: of the gradient
+ * there, a tuple, -1 where a size is not known as a number; () for a nested one. obstacle: what
+ * makes W run the engine from there to the weights, None if nothing does. weights: those it leads
+ * to, a list.
+ *
+ * tensors: those that W will read, a list of tuples (role, storage, bytes, shape, dtype, device,
+ * weights). role: "matrix", "output gradient", "light gradient" (of a vector, computed in I), "kept
+ * gradient" (of a matrix, likewise), "saved" (by the node, or what work was given) or "waiting
+ * gradient". storage: an int, the same for tensors that share memory, 0 where there is none; bytes:
+ * of the whole storage. weights: the leaf tensors whose gradients are computed from it, a list.
+ * What lies behind hooks is not among them, which nobody can see without running them, nor what an
+ * outside node has saved while a thread runs it, which may be another microbatch's too. */
+PyObject *zbp_group_describe(zbp_group *group, zbp_error *error);
+
+/* *out: 1 if the group's W may read weights themselves, or what has their memory, beside what it
+ * holds: it runs nodes again, or ones between its tasks and the weights, or unpacks what was saved.
+ * 0 otherwise, and for a spent group. */
+ZBP_MUST_USE int zbp_group_reads_weights(const zbp_group *group, int *out, zbp_error *error);
+
+/* *out: 1 if hooks watch the accumulation of `tensor`: its own, its accumulator's, as those of
+ * DDP. */
+ZBP_MUST_USE int zbp_is_watched(PyObject *tensor, int *out, zbp_error *error);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,277 @@
+// I: what the backward of a Python autograd.Function hands over. See Note [Who takes work], work.h.
+#include <algorithm>
+
+#include <ATen/autocast_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/python_cpp_function.h>
+#include <torch/csrc/autograd/python_function.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "core/pass/zbp_verdict.h"
+#include "shim/torch/detach.h"
+#include "shim/torch/nodes.h"
+#include "shim/torch/python.h"
+#include "shim/group/facts.h"
+#include "shim/engine/stand_in.h"
+#include "shim/input/zbp_input.h"
+#include "shim/group/work.h"
+
+namespace zbp {
+
+namespace {
+
+// ---- Which Function runs, and which of its edges are meant
+
+/// The Function whose backward runs on this thread, as its node. In I a stand-in may run it, in W a
+/// proxy does; then what is asked for is what they follow.
+struct Running {
+  NodePtr node;                 // null if no Function runs
+  StandIn* stand_in = nullptr;  // I's
+  const Node* proxy = nullptr;  // W's
+
+  /// True if a gradient for this edge of the node has somewhere to go.
+  bool asks_for(size_t slot) const {
+    return proxy ? proxy->next_edge(slot).is_valid() : node->task_should_compute_output(slot);
+  }
+};
+
+Running running_here() {
+  const NodePtr current = torch::autograd::get_current_node();
+  if (!current) {
+    return {};
+  }
+  Running running{ref_of(original_of(*current))};
+  if (!is_python_function(*running.node)) {
+    return {};
+  }
+  // What a vmap within the backward computes on ends with it, before W.
+  const bool is_transformed =
+      c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
+  running.stand_in = is_transformed ? nullptr : as<StandIn>(*current);
+  const bool is_proxy = current.get() != running.node.get() && !as<StandIn>(*current) &&
+                        current->num_outputs() > 0;  // no capture
+  running.proxy = is_proxy ? current.get() : nullptr;
+  return running;
+}
+
+/// Where the gradients go that work computes.
+struct Targets {
+  bool are_all = false;           // to all weights: the work adds them itself
+  SmallVector<int32_t, 2> slots;  // the node's edges; -1 for what takes no gradient
+};
+
+/// From the positions of weights among the arguments of the Function's forward, or None.
+Targets targets_of(PyObject* weights, const Running& running) {
+  Targets targets;
+  targets.are_all = weights == Py_None;
+  if (targets.are_all) {
+    return targets;
+  }
+  targets.slots.assign(static_cast<size_t>(PyTuple_GET_SIZE(weights)), -1);
+  if (!running.node) {
+    return targets;
+  }
+  THPObjectPtr context = context_of(*running.node);
+  const auto& is_tensor = reinterpret_cast<const THPFunction*>(context.get())->is_variable_input;
+  for (size_t i = 0; i < targets.slots.size(); ++i) {
+    int overflow = 0;
+    const long position =
+        PyLong_AsLongAndOverflow(PyTuple_GET_ITEM(weights, static_cast<Py_ssize_t>(i)), &overflow);
+    if (overflow || position < 0 || static_cast<size_t>(position) >= is_tensor.size()) {
+      refuse(PyExc_ValueError, "weights names argument ",
+             overflow ? "a huge number" : std::to_string(position), " of the forward of ",
+             running.node->name(), ", which has ", is_tensor.size(), ", the first of which is 0");
+    }
+    const auto slot = std::count(is_tensor.begin(), is_tensor.begin() + position, true);
+    // No tensor: None, for a weight that there may be or not.
+    if (is_tensor[position] && running.node->next_edge(slot).is_valid()) {
+      targets.slots[i] = static_cast<int32_t>(slot);
+    }
+  }
+  return targets;
+}
+
+/// What becomes of the work that is offered, and per weight its face, -1 where it is not I's to
+/// compute.
+struct Answer {
+  zbp_verdict verdict = ZBP_VERDICT_AT_ONCE;
+  SmallVector<int32_t, 2> faces;
+};
+
+Answer answer_of(StandIn& stand_in, const Targets& targets) {
+  const Task& task = stand_in.task();
+  SmallVector<bool, 4> is_matrix_face, leads;
+  for (const Face& face : task.face) {
+    is_matrix_face.push_back(is_matrix(face.edge));
+  }
+  for (const int32_t slot : targets.slots) {
+    leads.push_back(slot >= 0 && stand_in.next_edge(slot).is_valid());
+  }
+  zbp_offer offer{};
+  offer.are_all = targets.are_all;
+  offer.is_watched = !original_of(stand_in).post_hooks().empty();
+  offer.slot = targets.slots.data();
+  offer.leads = leads.data();
+  offer.slot_count = targets.slots.size();
+  offer.is_matrix = is_matrix_face.data();
+  Answer answer;
+  answer.faces.resize(targets.are_all ? task.face.size() : targets.slots.size());
+  answer.verdict = zbp_verdict_of(task.layout, task.number, &offer, answer.faces.data());
+  return answer;
+}
+
+Answer answer_to(const Targets& targets, const Running& running) {
+  if (running.stand_in) {
+    return answer_of(*running.stand_in, targets);
+  }
+  const bool is_wanted = targets.are_all || !running.node ||
+                         std::any_of(targets.slots.begin(), targets.slots.end(), [&](int32_t slot) {
+                           return slot >= 0 && running.asks_for(slot);
+                         });
+  return {is_wanted ? ZBP_VERDICT_AT_ONCE : ZBP_VERDICT_SKIP, {}};
+}
+
+// ---- What is kept for W
+
+bool is_parameter(PyObject* object, const at::Tensor& tensor) {
+  if (!tensor.is_leaf() || Py_IS_TYPE(object, reinterpret_cast<PyTypeObject*>(THPVariableClass))) {
+    return false;  // torch.Tensor itself would be asked in Python
+  }
+  return is_instance(object, ParameterClass);
+}
+
+/// True for another view of a parameter's memory.
+bool is_parameters(const at::Tensor& tensor, const Group& group) {
+  const void* storage = storage_of(tensor);
+  const auto has_it = [&](const Weight& weight) {
+    return storage && storage_of(weight.accumulator->variable) == storage;
+  };
+  if (std::any_of(group.weights.begin(), group.weights.end(), has_it)) {
+    return true;
+  }
+  const at::Tensor base = base_of(tensor);
+  return base.defined() && is_parameter(checked(THPVariable_Wrap(base)).get(), base);
+}
+
+bool has_attributes(PyObject* object) {
+  THPObjectPtr attributes = checked(PyObject_GetAttrString(object, "__dict__"));
+  return PyObject_Size(attributes.get()) != 0;
+}
+
+/// The tensor without its history, and else as it is.
+THPObjectPtr without_history(PyObject* object, const at::Tensor& tensor) {
+  const at::Tensor base = base_of(tensor);
+  // A view that was made without grad mode has none, but keeps its base's.
+  if (!tensor.requires_grad() && !(base.defined() && base.requires_grad())) {
+    return THPObjectPtr(Py_NewRef(object));
+  }
+  if (THPVariable_CheckExact(object) && !has_attributes(object)) {
+    return checked(THPVariable_Wrap(tensor.detach()));
+  }
+  THPObjectPtr alias = call_python("zbpipe._work", "without_history", {object});
+  TORCH_CHECK_TYPE(as_tensor(alias), "detach() of a ", type_name(object), " in saved returned a ",
+                   type_name(alias.get()), "; expected a tensor");
+  return alias;
+}
+
+/// A parameter comes as it is: what adds to its main_grad needs it. A stage input is a leaf as
+/// well, but it goes when I is over.
+bool comes_as_it_is(PyObject* object, const at::Tensor& tensor, const Group& group) {
+  const auto is_it = [&](const Weight& weight) {
+    return weight.accumulator->variable.is_same(tensor);
+  };
+  return std::any_of(group.weights.begin(), group.weights.end(), is_it) ||
+         is_parameter(object, tensor);
+}
+
+/// Of what a call is given: its arguments, a new tuple, and the tensors in it.
+struct Taken {
+  THPObjectPtr arguments;
+  SmallVector<Watched, 3> tensors;     // but for
+  SmallVector<Watched, 1> parameters;  // those whose memory is a parameter's
+};
+
+Taken take(PyObject* saved, const Group& group) {
+  const Py_ssize_t count = PyTuple_GET_SIZE(saved);
+  Taken taken{checked(PyTuple_New(count)), {}, {}};
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    THPObjectPtr object(Py_NewRef(PyTuple_GET_ITEM(saved, i)));
+    if (const at::Tensor* tensor = as_tensor(object)) {
+      const bool is_parameter = comes_as_it_is(object, *tensor, group);
+      const bool is_free = is_parameter || is_parameters(*tensor, group);
+      if (!is_parameter) {
+        object = without_history(object, *tensor);
+      }
+      if (is_free) {
+        taken.parameters.emplace_back(*as_tensor(object));
+      } else {
+        taken.tensors.emplace_back(*as_tensor(object));
+      }
+    }
+    PyTuple_SET_ITEM(taken.arguments.get(), i, object.release());
+  }
+  return taken;
+}
+
+std::vector<Autocast> autocast_here() {
+  std::vector<Autocast> there;
+  for (const c10::DeviceType device : at::autocast::_AUTOCAST_SUPPORTED_DEVICES) {
+    if (at::autocast::is_autocast_enabled(device)) {
+      there.push_back({device, at::autocast::get_autocast_dtype(device)});
+    }
+  }
+  return there;
+}
+
+/// Makes `function(*saved)` a work of the task, which gives the gradients at the faces that are not
+/// -1.
+void keep_work(StandIn& stand_in, PyObject* function, PyObject* saved,
+               SmallVector<int32_t, 2> faces) {
+  Taken taken = take(saved, stand_in.group());
+  Task& task = stand_in.task();
+  Work& work = std::get<Given>(task.work).works.emplace_back();
+  work.call = std::make_unique<const Work::Call>(
+      Work::Call{c10::SafePyObject(Py_NewRef(function), getPyInterpreter()),
+                 c10::SafePyObject(taken.arguments.release(), getPyInterpreter()),
+                 std::move(taken.tensors), std::move(taken.parameters), autocast_here()});
+  work.faces = std::move(faces);
+  task.plan().has_work = true;
+}
+
+}  // namespace
+
+}  // namespace zbp
+
+using namespace zbp;
+
+PyObject* zbp_defer(PyObject* function, PyObject* weights, PyObject* saved, zbp_error* error) {
+  return guarded_object(error, [&] {
+    const Running running = running_here();
+    const Targets targets = targets_of(weights, running);
+    variable_list grads(targets.slots.size());
+    Answer answer = answer_to(targets, running);
+    if (answer.verdict == ZBP_VERDICT_HAND_OVER) {
+      keep_work(*running.stand_in, function, saved, std::move(answer.faces));
+    }
+    if (answer.verdict == ZBP_VERDICT_AT_ONCE) {
+      THPObjectPtr returned = checked(PyObject_CallObject(function, saved));
+      grads = parse_grads(returned, grads.size());
+      for (size_t i = 0; running.node && i < grads.size(); ++i) {
+        if (targets.slots[i] < 0) {
+          grads[i].reset();  // as libtorch insists
+        }
+      }
+    }
+    return wrap_tensors(grads);
+  });
+}
+
+int zbp_will_defer(PyObject* weights, int* out, zbp_error* error) {
+  return guarded(error, [&] {
+    const Running running = running_here();
+    *out = answer_to(targets_of(weights, running), running).verdict == ZBP_VERDICT_HAND_OVER;
+  });
+}

@@ -1,0 +1,358 @@
+// zbp_input.h: what I does to the graph.
+
+#include "shim/input/scene.h"
+
+#include <torch/csrc/autograd/python_cpp_function.h>
+#include <torch/csrc/autograd/python_function.h>
+
+#include "shim/group/dtensor.h"
+#include "shim/engine/engine.h"
+#include "shim/group/facts.h"
+#include "shim/group/saved.h"
+#include "shim/input/walk.h"
+#include "shim/torch/checkpoint.h"
+#include "shim/torch/detach.h"
+#include "shim/torch/error.h"
+#include "shim/torch/gil.h"
+#include "shim/torch/nodes.h"
+#include "shim/group/streams.h"
+
+namespace zbp {
+
+using torch::autograd::AccumulateGrad;
+
+namespace {
+
+/// torch's reentrant checkpoint runs a backward of its own: an accumulation that only I's caller
+/// can redirect, and that no edge tells of. One that leads to no input and no weight, but to a leaf
+/// that somebody made for it, would not run.
+void refuse_reentrant(const zbp_scene& scene, const zbp_survey& survey) {
+  const bool main_grad = scene.args.policy.main_grad;
+  for (uint32_t id = 0; id < survey.graph.node_count; ++id) {
+    const uint8_t flag = survey.plan.flag[id];
+    const bool runs = (flag & (ZBP_NODE_CLOSURE | ZBP_NODE_WEIGHTWARD)) != 0;
+    const bool may_run = !main_grad || (flag & ZBP_NODE_CLOSURE) != 0;
+    Node& node = scene.walk->node(id);
+    if ((runs && may_run) || !is_python_function(node) || !is_reentrant_checkpoint(node)) {
+      continue;
+    }
+    TORCH_CHECK(runs,
+                "a reentrant checkpoint leads to no input and to none of the weights, so that no "
+                "pass would run its region's backward, and its weights would get no gradient; "
+                "checkpoint with use_reentrant=False, or give the tensor that it leads to among "
+                "the weights");
+    TORCH_CHECK(false,
+                "a reentrant checkpoint adds the gradients of its region to .grad, where "
+                "main_grad=True asks for main_grad. Only an input pass can move them, and no input "
+                "that requires a gradient leads to this one; checkpoint with use_reentrant=False");
+  }
+}
+
+void note_facts(const zbp_scene& scene, const zbp_survey& survey, zbp_facts& facts) {
+  const zbp_plan& plan = survey.plan;
+  const Walk& walk = *scene.walk;
+  facts.policy = scene.args.policy.leaves;
+  for (uint32_t i = 0; i < plan.split_begin[plan.group_count]; ++i) {
+    facts.of_node[plan.split[i]] = fact_of_split(walk.node(plan.split[i]));
+  }
+  for (uint32_t i = 0; i < survey.graph.edge_count; ++i) {
+    const zbp_edge& edge = survey.graph.edge[i];
+    if ((plan.flag[edge.src] & ZBP_NODE_WEIGHTWARD) != 0) {
+      facts.of_node[edge.src] = fact_of_outside(walk.node(edge.src));
+    } else if (facts.of_node[edge.src].type >= ZBP_TYPE_FACTORS &&
+               (plan.flag[edge.dst] & ZBP_NODE_WEIGHTWARD) != 0) {
+      facts.is_matrix[i] = is_matrix(walk.node(edge.src).next_edge(edge.slot));
+    }
+  }
+}
+
+// ---- groups
+
+Task& new_task(Group& group, NodePtr node) {
+  Task& task = group.tasks.emplace_back(group.layout, static_cast<uint32_t>(group.tasks.size()),
+                                        std::move(node));
+  note_device(group, task);
+  return task;
+}
+
+GroupPtr make_group(const zbp_scene& scene, zbp_survey& survey, uint32_t g) {
+  const Walk& walk = *scene.walk;
+  const zbp_plan& plan = survey.plan;
+  zbp_split& split = survey.split;
+  auto group = std::make_shared<Group>();
+  group->layout = std::exchange(split.layout[g], zbp_layout{});
+  for (uint32_t i = plan.weight_begin[g]; i < plan.weight_begin[g + 1]; ++i) {
+    group->weights.emplace_back().accumulator = ref_as<AccumulateGrad>(walk.node(plan.weight[i]));
+  }
+  for (uint32_t i = split.outside_begin[g]; i < split.outside_begin[g + 1]; ++i) {
+    Node& node = walk.node(split.outside[i]);
+    group->outside.push_back({&node, walk.has_other_outputs(node)});
+  }
+  group->tasks.reserve(group->layout.task_count);
+  for (uint32_t i = plan.split_begin[g]; i < plan.split_begin[g + 1]; ++i) {
+    Node& node = walk.node(plan.split[i]);
+    Task& task = new_task(*group, ref_of(node));
+    for (uint32_t f = task.plan().face_begin; f < task.plan().face_end; ++f) {
+      task.face.push_back({node.next_edge(group->layout.face[f].slot), {}});
+    }
+  }
+  return group;
+}
+
+void add_root_task(const zbp_scene& scene, Group& group, size_t root) {
+  const Edge& edge = scene.args.roots[root];
+  Task& task = new_task(group, edge.function);
+  task.face.push_back({edge, Watched(scene.args.root_grads[root])});
+  take_from_caller(task, local_part(scene.args.root_grads[root]));
+}
+
+void make_groups(zbp_scene& scene, zbp_survey& survey) {
+  const bool recomputes = survey.facts.policy.checkpoint == ZBP_CHECKPOINT_RECOMPUTE;
+  const auto reads = recomputes ? note_reads(scene.args, *scene.walk, survey.graph) : nullptr;
+  for (uint32_t g = 0; g < survey.plan.group_count; ++g) {
+    Group& group = *scene.groups.emplace_back(make_group(scene, survey, g));
+    group.reads = reads;
+    note_saved_outside(group);
+    check_status(zbp_book_init(&group.book, &group.layout, nullptr));
+  }
+  for (uint32_t r = 0; r < survey.split.root_count; ++r) {
+    if (survey.split.root_task[r] != ZBP_NONE) {
+      add_root_task(scene, *scene.groups[survey.plan.group[scene.walk->roots()[r]]], r);
+    }
+  }
+}
+
+// ---- stand-ins and edges
+
+void make_stand_ins(zbp_scene& scene, const zbp_survey& survey) {
+  const zbp_plan& plan = survey.plan;
+  auto& by_id = scene.stand_ins.by_id;
+  by_id.resize(survey.graph.node_count);
+  for (uint32_t i = 0; i < plan.split_begin[plan.group_count]; ++i) {
+    const uint32_t id = plan.split[i];
+    Node& node = scene.walk->node(id);
+    by_id[id] =
+        make_node<StandIn>(ref_of(node), scene.groups[plan.group[id]], survey.split.task[id]);
+    by_id[id]->next_edges().resize(node.next_edges().size());
+  }
+}
+
+/// What an edge or a root that leads to the node `target` is in I.
+Edge edge_in_run(zbp_scene& scene, const Edge& edge, uint32_t target, uint8_t to) {
+  switch (to) {
+    case ZBP_TO_STAND_IN:
+      return Edge(scene.stand_ins.by_id[target], edge.input_nr);
+    case ZBP_TO_CAPTURE: {
+      NodeRef<Capture>& capture = scene.captures[target];
+      if (!capture) {
+        capture = make_node<Capture>(edge.function, scene.walk->has_other_outputs(*edge.function));
+      }
+      return Edge(capture, edge.input_nr);
+    }
+    case ZBP_TO_NODE:
+      return edge;
+    default:
+      return Edge();
+  }
+}
+
+void edit_edges(zbp_scene& scene, const zbp_survey& survey) {
+  for (uint32_t i = 0; i < survey.split.edit_count; ++i) {
+    const zbp_edit& edit = survey.split.edit[i];
+    const zbp_edge& edge = survey.graph.edge[edit.edge];
+    Node& node = scene.walk->node(edge.src);
+    Edge there = edge_in_run(scene, node.next_edge(edge.slot), edge.dst, edit.to);
+    switch (edit.how) {
+      case ZBP_EDIT_OF_BOTH:
+        scene.cuts.cut(node, edge.slot);
+        [[fallthrough]];
+      case ZBP_EDIT_OF_STAND_IN:
+        scene.stand_ins.by_id[edge.src]->next_edges()[edge.slot] = std::move(there);
+        break;
+      case ZBP_EDIT_FOR_GOOD:
+        scene.detours.replace(node, edge.slot, std::move(there));
+        break;
+      default:
+        scene.cuts.replace(node, edge.slot, std::move(there));
+    }
+  }
+}
+
+// ---- the run
+
+void run(zbp_scene& scene, const zbp_survey& survey) {
+  edge_list roots;
+  variable_list root_grads;
+  for (uint32_t r = 0; r < survey.split.root_count; ++r) {
+    Edge there =
+        edge_in_run(scene, scene.args.roots[r], scene.walk->roots()[r], survey.split.root_to[r]);
+    if (there.is_valid()) {
+      roots.push_back(std::move(there));
+      root_grads.push_back(scene.args.root_grads[r]);
+    }
+  }
+  if (roots.empty()) {
+    return;
+  }
+  std::vector<Node*> represented;
+  for (const auto& [id, capture] : scene.captures) {
+    represented.push_back(&scene.walk->node(id));
+  }
+  for (uint32_t id = 0; id < scene.stand_ins.by_id.size(); ++id) {
+    if (scene.stand_ins.by_id[id]) {
+      represented.push_back(&scene.walk->node(id));
+    }
+  }
+  // Of a group without split nodes nothing runs in I; a region that it is a part of may.
+  const auto pin_outside_of_roots = [&] {
+    const zbp_plan& plan = survey.plan;
+    for (uint32_t g = 0; g < plan.group_count; ++g) {
+      if (plan.split_begin[g] == plan.split_begin[g + 1]) {
+        pin_outside(*scene.groups[g]);
+      }
+    }
+  };
+  const ReleaseGil no_gil;
+  run_engine(std::move(roots), std::move(root_grads), std::move(represented),
+             /*keep_graph=*/false, pin_outside_of_roots);
+}
+
+// ---- hand over
+
+/// All but those that run after the node. They may be Python's: what they hold goes when the node
+/// has them no more.
+void drop_hooks(Node& node) {
+  std::exchange(node.retains_grad_hooks(), {});
+  std::exchange(node.tensor_pre_hooks(), {});
+  std::exchange(node.pre_hooks(), {});
+}
+
+/// What a task's node still refers to must not keep the closure, nor what the user's hooks hold.
+void let_go_of_closure(Task& task) {
+  Node& node = *task.node;
+  if (is_generated(node)) {
+    edge_list edges = node.next_edges();
+    size_t f = 0;
+    for (size_t slot = 0; slot < edges.size(); ++slot) {
+      if (f < task.face.size() && task.plan(f).slot == slot) {
+        ++f;  // the faces are in the order of their slots
+      } else {
+        edges[slot] = Edge();
+      }
+    }
+    node.next_edges().swap(edges);
+    drop_hooks(node);
+    node.add_pre_hook(std::make_unique<ConsumedGuard>());
+  }
+  if (auto* deferred = std::get_if<Deferred>(&task.work)) {
+    deferred->is_alone = true;
+  } else if (task.kind() == ZBP_TASK_PRODUCT) {
+    forget_saved(node);
+  } else {
+    task.name_of_gone = node.name();
+    task.node = nullptr;  // it may hold memory
+  }
+}
+
+void detach_outputs(const zbp_scene& scene, const zbp_plan& plan) {
+  std::vector<Group*> computing_regions;
+  for (const GroupPtr& group : scene.groups) {
+    if (group->leaves_packed()) {
+      computing_regions.push_back(group.get());
+    }
+  }
+  for (const at::Tensor& output : scene.args.outputs) {
+    // A leaf was listed twice; an input that is passed through has its history from elsewhere.
+    if (output.is_leaf()) {
+      continue;
+    }
+    const Edge edge = torch::autograd::impl::gradient_edge(output);
+    if (scene.walk->is_input(edge)) {
+      continue;
+    }
+    const int32_t reader = scene.walk->group_that_reads(edge, plan);
+    std::vector<Group*> readers = computing_regions;
+    if (reader >= 0 && !scene.groups[reader]->leaves_packed()) {
+      readers.push_back(scene.groups[reader].get());
+    }
+    if (readers.empty()) {
+      detach_output(output);
+      continue;
+    }
+    const auto shared = std::make_shared<const Group::Output>(output.getIntrusivePtr());
+    for (Group* group : readers) {
+      group->outputs.push_back(shared);
+    }
+  }
+}
+
+void hand_over(zbp_scene& scene, const zbp_survey& survey) {
+  scene.input_grads = input_grads(scene.args, *scene.walk, scene.captures, scene.groups);
+  for (const GroupPtr& group : scene.groups) {
+    group->was_captured = is_capturing(*group);
+  }
+  scene.cuts.undo();
+  scene.detours.commit();
+  for (const auto& stand_in : scene.stand_ins.by_id) {
+    if (stand_in) {
+      let_go_of_closure(stand_in->task());
+      stand_in->retire();
+    }
+  }
+  detach_outputs(scene, survey.plan);
+  scene.captures.clear();
+  scene.stand_ins.by_id.clear();
+}
+
+}  // namespace
+
+void StandIns::give_up() noexcept {
+  for (const auto& stand_in : by_id) {
+    if (stand_in) {
+      stand_in->give_up();
+    }
+  }
+}
+
+}  // namespace zbp
+
+using namespace zbp;
+
+void zbp_scene::put_back() noexcept {
+  cuts.undo();
+  detours.undo();
+  stand_ins.give_up();
+  stand_ins.by_id.clear();
+  captures.clear();
+  groups.clear();
+}
+
+zbp_scene::~zbp_scene() {
+  put_back();
+}
+
+int zbp_scene_walk(zbp_scene* scene, zbp_graph* graph, const uint32_t** root_out,
+                   uint32_t* root_count_out, zbp_error* error) {
+  return kept_in(error, [&] {
+    scene->walk = std::make_unique<Walk>(scene->args, *graph);
+    *root_out = scene->walk->roots().data();
+    *root_count_out = static_cast<uint32_t>(scene->walk->roots().size());
+  });
+}
+
+int zbp_scene_note_facts(zbp_scene* scene, zbp_survey* survey, zbp_error* error) {
+  return kept_in(error, [&] {
+    refuse_reentrant(*scene, *survey);
+    note_facts(*scene, *survey, survey->facts);
+  });
+}
+
+int zbp_scene_run(zbp_scene* scene, zbp_survey* survey, zbp_error* error) {
+  return kept_in(error, [&] {
+    make_groups(*scene, *survey);
+    make_stand_ins(*scene, *survey);
+    edit_edges(*scene, *survey);
+    run(*scene, *survey);
+    hand_over(*scene, *survey);
+  });
+}

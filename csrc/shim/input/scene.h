@@ -1,0 +1,90 @@
+// What one call of I works on: its arguments, and what it has put into the graph.
+//
+// Ownership: a scene owns its groups, stand-ins and captures, and the edges that it has replaced,
+// until they are handed over. When it ends before that, every edge is put back, as far as the nodes
+// have not run.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "shim/engine/stand_in.h"
+#include "shim/input/zbp_input.h"
+#include "shim/torch/edits.h"
+#include "shim/torch/python.h"
+#include "shim/torch/ranges.h"
+
+namespace zbp {
+
+class Walk;
+
+/// As checked and converted; see zbp_input.h.
+struct InputPassArgs {
+  std::vector<Edge> roots;                   // where the backward starts
+  variable_list root_grads;                  // one per root, defined
+  std::vector<at::Tensor> inputs;            // those that require a gradient
+  std::vector<at::Tensor> weights;           // ignored when `all_leaves`
+  std::vector<at::Tensor> frozen;            // weights that require no gradient
+  std::unordered_set<const void*> excluded;  // identities of weights whose gradients I computes
+  variable_list outputs;  // the output tensors that have a history, to be detached
+  bool all_leaves = false;
+  zbp_policy policy{};
+};
+
+/// Those of the split nodes, by node id. However I ends, none keeps what its node has lent it, and
+/// if it has failed, none leaves its node half used.
+struct StandIns {
+  StandIns() = default;
+  ~StandIns() { give_up(); }
+  StandIns(const StandIns&) = delete;
+  StandIns& operator=(const StandIns&) = delete;
+
+  void give_up() noexcept;
+
+  std::vector<NodeRef<StandIn>> by_id;
+};
+
+using Captures = std::unordered_map<uint32_t, NodeRef<Capture>>;  // by the id of an input's node
+
+/// What W will read of what lies between the tasks and the weights, and of regions that it computes
+/// again: see Group.
+void note_saved_outside(Group& group);
+std::shared_ptr<const Reads> note_reads(const InputPassArgs& args, const Walk& walk,
+                                        const zbp_graph& graph);
+
+/// The gradient of each input, detached, in memory of its own: the caller may add to it in place
+/// while other inputs' gradients, the caller's output gradients or a task share the storage.
+variable_list input_grads(const InputPassArgs& args, const Walk& walk, const Captures& captures,
+                          const std::vector<GroupPtr>& groups);
+
+}  // namespace zbp
+
+struct zbp_scene {
+  zbp_scene() = default;
+  ~zbp_scene();  // as put_back()
+  zbp_scene(const zbp_scene&) = delete;
+  zbp_scene& operator=(const zbp_scene&) = delete;
+
+  /// What has not been handed over: every edge, the last one first; what the split nodes have lent;
+  /// the groups.
+  void put_back() noexcept;
+
+  zbp::Barrier barrier;  // from the first touch to the end
+  std::optional<zbp::ProfiledRange> range;
+  zbp::InputPassArgs args;
+  size_t input_count = 0;        // of all values that the caller has listed
+  std::vector<size_t> position;  // among them, of args.inputs
+
+  std::unique_ptr<zbp::Walk> walk;
+
+  std::vector<zbp::GroupPtr> groups;
+  zbp::Captures captures;
+  zbp::StandIns stand_ins;
+  zbp::EdgeEdits detours;  // to stand-ins: for good, once I has succeeded
+  zbp::EdgeEdits cuts;     // all others: for the time of the run
+
+  zbp::variable_list input_grads;  // one per args.inputs, undefined where nothing reached it
+};

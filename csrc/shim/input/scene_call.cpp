@@ -1,0 +1,202 @@
+// A call of I as the bindings make it: its arguments checked and converted; and its end.
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/ones_like.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "shim/input/scene.h"
+#include "shim/input/walk.h"
+#include "shim/input/zbp_input.h"
+#include "shim/torch/error.h"
+
+namespace {
+
+using namespace zbp;
+namespace impl = torch::autograd::impl;
+
+/// The edge of output number `i`; nothing for None.
+std::optional<Edge> edge_of(PyObject* output, size_t i) {
+  if (const at::Tensor* tensor = as_tensor(output)) {
+    return tensor->requires_grad() ? std::optional(impl::gradient_edge(*tensor)) : std::nullopt;
+  }
+  if (output == Py_None) {
+    return std::nullopt;
+  }
+  std::optional<Edge> edge = as_gradient_edge(output);
+  if (!edge) {
+    refuse(PyExc_TypeError, "stage_outputs_or_loss[", i, "] is a ", type_name(output),
+           "; expected a tensor, a GradientEdge or None");
+  }
+  return edge;
+}
+
+/// What an output is to I: `unused` could take a gradient and was given none.
+enum class Use : uint8_t { root, passive, unused };
+
+/// `given`: null where no gradients were given at all.
+Use add_output(InputPassArgs& args, size_t i, PyObject* output, PyObject* given) {
+  const at::Tensor* tensor = as_tensor(output);
+  std::optional<Edge> edge = edge_of(output, i);
+  const at::Tensor* grad = given ? as_tensor(given) : nullptr;
+  if (given && !grad && given != Py_None && given != Py_False) {
+    refuse(PyExc_TypeError, "output_grads[", i, "] is a ", type_name(given),
+           "; expected a tensor or None");
+  }
+  if (edge && !tensor && !grad) {
+    refuse(PyExc_AssertionError, "stage_outputs_or_loss[", i,
+           "] is a GradientEdge, which requires output gradients from the next stage, but "
+           "output_grads",
+           given ? c10::str("[", i, "]") : "", " is None");
+  }
+  if (edge && tensor && !tensor->is_leaf()) {
+    args.outputs.push_back(*tensor);
+  }
+  if (!edge || given == Py_False) {
+    return Use::passive;
+  }
+  if (grad && !fits(*grad, *edge)) {
+    refuse(PyExc_ValueError, "output_grads[", i, "] is a gradient of ", describe(*grad),
+           "; stage_outputs_or_loss[", i, "] needs one of ", describe(*edge));
+  }
+  if (!grad && given && tensor->sym_numel() != 1) {
+    return Use::unused;
+  }
+  if (!grad && tensor->is_complex()) {
+    refuse(PyExc_RuntimeError,
+           "grad can be implicitly created only for real outputs, and "
+           "stage_outputs_or_loss[",
+           i, "] is a tensor of ", describe(*tensor), "; give its gradient in output_grads");
+  }
+  args.roots.push_back(std::move(*edge));
+  args.root_grads.push_back(grad ? *grad : at::ones_like(*tensor));
+  return Use::root;
+}
+
+void add_weight(InputPassArgs& args, size_t i, PyObject* weight) {
+  const at::Tensor* tensor = as_tensor(weight);
+  if (!tensor) {
+    refuse(PyExc_TypeError, "weights[", i, "] is a ", type_name(weight), "; expected a tensor");
+  }
+  if (!tensor->is_leaf()) {
+    refuse(PyExc_ValueError, "weights[", i, "] of ", describe(*tensor),
+           " is not a leaf; pass the parameters that it is computed from");
+  }
+  (tensor->requires_grad() ? args.weights : args.frozen).push_back(*tensor);
+}
+
+void add_outputs(InputPassArgs& args, PyObject* outputs, PyObject* grads) {
+  const Py_ssize_t count = PyTuple_GET_SIZE(outputs);
+  size_t unused = 0;
+  if (grads && PyTuple_GET_SIZE(grads) != count) {
+    refuse(PyExc_ValueError, "output_grads has ", PyTuple_GET_SIZE(grads),
+           " entries; expected one for each of the ", count, " stage outputs");
+  }
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* const grad = grads ? PyTuple_GET_ITEM(grads, i) : nullptr;
+    unused +=
+        add_output(args, static_cast<size_t>(i), PyTuple_GET_ITEM(outputs, i), grad) == Use::unused;
+  }
+  if (args.roots.empty() && unused > 0) {
+    refuse(PyExc_ValueError, "output_grads holds no gradient for any of the ", unused,
+           " stage outputs that require one; the backward would lose them all");
+  }
+}
+
+void add_inputs(zbp_scene& scene, PyObject* inputs) {
+  scene.input_count = static_cast<size_t>(PyTuple_GET_SIZE(inputs));
+  for (size_t i = 0; i < scene.input_count; ++i) {
+    const at::Tensor* tensor = as_tensor(PyTuple_GET_ITEM(inputs, static_cast<Py_ssize_t>(i)));
+    if (tensor && tensor->requires_grad()) {
+      scene.args.inputs.push_back(*tensor);
+      scene.position.push_back(i);
+    }
+  }
+}
+
+void exclude(InputPassArgs& args, PyObject* weights) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(weights); ++i) {
+    if (const at::Tensor* tensor = as_tensor(PyTuple_GET_ITEM(weights, i))) {
+      args.excluded.insert(tensor->unsafeGetTensorImpl());
+    }
+  }
+}
+
+/// As torch's module has it: an input's .grad becomes its gradient, or is added to in place.
+void set_grad(const at::Tensor& input, const at::Tensor& grad) {
+  if (!input.is_leaf() && input.retains_grad()) {
+    return;  // its own hook has done it
+  }
+  const at::AutoGradMode no_grad(false);
+  at::Tensor& sum = input.mutable_grad();
+  if (sum.defined()) {
+    sum.add_(grad);
+  } else {
+    sum = grad;
+  }
+  if (input.is_leaf()) {
+    if (const auto& hook = impl::post_acc_grad_hooks(input)) {
+      (*hook)(input);
+    }
+  }
+}
+
+void set_input_grads(const InputPassArgs& args, const variable_list& grads) {
+  std::unordered_set<const void*> seen;
+  for (size_t i = 0; i < grads.size(); ++i) {
+    if (grads[i].defined() && seen.insert(args.inputs[i].unsafeGetTensorImpl()).second) {
+      set_grad(args.inputs[i], grads[i]);
+    }
+  }
+}
+
+}  // namespace
+
+int zbp_scene_new(zbp_policy policy, PyObject* outputs, PyObject* grads, PyObject* inputs,
+                  PyObject* weights, PyObject* excluded, zbp_scene** scene_out, zbp_error* error) {
+  auto scene = std::make_unique<zbp_scene>();
+  scene->args.policy = policy;
+  scene->args.all_leaves = !weights;
+  int status = guarded(error, [&] {
+    add_outputs(scene->args, outputs, grads);
+    add_inputs(*scene, inputs);
+    for (Py_ssize_t i = 0; weights && i < PyTuple_GET_SIZE(weights); ++i) {
+      add_weight(scene->args, static_cast<size_t>(i), PyTuple_GET_ITEM(weights, i));
+    }
+    exclude(scene->args, excluded);
+  });
+  if (status == ZBP_OK) {
+    status = kept_in(error, [&] {
+      scene->range.emplace("zbpipe::input_pass");
+      scene->barrier.begin();
+    });
+  }
+  *scene_out = status == ZBP_OK ? scene.release() : nullptr;
+  return status;
+}
+
+int zbp_scene_end(zbp_scene* scene, int status, zbp_wrap wrap, void* arg, PyObject** result_out,
+                  zbp_error* error) {
+  const std::unique_ptr<zbp_scene> owned(scene);
+  THPObjectPtr result;
+  owned->range.reset();
+  const int ended = owned->barrier.end(error, [&] {
+    if (status != ZBP_OK) {
+      owned->put_back();
+      rethrow(*error, status);
+    }
+    THPObjectPtr groups = new_list();
+    for (GroupPtr& group : owned->groups) {
+      Group* const given = group.get();
+      given->owned = std::move(group);
+      append(groups, wrap(arg, given));
+    }
+    set_input_grads(owned->args, owned->input_grads);
+    variable_list grads(owned->input_count);
+    for (size_t i = 0; i < owned->position.size(); ++i) {
+      grads[owned->position[i]] = std::move(owned->input_grads[i]);
+    }
+    result = checked(Py_BuildValue("NO", wrap_tensors(grads), groups.get()));
+  });
+  *result_out = ended == ZBP_OK ? result.release() : nullptr;
+  return ended;
+}

@@ -1,0 +1,133 @@
+#include "shim/input/walk.h"
+
+#include <algorithm>
+#include <typeinfo>
+
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "shim/engine/stand_in.h"
+#include "shim/torch/error.h"
+
+namespace zbp {
+
+namespace {
+
+/// The edge along which gradients reach `tensor`. Unlike libtorch's gradient_edge() it makes no
+/// accumulator: a leaf that has none is in no graph.
+Edge existing_edge(const at::Tensor& tensor) {
+  if (!tensor.is_leaf()) {
+    return torch::autograd::impl::gradient_edge(tensor);
+  }
+  return Edge(torch::autograd::impl::try_get_grad_accumulator(tensor), 0);
+}
+
+}  // namespace
+
+Walk::Walk(const InputPassArgs& args, zbp_graph& graph) : graph_(graph) {
+  add_inputs(args);
+  for (const Edge& root : args.roots) {
+    uint32_t& id = roots_.emplace_back();
+    check_status(zbp_graph_add_node(&graph_, key_of(root), &id, nullptr));
+    check_status(zbp_graph_mark(&graph_, id, ZBP_ROLE_ROOT));
+  }
+  add_reachable();
+  mark_weights(args);
+}
+
+int32_t Walk::group_that_reads(const Edge& edge, const zbp_plan& plan) const {
+  uint32_t id = 0;
+  const bool is_read = zbp_graph_find(&graph_, key_of(edge), &id) &&
+                       (plan.flag[id] & ZBP_NODE_WEIGHTWARD) != 0 && has_consumers_[id];
+  return is_read ? static_cast<int32_t>(plan.group[id]) : -1;
+}
+
+uint32_t Walk::id_of(const Edge& edge) const {
+  uint32_t id = 0;
+  TORCH_INTERNAL_ASSERT(zbp_graph_find(&graph_, key_of(edge), &id));
+  return id;
+}
+
+/// See Note [Other outputs of an input's node].
+const void* Walk::key_of(const Edge& edge) const {
+  const Node* node = edge.function.get();
+  if (input_outputs_.empty()) {
+    return node;
+  }
+  const auto outputs = input_outputs_.find(node);
+  const bool is_other = outputs != input_outputs_.end() &&
+                        std::find(outputs->second.begin(), outputs->second.end(), edge.input_nr) ==
+                            outputs->second.end();
+  return reinterpret_cast<const char*>(node) + (is_other ? 1 : 0);
+}
+
+void Walk::add_inputs(const InputPassArgs& args) {
+  for (const at::Tensor& input : args.inputs) {
+    const Edge& edge = input_edges_.emplace_back(existing_edge(input));
+    if (edge.is_valid()) {
+      uint32_t id = 0;
+      check_status(zbp_graph_add_node(&graph_, edge.function.get(), &id, nullptr));
+      check_status(zbp_graph_mark(&graph_, id, ZBP_ROLE_INPUT));
+      if (edge.function->num_inputs() > 1) {
+        input_outputs_[edge.function.get()].push_back(edge.input_nr);
+      }
+    }
+  }
+}
+
+// Ids are dense in the order of discovery, so the list of nodes is the queue of the search.
+void Walk::add_reachable() {
+  for (uint32_t id = 0; id < graph_.node_count; ++id) {
+    if (is_input(id)) {
+      continue;
+    }
+    TORCH_CHECK(!is_consumed(node(id)), ERR_CONSUMED);
+    const edge_list& edges = node(id).next_edges();
+    for (uint32_t slot = 0; slot < edges.size(); ++slot) {
+      if (edges[slot].is_valid()) {
+        uint32_t next = 0;
+        check_status(zbp_graph_add_node(&graph_, key_of(edges[slot]), &next, nullptr));
+        check_status(zbp_graph_add_edge(&graph_, id, slot, next));
+      }
+    }
+  }
+  has_consumers_.resize(graph_.node_count);
+  for (uint32_t i = 0; i < graph_.edge_count; ++i) {
+    has_consumers_[graph_.edge[i].dst] = true;
+  }
+}
+
+void Walk::mark_weights(const InputPassArgs& args) {
+  if (args.all_leaves) {
+    for (uint32_t id = 0; id < graph_.node_count; ++id) {
+      if (typeid(node(id)) == typeid(torch::autograd::AccumulateGrad)) {
+        const at::Tensor& leaf = static_cast<torch::autograd::AccumulateGrad&>(node(id)).variable;
+        TORCH_CHECK(!leaf.grad_fn(),
+                    "leaf variable has been moved into the graph interior: ", leaf.scalar_type(),
+                    " ", leaf.sym_sizes(),
+                    " was changed in place, since the forward, by something that needs a gradient; "
+                    "change weights under torch.no_grad(), and run the microbatch again");
+        mark_weight(args, id, leaf);
+      }
+    }
+    return;
+  }
+  for (const at::Tensor& weight : args.weights) {
+    const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(weight);
+    uint32_t id = 0;
+    if (accumulator && zbp_graph_find(&graph_, accumulator.get(), &id)) {
+      TORCH_CHECK(typeid(*accumulator) == typeid(torch::autograd::AccumulateGrad),
+                  "zbpipe: a weight of shape ", weight.sizes(), " accumulates through a ",
+                  accumulator->name(), ", which zbpipe does not know; expected AccumulateGrad");
+      mark_weight(args, id, weight);
+    }
+  }
+}
+
+void Walk::mark_weight(const InputPassArgs& args, uint32_t id, const at::Tensor& weight) {
+  const bool is_excluded = args.excluded.count(weight.unsafeGetTensorImpl()) != 0;
+  check_status(
+      zbp_graph_mark(&graph_, id, ZBP_ROLE_WEIGHT | (is_excluded ? ZBP_ROLE_EXCLUDED : 0)));
+}
+
+}  // namespace zbp

@@ -1,0 +1,115 @@
+/* zbp_input.h - the input pass (I): one call of it from its arguments to its end.
+ *
+ * The bindings make a scene of the arguments and end it. In between zbp_pass_inputs
+ * (csrc/pass/input_pass.c) asks for the steps of I in the order of the functions below. Nothing
+ * here decides what runs, what is cut, what becomes of a node: that stands in a split
+ * (zbp_split.h).
+ *
+ * Conventions, also of the shim's other headers. Functions return a status: ZBP_OK, or what has
+ * been raised is in *error (zbp_error.h), and outputs are not to be used; those that return an
+ * object return NULL then. That is so, too, where all is done and a warning is an error. No C++
+ * exception leaves a function. All are called with the GIL held. "new" is a new reference, to be
+ * released by the caller; arguments are borrowed.
+ */
+#ifndef ZBP_INPUT_H
+#define ZBP_INPUT_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "core/base/zbp_status.h"
+#include "core/pass/zbp_group.h"
+#include "core/pass/zbp_policy.h"
+#include "core/pass/zbp_split.h"
+#include "shim/torch/zbp_error.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* What the policy says to I. */
+typedef struct zbp_policy {
+    zbp_decision leaves; /* what I leaves to W */
+    /* What a reentrant checkpoint adds to .grad must be added in I, which moves it. */
+    bool main_grad;
+} zbp_policy;
+
+/* What one call of I is about, and what it has put into the graph. Of the caller, from _new to _end. */
+typedef struct zbp_scene zbp_scene;
+
+/* The arguments of I, all tuples, checked and converted; nothing is touched.
+ *
+ * outputs:  tensors, GradientEdges, None. The backward starts from those that take a gradient.
+ * grads:    per output a tensor, None, or False for one that is only detached; NULL: ones for all.
+ * inputs:   anything; a tensor that requires a gradient gets one.
+ * weights:  leaf tensors; NULL: every leaf that accumulates.
+ * excluded: tensors whose gradients I computes, if they are weights; they outlive the scene. */
+ZBP_MUST_USE int zbp_scene_new(zbp_policy policy, PyObject *outputs, PyObject *grads,
+                               PyObject *inputs, PyObject *weights, PyObject *excluded,
+                               zbp_scene **scene_out, zbp_error *error);
+
+/* ---- the steps */
+
+/* What I is planned on. Zeroed is none. */
+typedef struct zbp_survey {
+    zbp_graph graph;
+    zbp_plan plan;
+    zbp_facts facts;
+    zbp_split split;
+} zbp_survey;
+
+/* Fills the empty graph with what can be reached from the outputs, up to the inputs; marks inputs,
+ * weights and roots. Refuses what an earlier I has consumed. *root_out: the ids of the nodes from
+ * which the backward starts, one for each gradient that it starts with; borrowed from the scene. */
+ZBP_MUST_USE int zbp_scene_walk(zbp_scene *scene, zbp_graph *graph, const uint32_t **root_out,
+                                uint32_t *root_count_out, zbp_error *error);
+
+/* Fills the survey's facts, which have been made for its graph, from its nodes and the policy. */
+ZBP_MUST_USE int zbp_scene_note_facts(zbp_scene *scene, zbp_survey *survey, zbp_error *error);
+
+/* Makes the groups, which take their layouts out of the survey's split; puts stand-ins and captures
+ * in place and edits edges as the split says; runs the engine, without the GIL; takes the inputs'
+ * gradients, undoes the cuts, retires the split nodes, detaches the outputs. After an error what
+ * was changed is put back when the scene ends, the last edit first; where memory ran out for the
+ * detaching alone, the edges keep their new targets. */
+ZBP_MUST_USE int zbp_scene_run(zbp_scene *scene, zbp_survey *survey, zbp_error *error);
+
+/* ---- the end */
+
+/* Makes a Python object of a group, which it steals. NULL with a Python error set. */
+typedef PyObject *(*zbp_wrap)(void *arg, zbp_group *group);
+
+/* With what zbp_pass_inputs returned and raised. Frees the scene.
+ *
+ * *result_out: new tuple (dinputs, groups): a gradient or None per input, a list. The inputs' .grad
+ * is set or added to. After an error in the run the graph has its edges back, no gradient of an
+ * input was set, and what ran has released its saved tensors, as after a failed ordinary
+ * backward. */
+ZBP_MUST_USE int zbp_scene_end(zbp_scene *scene, int status, zbp_wrap wrap, void *arg,
+                               PyObject **result_out, zbp_error *error);
+
+/* ---- what a Python autograd.Function's backward hands over in I, for W */
+
+/* Hands over function(*saved), which returns the gradients for `weights`; or calls it at once,
+ * where no I runs the Function that calls this, or where I computes these gradients.
+ *
+ * function: callable.
+ * weights:  tuple of ints, the positions of the weights among the arguments of the running
+ *           Function's forward; or None for all its weights, then the callable returns None.
+ * saved:    tuple of anything; tensors in it are held as the tasks' other tensors are.
+ *
+ * New reference: a tuple with a gradient or None per position, None for what was handed over and
+ * for what nobody wants. Errors: ValueError (a position is none, nothing was called), or what the
+ * callable raised. */
+PyObject *zbp_defer(PyObject *function, PyObject *weights, PyObject *saved, zbp_error *error);
+
+/* *out: 1 if zbp_defer() would hand over work for `weights` here; 0 if it would call it at once, or
+ * not at all. */
+ZBP_MUST_USE int zbp_will_defer(PyObject *weights, int *out, zbp_error *error);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,387 @@
+#include "shim/weight/gradients.h"
+
+#include <optional>
+
+#include <ATen/MemoryOverlap.h>
+#include <ATen/TensorUtils.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/generated/Functions.h>
+#include <torch/csrc/autograd/utils/grad_layout_contract.h>
+
+#include "shim/group/dtensor.h"
+#include "shim/group/facts.h"
+#include "shim/weight/zbp_weight.h"
+#include "shim/torch/error.h"
+#include "shim/torch/nodes.h"
+#include "shim/torch/ranges.h"
+#include "shim/group/work.h"
+
+namespace zbp {
+
+namespace gen = torch::autograd::generated;
+using torch::autograd::AccumulateGrad;
+
+namespace {
+
+// ---- from a face to its weight
+
+/// What the node made of `tensor` in the forward, if that is a view of it.
+std::optional<at::Tensor> view_forward(Node& node, const at::Tensor& tensor) {
+  const auto& metadata = node.input_metadata(0);
+  if (as<gen::TBackward0>(node)) {
+    return tensor.t();
+  }
+  if (auto* n = as<gen::TransposeBackward0>(node)) {
+    return tensor.transpose(n->dim0, n->dim1);
+  }
+  if (auto* n = as<gen::PermuteBackward0>(node)) {
+    return tensor.permute(n->dims);
+  }
+  if (as<gen::ToCopyBackward0>(node) || as<gen::AliasBackward0>(node) ||
+      as<gen::CloneBackward0>(node)) {
+    return tensor;
+  }
+  // All others keep the elements' order: a view in the node's shape, if the strides allow one.
+  const auto shape = c10::asIntArrayRefSlowOpt(metadata.shape_as_dim_vector());
+  if (!shape || c10::multiply_integers(*shape) != tensor.numel()) {
+    return std::nullopt;
+  }
+  const auto strides = at::detail::computeStride(tensor.sizes(), tensor.strides(), *shape);
+  return strides ? std::optional(tensor.as_strided(*shape, *strides)) : std::nullopt;
+}
+
+/// The part of `tensor`, which is laid out as the weight, that a gradient at the face is added to:
+/// a view in the gradient's shape, or nothing if there is none. Only casts are passed over, so the
+/// view has the dtype of `tensor`.
+std::optional<at::Tensor> view_along(const Task& task, size_t f, const at::Tensor& tensor) {
+  const auto path = path_of(task, f);
+  std::optional<at::Tensor> view = tensor;
+  for (auto node = path.rbegin(); view && node != path.rend(); ++node) {
+    view = view_forward(**node, *view);
+  }
+  return view;
+}
+
+/// Takes `grad`, the gradient at the face, along the path, checked at every edge as by the engine.
+at::Tensor take_along(const Task& task, size_t f, at::Tensor grad) {
+  const auto path = path_of(task, f);
+  if (path.empty()) {
+    return grad;
+  }
+  variable_list grads{std::move(grad)};
+  const auto check = [&](const Edge& edge) {
+    torch::autograd::validate_outputs({edge}, grads, [&](const std::string& message) {
+      return "a weight task, on the way to its weight, returned an " + message;
+    });
+  };
+  check(task.face[f].edge);
+  for (Node* node : path) {
+    if (!grads[0].defined()) {
+      break;
+    }
+    grads = NodeParts::apply_without_views_to(*node, std::move(grads));
+    check(node->next_edge(0));
+  }
+  return std::move(grads[0]);
+}
+
+// ---- products
+
+bool is_column_major(const std::vector<c10::SymInt>& sizes,
+                     const std::vector<c10::SymInt>& strides) {
+  return strides.size() == 2 && strides[0] == 1 && strides[1] == sizes[0];
+}
+
+/// True if a product's node computes the gradient of the task's weight transposed, which it does to
+/// lay it out as the weight, where that is column-major. BLAS may round otherwise where a product
+/// is computed the other way round.
+bool is_multiplied_transposed(Node& node, bool weight_is_left) {
+  if (auto* n = as<gen::AddmmBackward0>(node)) {
+    return weight_is_left ? is_column_major(n->mat1_sym_sizes, n->mat1_sym_strides)
+                          : is_column_major(n->mat2_sym_sizes, n->mat2_sym_strides);
+  }
+  if (auto* n = as<gen::MmBackward0>(node)) {
+    return weight_is_left ? is_column_major(n->self_sym_sizes, n->self_sym_strides)
+                          : is_column_major(n->mat2_sym_sizes, n->mat2_sym_strides);
+  }
+  return false;  // products of batches are not
+}
+
+at::Tensor product_of(const at::Tensor& left, const at::Tensor& right) {
+  return left.dim() == 2 ? left.mm(right) : left.bmm(right);
+}
+
+at::Tensor oriented(const at::Tensor& matrix, bool is_transposed) {
+  return is_transposed ? matrix.mT() : matrix;
+}
+
+/// Strides and storage say all about it, and nobody watches the operators that would make a view of
+/// it.
+bool is_only_strided(const at::Tensor& matrix) {
+  const c10::TensorImpl& impl = *matrix.unsafeGetTensorImpl();
+  const c10::DispatchKeySet others =
+      impl.key_set() -
+      c10::DispatchKeySet({c10::DispatchKey::Dense, c10::DispatchKey::ADInplaceOrView,
+                           c10::DispatchKey::AutogradFunctionality});
+  return typeid(impl) == typeid(c10::TensorImpl) &&
+         (others.raw_repr() & ~c10::full_backend_mask) == 0 && impl.has_storage() &&
+         !impl.has_symbolic_sizes_strides() && !c10::impl::dispatch_mode_enabled();
+}
+
+/// matrix.mT(), to be read and let go: to autograd it is no view, and it has a version of its own.
+/// Half a microsecond sooner, which a product of a small layer notices.
+at::Tensor transposed_factor(const at::Tensor& matrix) {
+  if (!is_only_strided(matrix)) {
+    return matrix.mT();
+  }
+  auto view = c10::make_intrusive<c10::TensorImpl>(
+      c10::TensorImpl::VIEW, c10::Storage(matrix.storage()), matrix.key_set(), matrix.dtype());
+  c10::SmallVector<int64_t, 5> sizes(matrix.sizes());
+  c10::SmallVector<int64_t, 5> strides(matrix.strides());
+  std::swap(sizes.end()[-1], sizes.end()[-2]);
+  std::swap(strides.end()[-1], strides.end()[-2]);
+  view->set_sizes_and_strides(sizes, strides, matrix.storage_offset());
+  return at::Tensor(std::move(view));
+}
+
+/// To be read and let go.
+at::Tensor factor(const Operand& operand) {
+  return operand.is_transposed ? transposed_factor(operand.matrix) : operand.matrix;
+}
+
+/// The two matrices whose product is the gradient at a face, as the node's own backward multiplies
+/// them. For Y = A B: dA = dY Bᵀ, dB = Aᵀ dY, or both sides of that transposed. `is_transposed`:
+/// what lies at the weight, or at the face where there is more than transpositions in between, is
+/// transposed against the product.
+struct Factors {
+  Operand left, right;
+  bool is_transposed;
+};
+
+Factors factors_of(const Task& task, const Product& product, const zbp_face& plan) {
+  const auto* packed = std::get_if<PackedPtr>(&product.other);
+  const Operand grad{product.output_grad.tensor(), false};
+  const Operand other{packed ? (*packed)->unpack() : std::get<Watched>(product.other).tensor(),
+                      true};
+  const auto [left, right] =
+      product.weight_is_left ? std::pair(grad, other) : std::pair(other, grad);
+  const bool is_at_weight_transposed = (plan.flag & ZBP_FACE_TRANSPOSED) != 0;
+  if (!is_multiplied_transposed(*task.node, product.weight_is_left)) {
+    return {left, right, is_at_weight_transposed};
+  }
+  return {{right.matrix, !right.is_transposed},
+          {left.matrix, !left.is_transposed},
+          !is_at_weight_transposed};
+}
+
+/// The product whose gradient the face gives, if it is one.
+const Product* product_at(const Task& task, size_t f) {
+  const auto* product = std::get_if<Product>(&task.work);
+  return product && task.plan(f).slot == product->matrix_slot &&
+                 product->output_grad.tensor().defined()
+             ? product
+             : nullptr;
+}
+
+/// A product on its way into a gradient, which is seen as the product is laid out.
+struct Addition {
+  at::Tensor sum;
+  at::Tensor left;
+  at::Tensor right;
+};
+
+bool is_wider(c10::ScalarType sum, c10::ScalarType product) {
+  return sum != product && c10::promoteTypes(sum, product) == sum;
+}
+
+/// Whether the device multiplies 16-bit matrices into a float32 sum, as CUDA does.
+bool has_wide_kernel(const Addition& a) {
+  const c10::DispatchKey backend = c10::toRuntimePerBackendFunctionalityKey(
+      c10::DispatchKey::Dense, a.sum.key_set().highestBackendKey());
+  const char* const name = a.sum.dim() == 2 ? "aten::addmm" : "aten::baddbmm";
+  const auto kernel = c10::Dispatcher::singleton().findSchema({name, "dtype_out"});
+  return !a.sum.is_cpu() && kernel && kernel->hasKernelForDispatchKey(backend) &&
+         a.sum.scalar_type() == at::kFloat && a.left.scalar_type() == a.right.scalar_type() &&
+         a.sum.layout() == c10::kStrided && a.left.layout() == c10::kStrided &&
+         a.right.layout() == c10::kStrided && a.sum.numel() > 0;
+}
+
+void add_in_one(const Addition& a) {
+  at::Tensor sum = a.sum;
+  sum.dim() == 2 ? sum.addmm_(a.left, a.right) : sum.baddbmm_(a.left, a.right);
+}
+
+void add_wide(const Addition& a) {
+  at::Tensor sum = a.sum;
+  if (has_wide_kernel(a)) {
+    sum.dim() == 2 ? at::addmm_outf(sum, a.left, a.right, at::kFloat, 1, 1, sum)
+                   : at::baddbmm_outf(sum, a.left, a.right, at::kFloat, 1, 1, sum);
+  } else {
+    add_in_one({sum, a.left.to(sum.scalar_type()), a.right.to(sum.scalar_type())});
+  }
+}
+
+/// On the CPU `sum += left @ right`, to the bit: BLAS's own accumulation (beta = 1) rounds once per
+/// block of the inner dimension where this rounds twice in all, and differs from an ordinary
+/// backward.
+void add(const Addition& a, c10::ScalarType type, zbp_how how) {
+  if (a.sum.scalar_type() == a.left.scalar_type() && (how.fuse || !a.sum.is_cpu())) {
+    add_in_one(a);
+  } else if (how.fuse && is_wider(a.sum.scalar_type(), a.left.scalar_type())) {
+    add_wide(a);
+  } else {
+    a.sum.add_(product_of(a.left, a.right).to(type));
+  }
+}
+
+/// Adds the product of face number `f` in place to `grad`, which is laid out as the weight is. A
+/// product that is not fused is rounded to `type`, the weight's, before it is added. False, and
+/// nothing was done, if it cannot be added so.
+bool add_in_place(const at::Tensor& grad, c10::ScalarType type, const Task& task,
+                  const Product& product, size_t f, zbp_how how) {
+  const bool is_simple = (task.plan(f).flag & ZBP_FACE_SIMPLE) != 0;
+  std::optional<at::Tensor> sum = is_simple ? grad : view_along(task, f, grad);
+  if (!sum) {
+    return false;
+  }
+  Factors factors = factors_of(task, product, task.plan(f));
+  if (is_subclass(grad)) {
+    auto local = is_simple
+                     ? local_product({grad, factors.is_transposed}, factors.left, factors.right)
+                     : std::nullopt;
+    if (!local) {
+      return false;
+    }
+    sum = std::move(local->sum);
+    factors.left.matrix = std::move(local->left);
+    factors.right.matrix = std::move(local->right);
+  }
+  const Addition a{oriented(*sum, factors.is_transposed), factor(factors.left),
+                   factor(factors.right)};
+  if (at::has_internal_overlap(a.sum) != at::MemOverlap::No || a.sum.dim() != a.left.dim() ||
+      a.sum.size(-2) != a.left.size(-2) || a.sum.size(-1) != a.right.size(-1) ||
+      a.sum.device() != a.left.device() || a.sum.is_alias_of(a.left) ||
+      a.sum.is_alias_of(a.right)) {
+    return false;
+  }
+  add(a, type, how);
+  return true;
+}
+
+}  // namespace
+
+at::Tensor face_grad(const Task& task, size_t f, variable_list& outputs) {
+  at::Tensor grad;
+  if (const Product* product = product_at(task, f)) {
+    const Factors factors = factors_of(task, *product, task.plan(f));
+    grad = product_of(factor(factors.left), factor(factors.right));
+    {
+      const at::AutoDispatchBelowADInplaceOrView no_view;  // see apply_without_views_to()
+      grad = oriented(grad, factors.is_transposed);
+    }
+    if ((task.plan(f).flag & ZBP_FACE_SIMPLE) != 0) {
+      return grad;  // nothing but transpositions and casts lies before the weight
+    }
+  } else if (const auto* of_sum = std::get_if<Product>(&task.work)) {
+    grad = of_sum->output_grad.tensor();  // the added matrix or bias; the engine's rules reduce it
+  } else if (std::holds_alternative<Deferred>(task.work)) {
+    grad = std::move(outputs[task.plan(f).slot]);
+  } else {
+    grad = given_grad(task, f);
+  }
+  return take_along(task, f, std::move(grad));
+}
+
+void accumulate(Weight& weight, const at::Tensor& grad, Watched* kept) {
+  AccumulateGrad& accumulator = *weight.accumulator;
+  if (!grad.defined() || !accumulator.variable.requires_grad()) {
+    return;
+  }
+  const std::lock_guard<std::mutex> lock(NodeParts::mutex_of(accumulator));
+  if (weight.main_grad.defined()) {
+    weight.main_grad.add_(grad);
+    return;
+  }
+  at::Tensor& sum = accumulator.variable.mutable_grad();
+  const bool can_be_taken =
+      kept && kept->tensor().is_same(grad) && !sum.defined() && grad.has_storage() &&
+      grad.storage().use_count() == 1 &&
+      torch::autograd::utils::obeys_layout_contract(grad, accumulator.variable);
+  // Memory that somebody else has too (a view of what a task keeps, of the caller's own gradient)
+  // must not be taken for the weight's own: with no reference expected it is copied.
+  const bool is_shared = grad.has_storage() && grad.storage().use_count() > 1;
+  const int holders = 1 + (accumulator.post_hooks().empty() ? 0 : 1) + (can_be_taken ? 1 : 0);
+  const int references = is_shared ? 0 : holders;
+  AccumulateGrad::accumulateGrad(accumulator.variable, sum, grad, references,
+                                 [&sum](at::Tensor&& updated) { sum = std::move(updated); });
+  if (can_be_taken) {
+    kept->reset();
+  }
+}
+
+namespace {
+
+// ---- what is all that its weight is owed
+
+/// Where the weight's gradients are added; undefined if there is nothing yet.
+const at::Tensor& sum_of(const Weight& weight) {
+  return weight.main_grad.defined() ? weight.main_grad : weight.accumulator->variable.grad();
+}
+
+/// Whether a product can be added in place to the gradient that the weight has.
+bool takes_product(const Weight& weight, zbp_how how) {
+  const at::Tensor& grad = sum_of(weight);
+  const at::Tensor& variable = weight.accumulator->variable;
+  return grad.defined() && !grad.requires_grad() && !grad.is_complex() &&
+         is_subclass(grad) == is_subclass(variable) && grad.sizes().equals(variable.sizes()) &&
+         (weight.main_grad.defined() || grad.scalar_type() == variable.scalar_type() ||
+          (how.fuse &&
+           c10::promoteTypes(grad.scalar_type(), variable.scalar_type()) == grad.scalar_type()));
+}
+
+/// False, and nothing was done, if the face's gradient is no product or cannot be added so. The
+/// accumulator's mutex is taken before the GIL, which a DTensor may ask for: as in libtorch's own
+/// accumulation.
+bool add_product(const Weight& weight, const Task& task, size_t f, zbp_how how) {
+  const Product* const product = product_at(task, f);
+  if (!product) {
+    return false;
+  }
+  const std::lock_guard<std::mutex> lock(NodeParts::mutex_of(*weight.accumulator));
+  return takes_product(weight, how) &&
+         add_in_place(sum_of(weight), weight.accumulator->variable.scalar_type(), task, *product, f,
+                      how);
+}
+
+void add_alone(Group& group, uint32_t number, zbp_how how) {
+  const ProfiledRange range("zbpipe::group");
+  Task& task = group.tasks[group.layout.face[number].task];
+  Weight& weight = group.weights[group.layout.face[number].weight];
+  const size_t f = number - task.plan().face_begin;
+  const c10::OptionalStreamGuard stream(
+      task.device ? std::optional<c10::Stream>(task.device->stream()) : std::nullopt);
+  if (add_product(weight, task, f, how)) {
+    return;
+  }
+  variable_list none;
+  variable_list grad{face_grad(task, f, none)};
+  torch::autograd::validate_outputs(
+      {Edge(weight.accumulator, 0)}, grad,
+      [](const std::string& message) { return "a weight task returned an " + message; });
+  Watched* const kept = how.retain ? nullptr : only_kept_grad(task, f);
+  accumulate(weight, std::exchange(grad[0], {}), kept);
+  if (kept) {
+    kept->reset();  // it is added: a retry does not ask for it
+  }
+}
+
+}  // namespace
+
+}  // namespace zbp
+
+int zbp_add_alone(zbp_group* group, uint32_t face, zbp_how how, zbp_error* error) {
+  return zbp::kept_in(error, [&] { zbp::add_alone(zbp::group_of(group), face, how); });
+}

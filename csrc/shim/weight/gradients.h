@@ -1,0 +1,18 @@
+// The gradients that tasks give at their faces, and their addition to the weights.
+#pragma once
+
+#include "shim/group/group.h"
+
+namespace zbp {
+
+/// The gradient for face number `f`, at its weight where it has a path; `outputs` are a deferred
+/// node's.
+at::Tensor face_grad(const Task& task, size_t f, variable_list& outputs);
+
+/// Adds `grad` to the weight's gradient, as its accumulator does, without any hook; or to its
+/// main_grad. When `kept` is this same gradient, nobody else has its memory, and the weight has
+/// none yet, the gradient is taken and not copied, and `kept` is let go. On an exception nothing
+/// was added, `grad` and `kept` are whole.
+void accumulate(Weight& weight, const at::Tensor& grad, Watched* kept);
+
+}  // namespace zbp

@@ -1,0 +1,319 @@
+// One run of the engine in W, for what hooks, sums, or nodes between a task and its weights ask of
+// it: Start -> task nodes -> (proxies of the nodes outside the closure) -> sinks.
+
+#include <exception>
+#include <mutex>
+#include <utility>
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
+
+#include "shim/engine/engine.h"
+#include "shim/weight/gradients.h"
+#include "shim/group/saved.h"
+#include "shim/engine/stand_in.h"
+#include "shim/weight/zbp_weight.h"
+#include "shim/torch/error.h"
+#include "shim/torch/ranges.h"
+#include "shim/group/work.h"
+
+namespace zbp {
+
+using torch::autograd::AccumulateGrad;
+
+namespace {
+
+/// What the nodes of a run share.
+///
+/// Note [Why a sink does not stop the engine]
+/// When the engine stops at an error, gradients that were on their way are lost, and what the nodes
+/// between a task and its weights had saved is gone: those weights could never be completed. So a
+/// sink keeps its gradient for the next call, notes the first error, and lets the run finish.
+class Shared {
+ public:
+  explicit Shared(bool retain) : retain(retain) {}
+
+  template <class Body>
+  void noting_errors(const Body& body) {
+    try {
+      body();
+    } catch (python_error& error) {
+      error.persist();
+      note(std::current_exception());
+    } catch (...) {
+      note(std::current_exception());
+    }
+  }
+  void rethrow() {
+    if (error_) {
+      std::rethrow_exception(std::exchange(error_, nullptr));
+    }
+  }
+
+  const bool retain;  // W is to run again: nothing of the tasks' may be taken
+
+ private:
+  void note(std::exception_ptr error) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!error_) {
+      error_ = std::move(error);
+    }
+  }
+
+  std::mutex mutex_;
+  std::exception_ptr error_;
+};
+using SharedPtr = std::shared_ptr<Shared>;
+
+/// Computes what a task owes to its weights and sends it along the task's faces.
+class TaskNode : public Node {
+ public:
+  TaskNode(GroupPtr group, size_t task, SharedPtr shared)
+      : Node(group->tasks[task].plan().sequence_nr),
+        group_(std::move(group)),
+        task_(task),
+        shared_(std::move(shared)) {
+    if (const auto& device = group_->tasks[task_].device) {
+      input_metadata_.emplace_back(*device);
+    } else {
+      add_input_metadata(undefined_input());
+    }
+  }
+
+  // A group that is complete has no tasks any more. In a retry a task can come late: all its
+  // weights have been added before.
+  std::string name() const override {
+    return task_ < group_->tasks.size() ? group_->tasks[task_].name() : "zbpipe::TaskNode";
+  }
+
+ protected:
+  variable_list apply(variable_list&& /*grads*/) override {
+    variable_list grads(num_outputs());
+    if (task_ >= group_->tasks.size()) {
+      return grads;
+    }
+    const ProfiledRange range("zbpipe::group");
+    Task& task = group_->tasks[task_];
+    variable_list outputs;
+    if (task.kind() == ZBP_TASK_DEFERRED) {
+      outputs = run_deferred(task);
+    }
+    for (size_t f = 0; f < grads.size(); ++f) {
+      if (next_edge(f).is_valid()) {
+        run_works_for(task, f, shared_->retain);
+        grads[f] = face_grad(task, f, outputs);
+      }
+    }
+    return grads;
+  }
+
+ private:
+  GroupPtr group_;
+  size_t task_;
+  SharedPtr shared_;
+};
+
+/// Runs a node outside the closure for one group.
+///
+/// Note [Why W mirrors the nodes outside the closure]
+/// Their edges would have to lead to sinks. But the node may belong to other groups too, of other
+/// microbatches (a weight that was computed once, a cast in autocast's cache), whose I walks it or
+/// whose W runs it at the same moment. So the node's own edges are never touched.
+class Proxy : public InPlaceOf {
+ public:
+  Proxy(const Outside& outside, SharedPtr shared)
+      : InPlaceOf(ref_of(*outside.node), outside.node->sequence_nr()),
+        makes_input_(outside.makes_input),
+        shared_(std::move(shared)) {
+    next_edges().resize(original_->next_edges().size());
+  }
+
+ protected:
+  variable_list apply(variable_list&& grads) override {
+    try {
+      return run_node(*original_, *this, std::move(grads), !shared_->retain,
+                      /*track_views=*/false, makes_input_);
+    } catch (...) {
+      if (torch::autograd::AnomalyMode::is_enabled()) {
+        original_->metadata()->print_stack(original_->name());
+      }
+      throw;
+    }
+  }
+
+ private:
+  bool makes_input_;
+  SharedPtr shared_;
+};
+
+/// Takes the place of a weight's accumulator: receives the sum of all gradients of the weight, adds
+/// it as the accumulator would, with all hooks, and tells the book. When it was the last one of its
+/// group, the group lets go of what it held.
+class Sink : public InPlaceOf {
+ public:
+  Sink(GroupPtr group, uint32_t weight, SharedPtr shared)
+      : InPlaceOf(group->weights[weight].accumulator, UINT64_MAX),
+        group_(std::move(group)),
+        number_(weight),
+        shared_(std::move(shared)) {}
+
+  /// The faces that end here.
+  SmallVector<uint32_t, 2> served;
+
+ protected:
+  // See Note [Why a sink does not stop the engine].
+  variable_list apply(variable_list&& grads) override {
+    shared_->noting_errors([&] { add(std::move(grads)); });
+    return {};
+  }
+
+ private:
+  void add(variable_list&& grads) {
+    Weight& weight = group_->weights[number_];
+    AccumulateGrad& accumulator = *weight.accumulator;
+    zbp_book& book = group_->book;
+    weight.grad = grads[0];
+    zbp_book_arrived(&book, number_);
+    if (!book.weight[number_].is_hooked) {
+      grads = call_pre_hooks(accumulator, call_tensor_hooks(accumulator, std::move(grads)));
+      weight.grad = grads[0];
+      zbp_book_hooked(&book, number_);
+    }
+    // As in the engine: an accumulator with post hooks expects them to hold one more reference.
+    const variable_list inputs = accumulator.post_hooks().empty() ? variable_list() : grads;
+    grads.clear();
+    accumulate(weight, weight.grad, kept_gradient());
+    weight.grad.reset();
+    if (zbp_book_added(&book, number_)) {
+      group_->release();
+    }
+    // It is added: the hooks behind it are not run again, so each gets its turn whatever the other
+    // does.
+    shared_->noting_errors([&] {
+      // As in libtorch also where no gradient came: a kernel may have added it elsewhere.
+      if (const auto& hook = accumulator.tensor_post_acc_grad_hooks()) {
+        (*hook)(accumulator.variable);
+      }
+    });
+    call_post_hooks(accumulator, {}, inputs);
+  }
+
+  /// Where the only task that serves the weight keeps the gradient that arrives here, if it does.
+  Watched* kept_gradient() {
+    if (served.size() != 1 || shared_->retain) {
+      return nullptr;
+    }
+    Task& task = group_->tasks[group_->layout.face[served[0]].task];
+    return only_kept_grad(task, served[0] - task.plan().face_begin);
+  }
+
+  GroupPtr group_;
+  uint32_t number_;
+  SharedPtr shared_;
+};
+
+/// The graph of one run, put in front of the accumulators.
+struct Mirror {
+  explicit Mirror(bool retain) : shared(std::make_shared<Shared>(retain)) {}
+
+  SharedPtr shared;
+  edge_list starts;
+  variable_list grads;  // one per start; a task node needs none
+  std::vector<Node*> represented;
+
+  // Of the group that is being added: null for a weight that has been added.
+  std::vector<NodeRef<Sink>> sinks;
+  std::vector<NodeRef<Proxy>> proxies;
+
+  void add_sinks(const GroupPtr& group) {
+    sinks.assign(group->weights.size(), nullptr);
+    for (uint32_t w = 0; w < sinks.size(); ++w) {
+      const zbp_book_weight& booked = group->book.weight[w];
+      if (booked.is_added) {
+        continue;
+      }
+      sinks[w] = make_node<Sink>(group, w, shared);
+      represented.push_back(group->weights[w].accumulator.get());
+      if (booked.has_arrived) {
+        starts.emplace_back(sinks[w], 0);  // a run that failed has left the sum
+        grads.push_back(group->weights[w].grad);
+      }
+    }
+  }
+
+  void add_proxies(const Group& group) {
+    proxies.clear();
+    for (const Outside& outside : group.outside) {
+      proxies.push_back(make_node<Proxy>(outside, shared));
+      represented.push_back(outside.node);
+    }
+    for (uint32_t h = 0; h < group.layout.hop_count; ++h) {
+      const zbp_hop& hop = group.layout.hop[h];
+      Edge& edge = proxies[hop.outside]->next_edges()[hop.slot];
+      if (hop.to_weight < 0) {
+        edge = Edge(proxies[hop.to_outside],
+                    group.outside[hop.outside].node->next_edge(hop.slot).input_nr);
+      } else if (zbp_book_wants(&group.book, static_cast<uint32_t>(hop.to_weight))) {
+        edge = Edge(sinks[hop.to_weight], 0);
+      }
+    }
+  }
+
+  void add_task(const GroupPtr& group, uint32_t t) {
+    auto node = make_node<TaskNode>(group, t, shared);
+    const Task& task = group->tasks[t];
+    bool is_wanted = false;
+    for (size_t f = 0; f < task.face.size(); ++f) {
+      Edge& edge = node->next_edges().emplace_back();
+      const zbp_face& plan = task.plan(f);
+      const auto number = static_cast<uint32_t>(task.plan().face_begin + f);
+      if (!zbp_book_wants_face(&group->book, &group->layout, number)) {
+        continue;
+      }
+      is_wanted = true;
+      if (plan.weight < 0) {
+        edge = Edge(proxies[plan.outside], task.face[f].edge.input_nr);
+      } else {
+        edge = Edge(sinks[plan.weight], 0);
+        sinks[plan.weight]->served.push_back(number);
+      }
+    }
+    if (is_wanted) {
+      starts.emplace_back(std::move(node), 0);
+      grads.emplace_back();
+    }
+  }
+
+  void add(const GroupPtr& group) {
+    zbp_book_begin_run(&group->book, shared->retain);
+    add_sinks(group);
+    add_proxies(*group);
+    for (uint32_t t = 0; t < group->tasks.size(); ++t) {
+      add_task(group, t);
+    }
+  }
+};
+
+void run_groups(c10::ArrayRef<zbp_group*> groups, bool retain) {
+  Mirror mirror(retain);
+  for (zbp_group* group : groups) {
+    if (!zbp_book_is_complete(&group->book)) {
+      mirror.add(group_of(group).shared_from_this());
+    }
+  }
+  mirror.sinks.clear();
+  mirror.proxies.clear();
+  if (!mirror.starts.empty()) {
+    run_engine(std::move(mirror.starts), std::move(mirror.grads), std::move(mirror.represented),
+               /*keep_graph=*/retain);
+    mirror.shared->rethrow();
+  }
+}
+
+}  // namespace
+
+}  // namespace zbp
+
+int zbp_run_engine(zbp_group* const* group, size_t count, zbp_how how, zbp_error* error) {
+  return zbp::kept_in(error, [&] { zbp::run_groups({group, count}, how.retain); });
+}

@@ -1,0 +1,348 @@
+// A call of W but for what it adds: zbp_weight.h. The rest is gradients.cpp and run.cpp.
+
+#include "shim/weight/zbp_weight.h"
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <unordered_map>
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
+
+#include "shim/group/facts.h"
+#include "shim/torch/detach.h"
+#include "shim/torch/error.h"
+#include "shim/torch/gil.h"
+#include "shim/torch/nodes.h"
+#include "shim/torch/python.h"
+#include "shim/torch/ranges.h"
+#include "shim/group/streams.h"
+#include "shim/group/work.h"
+
+using namespace zbp;
+using torch::autograd::AccumulateGrad;
+
+struct zbp_call {
+  zbp_call(zbp_group* const* groups, size_t count) {
+    for (size_t i = 0; i < count; ++i) {
+      group.push_back(&group_of(groups[i]));
+    }
+  }
+  ~zbp_call() {
+    for (Group* one : group) {
+      for (Weight& weight : one->weights) {
+        weight.main_grad.reset();
+      }
+    }
+  }
+  zbp_call(const zbp_call&) = delete;
+  zbp_call& operator=(const zbp_call&) = delete;
+
+  SmallVector<Group*, 4> group;
+  Barrier barrier;
+  std::optional<at::AutoGradMode> no_grad;
+  std::optional<ProfiledRange> range;
+};
+
+namespace {
+
+// ---- what has changed since I
+
+void check_leaves(const Group& group, size_t g) {
+  for (size_t w = 0; w < group.weights.size(); ++w) {
+    const at::Tensor& weight = group.weights[w].accumulator->variable;
+    if (!group.book.weight[w].is_added && weight.grad_fn()) {
+      refuse(PyExc_RuntimeError,
+             "leaf variable has been moved into the graph interior: ", describe(weight),
+             ", for which param_groups[", g,
+             "] holds a gradient, was changed in place, since the forward, by something that needs "
+             "a gradient; change weights under torch.no_grad(), and run the microbatch again");
+    }
+  }
+}
+
+/// What was changed: in words and by its versions; and who reads it, why that matters, what to do.
+[[noreturn]] void refuse_modified(size_t g, const std::string& tensor, uint32_t seen, uint32_t now,
+                                  const char* what, const std::string& reader, const char* advice) {
+  refuse(PyExc_RuntimeError,
+         "one of the variables needed for gradient computation has been modified by an inplace "
+         "operation: ",
+         tensor, ", which param_groups[", g, "] ", what, ", is at version ", now,
+         "; expected version ", seen, " instead.", reader, " ", advice);
+}
+
+std::string reader_in(const Group& group, const Task& task) {
+  std::string words = " It is read by " + task.name();
+  const char* between = " for the weight of ";
+  for (size_t f = 0; f < task.face.size(); ++f) {
+    if (task.plan(f).weight >= 0) {
+      words += between + describe(group.weights[task.plan(f).weight].accumulator->variable);
+      between = " and of ";
+    }
+  }
+  return words + ".";
+}
+
+void check_held(const Group& group, const Task& task, size_t g) {
+  const auto check = [&](const Watched& watched) {
+    if (watched.was_modified()) {
+      refuse_modified(g, describe(watched.tensor()), watched.kept_version(),
+                      static_cast<uint32_t>(watched.tensor()._version()),
+                      "holds for the weight pass", reader_in(group, task),
+                      "If something overwrites it between the two passes, clone it before. If a "
+                      "later node of the same backward does, leave the weight to the input pass "
+                      "with policy(exclude=[weight]), or give that node a clone.");
+    }
+  };
+  for_each_watched(task, check);
+  if (const auto* given = std::get_if<Given>(&task.work)) {
+    for (const Work& work : given->works) {
+      if (work.call) {
+        std::for_each(work.call->parameters.begin(), work.call->parameters.end(), check);
+      }
+    }
+  }
+}
+
+void check_recomputed(const Version& version, size_t g) {
+  if (version.was_modified()) {
+    refuse_modified(g, version.describe(), version.seen(), version.now(),
+                    "would read to compute a checkpointed region again", "",
+                    "With checkpoint=\"recompute\", run the weight pass of all groups of a "
+                    "microbatch before weights or inputs change, or choose checkpoint=\"keep\".");
+  }
+}
+
+void check_unmodified(const Group& group, size_t g) {
+  for (const Task& task : group.tasks) {
+    check_held(group, task, g);
+    for (const Version& version : task.arguments) {
+      check_recomputed(version, g);
+    }
+  }
+  for (const Version& version : group.arguments_outside) {
+    check_recomputed(version, g);
+  }
+  for (const Version& version : group.saved_outside) {
+    if (version.was_modified()) {
+      refuse_modified(g, version.describe(), version.seen(), version.now(),
+                      "needs where its weights were computed", "",
+                      "Run the weight pass before it changes.");
+    }
+  }
+}
+
+/// The weights that regions read which W computes again: each I's list once, up to the last node
+/// for which a group of the call computes one.
+void check_reads(const zbp_call& call) {
+  struct Last {
+    uint64_t recomputed_for = 0;
+    size_t group = 0;
+  };
+  std::unordered_map<const Reads*, Last> last;
+  for (size_t g = 0; g < call.group.size(); ++g) {
+    const Reads* const reads = call.group[g]->reads.get();
+    const uint64_t now = reads ? call.group[g]->recomputed_for() : 0;
+    if (now > 0 && now > last[reads].recomputed_for) {
+      last[reads] = {now, g};
+    }
+  }
+  for (size_t g = 0; g < call.group.size() && !last.empty(); ++g) {
+    const auto found = last.find(call.group[g]->reads.get());
+    if (found == last.end() || found->second.group != g) {
+      continue;
+    }
+    for (const Reads::Read& read : found->first->weights) {
+      if (read.sequence_nr >= found->second.recomputed_for) {
+        break;
+      }
+      check_recomputed(read.weight, g);
+    }
+  }
+}
+
+void check_capture(const Group& group, size_t g) {
+  if (const bool then = group.was_captured; then != is_capturing(group)) {
+    refuse(PyExc_RuntimeError, "param_groups[", g, "] was made by an input pass ",
+           then ? "within" : "outside",
+           " the capture of a CUDA graph, and its weight pass is called ",
+           then ? "outside of it" : "within one",
+           ", where it would read memory that a replay overwrites; capture both passes in one "
+           "graph, or neither");
+  }
+}
+
+// ---- main_grad
+
+/// Null for None, and where there is none.
+THPObjectPtr main_grad_of(PyObject* weight) {
+  THPObjectPtr found(PyObject_GetAttrString(weight, "main_grad"));
+  if (!found && !PyErr_ExceptionMatches(PyExc_AttributeError)) {
+    throw python_error();
+  }
+  PyErr_Clear();
+  return found.get() == Py_None ? THPObjectPtr() : std::move(found);
+}
+
+const at::Tensor& checked_main_grad(PyObject* object, const at::Tensor& weight) {
+  const at::Tensor* main_grad = as_tensor(object);
+  if (!main_grad) {
+    refuse(PyExc_TypeError, "the main_grad of the weight of ", describe(weight), " is a ",
+           type_name(object), "; expected a tensor or None");
+  }
+  if (!main_grad->sym_sizes().equals(weight.sym_sizes()) ||
+      main_grad->device() != weight.device() || !main_grad->is_floating_point() ||
+      main_grad->requires_grad()) {
+    refuse(PyExc_ValueError, "the main_grad of the weight of ", describe(weight), " is ",
+           describe(*main_grad), main_grad->requires_grad() ? " and requires a gradient" : "",
+           "; expected a floating-point tensor of the weight's shape and device that requires "
+           "none");
+  }
+  return *main_grad;
+}
+
+void find_main_grads(const zbp_call& call) {
+  std::vector<THPObjectPtr> found;
+  for (Group* group : call.group) {
+    for (Weight& weight : group->weights) {
+      const at::Tensor& variable = weight.accumulator->variable;
+      THPObjectPtr object(wrap_tensor(variable));
+      if (THPObjectPtr main_grad = main_grad_of(object); main_grad) {
+        weight.main_grad = checked_main_grad(main_grad, variable);
+        found.push_back(std::move(object));
+      }
+    }
+  }
+  // So that hooks that would add .grad to main_grad see that there is nothing left to add.
+  const char* const flag = "grad_added_to_main_grad";
+  for (THPObjectPtr& weight : found) {
+    if (PyObject_HasAttrString(weight, flag) && PyObject_SetAttrString(weight, flag, Py_True) < 0) {
+      throw python_error();
+    }
+  }
+}
+
+template <class Check>
+void for_each_group(const zbp_call& call, const Check& check) {
+  for (size_t g = 0; g < call.group.size(); ++g) {
+    check(*call.group[g], g);
+  }
+}
+
+void check(const zbp_call& call, bool main_grad) {
+  for_each_group(call, check_leaves);
+  for_each_group(call, check_unmodified);
+  check_reads(call);
+  for_each_group(call, check_capture);
+  if (main_grad) {
+    find_main_grads(call);
+  }
+}
+
+// ---- hooks
+
+uint8_t seen_on(const Weight& weight) {
+  AccumulateGrad& accumulator = *weight.accumulator;
+  const bool is_hooked =
+      has_hooks(accumulator) || accumulator.tensor_post_acc_grad_hooks() != nullptr;
+  return static_cast<uint8_t>((is_hooked ? ZBP_WEIGHT_HOOKED : 0) |
+                              (accumulator.variable.requires_grad() ? 0 : ZBP_WEIGHT_FROZEN));
+}
+
+void see_hooks(Group& group) {
+  for (uint32_t w = 0; w < group.book.weight_count; ++w) {
+    zbp_book_see_weight(&group.book, w, seen_on(group.weights[w]));
+  }
+  for (const Task& task : group.tasks) {
+    for (size_t f = 0; f < task.face.size(); ++f) {
+      // Once a hook was put on a node of the path: it is owed its gradient.
+      const auto path = path_of(task, f);
+      if (!std::all_of(path.begin(), path.end(), [](Node* node) { return is_plain_step(*node); })) {
+        zbp_layout_give_up_path(&group.layout, task.plan().face_begin + static_cast<uint32_t>(f));
+      }
+    }
+  }
+}
+
+}  // namespace
+
+int zbp_call_begin(zbp_group* const* groups, size_t count, bool main_grad, bool* is_anomaly_out,
+                   zbp_call** call_out, zbp_error* error) {
+  std::unique_ptr<zbp_call> call;
+  int status = guarded(error, [&] {
+    call = std::make_unique<zbp_call>(groups, count);
+    check(*call, main_grad);
+  });
+  if (status == ZBP_OK) {
+    status = kept_in(error, [&] {
+      call->barrier.begin();
+      call->no_grad.emplace(false);
+      call->range.emplace("zbpipe::weight_pass");
+      *is_anomaly_out = torch::autograd::AnomalyMode::is_enabled();
+    });
+  }
+  *call_out = status == ZBP_OK ? call.release() : nullptr;
+  return status;
+}
+
+int zbp_call_end(zbp_call* call, int status, zbp_error* error) {
+  const std::unique_ptr<zbp_call> owned(call);
+  owned->range.reset();
+  owned->no_grad.reset();
+  return owned->barrier.end(error, [&] {
+    if (status != ZBP_OK) {
+      rethrow(*error, status);
+    }
+  });
+}
+
+int zbp_group_see_hooks(zbp_group* group, zbp_error* error) {
+  return kept_in(error, [&] { see_hooks(group_of(group)); });
+}
+
+const void* zbp_weight_key(const zbp_group* group, uint32_t weight) {
+  return group_of(group).weights[weight].accumulator.get();
+}
+
+int zbp_follow_caller(zbp_group* group, zbp_error* error) {
+  return kept_in(error, [&] { follow_caller(group_of(group)); });
+}
+
+int zbp_join_streams(zbp_group* group, zbp_error* error) {
+  return kept_in(error, [&] { join_streams(group_of(group)); });
+}
+
+void zbp_group_release(zbp_group* group) {
+  group_of(group).release();
+}
+
+void zbp_group_close(zbp_group* handle) {
+  Group& group = group_of(handle);
+  group.release();
+  const auto weights = std::exchange(group.weights, {});
+  if (group.outputs.empty()) {
+    return;
+  }
+  // Others read what autograd knows of a tensor with the GIL and under no other lock.
+  const AcquireGil gil;
+  for (const auto& output : std::exchange(group.outputs, {})) {
+    if (output.use_count() > 1) {
+      continue;  // another group reads it yet
+    }
+    zbp_error error{};
+    if (auto tensor = output->lock(); tensor && kept_in(&error, [&] {
+                                                  detach_output(at::Tensor(std::move(tensor)));
+                                                }) != ZBP_OK) {
+      zbp_error_clear(&error);  // it keeps its history, which costs memory alone
+    }
+  }
+}
+
+void zbp_group_again(zbp_group* group) {
+  for (Task& task : group_of(group).tasks) {
+    if (auto* given = std::get_if<Given>(&task.work)) {
+      std::for_each(given->works.begin(), given->works.end(), make_ready_again);
+    }
+  }
+}

@@ -1,0 +1,75 @@
+/* zbp_weight.h - the weight pass (W): one call of it, and every touch of a weight, a gradient, the
+ * engine.
+ *
+ * The bindings claim the groups' books, begin a call and end it. In between zbp_pass_weights
+ * (csrc/pass/weight_pass.c) decides what is added in which order. Conventions: zbp_input.h; between
+ * begin and end the functions are called without the GIL, on one thread. ZBP_ENOMEM leaves *error
+ * as it was. After an error a function has done nothing, unless it says otherwise. Indices are
+ * those of the group's layout, and in range.
+ */
+#ifndef ZBP_WEIGHT_H
+#define ZBP_WEIGHT_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "core/base/zbp_status.h"
+#include "core/pass/zbp_group.h"
+#include "shim/torch/zbp_error.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Borrows its groups. Of the caller, from _begin to _end. */
+typedef struct zbp_call zbp_call;
+
+/* Refuses what has changed since I so that W would add wrong gradients, and a call that is in
+ * another capture of a graph of the device's than its I was.
+ *
+ * main_grad: a weight with an attribute main_grad that is a tensor is accumulated there until the
+ * call ends, and its attribute grad_added_to_main_grad, if it has one, becomes True. Until all have
+ * been looked at nothing is changed.
+ * *is_anomaly_out: autograd's anomaly mode is on. */
+ZBP_MUST_USE int zbp_call_begin(zbp_group *const *group, size_t count, bool main_grad,
+                                bool *is_anomaly_out, zbp_call **call_out, zbp_error *error);
+/* With what zbp_pass_weights returned and raised, which it returns or raises unless a warning is an
+ * error. Frees the call. */
+ZBP_MUST_USE int zbp_call_end(zbp_call *call, int status, zbp_error *error);
+
+/* ---- the pass */
+
+/* Tells the book of each weight's hooks, and gives up the paths on which a hook was put. */
+ZBP_MUST_USE int zbp_group_see_hooks(zbp_group *group, zbp_error *error);
+
+/* The same for the same weight, whichever group it is asked of; never NULL. */
+const void *zbp_weight_key(const zbp_group *group, uint32_t weight);
+
+/* Streams: the tasks' wait for the caller's, and the caller's for the tasks'. */
+ZBP_MUST_USE int zbp_follow_caller(zbp_group *group, zbp_error *error);
+ZBP_MUST_USE int zbp_join_streams(zbp_group *group, zbp_error *error);
+
+/* Without the engine: adds the face's gradient to its weight: a product in place to the gradient
+ * that is there, where that can take it, anything else by the accumulator's rules. Unless
+ * how.retain, what I kept for the face goes. After an error nothing was added. */
+ZBP_MUST_USE int zbp_add_alone(zbp_group *group, uint32_t face, zbp_how how, zbp_error *error);
+
+/* One run of the engine for those of the groups that are not complete; they share no weight. Runs
+ * what the books still want, and its sinks report to them. An error that a weight's hooks or
+ * addition raised is reported when all else has run: see Note [Why a sink does not stop the engine]
+ * in run.cpp. */
+ZBP_MUST_USE int zbp_run_engine(zbp_group *const *group, size_t count, zbp_how how,
+                                zbp_error *error);
+
+/* ---- afterwards; none of them fails */
+
+void zbp_group_release(zbp_group *group); /* what the tasks hold goes; the weights stay */
+void zbp_group_close(zbp_group *group); /* the weights too, and stage outputs lose their history */
+void zbp_group_again(zbp_group *group); /* what ran is to run again */
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

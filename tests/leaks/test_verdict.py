@@ -1,0 +1,250 @@
+"""The verdict follows the table: what rises is told with its holder, and the same training that lets go of it is clean."""
+
+import subprocess
+import sys
+
+import pytest
+from support.commands import running
+from support.processes import environment
+
+from zbpipe._cli import main
+
+HEAD = """
+import collections, sys, threading, uuid, warnings, torch
+from torch import nn
+warnings.simplefilter("ignore")
+torch.manual_seed(0)
+model = nn.Linear(8, 8)
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+LOOP = """
+for i in range({steps}):
+    y = model(torch.randn(4, 8))
+    opt.zero_grad()
+    loss = y.square().mean()
+    loss.backward()
+    opt.step()
+    y = y.detach()
+    {body}
+    {let_go}
+"""
+TRANSITIONS = """
+class Transition:
+    def __init__(self, obs):
+        self.obs = obs
+class Buffer:
+    def __init__(self):
+        self.items = []
+buffer = Buffer()
+"""
+METER = """
+class Meter:
+    def __init__(self):
+        self.sum = 0
+    def update(self, value):
+        self.sum += value * 32
+meter = Meter()
+"""
+CACHE = """
+class Cache:
+    def __init__(self):
+        self.keys = [torch.empty(0, 8) for _ in range(6)]
+        self.values = [torch.empty(0, 8) for _ in range(6)]
+    def add(self, y):
+        self.keys = [torch.cat([key, y]) for key in self.keys]
+        self.values = [torch.cat([value, y]) for value in self.values]
+cache = Cache()
+"""
+METRIC = """
+class Metric:
+    def __init__(self):
+        self.preds = []
+    def forward(self, preds):
+        self.preds = [p.clone() for p in self.preds] + [preds]
+metric = Metric()
+"""
+TRIAL = """
+class Trial:
+    def __init__(self, leaky=True):
+        self.lr = rate = 1.0
+        self.optimizer = torch.optim.Adam(model.parameters())
+        by_rate = (lambda step: self.lr) if leaky else (lambda step: rate)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, by_rate)
+    def run(self):
+        for _ in range(2):
+            self.optimizer.zero_grad()
+            model(torch.randn(4, 8)).mean().backward()
+            self.optimizer.step()
+"""
+DATA = """
+class Storage:
+    def __init__(self, parent, x):
+        self.parent, self.x = parent, x
+class Data:
+    def __init__(self, x):
+        self.store = Storage(self, x)
+"""
+RUNNING_SUM = """
+class Trainer:
+    def __init__(self):
+        self.tr_loss = torch.tensor(0.0)
+trainer = Trainer()
+"""
+CYCLES = "reference cycles, which at most the collector opens"
+GLOBAL = ">> module global __main__."
+
+# name: what is set up, what each step keeps, how it would be let go of, the line that is marked, what else is said
+KINDS = {
+    "numbers": ("cache = {}", "cache[i] = y", "cache.clear()", f"{GLOBAL}cache", "held by a dict that was never"),
+    "names": ("cache = {}", 'cache[f"step_{i}"] = y', "cache.clear()", f"{GLOBAL}cache", "item 'step_3' and 9 like it"),
+    "uuids": ("cache = {}", "cache[uuid.uuid4().hex] = y", "cache.clear()", f"{GLOBAL}cache", "and 9 like it"),
+    "attributes": ("net = nn.Module()", 'setattr(net, f"out{i}", y)', "del net.__dict__[f'out{i}']", f"{GLOBAL}net", ""),
+    "buffers": (
+        "net = nn.Module()",
+        "net.register_buffer(f'mask_{i}', y)",
+        "net._buffers.clear()",
+        f"{GLOBAL}net",
+        "buffer mask_3",
+    ),
+    "adapters": (
+        "adapters = nn.ModuleDict()",
+        'adapters[f"task{i}"] = nn.Linear(8, 2, bias=False)',
+        "adapters.clear()",
+        f"{GLOBAL}adapters",
+        "parameters of modules",
+    ),
+    "a peak beside": ("kept = []", "kept.append(y)\n    big = [y.clone() for _ in range(30 * (i == 10))]", "kept.clear()", f"{GLOBAL}kept", ""),
+    "many that become larger": (CACHE, "cache.add(y)", "cache = Cache()", ">> attribute keys of Cache", "larger than any"),
+    "made anew": (METRIC, "metric.forward(y)", "metric.preds = []", ">> attribute preds of Metric", "made anew, and more than before"),
+    "optimizers": (TRIAL, "Trial().run()", "", ">> attribute optimizer of Trial", "closure variable self"),
+    "nodes": (RUNNING_SUM, "trainer.tr_loss += loss", "trainer.tr_loss.detach_()", ">> attribute tr_loss of Trainer", "autograd nodes"),
+    "a backward with its graph": (
+        "",
+        "x = torch.randn(4, requires_grad=True); x.square().sum().backward(create_graph=True)",
+        "x.grad = None",
+        ">> Tensor float32 [4]",
+        CYCLES,
+    ),
+    "parents": (DATA, "data = Data(y)", "data.store.parent = None", ">> attribute x of Storage", "attribute parent of Storage"),
+    "objects in a list": (TRANSITIONS, "buffer.items.append(Transition(y))", "buffer.items.clear()", ">> attribute items of Buffer", ""),
+    "graphs": (METER, "meter.update(loss)", "meter.sum = 0", ">> attribute sum of Meter", "other, saved: Tensor"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    with running("leaks", tmp_path, monkeypatch, capsys) as run:
+        yield lambda source, *options: run(source, options=["--error", *options])
+
+
+def script(setup, body, let_go="", steps=16):
+    return HEAD + setup + LOOP.format(steps=steps, body=body, let_go=let_go)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_rises_is_told_with_its_holder(run, name):
+    setup, body, _, marked, words = KINDS[name]
+    status, said = run(script(setup, body))
+    assert status == 3 and "nothing grew" not in said, said
+    lines = [line.strip() for line in said.splitlines() if ">>" in line]
+    assert lines and lines[0].startswith(marked), said
+    assert len(lines) == (2 if name == "many that become larger" else 1), said
+    assert words in said, said
+    assert (CYCLES in said) == (name in ("optimizers", "a backward with its graph", "parents")), said
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_same_that_is_let_go_of_is_quiet(run, name):
+    setup, body, let_go, _, _ = KINDS[name]
+    body = body.replace("Trial()", "Trial(leaky=False)")
+    status, said = run(script(setup, body, let_go))
+    assert status == 0 and said.splitlines()[-1] == "nothing grew", said
+
+
+LBFGS = """
+opt = torch.optim.LBFGS(model.parameters(), lr=0.05, max_iter=2)
+x = torch.randn(16, 8)
+def closure():
+    opt.zero_grad()
+    loss = (model(x) - 1).square().mean()
+    loss.backward()
+    return loss
+for _ in range(16):
+    opt.step(closure)
+"""
+FILLING = {
+    "the history of LBFGS": (LBFGS, "attribute state of torch.optim.lbfgs.LBFGS"),
+    "a deque": ("window = collections.deque(maxlen=50)" + LOOP.format(steps=16, body="window.append(y)", let_go=""), "window"),
+    "a cache": (
+        "import functools\n@functools.lru_cache(maxsize=50)\ndef mask(n):\n    return torch.ones(n)\n"
+        + LOOP.format(steps=16, body="mask(i)", let_go=""),
+        "mask",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILLING)
+def test_a_window_that_is_not_full_yet_is_listed_as_that(run, name):
+    source, words = FILLING[name]
+    status, said = run(HEAD + source)
+    assert status == 0 and "grew, and is held by" not in said and "nothing grew" not in said, said
+    assert words in said.partition("grew, and may be a window that is not full yet")[2], said
+
+
+def test_steps_that_nobody_steps(run, tmp_path, capsys):
+    source = "import torch\nkept = []\ndef serve(x):\n    y = x * 2\n    kept.append(y)\nfor _ in range(12):\n    serve(torch.ones(4))\n"
+    status, said = run(source)
+    assert status == 4 and "give --step-at FILE:LINE, the first line in the body of the loop" in said
+    status, said = run(source, "--step-at", "train.py:4")
+    assert status == 3 and "10 steps (--step-at) after 2 of warm-up" in said and f"{GLOBAL}kept" in said
+    assert sys.gettrace() is None or "zbpipe" not in repr(sys.gettrace())
+    status, said = run(source, "--step-at", "train.py:4", "--steps", "5")
+    assert status == 3 and "5 steps (--step-at)" in said
+    for wrong in ("train.py", "absent.py:3", "train.py:x"):
+        with pytest.raises(SystemExit):
+            main(["leaks", "--step-at", wrong, "train.py"])
+        assert "is not FILE:LINE of a file that is there" in capsys.readouterr().err
+
+
+def test_of_several_optimizers_it_is_said_that_ones_steps_count(run):
+    source = (
+        HEAD
+        + TRIAL.replace("range(2)", "range(1)")
+        + "trials = [Trial() for _ in range(12)]\nfor trial in trials:\n    trial.run()\n"
+    )
+    status, said = run(source)
+    assert status == 4
+    assert "1 steps (Optimizer.step) were seen; 12 optimizers have stepped, and one's steps count" in said
+
+
+def test_the_end_by_steps_is_one_whatever_the_script_catches(run):
+    body = "kept.append(y)"
+    loop = "".join(f"    {line}\n" for line in LOOP.format(steps=20, body=body, let_go="").splitlines())
+    status, said = run(
+        HEAD + f"kept = []\ntry:\n{loop}except:\n    pass\n{LOOP.format(steps=9, body=body, let_go='')}", "--steps", "6"
+    )
+    assert status == 3 and "6 steps (Optimizer.step)" in said and f"{GLOBAL}kept" in said
+    thread = (
+        f"kept = []\ndef train():\n{loop}\nthread = threading.Thread(target=train)\nthread.start()\nthread.join()\n"
+    )
+    status, said = run(HEAD + thread, "--steps", "6")
+    assert status == 3 and "6 steps (Optimizer.step)" in said and "Traceback" not in said
+
+
+CLOSED = {
+    "closed": "sys.stdout.close()",
+    "none": "sys.stdout = None",
+    "captured": "import io; sys.stdout = io.StringIO()",
+    "forked": "import os; pid = os.fork()\nif pid == 0:\n    sys.exit(0)\nos.waitpid(pid, 0)",
+}
+
+
+@pytest.mark.parametrize("how", CLOSED)
+def test_there_is_one_report_whatever_the_script_does_to_its_output(how, tmp_path):
+    (tmp_path / "train.py").write_text(script("kept = []", "kept.append(y)") + CLOSED[how] + "\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "zbpipe", "leaks", "--error", "train.py"],
+        cwd=tmp_path, env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 3, done.stderr
+    assert (done.stdout + done.stderr).count("zbpipe leaks: 14 steps") == 1

@@ -1,0 +1,99 @@
+"""Chooses and loads zbpipe._C: a library per release of torch lies in ``torch_MAJOR_MINOR/``.
+
+setup.py writes beside each library what it was built with. A library beside another torch would fail with ``undefined
+symbol``, or worse: here an ImportError says what is wrong.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import json
+import sys
+import sysconfig
+from pathlib import Path
+from typing import NamedTuple
+
+from zbpipe._version import __version__
+
+HERE = Path(__file__).resolve().parent
+TREE = HERE.parents[1]
+IS_TREE = (TREE / "setup.py").exists()
+PYTHON = str(sys.implementation.cache_tag)
+INSTALL = "pip install --no-build-isolation --no-deps --force-reinstall"
+
+
+class Build(NamedTuple):
+    """What a library was built with; ``torch`` is the release, which is the same on a CPU and with CUDA."""
+
+    zbpipe: str
+    torch: str
+    git: str
+    hip: bool
+    cxx11_abi: bool
+    python: str
+    kind: str
+
+    def __str__(self) -> str:
+        rocm = ", ROCm" if self.hip else ""
+        return f"zbpipe {self.zbpipe}, torch {self.torch} (git {self.git[:12]}, C++11 ABI {int(self.cxx11_abi)}{rocm})"
+
+
+def load() -> Build:
+    """Import zbpipe._C for the torch and the Python that run, and return what it was built with.
+
+    Raises:
+        ImportError: there is no torch, no library for it, or one that was built with another revision of it; or the
+            library is of another zbpipe. The message says how to build it.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise ImportError(
+            f"zbpipe needs torch, and the Python at {sys.executable} has none: pip install 'torch>=2.11', then {_how()}"
+        )
+    import torch
+
+    release = str(torch.__version__).partition("+")[0]
+    folder = HERE / f"torch_{'_'.join(release.split('.')[:2])}"
+    library, described = folder / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}", folder / f"{PYTHON}.json"
+    if not (library.exists() and described.exists()):
+        there = sorted(f"torch {Build(**json.loads(path.read_text())).torch}, {path.stem}" for path in _builds(HERE))
+        raise ImportError(
+            f"zbpipe has no compiled part for torch {release} and {PYTHON} in {HERE} ({'; '.join(there) or 'none'} "
+            f"there): {_how_to_mend()}"
+        )
+    build = Build(**json.loads(described.read_text()))
+    git, hip, abi = str(torch.version.git_version), torch.version.hip is not None, torch.compiled_with_cxx11_abi()
+    now = Build(__version__, release, git, hip, abi, build.python, build.kind)
+    if build != now:
+        raise ImportError(f"zbpipe's compiled part is of {build}, and this process has {now}: {_how_to_mend()}")
+    spec = importlib.util.spec_from_file_location("zbpipe._C", library)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["zbpipe._C"] = module
+    spec.loader.exec_module(module)
+    sys.modules["zbpipe"]._C = module  # type: ignore[attr-defined]
+    return build
+
+
+def _builds(native: Path) -> list[Path]:
+    return sorted(native.glob("torch_*/*.json"))
+
+
+def _how() -> str:
+    """The command that builds it here, as the end of a sentence."""
+    if IS_TREE:
+        return f"build it: in {TREE}, run `{INSTALL} --editable .`."
+    return f"build it from source: `{INSTALL} --no-cache-dir --no-binary zbpipe zbpipe`."
+
+
+def _how_to_mend() -> str:
+    """``_how``; where another zbpipe, which was built, is hidden behind this one on sys.path, its place first."""
+    for entry in sys.path:
+        spec = importlib.machinery.PathFinder.find_spec("zbpipe", [entry])
+        found = Path(spec.origin).resolve().parent if spec is not None and spec.origin is not None else HERE.parent
+        if found != HERE.parent and _builds(found / "_native"):
+            return (
+                f"a built zbpipe is in {found}, and {TREE} comes before it on sys.path: run Python from another "
+                f"directory, or {_how()}"
+            )
+    return _how()

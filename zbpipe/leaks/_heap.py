@@ -1,0 +1,253 @@
+"""All that lives, breadth first from the roots: Python's objects, and libtorch's by their handles.
+
+Note [How holders are searched]
+
+A tensor, a node or a storage is one vertex, whatever stands for it in Python: its handle (Note [Handles] in
+``csrc/instruments/shim/zbp_holders.h``), which the search finds by :func:`zbpipe._C.references_of`. All else is found
+by ``gc.get_referents``. Vertices are numbered in the order of discovery, so the way back from a vertex is a shortest
+chain of holders.
+
+What the roots do not reach is looked at as Python's collector does: a reference that is counted and that no edge
+explains comes from where nobody can look (a C++ variable, a C stack, a library's table), and makes its vertex the
+beginning of hidden chains. What these do not reach either is garbage, and hangs on a cycle (``_ways.py``).
+
+What is met is kept alive until the search ends, and the collector is off. Other threads go on meanwhile: what they move
+may be told by another chain than the one that it has now. Nothing is unpacked and no code of the program runs: types
+are told by their identities and bases alone.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+from zbpipe import _C
+from zbpipe._torch.autograd import NATIVE_CLASSES, SAVED_TENSOR
+from zbpipe._torch.pipelining import work_type
+from zbpipe.leaks._words.of_python import array_type
+
+Reference = tuple[Any, "str | None", bool]
+"""What is held, how, and whether the reference is to libtorch's object."""
+
+_SKIPPED, _PLAIN, _NATIVE, _PARTLY_NATIVE, _ARRAY, _WORK = range(6)
+_PARTLY_NATIVE_TYPES = (_C.ParamGroup, SAVED_TENSOR, type(datetime.datetime_CAPI))
+_FLAGS = vars(type)["__flags__"]  # a metaclass may have a property of this name
+_HAS_REFERENTS = 1 << 14  # Py_TPFLAGS_HAVE_GC
+_NOBODY = -1
+_OWN = 2  # of sys.getrefcount(): the list of things, the argument
+
+
+class Heap:
+    """What was met. ``things`` are Python objects and handles, ``parents`` the places of who held them first.
+
+    ``held`` has what a root holds besides its referents, by the root's identity; a running frame has none of its own.
+    """
+
+    def __init__(self, held: dict[int, list[Any]], ignored: Iterable[Any]) -> None:
+        self.things: list[Any] = []
+        self.parents: list[int] = []
+        self.place: dict[int, int] = {id(thing): _NOBODY for thing in ignored}
+        self.reached = sys.maxsize  # what comes from here on the roots do not reach
+        self.edges: list[list[int]] = []  # of each of those, to others of them
+        self.labels: dict[int, tuple[int, str]] = {}  # by places: who holds it by that, the first one
+        self.unseen: Counter[str] = Counter()
+        self.works: list[int] = []
+        self.native: dict[str, list[int]] = {"tensor": [], "storage": [], "node": []}
+        self._held = held
+        self._special: set[int] = set()  # things with other referents than the collector's
+        self._python_references: defaultdict[int, int] = defaultdict(int)
+        self._native_references: defaultdict[int, int] = defaultdict(int)
+        self._kinds: dict[int, int] = {}  # by the identity of the class, which a metaclass may not let be hashed
+        self._array, self._work = array_type(), work_type()
+
+    def add_roots(self, roots: Iterable[Any]) -> None:
+        for root in roots:
+            self._meet(root, _NOBODY)
+
+    def explore(self, begin: int = 0) -> None:
+        """Looks at all things from a place on, and at all that these hold."""
+        things, parents, place, special = self.things, self.parents, self.place, self._special
+        referents, kind_of = gc.get_referents, self._kinds.get
+        handle, native = _C.Handle, self._native_references
+        at = begin - 1
+        for thing in islice(things, begin, None):  # which becomes longer meanwhile
+            at += 1
+            if at in special:
+                if type(thing) is not handle:
+                    for held, label, is_native in self.references(thing):
+                        self._meet_reference(held, label, is_native, at)
+                    continue
+                for held, label, is_native in _C.references_of(thing):
+                    if type(held) is handle and id(held) in place:
+                        native[place[id(held)]] += 1
+                    else:
+                        self._meet_reference(held, label, is_native, at)
+                thing = thing.object
+                if thing is None:
+                    continue
+            for held in referents(thing):
+                kind = kind_of(id(type(held)))
+                if kind == _PLAIN:
+                    key = id(held)
+                    if key not in place:
+                        place[key] = len(things)
+                        things.append(held)
+                        parents.append(at)
+                elif kind != _SKIPPED:
+                    self._meet(held, at)
+
+    def explore_rest(self, listed: list[Any]) -> None:
+        """Looks at what is listed and was not reached, and remembers who holds whom of it."""
+        self.reached = len(self.things)
+        self.add_roots(one for one in listed if id(one) not in self.place)
+        listed.clear()
+        at = self.reached - 1
+        for thing in islice(self.things, self.reached, None):
+            at += 1
+            holds = [self._meet_reference(*reference, at) for reference in self.references(thing)]
+            self.edges.append([place - self.reached for place in holds if place >= self.reached])
+
+    def references(self, thing: Any) -> Iterator[Reference]:
+        """What a thing holds."""
+        if id(thing) in self._held:
+            yield from ((one, None, False) for one in self._held[id(thing)])
+            return
+        if type(thing) is _C.Handle:
+            yield from _C.references_of(thing)
+            thing = thing.object if thing.kind != "storage" else None
+            if thing is None:
+                return
+        yield from ((one, None, False) for one in gc.get_referents(thing))
+        kind = self._kind_of(thing)
+        if kind == _PARTLY_NATIVE:
+            yield from _C.references_of(thing)
+        elif kind == _ARRAY:
+            yield from ((one, None, False) for one in _held_by_array(thing, self._array))
+
+    def is_held_unseen(self, place: int, is_target: bool) -> bool:
+        """Whether references to a thing are counted that come from nobody who was met. Those to a target's Python
+        object are the caller's."""
+        thing = self.things[place]
+        python, native = self._python_references[place], self._native_references[place]
+        if type(thing) is not _C.Handle:
+            del thing
+            return sys.getrefcount(self.things[place]) - _OWN > python
+        if thing.kind == "storage":
+            return False
+        of_native, of_python, python_owns, native_owns = thing.counts
+        return of_native - python_owns > native or (not is_target and of_python - native_owns > python)
+
+    def count_native(self) -> int:
+        return sum(map(len, self.native.values()))
+
+    def label(self, holder: int, held: int) -> str | None:
+        """How one place holds another, where C++ knows."""
+        by, label = self.labels.get(held, (_NOBODY, None))
+        if by == holder:
+            return label
+        thing = self.things[holder]
+        if type(thing) is not _C.Handle and type(thing) is not _C.ParamGroup:
+            return None
+        found = (label for one, label, _ in _C.references_of(thing) if self.place.get(id(one)) == held)
+        return next((label for label in found if label is not None), None)
+
+    def places_of(self, identities: set[int]) -> set[int]:
+        """Of Python objects, by their identities."""
+        found = {self.place[identity] for identity in identities if identity in self.place}
+        native = [*self.native["tensor"], *self.native["node"]] if identities else []
+        return found | {place for place in native if id(self.things[place].object) in identities}
+
+    def references_to(self, place: int) -> int:
+        """How many were met, of those to a handle's thing."""
+        return self._python_references[place] + self._native_references[place]
+
+    def explore_autograd(self, listed: list[Any]) -> None:
+        """Looks at what is libtorch's among what is listed, and at all that this holds natively."""
+        for one in listed:
+            if self._kind_of(one) == _NATIVE:
+                self._meet(one, _NOBODY)
+        at = -1
+        for thing in islice(self.things, 0, None):
+            at += 1
+            for held, _, is_native in _C.references_of(thing):
+                if is_native:
+                    self._meet(held, at, True)
+
+    def _meet_reference(self, held: Any, label: str | None, is_native: bool, at: int) -> int:
+        if held is None:
+            if label is not None:
+                self.unseen[label] += 1
+            return _NOBODY
+        place = self._meet(held, at, is_native)
+        if label is not None and place not in self.labels:
+            self.labels[place] = at, label
+        return place
+
+    def _meet(self, held: Any, at: int, is_native: bool = False) -> int:
+        """The place of what is held; a new one if it is met for the first time."""
+        kind = self._kind_of(held)
+        if kind == _SKIPPED:
+            return _NOBODY
+        if kind == _NATIVE and type(held) is not _C.Handle:
+            held = _C.handle_of(held) or held  # an undefined tensor has none
+        place = self.place.get(id(held))
+        if place is None:
+            place = self.place[id(held)] = len(self.things)
+            self.things.append(held)
+            self.parents.append(at)
+            if type(held) is _C.Handle:
+                native = held.kind
+                self.native[native].append(place)
+                if native != "storage":  # which holds nothing
+                    self._special.add(place)
+            elif kind != _PLAIN or id(held) in self._held:
+                self._special.add(place)
+                if kind == _WORK:
+                    self.works.append(place)
+        if at != _NOBODY:
+            (self._native_references if is_native else self._python_references)[place] += 1
+        return place
+
+    def _kind_of(self, thing: Any) -> int:
+        kind = self._kinds.get(id(type(thing)))
+        if kind is None:
+            kind = self._kinds[id(type(thing))] = self._find_kind(thing)
+        return kind
+
+    def _find_kind(self, thing: Any) -> int:
+        cls = type(thing)
+        if cls is _C.Handle or issubclass(cls, NATIVE_CLASSES) or _C.handle_of(thing) is not None:
+            return _NATIVE
+        if issubclass(cls, _PARTLY_NATIVE_TYPES):
+            return _PARTLY_NATIVE
+        if self._array is not None and issubclass(cls, self._array):
+            return _ARRAY
+        if self._work is not None and issubclass(cls, self._work):
+            return _WORK
+        return _PLAIN if _FLAGS.__get__(cls) & _HAS_REFERENTS else _SKIPPED
+
+
+def _held_by_array(array: Any, cls: Any) -> list[Any]:
+    """The base of a numpy array, and its items if these are objects; by the descriptors of numpy's own class."""
+    base, dtype = (vars(cls)[name].__get__(array) for name in ("base", "dtype"))
+    found = [] if base is None else [base]
+    return found + list(_objects_in(cls.view(array, cls), cls)) if dtype.hasobject else found
+
+
+def _objects_in(array: Any, cls: Any) -> Iterator[Any]:
+    """Fields and their arrays are looked through, too: a structured array's items are tuples."""
+    has_fields = array.dtype.fields is not None
+    todo = cls.tolist(cls.ravel(array))
+    while todo:
+        item = todo.pop()
+        if has_fields and type(item) is cls:
+            yield from _objects_in(item, cls)
+        elif has_fields and type(item) is tuple:
+            todo += item
+        else:
+            yield item

@@ -1,0 +1,172 @@
+"""By which ways what was met is held: from the roots, from where nobody can look, by a cycle."""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from typing import Any
+
+from zbpipe import _C
+from zbpipe._torch.autograd import FUNCTION_NODE
+from zbpipe.leaks._heap import Heap
+
+HEAD, TAIL = 12, 6  # of a long chain so many places at its ends are shown
+LEFT_OUT = -2  # stands for the middle
+_NOBODY = -1
+_HAS_CODE = (types.FunctionType, types.FrameType)
+_MADE_OF = (tuple, dict, types.CellType)
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+_FLAGS = vars(type)["__flags__"]
+
+
+class Ways:
+    """The rank of each place, and the shortest way to it within its rank.
+
+    What the roots reach is of rank "root". Of the rest, what somebody holds of whom nothing is seen, and all behind it,
+    is "hidden". What is left is garbage: "cycle" where a way leads from the most to blame of a cycle's members, "none"
+    what nothing leads to.
+    """
+
+    def __init__(self, heap: Heap, target: Any) -> None:
+        self._heap = heap
+        self._parents = heap.parents
+        self._depths: dict[int, tuple[int, int]] = {}  # of places on chains, and the last that is shown of the head
+        count = len(heap.edges)
+        self._parents[len(heap.things) - count :] = [_NOBODY] * count
+        self._ranks = ["none"] * count
+        self._spread(
+            [i for i in range(count) if heap.is_held_unseen(heap.reached + i, heap.things[heap.reached + i] is target)],
+            "hidden",
+        )
+        self._cycles = _components(heap.edges, [rank == "none" for rank in self._ranks])
+        self._spread(self._most_to_blame(), "cycle")
+
+    def rank(self, place: int) -> str:
+        return "root" if place < self._heap.reached else self._ranks[place - self._heap.reached]
+
+    def chain(self, place: int) -> list[int]:
+        """The places from the outermost holder to this one, LEFT_OUT for the middle of a long way."""
+        depth, head = self._depth(place)
+        if depth <= HEAD + TAIL:
+            return self._way(place, depth + 1)
+        return [*self._way(head, HEAD), LEFT_OUT, *self._way(place, TAIL)]
+
+    def depth(self, place: int) -> int:
+        return self._depth(place)[0]
+
+    def cycle_number(self, place: int) -> int:
+        """Of the cycle whose member a place is; -1 of none."""
+        return self._cycles[place - self._heap.reached] if place >= self._heap.reached else _NOBODY
+
+    def cycle(self, place: int) -> list[int]:
+        """A shortest way from a member of a cycle back to it: each holds the next, the last one the first."""
+        start, edges, cycles = place - self._heap.reached, self._heap.edges, self._cycles
+        before = {start: _NOBODY}
+        todo = deque([start])
+        while todo:
+            at = todo.popleft()
+            for to in edges[at]:
+                if to == start:
+                    found = []
+                    while at != _NOBODY:
+                        found.append(at + self._heap.reached)
+                        at = before[at]
+                    return found[::-1]
+                if to not in before and cycles[to] == cycles[start]:
+                    before[to] = at
+                    todo.append(to)
+        return [place]
+
+    def _way(self, place: int, count: int) -> list[int]:
+        found = [place]
+        while len(found) < count:
+            found.append(self._parents[found[-1]])
+        return found[::-1]
+
+    def _depth(self, place: int) -> tuple[int, int]:
+        todo = []
+        while place != _NOBODY and place not in self._depths:
+            todo.append(place)
+            place = self._parents[place]
+        depth, head = self._depths.get(place, (-1, place))
+        for one in reversed(todo):
+            depth += 1
+            head = one if depth < HEAD else head
+            self._depths[one] = depth, head
+        return depth, head
+
+    def _spread(self, begin: list[int], rank: str) -> None:
+        """Breadth first, over what has no rank yet."""
+        ranks, reached = self._ranks, self._heap.reached
+        for i in begin:
+            ranks[i] = rank
+        for i in begin:  # which becomes longer meanwhile
+            for to in self._heap.edges[i]:
+                if ranks[to] == "none":
+                    ranks[to] = rank
+                    self._parents[to + reached] = i + reached
+                    begin.append(to)
+
+    def _most_to_blame(self) -> list[int]:
+        things, reached = self._heap.things, self._heap.reached
+        innocence = {i: _innocence(things[reached + i]) for i, number in enumerate(self._cycles) if number != _NOBODY}
+        least: dict[int, int] = {}
+        for i, value in innocence.items():
+            least[self._cycles[i]] = min(value, least.get(self._cycles[i], value))
+        return [i for i, value in innocence.items() if value == least[self._cycles[i]]]
+
+
+def _innocence(thing: Any) -> int:
+    """How far a member of a cycle is from being what made it: code and objects come before what they are made of, and
+    that before what autograd makes."""
+    cls = type(thing)
+    if cls is _C.Handle:
+        of_function = thing.kind == "node" and issubclass(type(thing.object), FUNCTION_NODE)
+        return 0 if of_function else 3 if thing.object is not None else 4
+    if any(cls is part for part in _MADE_OF):
+        return 2
+    return 0 if any(cls is code for code in _HAS_CODE) or _FLAGS.__get__(cls) & _HEAP_TYPE else 1
+
+
+def _components(edges: list[list[int]], is_open: list[bool]) -> list[int]:
+    """The number of the cycle (strongly connected component with an edge within) of each vertex, -1 for none.
+
+    R. Tarjan, Depth-first search and linear graph algorithms, SIAM J. Computing 1 (1972); its recursion is in a list.
+    """
+    found = [_NOBODY] * len(edges)
+    index: dict[int, int] = {}
+    low: dict[int, int] = {}
+    stack: list[int] = []
+    closed: set[int] = set()
+    number = 0
+    for root in range(len(edges)):
+        path = [] if root in index or not is_open[root] else [root]
+        targets = [iter(edges[root])]
+        while path:
+            at = path[-1]
+            if at not in index:
+                index[at] = low[at] = len(index)
+                stack.append(at)
+            for to in targets[-1]:
+                if not is_open[to] or to in closed:
+                    continue
+                if to not in index:
+                    path.append(to)
+                    targets.append(iter(edges[to]))
+                    break
+                low[at] = min(low[at], index[to])
+            else:
+                path.pop()
+                targets.pop()
+                if path:
+                    low[path[-1]] = min(low[path[-1]], low[at])
+                if low[at] == index[at]:
+                    members = [stack.pop()]
+                    while members[-1] != at:
+                        members.append(stack.pop())
+                    closed.update(members)
+                    if len(members) > 1 or at in edges[at]:
+                        for member in members:
+                            found[member] = number
+                        number += 1
+    return found
