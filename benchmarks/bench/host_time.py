@@ -56,7 +56,7 @@ class Stage:
         self.module: nn.Module = nn.Sequential(*stack)
         if weights == "hooked":
             for parameter in self.module.parameters():
-                parameter.register_hook(lambda grad: None)
+                parameter.register_hook(lambda grad: None)  # type: ignore[no-untyped-call]
         if store is not None:
             store.prepare(self.module)
         self.x = torch.randn(BATCH, TOKENS, WIDTH)
