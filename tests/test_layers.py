@@ -98,8 +98,8 @@ def test_no_folder_of_the_passes_is_larger_than_one_looks_through():
 
 def test_no_native_file_is_longer_than_one_reads_nor_a_line_wider_than_a_window():
     sources = [path for layer in MAY_USE for path in files(layer)]
-    assert {path.name: n for path in sources if (n := len(path.read_text().splitlines())) > 450} == {}
-    assert {path.name for path in sources if max(map(len, path.read_text().splitlines())) > 120} == set()
+    assert {path.name: n for path in sources if (n := len(path.read_text().splitlines())) > 400} == {}
+    assert {path.name for path in sources if max(map(len, path.read_text().splitlines())) > 100} == set()
 
 
 def test_headers_of_the_shim_that_bindings_include_are_plain_c():
@@ -119,7 +119,7 @@ def test_core_is_c_and_shim_alone_is_cpp():
     [
         ("core", "#include <Python.h>"),
         ("core", "# include <torch/torch.h>"),
-        ("core", '#include "shim/pass/zbp_shim.h"'),
+        ("core", '#include "shim/input/zbp_shim.h"'),
         ("core", '#include "../shim/zbp_shim.h"'),
         ("shim", '#include "bindings/module.h"'),
         ("bindings", "#include <c10/core/Device.h>"),

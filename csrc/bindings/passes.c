@@ -42,7 +42,8 @@ static void raise_run_error(PyObject *run_error)
     Py_XDECREF(traceback);
 }
 
-/* Calls of I and W that have begun and not ended, of all threads and of this one. They begin and end with the GIL. */
+/* Calls of I and W that have begun and not ended, of all threads and of this one. They begin and
+ * end with the GIL. */
 static size_t running;
 static _Thread_local size_t running_here;
 

@@ -22,10 +22,10 @@ SOURCES = {
     "csrc/core/base/zbp_answer.h": '#pragma once\n#ifdef __cplusplus\nextern "C"\n#endif\nint zbp_answer(void);\n',
     # The variable's name is a C++ keyword: compiled as C++, as BuildExtension alone would, this fails.
     "csrc/core/base/zbp_answer.c": '#include "core/base/zbp_answer.h"\nint zbp_answer(void) { int class = 42; return class; }\n',
-    "csrc/shim/pass/zbp_shim.h": '#pragma once\n#ifdef __cplusplus\nextern "C"\n#endif\nint zbp_shim_answer(void);\n',
-    "csrc/shim/pass/shim.cpp": '#include "shim/pass/zbp_shim.h"\n#include "core/base/zbp_answer.h"\n#include <c10/core/GradMode.h>\n'
+    "csrc/shim/input/zbp_shim.h": '#pragma once\n#ifdef __cplusplus\nextern "C"\n#endif\nint zbp_shim_answer(void);\n',
+    "csrc/shim/input/shim.cpp": '#include "shim/input/zbp_shim.h"\n#include "core/base/zbp_answer.h"\n#include <c10/core/GradMode.h>\n'
     "int zbp_shim_answer(void) { return c10::GradMode::is_enabled() ? zbp_answer() : 0; }\n",
-    "csrc/bindings/module.c": '#include <Python.h>\n#include "shim/pass/zbp_shim.h"\n'
+    "csrc/bindings/module.c": '#include <Python.h>\n#include "shim/input/zbp_shim.h"\n'
     "static PyObject *answer(PyObject *self, PyObject *args) "
     "{ (void)self; (void)args; return PyLong_FromLong(zbp_shim_answer()); }\n"
     'static PyMethodDef methods[] = {{"answer", answer, METH_NOARGS, NULL}, {NULL, NULL, 0, NULL}};\n'

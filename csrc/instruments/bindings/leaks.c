@@ -1,13 +1,13 @@
-/* leaks.c - what zbpipe.leaks needs of the process besides its searches: blocks of CPU memory, where they come
- * from, the variables of a running frame.
+/* leaks.c - what zbpipe.leaks needs of the process besides its searches: blocks of CPU memory,
+ * where they come from, the variables of a running frame.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdlib.h>
 
 #if PY_VERSION_HEX >= 0x030B0000 && PY_VERSION_HEX < 0x030C0000
-/* Python 3.11 alone has neither the frame's layout nor PyFrame_GetVar(). Its f_locals would keep what it
- * finds alive for as long as the frame. */
+/* Python 3.11 alone has neither the frame's layout nor PyFrame_GetVar(). Its f_locals would keep
+ * what it finds alive for as long as the frame. */
 #define Py_BUILD_CORE
 #include <internal/pycore_code.h>
 #include <internal/pycore_frame.h>
@@ -94,7 +94,7 @@ static PyObject *trace_of(PyObject *Py_UNUSED(module), PyObject *address)
     return zbp_or_raise(zbp_tap_trace_of(number, &error), &error);
 }
 
-/* Frames ------------------------------------------------------------------------------------------- */
+/* Frames */
 
 static int add_variable(PyObject *list, PyObject *name, PyObject *value)
 {

@@ -114,7 +114,7 @@ static PyObject *recorder_mark(PyObject *op, PyObject *Py_UNUSED(ignored))
     return PyLong_FromUnsignedLong(index);
 }
 
-/* What it has seen ------------------------------------------------------------------------------ */
+/* What it has seen */
 
 static int require_begun(const recorder *self, const char *what)
 {

@@ -297,8 +297,8 @@ THPObjectPtr handle_of(const Node* node) {
 
 PyObject* memory_of(c10::StorageImpl& storage) {
   const void* const data = storage._mutable_data_ptr_no_checks().get();
-  // Memory of the CPU allocator that the tap does not know is older than the tap: a storage that came
-  // to be seen. But one that Python made goes past the tap (torch.UntypedStorage(n), and so
+  // Memory of the CPU allocator that the tap does not know is older than the tap: a storage that
+  // came to be seen. But one that Python made goes past the tap (torch.UntypedStorage(n), and so
   // copy.deepcopy, torch.load), and has an object of Python's: an old one is watched.
   const bool is_the_taps = storage.device_type() == c10::kCPU &&
                            zbp_tap_feeds(storage.allocator()) &&

@@ -38,8 +38,8 @@ THPObjectPtr handle_of(const c10::TensorImpl* tensor);
 THPObjectPtr handle_of(const c10::StorageImpl* storage);
 THPObjectPtr handle_of(const Node* node);
 
-/// Calls `visit` with the tensors that one which has no storage of its own, or more than that, is made of: a sparse
-/// one's indices and values, a nested one's sizes, a quantized one's scales.
+/// Calls `visit` with the tensors that one which has no storage of its own, or more than that, is
+/// made of: a sparse one's indices and values, a nested one's sizes, a quantized one's scales.
 void for_each_component(const c10::TensorImpl& tensor,
                         c10::function_ref<void(const at::Tensor&, const char* label)> visit);
 

@@ -80,7 +80,8 @@ bool add_hooks(const Hooks& hooks, const char* label, References& references) {
   return all;
 }
 
-/// Where strides alone cannot tell the way back from a view to its base, libtorch's function for it has the base too.
+/// Where strides alone cannot tell the way back from a view to its base, libtorch's function for it
+/// has the base too.
 void add_base(const torch::autograd::ViewInfo& info, References& references) {
   references.add(info.base_, "base of the view");
   if (info.has_view_fn() && info.rev_view_fn_) {
@@ -88,9 +89,9 @@ void add_base(const torch::autograd::ViewInfo& info, References& references) {
   }
 }
 
-/// The gradient of a leaf, which an engine on another thread adds to under the lock of the leaf's accumulator: false if
-/// it is locked. A thread of Python's that says `leaf.grad = None` at this moment is not waited for: torch's own
-/// `leaf.grad` is as unsafe beside it.
+/// The gradient of a leaf, which an engine on another thread adds to under the lock of the leaf's
+/// accumulator: false if it is locked. A thread of Python's that says `leaf.grad = None` at this
+/// moment is not waited for: torch's own `leaf.grad` is as unsafe beside it.
 bool add_grad(torch::autograd::AutogradMeta& meta, References& references) {
   NodePtr accumulator;
   {

@@ -44,7 +44,8 @@ uint64_t number_of(const void* data) {
   return static_cast<uint64_t>(reinterpret_cast<uintptr_t>(data));
 }
 
-/// One that is followed at this address already was freed past our deleter: raw_deallocate() after we were taken out.
+/// One that is followed at this address already was freed past our deleter: raw_deallocate() after
+/// we were taken out.
 void note_alloc(const void* data, size_t bytes) {
   keep_trace(number_of(data));  // first: whoever sees the block finds its trace
   if (!zbp_tally_alloc(tally(), number_of(data), bytes)) {
@@ -71,8 +72,8 @@ void free_context(void* context) {
   c->deleter(c->inner);
 }
 
-/// One of these for each allocator that we have stood in front of. A deleter is a plain function: the
-/// slot's number is how it finds the allocator.
+/// One of these for each allocator that we have stood in front of. A deleter is a plain function:
+/// the slot's number is how it finds the allocator.
 constexpr size_t SLOTS = 4;
 
 class Tap final : public c10::Allocator {
@@ -110,7 +111,8 @@ c10::DeleterFnPtr deleter_of(size_t i, std::index_sequence<slot...> /*slots*/) {
   return all[i];
 }
 
-/// True while a tap is within the allocator behind it, which may be a chain that leads to another tap.
+/// True while a tap is within the allocator behind it, which may be a chain that leads to another
+/// tap.
 thread_local bool is_inside = false;
 
 struct Inside {
@@ -193,8 +195,8 @@ bool uninstall() {
   return true;
 }
 
-/// The storage of a tensor or of a torch.UntypedStorage, nullptr if `object` has none. By its type alone:
-/// isinstance() would run the code of whoever fakes __class__.
+/// The storage of a tensor or of a torch.UntypedStorage, nullptr if `object` has none. By its type
+/// alone: isinstance() would run the code of whoever fakes __class__.
 c10::StorageImpl* storage_in(PyObject* object) {
   if (PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(THPVariableClass))) {
     const at::Tensor& tensor = THPVariable_Unpack(object);

@@ -16,7 +16,8 @@ extern "C" {
 uint64_t zbp_tap_serial(void);
 
 /* The blocks in use with serials from `since` on: an array that is the caller's to free() (NULL for
- * none), in that order, and their count. Error: ZBP_ENOMEM. Any thread. O(n log n) for n blocks in use. */
+ * none), in that order, and their count. Error: ZBP_ENOMEM. Any thread. O(n log n) for n blocks
+ * in use. */
 ZBP_MUST_USE int zbp_tap_blocks(uint64_t since, zbp_block **blocks_out, size_t *count_out);
 
 #ifdef __cplusplus

@@ -35,7 +35,8 @@ typedef struct zbp_policy {
     bool main_grad;
 } zbp_policy;
 
-/* What one call of I is about, and what it has put into the graph. Of the caller, from _new to _end. */
+/* What one call of I is about, and what it has put into the graph. Of the caller, from _new to
+ * _end. */
 typedef struct zbp_scene zbp_scene;
 
 /* The arguments of I, all tuples, checked and converted; nothing is touched.
