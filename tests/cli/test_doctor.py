@@ -41,8 +41,8 @@ def doctor(capsys, monkeypatch):
 
 
 def process(*arguments, **environment):
-    # Without site, an editable install is found by its folder alone.
-    path = os.pathsep.join(filter(None, [*sys.path, str(Path(zbpipe.__file__).parents[1])]))
+    # Without site, an editable install is found by its folders alone.
+    path = os.pathsep.join(filter(None, [*sys.path, str(Path(zbpipe.__file__).parents[1]), str(ROOT / "hook")]))
     done = subprocess.run(
         [sys.executable, *arguments], env={**os.environ, "PYTHONPATH": path, **environment}, capture_output=True,
         text=True, check=False,
@@ -202,6 +202,7 @@ def place(folder, *, built=True, torch_is=None, at_start=""):
     if torch_is is not None:
         (folder / "torch.py").write_text(torch_is)
     (folder / "sitecustomize.py").write_text(at_start)
+    shutil.copy(ROOT / "hook" / "_zbpipe_hook.py", folder)  # which torch's entry point names
     return folder
 
 

@@ -26,7 +26,7 @@ PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(path.relative_to(ROOT)) for
 BLOCK = re.compile(r"^```(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Run by others: the install tests, CI, the Makefile's own targets.
 SET_UP = re.compile(
-    r"(pip install (torch|\.|-e \.|zbpipe)|uv pip install|make [a-z-]+|git clone|python -m build)( .*)?(#.*)?"
+    r"(pip install (--no-build-isolation )?(torch|\.|-e \.|zbpipe)|uv pip install|make [a-z-]+|git clone|python -m build)( .*)?(#.*)?"
 )
 # Other torches run every block too; what they print may differ in which nodes and phases there are.
 IS_WRITTEN_FOR = torch.__version__.startswith("2.13.")

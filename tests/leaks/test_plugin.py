@@ -28,7 +28,9 @@ def inner(pytester, monkeypatch):
         pytester.makepyfile(test_inner=START + source)
         if conftest is not None:
             pytester.makeconftest(conftest)
-        return pytester.runpytest_inprocess("-p", "zbpipe_pytest", "-p", "no:cacheprovider", *options)
+        ours = ("-p", "zbpipe_pytest", "-p", "no:cacheprovider")
+        # The outer run has imported the plugin, which is no fault of a run.
+        return pytester.runpytest_inprocess(*ours, *options, "-W", "ignore::pytest.PytestAssertRewriteWarning")
 
     return run
 

@@ -1,10 +1,15 @@
 """Searches beside threads that change and free what is looked at."""
 
+import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from support.processes import environment
+
+COMPILER = shutil.which(os.environ.get("CC", "cc"))
 
 # torch's own of a thread's outlives its join, and asks for the GIL when the thread has ended: not while Python ends.
 WAIT_FOR_THE_END = """
@@ -130,6 +135,63 @@ def test_another_thread_may_free_what_is_looked_at(kind, seconds, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.startswith("looks")
+
+
+GRADIENTS_THAT_GO = """
+import ctypes, sys, threading, time
+import torch
+from zbpipe.leaks._heap import Heap
+
+slow = ctypes.c_int.in_dll(ctypes.CDLL(None), "times_given_away")
+torch.set_num_threads(1)
+stop = threading.Event()
+leaves = [torch.nn.Parameter(torch.ones(3)) for _ in range(4)]
+
+
+def zero_grads():
+    while not stop.is_set():
+        for leaf in leaves:
+            leaf.grad = torch.ones(3)
+        for leaf in leaves:
+            leaf.grad = None
+
+
+thread = threading.Thread(target=zero_grads)
+thread.start()
+end = time.monotonic() + 3
+looks = 0
+while time.monotonic() < end:
+    heap = Heap({}, [globals()])
+    heap.add_roots([leaves])
+    heap.explore()
+    looks += 1
+stop.set()
+wait_for_the_end_of(thread)
+print("looks", looks, "times given away", slow.value)
+"""
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs a C compiler")
+def test_a_gradient_may_go_when_it_was_looked_at(tmp_path):
+    """`leaf.grad = None` gives the GIL away before it frees the gradient, which the leaf still refers to."""
+    library = tmp_path / "slow_threads.so"
+    source = Path(__file__).with_name("slow_threads.c")
+    preloaded = os.environ.get("LD_PRELOAD", "")
+    # make asan preloads a sanitizer, which would find the compiler's own leaks.
+    env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    subprocess.run([COMPILER, "-shared", "-fPIC", str(source), "-o", str(library), "-ldl"], check=True, env=env)
+    script = tmp_path / "zero_grads.py"
+    script.write_text(WAIT_FOR_THE_END + GRADIENTS_THAT_GO)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=environment(LD_PRELOAD=f"{preloaded}:{library}".lstrip(":")),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    if done.stdout.endswith(" 0\n"):
+        pytest.skip("this Python calls its own functions without the dynamic linker")
 
 
 DYING = """

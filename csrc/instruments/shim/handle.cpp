@@ -21,6 +21,7 @@ namespace zbp {
 namespace {
 
 PyTypeObject* handle_type = nullptr;  // of the one module that there is
+std::array<int, 2> opcodes{};           // that set and that delete an attribute
 
 /// The handle of each thing that has one. Never destroyed: handles may outlive static objects.
 std::unordered_map<const void*, Handle*>& handles() {
@@ -295,6 +296,14 @@ THPObjectPtr handle_of(const Node* node) {
   return find_or_make(node);
 }
 
+bool is_owned(const void* address) {
+  return handles().count(address) != 0;
+}
+
+const std::array<int, 2>& attribute_opcodes() {
+  return opcodes;
+}
+
 PyObject* memory_of(c10::StorageImpl& storage) {
   const void* const data = storage._mutable_data_ptr_no_checks().get();
   // Memory of the CPU allocator that the tap does not know is older than the tap: a storage that
@@ -316,6 +325,16 @@ PyObject* memory_of(c10::StorageImpl& storage) {
 using namespace zbp;
 
 int zbp_add_handle(PyObject* module) {
+  THPObjectPtr opcode(PyImport_ImportModule("opcode"));
+  THPObjectPtr numbers(opcode ? PyObject_GetAttrString(opcode, "opmap") : nullptr);
+  const char* const names[] = {"STORE_ATTR", "DELETE_ATTR"};
+  for (size_t i = 0; i < opcodes.size(); ++i) {
+    THPObjectPtr number(numbers ? PyMapping_GetItemString(numbers, names[i]) : nullptr);
+    if (!number) {
+      return -1;
+    }
+    opcodes[i] = static_cast<int>(PyLong_AsLong(number));
+  }
   handle_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
   return handle_type
              ? PyModule_AddObjectRef(module, "Handle", reinterpret_cast<PyObject*>(handle_type))

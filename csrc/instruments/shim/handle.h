@@ -3,6 +3,7 @@
 
 #include <Python.h>
 
+#include <array>
 #include <cstdint>
 #include <string>
 #include <variant>
@@ -37,6 +38,12 @@ Handle* as_handle(PyObject* object);
 THPObjectPtr handle_of(const c10::TensorImpl* tensor);
 THPObjectPtr handle_of(const c10::StorageImpl* storage);
 THPObjectPtr handle_of(const Node* node);
+
+/// Whether there is a handle that owns what lies there.
+bool is_owned(const void* address);
+
+/// The opcodes that set and that delete an attribute, in this Python.
+const std::array<int, 2>& attribute_opcodes();
 
 /// Calls `visit` with the tensors that one which has no storage of its own, or more than that, is
 /// made of: a sparse one's indices and values, a nested one's sizes, a quantized one's scales.

@@ -89,9 +89,38 @@ void add_base(const torch::autograd::ViewInfo& info, References& references) {
   }
 }
 
-/// The gradient of a leaf, which an engine on another thread adds to under the lock of the leaf's
-/// accumulator: false if it is locked. A thread of Python's that says `leaf.grad = None` at this
-/// moment is not waited for: torch's own `leaf.grad` is as unsafe beside it.
+/// The instruction that a frame is at.
+int instruction_of(PyObject* frame) {
+  THPObjectPtr at(PyObject_GetAttrString(frame, "f_lasti"));
+  THPObjectPtr code(PyObject_GetAttrString(frame, "f_code"));
+  THPObjectPtr bytes(code ? PyObject_GetAttrString(code, "co_code") : nullptr);
+  const Py_ssize_t offset = at ? PyLong_AsSsize_t(at) : -1;
+  if (!bytes || offset < 0 || offset >= PyBytes_GET_SIZE(bytes.get())) {
+    PyErr_Clear();
+    return -1;
+  }
+  return static_cast<unsigned char>(PyBytes_AS_STRING(bytes.get())[offset]);
+}
+
+/// Whether another thread of Python's is at an instruction that sets or deletes an attribute.
+bool others_set_attributes() {
+  PyThreadState* const here = PyThreadState_Get();
+  PyThreadState* thread = PyInterpreterState_ThreadHead(PyThreadState_GetInterpreter(here));
+  for (; thread; thread = PyThreadState_Next(thread)) {
+    THPObjectPtr frame(
+        thread == here ? nullptr : reinterpret_cast<PyObject*>(PyThreadState_GetFrame(thread)));
+    if (const int at = frame ? instruction_of(frame) : -1;
+        at >= 0 && (at == attribute_opcodes()[0] || at == attribute_opcodes()[1])) {
+      return true;
+    }
+  }
+  return false;
+}
+
+/// The gradient of a leaf. An engine on another thread adds to it under the lock of the leaf's
+/// accumulator. A thread that says `leaf.grad = None` gives the GIL away, and frees the gradient
+/// before the leaf lets go of it: beside one that sets an attribute, only a gradient that a handle
+/// owns is followed. False if it was not.
 bool add_grad(torch::autograd::AutogradMeta& meta, References& references) {
   NodePtr accumulator;
   {
@@ -104,6 +133,10 @@ bool add_grad(torch::autograd::AutogradMeta& meta, References& references) {
     if (!lock.owns_lock()) {
       return false;
     }
+  }
+  if (meta.grad_.defined() && !is_owned(meta.grad_.unsafeGetTensorImpl()) &&
+      others_set_attributes()) {
+    return false;
   }
   references.add(meta.grad_, "grad");
   return true;
