@@ -54,7 +54,7 @@ struct Memory final : c10::Allocator {
 /// Whether the code at the address is zbpipe's own.
 bool is_zbpipe(void* address) {
   Dl_info info{};
-  return dladdr(address, &info) != 0 && info.dli_fname && std::strstr(info.dli_fname, "zbpipe/_C.");
+  return dladdr(address, &info) != 0 && info.dli_fname && std::strstr(info.dli_fname, "zbpipe/_native/");
 }
 
 struct Event {
