@@ -35,6 +35,7 @@ SYSTEM = (
     "leaks/test_jobs.py",
     "leaks/test_plugin.py",
     "leaks/test_threads.py",
+    "leaks/test_verdict.py",
     "memory/test_command.py",
     "memory/test_foreign_allocators.py",
     "memory/test_out_of_memory.py",
