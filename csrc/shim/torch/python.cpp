@@ -1,6 +1,8 @@
 #include "shim/torch/python.h"
 
 #include <string_view>
+#include <typeindex>
+#include <unordered_map>
 
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
@@ -124,6 +126,17 @@ std::optional<Edge> as_gradient_edge(PyObject* object) {
 
 namespace {
 
+/// Where the nodes of one type have what they have saved.
+struct SavedPlaces {
+  struct Member {
+    ptrdiff_t offset;  // from the node
+    const char* name;
+  };
+  PyTypeObject* type = nullptr;  // what Python sees them as; null if libtorch has none
+  std::vector<Member> members;
+  std::vector<const PyGetSetDef*> lists;  // to be asked each time: a list can be released
+};
+
 /// A node's Python object for the time of a call, on the stack: a real one, once made, stays with
 /// the node from torch 2.13 on, and a graph whose nodes have one is freed recursively.
 struct ObjectOf {
@@ -153,33 +166,63 @@ PyTypeObject* python_type_of(const Node& node) {
   return type && PyType_Check(type.get()) ? reinterpret_cast<PyTypeObject*>(type.get()) : nullptr;
 }
 
-}  // namespace
+const char* saved_name(const PyGetSetDef& def) {
+  return def.name + std::string_view("_raw_").size();
+}
 
-// Libtorch's getters give a tensor's member of the node itself, and a list's entries in a tuple.
-bool for_each_saved(Node& node,
-                    c10::function_ref<void(SavedVariable&, const char*, int32_t)> visit) {
+/// By libtorch's getters, which give a tensor's member of the node itself, and a list's entries in
+/// a tuple.
+SavedPlaces find_saved_places(Node& node) {
   constexpr std::string_view prefix = "_raw_saved_";
-  PyTypeObject* const type = python_type_of(node);
-  for (const PyGetSetDef* def = type ? type->tp_getset : nullptr; def && def->name; ++def) {
+  SavedPlaces places;
+  places.type = python_type_of(node);
+  for (const PyGetSetDef* def = places.type ? places.type->tp_getset : nullptr; def && def->name;
+       ++def) {
     if (std::string_view(def->name).substr(0, prefix.size()) != prefix) {
       continue;
     }
-    const char* const name = def->name + std::string_view("_raw_").size();
-    THPObjectPtr value = ObjectOf(node, type).get(*def);
+    THPObjectPtr value = ObjectOf(node, places.type).get(*def);
     PyErr_Clear();  // a list that a backward has released
-    if (!value || !PyTuple_Check(value.get())) {
-      if (value && pybind11::isinstance<SavedVariable>(pybind11::handle(value.get()))) {
-        visit(saved_in(value), name, -1);
-      }
+    if (!value || !pybind11::isinstance<SavedVariable>(pybind11::handle(value.get()))) {
+      places.lists.push_back(def);
       continue;
     }
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value.get()); ++i) {
-      if (PyObject* item = PyTuple_GET_ITEM(value.get(), i); item != Py_None) {
-        visit(saved_in(item), name, static_cast<int32_t>(i));
+    const auto* member = reinterpret_cast<const char*>(&saved_in(value));
+    places.members.push_back({member - reinterpret_cast<const char*>(&node), saved_name(*def)});
+  }
+  return places;
+}
+
+/// Asked once per type: I asks about every node. With the GIL.
+const SavedPlaces& saved_places_of(Node& node) {
+  static auto* const known = new std::unordered_map<std::type_index, SavedPlaces>;
+  const auto place = known->find(typeid(node));
+  return place != known->end()
+             ? place->second
+             : known->emplace(typeid(node), find_saved_places(node)).first->second;
+}
+
+}  // namespace
+
+bool for_each_saved(Node& node,
+                    c10::function_ref<void(SavedVariable&, const char*, int32_t)> visit) {
+  const SavedPlaces& places = saved_places_of(node);
+  for (const SavedPlaces::Member& member : places.members) {
+    auto* saved = reinterpret_cast<char*>(&node) + member.offset;
+    visit(*reinterpret_cast<SavedVariable*>(saved), member.name, -1);
+  }
+  for (const PyGetSetDef* def : places.lists) {
+    THPObjectPtr list = ObjectOf(node, places.type).get(*def);
+    PyErr_Clear();
+    const Py_ssize_t size = list && PyTuple_Check(list.get()) ? PyTuple_GET_SIZE(list.get()) : 0;
+    for (Py_ssize_t i = 0; i < size; ++i) {
+      PyObject* item = PyTuple_GET_ITEM(list.get(), i);
+      if (item != Py_None) {
+        visit(saved_in(item), saved_name(*def), static_cast<int32_t>(i));
       }
     }
   }
-  return type != nullptr;
+  return places.type != nullptr;
 }
 
 THPObjectPtr context_of(Node& node) {
