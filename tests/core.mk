@@ -18,7 +18,7 @@ FUZZ_TARGET ?= fuzz_plan
 CORE_SOURCES := $(sort $(patsubst csrc/%,%,$(wildcard csrc/core/*/*.c csrc/instruments/core/*.c)))
 PASS_SOURCES := $(sort $(patsubst csrc/%,%,$(wildcard csrc/pass/*.c)))
 CORE_HEADERS := $(sort $(wildcard csrc/core/*/*.h csrc/instruments/core/*.h csrc/pass/*.h) csrc/shim/input/zbp_input.h csrc/shim/weight/zbp_weight.h \
-	csrc/instruments/shim/zbp_tapped.h csrc/shim/torch/zbp_error.h)
+	csrc/shim/torch/zbp_error.h)
 CORE_TESTS := test_status test_map test_graph test_plan test_plan_check test_blocks test_record test_layout \
 	test_book test_book_model test_pass test_kind test_split test_input_pass test_verdict
 FUZZ_TARGETS := fuzz_plan fuzz_weight_pass fuzz_record

@@ -16,13 +16,6 @@ static inline PyObject *zbp_or_raise(PyObject *object, zbp_error *error)
     return object != NULL ? object : zbp_error_raise(error);
 }
 
-/* Raises it. Always -1. */
-static inline int zbp_fail(zbp_error *error)
-{
-    zbp_error_raise(error);
-    return -1;
-}
-
 int zbp_add_holders(PyObject *module);
 int zbp_add_leaks(PyObject *module);
 int zbp_add_memory(PyObject *module);
@@ -37,10 +30,6 @@ bool zbp_passes_run_elsewhere(void);
 int zbp_read_policy(PyObject *policy, zbp_policy *out);
 /* Its choice that is True or False. Returns 0, or -1 with an error set. */
 int zbp_read_flag(PyObject *policy, const char *name, bool *out);
-
-/* Appends value, which it steals and which may be NULL with an error set. Returns 0, or -1 with an
- * error set. */
-int zbp_append_new(PyObject *list, PyObject *value);
 
 /* Adds the type ParamGroup. New reference, or NULL with an error set. */
 PyTypeObject *zbp_add_group(PyObject *module);

@@ -208,8 +208,10 @@ static int run(const weight_call *call, zbp_how how, bool main_grad, zbp_error *
     if (status != ZBP_OK) {
         return status;
     }
-    Py_BEGIN_ALLOW_THREADS status = zbp_pass_weights(call->group, call->count, how, error);
-    Py_END_ALLOW_THREADS const bool is_complete = status == ZBP_OK;
+    Py_BEGIN_ALLOW_THREADS
+    status = zbp_pass_weights(call->group, call->count, how, error);
+    Py_END_ALLOW_THREADS
+    const bool is_complete = status == ZBP_OK;
     status = zbp_call_end(of_shim, status, error);
     for (size_t i = 0; is_complete && status != ZBP_OK && i < call->count; ++i) {
         zbp_book_report_again(&call->group[i]->book);

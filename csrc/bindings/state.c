@@ -19,14 +19,6 @@ PyObject *zbp_run_error(PyObject *module)
     return zbp_state_of(module)->run_error;
 }
 
-int zbp_append_new(PyObject *list, PyObject *value)
-{
-    const int status = value != NULL ? PyList_Append(list, value) : -1;
-
-    Py_XDECREF(value);
-    return status;
-}
-
 /* The number of the word that the policy has under `name`. Returns -1 with an error set. */
 static int read_word(PyObject *policy, const char *name, const char *const *words, int count)
 {

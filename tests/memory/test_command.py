@@ -11,6 +11,7 @@ import textwrap
 import pytest
 import torch
 from support.commands import running
+from support.functions import Hungry
 from support.processes import environment
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
@@ -178,16 +179,6 @@ def test_the_scripts_exit_status_is_the_commands(run):
     assert run("raise SystemExit(7)")[0] == 7
     status, said = run("raise SystemExit('no data')")
     assert status == 1 and "no data" in said
-
-
-class Hungry(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad + torch.empty(1 << 50).sum()
 
 
 @pytest.mark.parametrize(

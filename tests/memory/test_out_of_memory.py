@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.functions import Hungry
 
 from zbpipe import memory
 from zbpipe.memory import _out_of_memory
@@ -88,16 +89,6 @@ def test_the_picture_lies_beside_it(tmp_path):
     failed(tmp_path, lambda rec: torch.empty(TOO_MUCH))
     (picture,) = (tmp_path / "a" / "b").glob("*.png")
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-
-
-class Hungry(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad + torch.empty(TOO_MUCH)
 
 
 def made_of_it(rec):

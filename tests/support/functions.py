@@ -22,6 +22,18 @@ class FailsAt(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+class Hungry(torch.autograd.Function):
+    """Its backward wants more memory than there is."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad + torch.empty(1 << 50).sum()
+
+
 class Product(Function):
     """x @ w; what else it is given is `ctx.given`. A backward is for who inherits."""
 

@@ -19,6 +19,15 @@
 #include "bindings/parts.h"
 #include "instruments/shim/zbp_tap.h"
 
+/* Returns 0, or -1 with an error set. */
+static int read_number(PyObject *object, uint64_t *out)
+{
+    const unsigned long long number = PyLong_AsUnsignedLongLong(object);
+
+    *out = number;
+    return number == (unsigned long long)-1 && PyErr_Occurred() ? -1 : 0;
+}
+
 PyDoc_STRVAR(next_serial_doc,
              "next_serial()\n--\n\n"
              "The serial of the next block of CPU memory, while something records.");
@@ -35,12 +44,13 @@ PyDoc_STRVAR(live_blocks_doc,
 
 static PyObject *live_blocks(PyObject *Py_UNUSED(module), PyObject *since)
 {
-    const unsigned long long serial = PyLong_AsUnsignedLongLong(since);
-    if (serial == (unsigned long long)-1 && PyErr_Occurred()) {
-        return NULL;
-    }
+    uint64_t serial;
     zbp_block *blocks = NULL;
     size_t count = 0;
+
+    if (read_number(since, &serial) < 0) {
+        return NULL;
+    }
     if (zbp_tap_blocks(serial, &blocks, &count) != ZBP_OK) {
         return PyErr_NoMemory();
     }
@@ -86,12 +96,12 @@ PyDoc_STRVAR(trace_of_doc,
 
 static PyObject *trace_of(PyObject *Py_UNUSED(module), PyObject *address)
 {
-    const unsigned long long number = PyLong_AsUnsignedLongLong(address);
-    if (number == (unsigned long long)-1 && PyErr_Occurred()) {
-        return NULL;
-    }
+    uint64_t number;
     zbp_error error = {0};
-    return zbp_or_raise(zbp_tap_trace_of(number, &error), &error);
+
+    return read_number(address, &number) < 0
+               ? NULL
+               : zbp_or_raise(zbp_tap_trace_of(number, &error), &error);
 }
 
 /* Frames */

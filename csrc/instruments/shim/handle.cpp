@@ -21,7 +21,7 @@ namespace zbp {
 namespace {
 
 PyTypeObject* handle_type = nullptr;  // of the one module that there is
-std::array<int, 2> opcodes{};           // that set and that delete an attribute
+std::array<int, 2> opcodes{};         // that set and that delete an attribute
 
 /// The handle of each thing that has one. Never destroyed: handles may outlive static objects.
 std::unordered_map<const void*, Handle*>& handles() {

@@ -42,7 +42,6 @@
 #include <Python.h>
 
 #include "instruments/core/zbp_record.h"
-#include "instruments/shim/zbp_tapped.h"
 #include "shim/torch/zbp_error.h"
 
 #ifdef __cplusplus
@@ -72,6 +71,14 @@ int zbp_tap_feeds(const void *allocator);
 
 /* Marks a record that is being fed, now. Errors as zbp_tally_mark's. Any thread. */
 ZBP_MUST_USE int zbp_tap_mark(zbp_record *record, uint32_t *index_out);
+
+/* The number of the next block: those that are handed out from now on have it or a larger one. */
+uint64_t zbp_tap_serial(void);
+
+/* The blocks in use with serials from `since` on: an array that is the caller's to free() (NULL for
+ * none), in that order, and their count. Error: ZBP_ENOMEM. Any thread. O(n log n) for n blocks
+ * in use. */
+ZBP_MUST_USE int zbp_tap_blocks(uint64_t since, zbp_block **blocks_out, size_t *count_out);
 
 /* From start to stop (they nest) the Python stack that asks for a block is kept with it, at some
  * microseconds a block, and forgotten when it is freed or at the last stop. For that the GIL is

@@ -54,7 +54,8 @@ struct Memory final : c10::Allocator {
 /// Whether the code at the address is zbpipe's own.
 bool is_zbpipe(void* address) {
   Dl_info info{};
-  return dladdr(address, &info) != 0 && info.dli_fname && std::strstr(info.dli_fname, "zbpipe/_native/");
+  return dladdr(address, &info) != 0 && info.dli_fname &&
+         std::strstr(info.dli_fname, "zbpipe/_native/");
 }
 
 struct Event {
