@@ -59,20 +59,6 @@ zbp_group *zbp_group_in(PyObject *object)
     return ((group_object *)object)->group;
 }
 
-static PyObject *format_bytes(size_t bytes)
-{
-    static const char *const unit[] = {"bytes", "KiB", "MiB", "GiB", "TiB"};
-    size_t u = 0;
-    double value = (double)bytes;
-    while (value >= 1024.0 && u + 1 < sizeof unit / sizeof unit[0]) {
-        value /= 1024.0;
-        ++u;
-    }
-    char text[48];
-    PyOS_snprintf(text, sizeof text, u == 0 ? "%.0f %s" : "%.1f %s", value, unit[u]);
-    return PyUnicode_FromString(text);
-}
-
 static bool is_spent(const zbp_group *group)
 {
     return !zbp_book_is_claimed(&group->book) && zbp_book_is_complete(&group->book);
@@ -94,15 +80,10 @@ static PyObject *group_repr(PyObject *op)
     if (zbp_group_bytes_held(group, &held, &error) != ZBP_OK) {
         return zbp_error_raise(&error);
     }
-    PyObject *bytes = format_bytes(held);
-    if (bytes == NULL) {
-        return NULL;
-    }
-    PyObject *repr = PyUnicode_FromFormat(
-        "<zbpipe.ParamGroup: %u parameter%s, %u split node%s, %U held>", (unsigned int)weights,
-        weights == 1 ? "" : "s", (unsigned int)tasks, tasks == 1 ? "" : "s", bytes);
-    Py_DECREF(bytes);
-    return repr;
+    return PyUnicode_FromFormat(
+        "<zbpipe.ParamGroup: %u parameter%s, %u split node%s, %zu bytes held>",
+        (unsigned int)weights, weights == 1 ? "" : "s", (unsigned int)tasks, tasks == 1 ? "" : "s",
+        held);
 }
 
 static PyObject *group_get_bytes_held(PyObject *op, void *Py_UNUSED(closure))

@@ -3,8 +3,7 @@
  * Each zbp_add_*(module) adds what its part offers to the module. Returns 0, or -1 with a Python
  * error set.
  */
-#ifndef ZBP_PARTS_H
-#define ZBP_PARTS_H
+#pragma once
 
 #include <Python.h>
 
@@ -53,5 +52,3 @@ PyTypeObject *zbp_group_type(PyObject *module);
 
 /* What a backward that failed raises. Borrowed. Cannot fail. */
 PyObject *zbp_run_error(PyObject *module);
-
-#endif

@@ -4,17 +4,15 @@
  * what is touched it asks of the shim (shim/input/zbp_input.h, zbp_weight.h), in whose place tests
  * link one without torch.
  */
-#ifndef ZBP_PASS_H
-#define ZBP_PASS_H
+#pragma once
 
 #include <stddef.h>
 
+#include "core/base/zbp_c.h"
 #include "shim/input/zbp_input.h"
 #include "shim/weight/zbp_weight.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+ZBP_BEGIN_C
 
 /* Runs I for a scene that has just begun. Called with the GIL held.
  *
@@ -30,8 +28,4 @@ ZBP_MUST_USE int zbp_pass_inputs(zbp_scene *scene, zbp_error *error);
 ZBP_MUST_USE int zbp_pass_weights(zbp_group *const *group, size_t count, zbp_how how,
                                   zbp_error *error);
 
-#ifdef __cplusplus
-}
-#endif
-
-#endif
+ZBP_END_C

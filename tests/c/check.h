@@ -3,8 +3,7 @@
  * A program's main calls RUN once per case and returns check_end(). A failed CHECK says where and
  * what, fails the case and goes on; a failed REQUIRE ends the program.
  */
-#ifndef CHECK_H
-#define CHECK_H
+#pragma once
 
 #include <stdbool.h>
 #include <stdio.h>
@@ -65,5 +64,3 @@ static inline int check_end(void)
     printf("%d passed, %d failed\n", check_passed, check_failed);
     return check_failed == 0 ? 0 : 1;
 }
-
-#endif

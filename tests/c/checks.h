@@ -1,7 +1,6 @@
 /* checks.h - whether an invariant of a structure of the core holds: ZBP_OK, or ZBP_EINVAL with *reason_out (may be
  * NULL) a static string that says what is wrong. */
-#ifndef CHECKS_H
-#define CHECKS_H
+#pragma once
 
 #include "core/base/zbp_map.h"
 #include "core/graph/zbp_graph.h"
@@ -27,5 +26,3 @@ ZBP_MUST_USE int zbp_blocks_check(const zbp_blocks *blocks, const char **reason_
 ZBP_MUST_USE int zbp_record_check(const zbp_record *record, const char **reason_out);
 /* And the table's and each fed record's own; nobody feeds it meanwhile. Quadratic in the blocks in use. */
 ZBP_MUST_USE int zbp_tally_check(const zbp_tally *tally, const char **reason_out);
-
-#endif

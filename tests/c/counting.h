@@ -3,8 +3,7 @@
  * It also holds its callers to zbp_alloc's contract: a wrong old_size aborts. Blocks always move,
  * so that a pointer kept over a resize is found by the sanitizers.
  */
-#ifndef COUNTING_H
-#define COUNTING_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -70,5 +69,3 @@ static inline zbp_alloc counting_alloc(counting *c)
     *c = (counting){.fail_at = -1, .fail_once = -1};
     return alloc;
 }
-
-#endif

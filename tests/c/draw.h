@@ -6,8 +6,7 @@
  *
  * Tasks are drawn in the order in which they run.
  */
-#ifndef DRAW_H
-#define DRAW_H
+#pragma once
 
 #include "check.h"
 #include "core/pass/zbp_layout.h"
@@ -40,5 +39,3 @@ static inline void draw(zbp_layout *layout, uint32_t weights, uint32_t outsides,
         REQUIRE(zbp_layout_add_face(layout, face) == ZBP_OK);
     }
 }
-
-#endif

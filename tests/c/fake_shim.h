@@ -4,8 +4,7 @@
  * way it took. Each touch of the world (an addition, a hook, a node that runs) can be made to fail. What no W
  * may do ends the program.
  */
-#ifndef FAKE_SHIM_H
-#define FAKE_SHIM_H
+#pragma once
 
 #include "pass/zbp_pass.h"
 
@@ -84,5 +83,3 @@ void fake_add(fake_gradient *to, const fake_gradient *what, int times);
 
 /* Ends the program. */
 void fake_violation(const char *what);
-
-#endif

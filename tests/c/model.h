@@ -3,8 +3,7 @@
  * The model reads the definitions in zbp_plan.h literally: a reachability matrix, and group labels
  * lowered until nothing changes. At most MODEL_NODES nodes.
  */
-#ifndef MODEL_H
-#define MODEL_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -26,5 +25,3 @@ uint32_t model_below(uint64_t *state, uint32_t n);
 /* Fills an empty graph with a random one of at most `nodes` nodes, of a random temper: with or
  * without cycles, thin or thick, like a stage walked from its roots or not. A status. */
 int model_random_graph(zbp_graph *graph, uint64_t *state, uint32_t nodes);
-
-#endif

@@ -6,8 +6,7 @@
  *
  * The bytes: [0] the allocation that fails (0: none), then three each: what happens, and two that say to what.
  */
-#ifndef RECORD_MODEL_H
-#define RECORD_MODEL_H
+#pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -238,5 +237,3 @@ static inline const char *record_model_run(const uint8_t *data, size_t size)
     record_model_expect(&m, m.count.live == 0, "what was allocated is not freed");
     return m.fault;
 }
-
-#endif

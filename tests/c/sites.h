@@ -1,7 +1,6 @@
 /* sites.h - included before every file of the core and the passes by `make allocations`: each place that asks for memory
  * tells the file $ZBP_SITES when it got none. tests/c/sites.py compares them with those in the source. */
-#ifndef SITES_H
-#define SITES_H
+#pragma once
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -38,5 +37,3 @@ static inline int site_status(const char *file, int line, int status)
 #define zbpi_grow(...) site_got(__FILE__, __LINE__, zbpi_grow(__VA_ARGS__))
 #define zbpi_block_new(...) site_status(__FILE__, __LINE__, zbpi_block_new(__VA_ARGS__))
 #define malloc(...) site_got(__FILE__, __LINE__, malloc(__VA_ARGS__))
-
-#endif

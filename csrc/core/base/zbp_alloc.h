@@ -4,14 +4,13 @@
  * else. Tests pass one that counts live blocks and fails the n-th call; everybody else passes NULL
  * and gets libc's realloc and free.
  */
-#ifndef ZBP_ALLOC_H
-#define ZBP_ALLOC_H
+#pragma once
 
 #include <stddef.h>
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+#include "core/base/zbp_c.h"
+
+ZBP_BEGIN_C
 
 /* resize: gives a block of new_size bytes, aligned as malloc's.
  *   p == NULL       a new block, old_size is 0, its bytes are not set.
@@ -27,8 +26,4 @@ typedef struct zbp_alloc {
     void *ctx;
 } zbp_alloc;
 
-#ifdef __cplusplus
-}
-#endif
-
-#endif
+ZBP_END_C

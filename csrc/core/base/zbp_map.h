@@ -5,8 +5,7 @@
  * depends on addresses, and results must be the same on every run.
  * Allocation: one block, replaced when it is full. Threads: one at a time, or many that only read.
  */
-#ifndef ZBP_MAP_H
-#define ZBP_MAP_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -15,9 +14,7 @@
 #include "core/base/zbp_alloc.h"
 #include "core/base/zbp_status.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+ZBP_BEGIN_C
 
 typedef struct zbp_map_slot {
     const void *key; /* NULL: the slot is free */
@@ -51,8 +48,4 @@ ZBP_MUST_USE int zbp_map_add(zbp_map *map, const void *key, uint32_t value, uint
  * NULL is never there. O(1). */
 bool zbp_map_find(const zbp_map *map, const void *key, uint32_t *value_out);
 
-#ifdef __cplusplus
-}
-#endif
-
-#endif
+ZBP_END_C

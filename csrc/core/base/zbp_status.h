@@ -4,18 +4,11 @@
  * the compiler says so where it can. After an error the object is what it was before the call,
  * unless the function's own contract says otherwise.
  */
-#ifndef ZBP_STATUS_H
-#define ZBP_STATUS_H
+#pragma once
 
-#if defined(__GNUC__) || defined(__clang__)
-#define ZBP_MUST_USE __attribute__((warn_unused_result))
-#else
-#define ZBP_MUST_USE
-#endif
+#include "core/base/zbp_c.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+ZBP_BEGIN_C
 
 enum {
     ZBP_OK = 0,
@@ -30,8 +23,4 @@ enum {
  * Returns a static string. Any thread. */
 const char *zbp_status_name(int status);
 
-#ifdef __cplusplus
-}
-#endif
-
-#endif
+ZBP_END_C

@@ -1,6 +1,5 @@
 /* zbpi_alloc.h - allocation helpers that the core's files share. Private: not for the shim. */
-#ifndef ZBPI_ALLOC_H
-#define ZBPI_ALLOC_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -28,5 +27,3 @@ int zbpi_block_new(const zbp_alloc *alloc, uint64_t words, uint32_t bytes, void 
 
 /* The next array of a block of which *rest is left. */
 uint32_t *zbpi_block_take(uint32_t **rest, size_t count);
-
-#endif

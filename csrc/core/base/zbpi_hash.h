@@ -1,6 +1,5 @@
 /* zbpi_hash.h - the hash of the core's tables of addresses (internal). */
-#ifndef ZBPI_HASH_H
-#define ZBPI_HASH_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -19,5 +18,3 @@ static inline size_t zbpi_hash(uint64_t address)
     x ^= x >> 32;
     return (size_t)x;
 }
-
-#endif

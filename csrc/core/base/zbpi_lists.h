@@ -4,8 +4,7 @@
  * items of each list i into begin[i], end the lists, then place the items in descending order at
  * item[--begin[i]]: they come out ascending, and begin is where each list begins.
  */
-#ifndef ZBPI_LISTS_H
-#define ZBPI_LISTS_H
+#pragma once
 
 #include <stdint.h>
 #include <string.h>
@@ -20,5 +19,3 @@ static inline void zbpi_lists_end(uint32_t *begin, uint32_t n)
     for (uint32_t i = 1; i <= n; i++)
         begin[i] += begin[i - 1];
 }
-
-#endif

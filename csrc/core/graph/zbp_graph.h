@@ -8,8 +8,7 @@
  * NULL. Nothing is ever removed. Cycles, self loops and parallel edges are legal.
  * Allocation: four growing arrays. Threads: one at a time, or many that only read.
  */
-#ifndef ZBP_GRAPH_H
-#define ZBP_GRAPH_H
+#pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -18,9 +17,7 @@
 #include "core/base/zbp_map.h"
 #include "core/base/zbp_status.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+ZBP_BEGIN_C
 
 /* No node, no edge, no group. Never an id: a graph has at most UINT32_MAX - 1 of each. */
 #define ZBP_NONE UINT32_MAX
@@ -78,8 +75,4 @@ ZBP_MUST_USE int zbp_graph_add_edge(zbp_graph *graph, uint32_t src, uint32_t slo
  * a bit that is no ZBP_ROLE_*). O(1). */
 ZBP_MUST_USE int zbp_graph_mark(zbp_graph *graph, uint32_t id, uint8_t mark);
 
-#ifdef __cplusplus
-}
-#endif
-
-#endif
+ZBP_END_C

@@ -19,8 +19,7 @@
  * Allocation: one block for all arrays; a second for the time of the build. Threads: a finished
  * plan is read by any number.
  */
-#ifndef ZBP_PLAN_H
-#define ZBP_PLAN_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -29,9 +28,7 @@
 #include "core/graph/zbp_graph.h"
 #include "core/base/zbp_status.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+ZBP_BEGIN_C
 
 /* What the plan says about a node; or-ed. */
 enum {
@@ -87,8 +84,4 @@ ZBP_MUST_USE int zbp_plan_build(zbp_plan *plan, const zbp_graph *graph, const zb
 /* Frees what the plan holds and zeroes it. A zeroed plan is legal. */
 void zbp_plan_fini(zbp_plan *plan);
 
-#ifdef __cplusplus
-}
-#endif
-
-#endif
+ZBP_END_C

@@ -19,8 +19,7 @@
  * Threads: one pass at a time has a book; within it the sinks of different weights may report from
  * different threads (zbp_book_arrived, _hooked, _added).
  */
-#ifndef ZBP_BOOK_H
-#define ZBP_BOOK_H
+#pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -29,9 +28,7 @@
 #include "core/base/zbp_status.h"
 #include "core/pass/zbp_layout.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+ZBP_BEGIN_C
 
 /* How W is called. */
 typedef struct zbp_how {
@@ -139,8 +136,4 @@ bool zbp_book_is_claimed(const zbp_book *book);
  * to be computed; 0 if there is none. */
 uint64_t zbp_book_unpacks_up_to(const zbp_book *book, const zbp_layout *layout);
 
-#ifdef __cplusplus
-}
-#endif
-
-#endif
+ZBP_END_C

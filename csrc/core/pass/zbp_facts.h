@@ -5,8 +5,7 @@
  *
  * Allocation: one block. Threads: one writer, or any number of readers.
  */
-#ifndef ZBP_FACTS_H
-#define ZBP_FACTS_H
+#pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -16,9 +15,7 @@
 #include "core/graph/zbp_graph.h"
 #include "core/pass/zbp_policy.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+ZBP_BEGIN_C
 
 /* What a split node's type is known to do. */
 enum {
@@ -69,8 +66,4 @@ typedef struct zbp_facts {
 ZBP_MUST_USE int zbp_facts_init(zbp_facts *facts, const zbp_graph *graph, const zbp_alloc *alloc);
 void zbp_facts_fini(zbp_facts *facts); /* zeroes it; a zeroed one is legal */
 
-#ifdef __cplusplus
-}
-#endif
-
-#endif
+ZBP_END_C

@@ -1,6 +1,5 @@
 /* zbp_group.h - a parameter group, what I leaves for W, as C sees it. */
-#ifndef ZBP_GROUP_H
-#define ZBP_GROUP_H
+#pragma once
 
 #include "core/pass/zbp_book.h"
 #include "core/pass/zbp_layout.h"
@@ -10,5 +9,3 @@ typedef struct zbp_group {
     zbp_layout layout; /* what leads where */
     zbp_book book;     /* what has been added */
 } zbp_group;
-
-#endif

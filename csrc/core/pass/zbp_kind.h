@@ -3,15 +3,13 @@
  * Whole is always right; product and deferred are the exceptions that pay. A product is confirmed
  * by the shim when I has its matrices at hand: it may become deferred then.
  */
-#ifndef ZBP_KIND_H
-#define ZBP_KIND_H
+#pragma once
 
+#include "core/base/zbp_c.h"
 #include "core/pass/zbp_facts.h"
 #include "core/pass/zbp_layout.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+ZBP_BEGIN_C
 
 enum {
     ZBP_WHY_SEPARABLE, /* its type is known to be */
@@ -45,8 +43,4 @@ uint8_t zbp_takes_work(const zbp_fact *fact, zbp_decision policy, bool is_exclud
 const char *zbp_kind_name(uint8_t kind);
 const char *zbp_why_name(uint8_t why);
 
-#ifdef __cplusplus
-}
-#endif
-
-#endif
+ZBP_END_C

@@ -6,8 +6,7 @@
  *
  * Allocation: three arrays that grow. Threads: one writer, or any number of readers.
  */
-#ifndef ZBP_LAYOUT_H
-#define ZBP_LAYOUT_H
+#pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -15,9 +14,7 @@
 #include "core/base/zbp_alloc.h"
 #include "core/base/zbp_status.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+ZBP_BEGIN_C
 
 /* What a weight task is. */
 enum {
@@ -108,8 +105,4 @@ void zbp_layout_clear(zbp_layout *layout);
  * stays as it is. */
 void zbp_layout_give_up_path(zbp_layout *layout, uint32_t face);
 
-#ifdef __cplusplus
-}
-#endif
-
-#endif
+ZBP_END_C

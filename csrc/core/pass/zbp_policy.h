@@ -1,12 +1,11 @@
 /* zbp_policy.h - what the policy says, in numbers. */
-#ifndef ZBP_POLICY_H
-#define ZBP_POLICY_H
+#pragma once
 
 #include <stdint.h>
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+#include "core/base/zbp_c.h"
+
+ZBP_BEGIN_C
 
 /* What I leaves to W. */
 enum {
@@ -28,8 +27,4 @@ typedef struct zbp_decision {
     uint8_t checkpoint; /* ZBP_CHECKPOINT_* */
 } zbp_decision;
 
-#ifdef __cplusplus
-}
-#endif
-
-#endif
+ZBP_END_C

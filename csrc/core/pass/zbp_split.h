@@ -6,17 +6,15 @@
  *
  * Allocation: one block, and each group's layout. Threads: a finished one is read by any number.
  */
-#ifndef ZBP_SPLIT_H
-#define ZBP_SPLIT_H
+#pragma once
 
+#include "core/base/zbp_c.h"
 #include "core/graph/zbp_plan.h"
 #include "core/pass/zbp_facts.h"
 #include "core/pass/zbp_kind.h"
 #include "core/pass/zbp_layout.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+ZBP_BEGIN_C
 
 /* Where a gradient goes, while I runs, that an edge or a root leads to a node. */
 enum {
@@ -74,8 +72,4 @@ ZBP_MUST_USE int zbp_split_build(zbp_split *split, const zbp_graph *graph, const
 
 void zbp_split_fini(zbp_split *split); /* zeroes it; a zeroed one is legal */
 
-#ifdef __cplusplus
-}
-#endif
-
-#endif
+ZBP_END_C

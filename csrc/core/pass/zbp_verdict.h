@@ -3,18 +3,16 @@
  *
  * Pure: no state, no allocation.
  */
-#ifndef ZBP_VERDICT_H
-#define ZBP_VERDICT_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
+#include "core/base/zbp_c.h"
 #include "core/pass/zbp_layout.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+ZBP_BEGIN_C
 
 typedef enum zbp_verdict {
     ZBP_VERDICT_AT_ONCE,   /* I needs a gradient of these, or the task takes no such work */
@@ -40,8 +38,4 @@ typedef struct zbp_offer {
 zbp_verdict zbp_verdict_of(const zbp_layout *layout, uint32_t task, const zbp_offer *offer,
                            int32_t *face_out);
 
-#ifdef __cplusplus
-}
-#endif
-
-#endif
+ZBP_END_C

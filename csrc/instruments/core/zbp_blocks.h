@@ -5,8 +5,7 @@
  * they are never read through.
  * Allocation: one block, replaced when it is full; it never shrinks. Threads: one at a time.
  */
-#ifndef ZBP_BLOCKS_H
-#define ZBP_BLOCKS_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -15,9 +14,7 @@
 #include "core/base/zbp_alloc.h"
 #include "core/base/zbp_status.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+ZBP_BEGIN_C
 
 typedef struct zbp_block {
     uint64_t address; /* 0: no block */
@@ -48,8 +45,4 @@ ZBP_MUST_USE int zbp_blocks_add(zbp_blocks *blocks, zbp_block block, zbp_block *
  * left alone, if there is none. O(1) on average. */
 bool zbp_blocks_take(zbp_blocks *blocks, uint64_t address, zbp_block *block_out);
 
-#ifdef __cplusplus
-}
-#endif
-
-#endif
+ZBP_END_C

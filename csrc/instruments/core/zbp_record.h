@@ -14,8 +14,7 @@
  * a leaf: nothing is called under it that takes another. The clock is read under it, so that no log
  * runs backwards; threads get small numbers, from 1.
  */
-#ifndef ZBP_RECORD_H
-#define ZBP_RECORD_H
+#pragma once
 
 #include <pthread.h>
 #include <stdbool.h>
@@ -26,9 +25,7 @@
 #include "core/base/zbp_status.h"
 #include "instruments/core/zbp_blocks.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+ZBP_BEGIN_C
 
 enum { ZBP_EVENT_ALLOC, ZBP_EVENT_FREE, ZBP_EVENT_FREE_OLDER };
 
@@ -113,8 +110,4 @@ void zbp_tally_unlock(zbp_tally *tally);
 /* Frees all that a record holds which is not fed. A zeroed record is legal. */
 void zbp_record_fini(zbp_record *record);
 
-#ifdef __cplusplus
-}
-#endif
-
-#endif
+ZBP_END_C

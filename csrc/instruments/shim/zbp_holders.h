@@ -15,17 +15,15 @@
  *
  * All functions: with the GIL. "new" is a new reference, NULL where *error says what was raised.
  */
-#ifndef ZBP_HOLDERS_H
-#define ZBP_HOLDERS_H
+#pragma once
 
 #include <Python.h>
 
+#include "core/base/zbp_c.h"
 #include "shim/input/zbp_input.h"
 #include "shim/torch/zbp_error.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+ZBP_BEGIN_C
 
 /* Adds the type Handle. Returns 0, or -1 with a Python error set. */
 int zbp_add_handle(PyObject *module);
@@ -56,8 +54,4 @@ PyObject *zbp_storage_spans(PyObject *watched, zbp_error *error);
 PyObject *zbp_storages_of(PyObject *tensors, zbp_error *error);
 PyObject *zbp_addresses_of(PyObject *tensors, zbp_error *error);
 
-#ifdef __cplusplus
-}
-#endif
-
-#endif
+ZBP_END_C

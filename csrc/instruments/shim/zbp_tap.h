@@ -36,17 +36,15 @@
  * torn. If memory runs out for a recording, the program goes on and the recording says what it
  * lacks.
  */
-#ifndef ZBP_TAP_H
-#define ZBP_TAP_H
+#pragma once
 
 #include <Python.h>
 
+#include "core/base/zbp_c.h"
 #include "instruments/core/zbp_record.h"
 #include "shim/torch/zbp_error.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+ZBP_BEGIN_C
 
 /* Begins `record` (uninitialised; the caller's, and at rest until zbp_tap_stop) and feeds it.
  * Errors, with nothing changed: MemoryError, or RuntimeError when the installed allocator cannot
@@ -96,8 +94,4 @@ PyObject *zbp_tap_trace_of(uint64_t address, zbp_error *error);
 void zbp_tap_lock(void);
 void zbp_tap_unlock(void);
 
-#ifdef __cplusplus
-}
-#endif
-
-#endif
+ZBP_END_C

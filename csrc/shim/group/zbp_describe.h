@@ -1,8 +1,7 @@
 /* zbp_describe.h - a parameter group from outside: its end, and what W will do and read.
  * Conventions: zbp_input.h. Nothing is unpacked, and nothing but the weights can be kept alive.
  */
-#ifndef ZBP_DESCRIBE_H
-#define ZBP_DESCRIBE_H
+#pragma once
 
 #include <Python.h>
 
@@ -10,9 +9,7 @@
 #include "core/pass/zbp_group.h"
 #include "shim/torch/zbp_error.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+ZBP_BEGIN_C
 
 void zbp_group_free(zbp_group *group); /* NULL is legal; frees all that W would have needed */
 
@@ -60,8 +57,4 @@ ZBP_MUST_USE int zbp_group_reads_weights(const zbp_group *group, int *out, zbp_e
  * DDP. */
 ZBP_MUST_USE int zbp_is_watched(PyObject *tensor, int *out, zbp_error *error);
 
-#ifdef __cplusplus
-}
-#endif
-
-#endif
+ZBP_END_C

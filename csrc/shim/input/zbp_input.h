@@ -11,8 +11,7 @@
  * exception leaves a function. All are called with the GIL held. "new" is a new reference, to be
  * released by the caller; arguments are borrowed.
  */
-#ifndef ZBP_INPUT_H
-#define ZBP_INPUT_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -24,9 +23,7 @@
 #include "core/pass/zbp_split.h"
 #include "shim/torch/zbp_error.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+ZBP_BEGIN_C
 
 /* What the policy says to I. */
 typedef struct zbp_policy {
@@ -109,8 +106,4 @@ PyObject *zbp_defer(PyObject *function, PyObject *weights, PyObject *saved, zbp_
  * not at all. */
 ZBP_MUST_USE int zbp_will_defer(PyObject *weights, int *out, zbp_error *error);
 
-#ifdef __cplusplus
-}
-#endif
-
-#endif
+ZBP_END_C

@@ -3,8 +3,7 @@
  * Conventions as in zbp_input.h. With the GIL held; tensors are borrowed. What has no storage is
  * refused with a TypeError.
  */
-#ifndef ZBP_RELEASE_H
-#define ZBP_RELEASE_H
+#pragma once
 
 #include <Python.h>
 
@@ -13,9 +12,7 @@
 #include "core/base/zbp_status.h"
 #include "shim/torch/zbp_error.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+ZBP_BEGIN_C
 
 /* *out: the bytes of the tensor's storage; 0 if they are not torch's alone to free (lent by numpy,
  * DLPack or another process, or shared by lazy clones); -1 if it has given up its memory. */
@@ -27,8 +24,4 @@ ZBP_MUST_USE int zbp_own_bytes(PyObject *tensor, int64_t *out, zbp_error *error)
  * raises a RuntimeError of these words (UTF-8, copied). */
 PyObject *zbp_twin(PyObject *values, PyObject *place, const char *why, zbp_error *error);
 
-#ifdef __cplusplus
-}
-#endif
-
-#endif
+ZBP_END_C

@@ -1,10 +1,9 @@
 /* zbp_error.h - what a function of the shim has raised. */
-#ifndef ZBP_ERROR_H
-#define ZBP_ERROR_H
+#pragma once
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+#include "core/base/zbp_c.h"
+
+ZBP_BEGIN_C
 
 typedef struct _object PyObject; /* Python.h has it, which tests without Python do not include */
 
@@ -21,8 +20,4 @@ void zbp_error_clear(zbp_error *error);
  * there: MemoryError, for even the exception had no room. With the GIL. Always NULL. */
 PyObject *zbp_error_raise(zbp_error *error);
 
-#ifdef __cplusplus
-}
-#endif
-
-#endif
+ZBP_END_C

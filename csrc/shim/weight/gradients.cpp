@@ -3,10 +3,8 @@
 #include <optional>
 
 #include <ATen/MemoryOverlap.h>
-#include <ATen/TensorUtils.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/StreamGuard.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/generated/Functions.h>
 #include <torch/csrc/autograd/utils/grad_layout_contract.h>
@@ -27,43 +25,6 @@ using torch::autograd::AccumulateGrad;
 namespace {
 
 // ---- from a face to its weight
-
-/// What the node made of `tensor` in the forward, if that is a view of it.
-std::optional<at::Tensor> view_forward(Node& node, const at::Tensor& tensor) {
-  const auto& metadata = node.input_metadata(0);
-  if (as<gen::TBackward0>(node)) {
-    return tensor.t();
-  }
-  if (auto* n = as<gen::TransposeBackward0>(node)) {
-    return tensor.transpose(n->dim0, n->dim1);
-  }
-  if (auto* n = as<gen::PermuteBackward0>(node)) {
-    return tensor.permute(n->dims);
-  }
-  if (as<gen::ToCopyBackward0>(node) || as<gen::AliasBackward0>(node) ||
-      as<gen::CloneBackward0>(node)) {
-    return tensor;
-  }
-  // All others keep the elements' order: a view in the node's shape, if the strides allow one.
-  const auto shape = c10::asIntArrayRefSlowOpt(metadata.shape_as_dim_vector());
-  if (!shape || c10::multiply_integers(*shape) != tensor.numel()) {
-    return std::nullopt;
-  }
-  const auto strides = at::detail::computeStride(tensor.sizes(), tensor.strides(), *shape);
-  return strides ? std::optional(tensor.as_strided(*shape, *strides)) : std::nullopt;
-}
-
-/// The part of `tensor`, which is laid out as the weight, that a gradient at the face is added to:
-/// a view in the gradient's shape, or nothing if there is none. Only casts are passed over, so the
-/// view has the dtype of `tensor`.
-std::optional<at::Tensor> view_along(const Task& task, size_t f, const at::Tensor& tensor) {
-  const auto path = path_of(task, f);
-  std::optional<at::Tensor> view = tensor;
-  for (auto node = path.rbegin(); view && node != path.rend(); ++node) {
-    view = view_forward(**node, *view);
-  }
-  return view;
-}
 
 /// Takes `grad`, the gradient at the face, along the path, checked at every edge as by the engine.
 at::Tensor take_along(const Task& task, size_t f, at::Tensor grad) {
@@ -114,42 +75,8 @@ at::Tensor product_of(const at::Tensor& left, const at::Tensor& right) {
   return left.dim() == 2 ? left.mm(right) : left.bmm(right);
 }
 
-at::Tensor oriented(const at::Tensor& matrix, bool is_transposed) {
-  return is_transposed ? matrix.mT() : matrix;
-}
-
-/// Strides and storage say all about it, and nobody watches the operators that would make a view of
-/// it.
-bool is_only_strided(const at::Tensor& matrix) {
-  const c10::TensorImpl& impl = *matrix.unsafeGetTensorImpl();
-  const c10::DispatchKeySet others =
-      impl.key_set() -
-      c10::DispatchKeySet({c10::DispatchKey::Dense, c10::DispatchKey::ADInplaceOrView,
-                           c10::DispatchKey::AutogradFunctionality});
-  return typeid(impl) == typeid(c10::TensorImpl) &&
-         (others.raw_repr() & ~c10::full_backend_mask) == 0 && impl.has_storage() &&
-         !impl.has_symbolic_sizes_strides() && !c10::impl::dispatch_mode_enabled();
-}
-
-/// matrix.mT(), to be read and let go: to autograd it is no view, and it has a version of its own.
-/// Half a microsecond sooner, which a product of a small layer notices.
-at::Tensor transposed_factor(const at::Tensor& matrix) {
-  if (!is_only_strided(matrix)) {
-    return matrix.mT();
-  }
-  auto view = c10::make_intrusive<c10::TensorImpl>(
-      c10::TensorImpl::VIEW, c10::Storage(matrix.storage()), matrix.key_set(), matrix.dtype());
-  c10::SmallVector<int64_t, 5> sizes(matrix.sizes());
-  c10::SmallVector<int64_t, 5> strides(matrix.strides());
-  std::swap(sizes.end()[-1], sizes.end()[-2]);
-  std::swap(strides.end()[-1], strides.end()[-2]);
-  view->set_sizes_and_strides(sizes, strides, matrix.storage_offset());
-  return at::Tensor(std::move(view));
-}
-
-/// To be read and let go.
-at::Tensor factor(const Operand& operand) {
-  return operand.is_transposed ? transposed_factor(operand.matrix) : operand.matrix;
+at::Tensor oriented(const Operand& operand) {
+  return operand.is_transposed ? operand.matrix.mT() : operand.matrix;
 }
 
 /// The two matrices whose product is the gradient at a face, as the node's own backward multiplies
@@ -242,25 +169,21 @@ void add(const Addition& a, c10::ScalarType type, zbp_how how) {
 /// nothing was done, if it cannot be added so.
 bool add_in_place(const at::Tensor& grad, c10::ScalarType type, const Task& task,
                   const Product& product, size_t f, zbp_how how) {
-  const bool is_simple = (task.plan(f).flag & ZBP_FACE_SIMPLE) != 0;
-  std::optional<at::Tensor> sum = is_simple ? grad : view_along(task, f, grad);
-  if (!sum) {
+  if ((task.plan(f).flag & ZBP_FACE_SIMPLE) == 0) {
     return false;
   }
   Factors factors = factors_of(task, product, task.plan(f));
+  Operand sum{grad, factors.is_transposed};
   if (is_subclass(grad)) {
-    auto local = is_simple
-                     ? local_product({grad, factors.is_transposed}, factors.left, factors.right)
-                     : std::nullopt;
+    auto local = local_product(sum, factors.left, factors.right);
     if (!local) {
       return false;
     }
-    sum = std::move(local->sum);
+    sum.matrix = std::move(local->sum);
     factors.left.matrix = std::move(local->left);
     factors.right.matrix = std::move(local->right);
   }
-  const Addition a{oriented(*sum, factors.is_transposed), factor(factors.left),
-                   factor(factors.right)};
+  const Addition a{oriented(sum), oriented(factors.left), oriented(factors.right)};
   if (at::has_internal_overlap(a.sum) != at::MemOverlap::No || a.sum.dim() != a.left.dim() ||
       a.sum.size(-2) != a.left.size(-2) || a.sum.size(-1) != a.right.size(-1) ||
       a.sum.device() != a.left.device() || a.sum.is_alias_of(a.left) ||
@@ -277,10 +200,10 @@ at::Tensor face_grad(const Task& task, size_t f, variable_list& outputs) {
   at::Tensor grad;
   if (const Product* product = product_at(task, f)) {
     const Factors factors = factors_of(task, *product, task.plan(f));
-    grad = product_of(factor(factors.left), factor(factors.right));
+    grad = product_of(oriented(factors.left), oriented(factors.right));
     {
       const at::AutoDispatchBelowADInplaceOrView no_view;  // see apply_without_views_to()
-      grad = oriented(grad, factors.is_transposed);
+      grad = oriented({grad, factors.is_transposed});
     }
     if ((task.plan(f).flag & ZBP_FACE_SIMPLE) != 0) {
       return grad;  // nothing but transpositions and casts lies before the weight

@@ -7,8 +7,7 @@
  * as it was. After an error a function has done nothing, unless it says otherwise. Indices are
  * those of the group's layout, and in range.
  */
-#ifndef ZBP_WEIGHT_H
-#define ZBP_WEIGHT_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -18,9 +17,7 @@
 #include "core/pass/zbp_group.h"
 #include "shim/torch/zbp_error.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+ZBP_BEGIN_C
 
 /* Borrows its groups. Of the caller, from _begin to _end. */
 typedef struct zbp_call zbp_call;
@@ -68,8 +65,4 @@ void zbp_group_release(zbp_group *group); /* what the tasks hold goes; the weigh
 void zbp_group_close(zbp_group *group); /* the weights too, and stage outputs lose their history */
 void zbp_group_again(zbp_group *group); /* what ran is to run again */
 
-#ifdef __cplusplus
-}
-#endif
-
-#endif
+ZBP_END_C
