@@ -80,40 +80,35 @@ PyDoc_STRVAR(
 
 static PyObject *input_pass(PyObject *module, PyObject *args)
 {
-    PyObject *outputs, *grads, *inputs, *weights, *given_policy, *excluded, *result = NULL;
-    zbp_policy policy = {.main_grad = false};
-    zbp_scene *scene = NULL;
+    PyObject *policy, *grads, *weights, *result;
+    zbp_input_args given = {0};
     zbp_error error = {0};
+    bool has_begun = false;
 
-    if (!PyArg_ParseTuple(args, "OOOOO:input_pass", &outputs, &grads, &inputs, &weights,
-                          &given_policy) ||
-        check_tuple(outputs, "outputs", false) < 0 ||
-        check_tuple(grads, "output_grads", true) < 0 || check_tuple(inputs, "inputs", false) < 0 ||
-        check_tuple(weights, "weights", true) < 0 || zbp_read_policy(given_policy, &policy) < 0) {
+    if (!PyArg_ParseTuple(args, "OOOOO:input_pass", &given.outputs, &grads, &given.inputs, &weights,
+                          &policy) ||
+        check_tuple(given.outputs, "outputs", false) < 0 ||
+        check_tuple(grads, "output_grads", true) < 0 ||
+        check_tuple(given.inputs, "inputs", false) < 0 ||
+        check_tuple(weights, "weights", true) < 0 || zbp_read_policy(policy, &given.policy) < 0) {
         return NULL;
     }
-    excluded = PyObject_GetAttrString(given_policy, "exclude");
-    if (excluded == NULL || check_tuple(excluded, "policy.exclude", false) < 0) {
-        Py_XDECREF(excluded);
+    given.grads = tuple_or_null(grads);
+    given.weights = tuple_or_null(weights);
+    given.excluded = PyObject_GetAttrString(policy, "exclude");
+    if (given.excluded == NULL || check_tuple(given.excluded, "policy.exclude", false) < 0) {
+        Py_XDECREF(given.excluded);
         return NULL;
     }
     pass_begins();
-    int status = zbp_scene_new(policy, outputs, tuple_or_null(grads), inputs,
-                               tuple_or_null(weights), excluded, &scene, &error);
-    if (status == ZBP_OK) {
-        status = zbp_pass_inputs(scene, &error);
-        status = zbp_scene_end(scene, status, wrap_group, zbp_group_type(module), &result, &error);
-        if (status != ZBP_OK) {
-            zbp_error_raise(&error);
-            if (PyErr_ExceptionMatches(PyExc_Exception)) {
-                raise_run_error(zbp_run_error(module));
-            }
-        }
-    } else {
-        zbp_error_raise(&error);
+    result = zbp_or_raise(zbp_input_call(&given, zbp_pass_inputs, wrap_group,
+                                         zbp_group_type(module), &has_begun, &error),
+                          &error);
+    if (result == NULL && has_begun && PyErr_ExceptionMatches(PyExc_Exception)) {
+        raise_run_error(zbp_run_error(module));
     }
     pass_ends();
-    Py_DECREF(excluded);
+    Py_DECREF(given.excluded);
     return result;
 }
 
@@ -201,18 +196,10 @@ static int claim(weight_call *call)
  * were. */
 static int run(const weight_call *call, zbp_how how, bool main_grad, zbp_error *error)
 {
-    zbp_call *of_shim = NULL;
-    int status =
-        zbp_call_begin(call->group, call->count, main_grad, &how.is_anomaly, &of_shim, error);
+    bool is_complete = false;
+    const int status = zbp_weight_call(call->group, call->count, how, main_grad, zbp_pass_weights,
+                                       &is_complete, error);
 
-    if (status != ZBP_OK) {
-        return status;
-    }
-    Py_BEGIN_ALLOW_THREADS
-    status = zbp_pass_weights(call->group, call->count, how, error);
-    Py_END_ALLOW_THREADS
-    const bool is_complete = status == ZBP_OK;
-    status = zbp_call_end(of_shim, status, error);
     for (size_t i = 0; is_complete && status != ZBP_OK && i < call->count; ++i) {
         zbp_book_report_again(&call->group[i]->book);
     }

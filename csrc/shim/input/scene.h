@@ -15,7 +15,6 @@
 #include "shim/input/zbp_input.h"
 #include "shim/torch/edits.h"
 #include "shim/torch/python.h"
-#include "shim/torch/ranges.h"
 
 namespace zbp {
 
@@ -72,8 +71,6 @@ struct zbp_scene {
   /// the groups.
   void put_back() noexcept;
 
-  zbp::Barrier barrier;  // from the first touch to the end
-  std::optional<zbp::ProfiledRange> range;
   zbp::InputPassArgs args;
   size_t input_count = 0;        // of all values that the caller has listed
   std::vector<size_t> position;  // among them, of args.inputs

@@ -8,6 +8,7 @@
 #include "shim/input/walk.h"
 #include "shim/input/zbp_input.h"
 #include "shim/torch/error.h"
+#include "shim/torch/ranges.h"
 
 namespace {
 
@@ -149,54 +150,46 @@ void set_input_grads(const InputPassArgs& args, const variable_list& grads) {
   }
 }
 
-}  // namespace
-
-int zbp_scene_new(zbp_policy policy, PyObject* outputs, PyObject* grads, PyObject* inputs,
-                  PyObject* weights, PyObject* excluded, zbp_scene** scene_out, zbp_error* error) {
-  auto scene = std::make_unique<zbp_scene>();
-  scene->args.policy = policy;
-  scene->args.all_leaves = !weights;
-  int status = guarded(error, [&] {
-    add_outputs(scene->args, outputs, grads);
-    add_inputs(*scene, inputs);
-    for (Py_ssize_t i = 0; weights && i < PyTuple_GET_SIZE(weights); ++i) {
-      add_weight(scene->args, static_cast<size_t>(i), PyTuple_GET_ITEM(weights, i));
-    }
-    exclude(scene->args, excluded);
-  });
-  if (status == ZBP_OK) {
-    status = kept_in(error, [&] {
-      scene->range.emplace("zbpipe::input_pass");
-      scene->barrier.begin();
-    });
+void add_arguments(zbp_scene& scene, const zbp_input_args& given) {
+  scene.args.policy = given.policy;
+  scene.args.all_leaves = !given.weights;
+  add_outputs(scene.args, given.outputs, given.grads);
+  add_inputs(scene, given.inputs);
+  for (Py_ssize_t i = 0; given.weights && i < PyTuple_GET_SIZE(given.weights); ++i) {
+    add_weight(scene.args, static_cast<size_t>(i), PyTuple_GET_ITEM(given.weights, i));
   }
-  *scene_out = status == ZBP_OK ? scene.release() : nullptr;
-  return status;
+  exclude(scene.args, given.excluded);
 }
 
-int zbp_scene_end(zbp_scene* scene, int status, zbp_wrap wrap, void* arg, PyObject** result_out,
-                  zbp_error* error) {
-  const std::unique_ptr<zbp_scene> owned(scene);
-  THPObjectPtr result;
-  owned->range.reset();
-  const int ended = owned->barrier.end(error, [&] {
-    if (status != ZBP_OK) {
-      owned->put_back();
-      rethrow(*error, status);
-    }
+void run(zbp_scene& scene, zbp_input_steps steps, zbp_error* error) {
+  const ProfiledRange range("zbpipe::input_pass");
+  if (const int status = steps(&scene, error); status != ZBP_OK) {
+    scene.put_back();
+    rethrow(*error, status);
+  }
+}
+
+}  // namespace
+
+PyObject* zbp_input_call(const zbp_input_args* given, zbp_input_steps steps, zbp_wrap wrap,
+                         void* arg, bool* has_begun_out, zbp_error* error) {
+  zbp_scene scene;  // its end may run Python code: when no error is set
+  *has_begun_out = false;
+  return guarded_object(error, [&] {
+    add_arguments(scene, *given);
+    *has_begun_out = true;
+    run(scene, steps, error);
     THPObjectPtr groups = new_list();
-    for (GroupPtr& group : owned->groups) {
-      Group* const given = group.get();
-      given->owned = std::move(group);
-      append(groups, wrap(arg, given));
+    for (GroupPtr& group : scene.groups) {
+      Group* const handed_over = group.get();
+      handed_over->owned = std::move(group);
+      append(groups, wrap(arg, handed_over));
     }
-    set_input_grads(owned->args, owned->input_grads);
-    variable_list grads(owned->input_count);
-    for (size_t i = 0; i < owned->position.size(); ++i) {
-      grads[owned->position[i]] = std::move(owned->input_grads[i]);
+    set_input_grads(scene.args, scene.input_grads);
+    variable_list grads(scene.input_count);
+    for (size_t i = 0; i < scene.position.size(); ++i) {
+      grads[scene.position[i]] = std::move(scene.input_grads[i]);
     }
-    result = checked(Py_BuildValue("NO", wrap_tensors(grads), groups.get()));
+    return checked(Py_BuildValue("NO", wrap_tensors(grads), groups.get())).release();
   });
-  *result_out = ended == ZBP_OK ? result.release() : nullptr;
-  return ended;
 }

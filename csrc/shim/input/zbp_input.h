@@ -1,7 +1,7 @@
 /* zbp_input.h - the input pass (I): one call of it from its arguments to its end.
  *
- * The bindings make a scene of the arguments and end it. In between zbp_pass_inputs
- * (csrc/pass/input_pass.c) asks for the steps of I in the order of the functions below. Nothing
+ * The bindings make a call. Within it zbp_pass_inputs (csrc/pass/input_pass.c) asks for the steps
+ * of I in the order of the functions below. Nothing
  * here decides what runs, what is cut, what becomes of a node: that stands in a split
  * (zbp_split.h).
  *
@@ -32,20 +32,35 @@ typedef struct zbp_policy {
     bool main_grad;
 } zbp_policy;
 
-/* What one call of I is about, and what it has put into the graph. Of the caller, from _new to
- * _end. */
+/* What one call of I is about, and what it has put into the graph. Lives for the call. */
 typedef struct zbp_scene zbp_scene;
 
-/* The arguments of I, all tuples, checked and converted; nothing is touched.
+/* The arguments of I, all tuples, borrowed.
  *
  * outputs:  tensors, GradientEdges, None. The backward starts from those that take a gradient.
  * grads:    per output a tensor, None, or False for one that is only detached; NULL: ones for all.
  * inputs:   anything; a tensor that requires a gradient gets one.
  * weights:  leaf tensors; NULL: every leaf that accumulates.
- * excluded: tensors whose gradients I computes, if they are weights; they outlive the scene. */
-ZBP_MUST_USE int zbp_scene_new(zbp_policy policy, PyObject *outputs, PyObject *grads,
-                               PyObject *inputs, PyObject *weights, PyObject *excluded,
-                               zbp_scene **scene_out, zbp_error *error);
+ * excluded: tensors whose gradients I computes, if they are weights. */
+typedef struct zbp_input_args {
+    zbp_policy policy;
+    PyObject *outputs, *grads, *inputs, *weights, *excluded;
+} zbp_input_args;
+
+/* What a call runs: zbp_pass_inputs. */
+typedef int (*zbp_input_steps)(zbp_scene *scene, zbp_error *error);
+
+/* Makes a Python object of a group, which it steals. NULL with a Python error set. */
+typedef PyObject *(*zbp_wrap)(void *arg, zbp_group *group);
+
+/* Checks and converts the arguments, then runs the steps. New tuple (dinputs, groups): a gradient or
+ * None per input, a list. The inputs' .grad is set or added to.
+ *
+ * *has_begun_out: false where the arguments were refused, and nothing was touched. After an error
+ * in the steps the graph has its edges back, no gradient of an input was set, and what ran has
+ * released its saved tensors, as after a failed ordinary backward. */
+PyObject *zbp_input_call(const zbp_input_args *args, zbp_input_steps steps, zbp_wrap wrap,
+                         void *arg, bool *has_begun_out, zbp_error *error);
 
 /* ---- the steps */
 
@@ -72,20 +87,6 @@ ZBP_MUST_USE int zbp_scene_note_facts(zbp_scene *scene, zbp_survey *survey, zbp_
  * was changed is put back when the scene ends, the last edit first; where memory ran out for the
  * detaching alone, the edges keep their new targets. */
 ZBP_MUST_USE int zbp_scene_run(zbp_scene *scene, zbp_survey *survey, zbp_error *error);
-
-/* ---- the end */
-
-/* Makes a Python object of a group, which it steals. NULL with a Python error set. */
-typedef PyObject *(*zbp_wrap)(void *arg, zbp_group *group);
-
-/* With what zbp_pass_inputs returned and raised. Frees the scene.
- *
- * *result_out: new tuple (dinputs, groups): a gradient or None per input, a list. The inputs' .grad
- * is set or added to. After an error in the run the graph has its edges back, no gradient of an
- * input was set, and what ran has released its saved tensors, as after a failed ordinary
- * backward. */
-ZBP_MUST_USE int zbp_scene_end(zbp_scene *scene, int status, zbp_wrap wrap, void *arg,
-                               PyObject **result_out, zbp_error *error);
 
 /* ---- what a Python autograd.Function's backward hands over in I, for W */
 

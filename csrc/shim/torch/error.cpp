@@ -13,16 +13,6 @@ std::unique_ptr<std::exception_ptr> take(zbp_error& error) noexcept {
       static_cast<std::exception_ptr*>(std::exchange(error.raised, nullptr)));
 }
 
-/// An exception that leaves `body` keeps the handler's own end from throwing another.
-void run(torch::PyWarningHandler& warnings, c10::function_ref<void()> body) {
-  try {
-    body();
-  } catch (...) {
-    warnings.set_in_exception();
-    throw;
-  }
-}
-
 }  // namespace
 
 int keep_exception(zbp_error* error) noexcept {
@@ -44,21 +34,13 @@ int keep_exception(zbp_error* error) noexcept {
 int guarded(zbp_error* error, c10::function_ref<void()> body) noexcept {
   return kept_in(error, [&] {
     torch::PyWarningHandler warnings;
-    run(warnings, body);
+    try {
+      body();
+    } catch (...) {
+      warnings.set_in_exception();  // lest its own end throws another
+      throw;
+    }
   });
-}
-
-Barrier::~Barrier() {
-  zbp_error dropped{};
-  if (kept_in(&dropped, [&] { delete warnings_; }) != ZBP_OK) {
-    zbp_error_clear(&dropped);
-  }
-}
-
-int Barrier::end(zbp_error* error, c10::function_ref<void()> body) noexcept {
-  const int status = kept_in(error, [&] { run(*warnings_, body); });
-  const int warned = kept_in(error, [&] { delete std::exchange(warnings_, nullptr); });
-  return status != ZBP_OK ? status : warned;
 }
 
 void rethrow(zbp_error& error, int status) {

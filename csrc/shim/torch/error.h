@@ -55,24 +55,6 @@ PyObject* guarded_object(zbp_error* error, const Body& body) noexcept {
   return status == ZBP_OK ? result.release() : nullptr;
 }
 
-/// The barrier of a call that is spread over several functions: from begin() to end() its warnings
-/// are collected.
-class Barrier {
- public:
-  Barrier() = default;
-  ~Barrier();  // what it has collected goes
-  Barrier(const Barrier&) = delete;
-  Barrier& operator=(const Barrier&) = delete;
-
-  /// Not within another barrier's body: handlers end in the opposite order. Throws std::bad_alloc.
-  void begin() { warnings_ = new torch::PyWarningHandler; }
-  /// Runs `body`, as guarded() does, and raises the warnings.
-  int end(zbp_error* error, c10::function_ref<void()> body) noexcept;
-
- private:
-  torch::PyWarningHandler* warnings_ = nullptr;  // not by value: its end may throw
-};
-
 /// Throws what `error` keeps, which is cleared; for a status that keeps nothing, what stands for
 /// it.
 [[noreturn]] void rethrow(zbp_error& error, int status);

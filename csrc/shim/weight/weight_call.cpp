@@ -3,8 +3,6 @@
 #include "shim/weight/zbp_weight.h"
 
 #include <algorithm>
-#include <memory>
-#include <optional>
 #include <unordered_map>
 
 #include <ATen/core/grad_mode.h>
@@ -23,29 +21,27 @@
 using namespace zbp;
 using torch::autograd::AccumulateGrad;
 
-struct zbp_call {
-  zbp_call(zbp_group* const* groups, size_t count) {
+namespace {
+
+/// The groups of a call. While it lives, they may have places where main_grad adds.
+struct Call {
+  Call(zbp_group* const* groups, size_t count) {
     for (size_t i = 0; i < count; ++i) {
       group.push_back(&group_of(groups[i]));
     }
   }
-  ~zbp_call() {
+  ~Call() {
     for (Group* one : group) {
       for (Weight& weight : one->weights) {
         weight.main_grad.reset();
       }
     }
   }
-  zbp_call(const zbp_call&) = delete;
-  zbp_call& operator=(const zbp_call&) = delete;
+  Call(const Call&) = delete;
+  Call& operator=(const Call&) = delete;
 
   SmallVector<Group*, 4> group;
-  Barrier barrier;
-  std::optional<at::AutoGradMode> no_grad;
-  std::optional<ProfiledRange> range;
 };
-
-namespace {
 
 // ---- what has changed since I
 
@@ -135,7 +131,7 @@ void check_unmodified(const Group& group, size_t g) {
 
 /// The weights that regions read which W computes again: each I's list once, up to the last node
 /// for which a group of the call computes one.
-void check_reads(const zbp_call& call) {
+void check_reads(const Call& call) {
   struct Last {
     uint64_t recomputed_for = 0;
     size_t group = 0;
@@ -202,7 +198,7 @@ const at::Tensor& checked_main_grad(PyObject* object, const at::Tensor& weight) 
   return *main_grad;
 }
 
-void find_main_grads(const zbp_call& call) {
+void find_main_grads(const Call& call) {
   std::vector<THPObjectPtr> found;
   for (Group* group : call.group) {
     for (Weight& weight : group->weights) {
@@ -224,13 +220,13 @@ void find_main_grads(const zbp_call& call) {
 }
 
 template <class Check>
-void for_each_group(const zbp_call& call, const Check& check) {
+void for_each_group(const Call& call, const Check& check) {
   for (size_t g = 0; g < call.group.size(); ++g) {
     check(*call.group[g], g);
   }
 }
 
-void check(const zbp_call& call, bool main_grad) {
+void check(const Call& call, bool main_grad) {
   for_each_group(call, check_leaves);
   for_each_group(call, check_unmodified);
   check_reads(call);
@@ -267,33 +263,23 @@ void see_hooks(Group& group) {
 
 }  // namespace
 
-int zbp_call_begin(zbp_group* const* groups, size_t count, bool main_grad, bool* is_anomaly_out,
-                   zbp_call** call_out, zbp_error* error) {
-  std::unique_ptr<zbp_call> call;
-  int status = guarded(error, [&] {
-    call = std::make_unique<zbp_call>(groups, count);
-    check(*call, main_grad);
-  });
-  if (status == ZBP_OK) {
-    status = kept_in(error, [&] {
-      call->barrier.begin();
-      call->no_grad.emplace(false);
-      call->range.emplace("zbpipe::weight_pass");
-      *is_anomaly_out = torch::autograd::AnomalyMode::is_enabled();
-    });
-  }
-  *call_out = status == ZBP_OK ? call.release() : nullptr;
-  return status;
-}
-
-int zbp_call_end(zbp_call* call, int status, zbp_error* error) {
-  const std::unique_ptr<zbp_call> owned(call);
-  owned->range.reset();
-  owned->no_grad.reset();
-  return owned->barrier.end(error, [&] {
+int zbp_weight_call(zbp_group* const* groups, size_t count, zbp_how how, bool main_grad,
+                    zbp_weight_steps steps, bool* is_complete_out, zbp_error* error) {
+  *is_complete_out = false;
+  return guarded(error, [&] {
+    const Call call(groups, count);
+    check(call, main_grad);
+    const at::AutoGradMode no_grad(false);
+    const ProfiledRange range("zbpipe::weight_pass");
+    how.is_anomaly = torch::autograd::AnomalyMode::is_enabled();
+    const int status = [&] {
+      const ReleaseGil no_gil;
+      return steps(groups, count, how, error);
+    }();
     if (status != ZBP_OK) {
       rethrow(*error, status);
     }
+    *is_complete_out = true;
   });
 }
 

@@ -1,11 +1,10 @@
 /* zbp_weight.h - the weight pass (W): one call of it, and every touch of a weight, a gradient, the
  * engine.
  *
- * The bindings claim the groups' books, begin a call and end it. In between zbp_pass_weights
- * (csrc/pass/weight_pass.c) decides what is added in which order. Conventions: zbp_input.h; between
- * begin and end the functions are called without the GIL, on one thread. ZBP_ENOMEM leaves *error
- * as it was. After an error a function has done nothing, unless it says otherwise. Indices are
- * those of the group's layout, and in range.
+ * The bindings claim the groups' books and make a call. Within it zbp_pass_weights
+ * (csrc/pass/weight_pass.c) decides what is added in which order. Conventions: zbp_input.h.
+ * ZBP_ENOMEM leaves *error as it was. After an error a function has done nothing, unless it says
+ * otherwise. Indices are those of the group's layout, and in range.
  */
 #pragma once
 
@@ -19,23 +18,22 @@
 
 ZBP_BEGIN_C
 
-/* Borrows its groups. Of the caller, from _begin to _end. */
-typedef struct zbp_call zbp_call;
+/* What a call runs: zbp_pass_weights. */
+typedef int (*zbp_weight_steps)(zbp_group *const *group, size_t count, zbp_how how,
+                                zbp_error *error);
 
 /* Refuses what has changed since I so that W would add wrong gradients, and a call that is in
- * another capture of a graph of the device's than its I was.
+ * another capture of a graph of the device's than its I was; then runs the steps, without the GIL.
  *
+ * how: whether autograd's anomaly mode is on is found here.
  * main_grad: a weight with an attribute main_grad that is a tensor is accumulated there until the
  * call ends, and its attribute grad_added_to_main_grad, if it has one, becomes True. Until all have
  * been looked at nothing is changed.
- * *is_anomaly_out: autograd's anomaly mode is on. */
-ZBP_MUST_USE int zbp_call_begin(zbp_group *const *group, size_t count, bool main_grad,
-                                bool *is_anomaly_out, zbp_call **call_out, zbp_error *error);
-/* With what zbp_pass_weights returned and raised, which it returns or raises unless a warning is an
- * error. Frees the call. */
-ZBP_MUST_USE int zbp_call_end(zbp_call *call, int status, zbp_error *error);
+ * *is_complete_out: the steps have succeeded, whatever is raised: a warning that is an error. */
+ZBP_MUST_USE int zbp_weight_call(zbp_group *const *group, size_t count, zbp_how how, bool main_grad,
+                                 zbp_weight_steps steps, bool *is_complete_out, zbp_error *error);
 
-/* ---- the pass */
+/* ---- the steps, without the GIL and on one thread */
 
 /* Tells the book of each weight's hooks, and gives up the paths on which a hook was put. */
 ZBP_MUST_USE int zbp_group_see_hooks(zbp_group *group, zbp_error *error);
