@@ -1,6 +1,6 @@
 // Whose memory the gradient of a stage input has.
 
-#include <ATen/MemoryOverlap.h>
+#include <algorithm>
 
 #include "shim/group/dtensor.h"
 #include "shim/torch/nodes.h"
@@ -13,9 +13,26 @@ namespace {
 
 /// True if several elements lie, or may lie, in one place, as after expand(): nobody could add to
 /// them in place.
-bool may_overlap_itself(const at::Tensor& tensor) {
-  return tensor.layout() == at::kStrided && !is_subclass(tensor) && !tensor.is_nested() &&
-         at::has_internal_overlap(tensor) != at::MemOverlap::No;
+bool overlaps_itself(const at::Tensor& tensor) {
+  if (tensor.layout() != at::kStrided || is_subclass(tensor) || tensor.is_nested() ||
+      tensor.sym_numel() == 0) {
+    return false;
+  }
+  SmallVector<std::pair<c10::SymInt, c10::SymInt>, 5> dims;  // stride, size
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    if (tensor.sym_size(d) != 1) {
+      dims.emplace_back(tensor.sym_stride(d), tensor.sym_size(d));
+    }
+  }
+  std::sort(dims.begin(), dims.end());
+  c10::SymInt farthest = 0;
+  for (const auto& [stride, size] : dims) {
+    if (stride <= farthest) {
+      return true;
+    }
+    farthest = farthest + stride * (size - 1);
+  }
+  return false;
 }
 
 at::Tensor captured(const Edge& edge, const Walk& walk, const Captures& captures) {
@@ -71,7 +88,7 @@ variable_list input_grads(const InputPassArgs& args, const Walk& walk, const Cap
     const auto [found, is_first] = owner.try_emplace(storage, edge.function.get());
     const bool is_others =
         shared.count(storage) || (!is_first && found->second != edge.function.get());
-    if (is_others || may_overlap_itself(local_part(grad))) {
+    if (is_others || overlaps_itself(local_part(grad))) {
       grad = grad.clone();
     }
   }

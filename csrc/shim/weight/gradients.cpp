@@ -3,6 +3,7 @@
 #include <optional>
 
 #include <ATen/MemoryOverlap.h>
+#include <ATen/TensorUtils.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/autograd/engine.h>
@@ -25,6 +26,43 @@ using torch::autograd::AccumulateGrad;
 namespace {
 
 // ---- from a face to its weight
+
+/// What the node made of `tensor` in the forward, if that is a view of it.
+std::optional<at::Tensor> view_forward(Node& node, const at::Tensor& tensor) {
+  const auto& metadata = node.input_metadata(0);
+  if (as<gen::TBackward0>(node)) {
+    return tensor.t();
+  }
+  if (auto* n = as<gen::TransposeBackward0>(node)) {
+    return tensor.transpose(n->dim0, n->dim1);
+  }
+  if (auto* n = as<gen::PermuteBackward0>(node)) {
+    return tensor.permute(n->dims);
+  }
+  if (as<gen::ToCopyBackward0>(node) || as<gen::AliasBackward0>(node) ||
+      as<gen::CloneBackward0>(node)) {
+    return tensor;
+  }
+  // All others keep the elements' order: a view in the node's shape, if the strides allow one.
+  const auto shape = c10::asIntArrayRefSlowOpt(metadata.shape_as_dim_vector());
+  if (!shape || c10::multiply_integers(*shape) != tensor.numel()) {
+    return std::nullopt;
+  }
+  const auto strides = at::detail::computeStride(tensor.sizes(), tensor.strides(), *shape);
+  return strides ? std::optional(tensor.as_strided(*shape, *strides)) : std::nullopt;
+}
+
+/// The part of `tensor`, which is laid out as the weight, that a gradient at the face is added to:
+/// a view in the gradient's shape, or nothing if there is none. Only casts are passed over, so the
+/// view has the dtype of `tensor`.
+std::optional<at::Tensor> view_along(const Task& task, size_t f, const at::Tensor& tensor) {
+  const auto path = path_of(task, f);
+  std::optional<at::Tensor> view = tensor;
+  for (auto node = path.rbegin(); view && node != path.rend(); ++node) {
+    view = view_forward(**node, *view);
+  }
+  return view;
+}
 
 /// Takes `grad`, the gradient at the face, along the path, checked at every edge as by the engine.
 at::Tensor take_along(const Task& task, size_t f, at::Tensor grad) {
@@ -169,13 +207,15 @@ void add(const Addition& a, c10::ScalarType type, zbp_how how) {
 /// nothing was done, if it cannot be added so.
 bool add_in_place(const at::Tensor& grad, c10::ScalarType type, const Task& task,
                   const Product& product, size_t f, zbp_how how) {
-  if ((task.plan(f).flag & ZBP_FACE_SIMPLE) == 0) {
+  const bool is_simple = (task.plan(f).flag & ZBP_FACE_SIMPLE) != 0;
+  std::optional<at::Tensor> view = is_simple ? grad : view_along(task, f, grad);
+  if (!view) {
     return false;
   }
   Factors factors = factors_of(task, product, task.plan(f));
-  Operand sum{grad, factors.is_transposed};
+  Operand sum{*view, factors.is_transposed};
   if (is_subclass(grad)) {
-    auto local = local_product(sum, factors.left, factors.right);
+    auto local = is_simple ? local_product(sum, factors.left, factors.right) : std::nullopt;
     if (!local) {
       return false;
     }
