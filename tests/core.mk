@@ -19,8 +19,8 @@ CORE_SOURCES := $(sort $(patsubst csrc/%,%,$(wildcard csrc/core/*/*.c csrc/instr
 PASS_SOURCES := $(sort $(patsubst csrc/%,%,$(wildcard csrc/pass/*.c)))
 CORE_HEADERS := $(sort $(wildcard csrc/core/*/*.h csrc/instruments/core/*.h csrc/pass/*.h) csrc/shim/input/zbp_input.h csrc/shim/weight/zbp_weight.h \
 	csrc/shim/torch/zbp_error.h)
-CORE_TESTS := test_status test_map test_graph test_plan test_plan_check test_blocks test_record test_layout \
-	test_book test_book_model test_pass test_kind test_split test_input_pass test_verdict
+CORE_TESTS := test_status test_map test_graph test_plan test_blocks test_record test_layout \
+	test_book test_pass test_kind test_split test_input_pass test_verdict
 FUZZ_TARGETS := fuzz_plan fuzz_weight_pass fuzz_record
 FUZZ_WITH_fuzz_weight_pass = tests/c/fake_shim.c $(filter-out %/input_pass.c,$(PASS_SOURCES:%=csrc/%))
 CORE_LIB := $(CORE_BUILD)/libzbpcore.a
@@ -58,7 +58,6 @@ $$(CORE_BUILD)/$(1)/tests/%.o: tests/c/%.c tests/core.mk
 		-DZBP_FUZZ_STANDALONE -MMD -MP -c $$< -o $$@
 
 $$(CORE_BUILD)/$(1)/bin/%: $$(CORE_BUILD)/$(1)/tests/%.o $$(CORE_BUILD)/$(1)/tests/model.o \
-		$$(CORE_BUILD)/$(1)/tests/checks.o $$(CORE_BUILD)/$(1)/tests/plan_check.o \
 		$$(CORE_OBJECTS_$(1))
 	@mkdir -p $$(@D)
 	@$$(CC) $$(CORE_LINK_$(1)) $$(CORE_LINK_OF_$$*) $$^ -pthread -o $$@
@@ -122,7 +121,7 @@ ubsan: $(CORE_TESTS:%=$(CORE_BUILD)/ubsan/bin/%) $(FUZZ_TARGETS:%=$(CORE_BUILD)/
 
 # Each target is one, without its own main.
 define CORE_THREADS
-$$(CORE_BUILD)/tsan/bin/threads_$(1): tests/c/threads.c tests/c/fuzz_$(1).c tests/c/model.c tests/c/checks.c tests/c/plan_check.c $$(FUZZ_WITH_fuzz_$(1)) $$(CORE_OBJECTS_tsan)
+$$(CORE_BUILD)/tsan/bin/threads_$(1): tests/c/threads.c tests/c/fuzz_$(1).c tests/c/model.c $$(FUZZ_WITH_fuzz_$(1)) $$(CORE_OBJECTS_tsan)
 	@mkdir -p $$(@D)
 	@$$(CC) -std=c11 $$(CORE_WARN) $$(CORE_FLAGS_tsan) $$(CORE_CFLAGS) $$(CORE_INCLUDE) $$(filter %.c %.o,$$^) -pthread -o $$@
 endef
@@ -165,7 +164,7 @@ fuzz: ## fuzz the C core with libFuzzer (needs clang; FUZZ_TARGET=fuzz_plan, fuz
 	@command -v $(FUZZ_CC) >/dev/null || { echo "libFuzzer needs clang (Debian: apt-get install clang; or FUZZ_CC=clang-14). With gcc: make test-core runs the same target on its own inputs."; exit 1; }
 	@mkdir -p $(CORE_BUILD)/fuzz/corpus_$(FUZZ_TARGET)
 	@$(FUZZ_CC) -std=c11 -g -O1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all \
-		$(CORE_INCLUDE) tests/c/$(FUZZ_TARGET).c tests/c/model.c tests/c/checks.c tests/c/plan_check.c $(FUZZ_WITH_$(FUZZ_TARGET)) \
+		$(CORE_INCLUDE) tests/c/$(FUZZ_TARGET).c tests/c/model.c $(FUZZ_WITH_$(FUZZ_TARGET)) \
 		$(CORE_SOURCES:%=csrc/%) -o $(CORE_BUILD)/fuzz/$(FUZZ_TARGET)
 	$(CORE_BUILD)/fuzz/$(FUZZ_TARGET) -max_total_time=$(FUZZ_SECONDS) -max_len=2048 \
 		-artifact_prefix=$(CORE_BUILD)/fuzz/ -print_final_stats=1 $(CORE_BUILD)/fuzz/corpus_$(FUZZ_TARGET)
