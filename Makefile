@@ -125,6 +125,7 @@ repeat: $(VENV)/.built $(VENV)/.extras-test ## run each body of the tests of pas
 
 lint: dev ## ruff, mypy, import-linter, clang-format
 	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff check --preview --select PLC2701 --exclude zbpipe/_torch zbpipe
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports --no-cache --no-logo

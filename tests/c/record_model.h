@@ -122,9 +122,12 @@ static inline void record_model_compare(record_model *m, model_record *mine)
         }
         if (wanted.live > sum.peak)
             sum.peak = wanted.live;
-        if (logged < got->event_count)
+        if (logged < got->event_count) {
             record_model_expect(m, got->event[logged].block.serial == event->serial,
                                 "a record's log");
+            record_model_expect(m, got->event[logged].time_ns > got->mark[0].time_ns,
+                                "time runs backwards");
+        }
         logged++;
     }
     for (uint32_t i = 0; i < got->mark_count; i++) {
