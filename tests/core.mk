@@ -34,8 +34,6 @@ CORE_FLAGS_cov := -O0 -g --coverage
 CORE_UNDEFINED := -fsanitize=undefined,float-divide-by-zero,float-cast-overflow,bounds-strict -fno-sanitize-recover=all
 CORE_FLAGS_ubsan := -O2 -g $(CORE_UNDEFINED)
 CORE_FLAGS_tsan := -O1 -g -fsanitize=thread
-CORE_FLAGS_sites := -O1 -g
-CORE_TRACE_sites = $(if $(filter core/base/zbp_alloc.c,$(<:csrc/%=%)),,-include tests/c/sites.h)
 CORE_LINK_ubsan := $(CORE_UNDEFINED)
 CORE_LINK_tsan := -fsanitize=thread
 CORE_LINK_asan := $(CORE_SANITIZE)
@@ -72,7 +70,7 @@ $$(CORE_BUILD)/$(1)/bin/fuzz_weight_pass $$(CORE_BUILD)/$(1)/bin/test_pass: $$(C
 endef
 
 CORE_TRACE_count := -fsanitize-coverage=trace-pc
-$(foreach flavour,plain asan count cov ubsan tsan sites,$(eval $(call CORE_FLAVOUR,$(flavour))))
+$(foreach flavour,plain asan count cov ubsan tsan,$(eval $(call CORE_FLAVOUR,$(flavour))))
 
 $(CORE_LIB): $(CORE_OBJECTS_plain)
 	@rm -f $@
@@ -91,7 +89,7 @@ CORE_PROGRAMS := $(CORE_BUILD)/headers \
 	$(CORE_TESTS:%=$(CORE_BUILD)/plain/bin/%) $(CORE_BUILD)/count/bin/test_large \
 	$(CORE_TESTS:%=$(CORE_BUILD)/asan/bin/%) $(FUZZ_TARGETS:%=$(CORE_BUILD)/asan/bin/%)
 
-.PHONY: core core-programs test-core ubsan tsan allocations valgrind fuzz fuzz-long cov bench-core
+.PHONY: core core-programs test-core ubsan tsan valgrind fuzz fuzz-long cov
 
 core: $(CORE_LIB) ## build the C core as a static library (build/core/libzbpcore.a)
 
@@ -136,14 +134,6 @@ tsan: $(CORE_TSAN) $(CORE_BUILD)/tsan/bin/planted ## run the C core and the pass
 		"$(CORE_FIXED) $(CORE_BUILD)/tsan/bin/test_book" "$(CORE_FIXED) $(CORE_BUILD)/tsan/bin/test_pass" "$(CORE_FIXED) $(CORE_BUILD)/tsan/bin/test_record" \
 		$(FUZZ_TARGETS:fuzz_%="$(CORE_FIXED) $(CORE_BUILD)/tsan/bin/threads_% $(TSAN_INPUTS)")
 
-SITES_TOLD := $(CORE_BUILD)/sites/told
-
-allocations: $(CORE_TESTS:%=$(CORE_BUILD)/sites/bin/%) ## refuse memory once to every place of the C core and the passes that asks for some
-	@: >$(SITES_TOLD).none; : >$(SITES_TOLD)
-	@ZBP_SITES=$(SITES_TOLD) sh tests/c/run.sh core $(CORE_TESTS:%=$(CORE_BUILD)/sites/bin/%)
-	@sh tests/c/run.sh "allocations, sees what is never refused" "!was.never.refused $(PYTHON) tests/c/sites.py $(SITES_TOLD).none"
-	@$(PYTHON) tests/c/sites.py $(SITES_TOLD)
-
 # What no input may break, asked a million times; minutes.
 SOAK_INPUTS ?= 1000000
 
@@ -179,10 +169,3 @@ cov: $(CORE_TESTS:%=$(CORE_BUILD)/cov/bin/%) $(CORE_BUILD)/cov/bin/fuzz_plan $(C
 	@GCOV="$(GCOV)" sh tests/c/run.sh "cov, sees what nobody has listed" "!NOT.LISTED $(PYTHON) tests/c/branches.py /dev/null $(COV_COUNTS)"
 	@GCOV="$(GCOV)" $(PYTHON) tests/c/branches.py tests/c/uncovered.txt $(COV_COUNTS)
 
-# First on a heap that goes back to the system after every run, then on one that stays, as in a process
-# that has been training for a while.
-CORE_WARM := GLIBC_TUNABLES=glibc.malloc.mmap_threshold=1000000000:glibc.malloc.trim_threshold=4000000000
-
-bench-core: $(CORE_BUILD)/plain/bin/bench_plan ## time the graph and the plan of the C core alone
-	@for nodes in 3000 1000000; do \
-		echo "fresh heap: $$($< $$nodes)"; echo "warm heap:  $$($(CORE_WARM) $< $$nodes)"; done
