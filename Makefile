@@ -30,7 +30,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help torch demo docs wheel wheels library dev test test-core test-system test-long test-all test-clients clients nightly soak programs asan tsan-torch repeat ubsan tsan allocations valgrind fuzz fuzz-long cov lint fmt bench clean pytest
+.PHONY: help torch demo docs wheel wheels library dev test test-core test-system test-long test-all test-clients clients nightly soak programs asan tsan-torch repeat ubsan tsan valgrind fuzz fuzz-long cov lint fmt bench clean pytest
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -98,7 +98,7 @@ clients: $(VENV)/.built $(VENV)/.extras-test $(VENV)/.clients
 test-all: test test-system test-long test-clients ## all of these, one after the other: hours
 
 nightly: ## what .ci/run leaves out: the core's sanitizers and branches; all tests on the newest torch
-	$(MAKE) allocations ubsan tsan cov
+	$(MAKE) ubsan tsan cov
 	if command -v valgrind >/dev/null; then $(MAKE) valgrind; fi
 	$(MAKE) pytest TORCH_VERSION=newest CLIENTS=1 MARKED="not long"
 
@@ -125,6 +125,7 @@ repeat: $(VENV)/.built $(VENV)/.extras-test ## run each body of the tests of pas
 
 lint: dev ## ruff, mypy, import-linter, clang-format
 	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff check --preview --select PLC2701 --exclude zbpipe/_torch zbpipe
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports --no-cache --no-logo
@@ -172,5 +173,5 @@ clean: ## remove what was built, and every .venv
 	rm -rf zbpipe/_native/torch_*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# core, test-core, ubsan, tsan, allocations, valgrind, fuzz, fuzz-long, cov: the C core alone, without Python and torch.
+# core, test-core, ubsan, tsan, valgrind, fuzz, fuzz-long, cov: the C core alone, without Python and torch.
 -include tests/core.mk

@@ -19,8 +19,8 @@ CORE_SOURCES := $(sort $(patsubst csrc/%,%,$(wildcard csrc/core/*/*.c csrc/instr
 PASS_SOURCES := $(sort $(patsubst csrc/%,%,$(wildcard csrc/pass/*.c)))
 CORE_HEADERS := $(sort $(wildcard csrc/core/*/*.h csrc/instruments/core/*.h csrc/pass/*.h) csrc/shim/input/zbp_input.h csrc/shim/weight/zbp_weight.h \
 	csrc/shim/torch/zbp_error.h)
-CORE_TESTS := test_status test_map test_graph test_plan test_plan_check test_blocks test_record test_layout \
-	test_book test_book_model test_pass test_kind test_split test_input_pass test_verdict
+CORE_TESTS := test_status test_map test_graph test_plan test_blocks test_record test_layout \
+	test_book test_pass test_kind test_split test_input_pass test_verdict
 FUZZ_TARGETS := fuzz_plan fuzz_weight_pass fuzz_record
 FUZZ_WITH_fuzz_weight_pass = tests/c/fake_shim.c $(filter-out %/input_pass.c,$(PASS_SOURCES:%=csrc/%))
 CORE_LIB := $(CORE_BUILD)/libzbpcore.a
@@ -34,8 +34,6 @@ CORE_FLAGS_cov := -O0 -g --coverage
 CORE_UNDEFINED := -fsanitize=undefined,float-divide-by-zero,float-cast-overflow,bounds-strict -fno-sanitize-recover=all
 CORE_FLAGS_ubsan := -O2 -g $(CORE_UNDEFINED)
 CORE_FLAGS_tsan := -O1 -g -fsanitize=thread
-CORE_FLAGS_sites := -O1 -g
-CORE_TRACE_sites = $(if $(filter core/base/zbp_alloc.c,$(<:csrc/%=%)),,-include tests/c/sites.h)
 CORE_LINK_ubsan := $(CORE_UNDEFINED)
 CORE_LINK_tsan := -fsanitize=thread
 CORE_LINK_asan := $(CORE_SANITIZE)
@@ -58,7 +56,6 @@ $$(CORE_BUILD)/$(1)/tests/%.o: tests/c/%.c tests/core.mk
 		-DZBP_FUZZ_STANDALONE -MMD -MP -c $$< -o $$@
 
 $$(CORE_BUILD)/$(1)/bin/%: $$(CORE_BUILD)/$(1)/tests/%.o $$(CORE_BUILD)/$(1)/tests/model.o \
-		$$(CORE_BUILD)/$(1)/tests/checks.o $$(CORE_BUILD)/$(1)/tests/plan_check.o \
 		$$(CORE_OBJECTS_$(1))
 	@mkdir -p $$(@D)
 	@$$(CC) $$(CORE_LINK_$(1)) $$(CORE_LINK_OF_$$*) $$^ -pthread -o $$@
@@ -73,7 +70,7 @@ $$(CORE_BUILD)/$(1)/bin/fuzz_weight_pass $$(CORE_BUILD)/$(1)/bin/test_pass: $$(C
 endef
 
 CORE_TRACE_count := -fsanitize-coverage=trace-pc
-$(foreach flavour,plain asan count cov ubsan tsan sites,$(eval $(call CORE_FLAVOUR,$(flavour))))
+$(foreach flavour,plain asan count cov ubsan tsan,$(eval $(call CORE_FLAVOUR,$(flavour))))
 
 $(CORE_LIB): $(CORE_OBJECTS_plain)
 	@rm -f $@
@@ -92,7 +89,7 @@ CORE_PROGRAMS := $(CORE_BUILD)/headers \
 	$(CORE_TESTS:%=$(CORE_BUILD)/plain/bin/%) $(CORE_BUILD)/count/bin/test_large \
 	$(CORE_TESTS:%=$(CORE_BUILD)/asan/bin/%) $(FUZZ_TARGETS:%=$(CORE_BUILD)/asan/bin/%)
 
-.PHONY: core core-programs test-core ubsan tsan allocations valgrind fuzz fuzz-long cov bench-core
+.PHONY: core core-programs test-core ubsan tsan valgrind fuzz fuzz-long cov
 
 core: $(CORE_LIB) ## build the C core as a static library (build/core/libzbpcore.a)
 
@@ -122,7 +119,7 @@ ubsan: $(CORE_TESTS:%=$(CORE_BUILD)/ubsan/bin/%) $(FUZZ_TARGETS:%=$(CORE_BUILD)/
 
 # Each target is one, without its own main.
 define CORE_THREADS
-$$(CORE_BUILD)/tsan/bin/threads_$(1): tests/c/threads.c tests/c/fuzz_$(1).c tests/c/model.c tests/c/checks.c tests/c/plan_check.c $$(FUZZ_WITH_fuzz_$(1)) $$(CORE_OBJECTS_tsan)
+$$(CORE_BUILD)/tsan/bin/threads_$(1): tests/c/threads.c tests/c/fuzz_$(1).c tests/c/model.c $$(FUZZ_WITH_fuzz_$(1)) $$(CORE_OBJECTS_tsan)
 	@mkdir -p $$(@D)
 	@$$(CC) -std=c11 $$(CORE_WARN) $$(CORE_FLAGS_tsan) $$(CORE_CFLAGS) $$(CORE_INCLUDE) $$(filter %.c %.o,$$^) -pthread -o $$@
 endef
@@ -136,14 +133,6 @@ tsan: $(CORE_TSAN) $(CORE_BUILD)/tsan/bin/planted ## run the C core and the pass
 	@sh tests/c/run.sh tsan "!ThreadSanitizer:.data.race $(CORE_FIXED) $(CORE_BUILD)/tsan/bin/planted race" \
 		"$(CORE_FIXED) $(CORE_BUILD)/tsan/bin/test_book" "$(CORE_FIXED) $(CORE_BUILD)/tsan/bin/test_pass" "$(CORE_FIXED) $(CORE_BUILD)/tsan/bin/test_record" \
 		$(FUZZ_TARGETS:fuzz_%="$(CORE_FIXED) $(CORE_BUILD)/tsan/bin/threads_% $(TSAN_INPUTS)")
-
-SITES_TOLD := $(CORE_BUILD)/sites/told
-
-allocations: $(CORE_TESTS:%=$(CORE_BUILD)/sites/bin/%) ## refuse memory once to every place of the C core and the passes that asks for some
-	@: >$(SITES_TOLD).none; : >$(SITES_TOLD)
-	@ZBP_SITES=$(SITES_TOLD) sh tests/c/run.sh core $(CORE_TESTS:%=$(CORE_BUILD)/sites/bin/%)
-	@sh tests/c/run.sh "allocations, sees what is never refused" "!was.never.refused $(PYTHON) tests/c/sites.py $(SITES_TOLD).none"
-	@$(PYTHON) tests/c/sites.py $(SITES_TOLD)
 
 # What no input may break, asked a million times; minutes.
 SOAK_INPUTS ?= 1000000
@@ -165,7 +154,7 @@ fuzz: ## fuzz the C core with libFuzzer (needs clang; FUZZ_TARGET=fuzz_plan, fuz
 	@command -v $(FUZZ_CC) >/dev/null || { echo "libFuzzer needs clang (Debian: apt-get install clang; or FUZZ_CC=clang-14). With gcc: make test-core runs the same target on its own inputs."; exit 1; }
 	@mkdir -p $(CORE_BUILD)/fuzz/corpus_$(FUZZ_TARGET)
 	@$(FUZZ_CC) -std=c11 -g -O1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all \
-		$(CORE_INCLUDE) tests/c/$(FUZZ_TARGET).c tests/c/model.c tests/c/checks.c tests/c/plan_check.c $(FUZZ_WITH_$(FUZZ_TARGET)) \
+		$(CORE_INCLUDE) tests/c/$(FUZZ_TARGET).c tests/c/model.c $(FUZZ_WITH_$(FUZZ_TARGET)) \
 		$(CORE_SOURCES:%=csrc/%) -o $(CORE_BUILD)/fuzz/$(FUZZ_TARGET)
 	$(CORE_BUILD)/fuzz/$(FUZZ_TARGET) -max_total_time=$(FUZZ_SECONDS) -max_len=2048 \
 		-artifact_prefix=$(CORE_BUILD)/fuzz/ -print_final_stats=1 $(CORE_BUILD)/fuzz/corpus_$(FUZZ_TARGET)
@@ -180,10 +169,3 @@ cov: $(CORE_TESTS:%=$(CORE_BUILD)/cov/bin/%) $(CORE_BUILD)/cov/bin/fuzz_plan $(C
 	@GCOV="$(GCOV)" sh tests/c/run.sh "cov, sees what nobody has listed" "!NOT.LISTED $(PYTHON) tests/c/branches.py /dev/null $(COV_COUNTS)"
 	@GCOV="$(GCOV)" $(PYTHON) tests/c/branches.py tests/c/uncovered.txt $(COV_COUNTS)
 
-# First on a heap that goes back to the system after every run, then on one that stays, as in a process
-# that has been training for a while.
-CORE_WARM := GLIBC_TUNABLES=glibc.malloc.mmap_threshold=1000000000:glibc.malloc.trim_threshold=4000000000
-
-bench-core: $(CORE_BUILD)/plain/bin/bench_plan ## time the graph and the plan of the C core alone
-	@for nodes in 3000 1000000; do \
-		echo "fresh heap: $$($< $$nodes)"; echo "warm heap:  $$($(CORE_WARM) $< $$nodes)"; done

@@ -16,8 +16,6 @@ static bool check_quiet; /* while a case looks at a check that must fail */
 #define CHECK(condition) ((condition) ? (void)0 : check_fail(__FILE__, __LINE__, #condition))
 #define REQUIRE(condition)                                                                         \
     ((condition) ? (void)0 : (check_fail(__FILE__, __LINE__, #condition), exit(1)))
-/* A call of a validator that writes its reason to the local `reason`. */
-#define CHECK_VALID(call) check_valid(__FILE__, __LINE__, (call), &reason)
 #define RUN(test) check_run(#test, test)
 
 static inline void check_fail(const char *file, int line, const char *what)
@@ -25,12 +23,6 @@ static inline void check_fail(const char *file, int line, const char *what)
     check_failures++;
     if (!check_quiet)
         fprintf(stderr, "%s:%d: failed: %s\n", file, line, what);
-}
-
-static inline void check_valid(const char *file, int line, int status, const char **reason)
-{
-    if (status != 0 || *reason != NULL)
-        check_fail(file, line, *reason != NULL ? *reason : "status is not ZBP_OK");
 }
 
 static inline void check_run(const char *name, void (*test)(void))

@@ -3,23 +3,22 @@
 # of each, or the tests of I's split, look: each must be found.
 # usage: mutants.sh BUILD_DIR [INPUTS]. CC can be set. From the root of the tree.
 build=$1 inputs=${2:-200000} found=0 missed=0
-checks="tests/c/checks.c tests/c/plan_check.c"
 mkdir -p "$build"
 
 # mutant NAME FILE SED_EXPRESSION: of W.
 mutant() {
-    look "$1" "$2" "$3" fuzz_weight_pass "tests/c/fuzz_weight_pass.c tests/c/fake_shim.c $checks" \
+    look "$1" "$2" "$3" fuzz_weight_pass "tests/c/fuzz_weight_pass.c tests/c/fake_shim.c" \
         csrc/pass/weight_pass.c "$inputs 1"
 }
 
 # Likewise: of how I is split.
 mutant_of_split() {
-    look "$1" "$2" "$3" "failed: " "tests/c/test_split.c tests/c/model.c $checks" "" ""
+    look "$1" "$2" "$3" "failed: " "tests/c/test_split.c tests/c/model.c" "" ""
 }
 
 # Likewise: of what recordings are fed from, by the fuzzer of it.
 mutant_of_record() {
-    look "$1" instruments/core/zbp_record.c "$2" "fuzz_record: " "tests/c/fuzz_record.c tests/c/model.c $checks" "" "300 1"
+    look "$1" instruments/core/zbp_record.c "$2" "fuzz_record: " "tests/c/fuzz_record.c tests/c/model.c" "" "300 1"
 }
 
 # Where a source's object lies.
@@ -32,7 +31,7 @@ compile() {
 }
 
 # What no fault is put into is compiled once.
-for source in csrc/core/*/*.c csrc/instruments/core/*.c csrc/pass/*.c tests/c/model.c $checks tests/c/fake_shim.c tests/c/test_split.c \
+for source in csrc/core/*/*.c csrc/instruments/core/*.c csrc/pass/*.c tests/c/model.c tests/c/fake_shim.c tests/c/test_split.c \
     tests/c/fuzz_weight_pass.c tests/c/fuzz_record.c; do
     compile "$source" "$(object_of "$source")" || exit 1
 done

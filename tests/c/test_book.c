@@ -1,8 +1,7 @@
-/* The book, asked by hand: who is alone, states and fates, retries; threads; failing allocations; the validator. */
+/* The book, asked by hand: who is alone, states and fates, retries; threads; failing allocations. */
 #include <pthread.h>
 
 #include "check.h"
-#include "checks.h"
 #include "core/pass/zbp_book.h"
 #include "counting.h"
 #include "draw.h"
@@ -20,9 +19,7 @@ static void open_book(uint32_t weights, uint32_t outsides, const char *tasks)
 
 static void close_book(void)
 {
-    const char *reason = NULL;
 
-    CHECK_VALID(zbp_book_check(&book, &layout, &reason));
     zbp_book_fini(&book);
     zbp_layout_fini(&layout);
 }
@@ -60,11 +57,9 @@ static void add_all(void)
 
 static void an_empty_book_is_legal(void)
 {
-    const char *reason = "?";
 
     book = (zbp_book){0};
     layout = (zbp_layout){0};
-    CHECK_VALID(zbp_book_check(&book, &layout, &reason));
     zbp_book_fini(&book);
     REQUIRE(zbp_book_init(&book, &layout, NULL) == ZBP_OK);
     CHECK(book.weight == NULL && book.state == ZBP_BOOK_OPEN);
@@ -84,7 +79,6 @@ static void every_allocation_fails_once(void)
 {
     counting c;
     const zbp_alloc alloc = counting_alloc(&c);
-    const char *reason = NULL;
 
     draw(&layout, 3, 1, "P01 Wa");
     for (long n = 0; n < 2; n++) {
@@ -98,7 +92,6 @@ static void every_allocation_fails_once(void)
             CHECK(book.weight_count == 3 && is_zeroed(book.weight, 3 * sizeof *book.weight));
             zbp_book_close(&book);
             CHECK(c.live == 0 && book.weight_count == 0 && book.state == ZBP_BOOK_SPENT);
-            CHECK_VALID(zbp_book_check(&book, &layout, &reason)); /* before the layout goes */
             zbp_book_close(&book);
             CHECK(book.state == ZBP_BOOK_SPENT);
         }
@@ -215,18 +208,6 @@ static void a_retained_group_runs_again_as_if_it_never_had(void)
     close_book();
 }
 
-static void a_retry_cannot_retain_what_a_plain_call_began(void)
-{
-    open_book(2, 0, "P0 P1");
-    zbp_book_added_alone(&book, 0);
-    CHECK(zbp_book_settle(&book, PLAIN, true) == ZBP_FATE_KEEP && book.has_failed);
-    CHECK(alone_are(RETAIN, "-1"));
-    zbp_book_added_alone(&book, 1);
-    CHECK(zbp_book_settle(&book, RETAIN, true) == ZBP_FATE_KEEP);
-    CHECK(zbp_book_settle(&book, RETAIN, false) == ZBP_FATE_CLOSE && book.state == ZBP_BOOK_SPENT);
-    close_book();
-}
-
 /* The call raised when all was through, and had closed the group: a second one passes over it, and does not
  * retain it. */
 static void what_was_closed_is_reported_again_once(void)
@@ -247,33 +228,6 @@ static void what_was_closed_is_reported_again_once(void)
         CHECK(zbp_book_settle(&book, how, false) == ZBP_FATE_CLOSE && book.state == ZBP_BOOK_SPENT);
         close_book();
     }
-}
-
-/* The gradients' sums wait at the weights: what the tasks hold is not needed any more. */
-static void what_waits_is_all_that_is_left(void)
-{
-    const char *reason = NULL;
-
-    open_book(3, 0, "P0 P1 P2");
-    zbp_book_begin_run(&book, false);
-    zbp_book_arrived(&book, 0);
-    zbp_book_hooked(&book, 0);
-    CHECK(!zbp_book_added(&book, 0));
-    zbp_book_arrived(&book, 1);
-    CHECK(zbp_book_settle(&book, PLAIN, true) == ZBP_FATE_KEEP); /* nothing has come to weight 2 */
-    zbp_book_begin_run(&book, false);
-    zbp_book_arrived(&book, 2);
-    zbp_book_hooked(&book, 2);
-    CHECK(zbp_book_settle(&book, PLAIN, true) == ZBP_FATE_RELEASE);
-    zbp_layout_clear(&layout);
-    CHECK_VALID(zbp_book_check(&book, &layout, &reason));
-    CHECK(alone_are(PLAIN, "---") && !zbp_book_is_complete(&book));
-    zbp_book_begin_run(&book, false);
-    CHECK(book.missing == 2 && book.weight[2].is_hooked && !book.weight[1].is_hooked);
-    CHECK(!zbp_book_added(&book, 1));
-    CHECK(!zbp_book_added(&book, 2)); /* the last one, but of a retry: the tasks went before */
-    CHECK(zbp_book_settle(&book, PLAIN, false) == ZBP_FATE_CLOSE);
-    close_book();
 }
 
 /* ---- a run of the engine */
@@ -432,39 +386,6 @@ static void sinks_report_from_their_threads(void)
     close_book();
 }
 
-/* ---- the validator */
-
-static void expect(const zbp_book *of, const char *wanted)
-{
-    const char *reason = NULL;
-
-    CHECK(zbp_book_check(of, &layout, &reason) == ZBP_EINVAL && reason != NULL &&
-          strstr(reason, wanted) != NULL);
-    CHECK(zbp_book_check(of, &layout, NULL) == ZBP_EINVAL);
-}
-
-static void the_check_sees_each_fault(void)
-{
-    zbp_book broken;
-
-    open_book(2, 1, "P0 W1 Ra");
-    broken = book;
-    broken.weight_count = 3;
-    expect(&broken, "weight_count");
-    broken = book;
-    broken.state = ZBP_BOOK_SPENT + 1;
-    expect(&broken, "state");
-    book.weight[1].has_arrived = book.weight[1].is_added = true;
-    expect(&book, "still waits");
-    book.weight[1].has_arrived = false;
-    book.weight[1].is_hooked = true;
-    CHECK(zbp_book_check(&book, &layout, NULL) == ZBP_OK);
-    book.weight[1].is_added = false;
-    expect(&book, "never arrived");
-    book.weight[1].has_arrived = true;
-    close_book();
-}
-
 int main(void)
 {
     check_sees_failure();
@@ -475,15 +396,12 @@ int main(void)
     RUN(a_node_between_may_lead_to_any_weight_behind);
     RUN(paths_to_what_the_engine_adds_are_given_up);
     RUN(a_retained_group_runs_again_as_if_it_never_had);
-    RUN(a_retry_cannot_retain_what_a_plain_call_began);
     RUN(what_was_closed_is_reported_again_once);
-    RUN(what_waits_is_all_that_is_left);
     RUN(the_last_weight_tells_that_the_tasks_can_go);
     RUN(faces_are_wanted_for_their_weight_or_what_lies_behind);
     RUN(it_unpacks_up_to_the_last_task_that_is_wanted);
     RUN(one_call_at_a_time_has_a_book);
     RUN(what_is_closed_stays_in_the_hands_of_its_call);
     RUN(sinks_report_from_their_threads);
-    RUN(the_check_sees_each_fault);
     return check_end();
 }

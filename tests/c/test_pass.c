@@ -1,7 +1,7 @@
-/* The weight pass against the fake shim: the same groups with each touch failing once, retries, the order of
- * microbatches, what is alone and what is not, no memory. What happens at random is fuzz_weight_pass.c's. */
+/* The weight pass against the fake shim: the same groups with each touch failing once, what is alone
+ * and what is not, when groups let go, no memory. Retries, hooks, frozen weights and calls of some
+ * groups are fuzz_weight_pass.c's. */
 #include "check.h"
-#include "checks.h"
 #include "draw.h"
 #include "fake_shim.h"
 
@@ -66,34 +66,25 @@ static void make(const group *groups)
 
 static void drop(void)
 {
-    const char *reason = NULL;
 
     for (size_t g = 0; g < count; g++) {
-        CHECK_VALID(zbp_layout_check(&held[g].as.layout, &reason));
-        CHECK_VALID(zbp_book_check(&held[g].as.book, &held[g].as.layout, &reason));
         zbp_layout_fini(&held[g].as.layout);
         zbp_book_fini(&held[g].as.book);
     }
 }
 
-/* The groups from first to last. */
-static int run_some(size_t first, size_t last, zbp_how how, long fail_at, const char **raised_out)
+static int run(zbp_how how, long fail_at, const char **raised_out)
 {
     fake_group *taken[MOST_HELD] = {NULL};
     zbp_error error = {0};
     int status;
 
-    for (size_t g = first; g < last; g++)
-        taken[g - first] = &held[g];
+    for (size_t g = 0; g < count; g++)
+        taken[g] = &held[g];
     fake.fail_at = fail_at;
-    status = fake_call(taken, last - first, how, &error);
+    status = fake_call(taken, count, how, &error);
     *raised_out = error.raised;
     return status;
-}
-
-static int run(zbp_how how, long fail_at, const char **raised_out)
-{
-    return run_some(0, count, how, fail_at, raised_out);
 }
 
 static int run_well(zbp_how how)
@@ -190,57 +181,6 @@ static void what_failed_goes_on_where_it_stopped(void)
     }
 }
 
-/* Two failures, anywhere: the second one within the retry. */
-static void a_retry_may_fail_too(void)
-{
-    for (size_t i = 0; i < CASE_COUNT; i++) {
-        bool is_through = false;
-
-        for (long n = 0; !is_through; n++) {
-            bool retry_is_through = false;
-
-            for (long m = 0; !is_through && !retry_is_through; m++) {
-                const char *raised = NULL;
-
-                make(CASES[i]);
-                is_through = run(PLAIN, n, &raised) == ZBP_OK;
-                CHECK(is_through || raised == FAKE_FAILED);
-                if (!is_through) {
-                    retry_is_through = run(PLAIN, m, &raised) == ZBP_OK;
-                    CHECK(retry_is_through || raised == FAKE_FAILED);
-                }
-                if (!is_through && !retry_is_through)
-                    CHECK(run_well(PLAIN) == ZBP_OK);
-                CHECK(has_got(1) && all_are(ZBP_BOOK_SPENT));
-                drop();
-                REQUIRE(n < 200 && m < 200);
-            }
-        }
-    }
-}
-
-/* Of a call that failed one group is called alone, then the others. */
-static void a_group_may_leave_a_call_that_failed(void)
-{
-    for (size_t i = 0; i < CASE_COUNT; i++) {
-        const char *raised = FAKE_FAILED;
-
-        for (long n = 0; raised != NULL; n++) {
-            const char *second = NULL;
-
-            make(CASES[i]);
-            if (run(PLAIN, n, &raised) != ZBP_OK) {
-                CHECK(run_some(count - 1, count, PLAIN, -1, &second) == ZBP_OK);
-                CHECK(held[count - 1].as.book.state == ZBP_BOOK_SPENT);
-                CHECK(run_some(0, count - 1, RETAIN, -1, &second) ==
-                      ZBP_OK); /* too late for that */
-            }
-            CHECK(has_got(1) && all_are(ZBP_BOOK_SPENT));
-            drop();
-        }
-    }
-}
-
 /* ---- who is alone */
 
 static void what_is_alone_runs_without_the_engine(void)
@@ -287,56 +227,6 @@ static void groups_without_a_common_weight_run_at_once(void)
     drop();
 }
 
-static void a_hook_appears(void)
-{
-    fake_mark(&held[0].weight[0], ZBP_WEIGHT_HOOKED);
-    held[0].face[1].is_hooked = true;
-}
-
-/* Between a call that failed and the next one. */
-static void a_retry_looks_anew(void)
-{
-    const char *raised = FAKE_FAILED;
-
-    for (long n = 0; raised != NULL; n++) {
-        make(
-            (group[]){{.tasks = "P0 Pb:1"}, {.tasks = "P0 Pb:1", .shares = true}, {.tasks = NULL}});
-        if (run(PLAIN, n, &raised) != ZBP_OK) {
-            a_hook_appears();
-            CHECK(run_well(PLAIN) == ZBP_OK);
-            for (size_t g = 0; g < 2; g++)
-                CHECK((held[g].weight[0].hooks_called == 0) ==
-                      (held[g].weight[0].added_in != fake.call));
-        }
-        CHECK(has_got(1));
-        drop();
-    }
-}
-
-static void a_weight_that_was_frozen_gets_nothing(void)
-{
-    static const char *const tasks[] = {"P0 P1", "D0 P1", "P0 P0 W1"};
-
-    for (size_t i = 0; i < sizeof tasks / sizeof *tasks; i++) {
-        for (int retain = 0; retain < 2; retain++) {
-            const fake_gradient nothing = {0};
-
-            make((group[]){{.tasks = tasks[i], .seen = {ZBP_WEIGHT_FROZEN}}, {.tasks = NULL}});
-            CHECK(run_well(retain != 0 ? RETAIN : PLAIN) == ZBP_OK);
-            CHECK(memcmp(&held[0].weight[0].total, &nothing, sizeof nothing) == 0);
-            CHECK(memcmp(&held[0].weight[1].total, &held[0].owed[1], sizeof nothing) == 0);
-            CHECK(all_are(retain != 0 ? ZBP_BOOK_OPEN : ZBP_BOOK_SPENT));
-            if (retain != 0) { /* it is not owed the gradient of a weight pass that is over */
-                held[0].weight[0].seen = 0;
-                begin_round(1);
-                CHECK(run_well(PLAIN) == ZBP_OK);
-                CHECK(memcmp(&held[0].weight[0].total, &held[0].owed[0], sizeof nothing) == 0);
-            }
-            drop();
-        }
-    }
-}
-
 static void a_kept_gradient_goes_when_it_is_added(void)
 {
     const char *raised = FAKE_FAILED;
@@ -370,40 +260,6 @@ static void a_complete_group_lets_go_at_once(void)
             CHECK(run(PLAIN, 0, &raised) == ZBP_ETORCH && all_are(ZBP_BOOK_OPEN));
         CHECK(held[0].is_released && held[0].as.layout.task_count == 0);
         CHECK(run_well(PLAIN) == ZBP_OK && has_got(1) && all_are(ZBP_BOOK_SPENT));
-        drop();
-    }
-}
-
-/* Its weights' sums wait, for a hook that raised: no face is left. */
-static void what_waits_needs_no_task(void)
-{
-    const char *raised = NULL;
-    bool was_released = false;
-
-    for (long n = 0; !was_released; n++) {
-        make((group[]){{.tasks = "D0", .seen = {ZBP_WEIGHT_HOOKED}}, {.tasks = NULL}});
-        REQUIRE(run(PLAIN, n, &raised) == ZBP_ETORCH);
-        was_released = held[0].is_released;
-        if (was_released)
-            CHECK(held[0].as.layout.face_count == 0 && held[0].as.book.weight[0].has_arrived);
-        CHECK(run_well(PLAIN) == ZBP_OK && has_got(1) && held[0].weight[0].hooks_called == 1);
-        drop();
-    }
-}
-
-/* The call raises when all is added, and is repeated. */
-static void what_is_reported_again_is_passed_over(void)
-{
-    for (int bits = 0; bits < 4; bits++) {
-        const bool was_kept = (bits & 1) != 0, is_kept = (bits & 2) != 0;
-
-        make((group[]){{.tasks = "P0 D1"}, {.tasks = "P0", .shares = true}, {.tasks = NULL}});
-        CHECK(run_well(was_kept ? RETAIN : PLAIN) == ZBP_OK);
-        for (size_t g = 0; g < count; g++)
-            zbp_book_report_again(&held[g].as.book);
-        CHECK(all_are(ZBP_BOOK_OPEN));
-        CHECK(run_well(is_kept ? RETAIN : PLAIN) == ZBP_OK && has_got(1));
-        CHECK(all_are(was_kept && is_kept ? ZBP_BOOK_OPEN : ZBP_BOOK_SPENT));
         drop();
     }
 }
@@ -446,17 +302,11 @@ int main(void)
 {
     check_sees_failure();
     RUN(what_failed_goes_on_where_it_stopped);
-    RUN(a_retry_may_fail_too);
-    RUN(a_group_may_leave_a_call_that_failed);
     RUN(what_is_alone_runs_without_the_engine);
     RUN(a_weight_is_the_engines_in_all_groups_or_in_none);
     RUN(groups_without_a_common_weight_run_at_once);
-    RUN(a_retry_looks_anew);
-    RUN(a_weight_that_was_frozen_gets_nothing);
     RUN(a_kept_gradient_goes_when_it_is_added);
     RUN(a_complete_group_lets_go_at_once);
-    RUN(what_waits_needs_no_task);
-    RUN(what_is_reported_again_is_passed_over);
     RUN(without_memory_it_can_be_repeated);
     RUN(no_group_at_all);
     return check_end();

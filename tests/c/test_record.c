@@ -2,7 +2,6 @@
 #include <pthread.h>
 
 #include "check.h"
-#include "checks.h"
 #include "counting.h"
 #include "model.h"
 #include "record_model.h"
@@ -40,7 +39,6 @@ static void two_records_by_hand(void)
     zbp_tally tally;
     zbp_record first, second;
     uint32_t mark = 7;
-    const char *reason = NULL;
 
     zbp_tally_init(&tally, tick, &alloc);
     CHECK(zbp_tally_alloc(&tally, 64, 1000)); /* nobody looks */
@@ -52,7 +50,6 @@ static void two_records_by_hand(void)
     zbp_tally_free(&tally, 128);
     zbp_tally_free(&tally, 128); /* nobody's now */
     zbp_tally_free(&tally, 64);
-    CHECK_VALID(zbp_tally_check(&tally, &reason));
     CHECK(first.live == 200 && first.mark[0].peak == 210 && first.older_freed == 1000);
     CHECK(second.live == 200 && second.mark[0].frees == 0 && second.older_freed == 1010);
     CHECK(first.event_count == 4 && first.event[3].kind == ZBP_EVENT_FREE_OLDER);
@@ -69,7 +66,6 @@ static void two_records_by_hand(void)
     CHECK(second.mark[1].freed == 200 && second.mark[1].allocated == 5 &&
           second.mark[0].freed == 0);
     CHECK(!zbp_tally_alloc(&tally, 0, 6) && second.untracked == 2 && zbp_tally_serial(&tally) == 4);
-    CHECK_VALID(zbp_tally_check(&tally, &reason));
     CHECK(zbp_tally_stop(&tally, &second) && !zbp_tally_is_fed(&tally));
     second.mark_count = UINT32_MAX;
     CHECK(zbp_tally_mark(&tally, &second, &mark) == ZBP_EOVERFLOW && mark == 1);
@@ -81,11 +77,10 @@ static void two_records_by_hand(void)
 
 static void the_log_is_bounded_and_the_counters_are_not(void)
 {
-    for (uint64_t most = 0; most <= 300; most += 50) {
+    for (uint64_t most = 0; most <= 320; most += 64) {
         zbp_tally tally;
         zbp_record record;
         uint32_t mark = 0;
-        const char *reason = NULL;
 
         zbp_tally_init(&tally, tick, &alloc);
         REQUIRE(zbp_tally_start(&tally, &record, most) == ZBP_OK);
@@ -94,7 +89,6 @@ static void the_log_is_bounded_and_the_counters_are_not(void)
         CHECK(record.event_count == (most < 200 ? most : 200) && record.live == 400);
         CHECK(record.dropped == (most == 0 || most > 200 ? 0 : 200 - most));
         CHECK(zbp_tally_mark(&tally, &record, &mark) == ZBP_OK && record.mark[mark].live == 400);
-        CHECK_VALID(zbp_tally_check(&tally, &reason));
         CHECK(zbp_tally_stop(&tally, &record));
         zbp_record_fini(&record);
         zbp_tally_fini(&tally);
@@ -130,7 +124,6 @@ static void without_memory_it_goes_on_and_says_so(void)
             zbp_record record;
             uint64_t followed = 0, marked = 0;
             uint32_t mark = 0;
-            const char *reason = NULL;
 
             zbp_tally_init(&tally, tick, &alloc);
             *(is_once ? &count.fail_once : &count.fail_at) = count.calls + n;
@@ -146,7 +139,6 @@ static void without_memory_it_goes_on_and_says_so(void)
             CHECK(!is_started || record.untracked == 400 - followed);
             CHECK(!is_started || record.event_count + record.dropped == followed);
             CHECK(!is_started || (record.live == followed && record.mark_count == marked + 1));
-            CHECK_VALID(zbp_tally_check(&tally, &reason));
             count.fail_once = count.fail_at = -1;
             CHECK(zbp_tally_stop(&tally, &record));
             zbp_record_fini(&record);
@@ -212,8 +204,8 @@ static void threads_are_all_seen(void)
     zbp_tally tally;
     zbp_record record;
     worker of[THREADS + 1];
+    int64_t logged = 0;
     pthread_t thread[THREADS + 1];
-    const char *reason = NULL;
 
     zbp_tally_init(&tally, tick, NULL); /* the counting allocator is one thread's */
     REQUIRE(zbp_tally_start(&tally, &record, 1000000) == ZBP_OK);
@@ -226,77 +218,16 @@ static void threads_are_all_seen(void)
         CHECK(of[i].is_right);
     }
     zbp_tally_lock(&tally);
+    for (uint32_t i = 0; i < record.event_count; i++) {
+        CHECK(i == 0 || record.event[i].time_ns >= record.event[i - 1].time_ns);
+        logged += record.event[i].kind == ZBP_EVENT_ALLOC ? 1 : -1; /* each block is of one byte */
+    }
+    CHECK(logged == 0 && tally.block_count == 0 && tally.blocks.count == 0);
     CHECK(record.live == 0 && record.untracked == 0 && record.event_count > THREADS * ROUNDS / 2);
-    CHECK_VALID(zbp_tally_check(&tally, &reason));
     zbp_tally_unlock(&tally);
     CHECK(zbp_tally_stop(&tally, &record));
     zbp_record_fini(&record);
     zbp_tally_fini(&tally);
-}
-
-/* What the checks promise ------------------------------------------------------------------------- */
-
-static void expect(const zbp_tally *tally, const char *wanted)
-{
-    const char *reason = NULL;
-
-    CHECK(zbp_tally_check(tally, &reason) == ZBP_EINVAL && reason != NULL &&
-          strstr(reason, wanted) != NULL);
-    CHECK(zbp_tally_check(tally, NULL) == ZBP_EINVAL);
-}
-
-/* Each number that is put wrong, by how much, and what is said. */
-static void check_names_planted_faults(void)
-{
-    zbp_tally tally;
-    zbp_record record;
-    uint32_t mark = 0;
-
-    zbp_tally_init(&tally, tick, &alloc);
-    REQUIRE(zbp_tally_start(&tally, &record, 100) == ZBP_OK);
-    for (uint64_t b = 1; b <= 2; b++)
-        REQUIRE(zbp_tally_alloc(&tally, b * 64, 8));
-    REQUIRE(zbp_tally_mark(&tally, &record, &mark) == ZBP_OK);
-    zbp_tally_free(&tally, 64);
-    const struct {
-        uint64_t *number, wrong;
-        const char *said;
-    } fault[] = {
-        {&tally.next_serial, 1, "still to come"},
-        {&tally.block_count, 5, "without the lock"},
-        {&tally.blocks.count, 2, "without the lock"},
-        {&record.first_serial, 3, "begins with a serial"},
-        {&record.live, 9, "is not what is in use"},
-        {&record.mark[1].frees, 2, "is not what is in use"},
-        {&record.mark[0].peak, 8, "lower than its ends"},
-        {&record.mark[1].peak, 0, "lower than its ends"},
-        {&record.mark[1].live, 17, "lead to the next"},
-        {&record.mark[1].freed, 9, "lead to the next"},
-        {&record.mark[1].events, 1, "a mark disagree"},
-        {&record.mark[1].events, 9, "behind the log"},
-        {&record.event[2].time_ns, 0, "backwards"},
-        {&record.event[2].block.bytes, 7, "counters disagree"},
-    };
-    for (size_t i = 0; i < sizeof fault / sizeof fault[0]; i++) {
-        const uint64_t right = *fault[i].number;
-
-        *fault[i].number = fault[i].wrong;
-        expect(&tally, fault[i].said);
-        *fault[i].number = right;
-    }
-    REQUIRE(zbp_tally_alloc(&tally, 192, 8));
-    for (size_t i = 0; i < tally.blocks.capacity; i++)
-        if (tally.blocks.slot[i].address == 192)
-            tally.blocks.slot[i].serial = 1;
-    expect(&tally, "the same serial");
-    CHECK(zbp_tally_stop(&tally, &record) && zbp_record_check(&record, NULL) == ZBP_OK);
-    record.first_serial = 1;
-    CHECK(zbp_record_check(&record, NULL) == ZBP_EINVAL); /* what is older counts as its own */
-    record.mark_count = 0;
-    CHECK(zbp_record_check(&record, NULL) == ZBP_EINVAL);
-    zbp_record_fini(&record);
-    zbp_tally_fini(&tally);
-    CHECK(count.live == 0);
 }
 
 int main(void)
@@ -309,6 +240,5 @@ int main(void)
     RUN(random_runs);
     RUN(without_memory_it_goes_on_and_says_so);
     RUN(threads_are_all_seen);
-    RUN(check_names_planted_faults);
     return check_end();
 }

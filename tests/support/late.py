@@ -89,14 +89,11 @@ def load():
     made.late_races.restype = ctypes.c_char_p
     made.late_set_order.argtypes = [ctypes.c_int, ctypes.c_uint64]
     made.late_set_capturing.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_bool]
-    made.late_delay.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_bool]
     made.late_drop_waits.argtypes = [ctypes.c_int, ctypes.c_int64]
     made.late_drop_records.argtypes = [ctypes.c_int64]
     made.late_give_away.argtypes = [ctypes.c_uint64]
-    for name in ("late_waits", "late_needless_waits", "late_records"):
-        getattr(made, name).restype = ctypes.c_int64
-    for name in ("late_pending", "late_bytes", "late_peak"):
-        getattr(made, name).restype = ctypes.c_uint64
+    made.late_waits.restype = ctypes.c_int64
+    made.late_bytes.restype = ctypes.c_uint64
     if (2, 12) <= torch.__version__ < (2, 13):  # its schedules ask CUDA for the random numbers of whatever device
         torch.random.fork_rng = functools.partial(torch.random.fork_rng, device_type="late")
     torch._register_device_module("late", Module("torch.late"))

@@ -71,7 +71,7 @@ def load() -> Build:
     module = importlib.util.module_from_spec(spec)
     sys.modules["zbpipe._C"] = module
     spec.loader.exec_module(module)
-    sys.modules["zbpipe"]._C = module  # type: ignore[attr-defined]
+    sys.modules["zbpipe"]._C = module  # type: ignore[attr-defined] # noqa: SLF001
     return build
 
 

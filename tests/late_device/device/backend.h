@@ -44,7 +44,6 @@ struct Faults {
   Fault waits;
   Fault records;
   int64_t waits_seen = 0;
-  int64_t needless_waits = 0;  // they ordered nothing that was not ordered before
 };
 extern Faults faults;
 

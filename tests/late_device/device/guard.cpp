@@ -132,8 +132,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (is_ours && is_asked && faults.waits.is_dropped()) {
       return;
     }
-    const bool is_new = Schedule::get().wait(number_of(stream), static_cast<Event*>(event)->mark);
-    faults.needless_waits += is_ours && !is_new ? 1 : 0;
+    Schedule::get().wait(number_of(stream), static_cast<Event*>(event)->mark);
   }
   bool queryEvent(void* event) const override {
     return !event || Schedule::get().is_done(static_cast<Event*>(event)->mark);

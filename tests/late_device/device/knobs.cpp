@@ -12,10 +12,6 @@ void late_set_order(int order, uint64_t seed) {
   Schedule::get().set_order(static_cast<Order>(order), seed);
 }
 
-void late_delay(int device, int64_t stream, bool is_delayed) {
-  Schedule::get().delay(stream_number(device, stream), is_delayed);
-}
-
 void late_separate_hosts() {
   Schedule::get().separate_hosts();
 }
@@ -49,29 +45,13 @@ int64_t late_waits() {
   return faults.waits_seen;
 }
 
-int64_t late_needless_waits() {
-  return faults.needless_waits;
-}
-
-int64_t late_records() {
-  return faults.records.seen;
-}
-
 /// The memory goes to somebody else, on its own stream, though it is still in use.
 void late_give_away(uint64_t data) {
   Schedule::get().give_away(data);
 }
 
-uint64_t late_pending() {
-  return Schedule::get().pending();
-}
-
 uint64_t late_bytes() {
   return Schedule::get().bytes;
-}
-
-uint64_t late_peak() {
-  return Schedule::get().peak;
 }
 
 void late_begin_capture() {

@@ -61,11 +61,6 @@ void Schedule::set_order(Order order, uint64_t seed) {
   random_.seed(seed);
 }
 
-void Schedule::delay(uint32_t stream, bool is_delayed) {
-  const Lock lock(mutex_);
-  at(stream).is_delayed = is_delayed;
-}
-
 void Schedule::separate_hosts() {
   const Lock lock(mutex_);
   has_hosts_ = true;
@@ -134,25 +129,16 @@ Mark Schedule::mark(uint32_t stream) {
   return mark_of(stream);
 }
 
-bool Schedule::wait(uint32_t stream, const Mark& mark) {
+void Schedule::wait(uint32_t stream, const Mark& mark) {
   const Lock lock(mutex_);
   if (is_capturing_) {
-    return true;  // tasks are kept in the order in which they came
+    return;  // tasks are kept in the order in which they came
   }
-  Clock joined = mark_of(stream).clock;
-  const Clock before = joined;
-  join(joined, mark.clock);
-  joined.resize(std::max(joined.size(), before.size()));
-  bool is_new = false;
-  for (size_t i = 0; i < joined.size(); ++i) {
-    is_new = is_new || joined[i] != (i < before.size() ? before[i] : 0);
-  }
-  at(stream).clock = std::move(joined);
+  join(at(stream).clock, mark.clock);
   const Point point{stream, push(stream, {nullptr, mark.at})};
   if (order_ == Order::at_once) {
     reach(point);
   }
-  return is_new;
 }
 
 // ---- tasks run
@@ -178,7 +164,7 @@ void Schedule::run_others(uint32_t but) {
   for (bool has_run = true; has_run;) {
     has_run = false;
     for (uint32_t s = 0; s < streams_.size(); ++s) {
-      while (s != but && !streams_[s].is_delayed && can_run(streams_[s])) {
+      while (s != but && can_run(streams_[s])) {
         run_front(streams_[s]);
         has_run = true;
       }
@@ -188,14 +174,9 @@ void Schedule::run_others(uint32_t but) {
 
 void Schedule::run_any() {
   std::vector<Stream*> ready;
-  for (const bool delayed : {false, true}) {
-    for (Stream& stream : streams_) {
-      if (stream.is_delayed == delayed && can_run(stream)) {
-        ready.push_back(&stream);
-      }
-    }
-    if (!ready.empty()) {
-      break;
+  for (Stream& stream : streams_) {
+    if (can_run(stream)) {
+      ready.push_back(&stream);
     }
   }
   run_front(*ready[random_() % ready.size()]);
@@ -285,7 +266,6 @@ Block* Schedule::allocate(size_t asked, uint32_t stream) {
   block->asked = asked;
   block->is_captured = is_capturing_;
   bytes += asked;
-  peak = std::max(peak, bytes);
   return block;
 }
 
@@ -389,15 +369,6 @@ void Schedule::replay(uint32_t stream) {
 
 // ---- what is told
 
-size_t Schedule::pending() {
-  const Lock lock(mutex_);
-  size_t count = 0;
-  for (const Stream& stream : streams_) {
-    count += stream.tasks.size();
-  }
-  return count;
-}
-
 std::string Schedule::races() {
   const Lock lock(mutex_);
   std::string text;
@@ -411,7 +382,6 @@ void Schedule::forget() {
   const Lock lock(mutex_);
   races_.clear();
   error_.clear();
-  peak = bytes;
   for (const Stream& stream : streams_) {
     if (!stream.tasks.empty()) {
       return;

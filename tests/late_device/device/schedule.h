@@ -78,16 +78,13 @@ class Schedule {
   uint32_t new_stream(int device);
   bool exists(uint32_t stream);
   void set_order(Order order, uint64_t seed);
-  /// A delayed stream runs only what is waited for, in every order.
-  void delay(uint32_t stream, bool is_delayed);
   /// Each device has a host of its own, which knows what it has seen done itself: until what is known is forgotten.
   void separate_hosts();
 
   void enqueue(uint32_t stream, const std::string& name, const std::vector<Use>& uses,
                std::function<void()> run);
   Mark mark(uint32_t stream);
-  /// Whether it changed anything: false if the stream came after the mark already.
-  bool wait(uint32_t stream, const Mark& mark);
+  void wait(uint32_t stream, const Mark& mark);
   bool is_done(const Mark& mark);
   /// The host waits; what a task raised is raised here.
   void finish(const Mark& mark);
@@ -98,8 +95,8 @@ class Schedule {
   void record(Block* block, uint32_t stream);
   /// Of the block that begins at this address: as if it had been freed.
   void give_away(uint64_t data);
-  /// Of what is allocated, and the most that was.
-  size_t bytes = 0, peak = 0;
+  /// Of what is allocated.
+  size_t bytes = 0;
 
   /// Until the end of the capture tasks are kept, in the order in which they came, and do not run; nobody may wait.
   void begin_capture();
@@ -108,7 +105,6 @@ class Schedule {
   /// The tasks of the last capture, on this stream.
   void replay(uint32_t stream);
 
-  size_t pending();
   std::string races();
   void forget();
 
@@ -121,7 +117,6 @@ class Schedule {
     std::deque<Task> tasks;
     uint64_t done = 0;
     Clock clock;
-    bool is_delayed = false;
   };
   struct Returned {
     std::vector<Point> after;
