@@ -19,7 +19,7 @@ CORE_SOURCES := $(sort $(patsubst csrc/%,%,$(wildcard csrc/core/*/*.c csrc/instr
 PASS_SOURCES := $(sort $(patsubst csrc/%,%,$(wildcard csrc/pass/*.c)))
 CORE_HEADERS := $(sort $(wildcard csrc/core/*/*.h csrc/instruments/core/*.h csrc/pass/*.h) csrc/shim/input/zbp_input.h csrc/shim/weight/zbp_weight.h \
 	csrc/shim/torch/zbp_error.h)
-CORE_TESTS := test_status test_map test_graph test_plan test_blocks test_record test_layout \
+CORE_TESTS := test_alloc test_map test_graph test_plan test_blocks test_record test_layout \
 	test_book test_pass test_kind test_split test_input_pass test_verdict
 FUZZ_TARGETS := fuzz_plan fuzz_weight_pass fuzz_record
 FUZZ_WITH_fuzz_weight_pass = tests/c/fake_shim.c $(filter-out %/input_pass.c,$(PASS_SOURCES:%=csrc/%))
@@ -79,9 +79,9 @@ $(CORE_LIB): $(CORE_OBJECTS_plain)
 # Each header alone, as C and as C++; then a C++ program that uses them.
 $(CORE_BUILD)/headers: tests/c/headers.cc $(CORE_HEADERS) $(CORE_LIB) tests/core.mk
 	@for header in $(CORE_HEADERS); do \
-		$(CC) -std=c11 $(CORE_WARN) -Icsrc -fsyntax-only -x c $$header && \
+		echo 'typedef int one;' | $(CC) -std=c11 $(CORE_WARN) -Icsrc -fsyntax-only -include $$header -x c - && \
 		$(CXX) -std=c++17 -Wall -Wextra -Werror -Icsrc \
-			-fsyntax-only -x c++ $$header || exit 1; \
+			-fsyntax-only -include $$header -x c++ /dev/null || exit 1; \
 	done
 	@$(CXX) -std=c++17 -Wall -Wextra -Wpedantic -Wshadow -Werror $(CORE_INCLUDE) $< $(CORE_LIB) -o $@
 

@@ -15,10 +15,10 @@ int zbp_pass_inputs(zbp_scene *scene, zbp_error *error)
     zbp_survey survey = {0};
     const uint32_t *root = NULL;
     uint32_t root_count = 0;
-    int status = zbp_graph_init(&survey.graph, NULL);
+    int status;
 
-    if (status == ZBP_OK)
-        status = zbp_scene_walk(scene, &survey.graph, &root, &root_count, error);
+    zbp_graph_init(&survey.graph, NULL);
+    status = zbp_scene_walk(scene, &survey.graph, &root, &root_count, error);
     if (status == ZBP_OK)
         status = zbp_plan_build(&survey.plan, &survey.graph, NULL);
     if (status == ZBP_OK)

@@ -14,7 +14,7 @@ static int share_engine(zbp_group *const *group, size_t count)
     for (size_t g = 0; g < count; g++) {
         for (uint32_t w = 0; w < group[g]->book.weight_count && status == ZBP_OK; w++) {
             if (!group[g]->book.weight[w].is_added && group[g]->book.weight[w].alone == ZBP_NO_FACE)
-                status = zbp_map_add(&engine, zbp_weight_key(group[g], w), 0, NULL, NULL);
+                status = zbp_map_add(&engine, zbp_weight_key(group[g], w), 0);
         }
     }
     for (size_t g = 0; g < count && status == ZBP_OK && engine.count > 0; g++) {
@@ -84,7 +84,7 @@ static int join_run(zbp_group *group, zbp_map *weights, zbp_error *error)
 
     for (uint32_t w = 0; w < group->book.weight_count && status == ZBP_OK; w++) {
         if (!group->book.weight[w].is_added)
-            status = zbp_map_add(weights, zbp_weight_key(group, w), 0, NULL, NULL);
+            status = zbp_map_add(weights, zbp_weight_key(group, w), 0);
     }
     if (status == ZBP_OK)
         status = zbp_follow_caller(group, error);

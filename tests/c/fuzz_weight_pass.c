@@ -23,7 +23,7 @@ static _Thread_local bool may_be_busy;             /* a call is under way, which
 static void require(int status)
 {
     if (status != ZBP_OK)
-        fake_violation(zbp_status_name(status));
+        fake_violation("no success");
 }
 
 /* ---- groups */
@@ -214,7 +214,7 @@ static int run(const bool *takes, bool is_reversed, zbp_how how, zbp_error *erro
     fake_group *taken[MOST_GROUPS] = {NULL};
     size_t count = 0;
     bool is_free = true;
-    int status = ZBP_EINVAL;
+    int status = ZBP_ENOMEM;
 
     for (uint32_t i = 0; i < held_count && is_free; i++) {
         const uint32_t g = is_reversed ? held_count - 1 - i : i;

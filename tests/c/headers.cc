@@ -12,12 +12,12 @@ int main()
     zbp_graph graph{};
     zbp_plan plan{};
     uint32_t node = 0, weight = 0;
-    bool ok = zbp_graph_init(&graph, nullptr) == ZBP_OK &&
-              zbp_graph_add_node(&graph, &graph, &node, nullptr) == ZBP_OK &&
-              zbp_graph_add_node(&graph, &plan, &weight, nullptr) == ZBP_OK &&
-              zbp_graph_mark(&graph, node, ZBP_ROLE_ROOT) == ZBP_OK &&
-              zbp_graph_mark(&graph, weight, ZBP_ROLE_WEIGHT) == ZBP_OK &&
-              zbp_graph_add_edge(&graph, node, 0, weight) == ZBP_OK &&
+    zbp_graph_init(&graph, nullptr);
+    bool ok = zbp_graph_add_node(&graph, &graph, &node) == ZBP_OK &&
+              zbp_graph_add_node(&graph, &plan, &weight) == ZBP_OK;
+    zbp_graph_mark(&graph, node, ZBP_ROLE_ROOT);
+    zbp_graph_mark(&graph, weight, ZBP_ROLE_WEIGHT);
+    ok = ok && zbp_graph_add_edge(&graph, node, 0, weight) == ZBP_OK &&
               zbp_plan_build(&plan, &graph, nullptr) == ZBP_OK && plan.group_count == 1;
 
     zbp_plan_fini(&plan);

@@ -93,7 +93,8 @@ static const char *flags_differ(const model *m, const zbp_plan *p)
                    (m->weightward[i] ? ZBP_NODE_WEIGHTWARD : 0) |
                    (m->split[i] ? ZBP_NODE_SPLIT : 0) |
                    (m->weightward[i] && m->root[i] ? ZBP_NODE_WEIGHT_ROOT : 0) |
-                   (m->excluded[i] ? ZBP_NODE_EXCLUDED : 0);
+                   (m->excluded[i] ? ZBP_NODE_EXCLUDED : 0) |
+                   (m->weightward[i] && m->weight[i] ? ZBP_NODE_WEIGHT : 0);
 
         if (p->flag[i] != flag)
             return "flag";
@@ -136,24 +137,18 @@ static bool nodes_differ(const model *m, const zbp_plan *p, const bool *listed,
 
 enum { MODEL_EDGES = 1 << 12 };
 
-static const char *edges_differ(const model *m, const zbp_plan *p, const zbp_graph *g)
+static const char *edges_differ(const zbp_plan *p, const zbp_graph *g)
 {
-    static _Thread_local uint32_t src[MODEL_EDGES], group[MODEL_EDGES];
+    static _Thread_local uint32_t src[MODEL_EDGES];
 
-    for (uint32_t e = 0; e < g->edge_count; e++) {
+    for (uint32_t e = 0; e < g->edge_count; e++)
         src[e] = g->edge[e].src;
-        group[e] = m->weightward[src[e]] ? m->group[src[e]] : ZBP_NONE;
-    }
-    if (list_differs(p->out_begin, p->out, p->node_count, src, p->edge_count))
-        return "out";
-    if (list_differs(p->weight_edge_begin, p->weight_edge, p->group_count, group, p->edge_count))
-        return "weight_edge";
-    return NULL;
+    return list_differs(p->out_begin, p->out, p->node_count, src, p->edge_count) ? "out" : NULL;
 }
 
 const char *model_differs(const zbp_plan *p, const zbp_graph *g)
 {
-    bool weight_root[MODEL_NODES] = {false}, weight[MODEL_NODES] = {false};
+    bool weight[MODEL_NODES] = {false}, outside[MODEL_NODES] = {false};
     const char *name;
     model m;
 
@@ -168,16 +163,16 @@ const char *model_differs(const zbp_plan *p, const zbp_graph *g)
     if (name != NULL)
         return name;
     for (uint32_t i = 0; i < g->node_count; i++) {
-        weight_root[i] = m.weightward[i] && m.root[i];
         weight[i] = m.weightward[i] && m.weight[i];
+        outside[i] = m.weightward[i] && !m.weight[i];
     }
     if (nodes_differ(&m, p, m.split, p->split_begin, p->split))
         return "split";
-    if (nodes_differ(&m, p, weight_root, p->root_begin, p->root))
-        return "root";
     if (nodes_differ(&m, p, weight, p->weight_begin, p->weight))
         return "weight";
-    return edges_differ(&m, p, g);
+    if (nodes_differ(&m, p, outside, p->outside_begin, p->outside))
+        return "outside";
+    return edges_differ(p, g);
 }
 
 const void *model_key(uint32_t i)
@@ -204,7 +199,7 @@ uint32_t model_below(uint64_t *state, uint32_t n)
 /* A node of the graph, the i-th of them, that is added when it was not there. */
 static int node(zbp_graph *g, uint32_t i)
 {
-    return zbp_graph_add_node(g, model_key(i), NULL, NULL);
+    return zbp_graph_add_node(g, model_key(i), NULL);
 }
 
 int model_random_graph(zbp_graph *g, uint64_t *state, uint32_t nodes)
@@ -228,7 +223,7 @@ int model_random_graph(zbp_graph *g, uint64_t *state, uint32_t nodes)
         if (model_below(state, 8) == 0)
             mark |= ZBP_ROLE_EXCLUDED;
         if (status == ZBP_OK)
-            status = zbp_graph_mark(g, i, mark);
+            zbp_graph_mark(g, i, mark);
         if (status == ZBP_OK && walked && i > 0)
             status = zbp_graph_add_edge(g, model_below(state, i), 0, i);
     }

@@ -11,7 +11,7 @@
 static void *add_nodes(void *graph)
 {
     for (int i = 0; i < 100; i++)
-        if (zbp_graph_add_node(graph, &graph, NULL, NULL) != ZBP_OK)
+        if (zbp_graph_add_node(graph, &graph, NULL) != ZBP_OK)
             return NULL;
     return NULL;
 }
@@ -21,7 +21,7 @@ int main(int argc, char **argv)
     const char *fault = argc > 1 ? argv[1] : "";
     zbp_graph graph = {0};
 
-    if (zbp_graph_add_node(&graph, fault, NULL, NULL) != ZBP_OK)
+    if (zbp_graph_add_node(&graph, fault, NULL) != ZBP_OK)
         return 0;
     if (strcmp(fault, "leak") == 0) {
         memset(&graph, 0, sizeof graph);

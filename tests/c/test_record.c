@@ -65,7 +65,7 @@ static void two_records_by_hand(void)
     CHECK(first.live == 200 && second.live == 5);
     CHECK(second.mark[1].freed == 200 && second.mark[1].allocated == 5 &&
           second.mark[0].freed == 0);
-    CHECK(!zbp_tally_alloc(&tally, 0, 6) && second.untracked == 2 && zbp_tally_serial(&tally) == 4);
+    CHECK(second.untracked == 1 && zbp_tally_serial(&tally) == 4);
     CHECK(zbp_tally_stop(&tally, &second) && !zbp_tally_is_fed(&tally));
     second.mark_count = UINT32_MAX;
     CHECK(zbp_tally_mark(&tally, &second, &mark) == ZBP_EOVERFLOW && mark == 1);

@@ -74,11 +74,6 @@ static void offer_it(const zbp_layout *layout, uint32_t faces, uint32_t offered,
 
         CHECK(face[i] == (faces >> s & 1 ? place_of(faces, s) : -1));
     }
-    offer = (zbp_offer){.are_all = true, .is_watched = is_watched, .is_matrix = is_matrix};
-    CHECK(zbp_verdict_of(layout, 1, &offer, face) ==
-          expected(faces, faces, 0, matrices, takes_work, is_watched));
-    for (int32_t f = 0; f < place_of(faces, EDGES); f++)
-        CHECK(face[f] == f);
 }
 
 static void every_offer(void)

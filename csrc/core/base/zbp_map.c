@@ -55,34 +55,23 @@ void zbp_map_fini(zbp_map *map)
     memset(map, 0, sizeof *map);
 }
 
-int zbp_map_add(zbp_map *map, const void *key, uint32_t value, uint32_t *value_out, bool *added_out)
+int zbp_map_add(zbp_map *map, const void *key, uint32_t value)
 {
-    zbp_map_slot *found = NULL;
-    bool added = false;
+    zbp_map_slot *slot;
 
-    if (key == NULL)
-        return ZBP_EINVAL;
-    if (map->capacity != 0)
-        found = probe(map->slot, map->capacity, key);
-    if (found == NULL || found->key == NULL) {
-        if (map->count == UINT32_MAX)
-            return ZBP_EOVERFLOW;
-        if (is_full(map)) {
-            int status = grow(map);
+    if (zbp_map_find(map, key, NULL))
+        return ZBP_OK;
+    if (map->count == UINT32_MAX)
+        return ZBP_EOVERFLOW;
+    if (is_full(map)) {
+        int status = grow(map);
 
-            if (status != ZBP_OK)
-                return status;
-            found = probe(map->slot, map->capacity, key);
-        }
-        found->key = key;
-        found->value = value;
-        map->count++;
-        added = true;
+        if (status != ZBP_OK)
+            return status;
     }
-    if (value_out != NULL)
-        *value_out = found->value;
-    if (added_out != NULL)
-        *added_out = added;
+    slot = probe(map->slot, map->capacity, key);
+    *slot = (zbp_map_slot){key, value};
+    map->count++;
     return ZBP_OK;
 }
 
@@ -90,7 +79,7 @@ bool zbp_map_find(const zbp_map *map, const void *key, uint32_t *value_out)
 {
     const zbp_map_slot *found;
 
-    if (key == NULL || map->capacity == 0)
+    if (map->capacity == 0)
         return false;
     found = probe(map->slot, map->capacity, key);
     if (found->key == NULL)

@@ -35,17 +35,12 @@ void zbp_map_init(zbp_map *map, const zbp_alloc *alloc);
 /* Frees what the map holds and zeroes it. A zeroed map is legal. */
 void zbp_map_fini(zbp_map *map);
 
-/* Looks key up, and adds it with value if it is absent. *value_out is the value that the map holds
- * afterwards (the old one if the key was there), *added_out whether it was added; either may be
- * NULL. key is never read through.
- * Errors, the map unchanged: ZBP_EINVAL (key is NULL), ZBP_ENOMEM, ZBP_EOVERFLOW (UINT32_MAX keys,
- * or more bytes than size_t counts). A key that is already there cannot fail.
- * Amortised O(1). */
-ZBP_MUST_USE int zbp_map_add(zbp_map *map, const void *key, uint32_t value, uint32_t *value_out,
-                             bool *added_out);
+/* Adds key, which is not NULL, with value; one that is there keeps its own. key is never read
+ * through. Errors, the map unchanged: ZBP_ENOMEM, ZBP_EOVERFLOW (UINT32_MAX keys, or more bytes than
+ * size_t counts). A key that is already there cannot fail. Amortised O(1). */
+ZBP_MUST_USE int zbp_map_add(zbp_map *map, const void *key, uint32_t value);
 
-/* Whether key is there; then *value_out (may be NULL) is its value, else it is left alone.
- * NULL is never there. O(1). */
+/* Whether key is there; then *value_out (may be NULL) is its value, else it is left alone. O(1). */
 bool zbp_map_find(const zbp_map *map, const void *key, uint32_t *value_out);
 
 ZBP_END_C

@@ -2,7 +2,8 @@
  *
  * 0 is success, negative is an error. "Absent" is a value, never an error. A status must be used:
  * the compiler says so where it can. After an error the object is what it was before the call,
- * unless the function's own contract says otherwise.
+ * unless the function's own contract says otherwise. What an argument must be is the caller's to
+ * see to: the core checks nothing of it.
  */
 #pragma once
 
@@ -13,14 +14,9 @@ ZBP_BEGIN_C
 enum {
     ZBP_OK = 0,
     ZBP_ENOMEM = -1,    /* the allocator returned NULL */
-    ZBP_EINVAL = -2,    /* an argument breaks the function's contract, or a check found a fault */
-    ZBP_EOVERFLOW = -3, /* a count or a size does not fit its type */
+    ZBP_EOVERFLOW = -2, /* a count or a size does not fit its type */
     /* the shim's: something was thrown and is kept in a zbp_error; never from the core */
-    ZBP_ETORCH = -4
+    ZBP_ETORCH = -3
 };
-
-/* The name of a status, "ZBP_EINVAL" for ZBP_EINVAL, "unknown status" for anything else.
- * Returns a static string. Any thread. */
-const char *zbp_status_name(int status);
 
 ZBP_END_C

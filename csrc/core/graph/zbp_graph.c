@@ -4,16 +4,13 @@
 
 #include "core/base/zbpi_alloc.h"
 
-enum { ALL_ROLES = ZBP_ROLE_INPUT | ZBP_ROLE_WEIGHT | ZBP_ROLE_ROOT | ZBP_ROLE_EXCLUDED };
-
 static const uint32_t MOST = UINT32_MAX - 1;
 
-int zbp_graph_init(zbp_graph *graph, const zbp_alloc *alloc)
+void zbp_graph_init(zbp_graph *graph, const zbp_alloc *alloc)
 {
     memset(graph, 0, sizeof *graph);
     graph->alloc = zbpi_alloc_copy(alloc);
     zbp_map_init(&graph->id_of, alloc);
-    return ZBP_OK;
 }
 
 void zbp_graph_fini(zbp_graph *graph)
@@ -47,16 +44,15 @@ static int make_room(zbp_graph *graph)
     return ZBP_OK;
 }
 
-int zbp_graph_add_node(zbp_graph *graph, const void *key, uint32_t *id_out, bool *added_out)
+int zbp_graph_add_node(zbp_graph *graph, const void *key, uint32_t *id_out)
 {
     uint32_t id = graph->node_count;
-    bool added = !zbp_map_find(&graph->id_of, key, &id);
 
-    if (added) {
+    if (!zbp_map_find(&graph->id_of, key, &id)) {
         int status = make_room(graph);
 
         if (status == ZBP_OK)
-            status = zbp_map_add(&graph->id_of, key, id, NULL, NULL);
+            status = zbp_map_add(&graph->id_of, key, id);
         if (status != ZBP_OK)
             return status;
         graph->key[id] = key;
@@ -65,8 +61,6 @@ int zbp_graph_add_node(zbp_graph *graph, const void *key, uint32_t *id_out, bool
     }
     if (id_out != NULL)
         *id_out = id;
-    if (added_out != NULL)
-        *added_out = added;
     return ZBP_OK;
 }
 
@@ -77,8 +71,6 @@ bool zbp_graph_find(const zbp_graph *graph, const void *key, uint32_t *id_out)
 
 int zbp_graph_add_edge(zbp_graph *graph, uint32_t src, uint32_t slot, uint32_t dst)
 {
-    if (src >= graph->node_count || dst >= graph->node_count)
-        return ZBP_EINVAL;
     if (graph->edge_count >= MOST)
         return ZBP_EOVERFLOW;
     if (graph->edge_count == graph->edge_capacity) {
@@ -92,10 +84,7 @@ int zbp_graph_add_edge(zbp_graph *graph, uint32_t src, uint32_t slot, uint32_t d
     return ZBP_OK;
 }
 
-int zbp_graph_mark(zbp_graph *graph, uint32_t id, uint8_t mark)
+void zbp_graph_mark(zbp_graph *graph, uint32_t id, uint8_t mark)
 {
-    if (id >= graph->node_count || (mark & ~ALL_ROLES) != 0)
-        return ZBP_EINVAL;
     graph->mark[id] |= mark;
-    return ZBP_OK;
 }

@@ -48,31 +48,28 @@ typedef struct zbp_graph {
     zbp_alloc alloc;
 } zbp_graph;
 
-/* Makes an empty graph; allocates nothing. alloc is copied; NULL is libc. Always ZBP_OK today. */
-ZBP_MUST_USE int zbp_graph_init(zbp_graph *graph, const zbp_alloc *alloc);
+/* Makes an empty graph; allocates nothing. alloc is copied; NULL is libc. */
+void zbp_graph_init(zbp_graph *graph, const zbp_alloc *alloc);
 
 /* Frees what the graph holds and zeroes it. A zeroed graph is legal. */
 void zbp_graph_fini(zbp_graph *graph);
 
-/* Finds the node of key, or adds one with the next id and no marks. *id_out is its id, *added_out
- * whether it is new; either may be NULL. key is borrowed, never read through, and must stay the
- * name of one node for as long as the graph is used.
- * Errors, the graph unchanged: ZBP_EINVAL (key is NULL), ZBP_ENOMEM, ZBP_EOVERFLOW (UINT32_MAX - 1
- * nodes). A key that is already there cannot fail. Amortised O(1). */
-ZBP_MUST_USE int zbp_graph_add_node(zbp_graph *graph, const void *key, uint32_t *id_out,
-                                    bool *added_out);
+/* Finds the node of key, or adds one with the next id and no marks. *id_out (may be NULL) is its id.
+ * key is not NULL, borrowed, never read through, and must stay the name of one node for as long as
+ * the graph is used.
+ * Errors, the graph unchanged: ZBP_ENOMEM, ZBP_EOVERFLOW (UINT32_MAX - 1 nodes). A key that is
+ * already there cannot fail. Amortised O(1). */
+ZBP_MUST_USE int zbp_graph_add_node(zbp_graph *graph, const void *key, uint32_t *id_out);
 
 /* Whether key has a node; then *id_out (may be NULL) is its id, else it is left alone. O(1). */
 bool zbp_graph_find(const zbp_graph *graph, const void *key, uint32_t *id_out);
 
-/* Adds an edge; its index is the edge_count before the call. slot is kept for the caller and not
- * looked at; the same edge may be added twice.
- * Errors, the graph unchanged: ZBP_EINVAL (src or dst is no id), ZBP_ENOMEM, ZBP_EOVERFLOW
- * (UINT32_MAX - 1 edges). Amortised O(1). */
+/* Adds an edge between two ids; its index is the edge_count before the call. slot is kept for the
+ * caller and not looked at; the same edge may be added twice.
+ * Errors, the graph unchanged: ZBP_ENOMEM, ZBP_EOVERFLOW (UINT32_MAX - 1 edges). Amortised O(1). */
 ZBP_MUST_USE int zbp_graph_add_edge(zbp_graph *graph, uint32_t src, uint32_t slot, uint32_t dst);
 
-/* Ors mark into the node's marks. Error, the graph unchanged: ZBP_EINVAL (id is no id, or mark has
- * a bit that is no ZBP_ROLE_*). O(1). */
-ZBP_MUST_USE int zbp_graph_mark(zbp_graph *graph, uint32_t id, uint8_t mark);
+/* Ors ZBP_ROLE_* into the node's marks. O(1). */
+void zbp_graph_mark(zbp_graph *graph, uint32_t id, uint8_t mark);
 
 ZBP_END_C

@@ -19,7 +19,7 @@ typedef struct work {
     uint32_t *number; /* [nodes], of the group, at its representative */
     uint8_t *flag;    /* [nodes], as in the plan */
 
-    uint32_t group_count, split_count, root_count, weight_count, weight_edge_count;
+    uint32_t group_count, split_count, weight_count, outside_count;
 
     zbp_alloc alloc;
     void *block;
@@ -59,8 +59,8 @@ static int make_arrays(zbp_plan *plan, const work *w)
 {
     size_t nodes = w->graph->node_count, edges = w->graph->edge_count;
     size_t begins = (size_t)w->group_count + 1;
-    uint64_t words = (uint64_t)nodes * 2 + 1 + edges + (uint64_t)begins * 4 + w->split_count +
-                     w->root_count + w->weight_count + w->weight_edge_count;
+    uint64_t words = (uint64_t)nodes * 2 + 1 + edges + (uint64_t)begins * 3 + w->split_count +
+                     w->weight_count + w->outside_count;
     uint32_t *rest;
     int status;
 
@@ -78,12 +78,10 @@ static int make_arrays(zbp_plan *plan, const work *w)
     plan->out = zbpi_block_take(&rest, edges);
     plan->split_begin = zbpi_block_take(&rest, begins);
     plan->split = zbpi_block_take(&rest, w->split_count);
-    plan->root_begin = zbpi_block_take(&rest, begins);
-    plan->root = zbpi_block_take(&rest, w->root_count);
     plan->weight_begin = zbpi_block_take(&rest, begins);
     plan->weight = zbpi_block_take(&rest, w->weight_count);
-    plan->weight_edge_begin = zbpi_block_take(&rest, begins);
-    plan->weight_edge = zbpi_block_take(&rest, w->weight_edge_count);
+    plan->outside_begin = zbpi_block_take(&rest, begins);
+    plan->outside = zbpi_block_take(&rest, w->outside_count);
     plan->flag = (uint8_t *)rest;
     return ZBP_OK;
 }
@@ -136,7 +134,7 @@ static void flag_weightward(work *w)
 {
     for (uint32_t i = 0; i < w->graph->node_count; i++)
         if ((w->graph->mark[i] & ZBP_ROLE_WEIGHT) != 0 && (w->flag[i] & ZBP_NODE_CLOSURE) == 0)
-            flag_and_push(w, i, ZBP_NODE_WEIGHTWARD);
+            flag_and_push(w, i, ZBP_NODE_WEIGHTWARD | ZBP_NODE_WEIGHT);
     flag_backwards(w, ZBP_NODE_WEIGHTWARD, ZBP_NODE_CLOSURE);
 }
 
@@ -213,20 +211,19 @@ static void number_groups(work *w)
 
     for (uint32_t i = 0; i < graph->node_count; i++) {
         bool weightward = (w->flag[i] & ZBP_NODE_WEIGHTWARD) != 0;
+        bool weight = (w->flag[i] & ZBP_NODE_WEIGHT) != 0;
 
         if (weightward && (graph->mark[i] & ZBP_ROLE_ROOT) != 0)
             w->flag[i] |= ZBP_NODE_WEIGHT_ROOT;
         if ((w->flag[i] & (ZBP_NODE_SPLIT | ZBP_NODE_WEIGHT_ROOT)) != 0)
             number_group_of(w, i);
         w->split_count += (w->flag[i] & ZBP_NODE_SPLIT) != 0;
-        w->root_count += (w->flag[i] & ZBP_NODE_WEIGHT_ROOT) != 0;
-        w->weight_count += weightward && (graph->mark[i] & ZBP_ROLE_WEIGHT) != 0;
+        w->weight_count += weight;
+        w->outside_count += weightward && !weight;
     }
     for (uint32_t i = 0; i < graph->node_count; i++)
         if ((w->flag[i] & ZBP_NODE_WEIGHTWARD) != 0)
             number_group_of(w, i);
-    for (uint32_t e = 0; e < graph->edge_count; e++)
-        w->weight_edge_count += (w->flag[graph->edge[e].src] & ZBP_NODE_WEIGHTWARD) != 0;
 }
 
 /* ---- the plan's arrays ---- */
@@ -252,32 +249,18 @@ static void list_edges_out(zbp_plan *plan, const zbp_graph *graph)
         plan->out[--plan->out_begin[graph->edge[e].src]] = e;
 }
 
-/* Lists by group the nodes that have this flag and, unless it is 0, this mark. */
-static void list_nodes(const zbp_plan *plan, const zbp_graph *graph, uint8_t flag, uint8_t mark,
-                       uint32_t *begin, uint32_t *list)
+/* Lists by group the nodes that have this flag and not the other one. */
+static void list_nodes(const zbp_plan *plan, uint8_t flag, uint8_t except, uint32_t *begin,
+                       uint32_t *list)
 {
     zbpi_lists_clear(begin, plan->group_count);
     for (uint32_t i = 0; i < plan->node_count; i++)
-        if ((plan->flag[i] & flag) != 0 && (graph->mark[i] & mark) == mark)
+        if ((plan->flag[i] & (flag | except)) == flag)
             begin[plan->group[i]]++;
     zbpi_lists_end(begin, plan->group_count);
     for (uint32_t i = plan->node_count; i-- > 0;)
-        if ((plan->flag[i] & flag) != 0 && (graph->mark[i] & mark) == mark)
+        if ((plan->flag[i] & (flag | except)) == flag)
             list[--begin[plan->group[i]]] = i;
-}
-
-static void list_weight_edges(zbp_plan *plan, const zbp_graph *graph)
-{
-    uint32_t *begin = plan->weight_edge_begin;
-
-    zbpi_lists_clear(begin, plan->group_count);
-    for (uint32_t e = 0; e < plan->edge_count; e++)
-        if ((plan->flag[graph->edge[e].src] & ZBP_NODE_WEIGHTWARD) != 0)
-            begin[plan->group[graph->edge[e].src]]++;
-    zbpi_lists_end(begin, plan->group_count);
-    for (uint32_t e = plan->edge_count; e-- > 0;)
-        if ((plan->flag[graph->edge[e].src] & ZBP_NODE_WEIGHTWARD) != 0)
-            plan->weight_edge[--begin[plan->group[graph->edge[e].src]]] = e;
 }
 
 int zbp_plan_build(zbp_plan *plan, const zbp_graph *graph, const zbp_alloc *alloc)
@@ -304,11 +287,9 @@ int zbp_plan_build(zbp_plan *plan, const zbp_graph *graph, const zbp_alloc *allo
         goto done;
     fill_nodes(&built, &w);
     list_edges_out(&built, graph);
-    list_nodes(&built, graph, ZBP_NODE_SPLIT, 0, built.split_begin, built.split);
-    list_nodes(&built, graph, ZBP_NODE_WEIGHT_ROOT, 0, built.root_begin, built.root);
-    list_nodes(&built, graph, ZBP_NODE_WEIGHTWARD, ZBP_ROLE_WEIGHT, built.weight_begin,
-               built.weight);
-    list_weight_edges(&built, graph);
+    list_nodes(&built, ZBP_NODE_SPLIT, 0, built.split_begin, built.split);
+    list_nodes(&built, ZBP_NODE_WEIGHT, 0, built.weight_begin, built.weight);
+    list_nodes(&built, ZBP_NODE_WEIGHTWARD, ZBP_NODE_WEIGHT, built.outside_begin, built.outside);
     *plan = built;
 done:
     work_fini(&w);

@@ -36,14 +36,15 @@ enum {
     ZBP_NODE_WEIGHTWARD = 2,  /* outside the closure, and reaches a weight or is one */
     ZBP_NODE_SPLIT = 4,       /* in the closure, no input, has an edge to a WEIGHTWARD node */
     ZBP_NODE_WEIGHT_ROOT = 8, /* marked ROOT, and WEIGHTWARD */
-    ZBP_NODE_EXCLUDED = 16    /* WEIGHTWARD, and reaches one that is marked EXCLUDED or is one */
+    ZBP_NODE_EXCLUDED = 16,   /* WEIGHTWARD, and reaches one that is marked EXCLUDED or is one */
+    ZBP_NODE_WEIGHT = 32      /* WEIGHTWARD, and marked WEIGHT */
 };
 
 /* Held by the caller; all fields are for reading alone. Zeroed is a legal plan that was not built:
  * its pointers are NULL. The arrays are borrowed until zbp_plan_fini.
  *
  * The lists come as "x_begin, x": those of number k are x[x_begin[k]] to x[x_begin[k + 1] - 1],
- * ascending. Lists by group hold node ids, lists of edges hold indices into graph->edge. */
+ * ascending. Lists by group hold node ids, those of a node's edges indices into graph->edge. */
 typedef struct zbp_plan {
     uint32_t node_count, edge_count; /* the graph's when the plan was built */
 
@@ -54,14 +55,12 @@ typedef struct zbp_plan {
     uint32_t *out;       /* [edge_count], the edges of each node */
 
     uint32_t group_count;
-    uint32_t *split_begin;       /* [group_count + 1] */
-    uint32_t *split;             /* SPLIT nodes */
-    uint32_t *root_begin;        /* [group_count + 1] */
-    uint32_t *root;              /* WEIGHT_ROOT nodes */
-    uint32_t *weight_begin;      /* [group_count + 1] */
-    uint32_t *weight;            /* WEIGHTWARD nodes marked WEIGHT */
-    uint32_t *weight_edge_begin; /* [group_count + 1] */
-    uint32_t *weight_edge;       /* all edges of WEIGHTWARD nodes, those that reach no weight too */
+    uint32_t *split_begin;   /* [group_count + 1] */
+    uint32_t *split;         /* SPLIT nodes */
+    uint32_t *weight_begin;  /* [group_count + 1] */
+    uint32_t *weight;        /* WEIGHT nodes */
+    uint32_t *outside_begin; /* [group_count + 1] */
+    uint32_t *outside;       /* WEIGHTWARD nodes between the split nodes and the weights */
 
     void *block; /* holds every array above */
     size_t block_size;

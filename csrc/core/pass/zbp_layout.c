@@ -61,30 +61,12 @@ int zbp_layout_add_task(zbp_layout *layout, uint8_t kind, uint64_t sequence_nr)
     return status;
 }
 
-static bool is_index(int32_t i, uint32_t count)
-{
-    return i >= -1 && i < (int32_t)count;
-}
-
-static bool face_is_legal(const zbp_layout *layout, const zbp_face *face)
-{
-    const bool has_path = (face->flag & ZBP_FACE_PATH) != 0;
-
-    return is_index(face->weight, layout->weight_count) &&
-           is_index(face->outside, layout->outside_count) &&
-           (has_path ? face->weight >= 0 && face->outside >= 0
-                     : (face->weight < 0) != (face->outside < 0));
-}
-
 int zbp_layout_add_face(zbp_layout *layout, zbp_face face)
 {
     void *array = layout->face;
-    int status;
-
-    if (layout->task_count == 0 || !face_is_legal(layout, &face))
-        return ZBP_EINVAL;
-    status =
+    const int status =
         make_room(layout, &array, layout->face_count, &layout->face_capacity, sizeof *layout->face);
+
     layout->face = array;
     if (status == ZBP_OK) {
         face.task = layout->task_count - 1;
@@ -94,24 +76,12 @@ int zbp_layout_add_face(zbp_layout *layout, zbp_face face)
     return status;
 }
 
-static bool hop_is_legal(const zbp_layout *layout, const zbp_hop *hop)
-{
-    return hop->outside < layout->outside_count &&
-           is_index(hop->to_outside, layout->outside_count) &&
-           is_index(hop->to_weight, layout->weight_count) &&
-           (hop->to_outside < 0) != (hop->to_weight < 0);
-}
-
 int zbp_layout_add_hop(zbp_layout *layout, zbp_hop hop)
 {
     void *array = layout->hop;
-    int status;
-
-    if (!hop_is_legal(layout, &hop) ||
-        (layout->hop_count > 0 && hop.outside < layout->hop[layout->hop_count - 1].outside))
-        return ZBP_EINVAL;
-    status =
+    const int status =
         make_room(layout, &array, layout->hop_count, &layout->hop_capacity, sizeof *layout->hop);
+
     layout->hop = array;
     if (status == ZBP_OK)
         layout->hop[layout->hop_count++] = hop;

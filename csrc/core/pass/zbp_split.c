@@ -26,24 +26,21 @@ typedef struct work {
 static int new_split(zbp_split *split)
 {
     const size_t groups = split->group_count, nodes = split->node_count;
-    uint32_t *rest;
 
     split->block_size = groups * sizeof *split->layout + split->edge_count * sizeof *split->edit +
-                        (groups + 1 + 2 * nodes + split->root_count) * sizeof *rest +
+                        (nodes + split->root_count) * sizeof *split->task +
                         split->root_count * sizeof *split->root_to;
+    if (split->block_size == 0)
+        return ZBP_OK;
     split->block = zbpi_resize(&split->alloc, NULL, 0, split->block_size);
     if (split->block == NULL)
         return ZBP_ENOMEM;
     split->layout = split->block;
     memset(split->layout, 0, groups * sizeof *split->layout);
     split->edit = (zbp_edit *)(split->layout + groups);
-    rest = (uint32_t *)(split->edit + split->edge_count);
-    split->outside_begin = rest;
-    split->outside = rest + groups + 1;
-    split->task = split->outside + nodes;
+    split->task = (uint32_t *)(split->edit + split->edge_count);
     split->root_task = split->task + nodes;
     split->root_to = (uint8_t *)(split->root_task + split->root_count);
-    split->outside_begin[0] = 0;
     memset(split->task, 0xff, nodes * sizeof *split->task); /* ZBP_NONE */
     memset(split->root_task, 0xff, split->root_count * sizeof *split->root_task);
     return ZBP_OK;
@@ -60,7 +57,6 @@ static int new_work(work *w)
     if (w->block == NULL)
         return ZBP_ENOMEM;
     w->index = w->block;
-    memset(w->index, 0xff, nodes * sizeof *w->index); /* ZBP_NONE */
     w->arrivals = w->index + nodes;
     memset(w->arrivals, 0, nodes * sizeof *w->arrivals);
     return ZBP_OK;
@@ -86,10 +82,9 @@ static bool has(const work *w, uint32_t node, uint8_t flag)
     return (w->plan->flag[node] & flag) != 0;
 }
 
-/* Of a node that is WEIGHTWARD. */
 static bool is_weight(const work *w, uint32_t node)
 {
-    return (w->graph->mark[node] & ZBP_ROLE_WEIGHT) != 0;
+    return has(w, node, ZBP_NODE_WEIGHT);
 }
 
 static const zbp_edge *out_edge(const work *w, uint32_t node, uint32_t i)
@@ -115,21 +110,11 @@ static bool is_plain_step(const work *w, uint32_t node)
 static void index_group(work *w, uint32_t g)
 {
     const zbp_plan *plan = w->plan;
-    zbp_split *split = w->split;
-    const uint32_t begin = split->outside_begin[g];
-    uint32_t end = begin;
 
     for (uint32_t i = plan->weight_begin[g]; i < plan->weight_begin[g + 1]; i++)
         w->index[plan->weight[i]] = i - plan->weight_begin[g];
-    for (uint32_t i = plan->weight_edge_begin[g]; i < plan->weight_edge_begin[g + 1]; i++) {
-        const uint32_t node = w->graph->edge[plan->weight_edge[i]].src;
-
-        if (w->index[node] == ZBP_NONE) { /* no weight, and not seen yet */
-            w->index[node] = end - begin;
-            split->outside[end++] = node;
-        }
-    }
-    split->outside_begin[g + 1] = end;
+    for (uint32_t i = plan->outside_begin[g]; i < plan->outside_begin[g + 1]; i++)
+        w->index[plan->outside[i]] = i - plan->outside_begin[g];
 }
 
 static int add_hops(work *w, uint32_t g)
@@ -138,7 +123,7 @@ static int add_hops(work *w, uint32_t g)
     int status = ZBP_OK;
 
     for (uint32_t o = 0; o < layout->outside_count && status == ZBP_OK; o++) {
-        const uint32_t node = w->split->outside[w->split->outside_begin[g] + o];
+        const uint32_t node = w->plan->outside[w->plan->outside_begin[g] + o];
 
         for (uint32_t i = 0; i < out_count(w, node) && status == ZBP_OK; i++) {
             const zbp_edge *edge = out_edge(w, node, i);
@@ -239,7 +224,7 @@ static int add_group(work *w, uint32_t g)
 
     index_group(w, g);
     zbp_layout_init(&split->layout[g], plan->weight_begin[g + 1] - plan->weight_begin[g],
-                    split->outside_begin[g + 1] - split->outside_begin[g], &split->alloc);
+                    plan->outside_begin[g + 1] - plan->outside_begin[g], &split->alloc);
     status = add_hops(w, g);
     for (uint32_t i = plan->split_begin[g]; i < plan->split_begin[g + 1] && status == ZBP_OK; i++)
         status = add_split_task(w, g, plan->split[i]);
@@ -330,23 +315,13 @@ int zbp_split_build(zbp_split *split, const zbp_graph *graph, const zbp_plan *pl
                     const zbp_alloc *alloc)
 {
     work w = {.graph = graph, .plan = plan, .facts = facts, .split = split};
-    int status = plan->node_count == graph->node_count && facts->node_count == graph->node_count &&
-                         facts->edge_count == graph->edge_count
-                     ? ZBP_OK
-                     : ZBP_EINVAL;
+    int status;
 
-    memset(split, 0, sizeof *split);
-    for (uint32_t r = 0; r < root_count; r++) {
-        if (root[r] >= graph->node_count)
-            status = ZBP_EINVAL;
-    }
-    if (status != ZBP_OK)
-        return status;
-    split->group_count = plan->group_count;
-    split->node_count = graph->node_count;
-    split->edge_count = graph->edge_count;
-    split->root_count = root_count;
-    split->alloc = zbpi_alloc_copy(alloc);
+    *split = (zbp_split){.group_count = plan->group_count,
+                         .node_count = graph->node_count,
+                         .edge_count = graph->edge_count,
+                         .root_count = root_count,
+                         .alloc = zbpi_alloc_copy(alloc)};
     status = build(&w, root);
     zbpi_free(&split->alloc, w.block, w.block_size);
     if (status != ZBP_OK)

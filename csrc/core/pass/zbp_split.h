@@ -42,10 +42,8 @@ typedef struct zbp_edit {
 typedef struct zbp_split {
     uint32_t group_count, node_count, edge_count, root_count;
 
-    zbp_layout *layout;      /* [group_count]; whoever moves one out leaves a zeroed one */
-    uint32_t *outside_begin; /* [group_count + 1], into the next one */
-    uint32_t *outside;       /* ids, in the order of the group's layout */
-    uint32_t *task; /* [node_count], of a split node: its number in its layout; else ZBP_NONE */
+    zbp_layout *layout; /* [group_count]; whoever moves one out leaves a zeroed one */
+    uint32_t *task;     /* [node_count], of a split node: its number in its layout; else ZBP_NONE */
     uint32_t *root_task; /* [root_count], of a root where W starts: likewise */
     uint8_t *root_to;    /* [root_count], ZBP_TO_* */
     zbp_edit *edit;      /* in the order of the edges; the others stay as they are */
@@ -62,10 +60,10 @@ typedef struct zbp_split {
  *
  * A weight that a face reaches by plain steps alone is the face's (zbp_face.weight), unless
  * gradients meet on the way: see Note [The order of sums] in zbp_book.h. Tasks come in the order of
- * the plan's split nodes; those of roots behind them.
+ * the plan's split nodes, those of roots behind them; outside nodes and weights in the plan's.
  *
- * Errors, *split zeroed: ZBP_ENOMEM, ZBP_EOVERFLOW; ZBP_EINVAL if facts or root do not fit the
- * graph. Linear, but for the steps of paths, of which each has at most 8. */
+ * Errors, *split zeroed: ZBP_ENOMEM, ZBP_EOVERFLOW. Linear, but for the steps of paths, of which
+ * each has at most 8. */
 ZBP_MUST_USE int zbp_split_build(zbp_split *split, const zbp_graph *graph, const zbp_plan *plan,
                                  const zbp_facts *facts, const uint32_t *root, uint32_t root_count,
                                  const zbp_alloc *alloc);

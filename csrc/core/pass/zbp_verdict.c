@@ -23,12 +23,10 @@ zbp_verdict zbp_verdict_of(const zbp_layout *layout, uint32_t number, const zbp_
                            int32_t *face_out)
 {
     const zbp_task *task = &layout->task[number];
-    const size_t faces = task->face_end - task->face_begin;
-    const size_t count = offer->are_all ? faces : offer->slot_count;
     bool is_wanted = false, is_needed_now = false, has_matrix = false;
 
-    for (size_t i = 0; i < count; ++i) {
-        face_out[i] = offer->are_all ? (int32_t)i : face_at(layout, task, offer->slot[i]);
+    for (size_t i = 0; i < offer->slot_count; ++i) {
+        face_out[i] = face_at(layout, task, offer->slot[i]);
         if (face_out[i] >= 0) {
             is_wanted = true;
             has_matrix = has_matrix || offer->is_matrix[face_out[i]];

@@ -22,8 +22,6 @@ typedef enum zbp_verdict {
 
 /* All borrowed. */
 typedef struct zbp_offer {
-    /* the work computes the gradients of all of the task's faces; then no slot is listed */
-    bool are_all;
     bool is_watched;     /* the node's post hooks are owed all gradients when it has run */
     const int32_t *slot; /* [slot_count]: the node's edge whose gradient it computes; -1 for none */
     const bool *leads;   /* [slot_count]: that edge leads somewhere */
@@ -32,9 +30,8 @@ typedef struct zbp_offer {
     const bool *is_matrix;
 } zbp_offer;
 
-/* Of work that is offered to a task. face_out: as many as there are slots, or for are_all as the
- * task has faces: per gradient the face that takes it, counted from the task's first, -1 where none
- * does. Precondition: the task is one of the layout. */
+/* Of work that is offered to a task. face_out: [slot_count], the face that takes the gradient, counted
+ * from the task's first; -1 where none does. Precondition: the task is one of the layout. */
 zbp_verdict zbp_verdict_of(const zbp_layout *layout, uint32_t task, const zbp_offer *offer,
                            int32_t *face_out);
 

@@ -74,8 +74,6 @@ int zbp_blocks_add(zbp_blocks *blocks, zbp_block block, zbp_block *old_out)
     zbp_block old = {0};
     size_t i = 0;
 
-    if (block.address == 0)
-        return ZBP_EINVAL;
     if (blocks->capacity != 0) {
         i = probe(blocks, block.address);
         old = blocks->slot[i];

@@ -36,8 +36,8 @@ void zbp_blocks_init(zbp_blocks *blocks, const zbp_alloc *alloc);
 /* Frees what the table holds and zeroes it. A zeroed table is legal. */
 void zbp_blocks_fini(zbp_blocks *blocks);
 
-/* Adds block. A block that is there at the same address is replaced and given to *old_out, else
- * *old_out has address 0. Errors, the table unchanged: ZBP_EINVAL (address 0), ZBP_ENOMEM,
+/* Adds block, whose address is not 0. A block that is there at the same address is replaced and
+ * given to *old_out, else *old_out has address 0. Errors, the table unchanged: ZBP_ENOMEM,
  * ZBP_EOVERFLOW. Amortised O(1). */
 ZBP_MUST_USE int zbp_blocks_add(zbp_blocks *blocks, zbp_block block, zbp_block *old_out);
 

@@ -107,18 +107,21 @@ Answer answer_of(StandIn& stand_in, const Targets& targets) {
   for (const Face& face : task.face) {
     is_matrix_face.push_back(is_matrix(face.edge));
   }
-  for (const int32_t slot : targets.slots) {
+  SmallVector<int32_t, 4> slots(targets.slots.begin(), targets.slots.end());
+  for (size_t f = 0; targets.are_all && f < task.face.size(); ++f) {
+    slots.push_back(static_cast<int32_t>(task.plan(f).slot));
+  }
+  for (const int32_t slot : slots) {
     leads.push_back(slot >= 0 && stand_in.next_edge(slot).is_valid());
   }
   zbp_offer offer{};
-  offer.are_all = targets.are_all;
   offer.is_watched = !original_of(stand_in).post_hooks().empty();
-  offer.slot = targets.slots.data();
+  offer.slot = slots.data();
   offer.leads = leads.data();
-  offer.slot_count = targets.slots.size();
+  offer.slot_count = slots.size();
   offer.is_matrix = is_matrix_face.data();
   Answer answer;
-  answer.faces.resize(targets.are_all ? task.face.size() : targets.slots.size());
+  answer.faces.resize(slots.size());
   answer.verdict = zbp_verdict_of(task.layout, task.number, &offer, answer.faces.data());
   return answer;
 }

@@ -78,14 +78,13 @@ Task& new_task(Group& group, NodePtr node) {
 GroupPtr make_group(const zbp_scene& scene, zbp_survey& survey, uint32_t g) {
   const Walk& walk = *scene.walk;
   const zbp_plan& plan = survey.plan;
-  zbp_split& split = survey.split;
   auto group = std::make_shared<Group>();
-  group->layout = std::exchange(split.layout[g], zbp_layout{});
+  group->layout = std::exchange(survey.split.layout[g], zbp_layout{});
   for (uint32_t i = plan.weight_begin[g]; i < plan.weight_begin[g + 1]; ++i) {
     group->weights.emplace_back().accumulator = ref_as<AccumulateGrad>(walk.node(plan.weight[i]));
   }
-  for (uint32_t i = split.outside_begin[g]; i < split.outside_begin[g + 1]; ++i) {
-    Node& node = walk.node(split.outside[i]);
+  for (uint32_t i = plan.outside_begin[g]; i < plan.outside_begin[g + 1]; ++i) {
+    Node& node = walk.node(plan.outside[i]);
     group->outside.push_back({&node, walk.has_other_outputs(node)});
   }
   group->tasks.reserve(group->layout.task_count);

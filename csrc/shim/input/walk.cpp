@@ -28,8 +28,8 @@ Walk::Walk(const InputPassArgs& args, zbp_graph& graph) : graph_(graph) {
   add_inputs(args);
   for (const Edge& root : args.roots) {
     uint32_t& id = roots_.emplace_back();
-    check_status(zbp_graph_add_node(&graph_, key_of(root), &id, nullptr));
-    check_status(zbp_graph_mark(&graph_, id, ZBP_ROLE_ROOT));
+    check_status(zbp_graph_add_node(&graph_, key_of(root), &id));
+    zbp_graph_mark(&graph_, id, ZBP_ROLE_ROOT);
   }
   add_reachable();
   mark_weights(args);
@@ -66,8 +66,8 @@ void Walk::add_inputs(const InputPassArgs& args) {
     const Edge& edge = input_edges_.emplace_back(existing_edge(input));
     if (edge.is_valid()) {
       uint32_t id = 0;
-      check_status(zbp_graph_add_node(&graph_, edge.function.get(), &id, nullptr));
-      check_status(zbp_graph_mark(&graph_, id, ZBP_ROLE_INPUT));
+      check_status(zbp_graph_add_node(&graph_, edge.function.get(), &id));
+      zbp_graph_mark(&graph_, id, ZBP_ROLE_INPUT);
       if (edge.function->num_inputs() > 1) {
         input_outputs_[edge.function.get()].push_back(edge.input_nr);
       }
@@ -86,7 +86,7 @@ void Walk::add_reachable() {
     for (uint32_t slot = 0; slot < edges.size(); ++slot) {
       if (edges[slot].is_valid()) {
         uint32_t next = 0;
-        check_status(zbp_graph_add_node(&graph_, key_of(edges[slot]), &next, nullptr));
+        check_status(zbp_graph_add_node(&graph_, key_of(edges[slot]), &next));
         check_status(zbp_graph_add_edge(&graph_, id, slot, next));
       }
     }
@@ -126,8 +126,7 @@ void Walk::mark_weights(const InputPassArgs& args) {
 
 void Walk::mark_weight(const InputPassArgs& args, uint32_t id, const at::Tensor& weight) {
   const bool is_excluded = args.excluded.count(weight.unsafeGetTensorImpl()) != 0;
-  check_status(
-      zbp_graph_mark(&graph_, id, ZBP_ROLE_WEIGHT | (is_excluded ? ZBP_ROLE_EXCLUDED : 0)));
+  zbp_graph_mark(&graph_, id, ZBP_ROLE_WEIGHT | (is_excluded ? ZBP_ROLE_EXCLUDED : 0));
 }
 
 }  // namespace zbp

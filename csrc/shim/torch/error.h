@@ -62,7 +62,7 @@ PyObject* guarded_object(zbp_error* error, const Body& body) noexcept {
 /// Throws unless the core's status is ZBP_OK.
 inline void check_status(int status) {
   TORCH_CHECK_WITH(OutOfMemoryError, status != ZBP_ENOMEM, "zbpipe: out of memory");
-  TORCH_CHECK(status == ZBP_OK, "zbpipe: the core refused with ", zbp_status_name(status));
+  TORCH_CHECK(status == ZBP_OK, "zbpipe: more nodes or bytes than can be counted");
 }
 
 }  // namespace zbp

@@ -1,23 +1,5 @@
 #include "check.h"
-#include "core/base/zbp_status.h"
 #include "core/base/zbpi_alloc.h"
-
-static void names(void)
-{
-    CHECK(strcmp(zbp_status_name(ZBP_OK), "ZBP_OK") == 0);
-    CHECK(strcmp(zbp_status_name(ZBP_ENOMEM), "ZBP_ENOMEM") == 0);
-    CHECK(strcmp(zbp_status_name(ZBP_EINVAL), "ZBP_EINVAL") == 0);
-    CHECK(strcmp(zbp_status_name(ZBP_EOVERFLOW), "ZBP_EOVERFLOW") == 0);
-    CHECK(strcmp(zbp_status_name(ZBP_ETORCH), "ZBP_ETORCH") == 0);
-    CHECK(strcmp(zbp_status_name(1), "unknown status") == 0);
-    CHECK(strcmp(zbp_status_name(-6), "unknown status") == 0);
-}
-
-static void numbers(void)
-{
-    CHECK(ZBP_OK == 0 && ZBP_ENOMEM == -1 && ZBP_EINVAL == -2 && ZBP_EOVERFLOW == -3);
-    CHECK(ZBP_ETORCH == -4);
-}
 
 static void libc_is_the_default(void)
 {
@@ -62,8 +44,6 @@ static void growth_stops_at_the_largest_count(void)
 int main(void)
 {
     check_sees_failure();
-    RUN(names);
-    RUN(numbers);
     RUN(libc_is_the_default);
     RUN(growth_stops_at_the_largest_count);
     return check_end();
