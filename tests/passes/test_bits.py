@@ -215,7 +215,7 @@ PLAIN = {
 
 @pytest.mark.parametrize("layout", [parameter, column_major])
 @pytest.mark.parametrize("form", PLAIN)
-@pytest.mark.parametrize("shape", [(N, 60), (1100, 260), (260, 1100), (700, 50), (1, 600), (600, 1)])
+@pytest.mark.parametrize("shape", [(N, 60), (260, 1100), (1, 600), (600, 1)])
 def test_layout_of_a_weight(form, layout, shape):
     equal(Stage(PLAIN[form], w=layout(*shape)), random_input(40, shape[1]))
 
