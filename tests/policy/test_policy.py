@@ -101,25 +101,17 @@ def test_sums_of_a_weight_that_is_used_often_can_be_added_again(kind):
     torch.testing.assert_close([w.grad for w in m.parameters()], wanted)
 
 
-def test_bytes_held_by_default_are_matrices_and_gradients_of_light_weights():
-    normed, scaled = T * D, T * 2 * D
-    output_grads = T * 2 * D + T * D
-    light = 2 * D + 2 * D + D  # the norm's, the scale's and the shift's own gradients
-    assert held(block()) == 8 * (normed + scaled + output_grads + light)
+# Of the block above. By default matrices wait, and the light weights' own gradients; each group counts its output gradient.
+HELD = {
+    "matrices": 8 * (T * D + T * 2 * D + (T * 2 * D + T * D) + (2 * D + 2 * D + D)),
+    "all": 8 * ((2 * T * D + 2 * T * 2 * D) + 2 * T + (T * D + 2 * T * 2 * D + 2 * T * D)),
+    "nothing": 8 * sum(w.numel() for w in block().parameters()),
+}
 
 
-def test_bytes_held_when_everything_waits():
-    inputs = T * D + T * D + T * 2 * D + T * 2 * D  # of norm, a, scale, b
-    statistics = 2 * T
-    output_grads = (
-        T * D + T * 2 * D + T * 2 * D + 2 * T * D
-    )  # of norm, a, scale, b and shift; each group counts its own
-    assert held(block(), defer="all") == 8 * (inputs + statistics + output_grads)
-
-
-def test_bytes_held_when_nothing_waits_are_the_weights_own():
-    m = block()
-    assert held(m, defer="nothing") == sum(w.nbytes for w in m.parameters())
+@pytest.mark.parametrize("defer", HELD)
+def test_bytes_held(defer):
+    assert held(block(), defer=defer) == HELD[defer]
 
 
 def test_bytes_held_without_an_excluded_matrix_are_its_gradient():
