@@ -53,12 +53,14 @@ $$(CORE_BUILD)/$(1)/objects/%.o: csrc/%.c tests/core.mk
 $$(CORE_BUILD)/$(1)/tests/%.o: tests/c/%.c tests/core.mk
 	@mkdir -p $$(@D)
 	@$$(CC) -std=c11 $$(CORE_WARN) $$(CORE_FLAGS_$(1)) $$(CORE_CFLAGS) $$(CORE_INCLUDE) \
-		-DZBP_FUZZ_STANDALONE -MMD -MP -c $$< -o $$@
+		-MMD -MP -c $$< -o $$@
 
 $$(CORE_BUILD)/$(1)/bin/%: $$(CORE_BUILD)/$(1)/tests/%.o $$(CORE_BUILD)/$(1)/tests/model.o \
 		$$(CORE_OBJECTS_$(1))
 	@mkdir -p $$(@D)
 	@$$(CC) $$(CORE_LINK_$(1)) $$(CORE_LINK_OF_$$*) $$^ -pthread -o $$@
+
+$(FUZZ_TARGETS:%=$$(CORE_BUILD)/$(1)/bin/%): $$(CORE_BUILD)/$(1)/tests/fuzz_main.o
 
 # What runs passes has a fake in the shim's place.
 $$(CORE_BUILD)/$(1)/bin/test_input_pass: $$(CORE_BUILD)/$(1)/objects/pass/input_pass.o
@@ -104,7 +106,7 @@ test-core: ## test the C core, plain and under AddressSanitizer and UBSan, and f
 		$(filter-out %/fuzz_plan %/fuzz_weight_pass %/fuzz_record,$(CORE_PROGRAMS)) \
 		"$(CORE_BUILD)/asan/bin/fuzz_plan 40000 1" \
 		"$(CORE_BUILD)/asan/bin/fuzz_weight_pass 40000 1" \
-		"$(CORE_BUILD)/asan/bin/fuzz_record 300 1"
+		"$(CORE_BUILD)/asan/bin/fuzz_record 1000 1"
 	@CC="$(CC)" sh tests/c/mutants.sh $(CORE_BUILD)/mutants 400000
 
 # How many inputs each fuzz target gets in ubsan, and on each of four threads in tsan.
@@ -117,22 +119,14 @@ ubsan: $(CORE_TESTS:%=$(CORE_BUILD)/ubsan/bin/%) $(FUZZ_TARGETS:%=$(CORE_BUILD)/
 		$(foreach target,$(filter-out fuzz_record,$(FUZZ_TARGETS)),"$(CORE_BUILD)/ubsan/bin/$(target) $(UBSAN_INPUTS) 5") \
 		"$(CORE_BUILD)/ubsan/bin/fuzz_record $$(($(UBSAN_INPUTS) / 100)) 5"
 
-# Each target is one, without its own main.
-define CORE_THREADS
-$$(CORE_BUILD)/tsan/bin/threads_$(1): tests/c/threads.c tests/c/fuzz_$(1).c tests/c/model.c $$(FUZZ_WITH_fuzz_$(1)) $$(CORE_OBJECTS_tsan)
-	@mkdir -p $$(@D)
-	@$$(CC) -std=c11 $$(CORE_WARN) $$(CORE_FLAGS_tsan) $$(CORE_CFLAGS) $$(CORE_INCLUDE) $$(filter %.c %.o,$$^) -pthread -o $$@
-endef
-$(foreach target,$(FUZZ_TARGETS:fuzz_%=%),$(eval $(call CORE_THREADS,$(target))))
-
-CORE_TSAN := $(CORE_BUILD)/tsan/bin/test_book $(CORE_BUILD)/tsan/bin/test_pass $(CORE_BUILD)/tsan/bin/test_record $(FUZZ_TARGETS:fuzz_%=$(CORE_BUILD)/tsan/bin/threads_%)
+CORE_TSAN := $(CORE_BUILD)/tsan/bin/test_book $(CORE_BUILD)/tsan/bin/test_pass $(CORE_BUILD)/tsan/bin/test_record $(FUZZ_TARGETS:%=$(CORE_BUILD)/tsan/bin/%)
 # It wants the addresses where it knows them.
 CORE_FIXED := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 tsan: $(CORE_TSAN) $(CORE_BUILD)/tsan/bin/planted ## run the C core and the passes on several threads under ThreadSanitizer (TSAN_INPUTS=300)
 	@sh tests/c/run.sh tsan "!ThreadSanitizer:.data.race $(CORE_FIXED) $(CORE_BUILD)/tsan/bin/planted race" \
 		"$(CORE_FIXED) $(CORE_BUILD)/tsan/bin/test_book" "$(CORE_FIXED) $(CORE_BUILD)/tsan/bin/test_pass" "$(CORE_FIXED) $(CORE_BUILD)/tsan/bin/test_record" \
-		$(FUZZ_TARGETS:fuzz_%="$(CORE_FIXED) $(CORE_BUILD)/tsan/bin/threads_% $(TSAN_INPUTS)")
+		$(FUZZ_TARGETS:%="$(CORE_FIXED) $(CORE_BUILD)/tsan/bin/% $(TSAN_INPUTS) 1 4")
 
 # What no input may break, asked a million times; minutes.
 SOAK_INPUTS ?= 1000000

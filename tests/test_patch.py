@@ -205,7 +205,7 @@ ORDERS = {
     "the environment has the first word": "E [ R ] N [- K ] N p- K p K",
     "unpatching forgets, with an environment": "E p- K u N p R u N [- K ] N p R",
 }
-STATES = {"N": None, "K": False, "R": True}
+LETTERS = {"N": None, "K": False, "R": True}
 
 
 @pytest.mark.parametrize("name", ORDERS)
@@ -216,8 +216,8 @@ def test_what_holds_after_each_call(name, monkeypatch):
         return zbpipe.patch(release_outputs={"+": True, "-": False}.get(word[-1]))
 
     for word in ORDERS[name].split():
-        if word in STATES:
-            assert releases() is STATES[word]
+        if word in LETTERS:
+            assert releases() is LETTERS[word]
             assert (everything() == before) == (word == "N")
         elif word == "E":
             monkeypatch.setenv("ZBPIPE_RELEASE_OUTPUTS", "1")
@@ -270,42 +270,30 @@ def test_calls_that_nobody_can_take_back_are_forgotten():
     assert len(patch_module._state.calls) <= 2
 
 
-def test_a_place_that_somebody_rebound_meanwhile_is_left_and_named(caplog):
-    torchs = stage.stage_backward
-    zbpipe.patch()
-    stage.stage_backward = somebodys = lambda: None
+@pytest.mark.parametrize("when", ["before", "meanwhile", "deleted meanwhile"])
+def test_a_place_that_somebody_rebound_is_left_and_named(when, caplog):
+    torchs, somebodys, was_before = stage.stage_backward, lambda: None, when == "before"
+
+    def rebind():
+        if when.startswith("deleted"):
+            del stage.stage_backward
+        else:
+            stage.stage_backward = somebodys
+
     try:
         with caplog.at_level(logging.INFO, "zbpipe"):
+            if was_before:
+                rebind()
+            zbpipe.patch()
+            if not was_before:
+                rebind()
             zbpipe.unpatch()
-        assert stage.stage_backward is somebodys
+        assert vars(stage).get("stage_backward") is (None if when.startswith("deleted") else somebodys)
         assert backward.stage_backward is torchs
-        (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
-        assert "torch.distributed.pipelining.stage.stage_backward" in warning.getMessage()
-    finally:
-        stage.stage_backward = torchs
-
-
-def test_a_place_that_somebody_deleted_meanwhile_is_left(caplog):
-    torchs = stage.stage_backward
-    zbpipe.patch()
-    del stage.stage_backward
-    try:
-        zbpipe.unpatch()
-        assert not hasattr(stage, "stage_backward")
-    finally:
-        stage.stage_backward = torchs
-
-
-def test_a_place_that_somebody_rebound_before_is_left_and_named(caplog):
-    torchs = stage.stage_backward
-    stage.stage_backward = somebodys = lambda: None
-    try:
-        with caplog.at_level(logging.INFO, "zbpipe"), zbpipe.patch():
-            assert stage.stage_backward is somebodys
-        assert any(
-            "rebound by somebody else" in message and "stage.stage_backward" in message for message in caplog.messages
-        )
-        assert stage.stage_backward is somebodys
+        said = [
+            r.getMessage() for r in caplog.records if "by somebody else" in r.getMessage() or r.levelno > logging.INFO
+        ]
+        assert when.startswith("deleted") or any("pipelining.stage.stage_backward" in text for text in said)
     finally:
         stage.stage_backward = torchs
 
@@ -327,26 +315,6 @@ def test_one_line_names_every_place(caplog):
     assert record.levelno == logging.INFO
     for module, name in everything():
         assert f"{module}.{name}" in record.getMessage()
-
-
-@pytest.mark.parametrize("version", ["2.10.1", "1.13.0+cu117", "unknown"])
-def test_an_old_torch_is_refused(monkeypatch, version):
-    monkeypatch.setattr(torch, "__version__", version)
-    with pytest.raises(RuntimeError, match=rf"cannot patch torch {version.split('+')[0]}.*needs torch 2\.11 or newer"):
-        zbpipe.patch()
-    assert not zbpipe.is_patched()
-
-
-def test_a_torch_without_distributed_is_refused(monkeypatch):
-    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
-    with pytest.raises(RuntimeError, match=r"built without torch\.distributed"):
-        zbpipe.patch()
-
-
-def test_a_torch_without_the_module_is_refused(monkeypatch):
-    monkeypatch.setitem(sys.modules, BACKWARD, None)
-    with pytest.raises(RuntimeError, match=r"has no module torch\.distributed\.pipelining\._backward"):
-        zbpipe.patch()
 
 
 def test_every_difference_is_listed_and_nothing_changed(monkeypatch):
@@ -463,39 +431,49 @@ def test_a_torch_that_releases_outputs_itself_keeps_its_way(monkeypatch, caplog)
     monkeypatch.undo()
 
 
-@pytest.mark.parametrize("name", DRIVEN)
-@pytest.mark.parametrize("difference", ["missing", "other parameters"])
-def test_a_torch_whose_stages_cannot_be_driven_is_refused(monkeypatch, name, difference):
-    if difference == "missing":
-        monkeypatch.delattr(stage._PipelineStageBase, name)
+GONE = object()
+BASE = stage._PipelineStageBase
+STATES = "_forward_chunk_states" if releases_by_itself else "fwd_cache"
+# What another torch has in the place of what zbpipe knows (an owner, a name, and what is there), and what the refusal says.
+OTHERS = {
+    **{
+        f"torch {version}": (torch, "__version__", version, rf"{version.split('+')[0]}.*needs torch 2\.11 or newer")
+        for version in ("2.10.1", "1.13.0+cu117", "unknown")
+    },
+    "no torch.distributed": (dist, "is_available", lambda: False, r"built without torch\.distributed"),
+    "no module": (sys.modules, BACKWARD, None, r"has no module torch\.distributed\.pipelining\._backward"),
+    **{f"no {name}": (BASE, name, GONE, rf"of its stages .*Base\.{name} is missing") for name in DRIVEN},
+    **{
+        f"another {name}": (
+            BASE,
+            name,
+            lambda self, other: None,
+            rf"Base\.{name} takes \(self, other\) where zbpipe knows",
+        )
+        for name in DRIVEN
+    },
+    # Behind the same signatures.
+    **{
+        f"no {name} in a stage": (BASE, "__init__", lambda self: None, rf"_PipelineStageBase\.{name} is missing")
+        for name in ("backward_state", "dw_builder")
+    },
+    "outputs kept elsewhere": (BASE, STATES, property(lambda self: {}), rf"\.{STATES} is a read-only property"),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_a_torch_that_zbpipe_cannot_patch_is_refused_and_nothing_changed(monkeypatch, what):
+    owner, name, instead, said = OTHERS[what]
+    if isinstance(owner, dict):
+        monkeypatch.setitem(owner, name, instead)
+    elif instead is GONE:
+        monkeypatch.delattr(owner, name)
     else:
-        monkeypatch.setattr(stage._PipelineStageBase, name, lambda self, other: None)
+        monkeypatch.setattr(owner, name, instead, raising=False)
     before = everything(), methods()
-    words = "is missing" if difference == "missing" else r"takes \(self, other\) where zbpipe knows \(self, "
-    with pytest.raises(
-        RuntimeError, match=rf"cannot patch torch .* of its stages .*\._PipelineStageBase\.{name} {words}"
-    ):
+    with pytest.raises(RuntimeError, match=rf"(?s)torch .*{said}"):
         zbpipe.patch()
-    assert (everything(), methods()) == before
-    assert not zbpipe.is_patched()
-    monkeypatch.undo()
-
-
-@pytest.mark.parametrize("name", ["backward_state", "dw_builder"])
-def test_a_torch_whose_stages_keep_other_state_is_refused(monkeypatch, name):
-    """Behind the same signatures."""
-    monkeypatch.setattr(stage._PipelineStageBase, "__init__", lambda self: None)
-    with pytest.raises(RuntimeError, match=rf"cannot patch torch .*_PipelineStageBase\.{name} is missing"):
-        zbpipe.patch()
-    monkeypatch.undo()
-
-
-def test_a_torch_that_keeps_a_forwards_outputs_elsewhere_is_refused(monkeypatch):
-    """As fwd_cache went in 2.15, behind the same signatures."""
-    name = "_forward_chunk_states" if releases_by_itself else "fwd_cache"
-    monkeypatch.setattr(stage._PipelineStageBase, name, property(lambda self: {}), raising=False)
-    with pytest.raises(RuntimeError, match=rf"_PipelineStageBase\.{name} is a read-only property"):
-        zbpipe.patch()
+    assert (everything(), methods()) == before and not zbpipe.is_patched()
     monkeypatch.undo()
 
 

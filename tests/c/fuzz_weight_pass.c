@@ -1,19 +1,17 @@
 /* Any bytes are a few parameter groups and what happens to them: weight passes of some of them, failures at
  * the n-th touch, retries, hooks that appear in between, weights that are frozen, groups that are dropped
  * half-way. However it goes, each face must be delivered exactly once per weight pass.
- *
- * For libFuzzer (clang): `make fuzz FUZZ_TARGET=fuzz_weight_pass`. With -DZBP_FUZZ_STANDALONE it has a main of
- * its own: `fuzz_weight_pass [inputs [seed]]`. The bytes seed a generator first, and then choose what happens.
- */
+ * The bytes seed the generator that chooses what happens. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "fake_shim.h"
-
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
+#include "fuzz.h"
 
 enum { MOST_GROUPS = 3, MOST_CALLS = 12 };
+
+const uint32_t fuzz_longest = 16;
 
 static _Thread_local fake_group held[MOST_GROUPS];
 static _Thread_local uint32_t held_count;
@@ -323,19 +321,3 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         fini(&held[g]);
     return 0;
 }
-
-#ifdef ZBP_FUZZ_STANDALONE
-int main(int argc, char **argv)
-{
-    const uint64_t inputs = argc > 1 ? strtoull(argv[1], NULL, 10) : 100000;
-    const uint64_t seed = argc > 2 ? strtoull(argv[2], NULL, 10) : 1;
-
-    for (uint64_t i = 0; i < inputs; i++) {
-        const uint64_t input[2] = {seed, i};
-
-        LLVMFuzzerTestOneInput((const uint8_t *)input, sizeof input);
-    }
-    printf("%llu inputs passed\n1 passed, 0 failed\n", (unsigned long long)inputs);
-    return 0;
-}
-#endif

@@ -7,7 +7,7 @@ mkdir -p "$build"
 
 # mutant NAME FILE SED_EXPRESSION: of W.
 mutant() {
-    look "$1" "$2" "$3" fuzz_weight_pass "tests/c/fuzz_weight_pass.c tests/c/fake_shim.c" \
+    look "$1" "$2" "$3" fuzz_weight_pass "tests/c/fuzz_weight_pass.c tests/c/fuzz_main.c tests/c/model.c tests/c/fake_shim.c" \
         csrc/pass/weight_pass.c "$inputs 1"
 }
 
@@ -18,7 +18,7 @@ mutant_of_split() {
 
 # Likewise: of what recordings are fed from, by the fuzzer of it.
 mutant_of_record() {
-    look "$1" instruments/core/zbp_record.c "$2" "fuzz_record: " "tests/c/fuzz_record.c tests/c/model.c" "" "300 1"
+    look "$1" instruments/core/zbp_record.c "$2" "fuzz_record: " "tests/c/fuzz_record.c tests/c/fuzz_main.c tests/c/model.c" "" "300 1"
 }
 
 # Where a source's object lies.
@@ -27,12 +27,12 @@ object_of() {
 }
 
 compile() {
-    ${CC:-cc} -std=c11 -O1 -DZBP_FUZZ_STANDALONE -Icsrc -Itests/c -c "$1" -o "$2"
+    ${CC:-cc} -std=c11 -O1 -Icsrc -Itests/c -c "$1" -o "$2"
 }
 
 # What no fault is put into is compiled once.
 for source in csrc/core/*/*.c csrc/instruments/core/*.c csrc/pass/*.c tests/c/model.c tests/c/fake_shim.c tests/c/test_split.c \
-    tests/c/fuzz_weight_pass.c tests/c/fuzz_record.c; do
+    tests/c/fuzz_weight_pass.c tests/c/fuzz_record.c tests/c/fuzz_main.c; do
     compile "$source" "$(object_of "$source")" || exit 1
 done
 
@@ -50,9 +50,9 @@ look() {
         objects="$objects $(object_of "$source")"
     done
     # shellcheck disable=SC2086 # words
-    ${CC:-cc} $objects -o "$build/mutant" || exit 1
+    ${CC:-cc} $objects -pthread -o "$build/mutant" || exit 1
     # shellcheck disable=SC2086
-    if said=$(ulimit -c 0; "$build/mutant" $7 2>&1); then
+    if said=$(ulimit -c 0 -v 1000000; "$build/mutant" $7 2>&1); then
         missed=$((missed + 1))
         echo "MISSED: $1"
     else

@@ -4,7 +4,7 @@
  * The model keeps everything that happened, in order, and of each record where it began and ended; each number is
  * then counted again from the beginning.
  *
- * The bytes: [0] the allocation that fails (0: none), then three each: what happens, and two that say to what.
+ * The bytes: [0] the allocation that fails, modulo 32 (0: none), then three each: what happens, and two that say to what.
  */
 #pragma once
 
@@ -227,7 +227,7 @@ static inline const char *record_model_run(const uint8_t *data, size_t size)
 
     memset(&m, 0, sizeof m);
     alloc = counting_alloc(&m.count);
-    m.count.fail_once = size > 0 ? (long)data[0] - 1 : -1;
+    m.count.fail_once = size > 0 ? (long)(data[0] % 32) - 1 : -1;
     zbp_tally_init(&m.tally, record_model_clock, &alloc);
     for (size_t steps = 0; m.fault == NULL && i + 3 <= size && steps < MODEL_STEPS;
          steps++, i += 3) {

@@ -195,38 +195,6 @@ static void results_do_not_depend_on_addresses(void)
     CHECK(count.live == 0);
 }
 
-/* Built with every allocation failing in turn: a status, a zeroed plan, no live block. */
-static void failed_allocations(void)
-{
-    uint64_t random = 5;
-
-    for (int i = 0; i < 200; i++) {
-        zbp_graph g;
-        int status = ZBP_ENOMEM, tries = 0;
-
-        zbp_graph_init(&g, NULL);
-        REQUIRE(model_random_graph(&g, &random, 20) == ZBP_OK);
-        for (int n = 0; status == ZBP_ENOMEM; n++, tries++) {
-            static const zbp_plan zeroed;
-            counting count;
-            zbp_alloc alloc = counting_alloc(&count);
-            zbp_plan p;
-
-            count.fail_at = n;
-            memset(&p, 0xA5, sizeof p);
-            status = zbp_plan_build(&p, &g, &alloc);
-            if (status == ZBP_OK) {
-                CHECK(model_differs(&p, &g) == NULL);
-                zbp_plan_fini(&p);
-            }
-            CHECK(memcmp(&p, &zeroed, sizeof p) == 0);
-            CHECK(count.live == 0);
-        }
-        CHECK(status == ZBP_OK && tries >= 3);
-        zbp_graph_fini(&g);
-    }
-}
-
 /* A plan takes one block, and one more while it is built, whatever the graph's size. */
 static void two_allocations(void)
 {
@@ -253,7 +221,6 @@ int main(void)
     RUN(the_model_sees_each_fault);
     RUN(random_graphs_agree_with_the_model);
     RUN(results_do_not_depend_on_addresses);
-    RUN(failed_allocations);
     RUN(two_allocations);
     return check_end();
 }

@@ -18,8 +18,8 @@ from torch import nn
 
 pytestmark = pytest.mark.slow
 refused_by_torch = wrong_on_torch("donated buffers refuse retain_graph, unless the compiler cached none", always=False)
-backends = pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-orders = (at_once, late, last_microbatch_first)
+BACKENDS = ("aot_eager", "inductor")
+INPUT = random_input(2, 3, 8)
 
 
 def residual_block():
@@ -31,17 +31,12 @@ def compiled(function, backend):
     return torch.compile(function, backend=backend, dynamic=False)
 
 
-@refused_by_torch
-@backends
-def test_whole_stage(backend):
+def whole_stage(backend):
     forward = compiled(lambda net, x: net[1](x + net[0](x)), backend)
-    net = nn.Sequential(residual_block(), nn.Linear(8, 8))
-    check(Stage(lambda m, x: forward(m.net, x), net=net), random_input(2, 3, 8), orders=orders)
+    return Stage(lambda m, x: forward(m.net, x), net=nn.Sequential(residual_block(), nn.Linear(8, 8)))
 
 
-@refused_by_torch
-@backends
-def test_each_block(backend):
+def each_block(backend):
     run = compiled(lambda block, x: x + block(x), backend)
 
     def forward(m, x):
@@ -49,41 +44,47 @@ def test_each_block(backend):
             x = run(layer, x)
         return m.head(x)
 
-    blocks = nn.ModuleList(residual_block() for _ in range(3))
-    check(Stage(forward, blocks=blocks, head=nn.Linear(8, 4)), random_input(2, 3, 8), orders=orders)
+    return Stage(forward, blocks=nn.ModuleList(residual_block() for _ in range(3)), head=nn.Linear(8, 4))
 
 
-@refused_by_torch
-@backends
-def test_stage_whose_input_needs_no_gradient(backend):
+def one_block(backend):
     forward = compiled(lambda net, x: net(x), backend)
-    check(Stage(lambda m, x: forward(m.net, x), net=residual_block()), torch.ones(2, 3, 8), orders=orders)
+    return Stage(lambda m, x: forward(m.net, x), net=residual_block())
 
 
-@refused_by_torch
-def test_weight_shared_by_compiled_and_plain_code():
-    run = compiled(lambda block, x: x + block(x), "aot_eager")
-
-    def forward(m, x):
-        return run(m.block, x) @ m.block[1].weight.t()
-
-    check(Stage(forward, block=residual_block()), random_input(2, 3, 8), orders=orders)
+def shared_with_plain_code(backend):
+    run = compiled(lambda block, x: x + block(x), backend)
+    return Stage(lambda m, x: run(m.block, x) @ m.block[1].weight.t(), block=residual_block())
 
 
-@refused_by_torch
-def test_hooks_around_a_compiled_block():
-    run = compiled(lambda block, x: x + block(x), "aot_eager")
+def hooked(backend):
+    run = compiled(lambda block, x: x + block(x), backend)
 
     def forward(m, x):
         h = run(m.block, x)
         h.register_hook(m.log("h"))
         return h.sin()
 
-    def setup(m):
-        for name, w in m.named_parameters():
-            w.register_post_accumulate_grad_hook(m.log(name, lambda p: p.grad))
+    return Stage(forward, block=residual_block())
 
-    check(Stage(forward, block=residual_block()), random_input(2, 3, 8), setup=setup, orders=orders)
+
+def log_weights(m):
+    for name, w in m.named_parameters():
+        w.register_post_accumulate_grad_hook(m.log(name, lambda p: p.grad))
+
+
+@refused_by_torch
+@pytest.mark.parametrize(
+    ("make", "backend", "x", "setup"),
+    [
+        *((make, backend, INPUT, None) for make in (whole_stage, each_block) for backend in BACKENDS),
+        *((one_block, backend, torch.ones(2, 3, 8), None) for backend in BACKENDS),  # no input needs a gradient
+        (shared_with_plain_code, "aot_eager", INPUT, None),
+        (hooked, "aot_eager", INPUT, log_weights),
+    ],
+)
+def test_compiled_stages(make, backend, x, setup):
+    check(make(backend), x, setup=setup or (lambda m: None), orders=(at_once, last_microbatch_first, late))
 
 
 @needs_zbpipe

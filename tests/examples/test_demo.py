@@ -21,7 +21,7 @@ pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 
 from demo import report
-from demo.config import SCHEDULES, SIDES, Config
+from demo.config import SCHEDULES, SIDES
 from demo.measure import knowing_blocks, measure_step
 from demo.train import Difference, Step, difference
 from support.processes import environment
@@ -221,12 +221,3 @@ def test_a_planted_fault_is_found() -> None:
     assert difference({"w": gradient}, {"w": gradient + torch.tensor([0.0, 0.5])}) == Difference(0.5, 0.2)
     assert difference({"w": gradient}, {"w": None}).relative == float("inf")
     assert difference({"w": gradient * float("nan")}, {"w": gradient}).relative == float("inf")
-
-
-def test_schedules_deal_every_stage_once() -> None:
-    for ranks in (1, 2, 3):
-        config = Config(ranks=ranks)
-        for kind in SCHEDULES.values():
-            owned = [stage for rank in range(ranks) for stage in config.stages_of(rank, kind)]
-            assert sorted(owned) == list(range(config.num_stages))
-            assert config.num_stages - 1 in config.stages_of(config.rank_of_last_stage(kind), kind)

@@ -1,5 +1,7 @@
-"""I and W on devices that run asynchronously: other streams and threads, captured graphs."""
+"""I and W on devices that run asynchronously: other streams and threads, captured graphs. tests/late_device/ has these and
+more on a device that runs late, without a GPU."""
 
+import contextlib
 import copy
 import threading
 
@@ -52,33 +54,53 @@ def input_pass(stage, seed):
     return dinputs[0], groups
 
 
-@pytest.mark.parametrize("hooked", [False, True], ids=["directly", "through the engine"])
-@pytest.mark.parametrize("on_thread", [False, True])
-def test_w_on_another_stream_or_thread_than_i(on_thread, hooked):
-    stage = model()
-    expected = reference(stage)
-    calls = []
-    if hooked:
-        stage[0].weight.register_hook(lambda grad: calls.append(grad.shape))
-    other = torch.cuda.Stream()
-    dinputs = []
+def on(stream):
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def train(stage, forward=None, weight=None, on_thread=False):
+    """Two microbatches, whose forward and W are on these streams, W perhaps on a thread; the forward's kernels are late, and so
+    are W's. What is let go of is written over by who gets it. Returns the inputs' gradients."""
+    main, dinputs = torch.cuda.current_stream(), []
     for seed in range(2):
-        torch.cuda._sleep(SLOW)  # I's kernels are late
-        dinput, groups = input_pass(stage, seed)
-        dinputs.append(dinput)
+        if forward is not None:
+            forward.wait_stream(main)
+        with on(forward):
+            torch.cuda._sleep(SLOW)
+            x = batch(seed).requires_grad_()
+            output = stage(x)
+        main.wait_stream(forward or main)
+        (dinput,), groups = zbpipe.stage_backward_input([output], [torch.ones_like(output)], [x], stage.parameters())
+        dinputs.append(dinput.clone())  # on the caller's stream, which has waited
+        del x, output, dinput
 
-        def weight_pass(groups=groups):
-            with torch.cuda.stream(other):
-                zbpipe.stage_backward_weight(stage.parameters(), groups)
+        def weight_pass(only=[groups]):  # noqa: B006
+            with on(weight):
+                torch.cuda._sleep(SLOW)
+                zbpipe.stage_backward_weight(stage.parameters(), only.pop())
 
+        del groups
+        thread = threading.Thread(target=weight_pass)
         if on_thread:
-            thread = threading.Thread(target=weight_pass)
             thread.start()
             thread.join()
         else:
             weight_pass()
-        del groups
-        torch.cuda.current_stream().wait_stream(other)
+        for _ in range(8):
+            torch.full((ROWS, WIDTH), float("nan"), device="cuda")
+        main.wait_stream(weight or main)
+    return dinputs
+
+
+@pytest.mark.parametrize("hooked", [False, True], ids=["directly", "through the engine"])
+@pytest.mark.parametrize("where", ["forward", "weight", "weight, on a thread"])
+def test_a_pass_on_another_stream_or_thread(where, hooked):
+    stage, calls = model(), []
+    expected = reference(stage)
+    if hooked:
+        stage[0].weight.register_hook(lambda grad: calls.append(grad.shape))
+    streams = {where.partition(",")[0]: torch.cuda.Stream()}
+    dinputs = train(stage, **streams, on_thread="thread" in where)
     assert_same(stage, dinputs, expected)
     assert len(calls) == (2 if hooked else 0)
 
@@ -103,44 +125,6 @@ def test_w_comes_after_what_its_caller_did_to_the_gradients(hooked):
     torch.cuda.synchronize()
     for grad, reference_grad in zip(got, expected, strict=True):
         torch.testing.assert_close(grad, reference_grad)
-
-
-def test_forward_on_another_stream():
-    stage = model()
-    expected = reference(stage)
-    side = torch.cuda.Stream()
-    dinputs = []
-    for seed in range(2):
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            torch.cuda._sleep(SLOW)
-            x = batch(seed).requires_grad_()
-            output = stage(x)
-        torch.cuda.current_stream().wait_stream(side)
-        dinput, groups = zbpipe.stage_backward_input([output], [torch.ones_like(output)], [x], stage.parameters())
-        zbpipe.stage_backward_weight(stage.parameters(), groups)
-        dinputs.append(dinput[0].clone())  # on the caller's stream, which has waited
-        del x, output, groups
-    assert_same(stage, dinputs, expected)
-
-
-def test_nothing_that_w_reads_is_given_away_early():
-    """Blocks of what W has let go of are written over on the streams that get them."""
-    stage = model()
-    expected = reference(stage)
-    other = torch.cuda.Stream()
-    dinputs = []
-    for seed in range(2):
-        dinput, groups = input_pass(stage, seed)
-        dinputs.append(dinput)
-        with torch.cuda.stream(other):
-            torch.cuda._sleep(SLOW)
-            zbpipe.stage_backward_weight(stage.parameters(), groups)
-        del groups
-        for _ in range(8):
-            torch.full((ROWS, WIDTH), float("nan"), device="cuda")
-        torch.cuda.current_stream().wait_stream(other)
-    assert_same(stage, dinputs, expected)
 
 
 def test_both_passes_in_one_captured_graph():

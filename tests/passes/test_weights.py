@@ -1,4 +1,4 @@
-"""Weights: shared, combined, bridged, frozen, unused, viewed, expanded."""
+"""Weights: shared, combined, bridged, frozen, unused, viewed, expanded; in plain products: test_dense.py."""
 
 import pytest
 import torch
@@ -110,10 +110,7 @@ def parts_of_one_weight(m, x):
     case("dropout takes the same mask", net(linear(8, 8), nn.Dropout(0.5), linear(8, 8)), (4, 8)),
     case("weight norm", net(nn.utils.parametrizations.weight_norm(linear()), nn.Tanh())),
     # Of several uses, or computed.
-    case("twice on one path", lambda m, x: (x @ m.a).tanh() @ m.a),
     case("many times on one path", many_times, wrong=TWICE),
-    case("on parallel paths", lambda m, x: (x @ m.a).sin() * (x.cos() @ m.a)),
-    case("in a product and elementwise", lambda m, x: (x @ m.a) * m.a.sum(0)),
     case(
         "tied embedding and head",
         Stage(lambda m, ids, x: (F.embedding(ids, m.table) + x).tanh() @ m.table.t(), table=(7, 4)),
@@ -122,7 +119,6 @@ def parts_of_one_weight(m, x):
     ),
     case("sum of two", lambda m, x: x @ (m.a + m.b), wrong=ONE_TENSOR),
     case("two added to one activation", lambda m, x: (x + m.a + m.b).sin(), (4, 4), wrong=ONE_TENSOR),
-    case("product of two", lambda m, x: x @ (m.a @ m.b)),
     case(
         "long computation on weights alone",
         lambda m, x: x @ (m.a @ (m.b * m.s).tanh() + m.a.t()).softmax(-1),
@@ -164,8 +160,6 @@ def parts_of_one_weight(m, x):
     # Frozen, unused, not listed.
     case("frozen", partly_frozen()),
     case("all frozen", net(linear().requires_grad_(False))),
-    case("unused in this microbatch", lambda m, x: x @ (m.a if m.microbatch == 0 else m.b) + m.s),
-    case("unused with a gradient", lambda m, x: x @ m.a, existing=True),
     case("one of four listed", lambda m, x: (x @ m.a).sin() @ m.b + m.s, weights=lambda m: [m.a]),
     case("not listed beside one that is", lambda m, x: x @ (m.a + m.b) * m.s, weights=lambda m: [m.a]),
     case("none listed", lambda m, x: x @ m.a, weights=lambda m: []),
@@ -202,8 +196,6 @@ def parts_of_one_weight(m, x):
     case("one element", Stage(lambda m, x: (x * m.s).sin() + m.t, s=weight(), t=weight(1))),
     case("shares no gradient with an input", lambda m, x: (x + m.a) * 2.0, (4, 4), wrong="they share one .grad"),
     # Products.
-    case("bias and matrix of addmm", lambda m, x: torch.addmm(m.a[0], x, m.a)),
-    case("addmm, alpha and beta", lambda m, x: torch.addmm(m.s, x, m.a, alpha=0.5, beta=2.0)),
     case(
         "baddbmm, alpha and beta",
         Stage(lambda m, x: torch.baddbmm(m.b, x, m.a, alpha=0.5, beta=2.0), a=(2, 4, 4), b=(2, 3, 4)),

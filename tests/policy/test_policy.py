@@ -13,6 +13,8 @@ from support.processes import environment
 from torch import nn
 from torch.nn import functional as F
 
+from zbpipe import _policy  # what is read when zbpipe is imported
+
 pytestmark = needs_zbpipe
 
 f32, f64 = torch.float32, torch.float64
@@ -99,25 +101,17 @@ def test_sums_of_a_weight_that_is_used_often_can_be_added_again(kind):
     torch.testing.assert_close([w.grad for w in m.parameters()], wanted)
 
 
-def test_bytes_held_by_default_are_matrices_and_gradients_of_light_weights():
-    normed, scaled = T * D, T * 2 * D
-    output_grads = T * 2 * D + T * D
-    light = 2 * D + 2 * D + D  # the norm's, the scale's and the shift's own gradients
-    assert held(block()) == 8 * (normed + scaled + output_grads + light)
+# Of the block above. By default matrices wait, and the light weights' own gradients; each group counts its output gradient.
+HELD = {
+    "matrices": 8 * (T * D + T * 2 * D + (T * 2 * D + T * D) + (2 * D + 2 * D + D)),
+    "all": 8 * ((2 * T * D + 2 * T * 2 * D) + 2 * T + (T * D + 2 * T * 2 * D + 2 * T * D)),
+    "nothing": 8 * sum(w.numel() for w in block().parameters()),
+}
 
 
-def test_bytes_held_when_everything_waits():
-    inputs = T * D + T * D + T * 2 * D + T * 2 * D  # of norm, a, scale, b
-    statistics = 2 * T
-    output_grads = (
-        T * D + T * 2 * D + T * 2 * D + 2 * T * D
-    )  # of norm, a, scale, b and shift; each group counts its own
-    assert held(block(), defer="all") == 8 * (inputs + statistics + output_grads)
-
-
-def test_bytes_held_when_nothing_waits_are_the_weights_own():
-    m = block()
-    assert held(m, defer="nothing") == sum(w.nbytes for w in m.parameters())
+@pytest.mark.parametrize("defer", HELD)
+def test_bytes_held(defer):
+    assert held(block(), defer=defer) == HELD[defer]
 
 
 def test_bytes_held_without_an_excluded_matrix_are_its_gradient():
@@ -250,25 +244,28 @@ def test_policies_are_equal_by_what_they_choose():
     assert str(zb.Policy()) == ("Policy(defer='matrices', exclude=[], checkpoint='keep', fused=False, main_grad=False)")
 
 
-def policy_from(variable):
-    run = subprocess.run(
-        [sys.executable, "-c", "import zbpipe; print(zbpipe.get_policy())"],
-        env=environment(ZBPIPE_POLICY=variable),
-        capture_output=True,
-        text=True,
-    )
-    return run.stdout.strip() or run.stderr.strip().splitlines()[-1]
+def test_environment_variable(monkeypatch):
+    command = [sys.executable, "-c", "import zbpipe; print(zbpipe.get_policy())"]
+    given = environment(ZBPIPE_POLICY="defer=all, checkpoint=recompute,fused=1,main_grad=0")
+    said = subprocess.run(command, env=given, capture_output=True, text=True, check=True).stdout
+    assert said == f"{zb.Policy(defer='all', checkpoint='recompute', fused=True)}\n"
+    monkeypatch.setenv("ZBPIPE_POLICY", "")
+    assert _policy._from_environment() == zb.Policy()
 
 
-def test_environment_variable():
-    assert policy_from("") == str(zb.Policy())
-    assert policy_from("defer=all, checkpoint=recompute,fused=1,main_grad=0") == str(
-        zb.Policy(defer="all", checkpoint="recompute", fused=True)
-    )
-    assert "ZBPIPE_POLICY is 'defer=some': defer is 'some'" in policy_from("defer=some")
-    assert "ZBPIPE_POLICY says 'fused=yes'; expected fused=0 or fused=1" in policy_from("fused=yes")
-    assert "ZBPIPE_POLICY says 'all'" in policy_from("all")
-    assert "ZBPIPE_POLICY says 'exclude=w'" in policy_from("exclude=w")
+@pytest.mark.parametrize(
+    ("variable", "message"),
+    [
+        ("defer=some", "ZBPIPE_POLICY is 'defer=some': defer is 'some'"),
+        ("fused=yes", "ZBPIPE_POLICY says 'fused=yes'; expected fused=0 or fused=1"),
+        ("all", "ZBPIPE_POLICY says 'all'"),
+        ("exclude=w", "ZBPIPE_POLICY says 'exclude=w'"),
+    ],
+)
+def test_an_environment_variable_that_says_nothing_that_there_is(variable, message, monkeypatch):
+    monkeypatch.setenv("ZBPIPE_POLICY", variable)
+    with pytest.raises(ValueError, match=message):
+        _policy._from_environment()
 
 
 def batch_norm(m, x):

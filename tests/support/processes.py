@@ -16,6 +16,7 @@ import pytest
 import torch
 
 TESTS = Path(__file__).parents[1]
+QUICK = "ZBPIPE_UNDER" not in os.environ  # a sanitizer looks for leaks at the interpreter's end
 
 
 def environment(**variables):
@@ -70,7 +71,9 @@ def run_ranks(script, world, folder, *arguments, timeout=150, started_anew=False
     ranks = []
     for rank in range(world):
         output = str(folder / f"output.{rank}")
-        ranks.append({"argv": [path, str(rank), str(world), str(folder), *arguments], "output": [output, output]})
+        ranks.append(
+            {"argv": [path, str(rank), str(world), str(folder), *arguments], "output": [output, output], "quick": QUICK}
+        )
     if started_anew:
         start_ranks(ranks, timeout, environment(OMP_NUM_THREADS="1", **variables))
     else:
@@ -131,7 +134,7 @@ def in_own_process(body, timeout=200, started_anew=False):
                 command = [sys.executable, "-c", script]
                 status = subprocess.run(command, env=environment(), stdout=out, stderr=err, timeout=timeout).returncode
         else:
-            process = {"argv": ["-c"], "code": script, "output": [str(output), str(errors)]}
+            process = {"argv": ["-c"], "code": script, "output": [str(output), str(errors)], "quick": QUICK}
             (status,) = forks().run([process], timeout)
         assert status == 0, f"exit status {status}\n{errors.read_text()[-2000:]}"
         assert "finished" in output.read_text()
