@@ -16,7 +16,8 @@ from support.processes import environment
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 import zbpipe
-from zbpipe._cli import main, memory_report
+from zbpipe._cli import main
+from zbpipe._cli.memory import of_rank, text_of
 
 TRAINING = """
 import sys
@@ -250,10 +251,10 @@ def test_a_peak_outside_of_all_phases_is_put_into_none():
         with recording.phase("I"):
             torch.ones(100)
         torch.ones(1000)
-    assert memory_report.of_rank("step 2", recording, 0)["highest"] == "none of its phases"
+    assert of_rank("step 2", recording, 0)["highest"] == "none of its phases"
     with zbpipe.memory.record() as recording, recording.phase("I"):
         torch.ones(1000)
-    assert memory_report.of_rank("step 2", recording, 0)["highest"] == "I"
+    assert of_rank("step 2", recording, 0)["highest"] == "I"
 
 
 def test_tables_fit_80_columns():
@@ -261,20 +262,36 @@ def test_tables_fit_80_columns():
         for kind in ("forward", "a phase that somebody gave a very long name"):
             with recording.phase(kind, stage=63, microbatch=1023):
                 torch.ones(100_000_000 // 4)
-    report = memory_report.of_rank("step 2 (Schedule.step)", recording, 0)
+    report = of_rank("step 2 (Schedule.step)", recording, 0)
     ranks = {rank: {**report, "peak": 999_999_999, "allocations": 100_000} for rank in range(1024)}
-    said = memory_report.text_of(ranks, [], 1024)
+    said = text_of(ranks, [], 1024)
     assert "a pha… stage 63 microbatch 1023" in said and "1007 ranks" not in said and said.count("1008 ranks") == 1
     assert max(map(len, said.splitlines())) <= 80, said
-    assert max(map(len, memory_report.text_of({0: report}, [], 1).splitlines())) <= 80
+    assert max(map(len, text_of({0: report}, [], 1).splitlines())) <= 80
 
 
 def test_help_teaches(capsys):
     with pytest.raises(SystemExit):
         main(["memory", "--help"])
     said = capsys.readouterr().out
-    for words in ("torchrun --nproc-per-node 2 -m zbpipe memory", "exit status:", "Phases are", "--on-out-of-memory"):
+    for words in ("torchrun --nproc-per-node 2 -m zbpipe memory", "Exit status:", "Phases are", "--on-out-of-memory"):
         assert words in said
+
+
+@pytest.mark.parametrize("ends", ["sys.exit(0)", "torch.empty(1 << 50)"])
+def test_a_child_that_the_step_forks_reports_and_writes_nothing(tmp_path, ends):
+    child = f"step == 1 and os.fork() == 0 and {ends}; [os.wait() for _ in range(step)]; optimizer.step()"
+    (tmp_path / "train.py").write_text(
+        TRAINING.replace("optimizer.step()", child).replace("import sys", "import os, sys", 1)
+    )
+    done = subprocess.run(
+        [sys.executable, *["-m", "zbpipe", "memory", "--json", "step.json", "--on-out-of-memory", "oom", "train.py", "9"]],
+        cwd=tmp_path, env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("zbpipe memory: ") == 1
+    assert json.loads((tmp_path / "step.json").read_text())["whole"] is True
+    assert not (tmp_path / "oom").exists()
 
 
 @pytest.mark.dist

@@ -16,7 +16,7 @@ from torch import nn
 
 import zbpipe
 from zbpipe import memory
-from zbpipe.memory import _export, _plot
+from zbpipe.memory import _export  # how many rows are in memory at once, and what the picture is made of
 
 MS = 1_000_000
 
@@ -50,7 +50,7 @@ def test_chrome_trace(step, tmp_path):
         assert len(counter) == 1 + len([event for event in step.events() if not event.older])
         slices = [row for row in rows if row["ph"] == "X"]
         assert [row["name"] for row in slices] == [p.label for p in step.phases]
-        assert [row["args"]["peak bytes"] for row in slices] == [p.peak for p in step.phases]
+        assert [row["args"]["peak"] for row in slices] == [p.peak for p in step.phases]
         assert all(row["dur"] >= 0 and row["ts"] >= 0 for row in slices)
 
 
@@ -76,7 +76,7 @@ def test_a_recording_that_cannot_be_exported_says_so_and_spares_the_old_file(ste
     (tmp_path / "a.json").write_text("of before")
     for write, name in ((rec.export, "export"), (rec.plot, "plot")):
         with pytest.raises(
-            RuntimeError, match=rf"^{name}\(\) needs the whole log, and 1 events did not fit into max_ev"
+            RuntimeError, match=rf"^{name}\(\) needs the whole log, and 1 events did not fit into the log"
         ):
             write(tmp_path / "a.json")
     assert (tmp_path / "a.json").read_text() == "of before"
@@ -87,7 +87,7 @@ def test_a_recording_that_cannot_be_exported_says_so_and_spares_the_old_file(ste
 
 
 def test_a_thinned_curve_is_that_of_all_events_but_for_what_is_lower(monkeypatch):
-    monkeypatch.setattr(_plot, "POINTS", 16)
+    monkeypatch.setattr(_export, "_POINTS", 16)
     rng = random.Random(0)
     for count in (*range(40), 500):
         hand = ByHand()
@@ -100,7 +100,7 @@ def test_a_thinned_curve_is_that_of_all_events_but_for_what_is_lower(monkeypatch
                     alive.append((i + 1, rng.randrange(1, 100)))
                     hand.alloc(10 * i + 1, *alive[-1])
                 levels.append((10 * i + 1, sum(size for _, size in alive)))
-        points = _plot.curve(rec.events())
+        points = _export.curve(rec.events(), count)
         assert len(points) <= 19 and len(set(points)) == len(points)
         assert points == sorted(points, key=lambda point: point[0])
         assert set(points) <= set(levels)
@@ -127,7 +127,7 @@ def drawn(phases, blocks=((1_000_000, 40),), title="a step"):
                     open_[i].__enter__()
                 else:
                     open_.pop(i).__exit__(None, None, None)
-        figure = _plot.draw(title, "cpu", rec.phases, rec.events())
+        figure = _export.draw(title, "cpu", rec.phases, rec.events(), len(blocks))
         figure.canvas.draw()
     strip, axes = figure.axes
     return [label.get_text() for label in strip.get_yticklabels()], strip, axes

@@ -10,12 +10,12 @@ class ByHand(Replay):
     """What feeds a recording, and the recording. Times in ns are given to each call; they only ever rise."""
 
     def __init__(self):
-        super().__init__(0)
+        super().__init__()
         self.now = 0
         self.recording = Recording(self, torch.device("cpu"), 1000)
 
     def start(self, objects):
-        pass
+        self.mark()
 
     def stop(self):
         return False
@@ -25,8 +25,8 @@ class ByHand(Replay):
 
     def alloc(self, time_ns, address, size):
         self.now = time_ns
-        super().alloc(time_ns, address, size)
+        self.add(time_ns, address, size)
 
     def free(self, time_ns, address, size=0):
         self.now = time_ns
-        super().free(time_ns, address, size)
+        self.add(time_ns, address, -size)

@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import functools
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -18,12 +19,14 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zbpipe import memory
-from zbpipe._cli import memory_report, ranks
+from zbpipe._cli import ranks
 from zbpipe._cli.arguments import add_script, natural, refuse_files, refuse_script, refuse_without_matplotlib, run_given
 from zbpipe._cli.progress import Progress
 from zbpipe._cli.steps import KINDS, OF_SCHEDULE, Steps
+from zbpipe._formatting import Unit, in_words, table
 from zbpipe._torch.pipelining import stages_of
 from zbpipe._version import __version__
+from zbpipe.memory._export import phase_table, short_label
 from zbpipe.memory._out_of_memory import bytes_of_tensors
 
 DESCRIPTION = """\
@@ -33,15 +36,13 @@ peak and the bytes of each phase.
 The first step is warm-up: it allocates what later ones find (optimizer state,
 buffers). The next one is recorded, and then the script is ended. A step is a
 call of zbpipe.leaks.step() in the script; without any, a call of the step() of
-a schedule of torch.distributed.pipelining; without any, an optimizer's: from
-one end to the next. (A script whose optimizer steps twice before it says
-zbpipe.leaks.step() is not seen to say it: give --warmup 2 then.)
+a schedule of torch.distributed.pipelining; without any, an optimizer's. (If an
+optimizer steps twice before the script says zbpipe.leaks.step(): --warmup 2.)
 
 Phases are forward, I, W and B of each stage of a schedule; in other scripts
 forward (up to the first backward), backward, between and optimizer; and what
-the script itself marks with zbpipe.memory.phase(). Bytes are those that were
-handed out in the step; how much was there before it is said. Options come
-before the script:
+the script itself marks with zbpipe.memory.phase(). Options come before the
+script:
 
     python -m zbpipe memory train.py --lr 1e-3
     python -m zbpipe memory --out step.png --json step.json train.py
@@ -49,28 +50,26 @@ before the script:
     python -m zbpipe memory --warmup 0 --on-out-of-memory oom train.py
 
 Under torchrun there is one report over all ranks, and a picture per rank.
---out draws (.png, .svg, .pdf) or exports for Perfetto (.json, .json.gz), by
-its ending. --on-out-of-memory leaves what lived when memory ran out, by phase
-and by holder, in that folder.
-"""
-EPILOG = """\
-exit status:
-  0  a step was recorded
-  2  the command line is wrong
-  4  the script ended before a step could be recorded
-  else the script's own: 1 if it failed
+
+Exit status: the script's own if that is not 0; 4 if it ended before a step
+could be recorded; 2 for a wrong command line; else 0.
 """
 SCHEMA = 3  # of --json
 NO_STEP = 4  # exit status
 PICTURES, EXPORTS = (".png", ".svg", ".pdf"), (".json", ".json.gz")
+SHOWN = 16  # ranks at most in a table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EPILOG
     parser.add_argument(
         "--warmup", type=natural, default=1, metavar="N", help="steps before the recorded one (default: %(default)s)"
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="draw the step, or export it: see above")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="draw the step (.png, .svg, .pdf), or export it for Perfetto (.json, .json.gz)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to FILE")
     parser.add_argument(
         "--device", metavar="DEVICE", help="cpu, cuda or cuda:1 (default: cuda once the script uses it, else cpu)"
@@ -87,14 +86,17 @@ def run(given: argparse.Namespace) -> int:
     refuse_script(given)
     _refuse(given)
     steps = _OneStep(given)
+    process, judged = os.getpid(), 0
     try:
         with steps.seen_from_outside():
             status = run_given(given)
     except BaseException as error:
-        steps.fail(error)
+        if os.getpid() == process:
+            steps.fail(error)
         raise
     finally:
-        judged = _report(steps, given)
+        if os.getpid() == process:  # a child that the script forked has nothing to report
+            judged = _report(steps, given)
     return status or judged
 
 
@@ -122,34 +124,50 @@ def _refuse(given: argparse.Namespace) -> None:
 class _OneStep(Steps):
     """Sees the ends of a script's steps, and records the one after the warm-up."""
 
+    recording: memory.Recording | None = None
+    is_whole = has_failed = _is_open = _is_in_backward = _has_stages = False
+    _phase: Any = None  # of the recording, that runs
+
     def __init__(self, given: argparse.Namespace) -> None:
         self.given = given
-        self.step: _Step | None = None
-        self.has_failed = False
         self.progress = Progress("memory")
         super().__init__(given.warmup, 1)
 
     def restart(self) -> None:
         # Without warm-up the step has begun with the script, and the first end that is seen is its own.
-        if self.warmup > 0 or self.step is None:
-            if self.step is not None:
-                self.step.close()
-                self.step = None
+        if self.warmup > 0 or self.recording is None:
+            self.close()
+            self.recording = None
             super().restart()
 
     def begin(self) -> None:
         self.progress(f"recording step {self.warmup + 1}")
         schedule = self.stepper() if self.kind == OF_SCHEDULE and self.stepper is not None else None
-        self.step = _Step(self.given, schedule)
+        self._has_stages = schedule is not None and bool(stages_of(schedule))
+        uses_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        device = torch.device(self.given.device or ("cuda" if uses_cuda else "cpu"))
+        self.before = bytes_of_tensors(device)
+        self.recording = memory.record(device, on_out_of_memory=self.given.on_out_of_memory)
+        self.recording.__enter__()
+        self._is_open, self._thread = True, threading.get_ident()
+        if self._has_stages:
+            self.recording.watch(schedule)
+        self._turn("forward")
 
     def ended(self, is_last: bool) -> None:
-        assert self.step is not None
-        self.step.end()
+        self.is_whole = True
+        self.close()
 
     def fail(self, error: BaseException) -> None:
         self.has_failed = True
-        if self.step is not None:
-            self.step.close(error)
+        self.close(error)
+
+    def close(self, error: BaseException | None = None) -> None:
+        if self.recording is not None and self._is_open:
+            if self._phase is not None and error is not None:
+                self._phase.__exit__(type(error), error, None)
+            self._is_open, self._phase = False, None
+            self.recording.__exit__(None if error is None else type(error), error, None)
 
     @contextlib.contextmanager
     def seen_from_outside(self) -> Iterator[None]:
@@ -162,125 +180,69 @@ class _OneStep(Steps):
             undo.enter_context(super().seen_from_outside())
             yield
 
-    def _turn(self, kind: str) -> None:
-        if self.step is not None:
-            self.step.turn(kind)
-
-    def _marked_backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(backward)
-        def marked(*args: Any, **kwargs: Any) -> Any:
-            with contextlib.nullcontext() if self.step is None else self.step.backward():
-                return backward(*args, **kwargs)
-
-        return marked
-
-
-class _Step:
-    """The recording of one step."""
-
-    def __init__(self, given: argparse.Namespace, schedule: Any) -> None:
-        uses_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        device = torch.device(given.device or ("cuda" if uses_cuda else "cpu"))
-        self.before = bytes_of_tensors(device)
-        self.recording = memory.record(device, on_out_of_memory=given.on_out_of_memory)
-        self.is_whole = self.has_failed = False
-        self._is_open = True
-        self._thread = threading.get_ident()
-        self._is_in_backward = False
-        self._has_stages = schedule is not None and bool(stages_of(schedule))
-        self._phase: contextlib.AbstractContextManager[None] | None = None
-        self.recording.__enter__()
-        if self._has_stages:
-            self.recording.watch(schedule)
-        else:
-            self.turn("forward")
-
-    def turn(self, kind: str, error: BaseException | None = None) -> None:
+    def _turn(self, kind: str, error: BaseException | None = None) -> None:
         """From now on it is another phase; among stages' own only the optimizer's. ``error`` ends the one before."""
-        if not self._is_open or threading.get_ident() != self._thread:
+        if self.recording is None or not self._is_open or threading.get_ident() != self._thread:
             return
         if self._phase is not None:
-            self._phase.__exit__(None if error is None else type(error), error, None)
+            self._phase.__exit__(None, error, None)
             self._phase = None
         if not self._has_stages or kind == "optimizer":
             self._phase = self.recording.phase(kind)
             self._phase.__enter__()
 
-    @contextlib.contextmanager
-    def backward(self) -> Iterator[None]:
-        """A phase, if it is the outermost on the step's thread: a reentrant checkpoint has one within."""
-        if self._is_in_backward or threading.get_ident() != self._thread or self._has_stages:
-            yield
-            return
-        self._is_in_backward = True
-        self.turn("backward")
-        try:
-            yield
-        except BaseException as error:
-            self.turn("between", error)
-            raise
-        else:
-            self.turn("between")
-        finally:
-            self._is_in_backward = False
+    def _marked_backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(backward)
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            # One within another is no phase: a reentrant checkpoint's.
+            is_phase = self._is_open and not self._is_in_backward and threading.get_ident() == self._thread
+            if not is_phase or self._has_stages:
+                return backward(*args, **kwargs)
+            self._is_in_backward = True
+            self._turn("backward")
+            try:
+                result = backward(*args, **kwargs)
+            except BaseException as error:
+                self._turn("between", error)
+                raise
+            finally:
+                self._is_in_backward = False
+            self._turn("between")
+            return result
 
-    def end(self) -> None:
-        """The step is over."""
-        if self._is_open:
-            self.is_whole = True
-            self.close()
-
-    def close(self, error: BaseException | None = None) -> None:
-        if not self._is_open:
-            return
-        self._is_open = False
-        self.has_failed = error is not None
-        raised = (None, None, None) if error is None else (type(error), error, error.__traceback__)
-        if self._phase is not None and error is not None:
-            self._phase.__exit__(*raised)
-        self.recording.__exit__(*raised)
+        return marked
 
 
 def _report(steps: _OneStep, given: argparse.Namespace) -> int:
     """Print, and write what files were asked for. Returns the exit status that the step deserves."""
-    step = steps.step
-    if step is not None:
-        step.close()
-    if step is None or not (step.is_whole or step.has_failed):
+    recording = steps.recording
+    steps.close()
+    if recording is None or not (steps.is_whole or steps.has_failed):
         what = f"the ends of {steps.seen} steps ({KINDS[steps.kind]})" if steps.seen else "no step's end"
-        text = (
+        head = (
             f"{what} seen, and to record one after {steps.warmup} of warm-up takes {steps.warmup + 1}. "
             "A step is a call of a pipeline schedule's step() or an optimizer's; for any other, call "
             "zbpipe.leaks.step() at its end. --warmup 0 records from the script's beginning."
         )
-        _say(memory_report.without_step(text), steps.has_failed)
+        _say({"head": head}, steps)
         return NO_STEP
-    recording = step.recording
-    which = f"step {steps.warmup + 1} ({KINDS[steps.kind]})" if step.is_whole else "up to where the script failed"
+    which = f"step {steps.warmup + 1} ({KINDS[steps.kind]})" if steps.is_whole else "up to where the script failed"
     if given.json:
-        ranks.file_of(given.json).write_text(json.dumps(_data(steps, step, given), indent=1) + "\n")
+        ranks.file_of(given.json).write_text(json.dumps(_data(steps, recording, given), indent=1) + "\n")
     if given.out:
-        path = _out(given.out)
+        zipped = ".gz" if given.out.suffix == ".gz" else ""
+        path = Path(f"{ranks.file_of(given.out.with_name(given.out.name.removesuffix(zipped)))}{zipped}")
         steps.progress(f"writing {path}")
         (recording.plot if path.name.endswith(PICTURES) else recording.export)(path)
-    _say(memory_report.of_rank(which, recording, step.before), steps.has_failed)
-    return 0 if step.is_whole else NO_STEP
+    _say(of_rank(which, recording, steps.before), steps)
+    return 0 if steps.is_whole else NO_STEP
 
 
-def _say(report: dict[str, Any], has_failed: bool) -> None:
-    """Once for all ranks, if they can be reached."""
-    ranks.say_together(report, functools.partial(memory_report.text_of, world=ranks.count()), has_failed)
+def _say(report: dict[str, Any], steps: _OneStep) -> None:
+    ranks.say_together(report, functools.partial(text_of, world=ranks.count()), steps.has_failed)
 
 
-def _out(path: Path) -> Path:
-    """The rank comes before the whole ending, .json.gz too."""
-    ending = next(ending for ending in reversed((*PICTURES, *EXPORTS)) if path.name.endswith(ending))
-    named = ranks.file_of(path.with_name(f"{path.name.removesuffix(ending)}.x"))
-    return named.with_name(named.name.removesuffix(".x") + ending)
-
-
-def _data(steps: _OneStep, step: _Step, given: argparse.Namespace) -> dict[str, Any]:
-    recording = step.recording
+def _data(steps: _OneStep, recording: memory.Recording, given: argparse.Namespace) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "zbpipe": __version__,
@@ -288,11 +250,65 @@ def _data(steps: _OneStep, step: _Step, given: argparse.Namespace) -> dict[str, 
         "rank": ranks.rank(),
         "kind": KINDS[steps.kind],
         "warmup": steps.warmup,
-        "whole": step.is_whole,
+        "whole": steps.is_whole,
         "device": str(recording.device),
-        "before": step.before,
+        "before": steps.before,
         **{name: getattr(recording, name) for name in ("peak", "live", "allocated", "freed", "allocations")},
         "incomplete": recording.incomplete,
         "phases": [{"label": phase.label, **asdict(phase)} for phase in recording.phases],
         "held": [] if recording.incomplete else [asdict(held) for held in recording.held],
     }
+
+
+def of_rank(which: str, recording: memory.Recording, before: int) -> dict[str, Any]:
+    """For json.dumps: ``which`` step it was, its numbers in bytes, and its phases as a table."""
+    phases = [p for p in recording.phases if p.kind != "between" or p.allocations or p.frees]
+    highest = (short_label(p) for p in phases if p.peak == recording.peak)
+    return {
+        "head": f"{which} on {recording.device}",
+        "before": before,
+        "highest": next(highest, "none of its phases"),
+        **{name: getattr(recording, name) for name in ("peak", "allocated", "allocations", "live", "incomplete")},
+        "phases": phase_table(phases) if phases else "",
+    }
+
+
+def text_of(reports: dict[int, dict[str, Any]], missing: list[int], world: int) -> str:
+    """The reports of some of `world` ranks; of those that are missing it says so."""
+    measured = [(rank, report) for rank, report in reports.items() if "peak" in report]
+    measured.sort(key=lambda entry: (-entry[1]["before"] - entry[1]["peak"], entry[0]))
+    if world == 1:
+        (report,) = reports.values()
+        lines = [f"zbpipe memory: {report['head']}", *(_lines_of(report) if measured else [])]
+    else:
+        lines = ranks.heading("memory", {rank: report["head"] for rank, report in reports.items()}, world)
+        lines += [ranks.told_by_themselves(missing)] if missing else []
+        lines += ["", *_lines_of_ranks(measured)] if measured else []
+    if measured and measured[0][1]["phases"]:
+        whose = f"rank {measured[0][0]}{', which has most in use at once' * (len(measured) > 1)}, by phase:"
+        lines += ["", *([whose] if world > 1 else []), measured[0][1]["phases"]]
+    return "\n".join(lines)
+
+
+def _lines_of(report: dict[str, Any]) -> list[str]:
+    peak, before, allocated, live = (in_words(report[name]) for name in ("peak", "before", "allocated", "live"))
+    return [
+        f"peak {peak} in {report['highest']}",
+        f"above the {before} that were there before",
+        f"{allocated} in {report['allocations']} allocations, of which {live} live at its end",
+        *([f"incomplete: {report['incomplete']}"] if report["incomplete"] else []),
+    ]
+
+
+def _lines_of_ranks(measured: list[tuple[int, dict[str, Any]]]) -> list[str]:
+    """Of very many ranks those that have most in use."""
+    columns = ("peak", "before", "live")
+    unit = Unit.of(max(report[name] for _, report in measured for name in columns))
+    rows = [
+        (str(rank), report["highest"], *(unit(report[name]) for name in columns), str(report["allocations"]))
+        for rank, report in measured[:SHOWN]
+    ]
+    header = ("rank", "peak in", *(f"{name}, {unit.name}" for name in columns), "blocks")
+    less = [f"and {len(measured) - SHOWN} ranks with less in use"] if len(measured) > SHOWN else []
+    incomplete = [f"incomplete on rank {r}: {why}" for r, report in sorted(measured) if (why := report["incomplete"])]
+    return [table(header, rows, left=2), *less, *incomplete]

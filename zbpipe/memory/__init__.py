@@ -18,20 +18,77 @@ phases of a step (forward, I, W) marked in it::
 Nothing is sampled, and nothing that is watched is kept alive.
 """
 
-from zbpipe.memory._held import Held, HeldStorage, ParameterRow, held
-from zbpipe.memory._record import phase, record
-from zbpipe.memory._recording import Recording
-from zbpipe.memory._results import Allocation, HeldMicrobatch, Phase
+from __future__ import annotations
 
-__all__ = [
-    "Allocation",
-    "Held",
-    "HeldMicrobatch",
-    "HeldStorage",
-    "ParameterRow",
-    "Phase",
-    "Recording",
-    "held",
-    "phase",
-    "record",
-]
+from contextlib import AbstractContextManager
+
+import torch
+
+from zbpipe import _C
+from zbpipe.memory._cuda import CudaLog
+from zbpipe.memory._export import Path
+from zbpipe.memory._held import Held, HeldStorage, ParameterRow, held
+from zbpipe.memory._log import Allocation, HeldMicrobatch, Phase
+from zbpipe.memory._out_of_memory import Hook
+from zbpipe.memory._phases import PhaseContext, running
+from zbpipe.memory._recording import Recording
+
+__all__ = ["Allocation", "Held", "HeldMicrobatch", "HeldStorage", "ParameterRow", "Phase", "Recording"]
+__all__ += ["held", "phase", "record"]
+
+
+def record(
+    device: torch.device | str = "cpu", *, max_events: int = 4_000_000, on_out_of_memory: Path | None = None
+) -> Recording:
+    """Records every block that an allocator hands out and takes back, on all threads, while its with block runs.
+
+    Recordings may nest and overlap on several threads; each sees all. Nothing is sampled, no tensor is kept. On the
+    CPU an allocator of zbpipe's stands in front of torch's meanwhile (csrc/instruments/shim/zbp_tap.h says how, and
+    what it does not see); on CUDA torch's own allocator history is used: one that is on already is read, and left on.
+    Entering looks once at all objects that Python's collector knows, for storages that may grow. A forked child
+    inherits the recording, and counts for itself alone.
+
+    Args:
+        device: "cpu", or a CUDA device, whose allocator is recorded.
+        max_events: bounds the log, which takes 40 bytes an event. Beyond it counters and phases stay exact, and the
+            log is lost. 0: no log at all, cheap enough to leave on.
+        on_out_of_memory: a folder, made when it is needed. If an allocation on the device fails for want of memory,
+            ``rank3.txt`` (``process4711.txt`` without a rank) is left there when the error leaves the with block: what
+            was asked for, in which phase and on which line; all phases; what lived, by the phase that made it; the ten
+            largest tensors that came since the recording began, each with its holders. Beside it lie the picture, if
+            matplotlib is installed, and the trace; one log line of "zbpipe" says where.
+
+    Returns:
+        A recording, to be entered once; see :class:`Recording`.
+
+    Raises:
+        ValueError: another device, or a negative ``max_events``.
+        RuntimeError: on entering: the allocator cannot be recorded.
+
+    Source:
+        ``torch.cuda.memory``'s history and snapshots (pytorch.org/memory_viz), for the CPU, and with the phases in it.
+    """
+    place = torch.device(device)
+    if max_events < 0:
+        raise ValueError(f"max_events is {max_events}; expected the number of events to keep, or 0 for no log")
+    if place.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {place}; memory can be recorded on cpu and cuda")
+    log: CudaLog | _C.Recorder = _C.Recorder(max_events) if place.type == "cpu" else CudaLog(place, max_events)
+    hook = None if on_out_of_memory is None else Hook(on_out_of_memory)
+    return Recording(log, getattr(log, "device", place), max_events, hook)
+
+
+def phase(kind: str, *, stage: int | None = None, microbatch: int | None = None) -> AbstractContextManager[None]:
+    """Marks a phase in every recording that runs; costs next to nothing when none does. See :meth:`Recording.phase`.
+
+    Args:
+        kind: the phase's name; "I" and "W" of the same stage and microbatch are paired for ``held``.
+        stage, microbatch: whose phase it is, None if it is nobody's.
+
+    Returns:
+        A context manager, which gives nothing.
+
+    Source:
+        ``torch.profiler.record_function``, for recordings.
+    """
+    return PhaseContext(running.recordings, kind, stage, microbatch)

@@ -18,8 +18,10 @@ saved-tensor hooks keep to be unpacked in W, as a checkpointed region its input:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -27,7 +29,6 @@ import torch
 from zbpipe import _C
 from zbpipe._C import ParamGroup
 from zbpipe._formatting import Unit, in_words, table
-from zbpipe._torch.autograd import storage_id
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Held:
     groups: int
     spent: int
     incomplete: str = ""
-    _names: dict[str, tuple[str, ...]] = field(default_factory=dict, repr=False)
+    _names: dict[str, list[str]] = field(default_factory=dict, repr=False)
 
     @property
     def bytes(self) -> int:
@@ -93,30 +94,26 @@ class Held:
 
         A parameter under several names counts for each module that has one.
         """
-        sums: dict[str, int] = {}
+        sums: Counter[str] = Counter()
         for storage in self.storages:
             names = {name for parameter in storage.parameters for name in self._names.get(parameter, ())}
-            for prefix in {prefix for name in names for prefix in _prefixes(name)}:
-                sums[prefix] = sums.get(prefix, 0) + storage.bytes
+            for module in {module for name in names for module in _modules_of(name)}:
+                sums[module] += storage.bytes
         return dict(sorted(sums.items()))
 
     @property
     def by_role(self) -> dict[str, int]:
         """Bytes by role; a storage in several roles counts under all of them, joined by " + "."""
-        sums: dict[str, int] = {}
+        sums: Counter[str] = Counter()
         for storage in self.storages:
-            role = " + ".join(storage.roles)
-            sums[role] = sums.get(role, 0) + storage.bytes
-        return dict(sorted(sums.items(), key=lambda item: -item[1]))
+            sums[" + ".join(storage.roles)] += storage.bytes
+        return dict(sums.most_common())
 
     def __str__(self) -> str:
         spent = f", {self.spent} of them spent" if self.spent else ""
-        lines = [
-            f"{in_words(self.bytes)} held in {len(self.storages)} storages by {self.groups} groups{spent}",
-            *(f"  {in_words(size)} {role}" for role, size in self.by_role.items()),
-        ]
-        if self.incomplete:
-            lines.append(f"incomplete: {self.incomplete}")
+        lines = [f"{in_words(self.bytes)} held in {len(self.storages)} storages by {self.groups} groups{spent}"]
+        lines += [f"  {in_words(size)} {role}" for role, size in self.by_role.items()]
+        lines += [f"incomplete: {self.incomplete}"] if self.incomplete else []
         unit = Unit.of(max((row.bytes for row in self.parameters), default=0))
         rows = [(row.name, str(list(row.shape)), unit(row.bytes), unit(row.alone)) for row in self.parameters]
         if rows:
@@ -129,9 +126,7 @@ def held(groups: ParamGroup | Iterable[Any], module: torch.nn.Module | None = No
 
     Args:
         groups: a group or groups of :func:`zbpipe.stage_backward_input`, of any number of microbatches. Spent ones
-            hold nothing. Dictionaries of torch's own module are taken as well, as far as they can be seen: their
-            output gradients ("grads"); the saved tensors of the graph that they also keep are not counted, and
-            ``incomplete`` says so.
+            hold nothing.
         module: whose parameters' names to use, and whose buffers not to count.
 
     Returns:
@@ -144,107 +139,78 @@ def held(groups: ParamGroup | Iterable[Any], module: torch.nn.Module | None = No
     Source:
         The memory tests by forward, I and W that pytorch/pytorch PR 138119 and 138504 wished for.
     """
-    listed = [groups] if isinstance(groups, (ParamGroup, dict)) else list(groups)
+    listed = [groups] if isinstance(groups, ParamGroup) else list(groups)
     counted = _Counted(module)
-    spent = 0
     for i, group in enumerate(listed):
-        if isinstance(group, ParamGroup):
-            spent += group.spent
-            for node, _, _, is_packed, _, tensors in group._describe():
-                counted.add(node, tensors)
-                if is_packed:
-                    counted.incomplete[_PACKED] = 0
-        elif isinstance(group, dict) and "params" in group and "intermediates" in group:
-            counted.add_torch_group(group)
-        else:
-            raise TypeError(
-                f"groups[{i}] is a {type(group).__name__}; expected a ParamGroup, as zbpipe.stage_backward_input "
-                "returns them"
-            )
-    return counted.close(len(listed), spent)
+        if not isinstance(group, ParamGroup):
+            wanted = "a ParamGroup, as zbpipe.stage_backward_input returns them"
+            raise TypeError(f"groups[{i}] is a {type(group).__name__}; expected {wanted}")
+        for node, _, _, is_packed, _, tensors in group._describe():
+            counted.add(node, tensors)
+            if is_packed:
+                counted.incomplete[_PACKED] = None
+    return counted.close(len(listed), sum(group.spent for group in listed))
 
 
 _PACKED = "what saved-tensor hooks (checkpointing, offloading) keep for W is not counted"
-
-_Tensor = tuple[str, int, int, tuple[int, ...], torch.dtype, torch.device, list[torch.Tensor]]
-"""As ParamGroup._describe() gives them: role, storage, bytes, shape, dtype, device, the weights that it serves."""
+_NO_STORAGE = "tensors without a storage of their own, such as sparse ones, are not counted"
 
 
 class _Counted:
     """Collects; keeps names and numbers alone. The module is borrowed until close()."""
 
     def __init__(self, module: torch.nn.Module | None) -> None:
-        self.names_of: dict[int, list[str]] = {}
         self.name_of: dict[int, str] = {}  # by id(): the parameters are alive while a group is
-        self.shape_of: dict[str, tuple[int, ...]] = {}
+        self.all_names: dict[str, list[str]] = {}  # by the first of a parameter's
+        self.shape_of: dict[str, tuple[int, ...]] = {}  # of those that are served
         self.found: dict[int, list[HeldStorage]] = {}  # per storage one of each tensor in it
         self.unknown = 0
-        self.incomplete: dict[str, int] = {}  # in order, without repetition
-        self.alive: set[int] = set()  # storages that live anyway
-        if module is not None:
-            self.alive = _C.storages_of([*module.parameters(), *module.buffers()])
-            for name, parameter in module.named_parameters(remove_duplicate=False):
-                self.names_of.setdefault(id(parameter), []).append(name)
+        self.incomplete: dict[str, None] = {}  # in order, without repetition
+        # Storages that live anyway.
+        self.alive = _C.storages_of([] if module is None else [*module.parameters(), *module.buffers()])
+        for name, parameter in () if module is None else module.named_parameters(remove_duplicate=False):
+            self.all_names.setdefault(self.name_of.setdefault(id(parameter), name), []).append(name)
 
     def name(self, weight: torch.Tensor) -> str:
-        if id(weight) not in self.name_of:
-            words = f"{str(weight.dtype).removeprefix('torch.')}{list(weight.shape)} #{self.unknown}"
-            name = self.names_of.get(id(weight), [words])[0]
-            self.unknown += id(weight) not in self.names_of
+        if (name := self.name_of.get(id(weight), "")) == "":
+            name = f"{str(weight.dtype).removeprefix('torch.')}{list(weight.shape)} #{self.unknown}"
             self.name_of[id(weight)] = name
+            self.unknown += 1
+        if name not in self.shape_of:
             self.alive |= _C.storages_of([weight])
             self.shape_of[name] = tuple(weight.shape)
-        return self.name_of[id(weight)]
+        return name
 
-    def add(self, node: str | None, tensors: Iterable[_Tensor]) -> None:
+    def add(self, node: str | None, tensors: Iterable[tuple[Any, ...]]) -> None:
+        """What a task holds, as ParamGroup._describe() gives it."""
         nodes = () if node is None else (node,)
         for role, storage, size, shape, dtype, device, weights in tensors:
-            names = tuple(map(self.name, weights))
+            tensor = HeldStorage(size, device, dtype, (role,), nodes, (shape,), tuple(map(self.name, weights)))
             if storage == 0:
-                self.incomplete["tensors without a storage of their own, such as sparse ones, are not counted"] = 0
+                self.incomplete[_NO_STORAGE] = None
             else:
-                tensor = HeldStorage(size, device, dtype, (role,), nodes, (shape,), names)
                 self.found.setdefault(storage, []).append(tensor)
-
-    def add_torch_group(self, group: dict[str, Any]) -> None:
-        self.incomplete["the saved tensors of the graph that groups of torch's own module keep cannot be seen"] = 0
-        weights = [node.variable for node in group["params"]]
-        for node, grads in zip(group["intermediates"] or (), group.get("grads") or (), strict=False):
-            tensors = [_seen(t, weights) for t in grads if isinstance(t, torch.Tensor)]
-            self.add(node.name() if node is not None else None, tensors)
 
     def close(self, groups: int, spent: int) -> Held:
         storages = [_merged(parts) for place, parts in self.found.items() if place not in self.alive]
-        sums = {name: [0, 0] for name in self.shape_of}
+        every, alone = Counter[str](), Counter[str]()
         for storage in storages:
-            for name in storage.parameters:
-                sums[name][0] += storage.bytes
-                sums[name][1] += storage.bytes if len(storage.parameters) == 1 else 0
-        rows = [ParameterRow(name, shape, *sums[name]) for name, shape in self.shape_of.items()]
-        return Held(
-            storages=tuple(sorted(storages, key=lambda storage: -storage.bytes)),
-            parameters=tuple(sorted(rows, key=lambda row: -row.bytes)),
-            groups=groups,
-            spent=spent,
-            incomplete="; ".join(self.incomplete),
-            _names={known[0]: tuple(known) for known in self.names_of.values()},
-        )
+            every.update(dict.fromkeys(storage.parameters, storage.bytes))
+            if len(storage.parameters) == 1:
+                alone[storage.parameters[0]] += storage.bytes
+        rows = [ParameterRow(name, shape, every[name], alone[name]) for name, shape in self.shape_of.items()]
+        storages.sort(key=lambda storage: -storage.bytes)
+        rows.sort(key=lambda row: -row.bytes)
+        return Held(tuple(storages), tuple(rows), groups, spent, "; ".join(self.incomplete), self.all_names)
 
 
 def _merged(parts: list[HeldStorage]) -> HeldStorage:
-    def all_of(name: str) -> Any:
+    def every(name: str) -> Any:
         return tuple(dict.fromkeys(one for part in parts for one in getattr(part, name)))
 
-    lists = (all_of(name) for name in ("roles", "nodes", "shapes", "parameters"))
-    return HeldStorage(parts[0].bytes, parts[0].device, parts[0].dtype, *lists)
+    return replace(parts[0], **{name: every(name) for name in ("roles", "nodes", "shapes", "parameters")})
 
 
-def _seen(t: torch.Tensor, weights: list[torch.Tensor]) -> _Tensor:
-    storage = t.untyped_storage()
-    return "output gradient", storage_id(storage), storage.nbytes(), tuple(t.shape), t.dtype, t.device, weights
-
-
-def _prefixes(name: str) -> list[str]:
+def _modules_of(name: str) -> Iterator[str]:
     """The modules that a parameter is in: "" and "a", "a.b" for "a.b.weight"."""
-    parts = name.split(".")[:-1]
-    return ["", *(".".join(parts[: i + 1]) for i in range(len(parts)))]
+    return accumulate(["", *name.split(".")[:-1]], lambda outer, inner: f"{outer}.{inner}" if outer else inner)

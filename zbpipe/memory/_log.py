@@ -5,17 +5,97 @@ from __future__ import annotations
 import struct
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import accumulate, islice, zip_longest
 from typing import Any, NamedTuple
-
-from zbpipe.memory._phases import PASSES, Open
 
 EVENT = struct.Struct("QQQQII")  # zbp_event in csrc/instruments/core/zbp_record.h
 ALLOC, FREE, FREE_OLDER = range(3)
-
+PASSES = ("I", "W", "B")
 
 Log = Any
 """What feeds a recording: ``_C.Recorder``, or what has its methods."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A named part of a recording, and the bytes in it: see Note [What a recording counts].
+
+    ``kind`` is "forward", "I", "W" or "B" (a backward that is not split) where zbpipe made the phase, else whatever it
+    was named. ``stage`` and ``microbatch`` are None where unknown. Times are in ns since the recording began.
+    ``allocated`` and ``freed`` are bytes, ``allocations`` and ``frees`` blocks. ``thread`` is a small number, 0 for a
+    device's allocator.
+    """
+
+    kind: str
+    stage: int | None
+    microbatch: int | None
+    thread: int
+    begin_ns: int
+    end_ns: int
+    live_begin: int
+    live_end: int
+    peak: int
+    allocated: int
+    freed: int
+    allocations: int
+    frees: int
+
+    @property
+    def label(self) -> str:
+        """As "I stage 1 microbatch 3"."""
+        return label(self.kind, self.stage, self.microbatch)
+
+
+def label(kind: str, stage: int | None, microbatch: int | None) -> str:
+    parts = [kind]
+    parts += [] if stage is None else [f"stage {stage}"]
+    parts += [] if microbatch is None else [f"microbatch {microbatch}"]
+    return " ".join(parts)
+
+
+@dataclass(frozen=True)
+class HeldMicrobatch:
+    """Bytes held for one microbatch of a stage from I to W. ``microbatch`` is None if one W served several."""
+
+    stage: int | None
+    microbatch: int | None
+    bytes: int
+
+
+class Allocation(NamedTuple):
+    """An event of the log: ``bytes`` handed out at ``address`` (> 0) or taken back (< 0), ``live`` bytes afterwards.
+
+    ``older`` blocks were there before the recording; they do not change ``live``.
+    """
+
+    time_ns: int
+    address: int
+    bytes: int
+    live: int
+    thread: int
+    older: bool
+
+
+Event = tuple[int, int, int, int, int, bool]
+"""The fields of an :class:`Allocation`."""
+
+
+@dataclass(eq=False)
+class Open:
+    """A phase by the numbers of its marks; ``end`` is None while it runs. ``calls``: the numbers of the calls of
+    zbpipe's I that it is or that it is the W of; None if it was not zbpipe's passes that made it."""
+
+    kind: str
+    stage: int | None
+    microbatch: int | None
+    begin: int
+    calls: tuple[int, ...] | None
+    end: int | None = None
+    is_open: bool = True
+
+    @property
+    def label(self) -> str:
+        return label(self.kind, self.stage, self.microbatch)
 
 
 class Mark(NamedTuple):
@@ -32,17 +112,39 @@ class Mark(NamedTuple):
     thread: int
 
 
+def phase_of(p: Open, marks: list[Mark]) -> Phase:
+    assert p.end is not None
+    begin, end, spans = marks[p.begin], marks[p.end], marks[p.begin : p.end]
+    sums = {name: sum(getattr(span, name) for span in spans) for name in ("allocated", "freed", "allocations", "frees")}
+    times = {"begin_ns": begin.time_ns - marks[0].time_ns, "end_ns": end.time_ns - marks[0].time_ns}
+    lives = {"live_begin": begin.live, "live_end": end.live, "peak": max(span.peak for span in spans)}
+    return Phase(p.kind, p.stage, p.microbatch, begin.thread, **times, **lives, **sums)
+
+
 def marks_of(log: Log) -> list[Mark]:
     return [Mark(*mark) for mark in log.marks()]
 
 
-def events_of(log: Log) -> Iterator[tuple[int, int, int, int, int, bool]]:
-    """The fields of an :class:`Allocation` each."""
+def events_of(log: Log) -> Iterator[Event]:
     start, live = log.marks()[0][0], 0
     for time, address, size, _, thread, kind in EVENT.iter_unpack(log.events()):
         change = size if kind == ALLOC else -size
         live += 0 if kind == FREE_OLDER else change
         yield time - start, address, change, live, thread, kind == FREE_OLDER
+
+
+def spans_of(log: Log, phases: Iterable[Open]) -> Iterator[tuple[list[Open], Iterator[tuple[Any, ...]]]]:
+    """Per mark the phases that run from it on, by their beginnings, and the events up to the next one."""
+    begins = {p.begin: p for p in phases}
+    ends = {p.end: p for p in begins.values()}
+    logged, events = [mark.events for mark in marks_of(log)], EVENT.iter_unpack(log.events())
+    running: list[Open] = []
+    for number, (before, until) in enumerate(zip_longest(logged, logged[1:])):
+        if number in begins:
+            running.append(begins[number])
+        if number in ends:
+            running.remove(ends[number])
+        yield running, islice(events, None if until is None else until - before)
 
 
 @dataclass
@@ -82,22 +184,14 @@ def pairs_of(ended: Sequence[Open], unsplit: Collection[int | None], log: Log) -
 
 def _count(ended: Sequence[Open], of: dict[int, Pair], log: Log) -> None:
     """Sums what each W frees: of the blocks that lived at its I's end those that are no other microbatch's."""
-    begins = {p.begin: p for p in ended if p.kind in (*PASSES, "forward")}
-    ends = {p.end: p for p in begins.values()}
-    marks, events = marks_of(log), EVENT.iter_unpack(log.events())
-    running: list[Open] = []
     made: dict[int, tuple[int, list[Open]]] = {}  # by serial: the latest mark then, and the passes on its thread
-    for number, mark in enumerate(marks):
-        if number in begins:
-            running.append(begins[number])
-        if number in ends:
-            running.remove(ends[number])
+    passes, marks = [p for p in ended if p.kind in (*PASSES, "forward")], marks_of(log)
+    for number, (running, events) in enumerate(spans_of(log, passes)):
         here: dict[int, list[Open]] = {}
         for p in running:
             here.setdefault(marks[p.begin].thread, []).append(p)
         weights = [(w, of[w.begin]) for w in running if w.begin in of]
-        until = marks[number + 1].events if number + 1 < len(marks) else None
-        for _, _, size, serial, thread, kind in islice(events, None if until is None else until - mark.events):
+        for _, _, size, serial, thread, kind in events:
             if kind == ALLOC:
                 made[serial] = number, here.get(thread, [])
             elif kind == FREE:
@@ -116,12 +210,6 @@ def _is_another(p: Open, w: Open) -> bool:
 
 def highest(pairs: Iterable[Pair]) -> int:
     """The most bytes that were held at once."""
-    changes: list[tuple[int, int]] = []
-    for pair in pairs:
-        changes.append((pair.at, sum(pair.freed.values())))
-        changes += [(begin, -size) for begin, size in pair.freed.items()]
-    level = peak = 0
-    for _, change in sorted(changes):
-        level += change
-        peak = max(peak, level)
-    return peak
+    changes = [(pair.at, sum(pair.freed.values())) for pair in pairs]
+    changes += [(begin, -size) for pair in pairs for begin, size in pair.freed.items()]
+    return max(accumulate((change for _, change in sorted(changes)), initial=0))

@@ -20,23 +20,37 @@ held from I to W
 
 from __future__ import annotations
 
-import contextlib
 import gc
+import itertools
+import threading
 import warnings
+import weakref
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any
 
 import torch
 
 from zbpipe._formatting import in_words
-from zbpipe.memory import _watch as watch
-from zbpipe.memory._export import export
-from zbpipe.memory._log import Log, Mark, Pair, events_of, highest, marks_of, pairs_of
+from zbpipe.memory._export import Path, draw, export, held_table, phase_table
+from zbpipe.memory._log import (
+    PASSES,
+    Allocation,
+    HeldMicrobatch,
+    Log,
+    Mark,
+    Open,
+    Pair,
+    Phase,
+    events_of,
+    highest,
+    marks_of,
+    pairs_of,
+    phase_of,
+)
 from zbpipe.memory._out_of_memory import Hook, causes
-from zbpipe.memory._phases import Marks, Open, PhaseContext, running
-from zbpipe.memory._plot import plot
-from zbpipe.memory._results import Allocation, Event, HeldMicrobatch, Path, Phase, held_table, phase_table
+from zbpipe.memory._phases import PhaseContext, running, stages_in, unwatch, watch
+
+_numbers = itertools.count()
 
 
 class Recording:
@@ -49,34 +63,35 @@ class Recording:
 
     def __init__(self, log: Log, device: torch.device, max_events: int, hook: Hook | None = None) -> None:
         self.device = device
-        self._hook = hook
-        self._log = log
-        self._max_events = max_events
-        self._is_over = False
-        self._marks = Marks(log.mark)
+        self._log, self._max_events, self._hook = log, max_events, hook
+        self._is_running = self._is_over = False
+        self._opened: list[Open] = []
+        self._lost = 0  # phases, for want of memory
+        self._thread = threading.local()  # its outermost pass
+        self._first_call = 0  # of Running.calls
+        # An exception's own, which may be pickled: the innermost phase that it has ended.
+        self._ended = f"_zbpipe_ended_{next(_numbers)}"
+        self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
         self._unsplit: set[int] = set()
         self._held_pairs: list[Pair] | None = None  # when it is over
 
     # ---- recording
 
     def __enter__(self) -> Recording:
-        if self._marks.is_running or self._is_over:
+        if self._is_running or self._is_over:
             raise RuntimeError("a recording can be entered once; call zbpipe.memory.record() again for another one")
         self._log.start(gc.get_objects())
         if self._hook is not None:
             self._hook.begin()
-        self._marks.is_running = True
-        running.add(self._marks)
+        self._is_running = True
+        running.add(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        running.remove(self._marks)
-        watch.leave(self._marks)
-        self._marks.mark()
-        self._marks.is_running = False
-        self._is_over = True
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        running.remove(self)
+        unwatch(self)
+        self._log.mark()
+        self._is_running, self._is_over = False, True
         displaced = self._log.stop()
         if self._hook is not None:
             self._hook.end(self, error)
@@ -87,9 +102,7 @@ class Recording:
                 stacklevel=2,
             )
 
-    def phase(
-        self, kind: str, *, stage: int | None = None, microbatch: int | None = None
-    ) -> contextlib.AbstractContextManager[None]:
+    def phase(self, kind: str, *, stage: int | None = None, microbatch: int | None = None) -> PhaseContext:
         """A context manager that marks a phase, such as ``rec.phase("forward", microbatch=3)``.
 
         Phases may nest and overlap, and end on another thread than their own. Outside of the recording they mark
@@ -97,7 +110,7 @@ class Recording:
         another on a thread only the outermost is marked, so that zbpipe's own marks go away where there are better
         ones.
         """
-        return PhaseContext([self._marks], kind, stage, microbatch)
+        return PhaseContext([self], kind, stage, microbatch)
 
     def watch(self, stages: Any) -> None:
         """Marks each forward, I, W and whole backward of pipeline stages from now to the recording's end.
@@ -106,36 +119,63 @@ class Recording:
         microbatch, unless a watched stage makes them.
 
         Args:
-            stages: a stage or a schedule of ``torch.distributed.pipelining``, or an iterable of them. The methods that
-                a schedule calls are hidden by attributes of the stage meanwhile, one for all recordings that watch
-                it, which call what the stage's class has at that time: zbpipe may be patched in and out meanwhile.
-                A stage that is watched already is watched once.
+            stages: a stage or a schedule of ``torch.distributed.pipelining``, or an iterable of them. Attributes of the
+                stage hide the methods that a schedule calls meanwhile, and call what the stage's class has at that
+                time: zbpipe may be patched in and out meanwhile. A stage that is watched already is watched once.
 
         Raises:
             TypeError: it is none of these.
             RuntimeError: the recording is not running.
         """
-        if not self._marks.is_running:
+        if not self._is_running:
             raise RuntimeError("watch() was called outside of the recording; call it within its with block")
-        for stage in list(watch.stages_in(stages)):
+        for stage in list(stages_in(stages)):
             if getattr(stage, "is_first", False):
                 self._unsplit.add(stage.stage_index)
-            watch.join(self._marks, stage)
+            watch(self, stage)
+
+    def _begin(self, kind: str, stage: int | None, microbatch: int | None, calls: Any) -> Open | None:
+        outermost: Open | None = getattr(self._thread, "outermost", None)
+        if not self._is_running or (kind in PASSES and outermost is not None and outermost.is_open):
+            return None
+        if calls is not None:
+            calls = tuple(call - self._first_call for call in calls if call >= self._first_call)
+            microbatch = calls[0] if len(calls) == 1 else None
+        if (mark := self._log.mark()) is None:
+            self._lost += 1
+            return None
+        opened = Open(kind, stage, microbatch, mark, calls)
+        if kind in PASSES:
+            self._thread.outermost = opened
+        self._opened.append(opened)
+        return opened
+
+    def _end(self, opened: Open, error: BaseException | None) -> None:
+        if error is not None:
+            vars(error).setdefault(self._ended, opened.label)
+        opened.is_open = False
+        opened.end = self._log.mark() if self._is_running else None
+
+    def _phases_ended(self) -> list[Open]:
+        """By their beginnings."""
+        return sorted((p for p in list(self._opened) if p.end is not None), key=lambda p: p.begin)
 
     def _phase_of(self, error: BaseException | None) -> str:
         """The label of the innermost phase that the error, or what it came from, has ended."""
-        return next(filter(None, map(self._marks.ended_by, reversed(list(causes(error))))), "no phase")
+        labels = [vars(cause)[self._ended] for cause in causes(error) if self._ended in vars(cause)]
+        return labels[-1] if labels else "no phase"
 
     # ---- totals
 
     def _require_begun(self) -> None:
-        if not self._marks.is_running and not self._is_over:
+        if not self._is_running and not self._is_over:
             raise RuntimeError("the recording has not been entered yet, and knows nothing; use it in a with statement")
+        if why := getattr(self._log, "unreadable", ""):
+            raise RuntimeError(why)
 
     def _counters(self) -> dict[str, int]:
         self._require_begun()
-        counters: dict[str, int] = self._log.counters()
-        return counters
+        return dict(self._log.counters())
 
     def _spans(self) -> list[Mark]:
         self._require_begun()
@@ -179,23 +219,20 @@ class Recording:
     def incomplete(self) -> str:
         """Empty, or what the recording lacks. Counters and phases are exact even when the log is not whole."""
         counters = self._counters()
-        return "; ".join(
-            f"{count} {what}"
-            for count, what in (
-                (counters["untracked"], "blocks could not be followed for want of memory"),
-                (counters["dropped"], f"events did not fit into the log (max_events={self._max_events})"),
-                (self._marks.lost, "phases could not be marked for want of memory"),
-            )
-            if count
-        )
+        lacks = {
+            "blocks could not be followed for want of memory": counters["untracked"],
+            f"events did not fit into the log (max_events={self._max_events})": counters["dropped"],
+            "phases could not be marked for want of memory": self._lost,
+        }
+        return "; ".join(f"{count} {what}" for what, count in lacks.items() if count)
 
     # ---- phases
 
     @property
     def phases(self) -> list[Phase]:
         """The phases that have ended, by their beginnings."""
-        ended, marks = self._marks.ended(), self._spans()
-        return [_phase_of(p, marks) for p in ended]
+        ended, marks = self._phases_ended(), self._spans()
+        return [phase_of(p, marks) for p in ended]
 
     @property
     def held(self) -> list[HeldMicrobatch]:
@@ -210,17 +247,13 @@ class Recording:
 
     @property
     def held_peak(self) -> int:
-        """The most bytes that were held at once, over all microbatches whose I has returned and whose W has not begun.
-
-        Raises:
-            RuntimeError: as ``held``.
-        """
+        """The most bytes that were held at once, of microbatches between their I and W. Raises as ``held``."""
         return highest(self._pairs())
 
     def _pairs(self) -> list[Pair]:
         log = self._whole_log("held")
         if self._held_pairs is None:
-            self._held_pairs = pairs_of(self._marks.ended(), self._unsplit, log)
+            self._held_pairs = pairs_of(self._phases_ended(), self._unsplit, log)
         return self._held_pairs
 
     # ---- the log
@@ -231,15 +264,9 @@ class Recording:
             raise RuntimeError(f"{what} needs the recording's log, and it still runs; leave its with block first")
         if self._max_events == 0:
             raise RuntimeError(f"{what} needs a log, and the recording has none; record with a larger max_events")
-        if dropped := self._counters()["dropped"]:
-            raise RuntimeError(
-                f"{what} needs the whole log, and {dropped} events did not fit into max_events={self._max_events}; "
-                "record with a larger one"
-            )
+        if self._counters()["dropped"]:
+            raise RuntimeError(f"{what} needs the whole log, and {self.incomplete}; record with a larger one")
         return self._log
-
-    def _events(self, what: str) -> Iterator[Event]:
-        return events_of(self._whole_log(what))
 
     def events(self) -> Iterator[Allocation]:
         """All events in order, times in ns since the recording began.
@@ -247,7 +274,7 @@ class Recording:
         Raises:
             RuntimeError: the recording still runs, or its log is not whole.
         """
-        return map(Allocation._make, self._events("events()"))
+        return map(Allocation._make, events_of(self._whole_log("events()")))
 
     def plot(self, path: Path, title: str = "") -> None:
         """Draws live bytes over time with the phases shaded, as PNG or what the name's suffix says.
@@ -256,7 +283,8 @@ class Recording:
             ModuleNotFoundError: matplotlib is not installed.
             RuntimeError: the recording still runs, or its log is not whole.
         """
-        plot(path, title, str(self.device), self.phases, self._events("plot()"))
+        log = self._whole_log("plot()")
+        draw(title, str(self.device), self.phases, events_of(log), self._spans()[-1].events).savefig(path)
 
     def export(self, path: Path) -> None:
         """Writes the recording as a Chrome trace, for Perfetto or chrome://tracing: live bytes as a counter, and a
@@ -266,39 +294,16 @@ class Recording:
             ValueError: another suffix.
             RuntimeError: the recording still runs, or its log is not whole.
         """
-        export(path, str(self.device), self.phases, self._events("export()"))
+        log = self._whole_log("export()")
+        export(path, str(self.device), self.phases, events_of(log))
 
     def __str__(self) -> str:
-        if not self._marks.is_running and not self._is_over:
+        if not self._is_running and not self._is_over:
             return f"{self.device}: not entered yet"
-        lines = [
-            f"{self.device}: peak {in_words(self.peak)}, live {in_words(self.live)}, "
-            f"{in_words(self.allocated)} in {self.allocations} allocations"
-        ]
-        if self.incomplete:
-            lines.append(f"incomplete: {self.incomplete}")
-        if phases := self.phases:
-            lines += ["", phase_table(phases)]
+        peak, live, allocated = map(in_words, (self.peak, self.live, self.allocated))
+        lines = [f"{self.device}: peak {peak}, live {live}, {allocated} in {self.allocations} allocations"]
+        lines += [f"incomplete: {self.incomplete}"] if self.incomplete else []
+        lines += ["", phase_table(phases)] if (phases := self.phases) else []
         if self._is_over and self._max_events and not self._counters()["dropped"] and (pairs := self.held):
             lines += ["", f"held from I to W, at most {in_words(self.held_peak)} at once", held_table(pairs)]
         return "\n".join(lines)
-
-
-def _phase_of(p: Open, marks: list[Mark]) -> Phase:
-    assert p.end is not None
-    begin, end, spans = marks[p.begin], marks[p.end], marks[p.begin : p.end]
-    return Phase(
-        kind=p.kind,
-        stage=p.stage,
-        microbatch=p.microbatch,
-        thread=begin.thread,
-        begin_ns=begin.time_ns - marks[0].time_ns,
-        end_ns=end.time_ns - marks[0].time_ns,
-        live_begin=begin.live,
-        live_end=end.live,
-        peak=max(span.peak for span in spans),
-        allocated=sum(span.allocated for span in spans),
-        freed=sum(span.freed for span in spans),
-        allocations=sum(span.allocations for span in spans),
-        frees=sum(span.frees for span in spans),
-    )
