@@ -12,7 +12,7 @@ import torch
 
 from zbpipe._formatting import argument
 from zbpipe._torch.autograd import without_torch_functions
-from zbpipe.leaks._words.of_python import array_type
+from zbpipe.leaks._python import array_type
 
 ACTIONS = ("warn", "error", "record")
 _ONCE = (Iterator, MappingView)

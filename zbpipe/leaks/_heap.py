@@ -29,7 +29,7 @@ from typing import Any
 from zbpipe import _C
 from zbpipe._torch.autograd import NATIVE_CLASSES, SAVED_TENSOR
 from zbpipe._torch.pipelining import work_type
-from zbpipe.leaks._words.of_python import array_type
+from zbpipe.leaks._python import array_type
 
 Reference = tuple[Any, "str | None", bool]
 """What is held, how, and whether the reference is to libtorch's object."""
