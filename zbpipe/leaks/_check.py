@@ -8,14 +8,13 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
 
 import torch
 
 from zbpipe import _C
 from zbpipe.leaks import _allow, _cuda
-from zbpipe.leaks._collector import Block, collections, collector
+from zbpipe.leaks._collector import Collections, collector
 from zbpipe.leaks._judge import with_fates, without_excused
 from zbpipe.leaks._report import Report
 from zbpipe.leaks._results import COLLECTED, Holder, Leak
@@ -23,22 +22,21 @@ from zbpipe.leaks._search import Scope, are_there_others, search, storages_now
 
 F = TypeVar("F", bound=Callable[..., Any])
 Action = Literal["warn", "error", "record"]
+_RUN_LATER = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 
 
-class TensorLeakWarning(UserWarning):
-    """Tensors outlived a check; ``report``, a :class:`Report`, says which."""
-
+class _OfReport(Exception):
     def __init__(self, report: Report) -> None:
         super().__init__(str(report))
         self.report = report
 
 
-class TensorLeakError(AssertionError):
+class TensorLeakWarning(_OfReport, UserWarning):
     """Tensors outlived a check; ``report``, a :class:`Report`, says which."""
 
-    def __init__(self, report: Report) -> None:
-        super().__init__(str(report))
-        self.report = report
+
+class TensorLeakError(_OfReport, AssertionError):
+    """Tensors outlived a check; ``report``, a :class:`Report`, says which."""
 
 
 class Check:
@@ -64,7 +62,7 @@ class Check:
         self._since = 0
         self._returned: Any = None
         self._warns_at: tuple[str, int] | None = None
-        self._collected = _Collected()
+        self._collections = Collections()
         self._modules: set[str] = set()
 
     def __call__(self, function: F) -> F:
@@ -78,12 +76,10 @@ class Check:
                 f"check_tensor_leak was given a {type(function).__name__} to check; expected a function, or pass what "
                 "may live on as allow=..."
             )
-        name = getattr(function, "__qualname__", function)
-        runs_later = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
-        if any(test(function) for test in runs_later):
+        if any(runs_later(function) for runs_later in _RUN_LATER):
             raise TypeError(
-                f"{name} runs after its call has returned (a coroutine or generator function); check "
-                "what it does with a with block inside it"
+                f"{getattr(function, '__qualname__', function)} runs after its call has returned (a coroutine or "
+                "generator function); check what it does with a with block inside it"
             )
         arguments = (self._action, self._allow, self._trace, self._device)
         code = getattr(inspect.unwrap(function), "__code__", None)
@@ -110,22 +106,19 @@ class Check:
             self._older = storages_now()
             self._modules = set(sys.modules)
             self._since = _C.next_serial()
-            self._collected.watch(self._since)
-            undo.callback(self._collected.close)
+            undo.enter_context(self._collections)
             if self._trace:
                 _C.trace_start()
             undo.pop_all()
         self._recorder = recorder
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if self._recorder is None or self.report is not None:
             raise RuntimeError("a check is left once, after it was entered; use it in a with statement")
         with contextlib.ExitStack() as always:
             always.callback(collector.give_back)
-            self._collected.close()
+            self._collections.__exit__()
             try:
                 report = self._look()
             finally:
@@ -176,7 +169,10 @@ class Check:
             report.cycles = result.cycles
             report.visited = result.visited
             report.unseen += result.unseen if report.leaks else []
-        report.leaks += self._collected.leaks if self._device is None or self._device.type == "cpu" else []
+        chain = [Holder("unknown", "a cycle that a collection inside the check freed: nobody looked at it before")]
+        for _, size, serial in self._collections.freed:
+            if serial >= self._since and (self._device is None or self._device.type == "cpu"):
+                report.leaks.append(Leak((), "", "cpu", size, 0, 0, COLLECTED, None, chain, 0))
         report.leaks.sort(key=lambda leak: -leak.bytes)
         return report
 
@@ -242,27 +238,6 @@ def check_tensor_leak(
     checked = _allow.checked(action, allow, device)
     check = Check(action, checked, trace, None if device is None else torch.device(device))
     return check if function is None else check(function)
-
-
-class _Collected:
-    """CPU blocks that were born inside a check, and that a collection inside it freed: no search saw who held them."""
-
-    def __init__(self) -> None:
-        self.leaks: list[Leak] = []
-        self._since = 0
-
-    def watch(self, since: int) -> None:
-        self._since = since
-        collections.listen(self._note)
-
-    def close(self) -> None:
-        collections.forget(self._note)
-
-    def _note(self, freed: list[Block]) -> None:
-        for _, size, serial in freed:
-            if serial >= self._since:
-                held = "a cycle that a collection inside the check freed: nobody looked at it before"
-                self.leaks.append(Leak((), "", "cpu", size, 0, 0, COLLECTED, None, [Holder("unknown", held)], 0))
 
 
 def _is_leak(predicates: list[Callable[[torch.Tensor], bool]], tensors: list[torch.Tensor]) -> bool:

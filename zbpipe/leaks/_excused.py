@@ -30,6 +30,7 @@ _OF_STEPS = (
 )
 _GLOBAL = "module global "
 _DEPTH = 4  # of containers in a window, within which tensors are the window's
+_BOUNDED = (deque, functools._lru_cache_wrapper)  # if they have a greatest length
 _OF_SOMEBODY = (
     "frame",
     "thread",
@@ -83,7 +84,7 @@ def bounded_blocks(sizes: Iterable[int]) -> dict[int, tuple[int, str]]:
     return found
 
 
-def _living(cls: type) -> list[Any]:
+def _living(cls: type | tuple[type, ...]) -> list[Any]:
     """All instances that the collector knows, by their types alone."""
     return [thing for thing in gc.get_objects() if issubclass(type(thing), cls)]
 
@@ -117,10 +118,10 @@ class Windows:
                 parameters = {id(p) for group in groups for p in group.get("params", ())}
                 for parameter, values in dict.items(state):
                     found += tensors_in(values) if id(parameter) in parameters else []
-        for queue in _living(deque):
-            if deque.maxlen.__get__(queue) is not None:
-                found += owned_tensors(list(deque.__iter__(queue)), _DEPTH)
-        for cache in _living(functools._lru_cache_wrapper):
-            if cache.cache_parameters()["maxsize"] is not None:
-                found += owned_tensors(cache, _DEPTH)
+        for thing in _living(_BOUNDED):
+            if issubclass(type(thing), deque):
+                if deque.maxlen.__get__(thing) is not None:
+                    found += owned_tensors(list(deque.__iter__(thing)), _DEPTH)
+            elif thing.cache_parameters()["maxsize"] is not None:
+                found += owned_tensors(thing, _DEPTH)
         return found

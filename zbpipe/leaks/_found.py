@@ -146,7 +146,7 @@ class Telling:
         chain = [holder for _, holder in told]
         in_cycle = 0 if known or not cycle else max(sum(path[at] in cycle for at, _ in told), 1)
         first = things[way[0]] if way else None
-        if first is not None and scope.returned is (first.object if type(first) is _C.Handle else first):
+        if scope.returned is not None and scope.returned is (first.object if type(first) is _C.Handle else first):
             return [Holder("object", "what the function returned"), *chain], in_cycle
         if rank == "none" and scope.target is not None:
             text = "variables of running functions that are the tensor itself, as far as can be seen"

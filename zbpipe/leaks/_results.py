@@ -95,6 +95,9 @@ class Cycle:
     bytes: int
     count: int = 1
 
+    def __str__(self) -> str:
+        return f"{self.bytes} bytes: {f'{self.count} like this: ' if self.count > 1 else ''}{self.text}"
+
 
 NAMED = {"module", "frame", "thread", "cell", "function", "attribute"}
 _TELLING = {"hook", "group", "work", "traceback"}

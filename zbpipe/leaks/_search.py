@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -16,7 +16,7 @@ import torch
 from zbpipe import _C
 from zbpipe.leaks import _source
 from zbpipe.leaks._found import Found, Result, Scope, Sought, Telling
-from zbpipe.leaks._heap import Heap
+from zbpipe.leaks._heap import Heap, natives_of
 from zbpipe.leaks._results import Leak
 from zbpipe.leaks._ways import Ways
 from zbpipe.leaks._words import thread_names
@@ -75,27 +75,31 @@ def find_holders(tensor: torch.Tensor) -> Leak:
 
 def storages_now() -> object:
     """The storages of all living tensors, each referred to weakly: for ``Scope.older``."""
-    return _C.watch_storages(_storages())
+    return _C.watch_storages(_of_kind(natives_now(), "storage"))
 
 
-def are_there_others(older: object) -> bool:
-    """Whether tensors live on memory that was not there and that is not torch's CPU allocator's."""
+def are_there_others(older: object, natives: Iterable[Any] | None = None) -> bool:
+    """Whether tensors live on memory that was not there and that is not torch's CPU allocator's. ``natives`` are those
+    of now."""
     tapped = {address for address, _, _ in _C.live_blocks(0)}  # first: nothing of it is lost meanwhile
     known = _identities(older)
-    return any(_is_new(storage, known, tapped) for storage in _storages())
+    storages = _of_kind(natives_now() if natives is None else natives, "storage")
+    return any(_is_new(storage, known, tapped) for storage in storages)
 
 
-def _storages() -> list[Any]:
-    """Handles of the storages of all tensors that the collector lists or that these lead to through autograd. Where an
-    application has frozen what lives, the collector's list lacks it: then of all that the roots reach, too."""
+def natives_now() -> set[Any]:
+    """Handles of all tensors that the collector lists, and of what these lead to through autograd. Where an application
+    has frozen what lives, the collector's list lacks it: then of all that the roots reach, too."""
     with _no_collection():
         listed = gc.get_objects()
-        if gc.get_freeze_count():
-            heap = _Roots().explored(ignored=[listed], also=listed)
-        else:
-            heap = Heap({}, ignored=())
-            heap.explore_autograd(listed)
-        return [heap.things[place] for place in heap.native["storage"]]
+        if not gc.get_freeze_count():
+            return natives_of(listed)
+        heap = _Roots().explored(ignored=[listed], also=listed)
+        return {heap.things[place] for places in heap.native.values() for place in places}
+
+
+def _of_kind(natives: Iterable[Any], kind: str) -> list[Any]:
+    return [one for one in natives if one.kind == kind]
 
 
 @contextmanager
