@@ -7,7 +7,7 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar, overload
 
 import torch
@@ -18,7 +18,7 @@ from zbpipe.leaks._collector import Collections, collector
 from zbpipe.leaks._judge import with_fates, without_excused
 from zbpipe.leaks._report import Report
 from zbpipe.leaks._results import COLLECTED, Holder, Leak
-from zbpipe.leaks._search import Scope, are_there_others, search, storages_now
+from zbpipe.leaks._search import Scope, are_there_others, identities, search, storages_now
 
 F = TypeVar("F", bound=Callable[..., Any])
 Action = Literal["warn", "error", "record"]
@@ -64,6 +64,8 @@ class Check:
         self._warns_at: tuple[str, int] | None = None
         self._collections = Collections()
         self._modules: set[str] = set()
+        self._exempt: list[range] = []  # serials of blocks
+        self._others: list[tuple[object, object]] = []  # storages before and after
 
     def __call__(self, function: F) -> F:
         """``function``, checked whenever it is called. What it returns is no leak; what that holds may be.
@@ -126,7 +128,7 @@ class Check:
                     _C.trace_stop()
                 displaced = self._recorder.stop()
                 self._older = self._returned = None
-                self._allow = ()
+                self._allow, self._others = (), []
         if displaced:
             report.unseen.append("what another CPU allocator handed out that was installed inside")
         self.report = report
@@ -139,6 +141,15 @@ class Check:
         else:
             warnings.warn_explicit(TensorLeakWarning(report), None, *self._warns_at)
 
+    @contextlib.contextmanager
+    def _exempted(self) -> Iterator[None]:
+        """What is born inside is no leak of this check's."""
+        since, blocks, older = _C.next_serial(), _cuda.blocks_now(self._device), storages_now()
+        yield
+        self._exempt.append(range(since, _C.next_serial()))
+        self._cuda_before |= _cuda.blocks_now(self._device) - blocks
+        self._others.append((older, storages_now()))
+
     def _look(self) -> Report:
         report = Report()
         untracked = self._recorder.counters()["untracked"] if self._recorder else 0
@@ -146,20 +157,22 @@ class Check:
             report.unseen.append(f"{untracked} blocks that could not be followed for want of memory")
         tensors, predicates, holders = _allow.parts_of((*self._allow, *_allow.tensors_in(self._returned)))
         until = _C.next_serial()
-        born = {address: serial for address, _, serial in _C.live_blocks(self._since) if serial < until}
+        scope = Scope(
+            since=self._since,
+            until=until,
+            exempt=self._exempt,
+            older=self._older,
+            allowed=_C.storages_of(tensors).union(
+                *(identities(now) - identities(older) for older, now in self._others)
+            ),
+            trimmed={id(holder) for holder in (*tensors, *holders)},
+            returned=self._returned,
+            keep=functools.partial(_is_leak, predicates) if predicates else None,
+            traced=self._trace,
+        )
+        born = {address: serial for address, _, serial in _C.live_blocks(self._since) if scope.includes(serial)}
         if born.keys() - _C.addresses_of(tensors) or are_there_others(self._older) or _cuda.is_in_use():
-            result = search(
-                Scope(
-                    since=self._since,
-                    until=until,
-                    older=self._older,
-                    allowed=_C.storages_of(tensors),
-                    trimmed={id(holder) for holder in (*tensors, *holders)},
-                    returned=self._returned,
-                    keep=functools.partial(_is_leak, predicates) if predicates else None,
-                    traced=self._trace,
-                )
-            )
+            result = search(scope)
             del tensors, holders
             found = [entry for entry in result.found if self._is_asked_for(entry.leak)]
             judged, report.notes = without_excused(
@@ -171,7 +184,7 @@ class Check:
             report.unseen += result.unseen if report.leaks else []
         chain = [Holder("unknown", "a cycle that a collection inside the check freed: nobody looked at it before")]
         for _, size, serial in self._collections.freed:
-            if serial >= self._since and (self._device is None or self._device.type == "cpu"):
+            if scope.includes(serial) and (self._device is None or self._device.type == "cpu"):
                 report.leaks.append(Leak((), "", "cpu", size, 0, 0, COLLECTED, None, chain, 0))
         report.leaks.sort(key=lambda leak: -leak.bytes)
         return report

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import CellType
@@ -49,8 +49,9 @@ class Result:
 
 @dataclass(slots=True)
 class Scope:
-    """What a search is for: the storages on CPU blocks with serials from ``since`` to before ``until``, and those on
-    other memory that are not among ``older``, what :func:`storages_now` returned; or a ``target``'s alone.
+    """What a search is for: the storages on CPU blocks with serials from ``since`` to before ``until`` that are not
+    ``exempt``, and those on other memory that are not among ``older``, what :func:`storages_now` returned; or a
+    ``target``'s alone.
 
     ``allowed`` are identities of storages that are not searched for. ``trimmed`` are identities of objects that may
     hold tensors: a chain begins behind the last of them. ``returned`` is held by nobody but the caller. ``keep`` is
@@ -59,6 +60,7 @@ class Scope:
 
     since: int = 0
     until: int = 2**64 - 1
+    exempt: Sequence[range] = ()
     older: Any = None
     target: torch.Tensor | None = None
     allowed: set[int] = field(default_factory=set)
@@ -66,6 +68,9 @@ class Scope:
     returned: Any = None
     keep: Callable[[list[torch.Tensor]], bool] | None = None
     traced: bool = False
+
+    def includes(self, serial: int) -> bool:
+        return self.since <= serial < self.until and not any(serial in serials for serials in self.exempt)
 
 
 @dataclass(slots=True)

@@ -82,7 +82,7 @@ def are_there_others(older: object, natives: Iterable[Any] | None = None) -> boo
     """Whether tensors live on memory that was not there and that is not torch's CPU allocator's. ``natives`` are those
     of now."""
     tapped = {address for address, _, _ in _C.live_blocks(0)}  # first: nothing of it is lost meanwhile
-    known = _identities(older)
+    known = identities(older)
     storages = _of_kind(natives_now() if natives is None else natives, "storage")
     return any(_is_new(storage, known, tapped) for storage in storages)
 
@@ -153,7 +153,7 @@ class _Roots:
         return heap
 
 
-def _identities(watched: object) -> set[int]:
+def identities(watched: object) -> set[int]:
     return {identity for _, _, _, identity in _C.storage_spans(watched)}
 
 
@@ -167,10 +167,10 @@ def _sought(heap: Heap, scope: Scope, blocks: list[tuple[int, int, int]]) -> tup
     searched for, by their places."""
     tapped = {address for address, _, _ in blocks}
     is_any = scope.target is None
-    born = {address: size for address, size, serial in blocks if is_any and scope.since <= serial < scope.until}
+    born = {address: size for address, size, serial in blocks if is_any and scope.includes(serial)}
     target = _C.handle_of(scope.target)
     wanted = target and target.storage
-    known = set() if scope.older is None else _identities(scope.older)
+    known = set() if scope.older is None else identities(scope.older)
     lost = dict(born)
     found: dict[int, Sought] = {}
     for place in heap.native["storage"]:
