@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import re
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
@@ -14,36 +15,17 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from zbpipe._torch import autograd, ddp
-from zbpipe.leaks._allow import owned_tensors, tensors_in
-from zbpipe.leaks._results import Holder
+from zbpipe.leaks._allow import tensors_in
+from zbpipe.leaks._results import NAMED, TELLING, Holder
 
 # Files whose cycles are theirs: what imports, traces, mocks and compares, once for each import or call. Never a part of
 # torch that a training step runs through: a cycle there is a leak in each step.
 _OWN = ("torch/", "unittest/", "importlib/", "<frozen importlib")
-_OF_STEPS = (
-    "torch/distributed/",
-    "torch/autograd/",
-    "torch/utils/checkpoint",
-    "torch/optim/",
-    "torch/nn/modules/",
-    "torch/nn/parallel/",
-)
+_OF_STEPS = re.compile("torch/(distributed/|autograd/|utils/checkpoint|optim/|nn/modules/|nn/parallel/)")
 _GLOBAL = "module global "
 _DEPTH = 4  # of containers in a window, within which tensors are the window's
 _BOUNDED = (deque, functools._lru_cache_wrapper)  # if they have a greatest length
-_OF_SOMEBODY = (
-    "frame",
-    "thread",
-    "traceback",
-    "cell",
-    "function",
-    "attribute",
-    "module",
-    "hook",
-    "group",
-    "work",
-    "unknown",
-)
+_OF_SOMEBODY = {*NAMED, *TELLING, "unknown"}  # kinds
 
 
 def is_a_librarys_own(cycle: Iterable[Holder]) -> bool:
@@ -55,7 +37,7 @@ def is_a_librarys_own(cycle: Iterable[Holder]) -> bool:
 def _is_own(link: Holder) -> bool:
     if not link.is_library or link.where is None or not link.where.startswith(_OWN):
         return False
-    return link.kind == "attribute" or not link.where.startswith(_OF_STEPS)
+    return link.kind == "attribute" or not _OF_STEPS.match(link.where)
 
 
 def is_a_constant(chain: Sequence[Holder], modules: set[str]) -> bool:
@@ -72,15 +54,11 @@ def is_a_constant(chain: Sequence[Holder], modules: set[str]) -> bool:
 def bounded_blocks(sizes: Iterable[int]) -> dict[int, tuple[int, str]]:
     """Of blocks that nothing visible holds, by their bytes: how many of that size what torch keeps and never shows may
     hold, and what that is."""
-    wanted = set(sizes)
     found: dict[int, tuple[int, str]] = {}
-    cached = _autocast_sizes()
-    for size in wanted & cached.keys():
-        text = "autocast's weight cache, which lasts until its outermost region ends (torch.clear_autocast_cache())"
-        found[size] = cached[size], text
-    buckets = ddp.bucket_bytes(_living(DistributedDataParallel)) if wanted - found.keys() else Counter()
-    for size in (wanted - found.keys()) & buckets.keys():
-        found[size] = buckets[size], "a bucket of DistributedDataParallel, which lasts as long as the model"
+    for holds, text in _KEPT_BY_TORCH:
+        wanted = {*sizes} - found.keys()
+        counts = holds() if wanted else Counter[int]()
+        found |= {size: (counts[size], text) for size in wanted & counts.keys()}
     return found
 
 
@@ -102,6 +80,19 @@ def _autocast_sizes() -> Counter[int]:
         )
 
 
+def _bucket_sizes() -> Counter[int]:
+    return ddp.bucket_bytes(_living(DistributedDataParallel))
+
+
+_KEPT_BY_TORCH = (
+    (
+        _autocast_sizes,
+        "autocast's weight cache, which lasts until its outermost region ends (torch.clear_autocast_cache())",
+    ),
+    (_bucket_sizes, "a bucket of DistributedDataParallel, which lasts as long as the model"),
+)
+
+
 class Windows:
     """What may become more and has a bound: what the optimizers of this moment keep for the parameters that they have,
     and what collections and caches of a greatest length hold."""
@@ -121,7 +112,7 @@ class Windows:
         for thing in _living(_BOUNDED):
             if issubclass(type(thing), deque):
                 if deque.maxlen.__get__(thing) is not None:
-                    found += owned_tensors(list(deque.__iter__(thing)), _DEPTH)
+                    found += tensors_in(list(deque.__iter__(thing)), _DEPTH)
             elif thing.cache_parameters()["maxsize"] is not None:
-                found += owned_tensors(thing, _DEPTH)
+                found += tensors_in(thing, _DEPTH)
         return found

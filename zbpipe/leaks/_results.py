@@ -100,7 +100,7 @@ class Cycle:
 
 
 NAMED = {"module", "frame", "thread", "cell", "function", "attribute"}
-_TELLING = {"hook", "group", "work", "traceback"}
+TELLING = {"hook", "group", "work", "traceback"}
 _OF_AUTOGRAD = {"node", "accumulator", "saved"}
 
 
@@ -118,7 +118,7 @@ def _named_places(chain: list[Holder]) -> list[int]:
             found.append(i)
         elif holder.kind == "hook":
             return [*found, i]
-        elif (of_autograd or holder.kind in _TELLING) and after.kind != "hook":
+        elif (of_autograd or holder.kind in TELLING) and after.kind != "hook":
             return found
     return found
 
@@ -138,7 +138,7 @@ def shortened(chain: list[Holder], most: int, blamed: int | None = None) -> list
         return chain
     last = len(chain) - 1
     by_weight = [0, last, _place_of_blame(chain) if blamed is None else blamed]
-    by_weight += [i for i, holder in enumerate(chain) if holder.kind in _TELLING]
+    by_weight += [i for i, holder in enumerate(chain) if holder.kind in TELLING]
     by_weight += [last - 1, *range(1, last)]
     kept = sorted(list(dict.fromkeys(by_weight))[:most])
     shown = [chain[0]]

@@ -96,7 +96,7 @@ class _Watch:
         for definition in list(self.wide):
             cached = definition.cached_result
             if cached is not None and cached[2] is None:
-                self.allowed += _allow.owned_tensors(cached[0], DEPTH)
+                self.allowed += _allow.tensors_in(cached[0], DEPTH)
         check.__exit__(None, None, None)
         self.allowed.clear()
         report: Report = check.report
