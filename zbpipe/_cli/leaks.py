@@ -133,7 +133,7 @@ class _Steps(Steps):
         assert self.growth is not None
         self.growth.step()
         # While the script's variables are there to be named; ever less often, for a search takes its time.
-        is_time = self.watched >= FEWEST and (is_last or self.growth.looked_at == self.watched)
+        is_time = is_last or (self.growth.looked_at == self.watched >= max(FEWEST, 2 * self.looked_at))
         of = f" of {self.steps}" if self.steps else ""
         self._progress(f"step {self.watched}{of}{', looking who holds what grew' if is_time else ''}")
         if is_time:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zbpipe._torch.pipelining import has_backward
-from zbpipe.leaks import _marker
+from zbpipe.leaks import _listeners
 
 # A later one is what the script means by a step.
 KINDS = ("Optimizer.step", "Schedule.step", "zbpipe.leaks.step()", "--step-at")
@@ -68,8 +68,8 @@ class Steps:
                 undo.callback(setattr, owner, "step", owner.step)
                 owner.step = self._and_tell(owner.step)
             marked = functools.partial(self._end, OF_MARKER, None)
-            _marker._listeners.append(marked)
-            undo.callback(_marker._listeners.remove, marked)
+            _listeners.append(marked)
+            undo.callback(_listeners.remove, marked)
             for module in (sys, threading) if self._line is not None else ():
                 undo.callback(module.settrace, module.gettrace())
                 module.settrace(self._at_call)

@@ -53,17 +53,12 @@ class Check:
 
     def __init__(self, action: Action, allow: tuple[Any, ...], trace: bool, device: torch.device | None) -> None:
         self.report = None
-        self._action = action
-        self._allow = allow
-        self._trace = trace
-        self._device = device
-        self._recorder: _C.Recorder | None = None
-        self._older: object = None
-        self._since = 0
+        self._action, self._allow, self._trace, self._device = action, allow, trace, device
+        self._begun: contextlib.ExitStack | None = None
+        self._unseen: list[str] = []
         self._returned: Any = None
         self._warns_at: tuple[str, int] | None = None
         self._collections = Collections()
-        self._modules: set[str] = set()
         self._exempt: list[range] = []  # serials of blocks
         self._others: list[tuple[object, object]] = []  # storages before and after
 
@@ -96,41 +91,42 @@ class Check:
         return run  # type: ignore[return-value]
 
     def __enter__(self) -> Check:
-        if self._recorder is not None:
+        if self._begun is not None:
             raise RuntimeError("a check can be entered once; call check_tensor_leak() again for another one")
-        recorder = _C.Recorder(0)
-        with contextlib.ExitStack() as undo:  # what is begun ends where a later step fails
+        with contextlib.ExitStack() as begun:  # what is begun ends where a later step fails
+            recorder = _C.Recorder(0)
             recorder.start()
-            undo.callback(recorder.stop)
+            begun.callback(self._stop, recorder)
             collector.switch_off()
-            undo.callback(collector.give_back)
+            begun.callback(collector.give_back)
             self._cuda_before = _cuda.blocks_now(self._device)
-            self._older = storages_now()
+            self._older: object = storages_now()
             self._modules = set(sys.modules)
             self._since = _C.next_serial()
-            undo.enter_context(self._collections)
+            begun.enter_context(self._collections)
             if self._trace:
                 _C.trace_start()
-            undo.pop_all()
-        self._recorder = recorder
+                begun.callback(_C.trace_stop)
+            self._begun = begun.pop_all()
         return self
 
+    def _stop(self, recorder: _C.Recorder) -> None:
+        if untracked := recorder.counters()["untracked"]:
+            self._unseen.append(f"{untracked} blocks that could not be followed for want of memory")
+        if recorder.stop():
+            self._unseen.append("what another CPU allocator handed out that was installed inside")
+
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if self._recorder is None or self.report is not None:
+        if self._begun is None or self.report is not None:
             raise RuntimeError("a check is left once, after it was entered; use it in a with statement")
-        with contextlib.ExitStack() as always:
-            always.callback(collector.give_back)
-            self._collections.__exit__()
-            try:
+        try:
+            with self._begun:
+                self._collections.__exit__()
                 report = self._look()
-            finally:
-                if self._trace:
-                    _C.trace_stop()
-                displaced = self._recorder.stop()
-                self._older = self._returned = None
-                self._allow, self._others = (), []
-        if displaced:
-            report.unseen.append("what another CPU allocator handed out that was installed inside")
+        finally:
+            self._older = self._returned = None
+            self._allow, self._others = (), []
+        report.unseen += self._unseen
         self.report = report
         if not report or kind is not None or self._action == "record":
             return
@@ -152,9 +148,6 @@ class Check:
 
     def _look(self) -> Report:
         report = Report()
-        untracked = self._recorder.counters()["untracked"] if self._recorder else 0
-        if untracked:
-            report.unseen.append(f"{untracked} blocks that could not be followed for want of memory")
         tensors, predicates, holders = _allow.parts_of((*self._allow, *_allow.tensors_in(self._returned)))
         until = _C.next_serial()
         scope = Scope(
@@ -174,26 +167,24 @@ class Check:
         if born.keys() - _C.addresses_of(tensors) or are_there_others(self._older) or _cuda.is_in_use():
             result = search(scope)
             del tensors, holders
-            found = [entry for entry in result.found if self._is_asked_for(entry.leak)]
-            judged, report.notes = without_excused(
-                with_fates(found, born, self._since), set(sys.modules) - self._modules
-            )
+            found = [entry for entry in result.found if self._looks_at(entry.leak.device)]
+            fated = with_fates(found, born, self._since)
+            judged, report.notes = without_excused(fated, set(sys.modules) - self._modules)
             report.leaks = [entry.leak for entry in judged] + self._blocks_of_cuda()
-            report.cycles = result.cycles
-            report.visited = result.visited
+            report.cycles, report.visited = result.cycles, result.visited
             report.unseen += result.unseen if report.leaks else []
         chain = [Holder("unknown", "a cycle that a collection inside the check freed: nobody looked at it before")]
         for _, size, serial in self._collections.freed:
-            if scope.includes(serial) and (self._device is None or self._device.type == "cpu"):
+            if scope.includes(serial) and self._looks_at("cpu"):
                 report.leaks.append(Leak((), "", "cpu", size, 0, 0, COLLECTED, None, chain, 0))
         report.leaks.sort(key=lambda leak: -leak.bytes)
         return report
 
-    def _is_asked_for(self, leak: Leak) -> bool:
-        return self._device is None or torch.device(leak.device).type == self._device.type
+    def _looks_at(self, device: str) -> bool:
+        return self._device is None or torch.device(device).type == self._device.type
 
     def _blocks_of_cuda(self) -> list[Leak]:
-        if not _cuda.is_in_use() or (self._device is not None and self._device.type != "cuda"):
+        if not _cuda.is_in_use() or not self._looks_at("cuda"):
             return []
         chain = [Holder("unknown", "C++ that cannot be seen; the allocator counts the block as in use")]
         spans = [span[:3] for span in _C.storage_spans(storages_now())]

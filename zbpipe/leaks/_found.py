@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from zbpipe import _C
-from zbpipe.leaks import _excused, _source
+from zbpipe.leaks import _source
 from zbpipe.leaks._alike import plain
-from zbpipe.leaks._results import Cycle, Holder, Leak
+from zbpipe.leaks._results import Cycle, Holder, Leak, is_a_librarys_own
 from zbpipe.leaks._ways import LEFT_OUT, Ways
 from zbpipe.leaks._words import Words
 
@@ -209,7 +209,7 @@ class Telling:
             links = self._words.told([turned[-1], *turned, turned[0]], 1)
             holders = [holder for at, holder in links if at <= len(turned)]
             text = " -> ".join([*map(_with_line, holders), "back"])
-            if _excused.is_a_librarys_own(holders):
+            if is_a_librarys_own(holders):
                 for storage in storages:
                     found[storage] = replace(found[storage], excused=text)
                 continue

@@ -35,14 +35,15 @@ from zbpipe import _C
 from zbpipe._formatting import table
 from zbpipe.leaks import _cuda
 from zbpipe.leaks._collector import collector
-from zbpipe.leaks._excused import Windows
 from zbpipe.leaks._grown import Group, Grown, Member, groups_of, grown_of, lines_of, told
+from zbpipe.leaks._judge import Windows
 from zbpipe.leaks._report import Report
 from zbpipe.leaks._results import Cycle
 from zbpipe.leaks._search import Scope, are_there_others, natives_now, search, storages_now
 
 _LONG_TABLE = 20  # rows; longer ones are folded
 FEWEST = 4  # steps that tell: what the first and the last one leave may be gone after the next
+_ACCUMULATES = 2**64 - 1  # the sequence number of a node that accumulates a gradient: no step makes it anew
 _LEAST = 10  # of what the last step made anew, what is less than a tenth of the largest is not told
 
 
@@ -141,7 +142,7 @@ class Growth(contextlib.AbstractContextManager["Growth"]):
         self.bytes.append(sum(living.values()))
         self.nodes.append(0 if is_look else self.nodes[-1])
         if is_look:
-            sequences = [one.sequence or 0 for one in natives if one.kind == "node"]
+            sequences = [one.sequence or 0 for one in natives if one.kind == "node" and one.sequence != _ACCUMULATES]
             self.nodes[-1] = sum(sequence <= self._newest_nodes[1] for sequence in sequences)
             self._newest_nodes = [self._newest_nodes[1], max(sequences, default=0)]
             self.looked_at = number

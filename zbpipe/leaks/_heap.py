@@ -91,13 +91,14 @@ class Heap:
                 if thing is None:
                     continue
             for held in referents(thing):
+                key = id(held)
+                if key in place:  # all but tensors and nodes, which are there by their handles
+                    continue
                 kind = kind_of(id(type(held)))
                 if kind == _PLAIN:
-                    key = id(held)
-                    if key not in place:
-                        place[key] = len(things)
-                        things.append(held)
-                        parents.append(at)
+                    place[key] = len(things)
+                    things.append(held)
+                    parents.append(at)
                 elif kind != _SKIPPED:
                     self._meet(held, at)
 

@@ -87,8 +87,9 @@ class Words:
         key = kind, text, where, size, is_library
         holder = self._made.get(key)
         if holder is None:
-            printable = text.encode("utf-8", "backslashreplace").decode()  # names may hold what no encoding has
-            holder = self._made[key] = Holder(kind, printable, where, size, is_library)
+            if not text.isascii():  # names may hold what no encoding has
+                text = text.encode("utf-8", "backslashreplace").decode()
+            holder = self._made[key] = Holder(kind, text, where, size, is_library)
         return holder
 
     def _described(self, path: Sequence[int], at: int, after: int) -> Holder | None:
@@ -109,7 +110,7 @@ class Words:
         things = self._heap.things
         above, by, thing, held = (things[at] if at >= 0 else None for at in (two, one, place, after))
         held = held.object if type(held) is _C.Handle else held
-        edge, of_owner = self._edge(one, place), self._edge(two, one)
+        edge = self._edge(one, place)
         if type(thing) is _C.Handle:
             return self._native(thing, edge)
         if " hooks" in edge:
@@ -117,12 +118,13 @@ class Words:
             text = f"the {kind}s" if held is None else f"{kind} {callable_name(held)}"
             return self.holder("hook", text, code_place(held))
         if type(by) is types.FunctionType and any(thing is part for part in _parts_of(by)):
-            return self._of_function(by, thing, held, of_owner)
-        is_closure = type(above) is types.FunctionType and by is above.__closure__
-        if type(thing) is types.CellType and (type(by) is types.FrameType or is_closure):
+            return self._of_function(by, thing, held, self._edge(two, one))
+        if type(thing) is types.CellType and (
+            type(by) is types.FrameType or (type(above) is types.FunctionType and by is above.__closure__)
+        ):
             return None
         if issubclass(type(thing), dict):
-            return self._of_dict(thing, held, by, above, edge, of_owner)
+            return self._of_dict(thing, held, by, above, edge, self._edge(two, one))
         return self._of_python(thing, held, edge)
 
     def _edge(self, one: int, place: int) -> str:
