@@ -255,7 +255,7 @@ def test_memory_that_goes_past_the_allocator_grows(make, every):
 def test_other_memory_that_comes_into_use_in_a_step_is_counted_from_there(monkeypatch):
     used = iter([False, False, True])
     monkeypatch.setattr(_cuda, "is_in_use", lambda: next(used))
-    monkeypatch.setattr(_growth, "are_there_others", lambda older: False)
+    monkeypatch.setattr(_growth, "are_there_others", lambda *_: False)
     growth, (grown,), _ = grow(lambda: KEPT.append(of_other_memory(2)))
     assert growth.counts == [0, 0, 1, 2, 3, 4]
     assert grown.steps == [3, 4, 5]

@@ -47,6 +47,11 @@ Exit status: the script's own if that is not 0; 3 if something grew and --error
 is given, but not for a window that is not full yet; 4 if there were too few
 steps to tell; 2 for a wrong command line; else 0.
 """
+NEEDED = (
+    "needed. A step is a call of a pipeline schedule's step() or an optimizer's. Where there is none (evaluation, "
+    "inference), give --step-at FILE:LINE, the first line in the body of the loop, or call zbpipe.leaks.step() at its "
+    "end."
+)
 GREW = 3  # exit statuses; 1 and others are the script's own, 2 is a wrong command line
 TOO_FEW = 4  # steps to tell
 SCHEMA = 3  # of --json; 2 had no "verdict", "nodes" and "filling"
@@ -128,48 +133,40 @@ class _Steps(Steps):
         assert self.growth is not None
         self.growth.step()
         # While the script's variables are there to be named; ever less often, for a search takes its time.
-        is_time = self.watched >= FEWEST and (is_last or self.watched >= 1.25 * self.looked_at)
+        is_time = is_last or (self.growth.looked_at == self.watched >= max(FEWEST, 2 * self.looked_at))
         of = f" of {self.steps}" if self.steps else ""
         self._progress(f"step {self.watched}{of}{', looking who holds what grew' if is_time else ''}")
         if is_time:
-            self.look()
+            self.found, self.looked_at = self.growth.grown(), self.watched
 
-    def look(self) -> None:
-        """Look who holds what grew: a search through all that lives."""
-        assert self.growth is not None
-        self.looked_at = self.watched
-        self.found = self.growth.grown()
+    def judged(self) -> Growth | None:
+        """The counts, closed, when what was found is what still grows; None if there were too few steps to tell."""
+        growth = self.growth
+        if growth is None or self.watched < FEWEST:
+            return None
+        if not growth.rising():
+            self.found, growth.filling, growth.cycles = [], [], []
+        elif not self.found and not growth.filling and self.looked_at < self.watched:
+            self.found, self.looked_at = growth.grown(), self.watched
+        growth.close()
+        return growth
 
 
 def _report(steps: _Steps, given: argparse.Namespace) -> int:
     """Print, and write what files were asked for. Returns the exit status that the steps deserve."""
-    growth = steps.growth
-    if growth is not None:
-        if not growth.rising():
-            steps.found, growth.filling, growth.cycles = [], [], []
-        elif not steps.found and not growth.filling and steps.looked_at < steps.watched >= FEWEST:
-            steps.look()
-        growth.close()
-    kind = KINDS[steps.kind]
-    if growth is None or steps.watched < FEWEST:
-        growth = None
+    growth, kind = steps.judged(), KINDS[steps.kind]
+    if growth is None:
         what = f"{steps.seen} steps ({kind}) were seen{steps.whose}" if steps.seen else "no step was seen"
-        head = (
-            f"zbpipe leaks: {what}; to tell what grows {steps.warmup} of warm-up and {FEWEST} more are needed. A step "
-            "is a call of a pipeline schedule's step() or an optimizer's. Where there is none (evaluation, inference), "
-            "give --step-at FILE:LINE, the first line in the body of the loop, or call zbpipe.leaks.step() at its end."
-        )
+        head = f"zbpipe leaks: {what}; to tell what grows {steps.warmup} of warm-up and {FEWEST} more are {NEEDED}"
     else:
         head = f"zbpipe leaks: {steps.watched} steps ({kind}) after {steps.warmup} of warm-up{steps.whose}"
-    if growth is not None and given.json:
-        ranks.file_of(given.json).write_text(json.dumps(_data(steps, growth, given), indent=1) + "\n")
-    if growth is not None and given.picture and steps.found:
-        report_of(steps.found, growth.cycles).draw(ranks.file_of(given.picture))
+        if given.json:
+            ranks.file_of(given.json).write_text(json.dumps(_data(steps, growth, given), indent=1) + "\n")
+        if given.picture and steps.found:
+            report_of(steps.found, growth.cycles).draw(ranks.file_of(given.picture))
     text_of = functools.partial(growth_report.text_of, world=ranks.count())
     ranks.say_together(growth_report.of_rank(head, growth, steps.found, steps.looked_at), text_of, steps.has_failed)
-    if growth is None:
-        return TOO_FEW
-    return GREW if given.error and steps.found else 0
+    return TOO_FEW if growth is None else GREW if given.error and steps.found else 0
 
 
 def _data(steps: _Steps, growth: Growth, given: argparse.Namespace) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zbpipe._torch.pipelining import has_backward
-from zbpipe.leaks import _marker
+from zbpipe.leaks import _listeners
 
 # A later one is what the script means by a step.
 KINDS = ("Optimizer.step", "Schedule.step", "zbpipe.leaks.step()", "--step-at")
@@ -35,6 +35,7 @@ class Steps:
         self.steppers = 0  # that have stepped
         self._times: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # since the one's that counts
         self._line = line
+        self._is_file: dict[str, bool] = {}  # by the names of files, whether it is the line's
         self._is_over = False
         self._process = os.getpid()
         self._inside = threading.local()
@@ -44,19 +45,14 @@ class Steps:
     def restart(self) -> None:
         """Begin to count; what was counted before was no step."""
         self.seen = 0
-        self.has_begun = False
         if self.warmup == 0:
-            self._begin()
+            self.begin()
 
     def begin(self) -> None:
         raise NotImplementedError
 
     def ended(self, is_last: bool) -> None:
         raise NotImplementedError
-
-    def _begin(self) -> None:
-        self.has_begun = True
-        self.begin()
 
     @property
     def watched(self) -> int:
@@ -71,33 +67,26 @@ class Steps:
             for owner in _classes_that_step():
                 undo.callback(setattr, owner, "step", owner.step)
                 owner.step = self._and_tell(owner.step)
-            _marker._listeners.append(self._marked)
-            undo.callback(_marker._listeners.remove, self._marked)
-            if self._line is not None:
-                for module in (sys, threading):
-                    undo.callback(module.settrace, module.gettrace())
-                    module.settrace(self._traced(*self._line))
+            marked = functools.partial(self._end, OF_MARKER, None)
+            _listeners.append(marked)
+            undo.callback(_listeners.remove, marked)
+            for module in (sys, threading) if self._line is not None else ():
+                undo.callback(module.settrace, module.gettrace())
+                module.settrace(self._at_call)
             yield
 
-    def _traced(self, path: str, line: int) -> Callable[..., Any]:
-        """For sys.settrace: ends a step whenever the line is about to run."""
-        is_file: dict[str, bool] = {}
+    def _at_call(self, frame: FrameType, event: str, argument: Any) -> Any:
+        """For sys.settrace: only the lines of the file are looked at."""
+        name = frame.f_code.co_filename
+        if name not in self._is_file:
+            self._is_file[name] = self._line is not None and os.path.realpath(name) == self._line[0]
+        return self._at_line if self._is_file[name] else None
 
-        def at_line(frame: FrameType, event: str, argument: Any) -> Any:
-            if event == "line" and frame.f_lineno == line:
-                self._end(OF_LINE, None)
-            return at_line
-
-        def call(frame: FrameType, event: str, argument: Any) -> Any:
-            name = frame.f_code.co_filename
-            if name not in is_file:
-                is_file[name] = os.path.realpath(name) == path
-            return at_line if is_file[name] else None
-
-        return call
-
-    def _marked(self) -> None:
-        self._end(OF_MARKER, None)
+    def _at_line(self, frame: FrameType, event: str, argument: Any) -> Any:
+        """A step ends whenever the line is about to run."""
+        if event == "line" and self._line is not None and frame.f_lineno == self._line[1]:
+            self._end(OF_LINE, None)
+        return self._at_line
 
     def _and_tell(self, step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(step)
@@ -127,9 +116,9 @@ class Steps:
             if stepper is not None and not self._counts(stepper):
                 return
             self.seen += 1
-            if not self.has_begun:
+            if self.seen <= self.warmup:
                 if self.seen == self.warmup:
-                    self._begin()
+                    self.begin()
                 return
             self._is_over = self.steps is not None and self.seen >= self.warmup + self.steps
             self.ended(self._is_over)

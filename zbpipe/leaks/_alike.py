@@ -12,6 +12,8 @@ _NAME = re.compile(r"(?<=\bitem )(['\"]).*\1|\d+")  # a key, or a number within 
 _BY_NAME = ("attribute", "dict", "list")  # kinds of what is kept under ever new names
 _ITEM = re.compile(r"(.*\bitem) (\d+)")
 
+Key = tuple[str, ...]
+
 
 def plain(text: str) -> str:
     """A text without its numbers."""
@@ -27,7 +29,7 @@ class Likeness:
     def __init__(self) -> None:
         self._plain: dict[int, str] = {}
 
-    def __call__(self, chain: Iterable[Holder]) -> tuple[str, ...]:
+    def __call__(self, chain: Iterable[Holder]) -> Key:
         return tuple(dict.fromkeys(self._of(holder) for holder in chain if holder.kind != "more"))
 
     def _of(self, holder: Holder) -> str:
@@ -38,48 +40,44 @@ class Likeness:
         return text
 
 
-def grouped(leaks: Sequence[Leak]) -> list[list[int]]:
-    """Places of the leaks that are held alike together, by their bytes, the most first."""
+def grouped(leaks: Sequence[Leak]) -> list[tuple[int, list[int]]]:
+    """Places of the leaks that are held alike together, by their bytes, the most first; and where the one to blame
+    stands in their chains."""
     likeness = Likeness()
-    groups: dict[tuple[object, ...], list[int]] = {}
+    groups: dict[tuple[int, bool, Key], list[int]] = {}
     for place, leak in enumerate(leaks):
-        groups.setdefault((leak.place_of_blame, leak.views > 0, *likeness(leak.chain)), []).append(place)
-    return sorted(groups.values(), key=lambda places: -sum(leaks[place].bytes for place in places))
+        groups.setdefault((leak.place_of_blame, leak.views > 0, likeness(leak.chain)), []).append(place)
+    by_bytes = sorted(groups.items(), key=lambda group: -sum(leaks[place].bytes for place in group[1]))
+    return [(blamed, places) for (blamed, _, _), places in by_bytes]
 
 
-def by_place(leaks: Sequence[Leak]) -> list[tuple[int | None, list[int]]]:
-    """Places of the leaks that one holder has together, however they hang below it.
-
-    That holder is the program's last one above the items that differ, and its place in the chains comes first; None is
-    the place to blame of each.
-    """
+def by_place(leaks: Sequence[Leak]) -> list[tuple[int, list[int]]]:
+    """Places of the leaks that one holder has together, however they hang below it; first where that holder stands in
+    the chains. It is the program's last one above the items that differ; if none do, the one to blame."""
     likeness = Likeness()
-    alike: dict[tuple[str, ...], list[int]] = {}
+    alike: dict[Key, tuple[int, list[int]]] = {}
     for at, leak in enumerate(leaks):
-        alike.setdefault(likeness(leak.chain[: leak.place_of_blame + 1]), []).append(at)
-    found: dict[tuple[str, ...], tuple[int | None, list[int]]] = {}
-    for places in alike.values():
-        first = leaks[places[0]]
-        mark = _above_what_differs([leaks[at].chain for at in places], first.place_of_blame + 1)
-        last = first.place_of_blame if mark is None else mark
-        found.setdefault(likeness(first.chain[: last + 1]), (mark, []))[1].extend(places)
+        blamed = leak.place_of_blame
+        alike.setdefault(likeness(leak.chain[: blamed + 1]), (blamed, []))[1].append(at)
+    found: dict[Key, tuple[int, list[int]]] = {}
+    for blamed, places in alike.values():
+        mark = _above_what_differs([leaks[at].chain for at in places], blamed)
+        found.setdefault(likeness(leaks[places[0]].chain[: mark + 1]), (mark, []))[1].extend(places)
     return list(found.values())
 
 
-def _above_what_differs(chains: list[list[Holder]], last: int) -> int | None:
-    for at in range(1, min(last + 1, *map(len, chains))):
+def _above_what_differs(chains: list[list[Holder]], blamed: int) -> int:
+    for at in range(1, min(blamed + 1, *map(len, chains))):
         if len({chain[at].text for chain in chains}) > 1:
             above = enumerate(chains[0][:at])
-            named = [i for i, holder in above if holder.kind in NAMED and not holder.is_library]
-            return named[-1] if named else None
-    return None
+            return max((i for i, one in above if one.kind in NAMED and not one.is_library), default=blamed)
+    return blamed
 
 
 def merged(chains: Sequence[list[Holder]]) -> list[Holder]:
     """One chain for those that are alike: that of the first, with the items of all where they differ in these."""
-    first = chains[0]
-    chains = [chain for chain in chains if len(chain) == len(first)]
-    return [_merged(holders) for holders in zip(*chains, strict=True)]
+    length = len(chains[0])
+    return [_merged(holders) for holders in zip(*(chain for chain in chains if len(chain) == length), strict=True)]
 
 
 def _merged(holders: tuple[Holder, ...]) -> Holder:
@@ -87,12 +85,11 @@ def _merged(holders: tuple[Holder, ...]) -> Holder:
     texts = dict.fromkeys(holder.text for holder in holders)
     if len(texts) == 1:
         return first
-    items = [_ITEM.fullmatch(text) for text in texts]
-    prefixes = {item[1] for item in items if item}
-    if all(items) and len(prefixes) == 1:
-        numbers = sorted(int(item[2]) for item in items if item)
-        return Holder(first.kind, f"{prefixes.pop()}s {numbered_spans(numbers)}", first.where, 0, first.is_library)
-    return Holder(first.kind, f"{first.text} and {len(texts) - 1} like it", first.where, 0, first.is_library)
+    items = [item for text in texts if (item := _ITEM.fullmatch(text))]
+    text = f"{first.text} and {len(texts) - 1} like it"
+    if len(items) == len(texts) and len({item[1] for item in items}) == 1:
+        text = f"{items[0][1]}s {numbered_spans(sorted(int(item[2]) for item in items))}"
+    return Holder(first.kind, text, first.where, 0, first.is_library)
 
 
 def numbered_spans(numbers: list[int]) -> str:

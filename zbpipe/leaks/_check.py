@@ -7,38 +7,36 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar, overload
 
 import torch
 
 from zbpipe import _C
 from zbpipe.leaks import _allow, _cuda
-from zbpipe.leaks._collector import Block, collections, collector
+from zbpipe.leaks._collector import Collections, collector
 from zbpipe.leaks._judge import with_fates, without_excused
 from zbpipe.leaks._report import Report
 from zbpipe.leaks._results import COLLECTED, Holder, Leak
-from zbpipe.leaks._search import Scope, are_there_others, search, storages_now
+from zbpipe.leaks._search import Scope, are_there_others, identities, search, storages_now
 
 F = TypeVar("F", bound=Callable[..., Any])
 Action = Literal["warn", "error", "record"]
+_RUN_LATER = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 
 
-class TensorLeakWarning(UserWarning):
-    """Tensors outlived a check; ``report``, a :class:`Report`, says which."""
-
+class _OfReport(Exception):
     def __init__(self, report: Report) -> None:
         super().__init__(str(report))
         self.report = report
 
 
-class TensorLeakError(AssertionError):
+class TensorLeakWarning(_OfReport, UserWarning):
     """Tensors outlived a check; ``report``, a :class:`Report`, says which."""
 
-    def __init__(self, report: Report) -> None:
-        super().__init__(str(report))
-        self.report = report
+
+class TensorLeakError(_OfReport, AssertionError):
+    """Tensors outlived a check; ``report``, a :class:`Report`, says which."""
 
 
 class Check:
@@ -55,17 +53,14 @@ class Check:
 
     def __init__(self, action: Action, allow: tuple[Any, ...], trace: bool, device: torch.device | None) -> None:
         self.report = None
-        self._action = action
-        self._allow = allow
-        self._trace = trace
-        self._device = device
-        self._recorder: _C.Recorder | None = None
-        self._older: object = None
-        self._since = 0
+        self._action, self._allow, self._trace, self._device = action, allow, trace, device
+        self._begun: contextlib.ExitStack | None = None
+        self._unseen: list[str] = []
         self._returned: Any = None
         self._warns_at: tuple[str, int] | None = None
-        self._collected = _Collected()
-        self._modules: set[str] = set()
+        self._collections = Collections()
+        self._exempt: list[range] = []  # serials of blocks
+        self._others: list[tuple[object, object]] = []  # storages before and after
 
     def __call__(self, function: F) -> F:
         """``function``, checked whenever it is called. What it returns is no leak; what that holds may be.
@@ -78,12 +73,10 @@ class Check:
                 f"check_tensor_leak was given a {type(function).__name__} to check; expected a function, or pass what "
                 "may live on as allow=..."
             )
-        name = getattr(function, "__qualname__", function)
-        runs_later = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
-        if any(test(function) for test in runs_later):
+        if any(runs_later(function) for runs_later in _RUN_LATER):
             raise TypeError(
-                f"{name} runs after its call has returned (a coroutine or generator function); check "
-                "what it does with a with block inside it"
+                f"{getattr(function, '__qualname__', function)} runs after its call has returned (a coroutine or "
+                "generator function); check what it does with a with block inside it"
             )
         arguments = (self._action, self._allow, self._trace, self._device)
         code = getattr(inspect.unwrap(function), "__code__", None)
@@ -98,44 +91,42 @@ class Check:
         return run  # type: ignore[return-value]
 
     def __enter__(self) -> Check:
-        if self._recorder is not None:
+        if self._begun is not None:
             raise RuntimeError("a check can be entered once; call check_tensor_leak() again for another one")
-        recorder = _C.Recorder(0)
-        with contextlib.ExitStack() as undo:  # what is begun ends where a later step fails
+        with contextlib.ExitStack() as begun:  # what is begun ends where a later step fails
+            recorder = _C.Recorder(0)
             recorder.start()
-            undo.callback(recorder.stop)
+            begun.callback(self._stop, recorder)
             collector.switch_off()
-            undo.callback(collector.give_back)
+            begun.callback(collector.give_back)
             self._cuda_before = _cuda.blocks_now(self._device)
-            self._older = storages_now()
+            self._older: object = storages_now()
             self._modules = set(sys.modules)
             self._since = _C.next_serial()
-            self._collected.watch(self._since)
-            undo.callback(self._collected.close)
+            begun.enter_context(self._collections)
             if self._trace:
                 _C.trace_start()
-            undo.pop_all()
-        self._recorder = recorder
+                begun.callback(_C.trace_stop)
+            self._begun = begun.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._recorder is None or self.report is not None:
+    def _stop(self, recorder: _C.Recorder) -> None:
+        if untracked := recorder.counters()["untracked"]:
+            self._unseen.append(f"{untracked} blocks that could not be followed for want of memory")
+        if recorder.stop():
+            self._unseen.append("what another CPU allocator handed out that was installed inside")
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if self._begun is None or self.report is not None:
             raise RuntimeError("a check is left once, after it was entered; use it in a with statement")
-        with contextlib.ExitStack() as always:
-            always.callback(collector.give_back)
-            self._collected.close()
-            try:
+        try:
+            with self._begun:
+                self._collections.__exit__()
                 report = self._look()
-            finally:
-                if self._trace:
-                    _C.trace_stop()
-                displaced = self._recorder.stop()
-                self._older = self._returned = None
-                self._allow = ()
-        if displaced:
-            report.unseen.append("what another CPU allocator handed out that was installed inside")
+        finally:
+            self._older = self._returned = None
+            self._allow, self._others = (), []
+        report.unseen += self._unseen
         self.report = report
         if not report or kind is not None or self._action == "record":
             return
@@ -146,45 +137,54 @@ class Check:
         else:
             warnings.warn_explicit(TensorLeakWarning(report), None, *self._warns_at)
 
+    @contextlib.contextmanager
+    def _exempted(self) -> Iterator[None]:
+        """What is born inside is no leak of this check's."""
+        since, blocks, older = _C.next_serial(), _cuda.blocks_now(self._device), storages_now()
+        yield
+        self._exempt.append(range(since, _C.next_serial()))
+        self._cuda_before |= _cuda.blocks_now(self._device) - blocks
+        self._others.append((older, storages_now()))
+
     def _look(self) -> Report:
         report = Report()
-        untracked = self._recorder.counters()["untracked"] if self._recorder else 0
-        if untracked:
-            report.unseen.append(f"{untracked} blocks that could not be followed for want of memory")
         tensors, predicates, holders = _allow.parts_of((*self._allow, *_allow.tensors_in(self._returned)))
         until = _C.next_serial()
-        born = {address: serial for address, _, serial in _C.live_blocks(self._since) if serial < until}
+        scope = Scope(
+            since=self._since,
+            until=until,
+            exempt=self._exempt,
+            older=self._older,
+            allowed=_C.storages_of(tensors).union(
+                *(identities(now) - identities(older) for older, now in self._others)
+            ),
+            trimmed={id(holder) for holder in (*tensors, *holders)},
+            returned=self._returned,
+            keep=functools.partial(_is_leak, predicates) if predicates else None,
+            traced=self._trace,
+        )
+        born = {address: serial for address, _, serial in _C.live_blocks(self._since) if scope.includes(serial)}
         if born.keys() - _C.addresses_of(tensors) or are_there_others(self._older) or _cuda.is_in_use():
-            result = search(
-                Scope(
-                    since=self._since,
-                    until=until,
-                    older=self._older,
-                    allowed=_C.storages_of(tensors),
-                    trimmed={id(holder) for holder in (*tensors, *holders)},
-                    returned=self._returned,
-                    keep=functools.partial(_is_leak, predicates) if predicates else None,
-                    traced=self._trace,
-                )
-            )
+            result = search(scope)
             del tensors, holders
-            found = [entry for entry in result.found if self._is_asked_for(entry.leak)]
-            judged, report.notes = without_excused(
-                with_fates(found, born, self._since), set(sys.modules) - self._modules
-            )
+            found = [entry for entry in result.found if self._looks_at(entry.leak.device)]
+            fated = with_fates(found, born, self._since)
+            judged, report.notes = without_excused(fated, set(sys.modules) - self._modules)
             report.leaks = [entry.leak for entry in judged] + self._blocks_of_cuda()
-            report.cycles = result.cycles
-            report.visited = result.visited
+            report.cycles, report.visited = result.cycles, result.visited
             report.unseen += result.unseen if report.leaks else []
-        report.leaks += self._collected.leaks if self._device is None or self._device.type == "cpu" else []
+        chain = [Holder("unknown", "a cycle that a collection inside the check freed: nobody looked at it before")]
+        for _, size, serial in self._collections.freed:
+            if scope.includes(serial) and self._looks_at("cpu"):
+                report.leaks.append(Leak((), "", "cpu", size, 0, 0, COLLECTED, None, chain, 0))
         report.leaks.sort(key=lambda leak: -leak.bytes)
         return report
 
-    def _is_asked_for(self, leak: Leak) -> bool:
-        return self._device is None or torch.device(leak.device).type == self._device.type
+    def _looks_at(self, device: str) -> bool:
+        return self._device is None or torch.device(device).type == self._device.type
 
     def _blocks_of_cuda(self) -> list[Leak]:
-        if not _cuda.is_in_use() or (self._device is not None and self._device.type != "cuda"):
+        if not _cuda.is_in_use() or not self._looks_at("cuda"):
             return []
         chain = [Holder("unknown", "C++ that cannot be seen; the allocator counts the block as in use")]
         spans = [span[:3] for span in _C.storage_spans(storages_now())]
@@ -242,27 +242,6 @@ def check_tensor_leak(
     checked = _allow.checked(action, allow, device)
     check = Check(action, checked, trace, None if device is None else torch.device(device))
     return check if function is None else check(function)
-
-
-class _Collected:
-    """CPU blocks that were born inside a check, and that a collection inside it freed: no search saw who held them."""
-
-    def __init__(self) -> None:
-        self.leaks: list[Leak] = []
-        self._since = 0
-
-    def watch(self, since: int) -> None:
-        self._since = since
-        collections.listen(self._note)
-
-    def close(self) -> None:
-        collections.forget(self._note)
-
-    def _note(self, freed: list[Block]) -> None:
-        for _, size, serial in freed:
-            if serial >= self._since:
-                held = "a cycle that a collection inside the check freed: nobody looked at it before"
-                self.leaks.append(Leak((), "", "cpu", size, 0, 0, COLLECTED, None, [Holder("unknown", held)], 0))
 
 
 def _is_leak(predicates: list[Callable[[torch.Tensor], bool]], tensors: list[torch.Tensor]) -> bool:

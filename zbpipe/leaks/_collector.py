@@ -7,11 +7,11 @@ import gc
 import os
 import struct
 import threading
-from collections.abc import Callable
 
 from zbpipe import _C
 
 Block = tuple[int, int, int]
+"""Address, bytes, serial."""
 
 _EVENT, _OLDER = struct.Struct("QQQQII"), 2  # as _C.Recorder.events() gives them
 
@@ -56,69 +56,41 @@ if hasattr(os, "register_at_fork"):
 
 
 class Collections:
-    """Says what runs of the collector free, of CPU memory: the blocks that the thread frees on which it runs. Other
-    threads' own, and what callbacks of others in gc.callbacks let go of, is not among it."""
+    """What runs of the collector free of CPU memory, from entering to leaving: the blocks that the thread frees on
+    which it runs. Other threads' own, and what other callbacks in gc.callbacks let go of, is not among it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._listeners: list[Callable[[list[Block]], None]] = []
+        self.freed: list[Block] = []
         self._log: _C.Recorder | None = None  # of the run that goes on
 
-    def listen(self, listener: Callable[[list[Block]], None]) -> None:
-        """Call it after each run, on whichever thread, with the blocks that went: address, bytes, serial."""
-        with self._lock:
-            self._listeners.append(listener)
-            self._stand_around()
-
-    def forget(self, listener: Callable[[list[Block]], None]) -> None:
-        with self._lock:
-            self._listeners.remove(listener)
-            if not self._listeners:
-                self._remove()
-                self._log = None
-
-    def _stand_around(self) -> None:
-        """Last of the callbacks before a run and first after it, so that none of theirs is within."""
-        self._remove()
+    def __enter__(self) -> Collections:
+        # Last of the callbacks before a run and first after it, so that none of theirs is within.
         gc.callbacks.append(self._begins)
         gc.callbacks.insert(0, self._ends)
+        return self
 
-    def _remove(self) -> None:
+    def __exit__(self, *error: object) -> None:
         for callback in (self._begins, self._ends):
             with contextlib.suppress(ValueError):  # somebody emptied the list
                 gc.callbacks.remove(callback)
+        self._log = None
 
     def _begins(self, phase: str, info: dict[str, int]) -> None:
         if phase == "start":
-            log = _C.Recorder(1 << 62)
-            log.start()
-            self._log = log
+            self._log = _C.Recorder(1 << 62)
+            self._log.start()
 
     def _ends(self, phase: str, info: dict[str, int]) -> None:
         log, self._log = self._log, None
-        if phase != "stop" or log is None:
-            return
-        log.stop()
-        mine = log.marks()[0][8]
-        events = _EVENT.iter_unpack(log.events())
-        freed = [tuple(block) for _, *block, thread, kind in events if thread == mine and kind == _OLDER]
-        for listener in list(self._listeners) if freed else ():
-            listener(freed)
-
-
-collections = Collections()
+        if phase == "stop" and log is not None:
+            log.stop()
+            mine = log.marks()[0][8]
+            events = _EVENT.iter_unpack(log.events())
+            self.freed += [(*block,) for _, *block, thread, kind in events if thread == mine and kind == _OLDER]
 
 
 def collect() -> set[int]:
     """Run the collector. Returns the serials of the CPU blocks that it freed."""
-    freed: set[int] = set()
-
-    def note(blocks: list[Block]) -> None:
-        freed.update(serial for _, _, serial in blocks)
-
-    collections.listen(note)
-    try:
+    with Collections() as collections:
         gc.collect()
-    finally:
-        collections.forget(note)
-    return freed
+    return {serial for _, _, serial in collections.freed}

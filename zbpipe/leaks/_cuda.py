@@ -47,21 +47,11 @@ def active(segments: Iterable[Mapping[str, Any]], device: torch.device | None = 
 
 
 def unexplained(before: set[Block], now: Iterable[Block], spans: Iterable[Block]) -> list[Block]:
-    """The blocks of ``now`` that were not there before and in which none of ``spans``, the living storages, begins.
+    """The blocks of ``now`` that were not there before and in which none of ``spans``, the living storages, begins."""
+    begins = sorted((device, address) for device, address, size in spans if size)
 
-    O(n log n) in blocks and storages.
-    """
-    begins: dict[str, list[int]] = {}
-    for device, address, size in spans:
-        if size:
-            begins.setdefault(device, []).append(address)
-    for addresses in begins.values():
-        addresses.sort()
-    return [
-        block for block in now if block not in before and not _has_one(begins.get(block[0], []), block[1], block[2])
-    ]
+    def has_one(device: str, address: int, size: int) -> bool:
+        at = bisect_left(begins, (device, address))
+        return at < len(begins) and begins[at] < (device, address + max(size, 1))
 
-
-def _has_one(sorted_addresses: list[int], begin: int, size: int) -> bool:
-    at = bisect_left(sorted_addresses, begin)
-    return at < len(sorted_addresses) and sorted_addresses[at] < begin + max(size, 1)
+    return [block for block in now if block not in before and not has_one(*block)]

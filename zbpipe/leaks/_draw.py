@@ -1,7 +1,5 @@
 """The picture of a report, for Graphviz: from the outermost holders on the left to the tensors on the right.
 
-Note [What the picture shows]
-
 Chains that begin alike share their beginning; of a long chain the middle is left out. The holder to look at first has a
 thick line. Autograd nodes and groups are hexagons, tensors round, what cannot be seen is dashed. A cycle has an arrow
 back.
@@ -10,50 +8,25 @@ back.
 from __future__ import annotations
 
 import shutil
-import subprocess
 import textwrap
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
-from zbpipe.leaks._results import Cycle, Holder, Leak, shortened
+from zbpipe.leaks._results import Holder, shortened
 
 ENDINGS = (".dot", ".svg", ".png")
 _LONGEST_CHAIN = 7
 _CHARACTERS = 34  # of a line in a box
 _LONGEST_TEXT = 120
-_LOOKS = {"node": "node", "accumulator": "node", "group": "node", "work": "node", "tensor": "tensor", "saved": "tensor"}
-_ATTRIBUTES = {
-    "python": 'shape=box fillcolor="#cfe0f1" color="#33658f"',
-    "node": 'shape=hexagon fillcolor="#d3e8cc" color="#46783a"',
-    "tensor": 'shape=box fillcolor="#f7d9a8" color="#a5691b" style="filled,rounded"',
-    "unknown": 'shape=box fillcolor="#e3e4e6" color="#70757c" style="filled,dashed"',
+_OF_PYTHON = 'shape=box fillcolor="#cfe0f1" color="#33658f"'
+_NODE = 'shape=hexagon fillcolor="#d3e8cc" color="#46783a"'
+_TENSOR = 'shape=box fillcolor="#f7d9a8" color="#a5691b" style="filled,rounded"'
+_UNKNOWN = 'shape=box fillcolor="#e3e4e6" color="#70757c" style="filled,dashed"'
+_LOOKS = {
+    **dict.fromkeys(("node", "accumulator", "group", "work"), _NODE),
+    **dict.fromkeys(("tensor", "saved"), _TENSOR),
+    "unknown": _UNKNOWN,
 }
-
-
-class Drawable(Protocol):
-    """A report, as the drawing reads it."""
-
-    leaks: list[Leak]
-    cycles: list[Cycle]
-
-    @property
-    def bytes(self) -> int: ...
-
-
-def draw(report: Drawable, path: Path, max_leaks: int) -> Path:
-    """See :meth:`Report.draw`."""
-    if max_leaks < 1:
-        raise ValueError(f"max_leaks is {max_leaks}; expected 1 or more")
-    if refusal := refusal_of(path):
-        raise (FileNotFoundError if path.suffix in ENDINGS else ValueError)(refusal)
-    text = dot_of(report, max_leaks)
-    if path.suffix == ".dot":
-        path.write_text(text, encoding="utf-8")
-    else:
-        command = ["dot", f"-T{path.suffix[1:]}", f"-o{path}"]
-        subprocess.run(command, input=text, encoding="utf-8", check=True, capture_output=True)
-    return path
 
 
 def refusal_of(path: Path) -> str | None:
@@ -69,7 +42,8 @@ def can_render() -> bool:
     return shutil.which("dot") is not None
 
 
-def dot_of(report: Drawable, max_leaks: int) -> str:
+def dot_of(report: Any, max_leaks: int) -> str:
+    """The picture of a Report as text."""
     names: dict[tuple[str, Holder | int], str] = {}  # a box is its holder, and the box before it
     lines = [
         "digraph leaks {",
@@ -89,20 +63,15 @@ def dot_of(report: Drawable, max_leaks: int) -> str:
                 lines += [f"{before} -> {names[key]}"] if before else []
             before = names[key]
     for number, cycle in enumerate(report.cycles[:max_leaks]):
-        lines += _cycle(f"c{number}_", shortened(cycle.steps, _LONGEST_CHAIN), cycle.bytes)
+        steps = shortened(cycle.steps, _LONGEST_CHAIN)
+        for place, holder in enumerate(steps):
+            lines.append(_box(f"c{number}_{place}", holder, "" if place else f"{cycle.bytes} bytes", False))
+            lines.append(f"c{number}_{place} -> c{number}_{(place + 1) % len(steps)}")
     return "\n".join([*lines, "}", ""])
 
 
-def _cycle(name: str, steps: list[Holder], size: int) -> Iterable[str]:
-    for place, holder in enumerate(steps):
-        yield _box(f"{name}{place}", holder, "" if place else f"{size} bytes", False)
-        yield f"{name}{place} -> {name}{(place + 1) % len(steps)}"
-
-
 def _box(name: str, holder: Holder, more: str, is_to_blame: bool) -> str:
-    look = _LOOKS.get(holder.kind, "unknown" if holder.kind == "unknown" else "python")
-    text = "\n".join(
-        [*textwrap.wrap(textwrap.shorten(str(holder), _LONGEST_TEXT), _CHARACTERS), *([more] if more else [])]
-    )
-    quoted = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return f'{name} [label="{quoted}" {_ATTRIBUTES[look]}{" penwidth=3" if is_to_blame else ""}]'
+    look = _LOOKS.get(holder.kind, _OF_PYTHON)
+    lines = textwrap.wrap(textwrap.shorten(str(holder), _LONGEST_TEXT), _CHARACTERS) + ([more] if more else [])
+    quoted = "\\n".join(line.replace("\\", "\\\\").replace('"', '\\"') for line in lines)
+    return f'{name} [label="{quoted}" {look}{" penwidth=3" if is_to_blame else ""}]'

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import CellType
@@ -11,17 +11,19 @@ from typing import Any
 import torch
 
 from zbpipe import _C
-from zbpipe.leaks import _excused, _source
+from zbpipe.leaks import _source
 from zbpipe.leaks._alike import plain
-from zbpipe.leaks._heap import Heap
-from zbpipe.leaks._results import Cycle, Holder, Leak
+from zbpipe.leaks._results import Cycle, Holder, Leak, is_a_librarys_own
 from zbpipe.leaks._ways import LEFT_OUT, Ways
-from zbpipe.leaks._words.chains import Step, Words
+from zbpipe.leaks._words import Words
 
 _OWN_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _PERHAPS_HELD_BY = 3  # works that are named
 _TELLING_OF_CYCLES = ("hook", "cell", "function", "attribute")  # kinds, the most telling first
 _LONGEST_CYCLE = 50  # that is walked to find a place of the program's
+_PARTS = (tuple, dict, CellType)  # which say little without what they belong to
+_NO_FACTS: tuple[tuple[int, ...], str, int] = ((), "", 0)
+UNSEEN = "C or C++ that cannot be seen"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +41,17 @@ class Found:
 class Result:
     """What a search found; nothing in it refers to what was looked at. ``visited`` counts all that was met."""
 
-    found: list[Found] = field(default_factory=list)
-    cycles: list[Cycle] = field(default_factory=list)
-    unseen: list[str] = field(default_factory=list)
-    visited: int = 0
+    found: list[Found]
+    cycles: list[Cycle]
+    unseen: list[str]
+    visited: int
 
 
 @dataclass(slots=True)
 class Scope:
-    """What a search is for: the storages on CPU blocks with serials from ``since`` to before ``until``, and those on
-    other memory that are not among ``older``, what :func:`storages_now` returned; or a ``target``'s alone.
+    """What a search is for: the storages on CPU blocks with serials from ``since`` to before ``until`` that are not
+    ``exempt``, and those on other memory that are not among ``older``, what :func:`storages_now` returned; or a
+    ``target``'s alone.
 
     ``allowed`` are identities of storages that are not searched for. ``trimmed`` are identities of objects that may
     hold tensors: a chain begins behind the last of them. ``returned`` is held by nobody but the caller. ``keep`` is
@@ -57,6 +60,7 @@ class Scope:
 
     since: int = 0
     until: int = 2**64 - 1
+    exempt: Sequence[range] = ()
     older: Any = None
     target: torch.Tensor | None = None
     allowed: set[int] = field(default_factory=set)
@@ -64,6 +68,9 @@ class Scope:
     returned: Any = None
     keep: Callable[[list[torch.Tensor]], bool] | None = None
     traced: bool = False
+
+    def includes(self, serial: int) -> bool:
+        return self.since <= serial < self.until and not any(serial in serials for serials in self.exempt)
 
 
 @dataclass(slots=True)
@@ -80,213 +87,144 @@ class Sought:
 class Telling:
     """Puts what a search found into words."""
 
-    def __init__(self, heap: Heap, ways: Ways, scope: Scope, threads: dict[int, str]) -> None:
-        self._heap, self._ways, self._scope = heap, ways, scope
-        self._words = Words(threads)
-        self._steps: dict[tuple[int, int], Step] = {}
-        self._before: dict[int, dict[int, int]] = {}  # by a cycle's number: who comes before each of its members
-        self._storages: dict[int, tuple[int, list[int]]] = {}  # likewise: where chains begin, what hangs on it
-        self._works: list[list[Holder]] = []
-        self._trimmed = heap.places_of(scope.trimmed)
+    def __init__(self, ways: Ways, scope: Scope, threads: dict[int, str]) -> None:
+        self._ways, self._heap, self._scope = ways, ways.heap, scope
+        self._words = Words(ways, threads)
+        # By its number: a cycle, from the member on where a chain begins, and the storages that hang on it.
+        self._cycles: dict[int, tuple[list[int], list[int]]] = {}
+        self._trimmed = self._heap.places_of(scope.trimmed)
+        reached = [place for place in self._heap.works if place < self._heap.reached]
+        self._works = [self._words.holders(ways.chain(place)) for place in reached[:_PERHAPS_HELD_BY]]
 
     def result(self, sought: dict[int, Sought], lost: dict[int, int]) -> Result:
-        heap = self._heap
-        reached = [place for place in heap.works if place < heap.reached]
-        self._works = [self._holders(self._ways.chain(place)) for place in reached[:_PERHAPS_HELD_BY]]
+        """``lost`` are blocks that nothing visible holds, bytes by their addresses."""
+        heap, keep = self._heap, self._scope.keep
         found = {}
         for place, entry in sought.items():
-            if self._scope.keep is None or self._scope.keep([heap.things[i].wrap() for i in entry.tensors]):
+            if keep is None or keep([heap.things[i].wrap() for i in entry.tensors]):
                 found[entry.identity] = self._leak(place, entry)
-        cycles = self._cycles(found)
-        blocks = [self._block(address, size) for address, size in lost.items()]
-        return Result(
-            sorted([*found.values(), *blocks], key=lambda entry: -entry.leak.bytes),
-            cycles,
-            [f"{what}: {count}" for what, count in heap.unseen.items()],
-            len(heap.things),
-        )
+        cycles = self._told_cycles(found)
+        listed = list(found.values())
+        for address, size in lost.items():
+            leak = Leak((), "", "cpu", size, 0, 0, "alive", self._created(address), self._perhaps(), 0)
+            listed.append(Found(leak, "none", address))
+        listed.sort(key=lambda entry: -entry.leak.bytes)
+        return Result(listed, cycles, [f"{what}: {count}" for what, count in heap.unseen.items()], len(heap.things))
 
     # ---- leaks
 
-    def _block(self, address: int, size: int) -> Found:
-        """One that nothing visible holds."""
-        leak = Leak((), "", "cpu", size, 0, 0, "alive", self._created(address), _perhaps(self._works), 0)
-        return Found(leak, "none", address)
-
     def _leak(self, place: int, sought: Sought) -> Found:
-        things, rank, scope = self._heap.things, self._ways.rank(place), self._scope
-        places = self._chain_to(place, rank)
-        last = places[-1] if places else None
-        tensors = sorted(sought.tensors, key=lambda tensor: tensor != last)
-        shape, dtype, used = things[tensors[0]].facts if tensors else ((), "", 0)
-        others = max(sum(map(self._heap.references_to, tensors)) - 1, 0)
-        before = self._cycle_before(places[0], sought.identity) if rank == "cycle" and places else {}
-        behind = self._behind(places)
-        is_whole = len(behind) == len(places)
-        if before and is_whole:
-            behind = self._from_the_programs(behind, before)
-        placed = self._placed(behind, before)
-        chain = [holder for _, holder in placed]
-        in_cycle = 0
-        if before and is_whole:
-            out = next((i for i, one in enumerate(behind) if one not in before), len(behind))
-            in_cycle = max(sum(at < out for at, _ in placed), 1)
-        if places and scope.returned is not None and self._step(places, 0).thing is scope.returned:
-            chain.insert(0, Holder("object", "what the function returned"))
-        elif rank == "hidden" and self._works and type(things[places[0]]) is _C.Handle:
-            chain = _perhaps(self._works) + chain
-        elif rank in ("hidden", "none") and scope.target is not None and not chain:
-            text = "variables of running functions that are the tensor itself, as far as can be seen"
-            chain = [Holder("frame", text)]
-        elif rank == "hidden":
-            chain.insert(0, Holder("unknown", "C or C++ that cannot be seen"))
-        elif rank == "none":
-            chain = _perhaps(self._works) + chain
-        if chain and used and used < sought.bytes:
-            chain[-1] = replace(chain[-1], text=f"{chain[-1].text}, which uses {used} of {sought.bytes} bytes")
-        if chain and chain[-1].kind in ("tensor", "saved"):
-            chain[-1] = self._words.sized(chain[-1], sought.bytes)
-        created, name = self._created(sought.address), str(dtype).removeprefix("torch.")
+        things, rank = self._heap.things, self._ways.rank(place)
+        way = [] if rank == "none" else self._ways.chain(place)
+        if len(way) < 2 or (way[-2] != LEFT_OUT and self._is_native(way[-2], "tensor")):
+            way = way[:-1]  # a tensor stands for its storage
+        tensors = sorted(sought.tensors, key=lambda tensor: not way or tensor != way[-1])
+        shape, dtype, used = things[tensors[0]].facts if tensors else _NO_FACTS
+        chain, in_cycle = self._chain(way, rank, sought.identity)
+        if chain:
+            last = chain[-1]
+            text = f"{last.text}, which uses {used} of {sought.bytes} bytes" if 0 < used < sought.bytes else last.text
+            size = sought.bytes if last.kind in ("tensor", "saved") else last.bytes
+            chain[-1] = self._words.holder(last.kind, text, last.where, size, last.is_library)
         leak = Leak(
             shape,
-            name,
+            str(dtype).removeprefix("torch."),
             sought.device,
             sought.bytes,
             sought.identity,
             len(tensors),
             "alive",
-            created,
+            self._created(sought.address),
             chain,
-            others,
+            max(sum(map(self._heap.references_to, tensors)) - 1, 0),
             in_cycle,
         )
         return Found(leak, rank, sought.address)
 
-    def _chain_to(self, storage: int, rank: str) -> list[int]:
-        """Without the storage itself where a tensor stands for it."""
-        if rank == "none":
-            return []
-        places = self._ways.chain(storage)
-        is_of_tensor = len(places) < 2 or (places[-2] != LEFT_OUT and self._is_native(places[-2], "tensor"))
-        return places[:-1] if is_of_tensor else places
+    def _chain(self, way: list[int], rank: str, storage: int) -> tuple[list[Holder], int]:
+        """Those from the outermost to the last on a way, and how many of them are a cycle's."""
+        scope, things = self._scope, self._heap.things
+        cycle = self._cycle_of(way[0], storage) if rank == "cycle" and way else []
+        known = max((at for at, place in enumerate(way[:-1]) if place in self._trimmed), default=0)
+        path, begin = (way[known:], 0) if known or not cycle else self._from_the_programs(way, cycle)
+        told = self._words.told(path, begin)
+        chain = [holder for _, holder in told]
+        in_cycle = 0 if known or not cycle else max(sum(path[at] in cycle for at, _ in told), 1)
+        first = things[way[0]] if way else None
+        if scope.returned is not None and scope.returned is (first.object if type(first) is _C.Handle else first):
+            return [Holder("object", "what the function returned"), *chain], in_cycle
+        if rank == "none" and scope.target is not None:
+            text = "variables of running functions that are the tensor itself, as far as can be seen"
+            return [Holder("frame", text)], 0
+        if rank == "none" or (rank == "hidden" and type(first) is _C.Handle):
+            return self._perhaps() + chain, in_cycle
+        return [Holder("unknown", UNSEEN), *chain] if rank == "hidden" else chain, in_cycle
 
-    def _behind(self, places: list[int]) -> list[int]:
-        """From the last of those on that are known to hold tensors."""
-        known = (i for i, place in enumerate(places[:-1]) if place in self._trimmed)
-        return places[max(known, default=0) :]
+    def _perhaps(self) -> list[Holder]:
+        """Of memory that nothing visible holds: works hold tensors and do not tell which."""
+        if not self._works:
+            return [Holder("unknown", UNSEEN)]
+        count = f"one of {len(self._works)} works, say " if len(self._works) > 1 else ""
+        *before, work = self._works[0]
+        return [*before, Holder("work", f"{count}{work.text}, which does not tell what it holds", work.where)]
 
     def _created(self, address: int) -> str | None:
         """The innermost line that is neither torch's nor ours; else the innermost."""
         trace = _C.trace_of(address) if self._scope.traced and address else []
-        for filename, _, line in trace:
-            if not filename.startswith(_OWN_CODE):
-                return _source.place(filename, line)
-        return _source.place(trace[0][0], trace[0][2]) if trace else None
-
-    # ---- cycles
-
-    def _cycle_before(self, start: int, storage: int) -> dict[int, int]:
-        """Who comes before each member of the cycle that a chain begins in; the storage hangs on it."""
-        number = self._ways.cycle_number(start)
-        if number not in self._storages:
-            self._storages[number] = start, []
-            cycle = self._ways.cycle(start)
-            self._before[number] = {place: cycle[i - 1] for i, place in enumerate(cycle)}
-        self._storages[number][1].append(storage)
-        return self._before[number]
-
-    def _from_the_programs(self, places: list[int], before: dict[int, int]) -> list[int]:
-        """A chain that begins in a cycle; if it has no place of the program's, from the cycle's most telling one on."""
-        if any(map(_is_the_programs, self._holders(places)[:-1])):
-            return places
-        longer = list(places)
-        while (one := before.get(longer[0])) is not None and one not in longer and len(longer) < _LONGEST_CYCLE:
-            longer.insert(0, one)
-        added = len(longer) - len(places)
-        of_program = [(at, one) for at, one in self._told(longer) if at < added and _is_the_programs(one)]
-        for kind in _TELLING_OF_CYCLES:
-            if found := [at for at, holder in of_program if holder.kind == kind]:
-                return longer[found[-1] :]
-        return places
-
-    def _placed(self, places: list[int], before: dict[int, int]) -> list[tuple[int, Holder]]:
-        """The holders. The dictionary of a tensor or node in a cycle is described as theirs."""
-        if places and places[0] in before and type(self._heap.things[places[0]]) is dict:
-            owner = before[places[0]]
-            if type(self._heap.things[owner]) is _C.Handle:
-                return [(at - 1, holder) for at, holder in self._told([owner, *places]) if at > 0]
-        return self._told(places)
-
-    def _cycles(self, found: dict[int, Found]) -> list[Cycle]:
-        """Those that leaks hang on, the most bytes first, those that read alike as one. What hangs on a library's own
-        is excused in ``found``."""
-        alike: dict[str, Cycle] = {}
-        for start, storages in self._storages.values():
-            held = sum(found[storage].leak.bytes for storage in storages)
-            places = self._ways.cycle(start)
-            first = next((i for i, place in enumerate(places) if not _is_part(self._heap.things[place])), 0)
-            turned = [*places[first:], *places[:first]]
-            holders = self._holders([*turned, turned[0]])[:-1]
-            text = " -> ".join([*map(_with_line, holders), "back"])
-            if _excused.is_a_librarys_own(holders):
-                for storage in storages:
-                    found[storage] = replace(found[storage], excused=text)
-                continue
-            cycle = alike.get(plain(text))
-            alike[plain(text)] = (
-                Cycle(text, holders, held)
-                if cycle is None
-                else replace(cycle, bytes=cycle.bytes + held, count=cycle.count + 1)
-            )
-        return sorted(alike.values(), key=lambda cycle: -cycle.bytes)
-
-    # ---- steps
+        outside = [entry for entry in trace if not entry[0].startswith(_OWN_CODE)]
+        return next((_source.place(filename, line) for filename, _, line in outside or trace), None)
 
     def _is_native(self, place: int, kind: str) -> bool:
         thing = self._heap.things[place]
         return type(thing) is _C.Handle and thing.kind == kind
 
-    def _holders(self, places: list[int]) -> list[Holder]:
-        return [holder for _, holder in self._told(places)]
+    # ---- cycles
 
-    def _told(self, places: list[int]) -> list[tuple[int, Holder]]:
-        return self._words.placed_holders(self._steps_of(places))
+    def _cycle_of(self, start: int, storage: int) -> list[int]:
+        """The cycle that a chain begins in; the storage hangs on it."""
+        number = self._ways.cycle_number(start)
+        if number not in self._cycles:
+            self._cycles[number] = self._ways.cycle(start), []
+        self._cycles[number][1].append(storage)
+        return self._cycles[number][0]
 
-    def _steps_of(self, places: list[int]) -> list[Step]:
-        return [self._step(places, at) for at in range(len(places))]
+    def _from_the_programs(self, way: list[int], cycle: list[int]) -> tuple[list[int], int]:
+        """A way that begins in a cycle, behind what comes before it there, and where its chain is to begin: at its own
+        beginning or, if it has no place of the program's, at the cycle's most telling one."""
+        at = cycle.index(way[0]) if way[0] in cycle else -1
+        ring = [*cycle[at + 1 :], *cycle[:at]][-_LONGEST_CYCLE:] if at >= 0 else []
+        path, begin = [*ring, *way], len(ring)
+        if not any(_is_the_programs(holder) for _, holder in self._words.told(path, begin)[:-1]):
+            told = [(at, holder) for at, holder in self._words.told(path) if at < begin and _is_the_programs(holder)]
+            begin = -min((_TELLING_OF_CYCLES.index(holder.kind), -at) for at, holder in told)[1] if told else begin
+        return path, begin
 
-    def _step(self, places: list[int], at: int) -> Step:
-        place, before = places[at], places[at - 1] if at else -1
-        if place == LEFT_OUT:
-            return Step("more", None, str(self._ways.depth(places[at + 1]) - self._ways.depth(before) - 1), None)
-        step = self._steps.get((before, place))
-        if step is None:
-            edge = self._heap.label(before, place) if before >= 0 else None
-            thing = self._heap.things[place]
-            if type(thing) is _C.Handle:
-                step = Step(thing.kind, thing.object, thing.name, edge)
-            else:
-                step = Step("group" if type(thing) is _C.ParamGroup else "python", thing, "", edge)
-            self._steps[before, place] = step
-        return step
+    def _told_cycles(self, found: dict[int, Found]) -> list[Cycle]:
+        """Those that leaks hang on, the most bytes first, those that read alike as one. What hangs on a library's own
+        is excused in ``found``."""
+        alike: dict[str, Cycle] = {}
+        for cycle, storages in self._cycles.values():
+            first = next((at for at, place in enumerate(cycle) if not _is_part(self._heap.things[place])), 0)
+            turned = [*cycle[first:], *cycle[:first]]
+            links = self._words.told([turned[-1], *turned, turned[0]], 1)
+            holders = [holder for at, holder in links if at <= len(turned)]
+            text = " -> ".join([*map(_with_line, holders), "back"])
+            if is_a_librarys_own(holders):
+                for storage in storages:
+                    found[storage] = replace(found[storage], excused=text)
+                continue
+            held = sum(found[storage].leak.bytes for storage in storages)
+            one = alike.setdefault(plain(text), Cycle(text, holders, 0, 0))
+            alike[plain(text)] = replace(one, bytes=one.bytes + held, count=one.count + 1)
+        return sorted(alike.values(), key=lambda cycle: -cycle.bytes)
 
 
 def _is_the_programs(holder: Holder) -> bool:
     return holder.kind in _TELLING_OF_CYCLES and holder.where is not None and not holder.is_library
 
 
-def _perhaps(works: list[list[Holder]]) -> list[Holder]:
-    """Of memory that nothing visible holds: works hold tensors and do not tell which."""
-    if not works:
-        return [Holder("unknown", "C or C++ that cannot be seen")]
-    count = f"one of {len(works)} works, say " if len(works) > 1 else ""
-    *before, work = works[0]
-    return [*before, Holder("work", f"{count}{work.text}, which does not tell what it holds", work.where)]
-
-
 def _is_part(thing: Any) -> bool:
-    """What belongs to something else, and says little without it."""
-    return any(type(thing) is part for part in (tuple, dict, CellType))
+    return any(type(thing) is part for part in _PARTS)
 
 
 def _with_line(holder: Holder) -> str:

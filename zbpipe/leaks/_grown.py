@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
-from zbpipe.leaks._alike import Likeness, by_place, merged
+from zbpipe.leaks._alike import Likeness, by_place, merged, plain
 from zbpipe.leaks._results import Cycle, Leak, chain_lines
 from zbpipe.leaks._search import Found
 
-SHOWN_HOLDERS = 10
-SHOWN_CYCLES = 5
-_LEAST = 10  # what is less than a tenth of the largest is not told where the last step made all anew
+_SHOWN = {"grown": 10, "filling": 10, "cycles": 5}
+_TITLES = {
+    "grown": "grew, and is held by",
+    "filling": "grew, and may be a window that is not full yet",
+    "cycles": "reference cycles, which at most the collector opens",
+}
 
 
 @dataclass
@@ -19,7 +24,7 @@ class Grown:
 
     ``steps`` are those in which they were born. ``is_larger``: they did not become more, but larger. ``nodes``: of the
     autograd graph that hangs on the one leak, where that became more. ``known`` says in words what else is known.
-    Without leaks nobody can be seen that has what grew.
+    Without leaks nobody can be seen that has what grew. ``mark`` is where the holder of them all stands in the chains.
     """
 
     leaks: list[Leak] = field(default_factory=list)
@@ -27,8 +32,7 @@ class Grown:
     is_larger: bool = False
     known: str = ""
     nodes: int = 0
-    mark: int | None = None
-    """Where the holder of them all stands in the chains; None if it is the place to blame of each."""
+    mark: int = 0
 
     @property
     def bytes(self) -> int:
@@ -44,10 +48,9 @@ class Grown:
         if not ways:
             return ["nobody that can be seen"]
         most = max(ways.values(), key=lambda leaks: sum(leak.bytes for leak in leaks))
-        marked = most[0].place_of_blame if self.mark is None else self.mark
         others = len(ways) - 1
         more = [f"   and in {others} other way{'s' * (others > 1)} from there"] if others else []
-        return chain_lines(merged([leak.chain for leak in most]), marked) + more
+        return chain_lines(merged([leak.chain for leak in most]), self.mark) + more
 
     @property
     def headline(self) -> str:
@@ -56,12 +59,11 @@ class Grown:
         known = f", {self.known}" if self.known else ""
         if self.nodes:
             return f"a graph of {self.nodes} autograd nodes{known}:"
-        head = f"{count} tensor{'s' * (count > 1)} ({self.bytes} bytes)"
         if not self.leaks:
             return "memory that none of the tensors explains:"
-        if self.is_larger:
-            return f"{head}, larger than any of earlier steps{known}:"
-        return f"{head} from steps {self.steps[0]} to {self.steps[-1]}{known}:"
+        when = f" from steps {self.steps[0]} to {self.steps[-1]}"
+        when = ", larger than any of earlier steps" if self.is_larger else when
+        return f"{count} tensor{'s' * (count > 1)} ({self.bytes} bytes){when}{known}:"
 
 
 @dataclass
@@ -73,8 +75,8 @@ class Member:
     size: int
 
 
-Group = tuple["int | None", list[Member]]
-"""What one holder has, and where that stands in the chains."""
+Group = tuple[int, list[Member]]
+"""Where a holder stands in the chains, and what it has."""
 
 
 def groups_of(members: list[Member]) -> list[Group]:
@@ -82,14 +84,15 @@ def groups_of(members: list[Member]) -> list[Group]:
     return [(mark, [members[at] for at in places]) for mark, places in places]
 
 
-def grown_of(mark: int | None, members: list[Member], is_new: bool = False, is_larger: bool = False) -> Grown:
+def grown_of(mark: int, members: list[Member], is_new: bool = False, is_larger: bool = False) -> Grown:
     """Of members that hang at one place; ``is_new``: the last steps have made them all."""
-    known = _known(mark, [member.found for member in members], is_new, is_larger)
+    anew = "" if is_larger else "made anew, and more than before"
+    known = _known(mark, [member.found for member in members], anew if is_new else None)
     steps = sorted(member.born for member in members)
     return Grown([member.found.leak for member in members], steps, is_larger, known, 0, mark)
 
 
-def _known(mark: int | None, found: list[Found], is_new: bool, is_larger: bool) -> str:
+def _known(mark: int, found: list[Found], anew: str | None) -> str:
     if any(entry.rank == "cycle" or entry.excused for entry in found):
         return "in reference cycles that the collector has not met"
     if all(entry.rank == "none" for entry in found):
@@ -97,37 +100,41 @@ def _known(mark: int | None, found: list[Found], is_new: bool, is_larger: bool) 
     chains = [entry.leak.chain for entry in found if entry.leak.chain]
     if all(chain[-1].text.startswith("Parameter ") for chain in chains):
         return "parameters of modules"
-    if is_new:
-        return "" if is_larger else "made anew, and more than before"
-    below = chains[0][(found[0].leak.place_of_blame if mark is None else mark) + 1 :][:1]
-    if len(found) == 1 or not below or below[0].kind not in ("list", "dict") or " item " not in below[0].text:
-        return ""
-    collection = below[0].text.partition(" item ")[0].rpartition(": ")[2]
-    return f"held by a {collection} that was never cleared"
+    if anew is not None:
+        return anew
+    below = chains[0][mark + 1 : mark + 2]
+    collection = below[0].text.partition(" item ")[0].rpartition(": ")[2] if below else ""
+    is_item = bool(below) and below[0].kind in ("list", "dict") and " item " in below[0].text
+    return f"held by a {collection} that was never cleared" if is_item and len(found) > 1 else ""
 
 
-def largest(groups: list[Grown]) -> list[Grown]:
-    """Those that may have made a rise, if the last step made all anew."""
-    most = max((group.bytes for group in groups), default=0)
-    return [group for group in groups if _LEAST * group.bytes > most]
+# ---- in words
 
 
-def describe(groups: list[Grown], filling: list[Grown], cycles: list[Cycle]) -> str:
-    """What grew and who holds it, for people; empty if nothing grew."""
-    lines = []
-    for title, some in (("grew, and is held by", groups), ("grew, and may be a window that is not full yet", filling)):
-        if some:
-            lines += [title, *(line for group in some[:SHOWN_HOLDERS] for line in paragraph(group))]
-            lines += [f"  and {len(some) - SHOWN_HOLDERS} more"] if len(some) > SHOWN_HOLDERS else []
-    if groups and cycles:
-        lines += ["reference cycles, which at most the collector opens", *map(cycle_line, cycles[:SHOWN_CYCLES])]
-    return "\n".join(lines)
+def told(grown: list[Grown], filling: list[Grown], cycles: list[Cycle]) -> dict[str, list[dict[str, Any]]]:
+    """What grew and who holds it, for json.dumps: a headline, lines and bytes each."""
+    of_cycles = [{"head": str(cycle), "lines": [], "bytes": cycle.bytes} for cycle in (cycles if grown else [])]
+    return {"grown": [*map(_told, grown)], "filling": [*map(_told, filling)], "cycles": of_cycles}
 
 
-def paragraph(group: Grown) -> list[str]:
-    return [f"  {group.headline}", *(f"    {line}" for line in group.held_by)]
+def _told(group: Grown) -> dict[str, Any]:
+    return {"head": group.headline, "lines": group.held_by, "bytes": group.bytes}
 
 
-def cycle_line(cycle: Cycle) -> str:
-    times = f"{cycle.count} like this: " if cycle.count > 1 else ""
-    return f"  {cycle.bytes} bytes: {times}{cycle.text}"
+def lines_of(reports: dict[int, dict[str, Any]], numbered: Callable[[list[int]], str] | None = None) -> list[str]:
+    """What was :func:`told` on each rank, for people: what is alike on several once, with the ranks if they are
+    ``numbered``. Empty if nothing grew."""
+    lines: list[str] = []
+    for kind, most in _SHOWN.items():
+        alike: dict[tuple[str, ...], tuple[dict[str, Any], list[int]]] = {}
+        for rank, report in sorted(reports.items()):
+            for group in report[kind]:
+                key = (plain(group["head"]), *map(plain, group["lines"]))
+                alike.setdefault(key, (group, []))[1].append(rank)
+        found = sorted(alike.values(), key=lambda one: -one[0]["bytes"] * len(one[1]))
+        lines += [_TITLES[kind]] if found else []
+        for group, ranks in found[:most]:
+            each = f"{numbered(ranks)}{', each' if len(ranks) > 1 else ''}: " if numbered else ""
+            lines += [f"  {each}{group['head']}", *(f"    {line}" for line in group["lines"])]
+        lines += [f"  and {len(found) - most} more"] if len(found) > most else []
+    return lines

@@ -3,7 +3,7 @@
 The memory of torch's CPU allocator is counted block by block, seen or not. Of other memory (CUDA's, numpy's, another
 process's, that of ``copy.deepcopy`` and ``torch.load``) the storages of the tensors that can be seen are counted, once
 CUDA is in use or such memory was seen to live on. That, and the nodes of autograd's graphs, are looked for after each
-of the first steps, and then whenever the steps have become a quarter more.
+of the first steps, and then whenever the steps have become half more.
 
 What grows. Tensors, bytes or nodes grow if they still rise over the second half of the steps (:func:`rises`): of the
 last three quarters of the steps, none has a row below the middle one of the quarter before, and each has its lowest or
@@ -21,12 +21,12 @@ Who holds it. What hangs at one place of the program is one group:
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -35,15 +35,16 @@ from zbpipe import _C
 from zbpipe._formatting import table
 from zbpipe.leaks import _cuda
 from zbpipe.leaks._collector import collector
-from zbpipe.leaks._excused import Windows
-from zbpipe.leaks._grown import Group, Grown, Member, describe, groups_of, grown_of, largest
+from zbpipe.leaks._grown import Group, Grown, Member, groups_of, grown_of, lines_of, told
+from zbpipe.leaks._judge import Windows
 from zbpipe.leaks._report import Report
 from zbpipe.leaks._results import Cycle
-from zbpipe.leaks._search import Scope, are_there_others, search, storages_now
+from zbpipe.leaks._search import Scope, are_there_others, natives_now, search, storages_now
 
-LONG_TABLE = 20  # rows; longer ones are folded
+_LONG_TABLE = 20  # rows; longer ones are folded
 FEWEST = 4  # steps that tell: what the first and the last one leave may be gone after the next
-_FIRST = 8  # steps after each of which is looked for other memory and nodes
+_ACCUMULATES = 2**64 - 1  # the sequence number of a node that accumulates a gradient: no step makes it anew
+_LEAST = 10  # of what the last step made anew, what is less than a tenth of the largest is not told
 
 
 class _OtherMemory:
@@ -53,27 +54,22 @@ class _OtherMemory:
     """
 
     def __init__(self) -> None:
-        self.older = self._last = storages_now()
-        self._before = set(self._living(self.older))
+        self._before: dict[int, int] = {}
+        self._before = self.born()
+        self.older = self._last
 
     def born(self) -> dict[int, int]:
         """Those that live and were not there at the beginning, with their bytes."""
-        now = storages_now()
-        born = {storage: size for storage, size in self._living(now).items() if storage not in self._before}
-        self._last = now
-        return born
-
-    @staticmethod
-    def _living(storages: object) -> dict[int, int]:
+        self._last = storages_now()
         tapped = {address for address, _, _ in _C.live_blocks(0)}
         return {
             storage: size
-            for device, address, size, storage in _C.storage_spans(storages)
-            if size and device != "meta" and address not in tapped
+            for device, address, size, storage in _C.storage_spans(self._last)
+            if size and device != "meta" and address not in tapped and storage not in self._before
         }
 
 
-class Growth:
+class Growth(contextlib.AbstractContextManager["Growth"]):
     """Counts the storages, and their bytes, that were born since it was made and that live after each step.
 
     Call :meth:`step` after each step and :meth:`table` at the end. The garbage collector is off until :meth:`close`,
@@ -83,6 +79,7 @@ class Growth:
         counts: storages that lived after each step.
         bytes: their bytes.
         nodes: of autograd's graphs, which were there at the look before the last one, and at that.
+        looked_at: the step of the last look.
         filling: of what grew at the last :meth:`grown`, what has a bound.
         cycles: that the others hung on, a :class:`Cycle` each.
 
@@ -113,15 +110,11 @@ class Growth:
         self.counts: list[int] = []
         self.bytes: list[int] = []
         self.nodes: list[int] = []
+        self.looked_at = 0
         self.filling: list[Grown] = []
         self.cycles: list[Cycle] = []
 
-    def __enter__(self) -> Growth:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -137,25 +130,29 @@ class Growth:
         """
         self._require_open("step()")
         number = len(self.counts) + 1
-        is_look = number <= _FIRST or number >= 1.25 * self._sizes[-1][0]
+        is_look = number <= FEWEST or number >= 1.5 * self.looked_at
+        natives = natives_now() if is_look else set()
         living = {serial: size for _, size, serial in _C.live_blocks(self._since)}
         if self._other is not None:
             living.update((-storage, size) for storage, size in self._other.born().items())
-        elif _cuda.is_in_use() or (is_look and are_there_others(self._older)):
+        elif _cuda.is_in_use() or (is_look and are_there_others(self._older, natives)):
             self._other = _OtherMemory()
         self._living = {key: self._living.get(key, (number, size)) for key, size in living.items()}
         self.counts.append(len(living))
         self.bytes.append(sum(living.values()))
         self.nodes.append(0 if is_look else self.nodes[-1])
         if is_look:
-            graphs, newest = graphs_now(self._newest_nodes[1])
-            self.nodes[-1] = sum(count for count, _ in graphs)
-            self._newest_nodes = [self._newest_nodes[1], newest]
+            sequences = [one.sequence or 0 for one in natives if one.kind == "node" and one.sequence != _ACCUMULATES]
+            self.nodes[-1] = sum(sequence <= self._newest_nodes[1] for sequence in sequences)
+            self._newest_nodes = [self._newest_nodes[1], max(sequences, default=0)]
+            self.looked_at = number
             self._sizes.append((number, Counter(living.values())))
 
     def rising(self) -> list[str]:
         """Which of "counts", "bytes" and "nodes" still rise."""
-        return [name for name in ("counts", "bytes", "nodes") if rises(getattr(self, name))]
+        nodes = self.nodes[: self.looked_at]  # later ones are that look's
+        numbers = {"counts": self.counts, "bytes": self.bytes, "nodes": nodes}
+        return [name for name, values in numbers.items() if rises(values)]
 
     def grown(self) -> list[Grown]:
         """What grows, as this module says it: by the places that hold it, the most bytes first.
@@ -211,14 +208,15 @@ class Growth:
         return "bytes" not in rising or 2 * sum(gained) >= size
 
     def _made_anew(self, groups: list[Group], is_larger: bool) -> list[Grown]:
-        """What has become more of its size since the middle."""
+        """What has become more of its size since the middle, without what is less than a tenth of the largest."""
         before = next((sizes for step, sizes in reversed(self._sizes) if step <= self._middle), Counter[int]())
         more = Counter(size for _, size in self._living.values()) - before
         found = []
         for mark, members in groups:
             risen = [member for member in members if member.born > self._middle and more[member.size]]
             found += [grown_of(mark, risen, True, is_larger)] if risen else []
-        return largest(found)
+        most = max((group.bytes for group in found), default=0)
+        return [group for group in found if _LEAST * group.bytes > most]
 
     @property
     def _middle(self) -> int:
@@ -226,27 +224,25 @@ class Growth:
 
     def table(self) -> str:
         """The counts after each step, and, until :meth:`close`, what grew and who holds it."""
-        held_by = describe(self.grown(), self.filling, self.cycles) if self._end.alive else ""
-        return "\n".join([self.counts_table(), "", held_by] if held_by else [self.counts_table()])
+        lines = lines_of({0: told(self.grown(), self.filling, self.cycles)}) if self._end.alive else []
+        return "\n".join([self.counts_table(), *([""] if lines else []), *lines])
 
     def counts_table(self) -> str:
         """The counts after each step; of many steps those that add the same as the one before in one line."""
         rows: list[list[str]] = []
         first = 0  # step of the last row's
-        is_long = len(self.counts) > LONG_TABLE
-        for number, (count, size) in enumerate(zip(self.counts, self.bytes, strict=True), 1):
-            before = (self.counts[number - 2], self.bytes[number - 2]) if number > 1 else (0, 0)
-            added = ["", ""] if number == 1 else [f"{count - before[0]:+d}", f"{size - before[1]:+d}"]
-            if is_long and rows and rows[-1][3:] == added:
-                rows[-1] = [f"{first} to {number}", str(count), str(size), *added]
-            else:
-                first = number
-                rows.append([str(number), str(count), str(size), *added])
-        if len(rows) > 2 * LONG_TABLE:
-            left_out = [f"... {len(rows) - 2 * LONG_TABLE} rows ...", "", "", "", ""]
-            rows = [*rows[:LONG_TABLE], left_out, *rows[-LONG_TABLE:]]
+        before: tuple[int, int] | None = None
+        for number, now in enumerate(zip(self.counts, self.bytes, strict=True), 1):
+            added = ["", ""] if before is None else [f"{now[i] - before[i]:+d}" for i in (0, 1)]
+            is_alike = len(self.counts) > _LONG_TABLE and bool(rows) and rows[-1][3:] == added
+            first = first if is_alike else number
+            row = [f"{first} to {number}" if is_alike else str(number), *map(str, now), *added]
+            rows[-1 if is_alike else len(rows) :] = [row]
+            before = now
+        if len(rows) > 2 * _LONG_TABLE:
+            rows[_LONG_TABLE:-_LONG_TABLE] = [[f"... {len(rows) - 2 * _LONG_TABLE} rows ...", "", "", "", ""]]
         said = table(["step", "live tensors", "live bytes", "tensors", "bytes"], rows)
-        if not rises(self.nodes) or rises(self.counts):
+        if "nodes" not in (rising := self.rising()) or "counts" in rising:
             return said
         counted = [(step, count) for step, count in enumerate(self.nodes, 1) if count != self.nodes[step - 2]]
         return f"{said}\nautograd nodes: {', '.join(f'{count} after step {step}' for step, count in counted[-5:])}"
@@ -277,14 +273,14 @@ def rises(values: Sequence[int]) -> bool:
     return len(after) < 3 or after[-1] > after[0]  # a window that became full rises no more
 
 
-def graphs_now(newest: int) -> tuple[list[tuple[int, torch.Tensor]], int]:
-    """How many nodes, no newer than that one, hang on each tensor of a graph and on none that is told before it, the
-    newest tensors first; and which node is the newest now, by its sequence number."""
+def _largest_graph(newest: int) -> Grown | None:
+    """Who holds the tensor on which the most nodes hang that are no newer than that one, told by its sequence number,
+    and that hang on no tensor of a newer graph."""
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
     roots = [(node, tensor) for tensor in tensors for node in _nodes_of(_C.handle_of(tensor))]
     roots.sort(key=lambda root: -(root[0].sequence or 0))
     seen: set[_C.Handle] = set()
-    found = []
+    most, largest = -1, None
     for root, tensor in roots:
         count, todo = 0, [root]
         while todo:
@@ -293,25 +289,16 @@ def graphs_now(newest: int) -> tuple[list[tuple[int, torch.Tensor]], int]:
                 seen.add(node)
                 count += (node.sequence or 0) <= newest
                 todo += _nodes_of(node)
-        found.append((count, tensor))
-    return found, (roots[0][0].sequence or 0) if roots else newest
+        most, largest = max((most, largest), (count, tensor), key=lambda graph: graph[0])
+    del tensors, roots
+    result = search(Scope(target=largest)).found if largest is not None else []
+    return Grown([result[0].leak], nodes=most, mark=result[0].leak.place_of_blame) if result else None
 
 
 def _nodes_of(handle: _C.Handle | None) -> list[_C.Handle]:
     """A tensor's node, or the nodes that follow a node; none of them gets a Python object."""
     held = [] if handle is None else _C.references_of(handle)
     return [one for one, label, _ in held if label == "grad_fn" or (label or "").startswith("next node")]
-
-
-def _largest_graph(newest: int) -> Grown | None:
-    """Who holds the tensor on which the largest graph hangs."""
-    found, _ = graphs_now(newest)
-    if not found:
-        return None
-    count, tensor = max(found, key=lambda graph: graph[0])
-    found.clear()
-    result = search(Scope(target=tensor)).found
-    return Grown([result[0].leak], nodes=count) if result else None
 
 
 def _by_bytes(groups: list[Grown]) -> list[Grown]:

@@ -29,7 +29,7 @@ from typing import Any
 from zbpipe import _C
 from zbpipe._torch.autograd import NATIVE_CLASSES, SAVED_TENSOR
 from zbpipe._torch.pipelining import work_type
-from zbpipe.leaks._words.of_python import array_type
+from zbpipe.leaks._python import array_type
 
 Reference = tuple[Any, "str | None", bool]
 """What is held, how, and whether the reference is to libtorch's object."""
@@ -91,13 +91,14 @@ class Heap:
                 if thing is None:
                     continue
             for held in referents(thing):
+                key = id(held)
+                if key in place:  # all but tensors and nodes, which are there by their handles
+                    continue
                 kind = kind_of(id(type(held)))
                 if kind == _PLAIN:
-                    key = id(held)
-                    if key not in place:
-                        place[key] = len(things)
-                        things.append(held)
-                        parents.append(at)
+                    place[key] = len(things)
+                    things.append(held)
+                    parents.append(at)
                 elif kind != _SKIPPED:
                     self._meet(held, at)
 
@@ -142,9 +143,6 @@ class Heap:
         of_native, of_python, python_owns, native_owns = thing.counts
         return of_native - python_owns > native or (not is_target and of_python - native_owns > python)
 
-    def count_native(self) -> int:
-        return sum(map(len, self.native.values()))
-
     def label(self, holder: int, held: int) -> str | None:
         """How one place holds another, where C++ knows."""
         by, label = self.labels.get(held, (_NOBODY, None))
@@ -165,18 +163,6 @@ class Heap:
     def references_to(self, place: int) -> int:
         """How many were met, of those to a handle's thing."""
         return self._python_references[place] + self._native_references[place]
-
-    def explore_autograd(self, listed: list[Any]) -> None:
-        """Looks at what is libtorch's among what is listed, and at all that this holds natively."""
-        for one in listed:
-            if self._kind_of(one) == _NATIVE:
-                self._meet(one, _NOBODY)
-        at = -1
-        for thing in islice(self.things, 0, None):
-            at += 1
-            for held, _, is_native in _C.references_of(thing):
-                if is_native:
-                    self._meet(held, at, True)
 
     def _meet_reference(self, held: Any, label: str | None, is_native: bool, at: int) -> int:
         if held is None:
@@ -230,6 +216,28 @@ class Heap:
         if self._work is not None and issubclass(cls, self._work):
             return _WORK
         return _PLAIN if _FLAGS.__get__(cls) & _HAS_REFERENTS else _SKIPPED
+
+
+def natives_of(listed: Iterable[Any]) -> set[Any]:
+    """Handles of what is libtorch's among what is listed, and of all that this holds natively: tensors, nodes and
+    storages; none of them gets a Python object."""
+    kinds: dict[int, bool] = {}
+    todo = []
+    for one in listed:
+        cls = type(one)
+        is_native = kinds.get(id(cls))
+        if is_native is None:
+            is_native = kinds[id(cls)] = issubclass(cls, NATIVE_CLASSES) or _C.handle_of(one) is not None
+        if is_native and (handle := _C.handle_of(one)) is not None:
+            todo.append(handle)
+    found = {*todo}
+    references_of, handles = _C.references_of, _C.Handle
+    for handle in todo:  # which becomes longer meanwhile
+        for held, _, is_native in references_of(handle):
+            if is_native and type(held) is handles and held not in found:
+                found.add(held)
+                todo.append(held)
+    return found
 
 
 def _held_by_array(array: Any, cls: Any) -> list[Any]:

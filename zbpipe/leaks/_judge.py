@@ -1,20 +1,114 @@
-"""What becomes of what a check's search has found: which of it is a leak."""
+"""What lives on and is nobody's leak, and what became of the rest.
+
+No leaks are libraries' own cycles and constants, autocast's weight cache, DDP's buckets and what other threads let go
+of meanwhile. What an optimizer keeps for its parameters, and what has a greatest length, may grow up to a bound.
+"""
 
 from __future__ import annotations
 
+import functools
+import gc
 import time
-from collections import Counter
+import weakref
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from zbpipe import _C
+from zbpipe._torch import autograd, ddp
 from zbpipe.leaks._alike import plain
+from zbpipe.leaks._allow import tensors_in
 from zbpipe.leaks._collector import collect
-from zbpipe.leaks._excused import bounded_blocks, is_a_constant
-from zbpipe.leaks._results import COLLECTED
+from zbpipe.leaks._results import COLLECTED, Holder
 from zbpipe.leaks._search import Found, storages_now
 
 _LOOKS = 25  # at what other threads may be about to let go of
 _SECONDS_BETWEEN = 0.02
+_GLOBAL = "module global "
+_DEPTH = 4  # of containers in a window, within which tensors are the window's
+_BOUNDED = (deque, functools._lru_cache_wrapper)  # if they have a greatest length
+
+
+def is_a_constant(chain: Sequence[Holder], modules: set[str]) -> bool:
+    """Whether one of these modules has it by its globals, classes or default arguments, with no collection between."""
+    text = chain[0].text if chain else ""
+    if not text.startswith(_GLOBAL) or text.removeprefix(_GLOBAL).rpartition(".")[0] not in modules:
+        return False
+    return all(
+        holder.kind == "function" or (holder.kind == "attribute" and holder.text.startswith("class attribute"))
+        for holder in chain[1:-1]
+    )
+
+
+def bounded_blocks(sizes: Iterable[int]) -> dict[int, tuple[int, str]]:
+    """Of blocks that nothing visible holds, by their bytes: how many of that size what torch keeps and never shows may
+    hold, and what that is."""
+    found: dict[int, tuple[int, str]] = {}
+    for holds, text in _KEPT_BY_TORCH:
+        wanted = {*sizes} - found.keys()
+        counts = holds() if wanted else Counter[int]()
+        found |= {size: (counts[size], text) for size in wanted & counts.keys()}
+    return found
+
+
+def _living(cls: type | tuple[type, ...]) -> list[Any]:
+    """All instances that the collector knows, by their types alone."""
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), cls)]
+
+
+def _autocast_sizes() -> Counter[int]:
+    """The bytes of the weights that autocast may have cast and kept: leaves that require a gradient, in float32."""
+    width = autograd.cached_by_autocast()
+    if not width:
+        return Counter()
+    with autograd.without_torch_functions():
+        return Counter(
+            weight.numel() * width
+            for weight in _living(torch.nn.Parameter)
+            if weight.requires_grad and weight.dtype == torch.float32
+        )
+
+
+def _bucket_sizes() -> Counter[int]:
+    return ddp.bucket_bytes(_living(DistributedDataParallel))
+
+
+_KEPT_BY_TORCH = (
+    (
+        _autocast_sizes,
+        "autocast's weight cache, which lasts until its outermost region ends (torch.clear_autocast_cache())",
+    ),
+    (_bucket_sizes, "a bucket of DistributedDataParallel, which lasts as long as the model"),
+)
+
+
+class Windows:
+    """What may become more and has a bound: what the optimizers of this moment keep for the parameters that they have,
+    and what collections and caches of a greatest length hold."""
+
+    def __init__(self) -> None:
+        self._optimizers = weakref.WeakSet(_living(torch.optim.Optimizer))
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Those in them now."""
+        found: list[torch.Tensor] = []
+        for optimizer in self._optimizers:
+            state, groups = (vars(optimizer).get(name) for name in ("state", "param_groups"))
+            if issubclass(type(state), dict) and issubclass(type(groups), list):
+                parameters = {id(p) for group in groups for p in group.get("params", ())}
+                for parameter, values in dict.items(state):
+                    found += tensors_in(values) if id(parameter) in parameters else []
+        for thing in _living(_BOUNDED):
+            if issubclass(type(thing), deque):
+                if deque.maxlen.__get__(thing) is not None:
+                    found += tensors_in(list(deque.__iter__(thing)), _DEPTH)
+            elif thing.cache_parameters()["maxsize"] is not None:
+                found += tensors_in(thing, _DEPTH)
+        return found
 
 
 def with_fates(found: list[Found], born: dict[int, int], since: int) -> list[Found]:

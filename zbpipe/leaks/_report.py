@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -9,10 +10,11 @@ from typing import Any
 
 from zbpipe._formatting import table
 from zbpipe.leaks._alike import grouped, merged, numbered
-from zbpipe.leaks._draw import draw
+from zbpipe.leaks._draw import ENDINGS, dot_of, refusal_of
 from zbpipe.leaks._results import COLLECTED, Cycle, Holder, Leak, chain_lines
 
 SCHEMA = 2  # of as_dict(); 1 had each chain's holders in the chain
+_COLUMNS = ("#", "tensor", "device", "fate", "created", "views", "bytes")
 SHOWN_LEAKS = 20  # in the table; more are counted
 SHOWN_GROUPS = 20  # of holders, and of cycles
 
@@ -50,32 +52,23 @@ class Report:
             head += f"; {collected} of them only the garbage collector freed"
         lines = [head, "", *self._table(), "", "held by", *_held_by(self.leaks)]
         if self.cycles:
-            shown = self.cycles[:SHOWN_GROUPS]
-            lines += ["", "cycles"]
-            lines += [f"  {cycle.bytes} bytes: {_times(cycle.count)}{cycle.text}" for cycle in shown]
-            lines += [f"  and {len(self.cycles) - len(shown)} more"] if len(self.cycles) > len(shown) else []
+            left = len(self.cycles) - SHOWN_GROUPS
+            lines += ["", "cycles", *(f"  {cycle}" for cycle in self.cycles[:SHOWN_GROUPS])]
+            lines += [f"  and {left} more"] if left > 0 else []
         return "\n".join([*lines, *_what_next(self.leaks)]) + self._asides()
 
     def _table(self) -> list[str]:
-        shown = self.leaks[:SHOWN_LEAKS]
-        rows = [
-            [
-                str(number),
-                f"{leak.dtype} {list(leak.shape)}" if leak.views else "(no visible tensor)",
-                leak.device,
-                leak.fate,
-                leak.created or "",
-                str(leak.views),
-                str(leak.bytes),
-            ]
-            for number, leak in enumerate(shown, 1)
-        ]
-        header = ["#", "tensor", "device", "fate", "created", "views", "bytes"]
-        if not any(leak.created for leak in shown):
-            header = header[:4] + header[5:]
-            rows = [row[:4] + row[5:] for row in rows]
-        more = len(self.leaks) - len(shown)
-        return [table(header, rows, left=len(header) - 2), *([f"and {more} smaller ones"] if more else [])]
+        columns: dict[str, list[str]] = {name: [] for name in _COLUMNS}
+        for number, leak in enumerate(self.leaks[:SHOWN_LEAKS], 1):
+            what = f"{leak.dtype} {list(leak.shape)}" if leak.views else "(no visible tensor)"
+            row = (number, what, leak.device, leak.fate, leak.created or "", leak.views, leak.bytes)
+            for column, cell in zip(columns.values(), row, strict=True):
+                column.append(str(cell))
+        if not any(columns["created"]):
+            del columns["created"]
+        more = len(self.leaks) - SHOWN_LEAKS
+        rows = [*zip(*columns.values(), strict=True)]
+        return [table([*columns], rows, left=len(columns) - 2), *([f"and {more} smaller ones"] if more > 0 else [])]
 
     def _asides(self) -> str:
         notes = "".join(f"\n  no leak: {note}" for note in self.notes)
@@ -88,35 +81,20 @@ class Report:
         chain). ``schema`` is 2: another number means other keys.
         """
         places: dict[Holder, int] = {}
-        known: dict[int, int] = {}  # by identity, which is quicker to look up
-
-        def place_of(holder: Holder) -> int:
-            place = known[id(holder)] = places.setdefault(holder, len(places))
-            return place
 
         def places_of(chain: list[Holder]) -> list[int]:
-            return [known[id(holder)] if id(holder) in known else place_of(holder) for holder in chain]
+            return [places.setdefault(holder, len(places)) for holder in chain]
 
-        leaks = []
+        leaks, cycles = [], []
         for leak in self.leaks:
             chain = places_of(leak.chain)
             data = {name: getattr(leak, name) for name in Leak.__slots__}
             leaks.append({**data, "chain": chain, "blame": chain[leak.place_of_blame] if chain else None})
-        cycles = [
-            {"text": cycle.text, "steps": places_of(cycle.steps), "bytes": cycle.bytes, "count": cycle.count}
-            for cycle in self.cycles
-        ]
+        for cycle in self.cycles:
+            cycles.append({**{name: getattr(cycle, name) for name in Cycle.__slots__}, "steps": places_of(cycle.steps)})
+        others = {name: getattr(self, name) for name in ("bytes", "notes", "unseen", "visited")}
         holders = [{name: getattr(holder, name) for name in Holder.__slots__} for holder in places]
-        return {
-            "schema": SCHEMA,
-            "bytes": self.bytes,
-            "leaks": leaks,
-            "cycles": cycles,
-            "notes": list(self.notes),
-            "unseen": list(self.unseen),
-            "visited": self.visited,
-            "holders": holders,
-        }
+        return {"schema": SCHEMA, **others, "leaks": leaks, "cycles": cycles, "holders": holders}
 
     def draw(self, path: str | PathLike[str], max_leaks: int = 10) -> Path:
         """Draw the graph of the holders of the ``max_leaks`` largest leaks. Returns the path.
@@ -128,34 +106,41 @@ class Report:
             ValueError: another suffix, or ``max_leaks`` below 1.
             FileNotFoundError: ``dot`` is needed and not there.
         """
-        return draw(self, Path(path), max_leaks)
+        path = Path(path)
+        if max_leaks < 1:
+            raise ValueError(f"max_leaks is {max_leaks}; expected 1 or more")
+        if refusal := refusal_of(path):
+            raise (FileNotFoundError if path.suffix in ENDINGS else ValueError)(refusal)
+        text = dot_of(self, max_leaks)
+        if path.suffix == ".dot":
+            path.write_text(text, encoding="utf-8")
+        else:
+            command = ["dot", f"-T{path.suffix[1:]}", f"-o{path}"]
+            subprocess.run(command, input=text, encoding="utf-8", check=True, capture_output=True)
+        return path
 
 
 def _held_by(leaks: list[Leak]) -> list[str]:
     """Leaks that are held alike share their lines, those with the most bytes first; numbered as in the table."""
     groups = grouped(leaks)
     lines = []
-    for places in groups[:SHOWN_GROUPS]:
+    for blamed, places in groups[:SHOWN_GROUPS]:
         size = sum(leaks[place].bytes for place in places)
         more = sum(leaks[place].chains_more for place in places)
         also = f", and {more} more reference{'s' * (more > 1)}" if more else ""
         lines.append(f"  {size} bytes, {numbered([place + 1 for place in places])}{also}")
-        chain = merged([leaks[place].chain for place in places])
-        lines += [f"    {line}" for line in chain_lines(chain, leaks[places[0]].place_of_blame)]
-    left = groups[SHOWN_GROUPS:]
+        lines += [f"    {line}" for line in chain_lines(merged([leaks[place].chain for place in places]), blamed)]
+    left = [place for _, places in groups[SHOWN_GROUPS:] for place in places]
     if left:
-        size = sum(leaks[place].bytes for places in left for place in places)
-        lines.append(f"  {size} bytes in {sum(map(len, left))} more, held in {len(left)} other ways")
+        size, ways = sum(leaks[place].bytes for place in left), len(groups) - SHOWN_GROUPS
+        lines.append(f"  {size} bytes in {len(left)} more, held in {ways} other ways")
     return lines
-
-
-def _times(count: int) -> str:
-    return f"{count} like this: " if count > 1 else ""
 
 
 def _what_next(leaks: list[Leak]) -> list[str]:
     """What to try where nobody is to be seen."""
-    if not any(leak.chain and leak.chain[leak.place_of_blame].kind == "unknown" for leak in leaks):
+    first = [leak.chain[leak.place_of_blame] for leak in leaks if leak.chain and leak.chain[0].kind == "unknown"]
+    if not any(holder.kind == "unknown" for holder in first):
         return []
     said = ["", "where the holder cannot be seen"]
     if not any(leak.created for leak in leaks):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -95,10 +97,18 @@ class Cycle:
     bytes: int
     count: int = 1
 
+    def __str__(self) -> str:
+        return f"{self.bytes} bytes: {f'{self.count} like this: ' if self.count > 1 else ''}{self.text}"
 
+
+# Files whose cycles are theirs: what imports, traces, mocks and compares, once for each import or call. Never a part of
+# torch that a training step runs through: a cycle there is a leak in each step.
+_OWN = ("torch/", "unittest/", "importlib/", "<frozen importlib")
+_OF_STEPS = re.compile("torch/(distributed/|autograd/|utils/checkpoint|optim/|nn/modules/|nn/parallel/)")
 NAMED = {"module", "frame", "thread", "cell", "function", "attribute"}
-_TELLING = {"hook", "group", "work", "traceback"}
+TELLING = {"hook", "group", "work", "traceback"}
 _OF_AUTOGRAD = {"node", "accumulator", "saved"}
+_OF_SOMEBODY = {*NAMED, *TELLING, "unknown"}
 
 
 def _place_of_blame(chain: list[Holder], in_cycle: int = 0) -> int:
@@ -115,9 +125,21 @@ def _named_places(chain: list[Holder]) -> list[int]:
             found.append(i)
         elif holder.kind == "hook":
             return [*found, i]
-        elif (of_autograd or holder.kind in _TELLING) and after.kind != "hook":
+        elif (of_autograd or holder.kind in TELLING) and after.kind != "hook":
             return found
     return found
+
+
+def is_a_librarys_own(cycle: Iterable[Holder]) -> bool:
+    """Whether a cycle belongs wholly to torch, unittest or an import: each link that somebody wrote is theirs."""
+    links = [holder for holder in cycle if holder.kind in _OF_SOMEBODY]
+    return bool(links) and all(map(_is_own, links))
+
+
+def _is_own(link: Holder) -> bool:
+    if not link.is_library or link.where is None or not link.where.startswith(_OWN):
+        return False
+    return link.kind == "attribute" or not _OF_STEPS.match(link.where)
 
 
 def chain_lines(chain: list[Holder], blamed: int) -> list[str]:
@@ -135,7 +157,7 @@ def shortened(chain: list[Holder], most: int, blamed: int | None = None) -> list
         return chain
     last = len(chain) - 1
     by_weight = [0, last, _place_of_blame(chain) if blamed is None else blamed]
-    by_weight += [i for i, holder in enumerate(chain) if holder.kind in _TELLING]
+    by_weight += [i for i, holder in enumerate(chain) if holder.kind in TELLING]
     by_weight += [last - 1, *range(1, last)]
     kept = sorted(list(dict.fromkeys(by_weight))[:most])
     shown = [chain[0]]

@@ -3,52 +3,38 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import linecache
 import os
+import re
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 
 _OURS = os.path.join(Path(__file__).parents[1], "")
+_STANDARD = {os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib")}
+_PACKAGES = re.compile(r".*[/\\](site|dist)-packages[/\\]")
+_files: dict[str, str] = {}  # by what was shown of their names
 
 
 def place(filename: str, line: int) -> str:
     """``file:line``, the file as short as it is from here; a library's as it is imported."""
-    return f"{_shown(filename)}:{line}"
-
-
-def is_library(where: str) -> bool:
-    """Whether a place that :func:`place` gave is the standard library's, an installed package's or zbpipe's."""
-    return where.rpartition(":")[0] in _of_libraries
-
-
-_full: dict[str, str] = {}  # of what was shortened
-_of_libraries: set[str] = set()
-
-
-@functools.lru_cache(maxsize=1)
-def _standard() -> tuple[str, ...]:
-    return tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib")})
+    shown = library_path(filename)
+    if shown is None:
+        shown = filename
+        with contextlib.suppress(ValueError, OSError):  # another drive, a working directory that is gone
+            relative = os.path.relpath(filename)
+            shown = filename if relative.startswith("..") else relative
+    _files[shown] = filename
+    return f"{shown}:{line}"
 
 
 @functools.lru_cache(maxsize=1024)
-def _shown(filename: str) -> str:
-    inside = library_path(filename)
-    shown = _relative(filename) if inside is None else inside
-    _full[shown] = filename
-    if inside is not None:
-        _of_libraries.add(shown)
-    return shown
-
-
 def library_path(filename: str) -> str | None:
     """The path of a library's file from the folder that it is imported from; None for another's file."""
-    for folder in (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"):
-        _, found, inside = filename.rpartition(folder)
-        if found:
-            return inside
-    for folder in _standard():
+    if packages := _PACKAGES.match(filename):
+        return filename[packages.end() :]
+    for folder in _STANDARD:
         if filename.startswith(folder):
             return filename[len(folder) :]
     if filename.startswith(_OURS):
@@ -56,120 +42,78 @@ def library_path(filename: str) -> str | None:
     return filename if filename.startswith("<frozen ") else None
 
 
-def _relative(filename: str) -> str:
-    try:
-        relative = os.path.relpath(filename)
-    except (ValueError, OSError):  # another drive, a working directory that is gone
-        return filename
-    return filename if relative.startswith("..") else relative
+def is_library(where: str) -> bool:
+    """Whether a place that :func:`place` gave is the standard library's, an installed package's or zbpipe's."""
+    return library_path(_files[where.rpartition(":")[0]]) is not None
 
 
 def line_at(where: str | None) -> str:
     """The source line at a ``file:line``, stripped; empty if there is none."""
-    if where is None:
-        return ""
-    shown, _, line = where.rpartition(":")
-    return linecache.getline(_full.get(shown, shown), int(line)).strip() if line.isdigit() else ""
+    shown, _, line = (where or "").rpartition(":")
+    return linecache.getline(_files.get(shown, shown), int(line)).strip() if line.isdigit() else ""
 
 
-def global_line(filename: str, name: str) -> int | None:
-    """The line on which a module first binds a name at its top level."""
-    return _globals(filename).get(name)
-
-
-def attribute_line(filename: str, qualname: str, name: str) -> int | None:
-    """The line on which a class first binds ``name``, in its body or as an attribute of a method's first argument."""
-    return _attributes(filename).get((qualname, name))
+def binding_line(filename: str, scope: str, name: str) -> int | None:
+    """The line on which a class, told by its qualified name, or a module, told by "", first binds a name: in its body,
+    or as an attribute of something in a class's methods."""
+    return min(_bindings(filename).get((scope, name), ()), default=None)
 
 
 def assignment_line(filename: str, name: str, first: int, now: int, last: int) -> int | None:
     """Where in a function, from line ``first`` to ``last``, a local was bound last when it is at line ``now``."""
-    lines = [line for line, bound in _bindings(filename) if bound == name and first <= line <= last]
+    lines = [line for line in _bindings(filename).get((None, name), ()) if first <= line <= last]
     # Leaving a with block, a function is at the line where that begins.
     return max((line for line in lines if line <= now), default=max(lines, default=None))
 
 
 def definition_line(filename: str, first: int) -> int:
     """The line of a function's ``def``; its code begins at line ``first``, with its decorators if it has any."""
-    return _decorated(filename).get(first, first)
+    line = first
+    text = linecache.getline(filename, line)
+    if text.lstrip().startswith("@"):
+        while text and not re.match(r"\s*(async )?def ", text):
+            line += 1
+            text = linecache.getline(filename, line)
+    return line if text else first
 
 
 def forget() -> None:
     """Drops what was parsed."""
-    _full.clear()
-    _of_libraries.clear()
-    for cache in (_shown, _tree, _globals, _attributes, _bindings, _decorated):
-        cache.cache_clear()
+    _files.clear()
+    _bindings.cache_clear()
 
 
 @functools.lru_cache(maxsize=64)
-def _tree(filename: str) -> ast.Module:
+def _bindings(filename: str) -> dict[tuple[str | None, str], list[int]]:
+    """The lines on which names are bound, by their scopes; those of variables also by None."""
+    found: dict[tuple[str | None, str], list[int]] = {}
+
+    def bind(scope: str | None, name: str, line: int) -> None:
+        found.setdefault((scope, name), []).append(line)
+
     try:
-        return ast.parse("".join(linecache.getlines(filename)))
+        tree = ast.parse("".join(linecache.getlines(filename)))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return ast.Module(body=[], type_ignores=[])
-
-
-@functools.lru_cache(maxsize=64)
-def _globals(filename: str) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for line, name in _bound_in(_tree(filename)):
-        found.setdefault(name, line)
-    return found
-
-
-@functools.lru_cache(maxsize=64)
-def _bindings(filename: str) -> tuple[tuple[int, str], ...]:
-    return tuple(
-        (node.lineno, node.id)
-        for node in ast.walk(_tree(filename))
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    )
-
-
-@functools.lru_cache(maxsize=64)
-def _decorated(filename: str) -> dict[int, int]:
-    return {
-        node.decorator_list[0].lineno: node.lineno
-        for node in ast.walk(_tree(filename))
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.decorator_list
-    }
-
-
-@functools.lru_cache(maxsize=64)
-def _attributes(filename: str) -> dict[tuple[str, str], int]:
-    found: dict[tuple[str, str], int] = {}
-    todo: list[tuple[str, ast.AST]] = [("", _tree(filename))]
+        return found
+    todo: list[tuple[ast.AST, str, str]] = [(tree, "", "")]  # with its scope, and the class that it is in
     while todo:
-        prefix, scope = todo.pop()
-        for child in ast.iter_child_nodes(scope):
-            name = getattr(child, "name", None)
-            inside = prefix
-            if isinstance(child, ast.ClassDef):
-                inside = f"{prefix}{name}."
-                for line, bound in _bound_in(child):
-                    found.setdefault((f"{prefix}{name}", bound), line)
-                for node in ast.walk(child):
-                    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                        key = (f"{prefix}{name}", node.attr)
-                        found[key] = min(found.get(key, node.lineno), node.lineno)
-            elif isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                inside = f"{prefix}{name}.<locals>."
-            todo.append((inside, child))
+        node, scope, owner = todo.pop()
+        for child in ast.iter_child_nodes(node):
+            inner, inside = scope, owner
+            match child:
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                    bind(scope, name, child.lineno)
+                    inner = f"{scope}.{name}" if scope else name
+                    if isinstance(child, ast.ClassDef):
+                        inside = inner
+                    else:
+                        inner += ".<locals>"
+                case ast.Name(id=name, ctx=ast.Store()):
+                    bind(scope, name, child.lineno)
+                    bind(None, name, child.lineno)
+                case ast.alias():
+                    bind(scope, (child.asname or child.name).partition(".")[0], child.lineno)
+                case ast.Attribute(attr=name, ctx=ast.Store()) if owner:
+                    bind(owner, name, child.lineno)
+            todo.append((child, inner, inside))
     return found
-
-
-def _bound_in(scope: ast.Module | ast.ClassDef) -> Iterator[tuple[int, str]]:
-    """Names that a body binds, not those within its functions and classes."""
-    todo: list[ast.AST] = list(reversed(scope.body))
-    while todo:
-        node = todo.pop()
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            yield node.lineno, node.name
-            continue
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.lineno, node.id
-        elif isinstance(node, ast.alias):
-            yield node.lineno, (node.asname or node.name).partition(".")[0]
-        if not isinstance(node, ast.Lambda):
-            todo += reversed(list(ast.iter_child_nodes(node)))

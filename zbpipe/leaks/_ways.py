@@ -12,7 +12,7 @@ from zbpipe.leaks._heap import Heap
 
 HEAD, TAIL = 12, 6  # of a long chain so many places at its ends are shown
 LEFT_OUT = -2  # stands for the middle
-_NOBODY = -1
+NOBODY = -1
 _HAS_CODE = (types.FunctionType, types.FrameType)
 _MADE_OF = (tuple, dict, types.CellType)
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
@@ -28,11 +28,11 @@ class Ways:
     """
 
     def __init__(self, heap: Heap, target: Any) -> None:
-        self._heap = heap
+        self.heap = heap
         self._parents = heap.parents
         self._depths: dict[int, tuple[int, int]] = {}  # of places on chains, and the last that is shown of the head
         count = len(heap.edges)
-        self._parents[len(heap.things) - count :] = [_NOBODY] * count
+        self._parents[len(heap.things) - count :] = [NOBODY] * count
         self._ranks = ["none"] * count
         self._spread(
             [i for i in range(count) if heap.is_held_unseen(heap.reached + i, heap.things[heap.reached + i] is target)],
@@ -42,7 +42,7 @@ class Ways:
         self._spread(self._most_to_blame(), "cycle")
 
     def rank(self, place: int) -> str:
-        return "root" if place < self._heap.reached else self._ranks[place - self._heap.reached]
+        return "root" if place < self.heap.reached else self._ranks[place - self.heap.reached]
 
     def chain(self, place: int) -> list[int]:
         """The places from the outermost holder to this one, LEFT_OUT for the middle of a long way."""
@@ -56,20 +56,20 @@ class Ways:
 
     def cycle_number(self, place: int) -> int:
         """Of the cycle whose member a place is; -1 of none."""
-        return self._cycles[place - self._heap.reached] if place >= self._heap.reached else _NOBODY
+        return self._cycles[place - self.heap.reached] if place >= self.heap.reached else NOBODY
 
     def cycle(self, place: int) -> list[int]:
         """A shortest way from a member of a cycle back to it: each holds the next, the last one the first."""
-        start, edges, cycles = place - self._heap.reached, self._heap.edges, self._cycles
-        before = {start: _NOBODY}
+        start, edges, cycles = place - self.heap.reached, self.heap.edges, self._cycles
+        before = {start: NOBODY}
         todo = deque([start])
         while todo:
             at = todo.popleft()
             for to in edges[at]:
                 if to == start:
                     found = []
-                    while at != _NOBODY:
-                        found.append(at + self._heap.reached)
+                    while at != NOBODY:
+                        found.append(at + self.heap.reached)
                         at = before[at]
                     return found[::-1]
                 if to not in before and cycles[to] == cycles[start]:
@@ -85,7 +85,7 @@ class Ways:
 
     def _depth(self, place: int) -> tuple[int, int]:
         todo = []
-        while place != _NOBODY and place not in self._depths:
+        while place != NOBODY and place not in self._depths:
             todo.append(place)
             place = self._parents[place]
         depth, head = self._depths.get(place, (-1, place))
@@ -97,19 +97,19 @@ class Ways:
 
     def _spread(self, begin: list[int], rank: str) -> None:
         """Breadth first, over what has no rank yet."""
-        ranks, reached = self._ranks, self._heap.reached
+        ranks, reached = self._ranks, self.heap.reached
         for i in begin:
             ranks[i] = rank
         for i in begin:  # which becomes longer meanwhile
-            for to in self._heap.edges[i]:
+            for to in self.heap.edges[i]:
                 if ranks[to] == "none":
                     ranks[to] = rank
                     self._parents[to + reached] = i + reached
                     begin.append(to)
 
     def _most_to_blame(self) -> list[int]:
-        things, reached = self._heap.things, self._heap.reached
-        innocence = {i: _innocence(things[reached + i]) for i, number in enumerate(self._cycles) if number != _NOBODY}
+        things, reached = self.heap.things, self.heap.reached
+        innocence = {i: _innocence(things[reached + i]) for i, number in enumerate(self._cycles) if number != NOBODY}
         least: dict[int, int] = {}
         for i, value in innocence.items():
             least[self._cycles[i]] = min(value, least.get(self._cycles[i], value))
@@ -131,42 +131,36 @@ def _innocence(thing: Any) -> int:
 def _components(edges: list[list[int]], is_open: list[bool]) -> list[int]:
     """The number of the cycle (strongly connected component with an edge within) of each vertex, -1 for none.
 
-    R. Tarjan, Depth-first search and linear graph algorithms, SIAM J. Computing 1 (1972); its recursion is in a list.
+    S. R. Kosaraju's, as in A. V. Aho, J. E. Hopcroft, J. D. Ullman, Data Structures and Algorithms (1983): what leads
+    back to a vertex, looked for in the reverse order of the ends of a depth-first search.
     """
-    found = [_NOBODY] * len(edges)
-    index: dict[int, int] = {}
-    low: dict[int, int] = {}
-    stack: list[int] = []
-    closed: set[int] = set()
-    number = 0
+    ended: list[int] = []
+    seen = [not is_it for is_it in is_open]
+    back: dict[int, list[int]] = {}
     for root in range(len(edges)):
-        path = [] if root in index or not is_open[root] else [root]
-        targets = [iter(edges[root])]
+        path = [(root, iter(edges[root]))] if not seen[root] else []
+        seen[root] = True
         while path:
-            at = path[-1]
-            if at not in index:
-                index[at] = low[at] = len(index)
-                stack.append(at)
-            for to in targets[-1]:
-                if not is_open[to] or to in closed:
-                    continue
-                if to not in index:
-                    path.append(to)
-                    targets.append(iter(edges[to]))
+            at, targets = path[-1]
+            for to in targets:
+                if is_open[to]:
+                    back.setdefault(to, []).append(at)
+                if not seen[to]:
+                    seen[to] = True
+                    path.append((to, iter(edges[to])))
                     break
-                low[at] = min(low[at], index[to])
             else:
-                path.pop()
-                targets.pop()
-                if path:
-                    low[path[-1]] = min(low[path[-1]], low[at])
-                if low[at] == index[at]:
-                    members = [stack.pop()]
-                    while members[-1] != at:
-                        members.append(stack.pop())
-                    closed.update(members)
-                    if len(members) > 1 or at in edges[at]:
-                        for member in members:
-                            found[member] = number
-                        number += 1
+                ended.append(path.pop()[0])
+    found = [NOBODY] * len(edges)
+    placed: set[int] = set()
+    for number, root in enumerate(reversed(ended)):
+        members = [] if root in placed else [root]
+        placed.add(root)
+        for member in members:  # which becomes longer meanwhile
+            for to in back.get(member, ()):
+                if to not in placed:
+                    placed.add(to)
+                    members.append(to)
+        for member in members if len(members) > 1 or root in edges[root] else ():
+            found[member] = number
     return found

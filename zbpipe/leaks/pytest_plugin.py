@@ -18,25 +18,23 @@ import contextlib
 import gc
 import traceback
 import warnings
+import weakref
 from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
 
-from zbpipe import _C
 from zbpipe._formatting import argument
 from zbpipe.leaks import _allow
 from zbpipe.leaks._check import TensorLeakError, TensorLeakWarning, check_tensor_leak
-from zbpipe.leaks._plugin.fixtures import OfFixtures, Wide
-from zbpipe.leaks._plugin.marker import arguments_of, is_asked_for
 from zbpipe.leaks._report import Report
 
 NOT_JUDGED = "not judged: the test raised, and its traceback keeps the frames that it went through, with their tensors"
 DEPTH = 4  # of containers in a fixture's value, within which tensors are the fixture's
+ACTIONS = ("error", "warn", "ignore")
+ARGUMENTS = ("allow", "trace", "device", "action")
 
 _Wrapper = Generator[None, Any, Any]
-
-
 _Failed: Any = pytest.fail.Exception
 
 
@@ -48,15 +46,44 @@ class _Leaked(_Failed, TensorLeakError):  # type: ignore[misc]
         self.report = report
 
 
+def _is_asked_for(item: pytest.Item) -> bool:
+    marker = item.get_closest_marker("no_tensor_leaks")
+    is_ignored = marker is not None and marker.kwargs.get("action") == "ignore"
+    by_name = "no_tensor_leaks" in getattr(item, "fixturenames", ())
+    return by_name or (not is_ignored and bool(marker is not None or item.config.getoption("no_tensor_leaks")))
+
+
+def _arguments_of(item: pytest.Item) -> dict[str, Any]:
+    """The closest marker's arguments. Raises UsageError."""
+    marker = item.get_closest_marker("no_tensor_leaks")
+    if marker is None:
+        return {}
+    fault = ""
+    unknown = [*map(argument, marker.args), *(name for name in marker.kwargs if name not in ARGUMENTS)]
+    action = marker.kwargs.get("action", "error")
+    if unknown:
+        fault = f"{', '.join(unknown)}, but takes only the keywords {', '.join(ARGUMENTS)}"
+    elif action not in ACTIONS:
+        fault = f"action={argument(action)}; give one of {', '.join(ACTIONS)}"
+    else:
+        try:
+            allow = _allow.checked("record", marker.kwargs.get("allow", ()), marker.kwargs.get("device"))
+            marker.kwargs["allow"] = allow  # type: ignore[index]  # an iterator for the next test too, which shares it
+        except (TypeError, ValueError, RuntimeError) as error:
+            fault = f"a wrong argument: {error}"
+    if fault:
+        raise pytest.UsageError(f"{item.nodeid}: the marker no_tensor_leaks was given {fault}")
+    return dict(marker.kwargs)
+
+
 class _Watch:
     """A test under way: what it is allowed to leave, and whether it can be judged."""
 
     def __init__(self, item: pytest.Item) -> None:
-        arguments = arguments_of(item)
+        arguments = _arguments_of(item)
         self.action: str = arguments.pop("action", "error")
         self.allowed: list[Any] = [arguments.pop("allow", ())]  # the check looks into it when it is left
-        self.wide = item.session.stash[_wide]
-        self.of_fixtures = OfFixtures()
+        self.wide = item.session.stash.setdefault(_wide, weakref.WeakSet())
         self.raised = False
         self.check: Any = check_tensor_leak(action="record", allow=[self.allowed], **arguments)
         self.check.__enter__()
@@ -66,16 +93,17 @@ class _Watch:
         check, self.check = self.check, None
         if check is None:
             return None
-        self.allowed.append([t for value in self.wide.values() for t in _allow.owned_tensors(value, DEPTH)])
-        self.of_fixtures.look()
+        for definition in list(self.wide):
+            cached = definition.cached_result
+            if cached is not None and cached[2] is None:
+                self.allowed += _allow.tensors_in(cached[0], DEPTH)
         check.__exit__(None, None, None)
         self.allowed.clear()
         report: Report = check.report
-        report.leaks = self.of_fixtures.without(report.leaks)
         return None if self.raised else report
 
 
-_wide = pytest.StashKey[Wide]()
+_wide = pytest.StashKey["weakref.WeakSet[Any]"]()  # definitions of fixtures of a wider scope than a test
 _watch = pytest.StashKey[_Watch]()
 
 
@@ -85,7 +113,7 @@ class TensorLeaks:
     def __init__(self, item: pytest.Item) -> None:
         self._item = item
         if _watch not in item.stash:  # the fixture was asked for by name, in the middle of the test
-            _begin(item)
+            item.stash[_watch] = _Watch(item)
 
     def allow(self, *things: Any) -> None:
         """Say that tensors are no leaks of this test.
@@ -108,8 +136,7 @@ class TensorLeaks:
 
         Raises TensorLeakError, which has the report, if `action` is "error" and tensors leak.
         """
-        if action not in ("error", "warn", "record"):
-            raise ValueError(f"action is {argument(action)}; give 'error', 'warn' or 'record'")
+        _allow.checked(action, (), None)
         with check_tensor_leak(action="record", **options) as check:
             yield check
         if check.report and action == "warn":
@@ -122,7 +149,6 @@ class TensorLeaks:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> _Wrapper:
-    item.session.stash.setdefault(_wide, Wide())
     try:
         return (yield)
     finally:
@@ -136,8 +162,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> _Wrapper:
 def pytest_runtest_setup(item: pytest.Item) -> _Wrapper:
     refused = None
     try:
-        if is_asked_for(item):
-            _begin(item)
+        if _is_asked_for(item):
+            item.stash[_watch] = _Watch(item)
     except Exception as error:  # raised when the other plugins, which rely on each other's set-up, have had theirs
         refused = error
     result = yield
@@ -150,15 +176,10 @@ def pytest_runtest_setup(item: pytest.Item) -> _Wrapper:
 def pytest_fixture_setup(fixturedef: Any, request: pytest.FixtureRequest) -> _Wrapper:
     if fixturedef.scope == "function":
         return (yield)
-    wide = request.session.stash.setdefault(_wide, Wide())
-    wide.definitions.add(fixturedef)
-    if not _watched(request):
+    request.session.stash.setdefault(_wide, weakref.WeakSet()).add(fixturedef)
+    watch = request._pyfuncitem.stash.get(_watch, None)
+    with contextlib.nullcontext() if watch is None or watch.check is None else watch.check._exempted():
         return (yield)
-    since = _C.next_serial()
-    with check_tensor_leak(action="record") as check:
-        result = yield
-    request._pyfuncitem.stash[_watch].of_fixtures.add(check.report, since)  # type: ignore[arg-type]
-    return result
 
 
 # Outside of the wrapper that makes failures of tests marked xfail expected ones.
@@ -169,7 +190,10 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         if hasattr(report, "wasxfail") and not _expects_leaks(item):
             report.outcome = "failed"
             del report.wasxfail
-        _shorten(report, item)
+        crash = getattr(report.longrepr, "reprcrash", None)
+        if crash is not None:  # a line to the summary at the end, which under CI prints messages whole a second time
+            first = crash.message.partition("\n")[0]
+            crash.message = first.partition(f"{item.nodeid} ")[2] or first
         return report
     watch = item.stash.get(_watch, None)
     if call.excinfo is not None and watch is not None and watch.check is not None and not watch.raised:
@@ -183,16 +207,15 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> _Wrapper:
     result = yield
-    if _watch in item.stash:
-        watch = item.stash[_watch]
+    watch = item.stash.get(_watch, None)
+    if watch is not None:
         if not watch.raised:
             _let_go(item)
         report = watch.end()
-        if report:
-            if watch.action == "warn":
-                _warn(item, report)
-            else:
-                raise _Leaked(_text(item, report), report)
+        if report and watch.action == "warn":
+            _warn(item, report)
+        elif report:
+            raise _Leaked(_text(item, report), report)
     return result
 
 
@@ -210,29 +233,9 @@ def _warn(item: pytest.Item, report: Report) -> None:
     warnings.warn_explicit(warning, None, str(path), (line or 0) + 1)
 
 
-def _shorten(report: Any, item: pytest.Item) -> None:
-    """Leaves one line to the summary at the end, which under CI prints messages whole a second time."""
-    crash = getattr(report.longrepr, "reprcrash", None)
-    if crash is not None:
-        first = crash.message.partition("\n")[0]
-        crash.message = first.partition(f"{item.nodeid} ")[2] or first
-
-
 def _expects_leaks(item: pytest.Item) -> bool:
-    def names_it(raises: Any) -> bool:
-        return any(map(names_it, raises)) if isinstance(raises, tuple) else raises is TensorLeakError
-
-    return any(names_it(marker.kwargs.get("raises")) for marker in item.iter_markers("xfail"))
-
-
-def _begin(item: pytest.Item) -> None:
-    item.session.stash.setdefault(_wide, Wide())
-    item.stash[_watch] = _Watch(item)
-
-
-def _watched(request: pytest.FixtureRequest) -> bool:
-    item = request._pyfuncitem
-    return _watch in item.stash and item.stash[_watch].check is not None
+    named = [marker.kwargs.get("raises") for marker in item.iter_markers("xfail")]
+    return any(TensorLeakError in (one if isinstance(one, tuple) else (one,)) for one in named)
 
 
 def _let_go(item: pytest.Item) -> None:
