@@ -114,8 +114,9 @@ def test_files_of_libraries_are_named_as_they_are_imported(leaks_of):
     assert places and all(place.startswith("torch/optim/") for place in places)
 
 
-def test_nothing_else_is_said_of_them(found):
+def test_nothing_else_is_said_of_them_and_all_can_be_drawn(found, tmp_path):
     assert found.report.notes == [] and found.report.unseen == []
+    assert "udcff" in str(found.report.draw(tmp_path / "leaks.dot", max_leaks=1000).read_text(encoding="utf-8"))
     str(found.report).encode("utf-8")
 
 
