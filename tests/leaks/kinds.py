@@ -816,8 +816,11 @@ CAPSULE = "a DLPack capsule on its memory"
 TENSOR = "Tensor float32 [{n}]"
 LEAF = ("next node 0: AccumulateGrad", "its leaf: Tensor float32 [{n}]")
 
-# All that the chain of one of its leaks has below the global and its item.
+# All that the chain of one of its leaks has, below the global and its item if it is in KEPT.
 CHAINS = [
+    ("counted by nobody in sight", "C or C++ that cannot be seen", "list item 0", TENSOR),
+    ("context variable", "context variable cache", TENSOR),
+    ("output of a notebook", "module global __main__.Out", "dict item 1", TENSOR),
     ("nested lists", "list item 1", "list item 0", TENSOR),
     ("tuple", "tuple item 1", TENSOR),
     ("set", "member of a set", TENSOR),
