@@ -62,6 +62,21 @@ def layer():
     return nn.Linear(SIZE, 1, bias=False)
 
 
+def after(thing, method, *arguments):
+    """A thing, one of whose methods was called."""
+    getattr(thing, method)(*arguments)
+    return thing
+
+
+def with_attribute(name, thing):
+    setattr(thing, name, made())
+    return thing
+
+
+def leaf():
+    return torch.ones(1, requires_grad=True)
+
+
 def raised(chained=False):
     try:
         tensor = made()  # its variable
@@ -107,12 +122,6 @@ class OfTheLanguage:
             return tensor
 
         return inner
-
-    def exception():
-        return raised()
-
-    def cause_of_an_exception():
-        return raised(chained=True)
 
     def context_of_an_exception():
         try:
@@ -160,24 +169,12 @@ class OfTheLanguage:
 
         return Entry(made())
 
-    def metaclass():
-        class Meta(type):
-            pass
-
-        Meta.tensor = made()
-        return Meta("Made", (), {})
-
     def enumeration():
         class Sizes(enum.Enum):
             SMALL = enum.auto()
 
         Sizes.SMALL.tensor = made()
         return Sizes
-
-    def module_outside_of_sys_modules():
-        module = types.ModuleType("outside")
-        module.tensor = made()
-        return module
 
     def globals_of_a_function():
         namespace = {"tensor": made()}
@@ -208,34 +205,6 @@ class OfTheStandardLibrary:
         assert model.features is not None
         return model
 
-    def single_dispatch():
-        tensor = made()
-
-        @functools.singledispatch
-        def function(x):
-            pass
-
-        function.register(int, lambda x: tensor)
-        return function
-
-    def attribute_of_a_function():
-        @functools.wraps(made)
-        def function():
-            pass
-
-        function.result = made()
-        return function
-
-    def context():
-        context = contextvars.copy_context()
-        context.run(contextvars.ContextVar("of the run").set, made())
-        return context
-
-    def exit_stack():
-        stack = contextlib.ExitStack()
-        stack.callback(print, made())
-        return stack
-
     def finalizer():
         owner = Owner()
         weakref.finalize(owner, id, made())
@@ -245,43 +214,6 @@ class OfTheStandardLibrary:
         key, values = Owner(), weakref.WeakKeyDictionary()
         values[key] = made()
         return [key, values]
-
-    def default_dictionary():
-        counted = collections.defaultdict(list)
-        counted["x"].append(made())
-        return counted
-
-    def queue_of_threads():
-        waiting = queue.Queue()
-        waiting.put(made())
-        return waiting
-
-    def priority_queue():
-        waiting = queue.PriorityQueue()
-        waiting.put((1, made()))
-        return waiting
-
-    def simple_queue():
-        waiting = queue.SimpleQueue()
-        waiting.put(made())
-        return waiting
-
-    def queue_of_asyncio():
-        waiting = asyncio.Queue()
-        waiting.put_nowait(made())
-        return waiting
-
-    def future():
-        done = concurrent.futures.Future()
-        done.set_result(made())
-        return done
-
-    def future_of_a_pool():
-        pool = concurrent.futures.ThreadPoolExecutor(1)
-        future = pool.submit(made)
-        future.result()
-        pool.shutdown()
-        return future
 
     def result_of_a_task():
         async def steps():
@@ -294,11 +226,6 @@ class OfTheStandardLibrary:
 
         return asyncio.run(run())
 
-    def thread_local():
-        local = threading.local()
-        local.cache = made()
-        return local
-
     def error_in_a_log():
         given = (ValueError, raised(), raised().__traceback__)
         return logging.LogRecord("name", logging.INFO, "file", 1, "", (), given)
@@ -310,11 +237,6 @@ class OfTheStandardLibrary:
             warning.tensor = made()
             warnings.warn(warning, stacklevel=1)
         return caught
-
-    def call_of_a_mock():
-        mock = unittest.mock.Mock()
-        mock(made())
-        return mock
 
     def memo_of_a_pickler():
         writer = pickle._Pickler(io.BytesIO())
@@ -390,13 +312,17 @@ def hook_with(held):
     return hook
 
 
+def with_a_hook_at_its_leaf(register):
+    out = leaf().exp()
+    after(out.grad_fn.next_functions[0][0], register, hook_with(made()))
+    return out
+
+
+class Mine(torch.Tensor):
+    pass
+
+
 class OfTorch:
-    def optimizer():
-        return torch.optim.SGD([made()], lr=0.1)
-
-    def schedule_of_rates():
-        return torch.optim.lr_scheduler.StepLR(torch.optim.SGD([nn.Parameter(made())], lr=0.1), 2)
-
     def history_of_LBFGS():
         weight = nn.Parameter(torch.ones(1))
         optimizer = torch.optim.LBFGS([weight])
@@ -419,67 +345,11 @@ class OfTorch:
 
         return torch.fx.symbolic_trace(Module())
 
-    def jagged():
-        return torch.nested.nested_tensor_from_jagged(made(), torch.tensor([0, 3, SIZE]))
-
     def gradient():
         x = graph()
         x.retain_grad()
         x.sum().backward()
         return x.grad
-
-    def subclass():
-        class Mine(torch.Tensor):
-            pass
-
-        return made().as_subclass(Mine)
-
-    def buffer():
-        layer = nn.Module()
-        layer.register_buffer("seen", made())
-        return layer
-
-    def statistics():
-        layer = nn.BatchNorm1d(SIZE, affine=False)
-        layer.num_batches_tracked = None
-        return layer
-
-    def full_backward_hook():
-        model = nn.Linear(1, 1)
-        model.register_full_backward_hook(hook_with(made()))
-        return model
-
-    def forward_hook():
-        model = nn.Linear(1, 1)
-        model.register_forward_hook(functools.partial(print, made()))
-        return model
-
-    def hook_of_state_dict():
-        model = nn.Linear(1, 1)
-        model._register_state_dict_hook(hook_with(made()))
-        return model
-
-    def tensor_hook():
-        leaf = torch.ones(1, requires_grad=True)
-        leaf.register_hook(hook_with(made()))
-        return leaf
-
-    def hook_after_accumulation():
-        leaf = torch.ones(1, requires_grad=True)
-        leaf.register_post_accumulate_grad_hook(hook_with(made()))
-        return leaf
-
-    def pre_hook():
-        leaf = torch.ones(1, requires_grad=True)
-        out = leaf.exp()
-        out.grad_fn.next_functions[0][0].register_prehook(hook_with(made()))
-        return out
-
-    def post_hook():
-        leaf = torch.ones(1, requires_grad=True)
-        out = leaf.exp()
-        out.grad_fn.next_functions[0][0].register_hook(hook_with(made()))
-        return out
 
     def hook_of_several():
         weights = [torch.ones(SIZE, requires_grad=True) for _ in range(2)]
@@ -584,6 +454,35 @@ KINDS = {
     **makers(OfTheStandardLibrary),
     **makers(OfNumpy),
     **makers(OfTorch),
+    "exception": raised,
+    "cause of an exception": lambda: raised(chained=True),
+    "metaclass": lambda: with_attribute("tensor", type("Meta", (type,), {}))("Made", (), {}),
+    "module outside of sys modules": lambda: with_attribute("tensor", types.ModuleType("outside")),
+    "attribute of a function": lambda: with_attribute("result", functools.wraps(made)(lambda: None)),
+    "thread local": lambda: with_attribute("cache", threading.local()),
+    "single dispatch": lambda: after(functools.singledispatch(print), "register", int, hook_with(made())),
+    "exit stack": lambda: after(contextlib.ExitStack(), "callback", print, made()),
+    "default dictionary": lambda: collections.defaultdict(list, x=[made()]),
+    "queue of threads": lambda: after(queue.Queue(), "put", made()),
+    "priority queue": lambda: after(queue.PriorityQueue(), "put", (1, made())),
+    "simple queue": lambda: after(queue.SimpleQueue(), "put", made()),
+    "queue of asyncio": lambda: after(asyncio.Queue(), "put_nowait", made()),
+    "future": lambda: after(concurrent.futures.Future(), "set_result", made()),
+    "call of a mock": lambda: after(unittest.mock.Mock(), "__call__", made()),
+    "context": lambda: after(contextvars.copy_context(), "run", contextvars.ContextVar("of the run").set, made()),
+    "optimizer": lambda: torch.optim.SGD([made()], lr=0.1),
+    "schedule of rates": lambda: torch.optim.lr_scheduler.StepLR(torch.optim.SGD([nn.Parameter(made())], lr=0.1), 2),
+    "jagged": lambda: torch.nested.nested_tensor_from_jagged(made(), torch.tensor([0, 3, SIZE])),
+    "subclass": lambda: made().as_subclass(Mine),
+    "buffer": lambda: after(nn.Module(), "register_buffer", "seen", made()),
+    "statistics": lambda: nn.BatchNorm1d(SIZE, affine=False),
+    "full backward hook": lambda: after(nn.Linear(1, 1), "register_full_backward_hook", hook_with(made())),
+    "hook of state dict": lambda: after(nn.Linear(1, 1), "_register_state_dict_hook", hook_with(made())),
+    "forward hook": lambda: after(nn.Linear(1, 1), "register_forward_hook", functools.partial(print, made())),
+    "tensor hook": lambda: after(leaf(), "register_hook", hook_with(made())),
+    "hook after accumulation": lambda: after(leaf(), "register_post_accumulate_grad_hook", hook_with(made())),
+    "pre hook": lambda: with_a_hook_at_its_leaf("register_prehook"),
+    "post hook": lambda: with_a_hook_at_its_leaf("register_hook"),
     "attribute": lambda: Owner().remember(),
     "slot": lambda: Owner().fill(),
     "attribute of an attribute": lambda: Owner(x=Owner(y=[made()])),
@@ -760,7 +659,7 @@ BLAMED = {
     "module outside of sys modules": "module global outside.tensor",
     "callback of a weak reference": "default argument of .*callback_of_a_weak_reference.<locals>.<lambda>",
     "cached property": "attribute features of .*Model",
-    "single dispatch": "closure variable tensor of .*single_dispatch.<locals>.<lambda>",
+    "single dispatch": HELD_BY_HOOK,
     "attribute of a function": "function .*made",
     "finalizer": ".*finalize",
     "C pickler": PLACE if NEWER else r"C or C\+\+ that cannot be seen",
