@@ -9,9 +9,9 @@ import sys
 
 import torch
 import torch.distributed as dist
-from support.blocks import MICROBATCHES, SCHEDULES, batch, blocks, loss_function, stages_of
+from leaks.pipelined import Training
+from support.blocks import SCHEDULES, batch, blocks, loss_function
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, schedules
 
 import zbpipe
 
@@ -31,35 +31,13 @@ class DataParallel:
             fully_shard(self.net)
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-3)
 
-    def step(self, number):
-        x, target = batch(number)
+    def step(self):
+        x, target = batch(0)
         output = self.net(x)
         loss_function(output, target).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return output
-
-
-class Pipeline:
-    def __init__(self, name):
-        rank, world = dist.get_rank(), dist.get_world_size()
-        per_rank, shape = SCHEDULES[name]
-        count = world * per_rank
-        mine = stages_of(rank, world, per_rank, shape)
-        parts = blocks(count)
-        stages = [PipelineStage(parts[i], i, count, torch.device("cpu")) for i in mine]
-        self.schedule = getattr(schedules, name)(stages, MICROBATCHES, loss_fn=loss_function, scale_grads=False)
-        self.is_first, self.is_last = 0 in mine, count - 1 in mine
-        self.optimizer = torch.optim.AdamW([w for i in mine for w in parts[i].parameters()], lr=1e-3)
-
-    def step(self, number):
-        x, target = batch(number)
-        losses = []
-        given = {"target": target, "losses": losses} if self.is_last else {}
-        self.schedule.step(*([x] if self.is_first else []), **given)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return losses or [target]
 
 
 class Trainer:
@@ -68,8 +46,8 @@ class Trainer:
         self.history = []
 
     def train(self, steps, leaks):
-        for number in range(steps):
-            result = self.training.step(number)
+        for _ in range(steps):
+            result = self.training.step()
             if leaks:
                 self.history.append(result)
 
@@ -79,7 +57,7 @@ def main(kind, steps, *leak):
     torch.manual_seed(0)
     if kind in SCHEDULES:
         zbpipe.patch()
-    training = Pipeline(kind) if kind in SCHEDULES else DataParallel(kind)
+    training = Training(kind) if kind in SCHEDULES else DataParallel(kind)
     Trainer(training).train(int(steps), bool(leak) and dist.get_rank() == dist.get_world_size() - 1)
     # The last that lets go of a group waits for gloo's threads, which may be waiting for the GIL: a DistributedDataParallel
     # has it then, destroy_process_group() has not.

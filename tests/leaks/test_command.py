@@ -1,6 +1,7 @@
 """python -m zbpipe leaks, on small training scripts."""
 
 import json
+import os
 import py_compile
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from support.commands import running
 from support.processes import environment
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
+import zbpipe
 from zbpipe._cli import main
 from zbpipe.leaks import Growth
 
@@ -44,87 +46,77 @@ def run(tmp_path, monkeypatch, capsys):
         yield run
 
 
-def test_growth_is_shown_step_by_step_with_its_holder(run):
-    status, said = run(TRAINING, "7", "leak")
-    assert status == 0
-    assert "the script's end" in said
-    assert "5 steps (Optimizer.step) after 2 of warm-up" in said
-    assert "history" in said
-    assert "4096" in said
+# What makes the leak elsewhere, or the end.
+CYCLE = TRAINING.replace("history.append(torch.ones(1024) * loss.item())", "c = [torch.ones(1024)]; c.append(c)")
+AT_FIRST = TRAINING.replace("torch.optim.SGD", "torch.optim.Adam").replace("if leak:", "if leak and _ < 4:")
+LOCAL = TRAINING.replace("history = []\n", "").replace("    for _", "    history = []\n    for _")
+CLEANED = TRAINING.replace("    train(int", "    try:\n        train(int").replace(
+    '    print("the', '    finally:\n        print("cleaned up")\n    print("the'
+)
+MARKED = TRAINING.replace(
+    "        optimizer.zero_grad()\n", "        optimizer.zero_grad()\n        _ % 2 and zbpipe.leaks.step()\n"
+).replace("import torch\n", "import torch, zbpipe\n")
+STEADY = """
+import collections, torch
+from zbpipe.leaks import step
+kept = {made}
+for epoch in range(5):
+    for _ in range(8):
+        kept.append(torch.ones(5))
+        step()
+    {cleared}
+"""
+FILES = ["--json", "grown.json", "--picture", "grown.dot"]
+STEPS = "5 steps (Optimizer.step) after 2 of warm-up"
+
+# Script, its arguments, the command's options, exit status, what is said, what is not.
+RUNS = {
+    "growth": (TRAINING, "7 leak", "", 0, [STEPS, "history", "4096", "the script's end"], []),
+    "growth is an error": (TRAINING, "7 leak", "--error", 3, ["history"], []),
+    "no growth": (TRAINING, "7", "--error", 0, [STEPS, "nothing grew"], ["history"]),
+    "what only the collector frees": (CYCLE, "7 leak", "--error", 3, [], []),
+    "growth while it warms up": (AT_FIRST, "12 leak", "--error --warmup 5", 0, [], []),
+    "no warm-up": (AT_FIRST, "5 leak", "--error --warmup 0", 3, [], []),
+    "a variable of a function that has returned": (LOCAL, "22 leak", "--error", 3, ["variable history of train()"], []),
+    "steps end the script": (
+        CLEANED + "    raise SystemExit(7)\n",
+        "100000000",
+        "--steps 5 --warmup 1",
+        0,
+        ["5 steps", "cleaned up"],
+        ["the script's end"],
+    ),
+    "a step of its own": (MARKED, "12", "", 0, ["4 steps (zbpipe.leaks.step()) after 2 of warm-up"], []),
+    "a window": (STEADY.format(made="collections.deque(maxlen=10)", cleared=""), "", "--error", 0, ["nothing grew"], []),
+    "an epoch": (STEADY.format(made="[]", cleared="kept.clear()"), "", "--error", 0, ["nothing grew"], []),
+    "no step": ("print(1)\n", "", "", 4, ["no step was seen"], []),
+    "too few steps": (TRAINING, "2", "", 4, ["2 steps (Optimizer.step) were seen"], []),
+    "the script's status": (TRAINING + "    sys.exit(7)\n", "6", "", 7, [], []),
+    "the script's word": (TRAINING + "    sys.exit('a word')\n", "6", "", 1, ["a word"], []),
+    "the script's odd status": (TRAINING + "    sys.exit([1, 2])\n", "6", "", 1, ["[1, 2]"], []),
+}  # fmt: skip
 
 
-def test_error_is_an_exit_status(run):
-    assert run(TRAINING, "7", "leak", options=["--error"])[0] == 3
-    status, said = run(TRAINING, "7", options=["--error"])
-    assert status == 0
-    assert "history" not in said
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run(name, run, tmp_path):
+    source, arguments, options, expected, words, others = RUNS[name]
+    status, said = run(source, *arguments.split(), options=[*options.split(), *FILES])
+    assert status == expected, said
+    assert [text for text in words if text not in said] == [] and [text for text in others if text in said] == []
+    has_grown = " leak" in arguments and name != "growth while it warms up"
+    assert (tmp_path / "grown.dot").exists() == has_grown
+    if (tmp_path / "grown.json").exists():
+        assert bool(json.loads((tmp_path / "grown.json").read_text())["grown"]["leaks"]) == has_grown
 
 
-def test_what_only_the_collector_frees_is_growth(run):
-    source = TRAINING.replace("history.append(torch.ones(1024) * loss.item())", "c = [torch.ones(1024)]; c.append(c)")
-    assert run(source, "7", "leak", options=["--error"])[0] == 3
+def test_the_scripts_exception_passes_after_the_report(run, capsys):
+    with pytest.raises(ZeroDivisionError):
+        run(TRAINING + "    1 / 0\n", "6")
+    assert "4 steps" in capsys.readouterr().out
 
 
-def test_warm_up_may_grow(run):
-    source = TRAINING.replace("torch.optim.SGD", "torch.optim.Adam").replace("if leak:", "if leak and _ < 4:")
-    assert run(source, "12", "leak", options=["--error", "--warmup", "5"])[0] == 0
-    assert run(source, "5", "leak", options=["--error", "--warmup", "0"])[0] == 3
-
-
-STEADY = {
-    "a window of losses": ("window = collections.deque(maxlen=10)", "window.append(torch.ones(5))", ""),
-    "losses of an epoch": ("losses = []", "losses.append(torch.ones(1))", "losses.clear()"),
-}
-
-
-@pytest.mark.parametrize("name", STEADY)
-def test_what_lets_go_again_did_not_grow(run, name, tmp_path):
-    """Though it looked so at first, when the script's variables could be named."""
-    made, kept, cleared = STEADY[name]
-    source = (
-        f"import collections, torch\nfrom zbpipe.leaks import step\n{made}\n"
-        f"for epoch in range(5):\n    for _ in range(8):\n        {kept}\n        step()\n    {cleared}\n"
-    )
-    status, said = run(source, options=["--error", "--json", "grown.json", "--picture", "grown.dot"])
-    assert (status, said.splitlines()[-1]) == (0, "nothing grew")
-    assert json.loads((tmp_path / "grown.json").read_text())["grown"]["leaks"] == []
-    assert not (tmp_path / "grown.dot").exists()
-
-
-def test_what_grew_is_named_though_its_function_has_returned(run):
-    source = TRAINING.replace("history = []\n", "").replace("    for _", "    history = []\n    for _")
-    status, said = run(source, "22", "leak", options=["--error"])
-    assert status == 3
-    assert "variable history of train()" in said
-
-
-def test_a_number_of_steps_ends_the_script(run):
-    source = TRAINING + "    raise SystemExit(7)\n"
-    source = source.replace("    train(int", "    try:\n        train(int").replace(
-        '    print("the', '    finally:\n        print("cleaned up")\n    print("the'
-    )
-    status, said = run(source, "100000000", options=["--steps", "5", "--warmup", "1"])
-    assert status == 0
-    assert "5 steps" in said
-    assert "cleaned up" in said
-    assert "the script's end" not in said
-
-
-def test_marker_says_what_a_step_is(run):
-    source = TRAINING.replace("        optimizer.zero_grad()\n", "        optimizer.zero_grad()\n        after()\n")
-    source = source.replace(
-        "def train",
-        "from zbpipe import leaks\nseen = []\ndef after():\n    seen.append(1)\n    len(seen) % 2 or leaks.step()\n\ndef train",
-    )
-    status, said = run(source, "12")
-    assert status == 0
-    assert "4 steps (zbpipe.leaks.step()) after 2 of warm-up" in said
-
-
-def test_marker_does_nothing_elsewhere():
-    from zbpipe import leaks
-
-    assert leaks.step() is None
+def test_the_marker_does_nothing_elsewhere():
+    assert zbpipe.leaks.step() is None
 
 
 SCHEDULE = """
@@ -144,13 +136,13 @@ class Run:
 
     def train(self, schedule, optimizers, steps, leak):
         for step in range(steps):
-            losses = self.losses if leak else []
+            losses = []
+            if leak:
+                self.losses.append(losses)
             schedule.step(torch.ones(8, 4), target=torch.ones(8, 4), losses=losses)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-            if step % 2:
-                {eval}
 
 def main():
     dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 1), rank=0, world_size=1)
@@ -168,19 +160,11 @@ main()
 """
 
 
-def test_schedules_steps_are_steps(run, tmp_path):
-    status, said = run(SCHEDULE.format(eval="pass"), str(tmp_path / "store"), options=["--error"])
+@pytest.mark.parametrize("kept", [False, True])
+def test_schedules_steps_are_steps_and_losses_kept_by_their_caller_are_named(run, tmp_path, kept):
+    status, said = run(SCHEDULE, str(tmp_path / "store"), *["leak"] * kept, options=["--error"])
     assert "6 steps (Schedule.step) after 2 of warm-up" in said
-    assert status == 0, said
-
-
-def test_losses_kept_by_a_schedules_caller_are_named(run, tmp_path):
-    source = SCHEDULE.format(eval="pass").replace(
-        "losses = self.losses if leak else []", "losses = []; self.losses.append(losses)"
-    )
-    status, said = run(source, str(tmp_path / "store"), options=["--error"])
-    assert status == 3
-    assert "losses" in said
+    assert status == (3 if kept else 0) and ("attribute losses of Run" in said) == kept, said
 
 
 def test_schedules_and_optimizers_are_torchs_own_afterwards(run):
@@ -192,14 +176,15 @@ def test_schedules_and_optimizers_are_torchs_own_afterwards(run):
     assert len(_global_optimizer_post_hooks) == hooks
 
 
-def test_json_and_picture(run, tmp_path):
-    status, _ = run(TRAINING, "6", "leak", options=["--json", "grown.json", "--picture", "grown.dot"])
+def test_the_numbers_go_where_the_command_was_given_though_the_script_goes_elsewhere(run, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    source = TRAINING + "    import os\n    os.chdir('elsewhere')\n"
+    status, _ = run(source, "6", "leak", options=["--json", "grown.json"])
     assert status == 0
     data = json.loads((tmp_path / "grown.json").read_text())
     assert [row["bytes"] - data["steps"][0]["bytes"] for row in data["steps"]] == [0, 4096, 8192, 12288]
     assert [row["tensors"] - data["steps"][0]["tensors"] for row in data["steps"]] == [0, 1, 2, 3]
     assert "history" in json.dumps(data["grown"])
-    assert (tmp_path / "grown.dot").stat().st_size > 0
 
 
 def test_a_script_finds_what_python_would_give_it(run, tmp_path):
@@ -219,28 +204,6 @@ def test_a_module_runs_as_python_m_would(run, tmp_path, monkeypatch):
     assert main(["leaks", "--error", "-m", "package", "6", "leak"]) == 3
 
 
-def test_the_scripts_own_end_is_kept(run, capsys):
-    assert run(TRAINING + "    sys.exit(7)\n", "6")[0] == 7
-    status, said = run(TRAINING + "    sys.exit('a word')\n", "6")
-    assert status == 1
-    assert "a word" in said
-    status, said = run(TRAINING + "    sys.exit([1, 2])\n", "6")
-    assert status == 1
-    assert "[1, 2]" in said
-    with pytest.raises(ZeroDivisionError):
-        run(TRAINING + "    1 / 0\n", "6")
-    assert "4 steps" in capsys.readouterr().out
-
-
-def test_nothing_to_compare_is_said(run):
-    status, said = run("print(1)\n")
-    assert status == 4
-    assert "no step was seen" in said
-    status, said = run(TRAINING, "2")
-    assert status == 4
-    assert "2 steps (Optimizer.step) were seen" in said
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -254,10 +217,12 @@ def test_nothing_to_compare_is_said(run):
         (["--picture", "absent/x.dot", "train.py"], "--picture absent/x.dot: there is no folder absent; make it"),
         (["--json", "absent/x.json", "train.py"], "--json absent/x.json: there is no folder absent; make it first"),
         (["--json", ".", "train.py"], "--json . is a folder; name a file in it"),
+        (["--picture", "x.png", "train.py"], "x.png needs Graphviz's program dot"),
     ],
 )
 def test_bad_arguments_are_refused_before_the_script_runs(arguments, words, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "train.py").write_text("raise AssertionError\n")
     with pytest.raises(SystemExit) as ended:
         main(["leaks", *arguments])
@@ -265,37 +230,28 @@ def test_bad_arguments_are_refused_before_the_script_runs(arguments, words, caps
     assert words in capsys.readouterr().err
 
 
-def test_a_picture_without_graphviz_is_refused_before_the_script_runs(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    (tmp_path / "train.py").write_text("raise AssertionError\n")
-    with pytest.raises(SystemExit) as ended:
-        main(["leaks", "--picture", "x.png", "train.py"])
-    assert ended.value.code == 2
-    assert "x.png needs Graphviz's program dot" in capsys.readouterr().err
-
-
-def test_files_go_where_the_command_was_given_though_the_script_goes_elsewhere(run, tmp_path):
-    (tmp_path / "elsewhere").mkdir()
-    run(TRAINING + "    import os\n    os.chdir('elsewhere')\n", "6", options=["--json", "grown.json"])
-    assert (tmp_path / "grown.json").exists()
+def on_two_ranks(folder, source, *arguments, command="leaks", options=(), setting=""):
+    """What the command says of a script under torchrun; `setting` changes how its ranks wait for each other."""
+    (folder / "train.py").write_text("import os\n" + source)
+    (folder / "sitecustomize.py").write_text(f"import zbpipe._cli.ranks\n{setting}\n")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "zbpipe", command]
+    return subprocess.run(
+        [sys.executable, *torchrun, *options, "train.py", "6", *arguments],
+        cwd=folder, env=environment(OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join([str(folder), *filter(None, sys.path)])),
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
 
 
 @pytest.mark.dist
 def test_under_torchrun_one_report_tells_of_all_ranks(tmp_path):
-    (tmp_path / "train.py").write_text(
-        "import os\nimport torch.distributed as dist\ndist.init_process_group('gloo')\n"
-        + TRAINING.replace('"leak" in sys.argv', 'os.environ["RANK"] == "1"').replace(
-            "torch.nn.Linear(16, 16)", "torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(16, 16))"
-        )
-        + "    del net, optimizer\n    dist.destroy_process_group()\n"
+    source = TRAINING.replace('"leak" in sys.argv', 'os.environ["RANK"] == "1"').replace(
+        "torch.nn.Linear(16, 16)", "torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(16, 16))"
     )
-    env = environment(OMP_NUM_THREADS="1")
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "zbpipe", "leaks"]
-    done = subprocess.run(
-        [sys.executable, *command, "--json", "grown.json", "train.py", "6"],
-        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    start, end = (
+        "import torch.distributed as dist\ndist.init_process_group('gloo')\n",
+        "    dist.destroy_process_group()\n",
+    )
+    done = on_two_ranks(tmp_path, f"{start}{source}    del net, optimizer\n{end}", options=["--json", "grown.json"])
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("zbpipe leaks: ranks 0 to 1 of 2\n") == 1
     assert "ranks 0 to 1: 4 steps (Optimizer.step) after 2 of warm-up\n" in done.stdout
@@ -313,39 +269,23 @@ def test_under_torchrun_one_report_tells_of_all_ranks(tmp_path):
 @pytest.mark.dist
 def test_a_rank_that_ends_too_late_for_the_first_prints_its_own(tmp_path):
     late = "    if os.environ['RANK'] == '1':\n        import time; time.sleep(4)\n"
-    (tmp_path / "train.py").write_text("import os\n" + TRAINING + late)
-    (tmp_path / "sitecustomize.py").write_text("import zbpipe._cli.ranks\nzbpipe._cli.ranks.WAIT = 0.5\n")
-    env = environment(OMP_NUM_THREADS="1", PYTHONPATH=str(tmp_path))
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "zbpipe", "leaks"]
-    done = subprocess.run(
-        [sys.executable, *command, "train.py", "6", "leak"],
-        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    done = on_two_ranks(tmp_path, TRAINING + late, "leak", setting="zbpipe._cli.ranks.WAIT = 0.5")
     assert done.returncode == 0, done.stderr
     assert "rank 1: failed, or not ended in time; each prints its own report when it ends" in done.stdout
     assert "zbpipe leaks: rank 0 of 2\n" in done.stdout and "zbpipe leaks: rank 1 of 2\n" in done.stdout
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("what", ["leaks", "memory"])
+@pytest.mark.parametrize(("command", "options"), [("leaks", []), ("memory", ["--warmup", "20"])])
 @pytest.mark.parametrize("fails", [0, 1])
-def test_a_rank_that_fails_waits_for_nobody(tmp_path, what, fails):
+def test_a_rank_that_fails_waits_for_nobody(tmp_path, command, options, fails):
     """Others may wait for it to go, for as long as their group's timeout; here without end."""
-    late = f"    if os.environ['RANK'] == '{fails}':\n        raise KeyError('the script failed')\n"
-    (tmp_path / "train.py").write_text("import os\n" + TRAINING + late)
-    (tmp_path / "sitecustomize.py").write_text(
-        "import zbpipe._cli.ranks\nzbpipe._cli.ranks.WAIT = zbpipe._cli.ranks._PATIENCE = 10_000\n"
-    )
-    env = environment(OMP_NUM_THREADS="1", PYTHONPATH=str(tmp_path))
+    end = f"    if os.environ['RANK'] == '{fails}':\n        raise KeyError('the script failed')\n"
     # The rank that does not fail outlives torchrun's patience with it if it waits.
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "zbpipe", what]
-    options = ["--warmup", "20"] if what == "memory" else []
-    done = subprocess.run(
-        [sys.executable, *command, *options, "train.py", "6", "leak"],
-        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    setting = "zbpipe._cli.ranks.WAIT = zbpipe._cli.ranks._PATIENCE = 10_000"
+    done = on_two_ranks(tmp_path, TRAINING + end, "leak", command=command, options=options, setting=setting)
     assert done.returncode == 1 and "KeyError: 'the script failed'" in done.stderr
-    assert f"zbpipe {what}: rank {fails} of 2\n" in done.stdout
+    assert f"zbpipe {command}: rank {fails} of 2\n" in done.stdout
 
 
 OF_PYTHON = """

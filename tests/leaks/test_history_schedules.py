@@ -5,10 +5,11 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
-from leaks.leak_ranks import WARMUP, tensors_in_garbage
-from support.blocks import BATCH, MICROBATCHES, WIDTH, batch, loss_function
+from leaks.pipelined import Training
+from support.blocks import BATCH, MICROBATCHES, WIDTH, f64
+from support.leaks import no_collector
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, _backward, schedules
+from torch.distributed.pipelining import _backward
 from torch.distributed.pipelining import stage as of_stages
 
 from zbpipe.leaks import Growth, check_tensor_leak
@@ -18,13 +19,13 @@ ROWS = BATCH // MICROBATCHES
 BYTES = ROWS * HIDDEN * 8  # of one microbatch between a block's two layers
 
 
+WARMUP = 3  # steps in which buffers, gradients and the optimizer's state come to be
+
+
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.up, self.down = (
-            nn.Linear(WIDTH, HIDDEN, dtype=torch.float64),
-            nn.Linear(HIDDEN, WIDTH, dtype=torch.float64),
-        )
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN, dtype=f64), nn.Linear(HIDDEN, WIDTH, dtype=f64)
 
     def hidden(self, x):
         return self.up(x).tanh()
@@ -33,43 +34,7 @@ class Block(nn.Module):
         return self.down(self.hidden(x))
 
 
-class Training:
-    def __init__(self, name, block):
-        torch.manual_seed(0)
-        kind = getattr(schedules, name)
-        single = issubclass(kind, schedules.PipelineScheduleSingle)
-        self.modules = [block()] if single else [block(), block()]
-        count = len(self.modules)
-        self.stages = [PipelineStage(module, i, count, torch.device("cpu")) for i, module in enumerate(self.modules)]
-        stages = self.stages[0] if single else self.stages
-        self.schedule = kind(stages, MICROBATCHES, loss_fn=loss_function, scale_grads=False)
-        self.optimizer = torch.optim.Adam([w for module in self.modules for w in module.parameters()], lr=1e-3)
-        self.x, self.target = batch(0)
-
-    def step(self):
-        outputs = self.schedule.step(self.x, target=self.target)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.keep(outputs)
-
-    def keep(self, outputs):
-        pass
-
-    def let_go(self):
-        """Of what torch's stages keep until their next step."""
-        for stage in self.stages:
-            stage.clear_runtime_states()
-            for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
-                for info in infos:
-                    if info.buffer is not None:  # torch 2.15's stage has let go of it
-                        info.buffer = torch.empty(0)  # torch 2.11's stage lets go of its gradient
-
-
-@pytest.fixture(autouse=True)
-def _one_rank(tmp_path):
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def report_of(training):
@@ -189,7 +154,8 @@ def test_intermediates_alone_are_no_leak(monkeypatch):
     monkeypatch.setattr(of_stages, "stage_backward_weight", stage_backward_weight_that_keeps_intermediates)
     training = Training("ScheduleInterleavedZeroBubble", Block)
     assert not report_of(training)
-    assert grown(training) == [] and tensors_in_garbage() == 0
+    with no_collector():  # nothing is in its garbage
+        assert grown(training) == []
 
 
 # ---- the user's modules
@@ -288,12 +254,12 @@ class KeepsNothingPopped(dict):
 
 def test_a_cache_of_forwards_that_is_never_popped():
     training = Training("Schedule1F1B", Block)
-    if not hasattr(training.stages[0], "fwd_cache"):
+    if not hasattr(training.line.stages[0], "fwd_cache"):
         pytest.skip("torch 2.15's stages keep forwards elsewhere")
-    training.stages[0].fwd_cache = KeepsNothingPopped()
+    training.line.stages[0].fwd_cache = KeepsNothingPopped()
     report = report_of(training)
     check_first(
-        report, f"attribute stages of {__name__}.Training", size=ROWS * WIDTH * 8
+        report, "attribute stages of support.pipelines.Pipeline", size=ROWS * WIDTH * 8
     )  # the program's; torch's follows
     of_torch = (
         "attribute fwd_cache of torch.distributed.pipelining.stage.PipelineStage (torch/distributed/pipelining/stage"

@@ -7,31 +7,34 @@ import sys
 import pytest
 from support.processes import TESTS, environment
 
-PIPELINES = ["ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV"]
-JOBS = ["ddp", "fsdp", *PIPELINES]
+JOBS = ["ddp", "fsdp", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV"]
+LONG = pytest.param(200, marks=pytest.mark.long)
+COMMAND = [
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node",
+    "2",
+    "-m",
+    "zbpipe",
+    "leaks",
+    "--error",
+    "leaks/jobs.py",
+]
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
-def run_job(name, steps, *leak):
-    command = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "zbpipe",
-        "leaks",
-        "--error",
-    ]
+def run_job(*arguments):
     return subprocess.run(
-        [sys.executable, *command, "leaks/jobs.py", name, str(steps), *leak],
+        [sys.executable, *COMMAND, *map(str, arguments)],
         cwd=TESTS, env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
 
 
-def check_clean(name, steps):
+@pytest.mark.parametrize("steps", [60, LONG])
+@pytest.mark.parametrize("name", JOBS)
+def test_nothing_grows(name, steps):
     done = run_job(name, steps)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("zbpipe leaks: ranks 0 to 1 of 2\n")
@@ -39,36 +42,17 @@ def check_clean(name, steps):
     assert done.stdout.endswith("\n\nnothing grew\n"), done.stdout
 
 
-def check_leak(name, steps):
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [("fsdp", 20), ("ScheduleZBVZeroBubble", 20), *(pytest.param(name, 200, marks=pytest.mark.long) for name in JOBS)],
+)
+def test_a_leak_on_one_rank_is_found(name, steps):
     done = run_job(name, steps, "leak")
     assert re.search(r"rank +: 1 .*\n +exitcode +: 3 ", done.stderr), done.stderr
     _, _, grown = done.stdout.partition("\n\ngrew, and is held by\n")
     head, *chain = grown.splitlines()
-    assert re.fullmatch(
-        r"  rank 1: \d+ tensors? \(\d+ bytes\) from steps 2 to \d+, held by a list that was never cleared:", head
-    ), done.stdout
+    pattern = r"  rank 1: \d+ tensors? \(\d+ bytes\) from steps 2 to \d+, held by a list that was never cleared:"
+    assert re.fullmatch(pattern, head), done.stdout
     blamed = next(line for line in chain if ">>" in line)
     assert "attribute history of Trainer (leaks/jobs.py:" in blamed, done.stdout
     assert "rank 0" not in grown
-
-
-@pytest.mark.parametrize("name", JOBS)
-def test_nothing_grows(name):
-    check_clean(name, 60)
-
-
-@pytest.mark.parametrize("name", ["fsdp", "ScheduleZBVZeroBubble"])
-def test_a_leak_on_one_rank_is_found(name):
-    check_leak(name, 20)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", JOBS)
-def test_nothing_grows_over_200_steps(name):
-    check_clean(name, 200)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", JOBS)
-def test_a_leak_on_one_rank_is_found_over_200_steps(name):
-    check_leak(name, 200)
