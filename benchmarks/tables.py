@@ -86,31 +86,38 @@ def machine() -> str:
 
 
 def in_short() -> str:
-    host, memory = figures("host_time"), figures("memory")
-    stages, policies = memory["stages"], memory["policies"]["transformer, checkpointed"]
-    plain, kept = stages["transformer"], stages["transformer, checkpointed"]
-    zbv = demo_of(PINNED)["ZBV"]
-    blocks = ("16", "64", "256")
+    """What changes for a user, the largest gains first."""
+    host, stages = figures("host_time"), figures("memory")["stages"]
+    zbv = [of["sides"] for of in figures("checkpointed")["rows"] if of["schedule"] == "ScheduleZBVZeroBubble"]
+    deep = [of for of in figures("step_overhead") if of["schedule"] == "ScheduleZBVZeroBubble"]
+    deepest = max(deep, key=lambda of: (of["ranks"], of["blocks"]))["ratio"]["median"]
+    peaks = [megabytes(demo_of(PINNED)["ZBV"][side]["peak"]) for side in ("torch", "zbpipe")]
+    held = [megabytes(stages["transformer"][side]["bytes"]["held"]) for side in ("torch", "zbpipe")]
+
+    def peak(policy: str) -> str:
+        return " / ".join(times(sides[policy]["peak"] / sides["torch"]["peak"]) for sides in zbv)
 
     def host_of(side: str) -> str:
-        return " / ".join(times(host[count][side]["ratio"]["median"]) for count in blocks)
+        return " / ".join(times(host[count][side]["ratio"]["median"]) for count in ("16", "64", "256"))
 
-    again = {side: f"{kept[side]['bytes']['computed']:g}" for side in ("torch", "zbpipe")}
-    recompute = policies["checkpoint=recompute"]["bytes"]["computed"]
+    time = " / ".join(times(sides["keep"]["step"]["median"]) for sides in zbv)
+    again = {side: f"{zbv[0][side]['computed']:g}" for side in ("torch", "keep", "recompute")}
     rows = [
-        ["host time of I + W, 16 / 64 / 256 blocks, to an unsplit backward", host_of("torch"), host_of("zbpipe")],
+        ["time of a ZBV step with checkpointed blocks, on 2 / 4 / 8 ranks", "1x", time],
+        ["peak memory of that step, by default", "1x", peak("keep")],
+        ['— with `checkpoint="recompute"`', "1x", peak("recompute")],
+        ['— with `checkpoint="input_pass"`', "1x", peak("input_pass")],
         [
-            "held from I to W, a transformer's microbatch",
-            *(f"{megabytes(plain[s]['bytes']['held'])} MB" for s in again),
-        ],
-        ["peak of a ZBV step in the demo", *(f"{megabytes(zbv[side]['peak'])} MB" for side in again)],
-        [
-            "how often checkpointed blocks are computed again, for one backward",
+            "how often each of those blocks is recomputed, for one backward",
             again["torch"],
-            f'{again["zbpipe"]}; {recompute:g} with `checkpoint="recompute"`',
+            f'{again["keep"]}; {again["recompute"]} with `"recompute"`',
         ],
+        ["time of a ZBV step on 2 ranks, stages of 64 tiny blocks", "1x", times(deepest)],
+        ["host time of I + W, 16 / 64 / 256 blocks, to an unsplit backward", host_of("torch"), host_of("zbpipe")],
+        ["held from I to W by one microbatch of 4 transformer blocks", *(f"{of} MB" for of in held)],
+        ["peak memory of a ZBV step in `make demo`", *(f"{of} MB" for of in peaks)],
     ]
-    return markdown(["", "torch", "zbpipe"], rows)
+    return markdown(["", "torch's module", "zbpipe"], rows)
 
 
 # docs/numbers.md.
