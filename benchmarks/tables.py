@@ -43,7 +43,8 @@ def figures(name: str, version: str = PINNED) -> Any:
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows))
+    first, *others = (f"| {' | '.join(cells)} |" for cells in (header, *rows))
+    return "\n".join([first, "|---" * len(header) + "|", *others])
 
 
 def times(ratio: float) -> str:
@@ -57,7 +58,7 @@ def milliseconds(ms: float) -> str:
 
 def around(spread: dict[str, float]) -> str:
     """The median of ratios, and between which half of them lies."""
-    return f"{times(spread['median'])} ({times(spread['low'])[:-1]} to {times(spread['high'])[:-1]})"
+    return f"{times(spread['median'])} ({times(spread['low'])[:-1]}-{times(spread['high'])[:-1]})"
 
 
 def megabytes(count: float) -> str:
@@ -295,19 +296,18 @@ def checkpointed() -> str:
 
 
 def checkpointed_steps() -> str:
-    rows = [
-        [
-            f"{SCHEDULES[of['schedule']]}, {of['ranks']} ranks, {of['microbatches']} microbatches",
-            f"`{word}`" if word != "torch" else "torch's module",
-            f"{megabytes(side['peak'])} MB ({times(side['peak'] / of['sides']['torch']['peak'])})",
-            f"{side['computed']:.2f}",
-            times(side["step"]["median"]),
-        ]
-        for of in figures("checkpointed")["rows"]
-        for word, side in of["sides"].items()
-        if word in ("torch", "keep", "recompute", "input_pass")
-    ]
-    return markdown(["", "", "peak of a step", "computed again", "time of a step"], rows)
+    words = ("torch", "keep", "recompute", "input_pass")
+    rows = []
+    for of in figures("checkpointed")["rows"]:
+        sides = [of["sides"][word] for word in words]
+        peaks = [megabytes(sides[0]["peak"]), *(times(side["peak"] / sides[0]["peak"]) for side in sides[1:])]
+        again = [f"{side['computed']:.3g}" for side in sides]
+        took = [times(side["step"]["median"]) for side in sides[1:]]
+        cells = (" / ".join(cell) for cell in (peaks, again, took))
+        rows.append([SCHEDULES[of["schedule"]], f"{of['ranks']}, {of['microbatches']}", *cells])
+    header = ["schedule", "ranks, microbatches", "peak of a step: torch in MB / `keep` / `recompute` / `input_pass`"]
+    header += ["recomputed: torch / `keep` / `recompute` / `input_pass`", "time: `keep` / `recompute` / `input_pass`"]
+    return markdown(header, rows)
 
 
 def recorder() -> str:
