@@ -46,7 +46,7 @@ def test_a_function_says_what_it_takes_gives_and_raises(name):
 
 def test_the_table_of_the_docs_has_every_function_with_its_parameters():
     page = (Path(__file__).parents[1] / "docs" / "api.md").read_text()
-    rows = {name: said for name, said in re.findall(r"^\| `([\w.]+)\((.*?)\)` \|", page, re.MULTILINE)}
+    rows = dict(re.findall(r"^\| `([\w.]+)\((.*?)\)` \|", page, re.MULTILINE))
     signatures = {name: inspect.signature(function).parameters.values() for name, function in FUNCTIONS.items()}
     assert rows == {
         name: ", ".join(f"**{p.name}" if p.kind is p.VAR_KEYWORD else p.name for p in parameters)
