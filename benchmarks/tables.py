@@ -43,7 +43,8 @@ def figures(name: str, version: str = PINNED) -> Any:
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows))
+    first, *others = (f"| {' | '.join(cells)} |" for cells in (header, *rows))
+    return "\n".join([first, "|---" * len(header) + "|", *others])
 
 
 def times(ratio: float) -> str:
@@ -57,7 +58,7 @@ def milliseconds(ms: float) -> str:
 
 def around(spread: dict[str, float]) -> str:
     """The median of ratios, and between which half of them lies."""
-    return f"{times(spread['median'])} ({times(spread['low'])[:-1]} to {times(spread['high'])[:-1]})"
+    return f"{times(spread['median'])} ({times(spread['low'])[:-1]}-{times(spread['high'])[:-1]})"
 
 
 def megabytes(count: float) -> str:
@@ -86,31 +87,38 @@ def machine() -> str:
 
 
 def in_short() -> str:
-    host, memory = figures("host_time"), figures("memory")
-    stages, policies = memory["stages"], memory["policies"]["transformer, checkpointed"]
-    plain, kept = stages["transformer"], stages["transformer, checkpointed"]
-    zbv = demo_of(PINNED)["ZBV"]
-    blocks = ("16", "64", "256")
+    """What changes for a user, the largest gains first."""
+    host, stages = figures("host_time"), figures("memory")["stages"]
+    zbv = [of["sides"] for of in figures("checkpointed")["rows"] if of["schedule"] == "ScheduleZBVZeroBubble"]
+    deep = [of for of in figures("step_overhead") if of["schedule"] == "ScheduleZBVZeroBubble"]
+    deepest = max(deep, key=lambda of: (of["ranks"], of["blocks"]))["ratio"]["median"]
+    peaks = [megabytes(demo_of(PINNED)["ZBV"][side]["peak"]) for side in ("torch", "zbpipe")]
+    held = [megabytes(stages["transformer"][side]["bytes"]["held"]) for side in ("torch", "zbpipe")]
+
+    def peak(policy: str) -> str:
+        return " / ".join(times(sides[policy]["peak"] / sides["torch"]["peak"]) for sides in zbv)
 
     def host_of(side: str) -> str:
-        return " / ".join(times(host[count][side]["ratio"]["median"]) for count in blocks)
+        return " / ".join(times(host[count][side]["ratio"]["median"]) for count in ("16", "64", "256"))
 
-    again = {side: f"{kept[side]['bytes']['computed']:g}" for side in ("torch", "zbpipe")}
-    recompute = policies["checkpoint=recompute"]["bytes"]["computed"]
+    time = " / ".join(times(sides["keep"]["step"]["median"]) for sides in zbv)
+    again = {side: f"{zbv[0][side]['computed']:g}" for side in ("torch", "keep", "recompute")}
     rows = [
-        ["host time of I + W, 16 / 64 / 256 blocks, to an unsplit backward", host_of("torch"), host_of("zbpipe")],
+        ["time of a ZBV step with checkpointed blocks, on 2 / 4 / 8 ranks", "1x", time],
+        ["peak memory of that step, by default", "1x", peak("keep")],
+        ['— with `checkpoint="recompute"`', "1x", peak("recompute")],
+        ['— with `checkpoint="input_pass"`', "1x", peak("input_pass")],
         [
-            "held from I to W, a transformer's microbatch",
-            *(f"{megabytes(plain[s]['bytes']['held'])} MB" for s in again),
-        ],
-        ["peak of a ZBV step in the demo", *(f"{megabytes(zbv[side]['peak'])} MB" for side in again)],
-        [
-            "how often checkpointed blocks are computed again, for one backward",
+            "how often each of those blocks is recomputed, for one backward",
             again["torch"],
-            f'{again["zbpipe"]}; {recompute:g} with `checkpoint="recompute"`',
+            f'{again["keep"]}; {again["recompute"]} with `"recompute"`',
         ],
+        ["time of a ZBV step on 2 ranks, stages of 64 tiny blocks", "1x", times(deepest)],
+        ["host time of I + W, 16 / 64 / 256 blocks, to an unsplit backward", host_of("torch"), host_of("zbpipe")],
+        ["held from I to W by one microbatch of 4 transformer blocks", *(f"{of} MB" for of in held)],
+        ["peak memory of a ZBV step in `make demo`", *(f"{of} MB" for of in peaks)],
     ]
-    return markdown(["", "torch", "zbpipe"], rows)
+    return markdown(["", "torch's module", "zbpipe"], rows)
 
 
 # docs/numbers.md.
@@ -288,19 +296,18 @@ def checkpointed() -> str:
 
 
 def checkpointed_steps() -> str:
-    rows = [
-        [
-            f"{SCHEDULES[of['schedule']]}, {of['ranks']} ranks, {of['microbatches']} microbatches",
-            f"`{word}`" if word != "torch" else "torch's module",
-            f"{megabytes(side['peak'])} MB ({times(side['peak'] / of['sides']['torch']['peak'])})",
-            f"{side['computed']:.2f}",
-            times(side["step"]["median"]),
-        ]
-        for of in figures("checkpointed")["rows"]
-        for word, side in of["sides"].items()
-        if word in ("torch", "keep", "recompute", "input_pass")
-    ]
-    return markdown(["", "", "peak of a step", "computed again", "time of a step"], rows)
+    words = ("torch", "keep", "recompute", "input_pass")
+    rows = []
+    for of in figures("checkpointed")["rows"]:
+        sides = [of["sides"][word] for word in words]
+        peaks = [megabytes(sides[0]["peak"]), *(times(side["peak"] / sides[0]["peak"]) for side in sides[1:])]
+        again = [f"{side['computed']:.3g}" for side in sides]
+        took = [times(side["step"]["median"]) for side in sides[1:]]
+        cells = (" / ".join(cell) for cell in (peaks, again, took))
+        rows.append([SCHEDULES[of["schedule"]], f"{of['ranks']}, {of['microbatches']}", *cells])
+    header = ["schedule", "ranks, microbatches", "peak of a step: torch in MB / `keep` / `recompute` / `input_pass`"]
+    header += ["recomputed: torch / `keep` / `recompute` / `input_pass`", "time: `keep` / `recompute` / `input_pass`"]
+    return markdown(header, rows)
 
 
 def recorder() -> str:

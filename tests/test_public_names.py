@@ -5,6 +5,7 @@ import inspect
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -41,6 +42,16 @@ def test_a_function_says_what_it_takes_gives_and_raises(name):
     assert [p for p in parameters if not re.search(rf"^    (\w+, )*{p}(, \w+)*:", said, re.MULTILINE)] == []
     assert ("Returns:" in said) == (signature.return_annotation not in (None, "None"))
     assert signature.return_annotation not in (inspect.Signature.empty,)
+
+
+def test_the_table_of_the_docs_has_every_function_with_its_parameters():
+    page = (Path(__file__).parents[1] / "docs" / "api.md").read_text()
+    rows = dict(re.findall(r"^\| `([\w.]+)\((.*?)\)` \|", page, re.MULTILINE))
+    signatures = {name: inspect.signature(function).parameters.values() for name, function in FUNCTIONS.items()}
+    assert rows == {
+        name: ", ".join(f"**{p.name}" if p.kind is p.VAR_KEYWORD else p.name for p in parameters)
+        for name, parameters in signatures.items()
+    }
 
 
 @pytest.mark.parametrize("function", [zbpipe.policy, zbpipe.set_policy])

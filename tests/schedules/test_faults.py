@@ -1,7 +1,7 @@
 """Faults in the middle of a step: torch's own module beside the patch, fault by fault. fault_cases.py has the faults.
 
 What the rank raises is what it raises on torch's own module, its peer hears of it as soon as there, nothing stays registered or
-alive, and the next step has the bits of an ordinary backward. The table of docs/reliability.md is compared with what was seen;
+alive, and the next step has the bits of an ordinary backward. The table of faults.md is compared with what was seen;
 ZBPIPE_TABLES=write writes it.
 """
 
@@ -27,7 +27,7 @@ pytestmark = [
     needs_zbpipe,  # runs both modules itself
     pytest.mark.skipif(allocations.COMPILER is None, reason="needs a C compiler"),
 ]
-PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
+PAGE = Path(__file__).parent / "faults.md"
 SAYS_LOST = ("Connection closed by peer", "Connection reset by peer", "Read error", "Broken pipe", "writev")
 NAMES = {
     "ScheduleZBVZeroBubble": "ZBV",
