@@ -38,7 +38,8 @@ CORE_LINK_ubsan := $(CORE_UNDEFINED)
 CORE_LINK_tsan := -fsanitize=thread
 CORE_LINK_asan := $(CORE_SANITIZE)
 CORE_LINK_cov := --coverage
-CORE_LINK_OF_test_pass := -Wl,--wrap=malloc,--wrap=realloc
+# In the place of the core's doors to libc: see tests/c/counting.c.
+CORE_LINK_COUNTING := -Wl,--wrap=zbpi_resize,--wrap=zbpi_free
 
 # $(1): the flavour. Objects, the library, and a program per tests/c/X.c that has a main.
 define CORE_FLAVOUR
@@ -56,9 +57,9 @@ $$(CORE_BUILD)/$(1)/tests/%.o: tests/c/%.c tests/core.mk
 		-MMD -MP -c $$< -o $$@
 
 $$(CORE_BUILD)/$(1)/bin/%: $$(CORE_BUILD)/$(1)/tests/%.o $$(CORE_BUILD)/$(1)/tests/model.o \
-		$$(CORE_OBJECTS_$(1))
+		$$(CORE_BUILD)/$(1)/tests/counting.o $$(CORE_OBJECTS_$(1))
 	@mkdir -p $$(@D)
-	@$$(CC) $$(CORE_LINK_$(1)) $$(CORE_LINK_OF_$$*) $$^ -pthread -o $$@
+	@$$(CC) $$(CORE_LINK_$(1)) $$(CORE_LINK_COUNTING) $$^ -pthread -o $$@
 
 $(FUZZ_TARGETS:%=$$(CORE_BUILD)/$(1)/bin/%): $$(CORE_BUILD)/$(1)/tests/fuzz_main.o
 

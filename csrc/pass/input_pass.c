@@ -15,19 +15,16 @@ int zbp_pass_inputs(zbp_scene *scene, zbp_error *error)
     zbp_survey survey = {0};
     const uint32_t *root = NULL;
     uint32_t root_count = 0;
-    int status;
-
-    zbp_graph_init(&survey.graph, NULL);
-    status = zbp_scene_walk(scene, &survey.graph, &root, &root_count, error);
+    int status = zbp_scene_walk(scene, &survey.graph, &root, &root_count, error);
     if (status == ZBP_OK)
-        status = zbp_plan_build(&survey.plan, &survey.graph, NULL);
+        status = zbp_plan_build(&survey.plan, &survey.graph);
     if (status == ZBP_OK)
-        status = zbp_facts_init(&survey.facts, &survey.graph, NULL);
+        status = zbp_facts_init(&survey.facts, &survey.graph);
     if (status == ZBP_OK)
         status = zbp_scene_note_facts(scene, &survey, error);
     if (status == ZBP_OK)
         status = zbp_split_build(&survey.split, &survey.graph, &survey.plan, &survey.facts, root,
-                                 root_count, NULL);
+                                 root_count);
     if (status == ZBP_OK)
         status = zbp_scene_run(scene, &survey, error);
     fini(&survey);

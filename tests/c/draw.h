@@ -15,7 +15,7 @@ static inline void draw(zbp_layout *layout, uint32_t weights, uint32_t outsides,
 {
     uint64_t sequence_nr = 100;
 
-    zbp_layout_init(layout, weights, outsides, NULL);
+    *layout = (zbp_layout){.weight_count = weights, .outside_count = outsides};
     for (const char *c = tasks; *c != '\0'; c++) {
         static const char kinds[] = "PDWR";
         const char *kind = strchr(kinds, *c);

@@ -88,7 +88,7 @@ void fake_open(fake_group *held)
                 face->weight < 0 ? ways(layout, face->outside, w) : face->weight == (int32_t)w;
         }
     }
-    if (zbp_book_init(&held->as.book, layout, NULL) != ZBP_OK)
+    if (zbp_book_init(&held->as.book, layout) != ZBP_OK)
         fake_violation("no memory");
 }
 

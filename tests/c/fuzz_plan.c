@@ -61,21 +61,18 @@ static void model_sees_a_fault(zbp_plan *p, const zbp_graph *g, uint32_t at)
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
-    counting count;
-    zbp_alloc alloc = counting_alloc(&count);
     uint32_t nodes = next(&data, &size) % (MODEL_NODES + 1);
     static const zbp_plan zeroed;
     long fail_once = (long)next(&data, &size) - 1;
-    zbp_graph g;
+    zbp_graph g = {0};
     zbp_plan p = {0};
     int status;
 
-    count.fail_once = fail_once < 32 ? fail_once : -1;
-    zbp_graph_init(&g, &alloc);
+    counting_begin(fail_once < 32 ? fail_once : -1);
     status = decode(&g, nodes, data, size);
     if (status == ZBP_OK) {
         memset(&p, 0xA5, sizeof p);
-        status = zbp_plan_build(&p, &g, &alloc);
+        status = zbp_plan_build(&p, &g);
     }
     if (status != ZBP_OK) {
         if (status != ZBP_ENOMEM || count.fail_once < 0)

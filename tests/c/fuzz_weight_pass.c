@@ -76,7 +76,7 @@ static void make_group(fake_group *h)
                    tasks = 1 + fake_random(MOST_TASKS);
 
     *h = (fake_group){0};
-    zbp_layout_init(&h->as.layout, weights, outsides, NULL);
+    h->as.layout = (zbp_layout){.weight_count = weights, .outside_count = outsides};
     make_hops(h);
     for (uint32_t t = 0; t < tasks; t++) {
         const uint8_t kind = (uint8_t)(fake_random(3) == 0   ? fake_random(ZBP_TASK_ROOT + 1)

@@ -31,7 +31,7 @@ compile() {
 }
 
 # What no fault is put into is compiled once.
-for source in csrc/core/*/*.c csrc/instruments/core/*.c csrc/pass/*.c tests/c/model.c tests/c/fake_shim.c tests/c/test_split.c \
+for source in csrc/core/*/*.c csrc/instruments/core/*.c csrc/pass/*.c tests/c/model.c tests/c/counting.c tests/c/fake_shim.c tests/c/test_split.c \
     tests/c/fuzz_weight_pass.c tests/c/fuzz_record.c tests/c/fuzz_main.c; do
     compile "$source" "$(object_of "$source")" || exit 1
 done
@@ -45,14 +45,14 @@ look() {
     fi
     compile "$build/mutant.c" "$(object_of "mutant.c")" || exit 1
     objects=
-    for source in $5 $6 csrc/core/*/*.c csrc/instruments/core/*.c; do
+    for source in $5 $6 tests/c/counting.c csrc/core/*/*.c csrc/instruments/core/*.c; do
         [ "$source" = "csrc/$2" ] && source=mutant.c
         objects="$objects $(object_of "$source")"
     done
     # shellcheck disable=SC2086 # words
-    ${CC:-cc} $objects -pthread -o "$build/mutant" || exit 1
+    ${CC:-cc} -Wl,--wrap=zbpi_resize,--wrap=zbpi_free $objects -pthread -o "$build/mutant" || exit 1
     # shellcheck disable=SC2086
-    if said=$(ulimit -c 0 -v 1000000; "$build/mutant" $7 2>&1); then
+    if said=$(ulimit -c 0; ulimit -v 1000000; ulimit -t 30; "$build/mutant" $7 2>&1); then
         missed=$((missed + 1))
         echo "MISSED: $1"
     else

@@ -37,7 +37,6 @@ typedef struct record_model {
     bool is_used[MODEL_ADDRESSES];
     uint64_t next_serial;
     model_record record[MODEL_RECORDS];
-    counting count;
     const char *fault;
 } record_model;
 
@@ -57,7 +56,7 @@ static inline void record_model_expect(record_model *m, bool is_so, const char *
 /* An allocation may fail only where one was told to. */
 static inline bool record_model_went_well(record_model *m, int status)
 {
-    record_model_expect(m, status == ZBP_OK || (status == ZBP_ENOMEM && m->count.fail_once >= 0),
+    record_model_expect(m, status == ZBP_OK || (status == ZBP_ENOMEM && count.fail_once >= 0),
                         "a status out of nowhere");
     return status == ZBP_OK;
 }
@@ -222,13 +221,11 @@ static inline void record_model_step(record_model *m, uint8_t what, uint8_t high
 static inline const char *record_model_run(const uint8_t *data, size_t size)
 {
     static _Thread_local record_model m;
-    zbp_alloc alloc;
     size_t i = 1;
 
     memset(&m, 0, sizeof m);
-    alloc = counting_alloc(&m.count);
-    m.count.fail_once = size > 0 ? (long)(data[0] % 32) - 1 : -1;
-    zbp_tally_init(&m.tally, record_model_clock, &alloc);
+    counting_begin(size > 0 ? (long)(data[0] % 32) - 1 : -1);
+    zbp_tally_init(&m.tally, record_model_clock);
     for (size_t steps = 0; m.fault == NULL && i + 3 <= size && steps < MODEL_STEPS;
          steps++, i += 3) {
         record_model_step(&m, data[i], data[i + 1], data[i + 2]);
@@ -239,6 +236,6 @@ static inline const char *record_model_run(const uint8_t *data, size_t size)
     zbp_tally_fini(&m.tally);
     for (uint32_t r = 0; r < MODEL_RECORDS; r++)
         zbp_record_fini(&m.record[r].record);
-    record_model_expect(&m, m.count.live == 0, "what was allocated is not freed");
+    record_model_expect(&m, count.live == 0, "what was allocated is not freed");
     return m.fault;
 }

@@ -4,9 +4,6 @@
 #include "core/base/zbpi_hash.h"
 #include "instruments/core/zbp_blocks.h"
 
-static zbp_alloc alloc;
-static counting count;
-
 static zbp_block block(uint64_t address, uint64_t bytes, uint64_t serial)
 {
     return (zbp_block){address, bytes, serial};
@@ -19,7 +16,7 @@ static void empty(void)
 
     CHECK(!zbp_blocks_take(&blocks, 16, &found) && found.address == 7);
     zbp_blocks_fini(&blocks);
-    zbp_blocks_init(&blocks, NULL);
+    blocks = (zbp_blocks){0};
     CHECK(blocks.capacity == 0);
     zbp_blocks_fini(&blocks);
     zbp_blocks_fini(&blocks);
@@ -27,10 +24,9 @@ static void empty(void)
 
 static void add_take_replace(void)
 {
-    zbp_blocks blocks;
+    zbp_blocks blocks = {0};
     zbp_block old = {7, 7, 7}, found = {0};
 
-    zbp_blocks_init(&blocks, &alloc);
     CHECK(zbp_blocks_add(&blocks, block(64, 10, 0), &old) == ZBP_OK && old.address == 0);
     CHECK(zbp_blocks_add(&blocks, block(128, 20, 1), &old) == ZBP_OK && old.address == 0);
     CHECK(zbp_blocks_add(&blocks, block(64, 30, 2), &old) == ZBP_OK && old.bytes == 10);
@@ -51,10 +47,9 @@ static void model(void)
 
     for (size_t s = 0; s < sizeof stride / sizeof stride[0]; s++) {
         uint64_t random = s + 1;
-        zbp_blocks blocks;
+        zbp_blocks blocks = {0};
 
         memset(serial_at, 0, sizeof serial_at);
-        zbp_blocks_init(&blocks, &alloc);
         for (uint32_t i = 0; i < 100000; i++) {
             uint32_t k = model_below(&random, ADDRESSES);
             zbp_block got = {0};
@@ -80,9 +75,8 @@ static void failed_growth_keeps_the_blocks(void)
 {
     uint64_t i = 0;
     zbp_block got;
-    zbp_blocks blocks;
+    zbp_blocks blocks = {0};
 
-    zbp_blocks_init(&blocks, &alloc);
     CHECK(zbp_blocks_add(&blocks, block(16, 0, 0), &got) == ZBP_OK);
     count.fail_at = count.calls;
     for (i = 1; i < 1000; i++)
@@ -132,7 +126,6 @@ static void a_table_cannot_outgrow_size_t(void)
 
 int main(void)
 {
-    alloc = counting_alloc(&count);
     check_sees_failure();
     RUN(empty);
     RUN(add_take_replace);

@@ -3,9 +3,6 @@
 #include "model.h"
 #include "core/graph/zbp_graph.h"
 
-static zbp_alloc alloc;
-static counting count;
-
 static void empty(void)
 {
     zbp_graph zeroed = {0}, graph;
@@ -13,18 +10,17 @@ static void empty(void)
     CHECK(zbp_graph_add_node(&zeroed, model_key(0), NULL) == ZBP_OK);
     zbp_graph_fini(&zeroed);
     zbp_graph_fini(&zeroed);
-    zbp_graph_init(&graph, NULL);
+    graph = (zbp_graph){0};
     CHECK(!zbp_graph_find(&graph, model_key(0), NULL));
     zbp_graph_fini(&graph);
 }
 
 static void ids_are_dense_in_order_of_discovery(void)
 {
-    zbp_graph graph;
+    zbp_graph graph = {0};
     uint64_t random = 2;
     uint32_t next = 0;
 
-    zbp_graph_init(&graph, &alloc);
     for (int i = 0; i < 20000; i++) {
         const void *key = model_key(model_below(&random, 5000));
         uint32_t id = ZBP_NONE, found = ZBP_NONE;
@@ -41,9 +37,8 @@ static void ids_are_dense_in_order_of_discovery(void)
 
 static void edges_keep_their_order(void)
 {
-    zbp_graph graph;
+    zbp_graph graph = {0};
 
-    zbp_graph_init(&graph, NULL);
     for (uint32_t i = 0; i < 100; i++)
         CHECK(zbp_graph_add_node(&graph, model_key(i), NULL) == ZBP_OK);
     for (uint32_t e = 0; e < 1000; e++)
@@ -57,9 +52,8 @@ static void edges_keep_their_order(void)
 
 static void marks_are_or_ed(void)
 {
-    zbp_graph graph;
+    zbp_graph graph = {0};
 
-    zbp_graph_init(&graph, NULL);
     CHECK(zbp_graph_add_node(&graph, model_key(0), NULL) == ZBP_OK);
     zbp_graph_mark(&graph, 0, ZBP_ROLE_INPUT);
     zbp_graph_mark(&graph, 0, ZBP_ROLE_ROOT);
@@ -73,10 +67,9 @@ static void marks_are_or_ed(void)
 
 static void overflow(void)
 {
-    zbp_graph graph;
+    zbp_graph graph = {0};
     uint32_t id = 7;
 
-    zbp_graph_init(&graph, NULL);
     CHECK(zbp_graph_add_node(&graph, model_key(0), NULL) == ZBP_OK);
     graph.node_count = UINT32_MAX - 1;
     CHECK(zbp_graph_add_node(&graph, model_key(1), &id) == ZBP_EOVERFLOW && id == 7);
@@ -88,11 +81,11 @@ static void overflow(void)
     zbp_graph_fini(&graph);
 }
 
-static int build(zbp_graph *graph, const zbp_alloc *from)
+static int build(zbp_graph *graph)
 {
     int status = ZBP_OK;
 
-    zbp_graph_init(graph, from);
+    *graph = (zbp_graph){0};
     for (uint32_t i = 0; status == ZBP_OK && i < 300; i++) {
         status = zbp_graph_add_node(graph, model_key(i), NULL);
         for (uint32_t k = 0; status == ZBP_OK && k < 2; k++)
@@ -111,9 +104,9 @@ static void failed_allocations_keep_the_data(void)
         uint32_t nodes, edges;
         int status;
 
-        alloc = counting_alloc(&count);
+        counting_begin(-1);
         count.fail_at = n == 0 ? -1 : n - 1;
-        status = build(&graph, &alloc);
+        status = build(&graph);
         calls = n == 0 ? count.calls + 1 : calls;
         CHECK(status == (n == 0 ? ZBP_OK : ZBP_ENOMEM));
         nodes = graph.node_count;
@@ -132,7 +125,6 @@ static void failed_allocations_keep_the_data(void)
 
 int main(void)
 {
-    alloc = counting_alloc(&count);
     check_sees_failure();
     RUN(empty);
     RUN(ids_are_dense_in_order_of_discovery);

@@ -43,7 +43,7 @@ int zbp_scene_walk(zbp_scene *scene, zbp_graph *graph, const uint32_t **root_out
 
 int zbp_scene_note_facts(zbp_scene *scene, zbp_survey *survey, zbp_error *error)
 {
-    CHECK(survey->facts.node_count == 3 && survey->facts.edge_count == 2);
+    CHECK(survey->facts.of_node[2].type == ZBP_TYPE_UNKNOWN && !survey->facts.is_matrix[0]);
     survey->facts.of_node[0] = (zbp_fact){.type = ZBP_TYPE_PRODUCT};
     survey->facts.is_matrix[1] = true;
     survey->facts.policy = (zbp_decision){ZBP_DEFER_MATRICES, ZBP_CHECKPOINT_KEEP};

@@ -125,16 +125,13 @@ static bool is_right(enum shape shape, uint32_t n, const zbp_plan *p)
 
 static cost measure(enum shape shape, uint32_t n)
 {
-    counting count;
-    zbp_alloc alloc = counting_alloc(&count);
-    zbp_graph g;
+    zbp_graph g = {0};
     zbp_plan p;
     cost c;
 
     blocks = 0;
-    zbp_graph_init(&g, &alloc);
     REQUIRE(draw(&g, shape, n) == ZBP_OK);
-    REQUIRE(zbp_plan_build(&p, &g, &alloc) == ZBP_OK);
+    REQUIRE(zbp_plan_build(&p, &g) == ZBP_OK);
     c = (cost){blocks, count.peak, (double)g.node_count + g.edge_count};
     CHECK(is_right(shape, n, &p));
     zbp_plan_fini(&p);
@@ -153,9 +150,8 @@ static void counter_sees_work(void)
 /* The yardstick sees a quadratic algorithm: a look-up per earlier node, for each node. */
 static double quadratic_work(uint32_t n)
 {
-    zbp_graph g;
+    zbp_graph g = {0};
 
-    zbp_graph_init(&g, NULL);
     blocks = 0;
     for (uint32_t i = 0; i < n; i++) {
         REQUIRE(add(&g, i, 0) == ZBP_OK);

@@ -9,7 +9,7 @@ static void adds_faces_to_the_last_task(void)
 {
     zbp_layout layout = {0};
 
-    zbp_layout_init(&layout, 2, 1, NULL);
+    layout = (zbp_layout){.weight_count = 2, .outside_count = 1};
     REQUIRE(zbp_layout_add_task(&layout, ZBP_TASK_PRODUCT, 7) == ZBP_OK);
     REQUIRE(zbp_layout_add_face(&layout, TO_WEIGHT) == ZBP_OK);
     REQUIRE(zbp_layout_add_task(&layout, ZBP_TASK_ROOT, 9) == ZBP_OK);
@@ -35,7 +35,7 @@ static void hops_are_found_by_their_nodes(void)
     zbp_hop hop = {.to_outside = -1};
     zbp_layout layout = {0};
 
-    zbp_layout_init(&layout, 1, 5, NULL);
+    layout = (zbp_layout){.weight_count = 1, .outside_count = 5};
     for (size_t i = 0; i < sizeof nodes / sizeof *nodes; i++) {
         hop.outside = nodes[i];
         REQUIRE(zbp_layout_add_hop(&layout, hop) == ZBP_OK);
@@ -78,19 +78,19 @@ static int build(zbp_layout *layout)
 
 static void a_failed_allocation_leaves_it_as_it_was(void)
 {
-    counting c;
-    const zbp_alloc alloc = counting_alloc(&c);
     int status = ZBP_ENOMEM;
 
     for (long n = 0; status != ZBP_OK; n++) {
         zbp_layout layout;
 
-        c = (counting){.fail_at = n, .fail_once = -1};
-        zbp_layout_init(&layout, 1, 1, &alloc);
+        counting_begin(-1);
+        count.fail_at = n;
+        layout = (zbp_layout){.weight_count = 1, .outside_count = 1};
         status = build(&layout);
+        count.fail_at = -1;
         CHECK(status == ZBP_OK || status == ZBP_ENOMEM);
         zbp_layout_fini(&layout);
-        CHECK(c.live == 0);
+        CHECK(count.live == 0);
         REQUIRE(n < 100);
     }
 }

@@ -2,29 +2,13 @@
  * and what is not, when groups let go, no memory. Retries, hooks, frozen weights and calls of some
  * groups are fuzz_weight_pass.c's. */
 #include "check.h"
+#include "counting.h"
 #include "draw.h"
 #include "fake_shim.h"
 
 static const zbp_how PLAIN = {0}, RETAIN = {.retain = true}, ANOMALY = {.is_anomaly = true};
 static fake_group held[MOST_HELD];
-static size_t count;
-
-/* Linked with --wrap=malloc and --wrap=realloc. Of the code under test the pass and the core call it. */
-static long mallocs_left = -1;    /* until one is refused; -1: none is */
-void *__real_malloc(size_t size); /* the linker's names */
-void *__wrap_malloc(size_t size);
-void *__real_realloc(void *p, size_t size);
-void *__wrap_realloc(void *p, size_t size);
-
-void *__wrap_malloc(size_t size)
-{
-    return mallocs_left >= 0 && mallocs_left-- == 0 ? NULL : __real_malloc(size);
-}
-
-void *__wrap_realloc(void *p, size_t size)
-{
-    return mallocs_left >= 0 && mallocs_left-- == 0 ? NULL : __real_realloc(p, size);
-}
+static size_t held_count;
 
 /* ---- groups */
 
@@ -57,17 +41,17 @@ static void make_group(fake_group *h, const group *g)
 static void make(const group *groups)
 {
     fake = (fake_world){.random = 1, .fail_at = -1};
-    for (count = 0; count < MOST_HELD && groups[count].tasks != NULL; count++) {
-        make_group(&held[count], &groups[count]);
-        for (int w = 0; w < 2 && groups[count].shares; w++)
-            fake_share(&held[count - 1].weight[w], &held[count].weight[w]);
+    for (held_count = 0; held_count < MOST_HELD && groups[held_count].tasks != NULL; held_count++) {
+        make_group(&held[held_count], &groups[held_count]);
+        for (int w = 0; w < 2 && groups[held_count].shares; w++)
+            fake_share(&held[held_count - 1].weight[w], &held[held_count].weight[w]);
     }
 }
 
 static void drop(void)
 {
 
-    for (size_t g = 0; g < count; g++) {
+    for (size_t g = 0; g < held_count; g++) {
         zbp_layout_fini(&held[g].as.layout);
         zbp_book_fini(&held[g].as.book);
     }
@@ -79,10 +63,10 @@ static int run(zbp_how how, long fail_at, const char **raised_out)
     zbp_error error = {0};
     int status;
 
-    for (size_t g = 0; g < count; g++)
+    for (size_t g = 0; g < held_count; g++)
         taken[g] = &held[g];
     fake.fail_at = fail_at;
-    status = fake_call(taken, count, how, &error);
+    status = fake_call(taken, held_count, how, &error);
     *raised_out = error.raised;
     return status;
 }
@@ -97,7 +81,7 @@ static int run_well(zbp_how how)
 /* So often each weight has got all that it is owed, and nothing else. */
 static bool has_got(int times)
 {
-    for (size_t g = 0; g < count; g++) {
+    for (size_t g = 0; g < held_count; g++) {
         for (int w = 0; w < MOST_WEIGHTS; w++) {
             fake_gradient due = {0};
 
@@ -111,7 +95,7 @@ static bool has_got(int times)
 
 static bool all_are(uint8_t state)
 {
-    for (size_t g = 0; g < count; g++) {
+    for (size_t g = 0; g < held_count; g++) {
         if (held[g].as.book.state != state)
             return false;
     }
@@ -120,7 +104,7 @@ static bool all_are(uint8_t state)
 
 static void begin_round(int round)
 {
-    for (size_t g = 0; g < count; g++)
+    for (size_t g = 0; g < held_count; g++)
         held[g].rounds = round;
 }
 
@@ -275,9 +259,9 @@ static void without_memory_it_can_be_repeated(void)
         int status;
 
         make((group[]){{.tasks = "P0 D1"}, {.tasks = "D0 P1", .shares = true}, {.tasks = NULL}});
-        mallocs_left = n;
+        counting_begin(n);
         status = run(PLAIN, -1, &raised);
-        mallocs_left = -1;
+        counting_begin(-1);
         CHECK(raised == NULL && (status == ZBP_OK || status == ZBP_ENOMEM));
         if (status != ZBP_OK) {
             refused++;

@@ -8,9 +8,6 @@
 
 enum { THREADS = 4, BLOCKS = 64, ROUNDS = 4000 };
 
-static zbp_alloc alloc;
-static counting count;
-
 /* Read under the lock alone: not atomic. */
 static uint64_t tick(void)
 {
@@ -24,7 +21,7 @@ static void nothing_is_told_at_first(void)
     zbp_tally tally;
     zbp_record record = {0};
 
-    zbp_tally_init(&tally, tick, &alloc);
+    zbp_tally_init(&tally, tick);
     zbp_tally_free(&tally, 16);
     zbp_tally_untracked(&tally);
     CHECK(!zbp_tally_is_fed(&tally) && zbp_tally_serial(&tally) == 0);
@@ -40,7 +37,7 @@ static void two_records_by_hand(void)
     zbp_record first, second;
     uint32_t mark = 7;
 
-    zbp_tally_init(&tally, tick, &alloc);
+    zbp_tally_init(&tally, tick);
     CHECK(zbp_tally_alloc(&tally, 64, 1000)); /* nobody looks */
     CHECK(zbp_tally_start(&tally, &first, 100) == ZBP_OK && first.first_serial == 1);
     CHECK(zbp_tally_alloc(&tally, 128, 10));
@@ -82,7 +79,7 @@ static void the_log_is_bounded_and_the_counters_are_not(void)
         zbp_record record;
         uint32_t mark = 0;
 
-        zbp_tally_init(&tally, tick, &alloc);
+        zbp_tally_init(&tally, tick);
         REQUIRE(zbp_tally_start(&tally, &record, most) == ZBP_OK);
         for (uint64_t i = 1; i <= 200; i++)
             REQUIRE(zbp_tally_alloc(&tally, i * 16, 2));
@@ -125,7 +122,7 @@ static void without_memory_it_goes_on_and_says_so(void)
             uint64_t followed = 0, marked = 0;
             uint32_t mark = 0;
 
-            zbp_tally_init(&tally, tick, &alloc);
+            zbp_tally_init(&tally, tick);
             *(is_once ? &count.fail_once : &count.fail_at) = count.calls + n;
             const bool is_started = zbp_tally_start(&tally, &record, UINT64_MAX) == ZBP_OK;
 
@@ -207,7 +204,7 @@ static void threads_are_all_seen(void)
     int64_t logged = 0;
     pthread_t thread[THREADS + 1];
 
-    zbp_tally_init(&tally, tick, NULL); /* the counting allocator is one thread's */
+    zbp_tally_init(&tally, tick); /* the counting allocator is one thread's */
     REQUIRE(zbp_tally_start(&tally, &record, 1000000) == ZBP_OK);
     for (uint64_t i = 0; i <= THREADS; i++) {
         of[i] = (worker){&tally, i, true};
@@ -232,7 +229,6 @@ static void threads_are_all_seen(void)
 
 int main(void)
 {
-    alloc = counting_alloc(&count);
     check_sees_failure();
     RUN(nothing_is_told_at_first);
     RUN(two_records_by_hand);

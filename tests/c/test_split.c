@@ -64,14 +64,14 @@ static void draw_roots(world *w, uint64_t *state)
 static void draw(world *w, uint64_t *state)
 {
     memset(w, 0, sizeof *w);
-    zbp_graph_init(&w->graph, NULL);
+    w->graph = (zbp_graph){0};
     REQUIRE(model_random_graph(&w->graph, state, NODES) == ZBP_OK);
-    REQUIRE(zbp_plan_build(&w->plan, &w->graph, NULL) == ZBP_OK);
-    REQUIRE(zbp_facts_init(&w->facts, &w->graph, NULL) == ZBP_OK);
+    REQUIRE(zbp_plan_build(&w->plan, &w->graph) == ZBP_OK);
+    REQUIRE(zbp_facts_init(&w->facts, &w->graph) == ZBP_OK);
     draw_facts(w, state);
     draw_roots(w, state);
-    REQUIRE(zbp_split_build(&w->split, &w->graph, &w->plan, &w->facts, w->root, w->root_count,
-                            NULL) == ZBP_OK);
+    REQUIRE(zbp_split_build(&w->split, &w->graph, &w->plan, &w->facts, w->root, w->root_count) ==
+            ZBP_OK);
 }
 
 /* ---- where gradients go while I runs */
@@ -209,13 +209,13 @@ static uint32_t only_edge_of(const world *w, uint32_t node, uint32_t *count_out)
 
 static uint32_t arrivals_at(const world *w, uint32_t node)
 {
-    uint32_t count = 0;
+    uint32_t arrivals = 0;
 
     for (uint32_t e = 0; e < w->graph.edge_count; e++)
-        count += w->graph.edge[e].dst == node;
+        arrivals += w->graph.edge[e].dst == node;
     for (uint32_t r = 0; r < w->root_count; r++)
-        count += w->root[r] == node;
-    return count;
+        arrivals += w->root[r] == node;
+    return arrivals;
 }
 
 static uint32_t weight_id(const world *w, uint32_t group, int32_t weight)
@@ -367,7 +367,7 @@ static void make_chain(world *w, uint8_t first, uint8_t second)
         {SPLIT, 0, INPUT}, {SPLIT, 1, STEP}, {STEP, 0, CAST}, {CAST, 0, WEIGHT}};
 
     memset(w, 0, sizeof *w);
-    zbp_graph_init(&w->graph, NULL);
+    w->graph = (zbp_graph){0};
     for (uint32_t i = 0; i < KNOWN; i++)
         REQUIRE(zbp_graph_add_node(&w->graph, model_key(i), NULL) == ZBP_OK);
     for (size_t e = 0; e < sizeof chain / sizeof *chain; e++)
@@ -375,8 +375,8 @@ static void make_chain(world *w, uint8_t first, uint8_t second)
     zbp_graph_mark(&w->graph, SPLIT, ZBP_ROLE_ROOT);
     zbp_graph_mark(&w->graph, WEIGHT, ZBP_ROLE_WEIGHT);
     zbp_graph_mark(&w->graph, INPUT, ZBP_ROLE_INPUT);
-    REQUIRE(zbp_plan_build(&w->plan, &w->graph, NULL) == ZBP_OK);
-    REQUIRE(zbp_facts_init(&w->facts, &w->graph, NULL) == ZBP_OK);
+    REQUIRE(zbp_plan_build(&w->plan, &w->graph) == ZBP_OK);
+    REQUIRE(zbp_facts_init(&w->facts, &w->graph) == ZBP_OK);
     w->facts.of_node[SPLIT] = (zbp_fact){.sequence_nr = 7, .type = ZBP_TYPE_PRODUCT};
     w->facts.is_matrix[1] = true;
     w->facts.policy = (zbp_decision){ZBP_DEFER_MATRICES, ZBP_CHECKPOINT_KEEP};
@@ -393,7 +393,7 @@ static zbp_face face_of_chain(uint8_t first, uint8_t second, uint8_t watched)
 
     make_chain(&w, first, second);
     w.facts.of_node[CAST].flag = watched;
-    REQUIRE(zbp_split_build(&w.split, &w.graph, &w.plan, &w.facts, w.root, 1, NULL) == ZBP_OK);
+    REQUIRE(zbp_split_build(&w.split, &w.graph, &w.plan, &w.facts, w.root, 1) == ZBP_OK);
     CHECK(w.split.layout[0].task_count == 1 && w.split.layout[0].face_count == 1);
     CHECK(w.split.layout[0].task[0].kind == ZBP_TASK_PRODUCT);
     CHECK(w.split.root_to[0] == ZBP_TO_STAND_IN && w.split.edit_count == 2);
@@ -435,8 +435,8 @@ static void what_leads_to_an_excluded_weight_is_whole(void)
         make_chain(&w, ZBP_STEP_OTHER, ZBP_STEP_CAST);
         zbp_plan_fini(&w.plan);
         zbp_graph_mark(&w.graph, at, ZBP_ROLE_EXCLUDED);
-        REQUIRE(zbp_plan_build(&w.plan, &w.graph, NULL) == ZBP_OK);
-        CHECK(zbp_split_build(&w.split, &w.graph, &w.plan, &w.facts, w.root, 1, NULL) == ZBP_OK);
+        REQUIRE(zbp_plan_build(&w.plan, &w.graph) == ZBP_OK);
+        CHECK(zbp_split_build(&w.split, &w.graph, &w.plan, &w.facts, w.root, 1) == ZBP_OK);
         CHECK(w.split.layout[0].task[0].kind == ZBP_TASK_WHOLE);
         CHECK(w.split.layout[0].task[0].why == ZBP_WHY_EXCLUDED);
         CHECK(w.split.layout[0].face[0].weight == 0); /* its path is as ever */
@@ -450,7 +450,7 @@ static void gradients_that_meet_on_a_path_end_it(void)
 
     make_chain(&w, ZBP_STEP_OTHER, ZBP_STEP_CAST);
     w.root[1] = CAST; /* the backward starts there as well */
-    CHECK(zbp_split_build(&w.split, &w.graph, &w.plan, &w.facts, w.root, 2, NULL) == ZBP_OK);
+    CHECK(zbp_split_build(&w.split, &w.graph, &w.plan, &w.facts, w.root, 2) == ZBP_OK);
     CHECK(w.split.layout[0].face[0].obstacle == ZBP_OBSTACLE_SUM);
     CHECK(w.split.root_task[1] == ZBP_NONE); /* it was not marked as a root */
     fini(&w);
@@ -470,11 +470,11 @@ static uint8_t obstacle_behind(uint32_t steps)
     REQUIRE(zbp_graph_add_edge(&w.graph, 0, 1, input) == ZBP_OK);
     zbp_graph_mark(&w.graph, weight, ZBP_ROLE_WEIGHT);
     zbp_graph_mark(&w.graph, input, ZBP_ROLE_INPUT);
-    REQUIRE(zbp_plan_build(&w.plan, &w.graph, NULL) == ZBP_OK);
-    REQUIRE(zbp_facts_init(&w.facts, &w.graph, NULL) == ZBP_OK);
+    REQUIRE(zbp_plan_build(&w.plan, &w.graph) == ZBP_OK);
+    REQUIRE(zbp_facts_init(&w.facts, &w.graph) == ZBP_OK);
     for (uint32_t i = 1; i <= steps; i++)
         w.facts.of_node[i].step = ZBP_STEP_OTHER;
-    REQUIRE(zbp_split_build(&w.split, &w.graph, &w.plan, &w.facts, NULL, 0, NULL) == ZBP_OK);
+    REQUIRE(zbp_split_build(&w.split, &w.graph, &w.plan, &w.facts, NULL, 0) == ZBP_OK);
     obstacle = w.split.layout[0].face[0].obstacle;
     fini(&w);
     return obstacle;
@@ -490,17 +490,15 @@ static void an_empty_graph_is_split_into_nothing(void)
 {
     world w = {0};
 
-    REQUIRE(zbp_plan_build(&w.plan, &w.graph, NULL) == ZBP_OK);
-    CHECK(zbp_facts_init(&w.facts, &w.graph, NULL) == ZBP_OK);
-    CHECK(zbp_split_build(&w.split, &w.graph, &w.plan, &w.facts, NULL, 0, NULL) == ZBP_OK);
+    REQUIRE(zbp_plan_build(&w.plan, &w.graph) == ZBP_OK);
+    CHECK(zbp_facts_init(&w.facts, &w.graph) == ZBP_OK);
+    CHECK(zbp_split_build(&w.split, &w.graph, &w.plan, &w.facts, NULL, 0) == ZBP_OK);
     CHECK(w.split.group_count == 0 && w.split.edit_count == 0);
     fini(&w);
 }
 
 static void a_failed_allocation_leaves_nothing(void)
 {
-    counting c;
-    const zbp_alloc alloc = counting_alloc(&c);
     uint64_t state = 17;
 
     for (int round = 0; round < 50; round++) {
@@ -511,19 +509,21 @@ static void a_failed_allocation_leaves_nothing(void)
         zbp_split_fini(&w.split);
         zbp_facts_fini(&w.facts);
         for (long n = 0; status != ZBP_OK; n++) {
-            c = (counting){.fail_at = n, .fail_once = -1};
-            status = zbp_facts_init(&w.facts, &w.graph, &alloc);
+            counting_begin(-1);
+            count.fail_at = n;
+            status = zbp_facts_init(&w.facts, &w.graph);
             if (status == ZBP_OK) {
                 uint64_t facts_state = 19;
 
                 draw_facts(&w, &facts_state);
-                status = zbp_split_build(&w.split, &w.graph, &w.plan, &w.facts, w.root,
-                                         w.root_count, &alloc);
+                status =
+                    zbp_split_build(&w.split, &w.graph, &w.plan, &w.facts, w.root, w.root_count);
             }
+            count.fail_at = -1;
             CHECK(status == ZBP_OK || (status == ZBP_ENOMEM && w.split.layout == NULL));
             zbp_split_fini(&w.split);
             zbp_facts_fini(&w.facts);
-            CHECK(c.live == 0);
+            CHECK(count.live == 0);
             REQUIRE(n < 1000);
         }
         fini(&w);

@@ -8,7 +8,7 @@ enum { EDGES = 3, SUBSETS = 1 << EDGES };
 /* A first task that is in nobody's way, and one with a face for each edge in `faces`. */
 static void build(zbp_layout *layout, uint32_t faces, uint8_t takes_work)
 {
-    zbp_layout_init(layout, 1, 0, NULL);
+    *layout = (zbp_layout){.weight_count = 1, .outside_count = 0};
     REQUIRE(zbp_layout_add_task(layout, ZBP_TASK_WHOLE, 2) == ZBP_OK);
     REQUIRE(zbp_layout_add_face(layout, (zbp_face){.slot = 7, .outside = -1}) == ZBP_OK);
     REQUIRE(zbp_layout_add_task(layout, ZBP_TASK_WHOLE, 1) == ZBP_OK);

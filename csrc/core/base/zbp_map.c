@@ -30,28 +30,21 @@ static int grow(zbp_map *map)
 
     if (map->capacity > SIZE_MAX / sizeof *slot / 2)
         return ZBP_EOVERFLOW;
-    slot = zbpi_resize(&map->alloc, NULL, 0, capacity * sizeof *slot);
+    slot = zbpi_zeroed(capacity * sizeof *slot);
     if (slot == NULL)
         return ZBP_ENOMEM;
-    memset(slot, 0, capacity * sizeof *slot);
     for (size_t i = 0; i < map->capacity; i++)
         if (map->slot[i].key != NULL)
             *probe(slot, capacity, map->slot[i].key) = map->slot[i];
-    zbpi_free(&map->alloc, map->slot, map->capacity * sizeof *slot);
+    zbpi_free(map->slot);
     map->slot = slot;
     map->capacity = capacity;
     return ZBP_OK;
 }
 
-void zbp_map_init(zbp_map *map, const zbp_alloc *alloc)
-{
-    memset(map, 0, sizeof *map);
-    map->alloc = zbpi_alloc_copy(alloc);
-}
-
 void zbp_map_fini(zbp_map *map)
 {
-    zbpi_free(&map->alloc, map->slot, map->capacity * sizeof *map->slot);
+    zbpi_free(map->slot);
     memset(map, 0, sizeof *map);
 }
 

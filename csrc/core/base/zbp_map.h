@@ -11,7 +11,6 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "core/base/zbp_alloc.h"
 #include "core/base/zbp_status.h"
 
 ZBP_BEGIN_C
@@ -26,11 +25,7 @@ typedef struct zbp_map {
     uint32_t count;
     size_t capacity; /* slots: 0 or a power of two */
     zbp_map_slot *slot;
-    zbp_alloc alloc;
 } zbp_map;
-
-/* Makes an empty map; allocates nothing. alloc is copied; NULL is libc. */
-void zbp_map_init(zbp_map *map, const zbp_alloc *alloc);
 
 /* Frees what the map holds and zeroes it. A zeroed map is legal. */
 void zbp_map_fini(zbp_map *map);

@@ -1,29 +1,27 @@
-/* zbpi_alloc.h - allocation helpers that the core's files share. Private: not for the shim. */
+/* zbpi_alloc.h - where the core gets its memory: libc. Private: not for the shim.
+ *
+ * Tests link their own in the place of the first two: they count blocks, and fail when told to.
+ */
 #pragma once
 
 #include <stddef.h>
 #include <stdint.h>
 
-#include "core/base/zbp_alloc.h"
+/* As realloc and free; no size is taken for one byte, so that NULL means that there is no memory. */
+void *zbpi_resize(void *p, size_t size);
+void zbpi_free(void *p);
 
-/* A copy of *alloc, or libc's allocator for NULL. */
-zbp_alloc zbpi_alloc_copy(const zbp_alloc *alloc);
+/* A new block of zeros; NULL if there is no memory. */
+void *zbpi_zeroed(size_t size);
 
-/* resize as zbp_alloc describes it, through *alloc. */
-void *zbpi_resize(const zbp_alloc *alloc, void *p, size_t old_size, size_t new_size);
-
-/* Frees p, which may be NULL. */
-void zbpi_free(const zbp_alloc *alloc, void *p, size_t size);
-
-/* Doubles an array of *capacity items of item_size bytes (at least 64 items). Returns the array,
- * perhaps elsewhere, and sets *capacity. Returns NULL if the allocator does or if the size does
+/* Doubles an array of *capacity items of item_size bytes; it begins with `first` of them. Returns the
+ * array, perhaps elsewhere, and sets *capacity. Returns NULL if there is no memory or the size does
  * not fit; then the array and *capacity are as before. */
-void *zbpi_grow(const zbp_alloc *alloc, void *p, uint32_t *capacity, size_t item_size);
+void *zbpi_grow(void *p, uint32_t *capacity, uint32_t first, size_t item_size);
 
 /* One block for many arrays: this many 32-bit numbers and, behind them, bytes. Its contents are not
- * set. ZBP_ENOMEM, ZBP_EOVERFLOW: the outputs are left alone. */
-int zbpi_block_new(const zbp_alloc *alloc, uint64_t words, uint32_t bytes, void **block_out,
-                   size_t *size_out);
+ * set. ZBP_ENOMEM, ZBP_EOVERFLOW: the output is left alone. */
+int zbpi_block_new(uint64_t words, uint32_t bytes, void **block_out);
 
 /* The next array of a block of which *rest is left. */
 uint32_t *zbpi_block_take(uint32_t **rest, size_t count);

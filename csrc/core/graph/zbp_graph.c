@@ -6,18 +6,11 @@
 
 static const uint32_t MOST = UINT32_MAX - 1;
 
-void zbp_graph_init(zbp_graph *graph, const zbp_alloc *alloc)
-{
-    memset(graph, 0, sizeof *graph);
-    graph->alloc = zbpi_alloc_copy(alloc);
-    zbp_map_init(&graph->id_of, alloc);
-}
-
 void zbp_graph_fini(zbp_graph *graph)
 {
-    zbpi_free(&graph->alloc, graph->key, graph->key_capacity * sizeof *graph->key);
-    zbpi_free(&graph->alloc, graph->mark, graph->mark_capacity * sizeof *graph->mark);
-    zbpi_free(&graph->alloc, graph->edge, graph->edge_capacity * sizeof *graph->edge);
+    zbpi_free(graph->key);
+    zbpi_free(graph->mark);
+    zbpi_free(graph->edge);
     zbp_map_fini(&graph->id_of);
     memset(graph, 0, sizeof *graph);
 }
@@ -28,14 +21,14 @@ static int make_room(zbp_graph *graph)
     if (graph->node_count >= MOST)
         return ZBP_EOVERFLOW;
     if (graph->node_count == graph->key_capacity) {
-        const void **key = zbpi_grow(&graph->alloc, graph->key, &graph->key_capacity, sizeof *key);
+        const void **key = zbpi_grow(graph->key, &graph->key_capacity, 64, sizeof *key);
 
         if (key == NULL)
             return ZBP_ENOMEM;
         graph->key = key;
     }
     if (graph->node_count == graph->mark_capacity) {
-        uint8_t *mark = zbpi_grow(&graph->alloc, graph->mark, &graph->mark_capacity, sizeof *mark);
+        uint8_t *mark = zbpi_grow(graph->mark, &graph->mark_capacity, 64, sizeof *mark);
 
         if (mark == NULL)
             return ZBP_ENOMEM;
@@ -74,7 +67,7 @@ int zbp_graph_add_edge(zbp_graph *graph, uint32_t src, uint32_t slot, uint32_t d
     if (graph->edge_count >= MOST)
         return ZBP_EOVERFLOW;
     if (graph->edge_count == graph->edge_capacity) {
-        zbp_edge *edge = zbpi_grow(&graph->alloc, graph->edge, &graph->edge_capacity, sizeof *edge);
+        zbp_edge *edge = zbpi_grow(graph->edge, &graph->edge_capacity, 64, sizeof *edge);
 
         if (edge == NULL)
             return ZBP_ENOMEM;

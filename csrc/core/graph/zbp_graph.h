@@ -13,7 +13,6 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "core/base/zbp_alloc.h"
 #include "core/base/zbp_map.h"
 #include "core/base/zbp_status.h"
 
@@ -45,11 +44,7 @@ typedef struct zbp_graph {
 
     uint32_t key_capacity, mark_capacity, edge_capacity;
     zbp_map id_of; /* key -> id */
-    zbp_alloc alloc;
 } zbp_graph;
-
-/* Makes an empty graph; allocates nothing. alloc is copied; NULL is libc. */
-void zbp_graph_init(zbp_graph *graph, const zbp_alloc *alloc);
 
 /* Frees what the graph holds and zeroes it. A zeroed graph is legal. */
 void zbp_graph_fini(zbp_graph *graph);

@@ -21,21 +21,17 @@ typedef struct work {
 
     uint32_t group_count, split_count, weight_count, outside_count;
 
-    zbp_alloc alloc;
     void *block;
-    size_t block_size;
 } work;
 
-static int work_init(work *w, const zbp_graph *graph, const zbp_alloc *alloc)
+static int work_init(work *w, const zbp_graph *graph)
 {
     size_t nodes = graph->node_count, edges = graph->edge_count;
     uint32_t *rest;
     int status;
 
     w->graph = graph;
-    w->alloc = zbpi_alloc_copy(alloc);
-    status = zbpi_block_new(&w->alloc, (uint64_t)nodes * 5 + 1 + edges, graph->node_count,
-                            &w->block, &w->block_size);
+    status = zbpi_block_new((uint64_t)nodes * 5 + 1 + edges, graph->node_count, &w->block);
     if (status != ZBP_OK)
         return status;
     rest = w->block;
@@ -49,11 +45,6 @@ static int work_init(work *w, const zbp_graph *graph, const zbp_alloc *alloc)
     return ZBP_OK;
 }
 
-static void work_fini(work *w)
-{
-    zbpi_free(&w->alloc, w->block, w->block_size);
-}
-
 /* The plan's arrays; the lists' counts and the flags are known. */
 static int make_arrays(zbp_plan *plan, const work *w)
 {
@@ -64,9 +55,7 @@ static int make_arrays(zbp_plan *plan, const work *w)
     uint32_t *rest;
     int status;
 
-    plan->alloc = w->alloc;
-    status =
-        zbpi_block_new(&w->alloc, words, w->graph->node_count, &plan->block, &plan->block_size);
+    status = zbpi_block_new(words, w->graph->node_count, &plan->block);
     if (status != ZBP_OK)
         return status;
     rest = plan->block;
@@ -263,14 +252,14 @@ static void list_nodes(const zbp_plan *plan, uint8_t flag, uint8_t except, uint3
             list[--begin[plan->group[i]]] = i;
 }
 
-int zbp_plan_build(zbp_plan *plan, const zbp_graph *graph, const zbp_alloc *alloc)
+int zbp_plan_build(zbp_plan *plan, const zbp_graph *graph)
 {
     work w = {0};
     zbp_plan built = {0};
     int status;
 
     memset(plan, 0, sizeof *plan);
-    status = work_init(&w, graph, alloc);
+    status = work_init(&w, graph);
     if (status != ZBP_OK)
         goto done;
     if (graph->node_count > 0)
@@ -292,12 +281,12 @@ int zbp_plan_build(zbp_plan *plan, const zbp_graph *graph, const zbp_alloc *allo
     list_nodes(&built, ZBP_NODE_WEIGHTWARD, ZBP_NODE_WEIGHT, built.outside_begin, built.outside);
     *plan = built;
 done:
-    work_fini(&w);
+    zbpi_free(w.block);
     return status;
 }
 
 void zbp_plan_fini(zbp_plan *plan)
 {
-    zbpi_free(&plan->alloc, plan->block, plan->block_size);
+    zbpi_free(plan->block);
     memset(plan, 0, sizeof *plan);
 }

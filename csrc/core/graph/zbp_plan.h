@@ -24,7 +24,6 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "core/base/zbp_alloc.h"
 #include "core/graph/zbp_graph.h"
 #include "core/base/zbp_status.h"
 
@@ -63,12 +62,10 @@ typedef struct zbp_plan {
     uint32_t *outside;       /* WEIGHTWARD nodes between the split nodes and the weights */
 
     void *block; /* holds every array above */
-    size_t block_size;
-    zbp_alloc alloc;
 } zbp_plan;
 
 /* Builds the plan of a graph. plan is overwritten: fini an old one first. graph is borrowed for
- * the call alone. alloc is copied; NULL is libc.
+ * the call alone.
  *
  * Groups: a split node is united with the WEIGHTWARD nodes that its edges lead to, and a
  * WEIGHTWARD node with those that its edges lead to. Numbers go by the lowest id among a group's
@@ -78,7 +75,7 @@ typedef struct zbp_plan {
  * Errors, *plan zeroed: ZBP_ENOMEM, ZBP_EOVERFLOW (more bytes than size_t counts).
  * Linear in nodes + edges (times the inverse Ackermann function), no recursion; cycles are legal.
  */
-ZBP_MUST_USE int zbp_plan_build(zbp_plan *plan, const zbp_graph *graph, const zbp_alloc *alloc);
+ZBP_MUST_USE int zbp_plan_build(zbp_plan *plan, const zbp_graph *graph);
 
 /* Frees what the plan holds and zeroes it. A zeroed plan is legal. */
 void zbp_plan_fini(zbp_plan *plan);

@@ -4,27 +4,19 @@
 
 #include "core/base/zbpi_alloc.h"
 
-int zbp_book_init(zbp_book *book, const zbp_layout *layout, const zbp_alloc *alloc)
+int zbp_book_init(zbp_book *book, const zbp_layout *layout)
 {
-    const size_t size = layout->weight_count * sizeof *book->weight;
-
     memset(book, 0, sizeof *book);
-    if (size == 0)
-        return ZBP_OK;
-    book->alloc = zbpi_alloc_copy(alloc);
-    book->weight = zbpi_resize(&book->alloc, NULL, 0, size);
-    if (book->weight == NULL) {
-        memset(book, 0, sizeof *book);
+    book->weight = zbpi_zeroed(layout->weight_count * sizeof *book->weight);
+    if (book->weight == NULL)
         return ZBP_ENOMEM;
-    }
-    memset(book->weight, 0, size);
     book->weight_count = layout->weight_count;
     return ZBP_OK;
 }
 
 static void free_weights(zbp_book *book)
 {
-    zbpi_free(&book->alloc, book->weight, book->weight_count * sizeof *book->weight);
+    zbpi_free(book->weight);
     book->weight = NULL;
     book->weight_count = 0;
 }

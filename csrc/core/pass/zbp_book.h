@@ -24,7 +24,6 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "core/base/zbp_alloc.h"
 #include "core/base/zbp_status.h"
 #include "core/pass/zbp_layout.h"
 
@@ -76,11 +75,10 @@ typedef struct zbp_book {
     uint8_t claimed;     /* a call has it; read and written atomically */
     bool has_failed;     /* a W that was not to retain it raised before the group was complete */
     bool goes_with_last; /* what the tasks hold goes with the last weight that is added */
-    zbp_alloc alloc;
 } zbp_book;
 
-/* Of a complete layout. alloc is copied; NULL is libc. ZBP_ENOMEM, the book zeroed. */
-ZBP_MUST_USE int zbp_book_init(zbp_book *book, const zbp_layout *layout, const zbp_alloc *alloc);
+/* Of a complete layout. ZBP_ENOMEM, the book zeroed. */
+ZBP_MUST_USE int zbp_book_init(zbp_book *book, const zbp_layout *layout);
 void zbp_book_fini(zbp_book *book);
 
 /* Before W: what the shim sees. */

@@ -4,31 +4,20 @@
 
 #include "core/base/zbpi_alloc.h"
 
-static size_t block_size(const zbp_facts *facts)
+int zbp_facts_init(zbp_facts *facts, const zbp_graph *graph)
 {
-    return (size_t)facts->node_count * sizeof(zbp_fact) + (size_t)facts->edge_count * sizeof(bool);
-}
+    const size_t nodes = graph->node_count, edges = graph->edge_count;
 
-int zbp_facts_init(zbp_facts *facts, const zbp_graph *graph, const zbp_alloc *alloc)
-{
-    *facts = (zbp_facts){.node_count = graph->node_count,
-                         .edge_count = graph->edge_count,
-                         .alloc = zbpi_alloc_copy(alloc)};
-    if (block_size(facts) == 0)
-        return ZBP_OK;
-    facts->block = zbpi_resize(&facts->alloc, NULL, 0, block_size(facts));
-    if (facts->block == NULL) {
-        memset(facts, 0, sizeof *facts);
+    memset(facts, 0, sizeof *facts);
+    facts->of_node = zbpi_zeroed(nodes * sizeof *facts->of_node + edges * sizeof *facts->is_matrix);
+    if (facts->of_node == NULL)
         return ZBP_ENOMEM;
-    }
-    memset(facts->block, 0, block_size(facts));
-    facts->of_node = facts->block;
-    facts->is_matrix = (bool *)(facts->of_node + facts->node_count);
+    facts->is_matrix = (bool *)(facts->of_node + nodes);
     return ZBP_OK;
 }
 
 void zbp_facts_fini(zbp_facts *facts)
 {
-    zbpi_free(&facts->alloc, facts->block, block_size(facts));
+    zbpi_free(facts->of_node);
     memset(facts, 0, sizeof *facts);
 }

@@ -10,7 +10,6 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "core/base/zbp_alloc.h"
 #include "core/base/zbp_status.h"
 #include "core/graph/zbp_graph.h"
 #include "core/pass/zbp_policy.h"
@@ -53,17 +52,13 @@ typedef struct zbp_fact {
 
 /* Held by the caller, who fills it in. Zeroed is legal: it was not made, and has no nodes. */
 typedef struct zbp_facts {
-    uint32_t node_count, edge_count;
-    zbp_fact *of_node; /* [node_count]; of split and outside nodes */
-    bool *is_matrix;   /* [edge_count]; of split nodes' edges to factors: two dimensions or more */
+    zbp_fact *of_node; /* [nodes]; of split and outside nodes; the block for both arrays */
+    bool *is_matrix;   /* [edges]; of split nodes' edges to factors: two dimensions or more */
     zbp_decision policy;
-
-    void *block;
-    zbp_alloc alloc;
 } zbp_facts;
 
-/* For a graph that is complete; everything is zero. alloc is copied; NULL is libc. ZBP_ENOMEM. */
-ZBP_MUST_USE int zbp_facts_init(zbp_facts *facts, const zbp_graph *graph, const zbp_alloc *alloc);
+/* For a graph that is complete; everything is zero. ZBP_ENOMEM. */
+ZBP_MUST_USE int zbp_facts_init(zbp_facts *facts, const zbp_graph *graph);
 void zbp_facts_fini(zbp_facts *facts); /* zeroes it; a zeroed one is legal */
 
 ZBP_END_C

@@ -6,41 +6,26 @@
 
 static const uint32_t MOST = INT32_MAX; /* indices are also held as int32_t */
 
-void zbp_layout_init(zbp_layout *layout, uint32_t weight_count, uint32_t outside_count,
-                     const zbp_alloc *alloc)
-{
-    memset(layout, 0, sizeof *layout);
-    layout->weight_count = weight_count;
-    layout->outside_count = outside_count;
-    layout->alloc = zbpi_alloc_copy(alloc);
-}
-
 void zbp_layout_fini(zbp_layout *layout)
 {
-    const zbp_alloc *alloc = &layout->alloc;
-
-    zbpi_free(alloc, layout->task, layout->task_capacity * sizeof *layout->task);
-    zbpi_free(alloc, layout->face, layout->face_capacity * sizeof *layout->face);
-    zbpi_free(alloc, layout->hop, layout->hop_capacity * sizeof *layout->hop);
+    zbpi_free(layout->task);
+    zbpi_free(layout->face);
+    zbpi_free(layout->hop);
     memset(layout, 0, sizeof *layout);
 }
 
 /* Room for one more in an array of so many; most groups have one task and two faces. */
-static int make_room(const zbp_layout *layout, void **array, uint32_t count, uint32_t *capacity,
-                     size_t item_size)
+static int make_room(void **array, uint32_t count, uint32_t *capacity, size_t item_size)
 {
-    const uint32_t wanted = count < 2 ? 2 : 2 * count;
-    void *grown;
+    void *grown = *array;
 
-    if (count < *capacity)
-        return ZBP_OK;
     if (count >= MOST / 2)
         return ZBP_EOVERFLOW;
-    grown = zbpi_resize(&layout->alloc, *array, *capacity * item_size, wanted * item_size);
+    if (count == *capacity)
+        grown = zbpi_grow(*array, capacity, 2, item_size);
     if (grown == NULL)
         return ZBP_ENOMEM;
     *array = grown;
-    *capacity = wanted;
     return ZBP_OK;
 }
 
@@ -48,7 +33,7 @@ int zbp_layout_add_task(zbp_layout *layout, uint8_t kind, uint64_t sequence_nr)
 {
     void *array = layout->task;
     const int status =
-        make_room(layout, &array, layout->task_count, &layout->task_capacity, sizeof *layout->task);
+        make_room(&array, layout->task_count, &layout->task_capacity, sizeof *layout->task);
 
     layout->task = array;
     if (status == ZBP_OK)
@@ -65,7 +50,7 @@ int zbp_layout_add_face(zbp_layout *layout, zbp_face face)
 {
     void *array = layout->face;
     const int status =
-        make_room(layout, &array, layout->face_count, &layout->face_capacity, sizeof *layout->face);
+        make_room(&array, layout->face_count, &layout->face_capacity, sizeof *layout->face);
 
     layout->face = array;
     if (status == ZBP_OK) {
@@ -80,7 +65,7 @@ int zbp_layout_add_hop(zbp_layout *layout, zbp_hop hop)
 {
     void *array = layout->hop;
     const int status =
-        make_room(layout, &array, layout->hop_count, &layout->hop_capacity, sizeof *layout->hop);
+        make_room(&array, layout->hop_count, &layout->hop_capacity, sizeof *layout->hop);
 
     layout->hop = array;
     if (status == ZBP_OK)
@@ -106,10 +91,9 @@ uint32_t zbp_layout_first_hop(const zbp_layout *layout, uint32_t outside)
 void zbp_layout_clear(zbp_layout *layout)
 {
     const uint32_t weights = layout->weight_count;
-    const zbp_alloc alloc = layout->alloc;
 
     zbp_layout_fini(layout);
-    zbp_layout_init(layout, weights, 0, &alloc);
+    layout->weight_count = weights;
 }
 
 void zbp_layout_give_up_path(zbp_layout *layout, uint32_t face)

@@ -11,7 +11,6 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "core/base/zbp_alloc.h"
 #include "core/base/zbp_status.h"
 
 ZBP_BEGIN_C
@@ -70,19 +69,15 @@ typedef struct zbp_hop {
     int32_t to_weight;
 } zbp_hop;
 
-/* Held by the caller. Zeroed is a legal empty layout. */
+/* Held by the caller, who sets outside_count and weight_count. Zeroed is a legal empty layout. */
 typedef struct zbp_layout {
     zbp_task *task;
     zbp_face *face; /* those of a task lie together, in the order of their slots */
     zbp_hop *hop;
     uint32_t task_count, face_count, hop_count, outside_count, weight_count;
     uint32_t task_capacity, face_capacity, hop_capacity;
-    zbp_alloc alloc;
 } zbp_layout;
 
-/* alloc is copied; NULL is libc. */
-void zbp_layout_init(zbp_layout *layout, uint32_t weight_count, uint32_t outside_count,
-                     const zbp_alloc *alloc);
 void zbp_layout_fini(zbp_layout *layout); /* zeroes it; a zeroed one is legal */
 
 /* Adds a task without faces, number task_count - 1 afterwards. ZBP_ENOMEM, ZBP_EOVERFLOW. */

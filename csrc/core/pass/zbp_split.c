@@ -15,10 +15,7 @@ typedef struct work {
     zbp_split *split;
 
     uint32_t *index;    /* [nodes], a weight's or outside node's index in its group */
-    uint32_t *arrivals; /* [nodes], how many edges and roots lead there */
-
-    void *block;
-    size_t block_size;
+    uint32_t *arrivals; /* [nodes], how many edges and roots lead there; in the same block */
 } work;
 
 /* ---- memory */
@@ -27,12 +24,10 @@ static int new_split(zbp_split *split)
 {
     const size_t groups = split->group_count, nodes = split->node_count;
 
-    split->block_size = groups * sizeof *split->layout + split->edge_count * sizeof *split->edit +
-                        (nodes + split->root_count) * sizeof *split->task +
-                        split->root_count * sizeof *split->root_to;
-    if (split->block_size == 0)
-        return ZBP_OK;
-    split->block = zbpi_resize(&split->alloc, NULL, 0, split->block_size);
+    split->block =
+        zbpi_resize(NULL, groups * sizeof *split->layout + split->edge_count * sizeof *split->edit +
+                              (nodes + split->root_count) * sizeof *split->task +
+                              split->root_count * sizeof *split->root_to);
     if (split->block == NULL)
         return ZBP_ENOMEM;
     split->layout = split->block;
@@ -48,25 +43,16 @@ static int new_split(zbp_split *split)
 
 static int new_work(work *w)
 {
-    const size_t nodes = w->split->node_count;
-
-    w->block_size = nodes * 2 * sizeof(uint32_t);
-    if (nodes == 0)
-        return ZBP_OK;
-    w->block = zbpi_resize(&w->split->alloc, NULL, 0, w->block_size);
-    if (w->block == NULL)
-        return ZBP_ENOMEM;
-    w->index = w->block;
-    w->arrivals = w->index + nodes;
-    memset(w->arrivals, 0, nodes * sizeof *w->arrivals);
-    return ZBP_OK;
+    w->index = zbpi_zeroed(w->split->node_count * 2 * sizeof *w->index);
+    w->arrivals = w->index + w->split->node_count;
+    return w->index != NULL ? ZBP_OK : ZBP_ENOMEM;
 }
 
 void zbp_split_fini(zbp_split *split)
 {
     for (uint32_t g = 0; split->layout != NULL && g < split->group_count; g++)
         zbp_layout_fini(&split->layout[g]);
-    zbpi_free(&split->alloc, split->block, split->block_size);
+    zbpi_free(split->block);
     memset(split, 0, sizeof *split);
 }
 
@@ -219,12 +205,12 @@ static int add_split_task(work *w, uint32_t g, uint32_t node)
 static int add_group(work *w, uint32_t g)
 {
     const zbp_plan *plan = w->plan;
-    zbp_split *split = w->split;
+    zbp_layout *layout = &w->split->layout[g];
     int status;
 
     index_group(w, g);
-    zbp_layout_init(&split->layout[g], plan->weight_begin[g + 1] - plan->weight_begin[g],
-                    plan->outside_begin[g + 1] - plan->outside_begin[g], &split->alloc);
+    layout->weight_count = plan->weight_begin[g + 1] - plan->weight_begin[g];
+    layout->outside_count = plan->outside_begin[g + 1] - plan->outside_begin[g];
     status = add_hops(w, g);
     for (uint32_t i = plan->split_begin[g]; i < plan->split_begin[g + 1] && status == ZBP_OK; i++)
         status = add_split_task(w, g, plan->split[i]);
@@ -311,8 +297,7 @@ static int build(work *w, const uint32_t *root)
 }
 
 int zbp_split_build(zbp_split *split, const zbp_graph *graph, const zbp_plan *plan,
-                    const zbp_facts *facts, const uint32_t *root, uint32_t root_count,
-                    const zbp_alloc *alloc)
+                    const zbp_facts *facts, const uint32_t *root, uint32_t root_count)
 {
     work w = {.graph = graph, .plan = plan, .facts = facts, .split = split};
     int status;
@@ -320,10 +305,9 @@ int zbp_split_build(zbp_split *split, const zbp_graph *graph, const zbp_plan *pl
     *split = (zbp_split){.group_count = plan->group_count,
                          .node_count = graph->node_count,
                          .edge_count = graph->edge_count,
-                         .root_count = root_count,
-                         .alloc = zbpi_alloc_copy(alloc)};
+                         .root_count = root_count};
     status = build(&w, root);
-    zbpi_free(&split->alloc, w.block, w.block_size);
+    zbpi_free(w.index);
     if (status != ZBP_OK)
         zbp_split_fini(split);
     return status;

@@ -50,13 +50,11 @@ typedef struct zbp_split {
     uint32_t edit_count;
 
     void *block;
-    size_t block_size;
-    zbp_alloc alloc;
 } zbp_split;
 
 /* Builds it; split is overwritten. plan is that of graph, facts were made for graph, root has the
  * ids of the nodes from which the backward starts, one for each gradient that it starts with. All
- * are borrowed for the call alone. alloc is copied; NULL is libc.
+ * are borrowed for the call alone.
  *
  * A weight that a face reaches by plain steps alone is the face's (zbp_face.weight), unless
  * gradients meet on the way: see Note [The order of sums] in zbp_book.h. Tasks come in the order of
@@ -65,8 +63,7 @@ typedef struct zbp_split {
  * Errors, *split zeroed: ZBP_ENOMEM, ZBP_EOVERFLOW. Linear, but for the steps of paths, of which
  * each has at most 8. */
 ZBP_MUST_USE int zbp_split_build(zbp_split *split, const zbp_graph *graph, const zbp_plan *plan,
-                                 const zbp_facts *facts, const uint32_t *root, uint32_t root_count,
-                                 const zbp_alloc *alloc);
+                                 const zbp_facts *facts, const uint32_t *root, uint32_t root_count);
 
 void zbp_split_fini(zbp_split *split); /* zeroes it; a zeroed one is legal */
 

@@ -29,14 +29,13 @@ static int grow(zbp_blocks *blocks)
     grown.capacity = blocks->capacity == 0 ? FIRST_CAPACITY : blocks->capacity * 2;
     if (blocks->capacity > SIZE_MAX / sizeof *grown.slot / 2)
         return ZBP_EOVERFLOW;
-    grown.slot = zbpi_resize(&blocks->alloc, NULL, 0, grown.capacity * sizeof *grown.slot);
+    grown.slot = zbpi_zeroed(grown.capacity * sizeof *grown.slot);
     if (grown.slot == NULL)
         return ZBP_ENOMEM;
-    memset(grown.slot, 0, grown.capacity * sizeof *grown.slot);
     for (size_t i = 0; i < blocks->capacity; i++)
         if (blocks->slot[i].address != 0)
             grown.slot[probe(&grown, blocks->slot[i].address)] = blocks->slot[i];
-    zbpi_free(&blocks->alloc, blocks->slot, blocks->capacity * sizeof *blocks->slot);
+    zbpi_free(blocks->slot);
     *blocks = grown;
     return ZBP_OK;
 }
@@ -57,15 +56,9 @@ static void close_gap(zbp_blocks *blocks, size_t i)
     memset(&blocks->slot[i], 0, sizeof blocks->slot[i]);
 }
 
-void zbp_blocks_init(zbp_blocks *blocks, const zbp_alloc *alloc)
-{
-    memset(blocks, 0, sizeof *blocks);
-    blocks->alloc = zbpi_alloc_copy(alloc);
-}
-
 void zbp_blocks_fini(zbp_blocks *blocks)
 {
-    zbpi_free(&blocks->alloc, blocks->slot, blocks->capacity * sizeof *blocks->slot);
+    zbpi_free(blocks->slot);
     memset(blocks, 0, sizeof *blocks);
 }
 

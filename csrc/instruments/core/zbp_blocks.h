@@ -11,7 +11,6 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "core/base/zbp_alloc.h"
 #include "core/base/zbp_status.h"
 
 ZBP_BEGIN_C
@@ -27,11 +26,7 @@ typedef struct zbp_blocks {
     size_t count;
     size_t capacity; /* slots: 0 or a power of two */
     zbp_block *slot;
-    zbp_alloc alloc;
 } zbp_blocks;
-
-/* Makes an empty table; allocates nothing. alloc is copied; NULL is libc. */
-void zbp_blocks_init(zbp_blocks *blocks, const zbp_alloc *alloc);
 
 /* Frees what the table holds and zeroes it. A zeroed table is legal. */
 void zbp_blocks_fini(zbp_blocks *blocks);

@@ -22,8 +22,7 @@ static void log_event(zbp_record *record, uint64_t time_ns, zbp_block block, uin
         return;
     if (record->dropped == 0 && record->event_count == record->event_capacity &&
         record->event_count < record->max_events) {
-        void *grown = zbpi_grow(&record->alloc, record->event, &record->event_capacity,
-                                sizeof *record->event);
+        void *grown = zbpi_grow(record->event, &record->event_capacity, 64, sizeof *record->event);
 
         if (grown != NULL)
             record->event = grown;
@@ -69,8 +68,7 @@ static int add_mark(zbp_record *record, uint64_t time_ns)
     if (record->mark_count == UINT32_MAX)
         return ZBP_EOVERFLOW;
     if (record->mark_count == record->mark_capacity) {
-        void *grown =
-            zbpi_grow(&record->alloc, record->mark, &record->mark_capacity, sizeof *record->mark);
+        void *grown = zbpi_grow(record->mark, &record->mark_capacity, 64, sizeof *record->mark);
 
         if (grown == NULL)
             return ZBP_ENOMEM;
@@ -86,19 +84,18 @@ static int add_mark(zbp_record *record, uint64_t time_ns)
 
 void zbp_record_fini(zbp_record *record)
 {
-    zbpi_free(&record->alloc, record->event, record->event_capacity * sizeof *record->event);
-    zbpi_free(&record->alloc, record->mark, record->mark_capacity * sizeof *record->mark);
+    zbpi_free(record->event);
+    zbpi_free(record->mark);
     memset(record, 0, sizeof *record);
 }
 
 /* The tally ----------------------------------------------------------------------------------- */
 
-void zbp_tally_init(zbp_tally *tally, uint64_t (*clock)(void), const zbp_alloc *alloc)
+void zbp_tally_init(zbp_tally *tally, uint64_t (*clock)(void))
 {
     memset(tally, 0, sizeof *tally);
     tally->clock = clock;
     pthread_mutex_init(&tally->lock, NULL);
-    zbp_blocks_init(&tally->blocks, alloc);
 }
 
 void zbp_tally_fini(zbp_tally *tally)
@@ -122,7 +119,6 @@ int zbp_tally_start(zbp_tally *tally, zbp_record *record, uint64_t max_events)
     int status;
 
     memset(record, 0, sizeof *record);
-    record->alloc = tally->blocks.alloc;
     record->max_events = max_events;
     zbp_tally_lock(tally);
     record->first_serial = tally->next_serial;

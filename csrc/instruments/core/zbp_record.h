@@ -21,7 +21,6 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "core/base/zbp_alloc.h"
 #include "core/base/zbp_status.h"
 #include "instruments/core/zbp_blocks.h"
 
@@ -60,7 +59,6 @@ typedef struct zbp_record {
     zbp_event *event;
     zbp_mark *mark;
     uint32_t event_count, event_capacity, mark_count, mark_capacity;
-    zbp_alloc alloc;
     struct zbp_record *next; /* that is fed, too */
 } zbp_record;
 
@@ -75,8 +73,8 @@ typedef struct zbp_tally {
         block_count; /* of blocks: to be read without the lock, as is whether any record is fed */
 } zbp_tally;
 
-/* clock: nanoseconds, which never go back; takes no lock. alloc is copied; NULL is libc. */
-void zbp_tally_init(zbp_tally *tally, uint64_t (*clock)(void), const zbp_alloc *alloc);
+/* clock: nanoseconds, which never go back; takes no lock. */
+void zbp_tally_init(zbp_tally *tally, uint64_t (*clock)(void));
 void zbp_tally_fini(zbp_tally *tally); /* nobody uses it any more; records are left as they are */
 
 /* Begins a record (uninitialised; borrowed until zbp_tally_stop) and feeds it from now on.

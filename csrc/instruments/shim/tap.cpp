@@ -34,7 +34,7 @@ uint64_t nanoseconds() {
 zbp_tally* tally() {
   static zbp_tally* const all = [] {
     auto* const made = new zbp_tally;
-    zbp_tally_init(made, &nanoseconds, nullptr);
+    zbp_tally_init(made, &nanoseconds);
     return made;
   }();
   return all;

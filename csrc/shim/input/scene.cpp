@@ -112,7 +112,7 @@ void make_groups(zbp_scene& scene, zbp_survey& survey) {
     Group& group = *scene.groups.emplace_back(make_group(scene, survey, g));
     group.reads = reads;
     note_saved_outside(group);
-    check_status(zbp_book_init(&group.book, &group.layout, nullptr));
+    check_status(zbp_book_init(&group.book, &group.layout));
   }
   for (uint32_t r = 0; r < survey.split.root_count; ++r) {
     if (survey.split.root_task[r] != ZBP_NONE) {
