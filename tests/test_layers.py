@@ -148,29 +148,22 @@ FUNCTION = re.compile(
 )
 BARRIER = re.compile(r"\b(guarded|guarded_object|set_of|kept_in|in_memory|barrier\.end)\(")
 # Behind no barrier: they free, read a flag or a clock, or hold a lock for that; called where no Python error may be set.
-CANNOT_THROW = {
-    "zbp_add_handle",
-    "zbp_error_clear",
-    "zbp_error_raise",
-    "zbp_weight_key",
-    "zbp_group_release",
-    "zbp_group_again",
-    "zbp_group_free",
-    "zbp_group_traverse",
-    "zbp_group_clear",
-    "zbp_tensor_key",
-    "zbp_tap_stop",
-    "zbp_tap_adopt",
-    "zbp_tap_adopt_storage",
-    "zbp_tap_feeds",
-    "zbp_tap_mark",
-    "zbp_tap_trace_start",
-    "zbp_tap_trace_stop",
-    "zbp_tap_serial",
-    "zbp_tap_blocks",
-    "zbp_tap_lock",
-    "zbp_tap_unlock",
-}
+OF_GROUPS = ("release", "again", "free", "traverse", "clear")
+OF_TAPS = (
+    "stop",
+    "adopt",
+    "adopt_storage",
+    "feeds",
+    "mark",
+    "trace_start",
+    "trace_stop",
+    "serial",
+    "blocks",
+    "lock",
+    "unlock",
+)
+CANNOT_THROW = {"zbp_add_handle", "zbp_error_clear", "zbp_error_raise", "zbp_weight_key", "zbp_tensor_key"}
+CANNOT_THROW |= {f"zbp_group_{name}" for name in OF_GROUPS} | {f"zbp_tap_{name}" for name in OF_TAPS}
 
 
 def unguarded(source):

@@ -198,8 +198,8 @@ static void check_state(uint32_t g, zbp_how how, bool is_complete)
         (!is_complete || is_again ? (uint8_t)ZBP_BOOK_OPEN : (uint8_t)ZBP_BOOK_SPENT))
         fake_violation(is_complete ? "a weight pass retains what it was not to retain, or spends it"
                                    : "a group that has failed cannot be repeated");
-    if (is_complete && !is_again && !held[g].is_released)
-        fake_violation("a group that is spent holds on to its tasks");
+    if (is_complete && !is_again && (!held[g].is_released || held[g].as.book.weight_count != 0))
+        fake_violation("a group that is spent holds on to its tasks, or to its book");
     if (!is_complete && !how.retain && zbp_book_is_complete(&held[g].as.book) &&
         !held[g].is_released)
         fake_violation("a group that is complete holds on to its tasks");

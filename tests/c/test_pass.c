@@ -1,5 +1,5 @@
-/* The weight pass against the fake shim: the same groups with each touch failing once, what is alone
- * and what is not, when groups let go, no memory. Retries, hooks, frozen weights and calls of some
+/* The weight pass against the fake shim: what is alone and what is not, how often the engine runs,
+ * when groups let go, no memory. Failures anywhere, retries, hooks, frozen weights and calls of some
  * groups are fuzz_weight_pass.c's. */
 #include "check.h"
 #include "counting.h"
@@ -102,67 +102,9 @@ static bool all_are(uint8_t state)
     return true;
 }
 
-static void begin_round(int round)
-{
-    for (size_t g = 0; g < held_count; g++)
-        held[g].rounds = round;
-}
-
 static bool was_alone(size_t g, int w)
 {
     return held[g].weight[w].added_in == fake.call && held[g].weight[w].was_alone;
-}
-
-/* ---- each touch fails once */
-
-static const group CASES[][MOST_HELD + 1] = {
-    {{.tasks = "P0 P1"}},
-    {{.tasks = "P0 P0 P1 P0"}},
-    {{.tasks = "W0 D1"}},
-    {{.tasks = "W01"}},
-    {{.tasks = "Pb:1 W0", .seen = {0, ZBP_WEIGHT_HOOKED}}},
-    {{.tasks = "P0 W0 Da Wb"}},
-    {{.tasks = "P0 P1", .seen = {ZBP_WEIGHT_HOOKED, ZBP_WEIGHT_HOOKED}}},
-    {{.tasks = "P0 W1"}, {.tasks = "Wa D0"}, {.tasks = "D1 P0"}},
-    {{.tasks = "P0 W0"}, {.tasks = "P0 P0"}, {.tasks = "Rb Pb:1 P0"}},
-    {{.tasks = "R01 P0"}, {.tasks = "P0"}},
-    {{.tasks = "P0 W1"}, {.tasks = "P0 W1", .shares = true}, {.tasks = "P0 W1", .shares = true}},
-    {{.tasks = "P0 D1"}, {.tasks = "P0 D1", .shares = true}, {.tasks = "W0 P1"}},
-    {{.tasks = "P0 Pb:1"}, {.tasks = "W0 Pb:1 P1", .shares = true}},
-    {{.tasks = "P0"}, {.tasks = "P0 P0", .shares = true}, {.tasks = "P0 W0", .shares = true}},
-    {{.tasks = "P01"}, {.tasks = "Wa P0", .shares = true}, {.tasks = "P01", .shares = true}},
-};
-enum { CASE_COUNT = sizeof CASES / sizeof *CASES };
-
-static void what_failed_goes_on_where_it_stopped(void)
-{
-    for (size_t i = 0; i < CASE_COUNT; i++) {
-        for (int bits = 0; bits < 4; bits++) {
-            const zbp_how how = {.retain = (bits & 1) != 0, .is_anomaly = (bits & 2) != 0};
-            const char *raised = FAKE_FAILED;
-
-            for (long n = 0; raised != NULL; n++) {
-                int status;
-
-                make(CASES[i]);
-                status = run(how, n, &raised);
-                CHECK((status == ZBP_OK) == (raised == NULL));
-                if (raised != NULL) {
-                    CHECK(status == ZBP_ETORCH && raised == FAKE_FAILED && fake.touches > n);
-                    CHECK(all_are(ZBP_BOOK_OPEN));
-                    CHECK(run_well(how) == ZBP_OK);
-                }
-                CHECK(has_got(1));
-                CHECK(all_are(how.retain ? ZBP_BOOK_OPEN : ZBP_BOOK_SPENT));
-                if (how.retain) {
-                    begin_round(1);
-                    CHECK(run_well(PLAIN) == ZBP_OK && has_got(2) && all_are(ZBP_BOOK_SPENT));
-                }
-                drop();
-                REQUIRE(n < 200);
-            }
-        }
-    }
 }
 
 /* ---- who is alone */
@@ -285,7 +227,6 @@ static void no_group_at_all(void)
 int main(void)
 {
     check_sees_failure();
-    RUN(what_failed_goes_on_where_it_stopped);
     RUN(what_is_alone_runs_without_the_engine);
     RUN(a_weight_is_the_engines_in_all_groups_or_in_none);
     RUN(groups_without_a_common_weight_run_at_once);

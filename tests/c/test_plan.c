@@ -1,5 +1,5 @@
-/* Plans of small graphs, by hand, and of random ones: each against the model, which sees every
- * number that is wrong. */
+/* Plans of small graphs, by hand and against the model, which sees every number that is wrong;
+ * random ones are fuzz_plan.c's. */
 #include "check.h"
 #include "counting.h"
 #include "model.h"
@@ -109,6 +109,7 @@ static void a_zeroed_plan_is_nobodys(void)
 static void the_model_sees_each_fault(void)
 {
     uint64_t random = 7;
+    int seen[4] = {0};
 
     for (int i = 0; i < 300; i++) {
         zbp_graph g = {0};
@@ -116,6 +117,10 @@ static void the_model_sees_each_fault(void)
 
         REQUIRE(model_random_graph(&g, &random, 12) == ZBP_OK);
         REQUIRE(zbp_plan_build(&p, &g) == ZBP_OK);
+        seen[0] += p.group_count > 1;
+        seen[1] += p.group_count > 0 && p.weight_begin[p.group_count] > p.group_count;
+        seen[2] += p.group_count > 0 && p.split_begin[p.group_count] > p.group_count;
+        seen[3] += p.group_count > 0 && p.outside_begin[p.group_count] > 0;
         for (size_t at = 0; at < counting_size(p.block); at++) {
             unsigned char *byte = (unsigned char *)p.block + at;
 
@@ -127,37 +132,8 @@ static void the_model_sees_each_fault(void)
         zbp_plan_fini(&p);
         zbp_graph_fini(&g);
     }
-}
-
-static void random_graphs_agree_with_the_model(void)
-{
-    uint64_t random = 3;
-    unsigned long seen[6] = {0};
-
-    for (int i = 0; i < 20000; i++) {
-        zbp_graph g = {0};
-        zbp_plan p;
-        const char *differs;
-
-        REQUIRE(model_random_graph(&g, &random, i < 10000 ? 10 : 40) == ZBP_OK);
-        REQUIRE(zbp_plan_build(&p, &g) == ZBP_OK);
-        differs = model_differs(&p, &g);
-        if (differs != NULL)
-            fprintf(stderr, "graph %d: %s\n", i, differs);
-        REQUIRE(differs == NULL);
-        seen[0] += p.group_count > 1;
-        seen[1] += p.group_count > 0 && p.weight_begin[p.group_count] > p.group_count;
-        seen[2] += p.group_count > 0 && p.split_begin[p.group_count] > p.group_count;
-        seen[3] += p.group_count > 0 && p.outside_begin[p.group_count] > 0;
-        seen[4] += p.group_count > 0 && p.split_begin[1] > 1;
-        for (uint32_t n = 0; n < p.node_count; n++)
-            seen[5] += (p.flag[n] & ZBP_NODE_EXCLUDED) != 0 && (g.mark[n] & ZBP_ROLE_EXCLUDED) == 0;
-        zbp_plan_fini(&p);
-        zbp_graph_fini(&g);
-    }
-    /* The graphs are worth something: each kind came up often. */
-    for (size_t k = 0; k < sizeof seen / sizeof seen[0]; k++)
-        CHECK(seen[k] > 500);
+    for (size_t k = 0; k < sizeof seen / sizeof *seen; k++)
+        CHECK(seen[k] > 5); /* the graphs are worth something */
 }
 
 /* Same graph, other addresses: the same arrays. */
@@ -212,7 +188,6 @@ int main(void)
     RUN(small_graphs_by_hand);
     RUN(a_zeroed_plan_is_nobodys);
     RUN(the_model_sees_each_fault);
-    RUN(random_graphs_agree_with_the_model);
     RUN(results_do_not_depend_on_addresses);
     RUN(two_allocations);
     return check_end();

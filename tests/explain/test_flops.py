@@ -56,25 +56,16 @@ class Recurrent(nn.Module):
 
 EXACT = {
     "linear": (lambda: nn.Linear(4, 6), (3, 4)),
-    "linear of three dimensions": (lambda: nn.Linear(4, 6), (2, 3, 4)),
     "bmm": (lambda: stage(lambda m, x: x @ m.a, a=(5, 4, 3)), (5, 2, 4)),
     "baddbmm": (lambda: stage(lambda m, x: torch.baddbmm(m.c, x, m.a), a=(5, 4, 3), c=(5, 2, 3)), (5, 2, 4)),
-    "scaled baddbmm": (
-        lambda: stage(lambda m, x: torch.baddbmm(m.c, m.a, x, alpha=2), a=(5, 3, 4), c=(5, 3, 2)),
-        (5, 4, 2),
-    ),
     "addmm, weight on the left": (lambda: stage(lambda m, x: torch.addmm(m.c, m.a, x), a=(2, 4), c=(3,)), (4, 3)),
     "convolution": (lambda: nn.Conv2d(4, 6, 3), (2, 4, 7, 7)),
     "strided and dilated convolution": (lambda: nn.Conv2d(4, 6, 3, stride=2, dilation=2, padding=1), (2, 4, 9, 9)),
-    "convolution of one dimension": (lambda: nn.Conv1d(4, 6, 3), (2, 4, 7)),
-    "convolution of three dimensions": (lambda: nn.Conv3d(2, 3, 2), (2, 2, 4, 4, 4)),
     "convolution without a batch": (lambda: nn.Conv1d(4, 6, 3), (4, 9)),
-    "transposed convolution of one dimension": (lambda: nn.ConvTranspose1d(4, 6, 3, stride=2), (2, 4, 5)),
     "transposed convolution": (
         lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, output_padding=1, dilation=2),
         (2, 4, 5, 5),
     ),
-    "transposed convolution of three dimensions": (lambda: nn.ConvTranspose3d(3, 2, 2), (2, 3, 3, 3, 3)),
     "transposed convolution without a batch": (lambda: nn.ConvTranspose1d(4, 6, 3), (4, 5)),
     "einsum": (lambda: stage(lambda m, x: torch.einsum("bij,jkl->bikl", x, m.a), a=(4, 2, 3)), (2, 3, 4)),
     "LSTM": (lambda: Recurrent(nn.LSTM), (3, 2, 4)),
@@ -102,7 +93,6 @@ GROUPED = {
     "convolution": (lambda: nn.Conv2d(4, 8, 3, groups=2), (2, 4, 6, 6)),
     "depthwise": (lambda: nn.Conv1d(4, 8, 3, groups=4, stride=2, padding=2), (2, 4, 7)),
     "transposed": (lambda: nn.ConvTranspose2d(4, 6, 3, groups=2, stride=2), (2, 4, 5, 5)),
-    "transposed, of three dimensions": (lambda: nn.ConvTranspose3d(4, 6, 2, groups=2), (2, 4, 3, 3, 3)),
 }
 
 

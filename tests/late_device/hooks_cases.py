@@ -36,31 +36,6 @@ def on_accumulators(run):
         run.accumulators.append(accumulator)
 
 
-def on_several_weights(run):
-    def hook(grads):
-        for i, grad in enumerate(grads):
-            if grad is not None:
-                run.call(f"of several, {i}", grad)
-
-    torch.autograd.graph.register_multi_grad_hook(list(run.weights()), hook)
-
-
-def on_modules(run):
-    for name, module in run.stage.named_modules():
-        if list(module.parameters(recurse=False)):
-            module.register_full_backward_hook(lambda _, given, came, name=name: run.call(f"module {name}", came[0]))
-
-
-def on_activations(run):
-    def forward_hook(module, args, output, name):
-        output.register_hook(lambda grad: run.call(f"activation of {name}", grad))
-        output.grad_fn.register_hook(lambda _, grads: run.call(f"node of {name}", grads[0]))
-
-    for name, module in run.stage.named_modules():
-        if name and list(module.parameters(recurse=False)):
-            module.register_forward_hook(lambda m, a, o, name=name: forward_hook(m, a, o, name))
-
-
 def that_step(run):
     """The optimizer within the backward: every gradient is used and gone when its hook returns."""
 
@@ -73,15 +48,8 @@ def that_step(run):
         weight.register_post_accumulate_grad_hook(hook)
 
 
-HOOKS = (
-    on_weights,
-    that_change,
-    after_accumulation,
-    on_accumulators,
-    on_several_weights,
-    on_modules,
-    on_activations,
-)
+# Other kinds of hooks, and on activations and modules: passes/test_hooks.py, which runs on the device too.
+HOOKS = (on_weights, that_change, after_accumulation, on_accumulators)
 
 
 @pytest.mark.parametrize("scenario", [late_weights, on_another_thread, on_three_streams], ids=lambda s: s.__name__)

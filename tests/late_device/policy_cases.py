@@ -6,8 +6,8 @@ from support import late
 from support.late_runs import (
     check_in_every_order,
     late_weights,
-    on_another_stream,
     on_three_streams,
+    without_waiting_first,
 )
 from support.late_stages import ROWS, STAGES, WIDTH, Checkpointed, mlp
 from torch import nn
@@ -77,7 +77,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("scenario", [late_weights, on_another_stream, on_three_streams], ids=lambda s: s.__name__)
+@pytest.mark.parametrize("scenario", [late_weights, without_waiting_first, on_three_streams], ids=lambda s: s.__name__)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", ALL_STAGES)
 def test_policy(name, policy, scenario):

@@ -196,44 +196,40 @@ def convolutions(m, x):
     return F.conv_transpose2d(F.conv2d(x, m.a, padding=1).relu(), m.b, stride=2)
 
 
-def test_convolutions_hold_input_and_output_gradient():
-    m = Stage(convolutions, a=parameter(6, 3, 3, 3), b=parameter(6, 4, 2, 2))
-    make_input = random_input(2, 3, 8, 8)
-    check(m, make_input, rtol=0, atol=0)
-    x = make_input()
-    groups, grad = passes(m, x)
-    hidden = 4 * 2 * 6 * 8 * 8
-    assert sum(group.bytes_held for group in groups) == x.nbytes + hidden + hidden + grad.nbytes
-
-
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_convolution_of_a_computed_weight_does_not_hold_it(channels_last):
+def computed_convolution(m, x, memory_format=torch.contiguous_format):
     """The node insists on a weight though its weight gradient does not read it."""
-
-    def forward(m, x):
-        x = x.contiguous(memory_format=torch.channels_last) if channels_last else x
-        return F.conv2d(x, m.a * 2, m.b)
-
-    m = Stage(forward, a=parameter(32, 8, 3, 3), b=parameter(32))
-    make_input = random_input(2, 8, 8, 8)
-    check(m, make_input, rtol=1e-6, atol=1e-6)
-    groups, grad = passes(m, make_input())
-    assert sum(group.bytes_held for group in groups) == 4 * 2 * 8 * 8 * 8 + grad.nbytes
+    return F.conv2d(x.contiguous(memory_format=memory_format), m.a * 2, m.b)
 
 
-def test_product_of_two_computed_factors_holds_what_it_reads():
-    """Neither factor of `x @ (a + b)` is a weight; the sum of the weights is not kept."""
-    m = Stage(lambda m, x: torch.bmm(x.exp(), m.a + m.b), a=parameter(3, 8, 64), b=parameter(3, 8, 64))
-    x = torch.randn(3, 2, 8, requires_grad=True)
+def computed_in_channels_last(m, x):
+    return computed_convolution(m, x, torch.channels_last)
+
+
+FILTERS = {"a": (32, 8, 3, 3), "b": (32,)}
+MATRICES = {"a": (3, 8, 64), "b": (3, 8, 64)}
+# Stage, weights, input, and what is held beside the input and the output's gradient: elements.
+HELD = {
+    "convolutions": (convolutions, {"a": (6, 3, 3, 3), "b": (6, 4, 2, 2)}, (2, 3, 8, 8), 2 * 2 * 6 * 8 * 8),
+    "a computed filter": (computed_convolution, FILTERS, (2, 8, 8, 8), 0),
+    "a computed filter, channels last": (computed_in_channels_last, FILTERS, (2, 8, 8, 8), 0),
+    "neither factor is a weight": (lambda m, x: torch.bmm(x.exp(), m.a + m.b), MATRICES, (3, 2, 8), 0),
+    "scaled, of a computed weight": (
+        lambda m, x: torch.addmm(x[:, :1], x, m.a * 2, alpha=3.0),
+        {"a": (K, N)},
+        (M, K),
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", HELD)
+def test_what_is_held_of_products_that_are_not_plain(what):
+    forward, weights, shape, more = HELD[what]
+    m = Stage(forward, **{name: parameter(*of) for name, of in weights.items()})
+    check(m, random_input(*shape), rtol=1e-5, atol=1e-5)
+    x = torch.randn(shape, requires_grad=True)
     groups, grad = passes(m, x)
-    assert sum(group.bytes_held for group in groups) == x.nbytes + grad.nbytes
-
-
-def test_scaled_product_does_not_hold_the_computed_weight():
-    m = Stage(lambda m, x: torch.addmm(x[:, :1], x, m.a * 2, alpha=3.0), a=parameter(K, N))
-    check(m, random_input(M, K), rtol=1e-5, atol=1e-5)
-    groups, grad = passes(m, torch.randn(M, K, requires_grad=True))
-    assert sum(group.bytes_held for group in groups) == 4 * M * K + grad.nbytes
+    assert sum(group.bytes_held for group in groups) == x.nbytes + grad.nbytes + 4 * more
 
 
 @pytest.mark.parametrize("existing", [False, True])

@@ -66,11 +66,11 @@ def test_chain_of_100_000_nodes(chain, dropped):
     )
 
 
-@needs_zbpipe
-def test_chain_of_100_000_products_whose_groups_are_dropped():
-    in_own_process("""
-        x = torch.ones(1, 1, requires_grad=True)
-        weights = [torch.ones(1, 1, requires_grad=True) for _ in range(4)]
+ONES = "torch.ones(1, 1, requires_grad=True)"
+BODIES = {
+    "100,000 products, whose groups are dropped": f"""
+        x = {ONES}
+        weights = [{ONES} for _ in range(4)]
         y = x
         for i in range(100_000):
             y = y @ weights[i % 4]
@@ -78,15 +78,38 @@ def test_chain_of_100_000_products_whose_groups_are_dropped():
         assert dinputs[0].item() == 1.0
         del groups, y
         assert all(w.grad is None for w in weights)
-    """)
+    """,
+    "100,000 weights": """
+        x = torch.ones(1, requires_grad=True)
+        weights = [torch.ones(1, requires_grad=True) for _ in range(100_000)]
+        y = x
+        for w in weights:
+            y = y * w
+        passes(y, x, weights)
+        assert all(w.grad.item() == 1.0 for w in weights)
+        del y
+    """,
+    # 20,000 products in one group, each behind a longer chain of nodes outside the closure; and through one cast.
+    **{
+        f"products whose weights lie behind shared nodes, {defer}": f"""
+        import zbpipe
 
-
-@needs_zbpipe
-@pytest.mark.slow
-@pytest.mark.parametrize("length", [1_000, pytest.param(10_000, marks=pytest.mark.long)])
-def test_strands_of_nodes_that_meet(length):
-    """50 strands of 2,000 nodes; a million in all, of 20,000."""
-    in_own_process(f"""
+        zbpipe.set_policy(defer={defer!r})
+        x = {ONES}
+        v, w = (torch.ones(1, 1, dtype=dtype, requires_grad=True) for dtype in (torch.float32, torch.float64))
+        y, chain, cast = x, v, w.float()
+        for _ in range(20_000):
+            chain = chain * 1.0
+            y = (y @ chain) @ cast
+        passes(y, x, [v, w])
+        assert v.grad.item() == w.grad.item() == 20_000.0
+        del y, chain
+        """
+        for defer in ("matrices", "all")
+    },
+    # 50 strands of nodes that meet.
+    **{
+        f"strands of {2 * length} nodes": f"""
         x = torch.ones(2, requires_grad=True)
         weights = [torch.ones(2, requires_grad=True) for _ in range(50)]
         y = x
@@ -96,48 +119,22 @@ def test_strands_of_nodes_that_meet(length):
                 strand = strand + 1.0
                 strand = strand + w
             y = y + strand
-        started = time.process_time()
         dinput = passes(y, x, weights)
-        print(time.process_time() - started, "s of processor time")
         assert dinput.tolist() == [51.0, 51.0]
         assert [w.grad.tolist() for w in weights] == [[float({length})] * 2] * 50
         del y, strand
-    """)
+        """
+        for length in (1_000, 10_000)
+    },
+}
 
 
 @needs_zbpipe
-def test_a_hundred_thousand_weights():
-    in_own_process("""
-        x = torch.ones(1, requires_grad=True)
-        weights = [torch.ones(1, requires_grad=True) for _ in range(100_000)]
-        y = x
-        for w in weights:
-            y = y * w
-        passes(y, x, weights)
-        assert all(w.grad.item() == 1.0 for w in weights)
-        del y
-    """)
-
-
-@needs_zbpipe
-@pytest.mark.parametrize("defer", ["", "all"])
-def test_products_whose_weights_lie_behind_shared_nodes(defer):
-    """20,000 products in one group, each behind a longer chain of nodes outside the closure; and through one cast."""
-    in_own_process(f"""
-        import zbpipe
-
-        if {defer!r}:
-            zbpipe.set_policy(defer={defer!r})
-        x = torch.ones(1, 1, requires_grad=True)
-        v, w = (torch.ones(1, 1, dtype=dtype, requires_grad=True) for dtype in (torch.float32, torch.float64))
-        y, chain, cast = x, v, w.float()
-        for _ in range(20_000):
-            chain = chain * 1.0
-            y = (y @ chain) @ cast
-        passes(y, x, [v, w])
-        assert v.grad.item() == w.grad.item() == 20_000.0
-        del y, chain
-    """)
+@pytest.mark.parametrize(
+    "body", [pytest.param(b, marks=[pytest.mark.long] if "strands of 20000" in b else []) for b in BODIES]
+)
+def test_it_ends(body):
+    in_own_process(BODIES[body])
 
 
 def blocks(n):

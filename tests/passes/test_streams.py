@@ -72,6 +72,7 @@ def train(stage, forward=None, weight=None, on_thread=False):
         main.wait_stream(forward or main)
         (dinput,), groups = zbpipe.stage_backward_input([output], [torch.ones_like(output)], [x], stage.parameters())
         dinputs.append(dinput.clone())  # on the caller's stream, which has waited
+        dinput.record_stream(main)
         del x, output, dinput
 
         def weight_pass(only=[groups]):  # noqa: B006

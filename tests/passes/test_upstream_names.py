@@ -49,30 +49,11 @@ def graph():
 
 
 @has_grads_for_inputs
-def test_grads_for_inputs_puts_none_where_no_gradient_can_be():
+def test_grads_for_inputs_gives_none_retains_and_allows_unused_ones_as_torchs():
     _, x, out = graph()
-    result = grads_for_inputs([out], ["text", x, torch.ones(2)], [torch.ones_like(out)])
-    assert [g is None for g in result] == [True, False, True]
-
-
-@has_grads_for_inputs
-def test_grads_for_inputs_without_inputs():
-    _, _, out = graph()
+    ones, unused = [torch.ones_like(out)], torch.ones(2, requires_grad=True)
     assert grads_for_inputs([out], [3, torch.ones(2)]) == (None, None)
-
-
-@has_grads_for_inputs
-def test_grads_for_inputs_retains_the_graph_if_told():
-    _, x, out = graph()
-    ones = [torch.ones_like(out)]
-    (first,) = grads_for_inputs([out], [x], ones, retain_graph=True)
-    (second,) = grads_for_inputs([out], [x], ones)
-    torch.testing.assert_close(first, second)
-
-
-@has_grads_for_inputs
-def test_grads_for_inputs_allows_unused_ones_if_told():
-    _, x, out = graph()
-    unused = torch.ones(2, requires_grad=True)
-    result = grads_for_inputs([out], [x, unused], [torch.ones_like(out)], allow_unused=True)
-    assert result[1] is None
+    first = grads_for_inputs([out], ["text", x, torch.ones(2)], ones, retain_graph=True)
+    second = grads_for_inputs([out], [x, unused], ones, allow_unused=True)
+    assert [g is None for g in (*first, *second)] == [True, False, True, False, True]
+    torch.testing.assert_close(first[1], second[0])

@@ -3,14 +3,13 @@
     python soak_ranks.py RANK WORLD FOLDER STEPS EVERY [LEAK]
 
 After every EVERY steps a step fails, in another way each time; the ranks meet in a new process group and take it again. Losses,
-weights and counts go to FOLDER.
+weights and counts go to FOLDER; how far it is, to standard output.
 """
 
 import array
 import gc
 import json
 import logging
-import os
 import random
 import sys
 import time
@@ -125,10 +124,6 @@ def being_waited_for():
 WHAT = ("bytes of tensors", "blocks of tensors", "groups", "sends")
 
 
-def resident():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
-
-
 def main(rank, world, folder, steps, every, leak=None):
     dies_with_its_parent()
     logging.disable()
@@ -136,14 +131,11 @@ def main(rank, world, folder, steps, every, leak=None):
     zbpipe.patch()
     job = Soaked(rank, folder)
     job.meet_anew()
-    planned, losses, outcomes, kept = dict(faults(steps, every)), array.array("d"), Counter(), []
-    counted = [Counter() for _ in WHAT]
-    first_resident, began = None, time.monotonic()
+    planned, losses, kept, counted = dict(faults(steps, every)), array.array("d"), [], [Counter() for _ in WHAT]
     gc.disable()  # no tensor may wait for it; what torch makes of trees of arguments is cycles, without any
     for number in range(steps):
         if number in planned:
-            fault = planned[number]
-            outcomes[f"{fault.name}: {job.fail(number, fault)}"] += 1
+            print(f"step {number}: {planned[number].name}: {job.fail(number, planned[number])}", flush=True)
         got = job.step(number)
         if isinstance(got, str):
             raise RuntimeError(f"step {number}: {got}")
@@ -154,23 +146,14 @@ def main(rank, world, folder, steps, every, leak=None):
         if number >= SETTLED:
             for counter, value in zip(counted, alive(), strict=True):
                 counter[value] += 1
-            first_resident = first_resident or resident()
         if number % COLLECT_EVERY == 0:
             gc.collect()
-        if number % max(1, steps // 100) == 0:
-            took = time.monotonic() - began
-            print(
-                f"step {number}, {took:.0f} s, {sum(outcomes.values())} faults, RSS {resident() >> 10} kB", flush=True
-            )
     with open(folder / f"losses.{rank}", "wb") as file:
         losses.tofile(file)
     figures = {
-        "seconds": time.monotonic() - began,
         "alive": {what: sorted(counter.items()) for what, counter in zip(WHAT, counted, strict=True)},
         "objects": job.objects,
         "fired": job.count_fired,
-        "RSS": [first_resident, resident()],
-        "faults": outcomes,
         "weights": {name: w.tolist() for name, w in job.weights().items()},
     }
     (folder / f"figures.{rank}").write_text(json.dumps(figures))

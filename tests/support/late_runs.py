@@ -125,17 +125,6 @@ def late_weights(run):
             step(k)
 
 
-def on_another_stream(run):
-    for k in range(2):
-        run.forward(k)
-        run.input(k)
-        other = run.stream()
-        with other:
-            run.weight(k)
-        run.drop(k)
-        run.wait(other)
-
-
 def without_waiting_first(run):
     """W's stream knows nothing of I's: W itself must."""
     other = run.stream()
@@ -163,18 +152,6 @@ def on_another_thread(run):
         thread.join()
         run.drop(k)
         run.wait(other)
-
-
-def forward_on_a_side_stream(run):
-    for k in range(2):
-        side = run.stream()
-        with side:
-            run.forward(k)
-        run.wait(side)
-        run.input(k)
-        run.weight(k)
-        run.keep(k)
-        run.drop(k)
 
 
 def on_three_streams(run):
@@ -295,10 +272,8 @@ def groups_on_streams_of_their_own(run):
 SCENARIOS = (
     at_once,
     late_weights,
-    on_another_stream,
     without_waiting_first,
     on_another_thread,
-    forward_on_a_side_stream,
     sent_before_w,
     on_three_streams,
     a_root_alone,
