@@ -213,4 +213,4 @@ def test_a_script_that_runs_out_of_memory_ends_as_ever_and_says_where_to_look(tm
     assert "DefaultCPUAllocator" in done.stderr.splitlines()[-1]
     assert "out of memory on cpu in forward; what lived and who held it: " in done.stderr
     report = (tmp_path / "oom" / "rank3.txt").read_text()
-    assert "rank 3" in report and "variable batch of main() (train.py:6)" in report
+    assert "rank 3" in report and f"variable batch of main() ({tmp_path / 'train.py'}:6)" in report
