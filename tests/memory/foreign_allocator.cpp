@@ -1,6 +1,8 @@
 // CPU allocators of somebody else, for test_foreign_allocators.py. Called through ctypes.
 #include <cstdlib>
 #include <cstring>
+#include <map>
+#include <string>
 
 #include <c10/core/Allocator.h>
 
@@ -9,8 +11,14 @@ namespace {
 c10::Allocator* previous = nullptr;
 long live = 0;  // blocks of ours that are not freed yet
 
+struct Copies : c10::Allocator {
+  void copy_data(void* dest, const void* src, std::size_t count) const override {
+    std::memcpy(dest, src, count);
+  }
+};
+
 /// Gives its blocks a context that is not their address, as allocators with headers of their own do.
-struct WithContext final : c10::Allocator {
+struct WithContext final : Copies {
   struct Header {
     void* data;
   };
@@ -25,9 +33,6 @@ struct WithContext final : c10::Allocator {
     auto* header = new Header{std::malloc(bytes)};
     return {header->data, header, &free_header, c10::Device(c10::kCPU)};
   }
-  void copy_data(void* dest, const void* src, std::size_t count) const override {
-    std::memcpy(dest, src, count);
-  }
 };
 
 /// Forwards to whatever was installed before it.
@@ -40,7 +45,7 @@ struct Chain final : c10::Allocator {
 };
 
 /// Keeps to itself, and promises raw deleters.
-struct Raw final : c10::Allocator {
+struct Raw final : Copies {
   static void free_block(void* data) {
     std::free(data);
     --live;
@@ -51,9 +56,6 @@ struct Raw final : c10::Allocator {
     return {data, data, &free_block, c10::Device(c10::kCPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
-  void copy_data(void* dest, const void* src, std::size_t count) const override {
-    std::memcpy(dest, src, count);
-  }
 };
 
 WithContext with_context;
@@ -69,15 +71,9 @@ long foreign_live() { return live; }
 
 void foreign_install(const char* kind) {
   previous = c10::GetAllocator(c10::kCPU);
-  c10::Allocator* mine = &raw;
-  if (std::strcmp(kind, "context") == 0) {
-    mine = &with_context;
-  } else if (std::strcmp(kind, "chain") == 0) {
-    mine = &chain;
-  } else if (std::strcmp(kind, "second raw") == 0) {
-    mine = &second_raw;
-  }
-  c10::SetAllocator(c10::kCPU, mine);
+  const std::map<std::string, c10::Allocator*> by_kind = {
+      {"context", &with_context}, {"chain", &chain}, {"raw", &raw}, {"second raw", &second_raw}};
+  c10::SetAllocator(c10::kCPU, by_kind.at(kind));
 }
 
 void foreign_restore() { c10::SetAllocator(c10::kCPU, previous); }

@@ -12,22 +12,19 @@ class Simulated:
     def __init__(self, monkeypatch):
         self.counts = {"allocated": 7, "freed": 3}
         self.enabled = False
-        self.entries = []
-        self.most = 0
-        self.frames = []
-        self.calls = []
-        for name, value in {
-            "is_available": lambda: True,
-            "init": lambda: None,
-            "current_device": lambda: 1,
-        }.items():
-            monkeypatch.setattr(torch.cuda, name, value)
-        monkeypatch.setattr(
-            torch._C, "_cuda_memoryStats", lambda _: {"allocation": {"all": self.counts}}, raising=False
-        )
-        monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: self.enabled, raising=False)
-        monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", self.record)
-        monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"device_traces": [[], self.entries[-self.most :]]})
+        self.most, self.entries, self.frames, self.calls = 0, [], [], []
+        of_torch = {"is_available": lambda: True, "init": lambda: None, "current_device": lambda: 1}
+        of_c = {"_cuda_memoryStats": self.stats, "_cuda_isHistoryEnabled": lambda: self.enabled}
+        of_memory = {"_record_memory_history": self.record, "_snapshot": self.snapshot}
+        for owner, values in ((torch.cuda, of_torch), (torch._C, of_c), (torch.cuda.memory, of_memory)):
+            for name, value in values.items():
+                monkeypatch.setattr(owner, name, value, raising=False)
+
+    def stats(self, _device):
+        return {"allocation": {"all": self.counts}}
+
+    def snapshot(self):
+        return {"device_traces": [[], self.entries[-self.most :]]}
 
     def record(self, enabled, context="all", max_entries=0, clear_history=False):
         assert context is None or enabled is None
@@ -36,9 +33,9 @@ class Simulated:
         if clear_history or not enabled:
             self.entries.clear()
 
-    def by_its_user(self, most=1000):
+    def by_its_user(self):
         """As when somebody switches the history on for himself, with stacks."""
-        self.enabled, self.most, self.frames = True, most, [{"filename": "train.py", "line": 1, "name": "f"}]
+        self.enabled, self.most, self.frames = True, 1000, [{"filename": "train.py", "line": 1, "name": "f"}]
 
     def alloc(self, address, size):
         self.counts["allocated"] += 1
@@ -47,14 +44,11 @@ class Simulated:
 
     def free(self, address, size):
         self.counts["freed"] += 1
-        self.append("free_requested", address, size, 4)
-        self.append("free_completed", address, size, 9)
+        self.append("free_requested", address, size, 4)  # and never "free_completed": another stream uses it
 
     def append(self, action, address, size, time_us):
-        if self.enabled:
-            self.entries.append(
-                {"action": action, "addr": address, "size": size, "time_us": time_us, "frames": self.frames}
-            )
+        entry = {"action": action, "addr": address, "size": size, "time_us": time_us, "frames": self.frames}
+        self.entries += [entry] if self.enabled else []
 
 
 def test_recordings_of_a_simulated_allocator(monkeypatch):
@@ -99,23 +93,25 @@ def test_a_history_that_is_somebody_elses_is_read_and_left_on(monkeypatch, begun
     assert (rec.live, rec.peak, rec.older_frees) == (400, 400, (1, 11))
 
 
-def test_a_history_that_lacks_events_is_refused(monkeypatch):
-    for lost, lose in {
-        16: lambda cuda: setattr(cuda, "most", 4),
-        9: lambda cuda: cuda.entries.clear(),
-        2: lambda cuda: (cuda.record("all", None, 99), setattr(cuda, "enabled", False)),
-    }.items():
-        cuda = Simulated(monkeypatch)
-        with memory.record("cuda", max_events=9) as rec:
-            for i in range(9):
-                cuda.alloc(i + 1, 4)
-            lose(cuda)
-            if lost != 9:
-                for i in range(2 if lost == 2 else 9):
-                    cuda.alloc(i + 20, 4)
-        for read in (lambda: rec.peak, lambda: rec.phases, lambda: rec.export("never.json")):
-            with pytest.raises(RuntimeError, match=rf"lost {lost} of the recording's events.*max_events=9"):
-                read()
+@pytest.mark.parametrize(
+    ("lost", "lose", "more"),
+    [
+        (16, lambda cuda: setattr(cuda, "most", 4), 9),
+        (9, lambda cuda: cuda.entries.clear(), 0),
+        (2, lambda cuda: (cuda.record("all", None, 99), setattr(cuda, "enabled", False)), 2),
+    ],
+)
+def test_a_history_that_lacks_events_is_refused(monkeypatch, lost, lose, more):
+    cuda = Simulated(monkeypatch)
+    with memory.record("cuda", max_events=9) as rec:
+        for i in range(9):
+            cuda.alloc(i + 1, 4)
+        lose(cuda)
+        for i in range(more):
+            cuda.alloc(i + 20, 4)
+    for read in (lambda: rec.peak, lambda: rec.phases, lambda: rec.export("never.json")):
+        with pytest.raises(RuntimeError, match=rf"lost {lost} of the recording's events.*max_events=9"):
+            read()
 
 
 def test_refusals(monkeypatch):

@@ -90,43 +90,34 @@ def test_a_thinned_curve_is_that_of_all_events_but_for_what_is_lower(monkeypatch
     monkeypatch.setattr(_export, "_POINTS", 16)
     rng = random.Random(0)
     for count in (*range(40), 500):
-        hand = ByHand()
-        levels, alive = [(0, 0)], []
+        hand, levels = ByHand(), [(0, 0)]
         with hand.recording as rec:
             for i in range(count):
-                if alive and rng.random() < 0.5:
-                    hand.free(10 * i + 1, alive.pop(rng.randrange(len(alive)))[0])
+                if alive := [*hand._blocks] if rng.random() < 0.5 else []:
+                    hand.free(10 * i + 1, rng.choice(alive))
                 else:
-                    alive.append((i + 1, rng.randrange(1, 100)))
-                    hand.alloc(10 * i + 1, *alive[-1])
-                levels.append((10 * i + 1, sum(size for _, size in alive)))
+                    hand.alloc(10 * i + 1, i + 1, rng.randrange(1, 100))
+                levels.append((10 * i + 1, rec.live))
         points = _export.curve(rec.events(), count)
         assert len(points) <= 19 and len(set(points)) == len(points)
-        assert points == sorted(points, key=lambda point: point[0])
-        assert set(points) <= set(levels)
+        assert points == sorted(points) and set(points) <= set(levels)
         assert points[0] == (0, 0) and points[-1] == levels[-1]
         assert max(level for _, level in points) == rec.peak
-        if count < 16:
-            assert points == levels
+        assert count >= 16 or points == levels
 
 
 def drawn(phases, blocks=((1_000_000, 40),), title="a step"):
-    """The texts of the picture and its axes, of phases as kind, begin and end in ns, and blocks as time and bytes."""
+    """The names of rows in the picture and its axes, of phases as kind, begin and end in ns, and blocks as time and bytes."""
     hand = ByHand()
-    turns = [(time, 2, i, None) for i, (time, _) in enumerate(blocks)]
-    turns += [turn for i, (kind, begin, end) in enumerate(phases) for turn in ((begin, 1, i, kind), (end, 0, i, kind))]
-    open_ = {}
+    contexts = [hand.recording.phase(kind) for kind, *_ in phases]
+    turns = [(end, context.__exit__, None, None, None) for context, (_, _, end) in zip(contexts, phases, strict=True)]
+    turns += [(begin, context.__enter__) for context, (_, begin, _) in zip(contexts, phases, strict=True)]
+    turns += [(time, hand.alloc, time, time, size) for time, size in blocks]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with hand.recording as rec:
-            for hand.now, what, i, kind in sorted(turns, key=lambda turn: turn[:3]):
-                if what == 2:
-                    hand.alloc(blocks[i][0], 0x1000 + i, blocks[i][1])
-                elif what == 1:
-                    open_[i] = rec.phase(kind, microbatch=i)
-                    open_[i].__enter__()
-                else:
-                    open_.pop(i).__exit__(None, None, None)
+            for hand.now, turn, *arguments in sorted(turns, key=lambda turn: turn[0]):
+                turn(*arguments)
         figure = _export.draw(title, "cpu", rec.phases, rec.events(), len(blocks))
         figure.canvas.draw()
     strip, axes = figure.axes
@@ -163,9 +154,8 @@ def test_names_that_a_picture_cannot_take_as_they_are():
     """Long, of several lines, as formulas of matplotlib's, with an underscore, and more than there are rows for."""
     pytest.importorskip("matplotlib")
     odd = ["x" * 300, "two\nlines", "$a$ and $b", "_hidden", *(f"number {i} of many" for i in range(30))]
-    rows, _, _ = drawn(
-        [(kind, i * 10 * MS + MS, i * 10 * MS + 9 * MS) for i, kind in enumerate(odd)], title="$x$ " * 50
-    )
+    phases = [(kind, i * 10 * MS + MS, i * 10 * MS + 9 * MS) for i, kind in enumerate(odd)]
+    rows, _, _ = drawn(phases, title="$x$ " * 50)
     assert rows[:4] == ["x" * 27 + "…", "two lines", "$a$ and $b", "_hidden"]
     assert len(rows) == 13 and rows[-1] == "more"
 

@@ -1,10 +1,10 @@
-"""Recordings where the CPU allocator is somebody else's: installed before, during, around."""
+"""Recordings where the CPU allocator is somebody else's: installed before, during, around. Each program is a process of
+its own, for allocators stay installed for good."""
 
 import os
 import shutil
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -16,8 +16,7 @@ COMPILER = shutil.which(os.environ.get("CXX", "c++"))
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")]
 
 PRELUDE = """
-import ctypes, sys, warnings
-import torch
+import ctypes, pytest, sys, torch
 from zbpipe import memory
 torch.set_num_threads(1)
 foreign = ctypes.CDLL(sys.argv[1])
@@ -27,190 +26,137 @@ foreign.foreign_raw_allocate.argtypes = [ctypes.c_size_t]
 foreign.foreign_raw_deallocate.argtypes = [ctypes.c_void_p]
 foreign.foreign_installed.restype = ctypes.c_void_p
 """
+BEFORE = """
+foreign.foreign_install(b"{kind}")
+before = foreign.foreign_installed()
+with memory.record() as rec:
+    a = torch.ones(10)
+    assert (rec.live, foreign.foreign_live()) == (40, 1)
+    b = torch.ones(5)
+    c = b[1:].clone()
+    del b, c
+    a.resize_(20)
+    assert rec.live == 80
+    assert foreign.foreign_clones() == {clones}, "a context of ours is not simple"
+assert foreign.foreign_installed() == before
+assert foreign.foreign_live() == 1
+assert float(a[:10].sum()) == 10
+a.resize_(30)
+del a
+assert foreign.foreign_live() == 0
+"""
+PROGRAMS = {
+    "a context, there before": BEFORE.format(kind="context", clones=0),
+    "raw blocks, there before": BEFORE.format(kind="raw", clones=1),
+    "the allocator is put back": """
+before = foreign.foreign_installed()
+with memory.record() as outer:
+    during = foreign.foreign_installed()
+    assert during != before
+    with memory.record():
+        assert foreign.foreign_installed() == during
+    assert foreign.foreign_installed() == during
+assert foreign.foreign_installed() == before
+""",
+    "one that comes while we record": """
+rec = memory.record()
+rec.__enter__()
+a = torch.empty(10)
+foreign.foreign_install(b"raw")
+theirs = foreign.foreign_installed()
+b = torch.empty(20)  # goes past us
+with pytest.warns(RuntimeWarning, match="another CPU allocator"):
+    rec.__exit__(None, None, None)
+assert rec.allocated == 40
+assert foreign.foreign_installed() == theirs, "theirs stays"
+with memory.record() as again:
+    c = torch.empty(30)
+    del a, b
+assert (again.allocated, again.older_frees) == (120, (1, 40))
+assert foreign.foreign_installed() == theirs
+del c
+assert foreign.foreign_live() == 0
+""",
+    "a chain over ours is seen once": """
+rec = memory.record()
+rec.__enter__()
+foreign.foreign_install(b"chain")
+a = torch.empty(10)
+assert rec.allocated == 40
+with pytest.warns(RuntimeWarning):
+    rec.__exit__(None, None, None)
+with memory.record() as again:  # ours over theirs over ours
+    b = torch.empty(20)
+    del a
+    foreign_blocks = again.allocations
+assert (again.allocated, again.live, foreign_blocks) == (80, 80, 1)
+del b
+foreign.foreign_restore()
+c = torch.empty(10)  # through ours, which is at rest
+with memory.record() as last:
+    d = torch.empty(30)
+    del c
+assert last.allocated == 120
+assert last.older_frees == (0, 0)
+""",
+    "raw blocks": """
+with memory.record() as rec:
+    a = foreign.foreign_raw_allocate(100)
+    b = foreign.foreign_raw_allocate(50)
+    assert rec.live == 150
+    foreign.foreign_raw_deallocate(a)
+    assert rec.live == 50
+foreign.foreign_raw_deallocate(b)  # past us: we are out again
+with memory.record() as rec:
+    for size in (50, 100, 50):  # their addresses are given out again
+        foreign.foreign_raw_deallocate(foreign.foreign_raw_allocate(size))
+    assert rec.live == 0
+    assert foreign.foreign_clones() == 1
+assert rec.allocated == 232
+""",
+    "a priority forbids it": """
+foreign.foreign_set_priority(5)
+with pytest.raises(RuntimeError, match="priority"):
+    memory.record().__enter__()
+torch.empty(3)
+""",
+    "too many are refused": """
+for kind in (None, b"raw", b"context", b"chain", b"second raw"):
+    if kind is not None:
+        foreign.foreign_install(kind)
+    before = foreign.foreign_installed()
+    if kind == b"second raw":
+        with pytest.raises(RuntimeError, match="replaced 4 times"):
+            memory.record().__enter__()
+    else:
+        with memory.record() as rec:
+            torch.empty(1)
+        assert rec.allocated == 4
+    assert foreign.foreign_installed() == before
+""",
+}
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     path = tmp_path_factory.mktemp("foreign") / "foreign.so"
-    lib = Path(torch.__file__).parent / "lib"
-    subprocess.run(
-        [
-            COMPILER,
-            "-std=c++20",
-            "-shared",
-            "-fPIC",
-            "-O1",
-            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
-            *(f"-I{folder}" for folder in include_paths()),
-            str(Path(__file__).with_name("foreign_allocator.cpp")),
-            f"-L{lib}",
-            "-lc10",
-            "-o",
-            str(path),
-        ],
-        check=True,
-        # make asan preloads a sanitizer, which would find the compiler's own leaks.
-        env={name: value for name, value in os.environ.items() if name != "LD_PRELOAD"},
-    )
+    options = [
+        "-std=c++20",
+        "-shared",
+        "-fPIC",
+        "-O1",
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
+    ]
+    folders = [f"-I{folder}" for folder in include_paths()]
+    source, lib = Path(__file__).with_name("foreign_allocator.cpp"), Path(torch.__file__).parent / "lib"
+    # make asan preloads a sanitizer, which would find the compiler's own leaks.
+    env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    subprocess.run([COMPILER, *options, *folders, source, f"-L{lib}", "-lc10", "-o", path], check=True, env=env)
     return path
 
 
-@pytest.fixture
-def run(library):
-    """A process of its own: allocators stay installed for good."""
-
-    def run(code):
-        done = subprocess.run(
-            [sys.executable, "-W", "error", "-c", PRELUDE + textwrap.dedent(code), str(library)],
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stderr
-
-    return run
-
-
-def test_the_allocator_is_put_back(run):
-    run(
-        """
-        before = foreign.foreign_installed()
-        with memory.record() as outer:
-            during = foreign.foreign_installed()
-            assert during != before
-            with memory.record():
-                assert foreign.foreign_installed() == during
-            assert foreign.foreign_installed() == during
-        assert foreign.foreign_installed() == before
-        """
-    )
-
-
-@pytest.mark.parametrize("kind", ["context", "raw"])
-def test_one_that_was_there_before(run, kind):
-    run(
-        f"""
-        foreign.foreign_install(b"{kind}")
-        before = foreign.foreign_installed()
-        with memory.record() as rec:
-            a = torch.ones(10)
-            assert (rec.live, foreign.foreign_live()) == (40, 1)
-            b = torch.ones(5)
-            c = b[1:].clone()
-            del b, c
-            a.resize_(20)
-            assert rec.live == 80
-            assert foreign.foreign_clones() == {int(kind == "raw")}, "a context of ours is not simple"
-        assert foreign.foreign_installed() == before
-        assert foreign.foreign_live() == 1
-        assert float(a[:10].sum()) == 10
-        a.resize_(30)
-        del a
-        assert foreign.foreign_live() == 0
-        """
-    )
-
-
-def test_one_that_comes_while_we_record(run):
-    run(
-        """
-        import pytest
-        rec = memory.record()
-        rec.__enter__()
-        a = torch.empty(10)
-        foreign.foreign_install(b"raw")
-        theirs = foreign.foreign_installed()
-        b = torch.empty(20)  # goes past us
-        with pytest.warns(RuntimeWarning, match="another CPU allocator"):
-            rec.__exit__(None, None, None)
-        assert rec.allocated == 40
-        assert foreign.foreign_installed() == theirs, "theirs stays"
-        with memory.record() as again:
-            c = torch.empty(30)
-            del a, b
-        assert (again.allocated, again.older_frees) == (120, (1, 40))
-        assert foreign.foreign_installed() == theirs
-        del c
-        assert foreign.foreign_live() == 0
-        """
-    )
-
-
-def test_a_chain_over_ours_is_seen_once(run):
-    run(
-        """
-        import pytest
-        rec = memory.record()
-        rec.__enter__()
-        foreign.foreign_install(b"chain")
-        a = torch.empty(10)
-        assert rec.allocated == 40
-        with pytest.warns(RuntimeWarning):
-            rec.__exit__(None, None, None)
-        with memory.record() as again:  # ours over theirs over ours
-            b = torch.empty(20)
-            del a
-            foreign_blocks = again.allocations
-        assert (again.allocated, again.live, foreign_blocks) == (80, 80, 1)
-        del b
-        foreign.foreign_restore()
-        c = torch.empty(10)  # through ours, which is at rest
-        with memory.record() as last:
-            d = torch.empty(30)
-            del c
-        assert last.allocated == 120
-        assert last.older_frees == (0, 0)
-        """
-    )
-
-
-def test_raw_blocks(run):
-    run(
-        """
-        with memory.record() as rec:
-            a = foreign.foreign_raw_allocate(100)
-            b = foreign.foreign_raw_allocate(50)
-            assert rec.live == 150
-            foreign.foreign_raw_deallocate(a)
-            assert rec.live == 50
-        foreign.foreign_raw_deallocate(b)  # past us: we are out again
-        with memory.record() as rec:
-            for size in (50, 100, 50):  # their addresses are given out again
-                foreign.foreign_raw_deallocate(foreign.foreign_raw_allocate(size))
-            assert rec.live == 0
-            assert foreign.foreign_clones() == 1
-        assert rec.allocated == 232
-        """
-    )
-
-
-def test_a_priority_forbids_it(run):
-    run(
-        """
-        import pytest
-        foreign.foreign_set_priority(5)
-        with pytest.raises(RuntimeError, match="priority"):
-            memory.record().__enter__()
-        torch.empty(3)
-        """
-    )
-
-
-def test_too_many_allocators_are_refused(run):
-    run(
-        """
-        import pytest
-        for kind in (None, b"raw", b"context", b"chain", b"second raw"):
-            if kind is not None:
-                foreign.foreign_install(kind)
-            before = foreign.foreign_installed()
-            if kind == b"second raw":
-                with pytest.raises(RuntimeError, match="replaced 4 times"):
-                    memory.record().__enter__()
-            else:
-                with memory.record() as rec:
-                    torch.empty(1)
-                assert rec.allocated == 4
-            assert foreign.foreign_installed() == before
-        """
-    )
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_beside_a_foreign_allocator(library, program):
+    command = [sys.executable, "-W", "error", "-c", PRELUDE + PROGRAMS[program], str(library)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

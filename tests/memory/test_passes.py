@@ -28,44 +28,38 @@ def input_pass(net, x, y):
     return zbpipe.stage_backward_input([y], [torch.ones_like(y)], [x], net.parameters())
 
 
+def groups_of(net, count=1):
+    """Per microbatch, one after another: nothing else of it is kept."""
+    return [input_pass(net, *forward(net))[1] for _ in range(count)]
+
+
+def said(rec):
+    return [(p.kind, p.microbatch) for p in rec.phases], [(h.microbatch, h.bytes) for h in rec.held], rec.held_peak
+
+
 def test_calls_of_the_passes_are_phases():
     net = model()
     with memory.record() as rec:
-        groups = []
-        for _ in range(2):
-            x, y = forward(net)
-            groups += input_pass(net, x, y)[1]
-            del x, y
-        zbpipe.stage_backward_weight(net.parameters(), groups[2:3])
-        zbpipe.stage_backward_weight(net.parameters(), groups[:2])
-        zbpipe.stage_backward_weight(net.parameters(), groups[3:])
+        first, second = groups_of(net, 2)
+        for groups in (second[:1], first, second[1:]):
+            zbpipe.stage_backward_weight(net.parameters(), groups)
         x, y = forward(net)
         zbpipe.stage_backward([y], [torch.ones_like(y)], [x])
-    assert [(p.kind, p.microbatch) for p in rec.phases] == [
-        ("I", 0),
-        ("I", 1),
-        ("W", 1),
-        ("W", 0),
-        ("W", 1),
-        ("B", None),
-    ]
+    phases = [("I", 0), ("I", 1), ("W", 1), ("W", 0), ("W", 1), ("B", None)]
     # X and dY of both products: the input, tanh's output, the gradients of both products' outputs.
-    assert [(h.microbatch, h.bytes) for h in rec.held] == [(0, 4 * BYTES), (1, 4 * BYTES)]
-    assert rec.held_peak == 8 * BYTES
+    assert said(rec) == (phases, [(0, 4 * BYTES), (1, 4 * BYTES)], 8 * BYTES)
 
 
 def test_one_weight_pass_of_several_microbatches():
+    """Each recording numbers what it has seen."""
     net = model()
     with memory.record() as rec:
-        groups = []
-        for _ in range(2):
-            x, y = forward(net)
-            groups += input_pass(net, x, y)[1]
-            del x, y
-        zbpipe.stage_backward_weight(net.parameters(), groups)
-    assert [(p.kind, p.microbatch) for p in rec.phases] == [("I", 0), ("I", 1), ("W", None)]
-    assert [(h.microbatch, h.bytes) for h in rec.held] == [(None, 8 * BYTES)]
-    assert rec.held_peak == 8 * BYTES
+        groups = groups_of(net)
+        with memory.record() as inner:
+            groups += groups_of(net)
+            zbpipe.stage_backward_weight(net.parameters(), [group for of in groups for group in of])
+    assert said(rec) == ([("I", 0), ("I", 1), ("W", None)], [(None, 8 * BYTES)], 8 * BYTES)
+    assert said(inner) == ([("I", 0), ("W", 0)], [(0, 4 * BYTES)], 4 * BYTES)
 
 
 def test_a_better_name_hides_the_passes_own():
@@ -166,12 +160,11 @@ def test_stages_watched_by_two_recordings_that_overlap():
     first, second = memory.record(), memory.record()
     first.__enter__()
     first.watch([stage])
-    second.__enter__()
-    second.watch(stage)
-    stage.forward_one_chunk(0)
-    first.__exit__(None, None, None)
-    stage.forward_one_chunk(1)
-    second.__exit__(None, None, None)
+    with second:
+        second.watch(stage)
+        stage.forward_one_chunk(0)
+        first.__exit__(None, None, None)
+        stage.forward_one_chunk(1)
     stage.forward_one_chunk(2)
     assert [p.microbatch for p in first.phases] == [0]
     assert [p.microbatch for p in second.phases] == [0, 1]

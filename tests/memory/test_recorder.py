@@ -1,5 +1,6 @@
 """Recordings against byte counts computed by hand, on all threads, together with whatever else looks on."""
 
+import functools
 import gc
 import json
 import subprocess
@@ -7,7 +8,6 @@ import sys
 import textwrap
 import threading
 import weakref
-from itertools import pairwise
 from typing import ClassVar
 
 import pytest
@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 
 from zbpipe import memory
+from zbpipe._formatting import in_words  # how tables say bytes
 
 
 def of(recording):
@@ -29,6 +30,14 @@ def run_python(code):
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def on_threads(*functions):
+    threads = [threading.Thread(target=function) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def test_every_block_is_counted_once():
@@ -132,15 +141,15 @@ def test_a_recording_is_entered_once_and_says_nothing_before(tmp_path):
     assert rec.peak == 40
 
 
-def test_an_exception_ends_the_recording_and_leaves_nothing():
-    def fail():
-        raise KeyError
-
-    rec = memory.record()
+def test_an_exception_or_the_last_reference_ends_a_recording():
+    """Without an end the allocator would feed freed memory: a generator that holds one may be dropped."""
+    rec, log = memory.record(), memory.record()._log
     with pytest.raises(KeyError), rec, rec.phase("broken"):  # noqa: PT012
         a = torch.empty(10)
-        fail()
-    torch.empty(20)
+        raise KeyError
+    log.start()
+    kept = torch.empty(20)
+    del log, kept
     assert of(rec) == (40, 40, 40, 0, 1)
     assert [p.label for p in rec.phases] == ["broken"]
     with memory.record() as again:
@@ -149,21 +158,9 @@ def test_an_exception_ends_the_recording_and_leaves_nothing():
     del a
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ({"device": "meta"}, ValueError, "cpu and cuda"),
-        ({"max_events": -1}, ValueError, "-1"),
-        pytest.param(
-            {"device": "cuda"},
-            RuntimeError,
-            "sees no CUDA device",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
-        ),
-    ],
-)
-def test_bad_arguments_are_refused(arguments, error, words):
-    with pytest.raises(error, match=words):
+@pytest.mark.parametrize(("arguments", "words"), [({"device": "meta"}, "cpu and cuda"), ({"max_events": -1}, "-1")])
+def test_bad_arguments_are_refused(arguments, words):
+    with pytest.raises(ValueError, match=words):
         memory.record(**arguments)
 
 
@@ -171,28 +168,7 @@ def test_bad_arguments_are_refused(arguments, error, words):
 
 
 def test_all_threads_are_seen_and_blocks_may_die_on_another():
-    handed_over = []
-
-    def work():
-        handed_over.append(torch.empty(100))
-        torch.empty(50)
-
-    with memory.record() as rec:
-        mine = torch.empty(10)
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert rec.live == 40 + 4 * 400
-        handed_over.clear()
-    assert (rec.live, rec.allocated, rec.allocations) == (40, 40 + 4 * 600, 9)
-    assert len({event.thread for event in rec.events()}) == 5
-    del mine
-
-
-def test_hammering_threads_lose_nothing():
-    count, threads = 3000, 4
+    count, threads, handed_over = 3000, 4, []
     start = threading.Barrier(threads)
 
     def work(seed):
@@ -202,16 +178,18 @@ def test_hammering_threads_lose_nothing():
             kept.append(torch.empty(1 + (i * seed) % 7))
             if len(kept) > 20:
                 kept.pop((i * seed) % 20)
+        handed_over.append(torch.empty(100))
 
     with memory.record() as rec:
-        running = [threading.Thread(target=work, args=(seed,)) for seed in range(1, threads + 1)]
-        for thread in running:
-            thread.start()
-        for thread in running:
-            thread.join()
-    expected = 4 * sum(1 + (i * seed) % 7 for seed in range(1, threads + 1) for i in range(count))
-    assert (rec.live, rec.allocated, rec.freed) == (0, expected, expected)
-    assert rec.allocations == threads * count
+        mine = torch.empty(10)
+        on_threads(*(functools.partial(work, seed) for seed in range(1, threads + 1)))
+        assert rec.live == 40 + threads * 400
+        handed_over.clear()
+    freed = 4 * sum(1 + (i * seed) % 7 for seed in range(1, threads + 1) for i in range(count)) + threads * 400
+    assert (rec.live, rec.allocated, rec.freed) == (40, freed + 40, freed)
+    assert rec.allocations == threads * (count + 1) + 1
+    assert len({event.thread for event in rec.events()}) == 1 + threads
+    del mine
 
 
 class Deep(torch.autograd.Function):
@@ -229,22 +207,19 @@ class Deep(torch.autograd.Function):
         Deep.seen.add(threading.get_native_id())
         if ctx.depth:
             with torch.enable_grad():
-                x = torch.ones(1, requires_grad=True)
-                Deep.apply(x, ctx.depth - 1).backward()
+                Deep.apply(torch.ones(1, requires_grad=True), ctx.depth - 1).backward()
         torch.empty(1000)
         return grad, None
 
 
 def test_the_engines_worker_threads_are_seen():
     Deep.seen.clear()
-    x = torch.ones(1, requires_grad=True)
-    y = Deep.apply(x, 100)
+    y = Deep.apply(torch.ones(1, requires_grad=True), 100)
     with memory.record() as rec:
         y.backward()
-    assert len(Deep.seen) > 1, "the test must reach the engine's pool"
-    big = [event for event in rec.events() if event.bytes == 4000]
+    big = [event.thread for event in rec.events() if event.bytes == 4000]
     assert len(big) == 101
-    assert len({event.thread for event in big}) == len(Deep.seen)
+    assert len(set(big)) == len(Deep.seen) > 1, "the test must reach the engine's pool"
 
 
 def test_fork_counts_apart_and_does_not_hang():
@@ -264,11 +239,10 @@ def test_fork_counts_apart_and_does_not_hang():
             thread.start()
             children = []
             for _ in range(20):
-                child = os.fork()
-                if child == 0:
+                children.append(os.fork())
+                if children[-1] == 0:
                     b = torch.empty(20)
                     os._exit(0 if rec.live >= 120 else 1)
-                children.append(child)
             stop.set()
             thread.join()
         assert all(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0 for child in children)
@@ -291,13 +265,11 @@ def handed_out(trace, path):
 def test_beside_the_profiler_both_see_the_same(tmp_path):
     linear = torch.nn.Linear(64, 64)
     x = torch.randn(32, 64)
+    profiled = functools.partial(profile, activities=[ProfilerActivity.CPU], profile_memory=True)
 
     def step():
         linear.zero_grad(set_to_none=True)
         linear(x).sum().backward()
-
-    def profiled():
-        return profile(activities=[ProfilerActivity.CPU], profile_memory=True)
 
     step()
     with profiled() as before:
@@ -308,10 +280,9 @@ def test_beside_the_profiler_both_see_the_same(tmp_path):
         step()
     with profiled() as after:
         step()
-    assert rec.allocated > 64 * 64 * 4
-    assert rec.allocated == handed_out(outside, tmp_path / "outside.json")
-    assert around.allocated == handed_out(inside, tmp_path / "inside.json")
-    assert handed_out(before, tmp_path / "before.json") == handed_out(after, tmp_path / "after.json")
+    said = [handed_out(trace, tmp_path / "trace.json") for trace in (before, outside, inside, after)]
+    assert said[1:3] == [rec.allocated, around.allocated] and rec.allocated > 64 * 64 * 4
+    assert said[0] == said[3]
 
 
 # ---- the log
@@ -340,10 +311,10 @@ def test_events_say_what_happened():
         address = a.data_ptr()
         b = torch.empty(20)
         del a
-    events = list(rec.events())
-    assert [(e.bytes, e.live, e.older) for e in events] == [(40, 40, False), (80, 120, False), (-40, 80, False)]
-    assert events[0].address == events[2].address == address
-    assert all(x.time_ns <= y.time_ns for x, y in pairwise(events))
+    first, second, third = rec.events()
+    assert [event[2:4] for event in (first, second, third)] == [(40, 40), (80, 120), (-40, 80)]
+    assert first.address == third.address == address and not any((first.older, second.older, third.older))
+    assert first.time_ns <= second.time_ns <= third.time_ns
     del b
 
 
@@ -359,47 +330,51 @@ def test_a_phase_has_its_own_peak():
             c = torch.empty(10)
         with rec.phase("second"):
             del a
+    names = (
+        "kind",
+        "stage",
+        "microbatch",
+        "live_begin",
+        "live_end",
+        "peak",
+        "allocated",
+        "freed",
+        "allocations",
+        "frees",
+    )
+    assert [tuple(getattr(p, name) for name in names) for p in rec.phases] == [
+        ("first", 1, 2, 400, 440, 600, 240, 200, 2, 1),
+        ("second", None, None, 440, 40, 440, 0, 400, 0, 1),
+    ]
     first, second = rec.phases
-    assert (first.kind, first.stage, first.microbatch) == ("first", 1, 2)
-    assert (first.live_begin, first.live_end, first.peak) == (400, 440, 600)
-    assert (first.allocated, first.freed, first.allocations, first.frees) == (240, 200, 2, 1)
-    assert (second.live_begin, second.live_end, second.peak) == (440, 40, 440)
-    assert (second.allocated, second.freed) == (0, 400)
     assert first.begin_ns <= first.end_ns <= second.begin_ns
     assert "first" in str(rec)
     del c
 
 
 def test_phases_nest_overlap_and_go_on_in_other_threads():
-    ready, go = threading.Event(), threading.Event()
-
-    def work(rec):
+    def work():
         with rec.phase("other"):
-            ready.set()
-            go.wait()
+            both.wait()
+            both.wait()
             torch.empty(5)
 
+    both = threading.Barrier(2)
     with memory.record() as rec:
-        thread = threading.Thread(target=work, args=(rec,))
+        thread = threading.Thread(target=work)
         thread.start()
-        ready.wait()
+        both.wait()
         with rec.phase("outer"), rec.phase("inner"):
             torch.empty(10)
-        go.set()
+        both.wait()
         thread.join()
-    peaks = {p.kind: p.peak for p in rec.phases}
-    assert peaks == {"other": 40, "outer": 40, "inner": 40}
-    assert {p.kind: p.allocated for p in rec.phases} == {"other": 60, "outer": 40, "inner": 40}
+    found = {p.kind: (p.peak, p.allocated) for p in rec.phases}
+    assert found == {"other": (40, 60), "outer": (40, 40), "inner": (40, 40)}
     assert len({p.thread for p in rec.phases}) == 2
 
 
 def test_a_pass_that_ends_on_another_thread():
     """It must not hide all later passes of the thread on which it began, nor end those of the other thread."""
-
-    def run(function):
-        thread = threading.Thread(target=function)
-        thread.start()
-        thread.join()
 
     with memory.record() as rec:
         first = rec.phase("I", stage=1, microbatch=0)
@@ -413,7 +388,7 @@ def test_a_pass_that_ends_on_another_thread():
                 with rec.phase("B", stage=1, microbatch=6):
                     pass  # still within the thread's own
 
-        run(end_within_another)
+        on_threads(end_within_another)
         with rec.phase("W", stage=1, microbatch=0):
             torch.ones(3)
         with rec.phase("I", stage=1, microbatch=1):
@@ -448,91 +423,80 @@ def test_a_phase_that_has_no_name_is_refused(kind):
     assert str(rec).startswith("cpu: peak 0 bytes")
 
 
-def test_held_from_i_to_w_by_hand():
-    """Held: live when I returned and freed by W. Not: freed in between, born later, older than the recording."""
+def play(hand, steps):
+    """Blocks are handed out ("+A", bytes) and taken back ("-A", bytes of an older one); phases have steps within."""
+    for what, *more in steps:
+        hand.now += 1
+        if what[0] == "+":
+            hand.alloc(hand.now, ord(what[1]), *more)
+        elif what[0] == "-":
+            hand.free(hand.now, ord(what[1]), *more)
+        else:
+            stage, microbatch, *within = more
+            with hand.recording.phase(what, stage=stage, microbatch=microbatch):
+                play(hand, within)
+
+
+A, B, C, D, E, F = ((f"-{block}",) for block in "ABCDEF")
+
+
+@pytest.mark.parametrize(
+    ("steps", "held", "most"),
+    [
+        pytest.param(
+            [
+                *(("+A", 100), ("+B", 1000), ("+C", 10)),  # for microbatch 0, for I, for microbatch 1
+                *(("I", 1, 0, B, ("+E", 5000)), E, ("I", 1, 1)),
+                ("W", 1, 0, ("+F", 300), F, A, ("-G", 77)),  # its own, what is held, an older one
+                *(("W", 1, 1, C), ("W", 2, 1, ("+F", 1))),  # and one whose I was not recorded
+            ],
+            *([(1, 0, 100), (1, 1, 10)], 110),
+            id="live when I returned, and freed by W",
+        ),
+        pytest.param(
+            [(*step, A) if step[0] == "W" else step for n in (8, 16) for step in (("+A", n), ("I", 1, 0), ("W", 1, 0))],
+            *([(1, 0, 8), (1, 0, 16)], 16),
+            id="the same microbatch again is another one",
+        ),
+        pytest.param(
+            [
+                *(("+A", 1), ("forward", 1, 0, ("+B", 100)), ("forward", 1, 1, ("+C", 1000))),
+                ("forward", 2, 0, ("+D", 20)),  # handed over on the rank: what stage 1 gives, stage 2 has
+                *(("I", 1, 1, ("+E", 30_000)), ("step", None, 1, ("+F", 400_000))),  # no pass: nobody knows whose
+                *(("I", 1, 0), ("W", 1, 0, A, B, C, D, E, F), ("W", 1, 1)),
+            ],
+            *([(1, 1, 0), (1, 0, 400_121)], 400_121),
+            id="not what another microbatch's send frees meanwhile",
+        ),
+    ],
+)
+def test_held_from_i_to_w_by_hand(steps, held, most):
     hand = ByHand()
     with hand.recording as rec:
-        hand.alloc(1, 0xA, 100)  # held for microbatch 0
-        hand.alloc(2, 0xB, 1000)  # freed by I
-        hand.alloc(3, 0xC, 10)  # held for microbatch 1
-        with rec.phase("I", stage=1, microbatch=0):
-            hand.free(15, 0xB)
-            hand.alloc(16, 0xE, 5000)  # freed between I and W
-        hand.free(22, 0xE)
-        with rec.phase("I", stage=1, microbatch=1):
-            hand.now = 25
-        with rec.phase("W", stage=1, microbatch=0):
-            hand.alloc(31, 0xF, 300)  # W's own
-            hand.free(32, 0xF)
-            hand.free(35, 0xA)
-            hand.free(36, 0x9, 77)  # older
-        with rec.phase("W", stage=1, microbatch=1):
-            hand.free(49, 0xC)
-        with rec.phase("W", stage=2, microbatch=1):  # its I was not recorded
-            hand.alloc(50, 0xF, 1)
-    assert [(h.stage, h.microbatch, h.bytes) for h in rec.held] == [(1, 0, 100), (1, 1, 10)]
-    assert rec.held_peak == 110
-    assert rec.peak == 100 + 10 + 5000
-    assert rec.older_frees == (1, 77)
-    assert "at most 110 bytes at once" in str(rec)
-
-
-def test_the_same_microbatch_again_is_another_one():
-    hand = ByHand()
-    with hand.recording as rec:
-        for step in range(2):
-            hand.alloc(10 * step, 0xA, 8 * (step + 1))
-            with rec.phase("I", stage=1, microbatch=0):
-                pass
-            with rec.phase("W", stage=1, microbatch=0):
-                hand.free(10 * step + 5, 0xA)
-    assert [h.bytes for h in rec.held] == [8, 16]
-    assert rec.held_peak == 16
-
-
-def test_held_is_not_what_another_microbatch_happens_to_free_meanwhile():
-    """A send of microbatch 1 that is done while W of microbatch 0 runs frees what the forward, or I, of 1 handed out."""
-    hand = ByHand()
-    with hand.recording as rec:
-        hand.alloc(1, 0x1, 1)  # received for 0, between phases
-        with rec.phase("forward", stage=1, microbatch=0):
-            hand.alloc(2, 0xA, 100)
-        with rec.phase("forward", stage=1, microbatch=1):
-            hand.alloc(3, 0xB, 1000)
-        with rec.phase("forward", stage=2, microbatch=0):
-            hand.alloc(4, 0xC, 20)  # handed over on the rank: what stage 1 gives, stage 2 has
-        with rec.phase("I", stage=1, microbatch=1):
-            hand.alloc(5, 0xD, 30_000)
-        with rec.phase("step", microbatch=1):  # no pass: whose its blocks are is not known
-            hand.alloc(6, 0xE, 400_000)
-        with rec.phase("I", stage=1, microbatch=0):
-            hand.now = 7
-        with rec.phase("W", stage=1, microbatch=0):
-            for time, address in enumerate((0x1, 0xA, 0xB, 0xC, 0xD, 0xE), start=8):
-                hand.free(time, address)
-        with rec.phase("W", stage=1, microbatch=1):
-            pass
-    assert [(h.microbatch, h.bytes) for h in rec.held] == [(1, 0), (0, 400_121)]
-    assert rec.held_peak == 400_121
+        play(hand, steps)
+    assert [(h.stage, h.microbatch, h.bytes) for h in rec.held] == held
+    assert rec.held_peak == most
+    assert f"at most {in_words(most)} at once" in str(rec)
+    assert rec.older_frees == ((1, 77) if ("+B", 1000) in steps else (0, 0))
 
 
 def test_held_goes_by_the_thread_that_a_microbatch_ran_on():
     """Another microbatch's forward on another thread does not claim what this thread hands out meanwhile."""
-    inside, go = threading.Event(), threading.Event()
+    kept = []
 
-    def forward_of_another(rec):
+    def forward_of_another():
         with rec.phase("forward", stage=1, microbatch=1):
             kept.append(torch.empty(1000))
-            inside.set()
-            go.wait()
+            both.wait()
+            both.wait()
 
-    kept = []
+    both = threading.Barrier(2)
     with memory.record() as rec:
-        thread = threading.Thread(target=forward_of_another, args=(rec,))
+        thread = threading.Thread(target=forward_of_another)
         thread.start()
-        inside.wait()
+        both.wait()
         kept.append(torch.empty(10))
-        go.set()
+        both.wait()
         thread.join()
         with rec.phase("I", stage=1, microbatch=0):
             pass
@@ -551,11 +515,7 @@ def test_a_recording_keeps_no_tensor_and_no_stage():
         def forward_one_chunk(self, fwd_chunk_id):
             return torch.empty(4)
 
-        def backward_one_chunk(self, bwd_chunk_id, full_backward=True):
-            pass
-
-        def backward_weight_one_chunk(self, bwd_chunk_id):
-            pass
+        backward_one_chunk = backward_weight_one_chunk = forward_one_chunk
 
     gc.collect()
     gc.disable()
@@ -570,24 +530,10 @@ def test_a_recording_keeps_no_tensor_and_no_stage():
         assert storage.expired()
         assert method(0).numel() == 4, "a method that somebody kept still works"
         assert [p.kind for p in rec.phases] == ["forward"]
-        del method, stage
-        assert left() is None
-        del rec
-        assert recording() is None
+        del method, stage, rec
+        assert left() is None and recording() is None
     finally:
         gc.enable()
-
-
-def test_a_recording_that_is_dropped_while_it_runs_ends():
-    """As when a generator that holds it is dropped. Without an end the allocator would feed freed memory."""
-    log = memory.record()._log
-    log.start()
-    kept = torch.empty(10)
-    del log
-    del kept
-    with memory.record() as rec:
-        torch.empty(10)
-    assert rec.allocated == 40
 
 
 def test_importing_brings_no_drawing():

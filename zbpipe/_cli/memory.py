@@ -64,12 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--warmup", type=natural, default=1, metavar="N", help="steps before the recorded one (default: %(default)s)"
     )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="draw the step (.png, .svg, .pdf), or export it for Perfetto (.json, .json.gz)",
-    )
+    out = f"draw the step ({', '.join(PICTURES)}), or export it for Perfetto ({', '.join(EXPORTS)})"
+    parser.add_argument("--out", type=Path, metavar="FILE", help=out)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to FILE")
     parser.add_argument(
         "--device", metavar="DEVICE", help="cpu, cuda or cuda:1 (default: cuda once the script uses it, else cpu)"
