@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from zbpipe import _C
-from zbpipe.leaks import _source
+from zbpipe.leaks import _python
 from zbpipe.leaks._found import Found, Result, Scope, Sought, Telling
 from zbpipe.leaks._heap import Heap, natives_of
 from zbpipe.leaks._results import Leak
@@ -44,7 +44,7 @@ def search(scope: Scope) -> Result:
         try:
             return Telling(Ways(heap, _C.handle_of(scope.target)), scope, threads).result(sought, born)
         finally:
-            _source.forget()
+            _python.forget()
 
 
 def find_holders(tensor: torch.Tensor) -> Leak:
@@ -135,7 +135,7 @@ class _Roots:
                     variables.append(at.f_globals)
                     if not at.f_code.co_flags & 1:  # a module's or a class's body: its variables are in a dictionary
                         variables.append(at.f_locals)
-                    is_librarys = _source.library_path(at.f_code.co_filename) is not None
+                    is_librarys = _python.library_path(at.f_code.co_filename) is not None
                     (self._of_libraries if is_librarys else self._roots).append(at)
                     self._held[id(at)] = variables
                 at = at.f_back

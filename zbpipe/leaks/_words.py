@@ -22,7 +22,7 @@ import torch
 from zbpipe import _C
 from zbpipe._torch.modules import REGISTERED
 from zbpipe._torch.pipelining import work_type
-from zbpipe.leaks import _python, _source
+from zbpipe.leaks import _python
 from zbpipe.leaks._python import NOTHING, callable_name, code_place, key_text, namespace_of, type_name
 from zbpipe.leaks._results import Holder
 from zbpipe.leaks._ways import LEFT_OUT, NOBODY, Ways
@@ -83,7 +83,7 @@ class Words:
     ) -> Holder:
         """The same object for all that are equal. Without a word on it, a place tells whether it is a library's."""
         if is_library is None:
-            is_library = kind == "function" if where is None else _source.is_library(where)
+            is_library = kind == "function" if where is None else _python.is_library(where)
         key = kind, text, where, size, is_library
         holder = self._made.get(key)
         if holder is None:
@@ -167,7 +167,7 @@ class Words:
         if cls is types.TracebackType:
             code = thing.tb_frame.f_code
             text = f"{edge}the traceback of an exception, in {_python.code_name(code)}()"
-            return self.holder("traceback", text, _source.place(code.co_filename, thing.tb_lineno))
+            return self.holder("traceback", text, _python.place(code.co_filename, thing.tb_lineno))
         if cls is _C.ParamGroup:
             size = thing.bytes_held
             return self.holder("group", f"{edge}parameter group of zbpipe", size=size if type(size) is int else 0)
@@ -192,8 +192,8 @@ class Words:
             if value is held:
                 text = f"variable {name} of {_python.code_name(code)}()"
                 last = max((number for _, _, number in code.co_lines() if number is not None), default=line)
-                bound = _source.assignment_line(code.co_filename, name, code.co_firstlineno, line, last)
-        where = _source.place(code.co_filename, bound or line)
+                bound = _python.assignment_line(code.co_filename, name, code.co_firstlineno, line, last)
+        where = _python.place(code.co_filename, bound or line)
         thread = self._threads.get(id(frame))
         kind, text = ("frame", text) if thread is None else ("thread", f"thread {thread}: {text}")
         return self.holder(kind, text, where)
@@ -228,8 +228,8 @@ class Words:
         of_library = _python.is_of_a_library(module)
         if type(key) is not str:
             return self.holder("module", f"the globals of module {module}", is_library=of_library)
-        line = filename and _source.binding_line(filename, "", key)
-        where = _source.place(filename, line) if filename and line else None
+        line = filename and _python.binding_line(filename, "", key)
+        where = _python.place(filename, line) if filename and line else None
         return self.holder("module", f"module global {module}.{key}", where, is_library=None if where else of_library)
 
     def _attribute(self, owner: Any, namespace: Any, held: Any, edge: str) -> Holder | None:
