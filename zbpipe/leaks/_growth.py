@@ -296,7 +296,7 @@ def _largest_graph(newest: int) -> Grown | None:
 
 
 def _nodes_of(handle: _C.Handle | None) -> list[_C.Handle]:
-    """A tensor's node, or the nodes that follow a node; none of them gets a Python object."""
+    """A tensor's node, or the nodes that follow a node."""
     held = [] if handle is None else _C.references_of(handle)
     return [one for one, label, _ in held if label == "grad_fn" or (label or "").startswith("next node")]
 

@@ -10,10 +10,9 @@ import collections
 import datetime
 import functools
 import inspect
-import threading
 import types
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -289,16 +288,3 @@ def _parts_of(function: types.FunctionType) -> list[Any]:
     """What only a function has."""
     parts = function.__closure__, function.__defaults__, function.__kwdefaults__
     return [part for part in parts if part is not None]
-
-
-def thread_names(frames: Iterable[tuple[int, Any]]) -> dict[int, str]:
-    """Names of the threads but the main one, by the identities of the frames on their stacks."""
-    known = {thread.ident: thread.name for thread in threading.enumerate()}
-    main = threading.main_thread().ident
-    found: dict[int, str] = {}
-    for ident, frame in frames:
-        at = frame if ident != main else None
-        while at is not None:
-            found[id(at)] = known.get(ident, str(ident))
-            at = at.f_back
-    return found
