@@ -143,15 +143,15 @@ class _Steps(Steps):
 
     def judged(self) -> Growth | None:
         """The counts, closed, when what was found is what still grows; None if there were too few steps to tell."""
-        growth = self.growth
-        if growth is None or self.watched < FEWEST:
+        growth, is_enough = self.growth, self.watched >= FEWEST
+        if growth is None:
             return None
         if not growth.rising():
             self.found, growth.filling, growth.cycles = [], [], []
-        elif not self.found and not growth.filling and self.looked_at < self.watched:
+        elif is_enough and not self.found and not growth.filling and self.looked_at < self.watched:
             self.found, self.looked_at = growth.grown(), self.watched
         growth.close()
-        return growth
+        return growth if is_enough else None
 
 
 def _report(steps: _Steps, given: argparse.Namespace) -> int:
