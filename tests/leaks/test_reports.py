@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from zbpipe.leaks import find_holders
+from zbpipe.leaks import Growth, find_holders
 
 KEPT = []
 
@@ -30,3 +30,17 @@ def test_a_librarys_running_frame_comes_after_the_programs_place():
     texts = [holder.text for holder in found[0].chain]
     assert texts[:3] == [f"module global {__name__}.KEPT", "list item 0", "dict item 'trainer'"], texts
     assert found[0].blame.text == f"attribute optimizer of {__name__}.Trainer"
+
+
+def test_nodes_that_rose_at_the_last_look_rise_until_the_next():
+    """Between looks the number of nodes is that of the look before."""
+    with Growth() as growth:
+        looks = []
+        for step in range(1, 16):
+            growth.step()
+            looks += [step] if growth.looked_at == step else []
+    assert looks == [1, 2, 3, 4, 6, 9, 14]
+    growth.nodes, growth.looked_at = [10, 20, 30, 40, 40, 60, 60, 60, 90, 90, 90, 90], 9
+    assert growth.rising() == ["nodes"]
+    growth.nodes[8:] = [60] * 4
+    assert growth.rising() == []

@@ -59,7 +59,7 @@ def is_of(places, file):
 
 def is_reading_source(files):
     """A chain of holders names variables, which stand in the source: that is parsed, and not run."""
-    return files[0].endswith("ast.py") and files[1] == str(PACKAGE / "leaks" / "_source.py")
+    return files[0].endswith("ast.py") and files[1] == str(PACKAGE / "leaks" / "_python.py")
 
 
 def is_standard(file):

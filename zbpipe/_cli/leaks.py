@@ -15,14 +15,16 @@ from typing import Any
 
 import torch
 
-from zbpipe._cli import growth_report, ranks
+from zbpipe._cli import ranks
 from zbpipe._cli.arguments import add_script, natural, refuse_files, refuse_script, run_given
 from zbpipe._cli.progress import Progress
 from zbpipe._cli.steps import KINDS, Steps
+from zbpipe._formatting import table
 from zbpipe._version import __version__
 from zbpipe.leaks import Growth
+from zbpipe.leaks._alike import numbered_spans
 from zbpipe.leaks._draw import refusal_of
-from zbpipe.leaks._grown import Grown
+from zbpipe.leaks._grown import Grown, lines_of, told
 from zbpipe.leaks._growth import FEWEST, report_of
 
 DESCRIPTION = """\
@@ -141,15 +143,15 @@ class _Steps(Steps):
 
     def judged(self) -> Growth | None:
         """The counts, closed, when what was found is what still grows; None if there were too few steps to tell."""
-        growth = self.growth
-        if growth is None or self.watched < FEWEST:
+        growth, is_enough = self.growth, self.watched >= FEWEST
+        if growth is None:
             return None
         if not growth.rising():
             self.found, growth.filling, growth.cycles = [], [], []
-        elif not self.found and not growth.filling and self.looked_at < self.watched:
+        elif is_enough and not self.found and not growth.filling and self.looked_at < self.watched:
             self.found, self.looked_at = growth.grown(), self.watched
         growth.close()
-        return growth
+        return growth if is_enough else None
 
 
 def _report(steps: _Steps, given: argparse.Namespace) -> int:
@@ -164,8 +166,8 @@ def _report(steps: _Steps, given: argparse.Namespace) -> int:
             ranks.file_of(given.json).write_text(json.dumps(_data(steps, growth, given), indent=1) + "\n")
         if given.picture and steps.found:
             report_of(steps.found, growth.cycles).draw(ranks.file_of(given.picture))
-    text_of = functools.partial(growth_report.text_of, world=ranks.count())
-    ranks.say_together(growth_report.of_rank(head, growth, steps.found, steps.looked_at), text_of, steps.has_failed)
+    text = functools.partial(text_of, world=ranks.count())
+    ranks.say_together(of_rank(head, growth, steps.found, steps.looked_at), text, steps.has_failed)
     return TOO_FEW if growth is None else GREW if given.error and steps.found else 0
 
 
@@ -186,3 +188,43 @@ def _data(steps: _Steps, growth: Growth, given: argparse.Namespace) -> dict[str,
         "grown": report_of(steps.found, growth.cycles).as_dict(),
         "filling": report_of(growth.filling, []).as_dict(),
     }
+
+
+# ---- the report of a rank, as data; and that of all of them, as text
+
+
+def of_rank(head: str, growth: Growth | None, grown: list[Grown], looked_at: int) -> dict[str, Any]:
+    """For json.dumps: this rank's headline, its numbers after each step, and what grew."""
+    if growth is None:
+        return {"head": head, "counts": [], "bytes": [], **told([], [], [])}
+    numbers = {"counts": growth.counts, "bytes": growth.bytes, "table": growth.counts_table(), "looked_at": looked_at}
+    return {"head": head, **numbers, **told(grown, growth.filling, growth.cycles)}
+
+
+def text_of(reports: dict[int, dict[str, Any]], missing: list[int], world: int) -> str:
+    """The reports of some of `world` ranks; of those that are missing it says so."""
+    counted = [report for report in reports.values() if report["counts"]]
+    if world == 1:
+        lines = [report["head"] for report in reports.values()] + [report["table"] for report in counted]
+    else:
+        heads = {rank: report["head"].removeprefix("zbpipe leaks: ") for rank, report in reports.items()}
+        lines = ranks.heading("leaks", heads, world)
+        lines += ["", _table_of_ranks(reports)] if counted else []
+        lines += ["", ranks.told_by_themselves(missing)] if missing else []
+    if not counted:
+        return "\n".join(lines)
+    said = lines_of(reports, ranks.numbered if world > 1 else None)
+    if said and world == 1:
+        said.append(f"(as of step {counted[0]['looked_at']})")
+    return "\n".join([*lines, "", *(said or ["nothing grew"])])
+
+
+def _table_of_ranks(reports: dict[int, dict[str, Any]]) -> str:
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for rank, report in sorted(reports.items()):
+        counts, sizes = report["counts"] or [0], report["bytes"] or [0]
+        row = (str(len(report["counts"])), str(counts[0]), str(counts[-1]), str(sizes[0]), str(sizes[-1]))
+        ways = len(report["grown"]) + len(report["filling"])
+        alike.setdefault((*row, f"{ways} ways" if ways else "nothing"), []).append(rank)
+    header = ["rank", "steps", "tensors, first", "last", "bytes, first", "last", "grew"]
+    return table(header, [[numbered_spans(ranks), *row] for row, ranks in alike.items()])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from zbpipe import _C
-from zbpipe.leaks import _source
+from zbpipe.leaks import _python
 from zbpipe.leaks._alike import plain
 from zbpipe.leaks._results import Cycle, Holder, Leak, is_a_librarys_own
 from zbpipe.leaks._ways import LEFT_OUT, Ways
@@ -172,7 +172,7 @@ class Telling:
         """The innermost line that is neither torch's nor ours; else the innermost."""
         trace = _C.trace_of(address) if self._scope.traced and address else []
         outside = [entry for entry in trace if not entry[0].startswith(_OWN_CODE)]
-        return next((_source.place(filename, line) for filename, _, line in outside or trace), None)
+        return next((_python.place(filename, line) for filename, _, line in outside or trace), None)
 
     def _is_native(self, place: int, kind: str) -> bool:
         thing = self._heap.things[place]
@@ -228,5 +228,5 @@ def _is_part(thing: Any) -> bool:
 
 
 def _with_line(holder: Holder) -> str:
-    line = _source.line_at(holder.where)
+    line = _python.line_at(holder.where)
     return f"{holder.text} ({holder.where}: {line})" if line else str(holder)

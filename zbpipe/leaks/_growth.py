@@ -21,7 +21,6 @@ Who holds it. What hangs at one place of the program is one group:
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import weakref
 from collections import Counter
@@ -69,7 +68,7 @@ class _OtherMemory:
         }
 
 
-class Growth(contextlib.AbstractContextManager["Growth"]):
+class Growth:
     """Counts the storages, and their bytes, that were born since it was made and that live after each step.
 
     Call :meth:`step` after each step and :meth:`table` at the end. The garbage collector is off until :meth:`close`,
@@ -113,6 +112,9 @@ class Growth(contextlib.AbstractContextManager["Growth"]):
         self.looked_at = 0
         self.filling: list[Grown] = []
         self.cycles: list[Cycle] = []
+
+    def __enter__(self) -> Growth:
+        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -296,7 +298,7 @@ def _largest_graph(newest: int) -> Grown | None:
 
 
 def _nodes_of(handle: _C.Handle | None) -> list[_C.Handle]:
-    """A tensor's node, or the nodes that follow a node; none of them gets a Python object."""
+    """A tensor's node, or the nodes that follow a node."""
     held = [] if handle is None else _C.references_of(handle)
     return [one for one, label, _ in held if label == "grad_fn" or (label or "").startswith("next node")]
 

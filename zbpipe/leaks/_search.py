@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import gc
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,12 +15,11 @@ from typing import Any
 import torch
 
 from zbpipe import _C
-from zbpipe.leaks import _source
+from zbpipe.leaks import _python
 from zbpipe.leaks._found import Found, Result, Scope, Sought, Telling
 from zbpipe.leaks._heap import Heap, natives_of
 from zbpipe.leaks._results import Leak
 from zbpipe.leaks._ways import Ways
-from zbpipe.leaks._words import thread_names
 
 __all__ = ["Found", "Result", "Scope", "are_there_others", "find_holders", "search", "storages_now"]
 
@@ -44,7 +44,7 @@ def search(scope: Scope) -> Result:
         try:
             return Telling(Ways(heap, _C.handle_of(scope.target)), scope, threads).result(sought, born)
         finally:
-            _source.forget()
+            _python.forget()
 
 
 def find_holders(tensor: torch.Tensor) -> Leak:
@@ -125,17 +125,20 @@ class _Roots:
         self._roots: list[Any] = [*([] if returned is None else [returned]), *sys.modules.values(), *context]
         self._of_libraries: list[Any] = []
         self._held: dict[int, list[Any]] = {id(variable): [value] for variable, value in context.items()}
-        current = sys._current_frames()
-        self.threads = thread_names(current.items())
-        for frame in current.values():
+        self.threads: dict[int, str] = {}  # names of all but the main one, by the identities of their frames
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        main, current = threading.main_thread().ident, sys._current_frames()
+        for ident, frame in current.items():
             at: FrameType | None = frame
             while at is not None:
+                if ident != main:
+                    self.threads[id(at)] = names.get(ident, str(ident))
                 if not at.f_code.co_filename.startswith(_HERE):
                     variables = [value for _, value in _C.frame_variables(at) if target is None or value is not target]
                     variables.append(at.f_globals)
                     if not at.f_code.co_flags & 1:  # a module's or a class's body: its variables are in a dictionary
                         variables.append(at.f_locals)
-                    is_librarys = _source.library_path(at.f_code.co_filename) is not None
+                    is_librarys = _python.library_path(at.f_code.co_filename) is not None
                     (self._of_libraries if is_librarys else self._roots).append(at)
                     self._held[id(at)] = variables
                 at = at.f_back

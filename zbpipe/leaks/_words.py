@@ -10,10 +10,9 @@ import collections
 import datetime
 import functools
 import inspect
-import threading
 import types
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -22,7 +21,7 @@ import torch
 from zbpipe import _C
 from zbpipe._torch.modules import REGISTERED
 from zbpipe._torch.pipelining import work_type
-from zbpipe.leaks import _python, _source
+from zbpipe.leaks import _python
 from zbpipe.leaks._python import NOTHING, callable_name, code_place, key_text, namespace_of, type_name
 from zbpipe.leaks._results import Holder
 from zbpipe.leaks._ways import LEFT_OUT, NOBODY, Ways
@@ -83,7 +82,7 @@ class Words:
     ) -> Holder:
         """The same object for all that are equal. Without a word on it, a place tells whether it is a library's."""
         if is_library is None:
-            is_library = kind == "function" if where is None else _source.is_library(where)
+            is_library = kind == "function" if where is None else _python.is_library(where)
         key = kind, text, where, size, is_library
         holder = self._made.get(key)
         if holder is None:
@@ -167,7 +166,7 @@ class Words:
         if cls is types.TracebackType:
             code = thing.tb_frame.f_code
             text = f"{edge}the traceback of an exception, in {_python.code_name(code)}()"
-            return self.holder("traceback", text, _source.place(code.co_filename, thing.tb_lineno))
+            return self.holder("traceback", text, _python.place(code.co_filename, thing.tb_lineno))
         if cls is _C.ParamGroup:
             size = thing.bytes_held
             return self.holder("group", f"{edge}parameter group of zbpipe", size=size if type(size) is int else 0)
@@ -192,8 +191,8 @@ class Words:
             if value is held:
                 text = f"variable {name} of {_python.code_name(code)}()"
                 last = max((number for _, _, number in code.co_lines() if number is not None), default=line)
-                bound = _source.assignment_line(code.co_filename, name, code.co_firstlineno, line, last)
-        where = _source.place(code.co_filename, bound or line)
+                bound = _python.assignment_line(code.co_filename, name, code.co_firstlineno, line, last)
+        where = _python.place(code.co_filename, bound or line)
         thread = self._threads.get(id(frame))
         kind, text = ("frame", text) if thread is None else ("thread", f"thread {thread}: {text}")
         return self.holder(kind, text, where)
@@ -228,8 +227,8 @@ class Words:
         of_library = _python.is_of_a_library(module)
         if type(key) is not str:
             return self.holder("module", f"the globals of module {module}", is_library=of_library)
-        line = filename and _source.binding_line(filename, "", key)
-        where = _source.place(filename, line) if filename and line else None
+        line = filename and _python.binding_line(filename, "", key)
+        where = _python.place(filename, line) if filename and line else None
         return self.holder("module", f"module global {module}.{key}", where, is_library=None if where else of_library)
 
     def _attribute(self, owner: Any, namespace: Any, held: Any, edge: str) -> Holder | None:
@@ -289,16 +288,3 @@ def _parts_of(function: types.FunctionType) -> list[Any]:
     """What only a function has."""
     parts = function.__closure__, function.__defaults__, function.__kwdefaults__
     return [part for part in parts if part is not None]
-
-
-def thread_names(frames: Iterable[tuple[int, Any]]) -> dict[int, str]:
-    """Names of the threads but the main one, by the identities of the frames on their stacks."""
-    known = {thread.ident: thread.name for thread in threading.enumerate()}
-    main = threading.main_thread().ident
-    found: dict[int, str] = {}
-    for ident, frame in frames:
-        at = frame if ident != main else None
-        while at is not None:
-            found[id(at)] = known.get(ident, str(ident))
-            at = at.f_back
-    return found

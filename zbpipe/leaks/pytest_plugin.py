@@ -48,9 +48,10 @@ class _Leaked(_Failed, TensorLeakError):  # type: ignore[misc]
 
 def _is_asked_for(item: pytest.Item) -> bool:
     marker = item.get_closest_marker("no_tensor_leaks")
-    is_ignored = marker is not None and marker.kwargs.get("action") == "ignore"
-    by_name = "no_tensor_leaks" in getattr(item, "fixturenames", ())
-    return by_name or (not is_ignored and bool(marker is not None or item.config.getoption("no_tensor_leaks")))
+    if "no_tensor_leaks" in getattr(item, "fixturenames", ()):
+        return True
+    asked = item.config.getoption("no_tensor_leaks") if marker is None else marker.kwargs.get("action") != "ignore"
+    return bool(asked)
 
 
 def _arguments_of(item: pytest.Item) -> dict[str, Any]:
