@@ -14,7 +14,7 @@ CHANGES_SYS_PATH = re.compile(r"sys\.path(\.(append|extend|insert|remove|pop)\(|
 PRIVATE = re.compile(
     r"^from zbpipe(\.\w+)*\._(?!cli)[^#\n]*$|^from zbpipe[\w.]* import [^#\n]*\b_\w[^#\n]*$", re.MULTILINE
 )
-WITHOUT_REASONS = ("leaks/", "memory/")
+WITHOUT_REASONS = ("memory/",)
 
 
 def test_no_module_imports_a_test_module():
