@@ -81,6 +81,7 @@ def test_names_of_modules_are_no_functions():
 def test_nothing_is_imported_for_what_is_lazy():
     code = (
         "import sys, zbpipe\nassert 'zbpipe.leaks' not in sys.modules and 'leaks' in dir(zbpipe)\n"
+        "assert not hasattr(zbpipe, 'leeks')\n"
         "from zbpipe.leaks import *\nassert zbpipe.leaks.Grown and 'pytest' not in sys.modules\n"
         "assert zbpipe.leaks.TensorLeaks.__module__ == 'zbpipe.leaks.pytest_plugin'\nprint('ok')"
     )

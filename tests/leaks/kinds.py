@@ -643,7 +643,7 @@ class Elsewhere:
 ELSEWHERE = makers(Elsewhere)
 HOOK = f"{__name__}.hook_with.<locals>.hook"
 HELD_BY_HOOK = f"closure variable held of {HOOK}"
-THREAD = "thread fetching: variable {} of .*{}.<locals>.work"
+THREAD = "thread fetching: variable {} of .*work"
 
 # Whom to blame, as the beginning of a regular expression, where that is not PLACE.
 BLAMED = {
@@ -686,8 +686,8 @@ BLAMED = {
     "cached parametrization": "module global torch.nn.utils.parametrize._cache",
     "what is to run at exit": r"C or C\+\+ that cannot be seen",
     "counted by nobody in sight": r"C or C\+\+ that cannot be seen",
-    "frame of a thread": THREAD.format("tensor", "frame_of_a_thread"),
-    "local of a thread": THREAD.format("local", "local_of_a_thread"),
+    "frame of a thread": THREAD.format("tensor"),
+    "local of a thread": THREAD.format("local"),
 }
 # Whom nobody but a library can have blamed on it.
 OF_LIBRARIES = (

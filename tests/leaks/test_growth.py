@@ -10,10 +10,11 @@ import torch
 from support.leaks import collects
 from torch import nn
 
-from zbpipe.leaks import Growth, _cuda, _growth
-from zbpipe.leaks._growth import rises
+from zbpipe.leaks import Growth, _cuda, _growth  # memory that is not the CPU allocator's, as CUDA's, without CUDA
+from zbpipe.leaks._growth import rises  # rows of a hundred thousand steps
 
 KEPT = []
+SEEN = None
 
 
 @pytest.fixture(autouse=True)
@@ -74,47 +75,37 @@ def test_growth_of_steady_steps_is_none():
     assert "grew" not in table
 
 
-def window_of(length):
-    """Keeps what the last steps made."""
-    window = collections.deque(maxlen=length)
-    KEPT.append(window)
-    return lambda: window.append(torch.ones(5))
+def keeping(kept, what=lambda: torch.ones(4), let_go=lambda kept: None):
+    """A step that lets go of something and keeps something."""
+    KEPT.append(kept)
+
+    def step():
+        let_go(kept)
+        kept.append(what())
+
+    return step
+
+
+def window_of(length, what=lambda: torch.ones(5)):
+    return keeping(collections.deque(maxlen=length), what)
 
 
 def window_of_any_size():
-    window, sizes = collections.deque(maxlen=6), random.Random(0)
-    KEPT.append(window)
-    return lambda: window.append(torch.ones(sizes.randrange(1, 200)))
+    sizes = random.Random(0)
+    return window_of(6, lambda: torch.ones(sizes.randrange(1, 200)))
 
 
 def list_that_is_cleared_each(steps):
-    def step():
-        if len(KEPT) == steps:
-            KEPT.clear()
-        KEPT.append(torch.ones(1))
-
-    return step
-
-
-def buffers_in_turns(number):
-    KEPT.extend([None] * number)
-    turns = iter(range(1000))
-
-    def step():
-        KEPT[next(turns) % number] = torch.ones(4)
-
-    return step
+    return keeping([], let_go=lambda kept: len(kept) == steps and kept.clear())
 
 
 def cache_that_forgets_any():
     choice = random.Random(0)
+    return keeping([], let_go=lambda kept: len(kept) > 8 and kept.pop(choice.randrange(8)))
 
-    def step():
-        KEPT.append(torch.ones(4))
-        if len(KEPT) > 8:
-            KEPT.pop(choice.randrange(8))
 
-    return step
+def buffers_in_turns(number):
+    return keeping([None] * number, let_go=lambda kept: kept.pop(0))
 
 
 def list_that_is_filled_once():
@@ -183,31 +174,55 @@ def test_a_leak_is_found_within_few_steps_and_stays_found(beside, leak, within):
 
 class Link:
     def __init__(self, before):
-        self.before = before
-        self.value = torch.ones(2)
+        self.before, self.value = before, torch.ones(2)
 
 
-def test_a_list_of_links_grows_though_each_chain_is_longer():
-    def step():
-        KEPT[:] = [Link(KEPT[0] if KEPT else None)]
-
-    growth, (grown,), table = grow(step, 8)
-    assert growth.bytes == [8 * n for n in range(1, 9)]
-    assert grown.steps == [2, 3, 4, 5, 6, 7]
-    assert "attribute value of" in table and "Link" in table
+def link_each():
+    KEPT[:] = [Link(KEPT[0] if KEPT else None)]
 
 
-def test_a_loss_that_is_summed_with_its_graph():
-    weight = torch.ones(4, requires_grad=True)
-    KEPT.append(torch.zeros(()))
+WEIGHT = torch.ones(4, requires_grad=True)
+OPTIMIZER = torch.optim.SGD([nn.Parameter(torch.ones(4))], lr=0.1)
 
-    def step():
-        KEPT[0] = KEPT[0] + (weight * torch.ones(4)).sum()
 
+def sum_with_graphs():
+    KEPT[:] = [(KEPT[0] if KEPT else torch.zeros(())) + (WEIGHT * torch.ones(4)).sum()]
+
+
+def state_of_parameters_that_are_gone():
+    OPTIMIZER.state[nn.Parameter(torch.ones(4))] = {"momentum": torch.ones(4)}
+
+
+@pytest.mark.parametrize(
+    ("step", "size", "held_by"),
+    [
+        (link_each, 8, ["attribute value of", "Link"]),
+        (sum_with_graphs, 16, [f"module global {__name__}.KEPT", "saved: Tensor float32 [4]"]),
+        (state_of_parameters_that_are_gone, 16, ["attribute state of torch.optim.sgd.SGD"]),
+    ],
+)
+def test_what_grows_though_each_chain_is_another(step, size, held_by):
     _, grown, table = grow(step, 8)
-    assert [leak.bytes for leak in grown[0].leaks] == [16] * len(grown[0].leaks)
-    assert grown[0].steps == [2, 3, 4, 5, 6, 7]
-    assert f"module global {__name__}.KEPT" in table and "saved: Tensor float32 [4]" in table
+    OPTIMIZER.state.clear()
+    assert {leak.bytes for group in grown for leak in group.leaks} == {size}
+    assert sorted({number for group in grown for number in group.steps}) == [2, 3, 4, 5, 6, 7]
+    assert [words for words in held_by if words not in table] == []
+
+
+def test_a_tensor_that_each_step_replaces_by_a_larger_one_is_named():
+    global SEEN
+    SEEN = torch.empty(0, 4)
+    with Growth() as growth:
+        for _ in range(12):
+            SEEN = torch.cat([SEEN, torch.ones(2, 4)])
+            growth.step()
+        (group,) = growth.grown()
+        assert group.is_larger and group.bytes == SEEN.nbytes
+        assert group.held_by[0].startswith(f">> module global {__name__}.SEEN (")
+        assert "1 tensor (384 bytes), larger than any of earlier steps:" in growth.table()
+        for _ in range(12):  # as many steps again, and no more
+            growth.step()
+        assert growth.rising() == []
 
 
 def of_other_memory(value):

@@ -11,26 +11,43 @@ from support.processes import environment
 
 COMPILER = shutil.which(os.environ.get("CC", "cc"))
 
-# torch's own of a thread's outlives its join, and asks for the GIL when the thread has ended: not while Python ends.
-WAIT_FOR_THE_END = """
-import os
-
-
-def wait_for_the_end_of(thread):
-    thread.join()
-    while os.path.exists(f"/proc/self/task/{thread.native_id}"):
-        time.sleep(0.01)
-"""
-
-TRAINING_BESIDE_CHECKS = """
-import sys, threading, time
+# What the scripts begin with. torch's own of a thread's outlives its join, and asks for the GIL when the thread has ended:
+# not while Python ends.
+START = """
+import gc, os, sys, threading, time
 import torch
 from torch import nn
 import zbpipe
 from zbpipe.leaks import check_tensor_leak, find_holders
+from zbpipe.leaks._heap import Heap  # of little, to look often
 
 torch.set_num_threads(1)
 stop = threading.Event()
+looks = 0
+
+
+def look_into(things, ignored=()):
+    heap = Heap({}, [globals(), *ignored])
+    heap.add_roots([things])
+    heap.explore()
+
+
+def beside(work, look, goes_on=lambda: looks == 0):
+    global looks
+    thread = threading.Thread(target=work)
+    thread.start()
+    end = time.monotonic() + float(sys.argv[1])
+    while time.monotonic() < end or goes_on():
+        look()
+        looks += 1
+    stop.set()
+    thread.join()
+    while os.path.exists(f"/proc/self/task/{thread.native_id}"):
+        time.sleep(0.01)
+    print("looks", looks)
+"""
+
+TRAINING_BESIDE_CHECKS = """
 model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU()) for _ in range(12)])
 
 
@@ -44,38 +61,23 @@ def split():
     while not stop.is_set():
         x = torch.randn(4, 8, requires_grad=True)
         out = model(x)
-        zbpipe.stage_backward_weight(
-            model.parameters(), zbpipe.stage_backward_input([out], [torch.ones(4, 8)], [x], model.parameters())[1]
-        )
+        groups = zbpipe.stage_backward_input([out], [torch.ones(4, 8)], [x], model.parameters())[1]
+        zbpipe.stage_backward_weight(model.parameters(), groups)
         model.zero_grad()
 
 
-thread = threading.Thread(target={"ordinary": ordinary, "split": split}[sys.argv[1]])
-thread.start()
-end = time.monotonic() + float(sys.argv[2])
-looks = 0
-while time.monotonic() < end:
+def look():
     with check_tensor_leak(action="record"):
         pass
     find_holders(model[0][0].weight)
-    looks += 1
-stop.set()
-wait_for_the_end_of(thread)
-print("looks", looks)
+
+
+beside({"ordinary": ordinary, "split": split}[sys.argv[2]], look)
 """
 
-
-# Of little, to be often: what each search meets is nodes that somebody keeps, what they have saved, and weights.
+# What each search meets is nodes that somebody keeps, what they have saved, and weights.
 SEARCHES_BESIDE_PASSES = """
-import gc, sys, threading, time
-import torch
-from torch import nn
-import zbpipe
-from zbpipe.leaks._heap import Heap
-
-torch.set_num_threads(1)
 sys.setswitchinterval(1e-5)
-stop = threading.Event()
 stage = nn.Sequential(*[nn.Sequential(nn.Conv1d(4, 4, 1), nn.LayerNorm(8)) for _ in range(8)])
 nodes = []
 steps = 0
@@ -99,53 +101,17 @@ def passes():
         steps += 1
 
 
-ignored = [globals(), torch.Tensor, nn.Parameter, type(lambda: None), type(torch.ones(1, requires_grad=True).exp().grad_fn)]
+types = [torch.Tensor, nn.Parameter, type(lambda: None), type(torch.ones(1, requires_grad=True).exp().grad_fn)]
 gc.collect()
 gc.freeze()
-thread = threading.Thread(target=passes)
-thread.start()
-end = time.monotonic() + float(sys.argv[1])
-looks = 0
-while time.monotonic() < end or looks <= 100 or steps <= 10:
-    heap = Heap({}, ignored)
-    heap.add_roots([nodes])
-    heap.explore()
-    looks += 1
-stop.set()
-wait_for_the_end_of(thread)
-print("looks", looks)
+beside(passes, lambda: look_into(nodes, types), lambda: looks <= 100 or steps <= 10)
 """
 
-SCRIPTS = {
-    "ordinary": (TRAINING_BESIDE_CHECKS, "ordinary"),
-    "split": (TRAINING_BESIDE_CHECKS, "split"),
-    "often": (SEARCHES_BESIDE_PASSES,),
-}
-
-
-@pytest.mark.parametrize("seconds", ["2", pytest.param("20", marks=pytest.mark.long)])
-@pytest.mark.parametrize("kind", SCRIPTS)
-def test_another_thread_may_free_what_is_looked_at(kind, seconds, tmp_path):
-    text, *arguments = SCRIPTS[kind]
-    script = tmp_path / "training.py"
-    script.write_text(WAIT_FOR_THE_END + text)
-    env = environment()
-    done = subprocess.run(
-        [sys.executable, str(script), *arguments, seconds], env=env, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.startswith("looks")
-
-
 GRADIENTS_THAT_GO = """
-import ctypes, sys, threading, time
-import torch
-from zbpipe.leaks._heap import Heap
+import ctypes
 
 slow = ctypes.c_int.in_dll(ctypes.CDLL(None), "times_given_away")
-torch.set_num_threads(1)
-stop = threading.Event()
-leaves = [torch.nn.Parameter(torch.ones(3)) for _ in range(4)]
+leaves = [nn.Parameter(torch.ones(3)) for _ in range(4)]
 
 
 def zero_grads():
@@ -156,23 +122,39 @@ def zero_grads():
             leaf.grad = None
 
 
-thread = threading.Thread(target=zero_grads)
-thread.start()
-end = time.monotonic() + 3
-looks = 0
-while time.monotonic() < end:
-    heap = Heap({}, [globals()])
-    heap.add_roots([leaves])
-    heap.explore()
-    looks += 1
-stop.set()
-wait_for_the_end_of(thread)
-print("looks", looks, "times given away", slow.value)
+beside(zero_grads, lambda: look_into(leaves))
+print("times given away", slow.value)
 """
 
 
+@pytest.fixture
+def said_by(tmp_path):
+    """Runs a script to its end, and gives what it has printed."""
+
+    def run(text, *arguments, **variables):
+        script = tmp_path / "script.py"
+        script.write_text(text)
+        command = [sys.executable, str(script), *arguments]
+        env = environment(**variables)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout
+
+    return run
+
+
+@pytest.mark.parametrize("seconds", ["2", pytest.param("20", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [(TRAINING_BESIDE_CHECKS, ["ordinary"]), (TRAINING_BESIDE_CHECKS, ["split"]), (SEARCHES_BESIDE_PASSES, [])],
+    ids=["ordinary", "split", "often"],
+)
+def test_another_thread_may_free_what_is_looked_at(text, arguments, seconds, said_by):
+    assert said_by(START + text, seconds, *arguments).startswith("looks")
+
+
 @pytest.mark.skipif(COMPILER is None, reason="needs a C compiler")
-def test_a_gradient_may_go_when_it_was_looked_at(tmp_path):
+def test_a_gradient_may_go_when_it_was_looked_at(tmp_path, said_by):
     """`leaf.grad = None` gives the GIL away before it frees the gradient, which the leaf still refers to."""
     library = tmp_path / "slow_threads.so"
     source = Path(__file__).with_name("slow_threads.c")
@@ -180,17 +162,8 @@ def test_a_gradient_may_go_when_it_was_looked_at(tmp_path):
     # make asan preloads a sanitizer, which would find the compiler's own leaks.
     env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     subprocess.run([COMPILER, "-shared", "-fPIC", str(source), "-o", str(library), "-ldl"], check=True, env=env)
-    script = tmp_path / "zero_grads.py"
-    script.write_text(WAIT_FOR_THE_END + GRADIENTS_THAT_GO)
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env=environment(LD_PRELOAD=f"{preloaded}:{library}".lstrip(":")),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    if done.stdout.endswith(" 0\n"):
+    said = said_by(START + GRADIENTS_THAT_GO, "3", LD_PRELOAD=f"{preloaded}:{library}".lstrip(":"))
+    if said.endswith(" 0\n"):
         pytest.skip("this Python calls its own functions without the dynamic linker")
 
 
@@ -225,12 +198,6 @@ print("found")
 
 
 @pytest.mark.parametrize("by", ["input pass", "detach_"])
-def test_a_node_that_is_dying_is_not_looked_at(by, tmp_path):
+def test_a_node_that_is_dying_is_not_looked_at(by, said_by):
     """The tensor refers to it until it has been freed, and what it frees may run Python code."""
-    script = tmp_path / "dying.py"
-    script.write_text(DYING)
-    done = subprocess.run(
-        [sys.executable, str(script), by], env=environment(), capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout == "found\n"
+    assert said_by(DYING, by) == "found\n"
