@@ -53,6 +53,10 @@ NOT_OF_A_DEVICE = {
         "compile/test_split.py",
         "test_weights_given_by_hand_restrict_even_within",
     ),
+    "its mesh is of the CPU": (
+        "test_gradients_summed_over_steps_that",
+        "test_the_weights_in_the_graph_sum_their_gradients",
+    ),
     "torch warns elsewhere": ("test_warning_made_an_error_in_the_weight_pass",),
     "its processes know of no device": ("test_fork.py", "test_interpreters.py", "test_environment_variable"),
 }
