@@ -195,7 +195,7 @@ def main():
     parser.add_argument("--device", default="cuda", help="cuda (default), cuda:1, or cpu for a rehearsal")
     parser.add_argument("--out", type=Path, help="the folder for the JSON file")
     parser.add_argument("--minutes", type=float, default=MINUTES, help=f"for all of it ({MINUTES})")
-    parser.add_argument("--jobs", type=int, default=max(1, min(8, (os.cpu_count() or 1) // 2)), help="tests at a time")
+    parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="tests at a time")
     given = parser.parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)
     gpu = Run(given.device, given.out, given.jobs, given.minutes)

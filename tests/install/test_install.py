@@ -1,7 +1,9 @@
 """pip install in every way that people use, with torch and without."""
 
 import json
+import os
 import re
+import subprocess
 import sys
 import tarfile
 import zipfile
@@ -117,14 +119,19 @@ def test_editable_install_and_a_torch_that_changed_since(builds, project):
     assert said.startswith("ImportError: zbpipe needs torch, and the Python at ")
 
 
+def source_distribution(builds, project, folder):
+    code = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    done = builds.run("-c", code, folder, cwd=project)
+    assert done.returncode == 0, done.stdout
+    (archive,) = folder.glob("*.tar.gz")
+    return archive
+
+
 def test_source_distribution_builds_the_same_wheel(builds, project, tmp_path):
     stale = project / "zbpipe/_native/torch_2_99/cpython-39.json"
     stale.parent.mkdir()
     stale.write_text("{}")
-    code = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
-    done = builds.run("-c", code, tmp_path, cwd=project)
-    assert done.returncode == 0, done.stdout
-    (archive,) = tmp_path.glob("*.tar.gz")
+    archive = source_distribution(builds, project, tmp_path)
     with tarfile.open(archive) as file:
         names = {name.partition("/")[2] for name in file.getnames()}
     assert {"hook/_zbpipe_hook.py", "csrc/core/base/zbp_answer.h", "zbpipe/_native/__init__.py"} <= names
@@ -143,6 +150,36 @@ def test_source_distribution_builds_the_same_wheel(builds, project, tmp_path):
     assert not [name for name in names if Path(name).suffix in (".c", ".h", ".cpp", ".pth") or "torch_2_99" in name]
     builds.pip("install", "--no-deps", wheel, cwd=tmp_path)
     assert builds.zbpipe() == "42\n"
+
+
+def test_uv_builds_it_for_the_torch_that_will_run(builds, project, index, tmp_path):
+    """As docs/install.md has it; another torch, newer, is in the index."""
+    source_distribution(builds, project, index.of("zbpipe"))
+    page = (Path(__file__).parents[2] / "docs" / "install.md").read_text()
+    (told,) = re.findall(r"```text\n(\[tool.uv.extra-build-dependencies\]\n.*?)```", page, re.DOTALL)
+    app = tmp_path / "app"
+    app.mkdir()
+    needed = f'dependencies = ["torch=={torch.__version__}", "zbpipe"]\nrequires-python = ">=3.10"\n'
+    (app / "pyproject.toml").write_text(f'[project]\nname = "app"\nversion = "0"\n{needed}\n{told}')
+    command = ["sync", "--no-cache", "--default-index", index.url(), "--python", builds.python]
+    outer = {name: value for name, value in os.environ.items() if not name.startswith(("ZBPIPE_", "PYTHONPATH", "UV_"))}
+    done = subprocess.run(
+        [Path(sys.executable).with_name("uv"), *map(str, command)],
+        cwd=app, env=outer, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    code = "import zbpipe; print(zbpipe.answer())"
+    assert subprocess.check_output([app / ".venv/bin/python", "-c", code], env=outer, text=True) == "42\n"
+
+
+def test_torch_and_the_wheel_in_one_command(builds, bare_environment, project, index, tmp_path):
+    done = builds.run("-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path, project)
+    assert done.returncode == 0, done.stdout
+    (wheel,) = tmp_path.glob("*.whl")
+    pip = ("-m", "pip", "--no-cache-dir", "install", "--index-url", index.url(), f"torch=={torch.__version__}", wheel)
+    done = bare_environment.run(*pip, PIP_CONFIG_FILE=os.devnull, PIP_FIND_LINKS="")
+    assert done.returncode == 0, done.stdout
+    assert bare_environment.zbpipe(PATH="/nowhere") == "42\n"
 
 
 def test_one_wheel_carries_what_was_built_in_place_and_needs_no_compiler(builds, bare_environment, project, tmp_path):
