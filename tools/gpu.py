@@ -36,7 +36,7 @@ PARTS = {
     "with tensors on the device": 300,
     "all stages on one rank": 60,
     "host time": 60,
-    "memory and products": 60,
+    "memory and products": 90,
     "whole steps": 40,
 }
 KEPT = {"build": 300, "marked cuda": 180, "with tensors on the device": 120, "all stages on one rank": 90}
@@ -208,7 +208,7 @@ def main():
         gpu.pytest("with tensors on the device", *plugin, *ON_THE_DEVICE, ZBPIPE_DEVICE=given.device)
         gpu.pytest("all stages on one rank", *plugin, *ON_ONE_RANK, ZBPIPE_DEVICE=given.device)
         gpu.measure("host time", "split.py", "--only", "host_time", "--repeat", "10", "--blocks", *BLOCKS)
-        gpu.measure("memory and products", "split.py", "--only", "memory", "--repeat", "5")
+        gpu.measure("memory and products", "split.py", "--only", "memory", "--repeat", "3")
         gpu.measure("whole steps", "step_overhead.py", "--ranks", "1", "--blocks", "16", "64")
     gpu.write()
     print(gpu.made["status"])
