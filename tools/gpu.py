@@ -62,6 +62,8 @@ class Run:
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # whatever else is installed
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # a look at CUDA must not spoil a fork
             "NVIDIA_TF32_OVERRIDE": "0",  # float32 is float32
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it a product in deterministic mode raises
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no pool of processes beside each of the tests'
         }
         self.env.pop("ZBPIPE_PATCH", None)
         self.made = {"benchmark": "gpu", "schema": 1, "date": datetime.date.today().isoformat(), **self.machine()}
