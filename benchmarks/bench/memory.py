@@ -2,9 +2,9 @@
 
 An unsplit backward is the reference. Four kinds of stages, float32. Bytes are exact (zbpipe.memory.record on the CPU, a
 GPU's own counters there) and count from before the forward, so that neither the weights nor the stage's input are in
-them; each measured step runs on a stage of its own whose gradients start from None. What a pipeline would send away (the
-output, the input's gradient) is dropped before "held" is read. Times are medians of runs that take turns; ratios are to
-the unsplit backward's median, or to torch's W.
+them; each measured step runs on a stage of its own whose gradients start from None. What a pipeline would send away
+(the output, the input's gradient) is dropped before "held" is read. Times are medians of runs that take turns; ratios
+are to the unsplit backward's median, or to torch's W.
 """
 
 from __future__ import annotations
