@@ -30,7 +30,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help torch demo docs wheel wheels library dev test test-core test-system test-long test-all test-clients clients nightly soak programs asan tsan-torch repeat ubsan tsan valgrind fuzz fuzz-long cov lint fmt bench clean pytest
+.PHONY: help torch demo docs wheel wheels library dev test test-core test-system test-long test-all test-clients clients nightly soak programs asan tsan-torch repeat ubsan tsan valgrind fuzz fuzz-long cov lint fmt bench gpu clean pytest
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -139,7 +139,7 @@ fmt: dev ## format Python and C in place
 	$(VENV)/bin/clang-format --style=file:csrc/shim/.clang-format -i $(CXX_STYLE)
 
 wheel: $(VENV)/.torch-$(TORCH) ## build a wheel for this torch and Python alone into dist
-	ZBPIPE_LOCAL=torch$(TORCH) $(RUN) -m pip wheel --quiet --no-deps --no-build-isolation -w dist .
+	ZBPIPE_LOCAL=+torch$(TORCH) $(RUN) -m pip wheel --quiet --no-deps --no-build-isolation -w dist .
 	@ls dist/*.whl
 
 # In the wheel's tag: the C library that the libraries were linked against.
@@ -167,6 +167,10 @@ bench: $(VENV)/.built $(VENV)/.extras-bench $(VENV)/.extras-demo ## measure all 
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(RUN) benchmarks/$$name.py --json benchmarks/results; done
 	cd examples && $(RUN) -m demo --out $(CURDIR)/build/zbpipe_demo.png --json $(CURDIR)/benchmarks/results/demo-$(TORCH).json
 	$(RUN) benchmarks/tables.py
+
+# Without a virtual environment: PYTHON is the one that has CUDA's torch and pytest.
+gpu: ## build and run what wants a GPU on PYTHON's own torch, in nine minutes; DEVICE=cpu rehearses it
+	$(PYTHON) tools/gpu.py --device $(or $(DEVICE),cuda)
 
 clean: ## remove what was built, and every .venv
 	rm -rf build dist *.egg-info .venv .venv-* .pytest_cache .mypy_cache .ruff_cache

@@ -2,11 +2,12 @@
 
 Environment: ZBPIPE_WERROR=1 makes warnings errors. ZBPIPE_SANITIZE=address,undefined builds for the sanitizers.
 ZBPIPE_UNITS=n compiles the shim in n pieces. ZBPIPE_PACK=1 compiles nothing: the wheel
-carries every library that was built in place. ZBPIPE_LOCAL=torch2.13.0 ends the version with +torch2.13.0.
+carries every library that was built in place. ZBPIPE_LOCAL=+torch2.13.0 is the end of the version.
 """
 
 import json
 import os
+import runpy
 import shutil
 import sys
 import sysconfig
@@ -14,20 +15,17 @@ from pathlib import Path
 
 from setuptools import Distribution, setup
 
-ROOT = Path(__file__).resolve().parent
-os.chdir(ROOT)
+PYTHON = sys.implementation.cache_tag
 COMPILES = {"build", "build_ext", "bdist_wheel", "editable_wheel", "install", "develop"}
 PACK = os.environ.get("ZBPIPE_PACK") == "1"
 SANITIZE = os.environ.get("ZBPIPE_SANITIZE", "")
 # Each piece reads libtorch's headers, for most of its time.
 UNITS = int(os.environ.get("ZBPIPE_UNITS", "6"))
 
-VERSION = {}
-exec(Path("zbpipe/_version.py").read_text(), VERSION)
-VERSION = VERSION["__version__"]
+VERSION = runpy.run_path("zbpipe/_version.py")["__version__"]
 
-C_FLAGS = ["-std=c11", "-Wall", "-Wextra", "-Wconversion", "-Wshadow"]
-CXX_FLAGS = ["-Wall", "-Wextra"]
+FLAGS = ["-Wall", "-Wextra", "-fvisibility=hidden"]
+C_FLAGS = ["-std=c11", "-Wconversion", "-Wshadow"]
 # A C library that knows no third level takes it for the second.
 HARDENED = ["-O2", "-g0", "-fstack-protector-strong", "-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=3"]
 HARDENED_LINK = ["-Wl,-z,relro", "-Wl,-z,now", "-Wl,-z,noexecstack"]
@@ -41,7 +39,7 @@ ONE_FILE = '#ifndef __clang__\n#pragma GCC diagnostic ignored "-Wsubobject-linka
 
 
 def sources(*patterns):
-    return sorted(path.relative_to(ROOT).as_posix() for name in patterns for path in ROOT.joinpath("csrc").glob(name))
+    return sorted(path.as_posix() for name in patterns for path in Path("csrc").glob(name))
 
 
 def written(path, text):
@@ -49,7 +47,7 @@ def written(path, text):
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists() or path.read_text() != text:
         path.write_text(text)
-    return path.relative_to(ROOT).as_posix()
+    return path.as_posix()
 
 
 def units(folder):
@@ -83,22 +81,14 @@ def extension():
     from distutils.ccompiler import new_compiler
     from distutils.sysconfig import customize_compiler
 
-    release = torch.__version__.partition("+")[0]
-    build = {
-        "zbpipe": VERSION,
-        "torch": release,
-        "git": str(torch.version.git_version),
-        "hip": torch.version.hip is not None,
-        "cxx11_abi": bool(torch.compiled_with_cxx11_abi()),
-        "python": sys.implementation.cache_tag,
-        "kind": SANITIZE.replace(",", "-") or "release",
-    }
-    # One folder for objects per Python, torch and kind: they are kept between builds.
-    place = ROOT / "build" / "-".join((build["python"], os.uname().machine, "torch", torch.__version__, build["kind"]))
+    release, git = torch.__version__.partition("+")[0], str(torch.version.git_version)
+    build = {"zbpipe": VERSION, "torch": release, "git": git, "hip": torch.version.hip is not None}
+    # Kept between builds: one folder for objects per Python, torch and kind.
+    place = Path("build", f"{PYTHON}-torch-{torch.__version__}-{SANITIZE.replace(',', '-') or 'release'}")
     python_include = sysconfig.get_path("include")
     # Headers that are not ours are system headers, and messages name files without this machine's paths.
-    names = {ROOT: ".", Path(torch.__file__).parent: "torch", python_include: "python"}
-    flags = ["-fvisibility=hidden", *(f"-ffile-prefix-map={path}={name}" for path, name in names.items())]
+    names = {Path.cwd(): ".", Path(torch.__file__).parent: "torch", python_include: "python"}
+    flags = [*FLAGS, *(f"-ffile-prefix-map={path}={name}" for path, name in names.items())]
     flags += [*SANITIZED, "-fno-omit-frame-pointer"] if SANITIZE else HARDENED
     flags += ["-Werror"] if os.environ.get("ZBPIPE_WERROR") == "1" else []
     compiler = new_compiler()
@@ -134,10 +124,10 @@ def extension():
             ext.extra_objects = objects
             super().build_extension(ext)
             library = Path(self.get_ext_fullpath(ext.name))
-            library.with_name(f"{build['python']}.json").write_text(json.dumps(build, indent=1) + "\n")
+            library.with_name(f"{PYTHON}.json").write_text(json.dumps(build, indent=1) + "\n")
 
         def copy_extensions_to_source(self):
-            made = Path(self.get_ext_filename(self.extensions[0].name)).with_name(f"{build['python']}.json")
+            made = Path(self.get_ext_filename(self.extensions[0].name)).with_name(f"{PYTHON}.json")
             made.parent.mkdir(exist_ok=True)
             super().copy_extensions_to_source()
             self.copy_file(str(Path(self.build_lib, made)), str(made))
@@ -145,10 +135,10 @@ def extension():
     module = CppExtension(
         f"zbpipe._native.torch_{'_'.join(release.split('.')[:2])}._C",
         units(place / "units"),
-        include_dirs=[str(ROOT / "csrc")],
+        include_dirs=[os.path.abspath("csrc")],
         extra_compile_args=[
             *(flag for path in [*include_paths(), python_include] for flag in ("-isystem", path)),
-            *(CXX_FLAGS + flags),
+            *flags,
         ],
         extra_link_args=[
             f"-Wl,--version-script={written(place / 'exports', EXPORTS)}",
@@ -159,14 +149,13 @@ def extension():
     return {"ext_modules": [module], "cmdclass": {"build_ext": BuildExt}}
 
 
-LOCAL = os.environ.get("ZBPIPE_LOCAL")
-PACKED = [f"torch_*/_C{sysconfig.get_config_var('EXT_SUFFIX')}", f"torch_*/{sys.implementation.cache_tag}.json"]
-BUILD_LIB = f"build/lib-{sys.implementation.cache_tag}"
+PACKED = [f"torch_*/_C{sysconfig.get_config_var('EXT_SUFFIX')}", f"torch_*/{PYTHON}.json"]
+BUILD_LIB = f"build/lib-{PYTHON}"
 Path("build").mkdir(exist_ok=True)
 if "bdist_wheel" in sys.argv:
     shutil.rmtree(BUILD_LIB, ignore_errors=True)  # a module that is gone would go on being installed
 setup(
-    version=f"{VERSION}+{LOCAL}" if LOCAL else VERSION,
+    version=VERSION + os.environ.get("ZBPIPE_LOCAL", ""),
     package_data={"": ["py.typed", "*.pyi"], "zbpipe._native": PACKED if PACK else []},
     # Not in the tree, where Python would take the tree for an installed zbpipe.
     options={"egg_info": {"egg_base": "build"}, "build": {"build_lib": BUILD_LIB}},

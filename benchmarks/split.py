@@ -50,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--stages", nargs="+", choices=list(STAGES), default=list(STAGES), metavar="STAGE", help="of memory (all)"
     )
+    parser.add_argument("--device", default="cpu", help="where the stages are: cpu (default), or cuda")
     parser.add_argument("--repeat", type=_several, metavar="N", help="runs of each side (host_time 30, memory 5)")
     parser.add_argument(
         "--json", type=Path, metavar="FOLDER", help="write host_time-TORCH.json and memory-TORCH.json to this folder"
@@ -62,7 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        print(f"torch {torch.__version__}, {platform.machine()}, one thread")
+        where = platform.machine() if given.device == "cpu" else torch.cuda.get_device_name(given.device)
+        print(f"torch {torch.__version__}, {where}, one thread")
         if given.only in (None, "host_time"):
             _host_time(given)
         if given.only in (None, "memory"):
@@ -89,13 +91,13 @@ def _host_time(given: argparse.Namespace) -> None:
     measured = {}
     for blocks in given.blocks:
         _say(f"the host time of {blocks} block{'s' * (blocks > 1)}")
-        measured[blocks] = host_time.measure(blocks, given.repeat or 30)
+        measured[blocks] = host_time.measure(blocks, given.repeat or 30, given.device)
     header = ["blocks", "unsplit"]
     for side in host_time.SPLIT:
         header += [f"{side} I + W", ""]
     rows = [_host_row(blocks, sides) for blocks, sides in measured.items()]
     print(f"\nhost time of one backward, ms; I + W to an unsplit one\n{table(header, rows)}")
-    write(given.json, "host_time", measured)
+    write(given.json, "host_time", measured, given.device)
 
 
 def _host_row(blocks: int, sides: dict[str, dict[str, Spread]]) -> list[str]:
@@ -118,11 +120,12 @@ def _memory(given: argparse.Namespace) -> None:
     measured, policies = {}, {}
     for name in given.stages:
         _say(f"the memory of a stage: {name}")
-        measured[name] = memory.measure(STAGES[name], SIDES, repeat)
+        measured[name] = memory.measure(STAGES[name], SIDES, repeat, given.device)
         if name in POLICIES_OF:
-            policies[name] = memory.measure(STAGES[name], {side: POLICIES[side] for side in POLICIES_OF[name]}, repeat)
+            sides = {side: POLICIES[side] for side in POLICIES_OF[name]}
+            policies[name] = memory.measure(STAGES[name], sides, repeat, given.device)
     _say("W where gradients exist")
-    existing = {tokens: memory.time_existing(tokens, repeat) for tokens in TOKENS}
+    existing = {tokens: memory.time_existing(tokens, repeat, given.device) for tokens in TOKENS}
     for name, sides in measured.items():
         _print_stage(name, sides)
     for name, sides in policies.items():
@@ -139,6 +142,7 @@ def _memory(given: argparse.Namespace) -> None:
         given.json,
         "memory",
         {"stages": _plain(measured), "policies": _plain(policies), "existing_gradients_ms": existing},
+        given.device,
     )
 
 

@@ -14,14 +14,13 @@ import contextlib
 import gc
 import json
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from bench.results import add_argument, spread, write
+from bench.results import add_argument, now, spread, write
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
@@ -45,12 +44,14 @@ class Block(nn.Module):
 class Side:
     """A schedule on stages of its own, run under the patch or not."""
 
-    def __init__(self, name: str, blocks: int, patched: bool) -> None:
+    def __init__(self, name: str, blocks: int, patched: bool, device: str) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
         places = (rank, rank + world) if name == INTERLEAVED else (rank, 2 * world - 1 - rank)
-        self.x = torch.ones(ROWS * MICROBATCHES, WIDTH)
+        self.device, self.x = device, torch.ones(ROWS * MICROBATCHES, WIDTH, device=device)
         stages = [
-            PipelineStage(nn.Sequential(*(Block() for _ in range(blocks))), place, 2 * world, torch.device("cpu"))
+            PipelineStage(
+                nn.Sequential(*(Block() for _ in range(blocks))).to(device), place, 2 * world, torch.device(device)
+            )
             for place in places
         ]
         self.weights = [w for stage in stages for w in stage.submod.parameters()]
@@ -74,13 +75,13 @@ class Side:
         for weight in self.weights:
             weight.grad = None
         dist.barrier()
-        begin = time.perf_counter()
+        begin = now(self.device)
         self.schedule.step(*given, **target)
-        return time.perf_counter() - begin
+        return now(self.device) - begin
 
 
-def measure(name: str, blocks: int) -> dict[str, Any]:
-    sides = {"torch": Side(name, blocks, False), "zbpipe": Side(name, blocks, True)}
+def measure(name: str, blocks: int, device: str) -> dict[str, Any]:
+    sides = {"torch": Side(name, blocks, False, device), "zbpipe": Side(name, blocks, True, device)}
     for is_timed in [False, *[True] * ROUNDS]:
         for side in sides.values():
             gc.collect()
@@ -89,10 +90,10 @@ def measure(name: str, blocks: int) -> dict[str, Any]:
     return {"schedule": name, "ranks": dist.get_world_size(), "blocks": blocks, **times}
 
 
-def run_rank(rank: int, world: int, blocks: list[int], folder: str) -> None:
+def run_rank(rank: int, world: int, blocks: list[int], folder: str, device: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store{world}", world), rank=rank, world_size=world)
-    rows = [measure(name, count) for name in SCHEDULES for count in blocks]
+    rows = [measure(name, count, device) for name in SCHEDULES for count in blocks]
     if rank == 0:
         Path(folder, f"rows{world}").write_text(json.dumps(rows))
     dist.barrier()
@@ -103,12 +104,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help=f"at most {MICROBATCHES // 2}")
     parser.add_argument("--blocks", type=int, nargs="+", default=[16, 64], help="blocks per stage")
+    parser.add_argument("--device", default="cpu", help="where the stages are: cpu (default), or cuda with one rank")
     add_argument(parser)
     given = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for world in given.ranks:
-            mp.spawn(run_rank, (world, given.blocks, folder), nprocs=world)
+            mp.spawn(run_rank, (world, given.blocks, folder, given.device), nprocs=world)
             rows += json.loads(Path(folder, f"rows{world}").read_text())
     for row in rows:
         row["ratio"] = spread(ours / theirs for ours, theirs in zip(row["zbpipe"], row["torch"], strict=True))
@@ -130,7 +132,7 @@ def main() -> None:
             ],
         )
     )
-    write(given.json, "step_overhead", rows)
+    write(given.json, "step_overhead", rows, given.device)
 
 
 if __name__ == "__main__":

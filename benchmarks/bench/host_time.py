@@ -11,7 +11,6 @@ unsplit backward.
 from __future__ import annotations
 
 import importlib
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ import torch
 from torch import nn
 
 import zbpipe
-from bench.results import Spread, spread
+from bench.results import Spread, now, spread
 from bench.stages import Block
 from bench.store import Store
 from zbpipe._torch.pipelining import BACKWARD
@@ -46,21 +45,22 @@ class Stage:
     weight). The engine sums what tied and hooked weights are owed, so W costs more there.
     """
 
-    def __init__(self, blocks: int, store: Store | None = None, weights: str = "plain") -> None:
+    def __init__(self, blocks: int, store: Store | None = None, weights: str = "plain", device: str = "cpu") -> None:
         torch.manual_seed(0)
         stack = [Block(WIDTH, HEADS) for _ in range(blocks)]
         if weights == "tied":
             for block, before in zip(stack[1::2], stack[::2], strict=True):
                 block.up.weight, block.down.weight = before.up.weight, before.down.weight
                 block.qkv.weight, block.out.weight = before.qkv.weight, before.out.weight
-        self.module: nn.Module = nn.Sequential(*stack)
+        self.module: nn.Module = nn.Sequential(*stack).to(device)
+        self.device = device
         if weights == "hooked":
             for parameter in self.module.parameters():
                 parameter.register_hook(lambda grad: None)  # type: ignore[no-untyped-call]
         if store is not None:
             store.prepare(self.module)
-        self.x = torch.randn(BATCH, TOKENS, WIDTH)
-        self.grad = torch.ones(BATCH, TOKENS, WIDTH)
+        self.x = torch.randn(BATCH, TOKENS, WIDTH, device=device)
+        self.grad = torch.ones(BATCH, TOKENS, WIDTH, device=device)
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
         x = self.x.clone().requires_grad_()
@@ -68,28 +68,28 @@ class Stage:
 
     def unsplit(self) -> Times:
         _, output = self.forward()
-        start = time.perf_counter()
+        start = now(self.device)
         torch.autograd.backward([output], [self.grad])
         del output
-        return Times(time.perf_counter() - start, 0.0)
+        return Times(now(self.device) - start, 0.0)
 
     def weights(self, passes: Any) -> Iterator[torch.Tensor] | None:
         return None if passes is zbpipe else self.module.parameters()
 
     def split(self, passes: Any) -> Times:
         x, output = self.forward()
-        start = time.perf_counter()
+        start = now(self.device)
         _, groups = passes.stage_backward_input([output], [self.grad], [x], self.weights(passes))
-        middle = time.perf_counter()
+        middle = now(self.device)
         passes.stage_backward_weight(self.weights(passes), groups)
         del groups
-        return Times(middle - start, time.perf_counter() - middle)
+        return Times(middle - start, now(self.device) - middle)
 
 
-def measure(blocks: int, repeat: int) -> dict[str, dict[str, Spread]]:
+def measure(blocks: int, repeat: int, device: str = "cpu") -> dict[str, dict[str, Spread]]:
     """Milliseconds of each half, and the ratio of their sum to the unsplit backward's time, of each side."""
-    stage, store = Stage(blocks), Store()
-    stored = Stage(blocks, store)
+    stage, store = Stage(blocks, device=device), Store()
+    stored = Stage(blocks, store, device=device)
     torchs = importlib.import_module(BACKWARD)
     sides: dict[str, Callable[[], Times]] = {
         "unsplit": stage.unsplit,

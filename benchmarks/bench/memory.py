@@ -1,19 +1,19 @@
 """Memory and time of the split backward: torch's own module and layers with a store (store.py) beside zbpipe.
 
-An unsplit backward is the reference. Four kinds of stages, float32, on the CPU. Bytes are exact (zbpipe.memory.record)
-and count from before the forward, so that neither the weights nor the stage's input are in them; each measured step
-runs on a stage of its own whose gradients start from None. What a pipeline would send away (the output, the input's
-gradient) is dropped before "held" is read. Times are medians of runs that take turns; ratios are to the unsplit
-backward's median, or to torch's W.
+An unsplit backward is the reference. Four kinds of stages, float32. Bytes are exact (zbpipe.memory.record on the CPU, a
+GPU's own counters there) and count from before the forward, so that neither the weights nor the stage's input are in
+them; each measured step runs on a stage of its own whose gradients start from None. What a pipeline would send away
+(the output, the input's gradient) is dropped before "held" is read. Times are medians of runs that take turns; ratios
+are to the unsplit backward's median, or to torch's W.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import importlib
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import zbpipe
-from bench.results import Spread, spread
+from bench.results import Spread, now, spread
 from bench.stages import Stage, convolution, mlp, moe, transformer
 from bench.store import Store
 from zbpipe._torch.pipelining import BACKWARD
@@ -116,11 +116,11 @@ class Result:
 class Microbatch:
     """One microbatch of a stage, pass by pass."""
 
-    def __init__(self, stage: Stage, side: Side) -> None:
+    def __init__(self, stage: Stage, side: Side, device: str = "cpu") -> None:
         self.stage, self.passes, self.choices = stage, side.made(stage), side.choices
         self.weights = list(stage.parameters())
-        self.x = torch.randn(stage.shape, requires_grad=True)
-        self.grad = torch.randn(stage.shape)
+        self.x = torch.randn(stage.shape, requires_grad=True, device=device)
+        self.grad = torch.randn(stage.shape, device=device)
         self.groups: Any = None
 
     def forward(self) -> None:
@@ -145,12 +145,34 @@ class Microbatch:
         self.groups = None
 
 
-def count(stage: Stage, side: Side) -> Bytes:
-    run = Microbatch(copy.deepcopy(stage), side)
+class Phase(NamedTuple):
+    peak: int
+
+
+class GPUMemory:
+    """As much of zbpipe.memory.record() as is asked here, of PyTorch's counters for a GPU."""
+
+    def __init__(self) -> None:
+        self.phases: list[Phase] = []
+        self.before = torch.cuda.memory_allocated()
+
+    @property
+    def live(self) -> int:
+        return torch.cuda.memory_allocated() - self.before
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        torch.cuda.reset_peak_memory_stats()
+        yield
+        self.phases.append(Phase(torch.cuda.max_memory_allocated() - self.before))
+
+
+def count(stage: Stage, side: Side, device: str = "cpu") -> Bytes:
+    run = Microbatch(copy.deepcopy(stage), side, device)
     gc.collect()  # torch's groups are cycles: nothing of an earlier run may die in this one
     gc.disable()
     try:
-        with zbpipe.memory.record() as rec:
+        with zbpipe.memory.record() if device == "cpu" else contextlib.nullcontext(GPUMemory()) as rec:
             run.forward()
             after_forward, computed = rec.live, run.stage.computed
             with rec.phase("I"):
@@ -172,21 +194,21 @@ def count(stage: Stage, side: Side) -> Bytes:
     )
 
 
-def clock(stage: Stage, sides: dict[str, Side], repeat: int) -> dict[str, Times]:
+def clock(stage: Stage, sides: dict[str, Side], repeat: int, device: str = "cpu") -> dict[str, Times]:
     """With gradients that exist: the sides take turns, on one stage each."""
-    runs = {name: Microbatch(copy.deepcopy(stage), side) for name, side in sides.items()}
+    runs = {name: Microbatch(copy.deepcopy(stage), side, device) for name, side in sides.items()}
     taken: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
     for number in range(repeat + 1):
         for side, run in runs.items():
             run.forward()
-            start = time.perf_counter()
+            start = now(device)
             run.backward()
-            middle = time.perf_counter()
+            middle = now(device)
             run.send()
-            begin = time.perf_counter()
+            begin = now(device)
             run.weight_pass()
             if number:  # the first one warms up
-                taken[side].append((middle - start, time.perf_counter() - begin))
+                taken[side].append((middle - start, now(device) - begin))
     return {
         side: Times(
             input_pass=spread(1e3 * first for first, _ in pairs),
@@ -197,19 +219,19 @@ def clock(stage: Stage, sides: dict[str, Side], repeat: int) -> dict[str, Times]
     }
 
 
-def measure(make: Callable[[], Stage], sides: dict[str, Side], repeat: int) -> dict[str, Result]:
+def measure(make: Callable[[], Stage], sides: dict[str, Side], repeat: int, device: str = "cpu") -> dict[str, Result]:
     torch.manual_seed(0)
-    stage = make()
+    stage = make().to(device)
     results = {}
     for name, side in sides.items():
         results[name] = Result()
         try:
-            count(stage, side)  # warms up
-            results[name].bytes = count(stage, side)
+            count(stage, side, device)  # warms up
+            results[name].bytes = count(stage, side, device)
         except RuntimeError as error:
             results[name].error = str(error).splitlines()[0]
     whole = {name: side for name, side in sides.items() if not results[name].error}
-    for name, times in clock(stage, whole, repeat).items():
+    for name, times in clock(stage, whole, repeat, device).items():
         results[name].times = times
     return results
 
@@ -220,12 +242,15 @@ def plain_products(net: nn.Sequential, inputs: list[torch.Tensor], grads: list[t
         layer.weight.grad += grad.t() @ x  # type: ignore[operator]
 
 
-def time_existing(tokens: int, repeat: int) -> dict[str, Spread]:
+def time_existing(tokens: int, repeat: int, device: str = "cpu") -> dict[str, Spread]:
     """Milliseconds of W on LAYERS matrices of WIDTH x WIDTH whose gradients exist."""
     torch.manual_seed(0)
-    nets = {name: nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))) for name in EXISTING}
-    x, grad = torch.randn(tokens, WIDTH, requires_grad=True), torch.randn(tokens, WIDTH)
-    matrices = [[torch.randn(tokens, WIDTH) for _ in range(LAYERS)] for _ in range(2)]
+    nets = {
+        name: nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, device=device) for _ in range(LAYERS)))
+        for name in EXISTING
+    }
+    x, grad = torch.randn(tokens, WIDTH, requires_grad=True, device=device), torch.randn(tokens, WIDTH, device=device)
+    matrices = [[torch.randn(tokens, WIDTH, device=device) for _ in range(LAYERS)] for _ in range(2)]
     passes = {name: side.made(nets[name]) for name, side in EXISTING.items()}
     taken: dict[str, list[float]] = {name: [] for name in EXISTING}
     for number in range(repeat + 1):
@@ -236,12 +261,12 @@ def time_existing(tokens: int, repeat: int) -> dict[str, Spread]:
             elif number == 0:
                 net(x).backward(grad)
             with zbpipe.policy(**side.choices):
-                start = time.perf_counter()
+                start = now(device)
                 if groups is None:
                     plain_products(net, *matrices)
                 else:
                     passes[name].stage_backward_weight(net.parameters(), groups)
                 if number:
-                    taken[name].append(1e3 * (time.perf_counter() - start))
+                    taken[name].append(1e3 * (now(device) - start))
             del groups
     return {"plain mm and add" if name == "unsplit" else name: spread(t) for name, t in taken.items()}

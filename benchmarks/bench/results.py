@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import statistics
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,13 +35,20 @@ def spread(numbers: Iterable[float]) -> Spread:
     return Spread(median, low, high, len(known))
 
 
+def now(device: str) -> float:
+    """Seconds, when all that was asked of the device has run."""
+    if device != "cpu":
+        torch.accelerator.synchronize()
+    return time.perf_counter()
+
+
 def add_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", type=Path, metavar="PATH", help="write the figures to this file, or as NAME-TORCH.json to this folder"
     )
 
 
-def write(path: Path | None, name: str, figures: Any) -> None:
+def write(path: Path | None, name: str, figures: Any, device: str = "cpu") -> None:
     """``figures`` are plain data; a Spread among them becomes an object of its fields."""
     if path is None:
         return
@@ -50,7 +58,7 @@ def write(path: Path | None, name: str, figures: Any) -> None:
         "benchmark": name,
         "schema": SCHEMA,
         "date": datetime.date.today().isoformat(),
-        "device": f"{_processor()}, {os.cpu_count()} cores",
+        "device": torch.cuda.get_device_name(device) if device != "cpu" else f"{_processor()}, {os.cpu_count()} cores",
         "torch": plain_version(torch.__version__),
         "zbpipe": __version__,
         "python": platform.python_version(),

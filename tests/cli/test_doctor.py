@@ -1,5 +1,6 @@
 """python -m zbpipe: its help and version, and the doctor, beside torch as it is and with faults planted."""
 
+import json
 import os
 import re
 import shutil
@@ -193,12 +194,15 @@ PACKAGE = Path(zbpipe.__file__).parent
 NO_NUMPY = "import sys\nsys.modules['numpy'] = None\n"
 
 
-def place(folder, *, built=True, torch_is=None, at_start=""):
-    """A folder for PYTHONPATH with this package, and what is said of torch and at Python's start."""
-    if built:
+def place(folder, *, built=True, torch_is=None, at_start="", git=None):
+    """A folder for PYTHONPATH with this package, and what is said of torch, at Python's start and of torch's revision."""
+    if built and git is None:
         (folder / "zbpipe").symlink_to(PACKAGE)
     else:
-        shutil.copytree(PACKAGE, folder / "zbpipe", ignore=shutil.ignore_patterns("torch_*_*"))
+        unbuilt = () if built else ("torch_*_*",)
+        shutil.copytree(PACKAGE, folder / "zbpipe", ignore=shutil.ignore_patterns("__pycache__", *unbuilt))
+    for described in folder.glob("zbpipe/_native/torch_*_*/*.json") if git else ():
+        described.write_text(json.dumps({**json.loads(described.read_text()), "git": git}))
     if torch_is is not None:
         (folder / "torch.py").write_text(torch_is)
     (folder / "sitecustomize.py").write_text(at_start)
@@ -206,30 +210,33 @@ def place(folder, *, built=True, torch_is=None, at_start=""):
     return folder
 
 
-@pytest.mark.parametrize(
-    ("way", "switches", "environment", "fault"),
-    [
-        ({}, ["-S"], {}, "zbpipe needs torch, and the Python at .* has none: pip install 'torch>=2.11', then "),
-        (
-            {"torch_is": "import types\n__version__ = '9.9.9'\nversion = types.SimpleNamespace(git_version='abc')\n"
-             "def compiled_with_cxx11_abi(): return True\n"},
-            ["-S"],
-            {},
-            "zbpipe has no compiled part for torch 9.9.9 and cpython-.* in .*torch 2.* there.: build it",
-        ),
-        (
-            {"torch_is": "raise OSError('libcudart.so.13: cannot open shared object file')"},
-            ["-S"],
-            {},
-            "zbpipe cannot be imported: OSError: libcudart.so.13: cannot open shared object file",
-        ),
-        ({"built": False}, ["-S"], {"sees": "torch"}, "zbpipe has no compiled part for torch .*none there.: build it"),
-        ({}, [], {"ZBPIPE_POLICY": "defer=never"}, "ValueError: ZBPIPE_POLICY is 'defer=never': defer is 'never'"),
-        ({"at_start": NO_NUMPY}, [], {}, "numpy is not installed, and torch's schedules send .*: pip install numpy"),
-    ],
-    ids=["no torch", "another torch", "a torch that does not load", "never built", "a bad policy", "no numpy"],
-)  # fmt: skip
-def test_it_starts_where_zbpipe_does_not(tmp_path, way, switches, environment, fault):
+def rows_of_the_page():
+    """What the first table of docs/troubleshooting.md says is printed, as patterns."""
+    table = (ROOT / "docs" / "troubleshooting.md").read_text().split("\n\n")[2]
+    said = [line.split("`")[1] for line in table.splitlines()[2:]]
+    return [re.escape(text).replace(re.escape("..."), ".*") for text in said]
+
+
+ROWS = rows_of_the_page()
+NEWER = "import types\n__version__ = '9.9.9'\nversion = types.SimpleNamespace(git_version='abc')\n"
+# State: how zbpipe and torch are there, Python's switches, the environment, the row of the page, and what is said besides.
+STATES = {
+    "another torch": ({"torch_is": NEWER}, ["-S"], {}, 0, "torch 9.9.9 and cpython-.* in .*torch 2.* there.: build it"),
+    "never built": ({"built": False}, ["-S"], {"sees": "torch"}, 0, "none there.: build it"),
+    "another revision of torch": ({"git": "abcdef"}, ["-S"], {"sees": "torch"}, 1, r"\(git abcdef\), and this .*: build it"),
+    "no torch": ({}, ["-S"], {}, 2, ": pip install 'torch>=2.11', then "),
+    "a torch that does not load": ({"torch_is": "raise OSError('libcudart.so.13: no such file')"}, ["-S"], {}, 3, "libcudart"),
+    "no numpy": ({"at_start": NO_NUMPY}, [], {}, 4, "and torch's schedules send .*: pip install numpy"),
+    "a bad policy": ({}, [], {"ZBPIPE_POLICY": "defer=never"}, 5, "is 'defer=never': defer is 'never'"),
+    "a policy of one word": ({}, [], {"ZBPIPE_POLICY": "all"}, 5, "says 'all'"),
+    "neither on nor off": ({}, [], {"ZBPIPE_PATCH": "maybe"}, 6, "'maybe'"),
+    "no autoload": ({}, [], {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, 7, "AUTOLOAD=0.*; zbpipe.patch.. in the script does"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_what_the_page_says_first_the_doctor_finds(tmp_path, state):
+    way, switches, environment, row, besides = STATES[state]
     path = [str(place(tmp_path, **way))]
     if environment.get("sees"):  # what is installed, but for what its .pth files lead to: an editable zbpipe
         path.append(str(Path(torch.__file__).parents[1]))
@@ -239,10 +246,14 @@ def test_it_starts_where_zbpipe_does_not(tmp_path, way, switches, environment, f
     assert done.returncode == 1 and "Traceback" not in done.stderr
     *lines, last = done.stdout.splitlines()
     assert last == "something would not work"
-    (found,) = [line for line in lines if re.search(fault, line)]
-    assert found.startswith("FAULT: ")
+    faults = [line for line in lines if line.startswith("FAULT: ")]
+    assert any(re.search(ROWS[row], fault) and re.search(besides, fault) for fault in faults), faults
     assert [line.split(":")[0] for line in lines][:1] == ["zbpipe"]
     assert {"Python", "torch", "numpy"} <= {line.split(":")[0] for line in lines}
+
+
+def test_no_row_of_the_page_is_left_out():
+    assert {row for _, _, _, row, _ in STATES.values()} == set(range(len(ROWS)))
 
 
 def test_only_the_doctor_is_served_so(tmp_path):
@@ -290,7 +301,8 @@ def test_what_is_to_be_done_can_be_done_where_zbpipe_is(tmp_path, is_tree):
     last = done.stderr.splitlines()[-1]
     if is_tree:
         assert last.endswith(
-            f"in {tmp_path}, run `pip install --no-build-isolation --no-deps --force-reinstall --editable .`."
+            f"in {tmp_path}, run `pip install --no-build-isolation --no-deps --force-reinstall --editable .`; or run Python "
+            "elsewhere, if zbpipe is installed too."
         )
     else:
         assert last.endswith(

@@ -3,11 +3,12 @@
 What is tested is the build, not what it builds: a stand-in for csrc compiles in a second.
 """
 
+import importlib.metadata
 import os
 import shutil
 import subprocess
-import sys
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,48 @@ SOURCES = {
 }
 
 
+def what_is_installed(seen):
+    """A folder that shows all that is installed where the tests run, but for zbpipe itself."""
+    seen.mkdir(exist_ok=True)
+    for package in Path(torch.__file__).parents[1].iterdir():
+        if "zbpipe" not in package.name and not (seen / package.name).is_symlink():
+            (seen / package.name).symlink_to(package)
+    return seen
+
+
+class Index:
+    """A folder as an index of packages, for pip and uv."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def of(self, name):
+        folder = self.path / name
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def stand_in(self, name, shows, version=None):
+        """A wheel of a few bytes under the name and version of what is installed: installed itself, it shows a folder."""
+        version = version or importlib.metadata.version(name)
+        described = f"{name}-{version}.dist-info"
+        files = {
+            f"{name}_stands_in.pth": f"{shows}\n",
+            f"{described}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+            f"{described}/entry_points.txt": importlib.metadata.distribution(name).read_text("entry_points.txt") or "",
+            f"{described}/WHEEL": "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        }
+        files[f"{described}/RECORD"] = "".join(f"{file},,\n" for file in [*files, f"{described}/RECORD"])
+        with zipfile.ZipFile(self.of(name) / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+            for file, text in files.items():
+                wheel.writestr(file, text)
+
+    def url(self):
+        for package in self.path.iterdir():
+            links = [f'<a href="{file.name}">{file.name}</a>' for file in package.iterdir() if file.suffix != ".html"]
+            (package / "index.html").write_text("\n".join(["<!DOCTYPE html><html><body>", *links, "</body></html>"]))
+        return self.path.as_uri()
+
+
 class Environment:
     """A virtual environment whose pip and Python can be run."""
 
@@ -49,13 +92,7 @@ class Environment:
         self.python = str(path / "bin" / "python")
         self.site = next(path.glob("lib/python3*/site-packages"))
         if sees_torch:
-            # All that is installed where the tests run, as if it were installed here, but for zbpipe itself.
-            seen = path / "seen"
-            seen.mkdir()
-            for package in Path(torch.__file__).parents[1].iterdir():
-                if "zbpipe" not in package.name:
-                    (seen / package.name).symlink_to(package)
-            (self.site / "sees_torch.pth").write_text(f"{seen}\n")
+            (self.site / "sees_torch.pth").write_text(f"{what_is_installed(path / 'seen')}\n")
 
     def run(self, *command, cwd="/", **environment):
         outer = {k: v for k, v in os.environ.items() if not k.startswith(("ZBPIPE_", "PYTHONPATH", "LD_PRELOAD"))}
@@ -74,14 +111,6 @@ class Environment:
         assert (done.returncode != 0) == fails, done.stdout
         return done.stdout
 
-    def uv(self, *command):
-        program = [Path(sys.executable).with_name("uv"), *command, "--python", self.python]
-        outer = {key: value for key, value in os.environ.items() if not key.startswith(("ZBPIPE_", "PYTHONPATH"))}
-        return subprocess.run(
-            [*map(str, program), "--offline", "--no-cache"],
-            env=outer, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
-        )  # fmt: skip
-
     def zbpipe(self, code="import zbpipe; print(zbpipe.answer())", **environment):
         return self.run("-W", "error", "-c", code, **environment).stdout
 
@@ -97,6 +126,16 @@ def environment(tmp_path_factory):
 @pytest.fixture
 def bare_environment(tmp_path):
     return Environment(tmp_path / "without_torch", sees_torch=False)
+
+
+@pytest.fixture
+def index(tmp_path):
+    """An index of wheels that stand in for what zbpipe and its build need, and of a torch that is newer."""
+    index = Index(tmp_path / "index")
+    for name in ("torch", "numpy", "setuptools", "ninja"):
+        index.stand_in(name, what_is_installed(tmp_path / "seen"))
+    index.stand_in("torch", tmp_path / "nowhere", "9.9.9")
+    return index
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ def run(*arguments):
         capture_output=True,
         text=True,
         timeout=1800,
+        env={**os.environ, "ZBPIPE_DEVICE": "late"},
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
@@ -44,9 +45,9 @@ def test_cases(cases):
 @pytest.mark.parametrize("name", ["oracle", "groups", "hooks", "functions", "threads", "edges"])
 def test_ordinary_tests(name):
     """What tests/ asks of the CPU, asked of the device, each weight pass on a stream of its own."""
-    run("-p", "support.late_default", f"passes/test_{name}.py")
+    run("-p", "support.on_device", f"passes/test_{name}.py")
 
 
 @pytest.mark.long
 def test_all_ordinary_tests():
-    run("-p", "support.late_default", "passes", "policy", "kernels", "-m", "not long and not cuda")
+    run("-p", "support.on_device", "passes", "policy", "kernels", "-m", "not long and not cuda")

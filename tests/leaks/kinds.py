@@ -245,7 +245,6 @@ class OfTheStandardLibrary:
 
     def C_pickler():
         writer = pickle.Pickler(io.BytesIO())
-        writer.persistent_id = lambda thing: None
         writer.memo = {0: (0, made())}
         return writer
 

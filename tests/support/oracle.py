@@ -312,7 +312,7 @@ def make_input(spec):
         return torch.randn(spec, dtype=torch.float64, requires_grad=True)
     if callable(spec):
         return spec()
-    return spec
+    return spec.to(torch.get_default_device()) if isinstance(spec, torch.Tensor) else spec
 
 
 def twin(value):

@@ -130,12 +130,14 @@ class Pipeline:
     given: from a stage's number to further arguments of the stage.
     """
 
-    def __init__(self, schedule, parts, wrap=lambda part: part, given=lambda i: {}, device="cpu", group=None):
+    def __init__(self, schedule, parts, wrap=lambda part: part, given=lambda i: {}, device=None, group=None):
         self.name, self.count = schedule, len(parts)
         self.mine = places(schedule, self.count, group)
         self.parts = {i: parts[i] for i in self.mine}
         self.stages = [
-            PipelineStage(wrap(part), i, self.count, torch.device(device), group=group, **given(i))
+            PipelineStage(
+                wrap(part), i, self.count, torch.device(device or torch.get_default_device()), group=group, **given(i)
+            )
             for i, part in self.parts.items()
         ]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from zbpipe import _build, get_policy, is_patched
+from zbpipe import _build, _native, get_policy, is_patched
 from zbpipe._first_aid import find_numpy, line
 from zbpipe._patch.env import OFF, ON, RELEASE_OUTPUTS
 from zbpipe._torch import needs, probe
@@ -53,12 +53,16 @@ def run(everything: bool = False) -> int:
     faults: list[str] = []
     notes: list[str] = []
     line("zbpipe", f"{__version__}, {Path(__file__).parents[1]}")
-    line("built with", f"{_build}, {_build.python}")
+    line("built with", f"{_build}, {_native.PYTHON}")
     line("Python", f"{sys.version.split()[0]}, {sys.executable}")
     line("torch", f"{torch.__version__}, {torch_is(notes)}, {Path(torch.__file__).parent}")
     line("numpy", find_numpy(faults))
     line("CUDA", f"{torch.version.cuda}, {torch.cuda.device_count()} devices" if torch.version.cuda else "none")
-    line("private parts", private_parts(everything, faults, notes))
+    try:
+        line("private parts", private_parts(everything, faults, notes))
+    except (ImportError, RuntimeError) as error:  # the hook raises where ZBPIPE_PATCH is neither on nor off
+        line("private parts", "not looked at")
+        faults.append(f"torch.distributed.pipelining cannot be imported: {error}")
     for name in ("ZBPIPE_PATCH", RELEASE_OUTPUTS, "ZBPIPE_POLICY"):
         value = os.environ.get(name)
         line(name, "not set" if value is None else repr(value))

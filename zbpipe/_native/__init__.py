@@ -6,7 +6,6 @@ symbol``, or worse: here an ImportError says what is wrong.
 
 from __future__ import annotations
 
-import importlib.machinery
 import importlib.util
 import json
 import sys
@@ -18,7 +17,6 @@ from zbpipe._version import __version__
 
 HERE = Path(__file__).resolve().parent
 TREE = HERE.parents[1]
-IS_TREE = (TREE / "setup.py").exists()
 PYTHON = str(sys.implementation.cache_tag)
 INSTALL = "pip install --no-build-isolation --no-deps --force-reinstall"
 
@@ -30,13 +28,9 @@ class Build(NamedTuple):
     torch: str
     git: str
     hip: bool
-    cxx11_abi: bool
-    python: str
-    kind: str
 
     def __str__(self) -> str:
-        rocm = ", ROCm" if self.hip else ""
-        return f"zbpipe {self.zbpipe}, torch {self.torch} (git {self.git[:12]}, C++11 ABI {int(self.cxx11_abi)}{rocm})"
+        return f"zbpipe {self.zbpipe}, torch {self.torch} (git {self.git[:12]}{', ROCm' if self.hip else ''})"
 
 
 def load() -> Build:
@@ -56,16 +50,15 @@ def load() -> Build:
     folder = HERE / f"torch_{'_'.join(release.split('.')[:2])}"
     library, described = folder / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}", folder / f"{PYTHON}.json"
     if not (library.exists() and described.exists()):
-        there = sorted(f"torch {Build(**json.loads(path.read_text())).torch}, {path.stem}" for path in _builds(HERE))
+        there = sorted(f"torch {_read(path).torch}, {path.stem}" for path in HERE.glob("torch_*/*.json"))
         raise ImportError(
             f"zbpipe has no compiled part for torch {release} and {PYTHON} in {HERE} ({'; '.join(there) or 'none'} "
-            f"there): {_how_to_mend()}"
+            f"there): {_how()}"
         )
-    build = Build(**json.loads(described.read_text()))
-    git, hip, abi = str(torch.version.git_version), torch.version.hip is not None, torch.compiled_with_cxx11_abi()
-    now = Build(__version__, release, git, hip, abi, build.python, build.kind)
+    build = _read(described)
+    now = Build(__version__, release, str(torch.version.git_version), torch.version.hip is not None)
     if build != now:
-        raise ImportError(f"zbpipe's compiled part is of {build}, and this process has {now}: {_how_to_mend()}")
+        raise ImportError(f"zbpipe's compiled part is of {build}, and this process has {now}: {_how()}")
     spec = importlib.util.spec_from_file_location("zbpipe._C", library)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -75,25 +68,14 @@ def load() -> Build:
     return build
 
 
-def _builds(native: Path) -> list[Path]:
-    return sorted(native.glob("torch_*/*.json"))
+def _read(described: Path) -> Build:
+    return Build(*map(json.loads(described.read_text()).get, Build._fields))
 
 
 def _how() -> str:
     """The command that builds it here, as the end of a sentence."""
-    if IS_TREE:
-        return f"build it: in {TREE}, run `{INSTALL} --editable .`."
+    if (TREE / "setup.py").exists():
+        return (
+            f"build it: in {TREE}, run `{INSTALL} --editable .`; or run Python elsewhere, if zbpipe is installed too."
+        )
     return f"build it from source: `{INSTALL} --no-cache-dir --no-binary zbpipe zbpipe`."
-
-
-def _how_to_mend() -> str:
-    """``_how``; where another zbpipe, which was built, is hidden behind this one on sys.path, its place first."""
-    for entry in sys.path:
-        spec = importlib.machinery.PathFinder.find_spec("zbpipe", [entry])
-        found = Path(spec.origin).resolve().parent if spec is not None and spec.origin is not None else HERE.parent
-        if found != HERE.parent and _builds(found / "_native"):
-            return (
-                f"a built zbpipe is in {found}, and {TREE} comes before it on sys.path: run Python from another "
-                f"directory, or {_how()}"
-            )
-    return _how()
