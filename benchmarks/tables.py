@@ -275,26 +275,6 @@ def stage_zero() -> str:
     return f"{markdown(header, rows)}\n\n{words}"
 
 
-def checkpointed() -> str:
-    measured = figures("memory")
-    name = "transformer, checkpointed"
-    sides = {
-        "torch's module": measured["stages"][name]["torch"],
-        '`checkpoint="keep"`': measured["stages"][name]["zbpipe"],
-    }
-    for word in ("recompute", "input_pass"):
-        sides[f'`checkpoint="{word}"`'] = measured["policies"][name][f"checkpoint={word}"]
-    rows = [
-        [
-            side,
-            *(f"{megabytes(of['bytes'][key])} MB" for key in ("held", "peak_input", "peak_weight")),
-            f"{of['bytes']['computed']:g}",
-        ]
-        for side, of in sides.items()
-    ]
-    return markdown(["", "held from I to W", "peak in I", "peak in W", "forwards computed again"], rows)
-
-
 def checkpointed_steps() -> str:
     words = ("torch", "keep", "recompute", "input_pass")
     rows = []
@@ -349,7 +329,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "machine": machine,
     },
     "docs/compatibility.md": {"compile": compiled, "stage_zero": stage_zero},
-    "docs/memory.md": {"checkpointed": checkpointed, "checkpointed steps": checkpointed_steps, "recorder": recorder},
+    "docs/memory.md": {"checkpointed steps": checkpointed_steps, "recorder": recorder},
     "docs/leaks.md": {"leaks": leaks},
 }
 
