@@ -693,8 +693,6 @@ OF_LIBRARIES = (
     "finalizer",
     "last error",
     "last result",
-    "output of a notebook",
-    "context variable",
     "cached parametrization",
 )
 # Found in a cycle, they hang on a library's own as well, and are no leaks.

@@ -105,7 +105,7 @@ def tensors_in(thing: Any, depth: int | None = None) -> list[torch.Tensor]:
             todo.append((array.base.__get__(one), level))
         elif depth is not None and issubclass(kind, torch.nn.Module):
             found += [*one.parameters(), *one.buffers()]
-        elif (depth is not None and level == 0) or issubclass(kind, type) or seen.get(id(one), -1) >= level:
+        elif (depth is not None and level == 0) or issubclass(kind, type) or seen.get(id(one), level - 1) >= level:
             continue
         elif issubclass(kind, dict):
             inner = [*dict.keys(one), *dict.values(one)]

@@ -49,9 +49,9 @@ typedef struct zbp_graph {
 /* Frees what the graph holds and zeroes it. A zeroed graph is legal. */
 void zbp_graph_fini(zbp_graph *graph);
 
-/* Finds the node of key, or adds one with the next id and no marks. *id_out (may be NULL) is its id.
- * key is not NULL, borrowed, never read through, and must stay the name of one node for as long as
- * the graph is used.
+/* Finds the node of key, or adds one with the next id and no marks. *id_out (may be NULL) is its
+ * id. key is not NULL, borrowed, never read through, and must stay the name of one node for as long
+ * as the graph is used.
  * Errors, the graph unchanged: ZBP_ENOMEM, ZBP_EOVERFLOW (UINT32_MAX - 1 nodes). A key that is
  * already there cannot fail. Amortised O(1). */
 ZBP_MUST_USE int zbp_graph_add_node(zbp_graph *graph, const void *key, uint32_t *id_out);

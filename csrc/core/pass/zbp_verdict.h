@@ -30,8 +30,8 @@ typedef struct zbp_offer {
     const bool *is_matrix;
 } zbp_offer;
 
-/* Of work that is offered to a task. face_out: [slot_count], the face that takes the gradient, counted
- * from the task's first; -1 where none does. Precondition: the task is one of the layout. */
+/* Of work that is offered to a task. face_out: [slot_count], the face that takes the gradient,
+ * counted from the task's first; -1 where none does. The task is one of the layout. */
 zbp_verdict zbp_verdict_of(const zbp_layout *layout, uint32_t task, const zbp_offer *offer,
                            int32_t *face_out);
 

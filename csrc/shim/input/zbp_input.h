@@ -53,8 +53,8 @@ typedef int (*zbp_input_steps)(zbp_scene *scene, zbp_error *error);
 /* Makes a Python object of a group, which it steals. NULL with a Python error set. */
 typedef PyObject *(*zbp_wrap)(void *arg, zbp_group *group);
 
-/* Checks and converts the arguments, then runs the steps. New tuple (dinputs, groups): a gradient or
- * None per input, a list. The inputs' .grad is set or added to.
+/* Checks and converts the arguments, then runs the steps. New tuple (dinputs, groups): a gradient
+ * or None per input, a list. The inputs' .grad is set or added to.
  *
  * *has_begun_out: false where the arguments were refused, and nothing was touched. After an error
  * in the steps the graph has its edges back, no gradient of an input was set, and what ran has
