@@ -96,8 +96,8 @@ GLOBAL = ">> module global __main__."
 # name: what is set up, what each step keeps, how it would be let go of, the line that is marked, what else is said
 KINDS = {
     "numbers": ("cache = {}", "cache[i] = y", "cache.clear()", f"{GLOBAL}cache", "held by a dict that was never"),
-    "names": ("cache = {}", 'cache[f"step_{i}"] = y', "cache.clear()", f"{GLOBAL}cache", "item 'step_3' and 9 like it"),
-    "uuids": ("cache = {}", "cache[uuid.uuid4().hex] = y", "cache.clear()", f"{GLOBAL}cache", "and 9 like it"),
+    "names": ("cache = {}", 'cache[f"step_{i}"] = y', "cache.clear()", f"{GLOBAL}cache", "item 'step_3' and 6 like it"),
+    "uuids": ("cache = {}", "cache[uuid.uuid4().hex] = y", "cache.clear()", f"{GLOBAL}cache", "and 6 like it"),
     "attributes": ("net = nn.Module()", 'setattr(net, f"out{i}", y)', "del net.__dict__[f'out{i}']", f"{GLOBAL}net", ""),
     "buffers": (
         "net = nn.Module()",
@@ -122,7 +122,7 @@ KINDS = {
         "",
         "x = torch.randn(4, requires_grad=True); x.square().sum().backward(create_graph=True)",
         "x.grad = None",
-        ">> Tensor float32 [4]",
+        ">> self, saved: Tensor float32 [4]",
         CYCLES,
     ),
     "parents": (DATA, "data = Data(y)", "data.store.parent = None", ">> attribute x of Storage", "attribute parent of Storage"),
