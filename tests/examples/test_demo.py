@@ -182,9 +182,18 @@ def test_the_peak_of_stages_on_one_rank_is_exact(side: str, tmp_path: Path) -> N
 def test_a_buffer_that_is_freed_unseen_is_told() -> None:
     import torch
 
-    stage = SimpleNamespace(grad_recv_info={}, args_recv_info={}, stage_index=1)
-    for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
-        setattr(stage, name, lambda bwd_chunk_id: None)
+    class Stage:
+        stage_index = 1
+
+        def __init__(self) -> None:
+            self.grad_recv_info: dict[int, object] = {}
+            self.args_recv_info: dict[int, object] = {}
+
+        def forward_one_chunk(self) -> None: ...
+
+        backward_one_chunk = backward_weight_one_chunk = forward_one_chunk
+
+    stage = Stage()
     info = SimpleNamespace(buffer=torch.empty(10))
     stage.args_recv_info[0] = (info,)
 
