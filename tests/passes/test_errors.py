@@ -459,6 +459,26 @@ def test_weight_pass_of_two_microbatches_that_failed_once_adds_their_shared_node
     check(Stage(lambda m, x: product(m, x) @ m.c, a=(4, 4), b=(4, 4), c=(4, 4)), (3, 4), orders=(failing_once,))
 
 
+def test_warning_made_an_error_among_the_arguments_changes_nothing():
+    """A sparse loss: the ones that its backward begins with warn that such tensors are in beta."""
+    x = torch.eye(3, requires_grad=True)
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            y = (x * 2).to_sparse_csr()
+            warnings.simplefilter("error")
+            with pytest.raises(UserWarning, match="beta"):
+                zb.stage_backward_input([y], None, [x], [])
+            assert x.grad is None
+            warnings.simplefilter("ignore")
+            zb.stage_backward_input([y], None, [x], [])
+    finally:
+        torch.set_warn_always(before)
+    assert torch.equal(x.grad, torch.full((3, 3), 2.0) * torch.eye(3))
+
+
 def warns_in_its_backward(tensor):
     """Rows picked by a mask of bytes: forward and backward warn, from C++, that it is deprecated."""
     with warnings.catch_warnings():

@@ -44,8 +44,10 @@ static int new_split(zbp_split *split)
 static int new_work(work *w)
 {
     w->index = zbpi_zeroed(w->split->node_count * 2 * sizeof *w->index);
+    if (w->index == NULL)
+        return ZBP_ENOMEM;
     w->arrivals = w->index + w->split->node_count;
-    return w->index != NULL ? ZBP_OK : ZBP_ENOMEM;
+    return ZBP_OK;
 }
 
 void zbp_split_fini(zbp_split *split)

@@ -5,12 +5,20 @@
 /* The task's face that is this edge of its node, counted from its first; -1 if none is. */
 static int32_t face_at(const zbp_layout *layout, const zbp_task *task, int32_t slot)
 {
-    for (uint32_t f = task->face_begin; slot >= 0 && f < task->face_end; ++f) {
-        if (layout->face[f].slot == (uint32_t)slot) {
-            return (int32_t)(f - task->face_begin);
+    uint32_t begin = task->face_begin, end = task->face_end;
+
+    while (slot >= 0 && begin < end) { /* they are in the order of their slots */
+        const uint32_t middle = begin + (end - begin) / 2;
+
+        if (layout->face[middle].slot < (uint32_t)slot) {
+            begin = middle + 1;
+        } else {
+            end = middle;
         }
     }
-    return -1;
+    return slot >= 0 && begin < task->face_end && layout->face[begin].slot == (uint32_t)slot
+               ? (int32_t)(begin - task->face_begin)
+               : -1;
 }
 
 static bool takes(const zbp_task *task, bool has_matrix)

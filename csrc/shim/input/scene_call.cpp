@@ -173,11 +173,12 @@ void run(zbp_scene& scene, zbp_input_steps steps, zbp_error* error) {
 
 PyObject* zbp_input_call(const zbp_input_args* given, zbp_input_steps steps, zbp_wrap wrap,
                          void* arg, bool* has_begun_out, zbp_error* error) {
-  zbp_scene scene;  // its end may run Python code: when no error is set
-  *has_begun_out = false;
+  zbp_scene scene;  // out here: its end may run Python code, which must find no error set
+  *has_begun_out = guarded(error, [&] { add_arguments(scene, *given); }) == ZBP_OK;
+  if (!*has_begun_out) {
+    return nullptr;
+  }
   return guarded_object(error, [&] {
-    add_arguments(scene, *given);
-    *has_begun_out = true;
     run(scene, steps, error);
     THPObjectPtr groups = new_list();
     for (GroupPtr& group : scene.groups) {

@@ -1,9 +1,8 @@
 /* zbp_input.h - the input pass (I): one call of it from its arguments to its end.
  *
  * The bindings make a call. Within it zbp_pass_inputs (csrc/pass/input_pass.c) asks for the steps
- * of I in the order of the functions below. Nothing
- * here decides what runs, what is cut, what becomes of a node: that stands in a split
- * (zbp_split.h).
+ * of I in the order of the functions below. Nothing here decides what runs, what is cut, what
+ * becomes of a node: that stands in a split (zbp_split.h).
  *
  * Conventions, also of the shim's other headers. Functions return a status: ZBP_OK, or what has
  * been raised is in *error (zbp_error.h), and outputs are not to be used; those that return an
@@ -59,8 +58,9 @@ typedef PyObject *(*zbp_wrap)(void *arg, zbp_group *group);
  * *has_begun_out: false where the arguments were refused, and nothing was touched. After an error
  * in the steps the graph has its edges back, no gradient of an input was set, and what ran has
  * released its saved tensors, as after a failed ordinary backward. */
-PyObject *zbp_input_call(const zbp_input_args *args, zbp_input_steps steps, zbp_wrap wrap,
-                         void *arg, bool *has_begun_out, zbp_error *error);
+ZBP_MUST_USE PyObject *zbp_input_call(const zbp_input_args *args, zbp_input_steps steps,
+                                      zbp_wrap wrap, void *arg, bool *has_begun_out,
+                                      zbp_error *error);
 
 /* ---- the steps */
 
