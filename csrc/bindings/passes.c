@@ -192,8 +192,8 @@ static int claim(weight_call *call)
     return 0;
 }
 
-/* Until the pass runs nothing has been changed, and whatever is refused leaves the groups as they
- * were. */
+/* What is refused leaves the groups as they were. A call that has completed them can still raise: a
+ * warning that is an error. Then they are opened again, so that the call can be repeated. */
 static int run(const weight_call *call, zbp_how how, bool main_grad, zbp_error *error)
 {
     bool is_complete = false;

@@ -17,7 +17,7 @@ ZBP_BEGIN_C
 /* Runs I for a scene that has just begun. Called with the GIL held.
  *
  * ZBP_OK: the scene has the inputs' gradients and the groups. Another status: *error says what was
- * raised, if it was the shim; the scene puts back what it has changed when it ends. */
+ * raised, if it was the shim; zbp_input_call puts back what the scene has changed. */
 ZBP_MUST_USE int zbp_pass_inputs(zbp_scene *scene, zbp_error *error);
 
 /* Runs W for groups that nobody else runs: each adds its gradients, once. Called without the GIL.

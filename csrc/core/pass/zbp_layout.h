@@ -39,7 +39,8 @@ enum {
     ZBP_OBSTACLE_SUM   /* several gradients meet on the way, and are to be added there */
 };
 
-/* One edge of a task towards the weights. */
+/* One edge of a task towards the weights. It has both a weight and an outside node only by a path:
+ * then steps of it lead from the node to the weight. */
 typedef struct zbp_face {
     uint32_t task;
     uint32_t slot;    /* position among the node's edges */

@@ -183,7 +183,7 @@ PyObject* zbp_input_call(const zbp_input_args* given, zbp_input_steps steps, zbp
     THPObjectPtr groups = new_list();
     for (GroupPtr& group : scene.groups) {
       Group* const handed_over = group.get();
-      handed_over->owned = std::move(group);
+      handed_over->owned = std::move(group);  // its own, until the Python object frees it
       append(groups, wrap(arg, handed_over));
     }
     set_input_grads(scene.args, scene.input_grads);

@@ -44,7 +44,7 @@ int kept_in(zbp_error* error, const Body& body) noexcept {
 }
 
 /// The barrier of a call that has the GIL: what libtorch warns of in `body` becomes Python's
-/// warnings when it is through. One that is an error ends up in `error`.
+/// warnings at its end, if it has not thrown. One that is an error ends up in `error`.
 int guarded(zbp_error* error, c10::function_ref<void()> body) noexcept;
 
 /// The same for a body that gives a new reference: NULL if `error` has something.
