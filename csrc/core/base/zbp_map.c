@@ -50,9 +50,9 @@ void zbp_map_fini(zbp_map *map)
 
 int zbp_map_add(zbp_map *map, const void *key, uint32_t value)
 {
-    zbp_map_slot *slot;
+    zbp_map_slot *slot = map->capacity != 0 ? probe(map->slot, map->capacity, key) : NULL;
 
-    if (zbp_map_find(map, key, NULL))
+    if (slot != NULL && slot->key == key)
         return ZBP_OK;
     if (map->count == UINT32_MAX)
         return ZBP_EOVERFLOW;
@@ -61,8 +61,8 @@ int zbp_map_add(zbp_map *map, const void *key, uint32_t value)
 
         if (status != ZBP_OK)
             return status;
+        slot = probe(map->slot, map->capacity, key);
     }
-    slot = probe(map->slot, map->capacity, key);
     *slot = (zbp_map_slot){key, value};
     map->count++;
     return ZBP_OK;

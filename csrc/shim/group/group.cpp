@@ -39,12 +39,8 @@ Task::Task(zbp_layout& of_layout, uint32_t of_number, NodePtr of_node)
     : layout(&of_layout), number(of_number), node(std::move(of_node)), work(work_of(kind())) {}
 
 std::optional<size_t> Task::face_at(uint32_t slot) const {
-  for (size_t f = 0; f < face.size(); ++f) {
-    if (plan(f).slot == slot) {
-      return f;
-    }
-  }
-  return std::nullopt;
+  const int32_t f = zbp_layout_face_at(layout, number, slot);
+  return f >= 0 ? std::optional(static_cast<size_t>(f)) : std::nullopt;
 }
 
 Deferred& Task::defer_product() {

@@ -55,12 +55,13 @@ void note_facts(const zbp_scene& scene, const zbp_survey& survey, zbp_facts& fac
   for (uint32_t i = 0; i < plan.split_begin[plan.group_count]; ++i) {
     facts.of_node[plan.split[i]] = fact_of_split(walk.node(plan.split[i]));
   }
+  for (uint32_t i = 0; i < plan.outside_begin[plan.group_count]; ++i) {
+    facts.of_node[plan.outside[i]] = fact_of_outside(walk.node(plan.outside[i]));
+  }
   for (uint32_t i = 0; i < survey.graph.edge_count; ++i) {
     const zbp_edge& edge = survey.graph.edge[i];
-    if ((plan.flag[edge.src] & ZBP_NODE_WEIGHTWARD) != 0) {
-      facts.of_node[edge.src] = fact_of_outside(walk.node(edge.src));
-    } else if (facts.of_node[edge.src].type >= ZBP_TYPE_FACTORS &&
-               (plan.flag[edge.dst] & ZBP_NODE_WEIGHTWARD) != 0) {
+    if (facts.of_node[edge.src].type >= ZBP_TYPE_FACTORS &&
+        (plan.flag[edge.dst] & ZBP_NODE_WEIGHTWARD) != 0) {
       facts.is_matrix[i] = is_matrix(walk.node(edge.src).next_edge(edge.slot));
     }
   }
