@@ -1,7 +1,9 @@
 // One run of the engine in W, for what hooks, sums, or nodes between a task and its weights ask of
 // it: Start -> task nodes -> (proxies of the nodes outside the closure) -> sinks.
 
+#include <algorithm>
 #include <exception>
+#include <iterator>
 #include <mutex>
 #include <utility>
 
@@ -217,8 +219,9 @@ struct Mirror {
   explicit Mirror(bool retain) : shared(std::make_shared<Shared>(retain)) {}
 
   SharedPtr shared;
-  edge_list starts;
-  variable_list grads;  // one per start; a task node needs none
+  edge_list arrived;
+  variable_list grads;  // one per edge of `arrived`
+  edge_list tasks;
   std::vector<Node*> represented;
 
   // Of the group that is being added: null for a weight that has been added.
@@ -235,7 +238,7 @@ struct Mirror {
       sinks[w] = make_node<Sink>(group, w, shared);
       represented.push_back(group->weights[w].accumulator.get());
       if (booked.has_arrived) {
-        starts.emplace_back(sinks[w], 0);  // a run that failed has left the sum
+        arrived.emplace_back(sinks[w], 0);  // a run that failed has left the sum
         grads.push_back(group->weights[w].grad);
       }
     }
@@ -279,8 +282,7 @@ struct Mirror {
       }
     }
     if (is_wanted) {
-      starts.emplace_back(std::move(node), 0);
-      grads.emplace_back();
+      tasks.emplace_back(std::move(node), 0);
     }
   }
 
@@ -294,6 +296,20 @@ struct Mirror {
   }
 };
 
+/// Where a run starts: what has arrived, and the tasks in an ordinary backward's order.
+///
+/// A device's thread may begin with the first task while others are not in its queue yet. It hands
+/// nothing on until all are, so the order of sums does not depend on time if that first one is due.
+edge_list starts_of(Mirror& mirror) {
+  std::stable_sort(mirror.tasks.begin(), mirror.tasks.end(), [](const Edge& a, const Edge& b) {
+    return a.function->sequence_nr() > b.function->sequence_nr();
+  });
+  edge_list starts = std::move(mirror.arrived);
+  std::move(mirror.tasks.begin(), mirror.tasks.end(), std::back_inserter(starts));
+  mirror.grads.resize(starts.size());  // a task needs none
+  return starts;
+}
+
 void run_groups(c10::ArrayRef<zbp_group*> groups, bool retain) {
   Mirror mirror(retain);
   for (zbp_group* group : groups) {
@@ -303,8 +319,8 @@ void run_groups(c10::ArrayRef<zbp_group*> groups, bool retain) {
   }
   mirror.sinks.clear();
   mirror.proxies.clear();
-  if (!mirror.starts.empty()) {
-    run_engine(std::move(mirror.starts), std::move(mirror.grads), std::move(mirror.represented),
+  if (edge_list starts = starts_of(mirror); !starts.empty()) {
+    run_engine(std::move(starts), std::move(mirror.grads), std::move(mirror.represented),
                /*keep_graph=*/retain);
     mirror.shared->rethrow();
   }
