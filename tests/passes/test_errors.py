@@ -2,6 +2,7 @@
 
 import collections
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -620,6 +621,28 @@ def test_kept_gradient_that_could_not_be_copied_is_still_there_for_the_next_call
         zb.stage_backward_weight(m.parameters(), groups)
         torch.testing.assert_close(m.a.grad, x.detach().t() @ grad)
         assert m.a.grad.data_ptr() != stash[-1].data_ptr()
+
+
+def error_of(fails, call):
+    try:  # pytest.raises would keep it in a cycle
+        with FailsAt(fails):
+            call()
+    except RuntimeError as error:
+        return weakref.ref(error.__cause__ or error)
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("watched", [False, True], ids=["alone", "by the engine"])
+def test_nothing_keeps_an_error(watched):
+    """Its traceback refers to the frames of what failed, and these to a microbatch's tensors."""
+    case = Case()
+    if watched:
+        case.m.a.register_hook(lambda grad: None)
+        case.m.b.register_hook(lambda grad: None)
+    _, groups = case.input()
+    assert error_of(0, lambda: case.weight(groups))() is None
+    case.weight(groups)
+    assert error_of(0, Case().input)() is None
 
 
 class Twice(torch.autograd.Function):

@@ -4,6 +4,8 @@
 #include <memory>
 #include <utility>
 
+#include "shim/torch/gil.h"
+
 namespace zbp {
 
 namespace {
@@ -21,6 +23,9 @@ int keep_exception(zbp_error* error) noexcept {
       throw;
     } catch (python_error& python) {
       python.persist();
+      // The engine sets what it throws as the thread's error, too.
+      const AcquireGil gil;
+      PyErr_Clear();
       throw;
     }
   } catch (...) {
