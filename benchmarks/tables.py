@@ -109,12 +109,16 @@ def in_short() -> str:
         ['— with `checkpoint="recompute"`', "1x", peak("recompute")],
         ['— with `checkpoint="input_pass"`', "1x", peak("input_pass")],
         [
-            "how often each of those blocks is recomputed, for one backward",
+            "recomputations of each of those blocks, per microbatch",
             again["torch"],
             f'{again["keep"]}; {again["recompute"]} with `"recompute"`',
         ],
         ["time of a ZBV step on 2 ranks, stages of 64 tiny blocks", "1x", times(deepest)],
-        ["host time of I + W, 16 / 64 / 256 blocks, to an unsplit backward", host_of("torch"), host_of("zbpipe")],
+        [
+            "host time of I + W, relative to an unsplit backward, 16 / 64 / 256 blocks",
+            host_of("torch"),
+            host_of("zbpipe"),
+        ],
         ["held from I to W by one microbatch of 4 transformer blocks", *(f"{of} MB" for of in held)],
         ["peak memory of a ZBV step in `make demo`", *(f"{of} MB" for of in peaks)],
     ]
@@ -270,8 +274,8 @@ def stage_zero() -> str:
     header = ["schedule, 4 ranks, 16 microbatches", "length, whole to split", "ranks wait"]
     header += ["most that rank 0 holds, whole / split", "actions between 0I and 0W"]
     costs = {name: f"{size / 1e6:.2f} MB" for name, size in measured["costs"].items()}
-    words = f"What a block holds for W ({costs['deferred']}) is what its forward saved ({costs['activations']}), "
-    words += f"so that nothing is freed either, but for the output's gradient ({costs['gradient']})."
+    words = f"A block holds {costs['deferred']} for W, and its forward saved {costs['activations']}, so a split frees "
+    words += f"only the output's gradient ({costs['gradient']})."
     return f"{markdown(header, rows)}\n\n{words}"
 
 

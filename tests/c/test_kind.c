@@ -1,4 +1,4 @@
-/* Which kind a split node gets, and why: the table in docs/architecture.md, row by row. */
+/* Which kind a split node gets, and why: the list in docs/architecture.md, row by row. */
 #include "check.h"
 #include "core/pass/zbp_kind.h"
 
