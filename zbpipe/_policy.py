@@ -1,4 +1,4 @@
-"""The policy: which gradients are left to the weight pass, what is kept for it, and how it adds.
+"""The policy: which gradients the weight pass computes, what is kept for it, and how it adds.
 
 docs/memory.md says what each choice costs.
 """
@@ -9,7 +9,7 @@ import contextlib
 import contextvars
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import torch
@@ -39,29 +39,28 @@ class Choices(TypedDict, total=False):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Policy:
-    """Which gradients the weight pass (W) computes, what is kept for it, and how it adds.
+    """Which gradients the weight pass (W) computes, what the groups hold for it, and how it adds.
 
-    ``defer``, ``exclude`` and ``checkpoint`` count when I is called, ``fused`` when W is, ``main_grad`` in both.
+    I reads ``defer``, ``exclude`` and ``checkpoint``; W reads ``fused``; both read ``main_grad``.
 
     Attributes:
-        defer: whose gradients W computes. "matrices": those of products with a matrix, and their biases; I computes the
-            gradients of vectors and keeps them. "all": every gradient that can be split from I. "nothing": I computes
-            every gradient and keeps it; W only adds.
-        exclude: parameters whose gradients I computes all the same, and keeps: a large head, say, whose logits'
-            gradient is too much to hold. They are compared by identity. A node that serves one of them runs whole in I.
-        checkpoint: what becomes of activations saved behind hooks (``torch.utils.checkpoint``, ``save_on_cpu``).
-            "keep": I unpacks them, once, and keeps what W reads. "recompute": they stay packed, and W unpacks them once
-            more: it computes a checkpointed region again. "input_pass": I computes the gradients that need them.
-        fused: True adds a product to an existing gradient by one kernel in the gradient's dtype: ``addmm_``, with
-            ``out_dtype`` where the gradient is wider and the device can, else on factors cast to it. On the CPU
-            False adds as ``grad += a @ b`` would, to the bit; elsewhere products of the gradient's dtype go by
-            ``addmm_``.
-        main_grad: True adds a weight's gradient to its attribute ``main_grad``, a floating-point tensor of its shape
-            and device, where it has one, and leaves ``.grad`` alone. Its attribute ``grad_added_to_main_grad``, if it
-            has one, becomes True.
+        defer: the gradients that W computes. "matrices": those of matrices in products, and of the biases added to
+            these; I computes the gradients of vectors, and the groups hold them. "all": every gradient that can be
+            split from I. "nothing": none; I computes every gradient, and W only adds.
+        exclude: parameters, compared by identity, whose gradients I computes. Use it for a large head, whose logits'
+            gradient would be too much to hold. A node that serves one of them runs whole in I.
+        checkpoint: the treatment of packed activations (``torch.utils.checkpoint``, ``save_on_cpu``). "keep": I unpacks
+            them once, and the groups hold what W reads. "recompute": W unpacks them once more, and so recomputes a
+            checkpointed region. "input_pass": I computes the gradients that need them.
+        fused: True adds a product to an existing gradient by one kernel in the gradient's dtype, ``addmm_``: with
+            ``out_dtype`` where the gradient is wider and the device can, else on cast factors. On the CPU False adds
+            as ``grad += a @ b`` does, to the bit. On other devices products of the gradient's dtype use ``addmm_``.
+        main_grad: True adds a weight's gradient to the weight's ``main_grad``, where there is one, and leaves ``.grad``
+            alone. ``main_grad`` is a floating-point tensor of the weight's shape and device. The weight's
+            ``grad_added_to_main_grad`` becomes True, where there is one.
 
     Raises:
-        TypeError, ValueError: a value that is none of these.
+        TypeError, ValueError: an attribute has none of these values.
 
     Source:
         ``torch.utils.checkpoint.CheckpointPolicy`` (MUST_SAVE, PREFER_RECOMPUTE) for ``checkpoint``; Megatron-LM's
@@ -83,7 +82,7 @@ class Policy:
         object.__setattr__(self, "exclude", _parameters(self.exclude))
 
     def as_dict(self) -> dict[str, str | bool | list[str]]:
-        """The choices by their names. ``exclude`` is a list of shapes and dtypes, for it may not keep a tensor."""
+        """The choices by name. ``exclude`` becomes a list of shapes and dtypes, which keeps no tensor."""
         return {**vars(self), "exclude": [f"{tuple(p.shape)} {p.dtype}" for p in self.exclude]}
 
     def __repr__(self) -> str:
@@ -136,61 +135,78 @@ def _from_environment() -> Policy:
 
 
 _default = _from_environment()
-_current: contextvars.ContextVar[Policy | None] = contextvars.ContextVar("zbpipe_policy", default=None)
+_blocks: contextvars.ContextVar[tuple[Policy, ...]] = contextvars.ContextVar("zbpipe_policies", default=())
 
 
 def get_policy() -> Policy:
-    """The policy that a pass called now would follow.
+    """The policy that a pass would follow now.
 
     Returns:
-        That of the innermost :func:`policy` block of this thread or task, or else the process's.
+        The policy of the innermost :func:`policy` block of this thread or task, or else the process's.
     """
-    return _current.get() or _default
+    blocks = _blocks.get()
+    return blocks[-1] if blocks else _default
 
 
 def set_policy(policy: Policy | None = None, /, **choices: Unpack[Choices]) -> Policy:
     """Changes the process's policy, for all threads.
 
     Args:
-        policy: the new one; None for the one that the process has.
-        choices: what changes in it; see :class:`Policy`.
+        policy: the new policy; None for the process's own.
+        choices: changes to it, by the attributes of :class:`Policy`.
 
     Returns:
-        The policy that it was; give it to :func:`set_policy` to go back.
+        The policy before. Give it to :func:`set_policy` to go back.
 
     Raises:
-        RuntimeError: within a :func:`policy` block of this thread, which would hide the change.
-        TypeError, ValueError: a choice that there is none of. Nothing has been changed.
+        RuntimeError: this thread is within a :func:`policy` block, which would hide the change.
+        TypeError, ValueError: there is no such choice, or no such value of it. Nothing has been changed.
     """
     global _default
-    if _current.get() is not None:
+    if _blocks.get():
         raise RuntimeError(
             "set_policy() was called within a policy() block, which decides for this thread until its end; "
             "call set_policy() outside of the block, or open another policy() block"
         )
     if policy is not None and not isinstance(policy, Policy):
         raise TypeError(f"policy is {argument(policy)}; expected a Policy, as set_policy() returns it")
-    before, _default = _default, dataclasses.replace(policy or _default, **choices)  # type: ignore[arg-type]
+    before, _default = _default, _changed(policy or _default, choices)
     return before
 
 
-@contextlib.contextmanager
-def policy(**choices: Unpack[Choices]) -> Iterator[Policy]:
+def policy(**choices: Unpack[Choices]) -> _Block:
     """Changes the policy for the passes that are called in a ``with`` block, in this thread or task.
 
-    Threads that are started within the block do not see it; they follow the process's policy.
+    Threads that the block starts follow the process's policy.
 
     Args:
-        choices: what changes; see :class:`Policy`. What is not given stays.
+        choices: changes to the policy in effect, by the attributes of :class:`Policy`.
 
     Returns:
-        A context manager, also usable as a decorator. It gives the policy that holds within it.
+        A context manager and decorator, for any number of blocks and calls. ``with`` gives the policy of the block.
 
     Raises:
-        TypeError, ValueError: a choice that there is none of.
+        TypeError, ValueError: there is no such choice, or no such value of it.
     """
-    token = _current.set(dataclasses.replace(get_policy(), **choices))  # type: ignore[arg-type]
-    try:
-        yield get_policy()
-    finally:
-        _current.reset(token)
+    checked = _changed(_default, choices)
+    return _Block({name: getattr(checked, name) for name in choices})
+
+
+class _Block(contextlib.ContextDecorator):
+    """What :func:`policy` returns. It keeps no state of a block, since blocks nest, and threads share it."""
+
+    def __init__(self, choices: dict[str, Any]) -> None:
+        self._choices = choices
+
+    def __enter__(self) -> Policy:
+        _blocks.set((*_blocks.get(), _changed(get_policy(), self._choices)))
+        return get_policy()
+
+    def __exit__(self, *error: object) -> None:
+        _blocks.set(_blocks.get()[:-1])
+
+
+def _changed(policy: Policy, choices: Mapping[str, Any]) -> Policy:
+    for name in choices.keys() - vars(policy).keys():
+        raise TypeError(f"{name!r} is no choice of a policy; expected one of {', '.join(map(repr, vars(policy)))}")
+    return dataclasses.replace(policy, **choices)

@@ -1,7 +1,6 @@
-"""The input pass, the weight pass and the whole backward: what ``torch.distributed.pipelining._backward`` is for.
+"""The input pass, the weight pass and the whole backward, in the place of ``torch.distributed.pipelining._backward``.
 
-Names, signatures and results are those of the replaced functions (as of torch 2.15), so that nothing
-that calls them notices.
+Names, signatures and results are those of torch's functions (as of torch 2.15): no caller has to change.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,13 +11,14 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from zbpipe import _C
+from zbpipe._formatting import argument
 from zbpipe._policy import get_policy
 from zbpipe._stage import handover, scale
 
 ParamGroup = _C.ParamGroup
 Grads = tuple[torch.Tensor | None, ...]
 
-# While zbpipe.memory records, it puts here what runs the passes in the place of _C, and a whole backward as it is told.
+# Set by zbpipe.memory while it records: runs the passes in the place of _C, and whole backwards.
 observer: Any = None
 
 
@@ -28,32 +28,28 @@ def stage_backward_input(
     input_values: Sequence[Any],
     weights: Iterable[torch.Tensor] | None,
 ) -> tuple[Grads, list[ParamGroup]]:
-    """The input pass (I): gradients of the stage's inputs, and what the weight pass needs.
+    """The input pass (I): computes the gradients of the stage's inputs, and keeps what the weight pass (W) needs.
 
     Args:
-        stage_outputs_or_loss: the stage's outputs, or its loss. An entry may be a
-            ``torch.autograd.graph.GradientEdge`` in place of a tensor whose memory is gone; None
-            and tensors that require no gradient are passed over. All losses of one forward come in one call: a
-            second one would find the graph consumed.
-        output_grads: a gradient per output, of its shape, dtype and device; None for an output
-            that got none (a scalar's is then 1, as everywhere in autograd), not for all. None in place of the
-            list stands for ones.
-        input_values: the stage's inputs. Nothing behind them is visited, but another output of the operation that
-            made an input (of an unbind, a split) is no input unless it is listed; entries that are no tensor or
-            require no gradient are allowed.
-        weights: the leaves whose gradients W is to compute; None for every leaf that accumulates.
-            Other leaves are left alone. A patched stage asks for every leaf, as an ordinary backward does, whatever
-            its module lists.
+        stage_outputs_or_loss: the stage's outputs or losses: tensors of any shape, or a
+            ``torch.autograd.graph.GradientEdge`` for a tensor whose memory is gone. None and tensors that require no
+            gradient are skipped. Give all losses of one forward in one call: the call consumes the graph.
+        output_grads: one gradient per output, of its shape, dtype and device. None stands for an output without a
+            gradient (for 1 if the output is a scalar, as in autograd). None in place of the list stands for ones.
+        input_values: the stage's inputs, at which I stops. Of an operation with several outputs (unbind, split), I
+            stops only at the outputs that are listed. An entry that is no tensor, or requires no gradient, gets None.
+        weights: the leaves whose gradients W computes; None for all leaves. Other leaves are left alone. A patched
+            stage asks for all leaves, as an ordinary backward does, whatever its module lists.
 
     Returns:
-        ``(dinputs, param_groups)``: per input its gradient, of its shape, dtype and device, or None, and the groups to
-        give to :func:`stage_backward_weight`, in any order and any subsets. Each tensor input's ``.grad``
-        is set, or added to. The weights' ``.grad`` is untouched. The output tensors are detached.
+        ``(dinputs, param_groups)``. ``dinputs`` has one entry per input: its gradient, of its shape, dtype and device,
+        or None. ``param_groups`` go to :func:`stage_backward_weight`, in any order and any subsets. I also adds each
+        gradient to its input's ``.grad``, leaves the weights' ``.grad`` alone, and detaches the outputs.
 
     Raises:
-        TypeError, ValueError: an argument is refused; nothing has been changed.
-        AssertionError: a GradientEdge came without an output gradient.
-        RuntimeError: the backward itself failed; the original error is the cause.
+        TypeError, ValueError: an argument is refused. Nothing has been changed.
+        AssertionError: a GradientEdge has no output gradient.
+        RuntimeError: the backward failed. The original error is the cause.
 
     Source:
         ``torch.distributed.pipelining._backward.stage_backward_input`` (pytorch/pytorch PR 132691), the B of "Zero
@@ -66,8 +62,8 @@ def stage_backward_input(
     if handover.has_outputs() and any(_requires_grad(loss) for loss in outputs):
         outputs, grads = _with_outputs(outputs, grads)
     inner: AbstractContextManager[None] = nullcontext()
-    if policy.main_grad and isinstance(weights, Iterable):
-        weights = tuple(weights)
+    if policy.main_grad and weights is not None:
+        weights = _listed("weights", weights)
         inner = _inner_backwards_into_main_grad(handover.in_graph(weights) or ())
     stages = handover.take_stages_pass()
     served = handover.in_graph(weights) if stages is None else None
@@ -89,7 +85,7 @@ def stage_backward_input(
 
 
 def _with_outputs(losses: Sequence[Any], grads: Sequence[Any] | None) -> tuple[list[Any], list[Any]]:
-    """The losses, and beside them the outputs that a stage wants detached with them."""
+    """The losses, and the outputs that a stage wants I to detach with them."""
     outputs = handover.take_outputs()
     if grads is None:
         grads = [torch.ones_like(loss) if _requires_grad(loss) else None for loss in losses]
@@ -105,27 +101,27 @@ def stage_backward_weight(
     param_groups: Iterable[ParamGroup],
     retain_graph: bool = False,
 ) -> Grads:
-    """The weight pass (W): adds the weights' gradients, through their accumulators.
+    """The weight pass (W): computes the weights' gradients, and adds them through the accumulators.
 
     Args:
-        weights: the weights of the stage; all of the groups' weights must be among them. None for
-            those of the groups, unchecked.
-        param_groups: groups of one or of several calls of :func:`stage_backward_input`. Each can be
-            given once. The microbatches' gradients for one weight are added in the order of the groups.
-        retain_graph: keep what the groups hold, so that they can be given again.
+        weights: the weights of the stage, which must include all weights of the groups. None for the groups' weights,
+            unchecked.
+        param_groups: groups of one or several calls of :func:`stage_backward_input`. Each group can be given once.
+            W adds several gradients of one weight in the order of the groups.
+        retain_graph: True keeps what the groups hold, and the groups can be given again.
 
     Returns:
-        The current ``.grad`` of each of ``weights``, in their order: of the weight's shape and device, or None; empty
-        for None.
+        The current ``.grad`` of each of ``weights``, in their order: of the weight's shape and device, or None. An
+        empty tuple if ``weights`` is None.
 
     Raises:
-        TypeError, ValueError: an argument is refused; nothing has been changed.
-        RuntimeError: a group is spent, or what it holds was modified in place, or policy(main_grad=True)
-            asks for what the patched torch would not scale; nothing has been changed.
+        TypeError, ValueError: an argument is refused. Nothing has been changed.
+        RuntimeError: a group is spent, a tensor that it holds was modified in place, or the policy has
+            ``main_grad=True`` and the patched torch would not scale that. Nothing has been changed.
 
-    After any other error (a hook that raised, memory that ran out) the call can be repeated with the
-    same groups: it goes on where it stopped, and adds nothing twice. What a call without retain_graph
-    has begun is spent when it is complete, also by a repetition with retain_graph.
+    After any other error (a hook raised, memory ran out) call W again with the same groups. The second call continues
+    where the first one stopped, and adds nothing twice. A group that a call without ``retain_graph`` has begun is spent
+    at its end, even if the second call has ``retain_graph=True``.
 
     Source:
         ``torch.distributed.pipelining._backward.stage_backward_weight`` (pytorch/pytorch PR 132691), the W of "Zero
@@ -147,19 +143,14 @@ def stage_backward_weight(
 
 
 def _listed(name: str, values: Any) -> tuple[Any, ...]:
-    """A copy, for hooks may change the caller's list while a pass runs."""
-    if values is None:
-        raise TypeError(f"{name} is None; expected a list, a tuple or an iterator")
-    try:
-        return tuple(values)
-    except TypeError:
-        if isinstance(values, Iterable):
-            raise
-        raise TypeError(f"{name} is a {type(values).__name__}; expected a list, a tuple or an iterator") from None
+    """A copy, for hooks may change the caller's list while a pass runs. Refuses a tensor, whose rows are others."""
+    if not isinstance(values, Iterable) or isinstance(values, torch.Tensor):
+        raise TypeError(f"{name} is {argument(values)}; expected a list, a tuple or an iterator")
+    return tuple(values)
 
 
 def _check_listed(weights: tuple[Any, ...], groups: tuple[Any, ...]) -> None:
-    """Each group's weights are among those that the caller lists."""
+    """Refuses groups with a weight that the caller does not list."""
     for i, weight in enumerate(weights):
         if not isinstance(weight, torch.Tensor):
             raise TypeError(f"weights[{i}] is a {type(weight).__name__}; expected a tensor")
@@ -168,7 +159,7 @@ def _check_listed(weights: tuple[Any, ...], groups: tuple[Any, ...]) -> None:
         try:
             served = group.weights if isinstance(group, ParamGroup) else ()
         except RuntimeError:
-            continue  # its W runs: _C refuses it, as it does what is no group
+            continue  # W of this group is running: _C refuses the group
         for weight in served:
             if id(weight) not in known:
                 dtype = str(weight.dtype).removeprefix("torch.")
@@ -184,33 +175,34 @@ def stage_backward(
     input_values: Iterable[Any],
     outputs_with_grads_idxs: list[int] | None = None,
 ) -> Grads:
-    """The whole backward of a stage: accumulates into the weights, returns the inputs' gradients.
+    """The whole backward of a stage: adds to the weights' ``.grad``, returns the inputs' gradients.
 
     Args:
-        stage_output: the stage's output: tensors and GradientEdges in nested tuples, lists and
-            dicts; other things are ignored.
-        output_grads: gradients in the same structure; None for a part that got none.
+        stage_output: the stage's output: tensors and GradientEdges in nested tuples, lists and dicts. Other objects
+            are ignored.
+        output_grads: the gradients, nested alike; None for a part without gradients.
         input_values: the stage's inputs.
-        outputs_with_grads_idxs: which outputs and gradients to use; deprecated in torch, used by its
-            traced pipelines alone.
+        outputs_with_grads_idxs: positions of the outputs and gradients to use. Only torch's traced pipelines give it.
 
     Returns:
-        Per input its gradient, of its shape, dtype and device, or None. The inputs' ``.grad`` is None afterwards.
+        One entry per input: its gradient, of its shape, dtype and device, or None. The inputs' ``.grad`` is None
+        afterwards.
 
     Raises:
-        AssertionError: a GradientEdge came without an output gradient.
-        RuntimeError: structures that do not match, or a backward that failed; the original error
+        TypeError: ``input_values`` is no list, tuple or iterator. Nothing has been changed.
+        AssertionError: a GradientEdge has no output gradient.
+        RuntimeError: the gradients are nested otherwise than the outputs, or the backward failed. The original error
             is the cause.
 
     Source:
         ``torch.distributed.pipelining._backward.stage_backward``; edges in place of outputs: pytorch/pytorch 128910.
     """
-    if outputs_with_grads_idxs is not None:
-        stage_output = [stage_output[i] for i in outputs_with_grads_idxs]
-        output_grads = [output_grads[i] for i in outputs_with_grads_idxs]
-    inputs = list(input_values)
+    inputs = list(_listed("input_values", input_values))
     backward = _backward_into_main_grad if get_policy().main_grad else torch.autograd.backward
     try:
+        if outputs_with_grads_idxs is not None:
+            stage_output = [stage_output[i] for i in outputs_with_grads_idxs]
+            output_grads = [output_grads[i] for i in outputs_with_grads_idxs]
         roots, root_grads = _flatten(stage_output, output_grads)
         if recorder := observer:  # read once: a recording may end on another thread
             recorder.backward(backward, roots, root_grads)
@@ -224,7 +216,7 @@ def stage_backward(
 
 
 def _backward_into_main_grad(roots: Sequence[Any], root_grads: Sequence[torch.Tensor | None]) -> None:
-    """torch.autograd.backward, where only the weight pass adds to main_grad: it comes at once."""
+    """torch.autograd.backward into ``main_grad``: I, and W at once, since only W adds there."""
     scale.check_main_grad()
     policy = get_policy()
     try:
@@ -236,11 +228,11 @@ def _backward_into_main_grad(roots: Sequence[Any], root_grads: Sequence[torch.Te
 
 @contextmanager
 def _inner_backwards_into_main_grad(weights: Iterable[Any]) -> Iterator[None]:
-    """What a backward within I (a reentrant checkpoint's) adds to ``.grad`` goes where W adds: to ``main_grad``."""
+    """Moves to ``main_grad`` what a backward within I, such as a reentrant checkpoint's, adds to ``.grad``."""
     given: dict[Any, torch.Tensor | None] = {}
     for weight in weights:
         place = getattr(weight, "main_grad", None)
-        # Another one is refused by W.
+        # W refuses a main_grad that does not fit.
         if isinstance(place, torch.Tensor) and place.shape == weight.shape:
             given.setdefault(weight, weight.grad)
             weight.grad = None
@@ -262,15 +254,15 @@ class _EdgeWithoutGradient(AssertionError):
 
 def _take_grad(value: Any) -> torch.Tensor | None:
     if not isinstance(value, torch.Tensor) or not (value.is_leaf or value.retains_grad):
-        return None  # what a keyword argument was computed from has the gradient
+        return None  # a computed keyword argument: the gradient is at its leaves
     grad = value.grad
-    # The gradient goes to the previous stage; kept here it would live until the step's end.
+    # The previous stage gets the gradient; a second reference here would keep it until the step's end.
     value.grad = None
     return grad
 
 
 def _flatten(output: Any, grad: Any) -> tuple[list[Any], list[torch.Tensor | None]]:
-    """The tensors and edges of a nested output that take a gradient, in order, and the gradients."""
+    """The tensors and edges of a nested output that take a gradient, in order, and their gradients."""
     roots: list[Any] = []
     root_grads: list[torch.Tensor | None] = []
     pending: list[tuple[Any, Any]] = [(output, grad)]
@@ -315,7 +307,7 @@ def _children(output: Any, grad: Any) -> list[tuple[Any, Any]]:
 
 
 def _failed(what: str, outputs: Any, grads: Any, inputs: Any) -> RuntimeError:
-    """torch's message for a failed backward, with the shapes of all that went in."""
+    """torch's message for a failed backward, with the shapes of all arguments."""
     return RuntimeError(
         f"Failed to run {what}:\n"
         f"Stage output: {_text(outputs)}\n"
@@ -325,15 +317,15 @@ def _failed(what: str, outputs: Any, grads: Any, inputs: Any) -> RuntimeError:
 
 
 def _text(value: Any) -> str:
-    """What torch's ``pipelining._debug`` makes of it; importing that would take memory, which may have run out."""
+    """As torch's ``pipelining._debug`` writes it; an import of that takes memory, which may have run out."""
     try:
         return str(_with_shapes(value))
-    except Exception:  # of the caller's own objects: the backward's error is the one to be told of
+    except Exception:  # of the caller's own object; the backward's error matters more
         return f"a {type(value).__name__}"
 
 
 def _with_shapes(value: Any) -> Any:
-    """``value`` with a text in the place of each tensor, and of all else that is no tuple, list or dict."""
+    """``value`` with each tensor, and each other object in its tuples, lists and dicts, as text."""
     if isinstance(value, torch.Tensor):
         return f"Tensor({value.shape}, grad={value.requires_grad}, dtype={value.dtype})"
     if isinstance(value, tuple):

@@ -52,11 +52,17 @@ class Case:
 
 
 # Values of no use for an argument of I, which is named; weights that are no use for W as well.
-NO_WEIGHTS = {"no iterable": 3, "an int": [3], "a str": ["text"]}
+NO_WEIGHTS = {"no iterable": 3, "a tensor": torch.ones(2), "an int": [3], "a str": ["text"]}
 WRONG_TYPES = {
-    ("outputs", "stage_outputs_or_loss"): {"no sequence": 3, "an int": [3], "a str": ["text"], "an object": [object()]},
-    ("grads", "output_grads"): {"no sequence": 3, "a str": ["text"], "a float": [3.0]},
-    ("inputs", "input_values"): {"an int": 3},
+    ("outputs", "stage_outputs_or_loss"): {
+        "no sequence": 3,
+        "a tensor": torch.ones(()),
+        "an int": [3],
+        "a str": ["text"],
+        "an object": [object()],
+    },
+    ("grads", "output_grads"): {"no sequence": 3, "a tensor": torch.ones(1, 3, 4), "a str": ["text"], "a float": [3.0]},
+    ("inputs", "input_values"): {"an int": 3, "a tensor": torch.ones(3, 4)},
     ("weights", "weights"): NO_WEIGHTS,
 }
 # What is called, what is raised, and what it says.
@@ -95,7 +101,17 @@ REFUSED_BY_I = {
     "inputs that are None": (
         lambda c: zb.stage_backward_input([c.out], [c.grad], None, c.m.parameters()),
         TypeError,
-        "input_values",
+        "input_values is None",
+    ),
+    "inputs of a whole backward that are a tensor": (
+        lambda c: zb.stage_backward(c.out, c.grad, c.x),
+        TypeError,
+        "input_values is a Tensor",
+    ),
+    "the second of one output": (
+        lambda c: zb.stage_backward([c.out], [c.grad], [c.x], [1]),
+        RuntimeError,
+        "Failed to run stage backward",
     ),
     "no arguments of I": (lambda c: zb.stage_backward_input(), TypeError, "argument"),
     "five arguments of I": (lambda c: zb.stage_backward_input(1, 2, 3, 4, 5), TypeError, "argument"),
@@ -201,9 +217,8 @@ Pair = collections.namedtuple("Pair", "first second")
         lambda x: [x, 3, "text", None],
         lambda x: (x, [x, (x,)], {"key": x, 1: [None]}),
         lambda x: {"one": Pair(x, 2.5)},
-        lambda x: x,
     ],
-    ids=["list", "nested", "named tuple", "tensor"],
+    ids=["list", "nested", "named tuple"],
 )
 def test_the_message_of_a_failure_is_torchs_word_for_word(inputs):
     from torch.distributed.pipelining._debug import map_debug_info

@@ -182,7 +182,7 @@ def test_work_of_an_excluded_parameter_is_done_in_the_input_pass():
         ({"checkpoint": "drop"}, "checkpoint is 'drop'; expected one of 'keep', 'recompute', 'input_pass'"),
         ({"fused": 1}, "fused is 1; expected True or False"),
         ({"main_grad": "yes"}, "main_grad is 'yes'"),
-        ({"defr": "all"}, "defr"),
+        ({"defr": "all"}, "'defr' is no choice of a policy; expected one of 'defer', 'exclude', .*'main_grad'"),
     ],
 )
 def test_choices_that_there_are_none_of(choices, message):
@@ -206,6 +206,15 @@ def test_blocks_nest_and_go_back():
         with pytest.raises(ZeroDivisionError):
             inner()
         assert zb.get_policy() == outer
+    assert zb.get_policy() == zb.Policy()
+
+
+def test_what_one_call_of_policy_returns_serves_many_blocks():
+    excluding = zb.policy(exclude=iter([torch.ones(3)]))
+    count = excluding(lambda: len(zb.get_policy().exclude))
+    assert [count(), count()] == [1, 1]
+    with excluding, excluding:
+        assert count() == 1
     assert zb.get_policy() == zb.Policy()
 
 
