@@ -251,11 +251,10 @@ def two_stages(parts=None, **options):
     return Pipeline(ZBV, parts or blocks(2, Linears), **options)
 
 
-def check_step(line, number=0, start=True):
+def check_step(line, number=0):
     """A step whose weights have no gradient yet."""
     nn.ModuleList(line.parts.values()).zero_grad()
-    step = line.start().step if start else line.step
-    assert_close(train(one_step(number), line.parts, step), unpipelined(one_step(number), 2))
+    assert_close(train(one_step(number), line.parts, line.start().step), unpipelined(one_step(number), 2))
 
 
 @both
