@@ -370,7 +370,7 @@ def test_the_last_word_on_release_outputs_holds_and_none_says_nothing(caplog):
 
 @pytest.mark.parametrize("value", [1, "yes", 0.0])
 def test_release_outputs_that_is_no_bool_is_refused(value):
-    with pytest.raises(TypeError, match=rf"release_outputs is {value!r}: give True, False, or None"):
+    with pytest.raises(TypeError, match=rf"release_outputs is {value!r}; expected True, False, or None"):
         zbpipe.patch(release_outputs=value)
     with pytest.raises(TypeError), zbpipe.patch(release_outputs=value):
         pytest.fail("the block ran")
@@ -437,7 +437,7 @@ STATES = "_forward_chunk_states" if releases_by_itself else "fwd_cache"
 # What another torch has in the place of what zbpipe knows (an owner, a name, and what is there), and what the refusal says.
 OTHERS = {
     **{
-        f"torch {version}": (torch, "__version__", version, rf"{version.split('+')[0]}.*needs torch 2\.11 or newer")
+        f"torch {version}": (torch, "__version__", version, rf"{version.split('+')[0]}.*install torch 2\.11 or newer")
         for version in ("2.10.1", "1.13.0+cu117", "unknown")
     },
     "no torch.distributed": (dist, "is_available", lambda: False, r"built without torch\.distributed"),
@@ -499,7 +499,7 @@ def test_main_grad_is_refused_where_a_schedule_would_not_scale_it(monkeypatch, c
         assert weight.grad is None and weight.main_grad.eq(0).all()
         zbpipe.stage_backward_weight([weight], groups())
         assert weight.grad.eq(2).all()
-    assert [text for text in warnings(caplog) if "not all is patched" in text and "main_grad" in text]
+    assert [text for text in warnings(caplog) if "not all of torch" in text and "main_grad" in text]
     assert scale.refusal is None
     monkeypatch.undo()
 

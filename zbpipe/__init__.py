@@ -1,15 +1,15 @@
 """zbpipe: the zero-bubble backward of a pipeline stage, in C.
 
-A stage's backward comes in two halves: the input pass (I) computes the gradients of the stage's
-inputs, the weight pass (W) those of its parameters, later, to fill the bubbles of a pipeline
-schedule. This package replaces ``torch.distributed.pipelining._backward``:
+zbpipe runs a stage's backward in two halves. The input pass (I) computes the gradients of the stage's inputs. The
+weight pass (W) computes those of its parameters later, in the bubbles of a pipeline schedule. The package replaces
+``torch.distributed.pipelining._backward``:
 
     import zbpipe
     zbpipe.patch()          # every torch schedule now runs on zbpipe
 
 or call :func:`stage_backward_input`, :func:`stage_backward_weight` and :func:`stage_backward`
-directly. :mod:`zbpipe.memory` counts what the passes hold, :mod:`zbpipe.leaks`, imported when it is first used, finds
-what outlives its step. Importing changes nothing in torch.
+directly. :mod:`zbpipe.memory` counts the bytes that the groups hold. :mod:`zbpipe.leaks`, imported at its first use,
+finds tensors that outlive their step. An import of zbpipe changes nothing in torch.
 """
 
 import importlib
@@ -34,7 +34,7 @@ from zbpipe._version import __version__ as __version__  # noqa: E402
 from zbpipe.passes import stage_backward, stage_backward_input, stage_backward_weight  # noqa: E402
 from zbpipe.release import deallocate_output, make_viewless, release_storage  # noqa: E402
 
-# Not compile, which a star would put before Python's own.
+# Without compile: a star import would hide Python's own.
 __all__ = [
     "Explanation",
     "ParamGroup",
@@ -71,6 +71,6 @@ else:
 
 _first_aid.import_is_done()
 
-# With ZBPIPE_PATCH=1 torch may have called the hook in the middle of this import: patching waits for its end.
+# With ZBPIPE_PATCH=1 torch may have called the hook during this import, too early to patch.
 if "_zbpipe_hook" in sys.modules:
     sys.modules["_zbpipe_hook"].complete()

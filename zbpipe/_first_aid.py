@@ -1,7 +1,7 @@
-"""What ``zbpipe doctor`` says where zbpipe cannot be imported: it lies behind that import.
+"""``zbpipe doctor`` where zbpipe cannot be imported: the doctor itself lies behind that import.
 
-Where the doctor is asked for, what the import raises ends as a fault, beside the facts that can be had without it:
-torch is absent or another one, the compiled part was never built, ZBPIPE_POLICY says what nobody knows.
+So an error of the import (no torch, another torch, no compiled part, an unknown ZBPIPE_POLICY) becomes a fault here,
+printed beside the facts that need no import.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def watch_import() -> None:
-    """To be called first; ``import_is_done`` ends it."""
+    """Called as zbpipe's import begins; ``import_is_done`` ends it."""
     if _is_doctor():
         sys.excepthook = _say
 
@@ -30,7 +30,7 @@ def import_is_done() -> None:
 
 
 def find_numpy(faults: list[str]) -> str:
-    """Where it is; its absence is a fault."""
+    """Where numpy is. Its absence is a fault."""
     spec = importlib.util.find_spec("numpy")
     if spec is None:
         faults.append("numpy is not installed, and torch's schedules send the stages' shapes by it: pip install numpy")

@@ -9,21 +9,19 @@ _WORDS_AND_NUMBERS = (str, int, float, bool, type(None))
 
 
 def argument(value: object) -> str:
-    """A wrong argument, for the message that refuses it: a word or a number as it is, all else by its type. What it
-    says of itself may be a tensor's values."""
+    """A wrong argument, for an error: a str or a number as it is, all else by its type, since a repr may be long."""
     return repr(value) if type(value) in _WORDS_AND_NUMBERS else f"a {type(value).__name__}"
 
 
 class Unit(NamedTuple):
-    """A unit of bytes: bytes, kB, MB or GB (10^9); or of operations: FLOP to TFLOP. Called, it is the number in it,
-    with three decimals."""
+    """A unit of bytes (bytes, kB, MB, GB of 10^9) or of operations (FLOP to TFLOP). A call formats a count in it."""
 
     size: int
     name: str
 
     @classmethod
     def of(cls, most: int) -> Unit:
-        """That which fits a number of bytes, and all that are less."""
+        """The unit that fits ``most`` bytes and all smaller numbers."""
         units = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
         return cls(*next((unit for unit in units if most >= unit[0]), (1, "bytes")))
 
@@ -46,7 +44,7 @@ def in_words(count: int) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Lines with columns of equal width: the first ``left`` columns to the left, the others to the right."""
+    """A text table: the first ``left`` columns are aligned to the left, the others to the right."""
     widths = [max(len(line[i]) for line in (header, *rows)) for i in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Who else holds a tensor's memory, as far as Python can see: what a refusal of release_storage names."""
+"""The other holders of a tensor's memory, as far as Python sees them: release_storage names them as it refuses."""
 
 import gc
 from collections.abc import Iterable, Iterator
@@ -8,14 +8,14 @@ import torch
 
 from zbpipe._torch import autograd
 
-_LISTED = 8  # holders that a refusal describes; more are counted
+_LISTED = 8  # holders that a refusal describes; it counts the others
 
 
 def who_holds(tensor: torch.Tensor, size: int, of_storage: int, in_python: bool, of_tensor: int) -> str:
-    """Say who holds a tensor's memory besides it. Returns text alone: nothing is kept alive by it."""
+    """The other holders of a tensor's memory as a sentence, which keeps nothing alive."""
     seen: list[str] = []
     memory = autograd.memory_of(tensor)
-    base = autograd.base_of(tensor)  # before the search, which finds objects
+    base = autograd.base_of(tensor)  # before the search, which finds Python objects alone
     others = [t for t in _living_tensors() if t is not tensor]
     sharing = [t for t in others if autograd.memory_of(t) == memory]
     for other in sharing:
@@ -35,7 +35,7 @@ def who_holds(tensor: torch.Tensor, size: int, of_storage: int, in_python: bool,
                 of_tensor -= 1
                 seen.append(f"{node.name()}, which keeps it as {name}")
             elif autograd.memory_of(held) == memory:
-                # A tensor that was counted above, saved by a node: one holder of the storage.
+                # A node that saved a tensor counted above is no further holder of the storage.
                 of_storage -= not any(t is held for t in sharing)
                 seen.append(f"{node.name()}, which keeps a tensor on the same memory as {name}")
     if in_python:
@@ -93,7 +93,7 @@ def _nodes_below(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
 
 
 def _held_by(node: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """What a node saved, by name, None for what hooks have packed: none runs; and an accumulator's leaf."""
+    """A node's saved tensors by name, and an accumulator's leaf. None for a packed tensor: no hook runs."""
     if hasattr(node, "variable"):
         yield "its leaf", node.variable
     for name, saved in autograd.saved_by(node):

@@ -1,4 +1,4 @@
-"""What ``_C.defer`` asks for where what it is to hold is no plain tensor. The C part imports this module by name."""
+"""For ``_C.defer``: an alias to hold in the place of a tensor subclass. The C part imports this module by name."""
 
 import copyreg
 
@@ -8,7 +8,7 @@ from zbpipe._torch import autograd
 
 
 def without_history(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory and version counter, its class and attributes, but not its place in the graph."""
+    """An alias with the tensor's memory, version counter, class and attributes, and no history."""
     cls = type(tensor)
     with autograd.without_torch_functions(), torch.no_grad():
         alias = tensor.detach() if autograd.has_dispatch(cls) else autograd.alias_of_class(cls, tensor)
@@ -18,7 +18,7 @@ def without_history(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copy_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Those that the target has not got when it was made."""
+    """Copies the attributes that the target lacks."""
     for name, value in getattr(source, "__dict__", {}).items():
         target.__dict__.setdefault(name, value)
     for name in copyreg._slotnames(type(source)):  # type: ignore[attr-defined]

@@ -1,15 +1,15 @@
-"""Release helpers: giving the memory of stage outputs back before their backward has run.
+"""Release helpers: free the memory of stage outputs before their backward has run.
 
-For schedules of one's own. An output that was sent is needed for its place in the autograd graph alone;
-these functions let go of its values and keep the graph.
+They are for schedules of your own. After its send an output is needed only for its place in the autograd graph. These
+functions free its values and keep the graph.
 
 Note [Where the memory of a deallocated output goes]
 
-A tensor in Python is the tensor of C++, which holds a storage. Nodes that save an output of their own hold the storage
-alone. Nodes that save an input, views (their base) and sends in flight hold the tensor of C++: taking the storage out
-of that would pull memory away from under them. So `deallocate_output` changes it only if nobody else has it; otherwise
-the Python object moves to a twin, without memory and at the same place in the graph, and the other holders keep the old
-one. Either way the Python object gives up its share, and the memory goes with the last holder.
+A Python tensor wraps a C++ tensor, which holds a storage. A node that saved its own output holds the storage alone. A
+node that saved an input, a view (of its base) and a send in flight hold the C++ tensor, and would lose their memory
+with its storage. So `deallocate_output` empties the C++ tensor only if nobody else holds it. Otherwise the Python
+object moves to a twin, without memory and at the same place in the graph, and the other holders keep the old C++
+tensor. The memory is freed with its last holder.
 """
 
 import sys
@@ -24,39 +24,36 @@ from zbpipe._torch import autograd
 
 
 def deallocate_output(tensor: torch.Tensor) -> int:
-    """Give up an output's memory, once it was sent, and keep its place in the autograd graph.
+    """Frees the memory of an output that was sent, and keeps the output's place in the autograd graph.
 
-    The tensor keeps its shape, dtype, device, ``grad_fn`` and hooks, so that ``torch.autograd.backward``,
-    :func:`stage_backward_input` and :func:`stage_backward` take it as before. Reading its values, those of a view of it
-    too, or printing them raises a RuntimeError from then on, through whatever name the object has, which says on which
-    line its memory was given up. Its ``untyped_storage()`` has no memory, though it still says how many bytes it had.
-    New memory (``tensor.data = ...``) makes it an ordinary tensor again. Where nobody else names the tensor,
-    ``out = torch.autograd.graph.get_gradient_edge(out)`` does the same without zbpipe.
+    The tensor keeps its shape, dtype, device, ``grad_fn`` and hooks: ``torch.autograd.backward``,
+    :func:`stage_backward_input` and :func:`stage_backward` take it as before. A read of its values, also through a view
+    or by ``print``, raises a RuntimeError that names the line of this call. ``untyped_storage()`` has no memory, and
+    still reports its former size. New memory (``tensor.data = ...``) makes it an ordinary tensor again. For an output
+    with a single name, ``out = torch.autograd.graph.get_gradient_edge(out)`` does the same without zbpipe.
 
-    Whoever else holds the memory keeps it, and sees nothing of this: nodes that saved the output for
-    their backward, views of it, detached aliases, numpy arrays, a send that is still under way. The memory
-    goes back to the allocator with the last of them. What keeps the Python object itself keeps no memory, and
-    raises when it reads: a hook of ``saved_tensors_hooks`` that packs a tensor as itself, as ``save_on_cpu`` does
-    with one that is on the CPU; an attribute of an ``autograd.Function``'s context. On a device with streams all is
-    as for ``del tensor``: work on other streams must have been waited for, or recorded with ``record_stream``.
+    Other holders keep the memory and notice nothing: nodes that saved the output for their backward, views, detached
+    aliases, numpy arrays, sends in flight. The last of them frees it. A holder of the Python object keeps no memory,
+    and raises when it reads: an attribute of an ``autograd.Function``'s context, a hook of ``saved_tensors_hooks`` that
+    packs a tensor as itself (``save_on_cpu`` does, on the CPU). On a device with streams the rules of ``del tensor``
+    hold: wait for work on other streams first, or announce it by ``record_stream``.
 
     Args:
-        tensor: a dense tensor that is no view and no leaf that requires a gradient. A second call is legal.
+        tensor: a dense tensor; no view, and no leaf that requires a gradient. A second call changes nothing.
 
     Returns:
-        The bytes that went back at once; 0 if somebody else still holds the memory, or if it is not
-        torch's own (from numpy, DLPack, another process, a lazy clone).
+        The bytes freed at once: 0 if another holder keeps the memory, or if it is not torch's own (from numpy, DLPack,
+        another process, a lazy clone).
 
     Raises:
-        TypeError: no tensor, or one whose memory is not one plain storage (a subclass with a dispatch of
-            its own such as DTensor, a functorch wrapper, a sparse, nested or quantized tensor).
+        TypeError: no tensor, or none with one plain storage (a subclass with its own dispatch such as DTensor, a
+            functorch wrapper, a sparse, nested or quantized tensor). Nothing has been changed, as with the others.
         ValueError: a view (see :func:`make_viewless`), a parameter, an input, a tensor on ``meta``.
-        RuntimeError: C++ holds the tensor, and refers to it weakly too (``retain_grad``).
-        After any of these nothing has been changed.
+        RuntimeError: C++ holds the tensor, and also refers to it weakly (``retain_grad``).
 
     Source:
-        Megatron-LM's ``deallocate_output_tensor`` (megatron/core/pipeline_parallel/schedules.py); here without the
-        flag, and with an ordinary backward afterwards in place of a custom one.
+        Megatron-LM's ``deallocate_output_tensor`` (megatron/core/pipeline_parallel/schedules.py), without its flag. An
+        ordinary backward follows here, not a custom one.
     """
     with autograd.without_torch_functions():
         own = _own_bytes(tensor)
@@ -74,37 +71,33 @@ def deallocate_output(tensor: torch.Tensor) -> int:
 
 
 def make_viewless(tensor: torch.Tensor) -> torch.Tensor:
-    """Give a tensor with the same values and the same autograd history that is no view.
+    """Returns a tensor with the same values and autograd history that is no view.
 
-    A view keeps its base alive, and with it the base's memory. The result can be detached in place and
-    deallocated, whatever ``tensor`` was: a view of any kind, one of many pieces (``chunk``, ``unbind``)
-    too. Its gradients take the edge that those of ``tensor`` take, in every grad mode; a view that was
-    made under ``no_grad`` has no such edge, and the result requires no gradient. A leaf that requires one
-    stays the leaf: the result's gradients go to its ``.grad``, and the result's history keeps it and its
-    base alive.
+    A view keeps its base and the base's memory alive. The result can be detached in place and deallocated, for any kind
+    of view, also for one of many pieces (``chunk``, ``unbind``). Its gradients go where those of ``tensor`` go, in
+    every grad mode. The result of a view made under ``no_grad`` requires no gradient. A leaf that requires a gradient
+    stays the leaf: its ``.grad`` gets the result's gradients, and the result keeps it and its base alive.
 
     Args:
         tensor: a dense tensor.
 
     Returns:
-        ``tensor`` itself if it is no view and its storage has no byte more than it needs. Otherwise a
-        new ``torch.Tensor``: on the same memory, without a copy, if ``tensor`` fills its storage, and if
-        not, on a copy of its own elements. Where memory is shared the version counter is shared as well,
-        so that a change in place is noticed by nodes that saved either; it is not recorded for the other.
-        Within what ``torch.compile`` traces, the call is a graph break.
+        ``tensor`` itself if it is no view and fills its storage. Otherwise a new ``torch.Tensor``, on the same memory
+        if ``tensor`` fills its storage, else on a copy of its elements. Tensors on the same memory share the version
+        counter: a node that saved one notices a change in place of the other. Autograd records the change for one
+        alone. The call is a graph break in code that ``torch.compile`` traces.
 
     Raises:
-        TypeError: no tensor, one whose memory is not one plain storage, or a view of a class other than
-            ``torch.Tensor``.
+        TypeError: no tensor, none with one plain storage, or a view of a class other than ``torch.Tensor``.
         ValueError: a view that carries a forward-mode gradient; a tensor on ``meta``.
 
     Source:
-        Megatron-LM's ``make_viewless_tensor`` (megatron/core/utils.py); here without flags. Views that cannot be
-        detached: pytorch/pytorch 142229, 142237, 143589.
+        Megatron-LM's ``make_viewless_tensor`` (megatron/core/utils.py), without flags. Views that cannot be detached:
+        pytorch/pytorch 142229, 142237, 143589.
     """
     with autograd.without_torch_functions():
         if _own_bytes(tensor) < 0:
-            tensor.untyped_storage().data_ptr()  # raises, saying who gave the memory up
+            tensor.untyped_storage().data_ptr()  # raises, and names the call that freed the memory
         fills = _fills_its_storage(tensor)
         if fills and not autograd.is_view(tensor):
             return tensor
@@ -118,37 +111,35 @@ def make_viewless(tensor: torch.Tensor) -> torch.Tensor:
                 f"tensor is a {describe(tensor)} and carries a forward-mode gradient, which the result would lose; "
                 "take it off with torch.autograd.forward_ad.unpack_dual"
             )
-        # An inference tensor's result may be one; others stay what they are.
+        # Only the result of an inference tensor may be an inference tensor.
         with torch.inference_mode(torch.is_inference_mode_enabled() and tensor.is_inference()):
             place = _with_its_edge(tensor)
             with torch.no_grad():
-                # The counter of what shares the memory: a change in place is seen by those that saved the base.
+                # With the memory's version counter, by which nodes that saved the base notice a change in place.
                 return _C.twin(tensor if fills else _copy(tensor), place, None)
 
 
 def release_storage(tensor: torch.Tensor) -> int:
-    """Free a tensor's storage, provided that nobody else needs it.
+    """Frees a tensor's storage, if nobody else holds it.
 
-    The tensor's object may be known to any number of names, containers and hooks in Python: they are one
-    holder, and reading through any of them raises a RuntimeError afterwards, as after :func:`deallocate_output`.
-    The tensor may be a leaf or a parameter. Who has nothing but an address (a ctypes array on ``data_ptr()``)
-    cannot be seen.
+    All names, containers and hooks in Python that refer to the tensor's object count as one holder. A read through any
+    of them raises a RuntimeError afterwards, as after :func:`deallocate_output`. The tensor may be a leaf or a
+    parameter. A user of the bare address (a ctypes array on ``data_ptr()``) is not seen.
 
     Args:
         tensor: a dense tensor.
 
     Returns:
-        The bytes that went back to the allocator; 0 if it had none.
+        The bytes freed; 0 if the tensor had none.
 
     Raises:
-        RuntimeError: others hold the memory, and are named as far as can be seen: tensors in Python, and
-            nodes that saved it in graphs that tensors in Python lead to. Holders in C++ (a send under way,
-            a tensor that hooks have packed) and tensors that the garbage collector does not list
-            (``gc.freeze``) are counted. Nothing has been changed. Time is linear in the number of
-            Python objects and nodes that live.
-        TypeError: no tensor, or one whose memory is not one plain storage.
-        ValueError: memory that torch cannot free: from numpy, DLPack, another process, a lazy clone;
-            a tensor on ``meta``.
+        RuntimeError: others hold the memory; nothing has been changed. The message names tensors in Python, and nodes
+            that saved it in graphs that tensors in Python lead to. It counts holders in C++ (a send in flight, a packed
+            tensor) and tensors that the garbage collector does not list (``gc.freeze``). The search is linear in the
+            number of living Python objects and nodes.
+        TypeError: no tensor, or none with one plain storage.
+        ValueError: memory that torch cannot free (from numpy, DLPack, another process, a lazy clone); a tensor on
+            ``meta``.
 
     Source:
         ``storage.resize_(0)`` at a buffer's last use, as in microsoft/DeepSpeed PR 8032.
@@ -174,14 +165,14 @@ class _Memoryless(torch.UntypedStorage):
     """The storage of a tensor that has given up its memory."""
 
     def is_shared(self) -> bool:
-        return False  # torch's asks for the data where nothing catches libtorch's answer: the process would end
+        return False  # torch's own reads the data, and nothing catches libtorch's error: the process would end
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.data_ptr()  # raises
 
 
 def _memoryless(tensor: torch.Tensor, place: torch.Tensor | None, function: str) -> torch.Tensor:
-    """A twin whose readers are told who gave the memory up: ``function``, the caller's name, and its caller's line."""
+    """A twin without memory, whose error names ``function`` and the line that called it."""
     frame = sys._getframe(2)
     twin = _C.twin(
         tensor,
@@ -197,7 +188,7 @@ def _memoryless(tensor: torch.Tensor, place: torch.Tensor | None, function: str)
 
 
 def _own_bytes(tensor: torch.Tensor) -> int:
-    """As ``_C.own_bytes``. Refuses what is no plain tensor: memory of its own kind, reached through one storage."""
+    """As ``_C.own_bytes``. Refuses whatever has not one plain storage."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"tensor is a {type(tensor).__name__}; expected a torch.Tensor")
     has_parts = tensor.is_nested or tensor.is_quantized or autograd.has_dispatch(type(tensor))
@@ -253,7 +244,7 @@ def _fills_its_storage(tensor: torch.Tensor) -> bool:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """In a storage of its own, of the same shape; dimensions of stride 0 keep it."""
+    """A copy in a storage of its own; dimensions of stride 0 keep that stride."""
     once = tensor
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:
@@ -262,10 +253,10 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _with_its_edge(tensor: torch.Tensor) -> torch.Tensor | None:
-    """What has the edge that a gradient of ``tensor`` takes; None if it takes none.
+    """A tensor with the edge that a gradient of ``tensor`` takes; None if there is no such edge.
 
-    A leaf's is not its accumulator, which is no history, but a node in front of it. A view that was made without grad
-    mode has none, though it says that it requires a gradient when its base does.
+    For a leaf it is a node in front of the accumulator, which is no history. A view made without grad mode has no edge,
+    though it requires a gradient if its base does.
     """
     if tensor.grad_fn is not None or not tensor.requires_grad:
         return tensor

@@ -119,7 +119,7 @@ def test_halves_that_hold_for_fewer_sizes_than_the_whole(caplog, monkeypatch):
     original = compile_backend._kept_values
     monkeypatch.setattr(compile_backend, "_kept_values", learn)
     check_compiled(mlp(), random_input(4, 8), options={"dynamic": True})
-    assert the_reason(caplog) == "its halves would be compiled for these sizes alone, the whole is for others too"
+    assert the_reason(caplog) == "its halves would fit these sizes alone, and the forward fits others, too"
 
 
 def test_one_line_per_graph(caplog):
@@ -151,7 +151,14 @@ def test_bad_arguments(arguments, error, message):
         zbpipe.compile(mlp(), **arguments)
 
 
-def test_options_that_the_inner_compiler_does_not_take():
-    compiled = zbpipe.compile(mlp(), backend="aot_eager", mode="max-autotune")
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="aot_eager takes neither"):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"backend": "aot_eager", "mode": "max-autotune"}, "aot_eager takes neither"),
+        ({"options": 3}, "options is 3; expected a dictionary"),
+    ],
+)
+def test_options_that_the_inner_compiler_does_not_take(arguments, message):
+    compiled = zbpipe.compile(mlp(), **arguments)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=message):
         compiled(torch.randn(4, 8))

@@ -584,11 +584,11 @@ def test_results_that_are_no_gradients_are_refused(what, watched):
 
 
 REFUSED = {
-    "function": (lambda x, w, g: zbpipe.defer(3, 1), TypeError, "function is a int; expected a callable"),
+    "function": (lambda x, w, g: zbpipe.defer(3, 1), TypeError, "function is 3; expected a callable"),
     "saved": (lambda x, w, g: zbpipe.defer(print, 1, [x]), TypeError, "saved is a list; expected a tuple"),
-    "weights": (lambda x, w, g: zbpipe.defer(print, "w"), TypeError, "weights names a str; expected the position"),
-    "a tensor": (lambda x, w, g: zbpipe.defer(print, (w,)), TypeError, "weights names a Parameter; expected the pos"),
-    "bool": (lambda x, w, g: zbpipe.defer(print, (True,)), TypeError, "weights names a bool; expected the position"),
+    "weights": (lambda x, w, g: zbpipe.defer(print, "w"), TypeError, "weights names 'w'; expected a weight's position"),
+    "a tensor": (lambda x, w, g: zbpipe.defer(print, (w,)), TypeError, "weights names a Parameter; expected a weight"),
+    "bool": (lambda x, w, g: zbpipe.defer(print, (True,)), TypeError, "weights names True; expected a weight's position"),
     "empty": (lambda x, w, g: zbpipe.defer(print, ()), ValueError, "weights is empty"),
     "position": (lambda x, w, g: zbpipe.defer(print, 4), ValueError, "weights names argument 4 of the forward of Asks"),
     "negative": (lambda x, w, g: zbpipe.defer(print, (1, -1)), ValueError, r"weights names argument -1 of"),

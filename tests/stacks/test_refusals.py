@@ -212,6 +212,6 @@ def test_a_stage_whose_ways_in_torch_are_unknown_is_refused_in_its_first_forward
         with pytest.raises(RuntimeError, match=f"stage 1's module is a .*{words}"):
             stage.forward_maybe_with_nosync(torch.ones(2, 2))
         other.forward_maybe_with_nosync(torch.ones(2, 2))
-    said = [record.getMessage() for record in caplog.records if "not all is patched" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "not all of torch" in record.getMessage()]
     assert len(said) == 1 and "refused where it is met" in said[0]
     monkeypatch.undo()

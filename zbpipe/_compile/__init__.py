@@ -1,6 +1,6 @@
-"""``zbpipe.compile``: torch.compile whose backward comes in two halves, one for I and one for W.
+"""``zbpipe.compile``: torch.compile with a backward in two halves, one for I and one for W.
 
-Importing this package imports no compiler: the rest of it is loaded with the first graph.
+An import of this package imports no compiler: the first graph loads the rest.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ INNER = ("inductor", "aot_eager")
 
 @dataclass(frozen=True)
 class Backend:
-    """A backend for ``torch.compile``. Two that are equal share compiled code."""
+    """A backend for ``torch.compile``. Equal backends share compiled code."""
 
     inner: str = "inductor"
     recompute: bool = False
@@ -41,7 +41,13 @@ class Backend:
     ) -> Callable[..., Any]:
         from zbpipe._compile.backend import compile_graph
 
-        return compile_graph(graph, inputs, self.inner, self.recompute, mode, options)
+        return compile_graph(graph, inputs, self.inner, self.recompute, mode, _checked(options))
+
+
+def _checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    if options is not None and not isinstance(options, Mapping):
+        raise TypeError(f"options is {argument(options)}; expected a dictionary, as torch.compile takes it")
+    return dict(options or {})
 
 
 def compile_backend(
@@ -53,9 +59,9 @@ def compile_backend(
 ) -> Callable[..., Any]:
     """The backend that ``torch.compile(module, backend="zbpipe")`` finds, by the entry point in pyproject.toml.
 
-    ``options`` are inductor's, and besides ``backend`` and ``recompute`` as :func:`compile` has them.
+    ``options`` are inductor's, and the arguments ``backend`` and ``recompute`` of :func:`compile`.
     """
-    rest = dict(options or {})
+    rest = _checked(options)
     backend = Backend(rest.pop("backend", "inductor"), rest.pop("recompute", False))
     return backend(graph, inputs, mode=mode, options=rest)
 
@@ -69,24 +75,24 @@ def compile(
 ) -> Any:
     """``torch.compile``, with a backward that zbpipe's passes can split.
 
-    In an input pass the compiled backward computes the gradients that do not lead to weights alone, and leaves the
-    products that give weights' gradients to the weight pass, with what those need. Everywhere else it is the backward
-    that ``torch.compile`` makes. A graph that cannot be split runs whole, in I, and one line on the logger ``zbpipe``
-    says why. The policy (:func:`zbpipe.policy`) holds as in eager code: with ``defer="matrices"`` a vector's gradient
-    waits only where waiting holds no more; with ``defer="all"`` all wait that I does not compute on its way.
+    In an input pass (I) the compiled backward computes the stage inputs' gradients, and leaves the products of weights'
+    gradients to the weight pass (W). Elsewhere it is the backward that ``torch.compile`` makes. A graph that cannot be
+    split runs whole in I, and a warning on the logger ``zbpipe`` says why. The policy (:func:`zbpipe.policy`) decides
+    as in eager code. With ``defer="matrices"`` a vector's gradient waits for W only where that holds no more memory.
+    With ``defer="all"`` all gradients wait that I does not compute on its way.
 
     Args:
         model: a module or a function; None returns a decorator.
-        backend: what compiles the halves: "inductor", or "aot_eager", which runs the graphs as they are.
-        recompute: W may compute cheap operations (elementwise, reductions, casts) a second time where that holds
+        backend: the compiler of the halves: "inductor", or "aot_eager", which runs the graphs as they are.
+        recompute: True lets W compute cheap operations (elementwise, reductions, casts) once more where that holds
             fewer bytes between I and W.
         options: as for ``torch.compile``: ``fullgraph``, ``dynamic``, ``mode``, ``options``, ``disable``.
 
     Returns:
-        What ``torch.compile`` returns: a module for a module, a function for a function.
+        As ``torch.compile``: a module for a module, a function for a function.
 
     Raises:
-        ValueError, TypeError: a backend or a value that there is none of.
+        ValueError, TypeError: ``backend`` or ``recompute`` has none of these values.
 
     Source:
         ``torch.compile``. The cut is a minimum cut as in AOTAutograd's ``min_cut_rematerialization_partition``.

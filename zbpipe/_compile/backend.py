@@ -1,4 +1,4 @@
-"""What becomes of one graph of dynamo: a forward as torch compiles it, and a backward that can run in halves."""
+"""One compiled graph of dynamo: a forward as torch compiles it, and a backward that can run in halves."""
 
 import contextlib
 import itertools
@@ -37,11 +37,11 @@ def compile_graph(
     mode: str | None,
     options: Mapping[str, Any] | None,
 ) -> Callable[..., Any]:
-    """Compile a graph of dynamo with `inner`. Raises what that raises."""
+    """Compiles a graph of dynamo with `inner`, and raises its errors."""
     subclasses = sorted({type(value).__name__ for value in inputs if is_traceable_wrapper_subclass(value)})
     if inner == "aot_eager":
         if mode not in (None, "default") or options:
-            raise ValueError(f"mode is {mode!r} and options are {options!r}: aot_eager takes neither; leave them out.")
+            raise ValueError(f"mode is {mode!r} and options are {options!r}; aot_eager takes neither, leave them out")
         return _with_aot_eager(graph, inputs, recompute, subclasses)
     return _with_inductor(graph, inputs, recompute, subclasses, mode, options)
 
@@ -104,7 +104,7 @@ class _Pieces:
 
 
 class _WeightWork:
-    """What W does for one compiled backward. Holds no tensor: it is called with those that were kept for it."""
+    """W's half of one compiled backward. It holds no tensor: W calls it with the values that I kept."""
 
     __slots__ = ("_compiled",)
 
@@ -117,9 +117,9 @@ class _WeightWork:
 
 
 class _Backward:
-    """A traced backward, compiled as it is needed: whole, or in the halves for a set of deferred gradients.
+    """A traced backward, compiled when it is needed: whole, or in the halves for a set of deferred gradients.
 
-    Backwards of several microbatches may run it in several threads.
+    Several threads may run it, for several microbatches.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class _Backward:
         self._values = list(values)
         self._compile_piece = compile_piece
         self._recompute = recompute
-        self._subclasses = subclasses  # of tensor, among what the compiled code takes
+        self._subclasses = subclasses  # of tensor, among the inputs of the compiled code
         self._tracing = TracingContext.try_get()
         self._compiling = CompileContext.try_get()
         self._metadata = self._tracing.fw_metadata if self._tracing else None
@@ -145,7 +145,7 @@ class _Backward:
         self._is_logged = False
         self._matrices, self._vectors = _by_dimension(graph)
         if any(isinstance(value, torch.SymInt) for value in values):
-            self._compile_whole()  # as torch does: its guards on sizes must be known before the forward is used
+            self._compile_whole()  # as torch does: the forward must not be used before the guards on sizes are known
 
     def as_function(self) -> Compiled:
         def run(values: Values) -> Sequence[Any]:
@@ -167,7 +167,7 @@ class _Backward:
         for_w += results[count:]
         at_once = _C.defer(_WeightWork(pieces.weight_half), tuple(halves.weight_outputs), tuple(for_w))
         gradients: list[Any] = [None] * halves.output_count
-        # What the cut has left to W may be vectors alone, which by default do not wait.
+        # The cut may have left vectors alone to W, and by default these do not wait.
         for i, gradient in zip(halves.weight_outputs, at_once, strict=True):
             gradients[i] = gradient
         for i, gradient in zip(halves.input_outputs, results[:count], strict=True):
@@ -175,13 +175,13 @@ class _Backward:
         return gradients
 
     def _deferrable(self) -> tuple[frozenset[int], bool]:
-        """The gradients that lead to weights alone, by position, and whether all of them are to wait. Called in I."""
+        """Positions of the gradients that may wait for W, and whether vectors may wait by themselves. Called in I."""
         heavy = [i for i in self._matrices if _C.will_defer((i,))]
         light = [i for i in self._vectors if _C.will_defer((i, *heavy[:1]))]
         return frozenset(heavy + light), any(_C.will_defer((i,)) for i in light[:1])
 
     def _halves(self) -> _Pieces | None:
-        """The halves for the gradients that wait in the I that runs; None if the graph cannot be split so."""
+        """The halves for the gradients that may wait in the running I; None if the graph cannot be split so."""
         with self._lock:
             try:
                 self._check_results()
@@ -192,12 +192,12 @@ class _Backward:
                 return self._pieces[key]
             except CannotSplitError as error:
                 self._log(str(error))
-            except Exception as error:  # of a compiler, which may fail on a half in ways that it does not on the whole
+            except Exception as error:  # a compiler may fail on a half, and not on the whole
                 self._log(f"its halves do not compile ({type(error).__name__}: {error})")
             return None
 
     def _check_results(self) -> None:
-        """Raises CannotSplitError where the graph's results are not the gradients of the node's inputs, one by one."""
+        """Raises CannotSplitError unless the graph's results are the gradients of the node's inputs, one each."""
         if self._subclasses:
             raise CannotSplitError(f"it takes tensors of the subclass {', '.join(self._subclasses)}")
         if self._metadata is None:
@@ -239,17 +239,17 @@ class _Backward:
 
     @contextlib.contextmanager
     def _as_when_traced(self, donations: bool = True) -> Iterator[None]:
-        """The surroundings in which AOTAutograd compiles a backward.
+        """The context in which AOTAutograd compiles a backward.
 
-        donations: inductor writes over inputs whose numbers AOTAutograd has noted. Those are numbers of the whole's
-        inputs, and W needs some of them after I: not for the halves.
+        donations: inductor may overwrite the inputs that AOTAutograd has listed. Not for the halves: the list numbers
+        the whole's inputs, and W needs some of these after I.
         """
         with tracing(self._tracing), compile_context(self._compiling), without_autocast(), torch.no_grad():
             metadata = self._metadata
             if self._tracing is None or metadata is None:
                 yield
                 return
-            # DDP's optimizer has several graphs share one tracing context.
+            # DDP's optimizer lets several graphs share one tracing context.
             metadata_before, self._tracing.fw_metadata = self._tracing.fw_metadata, metadata
             donated = metadata.bw_donated_idxs
             metadata.bw_donated_idxs = donated if donations else []
@@ -261,13 +261,13 @@ class _Backward:
 
     @contextlib.contextmanager
     def _no_guards(self) -> Iterator[None]:
-        """The halves are compiled after the forward was guarded: they must hold for all sizes that it holds for."""
+        """Refuses halves that need new guards on sizes: the forward is compiled, and runs for all its sizes."""
         mode = self._tracing.fake_mode if self._tracing else None
         shapes = mode.shape_env if mode else None
         before = _knowledge(shapes)
         yield
         if _knowledge(shapes) != before:
-            raise CannotSplitError("its halves would be compiled for these sizes alone, the whole is for others too")
+            raise CannotSplitError("its halves would fit these sizes alone, and the forward fits others, too")
 
 
 def _knowledge(shapes: Any) -> tuple[int, int]:
@@ -283,7 +283,7 @@ def _parameters(graph: fx.GraphModule, metadata: Any) -> frozenset[int]:
 
 
 def _for_w(value: Any, is_parameter: bool) -> Any:
-    """A tensor without what hangs on it (a stage's input has its gradient); a copy of what may be freed before W."""
+    """A tensor without gradient and history, for W; a copy of a parameter, which may be freed before W."""
     if not isinstance(value, torch.Tensor):
         return value
     if is_parameter:
@@ -292,7 +292,7 @@ def _for_w(value: Any, is_parameter: bool) -> Any:
 
 
 def _by_dimension(graph: fx.GraphModule) -> tuple[list[int], list[int]]:
-    """The gradients that the backward gives: those of matrices and more, and those of vectors and scalars."""
+    """Positions of the backward's gradients: of matrices (and more dimensions); of vectors and scalars."""
     results = _results(graph).args[0]
     dimensions = {
         i: result.meta["val"].dim() if isinstance(result.meta.get("val"), torch.Tensor) else 0
@@ -308,8 +308,8 @@ def _results(graph: fx.GraphModule) -> Any:
 
 
 def _kept_values(halves: Halves, strides: Sequence[tuple[int, ...] | None] | None) -> list[Any]:
-    """What the input half keeps, as the weight half is compiled for it. `strides`: of the input half's results, if its
-    compiler told."""
+    """The values that the input half keeps, as examples to compile the weight half for. `strides`: of the input half's
+    results, if its compiler reports them."""
     values = [node.meta["val"] for node in _results(halves.input_half).args[0][len(halves.input_outputs) :]]
     for i, stride in enumerate((strides or ())[len(halves.input_outputs) :]):
         if stride is not None and all(isinstance(size, int) for size in (*values[i].size(), *values[i].stride())):
@@ -318,7 +318,7 @@ def _kept_values(halves: Halves, strides: Sequence[tuple[int, ...] | None] | Non
 
 
 def _set_visible(graph: fx.GraphModule, halves: Halves) -> None:
-    """Inductor may give results that nobody sees any layout; where sizes are symbolic, it could not tell which."""
+    """Marks all results as visible whose layout matters: inductor may choose that of others, and need not report it."""
     visible = set(_results(graph).meta.get("user_visible_output_idxs", ()))
     count = len(halves.input_outputs)
     _results(halves.input_half).meta["user_visible_output_idxs"] = [
@@ -331,7 +331,7 @@ def _set_visible(graph: fx.GraphModule, halves: Halves) -> None:
 
 
 def _copy(module: fx.GraphModule) -> fx.GraphModule:
-    """Compilers change what they are given; the constants are shared."""
+    """A copy for a compiler, which changes its graph; the constants are shared."""
     graph = fx.Graph()
     results = graph.graph_copy(module.graph, {})
     graph.output(results).meta = dict(_results(module).meta)

@@ -1,11 +1,11 @@
 """Where a traced backward graph is cut between I and W.
 
 Note [The cut]
-W must compute the products that give the deferred gradients, I all that the other gradients need. In between lies
-what either could compute, and what I hands to W is the set of values along the cut. It is chosen by a minimum cut:
-the fewest bytes; among those the one that leaves the most to W. So W reads the two matrices of each product, or what is
-smaller and gives them by cheap steps that I does not need; and where a vector's gradient needs more than the vector, I
-computes it. A parameter counts as any tensor, for W is given a copy: fully_shard frees what it has gathered after I.
+W must compute the products of the deferred gradients, and I all that the other gradients need. Either could compute the
+operations in between. I hands W the values along the cut: a minimum cut, of the fewest bytes, and among these the one
+that leaves the most to W. So W reads the two matrices of each product, or smaller values from which cheap operations
+that I does not need compute them. I computes a vector's gradient where W would read more than a vector for it. A
+parameter counts as any tensor, for W gets a copy: fully_shard frees gathered weights after I.
 
 The classes of nodes are in nodes.py.
 """
@@ -24,10 +24,10 @@ class CannotSplitError(Exception):
 
 
 class Cut:
-    """The minimum cut, over all nodes that W's results need but the free ones, as a flow network of networkx.
+    """The minimum cut over all nodes but free ones that W's results need, as a flow network of networkx.
 
-    A node on the source's side is given to I or computed by it, one on the sink's side is computed by W. Between a node
-    and those that read it stands another one, so that holding it is paid once however many nodes of W read it.
+    I is given or computes the nodes on the source's side; W computes those on the sink's side. Behind each node stands
+    another one, whose edge has the cost of holding the value: it is paid once for all nodes of W that read it.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Cut:
         self.recompute = recompute
 
     def solve(self) -> set[fx.Node]:
-        """The nodes that W computes, but for free ones."""
+        """The nodes that W computes, without free ones."""
         import networkx  # type: ignore[import-untyped]  # which torch needs, and imports late itself
 
         flow = networkx.DiGraph()
@@ -59,7 +59,7 @@ class Cut:
             for source in {source for read in node.all_input_nodes for source in behind_free(read)}:
                 connect(flow, ("holding", source), node)
                 if source not in self.for_i:
-                    connect(flow, node, source)  # if it is I that computes the one, then the other too
+                    connect(flow, node, source)  # if I computes `node`, it computes `source`, too
         for node in self.results:
             connect(flow, ("holding", node), "W")
         try:
@@ -80,5 +80,5 @@ class Cut:
 
 
 def connect(flow: Any, a: Any, b: Any, capacity: int | None = None) -> None:
-    """None: without limit, as networkx has it."""
+    """An edge of the network; a capacity of None has no limit."""
     flow.add_edge(a, b, **({} if capacity is None else {"capacity": capacity}))

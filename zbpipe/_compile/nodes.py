@@ -1,12 +1,11 @@
-"""The nodes of a traced graph, each of one of these classes:
+"""The classes of nodes in a traced graph:
 
-
-free    views, constants, arithmetic on sizes: a half that needs one computes it; not part of the cut, in which what
-        reads a view reads what is viewed
-light   elementwise operations, reductions, casts: what only W needs may be computed by either; what I needs, by I,
-        and if `recompute` says so by W once more
-heavy   everything else, products above all: what I needs by I, what only W needs by W, never twice
-pinned  what draws random numbers: by I
+free    a view, a constant, arithmetic on sizes. A half that needs it computes it. The cut leaves it out: there a reader
+        of a view reads the viewed tensor
+light   an elementwise operation, a reduction, a cast. I computes it if I needs it, and with `recompute` W may compute
+        it once more; if only W needs it, either may compute it
+heavy   everything else, products above all. I computes it if I needs it, else W
+pinned  a draw of random numbers. I computes it
 """
 
 import operator
@@ -22,7 +21,7 @@ CONSTANTS = {
     "arange", "empty", "empty_strided", "eye", "full", "iota", "linspace", "new_empty", "new_empty_strided", "new_full",
     "new_ones", "new_zeros", "ones", "scalar_tensor", "zeros",
 }  # fmt: skip
-# Those that have no tag "pointwise"; and reductions, which have a tag in newer releases of torch only.
+# Operators without the tag "pointwise", and reductions, which only newer releases of torch tag.
 LIGHT_NAMES = {
     "_fused_rms_norm", "_fused_rms_norm_backward", "_log_softmax", "_log_softmax_backward_data", "_softmax",
     "_softmax_backward_data", "_to_copy", "all", "amax", "amin", "any", "cat", "clone", "constant_pad_nd",
@@ -41,7 +40,7 @@ def classify(node: fx.Node) -> str:
         return PINNED
     if node.op == "get_attr":
         return FREE
-    if not has_tensor(node):  # a size: asking a tensor for it must not make W hold the tensor
+    if not has_tensor(node):  # a size: W must not hold a tensor only to ask for its size
         return LIGHT if any(has_tensor(source) for source in node.all_input_nodes) else FREE
     if node.target is operator.getitem:  # one of several results
         return FREE if is_view(node) else LIGHT
@@ -58,7 +57,7 @@ def classify(node: fx.Node) -> str:
 
 
 def behind_free(value: Any) -> list[fx.Node]:
-    """What `value` is computed from, past free nodes: itself, if it is not free."""
+    """The nodes from which free nodes compute `value`; `value` itself, if it is not free."""
     found: dict[fx.Node, None] = {}
     stack, seen = [value] if isinstance(value, fx.Node) else [], set()
     while stack:
@@ -73,7 +72,7 @@ def behind_free(value: Any) -> list[fx.Node]:
 
 
 def base_name(node: fx.Node) -> str:
-    """Of an OpOverload: "mm" of aten.mm.default."""
+    """The operator's name: "mm" of aten.mm.default."""
     return dispatch.operator_name(node.target)
 
 
@@ -90,8 +89,7 @@ def has_tensor(node: fx.Node) -> bool:
 
 
 def byte_count(value: Any) -> int | None:
-    """The bytes of a tensor (of its size when it was traced, if that is symbolic); 0 of a number, None of what cannot
-    be handed over."""
+    """A tensor's bytes, at its traced size; 0 for a number; None for a value that I cannot hand to W."""
     if isinstance(value, torch.Tensor):
         return number(value.numel()) * value.element_size()
     return 0 if isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)) else None
@@ -106,7 +104,7 @@ def number(size: int | torch.SymInt) -> int:
 
 
 def above(results: Iterable[Any], within: Collection[fx.Node] | None = None) -> set[fx.Node]:
-    """`results` and all that they are computed from; `within`: only those of these nodes and free ones between them."""
+    """`results` and all nodes that they are computed from; with `within`, only those and the free nodes between."""
     found: set[fx.Node] = set()
     stack = [result for result in results if isinstance(result, fx.Node)]
     while stack:
@@ -118,5 +116,5 @@ def above(results: Iterable[Any], within: Collection[fx.Node] | None = None) -> 
 
 
 def is_size(node: fx.Node) -> bool:
-    """A size that was saved: both halves take it, for their sizes may be written in it."""
+    """Whether it is a saved size. Both halves take all of them, for their own sizes may be written in these."""
     return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))

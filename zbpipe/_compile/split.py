@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Halves:
-    """A backward graph in two. Values are numbered as the whole graph's inputs and outputs are."""
+    """The halves of a backward graph. Positions are those of the whole graph's inputs and outputs."""
 
     input_half: fx.GraphModule  # returns the gradients of `input_outputs`, then the values that it keeps for W
     weight_half: fx.GraphModule  # takes the inputs of `weight_inputs`, then those values; returns `weight_outputs`
@@ -36,14 +36,14 @@ def split(
     everything: bool = False,
     recompute: bool = False,
 ) -> Halves:
-    """Split `backward`; see Note [The cut]. It is left as it is.
+    """Splits a copy of `backward`; see Note [The cut].
 
     Args:
         backward: a graph of aten operations without side effects, whose nodes have ``meta["val"]``.
-        deferred: the outputs that W is to compute, by position. Those that I computes all the same, because that
-            holds less, are among ``input_outputs`` of the result.
-        everything: W computes all that I does not need, even where holding its result would be less.
-        recompute: W may compute light operations once more that I computes too, where that holds less.
+        deferred: positions of the outputs that W may compute. I computes some of them where that holds less; they are
+            then in ``input_outputs`` of the result.
+        everything: W computes all that I does not need, even where its result has fewer bytes than W reads for it.
+        recompute: W may repeat light operations of I where that holds less.
 
     Raises:
         CannotSplitError: the graph has side effects, or W would be left without a product.
@@ -73,7 +73,7 @@ def refuse_side_effects(graph: fx.Graph) -> None:
 
 
 def separate_fused_gradients(graph: fx.Graph, outputs: list[Any], deferred: Collection[int]) -> None:
-    """A convolution's backward gives all its gradients in one node: give each half a node of its own."""
+    """Gives each half a node of its own for a convolution's backward, which is one node for all gradients."""
     by_i = above(out for i, out in enumerate(outputs) if i not in deferred)
     for node in list(graph.nodes):
         if node.target is not aten.convolution_backward.default or node not in by_i:

@@ -1,1 +1,1 @@
-"""Work that Functions hand over in I, for W."""
+"""Weight gradients that an ``autograd.Function`` leaves to W."""

@@ -1,7 +1,7 @@
-"""Chooses and loads zbpipe._C: a library per release of torch lies in ``torch_MAJOR_MINOR/``.
+"""Chooses and loads zbpipe._C: ``torch_MAJOR_MINOR/`` has the library for that release of torch.
 
-setup.py writes beside each library what it was built with. A library beside another torch would fail with ``undefined
-symbol``, or worse: here an ImportError says what is wrong.
+setup.py describes each build in a file beside its library. With another torch a library would fail with ``undefined
+symbol``, or worse: :func:`load` raises an ImportError before.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def load() -> Build:
     """Import zbpipe._C for the torch and the Python that run, and return what it was built with.
 
     Raises:
-        ImportError: there is no torch, no library for it, or one that was built with another revision of it; or the
-            library is of another zbpipe. The message says how to build it.
+        ImportError: there is no torch, no library for it, or only one that was built with another revision of torch or
+            of zbpipe. The message says how to build it.
     """
     if importlib.util.find_spec("torch") is None:
         raise ImportError(

@@ -1,19 +1,19 @@
-"""Puts zbpipe's functions in the place of torch.distributed.pipelining's own, and takes them out again.
+"""patch() puts zbpipe's functions in the place of torch.distributed.pipelining's own; unpatch() restores torch's.
 
-Each patching logs one line, at INFO on the logger `zbpipe`, that names every place; `TORCH_LOGS=+zbpipe` in the
-environment shows it, as does `logging.getLogger("zbpipe").setLevel(logging.INFO)` beside a handler.
+Each patch logs one line that names every place, at INFO on the logger `zbpipe`. `TORCH_LOGS=+zbpipe` in the
+environment shows the line, as does `logging.getLogger("zbpipe").setLevel(logging.INFO)` with a handler.
 
-What was captured elsewhere than in a module's namespace before patching (a default argument, a `functools.partial`,
-the graph of a traced `Pipe`) keeps torch's function, which goes on working.
+A function that was captured outside of a module's namespace before the patch (in a default argument, a
+`functools.partial`, the graph of a traced `Pipe`) stays torch's, and goes on working.
 
-Patching also makes pipeline stages and schedules let go of what nothing needs, see zbpipe/_stage/backward.py and
-before_2_15/, makes data parallel stages reduce when all gradients are there, see zbpipe/_stage/data_parallel.py, and
-makes zero-bubble schedules take compiled stages, which they refuse because torch's functions cannot split them. All
-that is changed is one table, table.py. Patch and unpatch between steps, not within one.
+The patch also frees what stages and schedules no longer need (zbpipe/_stage/backward.py, before_2_15/). It makes data
+parallel stages reduce when all gradients are there (zbpipe/_stage/data_parallel.py). It makes zero-bubble schedules
+accept compiled stages, which torch's functions cannot split. table.py lists all changes. Patch and unpatch between
+steps, not within one.
 
-For scripts that nobody wants to edit there is `ZBPIPE_PATCH=1` in the environment: a hook that is installed beside
-zbpipe patches as soon as the script, or a process that it starts, imports torch.distributed.pipelining.
-`ZBPIPE_RELEASE_OUTPUTS=1` beside it is patch(release_outputs=True).
+`ZBPIPE_PATCH=1` in the environment patches a script without an edit: a hook, installed beside zbpipe, patches when the
+script or a process that it starts imports torch.distributed.pipelining. `ZBPIPE_RELEASE_OUTPUTS=1` beside it means
+patch(release_outputs=True).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _State:
         self.lock = threading.RLock()
         self.places: list[places.Place] = []
         self.calls: list[_Call] = []
-        self.said: set[str] = set()  # warnings, which are not repeated
+        self.said: set[str] = set()  # warnings, each given once
 
 
 _state = _State()
@@ -53,7 +53,7 @@ _state = _State()
 
 @dataclass(eq=False)
 class _Call:
-    """A call of patch() or unpatch() that nothing has taken back. The last one holds."""
+    """A call of patch() or unpatch() that is still in effect. The last one decides."""
 
     release_outputs: bool | None  # None: unpatched
     handle: weakref.ref[_Handle] | None = None
@@ -64,50 +64,49 @@ class _Call:
 
 
 def patch(release_outputs: bool | None = None) -> AbstractContextManager[None]:
-    """Rebind every place in torch, and in modules that imported from it by name, to zbpipe's functions.
+    """Puts zbpipe's functions in the place of torch's, in torch and in modules that imported them by name.
 
-    It holds until :func:`unpatch`, or as ``with zbpipe.patch():`` for the length of the block. When torch is patched
-    already, only `release_outputs` is looked at.
+    The patch lasts until :func:`unpatch`, or as ``with zbpipe.patch():`` until the end of the block. While torch is
+    patched, another call changes only ``release_outputs``.
 
     Args:
-        release_outputs: whether the memory of a stage's outputs goes as soon as the next stage has them; the stage
-            keeps their place in the graph, a GradientEdge. Then nothing may look at an output after the stage's
-            forward, and `forward_one_chunk` returns, for stages that are not the last, a list that is emptied when
-            the outputs are sent. True and False hold from the next forward on, whatever was said before. None
-            leaves it as it is while torch is patched; when it is not, None is what ZBPIPE_RELEASE_OUTPUTS in the
-            environment says at that moment, or False. unpatch() forgets what was said.
+        release_outputs: True frees a stage's outputs as soon as the next stage has them; the stage keeps a GradientEdge
+            of each. Then nothing may read an output after the stage's forward, and ``forward_one_chunk`` returns, for
+            all stages but the last, a list that is emptied when the outputs are sent. True and False take effect with
+            the next forward. None changes nothing while torch is patched; before that it means
+            ZBPIPE_RELEASE_OUTPUTS in the environment, or False.
 
     Returns:
-        A context manager, whose block ends with how things were before this call. What was patched or unpatched within
-        the block is taken back, too. Blocks may nest, and may overlap in several threads: patching is for the process,
-        and the last block to end restores. Without a block the return value can be dropped.
+        A context manager. The end of its block restores the state before this call, and takes back calls of patch() and
+        unpatch() within the block. Blocks may nest, and may overlap in several threads: the patch is the process's, and
+        the last block to end restores. Without a block, drop the return value.
 
     Raises:
-        TypeError: `release_outputs` is something else.
-        RuntimeError: this torch is not one that zbpipe knows (older than 2.11, built without torch.distributed, or with
-            functions that are missing, new, or take other parameters), or ZBPIPE_RELEASE_OUTPUTS has a value that it
-            cannot have; nothing has been changed.
+        TypeError: ``release_outputs`` is not True, False or None.
+        RuntimeError: zbpipe does not know this torch (older than 2.11, built without torch.distributed, functions
+            missing, new, or with other parameters), or ZBPIPE_RELEASE_OUTPUTS is neither on nor off. Nothing has been
+            changed.
 
     Source:
-        What takes the place of ``torch.distributed.pipelining._backward``. ``release_outputs`` is Megatron-LM's
+        Replaces ``torch.distributed.pipelining._backward``. ``release_outputs`` is Megatron-LM's
         ``deallocate_pipeline_outputs``; pytorch/pytorch 128910.
     """
     if release_outputs is not None and not isinstance(release_outputs, bool):
         raise TypeError(
-            f"release_outputs is {argument(release_outputs)}: give True, False, or None to leave it as it is."
+            f"release_outputs is {argument(release_outputs)}; expected True, False, or None to leave it as it is"
         )
     return _Handle(_import(), release_outputs)
 
 
 def unpatch() -> None:
-    """Restore what patch() replaced; do nothing when torch is not patched.
+    """Restores torch's functions; changes nothing when torch is not patched.
 
-    It forgets what was said of `release_outputs`: the next patch() begins anew. Works that schedules were given while
-    torch was patched can still be waited for; a tensor whose send is not done yet stays until it is.
+    The next patch() begins without this one's ``release_outputs``. A schedule can still wait for works that it got
+    under the patch. A tensor in flight stays until its send is done.
 
-    A place that somebody else rebound meanwhile is left as it is and named in a warning. A module of torch that took
-    zbpipe's functions over while they were in place gets torch's; other modules keep what they imported. Raises
-    nothing: what is not in order is logged.
+    A place that other code rebound meanwhile is left, and named in a warning. A module of torch that imported zbpipe's
+    functions meanwhile gets torch's; other modules keep zbpipe's. unpatch() raises nothing, and logs what is not in
+    order.
     """
     with _state.lock:
         if state.in_force:
@@ -116,7 +115,7 @@ def unpatch() -> None:
 
 
 def is_patched() -> bool:
-    """Tell whether patch() is in force.
+    """Whether the patch is in effect.
 
     Returns:
         True or False, for the process.
@@ -139,7 +138,7 @@ class _Handle(AbstractContextManager[None]):
         with _state.lock:
             if self._call.is_block:
                 raise RuntimeError("the block of this patch() has begun already: call patch() again for another.")
-            # Between the call and its block another thread's block may have ended, or somebody unpatched.
+            # Since the call another thread's block may have ended, or unpatch() may have been called.
             if self._call not in _state.calls or not state.in_force:
                 self._call = self._patch()
             self._call.is_block = True
@@ -159,7 +158,7 @@ class _Handle(AbstractContextManager[None]):
 def _add(call: _Call) -> _Call:
     calls = _state.calls
     if len(calls) > 1 and calls[-1].cannot_be_taken_back() and calls[-2].cannot_be_taken_back():
-        del calls[-2]  # nobody goes back to it
+        del calls[-2]  # no block returns to it
     calls.append(call)
     return call
 
@@ -171,27 +170,26 @@ class _Modules(NamedTuple):
 
 
 def _import() -> _Modules:
-    """Return the modules of torch that patching needs.
+    """The modules of torch that patching needs. Raises RuntimeError if torch is too old, or has no pipelining.
 
-    Nobody may hold the lock here: who waits for it may be in the middle of importing one of these modules.
-    Raises RuntimeError if this torch is too old, or has no pipelining.
+    Called without the lock: a thread that waits for the lock may be in the middle of importing one of these modules.
     """
     release = probe.release_of(torch.__version__)
     if release is None or release < needs.OLDEST:
-        raise RuntimeError(f"zbpipe cannot patch torch {torch.__version__}: it needs torch 2.11 or newer.")
+        raise RuntimeError(f"zbpipe cannot patch torch {torch.__version__}; install torch 2.11 or newer")
     if not torch.distributed.is_available():
-        raise RuntimeError(f"zbpipe cannot patch torch {torch.__version__}: it was built without torch.distributed.")
+        raise RuntimeError(f"torch {torch.__version__} was built without torch.distributed; install one that has it")
     try:
         backward = importlib.import_module(pipelining.BACKWARD)
         importers = [importlib.import_module(name) for name in pipelining.IMPORTERS]
         schedules = pipelining.schedules_module()
     except ImportError as error:
-        raise RuntimeError(f"zbpipe cannot patch torch {torch.__version__}: it has no module {error.name}.") from error
+        raise RuntimeError(f"torch {torch.__version__} has no module {error.name}; {_ADVICE}") from error
     return _Modules(backward, importers, schedules)
 
 
 def _rebind(modules: _Modules, release_outputs: bool | None) -> None:
-    """Do patch()'s work, with the lock held."""
+    """patch()'s work, with the lock held."""
     if state.in_force:
         if release_outputs is not None and release_outputs != state.release_outputs:
             state.release_outputs = release_outputs
@@ -220,7 +218,7 @@ def _rebind(modules: _Modules, release_outputs: bool | None) -> None:
 
 
 def _restore() -> None:
-    """Do unpatch()'s work, with the lock held."""
+    """unpatch()'s work, with the lock held."""
     if not state.in_force:
         return
     restored, rebound = places.restore(_state.places)
@@ -239,10 +237,7 @@ def _restore() -> None:
 
 
 def _originals(modules: _Modules) -> dict[str, places.Function]:
-    """Return torch's functions by name.
-
-    Raises RuntimeError that lists every difference between this torch's functions and those that zbpipe knows.
-    """
+    """torch's functions by name. Raises RuntimeError with all differences from the functions that zbpipe knows."""
     differences = probe.differences("passes")
     for value in vars(pipelining.stage_module()).values():
         is_theirs = inspect.isfunction(value) and value.__module__ == pipelining.BACKWARD
@@ -260,7 +255,7 @@ _ADVICE = "use a torch that zbpipe knows, or a newer zbpipe."
 
 
 def _refuse_unknown() -> None:
-    """Raises RuntimeError where numbers would depend on what this torch has not, or has otherwise."""
+    """Refuses a torch with which gradients would be wrong. Raises RuntimeError."""
     wanted = ["stages"]
     if get_policy().main_grad:
         wanted.append("the scale of main_grad")
@@ -270,7 +265,7 @@ def _refuse_unknown() -> None:
 
 
 def _warn_of_unknown() -> None:
-    """Say once of what is not done with this torch, and of one that is newer than those that zbpipe was tested with."""
+    """Warns, once, of all that is not patched in this torch, and of a torch newer than those that were tested."""
     said = []
     release = probe.release_of(torch.__version__)
     if release is not None and release > needs.NEWEST:
@@ -278,7 +273,7 @@ def _warn_of_unknown() -> None:
         said.append(f"torch {torch.__version__} is newer than {newest}, the newest that zbpipe has been tested with")
     for need in needs.NEEDS:
         if need.weight in (needs.Weight.SOME_NUMBERS, needs.Weight.MEMORY) and (refusal := probe.refusal(need.name)):
-            said.append(f"not all is patched, with torch {torch.__version__} {refusal} ({need.weight.value})")
+            said.append(f"not all of torch {torch.__version__} is patched: {refusal} ({need.weight.value})")
     for sentence in said:
         if sentence not in _state.said:
             _state.said.add(sentence)
@@ -286,7 +281,7 @@ def _warn_of_unknown() -> None:
 
 
 def _warn_of_strangers(modules: _Modules) -> None:
-    """Warn of names in torch's pipelining modules that somebody else rebound before us, and that we leave alone."""
+    """Warns of names in torch's pipelining modules that other code rebound before: the patch leaves them alone."""
     ours = {id(place.replacement) for place in _state.places}
     strangers = [
         f"{module.__name__}.{name}"

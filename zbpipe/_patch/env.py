@@ -1,4 +1,4 @@
-"""What the environment says to patch()."""
+"""patch()'s variables in the environment."""
 
 import os
 
@@ -8,7 +8,7 @@ OFF = ("", "0", "false", "no")
 
 
 def release_outputs() -> bool:
-    """What holds when nobody said anything. Raises RuntimeError for a value that is neither on nor off."""
+    """The default of patch()'s ``release_outputs``. Raises RuntimeError for a value that is neither on nor off."""
     said = os.environ.get(RELEASE_OUTPUTS, "").strip().lower()
     if said not in ON and said not in OFF:
         raise RuntimeError(f"{RELEASE_OUTPUTS} is {said!r}: set it to 1 to release outputs, or to 0 not to.")

@@ -1,4 +1,4 @@
-"""Places in torch, and in modules that imported from it by name, where patch() puts something of zbpipe's."""
+"""Places in torch, and in modules that imported from it by name, where patch() puts zbpipe's functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Function = Callable[..., Any]
 
 
 class Place(NamedTuple):
-    """A name in a module's namespace or in a class, what it held before patching and what it holds since."""
+    """A name in a module's namespace or in a class, its value before the patch, and its value under the patch."""
 
     where: str
     name: str
@@ -29,7 +29,7 @@ class Place(NamedTuple):
         self._put(self.replacement)
 
     def restore(self) -> bool:
-        """Whether nobody has rebound it meanwhile; otherwise it is left as it is."""
+        """Whether the original is back: False, and nothing is changed, if other code has rebound the name meanwhile."""
         now = (self.holder if isinstance(self.holder, dict) else vars(self.holder)).get(self.name)
         if now is not self.replacement:
             return False
@@ -54,8 +54,8 @@ def holding(originals: dict[str, Function], replacements: dict[str, Function]) -
 
 
 def wrapping(owner: Any, name: str, wrapper: Function) -> Iterator[Place]:
-    """The place of a class's method, or of a module's function, that becomes ``wrapper(original, ...)``; none where the
-    owner itself has no such, or an abstract one."""
+    """The place of a class's method or a module's function, which becomes ``wrapper(original, ...)``; none where the
+    owner does not define one, or only an abstract one."""
     original = vars(owner).get(name)
     if original is None or getattr(original, "__isabstractmethod__", False):
         return
@@ -66,10 +66,10 @@ def wrapping(owner: Any, name: str, wrapper: Function) -> Iterator[Place]:
 
 
 def restore(places: Iterable[Place]) -> tuple[list[Place], list[Place]]:
-    """Restore the places, and what modules of torch have taken over from a module meanwhile.
+    """Restores the places, and names by which modules of torch have imported a replacement meanwhile.
 
     Returns:
-        The places restored, and those that somebody else rebound meanwhile and that are left.
+        The restored places, and those that other code has rebound meanwhile, which are left.
     """
     places = list(places)
     restored = [place for place in places if place.restore()]
@@ -98,7 +98,7 @@ def namespaces() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _wrapped(original: Function, wrapper: Function) -> Function:
-    """``wrapper(original, ...)`` while torch is patched; somebody may hold on to it for longer."""
+    """``wrapper(original, ...)`` while torch is patched, and ``original`` for those who call it later."""
 
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:

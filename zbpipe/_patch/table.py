@@ -1,4 +1,4 @@
-"""The table of what patch() changes in torch: every name, what takes its place, and what has to be so for that."""
+"""The table of patch()'s changes in torch: every name, its replacement, and the need that must be met."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zbpipe._stage import backward, data_parallel, losses, scale
 from zbpipe._stage.before_2_15 import methods, sends
 from zbpipe._torch import pipelining, probe
 
-# Instead of torch's functions of these names, wherever they were imported, under whatever name.
+# By the names of torch's functions, which are replaced wherever they were imported, under whatever name.
 REPLACEMENTS: dict[str, Function] = {
     name: losses.grads_for_inputs if name == pipelining.GRADS_FOR_INPUTS else vars(passes)[name]
     for name in pipelining.REPLACED
@@ -24,8 +24,8 @@ def accept_compiled_stages(stages: Any, schedule_name: str) -> None:
 
 
 class Wrap(NamedTuple):
-    """A function that is called around torch's method, or function, of this name. ``need`` is the probe's: without it
-    the method is left alone. ``by_torch``: torch 2.15 does it itself."""
+    """A function to call around torch's method, or function, of this name. If ``need`` (of the probe) is not met,
+    torch's is left alone. ``by_torch``: torch 2.15 does this itself."""
 
     name: str
     wrapper: Function
@@ -33,7 +33,7 @@ class Wrap(NamedTuple):
     by_torch: bool = False
 
 
-# Of the class that all stages are of.
+# Methods of the base class of all stages.
 OF_ALL_STAGES = (
     Wrap("backward_one_chunk", backward.backward_one_chunk),
     Wrap("scale_grads", scale.scale_grads, "the scale of main_grad"),
@@ -46,7 +46,7 @@ OF_ALL_STAGES = (
     Wrap("set_local_bwd_input", methods.set_local_bwd_input, "releases", True),
     Wrap("clear_runtime_states", methods.clear_runtime_states, "releases", True),
 )
-# Of that class and of those of it that torch makes stages of: whichever has its own.
+# Methods of the base class and of torch's subclasses: each definition.
 OF_EACH_CLASS = (
     *(Wrap(name, methods.prepare, "releases", True) for name in pipelining.PREPARE),
     Wrap(pipelining.COMPUTE_OUTPUTS, data_parallel.compute_outputs),
@@ -54,7 +54,7 @@ OF_EACH_CLASS = (
     Wrap("backward_maybe_with_nosync", data_parallel.backward_maybe_with_nosync),
     Wrap("backward_weight_one_chunk", data_parallel.backward_weight_one_chunk),
 )
-# Of the schedules' module.
+# Functions of the schedules' module.
 OF_SCHEDULES = (Wrap(pipelining.BATCH_P2P, sends.batch_p2p, "releases", True),)
 
 
@@ -67,7 +67,7 @@ def functions(originals: dict[str, Function], schedules: ModuleType) -> Iterator
 
 
 def wraps(schedules: ModuleType) -> Iterator[Place]:
-    """The places that are wrapped with the torch at hand. The probe's need "stages" is met."""
+    """The places to wrap in this torch, which meets the need "stages"."""
     classes = pipelining.stage_classes()
     for owners, rows in (
         ([pipelining.stage_base()], OF_ALL_STAGES),
