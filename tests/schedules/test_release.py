@@ -671,7 +671,7 @@ def test_a_send_answers_as_its_work_does_and_afterwards_as_one_that_is_done(send
     assert result.is_completed() and result.is_success() and result.wait()
     assert result.exception() is None and result.synchronize() is None
     assert result.result() == [] and result.get_future().wait() == []
-    with pytest.raises(RuntimeError, match="its work gone: ask for its source_rank before"):
+    with pytest.raises(RuntimeError, match="its work is gone; ask for its source_rank before"):
         result.source_rank()
     with pytest.raises(AttributeError):
         result.of_this_backend_alone()

@@ -1,1 +1,1 @@
-"""What is done for the stages and schedules of a patched torch, beside I and W."""
+"""What a patched torch's stages and schedules get beside I and W."""

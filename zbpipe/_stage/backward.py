@@ -1,4 +1,4 @@
-"""A stage's backward, in every torch: what is handed over to I, and what the stage keeps after I beside the groups."""
+"""A stage's backward, in every torch: the facts that I needs, and what the stage keeps after I beside the groups."""
 
 import contextlib
 from collections.abc import Callable
@@ -36,13 +36,13 @@ def backward_one_chunk(
 
 
 def _received(stage: Any, microbatch: int) -> int:
-    """How many of a microbatch's input values the stage has received. Keyword arguments follow, and are the user's."""
+    """How many of a microbatch's input values the stage has received. The user's keyword arguments follow them."""
     infos = stage.args_recv_info.get(microbatch, ())
     return sum(not getattr(info, "is_root_arg", not hasattr(info, "buffer")) for info in infos)
 
 
 def _keep_groups_alone(stage: Any, microbatch: int) -> None:
-    """After I: what W does not read goes. Stage 0 has no groups then, its W reads everything."""
+    """After I, drops what W does not read. Stage 0 has no groups: its W is a whole backward, and reads all."""
     entry = stage.backward_state.get(microbatch)
     if entry is None or entry[1] is None:
         return
@@ -50,5 +50,5 @@ def _keep_groups_alone(stage: Any, microbatch: int) -> None:
     for value in input_values[: _received(stage, microbatch)]:
         if isinstance(value, torch.Tensor):
             value.grad = None
-    # The outputs are for DDP, which looks for tensors in them; after I they have no history and tell it nothing.
+    # DDP would look for weights behind the outputs, which have no history after I.
     stage.backward_state[microbatch] = ((), param_groups, (), None)

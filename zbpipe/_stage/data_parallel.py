@@ -1,22 +1,20 @@
 """Drives data parallelism around I and W, where torch's stage drives it as if each were a whole backward.
 
-torch's stage makes DistributedDataParallel and fully_shard accumulate over microbatches and reduce once, by what it
-does around each forward and backward. With a backward in two parts that is not enough, or comes at the wrong moment.
-While torch is patched, these methods of its stages are wrapped:
+Around each forward and backward torch's stage makes DistributedDataParallel and fully_shard accumulate over
+microbatches and reduce once. For a backward in two parts that is not enough, or too early. While torch is patched,
+these methods of its stages are wrapped:
 
-- ``_compute_outputs``, the forward from which a stage learns its shapes before the first step: as every other forward,
-  it must not make DDP expect a backward, or the first microbatch's W is reduced alone.
-- ``forward_maybe_with_nosync``: the composable ``replicate`` of ``torch.distributed._composable`` is DDP in hooks, and
-  torch's stage takes it for a plain module. With ``static_graph`` DDP would queue a reduction to the end of the first
-  engine run, which is I: before there are gradients.
-- ``backward_maybe_with_nosync``: before the last W, DDP looks for unused weights from the outputs, which have no
-  history any more; the groups know which weights are used. fully_shard may have the shards in the weights' place when
-  I or W is asked for them, and have freed the weights that W reads; and after each W the gradients have to go to its
-  buffers of the reduce dtype, for its own hooks fired in I.
-- ``backward_weight_one_chunk``: what cannot be split is refused in stage 0, too, whose W is a whole backward. Of the
-  other stages it is told to W whose it is.
+- ``_compute_outputs``, the forward from which a stage learns its shapes before the first step. As any other forward it
+  must not make DDP expect a backward: DDP would reduce the first microbatch's W alone.
+- ``forward_maybe_with_nosync``. torch's stage takes the composable ``replicate`` of ``torch.distributed._composable``,
+  which is DDP in hooks, for a plain module. With ``static_graph`` DDP would queue a reduction to the end of the first
+  engine run, which is I, when there are no gradients yet.
+- ``backward_maybe_with_nosync``. Before the last W, DDP looks for unused weights behind the outputs, which have no
+  history then; the groups know the used weights. fsdp.py says what fully_shard needs.
+- ``backward_weight_one_chunk``. It refuses modules that cannot be split in stage 0, too, whose W is a whole backward.
+  In the other stages it tells W that the pass is a stage's own.
 
-What is done for either is in ddp.py and fsdp.py.
+ddp.py and fsdp.py have the two kinds.
 """
 
 import weakref
@@ -32,11 +30,11 @@ from zbpipe._torch.fsdp import is_sharded
 
 _Function = Callable[..., Any]
 _checked: weakref.WeakSet[Any] = weakref.WeakSet()  # stages whose modules _refuse_what_cannot_be_split() looked through
-_unknown: dict[str, str] = {}  # by need: why stages of that kind are refused with this torch
+_unknown: dict[str, str] = {}  # why stages of a kind are refused with this torch, by need
 
 
 def look() -> None:
-    """Ask of each kind of data parallel stages whether it can be driven with the torch at hand."""
+    """Asks the probe which kinds of data parallel stages can be driven with this torch."""
     _unknown.update({need: refusal for need in KINDS if (refusal := probe.refusal(need)) is not None})
 
 
@@ -87,8 +85,9 @@ def backward_weight_one_chunk(original: _Function, self: Any, *args: Any, **kwar
 
 
 def _refuse_what_is_unknown(stage: Any) -> None:
-    """Refuse a data parallel stage where torch's ways of driving such differ from those that zbpipe knows. All ranks
-    have them, and come here in their first forward. Raises RuntimeError."""
+    """Refuses a kind of data parallel stage that this torch drives otherwise than zbpipe knows. Raises RuntimeError.
+
+    Every rank has such a stage, and comes here in its first forward."""
     for need, refusal in _unknown.items():
         if KINDS[need](stage.submod):
             raise RuntimeError(
@@ -98,9 +97,10 @@ def _refuse_what_is_unknown(stage: Any) -> None:
 
 
 def _refuse_what_cannot_be_split(stage: Any) -> None:
-    """Refuse a module of which only parts are data parallel: nobody would drive them, and they would reduce in I, or
-    for some microbatches alone; and FSDP's first version, whose weights are not in the graph but views of them that go
-    with the forward. Raises RuntimeError."""
+    """Refuses a module of which only parts are data parallel, and FSDP's first version. Raises RuntimeError.
+
+    Nobody drives such parts: they would reduce in I, or for some microbatches alone. FSDP's first version puts views
+    into the graph, which go with the forward, in the place of its weights."""
     module = stage.submod
     if stage in _checked or is_sharded(module):
         return
@@ -113,12 +113,12 @@ def _refuse_what_cannot_be_split(stage: Any) -> None:
         if isinstance(part, FullyShardedDataParallel):
             raise RuntimeError(
                 f"{where}{', a FullyShardedDataParallel,' if name else ', which'} takes its weights away after each "
-                "forward and backward, so that no weight pass can follow: apply fully_shard instead."
+                "forward and backward, so that no weight pass can follow; apply fully_shard instead"
             )
         if part is not module and (is_sharded(part) or is_ddp(part)):
             raise RuntimeError(
-                f"{where}, a {type(part).__name__}, reduces gradients by itself, which would come before the weight "
-                "pass: apply fully_shard, replicate or DistributedDataParallel to the stage's whole module too."
+                f"{where}, a {type(part).__name__}, reduces gradients by itself, before the weight pass; apply "
+                "fully_shard, replicate or DistributedDataParallel to the stage's whole module, too"
             )
     _checked.add(stage)
 

@@ -1,6 +1,6 @@
-"""DistributedDataParallel around I and W: as a wrapper, or as the composable ``replicate`` that keeps it in its state.
+"""DistributedDataParallel around I and W: the wrapper, or the composable ``replicate``, which has one in its state.
 
-Nothing is reduced here: DDP's hooks do it in the last W, bucket by bucket, while W runs.
+Nothing is reduced here: DDP's hooks reduce in the last W, bucket by bucket, while W runs.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from zbpipe._torch.autograd import version_of
 
 @contextlib.contextmanager
 def accumulating(module: Any) -> Iterator[None]:
-    """Within it a forward of `module` tells DDP nothing of a backward to come."""
+    """A context in which a forward of `module` does not make DDP expect a backward."""
     if isinstance(module, DistributedDataParallel):
         with module.no_sync(), ddp.without_delayed_reduction(module):
             yield
@@ -33,13 +33,12 @@ def accumulating(module: Any) -> Iterator[None]:
 def contributing(
     stage: Any, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool
 ) -> Iterator[tuple[dict[str, Any], bool]]:
-    """Within it runs a backward, or a W, that adds to the gradients which DDP reduces in the step's last one: with what
-    it gives in the place of the last two arguments.
+    """A context for a backward, or a W, of a DDP stage. It yields replacements for the last two arguments.
 
     Note [The first backward of a static graph]
-    With static_graph DDP counts how often each weight's hook is called until it reduces for the first time, and waits
-    for as many calls from then on. It has to count one backward, not all of a step: so the first one of all is reduced
-    by itself, once it is through, as DDP does with no_sync outside of pipelines.
+    With static_graph DDP counts the calls of each weight's hook until it first reduces, and from then on waits for as
+    many calls. It must count a single backward, not all those of a step. So the very first backward is reduced by
+    itself, when it has ended, as DDP does with no_sync outside of pipelines.
     """
     driver = ddp.driver(stage.submod)
     counts = ddp.counts_first_backward(driver)
@@ -60,14 +59,14 @@ def contributing(
 
 
 def _mentions(param_groups: Iterable[Any]) -> list[torch.Tensor]:
-    """Tensors in whose graphs DDP finds the weights of the groups, and no others."""
+    """Tensors behind which DDP finds the weights of the groups, and no others."""
     with torch.enable_grad():
         return [weight.view_as(weight) for group in param_groups for weight in group.weights]
 
 
 def _with_tensors_for_edges(outputs: Any) -> Any:
-    """A stage's outputs, for DDP to look for unused weights from: torch 2.15 keeps edges of those that it has sent, and
-    DDP looks at tensors. Others that lead to the same weights stand for them."""
+    """A stage's outputs, behind which DDP looks for unused weights. DDP takes tensors, and torch 2.15 keeps edges of
+    the outputs that it has sent: tensors that lead to the same weights replace the edges."""
     if not isinstance(outputs, (tuple, list)):
         return outputs
     pending: list[Any] = [output.node for output in outputs if isinstance(output, GradientEdge)]
@@ -88,8 +87,9 @@ def _with_tensors_for_edges(outputs: Any) -> Any:
 
 
 def _refuse_unused(stage: Any, param_groups: Iterable[Any]) -> None:
-    """Refuse a last W without weights that DDP waits for: it would reduce neither them nor what comes after them, and
-    tell so in the next step, if there is one. Raises RuntimeError."""
+    """Refuses a last W without weights that DDP waits for. Raises RuntimeError.
+
+    DDP would reduce neither these weights nor those after them, and would say so only in the next step."""
     served = {id(weight) for group in param_groups for weight in group.weights}
     driver = ddp.driver(stage.submod)
     awaited = {id(w) for name, w in driver.module.named_parameters() if name not in driver.parameters_to_ignore}
@@ -101,33 +101,33 @@ def _refuse_unused(stage: Any, param_groups: Iterable[Any]) -> None:
     if missing:
         raise RuntimeError(
             f"the step's last microbatch does not use {_enumeration(missing)} of stage {stage.stage_index}, and "
-            "DistributedDataParallel waits for their gradients: make it with find_unused_parameters=True."
+            "DistributedDataParallel waits for their gradients: make it with find_unused_parameters=True"
         )
 
 
 def refuse_main_grad(stage: Any) -> None:
-    """Raises RuntimeError where W would add to what DDP does not reduce."""
+    """Raises RuntimeError where W would add to ``main_grad``, which DDP does not reduce."""
     if get_policy().main_grad:
         names = [name for name, w in stage.submod.named_parameters() if getattr(w, "main_grad", None) is not None]
         if names:
             raise RuntimeError(
                 f"policy(main_grad=True) adds to the main_grad of {_enumeration(names)} of stage {stage.stage_index}, "
-                "and DistributedDataParallel reduces .grad alone: use one of the two."
+                "and DistributedDataParallel reduces .grad alone; use one of the two"
             )
 
 
 @contextlib.contextmanager
 def adding_nothing(stage: Any) -> Iterator[None]:
-    """An I within it adds to no gradient; DDP, which waits for W, would not hear of it. Raises RuntimeError."""
+    """A context for an I that must add to no weight's gradient: DDP reduces in W. Raises RuntimeError."""
     weights = dict(stage.submod.named_parameters())
     before = [_mark(weight.grad) for weight in weights.values()]
     yield
     added = [name for (name, weight), mark in zip(weights.items(), before, strict=True) if _mark(weight.grad) != mark]
     if added:
         raise RuntimeError(
-            f"the input pass of stage {stage.stage_index} has added to the gradients of {_enumeration(added)}, in a "
-            "backward within it, as checkpoint(use_reentrant=True) runs, and DistributedDataParallel would reduce "
-            "neither them nor what comes after them: checkpoint with use_reentrant=False, or apply fully_shard."
+            f"the input pass of stage {stage.stage_index} has added to the gradients of {_enumeration(added)}, as a "
+            "checkpoint with use_reentrant=True does, and DistributedDataParallel would not reduce all gradients; "
+            "checkpoint with use_reentrant=False, or apply fully_shard"
         )
 
 

@@ -1,8 +1,8 @@
 """fully_shard around I and W.
 
-fully_shard may have the shards in the weights' place when I or W is asked for them, and have freed the weights that W
-reads; and after each W the gradients have to go to its buffers of the reduce dtype, for its own hooks fired in I.
-Nothing is reduced here: torch's schedule does it after the last W.
+When I or W runs, fully_shard may have put the shards in the weights' place, and may have freed the weights that W
+reads. After each W the gradients must go to its buffers of the reduce dtype, since its own hooks ran in I. Nothing is
+reduced here: torch's schedule reduces after the last W.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from zbpipe._torch import fsdp
 
 @contextlib.contextmanager
 def around(module: Any, backward_type: str, param_groups: Any) -> Iterator[None]:
-    """I or W of a stage under fully_shard runs within it."""
+    """A context for I or W of a stage under fully_shard."""
     reads_weights = backward_type == "weight" and any(group._reads_weights for group in param_groups)
     with (
         _gathered(module) if reads_weights else contextlib.nullcontext(),
@@ -28,7 +28,7 @@ def around(module: Any, backward_type: str, param_groups: Any) -> Iterator[None]
 
 @contextlib.contextmanager
 def _gathered(module: Any) -> Iterator[None]:
-    """Within it the weights are there that were gathered before, for what W runs again and reads them."""
+    """A context in which all weights are gathered that were gathered before: nodes that W runs read them."""
     groups = [group for group in fsdp.groups(module) if fsdp.has_gathered(group) and not group.is_unsharded]
     for group in groups:
         group.unshard()

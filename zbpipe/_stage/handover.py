@@ -1,4 +1,4 @@
-"""What a stage says of the pass that it is about to call, beside what torch's stage hands over."""
+"""Facts about a pass that a stage is about to call, beside the arguments that torch's stage gives."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _weights: contextvars.ContextVar[Mapping[torch.Tensor, torch.Tensor]] = contextv
 
 
 class BesideTheLoss:
-    """An I within it is the last stage's, which has these outputs: it detaches them, or leaves them to its W.
+    """A context for the last stage's I: I detaches these outputs beside the loss, or leaves them to its W.
 
-    Where no I of zbpipe's takes them, they are detached here, as torch's stage would.
+    Outputs that no I of zbpipe's takes are detached at the end, as torch's stage would.
     """
 
     def __init__(self, outputs: Sequence[object]) -> None:
@@ -32,17 +32,17 @@ class BesideTheLoss:
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         _outputs.reset(self._token)
         for output in self._waiting if kind is None else ():
-            if output.grad_fn is not None and not is_view(output):  # views keep theirs in torch's stage as well
+            if output.grad_fn is not None and not is_view(output):  # torch's stage does not detach views either
                 output.detach_()
 
 
 def has_outputs() -> bool:
-    """Tell whether an I called now has outputs to detach beside what it is given."""
+    """Whether an I called now has outputs to detach beside its arguments."""
     return bool(_outputs.get(None))
 
 
 def take_outputs() -> list[torch.Tensor]:
-    """Those outputs, as far as they have a history. They are taken once."""
+    """Takes those of the outputs that have a history, once."""
     waiting = _outputs.get()
     taken = [output for output in waiting if output.grad_fn is not None]
     waiting.clear()
@@ -50,12 +50,11 @@ def take_outputs() -> list[torch.Tensor]:
 
 
 class StagesPass:
-    """The first I or W called within it is a stage's own.
+    """A context whose first I or W is a stage's own.
 
-    It serves every leaf of the graph that accumulates, as an ordinary backward does: also those that the stage's module
-    does not list, of a loss with weights, or borrowed from another stage. Of I's input values the first ``received``
-    are the stage's inputs. The others came by keyword, are nobody's to send a gradient for, and are passed through to
-    the leaves behind them.
+    That pass serves all leaves of the graph, as an ordinary backward does, also those that the stage's module does not
+    list: of a loss with weights, or of another stage. The first ``received`` of I's input values are the stage's
+    inputs. The others are keyword arguments: nobody sends their gradients, so I goes through to the leaves behind them.
     """
 
     def __init__(self, received: int = 0) -> None:
@@ -69,7 +68,7 @@ class StagesPass:
 
 
 def take_stages_pass() -> StagesPass | None:
-    """Of the pass that calls this, whether it is a stage's own: None where somebody else calls it."""
+    """The context if the pass that calls this is a stage's own, else None."""
     found = _pass.get(None)
     if found is not None:
         _pass.set(None)
@@ -78,8 +77,8 @@ def take_stages_pass() -> StagesPass | None:
 
 @contextlib.contextmanager
 def with_weights(in_graph: Mapping[torch.Tensor, torch.Tensor]) -> Iterator[None]:
-    """A pass within it takes each weight for the one that is in the graph: the module's parameters may be shards, where
-    a forward has resharded them, and others by the time of W."""
+    """A context in which passes replace each weight by the one in the graph: after a forward that reshards, the
+    module's parameters may be shards, and may be other ones in W."""
     token = _weights.set(in_graph)
     try:
         yield
@@ -88,7 +87,7 @@ def with_weights(in_graph: Mapping[torch.Tensor, torch.Tensor]) -> Iterator[None
 
 
 def in_graph(weights: Iterable[torch.Tensor] | None) -> Iterable[torch.Tensor] | None:
-    """The weights that a pass is asked for, as they are in the graph."""
+    """A pass's weights, as they are in the graph."""
     known = _weights.get(None)
     if not known or weights is None:
         return weights
@@ -96,7 +95,7 @@ def in_graph(weights: Iterable[torch.Tensor] | None) -> Iterable[torch.Tensor] |
 
 
 def in_graph_of(policy: Policy) -> Policy:
-    """The policy, its excluded parameters as they are in the graph."""
+    """The policy, with its excluded parameters as they are in the graph."""
     if not policy.exclude:
         return policy
     return dataclasses.replace(policy, exclude=in_graph(policy.exclude))  # type: ignore[arg-type]

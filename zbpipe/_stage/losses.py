@@ -1,12 +1,11 @@
-"""The last stage's backward: its loss, the outputs beside that, and the gradients from which a stage learns shapes.
+"""The last stage's backward: its loss, its outputs, and the gradients from which a stage learns shapes.
 
 Note [Who detaches the last stage's outputs]
 
-torch's stage detaches them in place when I is done. Nodes that W runs may have saved them, and could not use them any
-more: the loss's own, where nothing before the last stage's weights requires a gradient, so that W begins at the loss.
-I knows which ones those are (detach_outputs in csrc/shim/input/scene.cpp), and leaves them to W; so it is given them
-beside the loss. And an output may be a parameter (a prompt), which torch's stage, once it has detached it, trains no
-more: it is left alone.
+torch's stage detaches them in place after I. Nodes that W runs may have saved them, and could then not use them: nodes
+of the loss, if nothing before the last stage's weights requires a gradient and W begins at the loss. I finds these
+outputs (detach_outputs in csrc/shim/input/scene.cpp) and leaves them to W, so it is given the outputs beside the loss.
+An output may also be a parameter (a prompt). torch's stage detaches and never trains it again; here it is left alone.
 """
 
 import contextlib
@@ -25,7 +24,7 @@ _spent: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictio
 
 @contextlib.contextmanager
 def beginning(stage: Any, microbatch: int, loss: torch.Tensor, full_backward: bool) -> Iterator[None]:
-    """The last stage's backward runs within it. Raises RuntimeError."""
+    """A context for the last stage's backward. Raises RuntimeError for a loss of an earlier step."""
     if not full_backward:
         _refuse_spent(stage, microbatch, loss)
     will_be_spent = loss.requires_grad and not full_backward
@@ -36,21 +35,22 @@ def beginning(stage: Any, microbatch: int, loss: torch.Tensor, full_backward: bo
 
 
 def require_tensor(loss: object, where: str) -> None:
-    """Raises TypeError for a loss that no backward can begin at: torch's would pass over it, and train nothing."""
+    """Raises TypeError for a loss that is no tensor: torch would skip it, and train nothing."""
     if not isinstance(loss, torch.Tensor):
         raise TypeError(
-            f"the schedule's loss function returned a {type(loss).__name__} {where}; expected a tensor, the loss: keep "
-            "other results, as numbers to look at, outside of what it returns"
+            f"the schedule's loss function returned a {type(loss).__name__} {where}; expected a tensor: return the "
+            "loss alone, and keep other results elsewhere"
         )
 
 
 def _refuse_spent(stage: Any, microbatch: int, loss: torch.Tensor) -> None:
-    """A schedule keeps the losses of a step that failed, and gives them to the next one; I has detached them, and would
-    pass over them: all gradients 0. Raises RuntimeError."""
+    """Raises RuntimeError for a loss that an I has detached: a second I would skip it, and all gradients would be 0.
+
+    A schedule keeps the losses of a step that failed, and gives them to the next step."""
     if not loss.requires_grad and _spent.get(id(loss)) is loss:
         raise RuntimeError(
-            f"the loss of stage {stage.stage_index}, microbatch {microbatch}, has had its backward: make a new "
-            "schedule after a step that failed, whose losses this one keeps."
+            f"the loss of stage {stage.stage_index}, microbatch {microbatch}, has had its backward, in a step that "
+            "failed; make a new schedule, since this one keeps that step's losses"
         )
 
 
@@ -61,10 +61,10 @@ def grads_for_inputs(
     retain_graph: bool = False,
     allow_unused: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:
-    """``torch.autograd.grad`` with None for inputs that are no tensor or require no gradient, and where no output does.
+    """``torch.autograd.grad``, with None for inputs that are no tensor or require no gradient, or if no output does.
 
-    A stage learns from it what its inputs' gradients look like, and takes None for "like the inputs": the first
-    microbatch's loss may be constant. An input that the stage does not use gets None on every torch, as from 2.13 on.
+    A stage learns from it the shapes of its inputs' gradients. It takes None for "like the inputs", since the first
+    microbatch's loss may be constant. An unused input gets None on every torch, as from 2.13 on.
     """
     for output in outputs:
         if not isinstance(output, GradientEdge):

@@ -1,5 +1,4 @@
-"""The scale of gradients: where W adds to ``main_grad``, a schedule's division by the number of microbatches is for
-that too."""
+"""The scale of gradients: a schedule's division by the number of microbatches must reach ``main_grad``, too."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,7 @@ refusal: str | None = None
 
 
 def check_main_grad() -> None:
-    """Raises RuntimeError if a W that adds to main_grad would be given to an optimizer wrongly scaled."""
+    """Raises RuntimeError where the patched torch would not scale main_grad."""
     if refusal is not None:
         raise RuntimeError(refusal)
 
@@ -20,7 +19,7 @@ def scale_grads(original: Callable[..., Any], self: Any, grad_scale_factor: int)
     """Around the stage's method of this name."""
     result = original(self, grad_scale_factor)
     if grad_scale_factor != 1 and get_policy().main_grad:
-        # A buffer may be several weights', and a weight's .grad, which torch has divided.
+        # One buffer may be the main_grad of several weights, or also a .grad, which torch has divided.
         divided = {id(weight.grad) for weight in self.submod.parameters()}
         for weight in self.submod.parameters():
             main_grad = getattr(weight, "main_grad", None)

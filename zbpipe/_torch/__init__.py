@@ -1,6 +1,5 @@
-"""The one door to what is private in torch.
+"""The only package that uses private names of torch (tests/test_layers.py).
 
-Each module here offers what zbpipe needs of one part of torch, under names of zbpipe's own; no module outside says a
-private name of torch's (tests/test_layers.py). What is expected of torch, in which releases, and what depends on it is
-one table, in ``needs.py``.
+Each module offers what zbpipe needs of one part of torch, under names of zbpipe's own. The table in ``needs.py`` says
+what zbpipe expects of each release of torch, and what depends on it.
 """

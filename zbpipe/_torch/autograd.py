@@ -21,13 +21,13 @@ def without_autocast() -> Any:
 
 
 def cached_by_autocast() -> int:
-    """Bytes per element of what autocast makes of weights on the CPU and keeps; 0 where it is off or keeps nothing."""
+    """Bytes per element of the weights that autocast casts and caches on the CPU; 0 if it caches none."""
     if not torch.is_autocast_enabled("cpu") or not torch.is_autocast_cache_enabled():
         return 0
     return torch.get_autocast_dtype("cpu").itemsize
 
 
-# What has a C++ object of autograd's or storage behind it: bases of classes, without those of nodes in C++.
+# Base classes of Python objects around C++ tensors, storages and Functions; C++ nodes have classes of their own.
 NATIVE_CLASSES = (torch._C.TensorBase, torch.UntypedStorage, torch._C._FunctionBase)
 FUNCTION_NODE = torch._C._FunctionBase
 SAVED_TENSOR = torch._C._autograd.SavedTensor
@@ -41,7 +41,7 @@ def is_view(tensor: torch.Tensor) -> bool:
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """What the tensor is a view of; None if it is none."""
+    """The tensor of which this one is a view, or None."""
     return tensor._base
 
 
@@ -56,7 +56,7 @@ def alias_of_class(cls: type, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def parameter_like(parameter: torch.nn.Parameter) -> Any:
-    """The parameter's memory as a new leaf of its class, without its attributes, gradient and hooks."""
+    """A new leaf of the parameter's class on its memory, without its attributes, gradient and hooks."""
     bare = parameter.detach()
     if not has_dispatch(type(parameter)):
         return torch.Tensor._make_subclass(type(parameter), bare, parameter.requires_grad)
@@ -64,7 +64,7 @@ def parameter_like(parameter: torch.nn.Parameter) -> Any:
 
 
 def has_dispatch(cls: Any) -> bool:
-    """Whether it is a class of tensors that have a dispatch of their own."""
+    """Whether a class of tensors has a dispatch of its own."""
     return bool(cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__)
 
 
@@ -73,13 +73,13 @@ def has_forward_gradient(tensor: torch.Tensor) -> bool:
 
 
 def holders_of(tensor: torch.Tensor) -> int:
-    """Who holds the tensor in C++, besides its Python object: nodes, views, sends."""
+    """How many hold the tensor in C++ besides its Python object: nodes, views, sends."""
     return int(tensor._use_count()) - 1  # type: ignore[attr-defined]
 
 
 def holders_of_memory(tensor: torch.Tensor) -> tuple[int, bool]:
     """How many hold the tensor's storage besides it, and whether Python names its storage."""
-    other = torch.empty(0)  # whose storage nobody else holds
+    other = torch.empty(0)  # the only holder of its storage
     theirs, mine = other.untyped_storage(), tensor.untyped_storage()
     in_python = sys.getrefcount(mine) > sys.getrefcount(theirs)
     more = torch._C._storage_Use_Count(mine._cdata) - torch._C._storage_Use_Count(theirs._cdata)
@@ -87,12 +87,12 @@ def holders_of_memory(tensor: torch.Tensor) -> tuple[int, bool]:
 
 
 def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
-    """The Python objects exchange what they are in C++. Raises RuntimeError where C++ refers to one of them weakly."""
+    """Exchanges the C++ tensors of two Python objects. Raises RuntimeError where C++ refers to one of them weakly."""
     torch._C._swap_tensor_impl(one, other)
 
 
 def memory_of(tensor: torch.Tensor) -> int | None:
-    """The same for all tensors on one storage; None if the tensor has no such thing."""
+    """A number that all tensors on one storage share; None for a tensor without storage."""
     try:
         return storage_id(tensor.untyped_storage())
     except (RuntimeError, NotImplementedError):  # sparse, say, or a wrapper of functorch's
@@ -100,7 +100,7 @@ def memory_of(tensor: torch.Tensor) -> int | None:
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """The same for all Python objects of one storage."""
+    """A number that all Python objects of one storage share."""
     return int(storage._cdata)
 
 
@@ -108,7 +108,7 @@ def storage_id(storage: torch.UntypedStorage) -> int:
 
 
 def saved_by(node: Node) -> Iterator[tuple[str, Any]]:
-    """What a node saved, by name, each a SavedTensor of torch's: no hook runs."""
+    """A node's saved tensors by name, each a SavedTensor of torch's; no hook runs."""
     prefix = "_raw_saved_"
     for attribute in dir(type(node)):
         if not attribute.startswith(prefix):

@@ -1,4 +1,4 @@
-"""What is private in torch.compile: its backends, what a compilation knows while it lasts, what it has made."""
+"""What is private in torch.compile: its backends, the context of a compilation, its results."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ __all__ = [
 
 
 def mark_boxed(function: Callable[..., Any]) -> None:
-    """Tell AOTAutograd that a function takes its arguments out of the list that it is called with."""
+    """Tells AOTAutograd that a function empties the list of arguments that it is called with."""
     function._boxed_call = True  # type: ignore[attr-defined]
 
 
 def run_as_traced(graph: fx.GraphModule, values: Sequence[Any]) -> Any:
-    """The graph as a function of a list, not compiled."""
+    """The graph as a function of one list, without a compiler."""
     from torch._dynamo.backends.debugging import boxed_nop
 
     return boxed_nop(graph, list(values))
@@ -49,7 +49,7 @@ def compile_with_aot_eager(graph: fx.GraphModule, inputs: list[Any], compile_bac
 
 
 def options_of(mode: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """inductor's configuration for a mode and options of torch.compile. Raises what torch.compile raises for them."""
+    """inductor's configuration for a mode and options of torch.compile. Raises torch.compile's errors."""
     wrapper: Any = torch._TorchCompileInductorWrapper
     found: dict[str, Any] = wrapper(mode, dict(options or {}), None).config
     return found
@@ -69,7 +69,7 @@ def inductors_inner_compile(graph: fx.GraphModule, values: Sequence[Any], **give
 
 
 def no_cuda_graphs() -> Any:
-    """What inductor takes for ``cudagraphs``, so that it makes none."""
+    """The value of inductor's ``cudagraphs`` with which it makes no graph."""
     from torch._inductor.utils import BoxedBool
 
     return BoxedBool(False)
@@ -80,20 +80,20 @@ def compile_with_inductor(
 ) -> Any:
     from torch._inductor.compile_fx import compile_fx
 
-    # A hit in AOTAutograd's cache brings a backward that somebody else compiled, whole.
+    # A hit in AOTAutograd's cache would bring a backward that was compiled whole.
     with torch._functorch.config.patch(enable_autograd_cache=False):
         return compile_fx(graph, inputs, inner_compile=inner_compile, config_patches=patches or None)
 
 
 def is_compilation(value: object) -> bool:
-    """Whether it is what a compiled module or function keeps of its options: called with a function, it compiles it."""
+    """Whether it has the options of a compiled module or function: such an object compiles a function given to it."""
     frames = sys.modules.get("torch._dynamo.eval_frame")  # without it nothing is compiled
     return frames is not None and isinstance(value, frames._TorchDynamoContext)
 
 
 def compilation_of(value: object) -> tuple[Any, Any] | None:
-    """Of a function that torch.compile or torch.compiler.disable has made: what is_compilation, and the function that
-    it was made of."""
+    """Of a function made by torch.compile or torch.compiler.disable: the object for which is_compilation is true, and
+    the original function."""
     if not isinstance(value, FunctionType) or not hasattr(value, "_torchdynamo_orig_callable"):
         return None
     kept = [cell.cell_contents for cell in value.__closure__ or ()]

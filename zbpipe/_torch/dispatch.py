@@ -1,5 +1,4 @@
-"""What is private in dispatch and in operators: wrapper subclasses, trees of arguments, what operators say of
-themselves."""
+"""What is private in dispatch and in operators: wrapper subclasses, trees of arguments, operators' schemas."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ pytree = _pytree
 
 
 def is_operator(target: Any) -> bool:
-    """Whether it is an overload of an operator, not one that takes functions, or a Python function."""
+    """Whether it is an overload of an operator: no higher-order operator, no Python function."""
     return isinstance(target, torch._ops.OpOverload)
 
 
@@ -33,8 +32,7 @@ def operator_name(operator: Any) -> str:
 
 
 def makes_view(operator: Any) -> bool:
-    """Whether an operator gives a result that has an argument's memory, without writing to it. False for other things
-    than operators."""
+    """Whether it is an operator whose result has an argument's memory, and that does not write to it."""
     if not is_operator(operator):
         return False
     returns = operator._schema.returns
@@ -48,5 +46,5 @@ def is_mutable(target: Any) -> bool:
 
 
 def has_effects(target: Any) -> bool:
-    """Whether it is the operator around those whose side effects have an order."""
+    """Whether it is the higher-order operator that orders side effects."""
     return isinstance(target, torch._ops.HigherOrderOperator) and "with_effects" in str(target)

@@ -1,4 +1,4 @@
-"""What this rank has of DTensors, and which of their products it can add alone: for the shim, where it meets one."""
+"""This rank's parts of DTensors, and the products that it can add from its parts alone. The shim calls this module."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__ = ["local_part", "local_product"]
 _REPLICATED = "replicated"
 _PARTIAL = "partial"  # a sum over the ranks
 
-# How a matrix lies along a dimension of its mesh: the dimension that is sharded, or one of the above.
+# How a matrix lies along a mesh dimension: the sharded dimension of the matrix, or one of the above.
 _Lie = int | str
 
 
 def local_part(tensor: DTensor) -> Tensor:
-    """This rank's part, behind ``_local_tensor``. One that is still on its way from a collective is waited for."""
+    """This rank's part. Waits for a part that a collective still computes."""
     local = tensor._local_tensor
     return local.trigger_wait() if hasattr(local, "trigger_wait") else local
 
@@ -23,13 +23,12 @@ def local_part(tensor: DTensor) -> Tensor:
 def local_product(
     total: Tensor, left: Tensor, right: Tensor, is_transposed: tuple[bool, bool, bool]
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """This rank's parts of three matrices, where adding the product of its parts of ``left`` and ``right`` to its part
-    of ``total`` is all there is to adding the product itself: it needs no communication, and lies on the mesh as
-    ``total`` does. Else None.
+    """This rank's parts of three matrices, if each rank can add the product of its parts of ``left`` and ``right`` to
+    its part of ``total``. Then the product needs no communication, and lies on the mesh as ``total`` does. Else None.
 
     Args:
-        is_transposed: of ``total``, ``left`` and ``right``: the product is one of their transposes. The parts are those
-            of the matrices as they are given.
+        is_transposed: which of ``total``, ``left`` and ``right`` the product takes transposed. The parts are returned
+            as they are given.
     """
     matrices = [m for m in (total, left, right) if isinstance(m, DTensor) and m.dim() == 2]
     if len(matrices) < 3:
@@ -45,7 +44,7 @@ def local_product(
 
 
 def _lie(placement: object, is_transposed: bool) -> _Lie | None:
-    """None for a placement of another kind."""
+    """How a placement lies; None for another kind of placement."""
     if type(placement) is Replicate:
         return _REPLICATED
     if type(placement) is Shard and placement.dim in (0, 1):
@@ -56,7 +55,7 @@ def _lie(placement: object, is_transposed: bool) -> _Lie | None:
 
 
 def _lie_of_product(left: _Lie | None, right: _Lie | None) -> _Lie | None:
-    """How the product of two matrices lies, where their parts alone make it up."""
+    """How the product of two matrices lies, if the ranks compute it from their parts; else None."""
     if (left, right) == (1, 0):
         return _PARTIAL
     if right == _REPLICATED and left in (0, _REPLICATED):

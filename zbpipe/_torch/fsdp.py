@@ -1,4 +1,4 @@
-"""What is private in fully_shard: the weights that it gathers, and where it sums up their gradients."""
+"""What is private in fully_shard: the weights that it gathers, and the buffers for sums of their gradients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def is_sharded(module: Any) -> bool:
-    """Tell whether `module` itself is under fully_shard."""
+    """Whether `module` itself is under fully_shard."""
     from torch.distributed.fsdp import FSDPModule  # which takes a second to import
 
     return isinstance(module, FSDPModule)
@@ -26,22 +26,21 @@ def groups(module: Any) -> Iterator[Any]:
 
 
 def has_gathered(group: Any) -> bool:
-    """Whether the group's weights have been gathered before, whether they are now or not."""
+    """Whether the group's weights have been gathered before; they need not be now."""
     return all(getattr(param, "_unsharded_param", None) is not None for param in group.fsdp_params)
 
 
 def gathered(module: Any) -> dict[torch.Tensor, torch.Tensor]:
-    """The weights that are in the graph, by the shards that are the module's parameters: of all that it has gathered
-    before."""
+    """The weights in the graph, by the shards that are the module's parameters, of all groups gathered before."""
     params = (param for group in groups(module) if has_gathered(group) for param in group.fsdp_params)
     return {param.sharded_param: param._unsharded_param for param in params}
 
 
 def accumulate(module: Any) -> None:
-    """Add the gradients of a W to the buffers in which fully_shard sums them up until it reduces.
+    """Adds the gradients of a W to the buffers in which fully_shard sums them until it reduces.
 
-    It has such where it reduces in another dtype than it computes in, and adds to them at a backward's end: in I. From
-    torch 2.15 on the weights in the graph sum their gradients up themselves, in that dtype.
+    fully_shard has such buffers where it reduces in another dtype than it computes in, and adds to them at the end of a
+    backward: in I. From torch 2.15 on the weights in the graph sum their gradients in that dtype.
     """
     for group in filter(has_gathered, groups(module)):
         for param in group.fsdp_params:

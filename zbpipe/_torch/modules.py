@@ -1,4 +1,4 @@
-"""What is private in modules: their dictionaries, what parametrizations have computed."""
+"""What is private in modules: their dictionaries, the cache of parametrizations."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import parametrize
 
-# What a module registers, and what one entry of it is called.
+# A module's dictionaries, and the word for one entry.
 REGISTERED = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "submodule"}
 
 
 def is_under_fully_shard(module: nn.Module) -> bool:
-    """Whether a module that fully_shard wraps has this one, and its weights."""
+    """Whether the module is part of one under fully_shard."""
     return bool(getattr(module, "_is_fsdp_managed_module", False))
 
 
 def parametrizations_cache() -> dict[Any, Any]:
-    """What parametrizations have computed within ``parametrize.cached()``."""
+    """The weights that parametrizations have computed within ``parametrize.cached()``."""
     cache: dict[Any, Any] = parametrize._cache
     return cache

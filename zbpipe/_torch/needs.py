@@ -22,7 +22,7 @@ _INDUCTOR = "torch._inductor.compile_fx"
 
 
 class Weight(enum.Enum):
-    """What becomes of zbpipe where a need is not met."""
+    """What zbpipe does if a need is not met."""
 
     NUMBERS = "patch() refuses"
     SOME_NUMBERS = "refused where it is met"
@@ -32,7 +32,7 @@ class Weight(enum.Enum):
 
 class Thing(NamedTuple):
     """A name in torch: ``module:path``. ``kind`` is "function", "property", "attribute" (of instances, or of a module)
-    or "callable" (a function that tells no signature). ``parameters``: of a function, by name."""
+    or "callable" (without a known signature). ``parameters`` are a function's, by name."""
 
     name: str
     kind: str
@@ -44,15 +44,15 @@ class Thing(NamedTuple):
 
 
 class Way(NamedTuple):
-    """Things that go together, and the releases of torch, "2.11 to 2.14", that have them."""
+    """Things that belong together, and the releases of torch, "2.11 to 2.14", that have them."""
 
     releases: str
     things: tuple[Thing, ...]
 
 
 class Need(NamedTuple):
-    """``consequence`` says what is not so where the need is not met, as the end of a sentence. ``slow`` names the
-    module of torch among what is looked at that takes seconds to import."""
+    """``consequence`` ends a sentence about a torch that does not meet the need. ``slow`` names a module of torch that
+    takes seconds to import."""
 
     name: str
     weight: Weight
@@ -62,7 +62,7 @@ class Need(NamedTuple):
 
 
 def _in_all(*things: Thing) -> tuple[Way, ...]:
-    """The one way of a need that every release meets alike."""
+    """The one way of a need that all releases meet alike."""
     return (Way("2.11 to 2.15", things),)
 
 
@@ -103,7 +103,7 @@ _DRIVEN = (
     Thing(f"{_BASE}.is_first", "property"),
     Thing(f"{_BASE}.is_last", "property"),
     *_attributes(_BASE, "submod stage_index dw_builder backward_state args_recv_info grad_recv_info"),
-    # Where it is missing, the forward that tells a stage its shapes runs without gradients.
+    # Without this method, the forward that tells a stage its shapes runs without gradients.
     *_functions(f"{_STAGE}:PipelineStage", {"_compute_outputs": "self args module kwargs"}, may_be_missing=True),
 )
 _RELEASES = {

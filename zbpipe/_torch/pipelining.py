@@ -31,12 +31,12 @@ def schedules_module() -> ModuleType:
 
 
 def stage_base() -> Any:
-    """The class that all stages are of; None where this torch has none of that name."""
+    """The base class of all stages; None where this torch has no class of that name."""
     return getattr(stage_module(), "_PipelineStageBase", None)
 
 
 def stage_classes() -> list[Any]:
-    """That class and those of it that torch makes stages of."""
+    """The base class, and the classes of which torch makes stages."""
     module = stage_module()
     owners = (stage_base(), getattr(module, "PipelineStage", None), getattr(module, "_PipelineStage", None))
     return [owner for owner in owners if owner is not None]
@@ -48,7 +48,7 @@ def releases_by_itself() -> bool:
 
 
 def take_outputs(stage: Any, microbatch: int) -> tuple[Any, ...]:
-    """What a last stage's forward returned, for which its state has nothing afterwards."""
+    """Takes a last stage's outputs out of its state."""
     if hasattr(stage, "fwd_cache"):
         outputs, *rest = stage.fwd_cache[microbatch]
         stage.fwd_cache[microbatch] = ((), *rest)
@@ -60,7 +60,7 @@ def take_outputs(stage: Any, microbatch: int) -> tuple[Any, ...]:
 
 
 def backend_name(group: Any, device: Any) -> str:
-    """The name of what a process group sends tensors of a device with; "" if it does not tell."""
+    """The name of a process group's backend for a device; "" if the group does not tell."""
     try:
         return str(group._get_backend(device).name())
     except (AttributeError, RuntimeError):
@@ -68,7 +68,7 @@ def backend_name(group: Any, device: Any) -> str:
 
 
 def timeout_of(group: Any, device: Any) -> timedelta | None:
-    """For how long a process group waits for a tensor on a device; None if it does not tell."""
+    """The timeout of a process group for tensors on a device; None if the group does not tell."""
     try:
         timeout = group._get_backend(device).options._timeout
     except (AttributeError, RuntimeError):
@@ -77,17 +77,17 @@ def timeout_of(group: Any, device: Any) -> timedelta | None:
 
 
 def stages_of(schedule: Any) -> list[Any] | None:
-    """A schedule's stages on this rank; None of what is no schedule."""
+    """A schedule's stages on this rank; None for other objects."""
     if hasattr(schedule, "_stages"):
         return list(schedule._stages)
     return [schedule._stage] if hasattr(schedule, "_stage") else None
 
 
 def has_backward(schedule: Any) -> bool:
-    """Whether the schedule's step that runs or has run trains; eval() calls step() too."""
+    """Whether the schedule's current or last step trains; eval() calls step(), too."""
     return bool(getattr(schedule, "_has_backward", True))
 
 
 def work_type() -> Any:
-    """The class of the works of collectives; None where nothing has imported torch.distributed."""
+    """The class of collectives' works; None before an import of torch.distributed."""
     return getattr(sys.modules.get("torch._C._distributed_c10d"), "Work", None)

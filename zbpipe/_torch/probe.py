@@ -1,17 +1,16 @@
-"""What zbpipe expects of torch's private parts, and whether the torch at hand has it.
+"""Whether this torch has the private parts that zbpipe needs.
 
 Note [What is probed]
 
-``NEEDS`` (needs.py) is the table: what zbpipe does, the things of torch that it needs for that, by dotted name, and
-what becomes of it where a thing differs. Signatures are compared by their parameters' names. The state behind methods
-is looked at too, without an instance: an attribute is there if the class defines or annotates it, or if one of its
-methods assigns it. Where releases of torch differ, a need has several ways, and holds if one of them is there whole:
-the state decides, not the version number.
+``NEEDS`` (needs.py) is the table of all needs: names in torch, and what zbpipe does if one differs. Signatures are
+compared by the names of their parameters. Attributes are compared without an instance: one is there if the class
+defines or annotates it, or if a method assigns it. Where releases of torch differ, a need has several ways, and one of
+them must be there whole. What torch has decides, not its version number.
 
-patch() asks for what it is about to change. What numbers depend on it refuses without, in one sentence that names it;
-where only some stages' numbers do (data parallel ones, main_grad), those are refused when they come; where only memory
-does, it goes without and says so once. What it knows, it does not talk about. Needs of other parts of zbpipe are for
-:func:`report`, and fail where they are used.
+patch() asks for the needs of its changes. It refuses a torch with which gradients would be wrong. If only the gradients
+of some stages would be wrong (data parallel ones, main_grad), it refuses these stages when they come. If only memory
+depends on a need, it goes without and warns once. Other parts of zbpipe fail where a need of theirs is used;
+:func:`report` has these needs, too.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _MISSING = object()
 
 
 class Row(NamedTuple):
-    """A line of the report: a thing, what was expected and what was found, and what depends on it."""
+    """A row of the report: a thing, the expected and the found state, and what depends on it."""
 
     name: str
     expected: str
@@ -48,42 +47,42 @@ _BY_NAME = {need.name: need for need in NEEDS}
 
 
 def unread() -> list[Need]:
-    """The needs that take seconds to look at, as nobody has imported what they name."""
+    """The needs that take seconds to probe, since nothing has imported the module that they name."""
     return [need for need in NEEDS if need.slow and need.slow not in sys.modules]
 
 
 def report(leave_out: Collection[Need] = ()) -> list[Row]:
-    """The table for the torch at hand: a row per thing of each need, of the way that is there, or that is nearest.
+    """The table for this torch: a row per thing of each need, of the way that this torch has, or of the nearest one.
 
-    Imports what it looks at; a module that this torch does not have counts as missing.
+    It imports the modules. A module that this torch does not have counts as missing.
     """
     return [row for need in NEEDS if need not in leave_out for row in _rows(need)]
 
 
 def was_tested(version: str) -> bool:
-    """Whether the tests have run on this very torch, be it built for the CPU or for a GPU."""
+    """Whether the tests have run on this version of torch, built for the CPU or for a GPU."""
     return version.partition("+")[0] in TESTED
 
 
 def differences(name: str) -> list[str]:
-    """What is not as the need of this name expects it, each as a clause of a sentence; empty where it is met."""
+    """This torch's differences from the need of this name, each as a clause; empty if the need is met."""
     return [f"{row.name} {row.found}" for row in _rows(_BY_NAME[name]) if not row.ok]
 
 
 def refusal(name: str) -> str | None:
-    """What is not so where the need of this name is not met, and what differs, as a sentence; None where it is."""
+    """The consequence and the differences as a sentence, if the need of this name is not met; else None."""
     found = differences(name)
     return f"{_BY_NAME[name].consequence}: {'; '.join(found)}" if found else None
 
 
 def release_of(version: str) -> tuple[int, int] | None:
-    """The release of torch that a version belongs to; None for what is no version."""
+    """The release of torch that a version belongs to; None if it is no version."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     return None if numbers is None else (int(numbers[1]), int(numbers[2]))
 
 
 def parameters_of(function: Any) -> tuple[str, ...]:
-    """The names of what a function takes; ("?",) if it does not tell."""
+    """The names of a function's parameters; ("?",) if it does not tell."""
     try:
         return tuple(inspect.signature(function).parameters)
     except (TypeError, ValueError):
@@ -92,7 +91,7 @@ def parameters_of(function: Any) -> tuple[str, ...]:
 
 def _rows(need: Need) -> list[Row]:
     tried = [[_row(need, way, thing) for thing in way.things] for way in need.ways]
-    return max(tried, key=lambda rows: sum(row.ok for row in rows) / len(rows))  # the first of those that are as good
+    return max(tried, key=lambda rows: sum(row.ok for row in rows) / len(rows))  # of equal ones, the first
 
 
 def _row(need: Need, way: Way, thing: Thing) -> Row:
@@ -103,7 +102,7 @@ def _row(need: Need, way: Way, thing: Thing) -> Row:
 
 
 def _difference(thing: Thing) -> str | None:
-    """What there is in the thing's place, as the rest of a sentence; None where it is as expected."""
+    """How this torch differs in a thing, as the rest of a sentence; None if it does not."""
     owner, name = _owner(thing.name)
     value = _MISSING if owner is None else inspect.getattr_static(owner, name, _MISSING)
     if thing.kind == "attribute" and inspect.isclass(owner):
@@ -122,12 +121,13 @@ def _difference(thing: Thing) -> str | None:
 
 
 def _attribute_difference(owner: type, name: str, value: Any) -> str | None:
-    """Instances have what their class has, but for what nobody can assign, and what its methods assign."""
+    """As ``_difference``, for attributes of instances: those of the class that can be assigned, and those that its
+    methods assign."""
     if isinstance(value, property) and value.fset is None:
         return "is a read-only property where zbpipe knows an attribute"
     if value is not _MISSING:
         return None
-    with contextlib.suppress(Exception):  # what annotations name need not be there when they are evaluated
+    with contextlib.suppress(Exception):  # a name in an annotation need not exist when it is evaluated
         if any(name in getattr(kind, "__annotations__", ()) for kind in owner.__mro__):
             return None
     functions = [function for kind in owner.__mro__ for function in vars(kind).values() if inspect.isfunction(function)]
@@ -136,12 +136,12 @@ def _attribute_difference(owner: type, name: str, value: Any) -> str | None:
 
 @functools.lru_cache(maxsize=1024)
 def _assigned(code: types.CodeType) -> frozenset[str]:
-    """The attributes that code assigns, of whatever object."""
+    """The names of all attributes that code assigns."""
     return frozenset(i.argval for i in dis.get_instructions(code) if i.opname == "STORE_ATTR")
 
 
 def _owner(dotted: str) -> tuple[Any, str]:
-    """What holds the last part of a name, and that part; None in its place if there is no such thing."""
+    """The object that holds the last part of a name, or None, and that part."""
     module, _, path = dotted.partition(":")
     *parts, name = path.split(".")
     try:

@@ -1,5 +1,5 @@
-"""What torch 2.15's own stages and schedules do themselves; all of this goes when torch 2.14 does.
+"""What stages and schedules of torch 2.15 do themselves; this package goes when torch 2.14 does.
 
-Up to torch 2.14 a schedule keeps receive buffers, sends and outputs for longer than anything needs them. Here they are
-let go of: methods.py is what is done around the methods that drive a stage.
+Up to torch 2.14 a schedule keeps receive buffers, sends and outputs for longer than they are needed. This package frees
+them, around the methods that drive a stage (methods.py).
 """

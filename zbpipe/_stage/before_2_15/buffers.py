@@ -1,8 +1,8 @@
-"""Receive buffers, which are there while something is in them.
+"""Receive buffers, which exist only while they are in use.
 
-A received tensor belongs to the microbatch: memory is allocated when its receive is posted, and goes with the
-microbatch. In between a description is in its place, a tensor on the meta device: it has the buffer's layout and no
-memory, and torch's code, which tells a missing gradient by None, goes on working.
+A received tensor belongs to its microbatch: its memory is allocated when the receive is posted, and freed with the
+microbatch. At other times the buffer's place has a description: a tensor on the meta device, with the buffer's layout
+and no memory. torch's code goes on working with it; None would mean a missing gradient there.
 """
 
 import functools
@@ -14,18 +14,18 @@ import torch
 
 from zbpipe._stage import state
 
-_DESCRIPTION = "zbpipe_description"  # what was last in the place of this one's buffer
-_with_descriptions: weakref.WeakSet[Any] = weakref.WeakSet()  # stages that may have some
+_DESCRIPTION = "zbpipe_description"  # the attribute that keeps a buffer's last description
+_with_descriptions: weakref.WeakSet[Any] = weakref.WeakSet()  # stages that may have descriptions
 
 
 def of(stage: Any) -> Iterable[Any]:
-    """What torch's stage knows of each tensor that it receives."""
+    """torch's records of the tensors that a stage receives, each with its buffer."""
     for recv_infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
         yield from recv_infos
 
 
 def give_back() -> None:
-    """Stages have the buffers that torch expects them to have, each from when it is used."""
+    """Gives all stages the buffers that torch expects, each at its first use."""
     for stage in list(_with_descriptions):
         for info in of(stage):
             vars(info).pop(_DESCRIPTION, None)
@@ -35,14 +35,14 @@ def give_back() -> None:
 
 def describe(stage: Any, recv_infos: Iterable[Any]) -> None:
     """Put descriptions in the place of the buffers."""
-    if not state.in_force:  # unpatched meanwhile, from within the step
+    if not state.in_force:  # unpatch() was called within the step
         return
     for info in recv_infos:
         buffer = getattr(info, "buffer", None)
         if type(buffer) is torch.Tensor and not buffer.is_meta:
             before = getattr(info, _DESCRIPTION, None)
             if before is None or not _is_like(before, buffer):
-                # Of a layout to be written in: a gradient handed over on the same rank may be expanded.
+                # empty_like gives a layout to write to; a gradient from a stage of the same rank may be expanded.
                 before = torch.empty_like(buffer, device="meta", requires_grad=buffer.requires_grad)
                 setattr(info, _DESCRIPTION, before)
                 _with_descriptions.add(stage)
@@ -74,12 +74,12 @@ def allocate(recv_infos: Iterable[Any], device: Any) -> None:
     for info in recv_infos:
         buffer = getattr(info, "buffer", None)
         if type(buffer) is torch.Tensor and buffer.is_meta:
-            # Not empty_like, which for a meta tensor is Python.
+            # empty_like of a meta tensor runs Python.
             info.buffer = _empty(buffer, device)
 
 
 def _allocate_when_asked(recv_infos: Iterable[Any], device: Any) -> None:
-    """Where torch looks for a buffer and nobody of zbpipe's is there to make it: not before it looks."""
+    """Puts buffers in the place of descriptions when torch asks for them, as zbpipe is called no more."""
     for info in recv_infos:
         buffer = getattr(info, "buffer", None)
         if type(buffer) is torch.Tensor and buffer.is_meta:
@@ -89,7 +89,7 @@ def _allocate_when_asked(recv_infos: Iterable[Any], device: Any) -> None:
 
 @functools.cache
 def _with_late_buffer(kind: type) -> type:
-    """A class of what has a description in the place of its buffer, until somebody asks for that, or gives one."""
+    """The class of a record with a description, which becomes a ``kind`` when its buffer is read or set."""
 
     def become_plain(self: Any) -> Any:
         self.__class__ = kind

@@ -1,9 +1,8 @@
-"""The methods by which a schedule drives a stage, in the order in which a microbatch meets them: what is done around
-torch's own, so that nothing is held for longer than anything needs it.
+"""Wrappers of the methods by which a schedule drives a stage, in the order in which a microbatch meets them.
 
-zbpipe's groups hold little between I and W; torch's schedule holds much beside them. Here the methods let go of it: of
-receive buffers (buffers.py) and of what has been sent (sends.py, outputs.py). The backward between them is
-../backward.py. Each gets torch's method first.
+torch's schedule holds more than the groups do between I and W. The wrappers free it: receive buffers (buffers.py) and
+what has been sent (sends.py, outputs.py). The backward between them is in ../backward.py. torch's method is each
+wrapper's first argument.
 """
 
 from collections.abc import Callable
@@ -39,11 +38,11 @@ def forward_one_chunk(original: _Function, self: Any, fwd_chunk_id: int, *args: 
     sends.poll()
     sends.disown(self, fwd_chunk_id)
     output = original(self, fwd_chunk_id, *args, **kwargs)
-    # The inputs are the microbatch's now: fwd_cache holds them.
+    # From now on the microbatch's entry in fwd_cache holds the inputs.
     buffers.describe(self, self.args_recv_info.get(fwd_chunk_id, ()))
     if not state.release_outputs or self.is_last or isinstance(output, outputs.Outputs):
         return output
-    if is_ddp(self.submod):  # its reducer looks for unused weights from the outputs
+    if is_ddp(self.submod):  # DDP looks for unused weights behind the outputs
         return output
     return outputs.released(self, fwd_chunk_id)
 
@@ -65,7 +64,7 @@ def get_bwd_recv_ops(original: _Function, self: Any, bwd_chunk_id: int) -> Any:
 def set_local_bwd_input(original: _Function, self: Any, next_stage_bwd_outputs: Any, mb_index: int) -> Any:
     if isinstance(next_stage_bwd_outputs, tuple):
         for info, grad in zip(self.grad_recv_info.get(mb_index, ()), next_stage_bwd_outputs, strict=False):
-            if grad is None and getattr(info, "buffer", None) is not None:  # torch leaves the buffer, or zeroes it
+            if grad is None and getattr(info, "buffer", None) is not None:  # torch keeps the buffer, or zeroes it
                 buffers.allocate([info], self.device)
                 info.buffer.zero_()
     return original(self, next_stage_bwd_outputs, mb_index)
@@ -76,13 +75,13 @@ def get_bwd_send_ops(original: _Function, self: Any, bwd_chunk_id: int) -> Any:
 
 
 def clear_runtime_states(original: _Function, self: Any) -> Any:
-    outputs.forget(self)  # of a step that failed, as are sends that are left
+    outputs.forget(self)  # what is left here, or in flight, is of a step that failed
     sends.disown(self)
     return original(self)
 
 
 def restore() -> None:
-    """Leave stages and schedules as torch's methods expect them; nobody calls these here any more."""
+    """Leaves stages and schedules as torch's methods expect them; these wrappers are called no more."""
     buffers.give_back()
     outputs.forget_all()
     sends.leave()

@@ -1,7 +1,7 @@
-"""Outputs that another stage consumes, whose memory goes with the send.
+"""Outputs for another stage, whose memory is freed after the send.
 
-With ``release_outputs`` a stage keeps a ``GradientEdge`` in place of each of them, so that the output's memory goes
-with the send, or with the next stage's input where that is on the same rank.
+With ``release_outputs`` a stage keeps a ``GradientEdge`` in the place of each output. So the memory is freed with the
+send, or with the next stage's input where that stage is on the same rank.
 """
 
 import contextlib
@@ -14,15 +14,15 @@ from torch.autograd.graph import get_gradient_edge
 
 
 class Outputs(list[Any]):
-    """A stage's outputs on their way to the next one. A list, because frames of the schedule hold it: it is emptied."""
+    """A stage's outputs on their way to the next one. Frames of the schedule hold the list, so it is emptied."""
 
 
-# By stage and microbatch: not with the next stage yet, or were and are empty lists.
+# By stage and microbatch; empty lists once the next stage has the outputs.
 _on_their_way: weakref.WeakKeyDictionary[Any, dict[int, Outputs]] = weakref.WeakKeyDictionary()
 
 
 def released(stage: Any, microbatch: int) -> Outputs:
-    """What a forward returned, in whose place the stage keeps what backward needs of it."""
+    """A forward's outputs, in the place of which the stage keeps what its backward needs."""
     stage_output, *rest = stage.fwd_cache[microbatch]
     stage.fwd_cache[microbatch] = (tuple(_edge(value, stage.has_backward) for value in stage_output), *rest)
     outputs = Outputs(stage_output)
@@ -31,7 +31,7 @@ def released(stage: Any, microbatch: int) -> Outputs:
 
 
 def of(stage: Any, microbatch: int) -> Outputs | None:
-    """Those on their way; None where the stage has kept its own."""
+    """The outputs on their way; None where the stage has kept its own."""
     return _on_their_way.get(stage, {}).get(microbatch) if _on_their_way else None
 
 
@@ -42,7 +42,7 @@ def in_place(stage: Any, microbatch: int, outputs: Outputs) -> Iterator[None]:
     if entry[0] and not outputs:
         raise RuntimeError(
             f"zbpipe released the outputs of stage {stage.stage_index}, microbatch {microbatch}, when they had been "
-            "sent: send them once, or patch with release_outputs=False."
+            "sent; send them once, or patch with release_outputs=False"
         )
     stage.fwd_cache[microbatch] = (tuple(outputs), *entry[1:])
     try:
@@ -52,7 +52,7 @@ def in_place(stage: Any, microbatch: int, outputs: Outputs) -> Iterator[None]:
 
 
 def forget(stage: Any, microbatch: int | None = None) -> None:
-    """Those of a microbatch; without one, of all the stage's."""
+    """Drops the outputs of a microbatch, or of all the stage's."""
     if not _on_their_way:
         return
     if microbatch is None:
@@ -66,10 +66,9 @@ def forget_all() -> None:
 
 
 def _edge(value: Any, has_backward: bool) -> Any:
-    """What backward needs of an output.
+    """What the backward needs of an output. Subclasses stay, since they take gradients in ways of their own.
 
-    A leaf (an input that is handed on, a weight) is held elsewhere anyhow. Other types than plain tensors take their
-    gradients in ways of their own.
+    A leaf stays, too (an input that is passed on, a weight): others hold it anyhow.
     """
     if type(value) is not torch.Tensor:
         return value

@@ -1,24 +1,26 @@
-"""Sends, each of which keeps its tensor until it is done, not until the end of the step.
+"""Sends, each of which keeps its tensor until it is done, and not until the end of the step.
 
 Note [When a send is done]
 
-Most backends' works tell (``is_completed``), and are asked when the schedule posts sends or receives, when it has
-waited for a receive, and when a forward begins; never within a backward or W, of which a recording says what they
-free: that must not depend on when a peer received. gloo's works tell only a caller of ``wait``, which blocks until
-the peer receives; so a thread waits for them, one per group and peer. Whoever comes first claims the work and waits for
-it, the others wait for him: the schedule never waits behind a send that it did not ask for. Memory is freed by the
-schedule's thread, when it passes here: a profiler sees no other. When an output's gradient has been received, the
-output has arrived: what is left of its send is waited for then. That holds within a step; sends of one that failed may
-never be received, so a later forward of the microbatch, or the stage's next step, disowns them. After unpatch() nobody
-passes here, and a thread that waits frees what it waited for.
+Most backends' works answer ``is_completed``. They are asked when the schedule posts sends or receives, after it has
+waited for a receive, and when a forward begins. They are never asked within a backward or W: a recording says what
+these free, and that must not depend on the time at which a peer receives.
+
+gloo's works tell only a caller of ``wait``, which blocks until the peer receives. So a thread waits for them, one per
+group and peer. The first to wait claims the work, and the others wait for the first: the schedule never waits behind a
+send that it did not ask for. The schedule's thread frees the memory when it comes here, so that a profiler sees it.
+
+An output has arrived when its gradient has been received, so what is left of its send is waited for then. Sends of a
+step that failed may never be received: a later forward of the microbatch, or the stage's next step, disowns them. After
+unpatch() the schedule does not come here, and each waiting thread frees what it waited for.
 
 Note [When nobody receives]
 
-A gloo work that somebody waits for keeps the group's connections open, and its timeout closes them for everybody. The
-thread must do neither where torch's schedule, which waits at the end of the step, does not. So it waits for longer; the
-timeout is for the schedule, which waits for the thread; and a Send keeps no operation, which would keep the group.
-Where a failed program has let go of that, as destroy_process_group() does, the thread gives up (threads.py), the
-connections close and the peers hear of it.
+A wait for a gloo work keeps the group's connections open, and its timeout closes them for everybody. torch's schedule
+waits only at the end of the step, and the thread must not change that. So the thread waits for longer, and the schedule
+waits for the thread with its own timeout. A Send keeps no operation, which would keep the group. If a failed program
+drops the group, as destroy_process_group() does, the thread gives up (threads.py), the connections close, and the peers
+hear of it.
 """
 
 import contextlib
@@ -37,12 +39,12 @@ from zbpipe._stage.before_2_15.threads import watch
 from zbpipe._stage.before_2_15.works import Transfer, wait_for
 from zbpipe._torch import pipelining
 
-_under_way: set["weakref.ref[Send]"] = set()  # no WeakSet, whose every method is Python; each use of it is one C call
+_under_way: set["weakref.ref[Send]"] = set()  # a WeakSet's methods are Python; each use of this set is one C call
 
 
 class Parcel(NamedTuple):
-    """Whose tensor an operation carries. ``microbatch`` is None unless it is an output that is sent (then ``outputs``
-    are what holds it, if it is to be released), or the gradient that comes back for it."""
+    """Whose tensor an operation carries. ``microbatch`` is that of an output or of an output's gradient, else None.
+    ``outputs`` hold an output that is to be freed after its send."""
 
     stage: Any
     microbatch: int | None
@@ -59,10 +61,10 @@ def batch_p2p(original: Callable[..., Any], p2p_ops: list[Any], desc: str | None
     poll()
     works = original(p2p_ops, desc)
     if not works or isinstance(works[0], Transfer) or not all(hasattr(op, "zbpipe_parcel") for op in p2p_ops):
-        return works  # nothing to wait for, or operations of somebody else's
+        return works  # nothing to wait for, or operations of other code
     if len(works) == len(p2p_ops):
         batches = [[op] for op in p2p_ops]
-    elif len(works) == 1:  # the backend made one of them
+    elif len(works) == 1:  # the backend made one work of all operations
         batches = [p2p_ops]
     else:
         return works
@@ -74,7 +76,7 @@ def batch_p2p(original: Callable[..., Any], p2p_ops: list[Any], desc: str | None
             continue
         send = Send(work, ops)
         transfers.append(send)
-        if all_sent:  # else the schedule waits at once
+        if all_sent:  # otherwise the schedule waits at once
             _under_way.add(weakref.ref(send, _under_way.discard))
             if _tells_only_who_waits(ops[0]):
                 send.watched = True
@@ -82,7 +84,7 @@ def batch_p2p(original: Callable[..., Any], p2p_ops: list[Any], desc: str | None
                 watch(ops[0].group, ops[0].peer, send)
     for op in p2p_ops:
         if op.zbpipe_parcel.outputs is not None:
-            op.zbpipe_parcel.outputs.clear()  # the operations hold them now
+            op.zbpipe_parcel.outputs.clear()  # the operations hold the tensors now
         del op.zbpipe_parcel
     return transfers
 
@@ -96,7 +98,7 @@ def _tells_only_who_waits(op: Any) -> bool:
 
 
 class Receive(Transfer):
-    """The work of a receive, or of sends and receives that the backend made one of. The operations keep what came."""
+    """The work of a receive, or of sends and receives together. The operations keep the received tensors."""
 
     def __init__(self, work: Any, ops: Sequence[Any]) -> None:
         super().__init__(work)
@@ -108,7 +110,7 @@ class Receive(Transfer):
         }
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """As the work's; then lets go of sends, those of the outputs whose gradients have come among them."""
+        """As the work's; then frees sends that are done, and those of outputs whose gradients have arrived."""
         result = bool(wait_for(self.work, timeout))
         sent, self.sent = self.sent, []
         _describe_sent(sent)
@@ -121,7 +123,7 @@ class Receive(Transfer):
 
 
 class Send(Transfer):
-    """The work of a send; holds the tensor until it is done and no longer."""
+    """The work of a send, which holds the tensor until it is done."""
 
     def __init__(self, work: Any, ops: Sequence[Any]) -> None:
         super().__init__(work)
@@ -134,53 +136,53 @@ class Send(Transfer):
         self.result_of_wait = True
         self.error: Exception | None = None
         self.watched = False
-        self.patience: timedelta | None = None  # the group's, where the thread has more
+        self.patience: timedelta | None = None  # the group's timeout; the thread waits for longer
         self.is_polled = True
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return when the work is done; raises what it raised, whoever waited for it."""
+        """Returns when the work is done; raises the work's error, whoever waited for it."""
         self.finish(timeout)
         timeout = timeout or self.patience
         if not self.done.wait(timeout.total_seconds() if timeout else None):
-            with contextlib.suppress(AttributeError):  # done meanwhile, and gone
+            with contextlib.suppress(AttributeError):  # the work is done meanwhile, and gone
                 _time_out(self.work, timeout)
-            self.done.set()  # in this wait, where not in the thread's
+            self.done.set()  # by this wait, if not by the thread's
         self._let_go()
         if self.error is not None:
             raise self.error
         return self.result_of_wait
 
     def poll(self) -> None:
-        """Let go if the work is done."""
+        """Drops the tensor if the work is done."""
         if not self.watched and not self.done.is_set() and self.is_completed():
             self.finish()
         if self.done.is_set():
             self._let_go()
 
     def finish(self, timeout: timedelta | None = None) -> None:
-        """Wait, unless somebody else does so or has done so."""
+        """Waits for the work, unless another caller does or has done so."""
         with self.lock:
             claimed, self.claimed = self.claimed, True
         if claimed:
             return
         try:
-            # No local name for the work: who hears that it is done may free it.
+            # No local name for the work: a thread that learns of its end may free it.
             self.result_of_wait = bool(wait_for(self.work, timeout))
         except Exception as error:
-            self.error = error.with_traceback(None)  # whose frames would keep this
+            self.error = error.with_traceback(None)  # its frames would keep this object
         finally:
             self.done.set()
         if not self.is_polled:
             self._let_go()
 
     def disown(self, stage: Any, microbatch: int | None) -> None:
-        """No gradient is going to tell of this send: it is of a step that failed. Without a microbatch, of any."""
+        """No gradient will tell of this send, since its step failed. Without a microbatch, of any microbatch."""
         self.outputs_of = {
             of for of in self.outputs_of if of[0] is not stage or (microbatch is not None and of[1] != microbatch)
         }
 
     def leave(self) -> None:
-        """Nobody polls any more: whoever waits for the work lets go."""
+        """Polling has ended: the thread that waits for the work drops the tensor."""
         self.outputs_of = set()
         self.is_polled = False
         if self.done.is_set():
@@ -193,7 +195,7 @@ class Send(Transfer):
         _under_way.discard(weakref.ref(self))
 
     def answer_afterwards(self, question: str) -> Any:
-        """As a work that is done answers, which has nothing more to show."""
+        """As a work answers that is done and has no result."""
         if question == "is_completed":
             return True
         if question == "is_success":
@@ -211,11 +213,11 @@ class Send(Transfer):
             return future
         if question in ("synchronize", "block_current_stream"):
             return None
-        raise RuntimeError(f"this send is done, and its work gone: ask for its {question} before it is waited for.")
+        raise RuntimeError(f"this send is done, and its work is gone; ask for its {question} before wait()")
 
 
 def _time_out(work: Any, timeout: timedelta | None) -> None:
-    """Raises the work's own error of a wait that lasted for ``timeout``."""
+    """Raises the work's own error, as after a wait of ``timeout``."""
     try:
         work.wait(timedelta(milliseconds=1))
     except RuntimeError as error:
@@ -227,14 +229,14 @@ def _time_out(work: Any, timeout: timedelta | None) -> None:
 
 def _describe_sent(ops: Iterable[Any]) -> None:
     for op in ops:
-        op.tensor = description(op.tensor)  # the schedule's frame may hold the operation until the step ends
+        op.tensor = description(op.tensor)  # the schedule's frame may keep the operation until the step ends
 
 
 def poll() -> None:
-    """Let go of sends that are done."""
+    """Frees sends that are done."""
     sends = under_way()
     if sends and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
-        return  # to ask would break the capture
+        return  # a question would break the capture
     for send in sends:
         send.poll()
 
@@ -249,7 +251,7 @@ def disown(stage: Any, microbatch: int | None = None) -> None:
 
 
 def leave() -> None:
-    """Nobody passes here from now on: what is done is let go of, the rest by whoever waits for it."""
+    """Ends polling: frees sends that are done, and leaves the others to the threads that wait for them."""
     poll()
     for send in under_way():
         send.leave()

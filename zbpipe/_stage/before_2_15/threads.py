@@ -1,8 +1,7 @@
-"""Threads that wait for sends whose works tell only a caller of ``wait`` that they are done: gloo's.
+"""Threads that wait for gloo's sends: only a caller of ``wait`` learns from these works that they are done.
 
-One per group and peer. A thread stays for a while when it has nothing to wait for, so that most sends find one: whoever
-starts a thread is held up until that has run, which takes milliseconds where all cores compute. It does not outlive its
-group.
+There is one thread per group and peer, and it does not outlive its group. When it has nothing to wait for, it stays for
+a while: to start another one for the next send would take the schedule milliseconds where all cores compute.
 """
 
 import atexit
@@ -26,16 +25,16 @@ class Finishable(Protocol):
     patience: timedelta | None
 
     def finish(self, timeout: timedelta | None = None) -> None:
-        """Wait, unless somebody else does so or has done so."""
+        """Waits, unless another caller does or has done so."""
 
 
 class _Queue:
-    """What a thread waits for, in order."""
+    """A thread and the sends that it waits for, in order."""
 
     def __init__(self, line: Line, name: str) -> None:
         self.left: deque[Finishable] = deque()
         self.now: Finishable | None = None
-        self.calls: SimpleQueue[None] = SimpleQueue()  # one for each that was put in, and one to end
+        self.calls: SimpleQueue[None] = SimpleQueue()  # one call per send, and one to end
         self.thread = threading.Thread(target=_finish_queue, args=(line, self), name=name, daemon=True)
 
     def put(self, send: Finishable) -> None:
@@ -48,17 +47,17 @@ class _Queue:
 
 
 _STAYS = 1.0  # seconds
-_LONGER = 2  # times the schedule's patience; not for ever: see _give_up
-_AT_ONCE = timedelta(milliseconds=-2)  # 0 and -1 are the group's timeout
+_LONGER = 2  # times the schedule's patience; not for ever, see _give_up
+_AT_ONCE = timedelta(milliseconds=-2)  # 0 and -1 mean the group's timeout
 _TO_HEAR_OF_THE_END = 0.05  # seconds
-_numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # not ids, which are given again
+_numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of groups; an id may be reused
 _new_number = itertools.count().__next__
 _queues: dict[Line, _Queue] = {}
-_queues_lock = threading.RLock()  # a group may go, collected as garbage, while this thread has it
+_queues_lock = threading.RLock()  # the garbage collector may end a group in a thread that has the lock
 
 
 def _begin_anew() -> None:
-    """In a process that was forked, which has none of the threads."""
+    """Resets a forked process, which has none of the threads."""
     global _queues_lock
     _queues_lock = threading.RLock()
     _queues.clear()
@@ -68,7 +67,7 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 def watch(group: Any, peer: int, send: Finishable) -> None:
-    """Have a thread wait for ``send``. One thread per group and peer, because its sends are done in order."""
+    """Lets a thread wait for ``send``: one per group and peer, since sends to a peer are done in order."""
     with _queues_lock:
         line = _number_of(group), peer
         queue = _queues.get(line)
@@ -83,7 +82,7 @@ def watch(group: Any, peer: int, send: Finishable) -> None:
 def _start(line: Line, queue: _Queue) -> None:
     try:
         queue.thread.start()
-    except RuntimeError:  # no thread can be had: the next one tries again
+    except RuntimeError:  # no thread can be started: the next send tries again
         with _queues_lock:
             _queues.pop(line, None)
         raise
@@ -104,7 +103,7 @@ def _finish_queue(line: Line, queue: _Queue) -> None:
 
 
 def _number_of(group: Any) -> int:
-    """When the group is gone, the threads that wait for what is of it give up."""
+    """The group's number. When the group is gone, the threads that wait for its sends give up."""
     number = _numbers.get(group)
     if number is None:
         number = _numbers[group] = _new_number()
@@ -118,17 +117,18 @@ def _give_up_group(number: int) -> None:
 
 @atexit.register
 def _give_up_all() -> None:
-    """When the program exits: a thread that came back from gloo into an interpreter that is gone would abort it."""
+    """At exit: a thread that returned from gloo after the interpreter's end would abort the process."""
     for thread in _give_up(lambda line: True):
         if thread.is_alive():
             thread.join(5)
 
 
 def _give_up(is_meant: Callable[[Line], bool]) -> list[threading.Thread]:
-    """End the threads; those that still wait, because a step failed and the peer does not receive, give up.
+    """Ends the threads. Those that still wait give up: a step failed, and the peer does not receive.
 
-    To time out on the same work wakes a thread: gloo then declares the whole group broken. A wait that finds the send
-    done has taken that from the thread, and another one breaks the group; so it does not linger, and comes late.
+    A timeout of another wait on the same work wakes a thread, since gloo then declares the whole group broken. If that
+    wait finds the send done instead, the thread never hears of it, and the next wait must break the group. So the waits
+    begin late, and do not linger.
     """
     with _queues_lock:
         ending = [queue for line, queue in _queues.items() if is_meant(line)]
@@ -138,7 +138,7 @@ def _give_up(is_meant: Callable[[Line], bool]) -> list[threading.Thread]:
     if waiting:
         time.sleep(_TO_HEAR_OF_THE_END)
     for thread, send in waiting:
-        with contextlib.suppress(RuntimeError, AttributeError):  # it may be done, and the work gone
+        with contextlib.suppress(RuntimeError, AttributeError):  # the send may be done, and its work gone
             while thread.is_alive() and send.work.wait(_AT_ONCE):
                 pass
     return [queue.thread for queue in ending]

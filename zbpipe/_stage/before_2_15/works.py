@@ -1,4 +1,4 @@
-"""What a schedule gets in the place of a backend's work: something that answers as that does, and can outlive it."""
+"""What a schedule gets in the place of a backend's work. It answers as the work does, and can outlive the work."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -6,24 +6,24 @@ from typing import Any
 
 import torch.distributed as dist
 
-_Work: Any = getattr(dist, "Work", object)  # a torch without torch.distributed can import this, and do nothing with it
+_Work: Any = getattr(dist, "Work", object)  # a torch without torch.distributed can import this module, but not use it
 
 
 class Transfer(_Work):  # type: ignore[misc]
-    """Stands for a work: what it is asked, beside ``wait``, it asks the work; see ``_asked`` below."""
+    """Stands for a work, and passes all questions but ``wait`` on to it; see ``_asked``."""
 
     def __init__(self, work: Any) -> None:
         super().__init__()
         self.work = work
 
     def __getattr__(self, name: str) -> Any:
-        """What works of this backend have and others have not."""
+        """Attributes that only works of this backend have."""
         if name == "work" or self.work is None:
             raise AttributeError(f"{type(self).__name__} has no {name}")
         return getattr(self.work, name)
 
     def answer_afterwards(self, question: str) -> Any:
-        """What it answers when the work is gone."""
+        """The answer once the work is gone."""
         raise NotImplementedError
 
 
