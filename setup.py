@@ -1,8 +1,8 @@
-"""Builds zbpipe._C for the torch that is installed, into zbpipe/_native/torch_MAJOR_MINOR/ beside those for others.
+"""Builds zbpipe._C for the installed torch, into zbpipe/_native/torch_MAJOR_MINOR/.
 
 Environment: ZBPIPE_WERROR=1 makes warnings errors. ZBPIPE_SANITIZE=address,undefined builds for the sanitizers.
-ZBPIPE_UNITS=n compiles the shim in n pieces. ZBPIPE_PACK=1 compiles nothing: the wheel
-carries every library that was built in place. ZBPIPE_LOCAL=+torch2.13.0 is the end of the version.
+ZBPIPE_UNITS=n compiles the shim in n pieces. ZBPIPE_PACK=1 compiles nothing: the wheel has every library that was built
+in place. ZBPIPE_LOCAL=+torch2.13.0 ends the version.
 """
 
 import json
@@ -19,22 +19,22 @@ PYTHON = sys.implementation.cache_tag
 COMPILES = {"build", "build_ext", "bdist_wheel", "editable_wheel", "install", "develop"}
 PACK = os.environ.get("ZBPIPE_PACK") == "1"
 SANITIZE = os.environ.get("ZBPIPE_SANITIZE", "")
-# Each piece reads libtorch's headers, for most of its time.
+# Each piece spends most of its time on libtorch's headers.
 UNITS = int(os.environ.get("ZBPIPE_UNITS", "6"))
 
 VERSION = runpy.run_path("zbpipe/_version.py")["__version__"]
 
 FLAGS = ["-Wall", "-Wextra", "-fvisibility=hidden"]
 C_FLAGS = ["-std=c11", "-Wconversion", "-Wshadow"]
-# A C library that knows no third level takes it for the second.
+# A C library without level 3 takes it for level 2.
 HARDENED = ["-O2", "-g0", "-fstack-protector-strong", "-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=3"]
 HARDENED_LINK = ["-Wl,-z,relro", "-Wl,-z,now", "-Wl,-z,noexecstack"]
-# libtorch hides the type information that the check of virtual tables needs; gcc takes instrumented headers of torch
-# for reads of what is not initialized.
+# libtorch hides the type information that the check of virtual tables needs. In torch's instrumented headers gcc warns
+# of uninitialized reads that are none.
 SANITIZED = [f"-fsanitize={SANITIZE}", "-fno-sanitize=vptr", "-Wno-maybe-uninitialized", "-O1", "-g1"]
-# Templates of libtorch and the C++ library are visible whatever the compiler is told.
+# Templates of libtorch and of the C++ library are visible in spite of -fvisibility=hidden.
 EXPORTS = "{ global: PyInit__C; local: *; };\n"
-# gcc warns of types in an included file that have parts from an unnamed namespace: elsewhere they might be others.
+# gcc warns of types in an included file with parts from an unnamed namespace, since another file might have others.
 ONE_FILE = '#ifndef __clang__\n#pragma GCC diagnostic ignored "-Wsubobject-linkage"\n#endif\n'
 
 
@@ -43,7 +43,7 @@ def sources(*patterns):
 
 
 def written(path, text):
-    """Write `text` to a file, only if that changes it: what is newer than its object is compiled again."""
+    """Writes a file only if that changes it, since a file newer than its object is compiled again."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists() or path.read_text() != text:
         path.write_text(text)
@@ -59,7 +59,7 @@ def units(folder):
 
 
 def check_compilers(compiler):
-    """Raise SystemExit with one sentence if one is not there."""
+    """Raises SystemExit if a compiler is missing."""
     for variable, command in ("CC", compiler.compiler_so[0]), ("CXX", (os.environ.get("CXX") or "c++").split()[0]):
         if shutil.which(command) is None:
             raise SystemExit(
@@ -83,10 +83,10 @@ def extension():
 
     release, git = torch.__version__.partition("+")[0], str(torch.version.git_version)
     build = {"zbpipe": VERSION, "torch": release, "git": git, "hip": torch.version.hip is not None}
-    # Kept between builds: one folder for objects per Python, torch and kind.
+    # One folder of objects per Python, torch and kind, for the next build.
     place = Path("build", f"{PYTHON}-torch-{torch.__version__}-{SANITIZE.replace(',', '-') or 'release'}")
     python_include = sysconfig.get_path("include")
-    # Headers that are not ours are system headers, and messages name files without this machine's paths.
+    # The library's messages name files without this machine's paths.
     names = {Path.cwd(): ".", Path(torch.__file__).parent: "torch", python_include: "python"}
     flags = [*FLAGS, *(f"-ffile-prefix-map={path}={name}" for path, name in names.items())]
     flags += [*SANITIZED, "-fno-omit-frame-pointer"] if SANITIZE else HARDENED
@@ -103,7 +103,7 @@ def extension():
             self.build_temp = str(place / "objects")
 
         def build_extensions(self):
-            # The linker's command without this machine's places of libraries: torch has loaded those that we need.
+            # No run paths of this machine: torch has loaded the libraries that _C needs.
             for linker in {"linker_so", "linker_so_cxx"} & vars(self.compiler).keys():
                 command = getattr(self.compiler, linker)
                 kept = [word for word in command if not word.startswith(("-Wl,-rpath", "-Wl,-R"))]
@@ -153,13 +153,13 @@ PACKED = [f"torch_*/_C{sysconfig.get_config_var('EXT_SUFFIX')}", f"torch_*/{PYTH
 BUILD_LIB = f"build/lib-{PYTHON}"
 Path("build").mkdir(exist_ok=True)
 if "bdist_wheel" in sys.argv:
-    shutil.rmtree(BUILD_LIB, ignore_errors=True)  # a module that is gone would go on being installed
+    shutil.rmtree(BUILD_LIB, ignore_errors=True)  # else deleted modules would still be installed
 setup(
     version=VERSION + os.environ.get("ZBPIPE_LOCAL", ""),
     package_data={"": ["py.typed", "*.pyi"], "zbpipe._native": PACKED if PACK else []},
-    # Not in the tree, where Python would take the tree for an installed zbpipe.
+    # An egg_info in the tree would make the tree an installed zbpipe.
     options={"egg_info": {"egg_base": "build"}, "build": {"build_lib": BUILD_LIB}},
-    # A packed wheel is of this Python and this machine, too, though nothing is compiled for it now.
+    # A packed wheel, too, is for this Python and machine, though this build compiles nothing.
     distclass=type("Compiled", (Distribution,), {"has_ext_modules": lambda self: True}),
     **(extension() if COMPILES & set(sys.argv) and not PACK else {}),
 )

@@ -1,14 +1,14 @@
 """Whole schedule steps of checkpointed stages: torch's own module beside the patch, with every policy for checkpoints.
 
-Two, four and eight ranks with two stages each, of transformer blocks that are each checkpointed. Each side runs on
-stages of its own, in turns; a step takes as long as its slowest rank; medians of the runs, and their ratios to torch's.
-The peak of a step is that of the rank with the higher one, of all blocks of memory since the step began
-(zbpipe.memory.record), and is measured in a step that is not timed. The weights' gradients are there before each step.
+Two, four and eight ranks have two stages each, of checkpointed transformer blocks. The sides take turns, each on its
+own stages. A step takes as long as its slowest rank; the figures are medians of the runs, and their ratios to torch's.
+The peak is that of the rank with the most, of all blocks since the step began (zbpipe.memory.record), in a step that is
+not timed. The weights' gradients exist before each step.
 
     python benchmarks/checkpointed.py --ranks 2 4 8 --json checkpointed.json
 
-Microbatches are twice as many as ranks. Bytes and recomputations are exact. Where processes share cores, times tell how
-much is computed, and not how long a rank waits.
+There are twice as many microbatches as ranks. Bytes and recomputations are exact. If processes share cores, the times
+show how much is computed, and not how long a rank waits.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ POLICIES = ("keep", "recompute", "input_pass")
 
 
 class Side:
-    """A schedule on stages of its own, run under torch's module or under the patch with a policy."""
+    """A schedule on its own stages, run on torch's module, or under the patch with a policy."""
 
     def __init__(self, name: str, microbatches: int, policy: str | None) -> None:
         rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -86,7 +86,7 @@ def computed_by(modules: list[Stage]) -> int:
 
 
 def slowest(number: float) -> float:
-    """The largest of all ranks'."""
+    """The largest number of all ranks."""
     box = torch.tensor(number, dtype=torch.float64)
     dist.all_reduce(box, dist.ReduceOp.MAX)
     return box.item()

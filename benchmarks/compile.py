@@ -1,8 +1,8 @@
 """I and W of a compiled stage, beside the whole backward that torch compiles.
 
-Transformer blocks, float32, in one process, run by run in turn: the ordinary backward of `torch.compile`; I and W of a
-stage compiled by `torch.compile`, whose backward zbpipe runs whole, in I; I and W of one compiled by `zbpipe.compile`;
-I and W of eager code. Every figure is a ratio to the ordinary compiled backward of the same run, the median of all.
+On transformer blocks in float32, these take turns in one process: the ordinary backward of `torch.compile`; I and W of
+a stage compiled by `torch.compile`, whose backward zbpipe runs whole, in I; I and W of a stage compiled by
+`zbpipe.compile`; I and W of eager code. A figure is the median of the ratios to the same run's ordinary backward.
 
     python benchmarks/compile.py --backend inductor
 """

@@ -1,8 +1,8 @@
 """Instructions of one split backward: what `benchmarks/split.py --only host_time` times, counted by valgrind.
 
-torch.utils.benchmark runs each side in a process of its own under callgrind, one thread, and counts what a backward
-executes, the forward before it taken off. That is the same from run to run to some thousandths, whatever else the
-machine does. What it does not see: waiting for memory.
+torch.utils.benchmark runs each side in its own process under callgrind, on one thread. It counts the instructions of a
+backward, without the forward before. They vary by some thousandths from run to run, whatever else the machine does.
+They do not show waits for memory.
 
     python benchmarks/instructions.py --blocks 4 64 --json instructions.json
 """
@@ -20,7 +20,7 @@ from torch.utils.benchmark import Timer
 
 from zbpipe._formatting import table
 
-RUNS = 3  # in one process, behind one that is not counted
+RUNS = 3  # in one process, after one that is not counted
 SET_UP = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -32,7 +32,7 @@ passes = store = None
 {{passes}}
 stage = Stage({{blocks}}, store, {{weights!r}})
 """
-# What each side calls, and where its passes come from: callgrind takes long for each import.
+# Each side's call, and the import of its passes: imports are slow under callgrind.
 SPLITS = {
     "zbpipe": "passes = zbpipe",
     "torch": "from torch.distributed.pipelining import _backward as passes",
@@ -66,7 +66,7 @@ def main() -> int:
     if shutil.which("valgrind") is None:
         print("there is no valgrind, which counts: install it (Debian: apt-get install valgrind)", file=sys.stderr)
         return 1
-    # Callgrind is given the first python on the path, whichever that is.
+    # callgrind runs the first python on the path.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     measured = {str(blocks): measure(blocks, "plain") for blocks in given.blocks}
     fewest = min(given.blocks)

@@ -1,12 +1,12 @@
 """What the leak tools cost: a clean check, a look at a large heap, one tensor's holders, a step of Growth.
 
-The heap holds N living tensors in graphs of 4 N nodes, which have saved as many, beside all that Python and torch have
-loaded. Times are medians in ms; what is counted is exact. The reference is what Python offers for one question of many:
-`gc.get_referrers` of one tensor, one level of holders, no node.
+The heap has N living tensors in graphs of 4 N nodes, which have saved as many tensors, beside all that Python and torch
+have loaded. Times are medians in ms; counts are exact. The reference is Python's `gc.get_referrers` of one tensor: one
+level of holders, no nodes.
 
-What grows with the leak is measured in processes of their own, on one thread: 20,000 cycles of a tensor each; 100,000
-leaks over as many nodes, side by side and in one chain; one leak among 1,000,000 objects. From the end of the block to
-the report's object, text, JSON and page: seconds of processor time, and how much the process grew at its most.
+Large leaks are measured in processes of their own, on one thread: 20,000 cycles of a tensor each; 100,000 leaks over as
+many nodes, side by side and in one chain; one leak among 1,000,000 objects. The figures are seconds of processor time
+from the end of the block to the report's object, text, JSON and page, and the largest growth of the process.
 
     python benchmarks/leak_checks.py --tensors 5000 --json leaks.json
 """
@@ -54,7 +54,7 @@ def clean_check() -> None:
 
 
 def kept_tensors(count: int, weight: torch.Tensor) -> list[torch.Tensor]:
-    """Tensors in graphs with four nodes each; what those save is memory of its own but for the tensors themselves."""
+    """Tensors in graphs with four nodes each. The nodes save the tensors, and others on memory of their own."""
     kept: list[torch.Tensor] = []
     for i in range(count):
         before = kept[-1] if i % max(count // GRAPHS, 1) else weight
@@ -63,7 +63,7 @@ def kept_tensors(count: int, weight: torch.Tensor) -> list[torch.Tensor]:
 
 
 def look(count: int, in_a_cycle: bool) -> tuple[float, Any]:
-    """The time from the end of the block to the report's text, and the report."""
+    """The time from the end of the block to the report's text; the report."""
     weight = torch.ones(4, 4, requires_grad=True)
     kept: list[Any] = []
     with check_tensor_leak(action="record", allow=weight) as check:
@@ -102,7 +102,7 @@ class Cyclic:
 
 
 def leak(case: str, count: int) -> Any:
-    """What is to be kept; the cycles nobody keeps."""
+    """The objects to keep; nothing for cycles."""
     weight = torch.ones(4, requires_grad=True)
     if case == "cycles":
         return [None for _ in range(count) if not Cyclic()]

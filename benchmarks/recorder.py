@@ -1,8 +1,8 @@
-"""What a recording and a leak check with `trace=True` cost per block of CPU memory: an empty tensor, made and dropped.
+"""The cost of a recording, and of a leak check with `trace=True`, per block of CPU memory: one call of `torch.empty`.
 
-A call of `torch.empty` alone is the measure. Microseconds per block, the least of the rounds: what else runs on the
-machine adds to all others. Then what it takes to write a recording of so many events, in 100 phases, to each kind of
-file: seconds of processor and wall time, MB of the file, and MB that the process grew by at most.
+The figures are microseconds per block, the least of the rounds, since other programs slow down the rest. Then a
+recording of so many events, in 100 phases, is written to each kind of file: seconds of processor and wall time, MB of
+the file, and the largest growth of the process in MB.
 
     python benchmarks/recorder.py --blocks 20000 --events 1000000 --json recorder.json
 """
@@ -68,7 +68,7 @@ def written(rec: memory.Recording) -> dict[str, dict[str, float]]:
             wall, processor = time.perf_counter(), time.process_time()
             write(path)
             wall, processor = time.perf_counter() - wall, time.process_time() - processor
-            tracemalloc.start()  # in a round of its own, which it slows down
+            tracemalloc.start()  # in its own round, since it slows that down
             write(path)
             most = tracemalloc.get_traced_memory()[1]
             tracemalloc.stop()

@@ -1,4 +1,4 @@
-"""What the split backward costs here, torch's own module beside zbpipe."""
+"""The cost of the split backward on this machine: torch's own module beside zbpipe."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ from zbpipe._formatting import table
 
 DESCRIPTION = """\
 Measures the split backward on this machine, on one core: zbpipe beside torch's
-own module, and beside layers that put their weights' products into a queue
-("store", as training loops with schedules of their own have it: the model has
-to be made of them). An unsplit backward is the reference. Two minutes; what
-else runs on the machine disturbs it.
+own module, and beside "store", layers that put their weights' products into a
+queue, as some training loops have (the model must be made of such layers). An
+unsplit backward is the reference. It takes two minutes, on an idle machine.
 
   host_time   ms of I and W on tiny transformer blocks, whose kernels cost
               next to nothing
   memory      exact bytes of one microbatch of six kinds of stages, and their
               times; zbpipe's policies
 
-I is the input pass, W the weight pass; "held" is what stays from I to W.
+I is the input pass, W the weight pass; "held" is the memory kept from I to W.
 Ratios are to the unsplit backward.
 
     python benchmarks/split.py

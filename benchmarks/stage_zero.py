@@ -2,9 +2,9 @@
 
     python benchmarks/stage_zero.py --json stage_zero.json
 
-Measures a transformer block's F, I and W, and what it holds between them; then plays torch's zero-bubble schedules
-with these costs, stage 0 whole and split, and prints the step's length, the share of it that the ranks wait, and the
-most that rank 0 holds. Sends take no time.
+Measures a transformer block's F, I and W, and the bytes held between them. Then simulates torch's zero-bubble schedules
+with these costs, with stage 0 whole and split. Prints the step's length, the share of it in which ranks wait, and the
+most bytes that rank 0 holds. Sends take no time.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def measure():
 
 
 class Stage:
-    """As much of a PipelineStage as a schedule asks for when it makes its order."""
+    """The parts of a PipelineStage that a schedule needs to make its order."""
 
     has_backward = True
 
@@ -78,7 +78,7 @@ class Stage:
 
 
 def orders(kind, shape, ranks, microbatches):
-    """Per rank its actions, as (letter, stage, microbatch)."""
+    """Each rank's actions, as (letter, stage, microbatch)."""
     count = 2 * ranks
     mine = [0, count - 1] if shape == "v" else [0, ranks]
     made = getattr(schedules, kind)([Stage(i, 0, ranks, count) for i in mine], microbatches, loss_fn=lambda *_: None)
@@ -92,7 +92,7 @@ def flat(row):
 
 
 def play(rows, costs, split):
-    """The step's length and the share of waiting, and the most bytes that rank 0 holds for its microbatches."""
+    """The step's length, the share of waits, and the most bytes that rank 0 holds."""
     last = max(stage for row in rows.values() for _, stage, _ in row)
     length = {"F": costs.forward, "I": costs.input, "W": costs.weight, "B": costs.input + costs.weight}
     done, clock, place = {}, dict.fromkeys(rows, 0.0), dict.fromkeys(rows, 0)

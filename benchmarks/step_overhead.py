@@ -1,8 +1,8 @@
 """The host time of a whole schedule step on deep tiny stages: torch's own module beside the patch.
 
-Two stages per rank, chains of blocks of width 8; with one rank nothing is sent. Each side runs on stages of its own, in
-turns of two steps, of which the second counts; a step takes as long as its slowest rank; medians of the runs, and their
-ratio to torch's.
+Each rank has two stages, chains of blocks of width 8; a single rank sends nothing. The sides take turns of two steps,
+each on its own stages, and the second step counts. A step takes as long as its slowest rank. The figures are medians of
+the runs, and their ratios to torch's.
 
     python benchmarks/step_overhead.py --ranks 1 2 --blocks 16 64 --json step_overhead.json
 """
@@ -42,7 +42,7 @@ class Block(nn.Module):
 
 
 class Side:
-    """A schedule on stages of its own, run under the patch or not."""
+    """A schedule on its own stages, run under the patch or not."""
 
     def __init__(self, name: str, blocks: int, patched: bool, device: str) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
@@ -63,7 +63,7 @@ class Side:
 
     def step(self, is_timed: bool) -> None:
         with zbpipe.patch() if self.patched else contextlib.nullcontext():
-            self.run()  # patch() and the other side have had the processor's caches, and Python's
+            self.run()  # patch() and the other side have changed the processor's caches, and Python's
             took = torch.tensor(self.run())
         dist.all_reduce(took, dist.ReduceOp.MAX)
         if is_timed:

@@ -1,7 +1,7 @@
-"""Makes the tables of README and docs from benchmarks/results, so that no figure is typed.
+"""Makes the tables of README and docs from benchmarks/results, so that no figure is typed by hand.
 
-python benchmarks/tables.py           # writes them into the pages
-python benchmarks/tables.py --check   # status 1 if a page says something else
+python benchmarks/tables.py           # writes the tables into the pages
+python benchmarks/tables.py --check   # status 1 if a page differs
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ SCHEDULES = {
 
 @functools.cache
 def read(name: str, version: str) -> dict[str, Any]:
-    """Raises ValueError if it was not measured, or written by other code than this."""
-    path, mend = ROOT / "benchmarks" / "results" / f"{name}-{version}.json", f"run make bench TORCH_VERSION={version}."
+    """A benchmark's results. Raises ValueError if they are missing, or of another schema."""
+    path, mend = ROOT / "benchmarks" / "results" / f"{name}-{version}.json", f"run make bench TORCH_VERSION={version}"
     if not path.exists():
         raise ValueError(f"{path} is missing: {mend}")
     found: dict[str, Any] = json.loads(path.read_text())
@@ -48,7 +48,7 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def times(ratio: float) -> str:
-    """A ratio, in as many digits as mean something."""
+    """A ratio in two or three digits."""
     return f"{ratio:.2f}x" if ratio < 2 else f"{ratio:.1f}x" if ratio < 10 else f"{ratio:.0f}x"
 
 
@@ -57,7 +57,7 @@ def milliseconds(ms: float) -> str:
 
 
 def around(spread: dict[str, float]) -> str:
-    """The median of ratios, and between which half of them lies."""
+    """The median of ratios, and the range of their middle half."""
     return f"{times(spread['median'])} ({times(spread['low'])[:-1]}-{times(spread['high'])[:-1]})"
 
 
@@ -66,7 +66,7 @@ def megabytes(count: float) -> str:
 
 
 def machine() -> str:
-    """Ratios are of one run, and so of one machine; tables may be of several."""
+    """The machines of all tables. Each ratio is of one run, and so of one machine."""
     tables = {
         "host_time": "host time",
         "step_overhead": "whole steps",
@@ -344,7 +344,7 @@ def with_tables(page: str, text: str) -> str:
         before, found, rest = text.partition(begin)
         _, closed, after = rest.partition(end)
         if not (found and closed):
-            raise ValueError(f"{page} has no place for the table: write {begin!r}, and {end!r} behind it")
+            raise ValueError(f"{page} has no place for the table; write {begin!r}, and {end!r} behind it")
         text = f"{before}{begin}\n\n{make()}\n\n{end}{after}"
     return text
 

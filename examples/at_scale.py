@@ -1,4 +1,4 @@
-"""What a run on many GPUs puts together: NCCL, fully_shard, ZBV, checkpointing, a memory report, a leak check.
+"""All that a run on many GPUs combines: NCCL, fully_shard, ZBV, checkpointing, a memory report, a leak check.
 
 torchrun --nproc-per-node 8 examples/at_scale.py     two pipeline ranks of four shards each, a GPU per process
 torchrun --nproc-per-node 4 examples/at_scale.py     where there are none: on the CPU, over gloo
@@ -65,7 +65,7 @@ def main():
         optimizer.step()
         optimizer.zero_grad()
         for stage in stages:
-            stage.clear_runtime_states()  # torch's stages keep their last outputs for whoever asks
+            stage.clear_runtime_states()  # otherwise a stage keeps its last outputs until the next step
 
     train_step()  # optimizer state and buffers are made here
     with zbpipe.memory.record(device) as recording:

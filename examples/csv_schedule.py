@@ -1,10 +1,10 @@
-"""A schedule of one's own, from a file: every rank's row says which pass of which stage and microbatch comes next.
+"""A schedule of your own, from a file: each rank's row lists its passes in order.
 
     python examples/csv_schedule.py          starts its two processes itself
     torchrun --nproc-per-node 2 examples/csv_schedule.py
 
-0F1 is stage 0's forward of microbatch 1; I and W are the input and the weight pass, B both at once. Sends and receives
-are added by torch. The gradients of every step are compared with those of the same model in one piece.
+0F1 is stage 0's forward of microbatch 1; I and W are the input and the weight pass, B both at once. torch adds sends
+and receives. The gradients of every step are compared with those of the same model in one piece.
 """
 
 import os
@@ -82,5 +82,5 @@ if __name__ == "__main__":
     else:
         store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(store.port), WORLD_SIZE="2")
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store above is theirs
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the ranks use the store above
         torch.multiprocessing.spawn(start, nprocs=2)

@@ -35,7 +35,7 @@ def step():
 side = torch.cuda.Stream()
 side.wait_stream(torch.cuda.current_stream())
 with torch.cuda.stream(side):
-    step()  # what is made at the first use must be there
+    step()  # a warm-up: the first call makes what a capture cannot make
 torch.cuda.current_stream().wait_stream(side)
 
 graph = torch.cuda.CUDAGraph()
@@ -46,7 +46,7 @@ for weight in stage.parameters():
 for _ in range(2):
     graph.replay()
 
-# Without a graph W may run on any stream or thread; it waits for what its caller's stream was given, and that for it.
+# Without a graph W may run on any stream or thread: W starts behind its caller's stream, which waits for W.
 output = stage(x)
 _, groups = zbpipe.stage_backward_input([output], [grad], [x], stage.parameters())
 with torch.cuda.stream(side):

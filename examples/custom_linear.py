@@ -1,10 +1,10 @@
-"""A kernel of one's own in a split backward: a linear layer whose products run on 8-bit integers, with the weight's
-gradient left to the weight pass by zbpipe.defer.
+"""A custom kernel in a split backward: a linear layer with products of 8-bit integers, which leaves its weight's
+gradient to the weight pass by zbpipe.defer.
 
     python examples/custom_linear.py
 
-Trains a few such layers as a pipeline stage would: input passes of all microbatches first, then the weight passes;
-and compares every step with an ordinary backward of a copy.
+Trains a few such layers as a pipeline stage would: first the input passes of all microbatches, then the weight passes.
+Compares every step with an ordinary backward of a copy.
 """
 
 import copy
@@ -24,7 +24,7 @@ def quantize(x):
 
 
 def int8_matmul(a, b):
-    """a @ b.mT for two matrices from quantize(). Where a kernel for it would be called."""
+    """a @ b.mT for two matrices from quantize(). A kernel would be called here."""
     (a, a_scale), (b, b_scale) = a, b
     return (a.float() @ b.float().mT) * a_scale * b_scale.mT
 

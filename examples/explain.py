@@ -1,4 +1,4 @@
-"""What a split backward of a stage would do, before anyone trains; then the same in torch's profiler.
+"""What a split backward of a stage would do, seen before training, and then in torch's profiler.
 
     python examples/explain.py
 
@@ -17,7 +17,7 @@ TOKENS, WIDTH, HEADS = 64, 128, 4
 
 
 class Squared(torch.autograd.Function):
-    """relu(x @ w)^2, by a kernel that leaves nothing to the weight pass."""
+    """relu(x @ w)^2, by a kernel that leaves no gradient to the weight pass."""
 
     @staticmethod
     def forward(ctx, x, w):

@@ -29,7 +29,7 @@ def make_blocks():
 
 
 def shard(block, mesh):
-    """Every layer by itself, then what is left; the stage's module has to be sharded too."""
+    """Shards a layer by itself, then the rest. The stage's module must be sharded, too."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for module in (block[1], block):
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
@@ -96,5 +96,5 @@ if __name__ == "__main__":
     else:
         store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(store.port), WORLD_SIZE="4")
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store above is theirs
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the ranks use the store above
         torch.multiprocessing.spawn(start, nprocs=4)

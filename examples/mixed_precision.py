@@ -111,5 +111,5 @@ if __name__ == "__main__":
     else:
         store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(store.port), WORLD_SIZE="2")
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store above is theirs
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the ranks use the store above
         torch.multiprocessing.spawn(start, nprocs=2)

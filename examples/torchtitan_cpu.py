@@ -3,8 +3,8 @@
 torchrun --nproc-per-node 2 examples/torchtitan_cpu.py           on the CPU; needs pip install torchtitan==0.3.0
 torchrun --nproc-per-node 2 examples/torchtitan_cpu.py torch     on torch's own module, which fails on them
 
-Where there are GPUs none of this is needed: ZBPIPE_PATCH=1 and torchtitan as it is. Here it is told that the CPU is an
-accelerator, and trained on arithmetic sequences, for which it needs no files.
+On GPUs none of this is needed: set ZBPIPE_PATCH=1, and run torchtitan as it is. Here torchtitan takes the CPU for an
+accelerator, and trains on arithmetic sequences, which need no files.
 """
 
 import sys
@@ -22,7 +22,7 @@ LENGTH, MICROBATCHES, STEPS = 64, 8, 5
 
 
 class _Accelerator(types.ModuleType):
-    """torch.cpu, and what torchtitan asks a GPU's module beside: memory statistics."""
+    """torch.cpu, and a GPU module's memory statistics, for which torchtitan asks."""
 
     def __getattr__(self, name):
         return getattr(torch.cpu, name)
@@ -86,7 +86,7 @@ class Sequences(BaseDataLoader):
 
 
 def debug_model():
-    """torchtitan's configuration of it, as far as the CPU can run it."""
+    """torchtitan's configuration of its debug model, with changes for the CPU."""
     config = llama3_debugmodel()
     for layer in config.model_spec.model.layers:  # flex attention has no backward on the CPU
         layer.attention.inner_attention = ScaledDotProductAttention.Config()

@@ -1,5 +1,5 @@
-"""A Function written for a WeightGradStore, as those of Megatron-LM and TransformerEngine: what its backward puts there
-runs in the weight pass, by zbpipe.defer.
+"""A Function written for a WeightGradStore, as those of Megatron-LM and TransformerEngine: by zbpipe.defer, the
+functions that its backward puts there run in the weight pass.
 
     python examples/weight_grad_store.py
 """
@@ -13,10 +13,10 @@ MICROBATCHES, TOKENS, WIDTH = 4, 32, 64
 
 
 class WeightGradStore:
-    """Keeps nothing: what is put is the parameter group's, and runs in W; in an ordinary backward it runs at once."""
+    """Keeps nothing: the parameter group keeps a function until W, and an ordinary backward runs it at once."""
 
     def put(self, tensors, function):
-        # None: for all weights; the function adds by itself
+        # None: the function adds the gradients of all weights by itself
         zbpipe.defer(function, weights=None, saved=tuple(tensors))
 
 

@@ -1,8 +1,8 @@
 """Start-up hook behind ZBPIPE_PATCH=1, for scripts that import torch.distributed.pipelining and never zbpipe.
 
-torch calls install() when it is imported: an entry point in pyproject.toml, torch.backends. Where
-TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set it does not, and the variable has no effect.
-zbpipe is not imported here: a finder waits for torch.distributed.pipelining, and patches when that has been imported.
+torch's import calls install(), by the entry point torch.backends in pyproject.toml. With
+TORCH_DEVICE_BACKEND_AUTOLOAD=0 torch does not, and ZBPIPE_PATCH has no effect. The hook does not import zbpipe: a
+finder waits for the import of torch.distributed.pipelining, and patches after it.
 """
 
 import importlib
@@ -16,28 +16,28 @@ OFF = ("", "0", "false", "no")
 
 
 def install():
-    """Arrange what ZBPIPE_PATCH asks for. Called again, it changes nothing.
+    """Installs the finder if ZBPIPE_PATCH asks for it. A second call changes nothing.
 
-    A value that is none of 1, true, yes, 0, false, no makes the import of torch.distributed.pipelining raise
-    RuntimeError: to ignore it would be a silent fall-back, to stop every Python of the environment too much.
+    With a value other than 1, true, yes, 0, false, no the import of torch.distributed.pipelining raises RuntimeError.
+    To ignore the value would be a silent fall-back; to raise here would stop every Python of the environment.
     """
     value = os.environ.get("ZBPIPE_PATCH", "").strip().lower()
     if value not in OFF and not any(isinstance(finder, Finder) for finder in sys.meta_path):
         finder = Finder(value)
-        if "zbpipe" in sys.modules:  # it imports torch, which calls this; it tells when it is complete
+        if "zbpipe" in sys.modules:  # zbpipe's import of torch calls this, and ends with complete()
             finder.started.add("zbpipe")
         sys.meta_path.insert(0, finder)
 
 
 def complete():
-    """zbpipe/__init__.py calls this at its end: only then can it patch."""
+    """Called at the end of zbpipe/__init__.py: zbpipe cannot patch before."""
     for finder in list(sys.meta_path):
         if isinstance(finder, Finder):
             finder.tell("zbpipe")
 
 
 class Finder:
-    """Finds nothing itself: it has torch.distributed.pipelining and zbpipe tell it when they have been imported."""
+    """Finds nothing itself. It makes torch.distributed.pipelining and zbpipe tell it when they have been imported."""
 
     def __init__(self, value):
         self.value = value
@@ -79,10 +79,10 @@ class Finder:
         loader.exec_module = exec_and_tell
 
     def tell(self, name):
-        """The module is complete: patch if both are, once."""
+        """A module is complete: patches if both are, once."""
         with self.lock:
             self.finished.add(name)
-            # zbpipe may be what imports torch.distributed.pipelining: then patch when zbpipe is complete.
+            # If zbpipe imports torch.distributed.pipelining, patch when zbpipe is complete.
             ready = PIPELINING in self.finished and self.started <= self.finished and self in sys.meta_path
             if ready:
                 sys.meta_path.remove(self)

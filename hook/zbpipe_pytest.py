@@ -1,7 +1,7 @@
 """The part of zbpipe's pytest plugin that every run of pytest loads: options, marker, fixture.
 
-It lies outside the package, because importing anything of zbpipe imports torch. When a test that was collected asks
-for the check, the rest is imported: zbpipe/leaks/pytest_plugin.py.
+It lies outside the package, since any import of zbpipe imports torch. zbpipe/leaks/pytest_plugin.py is the rest, which
+is imported when a collected test asks for the check.
 """
 
 import importlib
@@ -39,11 +39,11 @@ def asks(item):
 
 
 def load(config):
-    """Import and register what checks; it imports torch."""
+    """Imports and registers the check, which imports torch."""
     try:
         checks = importlib.import_module(CHECKS)
     except ImportError as error:
-        raise pytest.UsageError(f"tensor leaks cannot be looked for: {error}") from error
+        raise pytest.UsageError(f"no check for tensor leaks: {error}") from error
     if not config.pluginmanager.is_registered(checks):
         config.pluginmanager.register(checks, CHECKS)
     return checks
@@ -51,8 +51,8 @@ def load(config):
 
 @pytest.fixture
 def no_tensor_leaks(request):
-    """Checks the test as the marker no_tensor_leaks does, and lets it say more.
+    """Checks the test as the marker no_tensor_leaks does.
 
-    `no_tensor_leaks.allow(x)`: x is no leak. `with no_tensor_leaks.check():` checks a part of the test, on the spot.
+    `no_tensor_leaks.allow(x)`: x is no leak. `with no_tensor_leaks.check():` checks a part of the test at once.
     """
     return load(request.config).TensorLeaks(request.node)

@@ -1,8 +1,8 @@
-"""Fills the virtual environment that it runs in; the Makefile calls it.
+"""Installs packages into the virtual environment that it runs in; the Makefile calls it.
 
 python tools/env.py torch 2.13.0     torch, setuptools and ninja
 python tools/env.py extras demo test the packages of zbpipe's extras, once zbpipe itself is installed
-python tools/env.py file FILE        what a requirements file names, and the torch that is there
+python tools/env.py file FILE        the packages in a requirements file, for the installed torch
 """
 
 import importlib.metadata
@@ -16,16 +16,16 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 def pip_install(*arguments):
-    """Run pip install and return whether it succeeded."""
+    """Whether pip install succeeds."""
     return subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *arguments], check=False).returncode == 0
 
 
 def install_torch(version):
-    """Install torch `version`, the CPU build unless this machine has an NVIDIA driver.
+    """Installs torch `version`, the CPU build unless this machine has an NVIDIA driver.
 
-    On Linux the plain name brings gigabytes of CUDA libraries, so the CPU build is asked for by its local version:
-    first from where pip is set up to look, then from PyTorch's own index, or the one that TORCH_INDEX names. Where
-    there is none, the CUDA build will do: it runs on a CPU too.
+    On Linux the plain name brings gigabytes of CUDA libraries. So the CPU build is asked for by its local version, from
+    pip's own index and then from PyTorch's. TORCH_INDEX names another index. Without a CPU build the CUDA build is
+    installed, which runs on a CPU, too.
     """
     if importlib.util.find_spec("torch") is not None:
         found = importlib.metadata.version("torch")
@@ -46,13 +46,13 @@ def install_torch(version):
         if pip_install(*attempt):
             return
     raise SystemExit(
-        f"torch {version} cannot be installed for Python {sys.version.split()[0]}: see pip's words above, "
-        "and name an index that has it in TORCH_INDEX."
+        f"torch {version} cannot be installed for Python {sys.version.split()[0]} (pip says why, above); name an index "
+        "that has it in TORCH_INDEX"
     )
 
 
 def install_extras(names):
-    """Install what zbpipe's metadata lists under the extras `names`."""
+    """Installs the packages of zbpipe's extras `names`."""
     wanted = []
     for requirement in importlib.metadata.requires("zbpipe") or []:
         package, _, marker = requirement.partition(";")

@@ -1,13 +1,13 @@
-"""Everything that wants a GPU, in one command and nine minutes: `make gpu`, or python3 tools/gpu.py.
+"""Everything that needs a GPU, in one command and nine minutes: `make gpu`, or python3 tools/gpu.py.
 
 It needs CUDA, a compiler, and a Python with torch, pytest, setuptools and ninja; no network, no installed zbpipe, no
-NCCL. It builds zbpipe in place for the torch that is there. It runs the tests that are marked cuda, then those of the
-passes, the policy, kernels and compiled stages with tensors on the device, and schedules whose stages are all on one
-rank. It measures host time, memory, products and whole steps. benchmarks/results/gpu-*.json says how all of it went,
-after each part, and has a line for README's status. --device cpu rehearses all that with the CPU in the device's place,
-and writes to build/.
+NCCL. It builds zbpipe in place for the installed torch. It runs the tests that are marked cuda. It runs the tests of
+the passes, the policy, kernels and compiled stages with tensors on the device, and schedules with all stages on one
+rank. It measures host time, memory, products and whole steps. After each part it writes the results so far to
+benchmarks/results/gpu-*.json, with a line for README's status. --device cpu rehearses all that with the CPU in the
+device's place, and writes to build/.
 
-What a part has no time for is a failure, and said to be one.
+A part that runs out of time has failed, and is reported so.
 """
 
 import argparse
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "gpu"
 NEEDED = {"torch": "", "pytest": "", "numpy": "", "setuptools": "", "ninja": " (it compiles on all cores)"}
 BLOCKS = ("16", "64", "256")
-# Of nine minutes, the seconds that a part may take, and those that are kept for the parts after it.
+# Of nine minutes, the seconds that a part may take, and those reserved for the parts after it.
 MINUTES = 9
 PARTS = {
     "build": 180,
@@ -40,30 +40,30 @@ PARTS = {
     "whole steps": 40,
 }
 KEPT = {"build": 300, "marked cuda": 180, "with tensors on the device": 120, "all stages on one rank": 90}
-# Of tests/. Left out: what starts processes on the CPU (installs, commands, docs, examples, ranks over gloo), counts
-# its memory (leaks, memory, release, but for what is marked cuda), or asks nothing of a device (explain, security).
-# support/on_device.py has the single tests that are left out, and why.
+# Of tests/, without those that start processes on the CPU (installs, commands, docs, examples, ranks over gloo), that
+# count its memory (leaks, memory, release; those marked cuda run), or that need no device (explain, security).
+# support/on_device.py lists single tests that are left out, and why.
 ON_THE_DEVICE = ("passes", "policy", "kernels", "compile")
 ON_ONE_RANK = ("schedules/test_losses.py", "schedules/test_leaves.py", "schedules/test_news.py")
 
 
 class Run:
-    """What is asked for, and what has come of it."""
+    """One run: its options and its results."""
 
     def __init__(self, device, out, jobs, minutes):
         self.device, self.jobs, self.scale, self.begin = device, jobs, minutes / MINUTES, time.monotonic()
         self.env = {
             **os.environ,
-            # Every part sees zbpipe, its entry points and its pytest plugin in the tree, before any that is installed.
+            # Every part sees the tree's zbpipe, entry points and pytest plugin before installed ones.
             "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "hook", FOLDER))),
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
-            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # whatever else is installed
-            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # a look at CUDA must not spoil a fork
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # no other plugins
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # so that a check for CUDA does not break later forks
             "NVIDIA_TF32_OVERRIDE": "0",  # float32 is float32
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it a product in deterministic mode raises
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no pool of processes beside each of the tests'
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no pool of processes beside each test process
         }
         self.env.pop("ZBPIPE_PATCH", None)
         self.made = {"benchmark": "gpu", "schema": 1, "date": datetime.date.today().isoformat(), **self.machine()}
@@ -75,7 +75,7 @@ class Run:
         self.figures = self.made["figures"] = {}
 
     def machine(self):
-        """What this runs on. Raises SystemExit with one sentence if something is missing."""
+        """The machine and its torch. Raises SystemExit if something is missing."""
         for name, why in NEEDED.items():
             if importlib.util.find_spec(name) is None:
                 raise SystemExit(f"tools/gpu.py: {sys.executable} has no {name}{why}: name another Python, PYTHON=...")
@@ -95,7 +95,7 @@ class Run:
         }
 
     def part(self, name, commands, cwd=ROOT, **env):
-        """Run commands one after the other, each only if those before it ended well; what they say goes to a log."""
+        """Runs commands in turn until one fails, with their output in a log."""
         begin = time.monotonic()
         end = self.begin + self.scale * (60 * MINUTES - KEPT.get(name, 0))
         deadline = min(end, begin + self.scale * PARTS[name])
@@ -157,7 +157,7 @@ OUT_OF_TIME = "out of time"
 
 
 def run(command, file, deadline, **options):
-    """A Python's exit status. When its time is up it is interrupted, so that pytest writes its report, then killed."""
+    """The exit status of a Python. At the deadline it is interrupted, so that pytest writes its report, then killed."""
     process = subprocess.Popen(
         [sys.executable, *map(str, command)], stdout=file, stderr=subprocess.STDOUT, start_new_session=True, **options
     )
@@ -174,7 +174,7 @@ def run(command, file, deadline, **options):
 
 
 def counted(report):
-    """How many tests passed, failed and were skipped; each failure with its last line."""
+    """The numbers of tests that passed, failed and were skipped, and each failure's message."""
     found = {"passed": 0, "failed": 0, "skipped": 0, "failures": {}}
     for case in xml.parse(report).iter("testcase") if report.exists() else ():
         outcome = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)

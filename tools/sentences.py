@@ -1,9 +1,9 @@
-"""Counts the words of each sentence in Markdown pages; a sentence that is too long ends it with status 1.
+"""Counts the words of each sentence in Markdown pages. The exit status is 1 if a sentence is too long.
 
 python tools/sentences.py [--most 30] README.md docs/*.md
 
-A cell of a table, an item of a list and a heading end a sentence, as a full stop does. Blocks of code are left out; a
-piece of code within a sentence, and a link, count as what is read of them: one word, and the words that name it.
+The end of a table's cell, of a list's item and of a heading ends a sentence, as a full stop does. Blocks of code are
+left out. A piece of code within a sentence counts as one word, a link as the words that name it.
 """
 
 import argparse

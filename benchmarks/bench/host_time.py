@@ -1,11 +1,10 @@
 """Host time of the split backward on a deep stack of tiny transformer blocks.
 
-The tensors are so small that the kernels cost next to nothing: what is timed is the walk, the plan, the engine and the
-bookkeeping. In one process, run by run in turn: an unsplit ``torch.autograd.backward``, zbpipe's I and W, torch's own I
-and W, and those of layers with a store of their own (store.py). torch's I and W are given
-``module.parameters()``, as its stage gives them, so that the walk over the modules counts; zbpipe's are asked for every
-leaf, as those of a patched stage are. A ratio is the median of the run-by-run ratios to the
-unsplit backward.
+The tensors are so small that the kernels cost next to nothing. So the times are those of the walk, the plan, the engine
+and the bookkeeping. In one process these take turns: an unsplit ``torch.autograd.backward``, zbpipe's I and W, torch's
+own I and W, those of layers with a store (store.py). torch's passes take ``module.parameters()``, as its stage does,
+so the walk over the modules counts. zbpipe's passes take None, as from a patched stage. A ratio is the median of the
+ratios of each run to its unsplit backward.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ class Times(NamedTuple):
 
 
 class Stage:
-    """A stack of blocks, and what one backward of it is given. With a store its layers are the store's.
+    """A stack of blocks, and the arguments of its backward. With a store its layers are the store's.
 
     weights: "plain", "tied" (each odd block has the matrices of the block before it) or "hooked" (a hook on each
-    weight). The engine sums what tied and hooked weights are owed, so W costs more there.
+    weight). The engine sums the gradients of tied and hooked weights, so W costs more there.
     """
 
     def __init__(self, blocks: int, store: Store | None = None, weights: str = "plain", device: str = "cpu") -> None:
@@ -97,7 +96,7 @@ def measure(blocks: int, repeat: int, device: str = "cpu") -> dict[str, dict[str
         "torch": lambda: stage.split(torchs),
         "store": lambda: stored.split(store),
     }
-    # torch's W is quadratic: a few runs of a deep stack say as much as many.
+    # torch's W is quadratic: a few runs of a deep stack are enough.
     repeats = dict.fromkeys(sides, repeat) | {"torch": min(repeat, max(3, repeat // max(1, blocks // 8)))}
     for _ in range(2):
         for run in sides.values():

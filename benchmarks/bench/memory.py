@@ -1,10 +1,10 @@
 """Memory and time of the split backward: torch's own module and layers with a store (store.py) beside zbpipe.
 
-An unsplit backward is the reference. Four kinds of stages, float32. Bytes are exact (zbpipe.memory.record on the CPU, a
-GPU's own counters there) and count from before the forward, so that neither the weights nor the stage's input are in
-them; each measured step runs on a stage of its own whose gradients start from None. What a pipeline would send away
-(the output, the input's gradient) is dropped before "held" is read. Times are medians of runs that take turns; ratios
-are to the unsplit backward's median, or to torch's W.
+An unsplit backward is the reference. Four kinds of stages, float32. Bytes are exact (by zbpipe.memory.record on the
+CPU, by torch's counters on a GPU) and count from before the forward, without the weights and the stage's input. Each
+measured step has its own stage, whose gradients are None. Tensors that a pipeline would send (the output, the input's
+gradient) are dropped before "held" is read. Times are medians of runs that take turns; ratios are to the unsplit
+backward's median, or to torch's W.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from zbpipe._torch.pipelining import BACKWARD
 
 
 class Side(NamedTuple):
-    """Who runs the backward, and under which policy.
+    """The module that runs the backward, and its policy.
 
-    ``passes``: zbpipe; the name of a module, which takes long to import; Store for one of the stage's own; None for an
+    ``passes``: zbpipe; the name of a module, which is slow to import; Store for a new store per stage; None for an
     unsplit backward.
     """
 
@@ -38,7 +38,7 @@ class Side(NamedTuple):
     choices: dict[str, Any]
 
     def made(self, module: nn.Module) -> Any:
-        """Its passes for the module, which a store changes."""
+        """The passes for a module. A store changes the module."""
         if isinstance(self.passes, str):
             return importlib.import_module(self.passes)
         if self.passes is not Store:
@@ -106,7 +106,7 @@ class Times:
 
 @dataclass
 class Result:
-    """One stage on one side; without numbers if it raised, and ``error`` says what."""
+    """One stage on one side. If it raised, it has no numbers, and ``error`` has the message."""
 
     bytes: Bytes | None = None
     times: Times | None = None
@@ -127,7 +127,7 @@ class Microbatch:
         self.y = self.stage(self.x)
 
     def backward(self) -> None:
-        """The whole, or I."""
+        """The whole backward, or I."""
         if self.passes is None:
             torch.autograd.backward([self.y], [self.grad])
         else:
@@ -150,7 +150,7 @@ class Phase(NamedTuple):
 
 
 class GPUMemory:
-    """As much of zbpipe.memory.record() as is asked here, of PyTorch's counters for a GPU."""
+    """The parts of zbpipe.memory.record() that are needed here, by torch's counters for a GPU."""
 
     def __init__(self) -> None:
         self.phases: list[Phase] = []
@@ -169,7 +169,7 @@ class GPUMemory:
 
 def count(stage: Stage, side: Side, device: str = "cpu") -> Bytes:
     run = Microbatch(copy.deepcopy(stage), side, device)
-    gc.collect()  # torch's groups are cycles: nothing of an earlier run may die in this one
+    gc.collect()  # torch's groups are cycles: those of an earlier run must not be freed in this one
     gc.disable()
     try:
         with zbpipe.memory.record() if device == "cpu" else contextlib.nullcontext(GPUMemory()) as rec:
@@ -195,7 +195,7 @@ def count(stage: Stage, side: Side, device: str = "cpu") -> Bytes:
 
 
 def clock(stage: Stage, sides: dict[str, Side], repeat: int, device: str = "cpu") -> dict[str, Times]:
-    """With gradients that exist: the sides take turns, on one stage each."""
+    """Times with existing gradients. The sides take turns, on one stage each."""
     runs = {name: Microbatch(copy.deepcopy(stage), side, device) for name, side in sides.items()}
     taken: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
     for number in range(repeat + 1):
@@ -237,7 +237,7 @@ def measure(make: Callable[[], Stage], sides: dict[str, Side], repeat: int, devi
 
 
 def plain_products(net: nn.Sequential, inputs: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
-    """What any W has to do, by hand."""
+    """The products of any W, by hand."""
     for layer, x, grad in zip(net, inputs, grads, strict=True):
         layer.weight.grad += grad.t() @ x  # type: ignore[operator]
 

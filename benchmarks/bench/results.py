@@ -1,4 +1,4 @@
-"""What a benchmark writes: its figures, and what they were measured on."""
+"""A benchmark's results: its figures, and the machine that they were measured on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCHEMA = 1
 
 
 class Spread(NamedTuple):
-    """The middle of some measured numbers, and the quarters below and above which the others lie."""
+    """The median and the quartiles of measured numbers."""
 
     median: float
     low: float
@@ -36,7 +36,7 @@ def spread(numbers: Iterable[float]) -> Spread:
 
 
 def now(device: str) -> float:
-    """Seconds, when all that was asked of the device has run."""
+    """The time in seconds, once the device has run all its work."""
     if device != "cpu":
         torch.accelerator.synchronize()
     return time.perf_counter()

@@ -65,7 +65,7 @@ class Residual(nn.Module):
 
 
 class Stage(nn.Module):
-    """Blocks in a row, each checkpointed if asked. ``computed`` counts their forwards, recomputations included."""
+    """Blocks in a row, each checkpointed on request. ``computed`` counts their forwards, recomputations included."""
 
     def __init__(self, blocks: list[nn.Module], shape: tuple[int, ...], checkpointed: bool = False) -> None:
         super().__init__()

@@ -1,9 +1,8 @@
 """W as training loops with schedules of their own do it: layers that put their weights' products into a queue.
 
 The third side of the benchmarks, beside torch's module and zbpipe: the design of zero bubble's reference implementation
-and of Megatron-LM's ``delay_wgrad_compute``, written anew here. The model has to be made of such layers; what has none
-(norms, products within an expression) gets its weights' gradients in I; hooks on weights and accumulators are passed
-by.
+and of Megatron-LM's ``delay_wgrad_compute``, written anew here. The model must be made of such layers. Other weights
+(of norms, of products within an expression) get their gradients in I. Hooks on weights and accumulators do not run.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import nn
 
 
 class _Later(torch.autograd.Function):
-    """``linear``, whose backward leaves the weight's product to ``waiting``."""
+    """``linear``, whose backward puts the weight's product into ``waiting``."""
 
     @staticmethod
     def forward(

@@ -67,7 +67,7 @@ def main() -> int:
 
 
 def _config(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Config:
-    """What the command line asks for; ends the process with status 2 and a message if it makes no sense."""
+    """The configuration of a command line. A wrong one ends the process with status 2 and a message."""
     error = parser.error
     missing = [name for name in ("numpy", "tqdm", "matplotlib") if importlib.util.find_spec(name) is None]
     if missing:
@@ -75,12 +75,12 @@ def _config(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Confi
     if given.ranks < 1:
         error(f"--ranks {given.ranks}: give 1 or more")
     if given.steps is not None and given.steps < 2:
-        error(f"--steps {given.steps}: give 2 or more, the loss is to fall")
+        error(f"--steps {given.steps}: give 2 or more, for the loss to fall")
     if given.out.is_dir():
         given.out /= DEFAULT.out
     for option, path in (("out", given.out), ("json", given.json)):
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            error(f"--{option} {path}: name a file in a folder that is there")
+            error(f"--{option} {path}: name a file in an existing folder")
     config = Config(
         ranks=given.ranks,
         schedules=tuple(dict.fromkeys(given.schedules)),

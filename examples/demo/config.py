@@ -1,4 +1,4 @@
-"""What the demo can be told, and the schedules and sides that it compares."""
+"""The demo's configuration, and the schedules and sides that it compares."""
 
 from __future__ import annotations
 

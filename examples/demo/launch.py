@@ -1,6 +1,6 @@
-"""Starts the ranks as processes, and ends all of them when one fails or the user has had enough.
+"""Starts the ranks as processes, and ends all of them when one fails, or on Ctrl-C.
 
-Under torchrun (``RANK`` and ``WORLD_SIZE`` are set) this process is itself one rank, and torchrun does the rest.
+Under torchrun (``RANK`` and ``WORLD_SIZE`` are set) this process is one rank, and torchrun starts and ends the ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ INTERRUPTED = 130
 
 
 def launch(config: Config) -> int:
-    """Runs the demo to its end. Returns its exit status: 0 if zbpipe computed what it should."""
+    """Runs the demo to its end. Returns its exit status: 0 if zbpipe's losses and gradients are right."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         config = dataclasses.replace(config, ranks=int(os.environ["WORLD_SIZE"]))
         store, rank, _ = next(rendezvous("env://"))

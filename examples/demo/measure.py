@@ -2,17 +2,17 @@
 
 Note [What the demo counts]
 
-One extra step is recorded: every block that the allocator hands out or takes back, in bytes; nothing is sampled. What
-the numbers mean is said in zbpipe/memory/_recording.py, Note [What a recording counts]. Weights and optimizer state
-exist before the step and are not in it; gradients are.
+One extra step is recorded: every block that the allocator hands out or takes back, in bytes, without sampling. Note
+[What a recording counts], zbpipe/memory/_recording.py, says what the numbers mean. Gradients are counted; weights and
+optimizer state are not, since they exist before the step.
 
-What stands in the stages' receive buffers when the step begins is counted as well, until it is freed. For a neighbour
-on another rank torch keeps a buffer from step to step, and never frees it. For one on the same rank the tensor of the
-step before stands there, until this step puts another one in its place. zbpipe has no buffers between steps.
+Tensors in the stages' receive buffers at the begin of the step are counted, too, until they are freed. For a neighbour
+on another rank torch keeps a buffer from step to step, and never frees it. For one on the same rank the buffer is the
+tensor of the step before, until this step replaces it. zbpipe has no buffers between steps.
 
-Stage 0 is left out of what is held from I to W: the schedules do not split it (its I does nothing, its W is a whole
-backward). Nor is in it what torch received from another rank, inputs and gradients: they lie in the standing buffers,
-whose bytes are in the peak; what zbpipe received is in both. So the ratio of what is held is in torch's favour.
+Stage 0 is left out of "held": the schedules do not split it (its I does nothing, its W is a whole backward). On torch's
+side inputs and gradients from another rank are left out, too: they lie in the buffers, whose bytes are in the peak. On
+zbpipe's side they are in both. So the ratio of "held" is in torch's favour.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class StepMemory:
 
 @contextlib.contextmanager
 def knowing_blocks(device: torch.device) -> Iterator[None]:
-    """Around a step and the :func:`measure_step` after it, which has to know the blocks that the former leaves in the
-    receive buffers when they are freed. CUDA's history knows all blocks."""
+    """A context for a step and the :func:`measure_step` after it, in which blocks of the first step's receive buffers
+    may be freed. CUDA's history knows all blocks."""
     with memory.record(device, max_events=0) if device.type == "cpu" else contextlib.nullcontext():
         yield
 
@@ -62,7 +62,7 @@ def measure_step(step: Callable[[], object], stages: Sequence[PipelineStage], de
     """Runs ``step`` once and counts. The stages' methods are wrapped for that step alone.
 
     Raises:
-        RuntimeError: a receive buffer from before the step was freed unseen, so that the counts would be wrong.
+        RuntimeError: an older receive buffer was freed unseen, and the counts would be wrong.
     """
     gc.collect()
     storages = receive_buffers(stages)
@@ -77,8 +77,8 @@ def measure_step(step: Callable[[], object], stages: Sequence[PipelineStage], de
     unseen = sum(standing[address] for address in gone if address not in seen)
     if unseen:
         raise RuntimeError(
-            f"{unseen} bytes of receive buffers that are older than the measured step were freed in it unseen; run it "
-            "and the step before it within knowing_blocks()"
+            f"{unseen} bytes of older receive buffers were freed unseen in the measured step; run it and the step "
+            "before it within knowing_blocks()"
         )
     return read(recording, standing)
 

@@ -1,4 +1,4 @@
-"""The picture: loss curves, what one step holds in memory, what each rank does in it, bars of time and memory."""
+"""The picture: loss curves, one step's memory and the ranks' actions in it, bars of time and memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from demo.report import Result, pairs
 
 COLOURS = {"torch": "#c4622d", "zbpipe": "#1f6f8b"}
 SPANS = {"F": "#9db8cf", "I": "#d99a5b", "W": "#5f8f63", "B": "#a9745f"}
-"""What a rank does, in the timelines."""
+"""Colours of a rank's actions in the timelines."""
 INK = "#33373d"
 
 STYLE: dict[Any, Any] = {
@@ -74,7 +74,7 @@ def draw(results: Sequence[Result], config: Config) -> None:
 
 
 def _losses(axes: Axes, couple: Sequence[Result]) -> None:
-    """Both curves; torch's is broad, so that zbpipe's shows on top where they agree."""
+    """Both curves. torch's is broad, so that zbpipe's is seen on top of it."""
     look: dict[str, dict[str, Any]] = {
         "torch": {"lw": 5.0, "alpha": 0.45},
         "zbpipe": {"lw": 1.6, "marker": "o", "ms": 3.0},
@@ -93,7 +93,7 @@ def _label(couple: Sequence[Result]) -> str:
 
 
 def _timeline(axes: Axes, couple: Sequence[Result]) -> None:
-    """What each rank does in the step whose memory was recorded, side by side."""
+    """Each rank's actions in the step whose memory was recorded, side by side."""
     rows = [(result, rank) for result in couple if result.error is None for rank in range(len(result.memory))]
     for place, (result, rank) in enumerate(rows):
         for name, begin, end in result.memory[rank].spans:

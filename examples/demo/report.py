@@ -29,16 +29,15 @@ CPU time     of the same, all ranks and threads together: depends less on what
 gradients    of the first step, on the same weights: the largest difference in
              one parameter over that parameter's largest gradient
 memory       counted from the allocator's events in one extra step, exact
-             bytes, on the rank with the most; storages allocated since the
-             step began (gradients, not weights), and what stood in receive
-             buffers when it began, until it is freed
-held I to W  what was live when I returned and was freed while W ran, over all
-             microbatches between their I and their W at one time (stage 0 is
-             left out: torch does not split it); not in it on torch's side:
-             inputs and gradients received from another rank, which lie in
-             buffers that torch never frees (they are in the peak), where
-             zbpipe's are freed in W and counted: the ratio is in torch's
-             favour"""
+             bytes, on the rank with the most: storages allocated since the
+             step began (gradients, not weights), and tensors in receive
+             buffers when it began, until they are freed
+held I to W  bytes that live when I returns and are freed while W runs, over
+             all microbatches between I and W at one time, without stage 0,
+             which torch does not split. Inputs and gradients from another
+             rank count on zbpipe's side, which frees them in W. torch has
+             them in buffers that it never frees (they are in the peak): the
+             ratio is in torch's favour"""
 
 
 @dataclass
@@ -113,7 +112,7 @@ def pairs(results: Sequence[Result]) -> list[tuple[Result, Result]]:
 
 
 def all_faults(results: Sequence[Result]) -> list[str]:
-    """What is wrong with zbpipe's side, a sentence each."""
+    """The faults of zbpipe's side, a sentence each."""
     return [fault for pair in pairs(results) for fault in find_faults(*pair)]
 
 
@@ -144,8 +143,8 @@ def as_dict(results: Sequence[Result], config: Config) -> dict[str, Any]:
 
     ``runs`` has an item per schedule and side: ``losses`` (nats per byte, per step), ``seconds`` and ``cpu_seconds`` (a
     step's median), ``held`` and ``peak`` (bytes, of the rank with the most), ``from_ordinary`` and ``from_torch`` (the
-    largest relative difference of a gradient, null where it was not compared or is not finite) and ``error``; what a
-    run that failed does not have is null. ``wrong`` is what is wrong with zbpipe's side, a sentence each. ``schema`` is
+    largest relative difference of a gradient, null where it was not compared or is not finite) and ``error``. A value
+    that a failed run does not have is null. ``wrong`` lists the faults of zbpipe's side, a sentence each. ``schema`` is
     3: another number means other keys.
     """
     return {
@@ -183,7 +182,7 @@ def _relative(difference: Difference | None) -> float | None:
 
 
 def find_faults(theirs: Result, ours: Result) -> list[str]:
-    """What is wrong with zbpipe's side of one schedule, a sentence each. Torch's own failures are not zbpipe's."""
+    """The faults of zbpipe's side of one schedule, a sentence each. torch's own failures are no faults."""
     label = SCHEDULES[ours.schedule].label
     if ours.error is not None:
         return [f"{label}: zbpipe failed: {ours.error}"]

@@ -1,4 +1,4 @@
-"""One training run on one rank, and the ordinary backward that every run is compared with."""
+"""One training run on one rank, and the ordinary backward with which every run is compared."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Step:
 
 @dataclass
 class Run:
-    """What one rank knows about one run: a schedule, trained on one side.
+    """One rank's results of one run: a schedule, trained on one side.
 
     ``steps`` has an item per step and is the same on all ranks. ``from_ordinary`` and ``from_torch`` compare this
     rank's gradients of the first step. ``error`` is None, or why this rank could not finish; ``failed_at`` is then the
@@ -157,7 +157,7 @@ class Trainer:
         }
 
     def clear(self) -> None:
-        """Drops what the last step left behind, so that the next one starts with weights and buffers alone."""
+        """Drops the last step's gradients and states, so that the next step starts with weights and buffers alone."""
         self.optimizer.zero_grad(set_to_none=True)
         for stage in self.stages:
             stage.clear_runtime_states()

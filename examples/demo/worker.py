@@ -32,11 +32,10 @@ REPORT_TIMEOUT = timedelta(minutes=10)
 def work(rank: int, store: Store, config: Config) -> int:
     """Trains with every schedule on every side. Returns the exit status of the whole demo, the same on all ranks.
 
-    ``store`` connects the ranks; each run has a process group of its own, so that a run that failed leaves the next
-    ones alone.
+    ``store`` connects the ranks. Each run has its own process group, so that a failed run does not disturb the next.
     """
     torch.set_num_threads(1)
-    if zbpipe.is_patched():  # ZBPIPE_PATCH=1: one side must be torch's own all the same
+    if zbpipe.is_patched():  # by ZBPIPE_PATCH=1; one side must be torch's own
         zbpipe.unpatch()
     text = load_text()
     models = build_stages(config)
@@ -69,7 +68,7 @@ def work(rank: int, store: Store, config: Config) -> int:
     store.wait(["status"], REPORT_TIMEOUT)
     status = int(store.get("status"))
     store.set(f"done/{rank}", "")
-    if rank == 0:  # under torchrun this process may hold the store: leave last
+    if rank == 0:  # under torchrun this process may hold the store, and must end last
         store.wait([f"done/{other}" for other in range(config.ranks)], REPORT_TIMEOUT)
     return status
 
@@ -77,9 +76,9 @@ def work(rank: int, store: Store, config: Config) -> int:
 def _one_run(
     rank: int, store: Store, config: Config, run: Run, models: Sequence[nn.Sequential], text: torch.Tensor
 ) -> Gradients | None:
-    """Trains once and fills ``run``. Returns the gradients of the first step, None if the run did not get that far.
+    """Trains once and fills ``run``. Returns the gradients of the first step, or None if that failed.
 
-    An exception becomes ``run.error``. The process group is taken down then, which ends the other ranks' waits.
+    An exception becomes ``run.error`` and destroys the process group, which ends the other ranks' waits.
     """
     kind = SCHEDULES[run.schedule]
     seen: list[Gradients] = []
@@ -98,7 +97,7 @@ def _one_run(
             timeout=RUN_TIMEOUT,
         )
         train(Trainer(rank, kind, models, config), text, run, seen.append, on_step)
-    except Exception as error:  # whatever it is, it belongs into the table
+    except Exception as error:  # any error is a result for the table
         run.error = _reason(error)
         run.failed_at = time.time()
     finally:

@@ -588,7 +588,11 @@ REFUSED = {
     "saved": (lambda x, w, g: zbpipe.defer(print, 1, [x]), TypeError, "saved is a list; expected a tuple"),
     "weights": (lambda x, w, g: zbpipe.defer(print, "w"), TypeError, "weights names 'w'; expected a weight's position"),
     "a tensor": (lambda x, w, g: zbpipe.defer(print, (w,)), TypeError, "weights names a Parameter; expected a weight"),
-    "bool": (lambda x, w, g: zbpipe.defer(print, (True,)), TypeError, "weights names True; expected a weight's position"),
+    "bool": (
+        lambda x, w, g: zbpipe.defer(print, (True,)),
+        TypeError,
+        "weights names True; expected a weight's position",
+    ),
     "empty": (lambda x, w, g: zbpipe.defer(print, ()), ValueError, "weights is empty"),
     "position": (lambda x, w, g: zbpipe.defer(print, 4), ValueError, "weights names argument 4 of the forward of Asks"),
     "negative": (lambda x, w, g: zbpipe.defer(print, (1, -1)), ValueError, r"weights names argument -1 of"),

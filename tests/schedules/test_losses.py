@@ -111,7 +111,10 @@ def test_the_losses_of_a_step_that_failed_are_no_losses_of_the_next():
             line.step(*batch(0))
         for module in modules:
             module.zero_grad()
-        with pytest.raises(RuntimeError, match=r"loss of stage 1, microbatch 0, has had its backward, in a step that failed; make a new sch"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"loss of stage 1, microbatch 0, has had its backward, in a step that failed; make a new sch",
+        ):
             line.step(*batch(0))
         assert all(weight.grad is None for module in modules for weight in module.parameters())
     check_steps(ZBV, modules, squares)
