@@ -77,8 +77,7 @@ demo: $(VENV)/.built $(VENV)/.extras-demo ## train a small language model on tor
 test: test-core pytest ## run the tests: the C core's, then Python's; with TORCH_VERSION=2.15.0 on that torch
 
 # From tests/: in the root the source tree would come before what is installed, here and in every process that a test starts.
-IN_TESTS := cd tests && OMP_NUM_THREADS=1 $(RUN)
-PYTEST := $(IN_TESTS) -m pytest -c ../pyproject.toml --rootdir ..
+PYTEST := cd tests && OMP_NUM_THREADS=1 $(RUN) -m pytest -c ../pyproject.toml --rootdir ..
 
 pytest: $(VENV)/.built $(VENV)/.extras-test $(VENV)/.extras-demo $(if $(CLIENTS),$(VENV)/.clients)
 	$(PYTEST) -m "$(MARKED)" -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 25 --durations-min 5 $(TESTS)
