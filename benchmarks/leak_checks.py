@@ -1,12 +1,12 @@
 """What the leak tools cost: a clean check, a look at a large heap, one tensor's holders, a step of Growth.
 
-The heap has N living tensors in graphs of 4 N nodes, which have saved as many tensors, beside all that Python and torch
-have loaded. Times are medians in ms; counts are exact. The reference is Python's `gc.get_referrers` of one tensor: one
+The heap has N living tensors in graphs of 4 N nodes, which have saved as many tensors, and all that Python and torch
+load. Times are medians in ms; counts are exact. The reference is Python's `gc.get_referrers` of one tensor: one
 level of holders, no nodes.
 
 Large leaks are measured in processes of their own, on one thread: 20,000 cycles of a tensor each; 100,000 leaks over as
 many nodes, side by side and in one chain; one leak among 1,000,000 objects. The figures are seconds of processor time
-from the end of the block to the report's object, text, JSON and page, and the largest growth of the process.
+from the end of the block to the report's object, text, JSON and page; and the process's largest growth.
 
     python benchmarks/leak_checks.py --tensors 5000 --json leaks.json
 """

@@ -1,8 +1,8 @@
 """The cost of a recording, and of a leak check with `trace=True`, per block of CPU memory: one call of `torch.empty`.
 
 The figures are microseconds per block, the least of the rounds, since other programs slow down the rest. Then a
-recording of so many events, in 100 phases, is written to each kind of file: seconds of processor and wall time, MB of
-the file, and the largest growth of the process in MB.
+recording of so many events, in 100 phases, is written to each kind of file. The figures are seconds of processor and
+wall time, MB of the file, and the largest growth of the process in MB.
 
     python benchmarks/recorder.py --blocks 20000 --events 1000000 --json recorder.json
 """

@@ -3,7 +3,7 @@
     python examples/compile_split.py [inductor | aot_eager]
 
 Two processes train four compiled transformer blocks with ScheduleZBVZeroBubble. Compares every gradient with the model
-in one piece, not compiled, and looks up in a profile of the last step in which of its actions the products ran.
+in one piece, not compiled. A profile of the last step shows in which of its actions the products ran.
 """
 
 import sys

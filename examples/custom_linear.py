@@ -1,5 +1,6 @@
-"""A custom kernel in a split backward: a linear layer with products of 8-bit integers, which leaves its weight's
-gradient to the weight pass by zbpipe.defer.
+"""A custom kernel in a split backward: a linear layer with products of 8-bit integers.
+
+By zbpipe.defer the layer leaves its weight's gradient to the weight pass.
 
     python examples/custom_linear.py
 

@@ -2,8 +2,8 @@
 
     python examples/explain.py
 
-Prints zbpipe.explain's table for a transformer block with a custom Function in it, checks its figures against one
-real step, and lists the ranges that the profiler shows.
+Prints zbpipe.explain's table for a transformer block with a custom Function in it, and checks it against a real step.
+Lists the ranges that the profiler shows.
 """
 
 import torch

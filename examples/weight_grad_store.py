@@ -1,5 +1,6 @@
-"""A Function written for a WeightGradStore, as those of Megatron-LM and TransformerEngine: by zbpipe.defer, the
-functions that its backward puts there run in the weight pass.
+"""A Function written for a WeightGradStore, as those of Megatron-LM and TransformerEngine.
+
+By zbpipe.defer the functions that its backward puts into the store run in the weight pass.
 
     python examples/weight_grad_store.py
 """

@@ -2,7 +2,7 @@
 
 It needs CUDA, a compiler, and a Python with torch, pytest, setuptools and ninja; no network, no installed zbpipe, no
 NCCL. It builds zbpipe in place for the installed torch. It runs the tests that are marked cuda. It runs the tests of
-the passes, the policy, kernels and compiled stages with tensors on the device, and schedules with all stages on one
+the passes, the policy, kernels and compiled stages with tensors on the device. It runs schedules with all stages on one
 rank. It measures host time, memory, products and whole steps. After each part it writes the results so far to
 benchmarks/results/gpu-*.json, with a line for README's status. --device cpu rehearses all that with the CPU in the
 device's place, and writes to build/.
@@ -40,8 +40,8 @@ PARTS = {
     "whole steps": 40,
 }
 KEPT = {"build": 300, "marked cuda": 180, "with tensors on the device": 120, "all stages on one rank": 90}
-# Of tests/, without those that start processes on the CPU (installs, commands, docs, examples, ranks over gloo), that
-# count its memory (leaks, memory, release; those marked cuda run), or that need no device (explain, security).
+# Folders of tests/. Others start processes on the CPU (installs, commands, docs, examples, ranks over gloo), count its
+# memory (leaks, memory, release), or need no device (explain, security); of those only tests marked cuda run.
 # support/on_device.py lists single tests that are left out, and why.
 ON_THE_DEVICE = ("passes", "policy", "kernels", "compile")
 ON_ONE_RANK = ("schedules/test_losses.py", "schedules/test_leaves.py", "schedules/test_news.py")

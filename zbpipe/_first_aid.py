@@ -1,7 +1,7 @@
 """``zbpipe doctor`` where zbpipe cannot be imported: the doctor itself lies behind that import.
 
-So an error of the import (no torch, another torch, no compiled part, an unknown ZBPIPE_POLICY) becomes a fault here,
-printed beside the facts that need no import.
+So an error of the import (no torch or another one, no compiled part, an unknown ZBPIPE_POLICY) becomes a fault here.
+It is printed beside the facts that need no import.
 """
 
 from __future__ import annotations

@@ -116,8 +116,8 @@ def stage_backward_weight(
 
     Raises:
         TypeError, ValueError: an argument is refused. Nothing has been changed.
-        RuntimeError: a group is spent, a tensor that it holds was modified in place, or the policy has
-            ``main_grad=True`` and the patched torch would not scale that. Nothing has been changed.
+        RuntimeError: a group is spent; a tensor that it holds was modified in place; or the patched torch would not
+            scale ``main_grad``, which the policy asks for. Nothing has been changed.
 
     After any other error (a hook raised, memory ran out) call W again with the same groups. The second call continues
     where the first one stopped, and adds nothing twice. A group that a call without ``retain_graph`` has begun is spent

@@ -6,10 +6,10 @@ functions free its values and keep the graph.
 Note [Where the memory of a deallocated output goes]
 
 A Python tensor wraps a C++ tensor, which holds a storage. A node that saved its own output holds the storage alone. A
-node that saved an input, a view (of its base) and a send in flight hold the C++ tensor, and would lose their memory
-with its storage. So `deallocate_output` empties the C++ tensor only if nobody else holds it. Otherwise the Python
-object moves to a twin, without memory and at the same place in the graph, and the other holders keep the old C++
-tensor. The memory is freed with its last holder.
+node that saved an input, a view (of its base) and a send in flight hold the C++ tensor. They would lose their memory
+with its storage, so `deallocate_output` empties the C++ tensor only if nobody else holds it. Otherwise the Python
+object moves to a twin, without memory and at the same place in the graph. The other holders keep the old C++ tensor.
+The memory is freed with its last holder.
 """
 
 import sys
@@ -34,15 +34,15 @@ def deallocate_output(tensor: torch.Tensor) -> int:
 
     Other holders keep the memory and notice nothing: nodes that saved the output for their backward, views, detached
     aliases, numpy arrays, sends in flight. The last of them frees it. A holder of the Python object keeps no memory,
-    and raises when it reads: an attribute of an ``autograd.Function``'s context, a hook of ``saved_tensors_hooks`` that
-    packs a tensor as itself (``save_on_cpu`` does, on the CPU). On a device with streams the rules of ``del tensor``
-    hold: wait for work on other streams first, or announce it by ``record_stream``.
+    and raises when it reads. Such holders are attributes of an ``autograd.Function``'s context, and hooks of
+    ``saved_tensors_hooks`` that pack a tensor as itself (``save_on_cpu`` does, on the CPU). On a device with streams
+    the rules of ``del tensor`` hold: wait for work on other streams first, or announce it by ``record_stream``.
 
     Args:
         tensor: a dense tensor; no view, and no leaf that requires a gradient. A second call changes nothing.
 
     Returns:
-        The bytes freed at once: 0 if another holder keeps the memory, or if it is not torch's own (from numpy, DLPack,
+        The bytes freed at once. 0 if another holder keeps the memory, or if it is not torch's own (from numpy, DLPack,
         another process, a lazy clone).
 
     Raises:

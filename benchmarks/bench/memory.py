@@ -1,7 +1,7 @@
 """Memory and time of the split backward: torch's own module and layers with a store (store.py) beside zbpipe.
 
-An unsplit backward is the reference. Four kinds of stages, float32. Bytes are exact (by zbpipe.memory.record on the
-CPU, by torch's counters on a GPU) and count from before the forward, without the weights and the stage's input. Each
+An unsplit backward is the reference. Four kinds of stages, float32. Bytes are exact: by zbpipe.memory.record on the
+CPU, by torch's counters on a GPU. They count from before the forward, without the weights and the stage's input. Each
 measured step has its own stage, whose gradients are None. Tensors that a pipeline would send (the output, the input's
 gradient) are dropped before "held" is read. Times are medians of runs that take turns; ratios are to the unsplit
 backward's median, or to torch's W.

@@ -2,10 +2,10 @@
 
 Note [The cut]
 W must compute the products of the deferred gradients, and I all that the other gradients need. Either could compute the
-operations in between. I hands W the values along the cut: a minimum cut, of the fewest bytes, and among these the one
-that leaves the most to W. So W reads the two matrices of each product, or smaller values from which cheap operations
-that I does not need compute them. I computes a vector's gradient where W would read more than a vector for it. A
-parameter counts as any tensor, for W gets a copy: fully_shard frees gathered weights after I.
+operations in between. I hands W the values along the cut. A minimum cut has the fewest bytes, and of such cuts it is
+the one that leaves the most to W. So W reads the two matrices of each product, or smaller values from which cheap
+operations that I does not need compute them. I computes a vector's gradient where W would read more than a vector for
+it. A parameter counts as any tensor, for W gets a copy: fully_shard frees gathered weights after I.
 
 The classes of nodes are in nodes.py.
 """
@@ -26,8 +26,8 @@ class CannotSplitError(Exception):
 class Cut:
     """The minimum cut over all nodes but free ones that W's results need, as a flow network of networkx.
 
-    I is given or computes the nodes on the source's side; W computes those on the sink's side. Behind each node stands
-    another one, whose edge has the cost of holding the value: it is paid once for all nodes of W that read it.
+    I is given or computes the nodes on the source's side; W computes those on the sink's side. A second node behind
+    each has the cost of holding its value, which is paid once for all readers in W.
     """
 
     def __init__(

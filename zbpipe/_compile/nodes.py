@@ -2,8 +2,8 @@
 
 free    a view, a constant, arithmetic on sizes. A half that needs it computes it. The cut leaves it out: there a reader
         of a view reads the viewed tensor
-light   an elementwise operation, a reduction, a cast. I computes it if I needs it, and with `recompute` W may compute
-        it once more; if only W needs it, either may compute it
+light   an elementwise operation, a reduction, a cast. I computes it if I needs it; with `recompute` W may compute it
+        once more. Either may compute it if only W needs it
 heavy   everything else, products above all. I computes it if I needs it, else W
 pinned  a draw of random numbers. I computes it
 """

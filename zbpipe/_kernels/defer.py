@@ -24,15 +24,18 @@ def defer(
             dw = zbpipe.defer(lambda x, grad: grad.mT @ x, weights=1, saved=(x, grad))
             return grad @ w, dw
 
-    Within an input pass (I) the parameter group keeps the call, and its W makes it, once. W adds the gradients as all
-    others: through hooks, through the computation of the Function's argument (a cast, a view, any other), to ``.grad``
-    or ``main_grad``. ``defer`` returns None, for ``backward`` to return.
+    Within an input pass (I) the parameter group keeps the call, and its W makes it, once. W adds the gradients to
+    ``.grad`` or ``main_grad``, as all others. Hooks run, and gradients go back through the computation of the
+    Function's argument from the weight (a cast, a view, any other). ``defer`` returns None, for ``backward`` to return.
 
-    Otherwise ``defer`` makes the call at once and returns the gradients: in an ordinary backward; in a backward within
-    I; under ``torch.vmap``; where the policy leaves these weights to I (by default vectors without a matrix); where the
-    Function's node has a post hook; where the argument for the weight is computed from the stage's inputs. A gradient
-    that is not asked for (of a frozen weight, of None, of a weight that I was not given) is not computed. If none of
-    them is asked for, the call is not made.
+    Otherwise ``defer`` makes the call at once and returns the gradients:
+
+    - in an ordinary backward, in a backward within I, and under ``torch.vmap``;
+    - where the policy leaves these weights to I (by default vectors without a matrix);
+    - where the Function's node has a post hook, or its argument is computed from the stage's inputs.
+
+    A gradient that is not asked for (of a frozen weight, of None, of a weight that I was not given) is not computed. If
+    none of them is asked for, the call is not made.
 
     Args:
         function: takes the entries of ``saved``. It returns a gradient or None for a single weight, else a tuple or

@@ -3,15 +3,15 @@
 Each patch logs one line that names every place, at INFO on the logger `zbpipe`. `TORCH_LOGS=+zbpipe` in the
 environment shows the line, as does `logging.getLogger("zbpipe").setLevel(logging.INFO)` with a handler.
 
-A function that was captured outside of a module's namespace before the patch (in a default argument, a
-`functools.partial`, the graph of a traced `Pipe`) stays torch's, and goes on working.
+A function that other code holds outside of a module's namespace stays torch's, and goes on working. Such places are a
+default argument, a `functools.partial`, the graph of a traced `Pipe`.
 
 The patch also frees what stages and schedules no longer need (zbpipe/_stage/backward.py, before_2_15/). It makes data
 parallel stages reduce when all gradients are there (zbpipe/_stage/data_parallel.py). It makes zero-bubble schedules
 accept compiled stages, which torch's functions cannot split. table.py lists all changes. Patch and unpatch between
 steps, not within one.
 
-`ZBPIPE_PATCH=1` in the environment patches a script without an edit: a hook, installed beside zbpipe, patches when the
+`ZBPIPE_PATCH=1` in the environment patches a script without an edit. A hook, installed beside zbpipe, patches when the
 script or a process that it starts imports torch.distributed.pipelining. `ZBPIPE_RELEASE_OUTPUTS=1` beside it means
 patch(release_outputs=True).
 """
@@ -71,9 +71,9 @@ def patch(release_outputs: bool | None = None) -> AbstractContextManager[None]:
 
     Args:
         release_outputs: True frees a stage's outputs as soon as the next stage has them; the stage keeps a GradientEdge
-            of each. Then nothing may read an output after the stage's forward, and ``forward_one_chunk`` returns, for
-            all stages but the last, a list that is emptied when the outputs are sent. True and False take effect with
-            the next forward. None changes nothing while torch is patched; before that it means
+            of each. Then nothing may read an output after the stage's forward. For all stages but the last,
+            ``forward_one_chunk`` returns a list that is emptied when the outputs are sent. True and False take effect
+            with the next forward. None changes nothing while torch is patched; before that it means
             ZBPIPE_RELEASE_OUTPUTS in the environment, or False.
 
     Returns:
@@ -83,9 +83,8 @@ def patch(release_outputs: bool | None = None) -> AbstractContextManager[None]:
 
     Raises:
         TypeError: ``release_outputs`` is not True, False or None.
-        RuntimeError: zbpipe does not know this torch (older than 2.11, built without torch.distributed, functions
-            missing, new, or with other parameters), or ZBPIPE_RELEASE_OUTPUTS is neither on nor off. Nothing has been
-            changed.
+        RuntimeError: zbpipe does not know this torch: it is older than 2.11, built without torch.distributed, or its
+            functions differ. Or ZBPIPE_RELEASE_OUTPUTS is neither on nor off. Nothing has been changed.
 
     Source:
         Replaces ``torch.distributed.pipelining._backward``. ``release_outputs`` is Megatron-LM's

@@ -36,7 +36,7 @@ def contributing(
     """A context for a backward, or a W, of a DDP stage. It yields replacements for the last two arguments.
 
     Note [The first backward of a static graph]
-    With static_graph DDP counts the calls of each weight's hook until it first reduces, and from then on waits for as
+    With static_graph DDP counts the calls of each weight's hook until it first reduces. From then on it waits for as
     many calls. It must count a single backward, not all those of a step. So the very first backward is reduced by
     itself, when it has ended, as DDP does with no_sync outside of pipelines.
     """

@@ -52,9 +52,9 @@ def take_outputs() -> list[torch.Tensor]:
 class StagesPass:
     """A context whose first I or W is a stage's own.
 
-    That pass serves all leaves of the graph, as an ordinary backward does, also those that the stage's module does not
-    list: of a loss with weights, or of another stage. The first ``received`` of I's input values are the stage's
-    inputs. The others are keyword arguments: nobody sends their gradients, so I goes through to the leaves behind them.
+    That pass serves all leaves of the graph, as an ordinary backward does. Some are not the stage's module's: those of
+    a loss with weights, or of another stage. The first ``received`` of I's input values are the stage's inputs. The
+    others are keyword arguments: nobody sends their gradients, so I goes through to the leaves behind them.
     """
 
     def __init__(self, received: int = 0) -> None:
@@ -77,8 +77,8 @@ def take_stages_pass() -> StagesPass | None:
 
 @contextlib.contextmanager
 def with_weights(in_graph: Mapping[torch.Tensor, torch.Tensor]) -> Iterator[None]:
-    """A context in which passes replace each weight by the one in the graph: after a forward that reshards, the
-    module's parameters may be shards, and may be other ones in W."""
+    """A context in which passes replace each weight by the one in the graph. The module's parameters may be shards
+    after a forward that reshards, and may change until W."""
     token = _weights.set(in_graph)
     try:
         yield

@@ -2,10 +2,10 @@
 
 Note [Who detaches the last stage's outputs]
 
-torch's stage detaches them in place after I. Nodes that W runs may have saved them, and could then not use them: nodes
-of the loss, if nothing before the last stage's weights requires a gradient and W begins at the loss. I finds these
-outputs (detach_outputs in csrc/shim/input/scene.cpp) and leaves them to W, so it is given the outputs beside the loss.
-An output may also be a parameter (a prompt). torch's stage detaches and never trains it again; here it is left alone.
+torch's stage detaches them in place after I. Nodes that W runs may have saved them, and could then not use them. These
+are nodes of the loss, if nothing before the last stage's weights requires a gradient: then W begins at the loss. I
+finds such outputs (detach_outputs in csrc/shim/input/scene.cpp) and leaves them to W, so it is given all outputs. An
+output may also be a parameter (a prompt). torch's stage detaches and never trains it again; here it is left alone.
 """
 
 import contextlib

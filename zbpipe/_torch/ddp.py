@@ -60,8 +60,8 @@ def without_sync(state: Any) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def without_delayed_reduction(ddp: Any) -> Iterator[None]:
-    """A context in which a static graph's first forward adds no node that queues the reduction of all gradients to the
-    end of its engine run, which is I."""
+    """A context in which a static graph's first forward adds no node for the reduction of all gradients: the node would
+    queue it to the end of its engine run, which is I."""
     if not ddp.static_graph:
         yield
         return

@@ -39,7 +39,7 @@ def gathered(module: Any) -> dict[torch.Tensor, torch.Tensor]:
 def accumulate(module: Any) -> None:
     """Adds the gradients of a W to the buffers in which fully_shard sums them until it reduces.
 
-    fully_shard has such buffers where it reduces in another dtype than it computes in, and adds to them at the end of a
+    fully_shard has such buffers where its reduce dtype is not its compute dtype, and adds to them at the end of a
     backward: in I. From torch 2.15 on the weights in the graph sum their gradients in that dtype.
     """
     for group in filter(has_gathered, groups(module)):

@@ -3,12 +3,12 @@
 Note [When a send is done]
 
 Most backends' works answer ``is_completed``. They are asked when the schedule posts sends or receives, after it has
-waited for a receive, and when a forward begins. They are never asked within a backward or W: a recording says what
-these free, and that must not depend on the time at which a peer receives.
+waited for a receive, and when a forward begins. They are never asked within a backward or W: a recording shows what
+these free, and that must not depend on a peer's time of receipt.
 
 gloo's works tell only a caller of ``wait``, which blocks until the peer receives. So a thread waits for them, one per
-group and peer. The first to wait claims the work, and the others wait for the first: the schedule never waits behind a
-send that it did not ask for. The schedule's thread frees the memory when it comes here, so that a profiler sees it.
+group and peer. The first to wait claims the work, and the others wait for the first. So the schedule never waits behind
+a send that it did not ask for. The schedule's thread frees the memory when it comes here, so that a profiler sees it.
 
 An output has arrived when its gradient has been received, so what is left of its send is waited for then. Sends of a
 step that failed may never be received: a later forward of the microbatch, or the stage's next step, disowns them. After

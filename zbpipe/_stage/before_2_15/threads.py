@@ -1,7 +1,7 @@
 """Threads that wait for gloo's sends: only a caller of ``wait`` learns from these works that they are done.
 
 There is one thread per group and peer, and it does not outlive its group. When it has nothing to wait for, it stays for
-a while: to start another one for the next send would take the schedule milliseconds where all cores compute.
+a while. To start another one for the next send would take the schedule milliseconds where all cores compute.
 """
 
 import atexit
