@@ -5,10 +5,13 @@ import inspect
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import get_args
+from unittest import mock
 
 import pytest
+import torch
 
 import zbpipe
 from zbpipe import _policy, leaks, memory  # its types have no public name
@@ -42,6 +45,13 @@ def test_a_function_says_what_it_takes_gives_and_raises(name):
     assert [p for p in parameters if not re.search(rf"^    (\w+, )*{p}(, \w+)*:", said, re.MULTILINE)] == []
     assert ("Returns:" in said) == (signature.return_annotation not in (None, "None"))
     assert signature.return_annotation not in (inspect.Signature.empty,)
+
+
+@pytest.mark.parametrize("name", [name for name, function in FUNCTIONS.items() if "Example::" in function.__doc__])
+def test_the_example_of_a_function_runs(name):
+    example = re.search(r"^Example::\n\n((?: {4}.*\n)+)", inspect.getdoc(FUNCTIONS[name]) + "\n", re.MULTILINE)[1]
+    given = {"torch": torch, "zbpipe": zbpipe, "stage": torch.nn.Linear(4, 4), "x": torch.ones(2, 4)}
+    exec(textwrap.dedent(example), {**given, "schedule": mock.Mock(), "send": mock.Mock()})
 
 
 def test_the_table_of_the_docs_has_every_function_with_its_parameters():

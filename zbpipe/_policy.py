@@ -187,6 +187,11 @@ def policy(**choices: Unpack[Choices]) -> _Block:
 
     Raises:
         TypeError, ValueError: there is no such choice, or no such value of it.
+
+    Example::
+
+        with zbpipe.policy(checkpoint="recompute", exclude=[stage.weight]):
+            schedule.step(x)
     """
     checked = _changed(_default, choices)
     return _Block({name: getattr(checked, name) for name in choices})

@@ -51,6 +51,13 @@ def stage_backward_input(
         AssertionError: a GradientEdge has no output gradient.
         RuntimeError: the backward failed. The original error is the cause.
 
+    Example::
+
+        x = torch.randn(8, 4, requires_grad=True)  # from the previous stage
+        output = stage(x)
+        (dx,), groups = zbpipe.stage_backward_input([output], [torch.ones_like(output)], [x], stage.parameters())
+        grads = zbpipe.stage_backward_weight(stage.parameters(), groups)  # later
+
     Source:
         ``torch.distributed.pipelining._backward.stage_backward_input`` (pytorch/pytorch PR 132691), the B of "Zero
         Bubble Pipeline Parallelism" (Qi et al., 2023).

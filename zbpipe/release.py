@@ -51,6 +51,12 @@ def deallocate_output(tensor: torch.Tensor) -> int:
         ValueError: a view (see :func:`make_viewless`), a parameter, an input, a tensor on ``meta``.
         RuntimeError: C++ holds the tensor, and also refers to it weakly (``retain_grad``).
 
+    Example::
+
+        output = zbpipe.make_viewless(stage(x))
+        send(output)
+        zbpipe.deallocate_output(output)
+
     Source:
         Megatron-LM's ``deallocate_output_tensor`` (megatron/core/pipeline_parallel/schedules.py), without its flag. An
         ordinary backward follows here, not a custom one.

@@ -86,6 +86,11 @@ def patch(release_outputs: bool | None = None) -> AbstractContextManager[None]:
         RuntimeError: zbpipe does not know this torch: it is older than 2.11, built without torch.distributed, or its
             functions differ. Or ZBPIPE_RELEASE_OUTPUTS is neither on nor off. Nothing has been changed.
 
+    Example::
+
+        with zbpipe.patch():
+            schedule.step(x)
+
     Source:
         Replaces ``torch.distributed.pipelining._backward``. ``release_outputs`` is Megatron-LM's
         ``deallocate_pipeline_outputs``; pytorch/pytorch 128910.
