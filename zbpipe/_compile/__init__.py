@@ -57,10 +57,7 @@ def compile_backend(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """The backend that ``torch.compile(module, backend="zbpipe")`` finds, by the entry point in pyproject.toml.
-
-    ``options`` are inductor's, and the arguments ``backend`` and ``recompute`` of :func:`compile`.
-    """
+    """The entry point of ``torch.compile(backend="zbpipe")``. ``options`` may have ``backend`` and ``recompute``."""
     rest = _checked(options)
     backend = Backend(rest.pop("backend", "inductor"), rest.pop("recompute", False))
     return backend(graph, inputs, mode=mode, options=rest)

@@ -117,10 +117,7 @@ class _WeightWork:
 
 
 class _Backward:
-    """A traced backward, compiled when it is needed: whole, or in the halves for a set of deferred gradients.
-
-    Several threads may run it, for several microbatches.
-    """
+    """A traced backward, which several threads may run: compiled whole, or in halves, when it is needed so."""
 
     def __init__(
         self,
@@ -308,8 +305,7 @@ def _results(graph: fx.GraphModule) -> Any:
 
 
 def _kept_values(halves: Halves, strides: Sequence[tuple[int, ...] | None] | None) -> list[Any]:
-    """The values that the input half keeps, as examples to compile the weight half for. `strides`: of the input half's
-    results, if its compiler reports them."""
+    """Examples of the values that the input half keeps. `strides`: of its results, if its compiler reports them."""
     values = [node.meta["val"] for node in _results(halves.input_half).args[0][len(halves.input_outputs) :]]
     for i, stride in enumerate((strides or ())[len(halves.input_outputs) :]):
         if stride is not None and all(isinstance(size, int) for size in (*values[i].size(), *values[i].stride())):

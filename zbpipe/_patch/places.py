@@ -54,8 +54,7 @@ def holding(originals: dict[str, Function], replacements: dict[str, Function]) -
 
 
 def wrapping(owner: Any, name: str, wrapper: Function) -> Iterator[Place]:
-    """The place of a class's method or a module's function, which becomes ``wrapper(original, ...)``. None where the
-    owner defines none, or an abstract one."""
+    """The place of a method or function to wrap; none where the owner does not define it, or only as abstract."""
     original = vars(owner).get(name)
     if original is None or getattr(original, "__isabstractmethod__", False):
         return

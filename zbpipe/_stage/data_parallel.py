@@ -85,9 +85,7 @@ def backward_weight_one_chunk(original: _Function, self: Any, *args: Any, **kwar
 
 
 def _refuse_what_is_unknown(stage: Any) -> None:
-    """Refuses a kind of data parallel stage that this torch drives otherwise than zbpipe knows. Raises RuntimeError.
-
-    Every rank has such a stage, and comes here in its first forward."""
+    """Refuses, in the first forward, a data parallel stage that this torch drives otherwise. Raises RuntimeError."""
     for need, refusal in _unknown.items():
         if KINDS[need](stage.submod):
             raise RuntimeError(

@@ -87,9 +87,7 @@ def _with_tensors_for_edges(outputs: Any) -> Any:
 
 
 def _refuse_unused(stage: Any, param_groups: Iterable[Any]) -> None:
-    """Refuses a last W without weights that DDP waits for. Raises RuntimeError.
-
-    DDP would reduce neither these weights nor those after them, and would say so only in the next step."""
+    """Refuses a last W without weights that DDP waits for: DDP would not reduce all gradients. Raises RuntimeError."""
     served = {id(weight) for group in param_groups for weight in group.weights}
     driver = ddp.driver(stage.submod)
     awaited = {id(w) for name, w in driver.module.named_parameters() if name not in driver.parameters_to_ignore}

@@ -77,8 +77,7 @@ def take_stages_pass() -> StagesPass | None:
 
 @contextlib.contextmanager
 def with_weights(in_graph: Mapping[torch.Tensor, torch.Tensor]) -> Iterator[None]:
-    """A context in which passes replace each weight by the one in the graph. The module's parameters may be shards
-    after a forward that reshards, and may change until W."""
+    """A context in which passes take the weights in the graph for the module's parameters, which may be shards."""
     token = _weights.set(in_graph)
     try:
         yield

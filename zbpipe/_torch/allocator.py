@@ -22,8 +22,7 @@ def end_history() -> None:
 
 
 def on_out_of_memory(tell: Callable[[int, int, int, int], None]) -> None:
-    """Calls ``tell``, from now on and for good, before the allocator raises. Its arguments are the device, the bytes
-    asked for, the device's bytes, and the free ones."""
+    """Calls ``tell``, for good, before the allocator raises: with the device, and bytes asked for, in all, and free."""
     torch._C._cuda_attach_out_of_memory_observer(tell)  # type: ignore[attr-defined]
 
 

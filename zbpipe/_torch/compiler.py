@@ -92,8 +92,7 @@ def is_compilation(value: object) -> bool:
 
 
 def compilation_of(value: object) -> tuple[Any, Any] | None:
-    """Of a function made by torch.compile or torch.compiler.disable: the object for which is_compilation is true, and
-    the original function."""
+    """The compiling object and the original of a function made by torch.compile or torch.compiler.disable."""
     if not isinstance(value, FunctionType) or not hasattr(value, "_torchdynamo_orig_callable"):
         return None
     kept = [cell.cell_contents for cell in value.__closure__ or ()]

@@ -47,8 +47,7 @@ def driver(module: Any) -> Any:
 
 @contextlib.contextmanager
 def without_sync(state: Any) -> Iterator[Any]:
-    """A context in which a forward of the module with this state of replicate's does not make DDP expect a backward.
-    It yields the DistributedDataParallel."""
+    """A context in which a forward of replicate's module makes DDP expect no backward; it yields the DDP."""
     before, state._no_sync = state._no_sync, True
     if state._init_args:
         state.lazy_init()  # as its forward hook would
@@ -60,8 +59,7 @@ def without_sync(state: Any) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def without_delayed_reduction(ddp: Any) -> Iterator[None]:
-    """A context in which a static graph's first forward adds no node for the reduction of all gradients: the node would
-    queue it to the end of its engine run, which is I."""
+    """A context in which a static graph's first forward does not queue its reduction to the end of an engine run: I."""
     if not ddp.static_graph:
         yield
         return

@@ -66,10 +66,8 @@ def forget_all() -> None:
 
 
 def _edge(value: Any, has_backward: bool) -> Any:
-    """What the backward needs of an output. Subclasses stay, since they take gradients in ways of their own.
-
-    A leaf stays, too (an input that is passed on, a weight): others hold it anyhow.
-    """
+    """What the backward needs of an output. Leaves stay, which others hold anyhow; subclasses stay, which take
+    gradients in ways of their own."""
     if type(value) is not torch.Tensor:
         return value
     if not has_backward or not value.requires_grad:
