@@ -43,7 +43,7 @@ def load(config):
     try:
         checks = importlib.import_module(CHECKS)
     except ImportError as error:
-        raise pytest.UsageError(f"no check for tensor leaks: {error}") from error
+        raise pytest.UsageError(f"no_tensor_leaks cannot import {CHECKS}: {error}") from error
     if not config.pluginmanager.is_registered(checks):
         config.pluginmanager.register(checks, CHECKS)
     return checks

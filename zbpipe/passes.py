@@ -160,7 +160,7 @@ def _check_listed(weights: tuple[Any, ...], groups: tuple[Any, ...]) -> None:
     """Refuses groups with a weight that the caller does not list."""
     for i, weight in enumerate(weights):
         if not isinstance(weight, torch.Tensor):
-            raise TypeError(f"weights[{i}] is a {type(weight).__name__}; expected a tensor")
+            raise TypeError(f"weights[{i}] is {argument(weight)}; expected a tensor")
     known = set(map(id, weights))
     for i, group in enumerate(groups):
         try:

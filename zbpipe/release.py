@@ -19,6 +19,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from zbpipe import _C
+from zbpipe._formatting import argument
 from zbpipe._sharers import describe, who_holds
 from zbpipe._torch import autograd
 
@@ -196,7 +197,7 @@ def _memoryless(tensor: torch.Tensor, place: torch.Tensor | None, function: str)
 def _own_bytes(tensor: torch.Tensor) -> int:
     """As ``_C.own_bytes``. Refuses whatever has not one plain storage."""
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"tensor is a {type(tensor).__name__}; expected a torch.Tensor")
+        raise TypeError(f"tensor is {argument(tensor)}; expected a torch.Tensor")
     has_parts = tensor.is_nested or tensor.is_quantized or autograd.has_dispatch(type(tensor))
     if has_parts or autograd.memory_of(tensor) is None:
         raise TypeError(
@@ -217,7 +218,7 @@ def _check_output(tensor: torch.Tensor) -> None:
         )
     if isinstance(tensor, torch.nn.Parameter) or (tensor.is_leaf and tensor.requires_grad):
         raise ValueError(
-            f"tensor is a {describe(tensor)}, and no output; nothing could compute its values again, so keep it"
+            f"tensor is a {describe(tensor)}, not an output, and its values cannot be computed again; keep it"
         )
 
 
@@ -227,9 +228,8 @@ def _exchange(tensor: torch.Tensor, twin: torch.Tensor) -> None:
         autograd.exchange(tensor, twin)
     except RuntimeError as error:
         raise RuntimeError(
-            f"tensor is a {describe(tensor)}, has {holders} other holders in C++ and is referred to weakly there as "
-            "well, as retain_grad() does, so its memory cannot be given up; drop the holders first (wait for the "
-            "sends, delete the views)"
+            f"tensor is a {describe(tensor)} and has {holders} other holders and a weak reference (as of retain_grad) "
+            "in C++, so its memory cannot be freed; drop the holders first (wait for the sends, delete the views)"
         ) from error
 
 
