@@ -411,7 +411,7 @@ def test_a_torch_with_other_buffers_and_sends_is_patched_but_for_them(monkeypatc
                 assert hasattr(base.backward_one_chunk, "__wrapped__")
                 assert ([vars(base)[name] for name in names], schedules._batch_p2p) == before
     (warning,) = warnings(caplog)
-    assert "stages and schedules hold what they hold in torch: " in warning
+    assert "stages and schedules hold as much memory as without zbpipe: " in warning
     assert "_PipelineStageBase.set_local_fwd_input is missing" in warning
     assert "get_fwd_send_ops takes (self, chunk, group) where zbpipe knows (self, fwd_chunk_id)" in warning
     monkeypatch.undo()
@@ -522,7 +522,7 @@ def test_compiled_stages_are_said_to_be_refused_only_where_they_are(monkeypatch,
         monkeypatch.setattr(schedules, "_check_torch_compile_compatibility", check)
     with zbpipe.patch():
         assert vars(schedules).get("_check_torch_compile_compatibility") is check
-    said = [text for text in warnings(caplog) if "its schedules go on refusing compiled stages" in text]
+    said = [text for text in warnings(caplog) if "its schedules refuse compiled stages" in text]
     assert len(said) == (check is not None)
 
 

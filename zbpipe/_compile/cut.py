@@ -69,7 +69,7 @@ class Cut:
         return {node for node in self.order if node in by_w}
 
     def place(self, flow: Any, node: fx.Node) -> None:
-        """Says who may compute `node`, and which of the two is preferred."""
+        """Says which pass may compute `node`, or which one should."""
         kind = classify(node)
         if kind == PINNED:
             connect(flow, "I", node)

@@ -143,7 +143,7 @@ NEEDS = (
     Need(
         "stages",
         Weight.NUMBERS,
-        "the losses and the weights of its stages cannot be seen to",
+        "the gradients of its stages would be wrong",
         (
             Way("2.11 to 2.14", (*_DRIVEN, *_attributes(_BASE, "fwd_cache"))),
             Way(
@@ -210,7 +210,7 @@ NEEDS = (
     Need(
         "releases",
         Weight.MEMORY,
-        "stages and schedules hold what they hold in torch",
+        "stages and schedules hold as much memory as without zbpipe",
         (
             Way("2.15", _functions(_BASE, {"release_fwd_send_outputs": "self fwd_chunk_id"})),
             Way(
@@ -228,7 +228,7 @@ NEEDS = (
     Need(
         "compiled stages",
         Weight.MEMORY,
-        "its schedules go on refusing compiled stages",
+        "its schedules refuse compiled stages",
         _in_all(
             *_functions(
                 f"{_PIPELINING}.schedules",
