@@ -60,7 +60,7 @@ def test_a_recording_is_written_piece_by_piece(monkeypatch, tmp_path):
     hand = ByHand()
     with hand.recording as rec:
         for i in range(20_000):
-            hand.alloc(i, i + 1, 8)
+            hand.change(i, i + 1, 8)
     for name in ("a.json", "a.json.gz"):
         gc.collect()
         tracemalloc.start()
@@ -90,19 +90,12 @@ def test_a_thinned_curve_is_that_of_all_events_but_for_what_is_lower(monkeypatch
     monkeypatch.setattr(_export, "_POINTS", 16)
     rng = random.Random(0)
     for count in (*range(40), 500):
-        hand, levels = ByHand(), [(0, 0)]
-        with hand.recording as rec:
-            for i in range(count):
-                if alive := [*hand._blocks] if rng.random() < 0.5 else []:
-                    hand.free(10 * i + 1, rng.choice(alive))
-                else:
-                    hand.alloc(10 * i + 1, i + 1, rng.randrange(1, 100))
-                levels.append((10 * i + 1, rec.live))
-        points = _export.curve(rec.events(), count)
+        levels = [(0, 0), *((10 * i + 1, rng.randrange(100)) for i in range(count))]
+        points = _export.curve([(time, 0, 0, level, 0, False) for time, level in levels[1:]], count)
         assert len(points) <= 19 and len(set(points)) == len(points)
         assert points == sorted(points) and set(points) <= set(levels)
         assert points[0] == (0, 0) and points[-1] == levels[-1]
-        assert max(level for _, level in points) == rec.peak
+        assert max(level for _, level in points) == max(level for _, level in levels)
         assert count >= 16 or points == levels
 
 
@@ -112,7 +105,7 @@ def drawn(phases, blocks=((1_000_000, 40),), title="a step"):
     contexts = [hand.recording.phase(kind) for kind, *_ in phases]
     turns = [(end, context.__exit__, None, None, None) for context, (_, _, end) in zip(contexts, phases, strict=True)]
     turns += [(begin, context.__enter__) for context, (_, begin, _) in zip(contexts, phases, strict=True)]
-    turns += [(time, hand.alloc, time, time, size) for time, size in blocks]
+    turns += [(time, hand.change, time, time, size) for time, size in blocks]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with hand.recording as rec:

@@ -428,9 +428,9 @@ def play(hand, steps):
     for what, *more in steps:
         hand.now += 1
         if what[0] == "+":
-            hand.alloc(hand.now, ord(what[1]), *more)
+            hand.change(hand.now, ord(what[1]), *more)
         elif what[0] == "-":
-            hand.free(hand.now, ord(what[1]), *more)
+            hand.change(hand.now, ord(what[1]), -sum(more))
         else:
             stage, microbatch, *within = more
             with hand.recording.phase(what, stage=stage, microbatch=microbatch):

@@ -26,7 +26,7 @@ from zbpipe._cli.steps import KINDS, OF_SCHEDULE, Steps
 from zbpipe._formatting import Unit, in_words, table
 from zbpipe._torch.pipelining import stages_of
 from zbpipe._version import __version__
-from zbpipe.memory._export import phase_table, short_label
+from zbpipe.memory._export import phase_table, short
 from zbpipe.memory._out_of_memory import bytes_of_tensors
 
 DESCRIPTION = """\
@@ -259,7 +259,7 @@ def _data(steps: _OneStep, recording: memory.Recording, given: argparse.Namespac
 def of_rank(which: str, recording: memory.Recording, before: int) -> dict[str, Any]:
     """For json.dumps: ``which`` step it was, its numbers in bytes, and its phases as a table."""
     phases = [p for p in recording.phases if p.kind != "between" or p.allocations or p.frees]
-    highest = (short_label(p) for p in phases if p.peak == recording.peak)
+    highest = (short(p.label, 31) for p in phases if p.peak == recording.peak)
     return {
         "head": f"{which} on {recording.device}",
         "before": before,

@@ -21,7 +21,7 @@ held from I to W
 from __future__ import annotations
 
 import gc
-import itertools
+import pathlib
 import threading
 import warnings
 import weakref
@@ -47,10 +47,8 @@ from zbpipe.memory._log import (
     pairs_of,
     phase_of,
 )
-from zbpipe.memory._out_of_memory import Hook, causes
+from zbpipe.memory._out_of_memory import beginning, report
 from zbpipe.memory._phases import PhaseContext, running, stages_in, unwatch, watch
-
-_numbers = itertools.count()
 
 
 class Recording:
@@ -61,16 +59,16 @@ class Recording:
     ``torch.device`` whose allocator is recorded.
     """
 
-    def __init__(self, log: Log, device: torch.device, max_events: int, hook: Hook | None = None) -> None:
+    def __init__(self, log: Log, device: torch.device, max_events: int, folder: Path | None = None) -> None:
         self.device = device
-        self._log, self._max_events, self._hook = log, max_events, hook
+        self._log, self._max_events = log, max_events
+        self._folder = None if folder is None else pathlib.Path(folder).absolute()  # the program may leave this one
+        self._since: tuple[int, object] | None = None  # for the report of a lack of memory
         self._is_running = self._is_over = False
         self._opened: list[Open] = []
         self._lost = 0  # phases, for want of memory
         self._thread = threading.local()  # its outermost pass
         self._first_call = 0  # of Running.calls
-        # An exception's own, which may be pickled: the innermost phase that it has ended.
-        self._ended = f"_zbpipe_ended_{next(_numbers)}"
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
         self._unsplit: set[int] = set()
         self._held_pairs: list[Pair] | None = None  # when it is over
@@ -81,8 +79,7 @@ class Recording:
         if self._is_running or self._is_over:
             raise RuntimeError("a recording can be entered once; call zbpipe.memory.record() again for another one")
         self._log.start(gc.get_objects())
-        if self._hook is not None:
-            self._hook.begin()
+        self._since = None if self._folder is None else beginning()
         self._is_running = True
         running.add(self)
         return self
@@ -93,8 +90,9 @@ class Recording:
         self._log.mark()
         self._is_running, self._is_over = False, True
         displaced = self._log.stop()
-        if self._hook is not None:
-            self._hook.end(self, error)
+        if self._folder is not None and self._since is not None:
+            report(self._folder, self, error, self._since)
+        self._since = None
         if displaced:
             warnings.warn(
                 "another CPU allocator was installed while memory was recorded; what it handed out is not counted",
@@ -150,20 +148,13 @@ class Recording:
         self._opened.append(opened)
         return opened
 
-    def _end(self, opened: Open, error: BaseException | None) -> None:
-        if error is not None:
-            vars(error).setdefault(self._ended, opened.label)
+    def _end(self, opened: Open) -> None:
         opened.is_open = False
         opened.end = self._log.mark() if self._is_running else None
 
     def _phases_ended(self) -> list[Open]:
         """By their beginnings."""
         return sorted((p for p in list(self._opened) if p.end is not None), key=lambda p: p.begin)
-
-    def _phase_of(self, error: BaseException | None) -> str:
-        """The label of the innermost phase that the error, or what it came from, has ended."""
-        labels = [vars(cause)[self._ended] for cause in causes(error) if self._ended in vars(cause)]
-        return labels[-1] if labels else "no phase"
 
     # ---- totals
 
