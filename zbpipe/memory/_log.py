@@ -165,14 +165,15 @@ def pairs_of(ended: Sequence[Open], unsplit: Collection[int | None], log: Log) -
 
 def _count(ended: Iterable[Open], of: dict[int, Pair], log: Log) -> None:
     """Sums what each W frees: of the blocks that lived at its I's end those that are no other microbatch's."""
-    marks, events = marks_of(log), EVENT.iter_unpack(log.events())
+    marks, logged = marks_of(log), log.events()
     running: list[list[Open]] = [[] for _ in marks]  # the passes from each mark to the next one
     for p in ended:
         for those in running[p.begin : p.end] if p.kind in (*PASSES, "forward") else ():
             those.append(p)
     made: dict[int, tuple[int, int]] = {}  # by serial: the latest mark then, and the thread
-    for number, (begin, end) in enumerate(pairwise([*(mark.events for mark in marks), None])):
-        for _, _, size, serial, thread, kind in islice(events, None if end is None else end - begin):
+    events, places = EVENT.iter_unpack(logged), [*(mark.events for mark in marks), len(logged) // EVENT.size]
+    for number, (begin, end) in enumerate(pairwise(places)):
+        for _, _, size, serial, thread, kind in islice(events, end - begin):
             if kind == ALLOC:
                 made[serial] = number, thread
             elif kind == FREE:

@@ -20,6 +20,7 @@ held from I to W
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import pathlib
 import threading
@@ -37,7 +38,6 @@ from zbpipe.memory._log import (
     Allocation,
     HeldMicrobatch,
     Log,
-    Mark,
     Open,
     Pair,
     Phase,
@@ -158,44 +158,39 @@ class Recording:
 
     # ---- totals
 
-    def _require_begun(self) -> None:
+    @property
+    def _readable(self) -> Log:
+        """The log, of which something is known by now."""
         if not self._is_running and not self._is_over:
             raise RuntimeError("the recording has not been entered yet, and knows nothing; use it in a with statement")
         if why := getattr(self._log, "unreadable", ""):
             raise RuntimeError(why)
-
-    def _counters(self) -> dict[str, int]:
-        self._require_begun()
-        return dict(self._log.counters())
-
-    def _spans(self) -> list[Mark]:
-        self._require_begun()
-        return marks_of(self._log)
+        return self._log
 
     @property
     def live(self) -> int:
         """Live bytes now, or at the recording's end."""
-        return self._counters()["live"]
+        return int(self._readable.counters()["live"])
 
     @property
     def peak(self) -> int:
         """The most live bytes at any moment."""
-        return max(mark.peak for mark in self._spans())
+        return max(mark.peak for mark in marks_of(self._readable))
 
     @property
     def allocated(self) -> int:
         """Bytes handed out."""
-        return sum(mark.allocated for mark in self._spans())
+        return sum(mark.allocated for mark in marks_of(self._readable))
 
     @property
     def freed(self) -> int:
         """Bytes taken back, of those that were handed out in the recording."""
-        return sum(mark.freed for mark in self._spans())
+        return sum(mark.freed for mark in marks_of(self._readable))
 
     @property
     def allocations(self) -> int:
         """Blocks handed out."""
-        return sum(mark.allocations for mark in self._spans())
+        return sum(mark.allocations for mark in marks_of(self._readable))
 
     @property
     def older_frees(self) -> tuple[int, int]:
@@ -203,13 +198,13 @@ class Recording:
 
         On the CPU only blocks from earlier or enclosing recordings are known, and counted; on CUDA all are.
         """
-        counters = self._counters()
+        counters = self._readable.counters()
         return counters["older_frees"], counters["older_freed"]
 
     @property
     def incomplete(self) -> str:
         """Empty, or what the recording lacks. Counters and phases are exact even when the log is not whole."""
-        counters = self._counters()
+        counters = self._readable.counters()
         lacks = {
             "blocks could not be followed for want of memory": counters["untracked"],
             f"events did not fit into the log (max_events={self._max_events})": counters["dropped"],
@@ -222,12 +217,12 @@ class Recording:
     @property
     def phases(self) -> list[Phase]:
         """The phases that have ended, by their beginnings."""
-        ended, marks = self._phases_ended(), self._spans()
+        ended, marks = self._phases_ended(), marks_of(self._readable)
         return [phase_of(p, marks) for p in ended]
 
     @property
     def held(self) -> list[HeldMicrobatch]:
-        """What was held from I to W, per stage and microbatch, in the order of the I. Needs the log.
+        """What was held from I to W, per stage and microbatch, in the order of the I.
 
         First stages are left out: torch's schedules do not split their backward.
 
@@ -242,22 +237,21 @@ class Recording:
         return highest(self._pairs())
 
     def _pairs(self) -> list[Pair]:
-        log = self._whole_log("held")
         if self._held_pairs is None:
-            self._held_pairs = pairs_of(self._phases_ended(), self._unsplit, log)
+            self._held_pairs = pairs_of(self._phases_ended(), self._unsplit, self._whole_log("held"))
         return self._held_pairs
 
     # ---- the log
 
     def _whole_log(self, what: str) -> Log:
-        self._require_begun()
+        log = self._readable
         if not self._is_over:
             raise RuntimeError(f"{what} needs the recording's log, and it still runs; leave its with block first")
         if self._max_events == 0:
             raise RuntimeError(f"{what} needs a log, and the recording has none; record with a larger max_events")
-        if self._counters()["dropped"]:
+        if log.counters()["dropped"]:
             raise RuntimeError(f"{what} needs the whole log, and {self.incomplete}; record with a larger one")
-        return self._log
+        return log
 
     def events(self) -> Iterator[Allocation]:
         """All events in order, times in ns since the recording began.
@@ -275,7 +269,7 @@ class Recording:
             RuntimeError: the recording still runs, or its log is not whole.
         """
         log = self._whole_log("plot()")
-        draw(title, str(self.device), self.phases, events_of(log), self._spans()[-1].events).savefig(path)
+        draw(title, str(self.device), self.phases, events_of(log), marks_of(log)[-1].events).savefig(path)
 
     def export(self, path: Path) -> None:
         """Writes the recording as a Chrome trace, for Perfetto or chrome://tracing: live bytes as a counter, and a
@@ -295,6 +289,9 @@ class Recording:
         lines = [f"{self.device}: peak {peak}, live {live}, {allocated} in {self.allocations} allocations"]
         lines += [f"incomplete: {self.incomplete}"] if self.incomplete else []
         lines += ["", phase_table(phases)] if (phases := self.phases) else []
-        if self._is_over and self._max_events and not self._counters()["dropped"] and (pairs := self.held):
-            lines += ["", f"held from I to W, at most {in_words(self.held_peak)} at once", held_table(pairs)]
+        with contextlib.suppress(RuntimeError):  # without a whole log nobody knows
+            held = self.held
+            lines += (
+                ["", f"held from I to W, at most {in_words(self.held_peak)} at once", held_table(held)] if held else []
+            )
         return "\n".join(lines)
