@@ -135,14 +135,6 @@ def test_the_phase_is_the_innermost_that_the_error_has_ended(tmp_path, run, phas
     assert isinstance(pickle.loads(pickle.dumps(caught.value)), type(caught.value)), "as other processes are sent it"
 
 
-def test_a_recording_that_cannot_begin_leaves_no_hook(tmp_path):
-    rec = memory.record(on_out_of_memory=tmp_path)
-    rec._log.start()
-    with pytest.raises(RuntimeError, match="not started"):
-        rec.__enter__()
-    assert rec._since is None
-
-
 @pytest.mark.parametrize("error", [ValueError("bad"), RuntimeError("shape mismatch"), KeyboardInterrupt()])
 def test_other_errors_leave_nothing(tmp_path, error, caplog):
     with pytest.raises(type(error)), memory.record(on_out_of_memory=tmp_path / "oom"):

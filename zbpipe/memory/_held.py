@@ -165,9 +165,9 @@ def held(groups: ParamGroup | Iterable[Any], module: torch.nn.Module | None = No
             if is_packed:
                 incomplete["what saved-tensor hooks (checkpointing, offloading) keep for W is not counted"] = None
             nodes = () if node is None else (node,)
-            for role, storage, size, shape, dtype, device, weights in tensors:
+            for role, place, size, shape, dtype, device, weights in tensors:
                 part = HeldStorage(size, device, dtype, (role,), nodes, (shape,), tuple(map(name_of, weights)))
-                parts.setdefault(storage, []).append(part)
+                parts.setdefault(place, []).append(part)
     if parts.pop(0, None):
         incomplete["tensors without a storage of their own, such as sparse ones, are not counted"] = None
     storages = [_merged(those) for place, those in parts.items() if place not in alive]
