@@ -204,7 +204,7 @@ def test_a_watched_stage_calls_what_its_class_has_at_that_time():
 
 
 def test_a_wrapper_put_in_front_of_a_watched_method():
-    """It stays, the recording's method below it passes calls on, and layers do not pile up."""
+    """It stays, the recording's method below it passes calls on and keeps no recording, and layers do not pile up."""
     stage = Stage(1)
     seen = []
     with memory.record() as rec:
@@ -219,13 +219,16 @@ def test_a_wrapper_put_in_front_of_a_watched_method():
         stage.forward_one_chunk(0)
     assert stage.forward_one_chunk is theirs
     stage.forward_one_chunk(1)
+    assert [p.microbatch for p in rec.phases] == [0]
+    left = weakref.ref(rec)
+    del rec
+    assert left() is None
     stage.forward_one_chunk = ours  # they undo theirs
     with memory.record() as again:
         again.watch(stage)
         stage.forward_one_chunk(2)
     assert "forward_one_chunk" not in vars(stage)
     assert seen == [(0,), (1,)]
-    assert [p.microbatch for p in rec.phases] == [0]
     assert [p.microbatch for p in again.phases] == [2]
 
 
