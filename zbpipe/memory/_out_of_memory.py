@@ -36,10 +36,8 @@ def report(folder: Path, recording: Any, error: BaseException | None, since: tup
     if raised is None:
         return
     phases = [vars(cause)[ENDED] for cause in causes(error) if ENDED in vars(cause)]
-    rank, head = (
-        os.environ.get("RANK"),
-        f"out of memory on {recording.device} in {phases[-1] if phases else 'no phase'}",
-    )
+    head = f"out of memory on {recording.device} in {phases[-1] if phases else 'no phase'}"
+    rank = os.environ.get("RANK")
     stem = folder / (f"process{os.getpid()}" if rank is None else f"rank{rank}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
