@@ -214,7 +214,7 @@ def test_a_script_that_fails_in_the_step_shows_what_was_recorded(run, tmp_path, 
         ("--out nowhere/step.png train.py", "there is no folder nowhere"),
         ("--json . train.py", "is a folder"),
         ("--device meta train.py", "cpu and cuda"),
-        ("--device nonsense train.py", "cpu and cuda"),
+        ("--device cuda:nonsense train.py", "cpu and cuda"),
         ("--warmup -1 train.py", "not a number of steps"),
         ("nothing.py", "there is no file nothing.py"),
         pytest.param(

@@ -86,9 +86,12 @@ def _refuse(given: argparse.Namespace) -> None:
     """Exit if what is asked for cannot be; the script may change the working directory."""
     error = given.parser.error
     if given.device is not None:
-        if given.device.partition(":")[0] not in ("cpu", "cuda"):
+        kind = ""
+        with contextlib.suppress(RuntimeError):  # it may be the name of no device
+            kind = torch.device(given.device).type
+        if kind not in ("cpu", "cuda"):
             error(f"--device {given.device}: memory can be recorded on cpu and cuda")
-        if given.device.startswith("cuda") and not torch.cuda.is_available():
+        if kind == "cuda" and not torch.cuda.is_available():
             error(f"--device {given.device}: torch sees no CUDA device here")
     if given.out and not given.out.name.endswith((*PICTURES, *EXPORTS)):
         error(f"--out {given.out}: its name must end in one of {', '.join((*PICTURES, *EXPORTS))}")
