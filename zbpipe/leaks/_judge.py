@@ -73,16 +73,15 @@ def _autocast_sizes() -> Counter[int]:
         )
 
 
-def _bucket_sizes() -> Counter[int]:
-    return ddp.bucket_bytes(_living(DistributedDataParallel))
-
-
 _KEPT_BY_TORCH = (
     (
         _autocast_sizes,
         "autocast's weight cache, which lasts until its outermost region ends (torch.clear_autocast_cache())",
     ),
-    (_bucket_sizes, "a bucket of DistributedDataParallel, which lasts as long as the model"),
+    (
+        lambda: ddp.bucket_bytes(_living(DistributedDataParallel)),
+        "a bucket of DistributedDataParallel, which lasts as long as the model",
+    ),
 )
 
 
