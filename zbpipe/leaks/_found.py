@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import CellType
 from typing import Any
 
 import torch
@@ -14,14 +13,13 @@ from zbpipe import _C
 from zbpipe.leaks import _python
 from zbpipe.leaks._alike import plain
 from zbpipe.leaks._results import Cycle, Holder, Leak, is_a_librarys_own
-from zbpipe.leaks._ways import LEFT_OUT, Ways
+from zbpipe.leaks._ways import LEFT_OUT, MADE_OF, Ways
 from zbpipe.leaks._words import Words
 
 _OWN_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _PERHAPS_HELD_BY = 3  # works that are named
 _TELLING_OF_CYCLES = ("hook", "cell", "function", "attribute")  # kinds, the most telling first
 _LONGEST_CYCLE = 50  # that is walked to find a place of the program's
-_PARTS = (tuple, dict, CellType)  # which say little without what they belong to
 _NO_FACTS: tuple[tuple[int, ...], str, int] = ((), "", 0)
 UNSEEN = "C or C++ that cannot be seen"
 
@@ -215,7 +213,7 @@ def _is_the_programs(holder: Holder) -> bool:
 
 
 def _is_part(thing: Any) -> bool:
-    return any(type(thing) is part for part in _PARTS)
+    return any(type(thing) is part for part in MADE_OF)
 
 
 def _with_line(holder: Holder) -> str:

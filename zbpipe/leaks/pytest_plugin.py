@@ -27,7 +27,6 @@ from zbpipe.leaks._check import Check, TensorLeakError, TensorLeakWarning, check
 from zbpipe.leaks._report import Report
 
 NOT_JUDGED = "not judged: the test raised, and its traceback keeps the frames that it went through, with their tensors"
-DEPTH = 4  # of containers in a fixture's value, within which tensors are the fixture's
 ACTIONS = ("error", "warn", "ignore")
 
 _Wrapper = Generator[None, Any, Any]
@@ -83,7 +82,7 @@ class _Watch:
         for definition in list(self.wide):
             cached = definition.cached_result
             if cached is not None and cached[2] is None:
-                self.allowed += _allow.tensors_in(cached[0], DEPTH)
+                self.allowed += _allow.tensors_in(cached[0], is_wide=True)
         check.__exit__(None, None, None)
         self.allowed.clear()
         return None if self.raised else check.report
