@@ -30,7 +30,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help torch demo docs wheel wheels library dev test test-core test-system test-long test-all test-clients clients nightly soak programs asan tsan-torch repeat ubsan tsan valgrind fuzz fuzz-long cov lint fmt bench gpu clean pytest
+.PHONY: help torch demo docs wheel wheels library dev test test-core test-system test-long test-all test-clients clients nightly programs asan tsan-torch ubsan tsan valgrind fuzz fuzz-long cov lint fmt bench gpu clean pytest
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -77,8 +77,7 @@ demo: $(VENV)/.built $(VENV)/.extras-demo ## train a small language model on tor
 test: test-core pytest ## run the tests: the C core's, then Python's; with TORCH_VERSION=2.15.0 on that torch
 
 # From tests/: in the root the source tree would come before what is installed, here and in every process that a test starts.
-IN_TESTS := cd tests && OMP_NUM_THREADS=1 $(RUN)
-PYTEST := $(IN_TESTS) -m pytest -c ../pyproject.toml --rootdir ..
+PYTEST := cd tests && OMP_NUM_THREADS=1 $(RUN) -m pytest -c ../pyproject.toml --rootdir ..
 
 pytest: $(VENV)/.built $(VENV)/.extras-test $(VENV)/.extras-demo $(if $(CLIENTS),$(VENV)/.clients)
 	$(PYTEST) -m "$(MARKED)" -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 25 --durations-min 5 $(TESTS)
@@ -105,9 +104,6 @@ nightly: ## what .ci/run leaves out: the core's sanitizers and branches; all tes
 programs: $(VENV)/.built $(VENV)/.extras-test ## PROGRAMS=100000 random autograd programs, and ten times as many small dense ones, split and whole
 	export ZBPIPE_PROGRAMS=$(or $(PROGRAMS),100000); $(PYTEST) -n $(JOBS) -m long -o faulthandler_timeout=3000 passes/test_programs.py passes/test_dense.py
 
-soak: $(VENV)/.built $(VENV)/.extras-test ## STEPS=10000 steps of ZBV with faults among them, beside an ordinary training
-	$(IN_TESTS) -m schedules.soak $(or $(STEPS),10000)
-
 # Without what starts a compiler: it would itself run under the sanitizer, and leaks; and without daemon threads that the
 # end of the interpreter stops within a pass, whose frames nobody unwinds.
 asan: $(VENV)/.built $(VENV)/.extras-test ## run the tests of passes, leaks and memory under AddressSanitizer and UBSan
@@ -119,9 +115,6 @@ asan: $(VENV)/.built $(VENV)/.extras-test ## run the tests of passes, leaks and 
 tsan-torch: $(VENV)/.built $(VENV)/.extras-test ## run the tests of threads under ThreadSanitizer, on a torch that is not instrumented
 	ZBPIPE_SANITIZE=thread ZBPIPE_UNITS=4 ZBPIPE_WERROR=1 $(RUN) setup.py --quiet build --build-lib $(ASAN:build/asan%=build/tsan%)
 	tools/tsan $(RUN) $(ASAN:build/asan%=build/tsan%) tests/passes/test_threads.py tests/leaks/test_threads.py
-
-repeat: $(VENV)/.built $(VENV)/.extras-test ## run each body of the tests of passes many times, with Python's allocator on guard: nothing may grow
-	export PYTHONMALLOC=debug; $(PYTEST) -o faulthandler_timeout=0 -p support.repeat $(if $(filter .,$(TESTS)),passes policy release explain,$(TESTS))
 
 lint: dev ## ruff, mypy, import-linter, clang-format
 	$(VENV)/bin/ruff check .

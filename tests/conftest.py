@@ -46,11 +46,9 @@ SYSTEM = (
     "schedules/test_in_step.py",
     "schedules/test_models.py",
     "schedules/test_release.py",
-    "schedules/test_soak.py",
     "security/test_reports.py",
     "stacks",
     "test_processes.py",
-    "test_repeat.py",
 )
 
 torch.set_num_threads(1)  # the tensors are tiny; a pool of threads costs a hundred times what it saves

@@ -59,10 +59,6 @@ def deallocate_output(tensor: torch.Tensor) -> int:
         flag, and with an ordinary backward afterwards in place of a custom one.
     """
     with autograd.without_torch_functions():
-        if isinstance(tensor, torch.nn.Parameter):
-            raise ValueError(
-                f"tensor is a {describe(tensor)}, and no output; nothing could compute its values again, so keep it"
-            )
         own = _own_bytes(tensor)
         _check_output(tensor)
         if own < 0:
@@ -222,10 +218,9 @@ def _check_output(tensor: torch.Tensor) -> None:
             f"tensor is a {describe(tensor)}, and its base, a {describe(base)}, would keep the "
             f"{base.untyped_storage().nbytes()} bytes; deallocate what zbpipe.make_viewless(tensor) returns"
         )
-    if tensor.is_leaf and tensor.requires_grad:
+    if isinstance(tensor, torch.nn.Parameter) or (tensor.is_leaf and tensor.requires_grad):
         raise ValueError(
-            f"tensor is a {describe(tensor)}, a parameter or an input, and no output; nothing could compute its "
-            "values again"
+            f"tensor is a {describe(tensor)}, and no output; nothing could compute its values again, so keep it"
         )
 
 

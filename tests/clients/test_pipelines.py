@@ -7,8 +7,8 @@ import pytest
 import torch
 from support.blocks import Linears, batch, blocks
 from support.oracle import needs_zbpipe
-from support.pipelines import Case, Model, Pipeline, assert_close, count_of, on_both, ranks_of, train, unpipelined
-from support.ranks import MODULES, on
+from support.pipelines import Case, Model, Pipeline, assert_close, count_of, ranks_of, train, unpipelined
+from support.ranks import on
 from torch import nn
 from torch.distributed.pipelining import SplitPoint, pipeline
 
@@ -56,19 +56,16 @@ def resumed(schedule, *modules):
     return seen
 
 
-CASES = {}
-for name in TRACED:
-    CASES |= on_both(name, functools.partial(traced, name))
+CASES = {name: Case(functools.partial(traced, name)) for name in TRACED}
 for run in RESUMED:
     CASES[" ".join(run)] = Case(functools.partial(resumed, *run), module="torch")
 ranks = ranks_of(__file__, CASES, WORLD)
 pytestmark = [pytest.mark.dist, pytest.mark.slow, needs_zbpipe]  # runs both modules itself
 
 
-@pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize("schedule", TRACED)
-def test_traced_stages_train_as_the_model_does(schedule, module, ranks):
-    assert_close(ranks.together(f"{schedule} {module}"), unpipelined(MODEL, STAGES))
+def test_traced_stages_train_as_the_model_does(schedule, ranks):
+    assert_close(ranks.together(schedule), unpipelined(MODEL, STAGES))
 
 
 @pytest.mark.parametrize(("schedule", "first", "second"), RESUMED)

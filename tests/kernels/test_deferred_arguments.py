@@ -119,7 +119,7 @@ class Sine(Function):
         return grad * ctx.saved_tensors[0].cos()
 
 
-def take(saved, work=None, **choices):
+def take(saved, **choices):
     """Runs two microbatches split, and one whole; checks the gradients, and that the groups do not hold the graph.
     Returns what the work was given in each, and the bytes of the first group before W."""
     torch.manual_seed(0)
@@ -127,10 +127,7 @@ def take(saved, work=None, **choices):
 
     def run(*arguments):
         given.append(arguments)
-        return given_grad(work(*arguments) if work else arguments)
-
-    def given_grad(found):
-        x, grad = found[:2]
+        x, grad = arguments[:2]
         return torch.Tensor.detach(x).as_subclass(torch.Tensor).mT @ grad
 
     groups, expected = [], torch.zeros_like(w)

@@ -6,25 +6,19 @@ import pytest
 import torch
 from support import late
 from support.late_runs import Run, check_in_every_order, differences, no_stream, results_of
-from support.late_stages import ROWS, STAGES, WIDTH
-from torch import nn
+from support.late_stages import ROWS, STAGES, WIDTH, mlp, of
 
 import zbpipe
 
 
-class Halves(nn.Module):
+def on_both(m, x):
     """The first layers on one device, the last on the other; a scale of the first comes in again at the end."""
+    h = m.first(x) * m.scale
+    there = m.second[0].weight.device
+    return m.second(h.to(there)) * m.scale.to(there)
 
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-        self.second = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
-        self.scale = nn.Parameter(torch.randn(WIDTH))
 
-    def forward(self, x):
-        h = self.first(x) * self.scale
-        there = self.second[0].weight.device
-        return self.second(h.to(there)) * self.scale.to(there)
+HALVES = of(on_both, first=mlp, second=mlp, scale=(WIDTH,))
 
 
 class OnBoth(Run):
@@ -66,7 +60,7 @@ def halves_on_other_streams(run):
 @pytest.mark.parametrize("policy", [{}, {"defer": "all"}, {"defer": "nothing"}], ids=["matrices", "all", "nothing"])
 @pytest.mark.parametrize("scenario", [halves_at_once, halves_on_other_streams], ids=lambda s: s.__name__)
 def test_two_devices(scenario, policy):
-    check_in_every_order(scenario, Halves, OnBoth, seeds=5, policy=policy)
+    check_in_every_order(scenario, HALVES, OnBoth, seeds=5, policy=policy)
 
 
 @pytest.mark.parametrize("name", STAGES)

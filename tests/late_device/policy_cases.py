@@ -9,62 +9,9 @@ from support.late_runs import (
     on_three_streams,
     without_waiting_first,
 )
-from support.late_stages import ROWS, STAGES, WIDTH, Checkpointed, mlp
-from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from support.late_stages import PACKED, ROWS, STAGES, WIDTH
 
 import zbpipe
-
-
-class Nested(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.out = mlp(), mlp(), nn.Linear(WIDTH, WIDTH)
-
-    def inner(self, x):
-        return self.second(checkpoint(self.first, x, use_reentrant=False))
-
-    def forward(self, x):
-        return self.out(checkpoint(self.inner, x, use_reentrant=False))
-
-
-def keep_products(ctx, op, *args, **kwargs):
-    return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.addmm.default else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-class Selective(Checkpointed):
-    def forward(self, x):
-        def contexts():
-            return create_selective_checkpoint_contexts(keep_products)
-
-        return self.out(checkpoint(self.block, x, use_reentrant=False, context_fn=contexts))
-
-
-class Offloaded(Checkpointed):
-    def forward(self, x):
-        with torch.autograd.graph.save_on_cpu():
-            h = self.block(x)
-        return self.out(h)
-
-
-class DropsOutAgain(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def block(self, x):
-        return nn.functional.dropout(torch.tanh(self.inner(x)), 0.5)
-
-    def forward(self, x):
-        return self.out(checkpoint(self.block, x, use_reentrant=False))
-
-
-ALL_STAGES = STAGES | {
-    "nested": Nested,
-    "selective": Selective,
-    "offloaded": Offloaded,
-    "dropout again": DropsOutAgain,
-}
 
 POLICIES = {
     "all": {"defer": "all"},
@@ -79,11 +26,11 @@ POLICIES = {
 
 @pytest.mark.parametrize("scenario", [late_weights, without_waiting_first, on_three_streams], ids=lambda s: s.__name__)
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", ALL_STAGES)
+@pytest.mark.parametrize("name", [*STAGES, *PACKED])
 def test_policy(name, policy, scenario):
     # Fused, what several nodes give to one weight is not summed before it is added.
     rounds = 1e-5 if policy == "fused" and name in ("tied", "branches") else 0
-    check_in_every_order(scenario, ALL_STAGES[name], policy=POLICIES[policy], tolerance=rounds)
+    check_in_every_order(scenario, (STAGES | PACKED)[name], policy=POLICIES[policy], tolerance=rounds)
 
 
 @pytest.mark.parametrize("name", ["mlp", "normed", "tied", "batched"])
@@ -140,5 +87,5 @@ def test_the_stages_are_what_they_say():
     x = torch.randn(ROWS, WIDTH, device="late", requires_grad=True)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.device.type) or t, lambda t: t):
-        Nested().to("late")(x)
+        PACKED["nested"]().to("late")(x)
     assert len(saved) <= 6

@@ -6,8 +6,7 @@ import pytest
 import torch
 from support import late
 from support.late_runs import SCENARIOS, at_once, check_in_every_order, results_of
-from support.late_stages import STAGES, WIDTH
-from torch import nn
+from support.late_stages import STAGES, WIDTH, of
 
 
 @pytest.mark.parametrize("split", [True, False], ids=["split", "whole"])
@@ -17,20 +16,14 @@ def test_scenario(name, scenario, split):
     check_in_every_order(scenario, STAGES[name], seeds=3, split=split)
 
 
-class Often(nn.Module):
+def often(m, x):
     """Its weight is owed many gradients; the node that I's walk meets first is the last of a backward."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.randn(WIDTH))
-
-    def forward(self, x):
-        parts = [torch.sin(x * self.scale + k) for k in range(300)]
-        return functools.reduce(lambda rest, part: part + rest, reversed(parts))
+    parts = [torch.sin(x * m.scale + k) for k in range(300)]
+    return functools.reduce(lambda rest, part: part + rest, reversed(parts))
 
 
 def test_sums_are_in_order_whichever_thread_is_the_faster():
-    check_in_every_order(at_once, Often, seeds=10)
+    check_in_every_order(at_once, of(often, scale=(WIDTH,)), seeds=10)
 
 
 def test_all_memory_comes_back():

@@ -159,16 +159,15 @@ class Planned(Exception):
     pass
 
 
-def raising(times=1):
-    """A hook that raises the first times it is called."""
+def raising():
+    """A hook that raises the first time it is called."""
     calls = []
 
     def hook(*_):
         calls.append(1)
-        if len(calls) <= times:
+        if len(calls) == 1:
             raise Planned("from the hook")
 
-    hook.calls = calls
     return hook
 
 

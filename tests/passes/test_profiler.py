@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.functions import Handing
-from support.oracle import needs_zbpipe
+from support.oracle import Stage, needs_zbpipe
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -12,16 +12,11 @@ import zbpipe
 pytestmark = needs_zbpipe
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x):
-        return self.down(self.up(x).tanh())
+def layers():
+    return Stage(lambda m, x: m.down(m.up(x).tanh()), up=nn.Linear(8, 16), down=nn.Linear(16, 8))
 
 
-def profiled_passes(net, retry=False):
+def profiled_passes(net):
     """The events of one I and one W."""
     x = torch.randn(4, 8, requires_grad=True)
     out = net(x)
@@ -41,7 +36,7 @@ def inside(inner, outer):
 
 @pytest.mark.parametrize("hooked", [False, True])
 def test_products_of_the_weights_lie_in_their_groups_and_these_in_the_weight_pass(hooked):
-    net = Net()
+    net = layers()
     if hooked:
         for w in net.parameters():
             w.register_hook(lambda grad: None)
@@ -59,22 +54,14 @@ def test_products_of_the_weights_lie_in_their_groups_and_these_in_the_weight_pas
 
 
 def test_work_that_was_handed_over_is_a_range_of_its_own():
-    class HandingNet(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w = nn.Parameter(torch.randn(8, 8))
-
-        def forward(self, x):
-            return Handing.apply(x, self.w)
-
-    events = profiled_passes(HandingNet())
+    events = profiled_passes(Stage(lambda m, x: Handing.apply(x, m.w), w=nn.Parameter(torch.randn(8, 8))))
     (w,), (work,) = ranges(events, "zbpipe::weight_pass"), ranges(events, "zbpipe::work")
     assert inside(work, w)
     assert sum(inside(product, work) for product in ranges(events, "aten::mm")) == 1
 
 
 def test_ranges_end_when_a_pass_raises():
-    net = Net()
+    net = layers()
     failing = []
 
     def hook(grad):

@@ -198,7 +198,7 @@ class Block(Linears):
     trip = None
 
     def equip(self, trip):
-        """Puts the site of `trip` into the block; returns handles of the hooks that are one."""
+        """Puts the site of `trip` into the block."""
         self.trip, site = trip, trip.fault.site
 
         def reach(*args):
@@ -210,7 +210,8 @@ class Block(Linears):
             "a weight's hook": self.up.weight.register_hook,
             "a weight's post-accumulate hook": self.up.weight.register_post_accumulate_grad_hook,
         }
-        return [hooks[site](reach)] if site in hooks else []
+        if site in hooks:
+            hooks[site](reach)
 
     def forward(self, x):
         h = self.up(self.norm(x)).tanh()

@@ -69,7 +69,7 @@ class Job:
         self.parts = {i: parts[i] for i in self.mine}
         if rank == fault.rank:
             self.parts[fault.stage].equip(self.trip)
-        self.stages, self.groups, self.number = [], 0, 1  # the number of the step that fails
+        self.stages, self.groups = [], 0
 
     def meet(self):
         """The ranks' next process group."""
@@ -94,16 +94,10 @@ class Job:
         return named(self.parts)
 
     def step(self, number):
-        """The error's text, or losses and gradients: as numbers, which are none of the memory that is counted."""
+        """The error's text, or losses and gradients, when the ranks have agreed that all of them have got so far: as numbers,
+        which are none of the memory that is counted."""
         for w in self.weights().values():
             w.grad = None
-        losses = self.attempt(number)
-        if isinstance(losses, str):
-            return losses
-        return losses, {name: w.grad.tolist() for name, w in self.weights().items()}
-
-    def attempt(self, number):
-        """The error's text, or the losses, as the ranks have agreed on that all of them have got so far."""
         self.losses, seen = 0, []
         x, target = cases.batch(number)
         given = {"target": target, "losses": seen} if STAGES - 1 in self.mine else {}
@@ -112,7 +106,7 @@ class Job:
             dist.barrier()
         except BaseException as error:
             return told(error)
-        return [loss.item() for loss in seen]
+        return [loss.item() for loss in seen], {name: w.grad.tolist() for name, w in self.weights().items()}
 
     def leave(self):
         """As a program that gives the step up: what is left of the schedule goes, then the group."""
@@ -149,7 +143,7 @@ class Job:
                 time.sleep(SOON)
         trip.is_armed = self.rank == fault.rank
         trip.hold = partial(wait_for, self.flag("left", fault.rank))
-        got = self.step(self.number)
+        got = self.step(1)
         trip.is_armed, trip.hold = False, None
         if self.rank != fault.rank:
             self.flag("failed", self.rank).write_text("")

@@ -1,6 +1,6 @@
 """Models that others wrote, odd stages, and a fine-tuner's cases under zero-bubble schedules: as without a pipeline.
 
-On zbpipe, and on torch's own module, which trains some of them wrong, silently.
+torch's own module trains some of them wrong, silently.
 """
 
 import functools
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 from support.blocks import ZERO_BUBBLE, Linears, f64
-from support.oracle import needs_zbpipe
-from support.pipelines import Model, assert_close, by_lane, in_turn, on_both, pipelined, ranks_of, unpipelined
+from support.oracle import ON_TORCH, wrong_on_torch
+from support.pipelines import Case, Model, assert_close, in_turn, pipelined, ranks_of, unpipelined
 from torch import nn
 
 STAGES, MICROBATCHES, BATCH, STEPS = 4, 4, 8, 3
@@ -310,7 +310,7 @@ class Trained:
     """
     constant: microbatches without any label, from step `since` on. From the first one on torch's own module refuses a constant
         first loss: by a backward through it a stage learns its gradients' shapes.
-    on_torch: "right", "wrong" (silently), or words of the error that the last stage's rank raises.
+    wrong: what torch's own module does.
     given: whether the stages are told their shapes. torch infers them by a forward on memory as it finds it, which spoils the
         running statistics of batch norms, and is no index into an embedding.
     """
@@ -320,7 +320,7 @@ class Trained:
     loss: Callable = squared
     constant: tuple = ()
     since: int = 1
-    on_torch: str = "right"
+    wrong: str = ""
     needs: str = ""
     given: bool = False
     under: tuple = ZERO_BUBBLE
@@ -328,11 +328,12 @@ class Trained:
 
 # Where no input of a stage requires a gradient, and its weights do, torch's own I and W give them none, or under
 # ScheduleDualPipeV, which does not split every backward, some microbatches' alone. Measured on torch 2.13 and 2.15.
+NO_GRADIENTS = "weights get no gradients, silently"
 hub = functools.partial(Trained, draw=tokens, loss=cross_entropy, needs="transformers", under=(ZBV,))
 adapters = functools.partial(Trained, draw=tokens, loss=cross_entropy, needs="peft")
 odd = functools.partial(Trained, draw=vectors)
 words = functools.partial(Trained, draw=tokens, loss=cross_entropy, given=True)
-wrong = functools.partial(Trained, on_torch="wrong")
+wrong = functools.partial(Trained, wrong=NO_GRADIENTS)
 gpt2 = hugging_face("GPT2Config", "GPT2LMHeadModel", CutGPT2, **LIKE_GPT2)
 mixtral = hugging_face("MixtralConfig", "MixtralForCausalLM", **LIKE_LLAMA, **EXPERTS)
 TRAINED = {
@@ -343,10 +344,10 @@ TRAINED = {
     "lstm": odd(lambda count: [Recurrent() for _ in range(count)], under=(ZBV,)),
     "resnet": Trained(resnet, images, cross_entropy, given=True, under=(ZBV,)),
     "PEFT's LoRA on all layers": adapters(peft(*range(STAGES))),
-    "PEFT's LoRA on the last two layers": adapters(peft(2, 3), on_torch="wrong"),
-    "PEFT's LoRA on the last layer": adapters(peft(3), on_torch="wrong"),
+    "PEFT's LoRA on the last two layers": adapters(peft(2, 3), wrong=NO_GRADIENTS),
+    "PEFT's LoRA on the last layer": adapters(peft(3), wrong=NO_GRADIENTS),
     "a stage without parameters": odd(without_parameters(1)),
-    "the first and the third stage without parameters": odd(without_parameters(0, 2), on_torch="wrong"),
+    "the first and the third stage without parameters": odd(without_parameters(0, 2), wrong=NO_GRADIENTS),
     "the last stage without parameters": odd(without_parameters(3)),
     "integers between stages": words(integers(3)),
     "the input's integers handed on": words(integers(0)),
@@ -367,27 +368,27 @@ TRAINED = {
     "all losses constant but one": Trained(everything, loss=masked, constant=(0, 1, 3)),
     "all losses constant": Trained(everything, loss=masked, constant=(0, 1, 2, 3)),
     "the first loss constant from the first step on": Trained(
-        *(everything, doubles, masked, (0,), 0), on_torch="element 0 of tensors does not require grad"
+        *(everything, doubles, masked, (0,), 0), wrong="element 0 of tensors does not require grad"
     ),
     "the last two stages, a constant loss": wrong(only(2, 3), loss=masked, constant=(2,)),
     "LoRA on the last two stages, a constant loss": wrong(lora_on(2, 3), loss=masked, constant=(2,)),
 }
 # A stage of torch up to 2.12 asks for a gradient of every input, so that it takes no integers, and sends none that is None.
 # Where it gets none 2.11 is right and 2.12 raises.
-OLDER, NEWER = torch.__version__ < (2, 13), torch.__version__ >= (2, 16)
+OLDER = torch.__version__ < (2, 13)
 PLAIN_2_11 = OLDER and torch.__version__ < (2, 12)
 
 
-def on_torch(name):
+def wrong_of(name):
     one = TRAINED[name]
     if OLDER and name == "transformer":
         return "element 1 of tensors does not require grad"  # in the decoder
-    return "right" if PLAIN_2_11 and one.on_torch == "wrong" and one.needs == "" else one.on_torch
+    return "" if PLAIN_2_11 and one.wrong == NO_GRADIENTS and one.needs == "" else one.wrong
 
 
 def is_refused(name):
     one = TRAINED[name]
-    learns_nothing = on_torch(name) == "wrong" and one.needs == "" and not PLAIN_2_11
+    learns_nothing = wrong_of(name) == NO_GRADIENTS and one.needs == "" and not PLAIN_2_11
     return OLDER and (one.constant != () or (one.draw is tokens and one.given) or learns_nothing)
 
 
@@ -447,15 +448,14 @@ RUNS = [
     for schedule in one.under
     if is_there(name) and not is_refused(name)
 ]
-CASES = {}
-for (name, schedule), lane in RUNS:
-    CASES |= on_both(f"{name} {schedule}", functools.partial(run, name, schedule), lane)
-
+CASES = {
+    f"{name} {schedule}": Case(functools.partial(run, name, schedule), lane, apart=ON_TORCH)
+    for (name, schedule), lane in RUNS
+}
 ranks = ranks_of(__file__, CASES)
 pytestmark = [
     pytest.mark.dist,
     pytest.mark.slow,
-    needs_zbpipe,  # runs both modules itself
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # peft reads it
 ]
 
@@ -464,47 +464,22 @@ def expected(name):
     return unpipelined(model_of(name), STAGES)
 
 
-def runs(*outcomes):
-    """Those of which torch's own module makes that."""
-    of = {"right": "right", "wrong": "wrong"}
-    kept = [(run, lane) for run, lane in RUNS if not outcomes or of.get(on_torch(run[0]), "raises") in outcomes]
-    return pytest.mark.parametrize(("name", "schedule"), by_lane(kept))
-
-
 def learned(seen):
     """Without what is None or zero: where every loss is constant an ordinary backward leaves None, and stages get zeros."""
     return {what: value for what, value in seen.items() if value is not None and value.any()}
 
 
-@runs()
+def marks(name, lane):
+    known = [wrong_on_torch(why)] if (why := wrong_of(name)) else []
+    return [*known, *([pytest.mark.long] if lane == "long" else [])]
+
+
+@pytest.mark.parametrize(("name", "schedule"), [pytest.param(*run, marks=marks(run[0], lane)) for run, lane in RUNS])
 def test_it_trains_as_it_does_unpipelined(name, schedule, ranks):
-    got, wanted = ranks.together(f"{name} {schedule} zbpipe"), expected(name)
+    got, wanted = ranks.together(f"{name} {schedule}"), expected(name)
     if len(TRAINED[name].constant) == MICROBATCHES:
         got, wanted = learned(got), learned(wanted)
     assert_close(got, wanted)
-
-
-@runs("right")
-def test_torchs_own_module_trains_it_as_well(name, schedule, ranks):
-    got, wanted = ranks.together(f"{name} {schedule} torch"), expected(name)
-    if len(TRAINED[name].constant) == MICROBATCHES:
-        got, wanted = learned(got), learned(wanted)
-    assert_close(got, wanted)
-
-
-@pytest.mark.skipif(NEWER, reason="known of torch 2.11 to 2.15")
-@runs("wrong")
-def test_torchs_own_module_trains_it_wrong_silently(name, schedule, ranks):
-    got, wanted = ranks.together(f"{name} {schedule} torch"), expected(name)
-    grads = [what for what, value in wanted.items() if what[:2] == (0, "grad") and value is not None]
-    assert any(got[what] is None or not torch.allclose(got[what], wanted[what]) for what in grads)
-
-
-@pytest.mark.skipif(NEWER, reason="known of torch 2.11 to 2.15")
-@runs("raises")
-def test_torchs_own_module_refuses_it(name, schedule, ranks):
-    last = 1 if schedule == "ScheduleInterleavedZeroBubble" else 0  # the rank of the last stage
-    assert on_torch(name) in ranks.error(f"{name} {schedule} torch", last)
 
 
 @pytest.mark.parametrize(

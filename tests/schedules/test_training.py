@@ -12,7 +12,6 @@ from support.oracle import wrong_on_torch
 from support.pipelines import Case, Pipeline, assert_close, copied, named, places, ranks_of
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zbpipe
 
@@ -67,9 +66,6 @@ class Unpipelined:
                 if grad is not None:
                     grad.div_(MICROBATCHES)
 
-    def total(self, value, op):
-        return value
-
     def scaler(self, **settings):
         return torch.amp.GradScaler("cpu", **settings)
 
@@ -91,10 +87,6 @@ class Pipelined(Unpipelined):
     def step(self, x, target, after_microbatch=None):
         self.line.step(x, target)
 
-    def total(self, value, op):
-        dist.all_reduce(value, op)
-        return value
-
     def scaler(self, **settings):
         return ShardedGradScaler("cpu", process_group=dist.group.WORLD, **settings)
 
@@ -113,17 +105,16 @@ class Recorder:
         self.seen |= {(step, what, name): copied(value) for name, value in values.items()}
 
 
-def train(driver, record, optimizer_of, within=contextlib.nullcontext, before=lambda step: None, after=None):
-    """Steps with an optimizer between them. after: a step's end in the place of zero_grad."""
+def train(driver, record, optimizer_of, within=contextlib.nullcontext):
+    """Steps with an optimizer between them."""
     weights = driver.weights()
     optimizer = optimizer_of(weights.values())
     for step in range(STEPS):
         with within():
             driver.step(*batch(step))
-        before(step)
         record(step, "grad", grads(weights))
         optimizer.step()
-        after(step) if after else optimizer.zero_grad()
+        optimizer.zero_grad()
         record(step, "weight", weights)
 
 
@@ -193,20 +184,6 @@ def float32_buffers(driver, record):
         record(step, "weight", weights)
 
 
-def clipping(driver, record):
-    """The norm is that of all ranks' gradients."""
-
-    def clip(step):
-        weights = driver.weights().values()
-        mine = torch.nn.utils.get_total_norm([w.grad for w in weights])
-        norm = driver.total(mine.square(), dist.ReduceOp.SUM).sqrt()
-        torch.nn.utils.clip_grads_with_norm_(weights, 0.5, norm)
-        record(step, "norm", {"": norm})
-
-    driver.start(squared, scale_grads=True)
-    train(driver, record, partial(torch.optim.SGD, lr=0.1), before=clip)
-
-
 def optimizer_in_backward(driver, record):
     """A weight steps in the hook of its last microbatch's accumulation, and gives its gradient back at once."""
     driver.start(squared)
@@ -232,30 +209,11 @@ def optimizer_in_backward(driver, record):
         summed.clear()
 
 
-def moving_average(driver, record):
-    """The average follows in the optimizer's step hook; gradients are kept for a second step's accumulation."""
-    driver.start(squared)
-    model = nn.ModuleDict({str(i): part for i, part in driver.parts.items()})
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-
-    def optimizer_of(weights):
-        optimizer = torch.optim.SGD(weights, 1e-2)
-        optimizer.register_step_post_hook(lambda *_: average.update_parameters(model))
-        return optimizer
-
-    def after(step):
-        record(step, "average", dict(average.module.named_parameters()))
-
-    train(driver, record, optimizer_of, after=after)
-
-
 RECIPES = {
     "autocast bf16 around the step": autocast_around_the_step,
     "autocast bf16 in the stage": autocast_in_the_stage,
     "autocast fp16 in the stage, GradScaler": grad_scaler,
     "bf16 weights, float32 buffers": float32_buffers,
-    "clipping over ranks": clipping,
-    "moving average": moving_average,
     "optimizer in backward": optimizer_in_backward,  # last: on torch's own module a rank may fail here
 }
 
@@ -306,7 +264,3 @@ def test_the_scaled_recipe_skips_the_step_that_overflowed():
     name = "3.block.3.weight"
     assert torch.equal(seen[0, "weight", name], seen[1, "weight", name])
     assert not torch.equal(seen[1, "weight", name], seen[2, "weight", name])
-
-
-def test_the_clipped_recipe_clips():
-    assert expected("clipping over ranks")[0, "norm", ""] > 0.5

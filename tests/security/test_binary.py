@@ -28,7 +28,7 @@ WAYS_OUT = re.compile(
 ABSOLUTE = re.compile(rb"(?<=\0)/[\w./+@-]+\.(?:c|cc|cpp|cxx|h|hpp|inc|py)(?=\0)")
 
 
-def faults_of(path, entry="PyInit__C"):
+def faults_of(path):
     library = elf.Library(path)
     if elf.GNU_RELRO not in library.segments:
         yield "can be written to after it was linked"
@@ -43,7 +43,7 @@ def faults_of(path, entry="PyInit__C"):
         yield "does not look for overruns of the stack"
     if not any(name.endswith("_chk") for name in library.imported):
         yield "does not look for overruns of buffers"
-    if library.exported != {entry}:
+    if library.exported != {"PyInit__C"}:
         yield "exports others' names"
     if {elf.RPATH, elf.RUNPATH} & library.dynamic.keys():
         yield "looks for libraries in a place of its own"

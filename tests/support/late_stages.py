@@ -1,147 +1,126 @@
 """Kinds of stages for the device that runs late; the same on the CPU."""
 
+import functools
+
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from support.functions import Asks, Handing
+from support.oracle import Stage
 
 ROWS, WIDTH = 6, 8
+SQUARE = (WIDTH, WIDTH)
+again = functools.partial(checkpoint, use_reentrant=False)
+
+
+def linear(**options):
+    return nn.Linear(WIDTH, WIDTH, **options)
 
 
 def mlp():
-    return nn.Sequential(
-        nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)
-    )
+    return nn.Sequential(linear(), nn.Tanh(), linear(), nn.Tanh(), linear())
 
 
 def normed():
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH, bias=False))
+    return nn.Sequential(linear(), nn.LayerNorm(WIDTH), nn.GELU(), linear(bias=False))
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
-        self.scale = nn.Parameter(torch.randn(WIDTH))
+def of(forward, **parts):
+    """Makes stages of a forward; parts are shapes of parameters, or make modules."""
 
-    def forward(self, x):
-        return torch.tanh(x @ self.w * self.scale) @ self.w.t()
+    def make():
+        made = {name: part() if callable(part) else nn.Parameter(torch.randn(part) / 4) for name, part in parts.items()}
+        return Stage(forward, **made)
 
-
-class Convolved(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.convolution = nn.Conv1d(2, 3, 3, padding=1)
-        self.out = nn.Linear(12, WIDTH)
-
-    def forward(self, x):
-        return self.out(torch.relu(self.convolution(x.view(ROWS, 2, 4))).flatten(1))
+    return make
 
 
-class Batched(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.experts = nn.Parameter(torch.randn(2, 4, 5))
-        self.out = nn.Parameter(torch.randn(5, 4))
-
-    def forward(self, x):
-        h = torch.bmm(x.view(ROWS, 2, 4).transpose(0, 1), self.experts)
-        return torch.einsum("ebi,io->beo", h.sigmoid(), self.out).reshape(ROWS, WIDTH)
-
-
-class Checkpointed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.block, self.out = mlp(), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.out(torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=False))
-
-
-class DropsOut(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.out(torch.nn.functional.dropout(self.inner(x), 0.5))
-
-
-class Handed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.w, self.v = (nn.Parameter(torch.randn(WIDTH, WIDTH) / 4) for _ in range(2))
-
-    def forward(self, x):
-        return Handing.apply(torch.tanh(Handing.apply(x, self.w)), self.v)
+def batched(m, x):
+    h = torch.bmm(x.view(ROWS, 2, 4).transpose(0, 1), m.experts)
+    return torch.einsum("ebi,io->beo", h.sigmoid(), m.inner).reshape(ROWS, WIDTH)
 
 
 def at_once(x, w, grad):
     return x.mT @ grad, None
 
 
-class Multiplied(Handed):
+def multiplied(m, x):
     """Functions that say nothing."""
-
-    def forward(self, x):
-        return Asks.apply(torch.tanh(Asks.apply(x, self.w, None, at_once)), self.v, None, at_once)
+    return Asks.apply(torch.tanh(Asks.apply(x, m.w, None, at_once)), m.v, None, at_once)
 
 
-class HandedComputed(Handed):
-    """Between the task and the weight there is a node: W takes the engine, and makes the call before it."""
-
-    def forward(self, x):
-        return Handing.apply(torch.tanh(Handing.apply(x, self.w.sin())), self.v)
-
-
-class Root(nn.Module):
-    """Its second output depends on a parameter alone: W starts there."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.w = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH, WIDTH))
-
-    def forward(self, x):
-        return self.inner(x), (self.w * self.w).sum(0)
-
-
-class Branches(nn.Module):
+def branches(m, x):
     """Two branches, each on a stream of its own, share a matrix and a scale."""
 
-    def __init__(self):
-        super().__init__()
-        self.w, self.scale = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4), nn.Parameter(torch.randn(WIDTH))
-        self.shift = nn.Parameter(torch.randn(WIDTH))
+    def branch(x):
+        return torch.tanh(x @ m.w * m.scale) * m.scale + m.shift
 
-    def branch(self, x):
-        return torch.tanh(x @ self.w * self.scale) * self.scale + self.shift
-
-    def forward(self, x):
-        if x.device.type == "cpu":
-            return self.branch(x) + self.branch(x.sin())
-        made, main = [], torch.accelerator.current_stream()
-        for change in (lambda x: x, torch.sin):
-            side = torch.Stream(device=x.device)
-            side.wait_stream(main)
-            x.record_stream(side)
-            with side:
-                made.append(self.branch(change(x)))
-            main.wait_stream(side)
-            made[-1].record_stream(main)
-        return made[0] + made[1]
+    if x.device.type == "cpu":
+        return branch(x) + branch(x.sin())
+    made, main = [], torch.accelerator.current_stream()
+    for change in (lambda x: x, torch.sin):
+        side = torch.Stream(device=x.device)
+        side.wait_stream(main)
+        x.record_stream(side)
+        with side:
+            made.append(branch(change(x)))
+        main.wait_stream(side)
+        made[-1].record_stream(main)
+    return made[0] + made[1]
 
 
 STAGES = {
     "mlp": mlp,
     "normed": normed,
-    "tied": Tied,
-    "convolved": Convolved,
-    "batched": Batched,
-    "checkpointed": Checkpointed,
-    "dropout": DropsOut,
-    "handed over": Handed,
-    "handed over, computed": HandedComputed,
-    "multiplied": Multiplied,
-    "weight root": Root,
-    "branches": Branches,
+    "tied": of(lambda m, x: torch.tanh(x @ m.w * m.scale) @ m.w.t(), w=SQUARE, scale=(WIDTH,)),
+    "convolved": of(
+        lambda m, x: m.out(torch.relu(m.convolution(x.view(ROWS, 2, 4))).flatten(1)),
+        convolution=lambda: nn.Conv1d(2, 3, 3, padding=1),
+        out=lambda: nn.Linear(12, WIDTH),
+    ),
+    "batched": of(batched, experts=(2, 4, 5), inner=(5, 4)),
+    "checkpointed": of(lambda m, x: m.out(again(m.block, x)), block=mlp, out=linear),
+    "dropout": of(lambda m, x: m.out(nn.functional.dropout(m.inner(x), 0.5)), inner=linear, out=linear),
+    "handed over": of(lambda m, x: Handing.apply(torch.tanh(Handing.apply(x, m.w)), m.v), w=SQUARE, v=SQUARE),
+    # Between the task and the weight there is a node: W takes the engine, and makes the call before it.
+    "handed over, computed": of(
+        lambda m, x: Handing.apply(torch.tanh(Handing.apply(x, m.w.sin())), m.v), w=SQUARE, v=SQUARE
+    ),
+    "multiplied": of(multiplied, w=SQUARE, v=SQUARE),
+    # Its second output depends on a parameter alone: W starts there.
+    "weight root": of(lambda m, x: (m.inner(x), (m.w * m.w).sum(0)), inner=linear, w=SQUARE),
+    "branches": of(branches, w=SQUARE, scale=(WIDTH,), shift=(WIDTH,)),
+}
+
+
+def keep_products(ctx, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.addmm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+selectively = functools.partial(
+    again, context_fn=functools.partial(create_selective_checkpoint_contexts, keep_products)
+)
+
+
+def nested(m, x):
+    return m.out(again(lambda x: m.second(again(m.first, x)), x))
+
+
+def offloaded(m, x):
+    with torch.autograd.graph.save_on_cpu():
+        h = m.block(x)
+    return m.out(h)
+
+
+def drops_out_again(m, x):
+    return m.out(again(lambda x: nn.functional.dropout(torch.tanh(m.inner(x)), 0.5), x))
+
+
+# For policies.
+PACKED = {
+    "nested": of(nested, first=mlp, second=mlp, out=linear),
+    "selective": of(lambda m, x: m.out(selectively(m.block, x)), block=mlp, out=linear),
+    "offloaded": of(offloaded, block=mlp, out=linear),
+    "dropout again": of(drops_out_again, inner=linear, out=linear),
 }

@@ -31,6 +31,7 @@ NOT_OF_A_DEVICE = {
         "test_fused_into_a_grad_of_a_wider",
     ),
     "it counts the CPU's memory or calls": (
+        "test_flat.py",
         "test_size.py",
         "test_what_nodes_behind_a_split_node_have_saved",
         "test_profiler.py",

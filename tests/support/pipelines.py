@@ -28,7 +28,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from support import blocks
 from support.blocks import SCHEDULES, ZERO_BUBBLE
 from support.processes import TESTS, results, run_ranks
-from support.ranks import MODULES, UNDER_TEST, join, on
+from support.ranks import UNDER_TEST, join, on
 
 # What is trained.
 
@@ -199,7 +199,7 @@ def unwatch(stage):
 class Case(NamedTuple):
     """
     run: returns what this rank leaves.
-    module: what is patched while it runs: one of MODULES.
+    module: what is patched while it runs: one of support.ranks.MODULES.
     apart: in a process and a group of its own, as it may fail or crash. Any other's failure ends the cases after it.
     """
 
@@ -207,11 +207,6 @@ class Case(NamedTuple):
     lane: str = "fast"
     module: str = UNDER_TEST
     apart: bool = False
-
-
-def on_both(name, run, lane="fast"):
-    """A case for zbpipe, and one for torch's own module, which may fail."""
-    return {f"{name} {module}": Case(run, lane, module, apart=module == "torch") for module in MODULES}
 
 
 def in_turn(number, schedule):

@@ -105,18 +105,14 @@ def start_ranks(ranks, timeout, env):
                 process.wait()
 
 
-def results(folder, name, world, load=torch.load):
+def results(folder, name, world):
     """What each rank left as NAME.RANK. Where one left nothing the test fails, with what the ranks said instead."""
     files = [folder / f"{name}.{rank}" for rank in range(world)]
     if not all(file.exists() for file in files):
         failed = [file for rank in range(world) if (file := folder / f"{name}.{rank}.failed").exists()]
         said = failed or [folder / f"output.{rank}" for rank in range(world)]
         pytest.fail("\n".join([f"{name} did not finish", *(file.read_text()[-3000:] for file in said)]))
-    return [load(file) for file in files]
-
-
-def from_json(file):
-    return json.loads(file.read_text())
+    return [torch.load(file) for file in files]
 
 
 def in_own_process(body, timeout=200, started_anew=False):

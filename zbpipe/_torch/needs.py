@@ -61,6 +61,11 @@ class Need(NamedTuple):
     slow: str = ""
 
 
+def _in_all(*things: Thing) -> tuple[Way, ...]:
+    """The one way of a need that every release meets alike."""
+    return (Way("2.11 to 2.15", things),)
+
+
 def _functions(owner: str, signatures: dict[str, str], may_be_missing: bool = False) -> tuple[Thing, ...]:
     return tuple(
         Thing(_join(owner, name), "function", tuple(parameters.split()), may_be_missing)
@@ -130,14 +135,9 @@ NEEDS = (
         "passes",
         Weight.NUMBERS,
         "I and W cannot take the place of torch's",
-        (
-            Way(
-                "2.11 to 2.15",
-                (
-                    *_functions(f"{_PIPELINING}._backward", _PASSES),
-                    *_functions(f"{_PIPELINING}._backward", _NEWER_PASSES, may_be_missing=True),
-                ),
-            ),
+        _in_all(
+            *_functions(f"{_PIPELINING}._backward", _PASSES),
+            *_functions(f"{_PIPELINING}._backward", _NEWER_PASSES, may_be_missing=True),
         ),
     ),
     Need(
@@ -161,7 +161,7 @@ NEEDS = (
         "the scale of main_grad",
         Weight.SOME_NUMBERS,
         "a schedule's division by the number of microbatches would not reach main_grad",
-        (Way("2.11 to 2.15", _functions(_BASE, {"scale_grads": "self grad_scale_factor"})),),
+        _in_all(*_functions(_BASE, {"scale_grads": "self grad_scale_factor"})),
     ),
     Need(
         "fully_shard",
@@ -185,36 +185,26 @@ NEEDS = (
         "DistributedDataParallel",
         Weight.SOME_NUMBERS,
         "DistributedDataParallel would reduce at the wrong moment, or never",
-        (
-            Way(
-                "2.11 to 2.15",
-                (
-                    *_attributes(
-                        f"{_DDP}:DistributedDataParallel",
-                        "reducer module static_graph find_unused_parameters parameters_to_ignore "
-                        "_static_graph_delay_allreduce_enqueued",
-                    ),
-                    *_functions(_DDP, {"_find_tensors": "obj"}),
-                    Thing("torch.distributed:Reducer.prepare_for_backward", "callable"),
-                    Thing("torch.distributed:Reducer._delay_all_reduce", "callable"),
-                ),
+        _in_all(
+            *_attributes(
+                f"{_DDP}:DistributedDataParallel",
+                "reducer module static_graph find_unused_parameters parameters_to_ignore "
+                "_static_graph_delay_allreduce_enqueued",
             ),
+            *_functions(_DDP, {"_find_tensors": "obj"}),
+            Thing("torch.distributed:Reducer.prepare_for_backward", "callable"),
+            Thing("torch.distributed:Reducer._delay_all_reduce", "callable"),
         ),
     ),
     Need(
         "the composable replicate",
         Weight.SOME_NUMBERS,
         "replicate would reduce at the wrong moment, or never",
-        (
-            Way(
-                "2.11 to 2.15",
-                (
-                    *_functions(_COMPOSABLE, {"_get_registry": "module"}),
-                    Thing(f"{_COMPOSABLE}:replicate.state", "callable"),
-                    *_attributes(f"{_COMPOSABLE}.replicate:_ReplicateState", "_ddp _no_sync _init_args"),
-                    *_functions(f"{_COMPOSABLE}.replicate:_ReplicateState", {"lazy_init": "self"}),
-                ),
-            ),
+        _in_all(
+            *_functions(_COMPOSABLE, {"_get_registry": "module"}),
+            Thing(f"{_COMPOSABLE}:replicate.state", "callable"),
+            *_attributes(f"{_COMPOSABLE}.replicate:_ReplicateState", "_ddp _no_sync _init_args"),
+            *_functions(f"{_COMPOSABLE}.replicate:_ReplicateState", {"lazy_init": "self"}),
         ),
     ),
     Need(
@@ -239,14 +229,11 @@ NEEDS = (
         "compiled stages",
         Weight.MEMORY,
         "its schedules go on refusing compiled stages",
-        (
-            Way(
-                "2.11 to 2.15",
-                _functions(
-                    f"{_PIPELINING}.schedules",
-                    {"_check_torch_compile_compatibility": "stages schedule_name"},
-                    may_be_missing=True,
-                ),
+        _in_all(
+            *_functions(
+                f"{_PIPELINING}.schedules",
+                {"_check_torch_compile_compatibility": "stages schedule_name"},
+                may_be_missing=True,
             ),
         ),
     ),
@@ -254,54 +241,39 @@ NEEDS = (
         "tensors and nodes",
         Weight.TOOL,
         "explain, defer, release and the leak tools",
-        (
-            Way(
-                "2.11 to 2.15",
-                (
-                    *_attributes("torch:Tensor", "_base _version"),
-                    *_callables("torch:Tensor", "_is_view _make_subclass _use_count"),
-                    *_callables("torch._C", "_DisableAutocast DisableTorchFunctionSubclass"),
-                    *_callables("torch._C", "_storage_Use_Count _swap_tensor_impl"),
-                    *_attributes("torch:UntypedStorage", "_cdata"),
-                    *_attributes("torch.nn:Module", "_parameters _buffers _modules"),
-                    *_attributes("torch.nn.utils.parametrize", "_cache"),
-                    *_callables("torch.utils._python_dispatch", "is_traceable_wrapper_subclass"),
-                    *_callables("torch.utils._pytree", "tree_flatten tree_unflatten tree_map"),
-                ),
-            ),
+        _in_all(
+            *_attributes("torch:Tensor", "_base _version"),
+            *_callables("torch:Tensor", "_is_view _make_subclass _use_count"),
+            *_callables("torch._C", "_DisableAutocast DisableTorchFunctionSubclass"),
+            *_callables("torch._C", "_storage_Use_Count _swap_tensor_impl"),
+            *_attributes("torch:UntypedStorage", "_cdata"),
+            *_attributes("torch.nn:Module", "_parameters _buffers _modules"),
+            *_attributes("torch.nn.utils.parametrize", "_cache"),
+            *_callables("torch.utils._python_dispatch", "is_traceable_wrapper_subclass"),
+            *_callables("torch.utils._pytree", "tree_flatten tree_unflatten tree_map"),
         ),
     ),
     Need(
         "the CUDA allocator",
         Weight.TOOL,
         "zbpipe.memory and the leak tools on CUDA",
-        (
-            Way(
-                "2.11 to 2.15",
-                (
-                    *_callables("torch.cuda.memory", "_record_memory_history _snapshot"),
-                    *(thing._replace(may_be_missing=True) for thing in _OF_CUDA_BUILDS),
-                ),
-            ),
+        _in_all(
+            *_callables("torch.cuda.memory", "_record_memory_history _snapshot"),
+            *(thing._replace(may_be_missing=True) for thing in _OF_CUDA_BUILDS),
         ),
     ),
     Need(
         "compilers",
         Weight.TOOL,
         "zbpipe.compile and explain of compiled modules",
-        (
-            Way(
-                "2.11 to 2.15",
-                (
-                    *_callables("torch._dynamo.backends.debugging", "aot_eager boxed_nop"),
-                    *_callables(_INDUCTOR, "compile_fx compile_fx_inner"),
-                    *_callables("torch._dynamo.eval_frame", "_TorchDynamoContext"),
-                    *_callables("torch._inductor.utils", "BoxedBool"),
-                    *_callables("torch", "_TorchCompileInductorWrapper"),
-                    *_callables("torch._guards", "CompileContext TracingContext compile_context tracing"),
-                    *_callables("torch._ops", "OpOverload HigherOrderOperator"),
-                ),
-            ),
+        _in_all(
+            *_callables("torch._dynamo.backends.debugging", "aot_eager boxed_nop"),
+            *_callables(_INDUCTOR, "compile_fx compile_fx_inner"),
+            *_callables("torch._dynamo.eval_frame", "_TorchDynamoContext"),
+            *_callables("torch._inductor.utils", "BoxedBool"),
+            *_callables("torch", "_TorchCompileInductorWrapper"),
+            *_callables("torch._guards", "CompileContext TracingContext compile_context tracing"),
+            *_callables("torch._ops", "OpOverload HigherOrderOperator"),
         ),
         slow=_INDUCTOR,
     ),
