@@ -146,7 +146,7 @@ def test_no_module_is_longer_than_one_reads():
 FUNCTION = re.compile(
     r"^(?!struct|class|static)[\w:*<> ]+?\*?\s?\b(zbp_\w+)\(([^;{]*)\)\s*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL
 )
-BARRIER = re.compile(r"\b(guarded|guarded_object|set_of|kept_in|in_memory|barrier\.end)\(")
+BARRIER = re.compile(r"\b(guarded|guarded_object|kept_in|in_memory|barrier\.end)\(")
 # Behind no barrier: they free, read a flag or a clock, or hold a lock for that; called where no Python error may be set.
 OF_GROUPS = ("release", "again", "free", "traverse", "clear")
 OF_TAPS = (
@@ -154,16 +154,13 @@ OF_TAPS = (
     "adopt",
     "adopt_storage",
     "feeds",
-    "mark",
-    "trace_start",
-    "trace_stop",
-    "serial",
     "blocks",
-    "lock",
-    "unlock",
+    "tally",
 )
-CANNOT_THROW = {"zbp_add_handle", "zbp_error_clear", "zbp_error_raise", "zbp_weight_key", "zbp_tensor_key"}
+OF_TRACES = ("start", "stop", "keep", "forget", "lock", "unlock")
+CANNOT_THROW = {"zbp_add_handle", "zbp_add_storages", "zbp_error_clear", "zbp_error_raise", "zbp_weight_key"}
 CANNOT_THROW |= {f"zbp_group_{name}" for name in OF_GROUPS} | {f"zbp_tap_{name}" for name in OF_TAPS}
+CANNOT_THROW |= {f"zbp_trace_{name}" for name in OF_TRACES}
 
 
 def unguarded(source):

@@ -117,10 +117,7 @@ static PyObject *group_describe(PyObject *op, PyObject *Py_UNUSED(ignored))
 static PyObject *group_get_reads_weights(PyObject *op, void *Py_UNUSED(closure))
 {
     zbp_error error = {0};
-    int answer = 0;
-    return zbp_group_reads_weights(((group_object *)op)->group, &answer, &error) == ZBP_OK
-               ? PyBool_FromLong(answer)
-               : zbp_error_raise(&error);
+    return zbp_or_raise(zbp_group_reads_weights(((group_object *)op)->group, &error), &error);
 }
 
 static PyMethodDef group_methods[] = {{"_describe", group_describe, METH_NOARGS,

@@ -26,11 +26,13 @@ static int module_exec(PyObject *module)
     if (PyModule_AddObjectRef(module, "RunError", state->run_error) < 0) {
         return -1;
     }
-    if (zbp_add_passes(module) < 0 || zbp_add_work(module) < 0 || zbp_add_release(module) < 0 ||
-        zbp_add_memory(module) < 0 || zbp_add_holders(module) < 0) {
+    if (PyModule_AddFunctions(module, zbp_passes_functions) < 0 ||
+        PyModule_AddFunctions(module, zbp_work_functions) < 0 ||
+        PyModule_AddFunctions(module, zbp_release_functions) < 0 ||
+        PyModule_AddFunctions(module, zbp_leaks_functions) < 0) {
         return -1;
     }
-    return zbp_add_leaks(module);
+    return zbp_add_memory(module) < 0 ? -1 : zbp_add_holders(module);
 }
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg)

@@ -1,7 +1,7 @@
 /* parts.h - the parts of the extension module, each in a file of its own.
  *
- * Each zbp_add_*(module) adds what its part offers to the module. Returns 0, or -1 with a Python
- * error set.
+ * What a part offers is a table of functions; or zbp_add_*(module) adds it to the module, and
+ * returns 0, or -1 with a Python error set.
  */
 #pragma once
 
@@ -16,11 +16,10 @@ static inline PyObject *zbp_or_raise(PyObject *object, zbp_error *error)
 }
 
 int zbp_add_holders(PyObject *module);
-int zbp_add_leaks(PyObject *module);
 int zbp_add_memory(PyObject *module);
-int zbp_add_passes(PyObject *module);
-int zbp_add_release(PyObject *module);
-int zbp_add_work(PyObject *module);
+
+extern PyMethodDef zbp_leaks_functions[], zbp_passes_functions[], zbp_release_functions[],
+    zbp_work_functions[];
 
 /* Whether another thread is in a call of I or W. With the GIL. */
 bool zbp_passes_run_elsewhere(void);
@@ -41,14 +40,8 @@ zbp_group *zbp_group_in(PyObject *object);
 
 /* Of zbpipe._C; both are owned by it. */
 typedef struct zbp_module_state {
-    PyTypeObject *group_type;
-    PyObject *run_error;
+    PyTypeObject *group_type; /* ParamGroup */
+    PyObject *run_error;      /* what a backward that failed raises */
 } zbp_module_state;
 
 zbp_module_state *zbp_state_of(PyObject *module);
-
-/* The type ParamGroup of zbpipe._C, borrowed. Cannot fail. */
-PyTypeObject *zbp_group_type(PyObject *module);
-
-/* What a backward that failed raises. Borrowed. Cannot fail. */
-PyObject *zbp_run_error(PyObject *module);

@@ -102,10 +102,10 @@ static PyObject *input_pass(PyObject *module, PyObject *args)
     }
     pass_begins();
     result = zbp_or_raise(zbp_input_call(&given, zbp_pass_inputs, wrap_group,
-                                         zbp_group_type(module), &has_begun, &error),
+                                         zbp_state_of(module)->group_type, &has_begun, &error),
                           &error);
     if (result == NULL && has_begun && PyErr_ExceptionMatches(PyExc_Exception)) {
-        raise_run_error(zbp_run_error(module));
+        raise_run_error(zbp_state_of(module)->run_error);
     }
     pass_ends();
     Py_DECREF(given.excluded);
@@ -130,7 +130,7 @@ static int get_groups(weight_call *call, PyObject *module, PyObject *tuple)
     }
     for (size_t i = 0; i < call->count; ++i) {
         PyObject *item = PyTuple_GET_ITEM(tuple, (Py_ssize_t)i);
-        if (!Py_IS_TYPE(item, zbp_group_type(module))) {
+        if (!Py_IS_TYPE(item, zbp_state_of(module)->group_type)) {
             PyErr_Format(PyExc_TypeError,
                          "param_groups[%zu] is a %s; expected a ParamGroup, as "
                          "zbpipe.stage_backward_input returns them",
@@ -244,18 +244,10 @@ PyDoc_STRVAR(is_watched_doc,
 static PyObject *is_watched(PyObject *Py_UNUSED(module), PyObject *tensor)
 {
     zbp_error error = {0};
-    int answer = 0;
-
-    return zbp_is_watched(tensor, &answer, &error) == ZBP_OK ? PyBool_FromLong(answer)
-                                                             : zbp_error_raise(&error);
+    return zbp_or_raise(zbp_is_watched(tensor, &error), &error);
 }
 
-static PyMethodDef passes_methods[] = {{"input_pass", input_pass, METH_VARARGS, input_pass_doc},
-                                       {"weight_pass", weight_pass, METH_VARARGS, weight_pass_doc},
-                                       {"is_watched", is_watched, METH_O, is_watched_doc},
-                                       {NULL, NULL, 0, NULL}};
-
-int zbp_add_passes(PyObject *module)
-{
-    return PyModule_AddFunctions(module, passes_methods);
-}
+PyMethodDef zbp_passes_functions[] = {{"input_pass", input_pass, METH_VARARGS, input_pass_doc},
+                                      {"weight_pass", weight_pass, METH_VARARGS, weight_pass_doc},
+                                      {"is_watched", is_watched, METH_O, is_watched_doc},
+                                      {NULL, NULL, 0, NULL}};

@@ -13,9 +13,7 @@ PyDoc_STRVAR(
 static PyObject *own_bytes(PyObject *Py_UNUSED(module), PyObject *tensor)
 {
     zbp_error error = {0};
-    int64_t bytes = 0;
-    return zbp_own_bytes(tensor, &bytes, &error) == ZBP_OK ? PyLong_FromLongLong(bytes)
-                                                           : zbp_error_raise(&error);
+    return zbp_or_raise(zbp_own_bytes(tensor, &error), &error);
 }
 
 PyDoc_STRVAR(
@@ -36,11 +34,6 @@ static PyObject *twin(PyObject *Py_UNUSED(module), PyObject *args)
     return zbp_or_raise(zbp_twin(values, place, why, &error), &error);
 }
 
-static PyMethodDef release_methods[] = {{"own_bytes", own_bytes, METH_O, own_bytes_doc},
-                                        {"twin", twin, METH_VARARGS, twin_doc},
-                                        {NULL, NULL, 0, NULL}};
-
-int zbp_add_release(PyObject *module)
-{
-    return PyModule_AddFunctions(module, release_methods);
-}
+PyMethodDef zbp_release_functions[] = {{"own_bytes", own_bytes, METH_O, own_bytes_doc},
+                                       {"twin", twin, METH_VARARGS, twin_doc},
+                                       {NULL, NULL, 0, NULL}};

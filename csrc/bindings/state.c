@@ -9,16 +9,6 @@ zbp_module_state *zbp_state_of(PyObject *module)
     return (zbp_module_state *)PyModule_GetState(module);
 }
 
-PyTypeObject *zbp_group_type(PyObject *module)
-{
-    return zbp_state_of(module)->group_type;
-}
-
-PyObject *zbp_run_error(PyObject *module)
-{
-    return zbp_state_of(module)->run_error;
-}
-
 /* The number of the word that the policy has under `name`. Returns -1 with an error set. */
 static int read_word(PyObject *policy, const char *name, const char *const *words, int count)
 {

@@ -35,19 +35,9 @@ PyDoc_STRVAR(will_defer_doc,
 static PyObject *will_defer(PyObject *Py_UNUSED(module), PyObject *weights)
 {
     zbp_error error = {0};
-    int answer = 0;
-    if (!is_weights(weights)) {
-        return NULL;
-    }
-    return zbp_will_defer(weights, &answer, &error) == ZBP_OK ? PyBool_FromLong(answer)
-                                                              : zbp_error_raise(&error);
+    return is_weights(weights) ? zbp_or_raise(zbp_will_defer(weights, &error), &error) : NULL;
 }
 
-static PyMethodDef work_methods[] = {{"defer", defer, METH_VARARGS, defer_doc},
-                                     {"will_defer", will_defer, METH_O, will_defer_doc},
-                                     {NULL, NULL, 0, NULL}};
-
-int zbp_add_work(PyObject *module)
-{
-    return PyModule_AddFunctions(module, work_methods);
-}
+PyMethodDef zbp_work_functions[] = {{"defer", defer, METH_VARARGS, defer_doc},
+                                    {"will_defer", will_defer, METH_O, will_defer_doc},
+                                    {NULL, NULL, 0, NULL}};

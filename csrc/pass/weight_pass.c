@@ -4,6 +4,11 @@
 #include "core/base/zbp_map.h"
 #include "pass/zbp_pass.h"
 
+static bool is_engines(const zbp_group *group, uint32_t w)
+{
+    return !group->book.weight[w].is_added && group->book.weight[w].alone == ZBP_NO_FACE;
+}
+
 /* A weight that is the engine's in one group is the engine's in all: what it adds comes in the
  * order of the groups. */
 static int share_engine(zbp_group *const *group, size_t count)
@@ -13,14 +18,13 @@ static int share_engine(zbp_group *const *group, size_t count)
 
     for (size_t g = 0; g < count; g++) {
         for (uint32_t w = 0; w < group[g]->book.weight_count && status == ZBP_OK; w++) {
-            if (!group[g]->book.weight[w].is_added && group[g]->book.weight[w].alone == ZBP_NO_FACE)
+            if (is_engines(group[g], w))
                 status = zbp_map_add(&engine, zbp_weight_key(group[g], w), 0);
         }
     }
     for (size_t g = 0; g < count && status == ZBP_OK && engine.count > 0; g++) {
         for (uint32_t w = 0; w < group[g]->book.weight_count; w++) {
-            if (group[g]->book.weight[w].alone != ZBP_NO_FACE &&
-                zbp_map_find(&engine, zbp_weight_key(group[g], w), NULL))
+            if (zbp_map_find(&engine, zbp_weight_key(group[g], w), NULL))
                 group[g]->book.weight[w].alone = ZBP_NO_FACE;
         }
     }

@@ -166,7 +166,7 @@ int zbp_group_see_hooks(zbp_group *group, zbp_error *error)
     if (touch(error) != ZBP_OK)
         return ZBP_ETORCH;
     for (uint32_t w = 0; w < held->as.book.weight_count; w++)
-        zbp_book_see_weight(&held->as.book, w, held->weight[w].seen);
+        held->as.book.weight[w].seen = held->weight[w].seen;
     for (uint32_t f = 0; f < held->as.layout.face_count; f++) {
         if (held->face[f].is_hooked)
             zbp_layout_give_up_path(&held->as.layout, f);

@@ -39,7 +39,7 @@ static int decode(zbp_graph *g, uint32_t nodes, const uint8_t *data, size_t size
 
         status = zbp_graph_add_node(g, model_key(i), NULL);
         if (status == ZBP_OK)
-            zbp_graph_mark(g, i, mark % 3 == 0 ? mark >> 4 : 0);
+            g->mark[i] |= mark % 3 == 0 ? mark >> 4 : 0;
     }
     for (uint32_t e = 0; status == ZBP_OK && nodes > 0 && size >= 2 && e < MOST_EDGES; e++) {
         uint32_t src = next(&data, &size) % nodes, dst = next(&data, &size) % nodes;

@@ -13,8 +13,8 @@ int main()
     uint32_t node = 0, weight = 0;
     bool ok = zbp_graph_add_node(&graph, &graph, &node) == ZBP_OK &&
               zbp_graph_add_node(&graph, &plan, &weight) == ZBP_OK;
-    zbp_graph_mark(&graph, node, ZBP_ROLE_ROOT);
-    zbp_graph_mark(&graph, weight, ZBP_ROLE_WEIGHT);
+    graph.mark[node] |= ZBP_ROLE_ROOT;
+    graph.mark[weight] |= ZBP_ROLE_WEIGHT;
     ok = ok && zbp_graph_add_edge(&graph, node, 0, weight) == ZBP_OK &&
               zbp_plan_build(&plan, &graph) == ZBP_OK && plan.group_count == 1;
 

@@ -223,7 +223,7 @@ int model_random_graph(zbp_graph *g, uint64_t *state, uint32_t nodes)
         if (model_below(state, 8) == 0)
             mark |= ZBP_ROLE_EXCLUDED;
         if (status == ZBP_OK)
-            zbp_graph_mark(g, i, mark);
+            g->mark[i] |= mark;
         if (status == ZBP_OK && walked && i > 0)
             status = zbp_graph_add_edge(g, model_below(state, i), 0, i);
     }

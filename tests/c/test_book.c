@@ -123,9 +123,9 @@ static void what_is_at_hand_and_by_itself_is_alone(void)
 static void what_anybody_could_tell_runs_in_the_engine(void)
 {
     open_book(3, 0, "P0 W1 P2");
-    zbp_book_see_weight(&book, 1, ZBP_WEIGHT_HOOKED);
+    book.weight[1].seen = ZBP_WEIGHT_HOOKED;
     CHECK(alone_are(PLAIN, "0-2"));
-    zbp_book_see_weight(&book, 1, ZBP_WEIGHT_FROZEN); /* nothing is added there, by either way */
+    book.weight[1].seen = ZBP_WEIGHT_FROZEN; /* nothing is added there, by either way */
     CHECK(alone_are(PLAIN, "012"));
     zbp_book_arrived(&book, 1); /* its sink has the sum */
     CHECK(alone_are(PLAIN, "0-2"));

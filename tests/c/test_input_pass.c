@@ -33,9 +33,9 @@ int zbp_scene_walk(zbp_scene *scene, zbp_graph *graph, const uint32_t **root_out
         REQUIRE(zbp_graph_add_node(graph, model_key(i), NULL) == ZBP_OK);
     REQUIRE(zbp_graph_add_edge(graph, 0, 0, 1) == ZBP_OK &&
             zbp_graph_add_edge(graph, 0, 1, 2) == ZBP_OK);
-    zbp_graph_mark(graph, 0, ZBP_ROLE_ROOT);
-    zbp_graph_mark(graph, 1, ZBP_ROLE_INPUT);
-    zbp_graph_mark(graph, 2, ZBP_ROLE_WEIGHT);
+    graph->mark[0] |= ZBP_ROLE_ROOT;
+    graph->mark[1] |= ZBP_ROLE_INPUT;
+    graph->mark[2] |= ZBP_ROLE_WEIGHT;
     *root_out = &scene->root;
     *root_count_out = 1;
     return call(scene, 'w', error);
@@ -43,8 +43,8 @@ int zbp_scene_walk(zbp_scene *scene, zbp_graph *graph, const uint32_t **root_out
 
 int zbp_scene_note_facts(zbp_scene *scene, zbp_survey *survey, zbp_error *error)
 {
-    CHECK(survey->facts.of_node[2].type == ZBP_TYPE_UNKNOWN && !survey->facts.is_matrix[0]);
-    survey->facts.of_node[0] = (zbp_fact){.type = ZBP_TYPE_PRODUCT};
+    CHECK(survey->facts.fact[2].type == ZBP_TYPE_UNKNOWN && !survey->facts.is_matrix[0]);
+    survey->facts.fact[0] = (zbp_fact){.type = ZBP_TYPE_PRODUCT};
     survey->facts.is_matrix[1] = true;
     survey->facts.policy = (zbp_decision){ZBP_DEFER_MATRICES, ZBP_CHECKPOINT_KEEP};
     return call(scene, 'f', error);

@@ -33,7 +33,7 @@ static int add(zbp_graph *g, uint32_t i, uint8_t mark)
     int status = zbp_graph_add_node(g, (const void *)(uintptr_t)((i + 1) * UINT64_C(96)), NULL);
 
     if (status == ZBP_OK)
-        zbp_graph_mark(g, i, mark);
+        g->mark[i] |= mark;
     return status;
 }
 

@@ -61,7 +61,7 @@ static void draw(zbp_graph *graph, const char *marks, const char *edges)
     *graph = (zbp_graph){0};
     for (uint32_t i = 0; marks[i] != '\0'; i++) {
         REQUIRE(zbp_graph_add_node(graph, model_key(i), NULL) == ZBP_OK);
-        zbp_graph_mark(graph, i, MARK[(int)marks[i]]);
+        graph->mark[i] |= MARK[(int)marks[i]];
     }
     for (int used = 0; *edges != '\0'; edges += used) {
         unsigned src, dst;
@@ -150,7 +150,7 @@ static void results_do_not_depend_on_addresses(void)
             uintptr_t address = (uintptr_t)model_random(&random) | 1;
 
             REQUIRE(zbp_graph_add_node(&moved, (const void *)address, NULL) == ZBP_OK);
-            zbp_graph_mark(&moved, n, g.mark[n]);
+            moved.mark[n] |= g.mark[n];
         }
         for (uint32_t e = 0; e < g.edge_count; e++)
             REQUIRE(zbp_graph_add_edge(&moved, g.edge[e].src, 0, g.edge[e].dst) == ZBP_OK);

@@ -36,7 +36,7 @@ static bool is_marked(const world *w, uint32_t node, uint8_t mark)
 static void draw_facts(world *w, uint64_t *state)
 {
     for (uint32_t i = 0; i < w->graph.node_count; i++) {
-        w->facts.of_node[i] = (zbp_fact){
+        w->facts.fact[i] = (zbp_fact){
             .sequence_nr = model_below(state, 100),
             .type = (uint8_t)model_below(state, 5),
             .left_slot = (uint8_t)model_below(state, 2),
@@ -230,7 +230,7 @@ static uint32_t naive_path(const world *w, uint32_t node)
     bool meets = false;
 
     while (!is_marked(w, node, ZBP_ROLE_WEIGHT)) {
-        const zbp_fact *fact = &w->facts.of_node[node];
+        const zbp_fact *fact = &w->facts.fact[node];
         const uint32_t edge = only_edge_of(w, node, &out);
 
         if (steps == 8 || out != 1 || fact->step == ZBP_STEP_NONE ||
@@ -276,7 +276,7 @@ static void check_task(const world *w, uint32_t group, uint32_t node)
 {
     const zbp_layout *layout = &w->split.layout[group];
     const zbp_task *task = &layout->task[w->split.task[node]];
-    const zbp_fact *fact = &w->facts.of_node[node];
+    const zbp_fact *fact = &w->facts.fact[node];
     zbp_sides sides = {false, false, false};
     bool is_excluded = false;
     uint32_t f = task->face_begin;
@@ -372,16 +372,16 @@ static void make_chain(world *w, uint8_t first, uint8_t second)
         REQUIRE(zbp_graph_add_node(&w->graph, model_key(i), NULL) == ZBP_OK);
     for (size_t e = 0; e < sizeof chain / sizeof *chain; e++)
         REQUIRE(zbp_graph_add_edge(&w->graph, chain[e][0], chain[e][1], chain[e][2]) == ZBP_OK);
-    zbp_graph_mark(&w->graph, SPLIT, ZBP_ROLE_ROOT);
-    zbp_graph_mark(&w->graph, WEIGHT, ZBP_ROLE_WEIGHT);
-    zbp_graph_mark(&w->graph, INPUT, ZBP_ROLE_INPUT);
+    w->graph.mark[SPLIT] |= ZBP_ROLE_ROOT;
+    w->graph.mark[WEIGHT] |= ZBP_ROLE_WEIGHT;
+    w->graph.mark[INPUT] |= ZBP_ROLE_INPUT;
     REQUIRE(zbp_plan_build(&w->plan, &w->graph) == ZBP_OK);
     REQUIRE(zbp_facts_init(&w->facts, &w->graph) == ZBP_OK);
-    w->facts.of_node[SPLIT] = (zbp_fact){.sequence_nr = 7, .type = ZBP_TYPE_PRODUCT};
+    w->facts.fact[SPLIT] = (zbp_fact){.sequence_nr = 7, .type = ZBP_TYPE_PRODUCT};
     w->facts.is_matrix[1] = true;
     w->facts.policy = (zbp_decision){ZBP_DEFER_MATRICES, ZBP_CHECKPOINT_KEEP};
-    w->facts.of_node[STEP].step = first;
-    w->facts.of_node[CAST].step = second;
+    w->facts.fact[STEP].step = first;
+    w->facts.fact[CAST].step = second;
     w->root[0] = SPLIT;
     w->root_count = 1;
 }
@@ -392,7 +392,7 @@ static zbp_face face_of_chain(uint8_t first, uint8_t second, uint8_t watched)
     world w;
 
     make_chain(&w, first, second);
-    w.facts.of_node[CAST].flag = watched;
+    w.facts.fact[CAST].flag = watched;
     REQUIRE(zbp_split_build(&w.split, &w.graph, &w.plan, &w.facts, w.root, 1) == ZBP_OK);
     CHECK(w.split.layout[0].task_count == 1 && w.split.layout[0].face_count == 1);
     CHECK(w.split.layout[0].task[0].kind == ZBP_TASK_PRODUCT);
@@ -434,7 +434,7 @@ static void what_leads_to_an_excluded_weight_is_whole(void)
 
         make_chain(&w, ZBP_STEP_OTHER, ZBP_STEP_CAST);
         zbp_plan_fini(&w.plan);
-        zbp_graph_mark(&w.graph, at, ZBP_ROLE_EXCLUDED);
+        w.graph.mark[at] |= ZBP_ROLE_EXCLUDED;
         REQUIRE(zbp_plan_build(&w.plan, &w.graph) == ZBP_OK);
         CHECK(zbp_split_build(&w.split, &w.graph, &w.plan, &w.facts, w.root, 1) == ZBP_OK);
         CHECK(w.split.layout[0].task[0].kind == ZBP_TASK_WHOLE);
@@ -468,12 +468,12 @@ static uint8_t obstacle_behind(uint32_t steps)
     for (uint32_t i = 0; i < weight; i++)
         REQUIRE(zbp_graph_add_edge(&w.graph, i, 0, i + 1) == ZBP_OK);
     REQUIRE(zbp_graph_add_edge(&w.graph, 0, 1, input) == ZBP_OK);
-    zbp_graph_mark(&w.graph, weight, ZBP_ROLE_WEIGHT);
-    zbp_graph_mark(&w.graph, input, ZBP_ROLE_INPUT);
+    w.graph.mark[weight] |= ZBP_ROLE_WEIGHT;
+    w.graph.mark[input] |= ZBP_ROLE_INPUT;
     REQUIRE(zbp_plan_build(&w.plan, &w.graph) == ZBP_OK);
     REQUIRE(zbp_facts_init(&w.facts, &w.graph) == ZBP_OK);
     for (uint32_t i = 1; i <= steps; i++)
-        w.facts.of_node[i].step = ZBP_STEP_OTHER;
+        w.facts.fact[i].step = ZBP_STEP_OTHER;
     REQUIRE(zbp_split_build(&w.split, &w.graph, &w.plan, &w.facts, NULL, 0) == ZBP_OK);
     obstacle = w.split.layout[0].face[0].obstacle;
     fini(&w);

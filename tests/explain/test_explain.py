@@ -109,18 +109,30 @@ def cast_twice(m, x):
     return x.float() @ m.a.half().float()
 
 
+def cast_once_for_two(m, x):
+    w = m.a.float()
+    return (x.float() @ w).sin() @ w
+
+
+def hooked(m, x):
+    w = m.a.mT
+    w.register_hook(lambda grad: None)
+    return x @ w
+
+
 WAYS = {
-    "cast twice": (cast_twice, "it is cast twice on its way"),
-    "computed": (lambda m, x: x @ m.a.sin(), "it is computed by SinBackward0"),
+    "it is cast twice on its way": cast_twice,
+    "it is computed by SinBackward0": lambda m, x: x @ m.a.sin(),
+    "several gradients meet before its cast": cast_once_for_two,
+    "a hook watches ": hooked,
 }
 
 
-@pytest.mark.parametrize("name", WAYS)
-def test_what_lies_between_a_weight_and_its_use(name):
-    forward, way = WAYS[name]
-    plan = plans(Stage(forward, a=(4, 4)))["a"]
+@pytest.mark.parametrize("way", WAYS)
+def test_what_lies_between_a_weight_and_its_use(way):
+    plan = plans(Stage(WAYS[way], a=(4, 4)))["a"]
     assert plan.runs_in == "W"
-    assert plan.note == way
+    assert plan.note.startswith(way)
 
 
 def test_a_move_to_another_device_counts_as_a_cast():
@@ -132,23 +144,6 @@ def test_a_move_to_another_device_counts_as_a_cast():
     _, (group,) = zbpipe.stage_backward_input([out], [torch.ones_like(out)], [x], [w])
     (task,) = (task for task in group._describe() if task[1] == "product")
     assert task[4][0][2] == "it is cast twice on its way"
-
-
-def test_gradients_that_meet_before_a_cast():
-    def forward(m, x):
-        w = m.a.float()
-        return (x.float() @ w).sin() @ w
-
-    assert plans(Stage(forward, a=(4, 4)))["a"].note == "several gradients meet before its cast"
-
-
-def test_a_hook_on_the_way():
-    def forward(m, x):
-        w = m.a.mT
-        w.register_hook(lambda grad: None)
-        return x @ w
-
-    assert plans(Stage(forward, a=(4, 4)))["a"].note.startswith("a hook watches ")
 
 
 def test_hooks_that_watch_a_weight_are_named_and_not_called():
@@ -249,10 +244,3 @@ def test_units_fit_what_is_told(width, said, header):
     text = str(zbpipe.memory.held(groups, module))
     assert text.startswith(f"{said.partition('; ')[2]} held in ")
     assert header.rpartition(" ")[0] in text
-
-
-def test_bad_arguments():
-    with pytest.raises(TypeError, match="none of which requires a gradient"):
-        zbpipe.explain(nn.Linear(2, 2).requires_grad_(False), torch.ones(2, 2), first_stage=True)
-    with pytest.raises(TypeError, match="none of which requires a gradient"):
-        zbpipe.explain(Stage(lambda m, x: 3), torch.ones(2, 2))

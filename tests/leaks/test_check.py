@@ -10,6 +10,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from leaks.kinds import Contrary
 from support.checks import checked
 from support.leaks import collects
 from support.processes import in_own_process
@@ -21,12 +22,6 @@ from zbpipe import _C  # whether anything of what the allocator's tap remembers 
 from zbpipe.leaks import TensorLeakError, TensorLeakWarning, _cuda, check_tensor_leak  # snapshots that no CPU makes
 
 KEPT = []
-
-
-@pytest.fixture(autouse=True)
-def _nothing_kept():
-    yield
-    KEPT.clear()
 
 
 def keep(*sizes):
@@ -143,12 +138,6 @@ def test_half_dead_modules_are_survived(monkeypatch):
 
 
 # ---- what may live on
-
-
-class Contrary(torch.Tensor):
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        raise RuntimeError("no")
 
 
 def training(layer, kind, batch):

@@ -3,14 +3,13 @@
 import json
 import os
 import py_compile
-import subprocess
 import sys
 import zipfile
 
 import pytest
 import torch.distributed.pipelining
 from support.commands import running
-from support.processes import environment
+from support.processes import python
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import zbpipe
@@ -56,16 +55,6 @@ CLEANED = TRAINING.replace("    train(int", "    try:\n        train(int").repla
 MARKED = TRAINING.replace(
     "        optimizer.zero_grad()\n", "        optimizer.zero_grad()\n        _ % 2 and zbpipe.leaks.step()\n"
 ).replace("import torch\n", "import torch, zbpipe\n")
-STEADY = """
-import collections, torch
-from zbpipe.leaks import step
-kept = {made}
-for epoch in range(5):
-    for _ in range(8):
-        kept.append(torch.ones(5))
-        step()
-    {cleared}
-"""
 FILES = ["--json", "grown.json", "--picture", "grown.dot"]
 STEPS = "5 steps (Optimizer.step) after 2 of warm-up"
 
@@ -87,8 +76,6 @@ RUNS = {
         ["the script's end"],
     ),
     "a step of its own": (MARKED, "12", "", 0, ["4 steps (zbpipe.leaks.step()) after 2 of warm-up"], []),
-    "a window": (STEADY.format(made="collections.deque(maxlen=10)", cleared=""), "", "--error", 0, ["nothing grew"], []),
-    "an epoch": (STEADY.format(made="[]", cleared="kept.clear()"), "", "--error", 0, ["nothing grew"], []),
     "no step": ("print(1)\n", "", "", 4, ["no step was seen"], []),
     "too few steps": (TRAINING, "2", "", 4, ["2 steps (Optimizer.step) were seen"], []),
     "the script's status": (TRAINING + "    sys.exit(7)\n", "6", "", 7, [], []),
@@ -187,23 +174,6 @@ def test_the_numbers_go_where_the_command_was_given_though_the_script_goes_elsew
     assert "history" in json.dumps(data["grown"])
 
 
-def test_a_script_finds_what_python_would_give_it(run, tmp_path):
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "beside.py").write_text("value = 42\n")
-    (tmp_path / "folder" / "it.py").write_text(
-        "import sys, beside\nassert __name__ == '__main__'\nassert sys.modules['__main__'].beside.value == 42\n"
-        "assert sys.argv == ['folder/it.py', '--steps', 'a'] and __file__.endswith('folder/it.py')\n"
-    )
-    assert main(["leaks", "folder/it.py", "--steps", "a"]) == 4
-
-
-def test_a_module_runs_as_python_m_would(run, tmp_path, monkeypatch):
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "__main__.py").write_text(TRAINING)
-    monkeypatch.syspath_prepend(tmp_path)
-    assert main(["leaks", "--error", "-m", "package", "6", "leak"]) == 3
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -234,12 +204,9 @@ def on_two_ranks(folder, source, *arguments, command="leaks", options=(), settin
     """What the command says of a script under torchrun; `setting` changes how its ranks wait for each other."""
     (folder / "train.py").write_text("import os\n" + source)
     (folder / "sitecustomize.py").write_text(f"import zbpipe._cli.ranks\n{setting}\n")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "zbpipe", command]
-    return subprocess.run(
-        [sys.executable, *torchrun, *options, "train.py", "6", *arguments],
-        cwd=folder, env=environment(OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join([str(folder), *filter(None, sys.path)])),
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "zbpipe", command)
+    path = os.pathsep.join([str(folder), *filter(None, sys.path)])
+    return python(*torchrun, *options, "train.py", "6", *arguments, cwd=folder, OMP_NUM_THREADS="1", PYTHONPATH=path)
 
 
 @pytest.mark.dist
@@ -319,10 +286,7 @@ def test_a_script_runs_as_python_runs_it_and_its_globals_go_when_python_lets_the
     }[how]  # fmt: skip
 
     def lines(*before):
-        done = subprocess.run(
-            [sys.executable, *before, *given, "an argument"],
-            cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120, check=False,
-        )  # fmt: skip
+        done = python(*before, *given, "an argument", cwd=tmp_path)
         return done.stdout.splitlines(), done.stderr, done.returncode
 
     (*expected, ends, gone), _, _ = lines()

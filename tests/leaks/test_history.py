@@ -1,4 +1,4 @@
-"""The leaks that people lost days to, each caught by the tool with its holder named first, and absent in zbpipe.
+"""The leaks that people lost days to, each caught by the tool with its holder named first, and absent in schedules on zbpipe.
 
 The reconstructions are in support/faults.py. That they leak is not the tool's word alone: `Watch` of support sees the
 storages by weak references. test_history_schedules.py has them where they happened.
@@ -21,7 +21,6 @@ from support.faults import BYTES, SIZE
 from support.leaks import Watch, no_collector
 from support.pipelines import Case, by_lane, ranks_of
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import zbpipe
 from zbpipe.leaks import Growth, check_tensor_leak, find_holders
@@ -135,126 +134,6 @@ def test_checkpointed_output_kept_is_not_computed_again_to_be_looked_at(compile_
     assert all("outputs" in leak.blame.text for leak in report.leaks)
     assert [leak for leak in report.leaks if leak.bytes == 4 * 16 * 4]
     assert "recompute_fn" in "".join(map(str, report.leaks))
-
-
-# The same, on zbpipe: nothing is left, the collector off, and gc.garbage holds no tensor.
-
-
-class Stage(nn.Module):
-    def __init__(self, kind="plain"):
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
-        compiled = torch.compile(self.inner, backend="aot_eager")
-        self.body = {
-            "plain": self.run,
-            "checkpointed": lambda x: x + checkpoint(self.inner, x.sin(), use_reentrant=False),
-            "compiled": torch.compile(self.run, backend="aot_eager"),
-            "compiled and checkpointed": lambda x: x + checkpoint(compiled, x.sin(), use_reentrant=False),
-        }[kind]
-
-    def inner(self, x):
-        return self.down(self.up(x).tanh())
-
-    def run(self, x):
-        return x + self.inner(x.sin())
-
-    def forward(self, x):
-        return self.body(x)
-
-
-def split_backward(stage, x):
-    output = stage(x)
-    return zbpipe.stage_backward_input([output], [torch.ones_like(output)], [x], stage.parameters())[1]
-
-
-def input_of_a_stage():
-    return torch.ones(4, 16, requires_grad=True)
-
-
-def whole_walk(stage):
-    x = input_of_a_stage()
-    grads = torch.ones(4, 16), {"nested": [torch.ones(4, 16)]}
-    zbpipe.stage_backward((stage(x), {"nested": [x.exp()]}), grads, (x,))
-
-
-def both_passes(stage, x=None):
-    groups = split_backward(stage, input_of_a_stage() if x is None else x)
-    zbpipe.stage_backward_weight(stage.parameters(), groups)
-
-
-def groups_dropped(stage):
-    split_backward(stage, input_of_a_stage())
-
-
-def raise_in_the_middle(grad):
-    raise RuntimeError("in the middle")
-
-
-def exception_in_input_pass(stage):
-    x = input_of_a_stage()
-    x.register_hook(raise_in_the_middle)
-    with pytest.raises(RuntimeError):
-        split_backward(stage, x)
-
-
-def exception_in_weight_pass(stage):
-    groups = split_backward(stage, input_of_a_stage())
-    handle = stage.down.weight.register_hook(raise_in_the_middle)
-    with pytest.raises(RuntimeError, match="in the middle"):
-        zbpipe.stage_backward_weight(stage.parameters(), groups)
-    handle.remove()
-
-
-def output_deallocated(stage):
-    x = input_of_a_stage()
-    output = zbpipe.make_viewless(stage(x).exp())
-    zbpipe.deallocate_output(output)
-    _, groups = zbpipe.stage_backward_input([output], [torch.ones(4, 16)], [x], stage.parameters())
-    zbpipe.stage_backward_weight(stage.parameters(), groups)
-
-
-def padded_buffer_released(stage):
-    padded = torch.zeros(SIZE)
-    view = padded[:64].view(4, 16)
-    x = (view + 1).requires_grad_()
-    del view
-    assert zbpipe.release_storage(padded) == BYTES
-    both_passes(stage, x)
-
-
-USES = [
-    whole_walk,
-    both_passes,
-    groups_dropped,
-    exception_in_input_pass,
-    exception_in_weight_pass,
-    output_deallocated,
-    padded_buffer_released,
-]
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own look
-@pytest.mark.parametrize("kind", ["plain", "checkpointed", "compiled", "compiled and checkpointed"])
-@pytest.mark.parametrize("use", USES)
-def test_zbpipe_leaves_nothing(use, kind):
-    stage = Stage(kind)
-    for _ in range(2):  # compiled, and all that is made once
-        use(stage)
-    with no_collector(), check_tensor_leak(action="record", allow=[stage]) as check:
-        use(stage)
-    assert not check.report and check.report.cycles == [], check.report
-
-
-def test_zbpipe_hangs_nothing_on_reused_receive_buffers():
-    stage, buffer = Stage(), input_of_a_stage()
-    with Growth() as growth:
-        for _ in range(6):
-            both_passes(stage, buffer)
-            buffer.grad = None
-            growth.step()
-        assert len({*growth.counts}) == len({*growth.bytes}) == 1
-        assert growth.grown() == []
-    assert not buffer._backward_hooks
 
 
 # Schedules: every step's, the collector off, looked at by the tool.

@@ -20,12 +20,6 @@ PLACE = f"module global {__name__}.KEPT"
 SOURCE = Path(__file__).read_text().splitlines()
 
 
-@pytest.fixture(autouse=True)
-def _nothing_kept():
-    yield
-    KEPT.clear()
-
-
 def line_of(comment):
     """The place of the one line of this file that ends in a comment."""
     (number,) = [i for i, line in enumerate(SOURCE, 1) if line.endswith(f"# {comment}")]
@@ -73,6 +67,30 @@ def test_a_living_tensor_in_a_dead_cycle(monkeypatch):
     cycle["itself"] = cycle
     del cycle
     assert find_holders(tensor).chain[0].text == "dict item 'tensor'"
+
+
+class Trainer:
+    def __init__(self):
+        self.weight = nn.Parameter(torch.ones(3))
+        self.optimizer = torch.optim.SGD([self.weight], lr=0.1, momentum=0.9)
+
+
+def test_a_librarys_running_frame_comes_after_the_programs_place():
+    """A variable of torch's wrapper of step() is the optimizer, and much nearer."""
+    found = []
+
+    def closure():
+        found.append(find_holders(KEPT[0]["trainer"].optimizer.state[KEPT[0]["trainer"].weight]["momentum_buffer"]))
+        return torch.ones(())
+
+    KEPT.append({"trainer": Trainer()})
+    KEPT[0]["trainer"].weight.grad = torch.ones(3)
+    KEPT[0]["trainer"].optimizer.step()
+    KEPT[0]["trainer"].optimizer.step(closure)
+    KEPT.clear()
+    texts = [holder.text for holder in found[0].chain]
+    assert texts[:3] == [f"module global {__name__}.KEPT", "list item 0", "dict item 'trainer'"], texts
+    assert found[0].blame.text == f"attribute optimizer of {__name__}.Trainer"
 
 
 @pytest.mark.parametrize(
@@ -127,14 +145,6 @@ def test_groups_are_holders():
     assert any(holder.kind == "group" for holder in extra.chain)
     assert "closure variable extra" in str(extra) and "work of weight task 0" in str(extra)
     assert find_holders(layer.weight).bytes == 36
-
-
-def test_what_a_group_holds_from_before_is_old():
-    layer = nn.Linear(3, 3)
-    x = torch.ones(2, 3, requires_grad=True)
-    groups = groups_of(layer(x.exp()).sin(), x, layer.parameters())
-    report = checked(lambda: zbpipe.stage_backward_weight(layer.parameters(), groups), allow=layer)
-    assert not report, report
 
 
 @pytest.mark.parametrize(

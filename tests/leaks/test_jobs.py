@@ -1,35 +1,20 @@
 """python -m zbpipe leaks under torchrun, over training on two ranks: quiet where nothing leaks, and right where one rank does."""
 
 import re
-import subprocess
-import sys
 
 import pytest
-from support.processes import TESTS, environment
+from support.processes import TESTS, python
 
 JOBS = ["ddp", "fsdp", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV"]
 LONG = pytest.param(200, marks=pytest.mark.long)
-COMMAND = [
-    "-m",
-    "torch.distributed.run",
-    "--standalone",
-    "--nproc-per-node",
-    "2",
-    "-m",
-    "zbpipe",
-    "leaks",
-    "--error",
-    "leaks/jobs.py",
-]
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
 def run_job(*arguments):
-    return subprocess.run(
-        [sys.executable, *COMMAND, *map(str, arguments)],
-        cwd=TESTS, env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    command = (*TORCHRUN, "-m", "zbpipe", "leaks", "--error", "leaks/jobs.py", *arguments)
+    return python(*command, cwd=TESTS, timeout=300, OMP_NUM_THREADS="1")
 
 
 @pytest.mark.parametrize("steps", [60, LONG])

@@ -3,7 +3,6 @@
 import functools
 import gc
 import importlib
-import subprocess
 import sys
 import threading
 import unittest.mock
@@ -11,7 +10,7 @@ import unittest.mock
 import pytest
 import torch
 from support.checks import checked
-from support.processes import environment, in_own_process
+from support.processes import in_own_process, python
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -22,13 +21,6 @@ from zbpipe.leaks import (
 )
 
 KEPT = []
-
-
-@pytest.fixture(autouse=True)
-def _nothing_kept():
-    KEPT.clear()
-    yield
-    KEPT.clear()
 
 
 def cycle(size):
@@ -213,10 +205,7 @@ assert "torch._dynamo" in sys.modules  # whose import leaves a cycle with all th
 
 @pytest.mark.system
 def test_the_first_optimizer_of_a_process_is_no_leak():
-    done = subprocess.run(
-        [sys.executable, "-c", FIRST_OPTIMIZER],
-        env=environment(), capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    done = python("-c", FIRST_OPTIMIZER)
     assert done.returncode == 0, done.stderr
 
 

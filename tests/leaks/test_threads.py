@@ -3,11 +3,10 @@
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support.processes import environment
+from support.processes import python
 
 COMPILER = shutil.which(os.environ.get("CC", "cc"))
 
@@ -134,9 +133,7 @@ def said_by(tmp_path):
     def run(text, *arguments, **variables):
         script = tmp_path / "script.py"
         script.write_text(text)
-        command = [sys.executable, str(script), *arguments]
-        env = environment(**variables)
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+        done = python(script, *arguments, **variables)
         assert done.returncode == 0, done.stderr[-2000:]
         return done.stdout
 

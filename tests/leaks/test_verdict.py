@@ -1,11 +1,10 @@
 """The verdict follows the table: what rises is told with its holder, and the same training that lets go of it is clean."""
 
-import subprocess
 import sys
 
 import pytest
 from support.commands import running
-from support.processes import environment
+from support.processes import python
 
 from zbpipe._cli import main
 
@@ -242,9 +241,6 @@ CLOSED = {
 @pytest.mark.parametrize("how", CLOSED)
 def test_there_is_one_report_whatever_the_script_does_to_its_output(how, tmp_path):
     (tmp_path / "train.py").write_text(script("kept = []", "kept.append(y)") + CLOSED[how] + "\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "zbpipe", "leaks", "--error", "train.py"],
-        cwd=tmp_path, env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    done = python("-m", "zbpipe", "leaks", "--error", "train.py", cwd=tmp_path, OMP_NUM_THREADS="1")
     assert done.returncode == 3, done.stderr
     assert (done.stdout + done.stderr).count("zbpipe leaks: 14 steps") == 1

@@ -4,19 +4,12 @@ import itertools
 import random
 import weakref
 
-import pytest
 import torch
 
 from zbpipe import _C  # handles, which no report shows
 from zbpipe.leaks import _heap, _ways  # a naive model is of places and edges, not of words
 
 KEPT = []
-
-
-@pytest.fixture(autouse=True)
-def _nothing_kept():
-    yield
-    KEPT.clear()
 
 
 # ---- handles

@@ -60,7 +60,7 @@ def test_a_recording_is_written_piece_by_piece(monkeypatch, tmp_path):
     hand = ByHand()
     with hand.recording as rec:
         for i in range(20_000):
-            hand.alloc(i, i + 1, 8)
+            hand.change(i, i + 1, 8)
     for name in ("a.json", "a.json.gz"):
         gc.collect()
         tracemalloc.start()
@@ -90,38 +90,13 @@ def test_a_thinned_curve_is_that_of_all_events_but_for_what_is_lower(monkeypatch
     monkeypatch.setattr(_export, "_POINTS", 16)
     rng = random.Random(0)
     for count in (*range(40), 500):
-        hand, levels = ByHand(), [(0, 0)]
-        with hand.recording as rec:
-            for i in range(count):
-                if alive := [*hand._blocks] if rng.random() < 0.5 else []:
-                    hand.free(10 * i + 1, rng.choice(alive))
-                else:
-                    hand.alloc(10 * i + 1, i + 1, rng.randrange(1, 100))
-                levels.append((10 * i + 1, rec.live))
-        points = _export.curve(rec.events(), count)
+        levels = [(0, 0), *((10 * i + 1, rng.randrange(100)) for i in range(count))]
+        points = _export.curve([(time, 0, 0, level, 0, False) for time, level in levels[1:]], count)
         assert len(points) <= 19 and len(set(points)) == len(points)
         assert points == sorted(points) and set(points) <= set(levels)
         assert points[0] == (0, 0) and points[-1] == levels[-1]
-        assert max(level for _, level in points) == rec.peak
+        assert max(level for _, level in points) == max(level for _, level in levels)
         assert count >= 16 or points == levels
-
-
-def drawn(phases, blocks=((1_000_000, 40),), title="a step"):
-    """The names of rows in the picture and its axes, of phases as kind, begin and end in ns, and blocks as time and bytes."""
-    hand = ByHand()
-    contexts = [hand.recording.phase(kind) for kind, *_ in phases]
-    turns = [(end, context.__exit__, None, None, None) for context, (_, _, end) in zip(contexts, phases, strict=True)]
-    turns += [(begin, context.__enter__) for context, (_, begin, _) in zip(contexts, phases, strict=True)]
-    turns += [(time, hand.alloc, time, time, size) for time, size in blocks]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with hand.recording as rec:
-            for hand.now, turn, *arguments in sorted(turns, key=lambda turn: turn[0]):
-                turn(*arguments)
-        figure = _export.draw(title, "cpu", rec.phases, rec.events(), len(blocks))
-        figure.canvas.draw()
-    strip, axes = figure.axes
-    return [label.get_text() for label in strip.get_yticklabels()], strip, axes
 
 
 def test_the_picture(step, tmp_path):
@@ -136,28 +111,35 @@ def test_the_picture(step, tmp_path):
         assert width > 600 and height > 300
 
 
-def test_each_kind_of_phase_has_a_row_and_the_axis_goes_from_the_first_to_the_last_thing_that_happened():
-    pytest.importorskip("matplotlib")
-    rows, strip, axes = drawn(
-        [("forward", 70 * MS, 80 * MS), ("I", 81 * MS, 90 * MS), ("forward", 91 * MS, 92 * MS)],
-        [(76 * MS, 3_200_000), (99 * MS, 400)],
-    )
-    assert rows == ["forward", "I"]
-    assert strip.get_title(loc="left") == "a step: peak 3.200 MB"
-    assert [len(bars.get_paths()) for bars in strip.collections] == [2, 1]
-    assert axes.get_xlim() == (70, 99) and axes.get_xlabel().startswith("ms ")
-    assert axes.get_ylabel() == "live on cpu, MB"
-    assert max(axes.lines[0].get_ydata()) == pytest.approx(3.2004)
-
-
-def test_names_that_a_picture_cannot_take_as_they_are():
-    """Long, of several lines, as formulas of matplotlib's, with an underscore, and more than there are rows for."""
+def test_the_picture_has_a_row_for_each_kind_of_phase_and_bears_any_name():
+    """Long, of several lines, as formulas of matplotlib's, with an underscore, and more than there are rows for. The
+    axis goes from the first to the last thing that happened."""
     pytest.importorskip("matplotlib")
     odd = ["x" * 300, "two\nlines", "$a$ and $b", "_hidden", *(f"number {i} of many" for i in range(30))]
-    phases = [(kind, i * 10 * MS + MS, i * 10 * MS + 9 * MS) for i, kind in enumerate(odd)]
-    rows, _, _ = drawn(phases, title="$x$ " * 50)
-    assert rows[:4] == ["x" * 27 + "…", "two lines", "$a$ and $b", "_hidden"]
+    phases = [("forward", 70 * MS, 80 * MS), ("I", 81 * MS, 90 * MS), ("forward", 91 * MS, 92 * MS)]
+    phases += [(kind, (93 + i) * MS, (94 + i) * MS) for i, kind in enumerate(odd)]
+    hand = ByHand()
+    turns = [(76 * MS, hand.change, 76 * MS, 1, 3_200_000), (199 * MS, hand.change, 199 * MS, 2, 400)]
+    for kind, begin, end in phases:
+        phase = hand.recording.phase(kind)
+        turns += [(begin, phase.__enter__), (end, phase.__exit__, None, None, None)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with hand.recording as rec:
+            for hand.now, turn, *arguments in sorted(turns, key=lambda turn: turn[0]):
+                turn(*arguments)
+        figure = _export.draw("$x$ " * 50, "cpu", rec.phases, rec.events(), 2)
+        figure.canvas.draw()
+    strip, axes = figure.axes
+    rows = [label.get_text() for label in strip.get_yticklabels()]
+    assert rows[:6] == ["forward", "I", "x" * 27 + "…", "two lines", "$a$ and $b", "_hidden"]
     assert len(rows) == 13 and rows[-1] == "more"
+    title = strip.get_title(loc="left")
+    assert title.startswith("$x$ $x$") and title.endswith("…: peak 3.200 MB")
+    assert [len(bars.get_paths()) for bars in strip.collections][:3] == [2, 1, 1]
+    assert axes.get_xlim() == (70, 199) and axes.get_xlabel().startswith("ms ")
+    assert axes.get_ylabel() == "live on cpu, MB"
+    assert max(axes.lines[0].get_ydata()) == pytest.approx(3.2004)
 
 
 def test_without_matplotlib_the_error_says_what_to_do(step, tmp_path, monkeypatch):

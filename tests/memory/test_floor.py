@@ -7,7 +7,7 @@ ordinary backward; what the caller owns (the stage's input, the output's gradien
 
 import copy
 import functools
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -19,8 +19,6 @@ from zbpipe import memory
 
 HEAVY = (nn.Linear, nn.Conv2d)
 PRODUCTS = ("AddmmBackward0", "MmBackward0", "ConvolutionBackward0", "LinearBackward0")
-
-
 START = 4
 """Bytes of the one number from which zbpipe starts the engine; it gives the output's gradient to its nodes later on."""
 
@@ -64,44 +62,27 @@ class Watcher:
         return sum(storages.values())
 
 
-@dataclass
-class Reference:
-    """Of ordinary backwards of copies: bytes after forward, the peak, and the floor of a split one.
+class Reference(NamedTuple):
+    """The floor of a split backward, and the peak of an ordinary one of a copy, which keeps all that W needs and drops
+    the gradients that W computes: with these kernels in this order no I can do with less. ``kernel`` is the most that a
+    convolution's kernel takes to compute its weight's gradient, the gradient included."""
 
-    ``keeping`` is the peak of an ordinary backward that keeps all that W needs and drops the gradients that W computes:
-    with these kernels in this order no I can do with less. ``kernel`` is the most that a convolution's kernel takes
-    to compute its weight's gradient, the gradient included.
-    """
-
-    forward: int
-    peak: int
     floor: int
     keeping: int
     kernel: int
 
 
 def ordinary(stage, x, grad):
-    run = copy.deepcopy(stage)
-    with memory.record() as rec:
-        y = run(x.detach().requires_grad_())
-        forward = rec.live
-        y.backward(grad)
-        del y
     watched = copy.deepcopy(stage)
     watcher = Watcher(watched)
     light = drop_gradients(watched)
     entered = x.detach().requires_grad_()
-    with memory.record() as keeping:
+    with memory.record() as rec:
         y = watched(entered)
         y.backward(grad)
         del y
-    return Reference(
-        forward=forward,
-        peak=rec.peak,
-        floor=watcher.bytes(entered, grad) + bytes_of(light),
-        keeping=keeping.peak,
-        kernel=max(map(kernel_bytes, watcher.convolutions.values()), default=0),
-    )
+    kernel = max(map(kernel_bytes, watcher.convolutions.values()), default=0)
+    return Reference(watcher.bytes(entered, grad) + bytes_of(light), rec.peak, kernel)
 
 
 def drop_gradients(stage):
@@ -152,14 +133,13 @@ def reference_of(kind, checkpointed):
         return ordinary(*make(kind, checkpointed))
 
 
-def input_pass(stage, x, grad, rec):
-    """The groups, and the live bytes after the forward. All else goes, as when a pipeline has sent it."""
+def input_pass(stage, x, grad):
+    """The groups. All else goes, as when a pipeline has sent it."""
     x.requires_grad_()
     y = stage(x)
-    forward = rec.live
     groups = zbpipe.stage_backward_input([y], [grad], [x], stage.parameters())[1]
     x.grad = None
-    return groups, forward
+    return groups
 
 
 every_stage = pytest.mark.parametrize(
@@ -185,8 +165,8 @@ def test_a_step_holds_the_floor_and_takes_no_more_than_it_must(kind, checkpointe
     for again in (False, True):
         stage.computed = 0
         with memory.record() as rec:
-            groups, forward = input_pass(stage, x, grad, rec)
-            assert (forward, rec.live) == (reference.forward, reference.floor), "again" if again else "first"
+            groups = input_pass(stage, x, grad)
+            assert rec.live == reference.floor, "again" if again else "first"
             assert 0 <= memory.held(groups, stage).bytes - reference.floor <= bytes_of((x, grad))
             zbpipe.stage_backward_weight(stage.parameters(), groups)
         new = 0 if again else grads_of(stage)
@@ -203,7 +183,7 @@ def test_two_microbatches_in_flight(kind, checkpointed):
     other = x + 0.5
     floors = [reference_of(kind, checkpointed).floor, ordinary(stage, other, grad).floor]
     with memory.record() as rec, zbpipe.policy(checkpoint="keep"):
-        groups = [input_pass(stage, value, grad, rec)[0] for value in (x, other)]
+        groups = [input_pass(stage, value, grad) for value in (x, other)]
         assert rec.live == sum(floors)
         zbpipe.stage_backward_weight(stage.parameters(), groups.pop())
         assert rec.live == floors[0] + grads_of(stage)
@@ -215,7 +195,7 @@ def test_two_microbatches_in_flight(kind, checkpointed):
 def test_group_by_group_gives_back_step_by_step(kind):
     stage, x, grad = make(kind, checkpointed=False)
     with memory.record() as rec:
-        groups, _ = input_pass(stage, x, grad, rec)
+        groups = input_pass(stage, x, grad)
         while groups:
             before = rec.live - grads_of(stage), memory.held(groups).bytes
             zbpipe.stage_backward_weight(stage.parameters(), [groups.pop()])
@@ -228,7 +208,7 @@ def test_the_detector_sees_a_storage_that_stays():
     """A planted fault: groups of which somebody keeps one gradient."""
     stage, x, grad = make("mlp", checkpointed=False)
     with memory.record() as rec:
-        _groups, _ = input_pass(stage, x, grad, rec)
+        _groups = input_pass(stage, x, grad)
         kept = grad.clone()
         assert rec.live == reference_of("mlp", checkpointed=False).floor + kept.nbytes
 

@@ -30,6 +30,10 @@ BEFORE = """
 foreign.foreign_install(b"{kind}")
 before = foreign.foreign_installed()
 with memory.record() as rec:
+    during = foreign.foreign_installed()
+    with memory.record():
+        assert foreign.foreign_installed() == during != before
+    assert foreign.foreign_installed() == during
     a = torch.ones(10)
     assert (rec.live, foreign.foreign_live()) == (40, 1)
     b = torch.ones(5)
@@ -48,16 +52,6 @@ assert foreign.foreign_live() == 0
 PROGRAMS = {
     "a context, there before": BEFORE.format(kind="context", clones=0),
     "raw blocks, there before": BEFORE.format(kind="raw", clones=1),
-    "the allocator is put back": """
-before = foreign.foreign_installed()
-with memory.record() as outer:
-    during = foreign.foreign_installed()
-    assert during != before
-    with memory.record():
-        assert foreign.foreign_installed() == during
-    assert foreign.foreign_installed() == during
-assert foreign.foreign_installed() == before
-""",
     "one that comes while we record": """
 rec = memory.record()
 rec.__enter__()

@@ -10,6 +10,7 @@ import gc
 import pytest
 import torch
 import torch.nn.functional as F
+from support.functions import Handing
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import (
@@ -73,18 +74,6 @@ class Scaled(torch.autograd.Function):
     def backward(ctx, grad):
         x, w, _ = ctx.saved_tensors
         return grad * w, (grad * x).sum(0)
-
-
-class Deferred(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x @ w.t()
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, w = ctx.saved_tensors
-        return grad @ w, zbpipe.defer(lambda g, x: g.t() @ x, 1, (grad, x))
 
 
 def nested(m, x):
@@ -194,7 +183,7 @@ MODELS = {
     "checkpointed, recurrent": lambda: Stage(lambda m, x: recomputed(m.f, x)[0], (N, 3, D), f=nn.GRU(D, D)),
     "function": lambda: Stage(lambda m, x: m.f(Scaled.apply(x, m.w)), w=weight(D), f=mlp()),
     "function of weights alone": lambda: Stage(lambda m, x: x @ Scaled.apply(m.w, m.v), w=weight(D, D), v=weight(D)),
-    "function that defers": lambda: Stage(lambda m, x: Deferred.apply(x, m.w), w=weight(D, D)),
+    "function that defers": lambda: Stage(lambda m, x: Handing.apply(x, m.w), w=weight(D, D)),
     "complex": lambda: Stage(
         lambda m, x: torch.view_as_real((x + 0j) @ m.w).sum(-1), w=weight(D, D, dtype=torch.complex64)
     ),

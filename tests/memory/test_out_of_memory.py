@@ -7,14 +7,11 @@ import importlib.util
 import json
 import os
 import pickle
-import subprocess
 import sys
-import textwrap
 
 import pytest
 import torch
 from support.functions import Hungry
-from support.processes import environment
 
 from zbpipe import memory
 from zbpipe.memory import _out_of_memory  # what errors it takes for its own
@@ -36,17 +33,23 @@ class Model:
 
 def failed(tmp_path, run, **options):
     """The report of what ``run(recording)`` does, which must fail."""
-    with pytest.raises(Exception) as caught, memory.record(on_out_of_memory=tmp_path / "a" / "b", **options) as rec:  # noqa: PT011
+    folder = os.path.relpath(tmp_path / "a" / "b")
+    with pytest.raises(Exception) as caught, memory.record(on_out_of_memory=folder, **options) as rec:  # noqa: PT011
         run(rec)
     (text,) = (tmp_path / "a" / "b").glob("*.txt")
     return text.read_text(), caught, rec
 
 
-def test_the_report_names_the_phase_the_line_what_lived_and_who_held_it(tmp_path, caplog):
+def test_the_report_names_the_phase_the_line_what_lived_and_who_held_it(tmp_path, caplog, monkeypatch):
+    """A rank's file is its own, and the folder that of the beginning."""
     older = torch.ones(1000)
     model = Model()
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.chdir(tmp_path)
 
     def run(rec):
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir("elsewhere")
         with rec.phase("step"):
             batch = torch.ones(10_000)
             model.step(3)
@@ -57,11 +60,9 @@ def test_the_report_names_the_phase_the_line_what_lived_and_who_held_it(tmp_path
     head, asked, process, *_ = text.splitlines()
     assert head == f"out of memory on cpu in forward microbatch 3 at {__file__}:{line}"
     assert f"you tried to allocate {4 * TOO_MUCH} bytes" in asked
-    assert process.startswith(f"process {os.getpid()} on ")
+    assert process.startswith(f"process {os.getpid()} on ") and ", rank 3, " in process
     assert "cpu: peak 72.000 kB, live 72.000 kB, 72.000 kB in 3 allocations" in text
     assert str(rec) in text
-    by_phase = text.partition("by the phase in which it was handed out\n")[2].splitlines()[2:4]
-    assert [row.split() for row in by_phase] == [["step", "40.000", "1"], ["forward", "microbatch", "3", "32.000", "2"]]
     tensors = text.partition("the largest of these:\n")[2].split("\n\n")
     assert [part.strip().splitlines()[0] for part in tensors] == [
         "float32 [10000] on cpu: 40000 bytes, alive",
@@ -73,7 +74,7 @@ def test_the_report_names_the_phase_the_line_what_lived_and_who_held_it(tmp_path
     for part, holder in zip(tensors, holders, strict=True):
         (blamed,) = [line.strip() for line in part.splitlines() if line.strip().startswith(">> ")]
         assert blamed.removeprefix(">> ").startswith(holder)
-    stem = tmp_path / "a" / "b" / f"process{os.getpid()}"
+    stem = tmp_path / "a" / "b" / "rank3"
     assert caplog.messages == [f"out of memory on cpu in forward microbatch 3; what lived and who held it: {stem}.txt"]
     assert isinstance(caught.value, RuntimeError) and "DefaultCPUAllocator" in str(caught.value)
     assert caught.value.__cause__ is None and not getattr(caught.value, "__notes__", [])
@@ -134,14 +135,6 @@ def test_the_phase_is_the_innermost_that_the_error_has_ended(tmp_path, run, phas
     assert isinstance(pickle.loads(pickle.dumps(caught.value)), type(caught.value)), "as other processes are sent it"
 
 
-def test_a_recording_that_cannot_begin_leaves_no_hook(tmp_path):
-    rec = memory.record(on_out_of_memory=tmp_path)
-    rec._log.start()
-    with pytest.raises(RuntimeError, match="not started"):
-        rec.__enter__()
-    assert rec._hook._older is None
-
-
 @pytest.mark.parametrize("error", [ValueError("bad"), RuntimeError("shape mismatch"), KeyboardInterrupt()])
 def test_other_errors_leave_nothing(tmp_path, error, caplog):
     with pytest.raises(type(error)), memory.record(on_out_of_memory=tmp_path / "oom"):
@@ -159,9 +152,8 @@ def test_what_is_out_of_memory():
     assert list(_out_of_memory.causes(one)) == [one, two]
 
 
-def test_without_a_log_the_report_says_what_it_lacks(tmp_path):
+def test_without_a_log_there_is_a_report(tmp_path):
     text, _, _ = failed(tmp_path, lambda rec: torch.empty(TOO_MUCH), max_events=0)
-    assert "in which phases the live bytes were handed out is not known: that needs a log" in text
     assert "the largest of these" in text
 
 
@@ -186,31 +178,3 @@ def test_nothing_is_kept_by_the_report(tmp_path):
     gc.collect()  # the traceback refers to the frame that has caught it
     assert rec.peak == 400
     assert left[0].expired()
-
-
-def test_a_script_that_runs_out_of_memory_ends_as_ever_and_says_where_to_look(tmp_path):
-    """A rank's file is its own, and the folder that of the beginning."""
-    script = """
-        import os, torch
-        from zbpipe import memory
-        def main():
-            with memory.record(on_out_of_memory="oom"), memory.phase("forward"):
-                batch = torch.ones(1000)
-                os.mkdir("elsewhere"); os.chdir("elsewhere")
-                torch.empty(1 << 50)
-        main()
-    """
-    (tmp_path / "train.py").write_text(textwrap.dedent(script))
-    done = subprocess.run(
-        [sys.executable, "train.py"],
-        cwd=tmp_path,
-        env=environment(RANK="3"),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 1
-    assert "DefaultCPUAllocator" in done.stderr.splitlines()[-1]
-    assert "out of memory on cpu in forward; what lived and who held it: " in done.stderr
-    report = (tmp_path / "oom" / "rank3.txt").read_text()
-    assert "rank 3" in report and f"variable batch of main() ({tmp_path / 'train.py'}:6)" in report

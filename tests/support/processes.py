@@ -24,6 +24,14 @@ def environment(**variables):
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **variables}
 
 
+def python(*arguments, cwd=None, timeout=120, **variables):
+    """What a new Python did with these arguments: a CompletedProcess with its output as text."""
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=cwd, env=environment(**variables), capture_output=True, text=True, timeout=timeout, check=False,
+    )  # fmt: skip
+
+
 class Forks:
     """A process of support/forks.py, which forks others in the environment that it was started in."""
 

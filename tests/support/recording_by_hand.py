@@ -3,30 +3,28 @@
 import torch
 
 from zbpipe.memory import Recording
-from zbpipe.memory._cuda import Replay  # what feeds a recording by hand
+from zbpipe.memory._cuda import Replay  # what plays a history
 
 
 class ByHand(Replay):
-    """What feeds a recording, and the recording. Times in ns are given to each call; they only ever rise."""
+    """What feeds a recording, and the recording: changes of so many bytes at an address, at times in ns that rise."""
 
     def __init__(self):
         super().__init__()
-        self.now = 0
+        self.now, self.history = 0, []
         self.recording = Recording(self, torch.device("cpu"), 1000)
 
     def start(self, objects):
         self.mark()
 
     def stop(self):
+        self.play(self.history)
         return False
 
     def mark(self):
-        return self.add_mark(self.now)
+        self.places.append((len(self.history), self.now))
+        return len(self.places) - 1
 
-    def alloc(self, time_ns, address, size):
+    def change(self, time_ns, address, size):
         self.now = time_ns
-        self.add(time_ns, address, size)
-
-    def free(self, time_ns, address, size=0):
-        self.now = time_ns
-        self.add(time_ns, address, -size)
+        self.history.append((time_ns, address, size))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from zbpipe._cli import ranks
 from zbpipe._cli.script import run_module, run_script
@@ -45,16 +46,25 @@ def refuse_files(given: argparse.Namespace, *options: str) -> None:
         setattr(given, option, path.absolute())
 
 
-def refuse_without_matplotlib(given: argparse.Namespace, option: str, others: str) -> None:
-    """Exit if what only matplotlib can draw cannot be drawn; files that end in ``others`` can."""
-    if importlib.util.find_spec("matplotlib") is None:
-        path = getattr(given, option)
-        given.parser.error(f"--{option} {path}: only matplotlib can draw it; install that, or end it in {others}")
-
-
-def run_given(given: argparse.Namespace) -> int:
-    """Run the script. Returns its exit status; what else it raises passes."""
+def run_given(given: argparse.Namespace, steps: Any, report: Callable[[Any, argparse.Namespace], int]) -> int:
+    """Run the script, its steps seen, then report. Returns the exit status: the script's own, or what the report says.
+    The script's exceptions pass, after the report."""
     ranks.stdout = sys.stdout
+    process, judged = os.getpid(), 0
+    try:
+        with steps.seen_from_outside():
+            status = _status_of_script(given)
+    except BaseException as error:
+        if os.getpid() == process:
+            steps.fail(error)
+        raise
+    finally:
+        if os.getpid() == process:  # a child that the script forked has nothing to report
+            judged = report(steps, given)
+    return status or judged
+
+
+def _status_of_script(given: argparse.Namespace) -> int:
     try:
         (run_module if given.module else run_script)(given.script, given.args)
     except SystemExit as ended:

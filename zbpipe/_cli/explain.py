@@ -14,7 +14,6 @@ import torch
 
 import zbpipe
 from zbpipe._cli.arguments import refuse_files
-from zbpipe._cli.progress import Progress
 from zbpipe._cli.script import search_first
 
 DESCRIPTION = """\
@@ -49,9 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     refuse_files(given, "json")
-    progress = Progress("explain")
     module, inputs = _stage(given)
-    progress("running the stage, forward and backward")
     plan = zbpipe.explain(module, inputs, first_stage=given.first_stage)
     print(plan)
     if given.json:

@@ -17,7 +17,6 @@ import torch
 
 from zbpipe._cli import ranks
 from zbpipe._cli.arguments import add_script, natural, refuse_files, refuse_script, run_given
-from zbpipe._cli.progress import Progress
 from zbpipe._cli.steps import KINDS, Steps
 from zbpipe._formatting import table
 from zbpipe._version import __version__
@@ -77,23 +76,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Run the script, then report. Returns the exit status; the script's exceptions pass, after the report."""
     refuse_script(given)
     if given.picture and (refusal := refusal_of(given.picture)):
         given.parser.error(f"--picture {refusal}")
     refuse_files(given, "json", "picture")
-    steps = _Steps(given.warmup, given.steps, given.step_at)
-    process, judged = os.getpid(), 0
-    try:
-        with steps.seen_from_outside():
-            status = run_given(given)
-    except BaseException:
-        steps.has_failed = True
-        raise
-    finally:
-        if os.getpid() == process:  # a child that the script forked has nothing to report
-            judged = _report(steps, given)
-    return status or judged
+    return run_given(given, _Steps(given.warmup, given.steps, given.step_at), _report)
 
 
 def _steps_to_watch(text: str) -> int:
@@ -115,9 +102,8 @@ class _Steps(Steps):
     growth: Growth | None = None
     has_failed = False
 
-    def __init__(self, warmup: int, steps: int | None, line: tuple[str, int] | None) -> None:
-        self._progress = Progress("leaks")
-        super().__init__(warmup, steps, line)
+    def fail(self, error: BaseException) -> None:
+        self.has_failed = True
 
     def restart(self) -> None:
         if self.growth is not None:
@@ -136,8 +122,6 @@ class _Steps(Steps):
         self.growth.step()
         # While the script's variables are there to be named; ever less often, for a search takes its time.
         is_time = is_last or (self.growth.looked_at == self.watched >= max(FEWEST, 2 * self.looked_at))
-        of = f" of {self.steps}" if self.steps else ""
-        self._progress(f"step {self.watched}{of}{', looking who holds what grew' if is_time else ''}")
         if is_time:
             self.found, self.looked_at = self.growth.grown(), self.watched
 

@@ -7,8 +7,8 @@ those of its stages; of any other step they are seen from outside, by where back
 import argparse
 import contextlib
 import functools
+import importlib.util
 import json
-import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -20,13 +20,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from zbpipe import memory
 from zbpipe._cli import ranks
-from zbpipe._cli.arguments import add_script, natural, refuse_files, refuse_script, refuse_without_matplotlib, run_given
-from zbpipe._cli.progress import Progress
+from zbpipe._cli.arguments import add_script, natural, refuse_files, refuse_script, run_given
 from zbpipe._cli.steps import KINDS, OF_SCHEDULE, Steps
 from zbpipe._formatting import Unit, in_words, table
 from zbpipe._torch.pipelining import stages_of
 from zbpipe._version import __version__
-from zbpipe.memory._export import phase_table, short_label
+from zbpipe.memory._export import phase_table, short
 from zbpipe.memory._out_of_memory import bytes_of_tensors
 
 DESCRIPTION = """\
@@ -78,40 +77,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Run the script, then report. Returns the exit status; the script's exceptions pass, after the report."""
     refuse_script(given)
     _refuse(given)
-    steps = _OneStep(given)
-    process, judged = os.getpid(), 0
-    try:
-        with steps.seen_from_outside():
-            status = run_given(given)
-    except BaseException as error:
-        if os.getpid() == process:
-            steps.fail(error)
-        raise
-    finally:
-        if os.getpid() == process:  # a child that the script forked has nothing to report
-            judged = _report(steps, given)
-    return status or judged
+    return run_given(given, _OneStep(given), _report)
 
 
 def _refuse(given: argparse.Namespace) -> None:
     """Exit if what is asked for cannot be; the script may change the working directory."""
     error = given.parser.error
     if given.device is not None:
-        try:
+        kind = ""
+        with contextlib.suppress(RuntimeError):  # it may be the name of no device
             kind = torch.device(given.device).type
-        except RuntimeError:
-            kind = ""
         if kind not in ("cpu", "cuda"):
             error(f"--device {given.device}: memory can be recorded on cpu and cuda")
         if kind == "cuda" and not torch.cuda.is_available():
             error(f"--device {given.device}: torch sees no CUDA device here")
     if given.out and not given.out.name.endswith((*PICTURES, *EXPORTS)):
         error(f"--out {given.out}: its name must end in one of {', '.join((*PICTURES, *EXPORTS))}")
-    if given.out and given.out.name.endswith(PICTURES):
-        refuse_without_matplotlib(given, "out", ".json.gz")
+    if given.out and given.out.name.endswith(PICTURES) and importlib.util.find_spec("matplotlib") is None:
+        error(f"--out {given.out}: only matplotlib can draw it; install that, or end it in .json.gz")
     refuse_files(given, "json", "out")
     if given.on_out_of_memory is not None:
         given.on_out_of_memory = given.on_out_of_memory.absolute()
@@ -123,10 +108,10 @@ class _OneStep(Steps):
     recording: memory.Recording | None = None
     is_whole = has_failed = _is_open = _is_in_backward = _has_stages = False
     _phase: Any = None  # of the recording, that runs
+    _thread: int | None = None  # on which the recording began
 
     def __init__(self, given: argparse.Namespace) -> None:
         self.given = given
-        self.progress = Progress("memory")
         super().__init__(given.warmup, 1)
 
     def restart(self) -> None:
@@ -137,7 +122,6 @@ class _OneStep(Steps):
             super().restart()
 
     def begin(self) -> None:
-        self.progress(f"recording step {self.warmup + 1}")
         schedule = self.stepper() if self.kind == OF_SCHEDULE and self.stepper is not None else None
         self._has_stages = schedule is not None and bool(stages_of(schedule))
         uses_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -168,7 +152,7 @@ class _OneStep(Steps):
     @contextlib.contextmanager
     def seen_from_outside(self) -> Iterator[None]:
         with contextlib.ExitStack() as undo:
-            # Before watched(): the step may end with an optimizer's, which is in it.
+            # Before the ends of steps: one may end with an optimizer's, which is in it.
             undo.callback(register_optimizer_step_pre_hook(lambda *_: self._turn("optimizer")).remove)
             undo.callback(register_optimizer_step_post_hook(lambda *_: self._turn("between")).remove)
             undo.callback(setattr, torch.autograd, "backward", torch.autograd.backward)
@@ -191,8 +175,7 @@ class _OneStep(Steps):
         @functools.wraps(backward)
         def marked(*args: Any, **kwargs: Any) -> Any:
             # One within another is no phase: a reentrant checkpoint's.
-            is_phase = self._is_open and not self._is_in_backward and threading.get_ident() == self._thread
-            if not is_phase or self._has_stages:
+            if self._is_in_backward or self._has_stages or threading.get_ident() != self._thread:
                 return backward(*args, **kwargs)
             self._is_in_backward = True
             self._turn("backward")
@@ -226,10 +209,7 @@ def _report(steps: _OneStep, given: argparse.Namespace) -> int:
     if given.json:
         ranks.file_of(given.json).write_text(json.dumps(_data(steps, recording, given), indent=1) + "\n")
     if given.out:
-        zipped = ".gz" if given.out.suffix == ".gz" else ""
-        path = Path(f"{ranks.file_of(given.out.with_name(given.out.name.removesuffix(zipped)))}{zipped}")
-        steps.progress(f"writing {path}")
-        (recording.plot if path.name.endswith(PICTURES) else recording.export)(path)
+        (recording.plot if given.out.name.endswith(PICTURES) else recording.export)(ranks.file_of(given.out))
     _say(of_rank(which, recording, steps.before), steps)
     return 0 if steps.is_whole else NO_STEP
 
@@ -249,22 +229,26 @@ def _data(steps: _OneStep, recording: memory.Recording, given: argparse.Namespac
         "whole": steps.is_whole,
         "device": str(recording.device),
         "before": steps.before,
-        **{name: getattr(recording, name) for name in ("peak", "live", "allocated", "freed", "allocations")},
-        "incomplete": recording.incomplete,
+        **_numbers(recording),
         "phases": [{"label": phase.label, **asdict(phase)} for phase in recording.phases],
         "held": [] if recording.incomplete else [asdict(held) for held in recording.held],
     }
 
 
+def _numbers(recording: memory.Recording) -> dict[str, Any]:
+    names = ("peak", "live", "allocated", "freed", "allocations", "incomplete")
+    return {name: getattr(recording, name) for name in names}
+
+
 def of_rank(which: str, recording: memory.Recording, before: int) -> dict[str, Any]:
     """For json.dumps: ``which`` step it was, its numbers in bytes, and its phases as a table."""
     phases = [p for p in recording.phases if p.kind != "between" or p.allocations or p.frees]
-    highest = (short_label(p) for p in phases if p.peak == recording.peak)
+    highest = (short(p.label, 31) for p in phases if p.peak == recording.peak)
     return {
         "head": f"{which} on {recording.device}",
         "before": before,
         "highest": next(highest, "none of its phases"),
-        **{name: getattr(recording, name) for name in ("peak", "allocated", "allocations", "live", "incomplete")},
+        **_numbers(recording),
         "phases": phase_table(phases) if phases else "",
     }
 

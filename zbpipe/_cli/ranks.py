@@ -22,7 +22,6 @@ from zbpipe.leaks._alike import numbered_spans
 
 WAIT = 20.0  # seconds that the first rank waits for the others, after its own script has ended
 _PATIENCE = 3 * WAIT  # of the others, who may be through long before it
-_BETWEEN_LOOKS = 0.05
 _PRINTED = "printed"  # key of the ranks whose reports the first has printed
 stdout: Any = None  # before the script ran, which may close it, or put something else in its place
 _UNREACHABLE = (RuntimeError, OSError, ValueError)  # the agent has gone, or is another job's
@@ -71,14 +70,12 @@ def _gathered(store: Any) -> dict[int, dict[str, Any]]:
     """The others' reports that come within the time."""
     found: dict[int, dict[str, Any] | None] = {}
     end = time.monotonic() + WAIT
-    with contextlib.suppress(*_UNREACHABLE):
-        while len(found) < count() - 1:
-            for r in set(range(1, count())) - set(found):
-                if store.check([str(r)]):
-                    found[r] = json.loads(store.get(str(r)))
-            if time.monotonic() > end:
-                break
-            time.sleep(_BETWEEN_LOOKS)
+    for r in range(1, count()):
+        with contextlib.suppress(*_UNREACHABLE):
+            if (left := end - time.monotonic()) > 0:
+                store.wait([str(r)], timedelta(seconds=left))
+            if store.check([str(r)]):
+                found[r] = json.loads(store.get(str(r)))
     return {r: report for r, report in found.items() if report is not None}
 
 
@@ -86,11 +83,9 @@ def _is_printed_by_first(store: Any, report: dict[str, Any] | None) -> bool:
     """Gives the first rank a report, or none at all, and waits until it has printed what it was given."""
     with contextlib.suppress(*_UNREACHABLE):
         store.set(_PRINTED if rank() == 0 else str(rank()), json.dumps(report))
-        end = time.monotonic() + _PATIENCE
-        while report is not None and time.monotonic() < end:
-            if store.check([_PRINTED]):
-                return rank() in (json.loads(store.get(_PRINTED)) or [])
-            time.sleep(_BETWEEN_LOOKS)
+        if report is not None:
+            store.wait([_PRINTED], timedelta(seconds=_PATIENCE))
+            return rank() in (json.loads(store.get(_PRINTED)) or [])
     return False
 
 
@@ -128,5 +123,6 @@ def say(text: str) -> None:
 
 
 def file_of(path: Path) -> Path:
-    """The rank's own, if there are several."""
-    return path.with_name(f"{path.stem}.rank{rank()}{path.suffix}") if count() > 1 else path
+    """The rank's own, if there are several, as step.rank0.json.gz."""
+    stem = path.name.removesuffix("".join(path.suffixes[-2 if path.suffix == ".gz" else -1 :]))
+    return path.with_name(f"{stem}.rank{rank()}{path.name.removeprefix(stem)}") if count() > 1 else path

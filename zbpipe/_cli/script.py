@@ -1,49 +1,47 @@
 """Runs a script in this process as ``python SCRIPT`` or ``python -m MODULE`` would.
 
 Its globals are those of ``__main__`` and stay when it has ended: they go where Python lets them go, when the
-interpreter ends. Dropped before, as runpy does, what they hold would be destroyed while others still run: a DDP model's
-reducer joins gloo's thread, which may be waiting for the GIL.
+interpreter ends. Dropped before, as runpy's public functions do, what they hold would be destroyed while others still
+run: a DDP model's reducer joins gloo's thread, which may be waiting for the GIL.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import runpy
 import sys
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader, SourcelessFileLoader
+from importlib.machinery import PathFinder, SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 
-_FIRST_OF_COMPILED = importlib.util.MAGIC_NUMBER
+_run_as_main = runpy._run_module_as_main  # type: ignore[attr-defined] # as python -m does
 
 
 def run_script(script: str, arguments: list[str]) -> None:
     """Run a file, or a folder or zip archive with a ``__main__.py``. What it raises passes."""
-    main = ModuleType("__main__")
-    if Path(script).is_file() and not _is_archive(script):
-        search_first(str(Path(script).resolve().parent))
-        code = _code_of(script, main)
-    else:
-        archive = os.path.abspath(script)
-        search_first(archive, is_archive=True)
-        spec = PathFinder.find_spec("__main__", [archive])
-        if spec is None:
-            raise ImportError(f"can't find '__main__' module in {script!r}")
-        code = _code_of_spec(spec, main)
-    _run(code, main, script, arguments)
+    main = _begin([script, *arguments])
+    if PathFinder.find_spec("__main__", [script]) is not None or not Path(script).is_file():
+        search_first(os.path.abspath(script), is_archive=True)
+        _run_as_main("__main__", alter_argv=False)
+        return
+    search_first(str(Path(script).resolve().parent))
+    source, compiled = SourceFileLoader("__main__", script), SourcelessFileLoader("__main__", script)
+    data = source.get_data(script)
+    is_compiled = data.startswith(importlib.util.MAGIC_NUMBER)
+    # The source's bytecode is cached nowhere.
+    code = compiled.get_code("__main__") if is_compiled else source.source_to_code(data, script)
+    assert code is not None
+    main.__loader__ = compiled if is_compiled else source
+    main.__file__, main.__cached__ = os.path.abspath(script), None  # type: ignore[attr-defined]
+    exec(code, vars(main))
 
 
 def run_module(name: str, arguments: list[str]) -> None:
     """Run a module, or the ``__main__`` of a package, by its name. What it raises passes."""
-    main = ModuleType("__main__")
+    _begin(["-m", *arguments])
     search_first(os.getcwd())
-    sys.argv[:] = ["-m", *arguments]  # while its packages are imported
-    spec = importlib.util.find_spec(name)
-    if spec is not None and spec.submodule_search_locations is not None:
-        spec = importlib.util.find_spec(f"{name}.__main__")
-    if spec is None or spec.loader is None:
-        raise ImportError(f"No module named {name}, or none that can be run", name=name)
-    _run(_code_of_spec(spec, main), main, spec.origin or name, arguments)
+    _run_as_main(name)
 
 
 def search_first(folder: str, is_archive: bool = False) -> None:
@@ -55,40 +53,7 @@ def search_first(folder: str, is_archive: bool = False) -> None:
         sys.path.insert(0, folder)
 
 
-def _is_archive(script: str) -> bool:
-    return PathFinder.find_spec("__main__", [script]) is not None
-
-
-def _code_of(script: str, main: ModuleType) -> CodeType:
-    main.__file__ = os.path.abspath(script)
-    with open(script, "rb") as file:
-        is_compiled = file.read(len(_FIRST_OF_COMPILED)) == _FIRST_OF_COMPILED
-    if is_compiled:
-        compiled = SourcelessFileLoader("__main__", script)
-        main.__loader__ = compiled
-        code = compiled.get_code("__main__")
-        assert code is not None
-        return code
-    loader = SourceFileLoader("__main__", script)
-    main.__loader__ = loader
-    code = loader.source_to_code(loader.get_data(script), script)  # its bytecode is cached nowhere
-    assert isinstance(code, CodeType)
-    return code
-
-
-def _code_of_spec(spec: ModuleSpec, main: ModuleType) -> CodeType:
-    main.__spec__, main.__package__, main.__loader__ = spec, spec.parent, spec.loader
-    if spec.origin is not None:
-        main.__file__ = spec.origin
-    get_code = getattr(spec.loader, "get_code", None)
-    code = get_code(spec.name) if get_code is not None else None
-    if not isinstance(code, CodeType):
-        raise ImportError(f"No code object available for {spec.name}", name=spec.name)
-    return code
-
-
-def _run(code: CodeType, main: ModuleType, name: str, arguments: list[str]) -> None:
-    sys.argv[:] = [name, *arguments]
-    vars(main).setdefault("__cached__", getattr(main.__spec__, "cached", None))
-    sys.modules["__main__"] = main  # at the place where Python's own is, and goes
-    exec(code, vars(main))
+def _begin(argv: list[str]) -> ModuleType:
+    sys.argv[:] = argv
+    main = sys.modules["__main__"] = ModuleType("__main__")  # at the place where Python's own is, and goes
+    return main

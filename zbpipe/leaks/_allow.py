@@ -16,6 +16,7 @@ from zbpipe.leaks._python import array_type
 
 ACTIONS = ("warn", "error", "record")
 _ONCE = (Iterator, MappingView)
+_DEPTH = 4  # of collections in a fixture's value or a window, within which tensors are theirs
 _COLLECTIONS = (dict, list, tuple, set, frozenset)
 _KNOWN = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, *_COLLECTIONS)
 
@@ -88,12 +89,12 @@ def _inner_tensors(tensor: torch.Tensor) -> list[Any]:
     return []
 
 
-def tensors_in(thing: Any, depth: int | None = None) -> list[torch.Tensor]:
-    """The tensors in nested collections and under numpy arrays; of a ``depth`` also those in modules, caches and
-    attributes, so many collections deep."""
+def tensors_in(thing: Any, is_wide: bool = False) -> list[torch.Tensor]:
+    """The tensors in nested collections and under numpy arrays; if ``is_wide`` also those in modules, caches and
+    attributes, a few collections deep."""
     found: list[torch.Tensor] = []
     array = array_type()
-    todo = [(thing, depth or 0)]
+    todo = [(thing, _DEPTH)]
     seen: dict[int, int] = {}  # by identities, how deep was looked
     while todo:
         one, level = todo.pop()
@@ -103,17 +104,17 @@ def tensors_in(thing: Any, depth: int | None = None) -> list[torch.Tensor]:
             found.append(one)
         elif array is not None and issubclass(kind, array):
             todo.append((array.base.__get__(one), level))
-        elif depth is not None and issubclass(kind, torch.nn.Module):
+        elif is_wide and issubclass(kind, torch.nn.Module):
             found += [*one.parameters(), *one.buffers()]
-        elif (depth is not None and level == 0) or issubclass(kind, type) or seen.get(id(one), level - 1) >= level:
+        elif (is_wide and level == 0) or issubclass(kind, type) or seen.get(id(one), level - 1) >= level:
             continue
         elif issubclass(kind, dict):
             inner = [*dict.keys(one), *dict.values(one)]
         elif issubclass(kind, _COLLECTIONS):
             inner = list(one)
-        elif depth is not None and kind is functools._lru_cache_wrapper:
+        elif is_wide and kind is functools._lru_cache_wrapper:
             inner = gc.get_referents(one)  # its entries, by whatever they are kept in
-        elif depth is not None:
+        elif is_wide:
             with contextlib.suppress(Exception):  # attributes; of an optimizer its state, one collection deeper
                 todo.append((object.__getattribute__(one, "__dict__"), level))
         seen[id(one)] = level

@@ -18,7 +18,7 @@ from zbpipe.leaks._collector import Collections, collector
 from zbpipe.leaks._judge import with_fates, without_excused
 from zbpipe.leaks._report import Report
 from zbpipe.leaks._results import COLLECTED, Holder, Leak
-from zbpipe.leaks._search import Scope, are_there_others, identities, search, storages_now
+from zbpipe.leaks._search import Scope, are_there_others, identities, natives_now, search, storages_now
 
 F = TypeVar("F", bound=Callable[..., Any])
 Action = Literal["warn", "error", "record"]
@@ -160,11 +160,12 @@ class Check:
             ),
             trimmed={id(holder) for holder in (*tensors, *holders)},
             returned=self._returned,
-            keep=functools.partial(_is_leak, predicates) if predicates else None,
+            predicates=predicates,
             traced=self._trace,
         )
         born = {address: serial for address, _, serial in _C.live_blocks(self._since) if scope.includes(serial)}
-        if born.keys() - _C.addresses_of(tensors) or are_there_others(self._older) or _cuda.is_in_use():
+        is_explained = not born.keys() - _C.addresses_of(tensors) and not _cuda.is_in_use()
+        if not is_explained or are_there_others(identities(self._older), natives_now()["storage"]):
             result = search(scope)
             del tensors, holders
             found = [entry for entry in result.found if self._looks_at(entry.leak.device)]
@@ -242,7 +243,3 @@ def check_tensor_leak(
     checked = _allow.checked(action, allow, device)
     check = Check(action, checked, trace, None if device is None else torch.device(device))
     return check if function is None else check(function)
-
-
-def _is_leak(predicates: list[Callable[[torch.Tensor], bool]], tensors: list[torch.Tensor]) -> bool:
-    return not any(predicate(tensor) for predicate in predicates for tensor in tensors)

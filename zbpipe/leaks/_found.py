@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import CellType
 from typing import Any
 
 import torch
@@ -14,14 +13,13 @@ from zbpipe import _C
 from zbpipe.leaks import _python
 from zbpipe.leaks._alike import plain
 from zbpipe.leaks._results import Cycle, Holder, Leak, is_a_librarys_own
-from zbpipe.leaks._ways import LEFT_OUT, Ways
+from zbpipe.leaks._ways import LEFT_OUT, MADE_OF, Ways
 from zbpipe.leaks._words import Words
 
 _OWN_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _PERHAPS_HELD_BY = 3  # works that are named
 _TELLING_OF_CYCLES = ("hook", "cell", "function", "attribute")  # kinds, the most telling first
 _LONGEST_CYCLE = 50  # that is walked to find a place of the program's
-_PARTS = (tuple, dict, CellType)  # which say little without what they belong to
 _NO_FACTS: tuple[tuple[int, ...], str, int] = ((), "", 0)
 UNSEEN = "C or C++ that cannot be seen"
 
@@ -54,8 +52,8 @@ class Scope:
     ``target``'s alone.
 
     ``allowed`` are identities of storages that are not searched for. ``trimmed`` are identities of objects that may
-    hold tensors: a chain begins behind the last of them. ``returned`` is held by nobody but the caller. ``keep`` is
-    asked for each leak, with its tensors, if it is one.
+    hold tensors: a chain begins behind the last of them. ``returned`` is held by nobody but the caller. ``predicates``
+    say of a leak's tensors whether they may live.
     """
 
     since: int = 0
@@ -66,22 +64,11 @@ class Scope:
     allowed: set[int] = field(default_factory=set)
     trimmed: set[int] = field(default_factory=set)
     returned: Any = None
-    keep: Callable[[list[torch.Tensor]], bool] | None = None
+    predicates: Sequence[Callable[[torch.Tensor], bool]] = ()
     traced: bool = False
 
     def includes(self, serial: int) -> bool:
         return self.since <= serial < self.until and not any(serial in serials for serials in self.exempt)
-
-
-@dataclass(slots=True)
-class Sought:
-    """A storage that is searched for, with its memory and the places of its tensors."""
-
-    address: int
-    bytes: int
-    device: str
-    identity: int
-    tensors: list[int] = field(default_factory=list)
 
 
 class Telling:
@@ -96,13 +83,14 @@ class Telling:
         reached = [place for place in self._heap.works if place < self._heap.reached]
         self._works = [self._words.holders(ways.chain(place)) for place in reached[:_PERHAPS_HELD_BY]]
 
-    def result(self, sought: dict[int, Sought], lost: dict[int, int]) -> Result:
-        """``lost`` are blocks that nothing visible holds, bytes by their addresses."""
-        heap, keep = self._heap, self._scope.keep
+    def result(self, sought: dict[int, list[int]], lost: dict[int, int]) -> Result:
+        """``sought`` are storages that are searched for, with the places of their tensors; ``lost`` are blocks that
+        nothing visible holds, bytes by their addresses."""
+        heap, predicates = self._heap, self._scope.predicates
         found = {}
-        for place, entry in sought.items():
-            if keep is None or keep([heap.things[i].wrap() for i in entry.tensors]):
-                found[entry.identity] = self._leak(place, entry)
+        for place, tensors in sought.items():
+            if not any(may_live(heap.things[i].wrap()) for i in tensors for may_live in predicates):
+                found[heap.things[place].address] = self._leak(place, tensors)
         cycles = self._told_cycles(found)
         listed = list(found.values())
         for address, size in lost.items():
@@ -113,33 +101,34 @@ class Telling:
 
     # ---- leaks
 
-    def _leak(self, place: int, sought: Sought) -> Found:
+    def _leak(self, place: int, tensors: list[int]) -> Found:
         things, rank = self._heap.things, self._ways.rank(place)
+        identity, (address, held, device, _) = things[place].address, things[place].memory
         way = [] if rank == "none" else self._ways.chain(place)
         if len(way) < 2 or (way[-2] != LEFT_OUT and self._is_native(way[-2], "tensor")):
             way = way[:-1]  # a tensor stands for its storage
-        tensors = sorted(sought.tensors, key=lambda tensor: not way or tensor != way[-1])
+        tensors = sorted(tensors, key=lambda tensor: not way or tensor != way[-1])
         shape, dtype, used = things[tensors[0]].facts if tensors else _NO_FACTS
-        chain, in_cycle = self._chain(way, rank, sought.identity)
+        chain, in_cycle = self._chain(way, rank, identity)
         if chain:
             last = chain[-1]
-            text = f"{last.text}, which uses {used} of {sought.bytes} bytes" if 0 < used < sought.bytes else last.text
-            size = sought.bytes if last.kind in ("tensor", "saved") else last.bytes
+            text = f"{last.text}, which uses {used} of {held} bytes" if 0 < used < held else last.text
+            size = held if last.kind in ("tensor", "saved") else last.bytes
             chain[-1] = self._words.holder(last.kind, text, last.where, size, last.is_library)
         leak = Leak(
             shape,
             str(dtype).removeprefix("torch."),
-            sought.device,
-            sought.bytes,
-            sought.identity,
+            device,
+            held,
+            identity,
             len(tensors),
             "alive",
-            self._created(sought.address),
+            self._created(address),
             chain,
             max(sum(map(self._heap.references_to, tensors)) - 1, 0),
             in_cycle,
         )
-        return Found(leak, rank, sought.address)
+        return Found(leak, rank, address)
 
     def _chain(self, way: list[int], rank: str, storage: int) -> tuple[list[Holder], int]:
         """Those from the outermost to the last on a way, and how many of them are a cycle's."""
@@ -224,7 +213,7 @@ def _is_the_programs(holder: Holder) -> bool:
 
 
 def _is_part(thing: Any) -> bool:
-    return any(type(thing) is part for part in _PARTS)
+    return any(type(thing) is part for part in MADE_OF)
 
 
 def _with_line(holder: Holder) -> str:

@@ -38,7 +38,7 @@ from zbpipe.leaks._grown import Group, Grown, Member, groups_of, grown_of, lines
 from zbpipe.leaks._judge import Windows
 from zbpipe.leaks._report import Report
 from zbpipe.leaks._results import Cycle
-from zbpipe.leaks._search import Scope, are_there_others, natives_now, search, storages_now
+from zbpipe.leaks._search import Scope, are_there_others, identities, natives_now, search, storages_now
 
 _LONG_TABLE = 20  # rows; longer ones are folded
 FEWEST = 4  # steps that tell: what the first and the last one leave may be gone after the next
@@ -101,6 +101,7 @@ class Growth:
         self._newest_nodes = [-1, -1]  # by their sequence numbers, at the look before the last one and at that
         try:
             self._older: object = storages_now()
+            self._known = identities(self._older)
             self._other: _OtherMemory | None = _OtherMemory() if _cuda.is_in_use() else None
             self._windows = Windows()
         except BaseException:
@@ -133,18 +134,18 @@ class Growth:
         self._require_open("step()")
         number = len(self.counts) + 1
         is_look = number <= FEWEST or number >= 1.5 * self.looked_at
-        natives = natives_now() if is_look else set()
+        natives = natives_now() if is_look else {}
         living = {serial: size for _, size, serial in _C.live_blocks(self._since)}
         if self._other is not None:
             living.update((-storage, size) for storage, size in self._other.born().items())
-        elif _cuda.is_in_use() or (is_look and are_there_others(self._older, natives)):
+        elif _cuda.is_in_use() or (is_look and are_there_others(self._known, natives["storage"])):
             self._other = _OtherMemory()
         self._living = {key: self._living.get(key, (number, size)) for key, size in living.items()}
         self.counts.append(len(living))
         self.bytes.append(sum(living.values()))
         self.nodes.append(0 if is_look else self.nodes[-1])
         if is_look:
-            sequences = [one.sequence or 0 for one in natives if one.kind == "node" and one.sequence != _ACCUMULATES]
+            sequences = [node.sequence or 0 for node in natives["node"] if node.sequence != _ACCUMULATES]
             self.nodes[-1] = sum(sequence <= self._newest_nodes[1] for sequence in sequences)
             self._newest_nodes = [self._newest_nodes[1], max(sequences, default=0)]
             self.looked_at = number

@@ -54,7 +54,6 @@ class Heap:
         self.place: dict[int, int] = {id(thing): _NOBODY for thing in ignored}
         self.reached = sys.maxsize  # what comes from here on the roots do not reach
         self.edges: list[list[int]] = []  # of each of those, to others of them
-        self.labels: dict[int, tuple[int, str]] = {}  # by places: who holds it by that, the first one
         self.unseen: Counter[str] = Counter()
         self.works: list[int] = []
         self.native: dict[str, list[int]] = {"tensor": [], "storage": [], "node": []}
@@ -143,16 +142,12 @@ class Heap:
         of_native, of_python, python_owns, native_owns = thing.counts
         return of_native - python_owns > native or (not is_target and of_python - native_owns > python)
 
-    def label(self, holder: int, held: int) -> str | None:
-        """How one place holds another, where C++ knows."""
-        by, label = self.labels.get(held, (_NOBODY, None))
-        if by == holder:
-            return label
+    def labels(self, holder: int) -> dict[int, str]:
+        """How a place holds others, where C++ knows, by the identities of these: the first way if there are several."""
         thing = self.things[holder]
-        if type(thing) is not _C.Handle and type(thing) is not _C.ParamGroup:
-            return None
-        found = (label for one, label, _ in _C.references_of(thing) if self.place.get(id(one)) == held)
-        return next((label for label in found if label is not None), None)
+        is_native = type(thing) is _C.Handle or self._kind_of(thing) == _PARTLY_NATIVE
+        references = _C.references_of(thing) if is_native else []
+        return {id(held): label for held, label, _ in reversed(references) if label is not None}
 
     def places_of(self, identities: set[int]) -> set[int]:
         """Of Python objects, by their identities."""
@@ -169,10 +164,7 @@ class Heap:
             if label is not None:
                 self.unseen[label] += 1
             return _NOBODY
-        place = self._meet(held, at, is_native)
-        if label is not None and place not in self.labels:
-            self.labels[place] = at, label
-        return place
+        return self._meet(held, at, is_native)
 
     def _meet(self, held: Any, at: int, is_native: bool = False) -> int:
         """The place of what is held; a new one if it is met for the first time."""
@@ -218,25 +210,25 @@ class Heap:
         return _PLAIN if _FLAGS.__get__(cls) & _HAS_REFERENTS else _SKIPPED
 
 
-def natives_of(listed: Iterable[Any]) -> set[Any]:
-    """Handles of what is libtorch's among what is listed, and of all that this holds natively: tensors, nodes and
-    storages; none of them gets a Python object."""
-    kinds: dict[int, bool] = {}
+def natives_of(listed: Iterable[Any]) -> dict[str, set[Any]]:
+    """Handles of what is libtorch's among what is listed, and of all that this holds natively, by their kinds: tensors,
+    nodes and storages; none of them gets a Python object."""
+    natives: dict[int, bool] = {}  # by the identity of the class, which a metaclass may not let be hashed
+    found: dict[str, set[Any]] = {"tensor": set(), "storage": set(), "node": set()}
     todo = []
     for one in listed:
-        cls = type(one)
-        is_native = kinds.get(id(cls))
+        is_native = natives.get(id(type(one)))
         if is_native is None:
-            is_native = kinds[id(cls)] = issubclass(cls, NATIVE_CLASSES) or _C.handle_of(one) is not None
+            is_native = natives[id(type(one))] = issubclass(type(one), NATIVE_CLASSES) or _C.handle_of(one) is not None
         if is_native and (handle := _C.handle_of(one)) is not None:
+            found[handle.kind].add(handle)
             todo.append(handle)
-    found = {*todo}
-    references_of, handles = _C.references_of, _C.Handle
     for handle in todo:  # which becomes longer meanwhile
-        for held, _, is_native in references_of(handle):
-            if is_native and type(held) is handles and held not in found:
-                found.add(held)
-                todo.append(held)
+        for held, _, is_native in _C.references_of(handle):
+            if is_native and type(held) is _C.Handle and held not in (alike := found[held.kind]):
+                alike.add(held)
+                if alike is not found["storage"]:  # which holds nothing
+                    todo.append(held)
     return found
 
 

@@ -29,7 +29,6 @@ from zbpipe.leaks._search import Found, storages_now
 _LOOKS = 25  # at what other threads may be about to let go of
 _SECONDS_BETWEEN = 0.02
 _GLOBAL = "module global "
-_DEPTH = 4  # of containers in a window, within which tensors are the window's
 _BOUNDED = (deque, functools._lru_cache_wrapper)  # if they have a greatest length
 
 
@@ -73,16 +72,15 @@ def _autocast_sizes() -> Counter[int]:
         )
 
 
-def _bucket_sizes() -> Counter[int]:
-    return ddp.bucket_bytes(_living(DistributedDataParallel))
-
-
 _KEPT_BY_TORCH = (
     (
         _autocast_sizes,
         "autocast's weight cache, which lasts until its outermost region ends (torch.clear_autocast_cache())",
     ),
-    (_bucket_sizes, "a bucket of DistributedDataParallel, which lasts as long as the model"),
+    (
+        lambda: ddp.bucket_bytes(_living(DistributedDataParallel)),
+        "a bucket of DistributedDataParallel, which lasts as long as the model",
+    ),
 )
 
 
@@ -105,9 +103,9 @@ class Windows:
         for thing in _living(_BOUNDED):
             if issubclass(type(thing), deque):
                 if deque.maxlen.__get__(thing) is not None:
-                    found += tensors_in(list(deque.__iter__(thing)), _DEPTH)
+                    found += tensors_in(list(deque.__iter__(thing)), is_wide=True)
             elif thing.cache_parameters()["maxsize"] is not None:
-                found += tensors_in(thing, _DEPTH)
+                found += tensors_in(thing, is_wide=True)
         return found
 
 

@@ -16,12 +16,12 @@ import torch
 
 from zbpipe import _C
 from zbpipe.leaks import _python
-from zbpipe.leaks._found import Found, Result, Scope, Sought, Telling
+from zbpipe.leaks._found import Found, Result, Scope, Telling
 from zbpipe.leaks._heap import Heap, natives_of
 from zbpipe.leaks._results import Leak
 from zbpipe.leaks._ways import Ways
 
-__all__ = ["Found", "Result", "Scope", "are_there_others", "find_holders", "search", "storages_now"]
+__all__ = ["Found", "Result", "Scope", "are_there_others", "find_holders", "natives_now", "search", "storages_now"]
 
 _HERE = (str(Path(__file__).parent), str(Path(__file__).parents[1] / "_cli"))  # whose frames hold nothing of the user's
 
@@ -75,31 +75,25 @@ def find_holders(tensor: torch.Tensor) -> Leak:
 
 def storages_now() -> object:
     """The storages of all living tensors, each referred to weakly: for ``Scope.older``."""
-    return _C.watch_storages(_of_kind(natives_now(), "storage"))
+    return _C.watch_storages([*natives_now()["storage"]])
 
 
-def are_there_others(older: object, natives: Iterable[Any] | None = None) -> bool:
-    """Whether tensors live on memory that was not there and that is not torch's CPU allocator's. ``natives`` are those
-    of now."""
-    tapped = {address for address, _, _ in _C.live_blocks(0)}  # first: nothing of it is lost meanwhile
-    known = identities(older)
-    storages = _of_kind(natives_now() if natives is None else natives, "storage")
-    return any(_is_new(storage, known, tapped) for storage in storages)
+def are_there_others(known: set[int], storages: Iterable[Any]) -> bool:
+    """Whether any of the storages lies on memory that is not torch's CPU allocator's, and has an identity that is not
+    known."""
+    tapped = {address for address, _, _ in _C.live_blocks(0)}
+    return any(storage.address not in known and _is_foreign(storage, tapped) for storage in storages)
 
 
-def natives_now() -> set[Any]:
-    """Handles of all tensors that the collector lists, and of what these lead to through autograd. Where an application
-    has frozen what lives, the collector's list lacks it: then of all that the roots reach, too."""
+def natives_now() -> dict[str, set[Any]]:
+    """Handles of all tensors that the collector lists, and of what these lead to through autograd, by their kinds.
+    Where an application has frozen what lives, the list lacks it: then of all that the roots reach, too."""
     with _no_collection():
         listed = gc.get_objects()
         if not gc.get_freeze_count():
             return natives_of(listed)
         heap = _Roots().explored(ignored=[listed], also=listed)
-        return {heap.things[place] for places in heap.native.values() for place in places}
-
-
-def _of_kind(natives: Iterable[Any], kind: str) -> list[Any]:
-    return [one for one in natives if one.kind == kind]
+        return {kind: {heap.things[place] for place in places} for kind, places in heap.native.items()}
 
 
 @contextmanager
@@ -160,32 +154,34 @@ def identities(watched: object) -> set[int]:
     return {identity for _, _, _, identity in _C.storage_spans(watched)}
 
 
-def _is_new(storage: Any, known: set[int], tapped: set[int]) -> bool:
+def _is_foreign(storage: Any, tapped: set[int]) -> bool:
+    """Whether its memory is not torch's CPU allocator's."""
     address, size, _, is_foreign = storage.memory
-    return is_foreign and size > 0 and storage.address not in known and address not in tapped
+    return is_foreign and size > 0 and address not in tapped
 
 
-def _sought(heap: Heap, scope: Scope, blocks: list[tuple[int, int, int]]) -> tuple[dict[int, int], dict[int, Sought]]:
-    """The blocks that were born and that no storage is known for, bytes by addresses; and the storages that are
-    searched for, by their places."""
+def _sought(
+    heap: Heap, scope: Scope, blocks: list[tuple[int, int, int]]
+) -> tuple[dict[int, int], dict[int, list[int]]]:
+    """The blocks that were born and that no storage is known for, bytes by addresses; and the places of the storages
+    that are searched for, with those of their tensors."""
     tapped = {address for address, _, _ in blocks}
-    is_any = scope.target is None
-    born = {address: size for address, size, serial in blocks if is_any and scope.includes(serial)}
     target = _C.handle_of(scope.target)
-    wanted = target and target.storage
-    known = set() if scope.older is None else identities(scope.older)
+    born = {address: size for address, size, serial in blocks if scope.target is None and scope.includes(serial)}
     lost = dict(born)
-    found: dict[int, Sought] = {}
+    known = None if scope.older is None or scope.target is not None else identities(scope.older)
+    found: dict[int, list[int]] = {}
     for place in heap.native["storage"]:
         storage = heap.things[place]
-        address, size, device, _ = storage.memory
+        address = storage.memory[0]
         lost.pop(address, None)
-        is_sought = storage is wanted or address in born
-        is_sought = is_sought or (is_any and scope.older is not None and _is_new(storage, known, tapped))
+        is_sought = address in born or (target is not None and storage is target.storage)
+        if known is not None and storage.address not in known:
+            is_sought = is_sought or _is_foreign(storage, tapped)
         if is_sought and storage.address not in scope.allowed:
-            found[place] = Sought(address, size, device, storage.address)
+            found[place] = []
     for place in heap.native["tensor"] if found else ():
-        entry = found.get(heap.place.get(id(heap.things[place].storage), -1))
-        if entry is not None:
-            entry.tensors.append(place)
+        of = heap.place.get(id(heap.things[place].storage), -1)
+        if of in found:
+            found[of].append(place)
     return lost, found

@@ -14,7 +14,7 @@ HEAD, TAIL = 12, 6  # of a long chain so many places at its ends are shown
 LEFT_OUT = -2  # stands for the middle
 NOBODY = -1
 _HAS_CODE = (types.FunctionType, types.FrameType)
-_MADE_OF = (tuple, dict, types.CellType)
+MADE_OF = (tuple, dict, types.CellType)  # which say little without what they belong to
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 _FLAGS = vars(type)["__flags__"]
 
@@ -123,7 +123,7 @@ def _innocence(thing: Any) -> int:
     if cls is _C.Handle:
         of_function = thing.kind == "node" and issubclass(type(thing.object), FUNCTION_NODE)
         return 0 if of_function else 3 if thing.object is not None else 4
-    if any(cls is part for part in _MADE_OF):
+    if any(cls is part for part in MADE_OF):
         return 2
     return 0 if any(cls is code for code in _HAS_CODE) or _FLAGS.__get__(cls) & _HEAP_TYPE else 1
 

@@ -52,6 +52,7 @@ class Words:
         self._made: dict[tuple[Any, ...], Holder] = {}  # one for all that are equal
         # By the identities of containers and of what they hold: keys, or places in a sequence.
         self._places: dict[int, dict[int, Any]] = {}
+        self._labels: dict[int, dict[int, str]] = {}  # by the places of holders
         self._of_modules: dict[int, bool] = {}
         self._array, self._work = _python.array_type(), work_type()
 
@@ -128,7 +129,9 @@ class Words:
 
     def _edge(self, one: int, place: int) -> str:
         """How one place holds another, where C++ knows, as the beginning of a text."""
-        label = self._heap.label(one, place) if one >= 0 else None
+        if one not in self._labels:
+            self._labels[one] = self._heap.labels(one) if one >= 0 else {}
+        label = self._labels[one].get(id(self._heap.things[place]))
         return f"{label}: " if label else ""
 
     def _native(self, thing: _C.Handle, edge: str) -> Holder:

@@ -8,9 +8,6 @@ is an error of the teardown. Not leaks are:
 - what a failed test leaves: its traceback, which pytest keeps, holds the frames and their variables. Such a test is not
   judged, and its report says so.
 
-An xfail marker is about what the test does: a leak of a test that passed unexpectedly is an error all the same, unless
-the marker's ``raises`` names TensorLeakError.
-
 Processes share nothing: under pytest-xdist each worker judges its own tests.
 """
 
@@ -19,20 +16,18 @@ import gc
 import traceback
 import warnings
 import weakref
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from typing import Any
 
 import pytest
 
 from zbpipe._formatting import argument
 from zbpipe.leaks import _allow
-from zbpipe.leaks._check import TensorLeakError, TensorLeakWarning, check_tensor_leak
+from zbpipe.leaks._check import Check, TensorLeakError, TensorLeakWarning, check_tensor_leak
 from zbpipe.leaks._report import Report
 
 NOT_JUDGED = "not judged: the test raised, and its traceback keeps the frames that it went through, with their tensors"
-DEPTH = 4  # of containers in a fixture's value, within which tensors are the fixture's
 ACTIONS = ("error", "warn", "ignore")
-ARGUMENTS = ("allow", "trace", "device", "action")
 
 _Wrapper = Generator[None, Any, Any]
 _Failed: Any = pytest.fail.Exception
@@ -54,39 +49,29 @@ def _is_asked_for(item: pytest.Item) -> bool:
     return bool(asked)
 
 
-def _arguments_of(item: pytest.Item) -> dict[str, Any]:
-    """The closest marker's arguments. Raises UsageError."""
-    marker = item.get_closest_marker("no_tensor_leaks")
-    if marker is None:
-        return {}
-    fault = ""
-    unknown = [*map(argument, marker.args), *(name for name in marker.kwargs if name not in ARGUMENTS)]
-    action = marker.kwargs.get("action", "error")
-    if unknown:
-        fault = f"{', '.join(unknown)}, but takes only the keywords {', '.join(ARGUMENTS)}"
-    elif action not in ACTIONS:
-        fault = f"action={argument(action)}; give one of {', '.join(ACTIONS)}"
-    else:
-        try:
-            allow = _allow.checked("record", marker.kwargs.get("allow", ()), marker.kwargs.get("device"))
-            marker.kwargs["allow"] = allow  # type: ignore[index]  # an iterator for the next test too, which shares it
-        except (TypeError, ValueError, RuntimeError) as error:
-            fault = f"a wrong argument: {error}"
-    if fault:
-        raise pytest.UsageError(f"{item.nodeid}: the marker no_tensor_leaks was given {fault}")
-    return dict(marker.kwargs)
-
-
 class _Watch:
     """A test under way: what it is allowed to leave, and whether it can be judged."""
 
     def __init__(self, item: pytest.Item) -> None:
-        arguments = _arguments_of(item)
-        self.action: str = arguments.pop("action", "error")
-        self.allowed: list[Any] = [arguments.pop("allow", ())]  # the check looks into it when it is left
+        marker = item.get_closest_marker("no_tensor_leaks")
+        given = {} if marker is None else marker.kwargs
+        arguments = {name: value for name, value in given.items() if name not in ("allow", "action")}
+        self.action: str = given.get("action", "error")
+        try:
+            if marker is not None and marker.args:
+                raise TypeError("it was given an argument without its name")
+            if self.action not in ACTIONS:
+                raise ValueError(f"action is {argument(self.action)}; expected one of {', '.join(ACTIONS)}")
+            self.allowed: list[Any] = [_allow.checked("record", given.get("allow", ()), None)]
+            # The check looks into what is allowed when it is left.
+            self.check: Any = check_tensor_leak(action="record", allow=[self.allowed], **arguments)
+        except (TypeError, ValueError) as error:
+            takes = "the marker no_tensor_leaks takes allow, trace, device and action"
+            raise pytest.UsageError(f"{item.nodeid}: {takes}: {error}") from None
+        if "allow" in given:  # an iterator's list for the next test too, which shares the marker
+            given["allow"] = self.allowed[0]  # type: ignore[index]
         self.wide = item.session.stash.setdefault(_wide, weakref.WeakSet())
         self.raised = False
-        self.check: Any = check_tensor_leak(action="record", allow=[self.allowed], **arguments)
         self.check.__enter__()
 
     def end(self) -> Report | None:
@@ -97,11 +82,10 @@ class _Watch:
         for definition in list(self.wide):
             cached = definition.cached_result
             if cached is not None and cached[2] is None:
-                self.allowed += _allow.tensors_in(cached[0], DEPTH)
+                self.allowed += _allow.tensors_in(cached[0], is_wide=True)
         check.__exit__(None, None, None)
         self.allowed.clear()
-        report: Report = check.report
-        return None if self.raised else report
+        return None if self.raised else check.report
 
 
 _wide = pytest.StashKey["weakref.WeakSet[Any]"]()  # definitions of fixtures of a wider scope than a test
@@ -131,21 +115,9 @@ class TensorLeaks:
             raise TypeError(f"{self._item.nodeid}: no_tensor_leaks.allow(): {error}") from None
         self._item.stash[_watch].allowed += found
 
-    @contextlib.contextmanager
-    def check(self, action: str = "error", **options: Any) -> Iterator[Any]:
-        """Check a part of the test, as :func:`zbpipe.leaks.check_tensor_leak`.
-
-        Raises TensorLeakError, which has the report, if `action` is "error" and tensors leak.
-        """
-        _allow.checked(action, (), None)
-        with check_tensor_leak(action="record", **options) as check:
-            yield check
-        if check.report and action == "warn":
-            _warn(self._item, check.report)
-        elif check.report and action == "error":
-            error = TensorLeakError(check.report)
-            error.args = (_text(self._item, check.report),)
-            raise error
+    def check(self, action: Any = "error", **options: Any) -> Check:
+        """Check a part of the test, as :func:`zbpipe.leaks.check_tensor_leak`, whose arguments these are."""
+        return check_tensor_leak(action=action, **options)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -188,9 +160,6 @@ def pytest_fixture_setup(fixturedef: Any, request: pytest.FixtureRequest) -> _Wr
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
     report = yield
     if call.excinfo is not None and isinstance(call.excinfo.value, _Leaked):
-        if hasattr(report, "wasxfail") and not _expects_leaks(item):
-            report.outcome = "failed"
-            del report.wasxfail
         crash = getattr(report.longrepr, "reprcrash", None)
         if crash is not None:  # a line to the summary at the end, which under CI prints messages whole a second time
             first = crash.message.partition("\n")[0]
@@ -232,11 +201,6 @@ def _warn(item: pytest.Item, report: Report) -> None:
     warning.args = (_text(item, report),)
     path, line, _ = item.reportinfo()
     warnings.warn_explicit(warning, None, str(path), (line or 0) + 1)
-
-
-def _expects_leaks(item: pytest.Item) -> bool:
-    named = [marker.kwargs.get("raises") for marker in item.iter_markers("xfail")]
-    return any(TensorLeakError in (one if isinstance(one, tuple) else (one,)) for one in named)
 
 
 def _let_go(item: pytest.Item) -> None:

@@ -1,19 +1,7 @@
 """What the passes hold in memory, counted exactly.
 
-:func:`held` says what parameter groups hold between I and W, by parameter, module and kind of tensor::
-
-    dinputs, groups = zbpipe.stage_backward_input(...)
-    print(zbpipe.memory.held(groups, module))
-
-:func:`record` follows every block that an allocator hands out and takes back, on all threads, with the
-phases of a step (forward, I, W) marked in it::
-
-    with zbpipe.memory.record() as rec:
-        rec.watch(schedule)
-        schedule.step(x)
-    print(rec)
-    rec.plot("step.png")
-    rec.export("step.json.gz")   # for Perfetto, chrome://tracing
+:func:`held` says what parameter groups hold between I and W, by parameter, module and kind of tensor. :func:`record`
+follows every block that an allocator hands out and takes back, on all threads, with the phases of a step in it.
 
 Nothing is sampled, and nothing that is watched is kept alive.
 """
@@ -29,7 +17,6 @@ from zbpipe.memory._cuda import CudaLog
 from zbpipe.memory._export import Path
 from zbpipe.memory._held import Held, HeldStorage, ParameterRow, held
 from zbpipe.memory._log import Allocation, HeldMicrobatch, Phase
-from zbpipe.memory._out_of_memory import Hook
 from zbpipe.memory._phases import PhaseContext, running
 from zbpipe.memory._recording import Recording
 
@@ -54,9 +41,9 @@ def record(
             log is lost. 0: no log at all, cheap enough to leave on.
         on_out_of_memory: a folder, made when it is needed. If an allocation on the device fails for want of memory,
             ``rank3.txt`` (``process4711.txt`` without a rank) is left there when the error leaves the with block: what
-            was asked for, in which phase and on which line; all phases; what lived, by the phase that made it; the ten
-            largest tensors that came since the recording began, each with its holders. Beside it lie the picture, if
-            matplotlib is installed, and the trace; one log line of "zbpipe" says where.
+            was asked for, in which phase and on which line; all phases; the ten largest tensors that came since the
+            recording began, each with its holders. Beside it lie the picture, if matplotlib is installed, and the
+            trace; one log line of "zbpipe" says where.
 
     Returns:
         A recording, to be entered once; see :class:`Recording`.
@@ -74,8 +61,7 @@ def record(
     if place.type not in ("cpu", "cuda"):
         raise ValueError(f"device is {place}; memory can be recorded on cpu and cuda")
     log: CudaLog | _C.Recorder = _C.Recorder(max_events) if place.type == "cpu" else CudaLog(place, max_events)
-    hook = None if on_out_of_memory is None else Hook(on_out_of_memory)
-    return Recording(log, getattr(log, "device", place), max_events, hook)
+    return Recording(log, getattr(log, "device", place), max_events, on_out_of_memory)
 
 
 def phase(kind: str, *, stage: int | None = None, microbatch: int | None = None) -> AbstractContextManager[None]:

@@ -9,6 +9,8 @@ another stream may still use the block (``free_completed``) is the allocator's b
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 import torch
@@ -18,42 +20,41 @@ from zbpipe.memory._log import ALLOC, EVENT, FREE, FREE_OLDER
 
 
 class Replay:
-    """What ``_C.Recorder`` says, of events that are given by hand. Times only ever rise."""
+    """What ``_C.Recorder`` says, of a history that is over. ``places`` are the marks': counts of entries and times."""
 
     def __init__(self) -> None:
+        self.places: list[tuple[int, int]] = []
+        self._marks, self._events = list[Any](), bytearray()
         self._counters = dict.fromkeys(("live", "older_frees", "older_freed", "dropped", "untracked"), 0)
-        self._blocks: dict[int, tuple[int, int]] = {}  # by address: bytes, serial
-        self._events = bytearray()
-        self._marks: list[list[int]] = []
 
-    def add_mark(self, time_ns: int) -> int:
-        live = self._counters["live"]
-        self._marks.append([time_ns, len(self._events) // EVENT.size, live, live, 0, 0, 0, 0, 0])
-        return len(self._marks) - 1
-
-    def add(self, time_ns: int, address: int, change: int) -> None:
-        """A block is handed out, or taken back: one that was never handed out is older."""
-        size, serial, kind = abs(change), len(self._events), ALLOC if change > 0 else FREE_OLDER
-        if kind == ALLOC:
-            self._blocks[address] = size, serial
-        elif address in self._blocks:
-            (size, serial), kind = self._blocks.pop(address), FREE
-        self._events += EVENT.pack(time_ns, address, size, serial, 0, kind)
-        if kind == FREE_OLDER:
-            self._counters["older_frees"] += 1
-            self._counters["older_freed"] += size
-            return
-        mark = self._marks[-1]
-        self._counters["live"] += size if kind == ALLOC else -size
-        mark[3] = max(mark[3], self._counters["live"])
-        mark[4 + kind] += size
-        mark[6 + kind] += 1
+    def play(self, history: Iterable[tuple[int, int, int]]) -> None:
+        """Times, which are made to rise, addresses, and bytes: negative for a block that is taken back."""
+        rest, last, blocks = iter(history), 0, dict[int, tuple[int, int]]()  # by address: bytes and serial
+        for (begin, at), end in zip(self.places, [*self.places[1:], None], strict=True):
+            last, live = max(last, at), self._counters["live"]
+            mark = [last, len(self._events) // EVENT.size, live, live, 0, 0, 0, 0, 0]
+            self._marks.append(mark)
+            for time_ns, address, change in islice(rest, None if end is None else end[0] - begin):
+                last, size, serial, kind = max(last, time_ns), abs(change), len(self._events), FREE_OLDER
+                if change > 0:
+                    blocks[address], kind = (size, serial), ALLOC
+                elif address in blocks:
+                    (size, serial), kind = blocks.pop(address), FREE
+                self._events += EVENT.pack(last, address, size, serial, 0, kind)
+                if kind == FREE_OLDER:
+                    self._counters["older_frees"] += 1
+                    self._counters["older_freed"] += size
+                    continue
+                self._counters["live"] += size if kind == ALLOC else -size
+                mark[3] = max(mark[3], self._counters["live"])
+                mark[4 + kind] += size
+                mark[6 + kind] += 1
 
     def counters(self) -> dict[str, int]:
         return self._counters
 
     def marks(self) -> list[Any]:
-        return [tuple(mark) for mark in self._marks]
+        return self._marks
 
     def events(self) -> bytes:
         return bytes(self._events)
@@ -73,7 +74,6 @@ class CudaLog(Replay):
         torch.cuda.init()  # type: ignore[no-untyped-call]
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._max_events = max_events
-        self._places: list[tuple[int, int]] = []  # of the marks: counts and times
 
     def start(self, objects: object) -> None:
         self._is_ours = not allocator.is_recording()  # else it is read, and left on
@@ -82,32 +82,30 @@ class CudaLog(Replay):
         self.mark()
 
     def mark(self) -> int:
-        self._places.append((allocator.event_count(self.device.index), time.monotonic_ns()))
-        return len(self._places) - 1
+        self.places.append((allocator.event_count(self.device.index), time.monotonic_ns()))
+        return len(self.places) - 1
 
     def stop(self) -> bool:
-        end, entries = self._read()
+        index = self.device.index
+        for _ in range(100):
+            end, entries = allocator.event_count(index), allocator.history()[index]
+            if allocator.event_count(index) == end:
+                break
+        else:
+            raise RuntimeError(f"{self.device} allocates while its history is read; end the recording when it rests")
         # Ours keeps no stacks: where there are some, somebody else has switched his on meanwhile.
         if self._is_ours and not any(entry.get("frames") for entry in entries):
             allocator.end_history()
-        entries = [entry for entry in entries if entry["action"] in ("alloc", "free_requested")]
-        first, (begin, _) = end - len(entries), self._places[0]
-        lost = f"the history of {self.device} has lost {first - begin} of the recording's events, of at most "
-        lost += f"max_events={self._max_events}; record with a larger one, and leave torch's own history alone"
-        self.unreadable = "" if first <= begin else lost
-        shift, last = time.time_ns() - time.monotonic_ns(), 0
-        for (begin, at), (until, _) in zip(self._places, [*self._places[1:], (end, 0)], strict=True):
-            last = max(last, at)
-            self.add_mark(last)
-            for entry in entries[max(begin - first, 0) : max(until - first, 0)]:
-                last = max(last, entry["time_us"] * 1000 - shift)
-                self.add(last, entry["addr"], entry["size"] if entry["action"] == "alloc" else -entry["size"])
+        signs, shift = {"alloc": 1, "free_requested": -1}, time.time_ns() - time.monotonic_ns()
+        entries = [entry for entry in entries if entry["action"] in signs]
+        wanted = end - self.places[0][0]
+        if len(entries) < wanted:
+            self.unreadable = (
+                f"the history of {self.device} has lost {wanted - len(entries)} of the recording's events, of at most "
+                f"max_events={self._max_events}; record with a larger one, and leave torch's own history alone"
+            )
+            return False
+        self.unreadable = ""
+        own = entries[len(entries) - wanted :]
+        self.play((e["time_us"] * 1000 - shift, e["addr"], signs[e["action"]] * e["size"]) for e in own)
         return False
-
-    def _read(self) -> tuple[int, list[dict[str, Any]]]:
-        """The count at the history's end, and the history: read while no other thread allocates."""
-        for _ in range(100):
-            before, entries = allocator.event_count(self.device.index), allocator.history()[self.device.index]
-            if allocator.event_count(self.device.index) == before:
-                return before, entries
-        raise RuntimeError(f"{self.device} allocates while its history is read; end the recording when it is at rest")

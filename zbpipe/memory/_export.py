@@ -13,7 +13,7 @@ from typing import Any
 
 from zbpipe._formatting import Unit, in_words, table
 from zbpipe._version import __version__
-from zbpipe.memory._log import Event, HeldMicrobatch, Phase, label
+from zbpipe.memory._log import HeldMicrobatch, Phase
 
 _AT_ONCE = 20_000  # pieces that one write takes
 _GZIP_LEVEL = 3  # a million events: 5.7 MB; 4.8 MB in 2.4 times the time at level 9
@@ -23,6 +23,8 @@ _POINTS = 4000  # of the curve, and of as many parts at most the highest level
 _MOST_ROWS = 12  # of kinds of phases; what is left shares one more
 _MS = 1e6
 
+Event = tuple[Any, ...]
+"""The fields of an :class:`zbpipe.memory.Allocation`."""
 
 Path = str | os.PathLike[str]
 
@@ -120,12 +122,6 @@ def short(name: str, most: int = 28) -> str:
     return line if len(line) <= most else line[: most - 1] + "…"
 
 
-def short_label(phase: Phase, most: int = 31) -> str:
-    """A phase's label in at most so many characters, its stage and microbatch whole."""
-    of = label("", phase.stage, phase.microbatch)
-    return short(phase.kind, max(most - len(of), 1)) + of
-
-
 def phase_table(phases: Sequence[Phase]) -> str:
     """All bytes in one unit, that of the largest."""
     unit = Unit.of(max(p.peak for p in phases))
@@ -133,7 +129,7 @@ def phase_table(phases: Sequence[Phase]) -> str:
     rows = []
     for p in phases:
         sizes = [unit(size) for size in (p.live_begin, p.live_end, p.peak)]
-        rows.append((short_label(p), f"{(p.end_ns - p.begin_ns) / 1e6:.2f}", *sizes, str(p.allocations)))
+        rows.append((short(p.label, 31), f"{(p.end_ns - p.begin_ns) / 1e6:.2f}", *sizes, str(p.allocations)))
     return table(header, rows)
 
 

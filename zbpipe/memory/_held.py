@@ -140,68 +140,47 @@ def held(groups: ParamGroup | Iterable[Any], module: torch.nn.Module | None = No
         The memory tests by forward, I and W that pytorch/pytorch PR 138119 and 138504 wished for.
     """
     listed = [groups] if isinstance(groups, ParamGroup) else list(groups)
-    counted = _Counted(module)
+    names: dict[int, list[str]] = {}  # by id(): the parameters are alive while a group is
+    for name, parameter in () if module is None else module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    of_module = {known[0]: known for known in names.values()}
+    alive = _C.storages_of([] if module is None else [*module.parameters(), *module.buffers()])
+    shapes: dict[str, tuple[int, ...]] = {}  # of the parameters that are served
+    parts: dict[int, list[HeldStorage]] = {}  # per storage one of each tensor in it
+    incomplete: dict[str, None] = {}  # in order, without repetition
+
+    def name_of(weight: torch.Tensor) -> str:
+        unknown = f"{str(weight.dtype).removeprefix('torch.')}{list(weight.shape)} #{len(names) - len(of_module)}"
+        name = names.setdefault(id(weight), [unknown])[0]
+        if name not in shapes:
+            alive.update(_C.storages_of([weight]))
+            shapes[name] = tuple(weight.shape)
+        return name
+
     for i, group in enumerate(listed):
         if not isinstance(group, ParamGroup):
             wanted = "a ParamGroup, as zbpipe.stage_backward_input returns them"
             raise TypeError(f"groups[{i}] is a {type(group).__name__}; expected {wanted}")
         for node, _, _, is_packed, _, tensors in group._describe():
-            counted.add(node, tensors)
             if is_packed:
-                counted.incomplete[_PACKED] = None
-    return counted.close(len(listed), sum(group.spent for group in listed))
-
-
-_PACKED = "what saved-tensor hooks (checkpointing, offloading) keep for W is not counted"
-_NO_STORAGE = "tensors without a storage of their own, such as sparse ones, are not counted"
-
-
-class _Counted:
-    """Collects; keeps names and numbers alone. The module is borrowed until close()."""
-
-    def __init__(self, module: torch.nn.Module | None) -> None:
-        self.name_of: dict[int, str] = {}  # by id(): the parameters are alive while a group is
-        self.all_names: dict[str, list[str]] = {}  # by the first of a parameter's
-        self.shape_of: dict[str, tuple[int, ...]] = {}  # of those that are served
-        self.found: dict[int, list[HeldStorage]] = {}  # per storage one of each tensor in it
-        self.unknown = 0
-        self.incomplete: dict[str, None] = {}  # in order, without repetition
-        # Storages that live anyway.
-        self.alive = _C.storages_of([] if module is None else [*module.parameters(), *module.buffers()])
-        for name, parameter in () if module is None else module.named_parameters(remove_duplicate=False):
-            self.all_names.setdefault(self.name_of.setdefault(id(parameter), name), []).append(name)
-
-    def name(self, weight: torch.Tensor) -> str:
-        if (name := self.name_of.get(id(weight), "")) == "":
-            name = f"{str(weight.dtype).removeprefix('torch.')}{list(weight.shape)} #{self.unknown}"
-            self.name_of[id(weight)] = name
-            self.unknown += 1
-        if name not in self.shape_of:
-            self.alive |= _C.storages_of([weight])
-            self.shape_of[name] = tuple(weight.shape)
-        return name
-
-    def add(self, node: str | None, tensors: Iterable[tuple[Any, ...]]) -> None:
-        """What a task holds, as ParamGroup._describe() gives it."""
-        nodes = () if node is None else (node,)
-        for role, storage, size, shape, dtype, device, weights in tensors:
-            tensor = HeldStorage(size, device, dtype, (role,), nodes, (shape,), tuple(map(self.name, weights)))
-            if storage == 0:
-                self.incomplete[_NO_STORAGE] = None
-            else:
-                self.found.setdefault(storage, []).append(tensor)
-
-    def close(self, groups: int, spent: int) -> Held:
-        storages = [_merged(parts) for place, parts in self.found.items() if place not in self.alive]
-        every, alone = Counter[str](), Counter[str]()
-        for storage in storages:
-            every.update(dict.fromkeys(storage.parameters, storage.bytes))
-            if len(storage.parameters) == 1:
-                alone[storage.parameters[0]] += storage.bytes
-        rows = [ParameterRow(name, shape, every[name], alone[name]) for name, shape in self.shape_of.items()]
-        storages.sort(key=lambda storage: -storage.bytes)
-        rows.sort(key=lambda row: -row.bytes)
-        return Held(tuple(storages), tuple(rows), groups, spent, "; ".join(self.incomplete), self.all_names)
+                incomplete["what saved-tensor hooks (checkpointing, offloading) keep for W is not counted"] = None
+            nodes = () if node is None else (node,)
+            for role, place, size, shape, dtype, device, weights in tensors:
+                part = HeldStorage(size, device, dtype, (role,), nodes, (shape,), tuple(map(name_of, weights)))
+                parts.setdefault(place, []).append(part)
+    if parts.pop(0, None):
+        incomplete["tensors without a storage of their own, such as sparse ones, are not counted"] = None
+    storages = [_merged(those) for place, those in parts.items() if place not in alive]
+    every, alone = Counter[str](), Counter[str]()
+    for storage in storages:
+        every.update(dict.fromkeys(storage.parameters, storage.bytes))
+        if len(storage.parameters) == 1:
+            alone[storage.parameters[0]] += storage.bytes
+    rows = [ParameterRow(name, shape, every[name], alone[name]) for name, shape in shapes.items()]
+    storages.sort(key=lambda storage: -storage.bytes)
+    rows.sort(key=lambda row: -row.bytes)
+    spent = sum(group.spent for group in listed)
+    return Held(tuple(storages), tuple(rows), len(listed), spent, "; ".join(incomplete), of_module)
 
 
 def _merged(parts: list[HeldStorage]) -> HeldStorage:

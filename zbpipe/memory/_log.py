@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, islice, zip_longest
+from itertools import accumulate, islice, pairwise
 from typing import Any, NamedTuple
 
 EVENT = struct.Struct("QQQQII")  # zbp_event in csrc/instruments/core/zbp_record.h
@@ -43,14 +43,12 @@ class Phase:
     @property
     def label(self) -> str:
         """As "I stage 1 microbatch 3"."""
-        return label(self.kind, self.stage, self.microbatch)
+        return label(self)
 
 
-def label(kind: str, stage: int | None, microbatch: int | None) -> str:
-    parts = [kind]
-    parts += [] if stage is None else [f"stage {stage}"]
-    parts += [] if microbatch is None else [f"microbatch {microbatch}"]
-    return " ".join(parts)
+def label(p: Phase | Open) -> str:
+    place = {"stage": p.stage, "microbatch": p.microbatch}
+    return " ".join([p.kind, *(f"{what} {number}" for what, number in place.items() if number is not None)])
 
 
 @dataclass(frozen=True)
@@ -76,10 +74,6 @@ class Allocation(NamedTuple):
     older: bool
 
 
-Event = tuple[int, int, int, int, int, bool]
-"""The fields of an :class:`Allocation`."""
-
-
 @dataclass(eq=False)
 class Open:
     """A phase by the numbers of its marks; ``end`` is None while it runs. ``calls``: the numbers of the calls of
@@ -95,7 +89,7 @@ class Open:
 
     @property
     def label(self) -> str:
-        return label(self.kind, self.stage, self.microbatch)
+        return label(self)
 
 
 class Mark(NamedTuple):
@@ -125,26 +119,13 @@ def marks_of(log: Log) -> list[Mark]:
     return [Mark(*mark) for mark in log.marks()]
 
 
-def events_of(log: Log) -> Iterator[Event]:
+def events_of(log: Log) -> Iterator[tuple[Any, ...]]:
+    """The fields of each :class:`Allocation`."""
     start, live = log.marks()[0][0], 0
     for time, address, size, _, thread, kind in EVENT.iter_unpack(log.events()):
         change = size if kind == ALLOC else -size
         live += 0 if kind == FREE_OLDER else change
         yield time - start, address, change, live, thread, kind == FREE_OLDER
-
-
-def spans_of(log: Log, phases: Iterable[Open]) -> Iterator[tuple[list[Open], Iterator[tuple[Any, ...]]]]:
-    """Per mark the phases that run from it on, by their beginnings, and the events up to the next one."""
-    begins = {p.begin: p for p in phases}
-    ends = {p.end: p for p in begins.values()}
-    logged, events = [mark.events for mark in marks_of(log)], EVENT.iter_unpack(log.events())
-    running: list[Open] = []
-    for number, (before, until) in enumerate(zip_longest(logged, logged[1:])):
-        if number in begins:
-            running.append(begins[number])
-        if number in ends:
-            running.remove(ends[number])
-        yield running, islice(events, None if until is None else until - before)
 
 
 @dataclass
@@ -182,23 +163,26 @@ def pairs_of(ended: Sequence[Open], unsplit: Collection[int | None], log: Log) -
     return [pair for pair in found if pair.freed]
 
 
-def _count(ended: Sequence[Open], of: dict[int, Pair], log: Log) -> None:
+def _count(ended: Iterable[Open], of: dict[int, Pair], log: Log) -> None:
     """Sums what each W frees: of the blocks that lived at its I's end those that are no other microbatch's."""
-    made: dict[int, tuple[int, list[Open]]] = {}  # by serial: the latest mark then, and the passes on its thread
-    passes, marks = [p for p in ended if p.kind in (*PASSES, "forward")], marks_of(log)
-    for number, (running, events) in enumerate(spans_of(log, passes)):
-        here: dict[int, list[Open]] = {}
-        for p in running:
-            here.setdefault(marks[p.begin].thread, []).append(p)
-        weights = [(w, of[w.begin]) for w in running if w.begin in of]
-        for _, _, size, serial, thread, kind in events:
+    marks, logged = marks_of(log), log.events()
+    running: list[list[Open]] = [[] for _ in marks]  # the passes from each mark to the next one
+    for p in ended:
+        for those in running[p.begin : p.end] if p.kind in (*PASSES, "forward") else ():
+            those.append(p)
+    made: dict[int, tuple[int, int]] = {}  # by serial: the latest mark then, and the thread
+    events, places = EVENT.iter_unpack(logged), [*(mark.events for mark in marks), len(logged) // EVENT.size]
+    for number, (begin, end) in enumerate(pairwise(places)):
+        for _, _, size, serial, thread, kind in islice(events, end - begin):
             if kind == ALLOC:
-                made[serial] = number, here.get(thread, [])
+                made[serial] = number, thread
             elif kind == FREE:
-                when, within = made.pop(serial)
-                for w, pair in weights:
-                    if when < pair.at and not any(_is_another(p, w) for p in within):
-                        pair.freed[w.begin] += size
+                when, by = made.pop(serial)
+                for w in running[number]:
+                    if w.begin in of and when < (pair := of[w.begin]).at:
+                        within = (p for p in running[when] if marks[p.begin].thread == by)
+                        if not any(_is_another(p, w) for p in within):
+                            pair.freed[w.begin] += size
 
 
 def _is_another(p: Open, w: Open) -> bool:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from zbpipe import _C
-from zbpipe._formatting import Unit, in_words, table
-from zbpipe.memory._log import ALLOC, FREE, spans_of
+from zbpipe._formatting import in_words
+from zbpipe.memory._phases import ENDED
 
 logger = logging.getLogger("zbpipe")
 
@@ -24,68 +24,61 @@ _HOLDERS = 10  # that are described
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
-class Hook:
-    """Writes the report of one recording into ``folder``."""
+def beginning() -> tuple[int, object]:
+    """What is there when a recording begins: the serial of the next block, and the storages, referred to weakly."""
+    return _C.next_serial(), _storages()
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder).absolute()  # the program may change the working directory
-        self._since = 0
-        self._older: Any = None
 
-    def begin(self) -> None:
-        self._since, self._older = _C.next_serial(), _storages()
-
-    def end(self, recording: Any, error: BaseException | None) -> None:
-        """The recording is over, by ``error`` or without."""
-        raised = next(filter(is_out_of_memory, causes(error)), None)
-        if raised is not None:
-            self._report(recording, raised, recording._phase_of(error))
-        self._older = None
-
-    def _report(self, recording: Any, error: BaseException, phase: str) -> None:
-        """Never raises: what cannot be written is said, and the program's own error goes its way."""
-        rank = os.environ.get("RANK")
-        stem = self.folder / (f"process{os.getpid()}" if rank is None else f"rank{rank}")
-        head = f"out of memory on {recording.device} in {phase}"
+def report(folder: Path, recording: Any, error: BaseException | None, since: tuple[int, object]) -> None:
+    """If ``error``, which has ended the recording, came from one that says that memory is short. Never raises: what
+    cannot be written is said, and the program's own error goes its way."""
+    raised = next(filter(is_out_of_memory, causes(error)), None)
+    if raised is None:
+        return
+    phases = [vars(cause)[ENDED] for cause in causes(error) if ENDED in vars(cause)]
+    head = f"out of memory on {recording.device} in {phases[-1] if phases else 'no phase'}"
+    rank = os.environ.get("RANK")
+    stem = folder / (f"process{os.getpid()}" if rank is None else f"rank{rank}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(f"{stem}.txt", "w", encoding="utf-8") as file:
+            for text in _parts(recording, raised, head, *since):
+                file.write(text + "\n")
+                file.flush()  # memory is short: the next part may fail
+    except Exception as failed:
+        logger.error("%s, and the report could not be written: %s", head, failed)
+        return
+    logger.error("%s; what lived and who held it: %s.txt", head, stem)
+    for write, name in ((recording.plot, f"{stem}.png"), (recording.export, f"{stem}.json.gz")):
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with open(f"{stem}.txt", "w", encoding="utf-8") as file:
-                for text in self._parts(recording, error, head):
-                    file.write(text + "\n")
-                    file.flush()  # memory is short: the next part may fail
+            write(name)
         except Exception as failed:
-            logger.error("%s, and the report could not be written: %s", head, failed)
-            return
-        logger.error("%s; what lived and who held it: %s.txt", head, stem)
-        for write, name in ((recording.plot, f"{stem}.png"), (recording.export, f"{stem}.json.gz")):
-            try:
-                write(name)
-            except Exception as failed:
-                logger.warning("%s was not written: %s", name, failed)
+            logger.warning("%s was not written: %s", name, failed)
 
-    def _parts(self, recording: Any, error: BaseException, head: str) -> Iterator[str]:
-        yield f"{head}{_place_of(error)}\n  {str(error).partition(chr(10))[0]}"
-        time_ = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-        yield f"process {os.getpid()} on {socket.gethostname()}, rank {os.environ.get('RANK', 'unknown')}, {time_}"
-        yield f"\n{recording}"
-        yield f"\n{_by_phase(recording)}"
-        yield f"\n{self._holders(str(recording.device))}"
 
-    def _holders(self, device: str) -> str:
-        from zbpipe.leaks._search import Scope, search
+def _parts(recording: Any, error: BaseException, head: str, since: int, older: object) -> Iterator[str]:
+    yield f"{head}{_place_of(error)}\n  {str(error).partition(chr(10))[0]}"
+    time_ = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    yield f"process {os.getpid()} on {socket.gethostname()}, rank {os.environ.get('RANK', 'unknown')}, {time_}"
+    yield f"\n{recording}"
+    yield f"\n{_holders(str(recording.device), since, older)}"
 
-        before = {identity: size for on, _, size, identity in _C.storage_spans(self._older) if on == device}
-        spans = _C.storage_spans(_storages())
-        came = {identity: size for on, _, size, identity in spans if on == device and identity not in before}
-        largest = sorted(came, key=lambda identity: -came[identity])[:_HOLDERS]
-        allowed = {span[3] for span in spans}.difference(largest)
-        found = search(Scope(since=self._since, older=self._older, allowed=allowed)).found
-        leaks = [_without_the_traceback(entry.leak) for entry in found if entry.leak.device == device]
-        head = (
-            f"storages of tensors: {in_words(sum(before.values()))} in {len(before)} from before the recording "
-            f"(weights, say), {in_words(sum(came.values()))} in {len(came)} that came since; the largest of these:"
-        )
-        return "\n\n".join(map(str, [head, *leaks[:_HOLDERS]]))
+
+def _holders(device: str, since: int, older: object) -> str:
+    from zbpipe.leaks._search import Scope, search
+
+    before = {identity: size for on, _, size, identity in _C.storage_spans(older) if on == device}
+    spans = _C.storage_spans(_storages())
+    came = {identity: size for on, _, size, identity in spans if on == device and identity not in before}
+    largest = sorted(came, key=lambda identity: -came[identity])[:_HOLDERS]
+    allowed = {span[3] for span in spans}.difference(largest)
+    found = search(Scope(since=since, older=older, allowed=allowed)).found
+    leaks = [_without_the_traceback(entry.leak) for entry in found if entry.leak.device == device]
+    head = (
+        f"storages of tensors: {in_words(sum(before.values()))} in {len(before)} from before the recording "
+        f"(weights, say), {in_words(sum(came.values()))} in {len(came)} that came since; the largest of these:"
+    )
+    return "\n\n".join(map(str, [head, *leaks[:_HOLDERS]]))
 
 
 def _storages() -> object:
@@ -131,25 +124,3 @@ def _without_the_traceback(leak: Any) -> Any:
     places = [i for i, holder in enumerate(leak.chain) if holder.kind == "traceback"]
     behind = leak.chain[places[-1] + 1 :] if places else []
     return replace(leak, chain=behind, in_cycle=0) if behind else leak
-
-
-def _by_phase(recording: Any) -> str:
-    try:
-        log = recording._whole_log("that")
-    except RuntimeError as error:
-        return f"in which phases the live bytes were handed out is not known: {error}"
-    living: dict[int, tuple[str, int]] = {}  # by serial
-    for running, events in spans_of(log, recording._phases_ended()):
-        innermost = running[-1].label if running else "between phases"
-        for _, _, size, serial, _, kind in events:
-            if kind == ALLOC:
-                living[serial] = innermost, size
-            elif kind == FREE:
-                del living[serial]
-    sums: dict[str, list[int]] = {}
-    for innermost, size in living.values():
-        sums.setdefault(innermost, []).append(size)
-    unit = Unit.of(max(map(sum, sums.values()), default=0))
-    rows = sorted(sums.items(), key=lambda row: -sum(row[1]))
-    shown = table(("phase", unit.name, "blocks"), [(phase, unit(sum(sizes)), str(len(sizes))) for phase, sizes in rows])
-    return f"what lives, by the phase in which it was handed out\n{shown}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +27,8 @@ METHODS: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 """A stage's methods, and from their arguments the kind of phase that a call is."""
 
+ENDED = "_zbpipe_phase"  # an exception's attribute, which may be pickled: the innermost phase that it has ended
+
 
 class PhaseContext:
     """Marks its beginning and its end in recordings, whatever happens between."""
@@ -43,7 +46,9 @@ class PhaseContext:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         while self._open:
             recording, opened = self._open.pop()
-            recording._end(opened, error)
+            recording._end(opened)
+            if error is not None:
+                vars(error).setdefault(ENDED, opened.label)
 
 
 class Running:
@@ -108,26 +113,24 @@ def stages_in(stages: Any) -> Iterator[Any]:
 
 class _Method:
     """Stands in front of a stage's method, as an attribute of the stage: one that is dropped goes with the next garbage
-    collection. Somebody may keep it, or put another one in front: when nothing watches it only passes calls on."""
+    collection. Somebody may keep it, or put another one in front: when its recording is over it passes calls on."""
 
-    def __init__(self, stage: Any, name: str) -> None:
+    def __init__(self, recording: Recording, stage: Any, name: str) -> None:
         method = getattr(stage, name)
         functools.update_wrapper(self, method)
+        self.recording, self._stage, self._name = weakref.ref(recording), stage, name
         self.before: Callable[..., Any] | None = vars(stage).get(name)
         self._own = self.before if self.before is not None or hasattr(type(stage), name) else method
-        self._stage, self._name = stage, name
         self._signature = inspect.signature(method)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        stage = self._stage
         # By its class, now: zbpipe's patch and whoever else changes the class between two calls must be met.
-        method = self._own or functools.partial(getattr(type(stage), self._name), stage)
-        recordings = [recording for recording in running.recordings if stage in recording._watched]
-        if not recordings:
+        method = self._own or functools.partial(getattr(type(self._stage), self._name), self._stage)
+        if (recording := self.recording()) not in running.recordings or recording is None:
             return method(*args, **kwargs)
         arguments = self._signature.bind(*args, **kwargs).arguments
         microbatch = arguments.get("fwd_chunk_id", arguments.get("bwd_chunk_id"))
-        with PhaseContext(recordings, METHODS[self._name](arguments), stage.stage_index, microbatch):
+        with PhaseContext([recording], METHODS[self._name](arguments), self._stage.stage_index, microbatch):
             return method(*args, **kwargs)
 
 
@@ -136,28 +139,18 @@ _lock = threading.Lock()
 
 def watch(recording: Recording, stage: Any) -> None:
     """From now on the stage's methods mark their calls in the recording."""
-    attributes = vars(stage)
     with _lock:
-        is_new = not any(isinstance(attributes.get(name), _Method) for name in METHODS)
-        for name in METHODS:
-            if is_new or name not in attributes:  # else ours is there, perhaps behind somebody else's
-                attributes[name] = _Method(stage, name)
-        recording._watched.add(stage)
+        if stage not in recording._watched:
+            recording._watched.add(stage)
+            vars(stage).update({name: _Method(recording, stage, name) for name in METHODS})
 
 
 def unwatch(recording: Recording) -> None:
-    """No stage marks anything in the recording any more, which has ended."""
+    """The recording has ended: what stands before its stages' methods goes, with that of others that have ended."""
     with _lock:
-        stages = list(recording._watched)
-        recording._watched.clear()
-        for stage in stages:
-            if any(stage in other._watched for other in running.recordings):
-                continue
-            for name in METHODS:
-                method = vars(stage).get(name)
-                if not isinstance(method, _Method):
-                    continue  # somebody has put another one in front; ours passes calls on
-                if method.before is None:
-                    del vars(stage)[name]
-                else:
-                    vars(stage)[name] = method.before
+        for stage, name in itertools.product(recording._watched, METHODS):
+            method = vars(stage).pop(name, None)
+            while isinstance(method, _Method) and method.recording() not in running.recordings:
+                method = method.before
+            if method is not None:
+                vars(stage)[name] = method

@@ -20,8 +20,9 @@ held from I to W
 
 from __future__ import annotations
 
+import contextlib
 import gc
-import itertools
+import pathlib
 import threading
 import warnings
 import weakref
@@ -37,7 +38,6 @@ from zbpipe.memory._log import (
     Allocation,
     HeldMicrobatch,
     Log,
-    Mark,
     Open,
     Pair,
     Phase,
@@ -47,10 +47,8 @@ from zbpipe.memory._log import (
     pairs_of,
     phase_of,
 )
-from zbpipe.memory._out_of_memory import Hook, causes
+from zbpipe.memory._out_of_memory import beginning, report
 from zbpipe.memory._phases import PhaseContext, running, stages_in, unwatch, watch
-
-_numbers = itertools.count()
 
 
 class Recording:
@@ -61,16 +59,16 @@ class Recording:
     ``torch.device`` whose allocator is recorded.
     """
 
-    def __init__(self, log: Log, device: torch.device, max_events: int, hook: Hook | None = None) -> None:
+    def __init__(self, log: Log, device: torch.device, max_events: int, folder: Path | None = None) -> None:
         self.device = device
-        self._log, self._max_events, self._hook = log, max_events, hook
+        self._log, self._max_events = log, max_events
+        self._folder = None if folder is None else pathlib.Path(folder).absolute()  # the program may leave this one
+        self._since: tuple[int, object] | None = None  # for the report of a lack of memory
         self._is_running = self._is_over = False
         self._opened: list[Open] = []
         self._lost = 0  # phases, for want of memory
         self._thread = threading.local()  # its outermost pass
         self._first_call = 0  # of Running.calls
-        # An exception's own, which may be pickled: the innermost phase that it has ended.
-        self._ended = f"_zbpipe_ended_{next(_numbers)}"
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
         self._unsplit: set[int] = set()
         self._held_pairs: list[Pair] | None = None  # when it is over
@@ -81,8 +79,7 @@ class Recording:
         if self._is_running or self._is_over:
             raise RuntimeError("a recording can be entered once; call zbpipe.memory.record() again for another one")
         self._log.start(gc.get_objects())
-        if self._hook is not None:
-            self._hook.begin()
+        self._since = None if self._folder is None else beginning()
         self._is_running = True
         running.add(self)
         return self
@@ -93,8 +90,9 @@ class Recording:
         self._log.mark()
         self._is_running, self._is_over = False, True
         displaced = self._log.stop()
-        if self._hook is not None:
-            self._hook.end(self, error)
+        if self._folder is not None and self._since is not None:
+            report(self._folder, self, error, self._since)
+        self._since = None
         if displaced:
             warnings.warn(
                 "another CPU allocator was installed while memory was recorded; what it handed out is not counted",
@@ -150,9 +148,7 @@ class Recording:
         self._opened.append(opened)
         return opened
 
-    def _end(self, opened: Open, error: BaseException | None) -> None:
-        if error is not None:
-            vars(error).setdefault(self._ended, opened.label)
+    def _end(self, opened: Open) -> None:
         opened.is_open = False
         opened.end = self._log.mark() if self._is_running else None
 
@@ -160,51 +156,41 @@ class Recording:
         """By their beginnings."""
         return sorted((p for p in list(self._opened) if p.end is not None), key=lambda p: p.begin)
 
-    def _phase_of(self, error: BaseException | None) -> str:
-        """The label of the innermost phase that the error, or what it came from, has ended."""
-        labels = [vars(cause)[self._ended] for cause in causes(error) if self._ended in vars(cause)]
-        return labels[-1] if labels else "no phase"
-
     # ---- totals
 
-    def _require_begun(self) -> None:
+    @property
+    def _readable(self) -> Log:
+        """The log, of which something is known by now."""
         if not self._is_running and not self._is_over:
             raise RuntimeError("the recording has not been entered yet, and knows nothing; use it in a with statement")
         if why := getattr(self._log, "unreadable", ""):
             raise RuntimeError(why)
-
-    def _counters(self) -> dict[str, int]:
-        self._require_begun()
-        return dict(self._log.counters())
-
-    def _spans(self) -> list[Mark]:
-        self._require_begun()
-        return marks_of(self._log)
+        return self._log
 
     @property
     def live(self) -> int:
         """Live bytes now, or at the recording's end."""
-        return self._counters()["live"]
+        return int(self._readable.counters()["live"])
 
     @property
     def peak(self) -> int:
         """The most live bytes at any moment."""
-        return max(mark.peak for mark in self._spans())
+        return max(mark.peak for mark in marks_of(self._readable))
 
     @property
     def allocated(self) -> int:
         """Bytes handed out."""
-        return sum(mark.allocated for mark in self._spans())
+        return sum(mark.allocated for mark in marks_of(self._readable))
 
     @property
     def freed(self) -> int:
         """Bytes taken back, of those that were handed out in the recording."""
-        return sum(mark.freed for mark in self._spans())
+        return sum(mark.freed for mark in marks_of(self._readable))
 
     @property
     def allocations(self) -> int:
         """Blocks handed out."""
-        return sum(mark.allocations for mark in self._spans())
+        return sum(mark.allocations for mark in marks_of(self._readable))
 
     @property
     def older_frees(self) -> tuple[int, int]:
@@ -212,13 +198,13 @@ class Recording:
 
         On the CPU only blocks from earlier or enclosing recordings are known, and counted; on CUDA all are.
         """
-        counters = self._counters()
+        counters = self._readable.counters()
         return counters["older_frees"], counters["older_freed"]
 
     @property
     def incomplete(self) -> str:
         """Empty, or what the recording lacks. Counters and phases are exact even when the log is not whole."""
-        counters = self._counters()
+        counters = self._readable.counters()
         lacks = {
             "blocks could not be followed for want of memory": counters["untracked"],
             f"events did not fit into the log (max_events={self._max_events})": counters["dropped"],
@@ -231,12 +217,12 @@ class Recording:
     @property
     def phases(self) -> list[Phase]:
         """The phases that have ended, by their beginnings."""
-        ended, marks = self._phases_ended(), self._spans()
+        ended, marks = self._phases_ended(), marks_of(self._readable)
         return [phase_of(p, marks) for p in ended]
 
     @property
     def held(self) -> list[HeldMicrobatch]:
-        """What was held from I to W, per stage and microbatch, in the order of the I. Needs the log.
+        """What was held from I to W, per stage and microbatch, in the order of the I.
 
         First stages are left out: torch's schedules do not split their backward.
 
@@ -251,22 +237,21 @@ class Recording:
         return highest(self._pairs())
 
     def _pairs(self) -> list[Pair]:
-        log = self._whole_log("held")
         if self._held_pairs is None:
-            self._held_pairs = pairs_of(self._phases_ended(), self._unsplit, log)
+            self._held_pairs = pairs_of(self._phases_ended(), self._unsplit, self._whole_log("held"))
         return self._held_pairs
 
     # ---- the log
 
     def _whole_log(self, what: str) -> Log:
-        self._require_begun()
+        log = self._readable
         if not self._is_over:
             raise RuntimeError(f"{what} needs the recording's log, and it still runs; leave its with block first")
         if self._max_events == 0:
             raise RuntimeError(f"{what} needs a log, and the recording has none; record with a larger max_events")
-        if self._counters()["dropped"]:
+        if log.counters()["dropped"]:
             raise RuntimeError(f"{what} needs the whole log, and {self.incomplete}; record with a larger one")
-        return self._log
+        return log
 
     def events(self) -> Iterator[Allocation]:
         """All events in order, times in ns since the recording began.
@@ -284,7 +269,7 @@ class Recording:
             RuntimeError: the recording still runs, or its log is not whole.
         """
         log = self._whole_log("plot()")
-        draw(title, str(self.device), self.phases, events_of(log), self._spans()[-1].events).savefig(path)
+        draw(title, str(self.device), self.phases, events_of(log), marks_of(log)[-1].events).savefig(path)
 
     def export(self, path: Path) -> None:
         """Writes the recording as a Chrome trace, for Perfetto or chrome://tracing: live bytes as a counter, and a
@@ -304,6 +289,9 @@ class Recording:
         lines = [f"{self.device}: peak {peak}, live {live}, {allocated} in {self.allocations} allocations"]
         lines += [f"incomplete: {self.incomplete}"] if self.incomplete else []
         lines += ["", phase_table(phases)] if (phases := self.phases) else []
-        if self._is_over and self._max_events and not self._counters()["dropped"] and (pairs := self.held):
-            lines += ["", f"held from I to W, at most {in_words(self.held_peak)} at once", held_table(pairs)]
+        with contextlib.suppress(RuntimeError):  # without a whole log nobody knows
+            held = self.held
+            lines += (
+                ["", f"held from I to W, at most {in_words(self.held_peak)} at once", held_table(held)] if held else []
+            )
         return "\n".join(lines)

@@ -76,8 +76,3 @@ int zbp_graph_add_edge(zbp_graph *graph, uint32_t src, uint32_t slot, uint32_t d
     graph->edge[graph->edge_count++] = (zbp_edge){src, slot, dst};
     return ZBP_OK;
 }
-
-void zbp_graph_mark(zbp_graph *graph, uint32_t id, uint8_t mark)
-{
-    graph->mark[id] |= mark;
-}

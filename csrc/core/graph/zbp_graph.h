@@ -34,7 +34,8 @@ typedef struct zbp_edge {
     uint32_t src, slot, dst;
 } zbp_edge;
 
-/* Held by the caller; all fields are for reading alone. Zeroed is a legal empty graph. */
+/* Held by the caller, who sets marks; all other fields are for reading alone. Zeroed is a legal
+ * empty graph. */
 typedef struct zbp_graph {
     uint32_t node_count;
     uint32_t edge_count;
@@ -63,8 +64,5 @@ bool zbp_graph_find(const zbp_graph *graph, const void *key, uint32_t *id_out);
  * caller and not looked at; the same edge may be added twice.
  * Errors, the graph unchanged: ZBP_ENOMEM, ZBP_EOVERFLOW (UINT32_MAX - 1 edges). Amortised O(1). */
 ZBP_MUST_USE int zbp_graph_add_edge(zbp_graph *graph, uint32_t src, uint32_t slot, uint32_t dst);
-
-/* Ors ZBP_ROLE_* into the node's marks. O(1). */
-void zbp_graph_mark(zbp_graph *graph, uint32_t id, uint8_t mark);
 
 ZBP_END_C

@@ -51,11 +51,6 @@ bool zbp_book_is_claimed(const zbp_book *book)
     return __atomic_load_n(&book->claimed, __ATOMIC_ACQUIRE) != 0;
 }
 
-void zbp_book_see_weight(zbp_book *book, uint32_t weight, uint8_t seen)
-{
-    book->weight[weight].seen = seen;
-}
-
 /* Whether the face's gradient needs nothing run: a product, or what I has kept. */
 static bool is_at_hand(const zbp_task *task)
 {

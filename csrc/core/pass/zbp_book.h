@@ -60,7 +60,7 @@ typedef enum zbp_fate {
 
 typedef struct zbp_book_weight {
     uint32_t alone;   /* the face that serves it without the engine, or ZBP_NO_FACE */
-    uint8_t seen;     /* ZBP_WEIGHT_* */
+    uint8_t seen;     /* ZBP_WEIGHT_*; set before W runs */
     bool has_arrived; /* the sum of its gradients waits here: a hook raised, or adding failed */
     bool is_hooked;   /* and the hooks that see it before it is added are through */
     bool is_added;
@@ -80,9 +80,6 @@ typedef struct zbp_book {
 /* Of a complete layout. ZBP_ENOMEM, the book zeroed. */
 ZBP_MUST_USE int zbp_book_init(zbp_book *book, const zbp_layout *layout);
 void zbp_book_fini(zbp_book *book);
-
-/* Before W: what the shim sees. */
-void zbp_book_see_weight(zbp_book *book, uint32_t weight, uint8_t seen);
 
 /* Finds the weights that are alone in this group; W may make one the engine's by weight[].alone =
  * ZBP_NO_FACE. */

@@ -9,15 +9,15 @@ int zbp_facts_init(zbp_facts *facts, const zbp_graph *graph)
     const size_t nodes = graph->node_count, edges = graph->edge_count;
 
     memset(facts, 0, sizeof *facts);
-    facts->of_node = zbpi_zeroed(nodes * sizeof *facts->of_node + edges * sizeof *facts->is_matrix);
-    if (facts->of_node == NULL)
+    facts->fact = zbpi_zeroed(nodes * sizeof *facts->fact + edges * sizeof *facts->is_matrix);
+    if (facts->fact == NULL)
         return ZBP_ENOMEM;
-    facts->is_matrix = (bool *)(facts->of_node + nodes);
+    facts->is_matrix = (bool *)(facts->fact + nodes);
     return ZBP_OK;
 }
 
 void zbp_facts_fini(zbp_facts *facts)
 {
-    zbpi_free(facts->of_node);
+    zbpi_free(facts->fact);
     memset(facts, 0, sizeof *facts);
 }

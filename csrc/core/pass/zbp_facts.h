@@ -52,8 +52,9 @@ typedef struct zbp_fact {
 
 /* Held by the caller, who fills it in. Zeroed is legal: it was not made, and has no nodes. */
 typedef struct zbp_facts {
-    zbp_fact *of_node; /* [nodes]; of split and outside nodes; the block for both arrays */
-    bool *is_matrix;   /* [edges]; of split nodes' edges to factors: two dimensions or more */
+    zbp_fact *fact;  /* [nodes], of split and outside nodes */
+    bool *is_matrix; /* [edges], of split nodes' edges to factors: two dimensions or more; it lies
+                      * behind the facts, in their block */
     zbp_decision policy;
 } zbp_facts;
 

@@ -41,15 +41,6 @@ static int new_split(zbp_split *split)
     return ZBP_OK;
 }
 
-static int new_work(work *w)
-{
-    w->index = zbpi_zeroed(w->split->node_count * 2 * sizeof *w->index);
-    if (w->index == NULL)
-        return ZBP_ENOMEM;
-    w->arrivals = w->index + w->split->node_count;
-    return ZBP_OK;
-}
-
 void zbp_split_fini(zbp_split *split)
 {
     for (uint32_t g = 0; split->layout != NULL && g < split->group_count; g++)
@@ -87,7 +78,7 @@ static uint32_t out_count(const work *w, uint32_t node)
 
 static bool is_plain_step(const work *w, uint32_t node)
 {
-    const zbp_fact *fact = &w->facts->of_node[node];
+    const zbp_fact *fact = &w->facts->fact[node];
 
     return fact->step != ZBP_STEP_NONE && (fact->flag & ZBP_FACT_WATCHED) == 0 &&
            out_count(w, node) == 1 && !is_weight(w, node);
@@ -136,7 +127,7 @@ static void follow(const work *w, zbp_face *face, uint32_t node)
     uint32_t casts = 0;
 
     for (; face->steps < LONGEST_PATH && is_plain_step(w, node); face->steps++) {
-        const uint8_t step = w->facts->of_node[node].step;
+        const uint8_t step = w->facts->fact[node].step;
 
         casts += step == ZBP_STEP_CAST || step == ZBP_STEP_MOVE;
         is_simple = is_simple && (step == ZBP_STEP_CAST || step == ZBP_STEP_TRANSPOSITION);
@@ -173,7 +164,7 @@ static int add_face(const work *w, zbp_layout *layout, uint32_t slot, uint32_t t
 static int add_split_task(work *w, uint32_t g, uint32_t node)
 {
     zbp_layout *layout = &w->split->layout[g];
-    const zbp_fact *fact = &w->facts->of_node[node];
+    const zbp_fact *fact = &w->facts->fact[node];
     zbp_sides sides = {0};
     bool is_excluded = false;
     zbp_task *task;
@@ -281,10 +272,12 @@ static int build(work *w, const uint32_t *root)
     const uint32_t roots = w->split->root_count;
     int status = new_split(w->split);
 
-    if (status == ZBP_OK)
-        status = new_work(w);
     if (status != ZBP_OK)
         return status;
+    w->index = zbpi_zeroed(w->split->node_count * 2 * sizeof *w->index);
+    if (w->index == NULL)
+        return ZBP_ENOMEM;
+    w->arrivals = w->index + w->split->node_count;
     for (uint32_t e = 0; e < w->graph->edge_count; e++)
         w->arrivals[w->graph->edge[e].dst]++;
     for (uint32_t r = 0; r < roots; r++)

@@ -12,21 +12,21 @@ zbp_verdict zbp_verdict_of(const zbp_layout *layout, uint32_t number, const zbp_
                            int32_t *face_out)
 {
     const zbp_task *task = &layout->task[number];
-    bool is_wanted = false, is_needed_now = false, has_matrix = false;
+    bool leads_to_weights = false, leads_to_inputs = false, has_matrix = false;
 
     for (size_t i = 0; i < offer->slot_count; ++i) {
         face_out[i] =
             offer->slot[i] < 0 ? -1 : zbp_layout_face_at(layout, number, (uint32_t)offer->slot[i]);
         if (face_out[i] >= 0) {
-            is_wanted = true;
+            leads_to_weights = true;
             has_matrix = has_matrix || offer->is_matrix[face_out[i]];
         } else if (offer->slot[i] >= 0 && offer->leads[i]) {
-            is_needed_now = true; /* towards the inputs: I's */
+            leads_to_inputs = true;
         }
     }
-    if (!is_wanted && !is_needed_now) {
+    if (!leads_to_weights && !leads_to_inputs)
         return ZBP_VERDICT_SKIP;
-    }
-    return !is_needed_now && !offer->is_watched && takes(task, has_matrix) ? ZBP_VERDICT_HAND_OVER
-                                                                           : ZBP_VERDICT_AT_ONCE;
+    if (leads_to_inputs || offer->is_watched || !takes(task, has_matrix))
+        return ZBP_VERDICT_AT_ONCE;
+    return ZBP_VERDICT_HAND_OVER;
 }

@@ -18,6 +18,7 @@
 
 #include "bindings/parts.h"
 #include "instruments/shim/zbp_tap.h"
+#include "instruments/shim/zbp_traces.h"
 
 /* Returns 0, or -1 with an error set. */
 static int read_number(PyObject *object, uint64_t *out)
@@ -34,7 +35,7 @@ PyDoc_STRVAR(next_serial_doc,
 
 static PyObject *next_serial(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
-    return PyLong_FromUnsignedLongLong(zbp_tap_serial());
+    return PyLong_FromUnsignedLongLong(zbp_tally_serial(zbp_tap_tally()));
 }
 
 PyDoc_STRVAR(live_blocks_doc,
@@ -78,7 +79,7 @@ PyDoc_STRVAR(trace_start_doc,
 
 static PyObject *trace_start(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
-    zbp_tap_trace_start();
+    zbp_trace_start();
     Py_RETURN_NONE;
 }
 
@@ -86,7 +87,7 @@ PyDoc_STRVAR(trace_stop_doc, "trace_stop()\n--\n\nOnce for each trace_start().")
 
 static PyObject *trace_stop(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
-    zbp_tap_trace_stop();
+    zbp_trace_stop();
     Py_RETURN_NONE;
 }
 
@@ -99,9 +100,8 @@ static PyObject *trace_of(PyObject *Py_UNUSED(module), PyObject *address)
     uint64_t number;
     zbp_error error = {0};
 
-    return read_number(address, &number) < 0
-               ? NULL
-               : zbp_or_raise(zbp_tap_trace_of(number, &error), &error);
+    return read_number(address, &number) < 0 ? NULL
+                                             : zbp_or_raise(zbp_trace_of(number, &error), &error);
 }
 
 /* Frames */
@@ -206,7 +206,7 @@ static PyObject *frame_variables(PyObject *Py_UNUSED(module), PyObject *frame)
     return list;
 }
 
-static PyMethodDef leaks_methods[] = {
+PyMethodDef zbp_leaks_functions[] = {
     {"next_serial", next_serial, METH_NOARGS, next_serial_doc},
     {"live_blocks", live_blocks, METH_O, live_blocks_doc},
     {"trace_start", trace_start, METH_NOARGS, trace_start_doc},
@@ -214,8 +214,3 @@ static PyMethodDef leaks_methods[] = {
     {"trace_of", trace_of, METH_O, trace_of_doc},
     {"frame_variables", frame_variables, METH_O, frame_variables_doc},
     {NULL, NULL, 0, NULL}};
-
-int zbp_add_leaks(PyObject *module)
-{
-    return PyModule_AddFunctions(module, leaks_methods);
-}

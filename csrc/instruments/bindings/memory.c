@@ -108,7 +108,7 @@ static PyObject *recorder_mark(PyObject *op, PyObject *Py_UNUSED(ignored))
     if (require(self, RUNNING, "mark()") < 0) {
         return NULL;
     }
-    if (zbp_tap_mark(&self->record, &index) != ZBP_OK) {
+    if (zbp_tally_mark(zbp_tap_tally(), &self->record, &index) != ZBP_OK) {
         Py_RETURN_NONE;
     }
     return PyLong_FromUnsignedLong(index);
@@ -125,14 +125,14 @@ static int require_begun(const recorder *self, const char *what)
 static void lock(const recorder *self)
 {
     if (self->state == RUNNING) {
-        zbp_tap_lock();
+        zbp_tally_lock(zbp_tap_tally());
     }
 }
 
 static void unlock(const recorder *self)
 {
     if (self->state == RUNNING) {
-        zbp_tap_unlock();
+        zbp_tally_unlock(zbp_tap_tally());
     }
 }
 

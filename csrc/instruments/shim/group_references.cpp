@@ -9,47 +9,45 @@ namespace zbp {
 
 namespace {
 
-void add_all(c10::ArrayRef<Watched> list, const char* label, int32_t task, References& references) {
-  for (const Watched& watched : list) {
-    references.add(watched.tensor(), label, task);
+const char* label_of(Role role) {
+  switch (role) {
+    case Role::matrix:
+      return "matrix of weight task";
+    case Role::output_grad:
+      return "output gradient of weight task";
+    case Role::saved:
+      return "saved tensor of weight task";
+    case Role::kept_grad:
+      return "kept gradient of weight task";
+    case Role::saved_for_work:
+      return "saved for the work of task";
+    default:
+      return "gradient from the work of task";
   }
-}
-
-void add_work(const Work& work, int32_t task, References& references) {
-  if (work.call) {
-    c10::impl::PyInterpreter* const interpreter = getPyInterpreter();
-    add_all(work.call->saved, "saved for the work of task", task, references);
-    add_all(work.call->parameters, "saved for the work of task", task, references);
-    references.add(work.call->function.ptr(interpreter), "work of weight task", task);
-    references.add(work.call->arguments.ptr(interpreter), "saved for the work of task", task);
-  }
-  add_all(work.grads, "gradient from the work of task", task, references);
 }
 
 void add_task(const Task& task, int32_t number, References& references) {
+  c10::impl::PyInterpreter* const interpreter = getPyInterpreter();
   references.add(task.node.get(), "weight task", number);
   for (const Face& face : task.face) {
     references.add(face.edge.function.get(), "weight face of task", number);
-    references.add(face.grad.tensor(), "kept gradient of weight task", number);
   }
-  if (const auto* given = std::get_if<Given>(&task.work)) {
-    for (const Work& work : given->works) {
-      add_work(work, number, references);
+  for_each_watched(task, [&](const Watched& watched, Role role, const auto&) {
+    references.add(watched.tensor(), label_of(role), number);
+  });
+  for (const Work& work : works_of(task)) {
+    if (work.call) {
+      for (const Watched& parameter : work.call->parameters) {
+        references.add(parameter.tensor(), label_of(Role::saved_for_work), number);
+      }
+      references.add(work.call->function.ptr(interpreter), "work of weight task", number);
+      references.add(work.call->arguments.ptr(interpreter), label_of(Role::saved_for_work), number);
     }
-  } else if (const auto* deferred = std::get_if<Deferred>(&task.work)) {
-    add_all(deferred->output_grads, "output gradient of weight task", number, references);
-    add_all(deferred->saved, "saved tensor of weight task", number, references);
-  } else {
-    const Product& product = std::get<Product>(task.work);
-    references.add(product.output_grad.tensor(), "output gradient of weight task", number);
-    if (const auto* matrix = std::get_if<Watched>(&product.other)) {
-      references.add(matrix->tensor(), "matrix of weight task", number);
-    } else {  // a deferred node tells of its own
-      c10::impl::PyInterpreter* const interpreter = getPyInterpreter();
-      const Packed& packed = *std::get<PackedPtr>(product.other);
-      references.add(packed.data.ptr(interpreter), "packed matrix of weight task", number);
-      references.add(packed.unpack_hook.ptr(interpreter), "packed matrix of weight task", number);
-    }
+  }
+  const auto* product = std::get_if<Product>(&task.work);  // a deferred node tells of its own
+  if (const auto* packed = product ? std::get_if<PackedPtr>(&product->other) : nullptr) {
+    references.add((*packed)->data.ptr(interpreter), "packed matrix of weight task", number);
+    references.add((*packed)->unpack_hook.ptr(interpreter), "packed matrix of weight task", number);
   }
 }
 

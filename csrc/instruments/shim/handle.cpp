@@ -6,10 +6,8 @@
 
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/DynamicTypes.h>
-#include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_function.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include "instruments/shim/zbp_tap.h"
 #include "shim/engine/stand_in.h"
@@ -54,22 +52,19 @@ NodePtr owned(const Node* node) {
 }
 
 template <class Object>
-THPObjectPtr find_or_make(const Object* address) {
-  if (const auto known = handles().find(address); known != handles().end()) {
+THPObjectPtr find_or_make(const Object* object) {
+  if (const auto known = handles().find(object); known != handles().end()) {
     return THPObjectPtr(Py_NewRef(reinterpret_cast<PyObject*>(known->second)));
   }
-  auto ref = owned(address);
+  auto ref = owned(object);
   if (!ref) {
     return THPObjectPtr();
   }
-  THPObjectPtr object(handle_type->tp_alloc(handle_type, 0));
-  if (!object) {
-    throw python_error();
-  }
-  auto* const handle = reinterpret_cast<Handle*>(object.get());
+  THPObjectPtr made = checked(handle_type->tp_alloc(handle_type, 0));
+  auto* const handle = reinterpret_cast<Handle*>(made.get());
   new (&handle->thing) decltype(handle->thing)(std::move(ref));
-  handles().emplace(address, handle);
-  return object;
+  handles().emplace(object, handle);
+  return made;
 }
 
 Handle& handle_in(PyObject* self) {
@@ -121,16 +116,10 @@ std::string describe_briefly(const c10::TensorImpl& tensor) {
   return std::string(dtype_of(tensor)->name) + " [" + sizes + "]";  // float32 without the module
 }
 
-const c10::StorageImpl* storage_in(const c10::TensorImpl& tensor) {
-  return tensor.has_storage() ? tensor.unsafe_storage().unsafeGetStorageImpl() : nullptr;
-}
-
 /// Runs `body` for an attribute of a handle.
 template <class Body>
 PyObject* attribute(PyObject* self, const Body& body) {
-  zbp_error error = {};
-  PyObject* const value = guarded_object(&error, [&] { return body(handle_in(self)); });
-  return value ? value : zbp_error_raise(&error);
+  return answer_of([&] { return body(handle_in(self)); });
 }
 
 PyObject* get_kind(PyObject* self, void* /*closure*/) {
@@ -254,10 +243,31 @@ PyType_Spec spec = {
     "zbpipe._C.Handle", sizeof(Handle), 0,
     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE, slots};
 
-template <class Class>
-bool is_one(PyObject* object, Class* base) {
-  return base && PyType_IsSubtype(Py_TYPE(object), reinterpret_cast<PyTypeObject*>(base));
+PyObject* handle_of_object(PyObject* /*module*/, PyObject* object) {
+  return answer_of([&] {
+    THPObjectPtr found;
+    if (const auto* tensor = tensor_in(object)) {
+      found = handle_of(tensor);
+    } else if (const auto* storage = storage_in(object)) {
+      found = handle_of(storage);
+    } else if (is_one(object, &THPFunctionType)) {
+      if (const auto node = lock_py_node(reinterpret_cast<THPFunction*>(object)->cdata)) {
+        found = handle_of(&original_of(*node));
+      }
+    } else if (torch::autograd::THPCppFunction_Check(object)) {
+      if (const auto& node = reinterpret_cast<torch::autograd::THPCppFunction*>(object)->cdata) {
+        found = handle_of(node.get());
+      }
+    }
+    return found ? found.release() : Py_NewRef(Py_None);
+  });
 }
+
+PyMethodDef handle_functions[] = {
+    {"handle_of", handle_of_object, METH_O,
+     "handle_of(object, /)\n--\n\n"
+     "The handle of the tensor, storage or node that an object stands for; None for others."},
+    {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
 
@@ -336,31 +346,7 @@ int zbp_add_handle(PyObject* module) {
     opcodes[i] = static_cast<int>(PyLong_AsLong(number));
   }
   handle_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
-  return handle_type
-             ? PyModule_AddObjectRef(module, "Handle", reinterpret_cast<PyObject*>(handle_type))
-             : -1;
-}
-
-PyObject* zbp_handle_of(PyObject* object, zbp_error* error) {
-  return guarded_object(error, [&] {
-    THPObjectPtr found;
-    if (is_one(object, THPVariableClass)) {
-      if (const at::Tensor& tensor = THPVariable_Unpack(object); tensor.defined()) {
-        found = handle_of(tensor.unsafeGetTensorImpl());
-      }
-    } else if (is_one(object, THPStorageClass)) {
-      if (const auto& storage = THPStorage_Unpack(object)) {
-        found = handle_of(storage.unsafeGetStorageImpl());
-      }
-    } else if (is_one(object, &THPFunctionType)) {
-      if (const auto node = lock_py_node(reinterpret_cast<THPFunction*>(object)->cdata)) {
-        found = handle_of(&original_of(*node));
-      }
-    } else if (torch::autograd::THPCppFunction_Check(object)) {
-      if (const auto& node = reinterpret_cast<torch::autograd::THPCppFunction*>(object)->cdata) {
-        found = handle_of(node.get());
-      }
-    }
-    return found ? found.release() : Py_NewRef(Py_None);
-  });
+  return !handle_type || PyModule_AddFunctions(module, handle_functions) < 0
+             ? -1
+             : PyModule_AddObjectRef(module, "Handle", reinterpret_cast<PyObject*>(handle_type));
 }

@@ -11,10 +11,13 @@
 #include <c10/core/StorageImpl.h>
 #include <c10/core/TensorImpl.h>
 #include <c10/util/FunctionRef.h>
+#include <torch/csrc/Storage.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/object_ptr.h>
 
 #include "instruments/shim/zbp_holders.h"
 #include "shim/torch/compat.h"
+#include "shim/torch/error.h"
 
 namespace zbp {
 
@@ -31,8 +34,43 @@ struct Handle {
   Node* node() const;
 };
 
+/// What a function that Python has called returns: a new reference from `body`, or NULL with what
+/// that threw as the Python error.
+template <class Body>
+PyObject* answer_of(const Body& body) {
+  zbp_error error = {};
+  PyObject* const answer = guarded_object(&error, body);
+  return answer ? answer : zbp_error_raise(&error);
+}
+
 /// Null if `object` is no handle; borrowed.
 Handle* as_handle(PyObject* object);
+
+/// By its type alone: isinstance() would run the code of whoever fakes __class__.
+template <class Class>
+bool is_one(PyObject* object, Class* base) {
+  return base && PyType_IsSubtype(Py_TYPE(object), reinterpret_cast<PyTypeObject*>(base));
+}
+
+/// The tensor or storage that `object` is, null for others and for empty ones; borrowed.
+inline c10::TensorImpl* tensor_in(PyObject* object) {
+  return is_one(object, THPVariableClass) && THPVariable_Unpack(object).defined()
+             ? THPVariable_Unpack(object).unsafeGetTensorImpl()
+             : nullptr;
+}
+inline c10::StorageImpl* storage_in(PyObject* object) {
+  return is_one(object, THPStorageClass) && THPStorage_Unpack(object)
+             ? THPStorage_Unpack(object).unsafeGetStorageImpl()
+             : nullptr;
+}
+/// Null if it has none.
+inline c10::StorageImpl* storage_in(const c10::TensorImpl& tensor) {
+  return tensor.has_storage() ? tensor.unsafe_storage().unsafeGetStorageImpl() : nullptr;
+}
+
+/// The tensor that a DLPack capsule of torch's holds, whoever has it now; null for any other
+/// object.
+const at::Tensor* tensor_of_capsule(PyObject* capsule);
 
 /// New; null for what is being destroyed: its last reference has gone.
 THPObjectPtr handle_of(const c10::TensorImpl* tensor);
@@ -58,9 +96,14 @@ class References {
  public:
   References();
   void add(const at::Tensor& tensor, const char* label, int32_t index = -1);
-  void add(const Node* node, const char* label, int32_t index = -1);
-  void add(const c10::StorageImpl* storage, const char* label);
   void add(PyObject* object, const char* label, int32_t index = -1);
+  /// A node or a storage, which may be null.
+  template <class Object>
+  void add(const Object* object, const char* label, int32_t index = -1) {
+    if (auto handle = object ? handle_of(object) : THPObjectPtr()) {
+      append(handle, label, index, true);
+    }
+  }
   void add_unseen(const std::string& what);
   PyObject* release() { return list_.release(); }
 

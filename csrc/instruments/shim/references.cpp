@@ -21,7 +21,6 @@
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "shim/torch/dlpack.h"
 #include "shim/torch/nodes.h"
 #include "shim/torch/python.h"
 #include "shim/torch/saved_parts.h"
@@ -165,9 +164,7 @@ void add_saved(const SavedVariable& saved, const char* name, int32_t index,
 }
 
 void add_references(const c10::TensorImpl& tensor, References& references) {
-  if (tensor.has_storage()) {
-    references.add(tensor.unsafe_storage().unsafeGetStorageImpl(), "storage");
-  }
+  references.add(storage_in(tensor), "storage");
   bool has_components = false;
   for_each_component(tensor, [&](const at::Tensor& component, const char* label) {
     has_components = true;
@@ -302,40 +299,18 @@ void zbp::for_each_component(const c10::TensorImpl& tensor,
   }
 }
 
-References::References() : list_(new_list()) {}
+References::References() : list_(checked(PyList_New(0))) {}
 
 void References::append(PyObject* held, const char* label, int32_t index, bool is_native) {
-  THPObjectPtr text(!label      ? Py_NewRef(Py_None)
-                    : index < 0 ? PyUnicode_FromString(label)
-                                : PyUnicode_FromFormat("%s %d", label, static_cast<int>(index)));
-  if (!text) {
-    throw python_error();
-  }
+  THPObjectPtr text =
+      checked(!label      ? Py_NewRef(Py_None)
+              : index < 0 ? PyUnicode_FromString(label)
+                          : PyUnicode_FromFormat("%s %d", label, static_cast<int>(index)));
   zbp::append(list_, PyTuple_Pack(3, held, text.get(), is_native ? Py_True : Py_False));
 }
 
 void References::add(const at::Tensor& tensor, const char* label, int32_t index) {
-  if (tensor.defined()) {
-    if (auto handle = handle_of(tensor.unsafeGetTensorImpl())) {
-      append(handle, label, index, true);
-    }
-  }
-}
-
-void References::add(const Node* node, const char* label, int32_t index) {
-  if (node) {
-    if (auto handle = handle_of(node)) {
-      append(handle, label, index, true);
-    }
-  }
-}
-
-void References::add(const c10::StorageImpl* storage, const char* label) {
-  if (storage) {
-    if (auto handle = handle_of(storage)) {
-      append(handle, label, -1, true);
-    }
-  }
+  add(tensor.defined() ? tensor.unsafeGetTensorImpl() : nullptr, label, index);
 }
 
 void References::add(PyObject* object, const char* label, int32_t index) {

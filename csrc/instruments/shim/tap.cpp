@@ -13,11 +13,9 @@
 
 #include <c10/core/Allocator.h>
 #include <c10/core/StorageImpl.h>
-#include <torch/csrc/Storage.h>
-#include <torch/csrc/autograd/python_variable.h>
 
-#include "instruments/shim/traces.h"
-#include "shim/torch/python.h"
+#include "instruments/shim/handle.h"
+#include "instruments/shim/zbp_traces.h"
 
 namespace {
 
@@ -30,16 +28,6 @@ uint64_t nanoseconds() {
   return static_cast<uint64_t>(now.tv_sec) * 1000000000u + static_cast<uint64_t>(now.tv_nsec);
 }
 
-/// What all recordings share. Never destroyed: tensors are freed until the process ends.
-zbp_tally* tally() {
-  static zbp_tally* const all = [] {
-    auto* const made = new zbp_tally;
-    zbp_tally_init(made, &nanoseconds);
-    return made;
-  }();
-  return all;
-}
-
 uint64_t number_of(const void* data) {
   return static_cast<uint64_t>(reinterpret_cast<uintptr_t>(data));
 }
@@ -47,16 +35,16 @@ uint64_t number_of(const void* data) {
 /// One that is followed at this address already was freed past our deleter: raw_deallocate() after
 /// we were taken out.
 void note_alloc(const void* data, size_t bytes) {
-  keep_trace(number_of(data));  // first: whoever sees the block finds its trace
-  if (!zbp_tally_alloc(tally(), number_of(data), bytes)) {
-    forget_trace(number_of(data));
+  zbp_trace_keep(number_of(data));  // first: whoever sees the block finds its trace
+  if (!zbp_tally_alloc(zbp_tap_tally(), number_of(data), bytes)) {
+    zbp_trace_forget(number_of(data));
   }
 }
 
 /// Before the block is freed: afterwards another thread may be given its address.
 void note_free(const void* data) {
-  zbp_tally_free(tally(), number_of(data));
-  forget_trace(number_of(data));
+  zbp_tally_free(zbp_tap_tally(), number_of(data));
+  zbp_trace_forget(number_of(data));
 }
 
 /// Around the context of a block whose deleter needs one.
@@ -121,7 +109,7 @@ struct Inside {
 };
 
 c10::DataPtr Tap::allocate(size_t bytes) {
-  if (is_inside || !zbp_tally_is_fed(tally())) {
+  if (is_inside || !zbp_tally_is_fed(zbp_tap_tally())) {
     return behind()->allocate(bytes);
   }
   c10::DataPtr block = [&] {
@@ -138,7 +126,7 @@ c10::DataPtr Tap::allocate(size_t bytes) {
   }
   auto* context = new (std::nothrow) Context{block.get(), block.get_context(), block.get_deleter()};
   if (context == nullptr) {
-    zbp_tally_untracked(tally());
+    zbp_tally_untracked(zbp_tap_tally());
     return block;
   }
   note_alloc(block.get(), bytes);
@@ -195,36 +183,30 @@ bool uninstall() {
   return true;
 }
 
-/// The storage of a tensor or of a torch.UntypedStorage, nullptr if `object` has none. By its type
-/// alone: isinstance() would run the code of whoever fakes __class__.
-c10::StorageImpl* storage_in(PyObject* object) {
-  if (PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(THPVariableClass))) {
-    const at::Tensor& tensor = THPVariable_Unpack(object);
-    return tensor.defined() && tensor.has_storage()
-               ? tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()
-               : nullptr;
-  }
-  if (PyObject_TypeCheck(object, THPStorageClass)) {
-    return THPStorage_Unpack(object).unsafeGetStorageImpl();
-  }
-  return nullptr;
-}
-
 [[noreturn]] void refuse_for_memory() {
   refuse(PyExc_MemoryError, "there is no memory to record memory with");
 }
 
 void lock_for_fork() {
-  zbp_tally_lock(tally());
-  lock_traces();
+  zbp_tally_lock(zbp_tap_tally());
+  zbp_trace_lock();
 }
 
 void unlock_after_fork() {
-  unlock_traces();
-  zbp_tally_unlock(tally());
+  zbp_trace_unlock();
+  zbp_tally_unlock(zbp_tap_tally());
 }
 
 }  // namespace
+
+zbp_tally* zbp_tap_tally(void) {
+  static zbp_tally* const all = [] {
+    auto* const made = new zbp_tally;
+    zbp_tally_init(made, &nanoseconds);
+    return made;
+  }();
+  return all;
+}
 
 int zbp_tap_start(zbp_record* record, uint64_t max_events, zbp_error* error) {
   bool is_fed = false;
@@ -234,11 +216,11 @@ int zbp_tap_start(zbp_record* record, uint64_t max_events, zbp_error* error) {
     if (at_fork != 0) {
       refuse_for_memory();
     }
-    const bool is_first = !zbp_tally_is_fed(tally());
+    const bool is_first = !zbp_tally_is_fed(zbp_tap_tally());
     if (is_first) {
       install();
     }
-    is_fed = zbp_tally_start(tally(), record, max_events) == ZBP_OK;
+    is_fed = zbp_tally_start(zbp_tap_tally(), record, max_events) == ZBP_OK;
     if (!is_fed) {
       if (is_first) {
         uninstall();
@@ -256,13 +238,14 @@ int zbp_tap_start(zbp_record* record, uint64_t max_events, zbp_error* error) {
 
 void zbp_tap_stop(zbp_record* record, int* displaced_out) {
   *displaced_out = !is_tap(installed());
-  if (zbp_tally_stop(tally(), record)) {
+  if (zbp_tally_stop(zbp_tap_tally(), record)) {
     uninstall();
   }
 }
 
 void zbp_tap_adopt(PyObject* object) {
-  if (c10::StorageImpl* const storage = storage_in(object)) {
+  const auto* const tensor = tensor_in(object);
+  if (auto* const storage = tensor ? storage_in(*tensor) : storage_in(object)) {
     zbp_tap_adopt_storage(storage);
   }
 }
@@ -281,29 +264,9 @@ int zbp_tap_feeds(const void* allocator) {
          (allocator == current || allocator == static_cast<Tap*>(current)->behind());
 }
 
-int zbp_tap_mark(zbp_record* record, uint32_t* index_out) {
-  return zbp_tally_mark(tally(), record, index_out);
-}
-
-void zbp_tap_trace_start(void) {
-  start_tracing();
-}
-
-void zbp_tap_trace_stop(void) {
-  stop_tracing();
-}
-
-PyObject* zbp_tap_trace_of(uint64_t address, zbp_error* error) {
-  return guarded_object(error, [&] { return describe_trace(address); });
-}
-
-uint64_t zbp_tap_serial(void) {
-  return zbp_tally_serial(tally());
-}
-
 int zbp_tap_blocks(uint64_t since, zbp_block** blocks_out, size_t* count_out) {
-  const zbp_blocks& in_use = tally()->blocks;
-  zbp_tally_lock(tally());
+  const zbp_blocks& in_use = zbp_tap_tally()->blocks;
+  zbp_tally_lock(zbp_tap_tally());
   const size_t most = in_use.count;
   auto* const blocks =
       most != 0 ? static_cast<zbp_block*>(std::malloc(most * sizeof(zbp_block))) : nullptr;
@@ -313,18 +276,10 @@ int zbp_tap_blocks(uint64_t since, zbp_block** blocks_out, size_t* count_out) {
       *end++ = in_use.slot[i];
     }
   }
-  zbp_tally_unlock(tally());
+  zbp_tally_unlock(zbp_tap_tally());
   std::sort(blocks, end,
             [](const zbp_block& a, const zbp_block& b) { return a.serial < b.serial; });
   *blocks_out = blocks;
   *count_out = static_cast<size_t>(end - blocks);
   return blocks != nullptr || most == 0 ? ZBP_OK : ZBP_ENOMEM;
-}
-
-void zbp_tap_lock(void) {
-  zbp_tally_lock(tally());
-}
-
-void zbp_tap_unlock(void) {
-  zbp_tally_unlock(tally());
 }

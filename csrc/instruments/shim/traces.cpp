@@ -1,4 +1,4 @@
-#include "instruments/shim/traces.h"
+#include "instruments/shim/zbp_traces.h"
 
 #include <atomic>
 #include <mutex>
@@ -20,7 +20,7 @@ namespace {
 
 /// No variable of a frame is kept, only its code.
 struct TracedFrame {
-  PyCodeObject* code;  // alive until the last stop_tracing()
+  PyCodeObject* code;  // alive until the last zbp_trace_stop()
   int instruction;
 };
 
@@ -41,11 +41,15 @@ Traces& traces() {
 
 }  // namespace
 
-void start_tracing() {
+}  // namespace zbp
+
+using namespace zbp;
+
+void zbp_trace_start(void) {
   ++traces().tracers;
 }
 
-void stop_tracing() {
+void zbp_trace_stop(void) {
   Traces& t = traces();
   if (--t.tracers != 0) {
     return;
@@ -63,7 +67,7 @@ void stop_tracing() {
   }
 }
 
-void keep_trace(uint64_t address) noexcept {
+void zbp_trace_keep(uint64_t address) {
   Traces& t = traces();
   if (t.tracers.load(std::memory_order_relaxed) == 0 || !Py_IsInitialized() ||
       PyGILState_GetThisThreadState() == nullptr) {
@@ -95,7 +99,7 @@ void keep_trace(uint64_t address) noexcept {
   }
 }
 
-void forget_trace(uint64_t address) noexcept {
+void zbp_trace_forget(uint64_t address) {
   Traces& t = traces();
   if (t.count.load(std::memory_order_relaxed) == 0) {
     return;
@@ -106,34 +110,34 @@ void forget_trace(uint64_t address) noexcept {
   t.count = t.of_block.size();
 }
 
-void lock_traces() {
+void zbp_trace_lock(void) {
   traces().mutex.lock();
 }
 
-void unlock_traces() {
+void zbp_trace_unlock(void) {
   traces().mutex.unlock();
 }
 
-PyObject* describe_trace(uint64_t address) {
-  Traces& t = traces();
-  std::vector<TracedFrame> frames;
-  {
-    const std::lock_guard<std::mutex> lock(t.mutex);
-    if (const auto found = t.of_block.find(address); found != t.of_block.end()) {
-      frames = found->second;
+PyObject* zbp_trace_of(uint64_t address, zbp_error* error) {
+  return guarded_object(error, [&] {
+    Traces& t = traces();
+    std::vector<TracedFrame> frames;
+    {
+      const std::lock_guard<std::mutex> lock(t.mutex);
+      if (const auto found = t.of_block.find(address); found != t.of_block.end()) {
+        frames = found->second;
+      }
     }
-  }
-  // What is made of them may run Python code, and that end the tracing.
-  std::vector<THPObjectPtr> kept;
-  for (const TracedFrame& frame : frames) {
-    kept.emplace_back(Py_NewRef(reinterpret_cast<PyObject*>(frame.code)));
-  }
-  THPObjectPtr list = new_list();
-  for (const auto& [code, instruction] : frames) {
-    append(list, Py_BuildValue("(OOi)", code->co_filename, code->co_name,
-                               PyCode_Addr2Line(code, instruction)));
-  }
-  return list.release();
+    // What is made of them may run Python code, and that end the tracing.
+    std::vector<THPObjectPtr> kept;
+    for (const TracedFrame& frame : frames) {
+      kept.emplace_back(Py_NewRef(reinterpret_cast<PyObject*>(frame.code)));
+    }
+    THPObjectPtr list = checked(PyList_New(0));
+    for (const auto& [code, instruction] : frames) {
+      append(list, Py_BuildValue("(OOi)", code->co_filename, code->co_name,
+                                 PyCode_Addr2Line(code, instruction)));
+    }
+    return list.release();
+  });
 }
-
-}  // namespace zbp

@@ -25,12 +25,10 @@
 
 ZBP_BEGIN_C
 
-/* Adds the type Handle. Returns 0, or -1 with a Python error set. */
+/* Adds the type Handle and the function that gives handles; the functions that look at storages.
+ * Returns 0, or -1 with a Python error set. */
 int zbp_add_handle(PyObject *module);
-
-/* New handle of the tensor, storage or node that a Python object stands for; None for any other
- * object. */
-PyObject *zbp_handle_of(PyObject *object, zbp_error *error);
+int zbp_add_storages(PyObject *module);
 
 /* New list of (held, label, is_native): what a handle's thing holds natively; or what a saved
  * tensor, a DLPack capsule or, if group is its group, a ParamGroup holds besides its referents.
@@ -39,19 +37,5 @@ PyObject *zbp_handle_of(PyObject *object, zbp_error *error);
  * pass of zbpipe runs on another thread. */
 PyObject *zbp_references_of(PyObject *thing, const zbp_group *group, bool passes_run,
                             zbp_error *error);
-
-/* New capsule that keeps the identities of the storages of handles from being given to others,
- * but not their memory; and sees to it that their growth is seen (zbp_tap_adopt_storage). */
-PyObject *zbp_watch_storages(PyObject *handles, zbp_error *error);
-/* New set of the identities of those that were freed since. */
-PyObject *zbp_storages_gone(PyObject *watched, zbp_error *error);
-/* New list of (device, address, bytes, identity) of the others. */
-PyObject *zbp_storage_spans(PyObject *watched, zbp_error *error);
-
-/* New set of the identities (ints) of the storages of `tensors`, a sequence, and of the tensors
- * that sparse, nested and quantized ones are made of; what is no tensor adds nothing. Likewise,
- * the addresses of their memory. */
-PyObject *zbp_storages_of(PyObject *tensors, zbp_error *error);
-PyObject *zbp_addresses_of(PyObject *tensors, zbp_error *error);
 
 ZBP_END_C

@@ -46,6 +46,10 @@
 
 ZBP_BEGIN_C
 
+/* What feeds the recordings. While it is locked nothing may run that could free a tensor, Python's
+ * collector included: no Python call. Never destroyed: tensors are freed until the process ends. */
+zbp_tally *zbp_tap_tally(void);
+
 /* Begins `record` (uninitialised; the caller's, and at rest until zbp_tap_stop) and feeds it.
  * Errors, with nothing changed: MemoryError, or RuntimeError when the installed allocator cannot
  * be replaced. With the GIL. */
@@ -67,31 +71,9 @@ void zbp_tap_adopt_storage(void *storage);
  * behind it. */
 int zbp_tap_feeds(const void *allocator);
 
-/* Marks a record that is being fed, now. Errors as zbp_tally_mark's. Any thread. */
-ZBP_MUST_USE int zbp_tap_mark(zbp_record *record, uint32_t *index_out);
-
-/* The number of the next block: those that are handed out from now on have it or a larger one. */
-uint64_t zbp_tap_serial(void);
-
 /* The blocks in use with serials from `since` on: an array that is the caller's to free() (NULL for
  * none), in that order, and their count. Error: ZBP_ENOMEM. Any thread. O(n log n) for n blocks
  * in use. */
 ZBP_MUST_USE int zbp_tap_blocks(uint64_t since, zbp_block **blocks_out, size_t *count_out);
-
-/* From start to stop (they nest) the Python stack that asks for a block is kept with it, at some
- * microseconds a block, and forgotten when it is freed or at the last stop. For that the GIL is
- * taken, on threads that Python knows: whoever holds it must not wait for another thread that
- * allocates. */
-void zbp_tap_trace_start(void);
-void zbp_tap_trace_stop(void);
-
-/* New list of (file, function, line), innermost first; empty for a block without a trace. With the
- * GIL. */
-PyObject *zbp_tap_trace_of(uint64_t address, zbp_error *error);
-
-/* While held, no record is fed: for reading one. Nothing that could free a tensor may run
- * meanwhile, Python's collector included: no Python call. */
-void zbp_tap_lock(void);
-void zbp_tap_unlock(void);
 
 ZBP_END_C

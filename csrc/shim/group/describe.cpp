@@ -93,7 +93,10 @@ void for_each_saved_outside(Node& node, c10::function_ref<void(const SavedVariab
 class Description {
  public:
   explicit Description(Group& group)
-      : group_(group), layout_(group.layout), weights_(weights_of(group)), list_(new_list()) {}
+      : group_(group),
+        layout_(group.layout),
+        weights_(weights_of(group)),
+        list_(checked(PyList_New(0))) {}
 
   PyObject* list_all() {
     for (const Task& task : group_.tasks) {
@@ -147,55 +150,29 @@ class Description {
     add_tensor(role, tensor, behind);
   }
 
-  static const char* role_of_given(const Task& task, const at::Tensor& grad) {
-    if (task.kind() == ZBP_TASK_ROOT) {
-      return "output gradient";
-    }
-    return grad.defined() && grad.dim() > 1 ? "kept gradient" : "light gradient";
-  }
-
-  void add_work(const Task& task, const Work& work) {
-    const auto serves = [&](size_t f) {
-      return std::count(work.faces.begin(), work.faces.end(), static_cast<int32_t>(f)) != 0;
-    };
-    if (work.call) {
-      for (const Watched& saved : work.call->saved) {
-        add_tensor(task, "saved", saved.tensor(), serves);
-      }
-    }
-    for (const Watched& grad : work.grads) {
-      add_tensor(task, role_of_given(task, grad.tensor()), grad.tensor(), serves);
+  static const char* name_of(Role role, const Task& task, const at::Tensor& tensor) {
+    switch (role) {
+      case Role::matrix:
+        return "matrix";
+      case Role::saved:
+      case Role::saved_for_work:
+        return "saved";
+      default:
+        if (role == Role::output_grad || task.kind() == ZBP_TASK_ROOT) {
+          return "output gradient";
+        }
+        return tensor.defined() && tensor.dim() > 1 ? "kept gradient" : "light gradient";
     }
   }
 
   void add_task(const Task& task) {
-    const auto all = [](size_t) { return true; };
-    const auto* given = std::get_if<Given>(&task.work);
     const char* const kind =
-        given && !given->works.empty() ? "handed over" : zbp_kind_name(task.plan().kind);
+        works_of(task).empty() ? zbp_kind_name(task.plan().kind) : "handed over";
     begin(wrap_text(task.name()), kind, zbp_why_name(task.plan().why), task.plan().leaves_packed,
           list_faces(task));
-    if (const auto* product = std::get_if<Product>(&task.work)) {
-      if (const auto* matrix = std::get_if<Watched>(&product->other)) {
-        add_tensor(task, "matrix", matrix->tensor(),
-                   [&](size_t f) { return task.plan(f).slot == product->matrix_slot; });
-      }
-      add_tensor(task, "output gradient", product->output_grad.tensor(), all);
-    } else if (const auto* deferred = std::get_if<Deferred>(&task.work)) {
-      for (const Watched& grad : deferred->output_grads) {
-        add_tensor(task, "output gradient", grad.tensor(), all);
-      }
-      for (const Watched& saved : deferred->saved) {
-        add_tensor(task, "saved", saved.tensor(), all);
-      }
-    }
-    for (size_t f = 0; f < task.face.size(); ++f) {
-      const at::Tensor& grad = task.face[f].grad.tensor();
-      add_tensor(task, role_of_given(task, grad), grad, [f](size_t other) { return other == f; });
-    }
-    for (size_t i = 0; given && i < given->works.size(); ++i) {
-      add_work(task, given->works[i]);
-    }
+    for_each_watched(task, [&](const Watched& watched, Role role, const auto& serves) {
+      add_tensor(task, name_of(role, task, watched.tensor()), watched.tensor(), serves);
+    });
   }
 
   void add_outside(Node& node, int32_t number) {
@@ -217,7 +194,7 @@ class Description {
   }
 
   PyObject* list_faces(const Task& task) const {
-    THPObjectPtr faces = new_list();
+    THPObjectPtr faces = checked(PyList_New(0));
     for (size_t f = 0; f < task.face.size(); ++f) {
       const Edge& edge = task.face[f].edge;
       const auto& metadata = edge.function->input_metadata(edge.input_nr);
@@ -254,7 +231,7 @@ class Description {
   }
 
   PyObject* wrap(const Behind& behind) const {
-    THPObjectPtr list = new_list();
+    THPObjectPtr list = checked(PyList_New(0));
     for (const int32_t weight : behind.weights) {
       append(list, Py_NewRef(PyTuple_GET_ITEM(weights_.get(), weight)));
     }
@@ -269,12 +246,10 @@ class Description {
 };
 
 bool reads_weights(const Task& task) {
-  if (const auto* given = std::get_if<Given>(&task.work)) {
-    return std::any_of(given->works.begin(), given->works.end(), [](const Work& work) {
-      return work.call && !work.call->parameters.empty();
-    });
-  }
-  return task.kind() == ZBP_TASK_DEFERRED || task.plan().leaves_packed;
+  const auto works = works_of(task);
+  return task.kind() == ZBP_TASK_DEFERRED || task.plan().leaves_packed ||
+         std::any_of(works.begin(), works.end(),
+                     [](const Work& work) { return work.call && !work.call->parameters.empty(); });
 }
 
 /// While another owner has the group (an I, a W), what it holds is no business of the collector's.
@@ -302,10 +277,8 @@ int zbp_group_traverse(const zbp_group* group, visitproc visit, void* arg) {
   };
   int stop = 0;
   for (const Task& task : group_of(group).tasks) {
-    if (const auto* given = std::get_if<Given>(&task.work)) {
-      for (const Work& work : given->works) {
-        stop = stop || !work.call ? stop : visit_all(work.call->function, work.call->arguments);
-      }
+    for (const Work& work : works_of(task)) {
+      stop = stop || !work.call ? stop : visit_all(work.call->function, work.call->arguments);
     }
     for_each_packed(task,
                     [&](const Packed& packed) {  // the node that shares it is the task's alone
@@ -325,8 +298,20 @@ void zbp_group_clear(zbp_group* group) {
 
 // A W that runs without the GIL changes the group: nothing of it may be looked at meanwhile.
 int zbp_group_bytes_held(const zbp_group* group, size_t* out, zbp_error* error) {
-  return guarded(
-      error, [&] { *out = zbp_book_is_claimed(&group->book) ? 0 : group_of(group).bytes_held(); });
+  return guarded(error, [&] {
+    *out = 0;
+    std::set<const void*> seen;
+    if (zbp_book_is_claimed(&group->book)) {
+      return;
+    }
+    for (const Task& task : group_of(group).tasks) {
+      for_each_watched(task, [&](const Watched& watched, auto&&...) {
+        if (seen.insert(storage_of(watched.tensor())).second) {
+          *out += bytes_of(watched.tensor());
+        }
+      });
+    }
+  });
 }
 
 PyObject* zbp_group_weights(zbp_group* group, zbp_error* error) {
@@ -343,23 +328,25 @@ PyObject* zbp_group_describe(zbp_group* group, zbp_error* error) {
   });
 }
 
-int zbp_group_reads_weights(const zbp_group* handle, int* out, zbp_error* error) {
-  return guarded(error, [&] {
+PyObject* zbp_group_reads_weights(const zbp_group* handle, zbp_error* error) {
+  return guarded_object(error, [&] {
     const Group& group = group_of(handle);
-    *out = !zbp_book_is_claimed(&group.book) &&
-           (std::any_of(group.tasks.begin(), group.tasks.end(), reads_weights) ||
-            std::any_of(group.outside.begin(), group.outside.end(),
-                        [](const Outside& outside) { return !has_saved_nothing(*outside.node); }));
+    return PyBool_FromLong(
+        !zbp_book_is_claimed(&group.book) &&
+        (std::any_of(group.tasks.begin(), group.tasks.end(), reads_weights) ||
+         std::any_of(group.outside.begin(), group.outside.end(),
+                     [](const Outside& outside) { return !has_saved_nothing(*outside.node); })));
   });
 }
 
-int zbp_is_watched(PyObject* object, int* out, zbp_error* error) {
-  return guarded(error, [&] {
+PyObject* zbp_is_watched(PyObject* object, zbp_error* error) {
+  return guarded_object(error, [&] {
     const at::Tensor* tensor = as_tensor(object);
     TORCH_CHECK_TYPE(tensor, "tensor is a ", type_name(object), "; expected a tensor");
     const NodePtr accumulator =
         tensor->is_leaf() ? impl::try_get_grad_accumulator(*tensor) : NodePtr();
-    *out = !impl::hooks(*tensor).empty() || impl::post_acc_grad_hooks(*tensor) != nullptr ||
-           (accumulator && has_hooks(*accumulator));
+    return PyBool_FromLong(!impl::hooks(*tensor).empty() ||
+                           impl::post_acc_grad_hooks(*tensor) != nullptr ||
+                           (accumulator && has_hooks(*accumulator)));
   });
 }

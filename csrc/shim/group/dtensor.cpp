@@ -63,8 +63,8 @@ at::Tensor local_part(const at::Tensor& tensor) {
   return plain_tensor_in(local.get()).value_or(tensor);
 }
 
-std::optional<LocalProduct> local_product(const Operand& sum, const Operand& left,
-                                          const Operand& right) {
+std::optional<Addition> local_product(const Operand& sum, const Operand& left,
+                                      const Operand& right) {
   if (!is_subclass(sum.matrix) || !is_subclass(left.matrix) || !is_subclass(right.matrix) ||
       !is_dtensor(sum.matrix)) {
     return std::nullopt;
@@ -84,7 +84,7 @@ std::optional<LocalProduct> local_product(const Operand& sum, const Operand& lef
   const auto l = plain_tensor_in(PyTuple_GetItem(parts, 1));
   const auto r = plain_tensor_in(PyTuple_GetItem(parts, 2));
   PyErr_Clear();
-  return s && l && r ? std::optional(LocalProduct{*s, *l, *r}) : std::nullopt;
+  return s && l && r ? std::optional(Addition{*s, *l, *r}) : std::nullopt;
 }
 
 }  // namespace zbp

@@ -20,16 +20,17 @@ struct Operand {
   bool is_transposed;
 };
 
-struct LocalProduct {
+/// A product on its way into a sum.
+struct Addition {
   at::Tensor sum;
   at::Tensor left;
-  at::Tensor right;  // all three without the transposition
+  at::Tensor right;
 };
 
-/// This rank's parts of three DTensors, where adding the product of its parts of `left` and `right`
-/// to its part of `sum` is all there is to adding the product itself: it needs no communication,
-/// and lies on the mesh as `sum` does. Else nothing.
-std::optional<LocalProduct> local_product(const Operand& sum, const Operand& left,
-                                          const Operand& right);
+/// This rank's parts of three DTensors, without the transposition, where adding the product of its
+/// parts of `left` and `right` to its part of `sum` is all there is to adding the product itself:
+/// it needs no communication, and lies on the mesh as `sum` does. Else nothing.
+std::optional<Addition> local_product(const Operand& sum, const Operand& left,
+                                      const Operand& right);
 
 }  // namespace zbp

@@ -1,7 +1,5 @@
 #include "shim/group/group.h"
 
-#include <unordered_set>
-
 #include <torch/csrc/PyInterpreter.h>
 
 #include "shim/torch/gil.h"
@@ -77,19 +75,6 @@ uint64_t Group::recomputed_for() const {
 bool Group::leaves_packed() const {
   // Where I ran nothing, it has not seen to what is outside.
   return recomputed_for() != 0 || !unpinned_outside.empty();
-}
-
-size_t Group::bytes_held() const {
-  size_t bytes = 0;
-  std::unordered_set<const void*> seen;
-  for (const Task& task : tasks) {
-    for_each_watched(task, [&](const Watched& watched) {
-      if (seen.insert(storage_of(watched.tensor())).second) {
-        bytes += bytes_of(watched.tensor());
-      }
-    });
-  }
-  return bytes;
 }
 
 }  // namespace zbp

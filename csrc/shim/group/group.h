@@ -73,6 +73,11 @@ struct Work {
   SmallVector<Watched, 2> grads;     // what it returned, per entry of `faces`
   bool is_done = false;
   bool is_checked = false;  // the gradients fit their faces
+
+  /// Whether it computes a gradient at face number `face`.
+  bool serves(size_t face) const {
+    return std::count(faces.begin(), faces.end(), static_cast<int32_t>(face)) != 0;
+  }
 };
 
 /// W multiplies the node's output gradient with one matrix.
@@ -101,9 +106,7 @@ struct Deferred {
 };
 
 /// W starts from gradients that the faces have, and from work; also a root's.
-struct Given {
-  std::vector<Work> works;
-};
+using Given = std::vector<Work>;
 
 struct Task {
   Task(zbp_layout& of_layout, uint32_t of_number, NodePtr of_node);
@@ -128,30 +131,44 @@ struct Task {
   std::unique_ptr<const torch::autograd::InputMetadata> device;
 };
 
-/// Calls `visit` with every tensor that the task's W reads.
+/// None for products and deferred tasks.
+inline c10::ArrayRef<Work> works_of(const Task& task) {
+  const auto* given = std::get_if<Given>(&task.work);
+  return given ? c10::ArrayRef<Work>(*given) : c10::ArrayRef<Work>();
+}
+
+/// What a tensor is to the task that holds it.
+enum class Role : uint8_t { matrix, output_grad, saved, kept_grad, saved_for_work, grad_of_work };
+
+/// Calls `visit(watched, role, serves)` with every tensor that the task's W reads. serves(f): the
+/// gradient at face number f is computed from it.
 template <class Visit>
 void for_each_watched(const Task& task, const Visit& visit) {
-  const auto all = [&visit](c10::ArrayRef<Watched> list) {
-    std::for_each(list.begin(), list.end(), visit);
+  const auto visit_all = [&visit](c10::ArrayRef<Watched> list, Role role, const auto& serves) {
+    for (const Watched& watched : list) {
+      visit(watched, role, serves);
+    }
   };
-  for (const Face& face : task.face) {
-    visit(face.grad);
-  }
+  const auto all_faces = [](size_t) { return true; };
   if (const auto* product = std::get_if<Product>(&task.work)) {
-    visit(product->output_grad);
     if (const auto* matrix = std::get_if<Watched>(&product->other)) {
-      visit(*matrix);
+      visit(*matrix, Role::matrix,
+            [&](size_t f) { return task.plan(f).slot == product->matrix_slot; });
     }
+    visit(product->output_grad, Role::output_grad, all_faces);
   } else if (const auto* deferred = std::get_if<Deferred>(&task.work)) {
-    all(deferred->output_grads);
-    all(deferred->saved);
-  } else {
-    for (const Work& work : std::get<Given>(task.work).works) {
-      if (work.call) {
-        all(work.call->saved);
-      }
-      all(work.grads);
+    visit_all(deferred->output_grads, Role::output_grad, all_faces);
+    visit_all(deferred->saved, Role::saved, all_faces);
+  }
+  for (size_t f = 0; f < task.face.size(); ++f) {
+    visit(task.face[f].grad, Role::kept_grad, [f](size_t other) { return other == f; });
+  }
+  for (const Work& work : works_of(task)) {
+    const auto serves = [&work](size_t f) { return work.serves(f); };
+    if (work.call) {
+      visit_all(work.call->saved, Role::saved_for_work, serves);
     }
+    visit_all(work.grads, Role::grad_of_work, serves);
   }
 }
 
@@ -217,8 +234,6 @@ struct Group : zbp_group, std::enable_shared_from_this<Group> {
   /// Lets go of everything that W read; so do the nodes that only W could still run, whoever refers
   /// to them.
   void release() noexcept;
-  /// Bytes of the tensors held for W, each storage counted once.
-  size_t bytes_held() const;
   /// True if W may run what Python hooks have packed: a region computed again may read any tensor
   /// of the forward.
   bool leaves_packed() const;

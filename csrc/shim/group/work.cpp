@@ -142,7 +142,7 @@ void for_each_given(AnyTask& task, size_t face, const Visit& visit) {
   if (task.face[face].grad.tensor().defined()) {
     visit(task.face[face].grad);
   }
-  for (auto& work : std::get<Given>(task.work).works) {
+  for (auto& work : std::get<Given>(task.work)) {
     for (size_t i = 0; i < work.grads.size(); ++i) {
       if (work.faces[i] == static_cast<int32_t>(face) && work.grads[i].tensor().defined()) {
         visit(work.grads[i]);
@@ -154,9 +154,9 @@ void for_each_given(AnyTask& task, size_t face, const Visit& visit) {
 }  // namespace
 
 void run_works_for(Task& task, size_t face, bool retain) {
-  if (auto* given = std::get_if<Given>(&task.work)) {
-    for (Work& work : given->works) {
-      if (std::count(work.faces.begin(), work.faces.end(), static_cast<int32_t>(face)) != 0) {
+  if (auto* works = std::get_if<Given>(&task.work)) {
+    for (Work& work : *works) {
+      if (work.serves(face)) {
         run(work, task, retain);
       }
     }

@@ -48,13 +48,13 @@ PyObject *zbp_group_weights(zbp_group *group, zbp_error *error);
  * outside node has saved while a thread runs it, which may be another microbatch's too. */
 PyObject *zbp_group_describe(zbp_group *group, zbp_error *error);
 
-/* *out: 1 if the group's W may read weights themselves, or what has their memory, beside what it
- * holds: it runs nodes again, or ones between its tasks and the weights, or unpacks what was saved.
- * 0 otherwise, and for a spent group. */
-ZBP_MUST_USE int zbp_group_reads_weights(const zbp_group *group, int *out, zbp_error *error);
+/* New bool: True if the group's W may read weights themselves, or what has their memory, beside
+ * what it holds: it runs nodes again, or ones between its tasks and the weights, or unpacks what
+ * was saved. False otherwise, and for a spent group. */
+PyObject *zbp_group_reads_weights(const zbp_group *group, zbp_error *error);
 
-/* *out: 1 if hooks watch the accumulation of `tensor`: its own, its accumulator's, as those of
- * DDP. */
-ZBP_MUST_USE int zbp_is_watched(PyObject *tensor, int *out, zbp_error *error);
+/* New bool: True if hooks watch the accumulation of `tensor`: its own, its accumulator's, as those
+ * of DDP. */
+PyObject *zbp_is_watched(PyObject *tensor, zbp_error *error);
 
 ZBP_END_C

@@ -159,11 +159,6 @@ bool is_parameters(const at::Tensor& tensor, const Group& group) {
   return base.defined() && is_parameter(checked(THPVariable_Wrap(base)).get(), base);
 }
 
-bool has_attributes(PyObject* object) {
-  THPObjectPtr attributes = checked(PyObject_GetAttrString(object, "__dict__"));
-  return PyObject_Size(attributes.get()) != 0;
-}
-
 /// The tensor without its history, and else as it is.
 THPObjectPtr without_history(PyObject* object, const at::Tensor& tensor) {
   const at::Tensor base = base_of(tensor);
@@ -171,7 +166,9 @@ THPObjectPtr without_history(PyObject* object, const at::Tensor& tensor) {
   if (!tensor.requires_grad() && !(base.defined() && base.requires_grad())) {
     return THPObjectPtr(Py_NewRef(object));
   }
-  if (THPVariable_CheckExact(object) && !has_attributes(object)) {
+  const bool is_plain = THPVariable_CheckExact(object) &&
+                        PyObject_Size(checked(PyObject_GetAttrString(object, "__dict__"))) == 0;
+  if (is_plain) {
     return checked(THPVariable_Wrap(tensor.detach()));
   }
   THPObjectPtr alias = call_python("zbpipe._work", "without_history", {object});
@@ -235,7 +232,7 @@ void keep_work(StandIn& stand_in, PyObject* function, PyObject* saved,
                SmallVector<int32_t, 2> faces) {
   Taken taken = take(saved, stand_in.group());
   Task& task = stand_in.task();
-  Work& work = std::get<Given>(task.work).works.emplace_back();
+  Work& work = std::get<Given>(task.work).emplace_back();
   work.call = std::make_unique<const Work::Call>(
       Work::Call{c10::SafePyObject(Py_NewRef(function), getPyInterpreter()),
                  c10::SafePyObject(taken.arguments.release(), getPyInterpreter()),
@@ -272,9 +269,10 @@ PyObject* zbp_defer(PyObject* function, PyObject* weights, PyObject* saved, zbp_
   });
 }
 
-int zbp_will_defer(PyObject* weights, int* out, zbp_error* error) {
-  return guarded(error, [&] {
+PyObject* zbp_will_defer(PyObject* weights, zbp_error* error) {
+  return guarded_object(error, [&] {
     const Running running = running_here();
-    *out = answer_to(targets_of(weights, running), running).verdict == ZBP_VERDICT_HAND_OVER;
+    return PyBool_FromLong(answer_to(targets_of(weights, running), running).verdict ==
+                           ZBP_VERDICT_HAND_OVER);
   });
 }

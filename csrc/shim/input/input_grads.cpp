@@ -64,7 +64,7 @@ std::unordered_set<const void*> storages_in_use(const InputPassArgs& args, const
   }
   for (const GroupPtr& group : groups) {
     for (const Task& task : group->tasks) {
-      for_each_watched(task, [&](const Watched& watched) { note(watched.tensor()); });
+      for_each_watched(task, [&](const Watched& watched, auto&&...) { note(watched.tensor()); });
     }
   }
   in_use.erase(nullptr);

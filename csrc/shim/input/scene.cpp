@@ -53,14 +53,14 @@ void note_facts(const zbp_scene& scene, const zbp_survey& survey, zbp_facts& fac
   const Walk& walk = *scene.walk;
   facts.policy = scene.args.policy.leaves;
   for (uint32_t i = 0; i < plan.split_begin[plan.group_count]; ++i) {
-    facts.of_node[plan.split[i]] = fact_of_split(walk.node(plan.split[i]));
+    facts.fact[plan.split[i]] = fact_of_split(walk.node(plan.split[i]));
   }
   for (uint32_t i = 0; i < plan.outside_begin[plan.group_count]; ++i) {
-    facts.of_node[plan.outside[i]] = fact_of_outside(walk.node(plan.outside[i]));
+    facts.fact[plan.outside[i]] = fact_of_outside(walk.node(plan.outside[i]));
   }
   for (uint32_t i = 0; i < survey.graph.edge_count; ++i) {
     const zbp_edge& edge = survey.graph.edge[i];
-    if (facts.of_node[edge.src].type >= ZBP_TYPE_FACTORS &&
+    if (facts.fact[edge.src].type >= ZBP_TYPE_FACTORS &&
         (plan.flag[edge.dst] & ZBP_NODE_WEIGHTWARD) != 0) {
       facts.is_matrix[i] = is_matrix(walk.node(edge.src).next_edge(edge.slot));
     }
@@ -164,7 +164,7 @@ void edit_edges(zbp_scene& scene, const zbp_survey& survey) {
     Edge there = edge_in_run(scene, node.next_edge(edge.slot), edge.dst, edit.to);
     switch (edit.how) {
       case ZBP_EDIT_OF_BOTH:
-        scene.cuts.cut(node, edge.slot);
+        scene.cuts.replace(node, edge.slot, Edge());
         [[fallthrough]];
       case ZBP_EDIT_OF_STAND_IN:
         scene.stand_ins.by_id[edge.src]->next_edges()[edge.slot] = std::move(there);
@@ -219,14 +219,6 @@ void run(zbp_scene& scene, const zbp_survey& survey) {
 
 // ---- hand over
 
-/// All but those that run after the node. They may be Python's: what they hold goes when the node
-/// has them no more.
-void drop_hooks(Node& node) {
-  std::exchange(node.retains_grad_hooks(), {});
-  std::exchange(node.tensor_pre_hooks(), {});
-  std::exchange(node.pre_hooks(), {});
-}
-
 /// What a task's node still refers to must not keep the closure, nor what the user's hooks hold.
 void let_go_of_closure(Task& task) {
   Node& node = *task.node;
@@ -241,7 +233,10 @@ void let_go_of_closure(Task& task) {
       }
     }
     node.next_edges().swap(edges);
-    drop_hooks(node);
+    // Hooks may be Python's: what they hold goes when the node has them no more.
+    std::exchange(node.retains_grad_hooks(), {});
+    std::exchange(node.tensor_pre_hooks(), {});
+    std::exchange(node.pre_hooks(), {});
     node.add_pre_hook(std::make_unique<ConsumedGuard>());
   }
   if (auto* deferred = std::get_if<Deferred>(&task.work)) {
@@ -306,30 +301,9 @@ void hand_over(zbp_scene& scene, const zbp_survey& survey) {
 
 }  // namespace
 
-void StandIns::give_up() noexcept {
-  for (const auto& stand_in : by_id) {
-    if (stand_in) {
-      stand_in->give_up();
-    }
-  }
-}
-
 }  // namespace zbp
 
 using namespace zbp;
-
-void zbp_scene::put_back() noexcept {
-  cuts.undo();
-  detours.undo();
-  stand_ins.give_up();
-  stand_ins.by_id.clear();
-  captures.clear();
-  groups.clear();
-}
-
-zbp_scene::~zbp_scene() {
-  put_back();
-}
 
 int zbp_scene_walk(zbp_scene* scene, zbp_graph* graph, const uint32_t** root_out,
                    uint32_t* root_count_out, zbp_error* error) {

@@ -37,11 +37,15 @@ struct InputPassArgs {
 /// if it has failed, none leaves its node half used.
 struct StandIns {
   StandIns() = default;
-  ~StandIns() { give_up(); }
+  ~StandIns() {
+    for (const auto& stand_in : by_id) {
+      if (stand_in) {
+        stand_in->give_up();
+      }
+    }
+  }
   StandIns(const StandIns&) = delete;
   StandIns& operator=(const StandIns&) = delete;
-
-  void give_up() noexcept;
 
   std::vector<NodeRef<StandIn>> by_id;
 };
@@ -62,21 +66,14 @@ variable_list input_grads(const InputPassArgs& args, const Walk& walk, const Cap
 }  // namespace zbp
 
 struct zbp_scene {
-  zbp_scene() = default;
-  ~zbp_scene();  // as put_back()
-  zbp_scene(const zbp_scene&) = delete;
-  zbp_scene& operator=(const zbp_scene&) = delete;
-
-  /// What has not been handed over: every edge, the last one first; what the split nodes have lent;
-  /// the groups.
-  void put_back() noexcept;
-
   zbp::InputPassArgs args;
   size_t input_count = 0;        // of all values that the caller has listed
   std::vector<size_t> position;  // among them, of args.inputs
 
   std::unique_ptr<zbp::Walk> walk;
 
+  // At its end what has not been handed over goes, the last member first: every edge is put back,
+  // what the split nodes have lent is given back, then the groups.
   std::vector<zbp::GroupPtr> groups;
   zbp::Captures captures;
   zbp::StandIns stand_ins;

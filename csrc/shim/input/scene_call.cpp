@@ -114,14 +114,6 @@ void add_inputs(zbp_scene& scene, PyObject* inputs) {
   }
 }
 
-void exclude(InputPassArgs& args, PyObject* weights) {
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(weights); ++i) {
-    if (const at::Tensor* tensor = as_tensor(PyTuple_GET_ITEM(weights, i))) {
-      args.excluded.insert(tensor->unsafeGetTensorImpl());
-    }
-  }
-}
-
 /// As torch's module has it: an input's .grad becomes its gradient, or is added to in place.
 void set_grad(const at::Tensor& input, const at::Tensor& grad) {
   if (!input.is_leaf() && input.retains_grad()) {
@@ -158,14 +150,10 @@ void add_arguments(zbp_scene& scene, const zbp_input_args& given) {
   for (Py_ssize_t i = 0; given.weights && i < PyTuple_GET_SIZE(given.weights); ++i) {
     add_weight(scene.args, static_cast<size_t>(i), PyTuple_GET_ITEM(given.weights, i));
   }
-  exclude(scene.args, given.excluded);
-}
-
-void run(zbp_scene& scene, zbp_input_steps steps, zbp_error* error) {
-  const ProfiledRange range("zbpipe::input_pass");
-  if (const int status = steps(&scene, error); status != ZBP_OK) {
-    scene.put_back();
-    rethrow(*error, status);
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(given.excluded); ++i) {
+    if (const at::Tensor* tensor = as_tensor(PyTuple_GET_ITEM(given.excluded, i))) {
+      scene.args.excluded.insert(tensor->unsafeGetTensorImpl());
+    }
   }
 }
 
@@ -179,8 +167,11 @@ PyObject* zbp_input_call(const zbp_input_args* given, zbp_input_steps steps, zbp
     return nullptr;
   }
   return guarded_object(error, [&] {
-    run(scene, steps, error);
-    THPObjectPtr groups = new_list();
+    {
+      const ProfiledRange range("zbpipe::input_pass");
+      check_status(steps(&scene, error), *error);
+    }
+    THPObjectPtr groups = checked(PyList_New(0));
     for (GroupPtr& group : scene.groups) {
       Group* const handed_over = group.get();
       handed_over->owned = std::move(group);  // its own, until the Python object frees it

@@ -29,7 +29,7 @@ Walk::Walk(const InputPassArgs& args, zbp_graph& graph) : graph_(graph) {
   for (const Edge& root : args.roots) {
     uint32_t& id = roots_.emplace_back();
     check_status(zbp_graph_add_node(&graph_, key_of(root), &id));
-    zbp_graph_mark(&graph_, id, ZBP_ROLE_ROOT);
+    graph_.mark[id] |= ZBP_ROLE_ROOT;
   }
   add_reachable();
   mark_weights(args);
@@ -67,7 +67,7 @@ void Walk::add_inputs(const InputPassArgs& args) {
     if (edge.is_valid()) {
       uint32_t id = 0;
       check_status(zbp_graph_add_node(&graph_, edge.function.get(), &id));
-      zbp_graph_mark(&graph_, id, ZBP_ROLE_INPUT);
+      graph_.mark[id] |= ZBP_ROLE_INPUT;
       if (edge.function->num_inputs() > 1) {
         input_outputs_[edge.function.get()].push_back(edge.input_nr);
       }
@@ -126,7 +126,7 @@ void Walk::mark_weights(const InputPassArgs& args) {
 
 void Walk::mark_weight(const InputPassArgs& args, uint32_t id, const at::Tensor& weight) {
   const bool is_excluded = args.excluded.count(weight.unsafeGetTensorImpl()) != 0;
-  zbp_graph_mark(&graph_, id, ZBP_ROLE_WEIGHT | (is_excluded ? ZBP_ROLE_EXCLUDED : 0));
+  graph_.mark[id] |= ZBP_ROLE_WEIGHT | (is_excluded ? ZBP_ROLE_EXCLUDED : 0);
 }
 
 }  // namespace zbp

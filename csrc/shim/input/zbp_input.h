@@ -103,8 +103,8 @@ ZBP_MUST_USE int zbp_scene_run(zbp_scene *scene, zbp_survey *survey, zbp_error *
  * callable raised. */
 PyObject *zbp_defer(PyObject *function, PyObject *weights, PyObject *saved, zbp_error *error);
 
-/* *out: 1 if zbp_defer() would hand over work for `weights` here; 0 if it would call it at once, or
- * not at all. */
-ZBP_MUST_USE int zbp_will_defer(PyObject *weights, int *out, zbp_error *error);
+/* New bool: True if zbp_defer() would hand over work for `weights` here, False if it would call it
+ * at once, or not at all. */
+PyObject *zbp_will_defer(PyObject *weights, zbp_error *error);
 
 ZBP_END_C

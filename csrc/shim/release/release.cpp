@@ -60,8 +60,10 @@ at::Tensor twin(const at::Tensor& values, const at::Tensor* place, const char* w
 
 }  // namespace
 
-int zbp_own_bytes(PyObject* tensor, int64_t* out, zbp_error* error) {
-  return guarded(error, [&] { *out = own_bytes(storage_impl(tensor_with_storage(tensor))); });
+PyObject* zbp_own_bytes(PyObject* tensor, zbp_error* error) {
+  return guarded_object(error, [&] {
+    return PyLong_FromLongLong(own_bytes(storage_impl(tensor_with_storage(tensor))));
+  });
 }
 
 PyObject* zbp_twin(PyObject* values, PyObject* place, const char* why, zbp_error* error) {

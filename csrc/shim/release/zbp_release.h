@@ -7,16 +7,14 @@
 
 #include <Python.h>
 
-#include <stdint.h>
-
-#include "core/base/zbp_status.h"
+#include "core/base/zbp_c.h"
 #include "shim/torch/zbp_error.h"
 
 ZBP_BEGIN_C
 
-/* *out: the bytes of the tensor's storage; 0 if they are not torch's alone to free (lent by numpy,
- * DLPack or another process, or shared by lazy clones); -1 if it has given up its memory. */
-ZBP_MUST_USE int zbp_own_bytes(PyObject *tensor, int64_t *out, zbp_error *error);
+/* New int: the bytes of the tensor's storage; 0 if they are not torch's alone to free (lent by
+ * numpy, DLPack or another process, or shared by lazy clones); -1 if it has given up its memory. */
+PyObject *zbp_own_bytes(PyObject *tensor, zbp_error *error);
 
 /* New tensor with the sizes, dtype, memory and version counter of `values`, and with the gradient
  * edge of `place`, which is a tensor, or None for none. why: NULL; or the twin has no memory, and

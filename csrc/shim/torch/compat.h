@@ -37,6 +37,11 @@ using NodePtr = decltype(Edge::function);
 constexpr bool CONTEXTS_ASK_FOR_BUFFERS =
     TORCH_VERSION_MAJOR > 2 || (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 15);
 
+/// A new owning reference to a node that somebody owns already.
+inline NodePtr ref_of(Node& node) {
+  return node.getptr();
+}
+
 #if ZBP_NODE_IS_INTRUSIVE
 
 template <class T>
@@ -47,12 +52,7 @@ NodeRef<T> make_node(Args&&... args) {
   return c10::make_intrusive<T>(std::forward<Args>(args)...);
 }
 
-/// A new owning reference to a node that somebody owns already.
-inline NodePtr ref_of(Node& node) {
-  return node.getptr();
-}
-
-/// Likewise, of a node that may be dying: null if it is.
+/// A new reference to a node that may be dying: null if it is.
 inline NodePtr lock_node(Node& node) {
   auto weak = c10::weak_intrusive_ptr<Node>::reclaim(&node);
   NodePtr strong = weak.lock();
@@ -87,10 +87,6 @@ using NodeRef = std::shared_ptr<T>;
 template <class T, class... Args>
 NodeRef<T> make_node(Args&&... args) {
   return NodeRef<T>(new T(std::forward<Args>(args)...), torch::autograd::deleteNode);
-}
-
-inline NodePtr ref_of(Node& node) {
-  return node.getptr();
 }
 
 inline NodePtr lock_node(Node& node) {

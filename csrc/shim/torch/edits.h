@@ -21,9 +21,7 @@ class EdgeEdits {
   EdgeEdits& operator=(const EdgeEdits&) = delete;
   ~EdgeEdits() { undo(); }
 
-  /// Makes the edge invalid: the engine and the node's should_compute_output() skip it.
-  void cut(Node& node, size_t slot) { replace(node, slot, Edge()); }
-
+  /// With an invalid edge: the engine and the node's should_compute_output() skip it.
   void replace(Node& node, size_t slot, Edge edge) {
     edits_.push_back({&node, slot, node.next_edge(slot)});
     assign(node, slot, std::move(edge));

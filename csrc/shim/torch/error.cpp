@@ -48,12 +48,12 @@ int guarded(zbp_error* error, c10::function_ref<void()> body) noexcept {
   });
 }
 
-void rethrow(zbp_error& error, int status) {
-  if (const auto raised = take(error)) {
+void check_status(int status, zbp_error& error) {
+  const auto raised = status != ZBP_OK ? take(error) : nullptr;
+  if (raised) {
     std::rethrow_exception(*raised);
   }
   check_status(status);
-  TORCH_INTERNAL_ASSERT(false, "nothing was raised");
 }
 
 }  // namespace zbp

@@ -55,11 +55,10 @@ PyObject* guarded_object(zbp_error* error, const Body& body) noexcept {
   return status == ZBP_OK ? result.release() : nullptr;
 }
 
-/// Throws what `error` keeps, which is cleared; for a status that keeps nothing, what stands for
-/// it.
-[[noreturn]] void rethrow(zbp_error& error, int status);
+/// Throws unless the status is ZBP_OK: what `error` keeps, which is cleared, or what stands for it.
+void check_status(int status, zbp_error& error);
 
-/// Throws unless the core's status is ZBP_OK.
+/// The same for the core's status.
 inline void check_status(int status) {
   TORCH_CHECK_WITH(OutOfMemoryError, status != ZBP_ENOMEM, "zbpipe: out of memory");
   TORCH_CHECK(status == ZBP_OK, "zbpipe: more nodes or bytes than can be counted");

@@ -12,7 +12,6 @@
 
 #include "shim/torch/gil.h"
 #include "shim/torch/nodes.h"
-#include "shim/torch/zbp_tensor.h"
 
 namespace zbp {
 
@@ -29,10 +28,6 @@ bool is_instance(PyObject* object, PyObject* type) {
     throw python_error();
   }
   return answer == 1;
-}
-
-THPObjectPtr new_list() {
-  return checked(PyList_New(0));
 }
 
 void append(PyObject* list, PyObject* value) {
@@ -67,14 +62,11 @@ PyObject* wrap_text(const std::string& text) {
   return checked(PyUnicode_FromStringAndSize(text.data(), size)).release();
 }
 
-THPObjectPtr python_function(const char* module, const char* name) {
-  return checked(PyObject_GetAttrString(checked(PyImport_ImportModule(module)), name));
-}
-
 THPObjectPtr call_python(const char* module, const char* function,
                          std::initializer_list<PyObject*> arguments) {
-  return checked(PyObject_Vectorcall(python_function(module, function), arguments.begin(),
-                                     arguments.size(), nullptr));
+  THPObjectPtr found =
+      checked(PyObject_GetAttrString(checked(PyImport_ImportModule(module)), function));
+  return checked(PyObject_Vectorcall(found, arguments.begin(), arguments.size(), nullptr));
 }
 
 const at::Tensor* as_tensor(PyObject* object) {
@@ -266,10 +258,3 @@ bool fits(const at::Tensor& grad, const Edge& edge) {
 }
 
 }  // namespace zbp
-
-const void* zbp_tensor_key(PyObject* tensor) {
-  return PyType_IsSubtype(Py_TYPE(tensor), reinterpret_cast<PyTypeObject*>(THPVariableClass)) &&
-                 THPVariable_Unpack(tensor).defined()
-             ? THPVariable_Unpack(tensor).unsafeGetTensorImpl()
-             : nullptr;
-}

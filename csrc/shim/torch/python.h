@@ -16,15 +16,6 @@
 
 namespace zbp {
 
-/// Of a borrowed result of PySequence_Fast().
-inline Py_ssize_t size_of(PyObject* seq) {
-  return PySequence_Fast_GET_SIZE(seq);
-}
-
-inline PyObject* item(PyObject* seq, Py_ssize_t i) {
-  return PySequence_Fast_GET_ITEM(seq, i);
-}
-
 inline const char* type_name(PyObject* object) {
   return Py_TYPE(object)->tp_name;
 }
@@ -33,9 +24,7 @@ inline const char* type_name(PyObject* object) {
 THPObjectPtr checked(PyObject* object);
 /// isinstance(). Throws python_error.
 bool is_instance(PyObject* object, PyObject* type);
-/// Python objects in the making; both throw python_error. append() takes over `value`, which may be
-/// null with an error set.
-THPObjectPtr new_list();
+/// Takes over `value`, which may be null with an error set. Throws python_error.
 void append(PyObject* list, PyObject* value);
 /// New; None for what is undefined. Throws python_error.
 PyObject* wrap_tensor(const at::Tensor& tensor);
@@ -45,9 +34,7 @@ PyObject* wrap_tensors(const variable_list& tensors);
 PyObject* wrap_sizes(c10::SymIntArrayRef sizes);
 PyObject* wrap_text(const std::string& text);
 
-/// A function of one of zbpipe's modules. Throws python_error.
-THPObjectPtr python_function(const char* module, const char* name);
-/// What it returns; arguments are borrowed. Throws python_error.
+/// What a function of one of zbpipe's modules returns; arguments are borrowed. Throws python_error.
 THPObjectPtr call_python(const char* module, const char* function,
                          std::initializer_list<PyObject*> arguments);
 

@@ -151,13 +151,6 @@ const Product* product_at(const Task& task, size_t f) {
              : nullptr;
 }
 
-/// A product on its way into a gradient, which is seen as the product is laid out.
-struct Addition {
-  at::Tensor sum;
-  at::Tensor left;
-  at::Tensor right;
-};
-
 bool is_wider(c10::ScalarType sum, c10::ScalarType product) {
   return sum != product && c10::promoteTypes(sum, product) == sum;
 }

@@ -81,7 +81,7 @@ std::string reader_in(const Group& group, const Task& task) {
 }
 
 void check_held(const Group& group, const Task& task, size_t g) {
-  const auto check = [&](const Watched& watched) {
+  const auto check = [&](const Watched& watched, auto&&...) {
     if (watched.was_modified()) {
       refuse_modified(g, describe(watched.tensor()), watched.kept_version(),
                       static_cast<uint32_t>(watched.tensor()._version()),
@@ -92,11 +92,9 @@ void check_held(const Group& group, const Task& task, size_t g) {
     }
   };
   for_each_watched(task, check);
-  if (const auto* given = std::get_if<Given>(&task.work)) {
-    for (const Work& work : given->works) {
-      if (work.call) {
-        std::for_each(work.call->parameters.begin(), work.call->parameters.end(), check);
-      }
+  for (const Work& work : works_of(task)) {
+    if (work.call) {
+      std::for_each(work.call->parameters.begin(), work.call->parameters.end(), check);
     }
   }
 }
@@ -246,21 +244,6 @@ uint8_t seen_on(const Weight& weight) {
                               (accumulator.variable.requires_grad() ? 0 : ZBP_WEIGHT_FROZEN));
 }
 
-void see_hooks(Group& group) {
-  for (uint32_t w = 0; w < group.book.weight_count; ++w) {
-    zbp_book_see_weight(&group.book, w, seen_on(group.weights[w]));
-  }
-  for (const Task& task : group.tasks) {
-    for (size_t f = 0; f < task.face.size(); ++f) {
-      // Once a hook was put on a node of the path: it is owed its gradient.
-      const auto path = path_of(task, f);
-      if (!std::all_of(path.begin(), path.end(), [](Node* node) { return is_plain_step(*node); })) {
-        zbp_layout_give_up_path(&group.layout, task.plan().face_begin + static_cast<uint32_t>(f));
-      }
-    }
-  }
-}
-
 }  // namespace
 
 int zbp_weight_call(zbp_group* const* groups, size_t count, zbp_how how, bool main_grad,
@@ -271,20 +254,33 @@ int zbp_weight_call(zbp_group* const* groups, size_t count, zbp_how how, bool ma
     check(call, main_grad);
     const at::AutoGradMode no_grad(false);
     const ProfiledRange range("zbpipe::weight_pass");
-    how.is_anomaly = torch::autograd::AnomalyMode::is_enabled();
+    zbp_how told = how;
+    told.is_anomaly = torch::autograd::AnomalyMode::is_enabled();
     const int status = [&] {
       const ReleaseGil no_gil;
-      return steps(groups, count, how, error);
+      return steps(groups, count, told, error);
     }();
-    if (status != ZBP_OK) {
-      rethrow(*error, status);
-    }
+    check_status(status, *error);
     *is_complete_out = true;
   });
 }
 
-int zbp_group_see_hooks(zbp_group* group, zbp_error* error) {
-  return kept_in(error, [&] { see_hooks(group_of(group)); });
+int zbp_group_see_hooks(zbp_group* handle, zbp_error* error) {
+  return kept_in(error, [&] {
+    Group& group = group_of(handle);
+    for (uint32_t w = 0; w < group.book.weight_count; ++w) {
+      group.book.weight[w].seen = seen_on(group.weights[w]);
+    }
+    for (const Task& task : group.tasks) {
+      for (size_t f = 0; f < task.face.size(); ++f) {
+        // Once a hook was put on a node of the path: it is owed its gradient.
+        const auto path = path_of(task, f);
+        if (!std::all_of(path.begin(), path.end(), [](Node* n) { return is_plain_step(*n); })) {
+          zbp_layout_give_up_path(&group.layout, task.plan().face_begin + static_cast<uint32_t>(f));
+        }
+      }
+    }
+  });
 }
 
 const void* zbp_weight_key(const zbp_group* group, uint32_t weight) {
@@ -327,8 +323,8 @@ void zbp_group_close(zbp_group* handle) {
 
 void zbp_group_again(zbp_group* group) {
   for (Task& task : group_of(group).tasks) {
-    if (auto* given = std::get_if<Given>(&task.work)) {
-      std::for_each(given->works.begin(), given->works.end(), make_ready_again);
+    if (auto* works = std::get_if<Given>(&task.work)) {
+      std::for_each(works->begin(), works->end(), make_ready_again);
     }
   }
 }

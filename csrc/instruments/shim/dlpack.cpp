@@ -1,4 +1,5 @@
-#include "shim/torch/dlpack.h"
+// The tensors in DLPack capsules.
+#include "instruments/shim/handle.h"
 
 #include <array>
 
