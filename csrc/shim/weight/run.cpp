@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <exception>
-#include <iterator>
 #include <mutex>
 #include <utility>
 
@@ -219,9 +218,8 @@ struct Mirror {
   explicit Mirror(bool retain) : shared(std::make_shared<Shared>(retain)) {}
 
   SharedPtr shared;
-  edge_list arrived;
-  variable_list grads;  // one per edge of `arrived`
-  edge_list tasks;
+  edge_list starts;
+  variable_list grads;  // of the first starts: sinks for which a run that failed has left the sum
   std::vector<Node*> represented;
 
   // Of the group that is being added: null for a weight that has been added.
@@ -238,7 +236,7 @@ struct Mirror {
       sinks[w] = make_node<Sink>(group, w, shared);
       represented.push_back(group->weights[w].accumulator.get());
       if (booked.has_arrived) {
-        arrived.emplace_back(sinks[w], 0);  // a run that failed has left the sum
+        starts.insert(starts.begin() + static_cast<ptrdiff_t>(grads.size()), Edge(sinks[w], 0));
         grads.push_back(group->weights[w].grad);
       }
     }
@@ -282,7 +280,7 @@ struct Mirror {
       }
     }
     if (is_wanted) {
-      tasks.emplace_back(std::move(node), 0);
+      starts.emplace_back(std::move(node), 0);
     }
   }
 
@@ -294,21 +292,18 @@ struct Mirror {
       add_task(group, t);
     }
   }
-};
 
-/// Where a run starts: what has arrived, and the tasks in an ordinary backward's order.
-///
-/// A device's thread may begin with the first task while others are not in its queue yet. It hands
-/// nothing on until all are, so the order of sums does not depend on time if that first one is due.
-edge_list starts_of(Mirror& mirror) {
-  std::stable_sort(mirror.tasks.begin(), mirror.tasks.end(), [](const Edge& a, const Edge& b) {
-    return a.function->sequence_nr() > b.function->sequence_nr();
-  });
-  edge_list starts = std::move(mirror.arrived);
-  std::move(mirror.tasks.begin(), mirror.tasks.end(), std::back_inserter(starts));
-  mirror.grads.resize(starts.size());  // a task needs none
-  return starts;
-}
+  /// Tasks into an ordinary backward's order. A device's thread may begin with the first task while
+  /// others are not in its queue yet. It hands nothing on until all are, so the order of sums does
+  /// not depend on time if that first one is due.
+  void sort_starts() {
+    const auto tasks = starts.begin() + static_cast<ptrdiff_t>(grads.size());
+    std::stable_sort(tasks, starts.end(), [](const Edge& a, const Edge& b) {
+      return a.function->sequence_nr() > b.function->sequence_nr();
+    });
+    grads.resize(starts.size());
+  }
+};
 
 void run_groups(c10::ArrayRef<zbp_group*> groups, bool retain) {
   Mirror mirror(retain);
@@ -319,8 +314,9 @@ void run_groups(c10::ArrayRef<zbp_group*> groups, bool retain) {
   }
   mirror.sinks.clear();
   mirror.proxies.clear();
-  if (edge_list starts = starts_of(mirror); !starts.empty()) {
-    run_engine(std::move(starts), std::move(mirror.grads), std::move(mirror.represented),
+  if (!mirror.starts.empty()) {
+    mirror.sort_starts();
+    run_engine(std::move(mirror.starts), std::move(mirror.grads), std::move(mirror.represented),
                /*keep_graph=*/retain);
     mirror.shared->rethrow();
   }
