@@ -200,7 +200,7 @@ def test_a_buffer_that_is_freed_unseen_is_told() -> None:
     def step() -> None:
         info.buffer = torch.empty(20)
 
-    with pytest.raises(RuntimeError, match="40 bytes of receive buffers"):
+    with pytest.raises(RuntimeError, match="40 bytes of older receive buffers"):
         measure_step(step, [stage], torch.device("cpu"))
     with knowing_blocks(torch.device("cpu")):
         step()
