@@ -15,6 +15,7 @@ from torch.distributed.pipelining import _backward, schedules
 import zbpipe
 from zbpipe import _build, _first_aid  # what the version says; what runs before zbpipe can be imported
 from zbpipe._cli import main
+from zbpipe._cli.doctor import would_patch  # what the script that it starts says is planted
 from zbpipe._torch import needs, probe  # the releases that doctor knows
 
 ROOT = Path(__file__).parents[2]
@@ -183,6 +184,18 @@ def test_whether_the_variable_patches_is_found_out_by_running_a_script():
     (fault,) = [line for line in said.splitlines() if line.startswith("FAULT")]
     assert fault.startswith("FAULT: ZBPIPE_PATCH=1 would not patch a script here (")
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in fault
+
+
+@pytest.mark.parametrize(("loads", "reason"), [(None, "never installed"), ("0", "TORCH_DEVICE_BACKEND_AUTOLOAD=0 is")])
+def test_why_the_variable_would_not_patch(monkeypatch, loads, reason):
+    """Also where the hook can be imported, from a tree on PYTHONPATH: torch finds it by what pip has noted."""
+    if loads:
+        monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", loads)
+    ran = subprocess.CompletedProcess([], 0, stdout="ZBPIPE False\n", stderr="")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: ran)
+    faults = []
+    assert would_patch(faults) == "no"
+    assert reason in faults[0]
 
 
 def test_a_command_imports_none_of_what_the_others_need():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import subprocess
 import sys
@@ -121,10 +120,11 @@ def would_patch(faults: list[str]) -> str:
     said = [words.split()[1] for words in ran.stdout.splitlines() if words.startswith("ZBPIPE ")]
     if said and said[-1] == "True":
         return "yes, when torch is imported"
-    if said and importlib.util.find_spec("_zbpipe_hook") is None:
-        reason = "zbpipe was found on sys.path but never installed: its hook is not there; install it with pip"
+    loads = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1")
+    if said and loads != "1":
+        reason = f"torch did not load it: TORCH_DEVICE_BACKEND_AUTOLOAD={loads} is set"
     elif said:
-        reason = "torch did not load it: TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set"
+        reason = "zbpipe was found on sys.path but never installed, so torch knows no hook; install it with pip"
     else:
         reason = (ran.stderr.strip() or "it ended without a word").splitlines()[-1]
     faults.append(f"ZBPIPE_PATCH=1 would not patch a script here ({reason}); zbpipe.patch() in the script does")
