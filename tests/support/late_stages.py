@@ -4,10 +4,11 @@ import functools
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from support.functions import Asks, Handing
 from support.oracle import Stage
+from support.program_names import keep_products
 
 ROWS, WIDTH = 6, 8
 SQUARE = (WIDTH, WIDTH)
@@ -94,13 +95,7 @@ STAGES = {
 }
 
 
-def keep_products(ctx, op, *args, **kwargs):
-    return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.addmm.default else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-selectively = functools.partial(
-    again, context_fn=functools.partial(create_selective_checkpoint_contexts, keep_products)
-)
+selectively = functools.partial(again, context_fn=keep_products)
 
 
 def nested(m, x):
