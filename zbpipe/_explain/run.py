@@ -12,7 +12,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from zbpipe import _C
-from zbpipe._explain.book import Book, plan_of
+from zbpipe._explain.uses import Uses, plan_of
 from zbpipe._explain.copied import apart, copy_of
 from zbpipe._explain.result import Explanation
 from zbpipe._formatting import argument
@@ -76,14 +76,14 @@ def explain(
         copied = copy_of(module)
         twins = {id(own): twin for own, twin in zip(module.parameters(), copied.parameters(), strict=True)}
         excluded = tuple(twins.get(id(weight), weight) for weight in policy.exclude)
-        book = Book(policy, {id(parameter): name for name, parameter in copied.named_parameters()})
+        found = Uses(policy, {id(parameter): name for name, parameter in copied.named_parameters()})
         given = pytree.tree_map_only(torch.Tensor, lambda t: _clone(t, not first_stage), (args, dict(kwargs or {})))
-        holding = _try(module, copied, given, output_grads, dataclasses.replace(policy, exclude=excluded), book)
-    if torch.is_autocast_cache_enabled() and book.is_within_autocast:
-        book.notes["autocast's cache is left alone: here every use casts its weight by itself"] = None
-    plans = [plan_of(name, parameter, book, holding) for name, parameter in module.named_parameters()]
+        holding = _try(module, copied, given, output_grads, dataclasses.replace(policy, exclude=excluded), found)
+    if torch.is_autocast_cache_enabled() and found.is_within_autocast:
+        found.notes["autocast's cache is left alone: here every use casts its weight by itself"] = None
+    plans = [plan_of(name, parameter, found, holding) for name, parameter in module.named_parameters()]
     return Explanation(
-        tuple(plans), holding.groups, holding.bytes, book.flops, not book.unknown, policy, tuple(book.notes)
+        tuple(plans), holding.groups, holding.bytes, found.flops, not found.unknown, policy, tuple(found.notes)
     )
 
 
@@ -146,10 +146,10 @@ def _try(
     given: Any,
     output_grads: Sequence[torch.Tensor | None] | None,
     policy: Policy,
-    book: Book,
+    found: Uses,
 ) -> Held:
-    """Runs a forward and an input pass, and enters in the book what it would leave to W."""
-    book.is_within_autocast = not torch.is_autocast_cache_enabled()
+    """Runs a forward and an input pass, and adds what it would leave to W."""
+    found.is_within_autocast = not torch.is_autocast_cache_enabled()
     result = _forward(copied, *given)
     outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
     if not any(output.requires_grad for output in outputs):
@@ -169,15 +169,15 @@ def _try(
     for group in groups:
         for task in group._describe():
             if task[1] != "outside":
-                book.add(task)
+                found.add(task)
     for weight in weights:
         if weight.grad is not None:
-            book.add_inner(weight)
+            found.add_inner(weight)
     holding = held(groups, copied)
     if any(_is_distributed(weight) for weight in weights):
-        book.notes["shapes and FLOPs are those of whole DTensors, of all ranks together"] = None
+        found.notes["shapes and FLOPs are those of whole DTensors, of all ranks together"] = None
     if holding.incomplete:
-        book.notes[holding.incomplete] = None
+        found.notes[holding.incomplete] = None
     return holding
 
 

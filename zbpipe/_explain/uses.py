@@ -1,4 +1,4 @@
-"""The book of a trial: which uses each parameter has, and what they cost."""
+"""Which uses each parameter has, and what they cost."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from zbpipe._policy import Policy
 from zbpipe.memory import Held
 
 
-class Book:
-    """Collects the uses of each parameter."""
+class Uses:
+    """The uses of each parameter, by its name; ``outside``: how nodes outside of I lead to it."""
 
     def __init__(self, policy: Policy, name_of: Mapping[int, str]) -> None:
         self.policy = policy
         self.name_of = name_of
-        self.uses: dict[str, list[Use]] = {}
-        self.ways: dict[str, dict[str, None]] = {}
+        self.of: dict[str, list[Use]] = {}
+        self.outside: dict[str, dict[str, None]] = {}
         self.flops = 0
         self.unknown = False  # whether W runs more than `flops`
         self.is_within_autocast = False
@@ -40,26 +40,26 @@ class Book:
             self.notes["the FLOPs of what W computes again of checkpointed regions are not counted"] = None
             self.unknown = True
         runs_in, reason = self._place(node, kind, why)
-        for slot, shape, way, weights in faces:
+        for slot, shape, outside, weights in faces:
             product: str = ""
             flops: int | None = 0
             if runs_in == "W":
                 product, flops = of_product(node, kind, slot, shape, shapes)
             self.flops += flops or 0
-            self.unknown = self.unknown or flops is None or way is not None
+            self.unknown = self.unknown or flops is None or outside is not None
             for weight in weights:
                 name = self.name_of.get(id(weight), "")
                 here = (runs_in, reason, product, flops)
                 if kind == "handed over" and id(weight) in done_in_i:
                     here = ("I", f"{node} returns it there, beside what it hands over", "", 0)
-                self.uses.setdefault(name, []).append(Use(node, *here))
-                if way:
-                    self.ways.setdefault(name, {})[way] = None
+                self.of.setdefault(name, []).append(Use(node, *here))
+                if outside:
+                    self.outside.setdefault(name, {})[outside] = None
 
     def add_inner(self, weight: torch.Tensor) -> None:
         """For one that has got its gradient within I."""
         why = "it is added within I, by a backward in the backward, as that of a reentrant checkpoint"
-        self.uses.setdefault(self.name_of[id(weight)], []).append(Use("", "I", why, "", 0))
+        self.of.setdefault(self.name_of[id(weight)], []).append(Use("", "I", why, "", 0))
 
     def _place(self, node: str, kind: str, why: str) -> tuple[str, str]:
         if kind == "handed over":
@@ -89,10 +89,10 @@ class Book:
 _ROOT = "no stage input is behind it: W runs its whole backward"
 
 
-def plan_of(name: str, parameter: torch.nn.Parameter, book: Book, holding: Held) -> ParameterPlan:
+def plan_of(name: str, parameter: torch.nn.Parameter, found: Uses, holding: Held) -> ParameterPlan:
     row = next((row for row in holding.parameters if row.name == name), None)
-    uses = tuple(book.uses.get(name, ()))
-    notes = list(book.ways.get(name, ()))
+    uses = tuple(found.of.get(name, ()))
+    notes = list(found.outside.get(name, ()))
     if not parameter.requires_grad:
         notes.append("frozen")
     elif not uses:
