@@ -200,6 +200,20 @@ def test_anomaly_mode_finds_a_nan_in_the_input_pass():
     assert "nan values" in str(failure.value.__cause__)
 
 
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+@pytest.mark.filterwarnings("ignore:Error detected in")
+@needs_zbpipe
+def test_anomaly_mode_finds_a_nan_in_the_weight_pass():
+    with torch.autograd.detect_anomaly():
+        m = Stage(lambda m, x: x @ m.a, a=(4, 4))
+        x = torch.full((3, 4), torch.inf, dtype=f64, requires_grad=True)
+        out = m(x)
+        _, groups = zb.stage_backward_input([out], [torch.zeros_like(out)], [x], m.parameters())
+        with pytest.raises(RuntimeError, match="MmBackward0' returned nan values"):
+            zb.stage_backward_weight(m.parameters(), groups)
+    assert m.a.grad is None
+
+
 def test_deterministic_mode():
     torch.use_deterministic_algorithms(True)
     try:
