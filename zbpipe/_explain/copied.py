@@ -3,9 +3,9 @@
 Note [What the copy shares]
 
 The copy has the memory of the module's parameters and nothing else of it. Each parameter of the copy is a leaf of its
-own, of the same class, without the module's gradient and hooks: a backward within a backward, as that of a reentrant
-checkpoint, adds to the copy's. All else that the module has is copied by ``copy.deepcopy``: buffers, counters, caches,
-hooks with their state. So whatever a forward and an input pass change, they change of the copy.
+own, of the same class, without the module's gradient and hooks. So a backward within a backward, as a reentrant
+checkpoint runs one, adds to the copy's gradients. All else that the module has is copied by ``copy.deepcopy``: buffers,
+counters, caches, hooks with their state. A forward and an input pass change the copy alone.
 
 Process groups are shared, for nobody can copy them. So is an attribute that has a history, such as the weight that a
 pruned layer computes before each forward. What leads from there, or from a function that refers to the module, to the

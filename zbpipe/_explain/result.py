@@ -63,11 +63,11 @@ class ParameterPlan:
 class Explanation:
     """What zbpipe.explain found, for one microbatch; ``print`` shows a table.
 
-    ``parameters`` are in the module's order. ``groups`` is the number of parameter groups, ``bytes_held`` what they
-    hold from I to W, each storage once; ``flops_in_w`` the FLOPs of the products of W, each once. ``flops_are_known``:
-    W multiplies nothing else. It may where it runs what lies between a product and its parameter, the whole backward
-    of an output that has no stage input behind it, a checkpointed region again, or work that is handed over. ``notes``
-    say what is not counted.
+    ``parameters`` are in the module's order. ``groups`` is the number of parameter groups. ``bytes_held`` is what they
+    hold from I to W, each storage once. ``flops_in_w`` are the FLOPs of the products of W, each once.
+    ``flops_are_known`` is True if W multiplies nothing else. W may multiply more where it recomputes a region, or
+    runs handed-over work, nodes between a product and its parameter, or an output without a stage input behind it.
+    ``notes`` say what is not counted.
     """
 
     parameters: tuple[ParameterPlan, ...]

@@ -12,9 +12,9 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from zbpipe import _C
-from zbpipe._explain.uses import Uses, plan_of
 from zbpipe._explain.copied import apart, copy_of
 from zbpipe._explain.result import Explanation
+from zbpipe._explain.uses import Uses, plan_of
 from zbpipe._formatting import argument
 from zbpipe._policy import Policy, get_policy
 from zbpipe._torch.ddp import is_ddp
@@ -31,26 +31,25 @@ def explain(
     first_stage: bool = False,
     output_grads: Sequence[torch.Tensor | None] | None = None,
 ) -> Explanation:
-    """Tells what a split backward of ``module`` would do for one microbatch: which parameters' gradients W computes,
-    which ones I computes and why, the bytes held in between, the products and their FLOPs.
+    """Tells what a split backward of ``module`` does for one microbatch.
 
-    It runs one forward and one input pass of a copy of the module, on clones of the inputs. The copy has the memory of
-    the parameters, and all else of its own: no gradient is added, no parameter's hook is called, and buffers,
-    attributes and hooks of the module are as before. Random numbers and autocast's cache are, too. The copy costs what
-    buffers and attributes cost, ``main_grad`` of parameters among them, for as long as it runs. It may be called
-    between the microbatches of a step, too. The policy in effect decides as in a training step; gradients are recorded
-    also under ``no_grad`` and ``inference_mode``.
+    It tells which parameters' gradients W computes, which ones I computes and why, the bytes held in between, the
+    products and their FLOPs. One forward and one input pass of a copy of the module run, on clones of the inputs. The
+    copy shares the parameters' memory and nothing else. So no gradient is added and no parameter's hook is called.
+    The module's buffers, attributes and hooks stay as they are, and so do random numbers and autocast's cache. While
+    explain runs, the copy takes the memory of the buffers, the attributes and the parameters' ``main_grad``. It may be
+    called between the microbatches of a step. The policy in effect decides, as in a training step. Gradients are
+    recorded under ``no_grad`` and ``inference_mode``, too.
 
-    What it cannot keep away from: a forward that writes to parameters; globals and what functions refer to, for these
-    are not copied. ``torch.compile`` may compile. With tensor parallel parameters, or SyncBatchNorm, a forward runs
-    collectives: call it on all ranks.
+    A forward that writes to parameters changes the module's. So does one that writes to globals, or to what its
+    functions refer to. ``torch.compile`` may compile. With tensor parallel parameters or SyncBatchNorm a forward runs
+    collectives: call explain on all ranks.
 
     Args:
         module: the stage. Unwrapped: what DDP and FSDP do with it is not a part of the plan.
         inputs: a tensor, or a tuple or list of all positional arguments, of a microbatch's shapes and dtypes.
         kwargs: keyword arguments.
-        first_stage: the inputs come from nowhere and take no gradient; otherwise every floating-point or complex tensor
-            among them does.
+        first_stage: the inputs take no gradient; otherwise every floating-point or complex tensor among them does.
         output_grads: a gradient or None per tensor in the module's output, with its shape, dtype and device; default:
             ones.
 
@@ -60,10 +59,10 @@ def explain(
     Raises:
         TypeError: an argument is not what is said here; or the module gave no tensor that requires a gradient.
         ValueError: output_grads do not fit the outputs.
-        RuntimeError: a part of the module is replicated or sharded (its collectives would wait for other ranks); a
-            parameter or buffer is not initialized yet or an inference tensor; the module cannot be copied, or its
-            forward reaches the module's own parameters from the copy; the inputs are on another device than the
-            parameters, and the forward failed; the input pass failed, as it would in training.
+        RuntimeError: a part of the module is replicated or sharded, and its collectives would wait for other ranks.
+            Or a parameter or buffer is not initialized yet, or an inference tensor. Or the module cannot be copied, or
+            the copy's forward reaches the module's own parameters. Or the forward failed with inputs on another device
+            than the parameters. Or the input pass failed, as it would in training.
         Exception: what the module's forward raises.
 
     Source:

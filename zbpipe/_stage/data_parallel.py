@@ -9,8 +9,8 @@ these methods of its stages are wrapped:
 - ``forward_maybe_with_nosync``. torch's stage takes the composable ``replicate`` of ``torch.distributed._composable``,
   which is DDP in hooks, for a plain module. With ``static_graph`` DDP would queue a reduction to the end of the first
   engine run, which is I, when there are no gradients yet.
-- ``backward_maybe_with_nosync``. Before the last W, DDP looks for unused weights behind the outputs, which have no
-  history then; the groups know the used weights. fsdp.py says what fully_shard needs.
+- ``backward_maybe_with_nosync``. Before the last W, DDP looks for unused weights behind the outputs. They have no
+  history then, but the groups know the used weights. fsdp.py says what fully_shard needs.
 - ``backward_weight_one_chunk``. It refuses modules that cannot be split in stage 0, too, whose W is a whole backward.
   In the other stages it tells W that the pass is a stage's own.
 

@@ -1,8 +1,8 @@
 """Receive buffers, which exist only while they are in use.
 
 A received tensor belongs to its microbatch: its memory is allocated when the receive is posted, and freed with the
-microbatch. At other times the buffer's place has a description: a tensor on the meta device, with the buffer's layout
-and no memory. torch's code goes on working with it; None would mean a missing gradient there.
+microbatch. At other times a tensor on the meta device is in the buffer's place. It has the buffer's layout and no
+memory, and torch's code works with it. None would mean a missing gradient there.
 """
 
 import functools

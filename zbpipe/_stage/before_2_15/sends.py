@@ -3,7 +3,7 @@
 Note [When a send is done]
 
 Most backends' works answer ``is_completed``. They are asked when the schedule posts sends or receives, after it has
-waited for a receive, and when a forward begins. They are never asked within a backward or W: a recording shows what
+waited for a receive, and when a forward begins. They are never asked within a backward or W. A recording shows what
 these free, and that must not depend on a peer's time of receipt.
 
 gloo's works tell only a caller of ``wait``, which blocks until the peer receives. So a thread waits for them, one per
@@ -17,7 +17,7 @@ unpatch() the schedule does not come here, and each waiting thread frees what it
 Note [When nobody receives]
 
 A wait for a gloo work keeps the group's connections open, and its timeout closes them for everybody. torch's schedule
-waits only at the end of the step, and the thread must not change that. So the thread waits for longer, and the schedule
+waits only at the end of the step. The thread must not change that. So the thread waits for longer, and the schedule
 waits for the thread with its own timeout. A Send keeps no operation, which would keep the group. If a failed program
 drops the group, as destroy_process_group() does, the thread gives up (threads.py), the connections close, and the peers
 hear of it.
