@@ -599,7 +599,7 @@ def test_weight_that_changed_since_the_input_pass_is_refused_before_anything_is_
         for part in (groups, groups[::-1]):
             with pytest.raises(RuntimeError, match=CHANGED) as refusal:
                 zb.stage_backward_weight(m.parameters(), part)
-            assert "Double [4, 4]" in str(refusal.value)
+            assert "float64[4, 4]" in str(refusal.value)
     assert all(w.grad is None for w in m.parameters())
 
 

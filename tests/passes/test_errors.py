@@ -708,7 +708,7 @@ def test_what_nodes_of_a_computed_weight_have_saved_is_checked_before_anything_i
     for part in (groups, groups[::-1]):
         with pytest.raises(RuntimeError, match=CHANGED) as refusal:
             zb.stage_backward_weight(m.parameters(), part)
-        assert "Double [" in str(refusal.value) and "expected version" in str(refusal.value)
+        assert "float64[" in str(refusal.value) and "expected version" in str(refusal.value)
         assert all(w.grad is None for w in m.parameters())
 
 
@@ -739,7 +739,7 @@ def test_factor_that_a_later_node_of_the_same_backward_overwrites():
 
     with pytest.raises(RuntimeError, match=CHANGED) as refusal:
         zb.stage_backward_weight(m.parameters(), passes()[0])
-    for words in ("MmBackward0 for the weight of Double [4, 5] on cpu", "policy(exclude=[weight])", "a clone"):
+    for words in ("MmBackward0 for the weight of float64[4, 5] on cpu", "policy(exclude=[weight])", "a clone"):
         assert words in str(refusal.value)
     assert m.w.grad is None
     groups, before = passes(exclude=[m.w])
@@ -767,7 +767,7 @@ def test_weight_that_has_been_moved_into_the_interior_is_refused_before_the_inpu
         zb.stage_backward_input([out], [torch.ones_like(out)], [x], None)
     assert INTERIOR in str(failure.value.__cause__)
     assert x.grad is None
-    with pytest.raises(ValueError, match=r"weights\[0\] of Double \[4\] on cpu is not a leaf"):
+    with pytest.raises(ValueError, match=r"weights\[0\] of float64\[4\] on cpu is not a leaf"):
         zb.stage_backward_input([out], [torch.ones_like(out)], [x], [m.a, m.b])
     # Nothing has been changed: for the other weight alone, which nobody moved, both passes are right.
     _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], [m.b])
@@ -787,7 +787,7 @@ def test_weight_that_has_been_moved_into_the_interior_is_refused_before_the_weig
         m.b.register_hook(lambda grad: None)
     _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], given)
     move_into_the_interior(m.a)
-    with pytest.raises(RuntimeError, match=INTERIOR + r": Double \[4\] on cpu, for which param_groups\[\d\]"):
+    with pytest.raises(RuntimeError, match=INTERIOR + r": float64\[4\] on cpu, for which param_groups\[\d\]"):
         zb.stage_backward_weight(given, groups)
     assert m.b.grad is None
     (whole,) = [group for group in groups if any(weight is m.b for weight in weights_of(group))]
@@ -803,7 +803,7 @@ def test_complex_output_without_gradient_is_refused(shape):
     )
     x = fresh(3)
     with pytest.raises(
-        RuntimeError, match=r"only for real outputs, and stage_outputs_or_loss\[0\] is a tensor of Compl"
+        RuntimeError, match=r"only for real outputs, and stage_outputs_or_loss\[0\] is a tensor of complex"
     ):
         zb.stage_backward_input([m(x)], None, [x], m.parameters())
     assert x.grad is None

@@ -433,8 +433,8 @@ def test_main_grad_is_left_alone_unless_asked_for():
 @pytest.mark.parametrize(
     ("main_grad", "message"),
     [
-        (torch.zeros(3), r"main_grad of the weight of Double \[16, 8\] on cpu is Float \[3\] on cpu"),
-        (torch.zeros(16, 8, dtype=torch.int64), "is Long"),
+        (torch.zeros(3), r"main_grad of the weight of float64\[16, 8\] on cpu is float32\[3\] on cpu"),
+        (torch.zeros(16, 8, dtype=torch.int64), "is int64"),
         (torch.zeros(16, 8).requires_grad_(), "requires a gradient"),
         (torch.zeros(16, 8, device="meta"), "on meta"),
         (7, "is a int; expected a tensor or None"),

@@ -19,7 +19,6 @@
 #include <mutex>
 #include <optional>
 #include <string>
-#include <utility>
 #include <variant>
 #include <vector>
 

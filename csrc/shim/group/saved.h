@@ -1,9 +1,6 @@
 // What nodes have saved: what W reads of it is taken or pinned, the rest let go of.
 #pragma once
 
-#include <utility>
-#include <vector>
-
 #include <torch/csrc/autograd/saved_variable.h>
 
 #include "shim/group/group.h"

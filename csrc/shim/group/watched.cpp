@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "shim/group/dtensor.h"
+#include "shim/torch/python.h"
 
 namespace zbp {
 
@@ -24,7 +25,7 @@ Version::Version(const at::Tensor& tensor)
 }
 
 std::string Version::describe() const {
-  return c10::str(type_, " ", c10::SymIntArrayRef(sizes_), " on ", device_);
+  return described(type_, sizes_, device_);
 }
 
 size_t bytes_of(const at::Tensor& tensor) {

@@ -45,7 +45,7 @@ class Version {
   bool was_modified() const { return counter_.current_version() != seen_; }
   uint32_t seen() const { return seen_; }
   uint32_t now() const { return counter_.current_version(); }
-  /// The tensor as "Float [2, 3] on cpu", for messages.
+  /// The tensor as "float32[2, 3] on cpu", for messages.
   std::string describe() const;
 
  private:

@@ -103,8 +103,7 @@ void Walk::mark_weights(const InputPassArgs& args) {
       if (typeid(node(id)) == typeid(torch::autograd::AccumulateGrad)) {
         const at::Tensor& leaf = static_cast<torch::autograd::AccumulateGrad&>(node(id)).variable;
         TORCH_CHECK(!leaf.grad_fn(),
-                    "leaf variable has been moved into the graph interior: ", leaf.scalar_type(),
-                    " ", leaf.sym_sizes(),
+                    "leaf variable has been moved into the graph interior: ", describe(leaf),
                     " was changed in place, since the forward, by something that needs a gradient; "
                     "change weights under torch.no_grad(), and run the microbatch again");
         mark_weight(args, id, leaf);

@@ -4,6 +4,7 @@
 #include <typeindex>
 #include <unordered_map>
 
+#include <torch/csrc/Dtype.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_function.h>
@@ -83,10 +84,6 @@ NodePtr as_node(PyObject* object) {
     return reinterpret_cast<torch::autograd::THPCppFunction*>(object)->cdata;
   }
   return nullptr;
-}
-
-std::string described(c10::ScalarType type, c10::SymIntArrayRef shape, c10::Device device) {
-  return c10::str(type, " ", shape, " on ", device);
 }
 
 }  // namespace
@@ -232,6 +229,10 @@ std::vector<SavedVariable*> saved_by(Node& node) {
     }
   }
   return saved;
+}
+
+std::string described(c10::ScalarType type, c10::SymIntArrayRef shape, c10::Device device) {
+  return c10::str(torch::getTHPDtype(type)->name, shape, " on ", device);
 }
 
 std::string describe(const at::Tensor& tensor) {

@@ -60,7 +60,8 @@ THPObjectPtr context_of(Node& node);
 /// the GIL held.
 std::vector<SavedVariable*> saved_by(Node& node);
 
-/// A tensor, or the gradient that an edge takes, as "Float [2, 3] on cpu", for messages.
+/// A tensor, or the gradient that an edge takes, as "float32[2, 3] on cpu", for messages.
+std::string described(c10::ScalarType type, c10::SymIntArrayRef shape, c10::Device device);
 std::string describe(const at::Tensor& tensor);
 std::string describe(const Edge& edge);
 
