@@ -60,7 +60,7 @@ def test_without_a_command_it_says_what_there_is(capsys):
     assert "leaks" in said
 
 
-@pytest.mark.parametrize("command", ["", "doctor", "explain", "leaks", "memory"])
+@pytest.mark.parametrize("command", ["", "doctor", "explain", "leaks"])
 def test_help_fits_80_columns(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):

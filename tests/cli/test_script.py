@@ -1,10 +1,9 @@
-"""zbpipe leaks, memory and explain search for modules where Python itself would, also under PYTHONSAFEPATH."""
+"""zbpipe leaks and explain search for modules where Python itself would, also under PYTHONSAFEPATH."""
 
 import json
 import os
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -16,11 +15,9 @@ RUNNER = """
 import sys
 from zbpipe._cli import script, explain
 found = list(sys.path)
-for what in ["train.py", "folder", "archive.zip"]:
+for what, is_module in ("train.py", False), ("package", True):
     sys.path[:] = found
-    script.run_script(what, [])
-sys.path[:] = found
-script.run_module("package", [])
+    script.run(what, [], is_module)
 for what in ["train.py", "package.train"]:
     sys.path[:] = found
     explain._imported(what, print)
@@ -45,21 +42,14 @@ def test_the_path_of_a_script_is_that_which_python_gives_it(tmp_path, is_safe):
         pytest.skip("PYTHONSAFEPATH came with Python 3.11")
     environment = {"PYTHONSAFEPATH": "1"} if is_safe else {}
     (tmp_path / "library").mkdir()
-    for folder, name in (
-        (".", "train.py"),
-        ("folder", "__main__.py"),
-        ("package", "__main__.py"),
-        ("package", "train.py"),
-    ):
-        (tmp_path / folder).mkdir(exist_ok=True)
-        (tmp_path / folder / name).write_text(SAYS_PATH)
+    (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").touch()
-    with zipfile.ZipFile(tmp_path / "archive.zip", "w") as archive:
-        archive.writestr("__main__.py", SAYS_PATH)
+    for name in ("train.py", "package/__main__.py", "package/train.py"):
+        (tmp_path / name).write_text(SAYS_PATH)
     if is_safe:  # where modules are, for python -m finds none here
         (tmp_path / "library" / "package").symlink_to(tmp_path / "package")
 
-    plain = [["train.py"], ["folder"], ["archive.zip"], ["-m", "package"], ["train.py"], ["-m", "package.train"]]
+    plain = [["train.py"], ["-m", "package"], ["train.py"], ["-m", "package.train"]]
     expected = [absolute(path, tmp_path) for command in plain for path in paths(command, tmp_path, **environment)]
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "runner.py").write_text(RUNNER)
