@@ -5,8 +5,8 @@
     ZBPIPE_POLICY=checkpoint=recompute torchrun --nproc-per-node 2 examples/checkpointed.py
     ZBPIPE_POLICY=checkpoint=input_pass torchrun --nproc-per-node 2 examples/checkpointed.py
 
-Prints the peak of each rank's last step, and the phase in which it is. The gradients of the first step are compared with
-those of the same model in one piece, without checkpointing.
+Prints the peak of each rank's last step, and the phase in which it is. The gradients of the first step are compared
+with those of the same model in one piece, without checkpointing.
 """
 
 import os

@@ -5,7 +5,6 @@ import sys
 
 import pytest
 import torch.distributed.pipelining
-from support.commands import running
 from support.processes import python
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
@@ -33,12 +32,6 @@ if __name__ == "__main__":
     train(int(sys.argv[1]), "leak" in sys.argv)
     print("the script's end")
 """
-
-
-@pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
-    with running("leaks", tmp_path, monkeypatch, capsys) as run:
-        yield run
 
 
 # What makes the leak elsewhere, or the end.
@@ -125,6 +118,8 @@ def main():
         stages = [PipelineStage(net, i, 2, torch.device("cpu")) for i, net in enumerate(nets)]
         schedule = ScheduleZBVZeroBubble(stages, 8, loss_fn=loss, scale_grads=False)
         optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+        for optimizer in optimizers:
+            optimizer.step()  # before any schedule's
         with zbpipe.patch():
             Run().train(schedule, optimizers, 8, "leak" in sys.argv)
     finally:
@@ -137,7 +132,7 @@ main()
 @pytest.mark.parametrize("kept", [False, True])
 def test_schedules_steps_are_steps_and_losses_kept_by_their_caller_are_named(run, tmp_path, kept):
     status, said = run(SCHEDULE, str(tmp_path / "store"), *["leak"] * kept, options=["--error"])
-    assert "6 steps (Schedule.step) after 2 of warm-up" in said
+    assert "6 steps (Schedule.step) after 2 of warm-up\n" in said
     assert status == (3 if kept else 0) and ("attribute losses of Run" in said) == kept, said
 
 
@@ -156,7 +151,7 @@ def test_schedules_and_optimizers_are_torchs_own_afterwards(run):
         (["absent.py"], "there is no file absent.py"),
         (["--steps", "3", "x.py"], "'3' is no number of steps; give 4 or more"),
         (["--warmup", "-1", "x.py"], "'-1' is no number of steps; give 0 or more"),
-        (["--picture", "x.gif", "train.py"], "x.gif is no name of a picture; expected one that ends in .dot, .svg, .png"),
+        (["--picture", "x.gif", "train.py"], "x.gif is no name of a picture; expected one that ends in .dot"),
         (["--picture", "absent/x.dot", "train.py"], "absent/x.dot: there is no folder absent; make it first"),
         (["--picture", ".", "train.py"], ". is a folder; name a file in it"),
         (["--picture", "x.png", "train.py"], "x.png needs Graphviz's program dot"),
@@ -186,19 +181,14 @@ def test_under_torchrun_the_first_rank_tells_of_all(tmp_path):
     source = TRAINING.replace('"leak" in sys.argv', 'os.environ["RANK"] == "1"').replace(
         "torch.nn.Linear(16, 16)", "torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(16, 16))"
     )
-    start, end = (
-        "import torch.distributed as dist\ndist.init_process_group('gloo')\n",
-        "    dist.destroy_process_group()\n",
-    )
-    done = on_two_ranks(tmp_path, f"{start}{source}    del net, optimizer\n{end}", options=["--picture", "grown.dot"])
+    source = f"import torch.distributed as dist\ndist.init_process_group('gloo')\n{source}"
+    source += "    del net, optimizer\n    dist.destroy_process_group()\n"
+    done = on_two_ranks(tmp_path, source, options=["--picture", "grown.dot"])
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.partition("rank 0 of 2:\n")[2].split("\n\nrank 1 of 2:\n")
-    assert all(said.startswith("zbpipe leaks: 4 steps (Optimizer.step) after 2 of warm-up\n") for said in (first, second))
-    assert first.endswith("\n\nnothing grew")
-    assert (
-        "\n  2 tensors (8192 bytes) from steps 2 to 3, held by a list that was never cleared:\n"
-        "    >> module global __main__.history (" in second
-    )
+    for said, grown in ((first, "nothing grew"), (second, "    >> module global __main__.history (")):
+        assert said.startswith("zbpipe leaks: 4 steps (Optimizer.step) after 2 of warm-up\n") and grown in said
+    assert "\n  2 tensors (8192 bytes) from steps 2 to 3, held by a list that was never cleared:\n" in second
     assert [path.name for path in tmp_path.glob("*.dot")] == ["grown.rank1.dot"]
 
 
@@ -216,25 +206,38 @@ def test_what_ranks_say_alike_is_said_once(monkeypatch):
     assert ranks._text_of({0: said[0], 1: said[0]}, []).startswith("ranks 0 to 1 of 16:\n")
 
 
-@pytest.mark.dist
-def test_a_rank_that_ends_too_late_for_the_first_prints_its_own(tmp_path):
-    late = "    if os.environ['RANK'] == '1':\n        import time; time.sleep(4)\n"
-    done = on_two_ranks(tmp_path, TRAINING + late, "leak", setting="zbpipe._cli.ranks.WAIT = 0.5")
-    assert done.returncode == 0, done.stderr
-    assert "rank 1: failed, or not ended in time; each prints its own report when it ends" in done.stdout
-    assert "rank 0 of 2:\nzbpipe leaks: " in done.stdout and "rank 1 of 2:\nzbpipe leaks: " in done.stdout
+def test_without_the_agents_store_a_rank_prints_its_own(run, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert "rank 1 of 2:\nzbpipe leaks: 4 steps" in run(TRAINING, "6")[1]
+
+
+LATE = "    if os.environ['RANK'] == '1':\n        import time; time.sleep(4)\n"
+FAILS = "    if os.environ['RANK'] == '{}':\n        raise KeyError('the script failed')\n"
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("fails", [0, 1])
-def test_a_rank_that_fails_waits_for_nobody(tmp_path, fails):
-    """Others may wait for it to go, for as long as their group's timeout; here without end."""
-    end = f"    if os.environ['RANK'] == '{fails}':\n        raise KeyError('the script failed')\n"
-    # The rank that does not fail outlives torchrun's patience with it if it waits.
-    setting = "zbpipe._cli.ranks.WAIT = zbpipe._cli.ranks._PATIENCE = 10_000"
+@pytest.mark.parametrize(
+    ("end", "wait", "status", "printed"),
+    [
+        (
+            LATE,
+            0.5,
+            0,
+            ["rank 0 of 2:\n", "rank 1: failed, or not ended in time; each prints its own", "rank 1 of 2:\n"],
+        ),
+        # The rank that does not fail outlives torchrun's patience with it if it waits.
+        (FAILS.format(0), 10_000, 1, ["rank 0 of 2:\nzbpipe leaks: "]),
+        (FAILS.format(1), 10_000, 1, ["rank 1 of 2:\nzbpipe leaks: "]),
+    ],
+    ids=["late", "the first fails", "another fails"],
+)
+def test_a_rank_that_ends_too_late_or_fails_prints_its_own(tmp_path, end, wait, status, printed):
+    """One that fails waits for nobody: others may wait for it to go, for as long as their group's timeout."""
+    setting = f"zbpipe._cli.ranks.WAIT, zbpipe._cli.ranks._PATIENCE = {wait}, 10_000"
     done = on_two_ranks(tmp_path, TRAINING + end, "leak", setting=setting)
-    assert done.returncode == 1 and "KeyError: 'the script failed'" in done.stderr
-    assert f"rank {fails} of 2:\nzbpipe leaks: " in done.stdout
+    assert done.returncode == status and ("KeyError: 'the script failed'" in done.stderr) == status, done.stderr
+    assert [words for words in printed if words not in done.stdout] == [], done.stdout
 
 
 OF_PYTHON = """

@@ -1,4 +1,4 @@
-"""python -m zbpipe COMMAND, or zbpipe COMMAND"""
+"""python -m zbpipe COMMAND, or zbpipe COMMAND. A command's --help is its module's docstring."""
 
 import argparse
 import sys
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             commands.add_parser(
                 name,
                 help=words,
-                description=command.DESCRIPTION,
+                description=command.__doc__,
                 formatter_class=argparse.RawDescriptionHelpFormatter,
             )
         )

@@ -1,22 +1,4 @@
-"""python -m zbpipe explain FILE.py:NAME: what waits for W in a stage, and why the rest does not."""
-
-import argparse
-import importlib
-import importlib.util
-import json
-import os
-import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NoReturn
-
-import torch
-
-import zbpipe
-from zbpipe._cli.script import file_to_write, search_first
-
-DESCRIPTION = """\
-Say, parameter by parameter, whether W or I computes its gradient and why, what
+"""Say, parameter by parameter, whether W or I computes its gradient and why, what
 is held from I to W, and the FLOPs of W's products. Nothing is trained. NAME is
 a function without arguments that returns the stage and its inputs for one
 microbatch:
@@ -33,6 +15,22 @@ microbatch:
 Exit status: 0; 1 if the function or the stage's forward failed; 2 for a wrong
 command line.
 """
+
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+import zbpipe
+from zbpipe._cli.script import file_to_write, search_first
+
 SCHEMA = 1  # of --json
 
 

@@ -1,7 +1,23 @@
-"""python -m zbpipe leaks script.py ...: what a training script leaves behind step by step, and who holds it.
+"""Run a training script, and show the tensors and bytes that live after each of
+its steps, what grew, and who holds it.
 
-The script runs as if Python had been given it, and the end of each of its steps is seen from outside. During the steps
-that are watched the garbage collector is off, so that what only it would free counts as growth.
+A step is a call of the step() of a schedule of torch.distributed.pipelining;
+without any, an optimizer's. Where there are several, the first that steps
+counts. Where nothing steps, as in evaluation and inference, or where a step is
+something else, name a line of the script, the first in the body of its loop:
+whenever it is reached, a step has ended. The garbage collector is off while
+steps are watched, so that what only it would free counts as growth. Options
+come before the script:
+
+    python -m zbpipe leaks --steps 20 train.py --lr 1e-3
+    python -m zbpipe leaks --step-at serve.py:31 serve.py
+    torchrun --nproc-per-node 2 -m zbpipe leaks --error train.py
+
+Under torchrun there is one report over all ranks.
+
+Exit status: the script's own if that is not 0; 3 if something grew and --error
+is given, but not for a window that is not full yet; 4 if there were too few
+steps to tell; 2 for a wrong command line; else 0.
 """
 
 import argparse
@@ -16,27 +32,6 @@ from zbpipe.leaks._draw import refusal_of
 from zbpipe.leaks._grown import lines_of
 from zbpipe.leaks._growth import FEWEST, report_of
 
-DESCRIPTION = """\
-Run a training script, and show the tensors and bytes that live after each of
-its steps, what grew, and who holds it.
-
-A step is a call of the step() of a schedule of torch.distributed.pipelining;
-without any, an optimizer's. Where there are several, the first that steps
-counts. Where nothing steps, as in evaluation and inference, or where a step is
-something else, name a line of the script, the first in the body of its loop:
-whenever it is reached, a step has ended. The garbage collector is off while
-steps are watched. Options come before the script:
-
-    python -m zbpipe leaks --steps 20 train.py --lr 1e-3
-    python -m zbpipe leaks --step-at serve.py:31 serve.py
-    torchrun --nproc-per-node 2 -m zbpipe leaks --error train.py
-
-Under torchrun there is one report over all ranks.
-
-Exit status: the script's own if that is not 0; 3 if something grew and --error
-is given, but not for a window that is not full yet; 4 if there were too few
-steps to tell; 2 for a wrong command line; else 0.
-"""
 GREW, TOO_FEW = 3, 4  # exit statuses; 1 and others are the script's own, 2 is a wrong command line
 
 

@@ -103,11 +103,6 @@ def _numbered(ranks: list[int]) -> str:
 def _say(text: str, stdout: Any) -> None:
     """Print at once, so that ranks do not interleave; where the output was closed, on standard error."""
     for stream in filter(None, (stdout, sys.stderr)):
-        try:
-            stream.write(text + "\n")
-            stream.flush()
-        except BrokenPipeError:
-            raise
-        except (OSError, ValueError):
-            continue
-        return
+        with contextlib.suppress(OSError, ValueError):
+            print(text, file=stream, flush=True)
+            return

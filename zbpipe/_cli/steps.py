@@ -49,8 +49,8 @@ class Steps:
         self.found: list[Grown] = []  # what grew at the last look
         self.looked_at = 0
         self.steppers = 0  # schedules or optimizers that have stepped
-        self._stepper: Callable[[], Any] = lambda: None  # a weak reference to the one that counts
-        self._times: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # since the one's that counts
+        self._known, self._meanwhile = weakref.WeakSet[Any](), weakref.WeakSet[Any]()  # and since the one that counts
+        self._counted: Callable[[], Any] = lambda: None  # a weak reference to that
         if self.warmup == 0:
             self._begin_to_watch()
 
@@ -64,7 +64,7 @@ class Steps:
             if self._file:
                 for module in (sys, threading):
                     undo.callback(module.settrace, module.gettrace())
-                    module.settrace(self._at_call)
+                    module.settrace(self._trace)
             else:
                 hook = register_optimizer_step_post_hook(lambda optimizer, *_: self._end(OPTIMIZER, optimizer))
                 undo.callback(hook.remove)
@@ -75,15 +75,13 @@ class Steps:
                     owner.step = self._and_tell(owner.step)
             yield
 
-    def _at_call(self, frame: FrameType, event: str, argument: Any) -> Any:
-        """For sys.settrace: only the lines of the file are looked at."""
-        return self._at_line if self._real_path(frame.f_code.co_filename) == self._file else None
-
-    def _at_line(self, frame: FrameType, event: str, argument: Any) -> Any:
-        """A step ends whenever the line is about to run."""
+    def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
+        """For sys.settrace, and then for the lines of the file: a step ends whenever the line is about to run."""
+        if self._real_path(frame.f_code.co_filename) != self._file:
+            return None
         if event == "line" and frame.f_lineno == self._line:
             self._end(LINE)
-        return self._at_line
+        return self._trace
 
     def _and_tell(self, step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(step)
@@ -118,14 +116,14 @@ class Steps:
 
     def _counts(self, stepper: Any) -> bool:
         """Whether its steps count: those of the first, until that is gone or another has stepped twice meanwhile."""
-        self.steppers += stepper not in self._times
-        self._times[stepper] = self._times.get(stepper, 0) + 1
-        if self._stepper() is None or self._times[stepper] > 1:
-            self._stepper = weakref.ref(stepper)
-        if self._stepper() is not stepper:
+        self.steppers += stepper not in self._known
+        self._known.add(stepper)
+        if self._counted() is None or stepper in self._meanwhile:
+            self._counted = weakref.ref(stepper)
+        if self._counted() is not stepper:
+            self._meanwhile.add(stepper)
             return False
-        for other in self._times:
-            self._times[other] = 0
+        self._meanwhile.clear()
         return True
 
     def _look(self, growth: Growth) -> None:
