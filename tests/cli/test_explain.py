@@ -15,6 +15,7 @@ from zbpipe._cli import main
 
 PAGE = Path(__file__).parents[2] / "docs" / "command_line.md"
 MODEL = """
+import beside_the_model_of_a_test
 import torch
 from torch import nn
 
@@ -34,6 +35,7 @@ value = 3
 @pytest.fixture
 def model(tmp_path, monkeypatch):
     (tmp_path / "model_of_a_test.py").write_text(MODEL)
+    (tmp_path / "beside_the_model_of_a_test.py").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield tmp_path

@@ -241,7 +241,7 @@ def test_a_rank_that_ends_too_late_or_fails_prints_its_own(tmp_path, end, wait, 
 
 
 OF_PYTHON = """
-import pickle, sys
+import os, pickle, sys
 
 class Kept:
     def __del__(self):
@@ -249,20 +249,24 @@ class Kept:
 
 names = ("__name__", "__file__", "__package__", "__doc__")
 print([globals()[name] for name in names], "__cached__" in globals(), __spec__ and __spec__.name, __loader__ is not None)
-print(sys.argv, sys.path[0] and sys.path[0][-6:], pickle.loads(pickle.dumps(Kept)) is Kept)
+print(sys.argv, [os.path.realpath(entry) for entry in sys.path], pickle.loads(pickle.dumps(Kept)) is Kept)
 kept = Kept()
 print("ends", flush=True)
 """
 
 
-@pytest.mark.parametrize("given", [["script.py"], ["-m", "package"]], ids=["script", "module"])
-def test_a_script_runs_as_python_runs_it_and_its_globals_go_when_python_lets_them(given, tmp_path):
+@pytest.mark.parametrize("is_safe", [False, True], ids=["", "safe path"])
+@pytest.mark.parametrize("given", [["package/script.py"], ["-m", "package"]], ids=["script", "module"])
+def test_a_script_runs_as_python_runs_it_and_its_globals_go_when_python_lets_them(given, is_safe, tmp_path):
+    """PYTHONSAFEPATH came with Python 3.11; older ones do not heed it."""
     (tmp_path / "package").mkdir()
-    for name in ("script.py", "package/__init__.py", "package/__main__.py"):
-        (tmp_path / name).write_text("" if "init" in name else OF_PYTHON)
+    for name in ("script.py", "__init__.py", "__main__.py"):
+        (tmp_path / "package" / name).write_text("" if "init" in name else OF_PYTHON)
+    variables = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    variables |= {"PYTHONSAFEPATH": "1"} if is_safe else {}
 
     def lines(*before):
-        done = python(*before, *given, "an argument", cwd=tmp_path)
+        done = python(*before, *given, "an argument", cwd=tmp_path, **variables)
         return done.stdout.splitlines(), done.stderr, done.returncode
 
     (*expected, ends, gone), _, _ = lines()
