@@ -6,7 +6,7 @@ level of holders, no nodes.
 
 Large leaks are measured in processes of their own, on one thread: 20,000 cycles of a tensor each; 100,000 leaks over as
 many nodes, side by side and in one chain; one leak among 1,000,000 objects. The figures are seconds of processor time
-from the end of the block to the report's object, text, JSON and page; and the process's largest growth.
+from the end of the block to the report's object, text and page; and the process's largest growth.
 
     python benchmarks/leak_checks.py --tensors 5000 --json leaks.json
 """
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import json
 import multiprocessing
 import platform
 import resource
@@ -129,14 +128,10 @@ def large(case: str, count: int) -> list[Any]:
     report = check.report
     assert report
     with tempfile.TemporaryDirectory() as folder:
-        steps: list[Callable[[], Any]] = [
-            lambda: str(report),
-            lambda: json.dumps(report.as_dict()),
-            lambda: report.draw(Path(folder, "leaks.dot")),
-        ]
-        for step in steps:
-            step()
-            times.append(time.process_time())
+        str(report)
+        times.append(time.process_time())
+        report.draw(Path(folder, "leaks.dot"))
+        times.append(time.process_time())
     del kept
     seconds = [after - earlier for earlier, after in itertools.pairwise(times)]
     return [f"{count:,} {case}", len(report.leaks), *seconds, grew]
@@ -163,7 +158,7 @@ def main() -> None:
     print(table(["", "ms"], [[name, f"{result[name]:.1f}"] for name in times]))
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         rows = [pool.apply(large, item) for item in LARGE.items()]
-    header = ["", "leaks", "check", "text", "JSON", "picture", "MB"]
+    header = ["", "leaks", "check", "text", "picture", "MB"]
     print()
     shown = [[row[0], str(row[1]), *(f"{seconds:.2f}" for seconds in row[2:-1]), f"{row[-1]:.0f}"] for row in rows]
     print(table(header, shown))

@@ -308,7 +308,7 @@ def recorder() -> str:
 
 def leaks() -> str:
     measured = figures("leaks")
-    keys = ["check", "text", "JSON", "picture"]
+    keys = ["check", "text", "picture"]
     rows = [
         [of["case"], f"{of['leaks']:,}", *(f"{of[key]:.1f}" for key in keys), f"{of['MB']:.0f}"]
         for of in measured["large"]

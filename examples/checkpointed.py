@@ -2,13 +2,11 @@
 
     python examples/checkpointed.py          starts its two processes itself
     torchrun --nproc-per-node 2 examples/checkpointed.py
+    ZBPIPE_POLICY=checkpoint=recompute torchrun --nproc-per-node 2 examples/checkpointed.py
+    ZBPIPE_POLICY=checkpoint=input_pass torchrun --nproc-per-node 2 examples/checkpointed.py
 
-    torchrun --nproc-per-node 2 -m zbpipe memory examples/checkpointed.py
-    ZBPIPE_POLICY=checkpoint=recompute torchrun --nproc-per-node 2 -m zbpipe memory examples/checkpointed.py
-    ZBPIPE_POLICY=checkpoint=input_pass torchrun --nproc-per-node 2 -m zbpipe memory examples/checkpointed.py
-
-The last three print the memory of the second step, under each policy. The gradients of the first one are compared with
-those of the same model in one piece, without checkpointing.
+Prints the peak of each rank's last step, and the phase in which it is. The gradients of the first step are compared
+with those of the same model in one piece, without checkpointing.
 """
 
 import os
@@ -82,15 +80,20 @@ def train():
     zbpipe.patch()
     for step in range(STEPS):
         x, target = data(step)
-        schedule.step(*([x] if 0 in mine else []), **({"target": target} if STAGES - 1 in mine else {}))
+        with zbpipe.memory.record() as recording:
+            recording.watch(schedule)
+            schedule.step(*([x] if 0 in mine else []), **({"target": target} if STAGES - 1 in mine else {}))
         if step == 0:
             torch.testing.assert_close([weight.grad for weight in weights], wanted, rtol=1e-4, atol=1e-6)
         optimizer.step()
         optimizer.zero_grad()
 
-    dist.barrier()
+    highest = max(recording.phases, key=lambda phase: phase.peak)
+    peaks = [None] * dist.get_world_size()
+    dist.all_gather_object(peaks, f"rank {dist.get_rank()}: peak {highest.peak / 1e6:.3f} MB in {highest.label}")
     if 0 in mine:
         print("checkpointed stages: gradients equal those of the model in one piece, without checkpointing")
+        print(*peaks, sep="\n")
     dist.destroy_process_group()
 
 

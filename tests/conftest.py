@@ -36,7 +36,6 @@ SYSTEM = (
     "leaks/test_plugin.py",
     "leaks/test_threads.py",
     "leaks/test_verdict.py",
-    "memory/test_command.py",
     "memory/test_foreign_allocators.py",
     "memory/test_out_of_memory.py",
     "passes/test_exit.py",

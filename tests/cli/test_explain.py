@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,9 @@ from support.processes import environment
 import zbpipe
 from zbpipe._cli import main
 
+PAGE = Path(__file__).parents[2] / "docs" / "command_line.md"
 MODEL = """
+import beside_the_model_of_a_test
 import torch
 from torch import nn
 
@@ -32,6 +35,7 @@ value = 3
 @pytest.fixture
 def model(tmp_path, monkeypatch):
     (tmp_path / "model_of_a_test.py").write_text(MODEL)
+    (tmp_path / "beside_the_model_of_a_test.py").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield tmp_path
@@ -45,6 +49,8 @@ def test_a_stage_is_explained(model, capsys, where):
     assert said.startswith("W computes the gradients of 2 of 4 parameters in 2 groups: ")
     data = json.loads((model / "plan.json").read_text())
     assert {"schema": 1, "zbpipe": zbpipe.__version__, "what": f"{where}:stage", "groups": 2}.items() <= data.items()
+    said = PAGE.read_text().partition("`explain --json` writes")[2].partition("\n\n")[0]
+    assert data.keys() == set(re.findall(r"`(\w+)`", said))
     assert [(p["name"], p["runs_in"]) for p in data["parameters"]][2:] == [("1.weight", "W"), ("1.bias", "W")]
 
 

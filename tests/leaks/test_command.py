@@ -1,19 +1,14 @@
 """python -m zbpipe leaks, on small training scripts."""
 
-import json
 import os
-import py_compile
 import sys
-import zipfile
 
 import pytest
 import torch.distributed.pipelining
-from support.commands import running
 from support.processes import python
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
-import zbpipe
-from zbpipe._cli import main
+from zbpipe._cli import main, ranks
 from zbpipe.leaks import Growth
 
 TRAINING = """
@@ -39,12 +34,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
-    with running("leaks", tmp_path, monkeypatch, capsys) as run:
-        yield run
-
-
 # What makes the leak elsewhere, or the end.
 CYCLE = TRAINING.replace("history.append(torch.ones(1024) * loss.item())", "c = [torch.ones(1024)]; c.append(c)")
 AT_FIRST = TRAINING.replace("torch.optim.SGD", "torch.optim.Adam").replace("if leak:", "if leak and _ < 4:")
@@ -52,15 +41,13 @@ LOCAL = TRAINING.replace("history = []\n", "").replace("    for _", "    history
 CLEANED = TRAINING.replace("    train(int", "    try:\n        train(int").replace(
     '    print("the', '    finally:\n        print("cleaned up")\n    print("the'
 )
-MARKED = TRAINING.replace(
-    "        optimizer.zero_grad()\n", "        optimizer.zero_grad()\n        _ % 2 and zbpipe.leaks.step()\n"
-).replace("import torch\n", "import torch, zbpipe\n")
-FILES = ["--json", "grown.json", "--picture", "grown.dot"]
+# The picture goes where the command was given.
+ELSEWHERE = "    import os; os.mkdir('elsewhere'); os.chdir('elsewhere')\n"
 STEPS = "5 steps (Optimizer.step) after 2 of warm-up"
 
 # Script, its arguments, the command's options, exit status, what is said, what is not.
 RUNS = {
-    "growth": (TRAINING, "7 leak", "", 0, [STEPS, "history", "4096", "the script's end"], []),
+    "growth": (TRAINING + ELSEWHERE, "7 leak", "", 0, [STEPS, "history", "+1  +4096", "the script's end"], []),
     "growth is an error": (TRAINING, "7 leak", "--error", 3, ["history"], []),
     "no growth": (TRAINING, "7", "--error", 0, [STEPS, "nothing grew"], ["history"]),
     "what only the collector frees": (CYCLE, "7 leak", "--error", 3, [], []),
@@ -75,7 +62,6 @@ RUNS = {
         ["5 steps", "cleaned up"],
         ["the script's end"],
     ),
-    "a step of its own": (MARKED, "12", "", 0, ["4 steps (zbpipe.leaks.step()) after 2 of warm-up"], []),
     "no step": ("print(1)\n", "", "", 4, ["no step was seen"], []),
     "too few steps": (TRAINING, "2", "", 4, ["2 steps (Optimizer.step) were seen"], []),
     "the script's status": (TRAINING + "    sys.exit(7)\n", "6", "", 7, [], []),
@@ -87,23 +73,17 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run(name, run, tmp_path):
     source, arguments, options, expected, words, others = RUNS[name]
-    status, said = run(source, *arguments.split(), options=[*options.split(), *FILES])
+    status, said = run(source, *arguments.split(), options=[*options.split(), "--picture", "grown.dot"])
     assert status == expected, said
     assert [text for text in words if text not in said] == [] and [text for text in others if text in said] == []
     has_grown = " leak" in arguments and name != "growth while it warms up"
     assert (tmp_path / "grown.dot").exists() == has_grown
-    if (tmp_path / "grown.json").exists():
-        assert bool(json.loads((tmp_path / "grown.json").read_text())["grown"]["leaks"]) == has_grown
 
 
 def test_the_scripts_exception_passes_after_the_report(run, capsys):
     with pytest.raises(ZeroDivisionError):
         run(TRAINING + "    1 / 0\n", "6")
     assert "4 steps" in capsys.readouterr().out
-
-
-def test_the_marker_does_nothing_elsewhere():
-    assert zbpipe.leaks.step() is None
 
 
 SCHEDULE = """
@@ -138,6 +118,8 @@ def main():
         stages = [PipelineStage(net, i, 2, torch.device("cpu")) for i, net in enumerate(nets)]
         schedule = ScheduleZBVZeroBubble(stages, 8, loss_fn=loss, scale_grads=False)
         optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+        for optimizer in optimizers:
+            optimizer.step()  # before any schedule's
         with zbpipe.patch():
             Run().train(schedule, optimizers, 8, "leak" in sys.argv)
     finally:
@@ -150,7 +132,7 @@ main()
 @pytest.mark.parametrize("kept", [False, True])
 def test_schedules_steps_are_steps_and_losses_kept_by_their_caller_are_named(run, tmp_path, kept):
     status, said = run(SCHEDULE, str(tmp_path / "store"), *["leak"] * kept, options=["--error"])
-    assert "6 steps (Schedule.step) after 2 of warm-up" in said
+    assert "6 steps (Schedule.step) after 2 of warm-up\n" in said
     assert status == (3 if kept else 0) and ("attribute losses of Run" in said) == kept, said
 
 
@@ -163,30 +145,15 @@ def test_schedules_and_optimizers_are_torchs_own_afterwards(run):
     assert len(_global_optimizer_post_hooks) == hooks
 
 
-def test_the_numbers_go_where_the_command_was_given_though_the_script_goes_elsewhere(run, tmp_path):
-    (tmp_path / "elsewhere").mkdir()
-    source = TRAINING + "    import os\n    os.chdir('elsewhere')\n"
-    status, _ = run(source, "6", "leak", options=["--json", "grown.json"])
-    assert status == 0
-    data = json.loads((tmp_path / "grown.json").read_text())
-    assert [row["bytes"] - data["steps"][0]["bytes"] for row in data["steps"]] == [0, 4096, 8192, 12288]
-    assert [row["tensors"] - data["steps"][0]["tensors"] for row in data["steps"]] == [0, 1, 2, 3]
-    assert "history" in json.dumps(data["grown"])
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["absent.py"], "there is no file absent.py"),
-        (["--steps", "3", "x.py"], "it must be 4 or more"),
-        (["--warmup", "-1", "x.py"], "is not a number of steps"),
-        (
-            ["--picture", "x.gif", "train.py"],
-            "x.gif is no name of a picture; expected one that ends in .dot, .svg, .png",
-        ),
-        (["--picture", "absent/x.dot", "train.py"], "--picture absent/x.dot: there is no folder absent; make it"),
-        (["--json", "absent/x.json", "train.py"], "--json absent/x.json: there is no folder absent; make it first"),
-        (["--json", ".", "train.py"], "--json . is a folder; name a file in it"),
+        (["--steps", "3", "x.py"], "'3' is no number of steps; give 4 or more"),
+        (["--warmup", "-1", "x.py"], "'-1' is no number of steps; give 0 or more"),
+        (["--picture", "x.gif", "train.py"], "x.gif is no name of a picture; expected one that ends in .dot"),
+        (["--picture", "absent/x.dot", "train.py"], "absent/x.dot: there is no folder absent; make it first"),
+        (["--picture", ".", "train.py"], ". is a folder; name a file in it"),
         (["--picture", "x.png", "train.py"], "x.png needs Graphviz's program dot"),
     ],
 )
@@ -200,63 +167,81 @@ def test_bad_arguments_are_refused_before_the_script_runs(arguments, words, caps
     assert words in capsys.readouterr().err
 
 
-def on_two_ranks(folder, source, *arguments, command="leaks", options=(), setting=""):
+def on_two_ranks(folder, source, *arguments, options=(), setting=""):
     """What the command says of a script under torchrun; `setting` changes how its ranks wait for each other."""
     (folder / "train.py").write_text("import os\n" + source)
     (folder / "sitecustomize.py").write_text(f"import zbpipe._cli.ranks\n{setting}\n")
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "zbpipe", command)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "zbpipe", "leaks")
     path = os.pathsep.join([str(folder), *filter(None, sys.path)])
     return python(*torchrun, *options, "train.py", "6", *arguments, cwd=folder, OMP_NUM_THREADS="1", PYTHONPATH=path)
 
 
 @pytest.mark.dist
-def test_under_torchrun_one_report_tells_of_all_ranks(tmp_path):
+def test_under_torchrun_the_first_rank_tells_of_all(tmp_path):
     source = TRAINING.replace('"leak" in sys.argv', 'os.environ["RANK"] == "1"').replace(
         "torch.nn.Linear(16, 16)", "torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(16, 16))"
     )
-    start, end = (
-        "import torch.distributed as dist\ndist.init_process_group('gloo')\n",
-        "    dist.destroy_process_group()\n",
-    )
-    done = on_two_ranks(tmp_path, f"{start}{source}    del net, optimizer\n{end}", options=["--json", "grown.json"])
+    source = f"import torch.distributed as dist\ndist.init_process_group('gloo')\n{source}"
+    source += "    del net, optimizer\n    dist.destroy_process_group()\n"
+    done = on_two_ranks(tmp_path, source, options=["--picture", "grown.dot"])
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("zbpipe leaks: ranks 0 to 1 of 2\n") == 1
-    assert "ranks 0 to 1: 4 steps (Optimizer.step) after 2 of warm-up\n" in done.stdout
-    assert "\n0         4 " in done.stdout and done.stdout.count("grew, and is held by\n") == 1
-    assert (
-        "\n  rank 1: 2 tensors (8192 bytes) from steps 2 to 3, held by a list that was never cleared:\n"
-        "    >> module global __main__.history (" in done.stdout
-    )
-    for rank in (0, 1):
-        data = json.loads((tmp_path / f"grown.rank{rank}.json").read_text())
-        assert (data["schema"], data["rank"], data["world_size"], data["command"]) == (3, rank, 2, ["train.py", "6"])
-        assert bool(data["grown"]["leaks"]) == (rank == 1)
+    first, second = done.stdout.partition("rank 0 of 2:\n")[2].split("\n\nrank 1 of 2:\n")
+    for said, grown in ((first, "nothing grew"), (second, "    >> module global __main__.history (")):
+        assert said.startswith("zbpipe leaks: 4 steps (Optimizer.step) after 2 of warm-up\n") and grown in said
+    assert "\n  2 tensors (8192 bytes) from steps 2 to 3, held by a list that was never cleared:\n" in second
+    assert [path.name for path in tmp_path.glob("*.dot")] == ["grown.rank1.dot"]
+
+
+def test_what_ranks_say_alike_is_said_once(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    said = [f"head {n // 3}\n\ntable{'s' * n}\n\nnothing grew" for n in range(4)]
+    said += [f"head 0\n\ntable\n\ngrew {kind}" for kind in "abcdefghij"]
+    parts = ranks._text_of(dict(enumerate(said)), [14, 15]).split("\n\n")
+    assert parts[:3] == ["ranks 0 to 3 of 16, with the numbers of rank 0:\nhead 0", "table", "nothing grew"]
+    assert parts[3:-2:3] == [f"rank {n} of 16:\nhead 0" for n in range(4, 11)]
+    assert parts[-2:] == [
+        "ranks 11 to 13: 3 other reports",
+        "ranks 14 to 15: failed, or not ended in time; each prints its own report when it ends",
+    ]
+    assert ranks._text_of({0: said[0], 1: said[0]}, []).startswith("ranks 0 to 1 of 16:\n")
+
+
+def test_without_the_agents_store_a_rank_prints_its_own(run, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert "rank 1 of 2:\nzbpipe leaks: 4 steps" in run(TRAINING, "6")[1]
+
+
+LATE = "    if os.environ['RANK'] == '1':\n        import time; time.sleep(4)\n"
+FAILS = "    if os.environ['RANK'] == '{}':\n        raise KeyError('the script failed')\n"
 
 
 @pytest.mark.dist
-def test_a_rank_that_ends_too_late_for_the_first_prints_its_own(tmp_path):
-    late = "    if os.environ['RANK'] == '1':\n        import time; time.sleep(4)\n"
-    done = on_two_ranks(tmp_path, TRAINING + late, "leak", setting="zbpipe._cli.ranks.WAIT = 0.5")
-    assert done.returncode == 0, done.stderr
-    assert "rank 1: failed, or not ended in time; each prints its own report when it ends" in done.stdout
-    assert "zbpipe leaks: rank 0 of 2\n" in done.stdout and "zbpipe leaks: rank 1 of 2\n" in done.stdout
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize(("command", "options"), [("leaks", []), ("memory", ["--warmup", "20"])])
-@pytest.mark.parametrize("fails", [0, 1])
-def test_a_rank_that_fails_waits_for_nobody(tmp_path, command, options, fails):
-    """Others may wait for it to go, for as long as their group's timeout; here without end."""
-    end = f"    if os.environ['RANK'] == '{fails}':\n        raise KeyError('the script failed')\n"
-    # The rank that does not fail outlives torchrun's patience with it if it waits.
-    setting = "zbpipe._cli.ranks.WAIT = zbpipe._cli.ranks._PATIENCE = 10_000"
-    done = on_two_ranks(tmp_path, TRAINING + end, "leak", command=command, options=options, setting=setting)
-    assert done.returncode == 1 and "KeyError: 'the script failed'" in done.stderr
-    assert f"zbpipe {command}: rank {fails} of 2\n" in done.stdout
+@pytest.mark.parametrize(
+    ("end", "wait", "status", "printed"),
+    [
+        (
+            LATE,
+            0.5,
+            0,
+            ["rank 0 of 2:\n", "rank 1: failed, or not ended in time; each prints its own", "rank 1 of 2:\n"],
+        ),
+        # The rank that does not fail outlives torchrun's patience with it if it waits.
+        (FAILS.format(0), 10_000, 1, ["rank 0 of 2:\nzbpipe leaks: "]),
+        (FAILS.format(1), 10_000, 1, ["rank 1 of 2:\nzbpipe leaks: "]),
+    ],
+    ids=["late", "the first fails", "another fails"],
+)
+def test_a_rank_that_ends_too_late_or_fails_prints_its_own(tmp_path, end, wait, status, printed):
+    """One that fails waits for nobody: others may wait for it to go, for as long as their group's timeout."""
+    setting = f"zbpipe._cli.ranks.WAIT, zbpipe._cli.ranks._PATIENCE = {wait}, 10_000"
+    done = on_two_ranks(tmp_path, TRAINING + end, "leak", setting=setting)
+    assert done.returncode == status and ("KeyError: 'the script failed'" in done.stderr) == status, done.stderr
+    assert [words for words in printed if words not in done.stdout] == [], done.stdout
 
 
 OF_PYTHON = """
-import pickle, sys
+import os, pickle, sys
 
 class Kept:
     def __del__(self):
@@ -264,29 +249,24 @@ class Kept:
 
 names = ("__name__", "__file__", "__package__", "__doc__")
 print([globals()[name] for name in names], "__cached__" in globals(), __spec__ and __spec__.name, __loader__ is not None)
-print(sys.argv, sys.path[0] and sys.path[0][-6:], pickle.loads(pickle.dumps(Kept)) is Kept)
+print(sys.argv, [os.path.realpath(entry) for entry in sys.path], pickle.loads(pickle.dumps(Kept)) is Kept)
 kept = Kept()
 print("ends", flush=True)
 """
 
 
-@pytest.mark.parametrize("how", ["script", "module", "folder", "archive", "compiled"])
-def test_a_script_runs_as_python_runs_it_and_its_globals_go_when_python_lets_them(how, tmp_path):
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    (folder / "__init__.py").touch()
-    (folder / "__main__.py").write_text(OF_PYTHON)
-    (tmp_path / "script.py").write_text(OF_PYTHON)
-    py_compile.compile(str(tmp_path / "script.py"), cfile=str(tmp_path / "compiled.pyc"))
-    with zipfile.ZipFile(tmp_path / "archive.zip", "w") as archive:
-        archive.writestr("__main__.py", OF_PYTHON)
-    given = {
-        "script": ["script.py"], "module": ["-m", "folder"], "folder": ["folder"], "archive": ["archive.zip"],
-        "compiled": ["compiled.pyc"],
-    }[how]  # fmt: skip
+@pytest.mark.parametrize("is_safe", [False, True], ids=["", "safe path"])
+@pytest.mark.parametrize("given", [["package/script.py"], ["-m", "package"]], ids=["script", "module"])
+def test_a_script_runs_as_python_runs_it_and_its_globals_go_when_python_lets_them(given, is_safe, tmp_path):
+    """PYTHONSAFEPATH came with Python 3.11; older ones do not heed it."""
+    (tmp_path / "package").mkdir()
+    for name in ("script.py", "__init__.py", "__main__.py"):
+        (tmp_path / "package" / name).write_text("" if "init" in name else OF_PYTHON)
+    variables = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    variables |= {"PYTHONSAFEPATH": "1"} if is_safe else {}
 
     def lines(*before):
-        done = python(*before, *given, "an argument", cwd=tmp_path)
+        done = python(*before, *given, "an argument", cwd=tmp_path, **variables)
         return done.stdout.splitlines(), done.stderr, done.returncode
 
     (*expected, ends, gone), _, _ = lines()
@@ -294,9 +274,8 @@ def test_a_script_runs_as_python_runs_it_and_its_globals_go_when_python_lets_the
     assert status == 4, errors
     assert (ends, gone) == ("ends", "gone")
     assert said[:3] == [*expected, ends], errors
-    assert (
-        said[-1] == "gone" and "no step was seen" in said[3]
-    )  # the report is not lost, whatever goes wrong at the end
+    # The report is not lost, whatever goes wrong at the end.
+    assert said[-1] == "gone" and "no step was seen" in said[3]
 
 
 def test_many_alike_steps_are_one_row():

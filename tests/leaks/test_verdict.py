@@ -3,7 +3,6 @@
 import sys
 
 import pytest
-from support.commands import running
 from support.processes import python
 
 from zbpipe._cli import main
@@ -131,9 +130,8 @@ KINDS = {
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
-    with running("leaks", tmp_path, monkeypatch, capsys) as run:
-        yield lambda source, *options: run(source, options=["--error", *options])
+def run(run):
+    return lambda source, *options: run(source, options=["--error", *options])
 
 
 def script(setup, body, let_go="", steps=16):

@@ -148,3 +148,9 @@ def test_without_matplotlib_the_error_says_what_to_do(step, tmp_path, monkeypatc
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ModuleNotFoundError, match="pip install matplotlib"):
         step.plot(tmp_path / "a.png")
+
+
+def test_the_table_fits_80_columns():
+    with memory.record() as rec, rec.phase("a phase that somebody gave a very long name", microbatch=1023):
+        torch.ones(100_000_000 // 4)
+    assert "a phase that somebody gave a v…" in str(rec) and max(map(len, str(rec).splitlines())) <= 80

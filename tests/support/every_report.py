@@ -172,7 +172,7 @@ def leak_reports(zbpipe, folder):
     report = check.report
     said(report, "leaks")
     said(repr(report), "leaks, repr")
-    said(json.dumps(report.as_dict()), "leaks, JSON")
+    said(dataclasses.asdict(report), "leaks, data")
     report.draw(folder / "leaks.dot", max_leaks=50)
     for action in ("warn", "error"):
         with warnings.catch_warnings(record=True) as caught, contextlib.suppress(leaks.TensorLeakError):
@@ -249,8 +249,7 @@ def commands(folder):
     script.write_text(SCRIPT)
     argv = list(sys.argv)
     for command in (
-        ["leaks", "--json", str(folder / "grown.json"), str(script)],
-        ["memory", "--json", str(folder / "memory.json"), "--out", str(folder / "trace.json"), str(script)],
+        ["leaks", "--picture", str(folder / "grown.dot"), str(script)],
         ["explain", f"{script}:stage", "--json", str(folder / "explain.json")],
         ["doctor"],
     ):

@@ -1,11 +1,11 @@
-"""python -m zbpipe COMMAND, or zbpipe COMMAND"""
+"""python -m zbpipe COMMAND, or zbpipe COMMAND. A command's --help is its module's docstring."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from zbpipe._cli import doctor, explain, leaks, memory
+from zbpipe._cli import doctor, explain, leaks
 
 EPILOG = """\
 The passes themselves need no command: zbpipe.patch() in the script, or
@@ -16,7 +16,7 @@ ZBPIPE_PATCH=1 in the environment, gives them to torch's schedules.
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="zbpipe" if Path(sys.argv[0]).name == "zbpipe" else "python -m zbpipe",
-        description="What is installed, what waits for W, where memory goes, what leaks.\nEach has its --help.",
+        description="What is installed, what waits for W, what leaks.\nEach has its --help.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,  # the others wrap the version, which is one line
     )
@@ -26,13 +26,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("doctor", doctor, "say what is installed here, whether this torch is known, and whether all would work"),
         ("explain", explain, "say what of a stage's backward waits for W, and why the rest does not"),
         ("leaks", leaks, "run a training script and show what grows from step to step, and who holds it"),
-        ("memory", memory, "run a training script up to the end of one step, and show its memory phase by phase"),
     ):
         command.add_arguments(
             commands.add_parser(
                 name,
                 help=words,
-                description=command.DESCRIPTION,
+                description=command.__doc__,
                 formatter_class=argparse.RawDescriptionHelpFormatter,
             )
         )

@@ -1,4 +1,8 @@
-"""python -m zbpipe doctor: what zbpipe is, what it runs on, and whether everything would work here."""
+"""Says what zbpipe and torch are installed here, whether zbpipe knows this torch
+and every private part of it that it uses, whether ZBPIPE_PATCH=1 would patch a
+script that this Python runs, what is patched, and the policy. The exit status
+is 1 if something would not work, also where zbpipe cannot be imported.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +19,6 @@ from zbpipe._first_aid import find_numpy, line
 from zbpipe._patch.env import OFF, ON, RELEASE_OUTPUTS
 from zbpipe._torch import needs, probe
 from zbpipe._version import __version__
-
-DESCRIPTION = """\
-Says what zbpipe and torch are installed here, whether zbpipe knows this torch
-and every private part of it that it uses, whether ZBPIPE_PATCH=1 would patch a
-script that this Python runs, what is patched, and the policy. The exit status
-is 1 if something would not work, also where zbpipe cannot be imported.
-"""
 
 # Run in a fresh interpreter with ZBPIPE_PATCH=1, as a script that knows nothing of zbpipe.
 SCRIPT = """

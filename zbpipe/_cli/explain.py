@@ -1,4 +1,20 @@
-"""python -m zbpipe explain FILE.py:NAME: what waits for W in a stage, and why the rest does not."""
+"""Say, parameter by parameter, whether W or I computes its gradient and why, what
+is held from I to W, and the FLOPs of W's products. Nothing is trained. NAME is
+a function without arguments that returns the stage and its inputs for one
+microbatch:
+
+    def stage():
+        return Block(), torch.randn(64, 128)      # or a tuple of inputs
+
+    python -m zbpipe explain model.py:stage
+    python -m zbpipe explain mypackage.models:stage
+    ZBPIPE_POLICY=defer=all python -m zbpipe explain model.py:stage
+
+--first-stage: the inputs are data, and take no gradient.
+
+Exit status: 0; 1 if the function or the stage's forward failed; 2 for a wrong
+command line.
+"""
 
 import argparse
 import importlib
@@ -13,41 +29,19 @@ from typing import Any, NoReturn
 import torch
 
 import zbpipe
-from zbpipe._cli.arguments import refuse_files
-from zbpipe._cli.script import search_first
+from zbpipe._cli.script import file_to_write, search_first
 
-DESCRIPTION = """\
-Say, parameter by parameter, whether W or I computes its gradient and why, what
-is held from I to W, and the FLOPs of W's products. Nothing is trained. NAME is
-a function without arguments that returns the stage and its inputs for one
-microbatch:
-
-    def stage():
-        return Block(), torch.randn(64, 128)      # or a tuple of inputs
-
-    python -m zbpipe explain model.py:stage
-    python -m zbpipe explain mypackage.models:stage
-    ZBPIPE_POLICY=defer=all python -m zbpipe explain model.py:stage
-
---first-stage: the inputs are data, and take no gradient.
-"""
-EPILOG = """\
-exit status: 0; 1 if the function or the stage's forward failed; 2 for a wrong
-command line
-"""
 SCHEMA = 1  # of --json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EPILOG
     parser.add_argument("what", metavar="FILE.py:NAME", help="or PACKAGE.MODULE:NAME")
     parser.add_argument("--first-stage", action="store_true", help="the inputs take no gradient")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan to FILE")
+    parser.add_argument("--json", type=file_to_write, metavar="FILE", help="write the plan to FILE")
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(given: argparse.Namespace) -> int:
-    refuse_files(given, "json")
     module, inputs = _stage(given)
     plan = zbpipe.explain(module, inputs, first_stage=given.first_stage)
     print(plan)

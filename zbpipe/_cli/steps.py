@@ -1,9 +1,10 @@
-"""The ends of a script's steps, seen from outside."""
+"""The ends of a script's steps, seen from outside, and what lives after each."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import sys
 import threading
@@ -15,141 +16,132 @@ from typing import Any
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from zbpipe._torch.pipelining import has_backward
-from zbpipe.leaks import _listeners
+from zbpipe._torch.pipelining import has_backward, schedules_module
+from zbpipe.leaks import Growth
+from zbpipe.leaks._grown import Grown
+from zbpipe.leaks._growth import FEWEST
 
-# A later one is what the script means by a step.
-KINDS = ("Optimizer.step", "Schedule.step", "zbpipe.leaks.step()", "--step-at")
-OF_OPTIMIZER, OF_SCHEDULE, OF_MARKER, OF_LINE = range(4)  # places in KINDS
+OPTIMIZER, SCHEDULE, LINE = "Optimizer.step", "Schedule.step", "--step-at"
 
 
 class Steps:
-    """Counts a script's steps, and has :meth:`begin` called when the warm-up is over, :meth:`ended` after each later
-    step. What these do is a subclass's. ``line`` of a file is one where each visit ends a step."""
+    """Counts a script's steps, and looks at what lives after each later than the warm-up.
 
-    def __init__(self, warmup: int, steps: int | None, line: tuple[str, int] | None = None) -> None:
-        self.warmup = warmup
-        self.steps = steps
-        self.kind = -1
-        self.stepper: weakref.ref[Any] | None = None  # the schedule or optimizer that counts
-        self.steppers = 0  # that have stepped
-        self._times: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # since the one's that counts
-        self._line = line
-        self._is_file: dict[str, bool] = {}  # by the names of files, whether it is the line's
+    A visit of the ``line`` of a file ends a step. Without one a schedule's step() is a step; without any schedule, an
+    optimizer's. The script ends after ``most`` steps.
+    """
+
+    def __init__(self, warmup: int, most: int | None, line: tuple[str, int] | None) -> None:
+        self.warmup, self._most = warmup, most
+        self._file, self._line = line or ("", 0)
+        self._real_path = functools.cache(os.path.realpath)
         self._is_over = False
         self._process = os.getpid()
-        self._inside = threading.local()
         self._lock = threading.Lock()
-        self.restart()
+        self.growth: Growth | None = None
+        self._begin_to_count("")
 
-    def restart(self) -> None:
-        """Begin to count; what was counted before was no step."""
-        self.seen = 0
+    def _begin_to_count(self, kind: str) -> None:
+        """What was counted before was no step."""
+        if self.growth is not None:
+            self.growth.close()
+        self.kind, self.seen, self.growth = kind, 0, None
+        self.found: list[Grown] = []  # what grew at the last look
+        self.looked_at = 0
+        self.steppers = 0  # schedules or optimizers that have stepped
+        self._known, self._meanwhile = weakref.WeakSet[Any](), weakref.WeakSet[Any]()  # and since the one that counts
+        self._counted: Callable[[], Any] = lambda: None  # a weak reference to that
         if self.warmup == 0:
-            self.begin()
+            self._begin_to_watch()
 
-    def begin(self) -> None:
-        raise NotImplementedError
-
-    def ended(self, is_last: bool) -> None:
-        raise NotImplementedError
-
-    @property
-    def watched(self) -> int:
-        """Steps since the warm-up."""
-        return max(self.seen - self.warmup, 0)
+    def _begin_to_watch(self) -> None:
+        gc.collect()
+        self.growth = Growth()
 
     @contextlib.contextmanager
     def seen_from_outside(self) -> Iterator[None]:
         with contextlib.ExitStack() as undo:
-            hook = register_optimizer_step_post_hook(lambda optimizer, *_: self._end(OF_OPTIMIZER, optimizer))
-            undo.callback(hook.remove)
-            for owner in _classes_that_step():
-                undo.callback(setattr, owner, "step", owner.step)
-                owner.step = self._and_tell(owner.step)
-            marked = functools.partial(self._end, OF_MARKER, None)
-            _listeners.append(marked)
-            undo.callback(_listeners.remove, marked)
-            for module in (sys, threading) if self._line is not None else ():
-                undo.callback(module.settrace, module.gettrace())
-                module.settrace(self._at_call)
+            if self._file:
+                for module in (sys, threading):
+                    undo.callback(module.settrace, module.gettrace())
+                    module.settrace(self._trace)
+            else:
+                hook = register_optimizer_step_post_hook(lambda optimizer, *_: self._end(OPTIMIZER, optimizer))
+                undo.callback(hook.remove)
+                schedules = vars(schedules_module()).values() if dist.is_available() else ()
+                owners: list[Any] = [owner for owner in schedules if isinstance(owner, type) and "step" in vars(owner)]
+                for owner in owners:  # those that a script defines call one of these
+                    undo.callback(setattr, owner, "step", owner.step)
+                    owner.step = self._and_tell(owner.step)
             yield
 
-    def _at_call(self, frame: FrameType, event: str, argument: Any) -> Any:
-        """For sys.settrace: only the lines of the file are looked at."""
-        name = frame.f_code.co_filename
-        if name not in self._is_file:
-            self._is_file[name] = self._line is not None and os.path.realpath(name) == self._line[0]
-        return self._at_line if self._is_file[name] else None
-
-    def _at_line(self, frame: FrameType, event: str, argument: Any) -> Any:
-        """A step ends whenever the line is about to run."""
-        if event == "line" and self._line is not None and frame.f_lineno == self._line[1]:
-            self._end(OF_LINE, None)
-        return self._at_line
+    def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
+        """For sys.settrace, and then for the lines of the file: a step ends whenever the line is about to run."""
+        if self._real_path(frame.f_code.co_filename) != self._file:
+            return None
+        if event == "line" and frame.f_lineno == self._line:
+            self._end(LINE)
+        return self._trace
 
     def _and_tell(self, step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(step)
         def step_and_tell(schedule: Any, *args: Any, **kwargs: Any) -> Any:
-            outermost = not getattr(self._inside, "schedule", False)
-            self._inside.schedule = True
-            try:
-                result = step(schedule, *args, **kwargs)
-            finally:
-                if outermost:
-                    self._inside.schedule = False
-            if outermost and has_backward(schedule):  # eval() calls step() too
-                self._end(OF_SCHEDULE, schedule)
+            result = step(schedule, *args, **kwargs)
+            if has_backward(schedule):  # eval() calls step() too
+                self._end(SCHEDULE, schedule)
             return result
 
         return step_and_tell
 
-    def _end(self, kind: int, stepper: Any) -> None:
-        """A step of this kind has ended. Ends the script after the last one that is asked for, once: no ``except
-        Exception`` stops that, and ``finally`` and ``with`` blocks run."""
+    def _end(self, kind: str, stepper: Any = None) -> None:
+        """A step has ended. Ends the script after the last one that is asked for, once: no ``except Exception`` stops
+        that, and ``finally`` and ``with`` blocks run."""
         with self._lock:
-            if kind < self.kind or self._is_over or os.getpid() != self._process:
+            is_of_a_part = kind == OPTIMIZER and self.kind == SCHEDULE
+            if is_of_a_part or self._is_over or os.getpid() != self._process:
                 return
-            if kind > self.kind:
-                self.kind, self.stepper = kind, None
-                self.restart()
+            if kind != self.kind:
+                self._begin_to_count(kind)
             if stepper is not None and not self._counts(stepper):
                 return
             self.seen += 1
-            if self.seen <= self.warmup:
-                if self.seen == self.warmup:
-                    self.begin()
+            if self.seen == self.warmup:
+                self._begin_to_watch()
+            elif self.growth is not None:
+                self._is_over = self.seen - self.warmup == self._most
+                self._look(self.growth)
+            if not self._is_over:
                 return
-            self._is_over = self.steps is not None and self.seen >= self.warmup + self.steps
-            self.ended(self._is_over)
-        if self._is_over:
-            raise SystemExit(0)
+        raise SystemExit(0)
 
     def _counts(self, stepper: Any) -> bool:
         """Whether its steps count: those of the first, until that is gone or another has stepped twice meanwhile."""
-        self.steppers += stepper not in self._times
-        self._times[stepper] = self._times.get(stepper, 0) + 1
-        if self.stepper is None or self.stepper() is None or self._times[stepper] > 1:
-            self.stepper = weakref.ref(stepper)
-        if self.stepper() is not stepper:
+        self.steppers += stepper not in self._known
+        self._known.add(stepper)
+        if self._counted() is None or stepper in self._meanwhile:
+            self._counted = weakref.ref(stepper)
+        if self._counted() is not stepper:
+            self._meanwhile.add(stepper)
             return False
-        for other in self._times:
-            self._times[other] = 0
+        self._meanwhile.clear()
         return True
 
-    @property
-    def whose(self) -> str:
-        """Which of several optimizers' or schedules' steps were counted, in words."""
-        if self.steppers < 2 or self.kind not in (OF_OPTIMIZER, OF_SCHEDULE):
-            return ""
-        what = "optimizers" if self.kind == OF_OPTIMIZER else "schedules"
-        return f"; {self.steppers} {what} have stepped, and one's steps count"
+    def _look(self, growth: Growth) -> None:
+        growth.step()
+        watched = len(growth.counts)
+        # While the script's variables are there to be named; ever less often, for a search takes its time.
+        if self._is_over or growth.looked_at == watched >= max(FEWEST, 2 * self.looked_at):
+            self.found, self.looked_at = growth.grown(), watched
 
-
-def _classes_that_step() -> list[Any]:
-    """Schedules that have a step() of their own. Those that a script defines call one of these."""
-    if not dist.is_available():
-        return []
-    from torch.distributed.pipelining import schedules
-
-    return [c for c in vars(schedules).values() if isinstance(c, type) and "step" in vars(c)]
+    def judged(self) -> Growth | None:
+        """The counts, closed, when what was found is what still grows; None if there were too few steps to tell."""
+        growth = self.growth
+        if growth is None:
+            return None
+        watched = len(growth.counts)
+        if not growth.rising():
+            self.found, growth.filling, growth.cycles = [], [], []
+        elif watched >= FEWEST and not self.found and not growth.filling and self.looked_at < watched:
+            self.found, self.looked_at = growth.grown(), watched
+        growth.close()
+        return growth if watched >= FEWEST else None

@@ -10,7 +10,6 @@ a living tensor; :class:`Growth` of what piles up from step to step. Nothing is 
 """
 
 import importlib
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from zbpipe.leaks._check import Check, TensorLeakError, TensorLeakWarning, check_tensor_leak
@@ -32,22 +31,7 @@ __all__ = [
     "TensorLeakWarning",
     "check_tensor_leak",
     "find_holders",
-    "step",
 ]
-
-_listeners: list[Callable[[], None]] = []
-
-
-def step() -> None:
-    """Say that a step of a training script ends here.
-
-    For scripts whose steps are neither calls of a pipeline schedule nor of an optimizer, run with ``python -m zbpipe
-    leaks``; anywhere else it does nothing. Call it once per step, where what the step made has been let go of. Raises
-    nothing.
-    """
-    for listener in _listeners:
-        listener()
-
 
 if TYPE_CHECKING:
     from zbpipe.leaks.pytest_plugin import TensorLeaks as TensorLeaks

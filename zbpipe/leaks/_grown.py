@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from zbpipe.leaks._alike import Likeness, by_place, merged, plain
+from zbpipe.leaks._alike import Likeness, by_place, merged
 from zbpipe.leaks._results import Cycle, Leak, chain_lines
 from zbpipe.leaks._search import Found
-
-_SHOWN = {"grown": 10, "filling": 10, "cycles": 5}
-_TITLES = {
-    "grown": "grew, and is held by",
-    "filling": "grew, and may be a window that is not full yet",
-    "cycles": "reference cycles, which at most the collector opens",
-}
 
 
 @dataclass
@@ -65,6 +57,9 @@ class Grown:
         when = ", larger than any of earlier steps" if self.is_larger else when
         return f"{count} tensor{'s' * (count > 1)} ({self.bytes} bytes){when}{known}:"
 
+    def __str__(self) -> str:
+        return "\n    ".join([self.headline, *self.held_by])
+
 
 @dataclass
 class Member:
@@ -108,33 +103,16 @@ def _known(mark: int, found: list[Found], anew: str | None) -> str:
     return f"held by a {collection} that was never cleared" if is_item and len(found) > 1 else ""
 
 
-# ---- in words
-
-
-def told(grown: list[Grown], filling: list[Grown], cycles: list[Cycle]) -> dict[str, list[dict[str, Any]]]:
-    """What grew and who holds it, for json.dumps: a headline, lines and bytes each."""
-    of_cycles = [{"head": str(cycle), "lines": [], "bytes": cycle.bytes} for cycle in (cycles if grown else [])]
-    return {"grown": [*map(_told, grown)], "filling": [*map(_told, filling)], "cycles": of_cycles}
-
-
-def _told(group: Grown) -> dict[str, Any]:
-    return {"head": group.headline, "lines": group.held_by, "bytes": group.bytes}
-
-
-def lines_of(reports: dict[int, dict[str, Any]], numbered: Callable[[list[int]], str] | None = None) -> list[str]:
-    """What was :func:`told` on each rank, for people: what is alike on several once, with the ranks if they are
-    ``numbered``. Empty if nothing grew."""
+def lines_of(grown: list[Grown], filling: list[Grown], cycles: list[Cycle]) -> list[str]:
+    """What grew and who holds it, for people; empty if nothing grew."""
+    parts: tuple[tuple[str, Sequence[Grown | Cycle], int], ...] = (
+        ("grew, and is held by", grown, 10),
+        ("grew, and may be a window that is not full yet", filling, 10),
+        ("reference cycles, which at most the collector opens", cycles if grown else [], 5),
+    )
     lines: list[str] = []
-    for kind, most in _SHOWN.items():
-        alike: dict[tuple[str, ...], tuple[dict[str, Any], list[int]]] = {}
-        for rank, report in sorted(reports.items()):
-            for group in report[kind]:
-                key = (plain(group["head"]), *map(plain, group["lines"]))
-                alike.setdefault(key, (group, []))[1].append(rank)
-        found = sorted(alike.values(), key=lambda one: -one[0]["bytes"] * len(one[1]))
-        lines += [_TITLES[kind]] if found else []
-        for group, ranks in found[:most]:
-            each = f"{numbered(ranks)}{', each' if len(ranks) > 1 else ''}: " if numbered else ""
-            lines += [f"  {each}{group['head']}", *(f"    {line}" for line in group["lines"])]
-        lines += [f"  and {len(found) - most} more"] if len(found) > most else []
+    for title, things, most in parts:
+        lines += [title] if things else []
+        lines += [f"  {thing}" for thing in things[:most]]
+        lines += [f"  and {len(things) - most} more"] if len(things) > most else []
     return lines

@@ -34,7 +34,7 @@ from zbpipe import _C
 from zbpipe._formatting import table
 from zbpipe.leaks import _cuda
 from zbpipe.leaks._collector import collector
-from zbpipe.leaks._grown import Group, Grown, Member, groups_of, grown_of, lines_of, told
+from zbpipe.leaks._grown import Group, Grown, Member, groups_of, grown_of, lines_of
 from zbpipe.leaks._judge import Windows
 from zbpipe.leaks._report import Report
 from zbpipe.leaks._results import Cycle
@@ -227,7 +227,7 @@ class Growth:
 
     def table(self) -> str:
         """The counts after each step, and, until :meth:`close`, what grew and who holds it."""
-        lines = lines_of({0: told(self.grown(), self.filling, self.cycles)}) if self._end.alive else []
+        lines = lines_of(self.grown(), self.filling, self.cycles) if self._end.alive else []
         return "\n".join([self.counts_table(), *([""] if lines else []), *lines])
 
     def counts_table(self) -> str:
@@ -251,7 +251,7 @@ class Growth:
         return f"{said}\nautograd nodes: {', '.join(f'{count} after step {step}' for step, count in counted[-5:])}"
 
     def report(self) -> Report:
-        """What grew, as a report: for :meth:`Report.draw` and :meth:`Report.as_dict`.
+        """What grew, as a report: for :meth:`Report.draw`.
 
         Raises:
             RuntimeError: after :meth:`close`.

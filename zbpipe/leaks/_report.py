@@ -1,4 +1,4 @@
-"""What a check has found, for people, files and pictures."""
+"""What a check has found, for people and pictures."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import subprocess
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 from zbpipe._formatting import table
 from zbpipe.leaks._alike import grouped, merged, numbered
 from zbpipe.leaks._draw import ENDINGS, dot_of, refusal_of
-from zbpipe.leaks._results import COLLECTED, Cycle, Holder, Leak, chain_lines
+from zbpipe.leaks._results import COLLECTED, Cycle, Leak, chain_lines
 
-SCHEMA = 2  # of as_dict(); 1 had each chain's holders in the chain
 _COLUMNS = ("#", "tensor", "device", "fate", "created", "views", "bytes")
 SHOWN_LEAKS = 20  # in the table; more are counted
 SHOWN_GROUPS = 20  # of holders, and of cycles
@@ -21,7 +19,8 @@ SHOWN_GROUPS = 20  # of holders, and of cycles
 
 @dataclass
 class Report:
-    """What a check found. True if there are leaks; ``str()`` is the text for people.
+    """What a check found. True if there are leaks; ``str()`` is the text for people, ``dataclasses.asdict()`` that for
+    ``json.dumps``.
 
     ``leaks`` are sorted by bytes, the most first. ``cycles`` are those that they hang on, those that read alike as one.
     ``notes`` say, a line each, what outlived the check and is no leak: what hangs on a library's own cycles, autocast's
@@ -73,28 +72,6 @@ class Report:
     def _asides(self) -> str:
         notes = "".join(f"\n  no leak: {note}" for note in self.notes)
         return notes + "".join(f"\n  not seen: {what}" for what in self.unseen)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Everything, for ``json.dumps``: the attributes of the report, its leaks and cycles by their names.
-
-        ``holders`` has each holder once; ``chain``, ``blame`` and ``steps`` are places in it (``blame`` None without a
-        chain). ``schema`` is 2: another number means other keys.
-        """
-        places: dict[Holder, int] = {}
-
-        def places_of(chain: list[Holder]) -> list[int]:
-            return [places.setdefault(holder, len(places)) for holder in chain]
-
-        leaks, cycles = [], []
-        for leak in self.leaks:
-            chain = places_of(leak.chain)
-            data = {name: getattr(leak, name) for name in Leak.__slots__}
-            leaks.append({**data, "chain": chain, "blame": chain[leak.place_of_blame] if chain else None})
-        for cycle in self.cycles:
-            cycles.append({**{name: getattr(cycle, name) for name in Cycle.__slots__}, "steps": places_of(cycle.steps)})
-        others = {name: getattr(self, name) for name in ("bytes", "notes", "unseen", "visited")}
-        holders = [{name: getattr(holder, name) for name in Holder.__slots__} for holder in places]
-        return {"schema": SCHEMA, **others, "leaks": leaks, "cycles": cycles, "holders": holders}
 
     def draw(self, path: str | PathLike[str], max_leaks: int = 10) -> Path:
         """Draw the graph of the holders of the ``max_leaks`` largest leaks. Returns the path.

@@ -87,12 +87,6 @@ def _storages() -> object:
     return storages_now()
 
 
-def bytes_of_tensors(device: torch.device) -> int:
-    """Of all tensors' storages on a device, each once; without an index of all devices of its type."""
-    places = ((torch.device(place), size) for place, _, size, _ in _C.storage_spans(_storages()))
-    return sum(size for place, size in places if place.type == device.type and device.index in (None, place.index))
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that an allocator has no memory left."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
