@@ -23,8 +23,8 @@ class Model:
     def __init__(self):
         self.cache = []
 
-    def step(self, microbatch):
-        with memory.phase("forward", microbatch=microbatch):
+    def step(self, rec, microbatch):
+        with rec.phase("forward", microbatch=microbatch):
             activation = torch.ones(3000)
             self.cache.append(torch.ones(5000))
             torch.empty(TOO_MUCH)
@@ -52,7 +52,7 @@ def test_the_report_names_the_phase_the_line_what_lived_and_who_held_it(tmp_path
         monkeypatch.chdir("elsewhere")
         with rec.phase("step"):
             batch = torch.ones(10_000)
-            model.step(3)
+            model.step(rec, 3)
         return batch
 
     text, caught, rec = failed(tmp_path, run)

@@ -13,7 +13,7 @@ from typing import Any
 
 from zbpipe._formatting import Unit, in_words, table
 from zbpipe._version import __version__
-from zbpipe.memory._log import HeldMicrobatch, Phase
+from zbpipe.memory._log import Phase
 
 _AT_ONCE = 20_000  # pieces that one write takes
 _GZIP_LEVEL = 3  # a million events: 5.7 MB; 4.8 MB in 2.4 times the time at level 9
@@ -131,9 +131,3 @@ def phase_table(phases: Sequence[Phase]) -> str:
         sizes = [unit(size) for size in (p.live_begin, p.live_end, p.peak)]
         rows.append((short(p.label, 31), f"{(p.end_ns - p.begin_ns) / 1e6:.2f}", *sizes, str(p.allocations)))
     return table(header, rows)
-
-
-def held_table(held: Sequence[HeldMicrobatch]) -> str:
-    unit = Unit.of(max(h.bytes for h in held))
-    rows = [(*("" if n is None else str(n) for n in (h.stage, h.microbatch)), unit(h.bytes)) for h in held]
-    return table(("stage", "microbatch", f"held, {unit.name}"), rows, left=0)
