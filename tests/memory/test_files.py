@@ -11,9 +11,7 @@ import warnings
 
 import pytest
 import torch
-from torch import nn
 
-import zbpipe
 from zbpipe import memory
 from zbpipe.memory import _export  # how many rows are in memory at once, and what the picture is made of
 
@@ -22,18 +20,15 @@ MS = 1_000_000
 
 @pytest.fixture
 def step():
-    net = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Tanh(), nn.Linear(16, 16, bias=False))
     with memory.record():
         old = torch.ones(3)
     with memory.record() as rec:
         del old
         for k in range(2):
             with rec.phase("forward", microbatch=k):
-                x = torch.randn(8, 16, requires_grad=True)
-                y = net(x)
-            _, groups = zbpipe.stage_backward_input([y], [torch.ones_like(y)], [x], net.parameters())
-            del x, y
-            zbpipe.stage_backward_weight(net.parameters(), groups)
+                x = torch.ones(8, 16)
+            with rec.phase("I"):
+                del x
     return rec
 
 

@@ -11,8 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.nn.functional as F
+from bench.stages import Block, Experts
 from support.functions import Handing
 from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -89,21 +91,6 @@ def selective(m, x):
     return recomputed(m.f, x, context_fn=lambda: create_selective_checkpoint_contexts(choose))
 
 
-def moe(m, x):
-    scores = m.router(x).softmax(-1)
-    top, chosen = scores.topk(2, dim=-1)
-    out = torch.zeros_like(x)
-    for e, expert in enumerate((m.a, m.b, m.c)):
-        rows, place = (chosen == e).nonzero(as_tuple=True)
-        out = out.index_add(0, rows, expert(x[rows]) * top[rows, place].unsqueeze(-1))
-    return out
-
-
-def attention(m, x):
-    q, k, v = m.qkv(x).view(2, N // 2, 2, 3, D // 2).permute(3, 0, 2, 1, 4)
-    return m.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(N, D))
-
-
 def in_place(m, x):
     w = m.w.clone()
     w[0] = m.row * 2.0  # CopySlices, between the task and the weights
@@ -112,28 +99,16 @@ def in_place(m, x):
     return (h @ w).relu_() + m.b.view(1, -1)[:, torch.arange(D)]
 
 
-def autocast(m, x):
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return m.f(x).float()
+def within(context):
+    def forward(m, x):
+        with context():
+            return m.f(x).float()
+
+    return forward
 
 
-def kept_elsewhere(m, x):
-    with torch.autograd.graph.save_on_cpu():
-        return m.f(x)
-
-
-def of_list(m, x):
-    def pack(t):
-        return {"parts": [t.detach()[:1].clone(), t.detach()[1:].clone()]}
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda d: torch.cat(d["parts"])):
-        return m.f(x)
-
-
-def compiled(m, x):
-    if not hasattr(m, "run"):
-        m.run = zbpipe.compile(m.f, backend="aot_eager", dynamic=False)
-    return m.run(x)
+def in_parts(t):
+    return [t.detach()[:1].clone(), t.detach()[1:].clone()]
 
 
 def of(f, shape=(N, D)):
@@ -158,9 +133,9 @@ MODELS = {
         nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.GroupNorm(2, 4)), IMAGES
     ),
     "normed, not training": lambda: of(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval(), IMAGES),
-    "attention": lambda: Stage(attention, qkv=nn.Linear(D, 3 * D), out=nn.Linear(D, D)),
+    "attention": lambda: of(Block(D, heads=2), (2, N, D)),
     "transformer": lambda: of(nn.TransformerEncoderLayer(D, 2, 2 * D), (2, N, D)),
-    "experts": lambda: Stage(moe, router=nn.Linear(D, 3), a=mlp(), b=mlp(), c=mlp()),
+    "experts": lambda: of(Experts(D, experts=3)),
     "tied": lambda: Stage(lambda m, x: m.f(m.f(x).tanh()) @ m.f.weight, f=nn.Linear(D, D)),
     "checkpointed": lambda: Stage(lambda m, x: recomputed(m.b, recomputed(m.a, x)), a=mlp(), b=mlp()),
     "checkpointed, reentrant": lambda: Stage(
@@ -182,7 +157,7 @@ MODELS = {
         lambda m, x: torch.view_as_real((x + 0j) @ m.w).sum(-1), w=weight(D, D, dtype=torch.complex64)
     ),
     "bfloat16": lambda: Stage(lambda m, x: m.f(x.bfloat16()).float(), f=mlp().bfloat16()),
-    "autocast": lambda: Stage(autocast, f=mlp()),
+    "autocast": lambda: Stage(within(lambda: torch.autocast("cpu", dtype=torch.bfloat16)), f=mlp()),
     "views and writes in place": lambda: Stage(in_place, w=weight(D, D), row=weight(D), scale=weight(D), b=weight(D)),
     "weight norm": lambda: of(parametrizations.weight_norm(nn.Linear(D, D))),
     "spectral norm": lambda: of(parametrizations.spectral_norm(nn.Linear(D, D))),
@@ -199,9 +174,9 @@ MODELS = {
         b=weight(D, 2),
         frozen=weight(D, D).requires_grad_(False),
     ),
-    "compiled": lambda: Stage(compiled, f=nn.Sequential(mlp(), nn.LayerNorm(D))),
-    "packed": lambda: Stage(of_list, f=mlp()),
-    "offloaded": lambda: Stage(kept_elsewhere, f=nn.Sequential(mlp(), nn.LayerNorm(D))),
+    "compiled": lambda: of(zbpipe.compile(nn.Sequential(mlp(), nn.LayerNorm(D)), backend="aot_eager", dynamic=False)),
+    "packed": lambda: Stage(within(lambda: saved_tensors_hooks(in_parts, torch.cat)), f=mlp()),
+    "offloaded": lambda: Stage(within(save_on_cpu), f=nn.Sequential(mlp(), nn.LayerNorm(D))),
     "outputs without an input": lambda: Stage(lambda m, x: (m.f(x), m.g(torch.ones(N, D))), f=mlp(), g=mlp()),
 }
 PACKED = "what saved-tensor hooks (checkpointing, offloading) keep for W is not counted"
@@ -281,12 +256,13 @@ BY_HAND = {
     "a bias has its output gradient, which is the weight's, too": (
         MODELS["mlp"],
         {"matrix": X + WIDE, "output gradient": X + WIDE, "light gradient": 8 * D},
-        dict(
-            zip(
-                ("f.0.0.weight", "f.0.0.bias", "f.0.3.weight", "f.0.3.bias", "f.1.weight", "f.1.bias"),
-                ((X + WIDE, X), (WIDE, 0), (X + WIDE, WIDE), (X, 0), (4 * D, 4 * D), (4 * D, 4 * D)),
-            )
-        ),
+        {
+            **dict.fromkeys(("f.1.weight", "f.1.bias"), (4 * D, 4 * D)),
+            "f.0.0.weight": (X + WIDE, X),
+            "f.0.0.bias": (WIDE, 0),
+            "f.0.3.weight": (X + WIDE, WIDE),
+            "f.0.3.bias": (X, 0),
+        },
         {"f": 2 * (X + WIDE) + 8 * D, "f.0": 2 * (X + WIDE), "f.0.0": X + WIDE, "f.0.3": X + WIDE, "f.1": 8 * D},
     ),
     "two that read one X and one dY": (
@@ -404,7 +380,7 @@ def test_counting_unpacks_nothing_and_is_the_same_on_any_thread():
         return t
 
     net = MODELS["convolution"]()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+    with saved_tensors_hooks(lambda t: t, unpack):
         groups = groups_of(net)
     before = len(unpacked)
     held = memory.held(groups, net)

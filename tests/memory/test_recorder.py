@@ -293,23 +293,21 @@ def test_phases_nest_overlap_and_go_on_in_other_threads():
 def test_a_pass_that_ends_on_another_thread():
     """It must not hide all later passes of the thread on which it began, nor end those of the other thread."""
 
+    def end_within_another():
+        with rec.phase("W", microbatch=5):
+            first.__exit__(None, None, None)
+            with rec.phase("B"):
+                pass  # still within the thread's own
+
     with memory.record() as rec:
-        first = rec.phase("I", stage=1, microbatch=0)
+        first = rec.phase("I", microbatch=0)
         first.__enter__()
-        with rec.phase("W", stage=1, microbatch=9):
+        with rec.phase("W", microbatch=9):
             pass  # within the first: not marked
-
-        def end_within_another():
-            with rec.phase("W", stage=1, microbatch=5):
-                first.__exit__(None, None, None)
-                with rec.phase("B", stage=1, microbatch=6):
-                    pass  # still within the thread's own
-
         on_threads(end_within_another)
-        with rec.phase("W", stage=1, microbatch=0):
-            torch.ones(3)
-        with rec.phase("I", stage=1, microbatch=1):
-            torch.ones(3)
+        for kind, microbatch in (("W", 0), ("I", 1)):
+            with rec.phase(kind, microbatch=microbatch):
+                pass
     assert [(p.kind, p.microbatch) for p in rec.phases] == [("I", 0), ("W", 5), ("W", 0), ("I", 1)]
     assert rec.incomplete == ""
 

@@ -19,7 +19,7 @@ from zbpipe.memory._log import ALLOC, EVENT, FREE, FREE_OLDER
 
 
 class CudaLog:
-    """As ``_C.Recorder``, but read when it has stopped; ``unreadable`` says why it cannot be."""
+    """As ``_C.Recorder``, but to be read when it has stopped. ``unreadable`` says why it cannot be."""
 
     unreadable = "on CUDA a recording can be read when it is over; leave its with block first"
 
@@ -73,6 +73,7 @@ class CudaLog:
         blocks: dict[int, int] = {}  # bytes by address
         for (begin, at), end in zip(self._places, [*self._places[1:], None], strict=True):
             last = max(last, at)  # times are made to rise
+            # As Marks has them.
             mark = [last, len(self._events) // EVENT.size, self._live, self._live, 0, 0, 0, 0, 0]
             self._marks.append(mark)
             for entry in islice(rest, None if end is None else end[0] - begin):

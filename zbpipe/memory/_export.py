@@ -23,13 +23,11 @@ _POINTS = 4000  # of the curve, and of as many parts at most the highest level
 _MOST_ROWS = 12  # of kinds of phases; what is left shares one more
 _MS = 1e6
 
-Event = tuple[Any, ...]
-"""The fields of an :class:`zbpipe.memory.Allocation`."""
-
+Events = Iterable[tuple[Any, ...]]  # the fields of each Allocation
 Path = str | os.PathLike[str]
 
 
-def export(path: Path, device: str, phases: Sequence[Phase], events: Iterable[Event]) -> None:
+def export(path: Path, device: str, phases: Sequence[Phase], events: Events) -> None:
     """See :meth:`Recording.export`."""
     name = os.fspath(path)
     if not name.endswith((".json", ".json.gz")):
@@ -40,11 +38,16 @@ def export(path: Path, device: str, phases: Sequence[Phase], events: Iterable[Ev
             file.write("".join(pieces).encode())
 
 
-def _chrome_trace(device: str, phases: Sequence[Phase], events: Iterable[Event]) -> Iterator[str]:
+def _chrome_trace(device: str, phases: Sequence[Phase], events: Events) -> Iterator[str]:
     """The trace event format: a counter event per allocation, a complete event per phase; microseconds."""
     process = os.getpid()
     name = {"ph": "M", "name": "process_name", "pid": process, "args": {"name": f"zbpipe, memory of {device}"}}
-    yield '{"traceEvents": [' + ",\n".join(map(json.dumps, [name, *(_slice(phase, process) for phase in phases)]))
+    slices = [
+        {"ph": "X", "name": p.label, "cat": p.kind, "pid": process, "tid": p.thread, "ts": p.begin_ns / 1e3}
+        | {"dur": (p.end_ns - p.begin_ns) / 1e3, "args": asdict(p)}
+        for p in phases
+    ]
+    yield '{"traceEvents": [' + ",\n".join(map(json.dumps, [name, *slices]))
     # By hand: json.dumps of a dictionary takes six times as long.
     counter = json.dumps(f"live bytes, {device}")
     row = f',\n{{"ph":"C","name":{counter},"pid":{process},"ts":%d.%03d,"args":{{"bytes":%d}}}}'
@@ -56,12 +59,7 @@ def _chrome_trace(device: str, phases: Sequence[Phase], events: Iterable[Event])
     yield "],\n" + json.dumps(tail)[1:]
 
 
-def _slice(phase: Phase, process: int) -> dict[str, Any]:
-    named = {"ph": "X", "name": phase.label, "cat": phase.kind, "pid": process, "tid": phase.thread}
-    return {**named, "ts": phase.begin_ns / 1e3, "dur": (phase.end_ns - phase.begin_ns) / 1e3, "args": asdict(phase)}
-
-
-def draw(title: str, device: str, phases: Sequence[Phase], events: Iterable[Event], count: int) -> Any:
+def draw(title: str, device: str, phases: Sequence[Phase], events: Events, count: int) -> Any:
     """The picture: the curve of live bytes over ``count`` events, and above it the phases, a row for each kind. Without
     pyplot, which would choose a backend for the whole process."""
     try:
@@ -106,7 +104,7 @@ def draw(title: str, device: str, phases: Sequence[Phase], events: Iterable[Even
     return figure
 
 
-def curve(events: Iterable[Event], count: int) -> list[tuple[int, int]]:
+def curve(events: Events, count: int) -> list[tuple[int, int]]:
     """Times in ns and live bytes from (0, 0) on, thinned where there are many: of each part the highest level."""
     points, last = [(0, 0)], (0, 0)
     levels = ((time, live) for time, _, _, live, _, _ in events)

@@ -68,22 +68,12 @@ Marks = namedtuple("Marks", "time_ns events live peak allocated freed allocation
 """By a mark's number: its moment, the events before it, and from ``peak`` on what was seen from it to the next one."""
 
 
-def phase_of(marks: Marks, place: tuple[str, int | None, int | None], begin: int, end: int) -> Phase:
+def phase_of(marks: Marks, kind: str, stage: int | None, microbatch: int | None, begin: int, end: int) -> Phase:
     """The phase from one mark to another one."""
-    start, spans = marks.time_ns[0], slice(begin, end)
-    return Phase(
-        *place,
-        marks.thread[begin],
-        marks.time_ns[begin] - start,
-        marks.time_ns[end] - start,
-        marks.live[begin],
-        marks.live[end],
-        max(marks.peak[spans]),
-        sum(marks.allocated[spans]),
-        sum(marks.freed[spans]),
-        sum(marks.allocations[spans]),
-        sum(marks.frees[spans]),
-    )
+    times = {"begin_ns": marks.time_ns[begin] - marks.time_ns[0], "end_ns": marks.time_ns[end] - marks.time_ns[0]}
+    lives = {"live_begin": marks.live[begin], "live_end": marks.live[end], "peak": max(marks.peak[begin:end])}
+    sums = {name: sum(getattr(marks, name)[begin:end]) for name in ("allocated", "freed", "allocations", "frees")}
+    return Phase(kind, stage, microbatch, marks.thread[begin], **times, **lives, **sums)
 
 
 def events_of(log: Log) -> Iterator[tuple[Any, ...]]:

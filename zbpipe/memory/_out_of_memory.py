@@ -44,8 +44,8 @@ def _report(folder: Path, since: int, older: object, recording: Any, error: Base
         folder.mkdir(parents=True, exist_ok=True)
         with open(f"{stem}.txt", "w", encoding="utf-8") as file:
             file.write(f"{head}{_place_of(raised)}\n  {str(raised).partition(chr(10))[0]}\n")
-            time_ = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-            file.write(f"process {os.getpid()} on {socket.gethostname()}, rank {rank or 'unknown'}, {time_}\n")
+            when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+            file.write(f"process {os.getpid()} on {socket.gethostname()}, rank {rank or 'unknown'}, {when}\n")
             file.write(f"\n{recording}\n")
             file.flush()  # memory is short: the next part may fail
             file.write(f"\n{_holders(str(recording.device), since, older)}\n")
@@ -91,9 +91,8 @@ def bytes_of_tensors(device: torch.device) -> int:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that an allocator has no memory left."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OF_THE_CPU)
+    is_of_the_cpu = isinstance(error, RuntimeError) and any(words in str(error) for words in _OF_THE_CPU)
+    return is_of_the_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -59,7 +59,7 @@ class Recording:
         self._folder = None if folder is None else pathlib.Path(folder).absolute()  # the program may leave this one
         self._report: Callable[[Recording, BaseException | None], None] | None = None
         self._is_running = self._is_over = False
-        self._ended: list[tuple[tuple[str, int | None, int | None], int, int]] = []  # phases by their marks' numbers
+        self._ended: list[tuple[str, int | None, int | None, int, int]] = []  # phases, with their marks' numbers
         self._lost = 0  # marks, for want of memory
         self._in_pass: set[int] = set()  # threads
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -106,7 +106,7 @@ class Recording:
         """
         if not isinstance(kind, str):
             raise TypeError(f"kind is {argument(kind)}; expected the phase's name, and its number as microbatch=...")
-        place, is_pass, thread = (kind, stage, microbatch), kind in _PASSES, threading.get_ident()
+        is_pass, thread = kind in _PASSES, threading.get_ident()
         begin = None if is_pass and thread in self._in_pass else self._mark()
         if begin is None:
             yield
@@ -116,13 +116,13 @@ class Recording:
         try:
             yield
         except BaseException as error:
-            vars(error).setdefault(ENDED, label(*place))
+            vars(error).setdefault(ENDED, label(kind, stage, microbatch))
             raise
         finally:
             if is_pass:
                 self._in_pass.discard(thread)
             if (end := self._mark()) is not None:
-                self._ended.append((place, begin, end))
+                self._ended.append((kind, stage, microbatch, begin, end))
 
     def _mark(self) -> int | None:
         """The number of a mark that is made now, None outside of the recording."""
@@ -133,12 +133,12 @@ class Recording:
     def watch(self, stages: Any) -> None:
         """Marks each forward, I, W and whole backward of pipeline stages from now to the recording's end.
 
-        Calls of zbpipe's own functions are marked without being watched, unless a watched stage makes them.
+        Attributes of a stage hide the methods that a schedule calls meanwhile, and call what the stage's class has at
+        that time: zbpipe may be patched in and out. Other calls of zbpipe's own functions mark themselves.
 
         Args:
-            stages: a stage or a schedule of ``torch.distributed.pipelining``, or an iterable of them. Attributes of the
-                stage hide the methods that a schedule calls meanwhile, and call what the stage's class has at that
-                time: zbpipe may be patched in and out meanwhile. A stage that is watched already is watched once.
+            stages: a stage or a schedule of ``torch.distributed.pipelining``, or an iterable of them. A stage that is
+                watched already is watched once.
 
         Raises:
             TypeError: it is none of these.
@@ -197,7 +197,7 @@ class Recording:
     @property
     def phases(self) -> list[Phase]:
         """The phases that have ended, by their beginnings."""
-        ended, marks = sorted(self._ended, key=operator.itemgetter(1)), self._marks
+        ended, marks = sorted(self._ended, key=operator.itemgetter(3)), self._marks
         return [phase_of(marks, *phase) for phase in ended]
 
     # ---- the log
