@@ -3,8 +3,9 @@
 Names, signatures and results are those of torch's functions (as of torch 2.15): no caller has to change.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from zbpipe._stage import handover, scale
 ParamGroup = _C.ParamGroup
 Grads = tuple[torch.Tensor | None, ...]
 
-# Set by zbpipe.memory while it records: runs the passes in the place of _C, and whole backwards.
-observer: Any = None
+# Set by zbpipe.memory while it records: runs a pass, given "I", "W" or "B" (a whole backward), function and arguments.
+# Read once a pass, for a recording may end on another thread.
+observer: Callable[..., Any] | None = None
 
 
 def stage_backward_input(
@@ -62,7 +64,7 @@ def stage_backward_input(
         ``torch.distributed.pipelining._backward.stage_backward_input`` (pytorch/pytorch PR 132691), the B of "Zero
         Bubble Pipeline Parallelism" (Qi et al., 2023).
     """
-    run = (observer or _C).input_pass
+    run = _C.input_pass if (seen := observer) is None else partial(seen, "I", _C.input_pass)
     policy = handover.in_graph_of(get_policy())
     outputs: Any = stage_outputs_or_loss
     grads: Any = output_grads
@@ -134,7 +136,7 @@ def stage_backward_weight(
         ``torch.distributed.pipelining._backward.stage_backward_weight`` (pytorch/pytorch PR 132691), the W of "Zero
         Bubble Pipeline Parallelism" (Qi et al., 2023).
     """
-    run = (observer or _C).weight_pass
+    run = _C.weight_pass if (seen := observer) is None else partial(seen, "W", _C.weight_pass)
     policy = get_policy()
     if policy.main_grad:
         scale.check_main_grad()
@@ -211,8 +213,8 @@ def stage_backward(
             stage_output = [stage_output[i] for i in outputs_with_grads_idxs]
             output_grads = [output_grads[i] for i in outputs_with_grads_idxs]
         roots, root_grads = _flatten(stage_output, output_grads)
-        if recorder := observer:  # read once: a recording may end on another thread
-            recorder.backward(backward, roots, root_grads)
+        if seen := observer:
+            seen("B", backward, roots, root_grads)
         else:
             backward(roots, root_grads)
     except _EdgeWithoutGradient:

@@ -9,10 +9,6 @@ optimizer state are not, since they exist before the step.
 Tensors in the stages' receive buffers at the begin of the step are counted, too, until they are freed. For a neighbour
 on another rank torch keeps a buffer from step to step, and never frees it. For one on the same rank the buffer is the
 tensor of the step before, until this step replaces it. zbpipe has no buffers between steps.
-
-Stage 0 is left out of "held": the schedules do not split it (its I does nothing, its W is a whole backward). On torch's
-side inputs and gradients from another rank are left out, too: they lie in the buffers, whose bytes are in the peak. On
-zbpipe's side they are in both. So the ratio of "held" is in torch's favour.
 """
 
 from __future__ import annotations
@@ -43,7 +39,6 @@ class StepMemory:
     """
 
     peak: int = 0
-    held: int = 0
     kinds: list[str] = field(default_factory=list)
     position: list[float] = field(default_factory=list)
     live: list[int] = field(default_factory=list)
@@ -106,7 +101,7 @@ def read(recording: memory.Recording, standing: Mapping[int, int]) -> StepMemory
         (kind, (action.begin_ns - start) / 1e9, (action.end_ns - start) / 1e9)
         for kind, action in zip(kinds, actions, strict=True)
     ]
-    return StepMemory(max(level for _, level in levels), recording.held_peak, kinds, position, live, spans)
+    return StepMemory(max(level for _, level in levels), kinds, position, live, spans)
 
 
 def _levels(recording: memory.Recording, standing: Mapping[int, int]) -> Iterator[tuple[int, int]]:

@@ -64,11 +64,10 @@ def draw(results: Sequence[Result], config: Config) -> None:
         panels[1][0].set_ylim(0, highest / 1e6 * 1.06 or 1)
         panels[0][0].set_ylabel("loss, nats per byte")
         panels[1][0].set_ylabel("live bytes in one step, MB")
-        bars = lower.subplots(1, 4)
+        bars = lower.subplots(1, 3)
         _bars(bars[0], couples, "Step time, ms", lambda r: f"{r.seconds * 1e3:.0f}", lambda r: r.seconds * 1e3)
         _bars(bars[1], couples, "CPU time, ms", lambda r: f"{r.cpu_seconds * 1e3:.0f}", lambda r: r.cpu_seconds * 1e3)
-        _bars(bars[2], couples, "Held from I to W, MB", lambda r: f"{r.held / 1e6:.3g}", lambda r: r.held / 1e6)
-        _bars(bars[3], couples, "Peak, MB", lambda r: f"{r.peak / 1e6:.3g}", lambda r: r.peak / 1e6)
+        _bars(bars[2], couples, "Peak, MB", lambda r: f"{r.peak / 1e6:.3g}", lambda r: r.peak / 1e6)
         figure.savefig(config.out, format="png")
         plt.close(figure)
 

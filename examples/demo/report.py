@@ -31,13 +31,7 @@ gradients    of the first step, on the same weights: the largest difference in
 memory       counted from the allocator's events in one extra step, exact
              bytes, on the rank with the most: storages allocated since the
              step began (gradients, not weights), and tensors in receive
-             buffers when it began, until they are freed
-held I to W  bytes that live when I returns and are freed while W runs, over
-             all microbatches between I and W at one time, without stage 0,
-             which torch does not split. Inputs and gradients from another
-             rank count on zbpipe's side, which frees them in W. torch has
-             them in buffers that it never frees (they are in the peak): the
-             ratio is in torch's favour"""
+             buffers when it began, until they are freed"""
 
 
 @dataclass
@@ -71,11 +65,6 @@ class Result:
     def peak(self) -> int:
         """Bytes, on the rank with the most."""
         return max(memory.peak for memory in self.memory)
-
-    @property
-    def held(self) -> int:
-        """Bytes held between I and W, on the rank with the most."""
-        return max(memory.held for memory in self.memory)
 
 
 def combine(ranks: Sequence[Run]) -> Result:
@@ -142,14 +131,14 @@ def as_dict(results: Sequence[Result], config: Config) -> dict[str, Any]:
     """The figures as plain data.
 
     ``runs`` has an item per schedule and side: ``losses`` (nats per byte, per step), ``seconds`` and ``cpu_seconds`` (a
-    step's median), ``held`` and ``peak`` (bytes, of the rank with the most), ``from_ordinary`` and ``from_torch`` (the
-    largest relative difference of a gradient, null where it was not compared or is not finite) and ``error``. A value
-    that a failed run does not have is null. ``wrong`` lists the faults of zbpipe's side, a sentence each. ``schema`` is
-    3: another number means other keys.
+    step's median), ``peak`` (bytes, of the rank with the most), ``from_ordinary`` and ``from_torch`` (the largest
+    relative difference of a gradient, null where it was not compared or is not finite) and ``error``. A value that a
+    failed run does not have is null. ``wrong`` lists the faults of zbpipe's side, a sentence each. ``schema`` is 4:
+    another number means other keys.
     """
     return {
         "benchmark": "demo",
-        "schema": 3,
+        "schema": 4,
         "date": datetime.date.today().isoformat(),
         "torch": torch.__version__.partition("+")[0],
         "device": config.device,
@@ -169,7 +158,6 @@ def _run(result: Result) -> dict[str, Any]:
         "losses": result.losses,
         "seconds": result.seconds if whole else None,
         "cpu_seconds": result.cpu_seconds if whole else None,
-        "held": result.held if whole else None,
         "peak": result.peak if whole else None,
         "from_ordinary": _relative(result.from_ordinary),
         "from_torch": _relative(result.from_torch),
@@ -216,7 +204,6 @@ def table(theirs: Result, ours: Result) -> str:
         row("gradients: from an ordinary backward", lambda r: _apart(r.from_ordinary)),
         row("step time", lambda r: f"{r.seconds * 1e3:.0f} ms", lambda r: r.seconds),
         row("CPU time of a step, all ranks", lambda r: f"{r.cpu_seconds * 1e3:.0f} ms", lambda r: r.cpu_seconds),
-        row("memory held from I to W", lambda r: _megabytes(r.held), lambda r: r.held),
         row("memory, peak of the step", lambda r: _megabytes(r.peak), lambda r: r.peak),
     ]
     lines = [f"{name:<38}{torch_cell:>10}{zbpipe_cell:>12}{ratio:>8}" for name, torch_cell, zbpipe_cell, ratio in rows]

@@ -59,7 +59,7 @@ def test_another_measurement_makes_other_tables(project):
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [({"schema": 1}, "has schema 1, expected 3"), ({"wrong": ["ZBV: zbpipe failed"]}, "was wrong: ZBV: zbpipe failed")],
+    [({"schema": 1}, "has schema 1, expected 4"), ({"wrong": ["ZBV: zbpipe failed"]}, "was wrong: ZBV: zbpipe failed")],
 )
 def test_what_cannot_be_believed_is_refused(change, said, project):
     path = project / "benchmarks" / "results" / "demo-2.13.0.json"

@@ -1,38 +1,31 @@
 // CPU allocators of somebody else, for test_foreign_allocators.py. Called through ctypes.
 #include <cstdlib>
 #include <cstring>
-#include <map>
-#include <string>
 
 #include <c10/core/Allocator.h>
 
 namespace {
 
 c10::Allocator* previous = nullptr;
-long live = 0;  // blocks of ours that are not freed yet
+long live = 0;  // blocks of Own's that are not freed yet
 
-struct Copies : c10::Allocator {
-  void copy_data(void* dest, const void* src, std::size_t count) const override {
-    std::memcpy(dest, src, count);
-  }
-};
-
-/// Gives its blocks a context that is not their address, as allocators with headers of their own do.
-struct WithContext final : Copies {
-  struct Header {
-    void* data;
-  };
-  static void free_header(void* context) {
-    auto* header = static_cast<Header*>(context);
-    std::free(header->data);
-    delete header;
+/// Keeps to itself. Its blocks have a header, and a context that is not their address; or none, and raw deleters.
+struct Own final : c10::Allocator {
+  explicit Own(size_t header_bytes) : header(header_bytes) {}
+  static void free_block(void* context) {
+    std::free(context);
     --live;
   }
   c10::DataPtr allocate(size_t bytes) override {
     ++live;
-    auto* header = new Header{std::malloc(bytes)};
-    return {header->data, header, &free_header, c10::Device(c10::kCPU)};
+    char* context = static_cast<char*>(std::malloc(header + bytes));
+    return {context + header, context, &free_block, c10::Device(c10::kCPU)};
   }
+  c10::DeleterFnPtr raw_deleter() const override { return header == 0 ? &free_block : nullptr; }
+  void copy_data(void* dest, const void* src, std::size_t count) const override {
+    std::memcpy(dest, src, count);
+  }
+  size_t header;
 };
 
 /// Forwards to whatever was installed before it.
@@ -44,24 +37,9 @@ struct Chain final : c10::Allocator {
   }
 };
 
-/// Keeps to itself, and promises raw deleters.
-struct Raw final : Copies {
-  static void free_block(void* data) {
-    std::free(data);
-    --live;
-  }
-  c10::DataPtr allocate(size_t bytes) override {
-    ++live;
-    void* data = std::malloc(bytes);
-    return {data, data, &free_block, c10::Device(c10::kCPU)};
-  }
-  c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
-};
-
-WithContext with_context;
+Own with_context(64), raw(0), second_raw(0);
 Chain chain;
-Raw raw;
-Raw second_raw;
+c10::Allocator* const every[] = {&with_context, &raw, &second_raw, &chain};
 
 }  // namespace
 
@@ -69,11 +47,9 @@ extern "C" {
 
 long foreign_live() { return live; }
 
-void foreign_install(const char* kind) {
+void foreign_install(int number) {
   previous = c10::GetAllocator(c10::kCPU);
-  const std::map<std::string, c10::Allocator*> by_kind = {
-      {"context", &with_context}, {"chain", &chain}, {"raw", &raw}, {"second raw", &second_raw}};
-  c10::SetAllocator(c10::kCPU, by_kind.at(kind));
+  c10::SetAllocator(c10::kCPU, every[number]);
 }
 
 void foreign_restore() { c10::SetAllocator(c10::kCPU, previous); }

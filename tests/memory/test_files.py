@@ -11,10 +11,7 @@ import warnings
 
 import pytest
 import torch
-from support.recording_by_hand import ByHand
-from torch import nn
 
-import zbpipe
 from zbpipe import memory
 from zbpipe.memory import _export  # how many rows are in memory at once, and what the picture is made of
 
@@ -23,23 +20,20 @@ MS = 1_000_000
 
 @pytest.fixture
 def step():
-    net = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Tanh(), nn.Linear(16, 16, bias=False))
     with memory.record():
         old = torch.ones(3)
     with memory.record() as rec:
         del old
         for k in range(2):
             with rec.phase("forward", microbatch=k):
-                x = torch.randn(8, 16, requires_grad=True)
-                y = net(x)
-            _, groups = zbpipe.stage_backward_input([y], [torch.ones_like(y)], [x], net.parameters())
-            del x, y
-            zbpipe.stage_backward_weight(net.parameters(), groups)
+                x = torch.ones(8, 16)
+            with rec.phase("I"):
+                del x
     return rec
 
 
 def test_chrome_trace(step, tmp_path):
-    assert step.older_frees == (1, 12)
+    assert [event.bytes for event in step.events() if event.older] == [-12]
     for name, load in (("a.json", open), ("a.json.gz", gzip.open)):
         step.export(tmp_path / name)
         with load(tmp_path / name, "rt") as file:
@@ -57,14 +51,10 @@ def test_chrome_trace(step, tmp_path):
 def test_a_recording_is_written_piece_by_piece(monkeypatch, tmp_path):
     """Never a million rows at once: the most that is joined for a write is bounded."""
     monkeypatch.setattr(_export, "_AT_ONCE", 100)
-    hand = ByHand()
-    with hand.recording as rec:
-        for i in range(20_000):
-            hand.change(i, i + 1, 8)
     for name in ("a.json", "a.json.gz"):
         gc.collect()
         tracemalloc.start()
-        rec.export(tmp_path / name)
+        _export.export(tmp_path / name, "cpu", [], ((i, i + 1, 8, 8 * i, 1, False) for i in range(20_000)))
         most = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert most < 20_000 * 40 + 500_000, name
@@ -116,19 +106,13 @@ def test_the_picture_has_a_row_for_each_kind_of_phase_and_bears_any_name():
     axis goes from the first to the last thing that happened."""
     pytest.importorskip("matplotlib")
     odd = ["x" * 300, "two\nlines", "$a$ and $b", "_hidden", *(f"number {i} of many" for i in range(30))]
-    phases = [("forward", 70 * MS, 80 * MS), ("I", 81 * MS, 90 * MS), ("forward", 91 * MS, 92 * MS)]
-    phases += [(kind, (93 + i) * MS, (94 + i) * MS) for i, kind in enumerate(odd)]
-    hand = ByHand()
-    turns = [(76 * MS, hand.change, 76 * MS, 1, 3_200_000), (199 * MS, hand.change, 199 * MS, 2, 400)]
-    for kind, begin, end in phases:
-        phase = hand.recording.phase(kind)
-        turns += [(begin, phase.__enter__), (end, phase.__exit__, None, None, None)]
+    spans = [("forward", 70, 80), ("I", 81, 90), ("forward", 91, 92)]
+    spans += [(kind, 93 + i, 94 + i) for i, kind in enumerate(odd)]
+    phases = [memory.Phase(kind, None, None, 1, begin * MS, end * MS, *[0] * 7) for kind, begin, end in spans]
+    events = [(76 * MS, 1, 3_200_000, 3_200_000, 1, False), (199 * MS, 2, 400, 3_200_400, 1, False)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with hand.recording as rec:
-            for hand.now, turn, *arguments in sorted(turns, key=lambda turn: turn[0]):
-                turn(*arguments)
-        figure = _export.draw("$x$ " * 50, "cpu", rec.phases, rec.events(), 2)
+        figure = _export.draw("$x$ " * 50, "cpu", phases, events, 2)
         figure.canvas.draw()
     strip, axes = figure.axes
     rows = [label.get_text() for label in strip.get_yticklabels()]

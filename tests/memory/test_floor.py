@@ -147,13 +147,60 @@ every_stage = pytest.mark.parametrize(
 )
 
 
+SMALL, LARGE = 1024 * 256 * 4, 1024 * 1024 * 4  # bytes of a [1024, 256] and of a [1024, 1024] tensor
+
+
 def test_the_watcher_by_hand():
-    """One block of the MLP: X and dY of two products, four times [1024, 256 or 1024], less the caller's x."""
+    """One block of the MLP: X and dY of two products, less the caller's x."""
     stage = STAGES["mlp"](blocks=1)
     x, grad = torch.randn(stage.shape), torch.randn(stage.shape)
-    small, large = 1024 * 256 * 4, 1024 * 1024 * 4
-    assert ordinary(stage, x, grad).floor == 2 * large + small
-    assert ordinary(STAGES["transformer"](), *2 * [torch.randn(1, 1024, 256)]).floor == 4 * (16 * small + 4096) - small
+    assert ordinary(stage, x, grad).floor == 2 * LARGE + SMALL
+    assert ordinary(STAGES["transformer"](), *2 * [torch.randn(1, 1024, 256)]).floor == 4 * (16 * SMALL + 4096) - SMALL
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_every_byte_by_hand(fused):
+    """Of each phase the live bytes at its beginning, the peak, and at its end."""
+    net = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))
+    x, grad = torch.randn(1024, 256, requires_grad=True), torch.randn(1024, 256)
+    with zbpipe.policy(fused=fused), memory.record() as rec:
+        for _ in range(2):
+            with rec.phase("forward"):
+                y = net(x)
+            groups = zbpipe.stage_backward_input([y], [grad], [x], net.parameters())[1]
+            del y
+            x.grad = None
+            zbpipe.stage_backward_weight(net.parameters(), groups)
+            del groups
+    forward, i, w, forward_again, i_again, w_again = [(p.live_begin, p.peak, p.live_end) for p in rec.phases]
+    # What goes into GELU and what comes out of it stay for the backward; the output is the third.
+    assert forward == (0, 2 * LARGE + SMALL, 2 * LARGE + SMALL)
+    # GELU's backward has its two tensors, its output's gradient and its input's; then only its output (X of the second
+    # product), its input's gradient (dY of the first), the stage's output and the gradient of its input.
+    assert i == (2 * LARGE + SMALL, 4 * LARGE + SMALL + START, 2 * LARGE + 2 * SMALL)
+    # Held: GELU's output and its input's gradient. The last layer's gradients come first; then GELU's output goes.
+    bias, grads = 256 * 4, 2 * SMALL + (1024 + 256) * 4
+    assert w == (2 * LARGE, 2 * LARGE + SMALL + bias, grads)
+    assert (forward_again, i_again) == tuple(tuple(grads + level for level in phase) for phase in (forward, i))
+    # Now products are added to the gradients that are there, each whole, as in an ordinary backward; or only a bias is
+    # summed apart.
+    assert w_again == (grads + 2 * LARGE, grads + 2 * LARGE + (bias if fused else SMALL), grads)
+
+
+@pytest.mark.parametrize("choice", ["keep", "recompute"])
+def test_checkpointed_microbatches_in_flight_are_each_kept_or_each_packed(choice):
+    stage = STAGES["mlp"](blocks=1, checkpointed=True)
+    # Packed: without GELU's output, which the region's input stands for.
+    each = LARGE + SMALL + (LARGE if choice == "keep" else torch.get_rng_state().nbytes)
+    xs, grad = [torch.randn(stage.shape) for _ in range(3)], torch.randn(stage.shape)
+    with zbpipe.policy(checkpoint=choice), memory.record() as rec:
+        groups = []
+        for count, x in enumerate(xs, start=1):
+            groups.append(input_pass(stage, x, grad))
+            assert rec.live == count * each
+        for left in (2, 1, 0):
+            zbpipe.stage_backward_weight(stage.parameters(), groups.pop(0))
+            assert rec.live - grads_of(stage) == left * each
 
 
 @every_stage
@@ -175,20 +222,6 @@ def test_a_step_holds_the_floor_and_takes_no_more_than_it_must(kind, checkpointe
         assert w.peak <= reference.floor + new + max(largest, reference.kernel), "again" if again else "first"
         assert w.live_end == rec.live == new, "W gives all back"
         assert stage.computed == (1 + checkpointed) * len(stage.blocks), "each block once more, in I"
-
-
-@every_stage
-def test_two_microbatches_in_flight(kind, checkpointed):
-    stage, x, grad = make(kind, checkpointed)
-    other = x + 0.5
-    floors = [reference_of(kind, checkpointed).floor, ordinary(stage, other, grad).floor]
-    with memory.record() as rec, zbpipe.policy(checkpoint="keep"):
-        groups = [input_pass(stage, value, grad) for value in (x, other)]
-        assert rec.live == sum(floors)
-        zbpipe.stage_backward_weight(stage.parameters(), groups.pop())
-        assert rec.live == floors[0] + grads_of(stage)
-        zbpipe.stage_backward_weight(stage.parameters(), groups.pop())
-        assert rec.live == grads_of(stage)
 
 
 @pytest.mark.parametrize("kind", STAGES)

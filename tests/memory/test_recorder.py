@@ -10,15 +10,13 @@ from itertools import accumulate
 import pytest
 import torch
 from support.processes import in_own_process
-from support.recording_by_hand import ByHand
 from torch.profiler import ProfilerActivity, profile
 
 from zbpipe import memory
-from zbpipe._formatting import in_words  # how tables say bytes
 
 
 def of(recording):
-    return recording.live, recording.peak, recording.allocated, recording.freed, recording.allocations
+    return recording.live, recording.peak, recording.allocated, recording.allocations
 
 
 def on_threads(*functions):
@@ -34,22 +32,22 @@ def test_every_block_is_counted_once():
     with memory.record() as rec:
         a = torch.empty(100)
         address = a.data_ptr()
-        assert of(rec) == (400, 400, 400, 0, 1)
+        assert of(rec) == (400, 400, 400, 1)
         b = torch.empty(3, 5, dtype=torch.float64)
-        assert of(rec) == (520, 520, 520, 0, 2)
+        assert of(rec) == (520, 520, 520, 2)
         views = [a.view(10, 10).t(), a[2:], a.detach(), a.expand(2, 100), torch.empty(0), torch.empty(0, 5)]
-        assert of(rec) == (520, 520, 520, 0, 2)
+        assert of(rec) == (520, 520, 520, 2)
         del a, views
-        assert of(rec) == (120, 520, 520, 400, 2)
+        assert of(rec) == (120, 520, 520, 2)
         c = b + b
-        assert of(rec) == (240, 520, 640, 400, 3)
+        assert of(rec) == (240, 520, 640, 3)
         for size in (45, 35):
             c.resize_(size)
-            assert of(rec) == (120 + 8 * 45, 600, 640 + 8 * 45, 520, 4)
+            assert of(rec) == (120 + 8 * 45, 600, 640 + 8 * 45, 4)
         c.untyped_storage().resize_(0)
-        assert of(rec) == (120, 600, 1000, 880, 4)
+        assert of(rec) == (120, 600, 1000, 4)
     del b, c
-    assert of(rec) == (120, 600, 1000, 880, 4), "what comes after the recording is not in it"
+    assert of(rec) == (120, 600, 1000, 4), "what comes after the recording is not in it"
     first, _, third, *_ = events = list(rec.events())
     changes = [400, 120, -400, 120, 360, -120, -360]
     assert [(event.bytes, event.live) for event in events] == [*zip(changes, accumulate(changes), strict=True)]
@@ -70,7 +68,7 @@ def test_older_storages_that_grow():
         by_out.resize_(0)
         with memory.record() as rec:
             by_resize.resize_(20)
-            assert of(rec) == (80, 80, 80, 0, 1)
+            assert of(rec) == (80, 80, 80, 1)
             torch.add(torch.ones(1000), 1, out=by_out)
             unsharded.untyped_storage().resize_(4000)
             alone.resize_(100)
@@ -101,15 +99,16 @@ def test_recordings_that_follow_nest_and_overlap_count_for_themselves():
     c = torch.empty(30)
     inner.__exit__(None, None, None)
     torch.empty(40)
-    assert (of(first), first.older_frees) == ((4020, 4020, 4020, 0, 2), (0, 0))
-    assert (of(outer), outer.older_frees) == ((80, 120, 120, 40, 2), (1, 20))
-    assert (of(inner), inner.older_frees) == ((200, 200, 200, 0, 2), (2, 60))
+    expected = [((4020, 4020, 4020, 2), []), ((80, 120, 120, 2), [-20]), ((200, 200, 200, 2), [-40, -20])]
+    for rec, (counts, older) in zip((first, outer, inner), expected, strict=True):
+        assert of(rec) == counts
+        assert [event.bytes for event in rec.events() if event.older] == older
     del b, c, kept
 
 
 def test_a_recording_is_entered_once_and_says_nothing_before(tmp_path):
     rec = memory.record()
-    names = ("peak", "live", "older_frees", "incomplete", "phases", "held", "held_peak")
+    names = ("peak", "live", "incomplete", "phases")
     for use in (*(lambda name=name: getattr(rec, name) for name in names), rec.events, lambda: rec.export("x.json")):
         with pytest.raises(RuntimeError, match="has not been entered yet"):
             use()
@@ -132,7 +131,7 @@ def test_an_exception_or_the_last_reference_ends_a_recording():
     log.start()
     kept = torch.empty(20)
     del log, kept
-    assert of(rec) == (40, 40, 40, 0, 1)
+    assert of(rec) == (40, 40, 40, 1)
     assert [p.label for p in rec.phases] == ["broken"]
     with memory.record() as again:
         torch.empty(1)
@@ -168,7 +167,7 @@ def test_all_threads_are_seen_and_blocks_may_die_on_another():
         assert rec.live == 40 + threads * 400
         handed_over.clear()
     freed = 4 * sum(1 + (i * seed) % 7 for seed in range(1, threads + 1) for i in range(count)) + threads * 400
-    assert (rec.live, rec.allocated, rec.freed) == (40, freed + 40, freed)
+    assert (rec.live, rec.allocated) == (40, freed + 40)
     assert rec.allocations == threads * (count + 1) + 1
     assert len({event.thread for event in rec.events()}) == 1 + threads
     del mine
@@ -239,11 +238,11 @@ def test_without_a_whole_log_the_counters_and_phases_are_exact(most, words):
                 torch.empty(2)
         with pytest.raises(RuntimeError, match="still runs"):
             rec.events()
-    assert of(rec) == (0, 8, 80, 80, 10)
+    assert of(rec) == (0, 8, 80, 10)
     assert [p.peak for p in rec.phases] == [8] * 10
     assert rec.incomplete == ("15 events did not fit into the log (max_events=5)" if most else "")
     assert ("incomplete" in str(rec)) == bool(most)
-    for use in (lambda: rec.held, rec.events, lambda: rec.export("x.json"), lambda: rec.plot("x.png")):
+    for use in (rec.events, lambda: rec.export("x.json"), lambda: rec.plot("x.png")):
         with pytest.raises(RuntimeError, match=words):
             use()
 
@@ -294,130 +293,45 @@ def test_phases_nest_overlap_and_go_on_in_other_threads():
 def test_a_pass_that_ends_on_another_thread():
     """It must not hide all later passes of the thread on which it began, nor end those of the other thread."""
 
+    def end_within_another():
+        with rec.phase("W", microbatch=5):
+            first.__exit__(None, None, None)
+            with rec.phase("B"):
+                pass  # still within the thread's own
+
     with memory.record() as rec:
-        first = rec.phase("I", stage=1, microbatch=0)
+        first = rec.phase("I", microbatch=0)
         first.__enter__()
-        with rec.phase("W", stage=1, microbatch=9):
+        with rec.phase("W", microbatch=9):
             pass  # within the first: not marked
-
-        def end_within_another():
-            with rec.phase("W", stage=1, microbatch=5):
-                first.__exit__(None, None, None)
-                with rec.phase("B", stage=1, microbatch=6):
-                    pass  # still within the thread's own
-
         on_threads(end_within_another)
-        with rec.phase("W", stage=1, microbatch=0):
-            torch.ones(3)
-        with rec.phase("I", stage=1, microbatch=1):
-            torch.ones(3)
+        for kind, microbatch in (("W", 0), ("I", 1)):
+            with rec.phase(kind, microbatch=microbatch):
+                pass
     assert [(p.kind, p.microbatch) for p in rec.phases] == [("I", 0), ("W", 5), ("W", 0), ("I", 1)]
     assert rec.incomplete == ""
 
 
-def test_phases_are_read_while_it_runs_and_marked_in_all_that_run():
-    with memory.phase("nobody looks"):
-        pass
-    with memory.record() as a, memory.record() as b:
-        with memory.phase("both", microbatch=1):
+def test_phases_are_read_while_it_runs():
+    with memory.record() as rec:
+        with rec.phase("early", microbatch=1):
             torch.empty(1)
-        late = a.phase("late")
+        late = rec.phase("late")
         late.__enter__()
-        assert [p.label for p in a.phases] == [p.label for p in b.phases] == ["both microbatch 1"]
+        assert [p.label for p in rec.phases] == ["early microbatch 1"]
     late.__exit__(None, None, None)
-    with a.phase("too late"):
+    with rec.phase("too late"):
         pass
-    assert [p.kind for p in a.phases] == ["both"], "what outlasts the recording is left out"
-    assert str(a)
+    assert [p.kind for p in rec.phases] == ["early"], "what outlasts the recording is left out"
 
 
 @pytest.mark.parametrize("kind", [3, None, torch.ones(1)])
 def test_a_phase_that_has_no_name_is_refused(kind):
     """A step's number was taken, and then nothing of the recording could be printed."""
-    with memory.record() as rec:
-        for phase in (rec.phase, memory.phase):
-            with pytest.raises(TypeError, match="expected the phase's name, and its number as microbatch="):
-                phase(kind)
-    assert str(rec).startswith("cpu: peak 0 bytes")
-
-
-def play(hand, steps):
-    """Blocks are handed out ("+A", bytes) and taken back ("-A", bytes of an older one); phases have steps within."""
-    for what, *more in steps:
-        hand.now += 1
-        if what[0] == "+":
-            hand.change(hand.now, ord(what[1]), *more)
-        elif what[0] == "-":
-            hand.change(hand.now, ord(what[1]), -sum(more))
-        else:
-            stage, microbatch, *within = more
-            with hand.recording.phase(what, stage=stage, microbatch=microbatch):
-                play(hand, within)
-
-
-A, B, C, D, E, F = ((f"-{block}",) for block in "ABCDEF")
-
-
-@pytest.mark.parametrize(
-    ("steps", "held", "most"),
-    [
-        pytest.param(
-            [
-                *(("+A", 100), ("+B", 1000), ("+C", 10)),  # for microbatch 0, for I, for microbatch 1
-                *(("I", 1, 0, B, ("+E", 5000)), E, ("I", 1, 1)),
-                ("W", 1, 0, ("+F", 300), F, A, ("-G", 77)),  # its own, what is held, an older one
-                *(("W", 1, 1, C), ("W", 2, 1, ("+F", 1))),  # and one whose I was not recorded
-            ],
-            *([(1, 0, 100), (1, 1, 10)], 110),
-            id="live when I returned, and freed by W",
-        ),
-        pytest.param(
-            [(*step, A) if step[0] == "W" else step for n in (8, 16) for step in (("+A", n), ("I", 1, 0), ("W", 1, 0))],
-            *([(1, 0, 8), (1, 0, 16)], 16),
-            id="the same microbatch again is another one",
-        ),
-        pytest.param(
-            [
-                *(("+A", 1), ("forward", 1, 0, ("+B", 100)), ("forward", 1, 1, ("+C", 1000))),
-                ("forward", 2, 0, ("+D", 20)),  # handed over on the rank: what stage 1 gives, stage 2 has
-                *(("I", 1, 1, ("+E", 30_000)), ("step", None, 1, ("+F", 400_000))),  # no pass: nobody knows whose
-                *(("I", 1, 0), ("W", 1, 0, A, B, C, D, E, F), ("W", 1, 1)),
-            ],
-            *([(1, 1, 0), (1, 0, 400_121)], 400_121),
-            id="not what another microbatch's send frees meanwhile",
-        ),
-    ],
-)
-def test_held_from_i_to_w_by_hand(steps, held, most):
-    hand = ByHand()
-    with hand.recording as rec:
-        play(hand, steps)
-    assert [(h.stage, h.microbatch, h.bytes) for h in rec.held] == held
-    assert rec.held_peak == most
-    assert f"at most {in_words(most)} at once" in str(rec)
-    assert rec.older_frees == ((1, 77) if ("+B", 1000) in steps else (0, 0))
-
-
-def test_held_goes_by_the_thread_that_a_microbatch_ran_on():
-    """Another microbatch's forward on another thread does not claim what this thread hands out meanwhile."""
-    kept = []
-
-    def forward_of_another():
-        with rec.phase("forward", stage=1, microbatch=1):
-            kept.append(torch.empty(1000))
-            both.wait()
-            both.wait()
-
-    both = threading.Barrier(2)
-    with memory.record() as rec:
-        thread = threading.Thread(target=forward_of_another)
-        thread.start()
-        both.wait()
-        kept.append(torch.empty(10))
-        both.wait()
-        thread.join()
-        with rec.phase("I", stage=1, microbatch=0):
+    with memory.record() as rec:  # noqa: SIM117
+        with (
+            pytest.raises(TypeError, match="expected the phase's name, and its number as microbatch="),
+            rec.phase(kind),
+        ):
             pass
-        with rec.phase("W", stage=1, microbatch=0):
-            kept.clear()
-    assert [(h.microbatch, h.bytes) for h in rec.held] == [(0, 40)]
+    assert str(rec).startswith("cpu: peak 0 bytes")

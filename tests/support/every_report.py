@@ -123,7 +123,7 @@ def refusals(zbpipe):
         lambda: zbpipe.memory.record(x),
         lambda: zbpipe.memory.record(max_events=x),
         lambda: zbpipe.memory.held([Kept(x)]),
-        lambda: zbpipe.memory.phase(x),
+        lambda: zbpipe.memory.record().phase(x).__enter__(),
         lambda: leaks.check_tensor_leak(action=[x]),
         lambda: leaks.check_tensor_leak(device=[x]),
         lambda: leaks.check_tensor_leak(allow=[Kept(x), object()]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,11 +20,6 @@ def end_history() -> None:
     torch.cuda.memory._record_memory_history(None)
 
 
-def on_out_of_memory(tell: Callable[[int, int, int, int], None]) -> None:
-    """Calls ``tell``, for good, before the allocator raises: with the device, and bytes asked for, in all, and free."""
-    torch._C._cuda_attach_out_of_memory_observer(tell)  # type: ignore[attr-defined]
-
-
 def event_count(device: int) -> int:
     """How many blocks have been handed out and given back so far."""
     count = torch._C._cuda_memoryStats(device)["allocation"]["all"]
@@ -38,7 +32,7 @@ def segments() -> list[dict[str, Any]]:
     return found
 
 
-def history() -> list[list[dict[str, Any]]]:
-    """What the allocator has recorded, by device."""
-    found: list[list[dict[str, Any]]] = torch.cuda.memory._snapshot()["device_traces"]
+def history(device: int) -> list[dict[str, Any]]:
+    """What the allocator has recorded of a device."""
+    found: list[dict[str, Any]] = torch.cuda.memory._snapshot()["device_traces"][device]
     return found

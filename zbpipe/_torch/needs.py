@@ -85,7 +85,7 @@ def _callables(owner: str, names: str) -> tuple[Thing, ...]:
     return tuple(Thing(_join(owner, name), "callable") for name in names.split())
 
 
-_OF_CUDA_BUILDS = _callables("torch._C", "_cuda_isHistoryEnabled _cuda_memoryStats _cuda_attach_out_of_memory_observer")
+_OF_CUDA_BUILDS = _callables("torch._C", "_cuda_isHistoryEnabled _cuda_memoryStats")
 _PASSES = {
     "stage_backward": "stage_output output_grads input_values outputs_with_grads_idxs",
     "stage_backward_input": "stage_outputs_or_loss output_grads input_values weights",

@@ -8,20 +8,16 @@ Nothing is sampled, and nothing that is watched is kept alive.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-
 import torch
 
 from zbpipe import _C
 from zbpipe.memory._cuda import CudaLog
 from zbpipe.memory._export import Path
 from zbpipe.memory._held import Held, HeldStorage, ParameterRow, held
-from zbpipe.memory._log import Allocation, HeldMicrobatch, Phase
-from zbpipe.memory._phases import PhaseContext, running
+from zbpipe.memory._log import Allocation, Phase
 from zbpipe.memory._recording import Recording
 
-__all__ = ["Allocation", "Held", "HeldMicrobatch", "HeldStorage", "ParameterRow", "Phase", "Recording"]
-__all__ += ["held", "phase", "record"]
+__all__ = ["Allocation", "Held", "HeldStorage", "ParameterRow", "Phase", "Recording", "held", "record"]
 
 
 def record(
@@ -31,7 +27,7 @@ def record(
 
     Recordings may nest and overlap on several threads; each sees all. Nothing is sampled, no tensor is kept. On the
     CPU an allocator of zbpipe's stands in front of torch's meanwhile (csrc/instruments/shim/zbp_tap.h says how, and
-    what it does not see); on CUDA torch's own allocator history is used: one that is on already is read, and left on.
+    what it does not see); on CUDA torch's own allocator history is used, which serves one recording at a time.
     Entering looks once at all objects that Python's collector knows, for storages that may grow. A forked child
     inherits the recording, and counts for itself alone.
 
@@ -62,19 +58,3 @@ def record(
         raise ValueError(f"device is {place}; memory can be recorded on cpu and cuda")
     log: CudaLog | _C.Recorder = _C.Recorder(max_events) if place.type == "cpu" else CudaLog(place, max_events)
     return Recording(log, getattr(log, "device", place), max_events, on_out_of_memory)
-
-
-def phase(kind: str, *, stage: int | None = None, microbatch: int | None = None) -> AbstractContextManager[None]:
-    """Marks a phase in every recording that runs; costs next to nothing when none does. See :meth:`Recording.phase`.
-
-    Args:
-        kind: the phase's name; "I" and "W" of the same stage and microbatch are paired for ``held``.
-        stage, microbatch: whose phase it is, None if it is nobody's.
-
-    Returns:
-        A context manager, which gives nothing.
-
-    Source:
-        ``torch.profiler.record_function``, for recordings.
-    """
-    return PhaseContext(running.recordings, kind, stage, microbatch)

@@ -13,7 +13,7 @@ from typing import Any
 
 from zbpipe._formatting import Unit, in_words, table
 from zbpipe._version import __version__
-from zbpipe.memory._log import HeldMicrobatch, Phase
+from zbpipe.memory._log import Phase
 
 _AT_ONCE = 20_000  # pieces that one write takes
 _GZIP_LEVEL = 3  # a million events: 5.7 MB; 4.8 MB in 2.4 times the time at level 9
@@ -23,13 +23,11 @@ _POINTS = 4000  # of the curve, and of as many parts at most the highest level
 _MOST_ROWS = 12  # of kinds of phases; what is left shares one more
 _MS = 1e6
 
-Event = tuple[Any, ...]
-"""The fields of an :class:`zbpipe.memory.Allocation`."""
-
+Events = Iterable[tuple[Any, ...]]  # the fields of each Allocation
 Path = str | os.PathLike[str]
 
 
-def export(path: Path, device: str, phases: Sequence[Phase], events: Iterable[Event]) -> None:
+def export(path: Path, device: str, phases: Sequence[Phase], events: Events) -> None:
     """See :meth:`Recording.export`."""
     name = os.fspath(path)
     if not name.endswith((".json", ".json.gz")):
@@ -40,11 +38,16 @@ def export(path: Path, device: str, phases: Sequence[Phase], events: Iterable[Ev
             file.write("".join(pieces).encode())
 
 
-def _chrome_trace(device: str, phases: Sequence[Phase], events: Iterable[Event]) -> Iterator[str]:
+def _chrome_trace(device: str, phases: Sequence[Phase], events: Events) -> Iterator[str]:
     """The trace event format: a counter event per allocation, a complete event per phase; microseconds."""
     process = os.getpid()
     name = {"ph": "M", "name": "process_name", "pid": process, "args": {"name": f"zbpipe, memory of {device}"}}
-    yield '{"traceEvents": [' + ",\n".join(map(json.dumps, [name, *(_slice(phase, process) for phase in phases)]))
+    slices = [
+        {"ph": "X", "name": p.label, "cat": p.kind, "pid": process, "tid": p.thread, "ts": p.begin_ns / 1e3}
+        | {"dur": (p.end_ns - p.begin_ns) / 1e3, "args": asdict(p)}
+        for p in phases
+    ]
+    yield '{"traceEvents": [' + ",\n".join(map(json.dumps, [name, *slices]))
     # By hand: json.dumps of a dictionary takes six times as long.
     counter = json.dumps(f"live bytes, {device}")
     row = f',\n{{"ph":"C","name":{counter},"pid":{process},"ts":%d.%03d,"args":{{"bytes":%d}}}}'
@@ -56,12 +59,7 @@ def _chrome_trace(device: str, phases: Sequence[Phase], events: Iterable[Event])
     yield "],\n" + json.dumps(tail)[1:]
 
 
-def _slice(phase: Phase, process: int) -> dict[str, Any]:
-    named = {"ph": "X", "name": phase.label, "cat": phase.kind, "pid": process, "tid": phase.thread}
-    return {**named, "ts": phase.begin_ns / 1e3, "dur": (phase.end_ns - phase.begin_ns) / 1e3, "args": asdict(phase)}
-
-
-def draw(title: str, device: str, phases: Sequence[Phase], events: Iterable[Event], count: int) -> Any:
+def draw(title: str, device: str, phases: Sequence[Phase], events: Events, count: int) -> Any:
     """The picture: the curve of live bytes over ``count`` events, and above it the phases, a row for each kind. Without
     pyplot, which would choose a backend for the whole process."""
     try:
@@ -106,7 +104,7 @@ def draw(title: str, device: str, phases: Sequence[Phase], events: Iterable[Even
     return figure
 
 
-def curve(events: Iterable[Event], count: int) -> list[tuple[int, int]]:
+def curve(events: Events, count: int) -> list[tuple[int, int]]:
     """Times in ns and live bytes from (0, 0) on, thinned where there are many: of each part the highest level."""
     points, last = [(0, 0)], (0, 0)
     levels = ((time, live) for time, _, _, live, _, _ in events)
@@ -131,9 +129,3 @@ def phase_table(phases: Sequence[Phase]) -> str:
         sizes = [unit(size) for size in (p.live_begin, p.live_end, p.peak)]
         rows.append((short(p.label, 31), f"{(p.end_ns - p.begin_ns) / 1e6:.2f}", *sizes, str(p.allocations)))
     return table(header, rows)
-
-
-def held_table(held: Sequence[HeldMicrobatch]) -> str:
-    unit = Unit.of(max(h.bytes for h in held))
-    rows = [(*("" if n is None else str(n) for n in (h.stage, h.microbatch)), unit(h.bytes)) for h in held]
-    return table(("stage", "microbatch", f"held, {unit.name}"), rows, left=0)

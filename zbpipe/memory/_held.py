@@ -19,7 +19,7 @@ saved-tensor hooks keep to be unpacked in W, as a checkpointed region its input:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -94,20 +94,18 @@ class Held:
 
         A parameter under several names counts for each module that has one.
         """
-        sums: Counter[str] = Counter()
-        for storage in self.storages:
-            names = {name for parameter in storage.parameters for name in self._names.get(parameter, ())}
-            for module in {module for name in names for module in _modules_of(name)}:
-                sums[module] += storage.bytes
-        return dict(sorted(sums.items()))
+
+        def modules(storage: HeldStorage) -> Iterator[str]:
+            for name in (name for parameter in storage.parameters for name in self._names.get(parameter, ())):
+                # "" and "a", "a.b" for "a.b.weight".
+                yield from accumulate(["", *name.split(".")[:-1]], lambda outer, inner: f"{outer}.{inner}".lstrip("."))
+
+        return dict(sorted(_sums(self.storages, modules).items()))
 
     @property
     def by_role(self) -> dict[str, int]:
         """Bytes by role; a storage in several roles counts under all of them, joined by " + "."""
-        sums: Counter[str] = Counter()
-        for storage in self.storages:
-            sums[" + ".join(storage.roles)] += storage.bytes
-        return dict(sums.most_common())
+        return dict(_sums(self.storages, lambda storage: [" + ".join(storage.roles)]).most_common())
 
     def __str__(self) -> str:
         spent = f", {self.spent} of them spent" if self.spent else ""
@@ -171,11 +169,8 @@ def held(groups: ParamGroup | Iterable[Any], module: torch.nn.Module | None = No
     if parts.pop(0, None):
         incomplete["tensors without a storage of their own, such as sparse ones, are not counted"] = None
     storages = [_merged(those) for place, those in parts.items() if place not in alive]
-    every, alone = Counter[str](), Counter[str]()
-    for storage in storages:
-        every.update(dict.fromkeys(storage.parameters, storage.bytes))
-        if len(storage.parameters) == 1:
-            alone[storage.parameters[0]] += storage.bytes
+    every = _sums(storages, lambda storage: storage.parameters)
+    alone = _sums(storages, lambda storage: storage.parameters if len(storage.parameters) == 1 else ())
     rows = [ParameterRow(name, shape, every[name], alone[name]) for name, shape in shapes.items()]
     storages.sort(key=lambda storage: -storage.bytes)
     rows.sort(key=lambda row: -row.bytes)
@@ -190,6 +185,9 @@ def _merged(parts: list[HeldStorage]) -> HeldStorage:
     return replace(parts[0], **{name: every(name) for name in ("roles", "nodes", "shapes", "parameters")})
 
 
-def _modules_of(name: str) -> Iterator[str]:
-    """The modules that a parameter is in: "" and "a", "a.b" for "a.b.weight"."""
-    return accumulate(["", *name.split(".")[:-1]], lambda outer, inner: f"{outer}.{inner}" if outer else inner)
+def _sums(storages: Iterable[HeldStorage], keys: Callable[[HeldStorage], Iterable[str]]) -> Counter[str]:
+    """Bytes by key; a storage counts once for each of its keys."""
+    sums: Counter[str] = Counter()
+    for storage in storages:
+        sums.update(dict.fromkeys(keys(storage), storage.bytes))
+    return sums

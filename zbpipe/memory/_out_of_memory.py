@@ -6,8 +6,9 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +16,23 @@ import torch
 
 from zbpipe import _C
 from zbpipe._formatting import in_words
-from zbpipe.memory._phases import ENDED
 
 logger = logging.getLogger("zbpipe")
 
+ENDED = "_zbpipe_phase"  # an exception's attribute, which may be pickled: the innermost phase that it has ended
 _OF_THE_CPU = ("DefaultCPUAllocator: can't allocate memory", "not enough memory: you tried to allocate")
 _HOLDERS = 10  # that are described
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
-def beginning() -> tuple[int, object]:
-    """What is there when a recording begins: the serial of the next block, and the storages, referred to weakly."""
-    return _C.next_serial(), _storages()
+def reporter(folder: Path) -> Callable[[Any, BaseException | None], None]:
+    """For a recording that begins: what to call with it and the exception that has ended it, if any."""
+    return partial(_report, folder, _C.next_serial(), _storages())
 
 
-def report(folder: Path, recording: Any, error: BaseException | None, since: tuple[int, object]) -> None:
-    """If ``error``, which has ended the recording, came from one that says that memory is short. Never raises: what
-    cannot be written is said, and the program's own error goes its way."""
+def _report(folder: Path, since: int, older: object, recording: Any, error: BaseException | None) -> None:
+    """If the error came from one that says that memory is short. Never raises: what cannot be written is said, and the
+    program's own error goes its way."""
     raised = next(filter(is_out_of_memory, causes(error)), None)
     if raised is None:
         return
@@ -42,9 +43,12 @@ def report(folder: Path, recording: Any, error: BaseException | None, since: tup
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with open(f"{stem}.txt", "w", encoding="utf-8") as file:
-            for text in _parts(recording, raised, head, *since):
-                file.write(text + "\n")
-                file.flush()  # memory is short: the next part may fail
+            file.write(f"{head}{_place_of(raised)}\n  {str(raised).partition(chr(10))[0]}\n")
+            when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+            file.write(f"process {os.getpid()} on {socket.gethostname()}, rank {rank or 'unknown'}, {when}\n")
+            file.write(f"\n{recording}\n")
+            file.flush()  # memory is short: the next part may fail
+            file.write(f"\n{_holders(str(recording.device), since, older)}\n")
     except Exception as failed:
         logger.error("%s, and the report could not be written: %s", head, failed)
         return
@@ -54,14 +58,6 @@ def report(folder: Path, recording: Any, error: BaseException | None, since: tup
             write(name)
         except Exception as failed:
             logger.warning("%s was not written: %s", name, failed)
-
-
-def _parts(recording: Any, error: BaseException, head: str, since: int, older: object) -> Iterator[str]:
-    yield f"{head}{_place_of(error)}\n  {str(error).partition(chr(10))[0]}"
-    time_ = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    yield f"process {os.getpid()} on {socket.gethostname()}, rank {os.environ.get('RANK', 'unknown')}, {time_}"
-    yield f"\n{recording}"
-    yield f"\n{_holders(str(recording.device), since, older)}"
 
 
 def _holders(device: str, since: int, older: object) -> str:
@@ -89,9 +85,8 @@ def _storages() -> object:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that an allocator has no memory left."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OF_THE_CPU)
+    is_of_the_cpu = isinstance(error, RuntimeError) and any(words in str(error) for words in _OF_THE_CPU)
+    return is_of_the_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -9,52 +9,46 @@ bytes
     What was asked for. Allocators round up; that is not in it.
 a phase's peak
     The most live bytes at any moment between its beginning and its end, whichever thread they come from.
-held from I to W
-    Blocks that were live when I of a microbatch returned and that were taken back while its W ran: all that was
-    kept for W, needed or not. But for blocks that were handed out within another microbatch's forward, I, W or B, on
-    that phase's thread: they are that one's (what it sent, say), and it is chance that they go during this W.
-    What no W takes back is not in it, however much W reads it: torch keeps inputs and gradients that it received from
-    another rank in buffers that it never frees, where zbpipe holds them until W frees them.
-    One kind of chance remains: a send of what this very I computed that is let go of within its W.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import operator
 import pathlib
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from zbpipe._formatting import in_words
-from zbpipe.memory._export import Path, draw, export, held_table, phase_table
-from zbpipe.memory._log import (
-    PASSES,
-    Allocation,
-    HeldMicrobatch,
-    Log,
-    Open,
-    Pair,
-    Phase,
-    events_of,
-    highest,
-    marks_of,
-    pairs_of,
-    phase_of,
-)
-from zbpipe.memory._out_of_memory import beginning, report
-from zbpipe.memory._phases import PhaseContext, running, stages_in, unwatch, watch
+from zbpipe import passes
+from zbpipe._formatting import argument, in_words
+from zbpipe.memory._export import Path, draw, export, phase_table
+from zbpipe.memory._log import Allocation, Log, Marks, Phase, events_of, label, phase_of
+from zbpipe.memory._out_of_memory import ENDED, reporter
+from zbpipe.memory._watch import unwatch, watch
+
+_PASSES = ("I", "W", "B")
+_running: list[Recording] = []
+_lock = threading.Lock()  # of it
+
+
+def _observed(kind: str, run: Callable[..., Any], /, *args: Any) -> Any:
+    """Runs a pass of zbpipe's, marked in the recordings that run."""
+    with contextlib.ExitStack() as stack:
+        for recording in tuple(_running):
+            stack.enter_context(recording.phase(kind))
+        return run(*args)
 
 
 class Recording:
     """What :func:`record` returns: to be entered once, filled while it is, and read at any time.
 
-    The counters and ``phases`` can be read while it runs; what needs the log (``held``, ``events``, :meth:`plot`,
+    The counters and ``phases`` can be read while it runs; what needs the log (``events``, :meth:`plot`,
     :meth:`export`) afterwards. Of one that was not entered yet each raises RuntimeError. ``device`` is the
     ``torch.device`` whose allocator is recorded.
     """
@@ -63,15 +57,12 @@ class Recording:
         self.device = device
         self._log, self._max_events = log, max_events
         self._folder = None if folder is None else pathlib.Path(folder).absolute()  # the program may leave this one
-        self._since: tuple[int, object] | None = None  # for the report of a lack of memory
+        self._report: Callable[[Recording, BaseException | None], None] | None = None
         self._is_running = self._is_over = False
-        self._opened: list[Open] = []
-        self._lost = 0  # phases, for want of memory
-        self._thread = threading.local()  # its outermost pass
-        self._first_call = 0  # of Running.calls
+        self._ended: list[tuple[str, int | None, int | None, int, int]] = []  # phases, with their marks' numbers
+        self._lost = 0  # marks, for want of memory
+        self._in_pass: set[int] = set()  # threads
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._unsplit: set[int] = set()
-        self._held_pairs: list[Pair] | None = None  # when it is over
 
     # ---- recording
 
@@ -79,20 +70,25 @@ class Recording:
         if self._is_running or self._is_over:
             raise RuntimeError("a recording can be entered once; call zbpipe.memory.record() again for another one")
         self._log.start(gc.get_objects())
-        self._since = None if self._folder is None else beginning()
+        if self._folder is not None:
+            self._report = reporter(self._folder)
         self._is_running = True
-        running.add(self)
+        with _lock:
+            _running.append(self)
+            passes.observer = _observed
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        running.remove(self)
+        with _lock:
+            _running.remove(self)
+            passes.observer = _observed if _running else None
+        self._is_running, self._is_over = False, True
         unwatch(self)
         self._log.mark()
-        self._is_running, self._is_over = False, True
         displaced = self._log.stop()
-        if self._folder is not None and self._since is not None:
-            report(self._folder, self, error, self._since)
-        self._since = None
+        report, self._report = self._report, None
+        if report is not None:
+            report(self, error)
         if displaced:
             warnings.warn(
                 "another CPU allocator was installed while memory was recorded; what it handed out is not counted",
@@ -100,26 +96,49 @@ class Recording:
                 stacklevel=2,
             )
 
-    def phase(self, kind: str, *, stage: int | None = None, microbatch: int | None = None) -> PhaseContext:
-        """A context manager that marks a phase, such as ``rec.phase("forward", microbatch=3)``.
+    @contextlib.contextmanager
+    def phase(self, kind: str, *, stage: int | None = None, microbatch: int | None = None) -> Iterator[None]:
+        """Marks a phase, such as ``with rec.phase("forward", microbatch=3)``.
 
         Phases may nest and overlap, and end on another thread than their own. Outside of the recording they mark
-        nothing. "I" and "W" of the same stage and microbatch are paired for ``held``; of "I", "W" and "B" within one
-        another on a thread only the outermost is marked, so that zbpipe's own marks go away where there are better
-        ones.
+        nothing. Of "I", "W" and "B" within one another on a thread only the outermost is marked, so that zbpipe's own
+        marks go away where there are better ones.
         """
-        return PhaseContext([self], kind, stage, microbatch)
+        if not isinstance(kind, str):
+            raise TypeError(f"kind is {argument(kind)}; expected the phase's name, and its number as microbatch=...")
+        is_pass, thread = kind in _PASSES, threading.get_ident()
+        begin = None if is_pass and thread in self._in_pass else self._mark()
+        if begin is None:
+            yield
+            return
+        if is_pass:
+            self._in_pass.add(thread)
+        try:
+            yield
+        except BaseException as error:
+            vars(error).setdefault(ENDED, label(kind, stage, microbatch))
+            raise
+        finally:
+            if is_pass:
+                self._in_pass.discard(thread)
+            if (end := self._mark()) is not None:
+                self._ended.append((kind, stage, microbatch, begin, end))
+
+    def _mark(self) -> int | None:
+        """The number of a mark that is made now, None outside of the recording."""
+        mark: int | None = self._log.mark() if self._is_running else None
+        self._lost += mark is None and self._is_running
+        return mark
 
     def watch(self, stages: Any) -> None:
         """Marks each forward, I, W and whole backward of pipeline stages from now to the recording's end.
 
-        Calls of zbpipe's own functions are marked without being watched, with the number of the call of I as their
-        microbatch, unless a watched stage makes them.
+        Attributes of a stage hide the methods that a schedule calls meanwhile, and call what the stage's class has at
+        that time: zbpipe may be patched in and out. Other calls of zbpipe's own functions mark themselves.
 
         Args:
-            stages: a stage or a schedule of ``torch.distributed.pipelining``, or an iterable of them. Attributes of the
-                stage hide the methods that a schedule calls meanwhile, and call what the stage's class has at that
-                time: zbpipe may be patched in and out meanwhile. A stage that is watched already is watched once.
+            stages: a stage or a schedule of ``torch.distributed.pipelining``, or an iterable of them. A stage that is
+                watched already is watched once.
 
         Raises:
             TypeError: it is none of these.
@@ -127,34 +146,7 @@ class Recording:
         """
         if not self._is_running:
             raise RuntimeError("watch() was called outside of the recording; call it within its with block")
-        for stage in list(stages_in(stages)):
-            if getattr(stage, "is_first", False):
-                self._unsplit.add(stage.stage_index)
-            watch(self, stage)
-
-    def _begin(self, kind: str, stage: int | None, microbatch: int | None, calls: Any) -> Open | None:
-        outermost: Open | None = getattr(self._thread, "outermost", None)
-        if not self._is_running or (kind in PASSES and outermost is not None and outermost.is_open):
-            return None
-        if calls is not None:
-            calls = tuple(call - self._first_call for call in calls if call >= self._first_call)
-            microbatch = calls[0] if len(calls) == 1 else None
-        if (mark := self._log.mark()) is None:
-            self._lost += 1
-            return None
-        opened = Open(kind, stage, microbatch, mark, calls)
-        if kind in PASSES:
-            self._thread.outermost = opened
-        self._opened.append(opened)
-        return opened
-
-    def _end(self, opened: Open) -> None:
-        opened.is_open = False
-        opened.end = self._log.mark() if self._is_running else None
-
-    def _phases_ended(self) -> list[Open]:
-        """By their beginnings."""
-        return sorted((p for p in list(self._opened) if p.end is not None), key=lambda p: p.begin)
+        watch(self, stages)
 
     # ---- totals
 
@@ -168,6 +160,10 @@ class Recording:
         return self._log
 
     @property
+    def _marks(self) -> Marks:
+        return Marks(*zip(*self._readable.marks(), strict=True))
+
+    @property
     def live(self) -> int:
         """Live bytes now, or at the recording's end."""
         return int(self._readable.counters()["live"])
@@ -175,31 +171,17 @@ class Recording:
     @property
     def peak(self) -> int:
         """The most live bytes at any moment."""
-        return max(mark.peak for mark in marks_of(self._readable))
+        return int(max(self._marks.peak))
 
     @property
     def allocated(self) -> int:
         """Bytes handed out."""
-        return sum(mark.allocated for mark in marks_of(self._readable))
-
-    @property
-    def freed(self) -> int:
-        """Bytes taken back, of those that were handed out in the recording."""
-        return sum(mark.freed for mark in marks_of(self._readable))
+        return sum(self._marks.allocated)
 
     @property
     def allocations(self) -> int:
         """Blocks handed out."""
-        return sum(mark.allocations for mark in marks_of(self._readable))
-
-    @property
-    def older_frees(self) -> tuple[int, int]:
-        """Blocks that were there before the recording and were taken back in it, and their bytes.
-
-        On the CPU only blocks from earlier or enclosing recordings are known, and counted; on CUDA all are.
-        """
-        counters = self._readable.counters()
-        return counters["older_frees"], counters["older_freed"]
+        return sum(self._marks.allocations)
 
     @property
     def incomplete(self) -> str:
@@ -212,34 +194,11 @@ class Recording:
         }
         return "; ".join(f"{count} {what}" for what, count in lacks.items() if count)
 
-    # ---- phases
-
     @property
     def phases(self) -> list[Phase]:
         """The phases that have ended, by their beginnings."""
-        ended, marks = self._phases_ended(), marks_of(self._readable)
-        return [phase_of(p, marks) for p in ended]
-
-    @property
-    def held(self) -> list[HeldMicrobatch]:
-        """What was held from I to W, per stage and microbatch, in the order of the I.
-
-        First stages are left out: torch's schedules do not split their backward.
-
-        Raises:
-            RuntimeError: the recording still runs, or its log is not whole.
-        """
-        return [HeldMicrobatch(pair.stage, pair.microbatch, sum(pair.freed.values())) for pair in self._pairs()]
-
-    @property
-    def held_peak(self) -> int:
-        """The most bytes that were held at once, of microbatches between their I and W. Raises as ``held``."""
-        return highest(self._pairs())
-
-    def _pairs(self) -> list[Pair]:
-        if self._held_pairs is None:
-            self._held_pairs = pairs_of(self._phases_ended(), self._unsplit, self._whole_log("held"))
-        return self._held_pairs
+        ended, marks = sorted(self._ended, key=operator.itemgetter(3)), self._marks
+        return [phase_of(marks, *phase) for phase in ended]
 
     # ---- the log
 
@@ -269,7 +228,7 @@ class Recording:
             RuntimeError: the recording still runs, or its log is not whole.
         """
         log = self._whole_log("plot()")
-        draw(title, str(self.device), self.phases, events_of(log), marks_of(log)[-1].events).savefig(path)
+        draw(title, str(self.device), self.phases, events_of(log), self._marks.events[-1]).savefig(path)
 
     def export(self, path: Path) -> None:
         """Writes the recording as a Chrome trace, for Perfetto or chrome://tracing: live bytes as a counter, and a
@@ -279,8 +238,7 @@ class Recording:
             ValueError: another suffix.
             RuntimeError: the recording still runs, or its log is not whole.
         """
-        log = self._whole_log("export()")
-        export(path, str(self.device), self.phases, events_of(log))
+        export(path, str(self.device), self.phases, events_of(self._whole_log("export()")))
 
     def __str__(self) -> str:
         if not self._is_running and not self._is_over:
@@ -289,9 +247,4 @@ class Recording:
         lines = [f"{self.device}: peak {peak}, live {live}, {allocated} in {self.allocations} allocations"]
         lines += [f"incomplete: {self.incomplete}"] if self.incomplete else []
         lines += ["", phase_table(phases)] if (phases := self.phases) else []
-        with contextlib.suppress(RuntimeError):  # without a whole log nobody knows
-            held = self.held
-            lines += (
-                ["", f"held from I to W, at most {in_words(self.held_peak)} at once", held_table(held)] if held else []
-            )
         return "\n".join(lines)

@@ -148,8 +148,7 @@ static PyObject *recorder_counters(PyObject *op, PyObject *Py_UNUSED(ignored))
     r = self->record;
     unlock(self);
 #define COUNT(value) (unsigned long long)(value)
-    return Py_BuildValue("{sKsKsKsKsK}", "live", COUNT(r.live), "older_frees", COUNT(r.older_frees),
-                         "older_freed", COUNT(r.older_freed), "dropped", COUNT(r.dropped),
+    return Py_BuildValue("{sKsKsK}", "live", COUNT(r.live), "dropped", COUNT(r.dropped),
                          "untracked", COUNT(r.untracked));
 }
 
@@ -216,7 +215,7 @@ static PyMethodDef recorder_methods[] = {
     {"mark", recorder_mark, METH_NOARGS,
      "mark()\n--\n\nMark this moment; the mark's number, None without memory or when stopped."},
     {"counters", recorder_counters, METH_NOARGS,
-     "counters()\n--\n\nBy name: live, older_frees, older_freed, dropped, untracked."},
+     "counters()\n--\n\nBy name: live, dropped, untracked."},
     {"marks", recorder_marks, METH_NOARGS,
      "marks()\n--\n\nPer mark (time_ns, events, live, peak, allocated, freed, allocations,\n"
      "frees, thread); from peak on, of the span up to the next mark."},

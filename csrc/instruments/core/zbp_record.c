@@ -52,8 +52,6 @@ static void tell_free(zbp_record *record, uint64_t time_ns, zbp_block block)
     zbp_mark *mark = &record->mark[record->mark_count - 1];
 
     if (block.serial < record->first_serial) {
-        record->older_frees++;
-        record->older_freed += block.bytes;
         log_event(record, time_ns, block, ZBP_EVENT_FREE_OLDER);
         return;
     }

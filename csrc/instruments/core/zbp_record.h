@@ -4,7 +4,7 @@
  * Every block that is handed out gets a serial, one more than the one before, and goes into the
  * table (zbp_tally). The table outlives the recordings: a block may be taken back when others are
  * fed, or none. A block is a recording's own if it was handed out since the recording began; "live"
- * counts those alone, and older ones that are taken back are counted apart.
+ * counts those alone, and only the log tells of older ones that are taken back.
  *
  * Marks cut a recording into spans and carry what each span saw. Counters and marks are exact
  * whatever happens. The log is bounded: what does not fit or finds no memory is counted as dropped,
@@ -52,10 +52,9 @@ typedef struct zbp_mark {
 typedef struct zbp_record {
     uint64_t first_serial;
     uint64_t live;
-    uint64_t older_frees, older_freed; /* blocks, bytes */
-    uint64_t dropped;                  /* events that a log had no room for */
-    uint64_t untracked;                /* blocks that could not be followed; in no other number */
-    uint64_t max_events;               /* 0: no log */
+    uint64_t dropped;    /* events that a log had no room for */
+    uint64_t untracked;  /* blocks that could not be followed; in no other number */
+    uint64_t max_events; /* 0: no log */
     zbp_event *event;
     zbp_mark *mark;
     uint32_t event_count, event_capacity, mark_count, mark_capacity;

@@ -6,23 +6,23 @@ Each test lets go of all that is its own first (input, output, gradients), so th
 """
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.nn.functional as F
+from bench.stages import Block, Experts
 from support.functions import Handing
 from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn.utils import parametrizations, prune
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import zbpipe
 from zbpipe import memory
 
 N, D = 6, 8
+IMAGES = (2, 3, 6, 6)
 TOKENS = torch.arange(N)  # nobody's to free
 
 POLICIES = {
@@ -91,21 +91,6 @@ def selective(m, x):
     return recomputed(m.f, x, context_fn=lambda: create_selective_checkpoint_contexts(choose))
 
 
-def moe(m, x):
-    scores = m.router(x).softmax(-1)
-    top, chosen = scores.topk(2, dim=-1)
-    out = torch.zeros_like(x)
-    for e, expert in enumerate((m.a, m.b, m.c)):
-        rows, place = (chosen == e).nonzero(as_tuple=True)
-        out = out.index_add(0, rows, expert(x[rows]) * top[rows, place].unsqueeze(-1))
-    return out
-
-
-def attention(m, x):
-    q, k, v = m.qkv(x).view(2, N // 2, 2, 3, D // 2).permute(3, 0, 2, 1, 4)
-    return m.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(N, D))
-
-
 def in_place(m, x):
     w = m.w.clone()
     w[0] = m.row * 2.0  # CopySlices, between the task and the weights
@@ -114,59 +99,43 @@ def in_place(m, x):
     return (h @ w).relu_() + m.b.view(1, -1)[:, torch.arange(D)]
 
 
-def autocast(m, x):
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return m.f(x).float()
+def within(context):
+    def forward(m, x):
+        with context():
+            return m.f(x).float()
+
+    return forward
 
 
-def kept_elsewhere(m, x):
-    with torch.autograd.graph.save_on_cpu():
-        return m.f(x)
+def in_parts(t):
+    return [t.detach()[:1].clone(), t.detach()[1:].clone()]
 
 
-def of_list(m, x):
-    def pack(t):
-        return {"parts": [t.detach()[:1].clone(), t.detach()[1:].clone()]}
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda d: torch.cat(d["parts"])):
-        return m.f(x)
+def of(f, shape=(N, D)):
+    return Stage(lambda m, x: m.f(x), shape, f=f)
 
 
-def pruned():
-    net = nn.Linear(D, D)
-    prune.l1_unstructured(net, "weight", amount=0.5)
-    return net
-
-
-def compiled(m, x):
-    if not hasattr(m, "run"):
-        m.run = zbpipe.compile(m.f, backend="aot_eager", dynamic=False)
-    return m.run(x)
+def recurrent(f, again=False, length=N):
+    return Stage(lambda m, x: (recomputed(m.f, x) if again else m.f(x))[0], (length, 3, D), f=f)
 
 
 MODELS = {
-    "mlp": lambda: Stage(lambda m, x: m.f(x), f=nn.Sequential(mlp(), nn.LayerNorm(D))),
+    "mlp": lambda: of(nn.Sequential(mlp(), nn.LayerNorm(D))),
     "embedding": lambda: Stage(lambda m, x: m.f(x + m.e(TOKENS.clone())), e=nn.Embedding(N, D), f=mlp()),
     "embedding of the input's rank": lambda: Stage(lambda m, x: x @ m.e(TOKENS.clone()).t(), e=nn.Embedding(N, D)),
     "embedding bag": lambda: Stage(
         lambda m, x: m.f(x + m.e(torch.arange(2 * N).view(N, 2) % 4)), e=nn.EmbeddingBag(4, D, mode="mean"), f=mlp()
     ),
     "sparse embedding": lambda: Stage(lambda m, x: x * m.e(TOKENS.clone()), e=nn.Embedding(N, D, sparse=True)),
-    "gru": lambda: Stage(lambda m, x: m.f(x)[0], (N, 3, D), f=nn.GRU(D, D, bidirectional=True)),
-    "lstm": lambda: Stage(
-        lambda m, x: m.f(x)[0], (N, 3, D), f=nn.LSTM(D, D, num_layers=2, bidirectional=True, dropout=0.5)
+    "gru": lambda: recurrent(nn.GRU(D, D, bidirectional=True)),
+    "lstm": lambda: recurrent(nn.LSTM(D, D, num_layers=2, bidirectional=True, dropout=0.5)),
+    "convolution": lambda: of(
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.GroupNorm(2, 4)), IMAGES
     ),
-    "convolution": lambda: Stage(
-        lambda m, x: m.f(x),
-        (2, 3, 6, 6),
-        f=nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.GroupNorm(2, 4)),
-    ),
-    "normed, not training": lambda: Stage(
-        lambda m, x: m.f(x), (2, 3, 6, 6), f=nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
-    ),
-    "attention": lambda: Stage(attention, qkv=nn.Linear(D, 3 * D), out=nn.Linear(D, D)),
-    "transformer": lambda: Stage(lambda m, x: m.f(x), (2, N, D), f=nn.TransformerEncoderLayer(D, 2, 2 * D)),
-    "experts": lambda: Stage(moe, router=nn.Linear(D, 3), a=mlp(), b=mlp(), c=mlp()),
+    "normed, not training": lambda: of(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval(), IMAGES),
+    "attention": lambda: of(Block(D, heads=2), (2, N, D)),
+    "transformer": lambda: of(nn.TransformerEncoderLayer(D, 2, 2 * D), (2, N, D)),
+    "experts": lambda: of(Experts(D, experts=3)),
     "tied": lambda: Stage(lambda m, x: m.f(m.f(x).tanh()) @ m.f.weight, f=nn.Linear(D, D)),
     "checkpointed": lambda: Stage(lambda m, x: recomputed(m.b, recomputed(m.a, x)), a=mlp(), b=mlp()),
     "checkpointed, reentrant": lambda: Stage(
@@ -178,9 +147,9 @@ MODELS = {
         lambda m, x: recomputed(lambda h: m.f(h + m.e(TOKENS.clone())), x), e=nn.Embedding(N, D), f=mlp()
     ),
     "checkpointed, convolution": lambda: Stage(
-        lambda m, x: recomputed(m.f, x), (2, 3, 6, 6), f=nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4))
+        lambda m, x: recomputed(m.f, x), IMAGES, f=nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4))
     ),
-    "checkpointed, recurrent": lambda: Stage(lambda m, x: recomputed(m.f, x)[0], (N, 3, D), f=nn.GRU(D, D)),
+    "checkpointed, recurrent": lambda: recurrent(nn.GRU(D, D), again=True),
     "function": lambda: Stage(lambda m, x: m.f(Scaled.apply(x, m.w)), w=weight(D), f=mlp()),
     "function of weights alone": lambda: Stage(lambda m, x: x @ Scaled.apply(m.w, m.v), w=weight(D, D), v=weight(D)),
     "function that defers": lambda: Stage(lambda m, x: Handing.apply(x, m.w), w=weight(D, D)),
@@ -188,11 +157,11 @@ MODELS = {
         lambda m, x: torch.view_as_real((x + 0j) @ m.w).sum(-1), w=weight(D, D, dtype=torch.complex64)
     ),
     "bfloat16": lambda: Stage(lambda m, x: m.f(x.bfloat16()).float(), f=mlp().bfloat16()),
-    "autocast": lambda: Stage(autocast, f=mlp()),
+    "autocast": lambda: Stage(within(lambda: torch.autocast("cpu", dtype=torch.bfloat16)), f=mlp()),
     "views and writes in place": lambda: Stage(in_place, w=weight(D, D), row=weight(D), scale=weight(D), b=weight(D)),
-    "weight norm": lambda: Stage(lambda m, x: m.f(x), f=parametrizations.weight_norm(nn.Linear(D, D))),
-    "spectral norm": lambda: Stage(lambda m, x: m.f(x), f=parametrizations.spectral_norm(nn.Linear(D, D))),
-    "pruned": lambda: Stage(lambda m, x: m.f(x), f=pruned()),
+    "weight norm": lambda: of(parametrizations.weight_norm(nn.Linear(D, D))),
+    "spectral norm": lambda: of(parametrizations.spectral_norm(nn.Linear(D, D))),
+    "pruned": lambda: of(prune.l1_unstructured(nn.Linear(D, D), "weight", amount=0.5)),
     "weights of several parts": lambda: Stage(
         lambda m, x: torch.einsum("nd,hdk->nhk", x, torch.cat([m.a, m.b.expand(2, D, D).sin()])),
         a=weight(1, D, D),
@@ -203,15 +172,13 @@ MODELS = {
         f=nn.Linear(D, D).requires_grad_(False),
         a=weight(2, D),
         b=weight(D, 2),
-        frozen=nn.Parameter(torch.randn(D, D), requires_grad=False),
+        frozen=weight(D, D).requires_grad_(False),
     ),
-    "compiled": lambda: Stage(compiled, f=nn.Sequential(mlp(), nn.LayerNorm(D))),
-    "packed": lambda: Stage(of_list, f=mlp()),
-    "offloaded": lambda: Stage(kept_elsewhere, f=nn.Sequential(mlp(), nn.LayerNorm(D))),
+    "compiled": lambda: of(zbpipe.compile(nn.Sequential(mlp(), nn.LayerNorm(D)), backend="aot_eager", dynamic=False)),
+    "packed": lambda: Stage(within(lambda: saved_tensors_hooks(in_parts, torch.cat)), f=mlp()),
+    "offloaded": lambda: Stage(within(save_on_cpu), f=nn.Sequential(mlp(), nn.LayerNorm(D))),
     "outputs without an input": lambda: Stage(lambda m, x: (m.f(x), m.g(torch.ones(N, D))), f=mlp(), g=mlp()),
 }
-
-
 PACKED = "what saved-tensor hooks (checkpointing, offloading) keep for W is not counted"
 PACKING = {
     *("checkpointed", "checkpointed, nested", "checkpointed, embedding", "checkpointed, convolution"),
@@ -263,20 +230,166 @@ def test_held_is_what_dropping_the_groups_frees(model, policy):
     assert bool(held.incomplete) == ("recompute" in policy and model in PACKING)
 
 
-def test_a_group_whose_weight_pass_runs_is_refused():
-    net = MODELS["mlp"]()
+# ---- by hand
+
+X, WIDE, WEIGHT = N * D * 4, N * 2 * D * 4, D * D * 4  # bytes
+
+
+def two(m, x):
+    h = x.tanh()
+    return m.a(h) + m.b(h)
+
+
+def tied():
+    layer = nn.Linear(D, D, bias=False)
+    return Stage(lambda m, x: m.b(m.a(x).tanh()), a=layer, b=layer)
+
+
+def kinds():
+    """A matrix behind a node that runs whole, and an output without an input."""
+    parts = {"conv": nn.Conv1d(2, 3, 3, bias=False), "table": weight(3, 6), "late": weight(3, 6)}
+    return Stage(lambda m, x: (m.conv(x) * m.table, m.late * m.late), (N, 2, 8), **parts)
+
+
+# Roles; of each parameter the bytes in all, and alone; modules.
+BY_HAND = {
+    "a bias has its output gradient, which is the weight's, too": (
+        MODELS["mlp"],
+        {"matrix": X + WIDE, "output gradient": X + WIDE, "light gradient": 8 * D},
+        {
+            **dict.fromkeys(("f.1.weight", "f.1.bias"), (4 * D, 4 * D)),
+            "f.0.0.weight": (X + WIDE, X),
+            "f.0.0.bias": (WIDE, 0),
+            "f.0.3.weight": (X + WIDE, WIDE),
+            "f.0.3.bias": (X, 0),
+        },
+        {"f": 2 * (X + WIDE) + 8 * D, "f.0": 2 * (X + WIDE), "f.0.0": X + WIDE, "f.0.3": X + WIDE, "f.1": 8 * D},
+    ),
+    "two that read one X and one dY": (
+        lambda: Stage(two, a=nn.Linear(D, D, bias=False), b=nn.Linear(D, D, bias=False)),
+        {"matrix": X, "output gradient": X},
+        {"a.weight": (2 * X, 0), "b.weight": (2 * X, 0)},
+        {"a": 2 * X, "b": 2 * X},
+    ),
+    "one that is tied, of both modules": (
+        tied,
+        {"matrix": 2 * X, "output gradient": 2 * X},
+        {"a.weight": (4 * X, 4 * X)},
+        {"a": 4 * X, "b": 4 * X},
+    ),
+    "kinds of tensors": (
+        kinds,
+        {"output gradient": N * 3 * 6 * 4 + 72, "saved": N * 2 * 8 * 4, "kept gradient": 72},
+        {"conv.weight": (N * (3 * 6 + 2 * 8) * 4,) * 2, "table": (72, 72), "late": (72, 72)},
+        {"conv": N * (3 * 6 + 2 * 8) * 4},
+    ),
+    "weights behind other nodes": (
+        lambda: Stage(lambda m, x: x @ (m.a.sin() + m.b.sin()), a=weight(D, D), b=weight(D, D)),
+        {"matrix": X, "output gradient": X},
+        {"a": (2 * X, 0), "b": (2 * X, 0)},
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "roles", "parameters", "modules"), BY_HAND.values(), ids=BY_HAND)
+def test_to_whom_held_bytes_belong(make, roles, parameters, modules):
+    net = make()
     groups = groups_of(net)
-    refused = []
+    held = memory.held(groups, net)
+    assert held.by_role == roles and held.bytes == sum(roles.values())
+    assert {row.name: (row.bytes, row.alone) for row in held.parameters} == parameters
+    assert held.by_parameter == {name: size for name, (size, _) in parameters.items()}
+    assert held.by_module == {"": held.bytes, **modules}
+    assert [row.bytes for row in held.parameters] == sorted((row.bytes for row in held.parameters), reverse=True)
+    assert (held.groups, held.spent, held.incomplete) == (len(groups), 0, "")
+    assert sum(group.bytes_held for group in groups) >= held.bytes
+    assert all(row.name in str(held) and str(list(row.shape)) in str(held) for row in held.parameters)
+    unknown = memory.held(groups, of(mlp()))
+    assert sorted(unknown.by_parameter.values()) == sorted(held.by_parameter.values())
+    assert unknown.by_module == {} and all(" #" in name for name in unknown.by_parameter)
+    other = groups_of(net)
+    assert memory.held(groups + other, net).bytes == 2 * held.bytes, "of another microbatch"
+    zbpipe.stage_backward_weight(net.parameters(), groups)
+    assert memory.held(groups + other, net).bytes == held.bytes
+
+
+def test_a_storage_says_what_it_is_and_an_unknown_parameter_has_a_number():
+    groups = groups_of(kinds())
+    held = memory.held(groups)
+    assert sorted(held.by_parameter) == ["float32[3, 2, 3] #2", "float32[3, 6] #0", "float32[3, 6] #1"]
+    assert {"ConvolutionBackward0", "MulBackward0"} <= {node for storage in held.storages for node in storage.nodes}
+    (late,) = (s for s in held.storages if s.bytes == 72 and s.roles == ("output gradient",))
+    assert (late.dtype, late.device.type, late.shapes) == (torch.float32, "cpu", ((3, 6),))
+    zbpipe.stage_backward_weight(None, groups[:1])
+    assert memory.held(groups).spent == 1 and "1 of them spent" in str(memory.held(groups))
+    assert memory.held([]).bytes == 0 and str(memory.held([]))
+
+
+def test_a_weight_pass_that_runs_is_refused_and_what_a_failed_one_could_not_add_is_held():
+    net = of(nn.Linear(D, D, bias=False))
+    groups = groups_of(net)
 
     def look(_grad):
         with pytest.raises(RuntimeError, match="cannot be listed while its weight pass runs"):
             memory.held(groups)
-        refused.append(True)
+        raise KeyError("planted")
 
-    next(net.parameters()).register_hook(look)
+    handle = net.f.weight.register_hook(look)
+    with pytest.raises(Exception, match="planted"):
+        zbpipe.stage_backward_weight(net.parameters(), groups)
+    assert memory.held(groups, net).by_role["waiting gradient"] == WEIGHT
+    handle.remove()
     zbpipe.stage_backward_weight(net.parameters(), groups)
-    assert refused == [True]
     assert memory.held(groups).bytes == 0
+
+
+def test_what_others_hold_too_is_held():
+    net, x = nn.Linear(D, D), torch.randn(N, D, requires_grad=True)
+    groups = zbpipe.stage_backward_input([net(x)], [torch.randn(N, D)], [x], net.parameters())[1]
+    assert memory.held(groups, net).bytes == 2 * X
+
+
+@pytest.mark.parametrize("bad", [[3], [None], [{"a": 1}], ["group"]])
+def test_what_is_no_group_is_refused(bad):
+    with pytest.raises(TypeError, match=r"groups\[0\] is a"):
+        memory.held(bad)
+
+
+class Sparse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        return x * w.sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, torch.ones(D, D).to_sparse()
+
+
+def test_a_sparse_gradient_is_not_counted_which_is_said():
+    held = memory.held(groups_of(Stage(lambda m, x: Sparse.apply(x, m.w), w=weight(D, D))))
+    assert (held.bytes, held.by_parameter) == (0, {"float32[8, 8] #0": 0})
+    assert "incomplete: tensors without a storage of their own, such as sparse ones, are not counted" in str(held)
+
+
+def test_counting_unpacks_nothing_and_is_the_same_on_any_thread():
+    unpacked = []
+
+    def unpack(t):
+        unpacked.append(1)
+        return t
+
+    net = MODELS["convolution"]()
+    with saved_tensors_hooks(lambda t: t, unpack):
+        groups = groups_of(net)
+    before = len(unpacked)
+    held = memory.held(groups, net)
+    assert held.bytes > 0 and len(unpacked) == before > 0
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(memory.held, groups, net).result() == held
+
+
+# ---- other cases
 
 
 @pytest.mark.parametrize(
@@ -296,7 +409,7 @@ def test_one_gradient_per_weight_and_nothing_else(model, policy):
 
 def test_of_a_recurrent_layer_one_gradient_is_held_per_step():
     with zbpipe.policy(defer="nothing"):
-        nets = [Stage(lambda m, x: m.f(x)[0], (length, 3, D), f=nn.GRU(D, D)) for length in (3, 4, 5)]
+        nets = [recurrent(nn.GRU(D, D), length=length) for length in (3, 4, 5)]
         sizes = [memory.held(groups_of(net)).bytes for net in nets]
     assert sizes[2] - sizes[1] == sizes[1] - sizes[0] > 0
 
