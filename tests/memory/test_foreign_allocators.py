@@ -100,7 +100,7 @@ with memory.record() as rec:
     assert foreign.foreign_clones() == 1
 assert rec.allocated == 232
 """,
-    "what is refused": """
+    "too many are refused": """
 before = foreign.foreign_installed()
 for kind in (RAW, CONTEXT, CHAIN):  # and ours over each of them
     with memory.record() as rec:
@@ -113,7 +113,8 @@ with memory.record():
 foreign.foreign_install(SECOND_RAW)
 with pytest.raises(RuntimeError, match="replaced 4 times"):
     memory.record().__enter__()
-foreign.foreign_restore()
+""",
+    "a priority forbids it": """
 foreign.foreign_set_priority(5)
 with pytest.raises(RuntimeError, match="priority"):
     memory.record().__enter__()

@@ -50,14 +50,14 @@ def _report(folder: Path, since: int, older: object, recording: Any, error: Base
             file.flush()  # memory is short: the next part may fail
             file.write(f"\n{_holders(str(recording.device), since, older)}\n")
     except Exception as failed:
-        logger.error("%s, and the report could not be written: %s", head, failed)
+        logger.error("%s, and the report could not be written: %s", head, str(failed))
         return
     logger.error("%s; what lived and who held it: %s.txt", head, stem)
     for write, name in ((recording.plot, f"{stem}.png"), (recording.export, f"{stem}.json.gz")):
         try:
             write(name)
         except Exception as failed:
-            logger.warning("%s was not written: %s", name, failed)
+            logger.warning("%s was not written: %s", name, str(failed))  # a handler may keep what it is given
 
 
 def _holders(device: str, since: int, older: object) -> str:
