@@ -81,7 +81,7 @@ def _text_of(texts: dict[int, str], late: list[int]) -> str:
     """Those that are alike but for numbers and the table, which is the second part, once."""
     alike: dict[str, list[int]] = {}
     for r, text in texts.items():
-        alike.setdefault(plain(str(text.split("\n\n")[::2])), []).append(r)
+        alike.setdefault(plain("\n".join(text.split("\n\n")[::2])), []).append(r)
     groups = list(alike.values())
     said = []
     for ranks in groups[:_SHOWN]:
