@@ -324,13 +324,14 @@ def test_what_is_refused(act, error, message):
 @pytest.mark.parametrize("was_enabled", [True, False])
 def test_the_collector_is_off_inside_and_restored(was_enabled):
     (gc.enable if was_enabled else gc.disable)()
+    callbacks = gc.callbacks[:]
     try:
         with check_tensor_leak():
             assert not collects()
             with check_tensor_leak():
                 pass
             assert not collects()
-        assert collects() is was_enabled and gc.isenabled() is was_enabled
+        assert collects() is was_enabled and gc.isenabled() is was_enabled and gc.callbacks == callbacks
     finally:
         gc.enable()
 
@@ -474,60 +475,6 @@ def test_a_search_visits_each_object_once():
     assert many - few == 4 * 5000
     # Per round: four nodes, four saved tensors or outputs with their storages, and a tensor that Python has.
     assert 4 * 5000 <= more - some <= 16 * 5000
-
-
-class Unequal(type):
-    def __eq__(cls, other):
-        pytest.fail("a class was compared")
-
-    def __hash__(cls):
-        pytest.fail("a class was hashed")
-
-
-class Watched:
-    def __get__(self, instance, owner):
-        pytest.fail("a descriptor was run")
-
-
-class Key:
-    compared = False
-
-    def __hash__(self):
-        return hash("__name__")
-
-    def __eq__(self, other):
-        Key.compared = True
-        return False
-
-
-def test_no_code_of_the_programs_runs():
-    class Held(metaclass=Unequal):
-        __slots__ = ("__weakref__", "tensor")
-
-    class Double(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.kept = x.exp()
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * 2
-
-    table = {Key(): None, "tensor": None}
-
-    def step():
-        held = Held()
-        held.tensor = torch.ones(3)
-        out = Double.apply(torch.ones(5, requires_grad=True))
-        Double.forward = Watched()
-        table["tensor"] = torch.ones(7)
-        KEPT.extend([held, out, table])
-        Key.compared = False
-
-    report = checked(step)
-    assert {leak.bytes for leak in report.leaks} == {12, 20, 28}
-    assert "dict item 'tensor'" in str(report) and not Key.compared
 
 
 @pytest.mark.system

@@ -114,15 +114,6 @@ def test_what_lets_go_again_does_not_grow_whenever_it_is_looked_at(name):
                 assert growth.grown() == [], number
 
 
-def test_what_was_said_to_grow_is_withdrawn_once_it_is_let_go():
-    step = list_that_is_cleared_each(8)
-    with Growth() as growth:
-        for number in range(1, 18):
-            step()
-            growth.step()
-            assert growth.rising() == (["counts", "bytes"] if 4 <= number <= 8 else []), number
-
-
 def of_every_second_step():
     turns = iter(range(1000))
     return lambda: next(turns) % 2 or KEPT.append(torch.ones(4))

@@ -1,6 +1,5 @@
 """The report: its text, its picture and its data."""
 
-import json
 import os
 import re
 import shutil
@@ -84,25 +83,6 @@ def test_leaks_with_one_chain_share_a_line_and_many_are_counted():
     assert "800 bytes, #1 to #50\n" in text
 
 
-def test_the_data():
-    data = json.loads(json.dumps(report().as_dict()))
-    assert data["schema"] == 2 and data["bytes"] == 120 and len(data["leaks"]) == 4
-    holders = data["holders"]
-    assert holders[data["leaks"][0]["chain"][0]] == {
-        "kind": "module",
-        "text": "module global train.cache",
-        "where": "train.py:12",
-        "bytes": 0,
-        "is_library": False,
-    }
-    assert len({tuple(holder.values()) for holder in holders}) == len(holders)
-    assert data["leaks"][1]["blame"] == data["leaks"][1]["chain"][0] == data["leaks"][0]["chain"][0]
-    assert holders[data["cycles"][0]["steps"][1]]["text"] == "dict item 'x'"
-    assert data["notes"] == ["1 storage (8 bytes) as large as a bucket"]
-    assert data["cycles"][0]["bytes"] == 16 and data["unseen"] == ["nodes with C++ hooks: 1"]
-    assert report() and not Report()
-
-
 def dot_of(report, folder, **limits):
     return report.draw(folder / "leaks.dot", **limits).read_text()
 
@@ -174,6 +154,7 @@ def test_bad_pictures_are_refused(tmp_path, monkeypatch, name, max_leaks, error,
 def test_an_empty_report(tmp_path):
     assert str(Report(unseen=["x"])) == "no tensor outlived the check\n  not seen: x"
     assert Report().draw(tmp_path / "none.dot").exists()
+    assert report() and not Report()
 
 
 def holders(*kinds):
