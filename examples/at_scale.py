@@ -71,7 +71,7 @@ def main():
     with zbpipe.memory.record(device) as recording:
         recording.watch(schedule)
         train_step()
-    with check_tensor_leak(action="record", device=device) as check:
+    with check_tensor_leak(action="record") as check:
         train_step()
     for _ in range(STEPS - 3):
         train_step()

@@ -10,9 +10,9 @@ import pytest
 
 CHECKS = "zbpipe.leaks.pytest_plugin"
 MARKER = (
-    "no_tensor_leaks(allow=(), trace=False, device=None, action='error'): fail the test if a tensor born in it lives "
-    "on after it and its fixtures; allow: tensors, modules, optimizers, predicates; trace: say where tensors were "
-    "created; action: 'error', 'warn', or 'ignore' to leave a test out of --no-tensor-leaks"
+    "no_tensor_leaks(allow=(), trace=False, action='error'): fail the test if a tensor born in it lives on after it "
+    "and its fixtures; allow: tensors, modules, optimizers, predicates; trace: say where tensors were created; "
+    "action: 'error', 'warn', or 'ignore' to leave a test out of --no-tensor-leaks"
 )
 
 
@@ -51,8 +51,5 @@ def load(config):
 
 @pytest.fixture
 def no_tensor_leaks(request):
-    """Checks the test as the marker no_tensor_leaks does.
-
-    `no_tensor_leaks.allow(x)`: x is no leak. `with no_tensor_leaks.check():` checks a part of the test at once.
-    """
+    """Checks the test as the marker no_tensor_leaks does. `no_tensor_leaks.allow(x)`: x is no leak."""
     return load(request.config).TensorLeaks(request.node)

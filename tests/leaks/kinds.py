@@ -306,7 +306,7 @@ class Rows:
 
 def hook_with(held):
     def hook(*given):  # the hook
-        return held if given is None else None
+        pytest.fail(f"a hook with {held} ran")
 
     return hook
 
@@ -356,7 +356,7 @@ class OfTorch:
 
     def pack_hook():
         with torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: (tensor.detach(), made()), lambda packed: packed[0]
+            lambda tensor: (tensor.detach(), made()), lambda packed: pytest.fail("unpacked")
         ):
             return torch.ones(1, requires_grad=True).exp()
 
@@ -368,6 +368,16 @@ class OfTorch:
         leaf = torch.ones(SIZE, requires_grad=True)
         (leaf * 1).sum().backward()
         return (leaf * 2).grad_fn
+
+    def function_that_fights_back():
+        class Double(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x * 2
+
+        out = Double.apply(torch.ones(SIZE, requires_grad=True))
+        Double.forward = Ran()
+        return out
 
     def other_data():
         """`out.data = torch.empty(1)`: the tensor is small, its graph keeps the saved output."""
@@ -430,6 +440,27 @@ class Locked:
 
 class Name(str):
     pass
+
+
+class Unequal(type):
+    def __eq__(cls, other):
+        pytest.fail("a class was compared")
+
+    def __hash__(cls):
+        pytest.fail("a class was hashed")
+
+
+class Key:
+    def __hash__(self):
+        return hash("__name__")
+
+    def __eq__(self, other):
+        pytest.fail("a key was compared")
+
+
+class Ran:
+    def __get__(self, instance, owner):
+        pytest.fail("a descriptor ran")
 
 
 class Contrary(torch.Tensor):
@@ -548,6 +579,8 @@ KINDS = {
     "odd key": lambda: {Odd: made()},
     "odd metaclass": lambda: holding(Proud("Proudly", (), {})()),
     "odd place of attributes": lambda: holding(Locked()),
+    "odd class that is not compared": lambda: holding(Unequal("Held", (), {})()),
+    "odd key that is not compared": lambda: {Key(): None, "tensor": made()},
     "odd subclass": lambda: made().as_subclass(Contrary),
     "string with an attribute": lambda: holding(Name("n")),
     "name that no encoding has": lambda: {"\udcff": made()},
@@ -555,6 +588,18 @@ KINDS = {
 
 
 # What is kept elsewhere than in KEPT, while its context lasts.
+
+
+@contextlib.contextmanager
+def beside(work):
+    """A thread that waits in `work`."""
+    waits = threading.Barrier(2)
+    thread = threading.Thread(target=work, args=[lambda: (waits.wait(), waits.wait())], name="fetching")
+    thread.start()
+    waits.wait()
+    yield
+    waits.wait()
+    thread.join()
 
 
 class Elsewhere:
@@ -607,36 +652,21 @@ class Elsewhere:
         yield
         ctypes.pythonapi.Py_DecRef(ctypes.cast(address, ctypes.py_object))
 
-    @contextlib.contextmanager
     def frame_of_a_thread():
-        def work():
+        def work(wait):
             tensor = made()  # the thread's
-            started.set()
-            ends.wait()
+            wait()
             return tensor
 
-        started, ends = threading.Event(), threading.Event()
-        thread = threading.Thread(target=work, name="fetching")
-        thread.start()
-        started.wait()
-        yield
-        ends.set()
-        thread.join()
+        return beside(work)
 
-    @contextlib.contextmanager
     def local_of_a_thread():
-        def work(local):
+        def work(wait):
+            local = threading.local()
             local.cache = made()
-            started.set()
-            ends.wait()
+            wait()
 
-        started, ends = threading.Event(), threading.Event()
-        thread = threading.Thread(target=work, args=[threading.local()], name="fetching")
-        thread.start()
-        started.wait()
-        yield
-        ends.set()
-        thread.join()
+        return beside(work)
 
 
 ELSEWHERE = makers(Elsewhere)
@@ -675,6 +705,7 @@ BLAMED = {
     "odd object": f"attribute held of {__name__}.Odd",
     "odd class": f"attribute held of {__name__}.OddClass",
     "odd metaclass": f"attribute held of {__name__}.Proudly",
+    "odd class that is not compared": f"attribute held of {__name__}.Held",
     "string with an attribute": f"attribute held of {__name__}.Name",
     "last error": "module global sys.last_value",
     "last result": "module global builtins._",
@@ -725,6 +756,7 @@ CHAINS = [
     ("odd dictionary", f"{__name__}.OddDict item 'key'", TENSOR),
     ("odd list", f"{__name__}.OddList item 0", TENSOR),
     ("odd key", "dict item at key type", TENSOR),
+    ("odd key that is not compared", "dict item 'tensor'", TENSOR),
     ("name that no encoding has", "dict item '\\udcff'", TENSOR),
     ("partial", "partial of a builtin_function_or_method", "tuple item 0", TENSOR),
     ("bound method", f"bound method {__name__}.Owner.method", f"attribute cache of {__name__}.Owner", TENSOR),

@@ -102,11 +102,6 @@ def test_nested_checks_see_what_is_theirs():
     assert (inner.report.bytes, outer.report.bytes) == (8, 12)
 
 
-def test_the_device_that_is_asked_for():
-    assert checked(lambda: keep(1), device="cpu").bytes == 4
-    assert not checked(lambda: keep(1), device="cuda")
-
-
 def test_traced_creation():
     line = sys._getframe().f_lineno + 2
     report = checked(
@@ -300,7 +295,6 @@ def entered():
 NO_FUNCTION = r"was given a \w+ to check; expected a function, or pass what may live on as"
 LATER = "runs after its call has returned"
 LEFT = "a check is left once, after it was entered"
-DEVICES = r"^device is .*; tensors can be checked on cpu and cuda$"
 
 
 @pytest.mark.parametrize(
@@ -309,9 +303,6 @@ DEVICES = r"^device is .*; tensors can be checked on cpu and cuda$"
         (lambda: check_tensor_leak(action="shout"), ValueError, "'shout'; expected one of 'warn', 'error', 'record'"),
         (lambda: check_tensor_leak(allow=[3]), TypeError, "allow holds a int; expected tensors"),
         (lambda: check_tensor_leak(allow=iter(["weight"])), TypeError, "allow holds a str; expected tensors"),
-        (lambda: check_tensor_leak(device="meta"), ValueError, DEVICES),
-        (lambda: check_tensor_leak(device="foo"), ValueError, DEVICES),
-        (lambda: check_tensor_leak(device=3.5), ValueError, DEVICES),
         (lambda: check_tensor_leak(5), TypeError, NO_FUNCTION),
         (lambda: check_tensor_leak(nn.Linear(2, 2)), TypeError, NO_FUNCTION),
         (lambda: check_tensor_leak("weights"), TypeError, NO_FUNCTION),
@@ -333,13 +324,14 @@ def test_what_is_refused(act, error, message):
 @pytest.mark.parametrize("was_enabled", [True, False])
 def test_the_collector_is_off_inside_and_restored(was_enabled):
     (gc.enable if was_enabled else gc.disable)()
+    callbacks = gc.callbacks[:]
     try:
         with check_tensor_leak():
             assert not collects()
             with check_tensor_leak():
                 pass
             assert not collects()
-        assert collects() is was_enabled and gc.isenabled() is was_enabled
+        assert collects() is was_enabled and gc.isenabled() is was_enabled and gc.callbacks == callbacks
     finally:
         gc.enable()
 
@@ -485,60 +477,6 @@ def test_a_search_visits_each_object_once():
     assert 4 * 5000 <= more - some <= 16 * 5000
 
 
-class Unequal(type):
-    def __eq__(cls, other):
-        pytest.fail("a class was compared")
-
-    def __hash__(cls):
-        pytest.fail("a class was hashed")
-
-
-class Watched:
-    def __get__(self, instance, owner):
-        pytest.fail("a descriptor was run")
-
-
-class Key:
-    compared = False
-
-    def __hash__(self):
-        return hash("__name__")
-
-    def __eq__(self, other):
-        Key.compared = True
-        return False
-
-
-def test_no_code_of_the_programs_runs():
-    class Held(metaclass=Unequal):
-        __slots__ = ("__weakref__", "tensor")
-
-    class Double(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.kept = x.exp()
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * 2
-
-    table = {Key(): None, "tensor": None}
-
-    def step():
-        held = Held()
-        held.tensor = torch.ones(3)
-        out = Double.apply(torch.ones(5, requires_grad=True))
-        Double.forward = Watched()
-        table["tensor"] = torch.ones(7)
-        KEPT.extend([held, out, table])
-        Key.compared = False
-
-    report = checked(step)
-    assert {leak.bytes for leak in report.leaks} == {12, 20, 28}
-    assert "dict item 'tensor'" in str(report) and not Key.compared
-
-
 @pytest.mark.system
 def test_what_an_audit_hook_lets_go_of_is_not_looked_at():
     """Python tells its audit hooks that the collector's objects are listed."""
@@ -621,7 +559,6 @@ def snapshot():
 def test_blocks_of_a_snapshot_that_no_tensor_explains():
     now = _cuda.active(snapshot())
     assert now == [("cuda:0", 1000, 400), ("cuda:0", 2024, 1000), ("cuda:1", 1000, 400)]
-    assert _cuda.active(snapshot(), torch.device("cuda:1")) == [("cuda:1", 1000, 400)]
     assert _cuda.unexplained(set(), now, []) == now
     assert _cuda.unexplained(set(), now, [("cuda:0", 1000, 8), ("cuda:1", 900, 50)]) == now[1:]
     assert _cuda.unexplained(set(now[:1]), now, [("cuda:0", 2500, 8), ("cpu", 1000, 8)]) == now[2:]
@@ -629,6 +566,6 @@ def test_blocks_of_a_snapshot_that_no_tensor_explains():
 
 @pytest.mark.cuda
 def test_leaks_on_cuda():
-    report = checked(lambda: KEPT.append(torch.zeros(100, device="cuda")), device="cuda")
+    report = checked(lambda: KEPT.append(torch.zeros(100, device="cuda")))
     (leak,) = report.leaks
     assert (leak.device, leak.bytes) == ("cuda:0", 400)

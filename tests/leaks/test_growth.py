@@ -10,7 +10,7 @@ import torch
 from support.leaks import collects
 from torch import nn
 
-from zbpipe.leaks import Growth, _cuda, _growth  # memory that is not the CPU allocator's, as CUDA's, without CUDA
+from zbpipe.leaks import Growth, _cuda  # memory that is not the CPU allocator's, as CUDA's, without CUDA
 from zbpipe.leaks._growth import rises  # rows of a hundred thousand steps
 
 KEPT = []
@@ -112,15 +112,6 @@ def test_what_lets_go_again_does_not_grow_whenever_it_is_looked_at(name):
             growth.step()
             if number in (from_step, from_step + 1, 23, 32, 44):  # a search each time
                 assert growth.grown() == [], number
-
-
-def test_what_was_said_to_grow_is_withdrawn_once_it_is_let_go():
-    step = list_that_is_cleared_each(8)
-    with Growth() as growth:
-        for number in range(1, 18):
-            step()
-            growth.step()
-            assert growth.rising() == (["counts", "bytes"] if 4 <= number <= 8 else []), number
 
 
 def of_every_second_step():
@@ -254,13 +245,11 @@ def test_memory_that_goes_past_the_allocator_grows(make, every):
         assert "variable kept of " in next(line for line in group.held_by if line.startswith(">>"))
 
 
-def test_other_memory_that_comes_into_use_in_a_step_is_counted_from_there(monkeypatch):
-    used = iter([False, False, True])
-    monkeypatch.setattr(_cuda, "is_in_use", lambda: next(used))
-    monkeypatch.setattr(_growth, "are_there_others", lambda *_: False)
-    growth, (grown,), _ = grow(lambda: KEPT.append(of_other_memory(2)))
-    assert growth.counts == [0, 0, 1, 2, 3, 4]
-    assert grown.steps == [3, 4, 5]
+def test_other_memory_that_comes_into_use_between_two_looks_is_counted_from_there(monkeypatch):
+    monkeypatch.setattr(_cuda, "is_in_use", lambda: bool(KEPT))
+    numbers = iter(range(1, 11))
+    growth, _, _ = grow(lambda: next(numbers) > 6 and KEPT.append(of_other_memory(2)), 10)
+    assert growth.counts == [0] * 6 + [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(

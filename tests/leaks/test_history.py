@@ -7,7 +7,6 @@ storages by weak references. test_history_schedules.py has them where they happe
 import functools
 import gc
 import itertools
-from pathlib import Path
 from types import FrameType
 
 import pytest
@@ -52,12 +51,6 @@ def find(fault, *arguments):
     return check.report
 
 
-def line_of(text):
-    """faults.py:LINE of a line of the reconstructions."""
-    (number,) = [i for i, line in enumerate(Path(faults.__file__).read_text().splitlines(), 1) if text in line]
-    return f"faults.py:{number}"
-
-
 def groups_never_run(backward_input):
     return functools.partial(faults.groups_never_run, backward_input, nn.Linear(16, 16))
 
@@ -66,40 +59,27 @@ OF_TORCH = groups_never_run(torch.distributed.pipelining._backward.stage_backwar
 OF_ZBPIPE = groups_never_run(zbpipe.stage_backward_input)
 COLLECTED = "freed by the collector"
 
-# The fault, the first leak's fate, whom all leaks are blamed on, what its chain has, what its cycle has, a line that this names.
+# The fault, the first leak's fate, whom all leaks are blamed on, what its chain has.
 FAULTS = [
-    (faults.self_recursive_closure, COLLECTED, "extract_tensors_with_grads", (), (), "def extract_tensors_with_grads"),
-    (
-        faults.hook_group_intermediates_hook,
-        "uncollectable",
-        "store_gradients",
-        (),
-        ("param_group", "'intermediates'", "ExpBackward0"),
-        "def store_gradients",
-    ),
-    (faults.output_deallocated_by_data, "alive", "output_tensors", ("grad_fn: ExpBackward0", "saved: result"), (), ""),
-    (faults.graph_kept_by_its_saved_output, COLLECTED, "KeepsItsOutput", (), ("result",), ""),
-    (faults.view_of_a_padded_buffer, "alive", "gathered", (f"which uses 40 of {BYTES} bytes",), (), ""),
-    (OF_TORCH, "alive", "deferred", ("dict: dict item", "node: "), (), ""),
-    (OF_ZBPIPE, "alive", "deferred", ("group: ",), (), ""),
-    (faults.exception_in_the_middle, "alive", "errors", ("a RuntimeError", "traceback: ", "step"), (), ""),
+    (faults.output_deallocated_by_data, "alive", "output_tensors", ("grad_fn: ExpBackward0", "saved: result")),
+    (faults.graph_kept_by_its_saved_output, COLLECTED, "KeepsItsOutput", ()),
+    (faults.view_of_a_padded_buffer, "alive", "gathered", (f"which uses 40 of {BYTES} bytes",)),
+    (OF_TORCH, "alive", "deferred", ("dict: dict item", "node: ")),
+    (OF_ZBPIPE, "alive", "deferred", ("group: ",)),
+    (faults.exception_in_the_middle, "alive", "errors", ("a RuntimeError", "traceback: ", "step")),
 ]
 
 
-@pytest.mark.parametrize(("fault", "fate", "blamed", "has", "cycle_has", "line"), FAULTS)
-def test_it_is_found(fault, fate, blamed, has, cycle_has, line):
+@pytest.mark.parametrize(("fault", "fate", "blamed", "has"), FAULTS)
+def test_it_is_found(fault, fate, blamed, has):
     report = find(fault)
     chain = "\n".join(f"{holder.kind}: {holder.text} {holder.where}" for holder in report.leaks[0].chain)
     assert report.leaks[0].fate == fate
     assert all(blamed in leak.blame.text for leak in report.leaks), report
     assert [words for words in has if words not in chain] == []
     assert bool(report.cycles) == (fate != "alive")
-    if report.cycles:
-        cycle = report.cycles[0]
-        text = cycle.text + "".join(f"{step.kind}: {step.text} {step.where}" for step in cycle.steps)
-        assert [words for words in (blamed, *cycle_has) if words not in text] == []
-        assert line_of(line) in text if line else True
-        assert cycle.bytes >= BYTES
+    for cycle in report.cycles:
+        assert blamed in cycle.text and "result" in cycle.text and cycle.bytes >= BYTES
 
 
 @pytest.mark.parametrize("stage", [faults.StageWithReusedBuffers, faults.StageWithPrehooksOnAccumulators])

@@ -29,8 +29,8 @@ def report():
     held = [Holder("cell", "closure variable f of f", "a.py:3"), Holder("dict", "dict item 'x'")]
     return Report(
         leaks=[
-            leak(chain(3), 64, created="train.py:30"),
-            leak(chain(20), 32, more=2),
+            leak(chain(20), 64, created="train.py:30", more=2),
+            leak(chain(3), 32),
             leak([*held, Holder("tensor", "Tensor float32 [2, 2]")], 16, fate="freed by the collector"),
             leak([Holder("unknown", "C or C++ that cannot be seen")], 8, views=0),
         ],
@@ -52,11 +52,7 @@ def test_the_text():
         "4  (no visible tensor)  cpu     alive                                    0      8\n"
         "\n"
         "held by\n"
-        "  64 bytes, #1\n"
-        "    >> module global train.cache (train.py:12)\n"
-        "       next node 0: N0\n"
-        "       Tensor float32 [2, 2]\n"
-        "  32 bytes, #2, and 2 more references\n"
+        "  96 bytes, #1 to #2, and 2 more references\n"
         "    >> module global train.cache (train.py:12)\n"
         "       next node 0: N0\n"
         "       next node 0: N1\n"
@@ -65,6 +61,7 @@ def test_the_text():
         "       ... 13 more ...\n"
         "       next node 0: N17\n"
         "       Tensor float32 [2, 2]\n"
+        "       and in 1 other way from there\n"
         "  16 bytes, #3\n"
         "    >> closure variable f of f (a.py:3)\n"
         "       dict item 'x'\n"
@@ -165,6 +162,7 @@ def test_bad_pictures_are_refused(tmp_path, monkeypatch, name, max_leaks, error,
 def test_an_empty_report(tmp_path):
     assert str(Report(unseen=["x"])) == "no tensor outlived the check\n  not seen: x"
     assert Report().draw(tmp_path / "none.dot").exists()
+    assert report() and not Report()
 
 
 def holders(*kinds):

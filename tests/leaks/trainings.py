@@ -146,33 +146,11 @@ STEPS = {
 }
 
 
-def average(run):
-    mean = copy.deepcopy(run.net)
-    while True:
-        run.train()
-        with torch.no_grad():
-            for kept, weight in zip(mean.parameters(), run.net.parameters(), strict=True):
-                kept.lerp_(weight, 0.1)
-        yield
-
-
 def best_model(run):
     while True:
         run.train()
         if run.number in (5, 11, 30, 47):
             run.last = copy.deepcopy(run.net.state_dict())
-        yield
-
-
-def adversary(run):
-    other = nn.Linear(4, 1)
-    others = torch.optim.SGD(other.parameters(), lr=0.01)
-    while True:
-        made = run.net(run.batch())
-        other(made.detach()).mean().backward()
-        others.step()
-        run.train(-other(made).mean())
-        others.zero_grad()
         yield
 
 
@@ -192,13 +170,6 @@ def layers_with_rates(run):
         if run.number == 50:
             run.optimizer.add_param_group({"params": list(run.net[0].parameters()), "lr": 1e-4})
         yield run.train()
-
-
-def distilled(run):
-    teacher = copy.deepcopy(run.net).requires_grad_(False)
-    while True:
-        batch = run.batch()
-        yield run.train((run.net(batch) - teacher(batch)).square().mean())
 
 
 def target_network(run):
@@ -239,15 +210,6 @@ def evaluation(run):
                 run.listed.append(torch.cat([run.net(run.batch()) for _ in range(5)]).mean().item())
             run.net.train()
         yield run.train()
-
-
-def metrics(run):
-    while True:
-        if run.number % 20 == 0:
-            sums = {name: torch.zeros(()) for name in ("loss", "error")}
-        for name in sums:
-            sums[name] = sums[name] + run.train()
-        yield
 
 
 def worst(run):
@@ -357,14 +319,6 @@ def averaged(run):
         yield
 
 
-def stateful(run):
-    lstm, state = nn.LSTM(8, 8), None
-    while True:
-        out, state = lstm(run.batch().unsqueeze(0), state)
-        state = tuple(part.detach() for part in state)
-        yield run.train(out.square().mean())
-
-
 class Layer(nn.Module):
     """Of a GPT."""
 
@@ -380,7 +334,7 @@ class Layer(nn.Module):
         return x + self.down(gelu(self.up(self.norms[1](x))))
 
 
-def gpt(run, call=lambda layer, x: layer(x)):
+def gpt(run):
     """With dropout, tied weights, a warm-up and clipped gradients."""
     run.use(nn.ModuleDict({"tokens": nn.Embedding(20, 16), "layers": nn.ModuleList(Layer() for _ in range(2))}))
     warmup = torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda step: min(1, step / 10))
@@ -389,7 +343,7 @@ def gpt(run, call=lambda layer, x: layer(x)):
         tokens = torch.randint(20, (2, 7))
         x = dropout(run.net["tokens"](tokens), 0.1)
         for layer in run.net["layers"]:
-            x = call(layer, x)
+            x = layer(x)
         logits = x @ run.net["tokens"].weight.T
         return cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -400,14 +354,6 @@ def gpt(run, call=lambda layer, x: layer(x)):
         warmup.step()
         run.optimizer.zero_grad()
         yield
-
-
-def gpt_checkpointed(run):
-    return gpt(run, lambda layer, x: checkpoint(layer, x, use_reentrant=False))
-
-
-def gpt_checkpointed_reentrant(run):
-    return gpt(run, lambda layer, x: checkpoint(layer, x, use_reentrant=True))
 
 
 def autocast_around_all(run):
@@ -545,9 +491,9 @@ def each_step(act):
 
 
 LOOPS = [
-    average, best_model, adversary, unfrozen, layers_with_rates, distilled, target_network, queue_of_keys, generation,
-    evaluation, metrics, worst, last_checkpoints, skipped_batches, prefetching_thread, lbfgs, schedule,
-    optimizer_in_hooks, averaged, stateful, gpt, gpt_checkpointed, gpt_checkpointed_reentrant, autocast_around_all,
+    best_model, unfrozen, layers_with_rates, target_network, queue_of_keys, generation,
+    evaluation, worst, last_checkpoints, skipped_batches, prefetching_thread, lbfgs, schedule,
+    optimizer_in_hooks, averaged, gpt, autocast_around_all,
     scaled, compiled, compiled_for_all_lengths, compiled_and_checkpointed, sparse, profiled, workers,
     persistent_workers, no_workers, per_sample, packed_sequences, images, weight_normalized, watched,
 ]  # fmt: skip

@@ -125,7 +125,6 @@ def refusals(zbpipe):
         lambda: zbpipe.memory.held([Kept(x)]),
         lambda: zbpipe.memory.record().phase(x).__enter__(),
         lambda: leaks.check_tensor_leak(action=[x]),
-        lambda: leaks.check_tensor_leak(device=[x]),
         lambda: leaks.check_tensor_leak(allow=[Kept(x), object()]),
         lambda: leaks.find_holders(Kept(x)),
         lambda: leaks.find_holders(full((3,)).to_sparse()),

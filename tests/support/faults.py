@@ -19,43 +19,6 @@ def activation():
     return torch.ones(SIZE, requires_grad=True) * 2
 
 
-# 136507: the walk over a stage's outputs was a function in a function, and called itself by its own cell.
-
-
-def backward_with_a_recursive_walk(output, grad):
-    tensors = []
-
-    def extract_tensors_with_grads(value):
-        if isinstance(value, torch.Tensor):
-            tensors.append(value)
-        else:
-            for part in value:
-                extract_tensors_with_grads(part)
-
-    extract_tensors_with_grads(output)
-    torch.autograd.backward(tensors, [grad])
-
-
-def self_recursive_closure():
-    backward_with_a_recursive_walk([activation()], torch.ones(SIZE))
-
-
-# 136584: hooks on intermediate nodes held the parameter group, and that the nodes. A node that another one leads to
-# shows its hooks to no collector: the cycle is for ever.
-
-
-def hook_group_intermediates_hook():
-    hidden = activation().exp()
-    output = hidden.sin()
-    param_group = {"intermediates": [output.grad_fn, hidden.grad_fn]}
-
-    def store_gradients(grads):
-        param_group["grads"] = grads
-
-    for intermediate in param_group["intermediates"]:
-        intermediate.register_prehook(store_gradients)
-
-
 # 185331: the receive buffers of a stage are its inputs, in each step the same; what each step hangs on them stays.
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from zbpipe.leaks._results import NAMED, Holder, Leak
+from zbpipe.leaks._results import NAMED, Holder, Leak, chain_lines
 
 _NUMBER = re.compile(r"\b\d+\b")
 _NAME = re.compile(r"(?<=\bitem )(['\"]).*\1|\d+")  # a key, or a number within a name: "step_3"
@@ -40,18 +40,7 @@ class Likeness:
         return text
 
 
-def grouped(leaks: Sequence[Leak]) -> list[tuple[int, list[int]]]:
-    """Places of the leaks that are held alike together, by their bytes, the most first; and where the one to blame
-    stands in their chains."""
-    likeness = Likeness()
-    groups: dict[tuple[int, bool, Key], list[int]] = {}
-    for place, leak in enumerate(leaks):
-        groups.setdefault((leak.place_of_blame, leak.views > 0, likeness(leak.chain)), []).append(place)
-    by_bytes = sorted(groups.items(), key=lambda group: -sum(leaks[place].bytes for place in group[1]))
-    return [(blamed, places) for (blamed, _, _), places in by_bytes]
-
-
-def by_place(leaks: Sequence[Leak]) -> list[tuple[int, list[int]]]:
+def by_holder(leaks: Sequence[Leak]) -> list[tuple[int, list[int]]]:
     """Places of the leaks that one holder has together, however they hang below it; first where that holder stands in
     the chains. It is the program's last one above the items that differ; if none do, the one to blame."""
     likeness = Likeness()
@@ -74,10 +63,17 @@ def _above_what_differs(chains: list[list[Holder]], blamed: int) -> int:
     return blamed
 
 
-def merged(chains: Sequence[list[Holder]]) -> list[Holder]:
-    """One chain for those that are alike: that of the first, with the items of all where they differ in these."""
-    length = len(chains[0])
-    return [_merged(holders) for holders in zip(*(chain for chain in chains if len(chain) == length), strict=True)]
+def held_lines(leaks: Sequence[Leak], mark: int) -> list[str]:
+    """The way to the most bytes of those that one holder has, which is marked: that of the first, with the items of all
+    that are held alike; and how many other ways there are."""
+    likeness, ways = Likeness(), dict[Key, list[Leak]]()
+    for leak in leaks:
+        ways.setdefault(likeness(leak.chain), []).append(leak)
+    most = max(ways.values(), key=lambda alike: sum(leak.bytes for leak in alike))
+    length, others = len(most[0].chain), len(ways) - 1
+    alike = [leak.chain for leak in most if len(leak.chain) == length]
+    lines = chain_lines([_merged(holders) for holders in zip(*alike, strict=True)], mark)
+    return lines + ([f"   and in {others} other way{'s' * (others > 1)} from there"] if others else [])
 
 
 def _merged(holders: tuple[Holder, ...]) -> Holder:

@@ -21,16 +21,10 @@ _COLLECTIONS = (dict, list, tuple, set, frozenset)
 _KNOWN = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, *_COLLECTIONS)
 
 
-def checked(action: object, allow: Any, device: torch.device | str | None) -> tuple[Any, ...]:
+def checked(action: object, allow: Any) -> tuple[Any, ...]:
     """``allow`` as it is to be kept, when all is legal: a collection may get more members until it is looked at."""
     if action not in ACTIONS:
         raise ValueError(f"action is {argument(action)}; expected one of {', '.join(map(repr, ACTIONS))}")
-    try:
-        kind = None if device is None else torch.device(device).type
-    except (RuntimeError, TypeError):
-        kind = "?"
-    if kind not in (None, "cpu", "cuda"):
-        raise ValueError(f"device is {argument(device)}; tensors can be checked on cpu and cuda")
     allow = _at_once(allow)
     listed: list[Any] = []
     for thing in allow if isinstance(allow, _COLLECTIONS[1:]) else (allow,):

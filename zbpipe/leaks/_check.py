@@ -10,15 +10,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar, overload
 
-import torch
-
 from zbpipe import _C
 from zbpipe.leaks import _allow, _cuda
 from zbpipe.leaks._collector import Collections, collector
 from zbpipe.leaks._judge import with_fates, without_excused
 from zbpipe.leaks._report import Report
 from zbpipe.leaks._results import COLLECTED, Holder, Leak
-from zbpipe.leaks._search import Scope, are_there_others, identities, natives_now, search, storages_now
+from zbpipe.leaks._search import Scope, identities, natives_now, others_of, search, storages_now
 
 F = TypeVar("F", bound=Callable[..., Any])
 Action = Literal["warn", "error", "record"]
@@ -51,9 +49,9 @@ class Check:
 
     report: Report | None
 
-    def __init__(self, action: Action, allow: tuple[Any, ...], trace: bool, device: torch.device | None) -> None:
+    def __init__(self, action: Action, allow: tuple[Any, ...], trace: bool) -> None:
         self.report = None
-        self._action, self._allow, self._trace, self._device = action, allow, trace, device
+        self._action, self._allow, self._trace = action, allow, trace
         self._begun: contextlib.ExitStack | None = None
         self._unseen: list[str] = []
         self._returned: Any = None
@@ -78,7 +76,7 @@ class Check:
                 f"{getattr(function, '__qualname__', function)} runs after its call has returned (a coroutine or "
                 "generator function); check what it does with a with block inside it"
             )
-        arguments = (self._action, self._allow, self._trace, self._device)
+        arguments = (self._action, self._allow, self._trace)
         code = getattr(inspect.unwrap(function), "__code__", None)
 
         @functools.wraps(function)
@@ -99,7 +97,7 @@ class Check:
             begun.callback(self._stop, recorder)
             collector.switch_off()
             begun.callback(collector.give_back)
-            self._cuda_before = _cuda.blocks_now(self._device)
+            self._cuda_before = _cuda.blocks_now()
             self._older: object = storages_now()
             self._modules = set(sys.modules)
             self._since = _C.next_serial()
@@ -140,10 +138,10 @@ class Check:
     @contextlib.contextmanager
     def _exempted(self) -> Iterator[None]:
         """What is born inside is no leak of this check's."""
-        since, blocks, older = _C.next_serial(), _cuda.blocks_now(self._device), storages_now()
+        since, blocks, older = _C.next_serial(), _cuda.blocks_now(), storages_now()
         yield
         self._exempt.append(range(since, _C.next_serial()))
-        self._cuda_before |= _cuda.blocks_now(self._device) - blocks
+        self._cuda_before |= _cuda.blocks_now() - blocks
         self._others.append((older, storages_now()))
 
     def _look(self) -> Report:
@@ -165,31 +163,27 @@ class Check:
         )
         born = {address: serial for address, _, serial in _C.live_blocks(self._since) if scope.includes(serial)}
         is_explained = not born.keys() - _C.addresses_of(tensors) and not _cuda.is_in_use()
-        if not is_explained or are_there_others(identities(self._older), natives_now()["storage"]):
+        if not is_explained or others_of(natives_now()["storage"], self._older):
             result = search(scope)
             del tensors, holders
-            found = [entry for entry in result.found if self._looks_at(entry.leak.device)]
-            fated = with_fates(found, born, self._since)
+            fated = with_fates(result.found, born, self._since)
             judged, report.notes = without_excused(fated, set(sys.modules) - self._modules)
             report.leaks = [entry.leak for entry in judged] + self._blocks_of_cuda()
             report.cycles, report.visited = result.cycles, result.visited
             report.unseen += result.unseen if report.leaks else []
         chain = [Holder("unknown", "a cycle that a collection inside the check freed: nobody looked at it before")]
         for _, size, serial in self._collections.freed:
-            if scope.includes(serial) and self._looks_at("cpu"):
+            if scope.includes(serial):
                 report.leaks.append(Leak((), "", "cpu", size, 0, 0, COLLECTED, None, chain, 0))
         report.leaks.sort(key=lambda leak: -leak.bytes)
         return report
 
-    def _looks_at(self, device: str) -> bool:
-        return self._device is None or torch.device(device).type == self._device.type
-
     def _blocks_of_cuda(self) -> list[Leak]:
-        if not _cuda.is_in_use() or not self._looks_at("cuda"):
+        if not _cuda.is_in_use():
             return []
         chain = [Holder("unknown", "C++ that cannot be seen; the allocator counts the block as in use")]
         spans = [span[:3] for span in _C.storage_spans(storages_now())]
-        lost = _cuda.unexplained(self._cuda_before, _cuda.blocks_now(self._device), spans)
+        lost = _cuda.unexplained(self._cuda_before, _cuda.blocks_now(), spans)
         return [Leak((), "", device, size, 0, 0, "alive", None, chain, 0) for device, _, size in lost]
 
 
@@ -198,9 +192,7 @@ def check_tensor_leak(function: F, /) -> F: ...
 
 
 @overload
-def check_tensor_leak(
-    *, action: Action = "warn", allow: Any = (), trace: bool = False, device: torch.device | str | None = None
-) -> Check: ...
+def check_tensor_leak(*, action: Action = "warn", allow: Any = (), trace: bool = False) -> Check: ...
 
 
 def check_tensor_leak(
@@ -209,7 +201,6 @@ def check_tensor_leak(
     action: Action = "warn",
     allow: Any = (),
     trace: bool = False,
-    device: torch.device | str | None = None,
 ) -> Any:
     """Find tensors that were born inside and outlive it, or that only the garbage collector frees.
 
@@ -227,7 +218,6 @@ def check_tensor_leak(
             chain that begins with them.
         trace: remember the line that made each block of CPU memory, at half a microsecond a block
             (benchmarks/recorder.py).
-        device: report what is on ``cpu`` or ``cuda`` alone.
 
     Returns:
         A :class:`Check` to enter, or the function, checked whenever it is called.
@@ -240,6 +230,5 @@ def check_tensor_leak(
         ``check_tensor_leak`` of torch's own tests of pipelining (pytorch/pytorch PR 136584), which sees cycles in
         Python alone.
     """
-    checked = _allow.checked(action, allow, device)
-    check = Check(action, checked, trace, None if device is None else torch.device(device))
+    check = Check(action, _allow.checked(action, allow), trace)
     return check if function is None else check(function)

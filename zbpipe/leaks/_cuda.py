@@ -24,19 +24,17 @@ def is_in_use() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
 
 
-def blocks_now(device: torch.device | None) -> set[Block]:
-    """The blocks in use on a device, or on all; nothing where CUDA is not used or its allocator keeps no account."""
+def blocks_now() -> set[Block]:
+    """The blocks in use; nothing where CUDA is not used or its allocator keeps no account."""
     if not is_in_use() or torch.cuda.get_allocator_backend() != "native":
         return set()
-    return set(active(allocator.segments(), device))
+    return set(active(allocator.segments()))
 
 
-def active(segments: Iterable[Mapping[str, Any]], device: torch.device | None = None) -> list[Block]:
+def active(segments: Iterable[Mapping[str, Any]]) -> list[Block]:
     """The blocks in use in a snapshot's segments, with the bytes that were asked for."""
     found: list[Block] = []
     for segment in segments:
-        if device is not None and device.index not in (None, segment["device"]):
-            continue
         address = segment["address"]
         for block in segment["blocks"]:
             if block["state"] == "active_allocated":

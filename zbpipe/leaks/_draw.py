@@ -33,13 +33,9 @@ def refusal_of(path: Path) -> str | None:
     """Why nothing can be drawn under this name, if so."""
     if path.suffix not in ENDINGS:
         return f"{path.name} is no name of a picture; expected one that ends in {', '.join(ENDINGS)}"
-    if path.suffix != ".dot" and not can_render():
+    if path.suffix != ".dot" and shutil.which("dot") is None:
         return f"{path.name} needs Graphviz's program dot, which is not there; install Graphviz, or write a .dot file"
     return None
-
-
-def can_render() -> bool:
-    return shutil.which("dot") is not None
 
 
 def dot_of(report: Any, max_leaks: int) -> str:

@@ -18,8 +18,6 @@ from zbpipe.leaks._words import Words
 
 _OWN_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _PERHAPS_HELD_BY = 3  # works that are named
-_TELLING_OF_CYCLES = ("hook", "cell", "function", "attribute")  # kinds, the most telling first
-_LONGEST_CYCLE = 50  # that is walked to find a place of the program's
 _NO_FACTS: tuple[tuple[int, ...], str, int] = ((), "", 0)
 UNSEEN = "C or C++ that cannot be seen"
 
@@ -132,13 +130,17 @@ class Telling:
 
     def _chain(self, way: list[int], rank: str, storage: int) -> tuple[list[Holder], int]:
         """Those from the outermost to the last on a way, and how many of them are a cycle's."""
-        scope, things = self._scope, self._heap.things
+        scope, things, number_of = self._scope, self._heap.things, self._ways.cycle_number
         cycle = self._cycle_of(way[0], storage) if rank == "cycle" and way else []
         known = max((at for at, place in enumerate(way[:-1]) if place in self._trimmed), default=0)
-        path, begin = (way[known:], 0) if known or not cycle else self._from_the_programs(way, cycle)
-        told = self._words.told(path, begin)
+        of_cycle, in_cycle = bool(cycle) and not known, 0
+        # Who holds the first in its cycle: of what that is a part.
+        before = [cycle[cycle.index(way[0]) - 1]] if of_cycle and way[0] in cycle else []
+        told = self._words.told([*before, *way[known:]], len(before))
         chain = [holder for _, holder in told]
-        in_cycle = 0 if known or not cycle else max(sum(path[at] in cycle for at, _ in told), 1)
+        if of_cycle:
+            members = [number_of(way[at - len(before)]) == number_of(way[0]) for at, _ in told]
+            in_cycle = max((count for count, is_member in enumerate(members, 1) if is_member), default=1)
         first = things[way[0]] if way else None
         if scope.returned is not None and scope.returned is (first.object if type(first) is _C.Handle else first):
             return [Holder("object", "what the function returned"), *chain], in_cycle
@@ -177,17 +179,6 @@ class Telling:
         self._cycles[number][1].append(storage)
         return self._cycles[number][0]
 
-    def _from_the_programs(self, way: list[int], cycle: list[int]) -> tuple[list[int], int]:
-        """A way that begins in a cycle, behind what comes before it there, and where its chain is to begin: at its own
-        beginning or, if it has no place of the program's, at the cycle's most telling one."""
-        at = cycle.index(way[0]) if way[0] in cycle else -1
-        ring = [*cycle[at + 1 :], *cycle[:at]][-_LONGEST_CYCLE:] if at >= 0 else []
-        path, begin = [*ring, *way], len(ring)
-        if not any(_is_the_programs(holder) for _, holder in self._words.told(path, begin)[:-1]):
-            told = [(at, holder) for at, holder in self._words.told(path) if at < begin and _is_the_programs(holder)]
-            begin = -min((_TELLING_OF_CYCLES.index(holder.kind), -at) for at, holder in told)[1] if told else begin
-        return path, begin
-
     def _told_cycles(self, found: dict[int, Found]) -> list[Cycle]:
         """Those that leaks hang on, the most bytes first, those that read alike as one. What hangs on a library's own
         is excused in ``found``."""
@@ -206,10 +197,6 @@ class Telling:
             one = alike.setdefault(plain(text), Cycle(text, holders, 0, 0))
             alike[plain(text)] = replace(one, bytes=one.bytes + held, count=one.count + 1)
         return sorted(alike.values(), key=lambda cycle: -cycle.bytes)
-
-
-def _is_the_programs(holder: Holder) -> bool:
-    return holder.kind in _TELLING_OF_CYCLES and holder.where is not None and not holder.is_library
 
 
 def _is_part(thing: Any) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from zbpipe.leaks._alike import Likeness, by_place, merged
-from zbpipe.leaks._results import Cycle, Leak, chain_lines
+from zbpipe.leaks._alike import by_holder, held_lines
+from zbpipe.leaks._results import Cycle, Leak
 from zbpipe.leaks._search import Found
 
 
@@ -34,15 +34,8 @@ class Grown:
     @property
     def held_by(self) -> list[str]:
         """Lines: the chain to its tensors from top to bottom, the holder of what grew marked by ``>>``."""
-        likeness, ways = Likeness(), dict[tuple[str, ...], list[Leak]]()
-        for leak in sorted(self.leaks, key=lambda leak: -leak.bytes):
-            ways.setdefault(likeness(leak.chain), []).append(leak)
-        if not ways:
-            return ["nobody that can be seen"]
-        most = max(ways.values(), key=lambda leaks: sum(leak.bytes for leak in leaks))
-        others = len(ways) - 1
-        more = [f"   and in {others} other way{'s' * (others > 1)} from there"] if others else []
-        return chain_lines(merged([leak.chain for leak in most]), self.mark) + more
+        by_bytes = sorted(self.leaks, key=lambda leak: -leak.bytes)
+        return held_lines(by_bytes, self.mark) if by_bytes else ["nobody that can be seen"]
 
     @property
     def headline(self) -> str:
@@ -75,8 +68,8 @@ Group = tuple[int, list[Member]]
 
 
 def groups_of(members: list[Member]) -> list[Group]:
-    places = by_place([member.found.leak for member in members])
-    return [(mark, [members[at] for at in places]) for mark, places in places]
+    groups = by_holder([member.found.leak for member in members])
+    return [(mark, [members[at] for at in places]) for mark, places in groups]
 
 
 def grown_of(mark: int, members: list[Member], is_new: bool = False, is_larger: bool = False) -> Grown:

@@ -25,7 +25,7 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -33,39 +33,18 @@ import torch
 from zbpipe import _C
 from zbpipe._formatting import table
 from zbpipe.leaks import _cuda
+from zbpipe.leaks._alike import numbered_spans
 from zbpipe.leaks._collector import collector
 from zbpipe.leaks._grown import Group, Grown, Member, groups_of, grown_of, lines_of
 from zbpipe.leaks._judge import Windows
 from zbpipe.leaks._report import Report
 from zbpipe.leaks._results import Cycle
-from zbpipe.leaks._search import Scope, are_there_others, identities, natives_now, search, storages_now
+from zbpipe.leaks._search import Scope, natives_now, others_of, search, storages_now
 
 _LONG_TABLE = 20  # rows; longer ones are folded
 FEWEST = 4  # steps that tell: what the first and the last one leave may be gone after the next
 _ACCUMULATES = 2**64 - 1  # the sequence number of a node that accumulates a gradient: no step makes it anew
 _LEAST = 10  # of what the last step made anew, what is less than a tenth of the largest is not told
-
-
-class _OtherMemory:
-    """Storages on memory that is not the CPU allocator's.
-
-    A weak reference to a storage keeps its identity from being given to another one.
-    """
-
-    def __init__(self) -> None:
-        self._before: dict[int, int] = {}
-        self._before = self.born()
-        self.older = self._last
-
-    def born(self) -> dict[int, int]:
-        """Those that live and were not there at the beginning, with their bytes."""
-        self._last = storages_now()
-        tapped = {address for address, _, _ in _C.live_blocks(0)}
-        return {
-            storage: size
-            for device, address, size, storage in _C.storage_spans(self._last)
-            if size and device != "meta" and address not in tapped and storage not in self._before
-        }
 
 
 class Growth:
@@ -100,9 +79,9 @@ class Growth:
         self._sizes: list[tuple[int, Counter[int]]] = []  # how many of each size, at each look
         self._newest_nodes = [-1, -1]  # by their sequence numbers, at the look before the last one and at that
         try:
+            self._counts_others = _cuda.is_in_use()
             self._older: object = storages_now()
-            self._known = identities(self._older)
-            self._other: _OtherMemory | None = _OtherMemory() if _cuda.is_in_use() else None
+            self._last: object = None  # storages that others' identities must not be given to
             self._windows = Windows()
         except BaseException:
             self._end()  # the error may keep this object
@@ -123,7 +102,7 @@ class Growth:
     def close(self) -> None:
         """Ends the counting. What was counted stays; who holds it can no longer be asked."""
         self._end()
-        self._older = self._other = None
+        self._older = self._last = None
 
     def step(self) -> None:
         """A step has ended.
@@ -134,12 +113,13 @@ class Growth:
         self._require_open("step()")
         number = len(self.counts) + 1
         is_look = number <= FEWEST or number >= 1.5 * self.looked_at
-        natives = natives_now() if is_look else {}
+        self._counts_others = self._counts_others or _cuda.is_in_use()
+        natives = natives_now() if is_look or self._counts_others else {"storage": set()}
         living = {serial: size for _, size, serial in _C.live_blocks(self._since)}
-        if self._other is not None:
-            living.update((-storage, size) for storage, size in self._other.born().items())
-        elif _cuda.is_in_use() or (is_look and are_there_others(self._known, natives["storage"])):
-            self._other = _OtherMemory()
+        if others := others_of(natives["storage"], self._older):
+            self._counts_others = True
+            living.update((-storage, size) for storage, size in others.items())
+        self._last = _C.watch_storages([*natives["storage"]])  # whose identities are nobody else's until the next step
         self._living = {key: self._living.get(key, (number, size)) for key, size in living.items()}
         self.counts.append(len(living))
         self.bytes.append(sum(living.values()))
@@ -177,7 +157,7 @@ class Growth:
     def _of_memory(self, rising: list[str]) -> list[Grown]:
         windows = _C.storages_of(self._windows.tensors())
         serials = {address: serial for address, _, serial in _C.live_blocks(self._since)}
-        result = search(Scope(since=self._since, older=self._other and self._other.older))
+        result = search(Scope(since=self._since, older=self._older if self._counts_others else None))
         members, bounded = list[Member](), list[Member]()
         for entry in result.found:
             born, size = self._living.get(serials.get(entry.address, -entry.leak.storage), (0, 0))
@@ -232,16 +212,13 @@ class Growth:
 
     def counts_table(self) -> str:
         """The counts after each step; of many steps those that add the same as the one before in one line."""
-        rows: list[list[str]] = []
-        first = 0  # step of the last row's
-        before: tuple[int, int] | None = None
-        for number, now in enumerate(zip(self.counts, self.bytes, strict=True), 1):
-            added = ["", ""] if before is None else [f"{now[i] - before[i]:+d}" for i in (0, 1)]
-            is_alike = len(self.counts) > _LONG_TABLE and bool(rows) and rows[-1][3:] == added
-            first = first if is_alike else number
-            row = [f"{first} to {number}" if is_alike else str(number), *map(str, now), *added]
-            rows[-1 if is_alike else len(rows) :] = [row]
-            before = now
+        now = [*zip(self.counts, self.bytes, strict=True)]
+        added = [["", ""], *([f"{b - a:+d}" for a, b in zip(*two, strict=True)] for two in pairwise(now))]
+        key = added.__getitem__ if len(now) > _LONG_TABLE else None
+        rows = []
+        for _, group in groupby(range(len(now)), key):
+            steps = [*group]
+            rows.append([numbered_spans([at + 1 for at in steps]), *map(str, now[steps[-1]]), *added[steps[-1]]])
         if len(rows) > 2 * _LONG_TABLE:
             rows[_LONG_TABLE:-_LONG_TABLE] = [[f"... {len(rows) - 2 * _LONG_TABLE} rows ...", "", "", "", ""]]
         said = table(["step", "live tensors", "live bytes", "tensors", "bytes"], rows)
@@ -249,14 +226,6 @@ class Growth:
             return said
         counted = [(step, count) for step, count in enumerate(self.nodes, 1) if count != self.nodes[step - 2]]
         return f"{said}\nautograd nodes: {', '.join(f'{count} after step {step}' for step, count in counted[-5:])}"
-
-    def report(self) -> Report:
-        """What grew, as a report: for :meth:`Report.draw`.
-
-        Raises:
-            RuntimeError: after :meth:`close`.
-        """
-        return report_of(self.grown(), self.cycles)
 
     def _require_open(self, what: str) -> None:
         if not self._end.alive:

@@ -72,23 +72,13 @@ class Heap:
         """Looks at all things from a place on, and at all that these hold."""
         things, parents, place, special = self.things, self.parents, self.place, self._special
         referents, kind_of = gc.get_referents, self._kinds.get
-        handle, native = _C.Handle, self._native_references
         at = begin - 1
         for thing in islice(things, begin, None):  # which becomes longer meanwhile
             at += 1
             if at in special:
-                if type(thing) is not handle:
-                    for held, label, is_native in self.references(thing):
-                        self._meet_reference(held, label, is_native, at)
-                    continue
-                for held, label, is_native in _C.references_of(thing):
-                    if type(held) is handle and id(held) in place:
-                        native[place[id(held)]] += 1
-                    else:
-                        self._meet_reference(held, label, is_native, at)
-                thing = thing.object
-                if thing is None:
-                    continue
+                for reference in self.references(thing):
+                    self._meet_reference(*reference, at)
+                continue
             for held in referents(thing):
                 key = id(held)
                 if key in place:  # all but tensors and nodes, which are there by their handles

@@ -8,11 +8,10 @@ from os import PathLike
 from pathlib import Path
 
 from zbpipe._formatting import table
-from zbpipe.leaks._alike import grouped, merged, numbered
+from zbpipe.leaks._alike import by_holder, held_lines, numbered
 from zbpipe.leaks._draw import ENDINGS, dot_of, refusal_of
-from zbpipe.leaks._results import COLLECTED, Cycle, Leak, chain_lines
+from zbpipe.leaks._results import COLLECTED, Cycle, Leak
 
-_COLUMNS = ("#", "tensor", "device", "fate", "created", "views", "bytes")
 SHOWN_LEAKS = 20  # in the table; more are counted
 SHOWN_GROUPS = 20  # of holders, and of cycles
 
@@ -57,17 +56,15 @@ class Report:
         return "\n".join([*lines, *_what_next(self.leaks)]) + self._asides()
 
     def _table(self) -> list[str]:
-        columns: dict[str, list[str]] = {name: [] for name in _COLUMNS}
-        for number, leak in enumerate(self.leaks[:SHOWN_LEAKS], 1):
+        shown, rows = self.leaks[:SHOWN_LEAKS], []
+        traced = ["created"] if any(leak.created for leak in shown) else []
+        for number, leak in enumerate(shown, 1):
             what = f"{leak.dtype} {list(leak.shape)}" if leak.views else "(no visible tensor)"
-            row = (number, what, leak.device, leak.fate, leak.created or "", leak.views, leak.bytes)
-            for column, cell in zip(columns.values(), row, strict=True):
-                column.append(str(cell))
-        if not any(columns["created"]):
-            del columns["created"]
+            made = [leak.created or "" for _ in traced]
+            rows.append([str(number), what, leak.device, leak.fate, *made, str(leak.views), str(leak.bytes)])
+        said = table(["#", "tensor", "device", "fate", *traced, "views", "bytes"], rows, left=4 + len(traced))
         more = len(self.leaks) - SHOWN_LEAKS
-        rows = [*zip(*columns.values(), strict=True)]
-        return [table([*columns], rows, left=len(columns) - 2), *([f"and {more} smaller ones"] if more > 0 else [])]
+        return [said, *([f"and {more} smaller ones"] if more > 0 else [])]
 
     def _asides(self) -> str:
         notes = "".join(f"\n  no leak: {note}" for note in self.notes)
@@ -98,19 +95,18 @@ class Report:
 
 
 def _held_by(leaks: list[Leak]) -> list[str]:
-    """Leaks that are held alike share their lines, those with the most bytes first; numbered as in the table."""
-    groups = grouped(leaks)
+    """What each holder has, the most bytes first; numbered as in the table."""
+    groups = [(mark, places, sum(leaks[place].bytes for place in places)) for mark, places in by_holder(leaks)]
+    groups.sort(key=lambda group: -group[2])
     lines = []
-    for blamed, places in groups[:SHOWN_GROUPS]:
-        size = sum(leaks[place].bytes for place in places)
+    for mark, places, size in groups[:SHOWN_GROUPS]:
         more = sum(leaks[place].chains_more for place in places)
         also = f", and {more} more reference{'s' * (more > 1)}" if more else ""
         lines.append(f"  {size} bytes, {numbered([place + 1 for place in places])}{also}")
-        lines += [f"    {line}" for line in chain_lines(merged([leaks[place].chain for place in places]), blamed)]
-    left = [place for _, places in groups[SHOWN_GROUPS:] for place in places]
-    if left:
-        size, ways = sum(leaks[place].bytes for place in left), len(groups) - SHOWN_GROUPS
-        lines.append(f"  {size} bytes in {len(left)} more, held in {ways} other ways")
+        lines += [f"    {line}" for line in held_lines([leaks[place] for place in places], mark)]
+    if left := groups[SHOWN_GROUPS:]:
+        count, size = sum(len(places) for _, places, _ in left), sum(size for _, _, size in left)
+        lines.append(f"  {size} bytes in {count} more, held by {len(left)} others")
     return lines
 
 

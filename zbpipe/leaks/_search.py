@@ -21,7 +21,7 @@ from zbpipe.leaks._heap import Heap, natives_of
 from zbpipe.leaks._results import Leak
 from zbpipe.leaks._ways import Ways
 
-__all__ = ["Found", "Result", "Scope", "are_there_others", "find_holders", "natives_now", "search", "storages_now"]
+__all__ = ["Found", "Result", "Scope", "find_holders", "natives_now", "others_of", "search", "storages_now"]
 
 _HERE = (str(Path(__file__).parent), str(Path(__file__).parents[1] / "_cli"))  # whose frames hold nothing of the user's
 
@@ -34,7 +34,7 @@ def search(scope: Scope) -> Result:
         heap = roots.explored(ignored=[listed, scope])
         threads = roots.threads
         del roots
-        blocks = _C.live_blocks(0)
+        blocks = _C.live_blocks(scope.since) if scope.target is None else []
         born, sought = _sought(heap, scope, blocks)
         is_all = not born and scope.older is None if scope.target is None else bool(sought)
         if not is_all:
@@ -78,11 +78,17 @@ def storages_now() -> object:
     return _C.watch_storages([*natives_now()["storage"]])
 
 
-def are_there_others(known: set[int], storages: Iterable[Any]) -> bool:
-    """Whether any of the storages lies on memory that is not torch's CPU allocator's, and has an identity that is not
-    known."""
+def others_of(storages: Iterable[_C.Handle], known: object) -> dict[int, int]:
+    """The storages on memory that is not torch's CPU allocator's and that were not known to :func:`storages_now`: bytes
+    by their identities."""
     tapped = {address for address, _, _ in _C.live_blocks(0)}
-    return any(storage.address not in known and _is_foreign(storage, tapped) for storage in storages)
+    old = identities(known)
+    found = {}
+    for storage in storages:
+        address, size, _, is_foreign = storage.memory
+        if is_foreign and size > 0 and address not in tapped and storage.address not in old:
+            found[storage.address] = size
+    return found
 
 
 def natives_now() -> dict[str, set[Any]]:
@@ -154,31 +160,23 @@ def identities(watched: object) -> set[int]:
     return {identity for _, _, _, identity in _C.storage_spans(watched)}
 
 
-def _is_foreign(storage: Any, tapped: set[int]) -> bool:
-    """Whether its memory is not torch's CPU allocator's."""
-    address, size, _, is_foreign = storage.memory
-    return is_foreign and size > 0 and address not in tapped
-
-
 def _sought(
     heap: Heap, scope: Scope, blocks: list[tuple[int, int, int]]
 ) -> tuple[dict[int, int], dict[int, list[int]]]:
     """The blocks that were born and that no storage is known for, bytes by addresses; and the places of the storages
     that are searched for, with those of their tensors."""
-    tapped = {address for address, _, _ in blocks}
-    target = _C.handle_of(scope.target)
-    born = {address: size for address, size, serial in blocks if scope.target is None and scope.includes(serial)}
+    born = {address: size for address, size, serial in blocks if scope.includes(serial)}
     lost = dict(born)
-    known = None if scope.older is None or scope.target is not None else identities(scope.older)
+    storages = {place: heap.things[place] for place in heap.native["storage"]}
+    target = _C.handle_of(scope.target)
+    sought = set() if target is None or target.storage is None else {target.storage.address}
+    if scope.older is not None:
+        sought.update(others_of(storages.values(), scope.older))
     found: dict[int, list[int]] = {}
-    for place in heap.native["storage"]:
-        storage = heap.things[place]
+    for place, storage in storages.items():
         address = storage.memory[0]
         lost.pop(address, None)
-        is_sought = address in born or (target is not None and storage is target.storage)
-        if known is not None and storage.address not in known:
-            is_sought = is_sought or _is_foreign(storage, tapped)
-        if is_sought and storage.address not in scope.allowed:
+        if (address in born or storage.address in sought) and storage.address not in scope.allowed:
             found[place] = []
     for place in heap.native["tensor"] if found else ():
         of = heap.place.get(id(heap.things[place].storage), -1)

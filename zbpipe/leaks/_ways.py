@@ -8,12 +8,12 @@ from typing import Any
 
 from zbpipe import _C
 from zbpipe._torch.autograd import FUNCTION_NODE
+from zbpipe.leaks import _python
 from zbpipe.leaks._heap import Heap
 
 HEAD, TAIL = 12, 6  # of a long chain so many places at its ends are shown
 LEFT_OUT = -2  # stands for the middle
 NOBODY = -1
-_HAS_CODE = (types.FunctionType, types.FrameType)
 MADE_OF = (tuple, dict, types.CellType)  # which say little without what they belong to
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 _FLAGS = vars(type)["__flags__"]
@@ -117,15 +117,18 @@ class Ways:
 
 
 def _innocence(thing: Any) -> int:
-    """How far a member of a cycle is from being what made it: code and objects come before what they are made of, and
-    that before what autograd makes."""
+    """How far a member of a cycle is from being what made it: the program's code and objects come before libraries',
+    these before what both are made of, and that before what autograd makes."""
     cls = type(thing)
     if cls is _C.Handle:
         of_function = thing.kind == "node" and issubclass(type(thing.object), FUNCTION_NODE)
-        return 0 if of_function else 3 if thing.object is not None else 4
+        return 0 if of_function else 4 if thing.object is not None else 5
     if any(cls is part for part in MADE_OF):
-        return 2
-    return 0 if any(cls is code for code in _HAS_CODE) or _FLAGS.__get__(cls) & _HEAP_TYPE else 1
+        return 3
+    if cls is types.FunctionType or cls is types.FrameType:
+        code = thing.__code__ if cls is types.FunctionType else thing.f_code
+        return int(_python.library_path(code.co_filename) is not None)
+    return int(_python.is_of_a_library(_python.module_of_class(cls))) if _FLAGS.__get__(cls) & _HEAP_TYPE else 2
 
 
 def _components(edges: list[list[int]], is_open: list[bool]) -> list[int]:

@@ -23,7 +23,7 @@ import pytest
 
 from zbpipe._formatting import argument
 from zbpipe.leaks import _allow
-from zbpipe.leaks._check import Check, TensorLeakError, TensorLeakWarning, check_tensor_leak
+from zbpipe.leaks._check import TensorLeakError, TensorLeakWarning, check_tensor_leak
 from zbpipe.leaks._report import Report
 
 NOT_JUDGED = "not judged: the test raised, and its traceback keeps the frames that it went through, with their tensors"
@@ -62,11 +62,11 @@ class _Watch:
                 raise TypeError("it was given an argument without its name")
             if self.action not in ACTIONS:
                 raise ValueError(f"action is {argument(self.action)}; expected one of {', '.join(ACTIONS)}")
-            self.allowed: list[Any] = [_allow.checked("record", given.get("allow", ()), None)]
+            self.allowed: list[Any] = [_allow.checked("record", given.get("allow", ()))]
             # The check looks into what is allowed when it is left.
             self.check: Any = check_tensor_leak(action="record", allow=[self.allowed], **arguments)
         except (TypeError, ValueError) as error:
-            takes = "the marker no_tensor_leaks takes allow, trace, device and action"
+            takes = "the marker no_tensor_leaks takes allow, trace and action"
             raise pytest.UsageError(f"{item.nodeid}: {takes}: {error}") from None
         if "allow" in given:  # an iterator's list for the next test too, which shares the marker
             given["allow"] = self.allowed[0]  # type: ignore[index]
@@ -110,14 +110,10 @@ class TensorLeaks:
             TypeError: one of them is none of these; then none is allowed.
         """
         try:
-            found = [_allow.checked("record", thing, None) for thing in things]
+            found = [_allow.checked("record", thing) for thing in things]
         except TypeError as error:
             raise TypeError(f"{self._item.nodeid}: no_tensor_leaks.allow(): {error}") from None
         self._item.stash[_watch].allowed += found
-
-    def check(self, action: Any = "error", **options: Any) -> Check:
-        """Check a part of the test, as :func:`zbpipe.leaks.check_tensor_leak`, whose arguments these are."""
-        return check_tensor_leak(action=action, **options)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

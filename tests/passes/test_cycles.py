@@ -237,18 +237,12 @@ def refused(m, device, marks):
         zb.stage_backward_input([out], [torch.ones(1, 2, 3)], [x], m.parameters())
 
 
-def raising_hook_on_the_input(m, device, marks):
-    x, out = forward(m, device, marks)
-    x.register_hook(raise_planned)
-    with pytest.raises(RuntimeError, match="Failed to run stage backward input"):
-        run_input(m, x, out)
-
-
-def raising_hook_on_the_output(m, device, marks):
-    x, out = forward(m, device, marks)
-    out.register_hook(raise_planned)
-    with pytest.raises(RuntimeError, match="Failed to run stage backward input"):
-        run_input(m, x, out)
+def raising_hooks(m, device, marks):
+    for at in (0, 1):
+        tensors = forward(m, device, marks)
+        tensors[at].register_hook(raise_planned)
+        with pytest.raises(RuntimeError, match="Failed to run stage backward input"):
+            run_input(m, *tensors)
 
 
 def raising_hook_on_a_weight(m, device, marks):
@@ -260,34 +254,12 @@ def raising_hook_on_a_weight(m, device, marks):
         handle.remove()
 
 
+WITHOUT_W = [groups_asked_for_their_fields, groups_dropped, groups_dropped_and_outputs_kept, refused, raising_hooks]
+WITH_W = [both_passes, whole_walk, output_deallocated, padded_buffer_released, both_passes_and_groups_kept]
 USES = [
-    both_passes,
-    whole_walk,
-    groups_dropped,
-    raising_hook_on_the_input,
-    raising_hook_on_the_output,
-    *(
-        pytest.param(use, marks=needs_zbpipe)
-        for use in (
-            output_deallocated,
-            padded_buffer_released,
-            both_passes_and_groups_kept,
-            groups_asked_for_their_fields,
-            groups_dropped_and_outputs_kept,
-            refused,
-            raising_hook_on_a_weight,
-        )
-    ),
+    use if use in (both_passes, whole_walk, groups_dropped, raising_hooks) else pytest.param(use, marks=needs_zbpipe)
+    for use in [*WITHOUT_W, *WITH_W, raising_hook_on_a_weight]
 ]
-
-WITHOUT_W = (
-    groups_asked_for_their_fields,
-    groups_dropped,
-    groups_dropped_and_outputs_kept,
-    refused,
-    raising_hook_on_the_input,
-    raising_hook_on_the_output,
-)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -445,23 +417,16 @@ def test_nothing_is_hung_on_reused_receive_buffers():
 # The detectors themselves.
 
 
-def test_the_detector_sees_a_storage_that_is_held():
-    m = make("layers")
+def test_the_detectors_see_what_a_cycle_through_a_node_holds():
+    """The collector cannot see it."""
+    m, marks = make("layers"), []
     with Watch() as watch:
-        _, out = forward(m)
-    held = out.grad_fn
-    del out
-    assert watch.alive(*m.parameters()) > 0
-    del held
-    assert watch.alive(*m.parameters(), _) == 0
-
-
-def test_the_detector_sees_nodes_that_are_held():
-    marks = []
-    _, out = forward(make("layers"), marks=marks)
-    assert living(marks) == len(marks) > 2
-    del out
-    assert living(marks) == 0
+        x, out = forward(m, marks=marks)
+        handle = out.grad_fn.register_prehook(lambda grads, out=out: None)
+        del x, out
+    assert watch.alive(*m.parameters()) > 0 and living(marks) == len(marks) > 2
+    handle.remove()
+    assert watch.alive(*m.parameters()) == 0 and living(marks) == 0
 
 
 def leave_a_cycle():
@@ -474,15 +439,3 @@ def leave_a_cycle():
 def test_the_detector_sees_a_tensor_in_a_cycle():
     with pytest.raises(AssertionError, match=r"gc\.garbage"):
         leave_a_cycle()
-
-
-def test_the_detector_sees_a_hook_that_holds_its_own_output():
-    """A cycle through a C++ node, which the collector cannot see."""
-    m, marks = make("layers"), []
-    with Watch() as watch:
-        x, out = forward(m, marks=marks)
-        handle = out.grad_fn.register_prehook(lambda grads, out=out: None)
-        del x, out
-    assert watch.alive(*m.parameters()) > 0
-    assert living(marks) > 0
-    handle.remove()
