@@ -45,10 +45,6 @@ def living(marks):
     return sum(ref() is not None for ref in marks)
 
 
-def python_tensors():
-    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _collect_only_what_is_made_here():
     """Collecting all that torch has imported takes a second each time."""
@@ -319,44 +315,6 @@ def test_warning_made_an_error_in_the_input_pass_frees_all():
             assert watch.alive(a) == 0
             assert living(marks) == 0
     assert a.grad is None
-
-
-def split_step(m):
-    x, out = forward(m)
-    _, groups = run_input(m, x, out)
-    run_weight(m, groups)
-
-
-def whole_step(m):
-    _, out = forward(m)
-    out.backward(torch.ones_like(out))
-
-
-def growth(m, step):
-    """What 200 steps leave behind, the collector off.
-
-    Python's blocks that no collector frees, objects in cycles, and tensors. As many go before, for what grows once.
-    """
-    for _ in range(200):
-        step(m)
-    with no_collector():
-        blocks, tensors = sys.getallocatedblocks(), python_tensors()
-        for _ in range(200):
-            step(m)
-        tensors = python_tensors() - tensors
-        cycles = gc.collect()
-        return sys.getallocatedblocks() - blocks, cycles, tensors
-
-
-@needs_zbpipe
-@kinds()
-def test_many_microbatches_leave_no_more_than_ordinary_backwards(kind):
-    """References, Python objects and storages do not pile up."""
-    _, usual_cycles, _ = growth(make(kind), whole_step)
-    blocks, cycles, tensors = growth(make(kind), split_step)
-    assert tensors == 0
-    assert cycles <= usual_cycles
-    assert blocks < 150
 
 
 def test_weights_and_output_gradients_have_no_more_references_than_before():
