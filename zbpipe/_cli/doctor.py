@@ -1,7 +1,7 @@
-"""Says what zbpipe and torch are installed here, whether zbpipe knows this torch
-and every private part of it that it uses, whether ZBPIPE_PATCH=1 would patch a
-script that this Python runs, what is patched, and the policy. The exit status
-is 1 if something would not work, also where zbpipe cannot be imported.
+"""Says what zbpipe and torch are installed here. It also says whether zbpipe
+knows this torch and all private parts of it that it uses, whether ZBPIPE_PATCH=1
+would patch here, what is patched, and the policy. The exit status is 1 if
+something would not work, also where zbpipe cannot be imported.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Say, parameter by parameter, whether W or I computes its gradient and why, what
-is held from I to W, and the FLOPs of W's products. Nothing is trained. NAME is
-a function without arguments that returns the stage and its inputs for one
-microbatch:
+"""Say of each parameter whether W or I computes its gradient, and why. Also say
+what is held from I to W, and the FLOPs of W's products. Nothing is trained.
+NAME is a function without arguments that returns the stage and its inputs for
+one microbatch:
 
     def stage():
         return Block(), torch.randn(64, 128)      # or a tuple of inputs

@@ -1,7 +1,7 @@
 """One report over all ranks of a torchrun job, through the store of its agent.
 
-Every rank but the first gives its text to the store and waits until the first has printed it; what the first has not
-had in time is printed by the rank itself, so that none is lost when a rank hangs, dies or stops early.
+Every rank but the first gives its text to the store and waits until the first has printed it. A rank prints its own
+text if the first did not have it in time. So no text is lost when a rank hangs, dies or stops early.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def count() -> int:
 
 
 def say_together(text: str, stdout: Any, has_failed: bool) -> None:
-    """Print, on the first rank, the texts of all that end in time; elsewhere, or without a store of the agent's, the
-    rank's own if nobody has printed it. Where the script ``has_failed`` the rank prints its own at once, for others may
-    wait for it to go."""
+    """The first rank prints the texts of all that end in time. Another rank, or any without a store of the agent's,
+    prints its own if nobody has. Where the script ``has_failed`` the rank prints its own at once, for others may wait
+    for it to go."""
     texts, late, store = {rank(): text}, list[int](), None
     with contextlib.suppress(*_UNREACHABLE):
         store = _store()

@@ -41,8 +41,8 @@ def run(script: str, arguments: list[str], is_module: bool) -> int:
 
 
 def search_first(folder: str) -> None:
-    """Puts the folder of what is run where Python would: in the place of the folder that it put first for us; nowhere
-    under -P, -I and PYTHONSAFEPATH."""
+    """Puts the folder of what is run where Python would: in the place of the folder that Python put first for zbpipe.
+    Under -P, -I and PYTHONSAFEPATH it goes nowhere."""
     if not getattr(sys.flags, "safe_path", sys.flags.isolated):
         sys.path[0] = folder
 

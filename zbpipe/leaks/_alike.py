@@ -64,8 +64,8 @@ def _above_what_differs(chains: list[list[Holder]], blamed: int) -> int:
 
 
 def held_lines(leaks: Sequence[Leak], mark: int) -> list[str]:
-    """The way to the most bytes of those that one holder has, which is marked: that of the first, with the items of all
-    that are held alike; and how many other ways there are."""
+    """The chain to the most bytes of what one holder has, with that holder marked and the items of all that are held
+    alike; and how many other ways there are."""
     likeness, ways = Likeness(), dict[Key, list[Leak]]()
     for leak in leaks:
         ways.setdefault(likeness(leak.chain), []).append(leak)

@@ -205,17 +205,17 @@ def check_tensor_leak(
     """Find tensors that were born inside and outlive it, or that only the garbage collector frees.
 
     ``with check_tensor_leak() as check:``, ``@check_tensor_leak`` or ``@check_tensor_leak(action="error")``. The
-    collector is off inside, and as it was before afterwards; checks may be nested and run on several threads, each
-    sees what is born anywhere while it runs. A clean check costs a look at the collector's list at its two ends; one
-    that finds something looks at all that lives, and runs the collector if something is in no chain of references.
+    collector is off inside, and afterwards as it was before. Checks may be nested and run on several threads. Each sees
+    what is born anywhere while it runs. A clean check costs a look at the collector's list at its two ends. Another one
+    looks at all that lives, and runs the collector if something is in no chain of references.
 
     Args:
         action: "warn" (a :class:`TensorLeakWarning`), "error" (a :class:`TensorLeakError`), or "record" (neither: see
             ``check.report``). Neither happens if the block raises.
         allow: what may live on: tensors and their ``.grad``, modules with their parameters and buffers, optimizers with
-            their state, collections of these, looked at when the block is left, iterators of these, looked at now; and
-            functions that are given a tensor and return True if it may. What these objects hold besides is named by a
-            chain that begins with them.
+            their state, collections and iterators of these, and functions that say of a tensor whether it may live.
+            Iterators are looked at now, collections when the block is left. What these objects hold besides is named by
+            a chain that begins with them.
         trace: remember the line that made each block of CPU memory, at half a microsecond a block
             (benchmarks/recorder.py).
 

@@ -1,8 +1,8 @@
 """Blocks of CUDA memory, from the snapshot of torch's caching allocator.
 
-A tensor on a device is found as any other one is. What this adds are blocks that the allocator counts as handed out and
-on which no tensor lies that can be seen: those that C++ holds. A block is told by its address and size; one that was
-freed inside a check and handed out again for something else of its size counts as the old one.
+A tensor on a device is found as any other one is. This adds blocks that C++ holds: the allocator counts them as handed
+out, and no tensor that can be seen lies on them. A block is told by its address and size. So a block that was freed
+inside a check, and handed out again for something else of its size, counts as the old one.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Result:
 @dataclass(slots=True)
 class Scope:
     """What a search is for: the storages on CPU blocks with serials from ``since`` to before ``until`` that are not
-    ``exempt``, and those on other memory that are not among ``older``, what :func:`storages_now` returned; or a
+    ``exempt``. With ``older``, which :func:`storages_now` returned, also newer storages on other memory. Or a
     ``target``'s alone.
 
     ``allowed`` are identities of storages that are not searched for. ``trimmed`` are identities of objects that may

@@ -1,19 +1,18 @@
 """Growth from step to step: what lives after each, and who holds what came on top.
 
 The memory of torch's CPU allocator is counted block by block, seen or not. Of other memory (CUDA's, numpy's, another
-process's, that of ``copy.deepcopy`` and ``torch.load``) the storages of the tensors that can be seen are counted, once
-CUDA is in use or such memory was seen to live on. That, and the nodes of autograd's graphs, are looked for after each
-of the first steps, and then whenever the steps have become half more.
+process's, that of ``copy.deepcopy`` and ``torch.load``) the storages of visible tensors are counted. They are looked
+for after each of the first steps, and then whenever the steps have become half more. Once CUDA is in use, or such
+memory lives on, they are looked for after every step. Nodes of autograd's graphs are counted at the same looks.
 
-What grows. Tensors, bytes or nodes grow if they still rise over the second half of the steps (:func:`rises`): of the
-last three quarters of the steps, none has a row below the middle one of the quarter before, and each has its lowest or
-its middle row above that quarter's. So a row that peaks makes no difference, nor does a list that is cleared, nor one
-jump.
+What grows. Tensors, bytes or nodes grow if they still rise over the second half of the steps (:func:`rises`). Of the
+last three quarters of the steps, none has a row below the middle one of the quarter before. Each has its lowest or its
+middle row above that quarter's. So a row that peaks makes no difference, nor does a list that is cleared, nor one jump.
 
 Who holds it. What hangs at one place of the program is one group:
 
-- it piles up if both halves of the steps made of it, the first and the last step aside: the first makes what stays, and
-  what the last one made, the next one may let go;
+- it piles up if both halves of the steps made of it. The first and the last step do not count: the first makes what
+  stays, and what the last one made, the next one may let go;
 - where that does not explain the rise, what became more or larger after the middle, and was made anew;
 - what optimizers keep for their parameters, and what collections of a greatest length hold, has a bound: a window that
   is not full yet.
@@ -246,8 +245,8 @@ def rises(values: Sequence[int]) -> bool:
 
 
 def _largest_graph(newest: int) -> Grown | None:
-    """Who holds the tensor on which the most nodes hang that are no newer than that one, told by its sequence number,
-    and that hang on no tensor of a newer graph."""
+    """Who holds the tensor on which the most nodes hang. Only nodes count whose sequence numbers are no newer, and that
+    hang on no tensor of a newer graph."""
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
     roots = [(node, tensor) for tensor in tensors for node in _nodes_of(_C.handle_of(tensor))]
     roots.sort(key=lambda root: -(root[0].sequence or 0))

@@ -2,14 +2,14 @@
 
 Note [How holders are searched]
 
-A tensor, a node or a storage is one vertex, whatever stands for it in Python: its handle (Note [Handles] in
-``csrc/instruments/shim/zbp_holders.h``), which the search finds by :func:`zbpipe._C.references_of`. All else is found
-by ``gc.get_referents``. Vertices are numbered in the order of discovery, so the way back from a vertex is a shortest
-chain of holders.
+A tensor, a node or a storage is one vertex, whatever stands for it in Python. The vertex is its handle (Note [Handles]
+in ``csrc/instruments/shim/zbp_holders.h``), found by :func:`zbpipe._C.references_of`. All else is found by
+``gc.get_referents``. Vertices are numbered in the order of discovery, so the way back from a vertex is a shortest chain
+of holders.
 
-What the roots do not reach is looked at as Python's collector does: a reference that is counted and that no edge
-explains comes from where nobody can look (a C++ variable, a C stack, a library's table), and makes its vertex the
-beginning of hidden chains. What these do not reach either is garbage, and hangs on a cycle (``_ways.py``).
+What the roots do not reach is looked at as Python's collector does. A reference that is counted and that no edge
+explains comes from where nobody can look: a C++ variable, a C stack, a library's table. Its vertex is the beginning of
+hidden chains. What these do not reach either is garbage, and hangs on a cycle (``_ways.py``).
 
 What is met is kept alive until the search ends, and the collector is off. Other threads go on meanwhile: what they move
 may be told by another chain than the one that it has now. Nothing is unpacked and no code of the program runs: types
@@ -201,8 +201,8 @@ class Heap:
 
 
 def natives_of(listed: Iterable[Any]) -> dict[str, set[Any]]:
-    """Handles of what is libtorch's among what is listed, and of all that this holds natively, by their kinds: tensors,
-    nodes and storages; none of them gets a Python object."""
+    """Handles of the tensors, nodes and storages among what is listed, and of all that these hold natively, by their
+    kinds. None of them gets a Python object."""
     natives: dict[int, bool] = {}  # by the identity of the class, which a metaclass may not let be hashed
     found: dict[str, set[Any]] = {"tensor": set(), "storage": set(), "node": set()}
     todo = []

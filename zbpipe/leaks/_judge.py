@@ -44,8 +44,8 @@ def is_a_constant(chain: Sequence[Holder], modules: set[str]) -> bool:
 
 
 def bounded_blocks(sizes: Iterable[int]) -> dict[int, tuple[int, str]]:
-    """Of blocks that nothing visible holds, by their bytes: how many of that size what torch keeps and never shows may
-    hold, and what that is."""
+    """Of blocks that nothing visible holds: how many of each size torch itself may keep, and as what. Keyed by their
+    bytes."""
     found: dict[int, tuple[int, str]] = {}
     for holds, text in _KEPT_BY_TORCH:
         wanted = {*sizes} - found.keys()
@@ -85,8 +85,8 @@ _KEPT_BY_TORCH = (
 
 
 class Windows:
-    """What may become more and has a bound: what the optimizers of this moment keep for the parameters that they have,
-    and what collections and caches of a greatest length hold."""
+    """What may grow up to a bound: what today's optimizers keep for their parameters, and what collections and caches
+    of a greatest length hold."""
 
     def __init__(self) -> None:
         self._optimizers = weakref.WeakSet(_living(torch.optim.Optimizer))
@@ -136,8 +136,8 @@ def with_fates(found: list[Found], born: dict[int, int], since: int) -> list[Fou
 
 
 def _living_after_others(found: list[Found], born: dict[int, int], freed: set[int], since: int) -> set[int]:
-    """The serials of the blocks that live now; what nothing visible holds is given a moment, for a thread of
-    Python's or torch's (an operation, a process group) may be about to let go of it."""
+    """The serials of the blocks that live now. What nothing visible holds is given a moment: a thread of Python's or
+    torch's (an operation, a process group) may be about to let go of it."""
     unheld = {born[entry.address] for entry in found if entry.rank == "none" and entry.address in born} - freed
     for _ in range(_LOOKS):
         living = {serial for _, _, serial in _C.live_blocks(since)}

@@ -188,8 +188,8 @@ def line_at(where: str | None) -> str:
 
 
 def binding_line(filename: str, scope: str, name: str) -> int | None:
-    """The line on which a class, told by its qualified name, or a module, told by "", first binds a name: in its body,
-    or as an attribute of something in a class's methods."""
+    """The line on which a class (its qualified name) or a module ("") first binds a name. A class may bind it in its
+    body, or as an attribute of something in its methods."""
     return min(_bindings(filename).get((scope, name), ()), default=None)
 
 

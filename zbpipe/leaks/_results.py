@@ -37,7 +37,7 @@ class Leak:
     """A storage that outlived what made it.
 
     ``shape``, ``dtype`` and ``device`` are those of the tensor at the chain's end, one of the ``views`` tensors on the
-    storage; without any visible tensor ``views`` is 0, ``shape`` is empty and ``dtype`` is "". ``bytes`` are the
+    storage. Without any visible tensor ``views`` is 0, ``shape`` is empty and ``dtype`` is "". ``bytes`` are the
     storage's, ``storage`` its identity while it lived. ``fate`` is "alive", "freed by the collector" or "uncollectable"
     (in a cycle that no collector frees). ``created`` is the ``file:line`` that made it, where creation was traced.
     ``chain`` leads from the outermost holder to the tensor; ``chains_more`` counts further references to its tensors.
@@ -71,10 +71,9 @@ class Leak:
     def blame(self) -> Holder | None:
         """The one to look at first. None without a chain.
 
-        The last place with a name in the program before the chain goes through what autograd, a parameter group, a work
-        or an exception holds, or the hook that hangs there; else the outermost holder. The standard library and
-        installed packages are passed over while the program has such a place; of a chain that begins in a cycle it is
-        one of the cycle's.
+        It is the last place with a name before the chain goes through autograd, a parameter group, a work or an
+        exception; or the hook that hangs there; else the outermost holder. Places in the program come before those in
+        the standard library and in packages. Of a chain that begins in a cycle it is one of the cycle's.
         """
         return self.chain[self.place_of_blame] if self.chain else None
 

@@ -117,8 +117,8 @@ class Ways:
 
 
 def _innocence(thing: Any) -> int:
-    """How far a member of a cycle is from being what made it: the program's code and objects come before libraries',
-    these before what both are made of, and that before what autograd makes."""
+    """How far a member of a cycle is from being what made it. The program's code and objects come first, then those of
+    libraries, then what both are made of, then what autograd makes."""
     cls = type(thing)
     if cls is _C.Handle:
         of_function = thing.kind == "node" and issubclass(type(thing.object), FUNCTION_NODE)

@@ -1,7 +1,7 @@
 """Chains of holders in words: who holds what comes next, and how.
 
-Of each link the holder is told, by its type, what comes next and, where it is a part of something (a dictionary of
-attributes, the tuple of a closure), what came before it. Such parts have no words of their own.
+Each holder is told by its type, by what comes next and, if it is a part of something, by what came before it. Parts (a
+dictionary of attributes, the tuple of a closure) have no words of their own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the pytest plugin does for tests that ask for it. Its option, marker and fixture: hook/zbpipe_pytest.py.
 
-A test is watched from before its set-up until after its teardown, so that what its fixtures own is no leak; what leaks
-is an error of the teardown. Not leaks are:
+A test is watched from before its set-up until after its teardown, so what its fixtures own is no leak. A leak is an
+error of the teardown. Not leaks are:
 
 - what fixtures of a wider scope (class, module, package, session) made, in whichever test they were set up, and what
   their values have gained since: a parameter's ``.grad``, an entry in a cache;

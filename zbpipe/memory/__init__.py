@@ -25,9 +25,9 @@ def record(
 ) -> Recording:
     """Records every block that an allocator hands out and takes back, on all threads, while its with block runs.
 
-    Recordings may nest and overlap on several threads; each sees all. Nothing is sampled, no tensor is kept. On the
-    CPU an allocator of zbpipe's stands in front of torch's meanwhile (csrc/instruments/shim/zbp_tap.h says how, and
-    what it does not see); on CUDA torch's own allocator history is used, which serves one recording at a time.
+    Nothing is sampled, no tensor is kept. On the CPU an allocator of zbpipe's stands in front of torch's meanwhile;
+    csrc/instruments/shim/zbp_tap.h says how, and what it does not see. Recordings of the CPU may nest and overlap on
+    several threads; each sees all. On CUDA torch's own allocator history is used, which serves one recording at a time.
     Entering looks once at all objects that Python's collector knows, for storages that may grow. A forked child
     inherits the recording, and counts for itself alone.
 
@@ -35,11 +35,11 @@ def record(
         device: "cpu", or a CUDA device, whose allocator is recorded.
         max_events: bounds the log, which takes 40 bytes an event. Beyond it counters and phases stay exact, and the
             log is lost. 0: no log at all, cheap enough to leave on.
-        on_out_of_memory: a folder, made when it is needed. If an allocation on the device fails for want of memory,
-            ``rank3.txt`` (``process4711.txt`` without a rank) is left there when the error leaves the with block: what
-            was asked for, in which phase and on which line; all phases; the ten largest tensors that came since the
-            recording began, each with its holders. Beside it lie the picture, if matplotlib is installed, and the
-            trace; one log line of "zbpipe" says where.
+        on_out_of_memory: a folder, made when it is needed. If an allocation on the device fails for want of memory, a
+            report is left there when the error leaves the with block: ``rank3.txt``, or ``process4711.txt`` without a
+            rank. It says what was asked for, in which phase and on which line. It has all phases, and the ten largest
+            tensors since the recording began, each with its holders. Beside it lie the trace and, if matplotlib is
+            installed, the picture. One log line of "zbpipe" says where.
 
     Returns:
         A recording, to be entered once; see :class:`Recording`.

@@ -1,9 +1,9 @@
 """What feeds a recording of a CUDA device: torch's own history of its caching allocator, played again.
 
 The history's clock and ours differ by more than an allocation takes. But the allocator counts what it hands out and
-takes back, one by one, and the history has one entry for each: a mark is the sum of the two counts at that moment, and
-so a place in the history. ``free_requested`` is when a tensor gave its block back, and what counts here as free; that
-another stream may still use the block (``free_completed``) is the allocator's business.
+takes back, one by one, and the history has one entry for each. So a mark, the sum of the two counts at that moment, is
+a place in the history. A block counts as free when its tensor gave it back (``free_requested``), even if another stream
+still uses it (until ``free_completed``).
 """
 
 from __future__ import annotations

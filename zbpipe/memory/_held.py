@@ -2,11 +2,10 @@
 
 Note [To whom held bytes belong]
 
-A storage is counted once in every sum, however many tensors, tasks and groups hold it. It belongs to
-each parameter whose gradient is computed from it: to one alone, or shared, and then it shows in full in
-each of their rows (a layer's output gradient: the weight's and the bias's). So rows may add up to more than
-the total, and ``alone`` (what is held for that parameter and no other) to less. A module's bytes are those of
-all parameters below it, each storage once.
+A storage is counted once in every sum, however many tensors, tasks and groups hold it. It belongs to each parameter
+whose gradient is computed from it. Where several share it (a layer's output gradient: the weight and the bias), it
+shows in full in each of their rows. So rows may add up to more than the total, and ``alone`` (what is held for that
+parameter and no other) to less. A module's bytes are those of all parameters below it, each storage once.
 
 Note [What counts as held]
 
