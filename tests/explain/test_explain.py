@@ -163,6 +163,18 @@ def test_parameters_that_get_no_gradient():
     assert found["b"].bytes == 0
 
 
+def test_a_view_made_under_no_grad_takes_no_gradient():
+    def forward(m, x):
+        out = x @ m.a
+        with torch.no_grad():
+            view = out[:2]
+        return out.sin(), view
+
+    assert plans(Stage(forward, a=(4, 4)))["a"].runs_in == "W"
+    with pytest.raises(TypeError, match="none of which requires a gradient"):
+        plans(Stage(lambda m, x: forward(m, x)[1], a=(4, 4)))
+
+
 def test_several_uses_of_one_weight():
     plan = plans(Stage(lambda m, x: Plain.apply(x @ m.a, m.a), a=(4, 4)))["a"]
     assert {use.runs_in for use in plan.uses} == {"I", "W"}

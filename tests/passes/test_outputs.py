@@ -187,6 +187,28 @@ def test_no_gradient_for_any_output_is_refused():
     assert x.grad is None
 
 
+def with_a_view_under_no_grad(m, x):
+    h = x @ m.a
+    with torch.no_grad():
+        view = h[:, :2]
+    return h.sin(), view
+
+
+@needs_zbpipe
+def test_view_made_under_no_grad_takes_no_gradient():
+    """It says that it requires one, as its base does, and has no node."""
+    m = Stage(with_a_view_under_no_grad, a=(4, 4))
+    x, grad = fresh(), torch.randn(3, 4, dtype=f64)
+    y = x.detach().requires_grad_()
+    expected = torch.autograd.grad(m(y)[0], (y, m.a), grad)
+    out, view = m(x)
+    assert view.requires_grad
+    assert zb.stage_backward_input([view], [ones(3, 2)], [x], m.parameters()) == ((None,), [])
+    (dinput,), groups = zb.stage_backward_input([out, view], [grad, ones(3, 2)], [x], m.parameters())
+    zb.stage_backward_weight(m.parameters(), groups)
+    close((dinput, m.a.grad), expected, "gradients")
+
+
 @wrong_on_torch("an output on weights alone gets no gradient; detach_ freezes the weight")
 def test_weight_itself_is_an_output():
     m, x = small(lambda m, x: (x @ m.a, m.b)), fresh()

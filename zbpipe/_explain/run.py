@@ -151,7 +151,7 @@ def _try(
     found.is_within_autocast = not torch.is_autocast_cache_enabled()
     result = _forward(copied, *given)
     outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-    if not any(output.requires_grad for output in outputs):
+    if not any(map(_takes_gradient, outputs)):
         raise TypeError(
             f"{type(module).__name__} gave a {type(result).__name__} with {len(outputs)} tensors, none of which "
             "requires a gradient; there is no backward to explain"
@@ -203,7 +203,7 @@ def _given_grads(
         )
     found = []
     for i, (output, grad) in enumerate(zip(outputs, grads, strict=True)):
-        if grad is None or not output.requires_grad:
+        if grad is None or not _takes_gradient(output):
             continue
         if (grad.shape, grad.dtype, grad.device) != (output.shape, output.dtype, output.device):
             raise ValueError(
@@ -214,6 +214,14 @@ def _given_grads(
     if not found:
         raise ValueError(f"output_grads has no gradient for an output of {type(module).__name__} that requires one")
     return found
+
+
+def _takes_gradient(output: torch.Tensor) -> bool:
+    """A view that was made under no_grad requires a gradient, as its base does, and has no node."""
+    if not output.requires_grad or output.grad_fn is not None:
+        return output.requires_grad
+    viewed = output.view_as(output).grad_fn
+    return viewed is not None and viewed.next_functions[0][0] is not None
 
 
 def _described(tensor: torch.Tensor) -> str:

@@ -15,10 +15,12 @@ namespace {
 using namespace zbp;
 namespace impl = torch::autograd::impl;
 
-/// The edge of output number `i`; nothing for None.
+/// The edge of output number `i`; nothing for None, and for a view that was made under no_grad: it
+/// requires a gradient as its base does, and has no node.
 std::optional<Edge> edge_of(PyObject* output, size_t i) {
   if (const at::Tensor* tensor = as_tensor(output)) {
-    return tensor->requires_grad() ? std::optional(impl::gradient_edge(*tensor)) : std::nullopt;
+    Edge edge = tensor->requires_grad() ? impl::gradient_edge(*tensor) : Edge();
+    return edge.is_valid() ? std::optional(std::move(edge)) : std::nullopt;
   }
   if (output == Py_None) {
     return std::nullopt;
