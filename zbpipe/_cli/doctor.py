@@ -1,6 +1,6 @@
 """Says what zbpipe and torch are installed here. It also says whether zbpipe
-knows this torch and all private parts of it that it uses, whether ZBPIPE_PATCH=1
-would patch here, what is patched, and the policy. The exit status is 1 if
+knows this torch and all private parts of it that it uses, what ZBPIPE_PATCH=1
+would do here, what is patched, and the policy. The exit status is 1 if
 something would not work, also where zbpipe cannot be imported.
 """
 
