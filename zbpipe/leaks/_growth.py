@@ -113,12 +113,13 @@ class Growth:
         number = len(self.counts) + 1
         is_look = number <= FEWEST or number >= 1.5 * self.looked_at
         self._counts_others = self._counts_others or _cuda.is_in_use()
-        natives = natives_now() if is_look or self._counts_others else {"storage": set()}
+        natives = natives_now() if is_look or self._counts_others else {}
         living = {serial: size for _, size, serial in _C.live_blocks(self._since)}
-        if others := others_of(natives["storage"], self._older):
-            self._counts_others = True
+        if natives:
+            others = others_of(natives["storage"], self._older)
+            self._counts_others = self._counts_others or bool(others)
             living.update((-storage, size) for storage, size in others.items())
-        self._last = _C.watch_storages([*natives["storage"]])  # whose identities are nobody else's until the next step
+            self._last = _C.watch_storages([*natives["storage"]])  # their identities are nobody else's until the next
         self._living = {key: self._living.get(key, (number, size)) for key, size in living.items()}
         self.counts.append(len(living))
         self.bytes.append(sum(living.values()))
