@@ -2,13 +2,14 @@
 
 Two, four and eight ranks have two stages each, of checkpointed transformer blocks. The sides take turns, each on its
 own stages. A step takes as long as its slowest rank; the figures are medians of the runs, and their ratios to torch's.
-The peak is that of the rank with the most, of all blocks since the step began (zbpipe.memory.record), in a step that is
-not timed. The weights' gradients exist before each step.
+The peak is that of the rank with the most, of all blocks since the step began (by zbpipe.memory.record, or by torch's
+counters for a GPU), in a step that is not timed. The weights' gradients exist before each step.
 
     python benchmarks/checkpointed.py --ranks 2 4 8 --json checkpointed.json
+    python benchmarks/checkpointed.py --ranks 1 --device cuda --blocks 4 --width 1024 --tokens 1024
 
-There are twice as many microbatches as ranks. Bytes and recomputations are exact. If processes share cores, the times
-show how much is computed, and not how long a rank waits.
+There are twice as many microbatches as ranks, four with one rank. Bytes and recomputations are exact. If processes
+share cores, the times show how much is computed, and not how long a rank waits.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ import contextlib
 import gc
 import json
 import tempfile
-import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from bench.results import add_argument, spread, write
+from bench.memory import GPUMemory
+from bench.results import add_argument, now, spread, write
 from bench.stages import Stage, transformer
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
@@ -33,29 +34,36 @@ from torch.distributed.pipelining import PipelineStage, schedules
 import zbpipe
 from zbpipe._formatting import table
 
-BLOCKS, WIDTH, TOKENS, ROUNDS = 2, 64, 128, 3
+ROUNDS = 3
 INTERLEAVED = "ScheduleInterleavedZeroBubble"
 SCHEDULES = (INTERLEAVED, "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
-POLICIES = ("keep", "recompute", "input_pass")
+KEPT = {word: word for word in ("keep", "recompute", "input_pass")}
+
+
+class Sizes(NamedTuple):
+    blocks: int  # of each stage
+    width: int
+    tokens: int
 
 
 class Side:
     """A schedule on its own stages, run on torch's module, or under the patch with a policy."""
 
-    def __init__(self, name: str, microbatches: int, policy: str | None) -> None:
+    def __init__(self, name: str, microbatches: int, policy: str | None, sizes: Sizes, device: str) -> None:
         rank, ranks = dist.get_rank(), dist.get_world_size()
         places = (rank, rank + ranks) if name == INTERLEAVED else (rank, 2 * ranks - 1 - rank)
-        self.modules = [transformer(BLOCKS, WIDTH, TOKENS, checkpointed=True) for _ in places]
-        stages = [
-            PipelineStage(module, place, 2 * ranks, torch.device("cpu"))
+        self.device = device
+        self.modules = [transformer(*sizes, checkpointed=True).to(device) for _ in places]
+        self.stages = [
+            PipelineStage(module, place, 2 * ranks, torch.device(device))
             for module, place in zip(self.modules, places, strict=True)
         ]
-        self.x = torch.ones(microbatches, TOKENS, WIDTH)
+        self.x = torch.ones(microbatches, sizes.tokens, sizes.width, device=device)
         self.is_first, self.is_last = 0 in places, 2 * ranks - 1 in places
         kind: Any = getattr(schedules, name)
-        self.schedule = kind(stages, microbatches, loss_fn=nn.functional.mse_loss, scale_grads=False)
+        self.schedule = kind(self.stages, microbatches, loss_fn=nn.functional.mse_loss, scale_grads=False)
         self.policy = policy
-        self.forwards = len(places) * BLOCKS * microbatches
+        self.forwards = len(places) * sizes.blocks * microbatches
         self.seconds: list[float] = []
         self.peak = 0
         self.computed = 0.0
@@ -64,16 +72,21 @@ class Side:
         given = (self.x,) if self.is_first else ()
         target = {"target": self.x} if self.is_last else {}
         before = computed_by(self.modules)
+        for stage in self.stages:
+            stage.clear_runtime_states()  # torch keeps the last step's outputs, which would go within this one
         gc.collect()
         with contextlib.ExitStack() as stack:
             if self.policy is not None:
                 stack.enter_context(zbpipe.patch())
                 stack.enter_context(zbpipe.policy(checkpoint=self.policy))  # type: ignore[arg-type]
             dist.barrier()
-            recording = None if is_timed else stack.enter_context(zbpipe.memory.record(max_events=0))
-            begin = time.perf_counter()
+            recording = None
+            if not is_timed:
+                recorder = zbpipe.memory.record(max_events=0) if self.device == "cpu" else GPUMemory()
+                recording = stack.enter_context(recorder)
+            begin = now(self.device)
             self.schedule.step(*given, **target)
-            took = time.perf_counter() - begin
+            took = now(self.device) - begin
         if is_timed:
             self.seconds.append(slowest(took))
         elif recording is not None:
@@ -92,8 +105,8 @@ def slowest(number: float) -> float:
     return box.item()
 
 
-def measure(name: str, microbatches: int) -> dict[str, Any]:
-    sides = {"torch": Side(name, microbatches, None), **{word: Side(name, microbatches, word) for word in POLICIES}}
+def measure(name: str, microbatches: int, *given: Any) -> dict[str, Any]:
+    sides = {word: Side(name, microbatches, policy, *given) for word, policy in {"torch": None, **KEPT}.items()}
     for is_timed in [False, False, *[True] * ROUNDS]:  # the first step makes the gradients
         for side in sides.values():
             side.step(is_timed)
@@ -108,11 +121,11 @@ def measure(name: str, microbatches: int) -> dict[str, Any]:
     }
 
 
-def run_rank(rank: int, ranks: int, folder: str) -> None:
+def run_rank(rank: int, ranks: int, folder: str, *given: Any) -> None:
     torch.set_num_threads(1)
     gc.freeze()  # so that the collections between steps are short
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks)
-    rows = [measure(name, 2 * ranks) for name in SCHEDULES]
+    rows = [measure(name, 2 * max(2, ranks), *given) for name in SCHEDULES]
     if rank == 0:
         Path(folder, "rows").write_text(json.dumps(rows))
     dist.barrier()
@@ -122,12 +135,15 @@ def run_rank(rank: int, ranks: int, folder: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--device", default="cpu", help="where the stages are: cpu (default), or cuda with one rank")
+    for name, size in Sizes(blocks=2, width=64, tokens=128)._asdict().items():
+        parser.add_argument(f"--{name}", type=int, default=size, help=f"of a stage ({size})")
     add_argument(parser)
     given = parser.parse_args()
-    rows = []
+    sizes, rows = Sizes(given.blocks, given.width, given.tokens), []
     for ranks in given.ranks:
         with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(run_rank, (ranks, folder), nprocs=ranks)
+            mp.spawn(run_rank, (ranks, folder, sizes, given.device), nprocs=ranks)
             rows += json.loads(Path(folder, "rows").read_text())
     printed = []
     for row in rows:
@@ -162,7 +178,7 @@ def main() -> None:
         "to torch's",
     )
     print(table(columns, printed))
-    write(given.json, "checkpointed", {"blocks": BLOCKS, "width": WIDTH, "tokens": TOKENS, "rows": rows})
+    write(given.json, "checkpointed", {**sizes._asdict(), "rows": rows}, given.device)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "gpu"
 NEEDED = {"torch": "", "pytest": "", "numpy": "", "setuptools": "", "ninja": " (it compiles on all cores)"}
 BLOCKS = ("16", "64", "256")
+SIZES = ("--blocks", "2", "--width", "1024", "--tokens", "1024"), ("--blocks", "2")  # on a GPU, on the CPU
 # Of nine minutes, the seconds that a part may take, and those reserved for the parts after it.
 MINUTES = 9
 PARTS = {
@@ -35,9 +36,11 @@ PARTS = {
     "marked cuda": 90,
     "with tensors on the device": 300,
     "all stages on one rank": 60,
-    "host time": 60,
+    "host time": 90,
     "memory and products": 90,
-    "whole steps": 40,
+    "whole steps": 60,
+    "checkpointed steps": 80,
+    "captured graph": 20,
 }
 KEPT = {"build": 300, "marked cuda": 180, "with tensors on the device": 120, "all stages on one rank": 90}
 # Folders of tests/. Others start processes on the CPU (installs, commands, docs, examples, ranks over gloo), count its
@@ -209,9 +212,11 @@ def main():
         gpu.pytest("marked cuda", "-m", "cuda and not long", *marked_cuda())
         gpu.pytest("with tensors on the device", *plugin, *ON_THE_DEVICE, ZBPIPE_DEVICE=given.device)
         gpu.pytest("all stages on one rank", *plugin, *ON_ONE_RANK, ZBPIPE_DEVICE=given.device)
-        gpu.measure("host time", "split.py", "--only", "host_time", "--repeat", "10", "--blocks", *BLOCKS)
-        gpu.measure("memory and products", "split.py", "--only", "memory", "--repeat", "3")
-        gpu.measure("whole steps", "step_overhead.py", "--ranks", "1", "--blocks", "16", "64")
+        gpu.measure("host time", "split.py", "--only", "host_time", "--repeat", "5", "--blocks", *BLOCKS)
+        gpu.measure("memory and products", "split.py", "--only", "memory", "--repeat", "10")
+        gpu.measure("whole steps", "step_overhead.py", "--ranks", "1", "--blocks", "16")
+        gpu.measure("checkpointed steps", "checkpointed.py", "--ranks", "1", *SIZES[given.device == "cpu"])
+        gpu.part("captured graph", [[ROOT / "examples" / "cuda_graph.py"]])
     gpu.write()
     print(gpu.made["status"])
     return 0 if all(part["ok"] for part in gpu.parts.values()) and len(gpu.parts) == len(PARTS) else 1

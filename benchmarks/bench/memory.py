@@ -152,9 +152,19 @@ class Phase(NamedTuple):
 class GPUMemory:
     """The parts of zbpipe.memory.record() that are needed here, by torch's counters for a GPU."""
 
-    def __init__(self) -> None:
+    def __enter__(self) -> GPUMemory:
         self.phases: list[Phase] = []
         self.before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    @property
+    def peak(self) -> int:
+        """Since the recording began or a phase ended."""
+        return torch.cuda.max_memory_allocated() - self.before
 
     @property
     def live(self) -> int:
@@ -164,7 +174,7 @@ class GPUMemory:
     def phase(self, name: str) -> Iterator[None]:
         torch.cuda.reset_peak_memory_stats()
         yield
-        self.phases.append(Phase(torch.cuda.max_memory_allocated() - self.before))
+        self.phases.append(Phase(self.peak))
 
 
 def count(stage: Stage, side: Side, device: str = "cpu") -> Bytes:
@@ -172,7 +182,7 @@ def count(stage: Stage, side: Side, device: str = "cpu") -> Bytes:
     gc.collect()  # torch's groups are cycles: those of an earlier run must not be freed in this one
     gc.disable()
     try:
-        with zbpipe.memory.record() if device == "cpu" else contextlib.nullcontext(GPUMemory()) as rec:
+        with zbpipe.memory.record() if device == "cpu" else GPUMemory() as rec:
             run.forward()
             after_forward, computed = rec.live, run.stage.computed
             with rec.phase("I"):

@@ -136,7 +136,7 @@ def checkpoint_within(net, x):
 
 
 def in_autocast(net, x):
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(x.device.type, torch.bfloat16):
         return net(x)
 
 
@@ -226,8 +226,9 @@ def test_checkpoint_around_a_block_beside_a_plain_one(backend):
 
 def test_passes_within_autocast():
     """The halves were traced with their casts: autocast around I and W changes nothing."""
-    with torch.autocast("cpu", torch.bfloat16):
-        check_compiled(mlp(), ROWS, forward=torch.autocast("cpu", enabled=False)(lambda net, x: net(x)))
+    device = torch.get_default_device().type
+    with torch.autocast(device, torch.bfloat16):
+        check_compiled(mlp(), ROWS, forward=torch.autocast(device, enabled=False)(lambda net, x: net(x)))
 
 
 def twins(make):

@@ -100,7 +100,7 @@ def none_and_mended(note):
 def by_autograd(note):
     def work(x, grad):
         note()
-        w = torch.zeros(4, 4, dtype=f64, requires_grad=True)
+        w = x.new_zeros(4, 4).requires_grad_()
         with torch.enable_grad():
             return torch.autograd.grad(x @ w, [w], grad)[0], grad.sum(0)
 

@@ -138,7 +138,8 @@ def kinds(*but):
 
 
 def make(kind, device="cpu"):
-    return getattr(Parts, kind)().to(device)
+    with torch.device(device):  # main_grad too
+        return getattr(Parts, kind)()
 
 
 def forward(m, device="cpu", marks=None):

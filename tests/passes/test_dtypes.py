@@ -39,7 +39,7 @@ def float32s(forward, *shape):
 
 
 def bfloat16_autocast():
-    return torch.autocast("cpu", dtype=torch.bfloat16)
+    return torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16)
 
 
 def transposed():

@@ -18,6 +18,7 @@ from support.oracle import (
     zb,
 )
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 f64 = torch.float64
 ALONE = "an output on weights alone gets no gradient"
@@ -88,7 +89,7 @@ TARGET = torch.randn(4, 8, dtype=f64)
     case("two losses", lambda m, x: ((x @ m.a).sum(), (x @ m.b).pow(2).sum()), output_grads=no_grads),
     case(
         "mean squared loss",
-        Stage(lambda m, x: F.mse_loss(m.net(x), TARGET, reduction="sum"), net=nn.Linear(8, 8, dtype=f64)),
+        Stage(lambda m, x: F.mse_loss(m.net(x), TARGET.to(x.device), reduction="sum"), net=nn.Linear(8, 8, dtype=f64)),
         (4, 8),
         output_grads=no_grads,
     ),
@@ -252,6 +253,7 @@ NESTED_GRADS = {"a": (ones(3, 4), None, None), "b": [ones(3, 4) * 2, {"c": torch
 )
 def test_stage_backward(forward, grads, total):
     m, x = small(forward), fresh()
+    grads = tree_map_only(torch.Tensor, lambda grad: grad.to(x.device), grads)
     (dinput,) = zb.stage_backward(m(x), grads, (x,))
     assert x.grad is None
     expected = torch.autograd.grad(total(m, x), [x, *m.parameters()], allow_unused=True)

@@ -22,6 +22,9 @@ late = importlib.import_module("support.late") if DEVICE == "late" else None
 NOT_OF_A_DEVICE = {
     "bits and temporaries are the CPU's": (
         "test_bits.py",
+        "test_dense.py",
+        "test_wrong_last_bit_is_found",
+        "test_wrong_input_gradient_is_found",
         "test_fused_accumulation",
         "test_autocast_needs_the_temporaries",
         "test_product_is_added_to_the_gradient_that_is_there",
@@ -29,9 +32,13 @@ NOT_OF_A_DEVICE = {
         "test_fused_products_are_added_to_a_wider",
         "test_by_default_a_product_is_rounded",
         "test_fused_into_a_grad_of_a_wider",
+        "test_a_mode_sees_every_operator_of_a_product",
     ),
     "it counts the CPU's memory or calls": (
         "test_flat.py",
+        "test_floor.py",
+        "test_cycles.py",
+        "test_what_the_input_pass_computes_again",
         "test_size.py",
         "test_what_nodes_behind_a_split_node_have_saved",
         "test_profiler.py",
@@ -61,7 +68,17 @@ NOT_OF_A_DEVICE = {
     "torch warns elsewhere": ("test_warning_made_an_error_in_the_weight_pass",),
     "its processes know of no device": ("test_fork.py", "test_interpreters.py", "test_environment_variable"),
 }
-NOT_OF_THE_LATE_DEVICE = {"the CPU has no kernel for it": ("[lstm", "[gru", "recurrent", "[sparse gradient")}
+NOT_OF_THE_LATE_DEVICE = {
+    "the CPU has no kernel for it": (
+        "[lstm",
+        "[gru",
+        "recurrent",
+        "[sparse gradient",
+        "test_warning_made_an_error_among",
+    ),
+    "no compiler makes kernels for it": ("inductor",),
+    "torch has no autocast for it": ("autocast",),
+}
 
 
 def pytest_configure(config):
