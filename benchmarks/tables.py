@@ -291,6 +291,32 @@ def checkpointed_steps() -> str:
     return markdown(header, rows)
 
 
+def gpu() -> str:
+    """Of each machine with a GPU, what `make gpu` found."""
+    made = []
+    for path in sorted((ROOT / "benchmarks" / "results").glob("gpu-*.json")):
+        found = json.loads(path.read_text())
+        host, memory = found["figures"]["host_time"], found["figures"]["memory"]
+        (deep,) = (of for of in found["figures"]["step_overhead"] if of["schedule"] == "ScheduleZBVZeroBubble")
+        of_all = found["figures"]["checkpointed"]["rows"]
+        (again,) = (of["sides"] for of in of_all if of["schedule"] == "ScheduleZBVZeroBubble")
+        host_of = {side: " / ".join(times(of[side]["ratio"]["median"]) for of in host.values()) for side in SPLIT[:2]}
+        held = [megabytes(memory["stages"]["transformer"][side]["bytes"]["held"]) for side in ("torch", "zbpipe")]
+        rows = [
+            [
+                f"host time of I + W to an unsplit backward, {' / '.join(host)} blocks",
+                host_of["torch"],
+                host_of["zbpipe"],
+            ],
+            [f"time of a ZBV step, stages of {deep['blocks']} tiny blocks", "1x", times(deep["ratio"]["median"])],
+            ["time of a ZBV step with checkpointed blocks", "1x", times(again["keep"]["step"]["median"])],
+            ["peak memory of that step", "1x", times(again["keep"]["peak"] / again["torch"]["peak"])],
+            ["held from I to W by one microbatch of 4 transformer blocks", *(f"{of} MB" for of in held)],
+        ]
+        made.append(f"{found['status']}.\n\n{markdown(['', 'torch', 'zbpipe'], rows)}")
+    return "\n\n".join(made)
+
+
 def recorder() -> str:
     measured = figures("recorder")
     us = measured["microseconds"]
@@ -327,6 +353,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "memory": memory,
         "products": products,
         "demo": demo,
+        "gpu": gpu,
         "machine": machine,
     },
     "docs/compatibility.md": {"compile": compiled, "stage_zero": stage_zero},
