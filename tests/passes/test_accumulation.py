@@ -79,6 +79,20 @@ def test_fused_products_are_added_to_a_wider_gradient_in_its_dtype(case):
     assert total.eq(257).all()
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("shape", [(4, 4), (2, 4, 4)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fused_products_are_added_to_a_wider_gradient_on_a_gpu(dtype, shape):
+    w = torch.ones(shape, dtype=dtype, device="cuda", requires_grad=True)
+    w.main_grad = torch.full(shape, 256.0, device="cuda")
+    x = torch.ones(*shape[:-2], 1, 4, dtype=dtype, device="cuda", requires_grad=True)
+    out = x @ w
+    _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], [w])
+    with zb.policy(fused=True, main_grad=True):
+        zb.stage_backward_weight([w], groups)
+    assert w.main_grad.eq(257).all()
+
+
 def test_by_default_a_product_is_rounded_to_its_weights_dtype():
     m = Stage(lambda m, x: torch.nn.functional.linear(x, m.w), w=nn.Parameter(torch.randn(30, 7).bfloat16()))
     m.w.main_grad = torch.randn(30, 7)
