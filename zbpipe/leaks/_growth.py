@@ -47,18 +47,18 @@ _LEAST = 10  # of what the last step made anew, what is less than a tenth of the
 
 
 class Growth:
-    """Counts the storages, and their bytes, that were born since it was made and that live after each step.
+    """Counts, after each step, the living storages that were born since this object was made, and their bytes.
 
     Call :meth:`step` after each step and :meth:`table` at the end. The garbage collector is off until :meth:`close`,
-    the end of a ``with`` block, or the end of the object. Keeps nothing alive.
+    the end of a ``with`` block, or the end of the object. The object keeps no storage alive.
 
     Attributes:
-        counts: storages that lived after each step.
-        bytes: their bytes.
-        nodes: of autograd's graphs, which were there at the look before the last one, and at that.
+        counts: after each step, the number of living storages.
+        bytes: after each step, their bytes.
+        nodes: after each step, the number of autograd nodes that were alive at both of the last two looks.
         looked_at: the step of the last look.
-        filling: of what grew at the last :meth:`grown`, what has a bound.
-        cycles: that the others hung on, a :class:`Cycle` each.
+        filling: what grew at the last :meth:`grown`, but has a bound.
+        cycles: a :class:`Cycle` for each reference cycle that holds what the last :meth:`grown` found.
 
     Raises:
         RuntimeError: the CPU allocator cannot be watched (``csrc/instruments/shim/zbp_tap.h``).
@@ -104,7 +104,7 @@ class Growth:
         self._older = self._last = None
 
     def step(self) -> None:
-        """A step has ended.
+        """Counts what lives. Call it at the end of each step.
 
         Raises:
             RuntimeError: after :meth:`close`.
@@ -138,7 +138,7 @@ class Growth:
         return [name for name, values in numbers.items() if rises(values)]
 
     def grown(self) -> list[Grown]:
-        """What grows, as this module says it: by the places that hold it, the most bytes first.
+        """What grows, as the module's docstring defines it: a :class:`Grown` for each place, the most bytes first.
 
         Raises:
             RuntimeError: after :meth:`close`.
