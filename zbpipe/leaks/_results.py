@@ -36,8 +36,8 @@ class Holder:
 class Leak:
     """A storage that outlived what made it.
 
-    ``views`` counts the tensors on the storage. ``shape``, ``dtype`` and ``device`` are those of the tensor at the end of
-    the chain. Without any visible tensor ``views`` is 0, ``shape`` is empty and ``dtype`` is "". ``bytes`` are the
+    ``views`` counts the tensors on the storage. ``shape``, ``dtype`` and ``device`` are those of the tensor at the end
+    of the chain. Without any visible tensor ``views`` is 0, ``shape`` is empty and ``dtype`` is "". ``bytes`` are the
     storage's, ``storage`` its identity while it lived. ``fate`` is "alive", "freed by the collector" or "uncollectable"
     (in a cycle that no collector frees). ``created`` is the ``file:line`` that made it, where creation was traced.
     ``chain`` leads from the outermost holder to the tensor; ``chains_more`` counts further references to its tensors.
