@@ -80,7 +80,7 @@ def machine() -> str:
     where = "; ".join(f"{', '.join(titles)}: {device}" for device, titles in made.items())
     one, newest = read("host_time", PINNED), read("host_time", NEWEST)
     versions = f"torch {PINNED} for CPU and Python {one['python']}, unless they name another torch"
-    newer = f"Torch {NEWEST} was measured on {newest['date']}"
+    newer = f"Torch {NEWEST} was measured on {newest['device']}, on {newest['date']}"
     return f"The figures are of {versions}. {newer}. {where[0].upper()}{where[1:]}."
 
 

@@ -1,20 +1,21 @@
 """Growth from step to step: what lives after each, and who holds what came on top.
 
-The memory of torch's CPU allocator is counted block by block, seen or not. Of other memory (CUDA's, numpy's, another
-process's, that of ``copy.deepcopy`` and ``torch.load``) the storages of visible tensors are counted. They are looked
-for after each of the first steps, and then whenever the steps have become half more. Once CUDA is in use, or such
-memory lives on, they are looked for after every step. Nodes of autograd's graphs are counted at the same looks.
+The memory of torch's CPU allocator is counted block by block, whether a tensor is visible or not. Of other memory
+(CUDA's, numpy's, another process's, that of ``copy.deepcopy`` and ``torch.load``) the storages of visible tensors are
+counted. A look finds them: after each of the first steps, then whenever the number of steps has grown by half. Once
+CUDA is in use, or such memory lives on, every step has a look for them. Autograd's nodes are counted at the same looks.
 
-What grows. Tensors, bytes or nodes grow if they still rise over the second half of the steps (:func:`rises`). Of the
-last three quarters of the steps, none has a row below the middle one of the quarter before. Each has its lowest or its
-middle row above that quarter's. So a row that peaks makes no difference, nor does a list that is cleared, nor one jump.
+What grows. Tensors, bytes or nodes grow if they still rise over the second half of the steps (:func:`rises`). The third
+quarter of the steps is compared with the second, and the fourth with the third. The later quarter has no value below
+the median of the earlier one, and its lowest value or its median is higher. So one peak makes no difference, nor does
+one jump, nor a list that is cleared.
 
 Who holds it. What hangs at one place of the program is one group:
 
-- it piles up if both halves of the steps made of it. The first and the last step do not count: the first makes what
-  stays, and what the last one made, the next one may let go;
-- where that does not explain the rise, what became more or larger after the middle, and was made anew;
-- what optimizers keep for their parameters, and what collections of a greatest length hold, has a bound: a window that
+- a group piles up if steps of both halves made parts of it. The first and the last step do not count: what the first
+  step made stays, and what the last step made may go in the next one;
+- if such groups do not explain the rise, the groups are what became more or larger after the middle, and was made anew;
+- what optimizers keep for their parameters, and what collections with a maximum length hold, has a bound: a window that
   is not full yet.
 """
 
@@ -138,7 +139,7 @@ class Growth:
         return [name for name, values in numbers.items() if rises(values)]
 
     def grown(self) -> list[Grown]:
-        """What grows, as the module's docstring defines it: a :class:`Grown` for each place, the most bytes first.
+        """What still rises over the second half of the steps: a :class:`Grown` for each place, the most bytes first.
 
         Raises:
             RuntimeError: after :meth:`close`.
