@@ -79,8 +79,9 @@ def machine() -> str:
         made.setdefault(f"{found['device']}, on {found['date']}", []).append(title)
     where = "; ".join(f"{', '.join(titles)}: {device}" for device, titles in made.items())
     one, newest = read("host_time", PINNED), read("host_time", NEWEST)
-    versions = f"torch {PINNED} for CPU and Python {one['python']}; with torch {NEWEST} on {newest['date']}"
-    return f"Measured with {versions}. {where[0].upper()}{where[1:]}."
+    versions = f"torch {PINNED} for CPU and Python {one['python']}, unless they name another torch"
+    newer = f"Torch {NEWEST} was measured on {newest['device']}, on {newest['date']}"
+    return f"The figures are of {versions}. {newer}. {where[0].upper()}{where[1:]}."
 
 
 # README.
@@ -109,7 +110,7 @@ def in_short() -> str:
         ['— with `checkpoint="recompute"`', "1x", peak("recompute")],
         ['— with `checkpoint="input_pass"`', "1x", peak("input_pass")],
         [
-            "recomputations of each of those blocks, per microbatch",
+            "recomputations of each checkpointed block, per microbatch",
             again["torch"],
             f'{again["keep"]}; {again["recompute"]} with `"recompute"`',
         ],
@@ -119,7 +120,7 @@ def in_short() -> str:
             host_of("torch"),
             host_of("zbpipe"),
         ],
-        ["held from I to W by one microbatch of 4 transformer blocks", *(f"{of} MB" for of in held)],
+        ["memory held from I to W by one microbatch of 4 transformer blocks", *(f"{of} MB" for of in held)],
         ["peak memory of a ZBV step in `make demo`", *(f"{of} MB" for of in peaks)],
     ]
     return markdown(["", "torch's module", "zbpipe"], rows)
@@ -197,7 +198,7 @@ def memory() -> str:
             sizes = [megabytes(of[key]) for key in ("after_forward", "peak_input", "held", "peak_weight")]
             rows.append([f'zbpipe with `{key}="{value}"`', *sizes, f"{of['computed']:g}"])
     header = ["stage", "after forward", "peak in I: unsplit / torch / store / zbpipe"]
-    header += [f"{what}: torch / store / zbpipe" for what in ("held from I to W", "peak in W", "blocks computed again")]
+    header += [f"{what}: torch / store / zbpipe" for what in ("held from I to W", "peak in W", "blocks recomputed")]
     return markdown(header, rows)
 
 
@@ -207,9 +208,9 @@ def products() -> str:
     sides = measured["stages"]["transformer of width 1,024"]
     whole = sides["unsplit"]["times"]["total"]["median"]
     of = {side: times(sides[side]["times"]["total"]["median"] / whole) for side in SPLIT}
-    words = "I + W on transformer blocks of width 1,024, to an unsplit backward: "
+    words = "Time of I + W on transformer blocks of width 1,024, relative to an unsplit backward: "
     words += f"zbpipe {of['zbpipe']}, torch {of['torch']}, store {of['store']}. "
-    words += "W on four 1,024 x 1,024 matrices whose gradients exist, to torch's W:"
+    words += "Time of W on four 1,024 x 1,024 matrices that have a gradient already, relative to torch's W:"
     names = ["zbpipe", "zbpipe, fused", "store", "plain mm and add"]
     rows = [
         [tokens, *(times(ms[name]["median"] / ms["torch"]["median"]) for name in names)]
@@ -237,7 +238,9 @@ def demo() -> str:
             peaks = f"{megabytes(before)} → {megabytes(after)} MB ({after / before:.2f}x)"
             before, after = (sides[side]["seconds"] for side in ("torch", "zbpipe"))
             rows.append([schedule, version, peaks, f"{before * 1e3:.0f} ms; {times(after / before)}"])
-    return markdown(["schedule", "torch", "peak of the step, torch → zbpipe", "step: torch; zbpipe"], rows)
+    return markdown(
+        ["schedule", "torch", "peak of the step, torch → zbpipe", "time of a step: torch; zbpipe, relative"], rows
+    )
 
 
 # Other pages.
@@ -252,7 +255,7 @@ def compiled() -> str:
         ]
         for name, of in figures("compile").items()
     ]
-    return markdown(["inductor", "I", "W", "I + W", "weight products' FLOPs in W"], rows)
+    return markdown(["blocks run by", "I", "W", "I + W", "weight products' FLOPs in W"], rows)
 
 
 def stage_zero() -> str:
@@ -268,7 +271,7 @@ def stage_zero() -> str:
         for of in measured["schedules"]
         if of["ranks"] == 4
     ]
-    header = ["schedule, 4 ranks, 16 microbatches", "length, whole to split", "ranks wait"]
+    header = ["schedule, 4 ranks, 16 microbatches", "length of a step, whole relative to split", "time that ranks wait"]
     header += ["most that rank 0 holds, whole / split", "actions between 0I and 0W"]
     costs = {name: f"{size / 1e6:.2f} MB" for name, size in measured["costs"].items()}
     words = f"A block holds {costs['deferred']} for W, and its forward saved {costs['activations']}, so a split frees "
@@ -304,16 +307,16 @@ def gpu() -> str:
         held = [megabytes(memory["stages"]["transformer"][side]["bytes"]["held"]) for side in ("torch", "zbpipe")]
         rows = [
             [
-                f"host time of I + W to an unsplit backward, {' / '.join(host)} blocks",
+                f"host time of I + W, relative to an unsplit backward, {' / '.join(host)} blocks",
                 host_of["torch"],
                 host_of["zbpipe"],
             ],
             [f"time of a ZBV step, stages of {deep['blocks']} tiny blocks", "1x", times(deep["ratio"]["median"])],
             ["time of a ZBV step with checkpointed blocks", "1x", times(again["keep"]["step"]["median"])],
             ["peak memory of that step", "1x", times(again["keep"]["peak"] / again["torch"]["peak"])],
-            ["held from I to W by one microbatch of 4 transformer blocks", *(f"{of} MB" for of in held)],
+            ["memory held from I to W by one microbatch of 4 transformer blocks", *(f"{of} MB" for of in held)],
         ]
-        made.append(f"{found['status']}.\n\n{markdown(['', 'torch', 'zbpipe'], rows)}")
+        made.append(f"{found['status'].partition(';')[0]}.\n\n{markdown(['', 'torch', 'zbpipe'], rows)}")
     return "\n\n".join(made)
 
 

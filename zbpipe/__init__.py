@@ -1,15 +1,15 @@
 """zbpipe: the zero-bubble backward of a pipeline stage, in C.
 
-zbpipe runs a stage's backward in two halves. The input pass (I) computes the gradients of the stage's inputs. The
-weight pass (W) computes those of its parameters later, in the bubbles of a pipeline schedule. The package replaces
+zbpipe runs a stage's backward in two passes. The input pass (I) computes the gradients of the stage's inputs. The
+weight pass (W) computes the parameters' gradients later, in the bubbles of a pipeline schedule. The package replaces
 ``torch.distributed.pipelining._backward``:
 
     import zbpipe
     zbpipe.patch()          # every torch schedule now runs on zbpipe
 
-or call :func:`stage_backward_input`, :func:`stage_backward_weight` and :func:`stage_backward`
-directly. :mod:`zbpipe.memory` counts the bytes that the groups hold. :mod:`zbpipe.leaks`, imported at its first use,
-finds tensors that outlive their step. An import of zbpipe changes nothing in torch.
+A loop of your own calls :func:`stage_backward_input`, :func:`stage_backward_weight` and :func:`stage_backward`.
+:mod:`zbpipe.memory` counts the bytes that the groups hold. :mod:`zbpipe.leaks`, imported at its first use, finds
+tensors that outlive their step. An import of zbpipe changes nothing in torch.
 """
 
 import importlib

@@ -52,9 +52,10 @@ class Policy:
         checkpoint: the treatment of packed activations (``torch.utils.checkpoint``, ``save_on_cpu``). "keep": I unpacks
             them once, and the groups hold what W reads. "recompute": W unpacks them once more, and so recomputes a
             checkpointed region. "input_pass": I computes the gradients that need them.
-        fused: True adds a product to an existing gradient by one kernel in the gradient's dtype, ``addmm_``. For a
-            wider gradient it has ``out_dtype`` where the device can, else cast factors. On the CPU False adds as
-            ``grad += a @ b`` does, to the bit. On other devices products of the gradient's dtype use ``addmm_``.
+        fused: True adds a product to an existing gradient by one kernel in the gradient's dtype, ``addmm_``. If the
+            gradient's dtype is wider, the kernel is ``addmm`` with ``out_dtype`` where the device has it; elsewhere the
+            factors are cast. False adds on the CPU as ``grad += a @ b`` does, to the bit. On other devices a product of
+            the gradient's dtype uses ``addmm_`` in either case.
         main_grad: True adds a weight's gradient to the weight's ``main_grad``, where there is one, and leaves ``.grad``
             alone. ``main_grad`` is a floating-point tensor of the weight's shape and device. The weight's
             ``grad_added_to_main_grad`` becomes True, where there is one.

@@ -36,8 +36,8 @@ def stage_backward_input(
         stage_outputs_or_loss: the stage's outputs or losses: tensors of any shape, or a
             ``torch.autograd.graph.GradientEdge`` for a tensor whose memory is gone. None and tensors that require no
             gradient are skipped. Give all losses of one forward in one call: the call consumes the graph.
-        output_grads: one gradient per output, of its shape, dtype and device. None stands for an output without a
-            gradient (for 1 if the output is a scalar, as in autograd). None in place of the list stands for ones.
+        output_grads: one gradient per output, of its shape, dtype and device. None means that an output has no
+            gradient; for a scalar it means 1, as in autograd. None in place of the list means ones for all.
         input_values: the stage's inputs, at which I stops. Of an operation with several outputs (unbind, split), I
             stops only at the outputs that are listed. An entry that is no tensor, or requires no gradient, gets None.
         weights: the leaves whose gradients W computes; None for all leaves. Other leaves are left alone. A patched
@@ -125,8 +125,8 @@ def stage_backward_weight(
 
     Raises:
         TypeError, ValueError: an argument is refused. Nothing has been changed.
-        RuntimeError: a group is spent; a tensor that it holds was modified in place; or the patched torch would not
-            scale ``main_grad``, which the policy asks for. Nothing has been changed.
+        RuntimeError: a group is spent. Or a tensor that it holds was modified in place. Or the policy has
+            ``main_grad=True``, and the patched torch would not scale ``main_grad``. Nothing has been changed.
 
     After any other error (a hook raised, memory ran out) call W again with the same groups. The second call continues
     where the first one stopped, and adds nothing twice. A group that a call without ``retain_graph`` has begun is spent

@@ -1,15 +1,15 @@
 """Release helpers: free the memory of stage outputs before their backward has run.
 
-They are for schedules of your own. After its send an output is needed only for its place in the autograd graph. These
-functions free its values and keep the graph.
+They are for schedules of your own. Once an output is sent, only its place in the autograd graph is needed. These
+functions free the output's values and keep the graph.
 
 Note [Where the memory of a deallocated output goes]
 
-A Python tensor wraps a C++ tensor, which holds a storage. A node that saved its own output holds the storage alone. A
-node that saved an input, a view (of its base) and a send in flight hold the C++ tensor. They would lose their memory
-with its storage, so `deallocate_output` empties the C++ tensor only if nobody else holds it. Otherwise the Python
-object moves to a twin, without memory and at the same place in the graph. The other holders keep the old C++ tensor.
-The memory is freed with its last holder.
+A Python tensor wraps a C++ tensor, which holds a storage. A node that saved its own output holds only the storage. The
+C++ tensor is held by a node that saved an input, by a view (of its base) and by a send in flight. They would lose their
+memory with its storage, so `deallocate_output` empties the C++ tensor only if nobody else holds it. Otherwise the
+Python object moves to a twin, which has no memory and the same place in the graph. The other holders keep the old C++
+tensor. The last of them frees the memory.
 """
 
 import sys
@@ -43,12 +43,12 @@ def deallocate_output(tensor: torch.Tensor) -> int:
         tensor: a dense tensor; no view, and no leaf that requires a gradient. A second call changes nothing.
 
     Returns:
-        The bytes freed at once. 0 if another holder keeps the memory, or if it is not torch's own (from numpy, DLPack,
-        another process, a lazy clone).
+        The bytes freed at once. 0 if another holder keeps the memory, or if the memory is not torch's own (from numpy,
+        DLPack, another process, a lazy clone).
 
     Raises:
         TypeError: no tensor, or none with one plain storage (a subclass with its own dispatch such as DTensor, a
-            functorch wrapper, a sparse, nested or quantized tensor). Nothing has been changed, as with the others.
+            functorch wrapper, a sparse, nested or quantized tensor). No error here changes anything.
         ValueError: a view (see :func:`make_viewless`), a parameter, an input, a tensor on ``meta``.
         RuntimeError: C++ holds the tensor, and also refers to it weakly (``retain_grad``).
 
@@ -140,10 +140,10 @@ def release_storage(tensor: torch.Tensor) -> int:
         The bytes freed; 0 if the tensor had none.
 
     Raises:
-        RuntimeError: others hold the memory; nothing has been changed. The message names tensors in Python, and nodes
-            that saved it in graphs that tensors in Python lead to. It counts holders in C++ (a send in flight, a packed
-            tensor) and tensors that the garbage collector does not list (``gc.freeze``). The search is linear in the
-            number of living Python objects and nodes.
+        RuntimeError: others hold the memory; nothing has been changed. The message names tensors in Python, and
+            nodes that saved the memory, in the graphs of tensors in Python. It counts holders in C++ (a send in flight,
+            a packed tensor) and tensors that the garbage collector does not list (``gc.freeze``). The search is linear
+            in the number of living Python objects and nodes.
         TypeError: no tensor, or none with one plain storage.
         ValueError: memory that torch cannot free (from numpy, DLPack, another process, a lazy clone); a tensor on
             ``meta``.

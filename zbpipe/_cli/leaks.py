@@ -2,12 +2,12 @@
 its steps, what grew, and who holds it.
 
 A step is a call of the step() of a schedule of torch.distributed.pipelining;
-without any, an optimizer's. Where there are several, the first that steps
-counts. Where nothing steps, as in evaluation and inference, or where a step is
-something else, name a line of the script, the first in the body of its loop:
-whenever it is reached, a step has ended. The garbage collector is off while
-steps are watched, so that what only it would free counts as growth. Options
-come before the script:
+without a schedule, of an optimizer's. Of several, the first that steps counts.
+Where nothing steps (evaluation, inference), or where a step is something else,
+name the first line in the body of the loop by --step-at: a step ends whenever
+the script reaches that line. The garbage collector is off while steps are
+watched, so growth includes what only the collector would free. Options come
+before the script:
 
     python -m zbpipe leaks --steps 20 train.py --lr 1e-3
     python -m zbpipe leaks --step-at serve.py:31 serve.py

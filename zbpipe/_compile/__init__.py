@@ -76,7 +76,7 @@ def compile(
     gradients to the weight pass (W). Elsewhere it is the backward that ``torch.compile`` makes. A graph that cannot be
     split runs whole in I, and a warning on the logger ``zbpipe`` says why. The policy (:func:`zbpipe.policy`) decides
     as in eager code. With ``defer="matrices"`` a vector's gradient waits for W only where that holds no more memory.
-    With ``defer="all"`` all gradients wait that I does not compute on its way.
+    With ``defer="all"`` W computes all gradients that I does not compute on its way.
 
     Args:
         model: a module or a function; None returns a decorator.

@@ -18,8 +18,8 @@ WIDTH = 80  # of what is printed
 class Use:
     """One gradient of a parameter, as the backward computes it.
 
-    ``node`` is the autograd node behind which the parameter is used. ``runs_in`` is "W" or "I": where the gradient is
-    computed; W adds it in either case. ``why`` says why there. ``product`` has the shapes of the two matrices that W
+    ``node`` is the autograd node that uses the parameter. ``runs_in`` is the pass that computes the gradient, "W" or
+    "I"; W adds it in either case. ``why`` says why that pass. ``product`` has the shapes of the two matrices that W
     multiplies, such as "[16, 64] @ [64, 8]", or is empty. ``flops`` are the floating-point operations of that product:
     0 for what runs in I, None where they are not known ("?" in the table).
     """
@@ -35,9 +35,9 @@ class Use:
 class ParameterPlan:
     """One parameter: its ``uses``, none if it gets no gradient, which ``note`` explains.
 
-    ``bytes`` is what a microbatch holds for it from I to W, ``alone`` what it holds for no other parameter. ``note``
-    also says what makes W go through libtorch's engine instead of adding directly: hooks, a computation between the
-    parameter and its use.
+    ``bytes`` is what a microbatch holds for the parameter from I to W. ``alone`` is the part that serves no other
+    parameter. ``note`` also says what makes W go through libtorch's engine instead of adding directly: hooks, a
+    computation between the parameter and its use.
     """
 
     name: str

@@ -33,23 +33,23 @@ def explain(
 ) -> Explanation:
     """Tells what a split backward of ``module`` does for one microbatch.
 
-    It tells which parameters' gradients W computes, which ones I computes and why, the bytes held in between, the
-    products and their FLOPs. One forward and one input pass of a copy of the module run, on clones of the inputs. The
-    copy shares the parameters' memory and nothing else. So no gradient is added and no parameter's hook is called.
-    The module's buffers, attributes and hooks stay as they are, and so do random numbers and autocast's cache. While
-    explain runs, the copy takes the memory of the buffers, the attributes and the parameters' ``main_grad``. It may be
-    called between the microbatches of a step. The policy in effect decides, as in a training step. Gradients are
+    The plan says which parameters' gradients W computes, and which ones I computes and why. It has the bytes held from
+    I to W, the products and their FLOPs. One forward and one input pass of a copy of the module run, on clones of the
+    inputs. The copy shares the parameters' memory and nothing else. So no gradient is added and no parameter's hook is
+    called. The module's buffers, attributes and hooks stay as they are, and so do random numbers and autocast's cache.
+    While explain runs, the copies of the buffers, the attributes and the parameters' ``main_grad`` take memory. explain
+    may be called between the microbatches of a step. The policy in effect decides, as in a training step. Gradients are
     recorded under ``no_grad`` and ``inference_mode``, too.
 
-    A forward that writes to parameters changes the module's. So does one that writes to globals, or to what its
-    functions refer to. ``torch.compile`` may compile. With tensor parallel parameters or SyncBatchNorm a forward runs
-    collectives: call explain on all ranks.
+    A forward that writes to its parameters writes to the module's own. Nor is anything undone that a forward writes to
+    globals, or to objects that its functions refer to. A call may start ``torch.compile``'s compiler. With tensor
+    parallel parameters or SyncBatchNorm a forward runs collectives: call explain on all ranks.
 
     Args:
-        module: the stage. Unwrapped: what DDP and FSDP do with it is not a part of the plan.
-        inputs: a tensor, or a tuple or list of all positional arguments, of a microbatch's shapes and dtypes.
+        module: the stage, not wrapped in DDP or FSDP. The plan leaves out what these do.
+        inputs: the positional arguments of one microbatch: a tensor, or a tuple or list of all arguments.
         kwargs: keyword arguments.
-        first_stage: the inputs take no gradient; otherwise every floating-point or complex tensor among them does.
+        first_stage: True if the inputs take no gradient; else every floating-point or complex tensor among them does.
         output_grads: a gradient or None per tensor in the module's output, with its shape, dtype and device; default:
             ones.
 
@@ -57,7 +57,7 @@ def explain(
         The plan: per parameter its uses, bytes and FLOPs; see :class:`Explanation`. It holds no tensor.
 
     Raises:
-        TypeError: an argument is not what is said here; or the module gave no tensor that requires a gradient.
+        TypeError: an argument has the wrong type; or the module gave no tensor that requires a gradient.
         ValueError: output_grads do not fit the outputs.
         RuntimeError: a part of the module is replicated or sharded, and its collectives would wait for other ranks.
             Or a parameter or buffer is not initialized yet, or an inference tensor. Or the module cannot be copied, or

@@ -24,9 +24,10 @@ def defer(
             dw = zbpipe.defer(lambda x, grad: grad.mT @ x, weights=1, saved=(x, grad))
             return grad @ w, dw
 
-    Within an input pass (I) the parameter group keeps the call, and its W makes it, once. W adds the gradients to
-    ``.grad`` or ``main_grad``, as all others. Hooks run, and gradients go back through the computation of the
-    Function's argument from the weight (a cast, a view, any other). ``defer`` returns None, for ``backward`` to return.
+    Within an input pass (I) the parameter group keeps the call, and W of this group makes the call, once. W adds the
+    gradients to ``.grad`` or ``main_grad``, as all others. Hooks run. If the Function's argument is computed from the
+    weight (by a cast, a view, anything), the gradient goes back through that computation. ``defer`` returns None, for
+    ``backward`` to return.
 
     Otherwise ``defer`` makes the call at once and returns the gradients:
 
@@ -35,7 +36,7 @@ def defer(
     - where the Function's node has a post hook, or its argument is computed from the stage's inputs.
 
     A gradient that is not asked for (of a frozen weight, of None, of a weight that I was not given) is not computed. If
-    none of them is asked for, the call is not made.
+    no gradient is asked for, the call is not made.
 
     Args:
         function: takes the entries of ``saved``. It returns a gradient or None for a single weight, else a tuple or
@@ -46,8 +47,8 @@ def defer(
         weights: the weight's position among the arguments of ``forward``, as in ``ctx.needs_input_grad``, or a tuple of
             positions, one per gradient. None means all weights of the Function: ``function`` adds all gradients itself
             and returns None. Then a call that is not left to W is made even if no gradient is asked for.
-        saved: the arguments of ``function``. Its tensors keep their class and attributes, lose their history, count in
-            the group's ``bytes_held``, and are freed after the call. An ``nn.Parameter`` is passed as it is; neither it
+        saved: the arguments of ``function``. Tensors keep their class and attributes, lose their history, count in the
+            group's ``bytes_held``, and are freed after the call. An ``nn.Parameter`` is passed as it is; neither it
             nor a view of it is counted. Modify none of these tensors in place before the call: W checks that. Other
             objects are passed as they are, neither counted nor checked. Tensors with a history (``detach()`` them) are
             refused in a tuple, list or dictionary, and not looked for in other objects, attributes and closures.

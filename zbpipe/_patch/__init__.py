@@ -73,8 +73,8 @@ def patch(release_outputs: bool | None = None) -> AbstractContextManager[None]:
         release_outputs: True frees a stage's outputs as soon as the next stage has them; the stage keeps a GradientEdge
             of each. Then nothing may read an output after the stage's forward. For all stages but the last,
             ``forward_one_chunk`` returns a list that is emptied when the outputs are sent. True and False take effect
-            with the next forward. None changes nothing while torch is patched; before that it means
-            ZBPIPE_RELEASE_OUTPUTS in the environment, or False.
+            with the next forward. None changes nothing while torch is patched. Otherwise it means what
+            ZBPIPE_RELEASE_OUTPUTS in the environment says, or False.
 
     Returns:
         A context manager. The end of its block restores the state before this call, and takes back calls of patch() and
@@ -105,8 +105,8 @@ def patch(release_outputs: bool | None = None) -> AbstractContextManager[None]:
 def unpatch() -> None:
     """Restores torch's functions; changes nothing when torch is not patched.
 
-    The next patch() begins without this one's ``release_outputs``. A schedule can still wait for works that it got
-    under the patch. A tensor in flight stays until its send is done.
+    The next patch() does not take over ``release_outputs``. A schedule can still wait for works that it got under the
+    patch. A tensor in flight stays until its send is done.
 
     A place that other code rebound meanwhile is left, and named in a warning. A module of torch that imported zbpipe's
     functions meanwhile gets torch's; other modules keep zbpipe's. unpatch() raises nothing, and logs what is not in

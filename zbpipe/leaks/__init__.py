@@ -3,10 +3,11 @@
     with zbpipe.leaks.check_tensor_leak(allow=[model, optimizer]):
         train_step()
 
-says by a warning, on leaving, which tensors were born inside and are still alive, or went only because the garbage
-collector ran, with the shortest chain of holders from a module, a running function or a cycle to each: dictionaries,
-closures, hooks, autograd nodes with the field that saved the tensor, parameter groups. :func:`find_holders` says it of
-a living tensor; :class:`Growth` of what piles up from step to step. Nothing is unpacked, run or kept alive by looking.
+When the block is left, a warning lists the tensors that were born inside and are still alive, or that only the garbage
+collector freed. It shows the shortest chain of holders to each, from a module, a running function or a cycle. Holders
+are dictionaries, closures, hooks, parameter groups, and autograd nodes with the field that saved the tensor.
+:func:`find_holders` finds the chain of one living tensor, :class:`Growth` those of what piles up from step to step. The
+search unpacks, runs and keeps alive nothing.
 """
 
 import importlib

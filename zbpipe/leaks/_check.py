@@ -41,7 +41,7 @@ class Check:
     """What :func:`check_tensor_leak` returns: a context manager, to be entered once, and a decorator.
 
     Attributes:
-        report: a :class:`Report` of what was found; None until the block was left.
+        report: a :class:`Report` of what was found; None before the end of the block.
 
     Raises:
         RuntimeError: it was entered twice, or left without having been entered.
@@ -61,7 +61,9 @@ class Check:
         self._others: list[tuple[object, object]] = []  # storages before and after
 
     def __call__(self, function: F) -> F:
-        """``function``, checked whenever it is called. What it returns is no leak; what that holds may be.
+        """``function``, checked whenever it is called.
+
+        The object that it returns is no leak. What that object holds may be one.
 
         Raises:
             TypeError: no function, or one that runs after its call has returned (a generator or coroutine function).
@@ -206,17 +208,17 @@ def check_tensor_leak(
 
     ``with check_tensor_leak() as check:``, ``@check_tensor_leak`` or ``@check_tensor_leak(action="error")``. The
     collector is off inside, and afterwards as it was before. Checks may be nested and run on several threads. Each sees
-    what is born anywhere while it runs. A clean check costs a look at the collector's list at its two ends. Another one
-    looks at all that lives, and runs the collector if something is in no chain of references.
+    what is born anywhere while it runs. A clean check reads the collector's list at its beginning and at its end. A
+    check that finds something looks at all living objects, and runs the collector if no chain leads to it.
 
     Args:
         action: "warn" (a :class:`TensorLeakWarning`), "error" (a :class:`TensorLeakError`), or "record" (neither: see
             ``check.report``). Neither happens if the block raises.
         allow: what may live on: tensors and their ``.grad``, modules with their parameters and buffers, optimizers with
             their state, collections and iterators of these, and functions that say of a tensor whether it may live.
-            Iterators are looked at now, collections when the block is left. What these objects hold besides is named by
-            a chain that begins with them.
-        trace: remember the line that made each block of CPU memory, at half a microsecond a block
+            Iterators are read now, collections when the block is left. Anything else that these objects hold is a leak,
+            whose chain begins with the object.
+        trace: True remembers the line that made each block of CPU memory, at about 0.4 microseconds a block
             (benchmarks/recorder.py).
 
     Returns:

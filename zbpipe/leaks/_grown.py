@@ -14,9 +14,10 @@ from zbpipe.leaks._search import Found
 class Grown:
     """Leaks that one place in the program holds, however they hang below it.
 
-    ``steps`` are those in which they were born. ``is_larger``: they did not become more, but larger. ``nodes``: of the
-    autograd graph that hangs on the one leak, where that became more. ``known`` says in words what else is known.
-    Without leaks nobody can be seen that has what grew. ``mark`` is where the holder of them all stands in the chains.
+    ``leaks`` is empty if no holder of what grew can be seen. ``steps`` are the steps in which the leaks were born.
+    ``is_larger`` is True if the tensors became larger, but not more. ``nodes`` counts the nodes of the autograd graph
+    on the one leak, if the nodes became more. ``known`` says in words what else is known. ``mark`` is the position in
+    the chains at which the holder of all leaks stands.
     """
 
     leaks: list[Leak] = field(default_factory=list)

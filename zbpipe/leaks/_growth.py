@@ -1,20 +1,21 @@
 """Growth from step to step: what lives after each, and who holds what came on top.
 
-The memory of torch's CPU allocator is counted block by block, seen or not. Of other memory (CUDA's, numpy's, another
-process's, that of ``copy.deepcopy`` and ``torch.load``) the storages of visible tensors are counted. They are looked
-for after each of the first steps, and then whenever the steps have become half more. Once CUDA is in use, or such
-memory lives on, they are looked for after every step. Nodes of autograd's graphs are counted at the same looks.
+The memory of torch's CPU allocator is counted block by block, whether a tensor is visible or not. Of other memory
+(CUDA's, numpy's, another process's, that of ``copy.deepcopy`` and ``torch.load``) the storages of visible tensors are
+counted. A look finds them: after each of the first steps, then whenever the number of steps has grown by half. Once
+CUDA is in use, or such memory lives on, every step has a look for them. Autograd's nodes are counted at the same looks.
 
-What grows. Tensors, bytes or nodes grow if they still rise over the second half of the steps (:func:`rises`). Of the
-last three quarters of the steps, none has a row below the middle one of the quarter before. Each has its lowest or its
-middle row above that quarter's. So a row that peaks makes no difference, nor does a list that is cleared, nor one jump.
+What grows. Tensors, bytes or nodes grow if they still rise over the second half of the steps (:func:`rises`). The third
+quarter of the steps is compared with the second, and the fourth with the third. The later quarter has no value below
+the median of the earlier one, and its lowest value or its median is higher. So one peak makes no difference, nor does
+one jump, nor a list that is cleared.
 
 Who holds it. What hangs at one place of the program is one group:
 
-- it piles up if both halves of the steps made of it. The first and the last step do not count: the first makes what
-  stays, and what the last one made, the next one may let go;
-- where that does not explain the rise, what became more or larger after the middle, and was made anew;
-- what optimizers keep for their parameters, and what collections of a greatest length hold, has a bound: a window that
+- a group piles up if steps of both halves made parts of it. The first and the last step do not count: what the first
+  step made stays, and what the last step made may go in the next one;
+- if such groups do not explain the rise, the groups are what became more or larger after the middle, and was made anew;
+- what optimizers keep for their parameters, and what collections with a maximum length hold, has a bound: a window that
   is not full yet.
 """
 
@@ -47,18 +48,18 @@ _LEAST = 10  # of what the last step made anew, what is less than a tenth of the
 
 
 class Growth:
-    """Counts the storages, and their bytes, that were born since it was made and that live after each step.
+    """Counts, after each step, the living storages that were born since this object was made, and their bytes.
 
     Call :meth:`step` after each step and :meth:`table` at the end. The garbage collector is off until :meth:`close`,
-    the end of a ``with`` block, or the end of the object. Keeps nothing alive.
+    the end of a ``with`` block, or the end of the object. The object keeps no storage alive.
 
     Attributes:
-        counts: storages that lived after each step.
-        bytes: their bytes.
-        nodes: of autograd's graphs, which were there at the look before the last one, and at that.
+        counts: after each step, the number of living storages.
+        bytes: after each step, their bytes.
+        nodes: after each step, the number of autograd nodes that were alive at both of the last two looks.
         looked_at: the step of the last look.
-        filling: of what grew at the last :meth:`grown`, what has a bound.
-        cycles: that the others hung on, a :class:`Cycle` each.
+        filling: what grew at the last :meth:`grown`, but has a bound.
+        cycles: a :class:`Cycle` for each reference cycle that holds what the last :meth:`grown` found.
 
     Raises:
         RuntimeError: the CPU allocator cannot be watched (``csrc/instruments/shim/zbp_tap.h``).
@@ -104,7 +105,7 @@ class Growth:
         self._older = self._last = None
 
     def step(self) -> None:
-        """A step has ended.
+        """Counts what lives. Call it at the end of each step.
 
         Raises:
             RuntimeError: after :meth:`close`.
@@ -138,7 +139,7 @@ class Growth:
         return [name for name, values in numbers.items() if rises(values)]
 
     def grown(self) -> list[Grown]:
-        """What grows, as this module says it: by the places that hold it, the most bytes first.
+        """What still rises over the second half of the steps: a :class:`Grown` for each place, the most bytes first.
 
         Raises:
             RuntimeError: after :meth:`close`.

@@ -18,13 +18,13 @@ SHOWN_GROUPS = 20  # of holders, and of cycles
 
 @dataclass
 class Report:
-    """What a check found. True if there are leaks; ``str()`` is the text for people, ``dataclasses.asdict()`` that for
-    ``json.dumps``.
+    """What a check found. A report with leaks is true. ``str()`` gives a text, ``dataclasses.asdict()`` what
+    ``json.dumps`` takes.
 
-    ``leaks`` are sorted by bytes, the most first. ``cycles`` are those that they hang on, those that read alike as one.
-    ``notes`` say, a line each, what outlived the check and is no leak: what hangs on a library's own cycles, autocast's
-    weight cache, DDP's buckets. ``unseen`` says, a line each, what could not be looked at. ``visited`` counts the
-    objects that were.
+    ``leaks`` are sorted by bytes, the most first. ``cycles`` are the reference cycles that hold them; cycles that read
+    alike are one entry. ``notes`` has a line for each thing that outlived the check and is no leak: what a library's
+    own cycles hold, autocast's weight cache, DDP's buckets. ``unseen`` has a line for each thing that could not be
+    looked at. ``visited`` is the number of objects that were looked at.
     """
 
     leaks: list[Leak] = field(default_factory=list)

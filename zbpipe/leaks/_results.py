@@ -36,8 +36,8 @@ class Holder:
 class Leak:
     """A storage that outlived what made it.
 
-    ``shape``, ``dtype`` and ``device`` are those of the tensor at the chain's end, one of the ``views`` tensors on the
-    storage. Without any visible tensor ``views`` is 0, ``shape`` is empty and ``dtype`` is "". ``bytes`` are the
+    ``views`` counts the tensors on the storage. ``shape``, ``dtype`` and ``device`` are those of the tensor at the end
+    of the chain. Without any visible tensor ``views`` is 0, ``shape`` is empty and ``dtype`` is "". ``bytes`` are the
     storage's, ``storage`` its identity while it lived. ``fate`` is "alive", "freed by the collector" or "uncollectable"
     (in a cycle that no collector frees). ``created`` is the ``file:line`` that made it, where creation was traced.
     ``chain`` leads from the outermost holder to the tensor; ``chains_more`` counts further references to its tensors.
@@ -69,11 +69,12 @@ class Leak:
 
     @property
     def blame(self) -> Holder | None:
-        """The one to look at first. None without a chain.
+        """The holder to look at first. None without a chain.
 
         It is the last place with a name before the chain goes through autograd, a parameter group, a work or an
-        exception; or the hook that hangs there; else the outermost holder. Places in the program come before those in
-        the standard library and in packages. Of a chain that begins in a cycle it is one of the cycle's.
+        exception. If a hook hangs there, it is the hook; without such a place, the outermost holder. Places in the
+        program come before those in the standard library and in packages. If the chain begins in a cycle, it is one of
+        the cycle's.
         """
         return self.chain[self.place_of_blame] if self.chain else None
 

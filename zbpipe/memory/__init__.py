@@ -27,14 +27,14 @@ def record(
 
     Nothing is sampled, no tensor is kept. On the CPU an allocator of zbpipe's stands in front of torch's meanwhile;
     csrc/instruments/shim/zbp_tap.h says how, and what it does not see. Recordings of the CPU may nest and overlap on
-    several threads; each sees all. On CUDA torch's own allocator history is used, which serves one recording at a time.
-    Entering looks once at all objects that Python's collector knows, for storages that may grow. A forked child
-    inherits the recording, and counts for itself alone.
+    several threads; each sees all threads. A recording on CUDA uses torch's own allocator history, which serves one
+    recording at a time. On entering, a recording looks once at all objects that Python's collector knows, to find
+    storages that may grow. A forked child inherits the recording, and counts for itself alone.
 
     Args:
         device: "cpu", or a CUDA device, whose allocator is recorded.
-        max_events: bounds the log, which takes 40 bytes an event. Beyond it counters and phases stay exact, and the
-            log is lost. 0: no log at all, cheap enough to leave on.
+        max_events: the most events that the log takes, at 40 bytes an event. With more events the log is lost, and
+            counters and phases stay exact. 0 means no log, which is cheap enough to leave on.
         on_out_of_memory: a folder, made when it is needed. If an allocation on the device fails for want of memory, a
             report is left there when the error leaves the with block: ``rank3.txt``, or ``process4711.txt`` without a
             rank. It says what was asked for, in which phase and on which line. It has all phases, and the ten largest

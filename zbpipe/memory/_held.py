@@ -9,10 +9,12 @@ parameter and no other) to less. A module's bytes are those of all parameters be
 
 Note [What counts as held]
 
-What W will read, whoever else holds it too: what tasks hold, and what the nodes between them and the weights have
-saved. But not the memory of a parameter, or of a buffer of the module that was given: it lives anyway. Nor what
-saved-tensor hooks keep to be unpacked in W, as a checkpointed region its input: ``incomplete`` says so. Nor what an
-``autograd.Function`` keeps on its context beside its saved tensors.
+Held is what W will read, even if somebody else holds it, too: what tasks hold, and what the nodes between tasks and
+weights have saved. Not counted are:
+
+- the memory of a parameter, or of a buffer of the given module, since it lives anyway;
+- what saved-tensor hooks keep until W unpacks it, such as a checkpointed region's input (``incomplete`` says so);
+- what an ``autograd.Function`` keeps on its context beside its saved tensors.
 """
 
 from __future__ import annotations

@@ -46,10 +46,10 @@ def _observed(kind: str, run: Callable[..., Any], /, *args: Any) -> Any:
 
 
 class Recording:
-    """What :func:`record` returns: to be entered once, filled while it is, and read at any time.
+    """What :func:`record` returns: a context manager, to be entered once.
 
-    The counters and ``phases`` can be read while it runs; what needs the log (``events``, :meth:`plot`,
-    :meth:`export`) afterwards. Of one that was not entered yet each raises RuntimeError. ``device`` is the
+    Counters and ``phases`` can be read from the beginning of the block on, and before it raise RuntimeError.
+    :meth:`events`, :meth:`plot` and :meth:`export` need the log, and can be called after the block. ``device`` is the
     ``torch.device`` whose allocator is recorded.
     """
 
@@ -101,8 +101,8 @@ class Recording:
         """Marks a phase, such as ``with rec.phase("forward", microbatch=3)``.
 
         Phases may nest and overlap, and end on another thread than their own. Outside of the recording they mark
-        nothing. Of "I", "W" and "B" within one another on a thread only the outermost is marked, so that zbpipe's own
-        marks go away where there are better ones.
+        nothing. zbpipe's passes mark themselves as "I", "W" or "B". A phase of these names on the same thread replaces
+        the marks within it, since it may name the stage and the microbatch.
         """
         if not isinstance(kind, str):
             raise TypeError(f"kind is {argument(kind)}; expected the phase's name, and its number as microbatch=...")
@@ -133,8 +133,8 @@ class Recording:
     def watch(self, stages: Any) -> None:
         """Marks each forward, I, W and whole backward of pipeline stages from now to the recording's end.
 
-        Attributes of a stage hide the methods that a schedule calls meanwhile, and call what the stage's class has at
-        that time: zbpipe may be patched in and out. Other calls of zbpipe's own functions mark themselves.
+        Meanwhile attributes of a stage hide the methods that a schedule calls. They call what the stage's class has at
+        that time, so zbpipe may be patched in and out. Other calls of zbpipe's own functions mark themselves.
 
         Args:
             stages: a stage or a schedule of ``torch.distributed.pipelining``, or an iterable of them. A stage that is
@@ -196,7 +196,7 @@ class Recording:
 
     @property
     def phases(self) -> list[Phase]:
-        """The phases that have ended, by their beginnings."""
+        """The phases that have ended, in the order in which they began."""
         ended, marks = sorted(self._ended, key=operator.itemgetter(3)), self._marks
         return [phase_of(marks, *phase) for phase in ended]
 
