@@ -16,20 +16,17 @@ typedef struct group {
     const char *tasks;
     uint8_t seen[2]; /* of its two weights */
     bool shares;     /* its weights are those of the group before */
-    bool node_saves; /* its two outside nodes, a, which leads to b and weight 0, and b, to 1 */
+    bool node_saves; /* its two outside nodes, as draw_hops has them */
 } group;
 
 static void make_group(fake_group *h, const group *g)
 {
-    const zbp_hop hops[] = {{.outside = 0, .slot = 0, .to_outside = 1, .to_weight = -1},
-                            {.outside = 0, .slot = 1, .to_outside = -1, .to_weight = 0},
-                            {.outside = 1, .slot = 0, .to_outside = -1, .to_weight = 1}};
     const bool has_second = strpbrk(g->tasks, "1ab") != NULL;
 
     *h = (fake_group){0};
     draw(&h->as.layout, has_second ? 2 : 1, has_second ? 2 : 0, g->tasks);
-    for (size_t i = 0; has_second && i < sizeof hops / sizeof *hops; i++)
-        REQUIRE(zbp_layout_add_hop(&h->as.layout, hops[i]) == ZBP_OK);
+    if (has_second)
+        draw_hops(&h->as.layout);
     REQUIRE(h->as.layout.task_count <= MOST_TASKS && h->as.layout.face_count <= MOST_FACES);
     for (int w = 0; w < 2; w++) {
         h->weight[w].seen = g->seen[w];
@@ -50,7 +47,6 @@ static void make(const group *groups)
 
 static void drop(void)
 {
-
     for (size_t g = 0; g < held_count; g++) {
         zbp_layout_fini(&held[g].as.layout);
         zbp_book_fini(&held[g].as.book);
@@ -153,22 +149,6 @@ static void groups_without_a_common_weight_run_at_once(void)
     drop();
 }
 
-static void a_kept_gradient_goes_when_it_is_added(void)
-{
-    const char *raised = FAKE_FAILED;
-
-    for (long n = 0; raised != NULL; n++) {
-        make((group[]){{.tasks = "W0 W1"}, {.tasks = NULL}});
-        (void)!run(PLAIN, n, &raised);
-        for (int f = 0; f < 2; f++)
-            CHECK(held[0].face[f].is_gone == (held[0].weight[f].total.of[f] == 1));
-        drop();
-    }
-    make((group[]){{.tasks = "W0 W1"}, {.tasks = NULL}});
-    CHECK(run_well(RETAIN) == ZBP_OK && !held[0].face[0].is_gone);
-    drop();
-}
-
 /* ---- what becomes of groups */
 
 /* The first group lets go before the second one, which fails, begins. */
@@ -230,7 +210,6 @@ int main(void)
     RUN(what_is_alone_runs_without_the_engine);
     RUN(a_weight_is_the_engines_in_all_groups_or_in_none);
     RUN(groups_without_a_common_weight_run_at_once);
-    RUN(a_kept_gradient_goes_when_it_is_added);
     RUN(a_complete_group_lets_go_at_once);
     RUN(without_memory_it_can_be_repeated);
     RUN(no_group_at_all);
