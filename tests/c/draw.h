@@ -39,14 +39,3 @@ static inline void draw(zbp_layout *layout, uint32_t weights, uint32_t outsides,
         REQUIRE(zbp_layout_add_face(layout, face) == ZBP_OK);
     }
 }
-
-/* Node a leads to node b and weight 0, b to weight 1. */
-static inline void draw_hops(zbp_layout *layout)
-{
-    const zbp_hop hops[] = {{.outside = 0, .slot = 0, .to_outside = 1, .to_weight = -1},
-                            {.outside = 0, .slot = 1, .to_outside = -1, .to_weight = 0},
-                            {.outside = 1, .slot = 0, .to_outside = -1, .to_weight = 1}};
-
-    for (size_t i = 0; i < sizeof hops / sizeof *hops; i++)
-        REQUIRE(zbp_layout_add_hop(layout, hops[i]) == ZBP_OK);
-}

@@ -137,24 +137,6 @@ static void what_anybody_could_tell_runs_in_the_engine(void)
     close_book();
 }
 
-static void a_node_between_may_lead_to_any_weight_behind(void)
-{
-    open_book(3, 2, "P2 Pb:1");
-    draw_hops(&layout);
-    CHECK(alone_are(PLAIN, "-10"));
-    close_book();
-    open_book(3, 2, "P2 P0 Pb");
-    draw_hops(&layout);
-    CHECK(alone_are(PLAIN, "--0")); /* weight 0 too, whatever way */
-    close_book();
-    open_book(3, 2, "P0 P1 P2 Pb:1");
-    draw_hops(&layout);
-    CHECK(alone_are(PLAIN, "0-2"));
-    zbp_layout_give_up_path(&layout, 3);
-    CHECK(alone_are(PLAIN, "--2"));
-    close_book();
-}
-
 static void paths_to_what_the_engine_adds_are_given_up(void)
 {
     open_book(4, 4, "Pa:0 Pb:1 Pc:2 P3 Pd");
@@ -365,7 +347,6 @@ int main(void)
     RUN(every_allocation_fails_once);
     RUN(what_is_at_hand_and_by_itself_is_alone);
     RUN(what_anybody_could_tell_runs_in_the_engine);
-    RUN(a_node_between_may_lead_to_any_weight_behind);
     RUN(paths_to_what_the_engine_adds_are_given_up);
     RUN(a_retained_group_runs_again_as_if_it_never_had);
     RUN(what_was_closed_is_reported_again_once);

@@ -16,17 +16,20 @@ typedef struct group {
     const char *tasks;
     uint8_t seen[2]; /* of its two weights */
     bool shares;     /* its weights are those of the group before */
-    bool node_saves; /* its two outside nodes, as draw_hops has them */
+    bool node_saves; /* its two outside nodes, a, which leads to b and weight 0, and b, to 1 */
 } group;
 
 static void make_group(fake_group *h, const group *g)
 {
+    const zbp_hop hops[] = {{.outside = 0, .slot = 0, .to_outside = 1, .to_weight = -1},
+                            {.outside = 0, .slot = 1, .to_outside = -1, .to_weight = 0},
+                            {.outside = 1, .slot = 0, .to_outside = -1, .to_weight = 1}};
     const bool has_second = strpbrk(g->tasks, "1ab") != NULL;
 
     *h = (fake_group){0};
     draw(&h->as.layout, has_second ? 2 : 1, has_second ? 2 : 0, g->tasks);
-    if (has_second)
-        draw_hops(&h->as.layout);
+    for (size_t i = 0; has_second && i < sizeof hops / sizeof *hops; i++)
+        REQUIRE(zbp_layout_add_hop(&h->as.layout, hops[i]) == ZBP_OK);
     REQUIRE(h->as.layout.task_count <= MOST_TASKS && h->as.layout.face_count <= MOST_FACES);
     for (int w = 0; w < 2; w++) {
         h->weight[w].seen = g->seen[w];
