@@ -157,10 +157,10 @@ fuzz: ## fuzz the C core with libFuzzer (needs clang; FUZZ_TARGET=fuzz_plan, fuz
 COV_COUNTS = $(patsubst %.o,%.gcda,$(CORE_OBJECTS_cov) $(PASS_OBJECTS_cov))
 
 # Which branches need not be taken, and why: tests/c/uncovered.txt.
-cov: $(CORE_TESTS:%=$(CORE_BUILD)/cov/bin/%) $(CORE_BUILD)/cov/bin/fuzz_plan $(CORE_BUILD)/cov/bin/fuzz_weight_pass ## branches of the C core and the passes that their tests take: at least 95 % (needs gcov)
+cov: $(CORE_TESTS:%=$(CORE_BUILD)/cov/bin/%) $(FUZZ_TARGETS:%=$(CORE_BUILD)/cov/bin/%) ## branches of the C core and the passes that their tests take: at least 95 % (needs gcov)
 	@rm -f $(CORE_BUILD)/cov/objects/*/*.gcda $(CORE_BUILD)/cov/objects/*/*/*.gcda $(CORE_BUILD)/cov/tests/*.gcda
 	@sh tests/c/run.sh core $(CORE_TESTS:%=$(CORE_BUILD)/cov/bin/%) "$(CORE_BUILD)/cov/bin/fuzz_plan 2000 3" \
-		"$(CORE_BUILD)/cov/bin/fuzz_weight_pass 20000 3"
+		"$(CORE_BUILD)/cov/bin/fuzz_weight_pass 20000 3" "$(CORE_BUILD)/cov/bin/fuzz_record 20 3"
 	@GCOV="$(GCOV)" sh tests/c/run.sh "cov, sees what nobody has listed" "!NOT.LISTED $(PYTHON) tests/c/branches.py /dev/null $(COV_COUNTS)"
 	@GCOV="$(GCOV)" $(PYTHON) tests/c/branches.py tests/c/uncovered.txt $(COV_COUNTS)
 

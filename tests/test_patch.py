@@ -100,17 +100,26 @@ def run(code, tmp_path, **environment):
     )
 
 
-def test_every_place_is_rebound_and_restored():
-    before = everything()
-    zbpipe.patch()
+def test_every_place_is_rebound_named_in_one_line_and_restored(caplog):
+    before, methods_before = everything(), methods()
+    with caplog.at_level(logging.INFO, "zbpipe"):
+        zbpipe.patch()
+        zbpipe.patch()
     assert zbpipe.is_patched()
     after = everything()
     assert after.keys() == before.keys()
-    for (_, name), function in after.items():
+    (record,) = caplog.records
+    assert (record.name, record.levelno) == ("zbpipe", logging.INFO)
+    for (module, name), function in after.items():
         assert function is table.REPLACEMENTS[name]
+        assert f"{module}.{name}" in record.getMessage()
+    for name, method in methods().items():
+        assert method is not methods_before[name]
+        assert method.__wrapped__ is methods_before[name]
+        assert f"{name}," in record.getMessage() or f"{name};" in record.getMessage()
     zbpipe.unpatch()
     assert not zbpipe.is_patched()
-    assert everything() == before
+    assert (everything(), methods()) == (before, methods_before)
 
 
 def test_what_torchs_stage_does_not_call_is_torchs_own():
@@ -139,21 +148,16 @@ def test_nothing_is_added_that_torch_lacks(monkeypatch):
     assert not hasattr(backward, "_autograd_grad_for_inputs")
 
 
-def test_modules_that_imported_by_name_follow(add_module):
+def test_modules_that_imported_by_name_follow_but_for_zbpipes_own(add_module):
     user = add_module("a_users_module", types.ModuleType("a_users_module"))
+    ours = add_module("zbpipe.a_helper", types.ModuleType("zbpipe.a_helper"))
     user.sb, user.other = backward.stage_backward, 1
-    torchs = backward.stage_backward
+    ours.oracle = torchs = backward.stage_backward
     with zbpipe.patch():
         assert user.sb is passes.stage_backward
         assert user.other == 1
+        assert ours.oracle is torchs
     assert user.sb is torchs
-
-
-def test_zbpipes_own_modules_keep_torchs_functions(add_module):
-    module = add_module("zbpipe.a_helper", types.ModuleType("zbpipe.a_helper"))
-    module.oracle = torchs = backward.stage_backward
-    with zbpipe.patch():
-        assert module.oracle is torchs
 
 
 def test_odd_modules_are_survived(add_module):
@@ -306,17 +310,6 @@ def test_a_module_of_torch_that_is_loaded_while_patched_is_restored(add_module):
     assert late.stage_backward is torchs
 
 
-def test_one_line_names_every_place(caplog):
-    with caplog.at_level(logging.INFO, "zbpipe"):
-        zbpipe.patch()
-        zbpipe.patch()
-    (record,) = caplog.records
-    assert record.name == "zbpipe"
-    assert record.levelno == logging.INFO
-    for module, name in everything():
-        assert f"{module}.{name}" in record.getMessage()
-
-
 def test_every_difference_is_listed_and_nothing_changed(monkeypatch):
     def stranger():
         pass
@@ -343,28 +336,11 @@ def releases():
     return state.release_outputs if zbpipe.is_patched() else None
 
 
-def test_the_stages_methods_are_wrapped_and_named_and_restored(caplog):
-    before = methods()
-    with caplog.at_level(logging.INFO, "zbpipe"):
-        zbpipe.patch()
-    (record,) = caplog.records
-    for name, method in methods().items():
-        assert method is not before[name]
-        assert method.__wrapped__ is before[name]
-        assert f"{name}," in record.getMessage() or f"{name};" in record.getMessage()
-    zbpipe.unpatch()
-    assert methods() == before
-
-
-def test_the_last_word_on_release_outputs_holds_and_none_says_nothing(caplog):
+def test_a_change_of_release_outputs_is_said_once(caplog):
     zbpipe.patch(release_outputs=True)
-    assert releases() is True
-    zbpipe.patch()
-    assert releases() is True
     with caplog.at_level(logging.INFO, "zbpipe"):
-        zbpipe.patch(release_outputs=False)
-        zbpipe.patch(release_outputs=False)
-    assert releases() is False
+        for said in (None, False, False):
+            zbpipe.patch(said)
     assert caplog.messages == ["release_outputs is False from now on"]
 
 
@@ -608,18 +584,16 @@ def hook(monkeypatch):
     return module
 
 
-@pytest.mark.parametrize(("value", "finders"), [("", 0), ("0", 0), ("false", 0), (" No ", 0), ("1", 1), ("True", 1)])
+@pytest.mark.parametrize(
+    ("value", "finders"), [(None, 0), ("", 0), ("0", 0), ("false", 0), (" No ", 0), ("1", 1), ("True", 1)]
+)
 def test_off_is_off_and_on_is_on_once(hook, monkeypatch, value, finders):
-    monkeypatch.setenv("ZBPIPE_PATCH", value)
+    monkeypatch.delenv("ZBPIPE_PATCH", raising=False)
+    if value is not None:
+        monkeypatch.setenv("ZBPIPE_PATCH", value)
     hook.install()
     hook.install()
     assert sum(isinstance(finder, hook.Finder) for finder in sys.meta_path) == finders
-
-
-def test_the_variable_unset_is_off(hook, monkeypatch):
-    monkeypatch.delenv("ZBPIPE_PATCH", raising=False)
-    hook.install()
-    assert not any(isinstance(finder, hook.Finder) for finder in sys.meta_path)
 
 
 def test_any_other_value_is_refused_where_it_matters(tmp_path):

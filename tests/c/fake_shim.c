@@ -497,23 +497,17 @@ int zbp_run_engine(zbp_group *const *group, size_t count, zbp_how how, zbp_error
 
 void zbp_group_release(zbp_group *group)
 {
-    fake_group *held = fake_of(group);
-
-    held->is_released = true;
+    fake_of(group)->is_released = true;
 }
 
 void zbp_group_close(zbp_group *group)
 {
-    fake_group *held = fake_of(group);
-
-    held->is_released = true;
+    zbp_group_release(group);
 }
 
 void zbp_group_again(zbp_group *group)
 {
-    fake_group *held = fake_of(group);
-
-    if (held->is_released)
+    if (fake_of(group)->is_released)
         fake_violation("a group is to run again, and was released");
 }
 

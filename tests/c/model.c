@@ -196,12 +196,6 @@ uint32_t model_below(uint64_t *state, uint32_t n)
     return (uint32_t)(model_random(state) % n);
 }
 
-/* A node of the graph, the i-th of them, that is added when it was not there. */
-static int node(zbp_graph *g, uint32_t i)
-{
-    return zbp_graph_add_node(g, model_key(i), NULL);
-}
-
 int model_random_graph(zbp_graph *g, uint64_t *state, uint32_t nodes)
 {
     uint32_t n = model_below(state, nodes + 1);
@@ -213,7 +207,7 @@ int model_random_graph(zbp_graph *g, uint64_t *state, uint32_t nodes)
     for (uint32_t i = 0; status == ZBP_OK && i < n; i++) {
         uint8_t mark = 0;
 
-        status = node(g, i);
+        status = zbp_graph_add_node(g, (const void *)(uintptr_t)(model_random(state) | 1), NULL);
         if (inputs != 0 && model_below(state, 4 + inputs) == 0)
             mark |= ZBP_ROLE_INPUT;
         if (model_below(state, weights) == 0)

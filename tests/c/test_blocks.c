@@ -9,36 +9,8 @@ static zbp_block block(uint64_t address, uint64_t bytes, uint64_t serial)
     return (zbp_block){address, bytes, serial};
 }
 
-static void empty(void)
-{
-    zbp_blocks blocks = {0};
-    zbp_block found = {7, 7, 7};
-
-    CHECK(!zbp_blocks_take(&blocks, 16, &found) && found.address == 7);
-    zbp_blocks_fini(&blocks);
-    blocks = (zbp_blocks){0};
-    CHECK(blocks.capacity == 0);
-    zbp_blocks_fini(&blocks);
-    zbp_blocks_fini(&blocks);
-}
-
-static void add_take_replace(void)
-{
-    zbp_blocks blocks = {0};
-    zbp_block old = {7, 7, 7}, found = {0};
-
-    CHECK(zbp_blocks_add(&blocks, block(64, 10, 0), &old) == ZBP_OK && old.address == 0);
-    CHECK(zbp_blocks_add(&blocks, block(128, 20, 1), &old) == ZBP_OK && old.address == 0);
-    CHECK(zbp_blocks_add(&blocks, block(64, 30, 2), &old) == ZBP_OK && old.bytes == 10);
-    CHECK(blocks.count == 2);
-    CHECK(zbp_blocks_take(&blocks, 64, &found) && found.bytes == 30 && found.serial == 2);
-    CHECK(!zbp_blocks_take(&blocks, 64, &found) && !zbp_blocks_take(&blocks, 0, &found));
-    CHECK(zbp_blocks_take(&blocks, 128, &found) && found.bytes == 20 && blocks.count == 0);
-    zbp_blocks_fini(&blocks);
-    CHECK(count.live == 0);
-}
-
-/* Against an array indexed by address: blocks come and go in random order, as an allocator's do. */
+/* Against an array indexed by address: blocks come and go in random order, as an allocator's do, and some
+ * are replaced. */
 static void model(void)
 {
     enum { ADDRESSES = 3000 };
@@ -46,26 +18,31 @@ static void model(void)
     static const uint64_t stride[] = {16, 64, 4096, 1 << 21};
 
     for (size_t s = 0; s < sizeof stride / sizeof stride[0]; s++) {
-        uint64_t random = s + 1;
+        uint64_t random = s + 1, used = 0;
         zbp_blocks blocks = {0};
 
         memset(serial_at, 0, sizeof serial_at);
+        CHECK(!zbp_blocks_take(&blocks, 16, &(zbp_block){0}));
         for (uint32_t i = 0; i < 100000; i++) {
-            uint32_t k = model_below(&random, ADDRESSES);
+            const uint32_t k = model_below(&random, ADDRESSES);
+            const uint64_t address = (k + 1) * stride[s], serial = serial_at[k] - 1;
+            const bool was_there = serial_at[k] != 0;
             zbp_block got = {0};
 
-            if (serial_at[k] == 0 && model_below(&random, 3) != 0) {
-                REQUIRE(zbp_blocks_add(&blocks, block((k + 1) * stride[s], k, i), &got) == ZBP_OK);
-                REQUIRE(got.address == 0);
+            if (model_below(&random, 3) != 0 && (!was_there || i % 8 == 0)) {
+                REQUIRE(zbp_blocks_add(&blocks, block(address, k, i), &got) == ZBP_OK);
                 serial_at[k] = i + 1;
+                used += !was_there;
             } else {
-                bool there = zbp_blocks_take(&blocks, (k + 1) * stride[s], &got);
-
-                REQUIRE(there == (serial_at[k] != 0));
-                REQUIRE(!there || (got.bytes == k && got.serial == serial_at[k] - 1));
+                REQUIRE(zbp_blocks_take(&blocks, address, &got) == was_there);
                 serial_at[k] = 0;
+                used -= was_there;
             }
+            REQUIRE(got.address == (was_there ? address : 0) && blocks.count == used);
+            REQUIRE(!was_there || (got.bytes == k && got.serial == serial));
         }
+        CHECK(!zbp_blocks_take(&blocks, 0, &(zbp_block){0}));
+        zbp_blocks_fini(&blocks);
         zbp_blocks_fini(&blocks);
         CHECK(count.live == 0);
     }
@@ -127,8 +104,6 @@ static void a_table_cannot_outgrow_size_t(void)
 int main(void)
 {
     check_sees_failure();
-    RUN(empty);
-    RUN(add_take_replace);
     RUN(model);
     RUN(failed_growth_keeps_the_blocks);
     RUN(a_table_cannot_outgrow_size_t);

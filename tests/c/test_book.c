@@ -19,7 +19,6 @@ static void open_book(uint32_t weights, uint32_t outsides, const char *tasks)
 
 static void close_book(void)
 {
-
     zbp_book_fini(&book);
     zbp_layout_fini(&layout);
 }
@@ -57,7 +56,6 @@ static void add_all(void)
 
 static void an_empty_book_is_legal(void)
 {
-
     book = (zbp_book){0};
     layout = (zbp_layout){0};
     zbp_book_fini(&book);
@@ -77,7 +75,6 @@ static void an_empty_book_is_legal(void)
 
 static void every_allocation_fails_once(void)
 {
-
     draw(&layout, 3, 1, "P01 Wa");
     for (long n = 0; n < 2; n++) {
         counting_begin(n);
@@ -137,35 +134,6 @@ static void what_anybody_could_tell_runs_in_the_engine(void)
     open_book(2, 0, "W0 W1");
     layout.task[1].has_work = true; /* of a Function */
     CHECK(alone_are(PLAIN, "0-"));
-    close_book();
-}
-
-/* a leads to b and weight 0, b to weight 1. */
-static void add_hops(void)
-{
-    const zbp_hop hops[] = {{.outside = 0, .slot = 0, .to_outside = 1, .to_weight = -1},
-                            {.outside = 0, .slot = 1, .to_outside = -1, .to_weight = 0},
-                            {.outside = 1, .slot = 0, .to_outside = -1, .to_weight = 1}};
-
-    for (size_t i = 0; i < sizeof hops / sizeof *hops; i++)
-        REQUIRE(zbp_layout_add_hop(&layout, hops[i]) == ZBP_OK);
-}
-
-static void a_node_between_may_lead_to_any_weight_behind(void)
-{
-    open_book(3, 2, "P2 Pb:1");
-    add_hops();
-    CHECK(alone_are(PLAIN, "-10"));
-    close_book();
-    open_book(3, 2, "P2 P0 Pb");
-    add_hops();
-    CHECK(alone_are(PLAIN, "--0")); /* weight 0 too, whatever way */
-    close_book();
-    open_book(3, 2, "P0 P1 P2 Pb:1");
-    add_hops();
-    CHECK(alone_are(PLAIN, "0-2"));
-    zbp_layout_give_up_path(&layout, 3);
-    CHECK(alone_are(PLAIN, "--2"));
     close_book();
 }
 
@@ -253,19 +221,6 @@ static void the_last_weight_tells_that_the_tasks_can_go(void)
         CHECK(retain == 0 || (zbp_book_wants(&book, 0) && !book.weight[0].is_hooked));
         close_book();
     }
-}
-
-static void faces_are_wanted_for_their_weight_or_what_lies_behind(void)
-{
-    open_book(2, 2, "P0 Wa Db:1");
-    for (uint32_t f = 0; f < 3; f++)
-        CHECK(zbp_book_wants_face(&book, &layout, f));
-    zbp_book_arrived(&book, 0);
-    CHECK(!zbp_book_wants_face(&book, &layout, 0)); /* it is in the sum that waits */
-    zbp_book_added_alone(&book, 1);
-    CHECK(!zbp_book_wants_face(&book, &layout, 2));
-    CHECK(zbp_book_wants_face(&book, &layout, 1)); /* whatever lies behind */
-    close_book();
 }
 
 static void it_unpacks_up_to_the_last_task_that_is_wanted(void)
@@ -392,12 +347,10 @@ int main(void)
     RUN(every_allocation_fails_once);
     RUN(what_is_at_hand_and_by_itself_is_alone);
     RUN(what_anybody_could_tell_runs_in_the_engine);
-    RUN(a_node_between_may_lead_to_any_weight_behind);
     RUN(paths_to_what_the_engine_adds_are_given_up);
     RUN(a_retained_group_runs_again_as_if_it_never_had);
     RUN(what_was_closed_is_reported_again_once);
     RUN(the_last_weight_tells_that_the_tasks_can_go);
-    RUN(faces_are_wanted_for_their_weight_or_what_lies_behind);
     RUN(it_unpacks_up_to_the_last_task_that_is_wanted);
     RUN(one_call_at_a_time_has_a_book);
     RUN(what_is_closed_stays_in_the_hands_of_its_call);

@@ -50,21 +50,6 @@ static void edges_keep_their_order(void)
     zbp_graph_fini(&graph);
 }
 
-static void marks_are_or_ed(void)
-{
-    zbp_graph graph = {0};
-
-    CHECK(zbp_graph_add_node(&graph, model_key(0), NULL) == ZBP_OK);
-    graph.mark[0] |= ZBP_ROLE_INPUT;
-    graph.mark[0] |= ZBP_ROLE_ROOT;
-    CHECK(graph.mark[0] == (ZBP_ROLE_INPUT | ZBP_ROLE_ROOT));
-    graph.mark[0] |= 0;
-    CHECK(graph.mark[0] == (ZBP_ROLE_INPUT | ZBP_ROLE_ROOT));
-    graph.mark[0] |= ZBP_ROLE_EXCLUDED;
-    CHECK(graph.mark[0] == (ZBP_ROLE_INPUT | ZBP_ROLE_ROOT | ZBP_ROLE_EXCLUDED));
-    zbp_graph_fini(&graph);
-}
-
 static void overflow(void)
 {
     zbp_graph graph = {0};
@@ -129,7 +114,6 @@ int main(void)
     RUN(empty);
     RUN(ids_are_dense_in_order_of_discovery);
     RUN(edges_keep_their_order);
-    RUN(marks_are_or_ed);
     RUN(overflow);
     RUN(failed_allocations_keep_the_data);
     return check_end();

@@ -50,7 +50,6 @@ static void make(const group *groups)
 
 static void drop(void)
 {
-
     for (size_t g = 0; g < held_count; g++) {
         zbp_layout_fini(&held[g].as.layout);
         zbp_book_fini(&held[g].as.book);
@@ -153,22 +152,6 @@ static void groups_without_a_common_weight_run_at_once(void)
     drop();
 }
 
-static void a_kept_gradient_goes_when_it_is_added(void)
-{
-    const char *raised = FAKE_FAILED;
-
-    for (long n = 0; raised != NULL; n++) {
-        make((group[]){{.tasks = "W0 W1"}, {.tasks = NULL}});
-        (void)!run(PLAIN, n, &raised);
-        for (int f = 0; f < 2; f++)
-            CHECK(held[0].face[f].is_gone == (held[0].weight[f].total.of[f] == 1));
-        drop();
-    }
-    make((group[]){{.tasks = "W0 W1"}, {.tasks = NULL}});
-    CHECK(run_well(RETAIN) == ZBP_OK && !held[0].face[0].is_gone);
-    drop();
-}
-
 /* ---- what becomes of groups */
 
 /* The first group lets go before the second one, which fails, begins. */
@@ -230,7 +213,6 @@ int main(void)
     RUN(what_is_alone_runs_without_the_engine);
     RUN(a_weight_is_the_engines_in_all_groups_or_in_none);
     RUN(groups_without_a_common_weight_run_at_once);
-    RUN(a_kept_gradient_goes_when_it_is_added);
     RUN(a_complete_group_lets_go_at_once);
     RUN(without_memory_it_can_be_repeated);
     RUN(no_group_at_all);

@@ -1,10 +1,10 @@
-/* Recordings that any thread feeds: each alone, several of them, and what their fuzzer does, here once. */
+/* Recordings that any thread feeds: each alone, and several of them; random ones are fuzz_record.c's. */
 #include <pthread.h>
 
 #include "check.h"
 #include "counting.h"
+#include "instruments/core/zbp_record.h"
 #include "model.h"
-#include "record_model.h"
 
 enum { THREADS = 4, BLOCKS = 64, ROUNDS = 4000 };
 
@@ -16,21 +16,6 @@ static uint64_t tick(void)
     return ++ticks;
 }
 
-static void nothing_is_told_at_first(void)
-{
-    zbp_tally tally;
-    zbp_record record = {0};
-
-    zbp_tally_init(&tally, tick);
-    zbp_tally_free(&tally, 16);
-    zbp_tally_untracked(&tally);
-    CHECK(!zbp_tally_is_fed(&tally) && zbp_tally_serial(&tally) == 0);
-    CHECK(zbp_tally_stop(&tally, &record)); /* it was not fed */
-    zbp_record_fini(&record);
-    zbp_tally_fini(&tally);
-    CHECK(count.live == 0);
-}
-
 static void two_records_by_hand(void)
 {
     zbp_tally tally;
@@ -38,6 +23,8 @@ static void two_records_by_hand(void)
     uint32_t mark = 7;
 
     zbp_tally_init(&tally, tick);
+    zbp_tally_free(&tally, 16);
+    CHECK(!zbp_tally_is_fed(&tally) && zbp_tally_serial(&tally) == 0);
     CHECK(zbp_tally_alloc(&tally, 64, 1000)); /* nobody looks */
     CHECK(zbp_tally_start(&tally, &first, 100) == ZBP_OK && first.first_serial == 1);
     CHECK(zbp_tally_alloc(&tally, 128, 10));
@@ -91,23 +78,6 @@ static void the_log_is_bounded_and_the_counters_are_not(void)
         zbp_tally_fini(&tally);
     }
     CHECK(count.live == 0);
-}
-
-static void random_runs(void)
-{
-    static uint8_t bytes[3 * MODEL_STEPS + 1];
-    uint64_t random = 7;
-
-    for (uint32_t run = 0; run < 20; run++) {
-        const char *reason;
-
-        for (size_t i = 0; i < sizeof bytes; i++)
-            bytes[i] = (uint8_t)model_random(&random);
-        bytes[0] = (uint8_t)run; /* the allocation that fails */
-        reason = record_model_run(bytes, run == 19 ? 0 : sizeof bytes);
-        if (reason != NULL)
-            check_fail(__FILE__, __LINE__, reason);
-    }
 }
 
 /* The n-th call for memory fails, alone or with all after it, for every n. */
@@ -230,10 +200,8 @@ static void threads_are_all_seen(void)
 int main(void)
 {
     check_sees_failure();
-    RUN(nothing_is_told_at_first);
     RUN(two_records_by_hand);
     RUN(the_log_is_bounded_and_the_counters_are_not);
-    RUN(random_runs);
     RUN(without_memory_it_goes_on_and_says_so);
     RUN(threads_are_all_seen);
     return check_end();

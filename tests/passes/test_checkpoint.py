@@ -438,6 +438,17 @@ def outputs_of(m, x):
     return list(outs) if isinstance(outs, tuple) else [outs]
 
 
+def held_after_input_pass(forward, x, grad, weights, choice):
+    """The bytes that are alive between I and W, beside `x` and `grad`. W runs then."""
+    with zb.policy(checkpoint=choice), memory.record() as rec:
+        _, groups = zb.stage_backward_input([forward(x)], [grad], [x], weights)
+        del _
+        x.grad = None
+        held = rec.live
+    zb.stage_backward_weight(weights, groups)
+    return held
+
+
 @needs_zbpipe
 def test_what_nodes_behind_a_split_node_have_saved_is_left_too():
     """A product of weights and constants within a region: with recompute, none of it is alive between I and W."""
@@ -448,21 +459,11 @@ def test_what_nodes_behind_a_split_node_have_saved_is_left_too():
     m = Stage(lambda m, x: None, a=(4, 4), b=(4, 4), c=(4, 4))
     held = {}
     for choice in ("keep", "recompute"):
-        x, constant = fresh(64, 4), torch.randn(64, 4, dtype=f64)
-        with zb.policy(checkpoint=choice), memory.record() as rec:
-            out = again(inside, m, x, constant, preserve_rng_state=False)
-            grad = torch.ones_like(out)
-            _, groups = zb.stage_backward_input([out], [grad], [x], m.parameters())
-            del out, _
-            x.grad = None
-            held[choice] = rec.live
-        zb.stage_backward_weight(m.parameters(), groups)
-        del groups
-    rows = 64 * 4 * 8
-    assert held == {
-        "keep": 2 * rows,
-        "recompute": rows,
-    }  # the output's gradient, and what relu gave, which two nodes read
+        x, constant, grad = fresh(64, 4), torch.randn(64, 4, dtype=f64), torch.ones(64, 4, dtype=f64)
+        region = functools.partial(again, inside, m, constant=constant, preserve_rng_state=False)
+        held[choice] = held_after_input_pass(region, x, grad, list(m.parameters()), choice)
+    # What relu gave, which two nodes read.
+    assert held == {"keep": 64 * 4 * 8, "recompute": 0}
 
 
 @needs_zbpipe
@@ -842,18 +843,16 @@ def test_what_the_input_pass_computes_again_is_not_kept_for_a_weight_pass_that_w
 
     rows = 32
     m = nn.Sequential(*(Wide() for _ in range(3)))
+
+    def regions(x):
+        for part in m:
+            x = again(part, x, preserve_rng_state=False)
+        return x
+
     held = {}
     for choice in CHOICES:
         x, grad = torch.randn(rows, 16, requires_grad=True), torch.randn(rows, 16)
-        with zb.policy(checkpoint=choice), memory.record() as rec:
-            h = x
-            for part in m:
-                h = again(part, h, preserve_rng_state=False)
-            _, groups = zb.stage_backward_input([h], [grad], [x], m.parameters())
-            del h, _
-            x.grad = None
-            held[choice] = rec.live
-            del groups
+        held[choice] = held_after_input_pass(regions, x, grad, list(m.parameters()), choice)
     inputs, hidden = 4 * rows * 16, 4 * rows * 64
     assert (
         held["keep"] == 2 * inputs + 3 * hidden + 2 * inputs + 3 * hidden

@@ -1,13 +1,26 @@
 """Bad input is refused before anything is touched; failures come out as torch's; a weight pass that failed goes on."""
 
 import collections
+import inspect
 import warnings
 import weakref
 
 import pytest
 import torch
-from support.functions import FailsAt, Product
-from support.oracle import Stage, check, fresh, input_pass, needs_zbpipe, sharing, small, weights_of, wrong_on_torch, zb
+from support.functions import FailsAt, Planned, Product, raising
+from support.oracle import (
+    ON_TORCH,
+    Stage,
+    check,
+    fresh,
+    input_pass,
+    needs_zbpipe,
+    sharing,
+    small,
+    weights_of,
+    wrong_on_torch,
+    zb,
+)
 from support.processes import in_own_process
 from torch import nn
 
@@ -171,68 +184,39 @@ def test_refused_before_the_weight_pass_touches_anything(what):
     case.assert_right()
 
 
-class Planned(Exception):
-    pass
-
-
-def raising():
-    """A hook that raises the first time it is called."""
-    calls = []
-
-    def hook(*_):
-        calls.append(1)
-        if len(calls) == 1:
-            raise Planned("from the hook")
-
-    return hook
-
-
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (lambda case: case.input(), "Failed to run stage backward input"),
-        (lambda case: zb.stage_backward(case.out, case.grad, (case.x,)), "Failed to run stage backward"),
-    ],
-    ids=["input pass", "whole backward"],
-)
-def test_failure_comes_out_as_torchs(call, said):
-    case = Case()
-    case.x.register_hook(raising())
-    with pytest.raises(RuntimeError, match=said) as failure:
-        call(case)
-    assert isinstance(failure.value.__cause__, Planned)
-    for word in ("Stage output", "Output gradient", "Input", "torch.Size([3, 4])"):
-        assert word in str(failure.value)
-    assert case.x.grad is None
-
-
 Pair = collections.namedtuple("Pair", "first second")
 
 
-@needs_zbpipe
 @pytest.mark.parametrize(
-    "inputs",
+    ("name", "inputs"),
     [
-        lambda x: [x, 3, "text", None],
-        lambda x: (x, [x, (x,)], {"key": x, 1: [None]}),
-        lambda x: {"one": Pair(x, 2.5)},
+        ("stage backward input", lambda x: [x]),
+        ("stage backward", lambda x: [x, 3, "text", None]),
+        pytest.param("stage backward", lambda x: (x, [x, (x,)], {"key": x, 1: [None]}), marks=needs_zbpipe),
+        pytest.param("stage backward", lambda x: {"one": Pair(x, 2.5)}, marks=needs_zbpipe),
     ],
-    ids=["list", "nested", "named tuple"],
+    ids=["input pass", "list", "nested", "named tuple"],
 )
-def test_the_message_of_a_failure_is_torchs_word_for_word(inputs):
+def test_failure_comes_out_as_torchs_word_for_word(name, inputs):
     from torch.distributed.pipelining._debug import map_debug_info
 
     case = Case()
     case.x.register_hook(raising())
     values = inputs(case.x)
+    given = [case.out, case.grad, values]
+    if name.endswith("input"):
+        given = [[case.out], [case.grad], values, case.m.parameters()]
     with pytest.raises(RuntimeError) as failure:
-        zb.stage_backward(case.out, case.grad, values)
-    assert str(failure.value) == (
-        "Failed to run stage backward:\n"
-        f"Stage output: {map_debug_info(case.out)}\n"
-        f"Output gradient: {map_debug_info(case.grad)}\n"
+        getattr(zb, name.replace(" ", "_"))(*given)
+    said = str(failure.value)
+    assert (inspect.cleandoc(said) if ON_TORCH else said) == (
+        f"Failed to run {name}:\n"
+        f"Stage output: {map_debug_info(given[0])}\n"
+        f"Output gradient: {map_debug_info(given[1])}\n"
         f"Input: {map_debug_info(list(values))}"
     )
+    assert isinstance(failure.value.__cause__, Planned)
+    assert case.x.grad is None
 
 
 @needs_zbpipe
@@ -299,10 +283,17 @@ def test_an_error_of_the_input_pass_that_is_kept_keeps_no_activation():
     """)
 
 
-def test_failed_input_pass_leaves_no_hook_of_its_own_and_a_stage_that_works():
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_failed_input_pass_leaves_no_hook_of_its_own_and_a_stage_that_works(error):
+    """An interruption is not wrapped."""
+
+    def hook(_):
+        raise error("from the hook")
+
     case = Case(lambda m, x: (x.exp() @ m.a).sin() @ m.b)
-    handle = case.x.register_hook(raising())
-    with pytest.raises(RuntimeError):
+    handle = case.x.register_hook(hook)
+    wrapped = error is ValueError
+    with pytest.raises(RuntimeError if wrapped else error, match="Failed to run" if wrapped else "from the hook"):
         case.input()
     handle.remove()
     assert not case.x._backward_hooks
@@ -521,20 +512,6 @@ def test_warning_made_an_error_in_the_weight_pass_lets_it_be_repeated(retain):
             expected = torch.autograd.grad(m(x).sum(), list(m.parameters()))
         total = [g + (1 + retain) * e for g, e in zip(total or [0, 0], expected, strict=True)]
         torch.testing.assert_close([w.grad for w in m.parameters()], total)
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_interruption_of_the_input_pass_is_not_wrapped(error):
-    def hook(_):
-        raise error("from the hook")
-
-    case = Case()
-    handle = case.x.register_hook(hook)
-    with pytest.raises(error, match="from the hook"):
-        case.input()
-    handle.remove()
-    case.out = case.m(case.x)
-    case.assert_still_works()
 
 
 def fails_as_it_is_read():

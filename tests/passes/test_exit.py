@@ -63,18 +63,10 @@ except ValueError:
     pass
 """,
     "deferred work": """
-class Handed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x @ w
-    @staticmethod
-    def backward(ctx, grad):
-        x, w = ctx.saved_tensors
-        return grad @ w.t(), zbpipe.defer(lambda: x.t() @ grad, 1)
+from support.functions import Handing
 w = nn.Parameter(torch.randn(8, 8))
 x = torch.randn(4, 8, requires_grad=True)
-out = Handed.apply(x, w)
+out = Handing.apply(x, w)
 kept = zbpipe.stage_backward_input([out], [torch.ones_like(out)], [x], [w])[1]
 """,
     "a recording that runs": "recording = zbpipe.memory.record()\nrecording.__enter__()\nkept = input_pass()",

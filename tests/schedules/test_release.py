@@ -634,23 +634,29 @@ def test_a_thread_waits_for_one_send_after_the_other_and_ends_with_its_group(in_
     assert not results[1].done.is_set()
 
 
+class Watched:
+    """What a thread waits for, as far as it looks."""
+
+    patience = work = None
+
+    def __init__(self):
+        self.done = threading.Event()
+
+    def finish(self, timeout=None):
+        self.done.set()
+
+
 def test_where_no_thread_can_be_had_the_next_send_gets_one(monkeypatch):
-    class Late:
-        patience = work = None
-
-        def finish(self, timeout=None):
-            done.set()
-
     def cannot(thread):
         raise RuntimeError("can't start new thread")
 
-    group, done = Group("gloo"), threading.Event()
+    group, late = Group("gloo"), Watched()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", cannot)
         with pytest.raises(RuntimeError, match="can't start new thread"):
-            threads.watch(group, 1, Late())
-    threads.watch(group, 1, Late())
-    assert done.wait(60)
+            threads.watch(group, 1, Watched())
+    threads.watch(group, 1, late)
+    assert late.done.wait(60)
 
 
 def test_a_send_answers_as_its_work_does_and_afterwards_as_one_that_is_done(send):
@@ -790,16 +796,7 @@ def test_a_forked_process_starts_threads_of_its_own(monkeypatch):
     """Those that stay for the next send are the parent's."""
     monkeypatch.setattr(threads, "_STAYS", 60)
 
-    class Sent:
-        patience = None
-
-        def __init__(self):
-            self.done = threading.Event()
-
-        def finish(self, patience):
-            self.done.set()
-
-    group, first, second = Group("gloo"), Sent(), Sent()
+    group, first, second = Group("gloo"), Watched(), Watched()
     threads.watch(group, 1, first)
     assert first.done.wait(30)
     child = os.fork()

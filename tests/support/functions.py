@@ -22,6 +22,22 @@ class FailsAt(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+class Planned(Exception):
+    """What no library raises."""
+
+
+def raising():
+    """A hook that raises the first time it is called."""
+    calls = []
+
+    def hook(*_):
+        calls.append(1)
+        if len(calls) == 1:
+            raise Planned("from the hook")
+
+    return hook
+
+
 class Hungry(torch.autograd.Function):
     """Its backward wants more memory than there is."""
 
