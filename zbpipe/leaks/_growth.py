@@ -31,7 +31,7 @@ import torch
 
 from zbpipe import _C
 from zbpipe._formatting import table
-from zbpipe.leaks import _cuda
+from zbpipe._torch import allocator
 from zbpipe.leaks._alike import numbered_spans
 from zbpipe.leaks._collector import collector
 from zbpipe.leaks._grown import Group, Grown, Member, groups_of, grown_of, lines_of
@@ -78,7 +78,7 @@ class Growth:
         self._sizes: list[tuple[int, Counter[int]]] = []  # how many of each size, at each look
         self._newest_nodes = [-1, -1]  # by their sequence numbers, at the look before the last one and at that
         try:
-            self._counts_others = _cuda.is_in_use()
+            self._counts_others = allocator.is_in_use()
             self._older: object = storages_now()
             self._last: object = None  # storages that others' identities must not be given to
             self._windows = Windows()
@@ -112,7 +112,7 @@ class Growth:
         self._require_open("step()")
         number = len(self.counts) + 1
         is_look = number <= FEWEST or number >= 1.5 * self.looked_at
-        self._counts_others = self._counts_others or _cuda.is_in_use()
+        self._counts_others = self._counts_others or allocator.is_in_use()
         natives = natives_now() if is_look or self._counts_others else {}
         living = {serial: size for _, size, serial in _C.live_blocks(self._since)}
         if natives:
