@@ -174,7 +174,7 @@ class Check:
             report.cycles, report.visited = result.cycles, result.visited
             report.unseen += result.unseen if report.leaks else []
         chain = [Holder("unknown", "a cycle that a collection inside the check freed: nobody looked at it before")]
-        for _, size, serial in self._collections.freed:
+        for serial, size in self._collections.freed.items():
             if scope.includes(serial):
                 report.leaks.append(Leak((), "", "cpu", size, 0, 0, COLLECTED, None, chain, 0))
         report.leaks.sort(key=lambda leak: -leak.bytes)

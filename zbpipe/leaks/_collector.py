@@ -10,9 +10,6 @@ import threading
 
 from zbpipe import _C
 
-Block = tuple[int, int, int]
-"""Address, bytes, serial."""
-
 _EVENT, _OLDER = struct.Struct("QQQQII"), 2  # as _C.Recorder.events() gives them
 
 
@@ -56,7 +53,7 @@ class Collections:
     which it runs. Other threads' own, and what other callbacks in gc.callbacks let go of, is not among it."""
 
     def __init__(self) -> None:
-        self.freed: list[Block] = []
+        self.freed: dict[int, int] = {}  # bytes by serials
         self._log: _C.Recorder | None = None  # of the run that goes on
 
     def __enter__(self) -> Collections:
@@ -81,12 +78,13 @@ class Collections:
         if phase == "stop" and log is not None:
             log.stop()
             mine = log.marks()[0][8]
-            events = _EVENT.iter_unpack(log.events())
-            self.freed += [(*block,) for _, *block, thread, kind in events if thread == mine and kind == _OLDER]
+            for _, _, size, serial, thread, kind in _EVENT.iter_unpack(log.events()):
+                if thread == mine and kind == _OLDER:
+                    self.freed[serial] = size
 
 
 def collect() -> set[int]:
     """Run the collector. Returns the serials of the CPU blocks that it freed."""
     with Collections() as collections:
         gc.collect()
-    return {serial for _, _, serial in collections.freed}
+    return {*collections.freed}

@@ -22,15 +22,17 @@ _NO_FACTS: tuple[tuple[int, ...], str, int] = ((), "", 0)
 UNSEEN = "C or C++ that cannot be seen"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Found:
     """A leak. ``rank`` is "root", "hidden" (held from where nobody can look), "cycle" (garbage) or "none"; ``address``
-    that of its memory."""
+    that of its memory. Growth adds the step in which it was ``born``, and the ``size`` of its block."""
 
     leak: Leak
     rank: str
     address: int
     excused: str | None = None  # whose own cycle keeps it, if that is a library's
+    born: int = 0
+    size: int = 0
 
 
 @dataclass
@@ -72,9 +74,9 @@ class Scope:
 class Telling:
     """Puts what a search found into words."""
 
-    def __init__(self, ways: Ways, scope: Scope, threads: dict[int, str]) -> None:
+    def __init__(self, ways: Ways, scope: Scope) -> None:
         self._ways, self._heap, self._scope = ways, ways.heap, scope
-        self._words = Words(ways, threads)
+        self._words = Words(ways)
         # By its number: a cycle, from the member on where a chain begins, and the storages that hang on it.
         self._cycles: dict[int, tuple[list[int], list[int]]] = {}
         self._trimmed = self._heap.places_of(scope.trimmed)
@@ -191,7 +193,7 @@ class Telling:
             text = " -> ".join([*map(_with_line, holders), "back"])
             if is_a_librarys_own(holders):
                 for storage in storages:
-                    found[storage] = replace(found[storage], excused=text)
+                    found[storage].excused = text
                 continue
             held = sum(found[storage].leak.bytes for storage in storages)
             one = alike.setdefault(plain(text), Cycle(text, holders, 0, 0))

@@ -44,10 +44,10 @@ _PLAIN: tuple[tuple[tuple[Any, ...], str, Any], ...] = (
 
 
 class Words:
-    """Puts the ways of one search into words. ``threads`` are names of threads, by the identities of their frames."""
+    """Puts the ways of one search into words."""
 
-    def __init__(self, ways: Ways, threads: dict[int, str]) -> None:
-        self._ways, self._heap, self._threads = ways, ways.heap, threads
+    def __init__(self, ways: Ways) -> None:
+        self._ways, self._heap = ways, ways.heap
         self._links: dict[int, Holder | None] = {}  # by the places of what is held
         self._made: dict[tuple[Any, ...], Holder] = {}  # one for all that are equal
         # By the identities of containers and of what they hold: keys, or places in a sequence.
@@ -196,7 +196,7 @@ class Words:
                 last = max((number for _, _, number in code.co_lines() if number is not None), default=line)
                 bound = _python.assignment_line(code.co_filename, name, code.co_firstlineno, line, last)
         where = _python.place(code.co_filename, bound or line)
-        thread = self._threads.get(id(frame))
+        thread = self._heap.threads.get(id(frame))
         kind, text = ("frame", text) if thread is None else ("thread", f"thread {thread}: {text}")
         return self.holder(kind, text, where)
 
