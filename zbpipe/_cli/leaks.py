@@ -28,9 +28,9 @@ from pathlib import Path
 
 from zbpipe._cli import ranks, script
 from zbpipe._cli.steps import OPTIMIZER, Steps
-from zbpipe.leaks._draw import refusal_of
 from zbpipe.leaks._grown import lines_of
 from zbpipe.leaks._growth import FEWEST, report_of
+from zbpipe.leaks._report import refusal_of
 
 GREW, TOO_FEW = 3, 4  # exit statuses; 1 and others are the script's own, 2 is a wrong command line
 

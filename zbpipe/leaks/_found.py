@@ -13,7 +13,7 @@ from zbpipe import _C
 from zbpipe.leaks import _python
 from zbpipe.leaks._alike import plain
 from zbpipe.leaks._results import Cycle, Holder, Leak, is_a_librarys_own
-from zbpipe.leaks._ways import LEFT_OUT, MADE_OF, Ways
+from zbpipe.leaks._ways import Ways, is_part
 from zbpipe.leaks._words import Words
 
 _OWN_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
@@ -105,10 +105,10 @@ class Telling:
         things, rank = self._heap.things, self._ways.rank(place)
         identity, (address, held, device, _) = things[place].address, things[place].memory
         way = [] if rank == "none" else self._ways.chain(place)
-        if len(way) < 2 or (way[-2] != LEFT_OUT and self._is_native(way[-2], "tensor")):
+        if len(way) < 2 or way[-2] in tensors:
             way = way[:-1]  # a tensor stands for its storage
-        tensors = sorted(tensors, key=lambda tensor: not way or tensor != way[-1])
-        shape, dtype, used = things[tensors[0]].facts if tensors else _NO_FACTS
+        shown = [place for place in way[-1:] if place in tensors] or tensors[:1]
+        shape, dtype, used = things[shown[0]].facts if shown else _NO_FACTS
         chain, in_cycle = self._chain(way, rank, identity)
         if chain:
             last = chain[-1]
@@ -167,10 +167,6 @@ class Telling:
         outside = [entry for entry in trace if not entry[0].startswith(_OWN_CODE)]
         return next((_python.place(filename, line) for filename, _, line in outside or trace), None)
 
-    def _is_native(self, place: int, kind: str) -> bool:
-        thing = self._heap.things[place]
-        return type(thing) is _C.Handle and thing.kind == kind
-
     # ---- cycles
 
     def _cycle_of(self, start: int, storage: int) -> list[int]:
@@ -186,7 +182,7 @@ class Telling:
         is excused in ``found``."""
         alike: dict[str, Cycle] = {}
         for cycle, storages in self._cycles.values():
-            first = next((at for at, place in enumerate(cycle) if not _is_part(self._heap.things[place])), 0)
+            first = next((at for at, place in enumerate(cycle) if not is_part(self._heap.things[place])), 0)
             turned = [*cycle[first:], *cycle[:first]]
             links = self._words.told([turned[-1], *turned, turned[0]], 1)
             holders = [holder for at, holder in links if at <= len(turned)]
@@ -199,10 +195,6 @@ class Telling:
             one = alike.setdefault(plain(text), Cycle(text, holders, 0, 0))
             alike[plain(text)] = replace(one, bytes=one.bytes + held, count=one.count + 1)
         return sorted(alike.values(), key=lambda cycle: -cycle.bytes)
-
-
-def _is_part(thing: Any) -> bool:
-    return any(type(thing) is part for part in MADE_OF)
 
 
 def _with_line(holder: Holder) -> str:
