@@ -14,22 +14,23 @@ _EVENT, _OLDER = struct.Struct("QQQQII"), 2  # as _C.Recorder.events() gives the
 
 
 class Collector:
-    """Off by its first threshold: whoever asks or tells it to be enabled finds and gets what they expect. What the
-    thresholds were is restored when the last one is through, on whichever thread, unless somebody set others."""
+    """Off within each ``with collector``, by its first threshold: whoever asks or tells it to be enabled finds and gets
+    what they expect. What the thresholds were is restored when the last one is through, on whichever thread, unless
+    somebody set others."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._users = 0
         self._before: tuple[int, int, int] | None = None
 
-    def switch_off(self) -> None:
+    def __enter__(self) -> None:
         with self._lock:
             if self._users == 0:
                 self._before = gc.get_threshold()
                 gc.set_threshold(0, *self._before[1:])
             self._users += 1
 
-    def give_back(self) -> None:
+    def __exit__(self, *error: object) -> None:
         with self._lock:
             self._users = max(self._users - 1, 0)  # 0 in a child of a fork
             if self._users == 0 and self._before is not None:
@@ -40,7 +41,7 @@ class Collector:
     def forget(self) -> None:
         """In a child process, where none of its users goes on."""
         self._lock, self._users = threading.Lock(), 0
-        self.give_back()
+        self.__exit__()
 
 
 collector = Collector()

@@ -81,7 +81,8 @@ class Telling:
         self._cycles: dict[int, tuple[list[int], list[int]]] = {}
         self._trimmed = self._heap.places_of(scope.trimmed)
         reached = [place for place in self._heap.works if place < self._heap.reached]
-        self._works = [self._words.holders(ways.chain(place)) for place in reached[:_PERHAPS_HELD_BY]]
+        told = (self._words.told(ways.chain(place)) for place in reached[:_PERHAPS_HELD_BY])
+        self._works = [[holder for _, holder in chain] for chain in told]
 
     def result(self, sought: dict[int, list[int]], lost: dict[int, int]) -> Result:
         """``sought`` are storages that are searched for, with the places of their tensors; ``lost`` are blocks that

@@ -70,7 +70,7 @@ class Growth:
     def __init__(self) -> None:
         recorder = _C.Recorder(0)
         recorder.start()
-        collector.switch_off()
+        collector.__enter__()
         self._end = weakref.finalize(self, _end, recorder)
         self._since = _C.next_serial()
         # What lived after the last step: its step of birth and its bytes, by a block's serial or a storage's negative.
@@ -165,14 +165,14 @@ class Growth:
             if entry.born:
                 (bounded if entry.leak.storage in windows else others).append(entry)
         filling, (piles, anew) = self._piled_up(groups_of(bounded))[0], self._piled_up(groups_of(others))
-        self.filling = _by_bytes([grown_of(*group) for group in filling])
+        self.filling = sorted((grown_of(*group) for group in filling), key=lambda group: -group.bytes)
         found = [grown_of(*group) for group in piles]
         if not self._explain([*filling, *piles], rising):
             found += self._made_anew(anew, "counts" not in rising)
             found = found or [Grown()]
         if any(entry.rank == "cycle" or entry.excused for entry in result.found):
             self.cycles = result.cycles
-        return _by_bytes(found)
+        return sorted(found, key=lambda group: -group.bytes)
 
     def _piled_up(self, groups: list[Group]) -> tuple[list[Group], list[Group]]:
         """What both halves of the steps have made, without what the first and the last one made; and the others."""
@@ -274,10 +274,6 @@ def _nodes_of(handle: _C.Handle | None) -> list[_C.Handle]:
     return [one for one, label, _ in held if label == "grad_fn" or (label or "").startswith("next node")]
 
 
-def _by_bytes(groups: list[Grown]) -> list[Grown]:
-    return sorted(groups, key=lambda group: -group.bytes)
-
-
 def report_of(groups: list[Grown], cycles: list[Cycle]) -> Report:
     leaks = sorted((leak for group in groups for leak in group.leaks), key=lambda leak: -leak.bytes)
     return Report(leaks=leaks, cycles=cycles if leaks else [])
@@ -287,4 +283,4 @@ def _end(recorder: Any) -> None:
     try:
         recorder.stop()
     finally:
-        collector.give_back()
+        collector.__exit__()

@@ -6,8 +6,7 @@ import contextvars
 import gc
 import sys
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 
 from zbpipe import _C
 from zbpipe.leaks import _python
+from zbpipe.leaks._collector import collector
 from zbpipe.leaks._found import Found, Result, Scope, Telling
 from zbpipe.leaks._heap import Heap, natives_of
 from zbpipe.leaks._results import Leak
@@ -27,7 +27,7 @@ _HERE = (str(Path(__file__).parent), str(Path(__file__).parents[1] / "_cli"))  #
 
 
 def search(scope: Scope) -> Result:
-    with _no_collection():
+    with collector:
         # First what Python's audit hooks hear of: they may free what they like.
         listed = gc.get_objects()
         heap = _explored([listed, scope], target=scope.target, returned=scope.returned)
@@ -91,23 +91,12 @@ def others_of(storages: Iterable[_C.Handle], known: object) -> dict[int, int]:
 def natives_now() -> dict[str, set[Any]]:
     """Handles of all tensors that the collector lists, and of what these lead to through autograd, by their kinds.
     Where an application has frozen what lives, the list lacks it: then of all that the roots reach, too."""
-    with _no_collection():
+    with collector:
         listed = gc.get_objects()
         if not gc.get_freeze_count():
             return natives_of(listed)
         heap = _explored([listed], also=listed)
         return {kind: {heap.things[place] for place in places} for kind, places in heap.native.items()}
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _explored(ignored: list[Any], also: Iterable[Any] = (), target: Any = None, returned: Any = None) -> Heap:
