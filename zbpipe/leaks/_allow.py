@@ -54,9 +54,7 @@ def parts_of(allow: Iterable[Any]) -> tuple[list[torch.Tensor], list[Callable[[t
             seen.add(id(thing))
             if issubclass(kind, torch.Tensor):
                 tensors.append(thing)
-                with contextlib.suppress(
-                    Exception
-                ):  # no wrapper (as a DTensor), which torch.compile takes apart by this
+                with contextlib.suppress(Exception):  # none but a wrapper (a DTensor, say) says what it is made of
                     todo += [getattr(thing, name) for name in thing.__tensor_flatten__()[0]]
                 todo += [thing.grad] if (thing.is_leaf or thing.retains_grad) and thing.grad is not None else []
             elif issubclass(kind, torch.nn.Module):
