@@ -10,7 +10,6 @@ from zbpipe.leaks._results import NAMED, Holder, Leak, chain_lines
 _NUMBER = re.compile(r"\b\d+\b")
 _NAME = re.compile(r"(?<=\bitem )(['\"]).*\1|\d+")  # a key, or a number within a name: "step_3"
 _BY_NAME = ("attribute", "dict", "list")  # kinds of what is kept under ever new names
-_ITEM = re.compile(r"(.*\bitem) (\d+)")
 
 Key = tuple[str, ...]
 
@@ -71,10 +70,10 @@ def _merged(holders: tuple[Holder, ...]) -> Holder:
     texts = dict.fromkeys(holder.text for holder in holders)
     if len(texts) == 1:
         return first
-    items = [item for text in texts if (item := _ITEM.fullmatch(text))]
+    collections, _, items = zip(*(text.rpartition(" item ") for text in texts), strict=True)
     text = f"{first.text} and {len(texts) - 1} like it"
-    if len(items) == len(texts) and len({item[1] for item in items}) == 1:
-        text = f"{items[0][1]}s {numbered_spans(sorted(int(item[2]) for item in items))}"
+    if len({*collections}) == 1 and all(map(str.isdecimal, items)):
+        text = f"{collections[0]} items {numbered_spans(sorted(map(int, items)))}"
     return Holder(first.kind, text, first.where, 0, first.is_library)
 
 

@@ -202,17 +202,14 @@ class Heap:
         return _PLAIN if _FLAGS.__get__(cls) & _HAS_REFERENTS else _SKIPPED
 
 
-def natives_of(listed: Iterable[Any]) -> dict[str, set[Any]]:
+def natives_of(listed: list[Any]) -> dict[str, set[Any]]:
     """Handles of the tensors, nodes and storages among what is listed, and of all that these hold natively, by their
     kinds. None of them gets a Python object."""
-    natives: dict[int, bool] = {}  # by the identity of the class, which a metaclass may not let be hashed
-    todo: list[_C.Handle] = []
-    for one in listed:
-        is_native = natives.get(id(type(one)))
-        if is_native is None:
-            is_native = natives[id(type(one))] = issubclass(type(one), NATIVE_CLASSES) or _C.handle_of(one) is not None
-        if is_native and (handle := _C.handle_of(one)) is not None:
-            todo.append(handle)
+    samples = {id(type(one)): one for one in listed}  # by identity: a metaclass may not let a class be hashed
+    natives = {
+        cls for cls, one in samples.items() if issubclass(type(one), NATIVE_CLASSES) or _C.handle_of(one) is not None
+    }
+    todo = [handle for one in listed if id(type(one)) in natives and (handle := _C.handle_of(one)) is not None]
     found = set(todo)
     for handle in todo:  # which becomes longer meanwhile
         for held, _, is_native in _C.references_of(handle):
