@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from zbpipe import _C  # whether anything of what the allocator's tap remembers is left
-from zbpipe.leaks import TensorLeakError, TensorLeakWarning, _cuda, check_tensor_leak  # snapshots that no CPU makes
+from zbpipe.leaks import TensorLeakError, TensorLeakWarning, check_tensor_leak
 
 KEPT = []
 
@@ -368,7 +368,7 @@ def test_a_child_of_a_fork_inside_a_check_collects():
 
 # Private: what would fail for want of memory or by an interrupt.
 @pytest.mark.parametrize(
-    "place", ["zbpipe.leaks._cuda.blocks_now", "zbpipe.leaks._check.storages_now", "zbpipe.leaks._allow.parts_of"]
+    "place", ["zbpipe._torch.allocator.blocks_now", "zbpipe.leaks._check.storages_now", "zbpipe.leaks._allow.parts_of"]
 )
 def test_a_check_that_fails_on_entry_or_leaving_leaves_nothing_behind(place, monkeypatch):
     callbacks = len(gc.callbacks)
@@ -546,22 +546,31 @@ def test_a_search_that_runs_out_of_memory_lets_go_of_all_and_can_be_repeated():
 # ---- CUDA
 
 
-def snapshot():
-    blocks = [
-        {"state": "active_allocated", "size": 512, "requested_size": 400, "address": 1000},
-        {"state": "inactive", "size": 512, "address": 1512},
-        {"state": "active_allocated", "size": 1024, "requested_size": 1000, "address": 2024},
-        {"state": "active_pending_free", "size": 1024, "address": 3048},
-    ]
-    return [{"device": 0, "address": 1000, "blocks": blocks}, {"device": 1, "address": 1000, "blocks": blocks[:1]}]
+BLOCKS = [
+    {"state": "active_allocated", "size": 512, "requested_size": 400, "address": 1000},
+    {"state": "inactive", "size": 512, "address": 1512},
+    {"state": "active_allocated", "size": 1024, "requested_size": 1000, "address": 2024},
+    {"state": "active_pending_free", "size": 1024, "address": 3048},
+]
 
 
-def test_blocks_of_a_snapshot_that_no_tensor_explains():
-    now = _cuda.active(snapshot())
-    assert now == [("cuda:0", 1000, 400), ("cuda:0", 2024, 1000), ("cuda:1", 1000, 400)]
-    assert _cuda.unexplained(set(), now, []) == now
-    assert _cuda.unexplained(set(), now, [("cuda:0", 1000, 8), ("cuda:1", 900, 50)]) == now[1:]
-    assert _cuda.unexplained(set(now[:1]), now, [("cuda:0", 2500, 8), ("cpu", 1000, 8)]) == now[2:]
+@pytest.mark.parametrize(
+    ("before", "storages", "left"),
+    [
+        ([], [], [("cuda:0", 1000), ("cuda:0", 400), ("cuda:1", 400)]),
+        ([], [("cuda:0", 1000, 8, 0), ("cuda:1", 900, 50, 0)], [("cuda:0", 1000), ("cuda:1", 400)]),
+        (BLOCKS[:1], [("cuda:0", 2500, 8, 0), ("cpu", 1000, 8, 0)], [("cuda:1", 400)]),
+    ],
+)
+def test_blocks_of_a_snapshot_that_no_tensor_explains(before, storages, left, monkeypatch):
+    segments, spans = [{"device": 0, "blocks": before}], _C.storage_spans
+    for name, value in (("is_available", True), ("is_initialized", True), ("get_allocator_backend", "native")):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"segments": segments})
+    monkeypatch.setattr(_C, "storage_spans", lambda watched: [*spans(watched), *storages])
+    with check_tensor_leak(action="record") as check:
+        segments[:] = [{"device": 0, "blocks": BLOCKS}, {"device": 1, "blocks": BLOCKS[:1]}]
+    assert [(leak.device, leak.bytes) for leak in check.report.leaks] == left
 
 
 @pytest.mark.cuda

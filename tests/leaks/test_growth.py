@@ -10,7 +10,8 @@ import torch
 from support.leaks import collects
 from torch import nn
 
-from zbpipe.leaks import Growth, _cuda  # memory that is not the CPU allocator's, as CUDA's, without CUDA
+from zbpipe._torch import allocator  # memory that is not the CPU allocator's, as CUDA's, without CUDA
+from zbpipe.leaks import Growth
 from zbpipe.leaks._growth import rises  # rows of a hundred thousand steps
 
 KEPT = []
@@ -30,7 +31,7 @@ def test_growth_that_cannot_begin_leaves_the_collector_on(monkeypatch):
     def fail():
         raise ZeroDivisionError
 
-    monkeypatch.setattr(_cuda, "is_in_use", fail)
+    monkeypatch.setattr(allocator, "is_in_use", fail)
     with pytest.raises(ZeroDivisionError) as raised:
         Growth()
     assert collects(), raised  # which keeps what was begun
@@ -209,7 +210,7 @@ def of_other_memory(value):
 
 
 def test_other_memory_is_counted_by_its_storages_and_by_the_steps_that_made_them(monkeypatch):
-    monkeypatch.setattr(_cuda, "is_in_use", lambda: True)
+    monkeypatch.setattr(allocator, "is_in_use", lambda: True)
     older = of_other_memory(0)
     KEPT.append(older)
 
@@ -246,7 +247,7 @@ def test_memory_that_goes_past_the_allocator_grows(make, every):
 
 
 def test_other_memory_that_comes_into_use_between_two_looks_is_counted_from_there(monkeypatch):
-    monkeypatch.setattr(_cuda, "is_in_use", lambda: bool(KEPT))
+    monkeypatch.setattr(allocator, "is_in_use", lambda: bool(KEPT))
     numbers = iter(range(1, 11))
     growth, _, _ = grow(lambda: next(numbers) > 6 and KEPT.append(of_other_memory(2)), 10)
     assert growth.counts == [0] * 6 + [1, 2, 3, 4]

@@ -28,9 +28,10 @@ from pathlib import Path
 
 from zbpipe._cli import ranks, script
 from zbpipe._cli.steps import OPTIMIZER, Steps
-from zbpipe.leaks._draw import refusal_of
+from zbpipe.leaks._collector import collector
 from zbpipe.leaks._grown import lines_of
 from zbpipe.leaks._growth import FEWEST, report_of
+from zbpipe.leaks._report import refusal_of
 
 GREW, TOO_FEW = 3, 4  # exit statuses; 1 and others are the script's own, 2 is a wrong command line
 
@@ -89,7 +90,8 @@ def run(given: argparse.Namespace) -> int:
         has_failed = False
     finally:
         if os.getpid() == process:  # a child that the script forked has nothing to report
-            text, judged = _report(steps, given)
+            with collector:  # whose run over all leaks takes longer than the text
+                text, judged = _report(steps, given)
             ranks.say_together(text, stdout, has_failed)
     return status or judged
 

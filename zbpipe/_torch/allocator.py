@@ -26,10 +26,22 @@ def event_count(device: int) -> int:
     return int(count["allocated"] + count["freed"])
 
 
-def segments() -> list[dict[str, Any]]:
-    """The allocator's segments of all devices, with their blocks."""
-    found: list[dict[str, Any]] = torch.cuda.memory._snapshot()["segments"]
-    return found
+def is_in_use() -> bool:
+    """Whether this process has a CUDA context, without making one."""
+    return torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+
+
+def blocks_now() -> set[tuple[str, int, int]]:
+    """The blocks in use on all devices: device, address and the bytes that were asked for. None where CUDA is not used,
+    or where its allocator keeps no account."""
+    if not is_in_use() or torch.cuda.get_allocator_backend() != "native":
+        return set()
+    return {
+        (f"cuda:{segment['device']}", block["address"], block["requested_size"])
+        for segment in torch.cuda.memory._snapshot()["segments"]
+        for block in segment["blocks"]
+        if block["state"] == "active_allocated"
+    }
 
 
 def history(device: int) -> list[dict[str, Any]]:

@@ -10,7 +10,6 @@ from zbpipe.leaks._results import NAMED, Holder, Leak, chain_lines
 _NUMBER = re.compile(r"\b\d+\b")
 _NAME = re.compile(r"(?<=\bitem )(['\"]).*\1|\d+")  # a key, or a number within a name: "step_3"
 _BY_NAME = ("attribute", "dict", "list")  # kinds of what is kept under ever new names
-_ITEM = re.compile(r"(.*\bitem) (\d+)")
 
 Key = tuple[str, ...]
 
@@ -20,38 +19,28 @@ def plain(text: str) -> str:
     return _NUMBER.sub("*", text)
 
 
-class Likeness:
-    """Equal for chains of the same holders, but for numbers, keys and repetitions.
-
-    Remembers holders by their identities: the chains must live as long.
-    """
-
-    def __init__(self) -> None:
-        self._plain: dict[int, str] = {}
-
-    def __call__(self, chain: Iterable[Holder]) -> Key:
-        return tuple(dict.fromkeys(self._of(holder) for holder in chain if holder.kind != "more"))
-
-    def _of(self, holder: Holder) -> str:
-        text = self._plain.get(id(holder))
-        if text is None:
+def _likeness(chain: Iterable[Holder], known: dict[int, str]) -> Key:
+    """Equal for chains of the same holders, but for numbers, keys and repetitions. ``known`` are plain texts of holders
+    by their identities: the chains must live as long."""
+    for holder in chain:
+        if id(holder) not in known:
             pattern = _NAME if holder.kind in _BY_NAME else _NUMBER
-            text = self._plain[id(holder)] = pattern.sub("*", str(holder))
-        return text
+            known[id(holder)] = pattern.sub("*", str(holder))
+    return tuple(dict.fromkeys(known[id(holder)] for holder in chain if holder.kind != "more"))
 
 
 def by_holder(leaks: Sequence[Leak]) -> list[tuple[int, list[int]]]:
     """Places of the leaks that one holder has together, however they hang below it; first where that holder stands in
     the chains. It is the program's last one above the items that differ; if none do, the one to blame."""
-    likeness = Likeness()
+    known: dict[int, str] = {}
     alike: dict[Key, tuple[int, list[int]]] = {}
     for at, leak in enumerate(leaks):
         blamed = leak.place_of_blame
-        alike.setdefault(likeness(leak.chain[: blamed + 1]), (blamed, []))[1].append(at)
+        alike.setdefault(_likeness(leak.chain[: blamed + 1], known), (blamed, []))[1].append(at)
     found: dict[Key, tuple[int, list[int]]] = {}
     for blamed, places in alike.values():
         mark = _above_what_differs([leaks[at].chain for at in places], blamed)
-        found.setdefault(likeness(leaks[places[0]].chain[: mark + 1]), (mark, []))[1].extend(places)
+        found.setdefault(_likeness(leaks[places[0]].chain[: mark + 1], known), (mark, []))[1].extend(places)
     return list(found.values())
 
 
@@ -66,9 +55,9 @@ def _above_what_differs(chains: list[list[Holder]], blamed: int) -> int:
 def held_lines(leaks: Sequence[Leak], mark: int) -> list[str]:
     """The chain to the most bytes of what one holder has, with that holder marked and the items of all that are held
     alike; and how many other ways there are."""
-    likeness, ways = Likeness(), dict[Key, list[Leak]]()
+    known, ways = dict[int, str](), dict[Key, list[Leak]]()
     for leak in leaks:
-        ways.setdefault(likeness(leak.chain), []).append(leak)
+        ways.setdefault(_likeness(leak.chain, known), []).append(leak)
     most = max(ways.values(), key=lambda alike: sum(leak.bytes for leak in alike))
     length, others = len(most[0].chain), len(ways) - 1
     alike = [leak.chain for leak in most if len(leak.chain) == length]
@@ -81,10 +70,10 @@ def _merged(holders: tuple[Holder, ...]) -> Holder:
     texts = dict.fromkeys(holder.text for holder in holders)
     if len(texts) == 1:
         return first
-    items = [item for text in texts if (item := _ITEM.fullmatch(text))]
+    collections, _, items = zip(*(text.rpartition(" item ") for text in texts), strict=True)
     text = f"{first.text} and {len(texts) - 1} like it"
-    if len(items) == len(texts) and len({item[1] for item in items}) == 1:
-        text = f"{items[0][1]}s {numbered_spans(sorted(int(item[2]) for item in items))}"
+    if len({*collections}) == 1 and all(map(str.isdecimal, items)):
+        text = f"{collections[0]} items {numbered_spans(sorted(map(int, items)))}"
     return Holder(first.kind, text, first.where, 0, first.is_library)
 
 

@@ -15,7 +15,7 @@ from zbpipe._torch.autograd import without_torch_functions
 from zbpipe.leaks._python import array_type
 
 ACTIONS = ("warn", "error", "record")
-_ONCE = (Iterator, MappingView)
+_ONCE = (Iterator, MappingView)  # can be looked into once, as a module's parameters(), or changes
 _DEPTH = 4  # of collections in a fixture's value or a window, within which tensors are theirs
 _COLLECTIONS = (dict, list, tuple, set, frozenset)
 _KNOWN = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, *_COLLECTIONS)
@@ -25,22 +25,17 @@ def checked(action: object, allow: Any) -> tuple[Any, ...]:
     """``allow`` as it is to be kept, when all is legal: a collection may get more members until it is looked at."""
     if action not in ACTIONS:
         raise ValueError(f"action is {argument(action)}; expected one of {', '.join(map(repr, ACTIONS))}")
-    allow = _at_once(allow)
+    allow = list(allow) if issubclass(type(allow), _ONCE) else allow
     listed: list[Any] = []
     for thing in allow if isinstance(allow, _COLLECTIONS[1:]) else (allow,):
         if issubclass(type(thing), _ONCE):
-            listed.append(_at_once(thing))
+            listed.append(list(thing))
         elif not issubclass(type(thing), _KNOWN) and not callable(thing):
             raise TypeError(
                 f"allow holds a {type(thing).__name__}; expected tensors, modules, optimizers, collections of them, or "
                 "functions that say of a tensor whether it may live"
             )
     return (allow, *listed)
-
-
-def _at_once(thing: Any) -> Any:
-    """An iterator, as of a module's parameters(), can be looked into once: its list; of a dictionary's view, too."""
-    return list(thing) if issubclass(type(thing), _ONCE) else thing
 
 
 def parts_of(allow: Iterable[Any]) -> tuple[list[torch.Tensor], list[Callable[[torch.Tensor], bool]], list[Any]]:
@@ -59,7 +54,8 @@ def parts_of(allow: Iterable[Any]) -> tuple[list[torch.Tensor], list[Callable[[t
             seen.add(id(thing))
             if issubclass(kind, torch.Tensor):
                 tensors.append(thing)
-                todo += _inner_tensors(thing)
+                with contextlib.suppress(Exception):  # none but a wrapper (a DTensor, say) says what it is made of
+                    todo += [getattr(thing, name) for name in thing.__tensor_flatten__()[0]]
                 todo += [thing.grad] if (thing.is_leaf or thing.retains_grad) and thing.grad is not None else []
             elif issubclass(kind, torch.nn.Module):
                 holders += thing.modules()
@@ -72,15 +68,6 @@ def parts_of(allow: Iterable[Any]) -> tuple[list[torch.Tensor], list[Callable[[t
             elif callable(thing):
                 predicates.append(thing)
     return tensors, predicates, holders
-
-
-def _inner_tensors(tensor: torch.Tensor) -> list[Any]:
-    """Those that a wrapper (a DTensor, a jagged tensor) is made of, by the protocol that torch.compile takes them
-    apart by."""
-    with contextlib.suppress(Exception):
-        if flatten := getattr(type(tensor), "__tensor_flatten__", None):
-            return [getattr(tensor, name) for name in flatten(tensor)[0]]
-    return []
 
 
 def tensors_in(thing: Any, is_wide: bool = False) -> list[torch.Tensor]:

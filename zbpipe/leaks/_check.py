@@ -7,11 +7,13 @@ import functools
 import inspect
 import sys
 import warnings
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar, overload
 
 from zbpipe import _C
-from zbpipe.leaks import _allow, _cuda
+from zbpipe._torch import allocator
+from zbpipe.leaks import _allow
 from zbpipe.leaks._collector import Collections, collector
 from zbpipe.leaks._judge import with_fates, without_excused
 from zbpipe.leaks._report import Report
@@ -97,9 +99,8 @@ class Check:
             recorder = _C.Recorder(0)
             recorder.start()
             begun.callback(self._stop, recorder)
-            collector.switch_off()
-            begun.callback(collector.give_back)
-            self._cuda_before = _cuda.blocks_now()
+            begun.enter_context(collector)
+            self._cuda_before = allocator.blocks_now()
             self._older: object = storages_now()
             self._modules = set(sys.modules)
             self._since = _C.next_serial()
@@ -140,10 +141,10 @@ class Check:
     @contextlib.contextmanager
     def _exempted(self) -> Iterator[None]:
         """What is born inside is no leak of this check's."""
-        since, blocks, older = _C.next_serial(), _cuda.blocks_now(), storages_now()
+        since, blocks, older = _C.next_serial(), allocator.blocks_now(), storages_now()
         yield
         self._exempt.append(range(since, _C.next_serial()))
-        self._cuda_before |= _cuda.blocks_now() - blocks
+        self._cuda_before |= allocator.blocks_now() - blocks
         self._others.append((older, storages_now()))
 
     def _look(self) -> Report:
@@ -164,7 +165,7 @@ class Check:
             traced=self._trace,
         )
         born = {address: serial for address, _, serial in _C.live_blocks(self._since) if scope.includes(serial)}
-        is_explained = not born.keys() - _C.addresses_of(tensors) and not _cuda.is_in_use()
+        is_explained = not born.keys() - _C.addresses_of(tensors) and not allocator.is_in_use()
         if not is_explained or others_of(natives_now()["storage"], self._older):
             result = search(scope)
             del tensors, holders
@@ -174,19 +175,24 @@ class Check:
             report.cycles, report.visited = result.cycles, result.visited
             report.unseen += result.unseen if report.leaks else []
         chain = [Holder("unknown", "a cycle that a collection inside the check freed: nobody looked at it before")]
-        for _, size, serial in self._collections.freed:
+        for serial, size in self._collections.freed.items():
             if scope.includes(serial):
                 report.leaks.append(Leak((), "", "cpu", size, 0, 0, COLLECTED, None, chain, 0))
         report.leaks.sort(key=lambda leak: -leak.bytes)
         return report
 
     def _blocks_of_cuda(self) -> list[Leak]:
-        if not _cuda.is_in_use():
+        """Those that C++ holds: no storage begins in them. One with a freed one's address and size counts as old."""
+        if not (new := allocator.blocks_now() - self._cuda_before):
             return []
         chain = [Holder("unknown", "C++ that cannot be seen; the allocator counts the block as in use")]
-        spans = [span[:3] for span in _C.storage_spans(storages_now())]
-        lost = _cuda.unexplained(self._cuda_before, _cuda.blocks_now(), spans)
-        return [Leak((), "", device, size, 0, 0, "alive", None, chain, 0) for device, _, size in lost]
+        begins = sorted((device, address) for device, address, size, _ in _C.storage_spans(storages_now()) if size)
+        found = []
+        for device, address, size in sorted(new):
+            at = bisect_left(begins, (device, address))
+            if at == len(begins) or begins[at] >= (device, address + max(size, 1)):
+                found.append(Leak((), "", device, size, 0, 0, "alive", None, chain, 0))
+        return found
 
 
 @overload

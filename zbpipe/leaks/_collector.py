@@ -10,29 +10,27 @@ import threading
 
 from zbpipe import _C
 
-Block = tuple[int, int, int]
-"""Address, bytes, serial."""
-
 _EVENT, _OLDER = struct.Struct("QQQQII"), 2  # as _C.Recorder.events() gives them
 
 
 class Collector:
-    """Off by its first threshold: whoever asks or tells it to be enabled finds and gets what they expect. What the
-    thresholds were is restored when the last one is through, on whichever thread, unless somebody set others."""
+    """Off within each ``with collector``, by its first threshold: whoever asks or tells it to be enabled finds and gets
+    what they expect. What the thresholds were is restored when the last one is through, on whichever thread, unless
+    somebody set others."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._users = 0
         self._before: tuple[int, int, int] | None = None
 
-    def switch_off(self) -> None:
+    def __enter__(self) -> None:
         with self._lock:
             if self._users == 0:
                 self._before = gc.get_threshold()
                 gc.set_threshold(0, *self._before[1:])
             self._users += 1
 
-    def give_back(self) -> None:
+    def __exit__(self, *error: object) -> None:
         with self._lock:
             self._users = max(self._users - 1, 0)  # 0 in a child of a fork
             if self._users == 0 and self._before is not None:
@@ -43,7 +41,7 @@ class Collector:
     def forget(self) -> None:
         """In a child process, where none of its users goes on."""
         self._lock, self._users = threading.Lock(), 0
-        self.give_back()
+        self.__exit__()
 
 
 collector = Collector()
@@ -56,7 +54,7 @@ class Collections:
     which it runs. Other threads' own, and what other callbacks in gc.callbacks let go of, is not among it."""
 
     def __init__(self) -> None:
-        self.freed: list[Block] = []
+        self.freed: dict[int, int] = {}  # bytes by serials
         self._log: _C.Recorder | None = None  # of the run that goes on
 
     def __enter__(self) -> Collections:
@@ -81,12 +79,13 @@ class Collections:
         if phase == "stop" and log is not None:
             log.stop()
             mine = log.marks()[0][8]
-            events = _EVENT.iter_unpack(log.events())
-            self.freed += [(*block,) for _, *block, thread, kind in events if thread == mine and kind == _OLDER]
+            for _, _, size, serial, thread, kind in _EVENT.iter_unpack(log.events()):
+                if thread == mine and kind == _OLDER:
+                    self.freed[serial] = size
 
 
 def collect() -> set[int]:
     """Run the collector. Returns the serials of the CPU blocks that it freed."""
     with Collections() as collections:
         gc.collect()
-    return {serial for _, _, serial in collections.freed}
+    return {*collections.freed}

@@ -13,7 +13,7 @@ from zbpipe import _C
 from zbpipe.leaks import _python
 from zbpipe.leaks._alike import plain
 from zbpipe.leaks._results import Cycle, Holder, Leak, is_a_librarys_own
-from zbpipe.leaks._ways import LEFT_OUT, MADE_OF, Ways
+from zbpipe.leaks._ways import Ways, is_part
 from zbpipe.leaks._words import Words
 
 _OWN_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
@@ -22,15 +22,17 @@ _NO_FACTS: tuple[tuple[int, ...], str, int] = ((), "", 0)
 UNSEEN = "C or C++ that cannot be seen"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Found:
     """A leak. ``rank`` is "root", "hidden" (held from where nobody can look), "cycle" (garbage) or "none"; ``address``
-    that of its memory."""
+    that of its memory. Growth adds the step in which it was ``born``, and the ``size`` of its block."""
 
     leak: Leak
     rank: str
     address: int
     excused: str | None = None  # whose own cycle keeps it, if that is a library's
+    born: int = 0
+    size: int = 0
 
 
 @dataclass
@@ -72,14 +74,15 @@ class Scope:
 class Telling:
     """Puts what a search found into words."""
 
-    def __init__(self, ways: Ways, scope: Scope, threads: dict[int, str]) -> None:
+    def __init__(self, ways: Ways, scope: Scope) -> None:
         self._ways, self._heap, self._scope = ways, ways.heap, scope
-        self._words = Words(ways, threads)
+        self._words = Words(ways)
         # By its number: a cycle, from the member on where a chain begins, and the storages that hang on it.
         self._cycles: dict[int, tuple[list[int], list[int]]] = {}
         self._trimmed = self._heap.places_of(scope.trimmed)
         reached = [place for place in self._heap.works if place < self._heap.reached]
-        self._works = [self._words.holders(ways.chain(place)) for place in reached[:_PERHAPS_HELD_BY]]
+        told = (self._words.told(ways.chain(place)) for place in reached[:_PERHAPS_HELD_BY])
+        self._works = [[holder for _, holder in chain] for chain in told]
 
     def result(self, sought: dict[int, list[int]], lost: dict[int, int]) -> Result:
         """``sought`` are storages that are searched for, with the places of their tensors; ``lost`` are blocks that
@@ -103,10 +106,10 @@ class Telling:
         things, rank = self._heap.things, self._ways.rank(place)
         identity, (address, held, device, _) = things[place].address, things[place].memory
         way = [] if rank == "none" else self._ways.chain(place)
-        if len(way) < 2 or (way[-2] != LEFT_OUT and self._is_native(way[-2], "tensor")):
+        if len(way) < 2 or way[-2] in tensors:
             way = way[:-1]  # a tensor stands for its storage
-        tensors = sorted(tensors, key=lambda tensor: not way or tensor != way[-1])
-        shape, dtype, used = things[tensors[0]].facts if tensors else _NO_FACTS
+        shown = [place for place in way[-1:] if place in tensors] or tensors[:1]
+        shape, dtype, used = things[shown[0]].facts if shown else _NO_FACTS
         chain, in_cycle = self._chain(way, rank, identity)
         if chain:
             last = chain[-1]
@@ -165,10 +168,6 @@ class Telling:
         outside = [entry for entry in trace if not entry[0].startswith(_OWN_CODE)]
         return next((_python.place(filename, line) for filename, _, line in outside or trace), None)
 
-    def _is_native(self, place: int, kind: str) -> bool:
-        thing = self._heap.things[place]
-        return type(thing) is _C.Handle and thing.kind == kind
-
     # ---- cycles
 
     def _cycle_of(self, start: int, storage: int) -> list[int]:
@@ -184,23 +183,19 @@ class Telling:
         is excused in ``found``."""
         alike: dict[str, Cycle] = {}
         for cycle, storages in self._cycles.values():
-            first = next((at for at, place in enumerate(cycle) if not _is_part(self._heap.things[place])), 0)
+            first = next((at for at, place in enumerate(cycle) if not is_part(self._heap.things[place])), 0)
             turned = [*cycle[first:], *cycle[:first]]
             links = self._words.told([turned[-1], *turned, turned[0]], 1)
             holders = [holder for at, holder in links if at <= len(turned)]
             text = " -> ".join([*map(_with_line, holders), "back"])
             if is_a_librarys_own(holders):
                 for storage in storages:
-                    found[storage] = replace(found[storage], excused=text)
+                    found[storage].excused = text
                 continue
             held = sum(found[storage].leak.bytes for storage in storages)
             one = alike.setdefault(plain(text), Cycle(text, holders, 0, 0))
             alike[plain(text)] = replace(one, bytes=one.bytes + held, count=one.count + 1)
         return sorted(alike.values(), key=lambda cycle: -cycle.bytes)
-
-
-def _is_part(thing: Any) -> bool:
-    return any(type(thing) is part for part in MADE_OF)
 
 
 def _with_line(holder: Holder) -> str:

@@ -55,30 +55,19 @@ class Grown:
         return "\n    ".join([self.headline, *self.held_by])
 
 
-@dataclass
-class Member:
-    """A leak that the search has found, with its step of birth and the bytes of its block."""
-
-    found: Found
-    born: int
-    size: int
-
-
-Group = tuple[int, list[Member]]
+Group = tuple[int, list[Found]]
 """Where a holder stands in the chains, and what it has."""
 
 
-def groups_of(members: list[Member]) -> list[Group]:
-    groups = by_holder([member.found.leak for member in members])
-    return [(mark, [members[at] for at in places]) for mark, places in groups]
+def groups_of(found: list[Found]) -> list[Group]:
+    groups = by_holder([entry.leak for entry in found])
+    return [(mark, [found[at] for at in places]) for mark, places in groups]
 
 
-def grown_of(mark: int, members: list[Member], is_new: bool = False, is_larger: bool = False) -> Grown:
-    """Of members that hang at one place; ``is_new``: the last steps have made them all."""
-    anew = "" if is_larger else "made anew, and more than before"
-    known = _known(mark, [member.found for member in members], anew if is_new else None)
-    steps = sorted(member.born for member in members)
-    return Grown([member.found.leak for member in members], steps, is_larger, known, 0, mark)
+def grown_of(mark: int, found: list[Found], is_new: bool = False, is_larger: bool = False) -> Grown:
+    """Of what hangs at one place; ``is_new``: the last steps have made it all."""
+    known = _known(mark, found, ("" if is_larger else "made anew, and more than before") if is_new else None)
+    return Grown([entry.leak for entry in found], sorted(entry.born for entry in found), is_larger, known, 0, mark)
 
 
 def _known(mark: int, found: list[Found], anew: str | None) -> str:

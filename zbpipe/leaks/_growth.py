@@ -32,14 +32,14 @@ import torch
 
 from zbpipe import _C
 from zbpipe._formatting import table
-from zbpipe.leaks import _cuda
+from zbpipe._torch import allocator
 from zbpipe.leaks._alike import numbered_spans
 from zbpipe.leaks._collector import collector
-from zbpipe.leaks._grown import Group, Grown, Member, groups_of, grown_of, lines_of
+from zbpipe.leaks._grown import Group, Grown, groups_of, grown_of, lines_of
 from zbpipe.leaks._judge import Windows
 from zbpipe.leaks._report import Report
 from zbpipe.leaks._results import Cycle
-from zbpipe.leaks._search import Scope, natives_now, others_of, search, storages_now
+from zbpipe.leaks._search import Found, Scope, natives_now, others_of, search, storages_now
 
 _LONG_TABLE = 20  # rows; longer ones are folded
 FEWEST = 4  # steps that tell: what the first and the last one leave may be gone after the next
@@ -71,7 +71,7 @@ class Growth:
     def __init__(self) -> None:
         recorder = _C.Recorder(0)
         recorder.start()
-        collector.switch_off()
+        collector.__enter__()
         self._end = weakref.finalize(self, _end, recorder)
         self._since = _C.next_serial()
         # What lived after the last step: its step of birth and its bytes, by a block's serial or a storage's negative.
@@ -79,7 +79,7 @@ class Growth:
         self._sizes: list[tuple[int, Counter[int]]] = []  # how many of each size, at each look
         self._newest_nodes = [-1, -1]  # by their sequence numbers, at the look before the last one and at that
         try:
-            self._counts_others = _cuda.is_in_use()
+            self._counts_others = allocator.is_in_use()
             self._older: object = storages_now()
             self._last: object = None  # storages that others' identities must not be given to
             self._windows = Windows()
@@ -113,7 +113,7 @@ class Growth:
         self._require_open("step()")
         number = len(self.counts) + 1
         is_look = number <= FEWEST or number >= 1.5 * self.looked_at
-        self._counts_others = self._counts_others or _cuda.is_in_use()
+        self._counts_others = self._counts_others or allocator.is_in_use()
         natives = natives_now() if is_look or self._counts_others else {}
         living = {serial: size for _, size, serial in _C.live_blocks(self._since)}
         if natives:
@@ -159,33 +159,34 @@ class Growth:
         windows = _C.storages_of(self._windows.tensors())
         serials = {address: serial for address, _, serial in _C.live_blocks(self._since)}
         result = search(Scope(since=self._since, older=self._older if self._counts_others else None))
-        members, bounded = list[Member](), list[Member]()
+        bounded, others = list[Found](), list[Found]()
         for entry in result.found:
-            born, size = self._living.get(serials.get(entry.address, -entry.leak.storage), (0, 0))
-            if born:
-                (bounded if entry.leak.storage in windows else members).append(Member(entry, born, size))
-        filling, (piles, anew) = self._piled_up(groups_of(bounded))[0], self._piled_up(groups_of(members))
-        self.filling = _by_bytes([grown_of(*group) for group in filling])
+            key = serials.get(entry.address, -entry.leak.storage)
+            entry.born, entry.size = self._living.get(key, (0, 0))
+            if entry.born:
+                (bounded if entry.leak.storage in windows else others).append(entry)
+        filling, (piles, anew) = self._piled_up(groups_of(bounded))[0], self._piled_up(groups_of(others))
+        self.filling = sorted((grown_of(*group) for group in filling), key=lambda group: -group.bytes)
         found = [grown_of(*group) for group in piles]
         if not self._explain([*filling, *piles], rising):
             found += self._made_anew(anew, "counts" not in rising)
             found = found or [Grown()]
         if any(entry.rank == "cycle" or entry.excused for entry in result.found):
             self.cycles = result.cycles
-        return _by_bytes(found)
+        return sorted(found, key=lambda group: -group.bytes)
 
     def _piled_up(self, groups: list[Group]) -> tuple[list[Group], list[Group]]:
         """What both halves of the steps have made, without what the first and the last one made; and the others."""
         piles, others = list[Group](), list[Group]()
-        for mark, members in groups:
-            kept = [member for member in members if 1 < member.born < len(self.counts)]
-            halves = {member.born <= self._middle for member in kept}
-            (piles if len(halves) > 1 else others).append((mark, kept if len(halves) > 1 else members))
+        for mark, found in groups:
+            kept = [entry for entry in found if 1 < entry.born < len(self.counts)]
+            halves = {entry.born <= self._middle for entry in kept}
+            (piles if len(halves) > 1 else others).append((mark, kept if len(halves) > 1 else found))
         return piles, others
 
     def _explain(self, groups: list[Group], rising: list[str]) -> bool:
         """Whether what they have gained since the middle is at least half of what rose."""
-        gained = [member.size for _, members in groups for member in members if member.born > self._middle]
+        gained = [entry.size for _, found in groups for entry in found if entry.born > self._middle]
         tensors, size = (now[-1] - now[self._middle - 1] for now in (self.counts, self.bytes))
         if "counts" in rising and 2 * len(gained) < tensors:
             return False
@@ -195,12 +196,12 @@ class Growth:
         """What has become more of its size since the middle, without what is less than a tenth of the largest."""
         before = next((sizes for step, sizes in reversed(self._sizes) if step <= self._middle), Counter[int]())
         more = Counter(size for _, size in self._living.values()) - before
-        found = []
-        for mark, members in groups:
-            risen = [member for member in members if member.born > self._middle and more[member.size]]
-            found += [grown_of(mark, risen, True, is_larger)] if risen else []
-        most = max((group.bytes for group in found), default=0)
-        return [group for group in found if _LEAST * group.bytes > most]
+        grown = []
+        for mark, found in groups:
+            risen = [entry for entry in found if entry.born > self._middle and more[entry.size]]
+            grown += [grown_of(mark, risen, True, is_larger)] if risen else []
+        most = max((group.bytes for group in grown), default=0)
+        return [group for group in grown if _LEAST * group.bytes > most]
 
     @property
     def _middle(self) -> int:
@@ -274,10 +275,6 @@ def _nodes_of(handle: _C.Handle | None) -> list[_C.Handle]:
     return [one for one, label, _ in held if label == "grad_fn" or (label or "").startswith("next node")]
 
 
-def _by_bytes(groups: list[Grown]) -> list[Grown]:
-    return sorted(groups, key=lambda group: -group.bytes)
-
-
 def report_of(groups: list[Grown], cycles: list[Cycle]) -> Report:
     leaks = sorted((leak for group in groups for leak in group.leaks), key=lambda leak: -leak.bytes)
     return Report(leaks=leaks, cycles=cycles if leaks else [])
@@ -287,4 +284,4 @@ def _end(recorder: Any) -> None:
     try:
         recorder.stop()
     finally:
-        collector.give_back()
+        collector.__exit__()

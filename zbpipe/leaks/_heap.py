@@ -46,6 +46,7 @@ class Heap:
     """What was met. ``things`` are Python objects and handles, ``parents`` the places of who held them first.
 
     ``held`` has what a root holds besides its referents, by the root's identity; a running frame has none of its own.
+    ``threads`` are names of all threads but the main one, by the identities of their frames.
     """
 
     def __init__(self, held: dict[int, list[Any]], ignored: Iterable[Any]) -> None:
@@ -57,7 +58,8 @@ class Heap:
         self.unseen: Counter[str] = Counter()
         self.works: list[int] = []
         self.native: dict[str, list[int]] = {"tensor": [], "storage": [], "node": []}
-        self._held = held
+        self.held = held
+        self.threads: dict[int, str] = {}
         self._special: set[int] = set()  # things with other referents than the collector's
         self._python_references: defaultdict[int, int] = defaultdict(int)
         self._native_references: defaultdict[int, int] = defaultdict(int)
@@ -104,8 +106,8 @@ class Heap:
 
     def references(self, thing: Any) -> Iterator[Reference]:
         """What a thing holds."""
-        if id(thing) in self._held:
-            yield from ((one, None, False) for one in self._held[id(thing)])
+        if id(thing) in self.held:
+            yield from ((one, None, False) for one in self.held[id(thing)])
             return
         if type(thing) is _C.Handle:
             yield from _C.references_of(thing)
@@ -173,7 +175,7 @@ class Heap:
                 self.native[native].append(place)
                 if native != "storage":  # which holds nothing
                     self._special.add(place)
-            elif kind != _PLAIN or id(held) in self._held:
+            elif kind != _PLAIN or id(held) in self.held:
                 self._special.add(place)
                 if kind == _WORK:
                     self.works.append(place)
@@ -200,26 +202,21 @@ class Heap:
         return _PLAIN if _FLAGS.__get__(cls) & _HAS_REFERENTS else _SKIPPED
 
 
-def natives_of(listed: Iterable[Any]) -> dict[str, set[Any]]:
+def natives_of(listed: list[Any]) -> dict[str, set[Any]]:
     """Handles of the tensors, nodes and storages among what is listed, and of all that these hold natively, by their
     kinds. None of them gets a Python object."""
-    natives: dict[int, bool] = {}  # by the identity of the class, which a metaclass may not let be hashed
-    found: dict[str, set[Any]] = {"tensor": set(), "storage": set(), "node": set()}
-    todo = []
-    for one in listed:
-        is_native = natives.get(id(type(one)))
-        if is_native is None:
-            is_native = natives[id(type(one))] = issubclass(type(one), NATIVE_CLASSES) or _C.handle_of(one) is not None
-        if is_native and (handle := _C.handle_of(one)) is not None:
-            found[handle.kind].add(handle)
-            todo.append(handle)
+    samples = {id(type(one)): one for one in listed}  # by identity: a metaclass may not let a class be hashed
+    natives = {
+        cls for cls, one in samples.items() if issubclass(type(one), NATIVE_CLASSES) or _C.handle_of(one) is not None
+    }
+    todo = [handle for one in listed if id(type(one)) in natives and (handle := _C.handle_of(one)) is not None]
+    found = set(todo)
     for handle in todo:  # which becomes longer meanwhile
         for held, _, is_native in _C.references_of(handle):
-            if is_native and type(held) is _C.Handle and held not in (alike := found[held.kind]):
-                alike.add(held)
-                if alike is not found["storage"]:  # which holds nothing
-                    todo.append(held)
-    return found
+            if is_native and type(held) is _C.Handle and held not in found:
+                found.add(held)
+                todo.append(held)
+    return {kind: {handle for handle in todo if handle.kind == kind} for kind in ("tensor", "storage", "node")}
 
 
 def _held_by_array(array: Any, cls: Any) -> list[Any]:

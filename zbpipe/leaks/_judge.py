@@ -11,7 +11,7 @@ import gc
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,8 @@ from zbpipe.leaks._search import Found, storages_now
 _LOOKS = 25  # at what other threads may be about to let go of
 _SECONDS_BETWEEN = 0.02
 _GLOBAL = "module global "
+_A_BUCKET = "a bucket of DistributedDataParallel, which lasts as long as the model"
+_AUTOCASTS = "autocast's weight cache, which lasts until its outermost region ends (torch.clear_autocast_cache())"
 _BOUNDED = (deque, functools._lru_cache_wrapper)  # if they have a greatest length
 
 
@@ -43,15 +45,14 @@ def is_a_constant(chain: Sequence[Holder], modules: set[str]) -> bool:
     )
 
 
-def bounded_blocks(sizes: Iterable[int]) -> dict[int, tuple[int, str]]:
+def bounded_blocks() -> dict[int, tuple[int, str]]:
     """Of blocks that nothing visible holds: how many of each size torch itself may keep, and as what. Keyed by their
     bytes."""
-    found: dict[int, tuple[int, str]] = {}
-    for holds, text in _KEPT_BY_TORCH:
-        wanted = {*sizes} - found.keys()
-        counts = holds() if wanted else Counter[int]()
-        found |= {size: (counts[size], text) for size in wanted & counts.keys()}
-    return found
+    kept = (
+        (ddp.bucket_bytes(_living(DistributedDataParallel)), _A_BUCKET),
+        (_autocast_sizes(), _AUTOCASTS),
+    )
+    return {size: (count, holder) for counts, holder in kept for size, count in counts.items()}
 
 
 def _living(cls: type | tuple[type, ...]) -> list[Any]:
@@ -70,18 +71,6 @@ def _autocast_sizes() -> Counter[int]:
             for weight in _living(torch.nn.Parameter)
             if weight.requires_grad and weight.dtype == torch.float32
         )
-
-
-_KEPT_BY_TORCH = (
-    (
-        _autocast_sizes,
-        "autocast's weight cache, which lasts until its outermost region ends (torch.clear_autocast_cache())",
-    ),
-    (
-        lambda: ddp.bucket_bytes(_living(DistributedDataParallel)),
-        "a bucket of DistributedDataParallel, which lasts as long as the model",
-    ),
-)
 
 
 class Windows:
@@ -131,7 +120,9 @@ def with_fates(found: list[Found], born: dict[int, int], since: int) -> list[Fou
             continue
         else:
             fate = "uncollectable" if entry.rank == "cycle" else "alive"
-        judged.append(entry if fate == entry.leak.fate else replace(entry, leak=replace(entry.leak, fate=fate)))
+        if fate != entry.leak.fate:
+            entry.leak = replace(entry.leak, fate=fate)
+        judged.append(entry)
     return judged
 
 
@@ -150,7 +141,7 @@ def _living_after_others(found: list[Found], born: dict[int, int], freed: set[in
 def without_excused(found: list[Found], imported: set[str]) -> tuple[list[Found], list[str]]:
     """Those that are leaks, and a line for each kind of the others; ``imported`` are modules that it imported."""
     sizes = Counter(entry.leak.bytes for entry in found if entry.rank == "none")
-    bounded = bounded_blocks(sizes) if sizes else {}
+    bounded = bounded_blocks() if sizes else {}
     leaks: list[Found] = []
     kinds: dict[str, tuple[str, list[int]]] = {}  # lines and sizes, by the lines without numbers
     for entry in found:
@@ -166,8 +157,7 @@ def without_excused(found: list[Found], imported: set[str]) -> tuple[list[Found]
             leaks.append(entry)
             continue
         kinds.setdefault(plain(line), (line, []))[1].append(size)
-    return leaks, [f"{_count(sizes)} {line}" for line, sizes in kinds.values()]
-
-
-def _count(sizes: list[int]) -> str:
-    return f"{len(sizes)} storage{'s' * (len(sizes) > 1)} ({sum(sizes)} bytes)"
+    notes = [
+        f"{len(sizes)} storage{'s' * (len(sizes) > 1)} ({sum(sizes)} bytes) {line}" for line, sizes in kinds.values()
+    ]
+    return leaks, notes

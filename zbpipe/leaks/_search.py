@@ -6,8 +6,7 @@ import contextvars
 import gc
 import sys
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 
 from zbpipe import _C
 from zbpipe.leaks import _python
+from zbpipe.leaks._collector import collector
 from zbpipe.leaks._found import Found, Result, Scope, Telling
 from zbpipe.leaks._heap import Heap, natives_of
 from zbpipe.leaks._results import Leak
@@ -27,13 +27,10 @@ _HERE = (str(Path(__file__).parent), str(Path(__file__).parents[1] / "_cli"))  #
 
 
 def search(scope: Scope) -> Result:
-    with _no_collection():
+    with collector:
         # First what Python's audit hooks hear of: they may free what they like.
         listed = gc.get_objects()
-        roots = _Roots(scope.target, scope.returned)
-        heap = roots.explored(ignored=[listed, scope])
-        threads = roots.threads
-        del roots
+        heap = _explored([listed, scope], target=scope.target, returned=scope.returned)
         blocks = _C.live_blocks(scope.since) if scope.target is None else []
         born, sought = _sought(heap, scope, blocks)
         is_all = not born and scope.older is None if scope.target is None else bool(sought)
@@ -42,7 +39,7 @@ def search(scope: Scope) -> Result:
             born, sought = _sought(heap, scope, blocks)
         del listed
         try:
-            return Telling(Ways(heap, _C.handle_of(scope.target)), scope, threads).result(sought, born)
+            return Telling(Ways(heap, _C.handle_of(scope.target)), scope).result(sought, born)
         finally:
             _python.forget()
 
@@ -94,66 +91,49 @@ def others_of(storages: Iterable[_C.Handle], known: object) -> dict[int, int]:
 def natives_now() -> dict[str, set[Any]]:
     """Handles of all tensors that the collector lists, and of what these lead to through autograd, by their kinds.
     Where an application has frozen what lives, the list lacks it: then of all that the roots reach, too."""
-    with _no_collection():
+    with collector:
         listed = gc.get_objects()
         if not gc.get_freeze_count():
             return natives_of(listed)
-        heap = _Roots().explored(ignored=[listed], also=listed)
+        heap = _explored([listed], also=listed)
         return {kind: {heap.things[place] for place in places} for kind, places in heap.native.items()}
 
 
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
+def _explored(ignored: list[Any], also: Iterable[Any] = (), target: Any = None, returned: Any = None) -> Heap:
+    """All that the roots reach, and what is listed ``also``.
 
-
-class _Roots:
-    """Where searches begin: what a checked function returned, modules, context variables and the frames of all threads.
-    Frames of the leak tools are left out, and variables that are the target itself.
-
-    What the frames of libraries hold comes last: the program's place is named where it has the same.
+    Roots are what a checked function returned, modules, context variables and the frames of all threads. Frames of the
+    leak tools are left out, and variables that are the target itself. What the frames of libraries hold comes last: the
+    program's place is named where it has the same.
     """
-
-    def __init__(self, target: Any = None, returned: Any = None) -> None:
-        context = contextvars.copy_context()
-        self._roots: list[Any] = [*([] if returned is None else [returned]), *sys.modules.values(), *context]
-        self._of_libraries: list[Any] = []
-        self._held: dict[int, list[Any]] = {id(variable): [value] for variable, value in context.items()}
-        self.threads: dict[int, str] = {}  # names of all but the main one, by the identities of their frames
-        names = {thread.ident: thread.name for thread in threading.enumerate()}
-        main, current = threading.main_thread().ident, sys._current_frames()
-        for ident, frame in current.items():
-            at: FrameType | None = frame
-            while at is not None:
-                if ident != main:
-                    self.threads[id(at)] = names.get(ident, str(ident))
-                if not at.f_code.co_filename.startswith(_HERE):
-                    variables = [value for _, value in _C.frame_variables(at) if target is None or value is not target]
-                    variables.append(at.f_globals)
-                    if not at.f_code.co_flags & 1:  # a module's or a class's body: its variables are in a dictionary
-                        variables.append(at.f_locals)
-                    is_librarys = _python.library_path(at.f_code.co_filename) is not None
-                    (self._of_libraries if is_librarys else self._roots).append(at)
-                    self._held[id(at)] = variables
-                at = at.f_back
-        # This frame among its own variables would be a cycle, which keeps all callers' frames and what they hold.
-        current.clear()
-        frame = at = None  # type: ignore[assignment]
-
-    def explored(self, ignored: list[Any], also: list[Any] | None = None) -> Heap:
-        """All that the roots reach, and what is listed ``also``."""
-        heap = Heap(self._held, [self, self._roots, self._of_libraries, vars(self), *ignored])
-        for roots in (self._roots, self._of_libraries, also or ()):
-            begin = len(heap.things)
-            heap.add_roots(roots)
-            heap.explore(begin)
-        return heap
+    context = contextvars.copy_context()
+    roots: list[Any] = [*([] if returned is None else [returned]), *sys.modules.values(), *context]
+    of_libraries: list[Any] = []
+    heap = Heap({id(variable): [value] for variable, value in context.items()}, [roots, of_libraries, *ignored])
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main, current = threading.main_thread().ident, sys._current_frames()
+    for ident, frame in current.items():
+        at: FrameType | None = frame
+        while at is not None:
+            if ident != main:
+                heap.threads[id(at)] = names.get(ident, str(ident))
+            if not at.f_code.co_filename.startswith(_HERE):
+                variables = [value for _, value in _C.frame_variables(at) if target is None or value is not target]
+                variables.append(at.f_globals)
+                if not at.f_code.co_flags & 1:  # a module's or a class's body: its variables are in a dictionary
+                    variables.append(at.f_locals)
+                is_librarys = _python.library_path(at.f_code.co_filename) is not None
+                (of_libraries if is_librarys else roots).append(at)
+                heap.held[id(at)] = variables
+            at = at.f_back
+    # This frame among its own variables would be a cycle, which keeps all callers' frames and what they hold.
+    current.clear()
+    frame = at = None  # type: ignore[assignment]
+    for things in (roots, of_libraries, also):
+        begin = len(heap.things)
+        heap.add_roots(things)
+        heap.explore(begin)
+    return heap
 
 
 def identities(watched: object) -> set[int]:

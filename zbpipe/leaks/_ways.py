@@ -14,7 +14,6 @@ from zbpipe.leaks._heap import Heap
 HEAD, TAIL = 12, 6  # of a long chain so many places at its ends are shown
 LEFT_OUT = -2  # stands for the middle
 NOBODY = -1
-MADE_OF = (tuple, dict, types.CellType)  # which say little without what they belong to
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 _FLAGS = vars(type)["__flags__"]
 
@@ -116,6 +115,11 @@ class Ways:
         return [i for i, value in innocence.items() if value == least[self._cycles[i]]]
 
 
+def is_part(thing: Any) -> bool:
+    """Whether it says little without what it belongs to."""
+    return any(type(thing) is part for part in (tuple, dict, types.CellType))
+
+
 def _innocence(thing: Any) -> int:
     """How far a member of a cycle is from being what made it. The program's code and objects come first, then those of
     libraries, then what both are made of, then what autograd makes."""
@@ -123,7 +127,7 @@ def _innocence(thing: Any) -> int:
     if cls is _C.Handle:
         of_function = thing.kind == "node" and issubclass(type(thing.object), FUNCTION_NODE)
         return 0 if of_function else 4 if thing.object is not None else 5
-    if any(cls is part for part in MADE_OF):
+    if is_part(thing):
         return 3
     if cls is types.FunctionType or cls is types.FrameType:
         code = thing.__code__ if cls is types.FunctionType else thing.f_code
@@ -134,36 +138,33 @@ def _innocence(thing: Any) -> int:
 def _components(edges: list[list[int]], is_open: list[bool]) -> list[int]:
     """The number of the cycle (strongly connected component with an edge within) of each vertex, -1 for none.
 
-    S. R. Kosaraju's, as in A. V. Aho, J. E. Hopcroft, J. D. Ullman, Data Structures and Algorithms (1983): what leads
-    back to a vertex, looked for in the reverse order of the ends of a depth-first search.
+    H. N. Gabow, Path-based depth-first search for strong and biconnected components (2000): an edge back to a vertex of
+    the path makes one component of all from there on. A component is whole when the search leaves its first vertex.
     """
-    ended: list[int] = []
-    seen = [not is_it for is_it in is_open]
-    back: dict[int, list[int]] = {}
+    found = [NOBODY] * len(edges)
+    order = [NOBODY if is_it else len(edges) for is_it in is_open]  # among members; past their end what is done with
+    members, firsts = list[int](), list[int]()  # of components that are not whole yet
     for root in range(len(edges)):
-        path = [(root, iter(edges[root]))] if not seen[root] else []
-        seen[root] = True
+        path = [(root, iter(edges[root]))] if order[root] == NOBODY else []
         while path:
             at, targets = path[-1]
+            if order[at] == NOBODY:
+                order[at] = len(members)
+                members.append(at)
+                firsts.append(at)
             for to in targets:
-                if is_open[to]:
-                    back.setdefault(to, []).append(at)
-                if not seen[to]:
-                    seen[to] = True
+                if order[to] == NOBODY:
                     path.append((to, iter(edges[to])))
                     break
+                while order[firsts[-1]] > order[to]:
+                    firsts.pop()
             else:
-                ended.append(path.pop()[0])
-    found = [NOBODY] * len(edges)
-    placed: set[int] = set()
-    for number, root in enumerate(reversed(ended)):
-        members = [] if root in placed else [root]
-        placed.add(root)
-        for member in members:  # which becomes longer meanwhile
-            for to in back.get(member, ()):
-                if to not in placed:
-                    placed.add(to)
-                    members.append(to)
-        for member in members if len(members) > 1 or root in edges[root] else ():
-            found[member] = number
+                path.pop()
+                if firsts[-1] == at:
+                    firsts.pop()
+                    whole = members[order[at] :]
+                    del members[order[at] :]
+                    for member in whole:
+                        order[member] = len(edges)
+                        found[member] = at if len(whole) > 1 or at in edges[at] else NOBODY
     return found

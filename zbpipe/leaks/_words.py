@@ -44,10 +44,10 @@ _PLAIN: tuple[tuple[tuple[Any, ...], str, Any], ...] = (
 
 
 class Words:
-    """Puts the ways of one search into words. ``threads`` are names of threads, by the identities of their frames."""
+    """Puts the ways of one search into words."""
 
-    def __init__(self, ways: Ways, threads: dict[int, str]) -> None:
-        self._ways, self._heap, self._threads = ways, ways.heap, threads
+    def __init__(self, ways: Ways) -> None:
+        self._ways, self._heap = ways, ways.heap
         self._links: dict[int, Holder | None] = {}  # by the places of what is held
         self._made: dict[tuple[Any, ...], Holder] = {}  # one for all that are equal
         # By the identities of containers and of what they hold: keys, or places in a sequence.
@@ -74,9 +74,6 @@ class Words:
             if holder is not None:
                 found.append((at, holder))
         return found
-
-    def holders(self, path: Sequence[int]) -> list[Holder]:
-        return [holder for _, holder in self.told(path)]
 
     def holder(
         self, kind: str, text: str, where: str | None = None, size: int = 0, is_library: bool | None = None
@@ -162,7 +159,8 @@ class Words:
         if cls is types.FunctionType and any(held is part for part in (thing.__globals__, *_parts_of(thing))):
             return None
         if issubclass(cls, _SEQUENCES):
-            return self.holder("list", f"{edge}{type_name(thing)}{self._item(thing, held)}")
+            index = self._key(thing, held)
+            return self.holder("list", f"{edge}{type_name(thing)}{'' if index is NOTHING else f' item {index}'}")
         for classes, kind, words in _PLAIN:
             if issubclass(cls, classes):
                 return self.holder(kind, f"{edge}{words(thing)}", code_place(thing))
@@ -196,7 +194,7 @@ class Words:
                 last = max((number for _, _, number in code.co_lines() if number is not None), default=line)
                 bound = _python.assignment_line(code.co_filename, name, code.co_firstlineno, line, last)
         where = _python.place(code.co_filename, bound or line)
-        thread = self._threads.get(id(frame))
+        thread = self._heap.threads.get(id(frame))
         kind, text = ("frame", text) if thread is None else ("thread", f"thread {thread}: {text}")
         return self.holder(kind, text, where)
 
@@ -237,15 +235,14 @@ class Words:
     def _attribute(self, owner: Any, namespace: Any, held: Any, edge: str) -> Holder | None:
         if self._registry(owner, namespace, held) is not None:
             return None
-        name = NOTHING if namespace is None else self._key(namespace, held)
+        name, of_slot = NOTHING if namespace is None else self._key(namespace, held), None
         is_class = issubclass(type(owner), type)
-        if type(name) is str:
-            return self._attribute_of(owner, "class attribute" if is_class else "attribute", name, edge)
-        slot, cls = _python.slot_of(owner, held)
-        if slot is None:
+        if type(name) is not str:
+            name, of_slot = _python.slot_of(owner, held)
+        if name is None:
             what = f"class {_python.class_name(owner)}" if is_class else f"a {type_name(owner)}"
             return self.holder("object", f"{edge}{what}")
-        return self._attribute_of(owner, "class attribute" if is_class else "attribute", slot, edge, cls)
+        return self._attribute_of(owner, "class attribute" if is_class else "attribute", name, edge, of_slot)
 
     def _attribute_of(self, owner: Any, kind: str, name: str, edge: str, of_slot: Any = None) -> Holder:
         cls = owner if issubclass(type(owner), type) else type(owner)
@@ -266,11 +263,13 @@ class Words:
 
     # ---- places in containers, by identity
 
-    def _key(self, mapping: Any, value: Any) -> Any:
-        """The key under which a dictionary holds a value; NOTHING if it does not."""
-        if id(mapping) not in self._places:
-            self._places[id(mapping)] = {id(held): key for key, held in dict.items(mapping)}
-        return NOTHING if value is None else self._places[id(mapping)].get(id(value), NOTHING)
+    def _key(self, container: Any, value: Any) -> Any:
+        """The key, or the place, under which a dictionary or a sequence holds a value; NOTHING if it does not."""
+        if id(container) not in self._places:
+            base = next((base for base in _SEQUENCES if issubclass(type(container), base)), None)
+            items = dict.items(container) if base is None else enumerate(base.__iter__(container))
+            self._places[id(container)] = {id(held): key for key, held in items}
+        return NOTHING if value is None else self._places[id(container)].get(id(value), NOTHING)
 
     def _is_of_a_module(self, mapping: dict[Any, Any]) -> bool:
         """Without a look-up, which may compare the name with odd keys."""
@@ -278,13 +277,6 @@ class Words:
             names = {key for key in mapping if type(key) is str and key in ("__name__", "__builtins__")}
             self._of_modules[id(mapping)] = len(names) == 2
         return self._of_modules[id(mapping)]
-
-    def _item(self, sequence: Any, value: Any) -> str:
-        if id(sequence) not in self._places:
-            base = next(base for base in _SEQUENCES if issubclass(type(sequence), base))
-            self._places[id(sequence)] = {id(item): index for index, item in enumerate(base.__iter__(sequence))}
-        index = None if value is None else self._places[id(sequence)].get(id(value))
-        return "" if index is None else f" item {index}"
 
 
 def _parts_of(function: types.FunctionType) -> list[Any]:

@@ -43,10 +43,8 @@ class _Leaked(_Failed, TensorLeakError):  # type: ignore[misc]
 
 def _is_asked_for(item: pytest.Item) -> bool:
     marker = item.get_closest_marker("no_tensor_leaks")
-    if "no_tensor_leaks" in getattr(item, "fixturenames", ()):
-        return True
     asked = item.config.getoption("no_tensor_leaks") if marker is None else marker.kwargs.get("action") != "ignore"
-    return bool(asked)
+    return bool(asked) or "no_tensor_leaks" in getattr(item, "fixturenames", ())
 
 
 class _Watch:
@@ -179,7 +177,10 @@ def pytest_runtest_teardown(item: pytest.Item) -> _Wrapper:
             _let_go(item)
         report = watch.end()
         if report and watch.action == "warn":
-            _warn(item, report)
+            warning = TensorLeakWarning(report)
+            warning.args = (_text(item, report),)
+            path, line, _ = item.reportinfo()
+            warnings.warn_explicit(warning, None, str(path), (line or 0) + 1)
         elif report:
             raise _Leaked(_text(item, report), report)
     return result
@@ -190,13 +191,6 @@ def _text(item: pytest.Item, report: Report) -> str:
         f"{item.nodeid} leaks {report.bytes} bytes of tensors: born in it, and neither gone by reference counts nor "
         f"owned by its fixtures\n{report}"
     )
-
-
-def _warn(item: pytest.Item, report: Report) -> None:
-    warning = TensorLeakWarning(report)
-    warning.args = (_text(item, report),)
-    path, line, _ = item.reportinfo()
-    warnings.warn_explicit(warning, None, str(path), (line or 0) + 1)
 
 
 def _let_go(item: pytest.Item) -> None:

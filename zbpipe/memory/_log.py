@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 EVENT = struct.Struct("QQQQII")  # zbp_event in csrc/instruments/core/zbp_record.h
 ALLOC, FREE, FREE_OLDER = range(3)
+ENDED = "_zbpipe_phase"  # an exception's attribute, which may be pickled: the innermost phase that it has ended
 
 Log = Any
 """What feeds a recording: ``_C.Recorder``, or what has its methods."""

@@ -10,16 +10,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import torch
 
 from zbpipe import _C
 from zbpipe._formatting import in_words
+from zbpipe.leaks._search import Scope, search, storages_now
+from zbpipe.memory._log import ENDED
 
 logger = logging.getLogger("zbpipe")
 
-ENDED = "_zbpipe_phase"  # an exception's attribute, which may be pickled: the innermost phase that it has ended
 _OF_THE_CPU = ("DefaultCPUAllocator: can't allocate memory", "not enough memory: you tried to allocate")
 _HOLDERS = 10  # that are described
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
@@ -27,7 +29,7 @@ _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 def reporter(folder: Path) -> Callable[[Any, BaseException | None], None]:
     """For a recording that begins: what to call with it and the exception that has ended it, if any."""
-    return partial(_report, folder, _C.next_serial(), _storages())
+    return partial(_report, folder, _C.next_serial(), storages_now())
 
 
 def _report(folder: Path, since: int, older: object, recording: Any, error: BaseException | None) -> None:
@@ -61,10 +63,8 @@ def _report(folder: Path, since: int, older: object, recording: Any, error: Base
 
 
 def _holders(device: str, since: int, older: object) -> str:
-    from zbpipe.leaks._search import Scope, search
-
     before = {identity: size for on, _, size, identity in _C.storage_spans(older) if on == device}
-    spans = _C.storage_spans(_storages())
+    spans = _C.storage_spans(storages_now())
     came = {identity: size for on, _, size, identity in spans if on == device and identity not in before}
     largest = sorted(came, key=lambda identity: -came[identity])[:_HOLDERS]
     allowed = {span[3] for span in spans}.difference(largest)
@@ -75,12 +75,6 @@ def _holders(device: str, since: int, older: object) -> str:
         f"(weights, say), {in_words(sum(came.values()))} in {len(came)} that came since; the largest of these:"
     )
     return "\n\n".join(map(str, [head, *leaks[:_HOLDERS]]))
-
-
-def _storages() -> object:
-    from zbpipe.leaks._search import storages_now
-
-    return storages_now()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -100,12 +94,8 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def _place_of(error: BaseException) -> str:
     """As " at train.py:12": the innermost line that is neither torch's nor ours."""
-    found, at = "", error.__traceback__
-    while at is not None:
-        if not (file := at.tb_frame.f_code.co_filename).startswith(_LIBRARIES):
-            found = f" at {file}:{at.tb_lineno}"
-        at = at.tb_next
-    return found
+    lines = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
+    return next((f" at {file}:{line}" for file, line in reversed(lines) if not file.startswith(_LIBRARIES)), "")
 
 
 def _without_the_traceback(leak: Any) -> Any:

@@ -14,27 +14,36 @@ a phase's peak
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import inspect
+import itertools
 import operator
 import pathlib
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
 from zbpipe import passes
 from zbpipe._formatting import argument, in_words
+from zbpipe._torch.pipelining import stages_of
 from zbpipe.memory._export import Path, draw, export, phase_table
-from zbpipe.memory._log import Allocation, Log, Marks, Phase, events_of, label, phase_of
-from zbpipe.memory._out_of_memory import ENDED, reporter
-from zbpipe.memory._watch import unwatch, watch
+from zbpipe.memory._log import ENDED, Allocation, Log, Marks, Phase, events_of, label, phase_of
 
 _PASSES = ("I", "W", "B")
 _running: list[Recording] = []
-_lock = threading.Lock()  # of it
+_lock = threading.Lock()  # of it, and of watched stages
+
+METHODS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "forward_one_chunk": lambda _: "forward",
+    "backward_one_chunk": lambda arguments: "B" if arguments.get("full_backward", True) else "I",
+    "backward_weight_one_chunk": lambda _: "W",
+}
+"""A stage's methods, and from their arguments the kind of phase that a call is."""
 
 
 def _observed(kind: str, run: Callable[..., Any], /, *args: Any) -> Any:
@@ -71,6 +80,8 @@ class Recording:
             raise RuntimeError("a recording can be entered once; call zbpipe.memory.record() again for another one")
         self._log.start(gc.get_objects())
         if self._folder is not None:
+            from zbpipe.memory._out_of_memory import reporter  # with which the leak tools come
+
             self._report = reporter(self._folder)
         self._is_running = True
         with _lock:
@@ -79,11 +90,15 @@ class Recording:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        self._is_running, self._is_over = False, True
         with _lock:
             _running.remove(self)
             passes.observer = _observed if _running else None
-        self._is_running, self._is_over = False, True
-        unwatch(self)
+            for stage, name in itertools.product(self._watched, METHODS):
+                method = vars(stage).get(name)
+                if isinstance(method, _Method) and not method.running():
+                    del vars(stage)[name]
+                    vars(stage).update({} if method.before is None else {name: method.before})
         self._log.mark()
         displaced = self._log.stop()
         report, self._report = self._report, None
@@ -146,7 +161,12 @@ class Recording:
         """
         if not self._is_running:
             raise RuntimeError("watch() was called outside of the recording; call it within its with block")
-        watch(self, stages)
+        for stage, name in itertools.product(list(_stages_in(stages)), METHODS):
+            with _lock:
+                self._watched.add(stage)
+                if not isinstance(vars(stage).get(name), _Method):
+                    vars(stage)[name] = _Method(stage, name)
+                vars(stage)[name].recordings.add(self)
 
     # ---- totals
 
@@ -248,3 +268,48 @@ class Recording:
         lines += [f"incomplete: {self.incomplete}"] if self.incomplete else []
         lines += ["", phase_table(phases)] if (phases := self.phases) else []
         return "\n".join(lines)
+
+
+def _stages_in(stages: Any) -> Iterator[Any]:
+    """The stages that Recording.watch() is given. Raises TypeError."""
+    if all(hasattr(stages, name) for name in METHODS):
+        yield stages
+    elif (of_schedule := stages_of(stages)) is not None:
+        yield from of_schedule
+    elif isinstance(stages, Iterable):
+        for stage in stages:
+            yield from _stages_in(stage)
+    else:
+        raise TypeError(
+            f"watch() was given a {type(stages).__name__}; expected a pipeline stage, a schedule or a list of them"
+        )
+
+
+class _Method:
+    """Stands in front of a stage's method, as an attribute of the stage: one that is dropped goes with the next garbage
+    collection. Somebody may keep it, or put another one in front: when its recordings are over it passes calls on."""
+
+    def __init__(self, stage: Any, name: str) -> None:
+        method = getattr(stage, name)
+        functools.update_wrapper(self, method)
+        self._stage, self._name = stage, name
+        self.recordings: weakref.WeakSet[Recording] = weakref.WeakSet()
+        self.before: Callable[..., Any] | None = vars(stage).get(name)
+        self._own = self.before if self.before is not None or hasattr(type(stage), name) else method
+        self._signature = inspect.signature(method)
+
+    def running(self) -> list[Recording]:
+        return [recording for recording in list(self.recordings) if recording._is_running]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # By its class, now: zbpipe's patch and whoever else changes the class between two calls must be met.
+        method = self._own or functools.partial(getattr(type(self._stage), self._name), self._stage)
+        if not (recordings := self.running()):
+            return method(*args, **kwargs)
+        arguments = self._signature.bind(*args, **kwargs).arguments
+        microbatch = arguments.get("fwd_chunk_id", arguments.get("bwd_chunk_id"))
+        kind, stage = METHODS[self._name](arguments), self._stage.stage_index
+        with contextlib.ExitStack() as phases:
+            for recording in recordings:
+                phases.enter_context(recording.phase(kind, stage=stage, microbatch=microbatch))
+            return method(*args, **kwargs)
