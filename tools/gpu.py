@@ -37,7 +37,7 @@ PARTS = {
     "with tensors on the device": 300,
     "all stages on one rank": 60,
     "host time": 90,
-    "memory and products": 90,
+    "memory and products": 150,
     "whole steps": 60,
     "checkpointed steps": 80,
     "captured graph": 20,
@@ -213,7 +213,7 @@ def main():
         gpu.pytest("with tensors on the device", *plugin, *ON_THE_DEVICE, ZBPIPE_DEVICE=given.device)
         gpu.pytest("all stages on one rank", *plugin, *ON_ONE_RANK, ZBPIPE_DEVICE=given.device)
         gpu.measure("host time", "split.py", "--only", "host_time", "--repeat", "5", "--blocks", *BLOCKS)
-        gpu.measure("memory and products", "split.py", "--only", "memory", "--repeat", "10")
+        gpu.measure("memory and products", "split.py", "--only", "memory", "--repeat", "5")
         gpu.measure("whole steps", "step_overhead.py", "--ranks", "1", "--blocks", "16")
         gpu.measure("checkpointed steps", "checkpointed.py", "--ranks", "1", *SIZES[given.device == "cpu"])
         gpu.part("captured graph", [[ROOT / "examples" / "cuda_graph.py"]])
