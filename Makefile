@@ -30,7 +30,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help torch demo docs wheel wheels library dev test test-core test-system test-long test-all test-clients clients nightly programs asan tsan-torch ubsan tsan valgrind fuzz fuzz-long cov lint fmt bench gpu clean pytest
+.PHONY: help torch demo docs wheel wheels library dev test test-core mutants test-system test-long test-all test-clients clients nightly programs asan tsan-torch ubsan tsan valgrind fuzz fuzz-long cov lint fmt bench gpu clean pytest
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -94,7 +94,7 @@ test-clients: ## torchtitan, PEFT and the like, in every configuration, on the n
 clients: $(VENV)/.built $(VENV)/.extras-test $(VENV)/.clients
 	$(PYTEST) -m "long or not long" -o faulthandler_timeout=3000 clients schedules/test_models.py schedules/test_differential.py
 
-test-all: test test-system test-long test-clients ## all of these, one after the other: hours
+test-all: test mutants test-system test-long test-clients ## all of these, one after the other: hours
 
 nightly: ## what .ci/run leaves out: the core's sanitizers and branches; all tests on the newest torch
 	$(MAKE) ubsan tsan cov
@@ -170,5 +170,5 @@ clean: ## remove what was built, and every .venv
 	rm -rf zbpipe/_native/torch_*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# core, test-core, ubsan, tsan, valgrind, fuzz, fuzz-long, cov: the C core alone, without Python and torch.
+# core, test-core, mutants, ubsan, tsan, valgrind, fuzz, fuzz-long, cov: the C core alone, without Python and torch.
 -include tests/core.mk

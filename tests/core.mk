@@ -92,7 +92,7 @@ CORE_PROGRAMS := $(CORE_BUILD)/headers \
 	$(CORE_TESTS:%=$(CORE_BUILD)/plain/bin/%) $(CORE_BUILD)/count/bin/test_large \
 	$(CORE_TESTS:%=$(CORE_BUILD)/asan/bin/%) $(FUZZ_TARGETS:%=$(CORE_BUILD)/asan/bin/%)
 
-.PHONY: core core-programs test-core ubsan tsan valgrind fuzz fuzz-long cov
+.PHONY: core core-programs test-core mutants ubsan tsan valgrind fuzz fuzz-long cov
 
 core: $(CORE_LIB) ## build the C core as a static library (build/core/libzbpcore.a)
 
@@ -108,6 +108,8 @@ test-core: ## test the C core, plain and under AddressSanitizer and UBSan, and f
 		"$(CORE_BUILD)/asan/bin/fuzz_plan 40000 1" \
 		"$(CORE_BUILD)/asan/bin/fuzz_weight_pass 40000 1" \
 		"$(CORE_BUILD)/asan/bin/fuzz_record 1000 1"
+
+mutants: ## put known faults back into the C core, one at a time: the tests must find each
 	@CC="$(CC)" sh tests/c/mutants.sh $(CORE_BUILD)/mutants 400000
 
 # How many inputs each fuzz target gets in ubsan, and on each of four threads in tsan.
