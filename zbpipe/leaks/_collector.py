@@ -33,15 +33,18 @@ class Collector:
     def __exit__(self, *error: object) -> None:
         with self._lock:
             self._users = max(self._users - 1, 0)  # 0 in a child of a fork
-            if self._users == 0 and self._before is not None:
-                if gc.get_threshold()[0] == 0:
-                    gc.set_threshold(*self._before)
-                self._before = None
+            if self._users == 0:
+                self._restore()
 
     def forget(self) -> None:
         """In a child process, where none of its users goes on."""
         self._lock, self._users = threading.Lock(), 0
-        self.__exit__()
+        self._restore()
+
+    def _restore(self) -> None:
+        if self._before is not None and gc.get_threshold()[0] == 0:
+            gc.set_threshold(*self._before)
+        self._before = None
 
 
 collector = Collector()

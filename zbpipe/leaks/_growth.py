@@ -25,8 +25,8 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from itertools import groupby, pairwise
-from typing import Any
 
 import torch
 
@@ -69,10 +69,11 @@ class Growth:
     """
 
     def __init__(self) -> None:
-        recorder = _C.Recorder(0)
+        recorder, begun = _C.Recorder(0), ExitStack()
         recorder.start()
-        collector.__enter__()
-        self._end = weakref.finalize(self, _end, recorder)
+        begun.callback(recorder.stop)
+        begun.enter_context(collector)
+        self._end = weakref.finalize(self, begun.close)
         self._since = _C.next_serial()
         # What lived after the last step: its step of birth and its bytes, by a block's serial or a storage's negative.
         self._living: dict[int, tuple[int, int]] = {}
@@ -278,10 +279,3 @@ def _nodes_of(handle: _C.Handle | None) -> list[_C.Handle]:
 def report_of(groups: list[Grown], cycles: list[Cycle]) -> Report:
     leaks = sorted((leak for group in groups for leak in group.leaks), key=lambda leak: -leak.bytes)
     return Report(leaks=leaks, cycles=cycles if leaks else [])
-
-
-def _end(recorder: Any) -> None:
-    try:
-        recorder.stop()
-    finally:
-        collector.__exit__()

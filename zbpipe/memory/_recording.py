@@ -161,9 +161,10 @@ class Recording:
         """
         if not self._is_running:
             raise RuntimeError("watch() was called outside of the recording; call it within its with block")
-        for stage, name in itertools.product(list(_stages_in(stages)), METHODS):
-            with _lock:
-                self._watched.add(stage)
+        given = list(_stages_in(stages))
+        with _lock:
+            self._watched.update(given)
+            for stage, name in itertools.product(given, METHODS):
                 if not isinstance(vars(stage).get(name), _Method):
                     vars(stage)[name] = _Method(stage, name)
                 vars(stage)[name].recordings.add(self)
