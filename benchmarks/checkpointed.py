@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from bench.memory import GPUMemory
+from bench.memory import recorded
 from bench.results import add_argument, now, spread, write
 from bench.stages import Stage, transformer
 from torch import nn
@@ -37,7 +37,7 @@ from zbpipe._formatting import table
 ROUNDS = 3
 INTERLEAVED = "ScheduleInterleavedZeroBubble"
 SCHEDULES = (INTERLEAVED, "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
-KEPT = {word: word for word in ("keep", "recompute", "input_pass")}
+SIDES = {"torch": None, "keep": "keep", "recompute": "recompute", "input_pass": "input_pass"}  # policies
 
 
 class Sizes(NamedTuple):
@@ -80,16 +80,13 @@ class Side:
                 stack.enter_context(zbpipe.patch())
                 stack.enter_context(zbpipe.policy(checkpoint=self.policy))  # type: ignore[arg-type]
             dist.barrier()
-            recording = None
-            if not is_timed:
-                recorder = zbpipe.memory.record(max_events=0) if self.device == "cpu" else GPUMemory()
-                recording = stack.enter_context(recorder)
+            recording = None if is_timed else stack.enter_context(recorded(self.device))
             begin = now(self.device)
             self.schedule.step(*given, **target)
             took = now(self.device) - begin
-        if is_timed:
+        if recording is None:
             self.seconds.append(slowest(took))
-        elif recording is not None:
+        else:
             self.peak = int(slowest(recording.peak))
             self.computed = slowest((computed_by(self.modules) - before) / self.forwards - 1)
 
@@ -106,7 +103,7 @@ def slowest(number: float) -> float:
 
 
 def measure(name: str, microbatches: int, *given: Any) -> dict[str, Any]:
-    sides = {word: Side(name, microbatches, policy, *given) for word, policy in {"torch": None, **KEPT}.items()}
+    sides = {word: Side(name, microbatches, policy, *given) for word, policy in SIDES.items()}
     for is_timed in [False, False, *[True] * ROUNDS]:  # the first step makes the gradients
         for side in sides.values():
             side.step(is_timed)

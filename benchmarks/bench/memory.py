@@ -163,7 +163,7 @@ class GPUMemory:
 
     @property
     def peak(self) -> int:
-        """Since the recording began or a phase ended."""
+        """Since the recording or its last phase began."""
         return torch.cuda.max_memory_allocated() - self.before
 
     @property
@@ -177,12 +177,17 @@ class GPUMemory:
         self.phases.append(Phase(self.peak))
 
 
+def recorded(device: str) -> Any:
+    """A context that counts the allocator's bytes, exactly."""
+    return zbpipe.memory.record(max_events=0) if device == "cpu" else GPUMemory()
+
+
 def count(stage: Stage, side: Side, device: str = "cpu") -> Bytes:
     run = Microbatch(copy.deepcopy(stage), side, device)
     gc.collect()  # torch's groups are cycles: those of an earlier run must not be freed in this one
     gc.disable()
     try:
-        with zbpipe.memory.record() if device == "cpu" else GPUMemory() as rec:
+        with recorded(device) as rec:
             run.forward()
             after_forward, computed = rec.live, run.stage.computed
             with rec.phase("I"):

@@ -5,7 +5,19 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from support.oracle import Stage, case, check, fresh, needs_zbpipe, no_grads, random_input, table, weight, zb
+from support.oracle import (
+    Stage,
+    bfloat16_autocast,
+    case,
+    check,
+    fresh,
+    needs_zbpipe,
+    no_grads,
+    random_input,
+    table,
+    weight,
+    zb,
+)
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -36,10 +48,6 @@ def bag(m, x):
 
 def float32s(forward, *shape):
     return Stage(forward, a=weight(*shape, dtype=torch.float32), b=weight(*shape, dtype=torch.float32))
-
-
-def bfloat16_autocast():
-    return torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16)
 
 
 def transposed():

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 from support.functions import FailsAt
-from support.oracle import Stage, check, needs_zbpipe, random_input, weight, zb
+from support.oracle import Stage, bfloat16_autocast, check, needs_zbpipe, random_input, weight, zb
 from torch import nn
 from torch.nn import functional as F
 
@@ -146,10 +146,6 @@ def test_gradients_of_odd_layouts(layout):
     if layout == "expanded weight":
         m = Stage(lambda m, x: x @ m.w, w=nn.Parameter(torch.randn(K, 1).expand(K, 4)))
     check(m, random_input(M, K, dtype=dtype), setup=setup if layout != "double" else lambda m: None, microbatches=3)
-
-
-def bfloat16_autocast():
-    return torch.autocast("cpu", dtype=torch.bfloat16)
 
 
 def test_autocast_needs_the_temporaries_of_an_ordinary_backward():

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from support.oracle import (
     ORDERS,
     Stage,
+    bfloat16_autocast,
     case,
     check,
     fresh,
@@ -318,7 +319,7 @@ def test_hook_on_a_weight_below_a_shared_computation_gets_each_microbatch_by_its
 
 def under_one_autocast(run):
     """The cast of each weight is cached until the outermost block ends."""
-    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
+    with bfloat16_autocast():
         for k in run.microbatches:
             run.forward(k)
     for k in run.microbatches:
@@ -337,7 +338,7 @@ def test_casts_cached_by_one_autocast_block_around_all_forwards():
         random_input(4, 8),
         setup=setup,
         orders=(under_one_autocast,),
-        forward_context=lambda: torch.autocast(torch.get_default_device().type, torch.bfloat16),
+        forward_context=bfloat16_autocast,
         rtol=2e-2,
         atol=2e-2,
     )

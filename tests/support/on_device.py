@@ -76,8 +76,7 @@ NOT_OF_THE_LATE_DEVICE = {
         "[sparse gradient",
         "test_warning_made_an_error_among",
     ),
-    "no compiler makes kernels for it": ("inductor",),
-    "torch has no autocast for it": ("autocast",),
+    "torch has no autocast for it": ("test_dtypes_and_layouts[autocast", "test_casts_cached_by_one_autocast"),
 }
 
 

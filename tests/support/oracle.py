@@ -307,6 +307,11 @@ def no_grads(outputs):
     return None
 
 
+def bfloat16_autocast():
+    """On the device of what the tests make."""
+    return torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16)
+
+
 def make_input(spec):
     if isinstance(spec, tuple):
         return torch.randn(spec, dtype=torch.float64, requires_grad=True)
