@@ -24,7 +24,8 @@ UNITS = int(os.environ.get("ZBPIPE_UNITS", "6"))
 
 VERSION = runpy.run_path("zbpipe/_version.py")["__version__"]
 
-FLAGS = ["-Wall", "-Wextra", "-fvisibility=hidden"]
+# Else gcc guesses which class is destroyed behind a base of libtorch's, and wants a table that libtorch does not export.
+FLAGS = ["-Wall", "-Wextra", "-fvisibility=hidden", "-fno-devirtualize-speculatively"]
 C_FLAGS = ["-std=c11", "-Wconversion", "-Wshadow"]
 # A C library without level 3 takes it for level 2.
 HARDENED = ["-O2", "-g0", "-fstack-protector-strong", "-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=3"]
