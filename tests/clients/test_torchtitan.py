@@ -67,7 +67,7 @@ class Runs:
         name = alone(name) if module == "alone" else name
         failed = sorted(folder.glob(f"{name}.?.failed"))
         if failed:
-            return "\n".join(file.read_text()[-3000:] for file in failed)
+            return "\n".join(file.read_text() for file in failed)
         ranks = [torch.load(file) for file in sorted(folder.glob(f"{name}.?"))]
         assert ranks, "\n".join(file.read_text()[-2000:] for file in sorted(folder.glob("output.?")))
         return {
