@@ -24,18 +24,13 @@ enum {
     ZBP_TO_NOWHERE   /* it leaves the closure */
 };
 
-/* How an edge gets there. */
-enum {
-    ZBP_EDIT_OF_STAND_IN, /* the stand-in of its node gets it; the node keeps its own */
-    ZBP_EDIT_OF_BOTH,     /* likewise, and the node's own is cut until the run is over */
-    ZBP_EDIT_FOR_GOOD,    /* the node's own is replaced, once I has succeeded for good */
-    ZBP_EDIT_FOR_THE_RUN  /* it is replaced until the run is over */
-};
-
+/* A change of one edge. The node's own edge is put back after the run, unless it leads to a stand-in
+ * now: such an edge stays as it is once I has succeeded. */
 typedef struct zbp_edit {
-    uint32_t edge; /* of the graph */
-    uint8_t to;    /* ZBP_TO_* */
-    uint8_t how;   /* ZBP_EDIT_* */
+    uint32_t edge;       /* of the graph */
+    uint8_t to;          /* ZBP_TO_* */
+    bool is_of_stand_in; /* the edge's node is split: its stand-in gets the new edge */
+    bool is_of_node;     /* the node's own edge is replaced */
 } zbp_edit;
 
 /* Held by the caller. Zeroed is legal: it was not built. */

@@ -8,6 +8,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/functions/tensor.h>
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 
 #include "shim/group/dtensor.h"
@@ -185,6 +186,11 @@ at::Tensor pin(SavedVariable& saved, Node& node, bool is_read_by_w) {
   return tensor;
 }
 
+NodePtr saver_of(Node& node) {
+  const auto* slices = as<torch::autograd::CopySlices>(node);
+  return ref_of(slices && slices->fn ? *slices->fn : node);
+}
+
 void forget_saved(Node& node) {
   const Separable separable = *separate(node);
   for (const Part& part : separable.parts) {
@@ -275,11 +281,10 @@ void take_matrices(Task& task, Node& node, const variable_list& grads) {
   task.arguments.clear();
   const Separable separable = *separate(node);
   const bool may_leave_packed = std::exchange(task.plan().leaves_packed, false);
-  if (task.kind() == ZBP_TASK_PRODUCT &&
-      take_product(task, node, grads, separable, may_leave_packed)) {
-    return;
-  }
   if (task.kind() == ZBP_TASK_PRODUCT) {
+    if (take_product(task, node, grads, separable, may_leave_packed)) {
+      return;
+    }
     task.defer_product();
   }
   take_deferred(task, node, grads, separable, may_leave_packed);

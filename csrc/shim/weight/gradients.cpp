@@ -5,6 +5,7 @@
 #include <ATen/MemoryOverlap.h>
 #include <ATen/TensorUtils.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/record_function.h>
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/generated/Functions.h>
@@ -15,7 +16,6 @@
 #include "shim/weight/zbp_weight.h"
 #include "shim/torch/error.h"
 #include "shim/torch/nodes.h"
-#include "shim/torch/ranges.h"
 #include "shim/group/work.h"
 
 namespace zbp {
@@ -313,7 +313,7 @@ bool add_product(const Weight& weight, const Task& task, size_t f, zbp_how how) 
 }
 
 void add_alone(Group& group, uint32_t number, zbp_how how) {
-  const ProfiledRange range("zbpipe::group");
+  RECORD_USER_SCOPE("zbpipe::group");
   Task& task = group.tasks[group.layout.face[number].task];
   Weight& weight = group.weights[group.layout.face[number].weight];
   const size_t f = number - task.plan().face_begin;

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <utility>
 
+#include <ATen/record_function.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 
@@ -15,7 +16,6 @@
 #include "shim/engine/stand_in.h"
 #include "shim/weight/zbp_weight.h"
 #include "shim/torch/error.h"
-#include "shim/torch/ranges.h"
 #include "shim/group/work.h"
 
 namespace zbp {
@@ -93,7 +93,7 @@ class TaskNode : public Node {
     if (task_ >= group_->tasks.size()) {
       return grads;
     }
-    const ProfiledRange range("zbpipe::group");
+    RECORD_USER_SCOPE("zbpipe::group");
     Task& task = group_->tasks[task_];
     variable_list outputs;
     if (task.kind() == ZBP_TASK_DEFERRED) {

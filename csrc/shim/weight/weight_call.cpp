@@ -6,6 +6,7 @@
 #include <unordered_map>
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 
 #include "shim/group/facts.h"
@@ -14,7 +15,6 @@
 #include "shim/torch/gil.h"
 #include "shim/torch/nodes.h"
 #include "shim/torch/python.h"
-#include "shim/torch/ranges.h"
 #include "shim/group/streams.h"
 #include "shim/group/work.h"
 
@@ -253,7 +253,7 @@ int zbp_weight_call(zbp_group* const* groups, size_t count, zbp_how how, bool ma
     const Call call(groups, count);
     check(call, main_grad);
     const at::AutoGradMode no_grad(false);
-    const ProfiledRange range("zbpipe::weight_pass");
+    RECORD_USER_SCOPE("zbpipe::weight_pass");
     zbp_how told = how;
     told.is_anomaly = torch::autograd::AnomalyMode::is_enabled();
     const int status = [&] {
