@@ -56,8 +56,8 @@ static int make_arrays(zbp_plan *plan, const work *w)
 {
     size_t nodes = w->graph->node_count, edges = w->graph->edge_count;
     size_t begins = (size_t)w->group_count + 1;
-    size_t words = nodes * 2 + 1 + edges + begins * 3 + w->split_count + w->weight_count +
-                   w->outside_count;
+    size_t words =
+        nodes * 2 + 1 + edges + begins * 3 + w->split_count + w->weight_count + w->outside_count;
     uint32_t *rest = zbpi_resize(NULL, words * sizeof *rest + nodes);
 
     if (rest == NULL)

@@ -16,16 +16,16 @@
 
 ZBP_BEGIN_C
 
-/* Where a gradient goes, while I runs, that an edge or a root leads to a node. */
+/* Where an edge or a root sends its gradient while I runs. */
 enum {
-    ZBP_TO_NODE,     /* there: a node of the closure that I runs as it is */
+    ZBP_TO_NODE,     /* to its node, which is in the closure and runs as it is */
     ZBP_TO_STAND_IN, /* to what stands in for a split node */
     ZBP_TO_CAPTURE,  /* to what captures the gradient of an input */
     ZBP_TO_NOWHERE   /* it leaves the closure */
 };
 
-/* A change of one edge. The node's own edge is put back after the run, unless it leads to a stand-in
- * now: such an edge stays as it is once I has succeeded. */
+/* A change of one edge. The node's own edge is put back after the run. But one that leads to a
+ * stand-in stays changed, once I has succeeded. */
 typedef struct zbp_edit {
     uint32_t edge;       /* of the graph */
     uint8_t to;          /* ZBP_TO_* */

@@ -23,9 +23,9 @@ using torch::autograd::AccumulateGrad;
 
 namespace {
 
-/// torch's reentrant checkpoint runs a backward of its own: an accumulation that only I's caller
-/// can redirect, and that no edge tells of. One that leads to no input and no weight, but to a leaf
-/// that somebody made for it, would not run.
+/// torch's reentrant checkpoint runs a backward of its own, of which no edge tells, and adds to the
+/// weights' .grad. I's caller alone can move that to main_grad. A checkpoint that leads neither to
+/// an input nor to a weight, but to a leaf that somebody made for it, would not run.
 void refuse_reentrant(const zbp_scene& scene, const zbp_survey& survey) {
   for (uint32_t id = 0; id < survey.graph.node_count; ++id) {
     const bool runs_in_i = (survey.plan.flag[id] & ZBP_NODE_CLOSURE) != 0;

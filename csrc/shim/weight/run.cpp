@@ -293,9 +293,9 @@ struct Mirror {
     }
   }
 
-  /// Tasks into an ordinary backward's order. A device's thread may begin with the first task while
-  /// others are not in its queue yet. It hands nothing on until all are, so the order of sums does
-  /// not depend on time if that first one is due.
+  /// Puts the tasks into an ordinary backward's order. A device's thread may begin the first task
+  /// while others are not in its queue yet. Until all are, it hands no gradient on. So the order of
+  /// sums does not depend on time, if the first task is the one that is due.
   void sort_starts() {
     const auto tasks = starts.begin() + static_cast<ptrdiff_t>(grads.size());
     std::stable_sort(tasks, starts.end(), [](const Edge& a, const Edge& b) {

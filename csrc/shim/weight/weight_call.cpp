@@ -58,7 +58,8 @@ void check_leaves(const Group& group, size_t g) {
   }
 }
 
-/// What was changed: in words and by its versions; and who reads it, why that matters, what to do.
+/// tensor: what was changed, in words. what: what the group does with it. reader: a sentence on who
+/// reads it, or nothing.
 [[noreturn]] void refuse_modified(size_t g, const std::string& tensor, uint32_t seen, uint32_t now,
                                   const char* what, const std::string& reader, const char* advice) {
   refuse(PyExc_RuntimeError,
@@ -127,8 +128,8 @@ void check_unmodified(const Group& group, size_t g) {
   }
 }
 
-/// The weights that regions read which W computes again: each I's list once, up to the last node
-/// for which a group of the call computes one.
+/// Checks the weights that regions read which W computes again. Each I's list is read once, up to
+/// the last node for which a group of the call computes a region.
 void check_reads(const Call& call) {
   struct Last {
     uint64_t recomputed_for = 0;
