@@ -2,12 +2,10 @@
 // it: Start -> task nodes -> (proxies of the nodes outside the closure) -> sinks.
 
 #include <algorithm>
-#include <exception>
 #include <mutex>
 #include <utility>
 
 #include <ATen/record_function.h>
-#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 
 #include "shim/engine/engine.h"
@@ -33,36 +31,27 @@ namespace {
 class Shared {
  public:
   explicit Shared(bool retain) : retain(retain) {}
+  ~Shared() { zbp_error_clear(&error_); }
+  Shared(const Shared&) = delete;
+  Shared& operator=(const Shared&) = delete;
 
   template <class Body>
   void noting_errors(const Body& body) {
     try {
       body();
-    } catch (python_error& error) {
-      error.persist();
-      note(std::current_exception());
     } catch (...) {
-      note(std::current_exception());
+      const std::lock_guard<std::mutex> lock(mutex_);
+      status_ = keep_exception(&error_);
     }
   }
-  void rethrow() {
-    if (error_) {
-      std::rethrow_exception(std::exchange(error_, nullptr));
-    }
-  }
+  void rethrow() { check_status(status_, error_); }
 
   const bool retain;  // W is to run again: nothing of the tasks' may be taken
 
  private:
-  void note(std::exception_ptr error) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (!error_) {
-      error_ = std::move(error);
-    }
-  }
-
   std::mutex mutex_;
-  std::exception_ptr error_;
+  int status_ = ZBP_OK;
+  zbp_error error_{};
 };
 using SharedPtr = std::shared_ptr<Shared>;
 

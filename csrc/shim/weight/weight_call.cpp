@@ -313,11 +313,10 @@ void zbp_group_close(zbp_group* handle) {
     if (output.use_count() > 1) {
       continue;  // another group reads it yet
     }
-    zbp_error error{};
-    if (auto tensor = output->lock(); tensor && kept_in(&error, [&] {
-                                                  detach_output(at::Tensor(std::move(tensor)));
-                                                }) != ZBP_OK) {
-      zbp_error_clear(&error);  // it keeps its history, which costs memory alone
+    if (auto tensor = output->lock()) {
+      zbp_error ignored{};  // then it keeps its history, which costs memory alone
+      kept_in(&ignored, [&] { detach_output(at::Tensor(std::move(tensor))); });
+      zbp_error_clear(&ignored);
     }
   }
 }
