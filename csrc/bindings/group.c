@@ -43,8 +43,9 @@ static int group_clear(PyObject *op)
     return 0;
 }
 
-PyObject *zbp_group_wrap(PyTypeObject *type, zbp_group *group)
+PyObject *zbp_group_wrap(void *group_type, zbp_group *group)
 {
+    PyTypeObject *type = group_type;
     group_object *self = (group_object *)type->tp_alloc(type, 0);
     if (self == NULL) {
         zbp_group_free(group);

@@ -1,6 +1,6 @@
 /* module.c - the extension module zbpipe._C.
  *
- * There is no static mutable state: types and exceptions live in the module's state (state.c).
+ * There is no static mutable state: types and exceptions live in the module's state (parts.h).
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>

@@ -32,8 +32,8 @@ int zbp_read_flag(PyObject *policy, const char *name, bool *out);
 /* Adds the type ParamGroup. New reference, or NULL with an error set. */
 PyTypeObject *zbp_add_group(PyObject *module);
 
-/* A new ParamGroup. Steals group; frees it on an error. */
-PyObject *zbp_group_wrap(PyTypeObject *type, zbp_group *group);
+/* A new ParamGroup, of that type: a zbp_wrap. Steals group; frees it on an error. */
+PyObject *zbp_group_wrap(void *group_type, zbp_group *group);
 
 /* The group in a ParamGroup. Precondition: object is one. Borrowed from it. */
 zbp_group *zbp_group_in(PyObject *object);
@@ -44,4 +44,7 @@ typedef struct zbp_module_state {
     PyObject *run_error;      /* what a backward that failed raises */
 } zbp_module_state;
 
-zbp_module_state *zbp_state_of(PyObject *module);
+static inline zbp_module_state *zbp_state_of(PyObject *module)
+{
+    return (zbp_module_state *)PyModule_GetState(module);
+}

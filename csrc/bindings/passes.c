@@ -64,11 +64,6 @@ bool zbp_passes_run_elsewhere(void)
     return running != running_here;
 }
 
-static PyObject *wrap_group(void *type, zbp_group *group)
-{
-    return zbp_group_wrap(type, group);
-}
-
 PyDoc_STRVAR(
     input_pass_doc,
     "input_pass(outputs, output_grads, inputs, weights, policy, /)\n--\n\n"
@@ -101,7 +96,7 @@ static PyObject *input_pass(PyObject *module, PyObject *args)
         return NULL;
     }
     pass_begins();
-    result = zbp_or_raise(zbp_input_call(&given, zbp_pass_inputs, wrap_group,
+    result = zbp_or_raise(zbp_input_call(&given, zbp_pass_inputs, zbp_group_wrap,
                                          zbp_state_of(module)->group_type, &has_begun, &error),
                           &error);
     if (result == NULL && has_begun && PyErr_ExceptionMatches(PyExc_Exception)) {

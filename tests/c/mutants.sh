@@ -122,9 +122,9 @@ split=core/pass/zbp_split.c
 mutant_of_split "an edge to an input leads to the node behind it" $split \
     's/return ZBP_TO_CAPTURE;/return ZBP_TO_NODE;/'
 mutant_of_split "a node that W runs again computes its weights' gradients in I too" $split \
-    's/to == ZBP_TO_NOWHERE \&\& !is_whole/false/'
+    's/edit.to == ZBP_TO_NOWHERE \&\& task->kind != ZBP_TASK_WHOLE/false/'
 mutant_of_split "an edge that leaves the closure stays as it is" $split \
-    's/} else if (to != ZBP_TO_NODE) {/} else if (to == ZBP_TO_CAPTURE) {/'
+    's/is_of_node = edit.to != ZBP_TO_NODE/& \&\& edit.to != ZBP_TO_NOWHERE/'
 mutant_of_split "a path passes a node where gradients meet" $split \
     's/} else if (adds_up) {/} else if (false) {/'
 mutant_of_split "a path passes a node that is watched" $split \

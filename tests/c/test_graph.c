@@ -11,7 +11,7 @@ static void empty(void)
     zbp_graph_fini(&zeroed);
     zbp_graph_fini(&zeroed);
     graph = (zbp_graph){0};
-    CHECK(!zbp_graph_find(&graph, model_key(0), NULL));
+    CHECK(!zbp_map_find(&graph.id_of, model_key(0), NULL));
     zbp_graph_fini(&graph);
 }
 
@@ -24,7 +24,7 @@ static void ids_are_dense_in_order_of_discovery(void)
     for (int i = 0; i < 20000; i++) {
         const void *key = model_key(model_below(&random, 5000));
         uint32_t id = ZBP_NONE, found = ZBP_NONE;
-        bool there = zbp_graph_find(&graph, key, &found);
+        bool there = zbp_map_find(&graph.id_of, key, &found);
 
         REQUIRE(zbp_graph_add_node(&graph, key, &id) == ZBP_OK);
         REQUIRE(id == (there ? found : next) && graph.key[id] == key && graph.mark[id] == 0);

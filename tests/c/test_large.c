@@ -143,7 +143,7 @@ static cost measure(enum shape shape, uint32_t n)
 static void counter_sees_work(void)
 {
     blocks = 0;
-    CHECK(!zbp_graph_find(&(zbp_graph){0}, &blocks, NULL));
+    CHECK(!zbp_map_find(&(zbp_map){0}, &blocks, NULL));
     CHECK(blocks > 0);
 }
 
@@ -156,7 +156,7 @@ static double quadratic_work(uint32_t n)
     for (uint32_t i = 0; i < n; i++) {
         REQUIRE(add(&g, i, 0) == ZBP_OK);
         for (uint32_t j = 0; j < i; j++)
-            REQUIRE(zbp_graph_find(&g, g.key[j], NULL));
+            REQUIRE(zbp_map_find(&g.id_of, g.key[j], NULL));
     }
     zbp_graph_fini(&g);
     return (double)blocks / n;

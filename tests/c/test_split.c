@@ -95,8 +95,7 @@ static void run_edges(const world *w, reached *r, uint32_t node, bool as_stand_i
 {
     for (uint32_t e = 0; e < w->graph.edge_count; e++) {
         const zbp_edit *edit = edit_of(w, e);
-        const bool of_stand_in =
-            edit != NULL && (edit->how == ZBP_EDIT_OF_STAND_IN || edit->how == ZBP_EDIT_OF_BOTH);
+        const bool of_stand_in = edit != NULL && edit->is_of_stand_in;
 
         if (w->graph.edge[e].src != node)
             continue;
@@ -175,15 +174,14 @@ static void what_w_runs_again_is_cut_off_from_its_weights(void)
             CHECK(i == 0 || edit[-1].edge < edit->edge);
             CHECK(has(&w, edge->src, ZBP_NODE_CLOSURE) &&
                   !is_marked(&w, edge->src, ZBP_ROLE_INPUT));
-            CHECK(is_split == (edit->how == ZBP_EDIT_OF_STAND_IN || edit->how == ZBP_EDIT_OF_BOTH));
+            CHECK(is_split == edit->is_of_stand_in);
             if (is_split) {
                 const zbp_layout *layout = &w.split.layout[w.plan.group[edge->src]];
                 const bool is_whole = layout->task[w.split.task[edge->src]].kind == ZBP_TASK_WHOLE;
 
-                CHECK((edit->how == ZBP_EDIT_OF_BOTH) == (edit->to == ZBP_TO_NOWHERE && !is_whole));
+                CHECK(edit->is_of_node == (edit->to == ZBP_TO_NOWHERE && !is_whole));
             } else {
-                CHECK(edit->to != ZBP_TO_NODE);
-                CHECK((edit->how == ZBP_EDIT_FOR_GOOD) == (edit->to == ZBP_TO_STAND_IN));
+                CHECK(edit->is_of_node && edit->to != ZBP_TO_NODE);
             }
         }
         fini(&w);

@@ -18,10 +18,3 @@ void *zbpi_zeroed(size_t size);
  * the array, perhaps elsewhere, and sets *capacity. Returns NULL if there is no memory or the size
  * does not fit; then the array and *capacity are as before. */
 void *zbpi_grow(void *p, uint32_t *capacity, uint32_t first, size_t item_size);
-
-/* One block for many arrays: this many 32-bit numbers and, behind them, bytes. Its contents are not
- * set. ZBP_ENOMEM, ZBP_EOVERFLOW: the output is left alone. */
-int zbpi_block_new(uint64_t words, uint32_t bytes, void **block_out);
-
-/* The next array of a block of which *rest is left. */
-uint32_t *zbpi_block_take(uint32_t **rest, size_t count);

@@ -57,11 +57,6 @@ int zbp_graph_add_node(zbp_graph *graph, const void *key, uint32_t *id_out)
     return ZBP_OK;
 }
 
-bool zbp_graph_find(const zbp_graph *graph, const void *key, uint32_t *id_out)
-{
-    return zbp_map_find(&graph->id_of, key, id_out);
-}
-
 int zbp_graph_add_edge(zbp_graph *graph, uint32_t src, uint32_t slot, uint32_t dst)
 {
     if (graph->edge_count >= MOST)

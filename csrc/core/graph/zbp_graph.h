@@ -57,9 +57,6 @@ void zbp_graph_fini(zbp_graph *graph);
  * already there cannot fail. Amortised O(1). */
 ZBP_MUST_USE int zbp_graph_add_node(zbp_graph *graph, const void *key, uint32_t *id_out);
 
-/* Whether key has a node; then *id_out (may be NULL) is its id, else it is left alone. O(1). */
-bool zbp_graph_find(const zbp_graph *graph, const void *key, uint32_t *id_out);
-
 /* Adds an edge between two ids; its index is the edge_count before the call. slot is kept for the
  * caller and not looked at; the same edge may be added twice.
  * Errors, the graph unchanged: ZBP_ENOMEM, ZBP_EOVERFLOW (UINT32_MAX - 1 edges). Amortised O(1). */

@@ -4,7 +4,6 @@
 #include <string.h>
 
 #include "core/base/zbpi_alloc.h"
-#include "core/base/zbpi_lists.h"
 
 /* What lives only while a plan is built: one block of arrays, and the sizes of the plan's lists. */
 typedef struct work {
@@ -24,23 +23,30 @@ typedef struct work {
     void *block;
 } work;
 
+/* The next array of a block of which *rest is left. */
+static uint32_t *take(uint32_t **rest, size_t count)
+{
+    uint32_t *array = *rest;
+
+    *rest += count;
+    return array;
+}
+
 static int work_init(work *w, const zbp_graph *graph)
 {
     size_t nodes = graph->node_count, edges = graph->edge_count;
-    uint32_t *rest;
-    int status;
+    uint32_t *rest = zbpi_resize(NULL, (nodes * 5 + 1 + edges) * sizeof *rest + nodes);
 
+    if (rest == NULL)
+        return ZBP_ENOMEM;
     w->graph = graph;
-    status = zbpi_block_new((uint64_t)nodes * 5 + 1 + edges, graph->node_count, &w->block);
-    if (status != ZBP_OK)
-        return status;
-    rest = w->block;
-    w->in_begin = zbpi_block_take(&rest, nodes + 1);
-    w->in_src = zbpi_block_take(&rest, edges);
-    w->stack = zbpi_block_take(&rest, nodes);
-    w->parent = zbpi_block_take(&rest, nodes);
-    w->size = zbpi_block_take(&rest, nodes);
-    w->number = zbpi_block_take(&rest, nodes);
+    w->block = rest;
+    w->in_begin = take(&rest, nodes + 1);
+    w->in_src = take(&rest, edges);
+    w->stack = take(&rest, nodes);
+    w->parent = take(&rest, nodes);
+    w->size = take(&rest, nodes);
+    w->number = take(&rest, nodes);
     w->flag = (uint8_t *)rest;
     return ZBP_OK;
 }
@@ -50,29 +56,45 @@ static int make_arrays(zbp_plan *plan, const work *w)
 {
     size_t nodes = w->graph->node_count, edges = w->graph->edge_count;
     size_t begins = (size_t)w->group_count + 1;
-    uint64_t words = (uint64_t)nodes * 2 + 1 + edges + (uint64_t)begins * 3 + w->split_count +
-                     w->weight_count + w->outside_count;
-    uint32_t *rest;
-    int status;
+    size_t words =
+        nodes * 2 + 1 + edges + begins * 3 + w->split_count + w->weight_count + w->outside_count;
+    uint32_t *rest = zbpi_resize(NULL, words * sizeof *rest + nodes);
 
-    status = zbpi_block_new(words, w->graph->node_count, &plan->block);
-    if (status != ZBP_OK)
-        return status;
-    rest = plan->block;
+    if (rest == NULL)
+        return ZBP_ENOMEM;
+    plan->block = rest;
     plan->node_count = w->graph->node_count;
     plan->edge_count = w->graph->edge_count;
     plan->group_count = w->group_count;
-    plan->group = zbpi_block_take(&rest, nodes);
-    plan->out_begin = zbpi_block_take(&rest, nodes + 1);
-    plan->out = zbpi_block_take(&rest, edges);
-    plan->split_begin = zbpi_block_take(&rest, begins);
-    plan->split = zbpi_block_take(&rest, w->split_count);
-    plan->weight_begin = zbpi_block_take(&rest, begins);
-    plan->weight = zbpi_block_take(&rest, w->weight_count);
-    plan->outside_begin = zbpi_block_take(&rest, begins);
-    plan->outside = zbpi_block_take(&rest, w->outside_count);
+    plan->group = take(&rest, nodes);
+    plan->out_begin = take(&rest, nodes + 1);
+    plan->out = take(&rest, edges);
+    plan->split_begin = take(&rest, begins);
+    plan->split = take(&rest, w->split_count);
+    plan->weight_begin = take(&rest, begins);
+    plan->weight = take(&rest, w->weight_count);
+    plan->outside_begin = take(&rest, begins);
+    plan->outside = take(&rest, w->outside_count);
     plan->flag = (uint8_t *)rest;
     return ZBP_OK;
+}
+
+/* ---- lists ----
+ *
+ * Many in two arrays, by counting: begin has n + 1 places, and list i is item[begin[i]] to
+ * item[begin[i + 1] - 1]. Clear, count the items of each list i into begin[i], end the lists, then
+ * place the items in descending order at item[--begin[i]]. They come out ascending, and begin is
+ * where each list begins. */
+
+static void clear_lists(uint32_t *begin, uint32_t n)
+{
+    memset(begin, 0, ((size_t)n + 1) * sizeof *begin);
+}
+
+static void end_lists(uint32_t *begin, uint32_t n)
+{
+    for (uint32_t i = 1; i <= n; i++)
+        begin[i] += begin[i - 1];
 }
 
 /* ---- flags ---- */
@@ -82,10 +104,10 @@ static void list_edges_in(work *w)
     const zbp_edge *edge = w->graph->edge;
     uint32_t nodes = w->graph->node_count, edges = w->graph->edge_count;
 
-    zbpi_lists_clear(w->in_begin, nodes);
+    clear_lists(w->in_begin, nodes);
     for (uint32_t e = 0; e < edges; e++)
         w->in_begin[edge[e].dst]++;
-    zbpi_lists_end(w->in_begin, nodes);
+    end_lists(w->in_begin, nodes);
     for (uint32_t e = edges; e-- > 0;)
         w->in_src[--w->in_begin[edge[e].dst]] = edge[e].src;
 }
@@ -230,10 +252,10 @@ static void fill_nodes(zbp_plan *plan, const work *w)
 
 static void list_edges_out(zbp_plan *plan, const zbp_graph *graph)
 {
-    zbpi_lists_clear(plan->out_begin, plan->node_count);
+    clear_lists(plan->out_begin, plan->node_count);
     for (uint32_t e = 0; e < plan->edge_count; e++)
         plan->out_begin[graph->edge[e].src]++;
-    zbpi_lists_end(plan->out_begin, plan->node_count);
+    end_lists(plan->out_begin, plan->node_count);
     for (uint32_t e = plan->edge_count; e-- > 0;)
         plan->out[--plan->out_begin[graph->edge[e].src]] = e;
 }
@@ -242,11 +264,11 @@ static void list_edges_out(zbp_plan *plan, const zbp_graph *graph)
 static void list_nodes(const zbp_plan *plan, uint8_t flag, uint8_t except, uint32_t *begin,
                        uint32_t *list)
 {
-    zbpi_lists_clear(begin, plan->group_count);
+    clear_lists(begin, plan->group_count);
     for (uint32_t i = 0; i < plan->node_count; i++)
         if ((plan->flag[i] & (flag | except)) == flag)
             begin[plan->group[i]]++;
-    zbpi_lists_end(begin, plan->group_count);
+    end_lists(begin, plan->group_count);
     for (uint32_t i = plan->node_count; i-- > 0;)
         if ((plan->flag[i] & (flag | except)) == flag)
             list[--begin[plan->group[i]]] = i;

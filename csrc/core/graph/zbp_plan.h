@@ -72,7 +72,7 @@ typedef struct zbp_plan {
  * split nodes and weight roots. In a graph walked from its roots every group has one; in another
  * graph, groups that nothing starts come last, by the lowest id among their nodes.
  *
- * Errors, *plan zeroed: ZBP_ENOMEM, ZBP_EOVERFLOW (more bytes than size_t counts).
+ * Error, *plan zeroed: ZBP_ENOMEM.
  * Linear in nodes + edges (times the inverse Ackermann function), no recursion; cycles are legal.
  */
 ZBP_MUST_USE int zbp_plan_build(zbp_plan *plan, const zbp_graph *graph);

@@ -54,7 +54,7 @@ enum {
 typedef enum zbp_fate {
     ZBP_FATE_KEEP,    /* as it is, for a retry */
     ZBP_FATE_AGAIN,   /* it can run again as if it never had */
-    ZBP_FATE_RELEASE, /* sums that wait at weights are left, or nothing: what the tasks hold goes */
+    ZBP_FATE_RELEASE, /* what the tasks hold goes, sums that wait at weights stay for a retry */
     ZBP_FATE_CLOSE    /* it is complete: all goes */
 } zbp_fate;
 

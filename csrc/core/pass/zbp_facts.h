@@ -53,8 +53,8 @@ typedef struct zbp_fact {
 /* Held by the caller, who fills it in. Zeroed is legal: it was not made, and has no nodes. */
 typedef struct zbp_facts {
     zbp_fact *fact;  /* [nodes], of split and outside nodes */
-    bool *is_matrix; /* [edges], of split nodes' edges to factors: two dimensions or more; it lies
-                      * behind the facts, in their block */
+    bool *is_matrix; /* [edges], of a split node's edges to factors: it has two dimensions or more.
+                      * The array lies in the block of `fact` */
     zbp_decision policy;
 } zbp_facts;
 

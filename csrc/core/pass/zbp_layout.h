@@ -31,16 +31,16 @@ enum {
     ZBP_FACE_TRANSPOSED = 4 /* and transposes it */
 };
 
-/* Why a face that begins with plain steps, or none, has no path. */
+/* Why no path leads from a face to a weight. */
 enum {
-    ZBP_OBSTACLE_NONE, /* it has one, or ends at its weight */
-    ZBP_OBSTACLE_NODE, /* behind the steps lies a node that is none, or is watched */
+    ZBP_OBSTACLE_NONE, /* one does, or the face ends at the weight */
+    ZBP_OBSTACLE_NODE, /* a node on the way is no plain step, or is watched */
     ZBP_OBSTACLE_CAST, /* a second cast would round what the first one has left */
     ZBP_OBSTACLE_SUM   /* several gradients meet on the way, and are to be added there */
 };
 
-/* One edge of a task towards the weights. It has both a weight and an outside node only by a path:
- * then steps of it lead from the node to the weight. */
+/* One edge of a task towards the weights. It leads to a weight or to an outside node. A face with a
+ * path has both: the path leads from the node to the weight. */
 typedef struct zbp_face {
     uint32_t task;
     uint32_t slot;    /* position among the node's edges */
@@ -61,8 +61,8 @@ typedef struct zbp_task {
     bool has_work;      /* a Function has handed work over, which W runs in the engine */
 } zbp_task;
 
-/* An edge of a node outside the closure that W follows: to another of them or to a weight, the
- * other number is -1. */
+/* An edge of an outside node that W follows. It leads to another outside node or to a weight; the
+ * number of the other is -1. */
 typedef struct zbp_hop {
     uint32_t outside; /* whose edge it is */
     uint32_t slot;

@@ -221,29 +221,25 @@ static uint8_t target_of(const work *w, uint32_t node)
     return has(w, node, ZBP_NODE_CLOSURE) ? ZBP_TO_NODE : ZBP_TO_NOWHERE;
 }
 
-static void add_edit(zbp_split *split, uint32_t edge, uint8_t to, uint8_t how)
-{
-    split->edit[split->edit_count++] = (zbp_edit){edge, to, how};
-}
-
+/* A whole node runs with all its edges, so its own stay. Of another split node's the weight face is
+ * cut. */
 static void edit_edge(work *w, uint32_t e)
 {
     const zbp_edge *edge = &w->graph->edge[e];
-    const uint8_t to = target_of(w, edge->dst);
+    zbp_edit edit = {.edge = e, .to = target_of(w, edge->dst)};
 
     if (!has(w, edge->src, ZBP_NODE_CLOSURE) || is_input(w, edge->src))
         return;
-    if (has(w, edge->src, ZBP_NODE_SPLIT)) {
+    edit.is_of_stand_in = has(w, edge->src, ZBP_NODE_SPLIT);
+    edit.is_of_node = edit.to != ZBP_TO_NODE;
+    if (edit.is_of_stand_in) {
         const zbp_layout *layout = &w->split->layout[w->plan->group[edge->src]];
-        const bool is_whole = layout->task[w->split->task[edge->src]].kind == ZBP_TASK_WHOLE;
+        const zbp_task *task = &layout->task[w->split->task[edge->src]];
 
-        add_edit(w->split, e, to,
-                 to == ZBP_TO_NOWHERE && !is_whole ? ZBP_EDIT_OF_BOTH : ZBP_EDIT_OF_STAND_IN);
-    } else if (to == ZBP_TO_STAND_IN) {
-        add_edit(w->split, e, to, ZBP_EDIT_FOR_GOOD);
-    } else if (to != ZBP_TO_NODE) {
-        add_edit(w->split, e, to, ZBP_EDIT_FOR_THE_RUN);
+        edit.is_of_node = edit.to == ZBP_TO_NOWHERE && task->kind != ZBP_TASK_WHOLE;
     }
+    if (edit.is_of_stand_in || edit.is_of_node)
+        w->split->edit[w->split->edit_count++] = edit;
 }
 
 /* A root outside the closure gets a task of its own: it starts there before any node runs. */

@@ -16,26 +16,21 @@
 
 ZBP_BEGIN_C
 
-/* Where a gradient goes, while I runs, that an edge or a root leads to a node. */
+/* Where an edge or a root sends its gradient while I runs. */
 enum {
-    ZBP_TO_NODE,     /* there: a node of the closure that I runs as it is */
+    ZBP_TO_NODE,     /* to its node, which is in the closure and runs as it is */
     ZBP_TO_STAND_IN, /* to what stands in for a split node */
     ZBP_TO_CAPTURE,  /* to what captures the gradient of an input */
     ZBP_TO_NOWHERE   /* it leaves the closure */
 };
 
-/* How an edge gets there. */
-enum {
-    ZBP_EDIT_OF_STAND_IN, /* the stand-in of its node gets it; the node keeps its own */
-    ZBP_EDIT_OF_BOTH,     /* likewise, and the node's own is cut until the run is over */
-    ZBP_EDIT_FOR_GOOD,    /* the node's own is replaced, once I has succeeded for good */
-    ZBP_EDIT_FOR_THE_RUN  /* it is replaced until the run is over */
-};
-
+/* A change of one edge. The node's own edge is put back after the run. But one that leads to a
+ * stand-in stays changed, once I has succeeded. */
 typedef struct zbp_edit {
-    uint32_t edge; /* of the graph */
-    uint8_t to;    /* ZBP_TO_* */
-    uint8_t how;   /* ZBP_EDIT_* */
+    uint32_t edge;       /* of the graph */
+    uint8_t to;          /* ZBP_TO_* */
+    bool is_of_stand_in; /* the edge's node is split: its stand-in gets the new edge */
+    bool is_of_node;     /* the node's own edge is replaced */
 } zbp_edit;
 
 /* Held by the caller. Zeroed is legal: it was not built. */

@@ -1,6 +1,5 @@
-// DTensors (torch.distributed.tensor): each rank of a mesh has a part of them. Asked of their
-// Python objects, with the GIL, which these functions take, but not for tensors that are no
-// subclass.
+// DTensors (torch.distributed.tensor): each rank of a mesh has a part of them. These functions ask
+// the Python objects, and take the GIL for that. For a tensor that is no subclass they do neither.
 #pragma once
 
 #include <optional>

@@ -63,8 +63,8 @@ struct Work {
   struct Call {
     c10::SafePyObject function;
     c10::SafePyObject arguments;         // a tuple
-    SmallVector<Watched, 3> saved;       // the tensors in it, but for parameters,
-    SmallVector<Watched, 1> parameters;  // which cost nothing to keep
+    SmallVector<Watched, 3> saved;       // the tensors in it that have memory of their own
+    SmallVector<Watched, 1> parameters;  // those with a parameter's, which cost nothing to keep
     std::vector<Autocast> autocast;      // where it is on
   };
   std::unique_ptr<const Call> call;  // null once it has run, unless it is to run again
@@ -218,15 +218,14 @@ struct Group : zbp_group, std::enable_shared_from_this<Group> {
   SmallVector<Weight, 2> weights;
   std::vector<Outside> outside;
   std::vector<UnpinnedOutside> unpinned_outside;  // what I has still to see to
-  // What nodes outside the closure have saved, or the regions that W computes again for them read.
-  std::vector<Version> saved_outside;
-  std::vector<Version> arguments_outside;
-  std::shared_ptr<const Reads> reads;  // only if W may compute regions again
+  std::vector<Version> saved_outside;             // by nodes outside the closure
+  std::vector<Version> arguments_outside;  // of the regions that W computes again for such nodes
+  std::shared_ptr<const Reads> reads;      // only if W may compute regions again
   // Sequence number of the last node outside for which W computes a region again.
   uint64_t outside_recomputed_for = 0;
   std::mutex unpinned_outside_mutex;
-  // Stage outputs that W's nodes may have saved, or that regions may read which W computes again:
-  // they can be detached only after W, by the last of the groups that share one.
+  // Stage outputs that W may read: a node has saved them, or W computes a region again. The last
+  // group that shares one detaches it, after its W.
   using Output = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
   std::vector<std::shared_ptr<const Output>> outputs;
 

@@ -8,6 +8,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/functions/tensor.h>
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 
 #include "shim/group/dtensor.h"
@@ -103,9 +104,10 @@ SavedVariable left_packed(PackedPtr packed) {
   return saved;
 }
 
-/// What Python hooks have packed in `saved`; nothing if W cannot unpack it, or need not pay for it:
-/// a selectively checkpointed region, and what is within one, is computed again only once, and runs
-/// in a GraphExecGroup share. `arguments` gets what computing it again reads.
+/// What Python hooks have packed in `saved`, if W is to unpack it; else null. A selectively
+/// checkpointed region, and what is within one, is computed again only once, so I unpacks it. So
+/// it does within a GraphExecGroup, whose runs share one recomputation. `arguments` gets what
+/// computing the region again reads.
 PackedPtr packed_in(const SavedVariable& saved, std::vector<Version>& arguments) {
   const AcquireGil gil;
   auto data = saved.retrieve_unpack_hook_data();
@@ -132,8 +134,9 @@ bool may_be_refilled(const SavedVariable& saved) {
   return !data || recognise(data->first.ptr(getPyInterpreter())) == UnpackHook::other;
 }
 
-/// As pin(), of what W will read, if it needs it: it is packed, or a view that keeps its base for
-/// nothing. Called with the node's mutex held; `before` gets what was there.
+/// Pins, as pin() does, what an outside node has saved. What is neither packed nor a view that
+/// keeps its base for nothing stays as it is. Called with the node's mutex held; `before` gets what
+/// was there.
 at::Tensor pin_locked(SavedVariable& saved, Node& node, SavedVariable& before) {
   const bool is_copied = may_be_refilled(saved);
   at::Tensor tensor = saved.unpack(ref_of(node));
@@ -153,10 +156,10 @@ at::Tensor pin_locked(SavedVariable& saved, Node& node, SavedVariable& before) {
   return tensor;
 }
 
-/// True if W can unpack what is saved behind hooks. Then it is unpacked now too, where the region
-/// that it belongs to keeps what I computes of it for whoever has not unpacked it in I. `arguments`
-/// gets what computing the region again reads. Called with the node's mutex held; `before` gets
-/// what was there. A Function's stays as it is: its backward may look at what it unpacks.
+/// Leaves `saved` packed for W; false, and nothing was done, if W cannot unpack it. A checkpoint's
+/// is unpacked here all the same: its region, once computed in I, would keep the tensor until
+/// somebody unpacks it. A Function's stays as it is: its backward may look at what it unpacks.
+/// `arguments` and `before`: as above. Called with the node's mutex held.
 bool leave_packed(SavedVariable& saved, const Node& node, SavedVariable& before,
                   std::vector<Version>& arguments) {
   const auto packed = packed_in(saved, arguments);
@@ -183,6 +186,11 @@ at::Tensor pin(SavedVariable& saved, Node& node, bool is_read_by_w) {
     exchange_saved(node, saved, save_plainly(tensor));
   }
   return tensor;
+}
+
+NodePtr saver_of(Node& node) {
+  const auto* slices = as<torch::autograd::CopySlices>(node);
+  return ref_of(slices && slices->fn ? *slices->fn : node);
 }
 
 void forget_saved(Node& node) {
@@ -275,11 +283,10 @@ void take_matrices(Task& task, Node& node, const variable_list& grads) {
   task.arguments.clear();
   const Separable separable = *separate(node);
   const bool may_leave_packed = std::exchange(task.plan().leaves_packed, false);
-  if (task.kind() == ZBP_TASK_PRODUCT &&
-      take_product(task, node, grads, separable, may_leave_packed)) {
-    return;
-  }
   if (task.kind() == ZBP_TASK_PRODUCT) {
+    if (take_product(task, node, grads, separable, may_leave_packed)) {
+      return;
+    }
     task.defer_product();
   }
   take_deferred(task, node, grads, separable, may_leave_packed);

@@ -8,8 +8,8 @@
 // Between that stream and the caller's:
 //
 // - I starts after what the caller's streams have been given, and these wait for what I has given
-//   its own: the engine's rules for the roots and the leaves of a graph. The leaves of I's are the
-//   captures, to which all that it runs leads.
+//   its own: the engine's rules for the roots and the leaves of a graph. The captures are the
+//   leaves of I's graph: all that I runs leads to them.
 // - W likewise, without the engine too: follow_caller at its beginning, join_streams at its end.
 // - The gradient of a weight root goes by no run of I's to the stream that will read it:
 //   take_from_caller does there what the engine does for its roots.

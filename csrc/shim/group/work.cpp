@@ -6,6 +6,7 @@
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/engine.h>
@@ -14,7 +15,6 @@
 
 #include "shim/torch/gil.h"
 #include "shim/torch/python.h"
-#include "shim/torch/ranges.h"
 
 namespace zbp {
 
@@ -86,7 +86,7 @@ variable_list parse_grads(PyObject* result, size_t count) {
 namespace {
 
 variable_list call(const Work::Call& call, size_t count) {
-  const ProfiledRange range("zbpipe::work");
+  RECORD_USER_SCOPE("zbpipe::work");
   const at::AutoGradMode no_grad(false);
   const AutocastAsThere autocast(call.autocast);
   const AcquireGil gil;

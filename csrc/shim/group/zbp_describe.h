@@ -1,5 +1,5 @@
 /* zbp_describe.h - a parameter group from outside: its end, and what W will do and read.
- * Conventions: zbp_input.h. Nothing is unpacked, and nothing but the weights can be kept alive.
+ * Conventions: zbp_input.h. Nothing is unpacked. What is returned keeps nothing but the weights.
  */
 #pragma once
 

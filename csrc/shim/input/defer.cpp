@@ -187,11 +187,11 @@ bool comes_as_it_is(PyObject* object, const at::Tensor& tensor, const Group& gro
          is_parameter(object, tensor);
 }
 
-/// Of what a call is given: its arguments, a new tuple, and the tensors in it.
+/// What a call is given: its arguments, a new tuple, and the tensors in it, as Work::Call has them.
 struct Taken {
   THPObjectPtr arguments;
-  SmallVector<Watched, 3> tensors;     // but for
-  SmallVector<Watched, 1> parameters;  // those whose memory is a parameter's
+  SmallVector<Watched, 3> tensors;
+  SmallVector<Watched, 1> parameters;
 };
 
 Taken take(PyObject* saved, const Group& group) {

@@ -44,7 +44,7 @@ at::Tensor captured(const Edge& edge, const Walk& walk, const Captures& captures
   return reached ? capture->second->grads[edge.input_nr] : at::Tensor();
 }
 
-/// Those of the inputs' gradients that a task or the caller reads as well.
+/// Those of the inputs' gradients that a task has too, or one of the caller's output gradients.
 std::unordered_set<const void*> storages_in_use(const InputPassArgs& args, const Captures& captures,
                                                 const std::vector<GroupPtr>& groups) {
   std::unordered_set<const void*> candidates;

@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include <torch/csrc/autograd/functions/tensor.h>
-
 #include "shim/group/facts.h"
 #include "shim/group/saved.h"
 #include "shim/input/scene.h"
@@ -16,11 +14,6 @@
 namespace zbp {
 
 using torch::autograd::AccumulateGrad;
-
-NodePtr saver_of(Node& node) {
-  const auto* slices = as<torch::autograd::CopySlices>(node);
-  return ref_of(slices && slices->fn ? *slices->fn : node);
-}
 
 /// What the group's outside nodes have saved. Behind hooks: I unpacks it, lest W computes a region
 /// again. Views that keep their bases for nothing: I makes them let go. Other tensors: their

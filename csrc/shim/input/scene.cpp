@@ -23,20 +23,19 @@ using torch::autograd::AccumulateGrad;
 
 namespace {
 
-/// torch's reentrant checkpoint runs a backward of its own: an accumulation that only I's caller
-/// can redirect, and that no edge tells of. One that leads to no input and no weight, but to a leaf
-/// that somebody made for it, would not run.
+/// torch's reentrant checkpoint runs a backward of its own, of which no edge tells, and adds to the
+/// weights' .grad. I's caller alone can move that to main_grad. A checkpoint that leads neither to
+/// an input nor to a weight, but to a leaf that somebody made for it, would not run.
 void refuse_reentrant(const zbp_scene& scene, const zbp_survey& survey) {
-  const bool main_grad = scene.args.policy.main_grad;
   for (uint32_t id = 0; id < survey.graph.node_count; ++id) {
-    const uint8_t flag = survey.plan.flag[id];
-    const bool runs = (flag & (ZBP_NODE_CLOSURE | ZBP_NODE_WEIGHTWARD)) != 0;
-    const bool may_run = !main_grad || (flag & ZBP_NODE_CLOSURE) != 0;
+    const bool runs_in_i = (survey.plan.flag[id] & ZBP_NODE_CLOSURE) != 0;
+    const bool runs_in_w = (survey.plan.flag[id] & ZBP_NODE_WEIGHTWARD) != 0;
+    const bool is_right = runs_in_i || (runs_in_w && !scene.args.policy.main_grad);
     Node& node = scene.walk->node(id);
-    if ((runs && may_run) || !is_python_function(node) || !is_reentrant_checkpoint(node)) {
+    if (is_right || !is_python_function(node) || !is_reentrant_checkpoint(node)) {
       continue;
     }
-    TORCH_CHECK(runs,
+    TORCH_CHECK(runs_in_w,
                 "a reentrant checkpoint leads to no input and to none of the weights, so that no "
                 "pass would run its region's backward, and its weights would get no gradient; "
                 "checkpoint with use_reentrant=False, or give the tensor that it leads to among "
@@ -162,18 +161,12 @@ void edit_edges(zbp_scene& scene, const zbp_survey& survey) {
     const zbp_edge& edge = survey.graph.edge[edit.edge];
     Node& node = scene.walk->node(edge.src);
     Edge there = edge_in_run(scene, node.next_edge(edge.slot), edge.dst, edit.to);
-    switch (edit.how) {
-      case ZBP_EDIT_OF_BOTH:
-        scene.cuts.replace(node, edge.slot, Edge());
-        [[fallthrough]];
-      case ZBP_EDIT_OF_STAND_IN:
-        scene.stand_ins.by_id[edge.src]->next_edges()[edge.slot] = std::move(there);
-        break;
-      case ZBP_EDIT_FOR_GOOD:
-        scene.detours.replace(node, edge.slot, std::move(there));
-        break;
-      default:
-        scene.cuts.replace(node, edge.slot, std::move(there));
+    if (edit.is_of_node) {
+      EdgeEdits& edits = edit.to == ZBP_TO_STAND_IN ? scene.detours : scene.cuts;
+      edits.replace(node, edge.slot, there);
+    }
+    if (edit.is_of_stand_in) {
+      scene.stand_ins.by_id[edge.src]->next_edges()[edge.slot] = std::move(there);
     }
   }
 }
@@ -261,13 +254,13 @@ void detach_outputs(const zbp_scene& scene, const zbp_plan& plan) {
     if (output.is_leaf()) {
       continue;
     }
-    const Edge edge = torch::autograd::impl::gradient_edge(output);
-    if (scene.walk->is_input(edge)) {
+    const uint32_t id = scene.walk->id_of(torch::autograd::impl::gradient_edge(output));
+    if (id != ZBP_NONE && scene.walk->is_input(id)) {
       continue;
     }
-    const int32_t reader = scene.walk->group_that_reads(edge, plan);
+    const uint32_t reader = id != ZBP_NONE ? scene.walk->group_that_reads(id, plan) : ZBP_NONE;
     std::vector<Group*> readers = computing_regions;
-    if (reader >= 0 && !scene.groups[reader]->leaves_packed()) {
+    if (reader != ZBP_NONE && !scene.groups[reader]->leaves_packed()) {
       readers.push_back(scene.groups[reader].get());
     }
     if (readers.empty()) {

@@ -51,8 +51,8 @@ struct StandIns {
 
 using Captures = std::unordered_map<uint32_t, NodeRef<Capture>>;  // by the id of an input's node
 
-/// What W will read of what lies between the tasks and the weights, and of regions that it computes
-/// again: see Group.
+/// Note what W will read beside what the tasks hold: what the group's outside nodes have saved; the
+/// weights in regions that W computes again. See Group.
 void note_saved_outside(Group& group);
 std::shared_ptr<const Reads> note_reads(const InputPassArgs& args, const Walk& walk,
                                         const zbp_graph& graph);

@@ -2,13 +2,13 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/ones_like.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include "shim/input/scene.h"
 #include "shim/input/walk.h"
 #include "shim/input/zbp_input.h"
 #include "shim/torch/error.h"
-#include "shim/torch/ranges.h"
 
 namespace {
 
@@ -170,7 +170,7 @@ PyObject* zbp_input_call(const zbp_input_args* given, zbp_input_steps steps, zbp
   }
   return guarded_object(error, [&] {
     {
-      const ProfiledRange range("zbpipe::input_pass");
+      RECORD_USER_SCOPE("zbpipe::input_pass");
       check_status(steps(&scene, error), *error);
     }
     THPObjectPtr groups = checked(PyList_New(0));

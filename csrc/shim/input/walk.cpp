@@ -35,17 +35,15 @@ Walk::Walk(const InputPassArgs& args, zbp_graph& graph) : graph_(graph) {
   mark_weights(args);
 }
 
-int32_t Walk::group_that_reads(const Edge& edge, const zbp_plan& plan) const {
-  uint32_t id = 0;
-  const bool is_read = zbp_graph_find(&graph_, key_of(edge), &id) &&
-                       (plan.flag[id] & ZBP_NODE_WEIGHTWARD) != 0 && has_consumers_[id];
-  return is_read ? static_cast<int32_t>(plan.group[id]) : -1;
+uint32_t Walk::id_of(const Edge& edge) const {
+  uint32_t id = ZBP_NONE;
+  zbp_map_find(&graph_.id_of, key_of(edge), &id);
+  return id;
 }
 
-uint32_t Walk::id_of(const Edge& edge) const {
-  uint32_t id = 0;
-  TORCH_INTERNAL_ASSERT(zbp_graph_find(&graph_, key_of(edge), &id));
-  return id;
+uint32_t Walk::group_that_reads(uint32_t id, const zbp_plan& plan) const {
+  const bool is_read = (plan.flag[id] & ZBP_NODE_WEIGHTWARD) != 0 && has_consumers_[id];
+  return is_read ? plan.group[id] : ZBP_NONE;
 }
 
 /// See Note [Other outputs of an input's node].
@@ -114,7 +112,7 @@ void Walk::mark_weights(const InputPassArgs& args) {
   for (const at::Tensor& weight : args.weights) {
     const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(weight);
     uint32_t id = 0;
-    if (accumulator && zbp_graph_find(&graph_, accumulator.get(), &id)) {
+    if (accumulator && zbp_map_find(&graph_.id_of, accumulator.get(), &id)) {
       TORCH_CHECK(typeid(*accumulator) == typeid(torch::autograd::AccumulateGrad),
                   "zbpipe: a weight of shape ", weight.sizes(), " accumulates through a ",
                   accumulator->name(), ", which zbpipe does not know; expected AccumulateGrad");

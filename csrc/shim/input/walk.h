@@ -30,14 +30,11 @@ class Walk {
     return *reinterpret_cast<Node*>(reinterpret_cast<uintptr_t>(graph_.key[id]) & ~uintptr_t{1});
   }
   bool is_input(uint32_t id) const { return (graph_.mark[id] & ZBP_ROLE_INPUT) != 0; }
-  bool is_input(const Edge& edge) const {
-    uint32_t id = 0;
-    return zbp_graph_find(&graph_, key_of(edge), &id) && is_input(id);
-  }
+  /// The node that the edge leads to; ZBP_NONE if the graph does not have it.
   uint32_t id_of(const Edge& edge) const;
-  /// The group whose W may still read what the node of `edge` gave to other nodes: that of a node
-  /// outside the closure with consumers in the graph; -1 for all others.
-  int32_t group_that_reads(const Edge& edge, const zbp_plan& plan) const;
+  /// The group whose W may still read what the node gave to other nodes: that of a node outside the
+  /// closure with consumers in the graph; ZBP_NONE for all others.
+  uint32_t group_that_reads(uint32_t id, const zbp_plan& plan) const;
   /// True for a node that the graph has, or may have, twice.
   bool has_other_outputs(const Node& node) const { return input_outputs_.count(&node) != 0; }
 

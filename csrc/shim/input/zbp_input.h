@@ -4,11 +4,11 @@
  * of I in the order of the functions below. Nothing here decides what runs, what is cut, what
  * becomes of a node: that stands in a split (zbp_split.h).
  *
- * Conventions, also of the shim's other headers. Functions return a status: ZBP_OK, or what has
- * been raised is in *error (zbp_error.h), and outputs are not to be used; those that return an
- * object return NULL then. That is so, too, where all is done and a warning is an error. No C++
- * exception leaves a function. All are called with the GIL held. "new" is a new reference, to be
- * released by the caller; arguments are borrowed.
+ * Conventions, also of the shim's other headers. Functions return a status. Unless it is ZBP_OK,
+ * *error has what was raised (zbp_error.h), and outputs are not to be used. Functions that return
+ * an object return NULL then. A function that has done all its work still raises where its warning
+ * is an error. No C++ exception leaves a function. All are called with the GIL held. "new" is a new
+ * reference, to be released by the caller; arguments are borrowed.
  */
 #pragma once
 

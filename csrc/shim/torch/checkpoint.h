@@ -19,24 +19,21 @@ enum class UnpackHook : uint8_t {
   checkpoint,  // torch.utils.checkpoint's: computes a region again in each run that unpacks
   selective_checkpoint,  // one with a policy: torch computes such a region again only once
 };
-/// Called with the GIL held.
 UnpackHook recognise(PyObject* unpack_hook);
 
 /// True for a hook whose region torch computes again only once: a selectively checkpointed one, or
-/// one within such a region. Called with the GIL held.
+/// one within such a region.
 bool is_computed_only_once(PyObject* unpack_hook);
-/// True for the node of torch's reentrant checkpoint, given one of a Python Function. Called with
-/// the GIL held.
+/// True for the node of torch's reentrant checkpoint, given one of a Python Function.
 bool is_reentrant_checkpoint(Node& node);
 
 /// Calls `visit` with the tensors that torch's checkpointing gives a region when it computes it
 /// again: its arguments, and what its function has closed over but for leaves that require a
-/// gradient; those of the regions around it too. None for other hooks. Called with the GIL held.
-/// Raises libtorch's error for an argument that has been modified already.
+/// gradient; those of the regions around it too. None for other hooks. Raises libtorch's error for
+/// an argument that has been modified already.
 void for_each_argument(PyObject* unpack_hook, c10::function_ref<void(const at::Tensor&)> visit);
 
-/// True within a torch.utils.checkpoint.GraphExecGroup, whose runs share one recomputation. Called
-/// with the GIL held.
+/// True within a torch.utils.checkpoint.GraphExecGroup, whose runs share one recomputation.
 bool in_graph_exec_group();
 
 }  // namespace zbp

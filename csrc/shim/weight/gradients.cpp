@@ -5,6 +5,7 @@
 #include <ATen/MemoryOverlap.h>
 #include <ATen/TensorUtils.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/record_function.h>
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/generated/Functions.h>
@@ -15,7 +16,6 @@
 #include "shim/weight/zbp_weight.h"
 #include "shim/torch/error.h"
 #include "shim/torch/nodes.h"
-#include "shim/torch/ranges.h"
 #include "shim/group/work.h"
 
 namespace zbp {
@@ -94,9 +94,9 @@ bool is_column_major(const std::vector<c10::SymInt>& sizes,
   return strides.size() == 2 && strides[0] == 1 && strides[1] == sizes[0];
 }
 
-/// True if a product's node computes the gradient of the task's weight transposed, which it does to
-/// lay it out as the weight, where that is column-major. BLAS may round otherwise where a product
-/// is computed the other way round.
+/// True if a product's node computes its weight's gradient transposed. It does so for a
+/// column-major weight, to lay the gradient out as the weight. The other way round BLAS may round
+/// otherwise.
 bool is_multiplied_transposed(Node& node, bool weight_is_left) {
   if (auto* n = as<gen::AddmmBackward0>(node)) {
     return weight_is_left ? is_column_major(n->mat1_sym_sizes, n->mat1_sym_strides)
@@ -119,8 +119,8 @@ at::Tensor oriented(const Operand& operand) {
 
 /// The two matrices whose product is the gradient at a face, as the node's own backward multiplies
 /// them. For Y = A B: dA = dY Bᵀ, dB = Aᵀ dY, or both sides of that transposed. `is_transposed`:
-/// what lies at the weight, or at the face where there is more than transpositions in between, is
-/// transposed against the product.
+/// the gradient is the product transposed. It is the one at the weight, if the face is simple; else
+/// the one at the face.
 struct Factors {
   Operand left, right;
   bool is_transposed;
@@ -313,7 +313,7 @@ bool add_product(const Weight& weight, const Task& task, size_t f, zbp_how how) 
 }
 
 void add_alone(Group& group, uint32_t number, zbp_how how) {
-  const ProfiledRange range("zbpipe::group");
+  RECORD_USER_SCOPE("zbpipe::group");
   Task& task = group.tasks[group.layout.face[number].task];
   Weight& weight = group.weights[group.layout.face[number].weight];
   const size_t f = number - task.plan().face_begin;

@@ -2,11 +2,10 @@
 // it: Start -> task nodes -> (proxies of the nodes outside the closure) -> sinks.
 
 #include <algorithm>
-#include <exception>
 #include <mutex>
 #include <utility>
 
-#include <torch/csrc/Exceptions.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 
 #include "shim/engine/engine.h"
@@ -15,7 +14,6 @@
 #include "shim/engine/stand_in.h"
 #include "shim/weight/zbp_weight.h"
 #include "shim/torch/error.h"
-#include "shim/torch/ranges.h"
 #include "shim/group/work.h"
 
 namespace zbp {
@@ -33,36 +31,27 @@ namespace {
 class Shared {
  public:
   explicit Shared(bool retain) : retain(retain) {}
+  ~Shared() { zbp_error_clear(&error_); }
+  Shared(const Shared&) = delete;
+  Shared& operator=(const Shared&) = delete;
 
   template <class Body>
   void noting_errors(const Body& body) {
     try {
       body();
-    } catch (python_error& error) {
-      error.persist();
-      note(std::current_exception());
     } catch (...) {
-      note(std::current_exception());
+      const std::lock_guard<std::mutex> lock(mutex_);
+      status_ = keep_exception(&error_);
     }
   }
-  void rethrow() {
-    if (error_) {
-      std::rethrow_exception(std::exchange(error_, nullptr));
-    }
-  }
+  void rethrow() { check_status(status_, error_); }
 
   const bool retain;  // W is to run again: nothing of the tasks' may be taken
 
  private:
-  void note(std::exception_ptr error) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (!error_) {
-      error_ = std::move(error);
-    }
-  }
-
   std::mutex mutex_;
-  std::exception_ptr error_;
+  int status_ = ZBP_OK;
+  zbp_error error_{};
 };
 using SharedPtr = std::shared_ptr<Shared>;
 
@@ -93,7 +82,7 @@ class TaskNode : public Node {
     if (task_ >= group_->tasks.size()) {
       return grads;
     }
-    const ProfiledRange range("zbpipe::group");
+    RECORD_USER_SCOPE("zbpipe::group");
     Task& task = group_->tasks[task_];
     variable_list outputs;
     if (task.kind() == ZBP_TASK_DEFERRED) {
@@ -293,9 +282,9 @@ struct Mirror {
     }
   }
 
-  /// Tasks into an ordinary backward's order. A device's thread may begin with the first task while
-  /// others are not in its queue yet. It hands nothing on until all are, so the order of sums does
-  /// not depend on time if that first one is due.
+  /// Puts the tasks into an ordinary backward's order. A device's thread may begin the first task
+  /// while others are not in its queue yet. Until all are, it hands no gradient on. So the order of
+  /// sums does not depend on time, if the first task is the one that is due.
   void sort_starts() {
     const auto tasks = starts.begin() + static_cast<ptrdiff_t>(grads.size());
     std::stable_sort(tasks, starts.end(), [](const Edge& a, const Edge& b) {

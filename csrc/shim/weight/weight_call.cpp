@@ -6,6 +6,7 @@
 #include <unordered_map>
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 
 #include "shim/group/facts.h"
@@ -14,7 +15,6 @@
 #include "shim/torch/gil.h"
 #include "shim/torch/nodes.h"
 #include "shim/torch/python.h"
-#include "shim/torch/ranges.h"
 #include "shim/group/streams.h"
 #include "shim/group/work.h"
 
@@ -58,7 +58,8 @@ void check_leaves(const Group& group, size_t g) {
   }
 }
 
-/// What was changed: in words and by its versions; and who reads it, why that matters, what to do.
+/// tensor: what was changed, in words. what: what the group does with it. reader: a sentence on who
+/// reads it, or nothing.
 [[noreturn]] void refuse_modified(size_t g, const std::string& tensor, uint32_t seen, uint32_t now,
                                   const char* what, const std::string& reader, const char* advice) {
   refuse(PyExc_RuntimeError,
@@ -127,8 +128,8 @@ void check_unmodified(const Group& group, size_t g) {
   }
 }
 
-/// The weights that regions read which W computes again: each I's list once, up to the last node
-/// for which a group of the call computes one.
+/// Checks the weights that regions read which W computes again. Each I's list is read once, up to
+/// the last node for which a group of the call computes a region.
 void check_reads(const Call& call) {
   struct Last {
     uint64_t recomputed_for = 0;
@@ -253,7 +254,7 @@ int zbp_weight_call(zbp_group* const* groups, size_t count, zbp_how how, bool ma
     const Call call(groups, count);
     check(call, main_grad);
     const at::AutoGradMode no_grad(false);
-    const ProfiledRange range("zbpipe::weight_pass");
+    RECORD_USER_SCOPE("zbpipe::weight_pass");
     zbp_how told = how;
     told.is_anomaly = torch::autograd::AnomalyMode::is_enabled();
     const int status = [&] {
@@ -312,11 +313,10 @@ void zbp_group_close(zbp_group* handle) {
     if (output.use_count() > 1) {
       continue;  // another group reads it yet
     }
-    zbp_error error{};
-    if (auto tensor = output->lock(); tensor && kept_in(&error, [&] {
-                                                  detach_output(at::Tensor(std::move(tensor)));
-                                                }) != ZBP_OK) {
-      zbp_error_clear(&error);  // it keeps its history, which costs memory alone
+    if (auto tensor = output->lock()) {
+      zbp_error ignored{};  // then it keeps its history, which costs memory alone
+      kept_in(&ignored, [&] { detach_output(at::Tensor(std::move(tensor))); });
+      zbp_error_clear(&ignored);
     }
   }
 }

@@ -3,7 +3,7 @@
  *
  * The bindings claim the groups' books and make a call. Within it zbp_pass_weights
  * (csrc/pass/weight_pass.c) decides what is added in which order. Conventions: zbp_input.h.
- * ZBP_ENOMEM leaves *error as it was. After an error a function has done nothing, unless it says
+ * ZBP_ENOMEM puts nothing into *error. After an error a function has done nothing, unless it says
  * otherwise. Indices are those of the group's layout, and in range.
  */
 #pragma once

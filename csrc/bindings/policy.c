@@ -1,13 +1,8 @@
-/* state.c - what the parts of the module share: its state, and an argument that several take. */
+/* policy.c - what a zbpipe.Policy says, as numbers. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include "bindings/parts.h"
-
-zbp_module_state *zbp_state_of(PyObject *module)
-{
-    return (zbp_module_state *)PyModule_GetState(module);
-}
 
 /* The number of the word that the policy has under `name`. Returns -1 with an error set. */
 static int read_word(PyObject *policy, const char *name, const char *const *words, int count)
