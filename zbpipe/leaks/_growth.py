@@ -48,7 +48,7 @@ _LEAST = 10  # of what the last step made anew, what is less than a tenth of the
 
 
 class Growth:
-    """Counts, after each step, the living storages that were born since this object was made, and their bytes.
+    """Counts, after each step, the living storages that were allocated since this object was made, and their bytes.
 
     Call :meth:`step` after each step and :meth:`table` at the end. The garbage collector is off until :meth:`close`,
     the end of a ``with`` block, or the end of the object. The object keeps no storage alive.

@@ -107,7 +107,8 @@ class Recording:
             report(self, error)
         if displaced:
             warnings.warn(
-                "another CPU allocator was installed while memory was recorded; what it handed out is not counted",
+                "another CPU allocator was installed while memory was recorded, and what it handed out is not counted; "
+                "install it before the recording",
                 RuntimeWarning,
                 stacklevel=2,
             )
