@@ -48,7 +48,8 @@ def deallocate_output(tensor: torch.Tensor) -> int:
 
     Raises:
         TypeError: no plain dense tensor (DTensor, sparse, nested, quantized). No error here changes anything.
-        ValueError: a view (see :func:`make_viewless`), a parameter, an input, a tensor on ``meta``.
+        ValueError: a view (see :func:`make_viewless`), a parameter or other leaf that requires a gradient, a tensor on
+            ``meta``.
         RuntimeError: C++ holds the tensor, and also refers to it weakly (``retain_grad``).
 
     Example::

@@ -249,8 +249,7 @@ def rises(values: Sequence[int]) -> bool:
 
 
 def _largest_graph(newest: int) -> Grown | None:
-    """Who holds the tensor on which the most nodes hang. Only nodes count whose sequence numbers are no newer, and that
-    hang on no tensor of a newer graph."""
+    """Who holds the tensor with the most nodes below it that are not newer than ``newest`` and on no newer graph."""
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
     roots = [(node, tensor) for tensor in tensors for node in _nodes_of(_C.handle_of(tensor))]
     roots.sort(key=lambda root: -(root[0].sequence or 0))

@@ -316,8 +316,7 @@ def _stages_in(stages: Any) -> Iterator[Any]:
 
 
 class _Method:
-    """Stands in front of a stage's method, as an attribute of the stage: one that is dropped goes with the next garbage
-    collection. Somebody may keep it, or put another one in front: when its recordings are over it passes calls on."""
+    """An attribute of a stage that hides a method and marks its calls; without a running recording it only calls."""
 
     def __init__(self, stage: Any, name: str) -> None:
         method = getattr(stage, name)
