@@ -65,6 +65,10 @@ def explain(
             than the parameters. Or the input pass failed, as it would in training.
         Exception: what the module's forward raises.
 
+    Example::
+
+        print(zbpipe.explain(stage, x))
+
     Source:
         A product's FLOPs are those that ``torch.utils.flop_counter.FlopCounterMode`` counts.
     """

@@ -234,6 +234,11 @@ def check_tensor_leak(
         TypeError, ValueError: an argument is none of these.
         RuntimeError: on entering: the CPU allocator cannot be watched (``csrc/instruments/shim/zbp_tap.h``).
 
+    Example::
+
+        with zbpipe.leaks.check_tensor_leak(action="error", allow=stage):
+            stage(x).sum().backward()
+
     Source:
         ``check_tensor_leak`` of torch's own tests of pipelining (pytorch/pytorch PR 136584), which sees cycles in
         Python alone.

@@ -49,6 +49,12 @@ def record(
         TypeError, ValueError: another device, or ``max_events`` is no number of events.
         RuntimeError: on entering: the allocator cannot be recorded.
 
+    Example::
+
+        with zbpipe.memory.record() as rec, rec.phase("forward"):
+            stage(x)
+        print(rec)
+
     Source:
         ``torch.cuda.memory``'s history and snapshots (pytorch.org/memory_viz), for the CPU, and with the phases in it.
     """
