@@ -122,6 +122,10 @@ class Recording:
         nothing. zbpipe's passes mark themselves as "I", "W" or "B". A phase of these names on the same thread replaces
         the marks within it, since it may name the stage and the microbatch.
 
+        Args:
+            kind: the phase's name.
+            stage, microbatch: its numbers, for its label.
+
         Returns:
             A context manager, to be entered once.
 
