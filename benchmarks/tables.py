@@ -93,7 +93,6 @@ def in_short() -> str:
     zbv = [of["sides"] for of in figures("checkpointed")["rows"] if of["schedule"] == "ScheduleZBVZeroBubble"]
     deep = [of for of in figures("step_overhead") if of["schedule"] == "ScheduleZBVZeroBubble"]
     deepest = max(deep, key=lambda of: (of["ranks"], of["blocks"]))["ratio"]["median"]
-    peaks = [megabytes(demo_of(PINNED)["ZBV"][side]["peak"]) for side in ("torch", "zbpipe")]
     held = [megabytes(stages["transformer"][side]["bytes"]["held"]) for side in ("torch", "zbpipe")]
 
     def peak(policy: str) -> str:
@@ -121,7 +120,6 @@ def in_short() -> str:
             host_of("zbpipe"),
         ],
         ["memory held from I to W by one microbatch of 4 transformer blocks", *(f"{of} MB" for of in held)],
-        ["peak memory of a ZBV step in `make demo`", *(f"{of} MB" for of in peaks)],
     ]
     return markdown(["", "torch's module", "zbpipe"], rows)
 
@@ -329,7 +327,7 @@ def recorder() -> str:
         [f"`.{name.partition('.')[2]}`", f"{of['processor']:.1f}", f"{of['MB']:.1f}", f"{of['memory']:.1f}"]
         for name, of in measured["files"].items()
     ]
-    header = [f"{measured['events']:,} events as", "seconds of processor", "MB", "MB of memory meanwhile"]
+    header = [f"{measured['events']:,} events as", "CPU seconds", "MB", "MB of memory meanwhile"]
     return f"{markdown(['', 'µs per block of memory'], rows)}\n\n{markdown(header, files)}"
 
 
@@ -343,8 +341,10 @@ def leaks() -> str:
     ms = {
         name: f"{measured[name]:.0f} ms" for name in ("clean check", "find_holders of one", "gc.get_referrers of one")
     }
-    words = f"A clean check: {ms['clean check']}; one tensor's holders: {ms['find_holders of one']}, where one "
-    words += f"`gc.get_referrers` takes {ms['gc.get_referrers of one']}. In seconds of processor:"
+    words = (
+        f"A clean check takes {ms['clean check']}, and a search for one tensor's holders {ms['find_holders of one']}; "
+    )
+    words += f"one `gc.get_referrers` takes {ms['gc.get_referrers of one']}. In CPU seconds:"
     return f"{words}\n\n{markdown(['what is left', 'leaks', *keys, 'MB of memory'], rows)}"
 
 

@@ -10,8 +10,8 @@ import pytest
 
 CHECKS = "zbpipe.leaks.pytest_plugin"
 MARKER = (
-    "no_tensor_leaks(allow=(), trace=False, action='error'): fail the test if a tensor born in it lives on after it "
-    "and its fixtures; allow: tensors, modules, optimizers, predicates; trace: say where tensors were created; "
+    "no_tensor_leaks(allow=(), trace=False, action='error'): fail the test if a tensor that it allocates outlives "
+    "it and its fixtures; allow: tensors, modules, optimizers, predicates; trace: say where tensors were created; "
     "action: 'error', 'warn', or 'ignore' to leave a test out of --no-tensor-leaks"
 )
 

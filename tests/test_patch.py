@@ -294,10 +294,7 @@ def test_a_place_that_somebody_rebound_is_left_and_named(when, caplog):
             zbpipe.unpatch()
         assert vars(stage).get("stage_backward") is (None if when.startswith("deleted") else somebodys)
         assert backward.stage_backward is torchs
-        said = [
-            r.getMessage() for r in caplog.records if "by somebody else" in r.getMessage() or r.levelno > logging.INFO
-        ]
-        assert when.startswith("deleted") or any("pipelining.stage.stage_backward" in text for text in said)
+        assert when.startswith("deleted") or any("pipelining.stage.stage_backward" in text for text in warnings(caplog))
     finally:
         stage.stage_backward = torchs
 

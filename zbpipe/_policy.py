@@ -162,6 +162,11 @@ def set_policy(policy: Policy | None = None, /, **choices: Unpack[Choices]) -> P
     Raises:
         RuntimeError: this thread is within a :func:`policy` block, which would hide the change.
         TypeError, ValueError: there is no such choice, or no such value of it. Nothing has been changed.
+
+    Example::
+
+        before = zbpipe.set_policy(defer="all")
+        zbpipe.set_policy(before)
     """
     global _default
     if _blocks.get():

@@ -40,16 +40,16 @@ def deallocate_output(tensor: torch.Tensor) -> int:
     the rules of ``del tensor`` hold: wait for work on other streams first, or announce it by ``record_stream``.
 
     Args:
-        tensor: a dense tensor; no view, and no leaf that requires a gradient. A second call changes nothing.
+        tensor: a plain dense tensor; no view, and no leaf that requires a gradient. A second call changes nothing.
 
     Returns:
         The bytes freed at once. 0 if another holder keeps the memory, or if the memory is not torch's own (from numpy,
         DLPack, another process, a lazy clone).
 
     Raises:
-        TypeError: no tensor, or none with one plain storage (a subclass with its own dispatch such as DTensor, a
-            functorch wrapper, a sparse, nested or quantized tensor). No error here changes anything.
-        ValueError: a view (see :func:`make_viewless`), a parameter, an input, a tensor on ``meta``.
+        TypeError: no plain dense tensor (DTensor, sparse, nested, quantized). No error here changes anything.
+        ValueError: a view (see :func:`make_viewless`), a parameter or other leaf that requires a gradient, a tensor on
+            ``meta``.
         RuntimeError: C++ holds the tensor, and also refers to it weakly (``retain_grad``).
 
     Example::
@@ -86,7 +86,7 @@ def make_viewless(tensor: torch.Tensor) -> torch.Tensor:
     stays the leaf: its ``.grad`` gets the result's gradients, and the result keeps it and its base alive.
 
     Args:
-        tensor: a dense tensor.
+        tensor: a plain dense tensor.
 
     Returns:
         ``tensor`` itself if it is no view and fills its storage. Otherwise a new ``torch.Tensor``, on the same memory
@@ -95,8 +95,9 @@ def make_viewless(tensor: torch.Tensor) -> torch.Tensor:
         alone. The call is a graph break in code that ``torch.compile`` traces.
 
     Raises:
-        TypeError: no tensor, none with one plain storage, or a view of a class other than ``torch.Tensor``.
+        TypeError: no plain dense tensor, or a view of a class other than ``torch.Tensor``.
         ValueError: a view that carries a forward-mode gradient; a tensor on ``meta``.
+        RuntimeError: the tensor's memory was given up before.
 
     Source:
         Megatron-LM's ``make_viewless_tensor`` (megatron/core/utils.py), without flags. Views that cannot be detached:
@@ -134,17 +135,15 @@ def release_storage(tensor: torch.Tensor) -> int:
     parameter. A user of the bare address (a ctypes array on ``data_ptr()``) is not seen.
 
     Args:
-        tensor: a dense tensor.
+        tensor: a plain dense tensor.
 
     Returns:
         The bytes freed; 0 if the tensor had none.
 
     Raises:
-        RuntimeError: others hold the memory; nothing has been changed. The message names tensors in Python, and
-            nodes that saved the memory, in the graphs of tensors in Python. It counts holders in C++ (a send in flight,
-            a packed tensor) and tensors that the garbage collector does not list (``gc.freeze``). The search is linear
-            in the number of living Python objects and nodes.
-        TypeError: no tensor, or none with one plain storage.
+        RuntimeError: others hold the memory; nothing has been changed. The message names those that Python sees
+            (tensors, nodes that saved the memory) and counts the others (a send in flight, a packed tensor).
+        TypeError: no plain dense tensor.
         ValueError: memory that torch cannot free (from numpy, DLPack, another process, a lazy clone); a tensor on
             ``meta``.
 

@@ -2,7 +2,11 @@
 without a pipeline, and as on torch's own module where that is right: of torchtitan's defaults it is not."""
 
 import importlib.util
+import re
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,6 +36,16 @@ def parameters(*outcomes):
         for name, case in CASES.items()
         if not outcomes or (case.on_torch if case.on_torch in ("right", "wrong") else "raises") in outcomes
     ]
+
+
+def test_torchtitan_takes_the_recipes_command_line():
+    page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+    options = re.findall(r"--[a-z_]+\.[a-z_]+(?: [a-zA-Z0-9]+)?|--(?:module|config) \w+", page)
+    assert len(options) >= 7
+    parse = "import sys, torchtitan.config as c; c.ConfigManager().parse_args(sys.argv[1:])"
+    command = [sys.executable, "-c", parse, *" ".join(options).split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def alone(name):

@@ -93,7 +93,7 @@ def test_marked_tests(inner):
 # By the names of the tests, what is said of them.
 SAID = {
     "test_refused_by_the_fixture": "*TypeError: test_unmarked.py::test_refused_by_the_fixture: no_tensor_leaks.allow(): allow holds a str; *",
-    "test_wrong_0": "*test_wrong_0: the marker * takes allow, trace and action: it was given an argument without its name*",
+    "test_wrong_0": "*test_wrong_0: the marker * takes allow, trace and action: an argument was given without its name; write *",
     "test_wrong_1": "*test_wrong_1: the marker *: * got an unexpected keyword argument 'alow'*",
     "test_wrong_2": "*test_wrong_2: the marker *: action is 'eror'; expected one of error, warn, ignore*",
     "test_wrong_3": "*test_wrong_3: the marker *: allow holds a str; expected tensors*",

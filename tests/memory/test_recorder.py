@@ -139,9 +139,16 @@ def test_an_exception_or_the_last_reference_ends_a_recording():
     del a
 
 
-@pytest.mark.parametrize(("arguments", "words"), [({"device": "meta"}, "cpu and cuda"), ({"max_events": -1}, "-1")])
-def test_bad_arguments_are_refused(arguments, words):
-    with pytest.raises(ValueError, match=words):
+@pytest.mark.parametrize(
+    ("error", "arguments", "words"),
+    [
+        (ValueError, {"device": "meta"}, "device is meta; expected cpu or a CUDA device"),
+        (ValueError, {"max_events": -1}, "max_events is -1; expected"),
+        (TypeError, {"max_events": "many"}, "max_events is 'many'; expected"),
+    ],
+)
+def test_bad_arguments_are_refused(error, arguments, words):
+    with pytest.raises(error, match=words):
         memory.record(**arguments)
 
 
@@ -323,6 +330,16 @@ def test_phases_are_read_while_it_runs():
     with rec.phase("too late"):
         pass
     assert [p.kind for p in rec.phases] == ["early"], "what outlasts the recording is left out"
+
+
+def test_a_phase_is_entered_once():
+    with memory.record() as rec:
+        phase = rec.phase("forward")
+        with phase, pytest.raises(RuntimeError, match=r"entered once; call phase\(\) again"):
+            phase.__enter__()
+        with pytest.raises(RuntimeError, match="entered once"):
+            phase.__enter__()
+    assert [p.kind for p in rec.phases] == ["forward"]
 
 
 @pytest.mark.parametrize("kind", [3, None, torch.ones(1)])

@@ -16,15 +16,15 @@ ZBPIPE_PATCH=1 in the environment, gives them to torch's schedules.
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="zbpipe" if Path(sys.argv[0]).name == "zbpipe" else "python -m zbpipe",
-        description="What is installed, what waits for W, what leaks.\nEach has its --help.",
+        description="What is installed, what waits for W, what leaks.\nEach command has its --help.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,  # the others wrap the version, which is one line
     )
     parser.add_argument("--version", action="version", version=doctor.version())
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, command, words in (
-        ("doctor", doctor, "say what is installed here, whether this torch is known, and whether all would work"),
-        ("explain", explain, "say what of a stage's backward waits for W, and why the rest does not"),
+        ("doctor", doctor, "say what is installed here, whether this torch is known, and what would not work"),
+        ("explain", explain, "say which gradients of a stage W computes, and why I computes the others"),
         ("leaks", leaks, "run a training script and show what grows from step to step, and who holds it"),
     ):
         command.add_arguments(

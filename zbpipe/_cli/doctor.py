@@ -1,7 +1,7 @@
-"""Says what zbpipe and torch are installed here. It also says whether zbpipe
-knows this torch and all private parts of it that it uses, what ZBPIPE_PATCH=1
-would do here, what is patched, and the policy. The exit status is 1 if
-something would not work, also where zbpipe cannot be imported.
+"""Say which zbpipe and which torch are installed here. Say also whether zbpipe
+knows this torch and the private parts of it that zbpipe uses, what
+ZBPIPE_PATCH=1 would do here, what is patched, and the policy. The exit status
+is 1 if something would not work, also where zbpipe cannot be imported.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--all",
         action="store_true",
-        help="a line for everything of torch that was looked at, not only for what differs; looks at the compilers, "
-        "too, whose import takes seconds",
+        help="print every part of torch that was looked at, not only those that differ; look also at the compilers, "
+        "whose import takes seconds",
     )
     parser.set_defaults(run=lambda given: run(everything=given.all))
 

@@ -3,11 +3,10 @@ its steps, what grew, and who holds it.
 
 A step is a call of the step() of a schedule of torch.distributed.pipelining;
 without a schedule, of an optimizer's. Of several, the first that steps counts.
-Where nothing steps (evaluation, inference), or where a step is something else,
-name the first line in the body of the loop by --step-at: a step ends whenever
-the script reaches that line. The garbage collector is off while steps are
-watched, so growth includes what only the collector would free. Options come
-before the script:
+For a loop without either (evaluation, inference), name the first line of the
+loop's body by --step-at: a step ends whenever the script reaches that line.
+The garbage collector is off while steps are watched, so growth includes what
+only the collector would free. Options come before the script:
 
     python -m zbpipe leaks --steps 20 train.py --lr 1e-3
     python -m zbpipe leaks --step-at serve.py:31 serve.py

@@ -33,9 +33,8 @@ def count() -> int:
 
 
 def say_together(text: str, stdout: Any, has_failed: bool) -> None:
-    """The first rank prints the texts of all that end in time. Another rank, or any without a store of the agent's,
-    prints its own if nobody has. Where the script ``has_failed`` the rank prints its own at once, for others may wait
-    for it to go."""
+    """The first rank prints the texts of all that end in time. A rank prints its own if the first did not, and at once
+    if its script ``has_failed``: others may wait for its end."""
     texts, late, store = {rank(): text}, list[int](), None
     with contextlib.suppress(*_UNREACHABLE):
         store = _store()

@@ -19,8 +19,7 @@ _run_as_main = runpy._run_module_as_main  # type: ignore[attr-defined] # as pyth
 
 
 def run(script: str, arguments: list[str], is_module: bool) -> int:
-    """Run a file, or a module or the ``__main__`` of a package by its name. What it raises passes, but for its exit:
-    that status is returned."""
+    """Runs a file, or a module or package by its name. Returns its exit status; its other exceptions pass."""
     sys.argv[:] = ["-m" if is_module else script, *arguments]
     main = sys.modules["__main__"] = ModuleType("__main__")  # at the place where Python's own is, and goes
     search_first(os.getcwd() if is_module else str(Path(script).resolve().parent))
@@ -41,8 +40,7 @@ def run(script: str, arguments: list[str], is_module: bool) -> int:
 
 
 def search_first(folder: str) -> None:
-    """Puts the folder of what is run where Python would: in the place of the folder that Python put first for zbpipe.
-    Under -P, -I and PYTHONSAFEPATH it goes nowhere."""
+    """Puts the script's folder where Python put one for zbpipe, first; under -P, -I, PYTHONSAFEPATH it put none."""
     if not getattr(sys.flags, "safe_path", sys.flags.isolated):
         sys.path[0] = folder
 

@@ -25,11 +25,7 @@ OPTIMIZER, SCHEDULE, LINE = "Optimizer.step", "Schedule.step", "--step-at"
 
 
 class Steps:
-    """Counts a script's steps, and looks at what lives after each later than the warm-up.
-
-    A visit of the ``line`` of a file ends a step. Without one a schedule's step() is a step; without any schedule, an
-    optimizer's. The script ends after ``most`` steps.
-    """
+    """Counts a script's steps, as ``zbpipe leaks --help`` says, and looks at what lives after the warm-up."""
 
     def __init__(self, warmup: int, most: int | None, line: tuple[str, int] | None) -> None:
         self.warmup, self._most = warmup, most
@@ -94,8 +90,7 @@ class Steps:
         return step_and_tell
 
     def _end(self, kind: str, stepper: Any = None) -> None:
-        """A step has ended. Ends the script after the last one that is asked for, once: no ``except Exception`` stops
-        that, and ``finally`` and ``with`` blocks run."""
+        """Counts a step. After the last one SystemExit ends the script, which no ``except Exception`` stops."""
         with self._lock:
             is_of_a_part = kind == OPTIMIZER and self.kind == SCHEDULE
             if is_of_a_part or self._is_over or os.getpid() != self._process:

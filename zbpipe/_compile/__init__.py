@@ -91,6 +91,10 @@ def compile(
     Raises:
         ValueError, TypeError: ``backend`` or ``recompute`` has none of these values.
 
+    Example::
+
+        stage = zbpipe.compile(stage)
+
     Source:
         ``torch.compile``. The cut is a minimum cut as in AOTAutograd's ``min_cut_rematerialization_partition``.
         Zero-bubble schedules and compiled stages: pytorch/pytorch 161904, 143599, PR 162511; pytorch/torchtitan 2727.

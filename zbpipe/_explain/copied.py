@@ -97,8 +97,7 @@ def _compile_again(part: nn.Module, twin: nn.Module) -> None:
 
 @contextlib.contextmanager
 def apart(module: nn.Module) -> Iterator[None]:
-    """What is run within it draws no random numbers of others and leaves nothing in caches. Gradients are recorded,
-    and no tensor made within is an inference tensor, whatever holds outside."""
+    """Restores random numbers and caches at its end. Inside, gradients are recorded and inference mode is off."""
     with torch.inference_mode(False), torch.enable_grad(), _random_numbers(module), _without_caches():
         yield
 
@@ -126,8 +125,8 @@ def _random_numbers(module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_caches() -> Iterator[None]:
-    """Within an autocast that has begun outside, casts are not cached: they would live until its end. What
-    parametrizations have computed is by the address of the module, which another one may have later."""
+    """Turns off the caches of an autocast outside and of parametrizations."""
+    # Casts would live until that autocast's end. Parametrizations' keys are addresses, which another module may get.
     torch.autocast_increment_nesting()
     is_nested = torch.autocast_decrement_nesting() > 0
     was_enabled = torch.is_autocast_cache_enabled()

@@ -41,8 +41,8 @@ def explain(
     may be called between the microbatches of a step. The policy in effect decides, as in a training step. Gradients are
     recorded under ``no_grad`` and ``inference_mode``, too.
 
-    A forward that writes to its parameters writes to the module's own. Nor is anything undone that a forward writes to
-    globals, or to objects that its functions refer to. A call may start ``torch.compile``'s compiler. With tensor
+    explain does not undo what a forward writes to its parameters, whose memory the copy shares, to globals, or to
+    objects that its functions refer to. A call may start ``torch.compile``'s compiler. With tensor
     parallel parameters or SyncBatchNorm a forward runs collectives: call explain on all ranks.
 
     Args:
@@ -64,6 +64,10 @@ def explain(
             the copy's forward reaches the module's own parameters. Or the forward failed with inputs on another device
             than the parameters. Or the input pass failed, as it would in training.
         Exception: what the module's forward raises.
+
+    Example::
+
+        print(zbpipe.explain(stage, x))
 
     Source:
         A product's FLOPs are those that ``torch.utils.flop_counter.FlopCounterMode`` counts.

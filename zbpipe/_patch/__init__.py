@@ -108,9 +108,8 @@ def unpatch() -> None:
     The next patch() does not take over ``release_outputs``. A schedule can still wait for works that it got under the
     patch. A tensor in flight stays until its send is done.
 
-    A place that other code rebound meanwhile is left, and named in a warning. A module of torch that imported zbpipe's
-    functions meanwhile gets torch's; other modules keep zbpipe's. unpatch() raises nothing, and logs what is not in
-    order.
+    A name that other code rebound meanwhile stays as it is, and a warning names it. A module of torch that imported
+    zbpipe's functions meanwhile gets torch's; other modules keep zbpipe's.
     """
     with _state.lock:
         if state.in_force:
@@ -237,7 +236,10 @@ def _restore() -> None:
     methods.restore()
     logger.info("unpatched %s", ", ".join(map(str, restored)))
     if rebound:
-        logger.warning("not restored, because rebound since patching: %s", ", ".join(map(str, rebound)))
+        logger.warning(
+            "not restored: %s; other code has rebound them since patch(), and must put torch's functions back itself",
+            ", ".join(map(str, rebound)),
+        )
 
 
 def _originals(modules: _Modules) -> dict[str, places.Function]:
@@ -294,4 +296,7 @@ def _warn_of_strangers(modules: _Modules) -> None:
         if name in vars(module) and id(vars(module)[name]) not in ours
     ]
     if strangers:
-        logger.warning("not patched, because rebound by somebody else: %s", ", ".join(strangers))
+        logger.warning(
+            "not patched: %s; other code has rebound them, and its functions run there; patch before that code does",
+            ", ".join(strangers),
+        )

@@ -32,8 +32,7 @@ def is_in_use() -> bool:
 
 
 def blocks_now() -> set[tuple[str, int, int]]:
-    """The blocks in use on all devices: device, address and the bytes that were asked for. None where CUDA is not used,
-    or where its allocator keeps no account."""
+    """The CUDA blocks in use: device, address, bytes asked for. Empty without CUDA, or without torch's allocator."""
     if not is_in_use() or torch.cuda.get_allocator_backend() != "native":
         return set()
     return {

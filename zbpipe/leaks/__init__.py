@@ -3,7 +3,7 @@
     with zbpipe.leaks.check_tensor_leak(allow=[model, optimizer]):
         train_step()
 
-When the block is left, a warning lists the tensors that were born inside and are still alive, or that only the garbage
+At the end of the block a warning lists the tensors that were allocated inside and are alive, or that only the garbage
 collector freed. It shows the shortest chain of holders to each, from a module, a running function or a cycle. Holders
 are dictionaries, closures, hooks, parameter groups, and autograd nodes with the field that saved the tensor.
 :func:`find_holders` finds the chain of one living tensor, :class:`Growth` those of what piles up from step to step. The

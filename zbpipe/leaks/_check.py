@@ -210,11 +210,11 @@ def check_tensor_leak(
     allow: Any = (),
     trace: bool = False,
 ) -> Any:
-    """Find tensors that were born inside and outlive it, or that only the garbage collector frees.
+    """Finds tensors that are allocated in a block or function and outlive it, or that only the garbage collector frees.
 
     ``with check_tensor_leak() as check:``, ``@check_tensor_leak`` or ``@check_tensor_leak(action="error")``. The
     collector is off inside, and afterwards as it was before. Checks may be nested and run on several threads. Each sees
-    what is born anywhere while it runs. A clean check reads the collector's list at its beginning and at its end. A
+    what any thread allocates while it runs. A clean check reads the collector's list at its beginning and at its end. A
     check that finds something looks at all living objects, and runs the collector if no chain leads to it.
 
     Args:
@@ -233,6 +233,11 @@ def check_tensor_leak(
     Raises:
         TypeError, ValueError: an argument is none of these.
         RuntimeError: on entering: the CPU allocator cannot be watched (``csrc/instruments/shim/zbp_tap.h``).
+
+    Example::
+
+        with zbpipe.leaks.check_tensor_leak(action="error", allow=stage):
+            stage(x).sum().backward()
 
     Source:
         ``check_tensor_leak`` of torch's own tests of pipelining (pytorch/pytorch PR 136584), which sees cycles in

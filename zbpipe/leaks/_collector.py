@@ -14,9 +14,8 @@ _EVENT, _OLDER = struct.Struct("QQQQII"), 2  # as _C.Recorder.events() gives the
 
 
 class Collector:
-    """Off within each ``with collector``, by its first threshold: whoever asks or tells it to be enabled finds and gets
-    what they expect. What the thresholds were is restored when the last one is through, on whichever thread, unless
-    somebody set others."""
+    """Off within each ``with collector``, by its first threshold, so that gc.isenabled() and gc.enable() work as ever.
+    The last block to end, on any thread, restores the thresholds, unless somebody set others."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -53,8 +52,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Collections:
-    """What runs of the collector free of CPU memory, from entering to leaving: the blocks that the thread frees on
-    which it runs. Other threads' own, and what other callbacks in gc.callbacks let go of, is not among it."""
+    """The CPU blocks that runs of the collector free inside: not those that other threads or gc.callbacks free then."""
 
     def __init__(self) -> None:
         self.freed: dict[int, int] = {}  # bytes by serials

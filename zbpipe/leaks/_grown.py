@@ -14,7 +14,7 @@ from zbpipe.leaks._search import Found
 class Grown:
     """Leaks that one place in the program holds, however they hang below it.
 
-    ``leaks`` is empty if no holder of what grew can be seen. ``steps`` are the steps in which the leaks were born.
+    ``leaks`` is empty if no holder of what grew can be seen. ``steps`` are the steps that allocated the leaks.
     ``is_larger`` is True if the tensors became larger, but not more. ``nodes`` counts the nodes of the autograd graph
     on the one leak, if the nodes became more. ``known`` says in words what else is known. ``mark`` is the position in
     the chains at which the holder of all leaks stands.

@@ -48,7 +48,7 @@ _LEAST = 10  # of what the last step made anew, what is less than a tenth of the
 
 
 class Growth:
-    """Counts, after each step, the living storages that were born since this object was made, and their bytes.
+    """Counts, after each step, the living storages that were allocated since this object was made, and their bytes.
 
     Call :meth:`step` after each step and :meth:`table` at the end. The garbage collector is off until :meth:`close`,
     the end of a ``with`` block, or the end of the object. The object keeps no storage alive.
@@ -249,8 +249,7 @@ def rises(values: Sequence[int]) -> bool:
 
 
 def _largest_graph(newest: int) -> Grown | None:
-    """Who holds the tensor on which the most nodes hang. Only nodes count whose sequence numbers are no newer, and that
-    hang on no tensor of a newer graph."""
+    """Who holds the tensor with the most nodes below it that are not newer than ``newest`` and on no newer graph."""
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
     roots = [(node, tensor) for tensor in tensors for node in _nodes_of(_C.handle_of(tensor))]
     roots.sort(key=lambda root: -(root[0].sequence or 0))

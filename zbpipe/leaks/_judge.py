@@ -74,8 +74,7 @@ def _autocast_sizes() -> Counter[int]:
 
 
 class Windows:
-    """What may grow up to a bound: what today's optimizers keep for their parameters, and what collections and caches
-    of a greatest length hold."""
+    """What may grow up to a bound: optimizers' state, and collections and caches with a maximum length."""
 
     def __init__(self) -> None:
         self._optimizers = weakref.WeakSet(_living(torch.optim.Optimizer))

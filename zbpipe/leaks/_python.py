@@ -116,8 +116,7 @@ def key_text(key: Any, quoted: bool = False) -> str:
 
 
 def namespace_of(thing: Any) -> Any:
-    """The dictionary of a class, or of an object by the descriptor that its class has for it; a property of that name
-    is not run. None without one."""
+    """The ``__dict__`` of a class or an object, or None. A property of that name is not run."""
     if issubclass(type(thing), type):
         namespace = gc.get_referents(_DICT.__get__(thing))[0]  # which is behind a proxy
     else:

@@ -90,10 +90,14 @@ class Report:
         return notes + "".join(f"\n  not seen: {what}" for what in self.unseen)
 
     def draw(self, path: str | PathLike[str], max_leaks: int = 10) -> Path:
-        """Draw the graph of the holders of the ``max_leaks`` largest leaks. Returns the path.
+        """Draws the holders of the ``max_leaks`` largest leaks as a graph.
 
         Args:
-            path: ``.dot``, or ``.svg`` or ``.png``, which Graphviz's program ``dot`` makes of it.
+            path: a ``.dot`` file, or ``.svg`` or ``.png``, for which Graphviz's program ``dot`` must be there.
+            max_leaks: how many leaks to draw, 1 or more.
+
+        Returns:
+            The path.
 
         Raises:
             ValueError: another suffix, or ``max_leaks`` below 1.

@@ -45,7 +45,7 @@ def search(scope: Scope) -> Result:
 
 
 def find_holders(tensor: torch.Tensor) -> Leak:
-    """Find who holds the memory of a living tensor, besides variables of running functions that are that very tensor.
+    """Finds who holds the memory of a living tensor. Running functions' own variables for the tensor do not count.
 
     Args:
         tensor: a tensor with one storage of its own.
@@ -65,7 +65,7 @@ def find_holders(tensor: torch.Tensor) -> Leak:
     found = search(Scope(target=tensor)).found
     if not found:
         raise ValueError(
-            f"tensor is a {type(tensor).__name__} without one storage of its own; pass those it is made of"
+            f"tensor is a {type(tensor).__name__} without one storage of its own; pass the tensors that it is made of"
         )
     return found[0].leak
 

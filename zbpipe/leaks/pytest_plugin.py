@@ -57,7 +57,7 @@ class _Watch:
         self.action: str = given.get("action", "error")
         try:
             if marker is not None and marker.args:
-                raise TypeError("it was given an argument without its name")
+                raise TypeError("an argument was given without its name; write action='warn', say")
             if self.action not in ACTIONS:
                 raise ValueError(f"action is {argument(self.action)}; expected one of {', '.join(ACTIONS)}")
             self.allowed: list[Any] = [_allow.checked("record", given.get("allow", ()))]
@@ -188,8 +188,8 @@ def pytest_runtest_teardown(item: pytest.Item) -> _Wrapper:
 
 def _text(item: pytest.Item, report: Report) -> str:
     return (
-        f"{item.nodeid} leaks {report.bytes} bytes of tensors: born in it, and neither gone by reference counts nor "
-        f"owned by its fixtures\n{report}"
+        f"{item.nodeid} leaks {report.bytes} bytes of tensors: it allocated them, its fixtures do not own them, and no "
+        f"reference count has freed them\n{report}"
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from zbpipe import _C
+from zbpipe._formatting import argument
 from zbpipe.memory._cuda import CudaLog
 from zbpipe.memory._export import Path
 from zbpipe.memory._held import Held, HeldStorage, ParameterRow, held
@@ -45,16 +46,23 @@ def record(
         A recording, to be entered once; see :class:`Recording`.
 
     Raises:
-        ValueError: another device, or a negative ``max_events``.
+        TypeError, ValueError: another device, or ``max_events`` is no number of events.
         RuntimeError: on entering: the allocator cannot be recorded.
+
+    Example::
+
+        with zbpipe.memory.record() as rec, rec.phase("forward"):
+            stage(x)
+        print(rec)
 
     Source:
         ``torch.cuda.memory``'s history and snapshots (pytorch.org/memory_viz), for the CPU, and with the phases in it.
     """
     place = torch.device(device)
-    if max_events < 0:
-        raise ValueError(f"max_events is {max_events}; expected the number of events to keep, or 0 for no log")
+    if not isinstance(max_events, int) or max_events < 0:
+        refused = ValueError if isinstance(max_events, int) else TypeError
+        raise refused(f"max_events is {argument(max_events)}; expected the number of events to keep, or 0 for no log")
     if place.type not in ("cpu", "cuda"):
-        raise ValueError(f"device is {place}; memory can be recorded on cpu and cuda")
+        raise ValueError(f"device is {place}; expected cpu or a CUDA device")
     log: CudaLog | _C.Recorder = _C.Recorder(max_events) if place.type == "cpu" else CudaLog(place, max_events)
     return Recording(log, getattr(log, "device", place), max_events, on_out_of_memory)

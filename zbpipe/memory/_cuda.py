@@ -25,9 +25,9 @@ class CudaLog:
 
     def __init__(self, device: torch.device, max_events: int) -> None:
         if not torch.cuda.is_available():
-            raise RuntimeError(f"memory cannot be recorded on {device}: torch sees no CUDA device")
+            raise RuntimeError(f"memory cannot be recorded on {device}: torch sees no CUDA device; record the cpu")
         if max_events == 0:
-            raise ValueError("max_events is 0; a recording on CUDA is made from its log and needs one")
+            raise ValueError("max_events is 0; a recording on CUDA is made from its log: expected 1 or more")
         torch.cuda.init()  # type: ignore[no-untyped-call]
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._max_events = max_events

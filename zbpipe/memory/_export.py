@@ -97,7 +97,7 @@ def draw(title: str, device: str, phases: Sequence[Phase], events: Events, count
     strip.set_yticks([row + 0.5 for row in range(len(rows))], list(rows), parse_math=False)
     strip.tick_params(bottom=False, labelbottom=False, left=False)
     strip.set_ylim(max(len(rows), 1), 0)
-    head = f"{short(title, 100)}: peak {in_words(most)}" if title else f"peak {in_words(most)} on {device}"
+    head = f"{short(str(title), 100)}: peak {in_words(most)}" if title else f"peak {in_words(most)} on {device}"
     strip.set_title(head, loc="left", fontsize=10, parse_math=False)
     for part in (strip, axes):
         part.spines[:].set_visible(False)

@@ -29,7 +29,7 @@ import torch
 
 from zbpipe import _C
 from zbpipe._C import ParamGroup
-from zbpipe._formatting import Unit, in_words, table
+from zbpipe._formatting import Unit, argument, in_words, table
 
 
 @dataclass(frozen=True)
@@ -132,12 +132,16 @@ def held(groups: ParamGroup | Iterable[Any], module: torch.nn.Module | None = No
         The bytes by storage, parameter, module and role; see :class:`Held`. It holds no tensor.
 
     Raises:
-        TypeError: an entry is no group.
+        TypeError: an entry is no group, or ``module`` is no module.
         RuntimeError: a group's weight pass is running.
 
     Source:
         The memory tests by forward, I and W that pytorch/pytorch PR 138119 and 138504 wished for.
     """
+    if not isinstance(groups, (ParamGroup, Iterable)):
+        raise TypeError(f"groups is {argument(groups)}; expected a group or groups of stage_backward_input")
+    if not isinstance(module, (torch.nn.Module, type(None))):
+        raise TypeError(f"module is {argument(module)}; expected a torch.nn.Module, or None")
     listed = [groups] if isinstance(groups, ParamGroup) else list(groups)
     names: dict[int, list[str]] = {}  # by id(): the parameters are alive while a group is
     for name, parameter in () if module is None else module.named_parameters(remove_duplicate=False):

@@ -33,8 +33,7 @@ def reporter(folder: Path) -> Callable[[Any, BaseException | None], None]:
 
 
 def _report(folder: Path, since: int, older: object, recording: Any, error: BaseException | None) -> None:
-    """If the error came from one that says that memory is short. Never raises: what cannot be written is said, and the
-    program's own error goes its way."""
+    """Writes the report if memory ran out. Logs what cannot be written, and never raises beside the program's error."""
     raised = next(filter(is_out_of_memory, causes(error)), None)
     if raised is None:
         return

@@ -19,6 +19,7 @@ import gc
 import inspect
 import itertools
 import operator
+import os
 import pathlib
 import threading
 import warnings
@@ -106,21 +107,37 @@ class Recording:
             report(self, error)
         if displaced:
             warnings.warn(
-                "another CPU allocator was installed while memory was recorded; what it handed out is not counted",
+                "another CPU allocator was installed while memory was recorded, and what it handed out is not counted; "
+                "install it before the recording",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
-    @contextlib.contextmanager
-    def phase(self, kind: str, *, stage: int | None = None, microbatch: int | None = None) -> Iterator[None]:
+    def phase(
+        self, kind: str, *, stage: int | None = None, microbatch: int | None = None
+    ) -> contextlib.AbstractContextManager[None]:
         """Marks a phase, such as ``with rec.phase("forward", microbatch=3)``.
 
         Phases may nest and overlap, and end on another thread than their own. Outside of the recording they mark
         nothing. zbpipe's passes mark themselves as "I", "W" or "B". A phase of these names on the same thread replaces
         the marks within it, since it may name the stage and the microbatch.
+
+        Args:
+            kind: the phase's name.
+            stage, microbatch: its numbers, for its label.
+
+        Returns:
+            A context manager, to be entered once.
+
+        Raises:
+            TypeError: ``kind`` is no str.
         """
         if not isinstance(kind, str):
             raise TypeError(f"kind is {argument(kind)}; expected the phase's name, and its number as microbatch=...")
+        return _Once(self._marked(kind, stage, microbatch))
+
+    @contextlib.contextmanager
+    def _marked(self, kind: str, stage: int | None, microbatch: int | None) -> Iterator[None]:
         is_pass, thread = kind in _PASSES, threading.get_ident()
         begin = None if is_pass and thread in self._in_pass else self._mark()
         if begin is None:
@@ -249,7 +266,7 @@ class Recording:
             RuntimeError: the recording still runs, or its log is not whole.
         """
         log = self._whole_log("plot()")
-        draw(title, str(self.device), self.phases, events_of(log), self._marks.events[-1]).savefig(path)
+        draw(title, str(self.device), self.phases, events_of(log), self._marks.events[-1]).savefig(os.fspath(path))
 
     def export(self, path: Path) -> None:
         """Writes the recording as a Chrome trace, for Perfetto or chrome://tracing: live bytes as a counter, and a
@@ -271,6 +288,22 @@ class Recording:
         return "\n".join(lines)
 
 
+class _Once(contextlib.AbstractContextManager[None]):
+    """What Recording.phase() returns: contextlib's own managers answer a second entry with an AttributeError."""
+
+    def __init__(self, marked: contextlib.AbstractContextManager[None]) -> None:
+        self._marked, self._is_entered = marked, False
+
+    def __enter__(self) -> None:
+        if self._is_entered:
+            raise RuntimeError("a phase can be entered once; call phase() again for another one")
+        self._is_entered = True
+        self._marked.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._marked.__exit__(*error)
+
+
 def _stages_in(stages: Any) -> Iterator[Any]:
     """The stages that Recording.watch() is given. Raises TypeError."""
     if all(hasattr(stages, name) for name in METHODS):
@@ -287,8 +320,7 @@ def _stages_in(stages: Any) -> Iterator[Any]:
 
 
 class _Method:
-    """Stands in front of a stage's method, as an attribute of the stage: one that is dropped goes with the next garbage
-    collection. Somebody may keep it, or put another one in front: when its recordings are over it passes calls on."""
+    """An attribute of a stage that hides a method and marks its calls; without a running recording it only calls."""
 
     def __init__(self, stage: Any, name: str) -> None:
         method = getattr(stage, name)

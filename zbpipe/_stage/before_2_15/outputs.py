@@ -66,8 +66,7 @@ def forget_all() -> None:
 
 
 def _edge(value: Any, has_backward: bool) -> Any:
-    """What the backward needs of an output. Leaves stay, which others hold anyhow; subclasses stay, which take
-    gradients in ways of their own."""
+    """What the backward needs of an output. Others hold leaves anyhow; subclasses take gradients in their own ways."""
     if type(value) is not torch.Tensor:
         return value
     if not has_backward or not value.requires_grad:
