@@ -90,6 +90,7 @@ trainer = Trainer()
 """
 NAMES = "names = []\ndef name():\n    names.append('r' + uuid.uuid4().hex)\n    return names[-1]\n"
 OWN = f"{NAMES}class Own:\n    pass\nown = Own()\n"
+WORK = "import gc\ndef work(x):\n    y, z = x * 2, x * 3\n    try:\n        1 / 0\n    except ArithmeticError as e:\n        kept = e\n"
 CYCLES = "reference cycles, which at most the collector opens"
 GLOBAL = ">> module global __main__."
 
@@ -98,8 +99,7 @@ KINDS = {
     "numbers": ("cache = {}", "cache[i] = y", "cache.clear()", f"{GLOBAL}cache", "held by a dict that was never"),
     "names": ("cache = {}", 'cache[f"step_{i}"] = y', "cache.clear()", f"{GLOBAL}cache", "item 'step_3' and 6 like it"),
     "uuids": ("cache = {}", "cache[uuid.uuid4().hex] = y", "cache.clear()", f"{GLOBAL}cache", "and 6 like it"),
-    "attributes": ("net = nn.Module()", 'setattr(net, f"out{i}", y)', "del net.__dict__[f'out{i}']", f"{GLOBAL}net", ""),
-    "attributes of any name": (OWN, "setattr(own, name(), y)", "own.__dict__.clear()", f"{GLOBAL}own", "and in 6 other ways"),
+    "attributes": (OWN, "setattr(own, name(), y)", "own.__dict__.clear()", f"{GLOBAL}own", "and in 6 other ways"),
     "globals": (NAMES, "globals()[name()] = y", 'exec(f"del {names[-1]}")', f"{GLOBAL}r", "and in 6 other ways"),
     "buffers": (
         "net = nn.Module()",
@@ -128,6 +128,7 @@ KINDS = {
         CYCLES,
     ),
     "parents": (DATA, "data = Data(y)", "data.store.parent = None", ">> attribute x of Storage", "attribute parent of Storage"),
+    "an exception": (WORK, "work(y)", "gc.collect()", ">> variable ", CYCLES),
     "objects in a list": (TRANSITIONS, "buffer.items.append(Transition(y))", "buffer.items.clear()", ">> attribute items of Buffer", ""),
     "graphs": (METER, "meter.update(loss)", "meter.sum = 0", ">> attribute sum of Meter", "other, saved: Tensor"),
 }  # fmt: skip
@@ -151,7 +152,7 @@ def test_what_rises_is_told_with_its_holder(run, name):
     assert lines and lines[0].startswith(marked), said
     assert len(lines) == (2 if name == "many that become larger" else 1), said
     assert words in said, said
-    assert (CYCLES in said) == (name in ("optimizers", "a backward with its graph", "parents")), said
+    assert (CYCLES in said) == (name in ("optimizers", "a backward with its graph", "parents", "an exception")), said
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -148,8 +148,10 @@ class Steps:
         if growth is None:
             return None
         watched = len(growth.counts)
+        if not growth.rising(late=False):
+            self.found, growth.cycles = [], []
         if not growth.rising():
-            self.found, growth.filling, growth.late, growth.cycles = [], [], [], []
+            growth.filling, growth.late = [], []
         elif growth.late and growth.rising(late=False):  # it has gone on since the last look
             self.found, growth.late = growth.late, []
         elif watched >= FEWEST and not (self.found or growth.filling or growth.late) and self.looked_at < watched:
