@@ -248,7 +248,7 @@ def test_the_end_by_steps_is_one_whatever_the_script_catches(run):
 
 CLOSED = {
     "closed": "sys.stdout.close()",
-    "none": "sys.stdout = None",
+    "none": "sys.stdout.close(); sys.stdout = sys.stderr = None",
     "captured": "import io; sys.stdout = io.StringIO()",
     "forked": "import os; pid = os.fork()\nif pid == 0:\n    sys.exit(0)\nos.waitpid(pid, 0)",
 }
