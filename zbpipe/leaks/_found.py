@@ -70,7 +70,7 @@ class Scope:
     @property
     def handle(self) -> _C.Handle | None:
         """The target's."""
-        return self.target if isinstance(self.target, _C.Handle) else _C.handle_of(self.target)
+        return self.target if type(self.target) is _C.Handle else _C.handle_of(self.target)
 
     def includes(self, serial: int) -> bool:
         return self.since <= serial < self.until and not any(serial in serials for serials in self.exempt)
