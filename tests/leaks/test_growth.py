@@ -12,7 +12,7 @@ from torch import nn
 
 from zbpipe._torch import allocator  # memory that is not the CPU allocator's, as CUDA's, without CUDA
 from zbpipe.leaks import Growth
-from zbpipe.leaks._growth import rises  # rows of a hundred thousand steps
+from zbpipe.leaks._growth import rises, rises_late  # rows of a hundred thousand steps
 
 KEPT = []
 SEEN = None
@@ -190,6 +190,16 @@ def test_a_tensor_that_each_step_replaces_by_a_larger_one_is_named():
         assert growth.rising() == []
 
 
+def test_a_variable_that_is_the_sum_is_named():
+    weight, total = torch.ones(1, requires_grad=True), torch.zeros(())
+    with Growth() as growth:
+        for _ in range(12):
+            total = total + weight.sum()
+            growth.step()
+        (group,) = growth.grown()
+    assert group.nodes > 10 and group.held_by[0].startswith(">> variable total of test_a_variable_that"), total
+
+
 def test_nodes_that_rose_at_the_last_look_rise_until_the_next():
     """Between looks the number of nodes is that of the look before."""
     with Growth() as growth:
@@ -271,10 +281,14 @@ def test_other_memory_that_comes_into_use_between_two_looks_is_counted_from_ther
         (range(60, 0, -1), False),
         ([i % 20 for i in range(400)], False),  # by length, epoch after epoch
         (range(100_000), True),
+        ([max(i - 25, 0) for i in range(40)], "late"),
+        ([max(i - 35, 0) for i in range(40)], False),
+        ([(i + 2) % 20 for i in range(2, 40)], False),  # the second epoch, higher by what the warm-up had of the first
     ],
 )
 def test_what_rises(values, expected):
-    assert rises(list(values)) is expected
+    assert rises(list(values)) is (expected is True)
+    assert expected is True or rises_late(list(values)) is (expected == "late")
 
 
 @pytest.mark.cuda

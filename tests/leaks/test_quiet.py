@@ -158,7 +158,7 @@ def test_a_cycle_with_anything_of_the_programs_is_a_leak():
 def test_constants_of_modules_that_are_imported_inside(tmp_path, monkeypatch):
     sources = [
         "EPS = torch.ones(4)",
-        "class Layer:\n    scale = torch.ones(4)",
+        "class Layer:\n    scale = torch.ones(4)\nLAYER = Layer()\nLAYER.bias = torch.ones(4)",
         "def scaled(x, scale=torch.ones(4)):\n    return x",
         "CACHE = [torch.ones(5)]",
     ]
@@ -173,7 +173,7 @@ def test_constants_of_modules_that_are_imported_inside(tmp_path, monkeypatch):
             sys.modules.pop(name, None)
     (leak,) = report.leaks
     assert leak.blame.text == "module global imported_inside_3.CACHE"
-    assert report.notes == ["3 storages (48 bytes) that modules hold which were imported inside"]
+    assert report.notes == ["4 storages (64 bytes) that modules hold which were imported inside"]
 
 
 FIRST_OPTIMIZER = """

@@ -88,6 +88,9 @@ class Trainer:
         self.tr_loss = torch.tensor(0.0)
 trainer = Trainer()
 """
+NAMES = "names = []\ndef name():\n    names.append('r' + uuid.uuid4().hex)\n    return names[-1]\n"
+OWN = f"{NAMES}class Own:\n    pass\nown = Own()\n"
+WORK = "import gc\ndef work(x):\n    y, z = x * 2, x * 3\n    try:\n        1 / 0\n    except ArithmeticError as e:\n        kept = e\n"
 CYCLES = "reference cycles, which at most the collector opens"
 GLOBAL = ">> module global __main__."
 
@@ -96,7 +99,8 @@ KINDS = {
     "numbers": ("cache = {}", "cache[i] = y", "cache.clear()", f"{GLOBAL}cache", "held by a dict that was never"),
     "names": ("cache = {}", 'cache[f"step_{i}"] = y', "cache.clear()", f"{GLOBAL}cache", "item 'step_3' and 6 like it"),
     "uuids": ("cache = {}", "cache[uuid.uuid4().hex] = y", "cache.clear()", f"{GLOBAL}cache", "and 6 like it"),
-    "attributes": ("net = nn.Module()", 'setattr(net, f"out{i}", y)', "del net.__dict__[f'out{i}']", f"{GLOBAL}net", ""),
+    "attributes": (OWN, "setattr(own, name(), y)", "own.__dict__.clear()", f"{GLOBAL}own", "and in 6 other ways"),
+    "globals": (NAMES, "globals()[name()] = y", 'exec(f"del {names[-1]}")', f"{GLOBAL}r", "and in 6 other ways"),
     "buffers": (
         "net = nn.Module()",
         "net.register_buffer(f'mask_{i}', y)",
@@ -124,6 +128,7 @@ KINDS = {
         CYCLES,
     ),
     "parents": (DATA, "data = Data(y)", "data.store.parent = None", ">> attribute x of Storage", "attribute parent of Storage"),
+    "an exception": (WORK, "work(y)", "gc.collect()", ">> variable ", CYCLES),
     "objects in a list": (TRANSITIONS, "buffer.items.append(Transition(y))", "buffer.items.clear()", ">> attribute items of Buffer", ""),
     "graphs": (METER, "meter.update(loss)", "meter.sum = 0", ">> attribute sum of Meter", "other, saved: Tensor"),
 }  # fmt: skip
@@ -147,7 +152,7 @@ def test_what_rises_is_told_with_its_holder(run, name):
     assert lines and lines[0].startswith(marked), said
     assert len(lines) == (2 if name == "many that become larger" else 1), said
     assert words in said, said
-    assert (CYCLES in said) == (name in ("optimizers", "a backward with its graph", "parents")), said
+    assert (CYCLES in said) == (name in ("optimizers", "a backward with its graph", "parents", "an exception")), said
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -185,13 +190,26 @@ def test_a_window_that_is_not_full_yet_is_listed_as_that(run, name):
     source, words = FILLING[name]
     status, said = run(HEAD + source)
     assert status == 0 and "grew, and is held by" not in said and "nothing grew" not in said, said
-    assert words in said.partition("grew, and may be a window that is not full yet")[2], said
+    assert words in said.partition("grew, and may be a window that is not full yet")[2] and "never" not in said, said
+
+
+@pytest.mark.parametrize(
+    ("steps", "after", "title"), [(40, 15, "grew, and is"), (30, 13, "grew, and is"), (50, 35, "grew, and may")]
+)
+def test_what_begins_to_rise_late_is_named_while_its_variable_lives(run, steps, after, title):
+    body = f"if i > {after}: kept.append(torch.ones(4, 8))"
+    loop = LOOP.format(steps=steps, body=body, let_go="").replace("\n", "\n    ")
+    status, said = run(f"{HEAD}def train():\n    kept = []{loop}\ntrain()\n")
+    assert status == (3 if title == "grew, and is" else 0) and f"\n{title}" in said, said
+    assert ">> variable kept of train()" in said, said
 
 
 def test_steps_that_nobody_steps(run, tmp_path, capsys):
-    source = "import torch\nkept = []\ndef serve(x):\n    y = x * 2\n    kept.append(y)\nfor _ in range(12):\n    serve(torch.ones(4))\n"
+    source = "import torch\nkept = []\ndef serve(x):\n    y = (x +\n  x\n  )\n    kept.append(y)\nfor _ in range(12):\n    serve(torch.ones(4))\n"
     status, said = run(source)
     assert status == 4 and "give --step-at FILE:LINE, the first line in the body of the loop" in said
+    status, said = run(source, "--step-at", "train.py:6")  # which has no code
+    assert status == 4 and "A step ends whenever the line of --step-at is about to run" in said
     status, said = run(source, "--step-at", "train.py:4")
     assert status == 3 and "10 steps (--step-at) after 2 of warm-up" in said and f"{GLOBAL}kept" in said
     assert sys.gettrace() is None or "zbpipe" not in repr(sys.gettrace())
@@ -230,7 +248,7 @@ def test_the_end_by_steps_is_one_whatever_the_script_catches(run):
 
 CLOSED = {
     "closed": "sys.stdout.close()",
-    "none": "sys.stdout = None",
+    "none": "sys.stdout.close(); sys.stdout = sys.stderr = None",
     "captured": "import io; sys.stdout = io.StringIO()",
     "forked": "import os; pid = os.fork()\nif pid == 0:\n    sys.exit(0)\nos.waitpid(pid, 0)",
 }

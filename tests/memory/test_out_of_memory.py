@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.functions import Hungry
 
-from zbpipe import memory
+from zbpipe import memory, stage_backward_input
 from zbpipe.memory import _out_of_memory  # what errors it takes for its own
 
 TOO_MUCH = 1 << 50
@@ -105,9 +105,9 @@ def after_errors_that_were_handled(rec):
     torch.empty(TOO_MUCH)
 
 
-def in_a_backward(rec):
-    with rec.phase("B", stage=2):
-        Hungry.apply(torch.ones(3, requires_grad=True)).sum().backward()
+def in_a_pass_that_marks_itself(rec):
+    x = torch.ones(3, requires_grad=True)
+    stage_backward_input([Hungry.apply(x)], [torch.ones(3)], [x], iter([]))
 
 
 def raised_again_in_another_phase(rec):
@@ -125,7 +125,7 @@ def raised_again_in_another_phase(rec):
     [
         (made_of_it, "forward"),
         (after_errors_that_were_handled, "no phase"),
-        (in_a_backward, "B stage 2"),
+        (in_a_pass_that_marks_itself, "I"),
         (raised_again_in_another_phase, "inner"),
     ],
 )

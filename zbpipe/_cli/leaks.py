@@ -103,14 +103,16 @@ def _report(steps: Steps, given: argparse.Namespace) -> tuple[str, int]:
         whose = f"; {steps.steppers} {what} have stepped, and one's steps count"
     if growth is None:
         seen = f"{steps.seen} steps ({steps.kind}) were seen{whose}" if steps.seen else "no step was seen"
-        needed = (
-            f"to tell what grows {steps.warmup} of warm-up and {FEWEST} more are needed. A step is a call of a "
-            "pipeline schedule's step() or an optimizer's. Where there is none (evaluation, inference), give --step-at "
-            "FILE:LINE, the first line in the body of the loop."
+        needed = f"to tell what grows {steps.warmup} of warm-up and {FEWEST} more are needed"
+        what = (
+            "A step ends whenever the line of --step-at is about to run"
+            if given.step_at
+            else "A step is a call of a pipeline schedule's step() or an optimizer's. Where there is none (evaluation, "
+            "inference), give --step-at FILE:LINE, the first line in the body of the loop"
         )
-        return f"zbpipe leaks: {seen}; {needed}", TOO_FEW
+        return f"zbpipe leaks: {seen}; {needed}. {what}.", TOO_FEW
     head = f"zbpipe leaks: {len(growth.counts)} steps ({steps.kind}) after {steps.warmup} of warm-up{whose}"
-    said = lines_of(steps.found, growth.filling, growth.cycles)
+    said = lines_of(steps.found, growth.filling + growth.late, growth.cycles)
     said = [*said, f"(as of step {steps.looked_at})"] if said else ["nothing grew"]
     if given.picture and steps.found:
         report_of(steps.found, growth.cycles).draw(given.picture)

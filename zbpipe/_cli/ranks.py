@@ -101,7 +101,7 @@ def _numbered(ranks: list[int]) -> str:
 
 def _say(text: str, stdout: Any) -> None:
     """Print at once, so that ranks do not interleave; where the output was closed, on standard error."""
-    for stream in filter(None, (stdout, sys.stderr)):
+    for stream in filter(None, (stdout, sys.stderr, sys.__stderr__)):
         with contextlib.suppress(OSError, ValueError):
             print(text, file=stream, flush=True)
             return

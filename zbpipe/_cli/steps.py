@@ -72,12 +72,20 @@ class Steps:
             yield
 
     def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
-        """For sys.settrace, and then for the lines of the file: a step ends whenever the line is about to run."""
+        """For sys.settrace: a step ends whenever the line of the file is about to run."""
         if self._real_path(frame.f_code.co_filename) != self._file:
             return None
-        if event == "line" and frame.f_lineno == self._line:
-            self._end(LINE)
-        return self._trace
+        last = -1
+
+        def trace_lines(frame: FrameType, event: str, argument: Any) -> Any:
+            nonlocal last
+            if event == "line" and frame.f_lineno == self._line:
+                before, last = last, frame.f_lasti
+                if before < 0 or last <= before:  # else a statement of several lines comes back to its first
+                    self._end(LINE)
+            return trace_lines
+
+        return trace_lines
 
     def _and_tell(self, step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(step)
@@ -125,7 +133,8 @@ class Steps:
         growth.step()
         watched = len(growth.counts)
         # While the script's variables are there to be named; ever less often, for a search takes its time.
-        if self._is_over or growth.looked_at == watched >= max(FEWEST, 2 * self.looked_at):
+        least = 2 * self.looked_at if self.found else FEWEST
+        if self._is_over or growth.looked_at == watched >= least:
             self.found, self.looked_at = growth.grown(), watched
 
     def judged(self) -> Growth | None:
@@ -134,9 +143,13 @@ class Steps:
         if growth is None:
             return None
         watched = len(growth.counts)
+        if not growth.rising(late=False):
+            self.found, growth.cycles = [], []
         if not growth.rising():
-            self.found, growth.filling, growth.cycles = [], [], []
-        elif watched >= FEWEST and not self.found and not growth.filling and self.looked_at < watched:
+            growth.filling, growth.late = [], []
+        elif growth.late and growth.rising(late=False):  # it has gone on since the last look
+            self.found, growth.late = growth.late, []
+        elif watched >= FEWEST and not (self.found or growth.filling or growth.late) and self.looked_at < watched:
             self.found, self.looked_at = growth.grown(), watched
         growth.close()
         return growth if watched >= FEWEST else None

@@ -10,6 +10,8 @@ from zbpipe.leaks._results import NAMED, Holder, Leak, chain_lines
 _NUMBER = re.compile(r"\b\d+\b")
 _NAME = re.compile(r"(?<=\bitem )(['\"]).*\1|\d+")  # a key, or a number within a name: "step_3"
 _BY_NAME = ("attribute", "dict", "list")  # kinds of what is kept under ever new names
+_OWN_NAME = re.compile(r"\S+(?= of )|\.\w+$")  # an attribute's or a variable's, or a module global's
+_MANY = 4  # names that no line of the source binds: the program makes them, and one holder has what is kept there
 
 Key = tuple[str, ...]
 
@@ -29,6 +31,10 @@ def _likeness(chain: Iterable[Holder], known: dict[int, str]) -> Key:
     return tuple(dict.fromkeys(known[id(holder)] for holder in chain if holder.kind != "more"))
 
 
+def _without_the_name(key: Key) -> Key:
+    return (*key[:-1], _OWN_NAME.sub("*", key[-1], count=1))
+
+
 def by_holder(leaks: Sequence[Leak]) -> list[tuple[int, list[int]]]:
     """Places of the leaks that one holder has together, however they hang below it; first where that holder stands in
     the chains. It is the program's last one above the items that differ; if none do, the one to blame."""
@@ -36,7 +42,18 @@ def by_holder(leaks: Sequence[Leak]) -> list[tuple[int, list[int]]]:
     alike: dict[Key, tuple[int, list[int]]] = {}
     for at, leak in enumerate(leaks):
         blamed = leak.place_of_blame
-        alike.setdefault(_likeness(leak.chain[: blamed + 1], known), (blamed, []))[1].append(at)
+        key = _likeness(leak.chain[: blamed + 1], known)
+        if leak.in_cycle and leak.chain[blamed].kind == "frame":  # its cycle has all variables of that call
+            key = _without_the_name(key)
+        alike.setdefault(key, (blamed, []))[1].append(at)
+    named: dict[Key, list[Key]] = {}
+    for key, (blamed, places) in alike.items():
+        last = leaks[places[0]].chain[blamed : blamed + 1]
+        if last and last[0].kind in ("attribute", "module") and last[0].where is None:
+            named.setdefault(_without_the_name(key), []).append(key)
+    for first, *others in (keys for keys in named.values() if len(keys) >= _MANY):
+        for key in others:
+            alike[first][1].extend(alike.pop(key)[1])
     found: dict[Key, tuple[int, list[int]]] = {}
     for blamed, places in alike.values():
         mark = _above_what_differs([leaks[at].chain for at in places], blamed)

@@ -48,8 +48,8 @@ class Result:
 @dataclass(slots=True)
 class Scope:
     """What a search is for: the storages on CPU blocks with serials from ``since`` to before ``until`` that are not
-    ``exempt``. With ``older``, which :func:`storages_now` returned, also newer storages on other memory. Or a
-    ``target``'s alone.
+    ``exempt``. With ``older``, which :func:`storages_now` returned, also newer storages on other memory. Or that
+    of a ``target`` alone: a tensor whose variables do not count as holders, or any tensor's handle.
 
     ``allowed`` are identities of storages that are not searched for. ``trimmed`` are identities of objects that may
     hold tensors: a chain begins behind the last of them. ``returned`` is held by nobody but the caller. ``predicates``
@@ -60,12 +60,17 @@ class Scope:
     until: int = 2**64 - 1
     exempt: Sequence[range] = ()
     older: Any = None
-    target: torch.Tensor | None = None
+    target: torch.Tensor | _C.Handle | None = None
     allowed: set[int] = field(default_factory=set)
     trimmed: set[int] = field(default_factory=set)
     returned: Any = None
     predicates: Sequence[Callable[[torch.Tensor], bool]] = ()
     traced: bool = False
+
+    @property
+    def handle(self) -> _C.Handle | None:
+        """The target's."""
+        return self.target if type(self.target) is _C.Handle else _C.handle_of(self.target)
 
     def includes(self, serial: int) -> bool:
         return self.since <= serial < self.until and not any(serial in serials for serials in self.exempt)

@@ -8,7 +8,8 @@ CUDA is in use, or such memory lives on, every step has a look for them. Autogra
 What grows. Tensors, bytes or nodes grow if they still rise over the second half of the steps (:func:`rises`). The third
 quarter of the steps is compared with the second, and the fourth with the third. The later quarter has no value below
 the median of the earlier one, and its lowest value or its median is higher. So one peak makes no difference, nor does
-one jump, nor a list that is cleared.
+one jump, nor a list that is cleared. What begins to rise later may be a window: of the second half alone the same is
+true, and it ends higher than it was in the first.
 
 Who holds it. What hangs at one place of the program is one group:
 
@@ -59,6 +60,7 @@ class Growth:
         nodes: after each step, the number of autograd nodes that were alive at both of the last two looks.
         looked_at: the step of the last look.
         filling: what grew at the last :meth:`grown`, but has a bound.
+        late: what began to grow in the second half of the steps: it may have one.
         cycles: a :class:`Cycle` for each reference cycle that holds what the last :meth:`grown` found.
 
     Raises:
@@ -91,7 +93,9 @@ class Growth:
         self.bytes: list[int] = []
         self.nodes: list[int] = []
         self.looked_at = 0
+        self._middle = 0  # of the steps in which what the last grown() told rose
         self.filling: list[Grown] = []
+        self.late: list[Grown] = []
         self.cycles: list[Cycle] = []
 
     def __enter__(self) -> Growth:
@@ -133,11 +137,12 @@ class Growth:
             self.looked_at = number
             self._sizes.append((number, Counter(living.values())))
 
-    def rising(self) -> list[str]:
-        """Which of "counts", "bytes" and "nodes" still rise."""
+    def rising(self, late: bool = True) -> list[str]:
+        """Which of "counts", "bytes" and "nodes" still rise; where none do, those that have begun ``late`` to."""
         nodes = self.nodes[: self.looked_at]  # later ones are that look's
         numbers = {"counts": self.counts, "bytes": self.bytes, "nodes": nodes}
-        return [name for name, values in numbers.items() if rises(values)]
+        found = [name for name, values in numbers.items() if rises(values)]
+        return found or [name for name, values in numbers.items() if late and rises_late(values)]
 
     def grown(self) -> list[Grown]:
         """What still rises over the second half of the steps: a :class:`Grown` for each place, the most bytes first.
@@ -146,14 +151,20 @@ class Growth:
             RuntimeError: after :meth:`close`.
         """
         self._require_open("grown()")
-        self.filling, self.cycles = [], []
+        self.filling, self.late, self.cycles = [], [], []
         rising = self.rising()
+        is_late = not self.rising(late=False)
+        self._middle = len(self.counts) * (3 if is_late else 2) // 4
         found = self._of_memory(rising) if {"counts", "bytes"} & {*rising} else []
         graph = _largest_graph(self._newest_nodes[0]) if "nodes" in rising else None
         # Of many tensors' graphs the tensors have become more.
         if graph is not None and (not found or graph.nodes >= self.nodes[-1] - self.nodes[self._middle - 1]):
             marked = {line for group in (*found, *self.filling) for line in group.held_by if line.startswith(">>")}
             found += [] if marked & {*graph.held_by} else [graph]
+        if is_late:
+            self.late, found = found, []
+        for group in (*self.filling, *self.late):  # which may be cleared yet
+            group.known = group.known.partition("held by a ")[0]
         return found
 
     def _of_memory(self, rising: list[str]) -> list[Grown]:
@@ -170,7 +181,8 @@ class Growth:
         self.filling = sorted((grown_of(*group) for group in filling), key=lambda group: -group.bytes)
         found = [grown_of(*group) for group in piles]
         if not self._explain([*filling, *piles], rising):
-            found += self._made_anew(anew, "counts" not in rising)
+            now = Counter(entry.size for entry in (*bounded, *others))
+            found += self._made_anew(anew, now, "counts" not in rising)
             found = found or [Grown()]
         if any(entry.rank == "cycle" or entry.excused for entry in result.found):
             self.cycles = result.cycles
@@ -193,10 +205,10 @@ class Growth:
             return False
         return "bytes" not in rising or 2 * sum(gained) >= size
 
-    def _made_anew(self, groups: list[Group], is_larger: bool) -> list[Grown]:
+    def _made_anew(self, groups: list[Group], now: Counter[int], is_larger: bool) -> list[Grown]:
         """What has become more of its size since the middle, without what is less than a tenth of the largest."""
         before = next((sizes for step, sizes in reversed(self._sizes) if step <= self._middle), Counter[int]())
-        more = Counter(size for _, size in self._living.values()) - before
+        more = now - before
         grown = []
         for mark, found in groups:
             risen = [entry for entry in found if entry.born > self._middle and more[entry.size]]
@@ -204,13 +216,9 @@ class Growth:
         most = max((group.bytes for group in grown), default=0)
         return [group for group in grown if _LEAST * group.bytes > most]
 
-    @property
-    def _middle(self) -> int:
-        return len(self.counts) // 2
-
     def table(self) -> str:
         """The counts after each step, and, until :meth:`close`, what grew and who holds it."""
-        lines = lines_of(self.grown(), self.filling, self.cycles) if self._end.alive else []
+        lines = lines_of(self.grown(), self.filling + self.late, self.cycles) if self._end.alive else []
         return "\n".join([self.counts_table(), *([""] if lines else []), *lines])
 
     def counts_table(self) -> str:
@@ -248,10 +256,16 @@ def rises(values: Sequence[int]) -> bool:
     return len(after) < 3 or after[-1] > after[0]  # a window that became full rises no more
 
 
+def rises_late(values: Sequence[int]) -> bool:
+    """Whether they rise over the second half of their second half, to what they have never been in the first."""
+    half = len(values) // 2
+    return half >= 2 * FEWEST and rises(values[half:]) and min(values[-len(values) // 8 :]) > max(values[:half])
+
+
 def _largest_graph(newest: int) -> Grown | None:
     """Who holds the tensor with the most nodes below it that are not newer than ``newest`` and on no newer graph."""
-    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
-    roots = [(node, tensor) for tensor in tensors for node in _nodes_of(_C.handle_of(tensor))]
+    tensors = [_C.handle_of(thing) for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    roots = [(node, tensor) for tensor in tensors for node in _nodes_of(tensor)]
     roots.sort(key=lambda root: -(root[0].sequence or 0))
     seen: set[_C.Handle] = set()
     most, largest = -1, None
@@ -264,7 +278,6 @@ def _largest_graph(newest: int) -> Grown | None:
                 count += (node.sequence or 0) <= newest
                 todo += _nodes_of(node)
         most, largest = max((most, largest), (count, tensor), key=lambda graph: graph[0])
-    del tensors, roots
     result = search(Scope(target=largest)).found if largest is not None else []
     return Grown([result[0].leak], nodes=most, mark=result[0].leak.place_of_blame) if result else None
 

@@ -29,7 +29,7 @@ from typing import Any
 from zbpipe import _C
 from zbpipe._torch.autograd import NATIVE_CLASSES, SAVED_TENSOR
 from zbpipe._torch.pipelining import work_type
-from zbpipe.leaks._python import array_type
+from zbpipe.leaks._python import array_type, namespace_of
 
 Reference = tuple[Any, "str | None", bool]
 """What is held, how, and whether the reference is to libtorch's object."""
@@ -114,6 +114,9 @@ class Heap:
             thing = thing.object if thing.kind != "storage" else None
             if thing is None:
                 return
+            # From Python 3.14 on its attributes may lie in it, until somebody asks for their dictionary.
+            if len(gc.get_referents(thing)) > 1:
+                namespace_of(thing)
         yield from ((one, None, False) for one in gc.get_referents(thing))
         kind = self._kind_of(thing)
         if kind == _PARTLY_NATIVE:

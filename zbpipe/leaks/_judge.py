@@ -35,14 +35,11 @@ _BOUNDED = (deque, functools._lru_cache_wrapper)  # if they have a greatest leng
 
 
 def is_a_constant(chain: Sequence[Holder], modules: set[str]) -> bool:
-    """Whether one of these modules has it by its globals, classes or default arguments, with no collection between."""
+    """Whether one of these modules has it by its globals, attributes or default arguments, with no collection."""
     text = chain[0].text if chain else ""
     if not text.startswith(_GLOBAL) or text.removeprefix(_GLOBAL).rpartition(".")[0] not in modules:
         return False
-    return all(
-        holder.kind == "function" or (holder.kind == "attribute" and holder.text.startswith("class attribute"))
-        for holder in chain[1:-1]
-    )
+    return all(holder.kind in ("function", "attribute") for holder in chain[1:-1])
 
 
 def bounded_blocks() -> dict[int, tuple[int, str]]:

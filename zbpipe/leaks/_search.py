@@ -39,7 +39,7 @@ def search(scope: Scope) -> Result:
             born, sought = _sought(heap, scope, blocks)
         del listed
         try:
-            return Telling(Ways(heap, _C.handle_of(scope.target)), scope).result(sought, born)
+            return Telling(Ways(heap, scope.handle), scope).result(sought, born)
         finally:
             _python.forget()
 
@@ -148,7 +148,7 @@ def _sought(
     born = {address: size for address, size, serial in blocks if scope.includes(serial)}
     lost = dict(born)
     storages = {place: heap.things[place] for place in heap.native["storage"]}
-    target = _C.handle_of(scope.target)
+    target = scope.handle
     sought = set() if target is None or target.storage is None else {target.storage.address}
     if scope.older is not None:
         sought.update(others_of(storages.values(), scope.older))

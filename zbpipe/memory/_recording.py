@@ -148,7 +148,9 @@ class Recording:
         try:
             yield
         except BaseException as error:
-            vars(error).setdefault(ENDED, label(kind, stage, microbatch))
+            for raised in (error, error.__cause__):  # of what a pass raises, the cause alone goes on
+                if raised is not None:
+                    vars(raised).setdefault(ENDED, label(kind, stage, microbatch))
             raise
         finally:
             if is_pass:
