@@ -610,7 +610,8 @@ class Elsewhere:
         return unittest.mock.patch.object(builtins, "_", made(), create=True)
 
     def output_of_a_notebook():
-        return unittest.mock.patch.object(sys.modules["__main__"], "Out", {1: made()}, create=True)
+        main, own = sys.modules["__main__"], {"__file__": __file__}  # under `python -m pytest` it is pytest's
+        return unittest.mock.patch.multiple(main, Out={1: made()}, create=True, **own)
 
     def class_attribute():
         return unittest.mock.patch.object(Owner, "shared", made(), create=True)
