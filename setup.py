@@ -24,7 +24,7 @@ UNITS = int(os.environ.get("ZBPIPE_UNITS", "6"))
 
 VERSION = runpy.run_path("zbpipe/_version.py")["__version__"]
 
-# Else gcc guesses which class is destroyed behind a base of libtorch's, and wants a table that libtorch does not export.
+# Else gcc guesses which class is destroyed behind a base of libtorch's, and wants a table that libtorch hides.
 FLAGS = ["-Wall", "-Wextra", "-fvisibility=hidden", "-fno-devirtualize-speculatively"]
 C_FLAGS = ["-std=c11", "-Wconversion", "-Wshadow"]
 # A C library without level 3 takes it for level 2.

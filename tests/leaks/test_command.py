@@ -37,7 +37,6 @@ if __name__ == "__main__":
 # What makes the leak elsewhere, or the end.
 CYCLE = TRAINING.replace("history.append(torch.ones(1024) * loss.item())", "c = [torch.ones(1024)]; c.append(c)")
 AT_FIRST = TRAINING.replace("torch.optim.SGD", "torch.optim.Adam").replace("if leak:", "if leak and _ < 4:")
-LOCAL = TRAINING.replace("history = []\n", "").replace("    for _", "    history = []\n    for _")
 CLEANED = TRAINING.replace("    train(int", "    try:\n        train(int").replace(
     '    print("the', '    finally:\n        print("cleaned up")\n    print("the'
 )
@@ -53,7 +52,6 @@ RUNS = {
     "what only the collector frees": (CYCLE, "7 leak", "--error", 3, [], []),
     "growth while it warms up": (AT_FIRST, "12 leak", "--error --warmup 5", 0, [], []),
     "no warm-up": (AT_FIRST, "5 leak", "--error --warmup 0", 3, [], []),
-    "a variable of a function that has returned": (LOCAL, "22 leak", "--error", 3, ["variable history of train()"], []),
     "steps end the script": (
         CLEANED + "    raise SystemExit(7)\n",
         "100000000",

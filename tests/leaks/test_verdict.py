@@ -193,14 +193,12 @@ def test_a_window_that_is_not_full_yet_is_listed_as_that(run, name):
     assert words in said.partition("grew, and may be a window that is not full yet")[2] and "never" not in said, said
 
 
-@pytest.mark.parametrize(
-    ("steps", "after", "title"), [(40, 15, "grew, and is"), (30, 13, "grew, and is"), (50, 35, "grew, and may")]
-)
-def test_what_begins_to_rise_late_is_named_while_its_variable_lives(run, steps, after, title):
+@pytest.mark.parametrize(("steps", "after", "grew"), [(22, 0, True), (40, 15, True), (30, 13, True), (50, 35, False)])
+def test_what_begins_to_rise_late_is_named_though_its_variable_is_gone(run, steps, after, grew):
     body = f"if i > {after}: kept.append(torch.ones(4, 8))"
     loop = LOOP.format(steps=steps, body=body, let_go="").replace("\n", "\n    ")
     status, said = run(f"{HEAD}def train():\n    kept = []{loop}\ntrain()\n")
-    assert status == (3 if title == "grew, and is" else 0) and f"\n{title}" in said, said
+    assert status == (3 if grew else 0) and f"\ngrew, and {'is' if grew else 'may'}" in said, said
     assert ">> variable kept of train()" in said, said
 
 

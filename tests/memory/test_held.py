@@ -356,15 +356,6 @@ def test_what_is_no_group_is_refused(bad):
         memory.held(bad)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [((None,), "groups is None; expected a group or groups"), (([], 3), r"module is 3; expected a torch\.nn\.Module")],
-)
-def test_bad_arguments_are_refused(arguments, words):
-    with pytest.raises(TypeError, match=words):
-        memory.held(*arguments)
-
-
 class Sparse(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w):

@@ -139,17 +139,22 @@ def test_an_exception_or_the_last_reference_ends_a_recording():
     del a
 
 
-@pytest.mark.parametrize(
-    ("error", "arguments", "words"),
-    [
-        (ValueError, {"device": "meta"}, "device is meta; expected cpu or a CUDA device"),
-        (ValueError, {"max_events": -1}, "max_events is -1; expected"),
-        (TypeError, {"max_events": "many"}, "max_events is 'many'; expected"),
-    ],
-)
-def test_bad_arguments_are_refused(error, arguments, words):
+PHASE = "expected the phase's name, and its number as microbatch="
+REFUSED = [
+    (ValueError, lambda: memory.record(device="meta"), "device is meta; expected cpu or a CUDA device"),
+    (ValueError, lambda: memory.record(max_events=-1), "max_events is -1; expected"),
+    (TypeError, lambda: memory.record(max_events="many"), "max_events is 'many'; expected"),
+    (TypeError, lambda: memory.record().phase(3), f"kind is 3; {PHASE}"),
+    (TypeError, lambda: memory.record().phase(torch.ones(1)), f"kind is a Tensor; {PHASE}"),
+    (TypeError, lambda: memory.held(None), "groups is None; expected a group or groups"),
+    (TypeError, lambda: memory.held([], 3), r"module is 3; expected a torch\.nn\.Module"),
+]
+
+
+@pytest.mark.parametrize(("error", "call", "words"), REFUSED)
+def test_bad_arguments_are_refused(error, call, words):
     with pytest.raises(error, match=words):
-        memory.record(**arguments)
+        call()
 
 
 # ---- threads
@@ -325,30 +330,10 @@ def test_phases_are_read_while_it_runs():
             torch.empty(1)
         late = rec.phase("late")
         late.__enter__()
+        with pytest.raises(RuntimeError, match=r"entered once; call phase\(\) again"):
+            late.__enter__()
         assert [p.label for p in rec.phases] == ["early microbatch 1"]
     late.__exit__(None, None, None)
     with rec.phase("too late"):
         pass
     assert [p.kind for p in rec.phases] == ["early"], "what outlasts the recording is left out"
-
-
-def test_a_phase_is_entered_once():
-    with memory.record() as rec:
-        phase = rec.phase("forward")
-        with phase, pytest.raises(RuntimeError, match=r"entered once; call phase\(\) again"):
-            phase.__enter__()
-        with pytest.raises(RuntimeError, match="entered once"):
-            phase.__enter__()
-    assert [p.kind for p in rec.phases] == ["forward"]
-
-
-@pytest.mark.parametrize("kind", [3, None, torch.ones(1)])
-def test_a_phase_that_has_no_name_is_refused(kind):
-    """A step's number was taken, and then nothing of the recording could be printed."""
-    with memory.record() as rec:  # noqa: SIM117
-        with (
-            pytest.raises(TypeError, match="expected the phase's name, and its number as microbatch="),
-            rec.phase(kind),
-        ):
-            pass
-    assert str(rec).startswith("cpu: peak 0 bytes")

@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 import torch
 
 import zbpipe
-from zbpipe._cli.script import file_to_write, search_first
+from zbpipe._cli.files import file_to_write, search_first
 
 SCHEMA = 1  # of --json
 

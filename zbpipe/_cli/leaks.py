@@ -26,6 +26,7 @@ import sys
 from pathlib import Path
 
 from zbpipe._cli import ranks, script
+from zbpipe._cli.files import file_to_write
 from zbpipe._cli.steps import OPTIMIZER, Steps
 from zbpipe.leaks._collector import collector
 from zbpipe.leaks._grown import lines_of
@@ -70,7 +71,7 @@ def _line(text: str) -> tuple[str, int]:
 
 
 def _picture(text: str) -> Path:
-    path = script.file_to_write(text)
+    path = file_to_write(text)
     if refusal := refusal_of(path):
         raise argparse.ArgumentTypeError(refusal)
     return path.with_stem(f"{path.stem}.rank{ranks.rank()}") if ranks.count() > 1 else path

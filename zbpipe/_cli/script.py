@@ -7,13 +7,14 @@ run: a DDP model's reducer joins gloo's thread, which may be waiting for the GIL
 
 from __future__ import annotations
 
-import argparse
 import os
 import runpy
 import sys
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
+
+from zbpipe._cli.files import search_first
 
 _run_as_main = runpy._run_module_as_main  # type: ignore[attr-defined] # as python -m does
 
@@ -37,21 +38,3 @@ def run(script: str, arguments: list[str], is_module: bool) -> int:
         print(ended.code, file=sys.stderr)  # as Python itself has it
         return 1
     return 0
-
-
-def search_first(folder: str) -> None:
-    """Puts the script's folder where Python put one for zbpipe, first; under -P, -I, PYTHONSAFEPATH it put none."""
-    if not getattr(sys.flags, "safe_path", sys.flags.isolated):
-        sys.path[0] = folder
-
-
-def file_to_write(text: str) -> Path:
-    """For ``type=`` of an option. The script may change the working directory."""
-    path = Path(text).absolute()
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is a folder; name a file in it")
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text}: there is no folder {Path(text).parent}; make it first")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text}: it may not be written; name another file")
-    return path
