@@ -205,7 +205,7 @@ class Heap:
         return _PLAIN if _FLAGS.__get__(cls) & _HAS_REFERENTS else _SKIPPED
 
 
-def natives_of(listed: list[Any]) -> dict[str, set[Any]]:
+def natives_of(listed: list[Any]) -> dict[str, list[Any]]:
     """Handles of the tensors, nodes and storages among what is listed, and of all that these hold natively, by their
     kinds. None of them gets a Python object."""
     samples = {id(type(one)): one for one in listed}  # by identity: a metaclass may not let a class be hashed
@@ -213,13 +213,15 @@ def natives_of(listed: list[Any]) -> dict[str, set[Any]]:
         cls for cls, one in samples.items() if issubclass(type(one), NATIVE_CLASSES) or _C.handle_of(one) is not None
     }
     todo = [handle for one in listed if id(type(one)) in natives and (handle := _C.handle_of(one)) is not None]
+    kinds: dict[str, list[Any]] = {"tensor": [], "storage": [], "node": []}
     found = set(todo)
     for handle in todo:  # which becomes longer meanwhile
-        for held, _, is_native in _C.references_of(handle):
+        kinds[kind := handle.kind].append(handle)
+        for held, _, is_native in _C.references_of(handle) if kind != "storage" else ():
             if is_native and type(held) is _C.Handle and held not in found:
                 found.add(held)
                 todo.append(held)
-    return {kind: {handle for handle in todo if handle.kind == kind} for kind in ("tensor", "storage", "node")}
+    return kinds
 
 
 def _held_by_array(array: Any, cls: Any) -> list[Any]:

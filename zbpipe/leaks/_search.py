@@ -78,17 +78,17 @@ def storages_now() -> object:
 def others_of(storages: Iterable[_C.Handle], known: object) -> dict[int, int]:
     """The storages on memory that is not torch's CPU allocator's and that were not known to :func:`storages_now`: bytes
     by their identities."""
-    tapped = {address for address, _, _ in _C.live_blocks(0)}
-    old = identities(known)
-    found = {}
-    for storage in storages:
-        address, size, _, is_foreign = storage.memory
-        if is_foreign and size > 0 and address not in tapped and storage.address not in old:
-            found[storage.address] = size
-    return found
+    foreign = [(storage.address, *storage.memory[:2]) for storage in storages if storage.memory[3]]
+    tapped = {address for address, _, _ in _C.live_blocks(0)} if foreign else set()
+    old = identities(known) if foreign else set()
+    return {
+        identity: size
+        for identity, address, size in foreign
+        if size > 0 and address not in tapped and identity not in old
+    }
 
 
-def natives_now() -> dict[str, set[Any]]:
+def natives_now() -> dict[str, list[Any]]:
     """Handles of all tensors that the collector lists, and of what these lead to through autograd, by their kinds.
     Where an application has frozen what lives, the list lacks it: then of all that the roots reach, too."""
     with collector:
@@ -96,7 +96,7 @@ def natives_now() -> dict[str, set[Any]]:
         if not gc.get_freeze_count():
             return natives_of(listed)
         heap = _explored([listed], also=listed)
-        return {kind: {heap.things[place] for place in places} for kind, places in heap.native.items()}
+        return {kind: [heap.things[place] for place in places] for kind, places in heap.native.items()}
 
 
 def _explored(ignored: list[Any], also: Iterable[Any] = (), target: Any = None, returned: Any = None) -> Heap:
