@@ -609,9 +609,8 @@ class Elsewhere:
     def last_result():
         return unittest.mock.patch.object(builtins, "_", made(), create=True)
 
-    def output_of_a_notebook():
-        main, own = sys.modules["__main__"], {"__file__": __file__}  # under `python -m pytest` it is pytest's
-        return unittest.mock.patch.multiple(main, Out={1: made()}, create=True, **own)
+    def output_of_a_notebook():  # whose file, under `python -m pytest`, is pytest's
+        return unittest.mock.patch.multiple(sys.modules["__main__"], Out={1: made()}, __file__=__file__, create=True)
 
     def class_attribute():
         return unittest.mock.patch.object(Owner, "shared", made(), create=True)

@@ -105,6 +105,11 @@ def after_errors_that_were_handled(rec):
     torch.empty(TOO_MUCH)
 
 
+def in_a_backward(rec):
+    with rec.phase("B", stage=2):
+        Hungry.apply(torch.ones(3, requires_grad=True)).sum().backward()
+
+
 def in_a_pass_that_marks_itself(rec):
     x = torch.ones(3, requires_grad=True)
     stage_backward_input([Hungry.apply(x)], [torch.ones(3)], [x], iter([]))
@@ -120,17 +125,18 @@ def raised_again_in_another_phase(rec):
         raise kept
 
 
-@pytest.mark.parametrize(
-    ("run", "phase"),
-    [
-        (made_of_it, "forward"),
-        (after_errors_that_were_handled, "no phase"),
-        (in_a_pass_that_marks_itself, "I"),
-        (raised_again_in_another_phase, "inner"),
-    ],
-)
-def test_the_phase_is_the_innermost_that_the_error_has_ended(tmp_path, run, phase):
-    text, caught, _ = failed(tmp_path, run)
+PHASES = {
+    "forward": made_of_it,
+    "no phase": after_errors_that_were_handled,
+    "B stage 2": in_a_backward,
+    "I": in_a_pass_that_marks_itself,
+    "inner": raised_again_in_another_phase,
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_the_phase_is_the_innermost_that_the_error_has_ended(tmp_path, phase):
+    text, caught, _ = failed(tmp_path, PHASES[phase])
     assert text.startswith(f"out of memory on cpu in {phase} at ")
     assert isinstance(pickle.loads(pickle.dumps(caught.value)), type(caught.value)), "as other processes are sent it"
 

@@ -328,12 +328,15 @@ def test_phases_are_read_while_it_runs():
     with memory.record() as rec:
         with rec.phase("early", microbatch=1):
             torch.empty(1)
+        with pytest.raises(TypeError, match=PHASE):
+            rec.phase(None)
+        assert str(rec).startswith("cpu: peak 4 bytes")
         late = rec.phase("late")
         late.__enter__()
         with pytest.raises(RuntimeError, match=r"entered once; call phase\(\) again"):
             late.__enter__()
         assert [p.label for p in rec.phases] == ["early microbatch 1"]
     late.__exit__(None, None, None)
-    with rec.phase("too late"):
-        pass
+    with rec.phase("too late"), pytest.raises(RuntimeError, match="entered once"):
+        late.__enter__()
     assert [p.kind for p in rec.phases] == ["early"], "what outlasts the recording is left out"

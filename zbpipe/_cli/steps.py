@@ -133,8 +133,7 @@ class Steps:
         growth.step()
         watched = len(growth.counts)
         # While the script's variables are there to be named; ever less often, for a search takes its time.
-        least = 2 * self.looked_at if self.found else FEWEST
-        if self._is_over or growth.looked_at == watched >= least:
+        if self._is_over or growth.looked_at == watched >= (2 * self.looked_at if self.found else FEWEST):
             self.found, self.looked_at = growth.grown(), watched
 
     def judged(self) -> Growth | None:
@@ -143,11 +142,12 @@ class Steps:
         if growth is None:
             return None
         watched = len(growth.counts)
-        if not growth.rising(late=False):
+        is_rising = bool(growth.rising(late=False))
+        if not is_rising:
             self.found, growth.cycles = [], []
         if not growth.rising():
             growth.filling, growth.late = [], []
-        elif growth.late and growth.rising(late=False):  # it has gone on since the last look
+        elif growth.late and is_rising:  # it has gone on since the last look
             self.found, growth.late = growth.late, []
         elif watched >= FEWEST and not (self.found or growth.filling or growth.late) and self.looked_at < watched:
             self.found, self.looked_at = growth.grown(), watched

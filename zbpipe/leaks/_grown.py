@@ -64,13 +64,13 @@ def groups_of(found: list[Found]) -> list[Group]:
     return [(mark, [found[at] for at in places]) for mark, places in groups]
 
 
-def grown_of(mark: int, found: list[Found], is_new: bool = False, is_larger: bool = False) -> Grown:
-    """Of what hangs at one place; ``is_new``: the last steps have made it all."""
-    known = _known(mark, found, ("" if is_larger else "made anew, and more than before") if is_new else None)
+def grown_of(mark: int, found: list[Found], instead: str | None = None, is_larger: bool = False) -> Grown:
+    """Of what hangs at one place; ``instead``: what is said of it in the place of "never cleared", if not None."""
+    known = _known(mark, found, instead)
     return Grown([entry.leak for entry in found], sorted(entry.born for entry in found), is_larger, known, 0, mark)
 
 
-def _known(mark: int, found: list[Found], anew: str | None) -> str:
+def _known(mark: int, found: list[Found], instead: str | None) -> str:
     if any(entry.rank == "cycle" or entry.excused for entry in found):
         return "in reference cycles that the collector has not met"
     if all(entry.rank == "none" for entry in found):
@@ -78,8 +78,8 @@ def _known(mark: int, found: list[Found], anew: str | None) -> str:
     chains = [entry.leak.chain for entry in found if entry.leak.chain]
     if all(chain[-1].text.startswith("Parameter ") for chain in chains):
         return "parameters of modules"
-    if anew is not None:
-        return anew
+    if instead is not None:
+        return instead
     below = chains[0][mark + 1 : mark + 2]
     collection = below[0].text.partition(" item ")[0].rpartition(": ")[2] if below else ""
     is_item = bool(below) and below[0].kind in ("list", "dict") and " item " in below[0].text

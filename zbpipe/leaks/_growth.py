@@ -45,6 +45,7 @@ from zbpipe.leaks._search import Found, Scope, natives_now, others_of, search, s
 _LONG_TABLE = 20  # rows; longer ones are folded
 FEWEST = 4  # steps that tell: what the first and the last one leave may be gone after the next
 _ACCUMULATES = 2**64 - 1  # the sequence number of a node that accumulates a gradient: no step makes it anew
+_ANEW = "made anew, and more than before"
 _LEAST = 10  # of what the last step made anew, what is less than a tenth of the largest is not told
 
 
@@ -152,10 +153,11 @@ class Growth:
         """
         self._require_open("grown()")
         self.filling, self.late, self.cycles = [], [], []
-        rising = self.rising()
-        is_late = not self.rising(late=False)
+        rising = self.rising(late=False)
+        if is_late := not rising:
+            rising = self.rising()
         self._middle = len(self.counts) * (3 if is_late else 2) // 4
-        found = self._of_memory(rising) if {"counts", "bytes"} & {*rising} else []
+        found = self._of_memory(rising, is_late) if {"counts", "bytes"} & {*rising} else []
         graph = _largest_graph(self._newest_nodes[0]) if "nodes" in rising else None
         # Of many tensors' graphs the tensors have become more.
         if graph is not None and (not found or graph.nodes >= self.nodes[-1] - self.nodes[self._middle - 1]):
@@ -163,11 +165,9 @@ class Growth:
             found += [] if marked & {*graph.held_by} else [graph]
         if is_late:
             self.late, found = found, []
-        for group in (*self.filling, *self.late):  # which may be cleared yet
-            group.known = group.known.partition("held by a ")[0]
         return found
 
-    def _of_memory(self, rising: list[str]) -> list[Grown]:
+    def _of_memory(self, rising: list[str], is_late: bool) -> list[Grown]:
         windows = _C.storages_of(self._windows.tensors())
         serials = {address: serial for address, _, serial in _C.live_blocks(self._since)}
         result = search(Scope(since=self._since, older=self._older if self._counts_others else None))
@@ -178,8 +178,8 @@ class Growth:
             if entry.born:
                 (bounded if entry.leak.storage in windows else others).append(entry)
         filling, (piles, anew) = self._piled_up(groups_of(bounded))[0], self._piled_up(groups_of(others))
-        self.filling = sorted((grown_of(*group) for group in filling), key=lambda group: -group.bytes)
-        found = [grown_of(*group) for group in piles]
+        self.filling = sorted((grown_of(*group, "") for group in filling), key=lambda group: -group.bytes)
+        found = [grown_of(*group, "" if is_late else None) for group in piles]
         if not self._explain([*filling, *piles], rising):
             now = Counter(entry.size for entry in (*bounded, *others))
             found += self._made_anew(anew, now, "counts" not in rising)
@@ -212,7 +212,7 @@ class Growth:
         grown = []
         for mark, found in groups:
             risen = [entry for entry in found if entry.born > self._middle and more[entry.size]]
-            grown += [grown_of(mark, risen, True, is_larger)] if risen else []
+            grown += [grown_of(mark, risen, "" if is_larger else _ANEW, is_larger)] if risen else []
         most = max((group.bytes for group in grown), default=0)
         return [group for group in grown if _LEAST * group.bytes > most]
 

@@ -114,8 +114,8 @@ class Heap:
             thing = thing.object if thing.kind != "storage" else None
             if thing is None:
                 return
-            # From Python 3.14 on its attributes may lie in it, until somebody asks for their dictionary.
-            if len(gc.get_referents(thing)) > 1:
+            # Its attributes may lie in it, until somebody asks for their dictionary.
+            if sys.version_info >= (3, 14) and len(gc.get_referents(thing)) > 1:
                 namespace_of(thing)
         yield from ((one, None, False) for one in gc.get_referents(thing))
         kind = self._kind_of(thing)
