@@ -49,23 +49,17 @@ static int find_alone(zbp_group *const *group, size_t count, zbp_how how, zbp_er
 static int add_alone(zbp_group *group, zbp_how how, zbp_error *error)
 {
     const zbp_book *book = &group->book;
-    bool has_begun = false;
     int status = ZBP_OK;
 
     for (uint32_t w = 0; w < book->weight_count && status == ZBP_OK; w++) {
         if (book->weight[w].alone == ZBP_NO_FACE)
             continue;
-        if (!has_begun)
-            status = zbp_follow_caller(group, error);
-        has_begun = true;
         /* An accumulator would add nothing to a frozen weight either. */
-        if (status == ZBP_OK && (book->weight[w].seen & ZBP_WEIGHT_FROZEN) == 0)
+        if ((book->weight[w].seen & ZBP_WEIGHT_FROZEN) == 0)
             status = zbp_add_alone(group, book->weight[w].alone, how, error);
         if (status == ZBP_OK)
             zbp_book_added_alone(&group->book, w);
     }
-    if (status == ZBP_OK && has_begun)
-        status = zbp_join_streams(group, error);
     if (status == ZBP_OK && !how.retain && zbp_book_is_complete(book))
         zbp_group_release(group);
     return status;
@@ -82,7 +76,7 @@ static bool has_one_of(const zbp_group *group, const zbp_map *weights)
 }
 
 /* The group joins the run whose weights these are. */
-static int join_run(zbp_group *group, zbp_map *weights, zbp_error *error)
+static int join_run(zbp_group *group, zbp_map *weights)
 {
     int status = ZBP_OK;
 
@@ -90,8 +84,6 @@ static int join_run(zbp_group *group, zbp_map *weights, zbp_error *error)
         if (!group->book.weight[w].is_added)
             status = zbp_map_add(weights, zbp_weight_key(group, w), 0);
     }
-    if (status == ZBP_OK)
-        status = zbp_follow_caller(group, error);
     if (status == ZBP_OK)
         zbp_book_give_up_paths(&group->book, &group->layout);
     return status;
@@ -114,7 +106,7 @@ static int run_engine(zbp_group *const *group, size_t count, zbp_how how, zbp_er
             first = g;
         }
         if (status == ZBP_OK)
-            status = join_run(group[g], &weights, error);
+            status = join_run(group[g], &weights);
     }
     if (status == ZBP_OK && weights.count > 0)
         status = zbp_run_engine(group + first, count - first, how, error);
@@ -142,16 +134,6 @@ static void settle(zbp_group *group, zbp_how how, bool failed)
     }
 }
 
-/* Part of the gradients may have been added: what the caller does to them next comes after that. */
-static void join_what_has_run(zbp_group *group)
-{
-    zbp_error later = {0};
-    const int status = zbp_join_streams(group, &later);
-
-    (void)status; /* the call raises what came first */
-    zbp_error_clear(&later);
-}
-
 int zbp_pass_weights(zbp_group *const *group, size_t count, zbp_how how, zbp_error *error)
 {
     int status = find_alone(group, count, how, error);
@@ -160,10 +142,7 @@ int zbp_pass_weights(zbp_group *const *group, size_t count, zbp_how how, zbp_err
         status = add_alone(group[g], how, error);
     if (status == ZBP_OK)
         status = run_engine(group, count, how, error);
-    for (size_t g = 0; g < count; g++) {
-        if (status != ZBP_OK)
-            join_what_has_run(group[g]);
+    for (size_t g = 0; g < count; g++)
         settle(group[g], how, status != ZBP_OK);
-    }
     return status;
 }

@@ -33,7 +33,6 @@ static inline void draw(zbp_layout *layout, uint32_t weights, uint32_t outsides,
             face.weight = *c - '0';
         if (c[1] == ':') {
             face.weight = c[2] - '0';
-            face.flag = ZBP_FACE_PATH;
             c += 2;
         }
         REQUIRE(zbp_layout_add_face(layout, face) == ZBP_OK);

@@ -99,8 +99,6 @@ static fake_gradient gradient_of(const fake_group *held, uint32_t face)
 
     if (held->is_released)
         fake_violation("a task runs after its group has let go of it");
-    if (!held->is_following)
-        fake_violation("a task runs, and its streams have not waited for the caller's");
     gradient.of[face] = held->face[face].is_gone ? 0 : 1;
     return gradient;
 }
@@ -182,24 +180,6 @@ const void *zbp_weight_key(const zbp_group *group, uint32_t weight)
     return w->key != NULL ? w->key : w;
 }
 
-int zbp_follow_caller(zbp_group *group, zbp_error *error)
-{
-    fake_group *held = fake_of(group);
-    if (touch(error) != ZBP_OK)
-        return ZBP_ETORCH;
-    held->is_following = true;
-    return ZBP_OK;
-}
-
-int zbp_join_streams(zbp_group *group, zbp_error *error)
-{
-    fake_group *held = fake_of(group);
-    if (touch(error) != ZBP_OK)
-        return ZBP_ETORCH;
-    held->is_owed = false;
-    return ZBP_OK;
-}
-
 /* ---- without the engine */
 
 static void check_alone(const fake_group *held, uint32_t f)
@@ -214,7 +194,9 @@ static void check_alone(const fake_group *held, uint32_t f)
         fake_violation("a weight with a hook is added to without it");
     if ((held->weight[w].seen & ZBP_WEIGHT_FROZEN) != 0)
         fake_violation("a frozen weight is added to");
-    if ((face->flag & ZBP_FACE_PATH) != 0 && held->face[f].is_hooked)
+    if ((held->weight[w].seen & ZBP_WEIGHT_ELSEWHERE) != 0)
+        fake_violation("what is kept on another stream is added without the engine");
+    if (zbp_layout_has_path(face) && held->face[f].is_hooked)
         fake_violation("a path with a hook is passed over");
     if (task->leaves_packed || task->has_work ||
         (task->kind != ZBP_TASK_PRODUCT && task->kind != ZBP_TASK_WHOLE))
@@ -243,7 +225,6 @@ int zbp_add_alone(zbp_group *group, uint32_t f, zbp_how how, zbp_error *error)
         fake_violation("anomaly mode is not told of a task");
     if (touch(error) != ZBP_OK)
         return ZBP_ETORCH;
-    held->is_owed = true;
     accumulate(&held->weight[held->as.layout.face[f].weight], &gradient, true);
     held->face[f].is_gone =
         !how.retain && held->as.layout.task[held->as.layout.face[f].task].kind == ZBP_TASK_WHOLE;
@@ -336,7 +317,7 @@ static int add_to_run(engine_run *run, zbp_group *group, zbp_error *error)
 
         if (!zbp_book_wants_face(&held->as.book, &held->as.layout, f))
             continue;
-        if ((face->flag & ZBP_FACE_PATH) != 0)
+        if (zbp_layout_has_path(face))
             fake_violation("the engine does not run the steps of a path");
         expect(g, face->outside, face->weight);
     }
@@ -525,14 +506,9 @@ int fake_call(fake_group *const *held, size_t count, zbp_how how, zbp_error *err
         group[i] = &held[i]->as;
         held[i]->call = fake.call;
         held[i]->position = i;
-        held[i]->is_following = false;
     }
     status = zbp_pass_weights(group, count, how, error);
     if ((status == ZBP_ETORCH) != (error->raised != NULL))
         fake_violation("a status and its error do not agree");
-    for (size_t i = 0; i < count; i++) {
-        if (held[i]->is_owed)
-            fake_violation("what has been added does not come before what the caller does next");
-    }
     return status;
 }

@@ -49,8 +49,6 @@ typedef struct fake_group {
     int rounds;      /* weight passes that are complete */
     long call;       /* the last one that has it, */
     size_t position; /* at this place */
-    bool is_following,
-        is_owed; /* its streams wait for the caller's; these are still to wait for its */
 } fake_group;
 
 typedef struct fake_world {

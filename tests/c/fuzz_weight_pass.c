@@ -41,7 +41,6 @@ static void make_face(fake_group *h)
             zbp_layout_first_hop(&h->as.layout, (uint32_t)face.outside + 1) == hop + 1;
 
         face.weight = is_only ? h->as.layout.hop[hop].to_weight : -1;
-        face.flag = face.weight >= 0 ? ZBP_FACE_PATH : 0;
         if (face.weight >= 0)
             h->outside[face.outside].saves = false;
     }
@@ -147,7 +146,7 @@ static void meddle(void)
         break;
     case 2:
         if (fake_random(2) == 0)
-            fake_mark(weight, ZBP_WEIGHT_FROZEN);
+            fake_mark(weight, fake_random(2) == 0 ? ZBP_WEIGHT_FROZEN : ZBP_WEIGHT_ELSEWHERE);
         break;
     case 3: /* the groups' holder lets go of one, as zbp_group_clear does */
         if (fake_random(8) == 0) {

@@ -48,6 +48,27 @@ static void number_labels(model *m, uint32_t n, const bool *starts)
     }
 }
 
+/* What computes an excluded weight is the closure's, unless a root outside leads to it. */
+static void widen_closure(model *m, const zbp_graph *g)
+{
+    bool computes[MODEL_NODES] = {false}, widened[MODEL_NODES] = {false};
+    uint32_t n = g->node_count;
+
+    for (uint32_t i = 0; i < n; i++) {
+        computes[i] = m->excluded[i] && !m->weight[i] && (g->mark[i] & ZBP_ROLE_COMPUTES) != 0;
+        for (uint32_t r = 0; r < n; r++)
+            if (m->root[r] && !m->closure[r] && (m->reach[r] >> i & 1) != 0)
+                computes[i] = false;
+    }
+    for (uint32_t i = 0; i < n; i++)
+        widened[i] = m->excluded[i] && reaches(m, computes, i, n);
+    for (uint32_t i = 0; i < n; i++) {
+        m->closure[i] = m->closure[i] || widened[i];
+        m->weightward[i] = m->weightward[i] && !widened[i];
+        m->excluded[i] = m->excluded[i] && !widened[i];
+    }
+}
+
 static void model_of(model *m, const zbp_graph *g)
 {
     bool starts[MODEL_NODES] = {false}, left_to_i[MODEL_NODES] = {false};
@@ -75,6 +96,7 @@ static void model_of(model *m, const zbp_graph *g)
     }
     for (uint32_t i = 0; i < n; i++)
         m->excluded[i] = m->weightward[i] && reaches(m, left_to_i, i, n);
+    widen_closure(m, g);
     for (uint32_t e = 0; e < g->edge_count; e++)
         if (m->closure[g->edge[e].src] && !m->input[g->edge[e].src] &&
             m->weightward[g->edge[e].dst])
@@ -216,6 +238,8 @@ int model_random_graph(zbp_graph *g, uint64_t *state, uint32_t nodes)
             mark |= ZBP_ROLE_ROOT;
         if (model_below(state, 8) == 0)
             mark |= ZBP_ROLE_EXCLUDED;
+        if (model_below(state, 4) == 0)
+            mark |= ZBP_ROLE_COMPUTES;
         if (status == ZBP_OK)
             g->mark[i] |= mark;
         if (status == ZBP_OK && walked && i > 0)

@@ -63,7 +63,8 @@ look() {
 
 book=core/pass/zbp_book.c pass=pass/weight_pass.c
 # Who is alone.
-mutant "a weight with a hook is alone" $book 's/(weight->seen & ZBP_WEIGHT_HOOKED) != 0)/false)/'
+mutant "a weight with a hook is alone" $book 's/(ZBP_WEIGHT_HOOKED | ZBP_WEIGHT_ELSEWHERE)/ZBP_WEIGHT_ELSEWHERE/'
+mutant "a weight that adds on another stream is alone" $book 's/(ZBP_WEIGHT_HOOKED | ZBP_WEIGHT_ELSEWHERE)/ZBP_WEIGHT_HOOKED/'
 mutant "of several faces the last one is alone" $book 's/is_first && is_at_hand/is_at_hand/'
 mutant "what a node computes is at hand" $book '/^static bool is_at_hand/,/^}/s/return false;/return true;/'
 mutant "what a Function has handed over is at hand" $book 's/return !task->has_work;/return true;/'
@@ -81,9 +82,6 @@ mutant "the first group does not ask which weights are the engine's" $pass \
 # What is alone.
 mutant "a frozen weight is added to" $pass 's/(book->weight\[w\].seen & ZBP_WEIGHT_FROZEN) == 0/true/'
 mutant "what is added alone is not noted" $pass 's/zbp_book_added_alone(&group->book, w);/;/'
-mutant "what is alone does not come after what the caller did" $pass 's/if (!has_begun)$/if (false)/'
-mutant "what the caller does next comes before what is alone" $pass 's/if (status == ZBP_OK && has_begun)/if (false)/'
-mutant "what the caller does after an error comes before what was added" $pass 's/join_what_has_run(group\[g\]);/;/'
 mutant "a complete group holds on while others run" $pass 's/!how.retain && zbp_book_is_complete(book))/false)/'
 mutant "a complete group lets go of what is to run again" $pass \
     's/!how.retain && zbp_book_is_complete(book))/zbp_book_is_complete(book))/'
@@ -96,8 +94,6 @@ mutant "runs come in another order than their groups" $pass \
     '/^static int run_engine/,/^}/s/group\[g\]/group[count - 1 - g]/g'
 mutant "what a run raised is not raised" $pass \
     's/status = zbp_run_engine(group + first, g - first/(void)!zbp_run_engine(group + first, g - first/'
-mutant "a run does not come after what the caller did" $pass \
-    '/^static int join_run/,/^}/s/status = zbp_follow_caller(.*/;/'
 mutant "a weight that was added is wanted again" $book 's/return !book->weight\[weight\].is_added && /return /'
 mutant "a gradient that waits is computed again" $book 's/ && !book->weight\[weight\].has_arrived;/;/'
 mutant "hooks are called again in a retry" $book 's/book->weight\[weight\].is_hooked = true;/;/'
@@ -130,7 +126,6 @@ mutant_of_split "a path passes a node where gradients meet" $split \
 mutant_of_split "a path passes a node that is watched" $split \
     's/(fact->flag \& ZBP_FACT_WATCHED) == 0/true/'
 mutant_of_split "a weight is cast twice" $split 's/} else if (casts > 1) {/} else if (false) {/'
-mutant_of_split "a move to another device is no cast" $split 's/ || step == ZBP_STEP_MOVE//'
 mutant_of_split "an output on weights alone is forgotten" $split \
     's/!has(w, root\[r\], ZBP_NODE_WEIGHT_ROOT)/true/'
 mutant_of_split "a weight that is a matrix is taken for a vector" $split \

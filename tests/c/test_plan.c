@@ -5,12 +5,19 @@
 #include "model.h"
 #include "core/graph/zbp_plan.h"
 
-enum { I = ZBP_ROLE_INPUT, W = ZBP_ROLE_WEIGHT, R = ZBP_ROLE_ROOT, X = ZBP_ROLE_EXCLUDED };
+enum {
+    I = ZBP_ROLE_INPUT,
+    W = ZBP_ROLE_WEIGHT,
+    R = ZBP_ROLE_ROOT,
+    X = ZBP_ROLE_EXCLUDED,
+    C = ZBP_ROLE_COMPUTES
+};
 
 /* A letter for what a node is marked as, and for what the plan says of it. */
 static const uint8_t MARK[128] = {['r'] = R,     ['i'] = I,     ['w'] = W,
                                   ['x'] = X,     ['R'] = R | W, ['I'] = I | W,
-                                  ['o'] = I | R, ['X'] = W | X, ['Y'] = I | X};
+                                  ['o'] = I | R, ['X'] = W | X, ['Y'] = I | X,
+                                  ['*'] = C,     ['@'] = R | C};
 static const uint8_t FLAG[128] = {
     ['c'] = ZBP_NODE_CLOSURE,
     ['s'] = ZBP_NODE_CLOSURE | ZBP_NODE_SPLIT,
@@ -47,6 +54,10 @@ static const struct {
     {"an excluded weight's root", "rX", "0>1", "yx", "00"},
     {"an excluded node that is no weight of the plan is none", "rXYwx", "0>1 1>2 1>3 0>4", "cscw.",
      "-0-0-"},
+    {"what computes an excluded weight is the closure's, its steps are not", "ri.*.X",
+     "0>1 0>2 2>3 3>4 4>5", "cccsxx", "---000"},
+    {"unless a root leads to it", "ri.*.Xr", "0>1 0>2 2>3 3>4 4>5 6>3", "scxxxxy", "0-00000"},
+    {"and what computes no excluded weight is W's", "ri*w", "0>1 0>2 2>3", "scww", "0-00"},
     {"x @ (w * w): two edges to one node", "ri.w", "0>1 0>2 0>2 2>3 2>3", "scww", "0-00"},
     {"a self loop", "r", "0>0", ".", "-"},
     {"self loops on the way to an input", "ri", "0>0 0>1 1>1", "cc", "--"},

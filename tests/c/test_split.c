@@ -40,7 +40,7 @@ static void draw_facts(world *w, uint64_t *state)
             .sequence_nr = model_below(state, 100),
             .type = (uint8_t)model_below(state, 5),
             .left_slot = (uint8_t)model_below(state, 2),
-            .step = (uint8_t)model_below(state, ZBP_STEP_OTHER + 1),
+            .step = (uint8_t)model_below(state, ZBP_STEP_CAST + 1),
             .flag = (uint8_t)(model_below(state, 4) == 0 ? model_below(state, 8) : 0),
         };
     }
@@ -223,8 +223,8 @@ static uint32_t weight_id(const world *w, uint32_t group, int32_t weight)
 /* What a face that reaches `node` says of the way to its weight, which comes out where the way leads to one. */
 static zbp_face naive_path(const world *w, uint32_t node, uint32_t *weight_out)
 {
-    zbp_face face = {.flag = ZBP_FACE_SIMPLE};
-    uint32_t casts = 0, turns = 0, others = 0, out = 0;
+    zbp_face face = {0};
+    uint32_t casts = 0, turns = 0, out = 0;
     bool meets = false;
 
     for (; !is_marked(w, node, ZBP_ROLE_WEIGHT); face.steps++) {
@@ -236,17 +236,15 @@ static zbp_face naive_path(const world *w, uint32_t node, uint32_t *weight_out)
             face.obstacle = ZBP_OBSTACLE_NODE;
             return face;
         }
-        casts += fact->step == ZBP_STEP_CAST || fact->step == ZBP_STEP_MOVE;
+        casts += fact->step == ZBP_STEP_CAST;
         turns += fact->step == ZBP_STEP_TRANSPOSITION;
-        others += fact->step == ZBP_STEP_MOVE || fact->step == ZBP_STEP_OTHER;
         meets = meets || arrivals_at(w, node) > 1;
         node = w->graph.edge[edge].dst;
     }
     if (casts > 1 || meets)
         face.obstacle = casts > 1 ? ZBP_OBSTACLE_CAST : ZBP_OBSTACLE_SUM;
-    else if (face.steps > 0)
-        face.flag = (uint8_t)(ZBP_FACE_PATH | (others == 0 ? ZBP_FACE_SIMPLE : 0) |
-                              (others == 0 && turns % 2 == 1 ? ZBP_FACE_TRANSPOSED : 0));
+    else
+        face.is_transposed = turns % 2 == 1;
     *weight_out = node;
     return face;
 }
@@ -257,7 +255,7 @@ static void check_face(const world *w, uint32_t group, const zbp_face *face, uin
     const zbp_face wanted = naive_path(w, target, &behind);
 
     CHECK(face->obstacle == wanted.obstacle && face->steps == wanted.steps);
-    CHECK(face->flag == wanted.flag);
+    CHECK(face->is_transposed == wanted.is_transposed);
     CHECK((face->weight >= 0) == (wanted.obstacle == ZBP_OBSTACLE_NONE));
     if (face->weight >= 0)
         CHECK(weight_id(w, group, face->weight) == behind);
@@ -385,7 +383,7 @@ static uint8_t obstacle_behind(uint32_t steps)
     REQUIRE(zbp_plan_build(&w.plan, &w.graph) == ZBP_OK);
     REQUIRE(zbp_facts_init(&w.facts, &w.graph) == ZBP_OK);
     for (uint32_t i = 1; i <= steps; i++)
-        w.facts.fact[i].step = ZBP_STEP_OTHER;
+        w.facts.fact[i].step = ZBP_STEP_TRANSPOSITION;
     REQUIRE(zbp_split_build(&w.split, &w.graph, &w.plan, &w.facts, NULL, 0) == ZBP_OK);
     obstacle = w.split.layout[0].face[0].obstacle;
     fini(&w);

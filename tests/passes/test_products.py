@@ -36,14 +36,14 @@ FORMS = {
     "baddbmm": (lambda m, x: torch.baddbmm(x[:, :, :1], x, m.w), (9, K, 300), (9, 5, K), True),
     "bmm, expanded weight": (lambda m, x: torch.bmm(x, m.w.expand(4, K, 30)), (K, 30), (4, 5, K), False),
     "matmul, broadcast weight": (lambda m, x: x @ m.w, (3, K, 30), (2, 1, M, K), False),
-    "viewed weight": (lambda m, x: x @ m.w.view(K, N), (K * N,), (M, K), True),
-    "weight with heads": (lambda m, x: x @ m.w.flatten(1), (K, 20, N // 20), (M, K), True),
-    "einsum bd,de->be": (lambda m, x: torch.einsum("bd,de->be", x, m.w), (K, N), (M, K), True),
-    "einsum btd,ed->bte": (lambda m, x: torch.einsum("btd,ed->bte", x, m.w), (N, K), (2, M, K), True),
-    "einsum btd,dhe->bthe": (lambda m, x: torch.einsum("btd,dhe->bthe", x, m.w), (K, 40, 30), (2, M, K), True),
-    "einsum bthd,hde->bthe": (lambda m, x: torch.einsum("bthd,hde->bthe", x, m.w), (9, K, 300), (2, 5, 9, K), True),
+    "viewed weight": (lambda m, x: x @ m.w.view(K, N), (K * N,), (M, K), False),
+    "weight with heads": (lambda m, x: x @ m.w.flatten(1), (K, 20, N // 20), (M, K), False),
+    "einsum bd,de->be": (lambda m, x: torch.einsum("bd,de->be", x, m.w), (K, N), (M, K), False),
+    "einsum btd,ed->bte": (lambda m, x: torch.einsum("btd,ed->bte", x, m.w), (N, K), (2, M, K), False),
+    "einsum btd,dhe->bthe": (lambda m, x: torch.einsum("btd,dhe->bthe", x, m.w), (K, 40, 30), (2, M, K), False),
+    "einsum bthd,hde->bthe": (lambda m, x: torch.einsum("bthd,hde->bthe", x, m.w), (9, K, 300), (2, 5, 9, K), False),
     "einsum btd,hde->bhte": (lambda m, x: torch.einsum("btd,hde->bhte", x, m.w), (20, K, 30), (2, M, K), False),
-    "tensordot": (lambda m, x: torch.tensordot(x, m.w, 1), (K, N), (2, M, K), True),
+    "tensordot": (lambda m, x: torch.tensordot(x, m.w, 1), (K, N), (2, M, K), False),
 }
 
 

@@ -26,7 +26,8 @@ enum {
     ZBP_ROLE_INPUT = 1,   /* produces a stage input: the walk stops here */
     ZBP_ROLE_WEIGHT = 2,  /* accumulates (or produces) a weight */
     ZBP_ROLE_ROOT = 4,    /* produces a stage output: the walk starts here */
-    ZBP_ROLE_EXCLUDED = 8 /* a WEIGHT whose gradient the policy leaves to I */
+    ZBP_ROLE_EXCLUDED = 8, /* a WEIGHT whose gradient the policy leaves to I */
+    ZBP_ROLE_COMPUTES = 16 /* does more to a gradient than to lay it out anew or to cast it */
 };
 
 /* Gradients flow from src to dst: dst is entry `slot` of src's next_edges. */

@@ -9,8 +9,8 @@
 typedef struct work {
     const zbp_graph *graph;
 
-    uint32_t *in_begin; /* [nodes + 1], the edges of each node backwards: */
-    uint32_t *in_src;   /* [edges], where they come from */
+    uint32_t *begin;     /* [nodes + 1], the edges of each node in one direction: */
+    uint32_t *neighbour; /* [edges], where they come from, or where they lead */
     uint32_t *stack;    /* [nodes] */
     uint32_t stack_count;
     uint32_t *parent; /* [nodes], union-find */
@@ -41,8 +41,8 @@ static int work_init(work *w, const zbp_graph *graph)
         return ZBP_ENOMEM;
     w->graph = graph;
     w->block = rest;
-    w->in_begin = take(&rest, nodes + 1);
-    w->in_src = take(&rest, edges);
+    w->begin = take(&rest, nodes + 1);
+    w->neighbour = take(&rest, edges);
     w->stack = take(&rest, nodes);
     w->parent = take(&rest, nodes);
     w->size = take(&rest, nodes);
@@ -99,17 +99,20 @@ static void end_lists(uint32_t *begin, uint32_t n)
 
 /* ---- flags ---- */
 
-static void list_edges_in(work *w)
+static void list_neighbours(work *w, bool backwards)
 {
     const zbp_edge *edge = w->graph->edge;
     uint32_t nodes = w->graph->node_count, edges = w->graph->edge_count;
 
-    clear_lists(w->in_begin, nodes);
+    clear_lists(w->begin, nodes);
     for (uint32_t e = 0; e < edges; e++)
-        w->in_begin[edge[e].dst]++;
-    end_lists(w->in_begin, nodes);
-    for (uint32_t e = edges; e-- > 0;)
-        w->in_src[--w->in_begin[edge[e].dst]] = edge[e].src;
+        w->begin[backwards ? edge[e].dst : edge[e].src]++;
+    end_lists(w->begin, nodes);
+    for (uint32_t e = edges; e-- > 0;) {
+        uint32_t at = backwards ? edge[e].dst : edge[e].src;
+
+        w->neighbour[--w->begin[at]] = backwards ? edge[e].src : edge[e].dst;
+    }
 }
 
 /* Flags a node that was not yet, and puts it on the stack. Each node at most once per flag, so the
@@ -120,16 +123,16 @@ static void flag_and_push(work *w, uint32_t id, uint8_t flag)
     w->stack[w->stack_count++] = id;
 }
 
-/* Flags every node from which the nodes on the stack can be reached, but none that has a flag of
- * `except` already. */
-static void flag_backwards(work *w, uint8_t flag, uint8_t except)
+/* Flags every node that the nodes on the stack reach in the lists' direction, but none that has a
+ * flag of `except` already. */
+static void flag_reached(work *w, uint8_t flag, uint8_t except)
 {
     while (w->stack_count > 0) {
         uint32_t id = w->stack[--w->stack_count];
 
-        for (uint32_t i = w->in_begin[id]; i < w->in_begin[id + 1]; i++)
-            if ((w->flag[w->in_src[i]] & (flag | except)) == 0)
-                flag_and_push(w, w->in_src[i], flag);
+        for (uint32_t i = w->begin[id]; i < w->begin[id + 1]; i++)
+            if ((w->flag[w->neighbour[i]] & (flag | except)) == 0)
+                flag_and_push(w, w->neighbour[i], flag);
     }
 }
 
@@ -138,7 +141,7 @@ static void flag_closure(work *w)
     for (uint32_t i = 0; i < w->graph->node_count; i++)
         if ((w->graph->mark[i] & ZBP_ROLE_INPUT) != 0)
             flag_and_push(w, i, ZBP_NODE_CLOSURE);
-    flag_backwards(w, ZBP_NODE_CLOSURE, 0);
+    flag_reached(w, ZBP_NODE_CLOSURE, 0);
 }
 
 static void flag_weightward(work *w)
@@ -146,7 +149,7 @@ static void flag_weightward(work *w)
     for (uint32_t i = 0; i < w->graph->node_count; i++)
         if ((w->graph->mark[i] & ZBP_ROLE_WEIGHT) != 0 && (w->flag[i] & ZBP_NODE_CLOSURE) == 0)
             flag_and_push(w, i, ZBP_NODE_WEIGHTWARD | ZBP_NODE_WEIGHT);
-    flag_backwards(w, ZBP_NODE_WEIGHTWARD, ZBP_NODE_CLOSURE);
+    flag_reached(w, ZBP_NODE_WEIGHTWARD, ZBP_NODE_CLOSURE);
 }
 
 static void flag_excluded(work *w)
@@ -154,7 +157,41 @@ static void flag_excluded(work *w)
     for (uint32_t i = 0; i < w->graph->node_count; i++)
         if ((w->graph->mark[i] & ZBP_ROLE_EXCLUDED) != 0 && (w->flag[i] & ZBP_NODE_WEIGHTWARD) != 0)
             flag_and_push(w, i, ZBP_NODE_EXCLUDED);
-    flag_backwards(w, ZBP_NODE_EXCLUDED, ZBP_NODE_CLOSURE);
+    flag_reached(w, ZBP_NODE_EXCLUDED, ZBP_NODE_CLOSURE);
+}
+
+static bool computes_excluded(const work *w, uint32_t id)
+{
+    return (w->graph->mark[id] & ZBP_ROLE_COMPUTES) != 0 &&
+           (w->flag[id] & (ZBP_NODE_EXCLUDED | ZBP_NODE_WEIGHT)) == ZBP_NODE_EXCLUDED;
+}
+
+/* See Note [What computes an excluded weight]. */
+static void widen_closure(work *w)
+{
+    enum { COMPUTES = 64, ROOTED = 128 }; /* for the time of this */
+    uint32_t nodes = w->graph->node_count, first = 0;
+
+    while (first < nodes && !computes_excluded(w, first))
+        first++;
+    if (first == nodes)
+        return;
+    list_neighbours(w, false);
+    for (uint32_t i = 0; i < nodes; i++)
+        if ((w->graph->mark[i] & ZBP_ROLE_ROOT) != 0 &&
+            (w->flag[i] & (ZBP_NODE_CLOSURE | ROOTED)) == 0)
+            flag_and_push(w, i, ROOTED);
+    flag_reached(w, ROOTED, ZBP_NODE_CLOSURE);
+    list_neighbours(w, true);
+    for (uint32_t i = first; i < nodes; i++)
+        if (computes_excluded(w, i) && (w->flag[i] & ROOTED) == 0)
+            flag_and_push(w, i, COMPUTES);
+    flag_reached(w, COMPUTES, ZBP_NODE_CLOSURE);
+    for (uint32_t i = 0; i < nodes; i++) {
+        if ((w->flag[i] & COMPUTES) != 0)
+            w->flag[i] = ZBP_NODE_CLOSURE;
+        w->flag[i] &= (uint8_t)~ROOTED;
+    }
 }
 
 /* ---- groups: union by size, path halving ---- */
@@ -286,10 +323,11 @@ int zbp_plan_build(zbp_plan *plan, const zbp_graph *graph)
         goto done;
     if (graph->node_count > 0)
         memset(w.flag, 0, graph->node_count);
-    list_edges_in(&w);
+    list_neighbours(&w, true);
     flag_closure(&w);
     flag_weightward(&w);
     flag_excluded(&w);
+    widen_closure(&w);
     flag_split_and_unite(&w);
     number_groups(&w);
 

@@ -2,7 +2,8 @@
  *
  * A plan is a pure function of a graph (see zbp_graph.h): same nodes, edges and marks in the same
  * order, same plan. It says
- *   - the input closure: the nodes from which a stage input can be reached;
+ *   - the input closure: the nodes from which a stage input can be reached, and what computes an
+ *     excluded weight;
  *   - the split nodes: nodes of the closure, other than the inputs, with an edge towards a weight
  *     outside the closure. I runs their edges into the closure, W the others;
  *   - the weight roots: stage outputs outside the closure, from which W starts directly;
@@ -15,6 +16,12 @@
  * of them in one engine run, without a node ever running twice. It also means that a weight from
  * which an input can be reached is none for the plan: it is in the closure, in no group and in no
  * list.
+ *
+ * Note [What computes an excluded weight]
+ * The nodes between the closure and an EXCLUDED weight run in I, down to the last one that COMPUTES:
+ * what they have saved may be gone before W. They belong to the closure then, and the last ones are
+ * split nodes, so that I keeps a gradient for each edge behind them. A node to which a weight root
+ * leads stays outside: W runs it.
  *
  * Allocation: one block for all arrays; a second for the time of the build. Threads: a finished
  * plan is read by any number.
@@ -31,7 +38,7 @@ ZBP_BEGIN_C
 
 /* What the plan says about a node; or-ed. */
 enum {
-    ZBP_NODE_CLOSURE = 1,     /* an input is reachable from it, or it is one */
+    ZBP_NODE_CLOSURE = 1,     /* I runs it, or stops at it */
     ZBP_NODE_WEIGHTWARD = 2,  /* outside the closure, and reaches a weight or is one */
     ZBP_NODE_SPLIT = 4,       /* in the closure, no input, has an edge to a WEIGHTWARD node */
     ZBP_NODE_WEIGHT_ROOT = 8, /* marked ROOT, and WEIGHTWARD */

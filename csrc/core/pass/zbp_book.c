@@ -106,7 +106,7 @@ void zbp_book_find_alone(zbp_book *book, const zbp_layout *layout, zbp_how how)
         zbp_book_weight *weight = &book->weight[w];
 
         if (how.is_anomaly || weight->is_added || weight->has_arrived ||
-            (weight->seen & ZBP_WEIGHT_HOOKED) != 0)
+            (weight->seen & (ZBP_WEIGHT_HOOKED | ZBP_WEIGHT_ELSEWHERE)) != 0)
             weight->alone = ZBP_NO_FACE;
     }
 }

@@ -27,11 +27,9 @@ enum {
 
 /* What an outside node does to its one gradient. */
 enum {
-    ZBP_STEP_NONE,          /* more than to lay it out anew, to copy or to cast it */
+    ZBP_STEP_NONE,          /* more than these, or something else */
     ZBP_STEP_TRANSPOSITION, /* of a matrix */
-    ZBP_STEP_CAST,
-    ZBP_STEP_MOVE, /* to another device; it may cast as well */
-    ZBP_STEP_OTHER
+    ZBP_STEP_CAST           /* on its device */
 };
 
 /* Or-ed. */

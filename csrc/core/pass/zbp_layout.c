@@ -114,12 +114,17 @@ void zbp_layout_clear(zbp_layout *layout)
     layout->weight_count = weights;
 }
 
+bool zbp_layout_has_path(const zbp_face *face)
+{
+    return face->weight >= 0 && face->outside >= 0;
+}
+
 void zbp_layout_give_up_path(zbp_layout *layout, uint32_t face)
 {
     zbp_face *f = &layout->face[face];
 
-    if ((f->flag & ZBP_FACE_PATH) != 0) {
+    if (zbp_layout_has_path(f)) {
         f->weight = -1;
-        f->flag = ZBP_FACE_SIMPLE; /* nothing lies between it and the outside node */
+        f->is_transposed = false;
     }
 }

@@ -24,13 +24,6 @@ enum {
     ZBP_TASK_ROOT /* a stage output outside the input closure: W starts there */
 };
 
-/* Of a face; or-ed. */
-enum {
-    ZBP_FACE_PATH = 1,   /* plain steps lie between it and its weight */
-    ZBP_FACE_SIMPLE = 2, /* what lies between does no more than to transpose a matrix and cast it */
-    ZBP_FACE_TRANSPOSED = 4 /* and transposes it */
-};
-
 /* Why no path leads from a face to a weight. */
 enum {
     ZBP_OBSTACLE_NONE, /* one does, or the face ends at the weight */
@@ -40,15 +33,16 @@ enum {
 };
 
 /* One edge of a task towards the weights. It leads to a weight or to an outside node. A face with a
- * path has both: the path leads from the node to the weight. */
+ * path has both: from the node to the weight lead plain steps alone, which transpose a matrix or
+ * cast it. */
 typedef struct zbp_face {
     uint32_t task;
     uint32_t slot;    /* position among the node's edges */
     int32_t weight;   /* where it ends, at once or by a path; -1 where it does not */
     int32_t outside;  /* the node outside the closure that it leads to; -1 for a weight */
-    uint8_t flag;     /* ZBP_FACE_* */
-    uint8_t steps;    /* plain steps behind it: all that lies before the weight, if it has a path */
-    uint8_t obstacle; /* ZBP_OBSTACLE_* */
+    bool is_transposed; /* its path transposes the gradient */
+    uint8_t steps;      /* plain steps behind it: its path, if it has one */
+    uint8_t obstacle;   /* ZBP_OBSTACLE_* */
 } zbp_face;
 
 typedef struct zbp_task {
@@ -100,6 +94,7 @@ uint32_t zbp_layout_first_hop(const zbp_layout *layout, uint32_t outside);
 /* Only the weights are left: the tasks have done what they are for. */
 void zbp_layout_clear(zbp_layout *layout);
 
+bool zbp_layout_has_path(const zbp_face *face);
 /* The face leads to the first node of its path again and no more to the weight. Without a path it
  * stays as it is. */
 void zbp_layout_give_up_path(zbp_layout *layout, uint32_t face);

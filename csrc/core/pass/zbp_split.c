@@ -4,7 +4,7 @@
 
 #include "core/base/zbpi_alloc.h"
 
-/* Long enough for what einsum puts between a weight and its product. */
+/* Longer than what models put between a weight and its product. */
 enum { LONGEST_PATH = 8 };
 
 /* What lives only while a split is built. */
@@ -123,14 +123,13 @@ static int add_hops(work *w, uint32_t g)
 /* Follows a face that leads to an outside node to its weight, if only plain steps lie between. */
 static void follow(const work *w, zbp_face *face, uint32_t node)
 {
-    bool is_simple = true, is_transposed = false, adds_up = false;
+    bool is_transposed = false, adds_up = false;
     uint32_t casts = 0;
 
     for (; face->steps < LONGEST_PATH && is_plain_step(w, node); face->steps++) {
         const uint8_t step = w->facts->fact[node].step;
 
-        casts += step == ZBP_STEP_CAST || step == ZBP_STEP_MOVE;
-        is_simple = is_simple && (step == ZBP_STEP_CAST || step == ZBP_STEP_TRANSPOSITION);
+        casts += step == ZBP_STEP_CAST;
         is_transposed = is_transposed != (step == ZBP_STEP_TRANSPOSITION);
         adds_up = adds_up || w->arrivals[node] > 1;
         node = out_edge(w, node, 0)->dst;
@@ -143,14 +142,13 @@ static void follow(const work *w, zbp_face *face, uint32_t node)
         face->obstacle = ZBP_OBSTACLE_SUM;
     } else {
         face->weight = (int32_t)w->index[node];
-        face->flag = (uint8_t)(ZBP_FACE_PATH | (is_simple ? ZBP_FACE_SIMPLE : 0) |
-                               (is_simple && is_transposed ? ZBP_FACE_TRANSPOSED : 0));
+        face->is_transposed = is_transposed;
     }
 }
 
 static int add_face(const work *w, zbp_layout *layout, uint32_t slot, uint32_t target)
 {
-    zbp_face face = {.slot = slot, .weight = -1, .outside = -1, .flag = ZBP_FACE_SIMPLE};
+    zbp_face face = {.slot = slot, .weight = -1, .outside = -1};
 
     if (is_weight(w, target)) {
         face.weight = (int32_t)w->index[target];

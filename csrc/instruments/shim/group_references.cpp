@@ -32,12 +32,12 @@ void add_task(const Task& task, int32_t number, References& references) {
   for (const Face& face : task.face) {
     references.add(face.edge.function.get(), "weight face of task", number);
   }
-  for_each_watched(task, [&](const Watched& watched, Role role, const auto&) {
+  for_each_kept(task, [&](const Kept& watched, Role role, const auto&) {
     references.add(watched.tensor(), label_of(role), number);
   });
   for (const Work& work : works_of(task)) {
     if (work.call) {
-      for (const Watched& parameter : work.call->parameters) {
+      for (const Kept& parameter : work.call->parameters) {
         references.add(parameter.tensor(), label_of(Role::saved_for_work), number);
       }
       references.add(work.call->function.ptr(interpreter), "work of weight task", number);

@@ -13,6 +13,7 @@
 #include <torch/csrc/autograd/saved_variable.h>
 
 #include "shim/torch/gil.h"
+#include "shim/torch/main_grad.h"
 #include "shim/group/facts.h"
 #include "shim/group/saved.h"
 #include "shim/torch/nodes.h"
@@ -110,14 +111,48 @@ std::string StandIn::name() const {
 variable_list StandIn::apply(variable_list&& grads) {
   TORCH_CHECK(original_, ERR_CONSUMED);
   pin_outside(*group_);
-  return task().kind() == ZBP_TASK_WHOLE ? run_whole(task(), std::move(grads))
-                                         : run_split(task(), std::move(grads));
+  Task& mine = task();
+  SmallVector<uint32_t, 2> somebodys;
+  variable_list outputs = mine.kind() == ZBP_TASK_WHOLE
+                              ? run_whole(mine, std::move(grads), somebodys)
+                              : run_split(mine, std::move(grads));
+  if (const auto faces = group_->arrive(mine, somebodys); !faces.empty()) {
+    group_->own(faces, outputs);
+  }
+  for_each_kept(mine, [&mine](const Kept& kept, auto&&...) {
+    if (!mine.device && kept.stream()) {
+      // The node had none, as its output is on the CPU: the stream is the current one.
+      mine.device = std::make_unique<const torch::autograd::InputMetadata>(kept.tensor());
+    }
+  });
+  return outputs;
 }
+
+namespace {
+
+/// True for a node that returns what is not libtorch's, but a Function's or a hook's.
+bool is_somebodys(Node& node) {
+  return !is_generated(node) || has_hooks(node);
+}
+
+/// What is kept of what the node's hooks return is theirs no more.
+variable_list call_hooks_before(Node& node, variable_list&& grads) {
+  if (!has_hooks(node)) {
+    return std::move(grads);
+  }
+  const CameIn came_in(grads);
+  variable_list in = call_pre_hooks(node, call_tensor_hooks(node, std::move(grads)));
+  came_in.own(in);
+  return in;
+}
+
+}  // namespace
 
 variable_list StandIn::run_split(Task& task, variable_list&& grads) {
   Node& node = *original_;
-  variable_list in = call_pre_hooks(node, call_tensor_hooks(node, std::move(grads)));
-  take_matrices(task, node, in);
+  const Separable separable = *separate(node);
+  variable_list in = call_hooks_before(node, std::move(grads));
+  take_matrices(task, separable, in);
   const variable_list inputs = node.post_hooks().empty() ? variable_list() : in;
   if (task.kind() == ZBP_TASK_PRODUCT) {
     node.will_release_variables();
@@ -129,8 +164,9 @@ variable_list StandIn::run_split(Task& task, variable_list&& grads) {
   outputs = call_post_hooks(node, std::move(outputs), inputs);
   if (task.kind() == ZBP_TASK_PRODUCT) {
     node.release_variables();
+    forget_leaves(node, separable);
   } else {
-    let_go_of_unread(task, node, *group_);
+    let_go_of_unread(task, separable, *group_);
   }
   return outputs;
 }
@@ -212,10 +248,28 @@ variable_list run_node(Node& node, Node& substitute, variable_list&& grads, bool
   return outputs;
 }
 
-variable_list StandIn::run_whole(Task& task, variable_list&& grads) {
-  variable_list outputs = run_node(*original_, *this, std::move(grads), /*release=*/true);
+variable_list StandIn::run_whole(Task& task, variable_list&& grads,
+                                 SmallVector<uint32_t, 2>& somebodys) {
+  Node& node = *original_;
+  const CameIn came_in(is_somebodys(node) ? grads : variable_list());
+  AddedByKernels added;
+  const auto weight_at = [&](size_t f) {
+    const int32_t w = task.plan(f).weight;
+    return w < 0 ? at::Tensor() : group_->weights[w].accumulator->variable;
+  };
+  for (size_t f = 0; f < task.face.size() && group_->adds_to_main_grad && !is_generated(node); ++f) {
+    added.watch(weight_at(f));
+  }
+  variable_list outputs = run_node(node, *this, std::move(grads), /*release=*/true);
   for (size_t f = 0; f < task.face.size(); ++f) {  // the engine gets the others
-    task.face[f].grad = Watched(std::exchange(outputs[task.plan(f).slot], {}));
+    const at::Tensor grad = std::exchange(outputs[task.plan(f).slot], {});
+    if (!grad.defined() || added.has(weight_at(f))) {
+      continue;
+    }
+    if (is_somebodys(node) && !came_in.has(grad)) {
+      somebodys.push_back(task.plan().face_begin + static_cast<uint32_t>(f));
+    }
+    task.face[f].grad = Kept(grad);
   }
   return outputs;
 }

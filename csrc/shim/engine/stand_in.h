@@ -56,7 +56,8 @@ class StandIn : public InPlaceOf {
 
  private:
   variable_list run_split(Task& task, variable_list&& grads);
-  variable_list run_whole(Task& task, variable_list&& grads);
+  /// somebodys: gets those of its faces at which a Function or a hook has left its gradient.
+  variable_list run_whole(Task& task, variable_list&& grads, SmallVector<uint32_t, 2>& somebodys);
 
   void give_back_metadata() noexcept;
 

@@ -1,7 +1,8 @@
 #include "shim/group/zbp_describe.h"
 
-#include <mutex>
+#include <algorithm>
 #include <set>
+#include <unordered_map>
 
 #include <torch/csrc/Device.h>
 #include <torch/csrc/DynamicTypes.h>
@@ -78,16 +79,6 @@ PyObject* weights_of(const Group& group) {
     weights.push_back(weight.accumulator->variable);
   }
   return wrap_tensors(weights);
-}
-
-/// What it has saved; nothing while a thread runs the node. Calls `visit` under the node's lock.
-void for_each_saved_outside(Node& node, c10::function_ref<void(const SavedVariable&)> visit) {
-  const auto all = saved_by(*saver_of(node));
-  if (const std::unique_lock<std::mutex> lock(NodeParts::mutex_of(node), std::try_to_lock); lock) {
-    for (const SavedVariable* one : all) {
-      visit(*one);
-    }
-  }
 }
 
 class Description {
@@ -170,8 +161,8 @@ class Description {
         works_of(task).empty() ? zbp_kind_name(task.plan().kind) : "handed over";
     begin(wrap_text(task.name()), kind, zbp_why_name(task.plan().why), task.plan().leaves_packed,
           list_faces(task));
-    for_each_watched(task, [&](const Watched& watched, Role role, const auto& serves) {
-      add_tensor(task, name_of(role, task, watched.tensor()), watched.tensor(), serves);
+    for_each_kept(task, [&](const Kept& kept, Role role, const auto& serves) {
+      add_tensor(task, name_of(role, task, kept.tensor()), kept.tensor(), serves);
     });
   }
 
@@ -252,6 +243,37 @@ bool reads_weights(const Task& task) {
                      [](const Work& work) { return work.call && !work.call->parameters.empty(); });
 }
 
+/// True if nobody else has the nodes between the group's tasks and its weights: neither another
+/// microbatch nor the caller.
+bool has_outside_alone(const Group& group) {
+  std::unordered_map<const Node*, size_t> references;
+  const auto count_edges = [&references](Node& node) {
+    for (const Edge& edge : node.next_edges()) {
+      ++references[edge.function.get()];
+    }
+  };
+  const auto count = [](Node& node) { return static_cast<size_t>(ref_of(node).use_count() - 1); };
+  for (const Task& task : group.tasks) {
+    for (const Face& face : task.face) {
+      ++references[face.edge.function.get()];
+    }
+    if (task.kind() == ZBP_TASK_ROOT) {
+      ++references[task.node.get()];
+    } else if (task.node) {
+      if (count(*task.node) > 1) {
+        return false;
+      }
+      count_edges(*task.node);
+    }
+  }
+  for (const Outside& outside : group.outside) {
+    count_edges(*outside.node);
+  }
+  return std::all_of(group.outside.begin(), group.outside.end(), [&](const Outside& outside) {
+    return count(*outside.node) == references[outside.node];
+  });
+}
+
 /// While another owner has the group (an I, a W), what it holds is no business of the collector's.
 bool is_the_collectors(const zbp_group* group) {
   return !zbp_book_is_claimed(&group->book) && group_of(group).owned.use_count() == 1;
@@ -285,6 +307,12 @@ int zbp_group_traverse(const zbp_group* group, visitproc visit, void* arg) {
                       stop = stop ? stop : visit_all(packed.unpack_hook, packed.data);
                     });
   }
+  const auto& outside = group_of(group).packed_outside;
+  if (!outside.empty() && has_outside_alone(group_of(group))) {
+    for (const PackedPtr& packed : outside) {
+      stop = stop ? stop : visit_all(packed->unpack_hook, packed->data);
+    }
+  }
   return stop;
 }
 
@@ -305,9 +333,9 @@ int zbp_group_bytes_held(const zbp_group* group, size_t* out, zbp_error* error) 
       return;
     }
     for (const Task& task : group_of(group).tasks) {
-      for_each_watched(task, [&](const Watched& watched, auto&&...) {
-        if (seen.insert(storage_of(watched.tensor())).second) {
-          *out += bytes_of(watched.tensor());
+      for_each_kept(task, [&](const Kept& kept, auto&&...) {
+        if (seen.insert(storage_of(kept.tensor())).second) {
+          *out += bytes_of(kept.tensor());
         }
       });
     }

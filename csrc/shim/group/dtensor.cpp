@@ -15,17 +15,13 @@ namespace {
 
 constexpr const char* OF_DTENSORS = "zbpipe._torch.dtensor";
 
-/// What `ask` returns. What could not be asked of a DTensor is as if it were none; but nobody's
-/// Ctrl-C is lost.
+/// What `ask` returns; null for what could not be asked: that is as if it were no DTensor.
 template <class Ask>
 THPObjectPtr asked(const Ask& ask) {
   try {
     return ask();
   } catch (python_error&) {
-    if (!PyErr_ExceptionMatches(PyExc_Exception)) {
-      throw;
-    }
-    PyErr_Clear();
+    forget_error();
     return {};
   }
 }
@@ -49,7 +45,7 @@ bool is_dtensor(const at::Tensor& tensor) {
   THPObjectPtr type(module ? PyObject_GetAttrString(module, "DTensor") : nullptr);
   THPObjectPtr object(type ? THPVariable_Wrap(tensor) : nullptr);
   const bool is_one = object && PyObject_IsInstance(object, type) == 1;
-  PyErr_Clear();
+  forget_error();
   return is_one;
 }
 

@@ -2,6 +2,7 @@
 
 #include <torch/csrc/autograd/generated/Functions.h>
 
+#include "shim/group/saved.h"
 #include "shim/torch/nodes.h"
 #include "shim/torch/python.h"
 #include "shim/torch/separable.h"
@@ -12,8 +13,10 @@ namespace gen = torch::autograd::generated;
 
 namespace {
 
-bool swaps_two(int64_t a, int64_t b) {
-  return (a - b) % 2 != 0;
+/// True if a and b, which may count from the end, are the last two of `count` dimensions.
+bool are_last_two(int64_t a, int64_t b, int64_t count) {
+  const auto from_end = [count](int64_t d) { return d < 0 ? -d : count - d; };
+  return a != b && from_end(a) + from_end(b) == 3;
 }
 
 template <class... Types>
@@ -21,33 +24,37 @@ bool is_one_of(Node& node) {
   return (as<Types>(node) || ...);
 }
 
-/// A ZBP_STEP_*; whether it is watched is not looked at.
+}  // namespace
+
+bool is_layout(Node& node) {
+  return node.num_inputs() == 1 && node.num_outputs() == 1 &&
+         !node.input_metadata(0).is_nested_tensor() &&
+         is_one_of<gen::TBackward0, gen::TransposeBackward0, gen::PermuteBackward0,
+                   gen::ToCopyBackward0, gen::ViewBackward0, gen::UnsafeViewBackward0,
+                   gen::ReshapeAliasBackward0, gen::UnsqueezeBackward0, gen::SqueezeBackward0,
+                   gen::SqueezeBackward1, gen::SqueezeBackward2, gen::ExpandBackward0,
+                   gen::AliasBackward0, gen::CloneBackward0>(node);
+}
+
+namespace {
+
+/// A ZBP_STEP_*; whether a hook sees it is not looked at.
 uint8_t step_of(Node& node) {
-  if (node.num_inputs() != 1 || node.num_outputs() != 1 ||
-      node.input_metadata(0).is_nested_tensor()) {
+  if (!is_layout(node)) {
     return ZBP_STEP_NONE;
   }
   if (auto* n = as<gen::ToCopyBackward0>(node)) {
     const bool moves = n->self_options.device() != node.input_metadata(0).device();
-    return moves ? ZBP_STEP_MOVE : ZBP_STEP_CAST;
+    return moves ? ZBP_STEP_NONE : ZBP_STEP_CAST;
   }
-  const auto is_of_matrix = [&] {
-    return node.input_metadata(0).shape_as_dim_vector().size() == 2;
-  };
-  bool transposes = false;
-  if (as<gen::TBackward0>(node)) {
-    transposes = is_of_matrix();
-  } else if (auto* n = as<gen::TransposeBackward0>(node)) {
-    transposes = is_of_matrix() && swaps_two(n->dim0, n->dim1);
+  const auto dims = static_cast<int64_t>(node.input_metadata(0).shape_as_dim_vector().size());
+  bool transposes = as<gen::TBackward0>(node) && dims == 2;
+  if (auto* n = as<gen::TransposeBackward0>(node)) {
+    transposes = are_last_two(n->dim0, n->dim1, dims);
   } else if (auto* n = as<gen::PermuteBackward0>(node)) {
-    transposes = n->dims.size() == 2 && swaps_two(n->dims[0], n->dims[1]) && n->dims[0] % 2 != 0;
-  } else if (!is_one_of<gen::ViewBackward0, gen::UnsafeViewBackward0, gen::ReshapeAliasBackward0,
-                        gen::UnsqueezeBackward0, gen::SqueezeBackward0, gen::SqueezeBackward1,
-                        gen::SqueezeBackward2, gen::ExpandBackward0, gen::AliasBackward0,
-                        gen::CloneBackward0>(node)) {
-    return ZBP_STEP_NONE;
+    transposes = dims == 2 && are_last_two(n->dims[0], n->dims[1], dims) && n->dims[0] % 2 != 0;
   }
-  return transposes ? ZBP_STEP_TRANSPOSITION : ZBP_STEP_OTHER;
+  return transposes && dims <= 3 ? ZBP_STEP_TRANSPOSITION : ZBP_STEP_NONE;
 }
 
 }  // namespace
@@ -94,11 +101,11 @@ bool is_plain_step(Node& node) {
 }
 
 bool saves_nothing(Node& node) {
-  return step_of(node) != ZBP_STEP_NONE || is_one_of<gen::AddBackward0, gen::SubBackward0>(node);
+  return is_layout(node) || is_one_of<gen::AddBackward0, gen::SubBackward0>(node);
 }
 
 bool has_saved_nothing(Node& node) {
-  return is_python_function(node) ? saved_by(node).empty() : saves_nothing(node);
+  return is_python_function(node) ? Saver(node).all().empty() : saves_nothing(node);
 }
 
 SmallVector<Node*, 4> path_behind(const Edge& edge, size_t count) {

@@ -14,8 +14,10 @@ zbp_fact fact_of_outside(Node& node);
 /// True for the edge to a weight, or to what is computed from one, that is a matrix or more.
 bool is_matrix(const Edge& edge);
 
-/// True for a node that only lays one gradient out anew, copies or casts it, has saved no tensor,
-/// and that nobody watches. Running it any number of times, on any thread, does no harm.
+/// True for a node that only lays one gradient out anew, copies or casts it.
+bool is_layout(Node& node);
+
+/// True for a node that only transposes a matrix or casts it, and that no hook sees.
 bool is_plain_step(Node& node);
 
 /// True for a node of a kind that saves no tensor.
@@ -31,7 +33,7 @@ SmallVector<Node*, 4> path_behind(const Edge& edge, size_t count);
 /// Those between a face and its weight. Alive as long as the face.
 inline SmallVector<Node*, 4> path_of(const Task& task, size_t f) {
   const zbp_face& plan = task.plan(f);
-  return path_behind(task.face[f].edge, (plan.flag & ZBP_FACE_PATH) != 0 ? plan.steps : 0);
+  return path_behind(task.face[f].edge, zbp_layout_has_path(&plan) ? plan.steps : 0);
 }
 
 }  // namespace zbp

@@ -58,6 +58,7 @@ void Group::release() noexcept {
   const auto dead_tasks = std::exchange(tasks, {});
   const auto dead_outside = std::exchange(outside, {});
   const auto dead_reads = std::exchange(reads, nullptr);
+  const auto dead_packed = std::exchange(packed_outside, {});
   saved_outside.clear();
   arguments_outside.clear();
   outside_recomputed_for = 0;
@@ -70,6 +71,66 @@ void Group::release() noexcept {
 
 uint64_t Group::recomputed_for() const {
   return std::max(outside_recomputed_for, zbp_book_unpacks_up_to(&book, &layout));
+}
+
+namespace {
+
+/// Where the engine would add up what arrives there, and keep it until all has come.
+uint32_t target_of(const zbp_layout& layout, uint32_t f) {
+  const zbp_face& face = layout.face[f];
+  return face.outside < 0 ? static_cast<uint32_t>(face.weight)
+                          : layout.weight_count + static_cast<uint32_t>(face.outside);
+}
+
+}  // namespace
+
+void Group::expect() {
+  if (layout.task_count < 2) {
+    return;
+  }
+  missing.resize(layout.weight_count + layout.outside_count);
+  for (uint32_t f = 0; f < layout.face_count; ++f) {
+    missing[target_of(layout, f)] += layout.task[layout.face[f].task].kind != ZBP_TASK_ROOT;
+  }
+}
+
+SmallVector<uint32_t, 2> Group::arrive(const Task& task, c10::ArrayRef<uint32_t> faces) {
+  SmallVector<uint32_t, 2> due(faces.begin(), faces.end());
+  if (missing.empty()) {
+    return due;
+  }
+  const std::lock_guard<std::mutex> lock(mutex);
+  waiting.insert(waiting.end(), due.begin(), due.end());
+  due.clear();
+  bool is_last = false;
+  for (uint32_t f = task.plan().face_begin; f < task.plan().face_end; ++f) {
+    is_last = --missing[target_of(layout, f)] == 0 || is_last;
+  }
+  if (is_last) {
+    const auto is_due = [this](uint32_t f) { return missing[target_of(layout, f)] == 0; };
+    std::copy_if(waiting.begin(), waiting.end(), std::back_inserter(due), is_due);
+    waiting.erase(std::remove_if(waiting.begin(), waiting.end(), is_due), waiting.end());
+  }
+  return due;
+}
+
+void Group::own(c10::ArrayRef<uint32_t> faces, c10::ArrayRef<at::Tensor> known) {
+  SmallVector<Kept*, 2> grads;
+  for (const uint32_t f : faces) {
+    Task& task = tasks[layout.face[f].task];
+    grads.push_back(&task.face[f - task.plan().face_begin].grad);
+  }
+  zbp::own(grads, known);
+}
+
+void Group::add_streams(Streams& streams) const {
+  for (const Task& task : tasks) {
+    streams.add(stream_of(task));
+    for_each_kept(task, [&](const Kept& kept, auto&&...) { streams.add(kept.stream()); });
+  }
+  for (const Weight& weight : weights) {
+    streams.add(stream_of(*weight.accumulator));
+  }
 }
 
 bool Group::leaves_packed() const {

@@ -23,14 +23,13 @@
 #include <vector>
 
 #include <c10/core/SafePyObject.h>
-#include <c10/core/Stream.h>
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
 #include "core/pass/zbp_kind.h"
 #include "core/pass/zbp_group.h"
-#include "shim/group/watched.h"
+#include "shim/group/kept.h"
 #include "shim/torch/compat.h"
 
 namespace zbp {
@@ -38,7 +37,7 @@ namespace zbp {
 /// One edge of a task towards the weights: the record beside its zbp_face.
 struct Face {
   Edge edge;     // where it leads
-  Watched grad;  // its gradient; undefined while W has still to compute it
+  Kept grad;  // its gradient; undefined while W has still to compute it
 };
 
 /// What a node has saved behind hooks (checkpointing, offloading), left packed until W.
@@ -63,13 +62,13 @@ struct Work {
   struct Call {
     c10::SafePyObject function;
     c10::SafePyObject arguments;         // a tuple
-    SmallVector<Watched, 3> saved;       // the tensors in it that have memory of their own
-    SmallVector<Watched, 1> parameters;  // those with a parameter's, which cost nothing to keep
+    SmallVector<Kept, 3> saved;       // the tensors in it that have memory of their own
+    SmallVector<Kept, 1> parameters;  // those with a parameter's, which cost nothing to keep
     std::vector<Autocast> autocast;      // where it is on
   };
   std::unique_ptr<const Call> call;  // null once it has run, unless it is to run again
   SmallVector<int32_t, 2> faces;     // per gradient: its face, -1 where nobody wants it
-  SmallVector<Watched, 2> grads;     // what it returned, per entry of `faces`
+  SmallVector<Kept, 2> grads;     // what it returned, per entry of `faces`
   bool is_done = false;
   bool is_checked = false;  // the gradients fit their faces
 
@@ -81,8 +80,8 @@ struct Work {
 
 /// W multiplies the node's output gradient with one matrix.
 struct Product {
-  Watched output_grad;
-  std::variant<Watched, PackedPtr> other;  // the matrix; or W unpacks it
+  Kept output_grad;
+  std::variant<Kept, PackedPtr> other;  // the matrix; or W unpacks it
   uint32_t matrix_slot;                    // the edge of the weight matrix
   bool weight_is_left;                     // the weight is the left factor
 };
@@ -90,6 +89,7 @@ struct Product {
 /// A factor that a deferred node insists on and W does not read: only its shape is kept.
 struct Blank {
   torch::autograd::SavedVariable* saved;  // the node's, borrowed
+  at::Tensor weight;                      // it is a weight itself, which costs nothing to keep
   std::vector<int64_t> sizes;
   std::vector<int64_t> strides;
   at::TensorOptions options;
@@ -97,8 +97,8 @@ struct Blank {
 
 /// W runs the node again.
 struct Deferred {
-  SmallVector<Watched, 1> output_grads;  // per input of the node
-  SmallVector<Watched, 1> saved;         // by the node, and W will read it
+  SmallVector<Kept, 1> output_grads;  // per input of the node
+  SmallVector<Kept, 1> saved;         // by the node, and W will read it
   SmallVector<PackedPtr, 1> packed;      // by the node, which shares it
   std::vector<Blank> blanks;
   bool is_alone = false;  // I is through with the node: nobody else runs it
@@ -126,7 +126,7 @@ struct Task {
   SmallVector<Face, 2> face;
   std::variant<Given, Product, Deferred> work;
   std::vector<Version> arguments;  // of the regions that W computes again for it
-  // Has its device and stream, when not the CPU.
+  // Has its device and stream, where what is kept is not on the CPU. See Note [Streams].
   std::unique_ptr<const torch::autograd::InputMetadata> device;
 };
 
@@ -136,21 +136,25 @@ inline c10::ArrayRef<Work> works_of(const Task& task) {
   return given ? c10::ArrayRef<Work>(*given) : c10::ArrayRef<Work>();
 }
 
+inline std::optional<c10::Stream> stream_of(const Task& task) {
+  return task.device ? std::optional(task.device->stream()) : std::nullopt;
+}
+
 /// What a tensor is to the task that holds it.
 enum class Role : uint8_t { matrix, output_grad, saved, kept_grad, saved_for_work, grad_of_work };
 
-/// Calls `visit(watched, role, serves)` with every tensor that the task's W reads. serves(f): the
+/// Calls `visit(kept, role, serves)` with every tensor that the task's W reads. serves(f): the
 /// gradient at face number f is computed from it.
 template <class Visit>
-void for_each_watched(const Task& task, const Visit& visit) {
-  const auto visit_all = [&visit](c10::ArrayRef<Watched> list, Role role, const auto& serves) {
-    for (const Watched& watched : list) {
-      visit(watched, role, serves);
+void for_each_kept(const Task& task, const Visit& visit) {
+  const auto visit_all = [&visit](c10::ArrayRef<Kept> list, Role role, const auto& serves) {
+    for (const Kept& kept : list) {
+      visit(kept, role, serves);
     }
   };
   const auto all_faces = [](size_t) { return true; };
   if (const auto* product = std::get_if<Product>(&task.work)) {
-    if (const auto* matrix = std::get_if<Watched>(&product->other)) {
+    if (const auto* matrix = std::get_if<Kept>(&product->other)) {
       visit(*matrix, Role::matrix,
             [&](size_t f) { return task.plan(f).slot == product->matrix_slot; });
     }
@@ -195,7 +199,7 @@ struct Weight {
 /// nothing.
 struct UnpinnedOutside {
   NodePtr node;
-  size_t number;  // of the saved variable, among the node's
+  size_t number;  // of the saved variable, among its saver's
 };
 
 /// A node between the tasks and the weights. Other groups may share it.
@@ -214,20 +218,33 @@ struct Group : zbp_group, std::enable_shared_from_this<Group> {
   std::shared_ptr<Group> owned;  // itself, while the caller owns it: until zbp_group_free
   bool was_captured = false;     // I ran within a capture of the device's: see Note [Streams]
   SmallVector<Task, 1> tasks;
-  SmallVector<c10::Stream, 1> streams;  // those of the tasks, each once
   SmallVector<Weight, 2> weights;
   std::vector<Outside> outside;
   std::vector<UnpinnedOutside> unpinned_outside;  // what I has still to see to
+  std::vector<PackedPtr> packed_outside;          // what such a node leaves packed until W
   std::vector<Version> saved_outside;             // by nodes outside the closure
   std::vector<Version> arguments_outside;  // of the regions that W computes again for such nodes
   std::shared_ptr<const Reads> reads;      // only if W may compute regions again
   // Sequence number of the last node outside for which W computes a region again.
   uint64_t outside_recomputed_for = 0;
-  std::mutex unpinned_outside_mutex;
+  std::mutex mutex;  // of what several stand-ins of an I use: unpinned_outside, missing, waiting
+  // In I, where there are several tasks: per weight, and per outside node behind these, how many
+  // faces' gradients have still to come; and gradients, by their faces, that wait for the last one.
+  // See Note [Whose memory a gradient has].
+  std::vector<uint32_t> missing, waiting;
+  bool adds_to_main_grad = false;  // the policy says so
   // Stage outputs that W may read: a node has saved them, or W computes a region again. The last
   // group that shares one detaches it, after its W.
   using Output = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
   std::vector<std::shared_ptr<const Output>> outputs;
+
+  /// Once the layout is there, before I runs.
+  void expect();
+  /// The task has run in I, and the gradients at these of its faces are to be owned: those of them,
+  /// and of what waits, to which no other is still to come.
+  SmallVector<uint32_t, 2> arrive(const Task& task, c10::ArrayRef<uint32_t> faces);
+  /// Gives the gradients at the faces memory of their own, if others than `known` have it, too.
+  void own(c10::ArrayRef<uint32_t> faces, c10::ArrayRef<at::Tensor> known);
 
   /// Lets go of everything that W read; so do the nodes that only W could still run, whoever refers
   /// to them.
@@ -238,6 +255,8 @@ struct Group : zbp_group, std::enable_shared_from_this<Group> {
   /// Of the nodes for which W computes a region again, the highest sequence number; 0 if there are
   /// none. What is computed for a node has been computed before it in the forward.
   uint64_t recomputed_for() const;
+  /// Those of its tasks, of what they keep, and of its weights.
+  void add_streams(Streams& streams) const;
 };
 
 using GroupPtr = std::shared_ptr<Group>;

@@ -1,28 +1,24 @@
 #include "shim/group/saved.h"
 
 #include <algorithm>
-#include <mutex>
 #include <utility>
 
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
+#include <c10/core/StreamGuard.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/functions/tensor.h>
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 
 #include "shim/group/dtensor.h"
-#include "shim/torch/separable.h"
 #include "shim/torch/checkpoint.h"
 #include "shim/torch/detach.h"
 #include "shim/torch/gil.h"
 #include "shim/torch/nodes.h"
-#include "shim/torch/python.h"
 #include "shim/torch/saved_parts.h"
 
 namespace zbp {
-
-using torch::autograd::SavedVariable;
 
 namespace {
 
@@ -64,13 +60,6 @@ const at::Tensor& no_values() {
 bool is_plain_matrix(const at::Tensor& tensor) {
   return tensor.defined() && (tensor.dim() == 2 || tensor.dim() == 3) &&
          (!is_subclass(tensor) || is_dtensor(tensor)) && !tensor.is_complex() && !tensor.is_neg();
-}
-
-/// Puts `fresh` where the node has `saved`, which other threads may read meanwhile. What was there
-/// goes when the lock is no longer held: it may run Python code.
-void exchange_saved(Node& node, SavedVariable& saved, SavedVariable fresh) {
-  const std::lock_guard<std::mutex> lock(NodeParts::mutex_of(node));
-  std::swap(saved, fresh);
 }
 
 /// The place of Python's hooks for what stays packed: without the hook that packed, and without the
@@ -134,108 +123,142 @@ bool may_be_refilled(const SavedVariable& saved) {
   return !data || recognise(data->first.ptr(getPyInterpreter())) == UnpackHook::other;
 }
 
-/// Pins, as pin() does, what an outside node has saved. What is neither packed nor a view that
-/// keeps its base for nothing stays as it is. Called with the node's mutex held; `before` gets what
-/// was there.
-at::Tensor pin_locked(SavedVariable& saved, Node& node, SavedVariable& before) {
-  const bool is_copied = may_be_refilled(saved);
-  at::Tensor tensor = saved.unpack(ref_of(node));
-  if (tensor.defined() && is_copied && !tensor.requires_grad()) {
-    tensor = tensor.clone();
-  }
-  if (tensor.defined() && is_python_function(node)) {
-    // Its backward sees what it would have unpacked, history and all.
-    const AcquireGil gil;
-    before = std::exchange(saved, save_plainly(tensor, tensor.grad_fn().get() == &node));
-    return tensor.detach();
-  }
-  if (tensor.defined() && (saved.has_hooks() || keeps_base_unused(tensor))) {
-    tensor = tensor.detach();
-    before = std::exchange(saved, save_plainly(tensor));
-  }
-  return tensor;
-}
 
-/// Leaves `saved` packed for W; false, and nothing was done, if W cannot unpack it. A checkpoint's
-/// is unpacked here all the same: its region, once computed in I, would keep the tensor until
-/// somebody unpacks it. A Function's stays as it is: its backward may look at what it unpacks.
-/// `arguments` and `before`: as above. Called with the node's mutex held.
-bool leave_packed(SavedVariable& saved, const Node& node, SavedVariable& before,
-                  std::vector<Version>& arguments) {
-  const auto packed = packed_in(saved, arguments);
-  if (packed) {
-    const AcquireGil gil;
-    if (!is_python_function(node)) {
-      before = std::exchange(saved, left_packed(packed));
-    }
-    if (recognise(packed->unpack_hook.ptr(getPyInterpreter())) == UnpackHook::checkpoint) {
-      packed->unpack();
-    }
-  }
-  return packed != nullptr;
+std::unique_lock<std::mutex> lock_of(Node& node, bool waits) {
+  return waits ? lock_letting_go_of_gil(NodeParts::mutex_of(node))
+               : std::unique_lock<std::mutex>(NodeParts::mutex_of(node), std::try_to_lock);
 }
 
 }  // namespace
 
-at::Tensor pin(SavedVariable& saved, Node& node, bool is_read_by_w) {
+Saver::Saver(Node& node, bool waits) : around_(lock_of(node, waits)) {
+  if (!around_) {
+    return;
+  }
+  node_ = ref_of(node);
+  // Another thread's W sets it null, under the lock around.
+  if (const auto* slices = as<torch::autograd::CopySlices>(node); slices && slices->fn) {
+    node_ = slices->fn;
+    within_ = lock_of(*node_, waits);
+    node_ = within_ ? std::move(node_) : nullptr;
+  }
+}
+
+void Saver::put(SavedVariable& saved, SavedVariable fresh) {
+  std::swap(saved, fresh);
+  gone_.push_back(std::move(fresh));
+}
+
+at::Tensor Saver::pin(SavedVariable& saved, bool is_read_by_w) {
   const bool is_copied = is_read_by_w && may_be_refilled(saved);
-  at::Tensor tensor = saved.unpack(ref_of(node));
-  if (tensor.defined()) {  // else the other factor takes no gradient
-    tensor = is_read_by_w ? tensor.detach() : tensor.variable_data();
-    tensor = is_copied ? tensor.clone() : tensor;
-    exchange_saved(node, saved, save_plainly(tensor));
+  at::Tensor tensor = saved.unpack(node_);
+  if (!tensor.defined()) {
+    return tensor;  // the other factor takes no gradient
   }
-  return tensor;
-}
-
-NodePtr saver_of(Node& node) {
-  const auto* slices = as<torch::autograd::CopySlices>(node);
-  return ref_of(slices && slices->fn ? *slices->fn : node);
-}
-
-void forget_saved(Node& node) {
-  const Separable separable = *separate(node);
-  for (const Part& part : separable.parts) {
-    if (accumulator_of(*part.saved)) {
-      exchange_saved(node, *part.saved, released_variable());
-    }
+  const bool is_functions = is_python_function(*node_);
+  at::Tensor plain = is_read_by_w ? tensor.detach() : tensor.variable_data();
+  if (is_copied && !(is_functions && tensor.requires_grad())) {
+    plain = plain.clone();
   }
+  if (is_functions) {
+    // Its backward sees what it would have unpacked, history and all.
+    const at::Tensor& seen = tensor.requires_grad() ? tensor : plain;
+    put(saved, save_plainly(seen, tensor.grad_fn() == node_));
+  } else {
+    put(saved, save_plainly(plain));
+  }
+  return plain;
 }
 
-void pin_outside(Group& group) {
-  const std::lock_guard<std::mutex> lock(group.unpinned_outside_mutex);
-  for (const UnpinnedOutside& unpinned : std::exchange(group.unpinned_outside, {})) {
-    Node& node = *unpinned.node;
-    torch::autograd::SavedVariable before;  // freed behind the lock: that may run Python code
-    // Another microbatch's I may see to the same node, and its W may have released it.
-    const std::lock_guard<std::mutex> node_lock(NodeParts::mutex_of(node));
-    const auto all = [&] {
-      const AcquireGil gil;
-      return saved_by(node);
-    }();
-    TORCH_CHECK(unpinned.number < all.size(), torch::autograd::ERR_BACKWARD_TWICE);
-    SavedVariable& saved = *all[unpinned.number];
-    if (saved.has_hooks() && group.reads &&
-        leave_packed(saved, node, before, group.arguments_outside)) {
-      group.outside_recomputed_for = std::max(group.outside_recomputed_for, node.sequence_nr());
-      continue;
-    }
-    const at::Tensor tensor = pin_locked(saved, node, before);
-    if (has_version(tensor)) {
-      group.saved_outside.emplace_back(tensor);
+// ---- of nodes outside
+
+void for_each_saved_outside(Node& node, c10::function_ref<void(const SavedVariable&)> visit) {
+  if (const Saver saver(node, /*waits=*/false); saver.is_locked()) {
+    for (const SavedVariable* one : saver.all()) {
+      visit(*one);
     }
   }
 }
 
 namespace {
 
+/// Leaves it packed for W; false, and nothing was done, if W cannot unpack it. A checkpoint's is
+/// unpacked here all the same: its region, once computed in I, would keep the tensor until somebody
+/// unpacks it. A Function's stays as it is: its backward may look at what it unpacks.
+bool leave_outside(Saver& saver, SavedVariable& saved, Group& group) {
+  const PackedPtr packed = packed_in(saved, group.arguments_outside);
+  if (!packed) {
+    return false;
+  }
+  const AcquireGil gil;
+  if (!is_python_function(saver.node())) {
+    saver.put(saved, left_packed(packed));
+    group.packed_outside.push_back(packed);
+  }
+  if (recognise(packed->unpack_hook.ptr(getPyInterpreter())) == UnpackHook::checkpoint) {
+    packed->unpack();
+  }
+  group.outside_recomputed_for = std::max(group.outside_recomputed_for, saver.node().sequence_nr());
+  return true;
+}
+
+void pin_one(Group& group, const UnpinnedOutside& unpinned) {
+  // Another microbatch's I may see to the same node, and its W may have released it.
+  Saver saver(*unpinned.node);
+  const auto all = [&] {
+    const AcquireGil gil;
+    return saver.all();
+  }();
+  TORCH_CHECK(unpinned.number < all.size(), torch::autograd::ERR_BACKWARD_TWICE);
+  SavedVariable& saved = *all[unpinned.number];
+  if (saved.has_hooks() && group.reads && leave_outside(saver, saved, group)) {
+    return;
+  }
+  at::Tensor tensor = saved.has_hooks() ? saver.pin(saved) : saved.unpack(ref_of(saver.node()));
+  if (tensor.defined() && keeps_base_unused(tensor)) {
+    tensor = saver.pin(saved);
+  }
+  if (has_version(tensor)) {
+    group.saved_outside.emplace_back(tensor);
+  }
+}
+
+}  // namespace
+
+void pin_outside(Group& group) {
+  std::vector<UnpinnedOutside> unpinned;
+  {
+    const std::lock_guard<std::mutex> lock(group.mutex);
+    unpinned = std::exchange(group.unpinned_outside, {});
+  }
+  for (const UnpinnedOutside& one : unpinned) {
+    const std::optional<c10::Stream> there = stream_of(*one.node);
+    const std::optional<c10::Stream> here =
+        there ? std::optional(current_stream(there->device())) : there;
+    if (there) {
+      order(*here, *there);
+    }
+    {
+      const c10::OptionalStreamGuard on_its_stream(there);
+      pin_one(group, one);
+    }
+    if (there) {
+      order(*there, *here);
+    }
+  }
+}
+
+// ---- of tasks' nodes
+
+namespace {
+
 /// False where the task's matrices need more than one multiplication.
-bool take_product(Task& task, Node& node, const variable_list& grads, const Separable& separable,
+bool take_product(Task& task, Saver& saver, const Separable& separable, const variable_list& grads,
                   bool may_leave_packed) {
   Product& product = std::get<Product>(task.work);
   product.weight_is_left = task.face_at(separable.parts[0].own_slot).has_value();
   product.matrix_slot = separable.parts[product.weight_is_left ? 0 : 1].own_slot;
-  product.output_grad = Watched(grads[0]);
+  product.output_grad = Kept(grads[0]);
   SavedVariable& saved = *separable.parts[product.weight_is_left ? 1 : 0].saved;
   if (grads[0].defined() && !is_plain_matrix(grads[0])) {
     return false;
@@ -246,12 +269,13 @@ bool take_product(Task& task, Node& node, const variable_list& grads, const Sepa
     task.plan().leaves_packed = true;
     return true;
   }
-  const at::Tensor other = saved.has_hooks() ? pin(saved, node, true) : saved.unpack(ref_of(node));
-  product.other = Watched(other);
+  const at::Tensor other =
+      saved.has_hooks() ? saver.pin(saved) : saved.unpack(ref_of(saver.node()));
+  product.other = Kept(other);
   return is_plain_matrix(other);
 }
 
-void take_deferred(Task& task, Node& node, const variable_list& grads, const Separable& separable,
+void take_deferred(Task& task, Saver& saver, const Separable& separable, const variable_list& grads,
                    bool may_leave_packed) {
   Deferred& deferred = std::get<Deferred>(task.work);
   deferred = Deferred();
@@ -265,11 +289,11 @@ void take_deferred(Task& task, Node& node, const variable_list& grads, const Sep
     if (packed) {
       task.plan().leaves_packed = task.plan().leaves_packed || is_read;
       const AcquireGil gil;
-      exchange_saved(node, *part.saved, left_packed(packed));
+      saver.put(*part.saved, left_packed(packed));
       deferred.packed.push_back(packed);
     } else if (is_read || part.is_insisted_on) {
       // Also without hooks: a saved tensor that is a stage output is about to lose its history.
-      const at::Tensor tensor = pin(*part.saved, node, is_read);
+      const at::Tensor tensor = saver.pin(*part.saved, is_read);
       if (is_read && tensor.defined()) {
         deferred.saved.emplace_back(tensor);
       }
@@ -279,64 +303,90 @@ void take_deferred(Task& task, Node& node, const variable_list& grads, const Sep
 
 }  // namespace
 
-void take_matrices(Task& task, Node& node, const variable_list& grads) {
+void take_matrices(Task& task, const Separable& separable, const variable_list& grads) {
   task.arguments.clear();
-  const Separable separable = *separate(node);
+  Saver saver(*task.node);
   const bool may_leave_packed = std::exchange(task.plan().leaves_packed, false);
   if (task.kind() == ZBP_TASK_PRODUCT) {
-    if (take_product(task, node, grads, separable, may_leave_packed)) {
+    if (take_product(task, saver, separable, grads, may_leave_packed)) {
       return;
     }
     task.defer_product();
   }
-  take_deferred(task, node, grads, separable, may_leave_packed);
+  take_deferred(task, saver, separable, grads, may_leave_packed);
 }
 
-void let_go_of_unread(Task& task, Node& node, const Group& group) {
-  const Separable separable = *separate(node);
+void let_go_of_unread(Task& task, const Separable& separable, const Group& group) {
+  Saver saver(*task.node);
   const uint32_t faces = bits_of(task);
   for (const Part& part : separable.parts) {
     const bool stays_packed = part.saved->has_hooks() && part.is_insisted_on;
     if ((part.readers & faces) != 0 || stays_packed) {
       continue;
     }
-    const at::Tensor tensor = part.is_insisted_on ? part.saved->unpack(ref_of(node)) : at::Tensor();
-    const auto face = task.face_at(part.own_slot);
-    const bool is_weight =
-        face && task.plan(*face).weight >= 0 &&
-        storage_of(group.weights[task.plan(*face).weight].accumulator->variable) ==
-            storage_of(tensor);
-    if (tensor.defined() && (is_weight || is_subclass(tensor))) {
+    const at::Tensor tensor =
+        part.is_insisted_on ? part.saved->unpack(ref_of(saver.node())) : at::Tensor();
+    if (tensor.defined() && is_subclass(tensor)) {
       continue;
     }
     if (tensor.defined()) {
-      std::get<Deferred>(task.work).blanks.push_back(
-          {part.saved, tensor.sizes().vec(), tensor.strides().vec(), tensor.options()});
+      const auto face = task.face_at(part.own_slot);
+      const int32_t weight = face ? task.plan(*face).weight : -1;
+      const bool is_weight =
+          weight >= 0 &&
+          storage_of(group.weights[weight].accumulator->variable) == storage_of(tensor);
+      std::get<Deferred>(task.work).blanks.push_back({part.saved, is_weight ? tensor : at::Tensor(),
+                                                      tensor.sizes().vec(), tensor.strides().vec(),
+                                                      tensor.options()});
     }
-    exchange_saved(node, *part.saved, SavedVariable());
+    // Of what is no blank the node finds nothing, which it does not mind.
+    saver.put(*part.saved, tensor.defined() ? released_variable() : SavedVariable());
+  }
+}
+
+void forget_leaves(Node& node, const Separable& separable) {
+  Saver saver(node);
+  for (const Part& part : separable.parts) {
+    if (accumulator_of(*part.saved)) {
+      saver.put(*part.saved, released_variable());
+    }
   }
 }
 
 namespace {
 
-/// Puts tensors of the right shapes, whose values nobody reads, where a node insists on them.
+/// While it lives, tensors of the right shapes, whose values nobody reads, are where a node insists
+/// on them.
 class FilledBlanks {
  public:
   FilledBlanks(Node& node, const std::vector<Blank>& blanks) : node_(node), blanks_(blanks) {
-    for (const Blank& blank : blanks_) {
-      exchange_saved(node_, *blank.saved,
-                     save_plainly(at::empty_strided(blank.sizes, blank.strides, blank.options)));
+    std::vector<SavedVariable> filled;  // all of them, before one is put
+    for (const Blank& blank : blanks) {
+      filled.push_back(save_plainly(
+          blank.weight.defined() && !is_emptied(blank.weight)
+              ? blank.weight
+              : at::empty_strided(blank.sizes, blank.strides, blank.options)));
     }
+    put(std::move(filled));
   }
   ~FilledBlanks() {
-    for (const Blank& blank : blanks_) {
-      exchange_saved(node_, *blank.saved, SavedVariable());
+    std::vector<SavedVariable> released;
+    for (size_t i = 0; i < blanks_.size(); ++i) {
+      released.push_back(released_variable());
     }
+    put(std::move(released));
   }
   FilledBlanks(const FilledBlanks&) = delete;
   FilledBlanks& operator=(const FilledBlanks&) = delete;
 
  private:
+  void put(std::vector<SavedVariable> filled) {
+    Saver saver(node_);
+    for (size_t i = 0; i < blanks_.size(); ++i) {
+      saver.put(*blanks_[i].saved, std::move(filled[i]));
+    }
+  }
+
   Node& node_;
   const std::vector<Blank>& blanks_;
 };
@@ -346,7 +396,7 @@ class FilledBlanks {
 variable_list run_deferred(const Task& task) {
   const Deferred& deferred = std::get<Deferred>(task.work);
   variable_list grads;
-  for (const Watched& grad : deferred.output_grads) {
+  for (const Kept& grad : deferred.output_grads) {
     grads.push_back(grad.tensor());
   }
   const FilledBlanks blanks(*task.node, deferred.blanks);

@@ -14,6 +14,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "shim/torch/gil.h"
+#include "shim/torch/main_grad.h"
 #include "shim/torch/python.h"
 
 namespace zbp {
@@ -113,26 +114,57 @@ void check_grads(Work& work, const Task& task) {
         {task.face[work.faces[i]].edge}, grad, [](const std::string& message) {
           return "a function given to zbpipe.defer returned an " + message;
         });
-    work.grads[i] = Watched(grad[0]);
+    work.grads[i] = Kept(grad[0]);
   }
   work.is_checked = true;
 }
 
-void run(Work& work, const Task& task, bool retain) {
-  if (!work.is_done) {
-    SmallVector<Watched, 2> grads(work.faces.size());
-    variable_list results = call(*work.call, work.faces.size());
-    // Nothing throws before all are stored: the callable is not called a second time.
-    std::transform(results.begin(), results.end(), grads.begin(),
-                   [](at::Tensor& grad) { return Watched::with_history(std::move(grad)); });
-    work.grads = std::move(grads);
-    work.is_done = true;
-    if (!retain) {
-      work.call = nullptr;
+/// What the callable returned and still has becomes the work's own.
+void own_grads(Work& work) {
+  variable_list saved;
+  for (const Kept& kept : work.call->saved) {
+    saved.push_back(kept.tensor());
+  }
+  const CameIn came_in(saved);
+  SmallVector<Kept*, 2> made;
+  for (Kept& grad : work.grads) {
+    if (grad.tensor().defined() && !came_in.has(grad.tensor())) {
+      made.push_back(&grad);
     }
   }
+  own(made, {});
+}
+
+void run(const Group& group, Work& work, const Task& task, bool retain) {
+  if (!work.is_done) {
+    SmallVector<Kept, 2> grads(work.faces.size());
+    AddedByKernels added;
+    const auto weight_of = [&](size_t i) {
+      const int32_t w = work.faces[i] < 0 ? -1 : task.plan(work.faces[i]).weight;
+      return w >= 0 && group.weights[w].main_grad.defined() ? group.weights[w].accumulator->variable
+                                                            : at::Tensor();
+    };
+    for (size_t i = 0; i < grads.size(); ++i) {
+      added.watch(weight_of(i));
+    }
+    variable_list results = call(*work.call, work.faces.size());
+    for (size_t i = 0; i < grads.size(); ++i) {
+      if (added.has(weight_of(i))) {
+        results[i].reset();
+      }
+    }
+    // Nothing throws before all are stored: the callable is not called a second time.
+    std::transform(results.begin(), results.end(), grads.begin(),
+                   [](at::Tensor& grad) { return Kept::with_history(std::move(grad)); });
+    work.grads = std::move(grads);
+    work.is_done = true;
+  }
   if (!work.is_checked) {
+    own_grads(work);
     check_grads(work, task);
+  }
+  if (!retain) {
+    work.call = nullptr;
   }
 }
 
@@ -153,11 +185,11 @@ void for_each_given(AnyTask& task, size_t face, const Visit& visit) {
 
 }  // namespace
 
-void run_works_for(Task& task, size_t face, bool retain) {
+void run_works_for(const Group& group, Task& task, size_t face, bool retain) {
   if (auto* works = std::get_if<Given>(&task.work)) {
     for (Work& work : *works) {
       if (work.serves(face)) {
-        run(work, task, retain);
+        run(group, work, task, retain);
       }
     }
   }
@@ -173,19 +205,19 @@ void make_ready_again(Work& work) {
 
 at::Tensor given_grad(const Task& task, size_t face) {
   at::Tensor sum;
-  for_each_given(task, face, [&](const Watched& given) {
+  for_each_given(task, face, [&](const Kept& given) {
     sum = sum.defined() ? sum + given.tensor() : given.tensor();
   });
   return sum;
 }
 
-Watched* only_kept_grad(Task& task, size_t face) {
+Kept* only_kept_grad(Task& task, size_t face) {
   if (task.kind() != ZBP_TASK_WHOLE) {
     return nullptr;  // a root's is the caller's
   }
-  Watched* only = nullptr;
+  Kept* only = nullptr;
   size_t count = 0;
-  for_each_given(task, face, [&](Watched& given) {
+  for_each_given(task, face, [&](Kept& given) {
     only = &given;
     ++count;
   });

@@ -21,7 +21,7 @@ namespace zbp {
 
 /// Runs, if it has not run, each work that contributes to face number `face`; `retain`: it can be
 /// run again. Called without the GIL. Throws what the callable raises; then that work has not run.
-void run_works_for(Task& task, size_t face, bool retain);
+void run_works_for(const Group& group, Task& task, size_t face, bool retain);
 
 void make_ready_again(Work& work);
 
@@ -30,7 +30,7 @@ void make_ready_again(Work& work);
 at::Tensor given_grad(const Task& task, size_t face);
 
 /// Where that is, if it is in one place; else null, as for tasks of other kinds.
-Watched* only_kept_grad(Task& task, size_t face);
+Kept* only_kept_grad(Task& task, size_t face);
 
 /// The gradients in what a callable returned, `count` of them: none in None, or as many as there
 /// are weights.

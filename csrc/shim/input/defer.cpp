@@ -190,8 +190,8 @@ bool comes_as_it_is(PyObject* object, const at::Tensor& tensor, const Group& gro
 /// What a call is given: its arguments, a new tuple, and the tensors in it, as Work::Call has them.
 struct Taken {
   THPObjectPtr arguments;
-  SmallVector<Watched, 3> tensors;
-  SmallVector<Watched, 1> parameters;
+  SmallVector<Kept, 3> tensors;
+  SmallVector<Kept, 1> parameters;
 };
 
 Taken take(PyObject* saved, const Group& group) {

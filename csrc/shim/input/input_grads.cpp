@@ -44,19 +44,21 @@ at::Tensor captured(const Edge& edge, const Walk& walk, const Captures& captures
   return reached ? capture->second->grads[edge.input_nr] : at::Tensor();
 }
 
-/// Those of the inputs' gradients that a task has too, or one of the caller's output gradients.
-std::unordered_set<const void*> storages_in_use(const InputPassArgs& args, const Captures& captures,
-                                                const std::vector<GroupPtr>& groups) {
-  std::unordered_set<const void*> candidates;
-  for (const auto& [id, capture] : captures) {
-    for (const at::Tensor& grad : capture->grads) {
-      candidates.insert(storage_of(grad));
-    }
+const void* memory_of(const at::Tensor& grad) {
+  return storage_of(local_part(grad));
+}
+
+/// The memory of inputs' gradients that a task has too, or one of the caller's output gradients.
+std::unordered_set<const void*> memory_in_use(const InputPassArgs& args, const variable_list& grads,
+                                              const std::vector<GroupPtr>& groups) {
+  std::unordered_set<const void*> candidates, in_use;
+  for (const at::Tensor& grad : grads) {
+    candidates.insert(memory_of(grad));
   }
-  std::unordered_set<const void*> in_use;
+  candidates.erase(nullptr);
   const auto note = [&](const at::Tensor& tensor) {
-    if (const void* storage = storage_of(tensor); candidates.count(storage)) {
-      in_use.insert(storage);
+    if (const void* memory = memory_of(tensor); candidates.count(memory)) {
+      in_use.insert(memory);
     }
   };
   for (const at::Tensor& grad : args.root_grads) {
@@ -64,33 +66,65 @@ std::unordered_set<const void*> storages_in_use(const InputPassArgs& args, const
   }
   for (const GroupPtr& group : groups) {
     for (const Task& task : group->tasks) {
-      for_each_watched(task, [&](const Watched& watched, auto&&...) { note(watched.tensor()); });
+      for_each_kept(task, [&](const Kept& kept, auto&&...) { note(kept.tensor()); });
     }
   }
-  in_use.erase(nullptr);
   return in_use;
+}
+
+/// What the captures, the list and an input that retains its gradient have of it.
+Holders known_holders(const InputPassArgs& args, const variable_list& grads,
+                      const Captures& captures) {
+  Holders holders(grads);
+  for (const auto& [id, capture] : captures) {
+    for (const at::Tensor& grad : capture->grads) {
+      holders.add(grad);
+    }
+  }
+  for (const at::Tensor& input : args.inputs) {
+    if (input.retains_grad()) {
+      holders.add(input.grad());
+    }
+  }
+  return holders;
+}
+
+/// On the caller's stream, which waits for those of the captures.
+at::Tensor copied(const at::Tensor& grad) {
+  if (const auto here = stream_here(grad)) {
+    record(grad, *here);
+  }
+  return grad.clone();
 }
 
 }  // namespace
 
 variable_list input_grads(const InputPassArgs& args, const Walk& walk, const Captures& captures,
                           const std::vector<GroupPtr>& groups) {
-  const auto shared = storages_in_use(args, captures, groups);
-  std::unordered_map<const void*, const void*> owner;  // storage -> the input's node that has it
   variable_list grads;
   for (const Edge& edge : walk.input_edges()) {
-    at::Tensor& grad = grads.emplace_back(captured(edge, walk, captures));
-    const void* storage = storage_of(grad);
-    if (!storage) {
+    const at::Tensor grad = captured(edge, walk, captures);
+    grads.push_back(grad.defined() && grad.requires_grad() ? grad.detach() : grad);
+  }
+  auto in_use = memory_in_use(args, grads, groups);
+  const Holders holders = known_holders(args, grads, captures);
+  std::unordered_map<const void*, const Edge*> owner;  // by memory
+  std::vector<size_t> others;
+  for (size_t i = 0; i < grads.size(); ++i) {
+    const void* const memory = memory_of(grads[i]);
+    if (!memory) {
       continue;
     }
-    grad = grad.requires_grad() ? grad.detach() : grad;
-    const auto [found, is_first] = owner.try_emplace(storage, edge.function.get());
-    const bool is_others =
-        shared.count(storage) || (!is_first && found->second != edge.function.get());
-    if (is_others || overlaps_itself(local_part(grad))) {
-      grad = grad.clone();
+    const Edge& edge = walk.input_edges()[i];
+    const auto [found, is_first] = owner.try_emplace(memory, &edge);
+    const bool is_others = in_use.count(memory) || !(is_first || *found->second == edge) ||
+                           overlaps_itself(local_part(grads[i]));
+    if (is_others || holders.has_others(grads[i])) {
+      others.push_back(i);
     }
+  }
+  for (const size_t i : others) {
+    grads[i] = copied(grads[i]);
   }
   return grads;
 }

@@ -1,4 +1,4 @@
-// What W will read beside what its groups hold: noted in I, watched in W.
+// What W will read beside what its groups hold: noted in I, checked in W.
 
 #include <algorithm>
 
@@ -7,7 +7,6 @@
 #include "shim/input/scene.h"
 #include "shim/input/walk.h"
 #include "shim/torch/detach.h"
-#include "shim/torch/gil.h"
 #include "shim/torch/nodes.h"
 #include "shim/torch/python.h"
 
@@ -25,20 +24,17 @@ void note_saved_outside(Group& group) {
       continue;
     }
     // Another microbatch's I may exchange what the node has saved, its W release it.
-    const NodePtr saver = saver_of(node);
-    const LockWithGil lock(NodeParts::mutex_of(*saver));
-    const auto all = saved_by(*saver);
+    const Saver saver(node);
+    const auto all = saver.all();
     for (size_t number = 0; number < all.size(); ++number) {
       if (all[number]->has_hooks()) {
-        if (is_generated(node) || is_python_function(*saver)) {
-          group.unpinned_outside.push_back({saver, number});
-        }
+        group.unpinned_outside.push_back({ref_of(node), number});
         continue;
       }
-      const at::Tensor tensor = all[number]->unpack(saver);
+      const at::Tensor tensor = all[number]->unpack(ref_of(saver.node()));
       // A Function's is its backward's to look at, as it was saved.
-      if (tensor.defined() && is_generated(*saver) && keeps_base_unused(tensor)) {
-        group.unpinned_outside.push_back({saver, number});
+      if (tensor.defined() && is_generated(saver.node()) && keeps_base_unused(tensor)) {
+        group.unpinned_outside.push_back({ref_of(node), number});
       } else if (has_version(tensor)) {
         group.saved_outside.emplace_back(tensor);
       }

@@ -15,7 +15,6 @@
 #include "shim/torch/error.h"
 #include "shim/torch/gil.h"
 #include "shim/torch/nodes.h"
-#include "shim/group/streams.h"
 
 namespace zbp {
 
@@ -71,7 +70,11 @@ void note_facts(const zbp_scene& scene, const zbp_survey& survey, zbp_facts& fac
 Task& new_task(Group& group, NodePtr node) {
   Task& task = group.tasks.emplace_back(group.layout, static_cast<uint32_t>(group.tasks.size()),
                                         std::move(node));
-  note_device(group, task);
+  for (uint32_t i = 0; i < task.node->num_inputs() && !task.device; ++i) {
+    if (const auto& metadata = task.node->input_metadata(i); runs_late(metadata.device())) {
+      task.device = std::make_unique<const torch::autograd::InputMetadata>(metadata);
+    }
+  }
   return task;
 }
 
@@ -101,8 +104,7 @@ GroupPtr make_group(const zbp_scene& scene, zbp_survey& survey, uint32_t g) {
 void add_root_task(const zbp_scene& scene, Group& group, size_t root) {
   const Edge& edge = scene.args.roots[root];
   Task& task = new_task(group, edge.function);
-  task.face.push_back({edge, Watched(scene.args.root_grads[root])});
-  take_from_caller(task, local_part(scene.args.root_grads[root]));
+  task.face.push_back({edge, Kept(scene.args.root_grads[root])});
 }
 
 void make_groups(zbp_scene& scene, zbp_survey& survey) {
@@ -111,8 +113,10 @@ void make_groups(zbp_scene& scene, zbp_survey& survey) {
   for (uint32_t g = 0; g < survey.plan.group_count; ++g) {
     Group& group = *scene.groups.emplace_back(make_group(scene, survey, g));
     group.reads = reads;
+    group.adds_to_main_grad = scene.args.policy.main_grad;
     note_saved_outside(group);
     check_status(zbp_book_init(&group.book, &group.layout));
+    group.expect();
   }
   for (uint32_t r = 0; r < survey.split.root_count; ++r) {
     if (survey.split.root_task[r] != ZBP_NONE) {
@@ -234,9 +238,7 @@ void let_go_of_closure(Task& task) {
   }
   if (auto* deferred = std::get_if<Deferred>(&task.work)) {
     deferred->is_alone = true;
-  } else if (task.kind() == ZBP_TASK_PRODUCT) {
-    forget_saved(node);
-  } else {
+  } else if (task.kind() != ZBP_TASK_PRODUCT) {
     task.name_of_gone = node.name();
     task.node = nullptr;  // it may hold memory
   }
@@ -277,7 +279,10 @@ void detach_outputs(const zbp_scene& scene, const zbp_plan& plan) {
 void hand_over(zbp_scene& scene, const zbp_survey& survey) {
   scene.input_grads = input_grads(scene.args, *scene.walk, scene.captures, scene.groups);
   for (const GroupPtr& group : scene.groups) {
-    group->was_captured = is_capturing(*group);
+    group->own(std::exchange(group->waiting, {}), {});
+    Streams streams;
+    group->add_streams(streams);
+    group->was_captured = streams.are_captured();
   }
   scene.cuts.undo();
   scene.detours.commit();

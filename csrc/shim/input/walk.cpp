@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "shim/engine/stand_in.h"
+#include "shim/group/facts.h"
 #include "shim/torch/error.h"
 
 namespace zbp {
@@ -33,6 +34,11 @@ Walk::Walk(const InputPassArgs& args, zbp_graph& graph) : graph_(graph) {
   }
   add_reachable();
   mark_weights(args);
+  if (!args.excluded.empty() || args.policy.leaves.defer == ZBP_DEFER_NOTHING) {
+    for (uint32_t id = 0; id < graph_.node_count; ++id) {
+      graph_.mark[id] |= is_layout(node(id)) ? 0 : ZBP_ROLE_COMPUTES;
+    }
+  }
 }
 
 uint32_t Walk::id_of(const Edge& edge) const {
@@ -122,7 +128,8 @@ void Walk::mark_weights(const InputPassArgs& args) {
 }
 
 void Walk::mark_weight(const InputPassArgs& args, uint32_t id, const at::Tensor& weight) {
-  const bool is_excluded = args.excluded.count(weight.unsafeGetTensorImpl()) != 0;
+  const bool is_excluded = args.policy.leaves.defer == ZBP_DEFER_NOTHING ||
+                           args.excluded.count(weight.unsafeGetTensorImpl()) != 0;
   graph_.mark[id] |= ZBP_ROLE_WEIGHT | (is_excluded ? ZBP_ROLE_EXCLUDED : 0);
 }
 

@@ -14,7 +14,7 @@ namespace {
 /// What the object, which may be null, has under the name; null if it has nothing. No error is set.
 THPObjectPtr attribute(PyObject* object, const char* name) {
   THPObjectPtr value(object ? PyObject_GetAttrString(object, name) : nullptr);
-  PyErr_Clear();
+  forget_error();
   return value;
 }
 
@@ -46,7 +46,7 @@ THPObjectPtr instance_in_closure(PyObject* function, PyObject* type) {
       }
       return static_cast<bool>(found);
     });
-    PyErr_Clear();
+    forget_error();
   }
   return found;
 }
@@ -160,7 +160,7 @@ bool in_graph_exec_group() {
   THPObjectPtr module(PyImport_ImportModule("torch._C"));
   THPObjectPtr group(module ? PyObject_CallMethod(module, "_get_graph_exec_group", nullptr)
                             : nullptr);
-  PyErr_Clear();  // a torch that has none
+  forget_error();  // a torch that has none
   return group && group.get() != Py_None;
 }
 

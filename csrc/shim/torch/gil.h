@@ -51,22 +51,18 @@ class AcquireGil {
   PyGILState_STATE state_;
 };
 
-/// Locks a node's mutex for a thread that has the GIL. Whoever has such a mutex may wait for the
-/// GIL (libtorch's accumulators do, for subclasses), so nobody waits for one with the GIL in hand.
-class LockWithGil {
- public:
-  explicit LockWithGil(std::mutex& mutex) : mutex_(mutex) {
-    while (!mutex_.try_lock()) {
-      const ReleaseGil no_gil;
-      std::this_thread::yield();
-    }
+/// Locks a node's mutex. Whoever has such a mutex may wait for the GIL (libtorch's accumulators do,
+/// for subclasses), so nobody waits for one with the GIL in hand.
+inline std::unique_lock<std::mutex> lock_letting_go_of_gil(std::mutex& mutex) {
+  std::unique_lock<std::mutex> lock(mutex, std::defer_lock);
+  if (!PyGILState_Check()) {
+    lock.lock();
   }
-  ~LockWithGil() { mutex_.unlock(); }
-  LockWithGil(const LockWithGil&) = delete;
-  LockWithGil& operator=(const LockWithGil&) = delete;
-
- private:
-  std::mutex& mutex_;
-};
+  while (!lock && !lock.try_lock()) {
+    const ReleaseGil no_gil;
+    std::this_thread::yield();
+  }
+  return lock;
+}
 
 }  // namespace zbp

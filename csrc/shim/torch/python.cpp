@@ -23,6 +23,13 @@ THPObjectPtr checked(PyObject* object) {
   return THPObjectPtr(object);
 }
 
+void forget_error() {
+  if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) {
+    throw python_error();
+  }
+  PyErr_Clear();
+}
+
 bool is_instance(PyObject* object, PyObject* type) {
   const int answer = PyObject_IsInstance(object, type);
   if (answer < 0) {

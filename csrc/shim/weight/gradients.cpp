@@ -25,68 +25,6 @@ using torch::autograd::AccumulateGrad;
 
 namespace {
 
-// ---- from a face to its weight
-
-/// What the node made of `tensor` in the forward, if that is a view of it.
-std::optional<at::Tensor> view_forward(Node& node, const at::Tensor& tensor) {
-  const auto& metadata = node.input_metadata(0);
-  if (as<gen::TBackward0>(node)) {
-    return tensor.t();
-  }
-  if (auto* n = as<gen::TransposeBackward0>(node)) {
-    return tensor.transpose(n->dim0, n->dim1);
-  }
-  if (auto* n = as<gen::PermuteBackward0>(node)) {
-    return tensor.permute(n->dims);
-  }
-  if (as<gen::ToCopyBackward0>(node) || as<gen::AliasBackward0>(node) ||
-      as<gen::CloneBackward0>(node)) {
-    return tensor;
-  }
-  // All others keep the elements' order: a view in the node's shape, if the strides allow one.
-  const auto shape = c10::asIntArrayRefSlowOpt(metadata.shape_as_dim_vector());
-  if (!shape || c10::multiply_integers(*shape) != tensor.numel()) {
-    return std::nullopt;
-  }
-  const auto strides = at::detail::computeStride(tensor.sizes(), tensor.strides(), *shape);
-  return strides ? std::optional(tensor.as_strided(*shape, *strides)) : std::nullopt;
-}
-
-/// The part of `tensor`, which is laid out as the weight, that a gradient at the face is added to:
-/// a view in the gradient's shape, or nothing if there is none. Only casts are passed over, so the
-/// view has the dtype of `tensor`.
-std::optional<at::Tensor> view_along(const Task& task, size_t f, const at::Tensor& tensor) {
-  const auto path = path_of(task, f);
-  std::optional<at::Tensor> view = tensor;
-  for (auto node = path.rbegin(); view && node != path.rend(); ++node) {
-    view = view_forward(**node, *view);
-  }
-  return view;
-}
-
-/// Takes `grad`, the gradient at the face, along the path, checked at every edge as by the engine.
-at::Tensor take_along(const Task& task, size_t f, at::Tensor grad) {
-  const auto path = path_of(task, f);
-  if (path.empty()) {
-    return grad;
-  }
-  variable_list grads{std::move(grad)};
-  const auto check = [&](const Edge& edge) {
-    torch::autograd::validate_outputs({edge}, grads, [&](const std::string& message) {
-      return "a weight task, on the way to its weight, returned an " + message;
-    });
-  };
-  check(task.face[f].edge);
-  for (Node* node : path) {
-    if (!grads[0].defined()) {
-      break;
-    }
-    grads = NodeParts::apply_without_views_to(*node, std::move(grads));
-    check(node->next_edge(0));
-  }
-  return std::move(grads[0]);
-}
-
 // ---- products
 
 bool is_column_major(const std::vector<c10::SymInt>& sizes,
@@ -117,10 +55,31 @@ at::Tensor oriented(const Operand& operand) {
   return operand.is_transposed ? operand.matrix.mT() : operand.matrix;
 }
 
+/// The same for a gradient on its way to a weight: it does not know of what it is a view. In W's
+/// mode (no grad) a view would keep its base, and look as if somebody else had its memory.
+at::Tensor turned(const at::Tensor& grad, bool is_transposed) {
+  const at::AutoDispatchBelowADInplaceOrView no_view;
+  return oriented({grad, is_transposed});
+}
+
+/// The gradient at the face as its edge expects it, taken along the face's path to the weight.
+at::Tensor at_weight(const Task& task, size_t f, at::Tensor grad) {
+  const zbp_face& plan = task.plan(f);
+  if (!zbp_layout_has_path(&plan)) {
+    return grad;
+  }
+  variable_list grads{std::move(grad)};
+  torch::autograd::validate_outputs(
+      {task.face[f].edge}, grads, [](const std::string& message) {
+        return "a weight task, on the way to its weight, returned an " + message;
+      });
+  // A cast is left to whoever checks what arrives at the weight.
+  return grads[0].defined() ? turned(grads[0], plan.is_transposed) : grads[0];
+}
+
 /// The two matrices whose product is the gradient at a face, as the node's own backward multiplies
 /// them. For Y = A B: dA = dY Bᵀ, dB = Aᵀ dY, or both sides of that transposed. `is_transposed`:
-/// the gradient is the product transposed. It is the one at the weight, if the face is simple; else
-/// the one at the face.
+/// the gradient is the product transposed; of a face with a path, the one at the weight.
 struct Factors {
   Operand left, right;
   bool is_transposed;
@@ -129,17 +88,16 @@ struct Factors {
 Factors factors_of(const Task& task, const Product& product, const zbp_face& plan) {
   const auto* packed = std::get_if<PackedPtr>(&product.other);
   const Operand grad{product.output_grad.tensor(), false};
-  const Operand other{packed ? (*packed)->unpack() : std::get<Watched>(product.other).tensor(),
+  const Operand other{packed ? (*packed)->unpack() : std::get<Kept>(product.other).tensor(),
                       true};
   const auto [left, right] =
       product.weight_is_left ? std::pair(grad, other) : std::pair(other, grad);
-  const bool is_at_weight_transposed = (plan.flag & ZBP_FACE_TRANSPOSED) != 0;
   if (!is_multiplied_transposed(*task.node, product.weight_is_left)) {
-    return {left, right, is_at_weight_transposed};
+    return {left, right, plan.is_transposed};
   }
   return {{right.matrix, !right.is_transposed},
           {left.matrix, !left.is_transposed},
-          !is_at_weight_transposed};
+          !plan.is_transposed};
 }
 
 /// The product whose gradient the face gives, if it is one.
@@ -200,15 +158,10 @@ void add(const Addition& a, c10::ScalarType type, zbp_how how) {
 /// nothing was done, if it cannot be added so.
 bool add_in_place(const at::Tensor& grad, c10::ScalarType type, const Task& task,
                   const Product& product, size_t f, zbp_how how) {
-  const bool is_simple = (task.plan(f).flag & ZBP_FACE_SIMPLE) != 0;
-  std::optional<at::Tensor> view = is_simple ? grad : view_along(task, f, grad);
-  if (!view) {
-    return false;
-  }
   Factors factors = factors_of(task, product, task.plan(f));
-  Operand sum{*view, factors.is_transposed};
+  Operand sum{grad, factors.is_transposed};
   if (is_subclass(grad)) {
-    auto local = is_simple ? local_product(sum, factors.left, factors.right) : std::nullopt;
+    auto local = local_product(sum, factors.left, factors.right);
     if (!local) {
       return false;
     }
@@ -230,28 +183,20 @@ bool add_in_place(const at::Tensor& grad, c10::ScalarType type, const Task& task
 }  // namespace
 
 at::Tensor face_grad(const Task& task, size_t f, variable_list& outputs) {
-  at::Tensor grad;
   if (const Product* product = product_at(task, f)) {
     const Factors factors = factors_of(task, *product, task.plan(f));
-    grad = product_of(oriented(factors.left), oriented(factors.right));
-    {
-      const at::AutoDispatchBelowADInplaceOrView no_view;  // see apply_without_views_to()
-      grad = oriented({grad, factors.is_transposed});
-    }
-    if ((task.plan(f).flag & ZBP_FACE_SIMPLE) != 0) {
-      return grad;  // nothing but transpositions and casts lies before the weight
-    }
-  } else if (const auto* of_sum = std::get_if<Product>(&task.work)) {
-    grad = of_sum->output_grad.tensor();  // the added matrix or bias; the engine's rules reduce it
-  } else if (std::holds_alternative<Deferred>(task.work)) {
-    grad = std::move(outputs[task.plan(f).slot]);
-  } else {
-    grad = given_grad(task, f);
+    return turned(product_of(oriented(factors.left), oriented(factors.right)),
+                  factors.is_transposed);
   }
-  return take_along(task, f, std::move(grad));
+  if (const auto* of_sum = std::get_if<Product>(&task.work)) {
+    // The added matrix or bias; the engine's rules reduce it.
+    return at_weight(task, f, of_sum->output_grad.tensor());
+  }
+  return std::holds_alternative<Deferred>(task.work) ? std::move(outputs[task.plan(f).slot])
+                                                     : at_weight(task, f, given_grad(task, f));
 }
 
-void accumulate(Weight& weight, const at::Tensor& grad, Watched* kept) {
+void accumulate(Weight& weight, const at::Tensor& grad, Kept* kept) {
   AccumulateGrad& accumulator = *weight.accumulator;
   if (!grad.defined() || !accumulator.variable.requires_grad()) {
     return;
@@ -317,8 +262,7 @@ void add_alone(Group& group, uint32_t number, zbp_how how) {
   Task& task = group.tasks[group.layout.face[number].task];
   Weight& weight = group.weights[group.layout.face[number].weight];
   const size_t f = number - task.plan().face_begin;
-  const c10::OptionalStreamGuard stream(
-      task.device ? std::optional<c10::Stream>(task.device->stream()) : std::nullopt);
+  const c10::OptionalStreamGuard stream(stream_of(*weight.accumulator));
   if (add_product(weight, task, f, how)) {
     return;
   }
@@ -327,7 +271,7 @@ void add_alone(Group& group, uint32_t number, zbp_how how) {
   torch::autograd::validate_outputs(
       {Edge(weight.accumulator, 0)}, grad,
       [](const std::string& message) { return "a weight task returned an " + message; });
-  Watched* const kept = how.retain ? nullptr : only_kept_grad(task, f);
+  Kept* const kept = how.retain ? nullptr : only_kept_grad(task, f);
   accumulate(weight, std::exchange(grad[0], {}), kept);
   if (kept) {
     kept->reset();  // it is added: a retry does not ask for it

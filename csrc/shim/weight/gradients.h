@@ -13,6 +13,6 @@ at::Tensor face_grad(const Task& task, size_t f, variable_list& outputs);
 /// main_grad. When `kept` is this same gradient, nobody else has its memory, and the weight has
 /// none yet, the gradient is taken and not copied, and `kept` is let go. On an exception nothing
 /// was added, `grad` and `kept` are whole.
-void accumulate(Weight& weight, const at::Tensor& grad, Watched* kept);
+void accumulate(Weight& weight, const at::Tensor& grad, Kept* kept);
 
 }  // namespace zbp

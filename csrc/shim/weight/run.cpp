@@ -14,6 +14,8 @@
 #include "shim/engine/stand_in.h"
 #include "shim/weight/zbp_weight.h"
 #include "shim/torch/error.h"
+#include "shim/torch/main_grad.h"
+#include "shim/torch/nodes.h"
 #include "shim/group/work.h"
 
 namespace zbp {
@@ -84,13 +86,15 @@ class TaskNode : public Node {
     }
     RECORD_USER_SCOPE("zbpipe::group");
     Task& task = group_->tasks[task_];
+    std::optional<c10::Stream> ordered;
+    for_each_kept(task, [&](const Kept& kept, auto&&...) { kept.bring_here(ordered); });
     variable_list outputs;
     if (task.kind() == ZBP_TASK_DEFERRED) {
       outputs = run_deferred(task);
     }
     for (size_t f = 0; f < grads.size(); ++f) {
       if (next_edge(f).is_valid()) {
-        run_works_for(task, f, shared_->retain);
+        run_works_for(*group_, task, f, shared_->retain);
         grads[f] = face_grad(task, f, outputs);
       }
     }
@@ -118,11 +122,24 @@ class Proxy : public InPlaceOf {
     next_edges().resize(original_->next_edges().size());
   }
 
+  /// Weights with a main_grad behind its edges, by these: its kernels may add to it.
+  SmallVector<std::pair<size_t, at::Tensor>, 1> into_main_grad;
+
  protected:
   variable_list apply(variable_list&& grads) override {
+    AddedByKernels added;
+    for (const auto& [slot, weight] : into_main_grad) {
+      added.watch(weight);
+    }
     try {
-      return run_node(*original_, *this, std::move(grads), !shared_->retain,
-                      /*track_views=*/false, makes_input_);
+      variable_list outputs = run_node(*original_, *this, std::move(grads), !shared_->retain,
+                                       /*track_views=*/false, makes_input_);
+      for (const auto& [slot, weight] : into_main_grad) {
+        if (added.has(weight)) {
+          outputs[slot].reset();
+        }
+      }
+      return outputs;
     } catch (...) {
       if (torch::autograd::AnomalyMode::is_enabled()) {
         original_->metadata()->print_stack(original_->name());
@@ -154,6 +171,15 @@ class Sink : public InPlaceOf {
   // See Note [Why a sink does not stop the engine].
   variable_list apply(variable_list&& grads) override {
     shared_->noting_errors([&] { add(std::move(grads)); });
+    if (at::Tensor& grad = group_->weights[number_].grad; grad.defined()) {
+      // It waits for a retry: a Function's is made its own.
+      shared_->noting_errors([&] {
+        Kept kept(grad);
+        Kept* const one = &kept;
+        own(one, grad);
+        grad = kept.tensor();
+      });
+    }
     return {};
   }
 
@@ -189,7 +215,7 @@ class Sink : public InPlaceOf {
   }
 
   /// Where the only task that serves the weight keeps the gradient that arrives here, if it does.
-  Watched* kept_gradient() {
+  Kept* kept_gradient() {
     if (served.size() != 1 || shared_->retain) {
       return nullptr;
     }
@@ -245,6 +271,10 @@ struct Mirror {
                     group.outside[hop.outside].node->next_edge(hop.slot).input_nr);
       } else if (zbp_book_wants(&group.book, static_cast<uint32_t>(hop.to_weight))) {
         edge = Edge(sinks[hop.to_weight], 0);
+        const Weight& weight = group.weights[hop.to_weight];
+        if (weight.main_grad.defined() && !is_generated(*group.outside[hop.outside].node)) {
+          proxies[hop.outside]->into_main_grad.emplace_back(hop.slot, weight.accumulator->variable);
+        }
       }
     }
   }

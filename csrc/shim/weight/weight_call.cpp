@@ -10,12 +10,13 @@
 #include <torch/csrc/autograd/anomaly_mode.h>
 
 #include "shim/group/facts.h"
+#include "shim/group/saved.h"
 #include "shim/torch/detach.h"
 #include "shim/torch/error.h"
 #include "shim/torch/gil.h"
+#include "shim/torch/main_grad.h"
 #include "shim/torch/nodes.h"
 #include "shim/torch/python.h"
-#include "shim/group/streams.h"
 #include "shim/group/work.h"
 
 using namespace zbp;
@@ -23,11 +24,13 @@ using torch::autograd::AccumulateGrad;
 
 namespace {
 
-/// The groups of a call. While it lives, they may have places where main_grad adds.
+/// The groups of a call, and their streams. While it lives, the groups may have places where
+/// main_grad adds.
 struct Call {
   Call(zbp_group* const* groups, size_t count) {
     for (size_t i = 0; i < count; ++i) {
       group.push_back(&group_of(groups[i]));
+      group.back()->add_streams(streams);
     }
   }
   ~Call() {
@@ -41,6 +44,7 @@ struct Call {
   Call& operator=(const Call&) = delete;
 
   SmallVector<Group*, 4> group;
+  Streams streams;
 };
 
 // ---- what has changed since I
@@ -82,21 +86,62 @@ std::string reader_in(const Group& group, const Task& task) {
 }
 
 void check_held(const Group& group, const Task& task, size_t g) {
-  const auto check = [&](const Watched& watched, auto&&...) {
-    if (watched.was_modified()) {
-      refuse_modified(g, describe(watched.tensor()), watched.kept_version(),
-                      static_cast<uint32_t>(watched.tensor()._version()),
+  const auto check = [&](const Kept& kept, auto&&...) {
+    if (kept.was_modified()) {
+      refuse_modified(g, describe(kept.tensor()), kept.kept_version(),
+                      static_cast<uint32_t>(kept.tensor()._version()),
                       "holds for the weight pass", reader_in(group, task),
                       "If something overwrites it between the two passes, clone it before. If a "
                       "later node of the same backward does, leave the weight to the input pass "
                       "with policy(exclude=[weight]), or give that node a clone.");
     }
   };
-  for_each_watched(task, check);
+  for_each_kept(task, check);
   for (const Work& work : works_of(task)) {
     if (work.call) {
       std::for_each(work.call->parameters.begin(), work.call->parameters.end(), check);
     }
+  }
+}
+
+[[noreturn]] void refuse_emptied(size_t g, const at::Tensor& tensor, const std::string& reader) {
+  refuse(PyExc_RuntimeError, "param_groups[", g, "] reads the values of ", describe(tensor), " in ",
+         reader, ", and their memory has been freed since the input pass. Bring it back before the "
+         "weight pass, or leave the weight to the input pass with policy(exclude=[weight]).");
+}
+
+/// Weights that somebody took away since I, and what W still needs of them.
+void check_there(const Group& group, size_t g) {
+  bool is_one_emptied = false;
+  for (size_t w = 0; w < group.weights.size(); ++w) {
+    AccumulateGrad& accumulator = *group.weights[w].accumulator;
+    const at::Tensor& weight = accumulator.variable;
+    is_one_emptied = is_one_emptied || is_emptied(weight) || weight.sym_numel() == 0;
+    if (!group.book.weight[w].is_added && !weight.is_nested() &&
+        !accumulator.input_metadata(0).is_same_shape(weight)) {
+      refuse(PyExc_RuntimeError, "the weight pass of param_groups[", g, "] adds a gradient of ",
+             describe(Edge(group.weights[w].accumulator, 0)), " to a weight that has become ",
+             describe(weight),
+             " since the forward. Bring its data back before the weight pass, and take it away "
+             "again after.");
+    }
+  }
+  if (!is_one_emptied) {
+    return;
+  }
+  for (const Task& task : group.tasks) {
+    for_each_kept(task, [&](const Kept& kept, auto&&...) {
+      if (is_emptied(kept.tensor())) {
+        refuse_emptied(g, kept.tensor(), task.name());
+      }
+    });
+  }
+  for (const Outside& outside : group.outside) {
+    for_each_saved_outside(*outside.node, [&](const SavedVariable& saved) {
+      if (const auto tensor = saved.get_raw_data(); tensor && is_emptied(*tensor)) {
+        refuse_emptied(g, *tensor, outside.node->name());
+      }
+    });
   }
 }
 
@@ -123,7 +168,8 @@ void check_unmodified(const Group& group, size_t g) {
     if (version.was_modified()) {
       refuse_modified(g, version.describe(), version.seen(), version.now(),
                       "needs where its weights were computed", "",
-                      "Run the weight pass before it changes.");
+                      "Run the weight pass before it changes, or leave the weight to the input pass "
+                      "with policy(exclude=[weight]).");
     }
   }
 }
@@ -158,7 +204,9 @@ void check_reads(const Call& call) {
 }
 
 void check_capture(const Group& group, size_t g) {
-  if (const bool then = group.was_captured; then != is_capturing(group)) {
+  Streams streams;
+  group.add_streams(streams);
+  if (const bool then = group.was_captured; then != streams.are_captured()) {
     refuse(PyExc_RuntimeError, "param_groups[", g, "] was made by an input pass ",
            then ? "within" : "outside",
            " the capture of a CUDA graph, and its weight pass is called ",
@@ -169,16 +217,6 @@ void check_capture(const Group& group, size_t g) {
 }
 
 // ---- main_grad
-
-/// Null for None, and where there is none.
-THPObjectPtr main_grad_of(PyObject* weight) {
-  THPObjectPtr found(PyObject_GetAttrString(weight, "main_grad"));
-  if (!found && !PyErr_ExceptionMatches(PyExc_AttributeError)) {
-    throw python_error();
-  }
-  PyErr_Clear();
-  return found.get() == Py_None ? THPObjectPtr() : std::move(found);
-}
 
 const at::Tensor& checked_main_grad(PyObject* object, const at::Tensor& weight) {
   const at::Tensor* main_grad = as_tensor(object);
@@ -210,11 +248,8 @@ void find_main_grads(const Call& call) {
     }
   }
   // So that hooks that would add .grad to main_grad see that there is nothing left to add.
-  const char* const flag = "grad_added_to_main_grad";
   for (THPObjectPtr& weight : found) {
-    if (PyObject_HasAttrString(weight, flag) && PyObject_SetAttrString(weight, flag, Py_True) < 0) {
-      throw python_error();
-    }
+    set_added(weight, Py_True);
   }
 }
 
@@ -227,6 +262,7 @@ void for_each_group(const Call& call, const Check& check) {
 
 void check(const Call& call, bool main_grad) {
   for_each_group(call, check_leaves);
+  for_each_group(call, check_there);
   for_each_group(call, check_unmodified);
   check_reads(call);
   for_each_group(call, check_capture);
@@ -236,6 +272,14 @@ void check(const Call& call, bool main_grad) {
 }
 
 // ---- hooks
+
+bool is_elsewhere(const Task& task, size_t f, const std::optional<c10::Stream>& stream) {
+  bool is_elsewhere = false;
+  for_each_kept(task, [&](const Kept& kept, Role /*role*/, const auto& serves) {
+    is_elsewhere = is_elsewhere || (kept.tensor().defined() && serves(f) && kept.stream() != stream);
+  });
+  return is_elsewhere;
+}
 
 uint8_t seen_on(const Weight& weight) {
   AccumulateGrad& accumulator = *weight.accumulator;
@@ -259,7 +303,10 @@ int zbp_weight_call(zbp_group* const* groups, size_t count, zbp_how how, bool ma
     told.is_anomaly = torch::autograd::AnomalyMode::is_enabled();
     const int status = [&] {
       const ReleaseGil no_gil;
-      return steps(groups, count, told, error);
+      call.streams.follow_caller();
+      const int first = steps(groups, count, told, error);
+      call.streams.join();  // also after an error: part of the gradients may have been added
+      return first;
     }();
     check_status(status, *error);
     *is_complete_out = true;
@@ -279,6 +326,10 @@ int zbp_group_see_hooks(zbp_group* handle, zbp_error* error) {
         if (!std::all_of(path.begin(), path.end(), [](Node* n) { return is_plain_step(*n); })) {
           zbp_layout_give_up_path(&group.layout, task.plan().face_begin + static_cast<uint32_t>(f));
         }
+        const int32_t w = task.plan(f).weight;
+        if (w >= 0 && is_elsewhere(task, f, stream_of(*group.weights[w].accumulator))) {
+          group.book.weight[w].seen |= ZBP_WEIGHT_ELSEWHERE;
+        }
       }
     }
   });
@@ -286,14 +337,6 @@ int zbp_group_see_hooks(zbp_group* handle, zbp_error* error) {
 
 const void* zbp_weight_key(const zbp_group* group, uint32_t weight) {
   return group_of(group).weights[weight].accumulator.get();
-}
-
-int zbp_follow_caller(zbp_group* group, zbp_error* error) {
-  return kept_in(error, [&] { follow_caller(group_of(group)); });
-}
-
-int zbp_join_streams(zbp_group* group, zbp_error* error) {
-  return kept_in(error, [&] { join_streams(group_of(group)); });
 }
 
 void zbp_group_release(zbp_group* group) {

@@ -24,6 +24,8 @@ typedef int (*zbp_weight_steps)(zbp_group *const *group, size_t count, zbp_how h
 
 /* Refuses what has changed since I so that W would add wrong gradients, and a call that is in
  * another capture of a graph of the device's than its I was; then runs the steps, without the GIL.
+ * The streams of tasks and weights follow the caller's before, and are joined to these after: see
+ * Note [Streams] (kept.h).
  *
  * how: whether autograd's anomaly mode is on is found here.
  * main_grad: a weight with an attribute main_grad that is a tensor is accumulated there until the
@@ -36,15 +38,11 @@ ZBP_MUST_USE int zbp_weight_call(zbp_group *const *group, size_t count, zbp_how 
 
 /* ---- the steps, without the GIL and on one thread */
 
-/* Tells the book of each weight's hooks, and gives up the paths on which a hook was put. */
+/* Tells the book what it sees on each weight, and gives up the paths on which a hook was put. */
 ZBP_MUST_USE int zbp_group_see_hooks(zbp_group *group, zbp_error *error);
 
 /* The same for the same weight, whichever group it is asked of; never NULL. */
 const void *zbp_weight_key(const zbp_group *group, uint32_t weight);
-
-/* Streams: the tasks' wait for the caller's, and the caller's for the tasks'. */
-ZBP_MUST_USE int zbp_follow_caller(zbp_group *group, zbp_error *error);
-ZBP_MUST_USE int zbp_join_streams(zbp_group *group, zbp_error *error);
 
 /* Without the engine: adds the face's gradient to its weight: a product in place to the gradient
  * that is there, where that can take it, anything else by the accumulator's rules. Unless
