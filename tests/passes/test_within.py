@@ -71,28 +71,34 @@ OUTER = {
 }
 
 
+def run(m, xs):
+    """Ordinary backwards: the gradients of inputs and of weights."""
+    for x in xs:
+        m(x).sum().backward()
+    return [t.grad for t in (*xs, *m.parameters())]
+
+
+def run_split(m, xs, outer, call):
+    """Each W is called by `call`, within a backward that `outer` runs."""
+    groups = []
+    for x in xs:
+        out = m(x)
+        groups.append(zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())[1])
+    for each in groups:
+        z = torch.randn(2, requires_grad=True)
+        outer(call(z, lambda each=each: zb.stage_backward_weight(m.parameters(), each)), z)
+    return [t.grad for t in (*xs, *m.parameters())]
+
+
+@pytest.mark.parametrize("policy", [{}, {"defer": "all"}], ids=str)
 @pytest.mark.parametrize("outer", OUTER)
 @pytest.mark.parametrize("caller", CALLERS)
-def test_weight_pass_within_another_backward(outer, caller):
+def test_weight_pass_within_another_backward(outer, caller, policy):
     for name, forward in FORWARDS.items():
-        for policy in ({}, {"defer": "all"}):
+        results = []
+        for way in (run, lambda m, xs: run_split(m, xs, OUTER[outer], CALLERS[caller])):
             torch.manual_seed(0)
             m = small(forward)
-            xs = [torch.randn(3, 4, dtype=f64, requires_grad=True) for _ in range(2)]
-            for x in xs:
-                m(x).sum().backward()
-            expected = [w.grad for w in m.parameters()]
-            dinputs = [x.grad for x in xs]
-            m.zero_grad()
             with zb.policy(**policy):
-                groups = []
-                for x in xs:
-                    x.grad = None
-                    out = m(x)
-                    groups.append(zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())[1])
-                for each in groups:
-                    z = torch.randn(2, requires_grad=True)
-                    what = lambda each=each: zb.stage_backward_weight(m.parameters(), each)
-                    OUTER[outer](CALLERS[caller](z, what), z)
-            close([x.grad for x in xs], dinputs, f"inputs' gradients, {name}")
-            close([w.grad for w in m.parameters()], expected, f"weights' gradients, {name}, {policy}")
+                results.append(way(m, [torch.randn(3, 4, dtype=f64, requires_grad=True) for _ in range(2)]))
+        close(*reversed(results), f"gradients, {name}")
