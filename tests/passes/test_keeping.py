@@ -9,6 +9,8 @@ import torch
 from support.functions import Planned, Product, raising
 from support.oracle import close, needs_zbpipe
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
 import zbpipe
 
@@ -197,6 +199,20 @@ def handing(m, x):
     return Gives.apply(Gives.apply(x, m.w, give).sin(), m.u, give) @ m.t
 
 
+def hook_on_a_weight(m, x):
+    """It returns a buffer in W."""
+    if not hasattr(m, "handle"):
+        m.handle = m.w.register_hook(lambda grad: m.square.copy_(grad * 2))
+    return (x @ m.w).sin() @ m.u
+
+
+def computed_weight(m, x):
+    """A hook on a tensor outside the closure, and a Function that computes a weight, keep what they return."""
+    c = m.w @ m.u
+    c.register_hook(lambda grad: m.square.copy_(grad * 2))
+    return x @ c + x @ Gives.apply(m.w, m.t, lambda w, t, g: (m.pair[0].copy_(g @ t.t()), m.pair[1].copy_(w.t() @ g)))
+
+
 def constant(m, x):
     """Of the input: the Function's slope, made once."""
     return Slope.apply(x, m).sin() * m.w[0]
@@ -239,6 +255,8 @@ KEPT = {
     "module pre hook": module_hook(before=True),
     "module hook": module_hook(before=False),
     "module hook on the input": module_hook_on_the_input,
+    "hook on a weight": hook_on_a_weight,
+    "computed weights": computed_weight,
     "handed over": handing,
 }
 
@@ -253,6 +271,9 @@ class Ways:
         self.weights = list(self.module.parameters())
 
     def whole(self):
+        """Adds to zeros: an accumulator without a gradient takes a new tensor over the buffer, and then it is the buffer."""
+        for tensor in (*self.xs, *self.weights):
+            tensor.grad = torch.zeros_like(tensor)
         for x in self.xs:
             y = self.module(x)
             y.backward(torch.ones_like(y))
@@ -275,7 +296,8 @@ class Ways:
         return self.dinputs
 
     def result(self, dinputs):
-        return [*dinputs, *(w.grad for w in self.weights), self.module.pair]
+        grads = [torch.zeros_like(w) if w.grad is None else w.grad for w in self.weights]
+        return [*dinputs, *grads, self.module.pair]
 
 
 def check(function):
@@ -308,7 +330,7 @@ def test_kept_over_a_retained_weight_pass(name):
     for last in (False, True):
         for each in groups:
             zbpipe.stage_backward_weight(iter(split.weights), each, retain_graph=not last)
-    close([w.grad for w in split.weights], [2 * w.grad for w in whole.weights], "twice the gradients")
+    close(split.result([]), [2 * grad for grad in whole.result([])[:-1]] + [split.module.pair], "twice the gradients")
 
 
 @pytest.mark.parametrize("name", ["handed over", "workspace", "workspace for two weights"])
@@ -325,7 +347,29 @@ def test_kept_over_a_retry(name, which):
         zbpipe.stage_backward_weight(iter(split.weights), each)
     zbpipe.stage_backward_weight(iter(split.weights), first)
     handle.remove()
-    close([w.grad for w in split.weights], [w.grad for w in whole.weights], "gradients")
+    close(split.result([]), whole.result([]), "gradients")
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("write", [written, lambda space, value: space._local_tensor.data.copy_(value._local_tensor)])
+def test_kept_by_the_local_tensor_of_a_subclass(write):
+    """A Function's workspace is a DTensor; or a new DTensor each time, over local memory that it keeps."""
+    mesh = init_device_mesh("cpu", (1,))
+
+    def spread(tensor):
+        return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+
+    spaces = {}
+
+    def forward(m, x):
+        def give(x, w, g):
+            space = spaces.setdefault(m, spread(torch.zeros(WIDTH, WIDTH, dtype=f64)))
+            write(space, x.t() @ g)
+            return g @ w.t(), space if write is written else spread(space.to_local())
+
+        return Gives.apply(spread(x), spread(m.w), give).to_local().sin() @ m.u
+
+    check(forward)
 
 
 # What use counts cannot see: these are limits, and the pages name them.

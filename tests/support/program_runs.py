@@ -101,6 +101,7 @@ class ProgramStage(Stage):
         self.whole_grads = "/" not in program.passes and not program.policy.get("main_grad")
         self.born, self.hooks = {}, 0
         self.buffered = {}  # by name: what Functions and hooks keep
+        self.keeps = True
         self.on_weights = []  # handles of hooks
         for name in program.frozen:
             getattr(self, name).requires_grad_(False)
@@ -140,7 +141,7 @@ class ProgramStage(Stage):
         if kept is None or (kept.shape, kept.dtype) != (value.shape, value.dtype):
             kept = self.buffered[name] = torch.empty_like(value)
         (kept.data if unseen else kept).copy_(value)
-        return kept
+        return kept if self.keeps else kept.clone()
 
     def buffers(self, name, grads):
         return tuple(None if grad is None else self.buffer(f"{name}, {i}", grad * 0.5) for i, grad in enumerate(grads))
@@ -203,6 +204,8 @@ class Judged:
         self.split = self.copied(stage, batches, program.existing, passes)
         existing = program.existing and not program.policy.get("main_grad")
         self.whole = self.copied(stage, batches, existing, passes)
+        # An accumulator without a gradient takes a new tensor over a buffer, and .grad is the buffer then.
+        self.whole.stage.keeps = False
         self.dropped, self.failed_weights = set(), False
         self.spent = []  # groups, which hold nothing any more
 
