@@ -372,6 +372,46 @@ def test_kept_by_the_local_tensor_of_a_subclass(write):
     check(forward)
 
 
+CPP = """
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+struct Kept : torch::autograd::Function<Kept> {
+  static at::Tensor forward(torch::autograd::AutogradContext* ctx, at::Tensor x, at::Tensor w, at::Tensor rows,
+                            at::Tensor square) {
+    ctx->save_for_backward({x, w});
+    ctx->saved_data["rows"] = rows;
+    ctx->saved_data["square"] = square;
+    return x.mm(w);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 torch::autograd::variable_list grads) {
+    auto saved = ctx->get_saved_variables();
+    at::Tensor rows = ctx->saved_data["rows"].toTensor(), square = ctx->saved_data["square"].toTensor();
+    rows.copy_(grads[0].mm(saved[1].t()));
+    square.copy_(saved[0].t().mm(grads[0]));
+    return {rows, square, at::Tensor(), at::Tensor()};
+  }
+};
+TORCH_LIBRARY(zbpipe_keeping, library) {
+  library.def("kept", [](at::Tensor x, at::Tensor w, at::Tensor rows, at::Tensor square) {
+    return Kept::apply(x, w, rows, square);
+  });
+}
+"""
+
+
+@pytest.mark.slow
+def test_kept_by_a_function_of_cpp(tmp_path):
+    """It returns workspaces for the input's gradient and for the weight's."""
+    from torch.utils.cpp_extension import load_inline
+
+    load_inline(
+        "zbpipe_keeping", CPP, is_python_module=False, no_implicit_headers=True, extra_cflags=["-O0"],
+        build_directory=str(tmp_path),
+    )  # fmt: skip
+    check(lambda m, x: torch.ops.zbpipe_keeping.kept(x, m.w, m.rows, m.square).sin() @ m.u)
+
+
 # What use counts cannot see: these are limits, and the pages name them.
 
 
