@@ -50,10 +50,18 @@ def count(side: str, blocks: int, weights: str) -> float:
     return timer.collect_callgrind(number=RUNS, collect_baseline=False).counts() / RUNS
 
 
+# The sides of each kind of weights: torch's module raises with tied ones, a store knows plain ones.
+SIDES = {
+    "plain": tuple(SPLITS),
+    "tied": ("zbpipe",),
+    "hooked": ("zbpipe", "torch"),
+    **dict.fromkeys(("autocast", "einsum", "view"), ("zbpipe",)),
+}
+
+
 def measure(blocks: int, weights: str) -> dict[str, float]:
-    """Instructions of a backward, on each side; torch's module raises with tied weights, a store knows plain ones."""
-    left_out = {"plain": (), "tied": ("torch", "store"), "hooked": ("store",)}[weights]
-    splits = [side for side in SPLITS if side not in left_out]
+    """Instructions of a backward, on each side."""
+    splits = SIDES[weights]
     counts = {side: count(side, blocks, weights) for side in ("forward", "unsplit", *splits)}
     return {side: counts[side] - counts["forward"] for side in ("unsplit", *splits)}
 
@@ -61,6 +69,7 @@ def measure(blocks: int, weights: str) -> dict[str, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--blocks", type=int, nargs="+", default=[4, 64], metavar="N", help="depths (default: 4 64)")
+    parser.add_argument("--weights", nargs="+", default=list(SIDES), choices=list(SIDES), help="default: all")
     add_argument(parser)
     given = parser.parse_args()
     if shutil.which("valgrind") is None:
@@ -68,9 +77,11 @@ def main() -> int:
         return 1
     # callgrind runs the first python on the path.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    measured = {str(blocks): measure(blocks, "plain") for blocks in given.blocks}
+    plain = given.blocks if "plain" in given.weights else []
+    measured = {str(blocks): measure(blocks, "plain") for blocks in plain}
     fewest = min(given.blocks)
-    measured |= {f"{fewest}, {weights} weights": measure(fewest, weights) for weights in ("tied", "hooked")}
+    others = [weights for weights in given.weights if weights != "plain"]
+    measured |= {f"{fewest}, {weights}": measure(fewest, weights) for weights in others}
     rows = [
         [
             stack,

@@ -37,16 +37,31 @@ class Times(NamedTuple):
         return self.first + self.second
 
 
+class Layer(nn.Module):
+    """A product with a weight that is not a node of its own: einsum transposes it, a view lies before it."""
+
+    def __init__(self, weights: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.is_einsum = weights == "einsum"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        product = torch.einsum("bi,oi->bo", x, self.weight) if self.is_einsum else x @ self.weight.view(WIDTH, WIDTH)
+        return product.relu()
+
+
 class Stage:
     """A stack of blocks, and the arguments of its backward. With a store its layers are the store's.
 
-    weights: "plain", "tied" (each odd block has the matrices of the block before it) or "hooked" (a hook on each
-    weight). The engine sums the gradients of tied and hooked weights, so W costs more there.
+    weights: "plain", "tied" (each odd block has the matrices of the block before it), "hooked" (a hook on each
+    weight), "autocast" (to bfloat16), "einsum" or "view" (a block is one such product). The engine sums the gradients
+    of tied and hooked weights, so W costs more there.
     """
 
     def __init__(self, blocks: int, store: Store | None = None, weights: str = "plain", device: str = "cpu") -> None:
         torch.manual_seed(0)
-        stack = [Block(WIDTH, HEADS) for _ in range(blocks)]
+        is_rows = weights in ("einsum", "view")
+        stack: list[Any] = [Layer(weights) if is_rows else Block(WIDTH, HEADS) for _ in range(blocks)]
         if weights == "tied":
             for block, before in zip(stack[1::2], stack[::2], strict=True):
                 block.up.weight, block.down.weight = before.up.weight, before.down.weight
@@ -58,12 +73,14 @@ class Stage:
                 parameter.register_hook(lambda grad: None)  # type: ignore[no-untyped-call]
         if store is not None:
             store.prepare(self.module)
-        self.x = torch.randn(BATCH, TOKENS, WIDTH, device=device)
-        self.grad = torch.ones(BATCH, TOKENS, WIDTH, device=device)
+        self.x = torch.randn(*([BATCH * TOKENS] if is_rows else [BATCH, TOKENS]), WIDTH, device=device)
+        self.grad = torch.ones_like(self.x)
+        self.is_cast = weights == "autocast"
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
         x = self.x.clone().requires_grad_()
-        return x, self.module(x)
+        with torch.autocast(torch.device(self.device).type, torch.bfloat16, enabled=self.is_cast):
+            return x, self.module(x)
 
     def unsplit(self) -> Times:
         _, output = self.forward()

@@ -298,6 +298,43 @@ def test_input_pass_frees_what_the_weight_pass_does_not_need(kind):
         run_weight(m, groups)
 
 
+class Packs:
+    """Hooks that save copies, and what else they know."""
+
+    def pack(self, tensor):
+        return tensor.clone()
+
+    def unpack(self, tensor):
+        return tensor
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        lambda m, x: (m.a, lambda w: x @ w),
+        lambda m, x: ((m.a * m.a).sin(), lambda w: x @ w),
+        lambda m, x: (m.a.exp(), lambda w: (x @ w).sin() @ m.a),
+        lambda m, x: ((m.a @ m.a).softmax(-1), lambda w: x @ w + m.a),
+    ],
+    ids=["product", "outside", "outside and product", "softmax"],
+)
+def test_state_of_hooks_that_lists_the_groups_is_collected(parts, policy):
+    """A cycle through what a task, or a node outside the closure, left packed: the collector is told of both."""
+    state, x = Packs(), torch.randn(4, 4, requires_grad=True)
+    m = Stage(None, a=nn.Parameter(torch.randn(4, 4)))
+    with torch.autograd.graph.saved_tensors_hooks(state.pack, state.unpack):
+        w, use = parts(m, x)
+        out = use(w)
+    with zb.policy(checkpoint=policy):
+        _, state.groups = run_input(m, x, out)
+    gone = weakref.ref(state)
+    del state, w, use, out
+    gc.collect()
+    assert gone() is None
+
+
 @needs_zbpipe
 def test_warning_made_an_error_in_the_input_pass_frees_all():
     """It is raised when the engine's run is over, past the point where groups are handed over."""

@@ -240,6 +240,47 @@ def test_inputs_that_receive_one_gradient_add_up_by_themselves(forward):
     torch.testing.assert_close([x.grad, y.grad], list(expected))
 
 
+@is_no_leaf
+@wrong_on_torch("they share it")
+@pytest.mark.parametrize(
+    "parts",
+    [lambda z: z.unbind(0), lambda z: z.split(1), lambda z: z.split_with_sizes([1, 1])],
+    ids=["unbind", "split", "split_with_sizes"],
+)
+@pytest.mark.parametrize("forward", [lambda a, b: a + b, lambda a, b: (a + b).tanh()], ids=["sum", "computed"])
+def test_inputs_of_one_node_with_one_gradient(forward, parts):
+    """Outputs of one node are two inputs: each gradient has memory of its own, also when a second I adds to it."""
+    m = Stage(lambda m, a, b: forward(a, b) @ m.w, w=(3, 3))
+    a, b = parts(torch.randn(2, 3, dtype=f64, requires_grad=True))
+    expected = torch.autograd.grad(m(a, b).sum(), [a, b])
+    for _ in range(2):
+        da, db = both_passes(m, a, b)
+        assert da.untyped_storage().data_ptr() != db.untyped_storage().data_ptr()
+    close([a.grad, b.grad], [2 * grad for grad in expected], "sums of two microbatches")
+
+
+class Constant(torch.autograd.Function):
+    """2 * x, summed; its gradient is `slope`, made once."""
+
+    @staticmethod
+    def forward(ctx, x, slope):
+        ctx.slope = slope
+        return (x * 2.0).sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.slope, None
+
+
+@wrong_on_torch("adds into the constant")
+@pytest.mark.parametrize("part", [lambda slope: slope, lambda slope: slope.view(3, 4), lambda slope: slope.detach()])
+def test_an_inputs_gradient_that_a_function_keeps_is_not_added_to(part):
+    slope, x = ones() * 2.0, fresh()
+    for _ in range(2):
+        zb.stage_backward_input([Constant.apply(x, part(slope))], None, [x], [])
+    close([x.grad, slope], [ones() * 4.0, ones() * 2.0], "the sum, and the constant")
+
+
 @wrong_on_torch("they do")
 def test_dinputs_require_no_gradient_though_the_output_gradient_does():
     m = Stage(lambda m, x, y: y + x @ m.w, w=(4, 4))

@@ -121,6 +121,22 @@ class ChangesItsInput(Passes):
         return result
 
 
+class ReturnsABuffer(Passes):
+    """The next I writes into the inputs' gradients that this one returned."""
+
+    def stage_backward_input(self, outputs, grads, inputs, weights):
+        dinputs, groups = super().stage_backward_input(outputs, grads, inputs, weights)
+        self.buffers = getattr(self, "buffers", None) or [None if d is None else d.clone() for d in dinputs]
+        pairs = zip(dinputs, self.buffers, strict=True)
+        return tuple(None if d is None or b is None else b.copy_(d) for d, b in pairs), groups
+
+
+class ForgetsWithinAnotherBackward(Passes):
+    def stage_backward_weight(self, weights, groups):
+        is_within = torch._C._current_graph_task_id() != -1
+        return super().stage_backward_weight(weights, groups[:-1] if is_within else groups)
+
+
 @pytest.mark.parametrize(
     "fault",
     [
@@ -131,6 +147,8 @@ class ChangesItsInput(Passes):
         CallsHooksTwice,
         GivesOneGradientToTwoWeights,
         ChangesItsInput,
+        ReturnsABuffer,
+        ForgetsWithinAnotherBackward,
     ],
     ids=lambda fault: fault.__name__,
 )

@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn.functional as F
+from torch.autograd import Function
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -34,6 +35,69 @@ class AddsItself(Product):
         return grad @ w.t(), None, None
 
 
+class Keeps(Product):
+    """x @ w that keeps what it returns: `what` says of which. It is told the name of its buffer."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        stage, name, what = ctx.given
+        count(ctx, stage)
+        x, w = ctx.saved_tensors
+        dx, dw = grad @ w.t(), x.t() @ grad
+        if what == "dummy":
+            dw = stage.buffer(name, torch.zeros_like(dw)).detach()
+        elif what == "view":
+            dw = stage.buffer(name, torch.stack([dw, dw]))[1]
+        elif what != "activation":
+            dw = stage.buffer(name, dw, unseen=what == "unseen")
+        if what in ("activation", "both"):
+            dx = stage.buffer(f"{name} activation", dx)
+        return dx, dw, None
+
+
+class KeepsTwo(Function):
+    """w + u, whose gradients are two parts of one buffer."""
+
+    @staticmethod
+    def forward(ctx, w, u, given):
+        ctx.given = given
+        return w + u
+
+    @staticmethod
+    def backward(ctx, grad):
+        stage, name = ctx.given
+        count(ctx, stage)
+        return *stage.buffer(name, torch.stack([grad, grad])).unbind(0), None
+
+
+class HandsOverKept(Product):
+    """x @ w whose handed-over work returns a buffer that it keeps."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        stage, name = ctx.given
+        count(ctx, stage)
+        x, w = ctx.saved_tensors
+        return grad @ w.t(), zbpipe.defer(lambda g, x: stage.buffer(name, x.t() @ g), 1, (grad, x)), None
+
+
+class HostSum(Function):
+    """The sum of x * v, on the CPU."""
+
+    @staticmethod
+    def forward(ctx, x, v, stage):
+        ctx.save_for_backward(x, v)
+        ctx.stage = stage
+        return (x * v).sum().cpu()
+
+    @staticmethod
+    def backward(ctx, grad):
+        count(ctx, ctx.stage)
+        x, v = ctx.saved_tensors
+        grad = grad.to(x.device)
+        return grad * v.expand_as(x), grad * x.sum(0), None
+
+
 def keep_products():
     def choose(_ctx, operator, *_args, **_kwargs):
         saves = operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
@@ -54,6 +118,17 @@ NAMES = {
     "INDICES": torch.tensor([1, 0, 1]),
     **{
         function.__name__: function
-        for function in (AddsItself, Heeding, Ignoring, SameTensorTwice, TwoOutputs, HandedOver)
+        for function in (
+            AddsItself,
+            HandedOver,
+            HandsOverKept,
+            Heeding,
+            HostSum,
+            Ignoring,
+            Keeps,
+            KeepsTwo,
+            SameTensorTwice,
+            TwoOutputs,
+        )
     },
 }

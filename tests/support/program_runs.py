@@ -24,7 +24,7 @@ from support.oracle import (
     twin,
 )
 from support.program_names import NAMES
-from support.programs import MATRICES, ROWS, VECTORS, WIDTH, reenters
+from support.programs import LIMITS, MATRICES, ROWS, VECTORS, WIDTH, reenters
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16")}
 EXACT = {"rtol": 0, "atol": 0}
@@ -43,6 +43,25 @@ class Planted(RuntimeError):
 
 class Refused(Exception):
     """A W that failed where it cannot go on, and says so."""
+
+
+def in_a_hook(outer):
+    """Runs W in a hook of the backward that `outer(output, input)` runs."""
+
+    def within(call):
+        z = torch.ones(2, requires_grad=True)
+        t = z * 2
+        t.register_hook(lambda grad: (call(), None)[1])
+        outer(t.sum(), z)
+
+    return within
+
+
+WITHIN = {
+    "W": lambda call: call(),
+    "V": in_a_hook(lambda out, z: torch.autograd.grad(out, [z])),
+    "U": in_a_hook(lambda out, z: out.backward(inputs=[z])),
+}
 
 
 class Passes:
@@ -81,6 +100,8 @@ class ProgramStage(Stage):
         self.together = "+" in program.passes
         self.whole_grads = "/" not in program.passes and not program.policy.get("main_grad")
         self.born, self.hooks = {}, 0
+        self.buffered = {}  # by name: what Functions and hooks keep
+        self.keeps = True
         self.on_weights = []  # handles of hooks
         for name in program.frozen:
             getattr(self, name).requires_grad_(False)
@@ -109,12 +130,30 @@ class ProgramStage(Stage):
 
         return hook
 
+    def buffer(self, name, value, unseen=False):
+        """The buffer of this name, with this value in it.
+
+        unseen: written past the version counter, as kernels write.
+        """
+        if torch.is_grad_enabled():  # of a gradient that is differentiated nobody can keep a buffer
+            return value
+        kept = self.buffered.get(name)
+        if kept is None or (kept.shape, kept.dtype) != (value.shape, value.dtype):
+            kept = self.buffered[name] = torch.empty_like(value)
+        (kept.data if unseen else kept).copy_(value)
+        return kept if self.keeps else kept.clone()
+
+    def buffers(self, name, grads):
+        return tuple(None if grad is None else self.buffer(f"{name}, {i}", grad * 0.5) for i, grad in enumerate(grads))
+
     def hook(self, tensor, kind):
-        """What a line of a program registers on the value that it has computed."""
+        """What a line of a program registers on the value that it has computed, or on an input."""
         self.hooks += 1
         name = f"{kind} {self.hooks}"
-        if not tensor.requires_grad or tensor.is_leaf:
+        has_it = name in getattr(tensor, "hooks", ())  # an input in the forward behind an I that failed
+        if not tensor.requires_grad or (tensor.is_leaf and kind != "buffer") or has_it:
             return
+        tensor.hooks = [*getattr(tensor, "hooks", ()), name]
         if kind == "register_hook":
             tensor.register_hook(self.log(name))
         elif kind == "changes":
@@ -123,6 +162,12 @@ class ProgramStage(Stage):
             tensor.grad_fn.register_prehook(self.log(name))
         elif kind == "post":
             tensor.grad_fn.register_hook(self.log(name))
+        elif kind in ("buffer", "buffer between"):
+            tensor.register_hook(lambda grad: self.buffers(name, [grad])[0])
+        elif kind == "buffer pre":
+            tensor.grad_fn.register_prehook(lambda grads: self.buffers(name, grads))
+        elif kind == "buffer post":
+            tensor.grad_fn.register_hook(lambda grads, _: self.buffers(name, grads))
         elif kind == "removed":
             tensor.register_hook(self.log(name)).remove()
         else:
@@ -159,6 +204,8 @@ class Judged:
         self.split = self.copied(stage, batches, program.existing, passes)
         existing = program.existing and not program.policy.get("main_grad")
         self.whole = self.copied(stage, batches, existing, passes)
+        # An accumulator without a gradient takes a new tensor over a buffer, and .grad is the buffer then.
+        self.whole.stage.keeps = False
         self.dropped, self.failed_weights = set(), False
         self.spent = []  # groups, which hold nothing any more
 
@@ -196,7 +243,7 @@ class Judged:
             self.split.order.append(k)
             self.split.groups[k] = None
         else:
-            self.weight(microbatches, int(pieces or 1), fails)
+            self.weight(microbatches, int(pieces or 1), fails, WITHIN[kind])
 
     def input(self, k, fails):
         stage = self.split.stage
@@ -217,7 +264,7 @@ class Judged:
             self.split.forward(k)
             self.split.input(k)
 
-    def weight(self, microbatches, pieces, fails):
+    def weight(self, microbatches, pieces, fails, within):
         groups = []
         for k in microbatches:
             left = self.split.groups[k]
@@ -231,17 +278,25 @@ class Judged:
                 self.split.order.append(k)
         self.split.impl.fails = fails
         try:
-            self.split.weight(microbatches[0], groups)
+            within(lambda: self.split.weight(microbatches[0], groups))
         except RuntimeError as error:
+            self.limit(error)
             self.planted(error)
             self.failed_weights = True
             try:
-                self.split.weight(microbatches[0], groups)
+                within(lambda: self.split.weight(microbatches[0], groups))
             except RuntimeError as refusal:
+                self.limit(refusal)
                 if "backward through the graph a second time" in str(refusal):  # of a node outside of I's
                     raise Refused from refusal
                 raise
         self.spent += groups
+
+    def limit(self, error):
+        """An activation's gradient that somebody keeps and a product saves may be refused, once it was written."""
+        written = "modified by an inplace operation" in str(error)
+        if written and any(kept in self.program.forward for kept in LIMITS):
+            raise Refused from error
 
     def planted(self, error):
         if not isinstance(error.__cause__ or error, Planted):

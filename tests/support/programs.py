@@ -102,6 +102,28 @@ FUNCTIONS = (
     "{n} = SameTensorTwice.apply({x}, {x} * {v}, m)",
     "{n} = HandedOver.apply({x}, {p}, m)",
 )
+# Functions and hooks that keep what they return, each in a buffer of its own, which the next microbatch overwrites.
+KEEPING = (
+    "{n} = Keeps.apply({x}, {w}, (m, '{n}', 'weight'))",
+    "{n} = Keeps.apply({x}, {w}, (m, '{n}', 'unseen'))",
+    "{n} = Keeps.apply({x}, {w}, (m, '{n}', 'view'))",
+    "{n} = Keeps.apply({x}, {w}, (m, '{n}', 'dummy'))",
+    "{n} = Keeps.apply({x}, {w}, (m, '{n}', 'activation'))",
+    "{n} = Keeps.apply(x0, {w}, (m, '{n}', 'both'))",
+    "{n} = {x} @ KeepsTwo.apply({w}, {u}, (m, '{n}'))",
+    "{n} = HandsOverKept.apply({x}, {p}, (m, '{n}'))",
+    "{n} = {y} + HostSum.apply({x}, {v}, m).to({y})",
+    "{n} = {x} @ {w}; m.hook({n}, 'buffer')",
+    "{n} = F.linear({x}, {w}, {v}); m.hook({n}, 'buffer pre')",
+    "{n} = {x} @ {w}; m.hook({n}, 'buffer post')",
+    "{n} = Ignoring.apply({x}, {w}, m); m.hook({n}, 'buffer post')",
+    "{n} = {x} + {y}; m.hook({n}, 'buffer between')",
+    "{n} = {x}.sin(); m.hook(x0, 'buffer')",
+    "{c} = {w} @ {u}; m.hook({c}, 'buffer')",
+    "{c} = {w} + {u}; m.hook({c}, 'buffer post')",
+)
+# What is kept here may be what a product saves, which is a limit: W refuses what was written.
+LIMITS = ("'activation')", "'buffer between'")
 HOOKS = (
     "{n} = {x} * 1.0; m.hook({n}, 'register_hook')",
     "{n} = {x} @ {w}; m.hook({n}, 'register_hook')",
@@ -138,7 +160,7 @@ REGIONS = (
 
 COMPILED = ("{n} = torch.compile({region}, backend='aot_eager')({x})",)
 
-GROUPS = (PLAIN, PRODUCTS, LIGHT, COMPUTED, IN_PLACE, FUNCTIONS, HOOKS, NESTED)
+GROUPS = (PLAIN, PRODUCTS, LIGHT, COMPUTED, IN_PLACE, FUNCTIONS, HOOKS, NESTED, KEEPING)
 MATRICES, VECTORS = ("w0", "w1", "w2"), ("v0", "v1")
 
 
@@ -148,6 +170,7 @@ class Program:
     forward: lines of Python, from the values x0.. and the stage's weights w0.., v0.. to `return` of some values.
     passes: what runs, in order. "F0": the forward of microbatch 0. "I0". "W0": all its groups that are left;
         "W0/2": the first of what is left, of 2 pieces; "W0/-2": the last; "W0+1": what is left of both, in one call.
+        "V0", "U0": W0 within a hook of a torch.autograd.grad(), or of a backward(inputs=).
         "D0": its groups are dropped. "!3" behind one: its 4th operator fails; then what failed is tried again.
     dtype: of weights and inputs.
     inputs: which of them require a gradient.
@@ -263,10 +286,12 @@ def passes(draw, microbatches, faults="IW", drops=True):
                 del left[others[0]]
             elif kind == 11 and drops and k not in begun:
                 word = f"D{k}"
+            if word[0] == "W":
+                word = draw(st.sampled_from("WWWWVU")) + word[1:]
         if step in faults and draw(st.integers(0, 7)) == 7:
             word += f"!{draw(st.integers(0, 30))}"
         order.append(word)
-        if not word.startswith("W") or "/" not in word:
+        if "/" not in word:
             left[k] = left[k][1:]
         if not left[k]:
             del left[k]
