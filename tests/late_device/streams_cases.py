@@ -1,11 +1,12 @@
 """Every scenario on every kind of stage, in every order: to the bit what the CPU gives, with and without the split."""
 
+import collections
 import functools
 
 import pytest
 import torch
 from support import late
-from support.late_runs import SCENARIOS, at_once, check_in_every_order, results_of
+from support.late_runs import SCENARIOS, Run, at_once, check_in_every_order, results_of
 from support.late_stages import STAGES, WIDTH, of
 
 
@@ -32,3 +33,26 @@ def test_all_memory_comes_back():
         results_of(scenario, "late", STAGES["mlp"])
     late.finish()
     assert late.bytes_in_use() == before
+
+
+@pytest.mark.parametrize("aside", [False, True], ids=["on one stream", "the forward aside"])
+@pytest.mark.parametrize("name", ["mlp", "normed", "batched", "multiplied"])
+def test_events_of_a_weight_pass_with_several_groups(name, aside):
+    """Two for each pair of streams, whatever the number of groups: the caller before the other one, and behind it."""
+    late.begin()
+    run = Run("late", STAGES[name])
+    main, side = run.main, run.stream()
+    with side if aside else main:
+        run.forward(0)
+    run.wait(side)
+    with late.events() as of_input:
+        run.input(0)
+    assert len(run.groups[0]) > 1
+    with late.events() as of_weight:
+        run.weight(0)
+    pairs = collections.Counter(map(frozenset, of_weight.waits))
+    assert list(pairs.values()) == [2] * aside, of_weight
+    assert len(of_weight.records) == 2 * aside
+    assert not of_weight.of_libtorch
+    assert not of_input.waits
+    assert of_input.host_waits == of_weight.host_waits == 0
