@@ -172,7 +172,7 @@ def step(run):
         else:
             weight()
     run.use_memory()
-    for stream in run.streams:
+    for stream in reversed(run.streams):
         run.wait(stream)
 
 

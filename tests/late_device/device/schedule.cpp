@@ -109,6 +109,7 @@ void Schedule::enqueue(uint32_t stream, const std::string& name, const std::vect
     captured_.push_back({name, uses, std::exchange(run, nullptr)});
   }
   const Point point{stream, push(stream, {std::move(run), {}})};
+  at(stream).last_task = point.seq;
   for (const Use& use : uses) {
     check(*use.block, {point, use.begin, use.end, use.writes, name}, at(stream).clock);
   }
@@ -372,12 +373,12 @@ void Schedule::begin_capture(uint32_t stream) {
 
 void Schedule::end_capture() {
   const Lock lock(mutex_);
+  const Clock end = mark_of(first_part_).clock;
   bool has_lost = false;
   for (const uint32_t part : std::exchange(parts_, {})) {
     const Mark mark = mark_of(part);
-    has_lost |= !comes_before(mark.at, at(first_part_).clock);
-    reach(
-        mark.at);  // which does nothing: what comes next is not ordered behind the capture, but behind its replays
+    has_lost |= at(part).last_task != 0 && !comes_before({part, at(part).last_task}, end);
+    reach(mark.at);  // which does nothing: what comes next is ordered behind the replays alone
     join(host_of(part), mark.clock);
   }
   if (has_lost) {

@@ -128,6 +128,7 @@ class Schedule {
   struct Stream {
     std::deque<Task> tasks;
     uint64_t done = 0;
+    uint64_t last_task = 0;  // no wait, and no giving away of memory
     Clock clock;
   };
   struct Captured {
