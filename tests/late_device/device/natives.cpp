@@ -94,10 +94,11 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
     std::vector<Use> uses;
     add_use(uses, from, false);
     if (non_blocking && schedule.is_captured(stream)) {
-      schedule.enqueue(stream, "a copy to the host", uses, [to, there = in_place_of(from)] {
-        const Plain plain;
-        to.copy_(there);
-      });
+      schedule.enqueue(stream, "a copy to the host", uses,
+                       [here = in_place_of(to), memory = to.storage(), there = in_place_of(from)] {
+                         const Plain plain;
+                         here.copy_(there);
+                       });
       return to;
     }
     schedule.enqueue(stream, "a copy to the host", uses, nullptr);
