@@ -11,7 +11,7 @@ import pytest
 import torch
 from support import late
 from support.late_runs import Run, differences, no_stream, results_of
-from support.late_stages import ROWS, SQUARE, WIDTH, again, of
+from support.late_stages import ROWS, SQUARE, WIDTH, ToHost, again, of, used_here
 from torch.autograd.graph import saved_tensors_hooks
 
 import zbpipe
@@ -32,7 +32,7 @@ MICROBATCHES = range(2)
 
 
 def unpacked_slowly(tensor):
-    late_by = tensor
+    late_by = used_here(tensor)
     for _ in range(3):
         late_by = late_by + 0
     return late_by
@@ -41,21 +41,6 @@ def unpacked_slowly(tensor):
 class slowly(saved_tensors_hooks):
     def __init__(self):
         super().__init__(lambda tensor: tensor.detach().clone(), unpacked_slowly)
-
-
-class ToHost(torch.autograd.Function):
-    """A scaled sum of the rows, on the CPU."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return torch.empty(x.shape[1]).copy_((x * w).sum(0), non_blocking=True)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, w = ctx.saved_tensors
-        grad = grad.to(x.device, non_blocking=True)
-        return (grad * w).expand_as(x).contiguous(), (grad * x).sum(0)
 
 
 def forward(m, run, x, bias):
@@ -120,17 +105,22 @@ class Combined(Run):
         """I, or the ordinary backward."""
         outputs, grads = self.outputs[k], self.output_grads(k)
         del self.outputs[k]
-        if self.split:
+        if not self.split:
+            torch.autograd.backward(outputs, grads)
+            self.dinputs[k] = [x.grad for x in self.inputs[k]]
+            return
+        with late.events() as events:
             self.dinputs[k], self.groups[k] = zbpipe.stage_backward_input(
                 outputs, grads, self.inputs[k], self.weights()
             )
-        else:
-            torch.autograd.backward(outputs, grads)
-            self.dinputs[k] = [x.grad for x in self.inputs[k]]
+        assert events.host_waits == 0
 
     def weight(self, k):
         if self.split:
-            zbpipe.stage_backward_weight(self.weights(), self.groups.pop(k))
+            with late.events() as events:
+                zbpipe.stage_backward_weight(self.weights(), self.groups.pop(k))
+            assert all(count <= 2 for count in events.between().values()), events
+            assert events.host_waits == 0
 
     def use_memory(self):
         """On every stream, what has been let go of."""
@@ -207,7 +197,7 @@ def combinations():
         yield pytest.param(dict(zip(KNOBS, row)), id=", ".join(filter(None, row)), marks=marks)
 
 
-@pytest.mark.parametrize("knobs", combinations())
+@pytest.mark.parametrize("knobs", list(combinations()))
 def test_combination(knobs):
     def kind(device, make, **options):
         return Combined(device, make, knobs, **options)

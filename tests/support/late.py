@@ -3,6 +3,7 @@
 Importing this registers the device for the whole process, for good: only processes of its own do (tests/late_device/).
 """
 
+import collections
 import ctypes
 import fcntl
 import functools
@@ -190,6 +191,10 @@ class Events:
     waits: list = field(default_factory=list)  # zbpipe's: (the stream that is waited for, the one that waits)
     of_libtorch: list = field(default_factory=list)  # its waits, likewise
     host_waits: int = 0
+
+    def between(self):
+        """Of zbpipe's waits, how many there are for each pair of streams."""
+        return collections.Counter(map(frozenset, self.waits))
 
 
 @contextmanager
