@@ -5,12 +5,12 @@ Each runs as an ordinary backward too, on the same streams: where that is right,
 
 import contextlib
 import itertools
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from support import late
-from support.late_runs import Run, differences, no_stream, results_of
+from support.late_runs import Run, differences, no_stream
 from support.late_stages import ROWS, SQUARE, WIDTH, ToHost, again, of, used_here
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -80,7 +80,7 @@ STAGE = of(forward, w=SQUARE, scale=(WIDTH,), out=lambda: torch.nn.Linear(WIDTH,
 
 class Combined(Run):
     def __init__(self, device, make, knobs, **options):
-        self.knobs, self.streams, self.accumulators = knobs, [], []
+        self.knobs, self.streams, self.accumulators, self.events = knobs, [], [], {}
         super().__init__(device, make, **options)
         for k in MICROBATCHES:
             self.inputs[k] = [torch.empty(ROWS, WIDTH, device=self.device, requires_grad=True) for _ in range(2)]
@@ -109,18 +109,15 @@ class Combined(Run):
             torch.autograd.backward(outputs, grads)
             self.dinputs[k] = [x.grad for x in self.inputs[k]]
             return
-        with late.events() as events:
+        with late.events() as self.events["I", k]:
             self.dinputs[k], self.groups[k] = zbpipe.stage_backward_input(
                 outputs, grads, self.inputs[k], self.weights()
             )
-        assert events.host_waits == 0
 
     def weight(self, k):
         if self.split:
-            with late.events() as events:
+            with late.events() as self.events["W", k]:
                 zbpipe.stage_backward_weight(self.weights(), self.groups.pop(k))
-            assert all(count <= 2 for count in events.between().values()), events
-            assert events.host_waits == 0
 
     def use_memory(self):
         """On every stream, what has been let go of."""
@@ -156,9 +153,8 @@ def step(run):
                 run.weight(k)
 
         if knobs["weight"] == "W on another thread":
-            thread = threading.Thread(target=weight)
-            thread.start()
-            thread.join()
+            with ThreadPoolExecutor() as pool:
+                pool.submit(weight).result()
         else:
             weight()
     run.use_memory()
@@ -199,14 +195,19 @@ def combinations():
 
 @pytest.mark.parametrize("knobs", list(combinations()))
 def test_combination(knobs):
-    def kind(device, make, **options):
-        return Combined(device, make, knobs, **options)
+    def results_on(device, split):
+        run = Combined(device, STAGE, knobs, split=split)
+        program(run)
+        return run.results(), run.events
 
-    expected = results_of(program, "cpu", STAGE, kind)
+    expected, _ = results_on("cpu", False)
     for split in (False, True):
         for order in late.ORDERS:
             late.begin(order)
             with zbpipe.policy(**POLICIES[knobs["policy"]]):
-                got = results_of(program, "late", STAGE, kind, split=split)
+                got, events = results_on("late", split)
             assert not differences(got, expected), (split, order)
-            assert not late.races(), (split, order, late.races())
+            assert not late.races(), (split, order)
+            for seen in events.values():
+                assert all(count <= 2 for count in seen.between().values()), (order, events)
+                assert seen.host_waits == 0, (order, events)
