@@ -6,7 +6,7 @@ import pytest
 import torch
 from support import late
 from support.late_runs import Run, check_in_every_order, differences, no_stream, results_of
-from support.late_stages import ROWS, STAGES, WIDTH, mlp, of
+from support.late_stages import ROWS, STAGES, WIDTH, ToHost, mlp, of
 
 import zbpipe
 
@@ -113,8 +113,9 @@ def test_an_output_released_after_its_send(release):
 
 
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="torch cannot tell of a stream that it is captured")
-def test_passes_on_both_sides_of_a_capture_are_refused():
-    run = Run("late", STAGES["mlp"])
+@pytest.mark.parametrize("make", [mlp, of(lambda m, x: ToHost.apply(x, m.w), w=(WIDTH,))], ids=["", "on the host"])
+def test_passes_on_both_sides_of_a_capture_are_refused(make):
+    run = Run("late", make)
     main = torch.accelerator.current_stream()
     for k in range(2):
         run.forward(k)
@@ -128,7 +129,7 @@ def test_passes_on_both_sides_of_a_capture_are_refused():
     run.weight(0)
     with late.capturing(main):
         run.weight(1)
-    expected = results_of(lambda run: [f(k) for f in (run.forward, run.weight) for k in range(2)], "cpu", STAGES["mlp"])
+    expected = results_of(lambda run: [f(k) for f in (run.forward, run.weight) for k in range(2)], "cpu", make)
     assert not differences(run.results(), expected)
 
 

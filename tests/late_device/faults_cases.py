@@ -41,6 +41,7 @@ THROUGH_THE_ENGINE = [
     "branches",
     "tied",
     "convolved",
+    "batched",
     "handed over",
     "handed over, computed",
 ]  # where the engine joins the streams
@@ -52,7 +53,7 @@ WAITS = [
     for name in STAGES
     if wait == late.FOLLOWS or name not in THROUGH_THE_ENGINE
 ]
-WAITS.append(pytest.param("input", late.FOLLOWS, late_runs.a_root_alone, "weight root", id="I's, of a weight root"))
+WAITS.append(pytest.param("weight", late.JOINS, late_runs.a_root_alone, "weight root", id="W's, of a weight root"))
 
 
 @pytest.mark.parametrize(("of_pass", "wait", "scenario", "name"), WAITS)
@@ -68,9 +69,9 @@ def test_memory_that_no_stream_is_told_of_shows():
     """As if nobody said that a root's gradient is used on another stream than the one it was made on."""
 
     class Untold(Run):
-        def input(self, k):
+        def weight(self, k, groups=None):
             late.library.late_drop_records(late.ALL if self.is_late else late.NONE)
-            super().input(k)
+            super().weight(k, groups)
             late.library.late_drop_records(late.NONE)
 
     expected = results_of(late_runs.a_root_alone, "cpu", STAGES["weight root"])

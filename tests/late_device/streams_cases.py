@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from support import late
-from support.late_runs import SCENARIOS, at_once, check_in_every_order, results_of
+from support.late_runs import SCENARIOS, Run, at_once, check_in_every_order, results_of
 from support.late_stages import STAGES, WIDTH, of
 
 
@@ -32,3 +32,28 @@ def test_all_memory_comes_back():
         results_of(scenario, "late", STAGES["mlp"])
     late.finish()
     assert late.bytes_in_use() == before
+
+
+@pytest.mark.parametrize("aside", [False, True], ids=["on one stream", "the forward aside"])
+@pytest.mark.parametrize("name", ["mlp", "normed", "batched", "multiplied"])
+def test_events_of_a_weight_pass_with_several_groups(name, aside):
+    """Two for each pair of streams, whatever the number of groups: the caller before the other one, and behind it. What
+    the engine asks for is no more than in an ordinary backward."""
+    events = {}
+    for split in (False, True):
+        late.begin()
+        run = Run("late", STAGES[name], split=split)
+        side = run.stream()
+        with side if aside else run.main:
+            run.forward(0)
+        run.wait(side)
+        for step in (run.input, run.weight):
+            with late.events() as events[split, step.__name__]:
+                step(0)
+    whole, of_input, of_weight = events[False, "weight"], events[True, "input"], events[True, "weight"]
+    assert len(run.groups[0]) > 1
+    assert list(of_weight.between().values()) == [2] * aside, of_weight
+    assert len(of_weight.records) == 2 * aside
+    assert not of_input.waits
+    assert len(of_weight.of_libtorch) <= len(whole.of_libtorch)
+    assert of_input.host_waits == of_weight.host_waits == 0

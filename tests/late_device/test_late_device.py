@@ -49,5 +49,10 @@ def test_ordinary_tests(name):
 
 
 @pytest.mark.long
+def test_all_combinations():
+    run("late_device/pairs_cases.py", "-m", "long")
+
+
+@pytest.mark.long
 def test_all_ordinary_tests():
     run("-p", "support.on_device", "passes", "policy", "kernels", "-m", "not long and not cuda")

@@ -13,43 +13,42 @@ COMPILER = shutil.which(os.environ.get("CXX", "c++"))
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")]
 
-STREAMS = "csrc/shim/group/streams.h"
+KEPT = "csrc/shim/group/kept.cpp"
+CALL = "csrc/shim/weight/weight_call.cpp"
 
 # What is changed, and the cases that must fail.
 MUTANTS = {
-    "W does not wait for its caller": (
-        STREAMS,
-        "order(callers_stream(stream), stream);",
-        "(void)stream;",
-        "streams",
-    ),
-    "the caller does not wait for W": (STREAMS, "order(stream, callers_stream(stream));", "(void)stream;", "streams"),
-    "the other one waits": (STREAMS, "second.wait(done);", "first.wait(done);", "streams"),
-    "events of the wrong stream": (STREAMS, "done.record(first);", "done.record(second);", "streams"),
-    "a root's gradient is not waited for": (STREAMS, "    order(current, stream);\n", "", "streams"),
-    "the allocator is not told of a root's gradient": (
-        STREAMS,
-        "    device.recordDataPtrOnStream(grad.storage().data_ptr(), stream);\n",
-        "",
-        "streams",
-    ),
-    "W without the engine does not join": (
-        "csrc/pass/weight_pass.c",
-        "status = zbp_join_streams(group, error);",
-        "",
-        "streams",
-    ),
+    "W does not wait for its caller": (CALL, "call.streams.follow_caller();", "", "streams"),
+    "the caller does not wait for W": (CALL, "call.streams.join();", "", "streams"),
     "what a W that raised has added is not joined": (
-        "csrc/pass/weight_pass.c",
-        "            join_what_has_run(group[g]);\n",
-        "            (void)join_what_has_run;\n",
+        CALL,
+        "call.streams.join();",
+        "if (first == 0) call.streams.join();",
         "hooks",
     ),
-    "W on its caller's stream": (
-        "csrc/shim/weight/gradients.cpp",
-        "task.device ? std::optional",
-        "task.device && !task.device ? std::optional",
-        "streams",
+    "the other one waits": (KEPT, "second.wait(done);", "first.wait(done);", "streams"),
+    "events of the wrong stream": (KEPT, "done.record(first);", "done.record(second);", "streams"),
+    "what is kept on another stream is not waited for": (KEPT, "    order(*stream_, here);\n", "", "streams"),
+    "the allocator is not told of what is read elsewhere": (KEPT, "  record(tensor_, here);\n", "", "streams"),
+    "a capture waits for what is outside": (KEPT, "stream != callers && (", "stream != callers || (", "pairs"),
+    "W adds where the accumulator is not": (
+        CALL,
+        "kept.stream() != stream",
+        "kept.stream() != kept.stream()",
+        "pairs",
+    ),
+    "what I unpacks is not waited for": ("csrc/shim/group/saved.cpp", "      order(*there, *here);\n", "", "pairs"),
+    "what I unpacks is made on the stream of whoever is first": (
+        "csrc/shim/group/saved.cpp",
+        "on_its_stream(there);",
+        "on_its_stream(here);",
+        "pairs",
+    ),
+    "the allocator is not told of an input gradient's copy": (
+        "csrc/shim/input/input_grads.cpp",
+        "    record(grad, *here);\n",
+        "",
+        "pairs",
     ),
 }
 

@@ -3,6 +3,7 @@
 Importing this registers the device for the whole process, for good: only processes of its own do (tests/late_device/).
 """
 
+import collections
 import ctypes
 import fcntl
 import functools
@@ -16,6 +17,7 @@ import tempfile
 import types
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -94,6 +96,9 @@ def load():
     made.late_give_away.argtypes = [ctypes.c_uint64]
     made.late_waits.restype = ctypes.c_int64
     made.late_bytes.restype = ctypes.c_uint64
+    made.late_take_calls.restype = ctypes.c_char_p
+    made.late_host_waits.restype = ctypes.c_int64
+    made.late_end_capture.restype = ctypes.c_bool
     if (2, 12) <= torch.__version__ < (2, 13):  # its schedules ask CUDA for the random numbers of whatever device
         torch.random.fork_rng = functools.partial(torch.random.fork_rng, device_type="late")
     torch._register_device_module("late", Module("torch.late"))
@@ -163,13 +168,48 @@ def capturing(a_stream):
 
 @contextmanager
 def captured():
-    """What is called is kept and does not run; yields what runs it, on the current stream."""
+    """As torch.cuda.graph, on a stream of its own: what is called is kept and does not run; yields what runs it, on the
+    current stream. Note [Captures] says what streams may do meanwhile."""
     finish()
-    library.late_begin_capture()
-    try:
-        yield library.late_replay
-    finally:
-        library.late_end_capture()
+    with stream():
+        library.late_begin_capture()
+        try:
+            yield library.late_replay
+        finally:
+            has_come_back = library.late_end_capture()
+    assert has_come_back, "a stream of the capture has not come back to its first one"
+
+
+@dataclass
+class Events:
+    """Events of streams that zbpipe and libtorch asked for, and how often the host waited.
+
+    The streams of an entry are numbers, of which the same stream always has the same.
+    """
+
+    records: list = field(default_factory=list)  # zbpipe's, the stream of each
+    waits: list = field(default_factory=list)  # zbpipe's: (the stream that is waited for, the one that waits)
+    of_libtorch: list = field(default_factory=list)  # its waits, likewise
+    host_waits: int = 0
+
+    def between(self):
+        """Of zbpipe's waits, how many there are for each pair of streams."""
+        return collections.Counter(map(frozenset, self.waits))
+
+
+@contextmanager
+def events():
+    """Yields the events of the block, which are there when it has ended."""
+    seen, before = Events(), library.late_host_waits()
+    library.late_take_calls()
+    yield seen
+    seen.host_waits = library.late_host_waits() - before
+    for line in library.late_take_calls().decode().splitlines():
+        what, is_zbpipes, first, second = line.split()
+        if what == "w":
+            (seen.waits if is_zbpipes == "1" else seen.of_libtorch).append((int(first), int(second)))
+        elif is_zbpipes == "1":
+            seen.records.append(int(first))
 
 
 def finish():

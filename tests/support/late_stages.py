@@ -51,6 +51,29 @@ def multiplied(m, x):
     return Asks.apply(torch.tanh(Asks.apply(x, m.w, None, at_once)), m.v, None, at_once)
 
 
+def used_here(tensor):
+    """What runs for the CPU, and what it unpacks, is on the caller's stream."""
+    if tensor.device.type == "late":
+        tensor.record_stream(torch.accelerator.current_stream())
+    return tensor
+
+
+class ToHost(torch.autograd.Function):
+    """A scaled sum of the rows, on the CPU."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return torch.empty(x.shape[1]).copy_((x * w).sum(0), non_blocking=True)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        used_here(x)
+        grad = grad.to(x.device, non_blocking=True)
+        return (grad * w).expand_as(x).contiguous(), (grad * x).sum(0)
+
+
 def branches(m, x):
     """Two branches, each on a stream of its own, share a matrix and a scale."""
 

@@ -5,6 +5,8 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/Stream.h>
 
+#include <vector>
+
 #include "schedule.h"
 
 namespace late {
@@ -46,6 +48,17 @@ struct Faults {
   int64_t waits_seen = 0;
 };
 extern Faults faults;
+
+/// An event was recorded ('r', on `from`), or `to` was told to wait for one of `from` ('w').
+struct EventCall {
+  char what;
+  bool is_zbpipes;
+  uint32_t from;
+  uint32_t to;
+};
+
+/// Since the last call.
+std::vector<EventCall> take_calls();
 
 void set_capturing(uint32_t stream, bool is_capturing);
 

@@ -8,6 +8,8 @@
 #include <atomic>
 #include <cstring>
 #include <set>
+#include <utility>
+#include <vector>
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -62,6 +64,14 @@ struct Event {
   Mark mark;
 };
 
+std::mutex calls_mutex;
+std::vector<EventCall> calls;
+
+void note(EventCall call) {
+  const std::lock_guard<std::mutex> lock(calls_mutex);
+  calls.push_back(call);
+}
+
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return LATE; }
   c10::Device exchangeDevice(c10::Device device) const override {
@@ -110,7 +120,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 #endif
   {
     const std::lock_guard<std::mutex> lock(captures_mutex);
-    return captures.count(number_of(stream)) != 0 || Schedule::get().is_capturing();
+    return captures.count(number_of(stream)) != 0 || Schedule::get().is_captured(number_of(stream));
   }
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex /*device*/,
@@ -119,6 +129,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
       *event = new Event;
     }
     static_cast<Event*>(*event)->mark = Schedule::get().mark(number_of(stream));
+    note({'r', is_zbpipe(__builtin_return_address(0)), number_of(stream), number_of(stream)});
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (!event) {
@@ -129,6 +140,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     const bool is_asked =
         faults.wait == Wait::either || faults.wait == (is_join ? Wait::joins : Wait::follows);
     faults.waits_seen += is_ours ? 1 : 0;
+    note({'w', is_ours, static_cast<Event*>(event)->mark.at.stream, number_of(stream)});
     if (is_ours && is_asked && faults.waits.is_dropped()) {
       return;
     }
@@ -196,6 +208,11 @@ uint32_t current_stream(c10::DeviceIndex device) {
 c10::Allocator* allocator() {
   static auto* memory = new Memory;
   return memory;
+}
+
+std::vector<EventCall> take_calls() {
+  const std::lock_guard<std::mutex> lock(calls_mutex);
+  return std::exchange(calls, {});
 }
 
 void set_capturing(uint32_t stream, bool is_capturing) {

@@ -1,5 +1,6 @@
 // What tests turn and read, by ctypes.
 
+#include <exception>
 #include <string>
 
 #include "backend.h"
@@ -26,6 +27,7 @@ const char* late_races() {
 /// What was found and planted, and, if nothing is under way, the streams: new ones will have their numbers.
 void late_forget() {
   faults = {};
+  take_calls();
   Schedule::get().forget();
 }
 
@@ -54,12 +56,34 @@ uint64_t late_bytes() {
   return Schedule::get().bytes;
 }
 
-void late_begin_capture() {
-  Schedule::get().begin_capture();
+/// A line each: what is called, whether by zbpipe, and the two streams' numbers on their devices.
+const char* late_take_calls() {
+  static std::string text;
+  text.clear();
+  for (const EventCall& call : take_calls()) {
+    text += std::string(1, call.what) + (call.is_zbpipes ? " 1 " : " 0 ") +
+            std::to_string(call.from) + " " + std::to_string(call.to) + "\n";
+  }
+  return text.c_str();
 }
 
-void late_end_capture() {
-  Schedule::get().end_capture();
+int64_t late_host_waits() {
+  return Schedule::get().host_waits;
+}
+
+/// Of the current stream.
+void late_begin_capture() {
+  Schedule::get().begin_capture(current_stream(current_device()));
+}
+
+/// False if a stream has not come back.
+bool late_end_capture() {
+  try {
+    Schedule::get().end_capture();
+    return true;
+  } catch (const std::exception&) {
+    return false;
+  }
 }
 
 void late_replay() {

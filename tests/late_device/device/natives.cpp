@@ -86,12 +86,21 @@ void copy_in(const Tensor& to, const Tensor& from, uint32_t stream) {
   });
 }
 
-Tensor copy_from(const Tensor& from, const Tensor& to, bool /*non_blocking*/) {
+/// In a capture the host's memory is written when the task runs, as a GPU writes pinned memory.
+Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   Schedule& schedule = Schedule::get();
   if (!is_late(to)) {
     const uint32_t stream = current_stream(from);
     std::vector<Use> uses;
     add_use(uses, from, false);
+    if (non_blocking && schedule.is_captured(stream)) {
+      schedule.enqueue(stream, "a copy to the host", uses,
+                       [here = in_place_of(to), memory = to.storage(), there = in_place_of(from)] {
+                         const Plain plain;
+                         here.copy_(there);
+                       });
+      return to;
+    }
     schedule.enqueue(stream, "a copy to the host", uses, nullptr);
     schedule.finish(schedule.mark(stream));
     const Plain plain;

@@ -105,11 +105,11 @@ void Schedule::check(Block& block, const Touch& touch, const Clock& clock) {
 void Schedule::enqueue(uint32_t stream, const std::string& name, const std::vector<Use>& uses,
                        std::function<void()> run) {
   const Lock lock(mutex_);
-  if (is_capturing_) {
-    captured_.push_back(std::move(run));
-    return;
+  if (is_part(stream)) {
+    captured_.push_back({name, uses, std::exchange(run, nullptr)});
   }
   const Point point{stream, push(stream, {std::move(run), {}})};
+  at(stream).last_task = point.seq;
   for (const Use& use : uses) {
     check(*use.block, {point, use.begin, use.end, use.writes, name}, at(stream).clock);
   }
@@ -121,7 +121,7 @@ void Schedule::enqueue(uint32_t stream, const std::string& name, const std::vect
 Mark Schedule::mark_of(uint32_t stream) {
   Stream& s = at(stream);
   join(s.clock, host_of(stream));
-  return {{stream, s.done + s.tasks.size()}, s.clock};
+  return {{stream, s.done + s.tasks.size()}, s.clock, is_part(stream) ? captures_ : 0};
 }
 
 Mark Schedule::mark(uint32_t stream) {
@@ -131,8 +131,15 @@ Mark Schedule::mark(uint32_t stream) {
 
 void Schedule::wait(uint32_t stream, const Mark& mark) {
   const Lock lock(mutex_);
-  if (is_capturing_) {
-    return;  // tasks are kept in the order in which they came
+  if (!parts_.empty() && mark.capture == captures_) {
+    if (stream / DEVICES == 0) {
+      throw std::runtime_error("the default stream cannot wait for a capture");
+    }
+    parts_.insert(stream);
+  } else if (is_part(stream)) {
+    throw std::runtime_error("a captured stream cannot wait for what is outside of the capture");
+  } else {
+    refuse_captured(mark);
   }
   join(at(stream).clock, mark.clock);
   const Point point{stream, push(stream, {nullptr, mark.at})};
@@ -215,11 +222,16 @@ void Schedule::raise_error() {
   }
 }
 
+void Schedule::refuse_captured(const Mark& mark) {
+  if (mark.capture != 0) {
+    throw std::runtime_error("nobody outside of a capture can wait for what is captured");
+  }
+}
+
 void Schedule::finish(const Mark& mark) {
   const Lock lock(mutex_);
-  if (is_capturing_) {
-    throw std::runtime_error("the host cannot wait for what is captured");
-  }
+  refuse_captured(mark);
+  ++host_waits;
   reach(mark.at);
   join(host_of(mark.at.stream), mark.clock);
   raise_error();
@@ -227,6 +239,10 @@ void Schedule::finish(const Mark& mark) {
 
 void Schedule::finish_all(int device) {
   const Lock lock(mutex_);
+  if (!parts_.empty()) {
+    throw std::runtime_error("the host cannot wait for a device within a capture");
+  }
+  ++host_waits;
   for (uint32_t s = 0; s < streams_.size(); ++s) {
     if (device < 0 || s % DEVICES == static_cast<uint32_t>(device)) {
       const Mark mark = mark_of(s);
@@ -264,7 +280,7 @@ Block* Schedule::allocate(size_t asked, uint32_t stream) {
     std::memset(block->data, NOTHING, size);
   }
   block->asked = asked;
-  block->is_captured = is_capturing_;
+  block->is_captured = is_part(stream);
   bytes += asked;
   return block;
 }
@@ -278,7 +294,11 @@ void Schedule::record(Block* block, uint32_t stream) {
 }
 
 void Schedule::write_over(Block* block) {
-  const auto run = [block] { std::memset(block->data, NOTHING, block->size); };
+  std::function<void()> run = [block] { std::memset(block->data, NOTHING, block->size); };
+  if (is_part(block->stream)) {
+    captured_.push_back(
+        {"giving memory away", {{block, 0, block->size, true}}, std::exchange(run, nullptr)});
+  }
   const Point point{block->stream, push(block->stream, {run, {}})};
   check(*block, {point, 0, block->size, true, "giving memory away"}, at(block->stream).clock);
   if (order_ == Order::at_once) {
@@ -298,10 +318,13 @@ void Schedule::give_away(uint64_t data) {
 void Schedule::free(Block* block) {
   const Lock lock(mutex_);
   bytes -= block->asked;
-  if (block->is_captured || is_capturing_) {
+  const std::vector<uint32_t> users = std::exchange(block->users, {});
+  if (block->is_captured || !parts_.empty()) {
+    if (users.empty() && is_part(block->stream)) {
+      write_over(block);
+    }
     return;  // a replay will use it again
   }
-  const std::vector<uint32_t> users = std::exchange(block->users, {});
   if (users.empty()) {
     write_over(block);
     pool_.push_back(block);
@@ -340,30 +363,42 @@ void Schedule::take_back() {
 
 // ---- captures
 
-void Schedule::begin_capture() {
+void Schedule::begin_capture(uint32_t stream) {
   const Lock lock(mutex_);
-  is_capturing_ = true;
+  ++captures_;
+  first_part_ = stream;
+  parts_ = {stream};
   captured_.clear();
 }
 
 void Schedule::end_capture() {
   const Lock lock(mutex_);
-  is_capturing_ = false;
+  const Clock end = mark_of(first_part_).clock;
+  bool has_lost = false;
+  for (const uint32_t part : std::exchange(parts_, {})) {
+    const Mark mark = mark_of(part);
+    has_lost |= at(part).last_task != 0 && !comes_before({part, at(part).last_task}, end);
+    reach(mark.at);  // which does nothing: what comes next is ordered behind the replays alone
+    join(host_of(part), mark.clock);
+  }
+  if (has_lost) {
+    throw std::runtime_error("a stream of the capture has not come back to its first one");
+  }
 }
 
-bool Schedule::is_capturing() {
+bool Schedule::is_captured(uint32_t stream) {
   const Lock lock(mutex_);
-  return is_capturing_;
+  return is_part(stream);
 }
 
 void Schedule::replay(uint32_t stream) {
-  std::vector<std::function<void()>> tasks;
+  std::vector<Captured> tasks;
   {
     const Lock lock(mutex_);
     tasks = captured_;
   }
   for (auto& task : tasks) {
-    enqueue(stream, "a replay", {}, std::move(task));
+    enqueue(stream, "a replay's " + task.name, task.uses, std::move(task.run));
   }
 }
 

@@ -13,6 +13,14 @@
 //
 // Besides, each task knows by a clock which tasks are bound to come before it. Two that touch the same bytes, one of them
 // writing, and that nothing binds are a race, told whatever the order was.
+//
+// Note [Captures]
+//
+// As on CUDA a capture begins with one stream. A stream that waits for one of the capture's becomes part of it, the
+// default stream may not. Tasks of these streams are kept, in the order in which they came, and do not run; races
+// between them are told at once. None of these streams may wait for what is outside, nor the host or another stream for
+// them, and all have come back to the first one at the end. Other streams run as ever. What is freed is not used again
+// within the capture, but filled with NaN in the order of its stream.
 #pragma once
 
 #include <cstdint>
@@ -41,6 +49,7 @@ using Clock = std::vector<uint64_t>;
 struct Mark {
   Point at;
   Clock clock;
+  uint64_t capture = 0;  // the number of the capture that the stream was part of, if any
 };
 
 /// Who touched which bytes of a block.
@@ -98,15 +107,18 @@ class Schedule {
   /// Of what is allocated.
   size_t bytes = 0;
 
-  /// Until the end of the capture tasks are kept, in the order in which they came, and do not run; nobody may wait.
-  void begin_capture();
+  /// See Note [Captures].
+  void begin_capture(uint32_t stream);
   void end_capture();
-  bool is_capturing();
+  bool is_captured(uint32_t stream);
   /// The tasks of the last capture, on this stream.
   void replay(uint32_t stream);
 
   std::string races();
   void forget();
+
+  /// How often the host has waited for a stream, a device or an event.
+  int64_t host_waits = 0;
 
  private:
   struct Task {
@@ -116,7 +128,13 @@ class Schedule {
   struct Stream {
     std::deque<Task> tasks;
     uint64_t done = 0;
+    uint64_t last_task = 0;  // no wait, and no giving away of memory
     Clock clock;
+  };
+  struct Captured {
+    std::string name;
+    std::vector<Use> uses;
+    std::function<void()> run;
   };
   struct Returned {
     std::vector<Point> after;
@@ -135,6 +153,8 @@ class Schedule {
   void run_any();
   void reach(Point point);
   void take_back();
+  bool is_part(uint32_t stream) { return parts_.count(stream) != 0; }
+  void refuse_captured(const Mark& mark);
   Mark mark_of(uint32_t stream);
   Clock& host_of(uint32_t stream) { return hosts_[has_hosts_ ? stream % DEVICES : 0]; }
   bool is_behind_every_host(Point point);
@@ -151,8 +171,10 @@ class Schedule {
   std::vector<Block*> pool_;    // those that nobody has
   std::vector<Returned> returned_;
   std::set<std::string> races_;
-  bool is_capturing_ = false;
-  std::vector<std::function<void()>> captured_;
+  uint64_t captures_ = 0;     // how many there have been
+  std::set<uint32_t> parts_;  // of the capture that is under way
+  uint32_t first_part_ = 0;
+  std::vector<Captured> captured_;
   std::string error_;
 };
 
