@@ -15,13 +15,13 @@ static void adds_faces_to_the_last_task(void)
     REQUIRE(zbp_layout_add_task(&layout, ZBP_TASK_ROOT, 9) == ZBP_OK);
     REQUIRE(zbp_layout_add_face(&layout, (zbp_face){.weight = -1, .outside = 0}) == ZBP_OK);
     REQUIRE(zbp_layout_add_face(
-                &layout, (zbp_face){.weight = 1, .outside = 0, .is_transposed = true}) == ZBP_OK);
+                &layout, (zbp_face){.weight = 1, .outside = 0, .is_viewed = true}) == ZBP_OK);
     CHECK(layout.task[0].face_begin == 0 && layout.task[0].face_end == 1);
     CHECK(layout.task[1].face_begin == 1 && layout.task[1].face_end == 3);
     CHECK(layout.face[2].task == 1);
     zbp_layout_give_up_path(&layout, 2);
     CHECK(layout.face[2].weight == -1 && layout.face[2].outside == 0 &&
-          !layout.face[2].is_transposed);
+          !layout.face[2].is_transposed && !layout.face[2].is_viewed);
     zbp_layout_give_up_path(&layout, 0); /* it has none */
     CHECK(layout.face[0].weight == 0);
     zbp_layout_clear(&layout);

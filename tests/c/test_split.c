@@ -40,7 +40,7 @@ static void draw_facts(world *w, uint64_t *state)
             .sequence_nr = model_below(state, 100),
             .type = (uint8_t)model_below(state, 5),
             .left_slot = (uint8_t)model_below(state, 2),
-            .step = (uint8_t)model_below(state, ZBP_STEP_CAST + 1),
+            .step = (uint8_t)model_below(state, ZBP_STEP_VIEW + 1),
             .flag = (uint8_t)(model_below(state, 4) == 0 ? model_below(state, 8) : 0),
         };
     }
@@ -238,13 +238,14 @@ static zbp_face naive_path(const world *w, uint32_t node, uint32_t *weight_out)
         }
         casts += fact->step == ZBP_STEP_CAST;
         turns += fact->step == ZBP_STEP_TRANSPOSITION;
+        face.is_viewed = face.is_viewed || fact->step == ZBP_STEP_VIEW;
         meets = meets || arrivals_at(w, node) > 1;
         node = w->graph.edge[edge].dst;
     }
     if (casts > 1 || meets)
         face.obstacle = casts > 1 ? ZBP_OBSTACLE_CAST : ZBP_OBSTACLE_SUM;
     else
-        face.is_transposed = turns % 2 == 1;
+        face.is_transposed = turns % 2 == 1 && !face.is_viewed;
     *weight_out = node;
     return face;
 }
@@ -256,6 +257,7 @@ static void check_face(const world *w, uint32_t group, const zbp_face *face, uin
 
     CHECK(face->obstacle == wanted.obstacle && face->steps == wanted.steps);
     CHECK(face->is_transposed == wanted.is_transposed);
+    CHECK(face->weight < 0 || face->is_viewed == wanted.is_viewed);
     CHECK((face->weight >= 0) == (wanted.obstacle == ZBP_OBSTACLE_NONE));
     if (face->weight >= 0)
         CHECK(weight_id(w, group, face->weight) == behind);

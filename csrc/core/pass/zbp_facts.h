@@ -28,8 +28,9 @@ enum {
 /* What an outside node does to its one gradient. */
 enum {
     ZBP_STEP_NONE,          /* more than these, or something else */
-    ZBP_STEP_TRANSPOSITION, /* of a matrix */
-    ZBP_STEP_CAST           /* on its device */
+    ZBP_STEP_TRANSPOSITION, /* of a matrix, or of each of several */
+    ZBP_STEP_CAST,          /* on its device */
+    ZBP_STEP_VIEW           /* the same elements laid out anew */
 };
 
 /* Or-ed. */

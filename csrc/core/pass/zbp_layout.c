@@ -125,6 +125,6 @@ void zbp_layout_give_up_path(zbp_layout *layout, uint32_t face)
 
     if (zbp_layout_has_path(f)) {
         f->weight = -1;
-        f->is_transposed = false;
+        f->is_viewed = f->is_transposed = false;
     }
 }

@@ -33,14 +33,15 @@ enum {
 };
 
 /* One edge of a task towards the weights. It leads to a weight or to an outside node. A face with a
- * path has both: from the node to the weight lead plain steps alone, which transpose a matrix or
- * cast it. */
+ * path has both: from the node to the weight lead plain steps alone, which lay the gradient out
+ * anew or cast it. */
 typedef struct zbp_face {
     uint32_t task;
     uint32_t slot;    /* position among the node's edges */
     int32_t weight;   /* where it ends, at once or by a path; -1 where it does not */
     int32_t outside;  /* the node outside the closure that it leads to; -1 for a weight */
-    bool is_transposed; /* its path transposes the gradient */
+    bool is_viewed;     /* its path does more than to transpose matrices and cast them */
+    bool is_transposed; /* it does no more, and transposes them */
     uint8_t steps;      /* plain steps behind it: its path, if it has one */
     uint8_t obstacle;   /* ZBP_OBSTACLE_* */
 } zbp_face;

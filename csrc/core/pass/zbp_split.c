@@ -4,7 +4,7 @@
 
 #include "core/base/zbpi_alloc.h"
 
-/* Longer than what models put between a weight and its product. */
+/* Long enough for what einsum puts between a weight and its product. */
 enum { LONGEST_PATH = 8 };
 
 /* What lives only while a split is built. */
@@ -123,13 +123,14 @@ static int add_hops(work *w, uint32_t g)
 /* Follows a face that leads to an outside node to its weight, if only plain steps lie between. */
 static void follow(const work *w, zbp_face *face, uint32_t node)
 {
-    bool is_transposed = false, adds_up = false;
+    bool is_viewed = false, is_transposed = false, adds_up = false;
     uint32_t casts = 0;
 
     for (; face->steps < LONGEST_PATH && is_plain_step(w, node); face->steps++) {
         const uint8_t step = w->facts->fact[node].step;
 
         casts += step == ZBP_STEP_CAST;
+        is_viewed = is_viewed || step == ZBP_STEP_VIEW;
         is_transposed = is_transposed != (step == ZBP_STEP_TRANSPOSITION);
         adds_up = adds_up || w->arrivals[node] > 1;
         node = out_edge(w, node, 0)->dst;
@@ -142,7 +143,8 @@ static void follow(const work *w, zbp_face *face, uint32_t node)
         face->obstacle = ZBP_OBSTACLE_SUM;
     } else {
         face->weight = (int32_t)w->index[node];
-        face->is_transposed = is_transposed;
+        face->is_viewed = is_viewed;
+        face->is_transposed = is_transposed && !is_viewed;
     }
 }
 

@@ -130,11 +130,6 @@ variable_list StandIn::apply(variable_list&& grads) {
 
 namespace {
 
-/// True for a node that returns what is not libtorch's, but a Function's or a hook's.
-bool is_somebodys(Node& node) {
-  return !is_generated(node) || has_hooks(node);
-}
-
 /// What is kept of what the node's hooks return is theirs no more.
 variable_list call_hooks_before(Node& node, variable_list&& grads) {
   if (!has_hooks(node)) {
@@ -251,13 +246,15 @@ variable_list run_node(Node& node, Node& substitute, variable_list&& grads, bool
 variable_list StandIn::run_whole(Task& task, variable_list&& grads,
                                  SmallVector<uint32_t, 2>& somebodys) {
   Node& node = *original_;
-  const CameIn came_in(is_somebodys(node) ? grads : variable_list());
+  const bool is_libtorchs = is_generated(node);
+  const bool is_asked = !is_libtorchs || has_hooks(node);
+  const CameIn came_in(is_asked ? grads : variable_list());
   AddedByKernels added;
   const auto weight_at = [&](size_t f) {
     const int32_t w = task.plan(f).weight;
     return w < 0 ? at::Tensor() : group_->weights[w].accumulator->variable;
   };
-  for (size_t f = 0; f < task.face.size() && group_->adds_to_main_grad && !is_generated(node); ++f) {
+  for (size_t f = 0; f < task.face.size() && group_->adds_to_main_grad && !is_libtorchs; ++f) {
     added.watch(weight_at(f));
   }
   variable_list outputs = run_node(node, *this, std::move(grads), /*release=*/true);
@@ -266,7 +263,7 @@ variable_list StandIn::run_whole(Task& task, variable_list&& grads,
     if (!grad.defined() || added.has(weight_at(f))) {
       continue;
     }
-    if (is_somebodys(node) && !came_in.has(grad)) {
+    if (is_asked && !came_in.has(grad)) {
       somebodys.push_back(task.plan().face_begin + static_cast<uint32_t>(f));
     }
     task.face[f].grad = Kept(grad);

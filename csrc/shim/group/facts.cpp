@@ -1,5 +1,7 @@
 #include "shim/group/facts.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/WrapDimMinimal.h>
 #include <torch/csrc/autograd/generated/Functions.h>
 
 #include "shim/group/saved.h"
@@ -40,21 +42,44 @@ namespace {
 
 /// A ZBP_STEP_*; whether a hook sees it is not looked at.
 uint8_t step_of(Node& node) {
-  if (!is_layout(node)) {
+  if (!is_layout(node) || as<gen::ExpandBackward0>(node)) {
     return ZBP_STEP_NONE;
+  }
+  const auto dims = static_cast<int64_t>(node.input_metadata(0).shape_as_dim_vector().size());
+  if (as<gen::TBackward0>(node)) {
+    return dims == 2 ? ZBP_STEP_TRANSPOSITION : ZBP_STEP_VIEW;
   }
   if (auto* n = as<gen::ToCopyBackward0>(node)) {
     const bool moves = n->self_options.device() != node.input_metadata(0).device();
     return moves ? ZBP_STEP_NONE : ZBP_STEP_CAST;
   }
-  const auto dims = static_cast<int64_t>(node.input_metadata(0).shape_as_dim_vector().size());
-  bool transposes = as<gen::TBackward0>(node) && dims == 2;
+  bool transposes = false;
   if (auto* n = as<gen::TransposeBackward0>(node)) {
     transposes = are_last_two(n->dim0, n->dim1, dims);
-  } else if (auto* n = as<gen::PermuteBackward0>(node)) {
-    transposes = dims == 2 && are_last_two(n->dims[0], n->dims[1], dims) && n->dims[0] % 2 != 0;
+  } else if (auto* n = as<gen::PermuteBackward0>(node); n && dims == 2) {
+    transposes = n->dims[0] % 2 != 0;
   }
-  return transposes && dims <= 3 ? ZBP_STEP_TRANSPOSITION : ZBP_STEP_NONE;
+  return transposes && dims <= 3 ? ZBP_STEP_TRANSPOSITION : ZBP_STEP_VIEW;
+}
+
+/// The gradient that the node, a plain step, gives for `grad`, but for a cast.
+at::Tensor step_back(Node& node, const at::Tensor& grad) {
+  if (as<gen::TBackward0>(node)) {
+    return grad.t();
+  }
+  if (auto* n = as<gen::TransposeBackward0>(node)) {
+    return grad.transpose(n->dim0, n->dim1);
+  }
+  if (auto* n = as<gen::PermuteBackward0>(node)) {
+    std::vector<int64_t> back(n->dims.size());
+    for (size_t d = 0; d < back.size(); ++d) {
+      back[c10::maybe_wrap_dim(n->dims[d], static_cast<int64_t>(back.size()))] =
+          static_cast<int64_t>(d);
+    }
+    return grad.permute(back);
+  }
+  const Edge& next = node.next_edge(0);
+  return grad.reshape_symint(next.function->input_metadata(next.input_nr).shape_as_dim_vector());
 }
 
 }  // namespace
@@ -106,6 +131,16 @@ bool saves_nothing(Node& node) {
 
 bool has_saved_nothing(Node& node) {
   return is_python_function(node) ? Saver(node).all().empty() : saves_nothing(node);
+}
+
+at::Tensor along_path(const Task& task, size_t f, at::Tensor grad) {
+  // What comes out does not know of what it is a view. In W's mode (no grad) a view would keep its
+  // base, and look as if somebody else had its memory.
+  const at::AutoDispatchBelowADInplaceOrView no_view;
+  for (Node* node : path_of(task, f)) {
+    grad = step_back(*node, grad);
+  }
+  return grad;
 }
 
 SmallVector<Node*, 4> path_behind(const Edge& edge, size_t count) {

@@ -17,7 +17,7 @@ bool is_matrix(const Edge& edge);
 /// True for a node that only lays one gradient out anew, copies or casts it.
 bool is_layout(Node& node);
 
-/// True for a node that only transposes a matrix or casts it, and that no hook sees.
+/// True for such a node that has no expanded elements to add up, and that no hook sees.
 bool is_plain_step(Node& node);
 
 /// True for a node of a kind that saves no tensor.
@@ -35,5 +35,9 @@ inline SmallVector<Node*, 4> path_of(const Task& task, size_t f) {
   const zbp_face& plan = task.plan(f);
   return path_behind(task.face[f].edge, zbp_layout_has_path(&plan) ? plan.steps : 0);
 }
+
+/// `grad`, which has the shape of the face's edge, laid out as the weight behind its path, by
+/// operations of our own: libtorch's nodes ask the run of the engine that the thread is in.
+at::Tensor along_path(const Task& task, size_t f, at::Tensor grad);
 
 }  // namespace zbp

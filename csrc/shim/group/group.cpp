@@ -123,14 +123,15 @@ void Group::own(c10::ArrayRef<uint32_t> faces, c10::ArrayRef<at::Tensor> known) 
   zbp::own(grads, known);
 }
 
-void Group::add_streams(Streams& streams) const {
+void Group::find_streams() {
   for (const Task& task : tasks) {
     streams.add(stream_of(task));
-    for_each_kept(task, [&](const Kept& kept, auto&&...) { streams.add(kept.stream()); });
+    for_each_kept(task, [this](const Kept& kept, auto&&...) { streams.add(kept.stream()); });
   }
   for (const Weight& weight : weights) {
-    streams.add(stream_of(*weight.accumulator));
+    streams.add(stream_of(weight));
   }
+  was_captured = streams.are_captured();
 }
 
 bool Group::leaves_packed() const {

@@ -195,6 +195,12 @@ struct Weight {
   at::Tensor main_grad;  // for the time of a W: where it adds instead of .grad
 };
 
+/// The one that it adds on.
+inline std::optional<c10::Stream> stream_of(const Weight& weight) {
+  return runs_late(weight.accumulator->variable.device()) ? stream_of(*weight.accumulator)
+                                                          : std::nullopt;
+}
+
 /// What a node outside the closure has saved behind hooks, or as a view that keeps its base for
 /// nothing.
 struct UnpinnedOutside {
@@ -218,6 +224,7 @@ struct Group : zbp_group, std::enable_shared_from_this<Group> {
   std::shared_ptr<Group> owned;  // itself, while the caller owns it: until zbp_group_free
   bool was_captured = false;     // I ran within a capture of the device's: see Note [Streams]
   SmallVector<Task, 1> tasks;
+  Streams streams;
   SmallVector<Weight, 2> weights;
   std::vector<Outside> outside;
   std::vector<UnpinnedOutside> unpinned_outside;  // what I has still to see to
@@ -255,8 +262,8 @@ struct Group : zbp_group, std::enable_shared_from_this<Group> {
   /// Of the nodes for which W computes a region again, the highest sequence number; 0 if there are
   /// none. What is computed for a node has been computed before it in the forward.
   uint64_t recomputed_for() const;
-  /// Those of its tasks, of what they keep, and of its weights.
-  void add_streams(Streams& streams) const;
+  /// At the end of I: finds the streams of its tasks, of what they keep, and of its weights.
+  void find_streams();
 };
 
 using GroupPtr = std::shared_ptr<Group>;

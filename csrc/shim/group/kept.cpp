@@ -22,6 +22,11 @@ bool has_version(const at::Tensor& tensor) {
   return tensor.defined() && !tensor.is_inference();
 }
 
+const void* memory_of(const at::Tensor& tensor) {
+  const bool is_pythons = tensor.defined() && tensor.unsafeGetTensorImpl()->is_python_dispatch();
+  return storage_of(is_pythons ? local_part(tensor) : tensor);
+}
+
 const void* storage_of(const at::Tensor& tensor) {
   return tensor.defined() && tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl()
                                                   : nullptr;
@@ -156,6 +161,7 @@ void own(c10::ArrayRef<Kept*> grads, c10::ArrayRef<at::Tensor> known) {
   }
   SmallVector<Kept*, 2> others;
   for (Kept* grad : grads) {
+    grad->see_anew();
     if (grad->tensor().defined() && holders.has_others(grad->tensor())) {
       others.push_back(grad);
     }
@@ -176,7 +182,7 @@ CameIn::CameIn(c10::ArrayRef<at::Tensor> grads) {
 }
 
 bool CameIn::has(const at::Tensor& grad) const {
-  const void* const storage = storage_of(local_part(grad));
+  const void* const storage = memory_of(grad);
   return std::any_of(storages_.begin(), storages_.end(), [&](const auto& other) {
     return other._unsafe_get_target() == storage;
   });
@@ -253,6 +259,12 @@ void record(const at::Tensor& tensor, const c10::Stream& stream) {
 void Streams::add(const std::optional<c10::Stream>& stream) {
   if (stream && std::find(all_.begin(), all_.end(), *stream) == all_.end()) {
     all_.push_back(*stream);
+  }
+}
+
+void Streams::add(const Streams& others) {
+  for (const c10::Stream& stream : others.all_) {
+    add(std::optional(stream));
   }
 }
 

@@ -57,6 +57,9 @@ bool has_version(const at::Tensor& tensor);
 /// The identity of the tensor's storage; null if it has none.
 const void* storage_of(const at::Tensor& tensor);
 
+/// The same of a DTensor's local part.
+const void* memory_of(const at::Tensor& tensor);
+
 /// Of the tensor's whole storage; 0 where there is none, or where its size is not known as a
 /// number.
 size_t bytes_of(const at::Tensor& tensor);
@@ -85,6 +88,8 @@ class Kept {
 
   uint32_t kept_version() const { return version_; }
   bool was_modified() const;
+  /// It is as it is now that W is to read it.
+  void see_anew() { version_ = has_version(tensor_) ? tensor_._version() : 0; }
   void reset() { tensor_.reset(); }
 
  private:
@@ -178,6 +183,8 @@ void record(const at::Tensor& tensor, const c10::Stream& stream);
 class Streams {
  public:
   void add(const std::optional<c10::Stream>& stream);
+  void add(const Streams& others);
+  bool empty() const { return all_.empty(); }
   void follow_caller() const;
   void join() const;
   /// True if the caller captures a graph on one of their devices.

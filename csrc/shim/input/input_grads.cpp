@@ -44,10 +44,6 @@ at::Tensor captured(const Edge& edge, const Walk& walk, const Captures& captures
   return reached ? capture->second->grads[edge.input_nr] : at::Tensor();
 }
 
-const void* memory_of(const at::Tensor& grad) {
-  return storage_of(local_part(grad));
-}
-
 /// The memory of inputs' gradients that a task has too, or one of the caller's output gradients.
 std::unordered_set<const void*> memory_in_use(const InputPassArgs& args, const variable_list& grads,
                                               const std::vector<GroupPtr>& groups) {

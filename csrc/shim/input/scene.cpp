@@ -280,9 +280,7 @@ void hand_over(zbp_scene& scene, const zbp_survey& survey) {
   scene.input_grads = input_grads(scene.args, *scene.walk, scene.captures, scene.groups);
   for (const GroupPtr& group : scene.groups) {
     group->own(std::exchange(group->waiting, {}), {});
-    Streams streams;
-    group->add_streams(streams);
-    group->was_captured = streams.are_captured();
+    group->find_streams();
   }
   scene.cuts.undo();
   scene.detours.commit();

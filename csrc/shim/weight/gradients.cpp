@@ -55,17 +55,16 @@ at::Tensor oriented(const Operand& operand) {
   return operand.is_transposed ? operand.matrix.mT() : operand.matrix;
 }
 
-/// The same for a gradient on its way to a weight: it does not know of what it is a view. In W's
-/// mode (no grad) a view would keep its base, and look as if somebody else had its memory.
+/// The same for a gradient on its way to a weight: see along_path().
 at::Tensor turned(const at::Tensor& grad, bool is_transposed) {
   const at::AutoDispatchBelowADInplaceOrView no_view;
   return oriented({grad, is_transposed});
 }
 
-/// The gradient at the face as its edge expects it, taken along the face's path to the weight.
+/// The gradient at the face as its edge expects it, laid out as the weight behind its path. A cast
+/// is left to whoever checks what arrives at the weight.
 at::Tensor at_weight(const Task& task, size_t f, at::Tensor grad) {
-  const zbp_face& plan = task.plan(f);
-  if (!zbp_layout_has_path(&plan)) {
+  if (!zbp_layout_has_path(&task.plan(f))) {
     return grad;
   }
   variable_list grads{std::move(grad)};
@@ -73,13 +72,12 @@ at::Tensor at_weight(const Task& task, size_t f, at::Tensor grad) {
       {task.face[f].edge}, grads, [](const std::string& message) {
         return "a weight task, on the way to its weight, returned an " + message;
       });
-  // A cast is left to whoever checks what arrives at the weight.
-  return grads[0].defined() ? turned(grads[0], plan.is_transposed) : grads[0];
+  return grads[0].defined() ? along_path(task, f, std::move(grads[0])) : grads[0];
 }
 
 /// The two matrices whose product is the gradient at a face, as the node's own backward multiplies
 /// them. For Y = A B: dA = dY Bᵀ, dB = Aᵀ dY, or both sides of that transposed. `is_transposed`:
-/// the gradient is the product transposed; of a face with a path, the one at the weight.
+/// the gradient is the product transposed: the one at the weight, unless the path is viewed.
 struct Factors {
   Operand left, right;
   bool is_transposed;
@@ -158,6 +156,9 @@ void add(const Addition& a, c10::ScalarType type, zbp_how how) {
 /// nothing was done, if it cannot be added so.
 bool add_in_place(const at::Tensor& grad, c10::ScalarType type, const Task& task,
                   const Product& product, size_t f, zbp_how how) {
+  if (task.plan(f).is_viewed) {
+    return false;
+  }
   Factors factors = factors_of(task, product, task.plan(f));
   Operand sum{grad, factors.is_transposed};
   if (is_subclass(grad)) {
@@ -185,8 +186,9 @@ bool add_in_place(const at::Tensor& grad, c10::ScalarType type, const Task& task
 at::Tensor face_grad(const Task& task, size_t f, variable_list& outputs) {
   if (const Product* product = product_at(task, f)) {
     const Factors factors = factors_of(task, *product, task.plan(f));
-    return turned(product_of(oriented(factors.left), oriented(factors.right)),
-                  factors.is_transposed);
+    const at::Tensor grad = turned(product_of(oriented(factors.left), oriented(factors.right)),
+                                   factors.is_transposed);
+    return task.plan(f).is_viewed ? along_path(task, f, grad) : grad;
   }
   if (const auto* of_sum = std::get_if<Product>(&task.work)) {
     // The added matrix or bias; the engine's rules reduce it.
@@ -262,7 +264,7 @@ void add_alone(Group& group, uint32_t number, zbp_how how) {
   Task& task = group.tasks[group.layout.face[number].task];
   Weight& weight = group.weights[group.layout.face[number].weight];
   const size_t f = number - task.plan().face_begin;
-  const c10::OptionalStreamGuard stream(stream_of(*weight.accumulator));
+  const c10::OptionalStreamGuard stream(stream_of(weight));
   if (add_product(weight, task, f, how)) {
     return;
   }

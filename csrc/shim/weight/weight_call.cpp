@@ -30,7 +30,7 @@ struct Call {
   Call(zbp_group* const* groups, size_t count) {
     for (size_t i = 0; i < count; ++i) {
       group.push_back(&group_of(groups[i]));
-      group.back()->add_streams(streams);
+      streams.add(group.back()->streams);
     }
   }
   ~Call() {
@@ -204,9 +204,7 @@ void check_reads(const Call& call) {
 }
 
 void check_capture(const Group& group, size_t g) {
-  Streams streams;
-  group.add_streams(streams);
-  if (const bool then = group.was_captured; then != streams.are_captured()) {
+  if (const bool then = group.was_captured; then != group.streams.are_captured()) {
     refuse(PyExc_RuntimeError, "param_groups[", g, "] was made by an input pass ",
            then ? "within" : "outside",
            " the capture of a CUDA graph, and its weight pass is called ",
@@ -327,7 +325,8 @@ int zbp_group_see_hooks(zbp_group* handle, zbp_error* error) {
           zbp_layout_give_up_path(&group.layout, task.plan().face_begin + static_cast<uint32_t>(f));
         }
         const int32_t w = task.plan(f).weight;
-        if (w >= 0 && is_elsewhere(task, f, stream_of(*group.weights[w].accumulator))) {
+        if (w >= 0 && !group.streams.empty() &&
+            is_elsewhere(task, f, stream_of(group.weights[w]))) {
           group.book.weight[w].seen |= ZBP_WEIGHT_ELSEWHERE;
         }
       }
