@@ -3,8 +3,9 @@
 Names, signatures and results are those of torch's functions (as of torch 2.15): no caller has to change.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,8 +14,9 @@ from torch.autograd.graph import GradientEdge
 
 from zbpipe import _C
 from zbpipe._formatting import argument
-from zbpipe._policy import get_policy
-from zbpipe._stage import handover, scale
+from zbpipe._policy import Policy, get_policy
+from zbpipe._stage import fsdp, handover, scale
+from zbpipe._torch import autograd
 
 ParamGroup = _C.ParamGroup
 Grads = tuple[torch.Tensor | None, ...]
@@ -22,6 +24,8 @@ Grads = tuple[torch.Tensor | None, ...]
 # Set by zbpipe.memory while it records: runs a pass, given "I", "W" or "B" (a whole backward), function and arguments.
 # Read once a pass, for a recording may end on another thread.
 observer: Callable[..., Any] | None = None
+
+_FLAG = "grad_added_to_main_grad"
 
 
 def stage_backward_input(
@@ -70,21 +74,17 @@ def stage_backward_input(
     grads: Any = output_grads
     if handover.has_outputs() and any(_requires_grad(loss) for loss in outputs):
         outputs, grads = _with_outputs(outputs, grads)
-    inner: AbstractContextManager[None] = nullcontext()
-    if policy.main_grad and weights is not None:
-        weights = _listed("weights", weights)
-        inner = _inner_backwards_into_main_grad(handover.in_graph(weights) or ())
     stages = handover.take_stages_pass()
     served = handover.in_graph(weights) if stages is None else None
     inputs = input_values if stages is None else input_values[: stages.received]
     try:
-        with inner:
+        with _inner_backwards(policy):
             dinputs, groups = run(
                 _listed("stage_outputs_or_loss", outputs),
                 None if grads is None else _listed("output_grads", grads),
                 _listed("input_values", inputs),
-                None if served is None else _listed("weights", served),
-                policy,
+                None if served is None else _weights_of_input_pass(served, is_own=served is weights),
+                _of_input_pass(policy),
             )
     except _C.RunError as error:
         raise _failed("stage backward input", stage_outputs_or_loss, output_grads, input_values) from error.__cause__
@@ -140,15 +140,24 @@ def stage_backward_weight(
     policy = get_policy()
     if policy.main_grad:
         scale.check_main_grad()
-    served = None if handover.take_stages_pass() else handover.in_graph(weights)
+    stages = handover.take_stages_pass()
+    served = None if stages else handover.in_graph(weights)
     groups = _listed("param_groups", param_groups)
-    if served is None:
+    listed = None if served is None else _listed("weights", served)
+    if listed is not None:
+        _check_listed(listed, groups)
+    is_own = stages is None and served is weights
+    with _inner_backwards(policy), fsdp.around_own(groups) if is_own else nullcontext():
         run(groups, retain_graph, policy)
-        return ()
-    listed = _listed("weights", served)
-    _check_listed(listed, groups)
-    run(groups, retain_graph, policy)
-    return tuple([weight.grad for weight in listed])  # a generator takes a fifth longer
+    return () if listed is None else tuple([weight.grad for weight in listed])  # a generator takes a fifth longer
+
+
+def _weights_of_input_pass(weights: Iterable[torch.Tensor], is_own: bool) -> tuple[Any, ...]:
+    listed = _listed("weights", weights)
+    if is_own:
+        fsdp.refuse_shards(listed)
+    # An iterator that the call before has used up, maybe: I warns of a leaf in no graph, if the graph has others.
+    return listed if listed or not isinstance(weights, Iterator) else (torch.empty(0, requires_grad=True),)
 
 
 def _listed(name: str, values: Any) -> tuple[Any, ...]:
@@ -228,33 +237,65 @@ def _backward_into_main_grad(roots: Sequence[Any], root_grads: Sequence[torch.Te
     """torch.autograd.backward into ``main_grad``: I, and W at once, since only W adds there."""
     scale.check_main_grad()
     policy = get_policy()
-    try:
-        _, groups = _C.input_pass(tuple(roots), tuple(root_grads), (), None, policy)
-    except _C.RunError as error:
-        raise error.__cause__ or error from None
-    _C.weight_pass(tuple(groups), False, policy)
+    with _inner_backwards(policy):
+        try:
+            _, groups = _C.input_pass(tuple(roots), tuple(root_grads), (), None, _of_input_pass(policy))
+        except _C.RunError as error:
+            raise error.__cause__ or error from None
+        with fsdp.around_own(groups):
+            _C.weight_pass(tuple(groups), False, policy)
+
+
+def _of_input_pass(policy: Policy) -> Policy:
+    """The policy without ``main_grad``, where W alone adds; :func:`_inner_backwards` moves what I adds to ``.grad``."""
+    return dataclasses.replace(policy, main_grad=False) if policy.main_grad else policy
 
 
 @contextmanager
-def _inner_backwards_into_main_grad(weights: Iterable[Any]) -> Iterator[None]:
-    """Moves to ``main_grad`` what a backward within I, such as a reentrant checkpoint's, adds to ``.grad``."""
-    given: dict[Any, torch.Tensor | None] = {}
-    for weight in weights:
-        place = getattr(weight, "main_grad", None)
-        # W refuses a main_grad that does not fit.
-        if isinstance(place, torch.Tensor) and place.shape == weight.shape:
-            given.setdefault(weight, weight.grad)
-            weight.grad = None
-    try:
+def _inner_backwards(policy: Policy) -> Iterator[None]:
+    """A context of a pass. Under ``main_grad=True`` what backwards within it, such as a reentrant checkpoint's, add to
+    ``.grad`` goes to ``main_grad``."""
+    if not policy.main_grad:
         yield
+        return
+    added: set[Any] = set()
+    try:
+        with autograd.inner_backwards_through(partial(_into_main_grad, added)):
+            yield
     finally:
-        for weight, grad in given.items():
-            if weight.grad is not None:
+        for weight in added:
+            _set_flag(weight, True)
+
+
+def _into_main_grad(added: set[Any], run: Callable[[], Any], outputs: Sequence[Any]) -> Any:
+    """Runs a backward as one that finds no ``.grad``, and moves what it leaves there.
+
+    A fused kernel adds to ``main_grad`` itself, and says so by the flag. It leaves a dummy in ``.grad``."""
+    given: dict[Any, tuple[torch.Tensor | None, bool | None]] = {}
+    for weight in autograd.leaves_behind(outputs):
+        if isinstance(place := getattr(weight, "main_grad", None), torch.Tensor):
+            if place.shape != weight.shape:
+                raise ValueError(f"a weight of {list(weight.shape)} has a main_grad of {list(place.shape)}")
+            given[weight] = weight.grad, getattr(weight, _FLAG, None)
+            weight.grad = None
+            _set_flag(weight, False)
+    try:
+        return run()
+    finally:
+        for weight, (grad, flag) in given.items():
+            is_added = getattr(weight, _FLAG, False)
+            if weight.grad is not None and not is_added:
                 with torch.no_grad():
                     weight.main_grad.add_(weight.grad)
-                if hasattr(weight, "grad_added_to_main_grad"):
-                    weight.grad_added_to_main_grad = True
+            if weight.grad is not None or is_added:
+                added.add(weight)
             weight.grad = grad
+            _set_flag(weight, flag)
+
+
+def _set_flag(weight: Any, flag: bool | None) -> None:
+    if hasattr(weight, _FLAG):
+        setattr(weight, _FLAG, flag)
 
 
 class _EdgeWithoutGradient(AssertionError):
