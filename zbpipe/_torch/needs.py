@@ -124,10 +124,8 @@ _SHARDED = (
     Thing(f"{_GROUP}.is_unsharded", "property"),
     *_functions(_GROUP, {"unshard": "self async_op", "wait_for_unshard": "self", "reshard": "self"}),
     *_attributes(_PARAM, "sharded_param _unsharded_param"),
-)
-_SUMS_IN_BUFFERS = (
-    *_attributes(_PARAM, "unsharded_accumulated_grad"),
-    *_functions(_PARAM, {"to_accumulated_grad_if_needed": "self"}),
+    *_functions(_STATE, {"_root_post_backward_final_callback": "self"}),
+    *_attributes("torch.distributed._composable_state", "_module_state_mapping"),
 )
 
 NEEDS = (
