@@ -78,13 +78,13 @@ def stage_backward_input(
     served = handover.in_graph(weights) if stages is None else None
     inputs = input_values if stages is None else input_values[: stages.received]
     try:
-        with _inner_backwards(policy):
+        with _inner_backwards(policy) as policy_of_input_pass:
             dinputs, groups = run(
                 _listed("stage_outputs_or_loss", outputs),
                 None if grads is None else _listed("output_grads", grads),
                 _listed("input_values", inputs),
                 None if served is None else _weights_of_input_pass(served, is_own=served is weights),
-                _of_input_pass(policy),
+                policy_of_input_pass,
             )
     except _C.RunError as error:
         raise _failed("stage backward input", stage_outputs_or_loss, output_grads, input_values) from error.__cause__
@@ -237,31 +237,26 @@ def _backward_into_main_grad(roots: Sequence[Any], root_grads: Sequence[torch.Te
     """torch.autograd.backward into ``main_grad``: I, and W at once, since only W adds there."""
     scale.check_main_grad()
     policy = get_policy()
-    with _inner_backwards(policy):
+    with _inner_backwards(policy) as policy_of_input_pass:
         try:
-            _, groups = _C.input_pass(tuple(roots), tuple(root_grads), (), None, _of_input_pass(policy))
+            _, groups = _C.input_pass(tuple(roots), tuple(root_grads), (), None, policy_of_input_pass)
         except _C.RunError as error:
             raise error.__cause__ or error from None
         with fsdp.around_own(groups):
             _C.weight_pass(tuple(groups), False, policy)
 
 
-def _of_input_pass(policy: Policy) -> Policy:
-    """The policy without ``main_grad``, where W alone adds; :func:`_inner_backwards` moves what I adds to ``.grad``."""
-    return dataclasses.replace(policy, main_grad=False) if policy.main_grad else policy
-
-
 @contextmanager
-def _inner_backwards(policy: Policy) -> Iterator[None]:
-    """A context of a pass. Under ``main_grad=True`` what backwards within it, such as a reentrant checkpoint's, add to
-    ``.grad`` goes to ``main_grad``."""
+def _inner_backwards(policy: Policy) -> Iterator[Policy]:
+    """A context of a pass. Under ``main_grad=True`` it moves to ``main_grad`` what backwards within the pass add to
+    ``.grad``, such as a reentrant checkpoint's; it gives the policy for I, which itself adds nowhere."""
     if not policy.main_grad:
-        yield
+        yield policy
         return
     added: set[Any] = set()
     try:
         with autograd.inner_backwards_through(partial(_into_main_grad, added)):
-            yield
+            yield dataclasses.replace(policy, main_grad=False)
     finally:
         for weight in added:
             _set_flag(weight, True)
@@ -271,18 +266,19 @@ def _into_main_grad(added: set[Any], run: Callable[[], Any], outputs: Sequence[A
     """Runs a backward as one that finds no ``.grad``, and moves what it leaves there.
 
     A fused kernel adds to ``main_grad`` itself, and says so by the flag. It leaves a dummy in ``.grad``."""
-    given: dict[Any, tuple[torch.Tensor | None, bool | None]] = {}
-    for weight in autograd.leaves_behind(outputs):
-        if isinstance(place := getattr(weight, "main_grad", None), torch.Tensor):
-            if place.shape != weight.shape:
-                raise ValueError(f"a weight of {list(weight.shape)} has a main_grad of {list(place.shape)}")
-            given[weight] = weight.grad, getattr(weight, _FLAG, None)
-            weight.grad = None
-            _set_flag(weight, False)
+    leaves: Iterator[Any] = autograd.leaves_behind(outputs)
+    weights = [leaf for leaf in leaves if isinstance(getattr(leaf, "main_grad", None), torch.Tensor)]
+    for weight in weights:
+        if weight.main_grad.shape != weight.shape:
+            raise ValueError(f"a weight of {list(weight.shape)} has a main_grad of {list(weight.main_grad.shape)}")
+    before = [(weight.grad, getattr(weight, _FLAG, None)) for weight in weights]
+    for weight in weights:
+        weight.grad = None
+        _set_flag(weight, False)
     try:
         return run()
     finally:
-        for weight, (grad, flag) in given.items():
+        for weight, (grad, flag) in zip(weights, before, strict=True):
             is_added = getattr(weight, _FLAG, False)
             if weight.grad is not None and not is_added:
                 with torch.no_grad():

@@ -674,6 +674,7 @@ def test_buffers_that_a_region_writes_are_not_watched():
 
 
 @needs_zbpipe
+@pytest.mark.filterwarnings("ignore:none of the weights:UserWarning")
 def test_reentrant_checkpoint_that_leads_to_neither_input_nor_weight_is_refused():
     m = Stage(lambda m, x, d: reentrantly(lambda x, d: x @ m.w, x, d), w=(4, 4))
     x, dummy = torch.randn(3, 4, dtype=f64), torch.ones(1, requires_grad=True)

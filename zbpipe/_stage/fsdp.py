@@ -17,7 +17,7 @@ from zbpipe._torch import fsdp
 
 @contextlib.contextmanager
 def around(module: Any, backward_type: str, param_groups: Iterable[Any]) -> Iterator[None]:
-    """A context for I or W of a stage under fully_shard. Its W may serve other stages' weights; these have their own."""
+    """A context for I or W of a stage under fully_shard. Other stages' weights, which W may serve, are left to them."""
     own = [fsdp.states_in(module)] if backward_type == "weight" else []
     with handover.with_weights(fsdp.gathered(module)), _around_weight_pass(own, param_groups):
         yield
@@ -47,8 +47,8 @@ def _around_weight_pass(modules: list[list[Any]], param_groups: Iterable[Any]) -
 
 def refuse_shards(weights: Sequence[torch.Tensor]) -> None:
     """Raises ValueError for a weight that is a shard: it is in no graph, so I and W would lose its gradient."""
-    i = fsdp.shard_among(weights)
-    if i is not None:
+    shards = fsdp.shards()
+    for i in [i for i, weight in enumerate(weights) if id(weight) in shards]:
         raise ValueError(
             f"weights[{i}] of {list(weights[i].shape)} is a shard of fully_shard's, which is in no graph; pass "
             "weights=None to both passes, for all leaves of the graph"

@@ -107,21 +107,12 @@ def storage_id(storage: torch.UntypedStorage) -> int:
     return int(storage._cdata)
 
 
-# Nodes and runs.
-
-
-def at_the_end_of_a_backward(callback: Callable[[], None]) -> None:
-    """Calls back when the backward that this thread is within ends; at once if there is none."""
-    if torch._C._current_graph_task_id() == -1:
-        callback()
-    else:
-        torch.autograd.Variable._execution_engine.queue_callback(callback)
+# Nodes and runs of the engine.
 
 
 def leaves_behind(outputs: Iterable[torch.Tensor | GradientEdge]) -> Iterator[torch.Tensor]:
     """The leaves that the graph leads to from these outputs."""
-    edges = [o if isinstance(o, GradientEdge) else get_gradient_edge(o) for o in outputs]
-    pending = [edge.node for edge in edges]
+    pending = [(o if isinstance(o, GradientEdge) else get_gradient_edge(o)).node for o in outputs]
     seen = set(pending)
     while pending:
         node = pending.pop()
@@ -135,29 +126,28 @@ def leaves_behind(outputs: Iterable[torch.Tensor | GradientEdge]) -> Iterator[to
 _THROUGH = "zbpipe_through"  # a name in the thread's state, which runs of the engine take along to its threads
 _lock = threading.Lock()
 _passes = 0
-_run_before: Any = None
-_run_now: Any = None
+_run_backward: Any = None  # torch's, while a pass stands in front of it
 
 
 @contextlib.contextmanager
 def inner_backwards_through(function: Callable[..., Any]) -> Iterator[None]:
     """A context in which ``function(run, outputs)`` runs each ``torch.autograd.backward`` that is called in this
     thread, or on a thread of the engine in a run that this thread has begun. Other backwards are left alone."""
-    global _passes, _run_before, _run_now
+    global _passes, _run_backward
     before = _function_through()
     torch._C._stash_obj_in_tls(_THROUGH, function)
     with _lock:
-        if _passes == 0:
-            _run_before = torch.autograd._engine_run_backward
-            _run_now = torch.autograd._engine_run_backward = functools.partial(_run_through, _run_before)
         _passes += 1
+        if _passes == 1:
+            _run_backward = torch.autograd._engine_run_backward
+            torch.autograd._engine_run_backward = functools.partial(_run_through, _run_backward)
     try:
         yield
     finally:
         with _lock:
             _passes -= 1
-            if _passes == 0 and torch.autograd._engine_run_backward is _run_now:
-                torch.autograd._engine_run_backward = _run_before
+            if _passes == 0:
+                torch.autograd._engine_run_backward = _run_backward
         torch._C._stash_obj_in_tls(_THROUGH, before)
         if before is None and hasattr(torch._C, "_remove_obj_from_tls"):
             torch._C._remove_obj_from_tls(_THROUGH)  # at a thread's end torch would wait for the GIL to drop it
@@ -169,8 +159,8 @@ def _function_through() -> Callable[..., Any] | None:
 
 def _run_through(run_backward: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
     run = functools.partial(run_backward, outputs, *args, **kwargs)
-    function = _function_through()
-    return function(run, outputs) if function is not None and kwargs.get("accumulate_grad", True) else run()
+    function = _function_through() if kwargs.get("accumulate_grad", True) else None
+    return run() if function is None else function(run, outputs)
 
 
 def saved_by(node: Node) -> Iterator[tuple[str, Any]]:

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from zbpipe._torch.autograd import at_the_end_of_a_backward
-
 _STATES = "torch.distributed._composable_state"
 
 
@@ -38,10 +36,9 @@ def gathered(module: Any) -> dict[torch.Tensor, torch.Tensor]:
     return {param.sharded_param: param._unsharded_param for param in params if hasattr(param, "_unsharded_param")}
 
 
-def shard_among(weights: Iterable[torch.Tensor]) -> int | None:
-    """The position of the first of these weights that is a shard of fully_shard's; None if none is."""
-    shards = {id(param.sharded_param) for param, _ in _params(_all_states())}
-    return next((i for i, weight in enumerate(weights) if id(weight) in shards), None) if shards else None
+def shards() -> set[int]:
+    """The ids of all shards of fully_shard's in the process."""
+    return {id(param.sharded_param) for param, _ in _params(_all_states())}
 
 
 def states_of(param_groups: Iterable[Any]) -> list[list[Any]]:
@@ -53,9 +50,13 @@ def states_of(param_groups: Iterable[Any]) -> list[list[Any]]:
 
 
 def end_backward(states: list[Any]) -> None:
-    """Does what fully_shard does at the end of a backward: it reduces gradients, if its modules' flags say so."""
+    """Does what fully_shard does at the end of a backward: it reduces gradients, if its modules' flags say so. Within
+    another backward it does so when that ends."""
     for root in states[:1]:  # none of a module that has never run
-        at_the_end_of_a_backward(root._root_post_backward_final_callback)
+        if torch._C._current_graph_task_id() == -1:
+            root._root_post_backward_final_callback()
+        else:
+            torch.autograd.Variable._execution_engine.queue_callback(root._root_post_backward_final_callback)
 
 
 def _all_states() -> list[Any]:
