@@ -3,9 +3,8 @@
 Names, signatures and results are those of torch's functions (as of torch 2.15): no caller has to change.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,9 +13,8 @@ from torch.autograd.graph import GradientEdge
 
 from zbpipe import _C
 from zbpipe._formatting import argument
-from zbpipe._policy import Policy, get_policy
-from zbpipe._stage import fsdp, handover, scale
-from zbpipe._torch import autograd
+from zbpipe._policy import get_policy
+from zbpipe._stage import fsdp, handover, inner, scale
 
 ParamGroup = _C.ParamGroup
 Grads = tuple[torch.Tensor | None, ...]
@@ -24,8 +22,6 @@ Grads = tuple[torch.Tensor | None, ...]
 # Set by zbpipe.memory while it records: runs a pass, given "I", "W" or "B" (a whole backward), function and arguments.
 # Read once a pass, for a recording may end on another thread.
 observer: Callable[..., Any] | None = None
-
-_FLAG = "grad_added_to_main_grad"
 
 
 def stage_backward_input(
@@ -78,7 +74,7 @@ def stage_backward_input(
     served = handover.in_graph(weights) if stages is None else None
     inputs = input_values if stages is None else input_values[: stages.received]
     try:
-        with _inner_backwards(policy) as policy_of_input_pass:
+        with inner.backwards(policy) as policy_of_input_pass:
             dinputs, groups = run(
                 _listed("stage_outputs_or_loss", outputs),
                 None if grads is None else _listed("output_grads", grads),
@@ -147,7 +143,7 @@ def stage_backward_weight(
     if listed is not None:
         _check_listed(listed, groups)
     is_own = stages is None and served is weights
-    with _inner_backwards(policy), fsdp.around_own(groups) if is_own else nullcontext():
+    with inner.backwards(policy), fsdp.around_own(groups) if is_own else nullcontext():
         run(groups, retain_graph, policy)
     return () if listed is None else tuple([weight.grad for weight in listed])  # a generator takes a fifth longer
 
@@ -237,61 +233,13 @@ def _backward_into_main_grad(roots: Sequence[Any], root_grads: Sequence[torch.Te
     """torch.autograd.backward into ``main_grad``: I, and W at once, since only W adds there."""
     scale.check_main_grad()
     policy = get_policy()
-    with _inner_backwards(policy) as policy_of_input_pass:
+    with inner.backwards(policy) as policy_of_input_pass:
         try:
             _, groups = _C.input_pass(tuple(roots), tuple(root_grads), (), None, policy_of_input_pass)
         except _C.RunError as error:
             raise error.__cause__ or error from None
         with fsdp.around_own(groups):
             _C.weight_pass(tuple(groups), False, policy)
-
-
-@contextmanager
-def _inner_backwards(policy: Policy) -> Iterator[Policy]:
-    """A context of a pass. Under ``main_grad=True`` it moves to ``main_grad`` what backwards within the pass add to
-    ``.grad``, such as a reentrant checkpoint's; it gives the policy for I, which itself adds nowhere."""
-    if not policy.main_grad:
-        yield policy
-        return
-    added: set[Any] = set()
-    try:
-        with autograd.inner_backwards_through(partial(_into_main_grad, added)):
-            yield dataclasses.replace(policy, main_grad=False)
-    finally:
-        for weight in added:
-            _set_flag(weight, True)
-
-
-def _into_main_grad(added: set[Any], run: Callable[[], Any], outputs: Sequence[Any]) -> Any:
-    """Runs a backward as one that finds no ``.grad``, and moves what it leaves there.
-
-    A fused kernel adds to ``main_grad`` itself, and says so by the flag. It leaves a dummy in ``.grad``."""
-    leaves: Iterator[Any] = autograd.leaves_behind(outputs)
-    weights = [leaf for leaf in leaves if isinstance(getattr(leaf, "main_grad", None), torch.Tensor)]
-    for weight in weights:
-        if weight.main_grad.shape != weight.shape:
-            raise ValueError(f"a weight of {list(weight.shape)} has a main_grad of {list(weight.main_grad.shape)}")
-    before = [(weight.grad, getattr(weight, _FLAG, None)) for weight in weights]
-    for weight in weights:
-        weight.grad = None
-        _set_flag(weight, False)
-    try:
-        return run()
-    finally:
-        for weight, (grad, flag) in zip(weights, before, strict=True):
-            is_added = getattr(weight, _FLAG, False)
-            if weight.grad is not None and not is_added:
-                with torch.no_grad():
-                    weight.main_grad.add_(weight.grad)
-            if weight.grad is not None or is_added:
-                added.add(weight)
-            weight.grad = grad
-            _set_flag(weight, flag)
-
-
-def _set_flag(weight: Any, flag: bool | None) -> None:
-    if hasattr(weight, _FLAG):
-        setattr(weight, _FLAG, flag)
 
 
 class _EdgeWithoutGradient(AssertionError):

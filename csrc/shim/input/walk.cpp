@@ -134,8 +134,8 @@ void Walk::warn_of_other_leaves() const {
   }
   if (count > 0 &&
       PyErr_WarnFormat(PyExc_UserWarning, 1,
-                       "none of the weights that stage_backward_input was given is in the graph, so "
-                       "none of the %d leaves that it reaches beside the inputs will get a "
+                       "none of the weights that stage_backward_input was given is in the graph, "
+                       "so none of the %d leaves that it reaches beside the inputs will get a "
                        "gradient; pass this stage's own weights, in a list (an iterator serves one "
                        "call), or None for all leaves",
                        count) < 0) {
