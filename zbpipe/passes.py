@@ -4,7 +4,7 @@ Names, signatures and results are those of torch's functions (as of torch 2.15):
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge
 from zbpipe import _C
 from zbpipe._formatting import argument
 from zbpipe._policy import get_policy
-from zbpipe._stage import handover, scale
+from zbpipe._stage import fsdp, handover, inner, scale
 
 ParamGroup = _C.ParamGroup
 Grads = tuple[torch.Tensor | None, ...]
@@ -70,21 +70,17 @@ def stage_backward_input(
     grads: Any = output_grads
     if handover.has_outputs() and any(_requires_grad(loss) for loss in outputs):
         outputs, grads = _with_outputs(outputs, grads)
-    inner: AbstractContextManager[None] = nullcontext()
-    if policy.main_grad and weights is not None:
-        weights = _listed("weights", weights)
-        inner = _inner_backwards_into_main_grad(handover.in_graph(weights) or ())
     stages = handover.take_stages_pass()
     served = handover.in_graph(weights) if stages is None else None
     inputs = input_values if stages is None else input_values[: stages.received]
     try:
-        with inner:
+        with inner.backwards(policy) as policy_of_input_pass:
             dinputs, groups = run(
                 _listed("stage_outputs_or_loss", outputs),
                 None if grads is None else _listed("output_grads", grads),
                 _listed("input_values", inputs),
-                None if served is None else _listed("weights", served),
-                policy,
+                None if served is None else _weights_of_input_pass(served, is_own=served is weights),
+                policy_of_input_pass,
             )
     except _C.RunError as error:
         raise _failed("stage backward input", stage_outputs_or_loss, output_grads, input_values) from error.__cause__
@@ -140,15 +136,24 @@ def stage_backward_weight(
     policy = get_policy()
     if policy.main_grad:
         scale.check_main_grad()
-    served = None if handover.take_stages_pass() else handover.in_graph(weights)
+    stages = handover.take_stages_pass()
+    served = None if stages else handover.in_graph(weights)
     groups = _listed("param_groups", param_groups)
-    if served is None:
+    listed = None if served is None else _listed("weights", served)
+    if listed is not None:
+        _check_listed(listed, groups)
+    is_own = stages is None and served is weights
+    with inner.backwards(policy), fsdp.around_own(groups) if is_own else nullcontext():
         run(groups, retain_graph, policy)
-        return ()
-    listed = _listed("weights", served)
-    _check_listed(listed, groups)
-    run(groups, retain_graph, policy)
-    return tuple([weight.grad for weight in listed])  # a generator takes a fifth longer
+    return () if listed is None else tuple([weight.grad for weight in listed])  # a generator takes a fifth longer
+
+
+def _weights_of_input_pass(weights: Iterable[torch.Tensor], is_own: bool) -> tuple[Any, ...]:
+    listed = _listed("weights", weights)
+    if is_own:
+        fsdp.refuse_shards(listed)
+    # An iterator that the call before has used up, maybe: I warns of a leaf in no graph, if the graph has others.
+    return listed if listed or not isinstance(weights, Iterator) else (torch.empty(0, requires_grad=True),)
 
 
 def _listed(name: str, values: Any) -> tuple[Any, ...]:
@@ -228,33 +233,13 @@ def _backward_into_main_grad(roots: Sequence[Any], root_grads: Sequence[torch.Te
     """torch.autograd.backward into ``main_grad``: I, and W at once, since only W adds there."""
     scale.check_main_grad()
     policy = get_policy()
-    try:
-        _, groups = _C.input_pass(tuple(roots), tuple(root_grads), (), None, policy)
-    except _C.RunError as error:
-        raise error.__cause__ or error from None
-    _C.weight_pass(tuple(groups), False, policy)
-
-
-@contextmanager
-def _inner_backwards_into_main_grad(weights: Iterable[Any]) -> Iterator[None]:
-    """Moves to ``main_grad`` what a backward within I, such as a reentrant checkpoint's, adds to ``.grad``."""
-    given: dict[Any, torch.Tensor | None] = {}
-    for weight in weights:
-        place = getattr(weight, "main_grad", None)
-        # W refuses a main_grad that does not fit.
-        if isinstance(place, torch.Tensor) and place.shape == weight.shape:
-            given.setdefault(weight, weight.grad)
-            weight.grad = None
-    try:
-        yield
-    finally:
-        for weight, grad in given.items():
-            if weight.grad is not None:
-                with torch.no_grad():
-                    weight.main_grad.add_(weight.grad)
-                if hasattr(weight, "grad_added_to_main_grad"):
-                    weight.grad_added_to_main_grad = True
-            weight.grad = grad
+    with inner.backwards(policy) as policy_of_input_pass:
+        try:
+            _, groups = _C.input_pass(tuple(roots), tuple(root_grads), (), None, policy_of_input_pass)
+        except _C.RunError as error:
+            raise error.__cause__ or error from None
+        with fsdp.around_own(groups):
+            _C.weight_pass(tuple(groups), False, policy)
 
 
 class _EdgeWithoutGradient(AssertionError):

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from support.oracle import Stage, needs_zbpipe, zb
+from support.processes import python
 from torch import nn
 
 f64 = torch.float64
@@ -215,3 +216,12 @@ def test_groups_are_taken_before_a_weight_pass_asks_for_anything(elsewhere):
         run_weight(m, groups)
     assert len(refusals) == 1
     assert_right(m, x, expected)
+
+
+@needs_zbpipe
+def test_nothing_is_loaded_where_the_gil_is_off():
+    """A free-threaded Python has turned it on when the library is loaded, unless PYTHON_GIL=0 forbids it."""
+    code = "import sys; sys._is_gil_enabled = lambda: {}; import zbpipe; print(zbpipe.is_patched())"
+    refused, loaded = (python("-c", code.format(is_on)) for is_on in (False, True))
+    assert "ImportError: zbpipe needs the GIL, and this process runs without it (PYTHON_GIL=0" in refused.stderr
+    assert refused.returncode == 1 and loaded.stdout == "False\n", loaded.stderr

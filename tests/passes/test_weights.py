@@ -1,5 +1,7 @@
 """Weights: shared, combined, bridged, frozen, unused, viewed, expanded; in plain products: test_dense.py."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -254,6 +256,61 @@ def test_leaf_outside_weights_and_inputs_that_no_module_owns():
     zb.stage_backward_weight(m.parameters(), groups)
     assert loose.grad is None
     torch.testing.assert_close(m.a.grad, (x * loose).detach().t() @ torch.ones(3, 4, dtype=f64))
+
+
+def used_up(m):
+    iterator = m.parameters()
+    list(iterator)
+    return iterator
+
+
+ELSEWHERE = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)  # of another stage
+
+
+@needs_zbpipe
+@pytest.mark.parametrize(
+    ("given", "warns"),
+    [
+        (lambda m: ELSEWHERE[0].parameters(), True),
+        (used_up, True),
+        (lambda m: [*ELSEWHERE[0].parameters(), *ELSEWHERE[1].parameters()], False),
+        (lambda m: [*ELSEWHERE[0].parameters(), m.a], False),
+        (lambda m: [], False),
+        (lambda m: None, False),
+    ],
+    ids=["another stage's", "an iterator that is used up", "some frozen", "one in the graph", "none", "all"],
+)
+def test_weights_of_which_none_is_in_the_graph_are_warned_of(given, warns):
+    m = Stage(lambda m, x: (x @ m.a).sin() @ m.b, a=(4, 4), b=(4, 4))
+    x = fresh()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        out = m(x)
+        (dx,), _ = zb.stage_backward_input([out], [torch.ones_like(out)], [x], given(m))
+    words = ["none of the 2 leaves that it reaches beside the inputs"] if warns else []
+    assert [word in str(warning.message) for word, warning in zip(words, said, strict=True)] == [True] * warns
+    assert x.grad is dx is not None
+
+
+@needs_zbpipe
+def test_nothing_is_said_of_weights_elsewhere_if_the_graph_has_none_either():
+    """A layer without weights: the graph reaches the input alone."""
+    x = fresh()
+    out = x.sin()
+    zb.stage_backward_input([out], [torch.ones_like(out)], [x], ELSEWHERE[0].parameters())
+
+
+@needs_zbpipe
+def test_a_warning_of_weights_elsewhere_that_is_an_error_changes_nothing():
+    m = Stage(lambda m, x: x @ m.a, a=(4, 4))
+    x = fresh()
+    out = m(x)
+    with pytest.raises(RuntimeError) as caught:
+        zb.stage_backward_input([out], [torch.ones_like(out)], [x], ELSEWHERE[0].parameters())
+    assert isinstance(caught.value.__cause__, UserWarning) and x.grad is None
+    _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], None)  # as it says
+    zb.stage_backward_weight(None, groups)
+    assert m.a.grad is not None
 
 
 @wrong_on_torch("weights=None is not iterable")

@@ -133,6 +133,20 @@ def test_main_grad_in_ddp_is_refused(ignored):
     assert part.weight.main_grad.eq(0).all()
 
 
+def test_shards_among_the_weights_are_refused():
+    """In a loop of one's own: I would find none of them in the graph. With None, as it says, both passes are right."""
+    module = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), mesh=init_device_mesh("cpu", (1,)))
+    shards = list(module.parameters())
+    x, given = torch.ones(2, 2, requires_grad=True), nn.Parameter(torch.ones(2))
+    out = module(x) * given
+    with pytest.raises(ValueError, match=r"weights\[1\] of \[2, 2\] is a shard of fully_shard's.*weights=None to both"):
+        zbpipe.stage_backward_input([out], [torch.ones_like(out)], [x], [given, *shards])
+    assert x.grad is None
+    _, groups = zbpipe.stage_backward_input([out], [torch.ones_like(out)], [x], None)
+    zbpipe.stage_backward_weight(None, groups)
+    assert all(weight.grad is not None for weight in (given, *shards))
+
+
 def test_whoever_asks_within_a_pass_gets_the_modules_own_parameters():
     """I and W take the weights that are in the graph; the module has shards, and says so to hooks and other threads."""
     module = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), mesh=init_device_mesh("cpu", (1,)))
@@ -157,14 +171,11 @@ def test_whoever_asks_within_a_pass_gets_the_modules_own_parameters():
     assert vars(module)["parameters"] is users
 
 
-FSDP = "torch.distributed.fsdp._fully_shard._fsdp_param"
-# What torch may have in the place of what zbpipe knows. The accumulation is as it went in 2.15, and in none of the known ways.
+FSDP = "torch.distributed.fsdp._fully_shard._fsdp"
+# What torch may have in the place of what zbpipe knows.
 LOST = {
-    "a method": {f"{FSDP}_group:FSDPParamGroup.unshard": lambda self, how: None},
-    "the accumulation": {
-        f"{FSDP}:FSDPParam.to_accumulated_grad_if_needed": None,
-        f"{FSDP}:FSDPParam.unsharded_accumulated_grad": [],
-    },
+    "a method": {f"{FSDP}_param_group:FSDPParamGroup.unshard": lambda self, how: None},
+    "a backward's end": {f"{FSDP}_state:FSDPState._root_post_backward_final_callback": None},
     "the reducer": {"torch.nn.parallel.distributed:_find_tensors": None},
     "a flag": {
         "torch.nn.parallel:DistributedDataParallel._set_static_graph": lambda self: None,
@@ -193,7 +204,7 @@ def sharded(part):
     ("wrap", "lost", "words"),
     [
         (sharded, "a method", r"under fully_shard would be wrong: .*unshard takes \(self, how\) where zbpipe knows"),
-        (sharded, "the accumulation", "under fully_shard would be wrong: .*accumulated_grad"),
+        (sharded, "a backward's end", "under fully_shard would be wrong: .*_root_post_backward_final_callback"),
         (DistributedDataParallel, "the reducer", "wrong moment, or never: .*_find_tensors is missing"),
         (DistributedDataParallel, "a flag", "_static_graph_delay_allreduce_enqueued is missing"),
         (replicate, "the reducer", "wrong moment, or never: .*_find_tensors is missing"),

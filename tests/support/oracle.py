@@ -291,7 +291,8 @@ class Run:
 
     def given_weights(self):
         """As torch's stages give them: a fresh iterator each time."""
-        return None if self.weights is None else iter(self.weights(self.stage))
+        given = None if self.weights is None else list(self.weights(self.stage))
+        return iter(given) if given else given  # I takes an empty iterator for one that is used up
 
 
 def random_grads(outputs):

@@ -38,7 +38,7 @@ def load() -> Build:
 
     Raises:
         ImportError: there is no torch, no library for it, or only one that was built with another revision of torch or
-            of zbpipe. The message says how to build it.
+            of zbpipe. The message says how to build it. Or the process runs without the GIL.
     """
     if importlib.util.find_spec("torch") is None:
         raise ImportError(
@@ -64,6 +64,12 @@ def load() -> Build:
     module = importlib.util.module_from_spec(spec)
     sys.modules["zbpipe._C"] = module
     spec.loader.exec_module(module)
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():  # the import turns it on, unless somebody forbids that
+        del sys.modules["zbpipe._C"]
+        raise ImportError(
+            "zbpipe needs the GIL, and this process runs without it (PYTHON_GIL=0 or -X gil=0); a free-threaded Python "
+            "turns it on when zbpipe is imported, if neither is set"
+        )
     sys.modules["zbpipe"]._C = module  # type: ignore[attr-defined] # noqa: SLF001
     return build
 

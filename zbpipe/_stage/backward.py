@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from zbpipe._stage import handover, losses
 from zbpipe._stage.before_2_15 import buffers, outputs
@@ -33,6 +34,20 @@ def backward_one_chunk(
     outputs.forget(self, bwd_chunk_id)
     _keep_groups_alone(self, bwd_chunk_id)
     return result
+
+
+def refuse_lost_gradients(stage: Any, outputs: Any, grads: Any) -> None:
+    """Raises ValueError for a stage's outputs that require a gradient, if torch has none for any of them."""
+    if stage.is_last or not grads or any(grad is not None for grad in grads):
+        return
+    given = outputs if isinstance(outputs, (tuple, list)) else [outputs]
+    lost = [output for output in given if isinstance(output, GradientEdge) or getattr(output, "requires_grad", False)]
+    if lost:
+        raise ValueError(
+            f"output_grads holds no gradient for any of the {len(lost)} outputs of stage {stage.stage_index} that "
+            "require one. torch's stages learn in their first step which outputs take a gradient; after parameters "
+            "were frozen or thawed make new stages and a new schedule"
+        )
 
 
 def _received(stage: Any, microbatch: int) -> int:

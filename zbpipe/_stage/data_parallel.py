@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from zbpipe._stage import ddp, fsdp, handover
+from zbpipe._stage import backward, ddp, fsdp, handover
 from zbpipe._torch import probe
 from zbpipe._torch.ddp import is_ddp, replicate_state
 from zbpipe._torch.fsdp import is_sharded
@@ -61,6 +61,8 @@ def backward_maybe_with_nosync(
 ) -> Any:
     if backward_type == "input":
         _refuse_what_cannot_be_split(self)
+    if backward_type != "weight":
+        backward.refuse_lost_gradients(self, bwd_kwargs["stage_output"], bwd_kwargs["output_grads"])
     if is_ddp(self.submod):
         ddp.refuse_main_grad(self)
         if backward_type != "input":

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zbpipe._policy import get_policy
 from zbpipe._torch import ddp
-from zbpipe._torch.autograd import version_of
+from zbpipe._torch.autograd import leaves_behind, version_of
 
 
 @contextlib.contextmanager
@@ -69,16 +69,7 @@ def _with_tensors_for_edges(outputs: Any) -> Any:
     the outputs that it has sent: tensors that lead to the same weights replace the edges."""
     if not isinstance(outputs, (tuple, list)):
         return outputs
-    pending: list[Any] = [output.node for output in outputs if isinstance(output, GradientEdge)]
-    seen = set(pending)
-    leaves = []
-    while pending:
-        node = pending.pop()
-        if isinstance(leaf := getattr(node, "variable", None), torch.Tensor):
-            leaves.append(leaf)
-        further = {child for child, _ in node.next_functions if child is not None} - seen
-        seen |= further
-        pending += further
+    leaves = list(leaves_behind(output for output in outputs if isinstance(output, GradientEdge)))
     with torch.enable_grad():
         return [
             *(output for output in outputs if not isinstance(output, GradientEdge)),

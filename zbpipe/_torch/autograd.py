@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 
 def without_torch_functions() -> Any:
@@ -104,7 +107,60 @@ def storage_id(storage: torch.UntypedStorage) -> int:
     return int(storage._cdata)
 
 
-# Nodes.
+# Nodes and runs of the engine.
+
+
+def leaves_behind(outputs: Iterable[torch.Tensor | GradientEdge]) -> Iterator[torch.Tensor]:
+    """The leaves that the graph leads to from these outputs."""
+    pending = [(o if isinstance(o, GradientEdge) else get_gradient_edge(o)).node for o in outputs]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        if isinstance(leaf := getattr(node, "variable", None), torch.Tensor):
+            yield leaf
+        further = {child for child, _ in node.next_functions if child is not None} - seen
+        seen |= further
+        pending += further
+
+
+_THROUGH = "zbpipe_through"  # a name in the thread's state, which runs of the engine take along to its threads
+_lock = threading.Lock()
+_passes = 0
+_run_backward: Any = None  # torch's, while a pass stands in front of it
+
+
+@contextlib.contextmanager
+def inner_backwards_through(function: Callable[..., Any]) -> Iterator[None]:
+    """A context in which ``function(run, outputs)`` runs each ``torch.autograd.backward`` that is called in this
+    thread, or on a thread of the engine in a run that this thread has begun. Other backwards are left alone."""
+    global _passes, _run_backward
+    before = _function_through()
+    torch._C._stash_obj_in_tls(_THROUGH, function)
+    with _lock:
+        _passes += 1
+        if _passes == 1:
+            _run_backward = torch.autograd._engine_run_backward
+            torch.autograd._engine_run_backward = functools.partial(_run_through, _run_backward)
+    try:
+        yield
+    finally:
+        with _lock:
+            _passes -= 1
+            if _passes == 0:
+                torch.autograd._engine_run_backward = _run_backward
+        torch._C._stash_obj_in_tls(_THROUGH, before)
+        if before is None and hasattr(torch._C, "_remove_obj_from_tls"):
+            torch._C._remove_obj_from_tls(_THROUGH)  # at a thread's end torch would wait for the GIL to drop it
+
+
+def _function_through() -> Callable[..., Any] | None:
+    return torch._C._get_obj_in_tls(_THROUGH) if torch._C._is_key_in_tls(_THROUGH) else None
+
+
+def _run_through(run_backward: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    run = functools.partial(run_backward, outputs, *args, **kwargs)
+    function = _function_through() if kwargs.get("accumulate_grad", True) else None
+    return run() if function is None else function(run, outputs)
 
 
 def saved_by(node: Node) -> Iterator[tuple[str, Any]]:

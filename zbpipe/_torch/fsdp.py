@@ -1,11 +1,14 @@
-"""What is private in fully_shard: the weights that it gathers, and the buffers for sums of their gradients."""
+"""What is private in fully_shard: the weights that it gathers, and the end of a backward."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+
+_STATES = "torch.distributed._composable_state"
 
 
 def is_sharded(module: Any) -> bool:
@@ -15,40 +18,61 @@ def is_sharded(module: Any) -> bool:
     return isinstance(module, FSDPModule)
 
 
-def groups(module: Any) -> Iterator[Any]:
-    """The parameter groups of a module under fully_shard and of the modules in it. A group has ``is_unsharded``,
+def freed_groups(states: Iterable[Any]) -> list[Any]:
+    """The groups of parameters whose weights have been gathered before, and are not there now. A group has
     ``unshard()``, ``wait_for_unshard()`` and ``reshard()``."""
-    for state in module._get_fsdp_state()._state_ctx.all_states:
-        found = getattr(state, "_fsdp_param_groups", None)
-        if found is None:  # torch 2.11 has one group at most
-            found = [state._fsdp_param_group] if state._fsdp_param_group else []
-        yield from found
+    found = [group for state in states for group in _groups(state) if not group.is_unsharded]
+    return [group for group in found if all(hasattr(param, "_unsharded_param") for param in group.fsdp_params)]
 
 
-def has_gathered(group: Any) -> bool:
-    """Whether the group's weights have been gathered before; they need not be now."""
-    return all(getattr(param, "_unsharded_param", None) is not None for param in group.fsdp_params)
+def states_in(module: Any) -> list[Any]:
+    """The states of a module under fully_shard and of the modules in it, the outermost first."""
+    return list(module._get_fsdp_state()._state_ctx.all_states)
 
 
 def gathered(module: Any) -> dict[torch.Tensor, torch.Tensor]:
-    """The weights in the graph, by the shards that are the module's parameters, of all groups gathered before."""
-    params = (param for group in groups(module) if has_gathered(group) for param in group.fsdp_params)
-    return {param.sharded_param: param._unsharded_param for param in params}
+    """The weights in the graph, by the shards that are the module's parameters, of all that were gathered before."""
+    params = [param for param, _ in _params(states_in(module))]
+    return {param.sharded_param: param._unsharded_param for param in params if hasattr(param, "_unsharded_param")}
 
 
-def accumulate(module: Any) -> None:
-    """Adds the gradients of a W to the buffers in which fully_shard sums them until it reduces.
+def shards() -> set[int]:
+    """The ids of all shards of fully_shard's in the process."""
+    return {id(param.sharded_param) for param, _ in _params(_all_states())}
 
-    fully_shard has such buffers where its reduce dtype is not its compute dtype, and adds to them at the end of a
-    backward: in I. From torch 2.15 on the weights in the graph sum their gradients in that dtype.
-    """
-    for group in filter(has_gathered, groups(module)):
-        for param in group.fsdp_params:
-            unsharded = param._unsharded_param
-            if unsharded.grad is None or not hasattr(param, "to_accumulated_grad_if_needed"):
-                continue
-            if param.unsharded_accumulated_grad is None:
-                param.to_accumulated_grad_if_needed()
-            else:
-                param.unsharded_accumulated_grad += unsharded.grad
-                unsharded.grad = None
+
+def states_of(param_groups: Iterable[Any]) -> list[list[Any]]:
+    """The same, of each module whose gathered weights are among those of the groups."""
+    params = ((param, state) for param, state in _params(_all_states()) if hasattr(param, "_unsharded_param"))
+    states = {id(param._unsharded_param): state._state_ctx.all_states for param, state in params}
+    served = (id(weight) for group in param_groups for weight in group.weights) if states else ()
+    return list({id(states[weight]): states[weight] for weight in served if weight in states}.values())
+
+
+def end_backward(states: list[Any]) -> None:
+    """Does what fully_shard does at the end of a backward: it reduces gradients, if its modules' flags say so. Within
+    another backward it does so when that ends."""
+    for root in states[:1]:  # none of a module that has never run
+        if torch._C._current_graph_task_id() == -1:
+            root._root_post_backward_final_callback()
+        else:
+            torch.autograd.Variable._execution_engine.queue_callback(root._root_post_backward_final_callback)
+
+
+def _all_states() -> list[Any]:
+    """The states of all modules of the process that are under fully_shard."""
+    if (module := sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")) is None:
+        return []
+    found = [ref() for ref in list(sys.modules[_STATES]._module_state_mapping.values())]
+    return [state for state in found if isinstance(state, module.FSDPState)]
+
+
+def _groups(state: Any) -> list[Any]:
+    found = getattr(state, "_fsdp_param_groups", None)
+    if found is None:  # torch 2.11 has one group at most
+        found = [state._fsdp_param_group] if state._fsdp_param_group else []
+    return list(found)
+
+
+def _params(states: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    return ((param, state) for state in states for group in _groups(state) for param in group.fsdp_params)

@@ -124,10 +124,8 @@ _SHARDED = (
     Thing(f"{_GROUP}.is_unsharded", "property"),
     *_functions(_GROUP, {"unshard": "self async_op", "wait_for_unshard": "self", "reshard": "self"}),
     *_attributes(_PARAM, "sharded_param _unsharded_param"),
-)
-_SUMS_IN_BUFFERS = (
-    *_attributes(_PARAM, "unsharded_accumulated_grad"),
-    *_functions(_PARAM, {"to_accumulated_grad_if_needed": "self"}),
+    *_functions(_STATE, {"_root_post_backward_final_callback": "self"}),
+    *_attributes("torch.distributed._composable_state", "_module_state_mapping"),
 )
 
 NEEDS = (
@@ -168,17 +166,8 @@ NEEDS = (
         Weight.SOME_NUMBERS,
         "the gradients of stages under fully_shard would be wrong",
         (
-            Way("2.12 to 2.14", (*_SHARDED, *_attributes(_STATE, "_fsdp_param_groups"), *_SUMS_IN_BUFFERS)),
-            Way("2.11", (*_SHARDED, *_attributes(_STATE, "_fsdp_param_group"), *_SUMS_IN_BUFFERS)),
-            Way(
-                "2.15",
-                (
-                    *_SHARDED,
-                    *_attributes(_STATE, "_fsdp_param_groups"),
-                    Thing(f"{_PARAM}.unsharded_accumulated_grad", "property"),
-                    Thing(f"{_PARAM}.unsharded_grad_dtype", "property"),
-                ),
-            ),
+            Way("2.12 to 2.15", (*_SHARDED, *_attributes(_STATE, "_fsdp_param_groups"))),
+            Way("2.11", (*_SHARDED, *_attributes(_STATE, "_fsdp_param_group"))),
         ),
     ),
     Need(
@@ -251,6 +240,15 @@ NEEDS = (
             *_attributes("torch.nn.utils.parametrize", "_cache"),
             *_callables("torch.utils._python_dispatch", "is_traceable_wrapper_subclass"),
             *_callables("torch.utils._pytree", "tree_flatten tree_unflatten tree_map"),
+        ),
+    ),
+    Need(
+        "inner backwards",
+        Weight.TOOL,
+        "passes under policy(main_grad=True), loops under fully_shard",
+        _in_all(
+            *_functions("torch.autograd", {"_engine_run_backward": "t_outputs args kwargs"}),
+            *_callables("torch._C", "_stash_obj_in_tls _get_obj_in_tls _is_key_in_tls _current_graph_task_id"),
         ),
     ),
     Need(

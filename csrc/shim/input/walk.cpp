@@ -115,6 +115,7 @@ void Walk::mark_weights(const InputPassArgs& args) {
     }
     return;
   }
+  bool is_any_here = args.weights.empty() || !args.frozen.empty();
   for (const at::Tensor& weight : args.weights) {
     const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(weight);
     uint32_t id = 0;
@@ -123,7 +124,28 @@ void Walk::mark_weights(const InputPassArgs& args) {
                   "zbpipe: a weight of shape ", weight.sizes(), " accumulates through a ",
                   accumulator->name(), ", which zbpipe does not know; expected AccumulateGrad");
       mark_weight(args, id, weight);
+      is_any_here = true;
     }
+  }
+  if (!is_any_here) {
+    warn_of_other_leaves();
+  }
+}
+
+/// Nobody would notice: there is no group, and W has nothing to do.
+void Walk::warn_of_other_leaves() const {
+  int count = 0;
+  for (uint32_t id = 0; id < graph_.node_count; ++id) {
+    count += !is_input(id) && typeid(node(id)) == typeid(torch::autograd::AccumulateGrad);
+  }
+  if (count > 0 &&
+      PyErr_WarnFormat(PyExc_UserWarning, 1,
+                       "none of the weights that stage_backward_input was given is in the graph, "
+                       "so none of the %d leaves that it reaches beside the inputs will get a "
+                       "gradient; pass this stage's own weights, in a list (an iterator serves one "
+                       "call), or None for all leaves",
+                       count) < 0) {
+    throw python_error();
   }
 }
 

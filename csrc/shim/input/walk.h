@@ -49,6 +49,7 @@ class Walk {
   void add_inputs(const InputPassArgs& args);
   void add_reachable();
   void mark_weights(const InputPassArgs& args);
+  void warn_of_other_leaves() const;
   void mark_weight(const InputPassArgs& args, uint32_t id, const at::Tensor& weight);
 
   edge_list input_edges_;

@@ -1,0 +1,37 @@
+"""Stages that are thawed after torch's stages have learnt, in the first step, which outputs take a gradient."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroBubble
+
+import zbpipe
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+
+def schedule_of(modules):
+    stages = [PipelineStage(module, i, 3, torch.device("cpu")) for i, module in enumerate(modules)]
+    return ScheduleInterleavedZeroBubble(stages, 2, loss_fn=nn.functional.mse_loss, scale_grads=False)
+
+
+# The second stage's gradient is asked for in an I, the first one's in a whole backward.
+@pytest.mark.parametrize("thawed", [1, 0])
+def test_a_stage_that_was_thawed_is_named_and_a_new_schedule_trains_it(thawed):
+    modules = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()).requires_grad_(i > thawed) for i in range(3)]
+    x, target = torch.randn(4, 4), torch.randn(4, 4)
+    words = rf"any of the 1 outputs of stage {thawed} that require one\. torch's stages learn in their first step"
+    with zbpipe.patch():
+        schedule = schedule_of(modules)
+        schedule.step(x, target=target)
+        modules[thawed].requires_grad_(True)
+        with pytest.raises(ValueError, match=words):
+            schedule.step(x, target=target)
+        for module in modules:
+            module.zero_grad()
+        schedule_of(modules).step(x, target=target)  # as it says
+    whole = nn.Sequential(*modules)
+    weights = list(modules[thawed].parameters())
+    got = [weight.grad for weight in weights]
+    losses = [nn.functional.mse_loss(whole(a), b) for a, b in zip(x.chunk(2), target.chunk(2), strict=True)]
+    torch.testing.assert_close(got, list(torch.autograd.grad(sum(losses), weights)))

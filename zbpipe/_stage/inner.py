@@ -1,0 +1,62 @@
+"""Backwards within a pass, such as a reentrant checkpoint's, under ``policy(main_grad=True)``."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from zbpipe._policy import Policy
+from zbpipe._torch import autograd
+
+_FLAG = "grad_added_to_main_grad"
+
+
+@contextmanager
+def backwards(policy: Policy) -> Iterator[Policy]:
+    """A context of a pass. Under ``main_grad=True`` it moves to ``main_grad`` what backwards within the pass add to
+    ``.grad``, such as a reentrant checkpoint's; it gives the policy for I, which itself adds nowhere."""
+    if not policy.main_grad:
+        yield policy
+        return
+    added: set[Any] = set()
+    try:
+        with autograd.inner_backwards_through(partial(_into_main_grad, added)):
+            yield dataclasses.replace(policy, main_grad=False)
+    finally:
+        for weight in added:
+            _set_flag(weight, True)
+
+
+def _into_main_grad(added: set[Any], run: Callable[[], Any], outputs: Sequence[Any]) -> Any:
+    """Runs a backward as one that finds no ``.grad``, and moves what it leaves there.
+
+    A fused kernel adds to ``main_grad`` itself, and says so by the flag. It leaves a dummy in ``.grad``."""
+    leaves: Iterator[Any] = autograd.leaves_behind(outputs)
+    weights = [leaf for leaf in leaves if isinstance(getattr(leaf, "main_grad", None), torch.Tensor)]
+    for weight in weights:
+        if weight.main_grad.shape != weight.shape:
+            raise ValueError(f"a weight of {list(weight.shape)} has a main_grad of {list(weight.main_grad.shape)}")
+    before = [(weight.grad, getattr(weight, _FLAG, None)) for weight in weights]
+    for weight in weights:
+        weight.grad = None
+        _set_flag(weight, False)
+    try:
+        return run()
+    finally:
+        for weight, (grad, flag) in zip(weights, before, strict=True):
+            is_added = getattr(weight, _FLAG, False)
+            if weight.grad is not None and not is_added:
+                with torch.no_grad():
+                    weight.main_grad.add_(weight.grad)
+            if weight.grad is not None or is_added:
+                added.add(weight)
+            weight.grad = grad
+            _set_flag(weight, flag)
+
+
+def _set_flag(weight: Any, flag: bool | None) -> None:
+    if hasattr(weight, _FLAG):
+        setattr(weight, _FLAG, flag)
