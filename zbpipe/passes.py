@@ -74,13 +74,13 @@ def stage_backward_input(
     served = handover.in_graph(weights) if stages is None else None
     inputs = input_values if stages is None else input_values[: stages.received]
     try:
-        with inner.backwards(policy) as policy_of_input_pass:
+        with inner.backwards(policy):
             dinputs, groups = run(
                 _listed("stage_outputs_or_loss", outputs),
                 None if grads is None else _listed("output_grads", grads),
                 _listed("input_values", inputs),
                 None if served is None else _weights_of_input_pass(served, is_own=served is weights),
-                policy_of_input_pass,
+                policy,
             )
     except _C.RunError as error:
         raise _failed("stage backward input", stage_outputs_or_loss, output_grads, input_values) from error.__cause__
@@ -233,9 +233,9 @@ def _backward_into_main_grad(roots: Sequence[Any], root_grads: Sequence[torch.Te
     """torch.autograd.backward into ``main_grad``: I, and W at once, since only W adds there."""
     scale.check_main_grad()
     policy = get_policy()
-    with inner.backwards(policy) as policy_of_input_pass:
+    with inner.backwards(policy):
         try:
-            _, groups = _C.input_pass(tuple(roots), tuple(root_grads), (), None, policy_of_input_pass)
+            _, groups = _C.input_pass(tuple(roots), tuple(root_grads), (), None, policy)
         except _C.RunError as error:
             raise error.__cause__ or error from None
         with fsdp.around_own(groups):

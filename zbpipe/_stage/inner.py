@@ -1,6 +1,5 @@
 """Backwards within a pass, such as a reentrant checkpoint's, under ``policy(main_grad=True)``."""
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -15,16 +14,16 @@ _FLAG = "grad_added_to_main_grad"
 
 
 @contextmanager
-def backwards(policy: Policy) -> Iterator[Policy]:
+def backwards(policy: Policy) -> Iterator[None]:
     """A context of a pass. Under ``main_grad=True`` it moves to ``main_grad`` what backwards within the pass add to
-    ``.grad``, such as a reentrant checkpoint's; it gives the policy for I, which itself adds nowhere."""
+    ``.grad``, such as a reentrant checkpoint's."""
     if not policy.main_grad:
-        yield policy
+        yield
         return
     added: set[Any] = set()
     try:
         with autograd.inner_backwards_through(partial(_into_main_grad, added)):
-            yield dataclasses.replace(policy, main_grad=False)
+            yield
     finally:
         for weight in added:
             _set_flag(weight, True)

@@ -188,8 +188,11 @@ bool CameIn::has(const at::Tensor& grad) const {
   });
 }
 
-void CameIn::own(variable_list& returned) const {
-  const Holders holders(returned);
+void CameIn::own(variable_list& returned, c10::ArrayRef<at::Tensor> known) const {
+  Holders holders(known);
+  for (const at::Tensor& grad : returned) {
+    holders.add(grad);
+  }
   SmallVector<at::Tensor*, 2> others;
   for (at::Tensor& grad : returned) {
     if (grad.defined() && !has(grad) && holders.has_others(grad)) {

@@ -154,7 +154,8 @@ class CameIn {
   bool has(const at::Tensor& grad) const;
   /// Gives those of the returned gradients memory of their own that did not come in, and that
   /// somebody else has, too.
-  void own(variable_list& returned) const;
+  /// `known`: other references to what is returned.
+  void own(variable_list& returned, c10::ArrayRef<at::Tensor> known = {}) const;
 
  private:
   SmallVector<c10::weak_intrusive_ptr<c10::StorageImpl>, 2> storages_;

@@ -22,27 +22,17 @@ using torch::autograd::AccumulateGrad;
 
 namespace {
 
-/// torch's reentrant checkpoint runs a backward of its own, of which no edge tells, and adds to the
-/// weights' .grad. I's caller alone can move that to main_grad. A checkpoint that leads neither to
-/// an input nor to a weight, but to a leaf that somebody made for it, would not run.
+/// torch's reentrant checkpoint runs a backward of its own, of which no edge tells. One that leads
+/// neither to an input nor to a weight, but to a leaf that somebody made for it, would not run.
 void refuse_reentrant(const zbp_scene& scene, const zbp_survey& survey) {
   for (uint32_t id = 0; id < survey.graph.node_count; ++id) {
-    const bool runs_in_i = (survey.plan.flag[id] & ZBP_NODE_CLOSURE) != 0;
-    const bool runs_in_w = (survey.plan.flag[id] & ZBP_NODE_WEIGHTWARD) != 0;
-    const bool is_right = runs_in_i || (runs_in_w && !scene.args.policy.main_grad);
     Node& node = scene.walk->node(id);
-    if (is_right || !is_python_function(node) || !is_reentrant_checkpoint(node)) {
-      continue;
-    }
-    TORCH_CHECK(runs_in_w,
+    TORCH_CHECK((survey.plan.flag[id] & (ZBP_NODE_CLOSURE | ZBP_NODE_WEIGHTWARD)) != 0 ||
+                    !is_python_function(node) || !is_reentrant_checkpoint(node),
                 "a reentrant checkpoint leads to no input and to none of the weights, so that no "
                 "pass would run its region's backward, and its weights would get no gradient; "
                 "checkpoint with use_reentrant=False, or give the tensor that it leads to among "
                 "the weights");
-    TORCH_CHECK(false,
-                "a reentrant checkpoint adds the gradients of its region to .grad, where "
-                "main_grad=True asks for main_grad. Only an input pass can move them, and no input "
-                "that requires a gradient leads to this one; checkpoint with use_reentrant=False");
   }
 }
 
@@ -156,6 +146,16 @@ Edge edge_in_run(zbp_scene& scene, const Edge& edge, uint32_t target, uint8_t to
       return edge;
     default:
       return Edge();
+  }
+}
+
+/// Of the nodes that the engine runs in I as they are.
+void watch_hooks(zbp_scene& scene, const zbp_survey& survey) {
+  for (uint32_t id = 0; id < survey.graph.node_count; ++id) {
+    const uint8_t flag = survey.plan.flag[id] & (ZBP_NODE_CLOSURE | ZBP_NODE_SPLIT);
+    if (flag == ZBP_NODE_CLOSURE && !scene.walk->is_input(id) && has_hooks(scene.walk->node(id))) {
+      scene.hooked.push_back(std::make_unique<HookedNode>(scene.walk->node(id)));
+    }
   }
 }
 
@@ -322,7 +322,9 @@ int zbp_scene_run(zbp_scene* scene, zbp_survey* survey, zbp_error* error) {
     make_groups(*scene, *survey);
     make_stand_ins(*scene, *survey);
     edit_edges(*scene, *survey);
+    watch_hooks(*scene, *survey);
     run(*scene, *survey);
+    scene->hooked.clear();
     hand_over(*scene, *survey);
   });
 }

@@ -10,6 +10,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "shim/engine/hooked_node.h"
 #include "shim/engine/stand_in.h"
 #include "shim/input/zbp_input.h"
 #include "shim/torch/edits.h"
@@ -76,6 +77,7 @@ struct zbp_scene {
   std::vector<zbp::GroupPtr> groups;
   zbp::Captures captures;
   zbp::StandIns stand_ins;
+  std::vector<std::unique_ptr<zbp::HookedNode>> hooked;
   zbp::EdgeEdits detours;  // to stand-ins: for good, once I has succeeded
   zbp::EdgeEdits cuts;     // all others: for the time of the run
 
