@@ -48,7 +48,8 @@ class Policy:
             these; I computes the gradients of vectors, and the groups hold them. "all": every gradient that can be
             split from I. "nothing": none; I computes every gradient, and W only adds.
         exclude: parameters, compared by identity, whose gradients I computes. Use it for a large head, whose logits'
-            gradient would be too much to hold. A node that serves one of them runs whole in I.
+            gradient would be too much to hold. A node that serves one of them runs whole in I. So do nodes that compute
+            one of them from others, unless an output reaches them by no node of I.
         checkpoint: the treatment of packed activations (``torch.utils.checkpoint``, ``save_on_cpu``). "keep": I unpacks
             them once, and the groups hold what W reads. "recompute": W unpacks them once more, and so recomputes a
             checkpointed region. "input_pass": I computes the gradients that need them.

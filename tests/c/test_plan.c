@@ -14,10 +14,9 @@ enum {
 };
 
 /* A letter for what a node is marked as, and for what the plan says of it. */
-static const uint8_t MARK[128] = {['r'] = R,     ['i'] = I,     ['w'] = W,
-                                  ['x'] = X,     ['R'] = R | W, ['I'] = I | W,
-                                  ['o'] = I | R, ['X'] = W | X, ['Y'] = I | X,
-                                  ['*'] = C,     ['@'] = R | C};
+static const uint8_t MARK[128] = {['r'] = R,     ['i'] = I,     ['w'] = W,     ['x'] = X,
+                                  ['R'] = R | W, ['I'] = I | W, ['o'] = I | R, ['X'] = W | X,
+                                  ['Y'] = I | X, ['*'] = C,     ['@'] = R | C};
 static const uint8_t FLAG[128] = {
     ['c'] = ZBP_NODE_CLOSURE,
     ['s'] = ZBP_NODE_CLOSURE | ZBP_NODE_SPLIT,

@@ -225,3 +225,67 @@ def test_nothing_is_loaded_where_the_gil_is_off():
     refused, loaded = (python("-c", code.format(is_on)) for is_on in (False, True))
     assert "ImportError: zbpipe needs the GIL, and this process runs without it (PYTHON_GIL=0" in refused.stderr
     assert refused.returncode == 1 and loaded.stdout == "False\n", loaded.stderr
+
+
+# What other threads release while it is looked at. In a process of its own, where freed memory is overwritten: what reads
+# it crashes there, or waits for a lock that is no longer one.
+LOOKED_AT = """
+import threading, torch, zbpipe, zbpipe.memory
+torch.set_num_threads(1)
+ROUNDS = {rounds}
+def pass_of(x, y, w):
+    return zbpipe.stage_backward_input([y], [torch.ones_like(y)], [x], [w])[1]
+def last(groups):
+    try:
+        zbpipe.stage_backward_weight([w], groups)
+    except RuntimeError:
+        pass
+{code}
+print("done")
+"""
+
+# A computed weight that two microbatches share. Another thread's W of the second releases it.
+HELD = """
+index = torch.meshgrid(*[torch.arange(2)] * 8, indexing="ij")
+w = torch.randn((2,) * 8, requires_grad=True)
+for _ in range(ROUNDS):
+    u = w
+    for _ in range(100):
+        u = u[index]  # a list of saved tensors, which a backward frees
+    u = u.reshape(16, 16)
+    xs = [torch.randn(4, 16, requires_grad=True) for _ in range(2)]
+    groups = [pass_of(x, x @ u, w) for x in xs]
+    del u
+    zbpipe.stage_backward_weight([w], groups[0], retain_graph=True)
+    thread = threading.Thread(target=last, args=(groups[1],))
+    thread.start()
+    while thread.is_alive():
+        zbpipe.memory.held(groups[0]), groups[0][0]._reads_weights
+    thread.join()
+"""
+
+# Written in place through views. Its second backward is wrong, and an ordinary one says so: right, or an error in words.
+WRITTEN = """
+w, c = torch.randn(16, 16, requires_grad=True), torch.rand(16)
+for _ in range(ROUNDS):
+    u = w * 1.0
+    for i in range(200):
+        u[i % 16].mul_(c)
+    (x, y), (x2, y2) = [(x, x @ u) for x in (torch.randn(4, 16, requires_grad=True) for _ in range(2))]
+    del u
+    thread = threading.Thread(target=last, args=(pass_of(x, y, w),))
+    thread.start()
+    try:
+        pass_of(x2, y2, w)
+    except RuntimeError:
+        pass
+    thread.join()
+"""
+
+
+@needs_zbpipe
+@pytest.mark.long
+@pytest.mark.parametrize(("code", "rounds"), [(HELD, 400), (WRITTEN, 200)], ids=["held", "written in place"])
+def test_what_another_thread_releases_is_looked_at_under_its_lock(code, rounds):
+    done = python("-W", "ignore", "-c", LOOKED_AT.format(rounds=rounds, code=code), MALLOC_PERTURB_="165")
+    assert done.stdout.endswith("done\n"), done.stderr[-2000:]

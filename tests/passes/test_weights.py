@@ -421,3 +421,52 @@ def test_weights_stepped_in_place_between_two_weight_passes(stage, shape):
                     w.add_(1.0)
 
     check(stage, shape, orders=(stepping,))
+
+
+# weights that somebody takes away between the two passes, as ZeRO-3 and streamed layers do
+
+
+def emptied(p):
+    p.data = torch.empty(0, dtype=p.dtype)
+
+
+def freed(p):
+    p.untyped_storage().resize_(0)
+
+
+TAKEN = {
+    "a matrix, its data emptied": (lambda m, x: x @ m.a, emptied, "to a weight that has become float64\\[0\\]"),
+    "a matrix, its memory freed": (lambda m, x: x @ m.a, freed, None),
+    "a transposed matrix and a bias": (lambda m, x: F.linear(x, m.a, m.s), freed, None),
+    "a convolution": (lambda m, x: F.conv1d(x[None], m.a[:, :3, None], m.s), freed, None),
+    "a convolution's own weight": (lambda m, x: F.conv1d(x[None, :, :3].mT, m.a[..., None][:, :3], m.s), freed, None),
+    "one that computes another": (lambda m, x: x @ m.a.sin(), freed, "reads the values of float64.* in SinBackward0"),
+    "two factors": (lambda m, x: x * 1 + (m.a @ m.b)[:3], freed, "reads the values of float64.* in MmBackward0"),
+}
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("name", TAKEN)
+def test_weights_that_are_taken_away_between_the_passes(name):
+    forward, take, refusal = TAKEN[name]
+    m = small(forward)
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    expected = torch.autograd.grad(forward(m, x).sum(), [m.a, m.s], allow_unused=True)
+    out = forward(m, x)
+    _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+    data = [p.data for p in m.parameters()]
+    values = [p.detach().clone() for p in m.parameters()]
+    for p in m.parameters():
+        take(p)
+    if refusal is not None:
+        with pytest.raises(RuntimeError, match=refusal):
+            zb.stage_backward_weight(m.parameters(), groups)
+        assert all(p.grad is None for p in m.parameters())
+        for p, whole, value in zip(m.parameters(), data, values, strict=True):  # the advice
+            p.data = whole
+            p.untyped_storage().resize_(value.nbytes)
+            with torch.autograd._unsafe_preserve_version_counter(p), torch.no_grad():
+                p.copy_(value)
+    zb.stage_backward_weight(m.parameters(), groups)
+    for p, grad in zip([m.a, m.s], expected, strict=True):
+        torch.testing.assert_close(p.grad, grad)

@@ -457,3 +457,120 @@ def test_main_grad_of_a_hook_that_raises_is_added_once():
         zb.stage_backward_weight(m.parameters(), groups)
     for w, total in zip(m.parameters(), expected, strict=True):
         torch.testing.assert_close(w.main_grad, total)
+
+
+class FusedWithDummy(torch.autograd.Function):
+    """x @ w that adds to main_grad, says so, and returns a dummy for the sake of hooks, as TransformerEngine's does."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        ctx.weight = w
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        with torch.no_grad():
+            ctx.weight.main_grad.add_(x.t() @ grad)
+        ctx.weight.grad_added_to_main_grad = True
+        return grad @ w.t(), torch.full_like(w, 7.0)
+
+
+USES = {
+    "apart": lambda product, m, x: product(x, m.a).sin() @ m.b,
+    "and a product of the same weight": lambda product, m, x: (product(x, m.a).sin() @ m.a) @ m.b,
+    "twice": lambda product, m, x: product(product(x, m.a).sin(), m.a) @ m.b,
+    "in no node of I": lambda product, m, x: x @ product(m.b, m.a),
+}
+
+
+@pytest.mark.parametrize("how", ["one by one", "in flight", "unsplit"])
+@pytest.mark.parametrize("use", USES)
+def test_the_dummy_of_a_fused_kernel_is_left_out(use, how):
+    """Nobody resets the flag, which W sets too: only what the kernel's own node returned is left out."""
+    shapes = {"a": (4, 4), "b": (4, 4)}
+    m = Stage(lambda m, x: USES[use](FusedWithDummy.apply, m, x), **shapes)
+    twin = Stage(lambda m, x: USES[use](torch.matmul, m, x), **shapes)
+    twin.load_state_dict(m.state_dict())
+    for w in m.parameters():
+        w.main_grad, w.grad_added_to_main_grad = torch.zeros_like(w), False
+    waiting = []
+    with zb.policy(main_grad=True):
+        for _ in range(6):
+            x = fresh()
+            grad = torch.randn_like(x)
+            twin(x.detach()).backward(grad)
+            if how == "unsplit":
+                zb.stage_backward(m(x), grad, [x])
+                continue
+            waiting.append(zb.stage_backward_input([m(x)], [grad], [x], m.parameters())[1])
+            if how == "one by one" or len(waiting) == 3:
+                for groups in waiting:
+                    zb.stage_backward_weight(m.parameters(), groups)
+                waiting.clear()
+    for w, expected in zip(m.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(w.main_grad, expected.grad)
+        assert w.grad is None and w.grad_added_to_main_grad is True
+
+
+# weights that are computed with a buffer which each forward rewrites
+
+
+class DelayedScale(nn.Module):
+    def __init__(self, write):
+        super().__init__()
+        self.w, self.write = nn.Parameter(torch.randn(4, 4, dtype=f64)), write
+        self.register_buffer("scale", torch.ones(4, dtype=f64))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.write(self.scale, x.abs().amax(0) + 0.5)
+        return (x / self.scale) @ (self.w * self.scale).t()
+
+
+def two_in_flight(m, xs, grads):
+    before = None
+    for x, grad in zip(xs, grads, strict=True):
+        out = m(x)
+        if before is not None:
+            zb.stage_backward_weight(m.parameters(), before)
+        _, before = zb.stage_backward_input([out], [grad], [x], m.parameters())
+    zb.stage_backward_weight(m.parameters(), before)
+
+
+@pytest.mark.parametrize("write", [torch.Tensor.copy_, lambda scale, new: scale.data.copy_(new)], ids=["copy_", "data"])
+@pytest.mark.parametrize("choice", ["exclude", "defer"])
+def test_what_computes_an_excluded_weight_runs_in_the_input_pass(choice, write):
+    m = nn.Sequential(nn.Linear(4, 4, dtype=f64), DelayedScale(write), nn.SiLU(), DelayedScale(write))
+    twin = copy.deepcopy(m)
+    xs, grads = [fresh() for _ in range(3)], [torch.randn(3, 4, dtype=f64) for _ in range(3)]
+    for x, grad in zip(xs, grads, strict=True):
+        twin(x.detach()).backward(grad)
+    computed = [m[1].w, m[3].w]
+    with zb.policy(**({"exclude": computed} if choice == "exclude" else {"defer": "nothing"})):
+        two_in_flight(m, xs, grads)
+    for w, expected in zip(m.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(w.grad, expected.grad)
+
+
+def test_a_buffer_that_computes_a_weight_is_watched_and_the_advice_helps():
+    m = nn.Sequential(nn.Linear(4, 4, dtype=f64), DelayedScale(torch.Tensor.copy_))
+    xs, grads = [fresh() for _ in range(2)], [torch.randn(3, 4, dtype=f64) for _ in range(2)]
+    with pytest.raises(RuntimeError, match=r"needs where its weights were computed.*policy\(exclude=\[weight\]\)"):
+        two_in_flight(m, xs, grads)
+    with zb.policy(exclude=[m[1].w]):
+        two_in_flight(m, xs, grads)
+
+
+def test_what_an_output_reaches_by_itself_stays_with_the_weight_pass():
+    """A regulariser of the computed weight: the input pass runs nothing of it."""
+    m = Stage(lambda m, x: (x @ (m.a * m.s).t(), ((m.a * m.s) ** 2).sum()), a=(4, 4), s=(4,))
+    x = fresh()
+    out, penalty = m(x)
+    grad = torch.randn_like(out)
+    expected = torch.autograd.grad([out, penalty], [m.a, m.s], [grad, None], retain_graph=True)
+    with zb.policy(exclude=[m.a]):
+        _, groups = zb.stage_backward_input([out, penalty], [grad, torch.ones((), dtype=f64)], [x], m.parameters())
+        zb.stage_backward_weight(m.parameters(), groups)
+    torch.testing.assert_close([m.a.grad, m.s.grad], list(expected))

@@ -23,9 +23,9 @@ ZBP_BEGIN_C
 
 /* What the caller says about a node; or-ed. A node that is INPUT and WEIGHT counts as INPUT. */
 enum {
-    ZBP_ROLE_INPUT = 1,   /* produces a stage input: the walk stops here */
-    ZBP_ROLE_WEIGHT = 2,  /* accumulates (or produces) a weight */
-    ZBP_ROLE_ROOT = 4,    /* produces a stage output: the walk starts here */
+    ZBP_ROLE_INPUT = 1,    /* produces a stage input: the walk stops here */
+    ZBP_ROLE_WEIGHT = 2,   /* accumulates (or produces) a weight */
+    ZBP_ROLE_ROOT = 4,     /* produces a stage output: the walk starts here */
     ZBP_ROLE_EXCLUDED = 8, /* a WEIGHT whose gradient the policy leaves to I */
     ZBP_ROLE_COMPUTES = 16 /* does more to a gradient than to lay it out anew or to cast it */
 };

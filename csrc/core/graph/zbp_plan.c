@@ -11,7 +11,7 @@ typedef struct work {
 
     uint32_t *begin;     /* [nodes + 1], the edges of each node in one direction: */
     uint32_t *neighbour; /* [edges], where they come from, or where they lead */
-    uint32_t *stack;    /* [nodes] */
+    uint32_t *stack;     /* [nodes] */
     uint32_t stack_count;
     uint32_t *parent; /* [nodes], union-find */
     uint32_t *size;   /* [nodes], of the set, at its representative */

@@ -18,10 +18,10 @@
  * list.
  *
  * Note [What computes an excluded weight]
- * The nodes between the closure and an EXCLUDED weight run in I, down to the last one that COMPUTES:
- * what they have saved may be gone before W. They belong to the closure then, and the last ones are
- * split nodes, so that I keeps a gradient for each edge behind them. A node to which a weight root
- * leads stays outside: W runs it.
+ * What such nodes have saved may be gone before W. So the nodes between the closure and an EXCLUDED
+ * weight run in I, down to the last one that COMPUTES. They belong to the closure then, and the
+ * last ones are split nodes, so that I keeps a gradient for each edge behind them. A node to which
+ * a weight root leads stays outside: W runs it.
  *
  * Allocation: one block for all arrays; a second for the time of the build. Threads: a finished
  * plan is read by any number.

@@ -6,10 +6,10 @@
  *
  * Note [The states of a weight] docs/architecture.md has the page. In short: a weight is *alone* in
  * a call of W if no hook sees it and, in every group of the call that has it, one face of a product
- * or of a whole node, on the weight's own stream, is all that it is owed. It is served first, without the engine. All other
- * weights get their gradients from a run of the engine, where a sum *arrives*, its hooks run
- * (*hooked*), and it is *added*. What is added is never added again; what has arrived waits for a
- * retry.
+ * or of a whole node, on the weight's own stream, is all that it is owed. It is served first,
+ * without the engine. All other weights get their gradients from a run of the engine, where a sum
+ * *arrives*, its hooks run (*hooked*), and it is *added*. What is added is never added again; what
+ * has arrived waits for a retry.
  *
  * Note [The order of sums] An ordinary backward adds up gradients wherever they meet, in the order
  * in which they come, and adds what has met at a weight to its gradient as one: (grad + a) + b
@@ -46,9 +46,10 @@ enum { ZBP_NO_FACE = UINT32_MAX };
 
 /* What the shim sees on a weight before W runs; or-ed. */
 enum {
-    ZBP_WEIGHT_HOOKED = 1,   /* its accumulator has hooks */
-    ZBP_WEIGHT_FROZEN = 2,   /* it takes no gradient any more */
-    ZBP_WEIGHT_ELSEWHERE = 4 /* a gradient for it is kept on another stream than the one it adds on */
+    ZBP_WEIGHT_HOOKED = 1, /* its accumulator has hooks */
+    ZBP_WEIGHT_FROZEN = 2, /* it takes no gradient any more */
+    ZBP_WEIGHT_ELSEWHERE =
+        4 /* a gradient for it is kept on another stream than the one it adds on */
 };
 
 /* What becomes of a group after W. */

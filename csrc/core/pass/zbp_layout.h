@@ -37,9 +37,9 @@ enum {
  * anew or cast it. */
 typedef struct zbp_face {
     uint32_t task;
-    uint32_t slot;    /* position among the node's edges */
-    int32_t weight;   /* where it ends, at once or by a path; -1 where it does not */
-    int32_t outside;  /* the node outside the closure that it leads to; -1 for a weight */
+    uint32_t slot;      /* position among the node's edges */
+    int32_t weight;     /* where it ends, at once or by a path; -1 where it does not */
+    int32_t outside;    /* the node outside the closure that it leads to; -1 for a weight */
     bool is_viewed;     /* its path does more than to transpose matrices and cast them */
     bool is_transposed; /* it does no more, and transposes them */
     uint8_t steps;      /* plain steps behind it: its path, if it has one */

@@ -7,9 +7,9 @@
 
 namespace zbp {
 
-/// While it lives, what the node's hooks put in the place of a gradient is theirs no more: it may go
-/// on, by nodes that hand their gradient on, to one that I keeps. See Note [Whose memory a gradient
-/// has]. For that it has hooks of its own around them; the node is borrowed.
+/// While it lives, what the node's hooks put in the place of a gradient is theirs no more: nodes
+/// that hand their gradient on may bring it to one where I keeps it. See Note [Whose memory a
+/// gradient has]. It has hooks of its own around the user's. The node is borrowed.
 class HookedNode {
  public:
   explicit HookedNode(Node& node);

@@ -119,12 +119,6 @@ variable_list StandIn::apply(variable_list&& grads) {
   if (const auto faces = group_->arrive(mine, somebodys); !faces.empty()) {
     group_->own(faces, outputs);
   }
-  for_each_kept(mine, [&mine](const Kept& kept, auto&&...) {
-    if (!mine.device && kept.stream()) {
-      // The node had none, as its output is on the CPU: the stream is the current one.
-      mine.device = std::make_unique<const torch::autograd::InputMetadata>(kept.tensor());
-    }
-  });
   return outputs;
 }
 

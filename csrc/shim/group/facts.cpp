@@ -2,6 +2,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/WrapDimMinimal.h>
+#include <c10/util/accumulate.h>
 #include <torch/csrc/autograd/generated/Functions.h>
 
 #include "shim/group/saved.h"
@@ -42,10 +43,19 @@ namespace {
 
 /// A ZBP_STEP_*; whether a hook sees it is not looked at.
 uint8_t step_of(Node& node) {
-  if (!is_layout(node) || as<gen::ExpandBackward0>(node)) {
+  if (!is_layout(node)) {
     return ZBP_STEP_NONE;
   }
-  const auto dims = static_cast<int64_t>(node.input_metadata(0).shape_as_dim_vector().size());
+  const c10::SymIntArrayRef shape = node.input_metadata(0).shape_as_dim_vector();
+  const auto dims = static_cast<int64_t>(shape.size());
+  if (auto* n = as<gen::ExpandBackward0>(node)) {
+    // matmul puts one before its batches, which often has nothing to expand.
+    const auto before = c10::asIntArrayRefSlowOpt(n->self_sym_sizes);
+    const auto behind = c10::asIntArrayRefSlowOpt(shape);
+    const bool expands =
+        !before || !behind || c10::multiply_integers(*before) != c10::multiply_integers(*behind);
+    return expands ? ZBP_STEP_NONE : ZBP_STEP_VIEW;
+  }
   if (as<gen::TBackward0>(node)) {
     return dims == 2 ? ZBP_STEP_TRANSPOSITION : ZBP_STEP_VIEW;
   }

@@ -1,5 +1,6 @@
 #include "shim/group/group.h"
 
+#include <c10/core/StreamGuard.h>
 #include <torch/csrc/PyInterpreter.h>
 
 #include "shim/torch/gil.h"
@@ -124,9 +125,17 @@ void Group::own(c10::ArrayRef<uint32_t> faces, c10::ArrayRef<at::Tensor> known) 
 }
 
 void Group::find_streams() {
-  for (const Task& task : tasks) {
+  for (Task& task : tasks) {
+    for_each_kept(task, [&](const Kept& kept, auto&&...) {
+      if (kept.stream()) {
+        if (!task.device) {  // its node had none, as its output is on the CPU
+          const c10::OptionalStreamGuard there(kept.stream());
+          task.device = std::make_unique<const torch::autograd::InputMetadata>(kept.tensor());
+        }
+        streams.add(kept.stream());
+      }
+    });
     streams.add(stream_of(task));
-    for_each_kept(task, [this](const Kept& kept, auto&&...) { streams.add(kept.stream()); });
   }
   for (const Weight& weight : weights) {
     streams.add(stream_of(weight));

@@ -36,7 +36,7 @@ namespace zbp {
 
 /// One edge of a task towards the weights: the record beside its zbp_face.
 struct Face {
-  Edge edge;     // where it leads
+  Edge edge;  // where it leads
   Kept grad;  // its gradient; undefined while W has still to compute it
 };
 
@@ -61,14 +61,14 @@ struct Autocast {
 struct Work {
   struct Call {
     c10::SafePyObject function;
-    c10::SafePyObject arguments;         // a tuple
+    c10::SafePyObject arguments;      // a tuple
     SmallVector<Kept, 3> saved;       // the tensors in it that have memory of their own
     SmallVector<Kept, 1> parameters;  // those with a parameter's, which cost nothing to keep
-    std::vector<Autocast> autocast;      // where it is on
+    std::vector<Autocast> autocast;   // where it is on
   };
   std::unique_ptr<const Call> call;  // null once it has run, unless it is to run again
   SmallVector<int32_t, 2> faces;     // per gradient: its face, -1 where nobody wants it
-  SmallVector<Kept, 2> grads;     // what it returned, per entry of `faces`
+  SmallVector<Kept, 2> grads;        // what it returned, per entry of `faces`
   bool is_done = false;
   bool is_checked = false;  // the gradients fit their faces
 
@@ -82,8 +82,8 @@ struct Work {
 struct Product {
   Kept output_grad;
   std::variant<Kept, PackedPtr> other;  // the matrix; or W unpacks it
-  uint32_t matrix_slot;                    // the edge of the weight matrix
-  bool weight_is_left;                     // the weight is the left factor
+  uint32_t matrix_slot;                 // the edge of the weight matrix
+  bool weight_is_left;                  // the weight is the left factor
 };
 
 /// A factor that a deferred node insists on and W does not read: only its shape is kept.
@@ -99,7 +99,7 @@ struct Blank {
 struct Deferred {
   SmallVector<Kept, 1> output_grads;  // per input of the node
   SmallVector<Kept, 1> saved;         // by the node, and W will read it
-  SmallVector<PackedPtr, 1> packed;      // by the node, which shares it
+  SmallVector<PackedPtr, 1> packed;   // by the node, which shares it
   std::vector<Blank> blanks;
   bool is_alone = false;  // I is through with the node: nobody else runs it
 };

@@ -39,8 +39,9 @@ size_t bytes_of(const at::Tensor& tensor) {
 }
 
 bool is_emptied(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.has_storage() && !is_subclass(tensor) &&
-         tensor.storage().sym_nbytes().maybe_as_int() == 0 && tensor.sym_numel() != 0;
+  return tensor.defined() && tensor.has_storage() && !tensor.storage().data_ptr().get() &&
+         !is_subclass(tensor) && tensor.storage().sym_nbytes().maybe_as_int() == 0 &&
+         tensor.sym_numel() != 0;
 }
 
 // ---- what is kept
@@ -142,6 +143,9 @@ bool Holders::has_others(const at::Tensor& tensor) const {
     return !is_subclass(local) &&
            (is_held(*local.unsafeGetTensorImpl(), 1, 1) || is_held(local.storage(), 1));
   }
+  if (!tensor.has_storage()) {
+    return false;
+  }
   size_t tensors = 0;
   for (const auto& [other, references] : known_) {
     if (other->has_storage() && other->unsafe_storage().is_alias_of(tensor.storage())) {
@@ -151,7 +155,7 @@ bool Holders::has_others(const at::Tensor& tensor) const {
       }
     }
   }
-  return tensor.has_storage() && is_held(tensor.storage(), tensors);
+  return is_held(tensor.storage(), tensors);
 }
 
 void own(c10::ArrayRef<Kept*> grads, c10::ArrayRef<at::Tensor> known) {
@@ -183,9 +187,8 @@ CameIn::CameIn(c10::ArrayRef<at::Tensor> grads) {
 
 bool CameIn::has(const at::Tensor& grad) const {
   const void* const storage = memory_of(grad);
-  return std::any_of(storages_.begin(), storages_.end(), [&](const auto& other) {
-    return other._unsafe_get_target() == storage;
-  });
+  return std::any_of(storages_.begin(), storages_.end(),
+                     [&](const auto& other) { return other._unsafe_get_target() == storage; });
 }
 
 void CameIn::own(variable_list& returned, c10::ArrayRef<at::Tensor> known) const {
@@ -288,7 +291,7 @@ void Streams::join() const {
 }
 
 bool Streams::are_captured() const {
-  return std::any_of(all_.begin(), all_.end(), [](const c10::Stream& stream) {
+  return !all_.empty() && std::any_of(all_.begin(), all_.end(), [](const c10::Stream& stream) {
     return is_captured(current_stream(stream.device()));
   });
 }

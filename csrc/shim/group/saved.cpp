@@ -6,7 +6,6 @@
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
-#include <c10/core/StreamGuard.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/functions/tensor.h>
 #include <torch/csrc/autograd/saved_variable_hooks.h>
@@ -86,17 +85,24 @@ SavedVariable released_variable() {
   return saved;
 }
 
-/// Called with the GIL held.
-SavedVariable left_packed(PackedPtr packed) {
-  SavedVariable saved = save_plainly(no_values());
-  saved.register_hooks(std::make_unique<LeftPacked>(std::move(packed)));
-  return saved;
+/// True if what the hooks give back may be a buffer that somebody fills anew before W: an
+/// offloading one's. What torch's checkpoint gives has been computed for this use.
+bool may_be_refilled(const SavedVariable& saved) {
+  if (!saved.has_hooks()) {
+    return false;
+  }
+  const AcquireGil gil;
+  const auto data = saved.retrieve_unpack_hook_data();
+  return !data || recognise(data->first.ptr(getPyInterpreter())) == UnpackHook::other;
 }
 
-/// What Python hooks have packed in `saved`, if W is to unpack it; else null. A selectively
-/// checkpointed region, and what is within one, is computed again only once, so I unpacks it. So
-/// it does within a GraphExecGroup, whose runs share one recomputation. `arguments` gets what
-/// computing the region again reads.
+std::unique_lock<std::mutex> lock_of(Node& node, bool waits) {
+  return waits ? lock_letting_go_of_gil(NodeParts::mutex_of(node))
+               : std::unique_lock<std::mutex>(NodeParts::mutex_of(node), std::try_to_lock);
+}
+
+}  // namespace
+
 PackedPtr packed_in(const SavedVariable& saved, std::vector<Version>& arguments) {
   const AcquireGil gil;
   auto data = saved.retrieve_unpack_hook_data();
@@ -111,25 +117,6 @@ PackedPtr packed_in(const SavedVariable& saved, std::vector<Version>& arguments)
   });
   return std::make_shared<const Packed>(Packed{std::move(data->first), std::move(data->second)});
 }
-
-/// True if what the hooks give back may be a buffer that somebody fills anew before W: an
-/// offloading one's. What torch's checkpoint gives has been computed for this use.
-bool may_be_refilled(const SavedVariable& saved) {
-  if (!saved.has_hooks()) {
-    return false;
-  }
-  const AcquireGil gil;
-  const auto data = saved.retrieve_unpack_hook_data();
-  return !data || recognise(data->first.ptr(getPyInterpreter())) == UnpackHook::other;
-}
-
-
-std::unique_lock<std::mutex> lock_of(Node& node, bool waits) {
-  return waits ? lock_letting_go_of_gil(NodeParts::mutex_of(node))
-               : std::unique_lock<std::mutex>(NodeParts::mutex_of(node), std::try_to_lock);
-}
-
-}  // namespace
 
 Saver::Saver(Node& node, bool waits) : around_(lock_of(node, waits)) {
   if (!around_) {
@@ -147,6 +134,13 @@ Saver::Saver(Node& node, bool waits) : around_(lock_of(node, waits)) {
 void Saver::put(SavedVariable& saved, SavedVariable fresh) {
   std::swap(saved, fresh);
   gone_.push_back(std::move(fresh));
+}
+
+void Saver::leave(SavedVariable& saved, PackedPtr packed) {
+  const AcquireGil gil;
+  SavedVariable left = save_plainly(no_values());
+  left.register_hooks(std::make_unique<LeftPacked>(std::move(packed)));
+  put(saved, std::move(left));
 }
 
 at::Tensor Saver::pin(SavedVariable& saved, bool is_read_by_w) {
@@ -168,84 +162,6 @@ at::Tensor Saver::pin(SavedVariable& saved, bool is_read_by_w) {
     put(saved, save_plainly(plain));
   }
   return plain;
-}
-
-// ---- of nodes outside
-
-void for_each_saved_outside(Node& node, c10::function_ref<void(const SavedVariable&)> visit) {
-  if (const Saver saver(node, /*waits=*/false); saver.is_locked()) {
-    for (const SavedVariable* one : saver.all()) {
-      visit(*one);
-    }
-  }
-}
-
-namespace {
-
-/// Leaves it packed for W; false, and nothing was done, if W cannot unpack it. A checkpoint's is
-/// unpacked here all the same: its region, once computed in I, would keep the tensor until somebody
-/// unpacks it. A Function's stays as it is: its backward may look at what it unpacks.
-bool leave_outside(Saver& saver, SavedVariable& saved, Group& group) {
-  const PackedPtr packed = packed_in(saved, group.arguments_outside);
-  if (!packed) {
-    return false;
-  }
-  const AcquireGil gil;
-  if (!is_python_function(saver.node())) {
-    saver.put(saved, left_packed(packed));
-    group.packed_outside.push_back(packed);
-  }
-  if (recognise(packed->unpack_hook.ptr(getPyInterpreter())) == UnpackHook::checkpoint) {
-    packed->unpack();
-  }
-  group.outside_recomputed_for = std::max(group.outside_recomputed_for, saver.node().sequence_nr());
-  return true;
-}
-
-void pin_one(Group& group, const UnpinnedOutside& unpinned) {
-  // Another microbatch's I may see to the same node, and its W may have released it.
-  Saver saver(*unpinned.node);
-  const auto all = [&] {
-    const AcquireGil gil;
-    return saver.all();
-  }();
-  TORCH_CHECK(unpinned.number < all.size(), torch::autograd::ERR_BACKWARD_TWICE);
-  SavedVariable& saved = *all[unpinned.number];
-  if (saved.has_hooks() && group.reads && leave_outside(saver, saved, group)) {
-    return;
-  }
-  at::Tensor tensor = saved.has_hooks() ? saver.pin(saved) : saved.unpack(ref_of(saver.node()));
-  if (tensor.defined() && keeps_base_unused(tensor)) {
-    tensor = saver.pin(saved);
-  }
-  if (has_version(tensor)) {
-    group.saved_outside.emplace_back(tensor);
-  }
-}
-
-}  // namespace
-
-void pin_outside(Group& group) {
-  std::vector<UnpinnedOutside> unpinned;
-  {
-    const std::lock_guard<std::mutex> lock(group.mutex);
-    unpinned = std::exchange(group.unpinned_outside, {});
-  }
-  for (const UnpinnedOutside& one : unpinned) {
-    const std::optional<c10::Stream> there = stream_of(*one.node);
-    const std::optional<c10::Stream> here =
-        there ? std::optional(current_stream(there->device())) : there;
-    if (there) {
-      order(*here, *there);
-    }
-    {
-      const c10::OptionalStreamGuard on_its_stream(there);
-      pin_one(group, one);
-    }
-    if (there) {
-      order(*there, *here);
-    }
-  }
 }
 
 // ---- of tasks' nodes
@@ -288,8 +204,7 @@ void take_deferred(Task& task, Saver& saver, const Separable& separable, const v
                             : nullptr;
     if (packed) {
       task.plan().leaves_packed = task.plan().leaves_packed || is_read;
-      const AcquireGil gil;
-      saver.put(*part.saved, left_packed(packed));
+      saver.leave(*part.saved, packed);
       deferred.packed.push_back(packed);
     } else if (is_read || part.is_insisted_on) {
       // Also without hooks: a saved tensor that is a stage output is about to lose its history.
@@ -362,10 +277,10 @@ class FilledBlanks {
   FilledBlanks(Node& node, const std::vector<Blank>& blanks) : node_(node), blanks_(blanks) {
     std::vector<SavedVariable> filled;  // all of them, before one is put
     for (const Blank& blank : blanks) {
-      filled.push_back(save_plainly(
-          blank.weight.defined() && !is_emptied(blank.weight)
-              ? blank.weight
-              : at::empty_strided(blank.sizes, blank.strides, blank.options)));
+      filled.push_back(
+          save_plainly(blank.weight.defined() && !is_emptied(blank.weight)
+                           ? blank.weight
+                           : at::empty_strided(blank.sizes, blank.strides, blank.options)));
     }
     put(std::move(filled));
   }

@@ -28,6 +28,8 @@ class Saver {
 
   /// Replaces one of them. What was there goes behind the lock: that may run Python code.
   void put(SavedVariable& saved, SavedVariable fresh);
+  /// Leaves it packed for W: without the hook that packed, and without the leaf that was.
+  void leave(SavedVariable& saved, PackedPtr packed);
   /// Unpacks it, and puts it back plainly and without history, so that nobody unpacks it again.
   /// What is read by W shares its version counter with the original, and is no buffer that an
   /// unpack hook fills anew. Of the rest W needs the shape alone, and it may change.
@@ -38,6 +40,12 @@ class Saver {
   std::unique_lock<std::mutex> around_, within_;
   NodePtr node_;
 };
+
+/// What Python hooks have packed in `saved`, if W is to unpack it; else null. A selectively
+/// checkpointed region, and what is within one, is computed again only once, so I unpacks it. So
+/// it does within a GraphExecGroup, whose runs share one recomputation. `arguments` gets what
+/// computing the region again reads.
+PackedPtr packed_in(const SavedVariable& saved, std::vector<Version>& arguments);
 
 /// Fills `task` for W from a product or deferred node that is about to run in I with `grads`.
 /// Unless the task leaves them packed, saved tensors behind hooks that W reads are unpacked once

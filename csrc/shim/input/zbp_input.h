@@ -27,7 +27,7 @@ ZBP_BEGIN_C
 /* What the policy says to I. */
 typedef struct zbp_policy {
     zbp_decision leaves; /* what I leaves to W */
-    bool main_grad; /* a fused kernel may have added to a weight's main_grad: I asks it */
+    bool main_grad;      /* a fused kernel may have added to a weight's main_grad: I asks it */
 } zbp_policy;
 
 /* What one call of I is about, and what it has put into the graph. Lives for the call. */

@@ -9,11 +9,18 @@ namespace {
 
 constexpr const char* ADDED = "grad_added_to_main_grad";
 
+/// Safe from the loss of this thread's state: it may be one of the engine's.
+[[noreturn]] void throw_error() {
+  python_error error;
+  error.persist();
+  throw std::move(error);
+}
+
 /// Null for None, and where there is none.
 THPObjectPtr attribute_of(PyObject* weight, const char* name) {
   THPObjectPtr found(PyObject_GetAttrString(weight, name));
   if (!found && !PyErr_ExceptionMatches(PyExc_AttributeError)) {
-    throw python_error();
+    throw_error();
   }
   PyErr_Clear();
   return found.get() == Py_None ? THPObjectPtr() : std::move(found);
@@ -28,7 +35,7 @@ THPObjectPtr main_grad_of(PyObject* weight) {
 THPObjectPtr set_added(PyObject* weight, PyObject* value) {
   THPObjectPtr before = attribute_of(weight, ADDED);
   if (before && PyObject_SetAttrString(weight, ADDED, value) < 0) {
-    throw python_error();
+    throw_error();
   }
   return before;
 }

@@ -1,6 +1,7 @@
 #include "shim/torch/nodes.h"
 
 #include <cstring>
+#include <string_view>
 
 #include <torch/csrc/autograd/function_hook.h>
 
@@ -20,12 +21,20 @@ bool has_hooks(Node& node) {
          !node.retains_grad_hooks().empty() || !node.post_hooks().empty();
 }
 
+namespace {
+
+bool begins(const char* text, std::string_view with) {
+  return std::strncmp(text, with.data(), with.size()) == 0;
+}
+
+}  // namespace
+
 bool is_generated(const Node& node) {
-  return std::strstr(typeid(node).name(), "5torch8autograd9generated") != nullptr;
+  return begins(typeid(node).name(), "N5torch8autograd9generated");
 }
 
 bool is_python_function(const Node& node) {
-  return std::strstr(typeid(node).name(), "5torch8autograd6PyNode") != nullptr;
+  return begins(typeid(node).name(), "N5torch8autograd6PyNodeE");
 }
 
 }  // namespace zbp

@@ -68,10 +68,9 @@ at::Tensor at_weight(const Task& task, size_t f, at::Tensor grad) {
     return grad;
   }
   variable_list grads{std::move(grad)};
-  torch::autograd::validate_outputs(
-      {task.face[f].edge}, grads, [](const std::string& message) {
-        return "a weight task, on the way to its weight, returned an " + message;
-      });
+  torch::autograd::validate_outputs({task.face[f].edge}, grads, [](const std::string& message) {
+    return "a weight task, on the way to its weight, returned an " + message;
+  });
   return grads[0].defined() ? along_path(task, f, std::move(grads[0])) : grads[0];
 }
 
@@ -86,8 +85,7 @@ struct Factors {
 Factors factors_of(const Task& task, const Product& product, const zbp_face& plan) {
   const auto* packed = std::get_if<PackedPtr>(&product.other);
   const Operand grad{product.output_grad.tensor(), false};
-  const Operand other{packed ? (*packed)->unpack() : std::get<Kept>(product.other).tensor(),
-                      true};
+  const Operand other{packed ? (*packed)->unpack() : std::get<Kept>(product.other).tensor(), true};
   const auto [left, right] =
       product.weight_is_left ? std::pair(grad, other) : std::pair(other, grad);
   if (!is_multiplied_transposed(*task.node, product.weight_is_left)) {
@@ -186,8 +184,8 @@ bool add_in_place(const at::Tensor& grad, c10::ScalarType type, const Task& task
 at::Tensor face_grad(const Task& task, size_t f, variable_list& outputs) {
   if (const Product* product = product_at(task, f)) {
     const Factors factors = factors_of(task, *product, task.plan(f));
-    const at::Tensor grad = turned(product_of(oriented(factors.left), oriented(factors.right)),
-                                   factors.is_transposed);
+    const at::Tensor grad =
+        turned(product_of(oriented(factors.left), oriented(factors.right)), factors.is_transposed);
     return task.plan(f).is_viewed ? along_path(task, f, grad) : grad;
   }
   if (const auto* of_sum = std::get_if<Product>(&task.work)) {

@@ -89,8 +89,8 @@ void check_held(const Group& group, const Task& task, size_t g) {
   const auto check = [&](const Kept& kept, auto&&...) {
     if (kept.was_modified()) {
       refuse_modified(g, describe(kept.tensor()), kept.kept_version(),
-                      static_cast<uint32_t>(kept.tensor()._version()),
-                      "holds for the weight pass", reader_in(group, task),
+                      static_cast<uint32_t>(kept.tensor()._version()), "holds for the weight pass",
+                      reader_in(group, task),
                       "If something overwrites it between the two passes, clone it before. If a "
                       "later node of the same backward does, leave the weight to the input pass "
                       "with policy(exclude=[weight]), or give that node a clone.");
@@ -106,8 +106,18 @@ void check_held(const Group& group, const Task& task, size_t g) {
 
 [[noreturn]] void refuse_emptied(size_t g, const at::Tensor& tensor, const std::string& reader) {
   refuse(PyExc_RuntimeError, "param_groups[", g, "] reads the values of ", describe(tensor), " in ",
-         reader, ", and their memory has been freed since the input pass. Bring it back before the "
+         reader,
+         ", and their memory has been freed since the input pass. Bring it back before the "
          "weight pass, or leave the weight to the input pass with policy(exclude=[weight]).");
+}
+
+bool has_shape_of(const at::Tensor& weight, const torch::autograd::InputMetadata& then) {
+  if (weight.is_nested()) {
+    return true;
+  }
+  const auto sizes = c10::asIntArrayRefSlowOpt(then.shape_as_dim_vector());  // the quick way
+  const bool is_plain = sizes && !weight.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+  return is_plain ? weight.sizes().equals(*sizes) : then.is_same_shape(weight);
 }
 
 /// Weights that somebody took away since I, and what W still needs of them.
@@ -116,9 +126,8 @@ void check_there(const Group& group, size_t g) {
   for (size_t w = 0; w < group.weights.size(); ++w) {
     AccumulateGrad& accumulator = *group.weights[w].accumulator;
     const at::Tensor& weight = accumulator.variable;
-    is_one_emptied = is_one_emptied || is_emptied(weight) || weight.sym_numel() == 0;
-    if (!group.book.weight[w].is_added && !weight.is_nested() &&
-        !accumulator.input_metadata(0).is_same_shape(weight)) {
+    is_one_emptied = is_one_emptied || is_emptied(weight);
+    if (!group.book.weight[w].is_added && !has_shape_of(weight, accumulator.input_metadata(0))) {
       refuse(PyExc_RuntimeError, "the weight pass of param_groups[", g, "] adds a gradient of ",
              describe(Edge(group.weights[w].accumulator, 0)), " to a weight that has become ",
              describe(weight),
@@ -166,10 +175,11 @@ void check_unmodified(const Group& group, size_t g) {
   }
   for (const Version& version : group.saved_outside) {
     if (version.was_modified()) {
-      refuse_modified(g, version.describe(), version.seen(), version.now(),
-                      "needs where its weights were computed", "",
-                      "Run the weight pass before it changes, or leave the weight to the input pass "
-                      "with policy(exclude=[weight]).");
+      refuse_modified(
+          g, version.describe(), version.seen(), version.now(),
+          "needs where its weights were computed", "",
+          "Run the weight pass before it changes, or leave the weight to the input pass "
+          "with policy(exclude=[weight]).");
     }
   }
 }
@@ -274,7 +284,8 @@ void check(const Call& call, bool main_grad) {
 bool is_elsewhere(const Task& task, size_t f, const std::optional<c10::Stream>& stream) {
   bool is_elsewhere = false;
   for_each_kept(task, [&](const Kept& kept, Role /*role*/, const auto& serves) {
-    is_elsewhere = is_elsewhere || (kept.tensor().defined() && serves(f) && kept.stream() != stream);
+    is_elsewhere =
+        is_elsewhere || (kept.tensor().defined() && serves(f) && kept.stream() != stream);
   });
   return is_elsewhere;
 }

@@ -1,0 +1,97 @@
+// What nodes between tasks and weights have saved.
+
+#include <algorithm>
+#include <utility>
+
+#include <c10/core/StreamGuard.h>
+#include <torch/csrc/PyInterpreter.h>
+
+#include "shim/group/saved.h"
+#include "shim/torch/checkpoint.h"
+#include "shim/torch/detach.h"
+#include "shim/torch/gil.h"
+#include "shim/torch/nodes.h"
+
+namespace zbp {
+
+void for_each_saved_outside(Node& node, c10::function_ref<void(const SavedVariable&)> visit) {
+  if (const Saver saver(node, /*waits=*/false); saver.is_locked()) {
+    for (const SavedVariable* one : saver.all()) {
+      visit(*one);
+    }
+  }
+}
+
+namespace {
+
+/// Leaves it packed for W; false, and nothing was done, if W cannot unpack it. A checkpoint's is
+/// unpacked here all the same: its region, once computed in I, would keep the tensor until somebody
+/// unpacks it. A Function's stays as it is: its backward may look at what it unpacks.
+bool leave_outside(Saver& saver, SavedVariable& saved, Group& group) {
+  const PackedPtr packed = packed_in(saved, group.arguments_outside);
+  if (!packed) {
+    return false;
+  }
+  if (!is_python_function(saver.node())) {
+    saver.leave(saved, packed);
+    group.packed_outside.push_back(packed);
+  }
+  const AcquireGil gil;
+  if (recognise(packed->unpack_hook.ptr(getPyInterpreter())) == UnpackHook::checkpoint) {
+    packed->unpack();
+  }
+  group.outside_recomputed_for = std::max(group.outside_recomputed_for, saver.node().sequence_nr());
+  return true;
+}
+
+void pin_one(Group& group, const UnpinnedOutside& unpinned) {
+  // Another microbatch's I may see to the same node, and its W may have released it.
+  Saver saver(*unpinned.node);
+  const auto all = [&] {
+    const AcquireGil gil;
+    return saver.all();
+  }();
+  TORCH_CHECK(unpinned.number < all.size(), torch::autograd::ERR_BACKWARD_TWICE);
+  SavedVariable& saved = *all[unpinned.number];
+  if (saved.has_hooks() && group.reads && leave_outside(saver, saved, group)) {
+    return;
+  }
+  at::Tensor tensor = saved.has_hooks() ? saver.pin(saved) : saved.unpack(ref_of(saver.node()));
+  if (tensor.defined() && keeps_base_unused(tensor)) {
+    tensor = saver.pin(saved);
+  }
+  if (has_version(tensor)) {
+    group.saved_outside.emplace_back(tensor);
+  }
+}
+
+}  // namespace
+
+void pin_outside(Group& group) {
+  std::vector<UnpinnedOutside> unpinned;
+  {
+    const std::lock_guard<std::mutex> lock(group.mutex);
+    unpinned = std::exchange(group.unpinned_outside, {});
+  }
+  std::optional<c10::Stream> here, there;  // of the last node
+  const auto come_back = [&] {
+    if (there) {
+      order(*there, *here);
+    }
+  };
+  for (const UnpinnedOutside& one : unpinned) {
+    if (const auto its = stream_of(*one.node); its != there) {
+      come_back();
+      there = its;
+      here = its ? std::optional(current_stream(its->device())) : its;
+      if (there) {
+        order(*here, *there);
+      }
+    }
+    const c10::OptionalStreamGuard on_its_stream(there);
+    pin_one(group, one);
+  }
+  come_back();
+}
+
+}  // namespace zbp
