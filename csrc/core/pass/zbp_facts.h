@@ -30,6 +30,7 @@ enum {
     ZBP_STEP_NONE,          /* more than these, or something else */
     ZBP_STEP_TRANSPOSITION, /* of a matrix, or of each of several */
     ZBP_STEP_CAST,          /* on its device */
+    ZBP_STEP_NOTHING,       /* it comes out as it went in */
     ZBP_STEP_VIEW           /* the same elements laid out anew */
 };
 

@@ -2,7 +2,6 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/WrapDimMinimal.h>
-#include <c10/util/accumulate.h>
 #include <torch/csrc/autograd/generated/Functions.h>
 
 #include "shim/group/saved.h"
@@ -41,21 +40,19 @@ bool is_layout(Node& node) {
 
 namespace {
 
+/// Of the gradient that the node gives.
+c10::SymIntArrayRef shape_behind(Node& node) {
+  const Edge& next = node.next_edge(0);
+  return next.function->input_metadata(next.input_nr).shape_as_dim_vector();
+}
+
 /// A ZBP_STEP_*; whether a hook sees it is not looked at.
 uint8_t step_of(Node& node) {
-  if (!is_layout(node)) {
+  if (!is_layout(node) || !node.next_edge(0).is_valid()) {
     return ZBP_STEP_NONE;
   }
   const c10::SymIntArrayRef shape = node.input_metadata(0).shape_as_dim_vector();
   const auto dims = static_cast<int64_t>(shape.size());
-  if (auto* n = as<gen::ExpandBackward0>(node)) {
-    // matmul puts one before its batches, which often has nothing to expand.
-    const auto before = c10::asIntArrayRefSlowOpt(n->self_sym_sizes);
-    const auto behind = c10::asIntArrayRefSlowOpt(shape);
-    const bool expands =
-        !before || !behind || c10::multiply_integers(*before) != c10::multiply_integers(*behind);
-    return expands ? ZBP_STEP_NONE : ZBP_STEP_VIEW;
-  }
   if (as<gen::TBackward0>(node)) {
     return dims == 2 ? ZBP_STEP_TRANSPOSITION : ZBP_STEP_VIEW;
   }
@@ -63,13 +60,18 @@ uint8_t step_of(Node& node) {
     const bool moves = n->self_options.device() != node.input_metadata(0).device();
     return moves ? ZBP_STEP_NONE : ZBP_STEP_CAST;
   }
-  bool transposes = false;
   if (auto* n = as<gen::TransposeBackward0>(node)) {
-    transposes = are_last_two(n->dim0, n->dim1, dims);
-  } else if (auto* n = as<gen::PermuteBackward0>(node); n && dims == 2) {
-    transposes = n->dims[0] % 2 != 0;
+    const bool transposes = dims <= 3 && are_last_two(n->dim0, n->dim1, dims);
+    return transposes ? ZBP_STEP_TRANSPOSITION : ZBP_STEP_VIEW;
   }
-  return transposes && dims <= 3 ? ZBP_STEP_TRANSPOSITION : ZBP_STEP_VIEW;
+  if (auto* n = as<gen::PermuteBackward0>(node)) {
+    return dims == 2 && n->dims[0] % 2 != 0 ? ZBP_STEP_TRANSPOSITION : ZBP_STEP_VIEW;
+  }
+  const c10::SymIntArrayRef behind = shape_behind(node);
+  if (behind.equals(shape)) {
+    return ZBP_STEP_NOTHING;  // as what matmul puts before batches that it need not expand
+  }
+  return as<gen::ExpandBackward0>(node) ? ZBP_STEP_NONE : ZBP_STEP_VIEW;
 }
 
 /// The gradient that the node, a plain step, gives for `grad`, but for a cast.
@@ -88,8 +90,7 @@ at::Tensor step_back(Node& node, const at::Tensor& grad) {
     }
     return grad.permute(back);
   }
-  const Edge& next = node.next_edge(0);
-  return grad.reshape_symint(next.function->input_metadata(next.input_nr).shape_as_dim_vector());
+  return grad.reshape_symint(shape_behind(node));
 }
 
 }  // namespace
@@ -132,7 +133,7 @@ bool is_matrix(const Edge& edge) {
 }
 
 bool is_plain_step(Node& node) {
-  return step_of(node) != ZBP_STEP_NONE && node.next_edge(0).is_valid() && !has_hooks(node);
+  return step_of(node) != ZBP_STEP_NONE && !has_hooks(node);
 }
 
 bool saves_nothing(Node& node) {
