@@ -16,6 +16,11 @@ mutant_of_split() {
     look "$1" "$2" "$3" "failed: " "tests/c/test_split.c tests/c/model.c" "" ""
 }
 
+# Likewise: of the plan.
+mutant_of_plan() {
+    look "$1" core/graph/zbp_plan.c "$2" "failed: " "tests/c/test_plan.c tests/c/model.c" "" ""
+}
+
 # Likewise: of what recordings are fed from, by the fuzzer of it.
 mutant_of_record() {
     look "$1" instruments/core/zbp_record.c "$2" "fuzz_record: " "tests/c/fuzz_record.c tests/c/fuzz_main.c tests/c/model.c" "" "300 1"
@@ -31,7 +36,7 @@ compile() {
 }
 
 # What no fault is put into is compiled once.
-for source in csrc/core/*/*.c csrc/instruments/core/*.c csrc/pass/*.c tests/c/model.c tests/c/counting.c tests/c/fake_shim.c tests/c/test_split.c \
+for source in csrc/core/*/*.c csrc/instruments/core/*.c csrc/pass/*.c tests/c/model.c tests/c/counting.c tests/c/fake_shim.c tests/c/test_plan.c tests/c/test_split.c \
     tests/c/fuzz_weight_pass.c tests/c/fuzz_record.c tests/c/fuzz_main.c; do
     compile "$source" "$(object_of "$source")" || exit 1
 done
@@ -132,7 +137,11 @@ mutant_of_split "a weight that is a matrix is taken for a vector" $split \
     's/sides.has_matrix || w->facts->is_matrix.*/false;/'
 mutant_of_split "what is left to I by name goes to W" $split 's/is_excluded = is_excluded || .*/;/'
 mutant_of_split "what leads to a weight that is left to I goes to W" core/graph/zbp_plan.c \
-    's/flag_backwards(w, ZBP_NODE_EXCLUDED, ZBP_NODE_CLOSURE);/w->stack_count = 0;/'
+    's/flag_reached(w, ZBP_NODE_EXCLUDED, ZBP_NODE_CLOSURE);/w->stack_count = 0;/'
+mutant_of_plan "what computes a weight that is left to I goes to W" \
+    's/flag\[i\] = ZBP_NODE_CLOSURE;/flag[i] \&= (uint8_t)~COMPUTES;/'
+mutant_of_plan "I runs what an output reaches by W alone" \
+    's/computes_excluded(w, i) \&\& (w->flag\[i\] \& ROOTED) == 0/computes_excluded(w, i)/'
 # Of recordings.
 mutant_of_record "a block that was taken back unseen stays live" 's/if (old.address != 0)/if (false)/'
 mutant_of_record "a record that has ended is fed on" 's/if (\*place != NULL)$/if (false)/'
