@@ -37,9 +37,14 @@ MUTANTS = {
         "kept.stream() != kept.stream()",
         "pairs",
     ),
-    "what I unpacks is not waited for": ("csrc/shim/group/saved.cpp", "      order(*there, *here);\n", "", "pairs"),
+    "what I unpacks is not waited for": (
+        "csrc/shim/group/saved_outside.cpp",
+        "      order(*there, *here);\n",
+        "",
+        "pairs",
+    ),
     "what I unpacks is made on the stream of whoever is first": (
-        "csrc/shim/group/saved.cpp",
+        "csrc/shim/group/saved_outside.cpp",
         "on_its_stream(there);",
         "on_its_stream(here);",
         "pairs",
