@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from support.functions import FusedWithDummy
 from support.oracle import Stage, needs_zbpipe, zb
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -119,26 +120,12 @@ def test_gradients_that_a_hook_moves_to_main_grad_are_not_moved_again():
         assert w.grad is None
 
 
-class Fused(torch.autograd.Function):
-    """Adds to main_grad itself, says so, and returns a dummy."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x @ w
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, w = ctx.saved_tensors
-        w.main_grad.add_(x.t() @ grad)
-        w.grad_added_to_main_grad = True
-        return grad @ w.t(), torch.full_like(w, 77.0)
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_the_dummy_of_a_fused_kernel_is_not_added(way):
     w = nn.Parameter(torch.randn(4, 4))
-    m = Stage(lambda m, x: Own.apply(lambda x: Fused.apply(x, m.a), x * m.v), a=w, v=nn.Parameter(torch.ones(4)))
+    m = Stage(
+        lambda m, x: Own.apply(lambda x: FusedWithDummy.apply(x, m.a), x * m.v), a=w, v=nn.Parameter(torch.ones(4))
+    )
     with_main_grads(m)
     needs_input, run = WAYS[way]
     for total in (1, 2):  # nobody resets the flag

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from support.functions import Asks, Planned, raising
+from support.functions import Asks, FusedWithDummy, Planned, raising
 from support.oracle import Stage, check, fresh, input_pass, needs_zbpipe, zb
 from support.processes import environment
 from support.rounding import equal
@@ -457,24 +457,6 @@ def test_main_grad_of_a_hook_that_raises_is_added_once():
         zb.stage_backward_weight(m.parameters(), groups)
     for w, total in zip(m.parameters(), expected, strict=True):
         torch.testing.assert_close(w.main_grad, total)
-
-
-class FusedWithDummy(torch.autograd.Function):
-    """x @ w that adds to main_grad, says so, and returns a dummy for the sake of hooks, as TransformerEngine's does."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        ctx.weight = w
-        return x @ w
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, w = ctx.saved_tensors
-        with torch.no_grad():
-            ctx.weight.main_grad.add_(x.t() @ grad)
-        ctx.weight.grad_added_to_main_grad = True
-        return grad @ w.t(), torch.full_like(w, 7.0)
 
 
 USES = {

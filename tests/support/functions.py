@@ -146,6 +146,24 @@ class Fused(Product):
         return grad @ w.t(), None, None
 
 
+class FusedWithDummy(Function):
+    """x @ w that adds to main_grad, says so, and returns a dummy for the sake of hooks, as TransformerEngine's does."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        ctx.weight = w
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        with torch.no_grad():
+            ctx.weight.main_grad.add_(x.t() @ grad)
+        ctx.weight.grad_added_to_main_grad = True
+        return grad @ w.t(), torch.full_like(w, 7.0)
+
+
 class SameTensorTwice(Function):
     """x + w whose backward returns the one gradient for both."""
 
