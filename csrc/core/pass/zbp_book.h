@@ -46,10 +46,9 @@ enum { ZBP_NO_FACE = UINT32_MAX };
 
 /* What the shim sees on a weight before W runs; or-ed. */
 enum {
-    ZBP_WEIGHT_HOOKED = 1, /* its accumulator has hooks */
-    ZBP_WEIGHT_FROZEN = 2, /* it takes no gradient any more */
-    ZBP_WEIGHT_ELSEWHERE =
-        4 /* a gradient for it is kept on another stream than the one it adds on */
+    ZBP_WEIGHT_HOOKED = 1,   /* its accumulator has hooks */
+    ZBP_WEIGHT_FROZEN = 2,   /* it takes no gradient any more */
+    ZBP_WEIGHT_ELSEWHERE = 4 /* something is kept for it on another stream than its own */
 };
 
 /* What becomes of a group after W. */

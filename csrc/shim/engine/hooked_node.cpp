@@ -29,39 +29,32 @@ variable_list owned(const Seen& seen, const variable_list& grads) {
   return own;
 }
 
-struct FirstPreHook : FunctionPreHook {
-  explicit FirstPreHook(Seen seen) : seen(std::move(seen)) {}
-  variable_list operator()(const variable_list& grads) override { return seen_first(seen, grads); }
-  const Seen seen;
-};
-
-struct LastPreHook : FunctionPreHook {
-  explicit LastPreHook(Seen seen) : seen(std::move(seen)) {}
-  variable_list operator()(const variable_list& grads) override { return owned(seen, grads); }
-  const Seen seen;
-};
-
-struct FirstPostHook : FunctionPostHook {
-  explicit FirstPostHook(Seen seen) : seen(std::move(seen)) {}
-  variable_list operator()(const variable_list& outputs, const variable_list& /*in*/) override {
-    return seen_first(seen, outputs);
+/// Before, and behind, the user's hooks of a kind; the kind calls one of the two operators.
+template <class Kind>
+struct First : Kind {
+  explicit First(Seen seen) : seen(std::move(seen)) {}
+  variable_list operator()(const variable_list& grads) { return seen_first(seen, grads); }
+  variable_list operator()(const variable_list& grads, const variable_list& /*in*/) {
+    return seen_first(seen, grads);
   }
   const Seen seen;
 };
 
-struct LastPostHook : FunctionPostHook {
-  explicit LastPostHook(Seen seen) : seen(std::move(seen)) {}
-  variable_list operator()(const variable_list& outputs, const variable_list& /*in*/) override {
-    return owned(seen, outputs);
+template <class Kind>
+struct Last : Kind {
+  explicit Last(Seen seen) : seen(std::move(seen)) {}
+  variable_list operator()(const variable_list& grads) { return owned(seen, grads); }
+  variable_list operator()(const variable_list& grads, const variable_list& /*in*/) {
+    return owned(seen, grads);
   }
   const Seen seen;
 };
 
-template <class First, class Last, class Hooks>
-void remove_ours(Hooks& hooks) {
+template <class Kind>
+void remove_ours(std::vector<std::unique_ptr<Kind>>& hooks) {
   const auto is_ours = [](const auto& hook) {
-    const auto& h = *hook;
-    return typeid(h) == typeid(First) || typeid(h) == typeid(Last);
+    const Kind& h = *hook;
+    return typeid(h) == typeid(First<Kind>) || typeid(h) == typeid(Last<Kind>);
   };
   hooks.erase(std::remove_if(hooks.begin(), hooks.end(), is_ours), hooks.end());
 }
@@ -71,20 +64,20 @@ void remove_ours(Hooks& hooks) {
 HookedNode::HookedNode(Node& node) : node_(node) {
   const auto before = std::make_shared<std::optional<CameIn>>();
   auto& tensors = node.tensor_pre_hooks();
-  tensors.insert(tensors.begin(), std::make_unique<FirstPreHook>(before));
-  node.add_pre_hook(std::make_unique<LastPreHook>(before));
+  tensors.insert(tensors.begin(), std::make_unique<First<FunctionPreHook>>(before));
+  node.add_pre_hook(std::make_unique<Last<FunctionPreHook>>(before));
   if (!node.post_hooks().empty()) {
     const auto behind = std::make_shared<std::optional<CameIn>>();
     auto& posts = node.post_hooks();
-    posts.insert(posts.begin(), std::make_unique<FirstPostHook>(behind));
-    node.add_post_hook(std::make_unique<LastPostHook>(behind));
+    posts.insert(posts.begin(), std::make_unique<First<FunctionPostHook>>(behind));
+    node.add_post_hook(std::make_unique<Last<FunctionPostHook>>(behind));
   }
 }
 
 HookedNode::~HookedNode() {
-  remove_ours<FirstPreHook, LastPreHook>(node_.tensor_pre_hooks());
-  remove_ours<FirstPreHook, LastPreHook>(node_.pre_hooks());
-  remove_ours<FirstPostHook, LastPostHook>(node_.post_hooks());
+  remove_ours(node_.tensor_pre_hooks());
+  remove_ours(node_.pre_hooks());
+  remove_ours(node_.post_hooks());
 }
 
 }  // namespace zbp

@@ -231,13 +231,18 @@ c10::Stream current_stream(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
 
-std::optional<c10::Stream> stream_of(Node& node) {
+const torch::autograd::InputMetadata* late_metadata_of(Node& node) {
   for (uint32_t i = 0; i < node.num_inputs(); ++i) {
     if (const auto& metadata = node.input_metadata(i); runs_late(metadata.device())) {
-      return metadata.stream();
+      return &metadata;
     }
   }
-  return std::nullopt;
+  return nullptr;
+}
+
+std::optional<c10::Stream> stream_of(Node& node) {
+  const auto* metadata = late_metadata_of(node);
+  return metadata ? std::optional(metadata->stream()) : std::nullopt;
 }
 
 std::optional<c10::Stream> stream_here(const at::Tensor& tensor) {

@@ -166,7 +166,9 @@ class CameIn {
 /// False for a device whose kernels have run when they return.
 bool runs_late(c10::Device device);
 
-/// The stream on which the node runs; none for a node of the CPU.
+/// What has the device and the stream on which the node runs, borrowed; null for a node of the CPU.
+const torch::autograd::InputMetadata* late_metadata_of(Node& node);
+/// The stream alone.
 std::optional<c10::Stream> stream_of(Node& node);
 
 c10::Stream current_stream(c10::Device device);

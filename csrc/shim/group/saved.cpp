@@ -282,26 +282,21 @@ class FilledBlanks {
                            ? blank.weight
                            : at::empty_strided(blank.sizes, blank.strides, blank.options)));
     }
-    put(std::move(filled));
+    Saver saver(node);
+    for (size_t i = 0; i < blanks.size(); ++i) {
+      saver.put(*blanks[i].saved, std::move(filled[i]));
+    }
   }
   ~FilledBlanks() {
-    std::vector<SavedVariable> released;
-    for (size_t i = 0; i < blanks_.size(); ++i) {
-      released.push_back(released_variable());
+    Saver saver(node_);
+    for (const Blank& blank : blanks_) {
+      saver.put(*blank.saved, released_variable());
     }
-    put(std::move(released));
   }
   FilledBlanks(const FilledBlanks&) = delete;
   FilledBlanks& operator=(const FilledBlanks&) = delete;
 
  private:
-  void put(std::vector<SavedVariable> filled) {
-    Saver saver(node_);
-    for (size_t i = 0; i < blanks_.size(); ++i) {
-      saver.put(*blanks_[i].saved, std::move(filled[i]));
-    }
-  }
-
   Node& node_;
   const std::vector<Blank>& blanks_;
 };

@@ -69,6 +69,10 @@ variable_list run_deferred(const Task& task);
 /// thread runs the node. Called with the GIL held.
 void for_each_saved_outside(Node& node, c10::function_ref<void(const SavedVariable&)> visit);
 
+/// Notes what W will read of what the group's outside nodes have saved, before I runs. Called with
+/// the GIL held.
+void note_saved_outside(Group& group);
+
 /// Unpacks what the group's outside nodes have saved, once, and frees it of its history; called by
 /// I, within its run. Each is unpacked on its node's stream.
 void pin_outside(Group& group);

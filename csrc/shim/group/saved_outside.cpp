@@ -1,4 +1,4 @@
-// What nodes between tasks and weights have saved.
+// What nodes between tasks and weights have saved: noted and pinned in I, checked in W.
 
 #include <algorithm>
 #include <utility>
@@ -6,6 +6,7 @@
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/PyInterpreter.h>
 
+#include "shim/group/facts.h"
 #include "shim/group/saved.h"
 #include "shim/torch/checkpoint.h"
 #include "shim/torch/detach.h"
@@ -18,6 +19,34 @@ void for_each_saved_outside(Node& node, c10::function_ref<void(const SavedVariab
   if (const Saver saver(node, /*waits=*/false); saver.is_locked()) {
     for (const SavedVariable* one : saver.all()) {
       visit(*one);
+    }
+  }
+}
+
+/// What the group's outside nodes have saved. Behind hooks: I unpacks it, lest W computes a region
+/// again. Views that keep their bases for nothing: I makes them let go. Other tensors: their
+/// versions, which W's run would find wrong only after it has added some gradients.
+void note_saved_outside(Group& group) {
+  for (const Outside& outside : group.outside) {
+    Node& node = *outside.node;
+    if (saves_nothing(node)) {
+      continue;
+    }
+    // Another microbatch's I may exchange what the node has saved, its W release it.
+    const Saver saver(node);
+    const auto all = saver.all();
+    for (size_t number = 0; number < all.size(); ++number) {
+      if (all[number]->has_hooks()) {
+        group.unpinned_outside.push_back({ref_of(node), number});
+        continue;
+      }
+      const at::Tensor tensor = all[number]->unpack(ref_of(saver.node()));
+      // A Function's is its backward's to look at, as it was saved.
+      if (tensor.defined() && is_generated(saver.node()) && keeps_base_unused(tensor)) {
+        group.unpinned_outside.push_back({ref_of(node), number});
+      } else if (has_version(tensor)) {
+        group.saved_outside.emplace_back(tensor);
+      }
     }
   }
 }

@@ -102,7 +102,7 @@ variable_list input_grads(const InputPassArgs& args, const Walk& walk, const Cap
     const at::Tensor grad = captured(edge, walk, captures);
     grads.push_back(grad.defined() && grad.requires_grad() ? grad.detach() : grad);
   }
-  auto in_use = memory_in_use(args, grads, groups);
+  const auto in_use = memory_in_use(args, grads, groups);
   const Holders holders = known_holders(args, grads, captures);
   std::unordered_map<const void*, const Edge*> owner;  // by memory
   std::vector<size_t> others;

@@ -60,10 +60,8 @@ void note_facts(const zbp_scene& scene, const zbp_survey& survey, zbp_facts& fac
 Task& new_task(Group& group, NodePtr node) {
   Task& task = group.tasks.emplace_back(group.layout, static_cast<uint32_t>(group.tasks.size()),
                                         std::move(node));
-  for (uint32_t i = 0; i < task.node->num_inputs() && !task.device; ++i) {
-    if (const auto& metadata = task.node->input_metadata(i); runs_late(metadata.device())) {
-      task.device = std::make_unique<const torch::autograd::InputMetadata>(metadata);
-    }
+  if (const auto* metadata = late_metadata_of(*task.node)) {
+    task.device = std::make_unique<const torch::autograd::InputMetadata>(*metadata);
   }
   return task;
 }

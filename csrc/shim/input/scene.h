@@ -52,9 +52,7 @@ struct StandIns {
 
 using Captures = std::unordered_map<uint32_t, NodeRef<Capture>>;  // by the id of an input's node
 
-/// Note what W will read beside what the tasks hold: what the group's outside nodes have saved; the
-/// weights in regions that W computes again. See Group.
-void note_saved_outside(Group& group);
+/// Notes what W will read beside what the tasks hold: weights in regions that it computes again.
 std::shared_ptr<const Reads> note_reads(const InputPassArgs& args, const Walk& walk,
                                         const zbp_graph& graph);
 

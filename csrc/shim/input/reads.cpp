@@ -1,46 +1,15 @@
-// What W will read beside what its groups hold: noted in I, checked in W.
+// The weights that W may read where it computes checkpointed regions again: noted in I, checked in
+// W.
 
 #include <algorithm>
 
-#include "shim/group/facts.h"
-#include "shim/group/saved.h"
 #include "shim/input/scene.h"
 #include "shim/input/walk.h"
-#include "shim/torch/detach.h"
 #include "shim/torch/nodes.h"
-#include "shim/torch/python.h"
 
 namespace zbp {
 
 using torch::autograd::AccumulateGrad;
-
-/// What the group's outside nodes have saved. Behind hooks: I unpacks it, lest W computes a region
-/// again. Views that keep their bases for nothing: I makes them let go. Other tensors: their
-/// versions, which W's run would find wrong only after it has added some gradients.
-void note_saved_outside(Group& group) {
-  for (const Outside& outside : group.outside) {
-    Node& node = *outside.node;
-    if (saves_nothing(node)) {
-      continue;
-    }
-    // Another microbatch's I may exchange what the node has saved, its W release it.
-    const Saver saver(node);
-    const auto all = saver.all();
-    for (size_t number = 0; number < all.size(); ++number) {
-      if (all[number]->has_hooks()) {
-        group.unpinned_outside.push_back({ref_of(node), number});
-        continue;
-      }
-      const at::Tensor tensor = all[number]->unpack(ref_of(saver.node()));
-      // A Function's is its backward's to look at, as it was saved.
-      if (tensor.defined() && is_generated(saver.node()) && keeps_base_unused(tensor)) {
-        group.unpinned_outside.push_back({ref_of(node), number});
-      } else if (has_version(tensor)) {
-        group.saved_outside.emplace_back(tensor);
-      }
-    }
-  }
-}
 
 /// Where W computes regions again: what of the weights it may read, at their versions of now.
 /// Whatever a region gives to one of its nodes was computed of what earlier nodes have read.
