@@ -265,10 +265,11 @@ def lines(groups, regions, kinds):
 
 
 @st.composite
-def passes(draw, microbatches, faults="IW", drops=True):
+def passes(draw, microbatches, faults="IW", reentrant=False):
     """F before I before W, of each microbatch; W whole, in pieces, or together with another's.
 
-    faults: of which passes one may fail. drops: groups may be dropped.
+    faults: of which passes one may fail. reentrant: no groups are dropped; W runs within no other backward, where torch
+    refuses such a checkpoint.
     """
     left = dict.fromkeys(range(microbatches), "FIW")
     order, begun = [], set()
@@ -284,9 +285,9 @@ def passes(draw, microbatches, faults="IW", drops=True):
             elif kind == 10 and others:
                 word += f"+{others[0]}"
                 del left[others[0]]
-            elif kind == 11 and drops and k not in begun:
+            elif kind == 11 and not reentrant and k not in begun:
                 word = f"D{k}"
-            if word[0] == "W":
+            if word[0] == "W" and not reentrant:
                 word = draw(st.sampled_from("WWWWVU")) + word[1:]
         if step in faults and draw(st.integers(0, 7)) == 7:
             word += f"!{draw(st.integers(0, 30))}"
@@ -337,7 +338,7 @@ def programs(draw, most_lines=12, most_microbatches=3, regions=REGIONS):
     some = st.lists(st.sampled_from(MATRICES + VECTORS), max_size=2, unique=True).map(sorted).map(tuple)
     return Program(
         source,
-        draw(passes(draw(st.integers(2, most_microbatches)), faults, not reenters(source))),
+        draw(passes(draw(st.integers(2, most_microbatches)), faults, reenters(source))),
         draw(st.sampled_from(["float64", "float64", "float64", "float32", "bfloat16"])),
         inputs,
         draw(some) if draw(st.integers(0, 3)) == 3 else (),
