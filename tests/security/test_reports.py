@@ -38,7 +38,7 @@ class Run:
             str(out),
             *arguments,
         ]
-        done = subprocess.run(command, env=environment(OMP_NUM_THREADS="1"), capture_output=True, timeout=200)
+        done = subprocess.run(command, env=environment(OMP_NUM_THREADS="1"), capture_output=True, timeout=900)
         assert done.returncode == 0, done.stderr.decode()[-2000:]
         self.texts = {"standard error": done.stderr}
         for number, text in enumerate(done.stdout.split(b"\n--- ")):
