@@ -24,11 +24,6 @@ extern PyMethodDef zbp_leaks_functions[], zbp_passes_functions[], zbp_release_fu
 /* Whether another thread is in a call of I or W. With the GIL. */
 bool zbp_passes_run_elsewhere(void);
 
-/* A zbpipe.Policy, for I: its words as numbers. Returns 0, or -1 with an error set. */
-int zbp_read_policy(PyObject *policy, zbp_policy *out);
-/* Its choice that is True or False. Returns 0, or -1 with an error set. */
-int zbp_read_flag(PyObject *policy, const char *name, bool *out);
-
 /* Adds the type ParamGroup. New reference, or NULL with an error set. */
 PyTypeObject *zbp_add_group(PyObject *module);
 

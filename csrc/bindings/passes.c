@@ -7,20 +7,31 @@
 #include "pass/zbp_pass.h"
 #include "shim/group/zbp_describe.h"
 
-/* NULL for None. */
-static PyObject *tuple_or_null(PyObject *object)
+/* A converter for PyArg_ParseTuple: NULL for None. */
+static int tuple_or_null(PyObject *object, void *out)
 {
-    return object != Py_None ? object : NULL;
+    *(PyObject **)out = object != Py_None ? object : NULL;
+    if (object == Py_None || PyTuple_Check(object)) {
+        return 1;
+    }
+    PyErr_Format(PyExc_TypeError, "got a %s; expected a tuple or None", Py_TYPE(object)->tp_name);
+    return 0;
 }
 
-/* Raises it for what is neither a tuple nor, where that may be, None. */
-static int check_tuple(PyObject *object, const char *name, bool may_be_none)
+/* A zbpipe.Policy's choices; *excluded_out is borrowed from it. Returns 0, or -1 with an error set. */
+static int read_policy(PyObject *policy, zbp_policy *out, bool *fused_out, PyObject **excluded_out)
 {
-    if (PyTuple_Check(object) || (may_be_none && object == Py_None)) {
-        return 0;
-    }
-    PyErr_Format(PyExc_TypeError, "%s is a %s; expected a tuple", name, Py_TYPE(object)->tp_name);
-    return -1;
+    PyObject *choices = PyObject_CallMethod(policy, "_choices", NULL);
+    int fused = 0, main_grad = 0;
+    const bool is_read =
+        choices != NULL &&
+        PyArg_ParseTuple(choices, "bbppO!:_choices", &out->leaves.defer, &out->leaves.checkpoint,
+                         &fused, &main_grad, &PyTuple_Type, excluded_out);
+
+    out->main_grad = main_grad != 0;
+    *fused_out = fused != 0;
+    Py_XDECREF(choices);
+    return is_read ? 0 : -1;
 }
 
 /* Replaces the current error by run_error, with the current one as its cause. */
@@ -75,24 +86,15 @@ PyDoc_STRVAR(
 
 static PyObject *input_pass(PyObject *module, PyObject *args)
 {
-    PyObject *policy, *grads, *weights, *result;
+    PyObject *policy, *result;
     zbp_input_args given = {0};
     zbp_error error = {0};
-    bool has_begun = false;
+    bool has_begun = false, fused;
 
-    if (!PyArg_ParseTuple(args, "OOOOO:input_pass", &given.outputs, &grads, &given.inputs, &weights,
-                          &policy) ||
-        check_tuple(given.outputs, "outputs", false) < 0 ||
-        check_tuple(grads, "output_grads", true) < 0 ||
-        check_tuple(given.inputs, "inputs", false) < 0 ||
-        check_tuple(weights, "weights", true) < 0 || zbp_read_policy(policy, &given.policy) < 0) {
-        return NULL;
-    }
-    given.grads = tuple_or_null(grads);
-    given.weights = tuple_or_null(weights);
-    given.excluded = PyObject_GetAttrString(policy, "exclude");
-    if (given.excluded == NULL || check_tuple(given.excluded, "policy.exclude", false) < 0) {
-        Py_XDECREF(given.excluded);
+    if (!PyArg_ParseTuple(args, "O!O&O!O&O:input_pass", &PyTuple_Type, &given.outputs,
+                          tuple_or_null, &given.grads, &PyTuple_Type, &given.inputs, tuple_or_null,
+                          &given.weights, &policy) ||
+        read_policy(policy, &given.policy, &fused, &given.excluded) < 0) {
         return NULL;
     }
     pass_begins();
@@ -103,7 +105,6 @@ static PyObject *input_pass(PyObject *module, PyObject *args)
         raise_run_error(zbp_state_of(module)->run_error);
     }
     pass_ends();
-    Py_DECREF(given.excluded);
     return result;
 }
 
@@ -187,42 +188,28 @@ static int claim(weight_call *call)
     return 0;
 }
 
-/* What is refused leaves the groups as they were. A call that has completed them can still raise: a
- * warning that is an error. Then they are opened again, so that the call can be repeated. */
-static int run(const weight_call *call, zbp_how how, bool main_grad, zbp_error *error)
-{
-    bool is_complete = false;
-    const int status = zbp_weight_call(call->group, call->count, how, main_grad, zbp_pass_weights,
-                                       &is_complete, error);
-
-    for (size_t i = 0; is_complete && status != ZBP_OK && i < call->count; ++i) {
-        zbp_book_report_again(&call->group[i]->book);
-    }
-    return status;
-}
-
 PyDoc_STRVAR(weight_pass_doc,
              "weight_pass(param_groups, retain_graph, policy, /)\n--\n\n"
              "The weight pass of the groups, a tuple. See zbpipe.stage_backward_weight.");
 
 static PyObject *weight_pass(PyObject *module, PyObject *args)
 {
-    PyObject *tuple, *policy, *result = NULL;
+    PyObject *tuple, *policy, *excluded, *result = NULL;
     weight_call call = {0};
     int retain;
-    bool main_grad = false;
+    zbp_policy choices = {0};
     zbp_how how = {0};
     zbp_error error = {0};
 
     if (!PyArg_ParseTuple(args, "O!pO:weight_pass", &PyTuple_Type, &tuple, &retain, &policy) ||
-        zbp_read_flag(policy, "fused", &how.fuse) < 0 ||
-        zbp_read_flag(policy, "main_grad", &main_grad) < 0) {
+        read_policy(policy, &choices, &how.fuse, &excluded) < 0) {
         return NULL;
     }
     how.retain = retain != 0;
     pass_begins();
     if (get_groups(&call, module, tuple) == 0 && claim(&call) == 0 &&
-        run(&call, how, main_grad, &error) == ZBP_OK) {
+        zbp_weight_call(call.group, call.count, how, choices.main_grad, zbp_pass_weights, &error) ==
+            ZBP_OK) {
         result = Py_NewRef(Py_None);
     }
     for (size_t i = 0; i < call.claimed; ++i) {

@@ -256,21 +256,6 @@ static bool something_is_spent(void)
     return false;
 }
 
-/* A warning of the pass is an error: what is complete is to be passed over once more. */
-static void raise_all_the_same(const bool *takes, zbp_how how)
-{
-    for (uint32_t g = 0; g < held_count; g++) {
-        if (!takes[g])
-            continue;
-        zbp_book_report_again(&held[g].as.book);
-        has_raised[g] = has_raised[g] || !how.retain;
-        held[g].rounds--;
-        check_group(&held[g], false);
-        if (held[g].as.book.state != ZBP_BOOK_OPEN)
-            fake_violation("a call that raised when it was through cannot be repeated");
-    }
-}
-
 static void call(void)
 {
     bool takes[MOST_GROUPS] = {0}, any = false;
@@ -298,8 +283,6 @@ static void call(void)
             check_state(g, how, status == ZBP_OK);
         has_raised[g] = has_raised[g] || (takes[g] && status != ZBP_OK && !how.retain);
     }
-    if (status == ZBP_OK && fake_random(8) == 0)
-        raise_all_the_same(takes, how);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)

@@ -114,10 +114,6 @@ mutant "tasks go that are still to run" $book \
 mutant "tasks stay that have run" $book '/^zbp_fate zbp_book_settle/,/^}/s/if (zbp_book_wants(book, w))/if (true)/'
 mutant "a group that is to run again has been added" $book \
     '/^static void make_ready_again/,/^}/s/is_added = false/is_added = true/'
-mutant "what is retained is added again after a call that raised when it was through" $book \
-    '/^void zbp_book_report_again/,/^}/s/is_added = true/is_added = false/'
-mutant "what is closed is retained after a call that raised when it was through" $book \
-    '/^void zbp_book_report_again/,/^}/s/ || book->state == ZBP_BOOK_SPENT;/;/'
 # Of I.
 split=core/pass/zbp_split.c
 mutant_of_split "an edge to an input leads to the node behind it" $split \

@@ -166,35 +166,7 @@ static void a_retained_group_runs_again_as_if_it_never_had(void)
     CHECK(zbp_book_settle(&book, RETAIN, true) == ZBP_FATE_KEEP && !book.has_failed);
     CHECK(alone_are(RETAIN, "--"));
     CHECK(zbp_book_settle(&book, RETAIN, false) == ZBP_FATE_AGAIN && alone_are(RETAIN, "01"));
-    /* Complete, and the call raises only then: the retry adds nothing, the call after it all. */
-    add_all();
-    CHECK(zbp_book_settle(&book, RETAIN, false) == ZBP_FATE_AGAIN);
-    zbp_book_report_again(&book);
-    CHECK(book.state == ZBP_BOOK_OPEN && zbp_book_is_complete(&book) && alone_are(RETAIN, "--"));
-    CHECK(zbp_book_settle(&book, RETAIN, false) == ZBP_FATE_AGAIN && alone_are(RETAIN, "01"));
     close_book();
-}
-
-/* The call raised when all was through, and had closed the group: a second one passes over it, and does not
- * retain it. */
-static void what_was_closed_is_reported_again_once(void)
-{
-    for (int retain = 0; retain < 2; retain++) {
-        const zbp_how how = {.retain = retain != 0};
-
-        open_book(1, 0, "P0");
-        add_all();
-        CHECK(zbp_book_settle(&book, PLAIN, false) == ZBP_FATE_CLOSE);
-        zbp_layout_fini(&layout);
-        zbp_book_close(&book);
-        zbp_book_report_again(&book);
-        zbp_book_report_again(&book);
-        CHECK(book.state == ZBP_BOOK_OPEN && zbp_book_is_complete(&book));
-        CHECK(zbp_book_settle(&book, how, true) ==
-              (retain != 0 ? ZBP_FATE_KEEP : ZBP_FATE_RELEASE)); /* another group has failed */
-        CHECK(zbp_book_settle(&book, how, false) == ZBP_FATE_CLOSE && book.state == ZBP_BOOK_SPENT);
-        close_book();
-    }
 }
 
 /* ---- a run of the engine */
@@ -349,7 +321,6 @@ int main(void)
     RUN(what_anybody_could_tell_runs_in_the_engine);
     RUN(paths_to_what_the_engine_adds_are_given_up);
     RUN(a_retained_group_runs_again_as_if_it_never_had);
-    RUN(what_was_closed_is_reported_again_once);
     RUN(the_last_weight_tells_that_the_tasks_can_go);
     RUN(it_unpacks_up_to_the_last_task_that_is_wanted);
     RUN(one_call_at_a_time_has_a_book);

@@ -495,7 +495,7 @@ def warns_in_its_backward(tensor):
 
 @needs_zbpipe
 @pytest.mark.parametrize("retain", [False, True])
-def test_warning_made_an_error_in_the_weight_pass_lets_it_be_repeated(retain):
+def test_warning_made_an_error_is_printed_by_the_weight_pass_and_nothing_is_lost(retain, capsys):
     m = Stage(lambda m, x: x @ warns_in_its_backward(m.a) @ m.b, a=(4, 4), b=(4, 4))
     total = 0
     for _ in range(2):
@@ -503,10 +503,9 @@ def test_warning_made_an_error_in_the_weight_pass_lets_it_be_repeated(retain):
         _, groups = input_pass(m, x)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            with pytest.raises((RuntimeError, UserWarning)):
-                zb.stage_backward_weight(m.parameters(), groups, retain)
-            warnings.simplefilter("ignore")
             zb.stage_backward_weight(m.parameters(), groups, retain)
+            assert "uint8" in capsys.readouterr().err
+            warnings.simplefilter("ignore")
             if retain:
                 zb.stage_backward_weight(m.parameters(), groups)
             expected = torch.autograd.grad(m(x).sum(), list(m.parameters()))

@@ -109,6 +109,17 @@ def run_split(model, order, syncs, main_grad, data):
         weight_pass(i)
 
 
+def exclude_a_shard():
+    """The root's, which I computes: what its group holds is its gradient, and the bias's."""
+    _, model = models(Block, None)
+    with zbpipe.policy(exclude=[model[1].weight]):
+        x = torch.randn(4, WIDTH, requires_grad=True)
+        _, groups = zbpipe.stage_backward_input([model(x)], [torch.ones(4, WIDTH)], [x], None)
+    held = [group.bytes_held for group in groups if any(w.shape == (WIDTH, WIDTH) for w in group.weights)]
+    zbpipe.stage_backward_weight(None, groups)
+    assert held == [4 * (WIDTH * WIDTH + WIDTH)], held
+
+
 RUNS = {
     "one microbatch": {"count": 1},
     "three, each reduced": {},
@@ -125,6 +136,7 @@ RUNS = {
     "whole backwards, main_grad": {"main_grad": True},
 }
 CASES = {name: Case(functools.partial(compare, **options)) for name, options in RUNS.items()}
+CASES["an excluded shard"] = Case(exclude_a_shard)
 ranks = ranks_of(__file__, CASES, world=2)
 
 

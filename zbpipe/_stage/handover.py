@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 
 from zbpipe._policy import Policy
+from zbpipe._torch import fsdp
 from zbpipe._torch.autograd import is_view
 
 _outputs: contextvars.ContextVar[list[torch.Tensor]] = contextvars.ContextVar("zbpipe_outputs_beside_the_loss")
@@ -97,4 +98,5 @@ def in_graph_of(policy: Policy) -> Policy:
     """The policy, with its excluded parameters as they are in the graph."""
     if not policy.exclude:
         return policy
-    return dataclasses.replace(policy, exclude=in_graph(policy.exclude))  # type: ignore[arg-type]
+    known = _weights.get(None) or fsdp.gathered()
+    return dataclasses.replace(policy, exclude=tuple(known.get(weight, weight) for weight in policy.exclude))

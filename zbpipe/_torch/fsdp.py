@@ -30,9 +30,10 @@ def states_in(module: Any) -> list[Any]:
     return list(module._get_fsdp_state()._state_ctx.all_states)
 
 
-def gathered(module: Any) -> dict[torch.Tensor, torch.Tensor]:
-    """The weights in the graph, by the shards that are the module's parameters, of all that were gathered before."""
-    params = [param for param, _ in _params(states_in(module))]
+def gathered(module: Any = None) -> dict[torch.Tensor, torch.Tensor]:
+    """The weights in the graph, by the shards that are the module's parameters, of all that were gathered before. None:
+    of all modules of the process."""
+    params = [param for param, _ in _params(_all_states() if module is None else states_in(module))]
     return {param.sharded_param: param._unsharded_param for param in params if hasattr(param, "_unsharded_param")}
 
 

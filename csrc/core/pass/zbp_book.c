@@ -174,15 +174,6 @@ bool zbp_book_added(zbp_book *book, uint32_t weight)
     return __atomic_sub_fetch(&book->missing, 1, __ATOMIC_ACQ_REL) == 0 && book->goes_with_last;
 }
 
-void zbp_book_report_again(zbp_book *book)
-{
-    /* What was not to be retained is gone: nobody retains it by a second call. */
-    book->has_failed = book->has_failed || book->state == ZBP_BOOK_SPENT;
-    book->state = ZBP_BOOK_OPEN;
-    for (uint32_t w = 0; w < book->weight_count; w++)
-        book->weight[w].is_added = true;
-}
-
 static void make_ready_again(zbp_book *book)
 {
     for (uint32_t w = 0; w < book->weight_count; w++) {

@@ -118,10 +118,6 @@ zbp_fate zbp_book_settle(zbp_book *book, zbp_how how, bool failed);
 /* After ZBP_FATE_CLOSE, or to drop the group: the book is spent, and holds nothing. */
 void zbp_book_close(zbp_book *book);
 
-/* After _settle and what it asked for, where a call that has completed the group raises: opens the
- * group again, with every weight added. The call can then be repeated, and adds nothing. */
-void zbp_book_report_again(zbp_book *book);
-
 /* Marks the book as in the hands of one call; false if another one has it. Any threads may call
  * these at once. */
 bool zbp_book_claim(zbp_book *book);

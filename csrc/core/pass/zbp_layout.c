@@ -76,19 +76,12 @@ int zbp_layout_add_hop(zbp_layout *layout, zbp_hop hop)
 int32_t zbp_layout_face_at(const zbp_layout *layout, uint32_t task, uint32_t slot)
 {
     const zbp_task *t = &layout->task[task];
-    uint32_t begin = t->face_begin, end = t->face_end;
 
-    while (begin < end) {
-        const uint32_t middle = begin + (end - begin) / 2;
-
-        if (layout->face[middle].slot < slot)
-            begin = middle + 1;
-        else
-            end = middle;
+    for (uint32_t f = t->face_begin; f < t->face_end; f++) {
+        if (layout->face[f].slot == slot)
+            return (int32_t)(f - t->face_begin);
     }
-    return begin < t->face_end && layout->face[begin].slot == slot
-               ? (int32_t)(begin - t->face_begin)
-               : -1;
+    return -1;
 }
 
 uint32_t zbp_layout_first_hop(const zbp_layout *layout, uint32_t outside)

@@ -2,7 +2,6 @@
 
 #include <atomic>
 #include <future>
-#include <memory>
 #include <unordered_set>
 
 #include <ATen/EmptyTensor.h>

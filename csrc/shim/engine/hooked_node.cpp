@@ -1,7 +1,6 @@
 #include "shim/engine/hooked_node.h"
 
 #include <algorithm>
-#include <optional>
 
 #include <torch/csrc/autograd/function_hook.h>
 
@@ -14,47 +13,44 @@ using torch::autograd::FunctionPreHook;
 
 using Seen = std::shared_ptr<std::optional<CameIn>>;
 
-/// What a list of gradients was before the user's hooks, and what it is to be behind them.
-variable_list seen_first(const Seen& seen, const variable_list& grads) {
-  seen->emplace(grads);
-  return grads;
-}
+/// Before the user's hooks of a kind it sees the gradients, behind them it owns what they put there.
+class Look : public FunctionPreHook, public FunctionPostHook {
+ public:
+  Look(Seen seen, bool is_first) : seen_(std::move(seen)), is_first_(is_first) {}
 
-variable_list owned(const Seen& seen, const variable_list& grads) {
-  variable_list own = grads;
-  if (seen->has_value()) {
-    (*seen)->own(own, grads);
-    seen->reset();
+  variable_list operator()(const variable_list& grads) override {
+    variable_list own = grads;
+    if (is_first_) {
+      seen_->emplace(grads);
+    } else if (seen_->has_value()) {
+      (*seen_)->own(own, grads);
+      seen_->reset();
+    }
+    return own;
   }
-  return own;
-}
+  variable_list operator()(const variable_list& grads, const variable_list& /*inputs*/) override {
+    return (*this)(grads);
+  }
 
-/// Before, and behind, the user's hooks of a kind; the kind calls one of the two operators.
-template <class Kind>
-struct First : Kind {
-  explicit First(Seen seen) : seen(std::move(seen)) {}
-  variable_list operator()(const variable_list& grads) { return seen_first(seen, grads); }
-  variable_list operator()(const variable_list& grads, const variable_list& /*in*/) {
-    return seen_first(seen, grads);
-  }
-  const Seen seen;
+ private:
+  const Seen seen_;
+  const bool is_first_;
 };
 
+/// In front of the `first` hooks, and behind the `last` ones, which may be the same.
 template <class Kind>
-struct Last : Kind {
-  explicit Last(Seen seen) : seen(std::move(seen)) {}
-  variable_list operator()(const variable_list& grads) { return owned(seen, grads); }
-  variable_list operator()(const variable_list& grads, const variable_list& /*in*/) {
-    return owned(seen, grads);
-  }
-  const Seen seen;
-};
+void put_around(std::vector<std::unique_ptr<Kind>>& first,
+                std::vector<std::unique_ptr<Kind>>& last) {
+  const auto seen = std::make_shared<std::optional<CameIn>>();
+  first.insert(first.begin(), std::make_unique<Look>(seen, true));
+  last.push_back(std::make_unique<Look>(seen, false));
+}
 
 template <class Kind>
 void remove_ours(std::vector<std::unique_ptr<Kind>>& hooks) {
   const auto is_ours = [](const auto& hook) {
     const Kind& h = *hook;
-    return typeid(h) == typeid(First<Kind>) || typeid(h) == typeid(Last<Kind>);
+    return typeid(h) == typeid(Look);
   };
   hooks.erase(std::remove_if(hooks.begin(), hooks.end(), is_ours), hooks.end());
 }
@@ -62,15 +58,9 @@ void remove_ours(std::vector<std::unique_ptr<Kind>>& hooks) {
 }  // namespace
 
 HookedNode::HookedNode(Node& node) : node_(node) {
-  const auto before = std::make_shared<std::optional<CameIn>>();
-  auto& tensors = node.tensor_pre_hooks();
-  tensors.insert(tensors.begin(), std::make_unique<First<FunctionPreHook>>(before));
-  node.add_pre_hook(std::make_unique<Last<FunctionPreHook>>(before));
+  put_around(node.tensor_pre_hooks(), node.pre_hooks());
   if (!node.post_hooks().empty()) {
-    const auto behind = std::make_shared<std::optional<CameIn>>();
-    auto& posts = node.post_hooks();
-    posts.insert(posts.begin(), std::make_unique<First<FunctionPostHook>>(behind));
-    node.add_post_hook(std::make_unique<Last<FunctionPostHook>>(behind));
+    put_around(node.post_hooks(), node.post_hooks());
   }
 }
 

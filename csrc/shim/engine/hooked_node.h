@@ -1,8 +1,6 @@
 // The hooks of nodes that the engine runs in I as they are.
 #pragma once
 
-#include <memory>
-
 #include "shim/group/kept.h"
 
 namespace zbp {

@@ -1,23 +1,18 @@
 #include "shim/engine/stand_in.h"
 
 #include <cstring>
-#include <type_traits>
-#include <typeinfo>
-#include <utility>
 
 #include <torch/csrc/autograd/cpp_hook.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_function.h>
 #include <torch/csrc/autograd/python_hook.h>
-#include <torch/csrc/autograd/saved_variable.h>
 
 #include "shim/torch/gil.h"
 #include "shim/torch/main_grad.h"
 #include "shim/group/facts.h"
 #include "shim/group/saved.h"
 #include "shim/torch/nodes.h"
-#include "shim/torch/python.h"
 
 namespace zbp {
 
@@ -41,6 +36,65 @@ const size_t* number_in(torch::autograd::FunctionPreHook& hook) {
   auto* one = as_hook<ag::CppFunctionSingleTensorPreHook>(hook, "30CppFunctionSingleTensorPreHook");
   return one ? &one->value_idx_ : nullptr;
 }
+
+/// What is kept of what the node's hooks return is theirs no more.
+variable_list call_hooks_before(Node& node, variable_list&& grads) {
+  if (!has_hooks(node)) {
+    return std::move(grads);
+  }
+  const CameIn came_in(grads);
+  variable_list in = call_pre_hooks(node, call_tensor_hooks(node, std::move(grads)));
+  came_in.own(in);
+  return in;
+}
+
+/// While it lives, the context of a Function's node refers to the node that the engine runs in its
+/// place.
+///
+/// Note [Buffers of a Function's inputs]
+/// From torch 2.15 on a backward can ask for the buffers in which the engine adds up the gradients
+/// of the Function's inputs, and add to them itself. The context finds them by its node's edges, if
+/// that is the node that the engine runs. With a post hook torch refuses, and so do we.
+class Impersonation {
+ public:
+  Impersonation(Node& node, Node& substitute) {
+    if constexpr (CONTEXTS_ASK_FOR_BUFFERS) {
+      if (is_python_function(node) && node.post_hooks().empty()) {
+        const AcquireGil gil;
+        THPObjectPtr context = context_of(node);
+        begin(reinterpret_cast<THPFunction*>(context.get()), node, substitute);
+      }
+    }
+  }
+  ~Impersonation() {
+    if (context_) {
+      const AcquireGil gil;
+      std::swap(context_->cdata, other_);
+      other_.reset();
+      Py_DECREF(reinterpret_cast<PyObject*>(context_));
+    }
+  }
+  Impersonation(const Impersonation&) = delete;
+  Impersonation& operator=(const Impersonation&) = delete;
+
+ private:
+  // A template, as the context of an older torch cannot refer to another's node.
+  template <class Context>
+  void begin(Context* context, Node& node, Node& substitute) {
+    if constexpr (std::is_same_v<decltype(context->cdata), NodePtr>) {
+      // Else another thread runs the node as well.
+      if (context->cdata.get() == &node) {
+        context_ = context;
+        Py_INCREF(reinterpret_cast<PyObject*>(context_));
+        other_ = ref_of(substitute);
+        std::swap(context_->cdata, other_);  // no reference is counted: the node keeps its context
+      }
+    }
+  }
+
+  THPFunction* context_ = nullptr;
+  decltype(THPFunction::cdata) other_;
+};
 
 }  // namespace
 
@@ -122,21 +176,6 @@ variable_list StandIn::apply(variable_list&& grads) {
   return outputs;
 }
 
-namespace {
-
-/// What is kept of what the node's hooks return is theirs no more.
-variable_list call_hooks_before(Node& node, variable_list&& grads) {
-  if (!has_hooks(node)) {
-    return std::move(grads);
-  }
-  const CameIn came_in(grads);
-  variable_list in = call_pre_hooks(node, call_tensor_hooks(node, std::move(grads)));
-  came_in.own(in);
-  return in;
-}
-
-}  // namespace
-
 variable_list StandIn::run_split(Task& task, variable_list&& grads) {
   Node& node = *original_;
   const Separable separable = *separate(node);
@@ -159,58 +198,6 @@ variable_list StandIn::run_split(Task& task, variable_list&& grads) {
   }
   return outputs;
 }
-
-namespace {
-
-/// While it lives, the context of a Function's node refers to the node that the engine runs in its
-/// place.
-///
-/// Note [Buffers of a Function's inputs]
-/// From torch 2.15 on a backward can ask for the buffers in which the engine adds up the gradients
-/// of the Function's inputs, and add to them itself. The context finds them by its node's edges, if
-/// that is the node that the engine runs. With a post hook torch refuses, and so do we.
-class Impersonation {
- public:
-  Impersonation(Node& node, Node& substitute) {
-    if constexpr (CONTEXTS_ASK_FOR_BUFFERS) {
-      if (is_python_function(node) && node.post_hooks().empty()) {
-        const AcquireGil gil;
-        THPObjectPtr context = context_of(node);
-        begin(reinterpret_cast<THPFunction*>(context.get()), node, substitute);
-      }
-    }
-  }
-  ~Impersonation() {
-    if (context_) {
-      const AcquireGil gil;
-      std::swap(context_->cdata, other_);
-      other_.reset();
-      Py_DECREF(reinterpret_cast<PyObject*>(context_));
-    }
-  }
-  Impersonation(const Impersonation&) = delete;
-  Impersonation& operator=(const Impersonation&) = delete;
-
- private:
-  // A template, as the context of an older torch cannot refer to another's node.
-  template <class Context>
-  void begin(Context* context, Node& node, Node& substitute) {
-    if constexpr (std::is_same_v<decltype(context->cdata), NodePtr>) {
-      // Else another thread runs the node as well.
-      if (context->cdata.get() == &node) {
-        context_ = context;
-        Py_INCREF(reinterpret_cast<PyObject*>(context_));
-        other_ = ref_of(substitute);
-        std::swap(context_->cdata, other_);  // no reference is counted: the node keeps its context
-      }
-    }
-  }
-
-  THPFunction* context_ = nullptr;
-  decltype(THPFunction::cdata) other_;
-};
-
-}  // namespace
 
 variable_list run_node(Node& node, Node& substitute, variable_list&& grads, bool release,
                        bool track_views, bool skip_undefined) {
@@ -243,18 +230,18 @@ variable_list StandIn::run_whole(Task& task, variable_list&& grads,
   const bool is_libtorchs = is_generated(node);
   const bool is_asked = !is_libtorchs || has_hooks(node);
   const CameIn came_in(is_asked ? grads : variable_list());
-  AddedByKernels added;
-  const auto weight_at = [&](size_t f) {
-    const int32_t w = task.plan(f).weight;
-    return w < 0 ? at::Tensor() : group_->weights[w].accumulator->variable;
-  };
+  variable_list weights(node.num_outputs());
   for (size_t f = 0; f < task.face.size() && group_->adds_to_main_grad && !is_libtorchs; ++f) {
-    added.watch(weight_at(f));
+    if (const int32_t w = task.plan(f).weight; w >= 0) {
+      weights[task.plan(f).slot] = group_->weights[w].accumulator->variable;
+    }
   }
+  const AddedByKernels added(weights);
   variable_list outputs = run_node(node, *this, std::move(grads), /*release=*/true);
+  added.drop(outputs);
   for (size_t f = 0; f < task.face.size(); ++f) {  // the engine gets the others
     const at::Tensor grad = std::exchange(outputs[task.plan(f).slot], {});
-    if (!grad.defined() || added.has(weight_at(f))) {
+    if (!grad.defined()) {
       continue;
     }
     if (is_asked && !came_in.has(grad)) {

@@ -1,9 +1,6 @@
 #include "shim/group/dtensor.h"
 
-#include <Python.h>
-
 #include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/utils/object_ptr.h>
 
 #include "shim/torch/gil.h"
 #include "shim/torch/nodes.h"

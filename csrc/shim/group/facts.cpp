@@ -1,13 +1,10 @@
 #include "shim/group/facts.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/WrapDimMinimal.h>
 #include <torch/csrc/autograd/generated/Functions.h>
 
 #include "shim/group/saved.h"
 #include "shim/torch/nodes.h"
-#include "shim/torch/python.h"
-#include "shim/torch/separable.h"
 
 namespace zbp {
 
@@ -25,20 +22,6 @@ template <class... Types>
 bool is_one_of(Node& node) {
   return (as<Types>(node) || ...);
 }
-
-}  // namespace
-
-bool is_layout(Node& node) {
-  return node.num_inputs() == 1 && node.num_outputs() == 1 &&
-         !node.input_metadata(0).is_nested_tensor() &&
-         is_one_of<gen::TBackward0, gen::TransposeBackward0, gen::PermuteBackward0,
-                   gen::ToCopyBackward0, gen::ViewBackward0, gen::UnsafeViewBackward0,
-                   gen::ReshapeAliasBackward0, gen::UnsqueezeBackward0, gen::SqueezeBackward0,
-                   gen::SqueezeBackward1, gen::SqueezeBackward2, gen::ExpandBackward0,
-                   gen::AliasBackward0, gen::CloneBackward0>(node);
-}
-
-namespace {
 
 /// Of the gradient that the node gives.
 c10::SymIntArrayRef shape_behind(Node& node) {
@@ -94,6 +77,16 @@ at::Tensor step_back(Node& node, const at::Tensor& grad) {
 }
 
 }  // namespace
+
+bool is_layout(Node& node) {
+  return node.num_inputs() == 1 && node.num_outputs() == 1 &&
+         !node.input_metadata(0).is_nested_tensor() &&
+         is_one_of<gen::TBackward0, gen::TransposeBackward0, gen::PermuteBackward0,
+                   gen::ToCopyBackward0, gen::ViewBackward0, gen::UnsafeViewBackward0,
+                   gen::ReshapeAliasBackward0, gen::UnsqueezeBackward0, gen::SqueezeBackward0,
+                   gen::SqueezeBackward1, gen::SqueezeBackward2, gen::ExpandBackward0,
+                   gen::AliasBackward0, gen::CloneBackward0>(node);
+}
 
 zbp_fact fact_of_split(Node& node) {
   zbp_fact fact{};

@@ -2,7 +2,6 @@
 // is_plain_step().
 #pragma once
 
-#include "core/pass/zbp_facts.h"
 #include "shim/group/group.h"
 
 namespace zbp {

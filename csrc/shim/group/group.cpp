@@ -21,6 +21,13 @@ std::variant<Given, Product, Deferred> work_of(uint8_t kind) {
   }
 }
 
+/// Where the engine would add up what arrives there, and keep it until all has come.
+uint32_t target_of(const zbp_layout& layout, uint32_t f) {
+  const zbp_face& face = layout.face[f];
+  return face.outside < 0 ? static_cast<uint32_t>(face.weight)
+                          : layout.weight_count + static_cast<uint32_t>(face.outside);
+}
+
 }  // namespace
 
 at::Tensor Packed::unpack() const {
@@ -73,17 +80,6 @@ void Group::release() noexcept {
 uint64_t Group::recomputed_for() const {
   return std::max(outside_recomputed_for, zbp_book_unpacks_up_to(&book, &layout));
 }
-
-namespace {
-
-/// Where the engine would add up what arrives there, and keep it until all has come.
-uint32_t target_of(const zbp_layout& layout, uint32_t f) {
-  const zbp_face& face = layout.face[f];
-  return face.outside < 0 ? static_cast<uint32_t>(face.weight)
-                          : layout.weight_count + static_cast<uint32_t>(face.outside);
-}
-
-}  // namespace
 
 void Group::expect() {
   if (layout.task_count < 2) {

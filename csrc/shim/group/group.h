@@ -14,23 +14,15 @@
 #pragma once
 
 #include <algorithm>
-#include <cstdint>
-#include <memory>
-#include <mutex>
-#include <optional>
-#include <string>
 #include <variant>
-#include <vector>
 
 #include <c10/core/SafePyObject.h>
-#include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
 #include "core/pass/zbp_kind.h"
 #include "core/pass/zbp_group.h"
 #include "shim/group/kept.h"
-#include "shim/torch/compat.h"
 
 namespace zbp {
 

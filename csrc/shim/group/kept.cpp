@@ -1,14 +1,10 @@
 #include "shim/group/kept.h"
 
 #include <algorithm>
-#include <utility>
-
-#include <Python.h>
 
 #include <ATen/CachedTensorUtils.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include "shim/group/dtensor.h"
 #include "shim/torch/detach.h"
@@ -108,6 +104,10 @@ bool is_held(const Impl& impl, size_t references, Py_ssize_t names = 0) {
 
 bool is_held(const c10::Storage& storage, size_t tensors) {
   return is_held(*storage.unsafeGetStorageImpl(), tensors);
+}
+
+bool is_captured(const c10::Stream& stream) {
+  return is_capturing(*c10::impl::getDeviceGuardImpl(stream.device_type()), stream, 0);
 }
 
 }  // namespace
@@ -213,20 +213,6 @@ bool runs_late(c10::Device device) {
   return !device.is_cpu() && !device.is_meta();
 }
 
-namespace {
-
-bool is_captured(const c10::Stream& stream) {
-  return is_capturing(*c10::impl::getDeviceGuardImpl(stream.device_type()), stream, 0);
-}
-
-/// False for a stream that a capture of the caller's does not know: an accumulator's that was made
-/// before. The engine decides what becomes of it, as in an ordinary backward.
-bool is_ordered(const c10::Stream& stream, const c10::Stream& callers) {
-  return stream != callers && (!is_captured(callers) || is_captured(stream));
-}
-
-}  // namespace
-
 c10::Stream current_stream(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
@@ -279,18 +265,13 @@ void Streams::add(const Streams& others) {
   }
 }
 
-void Streams::follow_caller() const {
+/// A capture of the caller's may not know the stream, of an accumulator that was made before: the
+/// engine decides what becomes of it, as in an ordinary backward.
+void Streams::order_callers(bool are_first) const {
   for (const c10::Stream& stream : all_) {
-    if (const c10::Stream callers = current_stream(stream.device()); is_ordered(stream, callers)) {
-      order(callers, stream);
-    }
-  }
-}
-
-void Streams::join() const {
-  for (const c10::Stream& stream : all_) {
-    if (const c10::Stream callers = current_stream(stream.device()); is_ordered(stream, callers)) {
-      order(stream, callers);
+    const c10::Stream callers = current_stream(stream.device());
+    if (stream != callers && (!is_captured(callers) || is_captured(stream))) {
+      order(are_first ? callers : stream, are_first ? stream : callers);
     }
   }
 }

@@ -41,7 +41,6 @@
 #include <unordered_map>
 #include <vector>
 
-#include <c10/core/Stream.h>
 #include <c10/core/SymInt.h>
 #include <c10/util/SmallVector.h>
 
@@ -188,12 +187,14 @@ class Streams {
   void add(const std::optional<c10::Stream>& stream);
   void add(const Streams& others);
   bool empty() const { return all_.empty(); }
-  void follow_caller() const;
-  void join() const;
+  void follow_caller() const { order_callers(true); }
+  void join() const { order_callers(false); }
   /// True if the caller captures a graph on one of their devices.
   bool are_captured() const;
 
  private:
+  void order_callers(bool are_first) const;
+
   SmallVector<c10::Stream, 2> all_;
 };
 

@@ -1,12 +1,8 @@
 #include "shim/group/saved.h"
 
-#include <algorithm>
-#include <utility>
-
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
-#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/functions/tensor.h>
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 
@@ -101,6 +97,85 @@ std::unique_lock<std::mutex> lock_of(Node& node, bool waits) {
                : std::unique_lock<std::mutex>(NodeParts::mutex_of(node), std::try_to_lock);
 }
 
+/// False where the task's matrices need more than one multiplication.
+bool take_product(Task& task, Saver& saver, const Separable& separable, const variable_list& grads,
+                  bool may_leave_packed) {
+  Product& product = std::get<Product>(task.work);
+  product.weight_is_left = task.face_at(separable.parts[0].own_slot).has_value();
+  product.matrix_slot = separable.parts[product.weight_is_left ? 0 : 1].own_slot;
+  product.output_grad = Kept(grads[0]);
+  SavedVariable& saved = *separable.parts[product.weight_is_left ? 1 : 0].saved;
+  if (grads[0].defined() && !is_plain_matrix(grads[0])) {
+    return false;
+  }
+  if (auto packed =
+          may_leave_packed && saved.has_hooks() ? packed_in(saved, task.arguments) : nullptr) {
+    product.other = std::move(packed);
+    task.plan().leaves_packed = true;
+    return true;
+  }
+  const at::Tensor other =
+      saved.has_hooks() ? saver.pin(saved) : saved.unpack(ref_of(saver.node()));
+  product.other = Kept(other);
+  return is_plain_matrix(other);
+}
+
+void take_deferred(Task& task, Saver& saver, const Separable& separable, const variable_list& grads,
+                   bool may_leave_packed) {
+  Deferred& deferred = std::get<Deferred>(task.work);
+  deferred = Deferred();
+  deferred.output_grads.append(grads.begin(), grads.end());
+  const uint32_t faces = bits_of(task);
+  for (const Part& part : separable.parts) {
+    const bool is_read = (part.readers & faces) != 0;
+    const auto packed = may_leave_packed && part.saved->has_hooks()
+                            ? packed_in(*part.saved, task.arguments)
+                            : nullptr;
+    if (packed) {
+      task.plan().leaves_packed = task.plan().leaves_packed || is_read;
+      saver.leave(*part.saved, packed);
+      deferred.packed.push_back(packed);
+    } else if (is_read || part.is_insisted_on) {
+      // Also without hooks: a saved tensor that is a stage output is about to lose its history.
+      const at::Tensor tensor = saver.pin(*part.saved, is_read);
+      if (is_read && tensor.defined()) {
+        deferred.saved.emplace_back(tensor);
+      }
+    }
+  }
+}
+
+/// While it lives, tensors of the right shapes, whose values nobody reads, are where a node insists
+/// on them.
+class FilledBlanks {
+ public:
+  FilledBlanks(Node& node, const std::vector<Blank>& blanks) : node_(node), blanks_(blanks) {
+    std::vector<SavedVariable> filled;  // all of them, before one is put
+    for (const Blank& blank : blanks) {
+      filled.push_back(
+          save_plainly(blank.weight.defined() && !is_emptied(blank.weight)
+                           ? blank.weight
+                           : at::empty_strided(blank.sizes, blank.strides, blank.options)));
+    }
+    Saver saver(node);
+    for (size_t i = 0; i < blanks.size(); ++i) {
+      saver.put(*blanks[i].saved, std::move(filled[i]));
+    }
+  }
+  ~FilledBlanks() {
+    Saver saver(node_);
+    for (const Blank& blank : blanks_) {
+      saver.put(*blank.saved, released_variable());
+    }
+  }
+  FilledBlanks(const FilledBlanks&) = delete;
+  FilledBlanks& operator=(const FilledBlanks&) = delete;
+
+ private:
+  Node& node_;
+  const std::vector<Blank>& blanks_;
+};
+
 }  // namespace
 
 PackedPtr packed_in(const SavedVariable& saved, std::vector<Version>& arguments) {
@@ -164,60 +239,6 @@ at::Tensor Saver::pin(SavedVariable& saved, bool is_read_by_w) {
   return plain;
 }
 
-// ---- of tasks' nodes
-
-namespace {
-
-/// False where the task's matrices need more than one multiplication.
-bool take_product(Task& task, Saver& saver, const Separable& separable, const variable_list& grads,
-                  bool may_leave_packed) {
-  Product& product = std::get<Product>(task.work);
-  product.weight_is_left = task.face_at(separable.parts[0].own_slot).has_value();
-  product.matrix_slot = separable.parts[product.weight_is_left ? 0 : 1].own_slot;
-  product.output_grad = Kept(grads[0]);
-  SavedVariable& saved = *separable.parts[product.weight_is_left ? 1 : 0].saved;
-  if (grads[0].defined() && !is_plain_matrix(grads[0])) {
-    return false;
-  }
-  if (auto packed =
-          may_leave_packed && saved.has_hooks() ? packed_in(saved, task.arguments) : nullptr) {
-    product.other = std::move(packed);
-    task.plan().leaves_packed = true;
-    return true;
-  }
-  const at::Tensor other =
-      saved.has_hooks() ? saver.pin(saved) : saved.unpack(ref_of(saver.node()));
-  product.other = Kept(other);
-  return is_plain_matrix(other);
-}
-
-void take_deferred(Task& task, Saver& saver, const Separable& separable, const variable_list& grads,
-                   bool may_leave_packed) {
-  Deferred& deferred = std::get<Deferred>(task.work);
-  deferred = Deferred();
-  deferred.output_grads.append(grads.begin(), grads.end());
-  const uint32_t faces = bits_of(task);
-  for (const Part& part : separable.parts) {
-    const bool is_read = (part.readers & faces) != 0;
-    const auto packed = may_leave_packed && part.saved->has_hooks()
-                            ? packed_in(*part.saved, task.arguments)
-                            : nullptr;
-    if (packed) {
-      task.plan().leaves_packed = task.plan().leaves_packed || is_read;
-      saver.leave(*part.saved, packed);
-      deferred.packed.push_back(packed);
-    } else if (is_read || part.is_insisted_on) {
-      // Also without hooks: a saved tensor that is a stage output is about to lose its history.
-      const at::Tensor tensor = saver.pin(*part.saved, is_read);
-      if (is_read && tensor.defined()) {
-        deferred.saved.emplace_back(tensor);
-      }
-    }
-  }
-}
-
-}  // namespace
-
 void take_matrices(Task& task, const Separable& separable, const variable_list& grads) {
   task.arguments.clear();
   Saver saver(*task.node);
@@ -267,41 +288,6 @@ void forget_leaves(Node& node, const Separable& separable) {
     }
   }
 }
-
-namespace {
-
-/// While it lives, tensors of the right shapes, whose values nobody reads, are where a node insists
-/// on them.
-class FilledBlanks {
- public:
-  FilledBlanks(Node& node, const std::vector<Blank>& blanks) : node_(node), blanks_(blanks) {
-    std::vector<SavedVariable> filled;  // all of them, before one is put
-    for (const Blank& blank : blanks) {
-      filled.push_back(
-          save_plainly(blank.weight.defined() && !is_emptied(blank.weight)
-                           ? blank.weight
-                           : at::empty_strided(blank.sizes, blank.strides, blank.options)));
-    }
-    Saver saver(node);
-    for (size_t i = 0; i < blanks.size(); ++i) {
-      saver.put(*blanks[i].saved, std::move(filled[i]));
-    }
-  }
-  ~FilledBlanks() {
-    Saver saver(node_);
-    for (const Blank& blank : blanks_) {
-      saver.put(*blank.saved, released_variable());
-    }
-  }
-  FilledBlanks(const FilledBlanks&) = delete;
-  FilledBlanks& operator=(const FilledBlanks&) = delete;
-
- private:
-  Node& node_;
-  const std::vector<Blank>& blanks_;
-};
-
-}  // namespace
 
 variable_list run_deferred(const Task& task) {
   const Deferred& deferred = std::get<Deferred>(task.work);

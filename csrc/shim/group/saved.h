@@ -4,9 +4,6 @@
 // them. As in libtorch, an unpack hook may run under it. No lock of zbpipe's is held meanwhile.
 #pragma once
 
-#include <mutex>
-#include <vector>
-
 #include "shim/group/group.h"
 #include "shim/torch/python.h"
 #include "shim/torch/separable.h"

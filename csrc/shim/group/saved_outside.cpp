@@ -1,8 +1,5 @@
 // What nodes between tasks and weights have saved: noted and pinned in I, checked in W.
 
-#include <algorithm>
-#include <utility>
-
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/PyInterpreter.h>
 

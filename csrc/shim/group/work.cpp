@@ -138,21 +138,16 @@ void own_grads(Work& work) {
 void run(const Group& group, Work& work, const Task& task, bool retain) {
   if (!work.is_done) {
     SmallVector<Kept, 2> grads(work.faces.size());
-    AddedByKernels added;
-    const auto weight_of = [&](size_t i) {
+    variable_list weights(work.faces.size());
+    for (size_t i = 0; i < weights.size(); ++i) {
       const int32_t w = work.faces[i] < 0 ? -1 : task.plan(work.faces[i]).weight;
-      return w >= 0 && group.weights[w].main_grad.defined() ? group.weights[w].accumulator->variable
-                                                            : at::Tensor();
-    };
-    for (size_t i = 0; i < grads.size(); ++i) {
-      added.watch(weight_of(i));
-    }
-    variable_list results = call(*work.call, work.faces.size());
-    for (size_t i = 0; i < grads.size(); ++i) {
-      if (added.has(weight_of(i))) {
-        results[i].reset();
+      if (w >= 0 && group.weights[w].main_grad.defined()) {
+        weights[i] = group.weights[w].accumulator->variable;
       }
     }
+    const AddedByKernels added(weights);
+    variable_list results = call(*work.call, work.faces.size());
+    added.drop(results);
     // Nothing throws before all are stored: the callable is not called a second time.
     std::transform(results.begin(), results.end(), grads.begin(),
                    [](at::Tensor& grad) { return Kept::with_history(std::move(grad)); });

@@ -1,10 +1,6 @@
 // Whose memory the gradient of a stage input has.
 
-#include <algorithm>
-
 #include "shim/group/dtensor.h"
-#include "shim/torch/nodes.h"
-#include "shim/input/scene.h"
 #include "shim/input/walk.h"
 
 namespace zbp {

@@ -1,11 +1,7 @@
 // The weights that W may read where it computes checkpointed regions again: noted in I, checked in
 // W.
 
-#include <algorithm>
-
-#include "shim/input/scene.h"
 #include "shim/input/walk.h"
-#include "shim/torch/nodes.h"
 
 namespace zbp {
 

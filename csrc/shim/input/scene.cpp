@@ -1,7 +1,5 @@
 // zbp_input.h: what I does to the graph.
 
-#include "shim/input/scene.h"
-
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_function.h>
 
@@ -12,9 +10,7 @@
 #include "shim/input/walk.h"
 #include "shim/torch/checkpoint.h"
 #include "shim/torch/detach.h"
-#include "shim/torch/error.h"
 #include "shim/torch/gil.h"
-#include "shim/torch/nodes.h"
 
 namespace zbp {
 
@@ -117,7 +113,7 @@ void make_groups(zbp_scene& scene, zbp_survey& survey) {
 
 void make_stand_ins(zbp_scene& scene, const zbp_survey& survey) {
   const zbp_plan& plan = survey.plan;
-  auto& by_id = scene.stand_ins.by_id;
+  auto& by_id = scene.stand_ins;
   by_id.resize(survey.graph.node_count);
   for (uint32_t i = 0; i < plan.split_begin[plan.group_count]; ++i) {
     const uint32_t id = plan.split[i];
@@ -132,7 +128,7 @@ void make_stand_ins(zbp_scene& scene, const zbp_survey& survey) {
 Edge edge_in_run(zbp_scene& scene, const Edge& edge, uint32_t target, uint8_t to) {
   switch (to) {
     case ZBP_TO_STAND_IN:
-      return Edge(scene.stand_ins.by_id[target], edge.input_nr);
+      return Edge(scene.stand_ins[target], edge.input_nr);
     case ZBP_TO_CAPTURE: {
       NodeRef<Capture>& capture = scene.captures[target];
       if (!capture) {
@@ -168,7 +164,7 @@ void edit_edges(zbp_scene& scene, const zbp_survey& survey) {
       edits.replace(node, edge.slot, there);
     }
     if (edit.is_of_stand_in) {
-      scene.stand_ins.by_id[edge.src]->next_edges()[edge.slot] = std::move(there);
+      scene.stand_ins[edge.src]->next_edges()[edge.slot] = std::move(there);
     }
   }
 }
@@ -193,8 +189,8 @@ void run(zbp_scene& scene, const zbp_survey& survey) {
   for (const auto& [id, capture] : scene.captures) {
     represented.push_back(&scene.walk->node(id));
   }
-  for (uint32_t id = 0; id < scene.stand_ins.by_id.size(); ++id) {
-    if (scene.stand_ins.by_id[id]) {
+  for (uint32_t id = 0; id < scene.stand_ins.size(); ++id) {
+    if (scene.stand_ins[id]) {
       represented.push_back(&scene.walk->node(id));
     }
   }
@@ -282,7 +278,7 @@ void hand_over(zbp_scene& scene, const zbp_survey& survey) {
   }
   scene.cuts.undo();
   scene.detours.commit();
-  for (const auto& stand_in : scene.stand_ins.by_id) {
+  for (const auto& stand_in : scene.stand_ins) {
     if (stand_in) {
       let_go_of_closure(stand_in->task());
       stand_in->retire();
@@ -290,7 +286,7 @@ void hand_over(zbp_scene& scene, const zbp_survey& survey) {
   }
   detach_outputs(scene, survey.plan);
   scene.captures.clear();
-  scene.stand_ins.by_id.clear();
+  scene.stand_ins.clear();
 }
 
 }  // namespace

@@ -5,10 +5,7 @@
 // have not run.
 #pragma once
 
-#include <memory>
-#include <unordered_map>
 #include <unordered_set>
-#include <vector>
 
 #include "shim/engine/hooked_node.h"
 #include "shim/engine/stand_in.h"
@@ -33,23 +30,6 @@ struct InputPassArgs {
   zbp_policy policy{};
 };
 
-/// Those of the split nodes, by node id. However I ends, none keeps what its node has lent it, and
-/// if it has failed, none leaves its node half used.
-struct StandIns {
-  StandIns() = default;
-  ~StandIns() {
-    for (const auto& stand_in : by_id) {
-      if (stand_in) {
-        stand_in->give_up();
-      }
-    }
-  }
-  StandIns(const StandIns&) = delete;
-  StandIns& operator=(const StandIns&) = delete;
-
-  std::vector<NodeRef<StandIn>> by_id;
-};
-
 using Captures = std::unordered_map<uint32_t, NodeRef<Capture>>;  // by the id of an input's node
 
 /// Notes what W will read beside what the tasks hold: weights in regions that it computes again.
@@ -64,17 +44,27 @@ variable_list input_grads(const InputPassArgs& args, const Walk& walk, const Cap
 }  // namespace zbp
 
 struct zbp_scene {
+  /// However I ends, every edge is put back that has not been handed over, no stand-in keeps what
+  /// its node has lent it, and if I has failed, none leaves its node half used.
+  ~zbp_scene() {
+    cuts.undo();
+    detours.undo();
+    for (const auto& stand_in : stand_ins) {
+      if (stand_in) {
+        stand_in->give_up();
+      }
+    }
+  }
+
   zbp::InputPassArgs args;
   size_t input_count = 0;        // of all values that the caller has listed
   std::vector<size_t> position;  // among them, of args.inputs
 
   std::unique_ptr<zbp::Walk> walk;
 
-  // At its end what has not been handed over goes, the last member first: every edge is put back,
-  // what the split nodes have lent is given back, then the groups.
   std::vector<zbp::GroupPtr> groups;
   zbp::Captures captures;
-  zbp::StandIns stand_ins;
+  std::vector<zbp::NodeRef<zbp::StandIn>> stand_ins;  // of the split nodes, by id
   std::vector<std::unique_ptr<zbp::HookedNode>> hooked;
   zbp::EdgeEdits detours;  // to stand-ins: for good, once I has succeeded
   zbp::EdgeEdits cuts;     // all others: for the time of the run

@@ -5,10 +5,7 @@
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include "shim/input/scene.h"
 #include "shim/input/walk.h"
-#include "shim/input/zbp_input.h"
-#include "shim/torch/error.h"
 
 namespace {
 

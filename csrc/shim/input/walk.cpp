@@ -1,14 +1,8 @@
 #include "shim/input/walk.h"
 
-#include <algorithm>
-#include <typeinfo>
-
-#include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include "shim/engine/stand_in.h"
 #include "shim/group/facts.h"
-#include "shim/torch/error.h"
 
 namespace zbp {
 

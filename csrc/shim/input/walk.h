@@ -1,11 +1,6 @@
 // Step 1 of I: libtorch's nodes become integers in a zbp_graph.
 #pragma once
 
-#include <cstdint>
-#include <unordered_map>
-#include <vector>
-
-#include "core/graph/zbp_plan.h"
 #include "shim/input/scene.h"
 
 namespace zbp {

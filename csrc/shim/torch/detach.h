@@ -1,8 +1,6 @@
 // What keeps a tensor's history, and ending that of a stage output.
 #pragma once
 
-#include <memory>
-
 #include <torch/csrc/autograd/variable.h>
 
 #include "shim/torch/compat.h"

@@ -5,7 +5,6 @@
 // EdgeEdits that goes out of scope puts every edge back, the last one first.
 #pragma once
 
-#include <utility>
 #include <vector>
 
 #include <torch/csrc/autograd/functions/tensor.h>

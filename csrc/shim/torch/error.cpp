@@ -36,9 +36,12 @@ int keep_exception(zbp_error* error) noexcept {
   return error->raised ? ZBP_ETORCH : ZBP_ENOMEM;
 }
 
-int guarded(zbp_error* error, c10::function_ref<void()> body) noexcept {
+int guarded(zbp_error* error, c10::function_ref<void()> body, bool raises_warnings) noexcept {
   return kept_in(error, [&] {
     torch::PyWarningHandler warnings;
+    if (!raises_warnings) {
+      warnings.set_in_exception();
+    }
     try {
       body();
     } catch (...) {

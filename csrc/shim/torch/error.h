@@ -44,8 +44,9 @@ int kept_in(zbp_error* error, const Body& body) noexcept {
 }
 
 /// The barrier of a call that has the GIL: what libtorch warns of in `body` becomes Python's
-/// warnings at its end, if it has not thrown. One that is an error ends up in `error`.
-int guarded(zbp_error* error, c10::function_ref<void()> body) noexcept;
+/// warnings at its end. One that is an error ends up in `error`; if the body has thrown, or unless
+/// it `raises_warnings`, it is printed.
+int guarded(zbp_error* error, c10::function_ref<void()> body, bool raises_warnings = true) noexcept;
 
 /// The same for a body that gives a new reference: NULL if `error` has something.
 template <class Body>

@@ -40,48 +40,45 @@ THPObjectPtr set_added(PyObject* weight, PyObject* value) {
   return before;
 }
 
-void AddedByKernels::watch(const at::Tensor& weight) {
-  if (!weight.defined()) {
-    return;
-  }
-  const AcquireGil gil;
-  THPObjectPtr object(wrap_tensor(weight));
-  if (!main_grad_of(object)) {
-    return;
-  }
-  if (THPObjectPtr before = set_added(object, Py_False)) {
-    before_.emplace_back(object.release(), before.release());
+// Through the other constructor: so what is watched is put back where this one throws.
+AddedByKernels::AddedByKernels(const variable_list& weights) : AddedByKernels() {
+  for (size_t i = 0; i < weights.size(); ++i) {
+    if (!weights[i].defined()) {
+      continue;
+    }
+    const AcquireGil gil;
+    THPObjectPtr object(wrap_tensor(weights[i]));
+    THPObjectPtr before = main_grad_of(object) ? set_added(object, Py_False) : THPObjectPtr();
+    if (before) {
+      watched_.push_back({i, object.release(), before.release()});
+    }
   }
 }
 
-bool AddedByKernels::has(const at::Tensor& weight) const {
-  if (before_.empty() || !weight.defined()) {
-    return false;
-  }
-  const AcquireGil gil;
-  THPObjectPtr object(wrap_tensor(weight));
-  for (const auto& [watched, before] : before_) {
-    if (watched == object.get()) {
-      THPObjectPtr now = attribute_of(watched, ADDED);
-      return now && PyObject_IsTrue(now) == 1;
+void AddedByKernels::drop(variable_list& grads) const {
+  for (const Watched& watched : watched_) {
+    const AcquireGil gil;
+    THPObjectPtr now = attribute_of(watched.weight, ADDED);
+    if (now && PyObject_IsTrue(now) == 1) {
+      grads[watched.number].reset();
     }
   }
-  return false;
 }
 
 AddedByKernels::~AddedByKernels() {
-  if (before_.empty()) {
+  if (watched_.empty()) {
     return;
   }
   const AcquireGil gil;
   PyObject *type, *value, *traceback;
   PyErr_Fetch(&type, &value, &traceback);
-  for (auto one = before_.rbegin(); one != before_.rend(); ++one) {  // a weight can be there twice
-    if (PyObject_SetAttrString(one->first, ADDED, one->second) < 0) {
+  for (auto one = watched_.rbegin(); one != watched_.rend();
+       ++one) {  // a weight can be there twice
+    if (PyObject_SetAttrString(one->weight, ADDED, one->before) < 0) {
       PyErr_Clear();  // it could be set before
     }
-    Py_DECREF(one->first);
-    Py_DECREF(one->second);
+    Py_DECREF(one->weight);
+    Py_DECREF(one->before);
   }
   PyErr_Restore(type, value, traceback);
 }

@@ -2,13 +2,10 @@
 // GIL held, but for AddedByKernels.
 #pragma once
 
-#include <Python.h>
-
-#include <utility>
-
-#include <ATen/core/Tensor.h>
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/utils/object_ptr.h>
+
+#include "shim/torch/compat.h"
 
 namespace zbp {
 
@@ -19,23 +16,29 @@ THPObjectPtr main_grad_of(PyObject* weight);
 /// null. Throws python_error.
 THPObjectPtr set_added(PyObject* weight, PyObject* value);
 
-/// The weights to which a Function's kernels add by themselves while this lives. They say so by
+/// Around one run of a Function, whose kernels may add to main_grad by themselves. They say so by
 /// grad_added_to_main_grad, and what the Function returns for such a weight is no gradient. W sets
-/// the attribute too, and nobody may reset it for a whole step: so it is asked per run of a node,
-/// and put back afterwards.
+/// the attribute too, and nobody may reset it for a whole step: so it is asked per run, and put
+/// back afterwards.
 class AddedByKernels {
  public:
-  AddedByKernels() = default;
+  /// The weights of the gradients to come, by their numbers; undefined for those of no weight.
+  explicit AddedByKernels(const variable_list& weights);
   ~AddedByKernels();
   AddedByKernels(const AddedByKernels&) = delete;
   AddedByKernels& operator=(const AddedByKernels&) = delete;
 
-  /// Nothing for a weight without main_grad, or without the attribute.
-  void watch(const at::Tensor& weight);
-  bool has(const at::Tensor& weight) const;
+  /// Takes what is no gradient out of what has been returned.
+  void drop(variable_list& grads) const;
 
  private:
-  c10::SmallVector<std::pair<PyObject*, PyObject*>, 2> before_;  // owned: weight, its attribute
+  AddedByKernels() = default;
+
+  struct Watched {
+    size_t number;
+    PyObject *weight, *before;  // owned; before: the attribute
+  };
+  c10::SmallVector<Watched, 2> watched_;
 };
 
 }  // namespace zbp

@@ -1,7 +1,5 @@
 #include "shim/weight/gradients.h"
 
-#include <optional>
-
 #include <ATen/MemoryOverlap.h>
 #include <ATen/TensorUtils.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -179,52 +177,6 @@ bool add_in_place(const at::Tensor& grad, c10::ScalarType type, const Task& task
   return true;
 }
 
-}  // namespace
-
-at::Tensor face_grad(const Task& task, size_t f, variable_list& outputs) {
-  if (const Product* product = product_at(task, f)) {
-    const Factors factors = factors_of(task, *product, task.plan(f));
-    const at::Tensor grad =
-        turned(product_of(oriented(factors.left), oriented(factors.right)), factors.is_transposed);
-    return task.plan(f).is_viewed ? along_path(task, f, grad) : grad;
-  }
-  if (const auto* of_sum = std::get_if<Product>(&task.work)) {
-    // The added matrix or bias; the engine's rules reduce it.
-    return at_weight(task, f, of_sum->output_grad.tensor());
-  }
-  return std::holds_alternative<Deferred>(task.work) ? std::move(outputs[task.plan(f).slot])
-                                                     : at_weight(task, f, given_grad(task, f));
-}
-
-void accumulate(Weight& weight, const at::Tensor& grad, Kept* kept) {
-  AccumulateGrad& accumulator = *weight.accumulator;
-  if (!grad.defined() || !accumulator.variable.requires_grad()) {
-    return;
-  }
-  const std::lock_guard<std::mutex> lock(NodeParts::mutex_of(accumulator));
-  if (weight.main_grad.defined()) {
-    weight.main_grad.add_(grad);
-    return;
-  }
-  at::Tensor& sum = accumulator.variable.mutable_grad();
-  const bool can_be_taken =
-      kept && kept->tensor().is_same(grad) && !sum.defined() && grad.has_storage() &&
-      grad.storage().use_count() == 1 &&
-      torch::autograd::utils::obeys_layout_contract(grad, accumulator.variable);
-  // Memory that somebody else has too (a view of what a task keeps, of the caller's own gradient)
-  // must not be taken for the weight's own: with no reference expected it is copied.
-  const bool is_shared = grad.has_storage() && grad.storage().use_count() > 1;
-  const int holders = 1 + (accumulator.post_hooks().empty() ? 0 : 1) + (can_be_taken ? 1 : 0);
-  const int references = is_shared ? 0 : holders;
-  AccumulateGrad::accumulateGrad(accumulator.variable, sum, grad, references,
-                                 [&sum](at::Tensor&& updated) { sum = std::move(updated); });
-  if (can_be_taken) {
-    kept->reset();
-  }
-}
-
-namespace {
-
 // ---- what is all that its weight is owed
 
 /// Where the weight's gradients are added; undefined if there is nothing yet.
@@ -279,6 +231,48 @@ void add_alone(Group& group, uint32_t number, zbp_how how) {
 }
 
 }  // namespace
+
+at::Tensor face_grad(const Task& task, size_t f, variable_list& outputs) {
+  if (const Product* product = product_at(task, f)) {
+    const Factors factors = factors_of(task, *product, task.plan(f));
+    const at::Tensor grad =
+        turned(product_of(oriented(factors.left), oriented(factors.right)), factors.is_transposed);
+    return task.plan(f).is_viewed ? along_path(task, f, grad) : grad;
+  }
+  if (const auto* of_sum = std::get_if<Product>(&task.work)) {
+    // The added matrix or bias; the engine's rules reduce it.
+    return at_weight(task, f, of_sum->output_grad.tensor());
+  }
+  return std::holds_alternative<Deferred>(task.work) ? std::move(outputs[task.plan(f).slot])
+                                                     : at_weight(task, f, given_grad(task, f));
+}
+
+void accumulate(Weight& weight, const at::Tensor& grad, Kept* kept) {
+  AccumulateGrad& accumulator = *weight.accumulator;
+  if (!grad.defined() || !accumulator.variable.requires_grad()) {
+    return;
+  }
+  const std::lock_guard<std::mutex> lock(NodeParts::mutex_of(accumulator));
+  if (weight.main_grad.defined()) {
+    weight.main_grad.add_(grad);
+    return;
+  }
+  at::Tensor& sum = accumulator.variable.mutable_grad();
+  const bool can_be_taken =
+      kept && kept->tensor().is_same(grad) && !sum.defined() && grad.has_storage() &&
+      grad.storage().use_count() == 1 &&
+      torch::autograd::utils::obeys_layout_contract(grad, accumulator.variable);
+  // Memory that somebody else has too (a view of what a task keeps, of the caller's own gradient)
+  // must not be taken for the weight's own: with no reference expected it is copied.
+  const bool is_shared = grad.has_storage() && grad.storage().use_count() > 1;
+  const int holders = 1 + (accumulator.post_hooks().empty() ? 0 : 1) + (can_be_taken ? 1 : 0);
+  const int references = is_shared ? 0 : holders;
+  AccumulateGrad::accumulateGrad(accumulator.variable, sum, grad, references,
+                                 [&sum](at::Tensor&& updated) { sum = std::move(updated); });
+  if (can_be_taken) {
+    kept->reset();
+  }
+}
 
 }  // namespace zbp
 

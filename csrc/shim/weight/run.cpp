@@ -1,10 +1,6 @@
 // One run of the engine in W, for what hooks, sums, or nodes between a task and its weights ask of
 // it: Start -> task nodes -> (proxies of the nodes outside the closure) -> sinks.
 
-#include <algorithm>
-#include <mutex>
-#include <utility>
-
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 
@@ -13,7 +9,6 @@
 #include "shim/group/saved.h"
 #include "shim/engine/stand_in.h"
 #include "shim/weight/zbp_weight.h"
-#include "shim/torch/error.h"
 #include "shim/torch/main_grad.h"
 #include "shim/torch/nodes.h"
 #include "shim/group/work.h"
@@ -122,23 +117,15 @@ class Proxy : public InPlaceOf {
     next_edges().resize(original_->next_edges().size());
   }
 
-  /// Weights with a main_grad behind its edges, by these: its kernels may add to it.
-  SmallVector<std::pair<size_t, at::Tensor>, 1> into_main_grad;
+  variable_list into_main_grad;  // by its edges, the weights with one: its kernels may add to it
 
  protected:
   variable_list apply(variable_list&& grads) override {
-    AddedByKernels added;
-    for (const auto& [slot, weight] : into_main_grad) {
-      added.watch(weight);
-    }
+    const AddedByKernels added(into_main_grad);
     try {
       variable_list outputs = run_node(*original_, *this, std::move(grads), !shared_->retain,
                                        /*track_views=*/false, makes_input_);
-      for (const auto& [slot, weight] : into_main_grad) {
-        if (added.has(weight)) {
-          outputs[slot].reset();
-        }
-      }
+      added.drop(outputs);
       return outputs;
     } catch (...) {
       if (torch::autograd::AnomalyMode::is_enabled()) {
@@ -273,7 +260,9 @@ struct Mirror {
         edge = Edge(sinks[hop.to_weight], 0);
         const Weight& weight = group.weights[hop.to_weight];
         if (weight.main_grad.defined() && !is_generated(*group.outside[hop.outside].node)) {
-          proxies[hop.outside]->into_main_grad.emplace_back(hop.slot, weight.accumulator->variable);
+          variable_list& weights = proxies[hop.outside]->into_main_grad;
+          weights.resize(std::max<size_t>(weights.size(), hop.slot + 1));
+          weights[hop.slot] = weight.accumulator->variable;
         }
       }
     }

@@ -2,9 +2,6 @@
 
 #include "shim/weight/zbp_weight.h"
 
-#include <algorithm>
-#include <unordered_map>
-
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
@@ -12,11 +9,9 @@
 #include "shim/group/facts.h"
 #include "shim/group/saved.h"
 #include "shim/torch/detach.h"
-#include "shim/torch/error.h"
 #include "shim/torch/gil.h"
 #include "shim/torch/main_grad.h"
 #include "shim/torch/nodes.h"
-#include "shim/torch/python.h"
 #include "shim/group/work.h"
 
 using namespace zbp;
@@ -184,32 +179,15 @@ void check_unmodified(const Group& group, size_t g) {
   }
 }
 
-/// Checks the weights that regions read which W computes again. Each I's list is read once, up to
-/// the last node for which a group of the call computes a region.
-void check_reads(const Call& call) {
-  struct Last {
-    uint64_t recomputed_for = 0;
-    size_t group = 0;
-  };
-  std::unordered_map<const Reads*, Last> last;
-  for (size_t g = 0; g < call.group.size(); ++g) {
-    const Reads* const reads = call.group[g]->reads.get();
-    const uint64_t now = reads ? call.group[g]->recomputed_for() : 0;
-    if (now > 0 && now > last[reads].recomputed_for) {
-      last[reads] = {now, g};
+/// Checks the weights that regions read which W computes again for the group.
+void check_reads(const Group& group, size_t g) {
+  const uint64_t last = group.reads ? group.recomputed_for() : 0;
+  for (size_t i = 0; last > 0 && i < group.reads->weights.size(); ++i) {
+    const Reads::Read& read = group.reads->weights[i];
+    if (read.sequence_nr >= last) {
+      break;
     }
-  }
-  for (size_t g = 0; g < call.group.size() && !last.empty(); ++g) {
-    const auto found = last.find(call.group[g]->reads.get());
-    if (found == last.end() || found->second.group != g) {
-      continue;
-    }
-    for (const Reads::Read& read : found->first->weights) {
-      if (read.sequence_nr >= found->second.recomputed_for) {
-        break;
-      }
-      check_recomputed(read.weight, g);
-    }
+    check_recomputed(read.weight, g);
   }
 }
 
@@ -272,7 +250,7 @@ void check(const Call& call, bool main_grad) {
   for_each_group(call, check_leaves);
   for_each_group(call, check_there);
   for_each_group(call, check_unmodified);
-  check_reads(call);
+  for_each_group(call, check_reads);
   for_each_group(call, check_capture);
   if (main_grad) {
     find_main_grads(call);
@@ -301,9 +279,8 @@ uint8_t seen_on(const Weight& weight) {
 }  // namespace
 
 int zbp_weight_call(zbp_group* const* groups, size_t count, zbp_how how, bool main_grad,
-                    zbp_weight_steps steps, bool* is_complete_out, zbp_error* error) {
-  *is_complete_out = false;
-  return guarded(error, [&] {
+                    zbp_weight_steps steps, zbp_error* error) {
+  const auto body = [&] {
     const Call call(groups, count);
     check(call, main_grad);
     const at::AutoGradMode no_grad(false);
@@ -318,8 +295,8 @@ int zbp_weight_call(zbp_group* const* groups, size_t count, zbp_how how, bool ma
       return first;
     }();
     check_status(status, *error);
-    *is_complete_out = true;
-  });
+  };
+  return guarded(error, body, /*raises_warnings=*/false);
 }
 
 int zbp_group_see_hooks(zbp_group* handle, zbp_error* error) {
