@@ -28,7 +28,7 @@ class Uses:
         self.notes: dict[str, None] = {}
 
     def add(self, task: tuple[Any, ...]) -> None:
-        """One of a group's, as ``ParamGroup._describe()`` has it."""
+        """One of a group's, as :func:`zbpipe.memory._held.tasks_of` has it."""
         node, kind, why, is_packed, faces, tensors = task
         shapes: dict[str, list[tuple[int, ...]]] = {}
         done_in_i: set[int] = set()
@@ -65,7 +65,7 @@ class Uses:
         if kind == "handed over":
             return "W", "handed over by zbpipe.defer"
         if kind == "root":
-            return "W", _ROOT
+            return "W", "no stage input is behind it: W runs its whole backward"
         if why == "matrices":
             return "W", "the node is run again: its matrices are of a subclass, sparse, complex or conjugated"
         if kind in ("product", "deferred"):
@@ -84,9 +84,6 @@ class Uses:
             "packed": "the policy leaves what is checkpointed or packed to I (checkpoint)",
             "light": "a vector: policy defer='matrices'",
         }[why]
-
-
-_ROOT = "no stage input is behind it: W runs its whole backward"
 
 
 def plan_of(name: str, parameter: torch.nn.Parameter, found: Uses, holding: Held) -> ParameterPlan:
