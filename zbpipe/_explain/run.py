@@ -170,10 +170,9 @@ def _try(
     del result, outputs, given_grads
     groups = _C.input_pass(tuple(ends), tuple(grads), tuple(inputs), (*weights, *module.parameters()), policy)[1]
     _check_reached(module, groups)
-    for group in groups:
-        for task in tasks_of(group):
-            if task[1] != "outside":
-                found.add(task)
+    for task in itertools.chain.from_iterable(map(tasks_of, groups)):
+        if task[1] != "outside":
+            found.add(task)
     for weight in weights:
         if weight.grad is not None:
             found.add_inner(weight)

@@ -1,7 +1,4 @@
-"""torch.utils.checkpoint's hooks, frames and reentrant Function. The shim calls this module.
-
-What closures hold is judged by its type alone, lest code of others' runs.
-"""
+"""torch.utils.checkpoint's hooks, frames and reentrant Function. The shim calls this module."""
 
 from __future__ import annotations
 
@@ -14,21 +11,21 @@ from torch.utils import checkpoint
 
 from zbpipe._torch.autograd import SAVED_TENSOR
 
-_FRAME, _SELECTIVE = "_CheckpointFrame", "_CachedTorchDispatchMode"
-
 
 def is_unpack_hook(hook: object) -> bool:
     """Whether it is torch's own, which computes a region again."""
-    return bool(_closed_over(hook, _FRAME))
+    return bool(_frames(hook))
 
 
 def read_again(unpack_hook: object) -> list[torch.Tensor] | None:
     """What torch gives a region that it computes again, and those around it: arguments, and what the function has
     closed over but for leaves that require a gradient. None where torch computes one again only once: within a
     GraphExecGroup, and if it is or may be selective. RuntimeError: an argument has been modified already."""
-    frames, cannot_tell = _frames(unpack_hook), not hasattr(checkpoint, _SELECTIVE)
-    in_group = getattr(torch._C, "_get_graph_exec_group", lambda: None)() is not None
-    if in_group or any(cannot_tell or _closed_over(_function_of(frame), _SELECTIVE) for frame in frames):
+    frames = _frames(unpack_hook)
+    is_in_group = getattr(torch._C, "_get_graph_exec_group", lambda: None)() is not None
+    # A selective region's, which hands results out, each once. A torch without it cannot tell.
+    mode = getattr(checkpoint, "_CachedTorchDispatchMode", object)
+    if is_in_group or any(_closed_over(getattr(frame, "recompute_fn", None), mode) for frame in frames):
         return None
     with torch._C.DisableTorchFunction():
         return [tensor for frame in frames for tensor in _read_by(frame)]
@@ -41,7 +38,7 @@ def is_reentrant(context: object) -> bool:
 
 def _frames(unpack_hook: object) -> list[Any]:
     """Those of the regions around the hook's, and its own last."""
-    own = _closed_over(unpack_hook, _FRAME)[:1]
+    own = _closed_over(unpack_hook, getattr(checkpoint, "_CheckpointFrame", ()))[:1]
     return [f for frame in own for saved in _arguments(frame) for f in _frames(saved.unpack_hook)] + own
 
 
@@ -51,7 +48,7 @@ def _read_by(frame: Any) -> list[Any]:
         read = [saved.unpack() for saved in plain]
     else:  # their node unpacks all, and all are plain or none
         read = list(frame.input_saver.grad_fn.saved_tensors) if plain else []
-    for held in _closed_over(_function_of(frame)):
+    for held in _closed_over(getattr(frame, "recompute_fn", None)):
         # Named arguments, and what the region's function itself has closed over.
         values = list(held.values()) if type(held) is dict else _closed_over(held)
         read += [v for v in values if issubclass(type(v), torch.Tensor) and not (v.is_leaf and v.requires_grad)]
@@ -65,14 +62,10 @@ def _arguments(frame: Any) -> list[Any]:
     return [saved for saved in listed if isinstance(saved, SAVED_TENSOR)]
 
 
-def _function_of(frame: Any) -> Any:
-    return getattr(frame, "recompute_fn", None)
-
-
-def _closed_over(function: Any, cls: str = "") -> list[Any]:
-    """What a Python function's cells hold; given a class of torch.utils.checkpoint's, its instances alone."""
-    wanted, found = getattr(checkpoint, cls, ()) if cls else object, []
+def _closed_over(function: Any, cls: Any = object) -> list[Any]:
+    """What a Python function's cells hold of the class, by its type alone: ``__class__`` may run others' code."""
+    found = []
     for cell in (function.__closure__ or ()) if type(function) is FunctionType else ():
         with contextlib.suppress(ValueError):  # it is empty
-            found += [held for held in (cell.cell_contents,) if issubclass(type(held), wanted)]
+            found += [held for held in (cell.cell_contents,) if issubclass(type(held), cls)]
     return found
