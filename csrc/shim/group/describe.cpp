@@ -145,10 +145,9 @@ bool has_outside_alone(const Group& group) {
     }
     if (task.kind() == ZBP_TASK_ROOT) {
       ++references[task.node.get()];
+    } else if (task.node && count(*task.node) > 1) {
+      return false;
     } else if (task.node) {
-      if (count(*task.node) > 1) {
-        return false;
-      }
       count_edges(*task.node);
     }
   }
@@ -212,27 +211,25 @@ void zbp_group_clear(zbp_group* group) {
 }
 
 // A W that runs without the GIL changes the group: nothing of it may be looked at meanwhile.
-int zbp_group_bytes_held(const zbp_group* group, size_t* out, zbp_error* error) {
-  return guarded(error, [&] {
-    *out = 0;
+PyObject* zbp_group_bytes_held(zbp_group* group, zbp_error* error) {
+  return guarded_object(error, [&] {
+    size_t bytes = 0;
     std::set<const void*> seen;
-    if (zbp_book_is_claimed(&group->book)) {
-      return;
+    if (!zbp_book_is_claimed(&group->book)) {
+      for (const Task& task : group_of(group).tasks) {
+        for_each_kept(task, [&](const Kept& kept, auto&&...) {
+          bytes += seen.insert(storage_of(kept.tensor())).second ? bytes_of(kept.tensor()) : 0;
+        });
+      }
     }
-    for (const Task& task : group_of(group).tasks) {
-      for_each_kept(task, [&](const Kept& kept, auto&&...) {
-        if (seen.insert(storage_of(kept.tensor())).second) {
-          *out += bytes_of(kept.tensor());
-        }
-      });
-    }
+    return PyLong_FromSize_t(bytes);
   });
 }
 
 PyObject* zbp_group_weights(zbp_group* group, zbp_error* error) {
   return guarded_object(error, [&] {
     const auto claimed = claim(*group);
-    return weights_of(group_of(group));
+    return zbp_book_is_complete(&group->book) ? PyTuple_New(0) : weights_of(group_of(group));
   });
 }
 
@@ -263,7 +260,7 @@ PyObject* zbp_group_describe(zbp_group* handle, zbp_error* error) {
   });
 }
 
-PyObject* zbp_group_reads_weights(const zbp_group* handle, zbp_error* error) {
+PyObject* zbp_group_reads_weights(zbp_group* handle, zbp_error* error) {
   return guarded_object(error, [&] {
     const Group& group = group_of(handle);
     return PyBool_FromLong(

@@ -19,10 +19,11 @@ void zbp_group_free(zbp_group *group); /* NULL is legal; frees all that W would 
 int zbp_group_traverse(const zbp_group *group, visitproc visit, void *arg);
 void zbp_group_clear(zbp_group *group);
 
-/* *out: bytes of the tensors held for W, each storage once; 0 while W runs. */
-ZBP_MUST_USE int zbp_group_bytes_held(const zbp_group *group, size_t *out, zbp_error *error);
+/* New int: bytes of the tensors held for W, each storage once; 0 while W runs. */
+PyObject *zbp_group_bytes_held(zbp_group *group, zbp_error *error);
 
-/* New tuple of the group's leaf tensors. Refused while its W runs, as is the next one. */
+/* New tuple of the group's leaf tensors, none of a spent one. Refused while its W runs, as is the
+ * next one. */
 PyObject *zbp_group_weights(zbp_group *group, zbp_error *error);
 
 /* New tuple (weights, hops, tasks), without any of the group's tensors but the weights: a tuple of
@@ -52,7 +53,7 @@ PyObject *zbp_group_describe(zbp_group *group, zbp_error *error);
 /* New bool: True if the group's W may read weights themselves, or what has their memory, beside
  * what it holds: it runs nodes again, or ones between its tasks and the weights, or unpacks what
  * was saved. False otherwise, and for a spent group. */
-PyObject *zbp_group_reads_weights(const zbp_group *group, zbp_error *error);
+PyObject *zbp_group_reads_weights(zbp_group *group, zbp_error *error);
 
 /* New bool: True if hooks watch the accumulation of `tensor`: its own, its accumulator's, as those
  * of DDP. */
