@@ -1,6 +1,5 @@
 #include "shim/group/saved.h"
 
-#include <algorithm>
 #include <utility>
 
 #include <ATen/SavedTensorHooks.h>

@@ -5,7 +5,6 @@
 
 #include <Python.h>
 
-#include "core/base/zbp_status.h"
 #include "core/pass/zbp_group.h"
 #include "shim/torch/zbp_error.h"
 

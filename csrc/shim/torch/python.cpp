@@ -5,7 +5,6 @@
 #include <unordered_map>
 
 #include <torch/csrc/Dtype.h>
-#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_function.h>
 #include <torch/csrc/autograd/python_variable.h>
