@@ -20,18 +20,7 @@ class ParamGroup:
     def spent(self) -> bool: ...
     @property
     def weights(self) -> tuple[torch.Tensor, ...]: ...
-    def _describe(
-        self,
-    ) -> list[
-        tuple[
-            str | None,
-            str,
-            str,
-            bool,
-            list[tuple[int, tuple[int, ...], str | None, list[torch.Tensor]]],
-            list[tuple[str, int, int, tuple[int, ...], torch.dtype, torch.device, list[torch.Tensor]]],
-        ]
-    ]: ...
+    def _describe(self) -> tuple[tuple[torch.Tensor, ...], list[tuple[int, int, int]], list[tuple[Any, ...]]]: ...
 
 @final
 class Handle:

@@ -65,12 +65,19 @@ static bool is_spent(const zbp_group *group)
     return !zbp_book_is_claimed(&group->book) && zbp_book_is_complete(&group->book);
 }
 
+/* By a function of zbp_describe.h. */
+static PyObject *group_ask(PyObject *op, void *asked)
+{
+    PyObject *(*ask)(zbp_group *, zbp_error *) = asked;
+    zbp_error error = {0};
+    return zbp_or_raise(ask(((group_object *)op)->group, &error), &error);
+}
+
 static PyObject *group_repr(PyObject *op)
 {
     const zbp_group *group = ((group_object *)op)->group;
     const uint32_t weights = group->layout.weight_count, tasks = group->layout.task_count;
-    zbp_error error = {0};
-    size_t held = 0;
+    PyObject *held, *text;
 
     if (zbp_book_is_claimed(&group->book)) {
         return PyUnicode_FromString("<zbpipe.ParamGroup: its weight pass is running>");
@@ -78,30 +85,16 @@ static PyObject *group_repr(PyObject *op)
     if (is_spent(group)) {
         return PyUnicode_FromString("<zbpipe.ParamGroup: spent, its weight pass has run>");
     }
-    if (zbp_group_bytes_held(group, &held, &error) != ZBP_OK) {
-        return zbp_error_raise(&error);
+    held = group_ask(op, (void *)zbp_group_bytes_held);
+    if (held == NULL) {
+        return NULL;
     }
-    return PyUnicode_FromFormat(
-        "<zbpipe.ParamGroup: %u parameter%s, %u split node%s, %zu bytes held>",
-        (unsigned int)weights, weights == 1 ? "" : "s", (unsigned int)tasks, tasks == 1 ? "" : "s",
-        held);
-}
-
-static PyObject *group_get_bytes_held(PyObject *op, void *Py_UNUSED(closure))
-{
-    zbp_error error = {0};
-    size_t bytes = 0;
-    return zbp_group_bytes_held(((group_object *)op)->group, &bytes, &error) == ZBP_OK
-               ? PyLong_FromSize_t(bytes)
-               : zbp_error_raise(&error);
-}
-
-static PyObject *group_get_weights(PyObject *op, void *Py_UNUSED(closure))
-{
-    zbp_group *group = ((group_object *)op)->group;
-    zbp_error error = {0};
-    return is_spent(group) ? PyTuple_New(0)
-                           : zbp_or_raise(zbp_group_weights(group, &error), &error);
+    text =
+        PyUnicode_FromFormat("<zbpipe.ParamGroup: %u parameter%s, %u split node%s, %S bytes held>",
+                             (unsigned int)weights, weights == 1 ? "" : "s", (unsigned int)tasks,
+                             tasks == 1 ? "" : "s", held);
+    Py_DECREF(held);
+    return text;
 }
 
 static PyObject *group_get_spent(PyObject *op, void *Py_UNUSED(closure))
@@ -111,14 +104,7 @@ static PyObject *group_get_spent(PyObject *op, void *Py_UNUSED(closure))
 
 static PyObject *group_describe(PyObject *op, PyObject *Py_UNUSED(ignored))
 {
-    zbp_error error = {0};
-    return zbp_or_raise(zbp_group_describe(((group_object *)op)->group, &error), &error);
-}
-
-static PyObject *group_get_reads_weights(PyObject *op, void *Py_UNUSED(closure))
-{
-    zbp_error error = {0};
-    return zbp_or_raise(zbp_group_reads_weights(((group_object *)op)->group, &error), &error);
+    return group_ask(op, (void *)zbp_group_describe);
 }
 
 static PyMethodDef group_methods[] = {{"_describe", group_describe, METH_NOARGS,
@@ -127,14 +113,16 @@ static PyMethodDef group_methods[] = {{"_describe", group_describe, METH_NOARGS,
                                       {NULL, NULL, 0, NULL}};
 
 static PyGetSetDef group_getset[] = {
-    {"bytes_held", group_get_bytes_held, NULL,
-     "Bytes of the tensors held for the weight pass, each storage counted once.", NULL},
-    {"_reads_weights", group_get_reads_weights, NULL,
+    {"bytes_held", group_ask, NULL,
+     "Bytes of the tensors held for the weight pass, each storage counted once.",
+     (void *)zbp_group_bytes_held},
+    {"_reads_weights", group_ask, NULL,
      "True if the weight pass may read weights themselves, so that their memory must be there.",
-     NULL},
+     (void *)zbp_group_reads_weights},
     {"spent", group_get_spent, NULL, "True once the weight pass has run.", NULL},
-    {"weights", group_get_weights, NULL,
-     "The leaf tensors whose gradients the weight pass adds to, a tuple; empty once spent.", NULL},
+    {"weights", group_ask, NULL,
+     "The leaf tensors whose gradients the weight pass adds to, a tuple; empty once spent.",
+     (void *)zbp_group_weights},
     {NULL, NULL, NULL, NULL, NULL}};
 
 static PyMemberDef group_members[] = {

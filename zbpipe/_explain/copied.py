@@ -60,9 +60,8 @@ def _stays(value: Any) -> bool:
     """Whether an attribute of a module is also the copy's."""
     if isinstance(value, torch.Tensor):
         return value.grad_fn is not None
-    groups = sys.modules.get("torch.distributed")  # without it there are none
-    is_group = groups is not None and groups.is_available() and isinstance(value, groups.ProcessGroup)
-    return is_group or compiler.is_compilation(value)
+    group = getattr(sys.modules.get("torch.distributed"), "ProcessGroup", ())  # without it there are none
+    return isinstance(value, group) or compiler.is_compilation(value)
 
 
 def _deepcopy(module: nn.Module, what: str, value: Any, memo: dict[int, Any]) -> Any:

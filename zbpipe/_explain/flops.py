@@ -5,21 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-_FACTORS = {
-    "AddmmBackward": (1, 2),
-    "MmBackward": (0, 1),
-    "BmmBackward": (0, 1),
-    "BaddbmmBackward": (1, 2),
-}
+_FACTORS = {"AddmmBackward": (1, 2), "MmBackward": (0, 1), "BmmBackward": (0, 1), "BaddbmmBackward": (1, 2)}
 """The edges of a product's two factors, by its node's name without the 0 at its end."""
 
 
 def of_product(
-    name: str,
-    kind: str,
-    slot: int,
-    shape: tuple[int, ...],
-    shapes: Mapping[str, list[tuple[int, ...]]],
+    name: str, kind: str, slot: int, shape: tuple[int, ...], shapes: Mapping[str, list[tuple[int, ...]]]
 ) -> tuple[str, int | None]:
     """What W multiplies for an edge of a task, and the FLOPs; None if they are not known."""
     if kind in ("handed over", "root"):

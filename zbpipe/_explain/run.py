@@ -21,6 +21,7 @@ from zbpipe._torch.ddp import is_ddp
 from zbpipe._torch.dispatch import pytree
 from zbpipe._torch.modules import is_under_fully_shard
 from zbpipe.memory import Held, held
+from zbpipe.memory._held import tasks_of
 
 
 def explain(
@@ -169,15 +170,15 @@ def _try(
     del result, outputs, given_grads
     groups = _C.input_pass(tuple(ends), tuple(grads), tuple(inputs), (*weights, *module.parameters()), policy)[1]
     _check_reached(module, groups)
-    for group in groups:
-        for task in group._describe():
-            if task[1] != "outside":
-                found.add(task)
+    for task in itertools.chain.from_iterable(map(tasks_of, groups)):
+        if task[1] != "outside":
+            found.add(task)
     for weight in weights:
         if weight.grad is not None:
             found.add_inner(weight)
     holding = held(groups, copied)
-    if any(_is_distributed(weight) for weight in weights):
+    distributed = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # without it no tensor is
+    if any(isinstance(weight, distributed) for weight in weights):
         found.notes["shapes and FLOPs are those of whole DTensors, of all ranks together"] = None
     if holding.incomplete:
         found.notes[holding.incomplete] = None
@@ -248,8 +249,3 @@ def _forward(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
 
 def _devices(objects: Iterable[Any]) -> list[str]:
     return sorted({str(tensor.device) for tensor in objects if isinstance(tensor, torch.Tensor)})
-
-
-def _is_distributed(tensor: torch.Tensor) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")  # without it no tensor is
-    return module is not None and isinstance(tensor, module.DTensor)

@@ -28,7 +28,7 @@ class Uses:
         self.notes: dict[str, None] = {}
 
     def add(self, task: tuple[Any, ...]) -> None:
-        """One of a group's, as ``ParamGroup._describe()`` has it."""
+        """One of a group's, as :func:`zbpipe.memory._held.tasks_of` has it."""
         node, kind, why, is_packed, faces, tensors = task
         shapes: dict[str, list[tuple[int, ...]]] = {}
         done_in_i: set[int] = set()
@@ -41,10 +41,7 @@ class Uses:
             self.unknown = True
         runs_in, reason = self._place(node, kind, why)
         for slot, shape, outside, weights in faces:
-            product: str = ""
-            flops: int | None = 0
-            if runs_in == "W":
-                product, flops = of_product(node, kind, slot, shape, shapes)
+            product, flops = of_product(node, kind, slot, shape, shapes) if runs_in == "W" else ("", 0)
             self.flops += flops or 0
             self.unknown = self.unknown or flops is None or outside is not None
             for weight in weights:
@@ -65,18 +62,14 @@ class Uses:
         if kind == "handed over":
             return "W", "handed over by zbpipe.defer"
         if kind == "root":
-            return "W", _ROOT
+            return "W", "no stage input is behind it: W runs its whole backward"
         if why == "matrices":
             return "W", "the node is run again: its matrices are of a subclass, sparse, complex or conjugated"
         if kind in ("product", "deferred"):
             return "W", "" if kind == "product" else "the node is run again for its weights"
-        return "I", self._why_whole(node, why)
-
-    def _why_whole(self, node: str, why: str) -> str:
-        if why == "function":
-            compiled = node.startswith("CompiledFunction")
-            return f"{'compiled' if compiled else 'custom Function without zbpipe.defer'}: runs whole in I"
-        return {
+        compiled = node.startswith("CompiledFunction")
+        return "I", {
+            "function": f"{'compiled' if compiled else 'custom Function without zbpipe.defer'}: runs whole in I",
             "post hook": "a hook on its node is owed all of its gradients at once",
             "policy": f"policy defer={self.policy.defer!r}",
             "excluded": "policy exclude= names one of its parameters",
@@ -84,9 +77,6 @@ class Uses:
             "packed": "the policy leaves what is checkpointed or packed to I (checkpoint)",
             "light": "a vector: policy defer='matrices'",
         }[why]
-
-
-_ROOT = "no stage input is behind it: W runs its whole backward"
 
 
 def plan_of(name: str, parameter: torch.nn.Parameter, found: Uses, holding: Held) -> ParameterPlan:

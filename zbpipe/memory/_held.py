@@ -164,7 +164,7 @@ def held(groups: ParamGroup | Iterable[Any], module: torch.nn.Module | None = No
         if not isinstance(group, ParamGroup):
             wanted = "a ParamGroup, as zbpipe.stage_backward_input returns them"
             raise TypeError(f"groups[{i}] is a {type(group).__name__}; expected {wanted}")
-        for node, _, _, is_packed, _, tensors in group._describe():
+        for node, _, _, is_packed, _, tensors in tasks_of(group):
             if is_packed:
                 incomplete["what saved-tensor hooks (checkpointing, offloading) keep for W is not counted"] = None
             nodes = () if node is None else (node,)
@@ -181,6 +181,25 @@ def held(groups: ParamGroup | Iterable[Any], module: torch.nn.Module | None = No
     rows.sort(key=lambda row: -row.bytes)
     spent = sum(group.spent for group in listed)
     return Held(tuple(storages), tuple(rows), len(listed), spent, "; ".join(incomplete), of_module)
+
+
+def tasks_of(group: ParamGroup) -> list[tuple[Any, ...]]:
+    """Each task as csrc/shim/group/zbp_describe.h says, with a list of weights in the place of each end or ends."""
+    weights, hops, tasks = group._describe()
+    hops_from: dict[int, list[tuple[int, int]]] = {}
+    for outside, weight, further in hops:
+        hops_from.setdefault(outside, []).append((weight, further))
+
+    def behind(*ends: tuple[int, int]) -> list[torch.Tensor]:
+        ahead, met = set(ends), set(ends)
+        while ahead := {end for weight, outside in ahead if weight < 0 for end in hops_from[outside]} - met:
+            met |= ahead
+        return [weights[weight] for weight in sorted({weight for weight, _ in met if weight >= 0})]
+
+    return [
+        (*task, [(*face, behind(end)) for *face, end in faces], [(*one, behind(*ends)) for *one, ends in tensors])
+        for *task, faces, tensors in tasks
+    ]
 
 
 def _merged(parts: list[HeldStorage]) -> HeldStorage:

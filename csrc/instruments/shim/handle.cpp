@@ -142,7 +142,8 @@ PyObject* get_name(PyObject* self, void* /*closure*/) {
   return attribute(self, [](const Handle& handle) {
     const auto* const tensor = handle.tensor();
     const auto* const node = handle.node();
-    return wrap_text(tensor ? describe_briefly(*tensor) : node ? node->name() : "");
+    const std::string name = tensor ? describe_briefly(*tensor) : node ? node->name() : "";
+    return PyUnicode_FromString(name.c_str());
   });
 }
 
@@ -325,8 +326,8 @@ PyObject* memory_of(c10::StorageImpl& storage) {
   const bool is_meta = storage.device_type() == c10::kMeta;
   const bool has_memory = data || is_meta;  // else it was given up: release.cpp
   const int64_t bytes = has_memory ? storage.sym_nbytes().maybe_as_int().value_or(0) : 0;
-  return Py_BuildValue("(NLNN)", PyLong_FromVoidPtr(const_cast<void*>(data)),
-                       static_cast<long long>(bytes), wrap_text(storage.device().str()),
+  return Py_BuildValue("(NLsN)", PyLong_FromVoidPtr(const_cast<void*>(data)),
+                       static_cast<long long>(bytes), storage.device().str().c_str(),
                        PyBool_FromLong(!is_meta && !is_the_taps));
 }
 

@@ -1,13 +1,13 @@
 #include "shim/group/zbp_describe.h"
 
 #include <algorithm>
+#include <memory>
 #include <set>
 #include <unordered_map>
 
 #include <torch/csrc/Device.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/PyInterpreter.h>
-#include <torch/csrc/utils/object_ptr.h>
 
 #include "shim/group/dtensor.h"
 #include "shim/group/facts.h"
@@ -22,56 +22,14 @@ namespace {
 
 /// Has the group's book while it lives: making Python objects may run other Python code, and that a
 /// W.
-class Claim {
- public:
-  explicit Claim(zbp_group& group) : book_(group.book) {
-    if (!zbp_book_claim(&book_)) {
-      refuse(PyExc_RuntimeError,
-             "what a parameter group holds cannot be listed while its weight pass runs; wait for "
-             "stage_backward_weight to return");
-    }
+auto claim(zbp_group& group) {
+  if (!zbp_book_claim(&group.book)) {
+    refuse(PyExc_RuntimeError,
+           "what a parameter group holds cannot be listed while its weight pass runs; wait for "
+           "stage_backward_weight to return");
   }
-  ~Claim() { zbp_book_give_back(&book_); }
-  Claim(const Claim&) = delete;
-  Claim& operator=(const Claim&) = delete;
-
- private:
-  zbp_book& book_;
-};
-
-/// The weights behind some faces and nodes outside the closure. Costs what it meets.
-class Behind {
- public:
-  explicit Behind(const zbp_layout& layout) : layout_(layout) {}
-
-  void add(int32_t weight, int32_t outside) {
-    meet(weight, outside);
-    while (!pending_.empty()) {
-      const uint32_t node = pending_.back();
-      pending_.pop_back();
-      for (uint32_t h = zbp_layout_first_hop(&layout_, node);
-           h < layout_.hop_count && layout_.hop[h].outside == node; ++h) {
-        meet(layout_.hop[h].to_weight, layout_.hop[h].to_outside);
-      }
-    }
-  }
-  void add(const zbp_face& face) { add(face.weight, face.outside); }
-
-  std::set<int32_t> weights;
-
- private:
-  void meet(int32_t weight, int32_t outside) {
-    if (weight >= 0) {
-      weights.insert(weight);
-    } else if (met_.insert(outside).second) {
-      pending_.push_back(static_cast<uint32_t>(outside));
-    }
-  }
-
-  const zbp_layout& layout_;
-  std::set<int32_t> met_;
-  std::vector<uint32_t> pending_;
-};
+  return std::unique_ptr<zbp_book, decltype(&zbp_book_give_back)>(&group.book, zbp_book_give_back);
+}
 
 PyObject* weights_of(const Group& group) {
   variable_list weights;
@@ -81,160 +39,88 @@ PyObject* weights_of(const Group& group) {
   return wrap_tensors(weights);
 }
 
-class Description {
- public:
-  explicit Description(Group& group)
-      : group_(group),
-        layout_(group.layout),
-        weights_(weights_of(group)),
-        list_(checked(PyList_New(0))) {}
+THPObjectPtr new_list() {
+  return checked(PyList_New(0));
+}
 
-  PyObject* list_all() {
-    for (const Task& task : group_.tasks) {
-      add_task(task);
-    }
-    for (uint32_t o = 0; o < group_.outside.size(); ++o) {
-      add_outside(*group_.outside[o].node, static_cast<int32_t>(o));
-    }
-    for (uint32_t w = 0; w < group_.weights.size(); ++w) {
-      if (group_.weights[w].grad.defined()) {
-        begin(Py_NewRef(Py_None), "waiting", "", false, PyList_New(0));
-        Behind behind(layout_);
-        behind.weights.insert(static_cast<int32_t>(w));
-        add_tensor("waiting gradient", group_.weights[w].grad, behind);
-      }
-    }
-    return list_.release();
+void add_tensor(PyObject* list, const char* role, const at::Tensor& tensor, PyObject* ends) {
+  const at::Tensor held = local_part(tensor);
+  append(list, Py_BuildValue(
+                   "sNnNONO", role, PyLong_FromVoidPtr(const_cast<void*>(storage_of(held))),
+                   static_cast<Py_ssize_t>(bytes_of(held)),
+                   tensor.is_nested() ? PyTuple_New(0) : wrap_sizes(tensor.sym_sizes()),
+                   torch::getTHPDtype(tensor.scalar_type()), THPDevice_New(tensor.device()), ends));
+}
+
+PyObject* describe_face(const Edge& edge, const zbp_face& plan) {
+  static constexpr const char* OBSTACLE[] = {nullptr, "", "it is cast twice on its way",
+                                             "several gradients meet before its cast"};
+  std::string node_in_between;
+  if (plan.obstacle == ZBP_OBSTACLE_NODE) {
+    Node& node = *path_behind(edge, plan.steps + size_t{1}).back();
+    node_in_between = (has_hooks(node) ? "a hook watches " : "it is computed by ") + node.name();
   }
+  const auto& metadata = edge.function->input_metadata(edge.input_nr);
+  return Py_BuildValue(
+      "INz(ii)", static_cast<unsigned int>(plan.slot),
+      metadata.is_nested_tensor() ? PyTuple_New(0) : wrap_sizes(metadata.shape_as_dim_vector()),
+      node_in_between.empty() ? OBSTACLE[plan.obstacle] : node_in_between.c_str(), plan.weight,
+      plan.outside);
+}
 
- private:
-  /// Steals name and faces.
-  void begin(PyObject* name, const char* kind, const char* why, bool is_packed, PyObject* faces) {
-    tensors_ = PyList_New(0);
-    append(list_,
-           Py_BuildValue("NssNNN", name, kind, why, PyBool_FromLong(is_packed), faces, tensors_));
+PyObject* describe_task(const Task& task) {
+  THPObjectPtr faces = new_list(), tensors = new_list();
+  for (size_t f = 0; f < task.face.size(); ++f) {
+    append(faces, describe_face(task.face[f].edge, task.plan(f)));
   }
-
-  /// To the last task.
-  void add_tensor(const char* role, const at::Tensor& tensor, const Behind& behind) {
+  for_each_kept(task, [&](const Kept& kept, Role role, const auto& serves) {
+    const at::Tensor& tensor = kept.tensor();
     if (!tensor.defined()) {
       return;
     }
-    const at::Tensor held = local_part(tensor);
-    append(tensors_,
-           Py_BuildValue("sNnNONN", role, PyLong_FromVoidPtr(const_cast<void*>(storage_of(held))),
-                         static_cast<Py_ssize_t>(bytes_of(held)), shape_of(tensor),
-                         torch::getTHPDtype(tensor.scalar_type()), THPDevice_New(tensor.device()),
-                         wrap(behind)));
-  }
-
-  /// `serves`: whether the gradient at a face of the task is computed from the tensor.
-  template <class Serves>
-  void add_tensor(const Task& task, const char* role, const at::Tensor& tensor,
-                  const Serves& serves) {
-    Behind behind(layout_);
+    const char* const name = role == Role::matrix                                  ? "matrix"
+                             : role == Role::saved || role == Role::saved_for_work ? "saved"
+                             : role == Role::output_grad || task.kind() == ZBP_TASK_ROOT
+                                 ? "output gradient"
+                             : tensor.dim() > 1 ? "kept gradient"
+                                                : "light gradient";
+    THPObjectPtr ends = new_list();
     for (size_t f = 0; f < task.face.size(); ++f) {
       if (serves(f)) {
-        behind.add(task.plan(f));
+        append(ends, Py_BuildValue("ii", task.plan(f).weight, task.plan(f).outside));
       }
     }
-    add_tensor(role, tensor, behind);
-  }
+    add_tensor(tensors, name, tensor, ends);
+  });
+  const zbp_task& plan = task.plan();
+  return Py_BuildValue("sssNOO", task.name().c_str(),
+                       works_of(task).empty() ? zbp_kind_name(plan.kind) : "handed over",
+                       zbp_why_name(plan.why), PyBool_FromLong(plan.leaves_packed), faces.get(),
+                       tensors.get());
+}
 
-  static const char* name_of(Role role, const Task& task, const at::Tensor& tensor) {
-    switch (role) {
-      case Role::matrix:
-        return "matrix";
-      case Role::saved:
-      case Role::saved_for_work:
-        return "saved";
-      default:
-        if (role == Role::output_grad || task.kind() == ZBP_TASK_ROOT) {
-          return "output gradient";
-        }
-        return tensor.defined() && tensor.dim() > 1 ? "kept gradient" : "light gradient";
+PyObject* describe_outside(Node& node, int number) {
+  bool is_packed = false;
+  variable_list saved;  // no Python object is made under the node's lock
+  for_each_saved_outside(node, [&](const SavedVariable& one) {
+    is_packed |= one.has_hooks();
+    if (const auto tensor = one.get_raw_data(); tensor && tensor->defined()) {
+      saved.push_back(*tensor);
     }
+  });
+  THPObjectPtr tensors = new_list(), ends = checked(Py_BuildValue("[(ii)]", -1, number));
+  for (const at::Tensor& tensor : saved) {
+    add_tensor(tensors, "saved", tensor, ends);
   }
+  return Py_BuildValue("sssN[]O", node.name().c_str(), "outside", "", PyBool_FromLong(is_packed),
+                       tensors.get());
+}
 
-  void add_task(const Task& task) {
-    const char* const kind =
-        works_of(task).empty() ? zbp_kind_name(task.plan().kind) : "handed over";
-    begin(wrap_text(task.name()), kind, zbp_why_name(task.plan().why), task.plan().leaves_packed,
-          list_faces(task));
-    for_each_kept(task, [&](const Kept& kept, Role role, const auto& serves) {
-      add_tensor(task, name_of(role, task, kept.tensor()), kept.tensor(), serves);
-    });
-  }
-
-  void add_outside(Node& node, int32_t number) {
-    if (saves_nothing(node)) {
-      return;
-    }
-    bool is_packed = false;
-    variable_list saved;
-    for_each_saved_outside(node, [&](const SavedVariable& one) {
-      is_packed |= one.has_hooks();
-      saved.push_back(one.get_raw_data().value_or(at::Tensor()));
-    });
-    begin(wrap_text(node.name()), "outside", "", is_packed, PyList_New(0));
-    Behind behind(layout_);
-    behind.add(-1, number);
-    for (const at::Tensor& tensor : saved) {
-      add_tensor("saved", tensor, behind);
-    }
-  }
-
-  PyObject* list_faces(const Task& task) const {
-    THPObjectPtr faces = checked(PyList_New(0));
-    for (size_t f = 0; f < task.face.size(); ++f) {
-      const Edge& edge = task.face[f].edge;
-      const auto& metadata = edge.function->input_metadata(edge.input_nr);
-      Behind behind(layout_);
-      behind.add(task.plan(f));
-      append(faces,
-             Py_BuildValue("INNN", static_cast<unsigned int>(task.plan(f).slot),
-                           metadata.is_nested_tensor() ? PyTuple_New(0)
-                                                       : wrap_sizes(metadata.shape_as_dim_vector()),
-                           what_runs(edge, task.plan(f)), wrap(behind)));
-    }
-    return faces.release();
-  }
-
-  /// What makes W go through the engine to get from the face to its weight; None if it need not.
-  static PyObject* what_runs(const Edge& edge, const zbp_face& plan) {
-    switch (plan.obstacle) {
-      case ZBP_OBSTACLE_NONE:
-        return Py_NewRef(Py_None);
-      case ZBP_OBSTACLE_CAST:
-        return wrap_text("it is cast twice on its way");
-      case ZBP_OBSTACLE_SUM:
-        return wrap_text("several gradients meet before its cast");
-      default: {
-        Node& node = *path_behind(edge, plan.steps + size_t{1}).back();
-        return wrap_text((has_hooks(node) ? "a hook watches " : "it is computed by ") +
-                         node.name());
-      }
-    }
-  }
-
-  static PyObject* shape_of(const at::Tensor& tensor) {
-    return tensor.is_nested() ? PyTuple_New(0) : wrap_sizes(tensor.sym_sizes());
-  }
-
-  PyObject* wrap(const Behind& behind) const {
-    THPObjectPtr list = checked(PyList_New(0));
-    for (const int32_t weight : behind.weights) {
-      append(list, Py_NewRef(PyTuple_GET_ITEM(weights_.get(), weight)));
-    }
-    return list.release();
-  }
-
-  const Group& group_;
-  const zbp_layout& layout_;
-  THPObjectPtr weights_;
-  THPObjectPtr list_;
-  PyObject* tensors_ = nullptr;  // of the last task, which owns it
-};
+PyObject* describe_waiting(const at::Tensor& grad, int number) {
+  THPObjectPtr tensors = new_list(), ends = checked(Py_BuildValue("[(ii)]", number, -1));
+  add_tensor(tensors, "waiting gradient", grad, ends);
+  return Py_BuildValue("zssO[]O", nullptr, "waiting", "", Py_False, tensors.get());
+}
 
 bool reads_weights(const Task& task) {
   const auto works = works_of(task);
@@ -259,10 +145,9 @@ bool has_outside_alone(const Group& group) {
     }
     if (task.kind() == ZBP_TASK_ROOT) {
       ++references[task.node.get()];
+    } else if (task.node && count(*task.node) > 1) {
+      return false;
     } else if (task.node) {
-      if (count(*task.node) > 1) {
-        return false;
-      }
       count_edges(*task.node);
     }
   }
@@ -291,26 +176,27 @@ int zbp_group_traverse(const zbp_group* group, visitproc visit, void* arg) {
   if (!is_the_collectors(group)) {
     return 0;
   }
-  c10::impl::PyInterpreter* const interpreter = getPyInterpreter();
-  const auto visit_all = [&](const auto& one, const auto& other) -> int {
-    Py_VISIT(one.ptr(interpreter));
-    Py_VISIT(other.ptr(interpreter));
-    return 0;
-  };
   int stop = 0;
+  const auto visit_both = [&](const c10::SafePyObject& one, const c10::SafePyObject& other) {
+    for (const c10::SafePyObject* object : {&one, &other}) {
+      stop = stop != 0 ? stop : visit(object->ptr(getPyInterpreter()), arg);
+    }
+  };
+  const auto visit_packed = [&](const Packed& packed) {
+    visit_both(packed.unpack_hook, packed.data);
+  };
   for (const Task& task : group_of(group).tasks) {
     for (const Work& work : works_of(task)) {
-      stop = stop || !work.call ? stop : visit_all(work.call->function, work.call->arguments);
+      if (work.call) {
+        visit_both(work.call->function, work.call->arguments);
+      }
     }
-    for_each_packed(task,
-                    [&](const Packed& packed) {  // the node that shares it is the task's alone
-                      stop = stop ? stop : visit_all(packed.unpack_hook, packed.data);
-                    });
+    for_each_packed(task, visit_packed);  // the node that shares it is the task's alone
   }
   const auto& outside = group_of(group).packed_outside;
   if (!outside.empty() && has_outside_alone(group_of(group))) {
     for (const PackedPtr& packed : outside) {
-      stop = stop ? stop : visit_all(packed->unpack_hook, packed->data);
+      visit_packed(*packed);
     }
   }
   return stop;
@@ -325,38 +211,56 @@ void zbp_group_clear(zbp_group* group) {
 }
 
 // A W that runs without the GIL changes the group: nothing of it may be looked at meanwhile.
-int zbp_group_bytes_held(const zbp_group* group, size_t* out, zbp_error* error) {
-  return guarded(error, [&] {
-    *out = 0;
+PyObject* zbp_group_bytes_held(zbp_group* group, zbp_error* error) {
+  return guarded_object(error, [&] {
+    size_t bytes = 0;
     std::set<const void*> seen;
-    if (zbp_book_is_claimed(&group->book)) {
-      return;
+    if (!zbp_book_is_claimed(&group->book)) {
+      for (const Task& task : group_of(group).tasks) {
+        for_each_kept(task, [&](const Kept& kept, auto&&...) {
+          bytes += seen.insert(storage_of(kept.tensor())).second ? bytes_of(kept.tensor()) : 0;
+        });
+      }
     }
-    for (const Task& task : group_of(group).tasks) {
-      for_each_kept(task, [&](const Kept& kept, auto&&...) {
-        if (seen.insert(storage_of(kept.tensor())).second) {
-          *out += bytes_of(kept.tensor());
-        }
-      });
-    }
+    return PyLong_FromSize_t(bytes);
   });
 }
 
 PyObject* zbp_group_weights(zbp_group* group, zbp_error* error) {
   return guarded_object(error, [&] {
-    const Claim claim(*group);
-    return weights_of(group_of(group));
+    const auto claimed = claim(*group);
+    return zbp_book_is_complete(&group->book) ? PyTuple_New(0) : weights_of(group_of(group));
   });
 }
 
-PyObject* zbp_group_describe(zbp_group* group, zbp_error* error) {
+PyObject* zbp_group_describe(zbp_group* handle, zbp_error* error) {
   return guarded_object(error, [&] {
-    const Claim claim(*group);
-    return Description(group_of(group)).list_all();
+    const auto claimed = claim(*handle);
+    const Group& group = group_of(handle);
+    THPObjectPtr weights = checked(weights_of(group)), hops = new_list(), tasks = new_list();
+    for (uint32_t h = 0; h < group.layout.hop_count; ++h) {
+      const zbp_hop& hop = group.layout.hop[h];
+      append(hops, Py_BuildValue("Iii", static_cast<unsigned int>(hop.outside), hop.to_weight,
+                                 hop.to_outside));
+    }
+    for (const Task& task : group.tasks) {
+      append(tasks, describe_task(task));
+    }
+    for (size_t o = 0; o < group.outside.size(); ++o) {
+      if (!saves_nothing(*group.outside[o].node)) {
+        append(tasks, describe_outside(*group.outside[o].node, static_cast<int>(o)));
+      }
+    }
+    for (size_t w = 0; w < group.weights.size(); ++w) {
+      if (group.weights[w].grad.defined()) {
+        append(tasks, describe_waiting(group.weights[w].grad, static_cast<int>(w)));
+      }
+    }
+    return checked(Py_BuildValue("OOO", weights.get(), hops.get(), tasks.get()));
   });
 }
 
-PyObject* zbp_group_reads_weights(const zbp_group* handle, zbp_error* error) {
+PyObject* zbp_group_reads_weights(zbp_group* handle, zbp_error* error) {
   return guarded_object(error, [&] {
     const Group& group = group_of(handle);
     return PyBool_FromLong(

@@ -7,7 +7,6 @@
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 
 #include "shim/group/dtensor.h"
-#include "shim/torch/checkpoint.h"
 #include "shim/torch/detach.h"
 #include "shim/torch/gil.h"
 #include "shim/torch/nodes.h"
@@ -16,6 +15,8 @@
 namespace zbp {
 
 namespace {
+
+constexpr const char* OF_CHECKPOINTS = "zbpipe._torch.checkpoint";
 
 uint32_t bits_of(const Task& task) {
   uint32_t bits = 0;
@@ -89,7 +90,7 @@ bool may_be_refilled(const SavedVariable& saved) {
   }
   const AcquireGil gil;
   const auto data = saved.retrieve_unpack_hook_data();
-  return !data || recognise(data->first.ptr(getPyInterpreter())) == UnpackHook::other;
+  return !data || !is_checkpoints(data->first);
 }
 
 std::unique_lock<std::mutex> lock_of(Node& node, bool waits) {
@@ -178,18 +179,26 @@ class FilledBlanks {
 
 }  // namespace
 
+bool is_checkpoints(const c10::SafePyObject& unpack_hook) {
+  return call_python(OF_CHECKPOINTS, "is_unpack_hook", {unpack_hook.ptr(getPyInterpreter())})
+             .get() == Py_True;
+}
+
 PackedPtr packed_in(const SavedVariable& saved, std::vector<Version>& arguments) {
   const AcquireGil gil;
   auto data = saved.retrieve_unpack_hook_data();
-  if (!data || in_graph_exec_group() ||
-      is_computed_only_once(data->first.ptr(getPyInterpreter()))) {
+  THPObjectPtr read =
+      data ? call_python(OF_CHECKPOINTS, "read_again", {data->first.ptr(getPyInterpreter())})
+           : THPObjectPtr();
+  if (!read || read.get() == Py_None) {
     return nullptr;
   }
-  for_each_argument(data->first.ptr(getPyInterpreter()), [&](const at::Tensor& tensor) {
-    if (has_version(tensor)) {
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(read.get()); ++i) {
+    if (const at::Tensor& tensor = *as_tensor(PyList_GET_ITEM(read.get(), i));
+        has_version(tensor)) {
       arguments.emplace_back(tensor);
     }
-  });
+  }
   return std::make_shared<const Packed>(Packed{std::move(data->first), std::move(data->second)});
 }
 

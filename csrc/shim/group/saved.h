@@ -38,6 +38,10 @@ class Saver {
   NodePtr node_;
 };
 
+/// True for an unpack hook by which torch.utils.checkpoint computes a region again. Called with the
+/// GIL held.
+bool is_checkpoints(const c10::SafePyObject& unpack_hook);
+
 /// What Python hooks have packed in `saved`, if W is to unpack it; else null. A selectively
 /// checkpointed region, and what is within one, is computed again only once, so I unpacks it. So
 /// it does within a GraphExecGroup, whose runs share one recomputation. `arguments` gets what

@@ -1,11 +1,9 @@
 // What nodes between tasks and weights have saved: noted and pinned in I, checked in W.
 
 #include <c10/core/StreamGuard.h>
-#include <torch/csrc/PyInterpreter.h>
 
 #include "shim/group/facts.h"
 #include "shim/group/saved.h"
-#include "shim/torch/checkpoint.h"
 #include "shim/torch/detach.h"
 #include "shim/torch/gil.h"
 #include "shim/torch/nodes.h"
@@ -63,7 +61,7 @@ bool leave_outside(Saver& saver, SavedVariable& saved, Group& group) {
     group.packed_outside.push_back(packed);
   }
   const AcquireGil gil;
-  if (recognise(packed->unpack_hook.ptr(getPyInterpreter())) == UnpackHook::checkpoint) {
+  if (is_checkpoints(packed->unpack_hook)) {
     packed->unpack();
   }
   group.outside_recomputed_for = std::max(group.outside_recomputed_for, saver.node().sequence_nr());

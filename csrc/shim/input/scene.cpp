@@ -8,7 +8,6 @@
 #include "shim/group/facts.h"
 #include "shim/group/saved.h"
 #include "shim/input/walk.h"
-#include "shim/torch/checkpoint.h"
 #include "shim/torch/detach.h"
 #include "shim/torch/gil.h"
 
@@ -18,13 +17,19 @@ using torch::autograd::AccumulateGrad;
 
 namespace {
 
+bool is_reentrant_checkpoint(Node& node) {
+  return is_python_function(node) &&
+         call_python("zbpipe._torch.checkpoint", "is_reentrant", {context_of(node)}).get() ==
+             Py_True;
+}
+
 /// torch's reentrant checkpoint runs a backward of its own, of which no edge tells. One that leads
 /// neither to an input nor to a weight, but to a leaf that somebody made for it, would not run.
 void refuse_reentrant(const zbp_scene& scene, const zbp_survey& survey) {
   for (uint32_t id = 0; id < survey.graph.node_count; ++id) {
     Node& node = scene.walk->node(id);
     TORCH_CHECK((survey.plan.flag[id] & (ZBP_NODE_CLOSURE | ZBP_NODE_WEIGHTWARD)) != 0 ||
-                    !is_python_function(node) || !is_reentrant_checkpoint(node),
+                    !is_reentrant_checkpoint(node),
                 "a reentrant checkpoint leads to no input and to none of the weights, so that no "
                 "pass would run its region's backward, and its weights would get no gradient; "
                 "checkpoint with use_reentrant=False, or give the tensor that it leads to among "

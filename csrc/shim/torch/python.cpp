@@ -5,7 +5,6 @@
 #include <unordered_map>
 
 #include <torch/csrc/Dtype.h>
-#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_function.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -57,17 +56,11 @@ PyObject* wrap_tensors(const variable_list& tensors) {
 }
 
 PyObject* wrap_sizes(c10::SymIntArrayRef sizes) {
-  THPObjectPtr tuple = checked(PyTuple_New(static_cast<Py_ssize_t>(sizes.size())));
-  for (size_t i = 0; i < sizes.size(); ++i) {
-    PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i),
-                     checked(PyLong_FromLongLong(sizes[i].maybe_as_int().value_or(-1))).release());
+  THPObjectPtr list = checked(PyList_New(0));
+  for (const c10::SymInt& size : sizes) {
+    append(list, PyLong_FromLongLong(size.maybe_as_int().value_or(-1)));
   }
-  return tuple.release();
-}
-
-PyObject* wrap_text(const std::string& text) {
-  const auto size = static_cast<Py_ssize_t>(text.size());
-  return checked(PyUnicode_FromStringAndSize(text.data(), size)).release();
+  return checked(PyList_AsTuple(list)).release();
 }
 
 THPObjectPtr call_python(const char* module, const char* function,

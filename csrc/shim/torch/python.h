@@ -33,9 +33,8 @@ void append(PyObject* list, PyObject* value);
 PyObject* wrap_tensor(const at::Tensor& tensor);
 /// New tuple of such.
 PyObject* wrap_tensors(const variable_list& tensors);
-/// New tuple of ints, -1 for a size that is not known as a number; new str.
+/// New tuple of ints, -1 for a size that is not known as a number.
 PyObject* wrap_sizes(c10::SymIntArrayRef sizes);
-PyObject* wrap_text(const std::string& text);
 
 /// What a function of one of zbpipe's modules returns; arguments are borrowed. Throws python_error.
 THPObjectPtr call_python(const char* module, const char* function,
