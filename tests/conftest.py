@@ -1,3 +1,4 @@
+import gc
 import os
 import sys
 from pathlib import Path
@@ -102,6 +103,15 @@ def alone():
     yield
     zbpipe.unpatch()
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def quick_collections():
+    """The collector looks at what the module's tests make alone: all that torch has imported takes a second each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

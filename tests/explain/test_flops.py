@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.functions import Handing
-from support.oracle import Stage, needs_zbpipe, weight
+from support.oracle import Stage, input_pass, needs_zbpipe, weight
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -23,8 +23,7 @@ def counted(module, x):
     """What explain tells, and what torch's counter counts in a real W."""
     explained = zbpipe.explain(module, x)
     x = x.clone().requires_grad_()
-    out = module(x)
-    _, groups = zbpipe.stage_backward_input([out], [torch.ones_like(out)], [x], module.parameters())
+    _, groups = input_pass(module, x)
     assert (explained.groups, explained.bytes_held) == (len(groups), zbpipe.memory.held(groups).bytes)
     with FlopCounterMode(display=False) as counter:
         zbpipe.stage_backward_weight(module.parameters(), groups)

@@ -5,6 +5,7 @@ Where something that nobody sees is held besides, less, and it says so.
 Each test lets go of all that is its own first (input, output, gradients), so that the groups alone hold what is left.
 """
 
+import functools
 import gc
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from bench.stages import Block, Experts
-from support.functions import Handing
+from support import oracle
+from support.functions import Handing, function_of
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn.utils import parametrizations, prune
@@ -20,6 +22,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import zbpipe
 from zbpipe import memory
+
+pytestmark = pytest.mark.usefixtures("quick_collections")
 
 N, D = 6, 8
 IMAGES = (2, 3, 6, 6)
@@ -35,21 +39,15 @@ POLICIES = {
 }
 
 
-class Stage(nn.Module):
-    """Parameters and modules by keyword; forward is a function of the stage and its input."""
+class Stage(oracle.Stage):
+    """One that knows its input's shape."""
 
     def __init__(self, forward, shape=(N, D), **parts):
-        super().__init__()
-        self.function, self.shape = forward, shape
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, x):
-        return self.function(self, x)
+        super().__init__(forward, **parts)
+        self.shape = shape
 
 
-def weight(*shape, dtype=torch.float32):
-    return nn.Parameter(torch.randn(*shape, dtype=dtype))
+weight = functools.partial(oracle.weight, dtype=torch.float32)
 
 
 def mlp():
@@ -210,14 +208,6 @@ def check_exact(net, **policy):
         return held, freed
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _quick_collections():
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("model", MODELS)
 def test_held_is_what_dropping_the_groups_frees(model, policy):
@@ -358,18 +348,9 @@ def test_what_is_no_group_is_refused(bad):
         memory.held(bad)
 
 
-class Sparse(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, w):
-        return x * w.sum()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, torch.ones(D, D).to_sparse()
-
-
 def test_a_sparse_gradient_is_not_counted_which_is_said():
-    held = memory.held(groups_of(Stage(lambda m, x: Sparse.apply(x, m.w), w=weight(D, D))))
+    sparse = function_of(lambda x, w: x * w.sum(), lambda x, w, grad: (grad, torch.ones(D, D).to_sparse()))
+    held = memory.held(groups_of(Stage(lambda m, x: sparse(x, m.w), w=weight(D, D))))
     assert (held.bytes, held.by_parameter) == (0, {"float32[8, 8] #0": 0})
     assert "incomplete: tensors without a storage of their own, such as sparse ones, are not counted" in str(held)
 

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 import torch
-from support.functions import Hungry
+from support.functions import hungry
 
 from zbpipe import memory, stage_backward_input
 from zbpipe.memory import _out_of_memory  # what errors it takes for its own
@@ -107,12 +107,12 @@ def after_errors_that_were_handled(rec):
 
 def in_a_backward(rec):
     with rec.phase("B", stage=2):
-        Hungry.apply(torch.ones(3, requires_grad=True)).sum().backward()
+        hungry(torch.ones(3, requires_grad=True)).sum().backward()
 
 
 def in_a_pass_that_marks_itself(rec):
     x = torch.ones(3, requires_grad=True)
-    stage_backward_input([Hungry.apply(x)], [torch.ones(3)], [x], iter([]))
+    stage_backward_input([hungry(x)], [torch.ones(3)], [x], iter([]))
 
 
 def raised_again_in_another_phase(rec):

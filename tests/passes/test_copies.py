@@ -5,11 +5,12 @@ those of an ordinary backward of a copy, over two microbatches in flight. A diff
 """
 
 import copy
+import functools
 
 import pytest
 import torch
-from support.functions import Handing, Product
-from support.oracle import close, needs_zbpipe
+from support.functions import Handing, function_of, handing_through
+from support.oracle import Stage, close, needs_zbpipe
 from support.small_blocks import GPT2, T5, TOKENS, WIDTH, Experts, Llama, ResNet
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -25,41 +26,9 @@ BATCH = (2, TOKENS, WIDTH)
 PICTURE = (2, WIDTH, 4, 4)
 
 
-class Given(nn.Module):
-    """What a function makes of x and this module's weights `w`, `u`, and its vector `v`."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-        self.w, self.u = (nn.Parameter(torch.randn(WIDTH, WIDTH) / 4) for _ in range(2))
-        self.v = nn.Parameter(torch.randn(WIDTH))
-
-    def forward(self, x):
-        return self.function(self, x)
-
-
-class Copies(torch.autograd.Function):
-    """Of tensor parallel: the identity, whose gradient is all-reduced in place and handed through."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad.mul_(1)
-
-
-class Reduces(torch.autograd.Function):
-    """Of tensor parallel: an all-reduce, whose gradient is handed through."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x * 1
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
+# Of tensor parallel: the identity, whose gradient is all-reduced in place and handed through; an all-reduce.
+copies = handing_through(lambda x: x.view_as(x), lambda grad: grad.mul_(1))
+reduces = handing_through(lambda x: x * 1, lambda grad: grad)
 
 
 def doubled(m, x):
@@ -71,27 +40,17 @@ def doubled(m, x):
     return h.tanh() @ m.u
 
 
-class Fresh(Product):
-    """x @ w, whose backward returns what it made, as views of it, and keeps none."""
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, w = ctx.saved_tensors
-        both = torch.cat([grad @ w.t(), x.t() @ grad])
-        return *both.split([len(x), len(w)]), None
+@functools.partial(function_of, torch.matmul)
+def fresh(x, w, grad):
+    """Of x @ w: what it made, as views of it, of which it keeps none."""
+    return torch.cat([grad @ w.t(), x.t() @ grad]).split([len(x), len(w)])
 
 
-class Shared(torch.autograd.Function):
-    """x + w, whose backward returns one new tensor for both."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        return x + w
-
-    @staticmethod
-    def backward(ctx, grad):
-        made = grad * 1
-        return made, made
+@functools.partial(function_of, torch.add)
+def shared(x, w, grad):
+    """Of x + w: one new tensor for both."""
+    made = grad * 1
+    return made, made
 
 
 def observed(m, x):
@@ -109,7 +68,7 @@ def module_hooked(m, x):
 
 
 def with_module_hooks():
-    m = Given(module_hooked)
+    m = of(module_hooked)()
     m.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
     for part in m.net:
         part.register_full_backward_pre_hook(lambda part, grads: None)
@@ -152,7 +111,9 @@ def more(make, shape, split=split):
 
 
 def of(function):
-    return lambda: Given(function)
+    """How to make a stage of two matrices and a vector."""
+    shapes = {"w": (WIDTH, WIDTH), "u": (WIDTH, WIDTH), "v": (WIDTH,)}
+    return lambda: Stage(function, **{name: nn.Parameter(torch.randn(shape) / 4) for name, shape in shapes.items()})
 
 
 # How to make a module, and its input's shape; then bytes and blocks that I and W of two microbatches take more than
@@ -177,14 +138,14 @@ CASES = {
     "one gradient for two weights": (of(lambda m, x: x @ m.w + (m.v + m.u[0])), ROWS, 32, 8),
     "module hooks": (with_module_hooks, ROWS, 80, 5),
     "hooks that return their argument": (of(observed), ROWS, 16, 4),
-    "handed through": (of(lambda m, x: Reduces.apply(Copies.apply(x @ m.w).tanh() @ m.u)), ROWS, 16, 4),
-    "handed through first": (of(lambda m, x: Reduces.apply(Copies.apply(x) @ m.w)), ROWS, 16, 4),
-    "a Function's own": (of(lambda m, x: Fresh.apply(Fresh.apply(x, m.w).tanh(), m.u)), ROWS, 2576, 8),
-    "a Function's own for two": (of(lambda m, x: Shared.apply(x @ m.w, m.u[:TOKENS]) @ m.u), ROWS, 32, 8),
-    "a Function's own for a weight and an input": (of(lambda m, x: Shared.apply(x, m.w)), (WIDTH, WIDTH), 16, 4),
+    "handed through": (of(lambda m, x: reduces(copies(x @ m.w).tanh() @ m.u)), ROWS, 16, 4),
+    "handed through first": (of(lambda m, x: reduces(copies(x) @ m.w)), ROWS, 16, 4),
+    "a Function's own": (of(lambda m, x: fresh(fresh(x, m.w).tanh(), m.u)), ROWS, 2576, 8),
+    "a Function's own for two": (of(lambda m, x: shared(x @ m.w, m.u[:TOKENS]) @ m.u), ROWS, 32, 8),
+    "a Function's own for a weight and an input": (of(lambda m, x: shared(x, m.w)), (WIDTH, WIDTH), 16, 4),
     "handed over": (of(lambda m, x: Handing.apply(Handing.apply(x, m.w).tanh(), m.u)), ROWS, 32, 8),
     "hooks that return what they made": (of(doubled), ROWS, 16, 4),
-    "handed to a weight": (of(lambda m, x: x @ Copies.apply(m.w) + Reduces.apply(m.v)), ROWS, 96, 9),
+    "handed to a weight": (of(lambda m, x: x @ copies(m.w) + reduces(m.v)), ROWS, 96, 9),
 }
 
 

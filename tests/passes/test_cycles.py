@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zbpipe.leaks import Growth, check_tensor_leak
 
+pytestmark = pytest.mark.usefixtures("quick_collections")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
@@ -43,15 +44,6 @@ def mark(node, marks):
 
 def living(marks):
     return sum(ref() is not None for ref in marks)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _collect_only_what_is_made_here():
-    """Collecting all that torch has imported takes a second each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Quiet:

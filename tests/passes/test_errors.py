@@ -7,10 +7,11 @@ import weakref
 
 import pytest
 import torch
-from support.functions import FailsAt, Planned, Product, raising
+from support.functions import FailsAt, Planned, function_of, handing_through, raising
 from support.oracle import (
     ON_TORCH,
     Stage,
+    both_passes,
     check,
     fresh,
     input_pass,
@@ -584,19 +585,14 @@ def test_groups_that_a_failed_call_has_begun_to_let_go_of_are_spent_by_the_retry
 COPIES = (torch.ops.aten.clone, torch.ops.aten.new_empty_strided, torch.ops.aten.empty_strided)
 
 
-class ColumnMajor(Product):
-    """x @ w, whose weight's gradient is laid out otherwise than the weight."""
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, w = ctx.saved_tensors
-        return grad @ w.t(), (grad.t() @ x).t(), None
+# x @ w, whose weight's gradient is laid out otherwise than the weight.
+column_major = function_of(torch.matmul, lambda x, w, grad: (grad @ w.t(), (grad.t() @ x).t()))
 
 
 @needs_zbpipe
 @pytest.mark.parametrize("watched", [False, True])
 def test_kept_gradient_that_could_not_be_laid_out_anew_is_still_there_for_the_next_call(watched):
-    m = Stage(lambda m, x: ColumnMajor.apply(x, m.a, None), a=(4, 4))
+    m = Stage(lambda m, x: column_major(x, m.a), a=(4, 4))
     if watched:
         m.a.register_hook(lambda grad: None)
     for _ in range(2):
@@ -634,16 +630,7 @@ def test_nothing_keeps_an_error(watched):
     assert error_of(0, Case().input)() is None
 
 
-class Twice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, w):
-        ctx.save_for_backward(w)
-        return w * w
-
-    @staticmethod
-    def backward(ctx, grad):
-        (w,) = ctx.saved_tensors
-        return 2.0 * grad * w
+twice = function_of(lambda w: w * w, lambda w, grad: 2.0 * grad * w)
 
 
 def written_into(a, b):
@@ -660,7 +647,7 @@ COMPUTED = {
     "a list of tensors": lambda a, b: (
         torch.einsum("ij,jk->ik", a, b).prod(0).expand(4, 4) + torch.cat([a[:2], b[2:]]) * a
     ),
-    "a Function": lambda a, b: Twice.apply(a) + Twice.apply(b),
+    "a Function": lambda a, b: twice(a) + twice(b),
     "written in place": written_into,
 }
 
@@ -692,20 +679,13 @@ def test_factor_that_a_later_node_of_the_same_backward_overwrites():
     """The refusal names the node and the weight, and what helps; which does."""
     m = Stage(lambda m, x: x @ m.w, w=(4, 5))
 
-    class WritesOver(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return factors[-1].detach().add_(1.0) * 0 + grad
+    writes_over = handing_through(lambda x: x.clone(), lambda grad: factors[-1].detach().add_(1.0) * 0 + grad)
 
     factors = []
 
     def passes(**choices):
         x = fresh()
-        factors.append(WritesOver.apply(x))
+        factors.append(writes_over(x))
         before = factors[-1].detach().clone()
         out = m(factors[-1])
         with zb.policy(**choices):
@@ -786,6 +766,5 @@ def test_complex_output_without_gradient_is_refused(shape):
     ):
         zb.stage_backward_input([m(x)], None, [x], m.parameters())
     assert x.grad is None
-    _, groups = input_pass(m, x)
-    zb.stage_backward_weight(m.parameters(), groups)
+    both_passes(m, x)
     torch.testing.assert_close(m.c.grad, x.detach().to(torch.complex128))

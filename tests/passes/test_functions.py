@@ -1,7 +1,9 @@
 """Custom autograd.Functions: run exactly once a microbatch, whatever they do with their weights."""
 
+import functools
+
 import torch
-from support.functions import Fused, Heeding, Ignoring, Product, SameTensorTwice, TwoOutputs, count
+from support.functions import Fused, Heeding, Ignoring, Product, SameTensorTwice, TwoOutputs, count, function_of
 from support.oracle import MainGrad, Stage, case, check, table, weight
 from torch.autograd import Function
 
@@ -62,18 +64,10 @@ class NewStyle(Function):
         return grad @ w.t(), x.t() @ grad, None
 
 
-class OnWeightsAlone(Function):
-    @staticmethod
-    def forward(ctx, w, stage):
-        ctx.save_for_backward(w)
-        ctx.stage = stage
-        return w.exp()
-
-    @staticmethod
-    def backward(ctx, grad):
-        count(ctx, ctx.stage)
-        (w,) = ctx.saved_tensors
-        return grad * w.exp(), None
+@functools.partial(function_of, lambda w, stage: w.exp())
+def on_weights_alone(w, stage, grad):
+    count(None, stage)
+    return grad * w.exp()
 
 
 class InPlace(Function):
@@ -99,22 +93,13 @@ class AsksWhatIsNeeded(Product):
         return grad @ w.t(), x.t() @ grad, None
 
 
-class NestedGrad(Function):
+@functools.partial(function_of, lambda x, w, stage: (x @ w).sin())
+def nested_grad(x, w, stage, grad):
     """Runs a backward within its backward, as a reentrant checkpoint does, but only for its input."""
-
-    @staticmethod
-    def forward(ctx, x, w, stage):
-        ctx.save_for_backward(x, w)
-        ctx.stage = stage
-        return (x @ w).sin()
-
-    @staticmethod
-    def backward(ctx, grad):
-        count(ctx, ctx.stage)
-        x, w = (t.detach().requires_grad_() for t in ctx.saved_tensors)
-        with torch.enable_grad():
-            dx, dw = torch.autograd.grad((x @ w).sin(), [x, w], grad)
-        return dx, dw, None
+    count(None, stage)
+    x, w = (t.detach().requires_grad_() for t in (x, w))
+    with torch.enable_grad():
+        return torch.autograd.grad((x @ w).sin(), [x, w], grad)
 
 
 def with_main_grad(m):
@@ -133,7 +118,7 @@ def two_outputs(use):
 
 
 def shared_by_two_products(m, x):
-    w = OnWeightsAlone.apply(m.a, m)
+    w = on_weights_alone(m.a, m)
     return (x @ w).sin() @ w + x @ m.b
 
 
@@ -178,11 +163,11 @@ def hooked(m, x):
     case("both outputs used", two_outputs(lambda first, second: first.sin() * second), wrong=TWICE),
     case("first output used", two_outputs(lambda first, second: first.sin()), wrong=TWICE),
     case("second output used", two_outputs(lambda first, second: second.sin()), wrong=TWICE),
-    case("on weights alone", lambda m, x: x @ OnWeightsAlone.apply(m.a, m)),
+    case("on weights alone", lambda m, x: x @ on_weights_alone(m.a, m)),
     case("on weights alone, shared by two products", shared_by_two_products),
     case("without weights, in place", lambda m, x: InPlace.apply(x @ m.a, m) @ m.b),
     case("hooks around it", hooked, setup=lambda m: m.a.register_hook(m.log("weight")), wrong=TWICE),
-    case("runs autograd itself", lambda m, x: NestedGrad.apply(x, m.a, m) @ m.b, wrong=TWICE),
+    case("runs autograd itself", lambda m, x: nested_grad(x, m.a, m) @ m.b, wrong=TWICE),
 )
 def test_function_runs_once(stage, inputs, options):
     check(stage, *inputs, **options)

@@ -267,16 +267,10 @@ def test_group_asked_by_a_destructor_during_its_own_weight_pass():
     """)
 
 
-class TwoBranches(nn.Module):
+def two_branches(m, x):
     """A convolution, or a norm, whose output somebody keeps."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        kept = self.layer(x * 2.0)
-        return kept, kept.relu().sum()
+    kept = m.layer(x * 2.0)
+    return kept, kept.relu().sum()
 
 
 LAYERS = {
@@ -292,7 +286,7 @@ LAYERS = {
 @pytest.mark.parametrize("end", ["weight pass", "retried", "retained first", "dropped"])
 def test_what_a_node_has_saved_goes_with_its_weight_pass_whoever_keeps_its_output(layer, end):
     make, defer, shape = LAYERS[layer]
-    m = TwoBranches(make())
+    m = Stage(two_branches, layer=make())
     x = torch.randn(shape, requires_grad=True)
     kept, out = m(x)
     node = kept.grad_fn

@@ -1,10 +1,11 @@
 """Backwards within a pass's backward, such as a reentrant checkpoint's, under policy(main_grad=True)."""
 
+import functools
 import threading
 
 import pytest
 import torch
-from support.functions import FusedWithDummy
+from support.functions import FusedWithDummy, function_of
 from support.oracle import Stage, needs_zbpipe, zb
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -12,30 +13,21 @@ from torch.utils.checkpoint import checkpoint
 pytestmark = needs_zbpipe
 
 
-class Own(torch.autograd.Function):
+@functools.partial(function_of, lambda function, x: function(x))
+def own(function, x, grad):
     """A checkpoint as others than torch write it."""
-
-    @staticmethod
-    def forward(ctx, function, x):
-        ctx.function = function
-        ctx.save_for_backward(x)
-        with torch.no_grad():
-            return function(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
-            y = ctx.function(x)
-        torch.autograd.backward(y, grad)
-        return None, x.grad
+    x = x.detach().requires_grad_()
+    with torch.enable_grad():
+        y = function(x)
+    torch.autograd.backward(y, grad)
+    return None, x.grad
 
 
 CHECKPOINTS = {
     "not reentrant": lambda function, x: checkpoint(function, x, use_reentrant=False),
     "torch's": lambda function, x: checkpoint(function, x, use_reentrant=True),
-    "somebody's own": Own.apply,
-    "one in another": lambda function, x: Own.apply(lambda x: Own.apply(function, x), x),
+    "somebody's own": own,
+    "one in another": lambda function, x: own(lambda x: own(function, x), x),
 }
 
 
@@ -45,12 +37,10 @@ def split(m, x, out, weights):
     zb.stage_backward_weight(weights, groups)
 
 
-# In the first one the input pass runs the region, in the second and the last the weight pass does.
+# In the first one the input pass runs the region, in the second and the last the weight pass does. In the first one a
+# weight is listed twice, as a tied one may be.
 WAYS = {
-    "I": (
-        True,
-        lambda m, x, out: split(m, x, out, [*m.parameters(), m.a]),
-    ),  # one is listed twice, as a tied one may be
+    "I": (True, lambda m, x, out: split(m, x, out, [*m.parameters(), m.a])),
     "W": (False, lambda m, x, out: split(m, x, out, list(m.parameters()))),
     "I of all leaves": (True, lambda m, x, out: split(m, x, out, None)),
     "whole": (True, lambda m, x, out: zb.stage_backward(out, torch.ones_like(out), [x])),
@@ -97,7 +87,7 @@ def test_gradients_of_checkpointed_regions_go_to_main_grad(kind, way, has_grad):
 
 def owning():
     """A stage of one weight, in a region, and the weight."""
-    m = Stage(lambda m, x: Own.apply(lambda x: x @ m.w, x), w=nn.Parameter(torch.randn(4, 4)))
+    m = Stage(lambda m, x: own(lambda x: x @ m.w, x), w=nn.Parameter(torch.randn(4, 4)))
     with_main_grads(m)
     return m, m.w
 
@@ -123,9 +113,7 @@ def test_gradients_that_a_hook_moves_to_main_grad_are_not_moved_again():
 @pytest.mark.parametrize("way", WAYS)
 def test_the_dummy_of_a_fused_kernel_is_not_added(way):
     w = nn.Parameter(torch.randn(4, 4))
-    m = Stage(
-        lambda m, x: Own.apply(lambda x: FusedWithDummy.apply(x, m.a), x * m.v), a=w, v=nn.Parameter(torch.ones(4))
-    )
+    m = Stage(lambda m, x: own(lambda x: FusedWithDummy.apply(x, m.a), x * m.v), a=w, v=nn.Parameter(torch.ones(4)))
     with_main_grads(m)
     needs_input, run = WAYS[way]
     for total in (1, 2):  # nobody resets the flag
@@ -148,7 +136,7 @@ def test_backwards_of_other_threads_and_later_ones_are_left_alone():
         thread.join(timeout=60)
         return x @ m.w
 
-    m.function = lambda m, x: Own.apply(in_between, x)
+    m.function = lambda m, x: own(in_between, x)
     x = torch.ones(3, 4, requires_grad=True)
     out = m(x)
     other.w.grad = None

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from support.functions import handing_through
 from support.oracle import (
     Stage,
+    both_passes,
     case,
     check,
     close,
     fresh,
-    input_pass,
     needs_zbpipe,
     small,
     table,
@@ -25,12 +26,6 @@ is_no_leaf = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 
 def ones(*shape):
     return torch.ones(shape or (3, 4), dtype=f64)
-
-
-def both_passes(m, *inputs):
-    dinputs, groups = input_pass(m, *inputs)
-    zb.stage_backward_weight(m.parameters(), groups)
-    return dinputs
 
 
 def gradients(m, *inputs):
@@ -259,25 +254,14 @@ def test_inputs_of_one_node_with_one_gradient(forward, parts):
     close([a.grad, b.grad], [2 * grad for grad in expected], "sums of two microbatches")
 
 
-class Constant(torch.autograd.Function):
-    """2 * x, summed; its gradient is `slope`, made once."""
-
-    @staticmethod
-    def forward(ctx, x, slope):
-        ctx.slope = slope
-        return (x * 2.0).sum()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.slope, None
-
-
 @wrong_on_torch("adds into the constant")
 @pytest.mark.parametrize("part", [lambda slope: slope, lambda slope: slope.view(3, 4), lambda slope: slope.detach()])
 def test_an_inputs_gradient_that_a_function_keeps_is_not_added_to(part):
     slope, x = ones() * 2.0, fresh()
     for _ in range(2):
-        zb.stage_backward_input([Constant.apply(x, part(slope))], None, [x], [])
+        kept = part(slope)
+        constant = handing_through(lambda x: (x * 2.0).sum(), lambda grad, kept=kept: kept)
+        zb.stage_backward_input([constant(x)], None, [x], [])
     close([x.grad, slope], [ones() * 4.0, ones() * 2.0], "the sum, and the constant")
 
 
@@ -336,16 +320,8 @@ def test_strides_of_dinputs_are_those_of_autograd(forward, parts, shape):
         torch.testing.assert_close(dinput, expected)
 
 
-class Overlapping(torch.autograd.Function):
-    """Its gradient is a tensor whose elements share their places, though no stride is 0."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.sum()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad.expand(6).contiguous().as_strided((3, 4), (1, 1))
+# Its gradient is a tensor whose elements share their places, though no stride is 0.
+overlapping = handing_through(torch.sum, lambda grad: grad.expand(6).contiguous().as_strided((3, 4), (1, 1)))
 
 
 @wrong_on_torch("an input's gradient is an expanded tensor")
@@ -355,7 +331,7 @@ class Overlapping(torch.autograd.Function):
         lambda x: x.sum() * 3.0,
         lambda x: x.sum(0) * 3.0,
         lambda x: x.sum(1, keepdim=True) * 2.0,
-        lambda x: Overlapping.apply(x),
+        overlapping,
     ],
     ids=["sum", "sum over rows", "sum over columns", "Function"],
 )

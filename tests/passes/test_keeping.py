@@ -4,10 +4,12 @@ An ordinary backward has used a gradient before the next backward begins. Each p
 flight, F F F I I I W W W, and is compared with ordinary backwards one by one.
 """
 
+import functools
+
 import pytest
 import torch
-from support.functions import Planned, Product, raising
-from support.oracle import close, needs_zbpipe
+from support.functions import Planned, function_of, handing_through, raising
+from support.oracle import Stage, close, needs_zbpipe
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -21,26 +23,15 @@ ROWS, WIDTH = 3, 4
 MICROBATCHES = 3
 
 
-class Gives(Product):
-    """x @ w, whose gradients are what `given(x, w, grad)` returns."""
-
-    @staticmethod
-    def backward(ctx, grad):
-        return *ctx.given(*ctx.saved_tensors, grad), None
+# x @ w, whose gradients are what `given(x, w, grad)` returns.
+gives = function_of(lambda x, w, given: x @ w, lambda x, w, given, grad: given(x, w, grad))
 
 
-class Program(nn.Module):
-    """A stage from a function of (stage, x). It keeps a buffer of each of a weight's and an activation's shape."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-        self.w, self.u, self.t = (nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=f64)) for _ in range(3))
-        self.square, self.rows = torch.zeros(WIDTH, WIDTH, dtype=f64), torch.zeros(ROWS, WIDTH, dtype=f64)
-        self.pair = torch.zeros(2, WIDTH, WIDTH, dtype=f64)
-
-    def forward(self, x):
-        return self.function(self, x)
+def program(function):
+    """A stage of three weights. It keeps a buffer of each of a weight's and an activation's shape."""
+    buffers = {"square": (WIDTH, WIDTH), "rows": (ROWS, WIDTH), "pair": (2, WIDTH, WIDTH)}
+    made = {name: torch.zeros(shape, dtype=f64) for name, shape in buffers.items()}
+    return Stage(function, w=(WIDTH, WIDTH), u=(WIDTH, WIDTH), t=(WIDTH, WIDTH), **made)
 
 
 def written(buffer, value):
@@ -55,11 +46,11 @@ def past_the_counter(buffer, value):
 
 def for_weight(give):
     """x @ w @ u, where `give(stage, product)` makes the gradient of w of what is right."""
-    return lambda m, x: Gives.apply(x, m.w, lambda x, w, g: (g @ w.t(), give(m, x.t() @ g))).sin() @ m.u
+    return lambda m, x: gives(x, m.w, lambda x, w, g: (g @ w.t(), give(m, x.t() @ g))).sin() @ m.u
 
 
 def for_input(give):
-    return lambda m, x: Gives.apply(x, m.w, lambda x, w, g: (give(m, g @ w.t()), x.t() @ g)).sin() @ m.u
+    return lambda m, x: gives(x, m.w, lambda x, w, g: (give(m, g @ w.t()), x.t() @ g)).sin() @ m.u
 
 
 def dummy(m, x):
@@ -69,8 +60,8 @@ def dummy(m, x):
         m.pair[0] += x.t() @ grad
         return grad @ w.t(), m.square.zero_().detach()
 
-    h = Gives.apply(x, m.w, give).sin()
-    return Gives.apply(h, m.u, give) @ m.t
+    h = gives(x, m.w, give).sin()
+    return gives(h, m.u, give) @ m.t
 
 
 def adds_to_an_earlier_use(m, x):
@@ -90,7 +81,7 @@ def adds_to_an_earlier_use(m, x):
         return grad @ w.t(), result
 
     for _ in range(3):
-        x = Gives.apply(x, m.w, give).sin()
+        x = gives(x, m.w, give).sin()
     return x @ m.u
 
 
@@ -98,28 +89,18 @@ def one_workspace_for_two_weights(m, x):
     def give(x, w, grad):
         return grad @ w.t(), m.square.copy_(x.t() @ grad)
 
-    return Gives.apply(Gives.apply(x, m.w, give).sin(), m.u, give) @ m.t
+    return gives(gives(x, m.w, give).sin(), m.u, give) @ m.t
 
 
-class Pair(torch.autograd.Function):
-    """x @ w + x @ u, whose weights' gradients are the two of what `give` makes of both."""
-
-    @staticmethod
-    def forward(ctx, x, w, u, give):
-        ctx.save_for_backward(x, w, u)
-        ctx.give = give
-        return x @ w + (x @ u).sin()
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, w, u = ctx.saved_tensors
-        other = grad * (x @ u).cos()
-        dw, du = ctx.give(x.t() @ grad, x.t() @ other)
-        return grad @ w.t() + other @ u.t(), dw, du, None
+@functools.partial(function_of, lambda x, w, u, give: x @ w + (x @ u).sin())
+def pair(x, w, u, give, grad):
+    """The weights' gradients are the two of what `give` makes of both."""
+    other = grad * (x @ u).cos()
+    return grad @ w.t() + other @ u.t(), *give(x.t() @ grad, x.t() @ other)
 
 
 def slots(give):
-    return lambda m, x: Pair.apply(x, m.w, m.u, lambda *grads: give(m, *grads)).sin() @ m.t
+    return lambda m, x: pair(x, m.w, m.u, lambda *grads: give(m, *grads)).sin() @ m.t
 
 
 def into_the_pair(m, dw, du):
@@ -163,7 +144,7 @@ def post_hook(m, x):
 
 
 def post_hook_of_a_function(m, x):
-    h = Gives.apply(x, m.w, lambda x, w, g: (g @ w.t(), x.t() @ g))
+    h = gives(x, m.w, lambda x, w, g: (g @ w.t(), x.t() @ g))
     h.grad_fn.register_hook(lambda grads, _: (m.rows.copy_(grads[0]), m.square.copy_(grads[1] * 2)))
     return h.sin() @ m.u
 
@@ -196,7 +177,7 @@ def handing(m, x):
     def give(x, w, grad):
         return grad @ w.t(), zbpipe.defer(lambda x, g: m.square.copy_(x.t() @ g), 1, (x, grad))
 
-    return Gives.apply(Gives.apply(x, m.w, give).sin(), m.u, give) @ m.t
+    return gives(gives(x, m.w, give).sin(), m.u, give) @ m.t
 
 
 def hook_on_a_weight(m, x):
@@ -210,23 +191,13 @@ def computed_weight(m, x):
     """A hook on a tensor outside the closure, and a Function that computes a weight, keep what they return."""
     c = m.w @ m.u
     c.register_hook(lambda grad: m.square.copy_(grad * 2))
-    return x @ c + x @ Gives.apply(m.w, m.t, lambda w, t, g: (m.pair[0].copy_(g @ t.t()), m.pair[1].copy_(w.t() @ g)))
+    return x @ c + x @ gives(m.w, m.t, lambda w, t, g: (m.pair[0].copy_(g @ t.t()), m.pair[1].copy_(w.t() @ g)))
 
 
 def constant(m, x):
     """Of the input: the Function's slope, made once."""
-    return Slope.apply(x, m).sin() * m.w[0]
-
-
-class Slope(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, m):
-        ctx.m = m
-        return (x * 2).sum()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.m.rows.fill_(2.0).mul_(grad), None
+    slope = handing_through(lambda x: (x * 2).sum(), lambda grad: m.rows.fill_(2.0).mul_(grad))
+    return slope(x).sin() * m.w[0]
 
 
 KEPT = {
@@ -266,7 +237,7 @@ class Ways:
 
     def __init__(self, function):
         torch.manual_seed(0)
-        self.module = Program(function)
+        self.module = program(function)
         self.xs = [torch.randn(ROWS, WIDTH, dtype=f64, requires_grad=True) for _ in range(MICROBATCHES)]
         self.weights = list(self.module.parameters())
 
@@ -367,7 +338,7 @@ def test_kept_by_the_local_tensor_of_a_subclass(write):
             write(space, x.t() @ g)
             return g @ w.t(), space if write is written else spread(space.to_local())
 
-        return Gives.apply(spread(x), spread(m.w), give).to_local().sin() @ m.u
+        return gives(spread(x), spread(m.w), give).to_local().sin() @ m.u
 
     check(forward)
 
@@ -423,27 +394,16 @@ def foreign(m, x):
         array[...] = (x.t() @ grad).numpy()
         return grad @ w.t(), torch.from_numpy(array)
 
-    return Gives.apply(x, m.w, give).sin() @ m.u
+    return gives(x, m.w, give).sin() @ m.u
 
 
-class Through(torch.autograd.Function):
-    """sin(x), whose gradient lies in a buffer."""
-
-    @staticmethod
-    def forward(ctx, x, m, write):
-        ctx.save_for_backward(x)
-        ctx.m, ctx.write = m, write
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        return ctx.write(ctx.m.rows, grad * x.cos()), None, None
+# sin(x), whose gradient lies in a buffer.
+through = function_of(lambda x, m, write: x.sin(), lambda x, m, write, grad: write(m.rows, grad * x.cos()))
 
 
 def activation(write):
     """The product x @ w saves what the Function behind it keeps."""
-    return lambda m, x: Through.apply(x @ m.w, m, write) @ m.u
+    return lambda m, x: through(x @ m.w, m, write) @ m.u
 
 
 @pytest.mark.parametrize("function", [foreign, activation(past_the_counter)], ids=["numpy", "activation"])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.functions import Handing, Planned, raising
-from support.oracle import Stage, needs_zbpipe
+from support.oracle import Stage, input_pass, needs_zbpipe
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -64,8 +64,7 @@ def test_ranges_end_when_a_pass_raises():
     net = layers()
     net.up.weight.register_hook(raising())
     x = torch.randn(4, 8, requires_grad=True)
-    out = net(x)
-    _, groups = zbpipe.stage_backward_input([out], [torch.ones_like(out)], [x], net.parameters())
+    _, groups = input_pass(net, x)
     with profile(activities=[ProfilerActivity.CPU]) as prof:
         with pytest.raises(Planned):
             zbpipe.stage_backward_weight(net.parameters(), groups)

@@ -3,9 +3,12 @@
 torch.autograd.grad() and backward(inputs=) tell their own nodes alone what is wanted; the weights of W are none of theirs.
 """
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
+from support.functions import function_of
 from support.oracle import bfloat16_autocast, close, needs_zbpipe, small, zb
 
 pytestmark = needs_zbpipe
@@ -40,18 +43,11 @@ def autocast(m, x):
         return F.linear(x.float(), m.a.float(), m.s.float()).sin() @ m.b.float()
 
 
-class Calls(torch.autograd.Function):
-    """2 * x, whose backward calls `what`."""
-
-    @staticmethod
-    def forward(ctx, x, what):
-        ctx.what = what
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.what()
-        return grad * 2, None
+@functools.partial(function_of, lambda x, what: x * 2)
+def calls(x, what, grad):
+    """Of 2 * x."""
+    what()
+    return grad * 2
 
 
 def hook(z, what):
@@ -61,7 +57,7 @@ def hook(z, what):
     return t
 
 
-CALLERS = {"hook": hook, "Function": Calls.apply}
+CALLERS = {"hook": hook, "Function": calls}
 
 OUTER = {
     "backward": lambda t, z: t.sum().backward(),

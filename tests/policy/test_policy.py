@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from support.functions import Asks, FusedWithDummy, Planned, raising
+from support.functions import Asks, FusedWithDummy, Planned, function_of, raising
 from support.oracle import Stage, check, fresh, input_pass, needs_zbpipe, zb
 from support.processes import environment
 from support.rounding import equal
@@ -53,19 +53,10 @@ def tied(m, x):
 def mixed(m, x):
     """Uses with a cast, of a computed weight, and in a Function, among plain ones."""
     h = F.linear(F.linear(F.linear(x.float(), m.w).sin(), m.w.double().float()), m.w * 2.0)
-    return F.linear(Squared.apply(F.linear(h, m.w), m.w), m.w.t()).double()
+    return F.linear(squared(F.linear(h, m.w), m.w), m.w.t()).double()
 
 
-class Squared(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x @ (w * w)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, w = ctx.saved_tensors
-        return grad @ (w * w).t(), 2 * w * (x.t() @ grad)
+squared = function_of(lambda x, w: x @ (w * w), lambda x, w, grad: (grad @ (w * w).t(), 2 * w * (x.t() @ grad)))
 
 
 OFTEN = {

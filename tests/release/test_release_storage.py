@@ -1,6 +1,5 @@
 """release_storage: frees what nobody else needs; otherwise says who does, and changes nothing."""
 
-import gc
 import weakref
 
 import numpy as np
@@ -12,13 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import zbpipe
 
-
-@pytest.fixture(autouse=True)
-def _search_only_what_is_made_here():
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("quick_collections")
 
 
 def product():

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from support import allocations
 from support.blocks import SCHEDULES, WIDTH, ZERO_BUBBLE, Linears, blocks, f64, stages_of
+from support.functions import function_of
 from support.pipelines import Model, backwards
 
 WORLD, STAGES, MICROBATCHES, ROWS = 2, 4, 4, 2
@@ -182,16 +183,10 @@ class Trip:
         self.action = None
 
 
-class Through(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, trip):
-        ctx.trip = trip
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.trip.reach("a Function's backward")
-        return grad.clone(), None
+@functools.partial(function_of, lambda x, trip: x.clone())
+def through(x, trip, grad):
+    trip.reach("a Function's backward")
+    return grad.clone()
 
 
 class Block(Linears):
@@ -218,7 +213,7 @@ class Block(Linears):
         if self.trip is not None:
             self.trip.reach("a module's forward")
             if self.trip.fault.site == "a Function's backward":
-                h = Through.apply(h, self.trip)
+                h = through(h, self.trip)
             elif self.trip.fault.site == "a tensor's hook" and h.requires_grad:
                 trip = self.trip
                 h.register_hook(lambda grad: trip.reach("a tensor's hook"))

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, note, settings
 from hypothesis import strategies as st
+from support.functions import function_of
 from support.oracle import needs_zbpipe
 from support.pipelines import OneAfterAnother, named
 from torch import nn
@@ -36,18 +37,8 @@ def weight(*shape):
     return nn.Parameter(torch.randn(shape, dtype=f64))
 
 
-class Scale(torch.autograd.Function):
-    """A backward in Python with a weight, which cannot be split."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        return grad * weight, (grad * x).sum(0)
+# A backward in Python with a weight, which cannot be split.
+scale = function_of(torch.mul, lambda x, weight, grad: (grad * weight, (grad * x).sum(0)))
 
 
 class Stage(nn.Module):
@@ -137,7 +128,7 @@ KINDS = {
     "LowRank": (lambda m, x: nn.functional.linear(x, m.base.weight + m.a @ m.b, m.base.bias).sin(), LOW_RANK),
     "TwiceTheSame": (lambda m, x: m.layer(plain(m, x)), LAYER),
     "Normed": (lambda m, x: m.layer(m.norm(x)), {"norm": lambda: nn.LayerNorm(WIDTH, dtype=f64), **LAYER}),
-    "PythonFunction": (lambda m, x: Scale.apply(plain(m, x), m.prompt), PROMPTED),
+    "PythonFunction": (lambda m, x: scale(plain(m, x), m.prompt), PROMPTED),
     "Checkpointed": (lambda m, x: checkpointed(m, x, lambda x: m.layer(plain(m, x))), LAYER),
     "ReentrantlyCheckpointed": (lambda m, x: checkpointed(m, x, lambda x: plain(m, x), True), LAYER),
     "Hooked": (lambda m, x: hooked(m.layer(x)).tanh(), LAYER),

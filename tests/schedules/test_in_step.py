@@ -18,10 +18,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.blocks import ZERO_BUBBLE, f64, loss_function
+from support.functions import function_of
 from support.oracle import needs_zbpipe
 from support.pipelines import Case, Pipeline, assert_close, copied, named, ranks_of
 from torch import nn
-from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 import zbpipe
@@ -63,37 +63,12 @@ class Seat:
         return result
 
 
-class Enter(Function):
-    @staticmethod
-    def forward(ctx, x, seat):
-        ctx.seat = seat
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.seat.all_reduced(grad), None
-
-
-class Leave(Function):
-    @staticmethod
-    def forward(ctx, x, seat):
-        return seat.all_reduced(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
-
-
-class Exchange(Function):
-    @staticmethod
-    def forward(ctx, x, seat, sent, received):
-        ctx.back = seat, received, sent
-        return seat.exchanged(x, sent, received)
-
-    @staticmethod
-    def backward(ctx, grad):
-        seat, sent, received = ctx.back
-        return seat.exchanged(grad, sent, received), None, None, None
+enter = function_of(lambda x, seat: x.view_as(x), lambda x, seat, grad: seat.all_reduced(grad))
+leave = function_of(lambda x, seat: seat.all_reduced(x), lambda x, seat, grad: grad)
+exchange = function_of(
+    lambda x, seat, sent, received: seat.exchanged(x, sent, received),
+    lambda x, seat, sent, received, grad: seat.exchanged(grad, received, sent),
+)
 
 
 class Layer(nn.Module):
@@ -134,7 +109,7 @@ class TensorParallel(Layer):
 
     def attention(self, x, microbatch):
         self.computes("attention", microbatch)
-        h, total = Enter.apply(self.norm(x), self.seat), 0.0
+        h, total = enter(self.norm(x), self.seat), 0.0
         for share in self.shares:
             qkv = h @ self.get_parameter(f"qkv{share}")
             q, k, v = qkv.view(TOKENS, 3, HEADS[share], HEAD).permute(1, 2, 0, 3)
@@ -142,14 +117,14 @@ class TensorParallel(Layer):
             total = total + a @ self.get_parameter(f"out{share}")
         if 0 in self.shares:
             total = total + self.bias
-        return x + Leave.apply(total, self.seat).tanh()
+        return x + leave(total, self.seat).tanh()
 
     def mlp(self, x, microbatch):
         self.computes("mlp", microbatch)
-        h, total = Enter.apply(x, self.seat), 0.0
+        h, total = enter(x, self.seat), 0.0
         for share in self.shares:
             total = total + (h @ self.get_parameter(f"up{share}")).tanh() @ self.get_parameter(f"down{share}")
-        return x + Leave.apply(total, self.seat).tanh()
+        return x + leave(total, self.seat).tanh()
 
     def block(self, x, microbatch):
         if self.in_one:
@@ -193,8 +168,8 @@ class ExpertParallel(Layer):
         sent = chosen[seat.number].bincount(minlength=TEAM).tolist()
         received = [int((those == seat.number).sum()) for those in chosen]
         if seat.group:
-            y = self.expert(seat.number, Exchange.apply(h[order], seat, sent, received))
-            y = Exchange.apply(y, seat, received, sent)
+            y = self.expert(seat.number, exchange(h[order], seat, sent, received))
+            y = exchange(y, seat, received, sent)
         else:
             y = torch.cat([self.expert(number, part) for number, part in enumerate(h[order].split(sent))])
         return x + torch.zeros_like(x).index_add(0, order, y).tanh() * x

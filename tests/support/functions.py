@@ -38,16 +38,46 @@ def raising():
     return hook
 
 
-class Hungry(torch.autograd.Function):
-    """Its backward wants more memory than there is."""
+def function_of(forward, backward):
+    """The `apply` of a Function that saves its tensors. `backward` gets the arguments and the gradient; what it does not give is None."""
 
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
+    class Made(Function):
+        @staticmethod
+        def forward(ctx, *given):
+            ctx.others = [None if isinstance(each, torch.Tensor) else each for each in given]
+            ctx.save_for_backward(*(each if isinstance(each, torch.Tensor) else None for each in given))
+            return forward(*given)
 
-    @staticmethod
-    def backward(ctx, grad):
-        return grad + torch.empty(1 << 50).sum()
+        @staticmethod
+        def backward(ctx, grad):
+            given = [o if saved is None else saved for saved, o in zip(ctx.saved_tensors, ctx.others, strict=True)]
+            return padded(backward(*given, grad), len(given))
+
+    return Made.apply
+
+
+def handing_through(forward, backward):
+    """The `apply` of a Function of one tensor, of which it saves nothing. `backward` gets the gradient."""
+
+    class Made(Function):
+        @staticmethod
+        def forward(ctx, x):
+            return forward(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return backward(grad)
+
+    return Made.apply
+
+
+def padded(grads, count):
+    grads = grads if isinstance(grads, tuple) else (grads,)
+    return *grads, *[None] * (count - len(grads))
+
+
+# Its backward wants more memory than there is.
+hungry = handing_through(lambda x: x.clone(), lambda grad: grad + torch.empty(1 << 50).sum())
 
 
 class Product(Function):

@@ -127,6 +127,13 @@ def input_pass(m, *inputs):
     return zb.stage_backward_input(outs, [torch.ones_like(out) for out in outs], list(inputs), m.parameters())
 
 
+def both_passes(m, *inputs):
+    """Forward, I and W: the inputs' gradients."""
+    dinputs, groups = input_pass(m, *inputs)
+    zb.stage_backward_weight(m.parameters(), groups)
+    return dinputs
+
+
 @contextlib.contextmanager
 def without_collector():
     """What goes within goes by itself."""
