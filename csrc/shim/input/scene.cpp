@@ -1,9 +1,6 @@
 // zbp_input.h: what I does to the graph.
 
-#include <torch/csrc/autograd/python_cpp_function.h>
-#include <torch/csrc/autograd/python_function.h>
 
-#include "shim/group/dtensor.h"
 #include "shim/engine/engine.h"
 #include "shim/group/facts.h"
 #include "shim/group/saved.h"
