@@ -1,6 +1,5 @@
 // zbp_input.h: what I does to the graph.
 
-
 #include "shim/engine/engine.h"
 #include "shim/group/facts.h"
 #include "shim/group/saved.h"
