@@ -5,7 +5,7 @@
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/python_function.h>
 
-#include "core/pass/zbp_verdict.h"
+#include "core/pass/zbp_policy.h"
 #include "shim/torch/nodes.h"
 #include "shim/torch/python.h"
 #include "shim/group/facts.h"
@@ -86,35 +86,38 @@ Targets targets_of(PyObject* weights, const Running& running) {
   return targets;
 }
 
-/// What becomes of the work that is offered, and per weight its face, -1 where it is not I's to
-/// compute.
+enum class Verdict : uint8_t { at_once, hand_over, skip };
+
+/// What becomes of work, and per weight its face, -1 where it is not I's to compute.
 struct Answer {
-  zbp_verdict verdict = ZBP_VERDICT_AT_ONCE;
+  Verdict verdict = Verdict::at_once;
   SmallVector<int32_t, 2> faces;
 };
 
 Answer answer_of(StandIn& stand_in, const Targets& targets) {
   const Task& task = stand_in.task();
-  SmallVector<bool, 4> is_matrix_face, leads;
-  for (const Face& face : task.face) {
-    is_matrix_face.push_back(is_matrix(face.edge));
-  }
-  SmallVector<int32_t, 4> slots(targets.slots.begin(), targets.slots.end());
-  for (size_t f = 0; targets.are_all && f < task.face.size(); ++f) {
-    slots.push_back(static_cast<int32_t>(task.plan(f).slot));
-  }
-  for (const int32_t slot : slots) {
-    leads.push_back(slot >= 0 && stand_in.next_edge(slot).is_valid());
-  }
-  zbp_offer offer{};
-  offer.is_watched = !original_of(stand_in).post_hooks().empty();
-  offer.slot = slots.data();
-  offer.leads = leads.data();
-  offer.slot_count = slots.size();
-  offer.is_matrix = is_matrix_face.data();
   Answer answer;
-  answer.faces.resize(slots.size());
-  answer.verdict = zbp_verdict_of(task.layout, task.number, &offer, answer.faces.data());
+  bool is_for_weights = false, is_for_inputs = false, has_matrix = false;
+  const auto add = [&](int32_t slot) {
+    const auto face = slot < 0 ? std::nullopt : task.face_at(static_cast<uint32_t>(slot));
+    answer.faces.push_back(face ? static_cast<int32_t>(*face) : -1);
+    is_for_weights |= face.has_value();
+    has_matrix |= face && is_matrix(task.face[*face].edge);
+    is_for_inputs |= slot >= 0 && !face && stand_in.next_edge(slot).is_valid();
+  };
+  std::for_each(targets.slots.begin(), targets.slots.end(), add);
+  for (size_t f = 0; targets.are_all && f < task.face.size(); ++f) {
+    add(static_cast<int32_t>(task.plan(f).slot));
+  }
+  const uint8_t takes = task.plan().takes_work;
+  const bool is_taken = takes == ZBP_DEFER_ALL || (takes == ZBP_DEFER_MATRICES && has_matrix);
+  // Post hooks are owed all gradients when the node has run.
+  const bool is_watched = !original_of(stand_in).post_hooks().empty();
+  if (!is_for_weights && !is_for_inputs) {
+    answer.verdict = Verdict::skip;
+  } else if (!is_for_inputs && !is_watched && is_taken) {
+    answer.verdict = Verdict::hand_over;
+  }
   return answer;
 }
 
@@ -128,7 +131,7 @@ Answer answer_to(const Targets& targets, const Running& running) {
   };
   const bool is_wanted = targets.are_all || !running.node ||
                          std::any_of(targets.slots.begin(), targets.slots.end(), is_asked_for);
-  return {is_wanted ? ZBP_VERDICT_AT_ONCE : ZBP_VERDICT_SKIP, {}};
+  return {is_wanted ? Verdict::at_once : Verdict::skip, {}};
 }
 
 // ---- What is kept for W
@@ -175,10 +178,10 @@ PyObject* zbp_defer(PyObject* function, PyObject* weights, PyObject* saved, zbp_
     const Targets targets = targets_of(weights, running);
     variable_list grads(targets.slots.size());
     Answer answer = answer_to(targets, running);
-    if (answer.verdict == ZBP_VERDICT_HAND_OVER) {
+    if (answer.verdict == Verdict::hand_over) {
       keep_work(*running.stand_in, function, saved, std::move(answer.faces));
     }
-    if (answer.verdict == ZBP_VERDICT_AT_ONCE) {
+    if (answer.verdict == Verdict::at_once) {
       THPObjectPtr returned = checked(PyObject_CallObject(function, saved));
       grads = parse_grads(returned, grads.size());
       for (size_t i = 0; running.node && i < grads.size(); ++i) {
@@ -195,6 +198,6 @@ PyObject* zbp_will_defer(PyObject* weights, zbp_error* error) {
   return guarded_object(error, [&] {
     const Running running = running_here();
     return PyBool_FromLong(answer_to(targets_of(weights, running), running).verdict ==
-                           ZBP_VERDICT_HAND_OVER);
+                           Verdict::hand_over);
   });
 }
