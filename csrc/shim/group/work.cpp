@@ -125,19 +125,21 @@ void run(const Group& group, Work& work, const Task& task, bool retain) {
   }
 }
 
-/// Calls `visit` with each place where a gradient for the face lies.
-template <class AnyTask, class Visit>
-void for_each_given(AnyTask& task, size_t face, const Visit& visit) {
+/// Each place where a gradient for the face lies.
+template <class AnyTask>
+auto given_at(AnyTask& task, size_t face) {
+  SmallVector<decltype(&task.face[face].grad), 2> given;
   if (task.face[face].grad.tensor().defined()) {
-    visit(task.face[face].grad);
+    given.push_back(&task.face[face].grad);
   }
   for (auto& work : std::get<Given>(task.work)) {
     for (size_t i = 0; i < work.grads.size(); ++i) {
       if (work.faces[i] == static_cast<int32_t>(face) && work.grads[i].tensor().defined()) {
-        visit(work.grads[i]);
+        given.push_back(&work.grads[i]);
       }
     }
   }
+  return given;
 }
 
 }  // namespace
@@ -162,9 +164,9 @@ void make_ready_again(Work& work) {
 
 at::Tensor given_grad(const Task& task, size_t face) {
   at::Tensor sum;
-  for_each_given(task, face, [&](const Kept& given) {
-    sum = sum.defined() ? sum + given.tensor() : given.tensor();
-  });
+  for (const Kept* given : given_at(task, face)) {
+    sum = sum.defined() ? sum + given->tensor() : given->tensor();
+  }
   return sum;
 }
 
@@ -172,13 +174,8 @@ Kept* only_kept_grad(Task& task, size_t face) {
   if (task.kind() != ZBP_TASK_WHOLE) {
     return nullptr;  // a root's is the caller's
   }
-  Kept* only = nullptr;
-  size_t count = 0;
-  for_each_given(task, face, [&](Kept& given) {
-    only = &given;
-    ++count;
-  });
-  return count == 1 ? only : nullptr;
+  const auto given = given_at(task, face);
+  return given.size() == 1 ? given[0] : nullptr;
 }
 
 }  // namespace zbp
