@@ -20,7 +20,7 @@ PASS_SOURCES := $(sort $(patsubst csrc/%,%,$(wildcard csrc/pass/*.c)))
 CORE_HEADERS := $(sort $(wildcard csrc/core/*/*.h csrc/instruments/core/*.h csrc/pass/*.h) csrc/shim/input/zbp_input.h csrc/shim/weight/zbp_weight.h \
 	csrc/shim/torch/zbp_error.h)
 CORE_TESTS := test_alloc test_map test_graph test_plan test_blocks test_record test_layout \
-	test_book test_pass test_kind test_split test_input_pass test_verdict
+	test_book test_pass test_kind test_split test_input_pass
 FUZZ_TARGETS := fuzz_plan fuzz_weight_pass fuzz_record
 FUZZ_WITH_fuzz_weight_pass = tests/c/fake_shim.c $(filter-out %/input_pass.c,$(PASS_SOURCES:%=csrc/%))
 CORE_LIB := $(CORE_BUILD)/libzbpcore.a

@@ -1,26 +1,70 @@
-"""For ``_C.defer``: an alias to hold in the place of a tensor subclass. The C part imports this module by name."""
+"""For ``_C.defer``: what a call is given, and how W makes it. The C part imports this module by name."""
 
 import copyreg
+from typing import Any
 
 import torch
 
 from zbpipe._torch import autograd
 
 
-def without_history(tensor: torch.Tensor) -> torch.Tensor:
+def take(saved: tuple[Any, ...], weights: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+    """For W of a group with these weights: the call's arguments, the autocast of now, and the arguments' tensors: those
+    with memory of their own, and those with a parameter's."""
+    arguments, own, of_parameters = list(saved), list[torch.Tensor](), list[torch.Tensor]()
+    with autograd.without_torch_functions():
+        for i, thing in enumerate(saved):
+            if not isinstance(thing, torch.Tensor):
+                continue
+            # What adds to a parameter's main_grad needs it. A stage input is a leaf as well, but goes when I is over.
+            if any(thing is weight for weight in weights) or _is_parameter(thing):
+                of_parameters.append(thing)
+                continue
+            base = autograd.base_of(thing)  # whose history a view keeps, even one made without grad mode
+            if thing.requires_grad or (base is not None and base.requires_grad):
+                arguments[i] = _without_history(thing)
+            is_free = (base is not None and _is_parameter(base)) or autograd.has_memory_of_any(thing, weights)
+            (of_parameters if is_free else own).append(arguments[i])
+    return tuple(arguments), autograd.autocast_here(), own, of_parameters
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    return tensor.is_leaf and type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter)
+
+
+def _without_history(tensor: torch.Tensor) -> torch.Tensor:
     """An alias with the tensor's memory, version counter, class and attributes, and no history."""
     cls = type(tensor)
-    with autograd.without_torch_functions(), torch.no_grad():
+    if cls in (torch.Tensor, torch.nn.Parameter) and not tensor.__dict__:
+        return tensor.detach()
+    with torch.no_grad():
         alias = tensor.detach() if autograd.has_dispatch(cls) else autograd.alias_of_class(cls, tensor)
-        if isinstance(alias, cls):
-            _copy_attributes(tensor, alias)
+    if not isinstance(alias, torch.Tensor):
+        raise TypeError(f"detach() of a {cls.__name__} in saved returned a {type(alias).__name__}; expected a tensor")
+    if isinstance(alias, cls):
+        for name, value in getattr(tensor, "__dict__", {}).items():
+            alias.__dict__.setdefault(name, value)
+        for name in copyreg._slotnames(cls):  # type: ignore[attr-defined]
+            if hasattr(tensor, name) and not hasattr(alias, name):
+                setattr(alias, name, getattr(tensor, name))
     return alias
 
 
-def _copy_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copies the attributes that the target lacks."""
-    for name, value in getattr(source, "__dict__", {}).items():
-        target.__dict__.setdefault(name, value)
-    for name in copyreg._slotnames(type(source)):  # type: ignore[attr-defined]
-        if hasattr(source, name) and not hasattr(target, name):
-            setattr(target, name, getattr(source, name))
+def run(function: Any, arguments: tuple[Any, ...], autocast: dict[str, torch.dtype]) -> Any:
+    """Makes the call under the autocast of the place where it was handed over."""
+    here = autograd.autocast_here()
+    dtypes = {device: torch.get_autocast_dtype(device) for device in (*here, *autocast)}
+    is_cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)  # a cast made here has no history, and the next forward would find it
+    try:
+        _set_autocast(autocast, {**dtypes, **autocast})
+        return function(*arguments)
+    finally:
+        _set_autocast(here, dtypes)
+        torch.set_autocast_cache_enabled(is_cached)
+
+
+def _set_autocast(on: dict[str, torch.dtype], dtypes: dict[str, torch.dtype]) -> None:
+    for device, dtype in dtypes.items():
+        torch.set_autocast_enabled(device, device in on)
+        torch.set_autocast_dtype(device, dtype)

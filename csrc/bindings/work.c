@@ -4,15 +4,6 @@
 
 #include "bindings/parts.h"
 
-static bool is_weights(PyObject *weights)
-{
-    if (weights == Py_None || PyTuple_Check(weights)) {
-        return true;
-    }
-    PyErr_SetString(PyExc_TypeError, "weights: expected a tuple of ints, or None");
-    return false;
-}
-
 PyDoc_STRVAR(defer_doc, "defer(function, weights, saved, /)\n--\n\n"
                         "As zbpipe.defer; weights are a tuple or None, and a tuple is returned.");
 
@@ -21,8 +12,7 @@ static PyObject *defer(PyObject *Py_UNUSED(module), PyObject *args)
     PyObject *function, *weights, *saved;
     zbp_error error = {0};
 
-    if (!PyArg_ParseTuple(args, "OOO!:defer", &function, &weights, &PyTuple_Type, &saved) ||
-        !is_weights(weights)) {
+    if (!PyArg_ParseTuple(args, "OOO!:defer", &function, &weights, &PyTuple_Type, &saved)) {
         return NULL;
     }
     return zbp_or_raise(zbp_defer(function, weights, saved, &error), &error);
@@ -35,7 +25,7 @@ PyDoc_STRVAR(will_defer_doc,
 static PyObject *will_defer(PyObject *Py_UNUSED(module), PyObject *weights)
 {
     zbp_error error = {0};
-    return is_weights(weights) ? zbp_or_raise(zbp_will_defer(weights, &error), &error) : NULL;
+    return zbp_or_raise(zbp_will_defer(weights, &error), &error);
 }
 
 PyMethodDef zbp_work_functions[] = {{"defer", defer, METH_VARARGS, defer_doc},

@@ -328,6 +328,7 @@ STAGES = {
     "frozen": row(lambda m, layer, x: layer(layer(x, m.a, m.s), m.b, None), setup=freeze("a", "s")),
     "frozen beside one that is not": row(lambda m, layer, x: layer(x, m.a, m.s), setup=freeze("a"), where=None),
     "not given to the passes": row(lambda m, layer, x: layer(layer(x, m.a, m.s), m.b, None), weights=lambda m: [m.b]),
+    "one given, one not": row(lambda m, layer, x: layer(x, m.a, m.s), weights=lambda m: [m.a]),
     # There the whole Function runs in W, and its work at once.
     "no input needs a gradient": row(lambda m, layer, x: layer(x, m.a, m.s).sin() @ m.c, ones),
     "no input, no bias": row(lambda m, layer, x: layer(x, m.a, None), ones),
@@ -791,6 +792,7 @@ def test_work_sees_autocast_of_any_device_as_it_was_where_it_was_handed_over(dev
 
     def work(x, grad):
         seen.append((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)))
+        assert not torch.is_autocast_cache_enabled()  # what is cast here has no history
         return x.mT @ grad
 
     x, w = fresh(4, 4), weight(4, 4)

@@ -14,13 +14,19 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 
 def without_torch_functions() -> Any:
-    """A context in which tensors' subclasses do not answer in the place of torch's functions."""
-    return torch._C.DisableTorchFunctionSubclass()
+    """A context in which neither tensors' subclasses nor modes answer in the place of torch's functions."""
+    return torch._C.DisableTorchFunction()
 
 
 def without_autocast() -> Any:
     """A context in which no autocast is in force, on any device."""
     return torch._C._DisableAutocast()
+
+
+def autocast_here() -> dict[str, torch.dtype]:
+    """The devices for which autocast is on, with its dtype."""
+    devices = torch._C._autocast_supported_devices()
+    return {device: torch.get_autocast_dtype(device) for device in devices if torch.is_autocast_enabled(device)}
 
 
 def cached_by_autocast() -> int:
@@ -100,6 +106,12 @@ def memory_of(tensor: torch.Tensor) -> int | None:
         return storage_id(tensor.untyped_storage())
     except (RuntimeError, NotImplementedError):  # sparse, say, or a wrapper of functorch's
         return None
+
+
+def has_memory_of_any(tensor: torch.Tensor, others: Iterable[torch.Tensor]) -> bool:
+    """Whether one of the others is on its storage, of which no Python object is made: that would hold it."""
+    has, is_alias = torch._C._has_storage, torch._C._is_alias_of  # type: ignore[attr-defined]
+    return has(tensor) and any(has(other) and is_alias(tensor, other) for other in others)
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:

@@ -42,21 +42,15 @@ struct Packed {
 };
 using PackedPtr = std::shared_ptr<const Packed>;
 
-/// Autocast on one type of device, as it was where work was handed over.
-struct Autocast {
-  c10::DeviceType device;
-  c10::ScalarType dtype;
-};
-
 /// What the backward of a Function handed over in I: a Python callable that computes in W the
 /// gradients at some of its task's faces. See work.h.
 struct Work {
   struct Call {
     c10::SafePyObject function;
     c10::SafePyObject arguments;      // a tuple
-    SmallVector<Kept, 3> saved;       // the tensors in it that have memory of their own
-    SmallVector<Kept, 1> parameters;  // those with a parameter's, which cost nothing to keep
-    std::vector<Autocast> autocast;   // where it is on
+    c10::SafePyObject autocast;       // as it was there: see zbpipe/_work.py
+    SmallVector<Kept, 2> saved;       // the tensors in it that have memory of their own
+    SmallVector<Kept, 2> parameters;  // those with a parameter's, which cost nothing to keep
   };
   std::unique_ptr<const Call> call;  // null once it has run, unless it is to run again
   SmallVector<int32_t, 2> faces;     // per gradient: its face, -1 where nobody wants it

@@ -4,10 +4,8 @@
 
 #include <algorithm>
 
-#include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
-#include <c10/core/StreamGuard.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -18,47 +16,6 @@
 #include "shim/torch/python.h"
 
 namespace zbp {
-
-namespace {
-
-/// Autocast as it was where the work was handed over. Its cache is left alone: a cast that is made
-/// here has no history, and the next forward would find it.
-class AutocastAsThere {
- public:
-  explicit AutocastAsThere(c10::ArrayRef<Autocast> there)
-      : is_cached_(at::autocast::is_autocast_cache_enabled()) {
-    at::autocast::set_autocast_cache_enabled(false);
-    for (const c10::DeviceType device : at::autocast::_AUTOCAST_SUPPORTED_DEVICES) {
-      const auto* found = std::find_if(there.begin(), there.end(), [&](const Autocast& autocast) {
-        return autocast.device == device;
-      });
-      const bool is_on_there = found != there.end();
-      const bool is_on_here = at::autocast::is_autocast_enabled(device);
-      if (is_on_there || is_on_here) {
-        here_.push_back({{device, at::autocast::get_autocast_dtype(device)}, is_on_here});
-        at::autocast::set_autocast_enabled(device, is_on_there);
-      }
-      if (is_on_there) {
-        at::autocast::set_autocast_dtype(device, found->dtype);
-      }
-    }
-  }
-  ~AutocastAsThere() {
-    for (const auto& [autocast, is_enabled] : here_) {
-      at::autocast::set_autocast_enabled(autocast.device, is_enabled);
-      at::autocast::set_autocast_dtype(autocast.device, autocast.dtype);
-    }
-    at::autocast::set_autocast_cache_enabled(is_cached_);
-  }
-  AutocastAsThere(const AutocastAsThere&) = delete;
-  AutocastAsThere& operator=(const AutocastAsThere&) = delete;
-
- private:
-  bool is_cached_;
-  SmallVector<std::pair<Autocast, bool>, 2> here_;
-};
-
-}  // namespace
 
 variable_list parse_grads(PyObject* result, size_t count) {
   variable_list grads(count);
@@ -89,17 +46,17 @@ namespace {
 variable_list call(const Work::Call& call, size_t count) {
   RECORD_USER_SCOPE("zbpipe::work");
   const at::AutoGradMode no_grad(false);
-  const AutocastAsThere autocast(call.autocast);
   const AcquireGil gil;
   c10::impl::PyInterpreter* const interpreter = getPyInterpreter();
-  THPObjectPtr result(
-      PyObject_CallObject(call.function.ptr(interpreter), call.arguments.ptr(interpreter)));
-  if (!result) {
-    python_error error;
+  try {
+    return parse_grads(call_python("zbpipe._work", "run",
+                                   {call.function.ptr(interpreter), call.arguments.ptr(interpreter),
+                                    call.autocast.ptr(interpreter)}),
+                       count);
+  } catch (python_error& error) {
     error.persist();  // safe from the loss of this thread's state
-    throw std::move(error);
+    throw;
   }
-  return parse_grads(result, count);
 }
 
 /// As the engine would check it where the Function's own gradients are checked.
@@ -163,19 +120,21 @@ void run(const Group& group, Work& work, const Task& task, bool retain) {
   }
 }
 
-/// Calls `visit` with each place where a gradient for the face lies.
-template <class AnyTask, class Visit>
-void for_each_given(AnyTask& task, size_t face, const Visit& visit) {
+/// Each place where a gradient for the face lies.
+template <class AnyTask>
+auto given_at(AnyTask& task, size_t face) {
+  SmallVector<decltype(&task.face[face].grad), 2> given;
   if (task.face[face].grad.tensor().defined()) {
-    visit(task.face[face].grad);
+    given.push_back(&task.face[face].grad);
   }
   for (auto& work : std::get<Given>(task.work)) {
     for (size_t i = 0; i < work.grads.size(); ++i) {
       if (work.faces[i] == static_cast<int32_t>(face) && work.grads[i].tensor().defined()) {
-        visit(work.grads[i]);
+        given.push_back(&work.grads[i]);
       }
     }
   }
+  return given;
 }
 
 }  // namespace
@@ -200,9 +159,9 @@ void make_ready_again(Work& work) {
 
 at::Tensor given_grad(const Task& task, size_t face) {
   at::Tensor sum;
-  for_each_given(task, face, [&](const Kept& given) {
-    sum = sum.defined() ? sum + given.tensor() : given.tensor();
-  });
+  for (const Kept* given : given_at(task, face)) {
+    sum = sum.defined() ? sum + given->tensor() : given->tensor();
+  }
   return sum;
 }
 
@@ -210,13 +169,8 @@ Kept* only_kept_grad(Task& task, size_t face) {
   if (task.kind() != ZBP_TASK_WHOLE) {
     return nullptr;  // a root's is the caller's
   }
-  Kept* only = nullptr;
-  size_t count = 0;
-  for_each_given(task, face, [&](Kept& given) {
-    only = &given;
-    ++count;
-  });
-  return count == 1 ? only : nullptr;
+  const auto given = given_at(task, face);
+  return given.size() == 1 ? given[0] : nullptr;
 }
 
 }  // namespace zbp

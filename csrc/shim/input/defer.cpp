@@ -1,17 +1,11 @@
 // I: what the backward of a Python autograd.Function hands over. See Note [Who takes work], work.h.
 #include <algorithm>
 
-#include <ATen/autocast_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/PyInterpreter.h>
-#include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_function.h>
-#include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/autograd/variable.h>
 
-#include "core/pass/zbp_verdict.h"
-#include "shim/torch/detach.h"
+#include "core/pass/zbp_policy.h"
 #include "shim/torch/nodes.h"
 #include "shim/torch/python.h"
 #include "shim/group/facts.h"
@@ -31,11 +25,6 @@ struct Running {
   NodePtr node;                 // null if no Function runs
   StandIn* stand_in = nullptr;  // I's
   const Node* proxy = nullptr;  // W's
-
-  /// True if a gradient for this edge of the node has somewhere to go.
-  bool asks_for(size_t slot) const {
-    return proxy ? proxy->next_edge(slot).is_valid() : node->task_should_compute_output(slot);
-  }
 };
 
 Running running_here() {
@@ -70,6 +59,9 @@ Targets targets_of(PyObject* weights, const Running& running) {
   if (targets.are_all) {
     return targets;
   }
+  if (!PyTuple_Check(weights)) {
+    refuse(PyExc_TypeError, "weights: expected a tuple of ints, or None");
+  }
   targets.slots.assign(static_cast<size_t>(PyTuple_GET_SIZE(weights)), -1);
   if (!running.node) {
     return targets;
@@ -94,35 +86,38 @@ Targets targets_of(PyObject* weights, const Running& running) {
   return targets;
 }
 
-/// What becomes of the work that is offered, and per weight its face, -1 where it is not I's to
-/// compute.
+enum class Verdict : uint8_t { at_once, hand_over, skip };
+
+/// What becomes of work, and per weight its face, -1 where it is not I's to compute.
 struct Answer {
-  zbp_verdict verdict = ZBP_VERDICT_AT_ONCE;
+  Verdict verdict = Verdict::at_once;
   SmallVector<int32_t, 2> faces;
 };
 
 Answer answer_of(StandIn& stand_in, const Targets& targets) {
   const Task& task = stand_in.task();
-  SmallVector<bool, 4> is_matrix_face, leads;
-  for (const Face& face : task.face) {
-    is_matrix_face.push_back(is_matrix(face.edge));
-  }
-  SmallVector<int32_t, 4> slots(targets.slots.begin(), targets.slots.end());
-  for (size_t f = 0; targets.are_all && f < task.face.size(); ++f) {
-    slots.push_back(static_cast<int32_t>(task.plan(f).slot));
-  }
-  for (const int32_t slot : slots) {
-    leads.push_back(slot >= 0 && stand_in.next_edge(slot).is_valid());
-  }
-  zbp_offer offer{};
-  offer.is_watched = !original_of(stand_in).post_hooks().empty();
-  offer.slot = slots.data();
-  offer.leads = leads.data();
-  offer.slot_count = slots.size();
-  offer.is_matrix = is_matrix_face.data();
   Answer answer;
-  answer.faces.resize(slots.size());
-  answer.verdict = zbp_verdict_of(task.layout, task.number, &offer, answer.faces.data());
+  bool is_for_weights = false, is_for_inputs = false, has_matrix = false;
+  const auto add = [&](int32_t slot) {
+    const auto face = slot < 0 ? std::nullopt : task.face_at(static_cast<uint32_t>(slot));
+    answer.faces.push_back(face ? static_cast<int32_t>(*face) : -1);
+    is_for_weights |= face.has_value();
+    has_matrix |= face && is_matrix(task.face[*face].edge);
+    is_for_inputs |= slot >= 0 && !face && stand_in.next_edge(slot).is_valid();
+  };
+  std::for_each(targets.slots.begin(), targets.slots.end(), add);
+  for (size_t f = 0; targets.are_all && f < task.face.size(); ++f) {
+    add(static_cast<int32_t>(task.plan(f).slot));
+  }
+  const uint8_t takes = task.plan().takes_work;
+  const bool is_taken = takes == ZBP_DEFER_ALL || (takes == ZBP_DEFER_MATRICES && has_matrix);
+  // Post hooks are owed all gradients when the node has run.
+  const bool is_watched = !original_of(stand_in).post_hooks().empty();
+  if (!is_for_weights && !is_for_inputs) {
+    answer.verdict = Verdict::skip;
+  } else if (!is_for_inputs && !is_watched && is_taken) {
+    answer.verdict = Verdict::hand_over;
+  }
   return answer;
 }
 
@@ -130,113 +125,43 @@ Answer answer_to(const Targets& targets, const Running& running) {
   if (running.stand_in) {
     return answer_of(*running.stand_in, targets);
   }
+  const auto is_asked_for = [&](int32_t slot) {
+    return slot >= 0 && (running.proxy ? running.proxy->next_edge(slot).is_valid()
+                                       : running.node->task_should_compute_output(slot));
+  };
   const bool is_wanted = targets.are_all || !running.node ||
-                         std::any_of(targets.slots.begin(), targets.slots.end(), [&](int32_t slot) {
-                           return slot >= 0 && running.asks_for(slot);
-                         });
-  return {is_wanted ? ZBP_VERDICT_AT_ONCE : ZBP_VERDICT_SKIP, {}};
+                         std::any_of(targets.slots.begin(), targets.slots.end(), is_asked_for);
+  return {is_wanted ? Verdict::at_once : Verdict::skip, {}};
 }
 
 // ---- What is kept for W
 
-bool is_parameter(PyObject* object, const at::Tensor& tensor) {
-  if (!tensor.is_leaf() || Py_IS_TYPE(object, reinterpret_cast<PyTypeObject*>(THPVariableClass))) {
-    return false;  // torch.Tensor itself would be asked in Python
+SmallVector<Kept, 2> kept_in(PyObject* list) {
+  SmallVector<Kept, 2> kept;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) {
+    kept.emplace_back(*as_tensor(PyList_GET_ITEM(list, i)));
   }
-  return is_instance(object, ParameterClass);
-}
-
-/// True for another view of a parameter's memory.
-bool is_parameters(const at::Tensor& tensor, const Group& group) {
-  const void* storage = storage_of(tensor);
-  const auto has_it = [&](const Weight& weight) {
-    return storage && storage_of(weight.accumulator->variable) == storage;
-  };
-  if (std::any_of(group.weights.begin(), group.weights.end(), has_it)) {
-    return true;
-  }
-  const at::Tensor base = base_of(tensor);
-  return base.defined() && is_parameter(checked(THPVariable_Wrap(base)).get(), base);
-}
-
-/// The tensor without its history, and else as it is.
-THPObjectPtr without_history(PyObject* object, const at::Tensor& tensor) {
-  const at::Tensor base = base_of(tensor);
-  // A view that was made without grad mode has none, but keeps its base's.
-  if (!tensor.requires_grad() && !(base.defined() && base.requires_grad())) {
-    return THPObjectPtr(Py_NewRef(object));
-  }
-  const bool is_plain = THPVariable_CheckExact(object) &&
-                        PyObject_Size(checked(PyObject_GetAttrString(object, "__dict__"))) == 0;
-  if (is_plain) {
-    return checked(THPVariable_Wrap(tensor.detach()));
-  }
-  THPObjectPtr alias = call_python("zbpipe._work", "without_history", {object});
-  TORCH_CHECK_TYPE(as_tensor(alias), "detach() of a ", type_name(object), " in saved returned a ",
-                   type_name(alias.get()), "; expected a tensor");
-  return alias;
-}
-
-/// A parameter comes as it is: what adds to its main_grad needs it. A stage input is a leaf as
-/// well, but it goes when I is over.
-bool comes_as_it_is(PyObject* object, const at::Tensor& tensor, const Group& group) {
-  const auto is_it = [&](const Weight& weight) {
-    return weight.accumulator->variable.is_same(tensor);
-  };
-  return std::any_of(group.weights.begin(), group.weights.end(), is_it) ||
-         is_parameter(object, tensor);
-}
-
-/// What a call is given: its arguments, a new tuple, and the tensors in it, as Work::Call has them.
-struct Taken {
-  THPObjectPtr arguments;
-  SmallVector<Kept, 3> tensors;
-  SmallVector<Kept, 1> parameters;
-};
-
-Taken take(PyObject* saved, const Group& group) {
-  const Py_ssize_t count = PyTuple_GET_SIZE(saved);
-  Taken taken{checked(PyTuple_New(count)), {}, {}};
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    THPObjectPtr object(Py_NewRef(PyTuple_GET_ITEM(saved, i)));
-    if (const at::Tensor* tensor = as_tensor(object)) {
-      const bool is_parameter = comes_as_it_is(object, *tensor, group);
-      const bool is_free = is_parameter || is_parameters(*tensor, group);
-      if (!is_parameter) {
-        object = without_history(object, *tensor);
-      }
-      if (is_free) {
-        taken.parameters.emplace_back(*as_tensor(object));
-      } else {
-        taken.tensors.emplace_back(*as_tensor(object));
-      }
-    }
-    PyTuple_SET_ITEM(taken.arguments.get(), i, object.release());
-  }
-  return taken;
-}
-
-std::vector<Autocast> autocast_here() {
-  std::vector<Autocast> there;
-  for (const c10::DeviceType device : at::autocast::_AUTOCAST_SUPPORTED_DEVICES) {
-    if (at::autocast::is_autocast_enabled(device)) {
-      there.push_back({device, at::autocast::get_autocast_dtype(device)});
-    }
-  }
-  return there;
+  return kept;
 }
 
 /// Makes `function(*saved)` a work of the task, which gives the gradients at the faces that are not
 /// -1.
 void keep_work(StandIn& stand_in, PyObject* function, PyObject* saved,
                SmallVector<int32_t, 2> faces) {
-  Taken taken = take(saved, stand_in.group());
+  variable_list weights;
+  for (const Weight& weight : stand_in.group().weights) {
+    weights.push_back(weight.accumulator->variable);
+  }
+  const THPObjectPtr taken =
+      call_python("zbpipe._work", "take", {saved, checked(wrap_tensors(weights))});
+  const auto part = [&](Py_ssize_t i) { return PyTuple_GET_ITEM(taken.get(), i); };
+  const auto owned = [](PyObject* object) {
+    return c10::SafePyObject(Py_NewRef(object), getPyInterpreter());
+  };
   Task& task = stand_in.task();
   Work& work = std::get<Given>(task.work).emplace_back();
-  work.call = std::make_unique<const Work::Call>(
-      Work::Call{c10::SafePyObject(Py_NewRef(function), getPyInterpreter()),
-                 c10::SafePyObject(taken.arguments.release(), getPyInterpreter()),
-                 std::move(taken.tensors), std::move(taken.parameters), autocast_here()});
+  work.call = std::make_unique<const Work::Call>(Work::Call{
+      owned(function), owned(part(0)), owned(part(1)), kept_in(part(2)), kept_in(part(3))});
   work.faces = std::move(faces);
   task.plan().has_work = true;
 }
@@ -253,10 +178,10 @@ PyObject* zbp_defer(PyObject* function, PyObject* weights, PyObject* saved, zbp_
     const Targets targets = targets_of(weights, running);
     variable_list grads(targets.slots.size());
     Answer answer = answer_to(targets, running);
-    if (answer.verdict == ZBP_VERDICT_HAND_OVER) {
+    if (answer.verdict == Verdict::hand_over) {
       keep_work(*running.stand_in, function, saved, std::move(answer.faces));
     }
-    if (answer.verdict == ZBP_VERDICT_AT_ONCE) {
+    if (answer.verdict == Verdict::at_once) {
       THPObjectPtr returned = checked(PyObject_CallObject(function, saved));
       grads = parse_grads(returned, grads.size());
       for (size_t i = 0; running.node && i < grads.size(); ++i) {
@@ -273,6 +198,6 @@ PyObject* zbp_will_defer(PyObject* weights, zbp_error* error) {
   return guarded_object(error, [&] {
     const Running running = running_here();
     return PyBool_FromLong(answer_to(targets_of(weights, running), running).verdict ==
-                           ZBP_VERDICT_HAND_OVER);
+                           Verdict::hand_over);
   });
 }
