@@ -1,9 +1,6 @@
 #include "shim/group/zbp_describe.h"
 
-#include <algorithm>
-#include <memory>
 #include <set>
-#include <unordered_map>
 
 #include <torch/csrc/Device.h>
 #include <torch/csrc/DynamicTypes.h>
@@ -13,7 +10,6 @@
 #include "shim/group/facts.h"
 #include "shim/group/saved.h"
 #include "shim/torch/nodes.h"
-#include "shim/torch/python.h"
 
 using namespace zbp;
 namespace impl = torch::autograd::impl;

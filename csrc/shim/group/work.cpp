@@ -2,8 +2,6 @@
 
 #include "shim/group/work.h"
 
-#include <algorithm>
-
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/PyInterpreter.h>

@@ -13,8 +13,6 @@
 // is repeated after an error does not call it again.
 #pragma once
 
-#include <Python.h>
-
 #include "shim/group/group.h"
 
 namespace zbp {

@@ -1,11 +1,9 @@
 // I: what the backward of a Python autograd.Function hands over. See Note [Who takes work], work.h.
-#include <algorithm>
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/python_function.h>
 
-#include "core/pass/zbp_policy.h"
 #include "shim/torch/nodes.h"
 #include "shim/torch/python.h"
 #include "shim/group/facts.h"

@@ -86,35 +86,6 @@ NodePtr as_node(PyObject* object) {
   return nullptr;
 }
 
-}  // namespace
-
-std::optional<Edge> as_gradient_edge(PyObject* object) {
-  if (!is_instance(object, THPGradientEdgeClass)) {
-    return std::nullopt;
-  }
-  THPObjectPtr node = checked(PyObject_GetAttrString(object, "node"));
-  THPObjectPtr output_nr = checked(PyObject_GetAttrString(object, "output_nr"));
-  int overflow = 0;
-  const long nr = PyLong_AsLongAndOverflow(output_nr, &overflow);
-  if (nr == -1 && PyErr_Occurred()) {
-    throw python_error();
-  }
-  Edge edge(as_node(node), 0);
-  if (!edge.is_valid()) {
-    refuse(PyExc_TypeError, "a GradientEdge's node is a ", Py_TYPE(node.get())->tp_name,
-           "; expected a node of an autograd graph that still exists");
-  }
-  if (overflow || nr < 0 || static_cast<unsigned long>(nr) >= edge.function->num_inputs()) {
-    refuse(PyExc_ValueError, "a GradientEdge names output ",
-           overflow ? "beyond any" : std::to_string(nr), " of ", edge.function->name(),
-           ", which has ", edge.function->num_inputs());
-  }
-  edge.input_nr = static_cast<uint32_t>(nr);
-  return edge;
-}
-
-namespace {
-
 /// Where the nodes of one type have what they have saved.
 struct SavedPlaces {
   struct Member {
@@ -192,6 +163,31 @@ const SavedPlaces& saved_places_of(Node& node) {
 }
 
 }  // namespace
+
+std::optional<Edge> as_gradient_edge(PyObject* object) {
+  if (!is_instance(object, THPGradientEdgeClass)) {
+    return std::nullopt;
+  }
+  THPObjectPtr node = checked(PyObject_GetAttrString(object, "node"));
+  THPObjectPtr output_nr = checked(PyObject_GetAttrString(object, "output_nr"));
+  int overflow = 0;
+  const long nr = PyLong_AsLongAndOverflow(output_nr, &overflow);
+  if (nr == -1 && PyErr_Occurred()) {
+    throw python_error();
+  }
+  Edge edge(as_node(node), 0);
+  if (!edge.is_valid()) {
+    refuse(PyExc_TypeError, "a GradientEdge's node is a ", Py_TYPE(node.get())->tp_name,
+           "; expected a node of an autograd graph that still exists");
+  }
+  if (overflow || nr < 0 || static_cast<unsigned long>(nr) >= edge.function->num_inputs()) {
+    refuse(PyExc_ValueError, "a GradientEdge names output ",
+           overflow ? "beyond any" : std::to_string(nr), " of ", edge.function->name(),
+           ", which has ", edge.function->num_inputs());
+  }
+  edge.input_nr = static_cast<uint32_t>(nr);
+  return edge;
+}
 
 bool for_each_saved(Node& node,
                     c10::function_ref<void(SavedVariable&, const char*, int32_t)> visit) {

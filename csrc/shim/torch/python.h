@@ -1,15 +1,10 @@
 // Between Python objects and libtorch, for the files that implement the shim's C interfaces.
 #pragma once
 
-#include <Python.h>
-
 #include <initializer_list>
 #include <optional>
-#include <string>
 
-#include <c10/util/FunctionRef.h>
 #include <torch/csrc/autograd/saved_variable.h>
-#include <torch/csrc/utils/object_ptr.h>
 
 #include "shim/torch/compat.h"
 #include "shim/torch/error.h"
