@@ -3,7 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
+from support.functions import function_of
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -58,3 +60,20 @@ def test_gradients_equal_those_of_plain_matrices(mesh):
         grad = weight.grad
         assert grad.placements == weight.placements
         torch.testing.assert_close(grad.to_local(), dict(plain.named_parameters())[name].grad, rtol=0, atol=0)
+
+
+def test_a_gradient_that_is_still_on_its_way_is_not_waited_for(mesh):
+    """A Function returns it and has it, too: to copy it would wait."""
+    kept = []
+
+    def backward(x, w, grad):
+        kept.append(all_reduce(x.mT @ grad, "sum", dist.group.WORLD))
+        return grad @ w.mT, kept[-1]
+
+    x, w = torch.randn(3, 4, requires_grad=True), nn.Parameter(torch.randn(4, 4))
+    out = function_of(lambda x, w: x @ w, backward)(x, w)
+    _, groups = zbpipe.stage_backward_input([out], [torch.ones_like(out)], [x], [w])
+    assert isinstance(kept[0], AsyncCollectiveTensor)
+    assert not kept[0].completed
+    zbpipe.stage_backward_weight([w], groups)
+    torch.testing.assert_close(w.grad.wait() if hasattr(w.grad, "wait") else w.grad, x.detach().mT @ torch.ones(3, 4))
