@@ -36,11 +36,15 @@ static void make_face(fake_group *h)
     if (way != 0)
         face.outside = (int32_t)fake_random(outsides);
     if (way == 2) { /* by a path: its only hop leads to the weight */
-        const uint32_t hop = zbp_layout_first_hop(&h->as.layout, (uint32_t)face.outside);
-        const bool is_only =
-            zbp_layout_first_hop(&h->as.layout, (uint32_t)face.outside + 1) == hop + 1;
+        uint32_t hops = 0;
 
-        face.weight = is_only ? h->as.layout.hop[hop].to_weight : -1;
+        for (uint32_t i = 0; i < h->as.layout.hop_count; i++) {
+            if (h->as.layout.hop[i].outside == (uint32_t)face.outside) {
+                face.weight = h->as.layout.hop[i].to_weight;
+                hops++;
+            }
+        }
+        face.weight = hops == 1 ? face.weight : -1;
         if (face.weight >= 0)
             h->outside[face.outside].saves = false;
     }

@@ -29,23 +29,6 @@ static void adds_faces_to_the_last_task(void)
     zbp_layout_fini(&layout);
 }
 
-static void hops_are_found_by_their_nodes(void)
-{
-    const uint32_t nodes[] = {1, 1, 3};
-    zbp_hop hop = {.to_outside = -1};
-    zbp_layout layout = {0};
-
-    layout = (zbp_layout){.weight_count = 1, .outside_count = 5};
-    for (size_t i = 0; i < sizeof nodes / sizeof *nodes; i++) {
-        hop.outside = nodes[i];
-        REQUIRE(zbp_layout_add_hop(&layout, hop) == ZBP_OK);
-    }
-    CHECK(zbp_layout_first_hop(&layout, 0) == 0 && zbp_layout_first_hop(&layout, 1) == 0);
-    CHECK(zbp_layout_first_hop(&layout, 2) == 2 && zbp_layout_first_hop(&layout, 3) == 2);
-    CHECK(zbp_layout_first_hop(&layout, 4) == 3 && zbp_layout_first_hop(&layout, 5) == 3);
-    zbp_layout_fini(&layout);
-}
-
 /* Indices are held as int32_t, too. */
 static void arrays_end_before_their_indices_do(void)
 {
@@ -99,7 +82,6 @@ int main(void)
 {
     check_sees_failure();
     RUN(adds_faces_to_the_last_task);
-    RUN(hops_are_found_by_their_nodes);
     RUN(arrays_end_before_their_indices_do);
     RUN(a_failed_allocation_leaves_it_as_it_was);
     return check_end();

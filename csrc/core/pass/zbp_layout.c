@@ -84,21 +84,6 @@ int32_t zbp_layout_face_at(const zbp_layout *layout, uint32_t task, uint32_t slo
     return -1;
 }
 
-uint32_t zbp_layout_first_hop(const zbp_layout *layout, uint32_t outside)
-{
-    uint32_t begin = 0, end = layout->hop_count;
-
-    while (begin < end) {
-        const uint32_t middle = begin + (end - begin) / 2;
-
-        if (layout->hop[middle].outside < outside)
-            begin = middle + 1;
-        else
-            end = middle;
-    }
-    return begin;
-}
-
 void zbp_layout_clear(zbp_layout *layout)
 {
     const uint32_t weights = layout->weight_count;

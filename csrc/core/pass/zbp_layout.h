@@ -81,15 +81,11 @@ ZBP_MUST_USE int zbp_layout_add_task(zbp_layout *layout, uint8_t kind, uint64_t 
 
 /* Adds a face to the last task; `face.task` is set here. ZBP_ENOMEM, ZBP_EOVERFLOW. */
 ZBP_MUST_USE int zbp_layout_add_face(zbp_layout *layout, zbp_face face);
-/* Hops come in the order of the nodes whose edges they are. The same errors. */
+/* The same errors. */
 ZBP_MUST_USE int zbp_layout_add_hop(zbp_layout *layout, zbp_hop hop);
 
 /* The task's face that is this edge of its node, counted from its first; -1 if none is. */
 int32_t zbp_layout_face_at(const zbp_layout *layout, uint32_t task, uint32_t slot);
-
-/* Where the hops of an outside node begin, and end where those of the next one do; `outside` may be
- * outside_count. In the logarithm of their number. */
-uint32_t zbp_layout_first_hop(const zbp_layout *layout, uint32_t outside);
 
 /* Only the weights are left: the tasks have done what they are for. */
 void zbp_layout_clear(zbp_layout *layout);

@@ -1,8 +1,6 @@
 #include "instruments/shim/handle.h"
 
-#include <new>
 #include <unordered_map>
-#include <utility>
 
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/DynamicTypes.h>
