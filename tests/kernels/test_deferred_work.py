@@ -80,6 +80,10 @@ def vector_alone(note):
     return lambda x, w, grad: (None, zbpipe.defer(lambda grad: note() or grad.sum(0), 2, (grad,)))
 
 
+def vector_beside(note):
+    return lambda x, w, grad: (x.mT @ grad, zbpipe.defer(lambda grad: note() or grad.sum(0), 2, (grad,)))
+
+
 def by_index(note):
     class Index:
         def __index__(self):
@@ -338,6 +342,9 @@ STAGES = {
     "nothing waits": row(lambda m, layer, x: layer(x, m.a, m.s).sin(), where="I", policy={"defer": "nothing"}),
     "vectors do not": row(
         lambda m, layer, x: layer(x, ones()[0].diag(), m.s, vector_alone).sin(), where="I", policy={"defer": "matrices"}
+    ),
+    "a vector beside a matrix does not": row(
+        lambda m, layer, x: layer(x, m.a, m.s, vector_beside).sin(), where="I", policy={"defer": "matrices"}
     ),
     "vectors too": row(
         lambda m, layer, x: layer(x, ones()[0].diag(), m.s, vector_alone).sin(), policy={"defer": "all"}
