@@ -80,6 +80,10 @@ def vector_alone(note):
     return lambda x, w, grad: (None, zbpipe.defer(lambda grad: note() or grad.sum(0), 2, (grad,)))
 
 
+def vector_beside(note):
+    return lambda x, w, grad: (x.mT @ grad, zbpipe.defer(lambda grad: note() or grad.sum(0), 2, (grad,)))
+
+
 def by_index(note):
     class Index:
         def __index__(self):
@@ -179,6 +183,14 @@ def hooked(kind):
     return forward
 
 
+def hooked_within(m, layer, x):
+    """The node gets its post hook when I runs."""
+    h = layer(x @ m.c, m.a, m.s)
+    node, hook = h.grad_fn, m.log("post")
+    h.register_hook(lambda _: node.register_hook(hook) and None)
+    return h.sin()
+
+
 def in_a_region(reentrant, computed):
     def forward(m, layer, x):
         def region(x):
@@ -270,6 +282,7 @@ STAGES = {
     "hook of its result": row(hooked("tensor")),
     "prehook of its node": row(hooked("pre")),
     "posthook of its node": row(hooked("post"), where="I"),  # it is owed all gradients at once
+    "posthook that I puts there": row(hooked_within, where="I"),
     "two works, and one returned": row(lambda m, layer, x: layer(x, m.a, m.s, partly).sin()),
     "one half returned": row(lambda m, layer, x: layer(x, m.a, m.s, half_now).sin()),
     "by numbers of other types": row(lambda m, layer, x: layer(x, m.a, m.s, by_index).sin()),
@@ -338,6 +351,9 @@ STAGES = {
     "nothing waits": row(lambda m, layer, x: layer(x, m.a, m.s).sin(), where="I", policy={"defer": "nothing"}),
     "vectors do not": row(
         lambda m, layer, x: layer(x, ones()[0].diag(), m.s, vector_alone).sin(), where="I", policy={"defer": "matrices"}
+    ),
+    "a vector beside a matrix does not": row(
+        lambda m, layer, x: layer(x, m.a, m.s, vector_beside).sin(), where="I", policy={"defer": "matrices"}
     ),
     "vectors too": row(
         lambda m, layer, x: layer(x, ones()[0].diag(), m.s, vector_alone).sin(), policy={"defer": "all"}
