@@ -170,11 +170,7 @@ def _check_listed(weights: tuple[Any, ...], groups: tuple[Any, ...]) -> None:
             raise TypeError(f"weights[{i}] is {argument(weight)}; expected a tensor")
     known = set(map(id, weights))
     for i, group in enumerate(groups):
-        try:
-            served = group.weights if isinstance(group, ParamGroup) else ()
-        except RuntimeError:
-            continue  # W of this group is running: _C refuses the group
-        for weight in served:
+        for weight in fsdp.served_by(group):
             if id(weight) not in known:
                 dtype = str(weight.dtype).removeprefix("torch.")
                 raise ValueError(

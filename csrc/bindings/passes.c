@@ -18,7 +18,7 @@ static int tuple_or_null(PyObject *object, void *out)
     return 0;
 }
 
-/* A zbpipe.Policy's choices; *excluded_out is borrowed from it. Returns 0, or -1 with an error set. */
+/* A zbpipe.Policy's choices; *excluded_out is borrowed from it. 0, or -1 with an error set. */
 static int read_policy(PyObject *policy, zbp_policy *out, bool *fused_out, PyObject **excluded_out)
 {
     PyObject *choices = PyObject_CallMethod(policy, "_choices", NULL);

@@ -115,6 +115,8 @@ def exclude_a_shard():
     with zbpipe.policy(exclude=[model[1].weight]):
         x = torch.randn(4, WIDTH, requires_grad=True)
         _, groups = zbpipe.stage_backward_input([model(x)], [torch.ones(4, WIDTH)], [x], None)
+    with pytest.raises(TypeError, match="expected a ParamGroup"):
+        zbpipe.stage_backward_weight(None, [*groups, 3])
     held = [group.bytes_held for group in groups if any(w.shape == (WIDTH, WIDTH) for w in group.weights)]
     zbpipe.stage_backward_weight(None, groups)
     assert held == [4 * (WIDTH * WIDTH + WIDTH)], held

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from zbpipe._C import ParamGroup
 from zbpipe._stage import handover
 from zbpipe._torch import fsdp
 
@@ -25,13 +26,22 @@ def around(module: Any, backward_type: str, param_groups: Iterable[Any]) -> Iter
 
 def around_own(param_groups: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
     """A context for W in a loop of one's own."""
-    return _around_weight_pass(fsdp.states_of(param_groups), param_groups)
+    weights = (weight for group in param_groups for weight in served_by(group))
+    return _around_weight_pass(fsdp.states_of(weights), param_groups)
+
+
+def served_by(group: Any) -> tuple[torch.Tensor, ...]:
+    """The group's weights; none of what is no group, or is one whose W is running, which _C refuses."""
+    try:
+        return group.weights if isinstance(group, ParamGroup) else ()
+    except RuntimeError:
+        return ()
 
 
 @contextlib.contextmanager
 def _around_weight_pass(modules: list[list[Any]], param_groups: Iterable[Any]) -> Iterator[None]:
     """``modules``: the states of each. Weights that were gathered before are gathered again, if W's nodes read them."""
-    reads_weights = bool(modules) and any(group._reads_weights for group in param_groups)
+    reads_weights = bool(modules) and any(getattr(group, "_reads_weights", False) for group in param_groups)
     freed = [group for states in modules if reads_weights for group in fsdp.freed_groups(states)]
     for group in freed:
         group.unshard()

@@ -42,11 +42,11 @@ def shards() -> set[int]:
     return {id(param.sharded_param) for param, _ in _params(_all_states())}
 
 
-def states_of(param_groups: Iterable[Any]) -> list[list[Any]]:
-    """The same, of each module whose gathered weights are among those of the groups."""
+def states_of(weights: Iterable[torch.Tensor]) -> list[list[Any]]:
+    """The same, of each module whose gathered weights are among these."""
     params = ((param, state) for param, state in _params(_all_states()) if hasattr(param, "_unsharded_param"))
     states = {id(param._unsharded_param): state._state_ctx.all_states for param, state in params}
-    served = (id(weight) for group in param_groups for weight in group.weights) if states else ()
+    served = map(id, weights if states else ())
     return list({id(states[weight]): states[weight] for weight in served if weight in states}.values())
 
 

@@ -13,7 +13,7 @@ using torch::autograd::FunctionPreHook;
 
 using Seen = std::shared_ptr<std::optional<CameIn>>;
 
-/// Before the user's hooks of a kind it sees the gradients, behind them it owns what they put there.
+/// In front of the user's hooks of a kind it sees the gradients, behind them it owns what is new.
 class Look : public FunctionPreHook, public FunctionPostHook {
  public:
   Look(Seen seen, bool is_first) : seen_(std::move(seen)), is_first_(is_first) {}

@@ -31,7 +31,7 @@ typedef int (*zbp_weight_steps)(zbp_group *const *group, size_t count, zbp_how h
  * main_grad: a weight with an attribute main_grad that is a tensor is accumulated there until the
  * call ends, and its attribute grad_added_to_main_grad, if it has one, becomes True. Until all have
  * been looked at nothing is changed.
- * A warning of libtorch's that is an error in Python is printed: it would come when all is added. */
+ * A warning of libtorch's that is an error in Python is printed: it comes when all is added. */
 ZBP_MUST_USE int zbp_weight_call(zbp_group *const *group, size_t count, zbp_how how, bool main_grad,
                                  zbp_weight_steps steps, zbp_error *error);
 
