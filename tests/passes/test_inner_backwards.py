@@ -1,6 +1,7 @@
 """Backwards within a pass's backward, such as a reentrant checkpoint's, under policy(main_grad=True)."""
 
 import functools
+import sys
 import threading
 
 import pytest
@@ -9,6 +10,8 @@ from support.functions import FusedWithDummy, function_of
 from support.oracle import Stage, needs_zbpipe, zb
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from zbpipe._torch import autograd
 
 pytestmark = needs_zbpipe
 
@@ -164,3 +167,14 @@ def test_after_an_inner_backward_that_raises_nothing_is_left(size, words):
     with pytest.raises(type(caught.value.__cause__), match=words):
         raise caught.value.__cause__
     assert w.grad.eq(7).all() and not w.main_grad.any() and torch.autograd._engine_run_backward is run_backward
+
+
+def test_what_inner_backwards_go_through_is_let_go_of_as_often_as_it_is_taken():
+    def through(run, outputs):
+        return run()
+
+    before = sys.getrefcount(through)
+    for _ in range(3):
+        with autograd.inner_backwards_through(through):
+            assert sys.getrefcount(through) > before
+    assert sys.getrefcount(through) == before

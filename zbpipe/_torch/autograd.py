@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import sys
 import threading
@@ -147,7 +148,7 @@ def inner_backwards_through(function: Callable[..., Any]) -> Iterator[None]:
     thread, or on a thread of the engine in a run that this thread has begun. Other backwards are left alone."""
     global _passes, _run_backward
     before = _function_through()
-    torch._C._stash_obj_in_tls(_THROUGH, function)
+    _stash(function)
     with _lock:
         _passes += 1
         if _passes == 1:
@@ -160,9 +161,15 @@ def inner_backwards_through(function: Callable[..., Any]) -> Iterator[None]:
             _passes -= 1
             if _passes == 0:
                 torch.autograd._engine_run_backward = _run_backward
-        torch._C._stash_obj_in_tls(_THROUGH, before)
+        _stash(before)
         if before is None and hasattr(torch._C, "_remove_obj_from_tls"):
             torch._C._remove_obj_from_tls(_THROUGH)  # at a thread's end torch would wait for the GIL to drop it
+
+
+def _stash(function: Callable[..., Any] | None) -> None:
+    if torch.__version__.startswith("2.11."):  # which takes over the reference that it is lent
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(function))
+    torch._C._stash_obj_in_tls(_THROUGH, function)
 
 
 def _function_through() -> Callable[..., Any] | None:
