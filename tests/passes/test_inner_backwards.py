@@ -11,7 +11,7 @@ from support.oracle import Stage, needs_zbpipe, zb
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from zbpipe._torch import autograd
+from zbpipe._torch import autograd  # the context itself: its references are counted
 
 pytestmark = needs_zbpipe
 
