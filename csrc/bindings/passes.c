@@ -18,19 +18,27 @@ static int tuple_or_null(PyObject *object, void *out)
     return 0;
 }
 
-/* A zbpipe.Policy's choices; *excluded_out is borrowed from it. 0, or -1 with an error set. */
-static int read_policy(PyObject *policy, zbp_policy *out, bool *fused_out, PyObject **excluded_out)
+/* What a zbpipe.Policy says to either pass. */
+typedef struct choices {
+    zbp_policy of_input_pass;
+    bool fused;
+    PyObject *excluded; /* borrowed from the policy */
+} choices;
+
+/* 0, or -1 with an error set. */
+static int read_policy(PyObject *policy, choices *out)
 {
-    PyObject *choices = PyObject_CallMethod(policy, "_choices", NULL);
+    zbp_policy *const first = &out->of_input_pass;
+    PyObject *given = PyObject_CallMethod(policy, "_choices", NULL);
     int fused = 0, main_grad = 0;
     const bool is_read =
-        choices != NULL &&
-        PyArg_ParseTuple(choices, "bbppO!:_choices", &out->leaves.defer, &out->leaves.checkpoint,
-                         &fused, &main_grad, &PyTuple_Type, excluded_out);
+        given != NULL &&
+        PyArg_ParseTuple(given, "bbppO!:_choices", &first->leaves.defer, &first->leaves.checkpoint,
+                         &fused, &main_grad, &PyTuple_Type, &out->excluded);
 
-    out->main_grad = main_grad != 0;
-    *fused_out = fused != 0;
-    Py_XDECREF(choices);
+    first->main_grad = main_grad != 0;
+    out->fused = fused != 0;
+    Py_XDECREF(given);
     return is_read ? 0 : -1;
 }
 
@@ -89,14 +97,17 @@ static PyObject *input_pass(PyObject *module, PyObject *args)
     PyObject *policy, *result;
     zbp_input_args given = {0};
     zbp_error error = {0};
-    bool has_begun = false, fused;
+    choices said = {0};
+    bool has_begun = false;
 
     if (!PyArg_ParseTuple(args, "O!O&O!O&O:input_pass", &PyTuple_Type, &given.outputs,
                           tuple_or_null, &given.grads, &PyTuple_Type, &given.inputs, tuple_or_null,
                           &given.weights, &policy) ||
-        read_policy(policy, &given.policy, &fused, &given.excluded) < 0) {
+        read_policy(policy, &said) < 0) {
         return NULL;
     }
+    given.policy = said.of_input_pass;
+    given.excluded = said.excluded;
     pass_begins();
     result = zbp_or_raise(zbp_input_call(&given, zbp_pass_inputs, zbp_group_wrap,
                                          zbp_state_of(module)->group_type, &has_begun, &error),
@@ -194,22 +205,22 @@ PyDoc_STRVAR(weight_pass_doc,
 
 static PyObject *weight_pass(PyObject *module, PyObject *args)
 {
-    PyObject *tuple, *policy, *excluded, *result = NULL;
+    PyObject *tuple, *policy, *result = NULL;
     weight_call call = {0};
     int retain;
-    zbp_policy choices = {0};
+    choices said = {0};
     zbp_how how = {0};
     zbp_error error = {0};
 
     if (!PyArg_ParseTuple(args, "O!pO:weight_pass", &PyTuple_Type, &tuple, &retain, &policy) ||
-        read_policy(policy, &choices, &how.fuse, &excluded) < 0) {
+        read_policy(policy, &said) < 0) {
         return NULL;
     }
-    how.retain = retain != 0;
+    how = (zbp_how){.retain = retain != 0, .fuse = said.fused};
     pass_begins();
     if (get_groups(&call, module, tuple) == 0 && claim(&call) == 0 &&
-        zbp_weight_call(call.group, call.count, how, choices.main_grad, zbp_pass_weights, &error) ==
-            ZBP_OK) {
+        zbp_weight_call(call.group, call.count, how, said.of_input_pass.main_grad, zbp_pass_weights,
+                        &error) == ZBP_OK) {
         result = Py_NewRef(Py_None);
     }
     for (size_t i = 0; i < call.claimed; ++i) {

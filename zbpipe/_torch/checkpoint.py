@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch.utils import checkpoint
 
-from zbpipe._torch.autograd import SAVED_TENSOR
+from zbpipe._torch import autograd
 
 
 def is_unpack_hook(hook: object) -> bool:
     """Whether it is torch's own, which computes a region again."""
-    return bool(_frames(hook))
+    return bool(_own_frame(hook))
 
 
 def read_again(unpack_hook: object) -> list[torch.Tensor] | None:
@@ -27,7 +27,7 @@ def read_again(unpack_hook: object) -> list[torch.Tensor] | None:
     mode = getattr(checkpoint, "_CachedTorchDispatchMode", object)
     if is_in_group or any(_closed_over(getattr(frame, "recompute_fn", None), mode) for frame in frames):
         return None
-    with torch._C.DisableTorchFunction():
+    with autograd.without_torch_functions():
         return [tensor for frame in frames for tensor in _read_by(frame)]
 
 
@@ -36,15 +36,20 @@ def is_reentrant(context: object) -> bool:
     return getattr(context, "_forward_cls", None) is checkpoint.CheckpointFunction
 
 
+def _own_frame(unpack_hook: object) -> list[Any]:
+    """That of the hook's region; none where the hook is another's."""
+    return _closed_over(unpack_hook, getattr(checkpoint, "_CheckpointFrame", ()))[:1]
+
+
 def _frames(unpack_hook: object) -> list[Any]:
     """Those of the regions around the hook's, and its own last."""
-    own = _closed_over(unpack_hook, getattr(checkpoint, "_CheckpointFrame", ()))[:1]
+    own = _own_frame(unpack_hook)
     return [f for frame in own for saved in _arguments(frame) for f in _frames(saved.unpack_hook)] + own
 
 
 def _read_by(frame: Any) -> list[Any]:
     plain = [saved for saved in _arguments(frame) if saved.unpack_hook is None]
-    if hasattr(SAVED_TENSOR, "unpack"):  # from torch 2.13 on
+    if hasattr(autograd.SAVED_TENSOR, "unpack"):  # from torch 2.13 on
         read = [saved.unpack() for saved in plain]
     else:  # their node unpacks all, and all are plain or none
         read = list(frame.input_saver.grad_fn.saved_tensors) if plain else []
@@ -59,7 +64,7 @@ def _arguments(frame: Any) -> list[Any]:
     """The region's, as saved tensors: in a list from torch 2.13 on, of a node of their own before."""
     node = getattr(getattr(frame, "input_saver", None), "grad_fn", None)
     listed = getattr(frame, "saved_args", ()) if node is None else node._raw_saved_tensors
-    return [saved for saved in listed if isinstance(saved, SAVED_TENSOR)]
+    return [saved for saved in listed if isinstance(saved, autograd.SAVED_TENSOR)]
 
 
 def _closed_over(function: Any, cls: Any = object) -> list[Any]:

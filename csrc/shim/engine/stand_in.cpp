@@ -230,8 +230,8 @@ variable_list StandIn::run_whole(Task& task, variable_list&& grads,
   const bool is_libtorchs = is_generated(node);
   const bool is_asked = !is_libtorchs || has_hooks(node);
   const CameIn came_in(is_asked ? grads : variable_list());
-  variable_list weights(node.num_outputs());
-  for (size_t f = 0; f < task.face.size() && group_->adds_to_main_grad && !is_libtorchs; ++f) {
+  variable_list weights(group_->adds_to_main_grad && !is_libtorchs ? node.num_outputs() : 0);
+  for (size_t f = 0; f < task.face.size() && !weights.empty(); ++f) {
     if (const int32_t w = task.plan(f).weight; w >= 0) {
       weights[task.plan(f).slot] = group_->weights[w].accumulator->variable;
     }

@@ -27,14 +27,6 @@ auto claim(zbp_group& group) {
   return std::unique_ptr<zbp_book, decltype(&zbp_book_give_back)>(&group.book, zbp_book_give_back);
 }
 
-PyObject* weights_of(const Group& group) {
-  variable_list weights;
-  for (const Weight& weight : group.weights) {
-    weights.push_back(weight.accumulator->variable);
-  }
-  return wrap_tensors(weights);
-}
-
 THPObjectPtr new_list() {
   return checked(PyList_New(0));
 }
@@ -225,7 +217,8 @@ PyObject* zbp_group_bytes_held(zbp_group* group, zbp_error* error) {
 PyObject* zbp_group_weights(zbp_group* group, zbp_error* error) {
   return guarded_object(error, [&] {
     const auto claimed = claim(*group);
-    return zbp_book_is_complete(&group->book) ? PyTuple_New(0) : weights_of(group_of(group));
+    return zbp_book_is_complete(&group->book) ? PyTuple_New(0)
+                                              : wrap_tensors(group_of(group).variables());
   });
 }
 
@@ -233,7 +226,8 @@ PyObject* zbp_group_describe(zbp_group* handle, zbp_error* error) {
   return guarded_object(error, [&] {
     const auto claimed = claim(*handle);
     const Group& group = group_of(handle);
-    THPObjectPtr weights = checked(weights_of(group)), hops = new_list(), tasks = new_list();
+    THPObjectPtr weights = checked(wrap_tensors(group.variables())), hops = new_list(),
+                 tasks = new_list();
     for (uint32_t h = 0; h < group.layout.hop_count; ++h) {
       const zbp_hop& hop = group.layout.hop[h];
       append(hops, Py_BuildValue("Iii", static_cast<unsigned int>(hop.outside), hop.to_weight,

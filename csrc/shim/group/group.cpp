@@ -61,6 +61,14 @@ Group::~Group() {
   zbp_layout_fini(&layout);
 }
 
+variable_list Group::variables() const {
+  variable_list all;
+  for (const Weight& weight : weights) {
+    all.push_back(weight.accumulator->variable);
+  }
+  return all;
+}
+
 void Group::release() noexcept {
   // Freeing may run Python code that looks at this group: it must find it empty, not half freed.
   const auto dead_tasks = std::exchange(tasks, {});

@@ -239,6 +239,8 @@ struct Group : zbp_group, std::enable_shared_from_this<Group> {
   /// Gives the gradients at the faces memory of their own, if others than `known` have it, too.
   void own(c10::ArrayRef<uint32_t> faces, c10::ArrayRef<at::Tensor> known);
 
+  /// The weights themselves, in their order.
+  variable_list variables() const;
   /// Lets go of everything that W read; so do the nodes that only W could still run, whoever refers
   /// to them.
   void release() noexcept;

@@ -146,12 +146,8 @@ SmallVector<Kept, 2> kept_in(PyObject* list) {
 /// -1.
 void keep_work(StandIn& stand_in, PyObject* function, PyObject* saved,
                SmallVector<int32_t, 2> faces) {
-  variable_list weights;
-  for (const Weight& weight : stand_in.group().weights) {
-    weights.push_back(weight.accumulator->variable);
-  }
-  const THPObjectPtr taken =
-      call_python("zbpipe._work", "take", {saved, checked(wrap_tensors(weights))});
+  THPObjectPtr weights = checked(wrap_tensors(stand_in.group().variables()));
+  const THPObjectPtr taken = call_python("zbpipe._work", "take", {saved, weights});
   const auto part = [&](Py_ssize_t i) { return PyTuple_GET_ITEM(taken.get(), i); };
   const auto owned = [](PyObject* object) {
     return c10::SafePyObject(Py_NewRef(object), getPyInterpreter());

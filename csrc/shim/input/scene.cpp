@@ -114,14 +114,13 @@ void make_groups(zbp_scene& scene, zbp_survey& survey) {
 
 void make_stand_ins(zbp_scene& scene, const zbp_survey& survey) {
   const zbp_plan& plan = survey.plan;
-  auto& by_id = scene.stand_ins;
-  by_id.resize(survey.graph.node_count);
+  scene.stand_ins.resize(survey.graph.node_count);
   for (uint32_t i = 0; i < plan.split_begin[plan.group_count]; ++i) {
     const uint32_t id = plan.split[i];
     Node& node = scene.walk->node(id);
-    by_id[id] =
+    scene.stand_ins[id] =
         make_node<StandIn>(ref_of(node), scene.groups[plan.group[id]], survey.split.task[id]);
-    by_id[id]->next_edges().resize(node.next_edges().size());
+    scene.stand_ins[id]->next_edges().resize(node.next_edges().size());
   }
 }
 
