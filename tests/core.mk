@@ -20,9 +20,9 @@ PASS_SOURCES := $(sort $(patsubst csrc/%,%,$(wildcard csrc/pass/*.c)))
 CORE_HEADERS := $(sort $(wildcard csrc/core/*/*.h csrc/instruments/core/*.h csrc/pass/*.h) csrc/shim/input/zbp_input.h csrc/shim/weight/zbp_weight.h \
 	csrc/shim/torch/zbp_error.h)
 CORE_TESTS := test_alloc test_map test_graph test_plan test_blocks test_record test_layout \
-	test_book test_pass test_kind test_split test_input_pass
+	test_book test_pass test_kind test_split
 FUZZ_TARGETS := fuzz_plan fuzz_weight_pass fuzz_record
-FUZZ_WITH_fuzz_weight_pass = tests/c/fake_shim.c $(filter-out %/input_pass.c,$(PASS_SOURCES:%=csrc/%))
+FUZZ_WITH_fuzz_weight_pass = tests/c/fake_shim.c $(PASS_SOURCES:%=csrc/%)
 CORE_LIB := $(CORE_BUILD)/libzbpcore.a
 
 # The flavours: plain is what the library ships; count calls a function per basic block, for test_large; ubsan asks for more than the language does, optimised as what
@@ -64,9 +64,8 @@ $$(CORE_BUILD)/$(1)/bin/%: $$(CORE_BUILD)/$(1)/tests/%.o $$(CORE_BUILD)/$(1)/tes
 $(FUZZ_TARGETS:%=$$(CORE_BUILD)/$(1)/bin/%): $$(CORE_BUILD)/$(1)/tests/fuzz_main.o
 
 # What runs passes has a fake in the shim's place.
-$$(CORE_BUILD)/$(1)/bin/test_input_pass: $$(CORE_BUILD)/$(1)/objects/pass/input_pass.o
 $$(CORE_BUILD)/$(1)/bin/fuzz_weight_pass $$(CORE_BUILD)/$(1)/bin/test_pass: $$(CORE_BUILD)/$(1)/tests/fake_shim.o \
-	$$(filter-out %/input_pass.o,$$(PASS_OBJECTS_$(1)))
+	$$(PASS_OBJECTS_$(1))
 
 .SECONDARY: $$(CORE_OBJECTS_$(1)) $$(PASS_OBJECTS_$(1)) $$(patsubst tests/c/%.c,$$(CORE_BUILD)/$(1)/tests/%.o,$$(wildcard tests/c/*.c))
 -include $$(wildcard $$(CORE_BUILD)/$(1)/objects/*/*.d $$(CORE_BUILD)/$(1)/objects/*/*/*.d $$(CORE_BUILD)/$(1)/tests/*.d)

@@ -109,8 +109,8 @@ static PyObject *input_pass(PyObject *module, PyObject *args)
     given.policy = said.of_input_pass;
     given.excluded = said.excluded;
     pass_begins();
-    result = zbp_or_raise(zbp_input_call(&given, zbp_pass_inputs, zbp_group_wrap,
-                                         zbp_state_of(module)->group_type, &has_begun, &error),
+    result = zbp_or_raise(zbp_input_call(&given, zbp_group_wrap, zbp_state_of(module)->group_type,
+                                         &has_begun, &error),
                           &error);
     if (result == NULL && has_begun && PyErr_ExceptionMatches(PyExc_Exception)) {
         raise_run_error(zbp_state_of(module)->run_error);

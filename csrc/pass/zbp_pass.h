@@ -1,24 +1,16 @@
-/* zbp_pass.h - the two passes: what happens in which order, and what becomes of it after an error.
+/* zbp_pass.h - the weight pass: what is added in which order, and what becomes of it after an error.
  *
  * Knows neither torch nor Python. What is decided stands in a split, layouts and books (core/pass);
- * what is touched it asks of the shim (shim/input/zbp_input.h, zbp_weight.h), in whose place tests
- * link one without torch.
+ * what is touched it asks of the shim (zbp_weight.h), in whose place tests link one without torch.
  */
 #pragma once
 
 #include <stddef.h>
 
 #include "core/base/zbp_c.h"
-#include "shim/input/zbp_input.h"
 #include "shim/weight/zbp_weight.h"
 
 ZBP_BEGIN_C
-
-/* Runs I for a scene that has just begun. Called with the GIL held.
- *
- * ZBP_OK: the scene has the inputs' gradients and the groups. Another status: *error says what was
- * raised, if it was the shim; zbp_input_call puts back what the scene has changed. */
-ZBP_MUST_USE int zbp_pass_inputs(zbp_scene *scene, zbp_error *error);
 
 /* Runs W for groups that nobody else runs: each adds its gradients, once. Called without the GIL.
  *

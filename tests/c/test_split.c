@@ -5,12 +5,14 @@
 #include "counting.h"
 #include "model.h"
 
-enum { NODES = 40, ROOTS = 4 };
+enum { NODES = 40, EDGES = 4 * NODES, ROOTS = 4 };
 
 typedef struct world {
     zbp_graph graph;
     zbp_plan plan;
-    zbp_facts facts;
+    zbp_fact fact[NODES];
+    bool is_matrix[EDGES];
+    zbp_facts facts; /* the two arrays */
     zbp_split split;
     uint32_t root[ROOTS], root_count;
 } world;
@@ -18,7 +20,6 @@ typedef struct world {
 static void fini(world *w)
 {
     zbp_split_fini(&w->split);
-    zbp_facts_fini(&w->facts);
     zbp_plan_fini(&w->plan);
     zbp_graph_fini(&w->graph);
 }
@@ -33,10 +34,18 @@ static bool is_marked(const world *w, uint32_t node, uint8_t mark)
     return (w->graph.mark[node] & mark) != 0;
 }
 
+static void open_facts(world *w)
+{
+    REQUIRE(w->graph.node_count <= NODES && w->graph.edge_count <= EDGES);
+    w->facts.fact = w->fact;
+    w->facts.is_matrix = w->is_matrix;
+}
+
 static void draw_facts(world *w, uint64_t *state)
 {
+    open_facts(w);
     for (uint32_t i = 0; i < w->graph.node_count; i++) {
-        w->facts.fact[i] = (zbp_fact){
+        w->fact[i] = (zbp_fact){
             .sequence_nr = model_below(state, 100),
             .type = (uint8_t)model_below(state, 5),
             .left_slot = (uint8_t)model_below(state, 2),
@@ -45,7 +54,7 @@ static void draw_facts(world *w, uint64_t *state)
         };
     }
     for (uint32_t e = 0; e < w->graph.edge_count; e++)
-        w->facts.is_matrix[e] = model_below(state, 2) == 0;
+        w->is_matrix[e] = model_below(state, 2) == 0;
     w->facts.policy =
         (zbp_decision){(uint8_t)model_below(state, 3), (uint8_t)model_below(state, 3)};
 }
@@ -67,7 +76,6 @@ static void draw(world *w, uint64_t *state)
     w->graph = (zbp_graph){0};
     REQUIRE(model_random_graph(&w->graph, state, NODES) == ZBP_OK);
     REQUIRE(zbp_plan_build(&w->plan, &w->graph) == ZBP_OK);
-    REQUIRE(zbp_facts_init(&w->facts, &w->graph) == ZBP_OK);
     draw_facts(w, state);
     draw_roots(w, state);
     REQUIRE(zbp_split_build(&w->split, &w->graph, &w->plan, &w->facts, w->root, w->root_count) ==
@@ -383,9 +391,9 @@ static uint8_t obstacle_behind(uint32_t steps)
     w.graph.mark[weight] |= ZBP_ROLE_WEIGHT;
     w.graph.mark[input] |= ZBP_ROLE_INPUT;
     REQUIRE(zbp_plan_build(&w.plan, &w.graph) == ZBP_OK);
-    REQUIRE(zbp_facts_init(&w.facts, &w.graph) == ZBP_OK);
+    open_facts(&w);
     for (uint32_t i = 1; i <= steps; i++)
-        w.facts.fact[i].step = ZBP_STEP_TRANSPOSITION;
+        w.fact[i].step = ZBP_STEP_TRANSPOSITION;
     REQUIRE(zbp_split_build(&w.split, &w.graph, &w.plan, &w.facts, NULL, 0) == ZBP_OK);
     obstacle = w.split.layout[0].face[0].obstacle;
     fini(&w);
@@ -408,22 +416,13 @@ static void a_failed_allocation_leaves_nothing(void)
 
         draw(&w, &state);
         zbp_split_fini(&w.split);
-        zbp_facts_fini(&w.facts);
         for (long n = 0; status != ZBP_OK; n++) {
             counting_begin(-1);
             count.fail_at = n;
-            status = zbp_facts_init(&w.facts, &w.graph);
-            if (status == ZBP_OK) {
-                uint64_t facts_state = 19;
-
-                draw_facts(&w, &facts_state);
-                status =
-                    zbp_split_build(&w.split, &w.graph, &w.plan, &w.facts, w.root, w.root_count);
-            }
+            status = zbp_split_build(&w.split, &w.graph, &w.plan, &w.facts, w.root, w.root_count);
             count.fail_at = -1;
             CHECK(status == ZBP_OK || (status == ZBP_ENOMEM && w.split.layout == NULL));
             zbp_split_fini(&w.split);
-            zbp_facts_fini(&w.facts);
             CHECK(count.live == 0);
             REQUIRE(n < 1000);
         }

@@ -3,7 +3,7 @@
  * Indices are those of a zbp_graph. The core asks for no more than this to decide how a backward is
  * split; what a fact stands for in libtorch is the shim's (shim/group/facts.cpp).
  *
- * Allocation: one block. Threads: one writer, or any number of readers.
+ * Threads: any number of readers.
  */
 #pragma once
 
@@ -50,16 +50,12 @@ typedef struct zbp_fact {
     uint8_t flag; /* ZBP_FACT_* */
 } zbp_fact;
 
-/* Held by the caller, who fills it in. Zeroed is legal: it was not made, and has no nodes. */
+/* The arrays are the caller's. */
 typedef struct zbp_facts {
-    zbp_fact *fact;  /* [nodes], of split and outside nodes */
-    bool *is_matrix; /* [edges], of a split node's edges to factors: it has two dimensions or more.
-                      * The array lies in the block of `fact` */
+    const zbp_fact *fact; /* [nodes], of split and outside nodes; others are zeroed */
+    const bool
+        *is_matrix; /* [edges], of a split node's edges to factors: has 2 dimensions or more */
     zbp_decision policy;
 } zbp_facts;
-
-/* For a graph that is complete; everything is zero. ZBP_ENOMEM. */
-ZBP_MUST_USE int zbp_facts_init(zbp_facts *facts, const zbp_graph *graph);
-void zbp_facts_fini(zbp_facts *facts); /* zeroes it; a zeroed one is legal */
 
 ZBP_END_C

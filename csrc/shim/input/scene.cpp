@@ -13,6 +13,26 @@ using torch::autograd::AccumulateGrad;
 
 namespace {
 
+template <class T, void (*fini)(T*)>
+struct Owned : T {
+  Owned() : T{} {}
+  ~Owned() { fini(this); }
+  Owned(const Owned&) = delete;
+  Owned& operator=(const Owned&) = delete;
+};
+
+/// What I is planned on.
+struct Survey {
+  explicit Survey(const InputPassArgs& args) : walk(args, graph) {}
+
+  Owned<zbp_graph, zbp_graph_fini> graph;
+  const Walk walk;
+  Owned<zbp_plan, zbp_plan_fini> plan;
+  std::vector<zbp_fact> fact;  // see zbp_facts.h
+  std::unique_ptr<bool[]> is_matrix;
+  Owned<zbp_split, zbp_split_fini> split;
+};
+
 bool is_reentrant_checkpoint(Node& node) {
   return is_python_function(node) &&
          call_python("zbpipe._torch.checkpoint", "is_reentrant", {context_of(node)}).get() ==
@@ -21,9 +41,9 @@ bool is_reentrant_checkpoint(Node& node) {
 
 /// torch's reentrant checkpoint runs a backward of its own, of which no edge tells. One that leads
 /// neither to an input nor to a weight, but to a leaf that somebody made for it, would not run.
-void refuse_reentrant(const zbp_scene& scene, const zbp_survey& survey) {
+void refuse_reentrant(const Survey& survey) {
   for (uint32_t id = 0; id < survey.graph.node_count; ++id) {
-    Node& node = scene.walk->node(id);
+    Node& node = survey.walk.node(id);
     TORCH_CHECK((survey.plan.flag[id] & (ZBP_NODE_CLOSURE | ZBP_NODE_WEIGHTWARD)) != 0 ||
                     !is_reentrant_checkpoint(node),
                 "a reentrant checkpoint leads to no input and to none of the weights, so that no "
@@ -33,21 +53,22 @@ void refuse_reentrant(const zbp_scene& scene, const zbp_survey& survey) {
   }
 }
 
-void note_facts(const zbp_scene& scene, const zbp_survey& survey, zbp_facts& facts) {
+void note_facts(Survey& survey) {
   const zbp_plan& plan = survey.plan;
-  const Walk& walk = *scene.walk;
-  facts.policy = scene.args.policy.leaves;
+  const Walk& walk = survey.walk;
+  survey.fact.resize(survey.graph.node_count);
+  survey.is_matrix = std::make_unique<bool[]>(survey.graph.edge_count);
   for (uint32_t i = 0; i < plan.split_begin[plan.group_count]; ++i) {
-    facts.fact[plan.split[i]] = fact_of_split(walk.node(plan.split[i]));
+    survey.fact[plan.split[i]] = fact_of_split(walk.node(plan.split[i]));
   }
   for (uint32_t i = 0; i < plan.outside_begin[plan.group_count]; ++i) {
-    facts.fact[plan.outside[i]] = fact_of_outside(walk.node(plan.outside[i]));
+    survey.fact[plan.outside[i]] = fact_of_outside(walk.node(plan.outside[i]));
   }
   for (uint32_t i = 0; i < survey.graph.edge_count; ++i) {
     const zbp_edge& edge = survey.graph.edge[i];
-    if (facts.fact[edge.src].type >= ZBP_TYPE_FACTORS &&
+    if (survey.fact[edge.src].type >= ZBP_TYPE_FACTORS &&
         (plan.flag[edge.dst] & ZBP_NODE_WEIGHTWARD) != 0) {
-      facts.is_matrix[i] = is_matrix(walk.node(edge.src).next_edge(edge.slot));
+      survey.is_matrix[i] = is_matrix(walk.node(edge.src).next_edge(edge.slot));
     }
   }
 }
@@ -63,8 +84,8 @@ Task& new_task(Group& group, NodePtr node) {
   return task;
 }
 
-GroupPtr make_group(const zbp_scene& scene, zbp_survey& survey, uint32_t g) {
-  const Walk& walk = *scene.walk;
+GroupPtr make_group(Survey& survey, uint32_t g) {
+  const Walk& walk = survey.walk;
   const zbp_plan& plan = survey.plan;
   auto group = std::make_shared<Group>();
   group->layout = std::exchange(survey.split.layout[g], zbp_layout{});
@@ -86,17 +107,17 @@ GroupPtr make_group(const zbp_scene& scene, zbp_survey& survey, uint32_t g) {
   return group;
 }
 
-void add_root_task(const zbp_scene& scene, Group& group, size_t root) {
+void add_root_task(const Scene& scene, Group& group, size_t root) {
   const Edge& edge = scene.args.roots[root];
   Task& task = new_task(group, edge.function);
   task.face.push_back({edge, Kept(scene.args.root_grads[root])});
 }
 
-void make_groups(zbp_scene& scene, zbp_survey& survey) {
-  const bool recomputes = survey.facts.policy.checkpoint == ZBP_CHECKPOINT_RECOMPUTE;
-  const auto reads = recomputes ? note_reads(scene.args, *scene.walk, survey.graph) : nullptr;
+void make_groups(Scene& scene, Survey& survey) {
+  const bool recomputes = scene.args.policy.leaves.checkpoint == ZBP_CHECKPOINT_RECOMPUTE;
+  const auto reads = recomputes ? note_reads(scene.args, survey.walk, survey.graph) : nullptr;
   for (uint32_t g = 0; g < survey.plan.group_count; ++g) {
-    Group& group = *scene.groups.emplace_back(make_group(scene, survey, g));
+    Group& group = *scene.groups.emplace_back(make_group(survey, g));
     group.reads = reads;
     group.adds_to_main_grad = scene.args.policy.main_grad;
     note_saved_outside(group);
@@ -105,19 +126,19 @@ void make_groups(zbp_scene& scene, zbp_survey& survey) {
   }
   for (uint32_t r = 0; r < survey.split.root_count; ++r) {
     if (survey.split.root_task[r] != ZBP_NONE) {
-      add_root_task(scene, *scene.groups[survey.plan.group[scene.walk->roots()[r]]], r);
+      add_root_task(scene, *scene.groups[survey.plan.group[survey.walk.roots()[r]]], r);
     }
   }
 }
 
 // ---- stand-ins and edges
 
-void make_stand_ins(zbp_scene& scene, const zbp_survey& survey) {
+void make_stand_ins(Scene& scene, const Survey& survey) {
   const zbp_plan& plan = survey.plan;
   scene.stand_ins.resize(survey.graph.node_count);
   for (uint32_t i = 0; i < plan.split_begin[plan.group_count]; ++i) {
     const uint32_t id = plan.split[i];
-    Node& node = scene.walk->node(id);
+    Node& node = survey.walk.node(id);
     scene.stand_ins[id] =
         make_node<StandIn>(ref_of(node), scene.groups[plan.group[id]], survey.split.task[id]);
     scene.stand_ins[id]->next_edges().resize(node.next_edges().size());
@@ -125,14 +146,14 @@ void make_stand_ins(zbp_scene& scene, const zbp_survey& survey) {
 }
 
 /// What an edge or a root that leads to the node `target` is in I.
-Edge edge_in_run(zbp_scene& scene, const Edge& edge, uint32_t target, uint8_t to) {
+Edge edge_in_run(Scene& scene, const Walk& walk, const Edge& edge, uint32_t target, uint8_t to) {
   switch (to) {
     case ZBP_TO_STAND_IN:
       return Edge(scene.stand_ins[target], edge.input_nr);
     case ZBP_TO_CAPTURE: {
       NodeRef<Capture>& capture = scene.captures[target];
       if (!capture) {
-        capture = make_node<Capture>(edge.function, scene.walk->has_other_outputs(*edge.function));
+        capture = make_node<Capture>(edge.function, walk.has_other_outputs(*edge.function));
       }
       return Edge(capture, edge.input_nr);
     }
@@ -144,21 +165,21 @@ Edge edge_in_run(zbp_scene& scene, const Edge& edge, uint32_t target, uint8_t to
 }
 
 /// Of the nodes that the engine runs in I as they are.
-void watch_hooks(zbp_scene& scene, const zbp_survey& survey) {
+void watch_hooks(Scene& scene, const Survey& survey) {
   for (uint32_t id = 0; id < survey.graph.node_count; ++id) {
     const uint8_t flag = survey.plan.flag[id] & (ZBP_NODE_CLOSURE | ZBP_NODE_SPLIT);
-    if (flag == ZBP_NODE_CLOSURE && !scene.walk->is_input(id) && has_hooks(scene.walk->node(id))) {
-      scene.hooked.push_back(std::make_unique<HookedNode>(scene.walk->node(id)));
+    if (flag == ZBP_NODE_CLOSURE && !survey.walk.is_input(id) && has_hooks(survey.walk.node(id))) {
+      scene.hooked.push_back(std::make_unique<HookedNode>(survey.walk.node(id)));
     }
   }
 }
 
-void edit_edges(zbp_scene& scene, const zbp_survey& survey) {
+void edit_edges(Scene& scene, const Survey& survey) {
   for (uint32_t i = 0; i < survey.split.edit_count; ++i) {
     const zbp_edit& edit = survey.split.edit[i];
     const zbp_edge& edge = survey.graph.edge[edit.edge];
-    Node& node = scene.walk->node(edge.src);
-    Edge there = edge_in_run(scene, node.next_edge(edge.slot), edge.dst, edit.to);
+    Node& node = survey.walk.node(edge.src);
+    Edge there = edge_in_run(scene, survey.walk, node.next_edge(edge.slot), edge.dst, edit.to);
     if (edit.is_of_node) {
       EdgeEdits& edits = edit.to == ZBP_TO_STAND_IN ? scene.detours : scene.cuts;
       edits.replace(node, edge.slot, there);
@@ -171,12 +192,12 @@ void edit_edges(zbp_scene& scene, const zbp_survey& survey) {
 
 // ---- the run
 
-void run(zbp_scene& scene, const zbp_survey& survey) {
+void run(Scene& scene, const Survey& survey) {
   edge_list roots;
   variable_list root_grads;
   for (uint32_t r = 0; r < survey.split.root_count; ++r) {
-    Edge there =
-        edge_in_run(scene, scene.args.roots[r], scene.walk->roots()[r], survey.split.root_to[r]);
+    Edge there = edge_in_run(scene, survey.walk, scene.args.roots[r], survey.walk.roots()[r],
+                             survey.split.root_to[r]);
     if (there.is_valid()) {
       roots.push_back(std::move(there));
       root_grads.push_back(scene.args.root_grads[r]);
@@ -187,11 +208,11 @@ void run(zbp_scene& scene, const zbp_survey& survey) {
   }
   std::vector<Node*> represented;
   for (const auto& [id, capture] : scene.captures) {
-    represented.push_back(&scene.walk->node(id));
+    represented.push_back(&survey.walk.node(id));
   }
   for (uint32_t id = 0; id < scene.stand_ins.size(); ++id) {
     if (scene.stand_ins[id]) {
-      represented.push_back(&scene.walk->node(id));
+      represented.push_back(&survey.walk.node(id));
     }
   }
   // Of a group without split nodes nothing runs in I; a region that it is a part of may.
@@ -238,7 +259,7 @@ void let_go_of_closure(Task& task) {
   }
 }
 
-void detach_outputs(const zbp_scene& scene, const zbp_plan& plan) {
+void detach_outputs(const Scene& scene, const Survey& survey) {
   std::vector<Group*> computing_regions;
   for (const GroupPtr& group : scene.groups) {
     if (group->leaves_packed()) {
@@ -250,11 +271,12 @@ void detach_outputs(const zbp_scene& scene, const zbp_plan& plan) {
     if (output.is_leaf()) {
       continue;
     }
-    const uint32_t id = scene.walk->id_of(torch::autograd::impl::gradient_edge(output));
-    if (id != ZBP_NONE && scene.walk->is_input(id)) {
+    const uint32_t id = survey.walk.id_of(torch::autograd::impl::gradient_edge(output));
+    if (id != ZBP_NONE && survey.walk.is_input(id)) {
       continue;
     }
-    const uint32_t reader = id != ZBP_NONE ? scene.walk->group_that_reads(id, plan) : ZBP_NONE;
+    const uint32_t reader =
+        id != ZBP_NONE ? survey.walk.group_that_reads(id, survey.plan) : ZBP_NONE;
     std::vector<Group*> readers = computing_regions;
     if (reader != ZBP_NONE && !scene.groups[reader]->leaves_packed()) {
       readers.push_back(scene.groups[reader].get());
@@ -270,8 +292,8 @@ void detach_outputs(const zbp_scene& scene, const zbp_plan& plan) {
   }
 }
 
-void hand_over(zbp_scene& scene, const zbp_survey& survey) {
-  scene.input_grads = input_grads(scene.args, *scene.walk, scene.captures, scene.groups);
+void hand_over(Scene& scene, const Survey& survey) {
+  scene.input_grads = input_grads(scene.args, survey.walk, scene.captures, scene.groups);
   for (const GroupPtr& group : scene.groups) {
     group->own(std::exchange(group->waiting, {}), {});
     group->find_streams();
@@ -284,41 +306,30 @@ void hand_over(zbp_scene& scene, const zbp_survey& survey) {
       stand_in->retire();
     }
   }
-  detach_outputs(scene, survey.plan);
+  detach_outputs(scene, survey);
   scene.captures.clear();
   scene.stand_ins.clear();
 }
 
 }  // namespace
 
+// As docs/architecture.md tells it.
+void run_input_pass(Scene& scene) {
+  Survey survey(scene.args);
+  check_status(zbp_plan_build(&survey.plan, &survey.graph));
+  refuse_reentrant(survey);
+  note_facts(survey);
+  const zbp_facts facts{survey.fact.data(), survey.is_matrix.get(), scene.args.policy.leaves};
+  const std::vector<uint32_t>& roots = survey.walk.roots();
+  check_status(zbp_split_build(&survey.split, &survey.graph, &survey.plan, &facts, roots.data(),
+                               static_cast<uint32_t>(roots.size())));
+  make_groups(scene, survey);
+  make_stand_ins(scene, survey);
+  edit_edges(scene, survey);
+  watch_hooks(scene, survey);
+  run(scene, survey);
+  scene.hooked.clear();
+  hand_over(scene, survey);
+}
+
 }  // namespace zbp
-
-using namespace zbp;
-
-int zbp_scene_walk(zbp_scene* scene, zbp_graph* graph, const uint32_t** root_out,
-                   uint32_t* root_count_out, zbp_error* error) {
-  return kept_in(error, [&] {
-    scene->walk = std::make_unique<Walk>(scene->args, *graph);
-    *root_out = scene->walk->roots().data();
-    *root_count_out = static_cast<uint32_t>(scene->walk->roots().size());
-  });
-}
-
-int zbp_scene_note_facts(zbp_scene* scene, zbp_survey* survey, zbp_error* error) {
-  return kept_in(error, [&] {
-    refuse_reentrant(*scene, *survey);
-    note_facts(*scene, *survey, survey->facts);
-  });
-}
-
-int zbp_scene_run(zbp_scene* scene, zbp_survey* survey, zbp_error* error) {
-  return kept_in(error, [&] {
-    make_groups(*scene, *survey);
-    make_stand_ins(*scene, *survey);
-    edit_edges(*scene, *survey);
-    watch_hooks(*scene, *survey);
-    run(*scene, *survey);
-    scene->hooked.clear();
-    hand_over(*scene, *survey);
-  });
-}

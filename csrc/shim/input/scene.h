@@ -41,12 +41,10 @@ std::shared_ptr<const Reads> note_reads(const InputPassArgs& args, const Walk& w
 variable_list input_grads(const InputPassArgs& args, const Walk& walk, const Captures& captures,
                           const std::vector<GroupPtr>& groups);
 
-}  // namespace zbp
-
-struct zbp_scene {
+struct Scene {
   /// However I ends, every edge is put back that has not been handed over, no stand-in keeps what
   /// its node has lent it, and if I has failed, none leaves its node half used.
-  ~zbp_scene() {
+  ~Scene() {
     cuts.undo();
     detours.undo();
     for (const auto& stand_in : stand_ins) {
@@ -56,18 +54,21 @@ struct zbp_scene {
     }
   }
 
-  zbp::InputPassArgs args;
+  InputPassArgs args;
   size_t input_count = 0;        // of all values that the caller has listed
   std::vector<size_t> position;  // among them, of args.inputs
 
-  std::unique_ptr<zbp::Walk> walk;
+  std::vector<GroupPtr> groups;
+  Captures captures;
+  std::vector<NodeRef<StandIn>> stand_ins;  // of the split nodes, by id
+  std::vector<std::unique_ptr<HookedNode>> hooked;
+  EdgeEdits detours;  // to stand-ins: for good, once I has succeeded
+  EdgeEdits cuts;     // all others: for the time of the run
 
-  std::vector<zbp::GroupPtr> groups;
-  zbp::Captures captures;
-  std::vector<zbp::NodeRef<zbp::StandIn>> stand_ins;  // of the split nodes, by id
-  std::vector<std::unique_ptr<zbp::HookedNode>> hooked;
-  zbp::EdgeEdits detours;  // to stand-ins: for good, once I has succeeded
-  zbp::EdgeEdits cuts;     // all others: for the time of the run
-
-  zbp::variable_list input_grads;  // one per args.inputs, undefined where nothing reached it
+  variable_list input_grads;  // one per args.inputs, undefined where nothing reached it
 };
+
+/// Plans I and runs it: afterwards the scene has the groups and the inputs' gradients.
+void run_input_pass(Scene& scene);
+
+}  // namespace zbp

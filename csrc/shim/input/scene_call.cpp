@@ -102,7 +102,7 @@ void add_outputs(InputPassArgs& args, PyObject* outputs, PyObject* grads) {
   }
 }
 
-void add_inputs(zbp_scene& scene, PyObject* inputs) {
+void add_inputs(Scene& scene, PyObject* inputs) {
   scene.input_count = static_cast<size_t>(PyTuple_GET_SIZE(inputs));
   for (size_t i = 0; i < scene.input_count; ++i) {
     const at::Tensor* tensor = as_tensor(PyTuple_GET_ITEM(inputs, static_cast<Py_ssize_t>(i)));
@@ -141,7 +141,7 @@ void set_input_grads(const InputPassArgs& args, const variable_list& grads) {
   }
 }
 
-void add_arguments(zbp_scene& scene, const zbp_input_args& given) {
+void add_arguments(Scene& scene, const zbp_input_args& given) {
   scene.args.policy = given.policy;
   scene.args.all_leaves = !given.weights;
   add_outputs(scene.args, given.outputs, given.grads);
@@ -158,9 +158,9 @@ void add_arguments(zbp_scene& scene, const zbp_input_args& given) {
 
 }  // namespace
 
-PyObject* zbp_input_call(const zbp_input_args* given, zbp_input_steps steps, zbp_wrap wrap,
-                         void* arg, bool* has_begun_out, zbp_error* error) {
-  zbp_scene scene;  // out here: its end may run Python code, which must find no error set
+PyObject* zbp_input_call(const zbp_input_args* given, zbp_wrap wrap, void* arg, bool* has_begun_out,
+                         zbp_error* error) {
+  Scene scene;  // out here: its end may run Python code, which must find no error set
   *has_begun_out = guarded(error, [&] { add_arguments(scene, *given); }) == ZBP_OK;
   if (!*has_begun_out) {
     return nullptr;
@@ -168,7 +168,7 @@ PyObject* zbp_input_call(const zbp_input_args* given, zbp_input_steps steps, zbp
   return guarded_object(error, [&] {
     {
       RECORD_USER_SCOPE("zbpipe::input_pass");
-      check_status(steps(&scene, error), *error);
+      run_input_pass(scene);
     }
     THPObjectPtr groups = checked(PyList_New(0));
     for (GroupPtr& group : scene.groups) {

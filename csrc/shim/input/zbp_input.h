@@ -1,8 +1,7 @@
 /* zbp_input.h - the input pass (I): one call of it from its arguments to its end.
  *
- * The bindings make a call. Within it zbp_pass_inputs (csrc/pass/input_pass.c) asks for the steps
- * of I in the order of the functions below. Nothing here decides what runs, what is cut, what
- * becomes of a node: that stands in a split (zbp_split.h).
+ * The shim decides nothing of what runs, what is cut, what becomes of a node: that stands in a plan
+ * and a split (zbp_plan.h, zbp_split.h), and the shim makes it true.
  *
  * Conventions, also of the shim's other headers. Functions return a status. Unless it is ZBP_OK,
  * *error has what was raised (zbp_error.h), and outputs are not to be used. Functions that return
@@ -19,7 +18,6 @@
 #include "core/base/zbp_status.h"
 #include "core/pass/zbp_group.h"
 #include "core/pass/zbp_policy.h"
-#include "core/pass/zbp_split.h"
 #include "shim/torch/zbp_error.h"
 
 ZBP_BEGIN_C
@@ -29,9 +27,6 @@ typedef struct zbp_policy {
     zbp_decision leaves; /* what I leaves to W */
     bool main_grad;      /* a fused kernel may have added to a weight's main_grad: I asks it */
 } zbp_policy;
-
-/* What one call of I is about, and what it has put into the graph. Lives for the call. */
-typedef struct zbp_scene zbp_scene;
 
 /* The arguments of I, all tuples, borrowed.
  *
@@ -45,47 +40,17 @@ typedef struct zbp_input_args {
     PyObject *outputs, *grads, *inputs, *weights, *excluded;
 } zbp_input_args;
 
-/* What a call runs: zbp_pass_inputs. */
-typedef int (*zbp_input_steps)(zbp_scene *scene, zbp_error *error);
-
 /* Makes a Python object of a group, which it steals. NULL with a Python error set. */
 typedef PyObject *(*zbp_wrap)(void *arg, zbp_group *group);
 
-/* Checks and converts the arguments, then runs the steps. New tuple (dinputs, groups): a gradient
+/* Checks and converts the arguments, then runs I. New tuple (dinputs, groups): a gradient
  * or None per input, a list. The inputs' .grad is set or added to.
  *
  * *has_begun_out: false where the arguments were refused, and nothing was touched. After an error
- * in the steps the graph has its edges back, no gradient of an input was set, and what ran has
+ * in I the graph has its edges back, no gradient of an input was set, and what ran has
  * released its saved tensors, as after a failed ordinary backward. */
-ZBP_MUST_USE PyObject *zbp_input_call(const zbp_input_args *args, zbp_input_steps steps,
-                                      zbp_wrap wrap, void *arg, bool *has_begun_out,
-                                      zbp_error *error);
-
-/* ---- the steps */
-
-/* What I is planned on. Zeroed is none. */
-typedef struct zbp_survey {
-    zbp_graph graph;
-    zbp_plan plan;
-    zbp_facts facts;
-    zbp_split split;
-} zbp_survey;
-
-/* Fills the empty graph with what can be reached from the outputs, up to the inputs; marks inputs,
- * weights and roots. Refuses what an earlier I has consumed. *root_out: the ids of the nodes from
- * which the backward starts, one for each gradient that it starts with; borrowed from the scene. */
-ZBP_MUST_USE int zbp_scene_walk(zbp_scene *scene, zbp_graph *graph, const uint32_t **root_out,
-                                uint32_t *root_count_out, zbp_error *error);
-
-/* Fills the survey's facts, which have been made for its graph, from its nodes and the policy. */
-ZBP_MUST_USE int zbp_scene_note_facts(zbp_scene *scene, zbp_survey *survey, zbp_error *error);
-
-/* Makes the groups, which take their layouts out of the survey's split; puts stand-ins and captures
- * in place and edits edges as the split says; runs the engine, without the GIL; takes the inputs'
- * gradients, undoes the cuts, retires the split nodes, detaches the outputs. After an error what
- * was changed is put back when the scene ends, the last edit first; where memory ran out for the
- * detaching alone, the edges keep their new targets. */
-ZBP_MUST_USE int zbp_scene_run(zbp_scene *scene, zbp_survey *survey, zbp_error *error);
+ZBP_MUST_USE PyObject *zbp_input_call(const zbp_input_args *args, zbp_wrap wrap, void *arg,
+                                      bool *has_begun_out, zbp_error *error);
 
 /* ---- what a Python autograd.Function's backward hands over in I, for W */
 
