@@ -19,16 +19,20 @@ static void counting_sees_a_leak(void)
 static void growth_doubles_up_to_the_largest_count(void)
 {
     uint32_t capacity = 0;
-    char *p = zbpi_grow(NULL, &capacity, 64, 8);
+    char *p = zbpi_room(NULL, 0, &capacity, 8);
 
-    REQUIRE(p != NULL && capacity == 64);
-    p = zbpi_grow(p, &capacity, 64, 8);
-    CHECK(p != NULL && capacity == 128);
+    REQUIRE(p != NULL && capacity == 4);
+    CHECK(zbpi_room(p, 3, &capacity, 8) == p && capacity == 4);
+    p = zbpi_room(p, 4, &capacity, 8);
+    CHECK(p != NULL && capacity == 8);
     zbpi_free(p);
     counting_begin(0);
-    capacity = UINT32_MAX / 2 + 1;
-    CHECK(zbpi_grow(NULL, &capacity, 64, 1) == NULL && capacity == UINT32_MAX / 2 + 1);
-    CHECK(zbpi_grow(NULL, &capacity, 64, SIZE_MAX / 1000) == NULL && count.calls == 1);
+    capacity = UINT32_MAX / 4 + 1;
+    CHECK(zbpi_room(NULL, capacity, &capacity, 1) == NULL && count.calls == 1);
+    CHECK(zbpi_room(NULL, capacity, &capacity, SIZE_MAX / 1000) == NULL && count.calls == 1);
+    capacity *= 2;
+    CHECK(zbpi_room(NULL, INT32_MAX, &capacity, 1) == NULL && capacity == UINT32_MAX / 2 + 1);
+    CHECK(zbpi_room(NULL, capacity, &capacity, 1) == NULL && count.calls == 1);
 }
 
 int main(void)

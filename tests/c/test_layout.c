@@ -32,15 +32,15 @@ static void adds_faces_to_the_last_task(void)
 /* Indices are held as int32_t, too. */
 static void arrays_end_before_their_indices_do(void)
 {
-    enum { MOST = INT32_MAX / 2 };
+    enum { MOST = INT32_MAX };
     zbp_layout layout = {.task_count = MOST,
                          .task_capacity = MOST,
                          .face_count = MOST,
                          .face_capacity = MOST,
                          .weight_count = 1};
 
-    CHECK(zbp_layout_add_task(&layout, ZBP_TASK_WHOLE, 1) == ZBP_EOVERFLOW);
-    CHECK(zbp_layout_add_face(&layout, TO_WEIGHT) == ZBP_EOVERFLOW);
+    CHECK(zbp_layout_add_task(&layout, ZBP_TASK_WHOLE, 1) == ZBP_ENOMEM);
+    CHECK(zbp_layout_add_face(&layout, TO_WEIGHT) == ZBP_ENOMEM);
     CHECK(layout.task_count == MOST && layout.task == NULL && layout.task_capacity == MOST);
     CHECK(layout.face_count == MOST && layout.face == NULL && layout.face_capacity == MOST);
 }

@@ -52,7 +52,7 @@ static void two_records_by_hand(void)
     CHECK(second.untracked == 1 && zbp_tally_serial(&tally) == 4);
     CHECK(zbp_tally_stop(&tally, &second) && !zbp_tally_is_fed(&tally));
     second.mark_count = UINT32_MAX;
-    CHECK(zbp_tally_mark(&tally, &second, &mark) == ZBP_EOVERFLOW && mark == 1);
+    CHECK(zbp_tally_mark(&tally, &second, &mark) == ZBP_ENOMEM && mark == 1);
     zbp_record_fini(&first);
     zbp_record_fini(&second);
     zbp_tally_fini(&tally);

@@ -29,7 +29,7 @@ static int grow(zbp_map *map)
     zbp_map_slot *slot;
 
     if (map->capacity > SIZE_MAX / sizeof *slot / 2)
-        return ZBP_EOVERFLOW;
+        return ZBP_ENOMEM;
     slot = zbpi_zeroed(capacity * sizeof *slot);
     if (slot == NULL)
         return ZBP_ENOMEM;
@@ -55,7 +55,7 @@ int zbp_map_add(zbp_map *map, const void *key, uint32_t value)
     if (slot != NULL && slot->key == key)
         return ZBP_OK;
     if (map->count == UINT32_MAX)
-        return ZBP_EOVERFLOW;
+        return ZBP_ENOMEM;
     if (is_full(map)) {
         int status = grow(map);
 

@@ -13,10 +13,9 @@ ZBP_BEGIN_C
 
 enum {
     ZBP_OK = 0,
-    ZBP_ENOMEM = -1,    /* the allocator returned NULL */
-    ZBP_EOVERFLOW = -2, /* a count or a size does not fit its type */
+    ZBP_ENOMEM = -1, /* the allocator returned NULL, or there is more than can be counted */
     /* the shim's: something was thrown and is kept in a zbp_error; never from the core */
-    ZBP_ETORCH = -3
+    ZBP_ETORCH = -2
 };
 
 ZBP_END_C

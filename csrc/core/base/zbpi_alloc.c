@@ -9,12 +9,16 @@ void *zbpi_zeroed(size_t size)
     return block != NULL ? memset(block, 0, size) : NULL;
 }
 
-void *zbpi_grow(void *p, uint32_t *capacity, uint32_t first, size_t item_size)
+void *zbpi_room(void *p, uint32_t count, uint32_t *capacity, size_t item_size)
 {
-    uint32_t old = *capacity;
-    uint32_t wanted = old < first ? first : old > UINT32_MAX / 2 ? UINT32_MAX : old * 2;
-    void *grown = wanted <= SIZE_MAX / item_size ? zbpi_resize(p, wanted * item_size) : NULL;
+    const uint32_t wanted = *capacity > 0 ? *capacity * 2 : 4;
+    void *grown;
 
+    if (count < *capacity)
+        return p;
+    if (count >= INT32_MAX || wanted > SIZE_MAX / item_size)
+        return NULL;
+    grown = zbpi_resize(p, wanted * item_size);
     if (grown != NULL)
         *capacity = wanted;
     return grown;

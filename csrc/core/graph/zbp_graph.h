@@ -18,7 +18,7 @@
 
 ZBP_BEGIN_C
 
-/* No node, no edge, no group. Never an id: a graph has at most UINT32_MAX - 1 of each. */
+/* No node, no edge, no group. Never an id: a graph has at most INT32_MAX of each. */
 #define ZBP_NONE UINT32_MAX
 
 /* What the caller says about a node; or-ed. A node that is INPUT and WEIGHT counts as INPUT. */
@@ -54,13 +54,12 @@ void zbp_graph_fini(zbp_graph *graph);
 /* Finds the node of key, or adds one with the next id and no marks. *id_out (may be NULL) is its
  * id. key is not NULL, borrowed, never read through, and must stay the name of one node for as long
  * as the graph is used.
- * Errors, the graph unchanged: ZBP_ENOMEM, ZBP_EOVERFLOW (UINT32_MAX - 1 nodes). A key that is
- * already there cannot fail. Amortised O(1). */
+ * ZBP_ENOMEM, the graph unchanged. A key that is already there cannot fail. Amortised O(1). */
 ZBP_MUST_USE int zbp_graph_add_node(zbp_graph *graph, const void *key, uint32_t *id_out);
 
 /* Adds an edge between two ids; its index is the edge_count before the call. slot is kept for the
  * caller and not looked at; the same edge may be added twice.
- * Errors, the graph unchanged: ZBP_ENOMEM, ZBP_EOVERFLOW (UINT32_MAX - 1 edges). Amortised O(1). */
+ * ZBP_ENOMEM, the graph unchanged. Amortised O(1). */
 ZBP_MUST_USE int zbp_graph_add_edge(zbp_graph *graph, uint32_t src, uint32_t slot, uint32_t dst);
 
 ZBP_END_C

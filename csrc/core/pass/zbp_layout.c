@@ -4,8 +4,6 @@
 
 #include "core/base/zbpi_alloc.h"
 
-static const uint32_t MOST = INT32_MAX; /* indices are also held as int32_t */
-
 void zbp_layout_fini(zbp_layout *layout)
 {
     zbpi_free(layout->task);
@@ -14,63 +12,46 @@ void zbp_layout_fini(zbp_layout *layout)
     memset(layout, 0, sizeof *layout);
 }
 
-/* Room for one more in an array of so many; most groups have one task and two faces. */
-static int make_room(void **array, uint32_t count, uint32_t *capacity, size_t item_size)
-{
-    void *grown = *array;
-
-    if (count >= MOST / 2)
-        return ZBP_EOVERFLOW;
-    if (count == *capacity)
-        grown = zbpi_grow(*array, capacity, 2, item_size);
-    if (grown == NULL)
-        return ZBP_ENOMEM;
-    *array = grown;
-    return ZBP_OK;
-}
-
 int zbp_layout_add_task(zbp_layout *layout, uint8_t kind, uint64_t sequence_nr)
 {
-    void *array = layout->task;
-    const int status =
-        make_room(&array, layout->task_count, &layout->task_capacity, sizeof *layout->task);
+    zbp_task *room =
+        zbpi_room(layout->task, layout->task_count, &layout->task_capacity, sizeof *room);
 
-    layout->task = array;
-    if (status == ZBP_OK)
-        layout->task[layout->task_count++] = (zbp_task){
-            .face_begin = layout->face_count,
-            .face_end = layout->face_count,
-            .sequence_nr = sequence_nr,
-            .kind = kind,
-        };
-    return status;
+    if (room == NULL)
+        return ZBP_ENOMEM;
+    layout->task = room;
+    layout->task[layout->task_count++] = (zbp_task){
+        .face_begin = layout->face_count,
+        .face_end = layout->face_count,
+        .sequence_nr = sequence_nr,
+        .kind = kind,
+    };
+    return ZBP_OK;
 }
 
 int zbp_layout_add_face(zbp_layout *layout, zbp_face face)
 {
-    void *array = layout->face;
-    const int status =
-        make_room(&array, layout->face_count, &layout->face_capacity, sizeof *layout->face);
+    zbp_face *room =
+        zbpi_room(layout->face, layout->face_count, &layout->face_capacity, sizeof *room);
 
-    layout->face = array;
-    if (status == ZBP_OK) {
-        face.task = layout->task_count - 1;
-        layout->face[layout->face_count++] = face;
-        layout->task[face.task].face_end = layout->face_count;
-    }
-    return status;
+    if (room == NULL)
+        return ZBP_ENOMEM;
+    layout->face = room;
+    face.task = layout->task_count - 1;
+    layout->face[layout->face_count++] = face;
+    layout->task[face.task].face_end = layout->face_count;
+    return ZBP_OK;
 }
 
 int zbp_layout_add_hop(zbp_layout *layout, zbp_hop hop)
 {
-    void *array = layout->hop;
-    const int status =
-        make_room(&array, layout->hop_count, &layout->hop_capacity, sizeof *layout->hop);
+    zbp_hop *room = zbpi_room(layout->hop, layout->hop_count, &layout->hop_capacity, sizeof *room);
 
-    layout->hop = array;
-    if (status == ZBP_OK)
-        layout->hop[layout->hop_count++] = hop;
-    return status;
+    if (room == NULL)
+        return ZBP_ENOMEM;
+    layout->hop = room;
+    layout->hop[layout->hop_count++] = hop;
+    return ZBP_OK;
 }
 
 int32_t zbp_layout_face_at(const zbp_layout *layout, uint32_t task, uint32_t slot)

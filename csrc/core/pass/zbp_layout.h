@@ -76,10 +76,10 @@ typedef struct zbp_layout {
 
 void zbp_layout_fini(zbp_layout *layout); /* zeroes it; a zeroed one is legal */
 
-/* Adds a task without faces, number task_count - 1 afterwards. ZBP_ENOMEM, ZBP_EOVERFLOW. */
+/* Adds a task without faces, number task_count - 1 afterwards. ZBP_ENOMEM. */
 ZBP_MUST_USE int zbp_layout_add_task(zbp_layout *layout, uint8_t kind, uint64_t sequence_nr);
 
-/* Adds a face to the last task; `face.task` is set here. ZBP_ENOMEM, ZBP_EOVERFLOW. */
+/* Adds a face to the last task; `face.task` is set here. ZBP_ENOMEM. */
 ZBP_MUST_USE int zbp_layout_add_face(zbp_layout *layout, zbp_face face);
 /* The same errors. */
 ZBP_MUST_USE int zbp_layout_add_hop(zbp_layout *layout, zbp_hop hop);

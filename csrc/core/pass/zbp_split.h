@@ -55,7 +55,7 @@ typedef struct zbp_split {
  * gradients meet on the way: see Note [The order of sums] in zbp_book.h. Tasks come in the order of
  * the plan's split nodes, those of roots behind them; outside nodes and weights in the plan's.
  *
- * Errors, *split zeroed: ZBP_ENOMEM, ZBP_EOVERFLOW. Linear, but for the steps of paths, of which
+ * ZBP_ENOMEM, *split zeroed. Linear, but for the steps of paths, of which
  * each has at most 8. */
 ZBP_MUST_USE int zbp_split_build(zbp_split *split, const zbp_graph *graph, const zbp_plan *plan,
                                  const zbp_facts *facts, const uint32_t *root, uint32_t root_count);

@@ -28,7 +28,7 @@ static int grow(zbp_blocks *blocks)
 
     grown.capacity = blocks->capacity == 0 ? FIRST_CAPACITY : blocks->capacity * 2;
     if (blocks->capacity > SIZE_MAX / sizeof *grown.slot / 2)
-        return ZBP_EOVERFLOW;
+        return ZBP_ENOMEM;
     grown.slot = zbpi_zeroed(grown.capacity * sizeof *grown.slot);
     if (grown.slot == NULL)
         return ZBP_ENOMEM;

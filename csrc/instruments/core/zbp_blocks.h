@@ -32,8 +32,8 @@ typedef struct zbp_blocks {
 void zbp_blocks_fini(zbp_blocks *blocks);
 
 /* Adds block, whose address is not 0. A block that is there at the same address is replaced and
- * given to *old_out, else *old_out has address 0. Errors, the table unchanged: ZBP_ENOMEM,
- * ZBP_EOVERFLOW. Amortised O(1). */
+ * given to *old_out, else *old_out has address 0. ZBP_ENOMEM, the table unchanged.
+ * Amortised O(1). */
 ZBP_MUST_USE int zbp_blocks_add(zbp_blocks *blocks, zbp_block block, zbp_block *old_out);
 
 /* Takes the block at address out of the table and gives it to *block_out. False, and *block_out

@@ -20,12 +20,12 @@ static void log_event(zbp_record *record, uint64_t time_ns, zbp_block block, uin
 {
     if (record->max_events == 0)
         return;
-    if (record->dropped == 0 && record->event_count == record->event_capacity &&
-        record->event_count < record->max_events) {
-        void *grown = zbpi_grow(record->event, &record->event_capacity, 64, sizeof *record->event);
+    if (record->dropped == 0 && record->event_count < record->max_events) {
+        zbp_event *room =
+            zbpi_room(record->event, record->event_count, &record->event_capacity, sizeof *room);
 
-        if (grown != NULL)
-            record->event = grown;
+        if (room != NULL)
+            record->event = room;
     }
     /* Once one event is missing, all that come later are. */
     if (record->dropped != 0 || record->event_count == record->event_capacity ||
@@ -63,15 +63,12 @@ static void tell_free(zbp_record *record, uint64_t time_ns, zbp_block block)
 
 static int add_mark(zbp_record *record, uint64_t time_ns)
 {
-    if (record->mark_count == UINT32_MAX)
-        return ZBP_EOVERFLOW;
-    if (record->mark_count == record->mark_capacity) {
-        void *grown = zbpi_grow(record->mark, &record->mark_capacity, 64, sizeof *record->mark);
+    zbp_mark *room =
+        zbpi_room(record->mark, record->mark_count, &record->mark_capacity, sizeof *room);
 
-        if (grown == NULL)
-            return ZBP_ENOMEM;
-        record->mark = grown;
-    }
+    if (room == NULL)
+        return ZBP_ENOMEM;
+    record->mark = room;
     record->mark[record->mark_count++] = (zbp_mark){.time_ns = time_ns,
                                                     .events = record->event_count,
                                                     .live = record->live,

@@ -84,7 +84,7 @@ bool zbp_tally_stop(zbp_tally *tally, zbp_record *record);
 /* Whether some record is fed: whoever sees that sees what was done before it was started. */
 bool zbp_tally_is_fed(const zbp_tally *tally);
 /* Ends the last span of a record that is fed and begins one; *index_out is the mark's number.
- * Errors, the record unchanged: ZBP_ENOMEM, ZBP_EOVERFLOW (2^32 marks). */
+ * ZBP_ENOMEM, the record unchanged. */
 ZBP_MUST_USE int zbp_tally_mark(zbp_tally *tally, zbp_record *record, uint32_t *index_out);
 
 /* A block was handed out. One that the table has at its address was taken back unseen: that is
