@@ -50,18 +50,38 @@ def _without_history(tensor: torch.Tensor) -> torch.Tensor:
     return alias
 
 
-def run(function: Any, arguments: tuple[Any, ...], autocast: dict[str, torch.dtype]) -> Any:
-    """Makes the call under the autocast of the place where it was handed over."""
+def run(function: Any, arguments: tuple[Any, ...], autocast: dict[str, torch.dtype], count: int) -> list[Any]:
+    """Makes the call under the autocast of the place where it was handed over. The gradients of ``count`` weights."""
     here = autograd.autocast_here()
     dtypes = {device: torch.get_autocast_dtype(device) for device in (*here, *autocast)}
     is_cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # a cast made here has no history, and the next forward would find it
     try:
         _set_autocast(autocast, {**dtypes, **autocast})
-        return function(*arguments)
+        return gradients_in(function(*arguments), count)
     finally:
         _set_autocast(here, dtypes)
         torch.set_autocast_cache_enabled(is_cached)
+
+
+def gradients_in(returned: Any, count: int) -> list[Any]:
+    """The gradients in what a callable returned, ``count`` of them: tensors and None."""
+    if returned is None:
+        return [None] * count
+    called = "a function given to zbpipe.defer"
+    if count == 0:
+        raise TypeError(
+            f"{called} with weights=None returned a {type(returned).__name__}; expected None, as it adds the gradients "
+            "itself"
+        )
+    grads = list(returned) if isinstance(returned, (tuple, list)) else [returned]
+    if len(grads) != count:
+        raise ValueError(f"{called} returned {len(grads)} gradients; expected {count}, one for each of its weights")
+    for i, grad in enumerate(grads):
+        if not isinstance(grad, torch.Tensor | None):
+            which = "" if count == 1 else f" as gradient {i}"
+            raise TypeError(f"{called} returned a {type(grad).__name__}{which}; expected a tensor or None")
+    return grads
 
 
 def _set_autocast(on: dict[str, torch.dtype], dtypes: dict[str, torch.dtype]) -> None:

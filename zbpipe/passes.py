@@ -83,7 +83,7 @@ def stage_backward_input(
                 policy,
             )
     except _C.RunError as error:
-        raise _failed("stage backward input", stage_outputs_or_loss, output_grads, input_values) from error.__cause__
+        raise _failed("stage backward input", stage_outputs_or_loss, output_grads, input_values) from error.args[0]
     if stages is not None:
         dinputs = (*dinputs, *(None for _ in range(len(dinputs), len(input_values))))
     return dinputs, groups
@@ -138,7 +138,7 @@ def stage_backward_weight(
         scale.check_main_grad()
     stages = handover.take_stages_pass()
     served = None if stages else handover.in_graph(weights)
-    groups = _listed("param_groups", param_groups)
+    groups = _listed_groups(param_groups)
     listed = None if served is None else _listed("weights", served)
     if listed is not None:
         _check_listed(listed, groups)
@@ -161,6 +161,21 @@ def _listed(name: str, values: Any) -> tuple[Any, ...]:
     if not isinstance(values, Iterable) or isinstance(values, torch.Tensor):
         raise TypeError(f"{name} is {argument(values)}; expected a list, a tuple or an iterator")
     return tuple(values)
+
+
+def _listed_groups(values: Iterable[Any]) -> tuple[ParamGroup, ...]:
+    listed = _listed("param_groups", values)
+    seen: set[int] = set()
+    for i, group in enumerate(listed):
+        if not isinstance(group, ParamGroup):
+            raise TypeError(
+                f"param_groups[{i}] is {argument(group)}; expected a ParamGroup, as zbpipe.stage_backward_input returns "
+                "them"
+            )
+        if id(group) in seen:
+            raise ValueError(f"param_groups[{i}] is listed twice")
+        seen.add(id(group))
+    return listed
 
 
 def _check_listed(weights: tuple[Any, ...], groups: tuple[Any, ...]) -> None:
@@ -233,7 +248,7 @@ def _backward_into_main_grad(roots: Sequence[Any], root_grads: Sequence[torch.Te
         try:
             _, groups = _C.input_pass(tuple(roots), tuple(root_grads), (), None, policy)
         except _C.RunError as error:
-            raise error.__cause__ or error from None
+            raise error.args[0] from None
         with fsdp.around_own(groups):
             _C.weight_pass(tuple(groups), False, policy)
 

@@ -42,20 +42,16 @@ static int read_policy(PyObject *policy, choices *out)
     return is_read ? 0 : -1;
 }
 
-/* Replaces the current error by run_error, with the current one as its cause. */
+/* Replaces the current error by run_error, whose argument it becomes. */
 static void raise_run_error(PyObject *run_error)
 {
-    PyObject *type, *cause, *traceback, *error, *ignored_type, *ignored_traceback;
+    PyObject *type, *cause, *traceback;
     PyErr_Fetch(&type, &cause, &traceback);
     PyErr_NormalizeException(&type, &cause, &traceback);
     if (traceback != NULL) {
         PyException_SetTraceback(cause, traceback);
     }
-    PyErr_SetString(run_error, "the backward raised");
-    PyErr_Fetch(&ignored_type, &error, &ignored_traceback);
-    PyErr_NormalizeException(&ignored_type, &error, &ignored_traceback);
-    PyException_SetCause(error, Py_NewRef(cause));
-    PyErr_Restore(ignored_type, error, ignored_traceback);
+    PyErr_SetObject(run_error, cause);
     Py_XDECREF(type);
     Py_XDECREF(cause);
     Py_XDECREF(traceback);
@@ -89,7 +85,7 @@ PyDoc_STRVAR(
     "The input pass: (dinputs, param_groups). See zbpipe.stage_backward_input; an output\n"
     "whose gradient is False is detached with the others, and no backward starts from it.\n"
     "All but policy, a zbpipe.Policy, are tuples; grads and weights may be None.\n"
-    "Raises RunError, with the original as its cause, if the backward itself failed;\n"
+    "Raises RunError, with the original as its argument, if the backward itself failed;\n"
     "other errors refuse the arguments, and nothing was touched.");
 
 static PyObject *input_pass(PyObject *module, PyObject *args)
@@ -127,7 +123,8 @@ typedef struct weight_call {
     size_t count, claimed;
 } weight_call;
 
-static int get_groups(weight_call *call, PyObject *module, PyObject *tuple)
+/* Claims the groups' books. -1, with an error set, at one that is another call's, or spent. */
+static int claim(weight_call *call, PyObject *module, PyObject *tuple)
 {
     call->count = (size_t)PyTuple_GET_SIZE(tuple);
     call->group = PyMem_New(zbp_group *, call->count + 1);
@@ -137,63 +134,23 @@ static int get_groups(weight_call *call, PyObject *module, PyObject *tuple)
     }
     for (size_t i = 0; i < call->count; ++i) {
         PyObject *item = PyTuple_GET_ITEM(tuple, (Py_ssize_t)i);
+        zbp_book *book;
+        bool is_ours;
+
         if (!Py_IS_TYPE(item, zbp_state_of(module)->group_type)) {
-            PyErr_Format(PyExc_TypeError,
-                         "param_groups[%zu] is a %s; expected a ParamGroup, as "
-                         "zbpipe.stage_backward_input returns them",
-                         i, Py_TYPE(item)->tp_name);
+            PyErr_SetString(PyExc_TypeError, "param_groups: expected ParamGroups");
             return -1;
         }
         call->group[i] = zbp_group_in(item);
-    }
-    return 0;
-}
-
-static bool is_listed_before(const weight_call *call, size_t i)
-{
-    size_t other = 0;
-
-    while (call->group[other] != call->group[i]) {
-        ++other;
-    }
-    return other < i;
-}
-
-/* Raises why not all can be claimed: of the list, and only then of another call that has one.
- * Always -1. */
-static int refuse_claim(const weight_call *call)
-{
-    for (size_t i = 0; i < call->count; ++i) {
-        const zbp_book *book = &call->group[i]->book;
-        const bool is_others = i >= call->claimed && zbp_book_is_claimed(book);
-        if (!is_others && book->state == ZBP_BOOK_SPENT) {
-            PyErr_Format(PyExc_RuntimeError,
-                         "param_groups[%zu] is spent: its weight pass has already run; pass "
-                         "retain_graph=True to the first call to run it again",
-                         i);
+        book = &call->group[i]->book;
+        is_ours = zbp_book_claim(book);
+        call->claimed += is_ours ? 1 : 0;
+        if (!is_ours || book->state == ZBP_BOOK_SPENT) {
+            PyErr_Format(PyExc_RuntimeError, "param_groups[%zu] %s", i,
+                         is_ours ? "is spent: its weight pass has already run; pass "
+                                   "retain_graph=True to the first call to run it again"
+                                 : "is already running in another call of stage_backward_weight");
             return -1;
-        }
-        if (is_listed_before(call, i)) {
-            PyErr_Format(PyExc_ValueError, "param_groups[%zu] is listed twice", i);
-            return -1;
-        }
-    }
-    PyErr_Format(PyExc_RuntimeError,
-                 "param_groups[%zu] is already running in another call of stage_backward_weight",
-                 call->claimed);
-    return -1;
-}
-
-static int claim(weight_call *call)
-{
-    for (; call->claimed < call->count; ++call->claimed) {
-        zbp_book *book = &call->group[call->claimed]->book;
-        if (!zbp_book_claim(book)) {
-            return refuse_claim(call);
-        }
-        if (book->state == ZBP_BOOK_SPENT) {
-            zbp_book_give_back(book);
-            return refuse_claim(call);
         }
     }
     return 0;
@@ -201,7 +158,8 @@ static int claim(weight_call *call)
 
 PyDoc_STRVAR(weight_pass_doc,
              "weight_pass(param_groups, retain_graph, policy, /)\n--\n\n"
-             "The weight pass of the groups, a tuple. See zbpipe.stage_backward_weight.");
+             "The weight pass of the groups, a tuple. See zbpipe.stage_backward_weight.\n"
+             "Each group is there once.");
 
 static PyObject *weight_pass(PyObject *module, PyObject *args)
 {
@@ -218,7 +176,7 @@ static PyObject *weight_pass(PyObject *module, PyObject *args)
     }
     how = (zbp_how){.retain = retain != 0, .fuse = said.fused};
     pass_begins();
-    if (get_groups(&call, module, tuple) == 0 && claim(&call) == 0 &&
+    if (claim(&call, module, tuple) == 0 &&
         zbp_weight_call(call.group, call.count, how, said.of_input_pass.main_grad, zbp_pass_weights,
                         &error) == ZBP_OK) {
         result = Py_NewRef(Py_None);

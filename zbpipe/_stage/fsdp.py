@@ -24,16 +24,16 @@ def around(module: Any, backward_type: str, param_groups: Iterable[Any]) -> Iter
         yield
 
 
-def around_own(param_groups: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
+def around_own(param_groups: Iterable[ParamGroup]) -> contextlib.AbstractContextManager[None]:
     """A context for W in a loop of one's own."""
     weights = (weight for group in param_groups for weight in served_by(group))
     return _around_weight_pass(fsdp.states_of(weights), param_groups)
 
 
-def served_by(group: Any) -> tuple[torch.Tensor, ...]:
-    """The group's weights; none of what is no group, or is one whose W is running, which _C refuses."""
+def served_by(group: ParamGroup) -> tuple[torch.Tensor, ...]:
+    """The group's weights; none of one whose W is running, which _C refuses."""
     try:
-        return group.weights if isinstance(group, ParamGroup) else ()
+        return group.weights
     except RuntimeError:
         return ()
 

@@ -8,9 +8,7 @@ from typing import Any
 import torch
 
 from zbpipe._policy import Policy
-from zbpipe._torch import autograd
-
-_FLAG = "grad_added_to_main_grad"
+from zbpipe._torch import autograd, main_grad
 
 
 @contextmanager
@@ -26,7 +24,7 @@ def backwards(policy: Policy) -> Iterator[None]:
             yield
     finally:
         for weight in added:
-            _set_flag(weight, True)
+            main_grad.set_flag(weight, True)
 
 
 def _into_main_grad(added: set[Any], run: Callable[[], Any], outputs: Sequence[Any]) -> Any:
@@ -38,24 +36,19 @@ def _into_main_grad(added: set[Any], run: Callable[[], Any], outputs: Sequence[A
     for weight in weights:
         if weight.main_grad.shape != weight.shape:
             raise ValueError(f"a weight of {list(weight.shape)} has a main_grad of {list(weight.main_grad.shape)}")
-    before = [(weight.grad, getattr(weight, _FLAG, None)) for weight in weights]
+    before = [(weight.grad, getattr(weight, main_grad.FLAG, None)) for weight in weights]
     for weight in weights:
         weight.grad = None
-        _set_flag(weight, False)
+        main_grad.set_flag(weight, False)
     try:
         return run()
     finally:
         for weight, (grad, flag) in zip(weights, before, strict=True):
-            is_added = getattr(weight, _FLAG, False)
+            is_added = getattr(weight, main_grad.FLAG, False)
             if weight.grad is not None and not is_added:
                 with torch.no_grad():
                     weight.main_grad.add_(weight.grad)
             if weight.grad is not None or is_added:
                 added.add(weight)
             weight.grad = grad
-            _set_flag(weight, flag)
-
-
-def _set_flag(weight: Any, flag: bool | None) -> None:
-    if hasattr(weight, _FLAG):
-        setattr(weight, _FLAG, flag)
+            main_grad.set_flag(weight, flag)

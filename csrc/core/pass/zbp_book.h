@@ -78,6 +78,13 @@ typedef struct zbp_book {
     bool goes_with_last; /* what the tasks hold goes with the last weight that is added */
 } zbp_book;
 
+/* A parameter group, as C sees it. The shim's own begins with it: tensors, nodes and accumulators
+ * come behind. */
+typedef struct zbp_group {
+    zbp_layout layout; /* what leads where */
+    zbp_book book;     /* what has been added */
+} zbp_group;
+
 /* Of a complete layout. ZBP_ENOMEM, the book zeroed. */
 ZBP_MUST_USE int zbp_book_init(zbp_book *book, const zbp_layout *layout);
 void zbp_book_fini(zbp_book *book);

@@ -1,15 +1,87 @@
-/* zbp_kind.h - which kind of weight task a split node gets, and why.
+/* zbp_kind.h - which kind of weight task a split node gets, and why: from what the shim has seen of a
+ * graph's nodes, and what the policy says. The core asks for no more than this to decide how a
+ * backward is split; what a fact stands for in libtorch is the shim's (shim/group/facts.cpp).
  *
  * Whole is always right; product and deferred are the exceptions that pay. A product is confirmed
  * by the shim when I has its matrices at hand: it may become deferred then.
  */
 #pragma once
 
+#include <stdbool.h>
+#include <stdint.h>
+
 #include "core/base/zbp_c.h"
-#include "core/pass/zbp_facts.h"
 #include "core/pass/zbp_layout.h"
 
 ZBP_BEGIN_C
+
+/* ---- the policy */
+
+/* What I leaves to W. */
+enum {
+    ZBP_DEFER_NOTHING,  /* no weight's gradient */
+    ZBP_DEFER_MATRICES, /* those of nodes with a matrix or more as a factor */
+    ZBP_DEFER_ALL       /* those of all nodes that can be split */
+};
+
+/* What becomes of what is saved behind hooks: checkpointed, offloaded. */
+enum {
+    ZBP_CHECKPOINT_KEEP,      /* what W reads of it is unpacked in I and kept */
+    ZBP_CHECKPOINT_RECOMPUTE, /* it is unpacked in W, which computes the region again */
+    ZBP_CHECKPOINT_INPUT_PASS /* the gradients of the region's weights are computed in I */
+};
+
+/* What I asks of it. */
+typedef struct zbp_decision {
+    uint8_t defer;      /* ZBP_DEFER_* */
+    uint8_t checkpoint; /* ZBP_CHECKPOINT_* */
+} zbp_decision;
+
+/* ---- facts */
+
+/* What a split node's type is known to do. */
+enum {
+    ZBP_TYPE_UNKNOWN,
+    ZBP_TYPE_FUNCTION,  /* a Python autograd Function */
+    ZBP_TYPE_SEPARABLE, /* computes its gradients apart, as often as one likes */
+    ZBP_TYPE_FACTORS,   /* likewise, and multiplies two tensors: its weights may be matrices */
+    ZBP_TYPE_PRODUCT    /* likewise: d(left) = dY rightT and d(right) = leftT dY, nothing scaled */
+};
+
+/* What an outside node does to its one gradient. */
+enum {
+    ZBP_STEP_NONE,          /* more than these, or something else */
+    ZBP_STEP_TRANSPOSITION, /* of a matrix, or of each of several */
+    ZBP_STEP_CAST,          /* on its device */
+    ZBP_STEP_NOTHING,       /* it comes out as it went in */
+    ZBP_STEP_VIEW           /* the same elements laid out anew */
+};
+
+/* Or-ed. */
+enum {
+    ZBP_FACT_POST_HOOK = 1, /* split: a hook is owed all of its gradients at once */
+    ZBP_FACT_PACKED = 2,    /* split: something that it has saved lies behind hooks */
+    ZBP_FACT_WATCHED = 4    /* outside: a hook sees it run */
+};
+
+typedef struct zbp_fact {
+    uint64_t sequence_nr; /* split: of the forward */
+    uint8_t type;         /* split: ZBP_TYPE_* */
+    /* split, two factors: the edge of the left one; the right one's is the next */
+    uint8_t left_slot;
+    uint8_t step; /* outside: ZBP_STEP_* */
+    uint8_t flag; /* ZBP_FACT_* */
+} zbp_fact;
+
+/* The arrays are the caller's. */
+typedef struct zbp_facts {
+    const zbp_fact *fact; /* [nodes], of split and outside nodes; others are zeroed */
+    const bool
+        *is_matrix; /* [edges], of a split node's edges to factors: has 2 dimensions or more */
+    zbp_decision policy;
+} zbp_facts;
+
+/* ---- kinds */
 
 enum {
     ZBP_WHY_SEPARABLE, /* its type is known to be */

@@ -10,7 +10,6 @@
 
 #include "core/base/zbp_c.h"
 #include "core/graph/zbp_plan.h"
-#include "core/pass/zbp_facts.h"
 #include "core/pass/zbp_kind.h"
 #include "core/pass/zbp_layout.h"
 

@@ -17,7 +17,8 @@ template <class Ask>
 THPObjectPtr asked(const Ask& ask) {
   try {
     return ask();
-  } catch (python_error&) {
+  } catch (python_error& error) {
+    error.restore();
     forget_error();
     return {};
   }

@@ -6,7 +6,7 @@
 
 namespace zbp {
 
-/// Of a split node, and of a node between it and the weights. See zbp_facts.h.
+/// Of a split node, and of a node between it and the weights. See zbp_kind.h.
 zbp_fact fact_of_split(Node& node);
 zbp_fact fact_of_outside(Node& node);
 

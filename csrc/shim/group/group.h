@@ -1,6 +1,6 @@
 // What I leaves for W: parameter groups, their weight tasks and the weights that they serve.
 //
-// C knows a group by its layout and book (zbp_group.h); tasks, weights and outside nodes have the
+// C knows a group by its layout and book (zbp_book.h); tasks, weights and outside nodes have the
 // layout's indices.
 //
 // Ownership contract: a Group owns everything that its W needs: the matrices and gradients
@@ -20,8 +20,8 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
+#include "core/pass/zbp_book.h"
 #include "core/pass/zbp_kind.h"
-#include "core/pass/zbp_group.h"
 #include "shim/group/kept.h"
 
 namespace zbp {

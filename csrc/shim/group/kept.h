@@ -1,34 +1,18 @@
 // Kept tensors: what outlives the node that made it, between I and W or towards the caller. Whose
-// memory it is, on which stream it is ready, and how W finds out that it was changed since.
+// memory it is, on which stream it is ready, and how W finds out that it was changed since. The
+// rules are those of docs/architecture.md, "What is kept".
 //
 // Note [Whose memory a gradient has]
-//
-// An ordinary backward uses a gradient at once. I keeps it until W, or gives it to the caller.
-// libtorch's own nodes and its engine never write to a gradient that they gave away, so what they
-// return is kept as it is. A Function may, and so may a hook: a workspace, a buffer of a captured
-// graph, a gradient of an earlier use. So a gradient that one of them returns is copied, if
-// somebody else has its memory (Holders): beside the run itself, other entries of the same return,
-// bases of views, and the tensors' own Python objects. What came in and goes out again is not
-// copied. The time is when an ordinary backward has used it: what hooks return at once; a weight's
-// gradient when the last one of this backward has come, since a Function may add later ones to it.
+// What a Function or a hook returns is copied, if somebody else has its memory (Holders). The time
+// is when an ordinary backward has used it: what hooks return at once; a weight's gradient when the
+// last one of this backward has come. What came in and goes out again is not copied (CameIn).
 //
 // Note [Streams]
-//
-// A kept tensor is ready on the stream that was current when it was kept: in I that of the node
-// that ran. Whatever reads it later runs there, or is ordered behind it and tells the allocator
-// (bring_here). A task runs on its node's stream, or where the node had none on that of what it
-// keeps, whichever thread or stream calls. Between these streams and the caller's:
-//
-// - I starts after what the caller's streams have been given, and these wait for what I has given
-//   its own: the engine's rules for the roots and the leaves of a graph. The captures are the
-//   leaves of I's graph: all that I runs leads to them.
-// - In a call of W the streams of tasks and weights first wait for the caller's, once each, and at
-//   the end the caller's wait for them (Streams).
-// - A weight adds on its accumulator's stream, as in libtorch. Where what a task keeps for it is on
-//   another one, the engine orders the two: such a weight is the engine's.
-//
-// Whoever calls W on another thread or stream than I needs no synchronisation of his own but for
-// gradients that a third stream uses.
+// A task runs on its node's stream, or where the node had none on that of what it keeps, whichever
+// thread or stream calls. I starts after what the caller's streams have been given, and these wait
+// for what I has given its own: the engine's rules for the roots and the leaves of a graph, and the
+// captures are the leaves of I's. For W see Streams. So whoever calls W on another thread or stream
+// than I needs no synchronisation of his own but for gradients that a third stream uses.
 //
 // I and W may be captured in one graph of the device's. A W outside of the capture of its I would
 // read what no replay has computed yet, one within a capture what every replay would find
@@ -181,7 +165,8 @@ void order(const c10::Stream& first, const c10::Stream& second);
 /// The allocator learns that `tensor` is used on a stream that is not its own.
 void record(const at::Tensor& tensor, const c10::Stream& stream);
 
-/// Several streams, each once.
+/// Several streams, each once. In a call of W those of tasks and weights wait for the caller's
+/// before, and the caller's for them at the end.
 class Streams {
  public:
   void add(const std::optional<c10::Stream>& stream);

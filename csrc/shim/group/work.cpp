@@ -15,30 +15,6 @@
 
 namespace zbp {
 
-variable_list parse_grads(PyObject* result, size_t count) {
-  variable_list grads(count);
-  if (result == Py_None) {
-    return grads;
-  }
-  TORCH_CHECK_TYPE(count > 0, "a function given to zbpipe.defer with weights=None returned a ",
-                   Py_TYPE(result)->tp_name, "; expected None, as it adds the gradients itself");
-  const bool is_sequence = PyTuple_Check(result) || PyList_Check(result);
-  const size_t size = is_sequence ? static_cast<size_t>(PySequence_Fast_GET_SIZE(result)) : 1;
-  TORCH_CHECK_VALUE(size == count, "a function given to zbpipe.defer returned ", size,
-                    " gradients; expected ", count, ", one for each of its weights");
-  for (size_t i = 0; i < count; ++i) {
-    PyObject* item = is_sequence ? PySequence_Fast_GET_ITEM(result, i) : result;
-    const at::Tensor* tensor = as_tensor(item);
-    TORCH_CHECK_TYPE(tensor || item == Py_None, "a function given to zbpipe.defer returned a ",
-                     Py_TYPE(item)->tp_name, count == 1 ? "" : c10::str(" as gradient ", i),
-                     "; expected a tensor or None");
-    if (tensor) {
-      grads[i] = *tensor;
-    }
-  }
-  return grads;
-}
-
 namespace {
 
 variable_list call(const Work::Call& call, size_t count) {
@@ -46,15 +22,10 @@ variable_list call(const Work::Call& call, size_t count) {
   const at::AutoGradMode no_grad(false);
   const AcquireGil gil;
   c10::impl::PyInterpreter* const interpreter = getPyInterpreter();
-  try {
-    return parse_grads(call_python("zbpipe._work", "run",
-                                   {call.function.ptr(interpreter), call.arguments.ptr(interpreter),
-                                    call.autocast.ptr(interpreter)}),
-                       count);
-  } catch (python_error& error) {
-    error.persist();  // safe from the loss of this thread's state
-    throw;
-  }
+  return tensors_in(
+      call_python("zbpipe._work", "run",
+                  {call.function.ptr(interpreter), call.arguments.ptr(interpreter),
+                   call.autocast.ptr(interpreter), checked(PyLong_FromSize_t(count))}));
 }
 
 /// As the engine would check it where the Function's own gradients are checked.

@@ -30,8 +30,4 @@ at::Tensor given_grad(const Task& task, size_t face);
 /// Where that is, if it is in one place; else null, as for tasks of other kinds.
 Kept* only_kept_grad(Task& task, size_t face);
 
-/// The gradients in what a callable returned, `count` of them: none in None, or as many as there
-/// are weights.
-variable_list parse_grads(PyObject* result, size_t count);
-
 }  // namespace zbp

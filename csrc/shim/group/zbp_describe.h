@@ -5,7 +5,7 @@
 
 #include <Python.h>
 
-#include "core/pass/zbp_group.h"
+#include "core/pass/zbp_book.h"
 #include "shim/torch/zbp_error.h"
 
 ZBP_BEGIN_C

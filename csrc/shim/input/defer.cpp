@@ -135,11 +135,8 @@ Answer answer_to(const Targets& targets, const Running& running) {
 // ---- What is kept for W
 
 SmallVector<Kept, 2> kept_in(PyObject* list) {
-  SmallVector<Kept, 2> kept;
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) {
-    kept.emplace_back(*as_tensor(PyList_GET_ITEM(list, i)));
-  }
-  return kept;
+  const variable_list tensors = tensors_in(list);
+  return SmallVector<Kept, 2>(tensors.begin(), tensors.end());
 }
 
 /// Makes `function(*saved)` a work of the task, which gives the gradients at the faces that are not
@@ -177,7 +174,8 @@ PyObject* zbp_defer(PyObject* function, PyObject* weights, PyObject* saved, zbp_
     }
     if (answer.verdict == Verdict::at_once) {
       THPObjectPtr returned = checked(PyObject_CallObject(function, saved));
-      grads = parse_grads(returned, grads.size());
+      grads = tensors_in(call_python("zbpipe._work", "gradients_in",
+                                     {returned, checked(PyLong_FromSize_t(grads.size()))}));
       for (size_t i = 0; running.node && i < grads.size(); ++i) {
         if (targets.slots[i] < 0) {
           grads[i].reset();  // as libtorch insists

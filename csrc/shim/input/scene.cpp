@@ -28,7 +28,7 @@ struct Survey {
   Owned<zbp_graph, zbp_graph_fini> graph;
   const Walk walk;
   Owned<zbp_plan, zbp_plan_fini> plan;
-  std::vector<zbp_fact> fact;  // see zbp_facts.h
+  std::vector<zbp_fact> fact;  // see zbp_kind.h
   std::unique_ptr<bool[]> is_matrix;
   Owned<zbp_split, zbp_split_fini> split;
 };

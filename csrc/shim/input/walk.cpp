@@ -139,7 +139,7 @@ void Walk::warn_of_other_leaves() const {
                        "gradient; pass this stage's own weights, in a list (an iterator serves one "
                        "call), or None for all leaves",
                        count) < 0) {
-    throw python_error();
+    throw_error();
   }
 }
 

@@ -1,6 +1,7 @@
 // Step 1 of I: libtorch's nodes become integers in a zbp_graph.
 #pragma once
 
+#include "core/pass/zbp_split.h"
 #include "shim/input/scene.h"
 
 namespace zbp {

@@ -16,8 +16,8 @@
 #include <stdint.h>
 
 #include "core/base/zbp_status.h"
-#include "core/pass/zbp_group.h"
-#include "core/pass/zbp_policy.h"
+#include "core/pass/zbp_book.h"
+#include "core/pass/zbp_kind.h"
 #include "shim/torch/zbp_error.h"
 
 ZBP_BEGIN_C

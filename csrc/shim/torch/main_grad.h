@@ -1,44 +1,53 @@
-// What is known of a weight's main_grad, where Megatron-LM and its kin accumulate. Called with the
-// GIL held, but for AddedByKernels.
+// Weights' main_grad, where Megatron-LM and its kin accumulate.
 #pragma once
 
-#include <c10/util/SmallVector.h>
-#include <torch/csrc/utils/object_ptr.h>
-
-#include "shim/torch/compat.h"
+#include "shim/torch/gil.h"
+#include "shim/torch/python.h"
 
 namespace zbp {
 
-/// Null for None, and where there is none. Throws python_error.
-THPObjectPtr main_grad_of(PyObject* weight);
-
-/// Sets the weight's grad_added_to_main_grad to `value`, if it has the attribute: what it was, or
-/// null. Throws python_error.
-THPObjectPtr set_added(PyObject* weight, PyObject* value);
+constexpr const char* OF_MAIN_GRADS = "zbpipe._torch.main_grad";
 
 /// Around one run of a Function, whose kernels may add to main_grad by themselves. They say so by
-/// grad_added_to_main_grad, and what the Function returns for such a weight is no gradient. W sets
-/// the attribute too, and nobody may reset it for a whole step: so it is asked per run, and put
-/// back afterwards.
+/// grad_added_to_main_grad, and what the Function returns for such a weight is no gradient.
 class AddedByKernels {
  public:
   /// The weights of the gradients to come, by their numbers; undefined for those of no weight.
-  explicit AddedByKernels(const variable_list& weights);
-  ~AddedByKernels();
+  explicit AddedByKernels(const variable_list& weights) {
+    if (std::any_of(weights.begin(), weights.end(), [](const auto& w) { return w.defined(); })) {
+      const AcquireGil gil;
+      watched_ = call_python(OF_MAIN_GRADS, "watch", {checked(wrap_tensors(weights))}).release();
+    }
+  }
+  ~AddedByKernels() {
+    if (watched_) {
+      const AcquireGil gil;
+      PyObject *type, *value, *traceback;
+      PyErr_Fetch(&type, &value, &traceback);
+      try {
+        call_python(OF_MAIN_GRADS, "unwatch", {watched_});
+      } catch (python_error&) {  // they could be set before
+      }
+      Py_DECREF(watched_);
+      PyErr_Restore(type, value, traceback);
+    }
+  }
   AddedByKernels(const AddedByKernels&) = delete;
   AddedByKernels& operator=(const AddedByKernels&) = delete;
 
   /// Takes what is no gradient out of what has been returned.
-  void drop(variable_list& grads) const;
+  void drop(variable_list& grads) const {
+    if (watched_) {
+      const AcquireGil gil;
+      const THPObjectPtr added = call_python(OF_MAIN_GRADS, "added", {watched_});
+      for (Py_ssize_t i = 0; i < PyList_GET_SIZE(added.get()); ++i) {
+        grads[PyLong_AsSize_t(PyList_GET_ITEM(added.get(), i))].reset();
+      }
+    }
+  }
 
  private:
-  AddedByKernels() = default;
-
-  struct Watched {
-    size_t number;
-    PyObject *weight, *before;  // owned; before: the attribute
-  };
-  c10::SmallVector<Watched, 2> watched_;
+  PyObject* watched_ = nullptr;
 };
 
 }  // namespace zbp

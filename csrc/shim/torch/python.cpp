@@ -15,16 +15,22 @@
 
 namespace zbp {
 
+void throw_error() {
+  python_error error;
+  error.persist();
+  throw std::move(error);
+}
+
 THPObjectPtr checked(PyObject* object) {
   if (!object) {
-    throw python_error();
+    throw_error();
   }
   return THPObjectPtr(object);
 }
 
 void forget_error() {
   if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) {
-    throw python_error();
+    throw_error();
   }
   PyErr_Clear();
 }
@@ -32,14 +38,14 @@ void forget_error() {
 bool is_instance(PyObject* object, PyObject* type) {
   const int answer = PyObject_IsInstance(object, type);
   if (answer < 0) {
-    throw python_error();
+    throw_error();
   }
   return answer == 1;
 }
 
 void append(PyObject* list, PyObject* value) {
   if (PyList_Append(list, checked(value)) < 0) {
-    throw python_error();
+    throw_error();
   }
 }
 
@@ -53,6 +59,16 @@ PyObject* wrap_tensors(const variable_list& tensors) {
     PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i), wrap_tensor(tensors[i]));
   }
   return tuple.release();
+}
+
+variable_list tensors_in(PyObject* list) {
+  variable_list tensors(static_cast<size_t>(PyList_GET_SIZE(list)));
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (const at::Tensor* tensor = as_tensor(PyList_GET_ITEM(list, static_cast<Py_ssize_t>(i)))) {
+      tensors[i] = *tensor;
+    }
+  }
+  return tensors;
 }
 
 PyObject* wrap_sizes(c10::SymIntArrayRef sizes) {
@@ -173,7 +189,7 @@ std::optional<Edge> as_gradient_edge(PyObject* object) {
   int overflow = 0;
   const long nr = PyLong_AsLongAndOverflow(output_nr, &overflow);
   if (nr == -1 && PyErr_Occurred()) {
-    throw python_error();
+    throw_error();
   }
   Edge edge(as_node(node), 0);
   if (!edge.is_valid()) {

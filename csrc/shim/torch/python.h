@@ -15,6 +15,9 @@ inline const char* type_name(PyObject* object) {
   return Py_TYPE(object)->tp_name;
 }
 
+/// Throws the Python error that is set as a python_error, which outlives the thread's state: that
+/// of one of the engine's threads ends with the GIL.
+[[noreturn]] void throw_error();
 /// Takes over `object`. Throws python_error for NULL.
 THPObjectPtr checked(PyObject* object);
 /// Forgets the Python error that is set, if one is: what could not be asked is not so. But nobody's
@@ -28,6 +31,8 @@ void append(PyObject* list, PyObject* value);
 PyObject* wrap_tensor(const at::Tensor& tensor);
 /// New tuple of such.
 PyObject* wrap_tensors(const variable_list& tensors);
+/// The tensors of a list; undefined for what is none.
+variable_list tensors_in(PyObject* list);
 /// New tuple of ints, -1 for a size that is not known as a number.
 PyObject* wrap_sizes(c10::SymIntArrayRef sizes);
 

@@ -204,38 +204,19 @@ void check_capture(const Group& group, size_t g) {
 
 // ---- main_grad
 
-const at::Tensor& checked_main_grad(PyObject* object, const at::Tensor& weight) {
-  const at::Tensor* main_grad = as_tensor(object);
-  if (!main_grad) {
-    refuse(PyExc_TypeError, "the main_grad of the weight of ", describe(weight), " is a ",
-           type_name(object), "; expected a tensor or None");
-  }
-  if (!main_grad->sym_sizes().equals(weight.sym_sizes()) ||
-      main_grad->device() != weight.device() || !main_grad->is_floating_point() ||
-      main_grad->requires_grad()) {
-    refuse(PyExc_ValueError, "the main_grad of the weight of ", describe(weight), " is ",
-           describe(*main_grad), main_grad->requires_grad() ? " and requires a gradient" : "",
-           "; expected a floating-point tensor of the weight's shape and device that requires "
-           "none");
-  }
-  return *main_grad;
-}
-
 void find_main_grads(const Call& call) {
-  std::vector<THPObjectPtr> found;
+  variable_list weights;
+  for (const Group* group : call.group) {
+    const variable_list its = group->variables();
+    weights.insert(weights.end(), its.begin(), its.end());
+  }
+  const variable_list places =
+      tensors_in(call_python(OF_MAIN_GRADS, "places", {checked(wrap_tensors(weights))}));
+  size_t number = 0;
   for (Group* group : call.group) {
     for (Weight& weight : group->weights) {
-      const at::Tensor& variable = weight.accumulator->variable;
-      THPObjectPtr object(wrap_tensor(variable));
-      if (THPObjectPtr main_grad = main_grad_of(object); main_grad) {
-        weight.main_grad = checked_main_grad(main_grad, variable);
-        found.push_back(std::move(object));
-      }
+      weight.main_grad = places[number++];
     }
-  }
-  // So that hooks that would add .grad to main_grad see that there is nothing left to add.
-  for (THPObjectPtr& weight : found) {
-    set_added(weight, Py_True);
   }
 }
 

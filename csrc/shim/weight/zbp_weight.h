@@ -13,7 +13,7 @@
 #include <stdint.h>
 
 #include "core/base/zbp_status.h"
-#include "core/pass/zbp_group.h"
+#include "core/pass/zbp_book.h"
 #include "shim/torch/zbp_error.h"
 
 ZBP_BEGIN_C
