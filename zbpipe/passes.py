@@ -169,8 +169,8 @@ def _listed_groups(values: Iterable[Any]) -> tuple[ParamGroup, ...]:
     for i, group in enumerate(listed):
         if not isinstance(group, ParamGroup):
             raise TypeError(
-                f"param_groups[{i}] is {argument(group)}; expected a ParamGroup, as zbpipe.stage_backward_input returns "
-                "them"
+                f"param_groups[{i}] is {argument(group)}; expected a ParamGroup, as zbpipe.stage_backward_input "
+                "returns them"
             )
         if id(group) in seen:
             raise ValueError(f"param_groups[{i}] is listed twice")

@@ -1,6 +1,6 @@
 """A weight's ``main_grad``, where Megatron-LM and its kin accumulate. The C part imports this module by name."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ FLAG = "grad_added_to_main_grad"
 Watched = tuple[int, Any, Any]  # a weight's number, the weight, its flag as it was
 
 
-def set_flag(weight: Any, flag: bool) -> None:
+def set_flag(weight: Any, flag: Any) -> None:
     """Sets the flag of a weight that has one."""
     if getattr(weight, FLAG, None) is not None:
         setattr(weight, FLAG, flag)
