@@ -243,6 +243,13 @@ def raising_hook_on_a_weight(m, device, marks):
         handle.remove()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def made_once():
+    """The first node that keeps no more than a weight's shape makes a tensor without values, for the whole process."""
+    m = make("convolution")
+    run_input(m, *forward(m))
+
+
 WITHOUT_W = [groups_asked_for_their_fields, groups_dropped, groups_dropped_and_outputs_kept, refused, raising_hooks]
 WITH_W = [both_passes, whole_walk, output_deallocated, padded_buffer_released, both_passes_and_groups_kept]
 USES = [

@@ -76,7 +76,6 @@ void Group::release() noexcept {
   const auto dead_reads = std::exchange(reads, nullptr);
   const auto dead_packed = std::exchange(packed_outside, {});
   saved_outside.clear();
-  arguments_outside.clear();
   outside_recomputed_for = 0;
   for (const Task& task : dead_tasks) {
     if (const auto* deferred = std::get_if<Deferred>(&task.work); deferred && deferred->is_alone) {

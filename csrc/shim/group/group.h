@@ -36,6 +36,7 @@ struct Face {
 struct Packed {
   c10::SafePyObject unpack_hook;
   c10::SafePyObject data;
+  std::vector<Version> arguments;  // what computing it again reads
 
   /// Takes the GIL. Raises what the hook raises.
   at::Tensor unpack() const;
@@ -111,7 +112,6 @@ struct Task {
   std::string name_of_gone;  // that node's
   SmallVector<Face, 2> face;
   std::variant<Given, Product, Deferred> work;
-  std::vector<Version> arguments;  // of the regions that W computes again for it
   // Has its device and stream, where what is kept is not on the CPU. See Note [Streams].
   std::unique_ptr<const torch::autograd::InputMetadata> device;
 };
@@ -216,7 +216,6 @@ struct Group : zbp_group, std::enable_shared_from_this<Group> {
   std::vector<UnpinnedOutside> unpinned_outside;  // what I has still to see to
   std::vector<PackedPtr> packed_outside;          // what such a node leaves packed until W
   std::vector<Version> saved_outside;             // by nodes outside the closure
-  std::vector<Version> arguments_outside;  // of the regions that W computes again for such nodes
   std::shared_ptr<const Reads> reads;      // only if W may compute regions again
   // Sequence number of the last node outside for which W computes a region again.
   uint64_t outside_recomputed_for = 0;

@@ -1,7 +1,7 @@
 #include "shim/group/saved.h"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/SavedTensorHooks.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <torch/csrc/autograd/functions/tensor.h>
 #include <torch/csrc/autograd/saved_variable_hooks.h>
@@ -46,10 +46,9 @@ SavedVariable save_plainly(const at::Tensor& tensor, bool is_output = false) {
   return SavedVariable(tensor, is_output);
 }
 
-/// A tensor without values. Leaked, as all of torch's that is static: it would be freed after
-/// torch.
+/// Leaked, as all of torch's that is static: it would be freed after torch.
 const at::Tensor& no_values() {
-  static const at::Tensor& tensor = *new at::Tensor(at::empty({0}));
+  static const at::Tensor& tensor = *new at::Tensor(at::detail::empty_cpu({0}, at::kFloat));
   return tensor;
 }
 
@@ -110,7 +109,7 @@ bool take_product(Task& task, Saver& saver, const Separable& separable, const va
     return false;
   }
   if (auto packed =
-          may_leave_packed && saved.has_hooks() ? packed_in(saved, task.arguments) : nullptr) {
+          may_leave_packed && saved.has_hooks() ? packed_in(saved) : nullptr) {
     product.other = std::move(packed);
     task.plan().leaves_packed = true;
     return true;
@@ -130,7 +129,7 @@ void take_deferred(Task& task, Saver& saver, const Separable& separable, const v
   for (const Part& part : separable.parts) {
     const bool is_read = (part.readers & faces) != 0;
     const auto packed = may_leave_packed && part.saved->has_hooks()
-                            ? packed_in(*part.saved, task.arguments)
+                            ? packed_in(*part.saved)
                             : nullptr;
     if (packed) {
       task.plan().leaves_packed = task.plan().leaves_packed || is_read;
@@ -184,7 +183,7 @@ bool is_checkpoints(const c10::SafePyObject& unpack_hook) {
              .get() == Py_True;
 }
 
-PackedPtr packed_in(const SavedVariable& saved, std::vector<Version>& arguments) {
+PackedPtr packed_in(const SavedVariable& saved) {
   const AcquireGil gil;
   auto data = saved.retrieve_unpack_hook_data();
   THPObjectPtr read =
@@ -193,13 +192,13 @@ PackedPtr packed_in(const SavedVariable& saved, std::vector<Version>& arguments)
   if (!read || read.get() == Py_None) {
     return nullptr;
   }
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(read.get()); ++i) {
-    if (const at::Tensor& tensor = *as_tensor(PyList_GET_ITEM(read.get(), i));
-        has_version(tensor)) {
-      arguments.emplace_back(tensor);
+  Packed packed{std::move(data->first), std::move(data->second), {}};
+  for (const at::Tensor& tensor : tensors_in(read)) {
+    if (has_version(tensor)) {
+      packed.arguments.emplace_back(tensor);
     }
   }
-  return std::make_shared<const Packed>(Packed{std::move(data->first), std::move(data->second)});
+  return std::make_shared<const Packed>(std::move(packed));
 }
 
 Saver::Saver(Node& node, bool waits) : around_(lock_of(node, waits)) {
@@ -249,7 +248,6 @@ at::Tensor Saver::pin(SavedVariable& saved, bool is_read_by_w) {
 }
 
 void take_matrices(Task& task, const Separable& separable, const variable_list& grads) {
-  task.arguments.clear();
   Saver saver(*task.node);
   const bool may_leave_packed = std::exchange(task.plan().leaves_packed, false);
   if (task.kind() == ZBP_TASK_PRODUCT) {

@@ -44,9 +44,8 @@ bool is_checkpoints(const c10::SafePyObject& unpack_hook);
 
 /// What Python hooks have packed in `saved`, if W is to unpack it; else null. A selectively
 /// checkpointed region, and what is within one, is computed again only once, so I unpacks it. So
-/// it does within a GraphExecGroup, whose runs share one recomputation. `arguments` gets what
-/// computing the region again reads.
-PackedPtr packed_in(const SavedVariable& saved, std::vector<Version>& arguments);
+/// it does within a GraphExecGroup, whose runs share one recomputation.
+PackedPtr packed_in(const SavedVariable& saved);
 
 /// Fills `task` for W from a product or deferred node that is about to run in I with `grads`.
 /// Unless the task leaves them packed, saved tensors behind hooks that W reads are unpacked once

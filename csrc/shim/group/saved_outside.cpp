@@ -52,13 +52,13 @@ namespace {
 /// unpacked here all the same: its region, once computed in I, would keep the tensor until somebody
 /// unpacks it. A Function's stays as it is: its backward may look at what it unpacks.
 bool leave_outside(Saver& saver, SavedVariable& saved, Group& group) {
-  const PackedPtr packed = packed_in(saved, group.arguments_outside);
+  const PackedPtr packed = packed_in(saved);
   if (!packed) {
     return false;
   }
+  group.packed_outside.push_back(packed);
   if (!is_python_function(saver.node())) {
     saver.leave(saved, packed);
-    group.packed_outside.push_back(packed);
   }
   const AcquireGil gil;
   if (is_checkpoints(packed->unpack_hook)) {

@@ -1,6 +1,8 @@
 // Weights' main_grad, where Megatron-LM and its kin accumulate.
 #pragma once
 
+#include <algorithm>
+
 #include "shim/torch/gil.h"
 #include "shim/torch/python.h"
 

@@ -159,14 +159,17 @@ void check_recomputed(const Version& version, size_t g) {
 }
 
 void check_unmodified(const Group& group, size_t g) {
-  for (const Task& task : group.tasks) {
-    check_held(group, task, g);
-    for (const Version& version : task.arguments) {
+  const auto check_arguments = [g](const Packed& packed) {
+    for (const Version& version : packed.arguments) {
       check_recomputed(version, g);
     }
+  };
+  for (const Task& task : group.tasks) {
+    check_held(group, task, g);
+    for_each_packed(task, check_arguments);
   }
-  for (const Version& version : group.arguments_outside) {
-    check_recomputed(version, g);
+  for (const PackedPtr& packed : group.packed_outside) {
+    check_arguments(*packed);
   }
   for (const Version& version : group.saved_outside) {
     if (version.was_modified()) {
