@@ -11,6 +11,7 @@ NEWEST = (2, 15)
 
 _PIPELINING = "torch.distributed.pipelining"
 _STAGE = f"{_PIPELINING}.stage"
+_SCHEDULES = f"{_PIPELINING}.schedules"
 _BASE = f"{_STAGE}:_PipelineStageBase"
 _FSDP = "torch.distributed.fsdp._fully_shard"
 _GROUP = f"{_FSDP}._fsdp_param_group:FSDPParamGroup"
@@ -61,9 +62,9 @@ class Need(NamedTuple):
     slow: str = ""
 
 
-def _in_all(*things: Thing) -> tuple[Way, ...]:
-    """The one way of a need that all releases meet alike."""
-    return (Way("2.11 to 2.15", things),)
+def _in_all(name: str, weight: Weight, consequence: str, *things: Thing, slow: str = "") -> Need:
+    """A need that all releases meet alike."""
+    return Need(name, weight, consequence, (Way("2.11 to 2.15", things),), slow)
 
 
 def _functions(owner: str, signatures: dict[str, str], may_be_missing: bool = False) -> tuple[Thing, ...]:
@@ -129,14 +130,12 @@ _SHARDED = (
 )
 
 NEEDS = (
-    Need(
+    _in_all(
         "passes",
         Weight.NUMBERS,
         "I and W cannot take the place of torch's",
-        _in_all(
-            *_functions(f"{_PIPELINING}._backward", _PASSES),
-            *_functions(f"{_PIPELINING}._backward", _NEWER_PASSES, may_be_missing=True),
-        ),
+        *_functions(f"{_PIPELINING}._backward", _PASSES),
+        *_functions(f"{_PIPELINING}._backward", _NEWER_PASSES, may_be_missing=True),
     ),
     Need(
         "stages",
@@ -155,11 +154,11 @@ NEEDS = (
             ),
         ),
     ),
-    Need(
+    _in_all(
         "the scale of main_grad",
         Weight.SOME_NUMBERS,
         "a schedule's division by the number of microbatches would not reach main_grad",
-        _in_all(*_functions(_BASE, {"scale_grads": "self grad_scale_factor"})),
+        *_functions(_BASE, {"scale_grads": "self grad_scale_factor"}),
     ),
     Need(
         "fully_shard",
@@ -170,31 +169,26 @@ NEEDS = (
             Way("2.11", (*_SHARDED, *_attributes(_STATE, "_fsdp_param_group"))),
         ),
     ),
-    Need(
+    _in_all(
         "DistributedDataParallel",
         Weight.SOME_NUMBERS,
         "DistributedDataParallel would reduce at the wrong moment, or never",
-        _in_all(
-            *_attributes(
-                f"{_DDP}:DistributedDataParallel",
-                "reducer module static_graph find_unused_parameters parameters_to_ignore "
-                "_static_graph_delay_allreduce_enqueued",
-            ),
-            *_functions(_DDP, {"_find_tensors": "obj"}),
-            Thing("torch.distributed:Reducer.prepare_for_backward", "callable"),
-            Thing("torch.distributed:Reducer._delay_all_reduce", "callable"),
+        *_attributes(
+            f"{_DDP}:DistributedDataParallel",
+            "reducer module static_graph find_unused_parameters parameters_to_ignore "
+            "_static_graph_delay_allreduce_enqueued",
         ),
+        *_functions(_DDP, {"_find_tensors": "obj"}),
+        *_callables("torch.distributed:Reducer", "prepare_for_backward _delay_all_reduce"),
     ),
-    Need(
+    _in_all(
         "the composable replicate",
         Weight.SOME_NUMBERS,
         "replicate would reduce at the wrong moment, or never",
-        _in_all(
-            *_functions(_COMPOSABLE, {"_get_registry": "module"}),
-            Thing(f"{_COMPOSABLE}:replicate.state", "callable"),
-            *_attributes(f"{_COMPOSABLE}.replicate:_ReplicateState", "_ddp _no_sync _init_args"),
-            *_functions(f"{_COMPOSABLE}.replicate:_ReplicateState", {"lazy_init": "self"}),
-        ),
+        *_functions(_COMPOSABLE, {"_get_registry": "module"}),
+        Thing(f"{_COMPOSABLE}:replicate.state", "callable"),
+        *_attributes(f"{_COMPOSABLE}.replicate:_ReplicateState", "_ddp _no_sync _init_args"),
+        *_functions(f"{_COMPOSABLE}.replicate:_ReplicateState", {"lazy_init": "self"}),
     ),
     Need(
         "releases",
@@ -206,7 +200,7 @@ NEEDS = (
                 "2.11 to 2.14",
                 (
                     *_functions(_BASE, _RELEASES),
-                    *_functions(f"{_PIPELINING}.schedules", {"_batch_p2p": "p2p_ops desc"}),
+                    *_functions(_SCHEDULES, {"_batch_p2p": "p2p_ops desc"}),
                     *_attributes(f"{_STAGE}:_RecvInfo", "buffer"),
                     *_attributes(_BASE, "device fwd_cache"),
                     *_attributes("torch.distributed:P2POp", "op tensor group peer"),
@@ -214,65 +208,51 @@ NEEDS = (
             ),
         ),
     ),
-    Need(
+    _in_all(
         "compiled stages",
         Weight.MEMORY,
         "its schedules refuse compiled stages",
-        _in_all(
-            *_functions(
-                f"{_PIPELINING}.schedules",
-                {"_check_torch_compile_compatibility": "stages schedule_name"},
-                may_be_missing=True,
-            ),
-        ),
+        *_functions(_SCHEDULES, {"_check_torch_compile_compatibility": "stages schedule_name"}, may_be_missing=True),
     ),
-    Need(
+    _in_all(
         "tensors and nodes",
         Weight.TOOL,
         "explain, defer, release and the leak tools",
-        _in_all(
-            *_attributes("torch:Tensor", "_base _version"),
-            *_callables("torch:Tensor", "_is_view _make_subclass _use_count"),
-            *_callables("torch._C", "_DisableAutocast _autocast_supported_devices DisableTorchFunction"),
-            *_callables("torch._C", "_storage_Use_Count _swap_tensor_impl _has_storage _is_alias_of"),
-            *_attributes("torch:UntypedStorage", "_cdata"),
-            *_attributes("torch.nn:Module", "_parameters _buffers _modules"),
-            *_attributes("torch.nn.utils.parametrize", "_cache"),
-            *_callables("torch.utils._python_dispatch", "is_traceable_wrapper_subclass"),
-            *_callables("torch.utils._pytree", "tree_flatten tree_unflatten tree_map"),
-        ),
+        *_attributes("torch:Tensor", "_base _version"),
+        *_callables("torch:Tensor", "_is_view _make_subclass _use_count"),
+        *_callables("torch._C", "_DisableAutocast _autocast_supported_devices DisableTorchFunction"),
+        *_callables("torch._C", "_storage_Use_Count _swap_tensor_impl _has_storage _is_alias_of"),
+        *_attributes("torch:UntypedStorage", "_cdata"),
+        *_attributes("torch.nn:Module", "_parameters _buffers _modules"),
+        *_attributes("torch.nn.utils.parametrize", "_cache"),
+        *_callables("torch.utils._python_dispatch", "is_traceable_wrapper_subclass"),
+        *_callables("torch.utils._pytree", "tree_flatten tree_unflatten tree_map"),
     ),
-    Need(
+    _in_all(
         "inner backwards",
         Weight.TOOL,
         "passes under policy(main_grad=True), loops under fully_shard",
-        _in_all(
-            *_functions("torch.autograd", {"_engine_run_backward": "t_outputs args kwargs"}),
-            *_callables("torch._C", "_stash_obj_in_tls _get_obj_in_tls _is_key_in_tls _current_graph_task_id"),
-        ),
+        *_functions("torch.autograd", {"_engine_run_backward": "t_outputs args kwargs"}),
+        *_callables("torch._C", "_stash_obj_in_tls _get_obj_in_tls _is_key_in_tls _current_graph_task_id"),
     ),
-    Need(
+    _in_all(
         "the CUDA allocator",
         Weight.TOOL,
         "zbpipe.memory and the leak tools on CUDA",
-        _in_all(
-            *_callables("torch.cuda.memory", "_record_memory_history _snapshot"),
-            *(thing._replace(may_be_missing=True) for thing in _OF_CUDA_BUILDS),
-        ),
+        *_callables("torch.cuda.memory", "_record_memory_history _snapshot"),
+        *(thing._replace(may_be_missing=True) for thing in _OF_CUDA_BUILDS),
     ),
-    Need(
+    _in_all(
         "compilers",
         Weight.TOOL,
         "zbpipe.compile and explain of compiled modules",
-        _in_all(
-            *_callables("torch._dynamo.backends.debugging", "aot_eager boxed_nop"),
-            *_callables(_INDUCTOR, "compile_fx compile_fx_inner"),
-            *_callables("torch._dynamo.eval_frame", "_TorchDynamoContext"),
-            *_callables("torch._inductor.utils", "BoxedBool"),
-            *_callables("torch", "_TorchCompileInductorWrapper"),
-            *_callables("torch._guards", "CompileContext TracingContext compile_context tracing"),
-            *_callables("torch._ops", "OpOverload HigherOrderOperator"),
-        ),
+        *_callables("torch._dynamo.backends.debugging", "aot_eager boxed_nop"),
+        *_callables(_INDUCTOR, "compile_fx compile_fx_inner"),
+        *_callables("torch._dynamo.eval_frame", "_TorchDynamoContext"),
+        *_callables("torch._inductor.utils", "BoxedBool"),
+        *_callables("torch", "_TorchCompileInductorWrapper"),
+        *_callables("torch._guards", "CompileContext TracingContext compile_context tracing"),
+        *_callables("torch._ops", "OpOverload HigherOrderOperator"),
         slow=_INDUCTOR,
     ),
 )
