@@ -58,10 +58,9 @@ def wrapping(owner: Any, name: str, wrapper: Function) -> Iterator[Place]:
     original = vars(owner).get(name)
     if original is None or getattr(original, "__isabstractmethod__", False):
         return
-    if isinstance(owner, type):
-        yield Place(f"{owner.__module__}.{owner.__qualname__}", name, owner, original, _wrapped(original, wrapper))
-    else:
-        yield Place(owner.__name__, name, vars(owner), original, _wrapped(original, wrapper))
+    where = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
+    holder = owner if isinstance(owner, type) else vars(owner)
+    yield Place(where, name, holder, original, _wrapped(original, wrapper))
 
 
 def restore(places: Iterable[Place]) -> tuple[list[Place], list[Place]]:
