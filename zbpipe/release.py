@@ -190,9 +190,6 @@ def _memoryless(tensor: torch.Tensor, place: torch.Tensor | None, function: str)
     return twin
 
 
-# What a tensor holds.
-
-
 def _own_bytes(tensor: torch.Tensor) -> int:
     """As ``_C.own_bytes``. Refuses whatever has not one plain storage."""
     if not isinstance(tensor, torch.Tensor):
@@ -230,9 +227,6 @@ def _exchange(tensor: torch.Tensor, twin: torch.Tensor) -> None:
             f"tensor is a {describe(tensor)} and has {holders} other holders and a weak reference (as of retain_grad) "
             "in C++, so its memory cannot be freed; drop the holders first (wait for the sends, delete the views)"
         ) from error
-
-
-# Views.
 
 
 def _fills_its_storage(tensor: torch.Tensor) -> bool:

@@ -39,9 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def version() -> str:
     """One line: zbpipe's version, what it was built with and what runs."""
-    python = ".".join(map(str, sys.version_info[:3]))
-    built = f"built with torch {_build.torch}"
-    return f"zbpipe {__version__} ({built}), torch {torch.__version__}, Python {python}"
+    built = f"zbpipe {__version__} (built with torch {_build.torch})"
+    return f"{built}, torch {torch.__version__}, Python {sys.version.split()[0]}"
 
 
 def run(everything: bool = False) -> int:
@@ -77,7 +76,7 @@ def run(everything: bool = False) -> int:
 
 def torch_is(notes: list[str]) -> str:
     """Whether the tests have run on this torch; a note says on which they have, if not."""
-    if probe.was_tested(torch.__version__):
+    if torch.__version__.partition("+")[0] in needs.TESTED:  # built for the CPU or for a GPU
         return "tested"
     ran = f"they have on {', '.join(needs.TESTED)}"
     release = probe.release_of(torch.__version__)

@@ -10,10 +10,6 @@ The patch also frees what stages and schedules no longer need (zbpipe/_stage/bac
 parallel stages reduce when all gradients are there (zbpipe/_stage/data_parallel.py). It makes zero-bubble schedules
 accept compiled stages, which torch's functions cannot split. table.py lists all changes. Patch and unpatch between
 steps, not within one.
-
-`ZBPIPE_PATCH=1` in the environment patches a script without an edit. A hook, installed beside zbpipe, patches when the
-script or a process that it starts imports torch.distributed.pipelining. `ZBPIPE_RELEASE_OUTPUTS=1` beside it means
-patch(release_outputs=True).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -63,13 +63,12 @@ def wrapping(owner: Any, name: str, wrapper: Function) -> Iterator[Place]:
     yield Place(where, name, holder, original, _wrapped(original, wrapper))
 
 
-def restore(places: Iterable[Place]) -> tuple[list[Place], list[Place]]:
+def restore(places: list[Place]) -> tuple[list[Place], list[Place]]:
     """Restores the places, and names by which modules of torch have imported a replacement meanwhile.
 
     Returns:
         The restored places, and those that other code has rebound meanwhile, which are left.
     """
-    places = list(places)
     restored = [place for place in places if place.restore()]
     taken_over = {id(place.replacement): place for place in places if isinstance(place.holder, dict)}
     for module, namespace in namespaces():

@@ -8,7 +8,6 @@ import torch
 
 
 def is_recording() -> bool:
-    """Whether the allocator keeps a history."""
     return torch._C._cuda_isHistoryEnabled()
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple
 
+from zbpipe._torch.pipelining import BACKWARD, SCHEDULES, STAGE
+
 TESTED = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")  # the whole suite has run on these, and on no others
 OLDEST = (2, 11)
 NEWEST = (2, 15)
 
-_PIPELINING = "torch.distributed.pipelining"
-_STAGE = f"{_PIPELINING}.stage"
-_SCHEDULES = f"{_PIPELINING}.schedules"
-_BASE = f"{_STAGE}:_PipelineStageBase"
+_BASE = f"{STAGE}:_PipelineStageBase"
 _FSDP = "torch.distributed.fsdp._fully_shard"
 _GROUP = f"{_FSDP}._fsdp_param_group:FSDPParamGroup"
 _PARAM = f"{_FSDP}._fsdp_param:FSDPParam"
@@ -82,11 +81,10 @@ def _attributes(owner: str, names: str) -> tuple[Thing, ...]:
     return tuple(Thing(_join(owner, name), "attribute") for name in names.split())
 
 
-def _callables(owner: str, names: str) -> tuple[Thing, ...]:
-    return tuple(Thing(_join(owner, name), "callable") for name in names.split())
+def _callables(owner: str, names: str, may_be_missing: bool = False) -> tuple[Thing, ...]:
+    return tuple(Thing(_join(owner, name), "callable", (), may_be_missing) for name in names.split())
 
 
-_OF_CUDA_BUILDS = _callables("torch._C", "_cuda_isHistoryEnabled _cuda_memoryStats")
 _PASSES = {
     "stage_backward": "stage_output output_grads input_values outputs_with_grads_idxs",
     "stage_backward_input": "stage_outputs_or_loss output_grads input_values weights",
@@ -105,7 +103,7 @@ _DRIVEN = (
     Thing(f"{_BASE}.is_last", "property"),
     *_attributes(_BASE, "submod stage_index dw_builder backward_state args_recv_info grad_recv_info"),
     # Without this method, the forward that tells a stage its shapes runs without gradients.
-    *_functions(f"{_STAGE}:PipelineStage", {"_compute_outputs": "self args module kwargs"}, may_be_missing=True),
+    *_functions(f"{STAGE}:PipelineStage", {"_compute_outputs": "self args module kwargs"}, may_be_missing=True),
 )
 _RELEASES = {
     "forward_one_chunk": "self fwd_chunk_id args kwargs save_forward_output",
@@ -134,8 +132,8 @@ NEEDS = (
         "passes",
         Weight.NUMBERS,
         "I and W cannot take the place of torch's",
-        *_functions(f"{_PIPELINING}._backward", _PASSES),
-        *_functions(f"{_PIPELINING}._backward", _NEWER_PASSES, may_be_missing=True),
+        *_functions(BACKWARD, _PASSES),
+        *_functions(BACKWARD, _NEWER_PASSES, may_be_missing=True),
     ),
     Need(
         "stages",
@@ -148,8 +146,8 @@ NEEDS = (
                 (
                     *_DRIVEN,
                     *_attributes(_BASE, "_forward_chunk_states"),
-                    *_attributes(f"{_STAGE}:_ForwardChunkState", "live_outputs output_grad_edges"),
-                    *_functions(f"{_STAGE}:_ForwardChunkState", {"stage_output_for_backward": "self"}),
+                    *_attributes(f"{STAGE}:_ForwardChunkState", "live_outputs output_grad_edges"),
+                    *_functions(f"{STAGE}:_ForwardChunkState", {"stage_output_for_backward": "self"}),
                 ),
             ),
         ),
@@ -200,8 +198,8 @@ NEEDS = (
                 "2.11 to 2.14",
                 (
                     *_functions(_BASE, _RELEASES),
-                    *_functions(_SCHEDULES, {"_batch_p2p": "p2p_ops desc"}),
-                    *_attributes(f"{_STAGE}:_RecvInfo", "buffer"),
+                    *_functions(SCHEDULES, {"_batch_p2p": "p2p_ops desc"}),
+                    *_attributes(f"{STAGE}:_RecvInfo", "buffer"),
                     *_attributes(_BASE, "device fwd_cache"),
                     *_attributes("torch.distributed:P2POp", "op tensor group peer"),
                 ),
@@ -212,7 +210,7 @@ NEEDS = (
         "compiled stages",
         Weight.MEMORY,
         "its schedules refuse compiled stages",
-        *_functions(_SCHEDULES, {"_check_torch_compile_compatibility": "stages schedule_name"}, may_be_missing=True),
+        *_functions(SCHEDULES, {"_check_torch_compile_compatibility": "stages schedule_name"}, may_be_missing=True),
     ),
     _in_all(
         "tensors and nodes",
@@ -240,7 +238,8 @@ NEEDS = (
         Weight.TOOL,
         "zbpipe.memory and the leak tools on CUDA",
         *_callables("torch.cuda.memory", "_record_memory_history _snapshot"),
-        *(thing._replace(may_be_missing=True) for thing in _OF_CUDA_BUILDS),
+        # Missing where torch is built without CUDA.
+        *_callables("torch._C", "_cuda_isHistoryEnabled _cuda_memoryStats", may_be_missing=True),
     ),
     _in_all(
         "compilers",

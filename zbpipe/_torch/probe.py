@@ -26,7 +26,7 @@ import types
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from zbpipe._torch.needs import NEEDS, TESTED, Need, Thing, Way
+from zbpipe._torch.needs import NEEDS, Need, Thing, Way
 
 _MISSING = object()
 
@@ -57,11 +57,6 @@ def report(leave_out: Collection[Need] = ()) -> list[Row]:
     It imports the modules. A module that this torch does not have counts as missing.
     """
     return [row for need in NEEDS if need not in leave_out for row in _rows(need)]
-
-
-def was_tested(version: str) -> bool:
-    """Whether the tests have run on this version of torch, built for the CPU or for a GPU."""
-    return version.partition("+")[0] in TESTED
 
 
 def differences(name: str) -> list[str]:
