@@ -16,7 +16,7 @@ import torch
 
 from zbpipe import _build, _native, get_policy, is_patched
 from zbpipe._first_aid import find_numpy, line
-from zbpipe._patch.env import OFF, ON, RELEASE_OUTPUTS
+from zbpipe._patch import OFF, ON, RELEASE_OUTPUTS
 from zbpipe._torch import needs, probe
 from zbpipe._version import __version__
 
@@ -97,10 +97,10 @@ def private_parts(everything: bool, faults: list[str], notes: list[str]) -> str:
     different = [row for row in rows if not row.ok]
     for row in rows if everything else different:
         mark = "ok" if row.ok else "DIFFERS"
-        print(f"  {mark:<8}{row.name}: {row.expected}; {row.found} ({row.need}, torch {row.releases})")
+        print(f"  {mark:<8}{row.name}: {row.expected}; {row.found} ({row.need.name}, torch {row.releases})")
     for row in different:
-        memory_alone = row.consequence.startswith(needs.Weight.MEMORY.value)
-        (notes if memory_alone else faults).append(f"{row.name} {row.found}; {row.consequence}")
+        said = notes if row.need.weight is needs.Weight.MEMORY else faults
+        said.append(f"{row.name} {row.found}; {row.need.weight.value}: {row.need.consequence}")
     result = f"{len(rows)} looked at, {len(different)} differ" if different else f"{len(rows)} looked at, all known"
     names = ", ".join(need.name for need in left_out)
     return f"{result}; not those of {names}, which --all imports" if left_out else result

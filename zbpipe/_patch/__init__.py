@@ -17,6 +17,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+import os
 import threading
 import weakref
 from contextlib import AbstractContextManager
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 import torch
 
 from zbpipe._formatting import argument
-from zbpipe._patch import env, places, table
+from zbpipe._patch import places, table
 from zbpipe._policy import get_policy
 from zbpipe._stage import data_parallel, scale, state
 from zbpipe._stage.before_2_15 import methods
@@ -33,6 +34,10 @@ from zbpipe._torch import needs, pipelining, probe
 
 logger = logging.getLogger("zbpipe")
 
+
+RELEASE_OUTPUTS = "ZBPIPE_RELEASE_OUTPUTS"
+ON = ("1", "true", "yes")
+OFF = ("", "0", "false", "no")
 
 _lock = threading.RLock()
 _places: list[places.Place] = []
@@ -179,7 +184,10 @@ def _rebind(release_outputs: bool | None) -> None:
             logger.info("release_outputs is %s from now on", release_outputs)
         return
     if release_outputs is None:
-        release_outputs = env.release_outputs()
+        said = os.environ.get(RELEASE_OUTPUTS, "").strip().lower()
+        if said not in (*ON, *OFF):
+            raise RuntimeError(f"{RELEASE_OUTPUTS} is {said!r}: set it to 1 to release outputs, or to 0 not to.")
+        release_outputs = said in ON
     originals, schedules = _originals(), pipelining.schedules_module()
     _refuse_unknown()
     _places[:] = [*table.functions(originals, schedules), *table.wraps(schedules)]

@@ -38,8 +38,7 @@ def compile_with_aot_eager(graph: fx.GraphModule, inputs: list[Any], compile_bac
 def options_of(mode: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:
     """inductor's configuration for a mode and options of torch.compile. Raises torch.compile's errors."""
     wrapper: Any = torch._TorchCompileInductorWrapper
-    found: dict[str, Any] = wrapper(mode, dict(options or {}), None).config
-    return found
+    return dict(wrapper(mode, dict(options or {}), None).config)
 
 
 def inductor_options(patches: dict[str, Any]) -> Any:

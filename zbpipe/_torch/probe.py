@@ -32,15 +32,14 @@ _MISSING = object()
 
 
 class Row(NamedTuple):
-    """A row of the report: a thing, the expected and the found state, and what depends on it."""
+    """A row of the report: a thing, the expected and the found state, and the need of it."""
 
     name: str
     expected: str
     found: str
     ok: bool
     releases: str
-    need: str
-    consequence: str
+    need: Need
 
 
 _BY_NAME = {need.name: need for need in NEEDS}
@@ -91,9 +90,8 @@ def _rows(need: Need) -> list[Row]:
 
 def _row(need: Need, way: Way, thing: Thing) -> Row:
     found = _difference(thing)
-    consequence = f"{need.weight.value}: {need.consequence}"
     name = thing.name.replace(":", ".")
-    return Row(name, str(thing), found or "as expected", found is None, way.releases, need.name, consequence)
+    return Row(name, str(thing), found or "as expected", found is None, way.releases, need)
 
 
 def _difference(thing: Thing) -> str | None:

@@ -74,9 +74,7 @@ class Heap:
         """Looks at all things from a place on, and at all that these hold."""
         things, parents, place, special = self.things, self.parents, self.place, self._special
         referents, kind_of = gc.get_referents, self._kinds.get
-        at = begin - 1
-        for thing in islice(things, begin, None):  # which becomes longer meanwhile
-            at += 1
+        for at, thing in enumerate(islice(things, begin, None), begin):  # which becomes longer meanwhile
             if at in special:
                 for reference in self.references(thing):
                     self._meet_reference(*reference, at)
@@ -98,9 +96,7 @@ class Heap:
         self.reached = len(self.things)
         self.add_roots(one for one in listed if id(one) not in self.place)
         listed.clear()
-        at = self.reached - 1
-        for thing in islice(self.things, self.reached, None):
-            at += 1
+        for at, thing in enumerate(islice(self.things, self.reached, None), self.reached):
             holds = [self._meet_reference(*reference, at) for reference in self.references(thing)]
             self.edges.append([place - self.reached for place in holds if place >= self.reached])
 
