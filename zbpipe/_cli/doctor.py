@@ -16,7 +16,7 @@ import torch
 
 from zbpipe import _build, _native, get_policy, is_patched
 from zbpipe._first_aid import find_numpy, line
-from zbpipe._patch import OFF, ON, RELEASE_OUTPUTS
+from zbpipe._patch.env import OFF, ON, RELEASE_OUTPUTS
 from zbpipe._torch import needs, probe
 from zbpipe._version import __version__
 

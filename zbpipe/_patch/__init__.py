@@ -17,7 +17,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-import os
 import threading
 import weakref
 from contextlib import AbstractContextManager
@@ -26,7 +25,7 @@ from dataclasses import dataclass
 import torch
 
 from zbpipe._formatting import argument
-from zbpipe._patch import places, table
+from zbpipe._patch import env, places, table
 from zbpipe._policy import get_policy
 from zbpipe._stage import data_parallel, scale, state
 from zbpipe._stage.before_2_15 import methods
@@ -34,10 +33,6 @@ from zbpipe._torch import needs, pipelining, probe
 
 logger = logging.getLogger("zbpipe")
 
-
-RELEASE_OUTPUTS = "ZBPIPE_RELEASE_OUTPUTS"
-ON = ("1", "true", "yes")
-OFF = ("", "0", "false", "no")
 
 _lock = threading.RLock()
 _places: list[places.Place] = []
@@ -184,10 +179,7 @@ def _rebind(release_outputs: bool | None) -> None:
             logger.info("release_outputs is %s from now on", release_outputs)
         return
     if release_outputs is None:
-        said = os.environ.get(RELEASE_OUTPUTS, "").strip().lower()
-        if said not in (*ON, *OFF):
-            raise RuntimeError(f"{RELEASE_OUTPUTS} is {said!r}: set it to 1 to release outputs, or to 0 not to.")
-        release_outputs = said in ON
+        release_outputs = env.release_outputs()
     originals, schedules = _originals(), pipelining.schedules_module()
     _refuse_unknown()
     _places[:] = [*table.functions(originals, schedules), *table.wraps(schedules)]
