@@ -243,10 +243,7 @@ _ADVICE = "use a torch that zbpipe knows, or a newer zbpipe."
 
 def _refuse_unknown() -> None:
     """Refuses a torch with which gradients would be wrong. Raises RuntimeError."""
-    wanted = ["stages"]
-    if get_policy().main_grad:
-        wanted.append("the scale of main_grad")
-    for need in wanted:
+    for need in ("stages", "the scale of main_grad") if get_policy().main_grad else ("stages",):
         if refusal := probe.refusal(need):
             raise RuntimeError(f"zbpipe cannot patch torch {torch.__version__}, with which {refusal}; {_ADVICE}")
 
